@@ -1,0 +1,779 @@
+/* toka.c - a high-throughput LLM inference engine in one C file.  SPDX-License-Identifier: Apache-2.0
+ *
+ * ESSAY-PLACEHOLDER
+ *
+ * CONTENTS (build.sh checks it against the banners; to read one chapter: sed -n '/MARK: 4\./,/MARK: 5\./p' toka.c)
+ *
+ *   1. Types [pure]
+ *   2. Base: memory, slices, buffers, errors [pure]
+ *   3. OS shell [os]
+ *   4. JSON [pure]
+ *   5. Unicode [pure]
+ *   6. Tokenizer [pure]
+ *   7. Chat template: values and parser [pure]
+ *   8. Chat template: evaluation [pure]
+ *   9. Model files [os]
+ *  10. KV pages and prefix tree [pure]
+ *  11. Length predictor [pure]
+ *  12. Scheduler [pure]
+ *  13. Batch building and shared prefixes [pure]
+ *  14. Sampling and stops [pure]
+ *  15. CPU backend [cpu]
+ *  16. Model: the layer loop [os]
+ *  17. Engine [os]
+ *  18. Public API [os]
+ *  19. HTTP [pure]
+ *  20. OpenAI API [pure]
+ *  21. Server [os]
+ *  22. Batch runner, bench and plan [os]
+ *  23. Command line [os]
+ */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* mmap flags, sched_getaffinity, memmem */
+#endif
+#define TOKA_INTERNAL
+#include "toka.h"
+
+#include <assert.h>
+#include <ctype.h>
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <float.h>
+#include <limits.h>
+#include <locale.h>
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+/* ===========================================================================
+ * MARK: 1. Types [pure]
+ * The cast of more than one chapter. What only one chapter needs stands there.
+ * =========================================================================== */
+
+typedef struct str { /* a borrowed slice of bytes; not NUL-terminated */
+    const char *p;
+    size_t n;
+} str;
+
+typedef struct buf { /* growable bytes, owned; p is NUL-terminated once anything was put */
+    char *p;
+    size_t n, cap;
+} buf;
+
+typedef struct ids { /* growable token ids, owned */
+    int32_t *p;
+    size_t n, cap;
+} ids;
+
+typedef struct arena { /* many small allocations freed in one call; blocks are chained, newest first */
+    struct arena_block *blocks;
+    size_t used; /* bytes used of the newest block */
+} arena;
+
+/* A JSON value: one node of 16 bytes in a flat array, in document order. A container's children follow it directly;
+ * an object's are key, value, key, value ... Strings without escapes borrow from the text, which must outlive the nodes. */
+typedef struct json {
+    uint8_t type;     /* enum json_type */
+    uint8_t exact;    /* JSON_NUMBER: written as an integer that fits int64; .i holds it */
+    uint32_t n;       /* string: bytes; array: elements; object: members */
+    union {
+        const char *s; /* string */
+        double f;      /* number, exact 0 */
+        int64_t i;     /* number, exact 1 */
+        size_t skip;   /* container: nodes of the whole subtree with itself */
+    };
+} json;
+
+enum json_type { JSON_NULL, JSON_FALSE, JSON_TRUE, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_OBJECT };
+
+/* ===========================================================================
+ * MARK: 2. Base: memory, slices, buffers, errors [pure]
+ * Small allocations abort when the system has no memory left (on Linux it never says so for small ones). Sizes that a file, a
+ * request or a flag chooses go through checked calls where they are made, and become errors.
+ * =========================================================================== */
+
+#define COUNT(a) ((int)(sizeof(a) / sizeof((a)[0])))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define UNUSED __attribute__((unused)) /* library builds do not call everything */
+
+static void *mem_check(void *p) {
+    if (!p) {
+        fputs("toka: out of memory\n", stderr);
+        abort();
+    }
+    return p;
+}
+static void *mem_alloc(size_t n) { return mem_check(malloc(n ? n : 1)); }
+static void *mem_zalloc(size_t n) { return mem_check(calloc(n ? n : 1, 1)); }
+static void *mem_realloc(void *p, size_t n) { return mem_check(realloc(p, n ? n : 1)); }
+
+/* Fills *e and returns its code, so that `return fail(e, ...)` is the only error line a function needs. */
+__attribute__((format(printf, 3, 4))) static int fail(toka_err *e, int code, const char *fmt, ...) {
+    va_list ap;
+    va_start(ap, fmt);
+    e->code = code;
+    vsnprintf(e->msg, sizeof e->msg, fmt, ap);
+    va_end(ap);
+    return code;
+}
+
+/* ---- Slices ---- */
+
+#define STR(literal) ((str){"" literal, sizeof(literal) - 1})
+#define STRF(s) (int)MIN((s).n, (size_t)200), (s).p /* for "%.*s"; long ones are cut */
+
+static str str_c(const char *z) { return (str){z, strlen(z)}; }
+static str str_sub(str s, size_t from, size_t to) { return (str){s.p + from, to - from}; }
+static bool str_eq(str a, str b) { return a.n == b.n && (!a.n || memcmp(a.p, b.p, a.n) == 0); }
+static bool str_is(str a, const char *z) { return str_eq(a, str_c(z)); }
+static bool str_starts(str s, str head) { return s.n >= head.n && str_eq((str){s.p, head.n}, head); }
+static bool str_ends(str s, str tail) { return s.n >= tail.n && str_eq((str){s.p + s.n - tail.n, tail.n}, tail); }
+
+/* Index of the first `needle` in s at or after `from`, or -1. An empty needle is found at once. */
+static ptrdiff_t str_find(str s, str needle, size_t from) {
+    if (from > s.n || needle.n > s.n - from) return -1;
+    if (!needle.n) return (ptrdiff_t)from;
+    const char *at = memmem(s.p + from, s.n - from, needle.p, needle.n);
+    return at ? at - s.p : -1;
+}
+
+/* 64-bit hash of bytes, for tables in memory only (not stable across versions, not against attackers). */
+static uint64_t hash_bytes(const void *p, size_t n) {
+    const unsigned char *s = p;
+    uint64_t h = 0x9E3779B97F4A7C15u ^ n;
+    for (; n >= 8; s += 8, n -= 8) {
+        uint64_t w;
+        memcpy(&w, s, 8);
+        h = (h ^ w) * 0xFF51AFD7ED558CCDu;
+        h ^= h >> 32;
+    }
+    for (; n; s++, n--) h = (h ^ *s) * 0x100000001B3u;
+    h ^= h >> 29;
+    h *= 0xC4CEB9FE1A85EC53u;
+    return h ^ h >> 32;
+}
+
+/* ---- Buffers ---- */
+
+static void buf_reserve(buf *b, size_t more) {
+    if (b->cap - b->n > more) return; /* one byte is kept for the NUL */
+    size_t cap = b->cap + b->cap / 2;
+    if (cap < b->n + more + 1) cap = b->n + more + 1;
+    if (cap < 64) cap = 64;
+    b->p = mem_realloc(b->p, cap);
+    b->cap = cap;
+}
+static void buf_put(buf *b, const void *p, size_t n) {
+    buf_reserve(b, n);
+    if (n) memcpy(b->p + b->n, p, n);
+    b->n += n;
+    b->p[b->n] = 0;
+}
+static void buf_str(buf *b, str s) { buf_put(b, s.p, s.n); }
+static void buf_c(buf *b, const char *z) { buf_put(b, z, strlen(z)); }
+static void buf_char(buf *b, char c) { buf_put(b, &c, 1); }
+static str buf_view(const buf *b) { return (str){b->p ? b->p : "", b->n}; }
+static void buf_clear(buf *b) { b->n = 0; }
+static void buf_free(buf *b) {
+    free(b->p);
+    *b = (buf){0};
+}
+__attribute__((format(printf, 2, 3))) static void buf_printf(buf *b, const char *fmt, ...) {
+    va_list ap, again;
+    va_start(ap, fmt);
+    va_copy(again, ap);
+    int n = vsnprintf(NULL, 0, fmt, ap);
+    va_end(ap);
+    buf_reserve(b, (size_t)n + 1);
+    vsnprintf(b->p + b->n, (size_t)n + 1, fmt, again);
+    va_end(again);
+    b->n += (size_t)n;
+}
+
+static void ids_reserve(ids *v, size_t more) {
+    if (v->cap - v->n >= more) return;
+    v->cap = MAX(v->cap + v->cap / 2, v->n + more);
+    v->p = mem_realloc(v->p, v->cap * sizeof *v->p);
+}
+static void ids_push(ids *v, int32_t id) {
+    if (v->n == v->cap) ids_reserve(v, 64);
+    v->p[v->n++] = id;
+}
+static void ids_free(ids *v) {
+    free(v->p);
+    *v = (ids){0};
+}
+
+/* ---- Arena ---- */
+
+struct arena_block {
+    struct arena_block *older;
+    size_t cap;
+    _Alignas(16) char bytes[];
+};
+
+static void *arena_alloc(arena *a, size_t n) {
+    size_t at = (a->used + 15) & ~(size_t)15;
+    if (!a->blocks || n > a->blocks->cap || at > a->blocks->cap - n) {
+        size_t cap = a->blocks ? MIN(a->blocks->cap * 2, (size_t)1 << 20) : 4096;
+        if (cap < n) cap = n;
+        struct arena_block *b = mem_alloc(sizeof *b + cap);
+        *b = (struct arena_block){.older = a->blocks, .cap = cap};
+        a->blocks = b;
+        at = 0;
+    }
+    a->used = at + n;
+    return a->blocks->bytes + at;
+}
+static void *arena_zalloc(arena *a, size_t n) { return memset(arena_alloc(a, n), 0, n); }
+static char *arena_cstr(arena *a, str s) { /* copy with a NUL behind it */
+    char *p = arena_alloc(a, s.n + 1);
+    if (s.n) memcpy(p, s.p, s.n);
+    p[s.n] = 0;
+    return p;
+}
+static str arena_str(arena *a, str s) { return (str){arena_cstr(a, s), s.n}; }
+static void arena_free(arena *a) {
+    for (struct arena_block *b = a->blocks, *older; b; b = older) {
+        older = b->older;
+        free(b);
+    }
+    *a = (arena){0};
+}
+
+/* ===========================================================================
+ * MARK: 3. OS shell [os]
+ * Every system call that is not a socket: files, clock, cores. Thin, so that the chapters above stay pure.
+ * =========================================================================== */
+
+static double os_now(void) { /* seconds on a clock that never steps back */
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static int os_n_cores(void) { /* cores this process may use */
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) return MAX(1, CPU_COUNT(&set));
+    long n = sysconf(_SC_NPROCESSORS_ONLN);
+    return n > 0 ? (int)n : 1;
+}
+
+/* Maps a whole regular file read-only. An empty file gives {"",0}. Undo with os_unmap. */
+static int os_map(const char *path, str *out, toka_err *e) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    struct stat st;
+    if (fd < 0) return fail(e, TOKA_E_IO, "%s: %s", path, strerror(errno));
+    if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
+        close(fd);
+        return fail(e, TOKA_E_INPUT, "%s: not a regular file", path);
+    }
+    *out = STR("");
+    void *p = st.st_size ? mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0) : NULL;
+    int err = errno;
+    close(fd);
+    if (p == MAP_FAILED) return fail(e, TOKA_E_IO, "%s: cannot map %lld bytes: %s", path, (long long)st.st_size, strerror(err));
+    if (p) *out = (str){p, (size_t)st.st_size};
+    return 0;
+}
+static void os_unmap(str map) {
+    if (map.n) munmap((void *)map.p, map.n);
+}
+
+static bool os_is_dir(const char *path) {
+    struct stat st;
+    return stat(path, &st) == 0 && S_ISDIR(st.st_mode);
+}
+static bool os_is_file(const char *path) {
+    struct stat st;
+    return stat(path, &st) == 0 && S_ISREG(st.st_mode);
+}
+
+/* Appends all of a file descriptor (a pipe, a terminal, a file) to b; at most `limit` bytes. */
+static int os_read_all(int fd, const char *name, size_t limit, buf *b, toka_err *e) {
+    for (;;) {
+        buf_reserve(b, 65536);
+        ssize_t n = read(fd, b->p + b->n, 65536);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0) return fail(e, TOKA_E_IO, "%s: %s", name, strerror(errno));
+        b->p[b->n += (size_t)n] = 0;
+        if (n == 0) return 0;
+        if (b->n > limit) return fail(e, TOKA_E_INPUT, "%s: more than %zu bytes", name, limit);
+    }
+}
+
+/* ===========================================================================
+ * MARK: 4. JSON [pure]
+ * A strict RFC 8259 reader into flat nodes, and a writer. Self-contained: with chapter 2 it can be lifted out.
+ *
+ * Reader: json_parse(arena, text, limits, e) returns the root or NULL; e->msg says what and at which byte. Depth and size
+ * are limits of the caller. Text must be UTF-8; an escaped lone surrogate (\ud83d alone) is legal JSON and becomes U+FFFD.
+ * Numbers keep whether they were written as integers. Of equal keys the last wins, as in Python.
+ * Walking: json_get, json_at, JSON_EACH, JSON_MEMBERS; a missing value is NULL, and every accessor takes NULL.
+ * Writer: json_put_* append one value to a buf and place the comma themselves.
+ * =========================================================================== */
+
+typedef struct json_limits {
+    int depth;        /* containers in containers at most */
+    size_t max_bytes; /* longest text */
+} json_limits;
+
+static const json_limits json_trusted = {512, (size_t)1 << 31}; /* for a model's own files */
+
+typedef struct json_reader {
+    const char *p, *start, *end; /* next byte, first byte, one past the last */
+    arena *a;                    /* unescaped strings, and the nodes in the end */
+    json *nodes;                 /* growing */
+    size_t n, cap;
+    size_t open; /* 1 + index of the innermost open container, 0: none. Its .skip holds the next outer `open` meanwhile */
+    int depth;
+    json_limits limits;
+    toka_err *e;
+} json_reader;
+
+static bool json_fail(json_reader *r, const char *what) {
+    fail(r->e, TOKA_E_INPUT, "JSON: %s at byte %zu", what, (size_t)(r->p - r->start));
+    return false;
+}
+
+static json *json_node(json_reader *r, int type) {
+    if (r->n == r->cap) {
+        r->cap = MAX(r->cap * 2, (size_t)64);
+        r->nodes = mem_realloc(r->nodes, r->cap * sizeof *r->nodes);
+    }
+    json *v = &r->nodes[r->n++];
+    *v = (json){.type = (uint8_t)type};
+    return v;
+}
+
+static void json_space(json_reader *r) {
+    while (r->p < r->end && (*r->p == ' ' || *r->p == '\n' || *r->p == '\r' || *r->p == '\t')) r->p++;
+}
+
+/* Bytes of the UTF-8 sequence at p (1 to 4), 0 if it is not well formed (Unicode table 3-7). */
+static int utf8_len(const char *p, const char *end) {
+    unsigned char a = (unsigned char)p[0], b = end - p > 1 ? (unsigned char)p[1] : 0;
+    if (a < 0x80) return 1;
+    int n = a >= 0xC2 && a <= 0xDF ? 2 : (a & 0xF0) == 0xE0 ? 3 : a >= 0xF0 && a <= 0xF4 ? 4 : 0;
+    if (!n || end - p < n || (b & 0xC0) != 0x80) return 0;
+    if ((a == 0xE0 && b < 0xA0) || (a == 0xED && b > 0x9F) || (a == 0xF0 && b < 0x90) || (a == 0xF4 && b > 0x8F)) return 0;
+    for (int i = 2; i < n; i++)
+        if (((unsigned char)p[i] & 0xC0) != 0x80) return 0;
+    return n;
+}
+
+/* Writes code point c as UTF-8 to p (room for 4); returns its bytes. */
+static int utf8_put(char *p, uint32_t c) {
+    if (c < 0x80) return p[0] = (char)c, 1;
+    if (c < 0x800) return p[0] = (char)(0xC0 | c >> 6), p[1] = (char)(0x80 | (c & 63)), 2;
+    if (c < 0x10000)
+        return p[0] = (char)(0xE0 | c >> 12), p[1] = (char)(0x80 | (c >> 6 & 63)), p[2] = (char)(0x80 | (c & 63)), 3;
+    p[0] = (char)(0xF0 | c >> 18), p[1] = (char)(0x80 | (c >> 12 & 63));
+    return p[2] = (char)(0x80 | (c >> 6 & 63)), p[3] = (char)(0x80 | (c & 63)), 4;
+}
+
+static int json_hex4(json_reader *r) { /* four hex digits at p, -1 if not */
+    int v = 0;
+    if (r->end - r->p < 4) return -1;
+    for (int i = 0; i < 4; i++) {
+        int c = r->p[i], d = c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10 : -1;
+        if (d < 0) return -1;
+        v = v * 16 + d;
+    }
+    r->p += 4;
+    return v;
+}
+
+/* After "\u": one code point, a surrogate pair joined, a lone surrogate replaced. False if the digits are wrong. */
+static bool json_unicode_escape(json_reader *r, uint32_t *c) {
+    int hi = json_hex4(r);
+    if (hi < 0) return json_fail(r, "\\u needs four hex digits");
+    *c = (uint32_t)hi;
+    if (hi < 0xD800 || hi > 0xDFFF) return true;
+    *c = 0xFFFD;
+    if (hi > 0xDBFF || r->end - r->p < 6 || r->p[0] != '\\' || r->p[1] != 'u') return true;
+    const char *back = r->p;
+    r->p += 2;
+    int lo = json_hex4(r);
+    if (lo < 0) return json_fail(r, "\\u needs four hex digits");
+    if (lo >= 0xDC00 && lo <= 0xDFFF) *c = 0x10000 + ((uint32_t)(hi - 0xD800) << 10) + (uint32_t)(lo - 0xDC00);
+    else r->p = back;
+    return true;
+}
+
+/* The rest of a string from its first escape on: `head` is what came before. p stands on the backslash. */
+static bool json_escaped(json_reader *r, str head, json *v) {
+    const char *close = r->p; /* the unescaped text is never longer than the escaped one: measure, then write */
+    while (close < r->end && *close != '"') close += *close == '\\' ? 2 : 1;
+    if (close >= r->end) return r->p = r->end, json_fail(r, "string without an end");
+    char *out = arena_alloc(r->a, head.n + (size_t)(close - r->p) + 1), *w = out + head.n;
+    memcpy(out, head.p, head.n);
+    for (;;) {
+        unsigned char c = (unsigned char)*r->p;
+        if (c == '"') break;
+        if (c < 0x20) return json_fail(r, "control character in a string");
+        if (c != '\\') {
+            int n = utf8_len(r->p, r->end);
+            if (!n) return json_fail(r, "invalid UTF-8");
+            memcpy(w, r->p, (size_t)n);
+            w += n, r->p += n;
+            continue;
+        }
+        static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
+        const char *k = r->p[1] ? strchr(from, r->p[1]) : NULL;
+        uint32_t u;
+        if (k) {
+            *w++ = to[k - from];
+            r->p += 2;
+        } else if (r->p[1] == 'u') {
+            r->p += 2;
+            if (!json_unicode_escape(r, &u)) return false;
+            w += utf8_put(w, u);
+        } else {
+            return json_fail(r, "unknown escape");
+        }
+    }
+    *v = (json){.type = JSON_STRING, .n = (uint32_t)(w - out), .s = out};
+    r->p++;
+    return true;
+}
+
+static bool json_string(json_reader *r) { /* p stands behind the opening quote */
+    json *v = json_node(r, JSON_STRING);
+    const char *s = r->p;
+    for (;;) {
+        while (r->p < r->end && (unsigned char)*r->p >= 0x20 && (unsigned char)*r->p < 0x80 && *r->p != '"' && *r->p != '\\')
+            r->p++;
+        if (r->p == r->end) return json_fail(r, "string without an end");
+        if (*r->p == '"') break;
+        if (*r->p == '\\') return json_escaped(r, (str){s, (size_t)(r->p - s)}, v);
+        int n = (unsigned char)*r->p < 0x20 ? -1 : utf8_len(r->p, r->end);
+        if (n <= 0) return json_fail(r, n < 0 ? "control character in a string" : "invalid UTF-8");
+        r->p += n;
+    }
+    v->s = s;
+    v->n = (uint32_t)(r->p++ - s);
+    return true;
+}
+
+/* Decimal text (already checked) to double, whatever the host program's locale. */
+static double json_strtod(str s) {
+    char tmp[64], *z = s.n < sizeof tmp ? tmp : mem_alloc(s.n + 1);
+    memcpy(z, s.p, s.n);
+    z[s.n] = 0;
+    char *dot = strchr(z, '.');
+    if (dot) *dot = *localeconv()->decimal_point;
+    double f = strtod(z, NULL);
+    if (z != tmp) free(z);
+    return f;
+}
+
+static bool json_number(json_reader *r) {
+    const char *s = r->p;
+    bool exact = true, neg = *r->p == '-';
+    uint64_t u = 0;
+    r->p += neg;
+    if (r->p == r->end || !isdigit((unsigned char)*r->p)) return json_fail(r, "digit expected");
+    if (*r->p == '0' && r->p + 1 < r->end && isdigit((unsigned char)r->p[1])) return json_fail(r, "leading zero");
+    for (; r->p < r->end && isdigit((unsigned char)*r->p); r->p++) {
+        unsigned d = (unsigned)(*r->p - '0');
+        if (u > ((uint64_t)INT64_MAX - d) / 10) exact = false;
+        else u = u * 10 + d;
+    }
+    if (r->p < r->end && *r->p == '.') {
+        exact = false;
+        if (++r->p == r->end || !isdigit((unsigned char)*r->p)) return json_fail(r, "digit expected after the point");
+        while (r->p < r->end && isdigit((unsigned char)*r->p)) r->p++;
+    }
+    if (r->p < r->end && (*r->p | 32) == 'e') {
+        exact = false;
+        if (++r->p < r->end && (*r->p == '+' || *r->p == '-')) r->p++;
+        if (r->p == r->end || !isdigit((unsigned char)*r->p)) return json_fail(r, "digit expected in the exponent");
+        while (r->p < r->end && isdigit((unsigned char)*r->p)) r->p++;
+    }
+    json *v = json_node(r, JSON_NUMBER);
+    v->exact = exact;
+    if (exact) v->i = neg ? -(int64_t)u : (int64_t)u;
+    else v->f = json_strtod((str){s, (size_t)(r->p - s)});
+    return true;
+}
+
+static bool json_literal(json_reader *r, str word, int type) {
+    if (!str_starts((str){r->p, (size_t)(r->end - r->p)}, word)) return json_fail(r, "value expected");
+    r->p += word.n;
+    json_node(r, type);
+    return true;
+}
+
+static bool json_open(json_reader *r, int type) {
+    if (++r->depth > r->limits.depth) return json_fail(r, "nested too deep");
+    json *v = json_node(r, type);
+    v->skip = r->open;
+    r->open = r->n;
+    r->p++;
+    return true;
+}
+
+static void json_close(json_reader *r) {
+    json *v = &r->nodes[r->open - 1];
+    size_t self = r->open - 1;
+    r->open = v->skip;
+    v->skip = r->n - self;
+    r->depth--;
+    r->p++;
+}
+
+/* One value, or the opening of a container. */
+static bool json_value(json_reader *r) {
+    switch (r->p < r->end ? *r->p : 0) {
+    case '{': return json_open(r, JSON_OBJECT);
+    case '[': return json_open(r, JSON_ARRAY);
+    case '"': return r->p++, json_string(r);
+    case 't': return json_literal(r, STR("true"), JSON_TRUE);
+    case 'f': return json_literal(r, STR("false"), JSON_FALSE);
+    case 'n': return json_literal(r, STR("null"), JSON_NULL);
+    case '-': case '0': case '1': case '2': case '3': case '4': case '5': case '6': case '7': case '8': case '9':
+        return json_number(r);
+    default: return json_fail(r, r->p < r->end ? "value expected" : "text ends too early");
+    }
+}
+
+static bool json_key(json_reader *r) {
+    json_space(r);
+    if (r->p == r->end || *r->p != '"') return json_fail(r, "member name expected");
+    r->p++;
+    if (!json_string(r)) return false;
+    json_space(r);
+    if (r->p == r->end || *r->p != ':') return json_fail(r, "':' expected");
+    r->p++;
+    json_space(r);
+    return true;
+}
+
+/* Inside the innermost container, behind an element or its opening: closes it, or steps to the next element.
+ * *more says whether a value follows. */
+static bool json_step(json_reader *r, bool first, bool *more) {
+    json *c = &r->nodes[r->open - 1];
+    bool object = c->type == JSON_OBJECT;
+    char close = object ? '}' : ']';
+    json_space(r);
+    if (r->p == r->end) return json_fail(r, "text ends too early");
+    if ((*more = *r->p != close) == false) return json_close(r), true;
+    if (!first) {
+        if (*r->p != ',') return json_fail(r, object ? "',' or '}' expected" : "',' or ']' expected");
+        r->p++;
+        json_space(r);
+    }
+    c->n++;
+    return !object || json_key(r);
+}
+
+static bool json_document(json_reader *r) {
+    json_space(r);
+    if (!json_value(r)) return false;
+    while (r->open) {
+        bool first = r->nodes[r->n - 1].type >= JSON_ARRAY && r->open == r->n, more;
+        if (!json_step(r, first, &more)) return false;
+        if (more && !json_value(r)) return false;
+    }
+    json_space(r);
+    return r->p == r->end || json_fail(r, "text goes on behind the value");
+}
+
+/* Parses one document. Nodes and unescaped strings live in `a`, other strings in `text`. NULL: *e says why. */
+static const json *json_parse(arena *a, str text, json_limits limits, toka_err *e) {
+    json_reader r = {.p = text.p, .start = text.p, .end = text.p + text.n, .a = a, .limits = limits, .e = e};
+    if (text.n > limits.max_bytes || text.n > UINT32_MAX) {
+        fail(e, TOKA_E_INPUT, "JSON: %zu bytes, at most %zu are taken", text.n, limits.max_bytes);
+        return NULL;
+    }
+    json *root = NULL;
+    if (json_document(&r)) root = memcpy(arena_alloc(a, r.n * sizeof *root), r.nodes, r.n * sizeof *root);
+    free(r.nodes);
+    return root;
+}
+
+/* ---- Walking ---- */
+
+static bool json_is(const json *v, int type) { return v && v->type == type; }
+static const json *json_next(const json *v) { return v + (v->type >= JSON_ARRAY ? v->skip : 1); }
+
+/* for each element `it` of array or each key `it` of object (its value is it + 1) */
+#define JSON_EACH(it, array) \
+    for (const json *it = (array) + 1, *it##_end = json_next(array); it < it##_end; it = json_next(it))
+#define JSON_MEMBERS(key, object) \
+    for (const json *key = (object) + 1, *key##_end = json_next(object); key < key##_end; key = json_next(key + 1))
+
+static str json_str(const json *v) { return json_is(v, JSON_STRING) ? (str){v->s, v->n} : (str){"", 0}; }
+static bool json_true(const json *v) { return json_is(v, JSON_TRUE); }
+static double json_num(const json *v, double otherwise) {
+    return !json_is(v, JSON_NUMBER) ? otherwise : v->exact ? (double)v->i : v->f;
+}
+static int64_t json_int(const json *v, int64_t otherwise) { return json_is(v, JSON_NUMBER) && v->exact ? v->i : otherwise; }
+
+static const json *json_get(const json *object, const char *name) {
+    const json *found = NULL;
+    if (!json_is(object, JSON_OBJECT)) return NULL;
+    JSON_MEMBERS(key, object) if (str_is((str){key->s, key->n}, name)) found = key + 1;
+    return found;
+}
+static const json *json_at(const json *array, size_t i) {
+    if (!json_is(array, JSON_ARRAY) || i >= array->n) return NULL;
+    JSON_EACH(it, array) if (i-- == 0) return it;
+    return NULL;
+}
+
+/* ---- Writing ---- */
+
+/* A comma if the last byte ends a value. No value ends in one of "{[:," or a line feed, so no state is needed. */
+static void json_comma(buf *b) {
+    if (b->n && !strchr("{[:,\n", b->p[b->n - 1])) buf_char(b, ',');
+}
+static void json_put_open(buf *b, char c) { json_comma(b), buf_char(b, c); }
+static void json_put_close(buf *b, char c) { buf_char(b, c); }
+
+/* A string with its quotes; bytes that are not UTF-8 become U+FFFD. */
+static void json_put_str(buf *b, str s) {
+    json_comma(b);
+    buf_char(b, '"');
+    for (size_t i = 0; i < s.n;) {
+        unsigned char c = (unsigned char)s.p[i];
+        int n = utf8_len(s.p + i, s.p + s.n);
+        if (c == '"' || c == '\\') buf_printf(b, "\\%c", c);
+        else if (c == '\n') buf_c(b, "\\n");
+        else if (c == '\t') buf_c(b, "\\t");
+        else if (c < 0x20 || c == 0x7F) buf_printf(b, "\\u%04x", c);
+        else if (!n) buf_c(b, "\xEF\xBF\xBD");
+        else buf_put(b, s.p + i, (size_t)n);
+        i += (size_t)MAX(n, 1);
+    }
+    buf_char(b, '"');
+}
+static void json_put_key(buf *b, const char *name) { json_put_str(b, str_c(name)), buf_char(b, ':'); }
+static void json_put_int(buf *b, int64_t i) { json_comma(b), buf_printf(b, "%lld", (long long)i); }
+static void json_put_bool(buf *b, bool v) { json_comma(b), buf_c(b, v ? "true" : "false"); }
+static void json_put_null(buf *b) { json_comma(b), buf_c(b, "null"); }
+
+/* The shortest decimal that reads back as the same double (is_float: the same float); null for what JSON cannot say. */
+static void json_put_num(buf *b, double f, bool is_float) {
+    char z[40];
+    if (!isfinite(f)) {
+        json_put_null(b);
+        return;
+    }
+    for (int digits = is_float ? 6 : 15;; digits++) {
+        snprintf(z, sizeof z, "%.*g", digits, f);
+        double back = strtod(z, NULL);
+        if (digits == 17 || (is_float ? (float)back == (float)f : back == f)) break;
+    }
+    for (char *c = z; *c; c++)
+        if (*c == *localeconv()->decimal_point) *c = '.';
+    json_comma(b);
+    buf_c(b, z);
+}
+
+/* ===========================================================================
+ * MARK: 5. Unicode [pure]
+ * Code points, categories and normal form C, from the tables of one Unicode version.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 6. Tokenizer [pure]
+ * tokenizer.json to ids and back, equal to Hugging Face `tokenizers`.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 7. Chat template: values and parser [pure]
+ * The Jinja that chat templates use: values, lexer, parser.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 8. Chat template: evaluation [pure]
+ * Runs a parsed template under limits of steps, depth and output.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 9. Model files [os]
+ * config.json, generation_config.json, safetensors, the local hub cache, models.txt.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 10. KV pages and prefix tree [pure]
+ * Empty until the engine issue: pages are handed out by chapter 17 for now.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 11. Length predictor [pure]
+ * To come with the engine.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 12. Scheduler [pure]
+ * To come with the engine.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 13. Batch building and shared prefixes [pure]
+ * To come with the engine.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 14. Sampling and stops [pure]
+ * From a row of logits to a token, and when to end.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 15. CPU backend [cpu]
+ * The boundary of toka.h on the CPU.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 16. Model: the layer loop [os]
+ * The transformer, once, over the backend's table.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 17. Engine [os]
+ * Requests to steps to events.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 18. Public API [os]
+ * What toka.h declares.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 19. HTTP [pure]
+ * To come with the server.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 20. OpenAI API [pure]
+ * To come with the server.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 21. Server [os]
+ * To come with the server.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 22. Batch runner, bench and plan [os]
+ * To come with the engine.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 23. Command line [os]
+ * main().
+ * =========================================================================== */

@@ -1,0 +1,321 @@
+/* toka.h - toka, a high-throughput LLM inference engine in one C file.  SPDX-License-Identifier: Apache-2.0
+ *
+ * Upper half: the public API, all a program needs that links toka.o.
+ * Lower half: the backend boundary, seen only by toka.c and toka_kernels.cu (they define TOKA_INTERNAL).
+ *
+ * The least a program does:
+ *
+ *     toka *t; toka_err e;
+ *     toka_options o = toka_options_default();
+ *     o.model = "path/to/model";
+ *     if (toka_open(&t, &o, &e)) { fprintf(stderr, "%s\n", e.msg); return 1; }
+ *     toka_request r = toka_request_default();
+ *     r.text = "Once upon a time"; r.text_bytes = 16; r.sampling.max_tokens = 64;
+ *     toka_generate(t, &r, on_event, NULL, NULL, &e);       // on_event gets the text piece by piece
+ *     toka_close(t);
+ *
+ * Conventions. Functions that can fail return 0 or a negative toka_code and fill *e (never NULL) with one sentence.
+ * Text is UTF-8, given as pointer and byte count, borrowed for the call. Memory handed out says who frees it.
+ * Token ids are int32. Log-probabilities are natural logarithms, float32. Lengths are counted in tokens unless the
+ * name says _bytes. */
+#ifndef TOKA_H
+#define TOKA_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define TOKA_VERSION "0.1.0"
+
+/* ---- Errors ------------------------------------------------------------------------------------------------- */
+
+typedef enum toka_code {
+    TOKA_OK = 0,
+    TOKA_E_USE = -1,      /* a wrong argument, flag or request */
+    TOKA_E_INPUT = -2,    /* a file or text that is broken, hostile or not supported */
+    TOKA_E_IO = -3,       /* the operating system refused: open, read, write, map */
+    TOKA_E_DEVICE = -4,   /* the device refused or failed */
+    TOKA_E_MEMORY = -5,   /* not enough memory for what was asked */
+    TOKA_E_CANCELLED = -6 /* a callback asked to stop */
+} toka_code;
+
+typedef struct toka_err {
+    int code;      /* toka_code */
+    char msg[500]; /* one sentence without a final period: what, where, found, expected */
+} toka_err;
+
+/* ---- Opening a model ---------------------------------------------------------------------------------------- */
+
+typedef struct toka toka; /* an open model with its tokenizer, template, device and engine */
+
+typedef struct toka_options {
+    const char *model;          /* folder in Hugging Face layout, hub id in the local hub cache, or a name of models.txt;
+                                   NULL: the model embedded in the program, where it was built in */
+    const char *models_file;    /* models.txt, to resolve names; NULL: beside the program, or ./models.txt */
+    const char *chat_template;  /* file with a Jinja template that replaces the model's own, or NULL */
+    const char *device;         /* "auto", "cpu" or "cuda" */
+    int n_threads;              /* CPU backend's threads; 0: one a core */
+    int max_model_len;          /* longest sequence, tokens; 0: the model's own limit, lowered to what memory holds */
+    int max_num_batched_tokens; /* most tokens in one forward step; 0: chosen by the backend */
+    int max_num_seqs;           /* most sequences running at once; 0: chosen by the backend */
+} toka_options;
+
+/* All fields at their defaults. Thread: any. */
+toka_options toka_options_default(void);
+
+/* Opens a model: maps its files, checks every shape, takes all memory. *out is the caller's until toka_close.
+ * Errors: TOKA_E_USE, TOKA_E_INPUT, TOKA_E_IO, TOKA_E_DEVICE, TOKA_E_MEMORY. Thread: any, one call per toka. */
+int toka_open(toka **out, const toka_options *options, toka_err *e);
+
+/* Frees everything; NULL is allowed. No call on t may be under way. */
+void toka_close(toka *t);
+
+/* What was opened; the strings live as long as t. */
+typedef struct toka_info {
+    const char *model_name, *architecture, *device;
+    int64_t n_parameters;
+    int n_layers, n_heads, n_kv_heads, head_size, width, mlp_width, vocab_size;
+    int max_model_len;              /* tokens a sequence may have, prompt and output together */
+    int bos_id, eos_id;             /* -1: none */
+    int has_chat_template;
+} toka_info;
+toka_info toka_get_info(const toka *t);
+
+/* ---- Text and tokens (thread-safe on one open toka) ---------------------------------------------------------- */
+
+enum {
+    TOKA_ADD_SPECIAL = 1,   /* encode: add what the tokenizer adds around a text (usually the begin token) */
+    TOKA_PARSE_SPECIAL = 2, /* encode: a special token's text in the input becomes that token. Off for untrusted text */
+    TOKA_SKIP_SPECIAL = 4   /* decode: leave special tokens out */
+};
+
+/* Text to ids. *ids is malloc'ed, the caller frees it. Invalid UTF-8 bytes count as U+FFFD. */
+int toka_encode(const toka *t, const char *text, size_t text_bytes, int flags, int32_t **ids, size_t *n_ids, toka_err *e);
+
+/* Ids to text. *text is malloc'ed and NUL-terminated, the caller frees it. An id outside the vocabulary: TOKA_E_USE. */
+int toka_decode(const toka *t, const int32_t *ids, size_t n_ids, int flags, char **text, size_t *text_bytes, toka_err *e);
+
+/* Renders the model's chat template. `context` is a JSON object: "messages", optional "tools", "add_generation_prompt"
+ * and further keyword arguments (enable_thinking ...). now: "YYYY-MM-DD hh:mm:ss" for strftime_now, NULL: local time.
+ * *text is malloc'ed and NUL-terminated, the caller frees it. */
+int toka_apply_chat_template(const toka *t, const char *context, size_t context_bytes, const char *now, char **text,
+                             size_t *text_bytes, toka_err *e);
+
+/* ---- Requests ------------------------------------------------------------------------------------------------ */
+
+/* Sampling parameters. Order of work on a row of logits, as Hugging Face's: logit_bias, allowed ids, repetition, presence and
+ * frequency penalty, min_tokens (end ids forbidden), temperature, top-k, top-p, min-p, draw. */
+typedef struct toka_sampling {
+    float temperature;          /* 0: greedy, the highest logit, lowest id on a tie */
+    float top_p;                /* in (0,1]; 1: off */
+    float min_p;                /* in [0,1]; 0: off */
+    int top_k;                  /* 0 or -1: off */
+    float repetition_penalty;   /* > 0; 1: off; over prompt and output */
+    float presence_penalty;     /* 0: off; over the output */
+    float frequency_penalty;    /* 0: off; over the output */
+    uint64_t seed;              /* the draw is a pure function of (seed, sample index, position) */
+    int max_tokens;             /* output tokens at most; 0: what max_model_len leaves */
+    int min_tokens;             /* no end token and no stop before this many */
+    int ignore_eos;             /* go on past end-of-sequence ids */
+    int logprobs;               /* top-k log-probabilities per token, 0: only the chosen token's; at most TOKA_MAX_LOGPROBS */
+    const int32_t *stop_ids;    /* end after any of these ids */
+    int n_stop_ids;
+    const char *const *stop;    /* end when any of these texts appears, also across token borders */
+    int n_stop;
+    int include_stop;           /* the stop string itself stays in the text */
+    const int32_t *bias_ids;    /* logit_bias: bias_values[i] is added to logit bias_ids[i] */
+    const float *bias_values;
+    int n_bias;
+    const int32_t *allowed_ids; /* only these ids may be drawn; n_allowed 0: all */
+    int n_allowed;
+} toka_sampling;
+
+#define TOKA_MAX_LOGPROBS 32 /* cap of toka_sampling.logprobs */
+
+typedef struct toka_request {
+    const char *text; /* prompt as text, special tokens in it recognised if text_flags says so ... */
+    size_t text_bytes;
+    int text_flags;
+    const int32_t *ids; /* ... or as ids, if not NULL */
+    size_t n_ids;
+    int n; /* samples of this prompt, numbered from 0 */
+    toka_sampling sampling;
+} toka_request;
+
+/* One sample, greedy off at temperature 1, no truncation, seed 0, text_flags ADD_SPECIAL | PARSE_SPECIAL; then what the model's
+ * generation_config says if t is not NULL (temperature, top_p, top_k, repetition_penalty). */
+toka_request toka_request_default(void);
+void toka_request_model_defaults(const toka *t, toka_request *r);
+
+typedef enum toka_finish {
+    TOKA_RUNNING = 0, /* more will come */
+    TOKA_STOP,        /* end-of-sequence id, stop id or stop string */
+    TOKA_LENGTH,      /* max_tokens or max_model_len */
+    TOKA_CANCELLED
+} toka_finish;
+
+typedef struct toka_event { /* one token of one sample; all pointers are valid during the callback only */
+    int sample;             /* 0 .. n-1 */
+    int32_t id;             /* the token */
+    float logprob;          /* log-softmax of the raw logits at id */
+    float sampled_logprob;  /* the same after penalties, temperature and truncation: the distribution drawn from */
+    int n_top;              /* = sampling.logprobs: the best ids by raw logit, best first */
+    const int32_t *top_ids;
+    const float *top_logprobs;
+    const char *text;       /* text that became certain with this token: whole characters, never part of a stop string */
+    size_t text_bytes;
+    toka_finish finish;
+    int stop_id;            /* the id that ended it, -1 if none */
+} toka_event;
+
+/* Called on the thread that called toka_generate. Not 0: cancel the whole request. */
+typedef int toka_event_fn(void *user, const toka_event *event);
+
+typedef struct toka_usage {
+    int64_t prompt_tokens, output_tokens; /* prompt counted once, output summed over samples */
+    double prefill_s, decode_s;           /* wall time until the first token of the first sample; from there to the end */
+} toka_usage;
+
+/* Runs one request to its end. usage may be NULL. Errors leave the toka usable. Thread: one call at a time per toka. */
+int toka_generate(toka *t, const toka_request *request, toka_event_fn *fn, void *user, toka_usage *usage, toka_err *e);
+
+/* Log-probability of every token of a text given those before it: logprobs[i] for ids[i], i from 1; logprobs[0] is 0.
+ * logprobs: caller's, n_ids floats. Never holds [tokens][vocabulary] in memory. */
+int toka_score(toka *t, const int32_t *ids, size_t n_ids, float *logprobs, toka_err *e);
+
+/* main() of the toka program, for hosts that want its command line. Returns the exit status: 0, 1 or 2. */
+int toka_main(int argc, char **argv);
+
+/* ============================================================================================================= */
+#ifdef TOKA_INTERNAL
+/* The backend boundary: one table of functions, two instances, toka_cpu in toka.c and toka_cuda in toka_kernels.cu.
+ *
+ * Dimension letters, equal everywhere: T tokens this step, S sequences, L layers, H query heads, K kv heads, D head size,
+ * E model width, F mlp width, V vocabulary, B tokens per page. All matrices are row-major; a weight is [outputs][inputs].
+ *
+ * Ops latch their first failure in the device; the engine reads it once per step by status(). */
+
+typedef struct toka_dev { /* an address on a device; on the CPU a plain pointer. A struct, so that C cannot dereference it */
+    uint64_t at;
+} toka_dev;
+
+typedef enum toka_dtype { TOKA_BF16, TOKA_F16, TOKA_F32 } toka_dtype;
+
+typedef struct toka_tensor { /* a weight as it lies in the mapped file; rows 0: not there. 2-byte aligned at least, no more */
+    const void *data;        /* [rows][cols] */
+    toka_dtype dtype;
+    int rows, cols;
+} toka_tensor;
+
+typedef struct toka_layer {
+    toka_tensor attn_norm;               /* [1][E] */
+    toka_tensor q, k, v;                 /* [H*D][E], [K*D][E], [K*D][E] */
+    toka_tensor q_bias, k_bias, v_bias;  /* [1][H*D], [1][K*D], [1][K*D] or absent */
+    toka_tensor q_norm, k_norm;          /* [1][D] RMSNorm over each head (Qwen3) or absent */
+    toka_tensor o, o_bias;               /* [E][H*D]; [1][E] or absent */
+    toka_tensor mlp_norm;                /* [1][E] */
+    toka_tensor gate, up, down;          /* [F][E], [F][E], [E][F] */
+    int window;                          /* sliding window: a token sees itself and window-1 before it; 0: all */
+} toka_layer;
+
+typedef struct toka_weights {
+    toka_tensor embed;    /* [V][E] */
+    toka_tensor norm;     /* [1][E] */
+    toka_tensor lm_head;  /* [V][E]; the embedding again if tied */
+    toka_layer *layers;   /* [L] */
+} toka_weights;
+
+typedef struct toka_shape {
+    int L, H, K, D, E, F, V;
+    int B;                  /* tokens per page */
+    float eps;              /* of every RMSNorm */
+    const float *rope_freq; /* [D/2] radians per position: every RoPE kind comes down to this table ... */
+    float rope_scale;       /* ... and a factor on cos and sin (yarn), else 1 */
+    int max_len;            /* tokens per sequence */
+} toka_shape;
+
+/* One piece of attention work: rows row0 .. row0+n_rows-1 of this step against kv positions kv0 .. kv0+n_kv-1, found in
+ * pages[page0], pages[page0+1] ... A row at position p sees only kv positions <= p. Many sequences that share a prefix are one
+ * span over that prefix (their rows lie side by side) plus one span each for their own part. For each row the spans cover
+ * positions 0 .. p exactly once, in rising kv0. kv0 is a multiple of B. */
+typedef struct toka_span {
+    int row0, n_rows, page0, kv0, n_kv;
+} toka_span;
+
+/* One row whose logits are wanted, and what to do with them. Plain data: pointers are host memory valid for the step. */
+typedef struct toka_out_row {
+    int row;                       /* 0 .. T-1 */
+    int32_t forced_id;             /* >= 0: score this id, draw nothing */
+    uint32_t sample;               /* sample index and ... */
+    uint32_t position;             /* ... position of the token to draw: the counter of the random number */
+    const toka_sampling *sampling; /* NULL with forced_id */
+    const int32_t *history;        /* prompt then output ids, for penalties */
+    int n_prompt, n_history;
+    const int32_t *forbidden;      /* ids that may not be drawn now (end ids before min_tokens) */
+    int n_forbidden;
+} toka_out_row;
+
+typedef struct toka_pick { /* what came of a toka_out_row */
+    int32_t id;
+    float logprob, sampled_logprob;
+    int n_top;
+    int32_t top_ids[TOKA_MAX_LOGPROBS];
+    float top_logprobs[TOKA_MAX_LOGPROBS];
+} toka_pick;
+
+typedef struct toka_step {   /* one forward step, the plan as integers; host memory, valid until the step is done */
+    int T, n_spans, n_out;
+    const int32_t *ids;      /* [T] */
+    const int32_t *pos;      /* [T] position of each token in its sequence */
+    const int32_t *slot;     /* [T] page * B + offset: where its K and V are stored */
+    const int32_t *pages;    /* page tables, spans point into it */
+    const toka_span *spans;  /* [n_spans] */
+    const toka_out_row *out; /* [n_out] */
+    float *logits;           /* NULL, or [n_out][V] host float32: raw logits too (tests, tools) */
+} toka_step;
+
+typedef struct toka_device toka_device; /* a backend's own state */
+
+typedef struct toka_device_options {
+    int n_threads;   /* CPU */
+    int max_tokens;  /* largest T of a step */
+    int max_out;     /* largest n_out */
+    int n_pages;     /* KV pages to hold */
+} toka_device_options;
+
+typedef struct toka_backend {
+    const char *name;
+    /* Takes all memory; keeps `shape` and `weights` by pointer, they outlive the device. */
+    int (*open)(toka_device **out, const toka_device_options *o, const toka_shape *shape, const toka_weights *weights,
+                toka_err *e);
+    void (*close)(toka_device *d);
+    const char *(*describe)(const toka_device *d);               /* one line: what it runs on */
+    int (*status)(toka_device *d, toka_err *e);                  /* 0, or the first failure since open */
+    toka_dev (*alloc)(toka_device *d, size_t bytes);             /* at open only; freed by close */
+    void (*upload)(toka_device *d, toka_dev to, const void *from, size_t bytes);
+    void (*download)(toka_device *d, void *to, toka_dev from, size_t bytes);
+    /* The transformer. x: [T][E] residual stream, q and o: [T][H][D], in the backend's own activation type
+     * (float32 on the CPU, bf16 on CUDA); `layer` also picks the layer's K and V pages. */
+    void (*embed)(toka_device *d, const toka_step *s, toka_dev x);                              /* x = embed[ids] */
+    void (*norm_qkv_rope_kv)(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q); /* K, V to their slots */
+    void (*attention)(toka_device *d, const toka_step *s, int layer, toka_dev q, toka_dev o);
+    void (*out_residual)(toka_device *d, const toka_step *s, int layer, toka_dev o, toka_dev x);     /* x += o W_o (+b) */
+    void (*norm_mlp_residual)(toka_device *d, const toka_step *s, int layer, toka_dev x);  /* x += down(silu(gate)*up) */
+    void (*norm_logits_sample)(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks);    /* picks[n_out], host */
+    size_t activation_bytes; /* bytes of one element of x, q and o */
+} toka_backend;
+
+extern const toka_backend toka_cpu;
+#ifdef TOKA_WITH_CUDA
+extern const toka_backend toka_cuda;
+#endif
+#endif /* TOKA_INTERNAL */
+
+#ifdef __cplusplus
+}
+#endif
+#endif
