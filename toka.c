@@ -270,6 +270,10 @@ static int os_n_cores(void) { /* cores this process may use */
     return n > 0 ? (int)n : 1;
 }
 
+static int64_t os_ram_bytes(void) { /* physical memory of the machine */
+    return (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGE_SIZE);
+}
+
 /* Maps a whole regular file read-only. An empty file gives {"",0}. Undo with os_unmap. */
 static int os_map(const char *path, str *out, toka_err *e) {
     int fd = open(path, O_RDONLY | O_CLOEXEC);

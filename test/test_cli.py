@@ -1,0 +1,209 @@
+"""The command line as a user meets it: ./toka, its flags, its exit status and its words. Run through test/run.sh."""
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TOKA = os.path.join(ROOT, "toka")
+PROBLEM = "Tom has 12 apples. He buys 7 more apples. How many apples does Tom have now?"
+
+
+def toka(*args, stdin="", env=None, timeout=120, cwd=ROOT):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}
+    return subprocess.run([TOKA, *args], input=stdin.encode() if isinstance(stdin, str) else stdin, capture_output=True,
+                          env={**clean, **(env or {})}, timeout=timeout, cwd=cwd)
+
+
+def last_number(text):
+    return re.findall(r"-?\d+", text)[-1]
+
+
+# ---- toka -p ----
+
+def test_embedded_model_answers():
+    r = toka("-p", PROBLEM)
+    assert r.returncode == 0 and last_number(r.stdout.decode()) == "19"
+    assert re.search(r"prompt \d+ tokens, generated \d+ tokens, [\d.]+ tok/s, first token after \d+ ms\n$", r.stderr.decode())
+
+
+def test_answers_from_another_folder(tmp_path):
+    assert last_number(toka("-p", PROBLEM, cwd=tmp_path).stdout.decode()) == "19"
+
+
+def test_prompt_from_stdin_and_file(tmp_path):
+    want = toka("-p", PROBLEM).stdout
+    (tmp_path / "p.txt").write_text(PROBLEM)
+    assert toka(stdin=PROBLEM).stdout == want
+    assert toka("-f", str(tmp_path / "p.txt")).stdout == want
+    assert toka("-q", "-p", PROBLEM).stderr == b""
+
+
+def test_folder_is_the_embedded_model():
+    assert toka("-m", "test/model", "-p", PROBLEM).stdout == toka("-p", PROBLEM).stdout
+
+
+def test_json_object():
+    r = toka("--json", "-p", PROBLEM, "--logprobs", "3", "--samples", "2")
+    v = json.loads(r.stdout)
+    assert len(v["samples"]) == 2 and v["output_tokens"] == sum(len(s["tokens"]) for s in v["samples"])
+    for s in v["samples"]:
+        assert s["finish_reason"] == "stop" and last_number(s["text"]) == "19"
+        for t in s["tokens"]:
+            assert len(t["top"]) == 3 and t["logprob"] <= 0
+            best = [x["logprob"] for x in t["top"]]
+            assert best == sorted(best, reverse=True)
+            assert t["top"][0]["id"] == t["id"]  # greedy
+
+
+def test_logprobs_without_json_go_to_stderr():
+    r = toka("-p", PROBLEM, "--logprobs", "2")
+    assert r.stdout == toka("-p", PROBLEM).stdout
+    assert len(json.loads("[" + r.stderr.decode().rsplit("\nprompt ", 1)[0] + "]")) > 5
+
+
+def test_samples_in_order():
+    out = toka("-p", PROBLEM, "--samples", "5", "--temp", "1.5").stdout.decode()
+    assert re.findall(r"^--- sample (\d)", out, re.M) == list("01234")
+
+
+def test_seed_and_limits():
+    a = toka("-p", PROBLEM, "--temp", "1.5", "--seed", "3").stdout
+    assert a == toka("-p", PROBLEM, "--temp", "1.5", "--seed", "3", "-t", "1").stdout
+    assert any(a != toka("-p", PROBLEM, "--temp", "1.5", "--seed", str(s)).stdout for s in range(4, 9))
+    v = json.loads(toka("-p", PROBLEM, "-n", "3", "--json").stdout)
+    assert v["output_tokens"] == 3 and v["samples"][0]["finish_reason"] == "length"
+
+
+def test_stop_string():
+    whole = toka("-p", PROBLEM).stdout.decode()
+    cut = whole[len(whole) // 2:][:4]
+    assert toka("-p", PROBLEM, "--stop", cut).stdout.decode() == whole[:whole.index(cut)] + "\n"
+
+
+def test_chat_keeps_history():
+    r = toka("--chat", stdin=f"{PROBLEM}\n{PROBLEM.replace('12', '20')}\n")
+    lines = [x for x in r.stdout.decode().splitlines() if x]
+    assert r.returncode == 0 and len(lines) >= 2
+    first, second = re.findall(r"prompt (\d+) tokens", r.stderr.decode())
+    assert int(second) > 1.5 * int(first)
+
+
+def test_raw_completes_text():
+    r = toka("--raw", "-n", "5", "-p", "Tom has 12 apples.", "--json")
+    assert json.loads(r.stdout)["output_tokens"] <= 5
+
+
+# ---- tokenize, template, score, models ----
+
+@pytest.mark.parametrize("text", ["Hello world", "", "a\n\n  b\t", "héllo 한국어 🙂‍🙂", "x" * 5000, "<|im_start|>"])
+def test_tokenize_round_trip(text):
+    r = toka("tokenize", stdin=text)
+    assert r.returncode == 0
+    assert toka("tokenize", "--decode", "--no-special", stdin=toka("tokenize", "--no-special", stdin=text).stdout).returncode == 0
+    if not text.startswith("<|"):
+        assert toka("tokenize", "--decode", "--no-special", stdin=r.stdout).stdout.decode() == text
+
+
+def test_tokenize_refuses_words():
+    r = toka("tokenize", "--decode", stdin="1 2 x")
+    assert r.returncode == 1 and b"byte 4" in r.stderr
+
+
+def test_template_file_needs_no_model(tmp_path):
+    f = tmp_path / "t.jinja"
+    f.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}{{ strftime_now('%d %b %Y') }}")
+    r = toka("template", "--chat-template", str(f), "--now", "2025-07-04 12:34:56",
+             stdin='{"messages":[{"role":"user","content":"hi"}]}')
+    assert r.stdout == b"[user] hi04 Jul 2025"
+    r = toka("template", "--chat-template", str(f), "--now", "2025-02-30 12:34:56", stdin='{"messages":[]}')
+    assert r.returncode == 1 and b"YYYY-MM-DD" in r.stderr
+    f.write_text("line one\n{% frobnicate %}")
+    r = toka("template", "--chat-template", str(f), stdin="{}")
+    assert r.returncode == 1 and b"line 2" in r.stderr and b"frobnicate" in r.stderr
+
+
+def test_template_of_the_embedded_model():
+    r = toka("template", stdin='{"messages":[{"role":"user","content":"hi"}],"add_generation_prompt":true}')
+    assert r.returncode == 0 and b"hi" in r.stdout
+
+
+def test_score():
+    r = toka("score", "--json", "-p", "Tom has 12 apples.")
+    v = json.loads(r.stdout)
+    scores = [t["logprob"] for t in v["tokens"][1:]]
+    assert v["tokens"][0]["logprob"] is None and all(x <= 0 for x in scores)
+    assert abs(sum(scores) - v["logprob"]) < 1e-3
+    assert len(toka("score", "-p", "Tom has 12 apples.").stdout.decode().splitlines()) == len(v["tokens"])
+
+
+def test_models():
+    r = toka("models")
+    assert r.returncode == 0 and len(r.stdout.decode().splitlines()) > 20 and b"Llama-3.1-8B" in r.stdout
+
+
+# ---- flags, environment, errors ----
+
+def test_help_names_every_flag():
+    r = toka("--help")
+    with open(os.path.join(ROOT, "toka.c")) as f:
+        flags = re.findall(r'^    \{"([a-z-]+)", "', f.read(), re.M)
+    assert r.returncode == 0 and len(flags) > 25
+    for f in flags:
+        assert f"--{f}" in r.stdout.decode()
+
+
+def test_version():
+    r = toka("--version")
+    assert r.returncode == 0 and re.match(rb"toka \d+\.\d+\.\d+ ", r.stdout)
+
+
+def test_environment():
+    assert json.loads(toka("--json", "-p", PROBLEM, env={"TOKA_MAX_TOKENS": "2"}).stdout)["output_tokens"] == 2
+    r = toka("-p", "x", env={"TOKA_TOP_K": "many"})
+    assert r.returncode == 1 and b"TOKA_TOP_K" in r.stderr
+
+
+@pytest.mark.parametrize("args, words", [
+    (["--nonsense"], "--nonsense"), (["bogus"], "bogus"), (["-n"], "needs a value"), (["-n", "x", "-p", "a"], "whole number"),
+    (["--temp", "hot", "-p", "a"], "not a number"), (["--temp", "-1", "-p", "a"], "temperature"), (["--top-p", "2", "-p", "a"], "top_p"),
+    (["-m", "/does/not/exist", "-p", "a"], "/does/not/exist"), (["-f", "/does/not/exist"], "/does/not/exist"),
+    (["-p", "a", "-f", "b"], "exclude"), (["--device", "tpu", "-p", "a"], "tpu"), (["-p", "a", "--samples", "0"], "--samples"),
+    (["serve"], "serve"), (["-m", "test/fixtures/qwen2", "-p", "a"], "tokenizer"),
+])
+def test_bad_use_is_one_sentence(args, words):
+    r = toka(*args)
+    assert r.returncode in (1, 2) and r.stdout == b""
+    assert words in r.stderr.decode() and r.stderr.decode().count("\n") == 1 and r.stderr.startswith(b"toka: ")
+
+
+def test_missing_device_or_file_status():
+    assert toka("-f", "/does/not/exist").returncode == 2  # the system refused
+    assert toka("--nonsense").returncode == 1
+
+
+def test_full_disk_is_told():
+    with open("/dev/full", "wb") as full:
+        r = subprocess.run([TOKA, "-p", PROBLEM], stdout=full, stderr=subprocess.PIPE, timeout=60)
+    assert r.returncode == 2 and b"standard output" in r.stderr
+
+
+def test_reader_that_leaves():
+    p = subprocess.Popen([TOKA, "--raw", "--ignore-eos", "-n", "1500", "-p", "Tom"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    p.stdout.read(1)
+    p.stdout.close()
+    err = p.stderr.read()
+    assert p.wait(60) == 2 and err.count(b"\n") == 1
+
+
+def test_ctrl_c_ends_cleanly():
+    p = subprocess.Popen([TOKA, "--raw", "--ignore-eos", "--samples", "4000", "--json", "-p", "Tom"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    time.sleep(1.5)
+    p.send_signal(signal.SIGINT)
+    out, err = p.communicate(timeout=30)
+    assert p.returncode == 130 and b"prompt" in err
+    assert json.loads(out)["samples"][0]["finish_reason"] in ("cancelled", "length", "stop")

@@ -1,0 +1,412 @@
+/* Tests of chapters 16 to 18: whole models against Hugging Face transformers, and how a request lives and ends. */
+
+#if defined(__SANITIZE_ADDRESS__)
+#define ENG_SLOW 1 /* sanitizer build: fewer problems for the accuracy tests */
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define ENG_SLOW 1
+#endif
+#endif
+#ifndef ENG_SLOW
+#define ENG_SLOW 0
+#endif
+
+static toka *eng_must_open(const char *model, int max_num_seqs, int max_tokens, int n_threads) {
+    toka_err e = {0};
+    toka *t = NULL;
+    toka_options o = toka_options_default();
+    o.model = model, o.max_num_seqs = max_num_seqs, o.max_num_batched_tokens = max_tokens, o.n_threads = n_threads;
+    if (toka_open(&t, &o, &e)) printf("%s: %s\n", model, e.msg), abort();
+    return t;
+}
+
+static const json *eng_parse_file(arena *a, const char *path, str *text) {
+    toka_err e = {0};
+    *text = read_copy(path);
+    const json *v = json_parse(a, *text, json_trusted, &e);
+    if (!v) printf("%s: %s\n", path, e.msg), abort();
+    return v;
+}
+
+static int eng_int_array(const json *array, int32_t *out, int cap) {
+    int n = 0;
+    JSON_EACH(it, array) if (n < cap) out[n++] = (int32_t)json_int(it, -1);
+    return n;
+}
+
+typedef struct eng_got { /* what a request's events said */
+    ids id[64];
+    buf text[64];
+    float logprob[64][512], sampled[64][512];
+    int n_ended, stop_id[64], n_top;
+    toka_finish finish[64];
+    int cancel_after; /* > 0: cancel at that event */
+    int n_events;
+} eng_got;
+
+static int eng_collect(void *user, const toka_event *ev) {
+    eng_got *g = user;
+    size_t k = g->id[ev->sample].n;
+    if (k < 512) g->logprob[ev->sample][k] = ev->logprob, g->sampled[ev->sample][k] = ev->sampled_logprob;
+    ids_push(&g->id[ev->sample], ev->id);
+    buf_put(&g->text[ev->sample], ev->text, ev->text_bytes);
+    g->finish[ev->sample] = ev->finish, g->stop_id[ev->sample] = ev->stop_id, g->n_top = ev->n_top;
+    g->n_ended += ev->finish != TOKA_RUNNING;
+    return ++g->n_events == g->cancel_after;
+}
+
+static void eng_got_free(eng_got *g) {
+    for (int i = 0; i < 64; i++) ids_free(&g->id[i]), buf_free(&g->text[i]);
+    free(g);
+}
+
+/* One request of ids or text, greedy unless `s` says otherwise. */
+static eng_got *eng_ask(toka *t, const char *text, const int32_t *prompt, size_t n_prompt, int n, const toka_sampling *s, int *code,
+                        toka_err *e) {
+    eng_got *g = mem_zalloc(sizeof *g);
+    toka_request r = toka_request_default();
+    r.text = text, r.text_bytes = text ? strlen(text) : 0, r.ids = prompt, r.n_ids = n_prompt, r.n = n, r.sampling = *s;
+    *code = toka_generate(t, &r, eng_collect, g, NULL, e);
+    return g;
+}
+
+static toka_sampling eng_greedy(int max_tokens) {
+    toka_sampling s = toka_request_default().sampling;
+    s.temperature = 0, s.max_tokens = max_tokens;
+    return s;
+}
+
+/* ---- Fixtures: logits of prompts in one mixed batch, and greedy continuations ---- */
+
+static double eng_rel_l2(const float *a, const float *b, int n) {
+    double d = 0, r = 0;
+    for (int i = 0; i < n; i++) d += ((double)a[i] - b[i]) * ((double)a[i] - b[i]), r += (double)b[i] * b[i];
+    return sqrt(d / r);
+}
+
+static void eng_check_logits(toka *t, const char *name, const json *cases, const char *bin, int V) {
+    eng *g = t->engine;
+    toka_sampling one = eng_greedy(1);
+    toka_err e = {0};
+    int32_t prompt[512], at[8];
+    int page_end = 0, n_case = 0, row0[64];
+    eng_plan_begin(g);
+    JSON_EACH(it, cases) { /* all prompts in one step: the batch of mixed lengths */
+        int n = eng_int_array(json_get(it, "prompt_ids"), prompt, 512);
+        bool ok = eng_admit(g, &g->seqs[n_case], n_case, prompt, n, &one);
+        CHECK(ok);
+        int m = eng_int_array(json_get(it, "logit_positions"), at, 8);
+        for (int i = 0; i < m; i++) g->out[g->step.n_out++] = (toka_out_row){.row = g->step.T + at[i], .forced_id = 0};
+        row0[n_case] = g->step.n_out - m;
+        eng_plan_rows(g, &g->seqs[n_case++], n, &page_end);
+    }
+    float *logits = mem_alloc((size_t)g->step.n_out * V * sizeof(float)), *want = mem_alloc((size_t)V * sizeof(float));
+    g->step.logits = logits;
+    CHECK(model_step(&g->m, &g->step, g->picks, &e) == 0);
+    n_case = 0;
+    JSON_EACH(it, cases) {
+        const char *gold = bin + json_int(json_get(it, "logits_offset"), 0);
+        int m = eng_int_array(json_get(it, "logit_positions"), at, 8);
+        for (int i = 0; i < m; i++, gold += (size_t)V * 4) {
+            memcpy(want, gold, (size_t)V * 4);
+            double err = eng_rel_l2(logits + (size_t)(row0[n_case] + i) * V, want, V);
+            CHECK_MSG(err <= 1e-4, "%s case %d position %d: relative L2 %.3g", name, n_case, (int)at[i], err);
+        }
+        eng_retire(g, &g->seqs[n_case++]);
+    }
+    free(logits), free(want);
+}
+
+static void eng_check_greedy(toka *t, const char *name, const json *cases) {
+    int32_t prompt[512], want[64];
+    int n_case = 0;
+    JSON_EACH(it, cases) {
+        toka_err e = {0};
+        int n = eng_int_array(json_get(it, "prompt_ids"), prompt, 512), m = eng_int_array(json_get(it, "greedy_ids"), want, 64), code;
+        toka_sampling s = eng_greedy(m);
+        s.ignore_eos = 1;
+        eng_got *g = eng_ask(t, NULL, prompt, (size_t)n, 1, &s, &code, &e);
+        CHECK_MSG(code == 0, "%s: %s", name, e.msg);
+        CHECK_MSG((int)g->id[0].n == m && !memcmp(g->id[0].p, want, (size_t)m * 4), "%s case %d: greedy ids differ", name, n_case);
+        n_case++;
+        eng_got_free(g);
+    }
+}
+
+static void eng_fixture(const char *name) {
+    char path[300];
+    arena a = {0};
+    str text, bin;
+    snprintf(path, sizeof path, "test/fixtures/%s/golden.json", name);
+    const json *golden = eng_parse_file(&a, path, &text), *cases = json_get(golden, "cases");
+    snprintf(path, sizeof path, "test/fixtures/%s/golden.bin", name);
+    bin = read_copy(path);
+    snprintf(path, sizeof path, "test/fixtures/%s", name);
+    toka *whole = eng_must_open(path, 64, 1024, 2), *chunked = eng_must_open(path, 1, 7, 1);
+    CHECK(whole->shape.V == json_int(json_get(golden, "vocab"), 0));
+    eng_check_logits(whole, name, cases, bin.p, whole->shape.V);
+    eng_check_greedy(whole, name, cases);
+    eng_check_greedy(chunked, name, cases); /* prefill in pieces of 7 tokens on one thread */
+    toka_close(whole), toka_close(chunked);
+    free((void *)text.p), free((void *)bin.p);
+    arena_free(&a);
+}
+
+static void test_fixtures(void) {
+    DIR *d = opendir("test/fixtures");
+    int n = 0;
+    CHECK(d != NULL);
+    for (struct dirent *it; d && (it = readdir(d));)
+        if (it->d_name[0] != '.') eng_fixture(it->d_name), n++;
+    if (d) closedir(d);
+    CHECK(n >= 12);
+}
+
+/* ---- The small real weights of the public data ---- */
+
+static void eng_check_golden(toka *t, const char *name, const json *golden) {
+    int32_t prompt[512], want[512];
+    JSON_EACH(it, golden) {
+        toka_err e = {0};
+        int code, n = eng_int_array(json_get(it, "prompt_ids"), prompt, 512), m = eng_int_array(json_get(it, "greedy_ids"), want, 512);
+        str p = json_str(json_get(it, "prompt")), text = json_str(json_get(it, "greedy_text"));
+        toka_sampling s = eng_greedy(m);
+        char *z = mem_zalloc(p.n + 1);
+        memcpy(z, p.p, p.n);
+        eng_got *g = eng_ask(t, z, NULL, 0, 1, &s, &code, &e);
+        CHECK_MSG(code == 0, "%s: %s", name, e.msg);
+        CHECK_MSG((int)g->id[0].n == m && !memcmp(g->id[0].p, want, (size_t)m * 4), "%s '%s': ids differ", name, z);
+        str got = buf_view(&g->text[0]);
+        CHECK_MSG(str_ends(got, text) || str_ends(text, got), "%s '%s': text differs: %.*s", name, z, STRF(got));
+        int32_t *enc = NULL;
+        size_t n_enc = 0;
+        CHECK(!toka_encode(t, z, p.n, TOKA_ADD_SPECIAL, &enc, &n_enc, &e));
+        CHECK_MSG((int)n_enc == n && !memcmp(enc, prompt, n_enc * 4), "%s '%s': prompt ids differ", name, z);
+        free(enc), free(z), eng_got_free(g);
+    }
+}
+
+static void test_real_weights(void) {
+    static const char *const names[] = {"stories260K", "babyllama-tok105"};
+    for (int i = 0; i < COUNT(names); i++) {
+        char folder[64], file[80];
+        snprintf(folder, sizeof folder, "weights/%s", names[i]);
+        snprintf(file, sizeof file, "%s/golden.json", folder);
+        if (!data_path(file)) {
+            SKIP(1, "no public test data");
+            continue;
+        }
+        arena a = {0};
+        str text;
+        toka *t = eng_must_open(data_path(folder), 8, 64, 2);
+        eng_check_golden(t, names[i], eng_parse_file(&a, data_path(file), &text));
+        toka_close(t);
+        free((void *)text.p);
+        arena_free(&a);
+    }
+}
+
+/* ---- The embedded model ---- */
+
+static const char eng_model[] = "test/model";
+
+/* Asks the model a problem through its chat template. */
+static eng_got *eng_ask_problem(toka *t, str problem, int n, const toka_sampling *s) {
+    buf json = {0};
+    char *prompt = NULL;
+    size_t bytes = 0;
+    toka_err e = {0};
+    int code;
+    buf_c(&json, "{\"messages\":[");
+    cli_put_message(&json, "user", problem);
+    buf_c(&json, "],\"add_generation_prompt\":true}");
+    CHECK_MSG(toka_apply_chat_template(t, json.p, json.n, NULL, &prompt, &bytes, &e) == 0, "%s", e.msg);
+    int32_t *v = NULL;
+    size_t n_v = 0;
+    CHECK(toka_encode(t, prompt, bytes, TOKA_PARSE_SPECIAL, &v, &n_v, &e) == 0);
+    eng_got *g = eng_ask(t, NULL, v, n_v, n, s, &code, &e);
+    CHECK_MSG(code == 0, "%s", e.msg);
+    free(v), free(prompt), buf_free(&json);
+    return g;
+}
+
+/* The last number of an answer. */
+static long eng_answer(str text) {
+    size_t i = text.n;
+    while (i && !isdigit((unsigned char)text.p[i - 1])) i--;
+    size_t end = i;
+    while (i && isdigit((unsigned char)text.p[i - 1])) i--;
+    char z[32] = "";
+    if (end - i < sizeof z) memcpy(z, text.p + i, end - i);
+    return *z ? atol(z) : LONG_MIN;
+}
+
+static void test_embedded_accuracy(void) {
+    toka *t = eng_must_open(eng_model, 64, 512, 0);
+    str lines = read_copy("test/model/heldout.jsonl");
+    toka_sampling s = eng_greedy(160);
+    int n = 0, right = 0, limit = ENG_SLOW ? 10 : 500;
+    for (size_t at = 0, end; at < lines.n && n < limit; at = end + 1) {
+        arena a = {0};
+        toka_err e;
+        ptrdiff_t nl = str_find(lines, STR("\n"), at);
+        end = nl < 0 ? lines.n : (size_t)nl;
+        const json *v = json_parse(&a, str_sub(lines, at, end), json_trusted, &e);
+        const json *answer = json_get(v, "answer");
+        eng_got *g = eng_ask_problem(t, json_str(json_get(v, "prompt")), 1, &s);
+        long want = json_is(answer, JSON_STRING) ? eng_answer(json_str(answer)) : (long)json_int(answer, -1);
+        right += eng_answer(buf_view(&g->text[0])) == want && g->finish[0] == TOKA_STOP;
+        n++;
+        eng_got_free(g);
+        arena_free(&a);
+    }
+    printf("embedded model: %d of %d held-out problems right, greedy\n", right, n);
+    CHECK(n >= limit);
+    CHECK_MSG(right >= (ENG_SLOW ? 8 * n / 10 : 95 * n / 100), "%d of %d", right, n);
+    toka_close(t);
+    free((void *)lines.p);
+}
+
+/* ---- The life of a request, on the embedded model ---- */
+
+static const char eng_problem[] = "Tom has 12 apples. He buys 7 more apples. How many apples does Tom have now?";
+
+static void test_request_ends(void) {
+    toka *t = eng_must_open(eng_model, 8, 64, 1);
+    toka_sampling s = eng_greedy(0);
+    eng_got *whole = eng_ask_problem(t, str_c(eng_problem), 1, &s);
+    str text = buf_view(&whole->text[0]);
+    CHECK(whole->finish[0] == TOKA_STOP && whole->stop_id[0] >= 0 && text.n > 8);
+
+    s.max_tokens = 5; /* length, and the same beginning */
+    eng_got *g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
+    CHECK(g->finish[0] == TOKA_LENGTH && g->id[0].n == 5 && !memcmp(g->id[0].p, whole->id[0].p, 20) && g->stop_id[0] == -1);
+    CHECK(str_starts(text, buf_view(&g->text[0])));
+    eng_got_free(g);
+
+    char word[8] = {0}; /* a stop string taken from the middle of the text, so that it spans tokens */
+    memcpy(word, text.p + text.n / 2, 5);
+    const char *stops[] = {"never to be seen", word};
+    s = eng_greedy(0), s.stop = stops, s.n_stop = 2;
+    g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
+    size_t cut = (size_t)str_find(text, str_c(word), 0);
+    CHECK(g->finish[0] == TOKA_STOP && g->stop_id[0] == -1 && str_eq(buf_view(&g->text[0]), str_sub(text, 0, cut)));
+    eng_got_free(g);
+    s.include_stop = 1;
+    g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
+    CHECK(str_eq(buf_view(&g->text[0]), str_sub(text, 0, cut + 5)));
+    eng_got_free(g);
+
+    s = eng_greedy(0), s.stop_ids = &whole->id[0].p[3], s.n_stop_ids = 1; /* stop id: its text is not shown */
+    g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
+    CHECK(g->finish[0] == TOKA_STOP && g->stop_id[0] == whole->id[0].p[3] && g->id[0].n <= 4);
+    eng_got_free(g);
+
+    int longer = (int)whole->id[0].n + 6; /* min_tokens and ignore_eos go past the natural end */
+    s = eng_greedy(longer + 10), s.min_tokens = longer;
+    g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
+    CHECK((int)g->id[0].n >= longer);
+    for (int i = 0; i < longer - 1; i++) CHECK(!eng_is_end(t->engine, g->id[0].p[i]));
+    eng_got_free(g);
+    s = eng_greedy(longer), s.ignore_eos = 1;
+    g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
+    CHECK((int)g->id[0].n == longer && g->finish[0] == TOKA_LENGTH && !memcmp(g->id[0].p, whole->id[0].p, whole->id[0].n * 4));
+    eng_got_free(g);
+    eng_got_free(whole);
+    toka_close(t);
+}
+
+/* Same seed, same samples, whatever the number of sequences at once, the chunk of prefill and the threads. */
+static void test_reproducible(void) {
+    static const struct {
+        int seqs, tokens, threads;
+    } set[] = {{64, 512, 2}, {1, 1, 1}, {3, 5, 2}, {7, 64, 1}};
+    eng_got *first = NULL;
+    toka_sampling s = eng_greedy(40);
+    s.temperature = 1.2f, s.seed = 77, s.top_p = 0.95f;
+    for (int k = 0; k < COUNT(set); k++) {
+        toka *t = eng_must_open(eng_model, set[k].seqs, set[k].tokens, set[k].threads);
+        eng_got *g = eng_ask_problem(t, str_c(eng_problem), 12, &s);
+        CHECK(g->n_ended == 12);
+        for (int i = 0; i < 12 && first; i++) {
+            CHECK(first->id[i].n == g->id[i].n && !memcmp(first->id[i].p, g->id[i].p, g->id[i].n * 4));
+            CHECK(!memcmp(first->logprob[i], g->logprob[i], sizeof g->logprob[i])); /* to the last bit */
+        }
+        if (first) eng_got_free(g);
+        else first = g;
+        toka_close(t);
+    }
+    int differ = 0;
+    for (int i = 1; i < 12; i++) differ += !str_eq(buf_view(&first->text[i]), buf_view(&first->text[0]));
+    CHECK(differ > 0); /* samples are not copies of each other */
+    eng_got_free(first);
+}
+
+static void test_greedy_samples_equal(void) {
+    toka *t = eng_must_open(eng_model, 5, 33, 2);
+    toka_sampling s = eng_greedy(0);
+    eng_got *g = eng_ask_problem(t, str_c(eng_problem), 17, &s);
+    for (int i = 1; i < 17; i++) CHECK(str_eq(buf_view(&g->text[i]), buf_view(&g->text[0])));
+    CHECK(g->n_ended == 17);
+    eng_got_free(g);
+    toka_close(t);
+}
+
+/* Scoring a generated text gives the log-probabilities that generating it reported. */
+static void test_score(void) {
+    toka *t = eng_must_open(eng_model, 4, 16, 2);
+    toka_err e = {0};
+    toka_sampling s = eng_greedy(30);
+    int32_t *v = NULL, all[512];
+    size_t n = 0;
+    int code;
+    CHECK(!toka_encode(t, eng_problem, strlen(eng_problem), TOKA_ADD_SPECIAL, &v, &n, &e));
+    s.temperature = 1, s.seed = 5, s.logprobs = 3;
+    eng_got *g = eng_ask(t, NULL, v, n, 1, &s, &code, &e);
+    CHECK(code == 0 && g->n_top == 3);
+    memcpy(all, v, n * 4), memcpy(all + n, g->id[0].p, g->id[0].n * 4);
+    float lp[512];
+    CHECK(!toka_score(t, all, n + g->id[0].n, lp, &e));
+    for (size_t i = 0; i < g->id[0].n; i++) CHECK(fabsf(lp[n + i] - g->logprob[0][i]) <= 1e-5f);
+    eng_got_free(g), free(v);
+    toka_close(t);
+}
+
+static void test_request_errors(void) {
+    toka *t = eng_must_open(eng_model, 4, 16, 1);
+    toka_err e = {0};
+    toka_sampling s = eng_greedy(4), bad = s;
+    int code, n_long = t->shape.max_len;
+    int32_t wrong[] = {1, 1 << 30}, *much = mem_zalloc((size_t)n_long * 4);
+    eng_got_free(eng_ask(t, NULL, wrong, 2, 1, &s, &code, &e));
+    CHECK(code == TOKA_E_USE && strstr(e.msg, "token 1"));
+    eng_got_free(eng_ask(t, NULL, much, (size_t)n_long, 1, &s, &code, &e));
+    CHECK(code == TOKA_E_USE && strstr(e.msg, "max_model_len"));
+    eng_got_free(eng_ask(t, NULL, wrong, 1, 0, &s, &code, &e));
+    CHECK(code == TOKA_E_USE);
+    bad.top_p = 2;
+    eng_got_free(eng_ask(t, NULL, wrong, 1, 1, &bad, &code, &e));
+    CHECK(code == TOKA_E_USE && strstr(e.msg, "top_p"));
+    eng_got *g = mem_zalloc(sizeof *g); /* cancelled from the callback; then the next request works */
+    toka_request r = toka_request_default();
+    r.ids = wrong, r.n_ids = 1, r.n = 6, r.sampling = eng_greedy(50), r.sampling.ignore_eos = 1;
+    g->cancel_after = 9;
+    CHECK(toka_generate(t, &r, eng_collect, g, NULL, &e) == TOKA_E_CANCELLED && g->n_events == 9);
+    eng_got_free(g);
+    CHECK(t->engine->n_free == t->engine->n_pages);
+    g = eng_ask(t, NULL, wrong, 1, 2, &s, &code, &e);
+    CHECK(code == 0 && g->n_ended == 2);
+    eng_got_free(g);
+    toka_close(t), free(much);
+}
+
+static const struct test eng_tests[] = {
+    {"fixtures: logits and greedy ids equal transformers", test_fixtures},
+    {"real weights give the reference's text", test_real_weights},
+    {"embedded model: held-out accuracy", test_embedded_accuracy},
+    {"request: every way to end", test_request_ends},
+    {"request: reproducible to the last bit", test_reproducible},
+    {"request: greedy samples are equal", test_greedy_samples_equal},
+    {"score equals generate", test_score},
+    {"request: errors and cancel", test_request_errors},
+    {0}};
