@@ -734,8 +734,541 @@ static void json_put_num(buf *b, double f, bool is_float) {
 
 /* ===========================================================================
  * MARK: 14. Sampling and stops [pure]
- * From a row of logits to a token, and when to end.
+ * In: one row of raw logits [V] and what its request asks for. Out: a token id with its log-probabilities. And: the text of
+ * the tokens in pieces; out: the text that is certain, and the word that a stop string was completed.
+ *
+ * samp_row works in the order of Hugging Face's generate():
+ *   1. clean      NaN counts as -inf, +inf as FLT_MAX; the raw log-sum-exp and the best raw logits are taken here
+ *   2. adjust     logit_bias, allowed ids, forbidden ids, repetition penalty (prompt and output: x < 0 ? x*r : x/r),
+ *                 frequency and presence penalty (output only: x - f*count - p)
+ *   3. greedy     (temperature 0) the highest adjusted logit, the lowest id on a tie; ends here
+ *   4. cut        temperature, then top-k (all ids tied with the k-th stay), then top-p (the smallest set, best first, that
+ *                 reaches p; of tied ids the lowest stay), then min-p (probability >= min_p * the best one's)
+ *   5. draw       the inverse of the cumulative distribution in order of ids, at one uniform number of 53 bits
+ * Every filter of step 4 keeps the head of one and the same order (logit falling, id rising), so what they leave is described
+ * by a single samp_cut, and no list of candidates and no sort is needed.
+ *
+ * What always holds:
+ *   - The pick is a pure function of (logits, parameters, history, seed, sample, position). Step 5 takes its number from
+ *     Philox with key = seed and counter = (sample, position, lane, 0). exp() is our own, so that no libm changes a draw.
+ *   - A drawn id has a positive probability; sums are in double, a probability is off by less than 1e-11 of itself.
+ *   - No malloc, no state: the row is worked on in place, stack use stays under 100 KB. Any number of threads.
+ *   - When nothing may be drawn (every logit is -inf after step 2) the pick is the lowest id that is allowed and not
+ *     forbidden, with sampled_logprob 0.
+ * logprob is of the raw logits (step 1), -inf where the logit is. Step 2 overwrites a raw logit; for the picked id it is
+ * recomputed by undoing the adjustments, exact to the rounding of the adjusted logit (4e-6 when |logit| < 64).
+ * sampled_logprob is of the distribution drawn from (after step 4); a greedy pick has 0, the logarithm of 1; a forced id, for
+ * which nothing is drawn, has its logprob.
+ *
+ * Not here: which ids end a sequence, counting tokens against min_tokens and max_tokens (chapter 17).
  * =========================================================================== */
+
+#define SAMP_MAX_STOPS 256       /* stop strings of one request */
+#define SAMP_MAX_STOP_BYTES 4096 /* of one stop string */
+#define SAMP_WINDOW 16384        /* ids looked at together where a row needs a counter per id */
+#define SAMP_BLOCKS 512          /* partial sums of a row, for the draw */
+#define SAMP_LANES 16            /* independent sums side by side, so that a compiler can use vectors */
+
+/* ---- Checking parameters ---- */
+
+static int samp_check_range(const char *name, double v, double low, double high, bool open_low, toka_err *e) {
+    if (v >= low && v <= high && !(open_low && v == low)) return 0; /* NaN fails the first comparison */
+    return fail(e, TOKA_E_USE, "%s: %g, expected %s%g to %g", name, v, open_low ? "more than " : "", low, high);
+}
+
+static int samp_check_int(const char *name, int v, int low, int high, toka_err *e) {
+    if (v >= low && v <= high) return 0;
+    if (high == INT_MAX) return fail(e, TOKA_E_USE, "%s: %d, expected %d or more", name, v, low);
+    return fail(e, TOKA_E_USE, "%s: %d, expected %d to %d", name, v, low, high);
+}
+
+static int samp_check_ids(const char *name, const int32_t *id, int n, int V, toka_err *e) {
+    if (n < 0) return fail(e, TOKA_E_USE, "%s: %d entries, expected 0 or more", name, n);
+    if (n && !id) return fail(e, TOKA_E_USE, "%s: no ids given, expected %d", name, n);
+    for (int i = 0; i < n; i++)
+        if (id[i] < 0 || id[i] >= V)
+            return fail(e, TOKA_E_USE, "%s[%d]: id %d, expected 0 to %d", name, i, (int)id[i], V - 1);
+    return 0;
+}
+
+static int samp_check_stops(const toka_sampling *s, toka_err *e) {
+    if (samp_check_int("n_stop", s->n_stop, 0, SAMP_MAX_STOPS, e)) return e->code;
+    if (s->n_stop && !s->stop) return fail(e, TOKA_E_USE, "stop: no strings given, expected %d", s->n_stop);
+    for (int i = 0; i < s->n_stop; i++) {
+        size_t n = s->stop[i] ? strlen(s->stop[i]) : 0;
+        if (!n || n > SAMP_MAX_STOP_BYTES)
+            return fail(e, TOKA_E_USE, "stop[%d]: %zu bytes, expected 1 to %d", i, n, SAMP_MAX_STOP_BYTES);
+        for (const char *p = s->stop[i], *end = p + n; p < end;) {
+            int step = utf8_len(p, end);
+            if (!step) return fail(e, TOKA_E_USE, "stop[%d]: byte %d is not valid UTF-8", i, (int)(p - s->stop[i]));
+            p += step;
+        }
+    }
+    return 0;
+}
+
+/* Checks ranges; V: vocabulary. The message names field, value and what is allowed. The ranges are OpenAI's and vLLM's. */
+static int samp_check(const toka_sampling *s, int V, toka_err *e) {
+    if (samp_check_range("temperature", s->temperature, 0, FLT_MAX, false, e)) return e->code;
+    if (samp_check_range("top_p", s->top_p, 0, 1, true, e)) return e->code;
+    if (samp_check_range("min_p", s->min_p, 0, 1, false, e)) return e->code;
+    if (samp_check_int("top_k", s->top_k, -1, INT_MAX, e)) return e->code;
+    if (samp_check_range("repetition_penalty", s->repetition_penalty, 0, FLT_MAX, true, e)) return e->code;
+    if (samp_check_range("presence_penalty", s->presence_penalty, -2, 2, false, e)) return e->code;
+    if (samp_check_range("frequency_penalty", s->frequency_penalty, -2, 2, false, e)) return e->code;
+    if (samp_check_int("max_tokens", s->max_tokens, 0, INT_MAX, e)) return e->code;
+    if (samp_check_int("min_tokens", s->min_tokens, 0, s->max_tokens ? s->max_tokens : INT_MAX, e)) return e->code;
+    if (samp_check_int("logprobs", s->logprobs, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
+    if (samp_check_ids("stop_ids", s->stop_ids, s->n_stop_ids, V, e)) return e->code;
+    if (samp_check_ids("allowed_ids", s->allowed_ids, s->n_allowed, V, e)) return e->code;
+    if (samp_check_ids("logit_bias", s->bias_ids, s->n_bias, V, e)) return e->code;
+    if (s->n_bias && !s->bias_values) return fail(e, TOKA_E_USE, "logit_bias: no values given, expected %d", s->n_bias);
+    for (int i = 0; i < s->n_bias; i++)
+        if (samp_check_range("logit_bias", s->bias_values[i], -100, 100, false, e)) return e->code;
+    return samp_check_stops(s, e);
+}
+
+/* ---- Random numbers ---- */
+
+/* Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011): ten rounds that mix a
+ * counter of four words under a key of two. */
+static void samp_philox(uint32_t c[4], uint32_t k0, uint32_t k1) {
+    for (int round = 0; round < 10; round++) {
+        uint64_t a = (uint64_t)0xD2511F53u * c[0], b = (uint64_t)0xCD9E8D57u * c[2];
+        c[0] = (uint32_t)(b >> 32) ^ c[1] ^ k0;
+        c[2] = (uint32_t)(a >> 32) ^ c[3] ^ k1;
+        c[1] = (uint32_t)b;
+        c[3] = (uint32_t)a;
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+}
+
+/* 64 random bits, the same for the same arguments for ever. lane: independent numbers for one token; the draw takes lane 0. */
+static uint64_t samp_random(uint64_t seed, uint32_t sample, uint32_t position, uint32_t lane) {
+    uint32_t c[4] = {sample, position, lane, 0};
+    samp_philox(c, (uint32_t)seed, (uint32_t)(seed >> 32));
+    return (uint64_t)c[1] << 32 | c[0];
+}
+
+/* ---- Exponentials and sums of a row ---- */
+
+/* e^d for d <= 0, relative error under 1e-12, exactly 0 below -700. d = n ln2 + r with |r| <= ln2/2: a Taylor polynomial in r,
+ * then n is added to the exponent bits. No branch and no call, so that loops over it become vector code. */
+static inline double samp_exp(double d) {
+    const double round = 0x1.8p52; /* adding it leaves the nearest integer in the low mantissa bits */
+    double at = d < -700 ? -700 : d;
+    double shifted = at * 1.4426950408889634 + round, n = shifted - round;
+    double r = (at - n * 0x1.62e42fefa0000p-1) - n * 0x1.cf79abc9e3b3ap-40; /* ln2 in two parts, the first times n is exact */
+    double p = 1.0 / 3628800;
+    p = p * r + 1.0 / 362880, p = p * r + 1.0 / 40320, p = p * r + 1.0 / 5040, p = p * r + 1.0 / 720;
+    p = p * r + 1.0 / 120, p = p * r + 1.0 / 24, p = p * r + 1.0 / 6, p = p * r + 0.5, p = p * r + 1, p = p * r + 1;
+    uint64_t bits, add;
+    memcpy(&bits, &p, 8), memcpy(&add, &shifted, 8);
+    bits += add << 52;
+    memcpy(&p, &bits, 8);
+    return d < -700 ? 0 : p;
+}
+
+/* Sum of e^((x - max) * scale) over x[0 .. n-1]. */
+static double samp_sum(const float *x, int n, double max, double scale) {
+    double lane[SAMP_LANES] = {0}, sum = 0;
+    int i = 0;
+    for (; i + SAMP_LANES <= n; i += SAMP_LANES)
+        for (int j = 0; j < SAMP_LANES; j++) lane[j] += samp_exp((x[i + j] - max) * scale);
+    for (; i < n; i++) sum += samp_exp((x[i] - max) * scale);
+    for (int j = 0; j < SAMP_LANES; j++) sum += lane[j];
+    return sum;
+}
+
+static float samp_max(const float *x, int n) {
+    float lane[SAMP_LANES];
+    for (int j = 0; j < SAMP_LANES; j++) lane[j] = -INFINITY;
+    int i = 0;
+    for (; i + SAMP_LANES <= n; i += SAMP_LANES)
+        for (int j = 0; j < SAMP_LANES; j++) lane[j] = x[i + j] > lane[j] ? x[i + j] : lane[j];
+    for (; i < n; i++) lane[0] = MAX(lane[0], x[i]);
+    for (int j = 1; j < SAMP_LANES; j++) lane[0] = MAX(lane[0], lane[j]);
+    return lane[0];
+}
+
+static inline float samp_clean(float x) { /* NaN: -inf, +inf: FLT_MAX, so that differences to the maximum are never NaN */
+    x = x > FLT_MAX ? FLT_MAX : x;
+    return x >= -FLT_MAX ? x : -INFINITY;
+}
+
+static float samp_logprob(double x, double lse) { return x == -INFINITY ? -INFINITY : (float)(x - lse); }
+
+/* The n best ids by logit, best first, of equal ones the lowest first. A logit that is not better than the n-th costs one
+ * comparison. */
+static void samp_top(const float *x, int V, int n, double lse, toka_pick *pick) {
+    int have = 0;
+    float *best = pick->top_logprobs; /* holds logits until the end */
+    for (int id = 0; id < V; id++) {
+        if (have == n && !(x[id] > best[n - 1])) continue;
+        int at = have < n ? have++ : n - 1;
+        for (; at > 0 && x[id] > best[at - 1]; at--) best[at] = best[at - 1], pick->top_ids[at] = pick->top_ids[at - 1];
+        best[at] = x[id], pick->top_ids[at] = id;
+    }
+    for (int i = 0; i < n; i++) best[i] = samp_logprob(best[i], lse);
+    pick->n_top = n;
+}
+
+/* ---- Step 2: bias, masks, penalties ---- */
+
+/* Everything but allowed_ids becomes -inf, whatever order the list has: a window of the vocabulary at a time is marked. */
+static void samp_allow(const toka_sampling *s, float *x, int V) {
+    for (int from = 0; from < V; from += SAMP_WINDOW) {
+        bool allowed[SAMP_WINDOW] = {0};
+        int n = MIN(SAMP_WINDOW, V - from);
+        for (int i = 0; i < s->n_allowed; i++) {
+            uint32_t at = (uint32_t)s->allowed_ids[i] - (uint32_t)from;
+            if (at < (uint32_t)n) allowed[at] = true;
+        }
+        for (int i = 0; i < n; i++)
+            if (!allowed[i]) x[from + i] = -INFINITY;
+    }
+}
+
+#define SAMP_SEEN 0x80000000u /* beside a count: the id is in the history */
+
+static float samp_penalty(const toka_sampling *s, float x, int count) { /* count: occurrences in the output */
+    float r = s->repetition_penalty;
+    x = x < 0 ? x * r : x / r;
+    x -= s->frequency_penalty * (float)count;
+    if (count) x -= s->presence_penalty;
+    return samp_clean(x);
+}
+
+/* Applies the penalties once to each id of the history. The counts of one window of the vocabulary fit on the stack; the
+ * history is read once per window, and again to use each count and clear it. Cost: n_history * V / SAMP_WINDOW. */
+static void samp_penalties(const toka_out_row *row, float *x, int V) {
+    const toka_sampling *s = row->sampling;
+    uint32_t counts[SAMP_WINDOW] = {0}; /* SAMP_SEEN + occurrences in the output; all 0 between windows */
+    int first = s->repetition_penalty == 1 ? row->n_prompt : 0;
+    for (int from = 0; from < V; from += SAMP_WINDOW) {
+        uint32_t n = (uint32_t)MIN(SAMP_WINDOW, V - from);
+        for (int i = first; i < row->n_history; i++) {
+            uint32_t at = (uint32_t)row->history[i] - (uint32_t)from;
+            if (at < n) counts[at] = (counts[at] | SAMP_SEEN) + (i >= row->n_prompt);
+        }
+        for (int i = first; i < row->n_history; i++) {
+            uint32_t at = (uint32_t)row->history[i] - (uint32_t)from;
+            if (at >= n || !counts[at]) continue;
+            x[from + (int)at] = samp_penalty(s, x[from + (int)at], (int)(counts[at] & ~SAMP_SEEN));
+            counts[at] = 0;
+        }
+    }
+}
+
+static bool samp_has_penalties(const toka_sampling *s) {
+    return s->repetition_penalty != 1 || s->frequency_penalty != 0 || s->presence_penalty != 0;
+}
+
+static void samp_adjust(const toka_out_row *row, float *x, int V) {
+    const toka_sampling *s = row->sampling;
+    for (int i = 0; i < s->n_bias; i++) { /* an id named twice gets both */
+        float *at = &x[s->bias_ids[i]];
+        *at = samp_clean(*at + s->bias_values[i]);
+    }
+    if (s->n_allowed) samp_allow(s, x, V);
+    for (int i = 0; i < row->n_forbidden; i++) /* a model's end ids may lie outside its vocabulary */
+        if ((uint32_t)row->forbidden[i] < (uint32_t)V) x[row->forbidden[i]] = -INFINITY;
+    if (samp_has_penalties(s)) samp_penalties(row, x, V);
+}
+
+/* The raw logit that samp_adjust made into x at id: its steps backwards. Never above the raw maximum. */
+static double samp_unadjust(const toka_out_row *row, int32_t id, double x, double raw_max) {
+    const toka_sampling *s = row->sampling;
+    if (samp_has_penalties(s)) {
+        int count = 0;
+        bool seen = false;
+        for (int i = 0; i < row->n_history; i++)
+            if (row->history[i] == id) seen = true, count += i >= row->n_prompt;
+        if (count) x += (double)s->frequency_penalty * count + s->presence_penalty;
+        if (seen) x = x < 0 ? x / s->repetition_penalty : x * s->repetition_penalty;
+    }
+    for (int i = 0; i < s->n_bias; i++)
+        if (s->bias_ids[i] == id) x -= s->bias_values[i];
+    return MIN(x, raw_max);
+}
+
+static bool samp_listed(const int32_t *list, int n, int32_t id) {
+    for (int i = 0; i < n; i++)
+        if (list[i] == id) return true;
+    return false;
+}
+
+/* The pick when every logit is -inf: the lowest id that is allowed and not forbidden; all forbidden: the lowest allowed. */
+static int32_t samp_last_resort(const toka_out_row *row, int V) {
+    const toka_sampling *s = row->sampling;
+    for (int ban = row->n_forbidden; ban >= 0; ban = ban ? 0 : -1) {
+        int32_t lowest = s->n_allowed ? V : 0;
+        while (!s->n_allowed && lowest < V && samp_listed(row->forbidden, ban, lowest)) lowest++;
+        for (int i = 0; i < s->n_allowed; i++)
+            if (s->allowed_ids[i] < lowest && !samp_listed(row->forbidden, ban, s->allowed_ids[i])) lowest = s->allowed_ids[i];
+        if (lowest < V) return lowest;
+    }
+    return 0;
+}
+
+/* ---- Step 4: the cut ---- */
+
+/* Which ids of a row may be drawn: logits above `at`, and of those equal to it the ids up to last_tied. */
+typedef struct samp_cut {
+    float at;
+    int last_tied;
+} samp_cut;
+
+/* A row as a distribution: the weight of id is e^((x[id] - max) * scale), 0 where the cut leaves it out. */
+typedef struct samp_dist {
+    const float *x; /* [V] adjusted logits, none NaN or +inf */
+    int V;
+    double max, scale; /* highest logit, 1 / temperature */
+    samp_cut cut;
+} samp_dist;
+
+static inline bool samp_kept(const samp_dist *d, int id) {
+    return d->x[id] > d->cut.at || (d->x[id] == d->cut.at && id <= d->cut.last_tied);
+}
+static inline double samp_weight(const samp_dist *d, float x) { return samp_exp((x - d->max) * d->scale); }
+
+/* Total weight of the ids from .. to-1. */
+static double samp_block_sum(const samp_dist *d, int from, int to) {
+    if (d->cut.at == -INFINITY) return samp_sum(d->x + from, to - from, d->max, d->scale);
+    double sum = 0;
+    for (int id = from; id < to; id++)
+        if (samp_kept(d, id)) sum += samp_weight(d, d->x[id]);
+    return sum;
+}
+
+/* Order-preserving map of floats to integers and back (-0 counts as +0). */
+static inline uint32_t samp_key(float x) {
+    uint32_t u;
+    x += 0.0f;
+    memcpy(&u, &x, 4);
+    return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
+static float samp_unkey(uint32_t key) {
+    uint32_t u = key & 0x80000000u ? key & 0x7fffffffu : ~key;
+    float x;
+    memcpy(&x, &u, 4);
+    return x;
+}
+
+/* Goes through the kept ids from the highest logit down, adding up 1 for each (by_count) or its weight, and returns the logit
+ * at which the sum reaches `want`; *above is the sum before the first id of that logit. A radix search: three passes over the
+ * row fix 11, 11 and 10 bits of the logit's key by a histogram each. */
+static float samp_reach(const samp_dist *d, bool by_count, double want, double *above) {
+    enum { BINS = 2048 };
+    uint32_t found = 0, known = 0; /* the key's bits found so far, and a mask of them */
+    double before = 0;
+    for (int round = 0; round < 3; round++) {
+        double bins[BINS] = {0};
+        int shift = round == 0 ? 21 : round == 1 ? 10 : 0, n = round == 2 ? 1024 : BINS;
+        for (int id = 0; id < d->V; id++) {
+            uint32_t key = samp_key(d->x[id]);
+            if ((key & known) != found || !samp_kept(d, id)) continue;
+            bins[key >> shift & (uint32_t)(n - 1)] += by_count ? 1 : samp_weight(d, d->x[id]);
+        }
+        int bin = -1; /* in the end the first, from the top, that reaches; if none does by rounding, the lowest in use */
+        double passed = before;
+        for (int b = n - 1; b >= 0; b--) {
+            if (bins[b] == 0) continue;
+            bin = b, before = passed, passed += bins[b];
+            if (passed >= want) break;
+        }
+        assert(bin >= 0);
+        found |= (uint32_t)bin << shift, known |= (uint32_t)(n - 1) << shift;
+    }
+    *above = before;
+    return samp_unkey(found);
+}
+
+static void samp_top_k(samp_dist *d, int k) {
+    double above;
+    d->cut = (samp_cut){samp_reach(d, true, k, &above), INT_MAX};
+}
+
+/* Hugging Face removes, from the lowest probability up, what adds up to at most 1 - p; in other words an id stays if those
+ * before it, from the highest down, add up to less than p. */
+static void samp_top_p(samp_dist *d, double p) {
+    double above, total = samp_block_sum(d, 0, d->V);
+    float at = samp_reach(d, false, p * total, &above);
+    double tied = MAX(1.0, ceil((p * total - above) / samp_weight(d, at))); /* how many ids with this logit stay */
+    int last = -1;
+    for (int id = 0; id < d->V && tied > 0; id++)
+        if (d->x[id] == at) last = id, tied--;
+    d->cut = (samp_cut){at, last};
+}
+
+static void samp_min_p(samp_dist *d, double min_p) {
+    double lowest = d->max + log(min_p) / d->scale; /* weight >= min_p means x >= lowest */
+    float at = (float)MAX(lowest, -FLT_MAX);
+    if (at < lowest) at = nextafterf(at, INFINITY);
+    if (at > d->cut.at) d->cut = (samp_cut){at, INT_MAX};
+}
+
+/* ---- Step 5: the draw ---- */
+
+/* The id at which the cumulative weight passes u times the total, u in [0,1). Sums of blocks first, then within one block. */
+static int32_t samp_draw(const samp_dist *d, double u, double *total) {
+    double sums[SAMP_BLOCKS], sum = 0;
+    int block = MAX(1024, (d->V + SAMP_BLOCKS - 1) / SAMP_BLOCKS), n = (d->V + block - 1) / block, b = 0;
+    for (int i = 0; i < n; i++) sum += sums[i] = samp_block_sum(d, i * block, MIN(d->V, (i + 1) * block));
+    *total = sum;
+    double target = u * sum, passed = 0;
+    int last = -1; /* last block with weight, where rounding ends a search that ran past the total */
+    for (b = 0; b < n; b++) {
+        if (sums[b] > 0) last = b;
+        if (passed + sums[b] > target) break;
+        passed += sums[b];
+    }
+    if (b == n) b = last;
+    int32_t id = -1;
+    for (int i = b * block; i < MIN(d->V, (b + 1) * block); i++) {
+        double w = samp_kept(d, i) ? samp_weight(d, d->x[i]) : 0;
+        if (w == 0) continue;
+        id = i, passed += w;
+        if (passed > target) break;
+    }
+    return id;
+}
+
+/* Steps 3 to 5 over adjusted logits with a finite maximum. */
+static int32_t samp_choose(const toka_out_row *row, const float *x, int V, float max, float *sampled_logprob) {
+    const toka_sampling *s = row->sampling;
+    *sampled_logprob = 0;
+    if (s->temperature == 0) {
+        int32_t id = 0;
+        while (x[id] != max) id++;
+        return id;
+    }
+    samp_dist d = {.x = x, .V = V, .max = max, .scale = 1 / (double)s->temperature, .cut = {-INFINITY, -1}};
+    if (s->top_k > 0 && s->top_k < V) samp_top_k(&d, s->top_k);
+    if (s->top_p < 1) samp_top_p(&d, s->top_p);
+    if (s->min_p > 0) samp_min_p(&d, s->min_p);
+    double u = (double)(samp_random(s->seed, row->sample, row->position, 0) >> 11) * 0x1p-53, total;
+    int32_t id = samp_draw(&d, u, &total);
+    *sampled_logprob = (float)((x[id] - d.max) * d.scale - log(total));
+    return id;
+}
+
+/* From a row of raw logits [V] to a pick. The logits are overwritten. See the chapter's head. */
+static void samp_row(const toka_out_row *row, float *logits, int V, toka_pick *pick) {
+    const toka_sampling *s = row->sampling;
+    assert(V > 0 && row->forced_id < V && (s || row->forced_id >= 0));
+    for (int i = 0; i < V; i++) logits[i] = samp_clean(logits[i]);
+    float raw_max = samp_max(logits, V);
+    double lse = raw_max == -INFINITY ? 0 : raw_max + log(samp_sum(logits, V, raw_max, 1));
+    pick->n_top = 0;
+    if (s && s->logprobs > 0) samp_top(logits, V, MIN(MIN(s->logprobs, TOKA_MAX_LOGPROBS), V), lse, pick);
+    if (row->forced_id >= 0) {
+        pick->id = row->forced_id;
+        pick->logprob = pick->sampled_logprob = samp_logprob(logits[row->forced_id], lse);
+        return;
+    }
+    samp_adjust(row, logits, V);
+    float max = samp_max(logits, V);
+    pick->sampled_logprob = 0;
+    pick->id = max == -INFINITY ? samp_last_resort(row, V) : samp_choose(row, logits, V, max, &pick->sampled_logprob);
+    pick->logprob = samp_logprob(samp_unadjust(row, pick->id, logits[pick->id], raw_max), lse);
+    for (int i = 0; i < pick->n_top; i++) /* the same figure in both places, also where undoing costs a rounding */
+        if (pick->top_ids[i] == pick->id) pick->logprob = pick->top_logprobs[i];
+}
+
+/* ---- Stop strings ---- */
+
+/* Watches for stop strings in a text that comes in pieces, cut anywhere. The stop string that is complete first ends the text
+ * (of several that end at the same byte, the longest), so the outcome does not depend on the cuts. What could still become a
+ * stop string is held back: the longest end of the text that is the beginning of one, found by Knuth-Morris-Pratt for each
+ * string side by side. A byte costs O(n_stop). Stop strings are whole characters (samp_check), so text is never held back or
+ * ended inside a character. */
+typedef struct stop_one {
+    str text;
+    int *back;   /* [text.n + 1] back[i]: length of the longest proper end of text[0..i) that is also a beginning; back[0] 0 */
+    int matched; /* bytes of `text` that the text seen so far ends in, less than text.n */
+} stop_one;
+
+typedef struct stop_scan {
+    stop_one *stops; /* [n_stops], one allocation with their tables */
+    int n_stops;
+    bool include_stop, ended;
+    buf held; /* text not yet given out: its end of max(matched) bytes is the beginning of a stop string */
+} stop_scan;
+
+/* Prefix function: a beginning grows by a byte, or falls back to the next shorter beginning. */
+static int stop_advance(const stop_one *one, int matched, char c) {
+    while (matched > 0 && one->text.p[matched] != c) matched = one->back[matched];
+    return matched + (one->text.p[matched] == c);
+}
+
+/* `stop` is borrowed until stop_free. Empty strings are left out. */
+static void stop_init(stop_scan *s, const char *const *stop, int n_stop, bool include_stop) {
+    size_t ints = 0;
+    for (int i = 0; i < n_stop; i++) ints += strlen(stop[i]) + 1;
+    *s = (stop_scan){.include_stop = include_stop};
+    if (!n_stop) return;
+    s->stops = mem_zalloc((size_t)n_stop * sizeof *s->stops + ints * sizeof(int));
+    int *back = (int *)(s->stops + n_stop);
+    for (int i = 0; i < n_stop; i++) {
+        str text = str_c(stop[i]);
+        if (!text.n) continue;
+        stop_one *one = &s->stops[s->n_stops++];
+        *one = (stop_one){.text = text, .back = back};
+        back += text.n + 1;
+        for (size_t b = 1; b < text.n; b++) one->back[b + 1] = stop_advance(one, one->back[b], text.p[b]);
+    }
+}
+
+/* One byte. Returns the length of the longest stop string that it completes, or 0. */
+static size_t stop_byte(stop_scan *s, char c) {
+    size_t longest = 0;
+    for (int i = 0; i < s->n_stops; i++) {
+        stop_one *one = &s->stops[i];
+        one->matched = stop_advance(one, one->matched, c);
+        if ((size_t)one->matched < one->text.n) continue;
+        longest = MAX(longest, one->text.n);
+        one->matched = one->back[one->matched];
+    }
+    return longest;
+}
+
+/* Feeds the text of one token and appends to `out` what is now certain. True: a stop string was completed; out then has all
+ * before it (with include_stop it too) and nothing behind it; later calls add nothing and return true again.
+ * armed false (min_tokens not reached): a stop string whose last byte is in this piece is ordinary text; one that begins in
+ * this piece and ends in an armed one counts. */
+static bool stop_put(stop_scan *s, str text, bool armed, buf *out) {
+    if (s->ended) return true;
+    for (size_t i = 0; i < text.n; i++) {
+        size_t n = stop_byte(s, text.p[i]);
+        if (!n || !armed) continue;
+        buf_put(&s->held, text.p, i + 1);
+        buf_put(out, s->held.p, s->held.n - (s->include_stop ? 0 : n));
+        buf_clear(&s->held);
+        return s->ended = true;
+    }
+    size_t keep = 0;
+    for (int i = 0; i < s->n_stops; i++) keep = MAX(keep, (size_t)s->stops[i].matched);
+    buf_str(&s->held, text);
+    size_t certain = s->held.n - keep;
+    buf_put(out, s->held.p, certain);
+    if (keep) memmove(s->held.p, s->held.p + certain, keep);
+    s->held.n = keep;
+    return false;
+}
+
+/* The end of the text: what was held back comes out. */
+static void stop_end(stop_scan *s, buf *out) {
+    buf_str(out, buf_view(&s->held));
+    buf_clear(&s->held);
+    s->ended = true;
+}
+
+static void stop_free(stop_scan *s) {
+    free(s->stops);
+    buf_free(&s->held);
+    *s = (stop_scan){0};
+}
 
 /* ===========================================================================
  * MARK: 15. CPU backend [cpu]
