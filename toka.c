@@ -323,7 +323,8 @@ static int os_read_all(int fd, const char *name, size_t limit, buf *b, toka_err 
  *
  * Reader: json_parse(arena, text, limits, e) returns the root or NULL; e->msg says what and at which byte. Depth and size
  * are limits of the caller. Text must be UTF-8; an escaped lone surrogate (\ud83d alone) is legal JSON and becomes U+FFFD.
- * Numbers keep whether they were written as integers. Of equal keys the last wins, as in Python.
+ * Numbers keep whether they were written as integers; one beyond the range of a double is an error, so that all are finite.
+ * Of equal keys the last wins, as in Python.
  * Walking: json_get, json_at, JSON_EACH, JSON_MEMBERS; a missing value is NULL, and every accessor takes NULL.
  * Writer: json_put_* append one value to a buf and place the comma themselves.
  * =========================================================================== */
@@ -471,13 +472,20 @@ static bool json_string(json_reader *r) { /* p stands behind the opening quote *
     return true;
 }
 
-/* Decimal text (already checked) to double, whatever the host program's locale. */
+/* Decimal text (already checked) to double, whatever the host program's locale; its point may be several bytes. */
 static double json_strtod(str s) {
-    char tmp[64], *z = s.n < sizeof tmp ? tmp : mem_alloc(s.n + 1);
-    memcpy(z, s.p, s.n);
-    z[s.n] = 0;
-    char *dot = strchr(z, '.');
-    if (dot) *dot = *localeconv()->decimal_point;
+    const char *point = localeconv()->decimal_point;
+    size_t n_point = strlen(point), whole = 0;
+    char tmp[64], *z = s.n + n_point < sizeof tmp ? tmp : mem_alloc(s.n + n_point + 1);
+    while (whole < s.n && s.p[whole] != '.') whole++;
+    memcpy(z, s.p, whole);
+    if (whole < s.n) {
+        memcpy(z + whole, point, n_point);
+        memcpy(z + whole + n_point, s.p + whole + 1, s.n - whole - 1);
+        z[s.n + n_point - 1] = 0;
+    } else {
+        z[whole] = 0;
+    }
     double f = strtod(z, NULL);
     if (z != tmp) free(z);
     return f;
@@ -492,7 +500,7 @@ static bool json_number(json_reader *r) {
     if (*r->p == '0' && r->p + 1 < r->end && isdigit((unsigned char)r->p[1])) return json_fail(r, "leading zero");
     for (; r->p < r->end && isdigit((unsigned char)*r->p); r->p++) {
         unsigned d = (unsigned)(*r->p - '0');
-        if (u > ((uint64_t)INT64_MAX - d) / 10) exact = false;
+        if (u > ((uint64_t)INT64_MAX + neg - d) / 10) exact = false;
         else u = u * 10 + d;
     }
     if (r->p < r->end && *r->p == '.') {
@@ -508,8 +516,9 @@ static bool json_number(json_reader *r) {
     }
     json *v = json_node(r, JSON_NUMBER);
     v->exact = exact;
-    if (exact) v->i = neg ? -(int64_t)u : (int64_t)u;
+    if (exact) v->i = (int64_t)(neg ? 0 - u : u);
     else v->f = json_strtod((str){s, (size_t)(r->p - s)});
+    if (!exact && !isfinite(v->f)) return r->p = s, json_fail(r, "number out of range");
     return true;
 }
 
@@ -597,9 +606,11 @@ static bool json_document(json_reader *r) {
 
 /* Parses one document. Nodes and unescaped strings live in `a`, other strings in `text`. NULL: *e says why. */
 static const json *json_parse(arena *a, str text, json_limits limits, toka_err *e) {
+    const size_t max_bytes = MIN(limits.max_bytes, (size_t)UINT32_MAX); /* counts are 32 bits */
+    if (!text.n) text = STR("");
     json_reader r = {.p = text.p, .start = text.p, .end = text.p + text.n, .a = a, .limits = limits, .e = e};
-    if (text.n > limits.max_bytes || text.n > UINT32_MAX) {
-        fail(e, TOKA_E_INPUT, "JSON: %zu bytes, at most %zu are taken", text.n, limits.max_bytes);
+    if (text.n > max_bytes) {
+        fail(e, TOKA_E_INPUT, "JSON: %zu bytes, at most %zu are taken", text.n, max_bytes);
         return NULL;
     }
     json *root = NULL;
@@ -640,9 +651,10 @@ static const json *json_at(const json *array, size_t i) {
 
 /* ---- Writing ---- */
 
-/* A comma if the last byte ends a value. No value ends in one of "{[:," or a line feed, so no state is needed. */
+/* A comma if the last byte ends a value. No value ends in one of "{[:,", a line feed or a space (which may stand before
+ * the first value: "data: "), so no state is needed. */
 static void json_comma(buf *b) {
-    if (b->n && !strchr("{[:,\n", b->p[b->n - 1])) buf_char(b, ',');
+    if (b->n && !strchr("{[:,\n ", b->p[b->n - 1])) buf_char(b, ',');
 }
 static void json_put_open(buf *b, char c) { json_comma(b), buf_char(b, c); }
 static void json_put_close(buf *b, char c) { buf_char(b, c); }
@@ -651,10 +663,13 @@ static void json_put_close(buf *b, char c) { buf_char(b, c); }
 static void json_put_str(buf *b, str s) {
     json_comma(b);
     buf_char(b, '"');
-    for (size_t i = 0; i < s.n;) {
+    for (size_t i = 0, plain; i < s.n;) {
+        for (plain = i; i < s.n && s.p[i] >= 0x20 && s.p[i] < 0x7F && s.p[i] != '"' && s.p[i] != '\\';) i++;
+        buf_put(b, s.p + plain, i - plain);
+        if (i == s.n) break;
         unsigned char c = (unsigned char)s.p[i];
         int n = utf8_len(s.p + i, s.p + s.n);
-        if (c == '"' || c == '\\') buf_printf(b, "\\%c", c);
+        if (c == '"' || c == '\\') buf_char(b, '\\'), buf_char(b, s.p[i]);
         else if (c == '\n') buf_c(b, "\\n");
         else if (c == '\t') buf_c(b, "\\t");
         else if (c < 0x20 || c == 0x7F) buf_printf(b, "\\u%04x", c);
@@ -669,22 +684,25 @@ static void json_put_int(buf *b, int64_t i) { json_comma(b), buf_printf(b, "%lld
 static void json_put_bool(buf *b, bool v) { json_comma(b), buf_c(b, v ? "true" : "false"); }
 static void json_put_null(buf *b) { json_comma(b), buf_c(b, "null"); }
 
-/* The shortest decimal that reads back as the same double (is_float: the same float); null for what JSON cannot say. */
+/* The shortest decimal that reads back as the same double (is_float: the same float); null for what JSON cannot say.
+ * 15 (6) digits survive a double (float) of the normal range, so shorter ones need no trial there: %g drops final zeros. */
 static void json_put_num(buf *b, double f, bool is_float) {
-    char z[40];
+    char z[48];
     if (!isfinite(f)) {
         json_put_null(b);
         return;
     }
-    for (int digits = is_float ? 6 : 15;; digits++) {
+    int digits = fabs(f) < (is_float ? (double)FLT_MIN : DBL_MIN) ? 1 : is_float ? 6 : 15;
+    for (;; digits++) {
         snprintf(z, sizeof z, "%.*g", digits, f);
         double back = strtod(z, NULL);
         if (digits == 17 || (is_float ? (float)back == (float)f : back == f)) break;
     }
-    for (char *c = z; *c; c++)
-        if (*c == *localeconv()->decimal_point) *c = '.';
+    const char *point = localeconv()->decimal_point, *at = strstr(z, point);
     json_comma(b);
-    buf_c(b, z);
+    buf_put(b, z, at ? (size_t)(at - z) : strlen(z));
+    if (at) buf_char(b, '.'), buf_c(b, at + strlen(point));
+    if (f == 0 && signbit(f)) buf_c(b, ".0"); /* "-0" would be read back as an integer */
 }
 
 /* ===========================================================================
