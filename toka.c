@@ -272,7 +272,7 @@ static int os_n_cores(void) { /* cores this process may use */
 
 /* Maps a whole regular file read-only. An empty file gives {"",0}. Undo with os_unmap. */
 static int os_map(const char *path, str *out, toka_err *e) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO in a file's place must not hang */
     struct stat st;
     if (fd < 0) return fail(e, TOKA_E_IO, "%s: %s", path, strerror(errno));
     if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
