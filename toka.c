@@ -707,8 +707,467 @@ static void json_put_num(buf *b, double f, bool is_float) {
 
 /* ===========================================================================
  * MARK: 5. Unicode [pure]
- * Code points, categories and normal form C, from the tables of one Unicode version.
+ * Classes of code points, normal form C, and what becomes of bytes that are not UTF-8.
+ *
+ * In: UTF-8 text. Out: the same text repaired (uni_repair) or normalized (uni_nfc), and one byte of properties per code point
+ * (uni.props), which the tokenizer's patterns are made of. All of it comes from three strings that test/make_unicode.py writes;
+ * uni_init unpacks them into a struct that its owner keeps, so there is no global state.
+ *
+ * Which Unicode: the one whose tokens the models were trained on. Hugging Face `tokenizers` runs its patterns on Unicode 16.0
+ * and its form C on Unicode 9.0. Classes here are of 16.0. For form C the caller chooses: UNI_9 leaves alone what came after
+ * 9.0, UNI_16 is today's. Both agree on text of characters that are older than 2017.
+ *
+ * Always holds: a 32-bit set of classes (1u << class) says what a pattern's \p{..} says; U+110000 and above never occur, because
+ * every function but uni_repair takes text that is valid UTF-8. Not here: upper and lower case, forms D, KC and KD.
  * =========================================================================== */
+
+enum uni_class { /* General_Category, and two of its controls apart */
+    UNI_LU, UNI_LL, UNI_LT, UNI_LM, UNI_LO, UNI_MN, UNI_MC, UNI_ME, UNI_ND, UNI_NL, UNI_NO, UNI_PC, UNI_PD, UNI_PS, UNI_PE,
+    UNI_PI, UNI_PF, UNI_PO, UNI_SM, UNI_SC, UNI_SK, UNI_SO, UNI_ZS, UNI_ZL, UNI_ZP, UNI_CC, UNI_CF, UNI_CS, UNI_CO, UNI_CN,
+    UNI_SPACE_CONTROL, /* Cc: \t \v \f U+0085 */
+    UNI_LINE_END       /* Cc: \r \n */
+};
+
+enum { UNI_9, UNI_16 };
+
+#define UNI_BIT(class) (1u << UNI_##class)
+static const uint32_t uni_upper = UNI_BIT(LU) | UNI_BIT(LT);
+static const uint32_t uni_mark = UNI_BIT(MN) | UNI_BIT(MC) | UNI_BIT(ME);
+static const uint32_t uni_letter = UNI_BIT(LU) | UNI_BIT(LL) | UNI_BIT(LT) | UNI_BIT(LM) | UNI_BIT(LO);
+static const uint32_t uni_number = UNI_BIT(ND) | UNI_BIT(NL) | UNI_BIT(NO);
+static const uint32_t uni_punct =
+    UNI_BIT(PC) | UNI_BIT(PD) | UNI_BIT(PS) | UNI_BIT(PE) | UNI_BIT(PI) | UNI_BIT(PF) | UNI_BIT(PO);
+static const uint32_t uni_symbol = UNI_BIT(SM) | UNI_BIT(SC) | UNI_BIT(SK) | UNI_BIT(SO);
+static const uint32_t uni_space = UNI_BIT(ZS) | UNI_BIT(ZL) | UNI_BIT(ZP) | UNI_BIT(SPACE_CONTROL) | UNI_BIT(LINE_END);
+
+#define UNI_MAX 0x110000
+#define UNI_UNSTABLE 32 /* props: form C may change this character or join it to the one before (NFC_Quick_Check not Yes) */
+
+typedef struct uni_pair { /* canonical decomposition c -> a b */
+    uint32_t c, a, b;     /* b 0: c -> a alone */
+    bool composes;        /* a b -> c too */
+    bool young;           /* after Unicode 9.0 */
+} uni_pair;
+
+typedef struct uni_marks { /* code points first .. last have this combining class */
+    uint32_t first, last;
+    uint8_t class;
+    bool young;
+} uni_marks;
+
+typedef struct uni {
+    uint8_t *props;        /* [UNI_MAX] uni_class | UNI_UNSTABLE */
+    uni_marks *marks;      /* [n_marks] rising */
+    uni_pair *pairs;       /* [n_pairs] rising in c */
+    uni_pair *compositions; /* [n_compositions] rising in (a, b) */
+    int n_marks, n_pairs, n_compositions;
+} uni;
+
+/* begin of test/make_unicode.py's text */
+/* (run length - 1) * 32 + class */
+static const char uni_class_text[] =
+    "Hf{|Ay|PvsBjpBjjknoniAlHuAlBkAlWojnkqhqWpjokoEl{XfsnCjrnqralowrqroAeq^AlqgamBcnTuoEsUtoFr]^]^]^]^]^]^]^]^]^]^]^]^]^]^"
+    "]^]^]^]^]^]^]^]^]^]^]^]^]^]~]^]^]^]^]^]^]^]~]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^}^]^]A|}^]^}^A{~By^}^A{A|}^"
+    "}^]^]^}^]~]^}^A{^]^}~a]A|B}]_^]_^]_^]^]^]^]^]^]^]^]~]^]^]^]^]^]^]^]^]~]_^]^A{^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]"
+    "^]^]^]^]^]^]^]^]^]Et}^}~]^By^]^]^]^]BH^A_WpP`CkJlLyCzFe`q`OsCTr]^]^`q]^Ax`A|n]CtAo]nA{z]z}^O_zGoAD^]~A{A|]^]^]^]^]^]^"
+    "]^]^]^]^]^]Cx]^o]^}~AS_APf]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^rC|Ab]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^"
+    "]^}^]^]^]^]^]^]~]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^zAFyA"
+    "x`EdAItniAxAppzAMpibnA`nA`nbGlXqCtB}AlJfEmBkAlpAlApIpnwBjAAg`HqR~HuChA_bCHinaExwrDzA^A`rB~A_HuB]ApaLvzwab[kXrAxBZ}Ipa"
+    "M`HuABeGtA^rBj`AxbAnS{B~`Gt`B^`C|AxMtzVuB^AxnzIoDrUwqDyzAuDrGtAIw`UxwAAhcAV]bcbaB_FvC]bAaaExHqA`AlHun`MgbAazFuAxA_AxS"
+    "{zEwzaBvB}AxbaB_B~AxAaAxAabaGlcCtA_zB]A`AxHuA_AnE]rpanbAxA`czDyCtA_AxS{zEwzA_zA_zA_AxbzB_A`CtA`AxB^BvbFnB}zaFnHuA`B]b"
+    "nIhA`czGszB]zS{zEwzA_zC{AxbaB_C|zA`czAabAxaN^A_A`AxHunpFnaDzzbAazFuAxA_AxS{zEwzA_zC{AxbacbcB~AxAaAxAabFnA`cCtA_zB]A`A"
+    "xHuraE]IhbazDyBvB]zB}BvA_zazA_BvA_BvB]BvJmCtAabAaBvB_zB_bAxaEpcM`HuBcEhprDrbB_bFuzB]zTyzNeAxbaB^C]zB^zB~FnA`zB]AxaAxA"
+    "_A`AxHuFnnE}rabAanFuzB]zTyzHqzC{AxbacbC}zbAazAaA`FnAaEpA_zA_A`AxHuzA_cKdA`AaGszB]zAIwA`aB_B~zB_zB_barCtB]cE}B]A`AxHuG"
+    "yrDyzbAazPaBvUwzGszaAxEwBvbCtB_B^zbzFwEpHuAxAanKdAPibA_ExCtpDy`FvnHuAlAFvA_zazC{zUwzazHqbA_GtaAxC{z`zExzHuAxB}AB^aBnM"
+    "trnBnA`EhHuHwrbrbrbjkjkAaFuzAE_CtLjcC|nA`C{IpzAE`zGdbEhzApDfClAlAFvAKsAaB~cDzcA`AaA`aHuEdDyAaA`B}B^aB_A_EyB]B~KkbAaA`"
+    "D{bacHuB_bApAFyz]Dr]AxAKpn`A|K@yzB}AxEwzazB}AxAIwzB}AxABezB}AxEwzazB}AxMgzAXyzB}AxBFeAxB^H^RcBvNeI`EpBX]AxDvAxiTVurnO"
+    "csWsjkBvBMwBjBbFuFnPaB^cHjQ_A`cAlHjPaA`KdKkzB]zA`KdATaA`cExFwbAaIpBj`BjpabAxHuEpHwEpEdiChB^wbHuEpADa`AU_FnC{A`ACcbaDr"
+    "BI_IhA@izB^C]A`B_CtAabD{B^CtrBvAlHu[kAxC{JfALqCtWsEpHugBvACtTyA`AabAxAlAU_cbcExzbcbAaFvD{HrAxbHuEpHuEpFb`EdAxLjdNfAR^"
+    "B~cAOkbcC|cbC}bAaFuzAlHuFbI`GtHbBjA`c[kcB~AaA`cB^A_HuALqbcA`B_bcB^AaGlChAE_FwFvAaA`BvDfHuBvB]Hu[kDxAlGp]^DrAKoAxA{G`G"
+    "lB^nKlcExB}bDybA_cA`aDrALnBBlKh`AC`AE~BCl]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^"
+    "]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]Gp]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^"
+    "]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]GpFqDvAxDuAxFrFqFrFqDvAxDuAxFrz]z]z]z]FrFqLfAxFrFsFrFsFrFsCxz~"
+    "By_q^BmA|z~By_BmBzAx~ByzBmFrCwBmAxA|z~By_AozJ_DoE_AllmjAjmjlG`tuDosH^lmChAfBjojkI|onhH~sDozIeg`AxE]Bkjk`HwBkjkzKjBvAB"
+    "tN^KlC^bB`JnN^Ap]Cl]Ap^A{~A{^r]ApoCwEh]r]r]rByr^By^B}^Ap~}Dg]BzroAp^rNkADf]^C`gApCtDgDjAmCloApoApoFfoA@zAmAporoA@zH[y"
+    "GdjkjkRnAmFfjkBS|o[|WaAIhEeBKlTrJ^StA[yBQ`T_FC|oHboAVnGaCTboHI`jkjkjkjkjkjkjk[qAM`DgjkA@wjkjkjkjkjkNsHPrDJ{jkjkjkjkjk"
+    "jkjkjkjkjkjkBB{jkjkAAujkHRkAPzSiApEeAHjAxAAxzCNnAPeAPf]^A{~]^]^]^By^]~]DvA^A{^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]"
+    "^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]~Eh]^]^B^]^DrChgAlAFzz^Dr^AxAW{Fn`nM`bTyHjEwzEwzEwzEwzEwzEw"
+    "zEwzEwzAAhAllmlmBjlmnlmH^iAlinlmAllmjkjkjkjkDf`H~AgChinjKxApBjjkjkjkjkiAC|XbzB[lKdGE`XjNvsBjr`afjkjkjkjkjkApjkjkjkjki"
+    "jAirGxB~AaiCzApBb`anApzBXaAxA`AoA^aiB[{nA~aDrAKszCCszApCaI`AAgAGlHjrNeA@zzHw[|F{rMmAAxHwAHjMmJTzGYOkBC|YFHa`AJJ}BvAWl"
+    "HjAHyDxAlH[k`BjNeHuA_Rv]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^abB`nHrn`]^]^]^]^]^]^]^]^]^]^]^]^]^]^A^A`BI_HvA`"
+    "EdGlUgGrAo]^]^]^]^]^]^]A|]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^`Fr]^]^}^]^]^]^]^`Ao]^]^a]^]A|"
+    "]^]^]^]^]^]^]^]^]^]^Cw^Cw^]^]^]^]^]^]^]^By^]^}^Ax]^z^z^]^]^]^]StA~]^aA^^EwbB]bB}bTyAaA`cClbBvE]ApprEpATaChGlAaAReNgA`"
+    "GlAlHuEpPbDyBjanA_bHuYoFvAlTyIpAaJfnZmBvB^cAOkbAaB~AaA`B_Kxz`HuCtAlC{b`GsHuC{zAIwDzAaA`AaA`HjB]bFubcAxHuAxChNe`DyBnac"
+    "bcARebaB^A_A`C{A`abaVnA_`AlIocA`AaAlaA^cbIhDyAxDyAxDyHjEwzEwzAKpqB|Gp`AoCtBRjADaAabAabAancbAxHuEpMKN]KdTyCtAQgCtBLWjG"
+    "SCkLGsAxCN}AGtEtKdCxDrabHqoKkzC{zazA_zA_zCPyOsN~LDykjNvBCkAxAV]FnrAB^JmpBnNfFbjknEpNfnAgAfjkjkjkjkjkjkjkjkAljkChBdBjz"
+    "ChijkjkjkBjoiBkznpAlCtC{zDNeAxwzBjpBjjknoniAlHuAlBkAlWojnkqhqWpjokojknjkAlHq`AMoA^A@iBvDyAxDyAxDyAxB]BvAnoqrAnzrCiApI"
+    "hBsApAxJmzWszQ_zA_zMgAxLiAC|DB}DrBjCtAMuBvHbAUdCaOtAeBnzK|BvrAPbAN^bDJfZmBvAQgN^bXwCtAAgCaHjR]fFufDrAF}C|Dr[kznAE_CtF"
+    "unD^AKlAHuAHvBPqAxHuEpAD}CtAD~CtAHyGlATaJfnIkzMczEsz}zIlzMdzEtz~BvATaKdJK{HjS{IhFuVnDxzAJtzGrBHzDyAxazALqzA_BvaAxTyzn"
+    "F{TyApE}A@iGlGyAQ`Q_zA_DrD_S{E]BvnWsDrnBDbAW{CtAeA_NkAxANsaB^zA`DrB~B}zB]zZmAxB^CtbGyFnH^FnZmAenZmBcAB^FurYoA`CtD_FbH"
+    "jAV]BvFbS{AxF{Q_DrF{PaFnChKdE}BSdBK{AWtAS_LbAS`FnE]AE_B~GlHuEpHuB}`aSwBvC|i`SxGlAmF[tA@ozAJuzA`iAxA_N~B]AWtB~ZmHwaGlS"
+    "{IpCaDfTrPaB~ChAGtR}E}RvTyHjcbcAU_MhFbCtRcHubA_A`aHjB^cAMoB_B~AaA`AlwChbIhwAxVuFnHuEpB^AE_C|cFvzHuChaAaaGlADabAlaHjA`"
+    "cAPiB_GtAaB}ChB~ncbHuanaBjzRcJfPazVuB_B^AabcA`EdbA_bBBfEwzazB}zMgzHqnEpAOkbB_FvDrHuEpA`AazFuAxA_AxS{zEwzA_zC{zA`aAabC"
+    "]AxAaAxB_AxaEpcDrC{AaAxExBvC|JfHqzaAxazAF}zaB_DzzcAxczC]zAabcbabaAlzAlGlA`[dAU_B_FvAaB^cbB}DfHuAlznbB]A@bAPiB_DzcbC]A"
+    "`cA`A_naGlHuEPbAOkB_B~AxC]A`cA`UdB}A`AC|APiB_FvAabcA`BjaJfHuEpKxQxAKsbcbAaDzcbanEpHuEpRaZfXqAxbcbAaB~cC|CtHuAeBjrEwFF"
+    "^ALqB_GtcA`nCJ^AAcAAdHuGyKdFuAxaAxFuzA_zUwD{zAaAxA`cbacacbBjHjHuBIxFuAxAG{B_B~AxA`C]banacYhaHrAHyDzcaB~G`bGlaDzAaB^AN"
+    "mKlcA`BjaDfLbBK{FnH~FCdABenM`HuEpGszAF]cExzDzcbaDfIhHuQeBvAl[kAxS|zcExcA`cA`BLrEwzA_zAF}DzBvbzA`zExabGlHuEpDyzA_zAAgC"
+    "}zA`zAabcbaFnHuJKtQ_A`AaAlFnA`acKkzACcAaC|BvAabcbKxHubBW|aN^SaGdCjOtLbnABZ}CK|CSxzDfJfFOsCDPzCFmAlLbAH@aN{bDyMhIhDVGc"
+    "DrSO{HEZn[kJnB_B^HuBBG|SBuFnA@izHuCtAlBQozHuEp[kAxC|nIhAPiExDfClB|nrIhHuzE}zR}DrQ_NNnA~AHyA^BjHuFRfAAcAAdU]ChCJ~BMwCt"
+    "baAW]FnB~KjBDbA^n`bJfAaM`GJFeGlAMPiAJnHqJTIhB|zEvzA^zIU_N^a[dB]AxaM`B}GlMG{BUPbCO{DrKkBvGsFnHqAxrA`nCqDTDrHApHuEpNR^B"
+    "OlANnAxTzHjCXzB@jHGdIhAHjAxB@bAaB^BnD{GiFvApEx[|B~BA`StBExB^rDBvRcKdRcKdBYpHjV{DN~WoWpWoEtzP^WoWp]z}Ax]Ax}AxByzFqBzz^"
+    "zEtzIlWoWp}zByAxFqzEszWp}zByzCwz]BvEszWpWoWpWoWpWoWpWoWpWoWpWoYlAxVqoVroDvVqoVroDvVqoVroDvVqoVroDvVqoVroDv]^AxARiQEpA"
+    "V~ClARfGdbLzbApDfN^C|zMhAIB~HnaQ|EpDvGDjExzOdAxExzA`zC|DrBAnAB~bCUhAMoBvExEvAxHuCtarJU`[kbO|ALqB~HuDrpOPrXq`B~HuGEh[k"
+    "A`aHuCtnPCtEwzB}zA_zMgzFPqAxGyExAJnAC_AC`Ex`CtHuCtAlZJvAZ{rBcpCaBOlAMurMmFNnB}zXqzA_zaAxazHqzB}zazaEpaCtazazazB]zA_za"
+    "AxazazazazazA_zaAxB}zEwzB}zB}zazHqzOcDrB]zC{zOcATzAmIB^AM`CtCIxKdMxAxMxzMxzAFnIhKqEKdAXrZ~LbAM`CtHbFnApM`EhEDzHK|DiXL"
+    "zCtOtBvK|BvC[tCtCE`EpJ~CtrN^J~CtAXjGlI`EpAIhGl[|AxJ~CtApBBfKKtKdLzAxK|BvI`DrAXjFnMxAxJ^EpHbFnDZ^zCBfHuAFQhAWGZeAB^D[P"
+    "yEpGLaAxFYReM`H[DqN^TXqBZXzREgAVQhEY[sDrE@XqABNLTrwA@bCFcDHjHA`BVBF^BVRV}AxBVRV}Ax";
+/* gap, run length - 1, combining class * 2 + young */
+static const char uni_mark_text[] =
+    "VqqMo]]Ms]`L}]]Ms]]Lu]aL}]^K{]`L}]^K{]gL}]a_]`L}]dMo]]Na]]Mo]_L}]_Mo]^L}^_Mo]`L}]]Mo]]Ms]^L}]]Mo]]Mu]^Mw]]Mu]^Mw]]Mu]"
+    "iMoH`aMoGx]L}]`Mo]]L}]_Mo]]M_]]L}]bMo]bL}]^Mo]]L}]^Mo]]M_]]Mk]]Mo]]q]]s]]u]]w]]y]]{]]}]]A]]]A_]^Aa]]Ac]]Ae]]Ag^]Ai^]A"
+    "k]]Am^]Mo]]L}^]A_BadMo]]Aw]]Ay]]A{Ak]Aq]]As]]Au]]Aw]]Ay]]A{]]A}]]B]]^Mo]^L}]aMo]]L}]^Mo]]L}m]B_B~cMo_`Mo]]L}]]Mo_^Mo^"
+    "]L}]^Mo]]L}A^]Ba{]Mo]]L}]^Mo]]L}]^Mo]_L}]]Mo]^L}]]Mo]]L}]_Mo]]L}]]Mo]]L}]]Mo]]L}]]Mo]]L}]^MoDucMo]]L}]]Mof]L~u`Mo^eMo"
+    "^_Mo^aMoAf_L}Av^Mp]_L~]`MpAeaMp]aL~]jMo^]L}]^Mo]]L}]^Mo]]L}]_Mo]_L}]]Aq]]As]]Au]_Mo]]L}]^Mo]^L}]aMoAw]km]o`]Mo]]L}]^M"
+    "oC^]km]oAk]MpAx]km]oCe]km]oCe]km]oCv]oCe]lm]od]D}]]EiB~]km]oCd^pm]oCs]oCd^F_]]oj`FgCc^F}]]pj`GcBe^L}x]L}^]L}^]LuAr]Gq"
+    "]]Gs^]Gwb`Gs_]Gs^^Mo]]o^^MoAy]L}Cg]k^^oBk]L}Ub_Mo[{]o]]p{]oDr]og]MoE~]MkDd]M_]]Mo]]L}Fl]Mo]]L}B`]oqdMo_]L}AkaMo]bL}]^"
+    "Mo]]L}^^L~]^Mp]^L~]aMp]]L~]`MpB~]kl]oAa]Mo]]L}]cMoAq^oAu]kh^oA~]kDm_Mo^]_]aL}]^Mo]`L}]]Mo^c_a]L}c]Mo`^MoEy^Mo]]L}]cMo"
+    "]]L}]^Mo]]Mw]]Lq]]L}]]K{]A_Mo]]Mt]^Ml]]L~]]Lz]]Mo]]Mu]]L}]]Mo]]L}Uc^Mo]^_]`Mo]__]^Moa]Mo`^_]]Mo]]L}]]Mo]^_]`L}]]MoCFg"
+    "_MoDb]oBy|MoPg]Ly]]Mk]]Ms]]M_]^McC`^mACSc]MoafMo}^MoBi^MoHa]oA`]pDl]oxnMoAt_L}A`]oBx]ki]oG^]Mo^^Mo]]L}_^Mob^Mo^]MoAo]"
+    "oGe]oUHe]AoVrcMo]cL}]^MoA@r]L}Fs]L}DjaMoAUm]L}^]MoAc]Mo]]_]]L}a]oDz]Mo]]L}Pz`MpA|aMpIh^MpBi_L~B_^L~]_Mp]]L~]]Mp]`L~Al"
+    "]Mp]]L~]]Mp]]L~Es]oAd]pk]oAt]o]]kB^_MoAk^oAy]kBe]of]kCa]o]]kEe]k]]oBi]l]]km]oucMo`aMoBr_pCh]o`]kt]MpB|]o]]kGj]o]]kCu]"
+    "oCm]o]]kCj]oG|]p]]lGq^pa]lDq]pBl]po]pBj]pLj]oGq]l^^pBj]pLn^pQTi]pBQka_AvcMoAGp^jTQg]_EPk^Lu]__`]Mg]aLuedL}_aMo]^L}{`M"
+    "oDi_MoCSjcMo^mMo_cMo^^Mo^aMoB}]MpDucMpK^]MpAx`MpN}^Mt]]L~]]MpGm]Mp]]L~UscL}CdbMo]]k";
+/* gap * 6 + kind * 2 + young, first, second (not for kind 2, one alone) */
+static const char uni_pair_text[] =
+    "AE{CyAQcc]_c]_c]_c]gc]aiaAucaBfc]_c]_c]icelc]_c]_c]iigfc_bc]_c]_c]_c]goilc]_c]_c]icejom^c]_c]_c]_c]gc]aiaAucaBfc]_c]_"
+    "c]icelc]_c]_c]iigfc_bc]_c]_c]_c]goilc]_c]_c]iceji]kcCfdcA{]cAzacA{]cAzB]cA{]cAvBfcA{]cAz_cA{]cAzgcA{]cAzgcA{]cAx]cA{]"
+    "oAxlcA{]cAzacA{]cAz_cA{]cAzA}cA{]cAzArcA{]cAvpcA{]cAzecA{]cAz_cA{]cAzA{cA{]cAxBbcA{]oAx_cA{]cAz_cA{]cAzacA{]cAzB]cA{]"
+    "cAzA|u_fcA{]cAxBccA{]iAxBdcA{]cAzBecA{]cAzApcA{]{AvrcA{]cAzBecA{]cAzApcA{]uAxlcA{]cAzacA{]cAzgcA{]oAtpcA{]cAzBecA{]cA"
+    "zApcA{]cAxrcA{]cAz_cA{]cAzBccA{]cAzApcA{]cAxAqcA{]cAzApcA{]oAxncA{]cAz_cA{]cAzacA{]cAzecA{]cAz_cA{]cAzAucA{]cAvBdcA{]"
+    "cAv]cA{]cAzic_jcA{]cAzicA{]cAzgcA{]F]Bn{cA{]BmAn]cA{]EaC^zcA{]cAj]cA{]cAn]cA{]cAn]cA{]cF_lcA{]cAzbcA{]cAzscA{]cAztcA{"
+    "]iCfecA{]cR}]c_]cTv]cA{]oIhmcA{]cAr]cA{]cArAscA{]cVgB`c_]cC^mcL{]cADl]uB^rcA{]oAl^cA{]cEa_cA{]cAx]cA{]cx]cA{]cJvycA{]"
+    "cAzacA{]cAr`cA{]cAzacA{]cAr`cA{]cAzacA{]cAn`cA{]cAzacA{]cAt`cA{]cAzacA{]cAt`cA{]cAzacA{]cA~AecA{]cAx]cA{]oBpAncA{]AeB"
+    "ffcA{]cArA{cA{]cFsB^cA{]cA|]cA{]cIvccA{]cZgbc_]c[r]cA{]ASqAJ_g_mA_erbHqDrA{AInAeFk]cAOy]gAN|cAOc]ca]ca]ii]ii]ce]cA}]D"
+    "qBzkcu]cujce]ca]ca]cA_]DqA^kcu]chjci]ce]{o]c]kGwC}lc]mi`juvk{Acjc`^csiA}r]EsA{]D_bhc]mi`juB_k{Arjc`^csiDeB{oc_]M_Epnc"
+    "A{]BmBd]cA{]cAzacA{]oAp`cA{]oIqac_]cKl]cA{]cAx]cA{]oAxdcA{]cAzecA{]cAn]cA{]oJ]]c_]cK^]cA{]cBldcA{]cAzecA{]cAzccA{]cAr"
+    "bcA{]oAr]cA{]AXkA@]AUqc]_cA}]cA|_cB_^[cHc]iAb]C]A]]CUoAGcAOwAkm]oc]FkAv]e_]e_]eg]eg]e_]eo]ee]S_H}Gsc]AmB{BdApe_]kw]N{"
+    "GuGoqi]FeA~]e_]eg]q{]AMgPuPqo]Ajc]AmB{BdApe_]IuFqIaIoC_Alc_]c^AmU{GoGmUcGaGmAek]c]_i]AbceAaVkGgFcc_]c^AmY_HsFwi]gccfc"
+    "bAeBG_Ue[wAyq]}g]}g]}g]BiAp`AyB{C|k]aeCyuk_]AsCz]CeA}CeAyq]}g]}g]}g]BiAp`SeHwGaQOgEWwEZ_ia]ia]ia]ia]ue]GeBk]ia]oa]c_]"
+    "ic]DKuNNrLZhcA{]cAxAvcA{]cAzAscA{]cAzycA{]cE}BxcA{]cIpicA{]cAzAscA{]cAzycA{]cAzpcA{]cAzicA{]cJeBrc_]c^_c_]cL`BqcA{]cA"
+    "zccA{]cZoBlc_]cA@j_cA{]cAxbcA{]cAxccA{]cAzAscA{]cAzApcA{]cAzAycA{]cAzkcA{]cAxacA{]cF]BvcA{]cIr]cA{]cAzB]cA{]cAzycA{]c"
+    "AxxcA{]cP@qAxc_]cPBnBscA{]cAzdcA{]cAxBpcA{]cAzicA{]cAzAscA{]cAxArcA{]cAzAscA{]cAzycA{]cAzdcA{]cF_BpcA{]cAzkcA{]cEalc_"
+    "]c^_c_]cNz]cA{]cAzicA{]cAv]cA{]cAzAscA{]cPBiAxc_]cPDfBscA{]cAxBlcA{]cAzAscA{]cMqArc_]cg]c_]cOPw]c_]cPDr]cA{]cAzAscA{]"
+    "cAzycA{]cAzdcA{]cAxncA{]cAzucA{]cAzbcA{]cNgBpc_]c_kc_]cPffcA{]cAzA{cA{]cAxB^cA{]cAz_cA{]cAzkcA{]cAz^cA{]cAzAscA{]cAxA"
+    "rcA{]cAz_cA{]cAx^cA{]cAxfcA{]cAzA}cA{]cAzycA{]cA^]cuBjccaca]iOkb{RtAscA{]cAzAncA{]cEulcA{]cAz^cA{]cAzocA{]cAzhcA{]cO["
+    "{^c_]cOZ^^c_]c^^c_]c^oc_]c^hc_]cOY}cc_]cPIbAucA{]cAzAncA{]cAzhcA{]cE}`cA{]cAz^cA{]cAzocA{]cAzhcA{]cP@y^c_]cPJhkcA{]cA"
+    "zAocA{]cAn]cA{]cAzAncA{]cE}lcA{]cAz^cA{]cAzocA{]cAzhcA{]cPAk^c_]cOSh^c_]c^^c_]c^oc_]c^hc_]c^A{c_]cSn]cA{]cAzAncA{]cRm"
+    "lc_]c^^c_]c^oc_]c^hc_]c^A{c_]cTbB^cA{]cAzB_cA{]cAzAncA{]cAzhcA{]AeATm}c]_cNSeAbc_]c^_c_]c^Cyc_]cNUbBvc]_cNUqAbc_]c^_c"
+    "_]c^Cyc_]cNSnBvc]_cNS}Abc_]c^_c_]oNUzA_c]_cNVgAbc_]c^_c_]oNThA_c]_cNTwAbc_]c^_c_]c^Cyc_]cNVtBvc]_cNWaAbc_]c^_c_]c^Cyc"
+    "_]cNUbBvc]_cNUqAbc_]c^_c_]c^Cyc_]cNWnBvc]_cNW}Abc_]c^_c_]c^Cyc_]cNUvBvc]_cNVcAbc_]c^_c_]oNX`A_c]_cNXoAbc_]c^_c_]oNVhA"
+    "_c]_cNVwAbc_]c^_c_]c^Cyc_]iNXtBtiNYcAbi]_i]CycNW^Bvc]_cNWmAbc_]c^_c_]c^Cyc_]cNYjBvc]_cNYyAbc_]c^_c_]c^Cyc_]cNYjCzgfco"
+    "]glcq]gncs]gpc}]gwcj]gmcd]ggoNQoD_c_]c_]c_]c_]c_]c_]c_]c_]c_]c_]c_]c_]c_]c_]c_]cA]]c_]c_]c_]c_]c_]c_]c_]c_]c_]c_]c_]c"
+    "_]c_]c_]c_]cB{]c_]c_]c_]c_]c_]c_]c_]c_]c_]c_]c_]c_]c_]c_]c_]cNYvCtc]`cNYyCycNYx]cf]igbcOA}ccOCxCtc]`c]dgrcsD_mBioARbb"
+    "cPOwccNYt]cn]iobcOBoccODnD^gvc{]gxcyD_cOD]D^c]_c]CycOA~Cnc]`cA]dgCjoBkC{cA]]cBzCnc]`c]dgziOHm]c]_c]CycOD~Cnc]`cidgApc"
+    "A]Aac]_ceBuci]cBdCnc]`c]dgAhcAaAccAPvAbgAOagAShoPTmD_cNY`]cg]ifbcODgccOFvD^gA`cAu]gAncAoD_gAPnsPWkg_AWyOF|yAVtgGcSqQQ"
+    "yvca]Cia]EmCo]ce]c`]IiB{]{g]oc]DeAk]ia]DwAi]ok]oa]ic]D_RHr]iRJa]A}Ab]cRH~]ca]cRJe]c_]ow]c_]oc]c_]Aec]c_]ok]c_]oc]c_]F"
+    "cAq]ci]c_]ca]HsBv]c_]cAc]c_]AeA{]c_]c_]c_]JuGDsg_LKuBUz]HUsBYwXKiia]ia]ia]ia]ia]ia]ia]ia]ia]ia]ia]oc]ia]ia]Aek]c]_ic^"
+    "c]_ic^c]_ic^c]_ic^c]_D_C`^AwEa]Bmy]ia]ia]ia]ia]ia]ia]ia]ia]ia]ia]ia]oc]ia]ia]Aek]c]_ic^c]_ic^c]_ic^c]_ic^c]_D_C`^oDg]"
+    "c_]c_]c_]us]KNSwAUBwgTB`gUK{gABdgPCdgQOdgCAygALTcg]gAIVngABJygADKzgB@ogDRugJ[}gDYcgCQggVggRugDBggTTngARsgB@igAQmgHVog"
+    "GBkgDPkgALO|gBRogLRwgCVwgJVegLXogAFWzgJ@cgKUogAZ_gTUhgPSugCJogVFjgDM]gCKegB[{gPA_gAGC^gAE]gQigIQogCGegCY]gBP{gDY_gCFs"
+    "gE_gDB_gD[mgBGygAJggTCrgNggBFcgCHwgHEigFD{gJP^gZXjgCHogOVagBF]gGPlgCLmgJTugEMugAEKlgAYggGJcgB@{gRcgGPugOogLZqgAHH^gXP"
+    "ogYB~g|gUS_gAZugCIigIZygEX~gUXvgCXkgQTugADS`gGJ]gBFwgJM]gA@wgRMdgTJqgVD|gHOsgIMbgPO]gCZhgLTigVF~gBMigPMigGD]gCL_gPQzg"
+    "SIogRYjgECrgQDkgPVzgIOqgTV~gAMagEsgLFagJ[cgB[ggDNggCUegAEVlgSqgBVcgBZkgCSagEM}gDZagOIigBOigBF{gCegAL[lgJWugBNsgSH{gZH"
+    "xgARygFqgAKcgERsgADigAT}gBWagBFugAIigGYqgEMzgF@wgASmgAGAxgHegACsgOBggLY_gA@ugWPvgQsgAY_gDKmgHYkgDTfgSRrgDIugBReg[mgAG"
+    "{gJN}gJwgF@ogJagIR]gBOsgDygLegAK@ngVRogLYwgBSogA@ZvgIXjgAG_gEZygDwgE@ygBJkgDEkgBK_gGYwgFEcgHB{gABRrgYQogAHJrgKGkgG_gB"
+    "W{gTkgBYugSwgARegBM}gNScgAJDfgI@ggA@CkgAIVrgFZugIAegQXugYQ`gY}gCRwgFDegRW]gAHUlgA@qgDMogEEwgRogTigBGygCWigA@]gEDkgE@q"
+    "gA_gDVggBTqgAHJngNUygNHvgO[egAM{gIIwgHZ{gCA{gAFigAAPtgCIkgJV{gCW`gE]gUwgEGzgADjgNJwgADPlgA@F]gZIrgB~gFV_gBF{gM[ugQYtg"
+    "IM]gCLpgUVggCTjgGN{gFX`gV[fgGHjgBKwsAKcmGPisKA~gQYkgAZqgAHygB]gkgBmgP@kgNHlgAQamCKimBQwsBW_gKqyDGsgwgBqgBLmgFYfgCD_gA"
+    "JEtgRkgF]gVigAqgFkgAFqgFcgEwg[wgFagB@egqgBFmgLmgBegE{gAVsgHsgJggAAkgBRmgIqgOogAFqgKagAAqgBJwgJcgsg^gmgigkgByg_gJmgCyg"
+    "RwgAEcgAegCggQ}gHsgA@ugHeg]gA@agBOagG{gUigCggXagCagALigGsgCPkgPugCogAA[zgIGMmgHQJ|s[ZdgAYqgDngA@tgZsgCmgSegC]gAKugDdg"
+    "D]gDggAIcgEegHog}gO{gKsgA[cgkgHmgD]gQqgF}gD`gG{gBtgHqgC{gWogEcgCcgOggPygIqgegCmgBFggCygW]gXag|gEagNygSwgCIugBY~gGcgGe"
+    "gSegHwgCagMggagJ_gA]gAmgE_gpgWggA@ogO}gK]gMcgI]gSkgKugAUugIegAYggZygD_g}gQmgCigBrgCcgbg~gDmgDwgVmgAD}gRmgQigM]gBDqgF_"
+    "gFwgGygBagugBygANwgBLigGOEgghgFFcgISD|gBKmgA}gJEBagERogRHcgIEYrgDkL_BZRrWA|kAmcB]nqe]_eDS[_^e]_eDT@nre]_e]ee_]e_]e_]e"
+    "_]e_]e_]ka]e_]e_]e_]e_]ka]ka]e_]ka]e_]ka]e_]e_]e_]e_]eAdbedieq]eo]PYnDYR]AL|Dxm]QG{EUyEEAiia]Bsq]WaHeFkc_]CKgACiACmc]"
+    "AmIvCmFujaxArkkpgkIdB}jj]pd]A]AN{NoNcc]pi]wAPmO]Nec_]EQrAXmAXwDD@tAJR{AJScd]sd]pds]dr_dc^d_]d^_SUlFPyFP{dd]di]EUGqAYT"
+    "yAYUwe_]ekoe]_e]_e]_e]_OkEgve_]e_oe_]e^_e_]PZUgGLKdgfgogHIXwgHIGzgDqgwgDcgG_gAygDqgAjgODngHZKogHJ[pgkg}gAagHJHggHYU`g"
+    "OK{gBegHJIwgHJIbgwgANxgAOggogKAXigKATpgygORxgOVagsgBqgggOVlgO[cgagAqgAggsg_gA]gB}gmgogAmgqgag]g]gHKY}gGXJ`gOKjgAegHLJ"
+    "qgHLIzgigAegH}gE~g}gA{gCkgD}gAogC}g}gA}g]gAegA_gmg{gT]gO~gP_gKrgB_gBJrgCS}gP|gBegAmgGrgIyg^gGegHNYkgHNUfggg{gAcgmgCwg"
+    "HOMggC{gHOI^gBwgugDrgHigSB`gygSJygCcg]gHPDigHOXngAeg{gugHPMmgHPLvgkgAUugAT^gSSpgSWegygDygB~gHQRogHQGxgHQG}gHQEjgbgA]g"
+    "E}g_gTGtgTIggBogAegBqgTLrgIKAugIK@bgTOggcgcgAcgKDI{gKDFxgHSEqg]gH@JhgRU`g]gTQpgITB{gYIwgIXSfgogTTdgTW]gC]gqgB]gH]gUCl"
+    "gAvgUFigHTHmgHTElgGqgegag`gBugAcgBagxgsgBwgAcgegAogsgC{gD}gB_gGggHUBygHUC|gCxgFigAqgEugHUGqgHUC|gElgArgVHrgVS}gAegAyg"
+    "BdgVQ`gWAygAugHVRegHVKdgPggJfgWFhgWJqgWKpgB`gLEogcgKNogEzgN@ogADS~gRZugegigCqgrgHWQsgISHxgXA]gFzgL_gC]gHWIsgHWI`gFngN"
+    "kgXLrgXOigEugDcgKcgHWJwgHWGvgYDbgYHggHXF]gHXB~gYH`gYI{gBsgAqg_gHXYogOXhgPBwgHXWfgHYUwgHYO`gygE~gJggBigCigCbgBig{gwgHY"
+    "IegHYM~gNwgCugZMhgZRygdgHYO{gHY[~gU}gHYNigBygHYK~gFwgApgbg[Dvg[GogC]ghgCcgGUNygGUEzgHZDagHYZ~gHZRggHZJ^gwgAqgH[OggH[L"
+    "lgAegI@@}gMagI@@pgA]gA@LbgA@MugA@L~g]gA@VogAegAegAcgD_gA@XjgAAAugIAIwgIAHdgIAMsgIAJtgHFG}gHEZngIBSigAigHegJDCfgugAAO_"
+    "gIBYyg^gBggAogIB[`g_g]gBogAAQdgAAU_gAATfgDugJEXcgICY`gCsgCwgABA|gJFVggIDLdgIDS_gBogIDRdgEkgABNhgABSigqgggIESygQqg]gIF"
+    "@^gABQbgJIDogIFBrgcgAB[zgJIN{gIE[jgACHhgACIsgfgAugIGNegIGHjgACKbgACQ_gCmgC}gACUlgJL@egAygJK[zgJLHmgIGZ~gIHD}gIHChgE}g"
+    "sgIHU]gDggIHS|gIH[wgIHZxgHIYqgINNdgADTogDwgADV`gADYqgTTfgJBI_gygA@A^gogHIEpgcgGHygALLjgAEK{ghgA_gYUngYVugagqgBkgIJQwg"
+    "IJQxgCggDagDigH`gI_gBmgFqgOfgG]gag}gIJR]gRcgHxgJPSjgAFHigagB_gINAsgIMY^gIKKogJQWtgegJRCggQ]gJRStgAFYegugsgagCwgA|gG{g"
+    "BpgH{gDvgC}gAqgAGI`gAGNmgA{gAGNhgAGS}gcgIMSggIMLlgkgAGWxgAGYmgAQHrgKCYigJygJVP|gogAHMugDogIegK}gINZ_gINT~gAggEggEkgIO"
+    "S_gBHBngGGKpgzgC_gGGVegGGHxgE{gIRHqgAqgIQQtgEmgA{gIRAegIR@rgPwgIig_gEjgVkgAsgIS@_gIRF^gALWzgALZmgIRY{gKCSpgAMImgABShg"
+    "ABY]gITEwgLogKEYjgmgAMQwgIUHigKFVpgKGBygIUN^g]gAwgIVAegIURhgAMUxgAMZ]gGkgAqgCogANAjgKJAogIWKzgQwgKagAOClgAygAOG{gIYEi"
+    "gKLLpgKLOygOqgGugIYKzgAOUtgAOYigggkgqgkgBcgI[@_";
+/* end of test/make_unicode.py's text */
+
+/* ---- Unpacking ---- */
+
+static uint32_t uni_number_of(const char **p) { /* one number of the table text */
+    uint32_t v = 0;
+    while (**p < 93) v = v * 28 + (uint32_t)(*(*p)++ - 64);
+    return v * 34 + (uint32_t)(*(*p)++ - 93);
+}
+static uint32_t uni_signed_of(const char **p, uint32_t base) { /* base plus a zigzag coded difference */
+    uint32_t v = uni_number_of(p);
+    return v & 1 ? base - (v + 1) / 2 : base + v / 2;
+}
+
+static int uni_by_parts(const void *a, const void *b) {
+    const uni_pair *x = a, *y = b;
+    if (x->a != y->a) return x->a < y->a ? -1 : 1;
+    return x->b < y->b ? -1 : x->b > y->b;
+}
+
+static void uni_init_classes(uni *u) {
+    uint32_t at = 0;
+    for (const char *p = uni_class_text; *p;) {
+        uint32_t v = uni_number_of(&p), n = v / 32 + 1;
+        memset(u->props + at, (int)(v % 32), n);
+        at += n;
+    }
+    assert(at == UNI_MAX);
+}
+
+static void uni_init_marks(uni *u) {
+    uint32_t end = 0;
+    u->marks = mem_alloc(sizeof uni_mark_text * sizeof *u->marks); /* more than enough; cut below */
+    for (const char *p = uni_mark_text; *p;) {
+        uint32_t first = end + uni_number_of(&p), last = first + uni_number_of(&p), v = uni_number_of(&p);
+        u->marks[u->n_marks++] = (uni_marks){first, last, (uint8_t)(v / 2), v & 1};
+        for (uint32_t c = first; c <= last; c++) u->props[c] |= UNI_UNSTABLE;
+        end = last + 1;
+    }
+    u->marks = mem_realloc(u->marks, (size_t)u->n_marks * sizeof *u->marks);
+}
+
+static void uni_init_pairs(uni *u) {
+    uint32_t c = 0, a = 0, b = 0;
+    u->pairs = mem_alloc(sizeof uni_pair_text / 2 * sizeof *u->pairs);
+    for (const char *p = uni_pair_text; *p;) {
+        uint32_t v = uni_number_of(&p), kind = v / 2 % 3;
+        c += v / 6;
+        a = uni_signed_of(&p, a);
+        if (kind != 2) b = uni_signed_of(&p, b);
+        u->pairs[u->n_pairs++] = (uni_pair){c, a, kind == 2 ? 0 : b, kind == 0, v & 1};
+        u->props[kind == 0 ? b : c] |= UNI_UNSTABLE;
+    }
+    u->pairs = mem_realloc(u->pairs, (size_t)u->n_pairs * sizeof *u->pairs);
+    u->compositions = mem_alloc((size_t)u->n_pairs * sizeof *u->compositions);
+    for (int i = 0; i < u->n_pairs; i++)
+        if (u->pairs[i].composes) u->compositions[u->n_compositions++] = u->pairs[i];
+    qsort(u->compositions, (size_t)u->n_compositions, sizeof *u->compositions, uni_by_parts);
+    for (uint32_t j = 0x1161; j <= 0x1175; j++) u->props[j] |= UNI_UNSTABLE; /* Hangul vowels and finals join backwards */
+    for (uint32_t j = 0x11A8; j <= 0x11C2; j++) u->props[j] |= UNI_UNSTABLE;
+}
+
+static void uni_init(uni *u) {
+    *u = (uni){.props = mem_alloc(UNI_MAX)};
+    uni_init_classes(u);
+    uni_init_marks(u);
+    uni_init_pairs(u);
+}
+static void uni_free(uni *u) {
+    free(u->props), free(u->marks), free(u->pairs), free(u->compositions);
+    *u = (uni){0};
+}
+
+/* ---- UTF-8 ---- */
+
+/* The code point at p and its bytes. Text must be valid. */
+static inline uint32_t uni_next(const char *p, int *n) {
+    unsigned char a = (unsigned char)p[0];
+    if (a < 0x80) return *n = 1, a;
+    uint32_t b = (unsigned char)p[1] & 63;
+    if (a < 0xE0) return *n = 2, (a & 31u) << 6 | b;
+    b = b << 6 | ((unsigned char)p[2] & 63);
+    if (a < 0xF0) return *n = 3, (a & 15u) << 12 | b;
+    return *n = 4, (a & 7u) << 18 | b << 6 | ((unsigned char)p[3] & 63);
+}
+
+/* Bytes at p that are no character and become one U+FFFD: the longest beginning of a character that is cut short there, else 1
+ * (Unicode 3.9, substitution of maximal subparts, as Python and Rust do). *cut: the text ended, more bytes could complete it. */
+static int uni_bad_len(const char *p, const char *end, bool *cut) {
+    unsigned char a = (unsigned char)p[0];
+    unsigned lo = a == 0xE0 ? 0xA0 : a == 0xF0 ? 0x90 : 0x80, hi = a == 0xED ? 0x9F : a == 0xF4 ? 0x8F : 0xBF;
+    int whole = a >= 0xC2 && a <= 0xDF ? 2 : (a & 0xF0) == 0xE0 ? 3 : a >= 0xF0 && a <= 0xF4 ? 4 : 1, n = 1;
+    for (; n < whole && end - p > n && (unsigned char)p[n] >= lo && (unsigned char)p[n] <= hi; n++) lo = 0x80, hi = 0xBF;
+    *cut = n < whole && end - p == n;
+    return n;
+}
+
+/* The text itself where it is valid UTF-8, else a copy in *b with U+FFFD for what is not. */
+static str uni_repair(str s, buf *b) {
+    const char *p = s.p, *end = s.p + s.n, *done = s.p;
+    bool cut;
+    buf_clear(b);
+    while (p < end) {
+        uint64_t w = 0;
+        while (end - p >= 8 && (memcpy(&w, p, 8), !(w & 0x8080808080808080u))) p += 8;
+        if (p == end) break;
+        int n = utf8_len(p, end);
+        if (n) {
+            p += n;
+            continue;
+        }
+        buf_put(b, done, (size_t)(p - done));
+        buf_c(b, "\xEF\xBF\xBD");
+        done = p += uni_bad_len(p, end, &cut);
+    }
+    if (done == s.p) return s;
+    buf_put(b, done, (size_t)(end - done));
+    return buf_view(b);
+}
+
+/* ---- Normal form C ---- */
+
+typedef struct uni_run { /* code points under work, each with its combining class above bit 24 */
+    uint32_t *p;
+    size_t n, cap;
+} uni_run;
+
+enum { UNI_S = 0xAC00, UNI_L = 0x1100, UNI_V = 0x1161, UNI_T = 0x11A7, UNI_V_N = 21, UNI_T_N = 28, UNI_S_N = 11172 };
+
+static int uni_combining(const uni *u, uint32_t c, int version) {
+    int lo = 0, hi = u->n_marks;
+    if (!(u->props[c] & UNI_UNSTABLE)) return 0;
+    while (lo < hi) {
+        int mid = (lo + hi) / 2;
+        if (u->marks[mid].last < c) lo = mid + 1;
+        else hi = mid;
+    }
+    if (lo == u->n_marks || c < u->marks[lo].first || (u->marks[lo].young && version == UNI_9)) return 0;
+    return u->marks[lo].class;
+}
+
+static const uni_pair *uni_find_pair(const uni *u, uint32_t c, int version) {
+    int lo = 0, hi = u->n_pairs;
+    while (lo < hi) {
+        int mid = (lo + hi) / 2;
+        if (u->pairs[mid].c < c) lo = mid + 1;
+        else hi = mid;
+    }
+    if (lo == u->n_pairs || u->pairs[lo].c != c || (u->pairs[lo].young && version == UNI_9)) return NULL;
+    return &u->pairs[lo];
+}
+
+/* The character that a and b make, 0: none. */
+static uint32_t uni_compose(const uni *u, uint32_t a, uint32_t b, int version) {
+    if (a - UNI_L < 19 && b - UNI_V < UNI_V_N) return UNI_S + ((a - UNI_L) * UNI_V_N + (b - UNI_V)) * UNI_T_N;
+    if (a - UNI_S < UNI_S_N && (a - UNI_S) % UNI_T_N == 0 && b - UNI_T - 1 < UNI_T_N - 1) return a + (b - UNI_T);
+    int lo = 0, hi = u->n_compositions;
+    while (lo < hi) {
+        int mid = (lo + hi) / 2;
+        const uni_pair *m = &u->compositions[mid];
+        if (m->a < a || (m->a == a && m->b < b)) lo = mid + 1;
+        else hi = mid;
+    }
+    const uni_pair *f = &u->compositions[lo];
+    return lo < u->n_compositions && f->a == a && f->b == b && !(f->young && version == UNI_9) ? f->c : 0;
+}
+
+static void uni_push(const uni *u, uni_run *r, uint32_t c, int version) {
+    if (r->n == r->cap) r->p = mem_realloc(r->p, (r->cap = MAX(r->cap * 2, (size_t)64)) * sizeof *r->p);
+    r->p[r->n++] = c | (uint32_t)uni_combining(u, c, version) << 24;
+}
+
+/* Appends the full canonical decomposition of c. Only first parts decompose further, so a stack of last parts is enough. */
+static void uni_decompose(const uni *u, uni_run *r, uint32_t c, int version) {
+    uint32_t last[8];
+    int n = 0;
+    if (c - UNI_S < UNI_S_N) {
+        uint32_t i = c - UNI_S, t = i % UNI_T_N;
+        uni_push(u, r, UNI_L + i / (UNI_V_N * UNI_T_N), version);
+        uni_push(u, r, UNI_V + i / UNI_T_N % UNI_V_N, version);
+        if (t) uni_push(u, r, UNI_T + t, version);
+        return;
+    }
+    for (const uni_pair *d; n < COUNT(last) && (d = uni_find_pair(u, c, version)); c = d->a)
+        if (d->b) last[n++] = d->b;
+    uni_push(u, r, c, version);
+    while (n) uni_push(u, r, last[--n], version);
+}
+
+/* Sorts each stretch of marks by class, stable, in linear time: a text may be one megabyte of marks. */
+static void uni_reorder(uni_run *r) {
+    uint32_t *sorted = NULL;
+    for (size_t i = 0, j; i < r->n; i = j + 1) { /* [i,j) is a stretch of marks; it ends at a starter or the end */
+        bool ordered = true;
+        for (j = i; j < r->n && r->p[j] >> 24; j++) ordered &= j == i || r->p[j - 1] >> 24 <= r->p[j] >> 24;
+        if (ordered) continue;
+        size_t at[257] = {0};
+        for (size_t k = i; k < j; k++) at[(r->p[k] >> 24) + 1]++;
+        for (int k = 0; k < 256; k++) at[k + 1] += at[k];
+        if (!sorted) sorted = mem_alloc(r->n * sizeof *sorted);
+        for (size_t k = i; k < j; k++) sorted[at[r->p[k] >> 24]++] = r->p[k];
+        memcpy(r->p + i, sorted, (j - i) * sizeof *sorted);
+    }
+    free(sorted);
+}
+
+/* Joins in place (Unicode 3.11, D117): a character joins the last starter unless one between them has the same or a higher
+ * class. Then writes all of it to out. */
+static void uni_recompose(const uni *u, uni_run *r, buf *out, int version) {
+    size_t starter = SIZE_MAX, w = 0;
+    uint32_t before = 0; /* class of the character written last behind the starter, 256: the starter itself is last */
+    for (size_t i = 0; i < r->n; i++) {
+        uint32_t c = r->p[i] & 0xFFFFFF, k = r->p[i] >> 24, joined = 0;
+        if (starter != SIZE_MAX && (before == 256 || before < k))
+            joined = uni_compose(u, r->p[starter] & 0xFFFFFF, c, version);
+        if (joined) {
+            r->p[starter] = joined;
+            continue;
+        }
+        if (!k) starter = w, before = 256;
+        else before = k;
+        r->p[w++] = r->p[i];
+    }
+    for (size_t i = 0; i < w; i++) {
+        char z[4];
+        buf_put(out, z, (size_t)utf8_put(z, r->p[i] & 0xFFFFFF));
+    }
+    r->n = 0;
+}
+
+/* Text in form C: the text itself where a quick check finds nothing to do, else a copy in *b. Each stretch from the stable
+ * character before an unstable one up to the next stable one is worked on by itself. */
+static str uni_nfc(const uni *u, str s, int version, buf *b) {
+    const char *p = s.p, *end = s.p + s.n, *done = s.p, *stable = s.p;
+    uni_run r = {0};
+    int n;
+    buf_clear(b);
+    while (p < end) {
+        uint64_t w;
+        while (end - p >= 8 && (memcpy(&w, p, 8), !(w & 0x8080808080808080u))) p += 8, stable = p - 1;
+        if (p == end) break;
+        uint32_t c = uni_next(p, &n);
+        if (!(u->props[c] & UNI_UNSTABLE)) {
+            stable = p, p += n;
+            continue;
+        }
+        buf_put(b, done, (size_t)(stable - done));
+        for (p = stable; p < end; p += n) {
+            c = uni_next(p, &n);
+            if (p > stable && !(u->props[c] & UNI_UNSTABLE)) break;
+            uni_decompose(u, &r, c, version);
+        }
+        uni_reorder(&r);
+        uni_recompose(u, &r, b, version);
+        done = stable = p;
+    }
+    free(r.p);
+    if (done == s.p) return s;
+    buf_put(b, done, (size_t)(end - done));
+    return buf_view(b);
+}
 
 /* ===========================================================================
  * MARK: 6. Tokenizer [pure]

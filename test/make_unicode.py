@@ -1,0 +1,143 @@
+#!/usr/bin/env python3
+"""Writes the table text of chapter 5 (Unicode) of toka.c.
+
+    python3 test/make_unicode.py UnicodeData.txt [toka.c]
+
+reads UnicodeData.txt of Unicode 17.0 and prints three C strings, or, given toka.c, replaces what stands between the two
+marker comments there. What Hugging Face `tokenizers` computes is the measure, and its parts know different versions:
+
+* categories are those of Unicode 16.0, as in the Oniguruma that runs its patterns. They are had from 17.0 by leaving out
+  the 4,803 characters that 17.0 added and by taking back its one change of a letter (U+0295 was Lo, became Ll);
+* its normal form C is that of Unicode 9.0. Combining classes and decompositions that came later are in the tables with a
+  mark, so that both the old and the present form C can be had.
+
+Code: a number is written with leading digits of base 28 ('@' to '[') and one final digit of base 34 (']' to '~'), so the text
+needs no escapes. Signed numbers are zigzag coded.
+"""
+import sys
+
+NEW_IN_17 = [
+    (0x88F, 0x88F), (0xC5C, 0xC5C), (0xCDC, 0xCDC), (0x1ACF, 0x1ADD), (0x1AE0, 0x1AEB), (0x20C1, 0x20C1), (0x2B96, 0x2B96),
+    (0xA7CE, 0xA7CF), (0xA7D2, 0xA7D2), (0xA7D4, 0xA7D4), (0xA7F1, 0xA7F1), (0xFBC3, 0xFBD2), (0xFD90, 0xFD91),
+    (0xFDC8, 0xFDCE), (0x10940, 0x10959), (0x10EC5, 0x10EC7), (0x10ED0, 0x10ED8), (0x10EFA, 0x10EFB), (0x11B60, 0x11B67),
+    (0x11DB0, 0x11DDB), (0x11DE0, 0x11DE9), (0x16EA0, 0x16EB8), (0x16EBB, 0x16ED3), (0x16FF2, 0x16FF6), (0x187F8, 0x187FF),
+    (0x18D09, 0x18D1E), (0x18D80, 0x18DF2), (0x1CCFA, 0x1CCFC), (0x1CEBA, 0x1CED0), (0x1CEE0, 0x1CEF0), (0x1E6C0, 0x1E6DE),
+    (0x1E6E0, 0x1E6F5), (0x1E6FE, 0x1E6FF), (0x1F6D8, 0x1F6D8), (0x1F777, 0x1F77A), (0x1F8D0, 0x1F8D8), (0x1FA54, 0x1FA57),
+    (0x1FA8A, 0x1FA8A), (0x1FA8E, 0x1FA8E), (0x1FAC8, 0x1FAC8), (0x1FACD, 0x1FACD), (0x1FAEA, 0x1FAEA), (0x1FAEF, 0x1FAEF),
+    (0x1FBFA, 0x1FBFA), (0x2B73A, 0x2B73F), (0x2CEA2, 0x2CEAD), (0x323B0, 0x33479)]
+
+# Characters of 10.0 to 16.0 with a combining class or a canonical decomposition.
+AFTER_9 = [
+    (0x7FD, 0x7FD), (0x897, 0x89F), (0x8CA, 0x8D3), (0x9FE, 0x9FE), (0xC3C, 0xC3C), (0xD3B, 0xD3C), (0xEBA, 0xEBA),
+    (0x1715, 0x1715), (0x1ABF, 0x1ACE), (0x1DF6, 0x1DFA), (0xA82C, 0xA82C), (0x105C9, 0x105C9), (0x105E4, 0x105E4),
+    (0x10D24, 0x10D27), (0x10D69, 0x10D6D), (0x10EAB, 0x10EAC), (0x10EFD, 0x10EFF), (0x10F46, 0x10F50), (0x10F82, 0x10F85),
+    (0x11070, 0x11070), (0x1133B, 0x1133B), (0x11383, 0x113D0), (0x1145E, 0x1145E), (0x11839, 0x1183A), (0x11938, 0x11943),
+    (0x119E0, 0x119E0), (0x11A34, 0x11A34), (0x11A47, 0x11A47), (0x11A99, 0x11A99), (0x11D42, 0x11D42), (0x11D44, 0x11D45),
+    (0x11D97, 0x11D97), (0x11F41, 0x11F42), (0x16121, 0x1612F), (0x16D68, 0x16D6A), (0x16FF0, 0x16FF1), (0x1E08F, 0x1E08F),
+    (0x1E130, 0x1E136), (0x1E2AE, 0x1E2AE), (0x1E2EC, 0x1E2EF), (0x1E4EC, 0x1E4EF), (0x1E5EE, 0x1E5EF)]
+
+# CompositionExclusions.txt, section 1 and 2: pairs that decompose but are never put together again.
+EXCLUDED = set(range(0x958, 0x960)) | {
+    0x9DC, 0x9DD, 0x9DF, 0xA33, 0xA36, 0xA59, 0xA5A, 0xA5B, 0xA5E, 0xB5C, 0xB5D, 0xF43, 0xF4D, 0xF52, 0xF57, 0xF5C, 0xF69,
+    0xF76, 0xF78, 0xF93, 0xF9D, 0xFA2, 0xFA7, 0xFAC, 0xFB9, 0x2ADC, 0xFB1D, 0xFB1F} | set(range(0xFB2A, 0xFB4F)) | set(range(0x1D15E, 0x1D165)) | set(range(0x1D1BB, 0x1D1C1))
+
+CATEGORIES = "Lu Ll Lt Lm Lo Mn Mc Me Nd Nl No Pc Pd Ps Pe Pi Pf Po Sm Sc Sk So Zs Zl Zp Cc Cf Cs Co Cn".split()
+SPACE_CONTROL, LINE_END = 30, 31  # two classes of ours: \t \v \f U+0085, and \r \n
+
+
+def number(v):
+    out = chr(93 + v % 34)
+    v //= 34
+    while v:
+        out = chr(64 + v % 28) + out
+        v //= 28
+    return out
+
+
+def zigzag(v):
+    return number(v * 2 if v >= 0 else -v * 2 - 1)
+
+
+def within(c, ranges):
+    return any(a <= c <= b for a, b in ranges)
+
+
+def read(path):
+    data, first = {}, None
+    for line in open(path, encoding="ascii"):
+        f = line.split(";")
+        c = int(f[0], 16)
+        for x in range(first if f[1].endswith(", Last>") else c, c + 1):
+            data[x] = (f[2], int(f[3]), f[5])
+        first = c
+    return {c: v for c, v in data.items() if not within(c, NEW_IN_17)}
+
+
+def classes(data):
+    def one(c):
+        if c in (0xA, 0xD):
+            return LINE_END
+        if c in (0x9, 0xB, 0xC, 0x85):
+            return SPACE_CONTROL
+        return CATEGORIES.index("Lo" if c == 0x295 else data.get(c, ("Cn",))[0])
+
+    out, start = "", 0
+    for c in range(1, 0x110001):
+        if c == 0x110000 or one(c) != one(start):
+            out += number((c - 1 - start) * 32 + one(start))
+            start = c
+    return out
+
+
+def combining(data):
+    out, end = "", 0
+    marks = [(c, data[c][1], within(c, AFTER_9)) for c in sorted(data) if data[c][1]]
+    while marks:
+        c, k, young = marks[0]
+        n = 1
+        while n < len(marks) and marks[n] == (c + n, k, young):
+            n += 1
+        out += number(c - end) + number(n - 1) + number(k * 2 + young)
+        end, marks = c + n, marks[n:]
+    return out
+
+
+def decompositions(data):
+    out, prev, a0, b0 = "", 0, 0, 0
+    for c in sorted(data):
+        d = data[c][2]
+        if not d or d[0] == "<":
+            continue
+        d = [int(x, 16) for x in d.split()]
+        nonstarter = data[c][1] or data[d[0]][1]
+        kind = 2 if len(d) == 1 else 1 if c in EXCLUDED or nonstarter else 0
+        out += number((c - prev) * 6 + kind * 2 + within(c, AFTER_9)) + zigzag(d[0] - a0)
+        prev, a0 = c, d[0]
+        if len(d) == 2:
+            out += zigzag(d[1] - b0)
+            b0 = d[1]
+    return out
+
+
+def c_string(name, what, text):
+    lines = [text[i:i + 117] for i in range(0, len(text), 117)]
+    body = "\n".join('    "%s"' % x for x in lines)
+    return "/* %s */\nstatic const char %s[] =\n%s;\n" % (what, name, body)
+
+
+def main():
+    data = read(sys.argv[1])
+    text = c_string("uni_class_text", "(run length - 1) * 32 + class", classes(data))
+    text += c_string("uni_mark_text", "gap, run length - 1, combining class * 2 + young", combining(data))
+    text += c_string("uni_pair_text", "gap * 6 + kind * 2 + young, first, second (not for kind 2, one alone)", decompositions(data))
+    if len(sys.argv) < 3:
+        print(text, end="")
+        return
+    begin, end = "/* begin of test/make_unicode.py's text */\n", "/* end of test/make_unicode.py's text */\n"
+    source = open(sys.argv[2], encoding="utf-8").read()
+    head, rest = source.split(begin)
+    tail = rest.split(end)[1]
+    open(sys.argv[2], "w", encoding="utf-8").write(head + begin + text + end + tail)
+
+
+main()

@@ -1,0 +1,145 @@
+/* test_unicode.c - chapter 5 against the Unicode consortium's own test files. */
+
+static size_t uni_test_field(char *line, int field, char *out) { /* code points in hex, field i between ';', as UTF-8 */
+    char *p = line, *w = out;
+    for (; field; field--) p = strchr(p, ';') + 1;
+    while (*p != ';') {
+        w += utf8_put(w, (uint32_t)strtoul(p, &p, 16));
+        while (*p == ' ') p++;
+    }
+    return (size_t)(w - out);
+}
+
+static bool uni_test_nfc(const uni *u, str from, str to, int version) {
+    buf b = {0};
+    char *exact = mem_alloc(from.n); /* no byte behind it */
+    memcpy(exact, from.p, from.n);
+    bool ok = str_eq(uni_nfc(u, (str){exact, from.n}, version, &b), to);
+    free(exact);
+    buf_free(&b);
+    return ok;
+}
+
+/* NormalizationTest.txt: c2 = nfc(c1) = nfc(c2) = nfc(c3), c4 = nfc(c4) = nfc(c5); characters not listed in part 1 are fixed. */
+static void uni_test_normalization(void) {
+    const char *path = data_path("suites/unicode/NormalizationTest.txt");
+    if (!path) {
+        SKIP(1, "no public data");
+        return;
+    }
+    uni u;
+    uni_init(&u);
+    FILE *f = fopen(path, "r");
+    char line[4096], field[5][256], z[4];
+    bool *listed = mem_zalloc(UNI_MAX);
+    int part = 0, n = 0, old = 0;
+    while (fgets(line, sizeof line, f)) {
+        if (line[0] == '@') part = atoi(line + 5);
+        if (!isxdigit((unsigned char)line[0])) continue;
+        str v[5];
+        for (int i = 0; i < 5; i++) v[i] = (str){field[i], uni_test_field(line, i, field[i])};
+        if (part == 1) listed[strtoul(line, NULL, 16)] = true;
+        bool same = true;
+        for (int i = 0; i < 5; i++) {
+            CHECK_MSG(uni_test_nfc(&u, v[i], v[i < 3 ? 1 : 3], UNI_16), "column %d of %s", i + 1, line);
+            same &= uni_test_nfc(&u, v[i], v[i < 3 ? 1 : 3], UNI_9);
+        }
+        n++, old += !same;
+    }
+    fclose(f);
+    CHECK(n > 18000);
+    CHECK_MSG(old == 631, "%d lines differ in form C of Unicode 9.0, as in Hugging Face tokenizers 0.23.3: 631", old);
+    for (uint32_t c = 0; c < UNI_MAX; c++) {
+        if ((c >= 0xD800 && c < 0xE000) || listed[c] || c >= 0x16121) continue; /* from there on pairs are younger than 14.0 */
+        if (c == 0x105C9 || c == 0x105E4 || (c >= 0x11383 && c <= 0x113C8)) continue;
+        str s = {z, (size_t)utf8_put(z, c)};
+        CHECK_MSG(uni_test_nfc(&u, s, s, UNI_16), "U+%04X", c);
+    }
+    free(listed);
+    uni_free(&u);
+}
+
+/* Long runs of marks are sorted and joined in linear time, and a mark may be the first character. */
+static void uni_test_marks(void) {
+    uni u;
+    buf text = {0}, b = {0};
+    uni_init(&u);
+    for (int i = 0; i < 300000; i++) buf_c(&text, i & 1 ? "\xCC\x81" : "\xCC\xA7"); /* U+0301 (230), U+0327 (202) */
+    double t0 = os_now();
+    str s = uni_nfc(&u, buf_view(&text), UNI_16, &b);
+    CHECK(os_now() - t0 < 2);
+    CHECK(s.n == text.n && str_starts(s, STR("\xCC\xA7\xCC\xA7\xCC\xA7")) && str_ends(s, STR("\xCC\x81\xCC\x81")));
+    CHECK(str_is(uni_nfc(&u, STR("e\xCC\x81\xCC\x81x"), UNI_16, &b), "\xC3\xA9\xCC\x81x"));
+    CHECK(str_is(uni_nfc(&u, STR("ascii only, long enough"), UNI_16, &b), "ascii only, long enough") && b.n == 0);
+    CHECK(str_is(uni_nfc(&u, STR("\xE1\x84\x92\xE1\x85\xA1\xE1\x86\xAB"), UNI_9, &b), "\xED\x95\x9C")); /* Hangul han */
+    buf_free(&text), buf_free(&b);
+    uni_free(&u);
+}
+
+/* Categories against UnicodeData.txt 17.0, but for what 17.0 changed. */
+static void uni_test_classes(void) {
+    static const char names[][3] = {"Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd", "Nl", "No", "Pc", "Pd", "Ps", "Pe",
+                                    "Pi", "Pf", "Po", "Sm", "Sc", "Sk", "So", "Zs", "Zl", "Zp", "Cc", "Cf", "Cs", "Co", "Cn"};
+    const char *path = data_path("suites/unicode/UnicodeData.txt");
+    if (!path) {
+        SKIP(1, "no public data");
+        return;
+    }
+    uni u;
+    uni_init(&u);
+    FILE *f = fopen(path, "r");
+    char line[1024];
+    int n = 0, newer = 0;
+    while (fgets(line, sizeof line, f)) {
+        uint32_t c = (uint32_t)strtoul(line, NULL, 16);
+        const char *category = strchr(strchr(line, ';') + 1, ';') + 1;
+        int k = u.props[c] & 31;
+        if (k >= UNI_SPACE_CONTROL) k = UNI_CC;
+        if (k == UNI_CN) newer++;
+        else if (c != 0x295) CHECK_MSG(!strncmp(names[k], category, 2), "U+%04X is %.2s, not %s", c, category, names[k]);
+        n++;
+    }
+    fclose(f);
+    CHECK(n > 40000);
+    CHECK_MSG(newer == 463, "%d", newer); /* lines; the ideographs are listed as ranges */
+    CHECK((u.props[0x295] & 31) == UNI_LO && (u.props['\n'] & 31) == UNI_LINE_END && (u.props[0x85] & 31) == UNI_SPACE_CONTROL);
+    uni_free(&u);
+}
+
+/* Bytes that are not UTF-8: as many U+FFFD as Python's errors='replace' gives (worked out with it). */
+static void uni_test_repair(void) {
+    static const struct {
+        const char *bytes;
+        int n;
+    } cases[] = {{"\x80", 1}, {"\xFF\xFE", 2}, {"\xC0\xAF", 2}, {"\xE0\x80\xAF", 3}, {"\xE2\x82", 1}, {"\xE2\x82x", 1},
+                 {"\xF0\x9F\x98", 1}, {"\xF0\x9F\x98\xF0\x9F", 2}, {"\xED\xA0\x80", 3}, {"\xF4\x90\x80\x80", 4},
+                 {"\xF5\x80", 2}, {"\xC2", 1}, {"\xF0\x80\x80\x80", 4}, {"\xE1\x80\xC2\xE1\x80\xC2", 4}};
+    buf b = {0};
+    bool cut;
+    for (int i = 0; i < COUNT(cases); i++) {
+        int n = 0;
+        str s = uni_repair(str_c(cases[i].bytes), &b);
+        for (ptrdiff_t at = -1; (at = str_find(s, STR("\xEF\xBF\xBD"), (size_t)(at + 1))) >= 0;) n++;
+        CHECK_MSG(n == cases[i].n, "case %d: %d instead of %d", i, n, cases[i].n);
+    }
+    static const char half[] = "\xF0\x9F\x98";
+    CHECK(uni_bad_len(half, half + 3, &cut) == 3 && cut);
+    CHECK(uni_bad_len(half, half + 1, &cut) == 1 && cut);
+    const char *path = data_path("suites/utf8/UTF-8-test.txt");
+    if (!path) SKIP(1, "no public data");
+    else {
+        str s = read_copy(path), fixed = uni_repair(s, &b);
+        for (const char *p = fixed.p; p < fixed.p + fixed.n; p += MAX(1, utf8_len(p, fixed.p + fixed.n)))
+            CHECK(utf8_len(p, fixed.p + fixed.n));
+        CHECK(b.n == fixed.n && hash_bytes(fixed.p, fixed.n) != hash_bytes(s.p, s.n));
+        free((void *)s.p);
+    }
+    CHECK(str_is(uni_repair(STR("plain"), &b), "plain") && b.n == 0);
+    buf_free(&b);
+}
+
+static const struct test unicode_tests[] = {{"unicode: normal form C", uni_test_normalization},
+                                            {"unicode: many marks", uni_test_marks},
+                                            {"unicode: categories", uni_test_classes},
+                                            {"unicode: bytes that are not UTF-8", uni_test_repair},
+                                            {0}};
