@@ -1,0 +1,269 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Writes test/fixtures/: tiny random models in Hugging Face layout with reference logits from transformers.
+
+Run:       python3 test/make_fixtures.py [--only NAME]       (about two minutes on two CPU cores, no GPU)
+Made with: Python 3.11.7, torch 2.11.0, transformers 5.17.0, safetensors 0.8.0, on 2026-11-21.
+
+A fixture is an ordinary model folder (config.json, generation_config.json, model.safetensors or shards with an index; no
+tokenizer) and two files of ours:
+
+    golden.json   {"vocab":V, "dtype":"float32", "float32_rel_l2":x, "cases":[case ...]}
+    golden.bin    raw little-endian float32 logits, rows of V
+
+    case          prompt_ids             1 to 300 random ids
+                  greedy_ids             24 ids of greedy continuation (an end-of-sequence id does not stop it)
+                  gaps, min_gap          top logit minus second logit at each of the 24 steps; every one is over 1e-3
+                  logit_positions        positions p inside the prompt; row i of logits = after token p[i], last one = prompt's end
+                  logits_offset          byte offset of those rows in golden.bin
+                  decode_logits_offset   byte offset of one more row: the logits that chose the last of greedy_ids, that is
+                                         after the prompt and the first 23 of greedy_ids (a check of the decode path)
+
+The reference: transformers loads the folder (so config.json is read as transformers reads it), all weights are widened to
+float64 and so is the forward pass, except where transformers itself drops to float32 (RoPE angles, the norm's variance, the softmax).
+Every prompt runs alone, without a KV cache. float32_rel_l2 is the largest relative L2 distance, over all rows, of the same
+forward in float32: what one honest float32 implementation differs by.
+
+Nothing here may hide a mistake: eps and theta are far from the defaults, attention scores have a standard deviation of about 1.5,
+norm weights scatter around 1, biases are large, the longest prompts are past the original context of every scaled RoPE.
+"""
+import argparse
+import json
+import os
+import shutil
+import sys
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+N_GREEDY = 24
+MIN_GAP = 1e-3
+MIN_DISTINCT = 6
+ALL_LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 128, 300]
+LLAMA, MISTRAL, QWEN2, QWEN3 = ("LlamaForCausalLM", "llama"), ("MistralForCausalLM", "mistral"), \
+                               ("Qwen2ForCausalLM", "qwen2"), ("Qwen3ForCausalLM", "qwen3")
+
+
+def config(kind, E, H, K, F, V, L=2, D=None, tied=False, eps=1e-2, dtype="float32", old=True, max_pos=512, **more):
+    """A config.json as people wrote it by hand: `old` is the style before transformers 5 (torch_dtype, rope_theta beside
+    rope_scaling), otherwise dtype and rope_parameters. D=None leaves head_dim out, so D = E/H."""
+    c = {
+        "architectures": [kind[0]], "model_type": kind[1],
+        "hidden_size": E, "num_attention_heads": H, "num_key_value_heads": K, "intermediate_size": F,
+        "num_hidden_layers": L, "vocab_size": V, "max_position_embeddings": max_pos,
+        "hidden_act": "silu", "rms_norm_eps": eps, "tie_word_embeddings": tied,
+        "bos_token_id": 1, "eos_token_id": 2, "use_cache": True,
+    }
+    c["torch_dtype" if old else "dtype"] = dtype
+    if D is not None:
+        c["head_dim"] = D
+    c.update(more)
+    return c
+
+
+# name -> (config, prompt lengths, how the weights are stored)
+FIXTURES = {
+    # --- default RoPE -------------------------------------------------------------------------------------------------
+    # Llama as in 2023: no head_dim, no rope_scaling key, one K/V head per query head, head size 8.
+    "llama-default": (config(LLAMA, E=72, H=9, K=9, F=68, V=263, rope_theta=777.0, dtype="float32",
+                             attention_bias=False, mlp_bias=False, pretraining_tp=1), ALL_LENGTHS, {}),
+    # Nothing is even: rows of 51, 67 and 259 values; head_dim given because E/H is not it.
+    "llama-odd": (config(LLAMA, E=51, H=3, K=1, F=67, V=259, D=8, old=False, eps=2e-2, dtype="float32",
+                         rope_parameters={"rope_type": "default", "rope_theta": 333.0}), [1, 17, 65, 128], {}),
+    "llama-tied": (config(LLAMA, E=72, H=9, K=3, F=100, V=301, tied=True, dtype="bfloat16", rope_theta=2500,
+                          rope_scaling=None, attention_bias=False), [2, 16, 63, 300], {}),
+    # q, k, v and o all have a bias; seven query heads to one K/V head.
+    "llama-bias": (config(LLAMA, E=84, H=7, K=1, F=100, V=263, D=8, L=3, old=False, dtype="float16", attention_bias=True,
+                          rope_parameters={"rope_type": "default", "rope_theta": 1234.5}), [1, 15, 64, 65, 300], {}),
+    # --- linear -------------------------------------------------------------------------------------------------------
+    # "type" was the key's name before "rope_type". The file also carries the inv_freq buffers of early checkpoints, to be ignored.
+    "llama-linear-old": (config(LLAMA, E=72, H=3, K=1, F=100, V=263, D=80, dtype="float16", rope_theta=900.0, max_pos=416,
+                                rope_scaling={"type": "linear", "factor": 6.5}), [1, 17, 64, 65, 300], {"inv_freq": True}),
+    "llama-linear-new": (config(LLAMA, E=75, H=3, K=1, F=84, V=277, D=96, old=False, dtype="bfloat16",
+                                rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}),
+                         [2, 63, 128, 300], {}),
+    # --- llama3 -------------------------------------------------------------------------------------------------------
+    "llama-llama3-old": (config(LLAMA, E=72, H=3, K=1, F=100, V=269, D=64, tied=True, dtype="bfloat16", rope_theta=5000.0,
+                                eps=3e-3, attention_bias=False, mlp_bias=False,
+                                rope_scaling={"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                              "original_max_position_embeddings": 64, "rope_type": "llama3"}),
+                         [1, 16, 64, 65, 128, 300], {}),
+    "llama-llama3-sharded": (config(LLAMA, E=48, H=3, K=1, F=100, V=263, D=128, old=False, dtype="bfloat16",
+                                    rope_parameters={"factor": 32.0, "high_freq_factor": 6.0, "low_freq_factor": 1.5,
+                                                     "original_max_position_embeddings": 48, "rope_theta": 50000.0,
+                                                     "rope_type": "llama3"}), [2, 63, 65, 300], {"shards": 3}),
+    # --- yarn: no options; attention_factor and betas; mscale pair; one mscale alone; truncate off ----------------------
+    "llama-yarn-old": (config(LLAMA, E=72, H=2, K=2, F=68, V=263, D=96, dtype="bfloat16", rope_theta=1000.0,
+                              rope_scaling={"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}),
+                       [1, 16, 64, 65, 128, 300], {}),
+    "llama-yarn-factor": (config(LLAMA, E=72, H=3, K=1, F=68, V=263, D=64, old=False, dtype="float16",
+                                 rope_parameters={"rope_type": "yarn", "rope_theta": 2000.0, "factor": 8.0,
+                                                  "original_max_position_embeddings": 64, "attention_factor": 0.83,
+                                                  "beta_fast": 4.0, "beta_slow": 0.5}), [15, 65, 128, 300], {}),
+    "llama-yarn-mscale": (config(LLAMA, E=72, H=3, K=1, F=100, V=263, D=64, old=False, dtype="bfloat16",
+                                 rope_parameters={"rope_type": "yarn", "rope_theta": 3000.0, "factor": 8.0,
+                                                  "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1,
+                                                  "mscale": 2.0, "mscale_all_dim": 0.7}), [2, 17, 128, 300], {}),
+    # mscale without mscale_all_dim has no effect on the attention factor; truncate false keeps the ramp's ends fractional. The
+    # original context is long enough for the default beta_fast of 32 to matter.
+    "llama-yarn-truncate": (config(LLAMA, E=48, H=3, K=3, F=100, V=263, D=80, dtype="float16", rope_theta=4000.0,
+                                   max_pos=1120,
+                                   rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 280,
+                                                 "truncate": False, "mscale": 1.5}), [16, 65, 300], {}),
+    # --- Mistral ------------------------------------------------------------------------------------------------------
+    "mistral": (config(MISTRAL, E=72, H=3, K=1, F=100, V=263, D=80, dtype="bfloat16", rope_theta=50000.0,
+                       sliding_window=None), [1, 15, 64, 300], {}),
+    # A window as long as the context changes nothing and has to be accepted. No head_dim: D = 128/2 = 64.
+    "mistral-window": (config(MISTRAL, E=128, H=2, K=1, F=68, V=199, old=False, dtype="float16", sliding_window=512,
+                              rope_parameters={"rope_type": "default", "rope_theta": 600.0}), [2, 65, 128], {}),
+    # --- Qwen2: q, k, v have a bias, o has none -------------------------------------------------------------------------
+    "qwen2": (config(QWEN2, E=56, H=7, K=1, F=100, V=263, tied=True, L=3, dtype="bfloat16", rope_theta=1500.0,
+                     use_sliding_window=False, sliding_window=32768, max_window_layers=3), [1, 16, 17, 63, 128, 300], {}),
+    "qwen2-yarn-sharded": (config(QWEN2, E=128, H=2, K=1, F=68, V=199, dtype="float16", rope_theta=20000.0,
+                                  use_sliding_window=False, sliding_window=512, max_window_layers=2,
+                                  rope_scaling={"factor": 4.0, "original_max_position_embeddings": 128, "type": "yarn"}),
+                           [1, 64, 128, 300], {"shards": 2}),
+    # --- Qwen3: a norm on every head of q and k; H*D is not E ---------------------------------------------------------
+    "qwen3": (config(QWEN3, E=72, H=3, K=1, F=100, V=263, D=128, tied=True, dtype="bfloat16", rope_theta=7000.0,
+                     attention_bias=False, rope_scaling=None, use_sliding_window=False, sliding_window=None,
+                     max_window_layers=2), [1, 2, 17, 64, 65, 300], {}),
+    "qwen3-yarn": (config(QWEN3, E=56, H=7, K=1, F=100, V=271, D=64, old=False, dtype="bfloat16", attention_bias=False,
+                          rope_parameters={"rope_type": "yarn", "rope_theta": 10000, "factor": 8.0,
+                                           "original_max_position_embeddings": 64}), [15, 63, 128, 300], {}),
+}
+
+
+def random_weight(name, shape, c, g):
+    """Weights with which every part of the model shows in the logits; see the last paragraph of the header."""
+    w = torch.randn(shape, generator=g, dtype=torch.float32)
+    if name.endswith("norm.weight"):                     # all RMSNorms, q_norm and k_norm too
+        centre = 1.25 if ("q_norm" in name or "k_norm" in name) else 1.0
+        return centre + 0.3 * w
+    if name.endswith(".bias"):
+        return w * (0.5 if "q_proj" in name or "k_proj" in name else 0.2)
+    if name == "lm_head.weight":
+        return w * 2.0 / shape[1] ** 0.5                 # logits of standard deviation 2
+    if name == "model.embed_tokens.weight" and c["tie_word_embeddings"]:
+        return w * 1.0 / shape[1] ** 0.5                 # of 1 here: more, and every token would predict itself
+    if name == "model.embed_tokens.weight":
+        return w * 0.5                                   # small enough for eps to matter
+    if "q_proj" in name or "k_proj" in name:
+        return w * 1.25 / shape[1] ** 0.5                # scores q.k/sqrt(D) of standard deviation 1.25^2
+    return w / shape[1] ** 0.5
+
+
+def write_weights(folder, c, how, seed):
+    """model.safetensors, or `shards` files and an index, in the dtype that config.json names."""
+    dtype = getattr(torch, c.get("torch_dtype", c.get("dtype")))
+    g = torch.Generator().manual_seed(seed)
+    shapes = {k: v.shape for k, v in AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).state_dict().items()}
+    if c["tie_word_embeddings"]:
+        shapes.pop("lm_head.weight", None)               # the file of a tied model has one of the two names
+    tensors = {k: random_weight(k, s, c, g).to(dtype) for k, s in shapes.items()}
+    if how.get("inv_freq"):
+        for layer in range(c["num_hidden_layers"]):
+            tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.full((c["head_dim"] // 2,), 9.0)
+    if "shards" not in how:
+        save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
+        return
+    names, n, where = list(tensors), how["shards"], {}
+    for i in range(n):
+        part = names[i * len(names) // n:(i + 1) * len(names) // n]
+        file = f"model-{i + 1:05d}-of-{n:05d}.safetensors"
+        save_file({k: tensors[k] for k in part}, f"{folder}/{file}", metadata={"format": "pt"})
+        where.update({k: file for k in part})
+    total = sum(t.numel() * t.element_size() for t in tensors.values())
+    write_json(f"{folder}/model.safetensors.index.json", {"metadata": {"total_size": total},
+                                                          "weight_map": dict(sorted(where.items()))})
+
+
+def write_json(path, value):
+    with open(path, "w") as f:
+        json.dump(value, f, indent=2)
+        f.write("\n")
+
+
+@torch.no_grad()
+def logits_of(model, ids):
+    return model(torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def make_case(model, V, n, seed):
+    """One prompt of n ids, its greedy continuation and the rows to keep. A prompt with a near tie in the continuation, or one
+    that only repeats a few ids (it would hide a position error), is thrown away."""
+    for attempt in range(200):
+        rng = np.random.default_rng([seed, n, attempt])
+        prompt = rng.integers(3, V, n).tolist()          # ids 0 to 2 are padding, bos, eos in spirit
+        ids, gaps = list(prompt), []
+        for _ in range(N_GREEDY):
+            rows = logits_of(model, ids)
+            top = rows[-1].topk(2)
+            gaps.append((top.values[0] - top.values[1]).item())
+            if gaps[-1] <= MIN_GAP:
+                break
+            ids.append(top.indices[0].item())
+        if len(gaps) == N_GREEDY and gaps[-1] > MIN_GAP and len(set(ids[n:])) >= MIN_DISTINCT:
+            positions = sorted({0, n // 2, max(n - 2, 0), n - 1})
+            keep = torch.cat([rows[positions], rows[-1:]])
+            return prompt, ids[n:], gaps, positions, keep, ids[:-1]
+    raise RuntimeError(f"no prompt of {n} tokens that does")
+
+
+def make_fixture(folder, name, seed):
+    c, lengths, how = FIXTURES[name]
+    shutil.rmtree(folder, ignore_errors=True)
+    os.makedirs(folder)
+    write_json(f"{folder}/config.json", c)
+    write_json(f"{folder}/generation_config.json", {"bos_token_id": 1, "eos_token_id": [2, 0] if seed % 2 else 2,
+                                                    "do_sample": False})
+    write_weights(folder, c, how, seed)
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    model32 = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    V, cases, blob, worst = c["vocab_size"], [], b"", 0.0
+    for n in lengths:
+        prompt, greedy, gaps, positions, rows, ids = make_case(model, V, n, seed)
+        rows32 = logits_of(model32, ids)[positions + [len(ids) - 1]]
+        worst = max(worst, ((rows32.double() - rows).norm(dim=1) / rows.norm(dim=1)).max().item())
+        row_bytes, at = V * 4, len(blob)
+        blob += rows.to(torch.float32).numpy().astype("<f4").tobytes()
+        cases.append({"prompt_ids": prompt, "greedy_ids": greedy, "min_gap": round(min(gaps), 6),
+                      "gaps": [round(x, 6) for x in gaps], "logit_positions": positions,
+                      "logits_offset": at, "decode_logits_offset": at + len(positions) * row_bytes})
+    golden = {"vocab": V, "dtype": "float32", "float32_rel_l2": worst,
+              "made_with": f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}", "cases": cases}
+    with open(f"{folder}/golden.json", "w") as f:        # one case to a line
+        head = json.dumps({k: v for k, v in golden.items() if k != "cases"})[:-1]
+        f.write(head + ', "cases": [\n' + ",\n".join(json.dumps(x, separators=(",", ":")) for x in cases) + "\n]}\n")
+    with open(f"{folder}/golden.bin", "wb") as f:
+        f.write(blob)
+    for x in os.listdir(folder):
+        os.chmod(os.path.join(folder, x), 0o644)         # safetensors creates its files readable by the owner alone
+    size = sum(os.path.getsize(os.path.join(folder, x)) for x in os.listdir(folder))
+    std, rope = rows.std().item(), model.config.rope_parameters
+    print(f"{name:22s} {size / 1024:7.1f} KiB  cases {len(cases):2d}  min gap {min(x['min_gap'] for x in cases):.4f}  "
+          f"float32 {worst:.1e}  logit std {std:.2f}  distinct greedy {len(set(greedy)):2d}  "
+          f"rope {rope['rope_type']} x{model.model.rotary_emb.attention_scaling:.4f}", flush=True)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("--only", help="one fixture by name")
+    p.add_argument("--out", default=os.path.join(HERE, "fixtures"))
+    args = p.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    if args.only and args.only not in FIXTURES:
+        sys.exit(f"no fixture named {args.only}; known: {', '.join(FIXTURES)}")
+    for i, name in enumerate(FIXTURES):
+        if args.only in (None, name):
+            make_fixture(os.path.join(args.out, name), name, seed=1000 + i)
+
+
+if __name__ == "__main__":
+    main()
