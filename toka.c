@@ -1,6 +1,66 @@
 /* toka.c - a high-throughput LLM inference engine in one C file.  SPDX-License-Identifier: Apache-2.0
  *
- * ESSAY-PLACEHOLDER
+ * WHAT IT IS. toka loads a model folder in Hugging Face layout and turns text into text: tokenizer, chat template, weights,
+ * transformer, sampling, command line, with nothing beneath it but libc. Three uses decide every question of design: a quick
+ * run on any Linux machine; millions of completions as fast as the hardware allows; copying these files into another project,
+ * to vendor, teach or review. So it is one file that reads from top to bottom, each chapter using only earlier ones.
+ *
+ * WHAT IT IS NOT. It does not train, quantize, convert or download. It runs dense decoder-only transformers of the Llama family
+ * (Llama, Mistral, Qwen 2 and 3); a model it would compute differently from its authors is refused by name.
+ *
+ * HOW DATA FLOWS, with the chapter that does it:
+ *
+ *     model folder ----- mf_open (9) -----> shape, weights (mapped, not copied), tokenizer.json, template, end ids
+ *     messages --------- tmpl_render (8) -> prompt text
+ *     text ------------- tok_encode (6) --> ids
+ *     ids -------------- eng_admit (17) --> a sequence that owns KV pages
+ *         +-> eng_plan (17) ------------> toka_step: T tokens of S sequences as integers
+ *         |   model_step (16) ----------> embed, then L times {norm_qkv_rope_kv, attention, out_residual,
+ *         |       over toka_backend        norm_mlp_residual}, then norm_logits_sample: the table of toka.h,
+ *         |       (15 is the CPU's)        which calls samp_row (14) on each row of logits
+ *         +-- eng_commit (17) <---------- toka_pick: the id and its log-probability
+ *     id --------------- tok_stream_put (6), stop_put (14) --> text that is certain --> toka_event --> the caller
+ *
+ * A step is planned as integers, run, and committed. Plans know no floats and no text; ops know no requests. That is what
+ * lets the planning be tested without a model and the ops without an engine, and lets another device run the same plans.
+ *
+ * THE LIFE OF A REQUEST. States are those of its samples; each arrow names the function that performs it.
+ *
+ *     submitted --(eng_check_prompt, samp_check fail)--> refused: an error, nothing was touched
+ *         |
+ *         v   eng_admit: pages for its whole future are free        (until then: waiting, in order)
+ *     prefilling  tokens[n_cached ..] more than one: eng_plan feeds what the decoding samples leave of the budget
+ *         |
+ *         v   the row of the last known token was in a step: eng_plan_out, eng_commit
+ *     decoding    one token a step ---> finished: stop (an end id, a stop string), length (max_tokens, max_model_len)
+ *         |
+ *         v   the callback returned not 0
+ *     cancelled                         eng_retire gives the pages back on every way out
+ *
+ * WHO OWNS WHAT.
+ *   model   mf_model, tok, tmpl: immutable after toka_open, read by any thread
+ *   engine  pages, sequences, the plan's arrays: sized at open, never grow; touched only by the thread inside toka_generate
+ *   device  activations, KV, scratch: taken at open by the backend; its threads run ops and return before the op does
+ *   event   pointers live during the callback; what is handed out by toka_encode and friends is malloc'ed for the caller
+ * Names tell lifetimes: _open/_close for what holds system things, _init/_free for caller's storage, _new/_del for the heap.
+ *
+ * ERRORS. A function that can fail returns 0 or a negative toka_code and fills the caller's toka_err with one sentence: what,
+ * where, found, expected. Four classes, never mixed: a bug asserts; bad start-up input travels up to main, the only place that
+ * prints and exits; a bad request fails that request; a device fault is latched by the device and fails all requests. What
+ * comes from a file or a network is checked where it is read and is an error, never an assert.
+ *
+ * WHAT ALWAYS HOLDS.
+ *   1. A row's result depends on its own tokens only: not on batch mates, chunks of prefill, threads or the cutting of
+ *      attention into spans. Every sum over the model's width or over positions has one fixed order. (15; tests compare bytes)
+ *   2. The random number of a token is a function of (seed, sample, position). With 1, a run can be repeated exactly. (14)
+ *   3. No text leaves before it is certain: no half character, no beginning of a stop string. (6, 14)
+ *   4. Weights are read where the file is mapped, in the file's type; all arithmetic is float32. (9, 15)
+ *
+ * LETTERS, equal in C, CUDA and README. T tokens of a step, S sequences, L layers, H query heads, K kv heads, D head size,
+ * E model width, F mlp width, V vocabulary, B tokens per page. Prefixes name chapters: st_ and mf_ are chapter 9.
+ *
+ * ROOMS TO COME stand in the contents with their banners, so that numbers stay: 10 to 13 and 22 are the throughput engine
+ * (shared pages, admission by the whole future, shared-prefix attention, the batch runner), 19 to 21 the server.
  *
  * CONTENTS (build.sh checks it against the banners; to read one chapter: sed -n '/MARK: 4\./,/MARK: 5\./p' toka.c)
  *
@@ -2988,18 +3048,605 @@ static void stop_free(stop_scan *s) {
 
 /* ===========================================================================
  * MARK: 16. Model: the layer loop [os]
- * The transformer, once, over the backend's table.
+ * The transformer, once, over the backend's table: what runs on a CPU and on a GPU is this function. One step takes T tokens of
+ * any number of sequences, some prefilling, some decoding; the plan in toka_step says which is which, this loop does not care.
  * =========================================================================== */
+
+typedef struct model { /* a model's weights on a device, with the activations of one step */
+    const toka_backend *be;
+    toka_device *dev;
+    int L;
+    toka_dev x, q, o; /* [T][E], [T][H][D], [T][H][D] */
+} model;
+
+static int model_open(model *m, const toka_backend *be, const toka_device_options *o, const toka_shape *shape,
+                      const toka_weights *weights, toka_err *e) {
+    *m = (model){.be = be, .L = shape->L};
+    int code = be->open(&m->dev, o, shape, weights, e);
+    if (code) return code;
+    size_t heads = (size_t)o->max_tokens * shape->H * shape->D * be->activation_bytes;
+    m->x = be->alloc(m->dev, (size_t)o->max_tokens * shape->E * be->activation_bytes);
+    m->q = be->alloc(m->dev, heads);
+    m->o = be->alloc(m->dev, heads);
+    return be->status(m->dev, e);
+}
+
+static void model_close(model *m) {
+    if (m->dev) m->be->close(m->dev);
+    *m = (model){0};
+}
+
+/* One forward step. picks: [s->n_out], filled when it returns 0. */
+static int model_step(model *m, const toka_step *s, toka_pick *picks, toka_err *e) {
+    const toka_backend *be = m->be;
+    be->embed(m->dev, s, m->x);
+    for (int layer = 0; layer < m->L; layer++) {
+        be->norm_qkv_rope_kv(m->dev, s, layer, m->x, m->q);
+        be->attention(m->dev, s, layer, m->q, m->o);
+        be->out_residual(m->dev, s, layer, m->o, m->x);
+        be->norm_mlp_residual(m->dev, s, layer, m->x);
+    }
+    if (s->n_out) be->norm_logits_sample(m->dev, s, m->x, picks);
+    return be->status(m->dev, e);
+}
 
 /* ===========================================================================
  * MARK: 17. Engine [os]
- * Requests to steps to events.
+ * Requests to steps to events, on the caller's thread: eng_admit -> (eng_plan -> model_step -> eng_commit)*.
+ *
+ * In: one request with n samples. Out: one event per token and sample. Every sample is a sequence with pages of its own; all
+ * running sequences share each step, prefill and decode mixed. What always holds:
+ *   - a running sequence owns pages for its whole future (prompt + max_tokens), so no step can run out of memory;
+ *   - the KV cache holds exactly the first n_cached tokens of a sequence; a step feeds tokens[n_cached ..];
+ *   - the row of a sequence's last known token, and no other, yields its next token.
+ * A request with more samples than fit runs in waves. Not here yet: several requests at once, shared prompt pages, preemption
+ * (chapters 10 to 13).
  * =========================================================================== */
+
+#define ENG_PAGE 16 /* B: tokens per page on the CPU; spans and sums are cut at its multiples */
+
+typedef struct eng_seq { /* one sample while it runs */
+    int sample;
+    bool active;
+    int32_t *tokens; /* [n_prompt + max_out] prompt, then output */
+    int n_prompt, n_tokens, n_cached;
+    int max_tokens;      /* n_tokens may grow to this */
+    int *pages, n_pages; /* page i holds positions i*B .. i*B+B-1 */
+    stop_scan stop;
+    tok_stream stream;
+} eng_seq;
+
+typedef struct eng { /* pools are sized at open and never grow */
+    model m;
+    const mf_model *files;
+    const tok *tok; /* NULL: events carry no text */
+    int max_len, max_tokens, max_seqs;
+    int n_pages, n_free;
+    int *free_pages; /* stack */
+    eng_seq *seqs;   /* [max_seqs] */
+    /* the plan of one step */
+    int32_t *ids, *pos, *slot, *page_table; /* [max_tokens] x 3, [n_pages] */
+    toka_span *spans;                       /* [max_seqs] */
+    toka_out_row *out;                      /* [max_tokens] */
+    int *out_seq;                           /* [max_seqs] sequence of each out row */
+    toka_pick *picks;                       /* [max_tokens] */
+    toka_step step;
+    buf piece, text; /* text of one token; text that became certain */
+    ids ends;        /* of the running request: ids that end a sample; the first n_eos are the model's */
+    bool cancelled;
+} eng;
+
+static int64_t eng_kv_bytes_per_token(const toka_shape *s, size_t element) {
+    return (int64_t)2 * s->L * s->K * s->D * (int64_t)element;
+}
+
+/* Tokens of KV to hold: every sequence at full length if that is small, else what a quarter of the machine's memory holds, and
+ * never less than one sequence of the length asked for. */
+static int64_t eng_kv_tokens(const toka_shape *s, int max_seqs, int64_t ram_bytes) {
+    int64_t per_token = eng_kv_bytes_per_token(s, sizeof(float));
+    int64_t want = (int64_t)max_seqs * s->max_len, fit = ram_bytes / 4 / per_token;
+    return MIN(want, fit);
+}
+
+static void eng_close(eng *g) {
+    if (!g) return;
+    model_close(&g->m);
+    free(g->free_pages), free(g->seqs), free(g->ids), free(g->pos), free(g->slot), free(g->page_table);
+    free(g->spans), free(g->out), free(g->out_seq), free(g->picks);
+    buf_free(&g->piece), buf_free(&g->text), ids_free(&g->ends);
+    free(g);
+}
+
+/* shape: the model's, with B and max_len still to be set here; it must outlive the engine. */
+static int eng_open(eng **out, const mf_model *files, toka_shape *shape, const tok *tok, const toka_options *o, toka_err *e) {
+    eng *g = mem_zalloc(sizeof *g);
+    g->files = files, g->tok = tok;
+    g->max_seqs = o->max_num_seqs ? o->max_num_seqs : 64;
+    g->max_tokens = MAX(o->max_num_batched_tokens ? o->max_num_batched_tokens : 512, g->max_seqs);
+    shape->B = ENG_PAGE;
+    if (o->max_model_len) shape->max_len = o->max_model_len;
+    int64_t n_kv = eng_kv_tokens(shape, g->max_seqs, os_ram_bytes());
+    if (n_kv < shape->max_len && o->max_model_len) {
+        eng_close(g);
+        return fail(e, TOKA_E_MEMORY, "--max-model-len %d: memory holds %lld tokens of this model's KV cache", o->max_model_len,
+                    (long long)n_kv);
+    }
+    shape->max_len = (int)MIN(n_kv, (int64_t)shape->max_len);
+    g->max_len = shape->max_len;
+    if (g->max_len < 2) {
+        eng_close(g);
+        return fail(e, TOKA_E_MEMORY, "not enough memory for the KV cache of one sequence");
+    }
+    g->n_pages = (int)MIN((n_kv + ENG_PAGE - 1) / ENG_PAGE + g->max_seqs, (int64_t)INT_MAX / ENG_PAGE);
+    toka_device_options d = {o->n_threads, g->max_tokens, g->max_tokens, g->n_pages};
+    int code = model_open(&g->m, &toka_cpu, &d, shape, &files->weights, e);
+    if (code) {
+        eng_close(g);
+        return code;
+    }
+    size_t nt = (size_t)g->max_tokens, np = (size_t)g->n_pages, ns = (size_t)g->max_seqs;
+    g->free_pages = mem_alloc(np * sizeof(int)), g->page_table = mem_alloc(np * sizeof(int32_t));
+    g->ids = mem_alloc(nt * sizeof(int32_t)), g->pos = mem_alloc(nt * sizeof(int32_t));
+    g->slot = mem_alloc(nt * sizeof(int32_t)), g->out = mem_alloc(nt * sizeof(toka_out_row));
+    g->picks = mem_alloc(nt * sizeof(toka_pick)), g->seqs = mem_zalloc(ns * sizeof(eng_seq));
+    g->spans = mem_alloc(ns * sizeof(toka_span)), g->out_seq = mem_alloc(ns * sizeof(int));
+    for (int i = 0; i < g->n_pages; i++) g->free_pages[g->n_free++] = g->n_pages - 1 - i;
+    *out = g;
+    return 0;
+}
+
+/* ---- Plan: integers only ---- */
+
+static void eng_plan_begin(eng *g) {
+    g->step = (toka_step){.ids = g->ids, .pos = g->pos, .slot = g->slot, .pages = g->page_table, .spans = g->spans, .out = g->out};
+}
+
+/* Adds tokens[n_cached .. n_cached+n-1] of a sequence to the step: rows, KV slots, one span over all it has. */
+static void eng_plan_rows(eng *g, const eng_seq *q, int n, int *page_end) {
+    toka_step *s = &g->step;
+    int end = q->n_cached + n, n_pages = (end + ENG_PAGE - 1) / ENG_PAGE;
+    g->spans[s->n_spans++] = (toka_span){.row0 = s->T, .n_rows = n, .page0 = *page_end, .kv0 = 0, .n_kv = end};
+    memcpy(g->page_table + *page_end, q->pages, (size_t)n_pages * sizeof(int));
+    *page_end += n_pages;
+    for (int p = q->n_cached; p < end; p++, s->T++) {
+        g->ids[s->T] = q->tokens[p];
+        g->pos[s->T] = p;
+        g->slot[s->T] = q->pages[p / ENG_PAGE] * ENG_PAGE + p % ENG_PAGE;
+    }
+}
+
+/* Asks for the next token of a sequence: its last row's logits. */
+static void eng_plan_out(eng *g, const eng_seq *q, const toka_sampling *sampling) {
+    int n_output = q->n_tokens - q->n_prompt;
+    bool early = n_output < sampling->min_tokens;
+    g->out[g->step.n_out] = (toka_out_row){.row = g->step.T - 1,
+                                           .forced_id = -1,
+                                           .sample = (uint32_t)q->sample,
+                                           .position = (uint32_t)q->n_tokens,
+                                           .sampling = sampling,
+                                           .history = q->tokens,
+                                           .n_prompt = q->n_prompt,
+                                           .n_history = q->n_tokens,
+                                           .forbidden = early ? g->ends.p : NULL,
+                                           .n_forbidden = early ? (int)g->ends.n : 0};
+    g->out_seq[g->step.n_out++] = (int)(q - g->seqs);
+}
+
+/* Decoding sequences first, one token each; prefill takes what they leave of max_tokens, first come first served. */
+static void eng_plan(eng *g, const toka_sampling *sampling) {
+    int page_end = 0, n_decode = 0;
+    eng_plan_begin(g);
+    for (int i = 0; i < g->max_seqs; i++) n_decode += g->seqs[i].active && g->seqs[i].n_tokens - g->seqs[i].n_cached == 1;
+    int budget = g->max_tokens - n_decode;
+    for (int i = 0; i < g->max_seqs; i++) {
+        eng_seq *q = &g->seqs[i];
+        int left = q->n_tokens - q->n_cached, n = left == 1 ? 1 : MIN(left, budget);
+        if (!q->active || !n) continue;
+        if (left > 1) budget -= n;
+        eng_plan_rows(g, q, n, &page_end);
+        if (n == left) eng_plan_out(g, q, sampling);
+        q->n_cached += n;
+    }
+}
+
+/* ---- Admit and retire ---- */
+
+/* Starts a sample in slot q if its whole future fits; false: not now. */
+static bool eng_admit(eng *g, eng_seq *q, int sample, const int32_t *prompt, int n_prompt, const toka_sampling *s) {
+    int end = s->max_tokens ? MIN((int64_t)n_prompt + s->max_tokens, g->max_len) : g->max_len;
+    int n_pages = (end + ENG_PAGE - 1) / ENG_PAGE;
+    if (n_pages > g->n_free) return false;
+    *q = (eng_seq){.sample = sample, .active = true, .n_prompt = n_prompt, .n_tokens = n_prompt, .max_tokens = end};
+    q->tokens = mem_alloc((size_t)end * sizeof(int32_t));
+    memcpy(q->tokens, prompt, (size_t)n_prompt * sizeof(int32_t));
+    q->pages = mem_alloc((size_t)n_pages * sizeof(int));
+    while (q->n_pages < n_pages) q->pages[q->n_pages++] = g->free_pages[--g->n_free];
+    stop_init(&q->stop, s->stop, s->n_stop, s->include_stop);
+    if (g->tok) tok_stream_init(&q->stream, g->tok, TOKA_SKIP_SPECIAL);
+    return true;
+}
+
+static void eng_retire(eng *g, eng_seq *q) {
+    if (!q->active) return;
+    while (q->n_pages) g->free_pages[g->n_free++] = q->pages[--q->n_pages];
+    free(q->tokens), free(q->pages);
+    stop_free(&q->stop);
+    if (g->tok) tok_stream_free(&q->stream);
+    *q = (eng_seq){0};
+}
+
+/* ---- Commit: one pick becomes a token, its text, an event ---- */
+
+static bool eng_is_end(const eng *g, int32_t id) {
+    for (size_t i = 0; i < g->ends.n; i++)
+        if (g->ends.p[i] == id) return true;
+    return false;
+}
+
+/* Text of the new token into g->text, held back while it may begin a stop string. True: a stop string ended. */
+static bool eng_text(eng *g, eng_seq *q, int32_t id, bool is_end, bool armed, bool last) {
+    buf_clear(&g->text), buf_clear(&g->piece);
+    if (!g->tok) return false;
+    if (!is_end) tok_stream_put(&q->stream, id, &g->piece);
+    if (last || is_end) tok_stream_end(&q->stream, &g->piece);
+    bool stopped = stop_put(&q->stop, buf_view(&g->piece), armed, &g->text);
+    if (!stopped && (last || is_end)) stop_end(&q->stop, &g->text);
+    return stopped;
+}
+
+static void eng_commit(eng *g, const toka_pick *pick, eng_seq *q, const toka_sampling *s, toka_event_fn *fn, void *user) {
+    q->tokens[q->n_tokens++] = pick->id;
+    bool armed = q->n_tokens - q->n_prompt >= s->min_tokens;
+    bool is_end = eng_is_end(g, pick->id), full = q->n_tokens == q->max_tokens;
+    bool stopped = eng_text(g, q, pick->id, is_end, armed, full);
+    toka_event ev = {.sample = q->sample,
+                     .id = pick->id,
+                     .logprob = pick->logprob,
+                     .sampled_logprob = pick->sampled_logprob,
+                     .n_top = pick->n_top,
+                     .top_ids = pick->top_ids,
+                     .top_logprobs = pick->top_logprobs,
+                     .text = buf_view(&g->text).p,
+                     .text_bytes = g->text.n,
+                     .finish = is_end || stopped ? TOKA_STOP : full ? TOKA_LENGTH : TOKA_RUNNING,
+                     .stop_id = is_end ? pick->id : -1};
+    if (fn && fn(user, &ev)) g->cancelled = true;
+    if (ev.finish != TOKA_RUNNING) eng_retire(g, q);
+}
+
+/* Ids that end a sample of this request: the model's end-of-sequence ids unless ignored, then the request's own. */
+static void eng_set_ends(eng *g, const toka_sampling *s) {
+    g->ends.n = 0;
+    for (int i = 0; i < g->files->n_eos_ids && !s->ignore_eos; i++) ids_push(&g->ends, g->files->eos_ids[i]);
+    for (int i = 0; i < s->n_stop_ids; i++) ids_push(&g->ends, s->stop_ids[i]);
+}
+
+static int eng_check_prompt(const eng *g, const int32_t *prompt, size_t n, int need, toka_err *e) {
+    int V = g->files->shape.V;
+    if (!n) return fail(e, TOKA_E_USE, "the prompt has no tokens");
+    if (n + (size_t)need > (size_t)g->max_len)
+        return fail(e, TOKA_E_USE, "the prompt has %zu tokens; at most %d fit (max_model_len %d)", n, g->max_len - need, g->max_len);
+    for (size_t i = 0; i < n; i++)
+        if (prompt[i] < 0 || prompt[i] >= V)
+            return fail(e, TOKA_E_USE, "token %zu of the prompt is %d, the vocabulary has %d", i, (int)prompt[i], V);
+    return 0;
+}
+
+/* Runs n samples of one prompt to their ends. usage is filled also when it fails or is cancelled. */
+static int eng_generate(eng *g, const int32_t *prompt, size_t n_prompt, int n, const toka_sampling *s, toka_event_fn *fn, void *user,
+                        toka_usage *usage, toka_err *e) {
+    int code = eng_check_prompt(g, prompt, n_prompt, 1, e), next = 0, running = 0;
+    if (code || (code = samp_check(s, g->files->shape.V, e))) return code;
+    if (n < 1) return fail(e, TOKA_E_USE, "n is %d, at least 1 sample is needed", n);
+    if (s->n_stop && !g->tok) return fail(e, TOKA_E_USE, "stop strings need a tokenizer, this model has none");
+    double t0 = os_now(), t_first = 0;
+    *usage = (toka_usage){.prompt_tokens = (int64_t)n_prompt};
+    g->cancelled = false;
+    eng_set_ends(g, s);
+    do {
+        running = 0;
+        for (int i = 0; i < g->max_seqs; i++) {
+            eng_seq *q = &g->seqs[i];
+            if (!q->active && next < n && eng_admit(g, q, next, prompt, (int)n_prompt, s)) next++;
+            running += q->active;
+        }
+        eng_plan(g, s);
+        if ((code = model_step(&g->m, &g->step, g->picks, e))) break;
+        if (g->step.n_out && !t_first) t_first = os_now();
+        for (int i = 0; i < g->step.n_out && !g->cancelled; i++) {
+            eng_commit(g, &g->picks[i], &g->seqs[g->out_seq[i]], s, fn, user);
+            usage->output_tokens++;
+        }
+        running = 0;
+        for (int i = 0; i < g->max_seqs; i++) running += g->seqs[i].active;
+    } while ((running || next < n) && !g->cancelled);
+    for (int i = 0; i < g->max_seqs; i++) eng_retire(g, &g->seqs[i]);
+    usage->prefill_s = (t_first ? t_first : os_now()) - t0;
+    usage->decode_s = t_first ? os_now() - t_first : 0;
+    if (!code && g->cancelled) return fail(e, TOKA_E_CANCELLED, "cancelled");
+    return code;
+}
+
+/* Teacher forcing in chunks: row i yields the log-probability of token i+1. */
+static int eng_score(eng *g, const int32_t *tokens, size_t n, float *logprobs, toka_err *e) {
+    int code = eng_check_prompt(g, tokens, n, 0, e);
+    if (code) return code;
+    toka_sampling none = {.max_tokens = 1};
+    eng_seq *q = &g->seqs[0];
+    bool fits = eng_admit(g, q, 0, tokens, (int)n, &none);
+    assert(fits); /* nothing else runs, and the pool holds max_len tokens */
+    (void)fits;
+    logprobs[0] = 0;
+    for (int at = 0; at < (int)n - 1 && !code; at = q->n_cached) {
+        int page_end = 0, chunk = MIN((int)n - 1 - at, g->max_tokens);
+        eng_plan_begin(g);
+        eng_plan_rows(g, q, chunk, &page_end);
+        for (int i = 0; i < chunk; i++) g->out[i] = (toka_out_row){.row = i, .forced_id = tokens[at + i + 1]};
+        g->step.n_out = chunk;
+        q->n_cached += chunk;
+        code = model_step(&g->m, &g->step, g->picks, e);
+        for (int i = 0; i < chunk && !code; i++) logprobs[at + i + 1] = g->picks[i].logprob;
+    }
+    eng_retire(g, q);
+    return code;
+}
 
 /* ===========================================================================
  * MARK: 18. Public API [os]
- * What toka.h declares.
+ * What toka.h declares, documented there. Thin: opens the parts in order, hands arguments to their chapters, and turns what is
+ * owned inside into what the caller frees.
  * =========================================================================== */
+
+struct toka {
+    mf_model *files;
+    toka_shape shape; /* the model's, with B and max_len as the engine set them */
+    tok *tok;         /* NULL: the folder has no tokenizer.json */
+    tmpl *chat;       /* NULL: no chat template */
+    eng *engine;
+};
+
+#ifdef TOKA_EMBED /* a folder, given by build.sh: its files become part of the program */
+#define EMBED(symbol, file) \
+    __asm__(".section .rodata\n.balign 64\n" #symbol "_begin: .incbin \"" TOKA_EMBED "/" file "\"\n" #symbol "_end: .byte 0\n" \
+            ".text\n"); \
+    extern const char symbol##_begin[] __attribute__((visibility("hidden"))); \
+    extern const char symbol##_end[] __attribute__((visibility("hidden")));
+EMBED(embed_config, "config.json")
+EMBED(embed_generation, "generation_config.json")
+EMBED(embed_tokenizer, "tokenizer.json")
+EMBED(embed_tokenizer_config, "tokenizer_config.json")
+EMBED(embed_weights, "model.safetensors")
+static const mf_embedded embedded_model[] = {{"config.json", embed_config_begin, embed_config_end},
+                                             {"generation_config.json", embed_generation_begin, embed_generation_end},
+                                             {"tokenizer.json", embed_tokenizer_begin, embed_tokenizer_end},
+                                             {"tokenizer_config.json", embed_tokenizer_config_begin, embed_tokenizer_config_end},
+                                             {"model.safetensors", embed_weights_begin, embed_weights_end},
+                                             {NULL, NULL, NULL}};
+#else
+static const mf_embedded *const embedded_model = NULL;
+#endif
+
+toka_options toka_options_default(void) { return (toka_options){.device = "auto"}; }
+
+/* The chat template: a file of the user's, or the model's own. A model's template that does not parse only matters to chats. */
+static int api_open_template(toka *t, const char *file, toka_err *e) {
+    str source = t->files->chat_template;
+    if (file) {
+        int code = os_map(file, &source, e);
+        if (code) return code;
+    }
+    int code = source.n ? tmpl_parse(&t->chat, source, e) : 0;
+    if (file) os_unmap(source);
+    return code;
+}
+
+/* The text half of a model: files, tokenizer, template. Enough for tokenize and template, without any memory for running. */
+static int api_open_text(toka **out, const toka_options *o, toka_err *e) {
+    toka *t = mem_zalloc(sizeof *t);
+    int code = mf_open(&t->files, o->model, o->models_file, o->model ? NULL : embedded_model, e);
+    if (!code && t->files->tokenizer_json.n) code = tok_load(&t->tok, t->files->tokenizer_json, t->files->tokenizer_config, e);
+    if (!code) code = api_open_template(t, o->chat_template, e);
+    if (code) {
+        toka_close(t);
+        return code;
+    }
+    t->shape = t->files->shape;
+    *out = t;
+    return 0;
+}
+
+static int api_check_options(const toka_options *o, toka_err *e) {
+    if (!o->model && !embedded_model) return fail(e, TOKA_E_USE, "no model given, and none is embedded in this build");
+    if (o->device && strcmp(o->device, "auto") && strcmp(o->device, "cpu"))
+        return fail(e, strcmp(o->device, "cuda") ? TOKA_E_USE : TOKA_E_DEVICE, "device %s: this build has auto and cpu", o->device);
+    if (o->n_threads < 0 || o->n_threads > 1024) return fail(e, TOKA_E_USE, "threads: %d, expected 0 to 1024", o->n_threads);
+    if (o->max_model_len < 0) return fail(e, TOKA_E_USE, "max_model_len: %d, expected 0 or more", o->max_model_len);
+    if (o->max_num_seqs < 0 || o->max_num_seqs > 65536)
+        return fail(e, TOKA_E_USE, "max_num_seqs: %d, expected 0 to 65536", o->max_num_seqs);
+    if (o->max_num_batched_tokens < 0 || o->max_num_batched_tokens > 65536)
+        return fail(e, TOKA_E_USE, "max_num_batched_tokens: %d, expected 0 to 65536", o->max_num_batched_tokens);
+    return 0;
+}
+
+int toka_open(toka **out, const toka_options *o, toka_err *e) {
+    toka *t;
+    *out = NULL;
+    int code = api_check_options(o, e);
+    if (code || (code = api_open_text(&t, o, e))) return code;
+    if ((code = eng_open(&t->engine, t->files, &t->shape, t->tok, o, e))) {
+        toka_close(t);
+        return code;
+    }
+    *out = t;
+    return 0;
+}
+
+void toka_close(toka *t) {
+    if (!t) return;
+    eng_close(t->engine);
+    tmpl_del(t->chat);
+    tok_del(t->tok);
+    if (t->files) mf_close(t->files);
+    free(t);
+}
+
+toka_info toka_get_info(const toka *t) {
+    const toka_shape *s = &t->shape;
+    return (toka_info){.model_name = t->files->name,
+                       .architecture = t->files->architecture,
+                       .device = t->engine ? t->engine->m.be->describe(t->engine->m.dev) : "none",
+                       .n_parameters = t->files->n_parameters,
+                       .n_layers = s->L,
+                       .n_heads = s->H,
+                       .n_kv_heads = s->K,
+                       .head_size = s->D,
+                       .width = s->E,
+                       .mlp_width = s->F,
+                       .vocab_size = s->V,
+                       .max_model_len = s->max_len,
+                       .bos_id = t->files->bos_id,
+                       .eos_id = t->files->n_eos_ids ? t->files->eos_ids[0] : -1,
+                       .has_chat_template = t->chat != NULL};
+}
+
+static int api_need_tokenizer(const toka *t, toka_err *e) {
+    if (t->tok) return 0;
+    return fail(e, TOKA_E_INPUT, "%s: no tokenizer.json, so text cannot be read or written; use token ids", t->files->name);
+}
+
+int toka_encode(const toka *t, const char *text, size_t text_bytes, int flags, int32_t **out, size_t *n_ids, toka_err *e) {
+    ids v = {0};
+    int code = api_need_tokenizer(t, e);
+    if (!code) code = tok_encode(t->tok, (str){text, text_bytes}, flags, &v, e);
+    if (code) {
+        ids_free(&v);
+        return code;
+    }
+    ids_reserve(&v, 1); /* never NULL */
+    *out = v.p;
+    *n_ids = v.n;
+    return 0;
+}
+
+int toka_decode(const toka *t, const int32_t *in, size_t n_ids, int flags, char **text, size_t *text_bytes, toka_err *e) {
+    buf b = {0};
+    int code = api_need_tokenizer(t, e);
+    if (!code) code = tok_decode(t->tok, in, n_ids, flags, &b, e);
+    if (code) {
+        buf_free(&b);
+        return code;
+    }
+    buf_put(&b, "", 0); /* never NULL */
+    *text = b.p;
+    *text_bytes = b.n;
+    return 0;
+}
+
+/* "YYYY-MM-DD hh:mm:ss" or NULL for the local time now. */
+static int api_parse_now(const char *now, tmpl_time *out, toka_err *e) {
+    struct tm tm = {0};
+    char extra;
+    if (!now) {
+        time_t clock = time(NULL);
+        localtime_r(&clock, &tm);
+    } else {
+        int n = sscanf(now, "%d-%d-%d %d:%d:%d%c", &tm.tm_year, &tm.tm_mon, &tm.tm_mday, &tm.tm_hour, &tm.tm_min, &tm.tm_sec, &extra);
+        struct tm want = tm;
+        tm.tm_year -= 1900, tm.tm_mon -= 1;
+        struct tm made = tm;
+        made.tm_isdst = -1;
+        if (n != 6 || want.tm_year < 1900 || want.tm_year > 9999 || timegm(&made) == -1 || made.tm_mday != tm.tm_mday ||
+            made.tm_mon != tm.tm_mon || made.tm_hour != tm.tm_hour || made.tm_sec != tm.tm_sec)
+            return fail(e, TOKA_E_USE, "now: '%s', expected 'YYYY-MM-DD hh:mm:ss'", now);
+        tm = made; /* with weekday and day of the year */
+    }
+    *out = (tmpl_time){tm.tm_year + 1900, tm.tm_mon + 1, tm.tm_mday, tm.tm_hour, tm.tm_min, tm.tm_sec, tm.tm_wday, tm.tm_yday};
+    return 0;
+}
+
+static void api_put_token_variable(buf *b, const char *name, const char *value) {
+    if (!value) return;
+    json_put_key(b, name);
+    json_put_str(b, str_c(value));
+}
+
+/* The caller's object with the model's own variables before its members (of equal names the last, the caller's, wins). */
+static int api_template_context(const mf_model *files, str context, arena *a, buf *text, const json **out, toka_err *e) {
+    const json *v = json_parse(a, context, json_trusted, e);
+    if (!v) return e->code;
+    if (v->type != JSON_OBJECT) return fail(e, TOKA_E_USE, "the template's input must be a JSON object with \"messages\"");
+    json_put_open(text, '{');
+    if (files) {
+        api_put_token_variable(text, "bos_token", files->bos_token);
+        api_put_token_variable(text, "eos_token", files->eos_token);
+        api_put_token_variable(text, "pad_token", files->pad_token);
+        api_put_token_variable(text, "unk_token", files->unk_token);
+    }
+    if (v->n) json_comma(text);
+    size_t open = (size_t)str_find(context, STR("{"), 0) + 1;
+    buf_str(text, str_sub(context, open, context.n));
+    *out = json_parse(a, buf_view(text), json_trusted, e);
+    return *out ? 0 : e->code;
+}
+
+static int api_render(const tmpl *chat, const mf_model *files, str context, const char *now, buf *out, toka_err *e) {
+    arena a = {0};
+    buf text = {0};
+    tmpl_time time;
+    const json *root = NULL;
+    int code = api_parse_now(now, &time, e);
+    if (!code) code = api_template_context(files, context, &a, &text, &root, e);
+    if (!code) code = tmpl_render(chat, root, time, tmpl_default_limits, out, e);
+    buf_free(&text);
+    arena_free(&a);
+    return code;
+}
+
+int toka_apply_chat_template(const toka *t, const char *context, size_t context_bytes, const char *now, char **text,
+                             size_t *text_bytes, toka_err *e) {
+    buf b = {0};
+    if (!t->chat) return fail(e, TOKA_E_USE, "%s has no chat template; give one with --chat-template or use raw text", t->files->name);
+    int code = api_render(t->chat, t->files, (str){context, context_bytes}, now, &b, e);
+    if (code) {
+        buf_free(&b);
+        return code;
+    }
+    buf_put(&b, "", 0);
+    *text = b.p;
+    *text_bytes = b.n;
+    return 0;
+}
+
+toka_request toka_request_default(void) {
+    return (toka_request){.text = "",
+                          .text_flags = TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL,
+                          .n = 1,
+                          .sampling = {.temperature = 1, .top_p = 1, .repetition_penalty = 1}};
+}
+
+void toka_request_model_defaults(const toka *t, toka_request *r) {
+    const mf_defaults *d = &t->files->defaults;
+    if (d->has_temperature) r->sampling.temperature = d->temperature;
+    if (d->has_do_sample && !d->do_sample) r->sampling.temperature = 0;
+    if (d->has_top_p) r->sampling.top_p = d->top_p;
+    if (d->has_top_k) r->sampling.top_k = d->top_k;
+    if (d->has_min_p) r->sampling.min_p = d->min_p;
+    if (d->has_repetition_penalty) r->sampling.repetition_penalty = d->repetition_penalty;
+}
+
+int toka_generate(toka *t, const toka_request *r, toka_event_fn *fn, void *user, toka_usage *usage, toka_err *e) {
+    toka_usage unused;
+    int32_t *prompt = NULL;
+    size_t n = r->n_ids;
+    int code = r->ids ? 0 : toka_encode(t, r->text, r->text_bytes, r->text_flags, &prompt, &n, e);
+    if (!code) code = eng_generate(t->engine, r->ids ? r->ids : prompt, n, r->n, &r->sampling, fn, user, usage ? usage : &unused, e);
+    free(prompt);
+    return code;
+}
+
+int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_err *e) {
+    return eng_score(t->engine, in, n_ids, logprobs, e);
+}
 
 /* ===========================================================================
  * MARK: 19. HTTP [pure]
@@ -3023,5 +3670,620 @@ static void stop_free(stop_scan *s) {
 
 /* ===========================================================================
  * MARK: 23. Command line [os]
- * main().
+ * toka [COMMAND] [FLAGS]. Flags are one table (cli_flags): name, short form, environment name (TOKA_ and the flag's name in
+ * capitals), help group, type and the field they fill. Results go to standard output, everything else to standard error. This
+ * chapter alone prints and decides the exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C.
  * =========================================================================== */
+
+enum { CLI_MAX_STOP = 16, CLI_MAX_INPUT = 1 << 30 };
+
+typedef struct cli { /* what the command line says */
+    toka_options open;
+    const char *prompt, *file, *system, *now;
+    int samples, max_tokens, min_tokens, top_k, logprobs;
+    double temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty; /* NAN: not given */
+    int64_t seed;
+    const char *stop[CLI_MAX_STOP];
+    int n_stop;
+    bool include_stop, ignore_eos, raw, chat, json, quiet, decode, no_special, help, version;
+} cli;
+
+enum cli_type { CLI_BOOL, CLI_INT, CLI_INT64, CLI_FLOAT, CLI_TEXT, CLI_LIST };
+
+typedef struct cli_flag {
+    const char *name, *brief; /* "max-tokens", "n" or "" */
+    const char *arg;          /* name of the value in --help, "" for a switch */
+    enum cli_type type;
+    size_t field; /* offset in cli */
+    const char *help;
+} cli_flag;
+
+#define AT(field) offsetof(cli, field)
+static const cli_flag cli_flags[] = {
+    /* a row with field name NULL opens a group of --help */
+    {NULL, NULL, NULL, 0, 0, "Model"},
+    {"model", "m", "MODEL", CLI_TEXT, AT(open.model), "folder, hub id in the local cache, or a name of models.txt (default: embedded)"},
+    {"models-file", "", "FILE", CLI_TEXT, AT(open.models_file), "the list of known models (default: models.txt here or beside toka)"},
+    {"chat-template", "", "FILE", CLI_TEXT, AT(open.chat_template), "Jinja template instead of the model's own"},
+    {"device", "", "NAME", CLI_TEXT, AT(open.device), "auto or cpu"},
+    {"threads", "t", "N", CLI_INT, AT(open.n_threads), "CPU threads (default: one a core)"},
+    {"max-model-len", "", "N", CLI_INT, AT(open.max_model_len), "longest sequence in tokens (default: the model's, as memory allows)"},
+    {"max-num-seqs", "", "N", CLI_INT, AT(open.max_num_seqs), "most samples running at once (default: 64)"},
+    {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens), "most tokens in one step (default: 512)"},
+    {NULL, NULL, NULL, 0, 0, "Prompt"},
+    {"prompt", "p", "TEXT", CLI_TEXT, AT(prompt), "the prompt (default: standard input)"},
+    {"file", "f", "FILE", CLI_TEXT, AT(file), "read the prompt from a file"},
+    {"system", "", "TEXT", CLI_TEXT, AT(system), "system message for the chat template"},
+    {"raw", "", "", CLI_BOOL, AT(raw), "complete the text as it is, without the chat template"},
+    {"chat", "", "", CLI_BOOL, AT(chat), "a conversation with history, one line a turn"},
+    {"now", "", "TIME", CLI_TEXT, AT(now), "the template's clock, 'YYYY-MM-DD hh:mm:ss' (default: local time)"},
+    {NULL, NULL, NULL, 0, 0, "Sampling (defaults: the model's generation_config, else greedy)"},
+    {"max-tokens", "n", "N", CLI_INT, AT(max_tokens), "output tokens at most (default: up to the model's length)"},
+    {"min-tokens", "", "N", CLI_INT, AT(min_tokens), "do not end before N tokens"},
+    {"samples", "", "N", CLI_INT, AT(samples), "answers to the one prompt (default: 1)"},
+    {"temp", "", "T", CLI_FLOAT, AT(temperature), "temperature; 0 is greedy"},
+    {"top-p", "", "P", CLI_FLOAT, AT(top_p), "keep the most likely tokens that add up to P"},
+    {"top-k", "", "K", CLI_INT, AT(top_k), "keep the K most likely tokens; 0 is off"},
+    {"min-p", "", "P", CLI_FLOAT, AT(min_p), "keep tokens at least P times as likely as the likeliest"},
+    {"repetition-penalty", "", "R", CLI_FLOAT, AT(repetition_penalty), "over prompt and output; 1 is off"},
+    {"presence-penalty", "", "X", CLI_FLOAT, AT(presence_penalty), "taken from tokens already in the output; 0 is off"},
+    {"frequency-penalty", "", "X", CLI_FLOAT, AT(frequency_penalty), "the same, for each time they occurred"},
+    {"seed", "", "N", CLI_INT64, AT(seed), "same seed, same text (default: 0)"},
+    {"stop", "", "TEXT", CLI_LIST, AT(stop), "end before this text; may be given up to 16 times"},
+    {"include-stop", "", "", CLI_BOOL, AT(include_stop), "the stop text stays in the output"},
+    {"ignore-eos", "", "", CLI_BOOL, AT(ignore_eos), "go on past the end-of-sequence token"},
+    {NULL, NULL, NULL, 0, 0, "Output"},
+    {"logprobs", "", "K", CLI_INT, AT(logprobs), "log-probability of each token, and of the K best"},
+    {"json", "", "", CLI_BOOL, AT(json), "one JSON object instead of text"},
+    {"quiet", "q", "", CLI_BOOL, AT(quiet), "no last line on standard error"},
+    {"decode", "", "", CLI_BOOL, AT(decode), "tokenize: ids on standard input, text on standard output"},
+    {"no-special", "", "", CLI_BOOL, AT(no_special), "tokenize: do not add special tokens; with --decode: leave them out"},
+    {"help", "h", "", CLI_BOOL, AT(help), "this page"},
+    {"version", "", "", CLI_BOOL, AT(version), "version and build"},
+};
+
+static cli cli_default(void) {
+    return (cli){.open = toka_options_default(), .samples = 1, .top_k = -2, .logprobs = -1, .temperature = NAN, .top_p = NAN,
+                 .min_p = NAN, .repetition_penalty = NAN, .presence_penalty = NAN, .frequency_penalty = NAN};
+}
+
+static const char cli_commands[] =
+    "Commands\n"
+    "  toka [FLAGS]            complete a prompt, text streams to standard output\n"
+    "  toka tokenize [FLAGS]   text on standard input to ids, or back with --decode\n"
+    "  toka template [FLAGS]   JSON object with messages, tools ... on standard input to the rendered prompt\n"
+    "  toka score [FLAGS]      log-probability of every token of a text\n"
+    "  toka models             the models of models.txt\n";
+
+static void cli_help(void) {
+    printf("toka %s - a high-throughput LLM inference engine in one C file\n\n%s", TOKA_VERSION, cli_commands);
+    for (int i = 0; i < COUNT(cli_flags); i++) {
+        const cli_flag *f = &cli_flags[i];
+        char left[64];
+        if (!f->name) {
+            printf("\n%s\n", f->help);
+            continue;
+        }
+        snprintf(left, sizeof left, "%s%s%s--%s%s%s", *f->brief ? "-" : "    ", f->brief, *f->brief ? ", " : "", f->name,
+                 *f->arg ? " " : "", f->arg);
+        printf("  %-32s %s\n", left, f->help);
+    }
+    puts("\nEvery flag that takes a value can also come from the environment: TOKA_MAX_TOKENS=64 is --max-tokens 64.\n"
+         "Exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C.");
+}
+
+/* ---- Reading flags ---- */
+
+static int cli_set(cli *c, const cli_flag *f, const char *value, const char *shown, toka_err *e) {
+    char *field = (char *)c + f->field, *end = NULL;
+    errno = 0;
+    switch (f->type) {
+    case CLI_BOOL: *(bool *)(void *)field = true; return 0;
+    case CLI_TEXT: memcpy(field, &value, sizeof value); return 0;
+    case CLI_LIST:
+        if (c->n_stop == CLI_MAX_STOP) return fail(e, TOKA_E_USE, "%s: given more than %d times", shown, CLI_MAX_STOP);
+        c->stop[c->n_stop++] = value;
+        return 0;
+    case CLI_FLOAT: {
+        double v = strtod(value, &end);
+        if (end == value || *end || !isfinite(v)) return fail(e, TOKA_E_USE, "%s: '%s' is not a number", shown, value);
+        memcpy(field, &v, sizeof v);
+        return 0;
+    }
+    case CLI_INT: case CLI_INT64: {
+        long long v = strtoll(value, &end, 10);
+        bool small = f->type == CLI_INT64 || (v >= INT_MIN && v <= INT_MAX);
+        if (end == value || *end || errno || !small) return fail(e, TOKA_E_USE, "%s: '%s' is not a whole number", shown, value);
+        if (f->type == CLI_INT) *(int *)(void *)field = (int)v;
+        else *(int64_t *)(void *)field = v;
+    }
+    }
+    return 0;
+}
+
+/* TOKA_MAX_TOKENS for --max-tokens. Switches are not read from the environment. */
+static int cli_environment(cli *c, toka_err *e) {
+    for (int i = 0; i < COUNT(cli_flags); i++) {
+        const cli_flag *f = &cli_flags[i];
+        char name[64] = "TOKA_";
+        if (!f->name || f->type == CLI_BOOL) continue;
+        for (size_t k = 0; k <= strlen(f->name); k++)
+            name[5 + k] = f->name[k] == '-' ? '_' : (char)toupper((unsigned char)f->name[k]);
+        const char *value = getenv(name);
+        int code = value && *value ? cli_set(c, f, value, name, e) : 0;
+        if (code) return code;
+    }
+    return 0;
+}
+
+static const cli_flag *cli_find(const char *arg, size_t n) { /* "-m" or "--model", n bytes of it */
+    for (int i = 0; i < COUNT(cli_flags); i++) {
+        const cli_flag *f = &cli_flags[i];
+        if (!f->name) continue;
+        if (n == 2 && f->brief[0] && arg[1] == f->brief[0]) return f;
+        if (n > 2 && arg[1] == '-' && strlen(f->name) == n - 2 && !memcmp(arg + 2, f->name, n - 2)) return f;
+    }
+    return NULL;
+}
+
+static int cli_parse(cli *c, int argc, char **argv, toka_err *e) {
+    int code = cli_environment(c, e);
+    if (code) return code;
+    for (int i = 0; i < argc; i++) {
+        const char *arg = argv[i], *eq = arg[0] == '-' && arg[1] == '-' ? strchr(arg, '=') : NULL;
+        size_t n = eq ? (size_t)(eq - arg) : strlen(arg);
+        const cli_flag *f = arg[0] == '-' && n > 1 ? cli_find(arg, n) : NULL;
+        if (!f) return fail(e, TOKA_E_USE, "%s: unknown %s; see toka --help", arg, arg[0] == '-' ? "flag" : "argument");
+        const char *value = eq ? eq + 1 : NULL;
+        if (f->type == CLI_BOOL && eq) return fail(e, TOKA_E_USE, "--%s takes no value", f->name);
+        if (f->type != CLI_BOOL && !value) {
+            if (i + 1 == argc) return fail(e, TOKA_E_USE, "%s needs a value: %s", arg, f->arg);
+            value = argv[++i];
+        }
+        if ((code = cli_set(c, f, value, arg, e))) return code;
+    }
+    return 0;
+}
+
+/* ---- Output: the first failed write to standard output ends the program with one sentence ---- */
+
+static volatile sig_atomic_t cli_interrupted;
+
+static void cli_on_signal(int sig) { (void)sig, cli_interrupted = 1; }
+
+static void cli_catch_signals(void) { /* the first Ctrl-C ends the text cleanly, the second ends the program */
+    struct sigaction a = {.sa_handler = cli_on_signal, .sa_flags = (int)SA_RESETHAND};
+    sigaction(SIGINT, &a, NULL);
+    sigaction(SIGTERM, &a, NULL);
+    signal(SIGPIPE, SIG_IGN);
+}
+
+static int cli_write(str s, toka_err *e) {
+    if (fwrite(s.p, 1, s.n, stdout) == s.n && fflush(stdout) == 0) return 0;
+    return fail(e, TOKA_E_IO, "standard output: %s", strerror(errno));
+}
+
+/* ---- toka: complete a prompt ---- */
+
+typedef struct cli_sample { /* one answer as it grows */
+    buf text, tokens; /* tokens: the elements of its JSON "tokens" array, one a line */
+    toka_finish finish;
+    int stop_id;
+} cli_sample;
+
+typedef struct cli_run { /* a request under way, the callback's user pointer */
+    const cli *c;
+    const toka *t;
+    cli_sample *samples;
+    int n_shown; /* several samples: printed so far, in order */
+    int code;    /* of writing */
+    toka_err *e;
+} cli_run;
+
+static const char *cli_finish_name(toka_finish f) {
+    return f == TOKA_STOP ? "stop" : f == TOKA_LENGTH ? "length" : f == TOKA_CANCELLED ? "cancelled" : "running";
+}
+
+/* {"id":..,"token":"..","logprob":..,"sampled_logprob":..,"top":[{"id":..,"token":"..","logprob":..} ..]} */
+static void cli_put_token(buf *b, const toka *t, const toka_event *ev) {
+    json_put_open(b, '{');
+    for (int i = -1; i < ev->n_top; i++) {
+        int32_t id = i < 0 ? ev->id : ev->top_ids[i];
+        char *text = NULL;
+        size_t n = 0;
+        toka_err ignored;
+        if (i == 0) json_put_key(b, "top"), json_put_open(b, '[');
+        if (i >= 0) json_put_open(b, '{');
+        json_put_key(b, "id"), json_put_int(b, id);
+        if (t->tok && !toka_decode(t, &id, 1, 0, &text, &n, &ignored)) json_put_key(b, "token"), json_put_str(b, (str){text, n});
+        free(text);
+        json_put_key(b, "logprob"), json_put_num(b, i < 0 ? ev->logprob : ev->top_logprobs[i], true);
+        if (i < 0) json_put_key(b, "sampled_logprob"), json_put_num(b, ev->sampled_logprob, true);
+        else json_put_close(b, '}');
+    }
+    if (ev->n_top) json_put_close(b, ']');
+    json_put_close(b, '}');
+}
+
+/* Several samples: each is printed whole, in order, once those before it have ended. */
+static void cli_show_ended(cli_run *r) {
+    while (!r->code && r->n_shown < r->c->samples && r->samples[r->n_shown].finish != TOKA_RUNNING) {
+        buf b = {0};
+        buf_printf(&b, "--- sample %d (%s)\n", r->n_shown, cli_finish_name(r->samples[r->n_shown].finish));
+        buf_str(&b, buf_view(&r->samples[r->n_shown++].text));
+        if (b.p[b.n - 1] != '\n') buf_char(&b, '\n');
+        r->code = cli_write(buf_view(&b), r->e);
+        buf_free(&b);
+    }
+}
+
+static int cli_on_event(void *user, const toka_event *ev) {
+    cli_run *r = user;
+    cli_sample *s = &r->samples[ev->sample];
+    bool stream = !r->c->json && r->c->samples == 1;
+    buf_put(&s->text, ev->text, ev->text_bytes);
+    if (r->c->json || r->c->logprobs >= 0) {
+        if (s->tokens.n) buf_c(&s->tokens, ",\n");
+        cli_put_token(&s->tokens, r->t, ev);
+    }
+    s->finish = ev->finish;
+    s->stop_id = ev->stop_id;
+    if (stream) r->code = cli_write((str){ev->text, ev->text_bytes}, r->e);
+    else if (!r->c->json) cli_show_ended(r);
+    return cli_interrupted || r->code;
+}
+
+static int cli_read_prompt(const cli *c, buf *out, toka_err *e) {
+    if (c->prompt && c->file) return fail(e, TOKA_E_USE, "--prompt and --file exclude each other");
+    if (c->prompt) return buf_c(out, c->prompt), buf_put(out, "", 0), 0;
+    if (!c->file) return os_read_all(0, "standard input", CLI_MAX_INPUT, out, e);
+    str map;
+    int code = os_map(c->file, &map, e);
+    if (code) return code;
+    buf_str(out, map);
+    os_unmap(map);
+    return 0;
+}
+
+/* Flags over the model's own defaults; without either, greedy. */
+static void cli_sampling(const cli *c, const toka *t, toka_request *r) {
+    toka_sampling *s = &r->sampling;
+    s->temperature = 0;
+    if (t->files->defaults.do_sample) s->temperature = 1;
+    toka_request_model_defaults(t, r);
+    if (!isnan(c->temperature)) s->temperature = (float)c->temperature;
+    if (!isnan(c->top_p)) s->top_p = (float)c->top_p;
+    if (!isnan(c->min_p)) s->min_p = (float)c->min_p;
+    if (!isnan(c->repetition_penalty)) s->repetition_penalty = (float)c->repetition_penalty;
+    if (!isnan(c->presence_penalty)) s->presence_penalty = (float)c->presence_penalty;
+    if (!isnan(c->frequency_penalty)) s->frequency_penalty = (float)c->frequency_penalty;
+    if (c->top_k != -2) s->top_k = c->top_k;
+    s->seed = (uint64_t)c->seed;
+    s->max_tokens = c->max_tokens;
+    s->min_tokens = c->min_tokens;
+    s->ignore_eos = c->ignore_eos;
+    s->include_stop = c->include_stop;
+    s->logprobs = MAX(c->logprobs, 0);
+    s->stop = c->stop;
+    s->n_stop = c->n_stop;
+    r->n = c->samples;
+}
+
+static void cli_put_message(buf *b, const char *role, str content) {
+    json_put_open(b, '{');
+    json_put_key(b, "role"), json_put_str(b, str_c(role));
+    json_put_key(b, "content"), json_put_str(b, content);
+    json_put_close(b, '}');
+}
+
+/* messages: the elements of the JSON array so far. Result: the prompt's text through the chat template. */
+static int cli_render(const cli *c, const toka *t, const buf *messages, buf *out, toka_err *e) {
+    buf b = {0};
+    if (!t->chat) return fail(e, TOKA_E_USE, "%s has no chat template; give one with --chat-template or use --raw", t->files->name);
+    buf_printf(&b, "{\"messages\":[%s],\"add_generation_prompt\":true}", messages->p);
+    buf_clear(out);
+    int code = api_render(t->chat, t->files, buf_view(&b), c->now, out, e);
+    buf_free(&b);
+    return code;
+}
+
+static void cli_last_line(const cli *c, const toka_usage *u) {
+    if (c->quiet) return;
+    double rate = u->decode_s > 0 ? (double)MAX(u->output_tokens - 1, 0) / u->decode_s : 0;
+    fprintf(stderr, "prompt %lld tokens, generated %lld tokens, %.1f tok/s, first token after %.0f ms\n", (long long)u->prompt_tokens,
+            (long long)u->output_tokens, rate, 1e3 * u->prefill_s);
+}
+
+static void cli_put_result(buf *b, const cli_run *r, const toka_usage *u) {
+    json_put_open(b, '{');
+    json_put_key(b, "model"), json_put_str(b, str_c(r->t->files->name));
+    json_put_key(b, "samples"), json_put_open(b, '[');
+    for (int i = 0; i < r->c->samples; i++) {
+        const cli_sample *s = &r->samples[i];
+        json_put_open(b, '{');
+        json_put_key(b, "index"), json_put_int(b, i);
+        json_put_key(b, "text"), json_put_str(b, buf_view(&s->text));
+        json_put_key(b, "finish_reason"), json_put_str(b, str_c(cli_finish_name(s->finish)));
+        if (s->stop_id >= 0) json_put_key(b, "stop_id"), json_put_int(b, s->stop_id);
+        json_put_key(b, "tokens");
+        buf_printf(b, "[%s]}", s->tokens.n ? s->tokens.p : "");
+    }
+    json_put_close(b, ']');
+    json_put_key(b, "prompt_tokens"), json_put_int(b, u->prompt_tokens);
+    json_put_key(b, "output_tokens"), json_put_int(b, u->output_tokens);
+    json_put_key(b, "prefill_s"), json_put_num(b, u->prefill_s, true);
+    json_put_key(b, "decode_s"), json_put_num(b, u->decode_s, true);
+    json_put_close(b, '}');
+    buf_char(b, '\n');
+}
+
+/* --logprobs without --json: one line a token on standard error. */
+static void cli_show_logprobs(const cli_run *r) {
+    if (r->c->json || r->c->logprobs < 0) return;
+    for (int i = 0; i < r->c->samples; i++) fprintf(stderr, "%s\n", buf_view(&r->samples[i].tokens).p);
+}
+
+/* Runs one prompt. answer: NULL, or gets the first sample's text (for the history of a chat). */
+static int cli_complete(const cli *c, toka *t, str prompt, int text_flags, buf *answer, toka_err *e) {
+    toka_request r = toka_request_default();
+    toka_usage u = {0};
+    cli_sampling(c, t, &r);
+    r.text = prompt.p, r.text_bytes = prompt.n, r.text_flags = text_flags;
+    if (c->samples < 1 || c->samples > 1 << 20) return fail(e, TOKA_E_USE, "--samples: %d, expected 1 to 1048576", c->samples);
+    cli_run run = {.c = c, .t = t, .samples = mem_zalloc((size_t)c->samples * sizeof(cli_sample)), .e = e};
+    for (int i = 0; i < c->samples; i++) run.samples[i].stop_id = -1;
+    int code = toka_generate(t, &r, cli_on_event, &run, &u, e);
+    if (run.code) code = run.code;
+    bool interrupted = code == TOKA_E_CANCELLED;
+    if (interrupted) code = 0;
+    for (int i = 0; i < c->samples && interrupted; i++)
+        if (run.samples[i].finish == TOKA_RUNNING) run.samples[i].finish = TOKA_CANCELLED;
+    if (!code && c->json) {
+        buf b = {0};
+        cli_put_result(&b, &run, &u);
+        code = cli_write(buf_view(&b), e);
+        buf_free(&b);
+    } else if (!code && c->samples > 1) {
+        cli_show_ended(&run);
+        code = run.code;
+    } else if (!code) {
+        code = cli_write(STR("\n"), e);
+    }
+    if (!code) cli_show_logprobs(&run), cli_last_line(c, &u);
+    if (answer) buf_clear(answer), buf_str(answer, buf_view(&run.samples[0].text));
+    for (int i = 0; i < c->samples; i++) buf_free(&run.samples[i].text), buf_free(&run.samples[i].tokens);
+    free(run.samples);
+    return code;
+}
+
+/* One line of standard input without its line end. False: no more input. */
+static bool cli_read_line(buf *line) {
+    buf_clear(line);
+    for (int ch; !cli_interrupted;) {
+        if ((ch = getchar()) == EOF) return line->n > 0;
+        if (ch == '\n') return true;
+        buf_char(line, (char)ch);
+    }
+    return false;
+}
+
+/* A conversation: every line of input is a user turn; the history goes through the template anew each turn. */
+static int cli_chat(const cli *c, toka *t, toka_err *e) {
+    buf line = {0}, messages = {0}, prompt = {0}, answer = {0};
+    bool terminal = isatty(0);
+    int code = 0;
+    if (c->system) cli_put_message(&messages, "system", str_c(c->system));
+    if (c->prompt) buf_c(&line, c->prompt);
+    while (!code && !cli_interrupted) {
+        if (terminal && !line.n) fputs("> ", stderr);
+        if (!line.n && !cli_read_line(&line)) break;
+        if (!line.n) continue;
+        cli_put_message(&messages, "user", buf_view(&line));
+        code = cli_render(c, t, &messages, &prompt, e);
+        if (!code) code = cli_complete(c, t, buf_view(&prompt), TOKA_PARSE_SPECIAL, &answer, e);
+        cli_put_message(&messages, "assistant", buf_view(&answer));
+        buf_clear(&line);
+    }
+    buf_free(&line), buf_free(&messages), buf_free(&prompt), buf_free(&answer);
+    return code;
+}
+
+static int cli_run_prompt(const cli *c, toka *t, toka_err *e) {
+    buf text = {0}, messages = {0}, prompt = {0};
+    bool templated = t->chat && !c->raw;
+    int code = cli_read_prompt(c, &text, e);
+    if (!code && c->raw && c->system) code = fail(e, TOKA_E_USE, "--system needs the chat template, --raw leaves it out");
+    if (!code && !templated && c->system) code = fail(e, TOKA_E_USE, "--system: %s has no chat template", t->files->name);
+    if (!code && templated) {
+        if (c->system) cli_put_message(&messages, "system", str_c(c->system));
+        cli_put_message(&messages, "user", buf_view(&text));
+        code = cli_render(c, t, &messages, &prompt, e);
+    }
+    if (!code && templated) code = cli_complete(c, t, buf_view(&prompt), TOKA_PARSE_SPECIAL, NULL, e);
+    else if (!code) code = cli_complete(c, t, buf_view(&text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, NULL, e);
+    buf_free(&text), buf_free(&messages), buf_free(&prompt);
+    return code;
+}
+
+static int cli_run_command(const cli *c, toka_err *e) {
+    toka *t;
+    if (!c->prompt && !c->file && !c->chat && isatty(0))
+        return fail(e, TOKA_E_USE, "no prompt: give -p TEXT, -f FILE, text on standard input, or --chat; see toka --help");
+    int code = toka_open(&t, &c->open, e);
+    if (code) return code;
+    code = c->chat ? cli_chat(c, t, e) : cli_run_prompt(c, t, e);
+    toka_close(t);
+    return code;
+}
+
+/* ---- toka tokenize, template, score, models ---- */
+
+static int cli_parse_ids(str text, ids *out, toka_err *e) {
+    const char *p = text.p, *end = text.p + text.n; /* NUL-terminated by os_read_all */
+    while (p < end) {
+        char *next;
+        errno = 0;
+        long v = strtol(p, &next, 10);
+        if (next == p || errno || v < 0 || v > INT32_MAX || (next < end && !isspace((unsigned char)*next)))
+            return fail(e, TOKA_E_INPUT, "standard input: not a token id at byte %td", p - text.p);
+        ids_push(out, (int32_t)v);
+        for (p = next; p < end && isspace((unsigned char)*p);) p++;
+    }
+    return 0;
+}
+
+static int cli_tokenize(const cli *c, toka_err *e) {
+    buf in = {0}, out = {0};
+    ids v = {0};
+    toka *t = NULL;
+    int code = api_check_options(&c->open, e);
+    if (!code) code = api_open_text(&t, &c->open, e);
+    if (!code) code = api_need_tokenizer(t, e);
+    if (!code) code = cli_read_prompt(c, &in, e);
+    if (!code && c->decode) {
+        code = cli_parse_ids(buf_view(&in), &v, e);
+        if (!code) code = tok_decode(t->tok, v.p, v.n, c->no_special ? TOKA_SKIP_SPECIAL : 0, &out, e);
+    } else if (!code) {
+        code = tok_encode(t->tok, buf_view(&in), TOKA_PARSE_SPECIAL | (c->no_special ? 0 : TOKA_ADD_SPECIAL), &v, e);
+        for (size_t i = 0; i < v.n && !code; i++) buf_printf(&out, i ? " %d" : "%d", (int)v.p[i]);
+        if (!code) buf_char(&out, '\n');
+    }
+    if (!code) code = cli_write(buf_view(&out), e);
+    buf_free(&in), buf_free(&out), ids_free(&v);
+    toka_close(t);
+    return code;
+}
+
+static int cli_template(const cli *c, toka_err *e) {
+    buf in = {0}, out = {0};
+    toka *t = NULL;
+    tmpl *alone = NULL;
+    int code = 0;
+    if (c->open.model || !c->open.chat_template) {
+        code = api_check_options(&c->open, e);
+        if (!code) code = api_open_text(&t, &c->open, e);
+    } else { /* a template file needs no model */
+        str source;
+        if ((code = os_map(c->open.chat_template, &source, e))) return code;
+        code = tmpl_parse(&alone, source, e);
+        os_unmap(source);
+    }
+    if (!code && t && !t->chat) code = fail(e, TOKA_E_USE, "%s has no chat template; give one with --chat-template", t->files->name);
+    if (!code) code = cli_read_prompt(c, &in, e);
+    if (!code) code = api_render(t ? t->chat : alone, t ? t->files : NULL, buf_view(&in), c->now, &out, e);
+    if (!code) code = cli_write(buf_view(&out), e);
+    buf_free(&in), buf_free(&out);
+    tmpl_del(alone);
+    toka_close(t);
+    return code;
+}
+
+/* Lines "logprob id token", the total on standard error; or one JSON object. */
+static int cli_put_scores(const cli *c, const toka *t, const int32_t *v, size_t n, const float *logprobs, toka_err *e) {
+    buf out = {0}, quoted = {0};
+    double sum = 0;
+    if (c->json) json_put_open(&out, '{'), json_put_key(&out, "tokens"), json_put_open(&out, '[');
+    for (size_t i = 0; i < n; i++) {
+        char *text = NULL;
+        size_t bytes = 0;
+        int code = toka_decode(t, &v[i], 1, 0, &text, &bytes, e);
+        if (code) {
+            buf_free(&out), buf_free(&quoted);
+            return code;
+        }
+        sum += logprobs[i];
+        if (c->json) {
+            json_put_open(&out, '{');
+            json_put_key(&out, "id"), json_put_int(&out, v[i]);
+            json_put_key(&out, "token"), json_put_str(&out, (str){text, bytes});
+            json_put_key(&out, "logprob");
+            if (i) json_put_num(&out, logprobs[i], true);
+            else json_put_null(&out);
+            json_put_close(&out, '}');
+        } else {
+            buf_printf(&out, "%10.5f %7d ", logprobs[i], (int)v[i]);
+            buf_clear(&quoted);
+            json_put_str(&quoted, (str){text, bytes});
+            buf_str(&out, buf_view(&quoted));
+            buf_char(&out, '\n');
+        }
+        free(text);
+    }
+    double perplexity = n > 1 ? exp(-sum / (double)(n - 1)) : 1;
+    if (c->json) {
+        json_put_close(&out, ']');
+        json_put_key(&out, "logprob"), json_put_num(&out, sum, false);
+        json_put_key(&out, "perplexity"), json_put_num(&out, perplexity, false);
+        buf_c(&out, "}\n");
+    }
+    int code = cli_write(buf_view(&out), e);
+    if (!code && !c->quiet) fprintf(stderr, "%zu tokens, log-probability %.5f, perplexity %.4f\n", n, sum, perplexity);
+    buf_free(&out), buf_free(&quoted);
+    return code;
+}
+
+static int cli_score(const cli *c, toka_err *e) {
+    buf in = {0};
+    toka *t = NULL;
+    int32_t *v = NULL;
+    size_t n = 0;
+    float *logprobs = NULL;
+    int code = toka_open(&t, &c->open, e);
+    if (!code) code = cli_read_prompt(c, &in, e);
+    if (!code)
+        code = toka_encode(t, buf_view(&in).p, in.n, TOKA_PARSE_SPECIAL | (c->no_special ? 0 : TOKA_ADD_SPECIAL), &v, &n, e);
+    if (!code) logprobs = mem_zalloc(n * sizeof *logprobs), code = toka_score(t, v, n, logprobs, e);
+    if (!code) code = cli_put_scores(c, t, v, n, logprobs, e);
+    free(v), free(logprobs), buf_free(&in);
+    toka_close(t);
+    return code;
+}
+
+/* The list of known models, and whether this machine has them. */
+static int cli_models(const cli *c, toka_err *e) {
+    (void)c;
+    return fail(e, TOKA_E_USE, "placeholder");
+}
+
+static int cli_version(void) {
+    toka_err e;
+    printf("toka %s (CPU backend: %s%s)\n", TOKA_VERSION, cpu_isa_name(), embedded_model ? ", embedded model" : "");
+    (void)e;
+    return 0;
+}
+
+static int cli_dispatch(int argc, char **argv, toka_err *e) {
+    static const struct {
+        const char *name;
+        int (*run)(const cli *, toka_err *);
+    } commands[] = {{"tokenize", cli_tokenize}, {"template", cli_template}, {"score", cli_score}, {"models", cli_models}};
+    static const char *const planned[] = {"serve", "batch", "bench", "plan", "devices"};
+    cli c = cli_default();
+    int (*run)(const cli *, toka_err *) = cli_run_command;
+    int skip = argc > 1 && argv[1][0] != '-' ? 2 : 1, code;
+    if (skip == 2) {
+        run = NULL;
+        for (int i = 0; i < COUNT(commands); i++)
+            if (!strcmp(argv[1], commands[i].name)) run = commands[i].run;
+        for (int i = 0; i < COUNT(planned); i++)
+            if (!strcmp(argv[1], planned[i])) return fail(e, TOKA_E_USE, "toka %s is not in version %s", argv[1], TOKA_VERSION);
+        if (!run) return fail(e, TOKA_E_USE, "%s: no such command; see toka --help", argv[1]);
+    }
+    if ((code = cli_parse(&c, argc - skip, argv + skip, e))) return code;
+    if (c.help) return cli_help(), 0;
+    if (c.version) return cli_version();
+    return run(&c, e);
+}
+
+int toka_main(int argc, char **argv) {
+    toka_err e = {0};
+    cli_catch_signals();
+    int code = cli_dispatch(argc, argv, &e);
+    if (code) fprintf(stderr, "toka: %s\n", e.msg);
+    if (cli_interrupted) return 130;
+    return !code ? 0 : code == TOKA_E_USE || code == TOKA_E_INPUT ? 1 : 2;
+}
+
+#ifdef TOKA_MAIN
+int main(int argc, char **argv) { return toka_main(argc, argv); }
+#endif
