@@ -3158,9 +3158,10 @@ static void eng_close(eng *g) {
 }
 
 /* shape: the model's, with B and max_len still to be set here; it must outlive the engine. */
-static int eng_open(eng **out, const mf_model *files, toka_shape *shape, const tok *tok, const toka_options *o, toka_err *e) {
+static int eng_open(eng **out, const mf_model *files, toka_shape *shape, const tok *words, const toka_options *o,
+                    toka_err *e) {
     eng *g = mem_zalloc(sizeof *g);
-    g->files = files, g->tok = tok;
+    g->files = files, g->tok = words;
     g->max_seqs = o->max_num_seqs ? o->max_num_seqs : 64;
     g->max_tokens = MAX(o->max_num_batched_tokens ? o->max_num_batched_tokens : 512, g->max_seqs);
     shape->B = ENG_PAGE;
@@ -3253,7 +3254,7 @@ static void eng_plan(eng *g, const toka_sampling *sampling) {
 
 /* Starts a sample in slot q if its whole future fits; false: not now. */
 static bool eng_admit(eng *g, eng_seq *q, int sample, const int32_t *prompt, int n_prompt, const toka_sampling *s) {
-    int end = s->max_tokens ? MIN((int64_t)n_prompt + s->max_tokens, g->max_len) : g->max_len;
+    int end = s->max_tokens ? (int)MIN((int64_t)n_prompt + s->max_tokens, (int64_t)g->max_len) : g->max_len;
     int n_pages = (end + ENG_PAGE - 1) / ENG_PAGE;
     if (n_pages > g->n_free) return false;
     *q = (eng_seq){.sample = sample, .active = true, .n_prompt = n_prompt, .n_tokens = n_prompt, .max_tokens = end};
@@ -3416,12 +3417,13 @@ EMBED(embed_generation, "generation_config.json")
 EMBED(embed_tokenizer, "tokenizer.json")
 EMBED(embed_tokenizer_config, "tokenizer_config.json")
 EMBED(embed_weights, "model.safetensors")
-static const mf_embedded embedded_model[] = {{"config.json", embed_config_begin, embed_config_end},
+static const mf_embedded embedded_files[] = {{"config.json", embed_config_begin, embed_config_end},
                                              {"generation_config.json", embed_generation_begin, embed_generation_end},
                                              {"tokenizer.json", embed_tokenizer_begin, embed_tokenizer_end},
                                              {"tokenizer_config.json", embed_tokenizer_config_begin, embed_tokenizer_config_end},
                                              {"model.safetensors", embed_weights_begin, embed_weights_end},
                                              {NULL, NULL, NULL}};
+static const mf_embedded *const embedded_model = embedded_files;
 #else
 static const mf_embedded *const embedded_model = NULL;
 #endif
