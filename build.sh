@@ -1,46 +1,63 @@
 #!/bin/sh
 # build.sh - builds ./toka, and nothing else in the tree.
-#   ./build.sh            with nvcc: CPU and GPU; without: CPU only. CC, CFLAGS, NVCC, ARCHS may be set in the environment
-#   ./build.sh check      only the mechanical checks of toka.c
+#   ./build.sh          CPU, and with nvcc and toka_kernels.cu the GPU too
+#   ./build.sh check    only the mechanical checks of toka.c
+# From the environment: CC, CFLAGS, NVCC (empty: no GPU), ARCHS.
 set -eu
 cd "$(dirname "$0")"
 CC=${CC:-cc}
-NVCC=${NVCC:-$(command -v nvcc || true)}
-MODEL=test/model # the folder whose model becomes part of the program
+NVCC=${NVCC-$(command -v nvcc || true)}
+ARCHS=${ARCHS:-80 89 90a} # GPU architectures that go into the one binary
+MODEL=test/model          # the folder whose model becomes part of the program
 WARN="-Wall -Wextra -Wshadow -Wvla -Wmissing-prototypes -Wstrict-prototypes -Wconversion -Wno-sign-conversion
       -Wno-float-conversion -Werror"
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT INT TERM
 
-# The contents list at the top of toka.c and the banners below say the same.
-check() {
-    sed -n 's/^ \* *\([0-9]*\. .*\[[a-z]*\]\)$/\1/p' toka.c | grep -v MARK >"$tmp/contents"
-    sed -n 's/^ \* MARK: \(.*\)$/\1/p' toka.c >"$tmp/banners"
-    if ! diff "$tmp/contents" "$tmp/banners" >&2; then
-        echo "build.sh: the contents list of toka.c differs from its banners" >&2
-        exit 1
-    fi
+die() {
+    echo "build.sh: $*" >&2
+    exit 1
 }
 
-# Nothing leaves the program but toka_* (and main).
+# The contents list at the top of toka.c and the banners below it say the same.
+check() {
+    sed -n 's/^ \* *\([0-9]*\. .*\[[a-z]*\]\)$/\1/p' toka.c >"$tmp/contents"
+    sed -n 's/^ \* MARK: \(.*\)$/\1/p' toka.c >"$tmp/banners"
+    diff "$tmp/contents" "$tmp/banners" >&2 || die "the contents list of toka.c differs from its banners"
+}
+
+# Nothing leaves an object file but toka_* and main.
 exports() {
     bad=$(nm -g --defined-only "$1" | awk '{print $3}' | grep -v -x -e 'toka_.*' -e main || true)
-    if [ -n "$bad" ]; then
-        echo "build.sh: exported symbols that are not toka_*: $bad" >&2
-        exit 1
-    fi
+    [ -z "$bad" ] || die "exported symbols that are not toka_*: $bad"
+}
+
+# The GPU half: one object for all architectures. Warnings of ptxas that cost speed (serialised wgmma, spills) are errors.
+cuda() {
+    gencode=
+    for a in $ARCHS; do gencode="$gencode -gencode arch=compute_$a,code=sm_$a"; done
+    # shellcheck disable=SC2086
+    "$NVCC" -std=c++17 -O3 $gencode -Xptxas -v -c toka_kernels.cu -o "$tmp/kernels.o" >"$tmp/nvcc" 2>&1 || {
+        cat "$tmp/nvcc" >&2
+        die "nvcc failed"
+    }
+    grep -E 'C7508|C7510|C7511|C7515|[1-9][0-9]* bytes spill' "$tmp/nvcc" >&2 && die "nvcc serialised or spilled"
+    exports "$tmp/kernels.o"
 }
 
 check
 [ "${1:-}" = check ] && exit 0
-EMBED=
-[ -f "$MODEL/model.safetensors" ] && EMBED="-DTOKA_EMBED=\"$MODEL\""
-# shellcheck disable=SC2086
-$CC -std=c11 -O3 $WARN ${CFLAGS:-} -DTOKA_MAIN $EMBED -c toka.c -o "$tmp/toka.o"
-exports "$tmp/toka.o"
+flags=
+[ -f "$MODEL/model.safetensors" ] && flags="-DTOKA_EMBED=\"$MODEL\""
 if [ -n "$NVCC" ] && [ -f toka_kernels.cu ]; then
-    echo "build.sh: toka_kernels.cu is not part of this version" >&2
-    exit 1
+    cuda
+    flags="$flags -DTOKA_WITH_CUDA"
+    link="$NVCC $tmp/toka.o $tmp/kernels.o"
+else
+    link="$CC $tmp/toka.o"
 fi
-$CC "$tmp/toka.o" -o toka -lm -lpthread
-echo "built ./toka ($(wc -c <toka) bytes)"
+# shellcheck disable=SC2086
+$CC -std=c11 -O3 $WARN ${CFLAGS:-} -DTOKA_MAIN $flags -c toka.c -o "$tmp/toka.o"
+exports "$tmp/toka.o"
+$link -o toka -lm -lpthread
+echo "built ./toka, $(($(wc -c <toka) / 1024)) KB"

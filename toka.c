@@ -3158,8 +3158,8 @@ static void eng_close(eng *g) {
 }
 
 /* shape: the model's, with B and max_len still to be set here; it must outlive the engine. */
-static int eng_open(eng **out, const mf_model *files, toka_shape *shape, const tok *words, const toka_options *o,
-                    toka_err *e) {
+static int eng_open(eng **out, const toka_backend *be, const mf_model *files, toka_shape *shape, const tok *words,
+                    const toka_options *o, toka_err *e) {
     eng *g = mem_zalloc(sizeof *g);
     g->files = files, g->tok = words;
     g->max_seqs = o->max_num_seqs ? o->max_num_seqs : 64;
@@ -3180,7 +3180,7 @@ static int eng_open(eng **out, const mf_model *files, toka_shape *shape, const t
     }
     g->n_pages = (int)MIN((n_kv + ENG_PAGE - 1) / ENG_PAGE + g->max_seqs, (int64_t)INT_MAX / ENG_PAGE);
     toka_device_options d = {o->n_threads, g->max_tokens, g->max_tokens, g->n_pages};
-    int code = model_open(&g->m, &toka_cpu, &d, shape, &files->weights, e);
+    int code = model_open(&g->m, be, &d, shape, &files->weights, e);
     if (code) {
         eng_close(g);
         return code;
@@ -3457,10 +3457,24 @@ static int api_open_text(toka **out, const toka_options *o, toka_err *e) {
     return 0;
 }
 
+#ifdef TOKA_WITH_CUDA
+static const toka_backend *const api_backends[] = {&toka_cuda, &toka_cpu}; /* "auto" is the first */
+static const char api_devices[] = "cuda and cpu";
+#else
+static const toka_backend *const api_backends[] = {&toka_cpu};
+static const char api_devices[] = "cpu";
+#endif
+
+static const toka_backend *api_backend(const char *device) { /* NULL: no such device in this build */
+    if (!device || !strcmp(device, "auto")) return api_backends[0];
+    for (int i = 0; i < COUNT(api_backends); i++)
+        if (!strcmp(device, api_backends[i]->name)) return api_backends[i];
+    return NULL;
+}
+
 static int api_check_options(const toka_options *o, toka_err *e) {
     if (!o->model && !embedded_model) return fail(e, TOKA_E_USE, "no model given, and none is embedded in this build");
-    if (o->device && strcmp(o->device, "auto") && strcmp(o->device, "cpu"))
-        return fail(e, strcmp(o->device, "cuda") ? TOKA_E_USE : TOKA_E_DEVICE, "device %s: this build has auto and cpu", o->device);
+    if (!api_backend(o->device)) return fail(e, TOKA_E_USE, "device %s: this build has auto, %s", o->device, api_devices);
     if (o->n_threads < 0 || o->n_threads > 1024) return fail(e, TOKA_E_USE, "threads: %d, expected 0 to 1024", o->n_threads);
     if (o->max_model_len < 0) return fail(e, TOKA_E_USE, "max_model_len: %d, expected 0 or more", o->max_model_len);
     if (o->max_num_seqs < 0 || o->max_num_seqs > 65536)
@@ -3475,7 +3489,7 @@ int toka_open(toka **out, const toka_options *o, toka_err *e) {
     *out = NULL;
     int code = api_check_options(o, e);
     if (code || (code = api_open_text(&t, o, e))) return code;
-    if ((code = eng_open(&t->engine, t->files, &t->shape, t->tok, o, e))) {
+    if ((code = eng_open(&t->engine, api_backend(o->device), t->files, &t->shape, t->tok, o, e))) {
         toka_close(t);
         return code;
     }
@@ -3757,7 +3771,7 @@ static const char cli_commands[] =
     "  toka score [FLAGS]      log-probability of every token of a text\n"
     "  toka models             the models of models.txt\n";
 
-static void cli_help(void) {
+static int cli_help(toka_err *e) {
     printf("toka %s - a high-throughput LLM inference engine in one C file\n\n%s", TOKA_VERSION, cli_commands);
     for (int i = 0; i < COUNT(cli_flags); i++) {
         const cli_flag *f = &cli_flags[i];
@@ -3772,6 +3786,7 @@ static void cli_help(void) {
     }
     puts("\nEvery flag that takes a value can also come from the environment: TOKA_MAX_TOKENS=64 is --max-tokens 64.\n"
          "Exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C.");
+    return cli_write(STR(""), e);
 }
 
 /* ---- Reading flags ---- */
@@ -4241,17 +4256,40 @@ static int cli_score(const cli *c, toka_err *e) {
     return code;
 }
 
-/* The list of known models, and whether this machine has them. */
-static int cli_models(const cli *c, toka_err *e) {
-    (void)c;
-    return fail(e, TOKA_E_USE, "placeholder");
+/* Weights of a known model's shape, norms and biases left out of the count: they are under a thousandth. */
+static double cli_billions(const mf_config *c) {
+    const toka_shape *s = &c->shape;
+    double layer = (double)s->E * s->D * (2 * s->H + 2 * s->K) + 3.0 * s->E * s->F;
+    return 1e-9 * (s->L * layer + (c->features & MF_LM_HEAD ? 2.0 : 1.0) * s->V * s->E);
 }
 
-static int cli_version(void) {
-    toka_err e;
-    printf("toka %s (CPU backend: %s%s)\n", TOKA_VERSION, cpu_isa_name(), embedded_model ? ", embedded model" : "");
-    (void)e;
-    return 0;
+/* The table of known models, and whether this machine's hub cache has them. */
+static int cli_models(const cli *c, toka_err *e) {
+    arena a = {0};
+    buf out = {0};
+    mf_known *known;
+    toka_err absent;
+    int n;
+    int code = mf_models_open(c->open.models_file, &a, &known, &n, e);
+    if (!code && !n) code = fail(e, TOKA_E_USE, "no models.txt here or beside the program; give one with --models-file");
+    for (int i = 0; i < n && !code; i++) {
+        char *folder = NULL;
+        const char *here = mf_find_hub(known[i].hub_id, NULL, &folder, &a, &absent) ? "" : "in the hub cache";
+        if (!i) buf_printf(&out, "%-28s %-44s %9s  %-8s %s\n", "name", "hub id", "weights", "template", "here");
+        buf_printf(&out, "%-28s %-44s %7.2f B  %-8s %s\n", known[i].name, known[i].hub_id, cli_billions(&known[i].config),
+                   known[i].family, here);
+    }
+    if (!code) code = cli_write(buf_view(&out), e);
+    arena_free(&a), buf_free(&out);
+    return code;
+}
+
+static int cli_version(toka_err *e) {
+    buf b = {0};
+    buf_printf(&b, "toka %s (device: cpu%s)\n", TOKA_VERSION, embedded_model ? "; with the embedded model" : "");
+    int code = cli_write(buf_view(&b), e);
+    buf_free(&b);
+    return code;
 }
 
 static int cli_dispatch(int argc, char **argv, toka_err *e) {
@@ -4272,8 +4310,8 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
         if (!run) return fail(e, TOKA_E_USE, "%s: no such command; see toka --help", argv[1]);
     }
     if ((code = cli_parse(&c, argc - skip, argv + skip, e))) return code;
-    if (c.help) return cli_help(), 0;
-    if (c.version) return cli_version();
+    if (c.help) return cli_help(e);
+    if (c.version) return cli_version(e);
     return run(&c, e);
 }
 
