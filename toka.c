@@ -107,6 +107,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -791,14 +792,13 @@ enum uni_class { /* General_Category, and two of its controls apart */
 enum { UNI_9, UNI_16 };
 
 #define UNI_BIT(class) (1u << UNI_##class)
-static const uint32_t uni_upper = UNI_BIT(LU) | UNI_BIT(LT);
-static const uint32_t uni_mark = UNI_BIT(MN) | UNI_BIT(MC) | UNI_BIT(ME);
-static const uint32_t uni_letter = UNI_BIT(LU) | UNI_BIT(LL) | UNI_BIT(LT) | UNI_BIT(LM) | UNI_BIT(LO);
-static const uint32_t uni_number = UNI_BIT(ND) | UNI_BIT(NL) | UNI_BIT(NO);
-static const uint32_t uni_punct =
-    UNI_BIT(PC) | UNI_BIT(PD) | UNI_BIT(PS) | UNI_BIT(PE) | UNI_BIT(PI) | UNI_BIT(PF) | UNI_BIT(PO);
-static const uint32_t uni_symbol = UNI_BIT(SM) | UNI_BIT(SC) | UNI_BIT(SK) | UNI_BIT(SO);
-static const uint32_t uni_space = UNI_BIT(ZS) | UNI_BIT(ZL) | UNI_BIT(ZP) | UNI_BIT(SPACE_CONTROL) | UNI_BIT(LINE_END);
+#define UNI_UPPER (UNI_BIT(LU) | UNI_BIT(LT))
+#define UNI_MARK (UNI_BIT(MN) | UNI_BIT(MC) | UNI_BIT(ME))
+#define UNI_LETTER (UNI_BIT(LU) | UNI_BIT(LL) | UNI_BIT(LT) | UNI_BIT(LM) | UNI_BIT(LO))
+#define UNI_NUMBER (UNI_BIT(ND) | UNI_BIT(NL) | UNI_BIT(NO))
+#define UNI_PUNCT (UNI_BIT(PC) | UNI_BIT(PD) | UNI_BIT(PS) | UNI_BIT(PE) | UNI_BIT(PI) | UNI_BIT(PF) | UNI_BIT(PO))
+#define UNI_SYMBOL (UNI_BIT(SM) | UNI_BIT(SC) | UNI_BIT(SK) | UNI_BIT(SO))
+#define UNI_SPACE (UNI_BIT(ZS) | UNI_BIT(ZL) | UNI_BIT(ZP) | UNI_BIT(SPACE_CONTROL) | UNI_BIT(LINE_END)) /* \s */
 
 #define UNI_MAX 0x110000
 #define UNI_UNSTABLE 32 /* props: form C may change this character or join it to the one before (NFC_Quick_Check not Yes) */
@@ -1231,8 +1231,1300 @@ static str uni_nfc(const uni *u, str s, int version, buf *b) {
 
 /* ===========================================================================
  * MARK: 6. Tokenizer [pure]
- * tokenizer.json to ids and back, equal to Hugging Face `tokenizers`.
+ * tokenizer.json to ids and back, equal to Hugging Face `tokenizers` 0.23.
+ *
+ * In: the text of tokenizer.json, then UTF-8 text or ids. Out: ids or text. A text takes this way (HF's names in brackets):
+ *
+ *   text -> repaired UTF-8 -> cut at added tokens -> form C, prepend, replace -> cut at added tokens that match normalized text
+ *        -> cut into pieces by patterns -> byte pair merges per piece -> ids between the ids of the post-processor
+ *           [pre_tokenizer]                [model]                       [post_processor]
+ *
+ * Supported: the BPE model, on bytes (GPT-2, Llama-3, Qwen, GPT-4o, DeepSeek ...) or on characters with byte fallback (Llama-2,
+ * Mistral, Phi-3 ...). Patterns are recognised by their exact text in tok_rules, each is one row of parameters for tok_match;
+ * there is no regex engine. What is not known is an error at load that quotes it: nothing is guessed.
+ *
+ * Always holds: a tok does not change after tok_load but for the memory of pieces (tok_slot), which any thread may read and write
+ * at any time and which only ever says what the merges would say. Every step is linear in the text but the merges of one long
+ * piece, O(n log n). Nothing in a tokenizer.json can make it crash or take more than a constant times its size.
+ *
+ * Not here: training, offsets, pairs of texts, truncation and padding (they are read over), dropout. Of tokenizer_config.json
+ * nothing is used, as `tokenizers` alone does not know it either. One known difference: the Digits pre-tokenizer of HF counts 13
+ * digits of Unicode 17.0 that its patterns and toka do not (U+11DE0 .. U+11DE9, U+16FF4 .. U+16FF6).
  * =========================================================================== */
+
+typedef struct tok tok;
+
+static int tok_load(tok **out, str tokenizer_json, str config_json, toka_err *e);
+static void tok_del(tok *t);
+
+/* ---- Patterns that cut text into pieces ---- */
+
+/* One pattern as parameters of tok_match. The alternatives of all known patterns come in one order; a row says which are there:
+ *   1 contraction   's 't 're 've 'm 'll 'd
+ *   2 ascii_word    one ASCII punctuation mark or symbol and the ASCII letters behind it
+ *   3 letters       a run of these, one of `head` (spaced: one space) may stand before it; cased: upper case, then lower case
+ *   4 digits        a run of numbers, at most so many (spaced: one space may stand before it)
+ *   5 marks         a run of these, one space may stand before it, `tail` characters behind it
+ *   6 lines         white space up to its last line end
+ *   7 spaces        white space, all but its last character if text follows that is none, but at least one
+ *   8 cjk           a run of CJK ideographs U+4E00 .. U+9FA5, Hiragana and Katakana */
+typedef struct tok_rule {
+    const char *regex; /* as it stands in tokenizer.json; NULL: made from a pre-tokenizer without a pattern */
+    enum { TOK_NO_CONTRACTION, TOK_EXACT, TOK_ANY_CASE } contraction;
+    bool ascii_word, spaced, cased, suffix; /* suffix: alternative 1 may end alternative 3 instead */
+    uint32_t head, letters, marks;          /* sets of uni_class */
+    int digits;
+    const char *tail;
+    bool lines, spaces, cjk;
+} tok_rule;
+
+#define TOK_HEAD ~(UNI_BIT(LINE_END) | UNI_LETTER | UNI_NUMBER)
+#define TOK_MARKS ~(UNI_SPACE | UNI_LETTER | UNI_NUMBER)
+#define TOK_UPPER (UNI_UPPER | UNI_BIT(LM) | UNI_BIT(LO) | UNI_MARK)
+#define TOK_LOWER (UNI_BIT(LL) | UNI_BIT(LM) | UNI_BIT(LO) | UNI_MARK)
+
+static const tok_rule tok_rules[] = {
+    /* GPT-2, also what ByteLevel does by itself */
+    {.regex = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+",
+     .contraction = TOK_EXACT, .spaced = true, .letters = UNI_LETTER, .digits = INT_MAX, .marks = TOK_MARKS, .spaces = true},
+    /* GPT-4, Llama-3 */
+    {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|"
+              "\\s+(?!\\S)|\\s+",
+     .contraction = TOK_ANY_CASE, .head = TOK_HEAD, .letters = UNI_LETTER, .digits = 3, .marks = TOK_MARKS, .tail = "\r\n",
+     .lines = true, .spaces = true},
+    /* Qwen2, Qwen2.5, Qwen3 */
+    {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|"
+              "\\s+(?!\\S)|\\s+",
+     .contraction = TOK_ANY_CASE, .head = TOK_HEAD, .letters = UNI_LETTER, .digits = 1, .marks = TOK_MARKS, .tail = "\r\n",
+     .lines = true, .spaces = true},
+    /* Qwen3.5 */
+    {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}| ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|"
+              "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
+     .contraction = TOK_ANY_CASE, .head = TOK_HEAD, .letters = UNI_LETTER | UNI_MARK, .digits = 1,
+     .marks = TOK_MARKS & ~UNI_MARK, .tail = "\r\n", .lines = true, .spaces = true},
+    /* GPT-4o, gpt-oss (o200k) */
+    {.regex = "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+"
+              "(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+              "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*"
+              "(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+              "\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
+     .cased = true, .suffix = true, .head = TOK_HEAD, .digits = 3, .marks = TOK_MARKS, .tail = "\r\n/", .lines = true,
+     .spaces = true},
+    /* Mistral's Tekken */
+    {.regex = "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+|"
+              "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*|"
+              "\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
+     .cased = true, .head = TOK_HEAD, .digits = 1, .marks = TOK_MARKS, .tail = "\r\n/", .lines = true, .spaces = true},
+    /* DeepSeek-V3 and R1: three patterns in a row */
+    {.regex = "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
+              " ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
+     .ascii_word = true, .head = ~(UNI_BIT(LINE_END) | UNI_LETTER | UNI_PUNCT | UNI_SYMBOL), .letters = UNI_LETTER | UNI_MARK,
+     .marks = UNI_PUNCT | UNI_SYMBOL, .tail = "\r\n", .lines = true, .spaces = true},
+    {.regex = "[\xE4\xB8\x80-\xE9\xBE\xA5\xE3\x81\x80-\xE3\x82\x9F\xE3\x82\xA0-\xE3\x83\xBF]+", .cjk = true},
+    {.regex = "\\p{N}{1,3}", .digits = 3},
+    {.regex = "\\p{N}", .digits = 1},
+};
+static const tok_rule tok_each_digit = {.digits = 1}, tok_all_digits = {.digits = INT_MAX};
+
+/* Set of the class of the character at p, and its bytes; at the end the empty set. */
+static inline uint32_t tok_set(const uni *u, const char *p, const char *end, int *n) {
+    if (p == end) return *n = 0, 0;
+    return 1u << (u->props[uni_next(p, n)] & 31);
+}
+
+static const char *tok_run(const uni *u, const char *p, const char *end, uint32_t set) { /* end of the run of `set` at p */
+    for (int n; tok_set(u, p, end, &n) & set;) p += n;
+    return p;
+}
+
+static bool tok_is_cjk(const char *p, const char *end, int *n) {
+    uint32_t c = p < end ? uni_next(p, n) : 0;
+    return (c >= 0x4E00 && c <= 0x9FA5) || (c >= 0x3040 && c <= 0x30FF);
+}
+
+/* Bytes of a contraction at p, 0: none. In any case, U+017F is an s too. */
+static int tok_contraction(const char *p, const char *end, bool any_case) {
+    if (end - p < 2 || *p != '\'') return 0;
+    int fold = any_case ? 32 : 0, a = p[1] | fold, b = end - p > 2 ? p[2] | fold : 0;
+    if (a == 's' || a == 't' || a == 'm' || a == 'd') return 2;
+    if ((a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l')) return 3;
+    return any_case && end - p > 2 && p[1] == '\xC5' && p[2] == '\xBF' ? 3 : 0;
+}
+
+/* head? U* L+ | head? U+ L* with U upper, L lower case, and what has no case in both: as a backtracking matcher finds it.
+ * `both` ends behind the last character of the U run that is in L too: where U* ends when no L follows the run. */
+static const char *tok_cased(const uni *u, const tok_rule *r, const char *p, const char *end) {
+    int n;
+    uint32_t s = tok_set(u, p, end, &n);
+    const char *from = s & r->head ? p + n : p, *upper_end = NULL;
+    for (;; from = p) {
+        const char *q = from, *both = NULL;
+        for (; (s = tok_set(u, q, end, &n)) & TOK_UPPER; q += n)
+            if (s & TOK_LOWER) both = q + n;
+        if (s & TOK_LOWER) return tok_run(u, q, end, TOK_LOWER);
+        if (both) return both;
+        if (!upper_end && q > from) upper_end = q;
+        if (from == p) return upper_end;
+    }
+}
+
+/* Alternative 3, NULL: no word at p. */
+static const char *tok_word(const uni *u, const tok_rule *r, const char *p, const char *end, uint32_t s, int n) {
+    if (r->cased) {
+        const char *q = tok_cased(u, r, p, end);
+        return q && r->suffix ? q + tok_contraction(q, end, true) : q;
+    }
+    if (s & r->letters) return tok_run(u, p + n, end, r->letters);
+    int m;
+    if ((r->spaced ? *p == ' ' : (s & r->head) != 0) && tok_set(u, p + n, end, &m) & r->letters)
+        return tok_run(u, p + n + m, end, r->letters);
+    return NULL;
+}
+
+/* Alternatives 6 and 7 at white space p, NULL: neither. */
+static const char *tok_white(const uni *u, const tok_rule *r, const char *p, const char *end) {
+    const char *q = tok_run(u, p, end, UNI_SPACE), *last = q;
+    if (r->lines)
+        for (const char *k = q; k > p; k--)
+            if (k[-1] == '\n' || k[-1] == '\r') return k;
+    if (!r->spaces) return NULL;
+    if (q == end) return q;
+    while (((unsigned char)*--last & 0xC0) == 0x80) continue;
+    return last > p ? last : q;
+}
+
+/* End of what the pattern matches at p < end, NULL: nothing. `end` is the end of text for the pattern. */
+static const char *tok_match(const uni *u, const tok_rule *r, const char *p, const char *end) {
+    int n, m;
+    const char *q;
+    uint32_t s = tok_set(u, p, end, &n);
+    if (r->contraction && (m = tok_contraction(p, end, r->contraction == TOK_ANY_CASE))) return p + m;
+    if (r->ascii_word && ispunct((unsigned char)*p) && end - p > 1 && isalpha((unsigned char)p[1])) {
+        for (q = p + 2; q < end && isalpha((unsigned char)*q);) q++;
+        return q;
+    }
+    if ((r->letters || r->cased) && (q = tok_word(u, r, p, end, s, n))) return q;
+    if (r->digits) {
+        q = r->spaced && *p == ' ' ? p + 1 : p;
+        const char *first = q;
+        for (int k = 0; k < r->digits && tok_set(u, q, end, &m) & UNI_NUMBER; k++) q += m;
+        if (q > first) return q;
+    }
+    if (r->marks) {
+        const char *first = *p == ' ' ? p + 1 : p;
+        q = tok_run(u, first, end, r->marks);
+        if (q > first) {
+            while (r->tail && q < end && *q && strchr(r->tail, *q)) q++;
+            return q;
+        }
+    }
+    if (s & UNI_SPACE && (r->lines || r->spaces)) return tok_white(u, r, p, end);
+    if (!r->cjk) return NULL;
+    for (q = p; tok_is_cjk(q, end, &n);) q += n;
+    return q > p ? q : NULL;
+}
+
+/* ---- What a tokenizer is ---- */
+
+enum {
+    TOK_MAX_IDS = 1 << 22,   /* largest id a file may use */
+    TOK_MAX_CONTENT = 256,   /* bytes that a normalizer may put in for each match */
+    TOK_MAX_STEPS = 8,       /* normalizers, patterns or decoders in a row */
+    TOK_SHORT = 40,          /* symbols up to which a piece is merged by plain scans */
+    TOK_SLOT_BYTES = 24, TOK_SLOT_IDS = 8, TOK_SLOTS = 1 << 14
+};
+
+typedef struct tok_merge { /* symbols a b become id; the lowest rank goes first */
+    int32_t a, b, id;      /* a -1: empty place of the hash table */
+    uint32_t rank;
+} tok_merge;
+
+typedef struct tok_index { /* hash table from text to id, open addressing */
+    struct tok_place {
+        uint32_t hash;
+        int32_t id; /* -1: empty */
+    } *places;
+    uint32_t mask;
+    const str *key; /* by id; the tok's own */
+} tok_index;
+
+/* The memory of pieces: a direct-mapped table from a piece's bytes to its ids, so that a word is merged once and not each time it
+ * comes. One cache line, a seqlock: w[0] = bytes | ids << 8 | TOK_BUSY | change count << 32, then 24 bytes of text, then 8 ids. */
+typedef struct tok_slot {
+    _Alignas(64) _Atomic uint64_t w[8];
+} tok_slot;
+#define TOK_BUSY ((uint64_t)1 << 16)
+
+typedef struct tok_added {
+    str content;
+    int32_t id;
+    bool special, normalized, single_word, lstrip, rstrip;
+} tok_added;
+
+typedef struct tok_matcher { /* finds the longest of a set of texts at a place */
+    struct tok_text {
+        str text;
+        int added; /* index of t->added */
+    } *sorted;
+    int n;
+    bool first[256]; /* bytes that one of them begins with */
+} tok_matcher;
+
+typedef struct tok_normal { /* one normalizer */
+    enum { TOK_NFC, TOK_PREPEND, TOK_REPLACE } kind;
+    str from, to;
+} tok_normal;
+
+typedef struct tok_step { /* one pattern of the pre-tokenizer */
+    const tok_rule *rule;
+    bool removed; /* what it matches is dropped; else it is a piece, and what lies between is one */
+} tok_step;
+
+enum tok_flag { TOK_KNOWN = 1, TOK_SPECIAL = 2, TOK_SKIPPED = 4, TOK_BYTE = 8 }; /* SKIPPED: left out by TOKA_SKIP_SPECIAL */
+
+struct tok {
+    uni uni;
+    arena mem;      /* all text below */
+    int n_ids, cap; /* ids in use; places in the next three */
+    str *key;       /* [cap] what encode matches: for a byte-level tokenizer the bytes themselves. p NULL: nothing */
+    str *text;      /* [cap] what decode writes */
+    uint8_t *flag;  /* [cap] tok_flag */
+    str *name;      /* [cap] content of added tokens and of what the byte-level alphabet cannot say. p NULL: the key says it */
+    tok_index keys, names;
+    tok_merge *merges;
+    uint32_t merge_mask;
+    uint64_t *joins; /* set of pairs of characters that some merge puts side by side; NULL: not to be cut there */
+    uint32_t join_mask;
+    tok_slot *slots;
+
+    tok_added *added;
+    int32_t *added_at; /* [cap] 1 + index of the id's added token, 0: none */
+    int n_added;
+    tok_matcher raw, normalized;
+    tok_normal normals[TOK_MAX_STEPS];
+    int n_normals;
+    tok_step steps[TOK_MAX_STEPS];
+    int n_steps;
+    bool byte_level, prefix_space;
+    struct {
+        str mark; /* n 0: no Metaspace */
+        enum { TOK_NEVER, TOK_FIRST, TOK_ALWAYS } prepend;
+        bool split;
+    } meta;
+    bool ignore_merges, fuse_unk, byte_fallback;
+    bool all_bytes; /* byte fallback has a token for each byte: no character is unknown */
+    int32_t unk, byte_id[256]; /* -1: none */
+    ids head, tail;            /* the post-processor's */
+
+    enum { TOK_JOIN, TOK_BYTES, TOK_CHAIN, TOK_META } decoder;
+    bool decode_fallback, decode_fuse;
+    int strip; /* of these characters at the start ... */
+    str strip_char;
+    str meta_mark;
+    bool meta_drop; /* the first token loses its marks */
+};
+
+static int tok_n_ids(const tok *t) { return t->n_ids; }
+static bool tok_is_special(const tok *t, int32_t id) { return id >= 0 && id < t->n_ids && t->flag[id] & TOK_SPECIAL; }
+
+/* ---- The two hash tables ---- */
+
+static struct tok_place *tok_place_of(const tok_index *x, str s, uint32_t *hash) { /* where s is or would be */
+    uint32_t h = *hash = (uint32_t)hash_bytes(s.p, s.n), i = h & x->mask;
+    while (x->places[i].id >= 0 && !(x->places[i].hash == h && str_eq(x->key[x->places[i].id], s))) i = (i + 1) & x->mask;
+    return &x->places[i];
+}
+static int32_t tok_find(const tok_index *x, str s) { /* id or -1 */
+    uint32_t hash;
+    return tok_place_of(x, s, &hash)->id;
+}
+static bool tok_index_add(tok_index *x, int32_t id) { /* false: its text is there already */
+    uint32_t hash;
+    struct tok_place *at = tok_place_of(x, x->key[id], &hash);
+    if (at->id >= 0) return false;
+    *at = (struct tok_place){hash, id};
+    return true;
+}
+static uint32_t tok_table_mask(size_t n) { /* a power of two at least twice n, less one */
+    uint32_t size = 16;
+    while (size < 2 * n) size *= 2;
+    return size - 1;
+}
+static void tok_index_init(tok_index *x, const str *key, size_t n) {
+    *x = (tok_index){.mask = tok_table_mask(n), .key = key};
+    x->places = mem_alloc(((size_t)x->mask + 1) * sizeof *x->places);
+    memset(x->places, 0xFF, ((size_t)x->mask + 1) * sizeof *x->places);
+}
+
+static tok_merge *tok_merge_place(const tok *t, int32_t a, int32_t b) { /* where the pair is or would be */
+    uint64_t h = ((uint64_t)(uint32_t)a << 32 | (uint32_t)b) * 0x9E3779B97F4A7C15u;
+    uint32_t i = (uint32_t)(h >> 32) & t->merge_mask;
+    while (t->merges[i].a >= 0 && (t->merges[i].a != a || t->merges[i].b != b)) i = (i + 1) & t->merge_mask;
+    return &t->merges[i];
+}
+static uint32_t tok_rank(const tok *t, int32_t a, int32_t b, int32_t *id) { /* UINT32_MAX: a and b do not merge */
+    const tok_merge *m = tok_merge_place(t, a, b);
+    return *id = m->id, m->rank;
+}
+
+static uint64_t *tok_join_place(const tok *t, uint32_t a, uint32_t b) {
+    uint64_t key = ((uint64_t)a << 32 | b) + 1;
+    uint32_t i = (uint32_t)(key * 0x9E3779B97F4A7C15u >> 32) & t->join_mask;
+    while (t->joins[i] && t->joins[i] != key) i = (i + 1) & t->join_mask;
+    return &t->joins[i];
+}
+
+/* ---- The memory of pieces ---- */
+
+static bool tok_recall(tok_slot *s, const uint64_t key[3], size_t n, ids *out) {
+    uint64_t head = atomic_load_explicit(&s->w[0], memory_order_acquire), id[4];
+    if ((head & 0xFF) != n || head & TOK_BUSY) return false;
+    for (int i = 0; i < 3; i++)
+        if (atomic_load_explicit(&s->w[1 + i], memory_order_relaxed) != key[i]) return false;
+    for (int i = 0; i < 4; i++) id[i] = atomic_load_explicit(&s->w[4 + i], memory_order_relaxed);
+    atomic_thread_fence(memory_order_acquire);
+    if (atomic_load_explicit(&s->w[0], memory_order_relaxed) != head) return false;
+    ids_reserve(out, TOK_SLOT_IDS);
+    memcpy(out->p + out->n, id, sizeof id);
+    out->n += head >> 8 & 0xFF;
+    return true;
+}
+
+static void tok_remember(tok_slot *s, const uint64_t key[3], size_t n, const int32_t *id, size_t n_id) {
+    uint64_t head = atomic_load_explicit(&s->w[0], memory_order_relaxed), packed[4] = {0};
+    if (head & TOK_BUSY || !atomic_compare_exchange_strong_explicit(&s->w[0], &head, head | TOK_BUSY, memory_order_acquire,
+                                                                    memory_order_relaxed))
+        return; /* another thread is writing here */
+    atomic_thread_fence(memory_order_release);
+    if (n_id) memcpy(packed, id, n_id * sizeof *id);
+    for (int i = 0; i < 3; i++) atomic_store_explicit(&s->w[1 + i], key[i], memory_order_relaxed);
+    for (int i = 0; i < 4; i++) atomic_store_explicit(&s->w[4 + i], packed[i], memory_order_relaxed);
+    head = ((head >> 32) + 1) << 32 | n_id << 8 | n;
+    atomic_store_explicit(&s->w[0], head, memory_order_release);
+}
+
+/* ---- Byte pair merges ---- */
+
+typedef struct tok_enc { /* one call of tok_encode */
+    const tok *t;
+    int flags;
+    ids *out;
+    buf repaired, normal[2], rewritten;
+    ids symbols;
+} tok_enc;
+
+/* A short piece: the lowest rank is found by scanning. Returns the symbols left. */
+static size_t tok_merge_short(const tok *t, int32_t *symbol, size_t n) {
+    uint32_t rank[TOK_SHORT];
+    int32_t to[TOK_SHORT];
+    for (size_t i = 0; i + 1 < n; i++) rank[i] = tok_rank(t, symbol[i], symbol[i + 1], &to[i]);
+    while (n > 1) {
+        size_t best = 0;
+        for (size_t i = 1; i + 1 < n; i++)
+            if (rank[i] < rank[best]) best = i;
+        if (rank[best] == UINT32_MAX) break;
+        symbol[best] = to[best];
+        n--;
+        for (size_t i = best + 1; i < n; i++) symbol[i] = symbol[i + 1], rank[i - 1] = rank[i], to[i - 1] = to[i];
+        if (best + 1 < n) rank[best] = tok_rank(t, symbol[best], symbol[best + 1], &to[best]);
+        if (best > 0) rank[best - 1] = tok_rank(t, symbol[best - 1], symbol[best], &to[best - 1]);
+    }
+    return n;
+}
+
+typedef struct tok_heap { /* rank << 32 | place, smallest first */
+    uint64_t *p;
+    size_t n;
+} tok_heap;
+
+static void tok_heap_push(tok_heap *h, uint64_t v) {
+    size_t i = h->n++;
+    for (; i && h->p[(i - 1) / 2] > v; i = (i - 1) / 2) h->p[i] = h->p[(i - 1) / 2];
+    h->p[i] = v;
+}
+static void tok_heap_sink(tok_heap *h, size_t i) {
+    uint64_t v = h->p[i];
+    for (size_t k; (k = 2 * i + 1) < h->n; i = k) {
+        if (k + 1 < h->n && h->p[k + 1] < h->p[k]) k++;
+        if (h->p[k] >= v) break;
+        h->p[i] = h->p[k];
+    }
+    h->p[i] = v;
+}
+static uint64_t tok_heap_pop(tok_heap *h) {
+    uint64_t top = h->p[0];
+    h->p[0] = h->p[--h->n];
+    if (h->n) tok_heap_sink(h, 0);
+    return top;
+}
+
+/* A long piece: a list of symbols and a heap of the pairs that merge. An entry of the heap is stale when its pair is gone.
+ * At most 3 n entries: n at first, two for each of at most n merges. */
+static size_t tok_merge_long(const tok *t, int32_t *symbol, size_t n) {
+    uint32_t *prev = mem_alloc(n * sizeof *prev), *next = mem_alloc(n * sizeof *next), rank;
+    tok_heap h = {.p = mem_alloc(3 * n * sizeof *h.p)};
+    int32_t id;
+    for (size_t i = 0; i < n; i++) {
+        prev[i] = i ? (uint32_t)i - 1 : UINT32_MAX;
+        next[i] = i + 1 < n ? (uint32_t)i + 1 : UINT32_MAX;
+        if (i + 1 < n && (rank = tok_rank(t, symbol[i], symbol[i + 1], &id)) != UINT32_MAX) h.p[h.n++] = (uint64_t)rank << 32 | i;
+    }
+    for (size_t i = h.n / 2; i--;) tok_heap_sink(&h, i);
+    while (h.n) {
+        uint64_t top = tok_heap_pop(&h);
+        uint32_t at = (uint32_t)top, right;
+        if (symbol[at] < 0 || (right = next[at]) == UINT32_MAX) continue;
+        if (tok_rank(t, symbol[at], symbol[right], &id) != top >> 32) continue;
+        symbol[at] = id;
+        symbol[right] = -1;
+        if ((next[at] = next[right]) != UINT32_MAX) {
+            prev[next[at]] = at;
+            if ((rank = tok_rank(t, id, symbol[next[at]], &id)) != UINT32_MAX) tok_heap_push(&h, (uint64_t)rank << 32 | at);
+        }
+        if (prev[at] != UINT32_MAX && (rank = tok_rank(t, symbol[prev[at]], symbol[at], &id)) != UINT32_MAX)
+            tok_heap_push(&h, (uint64_t)rank << 32 | prev[at]);
+    }
+    size_t left = 0;
+    for (size_t i = 0; i < n; i++)
+        if (symbol[i] >= 0) symbol[left++] = symbol[i];
+    free(prev), free(next), free(h.p);
+    return left;
+}
+
+/* The symbols a piece starts from: its bytes or its characters. One that is not in the vocabulary becomes its bytes' tokens if
+ * there is one for each, else the unknown token (several in a row one, if fused), else nothing. */
+static void tok_symbols(tok_enc *x, str s) {
+    const tok *t = x->t;
+    bool unk = false;
+    x->symbols.n = 0;
+    ids_reserve(&x->symbols, s.n + 1);
+    for (size_t i = 0, n; i < s.n; i += n) {
+        int len = 1;
+        if (!t->byte_level) uni_next(s.p + i, &len);
+        n = (size_t)len;
+        int32_t id = t->byte_level ? t->byte_id[(unsigned char)s.p[i]] : tok_find(&t->keys, (str){s.p + i, n});
+        bool bytes = id < 0 && t->byte_fallback;
+        for (size_t k = 0; bytes && k < n; k++) bytes = t->byte_id[(unsigned char)s.p[i + k]] >= 0;
+        if (bytes) {
+            for (size_t k = 0; k < n; k++) ids_push(&x->symbols, t->byte_id[(unsigned char)s.p[i + k]]);
+        } else if (id >= 0) {
+            if (unk) ids_push(&x->symbols, t->unk);
+            unk = false;
+            ids_push(&x->symbols, id);
+        } else if (t->unk >= 0) {
+            if (unk && !t->fuse_unk) ids_push(&x->symbols, t->unk);
+            unk = true;
+        }
+    }
+    if (unk) ids_push(&x->symbols, t->unk);
+}
+
+/* One piece to ids. */
+static void tok_piece(tok_enc *x, str s) {
+    const tok *t = x->t;
+    uint64_t key[3] = {0};
+    tok_slot *slot = NULL;
+    size_t before = x->out->n;
+    int32_t id;
+    if (s.n <= TOK_SLOT_BYTES) {
+        memcpy(key, s.p, s.n);
+        uint64_t h = (key[0] * 0x9E3779B97F4A7C15u ^ key[1]) * 0xC2B2AE3D27D4EB4Fu ^ key[2] * 0x165667B19E3779F9u;
+        slot = &t->slots[(h ^ h >> 29) * 0x9E3779B97F4A7C15u >> 50]; /* 64 - 50 = log2(TOK_SLOTS) */
+        if (tok_recall(slot, key, s.n, x->out)) return;
+    }
+    if (t->ignore_merges && (id = tok_find(&t->keys, s)) >= 0) {
+        ids_push(x->out, id);
+    } else {
+        tok_symbols(x, s);
+        size_t n = x->symbols.n;
+        n = n <= TOK_SHORT ? tok_merge_short(t, x->symbols.p, n) : tok_merge_long(t, x->symbols.p, n);
+        ids_reserve(x->out, n);
+        if (n) memcpy(x->out->p + x->out->n, x->symbols.p, n * sizeof *x->symbols.p);
+        x->out->n += n;
+    }
+    size_t n = x->out->n - before;
+    if (slot && n <= TOK_SLOT_IDS) tok_remember(slot, key, s.n, x->out->p + before, n);
+}
+
+/* ---- From text to pieces ---- */
+
+/* A tokenizer on characters has no pattern: its piece is a whole text. No merge crosses a place between two characters that no
+ * merge puts side by side, so it is cut there, which changes nothing but lets words be remembered. An unknown character must
+ * not be cut from the one before it, for the two may be fused. */
+static void tok_characters(tok_enc *x, str s) {
+    const tok *t = x->t;
+    const char *start = s.p, *end = s.p + s.n;
+    uint32_t before = 0;
+    int n;
+    for (const char *p = s.p; t->joins && p < end; p += n) {
+        uint32_t c = uni_next(p, &n);
+        if (p > start && !*tok_join_place(t, before, c) && (t->all_bytes || tok_find(&t->keys, (str){p, (size_t)n}) >= 0)) {
+            tok_piece(x, (str){start, (size_t)(p - start)});
+            start = p;
+        }
+        before = c;
+    }
+    if (start < end) tok_piece(x, (str){start, (size_t)(end - start)});
+}
+
+/* Pieces of s by the patterns from `step` on. */
+static void tok_cut(tok_enc *x, int step, str s) {
+    const tok *t = x->t;
+    if (step == t->n_steps) {
+        if (t->byte_level) tok_piece(x, s);
+        else tok_characters(x, s);
+        return;
+    }
+    const tok_rule *r = t->steps[step].rule;
+    const char *between = s.p, *p = s.p, *end = s.p + s.n, *q;
+    while (p < end) {
+        int n;
+        if (r->digits && !r->marks) p = tok_run(&t->uni, p, end, ~UNI_NUMBER); /* nothing else matches: skip ahead */
+        q = p < end ? tok_match(&t->uni, r, p, end) : p;
+        if (!q) {
+            uni_next(p, &n);
+            p += n;
+            continue;
+        }
+        if (between < p) tok_cut(x, step + 1, (str){between, (size_t)(p - between)});
+        if (p < q && !t->steps[step].removed) tok_cut(x, step + 1, (str){p, (size_t)(q - p)});
+        between = p = q;
+    }
+    if (between < end) tok_cut(x, step + 1, (str){between, (size_t)(end - between)});
+}
+
+/* Every `from` in s becomes `to`; s itself where there is none. */
+static str tok_replace(str s, str from, str to, buf *b) {
+    size_t done = 0;
+    ptrdiff_t at = str_find(s, from, 0);
+    if (at < 0) return s;
+    buf_clear(b);
+    for (; at >= 0; at = str_find(s, from, done)) {
+        buf_put(b, s.p + done, (size_t)at - done);
+        buf_str(b, to);
+        done = (size_t)at + from.n;
+    }
+    buf_put(b, s.p + done, s.n - done);
+    return buf_view(b);
+}
+
+static str tok_prepend(str s, str head, buf *b) {
+    buf_clear(b);
+    buf_str(b, head);
+    buf_str(b, s);
+    return buf_view(b);
+}
+
+/* The normalizers in their order, in turn into one of two buffers and from the other. */
+static str tok_normalize(const tok *t, str s, buf b[2]) {
+    for (int i = 0; i < t->n_normals; i++) {
+        const tok_normal *k = &t->normals[i];
+        buf *to = s.p == b[0].p ? &b[1] : &b[0];
+        if (k->kind == TOK_NFC) s = uni_nfc(&t->uni, s, UNI_9, to);
+        else if (k->kind == TOK_REPLACE) s = tok_replace(s, k->from, k->to, to);
+        else if (s.n) s = tok_prepend(s, k->to, to);
+    }
+    return s;
+}
+
+/* A stretch of normalized text without added tokens. first: it begins where the whole text begins. */
+static void tok_stretch(tok_enc *x, str s, bool first) {
+    const tok *t = x->t;
+    if (t->prefix_space && *s.p != ' ') s = tok_prepend(s, STR(" "), &x->rewritten);
+    if (t->meta.mark.n) {
+        bool prepend = t->meta.prepend == TOK_ALWAYS || (t->meta.prepend == TOK_FIRST && first);
+        buf *spare = &x->normal[s.p >= x->normal[0].p && s.p < x->normal[0].p + x->normal[0].cap ? 1 : 0];
+        s = tok_replace(s, STR(" "), t->meta.mark, spare);
+        if (prepend && !str_starts(s, t->meta.mark)) s = tok_prepend(s, t->meta.mark, &x->rewritten);
+    }
+    for (ptrdiff_t next; t->meta.split && (next = str_find(s, t->meta.mark, 1)) > 0; s = str_sub(s, (size_t)next, s.n))
+        tok_cut(x, 0, str_sub(s, 0, (size_t)next)); /* each mark begins a piece */
+    tok_cut(x, 0, s);
+}
+
+/* ---- Added tokens ---- */
+
+/* The longest text of m that s begins with, or NULL. The sorted texts that agree with its first d bytes are [lo,hi). */
+static const struct tok_text *tok_longest(const tok_matcher *m, str s) {
+    const struct tok_text *found = NULL;
+    int lo = 0, hi = m->n;
+    for (size_t d = 0; lo < hi; d++) {
+        while (lo < hi && m->sorted[lo].text.n == d) found = &m->sorted[lo++];
+        if (d == s.n) break;
+        int c = (unsigned char)s.p[d];
+        for (int side = 0; side < 2; side++) { /* the first with a byte >= c, then the first with a byte > c */
+            int a = lo, b = hi;
+            while (a < b) {
+                int mid = (a + b) / 2;
+                if ((unsigned char)m->sorted[mid].text.p[d] < c + side) a = mid + 1;
+                else b = mid;
+            }
+            if (side) hi = a;
+            else lo = a;
+        }
+    }
+    return found;
+}
+
+/* \w of Rust's regex: alphabetic characters, marks, decimal digits, connectors, joiners. */
+static bool tok_is_word(const uni *u, const char *p) {
+    int n;
+    uint32_t c = uni_next(p, &n), s = 1u << (u->props[c] & 31);
+    return s & (UNI_LETTER | UNI_MARK | UNI_BIT(ND) | UNI_BIT(NL) | UNI_BIT(PC)) || c == 0x200C || c == 0x200D ||
+           (c >= 0x24B6 && c <= 0x24E9) || (c >= 0x1F130 && c <= 0x1F149) || (c >= 0x1F150 && c <= 0x1F169) ||
+           (c >= 0x1F170 && c <= 0x1F189);
+}
+static const char *tok_back(const char *p) { /* start of the character before p */
+    while (((unsigned char)*--p & 0xC0) == 0x80) continue;
+    return p;
+}
+
+/* Cuts s at added tokens: first at those that match the text as it is, then, in what lies between and is normalized, at the
+ * others. Without TOKA_PARSE_SPECIAL a special token's text is passed over, with what might match inside it, as HF does. */
+static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
+    const tok *t = x->t;
+    const tok_matcher *m = normalized ? &t->normalized : &t->raw;
+    if (normalized) s = tok_normalize(t, s, x->normal);
+    const char *end = s.p + s.n, *done = s.p, *from, *to;
+    for (const char *p = s.p; done < end; done = to) {
+        const struct tok_text *hit = NULL;
+        while (p < end && !(m->first[(unsigned char)*p] && (hit = tok_longest(m, (str){p, (size_t)(end - p)})))) p++;
+        const tok_added *a = hit ? &t->added[hit->added] : NULL;
+        from = p, to = p += hit ? hit->text.n : 0;
+        if (a) {
+            bool word_before = from > s.p && tok_is_word(&t->uni, tok_back(from)), word_behind = to < end && tok_is_word(&t->uni, to);
+            to = done; /* in case it does not count */
+            if (a->special && !(x->flags & TOKA_PARSE_SPECIAL)) continue;
+            if (a->single_word && (word_before || word_behind)) continue;
+            int n;
+            while (a->lstrip && from > done && tok_set(&t->uni, tok_back(from), end, &n) & UNI_SPACE) from = tok_back(from);
+            to = a->rstrip ? tok_run(&t->uni, p, end, UNI_SPACE) : p;
+        }
+        if (done < from) {
+            str between = {done, (size_t)(from - done)};
+            if (normalized) tok_stretch(x, between, first && done == s.p);
+            else tok_added_cut(x, true, between, first && done == s.p);
+        }
+        if (!a) return;
+        ids_push(x->out, a->id);
+    }
+}
+
+/* ---- Encode and decode ---- */
+
+/* Text to ids, appended to out. flags: TOKA_ADD_SPECIAL, TOKA_PARSE_SPECIAL. */
+static int tok_encode(const tok *t, str text, int flags, ids *out, toka_err *e) {
+    tok_enc x = {.t = t, .flags = flags, .out = out};
+    if (text.n > INT32_MAX) return fail(e, TOKA_E_USE, "text to tokenize: %zu bytes, at most %d are taken", text.n, INT32_MAX);
+    bool add = flags & TOKA_ADD_SPECIAL;
+    for (size_t i = 0; add && i < t->head.n; i++) ids_push(out, t->head.p[i]);
+    if (text.n) tok_added_cut(&x, false, uni_repair(text, &x.repaired), true);
+    for (size_t i = 0; add && i < t->tail.n; i++) ids_push(out, t->tail.p[i]);
+    buf_free(&x.repaired), buf_free(&x.normal[0]), buf_free(&x.normal[1]), buf_free(&x.rewritten);
+    ids_free(&x.symbols);
+    return 0;
+}
+
+/* Streaming detokenizer. Held back is what later ids may still change: on bytes the unfinished last character; with byte
+ * fallback the whole run of byte tokens, because one bad byte makes HF write U+FFFD for each byte of the run. */
+typedef struct tok_stream {
+    const tok *t;
+    int flags;  /* TOKA_SKIP_SPECIAL */
+    int strip;  /* characters that may still be taken off the start */
+    bool begun; /* a token was put */
+    buf held;
+} tok_stream;
+
+static void tok_stream_init(tok_stream *s, const tok *t, int flags) {
+    *s = (tok_stream){.t = t, .flags = flags, .strip = t->strip};
+}
+static void tok_stream_free(tok_stream *s) { buf_free(&s->held); }
+
+/* Writes whole text, without what is to be stripped off the start. */
+static void tok_stream_emit(tok_stream *s, str text, buf *out) {
+    for (; s->strip && text.n; s->strip--) {
+        if (!str_starts(text, s->t->strip_char)) s->strip = 1;
+        else text = str_sub(text, s->t->strip_char.n, text.n);
+    }
+    buf_str(out, text);
+}
+
+/* Bytes to text: whole characters, U+FFFD for what can be none. What could still become one stays, unless `all`. */
+static void tok_stream_bytes(tok_stream *s, bool all, buf *out) {
+    const char *p = s->held.p, *end = p + s->held.n;
+    bool cut = false;
+    while (p < end) {
+        int n = utf8_len(p, end);
+        if (n) {
+            buf_put(out, p, (size_t)n);
+        } else {
+            n = uni_bad_len(p, end, &cut);
+            if (cut && !all) break;
+            buf_c(out, "\xEF\xBF\xBD");
+        }
+        p += n;
+    }
+    size_t left = (size_t)(end - p);
+    memmove(s->held.p, p, left);
+    s->held.n = left;
+}
+
+/* The end of a run of byte tokens: text if all of it is valid, else U+FFFD for each byte. */
+static void tok_stream_run(tok_stream *s, buf *out) {
+    size_t i = 0, n = s->held.n, k;
+    while (i < n && (k = (size_t)utf8_len(s->held.p + i, s->held.p + n)) > 0) i += k;
+    if (i == n) tok_stream_emit(s, buf_view(&s->held), out);
+    for (k = 0; i < n && k < n; k++) tok_stream_emit(s, STR("\xEF\xBF\xBD"), out);
+    s->held.n = 0;
+}
+
+/* One token's text where marks are spaces, and none at the very start. */
+static void tok_stream_meta(tok_stream *s, str text, buf *out) {
+    str mark = s->t->meta_mark;
+    while (text.n) {
+        ptrdiff_t at = str_find(text, mark, 0);
+        buf_put(out, text.p, at < 0 ? text.n : (size_t)at);
+        if (at < 0) break;
+        if (s->begun || !s->t->meta_drop) buf_char(out, ' ');
+        text = str_sub(text, (size_t)at + mark.n, text.n);
+    }
+}
+
+/* Takes one id and appends the text that became certain. An id that the vocabulary does not have is nothing. */
+static void tok_stream_put(tok_stream *s, int32_t id, buf *out) {
+    const tok *t = s->t;
+    if (id < 0 || id >= t->n_ids || !(t->flag[id] & TOK_KNOWN)) return;
+    if (s->flags & TOKA_SKIP_SPECIAL && t->flag[id] & TOK_SKIPPED) return;
+    if (t->decoder == TOK_BYTES) {
+        buf_str(&s->held, t->text[id]);
+        if (s->held.n) tok_stream_bytes(s, false, out);
+    } else if (t->decoder == TOK_CHAIN) {
+        if (t->flag[id] & TOK_BYTE) {
+            buf_str(&s->held, t->text[id]);
+        } else {
+            if (s->held.n) tok_stream_run(s, out);
+            tok_stream_emit(s, t->text[id], out);
+        }
+    } else if (t->decoder == TOK_META) {
+        tok_stream_meta(s, t->text[id], out);
+    } else {
+        if (s->begun) buf_char(out, ' ');
+        buf_str(out, t->text[id]);
+    }
+    s->begun = true;
+}
+
+/* No more ids: an unfinished character becomes U+FFFD. */
+static void tok_stream_end(tok_stream *s, buf *out) {
+    if (s->held.n && s->t->decoder == TOK_BYTES) tok_stream_bytes(s, true, out);
+    if (s->held.n) tok_stream_run(s, out);
+}
+
+/* Ids to text, appended to out. flags: TOKA_SKIP_SPECIAL. */
+static int tok_decode(const tok *t, const int32_t *id, size_t n, int flags, buf *out, toka_err *e) {
+    tok_stream s;
+    for (size_t i = 0; i < n; i++)
+        if (id[i] < 0 || id[i] >= t->n_ids)
+            return fail(e, TOKA_E_USE, "token %zu of %zu: id %d, but the vocabulary ends at %d", i, n, id[i], t->n_ids - 1);
+    tok_stream_init(&s, t, flags);
+    for (size_t i = 0; i < n; i++) tok_stream_put(&s, id[i], out);
+    tok_stream_end(&s, out);
+    tok_stream_free(&s);
+    return 0;
+}
+
+/* ---- Loading: vocabulary and merges ---- */
+
+/* The byte that a character of the byte-level alphabet stands for, -1: it is not in it. Printable characters of Latin-1 stand for
+ * themselves, the 68 other bytes are U+0100 .. U+0143 in their order. */
+static int tok_byte_of(uint32_t c) {
+    if ((c >= 0x21 && c <= 0x7E) || (c >= 0xA1 && c <= 0xFF && c != 0xAD)) return (int)c;
+    if (c >= 0x100 && c <= 0x120) return (int)c - 0x100;
+    if (c >= 0x121 && c <= 0x142) return (int)c - 0x121 + 0x7F;
+    return c == 0x143 ? 0xAD : -1;
+}
+
+/* Appends the bytes that byte-level text stands for; false: a character of it is not in the alphabet. */
+static bool tok_unmap(str s, buf *out) {
+    for (int n; s.n; s = str_sub(s, (size_t)n, s.n)) {
+        int byte = tok_byte_of(uni_next(s.p, &n));
+        if (byte < 0) return false;
+        buf_char(out, (char)byte);
+    }
+    return true;
+}
+
+/* model.vocab: every id is a number below TOK_MAX_IDS that no other content has. *largest: of them (-1 before), *bytes: all contents together. */
+static int tok_check_vocab(const json *vocab, int64_t *largest, size_t *bytes, toka_err *e) {
+    if (!json_is(vocab, JSON_OBJECT)) return fail(e, TOKA_E_INPUT, "tokenizer.json: model.vocab: an object was expected");
+    JSON_MEMBERS(key, vocab) {
+        int64_t id = json_int(key + 1, -1);
+        if (id < 0 || id >= TOK_MAX_IDS)
+            return fail(e, TOKA_E_INPUT, "tokenizer.json: model.vocab: the id of \"%.*s\" is not a number from 0 to %d",
+                        STRF(json_str(key)), TOK_MAX_IDS - 1);
+        *largest = MAX(*largest, id);
+        *bytes += key->n;
+    }
+    return 0;
+}
+
+static int tok_load_vocab(tok *t, const json *vocab, const json *added, toka_err *e) {
+    int64_t largest = -1;
+    size_t bytes = 0;
+    if (tok_check_vocab(vocab, &largest, &bytes, e)) return e->code;
+    t->n_ids = (int)largest + 1;
+    t->cap = MAX(t->n_ids, (int)vocab->n) + (added ? (int)added->n : 0);
+    t->key = mem_zalloc((size_t)t->cap * sizeof *t->key);
+    t->name = mem_zalloc((size_t)t->cap * sizeof *t->name);
+    t->text = mem_zalloc((size_t)t->cap * sizeof *t->text);
+    t->flag = mem_zalloc((size_t)t->cap);
+    tok_index_init(&t->keys, t->key, vocab->n);
+    tok_index_init(&t->names, t->name, vocab->n + (added ? added->n : 0));
+    buf raw = {.p = arena_alloc(&t->mem, bytes + 64), .cap = bytes + 64}; /* byte-level text only gets shorter: never grows */
+    JSON_MEMBERS(key, vocab) {
+        int32_t id = (int32_t)json_int(key + 1, -1);
+        size_t from = raw.n;
+        if (t->flag[id]) return fail(e, TOKA_E_INPUT, "tokenizer.json: model.vocab: id %d stands there twice", id);
+        t->flag[id] = TOK_KNOWN;
+        bool mapped = !t->byte_level || tok_unmap(json_str(key), &raw);
+        if (!mapped) raw.n = from;
+        if (!mapped || !t->byte_level) buf_str(&raw, json_str(key));
+        t->text[id] = (str){raw.p + from, raw.n - from};
+        (mapped ? t->key : t->name)[id] = t->text[id];
+        if (!tok_index_add(mapped ? &t->keys : &t->names, id))
+            return fail(e, TOKA_E_INPUT, "tokenizer.json: model.vocab: \"%.*s\" stands there twice", STRF(json_str(key)));
+    }
+    return 0;
+}
+
+/* Id of a token's exact content, added tokens first; -1: none. */
+static int32_t tok_id(const tok *t, str content) {
+    int32_t id = tok_find(&t->names, content);
+    if (id >= 0 || !t->byte_level) return id >= 0 ? id : tok_find(&t->keys, content);
+    buf raw = {0};
+    if (tok_unmap(content, &raw)) id = tok_find(&t->keys, buf_view(&raw));
+    buf_free(&raw);
+    return id;
+}
+
+/* byte_id, with byte fallback the ids of <0x00> .. <0xFF>, else those of the bytes themselves; and the unknown token. */
+static int tok_load_bytes(tok *t, const json *model, toka_err *e) {
+    str unk = json_str(json_get(model, "unk_token"));
+    t->unk = json_is(json_get(model, "unk_token"), JSON_STRING) ? tok_id(t, unk) : -1;
+    if (t->unk < 0 && json_is(json_get(model, "unk_token"), JSON_STRING))
+        return fail(e, TOKA_E_INPUT, "tokenizer.json: model.unk_token \"%.*s\" is not in the vocabulary", STRF(unk));
+    t->all_bytes = t->byte_fallback;
+    for (int b = 0; b < 256; b++) {
+        char z[8] = {(char)b};
+        size_t n = 1;
+        if (!t->byte_level) n = (size_t)snprintf(z, sizeof z, "<0x%02X>", (unsigned)b);
+        t->byte_id[b] = tok_find(&t->keys, (str){z, n});
+        t->all_bytes = t->all_bytes && t->byte_id[b] >= 0;
+        if (t->byte_fallback && t->byte_level && t->byte_id[b] < 0)
+            return fail(e, TOKA_E_INPUT, "tokenizer.json: model.byte_fallback with a ByteLevel pre-tokenizer is not supported");
+    }
+    return 0;
+}
+
+/* Where a merge written as "a b" is cut: at its one space; if there are more, where both parts and the whole are known. */
+static size_t tok_merge_cut(const tok *t, str s) {
+    const char *at = memchr(s.p, ' ', s.n);
+    if (!at || !memchr(at + 1, ' ', s.n - (size_t)(at + 1 - s.p))) return at ? (size_t)(at - s.p) : SIZE_MAX;
+    buf whole = {0};
+    size_t found = SIZE_MAX;
+    for (size_t i = 1; i + 1 < s.n && i < TOK_MAX_CONTENT && found == SIZE_MAX; i++) {
+        if (s.p[i] != ' ') continue;
+        buf_clear(&whole);
+        buf_put(&whole, s.p, i);
+        buf_put(&whole, s.p + i + 1, s.n - i - 1);
+        if (tok_find(&t->keys, str_sub(s, 0, i)) >= 0 && tok_find(&t->keys, str_sub(s, i + 1, s.n)) >= 0 && tok_find(&t->keys, buf_view(&whole)) >= 0)
+            found = i;
+    }
+    buf_free(&whole);
+    return found;
+}
+
+/* The two parts of a merge, ["a","b"] or "a b", one behind the other in *both as vocabulary keys; *cut is where b begins. */
+static int tok_merge_parts(const tok *t, const json *m, uint32_t rank, buf *both, size_t *cut, toka_err *e) {
+    str a = json_str(json_at(m, 0)), b = json_str(json_at(m, 1)), line = json_str(m);
+    bool pair = json_is(m, JSON_ARRAY) && m->n == 2 && json_is(json_at(m, 0), JSON_STRING) && json_is(json_at(m, 1), JSON_STRING);
+    if (!pair && !json_is(m, JSON_STRING))
+        return fail(e, TOKA_E_INPUT, "tokenizer.json: model.merges[%u]: \"a b\" or [\"a\",\"b\"] was expected", rank);
+    if (!pair) {
+        size_t at = tok_merge_cut(t, line);
+        if (at == SIZE_MAX)
+            return fail(e, TOKA_E_INPUT, "tokenizer.json: model.merges[%u]: \"%.*s\" is not two tokens", rank, STRF(line));
+        a = str_sub(line, 0, at), b = str_sub(line, at + 1, line.n);
+    }
+    buf_clear(both);
+    bool known = t->byte_level ? tok_unmap(a, both) : (buf_str(both, a), true);
+    *cut = both->n;
+    known = known && (t->byte_level ? tok_unmap(b, both) : (buf_str(both, b), true));
+    if (!known) return fail(e, TOKA_E_INPUT, "tokenizer.json: model.merges[%u]: a part is not in the vocabulary", rank);
+    return 0;
+}
+
+static bool tok_is_byte_id(const tok *t, int32_t id) {
+    for (int b = 0; b < 256; b++)
+        if (t->byte_id[b] == id) return true;
+    return false;
+}
+
+/* Notes that the merge a b puts the last character of a before the first of b. */
+static void tok_add_join(tok *t, int32_t a, int32_t b) {
+    int n;
+    str s = t->key[a];
+    uint32_t last = s.n ? uni_next(tok_back(s.p + s.n), &n) : 0, first = t->key[b].n ? uni_next(t->key[b].p, &n) : 0;
+    *tok_join_place(t, last, first) = ((uint64_t)last << 32 | first) + 1;
+}
+
+static int tok_load_merges(tok *t, const json *merges, toka_err *e) {
+    if (!json_is(merges, JSON_ARRAY)) return fail(e, TOKA_E_INPUT, "tokenizer.json: model.merges: an array was expected");
+    t->merge_mask = tok_table_mask(merges->n);
+    t->merges = mem_alloc(((size_t)t->merge_mask + 1) * sizeof *t->merges);
+    memset(t->merges, 0xFF, ((size_t)t->merge_mask + 1) * sizeof *t->merges);
+    bool joins = !t->byte_level && !t->ignore_merges;
+    t->join_mask = t->merge_mask;
+    if (joins) t->joins = mem_zalloc(((size_t)t->join_mask + 1) * sizeof *t->joins);
+    uint32_t rank = 0;
+    buf both = {0};
+    JSON_EACH(m, merges) {
+        size_t cut = 0;
+        if (tok_merge_parts(t, m, rank, &both, &cut, e)) break;
+        str ab = buf_view(&both);
+        int32_t a = tok_find(&t->keys, str_sub(ab, 0, cut)), b = tok_find(&t->keys, str_sub(ab, cut, ab.n)), id = tok_find(&t->keys, ab);
+        if (a < 0 || b < 0 || id < 0) {
+            fail(e, TOKA_E_INPUT, "tokenizer.json: model.merges[%u]: %s is not in the vocabulary", rank,
+                 a < 0 ? "the first token" : b < 0 ? "the second token" : "what it makes");
+            break;
+        }
+        *tok_merge_place(t, a, b) = (tok_merge){a, b, id, rank++};
+        if (joins) tok_add_join(t, a, b);
+        joins = joins && a != t->unk && b != t->unk && !tok_is_byte_id(t, a) && !tok_is_byte_id(t, b);
+    }
+    buf_free(&both);
+    if (rank < merges->n) return e->code;
+    if (!joins) free(t->joins), t->joins = NULL; /* such merges join what is not seen in the text: cut nowhere */
+    return 0;
+}
+
+/* ---- Loading: added tokens ---- */
+
+static int tok_by_text(const void *a, const void *b) {
+    const struct tok_text *x = a, *y = b;
+    int c = memcmp(x->text.p, y->text.p, MIN(x->text.n, y->text.n));
+    return c ? c : x->text.n != y->text.n ? (x->text.n < y->text.n ? -1 : 1) : x->added - y->added;
+}
+
+static void tok_load_matcher(tok *t, tok_matcher *m, bool normalized) {
+    buf b[2] = {{0}, {0}};
+    m->sorted = mem_alloc((size_t)t->n_added * sizeof *m->sorted);
+    for (int i = 0; i < t->n_added; i++) {
+        const tok_added *a = &t->added[i];
+        if (a->normalized != normalized) continue;
+        str text = normalized ? arena_str(&t->mem, tok_normalize(t, a->content, b)) : a->content;
+        t->text[a->id] = text;
+        if (str_eq(text, a->content) && a->special) t->flag[a->id] |= TOK_SKIPPED; /* as HF: it looks for the changed text */
+        if (!text.n) continue;
+        m->first[(unsigned char)*text.p] = true;
+        m->sorted[m->n++] = (struct tok_text){text, i};
+    }
+    qsort(m->sorted, (size_t)m->n, sizeof *m->sorted, tok_by_text);
+    buf_free(&b[0]), buf_free(&b[1]);
+}
+
+/* added_tokens. An id is what the vocabulary or an earlier entry says, else the next one free: HF does not look at "id". */
+static int tok_load_added(tok *t, const json *list, size_t n_vocab, toka_err *e) {
+    int32_t next = (int32_t)n_vocab;
+    bool there = json_is(list, JSON_ARRAY);
+    if (list && !there && !json_is(list, JSON_NULL))
+        return fail(e, TOKA_E_INPUT, "tokenizer.json: added_tokens: an array was expected");
+    t->added = mem_alloc((there ? list->n : 0) * sizeof *t->added);
+    t->added_at = mem_zalloc((size_t)t->cap * sizeof *t->added_at);
+    if (there) JSON_EACH(it, list) {
+            str content = json_str(json_get(it, "content"));
+            if (!json_is(json_get(it, "content"), JSON_STRING))
+                return fail(e, TOKA_E_INPUT, "tokenizer.json: added_tokens[%d]: no content", t->n_added);
+            if (!content.n) continue;
+            tok_added a = {.content = arena_str(&t->mem, content), .id = tok_id(t, content)};
+            if (a.id < 0) a.id = next++;
+            a.special = json_true(json_get(it, "special")), a.normalized = json_true(json_get(it, "normalized"));
+            a.single_word = json_true(json_get(it, "single_word"));
+            a.lstrip = json_true(json_get(it, "lstrip")), a.rstrip = json_true(json_get(it, "rstrip"));
+            if (!t->added_at[a.id]) t->added_at[a.id] = ++t->n_added;
+            t->added[t->added_at[a.id] - 1] = a;
+            t->name[a.id] = a.content;
+            tok_index_add(&t->names, a.id);
+            t->n_ids = MAX(t->n_ids, a.id + 1);
+            t->flag[a.id] = (uint8_t)(TOK_KNOWN | (a.special ? TOK_SPECIAL : 0));
+        }
+    tok_load_matcher(t, &t->raw, false);
+    tok_load_matcher(t, &t->normalized, true);
+    return 0;
+}
+
+/* ---- Loading: what stands around the model ---- */
+
+static str tok_type(const json *v) { return json_str(json_get(v, "type")); }
+static int tok_unsupported(toka_err *e, const char *where, str what) {
+    return fail(e, TOKA_E_INPUT, "tokenizer.json: %s \"%.*s\" is not supported", where, STRF(what));
+}
+
+/* The members of a Sequence one after the other, anything else alone; null is nothing. `one` gets each. Depth is bounded by the
+ * limit here, the count by `one`. */
+typedef int tok_load_fn(tok *t, const json *v, toka_err *e);
+static int tok_load_each(tok *t, const json *v, const char *list, int depth, tok_load_fn *one, toka_err *e) {
+    if (!v || json_is(v, JSON_NULL)) return 0;
+    if (!str_is(tok_type(v), "Sequence")) return one(t, v, e);
+    const json *items = json_get(v, list);
+    if (depth > 4 || !json_is(items, JSON_ARRAY)) return fail(e, TOKA_E_INPUT, "tokenizer.json: a Sequence without %s", list);
+    JSON_EACH(it, items) if (tok_load_each(t, it, list, depth + 1, one, e)) return e->code;
+    return 0;
+}
+
+static str tok_keep(tok *t, str s) { return arena_str(&t->mem, s); }
+
+/* {"String": s}, or {"Regex": s} where s says only itself. n 0: it is something else. */
+static str tok_literal(const json *pattern) {
+    str s = json_str(json_get(pattern, "String")), r = json_str(json_get(pattern, "Regex"));
+    for (size_t i = 0; i < r.n; i++)
+        if (strchr("\\^$.|?*+()[]{}", r.p[i])) return STR("");
+    return s.n ? s : r;
+}
+
+static int tok_load_normal(tok *t, const json *v, toka_err *e) {
+    str type = tok_type(v);
+    if (t->n_normals == TOK_MAX_STEPS) return fail(e, TOKA_E_INPUT, "tokenizer.json: more than %d normalizers", TOK_MAX_STEPS);
+    tok_normal *k = &t->normals[t->n_normals++];
+    if (str_is(type, "NFC")) {
+        k->kind = TOK_NFC;
+    } else if (str_is(type, "Prepend")) {
+        *k = (tok_normal){TOK_PREPEND, STR(""), tok_keep(t, json_str(json_get(v, "prepend")))};
+    } else if (str_is(type, "Replace")) {
+        *k = (tok_normal){TOK_REPLACE, tok_keep(t, tok_literal(json_get(v, "pattern"))), tok_keep(t, json_str(json_get(v, "content")))};
+        if (!k->from.n)
+            return tok_unsupported(e, "normalizer Replace: the pattern", json_str(json_get(json_get(v, "pattern"), "Regex")));
+    } else {
+        return tok_unsupported(e, "normalizer", type);
+    }
+    if (k->to.n > TOK_MAX_CONTENT) return tok_unsupported(e, "normalizer: the content", k->to);
+    return 0;
+}
+
+static int tok_add_step(tok *t, const tok_rule *rule, bool removed, toka_err *e) {
+    if (t->n_steps == TOK_MAX_STEPS) return fail(e, TOKA_E_INPUT, "tokenizer.json: more than %d pre-tokenizers", TOK_MAX_STEPS);
+    t->steps[t->n_steps++] = (tok_step){rule, removed};
+    return 0;
+}
+
+static int tok_load_split(tok *t, const json *v, toka_err *e) {
+    const json *pattern = json_get(v, "pattern");
+    str regex = json_str(json_get(pattern, "Regex")), behavior = json_str(json_get(v, "behavior"));
+    if (json_true(json_get(v, "invert"))) return tok_unsupported(e, "pre_tokenizer Split: invert with the pattern", regex);
+    if (!str_is(behavior, "Isolated") && !str_is(behavior, "Removed"))
+        return tok_unsupported(e, "pre_tokenizer Split: the behavior", behavior);
+    for (int i = 0; i < COUNT(tok_rules); i++)
+        if (json_is(json_get(pattern, "Regex"), JSON_STRING) && str_is(regex, tok_rules[i].regex))
+            return tok_add_step(t, &tok_rules[i], str_is(behavior, "Removed"), e);
+    return tok_unsupported(e, "pre_tokenizer Split: the pattern", regex.n ? regex : json_str(json_get(pattern, "String")));
+}
+
+static int tok_load_metaspace(tok *t, const json *v, toka_err *e) {
+    const json *scheme = json_get(v, "prepend_scheme"), *prefix = json_get(v, "add_prefix_space"), *split = json_get(v, "split");
+    str s = scheme ? json_str(scheme) : STR("always");
+    t->meta.mark = tok_keep(t, json_str(json_get(v, "replacement")));
+    t->meta.split = !json_is(split, JSON_FALSE);
+    t->meta.prepend = str_is(s, "always") ? TOK_ALWAYS : str_is(s, "first") ? TOK_FIRST : TOK_NEVER;
+    if (json_is(prefix, JSON_FALSE)) t->meta.prepend = TOK_NEVER;
+    if (t->meta.prepend == TOK_NEVER && !json_is(prefix, JSON_FALSE) && !str_is(s, "never"))
+        return tok_unsupported(e, "pre_tokenizer Metaspace: the prepend_scheme", s);
+    if (!t->meta.mark.n || t->meta.mark.n > 4) return tok_unsupported(e, "pre_tokenizer Metaspace: the replacement", t->meta.mark);
+    return 0;
+}
+
+static int tok_load_pre(tok *t, const json *v, toka_err *e) {
+    str type = tok_type(v);
+    if (t->byte_level || t->meta.mark.n)
+        return fail(e, TOKA_E_INPUT, "tokenizer.json: pre_tokenizer \"%.*s\" behind ByteLevel or Metaspace is not supported", STRF(type));
+    if (str_is(type, "Split")) return tok_load_split(t, v, e);
+    if (str_is(type, "Digits"))
+        return tok_add_step(t, json_true(json_get(v, "individual_digits")) ? &tok_each_digit : &tok_all_digits, false, e);
+    if (str_is(type, "Metaspace")) {
+        if (t->n_steps) return fail(e, TOKA_E_INPUT, "tokenizer.json: pre_tokenizer \"Metaspace\" behind another is not supported");
+        return tok_load_metaspace(t, v, e);
+    }
+    if (!str_is(type, "ByteLevel")) return tok_unsupported(e, "pre_tokenizer", type);
+    t->byte_level = true;
+    t->prefix_space = json_true(json_get(v, "add_prefix_space"));
+    if (t->prefix_space && t->n_steps)
+        return fail(e, TOKA_E_INPUT, "tokenizer.json: pre_tokenizer ByteLevel: add_prefix_space behind another is not supported");
+    return json_is(json_get(v, "use_regex"), JSON_FALSE) ? 0 : tok_add_step(t, &tok_rules[0], false, e);
+}
+
+static int tok_add_outer(tok *t, ids *to, const json *id, toka_err *e) {
+    int64_t k = json_int(id, -1);
+    if (k < 0 || k >= t->n_ids)
+        return fail(e, TOKA_E_INPUT, "tokenizer.json: post_processor: id %lld, but the vocabulary ends at %d", (long long)k, t->n_ids - 1);
+    ids_push(to, (int32_t)k);
+    return 0;
+}
+
+/* TemplateProcessing: the pieces before and behind sequence A of "single". */
+static int tok_load_template(tok *t, const json *v, ids *head, ids *tail, toka_err *e) {
+    const json *single = json_get(v, "single"), *tokens = json_get(v, "special_tokens");
+    int n_sequences = 0;
+    if (!json_is(single, JSON_ARRAY)) return fail(e, TOKA_E_INPUT, "tokenizer.json: post_processor: no array \"single\"");
+    JSON_EACH(it, single) {
+        const json *special = json_get(it, "SpecialToken"), *list = NULL;
+        str id = json_str(json_get(special, "id"));
+        if (!special) {
+            if (!str_is(json_str(json_get(json_get(it, "Sequence"), "id")), "A") || n_sequences++)
+                return fail(e, TOKA_E_INPUT, "tokenizer.json: post_processor: \"single\" must have sequence A once");
+            continue;
+        }
+        if (json_is(tokens, JSON_OBJECT)) JSON_MEMBERS(key, tokens) if (str_eq(json_str(key), id)) list = json_get(key + 1, "ids");
+        if (!json_is(list, JSON_ARRAY))
+            return fail(e, TOKA_E_INPUT, "tokenizer.json: post_processor: no ids for the special token \"%.*s\"", STRF(id));
+        JSON_EACH(k, list) if (tok_add_outer(t, n_sequences ? tail : head, k, e)) return e->code;
+    }
+    if (!n_sequences) return fail(e, TOKA_E_INPUT, "tokenizer.json: post_processor: \"single\" must have sequence A once");
+    return 0;
+}
+
+static int tok_load_post(tok *t, const json *v, toka_err *e) {
+    str type = tok_type(v);
+    ids head = {0}, tail = {0};
+    int err = 0;
+    if (str_is(type, "TemplateProcessing")) {
+        err = tok_load_template(t, v, &head, &tail, e);
+    } else if (str_is(type, "RobertaProcessing") || str_is(type, "BertProcessing")) {
+        err = tok_add_outer(t, &head, json_at(json_get(v, "cls"), 1), e);
+        if (!err) err = tok_add_outer(t, &tail, json_at(json_get(v, "sep"), 1), e);
+    } else if (!str_is(type, "ByteLevel")) {
+        err = tok_unsupported(e, "post_processor", type);
+    }
+    for (size_t i = 0; !err && i < t->head.n; i++) ids_push(&head, t->head.p[i]); /* a later processor stands outside */
+    for (size_t i = 0; !err && i < tail.n; i++) ids_push(&t->tail, tail.p[i]);
+    ids_free(&tail), ids_free(&t->head);
+    t->head = head;
+    return err;
+}
+
+/* Every token's decoded text with `from` replaced. */
+static int tok_decode_replace(tok *t, const json *v, toka_err *e) {
+    str from = tok_literal(json_get(v, "pattern")), to = tok_keep(t, json_str(json_get(v, "content")));
+    buf b = {0};
+    if (!from.n || to.n > TOK_MAX_CONTENT)
+        return tok_unsupported(e, "decoder Replace: the pattern", json_str(json_get(json_get(v, "pattern"), "Regex")));
+    for (int i = 0; i < t->n_ids; i++) {
+        str s = t->text[i].n ? tok_replace(t->text[i], from, to, &b) : t->text[i];
+        if (s.p != t->text[i].p) t->text[i] = s.n == t->text[i].n ? s : tok_keep(t, s);
+    }
+    buf_free(&b);
+    return 0;
+}
+
+/* <0x41> decodes to the byte 0x41. */
+static void tok_decode_bytes(tok *t) {
+    t->decode_fallback = true;
+    for (int i = 0; i < t->n_ids; i++) {
+        str s = t->text[i];
+        if (s.n != 6 || !str_starts(s, STR("<0x")) || s.p[5] != '>') continue;
+        if (!isxdigit((unsigned char)s.p[3]) || !isxdigit((unsigned char)s.p[4])) continue;
+        char hex[3] = {s.p[3], s.p[4], 0}, *byte = arena_alloc(&t->mem, 1);
+        *byte = (char)strtol(hex, NULL, 16);
+        t->text[i] = (str){byte, 1};
+        t->flag[i] |= TOK_BYTE;
+    }
+}
+
+static int tok_load_decoder(tok *t, const json *v, toka_err *e) {
+    str type = tok_type(v);
+    bool chain = t->decoder == TOK_CHAIN;
+    if (t->decoder != TOK_JOIN && !chain) return tok_unsupported(e, "decoder in this Sequence:", type);
+    if (str_is(type, "ByteLevel") && !chain) return t->decoder = TOK_BYTES, 0;
+    if (str_is(type, "Metaspace") && !chain) {
+        str scheme = json_get(v, "prepend_scheme") ? json_str(json_get(v, "prepend_scheme")) : STR("always");
+        t->meta_mark = tok_keep(t, json_str(json_get(v, "replacement")));
+        t->meta_drop = !str_is(scheme, "never") && !json_is(json_get(v, "add_prefix_space"), JSON_FALSE);
+        t->decoder = TOK_META;
+        return t->meta_mark.n ? 0 : tok_unsupported(e, "decoder Metaspace: the replacement", t->meta_mark);
+    }
+    t->decoder = TOK_CHAIN;
+    if (str_is(type, "Replace") && !t->decode_fallback && !t->decode_fuse) return tok_decode_replace(t, v, e);
+    if (str_is(type, "ByteFallback") && !t->decode_fallback && !t->decode_fuse) return tok_decode_bytes(t), 0;
+    if (str_is(type, "Fuse")) return t->decode_fuse = true, 0;
+    if (str_is(type, "Strip") && t->decode_fuse && !t->strip && json_int(json_get(v, "stop"), -1) == 0) {
+        int64_t n = json_int(json_get(v, "start"), -1);
+        t->strip_char = tok_keep(t, json_str(json_get(v, "content")));
+        if (n >= 0 && n <= INT32_MAX && t->strip_char.n && t->strip_char.n <= 4) return t->strip = (int)n, 0;
+    }
+    return tok_unsupported(e, "decoder in this place:", type);
+}
+
+/* ---- Loading: the whole ---- */
+
+static int tok_load_model(tok *t, const json *root, toka_err *e) {
+    const json *model = json_get(root, "model"), *vocab = json_get(model, "vocab");
+    const json *dropout = json_get(model, "dropout"), *prefix = json_get(model, "continuing_subword_prefix");
+    const json *suffix = json_get(model, "end_of_word_suffix"), *added = json_get(root, "added_tokens");
+    if (!json_is(model, JSON_OBJECT)) return fail(e, TOKA_E_INPUT, "tokenizer.json: no object \"model\"");
+    if (!str_is(tok_type(model), "BPE")) return tok_unsupported(e, "model type", tok_type(model));
+    if (json_num(dropout, 0) != 0) return fail(e, TOKA_E_INPUT, "tokenizer.json: model.dropout is not supported");
+    if (json_str(prefix).n) return tok_unsupported(e, "model.continuing_subword_prefix", json_str(prefix));
+    if (json_str(suffix).n) return tok_unsupported(e, "model.end_of_word_suffix", json_str(suffix));
+    t->ignore_merges = json_true(json_get(model, "ignore_merges"));
+    t->fuse_unk = json_true(json_get(model, "fuse_unk"));
+    t->byte_fallback = json_true(json_get(model, "byte_fallback"));
+    if (tok_load_vocab(t, vocab, json_is(added, JSON_ARRAY) ? added : NULL, e)) return e->code;
+    if (tok_load_bytes(t, model, e)) return e->code;
+    if (tok_load_merges(t, json_get(model, "merges"), e)) return e->code;
+    return tok_load_added(t, added, vocab->n, e);
+}
+
+static int tok_load_root(tok *t, const json *root, toka_err *e) {
+    if (!json_is(root, JSON_OBJECT)) return fail(e, TOKA_E_INPUT, "tokenizer.json: an object was expected");
+    if (tok_load_each(t, json_get(root, "normalizer"), "normalizers", 0, tok_load_normal, e)) return e->code;
+    if (tok_load_each(t, json_get(root, "pre_tokenizer"), "pretokenizers", 0, tok_load_pre, e)) return e->code;
+    if (tok_load_model(t, root, e)) return e->code;
+    if (tok_load_each(t, json_get(root, "post_processor"), "processors", 0, tok_load_post, e)) return e->code;
+    return tok_load_each(t, json_get(root, "decoder"), "decoders", 0, tok_load_decoder, e);
+}
+
+/* Reads tokenizer.json. config_json, the text of tokenizer_config.json or nothing, is for what may come: nothing in it changes
+ * what Hugging Face `tokenizers` does. Both texts may go away after. *out is the caller's until tok_del. */
+static int tok_load(tok **out, str tokenizer_json, str config_json, toka_err *e) {
+    arena a = {0};
+    toka_err why;
+    (void)config_json;
+    *out = NULL;
+    const json *root = json_parse(&a, tokenizer_json, json_trusted, &why);
+    if (!root) {
+        arena_free(&a);
+        return fail(e, why.code, "tokenizer.json: %.400s", why.msg);
+    }
+    tok *t = mem_zalloc(sizeof *t);
+    uni_init(&t->uni);
+    t->slots = mem_check(aligned_alloc(64, TOK_SLOTS * sizeof *t->slots));
+    for (int i = 0; i < TOK_SLOTS; i++)
+        for (int k = 0; k < 8; k++) atomic_init(&t->slots[i].w[k], 0);
+    int err = tok_load_root(t, root, e);
+    arena_free(&a);
+    if (err) tok_del(t);
+    else *out = t;
+    return err;
+}
+
+static void tok_del(tok *t) {
+    if (!t) return;
+    uni_free(&t->uni);
+    arena_free(&t->mem);
+    free(t->key), free(t->name), free(t->text), free(t->flag), free(t->keys.places), free(t->names.places);
+    free(t->merges), free(t->joins), free(t->slots), free(t->added), free(t->added_at);
+    free(t->raw.sorted), free(t->normalized.sorted);
+    ids_free(&t->head), ids_free(&t->tail);
+    free(t);
+}
 
 /* ===========================================================================
  * MARK: 7. Chat template: values and parser [pure]
