@@ -125,6 +125,8 @@ __attribute__((format(printf, 3, 4))) static int fail(toka_err *e, int code, con
     e->code = code;
     vsnprintf(e->msg, sizeof e->msg, fmt, ap);
     va_end(ap);
+    for (char *c = e->msg; *c; c++)
+        if ((unsigned char)*c < 0x20 || *c == 0x7F) *c = '?'; /* a name out of a hostile file must not steer a terminal */
     return code;
 }
 
