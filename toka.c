@@ -186,6 +186,8 @@ __attribute__((format(printf, 3, 4))) static int fail(toka_err *e, int code, con
     e->code = code;
     vsnprintf(e->msg, sizeof e->msg, fmt, ap);
     va_end(ap);
+    for (char *c = e->msg; *c; c++)
+        if ((unsigned char)*c < 0x20 || *c == 0x7F) *c = '?'; /* a name out of a hostile file must not steer a terminal */
     return code;
 }
 
@@ -3588,7 +3590,7 @@ static int mf_find_hub(const char *id, const char *called, char **folder, arena 
     const char *at = strchr(id, '@');
     const str repo = {id, at ? (size_t)(at - id) : strlen(id)}, rev = at ? str_c(at + 1) : STR("main");
     if (!mf_is_hub_id(repo) || !mf_is_hub_id(rev) || memchr(rev.p, '/', rev.n))
-        return fail(e, TOKA_E_USE, "%s: not a hub id", id);
+        return fail(e, TOKA_E_USE, "%s: no such folder, and not a hub id", id);
     buf path = {0}, cache = {0};
     mf_hub_cache(&cache);
     buf_printf(&path, "%s/models--", cache.p);
@@ -3631,6 +3633,10 @@ static int mf_find(mf_model *m, const char *model, const char *models_file, toka
     if (there)
         return fail(e, TOKA_E_INPUT, "%s: not a folder; a model is a folder with config.json and model.safetensors", model);
     if (err != ENOENT && err != ENOTDIR) return fail(e, TOKA_E_IO, "%s: %s", model, strerror(err));
+    if (strchr(model, '/')) { /* no name of models.txt has a slash */
+        m->name = m->hub_id = arena_cstr(&m->a, s);
+        return mf_find_hub(model, NULL, &m->folder, &m->a, e);
+    }
     mf_known *known;
     int n;
     if (mf_models_open(models_file, &m->a, &known, &n, e)) return e->code;
@@ -3639,13 +3645,7 @@ static int mf_find(mf_model *m, const char *model, const char *models_file, toka
             m->name = known[i].name, m->hub_id = known[i].hub_id;
             return mf_find_hub(m->hub_id, m->name, &m->folder, &m->a, e);
         }
-    const char *rev = strchr(model, '@');
-    str repo = rev ? str_sub(s, 0, (size_t)(rev - model)) : s;
-    if (!mf_is_hub_id(repo) || !memchr(repo.p, '/', repo.n))
-        return fail(e, TOKA_E_USE, "%s: no such folder, no such name in models.txt (see: toka models), and no hub id",
-                    model);
-    m->name = m->hub_id = arena_cstr(&m->a, s);
-    return mf_find_hub(model, NULL, &m->folder, &m->a, e);
+    return fail(e, TOKA_E_USE, "%s: no such folder, and no such name in models.txt (see: toka models)", model);
 }
 
 /* ---- Opening ---- */

@@ -1,0 +1,807 @@
+/* test_mf.c - chapter 9: RoPE tables, config.json, safetensors, the index, the hub cache, models.txt. The files that must be
+ * refused are made here: a tiny Llama is written to a temporary folder with one thing wrong, and the message is looked at. */
+
+/* ---- RoPE tables: float64 values of the published formulas, computed apart from toka with numpy at D = 16 ----
+ *   default  theta^(-2i/D)        linear  that / factor
+ *   llama3   with turns = original * w / 2 pi, keep = clip((turns - low) / (high - low), 0, 1): w * (keep + (1 - keep) / factor)
+ *   yarn     pair(r) = D/2 * ln(original / 2 pi r) / ln theta; slow = clip((i - pair(beta_fast)) / (pair(beta_slow) -
+ *            pair(beta_fast)), 0, 1), its ends rounded outwards unless truncate is false: w * (1 - slow + slow / factor) */
+
+static const struct rope_case {
+    mf_rope rope;
+    double scale, freq[8];
+} rope_cases[] = {
+    {{.kind = MF_ROPE_DEFAULT, .theta = 1e4}, 1,
+     {1, 0.316227766, 0.1, 0.0316227766, 0.01, 0.00316227766, 0.001, 0.000316227766}},
+    {{.kind = MF_ROPE_LINEAR, .theta = 900, .factor = 6.5}, 1,
+     {0.153846154, 0.0657364625, 0.0280883363, 0.0120017811, 0.00512820513, 0.00219121542, 0.000936277876, 0.000400059371}},
+    {{.kind = MF_ROPE_LLAMA3, .theta = 5e5, .factor = 32, .low_freq_factor = 1, .high_freq_factor = 4, .original_len = 8192}, 1,
+     {1, 0.193922745, 0.0376060309, 0.00729266474, 0.000429556797, 8.57025549e-06, 1.66196747e-06, 3.22293293e-07}},
+    {{.kind = MF_ROPE_LLAMA3, .theta = 5e4, .factor = 8, .low_freq_factor = 1.5, .high_freq_factor = 6, .original_len = 48}, 1,
+     {1, 0.0562377475, 0.00835925381, 0.00216170418, 0.000559016994, 0.000144561871, 3.73837195e-05, 9.66743497e-06}},
+    {{.kind = MF_ROPE_YARN, .theta = 1e3, .factor = 8, .original_len = 64, .beta_fast = 32, .beta_slow = 1}, 1.2079441541679836,
+     {1, 0.29870169, 0.0740949754, 0.00937367762, 0.00395284708, 0.00166690179, 0.000702926656, 0.000296421713}},
+    {{.kind = MF_ROPE_YARN, .theta = 1e6, .factor = 4, .original_len = 32768, .beta_fast = 32, .beta_slow = 1},
+     1.138629436111989,
+     {1, 0.177827941, 0.0316227766, 0.00421755994, 0.0005, 4.44569853e-05, 7.90569415e-06, 1.40585331e-06}},
+    {{.kind = MF_ROPE_YARN, .theta = 2e3, .factor = 8, .original_len = 64, .beta_fast = 4, .beta_slow = .5,
+      .attention_factor = .83}, .83,
+     {1, 0.302107343, 0.0841133689, 0.0198772573, 0.00279508497, 0.00108085209, 0.000417962691, 0.000161625085}},
+    {{.kind = MF_ROPE_YARN, .theta = 3e3, .factor = 8, .original_len = 64, .beta_fast = 32, .beta_slow = 1, .mscale = 2,
+      .mscale_all_dim = .7}, 1.2359781994567032,
+     {1, 0.260373945, 0.0563000065, 0.00620854084, 0.00228217732, 0.000838898135, 0.000308367835, 0.000113351929}},
+    {{.kind = MF_ROPE_YARN, .theta = 4e3, .factor = 4, .original_len = 280, .beta_fast = 32, .beta_slow = 1, .mscale = 1.5,
+      .fractional = true}, 1.138629436111989,
+     {1, 0.300458584, 0.0783319566, 0.0177728391, 0.00395284708, 0.00140169174, 0.000497044205, 0.000176253405}},
+};
+
+static void test_mf_rope(void) {
+    for (int i = 0; i < COUNT(rope_cases); i++) {
+        float freq[8], scale;
+        mf_rope_table(&rope_cases[i].rope, 16, freq, &scale);
+        CHECK_MSG(fabs(scale - rope_cases[i].scale) < 1e-6, "case %d: scale %.9g", i, scale);
+        for (int j = 0; j < 8; j++)
+            CHECK_MSG(fabs(freq[j] / rope_cases[i].freq[j] - 1) < 2e-6, "case %d: freq[%d] %.9g", i, j, freq[j]);
+    }
+}
+
+/* ---- config.json ---- */
+
+/* Parses `text`; the message must hold `want`, or it must pass if want is NULL. */
+static bool config_says(const char *text, const char *want, arena *a, mf_config *c) {
+    toka_err e;
+    int code = mf_config_parse(str_c(text), "config.json", a, c, &e);
+    bool ok = want ? code == TOKA_E_INPUT && strstr(e.msg, want) : code == 0;
+    CHECK_MSG(ok, "%s\n  gave: %s\n  want: %s", text, code ? e.msg : "no error", want ? want : "no error");
+    return ok && !want;
+}
+
+#define LLAMA "{\"architectures\":[\"LlamaForCausalLM\"]"
+#define QWEN2 "{\"architectures\":[\"Qwen2ForCausalLM\"],\"num_hidden_layers\":4"
+
+static const char *const bad_configs[][2] = {
+    {"", "text ends too early at byte 0"},
+    {"[]", "not a JSON object"},
+    {"{", "JSON"},
+    {"{}", "model_type is missing, expected LlamaForCausalLM"},
+    {"{\"architectures\":[]}", "architectures is an array"},
+    {"{\"architectures\":[\"MixtralForCausalLM\"]}", "architectures[0] is \"MixtralForCausalLM\", expected LlamaForCausalLM"},
+    {"{\"architectures\":[7]}", "architectures[0] is 7"},
+    {"{\"model_type\":\"gemma\"}", "model_type is \"gemma\""},
+    {LLAMA ",\"num_hidden_layers\":0}", "num_hidden_layers (L) is 0, expected 1 to 4096"},
+    {LLAMA ",\"num_hidden_layers\":-3}", "num_hidden_layers (L) is -3"},
+    {LLAMA ",\"num_hidden_layers\":4097}", "num_hidden_layers (L) is 4097"},
+    {LLAMA ",\"num_hidden_layers\":2.5}", "num_hidden_layers is 2.5, expected a whole number"},
+    {LLAMA ",\"num_hidden_layers\":1e400}", "num_hidden_layers is inf, expected a whole number"},
+    {LLAMA ",\"num_hidden_layers\":99999999999999999999}", "num_hidden_layers is 1e+20, expected a whole number"},
+    {LLAMA ",\"hidden_size\":\"big\"}", "hidden_size is \"big\", expected a whole number"},
+    {LLAMA ",\"hidden_size\":[4096]}", "hidden_size is an array"},
+    {LLAMA ",\"hidden_size\":100}", "hidden_size is 100, expected a multiple of num_attention_heads, 32, or a head_dim"},
+    {LLAMA ",\"num_attention_heads\":0}", "num_attention_heads (H) is 0"},
+    {LLAMA ",\"num_key_value_heads\":5}", "num_attention_heads (H) is 32, expected a multiple of num_key_value_heads (K), 5"},
+    {LLAMA ",\"head_dim\":7}", "head_dim (D) is 7, expected an even number"},
+    {LLAMA ",\"head_dim\":-1}", "head_dim (D) is -1"},
+    {LLAMA ",\"vocab_size\":67108865}", "vocab_size (V) is 67108865"},
+    {LLAMA ",\"max_position_embeddings\":0}", "max_position_embeddings (max_len) is 0"},
+    {LLAMA ",\"rms_norm_eps\":-1}", "rms_norm_eps is -1, expected a number from 0 to 1"},
+    {LLAMA ",\"rms_norm_eps\":true}", "rms_norm_eps is true"},
+    {LLAMA ",\"hidden_act\":\"gelu\"}", "hidden_act is \"gelu\", expected \"silu\""},
+    {LLAMA ",\"mlp_bias\":true}", "mlp_bias is true, expected false"},
+    {LLAMA ",\"attention_bias\":1}", "attention_bias is 1, expected true or false"},
+    {LLAMA ",\"quantization_config\":{\"quant_method\":\"gptq\"}}", "quantization_config is an object, expected none"},
+    {LLAMA ",\"final_logit_softcapping\":30.0}", "final_logit_softcapping is 30, expected none"},
+    {LLAMA ",\"num_local_experts\":8}", "num_local_experts is 8, expected none"},
+    {LLAMA ",\"partial_rotary_factor\":0.5}", "partial_rotary_factor is 0.5, expected a number from 1 to 1"},
+    {LLAMA ",\"rope_theta\":0}", "rope_theta is 0"},
+    {LLAMA ",\"rope_scaling\":7}", "rope_scaling is 7, expected an object"},
+    {LLAMA ",\"rope_scaling\":{\"type\":\"dynamic\",\"factor\":2}}",
+     "rope_scaling.type is \"dynamic\", expected default, linear, llama3 or yarn"},
+    {LLAMA ",\"rope_parameters\":{\"rope_type\":\"longrope\"}}", "rope_parameters.rope_type is \"longrope\""},
+    {LLAMA ",\"rope_parameters\":{\"full_attention\":{\"rope_type\":\"default\"}}}", "one RoPE for all layers"},
+    {LLAMA ",\"rope_scaling\":{\"type\":\"linear\"}}", "rope_scaling.factor is missing"},
+    {LLAMA ",\"rope_scaling\":{\"type\":\"linear\",\"factor\":0}}", "rope_scaling.factor is 0"},
+    {LLAMA ",\"rope_scaling\":{\"type\":\"llama3\",\"factor\":8,\"high_freq_factor\":4}}", "rope_scaling.low_freq_factor is missing"},
+    {LLAMA ",\"rope_scaling\":{\"type\":\"llama3\",\"factor\":8,\"low_freq_factor\":4,\"high_freq_factor\":4}}",
+     "rope_scaling.high_freq_factor is 4, expected more than low_freq_factor"},
+    {LLAMA ",\"rope_parameters\":{\"rope_type\":\"yarn\",\"factor\":8,\"partial_rotary_factor\":0.25}}",
+     "rope_parameters.partial_rotary_factor is 0.25"},
+    {LLAMA ",\"eos_token_id\":[2,\"x\"]}", "eos_token_id is \"x\", expected a token id or a list"},
+    {"{\"architectures\":[\"MistralForCausalLM\"],\"sliding_window\":0}", "sliding_window is 0, expected 1 or more"},
+    {QWEN2 ",\"use_sliding_window\":true,\"layer_types\":[\"full_attention\"]}", "layer_types is an array, expected a list with one"},
+    {QWEN2 ",\"layer_types\":[\"full_attention\",\"full_attention\",\"full_attention\",\"linear_attention\"]}",
+     "layer_types is \"linear_attention\""},
+    {QWEN2 ",\"layer_types\":[\"full_attention\",\"full_attention\",\"full_attention\",\"sliding_attention\"]}",
+     "as there is no window"},
+};
+
+static void test_mf_config_refused(void) {
+    arena a = {0};
+    mf_config c;
+    for (int i = 0; i < COUNT(bad_configs); i++) config_says(bad_configs[i][0], bad_configs[i][1], &a, &c);
+    arena_free(&a);
+}
+
+static bool shape_is(const mf_config *c, int L, int E, int H, int K, int D, int F, int V, int max_len) {
+    const toka_shape *s = &c->shape;
+    return s->L == L && s->E == E && s->H == H && s->K == K && s->D == D && s->F == F && s->V == V && s->max_len == max_len;
+}
+
+static void test_mf_config_defaults(void) {
+    arena a = {0};
+    mf_config c;
+    if (config_says(LLAMA "}", NULL, &a, &c)) {
+        CHECK(shape_is(&c, 32, 4096, 32, 32, 128, 11008, 32000, 2048));
+        CHECK(c.shape.eps == 1e-6f && c.rope.theta == 10000 && c.rope.kind == MF_ROPE_DEFAULT && c.features == MF_LM_HEAD);
+        CHECK(c.bos_id == 1 && c.n_eos_ids == 1 && c.eos_ids[0] == 2 && c.shape.rope_scale == 1 && c.window[31] == 0);
+    }
+    if (config_says("{\"architectures\":null,\"model_type\":\"mistral\"}", NULL, &a, &c)) {
+        CHECK(shape_is(&c, 32, 4096, 32, 8, 128, 14336, 32000, 131072));
+        CHECK(c.window[0] == 4096 && c.window[31] == 4096 && c.features == MF_LM_HEAD);
+    }
+    if (config_says("{\"architectures\":[\"Qwen2ForCausalLM\"],\"attention_bias\":false}", NULL, &a, &c)) {
+        CHECK(shape_is(&c, 32, 4096, 32, 32, 128, 22016, 151936, 32768));
+        CHECK(c.features == (MF_QKV_BIAS | MF_LM_HEAD) && c.window[31] == 0 && c.bos_id == -1 && c.n_eos_ids == 0);
+    }
+    if (config_says("{\"architectures\":[\"Qwen3ForCausalLM\"],\"hidden_size\":1000}", NULL, &a, &c))
+        CHECK(shape_is(&c, 32, 1000, 32, 32, 128, 22016, 151936, 32768) && c.features == (MF_QK_NORM | MF_LM_HEAD));
+    arena_free(&a);
+}
+
+static void test_mf_config_fields(void) {
+    arena a = {0};
+    mf_config c;
+    if (config_says(LLAMA ",\"num_key_value_heads\":null,\"head_dim\":null,\"rope_scaling\":null,\"num_attention_heads\":16,"
+                    "\"attention_bias\":true,\"tie_word_embeddings\":true,\"eos_token_id\":[5,99999,7,-1],\"bos_token_id\":null,"
+                    "\"rope_theta\":777,\"hidden_act\":\"swish\",\"num_experts\":0,\"quantization_config\":null}", NULL, &a, &c)) {
+        CHECK(c.shape.K == 16 && c.shape.D == 256 && c.features == (MF_QKV_BIAS | MF_O_BIAS) && c.rope.theta == 777);
+        CHECK(c.n_eos_ids == 2 && c.eos_ids[0] == 5 && c.eos_ids[1] == 7 && c.bos_id == -1);
+    }
+    if (config_says("{\"architectures\":[\"MistralForCausalLM\"],\"num_key_value_heads\":null,\"sliding_window\":null,"
+                    "\"attention_bias\":true}", NULL, &a, &c))
+        CHECK(c.shape.K == 32 && c.window[0] == 0 && c.features == MF_LM_HEAD);
+    if (config_says(QWEN2 ",\"use_sliding_window\":true,\"sliding_window\":64,\"max_window_layers\":3}", NULL, &a, &c))
+        CHECK(c.window[2] == 0 && c.window[3] == 64);
+    if (config_says(QWEN2 ",\"use_sliding_window\":true,\"sliding_window\":64,\"layer_types\":[\"sliding_attention\","
+                    "\"full_attention\",\"sliding_attention\",\"full_attention\"]}", NULL, &a, &c))
+        CHECK(c.window[0] == 64 && c.window[1] == 0 && c.window[2] == 64 && c.window[3] == 0);
+    if (config_says(QWEN2 ",\"use_sliding_window\":false,\"sliding_window\":64,\"max_window_layers\":0}", NULL, &a, &c))
+        CHECK(c.window[0] == 0 && c.window[3] == 0);
+    if (config_says(LLAMA ",\"rope_theta\":5,\"rope_parameters\":{\"rope_theta\":600.0,\"rope_type\":\"default\"}}", NULL, &a, &c))
+        CHECK(c.rope.theta == 600);
+    if (config_says(LLAMA ",\"rope_scaling\":{},\"rope_parameters\":{\"type\":\"linear\",\"factor\":3}}", NULL, &a, &c))
+        CHECK(c.rope.kind == MF_ROPE_LINEAR && c.rope.factor == 3);
+    if (config_says(LLAMA ",\"max_position_embeddings\":100,\"rope_scaling\":{\"type\":\"yarn\",\"factor\":4.0,"
+                    "\"beta_fast\":0,\"attention_factor\":null,\"original_max_position_embeddings\":100}}", NULL, &a, &c))
+        CHECK(c.rope.kind == MF_ROPE_YARN && c.shape.max_len == 400 && c.rope.beta_fast == 32 && c.shape.rope_scale > 1.13f);
+    if (config_says(LLAMA ",\"original_max_position_embeddings\":512,\"rope_scaling\":{\"type\":\"llama3\",\"factor\":8,"
+                    "\"low_freq_factor\":1,\"high_freq_factor\":4,\"original_max_position_embeddings\":8192}}", NULL, &a, &c))
+        CHECK(c.rope.original_len == 512);
+    arena_free(&a);
+}
+
+static void test_mf_generation(void) {
+    arena a = {0};
+    mf_config c = {0};
+    mf_defaults d;
+    toka_err e;
+    if (!config_says(LLAMA "}", NULL, &a, &c)) return;
+    const char *text = "{\"bos_token_id\":3,\"eos_token_id\":[4,6],\"do_sample\":true,\"temperature\":0.6,\"top_p\":0.95,"
+                       "\"top_k\":20,\"repetition_penalty\":1.05,\"transformers_version\":\"4.51.0\"}";
+    CHECK(mf_generation_parse(str_c(text), "g", &a, &c, &d, &e) == 0);
+    CHECK(c.bos_id == 3 && c.n_eos_ids == 2 && c.eos_ids[1] == 6);
+    CHECK(d.has_do_sample && d.do_sample && d.has_temperature && d.temperature == 0.6f && d.has_top_p && d.top_p == 0.95f);
+    CHECK(d.has_top_k && d.top_k == 20 && d.has_repetition_penalty && d.repetition_penalty == 1.05f && !d.has_min_p);
+    CHECK(mf_generation_parse(STR("{}"), "g", &a, &c, &d, &e) == 0);
+    CHECK(c.bos_id == 3 && c.n_eos_ids == 2 && !d.has_top_k && !d.has_temperature && d.temperature == 1 && d.top_p == 1);
+    CHECK(mf_generation_parse(STR("{\"temperature\":-1}"), "g", &a, &c, &d, &e) && strstr(e.msg, "temperature is -1"));
+    CHECK(mf_generation_parse(STR("{\"eos_token_id\":{}}"), "g", &a, &c, &d, &e) && strstr(e.msg, "eos_token_id is an object"));
+    arena_free(&a);
+}
+
+static void test_mf_tokenizer_config(void) {
+    mf_model m = {0};
+    toka_err e;
+    CHECK(mf_tokenizer_config_parse(STR("{\"bos_token\":{\"content\":\"<s>\",\"lstrip\":false},\"eos_token\":\"</s>\","
+                                        "\"pad_token\":null,\"chat_template\":\"{{ \\u00e9 }}\\n\"}"), "t", &m.a, &m, &e) == 0);
+    CHECK(strcmp(m.bos_token, "<s>") == 0 && strcmp(m.eos_token, "</s>") == 0 && !m.pad_token && !m.unk_token);
+    CHECK(str_is(m.chat_template, "{{ \xC3\xA9 }}\n"));
+    CHECK(mf_tokenizer_config_parse(STR("{\"chat_template\":[{\"name\":\"tool_use\",\"template\":\"A\"},"
+                                        "{\"name\":\"default\",\"template\":\"B\"}]}"), "t", &m.a, &m, &e) == 0);
+    CHECK(str_is(m.chat_template, "B") && !m.bos_token);
+    CHECK(mf_tokenizer_config_parse(STR("{\"chat_template\":[{\"name\":\"rag\",\"template\":\"A\"}]}"), "t", &m.a, &m, &e) == 0);
+    CHECK(m.chat_template.n == 0);
+    CHECK(mf_tokenizer_config_parse(STR("{\"bos_token\":[]}"), "t", &m.a, &m, &e) && strstr(e.msg, "bos_token is an array"));
+    CHECK(mf_tokenizer_config_parse(STR("{\"chat_template\":1}"), "t", &m.a, &m, &e) && strstr(e.msg, "chat_template is 1"));
+    arena_free(&m.a);
+}
+
+/* ---- A tiny Llama to spoil: L=2 E=8 H=2 K=1 D=4 F=6 V=10, bf16 zeros, the embedding first ---- */
+
+static const char tiny_config[] = LLAMA ",\"num_hidden_layers\":2,\"hidden_size\":8,\"num_attention_heads\":2,"
+    "\"num_key_value_heads\":1,\"intermediate_size\":6,\"vocab_size\":10,\"max_position_embeddings\":32}";
+
+static const struct {
+    const char *name;
+    int rows, cols; /* rows 0: a vector */
+} tiny_tensors[] = {
+    {"model.embed_tokens.weight", 10, 8}, {"model.norm.weight", 0, 8}, {"lm_head.weight", 10, 8},
+    {"model.layers.0.input_layernorm.weight", 0, 8}, {"model.layers.0.post_attention_layernorm.weight", 0, 8},
+    {"model.layers.0.self_attn.q_proj.weight", 8, 8}, {"model.layers.0.self_attn.k_proj.weight", 4, 8},
+    {"model.layers.0.self_attn.v_proj.weight", 4, 8}, {"model.layers.0.self_attn.o_proj.weight", 8, 8},
+    {"model.layers.0.mlp.gate_proj.weight", 6, 8}, {"model.layers.0.mlp.up_proj.weight", 6, 8},
+    {"model.layers.0.mlp.down_proj.weight", 8, 6},
+    {"model.layers.1.input_layernorm.weight", 0, 8}, {"model.layers.1.post_attention_layernorm.weight", 0, 8},
+    {"model.layers.1.self_attn.q_proj.weight", 8, 8}, {"model.layers.1.self_attn.k_proj.weight", 4, 8},
+    {"model.layers.1.self_attn.v_proj.weight", 4, 8}, {"model.layers.1.self_attn.o_proj.weight", 8, 8},
+    {"model.layers.1.mlp.gate_proj.weight", 6, 8}, {"model.layers.1.mlp.up_proj.weight", 6, 8},
+    {"model.layers.1.mlp.down_proj.weight", 8, 6},
+};
+enum { TINY_PARAMETERS = 80 + 8 + 80 + 2 * (16 + 64 + 32 + 32 + 64 + 3 * 48) };
+
+/* The header of tensors from .. to-1, and how many bytes they have. */
+static size_t tiny_header(int from, int to, buf *h) {
+    size_t at = 0;
+    buf_char(h, '{');
+    for (int i = from; i < to; i++) {
+        size_t bytes = 2 * (size_t)tiny_tensors[i].cols * (size_t)MAX(tiny_tensors[i].rows, 1);
+        buf_printf(h, "%s\"%s\":{\"dtype\":\"BF16\",\"shape\":[", i > from ? "," : "", tiny_tensors[i].name);
+        if (tiny_tensors[i].rows) buf_printf(h, "%d,", tiny_tensors[i].rows);
+        buf_printf(h, "%d],\"data_offsets\":[%zu,%zu]}", tiny_tensors[i].cols, at, at + bytes);
+        at += bytes;
+    }
+    buf_char(h, '}');
+    return at;
+}
+
+static void replace(buf *b, const char *from, const char *to) {
+    ptrdiff_t at = str_find(buf_view(b), str_c(from), 0);
+    CHECK_MSG(at >= 0, "the test looks for %s", from);
+    if (at < 0) return;
+    buf out = {0};
+    buf_put(&out, b->p, (size_t)at), buf_c(&out, to);
+    buf_put(&out, b->p + at + strlen(from), b->n - (size_t)at - strlen(from));
+    buf_free(b);
+    *b = out;
+}
+
+/* Length, header (padded so that the data begins at a multiple of 8, plus `odd`) and zeros. */
+static void tiny_file(buf *out, buf *header, size_t data_bytes, size_t odd) {
+    while (header->n % 8 != odd % 8) buf_char(header, ' ');
+    for (int i = 0; i < 8; i++) buf_char(out, (char)(header->n >> 8 * i));
+    buf_str(out, buf_view(header));
+    for (size_t i = 0; i < data_bytes; i++) buf_char(out, 0);
+}
+
+static void write_file(const char *folder, const char *name, str text) {
+    char path[600];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *f = fopen(path, "wb");
+    CHECK_MSG(f, "%s", path);
+    if (f && text.n) fwrite(text.p, 1, text.n, f);
+    if (f) fclose(f);
+}
+
+static char *temp_folder(char path[64]) {
+    strcpy(path, "/tmp/toka_mf_XXXXXX");
+    CHECK(mkdtemp(path) != NULL);
+    return path;
+}
+static void remove_folder(const char *path) {
+    char command[128];
+    snprintf(command, sizeof command, "rm -rf '%s'", path);
+    CHECK(system(command) == 0);
+}
+
+/* One way to spoil the tiny model. */
+typedef struct spoil {
+    const char *config_from, *config_to; /* in config.json */
+    const char *from, *to;               /* in the header */
+    long cut;                            /* bytes of the file to leave, if not 0; negative: so many less */
+    int more;                            /* data bytes to add */
+    int odd;                             /* the data begins that far from a multiple of 8 */
+    const char *want;                    /* in the message; NULL: it opens */
+} spoil;
+
+#define EMBED "\"model.embed_tokens.weight\":{\"dtype\":\"BF16\",\"shape\":[10,8],\"data_offsets\":[0,160]}"
+#define NORM "\"model.norm.weight\":{\"dtype\":\"BF16\",\"shape\":[8],\"data_offsets\":[160,176]}"
+#define NORM_IS(dtype, shape, offsets) \
+    "\"model.norm.weight\":{\"dtype\":\"" dtype "\",\"shape\":" shape ",\"data_offsets\":" offsets "}"
+
+static const spoil spoils[] = {
+    {.want = NULL},
+    {.from = "{\"model", .to = "{\"__metadata__\":{\"format\":\"pt\"},\"model", .want = NULL},
+    {.from = "{\"model", .to = "{\"__metadata__\":{\"n\":1},\"model", .want = "__metadata__ is not an object of strings"},
+    {.from = "{\"model", .to = "{\"__metadata__\":[],\"model", .want = "__metadata__ is not an object of strings"},
+    {.from = "{\"model", .to = " {\"model", .want = "the header does not begin with {"},
+    {.from = "{\"model", .to = "[\"model", .want = "the header does not begin with {"},
+    {.from = "{\"model", .to = "{\"a\":{\"b\":{\"c\":{}}},\"model", .want = "nested too deep"},
+    {.from = "{\"model", .to = "{\"a\":1,\"model", .want = "a: dtype \"\" is not known"},
+    {.from = "\"shape\"", .to = "\"shape\":", .want = "value expected"},
+    {.from = EMBED "," NORM, .to = NORM "," EMBED, .want = NULL}, /* the header's order is free */
+    /* offsets */
+    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[152,168]"), .want = "begin at 152, expected 160, they overlap another tensor"},
+    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[0,16]"), .want = "they overlap another tensor"},
+    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[168,184]"), .want = "begin at 168, expected 160, there is a hole before them"},
+    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[1000000,1000016]"), .want = "there is a hole before"},
+    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[176,160]"), .want = "data_offsets are not [begin, end]"},
+    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[-16,0]"), .want = "data_offsets are not [begin, end]"},
+    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[160]"), .want = "data_offsets are not [begin, end]"},
+    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[160,176,192]"), .want = "data_offsets are not [begin, end]"},
+    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[160.0,176]"), .want = "data_offsets are not [begin, end]"},
+    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[18446744073709551600,18446744073709551616]"), .want = "data_offsets are not"},
+    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[160,178]"), .want = "data_offsets span 18 bytes, shape and dtype need 16"},
+    {.more = 2, .want = "the tensors end at byte 1744 of the data, which has 1746"},
+    /* shapes and dtypes */
+    {.from = NORM, .to = NORM_IS("BF16", "[4,2]", "[160,176]"), .want = "model.norm.weight: [4,2], expected [8]"},
+    {.from = NORM, .to = NORM_IS("BF16", "[1,8]", "[160,176]"), .want = "model.norm.weight: [1,8], expected [8]"},
+    {.from = NORM, .to = NORM_IS("BF16", "[2,2,2]", "[160,176]"), .want = "model.norm.weight: [2,2,...], expected [8]"},
+    {.from = NORM, .to = NORM_IS("F32", "[4]", "[160,176]"), .want = "model.norm.weight: [4], expected [8]"},
+    {.from = "[4,8]", .to = "[8,4]", .want = "model.layers.0.self_attn.k_proj.weight: [8,4], expected [4,8]"},
+    {.from = NORM, .to = NORM_IS("I16", "[8]", "[160,176]"), .want = "model.norm.weight: dtype I16, expected BF16, F16 or F32"},
+    {.from = NORM, .to = NORM_IS("Q4_K", "[8]", "[160,176]"), .want = "model.norm.weight: dtype \"Q4_K\" is not known"},
+    {.from = NORM, .to = NORM_IS("F16", "[8]", "[160,176]"), .want = NULL},
+    {.from = NORM, .to = NORM_IS("BF16", "[-8]", "[160,176]"), .want = "shape is not a list of counts"},
+    {.from = NORM, .to = NORM_IS("BF16", "8", "[160,176]"), .want = "shape is not a list of counts"},
+    {.from = NORM, .to = NORM_IS("BF16", "[4611686018427387904,4]", "[160,160]"), .want = "shape is not a list of counts"},
+    {.from = NORM, .to = NORM_IS("BF16", "[2147483648,2147483648]", "[160,176]"), .want = "shape is not a list of counts"},
+    {.from = NORM, .to = NORM_IS("F4", "[3]", "[160,176]"), .want = "shape and dtype need 2"},
+    {.from = NORM, .to = NORM ",\"x\":{\"dtype\":\"I64\",\"shape\":[0,7],\"data_offsets\":[176,176]}", .want = NULL},
+    {.from = NORM, .to = "\"model.norm.weight\":7", .want = "model.norm.weight: dtype \"\" is not known"},
+    {.from = EMBED, .to = "\"model.embed_tokens.weight\":{\"dtype\":\"BF16\",\"shape\":[20,4],\"data_offsets\":[0,160]}",
+     .want = "model.embed_tokens.weight: [20,4], expected [10,8]"},
+    /* names */
+    {.from = "model.norm.weight", .to = "model.embed_tokens.weight", .want = "model.embed_tokens.weight is there twice"},
+    {.from = "model.norm.weight", .to = "norm.weight", .want = "model.norm.weight: missing"},
+    {.from = "layers.1.mlp.up_proj", .to = "layers.2.mlp.up_proj", .want = "model.layers.1.mlp.up_proj.weight: missing"},
+    {.from = "lm_head.weight", .to = "lm_head.extra", .want = "lm_head.weight: missing"},
+    {.from = "lm_head.weight", .to = "rotary_emb.inv_freq", .config_from = "{", .config_to = "{\"tie_word_embeddings\":true,"},
+    {.config_from = "\"num_hidden_layers\":2", .config_to = "\"num_hidden_layers\":3",
+     .want = "model.layers.2.input_layernorm.weight: missing"},
+    {.config_from = "\"num_hidden_layers\":2", .config_to = "\"num_hidden_layers\":1"},
+    {.config_from = "{", .config_to = "{\"attention_bias\":true,", .want = "model.layers.0.self_attn.q_proj.bias: missing"},
+    {.config_from = "LlamaForCausalLM", .config_to = "Qwen3ForCausalLM\"],\"head_dim\":4,\"x\":[\"",
+     .want = "model.layers.0.self_attn.q_norm.weight: missing"},
+    {.config_from = "\"num_key_value_heads\":1", .config_to = "\"num_key_value_heads\":2",
+     .want = "model.layers.0.self_attn.k_proj.weight: [4,8], expected [8,8]"},
+    /* lengths */
+    {.odd = 1, .want = "model.embed_tokens.weight: begins at an odd byte of"},
+    {.odd = 2, .want = NULL},
+    {.cut = -2, .want = "lie outside the file's 1742 bytes of data"},
+    {.cut = -1600, .want = "lie outside the file's 144 bytes"},
+    {.cut = 100, .want = "but the file ends after 92"},
+    {.cut = 8, .want = "but the file ends after 0"},
+    {.cut = 7, .want = "7 bytes, expected at least 8"},
+    {.cut = -1000000, .want = "0 bytes, expected at least 8"},
+};
+
+/* Opens `model`; the message must hold `want`, or it must open if want is NULL. */
+static mf_model *open_says(const char *model, const char *want, const char *what) {
+    mf_model *m;
+    toka_err e;
+    int code = mf_open(&m, model, NULL, NULL, &e);
+    bool ok = want ? code != 0 && strstr(e.msg, want) && !strchr(e.msg, '\n') : code == 0;
+    CHECK_MSG(ok, "%s\n  gave: %s\n  want: %s", what, code ? e.msg : "no error", want ? want : "no error");
+    CHECK(code == 0 || m == NULL);
+    return m;
+}
+
+static void write_tiny(const char *folder, const spoil *s) {
+    buf header = {0}, file = {0}, config = {0};
+    size_t bytes = tiny_header(0, COUNT(tiny_tensors), &header) + (size_t)s->more;
+    buf_c(&config, tiny_config);
+    if (s->from) replace(&header, s->from, s->to);
+    if (s->config_from) replace(&config, s->config_from, s->config_to);
+    tiny_file(&file, &header, bytes, (size_t)s->odd);
+    if (s->cut) file.n = s->cut > 0 ? (size_t)s->cut : (size_t)MAX((long)file.n + s->cut, 0L);
+    write_file(folder, "model.safetensors", buf_view(&file));
+    write_file(folder, "config.json", buf_view(&config));
+    buf_free(&header), buf_free(&file), buf_free(&config);
+}
+
+static void test_mf_safetensors(void) {
+    char folder[64];
+    temp_folder(folder);
+    for (int i = 0; i < COUNT(spoils); i++) {
+        const spoil *s = &spoils[i];
+        char what[512];
+        snprintf(what, sizeof what, "case %d: %.400s", i, s->to ? s->to : s->config_to ? s->config_to : "length");
+        write_tiny(folder, s);
+        mf_model *m = open_says(folder, s->want, what);
+        if (m && i == 0) {
+            const char *file = m->maps[m->n_maps - 1].p;
+            CHECK(m->n_parameters == TINY_PARAMETERS && m->weight_bytes == 2 * TINY_PARAMETERS);
+            CHECK(mf_n_parameters(&m->config) == TINY_PARAMETERS);
+            CHECK(m->weights.embed.rows == 10 && m->weights.embed.cols == 8 && m->weights.embed.dtype == TOKA_BF16);
+            CHECK((const char *)m->weights.embed.data == file + m->maps[m->n_maps - 1].n - 2 * TINY_PARAMETERS);
+            CHECK(m->weights.layers[1].down.rows == 8 && m->weights.layers[1].down.cols == 6);
+            CHECK(m->weights.norm.rows == 1 && m->weights.norm.cols == 8 && m->weights.layers[0].q_bias.rows == 0);
+            CHECK(strcmp(m->name, strrchr(folder, '/') + 1) == 0 && strcmp(m->architecture, "LlamaForCausalLM") == 0);
+        }
+        if (m && s->config_to && strstr(s->config_to, "tie")) {
+            CHECK(m->weights.lm_head.data == m->weights.embed.data);
+            CHECK(m->n_parameters == TINY_PARAMETERS - 80);
+        }
+        mf_close(m);
+    }
+    remove_folder(folder);
+}
+
+/* Header lengths that no file has: only the eight bytes count. */
+static void test_mf_header_length(void) {
+    static const struct {
+        const char *bytes, *want;
+    } cases[] = {
+        {"\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF", "header of 18446744073709551615 bytes, expected at most 100000000"},
+        {"\x01\xE1\xF5\x05\0\0\0\0", "header of 100000001 bytes, expected at most"},
+        {"\0\xE1\xF5\x05\0\0\0\0", "header of 100000000 bytes, but the file ends after 8"},
+        {"\0\0\0\0\0\0\0\0", "the header does not begin with {"},
+        {"\x02\0\0\0\0\0\0\0", "the tensors end at byte 0 of the data, which has 6"},
+    };
+    for (int i = 0; i < COUNT(cases); i++) {
+        arena a = {0};
+        st_tensor *t;
+        int n;
+        toka_err e;
+        char *text = mem_alloc(16); /* on the heap, so that ASan sees an over-read */
+        memcpy(text, cases[i].bytes, 8), memcpy(text + 8, "{}      ", 8);
+        int code = st_parse((str){text, 16}, "f", &a, &t, &n, &e);
+        CHECK_MSG(code == TOKA_E_INPUT && strstr(e.msg, cases[i].want), "case %d: %s", i, code ? e.msg : "no error");
+        free(text);
+        arena_free(&a);
+    }
+}
+
+/* ---- Shards ---- */
+
+static void write_shard(const char *folder, const char *name, int from, int to) {
+    buf header = {0}, file = {0};
+    size_t bytes = tiny_header(from, to, &header);
+    tiny_file(&file, &header, bytes, 0);
+    write_file(folder, name, buf_view(&file));
+    buf_free(&header), buf_free(&file);
+}
+
+static void test_mf_shards(void) {
+    char folder[64], path[128];
+    const int n = COUNT(tiny_tensors);
+    const char index[] = "model.safetensors.index.json";
+    temp_folder(folder);
+    write_file(folder, "config.json", str_c(tiny_config));
+    mf_close(open_says(folder, "there is no model.safetensors and no model.safetensors.index.json", "no weights"));
+    write_file(folder, "pytorch_model.bin", STR(""));
+    mf_close(open_says(folder, "pytorch_model.bin is not read", "only a pickle"));
+
+    write_shard(folder, "a.safetensors", 0, 9);
+    write_shard(folder, "b.safetensors", 9, n);
+    static const char *const bad[][2] = {
+        {"", "text ends too early"},
+        {"{}", "there is no weight_map"},
+        {"{\"weight_map\":{\"x\":\"../a.safetensors\"}}", "weight_map names \"../a.safetensors\", expected a plain name"},
+        {"{\"weight_map\":{\"x\":\"/etc/a.safetensors\"}}", "expected a plain name"},
+        {"{\"weight_map\":{\"x\":\"..\"}}", "expected a plain name"},
+        {"{\"weight_map\":{\"x\":\"\"}}", "expected a plain name"},
+        {"{\"weight_map\":{\"x\":7}}", "expected a plain name"},
+        {"{\"weight_map\":{\"x\":\"a\\u0000.safetensors\"}}", "expected a plain name"},
+        {"{\"weight_map\":{\"x\":\"a.safetensors\",\"y\":\"c.safetensors\"}}", "c.safetensors: No such file"},
+        {"{\"weight_map\":{\"x\":\"a.safetensors\"}}", ".weight: missing in"},
+    };
+    for (int i = 0; i < COUNT(bad); i++) {
+        write_file(folder, index, str_c(bad[i][0]));
+        mf_close(open_says(folder, bad[i][1], bad[i][0]));
+    }
+    write_file(folder, index, STR("{\"metadata\":{},\"weight_map\":{\"x\":\"a.safetensors\",\"y\":\"b.safetensors\","
+                                  "\"z\":\"a.safetensors\"}}"));
+    mf_model *m = open_says(folder, NULL, "two shards");
+    CHECK(m && m->n_parameters == TINY_PARAMETERS);
+    mf_close(m);
+
+    write_shard(folder, "b.safetensors", 8, n);
+    mf_close(open_says(folder, "model.layers.0.self_attn.o_proj.weight is in two files", "one tensor in both"));
+    write_shard(folder, "b.safetensors", 9, n);
+    snprintf(path, sizeof path, "%s/model.safetensors", folder);
+    CHECK(mkdir(path, 0700) == 0);
+    mf_close(open_says(folder, "model.safetensors: not a regular file", "a folder in the file's place goes before the index"));
+    remove_folder(folder);
+}
+
+/* ---- What is not a plain file: each of the files, in each of the ways ---- */
+
+static void test_mf_odd_files(void) {
+    static const char *const names[] = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+                                        "chat_template.jinja", "model.safetensors"};
+    static const char *const want[] = {"not a regular file", "not a regular file", "Too many levels of symbolic links",
+                                       "No such file or directory", "Permission denied"};
+    char folder[64], path[128];
+    temp_folder(folder);
+    write_tiny(folder, &(spoil){0});
+    for (int i = 0; i < COUNT(names); i++)
+        for (int how = 0; how < 5; how++) {
+            if (how == 4 && geteuid() == 0) {
+                SKIP(1, "root reads every file");
+                continue;
+            }
+            snprintf(path, sizeof path, "%s/%s", folder, names[i]);
+            unlink(path);
+            int code = how == 0 ? mkdir(path, 0700) : how == 1 ? mkfifo(path, 0600) : how == 2 ? symlink(names[i], path)
+                     : how == 3 ? symlink("nowhere", path) : (write_file(folder, names[i], STR("{}")), chmod(path, 0));
+            CHECK(code == 0);
+            char what[128];
+            snprintf(what, sizeof what, "%s, way %d", names[i], how);
+            mf_close(open_says(folder, want[how], what));
+            if (how == 0) rmdir(path);
+            else unlink(path);
+            if (i == 0 || i == 5) write_tiny(folder, &(spoil){0});
+        }
+    mf_close(open_says(folder, NULL, "and whole again"));
+    write_file(folder, "tokenizer_config.json", STR("{\"chat_template\":\"from the config\",\"eos_token\":\"</s>\"}"));
+    mf_model *m = open_says(folder, NULL, "a template in tokenizer_config.json");
+    CHECK(m && str_is(m->chat_template, "from the config") && strcmp(m->eos_token, "</s>") == 0 && m->tokenizer_json.n == 0);
+    mf_close(m);
+    write_file(folder, "chat_template.jinja", STR("from the file"));
+    m = open_says(folder, NULL, "chat_template.jinja goes first");
+    CHECK(m && str_is(m->chat_template, "from the file"));
+    mf_close(m);
+    remove_folder(folder);
+}
+
+/* ---- Finding ---- */
+
+/* The error message of an attempt to open `model` with this models.txt; "" if it opened and its name is `name`. */
+static const char *find_says(const char *model, const char *models_file, const char *name) {
+    static toka_err e;
+    mf_model *m;
+    e.msg[0] = 0;
+    if (mf_open(&m, model, models_file, NULL, &e)) return e.msg;
+    CHECK_MSG(strcmp(m->name, name) == 0, "%s", m->name);
+    mf_close(m);
+    return "";
+}
+
+static void test_mf_find(void) {
+    static const char *const env[] = {"HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HOME"};
+    static const char *const below[] = {"", "", "hub/", "huggingface/hub/", ".cache/huggingface/hub/"};
+    char *old[COUNT(env)], root[64], path[256], models[128];
+    for (int i = 0; i < COUNT(env); i++) old[i] = getenv(env[i]) ? strdup(getenv(env[i])) : NULL, unsetenv(env[i]);
+    temp_folder(root);
+    for (int i = COUNT(env) - 1; i >= 0; i--) { /* each one goes before those that were set in earlier turns */
+        snprintf(path, sizeof path, "mkdir -p %s/%d/%smodels--org--tiny-%d/refs %s/%d/%smodels--org--tiny-%d/snapshots/abc123", root,
+                 i, below[i], i, root, i, below[i], i);
+        CHECK(system(path) == 0);
+        snprintf(path, sizeof path, "%s/%d", root, i);
+        setenv(env[i], path, 1);
+        snprintf(path, sizeof path, "%s/%d/%smodels--org--tiny-%d/snapshots/abc123", root, i, below[i], i);
+        write_tiny(path, &(spoil){0});
+        strcpy(strstr(path, "snapshots"), "refs");
+        write_file(path, "main", STR("abc123\n"));
+        char id[32];
+        snprintf(id, sizeof id, "org/tiny-%d", i);
+        CHECK_MSG(!*find_says(id, NULL, id), "%s: %s", env[i], find_says(id, NULL, id));
+        strcat(id, "@abc123");
+        CHECK(!*find_says(id, NULL, id));
+    }
+    CHECK(strstr(find_says("org/tiny-0@abc124", NULL, ""), "get it with: hf download org/tiny-0 --revision abc124"));
+    CHECK(strstr(find_says("org/none", NULL, ""), "/0; get it with: hf download org/none"));
+    CHECK(strstr(find_says("org/../x", NULL, ""), "not a hub id"));
+    CHECK(strstr(find_says("org/tiny@../../x", NULL, ""), "not a hub id"));
+    CHECK(strstr(find_says("no-such-folder/a/b", NULL, ""), "no such folder"));
+    CHECK(strstr(find_says("", NULL, ""), "no such folder"));
+    CHECK(strstr(find_says("/dev/null", NULL, ""), "not a folder"));
+
+    const char line[] = " org/tiny-0 LlamaForCausalLM 2 8 2 1 4 6 10 untied 10000 default 1e-6 32 - - config\n";
+    buf text = {0};
+    buf_printf(&text, "# comment\n\ntiny%s  other org/gone%s", line, strchr(line + 1, ' '));
+    write_file(root, "models.txt", buf_view(&text));
+    snprintf(models, sizeof models, "%s/models.txt", root);
+    CHECK_MSG(!*find_says("tiny", models, "tiny"), "%s", find_says("tiny", models, "tiny"));
+    CHECK(!*find_says("TINY", models, "tiny"));
+    const char *msg = find_says("other", models, "");
+    CHECK_MSG(strstr(msg, "other: org/gone is not in the hub cache") && strstr(msg, "hf download org/gone"), "%s", msg);
+    CHECK(strstr(find_says("third", models, ""), "third: no such folder, and no such name in models.txt"));
+    CHECK(strstr(find_says("third", "/nowhere/models.txt", ""), "/nowhere/models.txt: No such file"));
+
+    snprintf(path, sizeof path, "%s/0/models--org--tiny-0/refs/main", root);
+    unlink(path);
+    CHECK(strstr(find_says("org/tiny-0", NULL, ""), "is not in the hub cache"));
+    snprintf(path, sizeof path, "%s/loop", root);
+    CHECK(symlink("loop", path) == 0 && strstr(find_says(path, NULL, ""), "Too many levels of symbolic links"));
+    remove_folder(root);
+    buf_free(&text);
+    for (int i = 0; i < COUNT(env); i++) {
+        if (old[i]) setenv(env[i], old[i], 1);
+        else unsetenv(env[i]);
+        free(old[i]);
+    }
+}
+
+/* ---- models.txt ---- */
+
+static void test_mf_models_refused(void) {
+    static const char *const bad[][2] = {
+        {"a b c\n", "models.txt line 1: 3 columns, expected 18"},
+        {"\n# x\nt o/t LlamaForCausalLM 2 8 2 1 4 6 10 untied 10000 default 1e-6 32 - - config more\n", "line 3: 19 columns"},
+        {"t o/t GemmaForCausalLM 2 8 2 1 4 6 10 untied 10000 default 1e-6 32 - - config", "architecture GemmaForCausalLM is not"},
+        {"t o/t LlamaForCausalLM 2 8 2 1 4 x 10 untied 10000 default 1e-6 32 - - config", "F is \"x\", expected a whole number"},
+        {"t o/t LlamaForCausalLM 2 8 2 1 4 6 1.5 untied 10000 default 1e-6 32 - - config", "V is \"1.5\""},
+        {"t o/t LlamaForCausalLM 2 8 3 2 4 6 10 untied 10000 default 1e-6 32 - - config", "expected a multiple of"},
+        {"t o/t LlamaForCausalLM 0 8 2 1 4 6 10 untied 10000 default 1e-6 32 - - config", "(L) is 0"},
+        {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 maybe 10000 default 1e-6 32 - - config", "\"maybe\", expected tied or untied"},
+        {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied -1 default 1e-6 32 - - config", "theta is \"-1\""},
+        {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 llama3:8,1,4 1e-6 32 - - config", "rope is \"llama3:8,1,4\""},
+        {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 dynamic:8 1e-6 32 - - config", "rope is \"dynamic:8\""},
+        {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 yarn:4, 1e-6 32 - - config", "rope is \"yarn:4,\""},
+        {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 default x 32 - - config", "eps is \"x\""},
+        {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 default 1e-6 32 bias - config", "extras are \"bias\""},
+        {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 default 1e-6 32 - - c\n"
+         "T o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 default 1e-6 32 - - c\n", "line 2: t is there twice"},
+    };
+    for (int i = 0; i < COUNT(bad); i++) {
+        arena a = {0};
+        mf_known *list;
+        int n;
+        toka_err e;
+        int code = mf_models_parse(str_c(bad[i][0]), &a, &list, &n, &e);
+        CHECK_MSG(code == TOKA_E_INPUT && strstr(e.msg, bad[i][1]), "%s\n  gave: %s", bad[i][0], code ? e.msg : "no error");
+        arena_free(&a);
+    }
+}
+
+/* The parameter counts that the hub shows for these models: any wrong number of a shape makes another count. */
+static const struct {
+    const char *name;
+    int64_t n_parameters;
+} known_counts[] = {
+    {"llama-3.2-1b", 1235814400},   {"llama-3.2-3b-instruct", 3212749824}, {"llama-3.1-8b", 8030261248},
+    {"llama-3.1-70b", 70553706496}, {"llama-3.3-70b-instruct", 70553706496}, {"llama-2-7b", 6738415616},
+    {"llama-2-13b", 13015864320},   {"mistral-7b-v0.1", 7241732096},       {"mistral-7b-v0.3", 7248023552},
+    {"mistral-nemo-base", 12247782400}, {"qwen2.5-0.5b", 494032768},       {"qwen2.5-1.5b", 1543714304},
+    {"qwen2.5-3b", 3085938688},     {"qwen2.5-7b", 7615616512},            {"qwen2.5-14b", 14770033664},
+    {"qwen2.5-32b", 32763876352},   {"qwen2.5-72b", 72706203648},          {"qwen3-4b", 4022468096},
+    {"qwen3-8b", 8190735360},       {"qwen3-14b", 14768307200},            {"qwen3-32b", 32762123264},
+    {"r1-distill-qwen-1.5b", 1777088000}, {"smollm2-135m", 134515008},     {"smollm2-360m", 361821120},
+    {"smollm2-1.7b", 1711376384},   {"tinyllama-1.1b-chat", 1100048384},
+};
+
+static void test_mf_models_txt(void) {
+    arena a = {0};
+    mf_known *list;
+    int n;
+    toka_err e;
+    int code = mf_models_open("models.txt", &a, &list, &n, &e);
+    CHECK_MSG(code == 0, "%s", e.msg);
+    CHECK(code || n >= 24);
+    for (int i = 0; !code && i < COUNT(known_counts); i++) {
+        int at = 0;
+        while (at < n && strcmp(list[at].name, known_counts[i].name) != 0) at++;
+        int64_t count = at < n ? mf_n_parameters(&list[at].config) : -1;
+        CHECK_MSG(count == known_counts[i].n_parameters, "%s: %lld", known_counts[i].name, (long long)count);
+    }
+    for (int i = 0; !code && i < n; i++) {
+        const mf_config *c = &list[i].config;
+        CHECK_MSG((c->features & c->arch->features) == c->arch->features, "%s: extras", list[i].name);
+        CHECK(mf_is_hub_id(str_c(list[i].hub_id)) && c->shape.rope_freq[0] > 0.1f);
+    }
+    arena_free(&a);
+}
+
+/* ---- Real and made models ---- */
+
+static void test_mf_data(void) {
+    static const struct {
+        const char *folder;
+        int L, E, H, K, D, F, V, max_len;
+        int64_t n;
+    } models[] = {
+        {"weights/stories260K", 5, 64, 8, 4, 8, 172, 512, 512, 260032},
+        {"weights/babyllama-tok105", 5, 128, 8, 4, 16, 352, 105, 256, 936448},
+    };
+    for (int i = 0; i < COUNT(models); i++) {
+        const char *path = data_path(models[i].folder);
+        if (!path) {
+            SKIP(1, "no public test data");
+            continue;
+        }
+        mf_model *m = open_says(path, NULL, path);
+        if (!m) continue;
+        CHECK(shape_is(&m->config, models[i].L, models[i].E, models[i].H, models[i].K, models[i].D, models[i].F, models[i].V,
+                       models[i].max_len));
+        CHECK(m->n_parameters == models[i].n && m->weight_bytes == 4 * (size_t)models[i].n);
+        CHECK(m->weights.lm_head.data == m->weights.embed.data && m->weights.embed.dtype == TOKA_F32);
+        CHECK(m->bos_id == 1 && m->n_eos_ids == 1 && m->eos_ids[0] == 2 && m->tokenizer_json.n > 1000);
+        mf_close(m);
+    }
+}
+
+static void test_mf_fixtures(void) {
+    DIR *d = opendir("test/fixtures");
+    int n = 0;
+    for (struct dirent *it; d && (it = readdir(d)) != NULL;) {
+        char path[400];
+        snprintf(path, sizeof path, "test/fixtures/%s", it->d_name);
+        if (it->d_name[0] == '.' || !os_is_dir(path)) continue;
+        mf_model *m = open_says(path, NULL, path);
+        CHECK(m && m->n_parameters == mf_n_parameters(&m->config) && strcmp(m->name, it->d_name) == 0);
+        mf_close(m);
+        n++;
+    }
+    if (d) closedir(d);
+    if (!n) SKIP(1, "no test/fixtures");
+}
+
+static void test_mf_embedded(void) {
+    char folder[64], path[128];
+    toka_err e;
+    mf_model *m;
+    temp_folder(folder);
+    write_tiny(folder, &(spoil){0});
+    mf_embedded files[3] = {{.name = "config.json"}, {.name = "model.safetensors"}, {0}};
+    for (int i = 0; i < 2; i++) {
+        snprintf(path, sizeof path, "%s/%s", folder, files[i].name);
+        str s = read_copy(path);
+        files[i].begin = s.p, files[i].end = s.p + s.n;
+    }
+    CHECK(mf_open(&m, NULL, NULL, files, &e) == 0);
+    if (m) CHECK(m->n_parameters == TINY_PARAMETERS && !m->folder && strcmp(m->name, "embedded") == 0 && m->n_maps == 0);
+    mf_close(m);
+    CHECK(mf_open(&m, NULL, NULL, NULL, &e) == TOKA_E_USE && strstr(e.msg, "no model given"));
+    CHECK(mf_open(&m, NULL, NULL, (mf_embedded[]){{0}}, &e) == TOKA_E_USE);
+    CHECK(mf_open(&m, NULL, NULL, files + 1, &e) && strstr(e.msg, "embedded config.json: no such file"));
+    for (int i = 0; i < 2; i++) free((void *)files[i].begin);
+    remove_folder(folder);
+}
+
+/* A sparse file with an embedding of 2 GB: opening it must not read it. */
+static void test_mf_lazy(void) {
+    char folder[64], path[128];
+    temp_folder(folder);
+    buf header = {0}, file = {0}, config = {0};
+    size_t big = (size_t)67108864 * 8 * 4;
+    buf_c(&config, tiny_config);
+    replace(&config, "\"vocab_size\":10", "\"vocab_size\":67108864,\"tie_word_embeddings\":true");
+    size_t bytes = tiny_header(3, COUNT(tiny_tensors), &header);
+    char extra[300];
+    snprintf(extra, sizeof extra, "{\"model.norm.weight\":{\"dtype\":\"BF16\",\"shape\":[8],\"data_offsets\":[%zu,%zu]},"
+             "\"model.embed_tokens.weight\":{\"dtype\":\"F32\",\"shape\":[67108864,8],\"data_offsets\":[%zu,%zu]},", bytes,
+             bytes + 16, bytes + 16, bytes + 16 + big);
+    replace(&header, "{", extra);
+    tiny_file(&file, &header, 0, 0);
+    write_file(folder, "config.json", buf_view(&config));
+    write_file(folder, "model.safetensors", buf_view(&file));
+    snprintf(path, sizeof path, "%s/model.safetensors", folder);
+    CHECK(truncate(path, (off_t)(file.n + bytes + 16 + big)) == 0);
+    double t0 = os_now();
+    mf_model *m = open_says(folder, NULL, "2 GB of zeros that are not there");
+    CHECK(m && m->weight_bytes > big && os_now() - t0 < 1);
+    unsigned char *in = mem_zalloc(big / 4096 + 2); /* which pages of the map are in memory */
+    if (m) {
+        str map = m->maps[m->n_maps - 1];
+        size_t resident = 0, pages = (map.n + 4095) / 4096;
+        CHECK(mincore((void *)map.p, map.n, in) == 0);
+        for (size_t i = 0; i < pages; i++) resident += in[i] & 1;
+        CHECK_MSG(resident < 2000, "%zu pages", resident); /* read-ahead around the header, and no more */
+    }
+    free(in);
+    mf_close(m);
+    remove_folder(folder);
+    buf_free(&header), buf_free(&file), buf_free(&config);
+}
+
+static const struct test mf_tests[] = {
+    {"mf_rope", test_mf_rope},
+    {"mf_config_refused", test_mf_config_refused},
+    {"mf_config_defaults", test_mf_config_defaults},
+    {"mf_config_fields", test_mf_config_fields},
+    {"mf_generation", test_mf_generation},
+    {"mf_tokenizer_config", test_mf_tokenizer_config},
+    {"mf_safetensors", test_mf_safetensors},
+    {"mf_header_length", test_mf_header_length},
+    {"mf_shards", test_mf_shards},
+    {"mf_odd_files", test_mf_odd_files},
+    {"mf_find", test_mf_find},
+    {"mf_models_refused", test_mf_models_refused},
+    {"mf_models_txt", test_mf_models_txt},
+    {"mf_data", test_mf_data},
+    {"mf_fixtures", test_mf_fixtures},
+    {"mf_embedded", test_mf_embedded},
+    {"mf_lazy", test_mf_lazy},
+    {0},
+};
