@@ -4335,8 +4335,1083 @@ static void stop_free(stop_scan *s) {
 
 /* ===========================================================================
  * MARK: 15. CPU backend [cpu]
- * The boundary of toka.h on the CPU.
+ * The table of toka.h on the CPU: toka_cpu. In: one step's plan of integers, activations in float32, weights where they lie in
+ * the mapped file (bf16, f16, f32). Out: the residual stream, K and V in their pages, picks. Sums are float32.
+ *
+ * What always holds: the bytes of a row's result depend on that row alone. Not on T or on the other rows of the step, not on
+ * the number of threads, not on how a prompt was cut into chunks or the attention into spans. Three rules give that:
+ *   - A product y[t][n] = sum over k of x[t][k] w[n][k] has one order in every tile shape: k in blocks of CPU_BLOCK; in a block
+ *     lane j of one vector sums the k with k % lanes == j in rising order; one fixed tree sums the lanes; blocks add up in order.
+ *   - Attention walks the kv positions page by page in rising order and merges each page into a running softmax. Spans begin
+ *     and end on page borders, so how they are cut changes nothing. What a row may not see adds an exact zero.
+ *   - Threads share out whole results, never parts of one sum.
+ * Instruction sets differ in lanes and thus in rounding; one process uses one set.
+ *
+ * Products. Lanes lie along k because both x and w have k contiguous: one row of x (decode) streams w straight from memory,
+ * and many rows (prefill) use the same tile over a panel of w that was unpacked to float32 once and then stays in cache.
+ *
+ * K and V memory, per layer, page and kv head, so that lanes lie along the contiguous side in both uses:
+ *     K [D][Bp]  transposed: one q element times 16 neighbour positions      Bp, Dp: B, D rounded up to 16;
+ *     V [B][Dp]  one probability times 16 neighbour elements of a value      the rest of a line is zero
+ *
+ * It does not: plan, free pages, check plans beyond cheap asserts, or draw tokens (samp_row of chapter 14 does).
  * =========================================================================== */
+
+#include <stdatomic.h>
+
+enum {
+    CPU_BLOCK = 512,          /* k per block of a product: 6 + 4 rows of it fit the first cache level. Multiple of 16 */
+    CPU_PANEL = 64,           /* rows of a weight that are unpacked together: 128 KB of float32, second cache level */
+    CPU_PANEL_LD = CPU_BLOCK + 16, /* floats from row to row; not a power of two, else all rows fall into the same cache sets */
+    CPU_DIRECT = 12,          /* up to this many rows of x, w is unpacked in registers each time */
+    CPU_CHUNK = 512,          /* tokens that go through one op's scratch at once */
+    CPU_OUT_CHUNK = 64,       /* rows of logits held at once */
+    CPU_SCRATCH = 128 << 20,  /* bytes that chunks are cut down to */
+    CPU_HEAD = 256,           /* largest D */
+    CPU_QUERIES = 32,         /* query rows (token, head of one kv head) that share one pass over K and V */
+    CPU_SMALL = 60000,        /* multiply-adds below which waking a second thread costs more than it gives */
+    CPU_SPIN = 2000           /* looks at the pool's state before a thread sleeps; some 50 us */
+};
+
+/* Unrolls a loop of constant count wholly, so that its array of vectors becomes registers. */
+#define CPU_UNROLL _Pragma("GCC unroll 8")
+#define CPU_INLINE __attribute__((always_inline)) static inline
+
+static int cpu_up16(int n) { return (n + 15) & ~15; }
+
+/* ---- Kernels: what they take -------------------------------------------------------------------------------- */
+
+/* y[m][n] = sum over k of x[m][k] w[n][k] for one block of k and a tile of at most [kernels.rows][4] results. */
+typedef struct cpu_tile {
+    const float *x; /* [m][k], rows ldx floats apart */
+    const char *w;  /* [n][k] of some dtype, rows w_step bytes apart */
+    float *y;       /* [m][n], rows ldy floats apart */
+    size_t ldx, w_step, ldy;
+    int m, n, k; /* k: a multiple of 16 */
+    bool add;    /* y += instead of y = */
+} cpu_tile;
+
+/* c[r][j] (+)= sum over k, in rising order, of a[r][k] b[k][j]. The two products of attention. */
+typedef struct cpu_outer {
+    const float *a, *b;
+    float *c;
+    size_t lda, ldb, ldc; /* floats from row to row */
+    int rows, k, n;       /* n: a multiple of 16 */
+    bool add;
+} cpu_outer;
+
+/* One row's running softmax: acc / sum is the output so far, both relative to exp(best). */
+typedef struct cpu_softmax {
+    float *acc; /* [Dp] */
+    float best, sum;
+} cpu_softmax;
+
+/* The kernels of one instruction set. */
+typedef struct cpu_kernels {
+    const char *name;
+    int rows; /* rows of x in the largest tile */
+    void (*tile[3])(const cpu_tile *t);                                             /* by toka_dtype */
+    void (*unpack)(float *to, const void *from, toka_dtype type, int n);            /* n elements to float32 */
+    void (*outer)(const cpu_outer *o);
+    void (*soften)(cpu_softmax *st, float *s, int n, int from, int to, int dp);     /* see cpu_soften_body */
+    void (*swiglu)(float *gate, const float *up, int n);                            /* gate = silu(gate) * up; n: 16s */
+} cpu_kernels;
+
+/* ---- Scalars and bodies shared by the instruction sets ---- */
+
+static float cpu_bits(uint32_t u) {
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+static float cpu_half(uint16_t h) { /* f16 to float32, exact */
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7FFF;
+    if (rest >= 0x7C00) return cpu_bits(sign | 0x7F800000 | (rest & 0x3FF) << 13);     /* infinity, NaN */
+    if (rest < 0x400) return cpu_bits(sign | 0x3F800000) * ((float)rest * 0x1p-24f); /* subnormal, zero */
+    return cpu_bits(sign | ((rest << 13) + (112u << 23)));
+}
+
+static float cpu_element(const void *p, toka_dtype type, size_t i) {
+    uint16_t h;
+    float f;
+    if (type == TOKA_F32) return memcpy(&f, (const char *)p + 4 * i, 4), f;
+    memcpy(&h, (const char *)p + 2 * i, 2);
+    return type == TOKA_BF16 ? cpu_bits((uint32_t)h << 16) : cpu_half(h);
+}
+
+static size_t cpu_dtype_bytes(toka_dtype type) { return type == TOKA_F32 ? 4 : 2; }
+
+/* exp, relative error below 3e-7; exactly 0 below -87 and exactly 1 at 0. Without branches, so that compilers make vectors of
+ * a loop over it: x = n ln 2 + r with |r| <= ln 2 / 2, Taylor to the 7th power in r (the 8th is 5e-9), n into the exponent. */
+CPU_INLINE float cpu_exp(float x) {
+    float y = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    float shifted = y * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the integer part lands in the low bits */
+    float n = shifted - 12582912.0f;
+    float r = y - n * 0.693359375f;                /* ln 2 in two parts, the first with few bits */
+    r = r - n * -2.12194440e-4f;
+    float p = 1.0f / 5040;
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    uint32_t bits;
+    memcpy(&bits, &shifted, 4);
+    bits = (bits - 0x4B400000u + 127u) << 23;
+    float scale;
+    memcpy(&scale, &bits, 4);
+    return x < -87.0f ? 0.0f : p * scale;
+}
+
+CPU_INLINE void cpu_swiglu_body(float *gate, const float *up, int n) {
+    for (int i = 0; i < n; i++) gate[i] = gate[i] / (1.0f + cpu_exp(-gate[i])) * up[i];
+}
+
+/* Merges one page of scores s[n] into a row's running softmax; only positions from <= j < to are seen. Leaves in s the
+ * probabilities (relative to the new best) for the product with V, 0 where unseen. Sums go by 16 lanes and one tree. */
+CPU_INLINE void cpu_soften_body(cpu_softmax *st, float *s, int n, int from, int to, int dp) {
+    float lane[16];
+    if (from >= to) {
+        memset(s, 0, (size_t)n * sizeof *s);
+        return;
+    }
+    for (int j = 0; j < from; j++) s[j] = -INFINITY;
+    for (int j = to; j < n; j++) s[j] = -INFINITY;
+    memcpy(lane, s, sizeof lane);
+    for (int j = 16; j < n; j += 16)
+        for (int i = 0; i < 16; i++) lane[i] = s[j + i] > lane[i] ? s[j + i] : lane[i];
+    CPU_UNROLL for (int half = 8; half; half /= 2)
+        for (int i = 0; i < half; i++) lane[i] = lane[i + half] > lane[i] ? lane[i + half] : lane[i];
+    if (lane[0] > st->best) {
+        float shrink = cpu_exp(st->best - lane[0]); /* 0 at the first page, where best is -infinity */
+        st->best = lane[0];
+        st->sum *= shrink;
+        for (int i = 0; i < dp; i++) st->acc[i] *= shrink;
+    }
+    float best = st->best;
+    for (int j = 0; j < n; j++) s[j] = cpu_exp(s[j] - best);
+    memcpy(lane, s, sizeof lane);
+    for (int j = 16; j < n; j += 16)
+        for (int i = 0; i < 16; i++) lane[i] += s[j + i];
+    CPU_UNROLL for (int half = 8; half; half /= 2)
+        for (int i = 0; i < half; i++) lane[i] += lane[i + half];
+    st->sum += lane[0];
+}
+
+/* ---- Portable kernels: vectors of 4 lanes as GCC and Clang spell them for any machine ---- */
+
+typedef float cpu_v4 __attribute__((vector_size(16)));
+
+CPU_INLINE cpu_v4 cpu_load_c(const void *p, toka_dtype type, int k) {
+    cpu_v4 v;
+    if (type == TOKA_F32) return memcpy(&v, (const char *)p + 4 * (size_t)k, sizeof v), v;
+    for (int i = 0; i < 4; i++) v[i] = cpu_element(p, type, (size_t)(k + i));
+    return v;
+}
+
+CPU_INLINE void cpu_tile_body_c(const cpu_tile *t, const int m, const toka_dtype type) {
+    cpu_v4 acc[2][4] = {0};
+    const char *w[4];
+    for (int j = 0; j < 4; j++) w[j] = t->w + (size_t)MIN(j, t->n - 1) * t->w_step;
+    for (int k = 0; k < t->k; k += 4) {
+        cpu_v4 b[4];
+        CPU_UNROLL for (int j = 0; j < 4; j++) b[j] = cpu_load_c(w[j], type, k);
+        CPU_UNROLL for (int i = 0; i < m; i++) {
+            cpu_v4 a = cpu_load_c(t->x + (size_t)i * t->ldx, TOKA_F32, k);
+            CPU_UNROLL for (int j = 0; j < 4; j++) acc[i][j] += a * b[j];
+        }
+    }
+    for (int i = 0; i < m; i++)
+        for (int j = 0; j < t->n; j++) {
+            float *y = t->y + (size_t)i * t->ldy + j, sum = (acc[i][j][0] + acc[i][j][2]) + (acc[i][j][1] + acc[i][j][3]);
+            *y = t->add ? *y + sum : sum;
+        }
+}
+CPU_INLINE void cpu_tile_c(const cpu_tile *t, const toka_dtype type) {
+    if (t->m == 1) cpu_tile_body_c(t, 1, type);
+    else cpu_tile_body_c(t, 2, type);
+}
+static void cpu_tile_bf16_c(const cpu_tile *t) { cpu_tile_c(t, TOKA_BF16); }
+static void cpu_tile_f16_c(const cpu_tile *t) { cpu_tile_c(t, TOKA_F16); }
+static void cpu_tile_f32_c(const cpu_tile *t) { cpu_tile_c(t, TOKA_F32); }
+
+static void cpu_unpack_c(float *to, const void *from, toka_dtype type, int n) {
+    if (type == TOKA_F32) memcpy(to, from, (size_t)n * 4);
+    else if (type == TOKA_BF16)
+        for (int i = 0; i < n; i++) to[i] = cpu_element(from, TOKA_BF16, (size_t)i);
+    else
+        for (int i = 0; i < n; i++) to[i] = cpu_element(from, TOKA_F16, (size_t)i);
+}
+
+static void cpu_outer_c(const cpu_outer *o) {
+    for (int r = 0; r < o->rows; r++)
+        for (int j = 0; j < o->n; j += 16) {
+            const float *a = o->a + (size_t)r * o->lda, *b = o->b + j;
+            cpu_v4 acc[4] = {0};
+            float *c = o->c + (size_t)r * o->ldc + j;
+            if (o->add) memcpy(acc, c, sizeof acc);
+            for (int k = 0; k < o->k; k++, b += o->ldb)
+                CPU_UNROLL for (int i = 0; i < 4; i++) acc[i] += a[k] * cpu_load_c(b, TOKA_F32, 4 * i);
+            memcpy(c, acc, sizeof acc);
+        }
+}
+
+static void cpu_soften_c(cpu_softmax *st, float *s, int n, int from, int to, int dp) { cpu_soften_body(st, s, n, from, to, dp); }
+static void cpu_swiglu_c(float *gate, const float *up, int n) { cpu_swiglu_body(gate, up, n); }
+
+#ifdef __x86_64__
+#include <immintrin.h>
+
+/* ---- AVX2 kernels: 8 lanes, 16 registers ---- */
+
+#define CPU_AVX2 __attribute__((target("avx2,fma,f16c")))
+
+CPU_AVX2 CPU_INLINE __m256 cpu_load_avx2(const void *p, toka_dtype type, int k) {
+    if (type == TOKA_F32) return _mm256_loadu_ps((const float *)p + k);
+    __m128i h = _mm_loadu_si128((const void *)((const char *)p + 2 * (size_t)k));
+    if (type == TOKA_F16) return _mm256_cvtph_ps(h);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+
+/* Sums the lanes of four vectors: lanes j and j+4 last, neighbours first. */
+CPU_AVX2 CPU_INLINE __m128 cpu_sum4_avx2(__m256 a, __m256 b, __m256 c, __m256 d) {
+    __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+}
+
+/* Writes or adds the first n of four results. */
+CPU_AVX2 CPU_INLINE void cpu_put4_avx2(float *y, __m128 v, int n, bool add) {
+    if (n == 4) {
+        _mm_storeu_ps(y, add ? _mm_add_ps(_mm_loadu_ps(y), v) : v);
+        return;
+    }
+    float part[4];
+    _mm_storeu_ps(part, v);
+    for (int i = 0; i < n; i++) y[i] = add ? y[i] + part[i] : part[i];
+}
+
+CPU_AVX2 CPU_INLINE void cpu_tile_body_avx2(const cpu_tile *t, const int m, const toka_dtype type) {
+    const char *w[4];
+    __m256 acc[3][4], b[4];
+    CPU_UNROLL for (int j = 0; j < 4; j++) w[j] = t->w + (size_t)MIN(j, t->n - 1) * t->w_step;
+    CPU_UNROLL for (int i = 0; i < m; i++)
+        CPU_UNROLL for (int j = 0; j < 4; j++) acc[i][j] = _mm256_setzero_ps();
+    for (int k = 0; k < t->k; k += 8) {
+        CPU_UNROLL for (int j = 0; j < 4; j++) b[j] = cpu_load_avx2(w[j], type, k);
+        CPU_UNROLL for (int i = 0; i < m; i++) {
+            __m256 a = _mm256_loadu_ps(t->x + (size_t)i * t->ldx + k);
+            CPU_UNROLL for (int j = 0; j < 4; j++) acc[i][j] = _mm256_fmadd_ps(a, b[j], acc[i][j]);
+        }
+    }
+    CPU_UNROLL for (int i = 0; i < m; i++)
+        cpu_put4_avx2(t->y + (size_t)i * t->ldy, cpu_sum4_avx2(acc[i][0], acc[i][1], acc[i][2], acc[i][3]), t->n, t->add);
+}
+CPU_AVX2 CPU_INLINE void cpu_tile_avx2(const cpu_tile *t, const toka_dtype type) {
+    if (t->m == 1) cpu_tile_body_avx2(t, 1, type);
+    else if (t->m == 2) cpu_tile_body_avx2(t, 2, type);
+    else cpu_tile_body_avx2(t, 3, type);
+}
+CPU_AVX2 static void cpu_tile_bf16_avx2(const cpu_tile *t) { cpu_tile_avx2(t, TOKA_BF16); }
+CPU_AVX2 static void cpu_tile_f16_avx2(const cpu_tile *t) { cpu_tile_avx2(t, TOKA_F16); }
+CPU_AVX2 static void cpu_tile_f32_avx2(const cpu_tile *t) { cpu_tile_avx2(t, TOKA_F32); }
+
+CPU_AVX2 static void cpu_unpack_avx2(float *to, const void *from, toka_dtype type, int n) {
+    int i = 0;
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, cpu_load_avx2(from, type, i));
+    for (; i < n; i++) to[i] = cpu_element(from, type, (size_t)i);
+}
+
+/* rows x 16 results in registers over all of k */
+CPU_AVX2 CPU_INLINE void cpu_outer_body_avx2(const cpu_outer *o, const int rows, int r, int j) {
+    const float *a = o->a + (size_t)r * o->lda, *b = o->b + j;
+    float *c = o->c + (size_t)r * o->ldc + j;
+    __m256 acc[4][2];
+    CPU_UNROLL for (int i = 0; i < rows; i++)
+        CPU_UNROLL for (int v = 0; v < 2; v++)
+            acc[i][v] = o->add ? _mm256_loadu_ps(c + (size_t)i * o->ldc + 8 * v) : _mm256_setzero_ps();
+    for (int k = 0; k < o->k; k++, b += o->ldb) {
+        __m256 b0 = _mm256_loadu_ps(b), b1 = _mm256_loadu_ps(b + 8);
+        CPU_UNROLL for (int i = 0; i < rows; i++) {
+            __m256 x = _mm256_broadcast_ss(a + (size_t)i * o->lda + k);
+            acc[i][0] = _mm256_fmadd_ps(x, b0, acc[i][0]);
+            acc[i][1] = _mm256_fmadd_ps(x, b1, acc[i][1]);
+        }
+    }
+    CPU_UNROLL for (int i = 0; i < rows; i++)
+        CPU_UNROLL for (int v = 0; v < 2; v++) _mm256_storeu_ps(c + (size_t)i * o->ldc + 8 * v, acc[i][v]);
+}
+CPU_AVX2 static void cpu_outer_avx2(const cpu_outer *o) {
+    for (int j = 0; j < o->n; j += 16) {
+        int r = 0;
+        for (; r + 4 <= o->rows; r += 4) cpu_outer_body_avx2(o, 4, r, j);
+        for (; r + 2 <= o->rows; r += 2) cpu_outer_body_avx2(o, 2, r, j);
+        if (r < o->rows) cpu_outer_body_avx2(o, 1, r, j);
+    }
+}
+
+CPU_AVX2 static void cpu_soften_avx2(cpu_softmax *st, float *s, int n, int from, int to, int dp) {
+    cpu_soften_body(st, s, n, from, to, dp);
+}
+CPU_AVX2 static void cpu_swiglu_avx2(float *gate, const float *up, int n) { cpu_swiglu_body(gate, up, n); }
+
+/* ---- AVX-512 kernels: 16 lanes, 32 registers ---- */
+
+#define CPU_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
+
+CPU_AVX512 CPU_INLINE __m512 cpu_load_avx512(const void *p, toka_dtype type, int k) {
+    if (type == TOKA_F32) return _mm512_loadu_ps((const float *)p + k);
+    __m256i h = _mm256_loadu_si256((const void *)((const char *)p + 2 * (size_t)k));
+    if (type == TOKA_F16) return _mm512_cvtph_ps(h);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+}
+
+CPU_AVX512 CPU_INLINE __m256 cpu_fold_avx512(__m512 v) { /* lanes j and j+8 */
+    return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+}
+
+CPU_AVX512 CPU_INLINE void cpu_tile_body_avx512(const cpu_tile *t, const int m, const toka_dtype type) {
+    const char *w[4];
+    __m512 acc[6][4], b[4];
+    CPU_UNROLL for (int j = 0; j < 4; j++) w[j] = t->w + (size_t)MIN(j, t->n - 1) * t->w_step;
+    CPU_UNROLL for (int i = 0; i < m; i++)
+        CPU_UNROLL for (int j = 0; j < 4; j++) acc[i][j] = _mm512_setzero_ps();
+    for (int k = 0; k < t->k; k += 16) {
+        CPU_UNROLL for (int j = 0; j < 4; j++) b[j] = cpu_load_avx512(w[j], type, k);
+        CPU_UNROLL for (int i = 0; i < m; i++) {
+            __m512 a = _mm512_loadu_ps(t->x + (size_t)i * t->ldx + k);
+            CPU_UNROLL for (int j = 0; j < 4; j++) acc[i][j] = _mm512_fmadd_ps(a, b[j], acc[i][j]);
+        }
+    }
+    CPU_UNROLL for (int i = 0; i < m; i++) {
+        __m128 sum = cpu_sum4_avx2(cpu_fold_avx512(acc[i][0]), cpu_fold_avx512(acc[i][1]), cpu_fold_avx512(acc[i][2]),
+                                   cpu_fold_avx512(acc[i][3]));
+        cpu_put4_avx2(t->y + (size_t)i * t->ldy, sum, t->n, t->add);
+    }
+}
+CPU_AVX512 CPU_INLINE void cpu_tile_avx512(const cpu_tile *t, const toka_dtype type) {
+    switch (t->m) {
+    case 1: cpu_tile_body_avx512(t, 1, type); break;
+    case 2: cpu_tile_body_avx512(t, 2, type); break;
+    case 3: cpu_tile_body_avx512(t, 3, type); break;
+    case 4: cpu_tile_body_avx512(t, 4, type); break;
+    case 5: cpu_tile_body_avx512(t, 5, type); break;
+    default: cpu_tile_body_avx512(t, 6, type);
+    }
+}
+CPU_AVX512 static void cpu_tile_bf16_avx512(const cpu_tile *t) { cpu_tile_avx512(t, TOKA_BF16); }
+CPU_AVX512 static void cpu_tile_f16_avx512(const cpu_tile *t) { cpu_tile_avx512(t, TOKA_F16); }
+CPU_AVX512 static void cpu_tile_f32_avx512(const cpu_tile *t) { cpu_tile_avx512(t, TOKA_F32); }
+
+CPU_AVX512 static void cpu_unpack_avx512(float *to, const void *from, toka_dtype type, int n) {
+    int i = 0;
+    for (; i + 16 <= n; i += 16) _mm512_storeu_ps(to + i, cpu_load_avx512(from, type, i));
+    for (; i < n; i++) to[i] = cpu_element(from, type, (size_t)i);
+}
+
+/* rows x (16 * vectors) results in registers over all of k */
+CPU_AVX512 CPU_INLINE void cpu_outer_body_avx512(const cpu_outer *o, const int rows, const int vectors, int r, int j) {
+    const float *a = o->a + (size_t)r * o->lda, *b = o->b + j;
+    float *c = o->c + (size_t)r * o->ldc + j;
+    __m512 acc[8][2], y[2];
+    CPU_UNROLL for (int i = 0; i < rows; i++)
+        CPU_UNROLL for (int v = 0; v < vectors; v++)
+            acc[i][v] = o->add ? _mm512_loadu_ps(c + (size_t)i * o->ldc + 16 * v) : _mm512_setzero_ps();
+    for (int k = 0; k < o->k; k++, b += o->ldb) {
+        CPU_UNROLL for (int v = 0; v < vectors; v++) y[v] = _mm512_loadu_ps(b + 16 * v);
+        CPU_UNROLL for (int i = 0; i < rows; i++) {
+            __m512 x = _mm512_set1_ps(a[(size_t)i * o->lda + k]);
+            CPU_UNROLL for (int v = 0; v < vectors; v++) acc[i][v] = _mm512_fmadd_ps(x, y[v], acc[i][v]);
+        }
+    }
+    CPU_UNROLL for (int i = 0; i < rows; i++)
+        CPU_UNROLL for (int v = 0; v < vectors; v++) _mm512_storeu_ps(c + (size_t)i * o->ldc + 16 * v, acc[i][v]);
+}
+CPU_AVX512 CPU_INLINE void cpu_outer_rows_avx512(const cpu_outer *o, const int vectors, int j) {
+    int r = 0;
+    for (; r + 8 <= o->rows; r += 8) cpu_outer_body_avx512(o, 8, vectors, r, j);
+    for (; r + 4 <= o->rows; r += 4) cpu_outer_body_avx512(o, 4, vectors, r, j);
+    for (; r + 2 <= o->rows; r += 2) cpu_outer_body_avx512(o, 2, vectors, r, j);
+    if (r < o->rows) cpu_outer_body_avx512(o, 1, vectors, r, j);
+}
+CPU_AVX512 static void cpu_outer_avx512(const cpu_outer *o) {
+    int j = 0;
+    for (; j + 32 <= o->n; j += 32) cpu_outer_rows_avx512(o, 2, j);
+    if (j < o->n) cpu_outer_rows_avx512(o, 1, j);
+}
+
+CPU_AVX512 static void cpu_soften_avx512(cpu_softmax *st, float *s, int n, int from, int to, int dp) {
+    cpu_soften_body(st, s, n, from, to, dp);
+}
+CPU_AVX512 static void cpu_swiglu_avx512(float *gate, const float *up, int n) { cpu_swiglu_body(gate, up, n); }
+#endif
+
+/* ---- The instruction sets, and the choice ---- */
+
+static const cpu_kernels cpu_sets[] = {
+    {"portable C", 2, {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c}, cpu_unpack_c, cpu_outer_c, cpu_soften_c, cpu_swiglu_c},
+#ifdef __x86_64__
+    {"AVX2", 3, {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2}, cpu_unpack_avx2, cpu_outer_avx2, cpu_soften_avx2,
+     cpu_swiglu_avx2},
+    {"AVX-512", 6, {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512}, cpu_unpack_avx512, cpu_outer_avx512,
+     cpu_soften_avx512, cpu_swiglu_avx512},
+#endif
+};
+
+static int cpu_n_sets(void) { /* cpu_sets[0 .. this-1] run on this machine, the last is the fastest */
+#ifdef __x86_64__
+    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); /* every such CPU converts f16 too */
+    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq"))
+        return 3;
+    if (avx2) return 2;
+#endif
+    return 1;
+}
+
+/* ---- Threads ----
+ * The thread that calls an op posts a round of numbered items; it and every thread of the pool that is awake take items until
+ * none is left. A thread that the system has put aside simply does not join, and nobody waits for it; so more threads than
+ * cores cost little. `state` holds: round number << 16 | open << 15 | threads inside. */
+
+typedef void cpu_work(void *arg, int thread, int item);
+
+typedef struct cpu_pool {
+    int n; /* threads with the caller */
+    pthread_t *threads;
+    _Atomic uint64_t state;
+    atomic_int next; /* item to take */
+    atomic_int sleepers;
+    atomic_bool quit;
+    int n_items; /* of the open round; these three are written while nobody is inside */
+    cpu_work *work;
+    void *arg;
+    pthread_mutex_t lock; /* guards the wait on `wake` */
+    pthread_cond_t wake;
+} cpu_pool;
+
+typedef struct cpu_worker {
+    cpu_pool *pool;
+    int thread;
+} cpu_worker;
+
+#define CPU_OPEN ((uint64_t)1 << 15)
+
+static void cpu_pause(void) {
+#ifdef __x86_64__
+    __builtin_ia32_pause();
+#endif
+}
+
+static void cpu_take_items(cpu_pool *p, int thread) {
+    for (int i; (i = atomic_fetch_add(&p->next, 1)) < p->n_items;) p->work(p->arg, thread, i);
+}
+
+/* Waits until a round other than `seen` was posted; spins, then sleeps. */
+static void cpu_await(cpu_pool *p, uint64_t seen) {
+    for (int i = 0; i < CPU_SPIN; i++) {
+        if (atomic_load(&p->state) >> 16 != seen || atomic_load(&p->quit)) return;
+        cpu_pause();
+    }
+    pthread_mutex_lock(&p->lock);
+    atomic_fetch_add(&p->sleepers, 1); /* before looking again: the poster changes state first, then looks for sleepers */
+    while (atomic_load(&p->state) >> 16 == seen && !atomic_load(&p->quit)) pthread_cond_wait(&p->wake, &p->lock);
+    atomic_fetch_sub(&p->sleepers, 1);
+    pthread_mutex_unlock(&p->lock);
+}
+
+static void *cpu_thread(void *arg) {
+    cpu_worker w = *(cpu_worker *)arg;
+    cpu_pool *p = w.pool;
+    free(arg);
+    for (uint64_t seen = 0; !atomic_load(&p->quit);) {
+        cpu_await(p, seen);
+        uint64_t state = atomic_load(&p->state);
+        seen = state >> 16;
+        while (state & CPU_OPEN && !atomic_compare_exchange_weak(&p->state, &state, state + 1)) {}
+        if (!(state & CPU_OPEN)) continue;
+        seen = state >> 16;
+        cpu_take_items(p, w.thread);
+        atomic_fetch_sub(&p->state, 1);
+    }
+    return NULL;
+}
+
+/* Runs work(arg, thread, 0 .. n_items-1) and returns when all is done. cost: multiply-adds of it all, roughly. */
+static void cpu_run(cpu_pool *p, cpu_work *work, void *arg, int n_items, int64_t cost) {
+    if (p->n == 1 || n_items <= 1 || cost < CPU_SMALL) {
+        for (int i = 0; i < n_items; i++) work(arg, 0, i);
+        return;
+    }
+    p->work = work, p->arg = arg, p->n_items = n_items;
+    atomic_store(&p->next, 0);
+    uint64_t round = (atomic_load(&p->state) >> 16) + 1;
+    atomic_store(&p->state, round << 16 | CPU_OPEN);
+    if (atomic_load(&p->sleepers)) {
+        pthread_mutex_lock(&p->lock);
+        pthread_cond_broadcast(&p->wake);
+        pthread_mutex_unlock(&p->lock);
+    }
+    cpu_take_items(p, 0);
+    atomic_fetch_and(&p->state, ~CPU_OPEN);
+    for (int spin = 0; atomic_load(&p->state) & (CPU_OPEN - 1); spin++)
+        if (spin < CPU_SPIN) cpu_pause();
+        else sched_yield();
+}
+
+static void cpu_pool_close(cpu_pool *p) {
+    pthread_mutex_lock(&p->lock);
+    atomic_store(&p->quit, true);
+    pthread_cond_broadcast(&p->wake);
+    pthread_mutex_unlock(&p->lock);
+    for (int i = 0; i < p->n - 1; i++) pthread_join(p->threads[i], NULL);
+    free(p->threads);
+    pthread_cond_destroy(&p->wake);
+    pthread_mutex_destroy(&p->lock);
+}
+
+static int cpu_pool_open(cpu_pool *p, int n, toka_err *e) {
+    *p = (cpu_pool){.n = 1, .threads = mem_zalloc((size_t)n * sizeof *p->threads)};
+    pthread_mutex_init(&p->lock, NULL);
+    pthread_cond_init(&p->wake, NULL);
+    for (; p->n < n; p->n++) {
+        cpu_worker *w = mem_alloc(sizeof *w);
+        *w = (cpu_worker){p, p->n};
+        int err = pthread_create(&p->threads[p->n - 1], NULL, cpu_thread, w);
+        if (!err) continue;
+        free(w);
+        cpu_pool_close(p);
+        return fail(e, TOKA_E_DEVICE, "CPU backend: cannot start thread %d of %d: %s", p->n + 1, n, strerror(err));
+    }
+    return 0;
+}
+
+/* ---- The device ---- */
+
+typedef struct cpu_block { /* memory mapped zero; what is never touched costs nothing */
+    void *p;
+    size_t bytes;
+} cpu_block;
+
+struct toka_device {
+    const toka_shape *shape;
+    const toka_weights *weights;
+    toka_device_options options;
+    const cpu_kernels *kernels; /* tests set another one */
+    cpu_pool pool;
+    int chunk, out_chunk; /* tokens, rows of logits that scratch holds */
+    int bp, dp;           /* B and D rounded up to 16 */
+    int queries;          /* query rows of attention's scratch */
+    int ldx, ldf;         /* floats from row to row of x and gate: past a multiple of 16, no power of two */
+    size_t page_k, page_v; /* floats of a page of one layer: [K][D][Bp], [K][B][Dp] */
+    float *kv_k, *kv_v;    /* [L][n_pages][K][D][Bp], [L][n_pages][K][B][Dp] */
+    float *x;              /* [chunk][ldx] inputs of products; each row has zeros up to the next multiple of 16 */
+    float *k, *v;          /* [chunk][K*D] */
+    float *gate, *up;      /* [chunk][ldf]; columns behind F stay zero */
+    float *logits;         /* [out_chunk][V] */
+    float *vec;            /* norm weights and biases of the running op in float32, [6][max(E, H*D)] */
+    float *scratch;        /* per thread [scratch_n]: a panel of weights, or attention's rows */
+    size_t scratch_n;
+    cpu_block blocks[16]; /* all of the above and what alloc handed out */
+    int n_blocks;
+    toka_err error; /* the first failure; code 0: none */
+    char about[96];
+};
+
+static void *cpu_zalloc(toka_device *d, size_t n, size_t size) { /* n * size bytes of zeros; NULL latches the failure */
+    size_t bytes;
+    void *p = MAP_FAILED;
+    if (!__builtin_mul_overflow(n, size, &bytes) && bytes < SIZE_MAX / 2 && d->n_blocks < COUNT(d->blocks))
+        p = mmap(NULL, MAX(bytes, (size_t)1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) {
+        if (!d->error.code) fail(&d->error, TOKA_E_MEMORY, "CPU backend: cannot take %zu x %zu bytes of memory", n, size);
+        return NULL;
+    }
+    d->blocks[d->n_blocks++] = (cpu_block){p, MAX(bytes, (size_t)1)};
+    return p;
+}
+
+static float *cpu_at(toka_dev a) { return (float *)(uintptr_t)a.at; }
+
+/* A vector weight in float32 in place `i` of the op's scratch; NULL if the tensor is absent. */
+static const float *cpu_vec(toka_device *d, int i, const toka_tensor *t) {
+    float *to = d->vec + (size_t)i * (size_t)MAX(d->shape->E, d->shape->H * d->shape->D);
+    if (!t->rows) return NULL;
+    d->kernels->unpack(to, t->data, t->dtype, t->cols);
+    return to;
+}
+
+/* ---- Products with weights ---- */
+
+/* y[j][t][n] (+)= x[t] . w[j][n] for up to three weights that take the same x. */
+typedef struct cpu_product {
+    toka_device *d;
+    const float *x; /* [T][ldx], zeros behind a row up to a multiple of 16 */
+    size_t ldx;
+    int T, n_w;
+    const toka_tensor *w[3];
+    float *y[3];
+    size_t ldy[3];
+    bool add;
+    int columns; /* of y per item; the items of the weights follow each other */
+} cpu_product;
+
+/* Columns n0 .. n1-1 straight from the weight as it lies in memory; needs cols % 16 == 0. */
+static void cpu_product_direct(const cpu_product *p, int j, int n0, int n1) {
+    const toka_tensor *w = p->w[j];
+    const cpu_kernels *kn = p->d->kernels;
+    size_t size = cpu_dtype_bytes(w->dtype), row = size * (size_t)w->cols;
+    cpu_tile t = {.ldx = p->ldx, .w_step = row, .ldy = p->ldy[j]};
+    for (int n = n0; n < n1; n += 4)
+        for (int k = 0; k < w->cols; k += CPU_BLOCK)
+            for (int m = 0; m < p->T; m += kn->rows) {
+                t.x = p->x + (size_t)m * p->ldx + k;
+                t.w = (const char *)w->data + (size_t)n * row + size * (size_t)k;
+                t.y = p->y[j] + (size_t)m * p->ldy[j] + n;
+                t.m = MIN(kn->rows, p->T - m), t.n = MIN(4, n1 - n), t.k = MIN(CPU_BLOCK, w->cols - k);
+                t.add = p->add || k;
+                kn->tile[w->dtype](&t);
+            }
+}
+
+/* The same through a panel: [n1-n0][one block of k] unpacked to float32, then all rows of x over it. A tile of x (6 rows of a
+ * block) stays in the first cache level while the panel goes by from the second. */
+static void cpu_product_panel(const cpu_product *p, int j, int n0, int n1, float *panel) {
+    const toka_tensor *w = p->w[j];
+    const cpu_kernels *kn = p->d->kernels;
+    size_t size = cpu_dtype_bytes(w->dtype);
+    cpu_tile t = {.ldx = p->ldx, .w_step = CPU_PANEL_LD * sizeof *panel, .ldy = p->ldy[j]};
+    for (int k = 0; k < w->cols; k += CPU_BLOCK) {
+        int block = MIN(CPU_BLOCK, w->cols - k);
+        t.k = cpu_up16(block), t.add = p->add || k;
+        for (int n = n0; n < n1; n++) {
+            float *to = panel + (size_t)(n - n0) * CPU_PANEL_LD;
+            kn->unpack(to, (const char *)w->data + size * ((size_t)n * (size_t)w->cols + (size_t)k), w->dtype, block);
+            memset(to + block, 0, (size_t)(t.k - block) * sizeof *to);
+        }
+        for (int m = 0; m < p->T; m += kn->rows)
+            for (int n = n0; n < n1; n += 4) {
+                t.x = p->x + (size_t)m * p->ldx + k;
+                t.w = (const char *)(panel + (size_t)(n - n0) * CPU_PANEL_LD);
+                t.y = p->y[j] + (size_t)m * p->ldy[j] + n;
+                t.m = MIN(kn->rows, p->T - m), t.n = MIN(4, n1 - n);
+                kn->tile[TOKA_F32](&t);
+            }
+    }
+}
+
+static void cpu_product_item(void *arg, int thread, int item) {
+    const cpu_product *p = arg;
+    int j = 0, items;
+    for (; item >= (items = (p->w[j]->rows + p->columns - 1) / p->columns); j++) item -= items;
+    int n0 = item * p->columns, n1 = MIN(n0 + p->columns, p->w[j]->rows);
+    if (p->T <= CPU_DIRECT && p->w[j]->cols % 16 == 0) cpu_product_direct(p, j, n0, n1);
+    else cpu_product_panel(p, j, n0, n1, p->d->scratch + (size_t)thread * p->d->scratch_n);
+}
+
+static void cpu_product_run(cpu_product *p) {
+    int rows = 0, items = 0;
+    for (int j = 0; j < p->n_w; j++) rows += p->w[j]->rows;
+    int share = rows / (8 * p->d->pool.n) & ~3; /* a few items a thread, so that all end at about the same time */
+    p->columns = MIN(MAX(share, 8), CPU_PANEL);
+    for (int j = 0; j < p->n_w; j++) items += (p->w[j]->rows + p->columns - 1) / p->columns;
+    cpu_run(&p->d->pool, cpu_product_item, p, items, (int64_t)p->T * rows * p->w[0]->cols);
+}
+
+/* ---- Norms ---- */
+
+/* y = x * rsqrt(mean(x^2) + eps) * w; zeros behind y up to a multiple of 16 if pad. y may be x. */
+static void cpu_rmsnorm(float *y, const float *x, const float *w, int n, float eps, bool pad) {
+    float lane[16] = {0}, sum = 0;
+    int i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int j = 0; j < 16; j++) lane[j] += x[i + j] * x[i + j];
+    for (; i < n; i++) lane[i % 16] += x[i] * x[i];
+    for (int j = 0; j < 16; j++) sum += lane[j];
+    float scale = 1.0f / sqrtf(sum / (float)n + eps);
+    for (i = 0; i < n; i++) y[i] = x[i] * scale * w[i];
+    if (pad) memset(y + n, 0, (size_t)(cpu_up16(n) - n) * sizeof *y);
+}
+
+typedef struct cpu_norm { /* rows to d->x, normed, or just copied where w is NULL */
+    toka_device *d;
+    const float *from, *w;
+    const toka_out_row *rows; /* NULL: row t is row t */
+    int width;
+} cpu_norm;
+
+static void cpu_norm_item(void *arg, int thread, int t) {
+    const cpu_norm *n = arg;
+    (void)thread;
+    const float *from = n->from + (size_t)(n->rows ? n->rows[t].row : t) * (size_t)n->width;
+    float *to = n->d->x + (size_t)t * (size_t)n->d->ldx;
+    if (n->w) {
+        cpu_rmsnorm(to, from, n->w, n->width, n->d->shape->eps, true);
+        return;
+    }
+    memcpy(to, from, (size_t)n->width * sizeof *to);
+    memset(to + n->width, 0, (size_t)(cpu_up16(n->width) - n->width) * sizeof *to);
+}
+static void cpu_norm_run(cpu_norm n, int rows) { cpu_run(&n.d->pool, cpu_norm_item, &n, rows, (int64_t)rows * n.width); }
+
+/* ---- Op: embed ---- */
+
+static void cpu_embed(toka_device *d, const toka_step *s, toka_dev x) {
+    const toka_tensor *w = &d->weights->embed;
+    size_t E = (size_t)d->shape->E;
+    assert(s->T <= d->options.max_tokens);
+    for (int t = 0; t < s->T; t++) {
+        assert(s->ids[t] >= 0 && s->ids[t] < w->rows);
+        const char *from = (const char *)w->data + (size_t)s->ids[t] * E * cpu_dtype_bytes(w->dtype);
+        d->kernels->unpack(cpu_at(x) + (size_t)t * E, from, w->dtype, (int)E);
+    }
+}
+
+/* ---- Op: norm_qkv_rope_kv ---- */
+
+typedef struct cpu_rope { /* behind the products: bias, norm over heads, rotation, K and V into their pages */
+    toka_device *d;
+    const toka_step *s;
+    int layer, t0; /* first token of the chunk */
+    float *q;      /* [chunk][H][D] */
+    const float *q_bias, *k_bias, *v_bias, *q_norm, *k_norm; /* NULL: none */
+} cpu_rope;
+
+/* One head: bias, norm, then the pair (i, i + D/2) turned by position * rope_freq[i]. */
+static void cpu_rope_head(const toka_shape *sh, float *x, const float *bias, const float *norm, const float *cosine,
+                          const float *sine) {
+    int half = sh->D / 2;
+    if (bias)
+        for (int i = 0; i < sh->D; i++) x[i] += bias[i];
+    if (norm) cpu_rmsnorm(x, x, norm, sh->D, sh->eps, false);
+    for (int i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half];
+        x[i] = a * cosine[i] - b * sine[i];
+        x[i + half] = b * cosine[i] + a * sine[i];
+    }
+}
+
+static void cpu_rope_item(void *arg, int thread, int i) {
+    const cpu_rope *r = arg;
+    const toka_device *d = r->d;
+    const toka_shape *sh = d->shape;
+    (void)thread;
+    size_t D = (size_t)sh->D, B = (size_t)sh->B, K = (size_t)sh->K, t = (size_t)i;
+    float cosine[CPU_HEAD / 2], sine[CPU_HEAD / 2];
+    for (int f = 0; f < sh->D / 2; f++) {
+        float angle = (float)r->s->pos[r->t0 + i] * sh->rope_freq[f];
+        cosine[f] = cosf(angle) * sh->rope_scale, sine[f] = sinf(angle) * sh->rope_scale;
+    }
+    for (size_t h = 0; h < (size_t)sh->H; h++)
+        cpu_rope_head(sh, r->q + (t * (size_t)sh->H + h) * D, r->q_bias ? r->q_bias + h * D : NULL, r->q_norm, cosine, sine);
+    int slot = r->s->slot[r->t0 + i];
+    assert(slot >= 0 && slot / sh->B < d->options.n_pages);
+    size_t page = (size_t)r->layer * (size_t)d->options.n_pages + (size_t)slot / B, at = (size_t)slot % B;
+    for (size_t h = 0; h < K; h++) {
+        float *k = d->k + (t * K + h) * D, *v = d->v + (t * K + h) * D;
+        cpu_rope_head(sh, k, r->k_bias ? r->k_bias + h * D : NULL, r->k_norm, cosine, sine);
+        float *to_k = d->kv_k + page * d->page_k + h * D * (size_t)d->bp + at;
+        float *to_v = d->kv_v + page * d->page_v + (h * B + at) * (size_t)d->dp;
+        for (size_t j = 0; j < D; j++) {
+            to_k[j * (size_t)d->bp] = k[j];
+            to_v[j] = v[j] + (r->v_bias ? r->v_bias[h * D + j] : 0);
+        }
+    }
+}
+
+static void cpu_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q) {
+    const toka_shape *sh = d->shape;
+    const toka_layer *l = &d->weights->layers[layer];
+    size_t E = (size_t)sh->E, HD = (size_t)(sh->H * sh->D), KD = (size_t)(sh->K * sh->D);
+    const float *norm = cpu_vec(d, 0, &l->attn_norm);
+    cpu_rope r = {.d = d, .s = s, .layer = layer, .q_bias = cpu_vec(d, 1, &l->q_bias), .k_bias = cpu_vec(d, 2, &l->k_bias),
+                  .v_bias = cpu_vec(d, 3, &l->v_bias), .q_norm = cpu_vec(d, 4, &l->q_norm), .k_norm = cpu_vec(d, 5, &l->k_norm)};
+    for (int t0 = 0; t0 < s->T; t0 += d->chunk) {
+        int n = MIN(d->chunk, s->T - t0);
+        r.t0 = t0, r.q = cpu_at(q) + (size_t)t0 * HD;
+        cpu_norm_run((cpu_norm){d, cpu_at(x) + (size_t)t0 * E, norm, NULL, sh->E}, n);
+        cpu_product p = {.d = d, .x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 3, .w = {&l->q, &l->k, &l->v},
+                         .y = {r.q, d->k, d->v}, .ldy = {HD, KD, KD}};
+        cpu_product_run(&p);
+        cpu_run(&d->pool, cpu_rope_item, &r, n, (int64_t)n * (int64_t)(HD + 2 * KD) * 4);
+    }
+}
+
+/* ---- Op: attention ---- */
+
+typedef struct cpu_attention_job {
+    toka_device *d;
+    const toka_step *s;
+    int layer, tokens, heads; /* tokens and kv heads of an item */
+    const float *q;
+    float *o;
+} cpu_attention_job;
+
+/* Query rows that pass over K and V together: tokens r0 .. r1-1, and for each the G heads of kv head h. All in thread scratch. */
+typedef struct cpu_rows {
+    int r0, r1, h, G;
+    float *q;         /* [r1-r0][G][D], times 1/sqrt(D) */
+    float *scores;    /* [(r1-r0)*G][Bp] */
+    cpu_softmax *st;  /* [(r1-r0)*G] */
+    float *acc;       /* [(r1-r0)*G][Dp] */
+} cpu_rows;
+
+/* Tokens a .. b-1 of the rows see the page whose first kv position is kv, as far as `end`. */
+static void cpu_attend_page(const cpu_attention_job *a, cpu_rows *w, int t0, int t1, int32_t page, int kv, int end) {
+    const toka_device *d = a->d;
+    const toka_shape *sh = d->shape;
+    int window = d->weights->layers[a->layer].window, n = MIN(sh->B, end - kv);
+    size_t D = (size_t)sh->D, at = (size_t)a->layer * (size_t)d->options.n_pages + (size_t)page;
+    size_t first = (size_t)((t0 - w->r0) * w->G);
+    assert(page >= 0 && page < d->options.n_pages);
+    cpu_outer qk = {.a = w->q + first * D, .lda = D, .b = d->kv_k + at * d->page_k + (size_t)w->h * D * (size_t)d->bp,
+                    .ldb = (size_t)d->bp, .c = w->scores, .ldc = (size_t)d->bp, .rows = (t1 - t0) * w->G, .k = sh->D, .n = d->bp};
+    d->kernels->outer(&qk);
+    for (int t = t0; t < t1; t++) {
+        int pos = a->s->pos[t], to = MIN(n, pos + 1 - kv), from = window ? MAX(0, pos - window + 1 - kv) : 0;
+        for (int g = 0; g < w->G; g++)
+            d->kernels->soften(&w->st[(t - w->r0) * w->G + g], w->scores + (size_t)((t - t0) * w->G + g) * (size_t)d->bp, d->bp,
+                               from, to, d->dp);
+    }
+    cpu_outer pv = {.a = w->scores, .lda = (size_t)d->bp, .ldb = (size_t)d->dp,
+                    .b = d->kv_v + at * d->page_v + (size_t)(w->h * sh->B) * (size_t)d->dp, .c = w->acc + first * (size_t)d->dp,
+                    .ldc = (size_t)d->dp, .rows = qk.rows, .k = n, .n = d->dp, .add = true};
+    d->kernels->outer(&pv);
+}
+
+static void cpu_attend_span(const cpu_attention_job *a, cpu_rows *w, const toka_span *sp) {
+    int t0 = MAX(w->r0, sp->row0), t1 = MIN(w->r1, sp->row0 + sp->n_rows), B = a->d->shape->B;
+    int window = a->d->weights->layers[a->layer].window, high = -1, low = INT_MAX;
+    for (int t = t0; t < t1; t++) high = MAX(high, a->s->pos[t]), low = MIN(low, a->s->pos[t]);
+    int end = MIN(sp->kv0 + sp->n_kv, high + 1), kv = sp->kv0;
+    if (window && low - window + 1 > kv) kv += (low - window + 1 - kv) / B * B; /* pages that no row of these sees any more */
+    for (; kv < end; kv += B) cpu_attend_page(a, w, t0, t1, a->s->pages[sp->page0 + (kv - sp->kv0) / B], kv, end);
+}
+
+static void cpu_attend(const cpu_attention_job *a, cpu_rows *w) {
+    const toka_shape *sh = a->d->shape;
+    size_t D = (size_t)sh->D, H = (size_t)sh->H, dp = (size_t)a->d->dp;
+    int n = (w->r1 - w->r0) * w->G;
+    float scale = 1.0f / sqrtf((float)sh->D);
+    memset(w->acc, 0, (size_t)n * dp * sizeof *w->acc);
+    for (int i = 0; i < n; i++) {
+        const float *q = a->q + ((size_t)(w->r0 + i / w->G) * H + (size_t)(w->h * w->G + i % w->G)) * D;
+        for (size_t j = 0; j < D; j++) w->q[(size_t)i * D + j] = q[j] * scale;
+        w->st[i] = (cpu_softmax){w->acc + (size_t)i * dp, -INFINITY, 0};
+    }
+    for (int i = 0; i < a->s->n_spans; i++) {
+        const toka_span *sp = &a->s->spans[i];
+        if (sp->row0 < w->r1 && sp->row0 + sp->n_rows > w->r0) cpu_attend_span(a, w, sp);
+    }
+    for (int i = 0; i < n; i++) {
+        float *o = a->o + ((size_t)(w->r0 + i / w->G) * H + (size_t)(w->h * w->G + i % w->G)) * D;
+        for (size_t j = 0; j < D; j++) o[j] = w->st[i].acc[j] / w->st[i].sum;
+    }
+}
+
+static void cpu_attention_item(void *arg, int thread, int item) {
+    const cpu_attention_job *a = arg;
+    const toka_device *d = a->d;
+    const toka_shape *sh = d->shape;
+    int groups = (sh->K + a->heads - 1) / a->heads, r0 = item / groups * a->tokens, h0 = item % groups * a->heads;
+    float *at = d->scratch + (size_t)thread * d->scratch_n;
+    size_t n = (size_t)d->queries;
+    cpu_rows w = {.r0 = r0, .r1 = MIN(r0 + a->tokens, a->s->T), .G = sh->H / sh->K, .scores = at, .acc = at + n * (size_t)d->bp,
+                  .q = at + n * (size_t)(d->bp + d->dp)};
+    w.st = (cpu_softmax *)(void *)(at + n * (size_t)(d->bp + 2 * d->dp));
+    for (w.h = h0; w.h < MIN(h0 + a->heads, sh->K); w.h++) cpu_attend(a, &w);
+}
+
+static void cpu_attention(toka_device *d, const toka_step *s, int layer, toka_dev q, toka_dev o) {
+    const toka_shape *sh = d->shape;
+    int G = sh->H / sh->K, want = 4 * d->pool.n; /* items, so that threads end together */
+    int most = MAX(1, CPU_QUERIES / G), tokens = (int)((int64_t)s->T * sh->K / want);
+    cpu_attention_job a = {.d = d, .s = s, .layer = layer, .tokens = MIN(MAX(tokens, 1), most), .q = cpu_at(q), .o = cpu_at(o)};
+    int blocks = (s->T + a.tokens - 1) / a.tokens;
+    a.heads = blocks >= want ? sh->K : 1; /* all heads in one item: the spans are searched once */
+    int64_t seen = 0;
+    for (int i = 0; i < s->n_spans; i++) seen += (int64_t)s->spans[i].n_rows * s->spans[i].n_kv;
+    cpu_run(&d->pool, cpu_attention_item, &a, blocks * ((sh->K + a.heads - 1) / a.heads), seen * sh->H * sh->D * 2);
+}
+
+/* ---- Op: out_residual ---- */
+
+static void cpu_out_residual(toka_device *d, const toka_step *s, int layer, toka_dev o, toka_dev x) {
+    const toka_layer *l = &d->weights->layers[layer];
+    int HD = d->shape->H * d->shape->D, E = d->shape->E;
+    const float *bias = cpu_vec(d, 0, &l->o_bias);
+    for (int t0 = 0; t0 < s->T; t0 += d->chunk) {
+        int n = MIN(d->chunk, s->T - t0);
+        float *y = cpu_at(x) + (size_t)t0 * (size_t)E;
+        cpu_norm_run((cpu_norm){d, cpu_at(o) + (size_t)t0 * (size_t)HD, NULL, NULL, HD}, n);
+        cpu_product p = {.d = d, .x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 1, .w = {&l->o}, .y = {y}, .ldy = {(size_t)E},
+                         .add = true};
+        cpu_product_run(&p);
+        for (int i = 0; bias && i < n * E; i++) y[i] += bias[i % E];
+    }
+}
+
+/* ---- Op: norm_mlp_residual ---- */
+
+static void cpu_swiglu_item(void *arg, int thread, int t) {
+    toka_device *d = arg;
+    (void)thread;
+    size_t at = (size_t)t * (size_t)d->ldf;
+    d->kernels->swiglu(d->gate + at, d->up + at, cpu_up16(d->shape->F));
+}
+
+static void cpu_norm_mlp_residual(toka_device *d, const toka_step *s, int layer, toka_dev x) {
+    const toka_layer *l = &d->weights->layers[layer];
+    size_t E = (size_t)d->shape->E, ldf = (size_t)d->ldf;
+    const float *norm = cpu_vec(d, 0, &l->mlp_norm);
+    for (int t0 = 0; t0 < s->T; t0 += d->chunk) {
+        int n = MIN(d->chunk, s->T - t0);
+        float *y = cpu_at(x) + (size_t)t0 * E;
+        cpu_norm_run((cpu_norm){d, y, norm, NULL, d->shape->E}, n);
+        cpu_product in = {.d = d, .x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 2, .w = {&l->gate, &l->up},
+                          .y = {d->gate, d->up}, .ldy = {ldf, ldf}};
+        cpu_product_run(&in);
+        cpu_run(&d->pool, cpu_swiglu_item, d, n, (int64_t)n * d->shape->F * 8);
+        cpu_product out = {.d = d, .x = d->gate, .ldx = ldf, .T = n, .n_w = 1, .w = {&l->down}, .y = {y}, .ldy = {E}, .add = true};
+        cpu_product_run(&out);
+    }
+}
+
+/* ---- Op: norm_logits_sample ---- */
+
+typedef struct cpu_pick_job {
+    toka_device *d;
+    const toka_out_row *rows;
+    toka_pick *picks;
+} cpu_pick_job;
+
+static void cpu_pick_item(void *arg, int thread, int i) {
+    const cpu_pick_job *p = arg;
+    (void)thread;
+    samp_row(&p->rows[i], p->d->logits + (size_t)i * (size_t)p->d->shape->V, p->d->shape->V, &p->picks[i]);
+}
+
+static void cpu_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks) {
+    const toka_shape *sh = d->shape;
+    size_t V = (size_t)sh->V;
+    const float *norm = cpu_vec(d, 0, &d->weights->norm);
+    for (int i0 = 0; i0 < s->n_out; i0 += d->out_chunk) {
+        int n = MIN(d->out_chunk, s->n_out - i0);
+        for (int i = i0; i < i0 + n; i++) assert(s->out[i].row >= 0 && s->out[i].row < s->T);
+        cpu_norm_run((cpu_norm){d, cpu_at(x), norm, s->out + i0, sh->E}, n);
+        cpu_product p = {.d = d, .x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 1, .w = {&d->weights->lm_head},
+                         .y = {d->logits}, .ldy = {V}};
+        cpu_product_run(&p);
+        if (s->logits) memcpy(s->logits + (size_t)i0 * V, d->logits, (size_t)n * V * sizeof *d->logits);
+        cpu_pick_job job = {d, s->out + i0, picks + i0};
+        cpu_run(&d->pool, cpu_pick_item, &job, n, (int64_t)n * sh->V * 8);
+    }
+}
+
+/* ---- Open, close, memory ---- */
+
+static void cpu_close(toka_device *d) {
+    if (!d) return;
+    cpu_pool_close(&d->pool);
+    for (int i = 0; i < d->n_blocks; i++) munmap(d->blocks[i].p, d->blocks[i].bytes);
+    free(d);
+}
+
+static int cpu_check(const toka_device_options *o, const toka_shape *s, toka_err *e) {
+    if (s->L < 1 || s->H < 1 || s->K < 1 || s->E < 1 || s->F < 1 || s->V < 1 || s->B < 1 || s->H % s->K)
+        return fail(e, TOKA_E_INPUT, "CPU backend: layers %d, heads %d, kv heads %d, width %d, mlp width %d, vocabulary %d, page "
+                    "%d: all must be positive and kv heads divide heads", s->L, s->H, s->K, s->E, s->F, s->V, s->B);
+    if (s->D < 2 || s->D > CPU_HEAD || s->D % 2)
+        return fail(e, TOKA_E_INPUT, "CPU backend: head size %d, expected an even number up to %d", s->D, CPU_HEAD);
+    if (s->H > INT_MAX / s->D) return fail(e, TOKA_E_INPUT, "CPU backend: %d heads of size %d are too many", s->H, s->D);
+    if (o->max_tokens < 1 || o->max_out < 1 || o->n_pages < 1 || o->n_pages > INT_MAX / s->B || o->n_threads < 0)
+        return fail(e, TOKA_E_USE, "CPU backend: %d tokens and %d outputs a step, %d pages, %d threads: out of range",
+                    o->max_tokens, o->max_out, o->n_pages, o->n_threads);
+    return 0;
+}
+
+/* Cuts the chunks to the scratch budget, then takes all memory. */
+static void cpu_take_memory(toka_device *d) {
+    const toka_shape *s = d->shape;
+    size_t KD = (size_t)(s->K * s->D), pages = (size_t)d->options.n_pages, D = (size_t)s->D;
+    d->ldx = cpu_up16(MAX(s->E, s->H * s->D)) + 16, d->ldf = cpu_up16(s->F) + 16;
+    size_t token = ((size_t)d->ldx + 2 * KD + 2 * (size_t)d->ldf) * sizeof(float);
+    d->chunk = (int)MIN((size_t)MIN(d->options.max_tokens, CPU_CHUNK), MAX(CPU_SCRATCH / token, 1));
+    d->out_chunk = (int)MIN((size_t)MIN(d->options.max_out, CPU_OUT_CHUNK), MAX(CPU_SCRATCH / 2 / ((size_t)s->V * 4), 1));
+    d->bp = cpu_up16(s->B), d->dp = cpu_up16(s->D);
+    d->page_k = (size_t)s->K * D * (size_t)d->bp, d->page_v = (size_t)(s->K * s->B) * (size_t)d->dp;
+    d->queries = MAX(CPU_QUERIES, s->H / s->K);
+    size_t rows = (size_t)d->queries * ((size_t)(d->bp + 2 * d->dp) + sizeof(cpu_softmax) / sizeof(float));
+    d->scratch_n = (MAX((size_t)CPU_PANEL * CPU_PANEL_LD, rows) + 15) & ~(size_t)15;
+    size_t chunk = (size_t)d->chunk;
+    d->kv_k = cpu_zalloc(d, (size_t)s->L * pages, d->page_k * sizeof(float));
+    d->kv_v = cpu_zalloc(d, (size_t)s->L * pages, d->page_v * sizeof(float));
+    d->x = cpu_zalloc(d, (size_t)MAX(d->chunk, d->out_chunk), (size_t)d->ldx * sizeof(float));
+    d->k = cpu_zalloc(d, chunk, KD * sizeof(float));
+    d->v = cpu_zalloc(d, chunk, KD * sizeof(float));
+    d->gate = cpu_zalloc(d, chunk, (size_t)d->ldf * sizeof(float));
+    d->up = cpu_zalloc(d, chunk, (size_t)d->ldf * sizeof(float));
+    d->logits = cpu_zalloc(d, (size_t)d->out_chunk, (size_t)s->V * sizeof(float));
+    d->vec = cpu_zalloc(d, 6, (size_t)MAX(s->E, s->H * s->D) * sizeof(float));
+    d->scratch = cpu_zalloc(d, (size_t)d->pool.n, d->scratch_n * sizeof(float));
+}
+
+static int cpu_open(toka_device **out, const toka_device_options *o, const toka_shape *shape, const toka_weights *weights,
+                    toka_err *e) {
+    if (cpu_check(o, shape, e)) return e->code;
+    toka_device *d = mem_zalloc(sizeof *d);
+    *d = (toka_device){.shape = shape, .weights = weights, .options = *o, .kernels = &cpu_sets[cpu_n_sets() - 1]};
+    if (cpu_pool_open(&d->pool, o->n_threads ? o->n_threads : os_n_cores(), e)) {
+        free(d);
+        return e->code;
+    }
+    cpu_take_memory(d);
+    snprintf(d->about, sizeof d->about, "CPU, %s, %d thread%s", d->kernels->name, d->pool.n, d->pool.n > 1 ? "s" : "");
+    if (d->error.code) {
+        *e = d->error;
+        cpu_close(d);
+        return e->code;
+    }
+    *out = d;
+    return 0;
+}
+
+static const char *cpu_describe(const toka_device *d) { return d->about; }
+
+static int cpu_status(toka_device *d, toka_err *e) {
+    if (d->error.code) *e = d->error;
+    return d->error.code;
+}
+
+static toka_dev cpu_alloc(toka_device *d, size_t bytes) { return (toka_dev){(uintptr_t)cpu_zalloc(d, bytes, 1)}; }
+static void cpu_upload(toka_device *d, toka_dev to, const void *from, size_t bytes) {
+    (void)d;
+    memcpy(cpu_at(to), from, bytes);
+}
+static void cpu_download(toka_device *d, void *to, toka_dev from, size_t bytes) {
+    (void)d;
+    memcpy(to, cpu_at(from), bytes);
+}
+
+const toka_backend toka_cpu = {
+    .name = "cpu",
+    .open = cpu_open,
+    .close = cpu_close,
+    .describe = cpu_describe,
+    .status = cpu_status,
+    .alloc = cpu_alloc,
+    .upload = cpu_upload,
+    .download = cpu_download,
+    .embed = cpu_embed,
+    .norm_qkv_rope_kv = cpu_norm_qkv_rope_kv,
+    .attention = cpu_attention,
+    .out_residual = cpu_out_residual,
+    .norm_mlp_residual = cpu_norm_mlp_residual,
+    .norm_logits_sample = cpu_norm_logits_sample,
+    .activation_bytes = sizeof(float),
+};
 
 /* ===========================================================================
  * MARK: 16. Model: the layer loop [os]

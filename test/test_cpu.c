@@ -1,0 +1,609 @@
+/* test_cpu.c - chapter 15 against plain float64 mathematics, op by op, for every instruction set this machine has.
+ *
+ * A random model of odd sizes is made in memory (weights at odd 2-byte addresses, exact heap blocks, so that ASan sees any
+ * over-read). Every op runs on poisoned outputs with guard bands around them, K and V start as NaN, pages are dealt at random.
+ * The second half runs whole steps in many cuts and compares bytes. */
+
+enum { CPU_GUARD = 64 }; /* floats before and behind every buffer */
+
+typedef struct cpu_case {
+    toka_shape sh;
+    toka_weights w;
+    toka_layer layers[2];
+    float freq[128];
+    void *heap[64];
+    int n_heap;
+    uint64_t seed;
+} cpu_case;
+
+/* ---- Number formats, by the book ---- */
+
+static double ref_half(uint16_t h) {
+    int e = h >> 10 & 31, m = h & 1023;
+    double v = e == 0 ? ldexp(m, -24) : e == 31 ? (m ? NAN : INFINITY) : ldexp(1024 + m, e - 25);
+    return h & 0x8000 ? -v : v;
+}
+static double ref_element(const toka_tensor *t, size_t i) {
+    const unsigned char *p = t->data;
+    if (t->dtype == TOKA_F32) {
+        float f;
+        memcpy(&f, p + 4 * i, 4);
+        return f;
+    }
+    uint16_t h = (uint16_t)(p[2 * i] | p[2 * i + 1] << 8);
+    if (t->dtype == TOKA_F16) return ref_half(h);
+    uint32_t u = (uint32_t)h << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+static uint16_t to_half(double v) { /* nearest for normal values, toward zero for tiny ones */
+    int e;
+    double m = frexp(fabs(v), &e);
+    uint16_t sign = v < 0 ? 0x8000 : 0;
+    if (e < -13) return (uint16_t)(sign | (int)ldexp(fabs(v), 24));
+    int bits = (int)lrint(m * 2048) + ((e + 13) << 10);
+    return (uint16_t)(sign | bits);
+}
+
+static toka_tensor make_tensor(cpu_case *c, int rows, int cols, toka_dtype type, double mean, double scale) {
+    size_t n = (size_t)rows * (size_t)cols, size = type == TOKA_F32 ? 4 : 2;
+    char *p = mem_alloc(n * size + 2);
+    c->heap[c->n_heap++] = p;
+    for (size_t i = 0; i < n; i++) {
+        float f = (float)(mean + scale * rnd_normal(&c->seed));
+        uint32_t u;
+        memcpy(&u, &f, 4);
+        uint16_t h = type == TOKA_F16 ? to_half(f) : (uint16_t)(u >> 16);
+        memcpy(p + 2 + i * size, type == TOKA_F32 ? (void *)&f : (void *)&h, size);
+    }
+    return (toka_tensor){p + 2, type, rows, cols};
+}
+
+typedef struct cpu_sizes {
+    int H, K, D, E, F, V, B;
+    toka_dtype type;
+    int extras; /* biases, QK norm */
+    int window; /* of layer 1 */
+} cpu_sizes;
+
+static void case_open(cpu_case *c, cpu_sizes z, uint64_t seed) {
+    *c = (cpu_case){.seed = seed};
+    c->sh = (toka_shape){.L = 2, .H = z.H, .K = z.K, .D = z.D, .E = z.E, .F = z.F, .V = z.V, .B = z.B, .eps = 1e-5f,
+                         .rope_freq = c->freq, .rope_scale = z.extras ? 1.25f : 1.0f, .max_len = 1000};
+    for (int i = 0; i < z.D / 2; i++) c->freq[i] = (float)pow(10000, -2.0 * i / z.D);
+    int HD = z.H * z.D, KD = z.K * z.D;
+    for (int l = 0; l < 2; l++) {
+        toka_layer *y = &c->layers[l];
+        *y = (toka_layer){.window = l ? z.window : 0};
+        y->attn_norm = make_tensor(c, 1, z.E, z.type, 1, 0.2), y->mlp_norm = make_tensor(c, 1, z.E, z.type, 1, 0.2);
+        y->q = make_tensor(c, HD, z.E, z.type, 0, 2 / sqrt(z.E)), y->k = make_tensor(c, KD, z.E, z.type, 0, 2 / sqrt(z.E));
+        y->v = make_tensor(c, KD, z.E, z.type, 0, 1 / sqrt(z.E)), y->o = make_tensor(c, z.E, HD, z.type, 0, 1 / sqrt(HD));
+        y->gate = make_tensor(c, z.F, z.E, z.type, 0, 1 / sqrt(z.E)), y->up = make_tensor(c, z.F, z.E, z.type, 0, 1 / sqrt(z.E));
+        y->down = make_tensor(c, z.E, z.F, z.type, 0, 1 / sqrt(z.F));
+        if (!z.extras) continue;
+        y->q_bias = make_tensor(c, 1, HD, z.type, 0, 1), y->k_bias = make_tensor(c, 1, KD, z.type, 0, 1);
+        y->v_bias = make_tensor(c, 1, KD, z.type, 0, 1), y->o_bias = make_tensor(c, 1, z.E, z.type, 0, 1);
+        y->q_norm = make_tensor(c, 1, z.D, z.type, 1, 0.2), y->k_norm = make_tensor(c, 1, z.D, z.type, 1, 0.2);
+    }
+    c->w.embed = make_tensor(c, z.V, z.E, z.type, 0, 1), c->w.norm = make_tensor(c, 1, z.E, z.type, 1, 0.2);
+    c->w.lm_head = make_tensor(c, z.V, z.E, z.type, 0, 2 / sqrt(z.E));
+    c->w.layers = c->layers;
+}
+static void case_close(cpu_case *c) {
+    for (int i = 0; i < c->n_heap; i++) free(c->heap[i]);
+}
+
+/* ---- Reference mathematics ---- */
+
+static void ref_norm(double *y, const double *x, const toka_tensor *w, int n, double eps) {
+    double sum = 0;
+    for (int i = 0; i < n; i++) sum += x[i] * x[i];
+    for (int i = 0; i < n; i++) y[i] = x[i] / sqrt(sum / n + eps) * ref_element(w, (size_t)i);
+}
+static void ref_matvec(double *y, const double *x, const toka_tensor *w) {
+    for (int n = 0; n < w->rows; n++) {
+        y[n] = 0;
+        for (int k = 0; k < w->cols; k++) y[n] += x[k] * ref_element(w, (size_t)n * (size_t)w->cols + (size_t)k);
+    }
+}
+/* One token's q, k or v: norm, product, bias, then norm and rotation of each head unless it is v (norm_w and turn off). */
+static void ref_heads(const cpu_case *c, double *y, const double *x, const toka_layer *l, const toka_tensor *w,
+                      const toka_tensor *bias, const toka_tensor *head_norm, int pos, bool turn) {
+    const toka_shape *s = &c->sh;
+    double *xn = mem_alloc((size_t)s->E * sizeof *xn), pair[256];
+    ref_norm(xn, x, &l->attn_norm, s->E, s->eps);
+    ref_matvec(y, xn, w);
+    free(xn);
+    for (int i = 0; bias->rows && i < w->rows; i++) y[i] += ref_element(bias, (size_t)i);
+    for (int h = 0; turn && h < w->rows / s->D; h++) {
+        double *a = y + h * s->D;
+        if (head_norm->rows) ref_norm(a, a, head_norm, s->D, s->eps);
+        memcpy(pair, a, (size_t)s->D * sizeof *a);
+        for (int i = 0; i < s->D; i++) {
+            int f = i % (s->D / 2);
+            double angle = (float)pos * c->freq[f], other = i < s->D / 2 ? -pair[i + s->D / 2] : pair[i - s->D / 2];
+            a[i] = (pair[i] * cos(angle) + other * sin(angle)) * s->rope_scale;
+        }
+    }
+}
+
+/* ---- Sequences, their pages and plans ---- */
+
+enum { CPU_SEQS = 12, CPU_LEN = 100, CPU_PAGES = 400 };
+
+typedef struct cpu_world { /* sequences with their tokens; a device holds their K and V */
+    cpu_case *c;
+    toka_device *d;
+    toka_device_options o;
+    int n_seq, len[CPU_SEQS], shared; /* the first `shared` positions (whole pages) are the same pages for all */
+    int32_t table[CPU_SEQS][CPU_LEN]; /* page of position / B */
+    int32_t token[CPU_SEQS][CPU_LEN];
+    uint64_t seed;
+    /* the step */
+    int T, n_spans, n_pages, seq[CPU_SEQS * CPU_LEN];
+    int32_t ids[CPU_SEQS * CPU_LEN], pos[CPU_SEQS * CPU_LEN], slot[CPU_SEQS * CPU_LEN], pages[20000];
+    toka_span spans[8000];
+    toka_step step;
+} cpu_world;
+
+static int rnd_int(uint64_t *s, int from, int to) { return from + (int)(rnd(s) % (uint64_t)(to - from + 1)); }
+
+/* New device with K and V full of NaN, new random pages. */
+static void world_device(cpu_world *w, const cpu_kernels *kernels, int threads, int chunk) {
+    toka_err e;
+    int B = w->c->sh.B, deck[CPU_PAGES], at = 0;
+    if (w->d) toka_cpu.close(w->d);
+    w->o = (toka_device_options){.n_threads = threads, .max_tokens = CPU_SEQS * CPU_LEN, .max_out = 300, .n_pages = CPU_PAGES};
+    if (toka_cpu.open(&w->d, &w->o, &w->c->sh, &w->c->w, &e)) {
+        CHECK_MSG(0, "%s", e.msg);
+        abort();
+    }
+    w->d->kernels = kernels, w->d->chunk = MIN(w->d->chunk, chunk);
+    w->d->out_chunk = MIN(w->d->out_chunk, MAX(1, chunk / 2));
+    size_t pages = 2 * CPU_PAGES;
+    for (size_t i = 0; i < pages * w->d->page_k; i++) w->d->kv_k[i] = NAN;
+    for (size_t i = 0; i < pages * w->d->page_v; i++) w->d->kv_v[i] = NAN;
+    for (int i = 0; i < CPU_PAGES; i++) {
+        int j = rnd_int(&w->seed, 0, i);
+        deck[i] = deck[j], deck[j] = i;
+    }
+    for (int s = 0; s < w->n_seq; s++)
+        for (int p = 0; p * B < w->len[s]; p++) w->table[s][p] = s && p * B < w->shared ? w->table[0][p] : deck[at++ % CPU_PAGES];
+}
+
+static void step_begin(cpu_world *w) { w->T = w->n_spans = w->n_pages = 0; }
+
+static void step_row(cpu_world *w, int seq, int pos) {
+    int B = w->c->sh.B, t = w->T++;
+    w->seq[t] = seq, w->ids[t] = w->token[seq][pos], w->pos[t] = pos;
+    w->slot[t] = w->table[seq][pos / B] * B + pos % B;
+}
+/* Rows t0 .. t1-1, all of a sequence with the pages of `seq`, see positions from .. to-1; cut at random page borders. */
+static void step_spans(cpu_world *w, int seq, int t0, int t1, int from, int to, int cuts) {
+    int B = w->c->sh.B;
+    while (from < to) {
+        int n_pages = (to - from + B - 1) / B, n = cuts ? rnd_int(&w->seed, 1, n_pages) : n_pages;
+        toka_span sp = {t0, t1 - t0, w->n_pages, from, MIN(n * B, to - from)};
+        for (int i = 0; i < n; i++) w->pages[w->n_pages++] = w->table[seq][from / B + i];
+        w->spans[w->n_spans++] = sp;
+        from += sp.n_kv;
+    }
+}
+static void step_end(cpu_world *w) {
+    w->step = (toka_step){.T = w->T, .n_spans = w->n_spans, .ids = w->ids, .pos = w->pos, .slot = w->slot, .pages = w->pages,
+                          .spans = w->spans};
+}
+
+/* A step with positions from[s] .. to[s]-1 of every sequence. group: rows that are all behind the shared prefix get it as one
+ * span. */
+static void world_step(cpu_world *w, const int *from, const int *to, bool group, int cuts) {
+    int first[CPU_SEQS];
+    step_begin(w);
+    for (int s = 0; s < w->n_seq; s++) {
+        first[s] = w->T;
+        for (int p = from[s]; p < to[s]; p++) step_row(w, s, p);
+        group = group && (from[s] >= to[s] || from[s] >= w->shared);
+    }
+    if (group) step_spans(w, 0, 0, w->T, 0, w->shared, cuts);
+    for (int s = 0; s < w->n_seq; s++)
+        if (from[s] < to[s]) step_spans(w, s, first[s], first[s] + to[s] - from[s], group ? w->shared : 0, to[s], cuts);
+    step_end(w);
+}
+
+/* A buffer on the device with guards around it, all NaN. */
+static toka_dev guarded(toka_device *d, size_t n) {
+    float *p = mem_alloc((n + 2 * CPU_GUARD) * sizeof *p);
+    (void)d;
+    for (size_t i = 0; i < n + 2 * CPU_GUARD; i++) p[i] = NAN;
+    return (toka_dev){(uintptr_t)(p + CPU_GUARD)};
+}
+static void guarded_free(toka_dev a, size_t n) { /* and checks that the guards are whole */
+    float *p = cpu_at(a);
+    for (int i = 1; i <= CPU_GUARD; i++) CHECK(isnan(p[-i]) && isnan(p[n + (size_t)i - 1]));
+    free(p - CPU_GUARD);
+}
+
+static double rel_error(const float *got, const double *want, size_t n) {
+    double a = 0, b = 0;
+    for (size_t i = 0; i < n; i++) {
+        if (!isfinite(got[i])) return INFINITY;
+        a += (got[i] - want[i]) * (got[i] - want[i]), b += want[i] * want[i];
+    }
+    return sqrt(a / (b + 1e-30));
+}
+
+/* ---- Op tests ---- */
+
+typedef struct cpu_ref { /* float64 K and V of every stored position, one layer */
+    double *k, *v; /* [seq][pos][K*D] */
+} cpu_ref;
+
+static void check_embed(cpu_world *w) {
+    size_t n = (size_t)w->T * (size_t)w->c->sh.E;
+    toka_dev x = guarded(w->d, n);
+    double *want = mem_alloc(n * sizeof *want);
+    for (size_t i = 0; i < n; i++)
+        want[i] = ref_element(&w->c->w.embed, (size_t)w->ids[i / (size_t)w->c->sh.E] * (size_t)w->c->sh.E + i % (size_t)w->c->sh.E);
+    toka_cpu.embed(w->d, &w->step, x);
+    CHECK(rel_error(cpu_at(x), want, n) == 0);
+    guarded_free(x, n), free(want);
+}
+
+/* Runs norm_qkv_rope_kv on random x; checks q, and K and V in their slots; fills ref. */
+static void check_qkv(cpu_world *w, int layer, cpu_ref *ref) {
+    const toka_shape *s = &w->c->sh;
+    const toka_layer *l = &w->c->layers[layer];
+    int HD = s->H * s->D, KD = s->K * s->D;
+    size_t nx = (size_t)w->T * (size_t)s->E, nq = (size_t)w->T * (size_t)HD;
+    toka_dev x = guarded(w->d, nx), q = guarded(w->d, nq);
+    double *xd = mem_alloc(nx * sizeof *xd), *qd = mem_alloc(nq * sizeof *qd);
+    for (size_t i = 0; i < nx; i++) xd[i] = cpu_at(x)[i] = (float)rnd_normal(&w->seed);
+    toka_cpu.norm_qkv_rope_kv(w->d, &w->step, layer, x, q);
+    float got[2][256];
+    for (int t = 0; t < w->T; t++) {
+        const double *row = xd + (size_t)t * (size_t)s->E;
+        size_t at = (size_t)(w->seq[t] * CPU_LEN + w->pos[t]) * (size_t)KD;
+        ref_heads(w->c, qd + (size_t)t * (size_t)HD, row, l, &l->q, &l->q_bias, &l->q_norm, w->pos[t], true);
+        ref_heads(w->c, ref->k + at, row, l, &l->k, &l->k_bias, &l->k_norm, w->pos[t], true);
+        ref_heads(w->c, ref->v + at, row, l, &l->v, &l->v_bias, &l->v_bias, w->pos[t], false);
+        int page = layer * CPU_PAGES + w->slot[t] / s->B, off = w->slot[t] % s->B;
+        for (int h = 0; h < s->K; h++) {
+            for (int i = 0; i < s->D; i++) {
+                got[0][i] = w->d->kv_k[(size_t)page * w->d->page_k + (size_t)((h * s->D + i) * w->d->bp + off)];
+                got[1][i] = w->d->kv_v[(size_t)page * w->d->page_v + (size_t)((h * s->B + off) * w->d->dp + i)];
+            }
+            CHECK(rel_error(got[0], ref->k + at + h * s->D, (size_t)s->D) < 1e-5);
+            CHECK(rel_error(got[1], ref->v + at + h * s->D, (size_t)s->D) < 1e-5);
+        }
+    }
+    double err = rel_error(cpu_at(q), qd, nq);
+    CHECK_MSG(err < 2e-6, "%g", err);
+    guarded_free(x, nx), guarded_free(q, nq), free(xd), free(qd);
+}
+
+static void check_attention(cpu_world *w, int layer, const cpu_ref *ref) {
+    const toka_shape *s = &w->c->sh;
+    size_t n = (size_t)(w->T * s->H * s->D);
+    int window = w->c->layers[layer].window;
+    toka_dev q = guarded(w->d, n), o = guarded(w->d, n);
+    double *want = mem_zalloc(n * sizeof *want), p[CPU_LEN];
+    for (size_t i = 0; i < n; i++) cpu_at(q)[i] = (float)rnd_normal(&w->seed);
+    toka_cpu.attention(w->d, &w->step, layer, q, o);
+    for (int t = 0; t < w->T; t++)
+        for (int h = 0; h < s->H; h++) {
+            const float *qh = cpu_at(q) + (t * s->H + h) * s->D;
+            double *oh = want + (t * s->H + h) * s->D, best = -INFINITY, sum = 0;
+            size_t at = (size_t)((w->seq[t] * CPU_LEN * s->K + h / (s->H / s->K)) * s->D), step = (size_t)(s->K * s->D);
+            int from = window ? MAX(0, w->pos[t] - window + 1) : 0;
+            for (int j = from; j <= w->pos[t]; j++) {
+                int owner = w->seq[t] && j < w->shared ? w->seq[t] : 0; /* the prefix was stored once, by sequence 0 */
+                size_t src = j < w->shared ? at - (size_t)(owner * CPU_LEN * s->K * s->D) : at;
+                p[j] = 0;
+                for (int i = 0; i < s->D; i++) p[j] += qh[i] * ref->k[src + (size_t)j * step + (size_t)i] / sqrt(s->D);
+                best = MAX(best, p[j]);
+            }
+            for (int j = from; j <= w->pos[t]; j++) sum += p[j] = exp(p[j] - best);
+            for (int j = from; j <= w->pos[t]; j++) {
+                size_t src = j < w->shared ? at - (size_t)(w->seq[t] * CPU_LEN * s->K * s->D) : at;
+                for (int i = 0; i < s->D; i++) oh[i] += p[j] / sum * ref->v[src + (size_t)j * step + (size_t)i];
+            }
+        }
+    double err = rel_error(cpu_at(o), want, n);
+    CHECK_MSG(err < 3e-6, "%g: T %d, layer %d, spans %d", err, w->T, layer, w->n_spans);
+    guarded_free(q, n), guarded_free(o, n), free(want);
+}
+
+static void check_out_residual(cpu_world *w, int layer) {
+    const toka_shape *s = &w->c->sh;
+    const toka_layer *l = &w->c->layers[layer];
+    int HD = s->H * s->D;
+    size_t nx = (size_t)(w->T * s->E), no = (size_t)(w->T * HD);
+    toka_dev x = guarded(w->d, nx), o = guarded(w->d, no);
+    double *want = mem_alloc(nx * sizeof *want), *in = mem_alloc((size_t)HD * sizeof *in), *y = mem_alloc((size_t)s->E * sizeof *y);
+    for (size_t i = 0; i < nx; i++) want[i] = cpu_at(x)[i] = (float)rnd_normal(&w->seed);
+    for (size_t i = 0; i < no; i++) cpu_at(o)[i] = (float)rnd_normal(&w->seed);
+    toka_cpu.out_residual(w->d, &w->step, layer, o, x);
+    for (int t = 0; t < w->T; t++) {
+        for (int i = 0; i < HD; i++) in[i] = cpu_at(o)[t * HD + i];
+        ref_matvec(y, in, &l->o);
+        for (int i = 0; i < s->E; i++) want[t * s->E + i] += y[i] + (l->o_bias.rows ? ref_element(&l->o_bias, (size_t)i) : 0);
+    }
+    CHECK(rel_error(cpu_at(x), want, nx) < 1e-6);
+    guarded_free(x, nx), guarded_free(o, no), free(want), free(in), free(y);
+}
+
+static void check_mlp(cpu_world *w, int layer) {
+    const toka_shape *s = &w->c->sh;
+    const toka_layer *l = &w->c->layers[layer];
+    size_t nx = (size_t)(w->T * s->E);
+    toka_dev x = guarded(w->d, nx);
+    double *want = mem_alloc(nx * sizeof *want), *in = mem_alloc((size_t)s->E * sizeof *in);
+    double *g = mem_alloc((size_t)s->F * sizeof *g), *u = mem_alloc((size_t)s->F * sizeof *u);
+    for (size_t i = 0; i < nx; i++) want[i] = cpu_at(x)[i] = (float)rnd_normal(&w->seed);
+    toka_cpu.norm_mlp_residual(w->d, &w->step, layer, x);
+    for (int t = 0; t < w->T; t++) {
+        double *row = want + t * s->E;
+        ref_norm(in, row, &l->mlp_norm, s->E, s->eps);
+        ref_matvec(g, in, &l->gate), ref_matvec(u, in, &l->up);
+        for (int i = 0; i < s->F; i++) g[i] = g[i] / (1 + exp(-g[i])) * u[i];
+        ref_matvec(in, g, &l->down);
+        for (int i = 0; i < s->E; i++) row[i] += in[i];
+    }
+    CHECK(rel_error(cpu_at(x), want, nx) < 1e-6);
+    guarded_free(x, nx), free(want), free(in), free(g), free(u);
+}
+
+static void check_logits(cpu_world *w) {
+    const toka_shape *s = &w->c->sh;
+    int n_out = rnd_int(&w->seed, 1, MIN(w->T, 40));
+    size_t nx = (size_t)(w->T * s->E), nl = (size_t)(n_out * s->V);
+    toka_dev x = guarded(w->d, nx), logits = guarded(w->d, nl);
+    toka_out_row rows[40];
+    toka_pick picks[41];
+    double *in = mem_alloc((size_t)s->E * sizeof *in), *y = mem_alloc((size_t)s->V * sizeof *y);
+    for (size_t i = 0; i < nx; i++) cpu_at(x)[i] = (float)rnd_normal(&w->seed);
+    for (int i = 0; i < n_out; i++)
+        rows[i] = (toka_out_row){.row = rnd_int(&w->seed, 0, w->T - 1), .forced_id = rnd_int(&w->seed, 0, s->V - 1)};
+    memset(picks, 0x5A, sizeof picks);
+    w->step.n_out = n_out, w->step.out = rows, w->step.logits = cpu_at(logits);
+    toka_cpu.norm_logits_sample(w->d, &w->step, x, picks);
+    for (int i = 0; i < n_out; i++) {
+        double best = -INFINITY, sum = 0;
+        for (int j = 0; j < s->E; j++) in[j] = cpu_at(x)[rows[i].row * s->E + j];
+        ref_norm(in, in, &w->c->w.norm, s->E, s->eps);
+        ref_matvec(y, in, &w->c->w.lm_head);
+        for (int j = 0; j < s->V; j++) best = MAX(best, y[j]);
+        for (int j = 0; j < s->V; j++) sum += exp(y[j] - best);
+        CHECK(rel_error(cpu_at(logits) + i * s->V, y, (size_t)s->V) < 1e-6);
+        CHECK(picks[i].id == rows[i].forced_id);
+        CHECK(fabs(picks[i].logprob - (y[picks[i].id] - best - log(sum))) < 1e-4);
+    }
+    CHECK(((unsigned char *)&picks[n_out])[0] == 0x5A);
+    w->step.n_out = 0, w->step.logits = NULL;
+    guarded_free(x, nx), guarded_free(logits, nl), free(in), free(y);
+}
+
+/* One model on one instruction set: a prompt step, then a step of mixed prefill and decode, every op at both. */
+static void check_ops(cpu_sizes z, int set, int threads, uint64_t seed) {
+    cpu_case c;
+    cpu_world *w = mem_zalloc(sizeof *w);
+    case_open(&c, z, seed);
+    w->c = &c, w->seed = seed * 77 + 1, w->n_seq = rnd_int(&w->seed, 1, 5);
+    w->shared = rnd_int(&w->seed, 0, 20 / z.B) * z.B;
+    for (int s = 0; s < w->n_seq; s++) w->len[s] = w->shared + rnd_int(&w->seed, 2, 24);
+    world_device(w, &cpu_sets[set], threads, rnd_int(&w->seed, 0, 1) ? 5 : 512);
+    for (int s = 0; s < w->n_seq; s++)
+        for (int p = 0; p < w->len[s]; p++) w->token[s][p] = rnd_int(&w->seed, 0, z.V - 1);
+    int none[CPU_SEQS] = {0}, start[CPU_SEQS], mid[CPU_SEQS];
+    for (int s = 0; s < w->n_seq; s++) {
+        start[s] = s ? w->shared : 0;
+        mid[s] = rnd_int(&w->seed, 0, 1) ? w->len[s] - 1 : rnd_int(&w->seed, w->shared, w->len[s] - 1);
+    }
+    for (int layer = 0; layer < 2; layer++) {
+        cpu_ref ref;
+        size_t n = (size_t)(CPU_SEQS * CPU_LEN * z.K * z.D);
+        ref.k = mem_zalloc(n * sizeof(double)), ref.v = mem_zalloc(n * sizeof(double));
+        for (int turn = 0; turn < 2; turn++) {
+            if (!turn) world_step(w, start, mid, false, 1);
+            else world_step(w, mid, w->len, rnd_int(&w->seed, 0, 1), rnd_int(&w->seed, 0, 1));
+            if (!w->T) continue;
+            check_embed(w);
+            check_qkv(w, layer, &ref);
+            check_attention(w, layer, &ref);
+            check_out_residual(w, layer);
+            check_mlp(w, layer);
+            check_logits(w);
+        }
+        free(ref.k), free(ref.v);
+    }
+    (void)none;
+    toka_err e;
+    CHECK(toka_cpu.status(w->d, &e) == 0);
+    toka_cpu.close(w->d);
+    case_close(&c), free(w);
+}
+
+static void test_cpu_ops(void) {
+    static const int heads[][2] = {{1, 1}, {3, 1}, {7, 1}, {6, 2}, {4, 4}}, sizes[] = {8, 64, 80, 96, 128};
+    uint64_t seed = 1;
+    for (int set = 0; set < cpu_n_sets(); set++)
+        for (int type = 0; type < 3; type++)
+            for (int i = 0; i < 5; i++, seed++) {
+                cpu_sizes z = {.H = heads[i][0], .K = heads[i][1], .D = sizes[(i + type + set) % 5], .E = i % 2 ? 72 : 48,
+                               .F = 100, .V = 263, .B = (int[]){16, 4, 1, 20, 32}[seed % 5], .type = (toka_dtype)type,
+                               .extras = i & 1, .window = (int[]){0, 1, 7, 30}[seed % 4]};
+                int before = check_failed;
+                check_ops(z, set, 1 + (int)(seed % 3), seed);
+                CHECK_MSG(check_failed == before, "%s, dtype %d, H %d K %d D %d B %d, seed %d", cpu_sets[set].name, type, z.H, z.K,
+                          z.D, z.B, (int)seed);
+            }
+}
+
+/* Wide enough that a product has several blocks of k and a tile of every height is used. */
+static void test_cpu_wide(void) {
+    for (int set = 0; set < cpu_n_sets(); set++)
+        for (int type = 0; type < 3; type++) {
+            cpu_sizes z = {.H = 2, .K = 1, .D = 16, .E = 528, .F = 1060, .V = 30, .B = 16, .type = (toka_dtype)type};
+            check_ops(z, set, 2, (uint64_t)(90 + 3 * set + type));
+        }
+}
+
+static void test_cpu_unpack(void) {
+    uint16_t all[65536];
+    float *got = mem_alloc(65536 * sizeof *got);
+    for (int i = 0; i < 65536; i++) all[i] = (uint16_t)i;
+    for (int set = 0; set < cpu_n_sets(); set++)
+        for (int type = TOKA_BF16; type <= TOKA_F16; type++)
+            for (int off = 0; off < 3; off++) {
+                int n = 65536 - off - 7, wrong = 0;
+                toka_tensor t = {all + off, (toka_dtype)type, 1, n};
+                cpu_sets[set].unpack(got, all + off, t.dtype, n);
+                for (int i = 0; i < n; i++) {
+                    double want = ref_element(&t, (size_t)i);
+                    wrong += !(got[i] == want || (isnan(got[i]) && isnan(want)));
+                }
+                CHECK_MSG(!wrong, "%s type %d: %d wrong", cpu_sets[set].name, type, wrong);
+            }
+    free(got);
+}
+
+static void test_cpu_exp(void) {
+    double worst = 0;
+    for (double x = -87; x <= 88; x += 1e-4) worst = MAX(worst, fabs(cpu_exp((float)x) / exp((float)x) - 1));
+    CHECK_MSG(worst < 3e-7, "%g", worst);
+    CHECK(cpu_exp(0) == 1 && cpu_exp(-INFINITY) == 0 && cpu_exp(-88) == 0 && isnan(cpu_exp(NAN)));
+}
+
+/* ---- The same bytes, however the work is cut ---- */
+
+/* One step through the whole model; logits of every row to their place [seq][pos][V]. */
+static void run_step(cpu_world *w, float *logits) {
+    const toka_shape *s = &w->c->sh;
+    size_t T = (size_t)w->T, E = (size_t)s->E, HD = (size_t)(s->H * s->D), V = (size_t)s->V;
+    toka_dev x = guarded(w->d, T * E), q = guarded(w->d, T * HD), o = guarded(w->d, T * HD);
+    toka_out_row *rows = mem_zalloc(T * sizeof *rows);
+    toka_pick *picks = mem_zalloc(T * sizeof *picks);
+    float *out = mem_alloc(T * V * sizeof *out);
+    for (int t = 0; t < w->T; t++) rows[t] = (toka_out_row){.row = t, .forced_id = 0};
+    w->step.n_out = w->T, w->step.out = rows, w->step.logits = out;
+    toka_cpu.embed(w->d, &w->step, x);
+    for (int l = 0; l < s->L; l++) {
+        toka_cpu.norm_qkv_rope_kv(w->d, &w->step, l, x, q);
+        toka_cpu.attention(w->d, &w->step, l, q, o);
+        toka_cpu.out_residual(w->d, &w->step, l, o, x);
+        toka_cpu.norm_mlp_residual(w->d, &w->step, l, x);
+    }
+    toka_cpu.norm_logits_sample(w->d, &w->step, x, picks);
+    for (int t = 0; t < w->T; t++)
+        memcpy(logits + (size_t)(w->seq[t] * CPU_LEN + w->pos[t]) * V, out + (size_t)t * V, V * sizeof *out);
+    guarded_free(x, T * E), guarded_free(q, T * HD), guarded_free(o, T * HD);
+    free(rows), free(picks), free(out);
+}
+
+/* All sequences to their ends, each step taking up to `most` tokens of each, at random. Sequence 0 stores the shared prefix
+ * first. */
+static void run_world(cpu_world *w, float *logits, int most) {
+    int from[CPU_SEQS] = {0}, to[CPU_SEQS], left = 1;
+    for (int s = 1; s < w->n_seq; s++) from[s] = w->shared;
+    while (left) {
+        left = 0;
+        for (int s = 0; s < w->n_seq; s++) {
+            int n = most ? rnd_int(&w->seed, 0, most) : CPU_LEN;
+            if (s && from[0] < w->shared && most) n = 0; /* the prefix is not there yet */
+            to[s] = MIN(w->len[s], from[s] + n);
+            left += w->len[s] - to[s];
+        }
+        world_step(w, from, to, rnd_int(&w->seed, 0, 1), rnd_int(&w->seed, 0, 1));
+        if (w->T) run_step(w, logits);
+        memcpy(from, to, sizeof from);
+    }
+}
+
+static void check_invariance(int set, cpu_sizes z, uint64_t seed) {
+    cpu_case c;
+    cpu_world *w = mem_zalloc(sizeof *w);
+    case_open(&c, z, seed);
+    w->c = &c, w->seed = seed * 31 + 7, w->n_seq = 6, w->shared = 16 / z.B * z.B * 2;
+    for (int s = 0; s < w->n_seq; s++) {
+        w->len[s] = w->shared + rnd_int(&w->seed, 1, 30);
+        for (int p = 0; p < CPU_LEN; p++) w->token[s][p] = p < w->shared && s ? w->token[0][p] : rnd_int(&w->seed, 0, z.V - 1);
+    }
+    size_t n = (size_t)(CPU_SEQS * CPU_LEN * z.V);
+    float *first = mem_zalloc(n * sizeof *first), *again = mem_zalloc(n * sizeof *again);
+    world_device(w, &cpu_sets[set], 1, 512);
+    run_world(w, first, 0);
+    for (int turn = 0; turn < 6; turn++) {
+        memset(again, 0, n * sizeof *again);
+        world_device(w, &cpu_sets[set], 1 + turn % 3, turn % 2 ? 3 : 512);
+        run_world(w, again, (int[]){1, 2, 5, 20, 40, 7}[turn]);
+        size_t differ = 0;
+        for (size_t i = 0; i < n; i++) differ += memcmp(&first[i], &again[i], sizeof *first) != 0;
+        CHECK_MSG(!differ, "%s, dtype %d, B %d, turn %d: %zu of %zu logits differ", cpu_sets[set].name, (int)z.type, z.B, turn,
+                  differ, n);
+    }
+    CHECK(isfinite(first[0]) && first[0] != 0);
+    toka_cpu.close(w->d);
+    case_close(&c), free(w), free(first), free(again);
+}
+
+static void test_cpu_invariance(void) {
+    for (int set = 0; set < cpu_n_sets(); set++)
+        for (int i = 0; i < 4; i++) {
+            cpu_sizes z = {.H = (int[]){8, 7, 3, 4}[i], .K = (int[]){2, 1, 3, 1}[i], .D = (int[]){8, 64, 20, 80}[i],
+                           .E = (int[]){64, 560, 72, 128}[i], .F = (int[]){96, 100, 600, 128}[i], .V = 37,
+                           .B = (int[]){16, 4, 8, 32}[i], .type = (toka_dtype)(i % 3), .extras = i & 1, .window = i == 2 ? 9 : 0};
+            check_invariance(set, z, (uint64_t)(i + 1));
+        }
+}
+
+/* ---- The thread pool, and what open refuses ---- */
+
+static void count_item(void *arg, int thread, int item) {
+    (void)thread;
+    atomic_fetch_add((atomic_int *)arg + item, 1);
+}
+static void test_cpu_pool(void) {
+    for (int n = 1; n <= 7; n += 3) {
+        cpu_pool p;
+        toka_err e;
+        atomic_int hits[50] = {0};
+        CHECK(cpu_pool_open(&p, n, &e) == 0);
+        for (int round = 0; round < 3000; round++) cpu_run(&p, count_item, hits, 1 + round % 50, INT64_MAX);
+        if (n == 4) usleep(20000); /* let them fall asleep */
+        cpu_run(&p, count_item, hits, 50, INT64_MAX);
+        cpu_pool_close(&p);
+        for (int i = 0; i < 50; i++) CHECK(hits[i] == 3000 - 60 * i + 1);
+    }
+}
+
+static void test_cpu_refuses(void) {
+    cpu_case c;
+    toka_device *d;
+    toka_err e;
+    toka_device_options o = {.n_threads = 1, .max_tokens = 8, .max_out = 8, .n_pages = 8};
+    case_open(&c, (cpu_sizes){.H = 2, .K = 1, .D = 8, .E = 16, .F = 16, .V = 20, .B = 4}, 3);
+    c.sh.D = 7;
+    CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == TOKA_E_INPUT && strstr(e.msg, "head size 7"));
+    c.sh.D = 8, c.sh.K = 0;
+    CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == TOKA_E_INPUT);
+    c.sh.K = 1, o.n_pages = INT_MAX / 4, c.sh.L = INT_MAX; /* more memory than there are addresses */
+    CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == TOKA_E_MEMORY);
+    o.n_pages = INT_MAX;
+    CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == TOKA_E_USE);
+    o.n_pages = 8, c.sh.L = 2;
+    CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == 0);
+    CHECK(toka_cpu.status(d, &e) == 0 && strstr(toka_cpu.describe(d), "1 thread"));
+    toka_dev a = toka_cpu.alloc(d, 100);
+    char back[4] = "";
+    toka_cpu.upload(d, a, "abc", 4), toka_cpu.download(d, back, a, 4);
+    CHECK(strcmp(back, "abc") == 0);
+    CHECK(toka_cpu.alloc(d, SIZE_MAX - 5).at == 0 && toka_cpu.status(d, &e) == TOKA_E_MEMORY);
+    toka_cpu.close(d), toka_cpu.close(NULL);
+    case_close(&c);
+}
+
+static const struct test cpu_tests[] = {{"cpu_unpack", test_cpu_unpack},         {"cpu_exp", test_cpu_exp},
+                                        {"cpu_ops", test_cpu_ops},               {"cpu_wide", test_cpu_wide},
+                                        {"cpu_invariance", test_cpu_invariance}, {"cpu_pool", test_cpu_pool},
+                                        {"cpu_refuses", test_cpu_refuses},       {0}};
