@@ -848,11 +848,12 @@ static uint64_t samp_random(uint64_t seed, uint32_t sample, uint32_t position, u
 
 /* ---- Exponentials and sums of a row ---- */
 
-/* e^d for d <= 0, relative error under 1e-12, exactly 0 below -700. d = n ln2 + r with |r| <= ln2/2: a Taylor polynomial
- * in r, then n is added to the exponent bits. No branch and no call, so that loops over it become vector code. */
+/* e^d for d <= 0, relative error under 1e-12 down to -660, exactly 0 below -694. d = n ln2 + r with |r| <= ln2/2: a Taylor
+ * polynomial in r, then n is added to the exponent bits. No call and nothing but selections, so that loops over it become vector code
+ * (gcc wants -fno-trapping-math for that). */
 static inline double samp_exp(double d) {
     const double round = 0x1.8p52; /* adding it leaves the nearest integer in the low mantissa bits */
-    double at = d < -700 ? -700 : d;
+    double at = d > -700 ? d : -700;
     double shifted = at * 1.4426950408889634 + round, n = shifted - round;
     double r = (at - n * 0x1.62e42fefa0000p-1) - n * 0x1.cf79abc9e3b3ap-40; /* ln2 in two parts, n * first exact */
     double p = 1.0 / 3628800;
@@ -862,17 +863,21 @@ static inline double samp_exp(double d) {
     memcpy(&bits, &p, 8), memcpy(&add, &shifted, 8);
     bits += add << 52;
     memcpy(&p, &bits, 8);
-    return d < -700 ? 0 : p;
+    p -= 0x1p-1000; /* nothing beside a p that matters; what is below becomes exactly 0 */
+    return p > 0 ? p : 0;
 }
 
-/* Sum of e^((x - max) * scale) over x[0 .. n-1]. */
+/* Sum of e^((x - max) * scale) over x[0 .. n-1]: exponentials into a small array, then SAMP_LANES sums side by side. */
 static double samp_sum(const float *x, int n, double max, double scale) {
-    double lane[SAMP_LANES] = {0}, sum = 0;
+    double w[16 * SAMP_LANES], lane[SAMP_LANES] = {0}, sum = 0;
     int i = 0;
-    for (; i + SAMP_LANES <= n; i += SAMP_LANES)
-        for (int j = 0; j < SAMP_LANES; j++) lane[j] += samp_exp((x[i + j] - max) * scale);
+    for (; i + COUNT(w) <= n; i += COUNT(w)) {
+        for (int j = 0; j < COUNT(w); j++) w[j] = samp_exp((x[i + j] - max) * scale);
+        for (int j = 0; j < COUNT(w); j += SAMP_LANES)
+            for (int k = 0; k < SAMP_LANES; k++) lane[k] += w[j + k];
+    }
     for (; i < n; i++) sum += samp_exp((x[i] - max) * scale);
-    for (int j = 0; j < SAMP_LANES; j++) sum += lane[j];
+    for (int k = 0; k < SAMP_LANES; k++) sum += lane[k];
     return sum;
 }
 
@@ -1068,8 +1073,9 @@ static float samp_reach(const samp_dist *d, bool by_count, double want, double *
     for (int shift = 24; shift >= 0; shift -= 8) {
         double bins[256] = {0};
         for (int id = 0; id < d->V; id++) {
+            if (!samp_kept(d, id)) continue;
             uint32_t key = samp_key(d->x[id]);
-            if ((key & known) != found || !samp_kept(d, id)) continue;
+            if ((key & known) != found) continue;
             bins[key >> shift & 255] += by_count ? 1 : samp_weight(d, d->x[id]);
         }
         int bin = -1; /* in the end the first, from the top, that reaches; if none does by rounding, the lowest in use */
@@ -1090,23 +1096,26 @@ static void samp_top_k(samp_dist *d, int k) {
     d->cut = (samp_cut){samp_reach(d, true, k, &above), INT_MAX};
 }
 
+/* Keeps what has at least min_p times the weight of the best, which is 1. */
+static void samp_min_p(samp_dist *d, double min_p) {
+    double lowest = d->max + log(min_p) / d->scale; /* weight >= min_p means x >= lowest */
+    float at = (float)MAX(lowest, -FLT_MAX);
+    if (at < lowest) at = nextafterf(at, INFINITY);
+    if (at > d->cut.at) d->cut = (samp_cut){at, INT_MAX};
+}
+
 /* Hugging Face removes, from the lowest probability up, what adds up to at most 1 - p; in other words an id stays if those
- * before it, from the highest down, add up to less than p. */
+ * before it, from the highest down, add up to less than p. All weights up to a V-th of what may go can go at once, since V
+ * of them would not be too much: that leaves the search few ids. */
 static void samp_top_p(samp_dist *d, double p) {
     double above, total = samp_block_sum(d, 0, d->V);
+    samp_min_p(d, MIN(1.0, (1 - p) * total / d->V));
     float at = samp_reach(d, false, p * total, &above);
     double tied = MAX(1.0, ceil((p * total - above) / samp_weight(d, at))); /* how many ids with this logit stay */
     int last = -1;
     for (int id = 0; id < d->V && tied > 0; id++)
         if (d->x[id] == at) last = id, tied--;
     d->cut = (samp_cut){at, last};
-}
-
-static void samp_min_p(samp_dist *d, double min_p) {
-    double lowest = d->max + log(min_p) / d->scale; /* weight >= min_p means x >= lowest */
-    float at = (float)MAX(lowest, -FLT_MAX);
-    if (at < lowest) at = nextafterf(at, INFINITY);
-    if (at > d->cut.at) d->cut = (samp_cut){at, INT_MAX};
 }
 
 static void samp_truncate(samp_dist *d, const toka_sampling *s) {

