@@ -3808,8 +3808,8 @@ static int mf_open(mf_model **out, const char *model, const char *models_file, c
  *   4. cut        temperature, then top-k (all ids tied with the k-th stay), then top-p (the smallest set, best first, that
  *                 reaches p; of tied ids the lowest stay), then min-p (probability >= min_p * the best one's)
  *   5. draw       the inverse of the cumulative distribution in order of ids, at one uniform number of 53 bits
- * Every filter of step 4 keeps the head of one and the same order (logit falling, id rising), so what they leave is described
- * by a single samp_cut, and no list of candidates and no sort is needed.
+ * Every filter of step 4 keeps the head of one and the same order (logit falling, id rising), so what they leave is
+ * described by a single samp_cut, and no list of candidates and no sort is needed.
  *
  * What always holds:
  *   - The pick is a pure function of (logits, parameters, history, seed, sample, position). Step 5 takes its number from
@@ -3820,8 +3820,8 @@ static int mf_open(mf_model **out, const char *model, const char *models_file, c
  *     forbidden, with sampled_logprob 0.
  * logprob is of the raw logits (step 1), -inf where the logit is. Step 2 overwrites a raw logit; for the picked id it is
  * recomputed by undoing the adjustments, exact to the rounding of the adjusted logit (4e-6 when |logit| < 64).
- * sampled_logprob is of the distribution drawn from (after step 4); a greedy pick has 0, the logarithm of 1; a forced id, for
- * which nothing is drawn, has its logprob.
+ * sampled_logprob is of the distribution drawn from (after step 4); a greedy pick has 0, the logarithm of 1; a forced id,
+ * for which nothing is drawn, has its logprob.
  *
  * Not here: which ids end a sequence, counting tokens against min_tokens and max_tokens (chapter 17).
  * =========================================================================== */
@@ -3906,7 +3906,7 @@ static void samp_philox(uint32_t c[4], uint32_t k0, uint32_t k1) {
     }
 }
 
-/* 64 random bits, the same for the same arguments for ever. lane: independent numbers for one token; the draw takes lane 0. */
+/* 64 random bits, for ever the same for the same arguments. lane: independent numbers for one token; the draw takes 0. */
 static uint64_t samp_random(uint64_t seed, uint32_t sample, uint32_t position, uint32_t lane) {
     uint32_t c[4] = {sample, position, lane, 0};
     samp_philox(c, (uint32_t)seed, (uint32_t)(seed >> 32));
@@ -3915,13 +3915,14 @@ static uint64_t samp_random(uint64_t seed, uint32_t sample, uint32_t position, u
 
 /* ---- Exponentials and sums of a row ---- */
 
-/* e^d for d <= 0, relative error under 1e-12, exactly 0 below -700. d = n ln2 + r with |r| <= ln2/2: a Taylor polynomial in r,
- * then n is added to the exponent bits. No branch and no call, so that loops over it become vector code. */
+/* e^d for d <= 0, relative error under 1e-12 down to -660, exactly 0 below -694. d = n ln2 + r with |r| <= ln2/2: a Taylor
+ * polynomial in r, then n is added to the exponent bits. No call and nothing but selections, so that loops over it become vector code
+ * (gcc wants -fno-trapping-math for that). */
 static inline double samp_exp(double d) {
     const double round = 0x1.8p52; /* adding it leaves the nearest integer in the low mantissa bits */
-    double at = d < -700 ? -700 : d;
+    double at = d > -700 ? d : -700;
     double shifted = at * 1.4426950408889634 + round, n = shifted - round;
-    double r = (at - n * 0x1.62e42fefa0000p-1) - n * 0x1.cf79abc9e3b3ap-40; /* ln2 in two parts, the first times n is exact */
+    double r = (at - n * 0x1.62e42fefa0000p-1) - n * 0x1.cf79abc9e3b3ap-40; /* ln2 in two parts, n * first exact */
     double p = 1.0 / 3628800;
     p = p * r + 1.0 / 362880, p = p * r + 1.0 / 40320, p = p * r + 1.0 / 5040, p = p * r + 1.0 / 720;
     p = p * r + 1.0 / 120, p = p * r + 1.0 / 24, p = p * r + 1.0 / 6, p = p * r + 0.5, p = p * r + 1, p = p * r + 1;
@@ -3929,17 +3930,21 @@ static inline double samp_exp(double d) {
     memcpy(&bits, &p, 8), memcpy(&add, &shifted, 8);
     bits += add << 52;
     memcpy(&p, &bits, 8);
-    return d < -700 ? 0 : p;
+    p -= 0x1p-1000; /* nothing beside a p that matters; what is below becomes exactly 0 */
+    return p > 0 ? p : 0;
 }
 
-/* Sum of e^((x - max) * scale) over x[0 .. n-1]. */
+/* Sum of e^((x - max) * scale) over x[0 .. n-1]: exponentials into a small array, then SAMP_LANES sums side by side. */
 static double samp_sum(const float *x, int n, double max, double scale) {
-    double lane[SAMP_LANES] = {0}, sum = 0;
+    double w[16 * SAMP_LANES], lane[SAMP_LANES] = {0}, sum = 0;
     int i = 0;
-    for (; i + SAMP_LANES <= n; i += SAMP_LANES)
-        for (int j = 0; j < SAMP_LANES; j++) lane[j] += samp_exp((x[i + j] - max) * scale);
+    for (; i + COUNT(w) <= n; i += COUNT(w)) {
+        for (int j = 0; j < COUNT(w); j++) w[j] = samp_exp((x[i + j] - max) * scale);
+        for (int j = 0; j < COUNT(w); j += SAMP_LANES)
+            for (int k = 0; k < SAMP_LANES; k++) lane[k] += w[j + k];
+    }
     for (; i < n; i++) sum += samp_exp((x[i] - max) * scale);
-    for (int j = 0; j < SAMP_LANES; j++) sum += lane[j];
+    for (int k = 0; k < SAMP_LANES; k++) sum += lane[k];
     return sum;
 }
 
@@ -3959,11 +3964,17 @@ static inline float samp_clean(float x) { /* NaN: -inf, +inf: FLT_MAX, so that d
     return x >= -FLT_MAX ? x : -INFINITY;
 }
 
-static float samp_logprob(double x, double lse) { return x == -INFINITY ? -INFINITY : (float)(x - lse); }
+typedef struct samp_norm { /* log-sum-exp of a row as max + log_sum: kept apart, a huge maximum does not swallow the rest */
+    double max, log_sum;
+} samp_norm;
+
+static float samp_logprob(double x, samp_norm norm) {
+    return x == -INFINITY ? -INFINITY : (float)(x - norm.max - norm.log_sum);
+}
 
 /* The n best ids by logit, best first, of equal ones the lowest first. A logit that is not better than the n-th costs one
  * comparison. */
-static void samp_top(const float *x, int V, int n, double lse, toka_pick *pick) {
+static void samp_top(const float *x, int V, int n, samp_norm norm, toka_pick *pick) {
     int have = 0;
     float *best = pick->top_logprobs; /* holds logits until the end */
     for (int id = 0; id < V; id++) {
@@ -3972,7 +3983,7 @@ static void samp_top(const float *x, int V, int n, double lse, toka_pick *pick) 
         for (; at > 0 && x[id] > best[at - 1]; at--) best[at] = best[at - 1], pick->top_ids[at] = pick->top_ids[at - 1];
         best[at] = x[id], pick->top_ids[at] = id;
     }
-    for (int i = 0; i < n; i++) best[i] = samp_logprob(best[i], lse);
+    for (int i = 0; i < n; i++) best[i] = samp_logprob(best[i], norm);
     pick->n_top = n;
 }
 
@@ -4067,8 +4078,10 @@ static int32_t samp_last_resort(const toka_out_row *row, int V) {
     for (int ban = row->n_forbidden; ban >= 0; ban = ban ? 0 : -1) {
         int32_t lowest = s->n_allowed ? V : 0;
         while (!s->n_allowed && lowest < V && samp_listed(row->forbidden, ban, lowest)) lowest++;
-        for (int i = 0; i < s->n_allowed; i++)
-            if (s->allowed_ids[i] < lowest && !samp_listed(row->forbidden, ban, s->allowed_ids[i])) lowest = s->allowed_ids[i];
+        for (int i = 0; i < s->n_allowed; i++) {
+            int32_t id = s->allowed_ids[i];
+            if (id < lowest && !samp_listed(row->forbidden, ban, id)) lowest = id;
+        }
         if (lowest < V) return lowest;
     }
     return 0;
@@ -4118,32 +4131,30 @@ static float samp_unkey(uint32_t key) {
     return x;
 }
 
-/* Goes through the kept ids from the highest logit down, adding up 1 for each (by_count) or its weight, and returns the logit
- * at which the sum reaches `want`; *above is the sum before the first id of that logit. A radix search: three passes over the
- * row fix 11, 11 and 10 bits of the logit's key by a histogram each. */
+/* Goes through the kept ids from the highest logit down, adding up 1 for each (by_count) or its weight, and returns the
+ * logit at which the sum reaches `want`; *above is the sum before the first id of that logit. A radix search: each of four
+ * passes over the row fixes 8 bits of the logit's key by a histogram of the ids that agree in the bits before. */
 static float samp_reach(const samp_dist *d, bool by_count, double want, double *above) {
-    enum { BINS = 2048 };
     uint32_t found = 0, known = 0; /* the key's bits found so far, and a mask of them */
-    double before = 0;
-    for (int round = 0; round < 3; round++) {
-        double bins[BINS] = {0};
-        int shift = round == 0 ? 21 : round == 1 ? 10 : 0, n = round == 2 ? 1024 : BINS;
+    *above = 0;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        double bins[256] = {0};
         for (int id = 0; id < d->V; id++) {
+            if (!samp_kept(d, id)) continue;
             uint32_t key = samp_key(d->x[id]);
-            if ((key & known) != found || !samp_kept(d, id)) continue;
-            bins[key >> shift & (uint32_t)(n - 1)] += by_count ? 1 : samp_weight(d, d->x[id]);
+            if ((key & known) != found) continue;
+            bins[key >> shift & 255] += by_count ? 1 : samp_weight(d, d->x[id]);
         }
         int bin = -1; /* in the end the first, from the top, that reaches; if none does by rounding, the lowest in use */
-        double passed = before;
-        for (int b = n - 1; b >= 0; b--) {
+        double before = 0, passed = *above;
+        for (int b = 255; b >= 0 && (bin < 0 || passed < want); b--) {
             if (bins[b] == 0) continue;
             bin = b, before = passed, passed += bins[b];
-            if (passed >= want) break;
         }
         assert(bin >= 0);
-        found |= (uint32_t)bin << shift, known |= (uint32_t)(n - 1) << shift;
+        *above = before;
+        found |= (uint32_t)bin << shift, known |= 255u << shift;
     }
-    *above = before;
     return samp_unkey(found);
 }
 
@@ -4152,10 +4163,20 @@ static void samp_top_k(samp_dist *d, int k) {
     d->cut = (samp_cut){samp_reach(d, true, k, &above), INT_MAX};
 }
 
+/* Keeps what has at least min_p times the weight of the best, which is 1. */
+static void samp_min_p(samp_dist *d, double min_p) {
+    double lowest = d->max + log(min_p) / d->scale; /* weight >= min_p means x >= lowest */
+    float at = (float)MAX(lowest, -FLT_MAX);
+    if (at < lowest) at = nextafterf(at, INFINITY);
+    if (at > d->cut.at) d->cut = (samp_cut){at, INT_MAX};
+}
+
 /* Hugging Face removes, from the lowest probability up, what adds up to at most 1 - p; in other words an id stays if those
- * before it, from the highest down, add up to less than p. */
+ * before it, from the highest down, add up to less than p. All weights up to a V-th of what may go can go at once, since V
+ * of them would not be too much: that leaves the search few ids. */
 static void samp_top_p(samp_dist *d, double p) {
     double above, total = samp_block_sum(d, 0, d->V);
+    samp_min_p(d, MIN(1.0, (1 - p) * total / d->V));
     float at = samp_reach(d, false, p * total, &above);
     double tied = MAX(1.0, ceil((p * total - above) / samp_weight(d, at))); /* how many ids with this logit stay */
     int last = -1;
@@ -4164,23 +4185,22 @@ static void samp_top_p(samp_dist *d, double p) {
     d->cut = (samp_cut){at, last};
 }
 
-static void samp_min_p(samp_dist *d, double min_p) {
-    double lowest = d->max + log(min_p) / d->scale; /* weight >= min_p means x >= lowest */
-    float at = (float)MAX(lowest, -FLT_MAX);
-    if (at < lowest) at = nextafterf(at, INFINITY);
-    if (at > d->cut.at) d->cut = (samp_cut){at, INT_MAX};
+static void samp_truncate(samp_dist *d, const toka_sampling *s) {
+    if (s->top_k > 0 && s->top_k < d->V) samp_top_k(d, s->top_k);
+    if (s->top_p < 1) samp_top_p(d, s->top_p);
+    if (s->min_p > 0) samp_min_p(d, s->min_p);
 }
 
 /* ---- Step 5: the draw ---- */
 
-/* The id at which the cumulative weight passes u times the total, u in [0,1). Sums of blocks first, then within one block. */
+/* The id at which the cumulative weight passes u times the total, u in [0,1): by sums of blocks, then within one block. */
 static int32_t samp_draw(const samp_dist *d, double u, double *total) {
     double sums[SAMP_BLOCKS], sum = 0;
-    int block = MAX(1024, (d->V + SAMP_BLOCKS - 1) / SAMP_BLOCKS), n = (d->V + block - 1) / block, b = 0;
+    int block = MAX(1024, (d->V + SAMP_BLOCKS - 1) / SAMP_BLOCKS), n = (d->V + block - 1) / block, b;
     for (int i = 0; i < n; i++) sum += sums[i] = samp_block_sum(d, i * block, MIN(d->V, (i + 1) * block));
     *total = sum;
     double target = u * sum, passed = 0;
-    int last = -1; /* last block with weight, where rounding ends a search that ran past the total */
+    int last = 0; /* the last block with weight; rounding can carry the search past the total */
     for (b = 0; b < n; b++) {
         if (sums[b] > 0) last = b;
         if (passed + sums[b] > target) break;
@@ -4207,9 +4227,7 @@ static int32_t samp_choose(const toka_out_row *row, const float *x, int V, float
         return id;
     }
     samp_dist d = {.x = x, .V = V, .max = max, .scale = 1 / (double)s->temperature, .cut = {-INFINITY, -1}};
-    if (s->top_k > 0 && s->top_k < V) samp_top_k(&d, s->top_k);
-    if (s->top_p < 1) samp_top_p(&d, s->top_p);
-    if (s->min_p > 0) samp_min_p(&d, s->min_p);
+    samp_truncate(&d, s);
     double u = (double)(samp_random(s->seed, row->sample, row->position, 0) >> 11) * 0x1p-53, total;
     int32_t id = samp_draw(&d, u, &total);
     *sampled_logprob = (float)((x[id] - d.max) * d.scale - log(total));
@@ -4221,34 +4239,34 @@ static void samp_row(const toka_out_row *row, float *logits, int V, toka_pick *p
     const toka_sampling *s = row->sampling;
     assert(V > 0 && row->forced_id < V && (s || row->forced_id >= 0));
     for (int i = 0; i < V; i++) logits[i] = samp_clean(logits[i]);
-    float raw_max = samp_max(logits, V);
-    double lse = raw_max == -INFINITY ? 0 : raw_max + log(samp_sum(logits, V, raw_max, 1));
+    samp_norm norm = {.max = samp_max(logits, V)};
+    if (norm.max > -INFINITY) norm.log_sum = log(samp_sum(logits, V, norm.max, 1));
     pick->n_top = 0;
-    if (s && s->logprobs > 0) samp_top(logits, V, MIN(MIN(s->logprobs, TOKA_MAX_LOGPROBS), V), lse, pick);
+    if (s && s->logprobs > 0) samp_top(logits, V, MIN(MIN(s->logprobs, TOKA_MAX_LOGPROBS), V), norm, pick);
     if (row->forced_id >= 0) {
         pick->id = row->forced_id;
-        pick->logprob = pick->sampled_logprob = samp_logprob(logits[row->forced_id], lse);
+        pick->logprob = pick->sampled_logprob = samp_logprob(logits[row->forced_id], norm);
         return;
     }
     samp_adjust(row, logits, V);
     float max = samp_max(logits, V);
     pick->sampled_logprob = 0;
     pick->id = max == -INFINITY ? samp_last_resort(row, V) : samp_choose(row, logits, V, max, &pick->sampled_logprob);
-    pick->logprob = samp_logprob(samp_unadjust(row, pick->id, logits[pick->id], raw_max), lse);
+    pick->logprob = samp_logprob(samp_unadjust(row, pick->id, logits[pick->id], norm.max), norm);
     for (int i = 0; i < pick->n_top; i++) /* the same figure in both places, also where undoing costs a rounding */
         if (pick->top_ids[i] == pick->id) pick->logprob = pick->top_logprobs[i];
 }
 
 /* ---- Stop strings ---- */
 
-/* Watches for stop strings in a text that comes in pieces, cut anywhere. The stop string that is complete first ends the text
- * (of several that end at the same byte, the longest), so the outcome does not depend on the cuts. What could still become a
- * stop string is held back: the longest end of the text that is the beginning of one, found by Knuth-Morris-Pratt for each
- * string side by side. A byte costs O(n_stop). Stop strings are whole characters (samp_check), so text is never held back or
- * ended inside a character. */
+/* Watches for stop strings in a text that comes in pieces, cut anywhere. The stop string that is complete first ends the
+ * text (of several that end at the same byte, the longest), so the outcome does not depend on the cuts. What could still
+ * become a stop string is held back: the longest end of the text that is the beginning of one, found by Knuth-Morris-Pratt
+ * for each string side by side. A byte costs O(n_stop). Stop strings are whole characters (samp_check), so text is never
+ * held back or ended inside a character. */
 typedef struct stop_one {
     str text;
-    int *back;   /* [text.n + 1] back[i]: length of the longest proper end of text[0..i) that is also a beginning; back[0] 0 */
+    int *back;   /* [text.n + 1] back[i]: length of the longest proper end of text[0..i) that is also its beginning */
     int matched; /* bytes of `text` that the text seen so far ends in, less than text.n */
 } stop_one;
 

@@ -1,0 +1,740 @@
+/* test_samp.c - chapter 14 against a naive sampler (full sort, double, as Hugging Face's warpers) and naive text search. */
+
+/* ---- A naive sampler ---- */
+
+typedef struct samp_case { /* one row with all that a pick depends on */
+    toka_sampling s;
+    toka_out_row row;
+    int V;
+    float *raw;       /* [V] */
+    int32_t *ids[4];  /* bias, allowed, forbidden, history */
+    float *bias;
+} samp_case;
+
+typedef struct samp_ref { /* what the naive sampler makes of it; all [V] */
+    float *adjusted;
+    double *p, *raw_logprob; /* probability drawn with; 0: not drawable */
+    bool *keep;
+    bool unsure;             /* a sum fell so close to a limit that rounding decides */
+    bool nothing;            /* no id may be drawn */
+} samp_ref;
+
+static toka_sampling samp_plain(void) {
+    return (toka_sampling){.temperature = 1, .top_p = 1, .repetition_penalty = 1};
+}
+
+static const float *ref_values; /* for the comparison: ascending, of equal values the highest id first */
+static int ref_order(const void *a, const void *b) {
+    int i = *(const int *)a, j = *(const int *)b;
+    float x = ref_values[i], y = ref_values[j];
+    return x < y ? -1 : x > y ? 1 : j - i;
+}
+
+static double ref_softmax(const float *x, const bool *keep, int V, double T, double *p) {
+    double max = -INFINITY, sum = 0;
+    for (int i = 0; i < V; i++)
+        if (keep[i] && x[i] > max) max = x[i];
+    for (int i = 0; i < V; i++) sum += p[i] = keep[i] && x[i] > -INFINITY ? exp((x[i] - max) / T) : 0;
+    for (int i = 0; i < V; i++) p[i] /= sum;
+    return max + log(sum);
+}
+
+static void ref_penalties(const samp_case *c, float *x) {
+    for (int id = 0; id < c->V; id++) {
+        int in_prompt = 0, in_output = 0;
+        for (int i = 0; i < c->row.n_history; i++)
+            if (c->row.history[i] == id) i < c->row.n_prompt ? in_prompt++ : in_output++;
+        if (in_prompt || in_output) x[id] = x[id] < 0 ? x[id] * c->s.repetition_penalty : x[id] / c->s.repetition_penalty;
+        x[id] -= c->s.frequency_penalty * (float)in_output;
+        x[id] -= c->s.presence_penalty * (float)(in_output > 0);
+    }
+}
+
+static void ref_mask(const samp_case *c, float *x) {
+    for (int i = 0; i < c->s.n_bias; i++) x[c->s.bias_ids[i]] += c->s.bias_values[i];
+    for (int id = 0; id < c->V; id++) {
+        bool allowed = !c->s.n_allowed;
+        for (int i = 0; i < c->s.n_allowed; i++) allowed |= c->s.allowed_ids[i] == id;
+        for (int i = 0; i < c->row.n_forbidden; i++) allowed &= c->row.forbidden[i] != id;
+        if (!allowed) x[id] = -INFINITY;
+    }
+}
+
+/* The warpers one after the other: top-k, top-p with its ascending sum, min-p. keep starts as all true. */
+static void ref_warp(const samp_case *c, samp_ref *r) {
+    const float *x = r->adjusted;
+    int V = c->V, *order = mem_alloc(V * sizeof *order);
+    for (int i = 0; i < V; i++) order[i] = i;
+    ref_values = x;
+    qsort(order, V, sizeof *order, ref_order);
+    int order_max = order[V - 1];
+    if (c->s.top_k > 0) {
+        float kth = x[order[V - MIN(V, c->s.top_k)]];
+        for (int i = 0; i < V; i++) r->keep[i] &= x[i] >= kth;
+    }
+    if (c->s.top_p < 1) {
+        ref_softmax(x, r->keep, V, c->s.temperature, r->p);
+        double sum = 0, limit = 1 - (double)c->s.top_p;
+        for (int i = 0; i < V; i++) {
+            sum += r->p[order[i]];
+            if (fabs(sum - limit) < 1e-11) r->unsure = true;
+            if (sum <= limit && i < V - 1) r->keep[order[i]] = false;
+        }
+    }
+    if (c->s.min_p > 0) {
+        ref_softmax(x, r->keep, V, c->s.temperature, r->p);
+        double top = 0;
+        for (int i = 0; i < V; i++) top = MAX(top, r->p[i]);
+        for (int i = 0; i < V; i++) {
+            bool best = x[i] == x[order_max];
+            if (!best && fabs(r->p[i] - c->s.min_p * top) < 1e-12 * top) r->unsure = true;
+            if (r->p[i] < c->s.min_p * top) r->keep[i] = false;
+        }
+    }
+    free(order);
+}
+
+static samp_ref ref_new(const samp_case *c) {
+    int V = c->V;
+    samp_ref r = {mem_alloc(V * sizeof(float)), mem_alloc(V * sizeof(double)), mem_alloc(V * sizeof(double)), mem_alloc(V),
+                  false, true};
+    memset(r.keep, true, V);
+    for (int i = 0; i < V; i++) r.adjusted[i] = isnan(c->raw[i]) ? -INFINITY : c->raw[i];
+    double lse = ref_softmax(r.adjusted, r.keep, V, 1, r.p);
+    for (int i = 0; i < V; i++) r.raw_logprob[i] = r.adjusted[i] == -INFINITY ? -INFINITY : r.adjusted[i] - lse;
+    ref_mask(c, r.adjusted);
+    ref_penalties(c, r.adjusted);
+    for (int i = 0; i < V; i++) r.nothing &= r.adjusted[i] == -INFINITY;
+    if (r.nothing) return r;
+    if (c->s.temperature > 0) {
+        ref_warp(c, &r);
+        ref_softmax(r.adjusted, r.keep, V, c->s.temperature, r.p);
+        return r;
+    }
+    int best = 0;
+    for (int i = 0; i < V; i++)
+        if (r.adjusted[i] > r.adjusted[best]) best = i;
+    for (int i = 0; i < V; i++) r.p[i] = r.keep[i] = i == best;
+    return r;
+}
+static void ref_free(samp_ref *r) { free(r->adjusted), free(r->p), free(r->raw_logprob), free(r->keep); }
+
+static toka_out_row row_of(const samp_case *c) { /* cases are copied around, so the pointer is set late */
+    toka_out_row row = c->row;
+    row.sampling = &c->s;
+    return row;
+}
+
+static toka_pick pick_of(const samp_case *c) {
+    float *x = mem_alloc(c->V * sizeof *x);
+    toka_out_row row = row_of(c);
+    toka_pick pick;
+    memcpy(x, c->raw, c->V * sizeof *x);
+    samp_row(&row, x, c->V, &pick);
+    free(x);
+    return pick;
+}
+
+static bool close_to(double a, double b, double tol) { return a == b || fabs(a - b) <= tol * MAX(1.0, fabs(b)); }
+
+/* ---- Random rows ---- */
+
+static int32_t *random_ids(uint64_t *s, int n, int V) {
+    int32_t *p = mem_alloc(n * sizeof *p);
+    for (int i = 0; i < n; i++) p[i] = (int32_t)(rnd(s) % (uint64_t)V);
+    return p;
+}
+
+static void random_logits(uint64_t *s, float *x, int V) {
+    double spread = (double[]){0.5, 2, 5, 20}[rnd(s) % 4];
+    int kind = (int)(rnd(s) % 5); /* 1: many ties; 2: with -inf and NaN; 3: all equal; else: as they come */
+    for (int i = 0; i < V; i++) {
+        x[i] = (float)(spread * rnd_normal(s));
+        if (kind == 1) x[i] = rintf(x[i] * 2) / 2 * (rnd(s) % 2 ? 1.0f : -1.0f);
+        if (kind == 2 && rnd(s) % 3 == 0) x[i] = rnd(s) % 8 ? -INFINITY : NAN;
+        if (kind == 3) x[i] = (float)spread;
+    }
+}
+
+static void random_filters(uint64_t *s, samp_case *c) {
+    static const float T[] = {0, 1e-6f, 0.01f, 0.3f, 0.7f, 1, 1, 1.5f, 10, 1e30f, 1e-40f};
+    c->s.temperature = T[rnd(s) % COUNT(T)];
+    if (rnd(s) % 2) c->s.top_k = rnd(s) % 3 ? 1 + (int)(rnd(s) % (uint64_t)(c->V + 3)) : 1 + (int)(rnd(s) % 5);
+    if (rnd(s) % 2) c->s.top_p = rnd(s) % 8 ? (float)MAX(1e-6, rnd_unit(s)) : rnd(s) % 2 ? 1e-7f : 0.9999999f;
+    if (rnd(s) % 3 == 0) c->s.min_p = rnd(s) % 8 ? (float)pow(rnd_unit(s), 3) : 1;
+    c->s.logprobs = (int)(rnd(s) % (TOKA_MAX_LOGPROBS + 1));
+}
+
+static samp_case random_case(uint64_t *s, int V) {
+    samp_case c = {.s = samp_plain(), .V = V, .raw = mem_alloc(V * sizeof(float))};
+    random_logits(s, c.raw, V);
+    random_filters(s, &c);
+    c.row = (toka_out_row){.forced_id = -1, .sample = (uint32_t)rnd(s), .position = (uint32_t)rnd(s)};
+    c.s.seed = rnd(s);
+    if (rnd(s) % 2) {
+        c.row.n_history = (int)(rnd(s) % 300), c.row.n_prompt = (int)(rnd(s) % (uint64_t)(c.row.n_history + 1));
+        c.row.history = c.ids[3] = random_ids(s, c.row.n_history, rnd(s) % 2 ? V : 1 + V / 10);
+        if (rnd(s) % 3) c.s.repetition_penalty = (float)(0.5 + 1.5 * rnd_unit(s));
+        if (rnd(s) % 2) c.s.frequency_penalty = (float)(4 * rnd_unit(s) - 2);
+        if (rnd(s) % 2) c.s.presence_penalty = (float)(4 * rnd_unit(s) - 2);
+    }
+    if (rnd(s) % 4 == 0) {
+        c.s.n_bias = (int)(rnd(s) % 20);
+        c.s.bias_ids = c.ids[0] = random_ids(s, c.s.n_bias, V);
+        c.s.bias_values = c.bias = mem_alloc(c.s.n_bias * sizeof(float));
+        for (int i = 0; i < c.s.n_bias; i++) c.bias[i] = (float)(20 * rnd_unit(s) - 10);
+    }
+    if (rnd(s) % 4 == 0) c.s.n_allowed = (int)(rnd(s) % 50), c.s.allowed_ids = c.ids[1] = random_ids(s, c.s.n_allowed, V);
+    if (rnd(s) % 4 == 0) {
+        c.row.n_forbidden = (int)(rnd(s) % 10);
+        c.row.forbidden = c.ids[2] = random_ids(s, c.row.n_forbidden, V + 3);
+    }
+    return c;
+}
+static void case_free(samp_case *c) {
+    free(c->raw), free(c->bias);
+    for (int i = 0; i < 4; i++) free(c->ids[i]);
+}
+
+/* ---- Random numbers and exp ---- */
+
+static void test_samp_philox(void) { /* known answers: Random123, kat_vectors, philox4x32 10 */
+    static const uint32_t kat[3][10] = { /* counter, key, expected */
+        {0, 0, 0, 0, 0, 0, 0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8},
+        {~0u, ~0u, ~0u, ~0u, ~0u, ~0u, 0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd},
+        {0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344, 0xa4093822, 0x299f31d0,
+         0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}};
+    for (int i = 0; i < 3; i++) {
+        uint32_t c[4];
+        memcpy(c, kat[i], sizeof c);
+        samp_philox(c, kat[i][4], kat[i][5]);
+        CHECK(memcmp(c, kat[i] + 6, sizeof c) == 0);
+    }
+    /* The layout is part of what a seed means: it must not change. Same words as above, by way of samp_random. */
+    CHECK(samp_random(0, 0, 0, 0) == 0xe169c58d6627e8d5u);
+    CHECK(samp_random(1, 0, 0, 0) != samp_random((uint64_t)1 << 32, 0, 0, 0));
+    uint64_t base = samp_random(7, 8, 9, 0);
+    CHECK(base == samp_random(7, 8, 9, 0));
+    CHECK(base != samp_random(8, 8, 9, 0) && base != samp_random(7, 9, 9, 0) && base != samp_random(7, 8, 10, 0));
+    CHECK(base != samp_random(7, 9, 8, 0) && base != samp_random(7, 8, 9, 1));
+}
+
+static void test_samp_exp(void) {
+    double worst = 0;
+    for (double d = 0; d > -660; d = d * 1.0001 - 1e-4) worst = MAX(worst, fabs(samp_exp(d) / exp(d) - 1));
+    CHECK_MSG(worst < 1e-12, "relative error %g", worst);
+    CHECK(samp_exp(0) == 1 && samp_exp(-0.0) == 1);
+    CHECK(samp_exp(-700.1) == 0 && samp_exp(-1e300) == 0 && samp_exp(-INFINITY) == 0 && samp_exp(-692) > 0);
+    float x[] = {-INFINITY, -FLT_MAX, -2.5f, -1e-45f, 0, 1e-45f, 3, FLT_MAX};
+    for (int i = 0; i < COUNT(x); i++) {
+        CHECK(samp_unkey(samp_key(x[i])) == x[i]);
+        CHECK(i == 0 || samp_key(x[i - 1]) < samp_key(x[i]));
+    }
+    CHECK(samp_key(-0.0f) == samp_key(0.0f));
+}
+
+/* ---- Against the naive sampler ---- */
+
+/* Checks one case: the kept set, the pick and every log-probability. Returns false if rounding decides the set. */
+static bool check_case(const samp_case *c, uint64_t seed) {
+    samp_ref r = ref_new(c);
+    toka_pick pick = pick_of(c), again = pick_of(c);
+    CHECK_MSG(pick.id == again.id && pick.sampled_logprob == again.sampled_logprob, "seed %llu", (unsigned long long)seed);
+    CHECK_MSG(pick.id >= 0 && pick.id < c->V, "seed %llu: id %d", (unsigned long long)seed, pick.id);
+    CHECK_MSG(close_to(pick.logprob, r.raw_logprob[pick.id], 1e-5), "seed %llu: %g for %g", (unsigned long long)seed,
+              pick.logprob, r.raw_logprob[pick.id]);
+    int n_top = MIN(c->s.logprobs, c->V);
+    CHECK(pick.n_top == n_top);
+    for (int i = 0; i < n_top; i++) {
+        int id = pick.top_ids[i];
+        CHECK(close_to(pick.top_logprobs[i], r.raw_logprob[id], 1e-5));
+        int better = 0; /* its rank by (raw logit falling, id rising) */
+        for (int j = 0; j < c->V; j++)
+            better += r.raw_logprob[j] > r.raw_logprob[id] || (r.raw_logprob[j] == r.raw_logprob[id] && j < id);
+        CHECK_MSG(better == i, "seed %llu: top %d is id %d of rank %d", (unsigned long long)seed, i, id, better);
+    }
+    if (!r.nothing && !r.unsure) {
+        CHECK_MSG(r.keep[pick.id] && r.p[pick.id] > 0, "seed %llu: id %d", (unsigned long long)seed, pick.id);
+        CHECK_MSG(close_to(pick.sampled_logprob, log(r.p[pick.id]), 1e-5), "seed %llu: %g for %g", (unsigned long long)seed,
+                  pick.sampled_logprob, log(r.p[pick.id]));
+    }
+    if (!r.nothing && c->s.temperature > 0 && !r.unsure) {
+        float *x = mem_alloc(c->V * sizeof *x);
+        for (int i = 0; i < c->V; i++) x[i] = samp_clean(c->raw[i]);
+        toka_out_row row = row_of(c);
+        samp_adjust(&row, x, c->V);
+        samp_dist d = {x, c->V, samp_max(x, c->V), 1 / (double)c->s.temperature, {-INFINITY, -1}};
+        samp_truncate(&d, &c->s);
+        int wrong = 0;
+        for (int i = 0; i < c->V; i++) wrong += samp_kept(&d, i) != (r.keep[i] && x[i] > -INFINITY);
+        for (int i = 0; i < c->V; i++) wrong += x[i] != r.adjusted[i];
+        CHECK_MSG(!wrong, "seed %llu: %d ids of %d", (unsigned long long)seed, wrong, c->V);
+        free(x);
+    }
+    for (int id = 0, n = 0; r.nothing && id < c->V; id++) { /* the lowest id that may be drawn, if any may */
+        bool may = !c->s.n_allowed || samp_listed(c->s.allowed_ids, c->s.n_allowed, id);
+        if (may && !samp_listed(c->row.forbidden, c->row.n_forbidden, id) && !n++) CHECK(pick.id == id);
+    }
+    bool sure = !r.unsure;
+    ref_free(&r);
+    return sure;
+}
+
+static void test_samp_naive(void) {
+    int n = 6000, unsure = 0;
+    for (uint64_t seed = 1; seed <= (uint64_t)n && check_failed < 20; seed++) {
+        uint64_t s = seed * 0x9E3779B97F4A7C15u;
+        for (int i = 0; i < 8; i++) rnd(&s);
+        int most = rnd(&s) % 4 ? 60 : 1000, V = 1 + (int)(rnd(&s) % (uint64_t)most);
+        samp_case c = random_case(&s, V);
+        unsure += !check_case(&c, seed);
+        case_free(&c);
+    }
+    CHECK_MSG(unsure < n / 20, "%d of %d rows left undecided", unsure, n);
+}
+
+static void test_samp_large(void) { /* several windows, blocks of any size; a vocabulary over SAMP_BLOCKS * 1024 */
+    static const int sizes[] = {SAMP_WINDOW, SAMP_WINDOW + 1, 151936, 151936, 200019, 600001};
+    for (int i = 0; i < COUNT(sizes); i++) {
+        uint64_t s = 99 + (uint64_t)i;
+        samp_case c = random_case(&s, sizes[i]);
+        c.s.logprobs = 3, c.row.n_history = MIN(c.row.n_history, 40), c.row.n_prompt = MIN(c.row.n_prompt, 20);
+        check_case(&c, s);
+        c.s.temperature = 1, c.s.top_p = 0.95f, c.s.top_k = 0, c.s.min_p = 0;
+        check_case(&c, s);
+        case_free(&c);
+    }
+}
+
+static void test_samp_edges(void) {
+    toka_sampling s = samp_plain();
+    toka_out_row row = {.forced_id = -1, .sampling = &s};
+    toka_pick pick;
+    s.temperature = 0, s.logprobs = 4;
+    samp_row(&row, (float[]){1, NAN, 3, 3, -INFINITY}, 5, &pick); /* greedy: lowest id on a tie */
+    CHECK(pick.id == 2 && pick.sampled_logprob == 0 && pick.n_top == 4);
+    CHECK(pick.top_ids[0] == 2 && pick.top_ids[1] == 3 && pick.top_ids[2] == 0 && pick.top_ids[3] == 1);
+    CHECK(pick.top_logprobs[3] == -INFINITY && close_to(pick.logprob, -log(2 + exp(-2)), 1e-6));
+    CHECK(pick.logprob == pick.top_logprobs[0]);
+
+    for (int t = 0; t < 3; t++) { /* +inf wins over everything, at every temperature; two share */
+        s.temperature = (float[]){0, 1e-45f, 1e20f}[t];
+        samp_row(&row, (float[]){1, INFINITY, 3, INFINITY}, 4, &pick);
+        CHECK((pick.id == 1 || pick.id == 3) && close_to(pick.logprob, -log(2), 1e-6));
+    }
+    for (int t = 0; t < 3; t++) { /* nothing may be drawn */
+        s.temperature = (float[]){0, 1e-6f, 1}[t];
+        samp_row(&row, (float[]){NAN, -INFINITY, -INFINITY}, 3, &pick);
+        CHECK(pick.id == 0 && pick.logprob == -INFINITY && pick.sampled_logprob == 0);
+        row.forbidden = (int32_t[]){1, 0}, row.n_forbidden = 2;
+        samp_row(&row, (float[]){NAN, -INFINITY, -INFINITY}, 3, &pick);
+        CHECK(pick.id == 2);
+        s.allowed_ids = (int32_t[]){2, 1, 0}, s.n_allowed = 2; /* 2 and 1, of which 1 is forbidden */
+        samp_row(&row, (float[]){5, 4, -INFINITY}, 3, &pick);
+        CHECK(pick.id == 2 && pick.logprob == -INFINITY);
+        row.forbidden = (int32_t[]){1, 2};
+        samp_row(&row, (float[]){5, 4, 3}, 3, &pick); /* all allowed ones forbidden: the lowest allowed */
+        CHECK(pick.id == 1);
+        s.n_allowed = row.n_forbidden = 0;
+    }
+    s.temperature = 1e-6f; /* a tiny temperature is greedy where the best is alone, a huge one forgets the logits */
+    samp_row(&row, (float[]){-1e30f, 1e30f, 1e29f}, 3, &pick);
+    CHECK(pick.id == 1 && pick.sampled_logprob == 0);
+    s.temperature = 1e30f;
+    samp_row(&row, (float[]){-50, 50, 10}, 3, &pick);
+    CHECK(close_to(pick.sampled_logprob, -log(3), 1e-6));
+    samp_row(&row, (float[]){-3}, 1, &pick);
+    CHECK(pick.id == 0 && pick.logprob == 0 && pick.sampled_logprob == 0 && pick.n_top == 1);
+    s.repetition_penalty = 1e-38f; /* overflows to +inf and is caught */
+    row.history = (int32_t[]){0, 1, -5, 77}, row.n_history = 4, row.n_prompt = 1;
+    samp_row(&row, (float[]){-3, 2e3f, 1}, 3, &pick);
+    CHECK(pick.id == 1 && pick.logprob <= 0);
+}
+
+static void test_samp_forced(void) {
+    toka_out_row row = {.forced_id = 2};
+    toka_pick pick;
+    samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &pick);
+    double lse = log(exp(1) + exp(2) + exp(0.5) + exp(-4));
+    CHECK(pick.id == 2 && pick.n_top == 0);
+    CHECK(close_to(pick.logprob, 0.5 - lse, 1e-6) && pick.sampled_logprob == pick.logprob);
+    toka_sampling s = samp_plain();
+    s.logprobs = 2, s.top_k = 1, row.sampling = &s;
+    samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &pick); /* with parameters: top log-probabilities, still no draw */
+    CHECK(pick.id == 2 && pick.n_top == 2 && pick.top_ids[0] == 1 && pick.top_ids[1] == 0);
+    CHECK(close_to(pick.top_logprobs[1], 1 - lse, 1e-6));
+}
+
+/* ---- By distribution ---- */
+
+/* Upper tail of chi-square with n degrees of freedom at x: the regularised incomplete gamma function Q(n/2, x/2), by its
+ * series below a + 1 and by Lentz's continued fraction above. */
+static double chi2_tail(double x, double n) {
+    double a = n / 2, z = x / 2, front;
+    if (z <= 0) return 1;
+    front = exp(a * log(z) - z - lgamma(a));
+    if (z < a + 1) {
+        double term = 1 / a, sum = term;
+        for (double k = a + 1; term > sum * 1e-16; k++) sum += term *= z / k;
+        return 1 - front * sum;
+    }
+    double b = z + 1 - a, c = 1e300, d = 1 / b, f = d;
+    for (int i = 1; i < 10000; i++) {
+        double an = -i * (i - a);
+        b += 2;
+        d = 1 / (an * d + b), c = b + an / c;
+        f *= d * c;
+        if (fabs(d * c - 1) < 1e-15) break;
+    }
+    return front * f;
+}
+
+/* p-value of the G-test. Cells with an expectation under 5 are taken together; anything seen where p is 0 gives 0. */
+static double g_test(const int *seen, const double *p, int n_cells, double n) {
+    double g = 0, rest_seen = 0, rest_expected = 0;
+    int cells = 0;
+    for (int i = 0; i < n_cells; i++) {
+        if (p[i] == 0 && seen[i]) return 0;
+        if (p[i] * n < 5) {
+            rest_seen += seen[i], rest_expected += p[i] * n;
+            continue;
+        }
+        cells++;
+        if (seen[i]) g += 2 * seen[i] * log(seen[i] / (p[i] * n));
+    }
+    if (rest_expected > 1) cells++;
+    if (rest_expected > 1 && rest_seen > 0) g += 2 * rest_seen * log(rest_seen / rest_expected);
+    return cells < 2 ? 1 : chi2_tail(g, cells - 1);
+}
+
+static void draw_many(const samp_case *c, int n, int *seen) { /* one draw a position, a new sample every 1,000 */
+    float *x = mem_alloc(c->V * sizeof *x);
+    toka_out_row row = row_of(c);
+    memset(seen, 0, c->V * sizeof *seen);
+    for (int i = 0; i < n; i++) {
+        toka_pick pick;
+        row.sample = (uint32_t)(i / 1000), row.position = (uint32_t)(i % 1000);
+        memcpy(x, c->raw, c->V * sizeof *x);
+        samp_row(&row, x, c->V, &pick);
+        seen[pick.id]++;
+    }
+    free(x);
+}
+
+static void check_distribution(toka_sampling s, const char *what) {
+    enum { V = 24, N = 1000000 };
+    float raw[V];
+    static const int32_t history[] = {3, 5, 3, 8, 8, 8, 1};
+    uint64_t r = 12345;
+    for (int i = 0; i < V; i++) raw[i] = (float)(1.5 * rnd_normal(&r));
+    raw[7] = -INFINITY, raw[9] = raw[10];
+    samp_case c = {.s = s, .V = V, .raw = raw};
+    c.row = (toka_out_row){.forced_id = -1, .sampling = &c.s, .history = history, .n_history = 7, .n_prompt = 2};
+    samp_ref ref = ref_new(&c);
+    int seen[V];
+    draw_many(&c, N, seen);
+    double p = g_test(seen, ref.p, V, N);
+    CHECK_MSG(p > 1e-6 && !ref.unsure, "%s: p = %g", what, p);
+    int best = 0, next = -1; /* the test has power: 3 % of the best id's probability moved to another is noticed */
+    for (int i = 0; i < V; i++)
+        if (ref.p[i] > ref.p[best]) best = i;
+    for (int i = 0; i < V; i++)
+        if (i != best && ref.p[i] > 0.01) next = i;
+    CHECK_MSG(next >= 0, "%s keeps only one id", what);
+    if (next >= 0) ref.p[next] += 0.03 * ref.p[best], ref.p[best] *= 0.97;
+    p = g_test(seen, ref.p, V, N);
+    CHECK_MSG(p < 1e-6, "%s: a distribution that is off by 3 %% passes, p = %g", what, p);
+    ref_free(&ref);
+}
+
+static void test_samp_g(void) {
+    CHECK(fabs(chi2_tail(3.841458820694124, 1) - 0.05) < 1e-9); /* the test of the test: tabled quantiles */
+    CHECK(fabs(chi2_tail(18.307038053275146, 10) - 0.05) < 1e-9 && fabs(chi2_tail(2.705543454095404, 1) - 0.1) < 1e-9);
+    toka_sampling s = samp_plain();
+    s.seed = 2024;
+    check_distribution(s, "plain");
+    s.temperature = 0.6f, check_distribution(s, "temperature 0.6");
+    s.temperature = 2.5f, check_distribution(s, "temperature 2.5");
+    s.temperature = 1, s.top_k = 6, check_distribution(s, "top-k");
+    s.top_k = 0, s.top_p = 0.8f, check_distribution(s, "top-p");
+    s.top_p = 1, s.min_p = 0.1f, check_distribution(s, "min-p");
+    s = (toka_sampling){.temperature = 0.7f, .top_k = 12, .top_p = 0.92f, .min_p = 0.02f, .repetition_penalty = 1.2f,
+                        .frequency_penalty = 0.3f, .presence_penalty = 0.2f, .seed = 0xDEADBEEF12345678u};
+    check_distribution(s, "all together");
+}
+
+static void test_samp_g_blocks(void) { /* a row of several blocks, ids in bands */
+    enum { V = 2600, BAND = 26, BANDS = V / BAND, N = 200000 };
+    static float raw[V];
+    static int seen[V];
+    uint64_t r = 777;
+    for (int i = 0; i < V; i++) raw[i] = (float)(2 * rnd_normal(&r));
+    samp_case c = {.s = samp_plain(), .V = V, .raw = raw};
+    c.s.seed = 5;
+    for (int cut = 0; cut < 2; cut++) {
+        c.s.top_k = cut ? 500 : 0;
+        c.row = (toka_out_row){.forced_id = -1, .sampling = &c.s};
+        samp_ref ref = ref_new(&c);
+        samp_dist d = {raw, V, samp_max(raw, V), 1, {-INFINITY, -1}};
+        samp_truncate(&d, &c.s);
+        memset(seen, 0, sizeof seen);
+        double total;
+        for (int i = 0; i < N / 4; i++) seen[samp_draw(&d, (samp_random(5, 0, (uint32_t)i, 0) >> 11) * 0x1p-53, &total)]++;
+        double p[BANDS] = {0};
+        int in_band[BANDS] = {0};
+        for (int i = 0; i < V; i++) p[i / BAND] += ref.p[i], in_band[i / BAND] += seen[i];
+        double value = g_test(in_band, p, BANDS, N / 4);
+        CHECK_MSG(value > 1e-6, "p = %g", value);
+        CHECK(samp_draw(&d, 0, &total) >= 0 && samp_draw(&d, 1 - 0x1p-53, &total) < V);
+        ref_free(&ref);
+    }
+}
+
+/* Pairs of draws at neighbouring positions, samples and seeds: all V*V cells at the product of the probabilities. */
+static void test_samp_pairs(void) {
+    enum { V = 8, N = 1000000 };
+    float raw[V] = {0.1f, 0.9f, -0.4f, 0, 0.7f, 0.2f, -1, 0.5f};
+    samp_case c = {.s = samp_plain(), .V = V, .raw = raw};
+    c.row = (toka_out_row){.forced_id = -1, .sampling = &c.s};
+    samp_ref ref = ref_new(&c);
+    double p[V * V];
+    for (int i = 0; i < V * V; i++) p[i] = ref.p[i / V] * ref.p[i % V];
+    for (int which = 0; which < 3; which++) {
+        int seen[V * V] = {0};
+        for (int i = 0; i < N / 2; i++) {
+            int id[2];
+            for (int j = 0; j < 2; j++) {
+                uint32_t at = (uint32_t)(2 * i + j);
+                c.s.seed = which == 2 ? at : 11;
+                c.row.position = which == 0 ? at : 3, c.row.sample = which == 1 ? at : 4;
+                float x[V];
+                toka_pick pick;
+                memcpy(x, raw, sizeof x);
+                samp_row(&c.row, x, V, &pick);
+                id[j] = pick.id;
+            }
+            seen[id[0] * V + id[1]]++;
+        }
+        double value = g_test(seen, p, V * V, N / 2);
+        CHECK_MSG(value > 1e-6, "pairs by %s: p = %g", (const char *[]){"position", "sample", "seed"}[which], value);
+    }
+    ref_free(&ref);
+}
+
+static void test_samp_pure(void) { /* a draw depends on its own counter only; other counters give other draws */
+    enum { V = 1000 };
+    static float raw[V];
+    uint64_t r = 3;
+    for (int i = 0; i < V; i++) raw[i] = (float)(0.1 * rnd_normal(&r));
+    samp_case c = {.s = samp_plain(), .V = V, .raw = raw};
+    c.row = (toka_out_row){.forced_id = -1, .sampling = &c.s};
+    int same[3] = {0}, n = 300;
+    for (int i = 0; i < n; i++) {
+        c.s.seed = 40, c.row.sample = 2, c.row.position = (uint32_t)i;
+        int32_t id = pick_of(&c).id;
+        c.s.seed = 41, same[0] += id == pick_of(&c).id;
+        c.s.seed = 40, c.row.sample = 3, same[1] += id == pick_of(&c).id;
+        c.row.sample = 2, c.row.position += 1000, same[2] += id == pick_of(&c).id;
+        c.row.position -= 1000;
+        CHECK(id == pick_of(&c).id);
+    }
+    for (int i = 0; i < 3; i++) CHECK_MSG(same[i] < 10, "%d of %d", same[i], n); /* by chance about 0.3 */
+}
+
+/* ---- Parameters ---- */
+
+static void test_samp_check(void) {
+    toka_err e = {0};
+    toka_sampling good = samp_plain();
+    CHECK(samp_check(&good, 100, &e) == 0);
+    const char *longest = memset(mem_zalloc(SAMP_MAX_STOP_BYTES + 2), 'x', SAMP_MAX_STOP_BYTES + 1);
+#define BAD(message, ...) \
+    do { \
+        toka_sampling s = good; \
+        __VA_ARGS__; \
+        CHECK_MSG(samp_check(&s, 100, &e) == TOKA_E_USE && !strcmp(e.msg, message), "%s", e.msg); \
+        e.msg[0] = 0; \
+    } while (0)
+    BAD("temperature: -0.5, expected 0 to 3.40282e+38", s.temperature = -0.5f);
+    BAD("temperature: nan, expected 0 to 3.40282e+38", s.temperature = (float)fabs(NAN));
+    BAD("temperature: inf, expected 0 to 3.40282e+38", s.temperature = INFINITY);
+    BAD("top_p: 0, expected more than 0 to 1", s.top_p = 0);
+    BAD("top_p: 1.5, expected more than 0 to 1", s.top_p = 1.5f);
+    BAD("min_p: -1, expected 0 to 1", s.min_p = -1);
+    BAD("top_k: -2, expected -1 or more", s.top_k = -2);
+    BAD("repetition_penalty: 0, expected more than 0 to 3.40282e+38", s.repetition_penalty = 0);
+    BAD("presence_penalty: 2.5, expected -2 to 2", s.presence_penalty = 2.5f);
+    BAD("frequency_penalty: -3, expected -2 to 2", s.frequency_penalty = -3);
+    BAD("max_tokens: -1, expected 0 or more", s.max_tokens = -1);
+    BAD("min_tokens: -1, expected 0 or more", s.min_tokens = -1);
+    BAD("min_tokens: 9, expected 0 to 8", s.min_tokens = 9, s.max_tokens = 8);
+    BAD("logprobs: 33, expected 0 to 32", s.logprobs = 33);
+    BAD("stop_ids[1]: id 100, expected 0 to 99", s.stop_ids = (int32_t[]){99, 100}, s.n_stop_ids = 2);
+    BAD("stop_ids: -4 entries, expected 0 or more", s.n_stop_ids = -4);
+    BAD("allowed_ids[0]: id -1, expected 0 to 99", s.allowed_ids = (int32_t[]){-1}, s.n_allowed = 1);
+    BAD("allowed_ids: no ids given, expected 3", s.n_allowed = 3);
+    BAD("logit_bias[0]: id 100, expected 0 to 99", s.bias_ids = (int32_t[]){100}, s.n_bias = 1);
+    BAD("logit_bias: no values given, expected 1", s.bias_ids = (int32_t[]){1}, s.n_bias = 1);
+    BAD("logit_bias: 101, expected -100 to 100", s.bias_ids = (int32_t[]){1}, s.bias_values = (float[]){101}, s.n_bias = 1);
+    BAD("n_stop: 257, expected 0 to 256", s.n_stop = 257);
+    BAD("stop: no strings given, expected 1", s.n_stop = 1);
+    BAD("stop[1]: 0 bytes, expected 1 to 4096", s.stop = (const char *[]){"a", ""}, s.n_stop = 2);
+    BAD("stop[0]: 0 bytes, expected 1 to 4096", s.stop = (const char *[]){NULL}, s.n_stop = 1);
+    BAD("stop[0]: 4097 bytes, expected 1 to 4096", s.stop = (const char *[]){longest}, s.n_stop = 1);
+    BAD("stop[0]: byte 1 is not valid UTF-8", s.stop = (const char *[]){"a\xE2\x82"}, s.n_stop = 1);
+#undef BAD
+    toka_sampling s = good; /* the edges that are allowed */
+    s.temperature = 0, s.top_p = 1e-9f, s.min_p = 1, s.top_k = -1, s.logprobs = 32, s.min_tokens = s.max_tokens = 5;
+    s.stop = (const char *[]){"\xED\x95\x9C", "x"}, s.n_stop = 2, s.presence_penalty = -2, s.stop_ids = (int32_t[]){0, 99};
+    s.n_stop_ids = 2;
+    CHECK(samp_check(&s, 100, &e) == 0);
+    free((void *)longest);
+}
+
+/* ---- Stop strings ---- */
+
+typedef struct stop_want { /* of a whole text */
+    size_t out;  /* bytes that come out in the end */
+    size_t end;  /* one past the stop string, or the text's length */
+    bool stopped;
+} stop_want;
+
+/* Whole-text search: the first end at or after an armed piece's first byte; on a tie the stop string that starts first. */
+static stop_want naive_stop(str text, const char *const *stop, int n_stop, size_t armed_from, bool include) {
+    for (size_t end = armed_from + 1; end <= text.n; end++) {
+        size_t longest = 0;
+        for (int i = 0; i < n_stop; i++)
+            if (str_ends(str_sub(text, 0, end), str_c(stop[i]))) longest = MAX(longest, strlen(stop[i]));
+        if (longest) return (stop_want){include ? end : end - longest, end, true};
+    }
+    return (stop_want){text.n, text.n, false};
+}
+
+/* The most that may be out after `n` bytes: all but the longest end that begins some stop string. */
+static size_t naive_certain(str text, size_t n, const char *const *stop, int n_stop) {
+    for (size_t keep = n; keep; keep--)
+        for (int i = 0; i < n_stop; i++)
+            if (strlen(stop[i]) > keep && str_starts(str_c(stop[i]), str_sub(text, n - keep, n))) return n - keep;
+    return n;
+}
+
+/* One text in random pieces; pieces that begin before armed_from are not armed (armed_from is moved to a border). */
+static void check_stop(str text, const char *const *stop, int n_stop, bool include, uint64_t *s) {
+    stop_scan scan;
+    buf out = {0};
+    size_t at = 0, armed_from = rnd(s) % 2 ? 0 : rnd(s) % (text.n + 1), piece_max = 1 + rnd(s) % 5;
+    size_t cuts[256], n_cuts = 0;
+    while (at < text.n) { /* some pieces are empty, as for a token that is part of a character */
+        size_t step = rnd(s) % 9 ? 1 + rnd(s) % piece_max : 0;
+        cuts[n_cuts++] = at = MIN(text.n, at + step);
+    }
+    size_t border = 0;
+    for (size_t i = 0; i < n_cuts && border < armed_from; i++) border = cuts[i];
+    stop_want want = naive_stop(text, stop, n_stop, border, include);
+    stop_init(&scan, stop, n_stop, include);
+    bool stopped = false;
+    at = 0;
+    for (size_t i = 0; i < n_cuts && !stopped; i++) {
+        char *piece = mem_alloc(cuts[i] - at); /* its own block: ASan sees any read beside it */
+        memcpy(piece, text.p + at, cuts[i] - at);
+        stopped = stop_put(&scan, (str){piece, cuts[i] - at}, at >= border, &out);
+        free(piece);
+        at = cuts[i];
+        size_t certain = stopped ? want.out : naive_certain(text, at, stop, n_stop);
+        CHECK_MSG(stopped == (want.stopped && want.end <= at) && out.n == certain,
+                  "after %zu of %.*s: %zu out, expected %zu", at, STRF(text), out.n, certain);
+    }
+    if (stopped) CHECK(stop_put(&scan, text, true, &out) && out.n == want.out);
+    stop_end(&scan, &out);
+    CHECK_MSG(stopped == want.stopped && out.n == want.out && !memcmp(buf_view(&out).p, text.p, out.n), "%.*s", STRF(text));
+    stop_free(&scan);
+    buf_free(&out);
+}
+
+static void test_stop_random(void) {
+    uint64_t s = 4711;
+    for (int round = 0; round < 40000 && check_failed < 10; round++) {
+        char words[4][8], text[48];
+        const char *stop[4];
+        int n_stop = (int)(rnd(&s) % 5), letters = 1 + (int)(rnd(&s) % 3), longest = 1 + (int)(rnd(&s) % 7);
+        for (int i = 0; i < n_stop; i++) {
+            int n = 1 + (int)(rnd(&s) % (uint64_t)longest);
+            for (int j = 0; j < n; j++) words[i][j] = (char)('a' + rnd(&s) % (uint64_t)letters);
+            words[i][n] = 0, stop[i] = words[i];
+        }
+        size_t n = rnd(&s) % sizeof text;
+        for (size_t i = 0; i < n; i++) text[i] = (char)('a' + rnd(&s) % (uint64_t)(letters + (round % 2)));
+        check_stop((str){text, n}, stop, n_stop, rnd(&s) % 2, &s);
+    }
+}
+
+static void test_stop_cases(void) {
+    static const struct {
+        const char *text, *stop[3], *out, *with; /* out: stop string left out; with: included */
+    } cases[] = {
+        {"The end.\n\nUser: hi", {"\n\nUser:", "###"}, "The end.", "The end.\n\nUser:"},
+        {"xabcdef", {"abcde", "bcd"}, "xa", "xabcd"},         /* "bcd" is complete first */
+        {"xabcdef", {"bcd", "abcd"}, "x", "xabcd"},           /* same end: the one that starts first */
+        {"aaab", {"aab"}, "a", "aaab"},                       /* falling back inside a beginning */
+        {"ababac", {"abac", "bb"}, "ab", "ababac"},
+        {"abab", {"abc"}, "abab", "abab"},                    /* held back to the end, then out */
+        {"\xED\x95\x9C\xEA\xB5\xAD", {"\xEA\xB5\xAD"}, "\xED\x95\x9C", "\xED\x95\x9C\xEA\xB5\xAD"},
+        {"\xED\x95\x9C\xEA\xB5\xAE!", {"\xEA\xB5\xAD"}, "\xED\x95\x9C\xEA\xB5\xAE!", "\xED\x95\x9C\xEA\xB5\xAE!"},
+        {"", {"a"}, "", ""},
+        {"a", {"a"}, "", "a"},
+    };
+    for (int i = 0; i < COUNT(cases); i++)
+        for (int include = 0; include < 2; include++)
+            for (size_t piece = 1; piece < 9; piece++) {
+                stop_scan scan;
+                buf out = {0};
+                int n_stop = 0;
+                while (n_stop < 3 && cases[i].stop[n_stop]) n_stop++;
+                stop_init(&scan, cases[i].stop, n_stop, include);
+                str text = str_c(cases[i].text);
+                for (size_t at = 0; at < text.n; at += piece)
+                    if (stop_put(&scan, str_sub(text, at, MIN(text.n, at + piece)), true, &out)) break;
+                stop_end(&scan, &out);
+                CHECK_MSG(str_is(buf_view(&out), include ? cases[i].with : cases[i].out), "case %d: %.*s", i,
+                          STRF(buf_view(&out)));
+                stop_free(&scan);
+                buf_free(&out);
+            }
+}
+
+static void test_stop_armed(void) {
+    static const char *const stop[] = {"ab"};
+    stop_scan scan;
+    buf out = {0};
+    stop_init(&scan, stop, 1, false);
+    CHECK(!stop_put(&scan, STR("1ab2"), false, &out) && str_is(buf_view(&out), "1ab2")); /* too early: ordinary text */
+    CHECK(!stop_put(&scan, STR("3a"), false, &out) && str_is(buf_view(&out), "1ab23"));  /* a beginning is held back */
+    CHECK(stop_put(&scan, STR("b4"), true, &out) && str_is(buf_view(&out), "1ab23"));    /* and ends where it counts */
+    CHECK(stop_put(&scan, STR("more"), true, &out) && str_is(buf_view(&out), "1ab23"));
+    stop_free(&scan);
+    buf_clear(&out);
+    stop_init(&scan, NULL, 0, false); /* no stop strings: text passes */
+    CHECK(!stop_put(&scan, STR("abc"), true, &out) && !stop_put(&scan, STR(""), true, &out));
+    CHECK(str_is(buf_view(&out), "abc"));
+    stop_end(&scan, &out);
+    stop_free(&scan);
+    buf_free(&out);
+}
+
+static const struct test samp_tests[] = {
+    {"samp_philox", test_samp_philox},
+    {"samp_exp", test_samp_exp},
+    {"samp_naive", test_samp_naive},
+    {"samp_large", test_samp_large},
+    {"samp_edges", test_samp_edges},
+    {"samp_forced", test_samp_forced},
+    {"samp_pure", test_samp_pure},
+    {"samp_g", test_samp_g},
+    {"samp_g_blocks", test_samp_g_blocks},
+    {"samp_pairs", test_samp_pairs},
+    {"samp_check", test_samp_check},
+    {"stop_random", test_stop_random},
+    {"stop_cases", test_stop_cases},
+    {"stop_armed", test_stop_armed},
+    {0},
+};
