@@ -744,7 +744,7 @@ static void json_put_str(buf *b, str s) {
 }
 static void json_put_key(buf *b, const char *name) { json_put_str(b, str_c(name)), buf_char(b, ':'); }
 static void json_put_int(buf *b, int64_t i) { json_comma(b), buf_printf(b, "%lld", (long long)i); }
-static void json_put_bool(buf *b, bool v) { json_comma(b), buf_c(b, v ? "true" : "false"); }
+UNUSED static void json_put_bool(buf *b, bool v) { json_comma(b), buf_c(b, v ? "true" : "false"); }
 static void json_put_null(buf *b) { json_comma(b), buf_c(b, "null"); }
 
 /* The shortest decimal that reads back as the same double (is_float: the same float); null for what JSON cannot say.
@@ -1526,8 +1526,6 @@ struct tok {
     bool meta_drop; /* the first token loses its marks */
 };
 
-static int tok_n_ids(const tok *t) { return t->n_ids; }
-static bool tok_is_special(const tok *t, int32_t id) { return id >= 0 && id < t->n_ids && t->flag[id] & TOK_SPECIAL; }
 
 /* ---- The two hash tables ---- */
 
@@ -6148,6 +6146,26 @@ static cli cli_default(void) {
                  .min_p = NAN, .repetition_penalty = NAN, .presence_penalty = NAN, .frequency_penalty = NAN};
 }
 
+/* ---- Output: the first failed write to standard output ends the program with one sentence ---- */
+
+static volatile sig_atomic_t cli_interrupted;
+
+static void cli_on_signal(int sig) { (void)sig, cli_interrupted = 1; }
+
+static void cli_catch_signals(void) { /* the first Ctrl-C ends the text cleanly, the second ends the program */
+    struct sigaction a = {.sa_handler = cli_on_signal, .sa_flags = (int)SA_RESETHAND};
+    sigaction(SIGINT, &a, NULL);
+    sigaction(SIGTERM, &a, NULL);
+    signal(SIGPIPE, SIG_IGN);
+}
+
+static int cli_write(str s, toka_err *e) {
+    if (fwrite(s.p, 1, s.n, stdout) == s.n && fflush(stdout) == 0) return 0;
+    return fail(e, TOKA_E_IO, "standard output: %s", strerror(errno));
+}
+
+/* ---- Help ---- */
+
 static const char cli_commands[] =
     "Commands\n"
     "  toka [FLAGS]            complete a prompt, text streams to standard output\n"
@@ -6245,24 +6263,6 @@ static int cli_parse(cli *c, int argc, char **argv, toka_err *e) {
         if ((code = cli_set(c, f, value, arg, e))) return code;
     }
     return 0;
-}
-
-/* ---- Output: the first failed write to standard output ends the program with one sentence ---- */
-
-static volatile sig_atomic_t cli_interrupted;
-
-static void cli_on_signal(int sig) { (void)sig, cli_interrupted = 1; }
-
-static void cli_catch_signals(void) { /* the first Ctrl-C ends the text cleanly, the second ends the program */
-    struct sigaction a = {.sa_handler = cli_on_signal, .sa_flags = (int)SA_RESETHAND};
-    sigaction(SIGINT, &a, NULL);
-    sigaction(SIGTERM, &a, NULL);
-    signal(SIGPIPE, SIG_IGN);
-}
-
-static int cli_write(str s, toka_err *e) {
-    if (fwrite(s.p, 1, s.n, stdout) == s.n && fflush(stdout) == 0) return 0;
-    return fail(e, TOKA_E_IO, "standard output: %s", strerror(errno));
 }
 
 /* ---- toka: complete a prompt ---- */
@@ -6641,13 +6641,6 @@ static int cli_score(const cli *c, toka_err *e) {
     return code;
 }
 
-/* Weights of a known model's shape, norms and biases left out of the count: they are under a thousandth. */
-static double cli_billions(const mf_config *c) {
-    const toka_shape *s = &c->shape;
-    double layer = (double)s->E * s->D * (2 * s->H + 2 * s->K) + 3.0 * s->E * s->F;
-    return 1e-9 * (s->L * layer + (c->features & MF_LM_HEAD ? 2.0 : 1.0) * s->V * s->E);
-}
-
 /* The table of known models, and whether this machine's hub cache has them. */
 static int cli_models(const cli *c, toka_err *e) {
     arena a = {0};
@@ -6661,7 +6654,7 @@ static int cli_models(const cli *c, toka_err *e) {
         char *folder = NULL;
         const char *here = mf_find_hub(known[i].hub_id, NULL, &folder, &a, &absent) ? "" : "in the hub cache";
         if (!i) buf_printf(&out, "%-28s %-44s %9s  %-8s %s\n", "name", "hub id", "weights", "template", "here");
-        buf_printf(&out, "%-28s %-44s %7.2f B  %-8s %s\n", known[i].name, known[i].hub_id, cli_billions(&known[i].config),
+        buf_printf(&out, "%-28s %-44s %7.2f B  %-8s %s\n", known[i].name, known[i].hub_id, 1e-9 * (double)mf_n_parameters(&known[i].config),
                    known[i].family, here);
     }
     if (!code) code = cli_write(buf_view(&out), e);
