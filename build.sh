@@ -57,7 +57,7 @@ else
     link="$CC $tmp/toka.o"
 fi
 # shellcheck disable=SC2086
-$CC -std=c11 -O3 $WARN ${CFLAGS:-} -DTOKA_MAIN $flags -c toka.c -o "$tmp/toka.o"
+$CC -std=c11 -O3 -fno-trapping-math $WARN ${CFLAGS:-} -DTOKA_MAIN $flags -c toka.c -o "$tmp/toka.o"
 exports "$tmp/toka.o"
 $link -o toka -lm -lpthread
 echo "built ./toka, $(($(wc -c <toka) / 1024)) KB"
