@@ -3811,7 +3811,7 @@ static int mf_open(mf_model **out, const char *model, const char *models_file, c
  *
  * What always holds:
  *   - The pick is a pure function of (logits, parameters, history, seed, sample, position). Step 5 takes its number from
- *     Philox with key = seed and counter = (sample, position, lane, 0). exp() is our own, so that no libm changes a draw.
+ *     Philox with key = seed and counter = (sample, position, lane, 0). The weights do not depend on the libm.
  *   - A drawn id has a positive probability; sums are in double, a probability is off by less than 1e-11 of itself.
  *   - No malloc, no state: the row is worked on in place, stack use stays under 100 KB. Any number of threads.
  *   - When nothing may be drawn (every logit is -inf after step 2) the pick is the lowest id that is allowed and not
@@ -3914,7 +3914,7 @@ static uint64_t samp_random(uint64_t seed, uint32_t sample, uint32_t position, u
 /* ---- Exponentials and sums of a row ---- */
 
 /* e^d for d <= 0, relative error under 1e-12 down to -660, exactly 0 below -694. d = n ln2 + r with |r| <= ln2/2: a Taylor
- * polynomial in r, then n is added to the exponent bits. No call and nothing but selections, so that loops over it become vector code
+ * polynomial in r, then n is added to the exponent bits. No call and no branch, so that loops over it become vector code
  * (gcc wants -fno-trapping-math for that). */
 static inline double samp_exp(double d) {
     const double round = 0x1.8p52; /* adding it leaves the nearest integer in the low mantissa bits */
@@ -3990,8 +3990,9 @@ static void samp_top(const float *x, int V, int n, samp_norm norm, toka_pick *pi
 /* Everything but allowed_ids becomes -inf, whatever order the list has: a window of the vocabulary at a time is marked. */
 static void samp_allow(const toka_sampling *s, float *x, int V) {
     for (int from = 0; from < V; from += SAMP_WINDOW) {
-        bool allowed[SAMP_WINDOW] = {0};
+        bool allowed[SAMP_WINDOW];
         int n = MIN(SAMP_WINDOW, V - from);
+        memset(allowed, 0, (size_t)n);
         for (int i = 0; i < s->n_allowed; i++) {
             uint32_t at = (uint32_t)s->allowed_ids[i] - (uint32_t)from;
             if (at < (uint32_t)n) allowed[at] = true;
@@ -4015,8 +4016,9 @@ static float samp_penalty(const toka_sampling *s, float x, int count) { /* count
  * history is read once per window, and again to use each count and clear it. Cost: n_history * V / SAMP_WINDOW. */
 static void samp_penalties(const toka_out_row *row, float *x, int V) {
     const toka_sampling *s = row->sampling;
-    uint32_t counts[SAMP_WINDOW] = {0}; /* SAMP_SEEN + occurrences in the output; all 0 between windows */
+    uint32_t counts[SAMP_WINDOW]; /* SAMP_SEEN + occurrences in the output; all 0 between windows */
     int first = s->repetition_penalty == 1 ? row->n_prompt : 0;
+    memset(counts, 0, (size_t)MIN(SAMP_WINDOW, V) * sizeof *counts);
     for (int from = 0; from < V; from += SAMP_WINDOW) {
         uint32_t n = (uint32_t)MIN(SAMP_WINDOW, V - from);
         for (int i = first; i < row->n_history; i++) {
@@ -4070,19 +4072,22 @@ static bool samp_listed(const int32_t *list, int n, int32_t id) {
     return false;
 }
 
-/* The pick when every logit is -inf: the lowest id that is allowed and not forbidden; all forbidden: the lowest allowed. */
-static int32_t samp_last_resort(const toka_out_row *row, int V) {
+/* The lowest id that is allowed and not among the first n_forbidden of row->forbidden; V if there is none. */
+static int32_t samp_lowest(const toka_out_row *row, int n_forbidden, int V) {
     const toka_sampling *s = row->sampling;
-    for (int ban = row->n_forbidden; ban >= 0; ban = ban ? 0 : -1) {
-        int32_t lowest = s->n_allowed ? V : 0;
-        while (!s->n_allowed && lowest < V && samp_listed(row->forbidden, ban, lowest)) lowest++;
-        for (int i = 0; i < s->n_allowed; i++) {
-            int32_t id = s->allowed_ids[i];
-            if (id < lowest && !samp_listed(row->forbidden, ban, id)) lowest = id;
-        }
-        if (lowest < V) return lowest;
+    int32_t lowest = s->n_allowed ? V : 0;
+    for (int i = 0; i < s->n_allowed; i++) {
+        int32_t id = s->allowed_ids[i];
+        if (id < lowest && !samp_listed(row->forbidden, n_forbidden, id)) lowest = id;
     }
-    return 0;
+    while (!s->n_allowed && lowest < V && samp_listed(row->forbidden, n_forbidden, lowest)) lowest++;
+    return lowest;
+}
+
+/* The pick when every logit is -inf; if all that is allowed is forbidden, the lowest allowed. */
+static int32_t samp_last_resort(const toka_out_row *row, int V) {
+    int32_t id = samp_lowest(row, row->n_forbidden, V);
+    return id < V ? id : samp_lowest(row, 0, V);
 }
 
 /* ---- Step 4: the cut ---- */
