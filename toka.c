@@ -736,13 +736,13 @@ static const char *const mf_rope_names[] = {"default", "linear", "llama3", "yarn
 typedef struct mf_rope { /* the rope_parameters (or rope_scaling and rope_theta) of a config; 0: not given */
     mf_rope_kind kind;
     double theta;
-    double factor;                           /* all but default */
-    double original_len;                     /* llama3, yarn: original_max_position_embeddings */
+    double factor;                            /* all but default */
+    double original_len;                      /* llama3, yarn: original_max_position_embeddings */
     double low_freq_factor, high_freq_factor; /* llama3 */
-    double attention_factor;                 /* yarn; 0: follows from factor, mscale, mscale_all_dim */
-    double mscale, mscale_all_dim;           /* yarn */
-    double beta_fast, beta_slow;             /* yarn; rotations over original_len where the ramp begins and ends */
-    bool fractional;                         /* yarn: "truncate": false, the ramp's ends are not rounded to whole pairs */
+    double attention_factor;                  /* yarn; 0: follows from factor, mscale, mscale_all_dim */
+    double mscale, mscale_all_dim;            /* yarn */
+    double beta_fast, beta_slow;              /* yarn: rotations over original_len where the ramp begins and ends */
+    bool fractional;                          /* yarn: "truncate": false, the ramp's ends are not rounded to whole pairs */
 } mf_rope;
 
 enum { MF_QKV_BIAS = 1, MF_O_BIAS = 2, MF_QK_NORM = 4, MF_LM_HEAD = 8 }; /* MF_LM_HEAD: not tied to the embedding */
@@ -809,7 +809,7 @@ static float mf_rope_llama3(const mf_rope *r, float freq) {
     return (1.0f - keep) * freq / factor + keep * freq;
 }
 
-/* yarn (arXiv 2309.00071, section 3.2): which pair of dimensions turns `rotations` times in original_len, as a fraction. */
+/* yarn (arXiv 2309.00071): which pair of dimensions turns `rotations` times in original_len; a fraction. */
 static double mf_yarn_dimension(const mf_rope *r, int D, double rotations) {
     const double pi = 3.14159265358979323846;
     return D * log(r->original_len / (rotations * 2 * pi)) / (2 * log(r->theta));
@@ -829,7 +829,7 @@ static void mf_rope_yarn(const mf_rope *r, int D, float *freq) {
     }
 }
 
-/* The factor on cos and sin, equation 22 there: 0.1 ln(factor) + 1, or the quotient of two such with weights. */
+/* The factor on cos and sin, in place of a temperature: 0.1 ln(factor) + 1, or the quotient of two such with weights. */
 static double mf_yarn_scale(const mf_rope *r) {
     double ln = r->factor > 1 ? log(r->factor) : 0;
     if (r->attention_factor > 0) return r->attention_factor;
@@ -1099,7 +1099,9 @@ static void mf_read_rope(mf_reader *top, mf_config *c) {
     mf_rope *rope = &c->rope;
     rope->kind = mf_read_rope_kind(r);
     rope->theta = mf_num(mf_field(r, "rope_theta") ? r : top, "rope_theta", 10000, 1.0001, 1e18);
-    mf_num(mf_field(r, "partial_rotary_factor") ? r : top, "partial_rotary_factor", 1, 1, 1);
+    mf_reader *partial = mf_field(r, "partial_rotary_factor") ? r : top;
+    if (mf_num(partial, "partial_rotary_factor", 1, 0, 1) != 1)
+        mf_bad(partial, "partial_rotary_factor", mf_field(partial, "partial_rotary_factor"), "1: the whole head rotates");
     if (rope->kind != MF_ROPE_DEFAULT) mf_read_rope_scaling(top, r, c, rope);
     if (rope->kind == MF_ROPE_YARN) /* what it stretches to; max_position_embeddings often still says the original length */
         c->shape.max_len = (int)MAX(c->shape.max_len, MIN(rope->original_len * rope->factor, (double)mf_dims[MF_LEN].max));
@@ -1783,7 +1785,8 @@ static int mf_find_hub(const char *id, const char *called, char **folder, arena 
     return *folder ? 0 : e->code;
 }
 
-/* Sets m->folder, m->name, m->hub_id. In this order: an existing path, a name of models.txt, a hub id. */
+/* Sets m->folder, m->name, m->hub_id. What exists as a path goes first; else what has a slash is a hub id, and what has none
+ * a name of models.txt. */
 static int mf_find(mf_model *m, const char *model, const char *models_file, toka_err *e) {
     struct stat st;
     bool there = stat(model, &st) == 0;

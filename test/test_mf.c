@@ -96,7 +96,7 @@ static const char *const bad_configs[][2] = {
     {LLAMA ",\"quantization_config\":{\"quant_method\":\"gptq\"}}", "quantization_config is an object, expected none"},
     {LLAMA ",\"final_logit_softcapping\":30.0}", "final_logit_softcapping is 30, expected none"},
     {LLAMA ",\"num_local_experts\":8}", "num_local_experts is 8, expected none"},
-    {LLAMA ",\"partial_rotary_factor\":0.5}", "partial_rotary_factor is 0.5, expected a number from 1 to 1"},
+    {LLAMA ",\"partial_rotary_factor\":0.5}", "partial_rotary_factor is 0.5, expected 1"},
     {LLAMA ",\"rope_theta\":0}", "rope_theta is 0"},
     {LLAMA ",\"rope_scaling\":7}", "rope_scaling is 7, expected an object"},
     {LLAMA ",\"rope_scaling\":{\"type\":\"dynamic\",\"factor\":2}}",
