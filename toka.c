@@ -272,11 +272,15 @@ static int os_n_cores(void) { /* cores this process may use */
     return n > 0 ? (int)n : 1;
 }
 
-/* Maps a whole regular file read-only. An empty file gives {"",0}. Undo with os_unmap. */
+/* Maps a whole regular file read-only. An empty file gives {"",0}. Undo with os_unmap. A path that leads nowhere is
+ * TOKA_E_INPUT: it came from a user or a file. TOKA_E_IO is left to what the system itself could not do. */
 static int os_map(const char *path, str *out, toka_err *e) {
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO in a file's place must not hang */
     struct stat st;
-    if (fd < 0) return fail(e, TOKA_E_IO, "%s: %s", path, strerror(errno));
+    if (fd < 0) {
+        bool system = errno == EIO || errno == EMFILE || errno == ENFILE || errno == ENOMEM;
+        return fail(e, system ? TOKA_E_IO : TOKA_E_INPUT, "%s: %s", path, strerror(errno));
+    }
     if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
         close(fd);
         return fail(e, TOKA_E_INPUT, "%s: not a regular file", path);
