@@ -1789,8 +1789,8 @@ static int mf_find_hub(const char *id, const char *called, char **folder, arena 
     return *folder ? 0 : e->code;
 }
 
-/* Sets m->folder, m->name, m->hub_id. What exists as a path goes first; else what has a slash is a hub id, and what has none
- * a name of models.txt. */
+/* Sets m->folder, m->name, m->hub_id. What exists as a path goes first; else what has a slash is a hub id, and what has
+ * none a name of models.txt. */
 static int mf_find(mf_model *m, const char *model, const char *models_file, toka_err *e) {
     struct stat st;
     bool there = stat(model, &st) == 0;
@@ -1806,7 +1806,7 @@ static int mf_find(mf_model *m, const char *model, const char *models_file, toka
     }
     if (there)
         return fail(e, TOKA_E_INPUT, "%s: not a folder; a model is a folder with config.json and model.safetensors", model);
-    if (err != ENOENT && err != ENOTDIR) return fail(e, TOKA_E_IO, "%s: %s", model, strerror(err));
+    if (err != ENOENT && err != ENOTDIR) return fail(e, TOKA_E_INPUT, "%s: %s", model, strerror(err));
     if (strchr(model, '/')) { /* no name of models.txt has a slash */
         m->name = m->hub_id = arena_cstr(&m->a, s);
         return mf_find_hub(model, NULL, &m->folder, &m->a, e);
@@ -1824,15 +1824,19 @@ static int mf_find(mf_model *m, const char *model, const char *models_file, toka
 
 /* ---- Opening ---- */
 
+static const mf_embedded *mf_embedded_find(const mf_embedded *f, const char *name) { /* NULL: not there */
+    while (f->name && strcmp(f->name, name) != 0) f++;
+    return f->name ? f : NULL;
+}
+
 /* A file of the model, mapped until mf_close. `where` gets its path, for messages. Not there and not required: {"",0}. */
 static int mf_file(mf_model *m, const char *name, bool required, char where[256], str *out, toka_err *e) {
     *out = STR("");
     if (m->embedded) {
         snprintf(where, 256, "embedded %s", name);
-        const mf_embedded *f = m->embedded;
-        while (f->name && strcmp(f->name, name) != 0) f++;
-        if (f->name) *out = (str){f->begin, (size_t)(f->end - f->begin)};
-        return f->name || !required ? 0 : fail(e, TOKA_E_INPUT, "%s: no such file", where);
+        const mf_embedded *f = mf_embedded_find(m->embedded, name);
+        if (f) *out = (str){f->begin, (size_t)(f->end - f->begin)};
+        return f || !required ? 0 : fail(e, TOKA_E_INPUT, "%s: no such file", where);
     }
     buf path = {0};
     struct stat st;
@@ -1881,11 +1885,8 @@ static int mf_open_shard(mf_model *m, const char *name, st_set *set, arena *tmp,
 }
 
 static bool mf_has(const mf_model *m, const char *name) { /* a file, or something in its place that will be an error */
-    char where[256];
     struct stat st;
-    str text;
-    toka_err e;
-    if (m->embedded) return mf_file((mf_model *)m, name, true, where, &text, &e) == 0;
+    if (m->embedded) return mf_embedded_find(m->embedded, name) != NULL;
     buf path = {0};
     buf_printf(&path, "%s/%s", m->folder, name);
     bool has = lstat(path.p, &st) == 0;
