@@ -337,11 +337,15 @@ static int64_t os_ram_bytes(void) { /* physical memory of the machine */
     return (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGE_SIZE);
 }
 
-/* Maps a whole regular file read-only. An empty file gives {"",0}. Undo with os_unmap. */
+/* Maps a whole regular file read-only. An empty file gives {"",0}. Undo with os_unmap. A path that leads nowhere is
+ * TOKA_E_INPUT: it came from a user or a file. TOKA_E_IO is left to what the system itself could not do. */
 static int os_map(const char *path, str *out, toka_err *e) {
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO in a file's place must not hang */
     struct stat st;
-    if (fd < 0) return fail(e, TOKA_E_IO, "%s: %s", path, strerror(errno));
+    if (fd < 0) {
+        bool system = errno == EIO || errno == EMFILE || errno == ENFILE || errno == ENOMEM;
+        return fail(e, system ? TOKA_E_IO : TOKA_E_INPUT, "%s: %s", path, strerror(errno));
+    }
     if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
         close(fd);
         return fail(e, TOKA_E_INPUT, "%s: not a regular file", path);
@@ -2567,13 +2571,13 @@ static const char *const mf_rope_names[] = {"default", "linear", "llama3", "yarn
 typedef struct mf_rope { /* the rope_parameters (or rope_scaling and rope_theta) of a config; 0: not given */
     mf_rope_kind kind;
     double theta;
-    double factor;                           /* all but default */
-    double original_len;                     /* llama3, yarn: original_max_position_embeddings */
+    double factor;                            /* all but default */
+    double original_len;                      /* llama3, yarn: original_max_position_embeddings */
     double low_freq_factor, high_freq_factor; /* llama3 */
-    double attention_factor;                 /* yarn; 0: follows from factor, mscale, mscale_all_dim */
-    double mscale, mscale_all_dim;           /* yarn */
-    double beta_fast, beta_slow;             /* yarn; rotations over original_len where the ramp begins and ends */
-    bool fractional;                         /* yarn: "truncate": false, the ramp's ends are not rounded to whole pairs */
+    double attention_factor;                  /* yarn; 0: follows from factor, mscale, mscale_all_dim */
+    double mscale, mscale_all_dim;            /* yarn */
+    double beta_fast, beta_slow;              /* yarn: rotations over original_len where the ramp begins and ends */
+    bool fractional;                          /* yarn: "truncate": false, the ramp's ends are not rounded to whole pairs */
 } mf_rope;
 
 enum { MF_QKV_BIAS = 1, MF_O_BIAS = 2, MF_QK_NORM = 4, MF_LM_HEAD = 8 }; /* MF_LM_HEAD: not tied to the embedding */
@@ -2640,7 +2644,7 @@ static float mf_rope_llama3(const mf_rope *r, float freq) {
     return (1.0f - keep) * freq / factor + keep * freq;
 }
 
-/* yarn (arXiv 2309.00071, section 3.2): which pair of dimensions turns `rotations` times in original_len, as a fraction. */
+/* yarn (arXiv 2309.00071): which pair of dimensions turns `rotations` times in original_len; a fraction. */
 static double mf_yarn_dimension(const mf_rope *r, int D, double rotations) {
     const double pi = 3.14159265358979323846;
     return D * log(r->original_len / (rotations * 2 * pi)) / (2 * log(r->theta));
@@ -2660,7 +2664,7 @@ static void mf_rope_yarn(const mf_rope *r, int D, float *freq) {
     }
 }
 
-/* The factor on cos and sin, equation 22 there: 0.1 ln(factor) + 1, or the quotient of two such with weights. */
+/* The factor on cos and sin, in place of a temperature: 0.1 ln(factor) + 1, or the quotient of two such with weights. */
 static double mf_yarn_scale(const mf_rope *r) {
     double ln = r->factor > 1 ? log(r->factor) : 0;
     if (r->attention_factor > 0) return r->attention_factor;
@@ -2930,7 +2934,9 @@ static void mf_read_rope(mf_reader *top, mf_config *c) {
     mf_rope *rope = &c->rope;
     rope->kind = mf_read_rope_kind(r);
     rope->theta = mf_num(mf_field(r, "rope_theta") ? r : top, "rope_theta", 10000, 1.0001, 1e18);
-    mf_num(mf_field(r, "partial_rotary_factor") ? r : top, "partial_rotary_factor", 1, 1, 1);
+    mf_reader *partial = mf_field(r, "partial_rotary_factor") ? r : top;
+    if (mf_num(partial, "partial_rotary_factor", 1, 0, 1) != 1)
+        mf_bad(partial, "partial_rotary_factor", mf_field(partial, "partial_rotary_factor"), "1: the whole head rotates");
     if (rope->kind != MF_ROPE_DEFAULT) mf_read_rope_scaling(top, r, c, rope);
     if (rope->kind == MF_ROPE_YARN) /* what it stretches to; max_position_embeddings often still says the original length */
         c->shape.max_len = (int)MAX(c->shape.max_len, MIN(rope->original_len * rope->factor, (double)mf_dims[MF_LEN].max));
@@ -3614,7 +3620,8 @@ static int mf_find_hub(const char *id, const char *called, char **folder, arena 
     return *folder ? 0 : e->code;
 }
 
-/* Sets m->folder, m->name, m->hub_id. In this order: an existing path, a name of models.txt, a hub id. */
+/* Sets m->folder, m->name, m->hub_id. What exists as a path goes first; else what has a slash is a hub id, and what has
+ * none a name of models.txt. */
 static int mf_find(mf_model *m, const char *model, const char *models_file, toka_err *e) {
     struct stat st;
     bool there = stat(model, &st) == 0;
@@ -3630,7 +3637,7 @@ static int mf_find(mf_model *m, const char *model, const char *models_file, toka
     }
     if (there)
         return fail(e, TOKA_E_INPUT, "%s: not a folder; a model is a folder with config.json and model.safetensors", model);
-    if (err != ENOENT && err != ENOTDIR) return fail(e, TOKA_E_IO, "%s: %s", model, strerror(err));
+    if (err != ENOENT && err != ENOTDIR) return fail(e, TOKA_E_INPUT, "%s: %s", model, strerror(err));
     if (strchr(model, '/')) { /* no name of models.txt has a slash */
         m->name = m->hub_id = arena_cstr(&m->a, s);
         return mf_find_hub(model, NULL, &m->folder, &m->a, e);
@@ -3648,15 +3655,19 @@ static int mf_find(mf_model *m, const char *model, const char *models_file, toka
 
 /* ---- Opening ---- */
 
+static const mf_embedded *mf_embedded_find(const mf_embedded *f, const char *name) { /* NULL: not there */
+    while (f->name && strcmp(f->name, name) != 0) f++;
+    return f->name ? f : NULL;
+}
+
 /* A file of the model, mapped until mf_close. `where` gets its path, for messages. Not there and not required: {"",0}. */
 static int mf_file(mf_model *m, const char *name, bool required, char where[256], str *out, toka_err *e) {
     *out = STR("");
     if (m->embedded) {
         snprintf(where, 256, "embedded %s", name);
-        const mf_embedded *f = m->embedded;
-        while (f->name && strcmp(f->name, name) != 0) f++;
-        if (f->name) *out = (str){f->begin, (size_t)(f->end - f->begin)};
-        return f->name || !required ? 0 : fail(e, TOKA_E_INPUT, "%s: no such file", where);
+        const mf_embedded *f = mf_embedded_find(m->embedded, name);
+        if (f) *out = (str){f->begin, (size_t)(f->end - f->begin)};
+        return f || !required ? 0 : fail(e, TOKA_E_INPUT, "%s: no such file", where);
     }
     buf path = {0};
     struct stat st;
@@ -3705,11 +3716,8 @@ static int mf_open_shard(mf_model *m, const char *name, st_set *set, arena *tmp,
 }
 
 static bool mf_has(const mf_model *m, const char *name) { /* a file, or something in its place that will be an error */
-    char where[256];
     struct stat st;
-    str text;
-    toka_err e;
-    if (m->embedded) return mf_file((mf_model *)m, name, true, where, &text, &e) == 0;
+    if (m->embedded) return mf_embedded_find(m->embedded, name) != NULL;
     buf path = {0};
     buf_printf(&path, "%s/%s", m->folder, name);
     bool has = lstat(path.p, &st) == 0;

@@ -1,11 +1,11 @@
-/* fuzz_safetensors.c - libFuzzer entry: the bytes as a safetensors file, and as an index. A file that parses is bound to a tiny
- * Llama, so that shapes and names are looked at too; every tensor must lie inside the input. */
+/* fuzz_safetensors.c - libFuzzer entry: the bytes as a safetensors file, and as an index. A file that parses is bound to a
+ * tiny Llama, so that shapes and names are looked at too; every tensor must lie inside the input. */
 #include "../toka.c"
 
 static mf_config tiny(arena *a) {
     static const char text[] = "{\"architectures\":[\"LlamaForCausalLM\"],\"num_hidden_layers\":1,\"hidden_size\":4,"
-                               "\"num_attention_heads\":2,\"num_key_value_heads\":1,\"intermediate_size\":6,\"vocab_size\":5,"
-                               "\"tie_word_embeddings\":true}";
+                               "\"num_attention_heads\":2,\"num_key_value_heads\":1,\"intermediate_size\":6,"
+                               "\"vocab_size\":5,\"tie_word_embeddings\":true}";
     mf_config c;
     toka_err e;
     if (mf_config_parse(str_c(text), "config.json", a, &c, &e)) abort();
