@@ -9757,7 +9757,7 @@ static int api_template_context(const mf_model *files, str context, arena *a, bu
 static int api_render(const tmpl *chat, const mf_model *files, str context, const char *now, buf *out, toka_err *e) {
     arena a = {0};
     buf text = {0};
-    tmpl_time time;
+    tmpl_time time = {0};
     const json *root = NULL;
     int code = api_parse_now(now, &time, e);
     if (!code) code = api_template_context(files, context, &a, &text, &root, e);
