@@ -6346,12 +6346,14 @@ typedef struct mf_config { /* what config.json, or a line of models.txt, says */
     int n_eos_ids;
 } mf_config;
 
-typedef struct mf_defaults { /* what generation_config.json says about sampling */
+typedef struct mf_defaults { /* what generation_config.json says about sampling; what it leaves out is off: 1, 1, 0, 1, 0 */
     bool has_do_sample, has_temperature, has_top_p, has_top_k, has_min_p, has_repetition_penalty;
     bool do_sample; /* false: greedy, and the other fields are not meant to matter */
     float temperature, top_p, min_p, repetition_penalty;
     int top_k;
 } mf_defaults;
+
+static const mf_defaults mf_no_defaults = {.temperature = 1, .top_p = 1, .repetition_penalty = 1};
 
 /* The files of a model inside the program; the table ends with {0}. */
 typedef struct mf_embedded {
@@ -6781,7 +6783,7 @@ static int mf_config_parse(str text, const char *where, arena *a, mf_config *c, 
 
 /* generation_config.json: its begin and end ids replace those in *c where it has any; sampling defaults go to *d. */
 static int mf_generation_parse(str text, const char *where, arena *a, mf_config *c, mf_defaults *d, toka_err *e) {
-    *d = (mf_defaults){.temperature = 1, .top_p = 1, .repetition_penalty = 1};
+    *d = mf_no_defaults;
     *e = (toka_err){0};
     const json *o = mf_json(text, where, a, mf_json_limits, e);
     if (!o) return e->code;
@@ -7193,8 +7195,9 @@ static bool mf_known_rope(str s, mf_rope *r) {
         r->factor = x[0], r->beta_fast = 32, r->beta_slow = 1;
         r->original_len = kind == MF_ROPE_LLAMA3 ? x[3] : x[1];
         r->low_freq_factor = x[1], r->high_freq_factor = x[2];
-        bool blends = kind != MF_ROPE_LLAMA3 || (x[1] > 0 && x[2] > x[1]);
-        return r->factor > 0 && blends && (kind == MF_ROPE_LINEAR || r->original_len >= 1);
+        if (r->factor < 1e-3 || r->factor > 1e6) return false; /* the limits of mf_read_rope_scaling */
+        if (kind == MF_ROPE_LLAMA3 && (x[1] < 1e-3 || x[2] > 1e6 || x[2] <= x[1])) return false;
+        return kind == MF_ROPE_LINEAR || (r->original_len >= 1 && r->original_len <= 1 << 30);
     }
     return false;
 }
@@ -7413,13 +7416,15 @@ static const mf_embedded *mf_embedded_find(const mf_embedded *f, const char *nam
     return f->name ? f : NULL;
 }
 
-/* A file of the model, mapped until mf_close. `where` gets its path, for messages. Not there and not required: {"",0}. */
+/* A file of the model, mapped until mf_close. `where` gets its path, for messages. Not there and not required: {"",0}; an
+ * empty one is an error. */
 static int mf_file(mf_model *m, const char *name, bool required, char where[256], str *out, toka_err *e) {
     *out = STR("");
     if (m->embedded) {
         snprintf(where, 256, "embedded %s", name);
         const mf_embedded *f = mf_embedded_find(m->embedded, name);
         if (f) *out = (str){f->begin, (size_t)(f->end - f->begin)};
+        if (f && !out->n) return fail(e, TOKA_E_INPUT, "%s: the file is empty", where);
         return f || !required ? 0 : fail(e, TOKA_E_INPUT, "%s: no such file", where);
     }
     buf path = {0};
@@ -7427,7 +7432,9 @@ static int mf_file(mf_model *m, const char *name, bool required, char where[256]
     buf_printf(&path, "%s/%s", m->folder, name);
     snprintf(where, 256, "%s", path.n < 200 ? path.p : name);
     int code = 0;
-    if (required || lstat(path.p, &st) == 0 || errno != ENOENT) code = os_map(path.p, out, e);
+    bool wanted = required || lstat(path.p, &st) == 0 || errno != ENOENT;
+    if (wanted) code = os_map(path.p, out, e);
+    if (wanted && !code && !out->n) code = fail(e, TOKA_E_INPUT, "%s: the file is empty", where);
     if (!code && out->n) {
         m->maps = mem_realloc(m->maps, (size_t)(m->n_maps + 1) * sizeof *m->maps);
         m->maps[m->n_maps++] = *out;
@@ -7523,6 +7530,7 @@ static int mf_open(mf_model **out, const char *model, const char *models_file, c
     int code = 0;
     m->tokenizer_json = m->tokenizer_config = m->chat_template = STR("");
     m->config.bos_id = m->bos_id = -1;
+    m->defaults = mf_no_defaults;
     if (model) code = mf_find(m, model, models_file, e);
     else if (embedded && embedded->name) m->embedded = embedded, m->name = arena_cstr(&m->a, STR("embedded"));
     else code = fail(e, TOKA_E_USE, "no model given, and none is embedded in this program");

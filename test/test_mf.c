@@ -398,7 +398,7 @@ static const spoil spoils[] = {
     {.cut = 100, .want = "but the file ends after 92"},
     {.cut = 8, .want = "but the file ends after 0"},
     {.cut = 7, .want = "7 bytes, expected at least 8"},
-    {.cut = -1000000, .want = "0 bytes, expected at least 8"},
+    {.cut = -1000000, .want = "model.safetensors: the file is empty"},
 };
 
 /* Opens `model`; the message must hold `want`, or it must open if want is NULL. */
@@ -502,7 +502,8 @@ static void test_mf_shards(void) {
     write_shard(folder, "a.safetensors", 0, 9);
     write_shard(folder, "b.safetensors", 9, n);
     static const char *const bad[][2] = {
-        {"", "text ends too early"},
+        {"", "index.json: the file is empty"},
+        {" ", "text ends too early"},
         {"{}", "there is no weight_map"},
         {"{\"weight_map\":{\"x\":\"../a.safetensors\"}}", "weight_map names \"../a.safetensors\", expected a plain name"},
         {"{\"weight_map\":{\"x\":\"/etc/a.safetensors\"}}", "expected a plain name"},
@@ -539,12 +540,12 @@ static void test_mf_odd_files(void) {
     static const char *const names[] = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
                                         "chat_template.jinja", "model.safetensors"};
     static const char *const want[] = {"not a regular file", "not a regular file", "Too many levels of symbolic links",
-                                       "No such file or directory", "Permission denied"};
+                                       "No such file or directory", "Permission denied", "the file is empty"};
     char folder[64], path[128];
     temp_folder(folder);
     write_tiny(folder, &(spoil){0});
     for (int i = 0; i < COUNT(names); i++)
-        for (int how = 0; how < 5; how++) {
+        for (int how = 0; how < 6; how++) {
             if (how == 4 && geteuid() == 0) {
                 SKIP(1, "root reads every file");
                 continue;
@@ -552,7 +553,8 @@ static void test_mf_odd_files(void) {
             snprintf(path, sizeof path, "%s/%s", folder, names[i]);
             unlink(path);
             int code = how == 0 ? mkdir(path, 0700) : how == 1 ? mkfifo(path, 0600) : how == 2 ? symlink(names[i], path)
-                     : how == 3 ? symlink("nowhere", path) : (write_file(folder, names[i], STR("{}")), chmod(path, 0));
+                     : how == 3 ? symlink("nowhere", path)
+                     : (write_file(folder, names[i], how == 4 ? STR("{}") : STR("")), chmod(path, how == 4 ? 0 : 0600));
             CHECK(code == 0);
             char what[128];
             snprintf(what, sizeof what, "%s, way %d", names[i], how);
@@ -564,6 +566,7 @@ static void test_mf_odd_files(void) {
     mf_close(open_says(folder, NULL, "and whole again"));
     write_file(folder, "tokenizer_config.json", STR("{\"chat_template\":\"from the config\",\"eos_token\":\"</s>\"}"));
     mf_model *m = open_says(folder, NULL, "a template in tokenizer_config.json");
+    CHECK(m && !m->defaults.has_temperature && m->defaults.temperature == 1 && m->defaults.top_p == 1);
     CHECK(m && str_is(m->chat_template, "from the config") && strcmp(m->eos_token, "</s>") == 0 &&
           m->tokenizer_json.n == 0);
     mf_close(m);
@@ -663,6 +666,7 @@ static void test_mf_models_refused(void) {
         {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied -1 default 1e-6 32 - - config", "theta is \"-1\""},
         {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 llama3:8,1,4 1e-6 32 - - config", "rope is \"llama3:8,1,4\""},
         {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 dynamic:8 1e-6 32 - - config", "rope is \"dynamic:8\""},
+        {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 linear:1e-99 1e-6 32 - - config", "rope is \"linear:1e-99\""},
         {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 yarn:4, 1e-6 32 - - config", "rope is \"yarn:4,\""},
         {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 default x 32 - - config", "eps is \"x\""},
         {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 default 1e-6 32 bias - config", "extras are \"bias\""},
