@@ -9209,16 +9209,16 @@ const toka_backend toka_cpu = {
  * any number of sequences, some prefilling, some decoding; the plan in toka_step says which is which, this loop does not care.
  * =========================================================================== */
 
-typedef struct model { /* a model's weights on a device, with the activations of one step */
+typedef struct model_run { /* a model's weights on a device, with the activations of one step */
     const toka_backend *be;
     toka_device *dev;
     int L;
     toka_dev x, q, o; /* [T][E], [T][H][D], [T][H][D] */
-} model;
+} model_run;
 
-static int model_open(model *m, const toka_backend *be, const toka_device_options *o, const toka_shape *shape,
+static int model_open(model_run *m, const toka_backend *be, const toka_device_options *o, const toka_shape *shape,
                       const toka_weights *weights, toka_err *e) {
-    *m = (model){.be = be, .L = shape->L};
+    *m = (model_run){.be = be, .L = shape->L};
     int code = be->open(&m->dev, o, shape, weights, e);
     if (code) return code;
     size_t heads = (size_t)o->max_tokens * shape->H * shape->D * be->activation_bytes;
@@ -9228,13 +9228,13 @@ static int model_open(model *m, const toka_backend *be, const toka_device_option
     return be->status(m->dev, e);
 }
 
-static void model_close(model *m) {
+static void model_close(model_run *m) {
     if (m->dev) m->be->close(m->dev);
-    *m = (model){0};
+    *m = (model_run){0};
 }
 
 /* One forward step. picks: [s->n_out], filled when it returns 0. */
-static int model_step(model *m, const toka_step *s, toka_pick *picks, toka_err *e) {
+static int model_step(model_run *m, const toka_step *s, toka_pick *picks, toka_err *e) {
     const toka_backend *be = m->be;
     be->embed(m->dev, s, m->x);
     for (int layer = 0; layer < m->L; layer++) {
@@ -9274,7 +9274,7 @@ typedef struct eng_seq { /* one sample while it runs */
 } eng_seq;
 
 typedef struct eng { /* pools are sized at open and never grow */
-    model m;
+    model_run m;
     const mf_model *files;
     const tok *tok; /* NULL: events carry no text */
     int max_len, max_tokens, max_seqs;

@@ -212,21 +212,21 @@ static const char eng_model[] = "test/model";
 
 /* Asks the model a problem through its chat template. */
 static eng_got *eng_ask_problem(toka *t, str problem, int n, const toka_sampling *s) {
-    buf json = {0};
+    buf chat = {0};
     char *prompt = NULL;
     size_t bytes = 0;
     toka_err e = {0};
     int code;
-    buf_c(&json, "{\"messages\":[");
-    cli_put_message(&json, "user", problem);
-    buf_c(&json, "],\"add_generation_prompt\":true}");
-    CHECK_MSG(toka_apply_chat_template(t, json.p, json.n, NULL, &prompt, &bytes, &e) == 0, "%s", e.msg);
+    buf_c(&chat, "{\"messages\":[");
+    cli_put_message(&chat, "user", problem);
+    buf_c(&chat, "],\"add_generation_prompt\":true}");
+    CHECK_MSG(toka_apply_chat_template(t, chat.p, chat.n, NULL, &prompt, &bytes, &e) == 0, "%s", e.msg);
     int32_t *v = NULL;
     size_t n_v = 0;
     CHECK(toka_encode(t, prompt, bytes, TOKA_PARSE_SPECIAL, &v, &n_v, &e) == 0);
     eng_got *g = eng_ask(t, NULL, v, n_v, n, s, &code, &e);
     CHECK_MSG(code == 0, "%s", e.msg);
-    free(v), free(prompt), buf_free(&json);
+    free(v), free(prompt), buf_free(&chat);
     return g;
 }
 

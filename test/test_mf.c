@@ -76,7 +76,7 @@ static const char *const bad_configs[][2] = {
     {LLAMA ",\"num_hidden_layers\":-3}", "num_hidden_layers (L) is -3"},
     {LLAMA ",\"num_hidden_layers\":4097}", "num_hidden_layers (L) is 4097"},
     {LLAMA ",\"num_hidden_layers\":2.5}", "num_hidden_layers is 2.5, expected a whole number"},
-    {LLAMA ",\"num_hidden_layers\":1e400}", "num_hidden_layers is inf, expected a whole number"},
+    {LLAMA ",\"num_hidden_layers\":1e300}", "num_hidden_layers is 1e+300, expected a whole number"},
     {LLAMA ",\"num_hidden_layers\":99999999999999999999}", "num_hidden_layers is 1e+20, expected a whole number"},
     {LLAMA ",\"hidden_size\":\"big\"}", "hidden_size is \"big\", expected a whole number"},
     {LLAMA ",\"hidden_size\":[4096]}", "hidden_size is an array"},

@@ -479,7 +479,7 @@ static void test_samp_g_blocks(void) { /* a row of several blocks, ids in bands 
         samp_truncate(&d, &c.s);
         memset(seen, 0, sizeof seen);
         double total;
-        for (int i = 0; i < N; i++) seen[samp_draw(&d, (samp_random(5, 0, (uint32_t)i, 0) >> 11) * 0x1p-53, &total)]++;
+        for (int i = 0; i < N; i++) seen[samp_draw(&d, (double)(samp_random(5, 0, (uint32_t)i, 0) >> 11) * 0x1p-53, &total)]++;
         double p[BANDS] = {0};
         int in_band[BANDS] = {0};
         for (int i = 0; i < V; i++) p[i / BAND] += ref.p[i], in_band[i / BAND] += seen[i];
