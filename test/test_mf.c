@@ -7,10 +7,10 @@
  *   yarn     pair(r) = D/2 * ln(original / 2 pi r) / ln theta; slow = clip((i - pair(beta_fast)) / (pair(beta_slow) -
  *            pair(beta_fast)), 0, 1), its ends rounded outwards unless truncate is false: w * (1 - slow + slow / factor) */
 
-static const struct rope_case {
+static const struct mft_rope_case {
     mf_rope rope;
     double scale, freq[8];
-} rope_cases[] = {
+} mft_rope_cases[] = {
     {{.kind = MF_ROPE_DEFAULT, .theta = 1e4}, 1,
      {1, 0.316227766, 0.1, 0.0316227766, 0.01, 0.00316227766, 0.001, 0.000316227766}},
     {{.kind = MF_ROPE_LINEAR, .theta = 900, .factor = 6.5}, 1,
@@ -39,19 +39,19 @@ static const struct rope_case {
 };
 
 static void test_mf_rope(void) {
-    for (int i = 0; i < COUNT(rope_cases); i++) {
+    for (int i = 0; i < COUNT(mft_rope_cases); i++) {
         float freq[8], scale;
-        mf_rope_table(&rope_cases[i].rope, 16, freq, &scale);
-        CHECK_MSG(fabs(scale - rope_cases[i].scale) < 1e-6, "case %d: scale %.9g", i, scale);
+        mf_rope_table(&mft_rope_cases[i].rope, 16, freq, &scale);
+        CHECK_MSG(fabs(scale - mft_rope_cases[i].scale) < 1e-6, "case %d: scale %.9g", i, scale);
         for (int j = 0; j < 8; j++)
-            CHECK_MSG(fabs(freq[j] / rope_cases[i].freq[j] - 1) < 2e-6, "case %d: freq[%d] %.9g", i, j, freq[j]);
+            CHECK_MSG(fabs(freq[j] / mft_rope_cases[i].freq[j] - 1) < 2e-6, "case %d: freq[%d] %.9g", i, j, freq[j]);
     }
 }
 
 /* ---- config.json ---- */
 
 /* Parses `text`; the message must hold `want`, or it must pass if want is NULL. */
-static bool config_says(const char *text, const char *want, arena *a, mf_config *c) {
+static bool mft_config(const char *text, const char *want, arena *a, mf_config *c) {
     toka_err e;
     int code = mf_config_parse(str_c(text), "config.json", a, c, &e);
     bool ok = want ? code == TOKA_E_INPUT && strstr(e.msg, want) : code == 0;
@@ -59,10 +59,10 @@ static bool config_says(const char *text, const char *want, arena *a, mf_config 
     return ok && !want;
 }
 
-#define LLAMA "{\"architectures\":[\"LlamaForCausalLM\"]"
-#define QWEN2 "{\"architectures\":[\"Qwen2ForCausalLM\"],\"num_hidden_layers\":4"
+#define M_LLAMA "{\"architectures\":[\"LlamaForCausalLM\"]"
+#define M_QWEN2 "{\"architectures\":[\"Qwen2ForCausalLM\"],\"num_hidden_layers\":4"
 
-static const char *const bad_configs[][2] = {
+static const char *const mft_bad_configs[][2] = {
     {"", "text ends too early at byte 0"},
     {"[]", "not a JSON object"},
     {"{", "JSON"},
@@ -72,6 +72,7 @@ static const char *const bad_configs[][2] = {
      "architectures[0] is \"MixtralForCausalLM\", expected LlamaForCausalLM"},
     {"{\"architectures\":[7]}", "architectures[0] is 7"},
     {"{\"model_type\":\"gemma\"}", "model_type is \"gemma\""},
+<<<<<<< HEAD
     {LLAMA ",\"num_hidden_layers\":0}", "num_hidden_layers (L) is 0, expected 1 to 4096"},
     {LLAMA ",\"num_hidden_layers\":-3}", "num_hidden_layers (L) is -3"},
     {LLAMA ",\"num_hidden_layers\":4097}", "num_hidden_layers (L) is 4097"},
@@ -83,52 +84,65 @@ static const char *const bad_configs[][2] = {
     {LLAMA ",\"hidden_size\":100}", "hidden_size is 100, expected a multiple of num_attention_heads, 32, or a head_dim"},
     {LLAMA ",\"num_attention_heads\":0}", "num_attention_heads (H) is 0"},
     {LLAMA ",\"num_key_value_heads\":5}",
+=======
+    {M_LLAMA ",\"num_hidden_layers\":0}", "num_hidden_layers (L) is 0, expected 1 to 4096"},
+    {M_LLAMA ",\"num_hidden_layers\":-3}", "num_hidden_layers (L) is -3"},
+    {M_LLAMA ",\"num_hidden_layers\":4097}", "num_hidden_layers (L) is 4097"},
+    {M_LLAMA ",\"num_hidden_layers\":2.5}", "num_hidden_layers is 2.5, expected a whole number"},
+    {M_LLAMA ",\"num_hidden_layers\":1e400}", "num_hidden_layers is inf, expected a whole number"},
+    {M_LLAMA ",\"num_hidden_layers\":99999999999999999999}", "num_hidden_layers is 1e+20, expected a whole number"},
+    {M_LLAMA ",\"hidden_size\":\"big\"}", "hidden_size is \"big\", expected a whole number"},
+    {M_LLAMA ",\"hidden_size\":[4096]}", "hidden_size is an array"},
+    {M_LLAMA ",\"hidden_size\":100}", "hidden_size is 100, expected a multiple of num_attention_heads, 32, or a head_dim"},
+    {M_LLAMA ",\"num_attention_heads\":0}", "num_attention_heads (H) is 0"},
+    {M_LLAMA ",\"num_key_value_heads\":5}",
+>>>>>>> mf
      "num_attention_heads (H) is 32, expected a multiple of num_key_value_heads (K), 5"},
-    {LLAMA ",\"head_dim\":7}", "head_dim (D) is 7, expected an even number"},
-    {LLAMA ",\"head_dim\":-1}", "head_dim (D) is -1"},
-    {LLAMA ",\"vocab_size\":67108865}", "vocab_size (V) is 67108865"},
-    {LLAMA ",\"max_position_embeddings\":0}", "max_position_embeddings (max_len) is 0"},
-    {LLAMA ",\"rms_norm_eps\":-1}", "rms_norm_eps is -1, expected a number from 0 to 1"},
-    {LLAMA ",\"rms_norm_eps\":true}", "rms_norm_eps is true"},
-    {LLAMA ",\"hidden_act\":\"gelu\"}", "hidden_act is \"gelu\", expected \"silu\""},
-    {LLAMA ",\"mlp_bias\":true}", "mlp_bias is true, expected false"},
-    {LLAMA ",\"attention_bias\":1}", "attention_bias is 1, expected true or false"},
-    {LLAMA ",\"quantization_config\":{\"quant_method\":\"gptq\"}}", "quantization_config is an object, expected none"},
-    {LLAMA ",\"final_logit_softcapping\":30.0}", "final_logit_softcapping is 30, expected none"},
-    {LLAMA ",\"num_local_experts\":8}", "num_local_experts is 8, expected none"},
-    {LLAMA ",\"partial_rotary_factor\":0.5}", "partial_rotary_factor is 0.5, expected 1"},
-    {LLAMA ",\"rope_theta\":0}", "rope_theta is 0"},
-    {LLAMA ",\"rope_scaling\":7}", "rope_scaling is 7, expected an object"},
-    {LLAMA ",\"rope_scaling\":{\"type\":\"dynamic\",\"factor\":2}}",
+    {M_LLAMA ",\"head_dim\":7}", "head_dim (D) is 7, expected an even number"},
+    {M_LLAMA ",\"head_dim\":-1}", "head_dim (D) is -1"},
+    {M_LLAMA ",\"vocab_size\":67108865}", "vocab_size (V) is 67108865"},
+    {M_LLAMA ",\"max_position_embeddings\":0}", "max_position_embeddings (max_len) is 0"},
+    {M_LLAMA ",\"rms_norm_eps\":-1}", "rms_norm_eps is -1, expected a number from 0 to 1"},
+    {M_LLAMA ",\"rms_norm_eps\":true}", "rms_norm_eps is true"},
+    {M_LLAMA ",\"hidden_act\":\"gelu\"}", "hidden_act is \"gelu\", expected \"silu\""},
+    {M_LLAMA ",\"mlp_bias\":true}", "mlp_bias is true, expected false"},
+    {M_LLAMA ",\"attention_bias\":1}", "attention_bias is 1, expected true or false"},
+    {M_LLAMA ",\"quantization_config\":{\"quant_method\":\"gptq\"}}", "quantization_config is an object, expected none"},
+    {M_LLAMA ",\"final_logit_softcapping\":30.0}", "final_logit_softcapping is 30, expected none"},
+    {M_LLAMA ",\"num_local_experts\":8}", "num_local_experts is 8, expected none"},
+    {M_LLAMA ",\"partial_rotary_factor\":0.5}", "partial_rotary_factor is 0.5, expected 1"},
+    {M_LLAMA ",\"rope_theta\":0}", "rope_theta is 0"},
+    {M_LLAMA ",\"rope_scaling\":7}", "rope_scaling is 7, expected an object"},
+    {M_LLAMA ",\"rope_scaling\":{\"type\":\"dynamic\",\"factor\":2}}",
      "rope_scaling.type is \"dynamic\", expected default, linear, llama3 or yarn"},
-    {LLAMA ",\"rope_parameters\":{\"rope_type\":\"longrope\"}}", "rope_parameters.rope_type is \"longrope\""},
-    {LLAMA ",\"rope_parameters\":{\"full_attention\":{\"rope_type\":\"default\"}}}", "one RoPE for all layers"},
-    {LLAMA ",\"rope_scaling\":{\"type\":\"linear\"}}", "rope_scaling.factor is missing"},
-    {LLAMA ",\"rope_scaling\":{\"type\":\"linear\",\"factor\":0}}", "rope_scaling.factor is 0"},
-    {LLAMA ",\"rope_scaling\":{\"type\":\"llama3\",\"factor\":8,\"high_freq_factor\":4}}",
+    {M_LLAMA ",\"rope_parameters\":{\"rope_type\":\"longrope\"}}", "rope_parameters.rope_type is \"longrope\""},
+    {M_LLAMA ",\"rope_parameters\":{\"full_attention\":{\"rope_type\":\"default\"}}}", "one RoPE for all layers"},
+    {M_LLAMA ",\"rope_scaling\":{\"type\":\"linear\"}}", "rope_scaling.factor is missing"},
+    {M_LLAMA ",\"rope_scaling\":{\"type\":\"linear\",\"factor\":0}}", "rope_scaling.factor is 0"},
+    {M_LLAMA ",\"rope_scaling\":{\"type\":\"llama3\",\"factor\":8,\"high_freq_factor\":4}}",
      "rope_scaling.low_freq_factor is missing"},
-    {LLAMA ",\"rope_scaling\":{\"type\":\"llama3\",\"factor\":8,\"low_freq_factor\":4,\"high_freq_factor\":4}}",
+    {M_LLAMA ",\"rope_scaling\":{\"type\":\"llama3\",\"factor\":8,\"low_freq_factor\":4,\"high_freq_factor\":4}}",
      "rope_scaling.high_freq_factor is 4, expected more than low_freq_factor"},
-    {LLAMA ",\"rope_parameters\":{\"rope_type\":\"yarn\",\"factor\":8,\"partial_rotary_factor\":0.25}}",
+    {M_LLAMA ",\"rope_parameters\":{\"rope_type\":\"yarn\",\"factor\":8,\"partial_rotary_factor\":0.25}}",
      "rope_parameters.partial_rotary_factor is 0.25"},
-    {LLAMA ",\"eos_token_id\":[2,\"x\"]}", "eos_token_id is \"x\", expected a token id or a list"},
+    {M_LLAMA ",\"eos_token_id\":[2,\"x\"]}", "eos_token_id is \"x\", expected a token id or a list"},
     {"{\"architectures\":[\"MistralForCausalLM\"],\"sliding_window\":0}", "sliding_window is 0, expected 1 or more"},
-    {QWEN2 ",\"use_sliding_window\":true,\"layer_types\":[\"full_attention\"]}",
+    {M_QWEN2 ",\"use_sliding_window\":true,\"layer_types\":[\"full_attention\"]}",
      "layer_types is an array, expected a list with one"},
-    {QWEN2 ",\"layer_types\":[\"full_attention\",\"full_attention\",\"full_attention\",\"linear_attention\"]}",
+    {M_QWEN2 ",\"layer_types\":[\"full_attention\",\"full_attention\",\"full_attention\",\"linear_attention\"]}",
      "layer_types is \"linear_attention\""},
-    {QWEN2 ",\"layer_types\":[\"full_attention\",\"full_attention\",\"full_attention\",\"sliding_attention\"]}",
+    {M_QWEN2 ",\"layer_types\":[\"full_attention\",\"full_attention\",\"full_attention\",\"sliding_attention\"]}",
      "as there is no window"},
 };
 
 static void test_mf_config_refused(void) {
     arena a = {0};
     mf_config c;
-    for (int i = 0; i < COUNT(bad_configs); i++) config_says(bad_configs[i][0], bad_configs[i][1], &a, &c);
+    for (int i = 0; i < COUNT(mft_bad_configs); i++) mft_config(mft_bad_configs[i][0], mft_bad_configs[i][1], &a, &c);
     arena_free(&a);
 }
 
-static bool shape_is(const mf_config *c, int L, int E, int H, int K, int D, int F, int V, int max_len) {
+static bool mft_shape_is(const mf_config *c, int L, int E, int H, int K, int D, int F, int V, int max_len) {
     const toka_shape *s = &c->shape;
     return s->L == L && s->E == E && s->H == H && s->K == K && s->D == D && s->F == F && s->V == V && s->max_len == max_len;
 }
@@ -136,57 +150,57 @@ static bool shape_is(const mf_config *c, int L, int E, int H, int K, int D, int 
 static void test_mf_config_defaults(void) {
     arena a = {0};
     mf_config c;
-    if (config_says(LLAMA "}", NULL, &a, &c)) {
-        CHECK(shape_is(&c, 32, 4096, 32, 32, 128, 11008, 32000, 2048));
+    if (mft_config(M_LLAMA "}", NULL, &a, &c)) {
+        CHECK(mft_shape_is(&c, 32, 4096, 32, 32, 128, 11008, 32000, 2048));
         CHECK(c.shape.eps == 1e-6f && c.rope.theta == 10000 && c.rope.kind == MF_ROPE_DEFAULT && c.features == MF_LM_HEAD);
         CHECK(c.bos_id == 1 && c.n_eos_ids == 1 && c.eos_ids[0] == 2 && c.shape.rope_scale == 1 && c.window[31] == 0);
     }
-    if (config_says("{\"architectures\":null,\"model_type\":\"mistral\"}", NULL, &a, &c)) {
-        CHECK(shape_is(&c, 32, 4096, 32, 8, 128, 14336, 32000, 131072));
+    if (mft_config("{\"architectures\":null,\"model_type\":\"mistral\"}", NULL, &a, &c)) {
+        CHECK(mft_shape_is(&c, 32, 4096, 32, 8, 128, 14336, 32000, 131072));
         CHECK(c.window[0] == 4096 && c.window[31] == 4096 && c.features == MF_LM_HEAD);
     }
-    if (config_says("{\"architectures\":[\"Qwen2ForCausalLM\"],\"attention_bias\":false}", NULL, &a, &c)) {
-        CHECK(shape_is(&c, 32, 4096, 32, 32, 128, 22016, 151936, 32768));
+    if (mft_config("{\"architectures\":[\"Qwen2ForCausalLM\"],\"attention_bias\":false}", NULL, &a, &c)) {
+        CHECK(mft_shape_is(&c, 32, 4096, 32, 32, 128, 22016, 151936, 32768));
         CHECK(c.features == (MF_QKV_BIAS | MF_LM_HEAD) && c.window[31] == 0 && c.bos_id == -1 && c.n_eos_ids == 0);
     }
-    if (config_says("{\"architectures\":[\"Qwen3ForCausalLM\"],\"hidden_size\":1000}", NULL, &a, &c))
-        CHECK(shape_is(&c, 32, 1000, 32, 32, 128, 22016, 151936, 32768) && c.features == (MF_QK_NORM | MF_LM_HEAD));
+    if (mft_config("{\"architectures\":[\"Qwen3ForCausalLM\"],\"hidden_size\":1000}", NULL, &a, &c))
+        CHECK(mft_shape_is(&c, 32, 1000, 32, 32, 128, 22016, 151936, 32768) && c.features == (MF_QK_NORM | MF_LM_HEAD));
     arena_free(&a);
 }
 
 static void test_mf_config_fields(void) {
     arena a = {0};
     mf_config c;
-    if (config_says(LLAMA ",\"num_key_value_heads\":null,\"head_dim\":null,\"rope_scaling\":null,"
-                    "\"num_attention_heads\":16,\"attention_bias\":true,\"tie_word_embeddings\":true,"
-                    "\"eos_token_id\":[5,99999,7,-1],\"bos_token_id\":null,"
-                    "\"rope_theta\":777,\"hidden_act\":\"swish\",\"num_experts\":0,\"quantization_config\":null}", NULL,
-                    &a, &c)) {
+    if (mft_config(M_LLAMA ",\"num_key_value_heads\":null,\"head_dim\":null,\"rope_scaling\":null,"
+                   "\"num_attention_heads\":16,\"attention_bias\":true,\"tie_word_embeddings\":true,"
+                   "\"eos_token_id\":[5,99999,7,-1],\"bos_token_id\":null,"
+                   "\"rope_theta\":777,\"hidden_act\":\"swish\",\"num_experts\":0,\"quantization_config\":null}", NULL,
+                   &a, &c)) {
         CHECK(c.shape.K == 16 && c.shape.D == 256 && c.features == (MF_QKV_BIAS | MF_O_BIAS) && c.rope.theta == 777);
         CHECK(c.n_eos_ids == 2 && c.eos_ids[0] == 5 && c.eos_ids[1] == 7 && c.bos_id == -1);
     }
-    if (config_says("{\"architectures\":[\"MistralForCausalLM\"],\"num_key_value_heads\":null,\"sliding_window\":null,"
-                    "\"attention_bias\":true}", NULL, &a, &c))
+    if (mft_config("{\"architectures\":[\"MistralForCausalLM\"],\"num_key_value_heads\":null,\"sliding_window\":null,"
+                   "\"attention_bias\":true}", NULL, &a, &c))
         CHECK(c.shape.K == 32 && c.window[0] == 0 && c.features == MF_LM_HEAD);
-    if (config_says(QWEN2 ",\"use_sliding_window\":true,\"sliding_window\":64,\"max_window_layers\":3}", NULL, &a, &c))
+    if (mft_config(M_QWEN2 ",\"use_sliding_window\":true,\"sliding_window\":64,\"max_window_layers\":3}", NULL, &a, &c))
         CHECK(c.window[2] == 0 && c.window[3] == 64);
-    if (config_says(QWEN2 ",\"use_sliding_window\":true,\"sliding_window\":64,\"layer_types\":[\"sliding_attention\","
-                    "\"full_attention\",\"sliding_attention\",\"full_attention\"]}", NULL, &a, &c))
+    if (mft_config(M_QWEN2 ",\"use_sliding_window\":true,\"sliding_window\":64,\"layer_types\":[\"sliding_attention\","
+                   "\"full_attention\",\"sliding_attention\",\"full_attention\"]}", NULL, &a, &c))
         CHECK(c.window[0] == 64 && c.window[1] == 0 && c.window[2] == 64 && c.window[3] == 0);
-    if (config_says(QWEN2 ",\"use_sliding_window\":false,\"sliding_window\":64,\"max_window_layers\":0}", NULL, &a, &c))
+    if (mft_config(M_QWEN2 ",\"use_sliding_window\":false,\"sliding_window\":64,\"max_window_layers\":0}", NULL, &a, &c))
         CHECK(c.window[0] == 0 && c.window[3] == 0);
-    if (config_says(LLAMA ",\"rope_theta\":5,\"rope_parameters\":{\"rope_theta\":600.0,\"rope_type\":\"default\"}}", NULL,
-                    &a, &c))
+    if (mft_config(M_LLAMA ",\"rope_theta\":5,\"rope_parameters\":{\"rope_theta\":600.0,\"rope_type\":\"default\"}}", NULL,
+                   &a, &c))
         CHECK(c.rope.theta == 600);
-    if (config_says(LLAMA ",\"rope_scaling\":{},\"rope_parameters\":{\"type\":\"linear\",\"factor\":3}}", NULL, &a, &c))
+    if (mft_config(M_LLAMA ",\"rope_scaling\":{},\"rope_parameters\":{\"type\":\"linear\",\"factor\":3}}", NULL, &a, &c))
         CHECK(c.rope.kind == MF_ROPE_LINEAR && c.rope.factor == 3);
-    if (config_says(LLAMA ",\"max_position_embeddings\":100,\"rope_scaling\":{\"type\":\"yarn\",\"factor\":4.0,"
-                    "\"beta_fast\":0,\"attention_factor\":null,\"original_max_position_embeddings\":100}}", NULL, &a, &c))
+    if (mft_config(M_LLAMA ",\"max_position_embeddings\":100,\"rope_scaling\":{\"type\":\"yarn\",\"factor\":4.0,"
+                   "\"beta_fast\":0,\"attention_factor\":null,\"original_max_position_embeddings\":100}}", NULL, &a, &c))
         CHECK(c.rope.kind == MF_ROPE_YARN && c.shape.max_len == 400 && c.rope.beta_fast == 32 &&
               c.shape.rope_scale > 1.13f);
-    if (config_says(LLAMA ",\"original_max_position_embeddings\":512,\"rope_scaling\":{\"type\":\"llama3\",\"factor\":8,"
-                    "\"low_freq_factor\":1,\"high_freq_factor\":4,\"original_max_position_embeddings\":8192}}", NULL,
-                    &a, &c))
+    if (mft_config(M_LLAMA ",\"original_max_position_embeddings\":512,\"rope_scaling\":{\"type\":\"llama3\",\"factor\":8,"
+                   "\"low_freq_factor\":1,\"high_freq_factor\":4,\"original_max_position_embeddings\":8192}}", NULL,
+                   &a, &c))
         CHECK(c.rope.original_len == 512);
     arena_free(&a);
 }
@@ -196,7 +210,7 @@ static void test_mf_generation(void) {
     mf_config c = {0};
     mf_defaults d;
     toka_err e;
-    if (!config_says(LLAMA "}", NULL, &a, &c)) return;
+    if (!mft_config(M_LLAMA "}", NULL, &a, &c)) return;
     const char *text = "{\"bos_token_id\":3,\"eos_token_id\":[4,6],\"do_sample\":true,\"temperature\":0.6,\"top_p\":0.95,"
                        "\"top_k\":20,\"repetition_penalty\":1.05,\"transformers_version\":\"4.51.0\"}";
     CHECK(mf_generation_parse(str_c(text), "g", &a, &c, &d, &e) == 0);
@@ -234,13 +248,13 @@ static void test_mf_tokenizer_config(void) {
 
 /* ---- A tiny Llama to spoil: L=2 E=8 H=2 K=1 D=4 F=6 V=10, bf16 zeros, the embedding first ---- */
 
-static const char tiny_config[] = LLAMA ",\"num_hidden_layers\":2,\"hidden_size\":8,\"num_attention_heads\":2,"
+static const char mft_tiny_config[] = M_LLAMA ",\"num_hidden_layers\":2,\"hidden_size\":8,\"num_attention_heads\":2,"
     "\"num_key_value_heads\":1,\"intermediate_size\":6,\"vocab_size\":10,\"max_position_embeddings\":32}";
 
 static const struct {
     const char *name;
     int rows, cols; /* rows 0: a vector */
-} tiny_tensors[] = {
+} mft_tiny_tensors[] = {
     {"model.embed_tokens.weight", 10, 8}, {"model.norm.weight", 0, 8}, {"lm_head.weight", 10, 8},
     {"model.layers.0.input_layernorm.weight", 0, 8}, {"model.layers.0.post_attention_layernorm.weight", 0, 8},
     {"model.layers.0.self_attn.q_proj.weight", 8, 8}, {"model.layers.0.self_attn.k_proj.weight", 4, 8},
@@ -253,24 +267,24 @@ static const struct {
     {"model.layers.1.mlp.gate_proj.weight", 6, 8}, {"model.layers.1.mlp.up_proj.weight", 6, 8},
     {"model.layers.1.mlp.down_proj.weight", 8, 6},
 };
-enum { TINY_PARAMETERS = 80 + 8 + 80 + 2 * (16 + 64 + 32 + 32 + 64 + 3 * 48) };
+enum { MFT_PARAMETERS = 80 + 8 + 80 + 2 * (16 + 64 + 32 + 32 + 64 + 3 * 48) };
 
 /* The header of tensors from .. to-1, and how many bytes they have. */
-static size_t tiny_header(int from, int to, buf *h) {
+static size_t mft_tiny_header(int from, int to, buf *h) {
     size_t at = 0;
     buf_char(h, '{');
     for (int i = from; i < to; i++) {
-        size_t bytes = 2 * (size_t)tiny_tensors[i].cols * (size_t)MAX(tiny_tensors[i].rows, 1);
-        buf_printf(h, "%s\"%s\":{\"dtype\":\"BF16\",\"shape\":[", i > from ? "," : "", tiny_tensors[i].name);
-        if (tiny_tensors[i].rows) buf_printf(h, "%d,", tiny_tensors[i].rows);
-        buf_printf(h, "%d],\"data_offsets\":[%zu,%zu]}", tiny_tensors[i].cols, at, at + bytes);
+        size_t bytes = 2 * (size_t)mft_tiny_tensors[i].cols * (size_t)MAX(mft_tiny_tensors[i].rows, 1);
+        buf_printf(h, "%s\"%s\":{\"dtype\":\"BF16\",\"shape\":[", i > from ? "," : "", mft_tiny_tensors[i].name);
+        if (mft_tiny_tensors[i].rows) buf_printf(h, "%d,", mft_tiny_tensors[i].rows);
+        buf_printf(h, "%d],\"data_offsets\":[%zu,%zu]}", mft_tiny_tensors[i].cols, at, at + bytes);
         at += bytes;
     }
     buf_char(h, '}');
     return at;
 }
 
-static void replace(buf *b, const char *from, const char *to) {
+static void mft_replace(buf *b, const char *from, const char *to) {
     ptrdiff_t at = str_find(buf_view(b), str_c(from), 0);
     CHECK_MSG(at >= 0, "the test looks for %s", from);
     if (at < 0) return;
@@ -282,14 +296,14 @@ static void replace(buf *b, const char *from, const char *to) {
 }
 
 /* Length, header (padded so that the data begins at a multiple of 8, plus `odd`) and zeros. */
-static void tiny_file(buf *out, buf *header, size_t data_bytes, size_t odd) {
+static void mft_tiny_file(buf *out, buf *header, size_t data_bytes, size_t odd) {
     while (header->n % 8 != odd % 8) buf_char(header, ' ');
     for (int i = 0; i < 8; i++) buf_char(out, (char)(header->n >> 8 * i));
     buf_str(out, buf_view(header));
     for (size_t i = 0; i < data_bytes; i++) buf_char(out, 0);
 }
 
-static void write_file(const char *folder, const char *name, str text) {
+static void mft_write_file(const char *folder, const char *name, str text) {
     char path[600];
     snprintf(path, sizeof path, "%s/%s", folder, name);
     FILE *f = fopen(path, "wb");
@@ -298,33 +312,33 @@ static void write_file(const char *folder, const char *name, str text) {
     if (f) fclose(f);
 }
 
-static char *temp_folder(char path[64]) {
+static char *mft_temp_folder(char path[64]) {
     strcpy(path, "/tmp/toka_mf_XXXXXX");
     CHECK(mkdtemp(path) != NULL);
     return path;
 }
-static void remove_folder(const char *path) {
+static void mft_remove_folder(const char *path) {
     char command[128];
     snprintf(command, sizeof command, "rm -rf '%s'", path);
     CHECK(system(command) == 0);
 }
 
 /* One way to spoil the tiny model. */
-typedef struct spoil {
+typedef struct mft_spoil {
     const char *config_from, *config_to; /* in config.json */
     const char *from, *to;               /* in the header */
     long cut;                            /* bytes of the file to leave, if not 0; negative: so many less */
     int more;                            /* data bytes to add */
     int odd;                             /* the data begins that far from a multiple of 8 */
     const char *want;                    /* in the message; NULL: it opens */
-} spoil;
+} mft_spoil;
 
-#define EMBED "\"model.embed_tokens.weight\":{\"dtype\":\"BF16\",\"shape\":[10,8],\"data_offsets\":[0,160]}"
-#define NORM "\"model.norm.weight\":{\"dtype\":\"BF16\",\"shape\":[8],\"data_offsets\":[160,176]}"
-#define NORM_IS(dtype, shape, offsets) \
+#define M_EMBED "\"model.embed_tokens.weight\":{\"dtype\":\"BF16\",\"shape\":[10,8],\"data_offsets\":[0,160]}"
+#define M_NORM "\"model.norm.weight\":{\"dtype\":\"BF16\",\"shape\":[8],\"data_offsets\":[160,176]}"
+#define M_NORM_IS(dtype, shape, offsets) \
     "\"model.norm.weight\":{\"dtype\":\"" dtype "\",\"shape\":" shape ",\"data_offsets\":" offsets "}"
 
-static const spoil spoils[] = {
+static const mft_spoil mft_spoils[] = {
     {.want = NULL},
     {.from = "{\"model", .to = "{\"__metadata__\":{\"format\":\"pt\"},\"model", .want = NULL},
     {.from = "{\"model", .to = "{\"__metadata__\":{\"n\":1},\"model", .want = "__metadata__ is not an object of strings"},
@@ -334,46 +348,48 @@ static const spoil spoils[] = {
     {.from = "{\"model", .to = "{\"a\":{\"b\":{\"c\":{}}},\"model", .want = "nested too deep"},
     {.from = "{\"model", .to = "{\"a\":1,\"model", .want = "a: dtype \"\" is not known"},
     {.from = "\"shape\"", .to = "\"shape\":", .want = "value expected"},
-    {.from = EMBED "," NORM, .to = NORM "," EMBED, .want = NULL}, /* the header's order is free */
+    {.from = M_EMBED "," M_NORM, .to = M_NORM "," M_EMBED, .want = NULL}, /* the header's order is free */
     /* offsets */
-    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[152,168]"),
+    {.from = M_NORM, .to = M_NORM_IS("BF16", "[8]", "[152,168]"),
      .want = "begin at 152, expected 160, they overlap another tensor"},
-    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[0,16]"), .want = "they overlap another tensor"},
-    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[168,184]"),
+    {.from = M_NORM, .to = M_NORM_IS("BF16", "[8]", "[0,16]"), .want = "they overlap another tensor"},
+    {.from = M_NORM, .to = M_NORM_IS("BF16", "[8]", "[168,184]"),
      .want = "begin at 168, expected 160, there is a hole before them"},
-    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[1000000,1000016]"), .want = "there is a hole before"},
-    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[176,160]"), .want = "data_offsets are not [begin, end]"},
-    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[-16,0]"), .want = "data_offsets are not [begin, end]"},
-    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[160]"), .want = "data_offsets are not [begin, end]"},
-    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[160,176,192]"), .want = "data_offsets are not [begin, end]"},
-    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[160.0,176]"), .want = "data_offsets are not [begin, end]"},
-    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[18446744073709551600,18446744073709551616]"),
+    {.from = M_NORM, .to = M_NORM_IS("BF16", "[8]", "[1000000,1000016]"), .want = "there is a hole before"},
+    {.from = M_NORM, .to = M_NORM_IS("BF16", "[8]", "[176,160]"), .want = "data_offsets are not [begin, end]"},
+    {.from = M_NORM, .to = M_NORM_IS("BF16", "[8]", "[-16,0]"), .want = "data_offsets are not [begin, end]"},
+    {.from = M_NORM, .to = M_NORM_IS("BF16", "[8]", "[160]"), .want = "data_offsets are not [begin, end]"},
+    {.from = M_NORM, .to = M_NORM_IS("BF16", "[8]", "[160,176,192]"), .want = "data_offsets are not [begin, end]"},
+    {.from = M_NORM, .to = M_NORM_IS("BF16", "[8]", "[160.0,176]"), .want = "data_offsets are not [begin, end]"},
+    {.from = M_NORM, .to = M_NORM_IS("BF16", "[8]", "[18446744073709551600,18446744073709551616]"),
      .want = "data_offsets are not"},
-    {.from = NORM, .to = NORM_IS("BF16", "[8]", "[160,178]"),
+    {.from = M_NORM, .to = M_NORM_IS("BF16", "[8]", "[160,178]"),
      .want = "data_offsets span 18 bytes, shape and dtype need 16"},
     {.more = 2, .want = "the tensors end at byte 1744 of the data, which has 1746"},
     /* shapes and dtypes */
-    {.from = NORM, .to = NORM_IS("BF16", "[4,2]", "[160,176]"), .want = "model.norm.weight: [4,2], expected [8]"},
-    {.from = NORM, .to = NORM_IS("BF16", "[1,8]", "[160,176]"), .want = "model.norm.weight: [1,8], expected [8]"},
-    {.from = NORM, .to = NORM_IS("BF16", "[8,1]", "[160,176]"), .want = "model.norm.weight: [8,1], expected [8]"},
-    {.from = EMBED, .to = "\"model.embed_tokens.weight\":{\"dtype\":\"F32\",\"shape\":[10,4],\"data_offsets\":[0,160]}",
+    {.from = M_NORM, .to = M_NORM_IS("BF16", "[4,2]", "[160,176]"), .want = "model.norm.weight: [4,2], expected [8]"},
+    {.from = M_NORM, .to = M_NORM_IS("BF16", "[1,8]", "[160,176]"), .want = "model.norm.weight: [1,8], expected [8]"},
+    {.from = M_NORM, .to = M_NORM_IS("BF16", "[8,1]", "[160,176]"), .want = "model.norm.weight: [8,1], expected [8]"},
+    {.from = M_EMBED, .to = "\"model.embed_tokens.weight\":{\"dtype\":\"F32\",\"shape\":[10,4],\"data_offsets\":[0,160]}",
      .want = "model.embed_tokens.weight: [10,4], expected [10,8]"},
-    {.from = NORM, .to = NORM_IS("BF16", "[2,2,2]", "[160,176]"), .want = "model.norm.weight: [2,2,...], expected [8]"},
-    {.from = NORM, .to = NORM_IS("F32", "[4]", "[160,176]"), .want = "model.norm.weight: [4], expected [8]"},
+    {.from = M_NORM, .to = M_NORM_IS("BF16", "[2,2,2]", "[160,176]"), .want = "model.norm.weight: [2,2,...], expected [8]"},
+    {.from = M_NORM, .to = M_NORM_IS("F32", "[4]", "[160,176]"), .want = "model.norm.weight: [4], expected [8]"},
     {.from = "[4,8]", .to = "[8,4]", .want = "model.layers.0.self_attn.k_proj.weight: [8,4], expected [4,8]"},
-    {.from = NORM, .to = NORM_IS("I16", "[8]", "[160,176]"),
+    {.from = M_NORM, .to = M_NORM_IS("I16", "[8]", "[160,176]"),
      .want = "model.norm.weight: dtype I16, expected BF16, F16 or F32"},
-    {.from = NORM, .to = NORM_IS("Q4_K", "[8]", "[160,176]"), .want = "model.norm.weight: dtype \"Q4_K\" is not known"},
-    {.from = NORM, .to = NORM_IS("F16", "[8]", "[160,176]"), .want = NULL},
-    {.from = NORM, .to = NORM_IS("BF16", "[-8]", "[160,176]"), .want = "shape is not a list of counts"},
-    {.from = NORM, .to = NORM_IS("BF16", "8", "[160,176]"), .want = "shape is not a list of counts"},
-    {.from = NORM, .to = NORM_IS("BF16", "[4611686018427387904,4]", "[160,160]"), .want = "shape is not a list of counts"},
-    {.from = NORM, .to = NORM_IS("BF16", "[2147483648,2147483648]", "[160,176]"), .want = "shape is not a list of counts"},
-    {.from = NORM, .to = NORM_IS("F4", "[3]", "[160,176]"), .want = "shape and dtype need 2"},
-    {.from = NORM, .to = NORM_IS("F4", "[33]", "[160,176]"), .want = "span 16 bytes, shape and dtype need 17"},
-    {.from = NORM, .to = NORM ",\"x\":{\"dtype\":\"I64\",\"shape\":[0,7],\"data_offsets\":[176,176]}", .want = NULL},
-    {.from = NORM, .to = "\"model.norm.weight\":7", .want = "model.norm.weight: dtype \"\" is not known"},
-    {.from = EMBED, .to = "\"model.embed_tokens.weight\":{\"dtype\":\"BF16\",\"shape\":[20,4],\"data_offsets\":[0,160]}",
+    {.from = M_NORM, .to = M_NORM_IS("Q4_K", "[8]", "[160,176]"), .want = "model.norm.weight: dtype \"Q4_K\" is not known"},
+    {.from = M_NORM, .to = M_NORM_IS("F16", "[8]", "[160,176]"), .want = NULL},
+    {.from = M_NORM, .to = M_NORM_IS("BF16", "[-8]", "[160,176]"), .want = "shape is not a list of counts"},
+    {.from = M_NORM, .to = M_NORM_IS("BF16", "8", "[160,176]"), .want = "shape is not a list of counts"},
+    {.from = M_NORM, .to = M_NORM_IS("BF16", "[4611686018427387904,4]", "[160,160]"),
+     .want = "shape is not a list of counts"},
+    {.from = M_NORM, .to = M_NORM_IS("BF16", "[2147483648,2147483648]", "[160,176]"),
+     .want = "shape is not a list of counts"},
+    {.from = M_NORM, .to = M_NORM_IS("F4", "[3]", "[160,176]"), .want = "shape and dtype need 2"},
+    {.from = M_NORM, .to = M_NORM_IS("F4", "[33]", "[160,176]"), .want = "span 16 bytes, shape and dtype need 17"},
+    {.from = M_NORM, .to = M_NORM ",\"x\":{\"dtype\":\"I64\",\"shape\":[0,7],\"data_offsets\":[176,176]}", .want = NULL},
+    {.from = M_NORM, .to = "\"model.norm.weight\":7", .want = "model.norm.weight: dtype \"\" is not known"},
+    {.from = M_EMBED, .to = "\"model.embed_tokens.weight\":{\"dtype\":\"BF16\",\"shape\":[20,4],\"data_offsets\":[0,160]}",
      .want = "model.embed_tokens.weight: [20,4], expected [10,8]"},
     /* names */
     {.from = "model.norm.weight", .to = "model.embed_tokens.weight", .want = "model.embed_tokens.weight is there twice"},
@@ -402,7 +418,7 @@ static const spoil spoils[] = {
 };
 
 /* Opens `model`; the message must hold `want`, or it must open if want is NULL. */
-static mf_model *open_says(const char *model, const char *want, const char *what) {
+static mf_model *mft_open_says(const char *model, const char *want, const char *what) {
     mf_model *m;
     toka_err e;
     int code = mf_open(&m, model, NULL, NULL, &e);
@@ -412,45 +428,45 @@ static mf_model *open_says(const char *model, const char *want, const char *what
     return m;
 }
 
-static void write_tiny(const char *folder, const spoil *s) {
+static void mft_write_tiny(const char *folder, const mft_spoil *s) {
     buf header = {0}, file = {0}, config = {0};
-    size_t bytes = tiny_header(0, COUNT(tiny_tensors), &header) + (size_t)s->more;
-    buf_c(&config, tiny_config);
-    if (s->from) replace(&header, s->from, s->to);
-    if (s->config_from) replace(&config, s->config_from, s->config_to);
-    tiny_file(&file, &header, bytes, (size_t)s->odd);
+    size_t bytes = mft_tiny_header(0, COUNT(mft_tiny_tensors), &header) + (size_t)s->more;
+    buf_c(&config, mft_tiny_config);
+    if (s->from) mft_replace(&header, s->from, s->to);
+    if (s->config_from) mft_replace(&config, s->config_from, s->config_to);
+    mft_tiny_file(&file, &header, bytes, (size_t)s->odd);
     if (s->cut) file.n = s->cut > 0 ? (size_t)s->cut : (size_t)MAX((long)file.n + s->cut, 0L);
-    write_file(folder, "model.safetensors", buf_view(&file));
-    write_file(folder, "config.json", buf_view(&config));
+    mft_write_file(folder, "model.safetensors", buf_view(&file));
+    mft_write_file(folder, "config.json", buf_view(&config));
     buf_free(&header), buf_free(&file), buf_free(&config);
 }
 
 static void test_mf_safetensors(void) {
     char folder[64];
-    temp_folder(folder);
-    for (int i = 0; i < COUNT(spoils); i++) {
-        const spoil *s = &spoils[i];
+    mft_temp_folder(folder);
+    for (int i = 0; i < COUNT(mft_spoils); i++) {
+        const mft_spoil *s = &mft_spoils[i];
         char what[512];
         snprintf(what, sizeof what, "case %d: %.400s", i, s->to ? s->to : s->config_to ? s->config_to : "length");
-        write_tiny(folder, s);
-        mf_model *m = open_says(folder, s->want, what);
+        mft_write_tiny(folder, s);
+        mf_model *m = mft_open_says(folder, s->want, what);
         if (m && i == 0) {
             const char *file = m->maps[m->n_maps - 1].p;
-            CHECK(m->n_parameters == TINY_PARAMETERS && m->weight_bytes == 2 * TINY_PARAMETERS);
-            CHECK(mf_n_parameters(&m->config) == TINY_PARAMETERS);
+            CHECK(m->n_parameters == MFT_PARAMETERS && m->weight_bytes == 2 * MFT_PARAMETERS);
+            CHECK(mf_n_parameters(&m->config) == MFT_PARAMETERS);
             CHECK(m->weights.embed.rows == 10 && m->weights.embed.cols == 8 && m->weights.embed.dtype == TOKA_BF16);
-            CHECK((const char *)m->weights.embed.data == file + m->maps[m->n_maps - 1].n - 2 * TINY_PARAMETERS);
+            CHECK((const char *)m->weights.embed.data == file + m->maps[m->n_maps - 1].n - 2 * MFT_PARAMETERS);
             CHECK(m->weights.layers[1].down.rows == 8 && m->weights.layers[1].down.cols == 6);
             CHECK(m->weights.norm.rows == 1 && m->weights.norm.cols == 8 && m->weights.layers[0].q_bias.rows == 0);
             CHECK(strcmp(m->name, strrchr(folder, '/') + 1) == 0 && strcmp(m->architecture, "LlamaForCausalLM") == 0);
         }
         if (m && s->config_to && strstr(s->config_to, "tie")) {
             CHECK(m->weights.lm_head.data == m->weights.embed.data);
-            CHECK(m->n_parameters == TINY_PARAMETERS - 80);
+            CHECK(m->n_parameters == MFT_PARAMETERS - 80);
         }
         mf_close(m);
     }
-    remove_folder(folder);
+    mft_remove_folder(folder);
 }
 
 /* Header lengths that no file has: only the eight bytes count. */
@@ -481,26 +497,26 @@ static void test_mf_header_length(void) {
 
 /* ---- Shards ---- */
 
-static void write_shard(const char *folder, const char *name, int from, int to) {
+static void mft_write_shard(const char *folder, const char *name, int from, int to) {
     buf header = {0}, file = {0};
-    size_t bytes = tiny_header(from, to, &header);
-    tiny_file(&file, &header, bytes, 0);
-    write_file(folder, name, buf_view(&file));
+    size_t bytes = mft_tiny_header(from, to, &header);
+    mft_tiny_file(&file, &header, bytes, 0);
+    mft_write_file(folder, name, buf_view(&file));
     buf_free(&header), buf_free(&file);
 }
 
 static void test_mf_shards(void) {
     char folder[64], path[128];
-    const int n = COUNT(tiny_tensors);
+    const int n = COUNT(mft_tiny_tensors);
     const char index[] = "model.safetensors.index.json";
-    temp_folder(folder);
-    write_file(folder, "config.json", str_c(tiny_config));
-    mf_close(open_says(folder, "there is no model.safetensors and no model.safetensors.index.json", "no weights"));
-    write_file(folder, "pytorch_model.bin", STR(""));
-    mf_close(open_says(folder, "pytorch_model.bin is not read", "only a pickle"));
+    mft_temp_folder(folder);
+    mft_write_file(folder, "config.json", str_c(mft_tiny_config));
+    mf_close(mft_open_says(folder, "there is no model.safetensors and no model.safetensors.index.json", "no weights"));
+    mft_write_file(folder, "pytorch_model.bin", STR(""));
+    mf_close(mft_open_says(folder, "pytorch_model.bin is not read", "only a pickle"));
 
-    write_shard(folder, "a.safetensors", 0, 9);
-    write_shard(folder, "b.safetensors", 9, n);
+    mft_write_shard(folder, "a.safetensors", 0, 9);
+    mft_write_shard(folder, "b.safetensors", 9, n);
     static const char *const bad[][2] = {
         {"", "index.json: the file is empty"},
         {" ", "text ends too early"},
@@ -515,23 +531,23 @@ static void test_mf_shards(void) {
         {"{\"weight_map\":{\"x\":\"a.safetensors\"}}", ".weight: missing in"},
     };
     for (int i = 0; i < COUNT(bad); i++) {
-        write_file(folder, index, str_c(bad[i][0]));
-        mf_close(open_says(folder, bad[i][1], bad[i][0]));
+        mft_write_file(folder, index, str_c(bad[i][0]));
+        mf_close(mft_open_says(folder, bad[i][1], bad[i][0]));
     }
-    write_file(folder, index, STR("{\"metadata\":{},\"weight_map\":{\"x\":\"a.safetensors\",\"y\":\"b.safetensors\","
+    mft_write_file(folder, index, STR("{\"metadata\":{},\"weight_map\":{\"x\":\"a.safetensors\",\"y\":\"b.safetensors\","
                                   "\"z\":\"a.safetensors\"}}"));
-    mf_model *m = open_says(folder, NULL, "two shards");
-    CHECK(m && m->n_parameters == TINY_PARAMETERS);
+    mf_model *m = mft_open_says(folder, NULL, "two shards");
+    CHECK(m && m->n_parameters == MFT_PARAMETERS);
     mf_close(m);
 
-    write_shard(folder, "b.safetensors", 8, n);
-    mf_close(open_says(folder, "model.layers.0.self_attn.o_proj.weight is in two files", "one tensor in both"));
-    write_shard(folder, "b.safetensors", 9, n);
+    mft_write_shard(folder, "b.safetensors", 8, n);
+    mf_close(mft_open_says(folder, "model.layers.0.self_attn.o_proj.weight is in two files", "one tensor in both"));
+    mft_write_shard(folder, "b.safetensors", 9, n);
     snprintf(path, sizeof path, "%s/model.safetensors", folder);
     CHECK(mkdir(path, 0700) == 0);
-    mf_close(open_says(folder, "model.safetensors: not a regular file",
+    mf_close(mft_open_says(folder, "model.safetensors: not a regular file",
                        "a folder in the file's place goes before the index"));
-    remove_folder(folder);
+    mft_remove_folder(folder);
 }
 
 /* ---- What is not a plain file: each of the files, in each of the ways ---- */
@@ -542,8 +558,8 @@ static void test_mf_odd_files(void) {
     static const char *const want[] = {"not a regular file", "not a regular file", "Too many levels of symbolic links",
                                        "No such file or directory", "Permission denied", "the file is empty"};
     char folder[64], path[128];
-    temp_folder(folder);
-    write_tiny(folder, &(spoil){0});
+    mft_temp_folder(folder);
+    mft_write_tiny(folder, &(mft_spoil){0});
     for (int i = 0; i < COUNT(names); i++)
         for (int how = 0; how < 6; how++) {
             if (how == 4 && geteuid() == 0) {
@@ -554,33 +570,33 @@ static void test_mf_odd_files(void) {
             unlink(path);
             int code = how == 0 ? mkdir(path, 0700) : how == 1 ? mkfifo(path, 0600) : how == 2 ? symlink(names[i], path)
                      : how == 3 ? symlink("nowhere", path)
-                     : (write_file(folder, names[i], how == 4 ? STR("{}") : STR("")), chmod(path, how == 4 ? 0 : 0600));
+                     : (mft_write_file(folder, names[i], how == 4 ? STR("{}") : STR("")), chmod(path, how == 4 ? 0 : 0600));
             CHECK(code == 0);
             char what[128];
             snprintf(what, sizeof what, "%s, way %d", names[i], how);
-            mf_close(open_says(folder, want[how], what));
+            mf_close(mft_open_says(folder, want[how], what));
             if (how == 0) rmdir(path);
             else unlink(path);
-            if (i == 0 || i == 5) write_tiny(folder, &(spoil){0});
+            if (i == 0 || i == 5) mft_write_tiny(folder, &(mft_spoil){0});
         }
-    mf_close(open_says(folder, NULL, "and whole again"));
-    write_file(folder, "tokenizer_config.json", STR("{\"chat_template\":\"from the config\",\"eos_token\":\"</s>\"}"));
-    mf_model *m = open_says(folder, NULL, "a template in tokenizer_config.json");
+    mf_close(mft_open_says(folder, NULL, "and whole again"));
+    mft_write_file(folder, "tokenizer_config.json", STR("{\"chat_template\":\"from the config\",\"eos_token\":\"</s>\"}"));
+    mf_model *m = mft_open_says(folder, NULL, "a template in tokenizer_config.json");
     CHECK(m && !m->defaults.has_temperature && m->defaults.temperature == 1 && m->defaults.top_p == 1);
     CHECK(m && str_is(m->chat_template, "from the config") && strcmp(m->eos_token, "</s>") == 0 &&
           m->tokenizer_json.n == 0);
     mf_close(m);
-    write_file(folder, "chat_template.jinja", STR("from the file"));
-    m = open_says(folder, NULL, "chat_template.jinja goes first");
+    mft_write_file(folder, "chat_template.jinja", STR("from the file"));
+    m = mft_open_says(folder, NULL, "chat_template.jinja goes first");
     CHECK(m && str_is(m->chat_template, "from the file"));
     mf_close(m);
-    remove_folder(folder);
+    mft_remove_folder(folder);
 }
 
 /* ---- Finding ---- */
 
 /* The error message of an attempt to open `model` with this models.txt; "" if it opened and its name is `name`. */
-static const char *find_says(const char *model, const char *models_file, const char *name) {
+static const char *mft_find_says(const char *model, const char *models_file, const char *name) {
     static toka_err e;
     mf_model *m;
     e.msg[0] = 0;
@@ -595,7 +611,7 @@ static void test_mf_find(void) {
     static const char *const below[] = {"", "", "hub/", "huggingface/hub/", ".cache/huggingface/hub/"};
     char *old[COUNT(env)], root[64], path[256], models[128];
     for (int i = 0; i < COUNT(env); i++) old[i] = getenv(env[i]) ? strdup(getenv(env[i])) : NULL, unsetenv(env[i]);
-    temp_folder(root);
+    mft_temp_folder(root);
     for (int i = COUNT(env) - 1; i >= 0; i--) { /* each one goes before those that were set in earlier turns */
         snprintf(path, sizeof path,
                  "mkdir -p %s/%d/%smodels--org--tiny-%d/refs %s/%d/%smodels--org--tiny-%d/snapshots/abc123", root,
@@ -604,41 +620,41 @@ static void test_mf_find(void) {
         snprintf(path, sizeof path, "%s/%d", root, i);
         setenv(env[i], path, 1);
         snprintf(path, sizeof path, "%s/%d/%smodels--org--tiny-%d/snapshots/abc123", root, i, below[i], i);
-        write_tiny(path, &(spoil){0});
+        mft_write_tiny(path, &(mft_spoil){0});
         strcpy(strstr(path, "snapshots"), "refs");
-        write_file(path, "main", STR("abc123\n"));
+        mft_write_file(path, "main", STR("abc123\n"));
         char id[32];
         snprintf(id, sizeof id, "org/tiny-%d", i);
-        CHECK_MSG(!*find_says(id, NULL, id), "%s: %s", env[i], find_says(id, NULL, id));
+        CHECK_MSG(!*mft_find_says(id, NULL, id), "%s: %s", env[i], mft_find_says(id, NULL, id));
         strcat(id, "@abc123");
-        CHECK(!*find_says(id, NULL, id));
+        CHECK(!*mft_find_says(id, NULL, id));
     }
-    CHECK(strstr(find_says("org/tiny-0@abc124", NULL, ""), "get it with: hf download org/tiny-0 --revision abc124"));
-    CHECK(strstr(find_says("org/none", NULL, ""), "/0; get it with: hf download org/none"));
-    CHECK(strstr(find_says("org/../x", NULL, ""), "not a hub id"));
-    CHECK(strstr(find_says("org/tiny@../../x", NULL, ""), "not a hub id"));
-    CHECK(strstr(find_says("no-such-folder/a/b", NULL, ""), "no such folder"));
-    CHECK(strstr(find_says("", NULL, ""), "no such folder"));
-    CHECK(strstr(find_says("/dev/null", NULL, ""), "not a folder"));
+    CHECK(strstr(mft_find_says("org/tiny-0@abc124", NULL, ""), "get it with: hf download org/tiny-0 --revision abc124"));
+    CHECK(strstr(mft_find_says("org/none", NULL, ""), "/0; get it with: hf download org/none"));
+    CHECK(strstr(mft_find_says("org/../x", NULL, ""), "not a hub id"));
+    CHECK(strstr(mft_find_says("org/tiny@../../x", NULL, ""), "not a hub id"));
+    CHECK(strstr(mft_find_says("no-such-folder/a/b", NULL, ""), "no such folder"));
+    CHECK(strstr(mft_find_says("", NULL, ""), "no such folder"));
+    CHECK(strstr(mft_find_says("/dev/null", NULL, ""), "not a folder"));
 
     const char line[] = " org/tiny-0 LlamaForCausalLM 2 8 2 1 4 6 10 untied 10000 default 1e-6 32 - - config\n";
     buf text = {0};
     buf_printf(&text, "# comment\n\ntiny%s  other org/gone%s", line, strchr(line + 1, ' '));
-    write_file(root, "models.txt", buf_view(&text));
+    mft_write_file(root, "models.txt", buf_view(&text));
     snprintf(models, sizeof models, "%s/models.txt", root);
-    CHECK_MSG(!*find_says("tiny", models, "tiny"), "%s", find_says("tiny", models, "tiny"));
-    CHECK(!*find_says("TINY", models, "tiny"));
-    const char *msg = find_says("other", models, "");
+    CHECK_MSG(!*mft_find_says("tiny", models, "tiny"), "%s", mft_find_says("tiny", models, "tiny"));
+    CHECK(!*mft_find_says("TINY", models, "tiny"));
+    const char *msg = mft_find_says("other", models, "");
     CHECK_MSG(strstr(msg, "other: org/gone is not in the hub cache") && strstr(msg, "hf download org/gone"), "%s", msg);
-    CHECK(strstr(find_says("third", models, ""), "third: no such folder, and no such name in models.txt"));
-    CHECK(strstr(find_says("third", "/nowhere/models.txt", ""), "/nowhere/models.txt: No such file"));
+    CHECK(strstr(mft_find_says("third", models, ""), "third: no such folder, and no such name in models.txt"));
+    CHECK(strstr(mft_find_says("third", "/nowhere/models.txt", ""), "/nowhere/models.txt: No such file"));
 
     snprintf(path, sizeof path, "%s/0/models--org--tiny-0/refs/main", root);
     unlink(path);
-    CHECK(strstr(find_says("org/tiny-0", NULL, ""), "is not in the hub cache"));
+    CHECK(strstr(mft_find_says("org/tiny-0", NULL, ""), "is not in the hub cache"));
     snprintf(path, sizeof path, "%s/loop", root);
-    CHECK(symlink("loop", path) == 0 && strstr(find_says(path, NULL, ""), "Too many levels of symbolic links"));
-    remove_folder(root);
+    CHECK(symlink("loop", path) == 0 && strstr(mft_find_says(path, NULL, ""), "Too many levels of symbolic links"));
+    mft_remove_folder(root);
     buf_free(&text);
     for (int i = 0; i < COUNT(env); i++) {
         if (old[i]) setenv(env[i], old[i], 1);
@@ -688,7 +704,7 @@ static void test_mf_models_refused(void) {
 static const struct {
     const char *name;
     int64_t n_parameters;
-} known_counts[] = {
+} mft_known_counts[] = {
     {"llama-3.2-1b", 1235814400},   {"llama-3.2-3b-instruct", 3212749824}, {"llama-3.1-8b", 8030261248},
     {"llama-3.1-70b", 70553706496}, {"llama-3.3-70b-instruct", 70553706496}, {"llama-2-7b", 6738415616},
     {"llama-2-13b", 13015864320},   {"mistral-7b-v0.1", 7241732096},       {"mistral-7b-v0.3", 7248023552},
@@ -708,11 +724,11 @@ static void test_mf_models_txt(void) {
     int code = mf_models_open("models.txt", &a, &list, &n, &e);
     CHECK_MSG(code == 0, "%s", e.msg);
     CHECK(code || n >= 24);
-    for (int i = 0; !code && i < COUNT(known_counts); i++) {
+    for (int i = 0; !code && i < COUNT(mft_known_counts); i++) {
         int at = 0;
-        while (at < n && strcmp(list[at].name, known_counts[i].name) != 0) at++;
+        while (at < n && strcmp(list[at].name, mft_known_counts[i].name) != 0) at++;
         int64_t count = at < n ? mf_n_parameters(&list[at].config) : -1;
-        CHECK_MSG(count == known_counts[i].n_parameters, "%s: %lld", known_counts[i].name, (long long)count);
+        CHECK_MSG(count == mft_known_counts[i].n_parameters, "%s: %lld", mft_known_counts[i].name, (long long)count);
     }
     for (int i = 0; !code && i < n; i++) {
         const mf_config *c = &list[i].config;
@@ -739,9 +755,9 @@ static void test_mf_data(void) {
             SKIP(1, "no public test data");
             continue;
         }
-        mf_model *m = open_says(path, NULL, path);
+        mf_model *m = mft_open_says(path, NULL, path);
         if (!m) continue;
-        CHECK(shape_is(&m->config, models[i].L, models[i].E, models[i].H, models[i].K, models[i].D, models[i].F,
+        CHECK(mft_shape_is(&m->config, models[i].L, models[i].E, models[i].H, models[i].K, models[i].D, models[i].F,
                        models[i].V,
                        models[i].max_len));
         CHECK(m->n_parameters == models[i].n && m->weight_bytes == 4 * (size_t)models[i].n);
@@ -758,7 +774,7 @@ static void test_mf_fixtures(void) {
         char path[400];
         snprintf(path, sizeof path, "test/fixtures/%s", it->d_name);
         if (it->d_name[0] == '.' || !os_is_dir(path)) continue;
-        mf_model *m = open_says(path, NULL, path);
+        mf_model *m = mft_open_says(path, NULL, path);
         CHECK(m && m->n_parameters == mf_n_parameters(&m->config) && strcmp(m->name, it->d_name) == 0);
         mf_close(m);
         n++;
@@ -771,8 +787,8 @@ static void test_mf_embedded(void) {
     char folder[64], path[128];
     toka_err e;
     mf_model *m;
-    temp_folder(folder);
-    write_tiny(folder, &(spoil){0});
+    mft_temp_folder(folder);
+    mft_write_tiny(folder, &(mft_spoil){0});
     mf_embedded files[3] = {{.name = "config.json"}, {.name = "model.safetensors"}, {0}};
     for (int i = 0; i < 2; i++) {
         snprintf(path, sizeof path, "%s/%s", folder, files[i].name);
@@ -780,36 +796,36 @@ static void test_mf_embedded(void) {
         files[i].begin = s.p, files[i].end = s.p + s.n;
     }
     CHECK(mf_open(&m, NULL, NULL, files, &e) == 0);
-    if (m) CHECK(m->n_parameters == TINY_PARAMETERS && !m->folder && strcmp(m->name, "embedded") == 0 && m->n_maps == 0);
+    if (m) CHECK(m->n_parameters == MFT_PARAMETERS && !m->folder && strcmp(m->name, "embedded") == 0 && m->n_maps == 0);
     mf_close(m);
     CHECK(mf_open(&m, NULL, NULL, NULL, &e) == TOKA_E_USE && strstr(e.msg, "no model given"));
     CHECK(mf_open(&m, NULL, NULL, (mf_embedded[]){{0}}, &e) == TOKA_E_USE);
     CHECK(mf_open(&m, NULL, NULL, files + 1, &e) && strstr(e.msg, "embedded config.json: no such file"));
     for (int i = 0; i < 2; i++) free((void *)files[i].begin);
-    remove_folder(folder);
+    mft_remove_folder(folder);
 }
 
 /* A sparse file with an embedding of 2 GB: opening it must not read it. */
 static void test_mf_lazy(void) {
     char folder[64], path[128];
-    temp_folder(folder);
+    mft_temp_folder(folder);
     buf header = {0}, file = {0}, config = {0};
     size_t big = (size_t)67108864 * 8 * 4;
-    buf_c(&config, tiny_config);
-    replace(&config, "\"vocab_size\":10", "\"vocab_size\":67108864,\"tie_word_embeddings\":true");
-    size_t bytes = tiny_header(3, COUNT(tiny_tensors), &header);
+    buf_c(&config, mft_tiny_config);
+    mft_replace(&config, "\"vocab_size\":10", "\"vocab_size\":67108864,\"tie_word_embeddings\":true");
+    size_t bytes = mft_tiny_header(3, COUNT(mft_tiny_tensors), &header);
     char extra[300];
     snprintf(extra, sizeof extra, "{\"model.norm.weight\":{\"dtype\":\"BF16\",\"shape\":[8],\"data_offsets\":[%zu,%zu]},"
              "\"model.embed_tokens.weight\":{\"dtype\":\"F32\",\"shape\":[67108864,8],\"data_offsets\":[%zu,%zu]},", bytes,
              bytes + 16, bytes + 16, bytes + 16 + big);
-    replace(&header, "{", extra);
-    tiny_file(&file, &header, 0, 0);
-    write_file(folder, "config.json", buf_view(&config));
-    write_file(folder, "model.safetensors", buf_view(&file));
+    mft_replace(&header, "{", extra);
+    mft_tiny_file(&file, &header, 0, 0);
+    mft_write_file(folder, "config.json", buf_view(&config));
+    mft_write_file(folder, "model.safetensors", buf_view(&file));
     snprintf(path, sizeof path, "%s/model.safetensors", folder);
     CHECK(truncate(path, (off_t)(file.n + bytes + 16 + big)) == 0);
     double t0 = os_now();
-    mf_model *m = open_says(folder, NULL, "2 GB of zeros that are not there");
+    mf_model *m = mft_open_says(folder, NULL, "2 GB of zeros that are not there");
     CHECK(m && m->weight_bytes > big && os_now() - t0 < 1);
     unsigned char *in = mem_zalloc(big / 4096 + 2); /* which pages of the map are in memory */
     if (m) {
@@ -821,7 +837,7 @@ static void test_mf_lazy(void) {
     }
     free(in);
     mf_close(m);
-    remove_folder(folder);
+    mft_remove_folder(folder);
     buf_free(&header), buf_free(&file), buf_free(&config);
 }
 
