@@ -7544,8 +7544,382 @@ static int mf_open(mf_model **out, const char *model, const char *models_file, c
 
 /* ===========================================================================
  * MARK: 10. KV pages and prefix tree [pure]
- * Empty until the engine issue: pages are handed out by chapter 17 for now.
+ * Who holds which page of the KV cache, and which pages hold the same tokens.
+ *
+ * A page has room for the K and V of B tokens. A sequence (slot q) holds a row of pages, page i for positions i*B .. i*B+B-1.
+ * Pages whose B tokens are all known hang in a tree: a node is a page, its key is (parent page, its B tokens), so the path from the
+ * root spells a prefix and two sequences with the same prefix hold the same pages. The first n_tree pages of a row are in the
+ * tree, the rest are the sequence's own.
+ *
+ *      root --- [The cat sat on] --- [the mat and the] --- [dog barked at it]      q1: 3 tree pages, then own ones
+ *                              \                     \---- [bird sang a song]      q2
+ *                               \--- [a hot tin roof ]                             q3
+ *
+ * One page is always in exactly one of three places:
+ *
+ *      free    --kv_open, kv_grow-->    held (ref > 0)    --kv_close: not in the tree, or never computed-->    free
+ *      cached  --kv_open: matched-->    held              --kv_close: in the tree and ready-->                 cached
+ *      cached  --kv_take: the free list is empty, the longest unused leaf goes--> held by another
+ *
+ * In the tree: the full pages of a prompt at kv_open, before anything is computed (n samples share at once); a page filled by
+ * generation at kv_fill. `ready` says that a step which computes the page's K and V has been planned. Steps run in the order in which
+ * they are planned, so whoever plans a later row may read it. Nobody needs to remember who computes a page: a sequence in
+ * prefill skips pages that became ready (kv_skip) and computes the first that is not, so any other holder may vanish.
+ *
+ * Rows are also kept in an order in which the holders of every page lie side by side, with the number of pages that each row
+ * has in common with the one before it (lcp): chapter 13 reads the groups that share a prefix from that.
+ *
+ * What always holds (kv_check): ref = number of rows with the page; a held or ready page's parent is held or ready too; a page is in
+ * the LRU list if it is in the tree, unheld and without children; an unheld page of the tree is ready.
+ * Nothing is allocated after kv_init. Cost: O(pages of the row) for kv_open and kv_close, O(1) for the rest.
  * =========================================================================== */
+
+#define KV_OFF (-1) /* as parent: not in the tree */
+
+typedef struct kv_page {
+    uint64_t hash;  /* of all tokens from the root to the end of this page; while in the tree */
+    int64_t tick;   /* when its last holder let go */
+    int ref;        /* rows that have it */
+    int parent;     /* page, kv.root, or KV_OFF */
+    int n_children; /* in the tree, held or not */
+    int chain;      /* next page of the same hash bucket, -1 ends */
+    int older, newer; /* LRU list, while an unheld leaf */
+    int last;       /* last row of the order that has it, while held and in the tree */
+    bool ready;
+} kv_page;
+
+typedef struct kv_seq {
+    int prev, next; /* the order */
+    int lcp;        /* leading pages in common with prev */
+    int n_pages, n_tree;
+    bool stray;     /* an equal page stood in the tree, not ready: no page of this row enters any more */
+} kv_seq;
+
+typedef struct kv {
+    int B, n_pages, n_seqs, cap; /* cap: most pages of a row */
+    int root;          /* = n_pages: pages[root] is the root of the tree and both ends of the LRU list */
+    kv_page *pages;    /* [n_pages + 1] */
+    int32_t *tokens;   /* [n_pages][B] of the pages in the tree */
+    int *bucket;       /* [n_bucket] hash table: first page or -1 */
+    uint64_t n_bucket; /* power of two */
+    int *free_list;    /* stack */
+    int n_free, n_cached;
+    kv_seq *seqs;      /* [n_seqs + 1]; the last one is both ends of the order */
+    int *table;        /* [n_seqs][cap] */
+    int64_t tick;
+    int64_t n_evicted; /* since kv_init */
+} kv;
+
+static void kv_init(kv *k, int B, int n_pages, int n_seqs, int max_len) {
+    *k = (kv){.B = B, .n_pages = n_pages, .n_seqs = n_seqs, .cap = (max_len + B - 1) / B, .root = n_pages};
+    for (k->n_bucket = 16; k->n_bucket < (uint64_t)n_pages * 2; k->n_bucket *= 2) {}
+    k->pages = mem_zalloc(((size_t)n_pages + 1) * sizeof *k->pages);
+    k->tokens = mem_alloc((size_t)n_pages * (size_t)B * sizeof *k->tokens);
+    k->bucket = mem_alloc(k->n_bucket * sizeof *k->bucket);
+    k->free_list = mem_alloc((size_t)n_pages * sizeof *k->free_list);
+    k->seqs = mem_zalloc(((size_t)n_seqs + 1) * sizeof *k->seqs);
+    k->table = mem_zalloc((size_t)n_seqs * (size_t)k->cap * sizeof *k->table);
+    for (uint64_t i = 0; i < k->n_bucket; i++) k->bucket[i] = -1;
+    for (int p = n_pages - 1; p >= 0; p--) k->pages[p].parent = KV_OFF, k->free_list[k->n_free++] = p;
+    k->pages[k->root] = (kv_page){.hash = 1, .parent = KV_OFF, .older = k->root, .newer = k->root, .ready = true};
+    k->seqs[n_seqs].prev = k->seqs[n_seqs].next = n_seqs;
+}
+
+static void kv_free(kv *k) {
+    free(k->pages), free(k->tokens), free(k->bucket), free(k->free_list), free(k->seqs), free(k->table);
+    *k = (kv){0};
+}
+
+static int *kv_row(const kv *k, int q) { return k->table + (size_t)q * (size_t)k->cap; }
+
+/* Pages that kv_take can still give. Every cached page can be had: what hangs below an unheld page is unheld. */
+static int kv_room(const kv *k) { return k->n_free + k->n_cached; }
+
+static int kv_pages_for(const kv *k, int n_tokens) { return (n_tokens + k->B - 1) / k->B; }
+
+/* ---- LRU list of unheld leaves: pages[root].newer is the oldest ---- */
+
+static void kv_lru_put(kv *k, int p, int after) {
+    kv_page *g = k->pages;
+    g[p].older = after, g[p].newer = g[after].newer;
+    g[g[p].newer].older = p, g[after].newer = p;
+}
+
+static void kv_lru_cut(kv *k, int p) {
+    kv_page *g = k->pages;
+    g[g[p].older].newer = g[p].newer, g[g[p].newer].older = g[p].older;
+}
+
+/* ---- Tree ---- */
+
+static uint64_t kv_hash(const kv *k, uint64_t parent_hash, const int32_t *tokens) {
+    uint64_t h = (parent_hash ^ hash_bytes(tokens, (size_t)k->B * sizeof *tokens)) * 0x9E3779B97F4A7C15u;
+    return h ^ h >> 32;
+}
+
+/* The page below `parent` with these B tokens, or -1. */
+static int kv_child(const kv *k, int parent, uint64_t hash, const int32_t *tokens) {
+    int p = k->bucket[hash & (k->n_bucket - 1)];
+    for (; p >= 0; p = k->pages[p].chain)
+        if (k->pages[p].hash == hash && k->pages[p].parent == parent &&
+            !memcmp(k->tokens + (size_t)p * (size_t)k->B, tokens, (size_t)k->B * sizeof *tokens))
+            return p;
+    return -1;
+}
+
+static void kv_enter(kv *k, int p, int parent, uint64_t hash, const int32_t *tokens) {
+    int *head = &k->bucket[hash & (k->n_bucket - 1)];
+    k->pages[p].parent = parent, k->pages[p].hash = hash, k->pages[p].chain = *head, k->pages[p].last = -1;
+    *head = p;
+    k->pages[parent].n_children++;
+    memcpy(k->tokens + (size_t)p * (size_t)k->B, tokens, (size_t)k->B * sizeof *tokens);
+}
+
+/* Takes a page without children out of the tree. Its parent may become an unheld leaf: it goes next, unless somebody let go of
+ * it after p was let go. */
+static void kv_leave(kv *k, int p) {
+    kv_page *g = k->pages;
+    int parent = g[p].parent, *at = &k->bucket[g[p].hash & (k->n_bucket - 1)];
+    while (*at != p) at = &g[*at].chain;
+    *at = g[p].chain;
+    g[p].parent = KV_OFF, g[p].ready = false;
+    if (--g[parent].n_children || parent == k->root || g[parent].ref) return;
+    kv_lru_put(k, parent, g[parent].tick > g[p].tick ? g[k->root].older : k->root);
+}
+
+/* ---- One page: held, let go, taken ---- */
+
+static void kv_hold(kv *k, int p) {
+    if (k->pages[p].ref++) return;
+    k->n_cached--;
+    if (!k->pages[p].n_children) kv_lru_cut(k, p);
+}
+
+static void kv_drop(kv *k, int p) {
+    kv_page *g = &k->pages[p];
+    assert(g->ref > 0);
+    if (--g->ref) return;
+    g->tick = k->tick;
+    if (g->parent != KV_OFF && g->ready) { /* stays as cache */
+        k->n_cached++;
+        if (!g->n_children) kv_lru_put(k, p, k->pages[k->root].older);
+        return;
+    }
+    if (g->parent != KV_OFF) kv_leave(k, p); /* nobody will compute it now */
+    k->free_list[k->n_free++] = p;
+}
+
+/* A page of nobody, now held once and not in the tree. The caller made sure of kv_room. */
+static int kv_take(kv *k) {
+    int p;
+    if (k->n_free) p = k->free_list[--k->n_free];
+    else {
+        p = k->pages[k->root].newer;
+        assert(p != k->root);
+        kv_lru_cut(k, p);
+        kv_leave(k, p);
+        k->n_cached--, k->n_evicted++;
+    }
+    k->pages[p].ref = 1, k->pages[p].ready = false;
+    return p;
+}
+
+/* ---- The order of rows ----
+ * A new row goes behind the last row that has its deepest shared page P. That is the end of P's stretch and of no stretch that
+ * P's does not lie in, so no stretch is torn, and the row behind keeps its lcp: it does not have P. */
+
+static void kv_order_join(kv *k, int q) {
+    kv_seq *s = k->seqs;
+    kv_page *g = k->pages;
+    int *row = kv_row(k, q), shared = s[q].n_tree;
+    while (shared && g[row[shared - 1]].ref == 1) g[row[--shared]].last = q;
+    int a = shared ? g[row[shared - 1]].last : s[k->n_seqs].prev;
+    for (int i = shared - 1; i >= 0 && g[row[i]].last == a; i--) g[row[i]].last = q;
+    s[q].lcp = shared, s[q].prev = a, s[q].next = s[a].next;
+    s[s[a].next].prev = q, s[a].next = q;
+}
+
+static void kv_order_leave(kv *k, int q) {
+    kv_seq *s = k->seqs;
+    int *row = kv_row(k, q), a = s[q].prev, b = s[q].next;
+    for (int i = s[q].n_tree - 1; i >= 0 && k->pages[row[i]].last == q; i--) k->pages[row[i]].last = i < s[q].lcp ? a : -1;
+    s[b].lcp = MIN(s[b].lcp, s[q].lcp);
+    s[a].next = b, s[b].prev = a;
+}
+
+/* ---- Rows ---- */
+
+/* Leading pages of the tree that hold tokens[0..]; the last token never counts, its row must be computed for its logits. Writes
+ * them to the row of q, which is not open, and holds nothing. */
+static int kv_match(const kv *k, int q, const int32_t *tokens, int n) {
+    int *row = kv_row(k, q), m = 0, at = k->root;
+    uint64_t h = k->pages[at].hash;
+    for (; (m + 1) * k->B < n; m++) {
+        h = kv_hash(k, h, tokens + (size_t)m * (size_t)k->B);
+        at = kv_child(k, at, h, tokens + (size_t)m * (size_t)k->B);
+        if (at < 0) break;
+        row[m] = at;
+    }
+    return m;
+}
+
+/* Opens row q for n tokens of which kv_match found m pages. Takes the rest, ceil(n/B) - m pages, and enters all full pages before
+ * the last token. Needs kv_room >= the pages to take + the matched pages that nobody holds. */
+static void kv_open(kv *k, int q, const int32_t *tokens, int n, int m) {
+    int *row = kv_row(k, q), n_pages = kv_pages_for(k, n), n_tree = (n - 1) / k->B;
+    for (int i = 0; i < m; i++) kv_hold(k, row[i]);
+    for (int i = m; i < n_pages; i++) row[i] = kv_take(k);
+    for (int i = m; i < n_tree; i++) {
+        const int32_t *t = tokens + (size_t)i * (size_t)k->B;
+        int parent = i ? row[i - 1] : k->root;
+        kv_enter(k, row[i], parent, kv_hash(k, k->pages[parent].hash, t), t);
+    }
+    k->seqs[q].n_pages = n_pages, k->seqs[q].n_tree = n_tree, k->seqs[q].stray = false;
+    kv_order_join(k, q);
+}
+
+/* One more page at the end of row q. Needs kv_room. */
+static void kv_grow(kv *k, int q) {
+    assert(k->seqs[q].n_pages < k->cap);
+    kv_row(k, q)[k->seqs[q].n_pages++] = kv_take(k);
+}
+
+static void kv_close(kv *k, int q) {
+    int *row = kv_row(k, q);
+    kv_order_leave(k, q);
+    k->tick++;
+    for (int i = k->seqs[q].n_pages - 1; i >= 0; i--) kv_drop(k, row[i]);
+    k->seqs[q].n_pages = k->seqs[q].n_tree = 0;
+}
+
+/* Positions from `from` on that q need not compute: the pages that became ready meanwhile. */
+static int kv_skip(const kv *k, int q, int from) {
+    const int *row = kv_row(k, q);
+    int i = from / k->B;
+    while (i < k->seqs[q].n_tree && k->pages[row[i]].ready) from = ++i * k->B;
+    return from;
+}
+
+/* A step that computes positions from .. to-1 of q has been planned. */
+static void kv_computed(kv *k, int q, int from, int to) {
+    const int *row = kv_row(k, q);
+    for (int i = from / k->B; i < MIN(to / k->B, k->seqs[q].n_tree); i++) k->pages[row[i]].ready = true;
+}
+
+enum kv_filled { KV_ENTERED, KV_SWAPPED, KV_STRAY };
+
+/* The B tokens of row q's first page outside the tree are known and computed: it enters. If an equal page is there and ready, q
+ * holds that one from now on and its own becomes free (steps planned so far are done with it before any that a new owner plans). */
+static enum kv_filled kv_fill(kv *k, int q, const int32_t *tokens) {
+    kv_seq *s = &k->seqs[q];
+    int *row = kv_row(k, q), i = s->n_tree, parent = i ? row[i - 1] : k->root;
+    const int32_t *t = tokens + (size_t)i * (size_t)k->B;
+    uint64_t h = kv_hash(k, k->pages[parent].hash, t);
+    int twin = kv_child(k, parent, h, t);
+    assert(i < s->n_pages && !s->stray);
+    if (twin < 0) {
+        kv_enter(k, row[i], parent, h, t);
+        k->pages[row[i]].ready = true, k->pages[row[i]].last = q;
+        s->n_tree++;
+        return KV_ENTERED;
+    }
+    if (!k->pages[twin].ready) {
+        s->stray = true;
+        return KV_STRAY;
+    }
+    kv_order_leave(k, q);
+    kv_hold(k, twin);
+    kv_drop(k, row[i]);
+    row[i] = twin;
+    s->n_tree++;
+    kv_order_join(k, q);
+    return KV_SWAPPED;
+}
+
+/* ---- The whole state, checked: NULL, or what is wrong. For tests; costs O(everything) ---- */
+
+#define KV_MUST(cond) \
+    if (!(cond)) return #cond
+
+static const char *kv_check_pages(const kv *k, const int *ref, const int *children, const char *place) {
+    int n_cached = 0, n_leaves = 0, n_lru = 0;
+    for (int p = 0; p < k->n_pages; p++) {
+        const kv_page *g = &k->pages[p];
+        KV_MUST(g->ref == ref[p]);
+        KV_MUST(g->n_children == children[p]);
+        bool in_tree = g->parent != KV_OFF;
+        KV_MUST((place[p] == 'f') == (!g->ref && !in_tree)); /* free: nobody's, and not known */
+        KV_MUST(!in_tree || g->ref || g->ready);
+        n_cached += in_tree && !g->ref;
+        n_leaves += in_tree && !g->ref && !g->n_children;
+        if (!in_tree) continue;
+        const kv_page *up = &k->pages[g->parent];
+        const int32_t *t = k->tokens + (size_t)p * (size_t)k->B;
+        KV_MUST(g->parent == k->root || up->parent != KV_OFF);
+        KV_MUST(g->parent == k->root || !g->ref || up->ref >= g->ref);
+        KV_MUST(!g->ready || up->ready);
+        KV_MUST(g->hash == kv_hash(k, up->hash, t));
+        KV_MUST(kv_child(k, g->parent, g->hash, t) == p); /* found, and no twin */
+    }
+    KV_MUST(k->pages[k->root].n_children == children[k->root]);
+    for (int p = k->pages[k->root].newer; p != k->root; p = k->pages[p].newer, n_lru++) {
+        const kv_page *g = &k->pages[p];
+        KV_MUST(g->parent != KV_OFF && !g->ref && !g->n_children);
+        KV_MUST(k->pages[g->newer].older == p && n_lru < n_leaves);
+    }
+    KV_MUST(n_lru == n_leaves && n_cached == k->n_cached);
+    return NULL;
+}
+
+static const char *kv_check_order(const kv *k, const bool *open) {
+    int n = 0, n_open = 0, end = k->n_seqs;
+    for (int q = 0; q < k->n_seqs; q++) n_open += open[q];
+    for (int q = k->seqs[end].next; q != end; q = k->seqs[q].next, n++) {
+        const kv_seq *s = &k->seqs[q];
+        KV_MUST(n < n_open && open[q] && k->seqs[s->next].prev == q);
+        const int *row = kv_row(k, q);
+        int m = 0;
+        if (s->prev != end)
+            while (m < s->n_pages && m < k->seqs[s->prev].n_pages && row[m] == kv_row(k, s->prev)[m]) m++;
+        KV_MUST(s->lcp == m && m <= s->n_tree);
+        for (int i = 0; i < s->n_tree; i++) { /* `last` is right, and behind it nobody has the page */
+            int last = k->pages[row[i]].last, r = q, holders = 1;
+            if (i >= s->lcp) { /* q is the first that has it */
+                while (r != last && k->seqs[r].next != end && k->seqs[k->seqs[r].next].lcp > i) r = k->seqs[r].next, holders++;
+                KV_MUST(r == last && holders == k->pages[row[i]].ref);
+            }
+        }
+    }
+    KV_MUST(n == n_open);
+    return NULL;
+}
+
+/* open[q]: the row is in use. */
+UNUSED static const char *kv_check(const kv *k, const bool *open) {
+    size_t n = (size_t)k->n_pages + 1;
+    int *ref = mem_zalloc(n * sizeof *ref), *children = mem_zalloc(n * sizeof *children);
+    char *place = mem_zalloc(n);
+    const char *bad = NULL;
+    for (int q = 0; q < k->n_seqs; q++)
+        for (int i = 0; i < k->seqs[q].n_pages; i++) {
+            int p = kv_row(k, q)[i];
+            ref[p]++;
+            if (!open[q]) bad = "a closed row has pages";
+            if ((k->pages[p].parent != KV_OFF) != (i < k->seqs[q].n_tree)) bad = "n_tree is wrong";
+            if (i < k->seqs[q].n_tree && k->pages[p].parent != (i ? kv_row(k, q)[i - 1] : k->root)) bad = "a row leaves its path";
+            if (i >= k->seqs[q].n_tree && k->pages[p].ref != 1) bad = "an own page has two owners";
+        }
+    for (int p = 0; p < k->n_pages; p++)
+        if (k->pages[p].parent != KV_OFF) children[k->pages[p].parent]++;
+    for (int i = 0; i < k->n_free; i++) {
+        if (place[k->free_list[i]]) bad = "a page is free twice";
+        place[k->free_list[i]] = 'f';
+    }
+    if (!bad) bad = kv_check_pages(k, ref, children, place);
+    if (!bad) bad = kv_check_order(k, open);
+    free(ref), free(children), free(place);
+    return bad;
+}
 
 /* ===========================================================================
  * MARK: 11. Length predictor [pure]
