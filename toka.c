@@ -7546,10 +7546,10 @@ static int mf_open(mf_model **out, const char *model, const char *models_file, c
  * MARK: 10. KV pages and prefix tree [pure]
  * Who holds which page of the KV cache, and which pages hold the same tokens.
  *
- * A page has room for the K and V of B tokens. A sequence (slot q) holds a row of pages, page i for positions i*B .. i*B+B-1.
- * Pages whose B tokens are all known hang in a tree: a node is a page, its key is (parent page, its B tokens), so the path from the
- * root spells a prefix and two sequences with the same prefix hold the same pages. The first n_tree pages of a row are in the
- * tree, the rest are the sequence's own.
+ * A page has room for the K and V of B tokens. A sequence (slot q) holds a row of pages, page i for positions i*B ..
+ * i*B+B-1. Pages whose B tokens are all known hang in a tree: a node is a page, its key is (parent page, its B tokens),
+ * so the path from the root spells a prefix and two sequences with the same prefix hold the same pages. The first
+ * n_tree pages of a row are in the tree, the rest are the sequence's own.
  *
  *      root --- [The cat sat on] --- [the mat and the] --- [dog barked at it]      q1: 3 tree pages, then own ones
  *                              \                     \---- [bird sang a song]      q2
@@ -7561,16 +7561,17 @@ static int mf_open(mf_model **out, const char *model, const char *models_file, c
  *      cached  --kv_open: matched-->    held              --kv_close: in the tree and ready-->                 cached
  *      cached  --kv_take: the free list is empty, the longest unused leaf goes--> held by another
  *
- * In the tree: the full pages of a prompt at kv_open, before anything is computed (n samples share at once); a page filled by
- * generation at kv_fill. `ready` says that a step which computes the page's K and V has been planned. Steps run in the order in which
- * they are planned, so whoever plans a later row may read it. Nobody needs to remember who computes a page: a sequence in
- * prefill skips pages that became ready (kv_skip) and computes the first that is not, so any other holder may vanish.
+ * In the tree: the full pages of a prompt at kv_open, before anything is computed (n samples share at once); a page
+ * filled by generation at kv_fill. `ready` says that a step which computes the page's K and V has been planned. Steps
+ * run in the order in which they are planned, so whoever plans a later row may read it. Nobody needs to remember who
+ * computes a page: a sequence in prefill skips pages that became ready (kv_skip) and computes the first that is not, so
+ * any other holder may vanish.
  *
- * Rows are also kept in an order in which the holders of every page lie side by side, with the number of pages that each row
- * has in common with the one before it (lcp): chapter 13 reads the groups that share a prefix from that.
+ * Rows are also kept in an order in which the holders of every page lie side by side, with the number of pages that
+ * each row has in common with the one before it (lcp): chapter 13 reads the groups that share a prefix from that.
  *
- * What always holds (kv_check): ref = number of rows with the page; a held or ready page's parent is held or ready too; a page is in
- * the LRU list if it is in the tree, unheld and without children; an unheld page of the tree is ready.
+ * What always holds (kv_check): ref = number of rows with the page; a held or ready page's parent is held or ready too;
+ * a page is in the LRU list if it is in the tree, unheld and without children; an unheld page of the tree is ready.
  * Nothing is allocated after kv_init. Cost: O(pages of the row) for kv_open and kv_close, O(1) for the rest.
  * =========================================================================== */
 
@@ -7595,7 +7596,7 @@ typedef struct kv_seq {
     bool stray;     /* an equal page stood in the tree, not ready: no page of this row enters any more */
 } kv_seq;
 
-typedef struct kv {
+typedef struct kv_cache {
     int B, n_pages, n_seqs, cap; /* cap: most pages of a row */
     int root;          /* = n_pages: pages[root] is the root of the tree and both ends of the LRU list */
     kv_page *pages;    /* [n_pages + 1] */
@@ -7608,10 +7609,10 @@ typedef struct kv {
     int *table;        /* [n_seqs][cap] */
     int64_t tick;
     int64_t n_evicted; /* since kv_init */
-} kv;
+} kv_cache;
 
-static void kv_init(kv *k, int B, int n_pages, int n_seqs, int max_len) {
-    *k = (kv){.B = B, .n_pages = n_pages, .n_seqs = n_seqs, .cap = (max_len + B - 1) / B, .root = n_pages};
+static void kv_init(kv_cache *k, int B, int n_pages, int n_seqs, int max_len) {
+    *k = (kv_cache){.B = B, .n_pages = n_pages, .n_seqs = n_seqs, .cap = (max_len + B - 1) / B, .root = n_pages};
     for (k->n_bucket = 16; k->n_bucket < (uint64_t)n_pages * 2; k->n_bucket *= 2) {}
     k->pages = mem_zalloc(((size_t)n_pages + 1) * sizeof *k->pages);
     k->tokens = mem_alloc((size_t)n_pages * (size_t)B * sizeof *k->tokens);
@@ -7625,40 +7626,40 @@ static void kv_init(kv *k, int B, int n_pages, int n_seqs, int max_len) {
     k->seqs[n_seqs].prev = k->seqs[n_seqs].next = n_seqs;
 }
 
-static void kv_free(kv *k) {
+static void kv_free(kv_cache *k) {
     free(k->pages), free(k->tokens), free(k->bucket), free(k->free_list), free(k->seqs), free(k->table);
-    *k = (kv){0};
+    *k = (kv_cache){0};
 }
 
-static int *kv_row(const kv *k, int q) { return k->table + (size_t)q * (size_t)k->cap; }
+static int *kv_row(const kv_cache *k, int q) { return k->table + (size_t)q * (size_t)k->cap; }
 
 /* Pages that kv_take can still give. Every cached page can be had: what hangs below an unheld page is unheld. */
-static int kv_room(const kv *k) { return k->n_free + k->n_cached; }
+static int kv_room(const kv_cache *k) { return k->n_free + k->n_cached; }
 
-static int kv_pages_for(const kv *k, int n_tokens) { return (n_tokens + k->B - 1) / k->B; }
+static int kv_pages_for(const kv_cache *k, int n_tokens) { return (n_tokens + k->B - 1) / k->B; }
 
 /* ---- LRU list of unheld leaves: pages[root].newer is the oldest ---- */
 
-static void kv_lru_put(kv *k, int p, int after) {
+static void kv_lru_put(kv_cache *k, int p, int after) {
     kv_page *g = k->pages;
     g[p].older = after, g[p].newer = g[after].newer;
     g[g[p].newer].older = p, g[after].newer = p;
 }
 
-static void kv_lru_cut(kv *k, int p) {
+static void kv_lru_cut(kv_cache *k, int p) {
     kv_page *g = k->pages;
     g[g[p].older].newer = g[p].newer, g[g[p].newer].older = g[p].older;
 }
 
 /* ---- Tree ---- */
 
-static uint64_t kv_hash(const kv *k, uint64_t parent_hash, const int32_t *tokens) {
+static uint64_t kv_hash(const kv_cache *k, uint64_t parent_hash, const int32_t *tokens) {
     uint64_t h = (parent_hash ^ hash_bytes(tokens, (size_t)k->B * sizeof *tokens)) * 0x9E3779B97F4A7C15u;
     return h ^ h >> 32;
 }
 
 /* The page below `parent` with these B tokens, or -1. */
-static int kv_child(const kv *k, int parent, uint64_t hash, const int32_t *tokens) {
+static int kv_child(const kv_cache *k, int parent, uint64_t hash, const int32_t *tokens) {
     int p = k->bucket[hash & (k->n_bucket - 1)];
     for (; p >= 0; p = k->pages[p].chain)
         if (k->pages[p].hash == hash && k->pages[p].parent == parent &&
@@ -7667,7 +7668,7 @@ static int kv_child(const kv *k, int parent, uint64_t hash, const int32_t *token
     return -1;
 }
 
-static void kv_enter(kv *k, int p, int parent, uint64_t hash, const int32_t *tokens) {
+static void kv_enter(kv_cache *k, int p, int parent, uint64_t hash, const int32_t *tokens) {
     int *head = &k->bucket[hash & (k->n_bucket - 1)];
     k->pages[p].parent = parent, k->pages[p].hash = hash, k->pages[p].chain = *head, k->pages[p].last = -1;
     *head = p;
@@ -7675,9 +7676,9 @@ static void kv_enter(kv *k, int p, int parent, uint64_t hash, const int32_t *tok
     memcpy(k->tokens + (size_t)p * (size_t)k->B, tokens, (size_t)k->B * sizeof *tokens);
 }
 
-/* Takes a page without children out of the tree. Its parent may become an unheld leaf: it goes next, unless somebody let go of
- * it after p was let go. */
-static void kv_leave(kv *k, int p) {
+/* Takes a page without children out of the tree. Its parent may become an unheld leaf: it goes next, unless somebody
+ * let go of it after p was let go. */
+static void kv_leave(kv_cache *k, int p) {
     kv_page *g = k->pages;
     int parent = g[p].parent, *at = &k->bucket[g[p].hash & (k->n_bucket - 1)];
     while (*at != p) at = &g[*at].chain;
@@ -7689,13 +7690,13 @@ static void kv_leave(kv *k, int p) {
 
 /* ---- One page: held, let go, taken ---- */
 
-static void kv_hold(kv *k, int p) {
+static void kv_hold(kv_cache *k, int p) {
     if (k->pages[p].ref++) return;
     k->n_cached--;
     if (!k->pages[p].n_children) kv_lru_cut(k, p);
 }
 
-static void kv_drop(kv *k, int p) {
+static void kv_drop(kv_cache *k, int p) {
     kv_page *g = &k->pages[p];
     assert(g->ref > 0);
     if (--g->ref) return;
@@ -7710,7 +7711,7 @@ static void kv_drop(kv *k, int p) {
 }
 
 /* A page of nobody, now held once and not in the tree. The caller made sure of kv_room. */
-static int kv_take(kv *k) {
+static int kv_take(kv_cache *k) {
     int p;
     if (k->n_free) p = k->free_list[--k->n_free];
     else {
@@ -7725,10 +7726,10 @@ static int kv_take(kv *k) {
 }
 
 /* ---- The order of rows ----
- * A new row goes behind the last row that has its deepest shared page P. That is the end of P's stretch and of no stretch that
- * P's does not lie in, so no stretch is torn, and the row behind keeps its lcp: it does not have P. */
+ * A new row goes behind the last row that has its deepest shared page P. That is the end of P's stretch and of no
+ * stretch that P's does not lie in, so no stretch is torn, and the row behind keeps its lcp: it does not have P. */
 
-static void kv_order_join(kv *k, int q) {
+static void kv_order_join(kv_cache *k, int q) {
     kv_seq *s = k->seqs;
     kv_page *g = k->pages;
     int *row = kv_row(k, q), shared = s[q].n_tree;
@@ -7739,7 +7740,7 @@ static void kv_order_join(kv *k, int q) {
     s[s[a].next].prev = q, s[a].next = q;
 }
 
-static void kv_order_leave(kv *k, int q) {
+static void kv_order_leave(kv_cache *k, int q) {
     kv_seq *s = k->seqs;
     int *row = kv_row(k, q), a = s[q].prev, b = s[q].next;
     for (int i = s[q].n_tree - 1; i >= 0 && k->pages[row[i]].last == q; i--) k->pages[row[i]].last = i < s[q].lcp ? a : -1;
@@ -7749,9 +7750,9 @@ static void kv_order_leave(kv *k, int q) {
 
 /* ---- Rows ---- */
 
-/* Leading pages of the tree that hold tokens[0..]; the last token never counts, its row must be computed for its logits. Writes
- * them to the row of q, which is not open, and holds nothing. */
-static int kv_match(const kv *k, int q, const int32_t *tokens, int n) {
+/* Leading pages of the tree that hold tokens[0..]; the last token never counts, its row must be computed for its
+ * logits. Writes them to the row of q, which is not open, and holds nothing. */
+static int kv_match(const kv_cache *k, int q, const int32_t *tokens, int n) {
     int *row = kv_row(k, q), m = 0, at = k->root;
     uint64_t h = k->pages[at].hash;
     for (; (m + 1) * k->B < n; m++) {
@@ -7763,9 +7764,9 @@ static int kv_match(const kv *k, int q, const int32_t *tokens, int n) {
     return m;
 }
 
-/* Opens row q for n tokens of which kv_match found m pages. Takes the rest, ceil(n/B) - m pages, and enters all full pages before
- * the last token. Needs kv_room >= the pages to take + the matched pages that nobody holds. */
-static void kv_open(kv *k, int q, const int32_t *tokens, int n, int m) {
+/* Opens row q for n tokens of which kv_match found m pages. Takes the rest, ceil(n/B) - m pages, and enters all full
+ * pages before the last token. Needs kv_room >= the pages to take + the matched pages that nobody holds. */
+static void kv_open(kv_cache *k, int q, const int32_t *tokens, int n, int m) {
     int *row = kv_row(k, q), n_pages = kv_pages_for(k, n), n_tree = (n - 1) / k->B;
     for (int i = 0; i < m; i++) kv_hold(k, row[i]);
     for (int i = m; i < n_pages; i++) row[i] = kv_take(k);
@@ -7779,12 +7780,12 @@ static void kv_open(kv *k, int q, const int32_t *tokens, int n, int m) {
 }
 
 /* One more page at the end of row q. Needs kv_room. */
-static void kv_grow(kv *k, int q) {
+static void kv_grow(kv_cache *k, int q) {
     assert(k->seqs[q].n_pages < k->cap);
     kv_row(k, q)[k->seqs[q].n_pages++] = kv_take(k);
 }
 
-static void kv_close(kv *k, int q) {
+static void kv_close(kv_cache *k, int q) {
     int *row = kv_row(k, q);
     kv_order_leave(k, q);
     k->tick++;
@@ -7793,7 +7794,7 @@ static void kv_close(kv *k, int q) {
 }
 
 /* Positions from `from` on that q need not compute: the pages that became ready meanwhile. */
-static int kv_skip(const kv *k, int q, int from) {
+static int kv_skip(const kv_cache *k, int q, int from) {
     const int *row = kv_row(k, q);
     int i = from / k->B;
     while (i < k->seqs[q].n_tree && k->pages[row[i]].ready) from = ++i * k->B;
@@ -7801,16 +7802,17 @@ static int kv_skip(const kv *k, int q, int from) {
 }
 
 /* A step that computes positions from .. to-1 of q has been planned. */
-static void kv_computed(kv *k, int q, int from, int to) {
+static void kv_computed(kv_cache *k, int q, int from, int to) {
     const int *row = kv_row(k, q);
     for (int i = from / k->B; i < MIN(to / k->B, k->seqs[q].n_tree); i++) k->pages[row[i]].ready = true;
 }
 
 enum kv_filled { KV_ENTERED, KV_SWAPPED, KV_STRAY };
 
-/* The B tokens of row q's first page outside the tree are known and computed: it enters. If an equal page is there and ready, q
- * holds that one from now on and its own becomes free (steps planned so far are done with it before any that a new owner plans). */
-static enum kv_filled kv_fill(kv *k, int q, const int32_t *tokens) {
+/* The B tokens of row q's first page outside the tree are known and computed: it enters. If an equal page is there and
+ * ready, q holds that one from now on and its own becomes free (steps planned so far are done with it before any that a
+ * new owner plans). */
+static enum kv_filled kv_fill(kv_cache *k, int q, const int32_t *tokens) {
     kv_seq *s = &k->seqs[q];
     int *row = kv_row(k, q), i = s->n_tree, parent = i ? row[i - 1] : k->root;
     const int32_t *t = tokens + (size_t)i * (size_t)k->B;
@@ -7841,7 +7843,7 @@ static enum kv_filled kv_fill(kv *k, int q, const int32_t *tokens) {
 #define KV_MUST(cond) \
     if (!(cond)) return #cond
 
-static const char *kv_check_pages(const kv *k, const int *ref, const int *children, const char *place) {
+static const char *kv_check_pages(const kv_cache *k, const int *ref, const int *children, const char *place) {
     int n_cached = 0, n_leaves = 0, n_lru = 0;
     for (int p = 0; p < k->n_pages; p++) {
         const kv_page *g = &k->pages[p];
@@ -7871,7 +7873,7 @@ static const char *kv_check_pages(const kv *k, const int *ref, const int *childr
     return NULL;
 }
 
-static const char *kv_check_order(const kv *k, const bool *open) {
+static const char *kv_check_order(const kv_cache *k, const bool *open) {
     int n = 0, n_open = 0, end = k->n_seqs;
     for (int q = 0; q < k->n_seqs; q++) n_open += open[q];
     for (int q = k->seqs[end].next; q != end; q = k->seqs[q].next, n++) {
@@ -7885,7 +7887,7 @@ static const char *kv_check_order(const kv *k, const bool *open) {
         for (int i = 0; i < s->n_tree; i++) { /* `last` is right, and behind it nobody has the page */
             int last = k->pages[row[i]].last, r = q, holders = 1;
             if (i >= s->lcp) { /* q is the first that has it */
-                while (r != last && k->seqs[r].next != end && k->seqs[k->seqs[r].next].lcp > i) r = k->seqs[r].next, holders++;
+                for (int next = s->next; next != end && k->seqs[next].lcp > i; next = k->seqs[r].next) r = next, holders++;
                 KV_MUST(r == last && holders == k->pages[row[i]].ref);
             }
         }
@@ -7895,18 +7897,18 @@ static const char *kv_check_order(const kv *k, const bool *open) {
 }
 
 /* open[q]: the row is in use. */
-UNUSED static const char *kv_check(const kv *k, const bool *open) {
+UNUSED static const char *kv_check(const kv_cache *k, const bool *open) {
     size_t n = (size_t)k->n_pages + 1;
     int *ref = mem_zalloc(n * sizeof *ref), *children = mem_zalloc(n * sizeof *children);
     char *place = mem_zalloc(n);
     const char *bad = NULL;
     for (int q = 0; q < k->n_seqs; q++)
         for (int i = 0; i < k->seqs[q].n_pages; i++) {
-            int p = kv_row(k, q)[i];
+            int p = kv_row(k, q)[i], parent = i ? kv_row(k, q)[i - 1] : k->root;
             ref[p]++;
             if (!open[q]) bad = "a closed row has pages";
             if ((k->pages[p].parent != KV_OFF) != (i < k->seqs[q].n_tree)) bad = "n_tree is wrong";
-            if (i < k->seqs[q].n_tree && k->pages[p].parent != (i ? kv_row(k, q)[i - 1] : k->root)) bad = "a row leaves its path";
+            if (i < k->seqs[q].n_tree && k->pages[p].parent != parent) bad = "a row leaves its path";
             if (i >= k->seqs[q].n_tree && k->pages[p].ref != 1) bad = "an own page has two owners";
         }
     for (int p = 0; p < k->n_pages; p++)

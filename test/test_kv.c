@@ -1,4 +1,4 @@
-/* test_kv.c - pages and prefix tree: small cases by hand, then random operations in tiny pools against a model of the content. */
+/* test_kv.c - pages and prefix tree: cases by hand, then random operations in tiny pools against a model of the content. */
 
 #define KV_OK(k, open) \
     do { \
@@ -7,7 +7,7 @@
     } while (0)
 
 /* Opens row q for n tokens if there is room; the number of pages found, or -1. */
-static int kvt_open(kv *k, bool *open, int q, const int32_t *tokens, int n) {
+static int kvt_open(kv_cache *k, bool *open, int q, const int32_t *tokens, int n) {
     int m = kv_match(k, q, tokens, n), need = kv_pages_for(k, n) - m;
     for (int i = 0; i < m; i++) need += !k->pages[kv_row(k, q)[i]].ref;
     if (need > kv_room(k)) return -1;
@@ -17,7 +17,7 @@ static int kvt_open(kv *k, bool *open, int q, const int32_t *tokens, int n) {
 }
 
 static void kvt_share_at_once(void) {
-    kv k;
+    kv_cache k;
     bool open[4] = {0};
     int32_t a[9] = {1, 2, 3, 4, 5, 6, 7, 8, 9};
     kv_init(&k, 2, 8, 4, 16);
@@ -43,7 +43,7 @@ static void kvt_share_at_once(void) {
 }
 
 static void kvt_never_computed(void) { /* pages that nobody computed do not stay as cache */
-    kv k;
+    kv_cache k;
     bool open[2] = {0};
     int32_t a[9] = {1, 2, 3, 4, 5, 6, 7, 8, 9};
     kv_init(&k, 2, 5, 2, 16);
@@ -57,7 +57,7 @@ static void kvt_never_computed(void) { /* pages that nobody computed do not stay
 }
 
 static void kvt_evict_in_order(void) {
-    kv k;
+    kv_cache k;
     bool open[3] = {0};
     int32_t a[5] = {1, 1, 2, 2, 0}, b[5] = {1, 1, 3, 3, 0}, c[9] = {9, 9, 8, 8, 7, 7, 6, 6, 0};
     kv_init(&k, 2, 5, 3, 16);
@@ -75,7 +75,7 @@ static void kvt_evict_in_order(void) {
 }
 
 static void kvt_twins(void) { /* a page filled by two rows alike is one page afterwards */
-    kv k;
+    kv_cache k;
     bool open[4] = {0};
     int32_t a[6] = {1, 2, 3, 4, 5, 6};
     kv_init(&k, 2, 12, 4, 16);
@@ -91,10 +91,10 @@ static void kvt_twins(void) { /* a page filled by two rows alike is one page aft
     kv_free(&k);
 }
 
-/* Random operations. The model: `mem` says for every slot of the cache the hash of all tokens up to that position, written when it
- * is computed. Whatever is shared, swapped or evicted, every computed position of every row must find its own hash there. */
+/* Random operations. The model: `mem` says for every slot of the cache the hash of all tokens up to that position, written
+ * when it is computed. Whatever is shared, swapped or evicted, every computed position must find its own hash there. */
 typedef struct kvt {
-    kv k;
+    kv_cache k;
     bool open[8];
     int n[8], done[8]; /* tokens; positions computed */
     int32_t tokens[8][64];
@@ -131,8 +131,9 @@ static void kvt_random(int B, int n_pages, int n_seqs, int max_len, uint64_t see
             kvt_open(&m->k, m->open, q, m->tokens[q], n);
             m->done[q] = 0;
         } else if (what == 0) kv_close(&m->k, q), m->open[q] = false; /* end, cancel or preempt in any state */
-        else if (m->done[q] < m->n[q]) kvt_compute(m, q, m->done[q] + 1 + (int)(rnd(&rng) % (uint64_t)(m->n[q] - m->done[q])));
-        else if (m->n[q] < max_len) { /* one token more */
+        else if (m->done[q] < m->n[q]) { /* prefill by chunks */
+            kvt_compute(m, q, m->done[q] + 1 + (int)(rnd(&rng) % (uint64_t)(m->n[q] - m->done[q])));
+        } else if (m->n[q] < max_len) { /* one token more */
             if (m->n[q] == m->k.seqs[q].n_pages * B) {
                 if (!kv_room(&m->k)) continue;
                 kv_grow(&m->k, q);
@@ -143,8 +144,8 @@ static void kvt_random(int B, int n_pages, int n_seqs, int max_len, uint64_t see
         while (m->open[q] && !m->k.seqs[q].stray && (m->k.seqs[q].n_tree + 1) * B <= m->done[q] && m->done[q] == m->n[q])
             kv_fill(&m->k, q, m->tokens[q]);
         const char *bad = kv_check(&m->k, m->open);
+        if (!bad && !kvt_content_ok(m)) bad = "wrong content";
         CHECK_MSG(!bad, "%s (B %d, %d pages, seed %llu, op %d)", bad, B, n_pages, (unsigned long long)before, op);
-        CHECK_MSG(kvt_content_ok(m), "wrong content (B %d, %d pages, seed %llu, op %d)", B, n_pages, (unsigned long long)before, op);
     }
     for (int q = 0; q < n_seqs; q++)
         if (m->open[q]) kv_close(&m->k, q);
