@@ -7925,8 +7925,173 @@ UNUSED static const char *kv_check(const kv_cache *k, const bool *open) {
 
 /* ===========================================================================
  * MARK: 11. Length predictor [pure]
- * To come with the engine.
+ * How long will this output get? In: the lengths of outputs so far, the running ones included. Out: the expected output
+ * length of a sequence that has c tokens and may have at most M.
+ *
+ * Lengths fall into buckets that grow by a quarter each. For every bucket a table counts the sequences that reached it
+ * (at_risk) and those that ended in it; ended / at_risk is the chance to end there (a discrete Kaplan-Meier hazard).
+ * Running sequences count in every bucket they reached, so the short ones, which end first, do not make the rest look
+ * short; sequences cut off by max_tokens or cancelled count as reached, not as ended. Survival is the product of 1 -
+ * hazard, and the expected length is the sum of survival from c to M over survival at c.
+ *
+ * A class is a set of requests whose lengths are alike: the samples of one prompt, or requests given the same key. Its
+ * hazards are drawn toward those of all classes together as if PRED_OF_ALL more sequences had been seen, and those
+ * toward a fixed prior as if PRED_OF_PRIOR had. The prior has survival (1 + c/192)^-2: mean 192 without limit, 162 of
+ * 1,024, 15 of 16, and the longer an output is already the longer it may still get, so that a cold start neither fills
+ * a tenth of the batch nor trusts in short answers.
+ *
+ * What always holds: c < expected <= M. Arithmetic in double with + - * / only, so equal inputs give equal answers
+ * everywhere. It does not know about output lengths that are fixed in advance: chapter 12 asks only when there is
+ * something to guess.
  * =========================================================================== */
+
+enum { PRED_N = 64, PRED_WAYS = 4 };
+#define PRED_OF_ALL 8.0
+#define PRED_OF_PRIOR 8.0
+
+typedef struct pred_table {
+    float at_risk[PRED_N], ended[PRED_N];
+    float survival[PRED_N + 1]; /* at the lower edge of each bucket, made from the counts by pred_refresh */
+    double area[PRED_N + 1];    /* integral of survival from 0 to the edge */
+    int64_t n_events, n_fresh;  /* events counted; n_events when survival was made */
+} pred_table;
+
+typedef struct pred_class { /* key 0: an empty place */
+    uint64_t key;
+    int64_t used;  /* tick of the last use */
+    uint32_t turn; /* which class has this place: a handle of an earlier one is stale */
+    pred_table t;
+} pred_class;
+
+typedef struct pred_of { /* handle of a class: place and turn; place -1: only the table of all */
+    int place;
+    uint32_t turn;
+} pred_of;
+
+typedef struct pred {
+    int edge[PRED_N + 1]; /* bucket i holds lengths edge[i]+1 .. edge[i+1] */
+    float prior[PRED_N];  /* hazard of each bucket */
+    pred_table all;
+    int n_places;         /* a multiple of PRED_WAYS */
+    pred_class *classes;  /* [n_places] sets of PRED_WAYS; in its set the least recently used makes room */
+    double memory;        /* starts after which the old ones weigh half */
+    int64_t tick;
+} pred;
+
+static void pred_refresh(const pred *p, pred_table *t, const pred_table *all) {
+    double s = 1, area = 0;
+    for (int i = 0; i < PRED_N; i++) {
+        double prior = p->prior[i], weight = PRED_OF_PRIOR;
+        if (all) {
+            prior = ((double)all->ended[i] + PRED_OF_PRIOR * prior) / ((double)all->at_risk[i] + PRED_OF_PRIOR);
+            weight = PRED_OF_ALL;
+        }
+        double h = ((double)t->ended[i] + weight * prior) / ((double)t->at_risk[i] + weight);
+        double after = s * (1 - MAX(0.0, MIN(h, 0.98)));
+        t->survival[i] = (float)s, t->area[i] = area;
+        area += (s + after) / 2 * (p->edge[i + 1] - p->edge[i]);
+        s = MAX(after, 1e-30);
+    }
+    t->survival[PRED_N] = (float)s, t->area[PRED_N] = area;
+    t->n_fresh = t->n_events;
+}
+
+/* n_classes: about as many as there are classes in use at a time. n_running: sequences at a time, sets how far back it
+ * looks. */
+static void pred_init(pred *p, int n_classes, int n_running) {
+    *p = (pred){.n_places = (n_classes + PRED_WAYS - 1) / PRED_WAYS * PRED_WAYS, .memory = MAX(4096.0, 8.0 * n_running)};
+    for (int i = 0; i < PRED_N; i++) p->edge[i + 1] = p->edge[i] + MAX(1, p->edge[i] / 4);
+    for (int i = 0; i < PRED_N; i++) {
+        double a = 1 + p->edge[i] / 192.0, b = 1 + p->edge[i + 1] / 192.0;
+        p->prior[i] = (float)(1 - a * a / (b * b));
+    }
+    p->classes = mem_zalloc((size_t)p->n_places * sizeof *p->classes);
+    pred_refresh(p, &p->all, NULL);
+}
+
+static void pred_free(pred *p) { free(p->classes); }
+
+static pred_table *pred_table_of(pred *p, pred_of c) {
+    return c.place >= 0 && p->classes[c.place].turn == c.turn ? &p->classes[c.place].t : NULL;
+}
+
+/* The class of a key, made if it is new; key 0 has none. */
+static pred_of pred_find(pred *p, uint64_t key) {
+    if (!key) return (pred_of){-1, 0};
+    uint64_t set = hash_bytes(&key, sizeof key) % (uint64_t)(p->n_places / PRED_WAYS);
+    int first = (int)set * PRED_WAYS, at = first;
+    for (int i = first; i < first + PRED_WAYS; i++) {
+        if (p->classes[i].key == key) {
+            p->classes[i].used = ++p->tick;
+            return (pred_of){i, p->classes[i].turn};
+        }
+        if (p->classes[i].used < p->classes[at].used) at = i;
+    }
+    p->classes[at] = (pred_class){.key = key, .used = ++p->tick, .turn = p->classes[at].turn + 1};
+    pred_refresh(p, &p->classes[at].t, &p->all);
+    return (pred_of){at, p->classes[at].turn};
+}
+
+static int pred_bucket(const pred *p, int length) { /* edge[i] <= length < edge[i+1] */
+    int lo = 0, hi = PRED_N;
+    while (hi - lo > 1) {
+        int mid = (lo + hi) / 2;
+        if (p->edge[mid] <= length) lo = mid;
+        else hi = mid;
+    }
+    return lo;
+}
+
+/* ---- What happened ---- */
+
+static void pred_halve(pred_table *t) {
+    for (int i = 0; i < PRED_N; i++) t->at_risk[i] /= 2, t->ended[i] /= 2;
+}
+
+/* A sequence has edge[bucket] tokens and goes on; call it for bucket 0 when it starts. */
+static void pred_reach(pred *p, pred_of c, int bucket) {
+    pred_table *t = pred_table_of(p, c);
+    p->all.at_risk[bucket]++, p->all.n_events++;
+    if (t) t->at_risk[bucket]++, t->n_events++;
+    if (bucket) return;
+    if (p->all.at_risk[0] > p->memory) pred_halve(&p->all);
+    if (t && t->at_risk[0] > p->memory) pred_halve(t);
+}
+
+/* A sequence that reached `bucket` is gone with `length` tokens: ended by itself, or cut off (max_tokens, cancelled). */
+static void pred_end(pred *p, pred_of c, int bucket, int length, bool cut) {
+    pred_table *t = pred_table_of(p, c);
+    float width = (float)(p->edge[bucket + 1] - p->edge[bucket]);
+    float unseen = cut ? 1 - (float)(length - p->edge[bucket]) / width : 0; /* part of the bucket it was not watched in */
+    p->all.ended[bucket] += !cut, p->all.at_risk[bucket] -= unseen, p->all.n_events++;
+    if (t) t->ended[bucket] += !cut, t->at_risk[bucket] -= unseen, t->n_events++;
+}
+
+/* ---- The question ---- */
+
+static void pred_at(const pred *p, const pred_table *t, int x, double *survival, double *area) {
+    int i = pred_bucket(p, x);
+    double w = p->edge[i + 1] - p->edge[i], d = x - p->edge[i];
+    *survival = (double)t->survival[i] + (double)(t->survival[i + 1] - t->survival[i]) * (d / w);
+    *area = t->area[i] + d * ((double)t->survival[i] + *survival) / 2;
+}
+
+/* Survival is remade when the counts have changed by a part that matters. */
+static bool pred_is_old(const pred_table *t) { return (t->n_events - t->n_fresh) > t->n_fresh / 16 + 16; }
+
+/* Expected output tokens of a sequence that has `length` of them and ends at max at the latest; length < max. */
+static int pred_expect(pred *p, pred_of c, int length, int max) {
+    pred_table *t = pred_table_of(p, c);
+    if (pred_is_old(&p->all)) pred_refresh(p, &p->all, NULL);
+    if (t && pred_is_old(t)) pred_refresh(p, t, &p->all);
+    if (!t) t = &p->all;
+    double s0, s1, a0, a1;
+    max = MIN(max, p->edge[PRED_N] - 1);
+    pred_at(p, t, length, &s0, &a0), pred_at(p, t, max, &s1, &a1);
+    double more = (a1 - a0) / s0 + (1 - s1 / s0) / 2; /* sum of survival over the integers length .. max-1 */
+    int expect = length + (int)MIN(more + 0.5, (double)(max - length));
+    return MAX(expect, length + 1);
+}
 
 /* ===========================================================================
  * MARK: 12. Scheduler [pure]
