@@ -8095,8 +8095,831 @@ static int pred_expect(pred *p, pred_of c, int length, int max) {
 
 /* ===========================================================================
  * MARK: 12. Scheduler [pure]
- * To come with the engine.
+ * Which tokens of which sequences go into the next step. In: requests (a prompt, n samples of it, limits), one
+ * sched_plan per step, one sched_commit per token that came out. Out: for every running sequence the rows of this step.
+ *
+ * A request waits in a queue until all its n samples have started; a sample that started is a sequence, in a slot q
+ * which it keeps to its end.
+ *
+ *     sched_submit --> [queued] --sched_admit--> [prefill] --sched_feed_prefill--> [decode] --sched_commit--> done
+ *                                    ^               |          last chunk            |    ended, or at its limit
+ *                                    +---[parked]<---+---------sched_preempt----------+
+ *                                        keeps its tokens, loses its pages
+ *     sched_cancel: from any state to done
+ *
+ * Queue order: a request that came in step a with priority p counts as if it had come in step a - p * SCHED_PRIORITY;
+ * equal ones are first come first served, parked sequences before fresh ones. A priority is a head start, not a rank:
+ * nothing waits forever.
+ *
+ * The whole future. Each sequence has an expected length (chapter 11) and, since a sequence in decode computes one
+ * position a step, a line: position x is computed in step base + x. So its pages are known for every later step: page k
+ * is taken in step base + k*B and all go in step end = base + expected length - 1 (the last token is never fed). A page
+ * of the tree is held until the latest end of its holders, and counted once. The calendar holds the sum for every step
+ * from now on as a segment tree (add to a range, greatest of all). The head of the queue is admitted while the greatest
+ * stays within the pool.
+ *
+ *     pages |          ____            each sequence: a staircase up, one drop at its end
+ *      pool |- - - ___/- - \- - -
+ *           |   __/         \___
+ *           +--now----------------->  steps
+ *
+ * When the future turns out otherwise it is written anew: a prefill that ends in another step than assumed, a sequence
+ * that outlives its expected end or whose expectation moved, and every end. Where pages run out all the same, the
+ * newest sequence is parked.
+ *
+ * Run-ahead: sched_plan does not need the tokens of earlier steps, only that they will come. n_planned counts the
+ * tokens that exist or are under way, n_known those that sched_commit brought. Results of a sequence that ended, was
+ * parked or cancelled meanwhile carry an old ticket and are refused.
+ *
+ * What always holds (sched_check): the calendar at `now` is the number of held pages, and at every later step what a
+ * simulation of all sequences finds; slots, lists and counts agree. Nothing is allocated in sched_plan and
+ * sched_commit: token buffers are taken in sched_submit. Cost: O(running) a step with a small constant, O(pages * log)
+ * for one sequence's start or end. It does not know texts, stop strings, sampling or devices: the engine (chapter 17)
+ * says when a sequence ended.
  * =========================================================================== */
+
+enum { SCHED_PRIORITY = 1024 }; /* steps of head start for one level of priority */
+
+/* ---- Pairing heap (Fredman et al., 1986) ----
+ * The greatest (key, tie) is on top; insert and raise O(1), remove O(log) amortised. Links are in an array of nodes, a heap
+ * is the index of its top, -1 when empty. */
+
+typedef struct heap_node {
+    int64_t key;
+    uint32_t tie;
+    int child, next, prev; /* prev: the one before among the siblings, or the parent */
+} heap_node;
+
+static bool heap_above(const heap_node *h, int a, int b) {
+    return h[a].key != h[b].key ? h[a].key > h[b].key : (int32_t)(h[a].tie - h[b].tie) > 0;
+}
+
+static int heap_meld(heap_node *h, int a, int b) { /* two tops */
+    if (a < 0 || b < 0) return a < 0 ? b : a;
+    if (heap_above(h, b, a)) {
+        int t = a;
+        a = b, b = t;
+    }
+    h[b].next = h[a].child, h[b].prev = a;
+    if (h[a].child >= 0) h[h[a].child].prev = b;
+    h[a].child = b, h[a].next = h[a].prev = -1;
+    return a;
+}
+
+static int heap_meld_all(heap_node *h, int first) { /* siblings in pairs, then the pairs from the last to the first */
+    int pairs = -1, top = -1;
+    while (first >= 0) {
+        int a = first, b = h[a].next;
+        first = b >= 0 ? h[b].next : -1;
+        h[a].next = h[a].prev = -1;
+        if (b >= 0) h[b].next = h[b].prev = -1;
+        a = heap_meld(h, a, b);
+        h[a].next = pairs, pairs = a;
+    }
+    while (pairs >= 0) {
+        int next = h[pairs].next;
+        h[pairs].next = -1;
+        top = heap_meld(h, top, pairs);
+        pairs = next;
+    }
+    return top;
+}
+
+static void heap_put(heap_node *h, int *top, int x, int64_t key, uint32_t tie) {
+    h[x] = (heap_node){.key = key, .tie = tie, .child = -1, .next = -1, .prev = -1};
+    *top = heap_meld(h, *top, x);
+}
+
+static void heap_cut(heap_node *h, int x) { /* x with all below it leaves its siblings */
+    if (h[h[x].prev].child == x) h[h[x].prev].child = h[x].next;
+    else h[h[x].prev].next = h[x].next;
+    if (h[x].next >= 0) h[h[x].next].prev = h[x].prev;
+    h[x].next = h[x].prev = -1;
+}
+
+static void heap_remove(heap_node *h, int *top, int x) {
+    if (*top != x) heap_cut(h, x);
+    int rest = heap_meld_all(h, h[x].child);
+    *top = *top == x ? rest : heap_meld(h, *top, rest);
+}
+
+static void heap_rekey(heap_node *h, int *top, int x, int64_t key) {
+    if (key >= h[x].key) {
+        h[x].key = key;
+        if (*top == x) return;
+        heap_cut(h, x);
+        *top = heap_meld(h, *top, x);
+    } else {
+        heap_remove(h, top, x);
+        heap_put(h, top, x, key, h[x].tie);
+    }
+}
+
+static void heap_replace(heap_node *h, int *top, int x, int y) { /* y takes x's place, key and tie */
+    h[y] = h[x];
+    if (h[y].child >= 0) h[h[y].child].prev = y;
+    if (h[y].next >= 0) h[h[y].next].prev = y;
+    if (*top == x) *top = y;
+    else if (h[h[y].prev].child == x) h[h[y].prev].child = y;
+    else h[h[y].prev].next = y;
+}
+
+/* ---- Calendar: pages held in each step of [now, now + n) ---- */
+
+typedef struct calendar {
+    int64_t now;
+    int n;     /* power of two; step t has leaf t mod n */
+    int *most; /* [2n] most[i] = add[i] + the greatest below; most[1] is the peak */
+    int *add;  /* [n] what all steps below have in common */
+} calendar;
+
+static void cal_pull(calendar *c, int i) {
+    while ((i >>= 1)) c->most[i] = MAX(c->most[2 * i], c->most[2 * i + 1]) + c->add[i];
+}
+
+static void cal_node(calendar *c, int i, int v) {
+    c->most[i] += v;
+    if (i < c->n) c->add[i] += v;
+}
+
+static void cal_leaves(calendar *c, int from, int to, int v) {
+    int a = from + c->n, b = to + c->n;
+    for (int l = a, r = b; l < r; l >>= 1, r >>= 1) {
+        if (l & 1) cal_node(c, l++, v);
+        if (r & 1) cal_node(c, --r, v);
+    }
+    cal_pull(c, a), cal_pull(c, b - 1);
+}
+
+/* v more pages in steps from .. to-1; what lies before now is over. */
+static void cal_add(calendar *c, int64_t from, int64_t to, int v) {
+    from = MAX(from, c->now);
+    if (from >= to || !v) return;
+    assert(to - c->now <= c->n);
+    int a = (int)(from & (c->n - 1)), len = (int)(to - from);
+    cal_leaves(c, a, MIN(a + len, c->n), v);
+    if (a + len > c->n) cal_leaves(c, 0, a + len - c->n, v);
+}
+
+static int cal_at(const calendar *c, int64_t t) {
+    int i = (int)(t & (c->n - 1)) + c->n, v = c->most[i];
+    while ((i >>= 1)) v += c->add[i];
+    return v;
+}
+
+static int cal_peak(const calendar *c) { return c->most[1]; }
+
+static void cal_step(calendar *c) { /* the step that is over makes its leaf free for step now + n */
+    cal_add(c, c->now, c->now + 1, -cal_at(c, c->now));
+    c->now++;
+}
+
+/* ---- Types ---- */
+
+typedef struct sched_config {
+    int B, n_pages;
+    int max_seqs;   /* sequences running or parked */
+    int max_tokens; /* rows of a step; at least max_seqs */
+    int max_len;    /* tokens of a sequence */
+    int n_classes;  /* of the length predictor */
+} sched_config;
+
+typedef struct sched_job { /* what a request asks of the scheduler */
+    const int32_t *prompt; /* copied */
+    int n_prompt;
+    int n;                 /* samples */
+    int max_tokens;        /* output tokens, at least 1 */
+    int min_tokens;        /* none ends before */
+    bool exact;            /* every sample has max_tokens unless cancelled (ignore_eos and no stop) */
+    int priority;          /* higher goes earlier */
+    uint64_t class_key;    /* requests with equal keys have outputs of like length; 0: a class of its own if n > 1 */
+} sched_job;
+
+typedef struct sched_request {
+    int32_t *prompt; /* owned; NULL: this id is free */
+    int n_prompt, n, max_tokens, min_tokens;
+    bool exact;
+    int n_started, n_live; /* samples that ever ran; of them not ended */
+    int first;             /* its live sequences, linked by sibling */
+    int64_t key;           /* order of the queue, smaller first */
+    uint64_t class_key;
+    int next_free;
+} sched_request;
+
+enum sched_state { SCHED_FREE, SCHED_PREFILL, SCHED_DECODE, SCHED_PARKED };
+
+typedef struct sched_seq {
+    uint8_t state;
+    bool yields;         /* this step: its last row gives a token */
+    int from, n_rows;    /* this step: positions from .. from+n_rows-1 */
+    int n_cached;        /* positions whose K and V are planned */
+    int n_planned;       /* tokens known or under way */
+    int n_known;
+    int limit;           /* prompt + max_tokens */
+    int expect;          /* tokens it will have, prompt and output */
+    int64_t base, end;   /* position x is computed in step base + x; its pages go in step end */
+    int32_t *tokens;     /* [limit] prompt, then output */
+    int n_prompt;
+    int next_edge;       /* output length at which it reaches the next bucket of chapter 11 */
+    int bucket;
+    int request, sample, sibling_prev, sibling;
+    pred_of class;
+    uint32_t ticket;     /* changes when it is parked or ends: results with another one are late */
+    uint32_t started;    /* number of its last admission */
+    uint32_t row_turn;   /* changes when its row of pages was replaced: a device has to reload it */
+    int todo;            /* in prefill: tokens counted in sched.backlog */
+    int64_t mark;        /* in prefill: tokens put into the backlog up to its own */
+    int prefill_prev, prefill_next; /* first come first served; ends at max_seqs */
+} sched_seq;
+
+struct sched_spare { /* a free token buffer: its first bytes link it */
+    struct sched_spare *next;
+};
+
+typedef struct sched {
+    sched_config c;
+    kv_cache kv;
+    pred pred;
+    calendar cal;
+    int64_t now;             /* = cal.now: the step planned last */
+    sched_seq *seqs;         /* [max_seqs + 1]; the last is both ends of the prefill list */
+    int *free_slots;
+    int n_slots_free, n_running, n_decode;
+    int64_t backlog, backlog_in; /* tokens still to prefill; all ever put in */
+    heap_node *ends;         /* [n_pages + max_seqs]: pages of the tree and sequences (n_pages + q), by end */
+    int *holders;            /* [n_pages] heap of what hangs on a page: child pages, sequences whose last tree page it is */
+    heap_node *line;         /* [max_seqs]: parked sequences in queue order, running ones newest first */
+    int parked, newest;
+    sched_request *requests; /* grows in sched_submit */
+    heap_node *queue;        /* [cap_requests] */
+    int n_requests, cap_requests, free_request, queued;
+    int n_waiting;           /* samples never started */
+    int64_t arrival_step;
+    int n_arrived;           /* in this step */
+    uint32_t n_started;
+    uint64_t own_class;      /* last key given to a request without one */
+    struct sched_spare *spare[32]; /* [c]: free buffers of 2^c tokens */
+    int n_buffers[32], demand[32];
+    uint64_t epoch, failed_epoch; /* changes with every start and end; when the head did not fit */
+    int64_t failed_step;
+    int64_t n_preempted, n_repredicted, n_prompt_tokens, n_prompt_hits; /* since open */
+} sched;
+
+/* ---- Token buffers ---- */
+
+static int sched_buffer_class(int n_tokens) {
+    int c = 2; /* a buffer holds at least a pointer */
+    while ((int64_t)1 << c < n_tokens) c++;
+    return c;
+}
+
+static void sched_buffer_give(sched *s, void *buffer, int c) {
+    struct sched_spare *b = buffer;
+    b->next = s->spare[c], s->spare[c] = b;
+}
+
+static void *sched_buffer_take(sched *s, int c) {
+    struct sched_spare *b = s->spare[c];
+    s->spare[c] = b->next;
+    return b;
+}
+
+/* n more samples of this size are wanted: as many buffers as can be in use at a time. */
+static void sched_buffer_reserve(sched *s, int c, int n) {
+    s->demand[c] += n;
+    for (; s->n_buffers[c] < MIN(s->c.max_seqs, s->demand[c]); s->n_buffers[c]++)
+        sched_buffer_give(s, mem_alloc(sizeof(int32_t) << c), c);
+}
+
+/* ---- Open and close ---- */
+
+static void sched_init(sched *s, const sched_config *c) {
+    assert(c->max_tokens >= c->max_seqs && c->max_len > 1);
+    size_t np = (size_t)c->n_pages, ns = (size_t)c->max_seqs;
+    *s = (sched){.c = *c, .parked = -1, .newest = -1, .free_request = -1, .queued = -1};
+    kv_init(&s->kv, c->B, c->n_pages, c->max_seqs, c->max_len);
+    pred_init(&s->pred, c->n_classes, c->max_seqs);
+    for (s->cal.n = 4; s->cal.n < 2 * c->max_len + 2; s->cal.n *= 2) {} /* as long a prefill delay as a sequence */
+    s->cal.most = mem_zalloc((size_t)s->cal.n * 2 * sizeof(int)), s->cal.add = mem_zalloc((size_t)s->cal.n * sizeof(int));
+    s->seqs = mem_zalloc((ns + 1) * sizeof *s->seqs), s->line = mem_zalloc(ns * sizeof *s->line);
+    s->free_slots = mem_alloc(ns * sizeof(int));
+    s->ends = mem_zalloc((np + ns) * sizeof *s->ends), s->holders = mem_alloc(np * sizeof(int));
+    for (int p = 0; p < c->n_pages; p++) s->holders[p] = -1;
+    for (int q = c->max_seqs - 1; q >= 0; q--) s->free_slots[s->n_slots_free++] = q;
+    s->seqs[c->max_seqs].prefill_prev = s->seqs[c->max_seqs].prefill_next = c->max_seqs;
+}
+
+static void sched_free(sched *s) {
+    for (int q = 0; q < s->c.max_seqs; q++) free(s->seqs[q].tokens);
+    for (int r = 0; r < s->n_requests; r++) free(s->requests[r].prompt);
+    for (int i = 0; i < COUNT(s->spare); i++)
+        while (s->spare[i]) free(sched_buffer_take(s, i));
+    kv_free(&s->kv), pred_free(&s->pred);
+    free(s->cal.most), free(s->cal.add), free(s->seqs), free(s->line), free(s->free_slots), free(s->ends), free(s->holders);
+    free(s->requests), free(s->queue);
+}
+
+/* ---- The future of one sequence in the calendar ---- */
+
+static int sched_tail(const sched *s, int q) { /* its last page in the tree, or -1 */
+    int n = s->kv.seqs[q].n_tree;
+    return n ? kv_row(&s->kv, q)[n - 1] : -1;
+}
+
+/* Adds (sign 1) or takes back (-1) what q alone accounts for: n_held own pages until its end, and the pages from number
+ * `next` on that it will take. */
+static void sched_own(sched *s, int q, int n_held, int next, int sign) {
+    const sched_seq *x = &s->seqs[q];
+    int n_pages = kv_pages_for(&s->kv, MIN(x->expect, x->limit) - 1);
+    cal_add(&s->cal, s->now, x->end, sign * n_held);
+    for (int k = next; k < n_pages; k++) cal_add(&s->cal, x->base + (int64_t)k * s->c.B, x->end, sign);
+}
+
+static void sched_own_now(sched *s, int q, int sign) {
+    const kv_seq *k = &s->kv.seqs[q];
+    sched_own(s, q, k->n_pages - k->n_tree, k->n_pages, sign);
+}
+
+/* What hangs on page p has changed: brings its end and those above it up to date, in the calendar too if `account`. A
+ * page's end is ends[p].key, 0 while nobody holds it. */
+static void sched_lift(sched *s, int p, bool account) {
+    int64_t was = 0, is = 0; /* n pages go from end `was` to end `is` */
+    int n = 0;
+    while (p >= 0) {
+        int64_t old = s->ends[p].key, new = s->holders[p] >= 0 ? s->ends[s->holders[p]].key : 0;
+        if (old == new) break;
+        if (n && account && (old != was || new != is)) {
+            if (is > was) cal_add(&s->cal, was, is, n);
+            else cal_add(&s->cal, is, was, -n);
+            n = 0;
+        }
+        was = old, is = new, n++;
+        int parent = s->kv.pages[p].parent;
+        if (parent == s->kv.root) {
+            s->ends[p].key = new;
+            break;
+        }
+        if (!old) heap_put(s->ends, &s->holders[parent], p, new, 0);
+        else if (!new) heap_remove(s->ends, &s->holders[parent], p), s->ends[p].key = 0;
+        else heap_rekey(s->ends, &s->holders[parent], p, new);
+        p = parent;
+    }
+    if (n && account) {
+        if (is > was) cal_add(&s->cal, was, is, n);
+        else cal_add(&s->cal, is, was, -n);
+    }
+}
+
+static void sched_attach(sched *s, int q, bool account) {
+    int tail = sched_tail(s, q);
+    if (tail < 0) return;
+    heap_put(s->ends, &s->holders[tail], s->c.n_pages + q, s->seqs[q].end, 0);
+    sched_lift(s, tail, account);
+}
+
+static void sched_detach(sched *s, int q, int tail) {
+    if (tail < 0) return;
+    heap_remove(s->ends, &s->holders[tail], s->c.n_pages + q);
+    sched_lift(s, tail, true);
+}
+
+/* Its line and expected length are now these. The end lies after this step, and within the calendar. */
+static void sched_move(sched *s, int q, int64_t base, int expect) {
+    sched_seq *x = &s->seqs[q];
+    int tail = sched_tail(s, q);
+    sched_own_now(s, q, -1);
+    x->base = base, x->expect = expect;
+    x->end = base + expect - 1;
+    s->epoch++;
+    sched_own_now(s, q, 1);
+    if (tail >= 0) {
+        heap_rekey(s->ends, &s->holders[tail], s->c.n_pages + q, x->end);
+        sched_lift(s, tail, true);
+    }
+}
+
+/* Tokens, prompt and output, that q will have when it has n now. */
+static int sched_expect(sched *s, const sched_seq *x, int n) {
+    const sched_request *r = &s->requests[x->request];
+    int have = MAX(n - x->n_prompt, r->min_tokens - 1), most = x->limit - x->n_prompt;
+    if (r->exact || have >= most - 1) return MAX(x->limit, n + 1);
+    return x->n_prompt + pred_expect(&s->pred, x->class, have, most);
+}
+
+/* ---- Submit ---- */
+
+static int sched_new_request(sched *s) {
+    int r = s->free_request;
+    if (r >= 0) {
+        s->free_request = s->requests[r].next_free;
+        return r;
+    }
+    if (s->n_requests == s->cap_requests) {
+        s->cap_requests = MAX(64, s->cap_requests * 2);
+        s->requests = mem_realloc(s->requests, (size_t)s->cap_requests * sizeof *s->requests);
+        s->queue = mem_realloc(s->queue, (size_t)s->cap_requests * sizeof *s->queue);
+    }
+    return s->n_requests++;
+}
+
+/* Queues a request. Returns its id (>= 0, used again after its last sample ended) or an error code. */
+static int sched_submit(sched *s, const sched_job *j, toka_err *e) {
+    if (j->n_prompt < 1) return fail(e, TOKA_E_USE, "the prompt has no tokens");
+    if (j->n < 1) return fail(e, TOKA_E_USE, "n is %d, at least 1 sample is needed", j->n);
+    if (j->max_tokens < 1) return fail(e, TOKA_E_USE, "max_tokens is %d, at least 1 is needed", j->max_tokens);
+    int64_t len = (int64_t)j->n_prompt + j->max_tokens, held = (len - 1 + s->c.B - 1) / s->c.B;
+    if (len > s->c.max_len)
+        return fail(e, TOKA_E_USE, "the prompt has %d tokens and max_tokens is %d, together at most %d fit (max_model_len)",
+                    j->n_prompt, j->max_tokens, s->c.max_len);
+    if (held > s->c.n_pages)
+        return fail(e, TOKA_E_USE, "the prompt has %d tokens and max_tokens is %d, the KV cache holds %lld tokens",
+                    j->n_prompt, j->max_tokens, (long long)s->c.n_pages * s->c.B);
+    if (j->n > INT_MAX / 2 - s->n_waiting) return fail(e, TOKA_E_USE, "n is %d, too many samples are waiting", j->n);
+    int id = sched_new_request(s), priority = MAX(-1000000, MIN(j->priority, 1000000));
+    if (s->arrival_step != s->now) s->arrival_step = s->now, s->n_arrived = 0;
+    sched_request *r = &s->requests[id];
+    *r = (sched_request){.prompt = mem_alloc((size_t)j->n_prompt * sizeof(int32_t)), .n_prompt = j->n_prompt, .n = j->n,
+                         .max_tokens = j->max_tokens, .min_tokens = MIN(j->min_tokens, j->max_tokens), .exact = j->exact,
+                         .first = -1, .class_key = j->class_key};
+    memcpy(r->prompt, j->prompt, (size_t)j->n_prompt * sizeof(int32_t));
+    if (!r->class_key && j->n > 1) r->class_key = ++s->own_class | (uint64_t)1 << 63;
+    r->key = (s->now - (int64_t)priority * SCHED_PRIORITY) * (1 << 24) + MIN(s->n_arrived, (1 << 24) - 1);
+    s->n_arrived++, s->n_waiting += j->n;
+    heap_put(s->queue, &s->queued, id, -r->key, 0);
+    sched_buffer_reserve(s, sched_buffer_class((int)len), j->n);
+    s->epoch++;
+    return id;
+}
+
+/* ---- Ends ---- */
+
+static void sched_prefill_leave(sched *s, int q) {
+    sched_seq *x = &s->seqs[q];
+    s->seqs[x->prefill_prev].prefill_next = x->prefill_next;
+    s->seqs[x->prefill_next].prefill_prev = x->prefill_prev;
+    s->backlog -= x->todo;
+    x->todo = 0;
+}
+
+/* A running sequence gives its pages and its future back. */
+static void sched_stop(sched *s, int q) {
+    sched_seq *x = &s->seqs[q];
+    if (x->state == SCHED_PREFILL) sched_prefill_leave(s, q);
+    else s->n_decode--;
+    heap_remove(s->line, &s->newest, q);
+    sched_own_now(s, q, -1);
+    sched_detach(s, q, sched_tail(s, q));
+    kv_close(&s->kv, q);
+    x->n_cached = x->n_rows = 0, x->n_planned = x->n_known;
+    x->ticket++, s->n_running--, s->epoch++;
+}
+
+static void sched_drop_request(sched *s, int id) {
+    sched_request *r = &s->requests[id];
+    free(r->prompt);
+    *r = (sched_request){.next_free = s->free_request};
+    s->free_request = id;
+}
+
+/* The sequence is over. cut: not by itself. */
+static void sched_end(sched *s, int q, bool cut) {
+    sched_seq *x = &s->seqs[q];
+    sched_request *r = &s->requests[x->request];
+    int c = sched_buffer_class(x->limit);
+    if (x->state == SCHED_PARKED) heap_remove(s->line, &s->parked, q), x->ticket++, s->epoch++;
+    else sched_stop(s, q);
+    if (!r->exact) pred_end(&s->pred, x->class, x->bucket, x->n_known - x->n_prompt, cut);
+    sched_buffer_give(s, x->tokens, c);
+    s->demand[c]--;
+    x->tokens = NULL, x->state = SCHED_FREE;
+    s->free_slots[s->n_slots_free++] = q;
+    if (x->sibling_prev >= 0) s->seqs[x->sibling_prev].sibling = x->sibling;
+    else r->first = x->sibling;
+    if (x->sibling >= 0) s->seqs[x->sibling].sibling_prev = x->sibling_prev;
+    if (!--r->n_live && r->n_started == r->n) sched_drop_request(s, x->request);
+}
+
+/* Ends a request in whatever state its samples are. Its id is free after this. */
+static void sched_cancel(sched *s, int id) {
+    sched_request *r = &s->requests[id];
+    assert(r->prompt);
+    int waiting = r->n - r->n_started;
+    if (waiting) {
+        heap_remove(s->queue, &s->queued, id);
+        s->n_waiting -= waiting, s->demand[sched_buffer_class(r->n_prompt + r->max_tokens)] -= waiting;
+        r->n = r->n_started, s->epoch++;
+    }
+    if (!r->n_live) sched_drop_request(s, id);
+    else
+        for (int q = r->first, n = r->n_live; n--;) {
+            int next = s->seqs[q].sibling;
+            sched_end(s, q, true);
+            q = next;
+        }
+}
+
+/* ---- Admission ---- */
+
+/* Steps until a backlog of so many tokens is prefilled, this one counted. */
+static int64_t sched_prefill_steps(const sched *s, int64_t tokens) {
+    int64_t rate = MAX(1, s->c.max_tokens - s->n_decode);
+    return MAX(1, MIN((tokens + rate - 1) / rate, (int64_t)s->c.max_len));
+}
+
+/* Would the pool hold q's whole future beside the others'? m pages of its row were found in the tree. The calendar is
+ * left as it was unless it fits; then it already has q. */
+static bool sched_fits(sched *s, int q, int n, int m) {
+    const int *row = kv_row(&s->kv, q);
+    int64_t end = s->seqs[q].end;
+    int n_pages = kv_pages_for(&s->kv, n), held = m; /* leading pages of the row that somebody holds */
+    while (held && s->kv.pages[row[held - 1]].ref == 0) held--;
+    if (n_pages - held > kv_room(&s->kv)) return false;
+    for (int sign = 1;; sign = -1) {
+        sched_own(s, q, n_pages - held, n_pages, sign);
+        for (int i = held; i-- && s->ends[row[i]].key < end;) cal_add(&s->cal, s->ends[row[i]].key, end, sign);
+        if (sign < 0) return false;
+        if (cal_peak(&s->cal) <= s->c.n_pages) return true;
+    }
+}
+
+static void sched_start(sched *s, int q, int n, int m) {
+    sched_seq *x = &s->seqs[q];
+    kv_open(&s->kv, q, x->tokens, n, m);
+    sched_attach(s, q, false);
+    x->state = SCHED_PREFILL;
+    x->started = ++s->n_started, x->row_turn++;
+    x->n_cached = 0, x->n_planned = n;
+    x->todo = n - m * s->c.B, s->backlog += x->todo, s->backlog_in += x->todo, x->mark = s->backlog_in;
+    x->prefill_next = s->c.max_seqs, x->prefill_prev = s->seqs[s->c.max_seqs].prefill_prev;
+    s->seqs[x->prefill_prev].prefill_next = q, s->seqs[s->c.max_seqs].prefill_prev = q;
+    heap_put(s->line, &s->newest, q, s->requests[x->request].key, x->started);
+    s->n_running++, s->epoch++;
+    s->n_prompt_tokens += n, s->n_prompt_hits += m * s->c.B;
+}
+
+/* Where q's line would lie if it started now, with m pages found. */
+static void sched_aim(sched *s, int q, int n, int m) {
+    sched_seq *x = &s->seqs[q];
+    x->expect = sched_expect(s, x, n);
+    x->base = s->now + sched_prefill_steps(s, s->backlog + n - (int64_t)m * s->c.B) - n;
+    x->end = x->base + x->expect - 1;
+}
+
+static bool sched_admit_parked(sched *s, int q) {
+    sched_seq *x = &s->seqs[q];
+    int n = x->n_known, m = kv_match(&s->kv, q, x->tokens, n);
+    sched_aim(s, q, n, m);
+    if (!sched_fits(s, q, n, m)) return false;
+    heap_remove(s->line, &s->parked, q);
+    sched_start(s, q, n, m);
+    return true;
+}
+
+static bool sched_admit_fresh(sched *s, int id) {
+    if (!s->n_slots_free) return false;
+    sched_request *r = &s->requests[id];
+    int q = s->free_slots[s->n_slots_free - 1], n = r->n_prompt, m = kv_match(&s->kv, q, r->prompt, n);
+    sched_seq *x = &s->seqs[q];
+    *x = (sched_seq){.request = id, .sample = r->n_started, .n_prompt = n, .n_known = n, .limit = n + r->max_tokens,
+                     .ticket = x->ticket, .row_turn = x->row_turn, .class = {-1, 0}, .next_edge = s->pred.edge[1],
+                     .sibling = r->first, .sibling_prev = -1};
+    if (!r->exact) x->class = pred_find(&s->pred, r->class_key);
+    sched_aim(s, q, n, m);
+    if (!sched_fits(s, q, n, m)) return false;
+    s->n_slots_free--;
+    x->tokens = sched_buffer_take(s, sched_buffer_class(x->limit));
+    memcpy(x->tokens, r->prompt, (size_t)n * sizeof(int32_t));
+    if (r->first >= 0) s->seqs[r->first].sibling_prev = q;
+    r->first = q, r->n_live++;
+    if (++r->n_started == r->n) heap_remove(s->queue, &s->queued, id);
+    s->n_waiting--;
+    if (!r->exact) pred_reach(&s->pred, x->class, 0);
+    sched_start(s, q, n, m);
+    return true;
+}
+
+/* Starts sequences from the head of the queue while they fit. No more than two steps of prefill are taken in: more
+ * would only hold pages. A head that did not fit is tried again when something started or ended, or after some steps. */
+static void sched_admit(sched *s) {
+    if (s->epoch == s->failed_epoch && s->now < s->failed_step + 16) return;
+    while ((s->parked >= 0 || s->queued >= 0) && s->backlog < 2 * (int64_t)s->c.max_tokens) {
+        bool parked = s->parked >= 0 && (s->queued < 0 || !s->n_slots_free || /* it has a slot */
+                                         s->line[s->parked].key >= s->queue[s->queued].key);
+        if (parked ? sched_admit_parked(s, s->parked) : sched_admit_fresh(s, s->queued)) continue;
+        assert(s->n_running || !s->n_slots_free); /* alone, every request fits */
+        s->failed_epoch = s->epoch, s->failed_step = s->now;
+        return;
+    }
+}
+
+static void sched_preempt(sched *s) { /* parks the newest */
+    int q = s->newest;
+    sched_stop(s, q);
+    s->seqs[q].state = SCHED_PARKED;
+    heap_put(s->line, &s->parked, q, -s->requests[s->seqs[q].request].key, -s->seqs[q].started);
+    s->n_preempted++;
+}
+
+/* ---- One step ---- */
+
+static bool sched_needs_page(const sched *s, int q) {
+    const sched_seq *x = &s->seqs[q];
+    return x->state == SCHED_DECODE && x->n_planned < x->limit && x->n_cached == s->kv.seqs[q].n_pages * s->c.B;
+}
+
+/* Writes the future anew where time has shown it wrong: a sequence at its expected end, a prefill that should be over.
+ * Returns the number of pages that decoding sequences need for this step. */
+static int sched_review(sched *s) {
+    int need = 0;
+    for (int q = 0; q < s->c.max_seqs; q++) {
+        sched_seq *x = &s->seqs[q];
+        if (x->state != SCHED_PREFILL && x->state != SCHED_DECODE) continue;
+        x->n_rows = 0, x->yields = false;
+        int64_t base = x->base;
+        if (x->state == SCHED_PREFILL && base + x->n_known <= s->now) { /* its last row was to be computed before now */
+            int64_t ahead = MAX(x->mark - (s->backlog_in - s->backlog), (int64_t)x->todo);
+            base = s->now + sched_prefill_steps(s, ahead) - x->n_known;
+        }
+        if (base != x->base || x->end <= s->now) {
+            int least = (int)(s->now + 2 - base); /* tokens of which the last is not fed before the next step */
+            int expect = x->end <= s->now ? sched_expect(s, x, MIN(x->n_planned, x->limit - 1)) : x->expect;
+            sched_move(s, q, base, MAX(expect, least));
+            s->n_repredicted++;
+        }
+        need += sched_needs_page(s, q);
+    }
+    return need;
+}
+
+/* A sequence in decode took a page: has what is expected of it moved by much? */
+static void sched_reconsider(sched *s, int q) {
+    sched_seq *x = &s->seqs[q];
+    int expect = sched_expect(s, x, x->n_planned), by = abs(expect - x->expect);
+    if (by <= s->c.B || by <= (x->expect - x->n_planned) / 4) return;
+    expect = MAX(expect, (int)(s->now + 2 - x->base));
+    if (expect == x->expect) return;
+    sched_move(s, q, x->base, expect);
+    s->n_repredicted++;
+}
+
+static int sched_feed_decode(sched *s) {
+    int n = 0;
+    for (int q = 0; q < s->c.max_seqs; q++) {
+        sched_seq *x = &s->seqs[q];
+        if (x->state != SCHED_DECODE || x->n_planned >= x->limit) continue;
+        if (x->n_cached == s->kv.seqs[q].n_pages * s->c.B) {
+            kv_grow(&s->kv, q);
+            if (!s->requests[x->request].exact) sched_reconsider(s, q);
+        }
+        x->from = x->n_cached++, x->n_rows = 1, x->yields = true;
+        x->n_planned++, n++;
+    }
+    return n;
+}
+
+/* Hands the rest of the step's tokens to the sequences in prefill, first come first served. */
+static int sched_feed_prefill(sched *s, int budget) {
+    int n_fed = 0;
+    for (int q = s->seqs[s->c.max_seqs].prefill_next, next; q != s->c.max_seqs && n_fed < budget; q = next) {
+        sched_seq *x = &s->seqs[q];
+        next = x->prefill_next;
+        x->from = kv_skip(&s->kv, q, x->n_cached);
+        x->n_rows = MIN(x->n_known - x->from, budget - n_fed);
+        x->n_cached = x->from + x->n_rows, n_fed += x->n_rows;
+        kv_computed(&s->kv, q, x->from, x->n_cached);
+        int left = MIN(x->todo, x->n_known - x->n_cached);
+        s->backlog -= x->todo - left, x->todo = left;
+        if (x->n_cached < x->n_known) continue;
+        sched_prefill_leave(s, q);
+        x->state = SCHED_DECODE, x->yields = true, x->n_planned++, s->n_decode++;
+        int64_t base = s->now + 1 - x->n_known;
+        if (base != x->base) sched_move(s, q, base, x->expect);
+    }
+    return n_fed;
+}
+
+/* Plans the next step. Returns its number of rows; 0: nothing can run until something is submitted or committed. */
+static int sched_plan(sched *s) {
+    cal_step(&s->cal), s->now++;
+    int need = sched_review(s);
+    while (need > kv_room(&s->kv)) {
+        need -= sched_needs_page(s, s->newest);
+        sched_preempt(s);
+    }
+    int n = sched_feed_decode(s);
+    sched_admit(s);
+    return n + sched_feed_prefill(s, s->c.max_tokens - n);
+}
+
+/* ---- Commit ---- */
+
+/* Full pages of known tokens enter the tree. */
+static void sched_fill(sched *s, int q) {
+    sched_seq *x = &s->seqs[q];
+    const kv_seq *k = &s->kv.seqs[q];
+    while (!k->stray && (k->n_tree + 1) * s->c.B <= MIN(x->n_known, x->n_cached)) {
+        int tail = sched_tail(s, q), node = s->c.n_pages + q;
+        enum kv_filled how = kv_fill(&s->kv, q, x->tokens);
+        if (how == KV_STRAY) return;
+        int page = sched_tail(s, q);
+        if (how == KV_ENTERED) { /* the page takes the sequence's place, at the same end: the calendar stays */
+            s->ends[page].key = x->end;
+            if (tail >= 0) heap_replace(s->ends, &s->holders[tail], node, page);
+            heap_put(s->ends, &s->holders[page], node, x->end, 0);
+        } else { /* one page less of its own, one more holder of the twin */
+            cal_add(&s->cal, s->now, x->end, -1);
+            if (tail >= 0) heap_remove(s->ends, &s->holders[tail], node); /* below its end there is the twin's now */
+            sched_attach(s, q, true);
+            x->row_turn++;
+        }
+    }
+}
+
+enum sched_result { SCHED_LATE, SCHED_ON, SCHED_DONE };
+
+/* The token that a row of q yielded. ended: it is the last one (end id, stop); the limit is seen here. SCHED_LATE: the
+ * sequence that was planned is not there any more, the token means nothing. SCHED_DONE: q is free now. */
+static enum sched_result sched_commit(sched *s, int q, uint32_t ticket, int32_t token, bool ended) {
+    sched_seq *x = &s->seqs[q];
+    if (x->ticket != ticket || x->state != SCHED_DECODE) return SCHED_LATE;
+    assert(x->n_known < x->n_planned);
+    x->tokens[x->n_known++] = token;
+    if (ended || x->n_known == x->limit) {
+        sched_fill(s, q);
+        sched_end(s, q, !ended);
+        return SCHED_DONE;
+    }
+    if (x->n_known - x->n_prompt == x->next_edge) {
+        if (!s->requests[x->request].exact) pred_reach(&s->pred, x->class, x->bucket + 1);
+        x->next_edge = s->pred.edge[++x->bucket + 1];
+    }
+    sched_fill(s, q);
+    return SCHED_ON;
+}
+
+/* ---- The whole state, checked: NULL, or what is wrong. For tests; costs O(everything) ---- */
+
+static const char *sched_check_seq(const sched *s, int q) {
+    const sched_seq *x = &s->seqs[q];
+    const kv_seq *k = &s->kv.seqs[q];
+    KV_MUST(x->n_known <= x->n_planned && x->n_known >= x->n_prompt && x->n_known < x->limit && x->n_planned <= x->limit);
+    if (x->state == SCHED_PARKED) {
+        KV_MUST(!k->n_pages && !x->n_cached && x->n_planned == x->n_known);
+        return NULL;
+    }
+    KV_MUST(x->end > s->now && x->end == x->base + x->expect - 1);
+    KV_MUST(k->n_pages * s->c.B >= x->n_cached);
+    if (x->state == SCHED_PREFILL) {
+        KV_MUST(x->n_cached < x->n_known && x->base + x->n_known > s->now);
+        KV_MUST(k->n_pages == kv_pages_for(&s->kv, x->n_known));
+    } else KV_MUST(x->n_cached == x->n_planned - 1 && (x->n_planned == x->limit || x->base == s->now + 1 - x->n_cached));
+    for (int i = 0; i < k->n_tree; i++) {
+        int p = kv_row(&s->kv, q)[i];
+        KV_MUST(s->ends[p].key >= x->end);
+        KV_MUST((i + 1) * s->c.B > x->n_cached || s->kv.pages[p].ready);
+    }
+    return NULL;
+}
+
+/* Between a plan and the next one. */
+UNUSED static const char *sched_check(const sched *s) {
+    int n = s->cal.n, np = s->c.n_pages, n_state[4] = {0}, n_held = 0;
+    bool *open = mem_zalloc((size_t)s->c.max_seqs * sizeof *open);
+    int *change = mem_zalloc(((size_t)n + 1) * sizeof *change); /* of the sum, step by step from now */
+    int64_t *end = mem_zalloc((size_t)np * sizeof *end), backlog = 0;
+    const char *bad = NULL;
+    for (int q = 0; q < s->c.max_seqs; q++) {
+        const sched_seq *x = &s->seqs[q];
+        const kv_seq *k = &s->kv.seqs[q];
+        n_state[x->state]++, backlog += x->todo;
+        if (x->state == SCHED_FREE) continue;
+        if (!bad) bad = sched_check_seq(s, q);
+        if (bad || x->state == SCHED_PARKED) continue;
+        open[q] = true;
+        for (int i = 0; i < k->n_tree; i++) end[kv_row(&s->kv, q)[i]] = MAX(end[kv_row(&s->kv, q)[i]], x->end);
+        for (int i = k->n_tree; i < kv_pages_for(&s->kv, MIN(x->expect, x->limit) - 1); i++) {
+            int64_t from = i < k->n_pages ? s->now : x->base + (int64_t)i * s->c.B;
+            if (from < x->end) change[from - s->now]++, change[x->end - s->now]--;
+        }
+    }
+    for (int p = 0; p < np; p++) {
+        n_held += s->kv.pages[p].ref > 0;
+        if (s->ends[p].key != end[p]) bad = "the end of a page is not the last end of its holders";
+        if (end[p]) change[0]++, change[end[p] - s->now]--;
+    }
+    for (int t = 0, sum = 0, peak = 0; t < n; t++) {
+        sum += change[t], peak = MAX(peak, sum);
+        if (cal_at(&s->cal, s->now + t) != sum) bad = "the calendar is not the sum of the sequences";
+        if (!t && sum != n_held) bad = "the calendar does not know what is held now";
+        if (t == n - 1 && cal_peak(&s->cal) != peak) bad = "the calendar's peak is wrong";
+    }
+    if (!bad) bad = kv_check(&s->kv, open);
+    if (n_state[SCHED_FREE] != s->n_slots_free || n_state[SCHED_DECODE] != s->n_decode || backlog != s->backlog ||
+        n_state[SCHED_DECODE] + n_state[SCHED_PREFILL] != s->n_running)
+        bad = "counts do not agree";
+    free(open), free(change), free(end);
+    return bad;
+}
 
 /* ===========================================================================
  * MARK: 13. Batch building and shared prefixes [pure]
