@@ -8311,6 +8311,7 @@ enum sched_state { SCHED_FREE, SCHED_PREFILL, SCHED_DECODE, SCHED_PARKED };
 typedef struct sched_seq {
     uint8_t state;
     bool yields;         /* this step: its last row gives a token */
+    bool is_chunk;       /* this step: its rows are of a prompt (or of what was parked), not its newest token */
     int from, n_rows;    /* this step: positions from .. from+n_rows-1 */
     int n_cached;        /* positions whose K and V are planned */
     int n_planned;       /* tokens known or under way */
@@ -8771,7 +8772,7 @@ static int sched_feed_decode(sched *s) {
             kv_grow(&s->kv, q);
             if (!s->requests[x->request].exact) sched_reconsider(s, q);
         }
-        x->from = x->n_cached++, x->n_rows = 1, x->yields = true;
+        x->from = x->n_cached++, x->n_rows = 1, x->yields = true, x->is_chunk = false;
         x->n_planned++, n++;
     }
     return n;
@@ -8785,6 +8786,7 @@ static int sched_feed_prefill(sched *s, int budget) {
         next = x->prefill_next;
         x->from = kv_skip(&s->kv, q, x->n_cached);
         x->n_rows = MIN(x->n_known - x->from, budget - n_fed);
+        x->is_chunk = true;
         x->n_cached = x->from + x->n_rows, n_fed += x->n_rows;
         kv_computed(&s->kv, q, x->from, x->n_cached);
         int left = MIN(x->todo, x->n_known - x->n_cached);
@@ -8923,8 +8925,262 @@ UNUSED static const char *sched_check(const sched *s) {
 
 /* ===========================================================================
  * MARK: 13. Batch building and shared prefixes [pure]
- * To come with the engine.
+ * In: what sched_plan decided. Out: the arrays of a toka_step (rows, slots, spans), the rows that yield a token, and
+ * what a device that keeps the state of its slots needs to be told (batch_upload).
+ *
+ * Rows stand in the order of chapter 10, so the rows of all sequences that share a page are side by side, and with lcp
+ * (leading pages in common with the sequence before) the sharing is a tree of intervals, found with one stack in one
+ * pass:
+ *
+ *      lcp      0   3   3   2   5   0          a node: a run of rows and the pages they all have
+ *      rows   [ a   b   c   d   e ] f               [a b c d e] pages 0-1
+ *               [a   b   c]  [d   e]                [a b c] page 2    [d e] pages 2-4
+ *
+ * Per node the backend's costs decide: as one span over all its rows its pages are read once per tile of rows, but
+ * every row has one partial result more to merge; otherwise each child reads them by itself, as a part of its own span.
+ * Decided from the top, where a node's span begins where the last shared span above it ends. No threshold, no flag, any
+ * number of levels.
+ *
+ *      worth it:  (reads by the children - reads together) * tokens  >  merge_tok * rows + span_tok
+ *
+ * Only pages that lie before all rows of the run are shared, so a shared span needs no mask; rows of prefill chunks
+ * take part like any others.
+ *
+ * What always holds: for each row the spans cover positions 0 .. p exactly once, in rising kv0; spans point straight
+ * into the rows of pages of chapter 10, nothing is copied. No allocation after batch_init. Cost: O(rows + running
+ * sequences).
  * =========================================================================== */
+
+typedef struct batch_cost { /* of a backend's attention, in tokens of K and V read for one row */
+    int merge_tok; /* merging one more partial result into a row */
+    int span_tok;  /* one more span */
+    int tile_rows; /* rows that one read of K and V serves */
+} batch_cost;
+
+typedef struct batch_out { /* a row that yields a token, and for whom: what sched_commit wants to know */
+    int row, q;
+    uint32_t ticket;
+} batch_out;
+
+/* What changed for a device that keeps for each slot its row of pages, length, last token and sampling parameters, and that
+ * by itself adds 1 to a length, feeds the last token and stores a new one. Flat arrays, ready to be copied up. */
+typedef struct batch_join { /* a slot is loaded anew: its pages are in join_pages; the engine adds sampling parameters */
+    int32_t q, n_pages, length, limit;
+} batch_join;
+typedef struct batch_grown { /* slot q has one page more at its end */
+    int32_t q, page;
+} batch_grown;
+typedef struct batch_chunk { /* sequence number `at` of the order feeds n_rows known tokens (chunk_ids), not its last one */
+    int32_t at, from, n_rows;
+} batch_chunk;
+
+enum { BATCH_PARAM_BYTES = 64 }; /* sampling parameters of a slot, sent when it joins */
+
+typedef struct batch_upload {
+    uint16_t *order;   /* [n_order] slots in row order; sent if new_order */
+    batch_join *joins; /* [n_joins] */
+    int32_t *join_pages;
+    batch_grown *grown;
+    batch_chunk *chunks;
+    int32_t *chunk_ids;
+    toka_span *groups; /* [n_groups] shared spans; page0 counts in group_pages; sent if new_groups */
+    int32_t *group_pages;
+    int n_order, n_joins, n_join_pages, n_grown, n_chunks, n_chunk_ids, n_groups, n_group_pages;
+    bool new_order, new_groups;
+} batch_upload;
+
+typedef struct batch_node { /* a run of rows with its shared pages, while the tree is built */
+    int lcp, row0, rows;
+    int reads; /* of its pages, if each child reads them by itself */
+    int parent;
+    int cover; /* leading pages that shared spans cover, this node's included */
+    int q;     /* one that has the pages */
+} batch_node;
+
+typedef struct batch {
+    batch_cost cost;
+    int32_t *ids, *pos, *slot; /* [max_tokens] */
+    toka_span *spans;          /* [2 * max_seqs] */
+    batch_out *outs;           /* [max_seqs] */
+    int n_out;
+    toka_step step;            /* all but out and logits, which are the engine's */
+    int *seq, *seq_node;       /* [max_seqs] sequences with rows, in order; the node each hangs on */
+    int n_seq, n_nodes, n_closed, depth;
+    batch_node *nodes;         /* [max_seqs + 1] 0: the root, no page */
+    int *stack, *closed;       /* [max_seqs + 1] open nodes; nodes in the order in which they were closed, children first */
+    uint32_t *sent_turn;       /* [max_seqs] what the device has: the version of the row, and its pages; 0 pages: nothing */
+    int *sent_pages;
+    batch_upload up;
+} batch;
+
+static void batch_init(batch *b, const sched *s, batch_cost cost) {
+    size_t ns = (size_t)s->c.max_seqs, nt = (size_t)s->c.max_tokens;
+    assert(s->c.max_seqs <= UINT16_MAX + 1 && cost.tile_rows > 0);
+    *b = (batch){.cost = cost};
+    b->ids = mem_alloc(nt * sizeof *b->ids), b->pos = mem_alloc(nt * sizeof *b->pos);
+    b->slot = mem_alloc(nt * sizeof *b->slot);
+    b->spans = mem_alloc(2 * ns * sizeof *b->spans), b->outs = mem_alloc(ns * sizeof *b->outs);
+    b->seq = mem_alloc(ns * sizeof *b->seq), b->seq_node = mem_alloc(ns * sizeof *b->seq_node);
+    b->nodes = mem_alloc((ns + 1) * sizeof *b->nodes), b->stack = mem_alloc((ns + 1) * sizeof *b->stack);
+    b->closed = mem_alloc((ns + 1) * sizeof *b->closed);
+    b->sent_turn = mem_zalloc(ns * sizeof *b->sent_turn), b->sent_pages = mem_zalloc(ns * sizeof *b->sent_pages);
+    batch_upload *u = &b->up;
+    u->order = mem_alloc(ns * sizeof *u->order), u->joins = mem_alloc(ns * sizeof *u->joins);
+    u->join_pages = mem_alloc(ns * (size_t)s->kv.cap * sizeof *u->join_pages); /* touched as far as joins come */
+    u->grown = mem_alloc(ns * sizeof *u->grown), u->chunks = mem_alloc(ns * sizeof *u->chunks);
+    u->chunk_ids = mem_alloc(nt * sizeof *u->chunk_ids), u->groups = mem_zalloc(ns * sizeof *u->groups);
+    u->group_pages = mem_zalloc(ns * (size_t)s->kv.cap * sizeof *u->group_pages);
+}
+
+static void batch_free(batch *b) {
+    batch_upload *u = &b->up;
+    free(b->ids), free(b->pos), free(b->slot), free(b->spans), free(b->outs), free(b->seq), free(b->seq_node);
+    free(b->nodes), free(b->stack), free(b->closed), free(b->sent_turn), free(b->sent_pages);
+    free(u->order), free(u->joins), free(u->join_pages), free(u->grown), free(u->chunks), free(u->chunk_ids), free(u->groups), free(u->group_pages);
+}
+
+/* ---- Rows ---- */
+
+static void batch_rows(batch *b, const sched *s, int q) {
+    const sched_seq *x = &s->seqs[q];
+    const int *row = kv_row(&s->kv, q);
+    int B = s->c.B, t = b->step.T;
+    for (int p = x->from; p < x->from + x->n_rows; p++, t++) {
+        b->ids[t] = p < x->n_known ? x->tokens[p] : -1;
+        b->pos[t] = p;
+        b->slot[t] = row[p / B] * B + p % B;
+    }
+    b->step.T = t;
+    if (x->yields) b->outs[b->n_out++] = (batch_out){t - 1, q, x->ticket};
+}
+
+static void batch_load(batch *b, const sched *s, int q) { /* the whole row goes up */
+    batch_upload *u = &b->up;
+    int n = s->kv.seqs[q].n_pages;
+    u->joins[u->n_joins++] = (batch_join){q, n, s->seqs[q].from, s->seqs[q].limit};
+    memcpy(u->join_pages + u->n_join_pages, kv_row(&s->kv, q), (size_t)n * sizeof(int32_t));
+    u->n_join_pages += n;
+}
+
+/* What the device does not know yet of q, which is sequence number `at` of the order. */
+static void batch_tell(batch *b, const sched *s, int q, int at) {
+    batch_upload *u = &b->up;
+    const sched_seq *x = &s->seqs[q];
+    int n = s->kv.seqs[q].n_pages;
+    if (at >= u->n_order || u->order[at] != q) u->new_order = true;
+    u->order[at] = (uint16_t)q;
+    if (b->sent_turn[q] != x->row_turn) batch_load(b, s, q);
+    else if (n > b->sent_pages[q]) u->grown[u->n_grown++] = (batch_grown){q, kv_row(&s->kv, q)[n - 1]};
+    b->sent_turn[q] = x->row_turn, b->sent_pages[q] = n;
+    if (!x->is_chunk) return;
+    u->chunks[u->n_chunks++] = (batch_chunk){at, x->from, x->n_rows};
+    memcpy(u->chunk_ids + u->n_chunk_ids, x->tokens + x->from, (size_t)x->n_rows * sizeof(int32_t));
+    u->n_chunk_ids += x->n_rows;
+}
+
+/* ---- The tree of intervals ---- */
+
+static int batch_reads(const batch *b, int rows) { return (rows + b->cost.tile_rows - 1) / b->cost.tile_rows; }
+
+/* A run of rows that is complete hangs below node `parent`. */
+static void batch_hang(batch *b, int parent, int row0, int rows, int q) {
+    batch_node *n = &b->nodes[parent];
+    if (!n->rows) n->row0 = row0, n->q = q;
+    n->rows += rows, n->reads += batch_reads(b, rows);
+}
+
+/* The next sequence has l pages in common with the one before it, sequence number e, so every run with more pages is
+ * complete. The run that ended with e (first e alone, then the nodes that close) is hung below what is left open. */
+static void batch_next(batch *b, int l, int e, int row0, int rows) {
+    int child = -1, q = b->seq[e];
+    for (;;) {
+        int top = b->stack[b->depth - 1];
+        if (b->nodes[top].lcp < l) {
+            top = ++b->n_nodes;
+            b->nodes[top] = (batch_node){.lcp = l};
+            b->stack[b->depth++] = top;
+        }
+        batch_hang(b, top, row0, rows, q);
+        if (child < 0) b->seq_node[e] = top;
+        else b->nodes[child].parent = top;
+        if (b->nodes[top].lcp == l) return;
+        b->depth--;
+        b->closed[b->n_closed++] = child = top;
+        row0 = b->nodes[top].row0, rows = b->nodes[top].rows;
+    }
+}
+
+static void batch_share(batch *b, const sched *s, const batch_node *n, int from) { /* one span over all rows of the node */
+    batch_upload *u = &b->up;
+    int page0 = (int)(kv_row(&s->kv, n->q) - s->kv.table) + from, B = s->c.B;
+    b->spans[b->step.n_spans++] = (toka_span){n->row0, n->rows, page0, from * B, (n->lcp - from) * B};
+    toka_span up = {n->row0, n->rows, u->n_group_pages, from * B, (n->lcp - from) * B};
+    size_t bytes = (size_t)(n->lcp - from) * sizeof(int32_t);
+    int32_t *pages = u->group_pages + u->n_group_pages;
+    if (memcmp(&u->groups[u->n_groups], &up, sizeof up) || memcmp(pages, s->kv.table + page0, bytes)) u->new_groups = true;
+    u->groups[u->n_groups++] = up;
+    memcpy(pages, s->kv.table + page0, bytes);
+    u->n_group_pages += n->lcp - from;
+}
+
+/* Decides from the top which nodes get a span; then every sequence its own, over what is not covered. */
+static void batch_spans(batch *b, const sched *s) {
+    const batch_cost *c = &b->cost;
+    int n_groups = b->up.n_groups;
+    b->up.n_groups = b->up.n_group_pages = 0;
+    for (int i = b->n_closed - 1; i >= 0; i--) {
+        batch_node *n = &b->nodes[b->closed[i]];
+        n->cover = b->nodes[n->parent].cover;
+        int64_t saved = (int64_t)(n->reads - batch_reads(b, n->rows)) * (n->lcp - n->cover) * s->c.B;
+        if (saved <= (int64_t)c->merge_tok * n->rows + c->span_tok) continue;
+        batch_share(b, s, n, n->cover);
+        n->cover = n->lcp;
+    }
+    b->up.new_groups |= n_groups != b->up.n_groups;
+    for (int e = 0, row0 = 0; e < b->n_seq; e++) {
+        const sched_seq *x = &s->seqs[b->seq[e]];
+        int from = b->nodes[b->seq_node[e]].cover, page0 = (int)(kv_row(&s->kv, b->seq[e]) - s->kv.table) + from;
+        b->spans[b->step.n_spans++] =
+            (toka_span){row0, x->n_rows, page0, from * s->c.B, x->from + x->n_rows - from * s->c.B};
+        row0 += x->n_rows;
+    }
+}
+
+/* Builds the step that sched_plan just planned; valid until the next sched_ call. */
+static void batch_build(batch *b, const sched *s) {
+    batch_upload *u = &b->up;
+    int shared = 0, row0 = 0; /* pages in common with the sequence before in b->seq; its first row */
+    b->step = (toka_step){.ids = b->ids, .pos = b->pos, .slot = b->slot, .pages = s->kv.table, .spans = b->spans};
+    b->n_seq = b->n_out = b->n_nodes = b->n_closed = 0, b->depth = 1, b->stack[0] = 0;
+    b->nodes[0] = (batch_node){0};
+    u->n_joins = u->n_join_pages = u->n_grown = u->n_chunks = u->n_chunk_ids = 0, u->new_order = u->new_groups = false;
+    for (int q = s->kv.seqs[s->c.max_seqs].next; q != s->c.max_seqs; q = s->kv.seqs[q].next) {
+        const sched_seq *x = &s->seqs[q];
+        shared = MIN(shared, s->kv.seqs[q].lcp); /* only pages before all rows of both */
+        if (!x->n_rows) continue;
+        shared = MIN(shared, x->from / s->c.B);
+        if (b->n_seq) batch_next(b, shared, b->n_seq - 1, row0, b->step.T - row0);
+        row0 = b->step.T, shared = x->from / s->c.B;
+        batch_tell(b, s, q, b->n_seq);
+        b->seq[b->n_seq++] = q;
+        batch_rows(b, s, q);
+    }
+    if (b->n_seq) batch_next(b, 0, b->n_seq - 1, row0, b->step.T - row0);
+    u->new_order |= u->n_order != b->n_seq;
+    u->n_order = b->n_seq;
+    batch_spans(b, s);
+}
+
+/* Bytes that go up to a device for this step. */
+static size_t batch_upload_bytes(const batch_upload *u) {
+    size_t n = (size_t)u->n_joins * (sizeof *u->joins + BATCH_PARAM_BYTES);
+    n += (size_t)u->n_join_pages * sizeof *u->join_pages;
+    n += (size_t)u->n_grown * sizeof *u->grown;
+    n += (size_t)u->n_chunks * sizeof *u->chunks + (size_t)u->n_chunk_ids * sizeof *u->chunk_ids;
+    if (u->new_order) n += (size_t)u->n_order * sizeof *u->order;
+    if (u->new_groups) n += (size_t)u->n_groups * sizeof *u->groups + (size_t)u->n_group_pages * sizeof *u->group_pages;
+    return n;
+}
 
 /* ===========================================================================
  * MARK: 14. Sampling and stops [pure]

@@ -14,6 +14,8 @@ typedef struct smt_result { /* a token under way */
 
 typedef struct smt {
     sched s;
+    void (*on_run)(void *, const uint64_t *mem, int32_t *device); /* test_batch.c looks at each step: rows are written ... */
+    void *on_run_user;
     int vocab, end_one_in; /* tokens 0 .. vocab-1; a sequence ends by itself with chance 1 / end_one_in per token */
     int lag;               /* results come this many steps late */
     uint64_t *mem;         /* [n_pages * B] */
@@ -67,6 +69,7 @@ static void smt_run(smt *m, int n_rows) {
         }
     }
     CHECK(rows == n_rows && rows <= s->c.max_tokens);
+    if (m->on_run) m->on_run(m->on_run_user, m->mem, m->device); /* ... and not yet sampled */
     for (int q = 0; q < s->c.max_seqs && !check_failed; q++) {
         sched_seq *x = &s->seqs[q];
         if (x->state == SCHED_FREE || !x->n_rows) continue;
