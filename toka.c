@@ -7925,24 +7925,27 @@ UNUSED static const char *kv_check(const kv_cache *k, const bool *open) {
 
 /* ===========================================================================
  * MARK: 11. Length predictor [pure]
- * How long will this output get? In: the lengths of outputs so far, the running ones included. Out: the expected output
- * length of a sequence that has c tokens and may have at most M.
+ * How long will this output get? In: the lengths of outputs so far, the running ones included. Out: the distribution of the
+ * length of an output that has c tokens already.
  *
  * Lengths fall into buckets that grow by a quarter each. For every bucket a table counts the sequences that reached it
- * (at_risk) and those that ended in it; ended / at_risk is the chance to end there (a discrete Kaplan-Meier hazard).
- * Running sequences count in every bucket they reached, so the short ones, which end first, do not make the rest look
- * short; sequences cut off by max_tokens or cancelled count as reached, not as ended. Survival is the product of 1 -
- * hazard, and the expected length is the sum of survival from c to M over survival at c.
+ * (at_risk) and those that ended in it; ended / at_risk is the chance to end there (a discrete Kaplan-Meier hazard), and
+ * survival is the product of 1 - hazard. Running sequences count in every bucket they reached, so the short ones, which end
+ * first, do not make the rest look short; those cut off by max_tokens or cancelled count as reached, not as ended.
  *
  * A class is a set of requests whose lengths are alike: the samples of one prompt, or requests given the same key. Its
  * hazards are drawn toward those of all classes together as if PRED_OF_ALL more sequences had been seen, and those
  * toward a fixed prior as if PRED_OF_PRIOR had. The prior has survival (1 + c/192)^-2: mean 192 without limit, 162 of
- * 1,024, 15 of 16, and the longer an output is already the longer it may still get, so that a cold start neither fills
- * a tenth of the batch nor trusts in short answers.
+ * 1,024, 15 of 16, and the longer an output is the longer it may still get, so that a cold start runs most of the batch
+ * but does not trust in short answers.
  *
- * What always holds: c < expected <= M. Arithmetic in double with + - * / only, so equal inputs give equal answers
- * everywhere. It does not know about output lengths that are fixed in advance: chapter 12 asks only when there is
- * something to guess.
+ * One number for a sequence would not do. If each were given the mean, none would end before the mean: the sum of many
+ * over time, which is what chapter 12 wants, comes out far too high for the next steps and too low later. So each
+ * sequence draws its length from the distribution (pred_length of an evenly spread number), and the sum over many is
+ * right at every step.
+ *
+ * What always holds: survival falls from 1 and stays above 0. Arithmetic in double with + - * / only, so equal inputs
+ * give equal answers everywhere.
  * =========================================================================== */
 
 enum { PRED_N = 64, PRED_WAYS = 4 };
@@ -7952,7 +7955,6 @@ enum { PRED_N = 64, PRED_WAYS = 4 };
 typedef struct pred_table {
     float at_risk[PRED_N], ended[PRED_N];
     float survival[PRED_N + 1]; /* at the lower edge of each bucket, made from the counts by pred_refresh */
-    double area[PRED_N + 1];    /* integral of survival from 0 to the edge */
     int64_t n_events, n_fresh;  /* events counted; n_events when survival was made */
 } pred_table;
 
@@ -7979,7 +7981,7 @@ typedef struct pred {
 } pred;
 
 static void pred_refresh(const pred *p, pred_table *t, const pred_table *all) {
-    double s = 1, area = 0;
+    double s = 1;
     for (int i = 0; i < PRED_N; i++) {
         double prior = p->prior[i], weight = PRED_OF_PRIOR;
         if (all) {
@@ -7988,11 +7990,10 @@ static void pred_refresh(const pred *p, pred_table *t, const pred_table *all) {
         }
         double h = ((double)t->ended[i] + weight * prior) / ((double)t->at_risk[i] + weight);
         double after = s * (1 - MAX(0.0, MIN(h, 0.98)));
-        t->survival[i] = (float)s, t->area[i] = area;
-        area += (s + after) / 2 * (p->edge[i + 1] - p->edge[i]);
+        t->survival[i] = (float)s;
         s = MAX(after, 1e-30);
     }
-    t->survival[PRED_N] = (float)s, t->area[PRED_N] = area;
+    t->survival[PRED_N] = (float)s;
     t->n_fresh = t->n_events;
 }
 
@@ -8069,28 +8070,37 @@ static void pred_end(pred *p, pred_of c, int bucket, int length, bool cut) {
 
 /* ---- The question ---- */
 
-static void pred_at(const pred *p, const pred_table *t, int x, double *survival, double *area) {
-    int i = pred_bucket(p, x);
-    double w = p->edge[i + 1] - p->edge[i], d = x - p->edge[i];
-    *survival = (double)t->survival[i] + (double)(t->survival[i + 1] - t->survival[i]) * (d / w);
-    *area = t->area[i] + d * ((double)t->survival[i] + *survival) / 2;
-}
-
 /* Survival is remade when the counts have changed by a part that matters. */
 static bool pred_is_old(const pred_table *t) { return (t->n_events - t->n_fresh) > t->n_fresh / 16 + 16; }
 
-/* Expected output tokens of a sequence that has `length` of them and ends at max at the latest; length < max. */
-static int pred_expect(pred *p, pred_of c, int length, int max) {
+/* Brings the survival of class c up to date and returns its table. */
+static const pred_table *pred_fresh(pred *p, pred_of c) {
     pred_table *t = pred_table_of(p, c);
     if (pred_is_old(&p->all)) pred_refresh(p, &p->all, NULL);
     if (t && pred_is_old(t)) pred_refresh(p, t, &p->all);
-    if (!t) t = &p->all;
-    double s0, s1, a0, a1;
-    max = MIN(max, p->edge[PRED_N] - 1);
-    pred_at(p, t, length, &s0, &a0), pred_at(p, t, max, &s1, &a1);
-    double more = (a1 - a0) / s0 + (1 - s1 / s0) / 2; /* sum of survival over the integers length .. max-1 */
-    int expect = length + (int)MIN(more + 0.5, (double)(max - length));
-    return MAX(expect, length + 1);
+    return t ? t : &p->all;
+}
+
+/* Share of the sequences of class c that get longer than `length`. */
+static double pred_survival(pred *p, pred_of c, int length) {
+    const pred_table *t = pred_fresh(p, c);
+    int i = pred_bucket(p, length);
+    double part = (double)(length - p->edge[i]) / (p->edge[i + 1] - p->edge[i]);
+    return (double)t->survival[i] + (double)(t->survival[i + 1] - t->survival[i]) * part;
+}
+
+/* The length that a share `luck` (0 to 1) of class c gets past: the inverse of pred_survival, at least 1. */
+static int pred_length(pred *p, pred_of c, double luck) {
+    const pred_table *t = pred_fresh(p, c);
+    int lo = 0, hi = PRED_N;
+    while (hi - lo > 1) {
+        int mid = (lo + hi) / 2;
+        if ((double)t->survival[mid] > luck) lo = mid;
+        else hi = mid;
+    }
+    double a = (double)t->survival[lo], b = (double)t->survival[lo + 1];
+    double part = a > b ? MIN(MAX((a - luck) / (a - b), 0.0), 1.0) : 1.0;
+    return p->edge[lo] + (int)MAX(1.0, part * (p->edge[lo + 1] - p->edge[lo]) + 0.5);
 }
 
 /* ===========================================================================
