@@ -7593,7 +7593,7 @@ typedef struct kv_seq {
     int prev, next; /* the order */
     int lcp;        /* leading pages in common with prev */
     int n_pages, n_tree;
-    bool stray;     /* an equal page stood in the tree, not ready: no page of this row enters any more */
+    bool stray;     /* no page of this row enters any more: it is alone, or an equal page stood in the tree, not ready */
 } kv_seq;
 
 typedef struct kv_cache {
@@ -7766,10 +7766,11 @@ static int kv_match(const kv_cache *k, int q, const int32_t *tokens, int n) {
     return m;
 }
 
-/* Opens row q for n tokens of which kv_match found m pages. Takes the rest, ceil(n/B) - m pages, and enters all full
- * pages before the last token. Needs kv_room >= the pages to take + the matched pages that nobody holds. */
-static void kv_open(kv_cache *k, int q, const int32_t *tokens, int n, int m) {
-    int *row = kv_row(k, q), n_pages = kv_pages_for(k, n), n_tree = (n - 1) / k->B;
+/* Opens row q for n tokens of which kv_match found m pages. Takes the rest, ceil(n/B) - m pages, and enters all full pages
+ * before the last token; or, alone (with m = 0), none, now or later. Needs kv_room >= the pages to take + the matched pages
+ * that nobody holds. */
+static void kv_open(kv_cache *k, int q, const int32_t *tokens, int n, int m, bool alone) {
+    int *row = kv_row(k, q), n_pages = kv_pages_for(k, n), n_tree = alone ? 0 : (n - 1) / k->B;
     for (int i = 0; i < m; i++) kv_hold(k, row[i]);
     for (int i = m; i < n_pages; i++) row[i] = kv_take(k);
     for (int i = m; i < n_tree; i++) {
@@ -7777,7 +7778,7 @@ static void kv_open(kv_cache *k, int q, const int32_t *tokens, int n, int m) {
         int parent = i ? row[i - 1] : k->root;
         kv_enter(k, row[i], parent, kv_hash(k, k->pages[parent].hash, t), t);
     }
-    k->seqs[q].n_pages = n_pages, k->seqs[q].n_tree = n_tree, k->seqs[q].stray = false;
+    k->seqs[q].n_pages = n_pages, k->seqs[q].n_tree = n_tree, k->seqs[q].stray = alone;
     kv_order_join(k, q);
 }
 
@@ -8128,7 +8129,7 @@ static int pred_length(pred *p, pred_of c, double luck) {
  * is taken in step base + k*B and all go in step end = base + expected length - 1 (the last token is never fed). A page
  * of the tree is held until the latest end of its holders, and counted once. The calendar holds the sum for every step
  * from now on as a segment tree (add to a range, greatest of all). The head of the queue is admitted while the greatest
- * stays within the pool.
+ * stays within the pool, less a part for the error of the guesses (sched_slack).
  *
  *     pages |          ____            each sequence: a staircase up, one drop at its end
  *      pool |- - - ___/- - \- - -
@@ -8304,13 +8305,14 @@ typedef struct sched_job { /* what a request asks of the scheduler */
     int min_tokens;        /* none ends before */
     bool exact;            /* every sample has max_tokens unless cancelled (ignore_eos and no stop) */
     int priority;          /* higher goes earlier */
+    bool alone;            /* finds and shares no pages: every position is computed (log-probabilities of a prompt) */
     uint64_t class_key;    /* requests with equal keys have outputs of like length; 0: a class of its own if n > 1 */
 } sched_job;
 
 typedef struct sched_request {
     int32_t *prompt; /* owned; NULL: this id is free */
     int n_prompt, n, max_tokens, min_tokens;
-    bool exact;
+    bool exact, alone;
     int n_started, n_live; /* samples that ever ran; of them not ended */
     int first;             /* its live sequences, linked by sibling */
     int64_t key;           /* order of the queue, smaller first */
@@ -8578,7 +8580,7 @@ static int sched_submit(sched *s, const sched_job *j, toka_err *e) {
     sched_request *r = &s->requests[id];
     *r = (sched_request){.prompt = mem_alloc((size_t)j->n_prompt * sizeof(int32_t)), .n_prompt = j->n_prompt, .n = j->n,
                          .max_tokens = j->max_tokens, .min_tokens = MIN(j->min_tokens, j->max_tokens), .exact = j->exact,
-                         .first = -1, .class_key = j->class_key};
+                         .alone = j->alone, .first = -1, .class_key = j->class_key};
     memcpy(r->prompt, j->prompt, (size_t)j->n_prompt * sizeof(int32_t));
     if (!r->class_key && j->n > 1) r->class_key = ++s->own_class | (uint64_t)1 << 63;
     r->key = (s->now - (int64_t)priority * SCHED_PRIORITY) * (1 << 24) + MIN(s->n_arrived, (1 << 24) - 1);
@@ -8688,7 +8690,7 @@ static bool sched_fits(sched *s, int q, int n, int m) {
 
 static void sched_start(sched *s, int q, int n, int m) {
     sched_seq *x = &s->seqs[q];
-    kv_open(&s->kv, q, x->tokens, n, m);
+    kv_open(&s->kv, q, x->tokens, n, m, s->requests[x->request].alone);
     sched_attach(s, q, false);
     x->state = SCHED_PREFILL;
     x->started = ++s->n_started, x->row_turn++;
@@ -8712,7 +8714,7 @@ static void sched_aim(sched *s, int q, int n, int m) {
 
 static bool sched_admit_parked(sched *s, int q) {
     sched_seq *x = &s->seqs[q];
-    int n = x->n_known, m = kv_match(&s->kv, q, x->tokens, n);
+    int n = x->n_known, m = s->requests[x->request].alone ? 0 : kv_match(&s->kv, q, x->tokens, n);
     sched_aim(s, q, n, m);
     if (!sched_fits(s, q, n, m)) return false;
     heap_remove(s->line, &s->parked, q);
@@ -8723,7 +8725,8 @@ static bool sched_admit_parked(sched *s, int q) {
 static bool sched_admit_fresh(sched *s, int id) {
     if (!s->n_slots_free) return false;
     sched_request *r = &s->requests[id];
-    int q = s->free_slots[s->n_slots_free - 1], n = r->n_prompt, m = kv_match(&s->kv, q, r->prompt, n);
+    int q = s->free_slots[s->n_slots_free - 1], n = r->n_prompt;
+    int m = r->alone ? 0 : kv_match(&s->kv, q, r->prompt, n);
     sched_seq *x = &s->seqs[q];
     *x = (sched_seq){.request = id, .sample = r->n_started, .n_prompt = n, .n_known = n, .limit = n + r->max_tokens,
                      .ticket = x->ticket, .row_turn = x->row_turn, .class = {-1, 0}, .next_edge = n + s->pred.edge[1],
@@ -8829,7 +8832,7 @@ static int sched_feed_prefill(sched *s, int budget) {
         next = x->prefill_next;
         x->from = kv_skip(&s->kv, q, x->n_cached);
         x->n_rows = MIN(x->n_known - x->from, budget - n_fed);
-        x->is_chunk = true;
+        x->is_chunk = true, x->yields = false;
         x->n_cached = x->from + x->n_rows, n_fed += x->n_rows;
         kv_computed(&s->kv, q, x->from, x->n_cached);
         int left = MIN(x->todo, x->n_known - x->n_cached);

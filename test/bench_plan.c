@@ -96,7 +96,7 @@ static void bp_close(bp *t) {
 
 static void bp_line(const bp *t, int step, int rows, double ms) {
     const sched *s = &t->s;
-    printf("  step %4d: %5d running, %5d rows, %6.2f ms, %7zu bytes up, %3d groups; %6d pages held, peak foreseen %6d of %d\n",
+    printf("  step %4d: %5d running, %5d rows, %6.2f ms, %7zu bytes up, %3d groups; pages %6d, foreseen %6d of %d\n",
            step, s->n_running, rows, ms, batch_upload_bytes(&t->b.up), t->b.up.n_groups, s->c.n_pages - kv_room(&s->kv),
            cal_peak(&s->cal), s->c.n_pages);
 }
@@ -122,8 +122,9 @@ static void run_bench_plan(int n_steps, int extra, int n_pages, bool lines) {
         ms[n++] = took, sum += took, bytes += up, most = MAX(most, up), running += t.s.n_running;
     }
     qsort(ms, (size_t)n, sizeof *ms, bp_compare);
-    printf("  %d steps, %.0f running: mean %.3f ms (plan %.3f, build %.3f, commit %.3f), p50 %.3f, p99 %.3f\n", n, running / n,
-           sum / n, t.plan_s * 1e3 / n, t.build_s * 1e3 / n, t.commit_s * 1e3 / n, ms[n / 2], ms[n * 99 / 100]);
+    printf("  %d steps, %.0f running: mean %.3f ms (plan %.3f, build %.3f, commit %.3f), p50 %.3f, p99 %.3f\n", n,
+           running / n, sum / n, t.plan_s * 1e3 / n, t.build_s * 1e3 / n, t.commit_s * 1e3 / n, ms[n / 2],
+           ms[n * 99 / 100]);
     printf("  upload mean %.0f bytes a step, most %.0f\n", bytes / n, most);
     printf("  %lld tokens, %lld sequences done, %lld preempted, %lld futures rewritten, %lld pages evicted, "
            "%.1f %% of prompt tokens found\n",
