@@ -72,19 +72,6 @@ static const char *const mft_bad_configs[][2] = {
      "architectures[0] is \"MixtralForCausalLM\", expected LlamaForCausalLM"},
     {"{\"architectures\":[7]}", "architectures[0] is 7"},
     {"{\"model_type\":\"gemma\"}", "model_type is \"gemma\""},
-<<<<<<< HEAD
-    {LLAMA ",\"num_hidden_layers\":0}", "num_hidden_layers (L) is 0, expected 1 to 4096"},
-    {LLAMA ",\"num_hidden_layers\":-3}", "num_hidden_layers (L) is -3"},
-    {LLAMA ",\"num_hidden_layers\":4097}", "num_hidden_layers (L) is 4097"},
-    {LLAMA ",\"num_hidden_layers\":2.5}", "num_hidden_layers is 2.5, expected a whole number"},
-    {LLAMA ",\"num_hidden_layers\":1e300}", "num_hidden_layers is 1e+300, expected a whole number"},
-    {LLAMA ",\"num_hidden_layers\":99999999999999999999}", "num_hidden_layers is 1e+20, expected a whole number"},
-    {LLAMA ",\"hidden_size\":\"big\"}", "hidden_size is \"big\", expected a whole number"},
-    {LLAMA ",\"hidden_size\":[4096]}", "hidden_size is an array"},
-    {LLAMA ",\"hidden_size\":100}", "hidden_size is 100, expected a multiple of num_attention_heads, 32, or a head_dim"},
-    {LLAMA ",\"num_attention_heads\":0}", "num_attention_heads (H) is 0"},
-    {LLAMA ",\"num_key_value_heads\":5}",
-=======
     {M_LLAMA ",\"num_hidden_layers\":0}", "num_hidden_layers (L) is 0, expected 1 to 4096"},
     {M_LLAMA ",\"num_hidden_layers\":-3}", "num_hidden_layers (L) is -3"},
     {M_LLAMA ",\"num_hidden_layers\":4097}", "num_hidden_layers (L) is 4097"},
@@ -96,7 +83,6 @@ static const char *const mft_bad_configs[][2] = {
     {M_LLAMA ",\"hidden_size\":100}", "hidden_size is 100, expected a multiple of num_attention_heads, 32, or a head_dim"},
     {M_LLAMA ",\"num_attention_heads\":0}", "num_attention_heads (H) is 0"},
     {M_LLAMA ",\"num_key_value_heads\":5}",
->>>>>>> mf
      "num_attention_heads (H) is 32, expected a multiple of num_key_value_heads (K), 5"},
     {M_LLAMA ",\"head_dim\":7}", "head_dim (D) is 7, expected an even number"},
     {M_LLAMA ",\"head_dim\":-1}", "head_dim (D) is -1"},
