@@ -25,6 +25,7 @@ tokenizers = pytest.importorskip("tokenizers")
 HERE = os.path.dirname(os.path.abspath(__file__))
 DATA = os.environ.get("TOKA_TEST_DATA") or os.path.join(HERE, "../../shared/data")
 FOLDERS = sorted(os.path.dirname(p) for p in glob.glob(DATA + "/tokenizers/*/tokenizer.json") + glob.glob(DATA + "/weights/*/tokenizer.json"))
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 ADD_SPECIAL, PARSE_SPECIAL, SKIP_SPECIAL = 1, 2, 4
 pytestmark = pytest.mark.skipif(not FOLDERS, reason="no public data")
 
@@ -285,7 +286,7 @@ def with_pattern(model, *regexes):
     steps = [{"type": "Split", "pattern": {"Regex": r}, "behavior": "Isolated", "invert": False} for r in regexes]
     steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
     return {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-            "post_processor": None, "decoder": {"type": "ByteLevel"}, "model": model}
+            "post_processor": None, "decoder": BYTE_LEVEL, "model": model}
 
 
 def check_config(driver, tmp_path, config, documents, flags=(0, 3), decode=False):
@@ -340,12 +341,11 @@ def test_random_text_through_each_pattern(driver, tmp_path):
 def test_byte_level_settings(driver, tmp_path):
     rng = random.Random(10)
     docs = random_documents(rng, 600) + [b"12 345 6", b" 1a2  b3\n"]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     isolated = {"type": "Split", "pattern": {"Regex": "\\p{N}{1,3}"}, "behavior": "Isolated", "invert": False}
-    for pre in [byte_level, {**byte_level, "add_prefix_space": False}, {**byte_level, "use_regex": False},
-                {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, {**byte_level, "add_prefix_space": False}]},
-                {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": False}, {**byte_level, "add_prefix_space": False}]},
-                {"type": "Sequence", "pretokenizers": [{**isolated, "behavior": "Removed"}, {**byte_level, "add_prefix_space": False}]}]:
+    for pre in [BYTE_LEVEL, {**BYTE_LEVEL, "add_prefix_space": False}, {**BYTE_LEVEL, "use_regex": False},
+                {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, {**BYTE_LEVEL, "add_prefix_space": False}]},
+                {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": False}, {**BYTE_LEVEL, "add_prefix_space": False}]},
+                {"type": "Sequence", "pretokenizers": [{**isolated, "behavior": "Removed"}, {**BYTE_LEVEL, "add_prefix_space": False}]}]:
         for ignore in (False, True):
             config = with_pattern({**pair_model(), "ignore_merges": ignore})
             config["pre_tokenizer"] = pre
@@ -447,7 +447,7 @@ def test_added_token_flags(driver, tmp_path):
 def test_decoders(driver, tmp_path):
     rng = random.Random(4)
     replace = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
-    for decoder in [None, {"type": "ByteLevel"}, {"type": "Fuse"}, {"type": "ByteFallback"}, replace, {"type": "Sequence", "decoders": [replace, {"type": "Fuse"}]},
+    for decoder in [None, BYTE_LEVEL, {"type": "Fuse"}, {"type": "ByteFallback"}, replace, {"type": "Sequence", "decoders": [replace, {"type": "Fuse"}]},
                     {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": "a", "start": 3, "stop": 0}]},
                     {"type": "Metaspace", "replacement": "\u2581", "add_prefix_space": True, "prepend_scheme": "always"}]:
         config = character_config(rng)
