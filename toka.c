@@ -1254,8 +1254,7 @@ static str uni_nfc(const uni *u, str s, int version, buf *b) {
  * piece, O(n log n). Nothing in a tokenizer.json can make it crash or take more than a constant times its size.
  *
  * Not here: training, offsets, pairs of texts, truncation and padding (they are read over), dropout. Of tokenizer_config.json
- * nothing is used, as `tokenizers` alone does not know it either. One known difference: the Digits pre-tokenizer of HF counts 13
- * digits of Unicode 17.0 that its patterns and toka do not (U+11DE0 .. U+11DE9, U+16FF4 .. U+16FF6).
+ * nothing is used, as `tokenizers` alone does not know it either.
  * =========================================================================== */
 
 typedef struct tok tok;
@@ -1269,7 +1268,7 @@ static void tok_del(tok *t);
  *   1 contraction   's 't 're 've 'm 'll 'd
  *   2 ascii_word    one ASCII punctuation mark or symbol and the ASCII letters behind it
  *   3 letters       a run of these, one of `head` (spaced: one space) may stand before it; cased: upper case, then lower case
- *   4 digits        a run of numbers, at most so many (spaced: one space may stand before it)
+ *   4 digits        a run of numbers, at most so many (spaced: one space may stand before it); newer: of Unicode 17.0
  *   5 marks         a run of these, one space may stand before it, `tail` characters behind it
  *   6 lines         white space up to its last line end
  *   7 spaces        white space, all but its last character if text follows that is none, but at least one
@@ -1281,7 +1280,7 @@ typedef struct tok_rule {
     uint32_t head, letters, marks;          /* sets of uni_class */
     int digits;
     const char *tail;
-    bool lines, spaces, cjk;
+    bool lines, spaces, cjk, newer;
 } tok_rule;
 
 #define TOK_HEAD ~(UNI_BIT(LINE_END) | UNI_LETTER | UNI_NUMBER)
@@ -1330,7 +1329,7 @@ static const tok_rule tok_rules[] = {
     {.regex = "\\p{N}{1,3}", .digits = 3},
     {.regex = "\\p{N}", .digits = 1},
 };
-static const tok_rule tok_each_digit = {.digits = 1}, tok_all_digits = {.digits = INT_MAX};
+static const tok_rule tok_each_digit = {.digits = 1, .newer = true}, tok_all_digits = {.digits = INT_MAX, .newer = true};
 
 /* Set of the class of the character at p, and its bytes; at the end the empty set. */
 static inline uint32_t tok_set(const uni *u, const char *p, const char *end, int *n) {
@@ -1346,6 +1345,13 @@ static const char *tok_run(const uni *u, const char *p, const char *end, uint32_
 static bool tok_is_cjk(const char *p, const char *end, int *n) {
     uint32_t c = p < end ? uni_next(p, n) : 0;
     return (c >= 0x4E00 && c <= 0x9FA5) || (c >= 0x3040 && c <= 0x30FF);
+}
+
+/* The Digits pre-tokenizer asks Rust, which knows 13 digits more than the patterns do. */
+static bool tok_is_number(const uni *u, const tok_rule *r, const char *p, const char *end, int *n) {
+    if (tok_set(u, p, end, n) & UNI_NUMBER) return true;
+    uint32_t c = r->newer && p < end ? uni_next(p, n) : 0;
+    return (c >= 0x11DE0 && c <= 0x11DE9) || (c >= 0x16FF4 && c <= 0x16FF6);
 }
 
 /* Bytes of a contraction at p, 0: none. In any case, U+017F is an s too. */
@@ -1413,7 +1419,7 @@ static const char *tok_match(const uni *u, const tok_rule *r, const char *p, con
     if (r->digits) {
         q = r->spaced && *p == ' ' ? p + 1 : p;
         const char *first = q;
-        for (int k = 0; k < r->digits && tok_set(u, q, end, &m) & UNI_NUMBER; k++) q += m;
+        for (int k = 0; k < r->digits && tok_is_number(u, r, q, end, &m); k++) q += m;
         if (q > first) return q;
     }
     if (r->marks) {
@@ -1783,7 +1789,7 @@ static void tok_cut(tok_enc *x, int step, str s) {
     const char *between = s.p, *p = s.p, *end = s.p + s.n, *q;
     while (p < end) {
         int n;
-        if (r->digits && !r->marks) p = tok_run(&t->uni, p, end, ~UNI_NUMBER); /* nothing else matches: skip ahead */
+        if (r->digits && !r->marks) p = tok_run(&t->uni, p, end, ~(UNI_NUMBER | UNI_BIT(CN))); /* nothing else matches: skip ahead */
         q = p < end ? tok_match(&t->uni, r, p, end) : p;
         if (!q) {
             uni_next(p, &n);
@@ -2187,7 +2193,7 @@ static int tok_load_merges(tok *t, const json *merges, toka_err *e) {
     t->merge_mask = tok_table_mask(merges->n);
     t->merges = mem_alloc(((size_t)t->merge_mask + 1) * sizeof *t->merges);
     memset(t->merges, 0xFF, ((size_t)t->merge_mask + 1) * sizeof *t->merges);
-    bool joins = !t->byte_level && !t->ignore_merges;
+    bool joins = !t->byte_level && !t->ignore_merges && (t->all_bytes || t->unk >= 0); /* else characters may vanish */
     t->join_mask = t->merge_mask;
     if (joins) t->joins = mem_zalloc(((size_t)t->join_mask + 1) * sizeof *t->joins);
     uint32_t rank = 0;
@@ -2428,6 +2434,18 @@ static int tok_decode_replace(tok *t, const json *v, toka_err *e) {
     return 0;
 }
 
+/* ByteLevel: text of the alphabet becomes the bytes it stands for, added tokens' text too; other text stays. */
+static void tok_decode_level(tok *t) {
+    buf b = {0};
+    t->decoder = TOK_BYTES;
+    for (int i = 0; i < t->n_ids; i++) {
+        if (t->byte_level && t->key[i].p && !t->added_at[i]) continue; /* is so already */
+        buf_clear(&b);
+        if (tok_unmap(t->text[i], &b)) t->text[i] = tok_keep(t, buf_view(&b));
+    }
+    buf_free(&b);
+}
+
 /* <0x41> decodes to the byte 0x41. */
 static void tok_decode_bytes(tok *t) {
     t->decode_fallback = true;
@@ -2446,7 +2464,7 @@ static int tok_load_decoder(tok *t, const json *v, toka_err *e) {
     str type = tok_type(v);
     bool chain = t->decoder == TOK_CHAIN;
     if (t->decoder != TOK_JOIN && !chain) return tok_unsupported(e, "decoder in this Sequence:", type);
-    if (str_is(type, "ByteLevel") && !chain) return t->decoder = TOK_BYTES, 0;
+    if (str_is(type, "ByteLevel") && !chain) return tok_decode_level(t), 0;
     if (str_is(type, "Metaspace") && !chain) {
         str scheme = json_get(v, "prepend_scheme") ? json_str(json_get(v, "prepend_scheme")) : STR("always");
         t->meta_mark = tok_keep(t, json_str(json_get(v, "replacement")));
@@ -2492,7 +2510,10 @@ static int tok_load_root(tok *t, const json *root, toka_err *e) {
     if (tok_load_each(t, json_get(root, "pre_tokenizer"), "pretokenizers", 0, tok_load_pre, e)) return e->code;
     if (tok_load_model(t, root, e)) return e->code;
     if (tok_load_each(t, json_get(root, "post_processor"), "processors", 0, tok_load_post, e)) return e->code;
-    return tok_load_each(t, json_get(root, "decoder"), "decoders", 0, tok_load_decoder, e);
+    if (tok_load_each(t, json_get(root, "decoder"), "decoders", 0, tok_load_decoder, e)) return e->code;
+    if (t->byte_level && t->decoder != TOK_BYTES)
+        return tok_unsupported(e, "with a ByteLevel pre-tokenizer the decoder", tok_type(json_get(root, "decoder")));
+    return 0;
 }
 
 /* Reads tokenizer.json. config_json, the text of tokenizer_config.json or nothing, is for what may come: nothing in it changes
