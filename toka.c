@@ -2599,6 +2599,7 @@ typedef struct tmpl_items {
     tval v[];
 } tmpl_items;
 
+enum { VIEW_RANGE, VIEW_ITEMS, VIEW_KEYS, VIEW_VALUES }; /* flag of a TV_VIEW */
 enum { TMPL_UNSAFE = 255 }; /* flag of an undefined value that stands for a method the sandbox refuses */
 
 static tval tv_none(void) { return (tval){.type = TV_NONE}; }
@@ -3449,11 +3450,13 @@ static tmpl_node *tmpl_set(tmpl_parser *p, int line) {
 }
 
 static bool tmpl_params(tmpl_parser *p, tmpl_node **params) {
+    bool defaults = false;
     if (!tmpl_need_op(p, '(')) return false;
     for (tmpl_node **tail = params; !tmpl_take_op(p, ')'); tail = &(*tail)->next) {
         if (tail != params && !tmpl_take_op(p, ',')) return tmpl_expected(p, "',' or ')'");
         if (!(*tail = tmpl_name(p, TN_PARAM))) return false;
-        if (tmpl_take_op(p, '=') && !((*tail)->a = tmpl_expr(p))) return false;
+        if (tmpl_take_op(p, '=') ? !((*tail)->a = tmpl_expr(p)) : defaults && !tmpl_expected(p, "a default value")) return false;
+        defaults |= (*tail)->a != NULL;
     }
     return true;
 }
@@ -3865,9 +3868,11 @@ static bool tmpl_put_value(tmpl_run *r, buf *b, tval v, bool quoted) {
         return quoted ? tmpl_put_quoted(r, b, tv_text(v)) : tmpl_put(r, b, tv_text(v));
     default: break;
     }
-    if (v.type != TV_LIST && v.type != TV_TUPLE && v.type != TV_DICT) return tmpl_bad_type(r, "printing", v);
+    bool view = v.type == TV_VIEW && v.flag != VIEW_RANGE;
+    if (v.type != TV_LIST && v.type != TV_TUPLE && v.type != TV_DICT && !view) return tmpl_bad_type(r, "printing", v);
     if (!tmpl_enter(r)) return false;
-    buf_char(b, v.type == TV_LIST ? '[' : v.type == TV_TUPLE ? '(' : '{');
+    if (view) buf_c(b, v.flag == VIEW_ITEMS ? "dict_items([" : v.flag == VIEW_KEYS ? "dict_keys([" : "dict_values([");
+    else buf_char(b, v.type == TV_LIST ? '[' : v.type == TV_TUPLE ? '(' : '{');
     if (v.type != TV_DICT) {
         ok = tmpl_put_items(r, b, v.list);
         if (v.type == TV_TUPLE && v.list->n == 1) buf_char(b, ',');
@@ -3875,7 +3880,7 @@ static bool tmpl_put_value(tmpl_run *r, buf *b, tval v, bool quoted) {
     for (size_t i = 0; v.type == TV_DICT && ok && i < v.dict->n; i++)
         ok = (!i || tmpl_put_c(r, b, ", ")) && tmpl_put_value(r, b, v.dict->kv[2 * i], true) && tmpl_put_c(r, b, ": ") &&
              tmpl_put_value(r, b, v.dict->kv[2 * i + 1], true);
-    buf_char(b, v.type == TV_LIST ? ']' : v.type == TV_TUPLE ? ')' : '}');
+    buf_c(b, view ? "])" : v.type == TV_LIST ? "]" : v.type == TV_TUPLE ? ")" : "}");
     r->depth++;
     return ok;
 }
@@ -4175,7 +4180,7 @@ static bool tmpl_own_item(tmpl_run *r, tval v, tval key, tval *out) {
     }
     if (!tmpl_is_integer(key)) return true;
     int64_t i = tmpl_integer(key);
-    if (v.type == TV_LIST || v.type == TV_TUPLE || (v.type == TV_VIEW && v.flag == 0)) {
+    if (v.type == TV_LIST || v.type == TV_TUPLE || (v.type == TV_VIEW && v.flag == VIEW_RANGE)) {
         if (i < 0) i += (int64_t)v.list->n;
         if (i >= 0 && i < (int64_t)v.list->n) *out = v.list->v[i];
     } else if (v.type == TV_STR) {
@@ -4976,6 +4981,7 @@ static bool tmpl_f_map(tmpl_run *r, tmpl_args *c, tval *out) { /* attribute= [de
     const tmpl_fn *fn = NULL;
     if (!c->n_pos && !path.type) return tmpl_fail(r, "map needs a filter or attribute=");
     if (c->n_pos && !(fn = tmpl_named_fn(r, false, c->pos[0]))) return false;
+    if (c->self.type == TV_NONE) return tmpl_new_iter(r, tmpl_new_items(r, 0), out); /* what is false is not walked */
     if (!tmpl_walk(r, c->self, &l) || !(made = tmpl_new_items(r, l->n))) return false;
     for (size_t i = 0; i < l->n; i++) {
         tmpl_args rest = tmpl_rest(c, 1, l->v[i]);
@@ -5075,7 +5081,7 @@ static bool tmpl_t_iterable(tmpl_run *r, tmpl_args *c, tval *out) {
 }
 static bool tmpl_t_sequence(tmpl_run *r, tmpl_args *c, tval *out) { /* has a length and [ ] */
     int t = c->self.type;
-    return (void)r, tmpl_is(out, t == TV_UNDEFINED || (t >= TV_STR && t <= TV_DICT) || (t == TV_VIEW && c->self.flag == 0));
+    return (void)r, tmpl_is(out, t == TV_UNDEFINED || (t >= TV_STR && t <= TV_DICT) || (t == TV_VIEW && c->self.flag == VIEW_RANGE));
 }
 static bool tmpl_t_callable(tmpl_run *r, tmpl_args *c, tval *out) {
     int t = c->self.type;
@@ -5186,8 +5192,7 @@ static bool tmpl_m_split(tmpl_run *r, tmpl_args *c, tval *out) { /* sep maxsplit
             else if (blank) while (to < rest.n && !(skip = tmpl_space(rest.p + to, rest.p + rest.n))) to++;
             else to = str_find(rest, sep, 0) < 0 ? rest.n : (size_t)str_find(rest, sep, 0);
             more = to < rest.n;
-            str part = blank && (int64_t)n >= max ? tmpl_trim(rest, false, true) : str_sub(rest, 0, to);
-            if (l) l->v[n] = tv_str(part), l->v[n].flag = c->self.flag;
+            if (l) l->v[n] = tv_str(str_sub(rest, 0, to)), l->v[n].flag = c->self.flag;
             if (more) rest = str_sub(rest, to + skip, rest.n);
             if (blank) rest = tmpl_trim(rest, true, false), more = more && rest.n;
         }
@@ -5351,7 +5356,7 @@ static bool tmpl_m_items(tmpl_run *r, tmpl_args *c, tval *out) { /* items, keys,
     if (which == 'i' ? !tmpl_dict_pairs(r, d, &l) : !(l = tmpl_new_items(r, d->n))) return false;
     for (size_t i = 0; which != 'i' && i < d->n; i++) l->v[i] = d->kv[2 * i + (which == 'v')];
     *out = tv_list(TV_VIEW, l);
-    return out->flag = 1, true;
+    return out->flag = which == 'i' ? VIEW_ITEMS : which == 'k' ? VIEW_KEYS : VIEW_VALUES, true;
 }
 
 static bool tmpl_m_get(tmpl_run *r, tmpl_args *c, tval *out) { /* key default */
@@ -5903,7 +5908,7 @@ static bool tmpl_eval_slice(tmpl_run *r, const tmpl_node *n, tval *out) {
     tval v, step_v = tv_none();
     int64_t from, to;
     if (!tmpl_eval(r, n->a, &v) || (n->d && !tmpl_eval(r, n->d, &step_v))) return false;
-    bool list = v.type == TV_LIST || v.type == TV_TUPLE || (v.type == TV_VIEW && v.flag == 0);
+    bool list = v.type == TV_LIST || v.type == TV_TUPLE || (v.type == TV_VIEW && v.flag == VIEW_RANGE);
     if (v.type != TV_STR && !list) return tmpl_bad_type(r, "a slice", v);
     if (step_v.type != TV_NONE && (!tmpl_is_integer(step_v) || !tmpl_integer(step_v))) return tmpl_fail(r, "slice: wrong step");
     int64_t step = step_v.type == TV_NONE ? 1 : tmpl_integer(step_v), len = tmpl_length(v);

@@ -84,4 +84,36 @@ static void test_tmpl_goldens(void) {
     free((void *)rows.p), free((void *)text.p);
 }
 
-static const struct test tmpl_tests[] = {{"tmpl_goldens", test_tmpl_goldens}, {0}};
+/* test/templates.json: small templates whose outputs are Jinja2's (test/check_templates.py holds them to it). */
+static void test_tmpl_cases(void) {
+    arena a = {0};
+    toka_err e = {0};
+    str text = read_copy("test/templates.json");
+    const json *table = json_parse(&a, text, json_trusted, &e);
+    buf context = {0};
+    CHECK_MSG(table, "%s", e.msg);
+    if (table) json_rewrite(&context, json_get(table, "context"));
+    int n = 0;
+    if (table) JSON_EACH(it, json_get(table, "cases")) {
+        buf out = {0};
+        str source = json_str(json_get(it, "template"));
+        const json *expected = json_get(it, "output"), *error = json_get(it, "error");
+        int code = tmpl_of(source, buf_view(&context), tmpl_default_limits, &out, &e);
+        if (error) CHECK_MSG(code == TOKA_E_INPUT && str_starts(str_c(e.msg), STR("template line ")) &&
+                             str_find(str_c(e.msg), json_str(error), 0) >= 0,
+                             "%.*s: '%s', expected '%.*s'", STRF(source), code ? e.msg : out.p, STRF(json_str(error)));
+        else CHECK_MSG(!code && expected && str_eq(json_str(expected), buf_view(&out)), "%.*s: %s\n got      %s\n expected %.*s",
+                       STRF(source), e.msg, out.p, STRF(json_str(expected)));
+        buf_free(&out);
+        n++;
+    }
+    CHECK_MSG(n >= 300, "%d cases", n);
+    buf_free(&context);
+    arena_free(&a);
+    free((void *)text.p);
+}
+
+static const struct test tmpl_tests[] = {
+    {"tmpl_goldens", test_tmpl_goldens},
+    {"tmpl_cases", test_tmpl_cases},
+    {0}};
