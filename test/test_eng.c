@@ -241,6 +241,32 @@ static long eng_answer(str text) {
     return *z ? atol(z) : LONG_MIN;
 }
 
+/* Prompts as text and ids, and the greedy answers that transformers gives in float32. */
+static void test_embedded_golden(void) {
+    arena a = {0};
+    str file;
+    int32_t prompt[512], want[512];
+    toka *t = eng_must_open(eng_model, 8, 64, 2);
+    const json *cases = json_get(eng_parse_file(&a, "test/model/golden.json", &file), "cases");
+    CHECK(json_is(cases, JSON_ARRAY) && cases->n >= 20);
+    JSON_EACH(it, cases) {
+        toka_err e = {0};
+        str text = json_str(json_get(it, "prompt_text")), answer = json_str(json_get(it, "text"));
+        int n = eng_int_array(json_get(it, "prompt_ids"), prompt, 512), m = eng_int_array(json_get(it, "greedy_ids"), want, 512), code;
+        toka_sampling s = eng_greedy(0);
+        ids v = {0};
+        CHECK(!tok_encode(t->tok, text, TOKA_PARSE_SPECIAL, &v, &e));
+        CHECK_MSG((int)v.n == n && !memcmp(v.p, prompt, v.n * 4), "prompt ids differ: %.*s", STRF(text));
+        eng_got *g = eng_ask(t, NULL, prompt, (size_t)n, 1, &s, &code, &e);
+        CHECK_MSG((int)g->id[0].n == m && !memcmp(g->id[0].p, want, (size_t)m * 4), "greedy ids differ: %.*s", STRF(text));
+        CHECK_MSG(str_starts(answer, buf_view(&g->text[0])) && answer.n - g->text[0].n < 40, "text differs: %.*s", STRF(answer));
+        ids_free(&v), eng_got_free(g);
+    }
+    free((void *)file.p);
+    arena_free(&a);
+    toka_close(t);
+}
+
 static void test_embedded_accuracy(void) {
     toka *t = eng_must_open(eng_model, 64, 512, 0);
     str lines = read_copy("test/model/heldout.jsonl");
@@ -323,7 +349,7 @@ static void test_reproducible(void) {
     } set[] = {{64, 512, 2}, {1, 1, 1}, {3, 5, 2}, {7, 64, 1}};
     eng_got *first = NULL;
     toka_sampling s = eng_greedy(40);
-    s.temperature = 1.2f, s.seed = 77, s.top_p = 0.95f;
+    s.temperature = 3, s.seed = 77, s.top_p = 0.99f;
     for (int k = 0; k < COUNT(set); k++) {
         toka *t = eng_must_open(eng_model, set[k].seqs, set[k].tokens, set[k].threads);
         eng_got *g = eng_ask_problem(t, str_c(eng_problem), 12, &s);
@@ -403,6 +429,7 @@ static void test_request_errors(void) {
 static const struct test eng_tests[] = {
     {"fixtures: logits and greedy ids equal transformers", test_fixtures},
     {"real weights give the reference's text", test_real_weights},
+    {"embedded model: golden answers", test_embedded_golden},
     {"embedded model: held-out accuracy", test_embedded_accuracy},
     {"request: every way to end", test_request_ends},
     {"request: reproducible to the last bit", test_reproducible},
