@@ -2428,7 +2428,7 @@ static int tok_decode_replace(tok *t, const json *v, toka_err *e) {
         return tok_unsupported(e, "decoder Replace: the pattern", json_str(json_get(json_get(v, "pattern"), "Regex")));
     for (int i = 0; i < t->n_ids; i++) {
         str s = t->text[i].n ? tok_replace(t->text[i], from, to, &b) : t->text[i];
-        if (s.p != t->text[i].p) t->text[i] = s.n == t->text[i].n ? s : tok_keep(t, s);
+        if (s.p != t->text[i].p) t->text[i] = tok_keep(t, s);
     }
     buf_free(&b);
     return 0;
