@@ -4281,7 +4281,7 @@ typedef struct tmpl_json_style {
 } tmpl_json_style;
 
 static bool tmpl_json(tmpl_run *r, buf *b, tval v, const tmpl_json_style *style, int level);
-static bool tmpl_sort(tmpl_run *r, tmpl_items *keys, tmpl_items *values, bool reverse);
+static bool tmpl_sort(tmpl_run *r, tmpl_items *keys, tmpl_items *values, bool reverse, bool equal_first);
 
 static bool tmpl_json_str(tmpl_run *r, buf *b, str s, bool ascii) {
     if (s.n > r->max_bytes / 6 || b->n > r->max_bytes) return tmpl_too_long(r);
@@ -4327,7 +4327,7 @@ static bool tmpl_json_members(tmpl_run *r, buf *b, const tmpl_dict *d, const tmp
     tmpl_items *keys = tmpl_new_items(r, d->n), *values = keys ? tmpl_new_items(r, d->n) : NULL;
     if (!values) return false;
     for (size_t i = 0; i < d->n; i++) keys->v[i] = d->kv[2 * i], values->v[i] = d->kv[2 * i + 1];
-    if (style->sort_keys && !tmpl_sort(r, keys, values, false)) return false;
+    if (style->sort_keys && !tmpl_sort(r, keys, values, false, true)) return false;
     for (size_t i = 0; i < d->n; i++)
         if ((i && !tmpl_put(r, b, style->comma)) || !tmpl_json_line(r, b, style, level) ||
             !tmpl_json_key(r, b, keys->v[i], style) || !tmpl_put(r, b, style->colon) ||
@@ -4567,10 +4567,10 @@ static bool tmpl_next_line(str s, size_t *at, bool keep, str *line) {
 }
 
 static bool tmpl_f_indent(tmpl_run *r, tmpl_args *c, tval *out) { /* width first blank */
-    tval v;
+    tval v = c->self;
     buf in = {0}, b = {0}, s = {0};
     str line;
-    if (!tmpl_to_text(r, c->self, &v)) return false;
+    if (v.type != TV_STR) return tmpl_bad_type(r, "indent", v);
     int64_t width = c->a[0].type == TV_ABSENT ? 4 : tmpl_is_integer(c->a[0]) ? MAX(tmpl_integer(c->a[0]), 0) : 0;
     if (c->a[0].type > TV_STR || c->a[0].type == TV_FLOAT) return tmpl_bad_type(r, "indent", c->a[0]);
     if (width > (int64_t)r->max_bytes) return tmpl_too_long(r);
@@ -4597,18 +4597,6 @@ static bool tmpl_f_format(tmpl_run *r, tmpl_args *c, tval *out) { /* "..."|forma
     if (!args || !tmpl_to_text(r, c->self, &s)) return false;
     for (int i = 0; i < c->n_pos; i++) args->v[i] = c->pos[i];
     return tmpl_percent(r, tv_text(s), args, c, out);
-}
-
-static bool tmpl_f_wordcount(tmpl_run *r, tmpl_args *c, tval *out) {
-    tval v;
-    if (!tmpl_to_text(r, c->self, &v) || !tmpl_work(r, v.n)) return false;
-    str s = tmpl_trim(tv_text(v), true, true);
-    int64_t n = s.n > 0;
-    for (size_t i = 0, k; i < s.n; i++) {
-        if (!(k = tmpl_space(s.p + i, s.p + s.n))) continue;
-        for (n++; (k = tmpl_space(s.p + i, s.p + s.n)) != 0;) i += k;
-    }
-    return *out = tv_int(n), true;
 }
 
 static bool tmpl_f_center(tmpl_run *r, tmpl_args *c, tval *out) { /* width */
@@ -4798,8 +4786,9 @@ static bool tmpl_f_reverse(tmpl_run *r, tmpl_args *c, tval *out) {
     return c->self.type == TV_STR ? tmpl_join(r, back, STR(""), (tval){0}, out) : tmpl_new_iter(r, back, out);
 }
 
-/* Sorts `values` by `keys`, both in place; equal keys keep their order, with `reverse` too. A merge sort from the bottom up. */
-static bool tmpl_sort(tmpl_run *r, tmpl_items *keys, tmpl_items *values, bool reverse) {
+/* Sorts `values` by `keys`, both in place; equal keys keep their order, with `reverse` too. A merge sort from the bottom up.
+ * equal_first: keys are asked whether they are equal before they are ordered, so that those without an order may be equal. */
+static bool tmpl_sort(tmpl_run *r, tmpl_items *keys, tmpl_items *values, bool reverse, bool equal_first) {
     size_t n = keys->n;
     tmpl_items *k2 = tmpl_new_items(r, n), *v2 = k2 ? tmpl_new_items(r, n) : NULL;
     if (!v2) return false;
@@ -4808,7 +4797,9 @@ static bool tmpl_sort(tmpl_run *r, tmpl_items *keys, tmpl_items *values, bool re
             size_t a = from, mid = MIN(from + width, n), b = mid, end = MIN(from + 2 * width, n);
             for (size_t to = from; to < end; to++) {
                 int order = 0;
-                if (a < mid && b < end && !tmpl_order(r, keys->v[b], keys->v[a], &order)) return false;
+                bool both = a < mid && b < end, equal = false;
+                if (both && equal_first && !tmpl_equal(r, keys->v[b], keys->v[a], &equal)) return false;
+                if (both && !equal && !tmpl_order(r, keys->v[b], keys->v[a], &order)) return false;
                 bool right = a >= mid || (b < end && (reverse ? order > 0 : order < 0));
                 size_t i = right ? b++ : a++;
                 k2->v[to] = keys->v[i], v2->v[to] = values->v[i];
@@ -4838,7 +4829,7 @@ static bool tmpl_f_sort(tmpl_run *r, tmpl_args *c, tval *out) { /* reverse case_
     tmpl_items *l, *copy, *keys;
     if (!tmpl_walk(r, c->self, &l) || !(copy = tmpl_new_items(r, l->n))) return false;
     memcpy(copy->v, l->v, l->n * sizeof(tval));
-    if (!tmpl_sort_keys(r, copy, c->a[2], tmpl_true(c->a[1]), &keys) || !tmpl_sort(r, keys, copy, tmpl_true(c->a[0]))) return false;
+    if (!tmpl_sort_keys(r, copy, c->a[2], tmpl_true(c->a[1]), &keys) || !tmpl_sort(r, keys, copy, tmpl_true(c->a[0]), true)) return false;
     return *out = tv_list(TV_LIST, copy), true;
 }
 
@@ -4895,7 +4886,7 @@ static bool tmpl_f_dictsort(tmpl_run *r, tmpl_args *c, tval *out) { /* case_sens
     if (c->self.type != TV_DICT) return tmpl_bad_type(r, "dictsort", c->self);
     bool by_value = c->a[1].type == TV_STR && str_is(tv_text(c->a[1]), "value");
     if (!tmpl_dict_pairs(r, c->self.dict, &l) || !tmpl_sort_keys(r, l, tv_int(by_value), tmpl_true(c->a[0]), &keys)) return false;
-    return tmpl_sort(r, keys, l, tmpl_true(c->a[2])) && (*out = tv_list(TV_LIST, l), true);
+    return tmpl_sort(r, keys, l, tmpl_true(c->a[2]), false) && (*out = tv_list(TV_LIST, l), true);
 }
 
 static bool tmpl_binary(tmpl_run *r, int op, tval a, tval b, tval *out);
@@ -4932,7 +4923,7 @@ static bool tmpl_f_groupby(tmpl_run *r, tmpl_args *c, tval *out) { /* attribute 
     tmpl_items *l, *keys, *copy, *groups;
     if (!tmpl_walk(r, c->self, &l) || !(copy = tmpl_new_items(r, l->n)) || !(groups = tmpl_new_items(r, l->n))) return false;
     memcpy(copy->v, l->v, l->n * sizeof(tval));
-    if (!tmpl_sort_keys(r, copy, c->a[0], tmpl_true(c->a[2]), &keys) || !tmpl_sort(r, keys, copy, false)) return false;
+    if (!tmpl_sort_keys(r, copy, c->a[0], tmpl_true(c->a[2]), &keys) || !tmpl_sort(r, keys, copy, false, false)) return false;
     groups->n = 0;
     for (size_t from = 0, to; from < copy->n; from = to) {
         bool same = true;
@@ -5058,7 +5049,6 @@ static const tmpl_fn tmpl_filter_table[] = {
     {"trim", "chars", 0, tmpl_f_trim},
     {"unique", "case_sensitive attribute", 0, tmpl_f_unique},
     {"upper", "", 0, tmpl_f_upper},
-    {"wordcount", "", 0, tmpl_f_wordcount},
     {0}};
 
 /* ---- Tests ---- */
@@ -5697,9 +5687,11 @@ static bool tmpl_percent_one(tmpl_run *r, buf *b, str spec, char conv, tval v) {
     int width = 0, digits = -1;
     size_t i = 0, head = 0;
     while (i < spec.n && strchr("-+ 0#", spec.p[i])) i++;
-    for (head = i; i < spec.n && isdigit((unsigned char)spec.p[i]); i++) width = width * 10 + spec.p[i] - '0';
+    for (head = i; i < spec.n && isdigit((unsigned char)spec.p[i]); i++)
+        width = MIN(width * 10 + spec.p[i] - '0', 1000);
     if (i < spec.n && spec.p[i] == '.')
-        for (i++, digits = 0; i < spec.n && isdigit((unsigned char)spec.p[i]); i++) digits = digits * 10 + spec.p[i] - '0';
+        for (i++, digits = 0; i < spec.n && isdigit((unsigned char)spec.p[i]); i++)
+            digits = MIN(digits * 10 + spec.p[i] - '0', 1000);
     if (i < spec.n || head > 5 || width > 200 || digits > 60) return tmpl_fail(r, "%%: '%%%.*s%c' is not supported", STRF(spec), conv);
     if (conv == 's' || conv == 'r') {
         buf t = {0};
@@ -5755,7 +5747,9 @@ static bool tmpl_percent(tmpl_run *r, str s, tmpl_items *args, const tmpl_args *
         else if (!v.type && used == args->n) ok = tmpl_fail(r, "%%: not enough values");
         else ok = tmpl_percent_one(r, &b, str_sub(s, from, i), conv, v.type ? v : args->v[used++]);
     }
-    if (ok && used < args->n && !(named && named->n_named)) ok = tmpl_fail(r, "%%: too many values");
+    bool may_stay = args->n == 1 && args->v[0].type >= TV_LIST && args->v[0].type <= TV_DICT; /* "a" % [1] is "a" in Python */
+    may_stay |= args->n == 1 && args->v[0].type == TV_UNDEFINED;
+    if (ok && used < args->n && !(named && named->n_named) && !may_stay) ok = tmpl_fail(r, "%%: too many values");
     return tmpl_take(r, &b, ok, out);
 }
 
@@ -6250,7 +6244,9 @@ static tmpl_flow tmpl_exec_one(tmpl_run *r, const tmpl_node *n) {
     case TN_FOR: return tmpl_exec_for(r, n);
     case TN_SET: ok = tmpl_eval(r, n->b, &v) && tmpl_assign(r, n->a, v); break;
     case TN_SETBLOCK: ok = tmpl_filtered(r, n, &v) && tmpl_assign(r, n->a, v); break;
-    case TN_FILTERS: ok = tmpl_filtered(r, n, &v) && tmpl_put_value(r, r->out, v, false); break;
+    case TN_FILTERS:
+        ok = tmpl_filtered(r, n, &v) && (v.type == TV_STR || tmpl_bad_type(r, "the output", v)) && tmpl_put(r, r->out, tv_text(v));
+        break;
     case TN_MACRO: ok = tmpl_new_macro(r, n, &v) && tmpl_set_var(r, n->id, v); break;
     case TN_CALLER: ok = tmpl_exec_caller(r, n); break;
     case TN_WITH: return tmpl_exec_with(r, n);
