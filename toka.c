@@ -9793,7 +9793,7 @@ static int api_parse_now(const char *now, tmpl_time *out, toka_err *e) {
             return fail(e, TOKA_E_USE, "now: '%s', expected 'YYYY-MM-DD hh:mm:ss'", now);
         tm = made; /* with weekday and day of the year */
     }
-    *out = (tmpl_time){tm.tm_year + 1900, tm.tm_mon + 1, tm.tm_mday, tm.tm_hour, tm.tm_min, tm.tm_sec, tm.tm_wday, tm.tm_yday};
+    *out = (tmpl_time){tm.tm_year, tm.tm_mon, tm.tm_mday, tm.tm_hour, tm.tm_min, tm.tm_sec, tm.tm_wday, tm.tm_yday};
     return 0;
 }
 
@@ -10112,8 +10112,7 @@ typedef struct cli_run { /* a request under way, the callback's user pointer */
     const toka *t;
     cli_sample *samples;
     int n_shown; /* several samples: printed so far, in order */
-    int code;    /* of writing */
-    toka_err *e;
+    toka_err e;  /* of writing; code 0: all was written */
 } cli_run;
 
 static const char *cli_finish_name(toka_finish f) {
@@ -10143,12 +10142,12 @@ static void cli_put_token(buf *b, const toka *t, const toka_event *ev) {
 
 /* Several samples: each is printed whole, in order, once those before it have ended. */
 static void cli_show_ended(cli_run *r) {
-    while (!r->code && r->n_shown < r->c->samples && r->samples[r->n_shown].finish != TOKA_RUNNING) {
+    while (!r->e.code && r->n_shown < r->c->samples && r->samples[r->n_shown].finish != TOKA_RUNNING) {
         buf b = {0};
         buf_printf(&b, "--- sample %d (%s)\n", r->n_shown, cli_finish_name(r->samples[r->n_shown].finish));
         buf_str(&b, buf_view(&r->samples[r->n_shown++].text));
         if (b.p[b.n - 1] != '\n') buf_char(&b, '\n');
-        r->code = cli_write(buf_view(&b), r->e);
+        cli_write(buf_view(&b), &r->e);
         buf_free(&b);
     }
 }
@@ -10164,9 +10163,9 @@ static int cli_on_event(void *user, const toka_event *ev) {
     }
     s->finish = ev->finish;
     s->stop_id = ev->stop_id;
-    if (stream) r->code = cli_write((str){ev->text, ev->text_bytes}, r->e);
+    if (stream) cli_write((str){ev->text, ev->text_bytes}, &r->e);
     else if (!r->c->json) cli_show_ended(r);
-    return cli_interrupted || r->code;
+    return cli_interrupted || r->e.code;
 }
 
 static int cli_read_prompt(const cli *c, buf *out, toka_err *e) {
@@ -10266,10 +10265,10 @@ static int cli_complete(const cli *c, toka *t, str prompt, int text_flags, buf *
     cli_sampling(c, t, &r);
     r.text = prompt.p, r.text_bytes = prompt.n, r.text_flags = text_flags;
     if (c->samples < 1 || c->samples > 1 << 20) return fail(e, TOKA_E_USE, "--samples: %d, expected 1 to 1048576", c->samples);
-    cli_run run = {.c = c, .t = t, .samples = mem_zalloc((size_t)c->samples * sizeof(cli_sample)), .e = e};
+    cli_run run = {.c = c, .t = t, .samples = mem_zalloc((size_t)c->samples * sizeof(cli_sample))};
     for (int i = 0; i < c->samples; i++) run.samples[i].stop_id = -1;
     int code = toka_generate(t, &r, cli_on_event, &run, &u, e);
-    if (run.code) code = run.code;
+    if (run.e.code) *e = run.e, code = e->code;
     bool interrupted = code == TOKA_E_CANCELLED;
     if (interrupted) code = 0;
     for (int i = 0; i < c->samples && interrupted; i++)
@@ -10281,7 +10280,7 @@ static int cli_complete(const cli *c, toka *t, str prompt, int text_flags, buf *
         buf_free(&b);
     } else if (!code && c->samples > 1) {
         cli_show_ended(&run);
-        code = run.code;
+        if (run.e.code) *e = run.e, code = e->code;
     } else if (!code) {
         code = cli_write(STR("\n"), e);
     }
@@ -10356,16 +10355,17 @@ static int cli_run_command(const cli *c, toka_err *e) {
 
 static int cli_parse_ids(str text, ids *out, toka_err *e) {
     const char *p = text.p, *end = text.p + text.n; /* NUL-terminated by os_read_all */
-    while (p < end) {
+    for (;;) {
+        while (p < end && isspace((unsigned char)*p)) p++;
+        if (p == end) return 0;
         char *next;
         errno = 0;
         long v = strtol(p, &next, 10);
         if (next == p || errno || v < 0 || v > INT32_MAX || (next < end && !isspace((unsigned char)*next)))
             return fail(e, TOKA_E_INPUT, "standard input: not a token id at byte %td", p - text.p);
         ids_push(out, (int32_t)v);
-        for (p = next; p < end && isspace((unsigned char)*p);) p++;
+        p = next;
     }
-    return 0;
 }
 
 static int cli_tokenize(const cli *c, toka_err *e) {
