@@ -776,16 +776,16 @@ static void json_put_num(buf *b, double f, bool is_float) {
  * MARK: 5. Unicode [pure]
  * Classes of code points, normal form C, and what becomes of bytes that are not UTF-8.
  *
- * In: UTF-8 text. Out: the same text repaired (uni_repair) or normalized (uni_nfc), and one byte of properties per code point
- * (uni.props), which the tokenizer's patterns are made of. All of it comes from three strings that test/make_unicode.py writes;
- * uni_init unpacks them into a struct that its owner keeps, so there is no global state.
+ * In: UTF-8 text. Out: the same text repaired (uni_repair) or normalized (uni_nfc), and one byte of properties per code
+ * point (uni.props), which the tokenizer's patterns are made of. All of it comes from three strings that
+ * test/make_unicode.py writes; uni_init unpacks them into a struct that its owner keeps, so there is no global state.
  *
- * Which Unicode: the one whose tokens the models were trained on. Hugging Face `tokenizers` runs its patterns on Unicode 16.0
- * and its form C on Unicode 9.0. Classes here are of 16.0. For form C the caller chooses: UNI_9 leaves alone what came after
- * 9.0, UNI_16 is today's. Both agree on text of characters that are older than 2017.
+ * Which Unicode: the one whose tokens the models were trained on. Hugging Face `tokenizers` runs its patterns on Unicode
+ * 16.0 and its form C on Unicode 9.0. Classes here are of 16.0. For form C the caller chooses: UNI_9 leaves alone what
+ * came after 9.0, UNI_16 is today's. Both agree on text of characters that are older than 2017.
  *
- * Always holds: a 32-bit set of classes (1u << class) says what a pattern's \p{..} says; U+110000 and above never occur, because
- * every function but uni_repair takes text that is valid UTF-8. Not here: upper and lower case, forms D, KC and KD.
+ * Always holds: a 32-bit set of classes (1u << class) says what a pattern's \p{..} says; U+110000 and above never occur,
+ * because every function but uni_repair takes text that is valid UTF-8. Not here: upper and lower case, forms D, KC, KD.
  * =========================================================================== */
 
 enum uni_class { /* General_Category, and two of its controls apart */
@@ -1059,8 +1059,9 @@ static inline uint32_t uni_next(const char *p, int *n) {
     return *n = 4, (a & 7u) << 18 | b << 6 | ((unsigned char)p[3] & 63);
 }
 
-/* Bytes at p that are no character and become one U+FFFD: the longest beginning of a character that is cut short there, else 1
- * (Unicode 3.9, substitution of maximal subparts, as Python and Rust do). *cut: the text ended, more bytes could complete it. */
+/* Bytes at p that are no character and become one U+FFFD: the longest beginning of a character that is cut short there,
+ * else 1 (Unicode 3.9, substitution of maximal subparts, as Python and Rust do). *cut: the text ended, more bytes could
+ * complete it. */
 static int uni_bad_len(const char *p, const char *end, bool *cut) {
     unsigned char a = (unsigned char)p[0];
     unsigned lo = a == 0xE0 ? 0xA0 : a == 0xF0 ? 0x90 : 0x80, hi = a == 0xED ? 0x9F : a == 0xF4 ? 0x8F : 0xBF;
@@ -1241,21 +1242,25 @@ static str uni_nfc(const uni *u, str s, int version, buf *b) {
  *
  * In: the text of tokenizer.json, then UTF-8 text or ids. Out: ids or text. A text takes this way (HF's names in brackets):
  *
- *   text -> repaired UTF-8 -> cut at added tokens -> form C, prepend, replace -> cut at added tokens that match normalized text
+ *   text -> repaired UTF-8 -> cut at added tokens -> form C, prepend, replace -> cut at added tokens of normalized text
+ *                             [added_tokens]         [normalizer]               [added_tokens]
  *        -> cut into pieces by patterns -> byte pair merges per piece -> ids between the ids of the post-processor
  *           [pre_tokenizer]                [model]                       [post_processor]
  *
- * Supported: the BPE model, on bytes (GPT-2, Llama-3, Qwen, GPT-4o, DeepSeek ...) or on characters with byte fallback (Llama-2,
- * Mistral, Phi-3 ...). Patterns are recognised by their exact text in tok_rules, each is one row of parameters for tok_match;
- * there is no regex engine. What is not known is an error at load that quotes it: nothing is guessed.
+ * Supported: the BPE model, on bytes (GPT-2, Llama-3, Qwen, GPT-4o, DeepSeek ...) or on characters with byte fallback
+ * (Llama-2, Mistral, Phi-3 ...). Patterns are recognised by their exact text in tok_rules, each is one row of parameters
+ * for tok_match; there is no regex engine. What is not known is an error at load that quotes it: nothing is guessed.
  *
- * Always holds: a tok does not change after tok_load but for the memory of pieces (tok_slot), which any thread may read and write
- * at any time and which only ever says what the merges would say. Every step is linear in the text but the merges of one long
- * piece, O(n log n). Nothing in a tokenizer.json can make it crash or take more than a constant times its size.
+ * Always holds: a tok does not change after tok_load but for the memory of pieces (tok_slot), which any thread may read
+ * and write at any time and which only ever says what the merges would say. Every step is linear in the text but the
+ * merges of one long piece, O(n log n). Nothing in a tokenizer.json can make it crash or take more than a constant times
+ * its size.
  *
- * Not here: training, offsets, pairs of texts, truncation and padding (they are read over), dropout. Of tokenizer_config.json
- * nothing is used, as `tokenizers` alone does not know it either.
+ * Not here: training, offsets, pairs of texts, truncation and padding (they are read over), dropout. Of
+ * tokenizer_config.json nothing is used, as `tokenizers` alone does not know it either.
  * =========================================================================== */
+
+#define TOK_FAIL(...) fail(e, TOKA_E_INPUT, "tokenizer.json: " __VA_ARGS__) /* in a function with a parameter e */
 
 typedef struct tok tok;
 
@@ -1264,10 +1269,10 @@ static void tok_del(tok *t);
 
 /* ---- Patterns that cut text into pieces ---- */
 
-/* One pattern as parameters of tok_match. The alternatives of all known patterns come in one order; a row says which are there:
+/* One pattern as parameters of tok_match. The alternatives of all known patterns come in this order; a row says which:
  *   1 contraction   's 't 're 've 'm 'll 'd
  *   2 ascii_word    one ASCII punctuation mark or symbol and the ASCII letters behind it
- *   3 letters       a run of these, one of `head` (spaced: one space) may stand before it; cased: upper case, then lower case
+ *   3 letters       a run of these, one of `head` (spaced: one space) may stand before it; cased: upper, then lower case
  *   4 digits        a run of numbers, at most so many (spaced: one space may stand before it); newer: of Unicode 17.0
  *   5 marks         a run of these, one space may stand before it, `tail` characters behind it
  *   6 lines         white space up to its last line end
@@ -1291,19 +1296,21 @@ typedef struct tok_rule {
 static const tok_rule tok_rules[] = {
     /* GPT-2, also what ByteLevel does by itself */
     {.regex = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+",
-     .contraction = TOK_EXACT, .spaced = true, .letters = UNI_LETTER, .digits = INT_MAX, .marks = TOK_MARKS, .spaces = true},
+     .contraction = TOK_EXACT, .spaced = true, .letters = UNI_LETTER, .digits = INT_MAX, .marks = TOK_MARKS,
+     .spaces = true},
     /* GPT-4, Llama-3 */
-    {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|"
-              "\\s+(?!\\S)|\\s+",
+    {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
+              "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
      .contraction = TOK_ANY_CASE, .head = TOK_HEAD, .letters = UNI_LETTER, .digits = 3, .marks = TOK_MARKS, .tail = "\r\n",
      .lines = true, .spaces = true},
     /* Qwen2, Qwen2.5, Qwen3 */
-    {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|"
-              "\\s+(?!\\S)|\\s+",
+    {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
+              "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
      .contraction = TOK_ANY_CASE, .head = TOK_HEAD, .letters = UNI_LETTER, .digits = 1, .marks = TOK_MARKS, .tail = "\r\n",
      .lines = true, .spaces = true},
     /* Qwen3.5 */
-    {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}| ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|"
+    {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}|"
+              " ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|"
               "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
      .contraction = TOK_ANY_CASE, .head = TOK_HEAD, .letters = UNI_LETTER | UNI_MARK, .digits = 1,
      .marks = TOK_MARKS & ~UNI_MARK, .tail = "\r\n", .lines = true, .spaces = true},
@@ -1323,8 +1330,8 @@ static const tok_rule tok_rules[] = {
     /* DeepSeek-V3 and R1: three patterns in a row */
     {.regex = "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
               " ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .ascii_word = true, .head = ~(UNI_BIT(LINE_END) | UNI_LETTER | UNI_PUNCT | UNI_SYMBOL), .letters = UNI_LETTER | UNI_MARK,
-     .marks = UNI_PUNCT | UNI_SYMBOL, .tail = "\r\n", .lines = true, .spaces = true},
+     .ascii_word = true, .head = ~(UNI_BIT(LINE_END) | UNI_LETTER | UNI_PUNCT | UNI_SYMBOL),
+     .letters = UNI_LETTER | UNI_MARK, .marks = UNI_PUNCT | UNI_SYMBOL, .tail = "\r\n", .lines = true, .spaces = true},
     {.regex = "[\xE4\xB8\x80-\xE9\xBE\xA5\xE3\x81\x80-\xE3\x82\x9F\xE3\x82\xA0-\xE3\x83\xBF]+", .cjk = true},
     {.regex = "\\p{N}{1,3}", .digits = 3},
     {.regex = "\\p{N}", .digits = 1},
@@ -1439,7 +1446,7 @@ static const char *tok_match(const uni *u, const tok_rule *r, const char *p, con
 /* ---- What a tokenizer is ---- */
 
 enum {
-    TOK_MAX_IDS = 1 << 22,   /* largest id a file may use */
+    TOK_MAX_IDS = 1 << 22,   /* ids a file may use */
     TOK_MAX_CONTENT = 256,   /* bytes that a normalizer may put in for each match */
     TOK_MAX_STEPS = 8,       /* normalizers, patterns or decoders in a row */
     TOK_SHORT = 40,          /* symbols up to which a piece is merged by plain scans */
@@ -1460,8 +1467,9 @@ typedef struct tok_index { /* hash table from text to id, open addressing */
     const str *key; /* by id; the tok's own */
 } tok_index;
 
-/* The memory of pieces: a direct-mapped table from a piece's bytes to its ids, so that a word is merged once and not each time it
- * comes. One cache line, a seqlock: w[0] = bytes | ids << 8 | TOK_BUSY | change count << 32, then 24 bytes of text, then 8 ids. */
+/* The memory of pieces: a direct-mapped table from a piece's bytes to its ids, so that a word is merged once and not each
+ * time it comes. One cache line, a seqlock: w[0] = bytes | ids << 8 | TOK_BUSY | change count << 32, then 24 bytes of
+ * text, then 8 ids. */
 typedef struct tok_slot {
     _Alignas(64) _Atomic uint64_t w[8];
 } tok_slot;
@@ -1492,7 +1500,7 @@ typedef struct tok_step { /* one pattern of the pre-tokenizer */
     bool removed; /* what it matches is dropped; else it is a piece, and what lies between is one */
 } tok_step;
 
-enum tok_flag { TOK_KNOWN = 1, TOK_SPECIAL = 2, TOK_SKIPPED = 4, TOK_BYTE = 8 }; /* SKIPPED: left out by TOKA_SKIP_SPECIAL */
+enum tok_flag { TOK_KNOWN = 1, TOK_SPECIAL = 2, TOK_SKIPPED = 4, TOK_BYTE = 8 }; /* SKIPPED: by TOKA_SKIP_SPECIAL */
 
 struct tok {
     uni uni;
@@ -1501,7 +1509,7 @@ struct tok {
     str *key;       /* [cap] what encode matches: for a byte-level tokenizer the bytes themselves. p NULL: nothing */
     str *text;      /* [cap] what decode writes */
     uint8_t *flag;  /* [cap] tok_flag */
-    str *name;      /* [cap] content of added tokens and of what the byte-level alphabet cannot say. p NULL: the key says it */
+    str *name;      /* [cap] content of added tokens and of what the byte-level alphabet cannot say; else p NULL */
     tok_index keys, names;
     tok_merge *merges;
     uint32_t merge_mask;
@@ -1677,7 +1685,8 @@ static size_t tok_merge_long(const tok *t, int32_t *symbol, size_t n) {
     for (size_t i = 0; i < n; i++) {
         prev[i] = i ? (uint32_t)i - 1 : UINT32_MAX;
         next[i] = i + 1 < n ? (uint32_t)i + 1 : UINT32_MAX;
-        if (i + 1 < n && (rank = tok_rank(t, symbol[i], symbol[i + 1], &id)) != UINT32_MAX) h.p[h.n++] = (uint64_t)rank << 32 | i;
+        rank = i + 1 < n ? tok_rank(t, symbol[i], symbol[i + 1], &id) : UINT32_MAX;
+        if (rank != UINT32_MAX) h.p[h.n++] = (uint64_t)rank << 32 | i;
     }
     for (size_t i = h.n / 2; i--;) tok_heap_sink(&h, i);
     while (h.n) {
@@ -1701,8 +1710,8 @@ static size_t tok_merge_long(const tok *t, int32_t *symbol, size_t n) {
     return left;
 }
 
-/* The symbols a piece starts from: its bytes or its characters. One that is not in the vocabulary becomes its bytes' tokens if
- * there is one for each, else the unknown token (several in a row one, if fused), else nothing. */
+/* The symbols a piece starts from: its bytes or its characters. One that is not in the vocabulary becomes its bytes'
+ * tokens if there is one for each, else the unknown token (several in a row one, if fused), else nothing. */
 static void tok_symbols(tok_enc *x, str s) {
     const tok *t = x->t;
     bool unk = false;
@@ -1758,9 +1767,9 @@ static void tok_piece(tok_enc *x, str s) {
 
 /* ---- From text to pieces ---- */
 
-/* A tokenizer on characters has no pattern: its piece is a whole text. No merge crosses a place between two characters that no
- * merge puts side by side, so it is cut there, which changes nothing but lets words be remembered. An unknown character must
- * not be cut from the one before it, for the two may be fused. */
+/* A tokenizer on characters has no pattern: its piece is a whole text. No merge crosses a place between two characters
+ * that no merge puts side by side, so it is cut there, which changes nothing but lets words be remembered. An unknown
+ * character must not be cut from the one before it, for the two may be fused. */
 static void tok_characters(tok_enc *x, str s) {
     const tok *t = x->t;
     const char *start = s.p, *end = s.p + s.n;
@@ -1789,7 +1798,8 @@ static void tok_cut(tok_enc *x, int step, str s) {
     const char *between = s.p, *p = s.p, *end = s.p + s.n, *q;
     while (p < end) {
         int n;
-        if (r->digits && !r->marks) p = tok_run(&t->uni, p, end, ~(UNI_NUMBER | UNI_BIT(CN))); /* nothing else matches: skip ahead */
+        if (r->digits && !r->marks) /* only digits match: skip what is none */
+            p = tok_run(&t->uni, p, end, ~(UNI_NUMBER | UNI_BIT(CN)));
         q = p < end ? tok_match(&t->uni, r, p, end) : p;
         if (!q) {
             uni_next(p, &n);
@@ -1895,18 +1905,18 @@ static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
     const tok *t = x->t;
     const tok_matcher *m = normalized ? &t->normalized : &t->raw;
     if (normalized) s = tok_normalize(t, s, x->normal);
-    const char *end = s.p + s.n, *done = s.p, *from, *to;
+    const char *end = s.p + s.n, *done = s.p, *from, *to = end;
     for (const char *p = s.p; done < end; done = to) {
         const struct tok_text *hit = NULL;
         while (p < end && !(m->first[(unsigned char)*p] && (hit = tok_longest(m, (str){p, (size_t)(end - p)})))) p++;
         const tok_added *a = hit ? &t->added[hit->added] : NULL;
-        from = p, to = p += hit ? hit->text.n : 0;
+        from = p, p += hit ? hit->text.n : 0;
         if (a) {
-            bool word_before = from > s.p && tok_is_word(&t->uni, tok_back(from)), word_behind = to < end && tok_is_word(&t->uni, to);
+            int n;
             to = done; /* in case it does not count */
             if (a->special && !(x->flags & TOKA_PARSE_SPECIAL)) continue;
-            if (a->single_word && (word_before || word_behind)) continue;
-            int n;
+            if (a->single_word && from > s.p && tok_is_word(&t->uni, tok_back(from))) continue;
+            if (a->single_word && p < end && tok_is_word(&t->uni, p)) continue;
             while (a->lstrip && from > done && tok_set(&t->uni, tok_back(from), end, &n) & UNI_SPACE) from = tok_back(from);
             to = a->rstrip ? tok_run(&t->uni, p, end, UNI_SPACE) : p;
         }
@@ -1925,8 +1935,8 @@ static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
 /* Text to ids, appended to out. flags: TOKA_ADD_SPECIAL, TOKA_PARSE_SPECIAL. */
 static int tok_encode(const tok *t, str text, int flags, ids *out, toka_err *e) {
     tok_enc x = {.t = t, .flags = flags, .out = out};
-    if (text.n > INT32_MAX) return fail(e, TOKA_E_USE, "text to tokenize: %zu bytes, at most %d are taken", text.n, INT32_MAX);
     bool add = flags & TOKA_ADD_SPECIAL;
+    if (text.n > INT32_MAX) return fail(e, TOKA_E_USE, "text of %zu bytes: at most %d are taken", text.n, INT32_MAX);
     for (size_t i = 0; add && i < t->head.n; i++) ids_push(out, t->head.p[i]);
     if (text.n) tok_added_cut(&x, false, uni_repair(text, &x.repaired), true);
     for (size_t i = 0; add && i < t->tail.n; i++) ids_push(out, t->tail.p[i]);
@@ -2045,8 +2055,8 @@ static int tok_decode(const tok *t, const int32_t *id, size_t n, int flags, buf 
 
 /* ---- Loading: vocabulary and merges ---- */
 
-/* The byte that a character of the byte-level alphabet stands for, -1: it is not in it. Printable characters of Latin-1 stand for
- * themselves, the 68 other bytes are U+0100 .. U+0143 in their order. */
+/* The byte that a character of the byte-level alphabet stands for, -1: it is not in it. Printable characters of Latin-1
+ * stand for themselves, the 68 other bytes are U+0100 .. U+0143 in their order. */
 static int tok_byte_of(uint32_t c) {
     if ((c >= 0x21 && c <= 0x7E) || (c >= 0xA1 && c <= 0xFF && c != 0xAD)) return (int)c;
     if (c >= 0x100 && c <= 0x120) return (int)c - 0x100;
@@ -2064,14 +2074,14 @@ static bool tok_unmap(str s, buf *out) {
     return true;
 }
 
-/* model.vocab: every id is a number below TOK_MAX_IDS that no other content has. *largest: of them (-1 before), *bytes: all contents together. */
+/* model.vocab: every id is a number within limits. *largest: of them (-1 before), *bytes: all contents together. */
 static int tok_check_vocab(const json *vocab, int64_t *largest, size_t *bytes, toka_err *e) {
-    if (!json_is(vocab, JSON_OBJECT)) return fail(e, TOKA_E_INPUT, "tokenizer.json: model.vocab: an object was expected");
+    if (!json_is(vocab, JSON_OBJECT)) return TOK_FAIL("model.vocab: an object was expected");
+    int64_t end = MIN((int64_t)TOK_MAX_IDS, 65536 + 4 * (int64_t)vocab->n); /* gaps, but no table of gaps alone */
     JSON_MEMBERS(key, vocab) {
         int64_t id = json_int(key + 1, -1);
-        if (id < 0 || id >= TOK_MAX_IDS)
-            return fail(e, TOKA_E_INPUT, "tokenizer.json: model.vocab: the id of \"%.*s\" is not a number from 0 to %d",
-                        STRF(json_str(key)), TOK_MAX_IDS - 1);
+        if (id < 0 || id >= end)
+            return TOK_FAIL("model.vocab: the id of \"%.*s\" is not a number from 0 to %d", STRF(json_str(key)), (int)end - 1);
         *largest = MAX(*largest, id);
         *bytes += key->n;
     }
@@ -2090,11 +2100,11 @@ static int tok_load_vocab(tok *t, const json *vocab, const json *added, toka_err
     t->flag = mem_zalloc((size_t)t->cap);
     tok_index_init(&t->keys, t->key, vocab->n);
     tok_index_init(&t->names, t->name, vocab->n + (added ? added->n : 0));
-    buf raw = {.p = arena_alloc(&t->mem, bytes + 64), .cap = bytes + 64}; /* byte-level text only gets shorter: never grows */
+    buf raw = {.p = arena_alloc(&t->mem, bytes + 64), .cap = bytes + 64}; /* never grows: unmapped text is shorter */
     JSON_MEMBERS(key, vocab) {
         int32_t id = (int32_t)json_int(key + 1, -1);
         size_t from = raw.n;
-        if (t->flag[id]) return fail(e, TOKA_E_INPUT, "tokenizer.json: model.vocab: id %d stands there twice", id);
+        if (t->flag[id]) return TOK_FAIL("model.vocab: id %d stands there twice", id);
         t->flag[id] = TOK_KNOWN;
         bool mapped = !t->byte_level || tok_unmap(json_str(key), &raw);
         if (!mapped) raw.n = from;
@@ -2102,7 +2112,7 @@ static int tok_load_vocab(tok *t, const json *vocab, const json *added, toka_err
         t->text[id] = (str){raw.p + from, raw.n - from};
         (mapped ? t->key : t->name)[id] = t->text[id];
         if (!tok_index_add(mapped ? &t->keys : &t->names, id))
-            return fail(e, TOKA_E_INPUT, "tokenizer.json: model.vocab: \"%.*s\" stands there twice", STRF(json_str(key)));
+            return TOK_FAIL("model.vocab: \"%.*s\" stands there twice", STRF(json_str(key)));
     }
     return 0;
 }
@@ -2122,7 +2132,7 @@ static int tok_load_bytes(tok *t, const json *model, toka_err *e) {
     str unk = json_str(json_get(model, "unk_token"));
     t->unk = json_is(json_get(model, "unk_token"), JSON_STRING) ? tok_id(t, unk) : -1;
     if (t->unk < 0 && json_is(json_get(model, "unk_token"), JSON_STRING))
-        return fail(e, TOKA_E_INPUT, "tokenizer.json: model.unk_token \"%.*s\" is not in the vocabulary", STRF(unk));
+        return TOK_FAIL("model.unk_token \"%.*s\" is not in the vocabulary", STRF(unk));
     t->all_bytes = t->byte_fallback;
     for (int b = 0; b < 256; b++) {
         char z[8] = {(char)b};
@@ -2131,7 +2141,7 @@ static int tok_load_bytes(tok *t, const json *model, toka_err *e) {
         t->byte_id[b] = tok_find(&t->keys, (str){z, n});
         t->all_bytes = t->all_bytes && t->byte_id[b] >= 0;
         if (t->byte_fallback && t->byte_level && t->byte_id[b] < 0)
-            return fail(e, TOKA_E_INPUT, "tokenizer.json: model.byte_fallback with a ByteLevel pre-tokenizer is not supported");
+            return TOK_FAIL("model.byte_fallback with a ByteLevel pre-tokenizer is not supported");
     }
     return 0;
 }
@@ -2147,30 +2157,33 @@ static size_t tok_merge_cut(const tok *t, str s) {
         buf_clear(&whole);
         buf_put(&whole, s.p, i);
         buf_put(&whole, s.p + i + 1, s.n - i - 1);
-        if (tok_find(&t->keys, str_sub(s, 0, i)) >= 0 && tok_find(&t->keys, str_sub(s, i + 1, s.n)) >= 0 && tok_find(&t->keys, buf_view(&whole)) >= 0)
-            found = i;
+        str part[3] = {str_sub(s, 0, i), str_sub(s, i + 1, s.n), buf_view(&whole)};
+        int known = 0;
+        while (known < 3 && tok_find(&t->keys, part[known]) >= 0) known++;
+        if (known == 3) found = i;
     }
     buf_free(&whole);
     return found;
 }
 
-/* The two parts of a merge, ["a","b"] or "a b", one behind the other in *both as vocabulary keys; *cut is where b begins. */
+/* The two parts of a merge, ["a","b"] or "a b", one behind the other in *both as keys; *cut is where b begins. */
 static int tok_merge_parts(const tok *t, const json *m, uint32_t rank, buf *both, size_t *cut, toka_err *e) {
-    str a = json_str(json_at(m, 0)), b = json_str(json_at(m, 1)), line = json_str(m);
-    bool pair = json_is(m, JSON_ARRAY) && m->n == 2 && json_is(json_at(m, 0), JSON_STRING) && json_is(json_at(m, 1), JSON_STRING);
+    const json *first = json_at(m, 0), *second = json_at(m, 1);
+    str a = json_str(first), b = json_str(second), line = json_str(m);
+    bool pair = first && m->n == 2 && json_is(first, JSON_STRING) && json_is(second, JSON_STRING);
     if (!pair && !json_is(m, JSON_STRING))
-        return fail(e, TOKA_E_INPUT, "tokenizer.json: model.merges[%u]: \"a b\" or [\"a\",\"b\"] was expected", rank);
+        return TOK_FAIL("model.merges[%u]: \"a b\" or [\"a\",\"b\"] was expected", rank);
     if (!pair) {
         size_t at = tok_merge_cut(t, line);
         if (at == SIZE_MAX)
-            return fail(e, TOKA_E_INPUT, "tokenizer.json: model.merges[%u]: \"%.*s\" is not two tokens", rank, STRF(line));
+            return TOK_FAIL("model.merges[%u]: \"%.*s\" is not two tokens", rank, STRF(line));
         a = str_sub(line, 0, at), b = str_sub(line, at + 1, line.n);
     }
     buf_clear(both);
     bool known = t->byte_level ? tok_unmap(a, both) : (buf_str(both, a), true);
     *cut = both->n;
     known = known && (t->byte_level ? tok_unmap(b, both) : (buf_str(both, b), true));
-    if (!known) return fail(e, TOKA_E_INPUT, "tokenizer.json: model.merges[%u]: a part is not in the vocabulary", rank);
+    if (!known) return TOK_FAIL("model.merges[%u]: a part is not in the vocabulary", rank);
     return 0;
 }
 
@@ -2189,7 +2202,7 @@ static void tok_add_join(tok *t, int32_t a, int32_t b) {
 }
 
 static int tok_load_merges(tok *t, const json *merges, toka_err *e) {
-    if (!json_is(merges, JSON_ARRAY)) return fail(e, TOKA_E_INPUT, "tokenizer.json: model.merges: an array was expected");
+    if (!json_is(merges, JSON_ARRAY)) return TOK_FAIL("model.merges: an array was expected");
     t->merge_mask = tok_table_mask(merges->n);
     t->merges = mem_alloc(((size_t)t->merge_mask + 1) * sizeof *t->merges);
     memset(t->merges, 0xFF, ((size_t)t->merge_mask + 1) * sizeof *t->merges);
@@ -2202,9 +2215,10 @@ static int tok_load_merges(tok *t, const json *merges, toka_err *e) {
         size_t cut = 0;
         if (tok_merge_parts(t, m, rank, &both, &cut, e)) break;
         str ab = buf_view(&both);
-        int32_t a = tok_find(&t->keys, str_sub(ab, 0, cut)), b = tok_find(&t->keys, str_sub(ab, cut, ab.n)), id = tok_find(&t->keys, ab);
+        int32_t a = tok_find(&t->keys, str_sub(ab, 0, cut)), b = tok_find(&t->keys, str_sub(ab, cut, ab.n));
+        int32_t id = tok_find(&t->keys, ab);
         if (a < 0 || b < 0 || id < 0) {
-            fail(e, TOKA_E_INPUT, "tokenizer.json: model.merges[%u]: %s is not in the vocabulary", rank,
+            TOK_FAIL("model.merges[%u]: %s is not in the vocabulary", rank,
                  a < 0 ? "the first token" : b < 0 ? "the second token" : "what it makes");
             break;
         }
@@ -2234,7 +2248,7 @@ static void tok_load_matcher(tok *t, tok_matcher *m, bool normalized) {
         if (a->normalized != normalized) continue;
         str text = normalized ? arena_str(&t->mem, tok_normalize(t, a->content, b)) : a->content;
         t->text[a->id] = text;
-        if (str_eq(text, a->content) && a->special) t->flag[a->id] |= TOK_SKIPPED; /* as HF: it looks for the changed text */
+        if (str_eq(text, a->content) && a->special) t->flag[a->id] |= TOK_SKIPPED; /* HF looks for the changed text */
         if (!text.n) continue;
         m->first[(unsigned char)*text.p] = true;
         m->sorted[m->n++] = (struct tok_text){text, i};
@@ -2248,13 +2262,13 @@ static int tok_load_added(tok *t, const json *list, size_t n_vocab, toka_err *e)
     int32_t next = (int32_t)n_vocab;
     bool there = json_is(list, JSON_ARRAY);
     if (list && !there && !json_is(list, JSON_NULL))
-        return fail(e, TOKA_E_INPUT, "tokenizer.json: added_tokens: an array was expected");
+        return TOK_FAIL("added_tokens: an array was expected");
     t->added = mem_alloc((there ? list->n : 0) * sizeof *t->added);
     t->added_at = mem_zalloc((size_t)t->cap * sizeof *t->added_at);
     if (there) JSON_EACH(it, list) {
             str content = json_str(json_get(it, "content"));
             if (!json_is(json_get(it, "content"), JSON_STRING))
-                return fail(e, TOKA_E_INPUT, "tokenizer.json: added_tokens[%d]: no content", t->n_added);
+                return TOK_FAIL("added_tokens[%d]: no content", t->n_added);
             if (!content.n) continue;
             tok_added a = {.content = arena_str(&t->mem, content), .id = tok_id(t, content)};
             if (a.id < 0) a.id = next++;
@@ -2277,17 +2291,18 @@ static int tok_load_added(tok *t, const json *list, size_t n_vocab, toka_err *e)
 
 static str tok_type(const json *v) { return json_str(json_get(v, "type")); }
 static int tok_unsupported(toka_err *e, const char *where, str what) {
-    return fail(e, TOKA_E_INPUT, "tokenizer.json: %s \"%.*s\" is not supported", where, STRF(what));
+    return TOK_FAIL("%s \"%.*s\" is not supported", where, STRF(what));
 }
 
-/* The members of a Sequence one after the other, anything else alone; null is nothing. `one` gets each. Depth is bounded by the
- * limit here, the count by `one`. */
+/* The members of a Sequence one after the other, anything else alone; null is nothing. `one` gets each. Depth and count are
+ * bounded, for each may cost a pass over the vocabulary. */
 typedef int tok_load_fn(tok *t, const json *v, toka_err *e);
 static int tok_load_each(tok *t, const json *v, const char *list, int depth, tok_load_fn *one, toka_err *e) {
     if (!v || json_is(v, JSON_NULL)) return 0;
     if (!str_is(tok_type(v), "Sequence")) return one(t, v, e);
     const json *items = json_get(v, list);
-    if (depth > 4 || !json_is(items, JSON_ARRAY)) return fail(e, TOKA_E_INPUT, "tokenizer.json: a Sequence without %s", list);
+    if (!json_is(items, JSON_ARRAY)) return TOK_FAIL("a Sequence without %s", list);
+    if (depth > 1 || items->n > TOK_MAX_STEPS) return TOK_FAIL("a Sequence of more than %d %s", TOK_MAX_STEPS, list);
     JSON_EACH(it, items) if (tok_load_each(t, it, list, depth + 1, one, e)) return e->code;
     return 0;
 }
@@ -2304,16 +2319,16 @@ static str tok_literal(const json *pattern) {
 
 static int tok_load_normal(tok *t, const json *v, toka_err *e) {
     str type = tok_type(v);
-    if (t->n_normals == TOK_MAX_STEPS) return fail(e, TOKA_E_INPUT, "tokenizer.json: more than %d normalizers", TOK_MAX_STEPS);
+    if (t->n_normals == TOK_MAX_STEPS) return TOK_FAIL("more than %d normalizers", TOK_MAX_STEPS);
     tok_normal *k = &t->normals[t->n_normals++];
     if (str_is(type, "NFC")) {
         k->kind = TOK_NFC;
     } else if (str_is(type, "Prepend")) {
         *k = (tok_normal){TOK_PREPEND, STR(""), tok_keep(t, json_str(json_get(v, "prepend")))};
     } else if (str_is(type, "Replace")) {
-        *k = (tok_normal){TOK_REPLACE, tok_keep(t, tok_literal(json_get(v, "pattern"))), tok_keep(t, json_str(json_get(v, "content")))};
-        if (!k->from.n)
-            return tok_unsupported(e, "normalizer Replace: the pattern", json_str(json_get(json_get(v, "pattern"), "Regex")));
+        const json *pattern = json_get(v, "pattern");
+        *k = (tok_normal){TOK_REPLACE, tok_keep(t, tok_literal(pattern)), tok_keep(t, json_str(json_get(v, "content")))};
+        if (!k->from.n) return tok_unsupported(e, "normalizer Replace: the pattern", json_str(json_get(pattern, "Regex")));
     } else {
         return tok_unsupported(e, "normalizer", type);
     }
@@ -2322,7 +2337,7 @@ static int tok_load_normal(tok *t, const json *v, toka_err *e) {
 }
 
 static int tok_add_step(tok *t, const tok_rule *rule, bool removed, toka_err *e) {
-    if (t->n_steps == TOK_MAX_STEPS) return fail(e, TOKA_E_INPUT, "tokenizer.json: more than %d pre-tokenizers", TOK_MAX_STEPS);
+    if (t->n_steps == TOK_MAX_STEPS) return TOK_FAIL("more than %d pre-tokenizers", TOK_MAX_STEPS);
     t->steps[t->n_steps++] = (tok_step){rule, removed};
     return 0;
 }
@@ -2340,7 +2355,8 @@ static int tok_load_split(tok *t, const json *v, toka_err *e) {
 }
 
 static int tok_load_metaspace(tok *t, const json *v, toka_err *e) {
-    const json *scheme = json_get(v, "prepend_scheme"), *prefix = json_get(v, "add_prefix_space"), *split = json_get(v, "split");
+    const json *scheme = json_get(v, "prepend_scheme"), *prefix = json_get(v, "add_prefix_space");
+    const json *split = json_get(v, "split");
     str s = scheme ? json_str(scheme) : STR("always");
     t->meta.mark = tok_keep(t, json_str(json_get(v, "replacement")));
     t->meta.split = !json_is(split, JSON_FALSE);
@@ -2348,33 +2364,33 @@ static int tok_load_metaspace(tok *t, const json *v, toka_err *e) {
     if (json_is(prefix, JSON_FALSE)) t->meta.prepend = TOK_NEVER;
     if (t->meta.prepend == TOK_NEVER && !json_is(prefix, JSON_FALSE) && !str_is(s, "never"))
         return tok_unsupported(e, "pre_tokenizer Metaspace: the prepend_scheme", s);
-    if (!t->meta.mark.n || t->meta.mark.n > 4) return tok_unsupported(e, "pre_tokenizer Metaspace: the replacement", t->meta.mark);
-    return 0;
+    if (t->meta.mark.n >= 1 && t->meta.mark.n <= 4) return 0;
+    return tok_unsupported(e, "pre_tokenizer Metaspace: the replacement", t->meta.mark);
 }
 
 static int tok_load_pre(tok *t, const json *v, toka_err *e) {
     str type = tok_type(v);
     if (t->byte_level || t->meta.mark.n)
-        return fail(e, TOKA_E_INPUT, "tokenizer.json: pre_tokenizer \"%.*s\" behind ByteLevel or Metaspace is not supported", STRF(type));
+        return TOK_FAIL("pre_tokenizer \"%.*s\" behind ByteLevel or Metaspace is not supported", STRF(type));
     if (str_is(type, "Split")) return tok_load_split(t, v, e);
     if (str_is(type, "Digits"))
         return tok_add_step(t, json_true(json_get(v, "individual_digits")) ? &tok_each_digit : &tok_all_digits, false, e);
     if (str_is(type, "Metaspace")) {
-        if (t->n_steps) return fail(e, TOKA_E_INPUT, "tokenizer.json: pre_tokenizer \"Metaspace\" behind another is not supported");
+        if (t->n_steps) return TOK_FAIL("pre_tokenizer \"Metaspace\" behind another is not supported");
         return tok_load_metaspace(t, v, e);
     }
     if (!str_is(type, "ByteLevel")) return tok_unsupported(e, "pre_tokenizer", type);
     t->byte_level = true;
     t->prefix_space = json_true(json_get(v, "add_prefix_space"));
     if (t->prefix_space && t->n_steps)
-        return fail(e, TOKA_E_INPUT, "tokenizer.json: pre_tokenizer ByteLevel: add_prefix_space behind another is not supported");
+        return TOK_FAIL("pre_tokenizer ByteLevel: add_prefix_space behind another is not supported");
     return json_is(json_get(v, "use_regex"), JSON_FALSE) ? 0 : tok_add_step(t, &tok_rules[0], false, e);
 }
 
 static int tok_add_outer(tok *t, ids *to, const json *id, toka_err *e) {
     int64_t k = json_int(id, -1);
     if (k < 0 || k >= t->n_ids)
-        return fail(e, TOKA_E_INPUT, "tokenizer.json: post_processor: id %lld, but the vocabulary ends at %d", (long long)k, t->n_ids - 1);
+        return TOK_FAIL("post_processor: id %lld, but the vocabulary ends at %d", (long long)k, t->n_ids - 1);
     ids_push(to, (int32_t)k);
     return 0;
 }
@@ -2383,21 +2399,22 @@ static int tok_add_outer(tok *t, ids *to, const json *id, toka_err *e) {
 static int tok_load_template(tok *t, const json *v, ids *head, ids *tail, toka_err *e) {
     const json *single = json_get(v, "single"), *tokens = json_get(v, "special_tokens");
     int n_sequences = 0;
-    if (!json_is(single, JSON_ARRAY)) return fail(e, TOKA_E_INPUT, "tokenizer.json: post_processor: no array \"single\"");
+    if (!json_is(single, JSON_ARRAY) || single->n > 64) return TOK_FAIL("post_processor: \"single\" is no array of 1 to 64");
     JSON_EACH(it, single) {
         const json *special = json_get(it, "SpecialToken"), *list = NULL;
         str id = json_str(json_get(special, "id"));
         if (!special) {
             if (!str_is(json_str(json_get(json_get(it, "Sequence"), "id")), "A") || n_sequences++)
-                return fail(e, TOKA_E_INPUT, "tokenizer.json: post_processor: \"single\" must have sequence A once");
+                return TOK_FAIL("post_processor: \"single\" must have sequence A once");
             continue;
         }
-        if (json_is(tokens, JSON_OBJECT)) JSON_MEMBERS(key, tokens) if (str_eq(json_str(key), id)) list = json_get(key + 1, "ids");
+        if (json_is(tokens, JSON_OBJECT))
+            JSON_MEMBERS(key, tokens) if (str_eq(json_str(key), id)) list = json_get(key + 1, "ids");
         if (!json_is(list, JSON_ARRAY))
-            return fail(e, TOKA_E_INPUT, "tokenizer.json: post_processor: no ids for the special token \"%.*s\"", STRF(id));
+            return TOK_FAIL("post_processor: no ids for the special token \"%.*s\"", STRF(id));
         JSON_EACH(k, list) if (tok_add_outer(t, n_sequences ? tail : head, k, e)) return e->code;
     }
-    if (!n_sequences) return fail(e, TOKA_E_INPUT, "tokenizer.json: post_processor: \"single\" must have sequence A once");
+    if (!n_sequences) return TOK_FAIL("post_processor: \"single\" must have sequence A once");
     return 0;
 }
 
@@ -2490,9 +2507,9 @@ static int tok_load_model(tok *t, const json *root, toka_err *e) {
     const json *model = json_get(root, "model"), *vocab = json_get(model, "vocab");
     const json *dropout = json_get(model, "dropout"), *prefix = json_get(model, "continuing_subword_prefix");
     const json *suffix = json_get(model, "end_of_word_suffix"), *added = json_get(root, "added_tokens");
-    if (!json_is(model, JSON_OBJECT)) return fail(e, TOKA_E_INPUT, "tokenizer.json: no object \"model\"");
+    if (!json_is(model, JSON_OBJECT)) return TOK_FAIL("no object \"model\"");
     if (!str_is(tok_type(model), "BPE")) return tok_unsupported(e, "model type", tok_type(model));
-    if (json_num(dropout, 0) != 0) return fail(e, TOKA_E_INPUT, "tokenizer.json: model.dropout is not supported");
+    if (json_num(dropout, 0) != 0) return TOK_FAIL("model.dropout is not supported");
     if (json_str(prefix).n) return tok_unsupported(e, "model.continuing_subword_prefix", json_str(prefix));
     if (json_str(suffix).n) return tok_unsupported(e, "model.end_of_word_suffix", json_str(suffix));
     t->ignore_merges = json_true(json_get(model, "ignore_merges"));
@@ -2505,7 +2522,7 @@ static int tok_load_model(tok *t, const json *root, toka_err *e) {
 }
 
 static int tok_load_root(tok *t, const json *root, toka_err *e) {
-    if (!json_is(root, JSON_OBJECT)) return fail(e, TOKA_E_INPUT, "tokenizer.json: an object was expected");
+    if (!json_is(root, JSON_OBJECT)) return TOK_FAIL("an object was expected");
     if (tok_load_each(t, json_get(root, "normalizer"), "normalizers", 0, tok_load_normal, e)) return e->code;
     if (tok_load_each(t, json_get(root, "pre_tokenizer"), "pretokenizers", 0, tok_load_pre, e)) return e->code;
     if (tok_load_model(t, root, e)) return e->code;
@@ -2516,8 +2533,8 @@ static int tok_load_root(tok *t, const json *root, toka_err *e) {
     return 0;
 }
 
-/* Reads tokenizer.json. config_json, the text of tokenizer_config.json or nothing, is for what may come: nothing in it changes
- * what Hugging Face `tokenizers` does. Both texts may go away after. *out is the caller's until tok_del. */
+/* Reads tokenizer.json. config_json, the text of tokenizer_config.json or nothing, is for what may come: nothing in it
+ * changes what Hugging Face `tokenizers` does. Both texts may go away after. *out is the caller's until tok_del. */
 static int tok_load(tok **out, str tokenizer_json, str config_json, toka_err *e) {
     arena a = {0};
     toka_err why;

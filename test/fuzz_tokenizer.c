@@ -1,5 +1,5 @@
-/* fuzz_tokenizer.c - tokenizer.json, then one byte 0, flags, and a text to encode, from one input. A file that loads must encode
- * and decode any text, and a stream must give what decode gives.
+/* fuzz_tokenizer.c - tokenizer.json, then one byte 0, flags, and a text to encode, from one input. A file that loads must
+ * encode and decode any text, and a stream must give what decode gives.
  *   clang -g -O1 -fsanitize=fuzzer,address,undefined -o fuzz test/fuzz_tokenizer.c -lm -lpthread
  *   ./fuzz -max_len=8192 test/corpus/tokenizer */
 #include "../toka.c"

@@ -4,10 +4,11 @@ Needs the packages pytest and tokenizers, a C compiler, and the public data (TOK
 Both sides get the same documents. Bytes that are not UTF-8 reach HF through bytes.decode(errors="replace").
 
 Speed: HF runs with TOKENIZERS_PARALLELISM=false and RAYON_NUM_THREADS=1, toka on one thread, in the same run on the same
-documents of about 4 KB of ordinary text, one call of encode per document. Both are measured twice over all documents: cold (a
-tokenizer just loaded, its memory of words empty) and warm (the second pass). HF's time is that of its encode call alone,
-without taking the ids out of the result; toka's is that of tok_encode.
+documents of about 4 KB of ordinary text, one call of encode per document. Both are measured over all documents cold (a
+tokenizer just loaded, its memory of words empty) and warm (HF: the second pass, toka: the best of the second to fourth).
+HF's time is that of its encode call alone, without taking the ids out of the result; toka's is that of tok_encode.
 """
+
 import glob
 import json
 import os
@@ -24,7 +25,10 @@ import pytest
 tokenizers = pytest.importorskip("tokenizers")
 HERE = os.path.dirname(os.path.abspath(__file__))
 DATA = os.environ.get("TOKA_TEST_DATA") or os.path.join(HERE, "../../shared/data")
-FOLDERS = sorted(os.path.dirname(p) for p in glob.glob(DATA + "/tokenizers/*/tokenizer.json") + glob.glob(DATA + "/weights/*/tokenizer.json"))
+FOLDERS = sorted(
+    os.path.dirname(p)
+    for p in glob.glob(DATA + "/tokenizers/*/tokenizer.json") + glob.glob(DATA + "/weights/*/tokenizer.json")
+)
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 ADD_SPECIAL, PARSE_SPECIAL, SKIP_SPECIAL = 1, 2, 4
 pytestmark = pytest.mark.skipif(not FOLDERS, reason="no public data")
@@ -48,7 +52,7 @@ def run(driver, path, mode, number, documents):
 def toka_encode(driver, path, documents, flags):
     out, at, result = run(driver, path, "encode", flags, documents), 0, []
     for _ in documents:
-        n, = struct.unpack_from("<I", out, at)
+        (n,) = struct.unpack_from("<I", out, at)
         result.append(list(struct.unpack_from("<%di" % n, out, at + 4)))
         at += 4 + 4 * n
     return result
@@ -57,21 +61,25 @@ def toka_encode(driver, path, documents, flags):
 def toka_decode(driver, path, lists, flags, mode="decode"):
     out, at, result = run(driver, path, mode, flags, [struct.pack("<%di" % len(x), *x) for x in lists]), 0, []
     for _ in lists:
-        n, = struct.unpack_from("<I", out, at)
-        result.append(out[at + 4:at + 4 + n].decode())
+        (n,) = struct.unpack_from("<I", out, at)
+        result.append(out[at + 4 : at + 4 + n].decode())
         at += 4 + n
     return result
 
 
 def hf_from(config):
-    """HF's tokenizer. Its present version refuses merges whose tokens hold spaces when they are written "a b", as the llama-2
-    file of the public data has three of (no-break spaces that became spaces): they are given as pairs."""
+    """HF's tokenizer. Its present version refuses merges whose tokens hold spaces when they are written "a b", as the
+    llama-2 file of the public data has three of (no-break spaces that became spaces): they are given as pairs."""
     model = config["model"]
     if any(isinstance(m, str) and m.count(" ") != 1 for m in model["merges"]):
         vocab, pairs = model["vocab"], []
         for m in model["merges"]:
-            cut = [i for i in range(1, len(m) - 1) if m[i] == " " and m[:i] in vocab and m[i + 1:] in vocab and m[:i] + m[i + 1:] in vocab]
-            pairs.append([m[:cut[0]], m[cut[0] + 1:]])
+            cut = [
+                i
+                for i in range(1, len(m) - 1)
+                if m[i] == " " and m[:i] in vocab and m[i + 1 :] in vocab and m[:i] + m[i + 1 :] in vocab
+            ]
+            pairs.append([m[: cut[0]], m[cut[0] + 1 :]])
         config = {**config, "model": {**model, "merges": pairs}}
     return tokenizers.Tokenizer.from_str(json.dumps(config))
 
@@ -93,16 +101,29 @@ def compare(driver, path, hf, documents, flags, name):
         if w != g:
             i = next((i for i in range(min(len(w), len(g))) if w[i] != g[i]), min(len(w), len(g)))
             before = hf.decode(w[:i])[-30:]
-            pytest.fail("%s, flags %d: token %d: %s, HF %s behind %r in %r" % (name, flags, i, g[i:i + 4], w[i:i + 4], before, doc[:200]))
+            pytest.fail(
+                "%s, flags %d: token %d: %s, HF %s behind %r in %r"
+                % (name, flags, i, g[i : i + 4], w[i : i + 4], before, doc[:200])
+            )
 
 
 # ---- Texts ----
 
+
 def files():
     out = []
-    for p in sorted(glob.glob(DATA + "/text/*.txt") + glob.glob(DATA + "/text/lipsum/*") + glob.glob(DATA + "/templates/*")
-                    + glob.glob(DATA + "/suites/utf8/*") + [DATA + "/datasets/sharegpt_252.json", DATA + "/datasets/gsm8k_test.jsonl",
-                                                            DATA + "/datasets/gsm8k_train.jsonl", HERE + "/../toka.c"]):
+    for p in sorted(
+        glob.glob(DATA + "/text/*.txt")
+        + glob.glob(DATA + "/text/lipsum/*")
+        + glob.glob(DATA + "/templates/*")
+        + glob.glob(DATA + "/suites/utf8/*")
+        + [
+            DATA + "/datasets/sharegpt_252.json",
+            DATA + "/datasets/gsm8k_test.jsonl",
+            DATA + "/datasets/gsm8k_train.jsonl",
+            HERE + "/../toka.c",
+        ]
+    ):
         out.append(open(p, "rb").read())
     return out
 
@@ -111,19 +132,52 @@ def pieces(data, rng, size):
     at = 0
     while at < len(data):
         n = rng.randrange(size // 2, size * 3 // 2)
-        yield data[at:at + n]  # may cut a character: invalid UTF-8 at both ends
+        yield data[at : at + n]  # may cut a character: invalid UTF-8 at both ends
         at += n
 
 
 def alphabet(rng):
     """A few kinds of characters to draw from: all of Unicode, a script, ASCII, spaces, digits, marks, emoji."""
-    scripts = [(0x20, 0x7F), (0xA0, 0x250), (0x300, 0x370), (0x370, 0x530), (0x590, 0x700), (0x900, 0xE00), (0xE00, 0x1200), (0x1100, 0x1200),
-               (0x1E00, 0x2070), (0x2070, 0x2C00), (0x3000, 0x3200), (0x4E00, 0xA000), (0xAC00, 0xD7A4), (0xF900, 0x10000),
-               (0x10000, 0x12000), (0x16000, 0x17000), (0x1D100, 0x1D200), (0x1F000, 0x1FB00), (0x20000, 0x32400), (0, 0x110000)]
+    scripts = [
+        (0x20, 0x7F),
+        (0xA0, 0x250),
+        (0x300, 0x370),
+        (0x370, 0x530),
+        (0x590, 0x700),
+        (0x900, 0xE00),
+        (0xE00, 0x1200),
+        (0x1100, 0x1200),
+        (0x1E00, 0x2070),
+        (0x2070, 0x2C00),
+        (0x3000, 0x3200),
+        (0x4E00, 0xA000),
+        (0xAC00, 0xD7A4),
+        (0xF900, 0x10000),
+        (0x10000, 0x12000),
+        (0x16000, 0x17000),
+        (0x1D100, 0x1D200),
+        (0x1F000, 0x1FB00),
+        (0x20000, 0x32400),
+        (0, 0x110000),
+    ]
     lo, hi = rng.choice(scripts)
     chars = [chr(c) for c in rng.sample(range(lo, hi), min(hi - lo, 60)) if not 0xD800 <= c < 0xE000]
-    chars += rng.choice(["", " ", "  \n", "'s'LL'\u017f'Re", "\t\r\n \u00a0\u3000\x85", "0123456789\u0660\u00b2", "aAbBZz", "\u0301\u0327\u0345",
-                         "\u200d\ufe0f\u200c", ".,!?/-_()[]{}", "\u4f60\u597d\u30ab\u3042\ud55c\uae00", "\u2581<0x>"])
+    chars += rng.choice(
+        [
+            "",
+            " ",
+            "  \n",
+            "'s'LL'\u017f'Re",
+            "\t\r\n \u00a0\u3000\x85",
+            "0123456789\u0660\u00b2",
+            "aAbBZz",
+            "\u0301\u0327\u0345",
+            "\u200d\ufe0f\u200c",
+            ".,!?/-_()[]{}",
+            "\u4f60\u597d\u30ab\u3042\ud55c\uae00",
+            "\u2581<0x>",
+        ]
+    )
     return chars
 
 
@@ -146,7 +200,9 @@ def corpus(seed):
         elif kind < 0.85:
             d = bytes(rng.choices(range(256), k=rng.randrange(1, 2000)))
         else:
-            unit = rng.choice([" ", "\n", "\r\n", "0", "7", "a", "=", "\t", "\U0001f999", "\u0301", "\u2581", "ha", "\u00e9", "\ud55c"])
+            unit = rng.choice(
+                [" ", "\n", "\r\n", "0", "7", "a", "=", "\t", "\U0001f999", "\u0301", "\u2581", "ha", "\u00e9", "\ud55c"]
+            )
             d = ("x" + unit * rng.randrange(1, 3000) + rng.choice(["", "end", " 9"])).encode()
         if kind < 0.75 and rng.random() < 0.2:
             b = bytearray(d)
@@ -170,6 +226,7 @@ def folder(request):
 
 # ---- Equality on the tokenizers of the public data ----
 
+
 def test_ten_megabytes(driver, folder, documents):
     assert sum(map(len, documents)) >= 10_000_000
     compare(driver, folder + "/tokenizer.json", hf_open(folder), documents, ADD_SPECIAL | PARSE_SPECIAL, folder)
@@ -182,7 +239,9 @@ def special_documents(hf, rng, n):
         parts = []
         for _ in range(rng.randrange(1, 8)):
             t = rng.choice(added)
-            parts.append(rng.choice([t, t, " " + t, t + " ", t + "\n \t", t[:-1], t[1:], "\u2581" + t, t * 2, random_text(rng, 8)]))
+            parts.append(
+                rng.choice([t, t, " " + t, t + " ", t + "\n \t", t[:-1], t[1:], "\u2581" + t, t * 2, random_text(rng, 8)])
+            )
         docs.append("".join(parts).encode())
     return docs
 
@@ -190,12 +249,21 @@ def special_documents(hf, rng, n):
 @pytest.mark.parametrize("flags", range(4))
 def test_added_tokens(driver, folder, flags):
     hf = hf_open(folder)
-    compare(driver, folder + "/tokenizer.json", hf, special_documents(hf, random.Random(flags), 1500) + [b"", b" "], flags, folder)
+    compare(
+        driver,
+        folder + "/tokenizer.json",
+        hf,
+        special_documents(hf, random.Random(flags), 1500) + [b"", b" "],
+        flags,
+        folder,
+    )
 
 
 def random_ids(hf, rng, n):
     size = 1 + max(hf.get_vocab().values())
-    bytes_like = [i for i in (hf.token_to_id("<0x%02X>" % b) for b in range(256)) if i is not None] or list(range(min(size, 256)))
+    bytes_like = [i for i in (hf.token_to_id("<0x%02X>" % b) for b in range(256)) if i is not None] or list(
+        range(min(size, 256))
+    )
     special = list(hf.get_added_tokens_decoder())
     out = [[]]
     for _ in range(n):
@@ -234,9 +302,22 @@ def test_speed(driver, folder):
         seconds.append(time.perf_counter() - t0)
     mine = [float(x) for x in run(driver, folder + "/tokenizer.json", "time", 4, raw).split()]
     cold, warm = seconds[0] / mine[1], seconds[1] / min(mine[2:])
-    print("\n%-16s %.1f MB in %d documents: HF %5.2f MB/s cold, %5.2f warm; toka %6.2f cold, %6.2f warm; ratio %.1f cold, %.1f warm; load %.3f s"
-          % (os.path.basename(folder), total, len(docs), total / seconds[0], total / seconds[1], total / mine[1], total / min(mine[2:]),
-             cold, warm, mine[0]))
+    print(
+        "\n%-16s %.1f MB in %d documents: HF %5.2f MB/s cold, %5.2f warm; toka %6.2f cold, %6.2f warm; "
+        "ratio %.1f cold, %.1f warm; load %.3f s"
+        % (
+            os.path.basename(folder),
+            total,
+            len(docs),
+            total / seconds[0],
+            total / seconds[1],
+            total / mine[1],
+            total / min(mine[2:]),
+            cold,
+            warm,
+            mine[0],
+        )
+    )
     assert cold >= 2 and warm >= 2
 
 
@@ -252,6 +333,7 @@ def test_long_pieces(driver, folder):
 
 
 # ---- Equality on settings that the files above do not have ----
+
 
 def bytes_to_chars():
     same = list(range(0x21, 0x7F)) + list(range(0xA1, 0xAD)) + list(range(0xAE, 0x100))
@@ -273,10 +355,10 @@ def pair_model():
 def patterns():
     """Every pattern that toka.c knows, from its table."""
     source = open(HERE + "/../toka.c", encoding="utf-8").read()
-    table = source[source.index("static const tok_rule tok_rules[]"):]
+    table = source[source.index("static const tok_rule tok_rules[]") :]
     out = []
-    for part in table[:table.index("\n};")].split(".regex = ")[1:]:
-        literal = part[:part.index(",\n") if ",\n" in part else None].split(", .")[0]
+    for part in table[: table.index("\n};")].split(".regex = ")[1:]:
+        literal = part[: part.index(",\n") if ",\n" in part else None].split(", .")[0]
         raw = b"".join(eval("b" + line.strip().rstrip(",")) for line in literal.split("\n") if line.strip().startswith('"'))
         out.append(raw.decode())
     return out
@@ -285,8 +367,15 @@ def patterns():
 def with_pattern(model, *regexes):
     steps = [{"type": "Split", "pattern": {"Regex": r}, "behavior": "Isolated", "invert": False} for r in regexes]
     steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
-    return {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-            "post_processor": None, "decoder": BYTE_LEVEL, "model": model}
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "post_processor": None,
+        "decoder": BYTE_LEVEL,
+        "model": model,
+    }
 
 
 def check_config(driver, tmp_path, config, documents, flags=(0, 3), decode=False):
@@ -294,14 +383,21 @@ def check_config(driver, tmp_path, config, documents, flags=(0, 3), decode=False
     json.dump(config, open(path, "w", encoding="utf-8"), ensure_ascii=False)
     hf = hf_from(config)
     for f in flags:
-        compare(driver, path, hf, documents, f, json.dumps({k: v for k, v in config.items() if k != "model"}, ensure_ascii=False))
+        compare(
+            driver,
+            path,
+            hf,
+            documents,
+            f,
+            json.dumps({k: v for k, v in config.items() if k != "model"}, ensure_ascii=False),
+        )
     if decode:
         compare_decode(driver, path, hf, random_ids(hf, random.Random(8), 500), str(config["decoder"]))
 
 
 def test_every_code_point(driver, tmp_path):
-    """Pieces around each of 0 .. 10FFFF, in contexts that tell its class, for each pattern. Patterns share their classes, so all
-    code points go through three patterns that tell the most and every 7th through the others."""
+    """Pieces around each of 0 .. 10FFFF, in contexts that tell its class, for each pattern. Patterns share their classes, so
+    all code points go through three patterns that tell the most and every 7th through the others."""
     model, known = pair_model(), patterns()
     assert len(known) >= 9
     for number, regex in enumerate(known):
@@ -309,8 +405,12 @@ def test_every_code_point(driver, tmp_path):
         points = [c for c in range(number % every, 0x110000, every) if not 0xD800 <= c < 0xE000]
         docs = []
         for i in range(0, len(points), 1000):
-            docs.append("".join("a%sb%s%s. %s\n%s1 " % (5 * (chr(c),)) if every == 1 else "a%sb %s1" % (chr(c), chr(c))
-                                for c in points[i:i + 1000]).encode())
+            docs.append(
+                "".join(
+                    "a%sb%s%s. %s\n%s1 " % (5 * (chr(c),)) if every == 1 else "a%sb %s1" % (chr(c), chr(c))
+                    for c in points[i : i + 1000]
+                ).encode()
+            )
         check_config(driver, tmp_path, with_pattern(model, regex), docs, flags=(0,))
 
 
@@ -319,7 +419,10 @@ def test_every_code_point_nfc(driver, tmp_path):
     config = with_pattern(pair_model(), "\\p{N}")
     config["normalizer"] = {"type": "NFC"}
     points = [c for c in range(0x33480) if not 0xD800 <= c < 0xE000] + list(range(0xE0000, 0xE0200))
-    docs = ["".join("%s a%s\u0301 \u0345%s\u0323%s," % (4 * (chr(c),)) for c in points[i:i + 1000]).encode() for i in range(0, len(points), 1000)]
+    docs = [
+        "".join("%s a%s\u0301 \u0345%s\u0323%s," % (4 * (chr(c),)) for c in points[i : i + 1000]).encode()
+        for i in range(0, len(points), 1000)
+    ]
     check_config(driver, tmp_path, config, docs, flags=(0,))
 
 
@@ -329,8 +432,36 @@ def random_documents(rng, n):
 
 def test_random_text_through_each_pattern(driver, tmp_path):
     rng, model = random.Random(9), pair_model()
-    case = ["'s", "'S", "'ll", "'LL", "'\u017f", "'re", "A", "b", "\u01c5", "\u02b0", "\u4e00", "\u0301", " ", "\n", "\r", "\t", "1", "\u00b2", "/", ".",
-            "'", "\u30ab", "\u00a0", "\u200d", "\x00", "\u2028", "_", "$"]
+    case = [
+        "'s",
+        "'S",
+        "'ll",
+        "'LL",
+        "'\u017f",
+        "'re",
+        "A",
+        "b",
+        "\u01c5",
+        "\u02b0",
+        "\u4e00",
+        "\u0301",
+        " ",
+        "\n",
+        "\r",
+        "\t",
+        "1",
+        "\u00b2",
+        "/",
+        ".",
+        "'",
+        "\u30ab",
+        "\u00a0",
+        "\u200d",
+        "\x00",
+        "\u2028",
+        "_",
+        "$",
+    ]
     docs = ["".join(rng.choices(case, k=rng.randrange(1, 12))).encode() for _ in range(20000)] + random_documents(rng, 2000)
     known = patterns()
     for regex in known:
@@ -342,10 +473,23 @@ def test_byte_level_settings(driver, tmp_path):
     rng = random.Random(10)
     docs = random_documents(rng, 600) + [b"12 345 6", b" 1a2  b3\n"]
     isolated = {"type": "Split", "pattern": {"Regex": "\\p{N}{1,3}"}, "behavior": "Isolated", "invert": False}
-    for pre in [BYTE_LEVEL, {**BYTE_LEVEL, "add_prefix_space": False}, {**BYTE_LEVEL, "use_regex": False},
-                {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, {**BYTE_LEVEL, "add_prefix_space": False}]},
-                {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": False}, {**BYTE_LEVEL, "add_prefix_space": False}]},
-                {"type": "Sequence", "pretokenizers": [{**isolated, "behavior": "Removed"}, {**BYTE_LEVEL, "add_prefix_space": False}]}]:
+    for pre in [
+        BYTE_LEVEL,
+        {**BYTE_LEVEL, "add_prefix_space": False},
+        {**BYTE_LEVEL, "use_regex": False},
+        {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Digits", "individual_digits": True}, {**BYTE_LEVEL, "add_prefix_space": False}],
+        },
+        {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Digits", "individual_digits": False}, {**BYTE_LEVEL, "add_prefix_space": False}],
+        },
+        {
+            "type": "Sequence",
+            "pretokenizers": [{**isolated, "behavior": "Removed"}, {**BYTE_LEVEL, "add_prefix_space": False}],
+        },
+    ]:
         for ignore in (False, True):
             config = with_pattern({**pair_model(), "ignore_merges": ignore})
             config["pre_tokenizer"] = pre
@@ -355,19 +499,49 @@ def test_byte_level_settings(driver, tmp_path):
 def test_post_processors(driver, tmp_path):
     docs = [b"", b"abc", b"a<s>b"]
     config = with_pattern(pair_model())
-    config["added_tokens"] = [{"id": 0, "content": c, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-                              for c in ("<s>", "</s>", "<x>")]
+    config["added_tokens"] = [
+        {
+            "id": 0,
+            "content": c,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for c in ("<s>", "</s>", "<x>")
+    ]
     n = len(config["model"]["vocab"])
     piece = lambda i: {"SpecialToken": {"id": i, "type_id": 0}}
     a, b = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}
-    template = {"type": "TemplateProcessing", "single": [piece("<s>"), piece("two"), a, piece("</s>")], "pair": [a, b], "special_tokens": {
-        "<s>": {"id": "<s>", "ids": [n], "tokens": ["<s>"]}, "</s>": {"id": "</s>", "ids": [n + 1], "tokens": ["</s>"]},
-        "two": {"id": "two", "ids": [n + 2, n + 1], "tokens": ["<x>", "</s>"]}}}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [piece("<s>"), piece("two"), a, piece("</s>")],
+        "pair": [a, b],
+        "special_tokens": {
+            "<s>": {"id": "<s>", "ids": [n], "tokens": ["<s>"]},
+            "</s>": {"id": "</s>", "ids": [n + 1], "tokens": ["</s>"]},
+            "two": {"id": "two", "ids": [n + 2, n + 1], "tokens": ["<x>", "</s>"]},
+        },
+    }
     level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
-    roberta = {"type": "RobertaProcessing", "sep": ["</s>", n + 1], "cls": ["<s>", n], "trim_offsets": True, "add_prefix_space": False}
+    roberta = {
+        "type": "RobertaProcessing",
+        "sep": ["</s>", n + 1],
+        "cls": ["<s>", n],
+        "trim_offsets": True,
+        "add_prefix_space": False,
+    }
     bert = {"type": "BertProcessing", "sep": ["</s>", n + 1], "cls": ["<s>", n]}
-    for post in [None, template, level, roberta, bert, {"type": "Sequence", "processors": [level, template]},
-                 {"type": "Sequence", "processors": [level, roberta, template]}]:
+    for post in [
+        None,
+        template,
+        level,
+        roberta,
+        bert,
+        {"type": "Sequence", "processors": [level, template]},
+        {"type": "Sequence", "processors": [level, roberta, template]},
+    ]:
         check_config(driver, tmp_path, {**config, "post_processor": post}, docs, flags=range(4))
 
 
@@ -388,12 +562,37 @@ def character_config(rng, **model):
             if a + b not in vocab:
                 vocab[a + b] = len(vocab)
                 tokens.append(a + b)
-    return {"version": "1.0", "added_tokens": [], "normalizer": {"type": "Sequence", "normalizers": [
-        {"type": "Prepend", "prepend": "\u2581"}, {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}]},
-        "pre_tokenizer": None, "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"},
-                                                     {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
-        "model": {"type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True, "vocab": vocab, "merges": merges, **model}}
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": "\u2581"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+            ],
+        },
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "unk_token": "<unk>",
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": vocab,
+            "merges": merges,
+            **model,
+        },
+    }
 
 
 def character_documents(rng, n):
@@ -404,8 +603,13 @@ def character_documents(rng, n):
 def test_character_models(driver, tmp_path):
     for seed in range(30):
         rng = random.Random(seed)
-        settings = {"fuse_unk": rng.random() < 0.5, "byte_fallback": rng.random() < 0.6, "ignore_merges": rng.random() < 0.3,
-                    "bytes": rng.random() < 0.8, "n_bytes": rng.choice([256, 256, 0x90])}
+        settings = {
+            "fuse_unk": rng.random() < 0.5,
+            "byte_fallback": rng.random() < 0.6,
+            "ignore_merges": rng.random() < 0.3,
+            "bytes": rng.random() < 0.8,
+            "n_bytes": rng.choice([256, 256, 0x90]),
+        }
         if not settings["bytes"]:
             del settings["n_bytes"]
         if rng.random() < 0.2:
@@ -421,13 +625,29 @@ def test_metaspace(driver, tmp_path):
             meta = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": split}
             config.update(normalizer=None, pre_tokenizer=meta, decoder={k: v for k, v in meta.items() if k != "split"})
             config["added_tokens"] = added_tokens(rng, config)
-            check_config(driver, tmp_path, config, character_documents(rng, 500) + special_documents(hf_from(config), rng, 300), decode=True)
+            check_config(
+                driver,
+                tmp_path,
+                config,
+                character_documents(rng, 500) + special_documents(hf_from(config), rng, 300),
+                decode=True,
+            )
 
 
 def added_tokens(rng, config):
     out, flip = [], lambda: rng.random() < 0.4
     for i, c in enumerate(["<s>", "</s>", "<x>", "ab", "a b", " c", "\u4f60", "<x><y>", "\u00e9t\u00e9", "h\n"]):
-        out.append({"id": i, "content": c, "single_word": flip(), "lstrip": flip(), "rstrip": flip(), "normalized": flip(), "special": flip()})
+        out.append(
+            {
+                "id": i,
+                "content": c,
+                "single_word": flip(),
+                "lstrip": flip(),
+                "rstrip": flip(),
+                "normalized": flip(),
+                "special": flip(),
+            }
+        )
     return out
 
 
@@ -447,9 +667,16 @@ def test_added_token_flags(driver, tmp_path):
 def test_decoders(driver, tmp_path):
     rng = random.Random(4)
     replace = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
-    for decoder in [None, BYTE_LEVEL, {"type": "Fuse"}, {"type": "ByteFallback"}, replace, {"type": "Sequence", "decoders": [replace, {"type": "Fuse"}]},
-                    {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": "a", "start": 3, "stop": 0}]},
-                    {"type": "Metaspace", "replacement": "\u2581", "add_prefix_space": True, "prepend_scheme": "always"}]:
+    for decoder in [
+        None,
+        BYTE_LEVEL,
+        {"type": "Fuse"},
+        {"type": "ByteFallback"},
+        replace,
+        {"type": "Sequence", "decoders": [replace, {"type": "Fuse"}]},
+        {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": "a", "start": 3, "stop": 0}]},
+        {"type": "Metaspace", "replacement": "\u2581", "add_prefix_space": True, "prepend_scheme": "always"},
+    ]:
         config = character_config(rng)
         config["added_tokens"] = added_tokens(rng, config)
         check_config(driver, tmp_path, {**config, "decoder": decoder}, [b"a"], decode=True)
