@@ -423,12 +423,15 @@ static bool json_escaped(json_reader *r, str head, json *v) {
     for (;;) {
         unsigned char c = (unsigned char)*r->p;
         if (c == '"') break;
+        if (c >= 0x20 && c < 0x80 && c != '\\') {
+            *w++ = *r->p++;
+            continue;
+        }
         if (c < 0x20) return json_fail(r, "control character in a string");
         if (c != '\\') {
             int n = utf8_len(r->p, r->end);
             if (!n) return json_fail(r, "invalid UTF-8");
-            memcpy(w, r->p, (size_t)n);
-            w += n, r->p += n;
+            while (n--) *w++ = *r->p++;
             continue;
         }
         static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
