@@ -494,12 +494,15 @@ static bool json_escaped(json_reader *r, str head, json *v) {
     for (;;) {
         unsigned char c = (unsigned char)*r->p;
         if (c == '"') break;
+        if (c >= 0x20 && c < 0x80 && c != '\\') {
+            *w++ = *r->p++;
+            continue;
+        }
         if (c < 0x20) return json_fail(r, "control character in a string");
         if (c != '\\') {
             int n = utf8_len(r->p, r->end);
             if (!n) return json_fail(r, "invalid UTF-8");
-            memcpy(w, r->p, (size_t)n);
-            w += n, r->p += n;
+            while (n--) *w++ = *r->p++;
             continue;
         }
         static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
@@ -2570,15 +2573,18 @@ static void tok_del(tok *t) {
 
 /* ===========================================================================
  * MARK: 7. Chat template: values and parser [pure]
- * The Jinja that chat templates are written in, as Hugging Face sets it up: trim_blocks and lstrip_blocks on, autoescape off,
- * break and continue, the `generation` tag. Here: the values a template works on, and the way from source to tree.
+ * The Jinja that chat templates are written in, as Hugging Face sets it up: trim_blocks and lstrip_blocks on, autoescape
+ * off, break and continue, the `generation` tag. First the values a render works on (with the budget every step of it is
+ * charged to, their texts, equality, order, dicts), then the way from source to tree.
  *
  * Source -> tmpl_lex (tokens; all whitespace control happens there) -> tmpl_parser (one tmpl_node per construct) -> tmpl.
  * A tmpl never changes after parsing: any number of threads may render it. Names of variables become small numbers.
  *
  * Always: nesting in the source is at most TMPL_NESTING, so that recursion over the tree's brackets and blocks is bounded;
  * every error says "template line N: " and names the construct. Text is UTF-8 and is counted in code points.
- * Not here: include, import, extends, block, do, recursive loops, *args, integers beyond 64 bits. They are errors.
+ * Not here: include, import, extends, block, do, recursive loops, *args, integers beyond 64 bits. They are errors; only a
+ * number of the context that is beyond 64 bits becomes a double. repr of a text escapes control characters, odd spaces and
+ * private characters, not all that Python's tables call unprintable.
  * =========================================================================== */
 
 enum { TMPL_NESTING = 100, TMPL_MAX_SOURCE = 1 << 20 };
@@ -2594,7 +2600,8 @@ typedef enum tval_type {
 /* One value, 16 bytes. All but namespaces, loops and iterators never change, so values are shared freely. */
 typedef struct tval {
     uint8_t type;
-    uint8_t flag; /* TV_STR: 1 if marked safe (Markup); TV_UNDEFINED: type of the owner it was looked up in, 0: a variable */
+    /* TV_STR: 1 if marked safe (Markup); TV_UNDEFINED: type of the owner it was looked up in, 0: a variable */
+    uint8_t flag;
     uint32_t n;   /* TV_STR, TV_UNDEFINED: bytes of s */
     union {
         bool b;
@@ -2616,6 +2623,18 @@ typedef struct tmpl_items {
     tval v[];
 } tmpl_items;
 
+typedef struct tmpl_dict { /* in order of insertion; also a namespace's attributes */
+    size_t n, cap;
+    tval *kv;        /* [2 * cap] key, value, key, value ... */
+    uint32_t *slots; /* hash table of 1 + index, once there are more than a few; n_slots is a power of two */
+    size_t n_slots;
+} tmpl_dict;
+
+typedef struct tmpl_iter {
+    tmpl_items *items;
+    size_t at; /* next to be given */
+} tmpl_iter;
+
 enum { VIEW_RANGE, VIEW_ITEMS, VIEW_KEYS, VIEW_VALUES }; /* flag of a TV_VIEW */
 enum { TMPL_UNSAFE = 255 }; /* flag of an undefined value that stands for a method the sandbox refuses */
 
@@ -2629,6 +2648,438 @@ static tval tv_undefined(str name, int owner) {
     return (tval){.type = TV_UNDEFINED, .flag = (uint8_t)owner, .n = (uint32_t)name.n, .s = name.p};
 }
 static str tv_text(tval v) { return (str){v.s, v.n}; } /* of a TV_STR */
+
+/* ---- A render and its budget ---- */
+
+typedef struct tmpl_limits { /* what one render may use */
+    int64_t steps;           /* nodes evaluated, plus one for every few bytes or elements handled */
+    int depth;               /* expressions, statements, macros, values inside one another */
+    size_t output_bytes;     /* longest text, of the output as of anything on the way; at most 1 GiB */
+} tmpl_limits;
+UNUSED static const tmpl_limits tmpl_default_limits = {50 * 1000 * 1000, 400, (size_t)32 << 20};
+
+#define TMPL_MEMORY(limits) (((size_t)64 << 20) + 8 * (limits).output_bytes) /* all values of one render, bytes */
+
+/* A moment for strftime_now, each field with the meaning it has in struct tm: year since 1900, month 0 to 11, day 1 to 31,
+ * weekday 0 to 6 from Sunday, yearday 0 to 365. */
+typedef struct tmpl_time {
+    int year, month, day, hour, minute, second, weekday, yearday;
+} tmpl_time;
+
+typedef struct tmpl_run {
+    const struct tmpl *t;
+    tmpl_time now;
+    int64_t steps; /* left */
+    int depth;     /* left */
+    size_t memory; /* left, bytes */
+    size_t max_bytes;
+    int64_t max_steps;
+    int max_depth;
+    arena a;
+    buf *out;           /* where statements write */
+    tval captured;      /* of the innermost set or filter block that is applying its filters */
+    struct tmpl_scope *scope; /* innermost, NULL: the template's own level */
+    tval *globals;      /* [t->n_names] variables of that level; TV_ABSENT: none */
+    char *last_text;    /* the latest long concatenation: `a + b + c + ...` grows it in place */
+    size_t last_n, last_cap;
+    int line;
+    toka_err *e;
+} tmpl_run;
+
+__attribute__((format(printf, 2, 3))) static bool tmpl_fail(tmpl_run *r, const char *fmt, ...) {
+    char what[400];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(what, sizeof what, fmt, ap);
+    va_end(ap);
+    fail(r->e, TOKA_E_INPUT, "template line %d: %s", r->line, what);
+    return false;
+}
+
+static bool tmpl_work(tmpl_run *r, size_t n) { /* n bytes or elements are about to be touched */
+    int64_t cost = (int64_t)(n / 8) + 1;
+    if (cost <= r->steps) return r->steps -= cost, true;
+    r->steps = 0;
+    return tmpl_fail(r, "more than %lld steps", (long long)r->max_steps);
+}
+static bool tmpl_enter(tmpl_run *r) {
+    if (r->depth > 0) return r->depth--, true;
+    return tmpl_fail(r, "nested more than %d deep", r->max_depth);
+}
+static bool tmpl_too_long(tmpl_run *r) { return tmpl_fail(r, "a text of more than %zu bytes", r->max_bytes); }
+
+/* n elements of `size` bytes, not cleared; NULL when the render has used up its memory. */
+static void *tmpl_alloc(tmpl_run *r, size_t n, size_t size) {
+    if (n >= r->memory / size) return tmpl_fail(r, "values need too much memory"), NULL;
+    if (!tmpl_work(r, n * size / 16)) return NULL;
+    r->memory -= n * size + 16;
+    return arena_alloc(&r->a, n * size);
+}
+static tmpl_items *tmpl_new_items(tmpl_run *r, size_t n) {
+    tmpl_items *l = n < SIZE_MAX / 32 ? tmpl_alloc(r, sizeof(tmpl_items) + n * sizeof(tval), 1) : NULL;
+    if (l) l->n = n;
+    return l;
+}
+static bool tmpl_put(tmpl_run *r, buf *b, str s) {
+    if (s.n > r->max_bytes || b->n > r->max_bytes - s.n) return tmpl_too_long(r);
+    if (!tmpl_work(r, s.n)) return false;
+    return buf_str(b, s), true;
+}
+static bool tmpl_put_c(tmpl_run *r, buf *b, const char *z) { return tmpl_put(r, b, str_c(z)); }
+
+/* Ends the life of b: its text becomes a value, if all went well. */
+static bool tmpl_take(tmpl_run *r, buf *b, bool ok, tval *out) {
+    char *p = ok ? tmpl_alloc(r, b->n + 1, 1) : NULL;
+    if (p) memcpy(p, buf_view(b).p, b->n), *out = tv_str((str){p, b->n});
+    buf_free(b);
+    return p != NULL;
+}
+
+static const char *tmpl_type_name(int type) { /* as Python calls it */
+    static const char *const names[] = {"absent", "Undefined", "NoneType", "bool", "int", "float", "str", "list", "tuple",
+        "dict", "view", "generator", "Namespace", "LoopContext", "Macro", "method", "function"};
+    return names[type];
+}
+
+/* Using an undefined value for more than printing and asking. */
+static bool tmpl_undefined(tmpl_run *r, tval v) {
+    str name = tv_text(v);
+    if (v.flag == TMPL_UNSAFE) return tmpl_fail(r, "'%.*s' is refused: values cannot be changed", STRF(name));
+    if (v.flag == 0) return tmpl_fail(r, "'%.*s' is undefined", STRF(name));
+    return tmpl_fail(r, "'%s' has no attribute or element '%.*s'", tmpl_type_name(v.flag), STRF(name));
+}
+static bool tmpl_bad_type(tmpl_run *r, const char *what, tval v) {
+    if (v.type == TV_UNDEFINED) return tmpl_undefined(r, v);
+    return tmpl_fail(r, "%s does not take a value of type '%s'", what, tmpl_type_name(v.type));
+}
+
+/* ---- Text of values ---- */
+
+static int tmpl_len_cp(str s) { /* code points */
+    int n = 0;
+    for (size_t i = 0; i < s.n; i++) n += (s.p[i] & 0xC0) != 0x80;
+    return n;
+}
+/* Bytes of the first n code points of s, at most all. */
+static size_t tmpl_cp_bytes(str s, int64_t n) {
+    size_t i = 0;
+    while (i < s.n && n-- > 0)
+        for (i++; i < s.n && (s.p[i] & 0xC0) == 0x80;) i++;
+    return i;
+}
+static uint32_t tmpl_cp(str s, size_t *i) { /* the code point at *i, which moves on; s is UTF-8 */
+    unsigned char c = (unsigned char)s.p[*i];
+    int n = MAX(utf8_len(s.p + *i, s.p + s.n), 1);
+    uint32_t u = n == 1 ? c : c & (0xFFu >> (n + 1));
+    for (int k = 1; k < n; k++) u = u << 6 | ((unsigned char)s.p[*i + (size_t)k] & 63);
+    *i += (size_t)n;
+    return u;
+}
+
+/* A double as Python's repr: the fewest digits that give it back, a point always, an exponent from 1e16 and below 1e-4. */
+static void tmpl_float_text(buf *b, double f) {
+    char z[48], digits[24];
+    int n = 0, exponent = 0, precision = 0;
+    if (!isfinite(f)) {
+        buf_c(b, isnan(f) ? "nan" : f < 0 ? "-inf" : "inf");
+        return;
+    }
+    do snprintf(z, sizeof z, "%.*e", precision, f);
+    while (strtod(z, NULL) != f && ++precision < 17);
+    if (signbit(f)) buf_char(b, '-');
+    const char *c = z;
+    for (; *c && *c != 'e'; c++)
+        if (isdigit((unsigned char)*c)) digits[n++] = *c;
+    exponent = atoi(c + 1);
+    while (n > 1 && digits[n - 1] == '0') n--;
+    if (exponent < -4 || exponent >= 16) {
+        buf_put(b, digits, 1);
+        if (n > 1) buf_char(b, '.'), buf_put(b, digits + 1, (size_t)n - 1);
+        buf_printf(b, "e%c%02d", exponent < 0 ? '-' : '+', abs(exponent));
+        return;
+    }
+    if (exponent < 0) buf_c(b, "0.");
+    for (int i = exponent < 0 ? exponent + 1 : 0; i < MAX(n, exponent + 1); i++) {
+        buf_char(b, i < 0 || i >= n ? '0' : digits[i]);
+        if (i == exponent) buf_char(b, '.');
+    }
+    if (exponent >= n - 1) buf_char(b, '0');
+}
+
+/* Which characters from U+0100 to U+FFFF repr writes as escapes: odd spaces, directions, private ones. */
+static bool tmpl_unprintable(uint32_t c) {
+    return (c >= 0x2000 && c <= 0x200F) || (c >= 0x2028 && c <= 0x202F) || (c >= 0x205F && c <= 0x206F) || c == 0x3000 ||
+           (c >= 0xE000 && c <= 0xF8FF) || c == 0xFEFF || c == 0xFFFE || c == 0xFFFF;
+}
+
+/* A text in quotes as Python's repr. */
+static bool tmpl_put_quoted(tmpl_run *r, buf *b, str s) {
+    char quote = memchr(s.p, '\'', s.n) && !memchr(s.p, '"', s.n) ? '"' : '\'';
+    if (s.n > r->max_bytes / 4 || b->n > r->max_bytes) return tmpl_too_long(r);
+    if (!tmpl_work(r, s.n)) return false;
+    buf_char(b, quote);
+    for (size_t i = 0, from; i < s.n;) {
+        from = i;
+        uint32_t c = tmpl_cp(s, &i);
+        if (c == (uint32_t)quote || c == '\\') buf_char(b, '\\'), buf_char(b, (char)c);
+        else if (c == '\n' || c == '\r' || c == '\t')
+            buf_char(b, '\\'), buf_char(b, c == '\n' ? 'n' : c == '\r' ? 'r' : 't');
+        else if (c < 0x20 || (c >= 0x7F && c <= 0xA0) || c == 0xAD) buf_printf(b, "\\x%02x", c);
+        else if (tmpl_unprintable(c)) buf_printf(b, "\\u%04x", c);
+        else buf_put(b, s.p + from, i - from);
+    }
+    buf_char(b, quote);
+    return true;
+}
+
+static bool tmpl_put_value(tmpl_run *r, buf *b, tval v, bool quoted);
+
+static bool tmpl_put_items(tmpl_run *r, buf *b, const tmpl_items *l) {
+    for (size_t i = 0; i < l->n; i++)
+        if ((i && !tmpl_put_c(r, b, ", ")) || !tmpl_put_value(r, b, l->v[i], true)) return false;
+    return true;
+}
+
+/* What Python's str(v) is, or with `quoted` repr(v), behind b. */
+static bool tmpl_put_value(tmpl_run *r, buf *b, tval v, bool quoted) {
+    char z[32];
+    bool ok = true;
+    switch (v.type) {
+    case TV_UNDEFINED: return tmpl_put_c(r, b, quoted ? "Undefined" : "");
+    case TV_NONE: return tmpl_put_c(r, b, "None");
+    case TV_BOOL: return tmpl_put_c(r, b, v.b ? "True" : "False");
+    case TV_INT: return snprintf(z, sizeof z, "%lld", (long long)v.i), tmpl_put_c(r, b, z);
+    case TV_FLOAT: return tmpl_float_text(b, v.f), tmpl_put_c(r, b, "");
+    case TV_STR:
+        if (quoted && v.flag)
+            return tmpl_put_c(r, b, "Markup(") && tmpl_put_quoted(r, b, tv_text(v)) && tmpl_put_c(r, b, ")");
+        return quoted ? tmpl_put_quoted(r, b, tv_text(v)) : tmpl_put(r, b, tv_text(v));
+    default: break;
+    }
+    bool view = v.type == TV_VIEW && v.flag != VIEW_RANGE;
+    if (v.type != TV_LIST && v.type != TV_TUPLE && v.type != TV_DICT && !view) return tmpl_bad_type(r, "printing", v);
+    if (!tmpl_enter(r)) return false;
+    if (view) buf_c(b, v.flag == VIEW_ITEMS ? "dict_items([" : v.flag == VIEW_KEYS ? "dict_keys([" : "dict_values([");
+    else buf_char(b, v.type == TV_LIST ? '[' : v.type == TV_TUPLE ? '(' : '{');
+    if (v.type != TV_DICT) {
+        ok = tmpl_put_items(r, b, v.list);
+        if (v.type == TV_TUPLE && v.list->n == 1) buf_char(b, ',');
+    }
+    for (size_t i = 0; v.type == TV_DICT && ok && i < v.dict->n; i++)
+        ok = (!i || tmpl_put_c(r, b, ", ")) && tmpl_put_value(r, b, v.dict->kv[2 * i], true) && tmpl_put_c(r, b, ": ") &&
+             tmpl_put_value(r, b, v.dict->kv[2 * i + 1], true);
+    buf_c(b, view ? "])" : v.type == TV_LIST ? "]" : v.type == TV_TUPLE ? ")" : "}");
+    r->depth++;
+    return ok;
+}
+
+static bool tmpl_to_text(tmpl_run *r, tval v, tval *out) { /* soft_str: a text stays as it is */
+    buf b = {0};
+    if (v.type == TV_STR) return *out = v, true;
+    return tmpl_take(r, &b, tmpl_put_value(r, &b, v, false), out);
+}
+
+/* ---- Equality and order ---- */
+
+static bool tmpl_equal(tmpl_run *r, tval a, tval b, bool *equal);
+
+static bool tmpl_is_number(tval v) { return v.type == TV_BOOL || v.type == TV_INT || v.type == TV_FLOAT; }
+static bool tmpl_is_integer(tval v) { return v.type == TV_BOOL || v.type == TV_INT; }
+static int64_t tmpl_integer(tval v) { return v.type == TV_BOOL ? v.b : v.i; }
+static double tmpl_double(tval v) { return v.type == TV_FLOAT ? v.f : (double)tmpl_integer(v); }
+
+static bool tmpl_true(tval v) {
+    switch (v.type) {
+    case TV_BOOL: return v.b;
+    case TV_INT: return v.i != 0;
+    case TV_FLOAT: return v.f != 0;
+    case TV_STR: return v.n > 0;
+    case TV_LIST: case TV_TUPLE: case TV_VIEW: return v.list->n > 0;
+    case TV_DICT: return v.dict->n > 0;
+    case TV_LOOP: return true;
+    default: return v.type > TV_NONE;
+    }
+}
+
+/* -1, 0, 1; an integer and a double compare exactly. */
+static int tmpl_number_order(tval a, tval b) {
+    if (tmpl_is_integer(a) && tmpl_is_integer(b))
+        return (tmpl_integer(a) > tmpl_integer(b)) - (tmpl_integer(a) < tmpl_integer(b));
+    long double x = a.type == TV_FLOAT ? (long double)a.f : (long double)tmpl_integer(a);
+    long double y = b.type == TV_FLOAT ? (long double)b.f : (long double)tmpl_integer(b);
+    return (x > y) - (x < y);
+}
+
+static tval *tmpl_dict_find(tmpl_run *r, const tmpl_dict *d, tval key, bool *ok);
+
+static bool tmpl_equal_parts(tmpl_run *r, tval a, tval b, bool *equal) {
+    bool ok = true;
+    if (a.type != TV_DICT) {
+        *equal = a.list->n == b.list->n;
+        for (size_t i = 0; ok && *equal && i < a.list->n; i++) ok = tmpl_equal(r, a.list->v[i], b.list->v[i], equal);
+        return ok;
+    }
+    *equal = a.dict->n == b.dict->n;
+    for (size_t i = 0; ok && *equal && i < a.dict->n; i++) {
+        const tval *other = tmpl_dict_find(r, b.dict, a.dict->kv[2 * i], &ok);
+        *equal = other != NULL;
+        if (other) ok = tmpl_equal(r, a.dict->kv[2 * i + 1], *other, equal);
+    }
+    return ok;
+}
+
+static bool tmpl_equal(tmpl_run *r, tval a, tval b, bool *equal) {
+    *equal = false;
+    if (!tmpl_work(r, 1)) return false;
+    if (tmpl_is_number(a) && tmpl_is_number(b)) {
+        *equal = !(a.type == TV_FLOAT && isnan(a.f)) && !(b.type == TV_FLOAT && isnan(b.f)) && tmpl_number_order(a, b) == 0;
+        return true;
+    }
+    if (a.type != b.type) return true;
+    if (a.type == TV_STR) {
+        *equal = str_eq(tv_text(a), tv_text(b));
+        return a.n == b.n ? tmpl_work(r, a.n) : true;
+    }
+    if (a.type == TV_LIST || a.type == TV_TUPLE || a.type == TV_VIEW || a.type == TV_DICT) {
+        if (!tmpl_enter(r)) return false;
+        bool ok = tmpl_equal_parts(r, a, b, equal);
+        r->depth++;
+        return ok;
+    }
+    *equal = a.type == TV_UNDEFINED || a.type == TV_NONE || a.list == b.list; /* the rest: the same object */
+    return true;
+}
+
+/* *order: -1, 0 or 1; values that Python does not order are an error. */
+static bool tmpl_order(tmpl_run *r, tval a, tval b, int *order) {
+    *order = 0;
+    if (a.type == TV_UNDEFINED || b.type == TV_UNDEFINED) return tmpl_undefined(r, a.type == TV_UNDEFINED ? a : b);
+    if (tmpl_is_number(a) && tmpl_is_number(b)) return *order = tmpl_number_order(a, b), tmpl_work(r, 1);
+    if (a.type == TV_STR && b.type == TV_STR) {
+        size_t n = MIN(a.n, b.n);
+        int c = n ? memcmp(a.s, b.s, n) : 0; /* the order of bytes is the order of code points */
+        *order = c ? (c > 0) - (c < 0) : (a.n > b.n) - (a.n < b.n);
+        return tmpl_work(r, n);
+    }
+    if (a.type != b.type || (a.type != TV_LIST && a.type != TV_TUPLE))
+        return tmpl_fail(r, "values of type '%s' and '%s' have no order", tmpl_type_name(a.type), tmpl_type_name(b.type));
+    if (!tmpl_enter(r)) return false;
+    bool equal = true, ok = true;
+    size_t i = 0, n = MIN(a.list->n, b.list->n);
+    for (; ok && i < n; i++) {
+        ok = tmpl_equal(r, a.list->v[i], b.list->v[i], &equal);
+        if (!equal) break;
+    }
+    if (ok && i < n) ok = tmpl_order(r, a.list->v[i], b.list->v[i], order);
+    else *order = (a.list->n > b.list->n) - (a.list->n < b.list->n);
+    r->depth++;
+    return ok;
+}
+
+/* ---- Dicts ---- */
+
+static uint64_t tmpl_hash(tval v) { /* equal values have equal hashes; a tuple's is its length */
+    if (v.type == TV_STR) return hash_bytes(v.s, v.n);
+    if (tmpl_is_number(v)) {
+        double f = tmpl_double(v) + 0.0; /* -0.0 + 0.0 is 0.0 */
+        return hash_bytes(&f, sizeof f);
+    }
+    return v.type == TV_TUPLE ? v.list->n : v.type;
+}
+
+static bool tmpl_hashable(tmpl_run *r, tval v) {
+    if (v.type != TV_LIST && v.type != TV_DICT && v.type != TV_NAMESPACE) return true;
+    return tmpl_fail(r, "unhashable type: '%s'", tmpl_type_name(v.type));
+}
+
+/* The place of a key's value, NULL if there is none. *ok becomes false on an error. */
+static tval *tmpl_dict_find(tmpl_run *r, const tmpl_dict *d, tval key, bool *ok) {
+    bool same = false;
+    if (!d->slots) {
+        for (size_t i = 0; *ok && i < d->n; i++)
+            if ((*ok = tmpl_equal(r, d->kv[2 * i], key, &same)) && same) return &d->kv[2 * i + 1];
+        return NULL;
+    }
+    for (size_t h = tmpl_hash(key); *ok && d->slots[h & (d->n_slots - 1)]; h++) {
+        size_t i = d->slots[h & (d->n_slots - 1)] - 1;
+        if ((*ok = tmpl_equal(r, d->kv[2 * i], key, &same)) && same) return &d->kv[2 * i + 1];
+    }
+    return NULL;
+}
+
+static bool tmpl_dict_rehash(tmpl_run *r, tmpl_dict *d) {
+    size_t n = MAX(d->n_slots * 2, (size_t)32);
+    uint32_t *slots = tmpl_alloc(r, n, sizeof *slots);
+    if (!slots) return false;
+    memset(slots, 0, n * sizeof *slots);
+    for (size_t i = 0; i < d->n; i++) {
+        size_t h = tmpl_hash(d->kv[2 * i]), tries = 1;
+        for (; slots[h & (n - 1)]; h++) tries++;
+        slots[h & (n - 1)] = (uint32_t)i + 1;
+        if (!tmpl_work(r, tries)) return false;
+    }
+    d->slots = slots, d->n_slots = n;
+    return true;
+}
+
+static bool tmpl_dict_set(tmpl_run *r, tmpl_dict *d, tval key, tval v) {
+    bool ok = tmpl_hashable(r, key);
+    tval *old = ok ? tmpl_dict_find(r, d, key, &ok) : NULL;
+    if (!ok) return false;
+    if (old) return *old = v, true;
+    if (d->n == d->cap) {
+        size_t cap = MAX(d->cap * 2, (size_t)4);
+        tval *kv = tmpl_alloc(r, cap, 2 * sizeof *kv);
+        if (!kv) return false;
+        if (d->n) memcpy(kv, d->kv, d->n * 2 * sizeof *kv);
+        d->kv = kv, d->cap = cap;
+    }
+    d->kv[2 * d->n] = key, d->kv[2 * d->n + 1] = v;
+    d->n++;
+    if (d->n > 8 && d->n * 2 > d->n_slots) return tmpl_dict_rehash(r, d);
+    if (!d->slots) return true;
+    size_t h = tmpl_hash(key);
+    while (d->slots[h & (d->n_slots - 1)]) h++;
+    d->slots[h & (d->n_slots - 1)] = (uint32_t)d->n;
+    return true;
+}
+
+static tmpl_dict *tmpl_new_dict(tmpl_run *r) {
+    tmpl_dict *d = tmpl_alloc(r, 1, sizeof *d);
+    if (d) *d = (tmpl_dict){0};
+    return d;
+}
+
+/* A value of the context. */
+static bool tmpl_from_json(tmpl_run *r, const json *v, tval *out) {
+    size_t i = 0;
+    bool ok = true;
+    switch (v->type) {
+    case JSON_NULL: *out = tv_none(); return tmpl_work(r, 1);
+    case JSON_FALSE: case JSON_TRUE: *out = tv_bool(v->type == JSON_TRUE); return tmpl_work(r, 1);
+    case JSON_NUMBER: *out = v->exact ? tv_int(v->i) : tv_float(v->f); return tmpl_work(r, 1);
+    case JSON_STRING: *out = tv_str(json_str(v)); return tmpl_work(r, 1);
+    default: break;
+    }
+    if (!tmpl_enter(r)) return false;
+    if (v->type == JSON_ARRAY) {
+        tmpl_items *l = tmpl_new_items(r, v->n);
+        *out = tv_list(TV_LIST, l);
+        JSON_EACH(it, v) if (l && ok) ok = tmpl_from_json(r, it, &l->v[i++]);
+        ok = ok && l;
+    } else {
+        tmpl_dict *d = tmpl_new_dict(r);
+        *out = (tval){.type = TV_DICT, .dict = d};
+        JSON_MEMBERS(key, v) {
+            tval member;
+            ok = ok && d && tmpl_from_json(r, key + 1, &member) && tmpl_dict_set(r, d, tv_str(json_str(key)), member);
+            if (!ok) break;
+        }
+        ok = ok && d;
+    }
+    r->depth++;
+    return ok;
+}
 
 /* ---- Tree ---- */
 
@@ -2696,7 +3147,9 @@ typedef struct tmpl {
 
 /* ---- Tokens ---- */
 
-typedef enum tmpl_token_type { TT_DATA, TT_BLOCK, TT_PRINT, TT_CLOSE, TT_NAME, TT_STRING, TT_INT, TT_FLOAT, TT_OP, TT_END } tmpl_token_type;
+typedef enum tmpl_token_type {
+    TT_DATA, TT_BLOCK, TT_PRINT, TT_CLOSE, TT_NAME, TT_STRING, TT_INT, TT_FLOAT, TT_OP, TT_END
+} tmpl_token_type;
 
 #define OP2(a, b) ((a) | (b) << 8) /* a sign of two characters */
 
@@ -2736,8 +3189,8 @@ static size_t tmpl_space(const char *p, const char *end) {
     if (c == 0xC2 && end - p > 1) return (unsigned char)p[1] == 0x85 || (unsigned char)p[1] == 0xA0 ? 2 : 0;
     if ((c & 0xF0) != 0xE0 || end - p < 3) return 0;
     int u = (c & 15) << 12 | (p[1] & 63) << 6 | (p[2] & 63);
-    return u == 0x1680 || (u >= 0x2000 && u <= 0x200A) || u == 0x2028 || u == 0x2029 || u == 0x202F || u == 0x205F || u == 0x3000
-               ? 3 : 0;
+    bool space = u == 0x1680 || (u >= 0x2000 && u <= 0x200A) || u == 0x2028 || u == 0x2029 || u == 0x202F || u == 0x205F;
+    return space || u == 0x3000 ? 3 : 0;
 }
 /* s without the white space at its ends. */
 static str tmpl_trim(str s, bool left, bool right) {
@@ -2848,10 +3301,13 @@ static bool tmpl_escape(tmpl_lexer *x, str s, size_t *i, buf *out) {
     if (c == '\n') return true;
     if (k) return buf_char(out, to[k - from]), true;
     if (c >= '0' && c <= '7') n = 3, --*i;
-    else if (!n) return c == 'N' ? tmpl_syntax(x->e, x->line, "\\N escapes are not supported") : (buf_put(out, s.p + *i - 2, 2), true);
+    else if (!n)
+        return c == 'N' ? tmpl_syntax(x->e, x->line, "\\N escapes are not supported")
+               : (buf_put(out, s.p + *i - 2, 2), true);
     int got = 0;
     for (; got < n && *i < s.n; got++, ++*i) {
-        int d = s.p[*i] >= '0' && s.p[*i] <= '9' ? s.p[*i] - '0' : isxdigit((unsigned char)s.p[*i]) ? (s.p[*i] | 32) - 'a' + 10 : 99;
+        int d = s.p[*i] >= '0' && s.p[*i] <= '9' ? s.p[*i] - '0'
+            : isxdigit((unsigned char)s.p[*i]) ? (s.p[*i] | 32) - 'a' + 10 : 99;
         if (d >= base) break;
         u = u * (uint32_t)base + (uint32_t)d;
     }
@@ -2900,7 +3356,8 @@ static void tmpl_number(tmpl_lexer *x) {
     } else {
         bool behind_dot = at && p[at - 1] == '.'; /* in a.0.1 there is no fraction */
         at = tmpl_digits(x, at);
-        if (!behind_dot && at + 1 < n && p[at] == '.' && isdigit((unsigned char)p[at + 1])) at = tmpl_digits(x, at + 1), type = TT_FLOAT;
+        if (!behind_dot && at + 1 < n && p[at] == '.' && isdigit((unsigned char)p[at + 1]))
+            at = tmpl_digits(x, at + 1), type = TT_FLOAT;
         if (!behind_dot && at + 1 < n && (p[at] | 32) == 'e') {
             end = at + 1 + (p[at + 1] == '+' || p[at + 1] == '-');
             if (end < n && isdigit((unsigned char)p[end])) at = tmpl_digits(x, end), type = TT_FLOAT;
@@ -2926,7 +3383,8 @@ static bool tmpl_sign_token(tmpl_lexer *x) {
         if (x->n_open == TMPL_NESTING) return tmpl_syntax(x->e, x->line, "brackets nested more than %d deep", TMPL_NESTING);
         x->closers[x->n_open++] = (char)(c == '(' ? ')' : c + 2);
     }
-    if (strchr(")]}", c) && (!x->n_open || x->closers[--x->n_open] != c)) return tmpl_syntax(x->e, x->line, "unexpected '%c'", c);
+    if (strchr(")]}", c) && (!x->n_open || x->closers[--x->n_open] != c))
+        return tmpl_syntax(x->e, x->line, "unexpected '%c'", c);
     tmpl_push(x, TT_OP, c, str_sub(x->src, x->at, x->at + 1));
     return x->at++, true;
 }
@@ -2950,7 +3408,9 @@ static bool tmpl_tag(tmpl_lexer *x, char closer) {
         if (isdigit(c)) {
             tmpl_number(x);
         } else if (isalpha(c) || c == '_' || c >= 0x80) {
-            while (from < x->src.n && (isalnum((unsigned char)x->src.p[from]) || x->src.p[from] == '_' || x->src.p[from] & 0x80)) from++;
+            while (from < x->src.n &&
+                   (isalnum((unsigned char)x->src.p[from]) || x->src.p[from] == '_' || x->src.p[from] & 0x80))
+                from++;
             tmpl_push(x, TT_NAME, 0, str_sub(x->src, x->at, from));
             x->at = from;
         } else if (c == '"' || c == '\'' ? !tmpl_string(x) : !tmpl_sign_token(x)) {
@@ -2963,7 +3423,9 @@ static bool tmpl_tag(tmpl_lexer *x, char closer) {
 static bool tmpl_lex(tmpl_lexer *x) {
     str s = x->src;
     for (size_t open = 0; x->at < s.n; open = x->at) {
-        while (open + 1 < s.n && !(s.p[open] == '{' && (s.p[open + 1] == '%' || s.p[open + 1] == '{' || s.p[open + 1] == '#'))) open++;
+        while (open + 1 < s.n &&
+               !(s.p[open] == '{' && (s.p[open + 1] == '%' || s.p[open + 1] == '{' || s.p[open + 1] == '#')))
+            open++;
         if (open + 1 >= s.n) {
             tmpl_push(x, TT_DATA, 0, str_sub(s, x->at, s.n));
             tmpl_advance(x, s.n);
@@ -3031,7 +3493,9 @@ static bool tmpl_need_op(tmpl_parser *p, char op) {
     const char z[] = {'\'', op, '\'', 0};
     return tmpl_take_op(p, op) || tmpl_expected(p, z);
 }
-static bool tmpl_need_close(tmpl_parser *p) { return (p->tok->type == TT_CLOSE && p->tok++) || tmpl_expected(p, "end of the tag"); }
+static bool tmpl_need_close(tmpl_parser *p) {
+    return (p->tok->type == TT_CLOSE && p->tok++) || tmpl_expected(p, "end of the tag");
+}
 
 /* A variable's number. */
 static int tmpl_name_id(tmpl_parser *p, str s) {
@@ -3303,8 +3767,8 @@ enum { TL_OR, TL_AND, TL_NOT, TL_COMPARE, TL_ADD, TL_CONCAT, TL_MUL, TL_POW, TL_
 
 /* The two-operand operator of this level at the next token (taken), or 0. */
 static int tmpl_operator(tmpl_parser *p, int level) {
-    static const uint16_t signs[][5] = {[TL_ADD] = {'+', '-'}, [TL_CONCAT] = {'~'}, [TL_MUL] = {'*', '/', OP2('/', '/'), '%'},
-        [TL_POW] = {OP2('*', '*')}};
+    static const uint16_t signs[][5] = {[TL_ADD] = {'+', '-'}, [TL_CONCAT] = {'~'},
+        [TL_MUL] = {'*', '/', OP2('/', '/'), '%'}, [TL_POW] = {OP2('*', '*')}};
     if (level == TL_OR) return tmpl_take_word(p, "or") ? 'o' : 0;
     if (level == TL_AND) return tmpl_take_word(p, "and") ? 'a' : 0;
     if (level == TL_COMPARE) {
@@ -3472,7 +3936,8 @@ static bool tmpl_params(tmpl_parser *p, tmpl_node **params) {
     for (tmpl_node **tail = params; !tmpl_take_op(p, ')'); tail = &(*tail)->next) {
         if (tail != params && !tmpl_take_op(p, ',')) return tmpl_expected(p, "',' or ')'");
         if (!(*tail = tmpl_name(p, TN_PARAM))) return false;
-        if (tmpl_take_op(p, '=') ? !((*tail)->a = tmpl_expr(p)) : defaults && !tmpl_expected(p, "a default value")) return false;
+        if (tmpl_take_op(p, '=') ? !((*tail)->a = tmpl_expr(p)) : defaults && !tmpl_expected(p, "a default value"))
+            return false;
         defaults |= (*tail)->a != NULL;
     }
     return true;
@@ -3559,7 +4024,8 @@ static void tmpl_del(tmpl *t) {
     free(t);
 }
 
-/* The source as the tree sees it: line ends are "\n", one at the very end is dropped, bytes that are not UTF-8 become U+FFFD. */
+/* The source as the tree sees it: line ends are "\n", one at the very end is dropped, bytes that are not UTF-8 become
+ * U+FFFD. */
 static str tmpl_source(arena *a, str s) {
     buf b = {0};
     for (size_t i = 0; i < s.n;) {
@@ -3601,47 +4067,22 @@ static int tmpl_parse_tree(tmpl **out, str source, toka_err *e) {
 
 /* ===========================================================================
  * MARK: 8. Chat template: evaluation [pure]
- * tmpl_render walks the tree of chapter 7 with a context (a JSON object) and appends the text to a buf; results are those of
- * Python's Jinja2 3.1 as Hugging Face's apply_chat_template sets it up, byte for byte, and where Jinja raises, this fails.
+ * tmpl_render walks the tree of chapter 7 with a context (a JSON object) and appends the text to a buf; results are those
+ * of Python's Jinja2 3.1 as Hugging Face's apply_chat_template sets it up, byte for byte, and where Jinja raises, this
+ * fails.
  *
- * Order of the chapter: the budget; texts of values; equality and order; dicts; names and scopes; filters; tests; methods and
- * functions; expressions; statements; tmpl_parse and tmpl_render.
+ * Order of the chapter: walking and attributes; scopes; filters (JSON, text, numbers, lists); tests; methods; functions;
+ * calls; operators; expressions; statements; loops; tmpl_parse and tmpl_render. A new filter, test, method or function is
+ * one function and one line in its table.
  *
  * Always: templates are not trusted. Every node evaluated and every few bytes or elements touched are steps against
  * limits.steps; recursion of any kind is counted against limits.depth; no single text grows beyond limits.output_bytes; all
  * values together stay under TMPL_MEMORY. Functions return false after *e was filled in; the first error ends the render.
  * Values live in an arena that goes when the render ends. The context's strings are borrowed, not copied.
  *
- * Not as in Python: map, select and the like work at once, not when walked; letter case is known for Latin, Greek, Cyrillic,
- * Armenian and full-width letters; repr of a text escapes control characters only.
+ * Not as in Python: map, select and the like work at once, not when walked; letter case is known for Latin, Greek,
+ * Cyrillic, Armenian and full-width letters.
  * =========================================================================== */
-
-typedef struct tmpl_limits { /* what one render may use */
-    int64_t steps;           /* nodes evaluated, plus one for every few bytes or elements handled */
-    int depth;               /* expressions, statements, macros, values inside one another */
-    size_t output_bytes;     /* longest text, of the output as of anything on the way; at most 1 GiB */
-} tmpl_limits;
-UNUSED static const tmpl_limits tmpl_default_limits = {50 * 1000 * 1000, 400, (size_t)32 << 20};
-
-#define TMPL_MEMORY(limits) (((size_t)64 << 20) + 8 * (limits).output_bytes) /* all values of one render, bytes */
-
-/* A moment for strftime_now, each field with the meaning it has in struct tm: year since 1900, month 0 to 11, day 1 to 31,
- * weekday 0 to 6 from Sunday, yearday 0 to 365. */
-typedef struct tmpl_time {
-    int year, month, day, hour, minute, second, weekday, yearday;
-} tmpl_time;
-
-typedef struct tmpl_dict { /* in order of insertion; also a namespace's attributes */
-    size_t n, cap;
-    tval *kv;        /* [2 * cap] key, value, key, value ... */
-    uint32_t *slots; /* hash table of 1 + index, once there are more than a few; n_slots is a power of two */
-    size_t n_slots;
-} tmpl_dict;
-
-typedef struct tmpl_iter {
-    tmpl_items *items;
-    size_t at; /* next to be given */
-} tmpl_iter;
 
 typedef struct tmpl_var {
     int id;
@@ -3676,26 +4117,6 @@ typedef struct tmpl_method {
     const struct tmpl_fn *fn;
 } tmpl_method;
 
-typedef struct tmpl_run {
-    const tmpl *t;
-    tmpl_time now;
-    int64_t steps; /* left */
-    int depth;     /* left */
-    size_t memory; /* left, bytes */
-    size_t max_bytes;
-    int64_t max_steps;
-    int max_depth;
-    arena a;
-    buf *out;           /* where statements write */
-    tval captured;      /* of the innermost set or filter block that is applying its filters */
-    tmpl_scope *scope;  /* innermost, NULL: the template's own level */
-    tval *globals;      /* [t->n_names] variables of that level; TV_ABSENT: none */
-    char *last_text;    /* the latest long concatenation: `a + b + c + ...` grows it in place */
-    size_t last_n, last_cap;
-    int line;
-    toka_err *e;
-} tmpl_run;
-
 enum { TMPL_ARGS = 5 }; /* named parameters of a filter, test, method or function at most */
 
 typedef struct tmpl_args { /* of one call; self is the filtered value or the method's object */
@@ -3718,394 +4139,6 @@ typedef struct tmpl_fn {
 static bool tmpl_eval(tmpl_run *r, const tmpl_node *n, tval *out);
 static bool tmpl_call_macro(tmpl_run *r, tmpl_args *c, const tmpl_macro *m, tval caller, tval *out);
 static bool tmpl_apply(tmpl_run *r, const tmpl_fn *fn, tmpl_args *c, tval *out);
-static bool tmpl_equal(tmpl_run *r, tval a, tval b, bool *equal);
-
-/* ---- Budget ---- */
-
-__attribute__((format(printf, 2, 3))) static bool tmpl_fail(tmpl_run *r, const char *fmt, ...) {
-    char what[400];
-    va_list ap;
-    va_start(ap, fmt);
-    vsnprintf(what, sizeof what, fmt, ap);
-    va_end(ap);
-    fail(r->e, TOKA_E_INPUT, "template line %d: %s", r->line, what);
-    return false;
-}
-
-static bool tmpl_work(tmpl_run *r, size_t n) { /* n bytes or elements are about to be touched */
-    int64_t cost = (int64_t)(n / 8) + 1;
-    if (cost <= r->steps) return r->steps -= cost, true;
-    r->steps = 0;
-    return tmpl_fail(r, "more than %lld steps", (long long)r->max_steps);
-}
-static bool tmpl_enter(tmpl_run *r) {
-    if (r->depth > 0) return r->depth--, true;
-    return tmpl_fail(r, "nested more than %d deep", r->max_depth);
-}
-static bool tmpl_too_long(tmpl_run *r) { return tmpl_fail(r, "a text of more than %zu bytes", r->max_bytes); }
-
-/* n elements of `size` bytes, not cleared; NULL when the render has used up its memory. */
-static void *tmpl_alloc(tmpl_run *r, size_t n, size_t size) {
-    if (n >= r->memory / size) return tmpl_fail(r, "values need too much memory"), NULL;
-    if (!tmpl_work(r, n * size / 16)) return NULL;
-    r->memory -= n * size + 16;
-    return arena_alloc(&r->a, n * size);
-}
-static tmpl_items *tmpl_new_items(tmpl_run *r, size_t n) {
-    tmpl_items *l = n < SIZE_MAX / 32 ? tmpl_alloc(r, sizeof(tmpl_items) + n * sizeof(tval), 1) : NULL;
-    if (l) l->n = n;
-    return l;
-}
-static bool tmpl_put(tmpl_run *r, buf *b, str s) {
-    if (s.n > r->max_bytes || b->n > r->max_bytes - s.n) return tmpl_too_long(r);
-    if (!tmpl_work(r, s.n)) return false;
-    return buf_str(b, s), true;
-}
-static bool tmpl_put_c(tmpl_run *r, buf *b, const char *z) { return tmpl_put(r, b, str_c(z)); }
-
-/* Ends the life of b: its text becomes a value, if all went well. */
-static bool tmpl_take(tmpl_run *r, buf *b, bool ok, tval *out) {
-    char *p = ok ? tmpl_alloc(r, b->n + 1, 1) : NULL;
-    if (p) memcpy(p, buf_view(b).p, b->n), *out = tv_str((str){p, b->n});
-    buf_free(b);
-    return p != NULL;
-}
-
-static const char *tmpl_type_name(int type) { /* as Python calls it */
-    static const char *const names[] = {"absent", "Undefined", "NoneType", "bool", "int", "float", "str", "list", "tuple", "dict",
-        "view", "generator", "Namespace", "LoopContext", "Macro", "method", "function"};
-    return names[type];
-}
-
-/* Using an undefined value for more than printing and asking. */
-static bool tmpl_undefined(tmpl_run *r, tval v) {
-    str name = tv_text(v);
-    if (v.flag == TMPL_UNSAFE) return tmpl_fail(r, "'%.*s' is refused: values cannot be changed", STRF(name));
-    if (v.flag == 0) return tmpl_fail(r, "'%.*s' is undefined", STRF(name));
-    return tmpl_fail(r, "'%s' has no attribute or element '%.*s'", tmpl_type_name(v.flag), STRF(name));
-}
-static bool tmpl_bad_type(tmpl_run *r, const char *what, tval v) {
-    if (v.type == TV_UNDEFINED) return tmpl_undefined(r, v);
-    return tmpl_fail(r, "%s does not take a value of type '%s'", what, tmpl_type_name(v.type));
-}
-
-/* ---- Text of values ---- */
-
-static int tmpl_len_cp(str s) { /* code points */
-    int n = 0;
-    for (size_t i = 0; i < s.n; i++) n += (s.p[i] & 0xC0) != 0x80;
-    return n;
-}
-/* Bytes of the first n code points of s, at most all. */
-static size_t tmpl_cp_bytes(str s, int64_t n) {
-    size_t i = 0;
-    while (i < s.n && n-- > 0)
-        for (i++; i < s.n && (s.p[i] & 0xC0) == 0x80;) i++;
-    return i;
-}
-static uint32_t tmpl_cp(str s, size_t *i) { /* the code point at *i, which moves on; s is UTF-8 */
-    unsigned char c = (unsigned char)s.p[*i];
-    int n = MAX(utf8_len(s.p + *i, s.p + s.n), 1);
-    uint32_t u = n == 1 ? c : c & (0xFFu >> (n + 1));
-    for (int k = 1; k < n; k++) u = u << 6 | ((unsigned char)s.p[*i + (size_t)k] & 63);
-    *i += (size_t)n;
-    return u;
-}
-
-/* A double as Python's repr: the fewest digits that give it back, a point always, an exponent from 1e16 and below 1e-4. */
-static void tmpl_float_text(buf *b, double f) {
-    char z[48], digits[24];
-    int n = 0, exponent = 0, precision = 0;
-    if (!isfinite(f)) {
-        buf_c(b, isnan(f) ? "nan" : f < 0 ? "-inf" : "inf");
-        return;
-    }
-    do snprintf(z, sizeof z, "%.*e", precision, f);
-    while (strtod(z, NULL) != f && ++precision < 17);
-    if (signbit(f)) buf_char(b, '-');
-    const char *c = z;
-    for (; *c && *c != 'e'; c++)
-        if (isdigit((unsigned char)*c)) digits[n++] = *c;
-    exponent = atoi(c + 1);
-    while (n > 1 && digits[n - 1] == '0') n--;
-    if (exponent < -4 || exponent >= 16) {
-        buf_put(b, digits, 1);
-        if (n > 1) buf_char(b, '.'), buf_put(b, digits + 1, (size_t)n - 1);
-        buf_printf(b, "e%c%02d", exponent < 0 ? '-' : '+', abs(exponent));
-        return;
-    }
-    if (exponent < 0) buf_c(b, "0.");
-    for (int i = exponent < 0 ? exponent + 1 : 0; i < MAX(n, exponent + 1); i++) {
-        buf_char(b, i < 0 || i >= n ? '0' : digits[i]);
-        if (i == exponent) buf_char(b, '.');
-    }
-    if (exponent >= n - 1) buf_char(b, '0');
-}
-
-/* A text in quotes as Python's repr. */
-static bool tmpl_put_quoted(tmpl_run *r, buf *b, str s) {
-    char quote = memchr(s.p, '\'', s.n) && !memchr(s.p, '"', s.n) ? '"' : '\'';
-    if (s.n > r->max_bytes / 4 || b->n > r->max_bytes) return tmpl_too_long(r);
-    if (!tmpl_work(r, s.n)) return false;
-    buf_char(b, quote);
-    for (size_t i = 0, from; i < s.n;) {
-        from = i;
-        uint32_t c = tmpl_cp(s, &i);
-        if (c == (uint32_t)quote || c == '\\') buf_char(b, '\\'), buf_char(b, (char)c);
-        else if (c == '\n' || c == '\r' || c == '\t') buf_char(b, '\\'), buf_char(b, c == '\n' ? 'n' : c == '\r' ? 'r' : 't');
-        else if (c < 0x20 || (c >= 0x7F && c <= 0xA0) || c == 0xAD) buf_printf(b, "\\x%02x", c);
-        else if ((c >= 0x2000 && c <= 0x200F) || (c >= 0x2028 && c <= 0x202F) || (c >= 0x205F && c <= 0x206F) || c == 0x3000 ||
-                 (c >= 0xE000 && c <= 0xF8FF) || c == 0xFEFF || c == 0xFFFE || c == 0xFFFF) buf_printf(b, "\\u%04x", c);
-        else buf_put(b, s.p + from, i - from);
-    }
-    buf_char(b, quote);
-    return true;
-}
-
-static bool tmpl_put_value(tmpl_run *r, buf *b, tval v, bool quoted);
-
-static bool tmpl_put_items(tmpl_run *r, buf *b, const tmpl_items *l) {
-    for (size_t i = 0; i < l->n; i++)
-        if ((i && !tmpl_put_c(r, b, ", ")) || !tmpl_put_value(r, b, l->v[i], true)) return false;
-    return true;
-}
-
-/* What Python's str(v) is, or with `quoted` repr(v), behind b. */
-static bool tmpl_put_value(tmpl_run *r, buf *b, tval v, bool quoted) {
-    char z[32];
-    bool ok = true;
-    switch (v.type) {
-    case TV_UNDEFINED: return tmpl_put_c(r, b, quoted ? "Undefined" : "");
-    case TV_NONE: return tmpl_put_c(r, b, "None");
-    case TV_BOOL: return tmpl_put_c(r, b, v.b ? "True" : "False");
-    case TV_INT: return snprintf(z, sizeof z, "%lld", (long long)v.i), tmpl_put_c(r, b, z);
-    case TV_FLOAT: return tmpl_float_text(b, v.f), tmpl_put_c(r, b, "");
-    case TV_STR:
-        if (quoted && v.flag) return tmpl_put_c(r, b, "Markup(") && tmpl_put_quoted(r, b, tv_text(v)) && tmpl_put_c(r, b, ")");
-        return quoted ? tmpl_put_quoted(r, b, tv_text(v)) : tmpl_put(r, b, tv_text(v));
-    default: break;
-    }
-    bool view = v.type == TV_VIEW && v.flag != VIEW_RANGE;
-    if (v.type != TV_LIST && v.type != TV_TUPLE && v.type != TV_DICT && !view) return tmpl_bad_type(r, "printing", v);
-    if (!tmpl_enter(r)) return false;
-    if (view) buf_c(b, v.flag == VIEW_ITEMS ? "dict_items([" : v.flag == VIEW_KEYS ? "dict_keys([" : "dict_values([");
-    else buf_char(b, v.type == TV_LIST ? '[' : v.type == TV_TUPLE ? '(' : '{');
-    if (v.type != TV_DICT) {
-        ok = tmpl_put_items(r, b, v.list);
-        if (v.type == TV_TUPLE && v.list->n == 1) buf_char(b, ',');
-    }
-    for (size_t i = 0; v.type == TV_DICT && ok && i < v.dict->n; i++)
-        ok = (!i || tmpl_put_c(r, b, ", ")) && tmpl_put_value(r, b, v.dict->kv[2 * i], true) && tmpl_put_c(r, b, ": ") &&
-             tmpl_put_value(r, b, v.dict->kv[2 * i + 1], true);
-    buf_c(b, view ? "])" : v.type == TV_LIST ? "]" : v.type == TV_TUPLE ? ")" : "}");
-    r->depth++;
-    return ok;
-}
-
-static bool tmpl_to_text(tmpl_run *r, tval v, tval *out) { /* soft_str: a text stays as it is */
-    buf b = {0};
-    if (v.type == TV_STR) return *out = v, true;
-    return tmpl_take(r, &b, tmpl_put_value(r, &b, v, false), out);
-}
-
-/* ---- Equality and order ---- */
-
-static bool tmpl_is_number(tval v) { return v.type == TV_BOOL || v.type == TV_INT || v.type == TV_FLOAT; }
-static bool tmpl_is_integer(tval v) { return v.type == TV_BOOL || v.type == TV_INT; }
-static int64_t tmpl_integer(tval v) { return v.type == TV_BOOL ? v.b : v.i; }
-static double tmpl_double(tval v) { return v.type == TV_FLOAT ? v.f : (double)tmpl_integer(v); }
-
-static bool tmpl_true(tval v) {
-    switch (v.type) {
-    case TV_BOOL: return v.b;
-    case TV_INT: return v.i != 0;
-    case TV_FLOAT: return v.f != 0;
-    case TV_STR: return v.n > 0;
-    case TV_LIST: case TV_TUPLE: case TV_VIEW: return v.list->n > 0;
-    case TV_DICT: return v.dict->n > 0;
-    case TV_LOOP: return true;
-    default: return v.type > TV_NONE;
-    }
-}
-
-/* -1, 0, 1; an integer and a double compare exactly. */
-static int tmpl_number_order(tval a, tval b) {
-    if (tmpl_is_integer(a) && tmpl_is_integer(b)) return (tmpl_integer(a) > tmpl_integer(b)) - (tmpl_integer(a) < tmpl_integer(b));
-    long double x = a.type == TV_FLOAT ? (long double)a.f : (long double)tmpl_integer(a);
-    long double y = b.type == TV_FLOAT ? (long double)b.f : (long double)tmpl_integer(b);
-    return (x > y) - (x < y);
-}
-
-static tval *tmpl_dict_find(tmpl_run *r, const tmpl_dict *d, tval key, bool *ok);
-
-static bool tmpl_equal_parts(tmpl_run *r, tval a, tval b, bool *equal) {
-    bool ok = true;
-    if (a.type != TV_DICT) {
-        *equal = a.list->n == b.list->n;
-        for (size_t i = 0; ok && *equal && i < a.list->n; i++) ok = tmpl_equal(r, a.list->v[i], b.list->v[i], equal);
-        return ok;
-    }
-    *equal = a.dict->n == b.dict->n;
-    for (size_t i = 0; ok && *equal && i < a.dict->n; i++) {
-        const tval *other = tmpl_dict_find(r, b.dict, a.dict->kv[2 * i], &ok);
-        *equal = other != NULL;
-        if (other) ok = tmpl_equal(r, a.dict->kv[2 * i + 1], *other, equal);
-    }
-    return ok;
-}
-
-static bool tmpl_equal(tmpl_run *r, tval a, tval b, bool *equal) {
-    *equal = false;
-    if (!tmpl_work(r, 1)) return false;
-    if (tmpl_is_number(a) && tmpl_is_number(b)) {
-        *equal = !(a.type == TV_FLOAT && isnan(a.f)) && !(b.type == TV_FLOAT && isnan(b.f)) && tmpl_number_order(a, b) == 0;
-        return true;
-    }
-    if (a.type != b.type) return true;
-    if (a.type == TV_STR) {
-        *equal = str_eq(tv_text(a), tv_text(b));
-        return a.n == b.n ? tmpl_work(r, a.n) : true;
-    }
-    if (a.type == TV_LIST || a.type == TV_TUPLE || a.type == TV_VIEW || a.type == TV_DICT) {
-        if (!tmpl_enter(r)) return false;
-        bool ok = tmpl_equal_parts(r, a, b, equal);
-        r->depth++;
-        return ok;
-    }
-    *equal = a.type == TV_UNDEFINED || a.type == TV_NONE || a.list == b.list; /* the rest: the same object */
-    return true;
-}
-
-/* *order: -1, 0 or 1; values that Python does not order are an error. */
-static bool tmpl_order(tmpl_run *r, tval a, tval b, int *order) {
-    *order = 0;
-    if (a.type == TV_UNDEFINED || b.type == TV_UNDEFINED) return tmpl_undefined(r, a.type == TV_UNDEFINED ? a : b);
-    if (tmpl_is_number(a) && tmpl_is_number(b)) return *order = tmpl_number_order(a, b), tmpl_work(r, 1);
-    if (a.type == TV_STR && b.type == TV_STR) {
-        size_t n = MIN(a.n, b.n);
-        int c = n ? memcmp(a.s, b.s, n) : 0; /* the order of bytes is the order of code points */
-        *order = c ? (c > 0) - (c < 0) : (a.n > b.n) - (a.n < b.n);
-        return tmpl_work(r, n);
-    }
-    if (a.type != b.type || (a.type != TV_LIST && a.type != TV_TUPLE))
-        return tmpl_fail(r, "values of type '%s' and '%s' have no order", tmpl_type_name(a.type), tmpl_type_name(b.type));
-    if (!tmpl_enter(r)) return false;
-    bool equal = true, ok = true;
-    size_t i = 0, n = MIN(a.list->n, b.list->n);
-    for (; ok && i < n; i++) {
-        ok = tmpl_equal(r, a.list->v[i], b.list->v[i], &equal);
-        if (!equal) break;
-    }
-    if (ok && i < n) ok = tmpl_order(r, a.list->v[i], b.list->v[i], order);
-    else *order = (a.list->n > b.list->n) - (a.list->n < b.list->n);
-    r->depth++;
-    return ok;
-}
-
-/* ---- Dicts ---- */
-
-static uint64_t tmpl_hash(tval v) { /* equal values have equal hashes; a tuple's is its length */
-    if (v.type == TV_STR) return hash_bytes(v.s, v.n);
-    if (tmpl_is_number(v)) {
-        double f = tmpl_double(v) + 0.0; /* -0.0 + 0.0 is 0.0 */
-        return hash_bytes(&f, sizeof f);
-    }
-    return v.type == TV_TUPLE ? v.list->n : v.type;
-}
-
-static bool tmpl_hashable(tmpl_run *r, tval v) {
-    if (v.type != TV_LIST && v.type != TV_DICT && v.type != TV_NAMESPACE) return true;
-    return tmpl_fail(r, "unhashable type: '%s'", tmpl_type_name(v.type));
-}
-
-/* The place of a key's value, NULL if there is none. *ok becomes false on an error. */
-static tval *tmpl_dict_find(tmpl_run *r, const tmpl_dict *d, tval key, bool *ok) {
-    bool same = false;
-    if (!d->slots) {
-        for (size_t i = 0; *ok && i < d->n; i++)
-            if ((*ok = tmpl_equal(r, d->kv[2 * i], key, &same)) && same) return &d->kv[2 * i + 1];
-        return NULL;
-    }
-    for (size_t h = tmpl_hash(key); *ok && d->slots[h & (d->n_slots - 1)]; h++) {
-        size_t i = d->slots[h & (d->n_slots - 1)] - 1;
-        if ((*ok = tmpl_equal(r, d->kv[2 * i], key, &same)) && same) return &d->kv[2 * i + 1];
-    }
-    return NULL;
-}
-
-static bool tmpl_dict_rehash(tmpl_run *r, tmpl_dict *d) {
-    size_t n = MAX(d->n_slots * 2, (size_t)32);
-    uint32_t *slots = tmpl_alloc(r, n, sizeof *slots);
-    if (!slots) return false;
-    memset(slots, 0, n * sizeof *slots);
-    for (size_t i = 0; i < d->n; i++) {
-        size_t h = tmpl_hash(d->kv[2 * i]), tries = 1;
-        for (; slots[h & (n - 1)]; h++) tries++;
-        slots[h & (n - 1)] = (uint32_t)i + 1;
-        if (!tmpl_work(r, tries)) return false;
-    }
-    d->slots = slots, d->n_slots = n;
-    return true;
-}
-
-static bool tmpl_dict_set(tmpl_run *r, tmpl_dict *d, tval key, tval v) {
-    bool ok = tmpl_hashable(r, key);
-    tval *old = ok ? tmpl_dict_find(r, d, key, &ok) : NULL;
-    if (!ok) return false;
-    if (old) return *old = v, true;
-    if (d->n == d->cap) {
-        size_t cap = MAX(d->cap * 2, (size_t)4);
-        tval *kv = tmpl_alloc(r, cap, 2 * sizeof *kv);
-        if (!kv) return false;
-        if (d->n) memcpy(kv, d->kv, d->n * 2 * sizeof *kv);
-        d->kv = kv, d->cap = cap;
-    }
-    d->kv[2 * d->n] = key, d->kv[2 * d->n + 1] = v;
-    d->n++;
-    if (d->n > 8 && d->n * 2 > d->n_slots) return tmpl_dict_rehash(r, d);
-    if (!d->slots) return true;
-    size_t h = tmpl_hash(key);
-    while (d->slots[h & (d->n_slots - 1)]) h++;
-    d->slots[h & (d->n_slots - 1)] = (uint32_t)d->n;
-    return true;
-}
-
-static tmpl_dict *tmpl_new_dict(tmpl_run *r) {
-    tmpl_dict *d = tmpl_alloc(r, 1, sizeof *d);
-    if (d) *d = (tmpl_dict){0};
-    return d;
-}
-
-/* A value of the context. */
-static bool tmpl_from_json(tmpl_run *r, const json *v, tval *out) {
-    size_t i = 0;
-    bool ok = true;
-    switch (v->type) {
-    case JSON_NULL: *out = tv_none(); return tmpl_work(r, 1);
-    case JSON_FALSE: case JSON_TRUE: *out = tv_bool(v->type == JSON_TRUE); return tmpl_work(r, 1);
-    case JSON_NUMBER: *out = v->exact ? tv_int(v->i) : tv_float(v->f); return tmpl_work(r, 1);
-    case JSON_STRING: *out = tv_str(json_str(v)); return tmpl_work(r, 1);
-    default: break;
-    }
-    if (!tmpl_enter(r)) return false;
-    if (v->type == JSON_ARRAY) {
-        tmpl_items *l = tmpl_new_items(r, v->n);
-        *out = tv_list(TV_LIST, l);
-        JSON_EACH(it, v) if (l && ok) ok = tmpl_from_json(r, it, &l->v[i++]);
-        ok = ok && l;
-    } else {
-        tmpl_dict *d = tmpl_new_dict(r);
-        *out = (tval){.type = TV_DICT, .dict = d};
-        JSON_MEMBERS(key, v) {
-            tval member;
-            ok = ok && d && tmpl_from_json(r, key + 1, &member) && tmpl_dict_set(r, d, tv_str(json_str(key)), member);
-            if (!ok) break;
-        }
-        ok = ok && d;
-    }
-    r->depth++;
-    return ok;
-}
 
 /* ---- Walking and attributes ---- */
 
@@ -4173,7 +4206,8 @@ static bool tmpl_own_attr(tmpl_run *r, tval v, str name, tval *out) {
         *out = (tval){.type = TV_METHOD, .method = m};
         return true;
     }
-    if (tmpl_refused_method(v.type, name) || str_starts(name, STR("__"))) return *out = tv_undefined(name, TMPL_UNSAFE), true;
+    if (tmpl_refused_method(v.type, name) || str_starts(name, STR("__")))
+        return *out = tv_undefined(name, TMPL_UNSAFE), true;
     if (v.type == TV_LOOP) return tmpl_loop_attr(r, v.loop, name, out);
     if (v.type == TV_NAMESPACE) {
         bool ok = true;
@@ -4238,7 +4272,8 @@ static bool tmpl_item(tmpl_run *r, tval v, tval key, tval *out) {
     return true;
 }
 
-/* "a.b.0" of v, as attribute= of map, sort and others names it. A part that is missing becomes `otherwise`, if there is one. */
+/* "a.b.0" of v, as attribute= of map, sort and others names it. A part that is missing becomes `otherwise`, if there is
+ * one. */
 static bool tmpl_attr_path(tmpl_run *r, tval v, tval path, tval otherwise, tval *out) {
     *out = v;
     if (path.type == TV_INT) return tmpl_item(r, v, path, out);
@@ -4249,7 +4284,8 @@ static bool tmpl_attr_path(tmpl_run *r, tval v, tval path, tval otherwise, tval 
         str part = str_sub(s, from, dot < 0 ? s.n : (size_t)dot);
         int64_t i = 0;
         bool number = part.n > 0 && part.n < 10;
-        for (size_t k = 0; number && k < part.n; k++) number = isdigit((unsigned char)part.p[k]), i = i * 10 + part.p[k] - '0';
+        for (size_t k = 0; number && k < part.n; k++)
+            number = isdigit((unsigned char)part.p[k]), i = i * 10 + part.p[k] - '0';
         if (!tmpl_item(r, *out, number ? tv_int(i) : tv_str(part), out)) return false;
         if (out->type == TV_UNDEFINED && otherwise.type > TV_NONE) *out = otherwise;
         from += part.n + 1;
@@ -4311,7 +4347,8 @@ static bool tmpl_json_str(tmpl_run *r, buf *b, str s, bool ascii) {
         const char *k = c && c < 0x80 ? strchr(named, (int)c) : NULL;
         if (k) buf_char(b, '\\'), buf_char(b, as[k - named]);
         else if (c < 0x20 || (ascii && c >= 0x7F && c < 0x10000)) buf_printf(b, "\\u%04x", c);
-        else if (ascii && c >= 0x10000) buf_printf(b, "\\u%04x\\u%04x", 0xD800 + ((c - 0x10000) >> 10), 0xDC00 + (c & 0x3FF));
+        else if (ascii && c >= 0x10000)
+            buf_printf(b, "\\u%04x\\u%04x", 0xD800 + ((c - 0x10000) >> 10), 0xDC00 + (c & 0x3FF));
         else buf_put(b, s.p + from, i - from);
     }
     buf_char(b, '"');
@@ -4380,19 +4417,22 @@ static bool tmpl_json(tmpl_run *r, buf *b, tval v, const tmpl_json_style *style,
 }
 
 static bool tmpl_f_tojson(tmpl_run *r, tmpl_args *c, tval *out) { /* ensure_ascii indent separators sort_keys */
-    tmpl_json_style style = {.ascii = tmpl_true(c->a[0]), .sort_keys = tmpl_true(c->a[3]), .comma = STR(", "), .colon = STR(": ")};
+    tmpl_json_style style = {.ascii = tmpl_true(c->a[0]), .sort_keys = tmpl_true(c->a[3]), .comma = STR(", "),
+        .colon = STR(": ")};
     static const char spaces[] = "                                ";
     if (c->a[1].type > TV_NONE) {
         style.lines = true;
         style.comma = STR(",");
         if (c->a[1].type == TV_STR) style.indent = tv_text(c->a[1]);
         else if (!tmpl_is_integer(c->a[1])) return tmpl_bad_type(r, "indent=", c->a[1]);
-        else if (tmpl_integer(c->a[1]) > (int64_t)sizeof spaces - 1) return tmpl_fail(r, "tojson: indent above %zu", sizeof spaces - 1);
+        else if (tmpl_integer(c->a[1]) > (int64_t)sizeof spaces - 1)
+            return tmpl_fail(r, "tojson: indent above %zu", sizeof spaces - 1);
         else style.indent = (str){spaces, (size_t)MAX(tmpl_integer(c->a[1]), 0)};
     }
     if (c->a[2].type > TV_NONE) {
         tval s = c->a[2];
-        if ((s.type != TV_LIST && s.type != TV_TUPLE) || s.list->n != 2 || s.list->v[0].type != TV_STR || s.list->v[1].type != TV_STR)
+        if ((s.type != TV_LIST && s.type != TV_TUPLE) || s.list->n != 2 || s.list->v[0].type != TV_STR ||
+            s.list->v[1].type != TV_STR)
             return tmpl_fail(r, "tojson: separators is a pair of texts");
         style.comma = tv_text(s.list->v[0]), style.colon = tv_text(s.list->v[1]);
     }
@@ -4407,7 +4447,8 @@ static uint32_t tmpl_lower_cp(uint32_t c) {
     if (c < 0x80) return c >= 'A' && c <= 'Z' ? c + 32 : c;
     if (c >= 0xC0 && c <= 0xDE) return c == 0xD7 ? c : c + 32;
     if ((c >= 0x100 && c <= 0x137 && c != 0x130) || (c >= 0x14A && c <= 0x177) || (c >= 0x1E00 && c <= 0x1E95) ||
-        (c >= 0x1EA0 && c <= 0x1EFF) || (c >= 0x460 && c <= 0x481) || (c >= 0x48A && c <= 0x4BF) || (c >= 0x4D0 && c <= 0x52F))
+        (c >= 0x1EA0 && c <= 0x1EFF) || (c >= 0x460 && c <= 0x481) || (c >= 0x48A && c <= 0x4BF) ||
+        (c >= 0x4D0 && c <= 0x52F))
         return c | 1;
     if ((c >= 0x139 && c <= 0x148) || (c >= 0x179 && c <= 0x17E)) return c + (c & 1);
     if (c == 0x178) return 0xFF;
@@ -4437,8 +4478,8 @@ static bool tmpl_is_cased(uint32_t c) { return tmpl_lower_cp(c) != c || tmpl_upp
 
 typedef enum tmpl_case { CASE_LOWER, CASE_UPPER, CASE_CAPITAL, CASE_TITLE_WORDS, CASE_TITLE } tmpl_case;
 
-/* CASE_CAPITAL: the first letter large. CASE_TITLE_WORDS: as the filter, words end at "-([{<" and spaces. CASE_TITLE: as the
- * method, words end at anything that is not a letter. */
+/* CASE_CAPITAL: the first letter large. CASE_TITLE_WORDS: as the filter, words end at "-([{<" and spaces. CASE_TITLE: as
+ * the method, words end at anything that is not a letter. */
 static bool tmpl_recase(tmpl_run *r, tval v, tmpl_case how, tval *out) {
     buf b = {0};
     str s = tv_text(v);
@@ -4482,7 +4523,8 @@ static bool tmpl_escape_html(tmpl_run *r, tval v, tval *out) {
     bool ok = s.n <= r->max_bytes / 5 ? tmpl_work(r, s.n) : tmpl_too_long(r);
     for (size_t i = 0; ok && i < s.n; i++) {
         char c = s.s[i];
-        const char *z = c == '&' ? "&amp;" : c == '<' ? "&lt;" : c == '>' ? "&gt;" : c == '\'' ? "&#39;" : c == '"' ? "&#34;" : NULL;
+        const char *z = c == '&' ? "&amp;" : c == '<' ? "&lt;" : c == '>' ? "&gt;" : c == '\'' ? "&#39;"
+            : c == '"' ? "&#34;" : NULL;
         if (z) buf_c(&b, z);
         else buf_char(&b, c);
     }
@@ -4526,8 +4568,12 @@ static bool tmpl_f_trim(tmpl_run *r, tmpl_args *c, tval *out) {
     return tmpl_to_text(r, c->self, &s) && tmpl_strip(r, s, c->a[0], true, true, out);
 }
 static bool tmpl_m_strip(tmpl_run *r, tmpl_args *c, tval *out) { return tmpl_strip(r, c->self, c->a[0], true, true, out); }
-static bool tmpl_m_lstrip(tmpl_run *r, tmpl_args *c, tval *out) { return tmpl_strip(r, c->self, c->a[0], true, false, out); }
-static bool tmpl_m_rstrip(tmpl_run *r, tmpl_args *c, tval *out) { return tmpl_strip(r, c->self, c->a[0], false, true, out); }
+static bool tmpl_m_lstrip(tmpl_run *r, tmpl_args *c, tval *out) {
+    return tmpl_strip(r, c->self, c->a[0], true, false, out);
+}
+static bool tmpl_m_rstrip(tmpl_run *r, tmpl_args *c, tval *out) {
+    return tmpl_strip(r, c->self, c->a[0], false, true, out);
+}
 
 /* At most `count` occurrences replaced, all if it is negative. An empty needle stands between all characters. */
 static bool tmpl_replace(tmpl_run *r, str s, str old, str with, int64_t count, tval *out) {
@@ -4639,7 +4685,8 @@ static bool tmpl_to_double(str s, double *f) { /* Python's float(text) for what 
     for (size_t i = 0; i < s.n; i++) {
         bool digit = isdigit((unsigned char)s.p[i]);
         digits |= digit;
-        if (s.p[i] == '_' && i && isdigit((unsigned char)s.p[i - 1]) && i + 1 < s.n && isdigit((unsigned char)s.p[i + 1])) continue;
+        if (s.p[i] == '_' && i && isdigit((unsigned char)s.p[i - 1]) && i + 1 < s.n && isdigit((unsigned char)s.p[i + 1]))
+            continue;
         if (!digit && !strchr("+-.eE", s.p[i])) return buf_free(&b), false;
         buf_char(&b, s.p[i]);
     }
@@ -4728,7 +4775,8 @@ static bool tmpl_f_round(tmpl_run *r, tmpl_args *c, tval *out) { /* precision me
     int64_t digits = c->a[0].type ? tmpl_integer(c->a[0]) : 0;
     str method = c->a[1].type == TV_STR ? tv_text(c->a[1]) : STR("common");
     if (!tmpl_is_number(c->self)) return tmpl_bad_type(r, "round", c->self);
-    if ((c->a[0].type && !tmpl_is_integer(c->a[0])) || digits < -15 || digits > 30) return tmpl_fail(r, "round: precision not supported");
+    if ((c->a[0].type && !tmpl_is_integer(c->a[0])) || digits < -15 || digits > 30)
+        return tmpl_fail(r, "round: precision not supported");
     double f = tmpl_double(c->self), scale = pow(10, (double)digits);
     if (str_is(method, "ceil") || str_is(method, "floor")) {
         double scaled = f * scale;
@@ -4781,14 +4829,16 @@ static bool tmpl_join(tmpl_run *r, tmpl_items *l, str between, tval attribute, t
     bool ok = true;
     for (size_t i = 0; ok && i < l->n; i++) {
         tval v;
-        ok = (!i || tmpl_put(r, &b, between)) && tmpl_attr_path(r, l->v[i], attribute, (tval){0}, &v) && tmpl_put_value(r, &b, v, false);
+        ok = (!i || tmpl_put(r, &b, between)) && tmpl_attr_path(r, l->v[i], attribute, (tval){0}, &v) &&
+            tmpl_put_value(r, &b, v, false);
     }
     return tmpl_take(r, &b, ok, out);
 }
 static bool tmpl_f_join(tmpl_run *r, tmpl_args *c, tval *out) { /* d attribute */
     tmpl_items *l;
     tval d = tv_str(STR(""));
-    return (!c->a[0].type || tmpl_to_text(r, c->a[0], &d)) && tmpl_walk(r, c->self, &l) && tmpl_join(r, l, tv_text(d), c->a[1], out);
+    return (!c->a[0].type || tmpl_to_text(r, c->a[0], &d)) && tmpl_walk(r, c->self, &l) &&
+           tmpl_join(r, l, tv_text(d), c->a[1], out);
 }
 
 /* n elements of items, last first. */
@@ -4803,8 +4853,8 @@ static bool tmpl_f_reverse(tmpl_run *r, tmpl_args *c, tval *out) {
     return c->self.type == TV_STR ? tmpl_join(r, back, STR(""), (tval){0}, out) : tmpl_new_iter(r, back, out);
 }
 
-/* Sorts `values` by `keys`, both in place; equal keys keep their order, with `reverse` too. A merge sort from the bottom up.
- * equal_first: keys are asked whether they are equal before they are ordered, so that those without an order may be equal. */
+/* Sorts `values` by `keys`, both in place; equal keys keep their order, with `reverse` too. A merge sort from the bottom
+ * up. equal_first: keys are asked whether they are equal first: without an order they may still be equal. */
 static bool tmpl_sort(tmpl_run *r, tmpl_items *keys, tmpl_items *values, bool reverse, bool equal_first) {
     size_t n = keys->n;
     tmpl_items *k2 = tmpl_new_items(r, n), *v2 = k2 ? tmpl_new_items(r, n) : NULL;
@@ -4836,7 +4886,8 @@ static bool tmpl_sort_key(tmpl_run *r, tval v, tval attribute, bool case_sensiti
 
 static bool tmpl_sort_keys(tmpl_run *r, tmpl_items *l, tval attribute, bool case_sensitive, tmpl_items **keys) {
     if (!(*keys = tmpl_new_items(r, l->n))) return false;
-    if (attribute.type == TV_STR && memchr(attribute.s, ',', attribute.n)) return tmpl_fail(r, "several attributes are not supported");
+    if (attribute.type == TV_STR && memchr(attribute.s, ',', attribute.n))
+        return tmpl_fail(r, "several attributes are not supported");
     for (size_t i = 0; i < l->n; i++)
         if (!tmpl_sort_key(r, l->v[i], attribute, case_sensitive, &(*keys)->v[i])) return false;
     return true;
@@ -4846,7 +4897,8 @@ static bool tmpl_f_sort(tmpl_run *r, tmpl_args *c, tval *out) { /* reverse case_
     tmpl_items *l, *copy, *keys;
     if (!tmpl_walk(r, c->self, &l) || !(copy = tmpl_new_items(r, l->n))) return false;
     memcpy(copy->v, l->v, l->n * sizeof(tval));
-    if (!tmpl_sort_keys(r, copy, c->a[2], tmpl_true(c->a[1]), &keys) || !tmpl_sort(r, keys, copy, tmpl_true(c->a[0]), true)) return false;
+    if (!tmpl_sort_keys(r, copy, c->a[2], tmpl_true(c->a[1]), &keys) || !tmpl_sort(r, keys, copy, tmpl_true(c->a[0]), true))
+        return false;
     return *out = tv_list(TV_LIST, copy), true;
 }
 
@@ -4902,7 +4954,8 @@ static bool tmpl_f_dictsort(tmpl_run *r, tmpl_args *c, tval *out) { /* case_sens
     tmpl_items *l, *keys;
     if (c->self.type != TV_DICT) return tmpl_bad_type(r, "dictsort", c->self);
     bool by_value = c->a[1].type == TV_STR && str_is(tv_text(c->a[1]), "value");
-    if (!tmpl_dict_pairs(r, c->self.dict, &l) || !tmpl_sort_keys(r, l, tv_int(by_value), tmpl_true(c->a[0]), &keys)) return false;
+    if (!tmpl_dict_pairs(r, c->self.dict, &l) || !tmpl_sort_keys(r, l, tv_int(by_value), tmpl_true(c->a[0]), &keys))
+        return false;
     return tmpl_sort(r, keys, l, tmpl_true(c->a[2]), false) && (*out = tv_list(TV_LIST, l), true);
 }
 
@@ -4938,9 +4991,11 @@ static bool tmpl_f_batch(tmpl_run *r, tmpl_args *c, tval *out) { /* linecount fi
 
 static bool tmpl_f_groupby(tmpl_run *r, tmpl_args *c, tval *out) { /* attribute default case_sensitive */
     tmpl_items *l, *keys, *copy, *groups;
-    if (!tmpl_walk(r, c->self, &l) || !(copy = tmpl_new_items(r, l->n)) || !(groups = tmpl_new_items(r, l->n))) return false;
+    if (!tmpl_walk(r, c->self, &l) || !(copy = tmpl_new_items(r, l->n)) || !(groups = tmpl_new_items(r, l->n)))
+        return false;
     memcpy(copy->v, l->v, l->n * sizeof(tval));
-    if (!tmpl_sort_keys(r, copy, c->a[0], tmpl_true(c->a[2]), &keys) || !tmpl_sort(r, keys, copy, false, false)) return false;
+    if (!tmpl_sort_keys(r, copy, c->a[0], tmpl_true(c->a[2]), &keys) || !tmpl_sort(r, keys, copy, false, false))
+        return false;
     groups->n = 0;
     for (size_t from = 0, to; from < copy->n; from = to) {
         bool same = true;
@@ -4993,7 +5048,8 @@ static bool tmpl_f_map(tmpl_run *r, tmpl_args *c, tval *out) { /* attribute= [de
     if (!tmpl_walk(r, c->self, &l) || !(made = tmpl_new_items(r, l->n))) return false;
     for (size_t i = 0; i < l->n; i++) {
         tmpl_args rest = tmpl_rest(c, 1, l->v[i]);
-        if (fn ? !tmpl_apply(r, fn, &rest, &made->v[i]) : !tmpl_attr_path(r, l->v[i], path, otherwise, &made->v[i])) return false;
+        if (fn ? !tmpl_apply(r, fn, &rest, &made->v[i]) : !tmpl_attr_path(r, l->v[i], path, otherwise, &made->v[i]))
+            return false;
     }
     return tmpl_new_iter(r, made, out);
 }
@@ -5004,7 +5060,8 @@ static bool tmpl_choose(tmpl_run *r, tmpl_args *c, bool attribute, bool reject, 
     const tmpl_fn *fn = NULL;
     if (attribute && !c->n_pos) return tmpl_fail(r, "an attribute name is missing");
     if (c->n_pos > attribute && !(fn = tmpl_named_fn(r, true, c->pos[attribute]))) return false;
-    if (c->self.type == TV_NONE || (tmpl_length(c->self) == 0 && c->self.type != TV_UNDEFINED)) /* not walked if it is false */
+    if (c->self.type == TV_NONE) return tmpl_new_iter(r, tmpl_new_items(r, 0), out); /* what is false is not walked */
+    if (tmpl_length(c->self) == 0 && c->self.type != TV_UNDEFINED)
         return tmpl_new_iter(r, tmpl_new_items(r, 0), out);
     if (!tmpl_walk(r, c->self, &l) || !(kept = tmpl_new_items(r, l->n))) return false;
     kept->n = 0;
@@ -5071,12 +5128,20 @@ static const tmpl_fn tmpl_filter_table[] = {
 /* ---- Tests ---- */
 
 static bool tmpl_is(tval *out, bool yes) { return *out = tv_bool(yes), true; }
-static bool tmpl_t_defined(tmpl_run *r, tmpl_args *c, tval *out) { return (void)r, tmpl_is(out, c->self.type != TV_UNDEFINED); }
-static bool tmpl_t_undefined(tmpl_run *r, tmpl_args *c, tval *out) { return (void)r, tmpl_is(out, c->self.type == TV_UNDEFINED); }
+static bool tmpl_t_defined(tmpl_run *r, tmpl_args *c, tval *out) {
+    return (void)r, tmpl_is(out, c->self.type != TV_UNDEFINED);
+}
+static bool tmpl_t_undefined(tmpl_run *r, tmpl_args *c, tval *out) {
+    return (void)r, tmpl_is(out, c->self.type == TV_UNDEFINED);
+}
 static bool tmpl_t_none(tmpl_run *r, tmpl_args *c, tval *out) { return (void)r, tmpl_is(out, c->self.type == TV_NONE); }
 static bool tmpl_t_boolean(tmpl_run *r, tmpl_args *c, tval *out) { return (void)r, tmpl_is(out, c->self.type == TV_BOOL); }
-static bool tmpl_t_true(tmpl_run *r, tmpl_args *c, tval *out) { return (void)r, tmpl_is(out, c->self.type == TV_BOOL && c->self.b); }
-static bool tmpl_t_false(tmpl_run *r, tmpl_args *c, tval *out) { return (void)r, tmpl_is(out, c->self.type == TV_BOOL && !c->self.b); }
+static bool tmpl_t_true(tmpl_run *r, tmpl_args *c, tval *out) {
+    return (void)r, tmpl_is(out, c->self.type == TV_BOOL && c->self.b);
+}
+static bool tmpl_t_false(tmpl_run *r, tmpl_args *c, tval *out) {
+    return (void)r, tmpl_is(out, c->self.type == TV_BOOL && !c->self.b);
+}
 static bool tmpl_t_integer(tmpl_run *r, tmpl_args *c, tval *out) { return (void)r, tmpl_is(out, c->self.type == TV_INT); }
 static bool tmpl_t_float(tmpl_run *r, tmpl_args *c, tval *out) { return (void)r, tmpl_is(out, c->self.type == TV_FLOAT); }
 static bool tmpl_t_number(tmpl_run *r, tmpl_args *c, tval *out) { return (void)r, tmpl_is(out, tmpl_is_number(c->self)); }
@@ -5088,7 +5153,8 @@ static bool tmpl_t_iterable(tmpl_run *r, tmpl_args *c, tval *out) {
 }
 static bool tmpl_t_sequence(tmpl_run *r, tmpl_args *c, tval *out) { /* has a length and [ ] */
     int t = c->self.type;
-    return (void)r, tmpl_is(out, t == TV_UNDEFINED || (t >= TV_STR && t <= TV_DICT) || (t == TV_VIEW && c->self.flag == VIEW_RANGE));
+    return (void)r, tmpl_is(out, t == TV_UNDEFINED || (t >= TV_STR && t <= TV_DICT) ||
+                            (t == TV_VIEW && c->self.flag == VIEW_RANGE));
 }
 static bool tmpl_t_callable(tmpl_run *r, tmpl_args *c, tval *out) {
     int t = c->self.type;
@@ -5260,7 +5326,10 @@ static bool tmpl_m_partition(tmpl_run *r, tmpl_args *c, tval *out) {
     ptrdiff_t at = last ? tmpl_rfind(s, sep) : str_find(s, sep, 0);
     for (int i = 0; i < 3; i++) l->v[i] = tv_str(STR(""));
     if (at < 0) l->v[last ? 2 : 0] = c->self;
-    else l->v[0] = tv_str(str_sub(s, 0, (size_t)at)), l->v[1] = c->a[0], l->v[2] = tv_str(str_sub(s, (size_t)at + sep.n, s.n));
+    if (at < 0) return *out = tv_list(TV_TUPLE, l), true;
+    l->v[0] = tv_str(str_sub(s, 0, (size_t)at));
+    l->v[1] = c->a[0];
+    l->v[2] = tv_str(str_sub(s, (size_t)at + sep.n, s.n));
     return *out = tv_list(TV_TUPLE, l), true;
 }
 
@@ -5307,7 +5376,8 @@ static bool tmpl_m_kind(tmpl_run *r, tmpl_args *c, tval *out) {
         unsigned char b = (unsigned char)s.p[i];
         size_t space = tmpl_space(s.p + i, s.p + s.n);
         k = tmpl_cp_bytes(str_sub(s, i, s.n), 1);
-        if (b >= 0x80 && !str_is(kind, "space")) return tmpl_fail(r, "%s of a text that is not ASCII is not supported", c->fn->name);
+        if (b >= 0x80 && !str_is(kind, "space"))
+            return tmpl_fail(r, "%s of a text that is not ASCII is not supported", c->fn->name);
         all = str_is(kind, "space") ? space > 0 : str_is(kind, "alpha") ? isalpha(b) != 0
               : str_is(kind, "alnum") ? isalnum(b) != 0 : isdigit(b) != 0;
     }
@@ -5350,7 +5420,8 @@ static bool tmpl_m_format(tmpl_run *r, tmpl_args *c, tval *out) {
         if (!field.n || tmpl_to_integer(field, 10, &k, &fits)) v = k >= 0 && k < c->n_pos ? c->pos[k] : v;
         for (int n = 0; field.n && n < c->n_named; n++)
             if (str_eq(c->names[n], field)) v = c->named[n].v;
-        ok = v.type ? tmpl_put_value(r, &b, v, false) : tmpl_fail(r, "format: field '{%.*s}' is not supported", STRF(field));
+        ok = v.type ? tmpl_put_value(r, &b, v, false)
+            : tmpl_fail(r, "format: field '{%.*s}' is not supported", STRF(field));
         i = (size_t)MAX(close, 0);
     }
     return tmpl_take(r, &b, ok, out);
@@ -5442,7 +5513,8 @@ static const tmpl_fn tmpl_dict_methods[] = {
     {0}};
 static const tmpl_fn tmpl_list_methods[] = {{"copy", "", 0, tmpl_m_copy}, {"count", "value", 1, tmpl_m_list_find},
                                             {"index", "value", 1, tmpl_m_list_find}, {0}};
-static const tmpl_fn tmpl_loop_methods[] = {{"changed", "*", 0, tmpl_m_loop_changed}, {"cycle", "*", 0, tmpl_m_loop_cycle}, {0}};
+static const tmpl_fn tmpl_loop_methods[] = {{"changed", "*", 0, tmpl_m_loop_changed}, {"cycle", "*", 0, tmpl_m_loop_cycle},
+    {0}};
 
 static const tmpl_fn *tmpl_method_of(int type, str name) {
     switch (type) {
@@ -5468,14 +5540,17 @@ static bool tmpl_refused_method(int type, str name) {
 
 /* ---- Functions ---- */
 
-static bool tmpl_g_range(tmpl_run *r, tmpl_args *c, tval *out) { /* start stop step; at most 100,000 numbers, as in the sandbox */
+/* range([start,] stop[, step]); at most 100,000 numbers, as in the sandbox. */
+static bool tmpl_g_range(tmpl_run *r, tmpl_args *c, tval *out) {
     for (int i = 0; i < 3; i++)
         if (c->a[i].type && !tmpl_is_integer(c->a[i])) return tmpl_bad_type(r, "range", c->a[i]);
     bool one = !c->a[1].type;
-    int64_t from = one ? 0 : tmpl_integer(c->a[0]), to = tmpl_integer(c->a[one ? 0 : 1]), step = c->a[2].type ? tmpl_integer(c->a[2]) : 1;
+    int64_t from = one ? 0 : tmpl_integer(c->a[0]), to = tmpl_integer(c->a[one ? 0 : 1]);
+    int64_t step = c->a[2].type ? tmpl_integer(c->a[2]) : 1;
     if (!step) return tmpl_fail(r, "range: step 0");
     uint64_t span = step > 0 ? (uint64_t)to - (uint64_t)from : (uint64_t)from - (uint64_t)to;
-    uint64_t by = step > 0 ? (uint64_t)step : 0 - (uint64_t)step, n = (step > 0 ? from < to : from > to) ? (span - 1) / by + 1 : 0;
+    uint64_t by = step > 0 ? (uint64_t)step : 0 - (uint64_t)step;
+    uint64_t n = (step > 0 ? from < to : from > to) ? (span - 1) / by + 1 : 0;
     if (n > 100000) return tmpl_fail(r, "range: more than 100000 numbers");
     tmpl_items *l = tmpl_new_items(r, n);
     for (uint64_t i = 0; l && i < n; i++) l->v[i] = tv_int((int64_t)((uint64_t)from + i * (uint64_t)step));
@@ -5508,8 +5583,8 @@ static bool tmpl_g_raise(tmpl_run *r, tmpl_args *c, tval *out) {
 /* One conversion of strftime in the C locale; false if it is not known. `pad` false: no leading zero or space ("%-d"). */
 static bool tmpl_time_part(buf *b, const tmpl_time *t, char c, bool pad) {
     static const char *const days[] = {"Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"};
-    static const char *const months[] = {"January", "February", "March", "April", "May", "June", "July", "August", "September",
-        "October", "November", "December"};
+    static const char *const months[] = {"January", "February", "March", "April", "May", "June", "July", "August",
+        "September", "October", "November", "December"};
     const char *day = days[((t->weekday % 7) + 7) % 7], *month = months[((t->month % 12) + 12) % 12], *z;
     int year = t->year + 1900, hour12 = t->hour % 12 ? t->hour % 12 : 12;
     switch (c) {
@@ -5709,7 +5784,8 @@ static bool tmpl_percent_one(tmpl_run *r, buf *b, str spec, char conv, tval v) {
     if (i < spec.n && spec.p[i] == '.')
         for (i++, digits = 0; i < spec.n && isdigit((unsigned char)spec.p[i]); i++)
             digits = MIN(digits * 10 + spec.p[i] - '0', 1000);
-    if (i < spec.n || head > 5 || width > 200 || digits > 60) return tmpl_fail(r, "%%: '%%%.*s%c' is not supported", STRF(spec), conv);
+    if (i < spec.n || head > 5 || width > 200 || digits > 60)
+        return tmpl_fail(r, "%%: '%%%.*s%c' is not supported", STRF(spec), conv);
     if (conv == 's' || conv == 'r') {
         buf t = {0};
         bool ok = tmpl_put_value(r, &t, v, conv == 'r');
@@ -5724,7 +5800,8 @@ static bool tmpl_percent_one(tmpl_run *r, buf *b, str spec, char conv, tval v) {
     }
     if (!tmpl_is_number(v)) return tmpl_bad_type(r, "%", v);
     tval whole = v;
-    if (v.type == TV_FLOAT && strchr("di", conv) && !(isfinite(v.f) && tmpl_truncate_double(r, v.f, &whole))) return tmpl_bad_type(r, "%", v);
+    if (v.type == TV_FLOAT && strchr("di", conv) && !(isfinite(v.f) && tmpl_truncate_double(r, v.f, &whole)))
+        return tmpl_bad_type(r, "%", v);
     if (v.type == TV_FLOAT && strchr("xX", conv)) return tmpl_bad_type(r, "%", v);
     snprintf(form, sizeof form, "%%%.*s%s%c", (int)spec.n, spec.p, strchr("dixX", conv) ? "ll" : "", conv);
     if (strchr("di", conv)) snprintf(z, sizeof z, form, (long long)tmpl_integer(whole));
@@ -5764,7 +5841,8 @@ static bool tmpl_percent(tmpl_run *r, str s, tmpl_items *args, const tmpl_args *
         else if (!v.type && used == args->n) ok = tmpl_fail(r, "%%: not enough values");
         else ok = tmpl_percent_one(r, &b, str_sub(s, from, i), conv, v.type ? v : args->v[used++]);
     }
-    bool may_stay = args->n == 1 && args->v[0].type >= TV_LIST && args->v[0].type <= TV_DICT; /* "a" % [1] is "a" in Python */
+    /* "a" % [1] is "a" in Python */
+    bool may_stay = args->n == 1 && args->v[0].type >= TV_LIST && args->v[0].type <= TV_DICT;
     may_stay |= args->n == 1 && args->v[0].type == TV_UNDEFINED;
     if (ok && used < args->n && !(named && named->n_named) && !may_stay) ok = tmpl_fail(r, "%%: too many values");
     return tmpl_take(r, &b, ok, out);
@@ -5921,11 +5999,13 @@ static bool tmpl_eval_slice(tmpl_run *r, const tmpl_node *n, tval *out) {
     if (!tmpl_eval(r, n->a, &v) || (n->d && !tmpl_eval(r, n->d, &step_v))) return false;
     bool list = v.type == TV_LIST || v.type == TV_TUPLE || (v.type == TV_VIEW && v.flag == VIEW_RANGE);
     if (v.type != TV_STR && !list) return tmpl_bad_type(r, "a slice", v);
-    if (step_v.type != TV_NONE && (!tmpl_is_integer(step_v) || !tmpl_integer(step_v))) return tmpl_fail(r, "slice: wrong step");
+    if (step_v.type != TV_NONE && (!tmpl_is_integer(step_v) || !tmpl_integer(step_v)))
+        return tmpl_fail(r, "slice: wrong step");
     int64_t step = step_v.type == TV_NONE ? 1 : tmpl_integer(step_v), len = tmpl_length(v);
     step = MAX(MIN(step, (int64_t)1 << 40), -((int64_t)1 << 40));
     if (!tmpl_work(r, v.type == TV_STR ? v.n : 0)) return false;
-    if (!tmpl_bound(r, n->b, len, step, step < 0 ? len - 1 : 0, &from) || !tmpl_bound(r, n->c, len, step, step < 0 ? -1 : len, &to))
+    if (!tmpl_bound(r, n->b, len, step, step < 0 ? len - 1 : 0, &from) ||
+        !tmpl_bound(r, n->c, len, step, step < 0 ? -1 : len, &to))
         return false;
     if (v.type == TV_STR && step == 1) {
         str s = tv_text(v);
@@ -5962,7 +6042,8 @@ static bool tmpl_eval_concat(tmpl_run *r, const tmpl_node *n, tval *out) {
     tval first, v, text;
     if (!tmpl_eval(r, n->b, &first) || !tmpl_to_text(r, first, out)) return false;
     for (const tmpl_node *it = n->b->next; it; it = it->next)
-        if (!tmpl_eval(r, it, &v) || !tmpl_to_text(r, v, &text) || !tmpl_concat(r, tv_text(*out), tv_text(text), out)) return false;
+        if (!tmpl_eval(r, it, &v) || !tmpl_to_text(r, v, &text) || !tmpl_concat(r, tv_text(*out), tv_text(text), out))
+            return false;
     out->flag = 0;
     return true;
 }
@@ -6031,7 +6112,8 @@ static bool tmpl_assign(tmpl_run *r, const tmpl_node *target, tval v) {
     if (target->kind == TN_NSREF) {
         tval ns;
         if (!tmpl_get_var(r, target->id, &ns)) return false;
-        if (ns.type != TV_NAMESPACE) return tmpl_fail(r, "cannot assign attribute '%.*s': not a namespace", STRF(target->s));
+        if (ns.type != TV_NAMESPACE)
+            return tmpl_fail(r, "cannot assign attribute '%.*s': not a namespace", STRF(target->s));
         return tmpl_dict_set(r, ns.dict, tv_str(target->s), v);
     }
     tmpl_items *l;
@@ -6100,7 +6182,8 @@ static bool tmpl_call_macro(tmpl_run *r, tmpl_args *c, const tmpl_macro *m, tval
     tmpl_scope *back = r->scope;
     char what[80];
     bool is_macro = m->node->kind == TN_MACRO;
-    snprintf(what, sizeof what, "%.*s", is_macro ? (int)MIN(m->node->s.n, (size_t)70) : 6, is_macro ? m->node->s.p : "caller");
+    str name = is_macro ? m->node->s : STR("caller");
+    snprintf(what, sizeof what, "%.*s", (int)MIN(name.n, sizeof what - 1), name.p);
     if (!tmpl_enter(r)) return false;
     bool ok = tmpl_push_scope(r, m->scope) != NULL;
     int id = tmpl_var_id(r->t, "caller");
@@ -6128,7 +6211,8 @@ static bool tmpl_loop_step(tmpl_run *r, tmpl_loop *l, tval *v) {
         tval candidate = l->items->v[l->at++], passed = tv_bool(true);
         if (l->node->d && !l->filtered) {
             tmpl_scope *back = r->scope;
-            bool ok = tmpl_push_scope(r, l->scope) && tmpl_assign(r, l->node->a, candidate) && tmpl_eval(r, l->node->d, &passed);
+            bool ok = tmpl_push_scope(r, l->scope) && tmpl_assign(r, l->node->a, candidate) &&
+                tmpl_eval(r, l->node->d, &passed);
             r->scope = back;
             if (!ok) return false;
         }
@@ -6262,7 +6346,8 @@ static tmpl_flow tmpl_exec_one(tmpl_run *r, const tmpl_node *n) {
     case TN_SET: ok = tmpl_eval(r, n->b, &v) && tmpl_assign(r, n->a, v); break;
     case TN_SETBLOCK: ok = tmpl_filtered(r, n, &v) && tmpl_assign(r, n->a, v); break;
     case TN_FILTERS:
-        ok = tmpl_filtered(r, n, &v) && (v.type == TV_STR || tmpl_bad_type(r, "the output", v)) && tmpl_put(r, r->out, tv_text(v));
+        ok = tmpl_filtered(r, n, &v) && (v.type == TV_STR || tmpl_bad_type(r, "the output", v)) &&
+            tmpl_put(r, r->out, tv_text(v));
         break;
     case TN_MACRO: ok = tmpl_new_macro(r, n, &v) && tmpl_set_var(r, n->id, v); break;
     case TN_CALLER: ok = tmpl_exec_caller(r, n); break;
@@ -6287,8 +6372,8 @@ static tmpl_flow tmpl_exec(tmpl_run *r, const tmpl_node *chain) {
 
 /* ---- The two entrances ---- */
 
-/* Parses a template. *out is the caller's until tmpl_del. A filter or test that is not supported is an error here, unless it
- * stands in an if: then it is one when it runs. */
+/* Parses a template. *out is the caller's until tmpl_del. A filter or test that is not supported is an error here, unless
+ * it stands in an if: then it is one when it runs. */
 static int tmpl_parse(tmpl **out, str source, toka_err *e) {
     if (tmpl_parse_tree(out, source, e)) return e->code;
     for (tmpl_node *n = (*out)->calls; n; n = n->next_call) {
@@ -6302,8 +6387,8 @@ static int tmpl_parse(tmpl **out, str source, toka_err *e) {
     return 0;
 }
 
-/* Renders t behind what `out` holds. context: a JSON object whose members are the template's variables; its text must live until
- * the call returns. Hugging Face gives every template messages, tools and documents (null if there are none),
+/* Renders t behind what `out` holds. context: a JSON object whose members are the template's variables; its text must live
+ * until the call returns. Hugging Face gives every template messages, tools and documents (null if there are none),
  * add_generation_prompt and the special tokens: so should the caller. Thread: any. */
 static int tmpl_render(const tmpl *t, const json *context, tmpl_time now, tmpl_limits limits, buf *out, toka_err *e) {
     if (!json_is(context, JSON_OBJECT)) return fail(e, TOKA_E_USE, "template line 1: the context is not a JSON object");

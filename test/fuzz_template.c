@@ -1,5 +1,5 @@
-/* fuzz_template.c - libFuzzer entry: byte 0 chooses a context, the rest is the template; small limits. Whatever comes in, the
- * render ends with an output within its limit or with an error that names a line. */
+/* fuzz_template.c - libFuzzer entry: byte 0 chooses a context, the rest is the template; small limits. Whatever comes in,
+ * the render ends with an output within its limit or with an error that names a line. */
 #include "../toka.c"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);

@@ -14,7 +14,8 @@ static const json *json_of(arena *a, str s, char **copy, toka_err *e) {
 static bool json_same(const json *a, const json *b) {
     if (a->type != b->type) return false;
     if (a->type == JSON_NUMBER && a->exact && b->exact) return a->i == b->i;
-    if (a->type == JSON_NUMBER) return json_num(a, 0) == json_num(b, 1) && signbit(json_num(a, 0)) == signbit(json_num(b, 0));
+    if (a->type == JSON_NUMBER)
+        return json_num(a, 0) == json_num(b, 1) && signbit(json_num(a, 0)) == signbit(json_num(b, 0));
     if (a->type == JSON_STRING) return str_eq(json_str(a), json_str(b));
     if (a->type < JSON_ARRAY) return true;
     if (a->n != b->n || a->skip != b->skip) return false;
@@ -265,7 +266,8 @@ static void test_json_writer(void) {
 
 /* A random document as text, with random spaces and escapes. */
 static void json_random(buf *b, uint64_t *s, int depth) {
-    static const char *const bits[] = {"a", "\\n", "\\u00e9", "\\uD83D\\uDE00", "\xE2\x82\xAC", "\xF0\x9F\x98\x80", "\\\"", "\\\\", " "};
+    static const char *const bits[] = {"a", "\\n", "\\u00e9", "\\uD83D\\uDE00", "\xE2\x82\xAC", "\xF0\x9F\x98\x80", "\\\"",
+        "\\\\", " "};
     int kind = (int)(rnd(s) % (depth > 6 ? 5 : 7)), n = (int)(rnd(s) % 5);
     if (rnd(s) % 4 == 0) buf_c(b, " \n");
     switch (kind) {
@@ -328,13 +330,14 @@ static void test_json_floats(void) {
         json_put_num(&b, f, is_float);
         const json *v = json_parse(&a, buf_view(&b), json_test_limits, &e);
         double back = json_num(v, NAN);
-        CHECK_MSG(v && (is_float ? (float)back == (float)f : back == f) && signbit(back) == signbit(f), "%a gave %s", f, b.p);
+        CHECK_MSG(v && (is_float ? (float)back == (float)f : back == f) && signbit(back) == signbit(f), "%a: %s", f, b.p);
         char shorter[40];
         int digits = 0;
         for (char *c = b.p; *c && *c != 'e'; c++) digits += isdigit((unsigned char)*c) && (digits || *c != '0');
         snprintf(shorter, sizeof shorter, "%.*e", MAX(digits - 2, 0), f);
         back = strtod(shorter, NULL);
-        if (digits > 1 && strchr(b.p, 'e')) CHECK_MSG(is_float ? (float)back != (float)f : back != f, "%s: %s too", b.p, shorter);
+        if (digits > 1 && strchr(b.p, 'e'))
+            CHECK_MSG(is_float ? (float)back != (float)f : back != f, "%s: %s too", b.p, shorter);
         buf_free(&b), arena_free(&a);
     }
 }
