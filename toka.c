@@ -8254,7 +8254,7 @@ static void stop_free(stop_scan *s) {
  *
  * What always holds: the bytes of a row's result depend on that row alone. Not on T or on the other rows of the step, not on
  * the number of threads, not on how a prompt was cut into chunks or the attention into spans. Three rules give that:
- *   - A product y[t][n] = sum over k of x[t][k] w[n][k] has one order in every tile shape: k in blocks of CPU_BLOCK; in a block
+ *   - A product y[t][n] = sum over k of x[t][k] w[n][k] has one order in every tile shape: k in blocks of kernels.block; in a block
  *     lane j of one vector sums the k with k % lanes == j in rising order; one fixed tree sums the lanes; blocks add up in order.
  *   - Attention walks the kv positions page by page in rising order and merges each page into a running softmax. Spans begin
  *     and end on page borders, so how they are cut changes nothing. What a row may not see adds an exact zero.
@@ -8274,8 +8274,8 @@ static void stop_free(stop_scan *s) {
 #include <stdatomic.h>
 
 enum {
-    CPU_BLOCK = 512,          /* k per block of a product: 6 + 4 rows of it fit the first cache level. Multiple of 16 */
-    CPU_PANEL = 64,           /* rows of a weight that are unpacked together: 128 KB of float32, second cache level */
+    CPU_BLOCK = 1024,         /* largest k per block of a product; a multiple of 16 as all of them */
+    CPU_PANEL = 64,           /* rows of a weight that are unpacked together: up to 256 KB of float32, second cache level */
     CPU_PANEL_LD = CPU_BLOCK + 16, /* floats from row to row; not a power of two, else all rows fall into the same cache sets */
     CPU_DIRECT = 12,          /* up to this many rows of x, w is unpacked in registers each time */
     CPU_CHUNK = 512,          /* tokens that go through one op's scratch at once */
@@ -8288,8 +8288,13 @@ enum {
 };
 
 /* Unrolls a loop of constant count wholly, so that its array of vectors becomes registers. */
+#ifdef __clang__
+#define CPU_UNROLL _Pragma("clang loop unroll(full)")
+#define CPU_TWICE _Pragma("clang loop unroll_count(2)")
+#else
 #define CPU_UNROLL _Pragma("GCC unroll 8")
 #define CPU_TWICE _Pragma("GCC unroll 2")
+#endif
 #define CPU_INLINE __attribute__((always_inline)) static inline
 
 static int cpu_up16(int n) { return (n + 15) & ~15; }
@@ -8324,12 +8329,11 @@ typedef struct cpu_softmax {
 /* The kernels of one instruction set. */
 typedef struct cpu_kernels {
     const char *name;
-    int rows; /* rows of x in the largest tile */
+    int rows;  /* rows of x in the largest tile */
+    int block; /* k per block of a product: rows + 4 rows of it stay in the first cache levels; at most CPU_BLOCK */
     void (*tile[3])(const cpu_tile *t);                                             /* by toka_dtype */
     void (*unpack)(float *to, const void *from, toka_dtype type, int n);            /* n elements to float32 */
     void (*outer)(const cpu_outer *o);
-    void (*soften)(cpu_softmax *st, float *s, int n, int from, int to, int dp);     /* see cpu_soften_body */
-    void (*swiglu)(float *gate, const float *up, int n);                            /* gate = silu(gate) * up; n: 16s */
 } cpu_kernels;
 
 /* ---- Scalars and bodies shared by the instruction sets ---- */
@@ -8357,29 +8361,85 @@ static float cpu_element(const void *p, toka_dtype type, size_t i) {
 
 static size_t cpu_dtype_bytes(toka_dtype type) { return type == TOKA_F32 ? 4 : 2; }
 
-/* exp, relative error below 3e-7; exactly 0 below -87 and exactly 1 at 0. Without branches, so that compilers make vectors of
- * a loop over it: x = n ln 2 + r with |r| <= ln 2 / 2, Taylor to the 7th power in r (the 8th is 5e-9), n into the exponent. */
-CPU_INLINE float cpu_exp(float x) {
-    float y = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    float shifted = y * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the integer part lands in the low bits */
-    float n = shifted - 12582912.0f;
-    float r = y - n * 0.693359375f;                /* ln 2 in two parts, the first with few bits */
+/* ---- Vectors of 4 lanes, as GCC and Clang spell them for any machine ---- */
+
+typedef float cpu_v4 __attribute__((vector_size(16)));
+typedef uint32_t cpu_u4 __attribute__((vector_size(16)));
+typedef int32_t cpu_i4 __attribute__((vector_size(16))); /* -1 or 0 a lane: what a comparison gives */
+typedef uint16_t cpu_h4 __attribute__((vector_size(8)));
+
+CPU_INLINE cpu_v4 cpu_get4(const float *p) {
+    cpu_v4 v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+CPU_INLINE void cpu_set4(float *p, cpu_v4 v) { memcpy(p, &v, sizeof v); }
+CPU_INLINE cpu_v4 cpu_all4(float x) { return (cpu_v4){x, x, x, x}; }
+CPU_INLINE cpu_v4 cpu_where4(cpu_i4 mask, cpu_v4 yes, cpu_v4 no) {
+    return (cpu_v4)((mask & (cpu_i4)yes) | (~mask & (cpu_i4)no));
+}
+CPU_INLINE cpu_v4 cpu_max4(cpu_v4 a, cpu_v4 b) { return cpu_where4(a > b, a, b); }
+
+/* exp, relative error below 3e-7; exactly 0 below -87 and exactly 1 at 0. x = n ln 2 + r with |r| <= ln 2 / 2, Taylor to the 7th
+ * power in r (the 8th is 5e-9), n into the exponent. */
+CPU_INLINE cpu_v4 cpu_exp4(cpu_v4 x) {
+    cpu_v4 y = cpu_where4(x < -87.0f, cpu_all4(-87), x);
+    y = cpu_where4(y > 88.0f, cpu_all4(88), y);
+    cpu_v4 shifted = y * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the integer part lands in the low bits */
+    cpu_v4 n = shifted - 12582912.0f;
+    cpu_v4 r = y - n * 0.693359375f; /* ln 2 in two parts, the first with few bits */
     r = r - n * -2.12194440e-4f;
-    float p = 1.0f / 5040;
-    p = p * r + 1.0f / 720;
+    cpu_v4 p = r * (1.0f / 5040) + 1.0f / 720;
     p = p * r + 1.0f / 120;
     p = p * r + 1.0f / 24;
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    uint32_t bits;
-    memcpy(&bits, &shifted, 4);
-    bits = (bits - 0x4B400000u + 127u) << 23;
-    float scale;
-    memcpy(&scale, &bits, 4);
-    return x < -87.0f ? 0.0f : p * scale;
+    cpu_u4 power = ((cpu_u4)shifted - 0x4B400000u + 127u) << 23;
+    return cpu_where4(x < -87.0f, cpu_all4(0), p * (cpu_v4)power);
 }
+
+static void cpu_swiglu(float *gate, const float *up, int n) { /* gate = silu(gate) * up; n a multiple of 4 */
+    for (int i = 0; i < n; i += 4) {
+        cpu_v4 g = cpu_get4(gate + i);
+        cpu_set4(gate + i, g / (1.0f + cpu_exp4(-g)) * cpu_get4(up + i));
+    }
+}
+
+/* Merges one page of scores s[n] into a row's running softmax; only positions from <= j < to are seen. Leaves in s the
+ * probabilities (relative to the new best) for the product with V, 0 where unseen. n and dp are multiples of 16. */
+static void cpu_soften(cpu_softmax *st, float *s, int n, int from, int to, int dp) {
+    cpu_v4 lane[4];
+    if (from >= to) {
+        memset(s, 0, (size_t)n * sizeof *s);
+        return;
+    }
+    for (int j = 0; j < from; j++) s[j] = -INFINITY;
+    for (int j = to; j < n; j++) s[j] = -INFINITY;
+    CPU_UNROLL for (int i = 0; i < 4; i++) lane[i] = cpu_get4(s + 4 * i);
+    for (int j = 16; j < n; j += 16)
+        CPU_UNROLL for (int i = 0; i < 4; i++) lane[i] = cpu_max4(lane[i], cpu_get4(s + j + 4 * i));
+    cpu_v4 m = cpu_max4(cpu_max4(lane[0], lane[1]), cpu_max4(lane[2], lane[3]));
+    float best = MAX(MAX(m[0], m[1]), MAX(m[2], m[3]));
+    if (best > st->best) {
+        cpu_v4 shrink = cpu_exp4(cpu_all4(st->best - best)); /* 0 at the first page, where st->best is -infinity */
+        st->best = best;
+        st->sum *= shrink[0];
+        for (int j = 0; j < dp; j += 4) cpu_set4(st->acc + j, cpu_get4(st->acc + j) * shrink);
+    }
+    CPU_UNROLL for (int i = 0; i < 4; i++) lane[i] = cpu_all4(0);
+    for (int j = 0; j < n; j += 16)
+        CPU_UNROLL for (int i = 0; i < 4; i++) {
+            cpu_v4 e = cpu_exp4(cpu_get4(s + j + 4 * i) - st->best);
+            cpu_set4(s + j + 4 * i, e);
+            lane[i] += e;
+        }
+    m = (lane[0] + lane[1]) + (lane[2] + lane[3]);
+    st->sum += (m[0] + m[2]) + (m[1] + m[3]);
+}
+
+/* ---- What the tiles of all instruction sets share ---- */
 
 /* Row j of a tile's weights; rows behind the last repeat it, their results are not written. */
 CPU_INLINE const char *cpu_tile_row(const cpu_tile *t, int j) { return t->w + (size_t)MIN(j, t->n - 1) * t->w_step; }
@@ -8394,46 +8454,7 @@ CPU_INLINE void cpu_tile_ahead(const cpu_tile *t, const char *const *w, toka_dty
         CPU_UNROLL for (int j = 0; j < 8; j++) __builtin_prefetch(w[j] + (size_t)k * (64 / (size_t)line) + ahead, 0, 2);
 }
 
-CPU_INLINE void cpu_swiglu_body(float *gate, const float *up, int n) {
-    for (int i = 0; i < n; i++) gate[i] = gate[i] / (1.0f + cpu_exp(-gate[i])) * up[i];
-}
-
-/* Merges one page of scores s[n] into a row's running softmax; only positions from <= j < to are seen. Leaves in s the
- * probabilities (relative to the new best) for the product with V, 0 where unseen. Sums go by 16 lanes and one tree. */
-CPU_INLINE void cpu_soften_body(cpu_softmax *st, float *s, int n, int from, int to, int dp) {
-    float lane[16];
-    if (from >= to) {
-        memset(s, 0, (size_t)n * sizeof *s);
-        return;
-    }
-    for (int j = 0; j < from; j++) s[j] = -INFINITY;
-    for (int j = to; j < n; j++) s[j] = -INFINITY;
-    memcpy(lane, s, sizeof lane);
-    for (int j = 16; j < n; j += 16)
-        for (int i = 0; i < 16; i++) lane[i] = s[j + i] > lane[i] ? s[j + i] : lane[i];
-    CPU_UNROLL for (int half = 8; half; half /= 2)
-        for (int i = 0; i < half; i++) lane[i] = lane[i + half] > lane[i] ? lane[i + half] : lane[i];
-    if (lane[0] > st->best) {
-        float shrink = cpu_exp(st->best - lane[0]); /* 0 at the first page, where best is -infinity */
-        st->best = lane[0];
-        st->sum *= shrink;
-        for (int i = 0; i < dp; i++) st->acc[i] *= shrink;
-    }
-    float best = st->best;
-    for (int j = 0; j < n; j++) s[j] = cpu_exp(s[j] - best);
-    memcpy(lane, s, sizeof lane);
-    for (int j = 16; j < n; j += 16)
-        for (int i = 0; i < 16; i++) lane[i] += s[j + i];
-    CPU_UNROLL for (int half = 8; half; half /= 2)
-        for (int i = 0; i < half; i++) lane[i] += lane[i + half];
-    st->sum += lane[0];
-}
-
-/* ---- Portable kernels: vectors of 4 lanes as GCC and Clang spell them for any machine ---- */
-
-typedef float cpu_v4 __attribute__((vector_size(16)));
-typedef uint32_t cpu_u4 __attribute__((vector_size(16)));
-typedef uint16_t cpu_h4 __attribute__((vector_size(8)));
+/* ---- Portable kernels: 4 lanes ---- */
 
 /* f16 to float32: exponent and mantissa moved into place are 2^112 too small, also where the number is subnormal. Infinity and
  * NaN get their exponent back. */
@@ -8500,9 +8521,6 @@ static void cpu_outer_c(const cpu_outer *o) {
             memcpy(c, acc, sizeof acc);
         }
 }
-
-static void cpu_soften_c(cpu_softmax *st, float *s, int n, int from, int to, int dp) { cpu_soften_body(st, s, n, from, to, dp); }
-static void cpu_swiglu_c(float *gate, const float *up, int n) { cpu_swiglu_body(gate, up, n); }
 
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -8574,20 +8592,23 @@ CPU_AVX2 static void cpu_unpack_avx2(float *to, const void *from, toka_dtype typ
 CPU_AVX2 CPU_INLINE void cpu_outer_body_avx2(const cpu_outer *o, const int rows, int r, int j) {
     const float *a = o->a + (size_t)r * o->lda, *b = o->b + j;
     float *c = o->c + (size_t)r * o->ldc + j;
-    __m256 acc[4][2];
-    CPU_UNROLL for (int i = 0; i < rows; i++)
-        CPU_UNROLL for (int v = 0; v < 2; v++)
-            acc[i][v] = o->add ? _mm256_loadu_ps(c + (size_t)i * o->ldc + 8 * v) : _mm256_setzero_ps();
+    __m256 lo[4], hi[4];
+    CPU_UNROLL for (int i = 0; i < rows; i++) {
+        lo[i] = o->add ? _mm256_loadu_ps(c + (size_t)i * o->ldc) : _mm256_setzero_ps();
+        hi[i] = o->add ? _mm256_loadu_ps(c + (size_t)i * o->ldc + 8) : _mm256_setzero_ps();
+    }
     for (int k = 0; k < o->k; k++, b += o->ldb) {
-        __m256 b0 = _mm256_loadu_ps(b), b1 = _mm256_loadu_ps(b + 8);
+        __m256 y = _mm256_loadu_ps(b), z = _mm256_loadu_ps(b + 8);
         CPU_UNROLL for (int i = 0; i < rows; i++) {
             __m256 x = _mm256_broadcast_ss(a + (size_t)i * o->lda + k);
-            acc[i][0] = _mm256_fmadd_ps(x, b0, acc[i][0]);
-            acc[i][1] = _mm256_fmadd_ps(x, b1, acc[i][1]);
+            lo[i] = _mm256_fmadd_ps(x, y, lo[i]);
+            hi[i] = _mm256_fmadd_ps(x, z, hi[i]);
         }
     }
-    CPU_UNROLL for (int i = 0; i < rows; i++)
-        CPU_UNROLL for (int v = 0; v < 2; v++) _mm256_storeu_ps(c + (size_t)i * o->ldc + 8 * v, acc[i][v]);
+    CPU_UNROLL for (int i = 0; i < rows; i++) {
+        _mm256_storeu_ps(c + (size_t)i * o->ldc, lo[i]);
+        _mm256_storeu_ps(c + (size_t)i * o->ldc + 8, hi[i]);
+    }
 }
 CPU_AVX2 static void cpu_outer_avx2(const cpu_outer *o) {
     for (int j = 0; j < o->n; j += 16) {
@@ -8597,11 +8618,6 @@ CPU_AVX2 static void cpu_outer_avx2(const cpu_outer *o) {
         if (r < o->rows) cpu_outer_body_avx2(o, 1, r, j);
     }
 }
-
-CPU_AVX2 static void cpu_soften_avx2(cpu_softmax *st, float *s, int n, int from, int to, int dp) {
-    cpu_soften_body(st, s, n, from, to, dp);
-}
-CPU_AVX2 static void cpu_swiglu_avx2(float *gate, const float *up, int n) { cpu_swiglu_body(gate, up, n); }
 
 /* ---- AVX-512 kernels: 16 lanes, 32 registers ---- */
 
@@ -8662,52 +8678,50 @@ CPU_AVX512 static void cpu_unpack_avx512(float *to, const void *from, toka_dtype
     for (; i < n; i++) to[i] = cpu_element(from, type, (size_t)i);
 }
 
-/* rows x (16 * vectors) results in registers over all of k */
-CPU_AVX512 CPU_INLINE void cpu_outer_body_avx512(const cpu_outer *o, const int rows, const int vectors, int r, int j) {
+/* rows x 16 or 32 results in registers over all of k */
+CPU_AVX512 CPU_INLINE void cpu_outer_body_avx512(const cpu_outer *o, const int rows, const bool two, int r, int j) {
     const float *a = o->a + (size_t)r * o->lda, *b = o->b + j;
     float *c = o->c + (size_t)r * o->ldc + j;
-    __m512 acc[8][2], y[2];
-    CPU_UNROLL for (int i = 0; i < rows; i++)
-        CPU_UNROLL for (int v = 0; v < vectors; v++)
-            acc[i][v] = o->add ? _mm512_loadu_ps(c + (size_t)i * o->ldc + 16 * v) : _mm512_setzero_ps();
+    __m512 lo[8], hi[8];
+    CPU_UNROLL for (int i = 0; i < rows; i++) {
+        lo[i] = o->add ? _mm512_loadu_ps(c + (size_t)i * o->ldc) : _mm512_setzero_ps();
+        if (two) hi[i] = o->add ? _mm512_loadu_ps(c + (size_t)i * o->ldc + 16) : _mm512_setzero_ps();
+    }
     for (int k = 0; k < o->k; k++, b += o->ldb) {
-        CPU_UNROLL for (int v = 0; v < vectors; v++) y[v] = _mm512_loadu_ps(b + 16 * v);
+        __m512 y = _mm512_loadu_ps(b), z = two ? _mm512_loadu_ps(b + 16) : y;
         CPU_UNROLL for (int i = 0; i < rows; i++) {
             __m512 x = _mm512_set1_ps(a[(size_t)i * o->lda + k]);
-            CPU_UNROLL for (int v = 0; v < vectors; v++) acc[i][v] = _mm512_fmadd_ps(x, y[v], acc[i][v]);
+            lo[i] = _mm512_fmadd_ps(x, y, lo[i]);
+            if (two) hi[i] = _mm512_fmadd_ps(x, z, hi[i]);
         }
     }
-    CPU_UNROLL for (int i = 0; i < rows; i++)
-        CPU_UNROLL for (int v = 0; v < vectors; v++) _mm512_storeu_ps(c + (size_t)i * o->ldc + 16 * v, acc[i][v]);
+    CPU_UNROLL for (int i = 0; i < rows; i++) {
+        _mm512_storeu_ps(c + (size_t)i * o->ldc, lo[i]);
+        if (two) _mm512_storeu_ps(c + (size_t)i * o->ldc + 16, hi[i]);
+    }
 }
-CPU_AVX512 CPU_INLINE void cpu_outer_rows_avx512(const cpu_outer *o, const int vectors, int j) {
+CPU_AVX512 CPU_INLINE void cpu_outer_rows_avx512(const cpu_outer *o, const bool two, int j) {
     int r = 0;
-    for (; r + 8 <= o->rows; r += 8) cpu_outer_body_avx512(o, 8, vectors, r, j);
-    for (; r + 4 <= o->rows; r += 4) cpu_outer_body_avx512(o, 4, vectors, r, j);
-    for (; r + 2 <= o->rows; r += 2) cpu_outer_body_avx512(o, 2, vectors, r, j);
-    if (r < o->rows) cpu_outer_body_avx512(o, 1, vectors, r, j);
+    for (; r + 8 <= o->rows; r += 8) cpu_outer_body_avx512(o, 8, two, r, j);
+    for (; r + 4 <= o->rows; r += 4) cpu_outer_body_avx512(o, 4, two, r, j);
+    for (; r + 2 <= o->rows; r += 2) cpu_outer_body_avx512(o, 2, two, r, j);
+    if (r < o->rows) cpu_outer_body_avx512(o, 1, two, r, j);
 }
 CPU_AVX512 static void cpu_outer_avx512(const cpu_outer *o) {
     int j = 0;
-    for (; j + 32 <= o->n; j += 32) cpu_outer_rows_avx512(o, 2, j);
-    if (j < o->n) cpu_outer_rows_avx512(o, 1, j);
+    for (; j + 32 <= o->n; j += 32) cpu_outer_rows_avx512(o, true, j);
+    if (j < o->n) cpu_outer_rows_avx512(o, false, j);
 }
 
-CPU_AVX512 static void cpu_soften_avx512(cpu_softmax *st, float *s, int n, int from, int to, int dp) {
-    cpu_soften_body(st, s, n, from, to, dp);
-}
-CPU_AVX512 static void cpu_swiglu_avx512(float *gate, const float *up, int n) { cpu_swiglu_body(gate, up, n); }
 #endif
 
 /* ---- The instruction sets, and the choice ---- */
 
 static const cpu_kernels cpu_sets[] = {
-    {"portable C", 2, {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c}, cpu_unpack_c, cpu_outer_c, cpu_soften_c, cpu_swiglu_c},
+    {"portable C", 2, 512, {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c}, cpu_unpack_c, cpu_outer_c},
 #ifdef __x86_64__
-    {"AVX2", 3, {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2}, cpu_unpack_avx2, cpu_outer_avx2, cpu_soften_avx2,
-     cpu_swiglu_avx2},
-    {"AVX-512", 6, {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512}, cpu_unpack_avx512, cpu_outer_avx512,
-     cpu_soften_avx512, cpu_swiglu_avx512},
+    {"AVX2", 3, 512, {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2}, cpu_unpack_avx2, cpu_outer_avx2},
+    {"AVX-512", 6, 1024, {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512}, cpu_unpack_avx512, cpu_outer_avx512},
 #endif
 };
 
@@ -8917,12 +8931,12 @@ static void cpu_product_direct(const cpu_product *p, int j, int n0, int n1) {
     cpu_tile t = {.ldx = p->ldx, .w_step = row, .ldy = p->ldy[j]};
     int columns = p->T == 1 ? 8 : 4;
     for (int n = n0; n < n1; n += columns)
-        for (int k = 0; k < w->cols; k += CPU_BLOCK)
+        for (int k = 0; k < w->cols; k += kn->block)
             for (int m = 0; m < p->T; m += kn->rows) {
                 t.x = p->x + (size_t)m * p->ldx + k;
                 t.w = (const char *)w->data + (size_t)n * row + size * (size_t)k;
                 t.y = p->y[j] + (size_t)m * p->ldy[j] + n;
-                t.m = MIN(kn->rows, p->T - m), t.n = MIN(columns, n1 - n), t.k = MIN(CPU_BLOCK, w->cols - k);
+                t.m = MIN(kn->rows, p->T - m), t.n = MIN(columns, n1 - n), t.k = MIN(kn->block, w->cols - k);
                 t.add = p->add || k;
                 kn->tile[w->dtype](&t);
             }
@@ -8935,8 +8949,8 @@ static void cpu_product_panel(const cpu_product *p, int j, int n0, int n1, float
     const cpu_kernels *kn = p->d->kernels;
     size_t size = cpu_dtype_bytes(w->dtype);
     cpu_tile t = {.ldx = p->ldx, .w_step = CPU_PANEL_LD * sizeof *panel, .ldy = p->ldy[j]};
-    for (int k = 0; k < w->cols; k += CPU_BLOCK) {
-        int block = MIN(CPU_BLOCK, w->cols - k);
+    for (int k = 0; k < w->cols; k += kn->block) {
+        int block = MIN(kn->block, w->cols - k);
         t.k = cpu_up16(block), t.add = p->add || k;
         for (int n = n0; n < n1; n++) {
             float *to = panel + (size_t)(n - n0) * CPU_PANEL_LD;
@@ -9124,7 +9138,7 @@ static void cpu_attend_page(const cpu_attention_job *a, cpu_rows *w, int t0, int
     for (int t = t0; t < t1; t++) {
         int pos = a->s->pos[t], to = MIN(n, pos + 1 - kv), from = window ? MAX(0, pos - window + 1 - kv) : 0;
         for (int g = 0; g < w->G; g++)
-            d->kernels->soften(&w->st[(t - w->r0) * w->G + g], w->scores + (size_t)((t - t0) * w->G + g) * (size_t)d->bp, d->bp,
+            cpu_soften(&w->st[(t - w->r0) * w->G + g], w->scores + (size_t)((t - t0) * w->G + g) * (size_t)d->bp, d->bp,
                                from, to, d->dp);
     }
     cpu_outer pv = {.a = w->scores, .lda = (size_t)d->bp, .ldb = (size_t)d->dp,
@@ -9211,7 +9225,7 @@ static void cpu_swiglu_item(void *arg, int thread, int t) {
     toka_device *d = arg;
     (void)thread;
     size_t at = (size_t)t * (size_t)d->ldf;
-    d->kernels->swiglu(d->gate + at, d->up + at, cpu_up16(d->shape->F));
+    cpu_swiglu(d->gate + at, d->up + at, cpu_up16(d->shape->F));
 }
 
 static void cpu_norm_mlp_residual(toka_device *d, const toka_step *s, int layer, toka_dev x) {

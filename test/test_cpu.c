@@ -444,7 +444,7 @@ static void test_cpu_ops(void) {
 static void test_cpu_wide(void) {
     for (int set = 0; set < cpu_n_sets(); set++)
         for (int type = 0; type < 3; type++) {
-            cpu_sizes z = {.H = 2, .K = 1, .D = 16, .E = 528, .F = 1060, .V = 30, .B = 16, .type = (toka_dtype)type};
+            cpu_sizes z = {.H = 2, .K = 1, .D = 16, .E = 528, .F = 1100, .V = 30, .B = 16, .type = (toka_dtype)type};
             check_ops(z, set, 2, (uint64_t)(90 + 3 * set + type));
         }
 }
@@ -468,11 +468,12 @@ static void test_cpu_unpack(void) {
     free(got);
 }
 
+static float exp_of(float x) { return cpu_exp4(cpu_all4(x))[3]; }
 static void test_cpu_exp(void) {
     double worst = 0;
-    for (double x = -87; x <= 88; x += 1e-4) worst = MAX(worst, fabs(cpu_exp((float)x) / exp((float)x) - 1));
+    for (double x = -87; x <= 88; x += 1e-4) worst = MAX(worst, fabs(exp_of((float)x) / exp((float)x) - 1));
     CHECK_MSG(worst < 3e-7, "%g", worst);
-    CHECK(cpu_exp(0) == 1 && cpu_exp(-INFINITY) == 0 && cpu_exp(-88) == 0 && isnan(cpu_exp(NAN)));
+    CHECK(exp_of(0) == 1 && exp_of(-INFINITY) == 0 && exp_of(-88) == 0 && isnan(exp_of(NAN)));
 }
 
 /* ---- The same bytes, however the work is cut ---- */
