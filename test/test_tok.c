@@ -92,14 +92,17 @@ static void tok_test_patterns(void) {
     toka_err e;
     ids v = {0};
     buf b = {0};
+    tok *t = NULL;
     for (int i = 0; i < COUNT(cases); i++) {
-        tok *t = tok_test_open(cases[i][0]);
-        if (!t) return;
+        if (i == 0 || strcmp(cases[i][0], cases[i - 1][0])) {
+            tok_del(t);
+            if (!(t = tok_test_open(cases[i][0]))) return;
+        }
         v.n = 0;
         CHECK(!tok_encode(t, str_c(cases[i][1]), 0, &v, &e));
         CHECK_MSG(str_is(tok_test_ids(&v, &b), cases[i][2]), "case %d: %s", i, b.p);
-        tok_del(t);
     }
+    tok_del(t);
     ids_free(&v), buf_free(&b);
 }
 
@@ -181,6 +184,12 @@ static void tok_test_roundtrip(void) {
     tok_test_roundtrip_of("weights/stories260K", false);
 }
 
+static double tok_test_cpu(void) { /* seconds of this thread; a busy machine does not count */
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
 /* Eight times the text takes about eight times the time: the ratio of the best of two stays below 32 (n log n gives 10,
  * n * n gives 64), for each shape of text. */
 static void tok_test_worst(void) {
@@ -198,10 +207,10 @@ static void tok_test_worst(void) {
             while (text.n < 1 << 18) buf_c(&text, unit[u]);
             for (int i = 0; i < 4; i++) {
                 size_t n = i % 2 ? text.n : text.n / 8 / strlen(unit[u]) * strlen(unit[u]);
-                double t0 = os_now();
+                double t0 = tok_test_cpu();
                 v.n = 0;
                 CHECK(!tok_encode(t, (str){text.p, n}, 0, &v, &e));
-                best[i % 2] = MIN(best[i % 2], os_now() - t0);
+                best[i % 2] = MIN(best[i % 2], tok_test_cpu() - t0);
             }
             CHECK_MSG(best[1] < 32 * best[0] + 0.005, "%s, \"%s\": %.4f s, eight times: %.4f s", folders[f], unit[u],
                       best[0], best[1]);
@@ -321,6 +330,10 @@ static void tok_test_refused(void) {
         {"pre_tokenizer", "{\"type\":\"Split\",\"pattern\":{\"Regex\":\"\\\\p{N}\"},\"behavior\":\"MergedWithNext\"}",
          "\"MergedWithNext\""},
         {"pre_tokenizer", "{\"type\":\"Whitespace\"}", "\"Whitespace\""},
+        {"normalizer",
+         "{\"type\":\"Sequence\",\"normalizers\":[{\"type\":\"Replace\",\"pattern\":{\"String\":\"a\"},\"content\":\"aaaaaaaaa\"},"
+         "{\"type\":\"Replace\",\"pattern\":{\"String\":\"a\"},\"content\":\"aaaaaaaaa\"}]}",
+         "64 times"},
         {"post_processor", "{\"type\":\"Odd\"}", "\"Odd\""},
         {"post_processor", "{\"type\":\"BertProcessing\",\"cls\":[\"a\",99],\"sep\":[\"a\",0]}", "id 99"},
         {"decoder", "{\"type\":\"WordPiece\"}", "\"WordPiece\""},
