@@ -1421,9 +1421,9 @@ static const char *tok_match(const uni *u, const tok_rule *r, const char *p, con
     const char *q;
     uint32_t s = tok_set(u, p, end, &n);
     if (r->contraction && (m = tok_contraction(p, end, r->contraction == TOK_ANY_CASE))) return p + m;
-    if (r->ascii_word && ispunct((unsigned char)*p) && end - p > 1 && isalpha((unsigned char)p[1])) {
-        for (q = p + 2; q < end && isalpha((unsigned char)*q);) q++;
-        return q;
+    if (r->ascii_word && s & (UNI_PUNCT | UNI_SYMBOL) && n == 1) {
+        for (q = p + 1; q < end && (unsigned)((*q | 32) - 'a') < 26;) q++;
+        if (q > p + 1) return q;
     }
     if ((r->letters || r->cased) && (q = tok_word(u, r, p, end, s, n))) return q;
     if (r->digits) {
@@ -1450,7 +1450,8 @@ static const char *tok_match(const uni *u, const tok_rule *r, const char *p, con
 
 enum {
     TOK_MAX_IDS = 1 << 22,   /* ids a file may use */
-    TOK_MAX_CONTENT = 256,   /* bytes that a normalizer may put in for each match */
+    TOK_MAX_CONTENT = 512,   /* bytes of an added token, and of what a normalizer puts in front */
+    TOK_MAX_GROWTH = 64,     /* times that replacements may make a text longer */
     TOK_MAX_STEPS = 8,       /* normalizers, patterns or decoders in a row */
     TOK_SHORT = 40,          /* symbols up to which a piece is merged by plain scans */
     TOK_SLOT_BYTES = 24, TOK_SLOT_IDS = 8, TOK_SLOTS = 1 << 14
@@ -1508,7 +1509,7 @@ enum tok_flag { TOK_KNOWN = 1, TOK_SPECIAL = 2, TOK_SKIPPED = 4, TOK_BYTE = 8 };
 struct tok {
     uni uni;
     arena mem;      /* all text below */
-    int n_ids, cap; /* ids in use; places in the next three */
+    int n_ids, cap; /* ids in use; places in the arrays by id */
     str *key;       /* [cap] what encode matches: for a byte-level tokenizer the bytes themselves. p NULL: nothing */
     str *text;      /* [cap] what decode writes */
     uint8_t *flag;  /* [cap] tok_flag */
@@ -1526,6 +1527,7 @@ struct tok {
     tok_matcher raw, normalized;
     tok_normal normals[TOK_MAX_STEPS];
     int n_normals;
+    size_t growth; /* while loading: replacements so far make a text at most so many times longer */
     tok_step steps[TOK_MAX_STEPS];
     int n_steps;
     bool byte_level, prefix_space;
@@ -1903,33 +1905,34 @@ static const char *tok_back(const char *p) { /* start of the character before p 
 }
 
 /* Cuts s at added tokens: first at those that match the text as it is, then, in what lies between and is normalized, at the
- * others. Without TOKA_PARSE_SPECIAL a special token's text is passed over, with what might match inside it, as HF does. */
+ * others. Without TOKA_PARSE_SPECIAL a special token's text is passed over, with what might match inside it, as HF does.
+ * `done` is the end of what became ids; the search goes on at p, which may be before it when a token took space behind it. */
 static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
     const tok *t = x->t;
     const tok_matcher *m = normalized ? &t->normalized : &t->raw;
     if (normalized) s = tok_normalize(t, s, x->normal);
-    const char *end = s.p + s.n, *done = s.p, *from, *to = end;
-    for (const char *p = s.p; done < end; done = to) {
+    const char *p = s.p, *end = s.p + s.n, *done = s.p;
+    for (;;) {
         const struct tok_text *hit = NULL;
         while (p < end && !(m->first[(unsigned char)*p] && (hit = tok_longest(m, (str){p, (size_t)(end - p)})))) p++;
         const tok_added *a = hit ? &t->added[hit->added] : NULL;
-        from = p, p += hit ? hit->text.n : 0;
+        const char *from = p;
         if (a) {
             int n;
-            to = done; /* in case it does not count */
+            p += hit->text.n;
             if (a->special && !(x->flags & TOKA_PARSE_SPECIAL)) continue;
             if (a->single_word && from > s.p && tok_is_word(&t->uni, tok_back(from))) continue;
             if (a->single_word && p < end && tok_is_word(&t->uni, p)) continue;
             while (a->lstrip && from > done && tok_set(&t->uni, tok_back(from), end, &n) & UNI_SPACE) from = tok_back(from);
-            to = a->rstrip ? tok_run(&t->uni, p, end, UNI_SPACE) : p;
         }
         if (done < from) {
             str between = {done, (size_t)(from - done)};
             if (normalized) tok_stretch(x, between, first && done == s.p);
             else tok_added_cut(x, true, between, first && done == s.p);
         }
-        if (!a) return;
+        if (!a) break;
         ids_push(x->out, a->id);
+        done = a->rstrip ? tok_run(&t->uni, p, end, UNI_SPACE) : p;
     }
 }
 
@@ -1965,9 +1968,10 @@ static void tok_stream_free(tok_stream *s) { buf_free(&s->held); }
 
 /* Writes whole text, without what is to be stripped off the start. */
 static void tok_stream_emit(tok_stream *s, str text, buf *out) {
-    for (; s->strip && text.n; s->strip--) {
-        if (!str_starts(text, s->t->strip_char)) s->strip = 1;
-        else text = str_sub(text, s->t->strip_char.n, text.n);
+    while (s->strip && text.n) {
+        bool is = str_starts(text, s->t->strip_char);
+        if (is) text = str_sub(text, s->t->strip_char.n, text.n);
+        s->strip = is ? s->strip - 1 : 0;
     }
     buf_str(out, text);
 }
@@ -2084,7 +2088,7 @@ static int tok_check_vocab(const json *vocab, int64_t *largest, size_t *bytes, t
     JSON_MEMBERS(key, vocab) {
         int64_t id = json_int(key + 1, -1);
         if (id < 0 || id >= end)
-            return TOK_FAIL("model.vocab: the id of \"%.*s\" is not a number from 0 to %d", STRF(json_str(key)), (int)end - 1);
+            return TOK_FAIL("model.vocab: the id of \"%.*s\" is no number from 0 to %d", STRF(json_str(key)), (int)end - 1);
         *largest = MAX(*largest, id);
         *bytes += key->n;
     }
@@ -2273,6 +2277,8 @@ static int tok_load_added(tok *t, const json *list, size_t n_vocab, toka_err *e)
             if (!json_is(json_get(it, "content"), JSON_STRING))
                 return TOK_FAIL("added_tokens[%d]: no content", t->n_added);
             if (!content.n) continue;
+            if (content.n > TOK_MAX_CONTENT)
+                return TOK_FAIL("added_tokens[%d]: %zu bytes, at most %d", t->n_added, content.n, TOK_MAX_CONTENT);
             tok_added a = {.content = arena_str(&t->mem, content), .id = tok_id(t, content)};
             if (a.id < 0) a.id = next++;
             a.special = json_true(json_get(it, "special")), a.normalized = json_true(json_get(it, "normalized"));
@@ -2320,6 +2326,12 @@ static str tok_literal(const json *pattern) {
     return s.n ? s : r;
 }
 
+/* Counts one more replacement in; true: together they may make a text too long. */
+static bool tok_grows(tok *t, str from, str to) {
+    t->growth *= MAX((size_t)1, (to.n + from.n - 1) / from.n);
+    return t->growth > TOK_MAX_GROWTH;
+}
+
 static int tok_load_normal(tok *t, const json *v, toka_err *e) {
     str type = tok_type(v);
     if (t->n_normals == TOK_MAX_STEPS) return TOK_FAIL("more than %d normalizers", TOK_MAX_STEPS);
@@ -2332,6 +2344,7 @@ static int tok_load_normal(tok *t, const json *v, toka_err *e) {
         const json *pattern = json_get(v, "pattern");
         *k = (tok_normal){TOK_REPLACE, tok_keep(t, tok_literal(pattern)), tok_keep(t, json_str(json_get(v, "content")))};
         if (!k->from.n) return tok_unsupported(e, "normalizer Replace: the pattern", json_str(json_get(pattern, "Regex")));
+        if (tok_grows(t, k->from, k->to)) return TOK_FAIL("normalizers make a text over %d times longer", TOK_MAX_GROWTH);
     } else {
         return tok_unsupported(e, "normalizer", type);
     }
@@ -2402,7 +2415,8 @@ static int tok_add_outer(tok *t, ids *to, const json *id, toka_err *e) {
 static int tok_load_template(tok *t, const json *v, ids *head, ids *tail, toka_err *e) {
     const json *single = json_get(v, "single"), *tokens = json_get(v, "special_tokens");
     int n_sequences = 0;
-    if (!json_is(single, JSON_ARRAY) || single->n > 64) return TOK_FAIL("post_processor: \"single\" is no array of 1 to 64");
+    if (!json_is(single, JSON_ARRAY) || single->n > 64)
+        return TOK_FAIL("post_processor: \"single\" is not an array of 1 to 64");
     JSON_EACH(it, single) {
         const json *special = json_get(it, "SpecialToken"), *list = NULL;
         str id = json_str(json_get(special, "id"));
@@ -2442,10 +2456,11 @@ static int tok_load_post(tok *t, const json *v, toka_err *e) {
 
 /* Every token's decoded text with `from` replaced. */
 static int tok_decode_replace(tok *t, const json *v, toka_err *e) {
-    str from = tok_literal(json_get(v, "pattern")), to = tok_keep(t, json_str(json_get(v, "content")));
+    const json *pattern = json_get(v, "pattern");
+    str from = tok_literal(pattern), to = tok_keep(t, json_str(json_get(v, "content")));
     buf b = {0};
-    if (!from.n || to.n > TOK_MAX_CONTENT)
-        return tok_unsupported(e, "decoder Replace: the pattern", json_str(json_get(json_get(v, "pattern"), "Regex")));
+    if (!from.n) return tok_unsupported(e, "decoder Replace: the pattern", json_str(json_get(pattern, "Regex")));
+    if (tok_grows(t, from, to)) return TOK_FAIL("decoders make a text over %d times longer", TOK_MAX_GROWTH);
     for (int i = 0; i < t->n_ids; i++) {
         str s = t->text[i].n ? tok_replace(t->text[i], from, to, &b) : t->text[i];
         if (s.p != t->text[i].p) t->text[i] = tok_keep(t, s);
@@ -2526,10 +2541,12 @@ static int tok_load_model(tok *t, const json *root, toka_err *e) {
 
 static int tok_load_root(tok *t, const json *root, toka_err *e) {
     if (!json_is(root, JSON_OBJECT)) return TOK_FAIL("an object was expected");
+    t->growth = 1;
     if (tok_load_each(t, json_get(root, "normalizer"), "normalizers", 0, tok_load_normal, e)) return e->code;
     if (tok_load_each(t, json_get(root, "pre_tokenizer"), "pretokenizers", 0, tok_load_pre, e)) return e->code;
     if (tok_load_model(t, root, e)) return e->code;
     if (tok_load_each(t, json_get(root, "post_processor"), "processors", 0, tok_load_post, e)) return e->code;
+    t->growth = 1;
     if (tok_load_each(t, json_get(root, "decoder"), "decoders", 0, tok_load_decoder, e)) return e->code;
     if (t->byte_level && t->decoder != TOK_BYTES)
         return tok_unsupported(e, "with a ByteLevel pre-tokenizer the decoder", tok_type(json_get(root, "decoder")));

@@ -636,7 +636,7 @@ def test_metaspace(driver, tmp_path):
 
 def added_tokens(rng, config):
     out, flip = [], lambda: rng.random() < 0.4
-    for i, c in enumerate(["<s>", "</s>", "<x>", "ab", "a b", " c", "\u4f60", "<x><y>", "\u00e9t\u00e9", "h\n"]):
+    for i, c in enumerate(["<s>", "</s>", "<x>", "ab", "a b", " c", "\u4f60", "<x><y>", "\u00e9t\u00e9", "h\n", "\n", " \n", "  "]):
         out.append(
             {
                 "id": i,
