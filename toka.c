@@ -2699,6 +2699,7 @@ typedef struct tmpl_run {
     tval *globals;      /* [t->n_names] variables of that level; TV_ABSENT: none */
     char *last_text;    /* the latest long concatenation: `a + b + c + ...` grows it in place */
     size_t last_n, last_cap;
+    int loop_id, caller_id; /* numbers of the variables that loops and macros set, -1: the template has none */
     int line;
     toka_err *e;
 } tmpl_run;
@@ -3017,6 +3018,7 @@ static tval *tmpl_dict_find(tmpl_run *r, const tmpl_dict *d, tval key, bool *ok)
             if ((*ok = tmpl_equal(r, d->kv[2 * i], key, &same)) && same) return &d->kv[2 * i + 1];
         return NULL;
     }
+    if (key.type == TV_STR && !(*ok = tmpl_work(r, key.n))) return NULL;
     for (size_t h = tmpl_hash(key); *ok && d->slots[h & (d->n_slots - 1)]; h++) {
         size_t i = d->slots[h & (d->n_slots - 1)] - 1;
         if ((*ok = tmpl_equal(r, d->kv[2 * i], key, &same)) && same) return &d->kv[2 * i + 1];
@@ -3030,8 +3032,8 @@ static bool tmpl_dict_rehash(tmpl_run *r, tmpl_dict *d) {
     if (!slots) return false;
     memset(slots, 0, n * sizeof *slots);
     for (size_t i = 0; i < d->n; i++) {
-        size_t h = tmpl_hash(d->kv[2 * i]), tries = 1;
-        for (; slots[h & (n - 1)]; h++) tries++;
+        size_t h = tmpl_hash(d->kv[2 * i]), tries = d->kv[2 * i].type == TV_STR ? d->kv[2 * i].n : 0;
+        for (; slots[h & (n - 1)]; h++) tries += 8;
         slots[h & (n - 1)] = (uint32_t)i + 1;
         if (!tmpl_work(r, tries)) return false;
     }
@@ -3953,6 +3955,7 @@ static bool tmpl_params(tmpl_parser *p, tmpl_node **params) {
     for (tmpl_node **tail = params; !tmpl_take_op(p, ')'); tail = &(*tail)->next) {
         if (tail != params && !tmpl_take_op(p, ',')) return tmpl_expected(p, "',' or ')'");
         if (!(*tail = tmpl_name(p, TN_PARAM))) return false;
+        if (str_is((*tail)->s, "caller") && !tmpl_at_op(p, '=')) return tmpl_expected(p, "a default for caller");
         if (tmpl_take_op(p, '=') ? !((*tail)->a = tmpl_expr(p)) : defaults && !tmpl_expected(p, "a default value"))
             return false;
         defaults |= (*tail)->a != NULL;
@@ -4110,7 +4113,6 @@ typedef struct tmpl_scope { /* variables of a loop body, a macro, a with or call
     struct tmpl_scope *outer;
     tmpl_var *vars;
     int n, cap;
-    bool kept; /* a macro was defined in it: it must outlive its block */
 } tmpl_scope;
 
 typedef struct tmpl_macro {
@@ -5291,6 +5293,9 @@ static bool tmpl_m_split(tmpl_run *r, tmpl_args *c, tval *out) { /* sep maxsplit
     return *out = tv_list(TV_LIST, l), true;
 }
 
+/* Charges for searching backwards, whose worst case is a comparison at every byte. */
+static bool tmpl_work_back(tmpl_run *r, str s, str needle) { return tmpl_work(r, s.n * (needle.n / 64 + 1)); }
+
 /* The last `needle` in s, or -1. */
 static ptrdiff_t tmpl_rfind(str s, str needle) {
     for (size_t i = s.n + 1; i-- > 0;)
@@ -5306,6 +5311,7 @@ static bool tmpl_m_rsplit(tmpl_run *r, tmpl_args *c, tval *out) { /* sep maxspli
     if (!tmpl_text_args(r, c, 1)) return false;
     str sep = tv_text(c->a[0]);
     if (!sep.n) return tmpl_fail(r, "rsplit: empty separator");
+    if (!tmpl_work_back(r, s, sep)) return false;
     size_t n = 0, max = (size_t)MIN(tmpl_integer(c->a[1]), (int64_t)s.n);
     for (str rest = s; n < max; n++) { /* how many there are */
         ptrdiff_t at = tmpl_rfind(rest, sep);
@@ -5340,6 +5346,7 @@ static bool tmpl_m_partition(tmpl_run *r, tmpl_args *c, tval *out) {
     str s = tv_text(c->self), sep = tv_text(c->a[0]);
     if (!sep.n) return tmpl_fail(r, "%s: empty separator", c->fn->name);
     bool last = c->fn->name[0] == 'r';
+    if (last && !tmpl_work_back(r, s, sep)) return false;
     ptrdiff_t at = last ? tmpl_rfind(s, sep) : str_find(s, sep, 0);
     for (int i = 0; i < 3; i++) l->v[i] = tv_str(STR(""));
     if (at < 0) l->v[last ? 2 : 0] = c->self;
@@ -5353,12 +5360,14 @@ static bool tmpl_m_partition(tmpl_run *r, tmpl_args *c, tval *out) {
 /* startswith and endswith: a text or a tuple of them. */
 static bool tmpl_m_at_end(tmpl_run *r, tmpl_args *c, tval *out) {
     bool end = c->fn->name[0] == 'e', yes = false;
+    if (!tmpl_work(r, c->self.n)) return false;
     if (c->a[0].type == TV_STR) return tmpl_is(out, (end ? str_ends : str_starts)(tv_text(c->self), tv_text(c->a[0])));
     if (c->a[0].type != TV_TUPLE) return tmpl_bad_type(r, c->fn->name, c->a[0]);
     for (size_t i = 0; i < c->a[0].list->n && !yes; i++) {
         tval v = c->a[0].list->v[i];
         if (v.type != TV_STR) return tmpl_bad_type(r, c->fn->name, v);
         yes = (end ? str_ends : str_starts)(tv_text(c->self), tv_text(v));
+        if (!tmpl_work(r, v.n)) return false;
     }
     return tmpl_is(out, yes);
 }
@@ -5366,6 +5375,7 @@ static bool tmpl_m_at_end(tmpl_run *r, tmpl_args *c, tval *out) {
 static bool tmpl_m_find(tmpl_run *r, tmpl_args *c, tval *out) { /* find, rfind, index, count */
     if (!tmpl_text_args(r, c, 1)) return false;
     str s = tv_text(c->self), sub = tv_text(c->a[0]);
+    if (c->fn->name[0] == 'r' && !tmpl_work_back(r, s, sub)) return false;
     ptrdiff_t at = c->fn->name[0] == 'r' ? tmpl_rfind(s, sub) : str_find(s, sub, 0);
     if (c->fn->name[0] == 'i' && at < 0) return tmpl_fail(r, "index: substring not found");
     if (c->fn->name[0] != 'c') return *out = tv_int(at < 0 ? -1 : tmpl_len_cp(str_sub(s, 0, (size_t)at))), true;
@@ -5437,8 +5447,8 @@ static bool tmpl_m_format(tmpl_run *r, tmpl_args *c, tval *out) {
         if (!field.n || tmpl_to_integer(field, 10, &k, &fits)) v = k >= 0 && k < c->n_pos ? c->pos[k] : v;
         for (int n = 0; field.n && n < c->n_named; n++)
             if (str_eq(c->names[n], field)) v = c->named[n].v;
-        ok = v.type ? tmpl_put_value(r, &b, v, false)
-            : tmpl_fail(r, "format: field '{%.*s}' is not supported", STRF(field));
+        ok = tmpl_work(r, (size_t)c->n_named) && (v.type || tmpl_fail(r, "format: no value for '{%.*s}'", STRF(field))) &&
+             tmpl_put_value(r, &b, v, false);
         i = (size_t)MAX(close, 0);
     }
     return tmpl_take(r, &b, ok, out);
@@ -6171,6 +6181,7 @@ static bool tmpl_filtered(tmpl_run *r, const tmpl_node *n, tval *out) {
     return ok;
 }
 
+/* Sets the parameters of a macro or call block in the scope just made for it. */
 static bool tmpl_bind_params(tmpl_run *r, tmpl_args *c, const tmpl_node *params, const char *what) {
     int used_named = 0, used = 0;
     for (const tmpl_node *p = params; p; p = p->next) {
@@ -6181,18 +6192,19 @@ static bool tmpl_bind_params(tmpl_run *r, tmpl_args *c, const tmpl_node *params,
                 v = c->named[i].v, used_named++;
             }
         used++;
-        if (!v.type && p->a && !tmpl_eval(r, p->a, &v)) return false;
-        if (!tmpl_set_var(r, p->id, v.type ? v : tv_undefined(p->s, 0))) return false;
+        if (!tmpl_set_var(r, p->id, v)) return false;
+    }
+    for (const tmpl_node *p = params; p; p = p->next) { /* defaults see all parameters, and only those around the macro */
+        tval v;
+        if (!tmpl_get_var(r, p->id, &v)) return false;
+        if (v.type) continue;
+        v = tv_undefined(p->s, 0);
+        if (!tmpl_set_var(r, p->id, v)) return false;
+        if (p->a && (!tmpl_eval(r, p->a, &v) || !tmpl_set_var(r, p->id, v))) return false;
     }
     if (c->n_pos > used) return tmpl_fail(r, "%s: %d arguments, at most %d", what, c->n_pos, used);
     if (used_named < c->n_named) return tmpl_fail(r, "%s: an argument name is not known", what);
     return true;
-}
-
-static int tmpl_var_id(const tmpl *t, const char *name) {
-    for (int i = 0; i < t->n_names; i++)
-        if (str_is(t->names[i], name)) return i;
-    return -1;
 }
 
 static bool tmpl_call_macro(tmpl_run *r, tmpl_args *c, const tmpl_macro *m, tval caller, tval *out) {
@@ -6203,9 +6215,11 @@ static bool tmpl_call_macro(tmpl_run *r, tmpl_args *c, const tmpl_macro *m, tval
     snprintf(what, sizeof what, "%.*s", (int)MIN(name.n, sizeof what - 1), name.p);
     if (!tmpl_enter(r)) return false;
     bool ok = tmpl_push_scope(r, m->scope) != NULL;
-    int id = tmpl_var_id(r->t, "caller");
+    int id = r->caller_id;
     if (ok && id >= 0 && is_macro) ok = tmpl_set_var(r, id, caller.type ? caller : tv_undefined(STR("caller"), 0));
-    ok = ok && tmpl_bind_params(r, c, m->node->b, what) && tmpl_capture(r, m->node->c, out);
+    ok = ok && tmpl_bind_params(r, c, m->node->b, what);
+    if (ok && id >= 0 && is_macro && caller.type) ok = tmpl_set_var(r, id, caller); /* also over a parameter of that name */
+    ok = ok && tmpl_capture(r, m->node->c, out);
     r->scope = back;
     r->depth++;
     return ok;
@@ -6215,7 +6229,6 @@ static bool tmpl_new_macro(tmpl_run *r, const tmpl_node *n, tval *out) {
     tmpl_macro *m = tmpl_alloc(r, 1, sizeof *m);
     if (!m) return false;
     *m = (tmpl_macro){.node = n, .scope = r->scope};
-    for (tmpl_scope *s = r->scope; s; s = s->outer) s->kept = true;
     *out = (tval){.type = TV_MACRO, .macro = m};
     return true;
 }
@@ -6277,9 +6290,10 @@ static bool tmpl_loop_attr(tmpl_run *r, tmpl_loop *l, str name, tval *out) {
     return *out = tv_int(rev ? n - l->index0 : rev0 ? n - l->index0 - 1 : n), true;
 }
 
-/* The body once for each element, every time in a fresh scope that also has `loop`. As in Jinja, the else body runs when no
- * iteration came to the end of its body: also after a break in the first one. */
-static tmpl_flow tmpl_loop_bodies(tmpl_run *r, tmpl_loop *l, int loop_id, bool *ended) {
+/* The body once for each element, every time with only the target and `loop` in its scope. As in Jinja it is one scope, so
+ * that a macro defined in it sees the latest element; and the else body runs when no iteration came to the end of its body,
+ * also after a break in the first one. */
+static tmpl_flow tmpl_loop_bodies(tmpl_run *r, tmpl_loop *l, bool *ended) {
     const tmpl_node *n = l->node;
     tmpl_scope *s = NULL;
     for (;;) {
@@ -6290,13 +6304,11 @@ static tmpl_flow tmpl_loop_bodies(tmpl_run *r, tmpl_loop *l, int loop_id, bool *
         l->index0++;
         l->before = l->now;
         l->now = v;
-        if (!s || s->kept) {
-            if (!(s = tmpl_push_scope(r, l->scope))) return FLOW_FAIL;
-        }
+        if (!s && !(s = tmpl_push_scope(r, l->scope))) return FLOW_FAIL;
         r->scope = s;
         s->n = 0;
         if (!tmpl_assign(r, n->a, v)) return FLOW_FAIL;
-        if (loop_id >= 0 && !tmpl_set_var(r, loop_id, (tval){.type = TV_LOOP, .loop = l})) return FLOW_FAIL;
+        if (r->loop_id >= 0 && !tmpl_set_var(r, r->loop_id, (tval){.type = TV_LOOP, .loop = l})) return FLOW_FAIL;
         tmpl_flow flow = tmpl_exec(r, n->c);
         if (flow == FLOW_FAIL || flow == FLOW_BREAK) return flow;
         *ended |= flow == FLOW_ON;
@@ -6311,7 +6323,7 @@ static tmpl_flow tmpl_exec_for(tmpl_run *r, const tmpl_node *n) {
     if (!l || !tmpl_eval(r, n->b, &v)) return FLOW_FAIL;
     *l = (tmpl_loop){.node = n, .scope = r->scope, .index0 = -1};
     if (!tmpl_walk(r, v, &l->items)) return FLOW_FAIL;
-    tmpl_flow flow = tmpl_loop_bodies(r, l, tmpl_var_id(r->t, "loop"), &ended);
+    tmpl_flow flow = tmpl_loop_bodies(r, l, &ended);
     r->scope = back;
     if (flow == FLOW_FAIL) return flow;
     if (!ended && n->e) {
@@ -6404,6 +6416,12 @@ static int tmpl_parse(tmpl **out, str source, toka_err *e) {
     return 0;
 }
 
+static int tmpl_var_id(const tmpl *t, const char *name) {
+    for (int i = 0; i < t->n_names; i++)
+        if (str_is(t->names[i], name)) return i;
+    return -1;
+}
+
 /* Renders t behind what `out` holds. context: a JSON object whose members are the template's variables; its text must live
  * until the call returns. Hugging Face gives every template messages, tools and documents (null if there are none),
  * add_generation_prompt and the special tokens: so should the caller. Thread: any. */
@@ -6414,6 +6432,7 @@ static int tmpl_render(const tmpl *t, const json *context, tmpl_time now, tmpl_l
         .max_depth = limits.depth, .memory = TMPL_MEMORY(limits), .max_bytes = limits.output_bytes, .line = 1, .e = e};
     buf text = {0};
     r.out = &text;
+    r.loop_id = tmpl_var_id(t, "loop"), r.caller_id = tmpl_var_id(t, "caller");
     r.globals = mem_zalloc((size_t)t->n_names * sizeof *r.globals);
     bool ok = true;
     for (int i = 0; i < t->n_names; i++) {
@@ -6424,7 +6443,8 @@ static int tmpl_render(const tmpl *t, const json *context, tmpl_time now, tmpl_l
         int id = -1;
         for (int i = 0; i < t->n_names && id < 0; i++)
             if (str_eq(t->names[i], json_str(key))) id = i;
-        ok = ok && (id < 0 || tmpl_from_json(&r, key + 1, &r.globals[id]));
+        ok = ok && tmpl_work(&r, (size_t)t->n_names) && (id < 0 || tmpl_from_json(&r, key + 1, &r.globals[id]));
+        if (!ok) break;
     }
     ok = ok && tmpl_exec(&r, t->body) == FLOW_ON;
     if (ok) buf_str(out, buf_view(&text));

@@ -225,6 +225,30 @@ static void test_json_strings(void) {
     arena_free(&a);
 }
 
+/* utf8_len against its definition: a sequence is good if the code point it decodes to is a character and is encoded just
+ * so. */
+static void test_json_utf8(void) {
+    static const uint8_t border[] = {0x00, 0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC0, 0xC1, 0xC2, 0xDF, 0xE0, 0xE1,
+        0xEC,
+        0xED, 0xEE, 0xEF, 0xF0, 0xF1, 0xF3, 0xF4, 0xF5, 0xF8, 0xFF};
+    const unsigned n = COUNT(border);
+    for (unsigned i = 0; i < n * n * n * n; i++) {
+        char z[4] = {(char)border[i % n], (char)border[i / n % n], (char)border[i / n / n % n],
+            (char)border[i / n / n / n]}, again[4];
+        unsigned char a = (unsigned char)z[0];
+        for (int room = 1; room <= 4; room++) {
+            int bytes = a < 0x80 ? 1 : a < 0xE0 ? 2 : a < 0xF0 ? 3 : 4, expected = 0;
+            uint32_t c = bytes == 1 ? a : a & (0xFFu >> (bytes + 1));
+            for (int k = 1; k < bytes; k++) c = c << 6 | (z[k] & 63);
+            bool character = c < 0xD800 || (c > 0xDFFF && c <= 0x10FFFF);
+            if (bytes <= room && character && utf8_put(again, c) == bytes && !memcmp(again, z, (size_t)bytes))
+                expected = bytes;
+            CHECK_MSG(utf8_len(z, z + room) == expected, "%02x %02x %02x %02x, room %d", a, z[1] & 255, z[2] & 255,
+                      z[3] & 255, room);
+        }
+    }
+}
+
 static void test_json_walking(void) {
     arena a = {0};
     toka_err e;
@@ -389,6 +413,7 @@ static const struct test json_tests[] = {
     {"json_limits", test_json_limits},
     {"json_numbers", test_json_numbers},
     {"json_strings", test_json_strings},
+    {"json_utf8", test_json_utf8},
     {"json_walking", test_json_walking},
     {"json_writer", test_json_writer},
     {"json_round_trip", test_json_round_trip},
