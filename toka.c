@@ -8320,6 +8320,7 @@ enum {
     CPU_SCRATCH = 128 << 20,  /* bytes that chunks are cut down to */
     CPU_HEAD = 256,           /* largest D */
     CPU_QUERIES = 32,         /* query rows (token, head of one kv head) that share one pass over K and V */
+    CPU_THREADS = 1024,       /* most threads */
     CPU_SMALL = 60000,        /* multiply-adds below which waking a second thread costs more than it gives */
     CPU_SPIN = 2000           /* looks at the pool's state before a thread sleeps; some 50 us */
 };
@@ -8346,6 +8347,7 @@ typedef struct cpu_tile {
     size_t ldx, w_step, ldy;
     int m, n, k; /* k: a multiple of 16 */
     bool add;    /* y += instead of y = */
+    bool ahead;  /* w comes from memory and these are its first readers: see cpu_tile_ahead */
 } cpu_tile;
 
 /* c[r][j] (+)= sum over k, in rising order, of a[r][k] b[k][j]. The two products of attention. */
@@ -8371,6 +8373,7 @@ typedef struct cpu_kernels {
     void (*tile[3])(const cpu_tile *t);                                             /* by toka_dtype */
     void (*unpack)(float *to, const void *from, toka_dtype type, int n);            /* n elements to float32 */
     void (*outer)(const cpu_outer *o);
+    void (*soften)(cpu_softmax *st, float *s, int n, int from, int to, int dp); /* cpu_soften in this set's encoding */
 } cpu_kernels;
 
 /* ---- Scalars and bodies shared by the instruction sets ---- */
@@ -8446,7 +8449,7 @@ static void cpu_swiglu(float *gate, const float *up, int n) { /* gate = silu(gat
 
 /* Merges one page of scores s[n] into a row's running softmax; only positions from <= j < to are seen. Leaves in s the
  * probabilities (relative to the new best) for the product with V, 0 where unseen. n and dp are multiples of 16. */
-static void cpu_soften(cpu_softmax *st, float *s, int n, int from, int to, int dp) {
+CPU_INLINE void cpu_soften(cpu_softmax *st, float *s, int n, int from, int to, int dp) {
     cpu_v4 lane[4];
     if (from >= to) {
         memset(s, 0, (size_t)n * sizeof *s);
@@ -8481,14 +8484,14 @@ static void cpu_soften(cpu_softmax *st, float *s, int n, int from, int to, int d
 /* Row j of a tile's weights; rows behind the last repeat it, their results are not written. */
 CPU_INLINE const char *cpu_tile_row(const cpu_tile *t, int j) { return t->w + (size_t)MIN(j, t->n - 1) * t->w_step; }
 
-/* One row of x reads every weight once, from memory: asks for the same place in the next 8 rows, which come next, into the second
- * cache level; once per line of 64 bytes. Without it the units that add wait for memory and memory for them (reading alone
- * 23 GB/s of one core, with the sums 16, with this 22; EPYC Zen 4, 2026-11). */
-CPU_INLINE void cpu_tile_ahead(const cpu_tile *t, const char *const *w, toka_dtype type, int k) {
+/* A few rows of x read every weight once, from memory: asks for the same place in the next n rows, which come next, into the
+ * second cache level; once per line of 64 bytes. Without it the units that add wait for memory and memory for them (one row of x:
+ * reading alone 23 GB/s of one core, with the sums 16, with this 22; EPYC Zen 4, 2026-11). */
+CPU_INLINE void cpu_tile_ahead(const cpu_tile *t, const char *const *w, const int n, toka_dtype type, int k) {
     const int line = type == TOKA_F32 ? 16 : 32; /* elements of 64 bytes */
-    size_t ahead = t->w_step <= 32768 ? 8 * t->w_step : 1024;
-    if (k % line == 0)
-        CPU_UNROLL for (int j = 0; j < 8; j++) __builtin_prefetch(w[j] + (size_t)k * (64 / (size_t)line) + ahead, 0, 2);
+    size_t ahead = t->w_step <= 32768 ? (size_t)n * t->w_step : 1024;
+    if (t->ahead && k % line == 0)
+        CPU_UNROLL for (int j = 0; j < n; j++) __builtin_prefetch(w[j] + (size_t)k * (64 / (size_t)line) + ahead, 0, 2);
 }
 
 /* ---- Portable kernels: 4 lanes ---- */
@@ -8515,7 +8518,7 @@ CPU_INLINE void cpu_tile_body_c(const cpu_tile *t, const int m, const int n, con
     CPU_UNROLL for (int j = 0; j < n; j++) w[j] = cpu_tile_row(t, j);
     for (int k = 0; k < t->k; k += 4) {
         cpu_v4 a[2];
-        if (n == 8) cpu_tile_ahead(t, w, type, k);
+        cpu_tile_ahead(t, w, n, type, k);
         CPU_UNROLL for (int i = 0; i < m; i++) a[i] = cpu_load_c(t->x + (size_t)i * t->ldx, TOKA_F32, k);
         CPU_UNROLL for (int j = 0; j < n; j++) {
             cpu_v4 b = cpu_load_c(w[j], type, k);
@@ -8545,6 +8548,8 @@ static void cpu_unpack_c(float *to, const void *from, toka_dtype type, int n) {
     }
     for (; i < n; i++) to[i] = cpu_element(from, type, (size_t)i);
 }
+
+static void cpu_soften_c(cpu_softmax *st, float *s, int n, int from, int to, int dp) { cpu_soften(st, s, n, from, to, dp); }
 
 static void cpu_outer_c(const cpu_outer *o) {
     for (int r = 0; r < o->rows; r++)
@@ -8597,7 +8602,7 @@ CPU_AVX2 CPU_INLINE void cpu_tile_body_avx2(const cpu_tile *t, const int m, cons
     CPU_UNROLL for (int i = 0; i < m; i++)
         CPU_UNROLL for (int j = 0; j < n; j++) acc[i][j] = _mm256_setzero_ps();
     for (int k = 0; k < t->k; k += 8) {
-        if (n == 8) cpu_tile_ahead(t, w, type, k);
+        cpu_tile_ahead(t, w, n, type, k);
         CPU_UNROLL for (int i = 0; i < m; i++) a[i] = _mm256_loadu_ps(t->x + (size_t)i * t->ldx + k);
         CPU_UNROLL for (int j = 0; j < n; j++) { /* 12 sums, 3 of x and 1 weight: 16 registers */
             __m256 b = cpu_load_avx2(w[j], type, k);
@@ -8647,6 +8652,10 @@ CPU_AVX2 CPU_INLINE void cpu_outer_body_avx2(const cpu_outer *o, const int rows,
         _mm256_storeu_ps(c + (size_t)i * o->ldc + 8, hi[i]);
     }
 }
+CPU_AVX2 static void cpu_soften_avx2(cpu_softmax *st, float *s, int n, int from, int to, int dp) {
+    cpu_soften(st, s, n, from, to, dp);
+}
+
 CPU_AVX2 static void cpu_outer_avx2(const cpu_outer *o) {
     for (int j = 0; j < o->n; j += 16) {
         int r = 0;
@@ -8678,7 +8687,7 @@ CPU_AVX512 CPU_INLINE void cpu_tile_body_avx512(const cpu_tile *t, const int m, 
     CPU_UNROLL for (int i = 0; i < m; i++)
         CPU_UNROLL for (int j = 0; j < n; j++) acc[i][j] = _mm512_setzero_ps();
     CPU_TWICE for (int k = 0; k < t->k; k += 16) {
-        if (n == 8) cpu_tile_ahead(t, w, type, k);
+        cpu_tile_ahead(t, w, n, type, k);
         CPU_UNROLL for (int j = 0; j < n; j++) b[j] = cpu_load_avx512(w[j], type, k);
         CPU_UNROLL for (int i = 0; i < m; i++) {
             __m512 a = _mm512_loadu_ps(t->x + (size_t)i * t->ldx + k);
@@ -8744,6 +8753,10 @@ CPU_AVX512 CPU_INLINE void cpu_outer_rows_avx512(const cpu_outer *o, const bool 
     for (; r + 2 <= o->rows; r += 2) cpu_outer_body_avx512(o, 2, two, r, j);
     if (r < o->rows) cpu_outer_body_avx512(o, 1, two, r, j);
 }
+CPU_AVX512 static void cpu_soften_avx512(cpu_softmax *st, float *s, int n, int from, int to, int dp) {
+    cpu_soften(st, s, n, from, to, dp);
+}
+
 CPU_AVX512 static void cpu_outer_avx512(const cpu_outer *o) {
     int j = 0;
     for (; j + 32 <= o->n; j += 32) cpu_outer_rows_avx512(o, true, j);
@@ -8755,10 +8768,10 @@ CPU_AVX512 static void cpu_outer_avx512(const cpu_outer *o) {
 /* ---- The instruction sets, and the choice ---- */
 
 static const cpu_kernels cpu_sets[] = {
-    {"portable C", 2, 512, {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c}, cpu_unpack_c, cpu_outer_c},
+    {"portable C", 2, 512, {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c}, cpu_unpack_c, cpu_outer_c, cpu_soften_c},
 #ifdef __x86_64__
-    {"AVX2", 3, 512, {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2}, cpu_unpack_avx2, cpu_outer_avx2},
-    {"AVX-512", 6, 1024, {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512}, cpu_unpack_avx512, cpu_outer_avx512},
+    {"AVX2", 3, 512, {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2}, cpu_unpack_avx2, cpu_outer_avx2, cpu_soften_avx2},
+    {"AVX-512", 6, 1024, {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512}, cpu_unpack_avx512, cpu_outer_avx512, cpu_soften_avx512},
 #endif
 };
 
@@ -8781,7 +8794,8 @@ static int cpu_n_sets(void) { /* cpu_sets[0 .. this-1] run on this machine, the 
 typedef void cpu_work(void *arg, int thread, int item);
 
 typedef struct cpu_pool {
-    int n; /* threads with the caller */
+    int n;         /* threads with the caller */
+    int64_t small; /* cost below which a round stays on the caller; tests set 0 */
     pthread_t *threads;
     _Atomic uint64_t state;
     atomic_int next; /* item to take */
@@ -8843,7 +8857,7 @@ static void *cpu_thread(void *arg) {
 
 /* Runs work(arg, thread, 0 .. n_items-1) and returns when all is done. cost: multiply-adds of it all, roughly. */
 static void cpu_run(cpu_pool *p, cpu_work *work, void *arg, int n_items, int64_t cost) {
-    if (p->n == 1 || n_items <= 1 || cost < CPU_SMALL) {
+    if (p->n == 1 || n_items <= 1 || cost < p->small) {
         for (int i = 0; i < n_items; i++) work(arg, 0, i);
         return;
     }
@@ -8875,7 +8889,7 @@ static void cpu_pool_close(cpu_pool *p) {
 }
 
 static int cpu_pool_open(cpu_pool *p, int n, toka_err *e) {
-    *p = (cpu_pool){.n = 1, .threads = mem_zalloc((size_t)n * sizeof *p->threads)};
+    *p = (cpu_pool){.n = 1, .small = CPU_SMALL, .threads = mem_zalloc((size_t)n * sizeof *p->threads)};
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->wake, NULL);
     for (; p->n < n; p->n++) {
@@ -8916,7 +8930,7 @@ struct toka_device {
     float *vec;            /* norm weights and biases of the running op in float32, [6][max(E, H*D)] */
     float *scratch;        /* per thread [scratch_n]: a panel of weights, or attention's rows */
     size_t scratch_n;
-    cpu_block blocks[16]; /* all of the above and what alloc handed out */
+    cpu_block blocks[32]; /* all of the above and what alloc handed out */
     int n_blocks;
     toka_err error; /* the first failure; code 0: none */
     char about[96];
@@ -8974,7 +8988,7 @@ static void cpu_product_direct(const cpu_product *p, int j, int n0, int n1) {
                 t.w = (const char *)w->data + (size_t)n * row + size * (size_t)k;
                 t.y = p->y[j] + (size_t)m * p->ldy[j] + n;
                 t.m = MIN(kn->rows, p->T - m), t.n = MIN(columns, n1 - n), t.k = MIN(kn->block, w->cols - k);
-                t.add = p->add || k;
+                t.add = p->add || k, t.ahead = m == 0;
                 kn->tile[w->dtype](&t);
             }
 }
@@ -9175,7 +9189,7 @@ static void cpu_attend_page(const cpu_attention_job *a, cpu_rows *w, int t0, int
     for (int t = t0; t < t1; t++) {
         int pos = a->s->pos[t], to = MIN(n, pos + 1 - kv), from = window ? MAX(0, pos - window + 1 - kv) : 0;
         for (int g = 0; g < w->G; g++)
-            cpu_soften(&w->st[(t - w->r0) * w->G + g], w->scores + (size_t)((t - t0) * w->G + g) * (size_t)d->bp, d->bp,
+            d->kernels->soften(&w->st[(t - w->r0) * w->G + g], w->scores + (size_t)((t - t0) * w->G + g) * (size_t)d->bp, d->bp,
                                from, to, d->dp);
     }
     cpu_outer pv = {.a = w->scores, .lda = (size_t)d->bp, .ldb = (size_t)d->dp,
@@ -9329,7 +9343,8 @@ static int cpu_check(const toka_device_options *o, const toka_shape *s, toka_err
     if (s->D < 2 || s->D > CPU_HEAD || s->D % 2)
         return fail(e, TOKA_E_INPUT, "CPU backend: head size %d, expected an even number up to %d", s->D, CPU_HEAD);
     if (s->H > INT_MAX / s->D) return fail(e, TOKA_E_INPUT, "CPU backend: %d heads of size %d are too many", s->H, s->D);
-    if (o->max_tokens < 1 || o->max_out < 1 || o->n_pages < 1 || o->n_pages > INT_MAX / s->B || o->n_threads < 0)
+    if (o->max_tokens < 1 || o->max_out < 1 || o->n_pages < 1 || o->n_pages > INT_MAX / s->B || o->n_threads < 0 ||
+        o->n_threads > CPU_THREADS)
         return fail(e, TOKA_E_USE, "CPU backend: %d tokens and %d outputs a step, %d pages, %d threads: out of range",
                     o->max_tokens, o->max_out, o->n_pages, o->n_threads);
     return 0;

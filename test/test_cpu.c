@@ -159,6 +159,7 @@ static void world_device(cpu_world *w, const cpu_kernels *kernels, int threads, 
         CHECK_MSG(0, "%s", e.msg);
         abort();
     }
+    w->d->pool.small = 0;
     w->d->kernels = kernels, w->d->chunk = MIN(w->d->chunk, chunk);
     w->d->out_chunk = MIN(w->d->out_chunk, MAX(1, chunk / 2));
     size_t pages = 2 * CPU_PAGES;
