@@ -7705,23 +7705,1643 @@ static int mf_open(mf_model **out, const char *model, const char *models_file, c
 
 /* ===========================================================================
  * MARK: 10. KV pages and prefix tree [pure]
- * Empty until the engine issue: pages are handed out by chapter 17 for now.
+ * Who holds which page of the KV cache, and which pages hold the same tokens.
+ *
+ * A page has room for the K and V of B tokens. A sequence (slot q) holds a row of pages, page i for positions i*B ..
+ * i*B+B-1. Pages whose B tokens are all known hang in a tree: a node is a page, its key is (parent page, its B tokens),
+ * so the path from the root spells a prefix and two sequences with the same prefix hold the same pages. The first
+ * n_tree pages of a row are in the tree, the rest are the sequence's own.
+ *
+ *      root --- [The cat sat on] --- [the mat and the] --- [dog barked at it]      q1: 3 tree pages, then own ones
+ *                              \                     \---- [bird sang a song]      q2
+ *                               \--- [a hot tin roof ]                             q3
+ *
+ * One page is always in exactly one of three places:
+ *
+ *      free    --kv_open, kv_grow-->    held (ref > 0)    --kv_close: not in the tree, or never computed-->    free
+ *      cached  --kv_open: matched-->    held              --kv_close: in the tree and ready-->                 cached
+ *      cached  --kv_take: the free list is empty, the longest unused leaf goes--> held by another
+ *
+ * In the tree: the full pages of a prompt at kv_open, before anything is computed (n samples share at once); a page
+ * filled by generation at kv_fill. `ready` says that a step which computes the page's K and V has been planned. Steps
+ * run in the order in which they are planned, so whoever plans a later row may read it. Nobody needs to remember who
+ * computes a page: a sequence in prefill skips pages that became ready (kv_skip) and computes the first that is not, so
+ * any other holder may vanish.
+ *
+ * Rows are also kept in an order in which the holders of every page lie side by side, with the number of pages that
+ * each row has in common with the one before it (lcp): chapter 13 reads the groups that share a prefix from that.
+ *
+ * What always holds (kv_check): ref = number of rows with the page; a held or ready page's parent is held or ready too;
+ * a page is in the LRU list if it is in the tree, unheld and without children; an unheld page of the tree is ready.
+ * Nothing is allocated after kv_init. Cost: O(pages of the row) for kv_open and kv_close, O(1) for the rest.
  * =========================================================================== */
+
+#define KV_OFF (-1) /* as parent: not in the tree */
+
+typedef struct kv_page {
+    uint64_t hash;  /* of all tokens from the root to the end of this page; while in the tree */
+    int64_t tick;   /* when its last holder let go */
+    int ref;        /* rows that have it */
+    int parent;     /* page, kv.root, or KV_OFF */
+    int n_children; /* in the tree, held or not */
+    int chain;      /* next page of the same hash bucket, -1 ends */
+    int older, newer; /* LRU list, while an unheld leaf */
+    int last;       /* last row of the order that has it, while held and in the tree */
+    bool ready;
+} kv_page;
+
+typedef struct kv_seq {
+    int prev, next; /* the order */
+    int lcp;        /* leading pages in common with prev */
+    int n_pages, n_tree;
+    bool stray;     /* an equal page stood in the tree, not ready: no page of this row enters any more */
+} kv_seq;
+
+typedef struct kv_cache {
+    int B, n_pages, n_seqs, cap; /* cap: most pages of a row */
+    int root;          /* = n_pages: pages[root] is the root of the tree and both ends of the LRU list */
+    kv_page *pages;    /* [n_pages + 1] */
+    int32_t *tokens;   /* [n_pages][B] of the pages in the tree */
+    int *bucket;       /* [n_bucket] hash table: first page or -1 */
+    uint64_t n_bucket; /* power of two */
+    int *free_list;    /* stack */
+    int n_free, n_cached;
+    kv_seq *seqs;      /* [n_seqs + 1]; the last one is both ends of the order */
+    int *table;        /* [n_seqs][cap] */
+    int64_t tick;
+    int64_t n_evicted; /* since kv_init */
+} kv_cache;
+
+static void kv_init(kv_cache *k, int B, int n_pages, int n_seqs, int max_len) {
+    *k = (kv_cache){.B = B, .n_pages = n_pages, .n_seqs = n_seqs, .cap = (max_len + B - 1) / B, .root = n_pages};
+    for (k->n_bucket = 16; k->n_bucket < (uint64_t)n_pages * 2; k->n_bucket *= 2) {}
+    k->pages = mem_zalloc(((size_t)n_pages + 1) * sizeof *k->pages);
+    k->tokens = mem_alloc((size_t)n_pages * (size_t)B * sizeof *k->tokens);
+    k->bucket = mem_alloc(k->n_bucket * sizeof *k->bucket);
+    k->free_list = mem_alloc((size_t)n_pages * sizeof *k->free_list);
+    k->seqs = mem_zalloc(((size_t)n_seqs + 1) * sizeof *k->seqs);
+    k->table = mem_zalloc((size_t)n_seqs * (size_t)k->cap * sizeof *k->table);
+    for (uint64_t i = 0; i < k->n_bucket; i++) k->bucket[i] = -1;
+    for (int p = n_pages - 1; p >= 0; p--) k->pages[p].parent = KV_OFF, k->free_list[k->n_free++] = p;
+    k->pages[k->root] = (kv_page){.hash = 1, .parent = KV_OFF, .older = k->root, .newer = k->root, .ready = true};
+    k->seqs[n_seqs].prev = k->seqs[n_seqs].next = n_seqs;
+}
+
+static void kv_free(kv_cache *k) {
+    free(k->pages), free(k->tokens), free(k->bucket), free(k->free_list), free(k->seqs), free(k->table);
+    *k = (kv_cache){0};
+}
+
+static int *kv_row(const kv_cache *k, int q) { return k->table + (size_t)q * (size_t)k->cap; }
+
+/* Pages that kv_take can still give. Every cached page can be had: what hangs below an unheld page is unheld. */
+static int kv_room(const kv_cache *k) { return k->n_free + k->n_cached; }
+
+static int kv_pages_for(const kv_cache *k, int n_tokens) { return (n_tokens + k->B - 1) / k->B; }
+
+/* ---- LRU list of unheld leaves: pages[root].newer is the oldest ---- */
+
+static void kv_lru_put(kv_cache *k, int p, int after) {
+    kv_page *g = k->pages;
+    g[p].older = after, g[p].newer = g[after].newer;
+    g[g[p].newer].older = p, g[after].newer = p;
+}
+
+static void kv_lru_cut(kv_cache *k, int p) {
+    kv_page *g = k->pages;
+    g[g[p].older].newer = g[p].newer, g[g[p].newer].older = g[p].older;
+}
+
+/* ---- Tree ---- */
+
+static uint64_t kv_hash(const kv_cache *k, uint64_t parent_hash, const int32_t *tokens) {
+    uint64_t h = (parent_hash ^ hash_bytes(tokens, (size_t)k->B * sizeof *tokens)) * 0x9E3779B97F4A7C15u;
+    return h ^ h >> 32;
+}
+
+/* The page below `parent` with these B tokens, or -1. */
+static int kv_child(const kv_cache *k, int parent, uint64_t hash, const int32_t *tokens) {
+    int p = k->bucket[hash & (k->n_bucket - 1)];
+    for (; p >= 0; p = k->pages[p].chain)
+        if (k->pages[p].hash == hash && k->pages[p].parent == parent &&
+            !memcmp(k->tokens + (size_t)p * (size_t)k->B, tokens, (size_t)k->B * sizeof *tokens))
+            return p;
+    return -1;
+}
+
+static void kv_enter(kv_cache *k, int p, int parent, uint64_t hash, const int32_t *tokens) {
+    int *head = &k->bucket[hash & (k->n_bucket - 1)];
+    k->pages[p].parent = parent, k->pages[p].hash = hash, k->pages[p].chain = *head, k->pages[p].last = -1;
+    *head = p;
+    k->pages[parent].n_children++;
+    memcpy(k->tokens + (size_t)p * (size_t)k->B, tokens, (size_t)k->B * sizeof *tokens);
+}
+
+/* Takes a page without children out of the tree. Its parent may become an unheld leaf: it goes next, unless somebody
+ * let go of it after p was let go. */
+static void kv_leave(kv_cache *k, int p) {
+    kv_page *g = k->pages;
+    int parent = g[p].parent, *at = &k->bucket[g[p].hash & (k->n_bucket - 1)];
+    while (*at != p) at = &g[*at].chain;
+    *at = g[p].chain;
+    g[p].parent = KV_OFF, g[p].ready = false;
+    if (--g[parent].n_children || parent == k->root || g[parent].ref) return;
+    kv_lru_put(k, parent, g[parent].tick > g[p].tick ? g[k->root].older : k->root);
+}
+
+/* ---- One page: held, let go, taken ---- */
+
+static void kv_hold(kv_cache *k, int p) {
+    if (k->pages[p].ref++) return;
+    k->n_cached--;
+    if (!k->pages[p].n_children) kv_lru_cut(k, p);
+}
+
+static void kv_drop(kv_cache *k, int p) {
+    kv_page *g = &k->pages[p];
+    assert(g->ref > 0);
+    if (--g->ref) return;
+    g->tick = k->tick;
+    if (g->parent != KV_OFF && g->ready) { /* stays as cache */
+        k->n_cached++;
+        if (!g->n_children) kv_lru_put(k, p, k->pages[k->root].older);
+        return;
+    }
+    if (g->parent != KV_OFF) kv_leave(k, p); /* nobody will compute it now */
+    k->free_list[k->n_free++] = p;
+}
+
+/* A page of nobody, now held once and not in the tree. The caller made sure of kv_room. */
+static int kv_take(kv_cache *k) {
+    int p;
+    if (k->n_free) p = k->free_list[--k->n_free];
+    else {
+        p = k->pages[k->root].newer;
+        assert(p != k->root);
+        kv_lru_cut(k, p);
+        kv_leave(k, p);
+        k->n_cached--, k->n_evicted++;
+    }
+    k->pages[p].ref = 1, k->pages[p].ready = false;
+    return p;
+}
+
+/* ---- The order of rows ----
+ * A new row goes behind the last row that has its deepest shared page P. That is the end of P's stretch and of no
+ * stretch that P's does not lie in, so no stretch is torn, and the row behind keeps its lcp: it does not have P. */
+
+static void kv_order_join(kv_cache *k, int q) {
+    kv_seq *s = k->seqs;
+    kv_page *g = k->pages;
+    int *row = kv_row(k, q), shared = s[q].n_tree;
+    while (shared && g[row[shared - 1]].ref == 1) g[row[--shared]].last = q;
+    int a = shared ? g[row[shared - 1]].last : s[k->n_seqs].prev;
+    for (int i = shared - 1; i >= 0 && g[row[i]].last == a; i--) g[row[i]].last = q;
+    s[q].lcp = shared, s[q].prev = a, s[q].next = s[a].next;
+    s[s[a].next].prev = q, s[a].next = q;
+}
+
+static void kv_order_leave(kv_cache *k, int q) {
+    kv_seq *s = k->seqs;
+    int *row = kv_row(k, q), a = s[q].prev, b = s[q].next;
+    for (int i = s[q].n_tree - 1; i >= 0 && k->pages[row[i]].last == q; i--) k->pages[row[i]].last = i < s[q].lcp ? a : -1;
+    s[b].lcp = MIN(s[b].lcp, s[q].lcp);
+    s[a].next = b, s[b].prev = a;
+}
+
+/* ---- Rows ---- */
+
+/* Leading pages of the tree that hold tokens[0..]; the last token never counts, its row must be computed for its
+ * logits. Writes them to the row of q, which is not open, and holds nothing. */
+static int kv_match(const kv_cache *k, int q, const int32_t *tokens, int n) {
+    int *row = kv_row(k, q), m = 0, at = k->root;
+    uint64_t h = k->pages[at].hash;
+    for (; (m + 1) * k->B < n; m++) {
+        h = kv_hash(k, h, tokens + (size_t)m * (size_t)k->B);
+        at = kv_child(k, at, h, tokens + (size_t)m * (size_t)k->B);
+        if (at < 0) break;
+        row[m] = at;
+    }
+    return m;
+}
+
+/* Opens row q for n tokens of which kv_match found m pages. Takes the rest, ceil(n/B) - m pages, and enters all full
+ * pages before the last token. Needs kv_room >= the pages to take + the matched pages that nobody holds. */
+static void kv_open(kv_cache *k, int q, const int32_t *tokens, int n, int m) {
+    int *row = kv_row(k, q), n_pages = kv_pages_for(k, n), n_tree = (n - 1) / k->B;
+    for (int i = 0; i < m; i++) kv_hold(k, row[i]);
+    for (int i = m; i < n_pages; i++) row[i] = kv_take(k);
+    for (int i = m; i < n_tree; i++) {
+        const int32_t *t = tokens + (size_t)i * (size_t)k->B;
+        int parent = i ? row[i - 1] : k->root;
+        kv_enter(k, row[i], parent, kv_hash(k, k->pages[parent].hash, t), t);
+    }
+    k->seqs[q].n_pages = n_pages, k->seqs[q].n_tree = n_tree, k->seqs[q].stray = false;
+    kv_order_join(k, q);
+}
+
+/* One more page at the end of row q. Needs kv_room. */
+static void kv_grow(kv_cache *k, int q) {
+    assert(k->seqs[q].n_pages < k->cap);
+    kv_row(k, q)[k->seqs[q].n_pages++] = kv_take(k);
+}
+
+static void kv_close(kv_cache *k, int q) {
+    int *row = kv_row(k, q);
+    kv_order_leave(k, q);
+    k->tick++;
+    for (int i = k->seqs[q].n_pages - 1; i >= 0; i--) kv_drop(k, row[i]);
+    k->seqs[q].n_pages = k->seqs[q].n_tree = 0;
+}
+
+/* Positions from `from` on that q need not compute: the pages that became ready meanwhile. */
+static int kv_skip(const kv_cache *k, int q, int from) {
+    const int *row = kv_row(k, q);
+    int i = from / k->B;
+    while (i < k->seqs[q].n_tree && k->pages[row[i]].ready) from = ++i * k->B;
+    return from;
+}
+
+/* A step that computes positions from .. to-1 of q has been planned. */
+static void kv_computed(kv_cache *k, int q, int from, int to) {
+    const int *row = kv_row(k, q);
+    for (int i = from / k->B; i < MIN(to / k->B, k->seqs[q].n_tree); i++) k->pages[row[i]].ready = true;
+}
+
+enum kv_filled { KV_ENTERED, KV_SWAPPED, KV_STRAY };
+
+/* The B tokens of row q's first page outside the tree are known and computed: it enters. If an equal page is there and
+ * ready, q holds that one from now on and its own becomes free (steps planned so far are done with it before any that a
+ * new owner plans). */
+static enum kv_filled kv_fill(kv_cache *k, int q, const int32_t *tokens) {
+    kv_seq *s = &k->seqs[q];
+    int *row = kv_row(k, q), i = s->n_tree, parent = i ? row[i - 1] : k->root;
+    const int32_t *t = tokens + (size_t)i * (size_t)k->B;
+    uint64_t h = kv_hash(k, k->pages[parent].hash, t);
+    int twin = kv_child(k, parent, h, t);
+    assert(i < s->n_pages && !s->stray);
+    if (twin < 0) {
+        kv_enter(k, row[i], parent, h, t);
+        k->pages[row[i]].ready = true, k->pages[row[i]].last = q;
+        s->n_tree++;
+        return KV_ENTERED;
+    }
+    if (!k->pages[twin].ready) {
+        s->stray = true;
+        return KV_STRAY;
+    }
+    kv_order_leave(k, q);
+    kv_hold(k, twin);
+    kv_drop(k, row[i]);
+    row[i] = twin;
+    s->n_tree++;
+    kv_order_join(k, q);
+    return KV_SWAPPED;
+}
+
+/* ---- The whole state, checked: NULL, or what is wrong. For tests; costs O(everything) ---- */
+
+#define KV_MUST(cond) \
+    if (!(cond)) return #cond
+
+static const char *kv_check_pages(const kv_cache *k, const int *ref, const int *children, const char *place) {
+    int n_cached = 0, n_leaves = 0, n_lru = 0;
+    for (int p = 0; p < k->n_pages; p++) {
+        const kv_page *g = &k->pages[p];
+        KV_MUST(g->ref == ref[p]);
+        KV_MUST(g->n_children == children[p]);
+        bool in_tree = g->parent != KV_OFF;
+        KV_MUST((place[p] == 'f') == (!g->ref && !in_tree)); /* free: nobody's, and not known */
+        KV_MUST(!in_tree || g->ref || g->ready);
+        n_cached += in_tree && !g->ref;
+        n_leaves += in_tree && !g->ref && !g->n_children;
+        if (!in_tree) continue;
+        const kv_page *up = &k->pages[g->parent];
+        const int32_t *t = k->tokens + (size_t)p * (size_t)k->B;
+        KV_MUST(g->parent == k->root || up->parent != KV_OFF);
+        KV_MUST(g->parent == k->root || !g->ref || up->ref >= g->ref);
+        KV_MUST(!g->ready || up->ready);
+        KV_MUST(g->hash == kv_hash(k, up->hash, t));
+        KV_MUST(kv_child(k, g->parent, g->hash, t) == p); /* found, and no twin */
+    }
+    KV_MUST(k->pages[k->root].n_children == children[k->root]);
+    for (int p = k->pages[k->root].newer; p != k->root; p = k->pages[p].newer, n_lru++) {
+        const kv_page *g = &k->pages[p];
+        KV_MUST(g->parent != KV_OFF && !g->ref && !g->n_children);
+        KV_MUST(k->pages[g->newer].older == p && n_lru < n_leaves);
+    }
+    KV_MUST(n_lru == n_leaves && n_cached == k->n_cached);
+    return NULL;
+}
+
+static const char *kv_check_order(const kv_cache *k, const bool *open) {
+    int n = 0, n_open = 0, end = k->n_seqs;
+    for (int q = 0; q < k->n_seqs; q++) n_open += open[q];
+    for (int q = k->seqs[end].next; q != end; q = k->seqs[q].next, n++) {
+        const kv_seq *s = &k->seqs[q];
+        KV_MUST(n < n_open && open[q] && k->seqs[s->next].prev == q);
+        const int *row = kv_row(k, q);
+        int m = 0;
+        if (s->prev != end)
+            while (m < s->n_pages && m < k->seqs[s->prev].n_pages && row[m] == kv_row(k, s->prev)[m]) m++;
+        KV_MUST(s->lcp == m && m <= s->n_tree);
+        for (int i = 0; i < s->n_tree; i++) { /* `last` is right, and behind it nobody has the page */
+            int last = k->pages[row[i]].last, r = q, holders = 1;
+            if (i >= s->lcp) { /* q is the first that has it */
+                for (int next = s->next; next != end && k->seqs[next].lcp > i; next = k->seqs[r].next) r = next, holders++;
+                KV_MUST(r == last && holders == k->pages[row[i]].ref);
+            }
+        }
+    }
+    KV_MUST(n == n_open);
+    return NULL;
+}
+
+/* open[q]: the row is in use. */
+UNUSED static const char *kv_check(const kv_cache *k, const bool *open) {
+    size_t n = (size_t)k->n_pages + 1;
+    int *ref = mem_zalloc(n * sizeof *ref), *children = mem_zalloc(n * sizeof *children);
+    char *place = mem_zalloc(n);
+    const char *bad = NULL;
+    for (int q = 0; q < k->n_seqs; q++)
+        for (int i = 0; i < k->seqs[q].n_pages; i++) {
+            int p = kv_row(k, q)[i], parent = i ? kv_row(k, q)[i - 1] : k->root;
+            ref[p]++;
+            if (!open[q]) bad = "a closed row has pages";
+            if ((k->pages[p].parent != KV_OFF) != (i < k->seqs[q].n_tree)) bad = "n_tree is wrong";
+            if (i < k->seqs[q].n_tree && k->pages[p].parent != parent) bad = "a row leaves its path";
+            if (i >= k->seqs[q].n_tree && k->pages[p].ref != 1) bad = "an own page has two owners";
+        }
+    for (int p = 0; p < k->n_pages; p++)
+        if (k->pages[p].parent != KV_OFF) children[k->pages[p].parent]++;
+    for (int i = 0; i < k->n_free; i++) {
+        if (place[k->free_list[i]]) bad = "a page is free twice";
+        place[k->free_list[i]] = 'f';
+    }
+    if (!bad) bad = kv_check_pages(k, ref, children, place);
+    if (!bad) bad = kv_check_order(k, open);
+    free(ref), free(children), free(place);
+    return bad;
+}
 
 /* ===========================================================================
  * MARK: 11. Length predictor [pure]
- * To come with the engine.
+ * How long will this output get? In: the lengths of outputs so far, the running ones included. Out: the expected output
+ * length of a sequence that has c tokens and may have at most M.
+ *
+ * Lengths fall into buckets that grow by a quarter each. For every bucket a table counts the sequences that reached it
+ * (at_risk) and those that ended in it; ended / at_risk is the chance to end there (a discrete Kaplan-Meier hazard).
+ * Running sequences count in every bucket they reached, so the short ones, which end first, do not make the rest look
+ * short; sequences cut off by max_tokens or cancelled count as reached, not as ended. Survival is the product of 1 -
+ * hazard, and the expected length is the sum of survival from c to M over survival at c.
+ *
+ * A class is a set of requests whose lengths are alike: the samples of one prompt, or requests given the same key. Its
+ * hazards are drawn toward those of all classes together as if PRED_OF_ALL more sequences had been seen, and those
+ * toward a fixed prior as if PRED_OF_PRIOR had. The prior has survival (1 + c/192)^-2: mean 192 without limit, 162 of
+ * 1,024, 15 of 16, and the longer an output is already the longer it may still get, so that a cold start neither fills
+ * a tenth of the batch nor trusts in short answers.
+ *
+ * What always holds: c < expected <= M. Arithmetic in double with + - * / only, so equal inputs give equal answers
+ * everywhere. It does not know about output lengths that are fixed in advance: chapter 12 asks only when there is
+ * something to guess.
  * =========================================================================== */
+
+enum { PRED_N = 64, PRED_WAYS = 4 };
+#define PRED_OF_ALL 8.0
+#define PRED_OF_PRIOR 8.0
+
+typedef struct pred_table {
+    float at_risk[PRED_N], ended[PRED_N];
+    float survival[PRED_N + 1]; /* at the lower edge of each bucket, made from the counts by pred_refresh */
+    double area[PRED_N + 1];    /* integral of survival from 0 to the edge */
+    int64_t n_events, n_fresh;  /* events counted; n_events when survival was made */
+} pred_table;
+
+typedef struct pred_class { /* key 0: an empty place */
+    uint64_t key;
+    int64_t used;  /* tick of the last use */
+    uint32_t turn; /* which class has this place: a handle of an earlier one is stale */
+    pred_table t;
+} pred_class;
+
+typedef struct pred_of { /* handle of a class: place and turn; place -1: only the table of all */
+    int place;
+    uint32_t turn;
+} pred_of;
+
+typedef struct pred {
+    int edge[PRED_N + 1]; /* bucket i holds lengths edge[i]+1 .. edge[i+1] */
+    float prior[PRED_N];  /* hazard of each bucket */
+    pred_table all;
+    int n_places;         /* a multiple of PRED_WAYS */
+    pred_class *classes;  /* [n_places] sets of PRED_WAYS; in its set the least recently used makes room */
+    double memory;        /* starts after which the old ones weigh half */
+    int64_t tick;
+} pred;
+
+static void pred_refresh(const pred *p, pred_table *t, const pred_table *all) {
+    double s = 1, area = 0;
+    for (int i = 0; i < PRED_N; i++) {
+        double prior = p->prior[i], weight = PRED_OF_PRIOR;
+        if (all) {
+            prior = ((double)all->ended[i] + PRED_OF_PRIOR * prior) / ((double)all->at_risk[i] + PRED_OF_PRIOR);
+            weight = PRED_OF_ALL;
+        }
+        double h = ((double)t->ended[i] + weight * prior) / ((double)t->at_risk[i] + weight);
+        double after = s * (1 - MAX(0.0, MIN(h, 0.98)));
+        t->survival[i] = (float)s, t->area[i] = area;
+        area += (s + after) / 2 * (p->edge[i + 1] - p->edge[i]);
+        s = MAX(after, 1e-30);
+    }
+    t->survival[PRED_N] = (float)s, t->area[PRED_N] = area;
+    t->n_fresh = t->n_events;
+}
+
+/* n_classes: about as many as there are classes in use at a time. n_running: sequences at a time, sets how far back it
+ * looks. */
+static void pred_init(pred *p, int n_classes, int n_running) {
+    *p = (pred){.n_places = (n_classes + PRED_WAYS - 1) / PRED_WAYS * PRED_WAYS, .memory = MAX(4096.0, 8.0 * n_running)};
+    for (int i = 0; i < PRED_N; i++) p->edge[i + 1] = p->edge[i] + MAX(1, p->edge[i] / 4);
+    for (int i = 0; i < PRED_N; i++) {
+        double a = 1 + p->edge[i] / 192.0, b = 1 + p->edge[i + 1] / 192.0;
+        p->prior[i] = (float)(1 - a * a / (b * b));
+    }
+    p->classes = mem_zalloc((size_t)p->n_places * sizeof *p->classes);
+    pred_refresh(p, &p->all, NULL);
+}
+
+static void pred_free(pred *p) { free(p->classes); }
+
+static pred_table *pred_table_of(pred *p, pred_of c) {
+    return c.place >= 0 && p->classes[c.place].turn == c.turn ? &p->classes[c.place].t : NULL;
+}
+
+/* The class of a key, made if it is new; key 0 has none. */
+static pred_of pred_find(pred *p, uint64_t key) {
+    if (!key) return (pred_of){-1, 0};
+    uint64_t set = hash_bytes(&key, sizeof key) % (uint64_t)(p->n_places / PRED_WAYS);
+    int first = (int)set * PRED_WAYS, at = first;
+    for (int i = first; i < first + PRED_WAYS; i++) {
+        if (p->classes[i].key == key) {
+            p->classes[i].used = ++p->tick;
+            return (pred_of){i, p->classes[i].turn};
+        }
+        if (p->classes[i].used < p->classes[at].used) at = i;
+    }
+    p->classes[at] = (pred_class){.key = key, .used = ++p->tick, .turn = p->classes[at].turn + 1};
+    pred_refresh(p, &p->classes[at].t, &p->all);
+    return (pred_of){at, p->classes[at].turn};
+}
+
+static int pred_bucket(const pred *p, int length) { /* edge[i] <= length < edge[i+1] */
+    int lo = 0, hi = PRED_N;
+    while (hi - lo > 1) {
+        int mid = (lo + hi) / 2;
+        if (p->edge[mid] <= length) lo = mid;
+        else hi = mid;
+    }
+    return lo;
+}
+
+/* ---- What happened ---- */
+
+static void pred_halve(pred_table *t) {
+    for (int i = 0; i < PRED_N; i++) t->at_risk[i] /= 2, t->ended[i] /= 2;
+}
+
+/* A sequence has edge[bucket] tokens and goes on; call it for bucket 0 when it starts. */
+static void pred_reach(pred *p, pred_of c, int bucket) {
+    pred_table *t = pred_table_of(p, c);
+    p->all.at_risk[bucket]++, p->all.n_events++;
+    if (t) t->at_risk[bucket]++, t->n_events++;
+    if (bucket) return;
+    if (p->all.at_risk[0] > p->memory) pred_halve(&p->all);
+    if (t && t->at_risk[0] > p->memory) pred_halve(t);
+}
+
+/* A sequence that reached `bucket` is gone with `length` tokens: ended by itself, or cut off (max_tokens, cancelled). */
+static void pred_end(pred *p, pred_of c, int bucket, int length, bool cut) {
+    pred_table *t = pred_table_of(p, c);
+    float width = (float)(p->edge[bucket + 1] - p->edge[bucket]);
+    float unseen = cut ? 1 - (float)(length - p->edge[bucket]) / width : 0; /* part of the bucket it was not watched in */
+    p->all.ended[bucket] += !cut, p->all.at_risk[bucket] -= unseen, p->all.n_events++;
+    if (t) t->ended[bucket] += !cut, t->at_risk[bucket] -= unseen, t->n_events++;
+}
+
+/* ---- The question ---- */
+
+static void pred_at(const pred *p, const pred_table *t, int x, double *survival, double *area) {
+    int i = pred_bucket(p, x);
+    double w = p->edge[i + 1] - p->edge[i], d = x - p->edge[i];
+    *survival = (double)t->survival[i] + (double)(t->survival[i + 1] - t->survival[i]) * (d / w);
+    *area = t->area[i] + d * ((double)t->survival[i] + *survival) / 2;
+}
+
+/* Survival is remade when the counts have changed by a part that matters. */
+static bool pred_is_old(const pred_table *t) { return (t->n_events - t->n_fresh) > t->n_fresh / 16 + 16; }
+
+/* Expected output tokens of a sequence that has `length` of them and ends at max at the latest; length < max. */
+static int pred_expect(pred *p, pred_of c, int length, int max) {
+    pred_table *t = pred_table_of(p, c);
+    if (pred_is_old(&p->all)) pred_refresh(p, &p->all, NULL);
+    if (t && pred_is_old(t)) pred_refresh(p, t, &p->all);
+    if (!t) t = &p->all;
+    double s0, s1, a0, a1;
+    max = MIN(max, p->edge[PRED_N] - 1);
+    pred_at(p, t, length, &s0, &a0), pred_at(p, t, max, &s1, &a1);
+    double more = (a1 - a0) / s0 + (1 - s1 / s0) / 2; /* sum of survival over the integers length .. max-1 */
+    int expect = length + (int)MIN(more + 0.5, (double)(max - length));
+    return MAX(expect, length + 1);
+}
 
 /* ===========================================================================
  * MARK: 12. Scheduler [pure]
- * To come with the engine.
+ * Which tokens of which sequences go into the next step. In: requests (a prompt, n samples of it, limits), one
+ * sched_plan per step, one sched_commit per token that came out. Out: for every running sequence the rows of this step.
+ *
+ * A request waits in a queue until all its n samples have started; a sample that started is a sequence, in a slot q
+ * which it keeps to its end.
+ *
+ *     sched_submit --> [queued] --sched_admit--> [prefill] --sched_feed_prefill--> [decode] --sched_commit--> done
+ *                                    ^               |          last chunk            |    ended, or at its limit
+ *                                    +---[parked]<---+---------sched_preempt----------+
+ *                                        keeps its tokens, loses its pages
+ *     sched_cancel: from any state to done
+ *
+ * Queue order: a request that came in step a with priority p counts as if it had come in step a - p * SCHED_PRIORITY;
+ * equal ones are first come first served, parked sequences before fresh ones. A priority is a head start, not a rank:
+ * nothing waits forever.
+ *
+ * The whole future. Each sequence has an expected length (chapter 11) and, since a sequence in decode computes one
+ * position a step, a line: position x is computed in step base + x. So its pages are known for every later step: page k
+ * is taken in step base + k*B and all go in step end = base + expected length - 1 (the last token is never fed). A page
+ * of the tree is held until the latest end of its holders, and counted once. The calendar holds the sum for every step
+ * from now on as a segment tree (add to a range, greatest of all). The head of the queue is admitted while the greatest
+ * stays within the pool.
+ *
+ *     pages |          ____            each sequence: a staircase up, one drop at its end
+ *      pool |- - - ___/- - \- - -
+ *           |   __/         \___
+ *           +--now----------------->  steps
+ *
+ * When the future turns out otherwise it is written anew: a prefill that ends in another step than assumed, a sequence
+ * that outlives its expected end or whose expectation moved, and every end. Where pages run out all the same, the
+ * newest sequence is parked.
+ *
+ * Run-ahead: sched_plan does not need the tokens of earlier steps, only that they will come. n_planned counts the
+ * tokens that exist or are under way, n_known those that sched_commit brought. Results of a sequence that ended, was
+ * parked or cancelled meanwhile carry an old ticket and are refused.
+ *
+ * What always holds (sched_check): the calendar at `now` is the number of held pages, and at every later step what a
+ * simulation of all sequences finds; slots, lists and counts agree. Nothing is allocated in sched_plan and
+ * sched_commit: token buffers are taken in sched_submit. Cost: O(running) a step with a small constant, O(pages * log)
+ * for one sequence's start or end. It does not know texts, stop strings, sampling or devices: the engine (chapter 17)
+ * says when a sequence ended.
  * =========================================================================== */
+
+enum { SCHED_PRIORITY = 1024 }; /* steps of head start for one level of priority */
+
+/* ---- Pairing heap (Fredman et al., 1986) ----
+ * The greatest (key, tie) is on top; insert and raise O(1), remove O(log) amortised. Links are in an array of nodes, a heap
+ * is the index of its top, -1 when empty. */
+
+typedef struct heap_node {
+    int64_t key;
+    uint32_t tie;
+    int child, next, prev; /* prev: the one before among the siblings, or the parent */
+} heap_node;
+
+static bool heap_above(const heap_node *h, int a, int b) {
+    return h[a].key != h[b].key ? h[a].key > h[b].key : (int32_t)(h[a].tie - h[b].tie) > 0;
+}
+
+static int heap_meld(heap_node *h, int a, int b) { /* two tops */
+    if (a < 0 || b < 0) return a < 0 ? b : a;
+    if (heap_above(h, b, a)) {
+        int t = a;
+        a = b, b = t;
+    }
+    h[b].next = h[a].child, h[b].prev = a;
+    if (h[a].child >= 0) h[h[a].child].prev = b;
+    h[a].child = b, h[a].next = h[a].prev = -1;
+    return a;
+}
+
+static int heap_meld_all(heap_node *h, int first) { /* siblings in pairs, then the pairs from the last to the first */
+    int pairs = -1, top = -1;
+    while (first >= 0) {
+        int a = first, b = h[a].next;
+        first = b >= 0 ? h[b].next : -1;
+        h[a].next = h[a].prev = -1;
+        if (b >= 0) h[b].next = h[b].prev = -1;
+        a = heap_meld(h, a, b);
+        h[a].next = pairs, pairs = a;
+    }
+    while (pairs >= 0) {
+        int next = h[pairs].next;
+        h[pairs].next = -1;
+        top = heap_meld(h, top, pairs);
+        pairs = next;
+    }
+    return top;
+}
+
+static void heap_put(heap_node *h, int *top, int x, int64_t key, uint32_t tie) {
+    h[x] = (heap_node){.key = key, .tie = tie, .child = -1, .next = -1, .prev = -1};
+    *top = heap_meld(h, *top, x);
+}
+
+static void heap_cut(heap_node *h, int x) { /* x with all below it leaves its siblings */
+    if (h[h[x].prev].child == x) h[h[x].prev].child = h[x].next;
+    else h[h[x].prev].next = h[x].next;
+    if (h[x].next >= 0) h[h[x].next].prev = h[x].prev;
+    h[x].next = h[x].prev = -1;
+}
+
+static void heap_remove(heap_node *h, int *top, int x) {
+    if (*top != x) heap_cut(h, x);
+    int rest = heap_meld_all(h, h[x].child);
+    *top = *top == x ? rest : heap_meld(h, *top, rest);
+}
+
+static void heap_rekey(heap_node *h, int *top, int x, int64_t key) {
+    if (key >= h[x].key) {
+        h[x].key = key;
+        if (*top == x) return;
+        heap_cut(h, x);
+        *top = heap_meld(h, *top, x);
+    } else {
+        heap_remove(h, top, x);
+        heap_put(h, top, x, key, h[x].tie);
+    }
+}
+
+static void heap_replace(heap_node *h, int *top, int x, int y) { /* y takes x's place, key and tie */
+    h[y] = h[x];
+    if (h[y].child >= 0) h[h[y].child].prev = y;
+    if (h[y].next >= 0) h[h[y].next].prev = y;
+    if (*top == x) *top = y;
+    else if (h[h[y].prev].child == x) h[h[y].prev].child = y;
+    else h[h[y].prev].next = y;
+}
+
+/* ---- Calendar: pages held in each step of [now, now + n) ---- */
+
+typedef struct calendar {
+    int64_t now;
+    int n;     /* power of two; step t has leaf t mod n */
+    int *most; /* [2n] most[i] = add[i] + the greatest below; most[1] is the peak */
+    int *add;  /* [n] what all steps below have in common */
+} calendar;
+
+static void cal_pull(calendar *c, int i) {
+    while ((i >>= 1)) c->most[i] = MAX(c->most[2 * i], c->most[2 * i + 1]) + c->add[i];
+}
+
+static void cal_node(calendar *c, int i, int v) {
+    c->most[i] += v;
+    if (i < c->n) c->add[i] += v;
+}
+
+static void cal_leaves(calendar *c, int from, int to, int v) {
+    int a = from + c->n, b = to + c->n;
+    for (int l = a, r = b; l < r; l >>= 1, r >>= 1) {
+        if (l & 1) cal_node(c, l++, v);
+        if (r & 1) cal_node(c, --r, v);
+    }
+    cal_pull(c, a), cal_pull(c, b - 1);
+}
+
+/* v more pages in steps from .. to-1; what lies before now is over. */
+static void cal_add(calendar *c, int64_t from, int64_t to, int v) {
+    from = MAX(from, c->now);
+    if (from >= to || !v) return;
+    assert(to - c->now <= c->n);
+    int a = (int)(from & (c->n - 1)), len = (int)(to - from);
+    cal_leaves(c, a, MIN(a + len, c->n), v);
+    if (a + len > c->n) cal_leaves(c, 0, a + len - c->n, v);
+}
+
+static int cal_at(const calendar *c, int64_t t) {
+    int i = (int)(t & (c->n - 1)) + c->n, v = c->most[i];
+    while ((i >>= 1)) v += c->add[i];
+    return v;
+}
+
+static int cal_peak(const calendar *c) { return c->most[1]; }
+
+static void cal_step(calendar *c) { /* the step that is over makes its leaf free for step now + n */
+    cal_add(c, c->now, c->now + 1, -cal_at(c, c->now));
+    c->now++;
+}
+
+/* ---- Types ---- */
+
+typedef struct sched_config {
+    int B, n_pages;
+    int max_seqs;   /* sequences running or parked */
+    int max_tokens; /* rows of a step; at least max_seqs */
+    int max_len;    /* tokens of a sequence */
+    int n_classes;  /* of the length predictor */
+} sched_config;
+
+typedef struct sched_job { /* what a request asks of the scheduler */
+    const int32_t *prompt; /* copied */
+    int n_prompt;
+    int n;                 /* samples */
+    int max_tokens;        /* output tokens, at least 1 */
+    int min_tokens;        /* none ends before */
+    bool exact;            /* every sample has max_tokens unless cancelled (ignore_eos and no stop) */
+    int priority;          /* higher goes earlier */
+    uint64_t class_key;    /* requests with equal keys have outputs of like length; 0: a class of its own if n > 1 */
+} sched_job;
+
+typedef struct sched_request {
+    int32_t *prompt; /* owned; NULL: this id is free */
+    int n_prompt, n, max_tokens, min_tokens;
+    bool exact;
+    int n_started, n_live; /* samples that ever ran; of them not ended */
+    int first;             /* its live sequences, linked by sibling */
+    int64_t key;           /* order of the queue, smaller first */
+    uint64_t class_key;
+    int next_free;
+} sched_request;
+
+enum sched_state { SCHED_FREE, SCHED_PREFILL, SCHED_DECODE, SCHED_PARKED };
+
+typedef struct sched_seq {
+    uint8_t state;
+    bool yields;         /* this step: its last row gives a token */
+    bool is_chunk;       /* this step: its rows are of a prompt (or of what was parked), not its newest token */
+    int from, n_rows;    /* this step: positions from .. from+n_rows-1 */
+    int n_cached;        /* positions whose K and V are planned */
+    int n_planned;       /* tokens known or under way */
+    int n_known;
+    int limit;           /* prompt + max_tokens */
+    int expect;          /* tokens it will have, prompt and output */
+    int64_t base, end;   /* position x is computed in step base + x; its pages go in step end */
+    int32_t *tokens;     /* [limit] prompt, then output */
+    int n_prompt;
+    int next_edge;       /* output length at which it reaches the next bucket of chapter 11 */
+    int bucket;
+    int request, sample, sibling_prev, sibling;
+    pred_of class;
+    uint32_t ticket;     /* changes when it is parked or ends: results with another one are late */
+    uint32_t started;    /* number of its last admission */
+    uint32_t row_turn;   /* changes when its row of pages was replaced: a device has to reload it */
+    int todo;            /* in prefill: tokens counted in sched.backlog */
+    int64_t mark;        /* in prefill: tokens put into the backlog up to its own */
+    int prefill_prev, prefill_next; /* first come first served; ends at max_seqs */
+} sched_seq;
+
+struct sched_spare { /* a free token buffer: its first bytes link it */
+    struct sched_spare *next;
+};
+
+typedef struct sched {
+    sched_config c;
+    kv_cache kv;
+    pred pred;
+    calendar cal;
+    int64_t now;             /* = cal.now: the step planned last */
+    sched_seq *seqs;         /* [max_seqs + 1]; the last is both ends of the prefill list */
+    int *free_slots;
+    int n_slots_free, n_running, n_decode;
+    int64_t backlog, backlog_in; /* tokens still to prefill; all ever put in */
+    heap_node *ends;         /* [n_pages + max_seqs]: pages of the tree and sequences (n_pages + q), by end */
+    int *holders;            /* [n_pages] heap of what hangs on a page: child pages, sequences whose last tree page it is */
+    heap_node *line;         /* [max_seqs]: parked sequences in queue order, running ones newest first */
+    int parked, newest;
+    sched_request *requests; /* grows in sched_submit */
+    heap_node *queue;        /* [cap_requests] */
+    int n_requests, cap_requests, free_request, queued;
+    int n_waiting;           /* samples never started */
+    int64_t arrival_step;
+    int n_arrived;           /* in this step */
+    uint32_t n_started;
+    uint64_t own_class;      /* last key given to a request without one */
+    struct sched_spare *spare[32]; /* [c]: free buffers of 2^c tokens */
+    int n_buffers[32], demand[32];
+    uint64_t epoch, failed_epoch; /* changes with every start and end; when the head did not fit */
+    int64_t failed_step;
+    int64_t n_preempted, n_repredicted, n_prompt_tokens, n_prompt_hits; /* since open */
+} sched;
+
+/* ---- Token buffers ---- */
+
+static int sched_buffer_class(int n_tokens) {
+    int c = 2; /* a buffer holds at least a pointer */
+    while ((int64_t)1 << c < n_tokens) c++;
+    return c;
+}
+
+static void sched_buffer_give(sched *s, void *buffer, int c) {
+    struct sched_spare *b = buffer;
+    b->next = s->spare[c], s->spare[c] = b;
+}
+
+static void *sched_buffer_take(sched *s, int c) {
+    struct sched_spare *b = s->spare[c];
+    s->spare[c] = b->next;
+    return b;
+}
+
+/* n more samples of this size are wanted: as many buffers as can be in use at a time. */
+static void sched_buffer_reserve(sched *s, int c, int n) {
+    s->demand[c] += n;
+    for (; s->n_buffers[c] < MIN(s->c.max_seqs, s->demand[c]); s->n_buffers[c]++)
+        sched_buffer_give(s, mem_alloc(sizeof(int32_t) << c), c);
+}
+
+/* ---- Open and close ---- */
+
+static void sched_init(sched *s, const sched_config *c) {
+    assert(c->max_tokens >= c->max_seqs && c->max_len > 1);
+    size_t np = (size_t)c->n_pages, ns = (size_t)c->max_seqs;
+    *s = (sched){.c = *c, .parked = -1, .newest = -1, .free_request = -1, .queued = -1};
+    kv_init(&s->kv, c->B, c->n_pages, c->max_seqs, c->max_len);
+    pred_init(&s->pred, c->n_classes, c->max_seqs);
+    for (s->cal.n = 4; s->cal.n < 2 * c->max_len + 2; s->cal.n *= 2) {} /* as long a prefill delay as a sequence */
+    s->cal.most = mem_zalloc((size_t)s->cal.n * 2 * sizeof(int)), s->cal.add = mem_zalloc((size_t)s->cal.n * sizeof(int));
+    s->seqs = mem_zalloc((ns + 1) * sizeof *s->seqs), s->line = mem_zalloc(ns * sizeof *s->line);
+    s->free_slots = mem_alloc(ns * sizeof(int));
+    s->ends = mem_zalloc((np + ns) * sizeof *s->ends), s->holders = mem_alloc(np * sizeof(int));
+    for (int p = 0; p < c->n_pages; p++) s->holders[p] = -1;
+    for (int q = c->max_seqs - 1; q >= 0; q--) s->free_slots[s->n_slots_free++] = q;
+    s->seqs[c->max_seqs].prefill_prev = s->seqs[c->max_seqs].prefill_next = c->max_seqs;
+}
+
+static void sched_free(sched *s) {
+    for (int q = 0; q < s->c.max_seqs; q++) free(s->seqs[q].tokens);
+    for (int r = 0; r < s->n_requests; r++) free(s->requests[r].prompt);
+    for (int i = 0; i < COUNT(s->spare); i++)
+        while (s->spare[i]) free(sched_buffer_take(s, i));
+    kv_free(&s->kv), pred_free(&s->pred);
+    free(s->cal.most), free(s->cal.add), free(s->seqs), free(s->line), free(s->free_slots), free(s->ends), free(s->holders);
+    free(s->requests), free(s->queue);
+}
+
+/* ---- The future of one sequence in the calendar ---- */
+
+static int sched_tail(const sched *s, int q) { /* its last page in the tree, or -1 */
+    int n = s->kv.seqs[q].n_tree;
+    return n ? kv_row(&s->kv, q)[n - 1] : -1;
+}
+
+/* Adds (sign 1) or takes back (-1) what q alone accounts for: n_held own pages until its end, and the pages from number
+ * `next` on that it will take. */
+static void sched_own(sched *s, int q, int n_held, int next, int sign) {
+    const sched_seq *x = &s->seqs[q];
+    int n_pages = kv_pages_for(&s->kv, MIN(x->expect, x->limit) - 1);
+    cal_add(&s->cal, s->now, x->end, sign * n_held);
+    for (int k = next; k < n_pages; k++) cal_add(&s->cal, x->base + (int64_t)k * s->c.B, x->end, sign);
+}
+
+static void sched_own_now(sched *s, int q, int sign) {
+    const kv_seq *k = &s->kv.seqs[q];
+    sched_own(s, q, k->n_pages - k->n_tree, k->n_pages, sign);
+}
+
+/* What hangs on page p has changed: brings its end and those above it up to date, in the calendar too if `account`. A
+ * page's end is ends[p].key, 0 while nobody holds it. */
+static void sched_lift(sched *s, int p, bool account) {
+    int64_t was = 0, is = 0; /* n pages go from end `was` to end `is` */
+    int n = 0;
+    while (p >= 0) {
+        int64_t old = s->ends[p].key, new = s->holders[p] >= 0 ? s->ends[s->holders[p]].key : 0;
+        if (old == new) break;
+        if (n && account && (old != was || new != is)) {
+            if (is > was) cal_add(&s->cal, was, is, n);
+            else cal_add(&s->cal, is, was, -n);
+            n = 0;
+        }
+        was = old, is = new, n++;
+        int parent = s->kv.pages[p].parent;
+        if (parent == s->kv.root) {
+            s->ends[p].key = new;
+            break;
+        }
+        if (!old) heap_put(s->ends, &s->holders[parent], p, new, 0);
+        else if (!new) heap_remove(s->ends, &s->holders[parent], p), s->ends[p].key = 0;
+        else heap_rekey(s->ends, &s->holders[parent], p, new);
+        p = parent;
+    }
+    if (n && account) {
+        if (is > was) cal_add(&s->cal, was, is, n);
+        else cal_add(&s->cal, is, was, -n);
+    }
+}
+
+static void sched_attach(sched *s, int q, bool account) {
+    int tail = sched_tail(s, q);
+    if (tail < 0) return;
+    heap_put(s->ends, &s->holders[tail], s->c.n_pages + q, s->seqs[q].end, 0);
+    sched_lift(s, tail, account);
+}
+
+static void sched_detach(sched *s, int q, int tail) {
+    if (tail < 0) return;
+    heap_remove(s->ends, &s->holders[tail], s->c.n_pages + q);
+    sched_lift(s, tail, true);
+}
+
+/* Its line and expected length are now these. The end lies after this step, and within the calendar. */
+static void sched_move(sched *s, int q, int64_t base, int expect) {
+    sched_seq *x = &s->seqs[q];
+    int tail = sched_tail(s, q);
+    sched_own_now(s, q, -1);
+    x->base = base, x->expect = expect;
+    x->end = base + expect - 1;
+    s->epoch++;
+    sched_own_now(s, q, 1);
+    if (tail >= 0) {
+        heap_rekey(s->ends, &s->holders[tail], s->c.n_pages + q, x->end);
+        sched_lift(s, tail, true);
+    }
+}
+
+/* Tokens, prompt and output, that q will have when it has n now. */
+static int sched_expect(sched *s, const sched_seq *x, int n) {
+    const sched_request *r = &s->requests[x->request];
+    int have = MAX(n - x->n_prompt, r->min_tokens - 1), most = x->limit - x->n_prompt;
+    if (r->exact || have >= most - 1) return MAX(x->limit, n + 1);
+    return x->n_prompt + pred_expect(&s->pred, x->class, have, most);
+}
+
+/* ---- Submit ---- */
+
+static int sched_new_request(sched *s) {
+    int r = s->free_request;
+    if (r >= 0) {
+        s->free_request = s->requests[r].next_free;
+        return r;
+    }
+    if (s->n_requests == s->cap_requests) {
+        s->cap_requests = MAX(64, s->cap_requests * 2);
+        s->requests = mem_realloc(s->requests, (size_t)s->cap_requests * sizeof *s->requests);
+        s->queue = mem_realloc(s->queue, (size_t)s->cap_requests * sizeof *s->queue);
+    }
+    return s->n_requests++;
+}
+
+/* Queues a request. Returns its id (>= 0, used again after its last sample ended) or an error code. */
+static int sched_submit(sched *s, const sched_job *j, toka_err *e) {
+    if (j->n_prompt < 1) return fail(e, TOKA_E_USE, "the prompt has no tokens");
+    if (j->n < 1) return fail(e, TOKA_E_USE, "n is %d, at least 1 sample is needed", j->n);
+    if (j->max_tokens < 1) return fail(e, TOKA_E_USE, "max_tokens is %d, at least 1 is needed", j->max_tokens);
+    int64_t len = (int64_t)j->n_prompt + j->max_tokens, held = (len - 1 + s->c.B - 1) / s->c.B;
+    if (len > s->c.max_len)
+        return fail(e, TOKA_E_USE, "the prompt has %d tokens and max_tokens is %d, together at most %d fit (max_model_len)",
+                    j->n_prompt, j->max_tokens, s->c.max_len);
+    if (held > s->c.n_pages)
+        return fail(e, TOKA_E_USE, "the prompt has %d tokens and max_tokens is %d, the KV cache holds %lld tokens",
+                    j->n_prompt, j->max_tokens, (long long)s->c.n_pages * s->c.B);
+    if (j->n > INT_MAX / 2 - s->n_waiting) return fail(e, TOKA_E_USE, "n is %d, too many samples are waiting", j->n);
+    int id = sched_new_request(s), priority = MAX(-1000000, MIN(j->priority, 1000000));
+    if (s->arrival_step != s->now) s->arrival_step = s->now, s->n_arrived = 0;
+    sched_request *r = &s->requests[id];
+    *r = (sched_request){.prompt = mem_alloc((size_t)j->n_prompt * sizeof(int32_t)), .n_prompt = j->n_prompt, .n = j->n,
+                         .max_tokens = j->max_tokens, .min_tokens = MIN(j->min_tokens, j->max_tokens), .exact = j->exact,
+                         .first = -1, .class_key = j->class_key};
+    memcpy(r->prompt, j->prompt, (size_t)j->n_prompt * sizeof(int32_t));
+    if (!r->class_key && j->n > 1) r->class_key = ++s->own_class | (uint64_t)1 << 63;
+    r->key = (s->now - (int64_t)priority * SCHED_PRIORITY) * (1 << 24) + MIN(s->n_arrived, (1 << 24) - 1);
+    s->n_arrived++, s->n_waiting += j->n;
+    heap_put(s->queue, &s->queued, id, -r->key, 0);
+    sched_buffer_reserve(s, sched_buffer_class((int)len), j->n);
+    s->epoch++;
+    return id;
+}
+
+/* ---- Ends ---- */
+
+static void sched_prefill_leave(sched *s, int q) {
+    sched_seq *x = &s->seqs[q];
+    s->seqs[x->prefill_prev].prefill_next = x->prefill_next;
+    s->seqs[x->prefill_next].prefill_prev = x->prefill_prev;
+    s->backlog -= x->todo;
+    x->todo = 0;
+}
+
+/* A running sequence gives its pages and its future back. */
+static void sched_stop(sched *s, int q) {
+    sched_seq *x = &s->seqs[q];
+    if (x->state == SCHED_PREFILL) sched_prefill_leave(s, q);
+    else s->n_decode--;
+    heap_remove(s->line, &s->newest, q);
+    sched_own_now(s, q, -1);
+    sched_detach(s, q, sched_tail(s, q));
+    kv_close(&s->kv, q);
+    x->n_cached = x->n_rows = 0, x->n_planned = x->n_known;
+    x->ticket++, s->n_running--, s->epoch++;
+}
+
+static void sched_drop_request(sched *s, int id) {
+    sched_request *r = &s->requests[id];
+    free(r->prompt);
+    *r = (sched_request){.next_free = s->free_request};
+    s->free_request = id;
+}
+
+/* The sequence is over. cut: not by itself. */
+static void sched_end(sched *s, int q, bool cut) {
+    sched_seq *x = &s->seqs[q];
+    sched_request *r = &s->requests[x->request];
+    int c = sched_buffer_class(x->limit);
+    if (x->state == SCHED_PARKED) heap_remove(s->line, &s->parked, q), x->ticket++, s->epoch++;
+    else sched_stop(s, q);
+    if (!r->exact) pred_end(&s->pred, x->class, x->bucket, x->n_known - x->n_prompt, cut);
+    sched_buffer_give(s, x->tokens, c);
+    s->demand[c]--;
+    x->tokens = NULL, x->state = SCHED_FREE;
+    s->free_slots[s->n_slots_free++] = q;
+    if (x->sibling_prev >= 0) s->seqs[x->sibling_prev].sibling = x->sibling;
+    else r->first = x->sibling;
+    if (x->sibling >= 0) s->seqs[x->sibling].sibling_prev = x->sibling_prev;
+    if (!--r->n_live && r->n_started == r->n) sched_drop_request(s, x->request);
+}
+
+/* Ends a request in whatever state its samples are. Its id is free after this. */
+static void sched_cancel(sched *s, int id) {
+    sched_request *r = &s->requests[id];
+    assert(r->prompt);
+    int waiting = r->n - r->n_started;
+    if (waiting) {
+        heap_remove(s->queue, &s->queued, id);
+        s->n_waiting -= waiting, s->demand[sched_buffer_class(r->n_prompt + r->max_tokens)] -= waiting;
+        r->n = r->n_started, s->epoch++;
+    }
+    if (!r->n_live) sched_drop_request(s, id);
+    else
+        for (int q = r->first, n = r->n_live; n--;) {
+            int next = s->seqs[q].sibling;
+            sched_end(s, q, true);
+            q = next;
+        }
+}
+
+/* ---- Admission ---- */
+
+/* Steps until a backlog of so many tokens is prefilled, this one counted. */
+static int64_t sched_prefill_steps(const sched *s, int64_t tokens) {
+    int64_t rate = MAX(1, s->c.max_tokens - s->n_decode);
+    return MAX(1, MIN((tokens + rate - 1) / rate, (int64_t)s->c.max_len));
+}
+
+/* Would the pool hold q's whole future beside the others'? m pages of its row were found in the tree. The calendar is
+ * left as it was unless it fits; then it already has q. */
+static bool sched_fits(sched *s, int q, int n, int m) {
+    const int *row = kv_row(&s->kv, q);
+    int64_t end = s->seqs[q].end;
+    int n_pages = kv_pages_for(&s->kv, n), held = m; /* leading pages of the row that somebody holds */
+    while (held && s->kv.pages[row[held - 1]].ref == 0) held--;
+    if (n_pages - held > kv_room(&s->kv)) return false;
+    for (int sign = 1;; sign = -1) {
+        sched_own(s, q, n_pages - held, n_pages, sign);
+        for (int i = held; i-- && s->ends[row[i]].key < end;) cal_add(&s->cal, s->ends[row[i]].key, end, sign);
+        if (sign < 0) return false;
+        if (cal_peak(&s->cal) <= s->c.n_pages) return true;
+    }
+}
+
+static void sched_start(sched *s, int q, int n, int m) {
+    sched_seq *x = &s->seqs[q];
+    kv_open(&s->kv, q, x->tokens, n, m);
+    sched_attach(s, q, false);
+    x->state = SCHED_PREFILL;
+    x->started = ++s->n_started, x->row_turn++;
+    x->n_cached = 0, x->n_planned = n;
+    x->todo = n - m * s->c.B, s->backlog += x->todo, s->backlog_in += x->todo, x->mark = s->backlog_in;
+    x->prefill_next = s->c.max_seqs, x->prefill_prev = s->seqs[s->c.max_seqs].prefill_prev;
+    s->seqs[x->prefill_prev].prefill_next = q, s->seqs[s->c.max_seqs].prefill_prev = q;
+    heap_put(s->line, &s->newest, q, s->requests[x->request].key, x->started);
+    s->n_running++, s->epoch++;
+    s->n_prompt_tokens += n, s->n_prompt_hits += m * s->c.B;
+}
+
+/* Where q's line would lie if it started now, with m pages found. */
+static void sched_aim(sched *s, int q, int n, int m) {
+    sched_seq *x = &s->seqs[q];
+    x->expect = sched_expect(s, x, n);
+    x->base = s->now + sched_prefill_steps(s, s->backlog + n - (int64_t)m * s->c.B) - n;
+    x->end = x->base + x->expect - 1;
+}
+
+static bool sched_admit_parked(sched *s, int q) {
+    sched_seq *x = &s->seqs[q];
+    int n = x->n_known, m = kv_match(&s->kv, q, x->tokens, n);
+    sched_aim(s, q, n, m);
+    if (!sched_fits(s, q, n, m)) return false;
+    heap_remove(s->line, &s->parked, q);
+    sched_start(s, q, n, m);
+    return true;
+}
+
+static bool sched_admit_fresh(sched *s, int id) {
+    if (!s->n_slots_free) return false;
+    sched_request *r = &s->requests[id];
+    int q = s->free_slots[s->n_slots_free - 1], n = r->n_prompt, m = kv_match(&s->kv, q, r->prompt, n);
+    sched_seq *x = &s->seqs[q];
+    *x = (sched_seq){.request = id, .sample = r->n_started, .n_prompt = n, .n_known = n, .limit = n + r->max_tokens,
+                     .ticket = x->ticket, .row_turn = x->row_turn, .class = {-1, 0}, .next_edge = s->pred.edge[1],
+                     .sibling = r->first, .sibling_prev = -1};
+    if (!r->exact) x->class = pred_find(&s->pred, r->class_key);
+    sched_aim(s, q, n, m);
+    if (!sched_fits(s, q, n, m)) return false;
+    s->n_slots_free--;
+    x->tokens = sched_buffer_take(s, sched_buffer_class(x->limit));
+    memcpy(x->tokens, r->prompt, (size_t)n * sizeof(int32_t));
+    if (r->first >= 0) s->seqs[r->first].sibling_prev = q;
+    r->first = q, r->n_live++;
+    if (++r->n_started == r->n) heap_remove(s->queue, &s->queued, id);
+    s->n_waiting--;
+    if (!r->exact) pred_reach(&s->pred, x->class, 0);
+    sched_start(s, q, n, m);
+    return true;
+}
+
+/* Starts sequences from the head of the queue while they fit. No more than two steps of prefill are taken in: more
+ * would only hold pages. A head that did not fit is tried again when something started or ended, or after some steps. */
+static void sched_admit(sched *s) {
+    if (s->epoch == s->failed_epoch && s->now < s->failed_step + 16) return;
+    while ((s->parked >= 0 || s->queued >= 0) && s->backlog < 2 * (int64_t)s->c.max_tokens) {
+        bool parked = s->parked >= 0 && (s->queued < 0 || !s->n_slots_free || /* it has a slot */
+                                         s->line[s->parked].key >= s->queue[s->queued].key);
+        if (parked ? sched_admit_parked(s, s->parked) : sched_admit_fresh(s, s->queued)) continue;
+        assert(s->n_running || !s->n_slots_free); /* alone, every request fits */
+        s->failed_epoch = s->epoch, s->failed_step = s->now;
+        return;
+    }
+}
+
+static void sched_preempt(sched *s) { /* parks the newest */
+    int q = s->newest;
+    sched_stop(s, q);
+    s->seqs[q].state = SCHED_PARKED;
+    heap_put(s->line, &s->parked, q, -s->requests[s->seqs[q].request].key, -s->seqs[q].started);
+    s->n_preempted++;
+}
+
+/* ---- One step ---- */
+
+static bool sched_needs_page(const sched *s, int q) {
+    const sched_seq *x = &s->seqs[q];
+    return x->state == SCHED_DECODE && x->n_planned < x->limit && x->n_cached == s->kv.seqs[q].n_pages * s->c.B;
+}
+
+/* Writes the future anew where time has shown it wrong: a sequence at its expected end, a prefill that should be over.
+ * Returns the number of pages that decoding sequences need for this step. */
+static int sched_review(sched *s) {
+    int need = 0;
+    for (int q = 0; q < s->c.max_seqs; q++) {
+        sched_seq *x = &s->seqs[q];
+        if (x->state != SCHED_PREFILL && x->state != SCHED_DECODE) continue;
+        x->n_rows = 0, x->yields = false;
+        int64_t base = x->base;
+        if (x->state == SCHED_PREFILL && base + x->n_known <= s->now) { /* its last row was to be computed before now */
+            int64_t ahead = MAX(x->mark - (s->backlog_in - s->backlog), (int64_t)x->todo);
+            base = s->now + sched_prefill_steps(s, ahead) - x->n_known;
+        }
+        if (base != x->base || x->end <= s->now) {
+            int least = (int)(s->now + 2 - base); /* tokens of which the last is not fed before the next step */
+            int expect = x->end <= s->now ? sched_expect(s, x, MIN(x->n_planned, x->limit - 1)) : x->expect;
+            sched_move(s, q, base, MAX(expect, least));
+            s->n_repredicted++;
+        }
+        need += sched_needs_page(s, q);
+    }
+    return need;
+}
+
+/* A sequence in decode took a page: has what is expected of it moved by much? */
+static void sched_reconsider(sched *s, int q) {
+    sched_seq *x = &s->seqs[q];
+    int expect = sched_expect(s, x, x->n_planned), by = abs(expect - x->expect);
+    if (by <= s->c.B || by <= (x->expect - x->n_planned) / 4) return;
+    expect = MAX(expect, (int)(s->now + 2 - x->base));
+    if (expect == x->expect) return;
+    sched_move(s, q, x->base, expect);
+    s->n_repredicted++;
+}
+
+static int sched_feed_decode(sched *s) {
+    int n = 0;
+    for (int q = 0; q < s->c.max_seqs; q++) {
+        sched_seq *x = &s->seqs[q];
+        if (x->state != SCHED_DECODE || x->n_planned >= x->limit) continue;
+        if (x->n_cached == s->kv.seqs[q].n_pages * s->c.B) {
+            kv_grow(&s->kv, q);
+            if (!s->requests[x->request].exact) sched_reconsider(s, q);
+        }
+        x->from = x->n_cached++, x->n_rows = 1, x->yields = true, x->is_chunk = false;
+        x->n_planned++, n++;
+    }
+    return n;
+}
+
+/* Hands the rest of the step's tokens to the sequences in prefill, first come first served. */
+static int sched_feed_prefill(sched *s, int budget) {
+    int n_fed = 0;
+    for (int q = s->seqs[s->c.max_seqs].prefill_next, next; q != s->c.max_seqs && n_fed < budget; q = next) {
+        sched_seq *x = &s->seqs[q];
+        next = x->prefill_next;
+        x->from = kv_skip(&s->kv, q, x->n_cached);
+        x->n_rows = MIN(x->n_known - x->from, budget - n_fed);
+        x->is_chunk = true;
+        x->n_cached = x->from + x->n_rows, n_fed += x->n_rows;
+        kv_computed(&s->kv, q, x->from, x->n_cached);
+        int left = MIN(x->todo, x->n_known - x->n_cached);
+        s->backlog -= x->todo - left, x->todo = left;
+        if (x->n_cached < x->n_known) continue;
+        sched_prefill_leave(s, q);
+        x->state = SCHED_DECODE, x->yields = true, x->n_planned++, s->n_decode++;
+        int64_t base = s->now + 1 - x->n_known;
+        if (base != x->base) sched_move(s, q, base, x->expect);
+    }
+    return n_fed;
+}
+
+/* Plans the next step. Returns its number of rows; 0: nothing can run until something is submitted or committed. */
+static int sched_plan(sched *s) {
+    cal_step(&s->cal), s->now++;
+    int need = sched_review(s);
+    while (need > kv_room(&s->kv)) {
+        need -= sched_needs_page(s, s->newest);
+        sched_preempt(s);
+    }
+    int n = sched_feed_decode(s);
+    sched_admit(s);
+    return n + sched_feed_prefill(s, s->c.max_tokens - n);
+}
+
+/* ---- Commit ---- */
+
+/* Full pages of known tokens enter the tree. */
+static void sched_fill(sched *s, int q) {
+    sched_seq *x = &s->seqs[q];
+    const kv_seq *k = &s->kv.seqs[q];
+    while (!k->stray && (k->n_tree + 1) * s->c.B <= MIN(x->n_known, x->n_cached)) {
+        int tail = sched_tail(s, q), node = s->c.n_pages + q;
+        enum kv_filled how = kv_fill(&s->kv, q, x->tokens);
+        if (how == KV_STRAY) return;
+        int page = sched_tail(s, q);
+        if (how == KV_ENTERED) { /* the page takes the sequence's place, at the same end: the calendar stays */
+            s->ends[page].key = x->end;
+            if (tail >= 0) heap_replace(s->ends, &s->holders[tail], node, page);
+            heap_put(s->ends, &s->holders[page], node, x->end, 0);
+        } else { /* one page less of its own, one more holder of the twin */
+            cal_add(&s->cal, s->now, x->end, -1);
+            if (tail >= 0) heap_remove(s->ends, &s->holders[tail], node); /* below its end there is the twin's now */
+            sched_attach(s, q, true);
+            x->row_turn++;
+        }
+    }
+}
+
+enum sched_result { SCHED_LATE, SCHED_ON, SCHED_DONE };
+
+/* The token that a row of q yielded. ended: it is the last one (end id, stop); the limit is seen here. SCHED_LATE: the
+ * sequence that was planned is not there any more, the token means nothing. SCHED_DONE: q is free now. */
+static enum sched_result sched_commit(sched *s, int q, uint32_t ticket, int32_t token, bool ended) {
+    sched_seq *x = &s->seqs[q];
+    if (x->ticket != ticket || x->state != SCHED_DECODE) return SCHED_LATE;
+    assert(x->n_known < x->n_planned);
+    x->tokens[x->n_known++] = token;
+    if (ended || x->n_known == x->limit) {
+        sched_fill(s, q);
+        sched_end(s, q, !ended);
+        return SCHED_DONE;
+    }
+    if (x->n_known - x->n_prompt == x->next_edge) {
+        if (!s->requests[x->request].exact) pred_reach(&s->pred, x->class, x->bucket + 1);
+        x->next_edge = s->pred.edge[++x->bucket + 1];
+    }
+    sched_fill(s, q);
+    return SCHED_ON;
+}
+
+/* ---- The whole state, checked: NULL, or what is wrong. For tests; costs O(everything) ---- */
+
+static const char *sched_check_seq(const sched *s, int q) {
+    const sched_seq *x = &s->seqs[q];
+    const kv_seq *k = &s->kv.seqs[q];
+    KV_MUST(x->n_known <= x->n_planned && x->n_known >= x->n_prompt && x->n_known < x->limit && x->n_planned <= x->limit);
+    if (x->state == SCHED_PARKED) {
+        KV_MUST(!k->n_pages && !x->n_cached && x->n_planned == x->n_known);
+        return NULL;
+    }
+    KV_MUST(x->end > s->now && x->end == x->base + x->expect - 1);
+    KV_MUST(k->n_pages * s->c.B >= x->n_cached);
+    if (x->state == SCHED_PREFILL) {
+        KV_MUST(x->n_cached < x->n_known && x->base + x->n_known > s->now);
+        KV_MUST(k->n_pages == kv_pages_for(&s->kv, x->n_known));
+    } else KV_MUST(x->n_cached == x->n_planned - 1 && (x->n_planned == x->limit || x->base == s->now + 1 - x->n_cached));
+    for (int i = 0; i < k->n_tree; i++) {
+        int p = kv_row(&s->kv, q)[i];
+        KV_MUST(s->ends[p].key >= x->end);
+        KV_MUST((i + 1) * s->c.B > x->n_cached || s->kv.pages[p].ready);
+    }
+    return NULL;
+}
+
+/* Between a plan and the next one. */
+UNUSED static const char *sched_check(const sched *s) {
+    int n = s->cal.n, np = s->c.n_pages, n_state[4] = {0}, n_held = 0;
+    bool *open = mem_zalloc((size_t)s->c.max_seqs * sizeof *open);
+    int *change = mem_zalloc(((size_t)n + 1) * sizeof *change); /* of the sum, step by step from now */
+    int64_t *end = mem_zalloc((size_t)np * sizeof *end), backlog = 0;
+    const char *bad = NULL;
+    for (int q = 0; q < s->c.max_seqs; q++) {
+        const sched_seq *x = &s->seqs[q];
+        const kv_seq *k = &s->kv.seqs[q];
+        n_state[x->state]++, backlog += x->todo;
+        if (x->state == SCHED_FREE) continue;
+        if (!bad) bad = sched_check_seq(s, q);
+        if (bad || x->state == SCHED_PARKED) continue;
+        open[q] = true;
+        for (int i = 0; i < k->n_tree; i++) end[kv_row(&s->kv, q)[i]] = MAX(end[kv_row(&s->kv, q)[i]], x->end);
+        for (int i = k->n_tree; i < kv_pages_for(&s->kv, MIN(x->expect, x->limit) - 1); i++) {
+            int64_t from = i < k->n_pages ? s->now : x->base + (int64_t)i * s->c.B;
+            if (from < x->end) change[from - s->now]++, change[x->end - s->now]--;
+        }
+    }
+    for (int p = 0; p < np; p++) {
+        n_held += s->kv.pages[p].ref > 0;
+        if (s->ends[p].key != end[p]) bad = "the end of a page is not the last end of its holders";
+        if (end[p]) change[0]++, change[end[p] - s->now]--;
+    }
+    for (int t = 0, sum = 0, peak = 0; t < n; t++) {
+        sum += change[t], peak = MAX(peak, sum);
+        if (cal_at(&s->cal, s->now + t) != sum) bad = "the calendar is not the sum of the sequences";
+        if (!t && sum != n_held) bad = "the calendar does not know what is held now";
+        if (t == n - 1 && cal_peak(&s->cal) != peak) bad = "the calendar's peak is wrong";
+    }
+    if (!bad) bad = kv_check(&s->kv, open);
+    if (n_state[SCHED_FREE] != s->n_slots_free || n_state[SCHED_DECODE] != s->n_decode || backlog != s->backlog ||
+        n_state[SCHED_DECODE] + n_state[SCHED_PREFILL] != s->n_running)
+        bad = "counts do not agree";
+    free(open), free(change), free(end);
+    return bad;
+}
 
 /* ===========================================================================
  * MARK: 13. Batch building and shared prefixes [pure]
- * To come with the engine.
+ * In: what sched_plan decided. Out: the arrays of a toka_step (rows, slots, spans), the rows that yield a token, and
+ * what a device that keeps the state of its slots needs to be told (batch_upload).
+ *
+ * Rows stand in the order of chapter 10, so the rows of all sequences that share a page are side by side, and with lcp
+ * (leading pages in common with the sequence before) the sharing is a tree of intervals, found with one stack in one
+ * pass:
+ *
+ *      lcp      0   3   3   2   5   0          a node: a run of rows and the pages they all have
+ *      rows   [ a   b   c   d   e ] f               [a b c d e] pages 0-1
+ *               [a   b   c]  [d   e]                [a b c] page 2    [d e] pages 2-4
+ *
+ * Per node the backend's costs decide: as one span over all its rows its pages are read once per tile of rows, but
+ * every row has one partial result more to merge; otherwise each child reads them by itself, as a part of its own span.
+ * Decided from the top, where a node's span begins where the last shared span above it ends. No threshold, no flag, any
+ * number of levels.
+ *
+ *      worth it:  (reads by the children - reads together) * tokens  >  merge_tok * rows + span_tok
+ *
+ * Only pages that lie before all rows of the run are shared, so a shared span needs no mask; rows of prefill chunks
+ * take part like any others.
+ *
+ * What always holds: for each row the spans cover positions 0 .. p exactly once, in rising kv0; spans point straight
+ * into the rows of pages of chapter 10, nothing is copied. No allocation after batch_init. Cost: O(rows + running
+ * sequences).
  * =========================================================================== */
+
+typedef struct batch_cost { /* of a backend's attention, in tokens of K and V read for one row */
+    int merge_tok; /* merging one more partial result into a row */
+    int span_tok;  /* one more span */
+    int tile_rows; /* rows that one read of K and V serves */
+} batch_cost;
+
+typedef struct batch_out { /* a row that yields a token, and for whom: what sched_commit wants to know */
+    int row, q;
+    uint32_t ticket;
+} batch_out;
+
+/* What changed for a device that keeps for each slot its row of pages, length, last token and sampling parameters, and that
+ * by itself adds 1 to a length, feeds the last token and stores a new one. Flat arrays, ready to be copied up. */
+typedef struct batch_join { /* a slot is loaded anew: its pages are in join_pages; the engine adds sampling parameters */
+    int32_t q, n_pages, length, limit;
+} batch_join;
+typedef struct batch_grown { /* slot q has one page more at its end */
+    int32_t q, page;
+} batch_grown;
+typedef struct batch_chunk { /* sequence number `at` of the order feeds n_rows known tokens (chunk_ids), not its last one */
+    int32_t at, from, n_rows;
+} batch_chunk;
+
+enum { BATCH_PARAM_BYTES = 64 }; /* sampling parameters of a slot, sent when it joins */
+
+typedef struct batch_upload {
+    uint16_t *order;   /* [n_order] slots in row order; sent if new_order */
+    batch_join *joins; /* [n_joins] */
+    int32_t *join_pages;
+    batch_grown *grown;
+    batch_chunk *chunks;
+    int32_t *chunk_ids;
+    toka_span *groups; /* [n_groups] shared spans; page0 counts in group_pages; sent if new_groups */
+    int32_t *group_pages;
+    int n_order, n_joins, n_join_pages, n_grown, n_chunks, n_chunk_ids, n_groups, n_group_pages;
+    bool new_order, new_groups;
+} batch_upload;
+
+typedef struct batch_node { /* a run of rows with its shared pages, while the tree is built */
+    int lcp, row0, rows;
+    int reads; /* of its pages, if each child reads them by itself */
+    int parent;
+    int cover; /* leading pages that shared spans cover, this node's included */
+    int q;     /* one that has the pages */
+} batch_node;
+
+typedef struct batch {
+    batch_cost cost;
+    int32_t *ids, *pos, *slot; /* [max_tokens] */
+    toka_span *spans;          /* [2 * max_seqs] */
+    batch_out *outs;           /* [max_seqs] */
+    int n_out;
+    toka_step step;            /* all but out and logits, which are the engine's */
+    int *seq, *seq_node;       /* [max_seqs] sequences with rows, in order; the node each hangs on */
+    int n_seq, n_nodes, n_closed, depth;
+    batch_node *nodes;         /* [max_seqs + 1] 0: the root, no page */
+    int *stack, *closed;       /* [max_seqs + 1] open nodes; nodes in the order in which they were closed, children first */
+    uint32_t *sent_turn;       /* [max_seqs] what the device has: the version of the row, and its pages; 0 pages: nothing */
+    int *sent_pages;
+    batch_upload up;
+} batch;
+
+static void batch_init(batch *b, const sched *s, batch_cost cost) {
+    size_t ns = (size_t)s->c.max_seqs, nt = (size_t)s->c.max_tokens;
+    assert(s->c.max_seqs <= UINT16_MAX + 1 && cost.tile_rows > 0);
+    *b = (batch){.cost = cost};
+    b->ids = mem_alloc(nt * sizeof *b->ids), b->pos = mem_alloc(nt * sizeof *b->pos);
+    b->slot = mem_alloc(nt * sizeof *b->slot);
+    b->spans = mem_alloc(2 * ns * sizeof *b->spans), b->outs = mem_alloc(ns * sizeof *b->outs);
+    b->seq = mem_alloc(ns * sizeof *b->seq), b->seq_node = mem_alloc(ns * sizeof *b->seq_node);
+    b->nodes = mem_alloc((ns + 1) * sizeof *b->nodes), b->stack = mem_alloc((ns + 1) * sizeof *b->stack);
+    b->closed = mem_alloc((ns + 1) * sizeof *b->closed);
+    b->sent_turn = mem_zalloc(ns * sizeof *b->sent_turn), b->sent_pages = mem_zalloc(ns * sizeof *b->sent_pages);
+    batch_upload *u = &b->up;
+    u->order = mem_alloc(ns * sizeof *u->order), u->joins = mem_alloc(ns * sizeof *u->joins);
+    u->join_pages = mem_alloc(ns * (size_t)s->kv.cap * sizeof *u->join_pages); /* touched as far as joins come */
+    u->grown = mem_alloc(ns * sizeof *u->grown), u->chunks = mem_alloc(ns * sizeof *u->chunks);
+    u->chunk_ids = mem_alloc(nt * sizeof *u->chunk_ids), u->groups = mem_zalloc(ns * sizeof *u->groups);
+    u->group_pages = mem_zalloc(ns * (size_t)s->kv.cap * sizeof *u->group_pages);
+}
+
+static void batch_free(batch *b) {
+    batch_upload *u = &b->up;
+    free(b->ids), free(b->pos), free(b->slot), free(b->spans), free(b->outs), free(b->seq), free(b->seq_node);
+    free(b->nodes), free(b->stack), free(b->closed), free(b->sent_turn), free(b->sent_pages);
+    free(u->order), free(u->joins), free(u->join_pages), free(u->grown), free(u->chunks), free(u->chunk_ids), free(u->groups), free(u->group_pages);
+}
+
+/* ---- Rows ---- */
+
+static void batch_rows(batch *b, const sched *s, int q) {
+    const sched_seq *x = &s->seqs[q];
+    const int *row = kv_row(&s->kv, q);
+    int B = s->c.B, t = b->step.T;
+    for (int p = x->from; p < x->from + x->n_rows; p++, t++) {
+        b->ids[t] = p < x->n_known ? x->tokens[p] : -1;
+        b->pos[t] = p;
+        b->slot[t] = row[p / B] * B + p % B;
+    }
+    b->step.T = t;
+    if (x->yields) b->outs[b->n_out++] = (batch_out){t - 1, q, x->ticket};
+}
+
+static void batch_load(batch *b, const sched *s, int q) { /* the whole row goes up */
+    batch_upload *u = &b->up;
+    int n = s->kv.seqs[q].n_pages;
+    u->joins[u->n_joins++] = (batch_join){q, n, s->seqs[q].from, s->seqs[q].limit};
+    memcpy(u->join_pages + u->n_join_pages, kv_row(&s->kv, q), (size_t)n * sizeof(int32_t));
+    u->n_join_pages += n;
+}
+
+/* What the device does not know yet of q, which is sequence number `at` of the order. */
+static void batch_tell(batch *b, const sched *s, int q, int at) {
+    batch_upload *u = &b->up;
+    const sched_seq *x = &s->seqs[q];
+    int n = s->kv.seqs[q].n_pages;
+    if (at >= u->n_order || u->order[at] != q) u->new_order = true;
+    u->order[at] = (uint16_t)q;
+    if (b->sent_turn[q] != x->row_turn) batch_load(b, s, q);
+    else if (n > b->sent_pages[q]) u->grown[u->n_grown++] = (batch_grown){q, kv_row(&s->kv, q)[n - 1]};
+    b->sent_turn[q] = x->row_turn, b->sent_pages[q] = n;
+    if (!x->is_chunk) return;
+    u->chunks[u->n_chunks++] = (batch_chunk){at, x->from, x->n_rows};
+    memcpy(u->chunk_ids + u->n_chunk_ids, x->tokens + x->from, (size_t)x->n_rows * sizeof(int32_t));
+    u->n_chunk_ids += x->n_rows;
+}
+
+/* ---- The tree of intervals ---- */
+
+static int batch_reads(const batch *b, int rows) { return (rows + b->cost.tile_rows - 1) / b->cost.tile_rows; }
+
+/* A run of rows that is complete hangs below node `parent`. */
+static void batch_hang(batch *b, int parent, int row0, int rows, int q) {
+    batch_node *n = &b->nodes[parent];
+    if (!n->rows) n->row0 = row0, n->q = q;
+    n->rows += rows, n->reads += batch_reads(b, rows);
+}
+
+/* The next sequence has l pages in common with the one before it, sequence number e, so every run with more pages is
+ * complete. The run that ended with e (first e alone, then the nodes that close) is hung below what is left open. */
+static void batch_next(batch *b, int l, int e, int row0, int rows) {
+    int child = -1, q = b->seq[e];
+    for (;;) {
+        int top = b->stack[b->depth - 1];
+        if (b->nodes[top].lcp < l) {
+            top = ++b->n_nodes;
+            b->nodes[top] = (batch_node){.lcp = l};
+            b->stack[b->depth++] = top;
+        }
+        batch_hang(b, top, row0, rows, q);
+        if (child < 0) b->seq_node[e] = top;
+        else b->nodes[child].parent = top;
+        if (b->nodes[top].lcp == l) return;
+        b->depth--;
+        b->closed[b->n_closed++] = child = top;
+        row0 = b->nodes[top].row0, rows = b->nodes[top].rows;
+    }
+}
+
+static void batch_share(batch *b, const sched *s, const batch_node *n, int from) { /* one span over all rows of the node */
+    batch_upload *u = &b->up;
+    int page0 = (int)(kv_row(&s->kv, n->q) - s->kv.table) + from, B = s->c.B;
+    b->spans[b->step.n_spans++] = (toka_span){n->row0, n->rows, page0, from * B, (n->lcp - from) * B};
+    toka_span up = {n->row0, n->rows, u->n_group_pages, from * B, (n->lcp - from) * B};
+    size_t bytes = (size_t)(n->lcp - from) * sizeof(int32_t);
+    int32_t *pages = u->group_pages + u->n_group_pages;
+    if (memcmp(&u->groups[u->n_groups], &up, sizeof up) || memcmp(pages, s->kv.table + page0, bytes)) u->new_groups = true;
+    u->groups[u->n_groups++] = up;
+    memcpy(pages, s->kv.table + page0, bytes);
+    u->n_group_pages += n->lcp - from;
+}
+
+/* Decides from the top which nodes get a span; then every sequence its own, over what is not covered. */
+static void batch_spans(batch *b, const sched *s) {
+    const batch_cost *c = &b->cost;
+    int n_groups = b->up.n_groups;
+    b->up.n_groups = b->up.n_group_pages = 0;
+    for (int i = b->n_closed - 1; i >= 0; i--) {
+        batch_node *n = &b->nodes[b->closed[i]];
+        n->cover = b->nodes[n->parent].cover;
+        int64_t saved = (int64_t)(n->reads - batch_reads(b, n->rows)) * (n->lcp - n->cover) * s->c.B;
+        if (saved <= (int64_t)c->merge_tok * n->rows + c->span_tok) continue;
+        batch_share(b, s, n, n->cover);
+        n->cover = n->lcp;
+    }
+    b->up.new_groups |= n_groups != b->up.n_groups;
+    for (int e = 0, row0 = 0; e < b->n_seq; e++) {
+        const sched_seq *x = &s->seqs[b->seq[e]];
+        int from = b->nodes[b->seq_node[e]].cover, page0 = (int)(kv_row(&s->kv, b->seq[e]) - s->kv.table) + from;
+        b->spans[b->step.n_spans++] =
+            (toka_span){row0, x->n_rows, page0, from * s->c.B, x->from + x->n_rows - from * s->c.B};
+        row0 += x->n_rows;
+    }
+}
+
+/* Builds the step that sched_plan just planned; valid until the next sched_ call. */
+static void batch_build(batch *b, const sched *s) {
+    batch_upload *u = &b->up;
+    int shared = 0, row0 = 0; /* pages in common with the sequence before in b->seq; its first row */
+    b->step = (toka_step){.ids = b->ids, .pos = b->pos, .slot = b->slot, .pages = s->kv.table, .spans = b->spans};
+    b->n_seq = b->n_out = b->n_nodes = b->n_closed = 0, b->depth = 1, b->stack[0] = 0;
+    b->nodes[0] = (batch_node){0};
+    u->n_joins = u->n_join_pages = u->n_grown = u->n_chunks = u->n_chunk_ids = 0, u->new_order = u->new_groups = false;
+    for (int q = s->kv.seqs[s->c.max_seqs].next; q != s->c.max_seqs; q = s->kv.seqs[q].next) {
+        const sched_seq *x = &s->seqs[q];
+        shared = MIN(shared, s->kv.seqs[q].lcp); /* only pages before all rows of both */
+        if (!x->n_rows) continue;
+        shared = MIN(shared, x->from / s->c.B);
+        if (b->n_seq) batch_next(b, shared, b->n_seq - 1, row0, b->step.T - row0);
+        row0 = b->step.T, shared = x->from / s->c.B;
+        batch_tell(b, s, q, b->n_seq);
+        b->seq[b->n_seq++] = q;
+        batch_rows(b, s, q);
+    }
+    if (b->n_seq) batch_next(b, 0, b->n_seq - 1, row0, b->step.T - row0);
+    u->new_order |= u->n_order != b->n_seq;
+    u->n_order = b->n_seq;
+    batch_spans(b, s);
+}
+
+/* Bytes that go up to a device for this step. */
+static size_t batch_upload_bytes(const batch_upload *u) {
+    size_t n = (size_t)u->n_joins * (sizeof *u->joins + BATCH_PARAM_BYTES);
+    n += (size_t)u->n_join_pages * sizeof *u->join_pages;
+    n += (size_t)u->n_grown * sizeof *u->grown;
+    n += (size_t)u->n_chunks * sizeof *u->chunks + (size_t)u->n_chunk_ids * sizeof *u->chunk_ids;
+    if (u->new_order) n += (size_t)u->n_order * sizeof *u->order;
+    if (u->new_groups) n += (size_t)u->n_groups * sizeof *u->groups + (size_t)u->n_group_pages * sizeof *u->group_pages;
+    return n;
+}
 
 /* ===========================================================================
  * MARK: 14. Sampling and stops [pure]

@@ -21,6 +21,18 @@
 #if __has_include("test_samp.c")
 #include "test_samp.c"
 #endif
+#if __has_include("test_kv.c")
+#include "test_kv.c"
+#endif
+#if __has_include("test_pred.c")
+#include "test_pred.c"
+#endif
+#if __has_include("test_sched.c")
+#include "test_sched.c"
+#endif
+#if __has_include("test_batch.c")
+#include "test_batch.c"
+#endif
 #if __has_include("test_cpu.c")
 #include "test_cpu.c"
 #endif
@@ -46,6 +58,18 @@ static const struct test *const tables[] = {
 #endif
 #if __has_include("test_samp.c")
     samp_tests,
+#endif
+#if __has_include("test_kv.c")
+    kv_tests,
+#endif
+#if __has_include("test_pred.c")
+    pred_tests,
+#endif
+#if __has_include("test_sched.c")
+    sched_tests,
+#endif
+#if __has_include("test_batch.c")
+    batch_tests,
 #endif
 #if __has_include("test_cpu.c")
     cpu_tests,

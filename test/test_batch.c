@@ -1,0 +1,197 @@
+/* test_batch.c - steps and shared spans, read as attention reads them by the machine of test_sched.c, and by a device that
+ * knows only the uploads. */
+
+typedef struct bt_device { /* what a device would keep */
+    int *pages, *n_pages, *length, *order, n_order, n_groups;
+    toka_span groups[512];
+    int32_t group_pages[8192];
+} bt_device;
+
+typedef struct bt {
+    smt m;
+    batch b;
+    bt_device d;
+    int64_t n_shared, n_nested, kv_read; /* shared spans; rows under two or more of them; tokens of K and V read */
+} bt;
+
+/* Every row's spans: from 0 to its position without a gap, in rising order, and right content in every slot they name. */
+static void bt_check_spans(bt *t, const uint64_t *mem, int32_t *device) {
+    const toka_step *st = &t->b.step;
+    const sched *s = &t->m.s;
+    int *upto = mem_zalloc((size_t)st->T * sizeof *upto), *n_spans = mem_zalloc((size_t)st->T * sizeof *n_spans);
+    int *row_q = mem_alloc((size_t)st->T * sizeof *row_q), row = 0;
+    for (int e = 0; e < t->b.n_seq; e++)
+        for (int i = 0; i < s->seqs[t->b.seq[e]].n_rows; i++) row_q[row++] = t->b.seq[e];
+    CHECK(row == st->T);
+    for (int i = 0; i < st->n_spans && !check_failed; i++) {
+        toka_span sp = st->spans[i];
+        CHECK(sp.n_rows > 0 && sp.n_kv > 0 && sp.kv0 % s->c.B == 0 && sp.row0 >= 0 && sp.row0 + sp.n_rows <= st->T);
+        t->kv_read += sp.n_kv;
+        for (int r = sp.row0; r < sp.row0 + sp.n_rows; r++) {
+            CHECK(upto[r] == sp.kv0);
+            for (int p = sp.kv0; p < sp.kv0 + sp.n_kv && p <= st->pos[r]; p++) {
+                int slot = st->pages[sp.page0 + (p - sp.kv0) / s->c.B] * s->c.B + p % s->c.B;
+                CHECK(mem[slot] == smt_hash(device + (size_t)row_q[r] * (size_t)s->c.max_len, p + 1));
+            }
+            upto[r] = MIN(sp.kv0 + sp.n_kv, st->pos[r] + 1), n_spans[r]++;
+        }
+    }
+    for (int r = 0; r < st->T && !check_failed; r++) {
+        CHECK(upto[r] == st->pos[r] + 1);
+        CHECK(st->slot[r] == kv_row(&s->kv, row_q[r])[st->pos[r] / s->c.B] * s->c.B + st->pos[r] % s->c.B);
+        int32_t id = device[(size_t)row_q[r] * (size_t)s->c.max_len + (size_t)st->pos[r]];
+        CHECK(st->ids[r] == id || (st->ids[r] == -1 && st->pos[r] >= s->seqs[row_q[r]].n_known));
+        t->n_nested += n_spans[r] > 2;
+    }
+    t->n_shared += st->n_spans - t->b.n_seq;
+    free(upto), free(n_spans), free(row_q);
+}
+
+/* The device takes the upload and works out the same rows and spans. */
+static void bt_device_step(bt *t) {
+    const batch_upload *u = &t->b.up;
+    const sched *s = &t->m.s;
+    bt_device *d = &t->d;
+    int cap = s->kv.cap, row = 0, chunk = 0, id = 0, at = 0;
+    for (int i = 0; i < u->n_joins; i++) {
+        batch_join j = u->joins[i];
+        d->n_pages[j.q] = j.n_pages, d->length[j.q] = j.length;
+        memcpy(d->pages + j.q * cap, u->join_pages + at, (size_t)j.n_pages * sizeof(int)), at += j.n_pages;
+    }
+    CHECK(at == u->n_join_pages);
+    for (int i = 0; i < u->n_grown; i++) d->pages[u->grown[i].q * cap + d->n_pages[u->grown[i].q]++] = u->grown[i].page;
+    if (u->new_order)
+        for (int i = 0; i < u->n_order; i++) d->order[i] = u->order[i];
+    if (u->new_order) d->n_order = u->n_order;
+    if (u->new_groups) {
+        d->n_groups = u->n_groups;
+        memcpy(d->groups, u->groups, (size_t)u->n_groups * sizeof *u->groups);
+        memcpy(d->group_pages, u->group_pages, (size_t)u->n_group_pages * sizeof(int32_t));
+    }
+    CHECK(d->n_order == t->b.n_seq && d->n_groups == t->b.step.n_spans - t->b.n_seq);
+    for (int i = 0; i < d->n_order && !check_failed; i++) {
+        int q = d->order[i], n = 1, from = d->length[q];
+        bool is_chunk = chunk < u->n_chunks && u->chunks[chunk].at == i;
+        if (is_chunk) n = u->chunks[chunk].n_rows, from = u->chunks[chunk++].from;
+        for (int k = 0; k < n; k++, row++) {
+            int p = from + k;
+            CHECK(t->b.pos[row] == p && t->b.slot[row] == d->pages[q * cap + p / s->c.B] * s->c.B + p % s->c.B);
+            if (is_chunk) CHECK(t->b.ids[row] == u->chunk_ids[id++]);
+        }
+        d->length[q] = from + n;
+    }
+    CHECK(row == t->b.step.T && chunk == u->n_chunks && id == u->n_chunk_ids);
+    for (int i = 0; i < d->n_groups; i++) {
+        toka_span a = d->groups[i], b = t->b.step.spans[i];
+        CHECK(a.row0 == b.row0 && a.n_rows == b.n_rows && a.kv0 == b.kv0 && a.n_kv == b.n_kv);
+        CHECK(!memcmp(d->group_pages + a.page0, t->b.step.pages + b.page0, (size_t)(a.n_kv / s->c.B) * sizeof(int32_t)));
+    }
+}
+
+static void bt_on_run(void *user, const uint64_t *mem, int32_t *device) {
+    bt *t = user;
+    batch_build(&t->b, &t->m.s);
+    bt_check_spans(t, mem, device);
+    bt_device_step(t);
+    int n_yield = 0;
+    for (int q = 0; q < t->m.s.c.max_seqs; q++) n_yield += t->m.s.seqs[q].n_rows && t->m.s.seqs[q].yields;
+    CHECK(n_yield == t->b.n_out);
+    for (int i = 0; i < t->b.n_out; i++) {
+        const sched_seq *x = &t->m.s.seqs[t->b.outs[i].q];
+        CHECK(x->yields && x->ticket == t->b.outs[i].ticket && t->b.pos[t->b.outs[i].row] == x->from + x->n_rows - 1);
+    }
+}
+
+static bt *bt_open(sched_config c, batch_cost cost, int vocab, int end_one_in, int lag) {
+    bt *t = mem_zalloc(sizeof *t);
+    smt_open(&t->m, c, vocab, end_one_in, lag);
+    batch_init(&t->b, &t->m.s, cost);
+    size_t n = (size_t)c.max_seqs;
+    t->d.pages = mem_zalloc(n * (size_t)t->m.s.kv.cap * sizeof(int)), t->d.n_pages = mem_zalloc(n * sizeof(int));
+    t->d.length = mem_zalloc(n * sizeof(int)), t->d.order = mem_zalloc(n * sizeof(int));
+    t->m.on_run = bt_on_run, t->m.on_run_user = t;
+    return t;
+}
+
+static void bt_close(bt *t) {
+    free(t->d.pages), free(t->d.n_pages), free(t->d.length), free(t->d.order);
+    batch_free(&t->b), smt_close(&t->m);
+    free(t);
+}
+
+static void bt_random(void) {
+    batch_cost costs[] = {{0, 0, 1 << 20}, {1, 0, 4}, {1, 4, 16}, {1000, 0, 64}};
+    int64_t n_shared = 0, n_nested = 0;
+    for (uint64_t seed = 1; seed <= 80 && !check_failed; seed++) {
+        uint64_t rng = seed;
+        sched_config c = {2, seed % 2 ? 60 : 12, 12, 16, 24, 8};
+        bt *t = bt_open(c, costs[seed % 4], 2, 30, (int)(seed % 3));
+        for (int i = 0; i < 80 && !check_failed; i++) {
+            int n_prompt = 1 + (int)(rnd(&rng) % 12), max_tokens = 1 + (int)(rnd(&rng) % 12);
+            if (t->m.s.n_waiting < 20) smt_submit(&t->m, &rng, n_prompt, 1 + (int)(rnd(&rng) % 4), max_tokens, 0);
+            if (rnd(&rng) % 16 == 0 && t->m.s.newest >= 0) sched_cancel(&t->m.s, t->m.s.seqs[t->m.s.newest].request);
+            if (rnd(&rng) % 8 == 0 && t->m.s.newest >= 0) sched_preempt(&t->m.s);
+            smt_step(&t->m, false);
+        }
+        if (check_failed) printf("seed %d\n", (int)seed);
+        CHECK(seed % 4 != 3 || !t->n_shared); /* merging that dear is never worth it */
+        n_shared += t->n_shared, n_nested += t->n_nested;
+        bt_close(t);
+    }
+    CHECK_MSG(n_shared > 1000 && n_nested > 1000, "%d %d", (int)n_shared, (int)n_nested);
+}
+
+/* With free merging every page is read once per step, however many hold it. */
+static void bt_each_page_once(void) {
+    uint64_t rng = 21;
+    bt *t = bt_open((sched_config){2, 300, 24, 400, 40, 8}, (batch_cost){0, 0, 1 << 20}, 2, 1 << 30, 0);
+    for (int i = 0; i < 8; i++) smt_submit(&t->m, &rng, 16 + i % 3, 3, 20, 0);
+    for (int i = 0; i < 19 && !check_failed; i++) {
+        t->kv_read = 0;
+        smt_step(&t->m, false);
+        if (t->b.up.n_chunks) continue;
+        int want = 0;
+        char *seen = mem_zalloc(300);
+        for (int e = 0; e < t->b.n_seq; e++)
+            for (int k = 0, from = t->b.pos[e]; k <= from / 2; k++) { /* one row each; the last page may be half full */
+                int page = kv_row(&t->m.s.kv, t->b.seq[e])[k];
+                if (!seen[page] || k == from / 2) want += k == from / 2 ? from % 2 + 1 : 2;
+                seen[page] = 1;
+            }
+        free(seen);
+        CHECK_MSG(t->kv_read == want, "step %d: %d tokens read, %d different ones", i, (int)t->kv_read, want);
+    }
+    bt_close(t);
+}
+
+/* Two prompts with one beginning, many samples: levels are shared where it pays. */
+static void bt_levels(void) {
+    struct {
+        batch_cost cost;
+        int n_spans; /* shared ones */
+    } cases[] = {{{0, 0, 1 << 20}, 3}, {{100, 0, 1 << 20}, 2}, {{100000, 0, 1 << 20}, 0}, {{100, 100000, 1 << 20}, 0},
+                 {{4, 0, 1}, 0}};
+    for (int k = 0; k < COUNT(cases); k++) {
+        bt *t = bt_open((sched_config){16, 400, 64, 2048, 400, 8}, cases[k].cost, 1000, 1 << 30, 0);
+        int32_t prompt[300];
+        toka_err e;
+        for (int i = 0; i < 300; i++) prompt[i] = 1;
+        for (int second = 0; second < 2; second++) {
+            for (int i = 100; i < 300; i++) prompt[i] = 2 + second;
+            sched_submit(&t->m.s, &(sched_job){.prompt = prompt, .n_prompt = 300, .n = 16, .max_tokens = 40}, &e);
+        }
+        for (int i = 0; i < 3; i++) smt_step(&t->m, i == 2); /* no page is filled by generation yet */
+        CHECK(t->b.n_seq == 32);
+        CHECK_MSG(t->b.up.n_groups == cases[k].n_spans, "case %d: %d groups", k, t->b.up.n_groups);
+        if (k == 0) CHECK(t->b.step.spans[0].n_rows == 32 && t->b.step.spans[0].n_kv == 96);
+        if (k == 0) CHECK(t->b.step.spans[1].n_rows == 16 && t->b.step.spans[1].n_kv == 192);
+        if (k == 1) CHECK(t->b.step.spans[0].n_rows == 16 && t->b.step.spans[0].n_kv == 288);
+        CHECK(!t->b.up.new_order && !t->b.up.new_groups && !t->b.up.n_joins); /* nothing to tell */
+        bt_close(t);
+    }
+}
+
+static const struct test batch_tests[] = {{"batch: random steps, spans and device", bt_random},
+                                          {"batch: every page read once", bt_each_page_once},
+                                          {"batch: levels by cost", bt_levels},
+                                          {0}};

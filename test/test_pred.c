@@ -1,0 +1,125 @@
+/* test_pred.c - the length predictor against distributions whose answer is known. */
+
+static int prt_lognormal(uint64_t *rng, double mean, double sigma, int max) {
+    double x = exp(log(mean) - sigma * sigma / 2 + sigma * rnd_normal(rng));
+    return (int)MAX(1.0, MIN(x + 0.5, (double)max));
+}
+
+/* One whole sequence of this length, watched until `watched`. */
+static void prt_feed(pred *p, pred_of c, int length, int watched) {
+    int bucket = 0, n = MIN(length, watched);
+    pred_reach(p, c, 0);
+    while (p->edge[bucket + 1] < n || (p->edge[bucket + 1] == n && n < length)) pred_reach(p, c, ++bucket);
+    pred_end(p, c, bucket, n, n < length);
+}
+
+static void prt_cold(void) {
+    pred p;
+    pred_of none = {-1, 0};
+    pred_init(&p, 64, 8192);
+    int e = pred_expect(&p, none, 0, 1024);
+    CHECK_MSG(e > 150 && e < 175, "%d", e);
+    /* the monkeys shape: 1.5 M tokens; 8 prompts of 715 tokens live, then 11 tokens and the output per sample */
+    int64_t pages = 98304 - 38 - 8 * 6, each = (11 + e + 14) / 16;
+    CHECK_MSG(pages / each > 8192 * 3 / 4, "%d", (int)(pages / each));
+    CHECK(pred_expect(&p, none, 0, 16) >= 14);
+    CHECK(pred_expect(&p, none, 0, 1) == 1);
+    for (int max = 2; max < 140000; max += max / 2)
+        for (int c = 0; c < max; c += 1 + c / 3) {
+            e = pred_expect(&p, none, c, max);
+            CHECK(e > c && e <= max);
+        }
+    pred_free(&p);
+}
+
+static void prt_learns(void) {
+    uint64_t rng = 7;
+    pred p;
+    pred_init(&p, 64, 64);
+    double sum[4] = {0};
+    int from[4] = {0, 50, 150, 400}, n[4] = {0};
+    for (int i = 0; i < 40000; i++) {
+        int x = prt_lognormal(&rng, 150, 0.7, 1024);
+        prt_feed(&p, (pred_of){-1, 0}, x, 1024);
+        for (int k = 0; k < 4; k++)
+            if (x > from[k]) sum[k] += x, n[k]++;
+    }
+    for (int k = 0; k < 4; k++) {
+        double truth = sum[k] / n[k], e = pred_expect(&p, (pred_of){-1, 0}, from[k], 1024);
+        CHECK_MSG(fabs(e - truth) < 0.04 * truth, "after %d: %g, true %g", from[k], e, truth);
+    }
+    pred_free(&p);
+}
+
+/* Half of the sequences are cut off at a random moment, or still run: the answer is the same. */
+static void prt_censored(void) {
+    uint64_t rng = 9;
+    pred p;
+    pred_init(&p, 64, 64);
+    double sum = 0;
+    for (int i = 0; i < 40000; i++) {
+        int x = prt_lognormal(&rng, 150, 0.7, 4096);
+        sum += x;
+        prt_feed(&p, (pred_of){-1, 0}, x, rnd(&rng) % 2 ? 4096 : 1 + (int)(rnd(&rng) % 200));
+    }
+    double e = pred_expect(&p, (pred_of){-1, 0}, 0, 4096), truth = sum / 40000;
+    CHECK_MSG(fabs(e - truth) < 0.05 * truth, "%g, true %g", e, truth);
+    pred_free(&p);
+}
+
+/* A cold batch of 1,000 that all started together, seen after 60 steps: only the short ones have ended. */
+static void prt_survivors(void) {
+    uint64_t rng = 11;
+    pred p;
+    pred_init(&p, 64, 1000);
+    double ended = 0, all = 0;
+    int n_ended = 0;
+    for (int i = 0; i < 1000; i++) {
+        int x = prt_lognormal(&rng, 150, 0.7, 1024), bucket = 0;
+        all += x;
+        pred_reach(&p, (pred_of){-1, 0}, 0);
+        while (p.edge[bucket + 1] < MIN(x, 60)) pred_reach(&p, (pred_of){-1, 0}, ++bucket);
+        if (x <= 60) pred_end(&p, (pred_of){-1, 0}, bucket, x, false), ended += x, n_ended++;
+    }
+    double e = pred_expect(&p, (pred_of){-1, 0}, 0, 1024), truth = all / 1000;
+    CHECK_MSG(n_ended > 50 && ended / n_ended < 60, "%d", n_ended);
+    CHECK_MSG(e > 0.8 * truth && e < 2 * truth, "%g, true %g", e, truth);
+    pred_free(&p);
+}
+
+static void prt_classes(void) {
+    uint64_t rng = 13;
+    pred p;
+    pred_init(&p, 64, 64);
+    for (int i = 0; i < 3000; i++) {
+        prt_feed(&p, pred_find(&p, 1), prt_lognormal(&rng, 60, 0.4, 1024), 1024);
+        prt_feed(&p, pred_find(&p, 2), prt_lognormal(&rng, 300, 0.4, 1024), 1024);
+    }
+    int a = pred_expect(&p, pred_find(&p, 1), 0, 1024), b = pred_expect(&p, pred_find(&p, 2), 0, 1024);
+    int all = pred_expect(&p, (pred_of){-1, 0}, 0, 1024), fresh = pred_expect(&p, pred_find(&p, 3), 0, 1024);
+    CHECK_MSG(abs(a - 60) <= 4 && abs(b - 300) <= 15, "%d %d", a, b);
+    CHECK_MSG(abs(all - 180) < 18 && abs(fresh - all) <= 6, "%d %d", all, fresh);
+    for (int i = 0; i < 30; i++) prt_feed(&p, pred_find(&p, 3), 20, 1024); /* 30 samples tell already */
+    CHECK(pred_expect(&p, pred_find(&p, 3), 0, 1024) < all / 2);
+    pred_free(&p);
+}
+
+static void prt_many_classes(void) { /* more classes than places: handles of those that had to go are stale, nothing else */
+    pred p;
+    pred_init(&p, 8, 64);
+    pred_of first = pred_find(&p, 1000);
+    prt_feed(&p, first, 5, 10);
+    for (uint64_t key = 1; key < 200; key++) prt_feed(&p, pred_find(&p, key), 5, 10);
+    CHECK(!pred_table_of(&p, first));
+    pred_reach(&p, first, 0), pred_end(&p, first, 0, 1, false);
+    CHECK(pred_expect(&p, first, 0, 100) < 40); /* as all */
+    pred_free(&p);
+}
+
+static const struct test pred_tests[] = {{"pred: cold start", prt_cold},
+                                         {"pred: learns a lognormal", prt_learns},
+                                         {"pred: censoring does not bias", prt_censored},
+                                         {"pred: survivors count", prt_survivors},
+                                         {"pred: classes differ", prt_classes},
+                                         {"pred: more classes than places", prt_many_classes},
+                                         {0}};

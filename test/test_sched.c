@@ -1,0 +1,331 @@
+/* test_sched.c - the scheduler run against a machine without a model.
+ *
+ * The machine's "K and V" of a position is a hash of all tokens up to it; a token is drawn from that hash and the sample
+ * number, so every output is known beforehand. After each step every row that was planned must find, in the pages of its
+ * sequence, the right hash at every earlier position: a page shared, swapped or evicted at the wrong moment shows. */
+
+enum { SMT_LAG = 3 };
+
+typedef struct smt_result { /* a token under way */
+    int q, step;
+    uint32_t ticket;
+    int32_t token;
+} smt_result;
+
+typedef struct smt {
+    sched s;
+    void (*on_run)(void *, const uint64_t *mem, int32_t *device); /* test_batch.c looks at each step: rows are written ... */
+    void *on_run_user;
+    int vocab, end_one_in; /* tokens 0 .. vocab-1; a sequence ends by itself with chance 1 / end_one_in per token */
+    int lag;               /* results come this many steps late */
+    uint64_t *mem;         /* [n_pages * B] */
+    int32_t *device;       /* [max_seqs][max_len] all tokens of a slot, as a device would have them */
+    smt_result *late;      /* those on their way, oldest first */
+    int n_late, step;
+    char *written;         /* [n_pages * B] in this step */
+    int64_t n_tokens, n_done;
+} smt;
+
+static uint64_t smt_hash(const int32_t *t, int n) { return hash_bytes(t, (size_t)n * sizeof *t); }
+
+/* Token after t[0..n-1] in sample `sample`, and whether it ends the sequence. */
+static int32_t smt_draw(const smt *m, const int32_t *t, int n, int sample, bool *end) {
+    uint64_t h = (smt_hash(t, n) ^ (uint64_t)(sample / 2)) * 0x9E3779B97F4A7C15u; /* two samples each come out alike */
+    h ^= h >> 31, h *= 0xD6E8FEB86659FD93u, h ^= h >> 32;
+    *end = h % (uint64_t)m->end_one_in == 0;
+    return (int32_t)((h >> 20) % (uint64_t)m->vocab);
+}
+
+static void smt_open(smt *m, sched_config c, int vocab, int end_one_in, int lag) {
+    *m = (smt){.vocab = vocab, .end_one_in = end_one_in, .lag = lag};
+    sched_init(&m->s, &c);
+    size_t slots = (size_t)c.n_pages * (size_t)c.B;
+    m->mem = mem_zalloc(slots * sizeof *m->mem), m->written = mem_zalloc(slots);
+    m->device = mem_zalloc((size_t)c.max_seqs * (size_t)c.max_len * sizeof(int32_t));
+    m->late = mem_alloc((size_t)c.max_seqs * (SMT_LAG + 1) * sizeof *m->late);
+}
+
+static void smt_close(smt *m) {
+    sched_free(&m->s);
+    free(m->mem), free(m->written), free(m->device), free(m->late);
+}
+
+static int32_t *smt_device(smt *m, int q) { return m->device + (size_t)q * (size_t)m->s.c.max_len; }
+
+/* Runs the planned step: all rows write, then all rows read, as attention does. */
+static void smt_run(smt *m, int n_rows) {
+    sched *s = &m->s;
+    int B = s->c.B, rows = 0;
+    memset(m->written, 0, (size_t)s->c.n_pages * (size_t)B);
+    for (int q = 0; q < s->c.max_seqs; q++) {
+        sched_seq *x = &s->seqs[q];
+        if (x->state == SCHED_FREE || !x->n_rows) continue;
+        int32_t *t = smt_device(m, q);
+        memcpy(t, x->tokens, (size_t)MIN(x->n_known, x->from + x->n_rows) * sizeof *t);
+        for (int p = x->from; p < x->from + x->n_rows; p++, rows++) {
+            int slot = kv_row(&s->kv, q)[p / B] * B + p % B;
+            CHECK(!m->written[slot]); /* no two rows of a step write one slot */
+            m->written[slot] = 1, m->mem[slot] = smt_hash(t, p + 1);
+        }
+    }
+    CHECK(rows == n_rows && rows <= s->c.max_tokens);
+    if (m->on_run) m->on_run(m->on_run_user, m->mem, m->device); /* ... and not yet sampled */
+    for (int q = 0; q < s->c.max_seqs && !check_failed; q++) {
+        sched_seq *x = &s->seqs[q];
+        if (x->state == SCHED_FREE || !x->n_rows) continue;
+        int32_t *t = smt_device(m, q);
+        int n = x->from + x->n_rows;
+        for (int p = 0; p < n; p++) CHECK(m->mem[kv_row(&s->kv, q)[p / B] * B + p % B] == smt_hash(t, p + 1));
+        if (!x->yields) continue;
+        bool end;
+        t[n] = smt_draw(m, t, n, x->sample, &end);
+        m->late[m->n_late++] = (smt_result){q, m->step, x->ticket, t[n]};
+    }
+}
+
+/* Commits what is due, checks outputs of those that end. */
+static void smt_results(smt *m) {
+    sched *s = &m->s;
+    int n = 0;
+    for (; n < m->n_late && m->late[n].step + m->lag <= m->step; n++) {
+        smt_result r = m->late[n];
+        sched_seq *x = &s->seqs[r.q];
+        bool end = false;
+        if (x->ticket == r.ticket) {
+            int32_t want = smt_draw(m, x->tokens, x->n_known, x->sample, &end);
+            CHECK(want == r.token);
+            m->n_tokens++;
+        }
+        m->n_done += sched_commit(s, r.q, r.ticket, r.token, end) == SCHED_DONE;
+    }
+    m->n_late -= n;
+    memmove(m->late, m->late + n, (size_t)m->n_late * sizeof *m->late);
+}
+
+/* Pages held in step t, found by walking: every sequence that still lives holds the pages it has now, shared ones once, and
+ * those it will have taken by then. */
+static int smt_future(const smt *m, int64_t t, char *seen) {
+    const sched *s = &m->s;
+    int n = 0;
+    memset(seen, 0, (size_t)s->c.n_pages);
+    for (int q = 0; q < s->c.max_seqs; q++) {
+        const sched_seq *x = &s->seqs[q];
+        if ((x->state != SCHED_PREFILL && x->state != SCHED_DECODE) || x->end <= t) continue;
+        const int *row = kv_row(&s->kv, q);
+        int have = s->kv.seqs[q].n_pages;
+        for (int i = 0; i < have; i++) n += !seen[row[i]], seen[row[i]] = 1;
+        for (int64_t p = (int64_t)have * s->c.B; p < MIN(x->expect, x->limit) - 1; p += s->c.B) n += x->base + p <= t;
+    }
+    return n;
+}
+
+static void smt_check(smt *m, bool future) {
+    const char *bad = sched_check(&m->s);
+    CHECK_MSG(!bad, "%s, step %d", bad, m->step);
+    if (!future) return;
+    char *seen = mem_alloc((size_t)m->s.c.n_pages);
+    for (int t = 0; t < m->s.cal.n && !check_failed; t++)
+        CHECK(cal_at(&m->s.cal, m->s.now + t) == smt_future(m, m->s.now + t, seen));
+    free(seen);
+}
+
+static int smt_step(smt *m, bool check) {
+    int n = sched_plan(&m->s);
+    m->step++;
+    if (check) smt_check(m, true);
+    smt_run(m, n);
+    smt_results(m);
+    if (check) smt_check(m, false);
+    return n;
+}
+
+static int smt_submit(smt *m, uint64_t *rng, int n_prompt, int n, int max_tokens, int priority) {
+    int32_t prompt[64];
+    toka_err e;
+    for (int i = 0; i < n_prompt; i++) prompt[i] = rnd(rng) % 6 ? 1 : 2;
+    sched_job job = {.prompt = prompt, .n_prompt = n_prompt, .n = n, .max_tokens = max_tokens, .priority = priority};
+    int id = sched_submit(&m->s, &job, &e);
+    CHECK_MSG(id >= 0, "%s", e.msg);
+    return id;
+}
+
+/* Random requests, ends early and late, preemptions and cancels, in pools where nothing fits well. The calendar is compared
+ * with the step-by-step simulation at every step of its horizon, after every plan. */
+static int64_t smt_random(sched_config c, int lag, uint64_t seed, int n_steps) {
+    smt m;
+    uint64_t rng = seed;
+    smt_open(&m, c, 3, 2 + (int)(seed % 3) * 12, lag);
+    int alive[64], n_alive = 0;
+    int longest = MIN(c.max_len, c.n_pages * c.B + 1);
+    for (int i = 0; i < n_steps && !check_failed; i++) {
+        for (int k = (int)(rnd(&rng) % 3); k-- && m.s.n_waiting < 40;) {
+            int n_prompt = 1 + (int)(rnd(&rng) % (uint64_t)(longest - 1));
+            int max_tokens = 1 + (int)(rnd(&rng) % (uint64_t)(longest - n_prompt));
+            int id = smt_submit(&m, &rng, n_prompt, 1 + (int)(rnd(&rng) % 5), max_tokens, rnd(&rng) % 8 ? 0 : 2);
+            if (n_alive < 64) alive[n_alive++] = id;
+        }
+        if (rnd(&rng) % 8 == 0 && n_alive) { /* ids may have ended and be in use again: any live one will do */
+            int id = alive[rnd(&rng) % (uint64_t)n_alive];
+            if (m.s.requests[id].prompt) sched_cancel(&m.s, id);
+            smt_check(&m, false);
+        }
+        smt_step(&m, true);
+    }
+    for (int i = 0; i < 20000 && m.s.n_waiting + c.max_seqs > m.s.n_slots_free && !check_failed; i++) smt_step(&m, i < 10);
+    CHECK(m.s.n_slots_free == c.max_seqs && m.s.queued < 0 && !m.s.n_waiting);
+    CHECK(kv_room(&m.s.kv) == c.n_pages && cal_peak(&m.s.cal) == 0);
+    int64_t n = m.s.n_preempted;
+    if (check_failed) printf("seed %llu\n", (unsigned long long)seed);
+    smt_close(&m);
+    return n;
+}
+
+static void smt_random_tiny(void) {
+    int64_t n = 0;
+    for (uint64_t seed = 1; seed <= 120 && !check_failed; seed++)
+        n += smt_random((sched_config){2, 5, 3, 4, 10, 8}, (int)(seed % 3), seed, 60);
+    CHECK(n > 50);
+}
+static void smt_random_small(void) {
+    int64_t n = 0;
+    for (uint64_t seed = 1; seed <= 80 && !check_failed; seed++)
+        n += smt_random((sched_config){2, 30, 8, 12, 40, 8}, (int)(seed % 3), seed, 60);
+    CHECK(n > 50);
+    for (uint64_t seed = 1; seed <= 20 && !check_failed; seed++)
+        smt_random((sched_config){4, 64, 16, 40, 60, 16}, (int)(seed % 4), seed, 60);
+}
+
+static void smt_thousands_of_preemptions(void) { /* no token is lost or different: smt_results compares each */
+    smt m;
+    uint64_t rng = 5;
+    smt_open(&m, (sched_config){2, 200, 64, 256, 60, 16}, 50, 1 << 30, 1);
+    for (int i = 0; i < 1500; i++) smt_submit(&m, &rng, 4, 1, 50, 0);
+    for (int i = 0; i < 200000 && m.n_done < 1500 && !check_failed; i++) {
+        for (int k = 0; k < 300; k++) { /* lies: whatever length is reached, it ends soon */
+            pred_reach(&m.s.pred, (pred_of){-1, 0}, k % 16);
+            pred_end(&m.s.pred, (pred_of){-1, 0}, k % 16, m.s.pred.edge[k % 16] + 1, false);
+        }
+        smt_step(&m, i % 97 == 0);
+    }
+    CHECK_MSG(m.n_done == 1500 && m.n_tokens == 1500 * 50, "%d done, %d tokens", (int)m.n_done, (int)m.n_tokens);
+    CHECK_MSG(m.s.n_preempted > 2000, "%d", (int)m.s.n_preempted);
+    smt_close(&m);
+}
+
+/* With lengths known exactly and prefill within the step, the simulated future is what happens: no preemption, ever, and
+ * the pool is used well. */
+static void smt_exact_future(void) {
+    smt m;
+    uint64_t rng = 3;
+    toka_err e;
+    smt_open(&m, (sched_config){2, 60, 16, 2000, 64, 16}, 50, 1 << 30, 0);
+    int64_t held = 0, steps = 0;
+    for (int i = 0; i < 300; i++) {
+        int32_t prompt[20];
+        int n = 1 + (int)(rnd(&rng) % 20);
+        for (int k = 0; k < n; k++) prompt[k] = (int32_t)(rnd(&rng) % 2);
+        sched_job job = {.prompt = prompt, .n_prompt = n, .n = 1, .max_tokens = 1 + (int)(rnd(&rng) % 40), .exact = true};
+        CHECK(sched_submit(&m.s, &job, &e) >= 0);
+    }
+    for (; m.n_done < 300 && steps < 10000 && !check_failed; steps++) {
+        smt_step(&m, true);
+        if (m.s.queued >= 0) held += 60 - kv_room(&m.s.kv);
+        CHECK(cal_peak(&m.s.cal) <= 60);
+    }
+    CHECK(m.n_done == 300 && m.s.n_preempted == 0 && m.s.n_repredicted == 0);
+    CHECK_MSG(held > steps * 60 / 2, "%d of %d", (int)(held / steps), 60);
+    smt_close(&m);
+}
+
+static void smt_order(void) { /* first come first served; priority is a head start; nobody starves */
+    smt m;
+    uint64_t rng = 3;
+    smt_open(&m, (sched_config){2, 60, 1, 64, 32, 16}, 50, 1 << 30, 0);
+    int a = smt_submit(&m, &rng, 4, 1, 4, 0), b = smt_submit(&m, &rng, 4, 1, 4, 0), c = smt_submit(&m, &rng, 4, 1, 4, 1);
+    int order[3], n = 0, last = -1;
+    for (int i = 0; i < 20; i++) {
+        smt_step(&m, true);
+        if (m.s.n_running == 0) continue;
+        int now = m.s.seqs[0].request;
+        if (now != last && n < 3) order[n++] = now;
+        last = now;
+    }
+    CHECK(n == 3 && order[0] == c && order[1] == a && order[2] == b);
+    int old = smt_submit(&m, &rng, 4, 1, 4, 0), waited = 0; /* against a stream of more important ones */
+    for (; waited < 20 * SCHED_PRIORITY && m.s.requests[old].prompt; waited++) {
+        if (m.s.n_waiting < 4) smt_submit(&m, &rng, 4, 1, 4, 3);
+        sched_plan(&m.s);
+        m.step++;
+        smt_run(&m, (m.s.seqs[0].state != SCHED_FREE) * m.s.seqs[0].n_rows);
+        smt_results(&m);
+    }
+    CHECK_MSG(waited > 2 * SCHED_PRIORITY && waited < 4 * SCHED_PRIORITY, "%d", waited);
+    smt_close(&m);
+}
+
+static void smt_cancel_states(void) {
+    smt m;
+    uint64_t rng = 3;
+    smt_open(&m, (sched_config){2, 40, 4, 12, 60, 16}, 50, 1 << 30, 1);
+    int a = smt_submit(&m, &rng, 20, 6, 8, 0), b = smt_submit(&m, &rng, 4, 1, 4, 0);
+    sched_cancel(&m.s, b); /* queued */
+    smt_check(&m, false);
+    smt_step(&m, true);
+    int prefill = 0;
+    for (int q = 0; q < 4; q++) prefill += m.s.seqs[q].state == SCHED_PREFILL;
+    CHECK(prefill > 1);
+    sched_end(&m.s, m.s.seqs[4].prefill_next, true); /* the one that is computing the shared prompt */
+    smt_check(&m, false);
+    for (int i = 0; i < 6; i++) smt_step(&m, true);
+    CHECK(m.s.n_decode > 0);
+    sched_cancel(&m.s, a); /* decode, prefill and two still queued; tokens are under way */
+    smt_check(&m, false);
+    CHECK(m.s.n_slots_free == 4 && m.s.n_waiting == 0 && kv_room(&m.s.kv) == 40 && cal_peak(&m.s.cal) == 0);
+    int c = smt_submit(&m, &rng, 20, 4, 8, 0);
+    while (m.s.requests[c].prompt && !check_failed) smt_step(&m, true);
+    smt_close(&m);
+}
+
+static int smt_try(sched *s, int n_prompt, int n, int max_tokens) {
+    toka_err e;
+    int32_t p[8] = {0};
+    return sched_submit(s, &(sched_job){.prompt = p, .n_prompt = n_prompt, .n = n, .max_tokens = max_tokens}, &e);
+}
+
+static void smt_refused(void) {
+    sched s;
+    sched_init(&s, &(sched_config){2, 5, 3, 8, 16, 8});
+    CHECK(smt_try(&s, 0, 1, 1) == TOKA_E_USE && smt_try(&s, 1, 0, 1) == TOKA_E_USE && smt_try(&s, 1, 1, 0) == TOKA_E_USE);
+    CHECK(smt_try(&s, 8, 1, 9) == TOKA_E_USE && smt_try(&s, 8, 1, INT_MAX) == TOKA_E_USE);
+    CHECK(smt_try(&s, 8, 1, 4) == TOKA_E_USE); /* 11 fed tokens, 6 pages */
+    CHECK(smt_try(&s, 8, 1, 3) == 0);
+    CHECK(sched_plan(&s) == 8 && !sched_check(&s));
+    sched_free(&s);
+}
+
+static void smt_repeats(void) { /* n samples of one prompt, twice, at page borders: all after the first is found */
+    for (int n_prompt = 1; n_prompt <= 9; n_prompt++) {
+        smt m;
+        uint64_t rng = 3;
+        smt_open(&m, (sched_config){2, 400, 16, 64, 60, 16}, 50, 1 << 30, 1);
+        for (int again = 0; again < 2; again++) {
+            uint64_t same = rng;
+            int64_t hits = m.s.n_prompt_hits, done = m.n_done;
+            smt_submit(&m, &same, n_prompt, 32, 6, 0);
+            for (int i = 0; i < 100 && m.n_done < done + 32; i++) smt_step(&m, true);
+            CHECK(m.n_done == done + 32 && m.s.n_preempted == 0);
+            CHECK(m.s.n_prompt_hits - hits == (n_prompt - 1) / 2 * 2 * (31 + again));
+        }
+        smt_close(&m);
+    }
+}
+
+static const struct test sched_tests[] = {{"sched: random, 5 pages, calendar = simulation", smt_random_tiny},
+                                          {"sched: random, small pools, calendar = simulation", smt_random_small},
+                                          {"sched: preemptions keep every token", smt_thousands_of_preemptions},
+                                          {"sched: exact lengths come as simulated", smt_exact_future},
+                                          {"sched: order, priority, no starvation", smt_order},
+                                          {"sched: cancel in any state", smt_cancel_states},
+                                          {"sched: requests that cannot be", smt_refused},
+                                          {"sched: repeats and page borders", smt_repeats},
+                                          {0}};
