@@ -1906,7 +1906,7 @@ static const char *tok_back(const char *p) { /* start of the character before p 
 
 /* Cuts s at added tokens: first at those that match the text as it is, then, in what lies between and is normalized, at the
  * others. Without TOKA_PARSE_SPECIAL a special token's text is passed over, with what might match inside it, as HF does.
- * `done` is the end of what became ids; the search goes on at p, which may be before it when a token took space behind it. */
+ * `done` is the end of what became ids; the search goes on at p, before it if a token took the space behind it. */
 static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
     const tok *t = x->t;
     const tok_matcher *m = normalized ? &t->normalized : &t->raw;
@@ -1916,7 +1916,7 @@ static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
         const struct tok_text *hit = NULL;
         while (p < end && !(m->first[(unsigned char)*p] && (hit = tok_longest(m, (str){p, (size_t)(end - p)})))) p++;
         const tok_added *a = hit ? &t->added[hit->added] : NULL;
-        const char *from = p;
+        const char *from = p, *to = end;
         if (a) {
             int n;
             p += hit->text.n;
@@ -1924,6 +1924,8 @@ static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
             if (a->single_word && from > s.p && tok_is_word(&t->uni, tok_back(from))) continue;
             if (a->single_word && p < end && tok_is_word(&t->uni, p)) continue;
             while (a->lstrip && from > done && tok_set(&t->uni, tok_back(from), end, &n) & UNI_SPACE) from = tok_back(from);
+            if (a->lstrip) from = MAX(from, done);
+            to = a->rstrip ? tok_run(&t->uni, p, end, UNI_SPACE) : p;
         }
         if (done < from) {
             str between = {done, (size_t)(from - done)};
@@ -1931,8 +1933,8 @@ static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
             else tok_added_cut(x, true, between, first && done == s.p);
         }
         if (!a) break;
-        ids_push(x->out, a->id);
-        done = a->rstrip ? tok_run(&t->uni, p, end, UNI_SPACE) : p;
+        if (from < to) ids_push(x->out, a->id); /* else the token before took all of it */
+        done = to;
     }
 }
 
