@@ -4323,10 +4323,7 @@ static bool tmpl_bind_params(tmpl_run *r, tmpl_args *c, const tmpl_node *params,
     for (const tmpl_node *p = params; p; p = p->next) { /* defaults see all parameters, and only those around the macro */
         tval v;
         if (!tmpl_get_var(r, p->id, &v)) return false;
-        if (v.type) continue;
-        v = tv_undefined(p->s, 0);
-        if (!tmpl_set_var(r, p->id, v)) return false;
-        if (p->a && (!tmpl_eval(r, p->a, &v) || !tmpl_set_var(r, p->id, v))) return false;
+        if (!v.type && p->a && (!tmpl_eval(r, p->a, &v) || !tmpl_set_var(r, p->id, v))) return false;
     }
     if (c->n_pos > used) return tmpl_fail(r, "%s: %d arguments, at most %d", what, c->n_pos, used);
     if (used_named < c->n_named) return tmpl_fail(r, "%s: an argument name is not known", what);
