@@ -2309,8 +2309,7 @@ static bool tmpl_walk(tmpl_run *r, tval v, tmpl_items **out) {
         if (!(*out = tmpl_new_items(r, (size_t)tmpl_len_cp(tv_text(v))))) return false;
         for (size_t i = 0, k, at = 0; i < (*out)->n; i++, at += k) {
             k = tmpl_cp_bytes((str){v.s + at, v.n - at}, 1);
-            (*out)->v[i] = tv_str((str){v.s + at, k});
-            (*out)->v[i].flag = v.flag;
+            (*out)->v[i] = tv_str((str){v.s + at, k}); /* never marked safe, as in Python */
         }
         return true;
     default: return tmpl_fail(r, "'%s' object is not iterable", tmpl_type_name(v.type));
