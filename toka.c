@@ -528,7 +528,8 @@ static bool json_string(json_reader *r) { /* p stands behind the opening quote *
     json *v = json_node(r, JSON_STRING);
     const char *s = r->p;
     for (;;) {
-        while (r->p < r->end && (unsigned char)*r->p >= 0x20 && (unsigned char)*r->p < 0x80 && *r->p != '"' && *r->p != '\\')
+        while (r->p < r->end && (unsigned char)*r->p >= 0x20 && (unsigned char)*r->p < 0x80 && *r->p != '"' &&
+               *r->p != '\\')
             r->p++;
         if (r->p == r->end) return json_fail(r, "string without an end");
         if (*r->p == '"') break;
@@ -3550,8 +3551,7 @@ static tmpl_node *tmpl_name(tmpl_parser *p, int kind) { /* the name token as a n
     return n;
 }
 
-/* Several expressions with commas: a tuple; one without a comma: itself. `ternary` says whether x if y is part of it. In
- * parentheses it may be empty. */
+/* Several items with commas: a tuple; one without a comma: itself. In parentheses it may be empty. */
 static tmpl_node *tmpl_tuple(tmpl_parser *p, tmpl_node *(*item)(tmpl_parser *), bool parentheses) {
     tmpl_node *tuple = tmpl_new(p, TN_TUPLE, p->tok->line), **tail = &tuple->b;
     bool comma = false;
@@ -4142,8 +4142,8 @@ enum { TMPL_ARGS = 5 }; /* named parameters of a filter, test, method or functio
 
 typedef struct tmpl_args { /* of one call; self is the filtered value or the method's object */
     tval self;
-    tval *pos;
-    tmpl_var *named; /* .id counts bytes of the name in .names */
+    tval *pos;   /* [n_pos] as written */
+    tval *named; /* [n_named] given as name=value, with their names */
     str *names;
     int n_pos, n_named;
     tval a[TMPL_ARGS]; /* bound to the parameters; TV_ABSENT: not given */
@@ -4185,8 +4185,7 @@ static bool tmpl_walk(tmpl_run *r, tval v, tmpl_items **out) {
         if (!(*out = tmpl_new_items(r, (size_t)tmpl_len_cp(tv_text(v))))) return false;
         for (size_t i = 0, k, at = 0; i < (*out)->n; i++, at += k) {
             k = tmpl_cp_bytes((str){v.s + at, v.n - at}, 1);
-            (*out)->v[i] = tv_str((str){v.s + at, k});
-            (*out)->v[i].flag = v.flag;
+            (*out)->v[i] = tv_str((str){v.s + at, k}); /* never marked safe, as in Python */
         }
         return true;
     default: return tmpl_fail(r, "'%s' object is not iterable", tmpl_type_name(v.type));
@@ -5055,7 +5054,7 @@ static const tmpl_fn *tmpl_named_fn(tmpl_run *r, bool test, tval name) {
 
 static tval tmpl_named_arg(const tmpl_args *c, const char *name) {
     for (int i = 0; i < c->n_named; i++)
-        if (str_is(c->names[i], name)) return c->named[i].v;
+        if (str_is(c->names[i], name)) return c->named[i];
     return (tval){0};
 }
 
@@ -5448,7 +5447,7 @@ static bool tmpl_m_format(tmpl_run *r, tmpl_args *c, tval *out) {
         if (!field.n) turn++;
         if (!field.n || tmpl_to_integer(field, 10, &k, &fits)) v = k >= 0 && k < c->n_pos ? c->pos[k] : v;
         for (int n = 0; field.n && n < c->n_named; n++)
-            if (str_eq(c->names[n], field)) v = c->named[n].v;
+            if (str_eq(c->names[n], field)) v = c->named[n];
         ok = tmpl_work(r, (size_t)c->n_named) && (v.type || tmpl_fail(r, "format: no value for '{%.*s}'", STRF(field))) &&
              tmpl_put_value(r, &b, v, false);
         i = (size_t)MAX(close, 0);
@@ -5598,7 +5597,7 @@ static bool tmpl_g_dict(tmpl_run *r, tmpl_args *c, tval *out) {
         ok = tmpl_walk(r, l->v[i], &pair) && (pair->n == 2 || tmpl_fail(r, "%s: pairs expected", c->fn->name)) &&
              tmpl_dict_set(r, d, pair->v[0], pair->v[1]);
     }
-    for (int i = 0; ok && i < c->n_named; i++) ok = tmpl_dict_set(r, d, tv_str(c->names[i]), c->named[i].v);
+    for (int i = 0; ok && i < c->n_named; i++) ok = tmpl_dict_set(r, d, tv_str(c->names[i]), c->named[i]);
     *out = (tval){.type = c->fn->name[0] == 'd' ? TV_DICT : TV_NAMESPACE, .dict = d};
     return ok;
 }
@@ -5704,7 +5703,7 @@ static bool tmpl_eval_args(tmpl_run *r, const tmpl_node *chain, tmpl_args *c) {
             for (int i = 0; i < c->n_named; i++)
                 if (str_eq(c->names[i], n->s)) return tmpl_fail(r, "argument '%.*s' is given twice", STRF(n->s));
             c->names[c->n_named] = n->s;
-            if (!tmpl_eval(r, n->a, &c->named[c->n_named++].v)) return false;
+            if (!tmpl_eval(r, n->a, &c->named[c->n_named++])) return false;
         }
     return true;
 }
@@ -5719,7 +5718,7 @@ static bool tmpl_apply(tmpl_run *r, const tmpl_fn *fn, tmpl_args *c, tval *out) 
         for (int i = 0; i < c->n_named; i++)
             if (str_eq(c->names[i], name)) {
                 if (n < c->n_pos) return tmpl_fail(r, "%s: argument '%.*s' is given twice", fn->name, STRF(name));
-                c->a[n] = c->named[i].v, used++;
+                c->a[n] = c->named[i], used++;
             }
         p += name.n + (p[name.n] == ' ');
     }
@@ -5855,7 +5854,7 @@ static bool tmpl_percent(tmpl_run *r, str s, tmpl_items *args, const tmpl_args *
         if (i < s.n && s.p[i] == '(') {
             ptrdiff_t close = str_find(s, STR(")"), i);
             for (int k = 0; named && close > 0 && k < named->n_named; k++)
-                if (str_eq(named->names[k], str_sub(s, i + 1, (size_t)close))) v = named->named[k].v;
+                if (str_eq(named->names[k], str_sub(s, i + 1, (size_t)close))) v = named->named[k];
             if (!v.type) ok = tmpl_fail(r, "%%: a named value is missing");
             else from = i = (size_t)close + 1;
         }
@@ -6191,7 +6190,7 @@ static bool tmpl_bind_params(tmpl_run *r, tmpl_args *c, const tmpl_node *params,
         for (int i = 0; i < c->n_named; i++)
             if (str_eq(c->names[i], p->s)) {
                 if (used < c->n_pos) return tmpl_fail(r, "%s: argument '%.*s' is given twice", what, STRF(p->s));
-                v = c->named[i].v, used_named++;
+                v = c->named[i], used_named++;
             }
         used++;
         if (!tmpl_set_var(r, p->id, v)) return false;
@@ -6199,10 +6198,7 @@ static bool tmpl_bind_params(tmpl_run *r, tmpl_args *c, const tmpl_node *params,
     for (const tmpl_node *p = params; p; p = p->next) { /* defaults see all parameters, and only those around the macro */
         tval v;
         if (!tmpl_get_var(r, p->id, &v)) return false;
-        if (v.type) continue;
-        v = tv_undefined(p->s, 0);
-        if (!tmpl_set_var(r, p->id, v)) return false;
-        if (p->a && (!tmpl_eval(r, p->a, &v) || !tmpl_set_var(r, p->id, v))) return false;
+        if (!v.type && p->a && (!tmpl_eval(r, p->a, &v) || !tmpl_set_var(r, p->id, v))) return false;
     }
     if (c->n_pos > used) return tmpl_fail(r, "%s: %d arguments, at most %d", what, c->n_pos, used);
     if (used_named < c->n_named) return tmpl_fail(r, "%s: an argument name is not known", what);
