@@ -528,7 +528,8 @@ static bool json_string(json_reader *r) { /* p stands behind the opening quote *
     json *v = json_node(r, JSON_STRING);
     const char *s = r->p;
     for (;;) {
-        while (r->p < r->end && (unsigned char)*r->p >= 0x20 && (unsigned char)*r->p < 0x80 && *r->p != '"' && *r->p != '\\')
+        while (r->p < r->end && (unsigned char)*r->p >= 0x20 && (unsigned char)*r->p < 0x80 && *r->p != '"' &&
+               *r->p != '\\')
             r->p++;
         if (r->p == r->end) return json_fail(r, "string without an end");
         if (*r->p == '"') break;
@@ -1906,7 +1907,7 @@ static const char *tok_back(const char *p) { /* start of the character before p 
 
 /* Cuts s at added tokens: first at those that match the text as it is, then, in what lies between and is normalized, at the
  * others. Without TOKA_PARSE_SPECIAL a special token's text is passed over, with what might match inside it, as HF does.
- * `done` is the end of what became ids; the search goes on at p, which may be before it when a token took space behind it. */
+ * `done` is the end of what became ids; the search goes on at p, before it if a token took the space behind it. */
 static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
     const tok *t = x->t;
     const tok_matcher *m = normalized ? &t->normalized : &t->raw;
@@ -1916,7 +1917,7 @@ static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
         const struct tok_text *hit = NULL;
         while (p < end && !(m->first[(unsigned char)*p] && (hit = tok_longest(m, (str){p, (size_t)(end - p)})))) p++;
         const tok_added *a = hit ? &t->added[hit->added] : NULL;
-        const char *from = p;
+        const char *from = p, *to = end;
         if (a) {
             int n;
             p += hit->text.n;
@@ -1924,6 +1925,8 @@ static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
             if (a->single_word && from > s.p && tok_is_word(&t->uni, tok_back(from))) continue;
             if (a->single_word && p < end && tok_is_word(&t->uni, p)) continue;
             while (a->lstrip && from > done && tok_set(&t->uni, tok_back(from), end, &n) & UNI_SPACE) from = tok_back(from);
+            if (a->lstrip) from = MAX(from, done);
+            to = a->rstrip ? tok_run(&t->uni, p, end, UNI_SPACE) : p;
         }
         if (done < from) {
             str between = {done, (size_t)(from - done)};
@@ -1931,8 +1934,8 @@ static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
             else tok_added_cut(x, true, between, first && done == s.p);
         }
         if (!a) break;
-        ids_push(x->out, a->id);
-        done = a->rstrip ? tok_run(&t->uni, p, end, UNI_SPACE) : p;
+        if (from < to) ids_push(x->out, a->id); /* else the token before took all of it */
+        done = to;
     }
 }
 
@@ -3548,8 +3551,7 @@ static tmpl_node *tmpl_name(tmpl_parser *p, int kind) { /* the name token as a n
     return n;
 }
 
-/* Several expressions with commas: a tuple; one without a comma: itself. `ternary` says whether x if y is part of it. In
- * parentheses it may be empty. */
+/* Several items with commas: a tuple; one without a comma: itself. In parentheses it may be empty. */
 static tmpl_node *tmpl_tuple(tmpl_parser *p, tmpl_node *(*item)(tmpl_parser *), bool parentheses) {
     tmpl_node *tuple = tmpl_new(p, TN_TUPLE, p->tok->line), **tail = &tuple->b;
     bool comma = false;
@@ -4140,8 +4142,8 @@ enum { TMPL_ARGS = 5 }; /* named parameters of a filter, test, method or functio
 
 typedef struct tmpl_args { /* of one call; self is the filtered value or the method's object */
     tval self;
-    tval *pos;
-    tmpl_var *named; /* .id counts bytes of the name in .names */
+    tval *pos;   /* [n_pos] as written */
+    tval *named; /* [n_named] given as name=value, with their names */
     str *names;
     int n_pos, n_named;
     tval a[TMPL_ARGS]; /* bound to the parameters; TV_ABSENT: not given */
@@ -4183,8 +4185,7 @@ static bool tmpl_walk(tmpl_run *r, tval v, tmpl_items **out) {
         if (!(*out = tmpl_new_items(r, (size_t)tmpl_len_cp(tv_text(v))))) return false;
         for (size_t i = 0, k, at = 0; i < (*out)->n; i++, at += k) {
             k = tmpl_cp_bytes((str){v.s + at, v.n - at}, 1);
-            (*out)->v[i] = tv_str((str){v.s + at, k});
-            (*out)->v[i].flag = v.flag;
+            (*out)->v[i] = tv_str((str){v.s + at, k}); /* never marked safe, as in Python */
         }
         return true;
     default: return tmpl_fail(r, "'%s' object is not iterable", tmpl_type_name(v.type));
@@ -5053,7 +5054,7 @@ static const tmpl_fn *tmpl_named_fn(tmpl_run *r, bool test, tval name) {
 
 static tval tmpl_named_arg(const tmpl_args *c, const char *name) {
     for (int i = 0; i < c->n_named; i++)
-        if (str_is(c->names[i], name)) return c->named[i].v;
+        if (str_is(c->names[i], name)) return c->named[i];
     return (tval){0};
 }
 
@@ -5446,7 +5447,7 @@ static bool tmpl_m_format(tmpl_run *r, tmpl_args *c, tval *out) {
         if (!field.n) turn++;
         if (!field.n || tmpl_to_integer(field, 10, &k, &fits)) v = k >= 0 && k < c->n_pos ? c->pos[k] : v;
         for (int n = 0; field.n && n < c->n_named; n++)
-            if (str_eq(c->names[n], field)) v = c->named[n].v;
+            if (str_eq(c->names[n], field)) v = c->named[n];
         ok = tmpl_work(r, (size_t)c->n_named) && (v.type || tmpl_fail(r, "format: no value for '{%.*s}'", STRF(field))) &&
              tmpl_put_value(r, &b, v, false);
         i = (size_t)MAX(close, 0);
@@ -5596,7 +5597,7 @@ static bool tmpl_g_dict(tmpl_run *r, tmpl_args *c, tval *out) {
         ok = tmpl_walk(r, l->v[i], &pair) && (pair->n == 2 || tmpl_fail(r, "%s: pairs expected", c->fn->name)) &&
              tmpl_dict_set(r, d, pair->v[0], pair->v[1]);
     }
-    for (int i = 0; ok && i < c->n_named; i++) ok = tmpl_dict_set(r, d, tv_str(c->names[i]), c->named[i].v);
+    for (int i = 0; ok && i < c->n_named; i++) ok = tmpl_dict_set(r, d, tv_str(c->names[i]), c->named[i]);
     *out = (tval){.type = c->fn->name[0] == 'd' ? TV_DICT : TV_NAMESPACE, .dict = d};
     return ok;
 }
@@ -5702,7 +5703,7 @@ static bool tmpl_eval_args(tmpl_run *r, const tmpl_node *chain, tmpl_args *c) {
             for (int i = 0; i < c->n_named; i++)
                 if (str_eq(c->names[i], n->s)) return tmpl_fail(r, "argument '%.*s' is given twice", STRF(n->s));
             c->names[c->n_named] = n->s;
-            if (!tmpl_eval(r, n->a, &c->named[c->n_named++].v)) return false;
+            if (!tmpl_eval(r, n->a, &c->named[c->n_named++])) return false;
         }
     return true;
 }
@@ -5717,7 +5718,7 @@ static bool tmpl_apply(tmpl_run *r, const tmpl_fn *fn, tmpl_args *c, tval *out) 
         for (int i = 0; i < c->n_named; i++)
             if (str_eq(c->names[i], name)) {
                 if (n < c->n_pos) return tmpl_fail(r, "%s: argument '%.*s' is given twice", fn->name, STRF(name));
-                c->a[n] = c->named[i].v, used++;
+                c->a[n] = c->named[i], used++;
             }
         p += name.n + (p[name.n] == ' ');
     }
@@ -5853,7 +5854,7 @@ static bool tmpl_percent(tmpl_run *r, str s, tmpl_items *args, const tmpl_args *
         if (i < s.n && s.p[i] == '(') {
             ptrdiff_t close = str_find(s, STR(")"), i);
             for (int k = 0; named && close > 0 && k < named->n_named; k++)
-                if (str_eq(named->names[k], str_sub(s, i + 1, (size_t)close))) v = named->named[k].v;
+                if (str_eq(named->names[k], str_sub(s, i + 1, (size_t)close))) v = named->named[k];
             if (!v.type) ok = tmpl_fail(r, "%%: a named value is missing");
             else from = i = (size_t)close + 1;
         }
@@ -6189,7 +6190,7 @@ static bool tmpl_bind_params(tmpl_run *r, tmpl_args *c, const tmpl_node *params,
         for (int i = 0; i < c->n_named; i++)
             if (str_eq(c->names[i], p->s)) {
                 if (used < c->n_pos) return tmpl_fail(r, "%s: argument '%.*s' is given twice", what, STRF(p->s));
-                v = c->named[i].v, used_named++;
+                v = c->named[i], used_named++;
             }
         used++;
         if (!tmpl_set_var(r, p->id, v)) return false;
@@ -6197,10 +6198,7 @@ static bool tmpl_bind_params(tmpl_run *r, tmpl_args *c, const tmpl_node *params,
     for (const tmpl_node *p = params; p; p = p->next) { /* defaults see all parameters, and only those around the macro */
         tval v;
         if (!tmpl_get_var(r, p->id, &v)) return false;
-        if (v.type) continue;
-        v = tv_undefined(p->s, 0);
-        if (!tmpl_set_var(r, p->id, v)) return false;
-        if (p->a && (!tmpl_eval(r, p->a, &v) || !tmpl_set_var(r, p->id, v))) return false;
+        if (!v.type && p->a && (!tmpl_eval(r, p->a, &v) || !tmpl_set_var(r, p->id, v))) return false;
     }
     if (c->n_pos > used) return tmpl_fail(r, "%s: %d arguments, at most %d", what, c->n_pos, used);
     if (used_named < c->n_named) return tmpl_fail(r, "%s: an argument name is not known", what);
@@ -9906,15 +9904,16 @@ static void stop_free(stop_scan *s) {
 
 /* ===========================================================================
  * MARK: 15. CPU backend [cpu]
- * The table of toka.h on the CPU: toka_cpu. In: one step's plan of integers, activations in float32, weights where they lie in
- * the mapped file (bf16, f16, f32). Out: the residual stream, K and V in their pages, picks. Sums are float32.
+ * The table of toka.h on the CPU: toka_cpu. In: one step's plan of integers, activations in float32, weights where they
+ * lie in the mapped file (bf16, f16, f32). Out: the residual stream, K and V in their pages, picks. Sums are float32.
  *
- * What always holds: the bytes of a row's result depend on that row alone. Not on T or on the other rows of the step, not on
- * the number of threads, not on how a prompt was cut into chunks or the attention into spans. Three rules give that:
- *   - A product y[t][n] = sum over k of x[t][k] w[n][k] has one order in every tile shape: k in blocks of kernels.block; in a block
- *     lane j of one vector sums the k with k % lanes == j in rising order; one fixed tree sums the lanes; blocks add up in order.
- *   - Attention walks the kv positions page by page in rising order and merges each page into a running softmax. Spans begin
- *     and end on page borders, so how they are cut changes nothing. What a row may not see adds an exact zero.
+ * What always holds: the bytes of a row's result depend on that row alone. Not on T or on the other rows of the step, not
+ * on the number of threads, not on how a prompt was cut into chunks or the attention into spans. Three rules give that:
+ *   - A product y[t][n] = sum over k of x[t][k] w[n][k] has one order in every tile shape: k in blocks of kernels.block;
+ *     in a block lane j of one vector sums the k with k % lanes == j in rising order; one fixed tree sums the lanes; blocks
+ *     add up in order.
+ *   - Attention walks the kv positions page by page in rising order and merges each page into a running softmax. Spans
+ *     begin and end on page borders, so how they are cut changes nothing. What a row may not see adds an exact zero.
  *   - Threads share out whole results, never parts of one sum.
  * Instruction sets differ in lanes and thus in rounding; one process uses one set.
  *
@@ -9933,7 +9932,8 @@ static void stop_free(stop_scan *s) {
 enum {
     CPU_BLOCK = 1024,         /* largest k per block of a product; a multiple of 16 as all of them */
     CPU_PANEL = 64,           /* rows of a weight that are unpacked together: up to 256 KB of float32, second cache level */
-    CPU_PANEL_LD = CPU_BLOCK + 16, /* floats from row to row; not a power of two, else all rows fall into the same cache sets */
+    /* floats from row to row; not a power of two, else all rows fall into the same cache sets */
+    CPU_PANEL_LD = CPU_BLOCK + 16,
     CPU_DIRECT = 12,          /* up to this many rows of x, w is unpacked in registers each time */
     CPU_CHUNK = 512,          /* tokens that go through one op's scratch at once */
     CPU_OUT_CHUNK = 64,       /* rows of logits held at once */
@@ -10040,8 +10040,8 @@ CPU_INLINE cpu_v4 cpu_where4(cpu_i4 mask, cpu_v4 yes, cpu_v4 no) {
 }
 CPU_INLINE cpu_v4 cpu_max4(cpu_v4 a, cpu_v4 b) { return cpu_where4(a > b, a, b); }
 
-/* exp, relative error below 3e-7; exactly 0 below -87 and exactly 1 at 0. x = n ln 2 + r with |r| <= ln 2 / 2, Taylor to the 7th
- * power in r (the 8th is 5e-9), n into the exponent. */
+/* exp, relative error below 3e-7; exactly 0 below -87 and exactly 1 at 0. x = n ln 2 + r with |r| <= ln 2 / 2, Taylor to
+ * the 7th power in r (the 8th is 5e-9), n into the exponent. */
 CPU_INLINE cpu_v4 cpu_exp4(cpu_v4 x) {
     cpu_v4 y = cpu_where4(x < -87.0f, cpu_all4(-87), x);
     y = cpu_where4(y > 88.0f, cpu_all4(88), y);
@@ -10104,9 +10104,9 @@ CPU_INLINE void cpu_soften(cpu_softmax *st, float *s, int n, int from, int to, i
 /* Row j of a tile's weights; rows behind the last repeat it, their results are not written. */
 CPU_INLINE const char *cpu_tile_row(const cpu_tile *t, int j) { return t->w + (size_t)MIN(j, t->n - 1) * t->w_step; }
 
-/* A few rows of x read every weight once, from memory: asks for the same place in the next n rows, which come next, into the
- * second cache level; once per line of 64 bytes. Without it the units that add wait for memory and memory for them (one row of x:
- * reading alone 23 GB/s of one core, with the sums 16, with this 22; EPYC Zen 4, 2026-11). */
+/* A few rows of x read every weight once, from memory: asks for the same place in the next n rows, which come next, into
+ * the second cache level; once per line of 64 bytes. Without it the units that add wait for memory and memory for them
+ * (one row of x: reading alone 23 GB/s of one core, with the sums 16, with this 22; EPYC Zen 4, 2026-11). */
 CPU_INLINE void cpu_tile_ahead(const cpu_tile *t, const char *const *w, const int n, toka_dtype type, int k) {
     const int line = type == TOKA_F32 ? 16 : 32; /* elements of 64 bytes */
     size_t ahead = t->w_step <= 32768 ? (size_t)n * t->w_step : 1024;
@@ -10116,8 +10116,8 @@ CPU_INLINE void cpu_tile_ahead(const cpu_tile *t, const char *const *w, const in
 
 /* ---- Portable kernels: 4 lanes ---- */
 
-/* f16 to float32: exponent and mantissa moved into place are 2^112 too small, also where the number is subnormal. Infinity and
- * NaN get their exponent back. */
+/* f16 to float32: exponent and mantissa moved into place are 2^112 too small, also where the number is subnormal. Infinity
+ * and NaN get their exponent back. */
 CPU_INLINE cpu_v4 cpu_halves_c(cpu_u4 h) {
     cpu_u4 rest = (h & 0x7FFF) << 13, top = (cpu_u4)(rest >= 0x0F800000) & 0x7F800000;
     return (cpu_v4)((cpu_u4)((cpu_v4)rest * 0x1p112f) | top | (h & 0x8000) << 16);
@@ -10231,7 +10231,8 @@ CPU_AVX2 CPU_INLINE void cpu_tile_body_avx2(const cpu_tile *t, const int m, cons
     }
     CPU_UNROLL for (int i = 0; i < m; i++)
         CPU_UNROLL for (int j = 0; j < n; j += 4)
-            cpu_put4_avx2(t->y + (size_t)i * t->ldy + j, cpu_sum4_avx2(acc[i][j], acc[i][j + 1], acc[i][j + 2], acc[i][j + 3]),
+            cpu_put4_avx2(t->y + (size_t)i * t->ldy + j, cpu_sum4_avx2(acc[i][j], acc[i][j + 1], acc[i][j + 2],
+                                                                       acc[i][j + 3]),
                           t->n - j, t->add);
 }
 CPU_AVX2 CPU_INLINE void cpu_tile_avx2(const cpu_tile *t, const toka_dtype type) {
@@ -10316,7 +10317,8 @@ CPU_AVX512 CPU_INLINE void cpu_tile_body_avx512(const cpu_tile *t, const int m, 
     }
     CPU_UNROLL for (int i = 0; i < m; i++)
         CPU_UNROLL for (int j = 0; j < n; j += 4) {
-            __m128 sum = cpu_sum4_avx2(cpu_fold_avx512(acc[i][j]), cpu_fold_avx512(acc[i][j + 1]), cpu_fold_avx512(acc[i][j + 2]),
+            __m128 sum = cpu_sum4_avx2(cpu_fold_avx512(acc[i][j]), cpu_fold_avx512(acc[i][j + 1]),
+                                       cpu_fold_avx512(acc[i][j + 2]),
                                        cpu_fold_avx512(acc[i][j + 3]));
             cpu_put4_avx2(t->y + (size_t)i * t->ldy + j, sum, t->n - j, t->add);
         }
@@ -10390,15 +10392,18 @@ CPU_AVX512 static void cpu_outer_avx512(const cpu_outer *o) {
 static const cpu_kernels cpu_sets[] = {
     {"portable C", 2, 512, {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c}, cpu_unpack_c, cpu_outer_c, cpu_soften_c},
 #ifdef __x86_64__
-    {"AVX2", 3, 512, {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2}, cpu_unpack_avx2, cpu_outer_avx2, cpu_soften_avx2},
-    {"AVX-512", 6, 1024, {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512}, cpu_unpack_avx512, cpu_outer_avx512, cpu_soften_avx512},
+    {"AVX2", 3, 512, {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2}, cpu_unpack_avx2, cpu_outer_avx2,
+     cpu_soften_avx2},
+    {"AVX-512", 6, 1024, {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512}, cpu_unpack_avx512,
+     cpu_outer_avx512, cpu_soften_avx512},
 #endif
 };
 
 static int cpu_n_sets(void) { /* cpu_sets[0 .. this-1] run on this machine, the last is the fastest */
 #ifdef __x86_64__
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); /* every such CPU converts f16 too */
-    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq"))
         return 3;
     if (avx2) return 2;
@@ -10407,9 +10412,9 @@ static int cpu_n_sets(void) { /* cpu_sets[0 .. this-1] run on this machine, the 
 }
 
 /* ---- Threads ----
- * The thread that calls an op posts a round of numbered items; it and every thread of the pool that is awake take items until
- * none is left. A thread that the system has put aside simply does not join, and nobody waits for it; so more threads than
- * cores cost little. `state` holds: round number << 16 | open << 15 | threads inside. */
+ * The thread that calls an op posts a round of numbered items; it and every thread of the pool that is awake take items
+ * until none is left. A thread that the system has put aside simply does not join, and nobody waits for it; so more
+ * threads than cores cost little. `state` holds: round number << 16 | open << 15 | threads inside. */
 
 typedef void cpu_work(void *arg, int thread, int item);
 
@@ -10613,8 +10618,8 @@ static void cpu_product_direct(const cpu_product *p, int j, int n0, int n1) {
             }
 }
 
-/* The same through a panel: [n1-n0][one block of k] unpacked to float32, then all rows of x over it. A tile of x (6 rows of a
- * block) stays in the first cache level while the panel goes by from the second. */
+/* The same through a panel: [n1-n0][one block of k] unpacked to float32, then all rows of x over it. A tile of x (6 rows
+ * of a block) stays in the first cache level while the panel goes by from the second. */
 static void cpu_product_panel(const cpu_product *p, int j, int n0, int n1, float *panel) {
     const toka_tensor *w = p->w[j];
     const cpu_kernels *kn = p->d->kernels;
@@ -10742,7 +10747,8 @@ static void cpu_rope_item(void *arg, int thread, int i) {
         cosine[f] = cosf(angle) * sh->rope_scale, sine[f] = sinf(angle) * sh->rope_scale;
     }
     for (size_t h = 0; h < (size_t)sh->H; h++)
-        cpu_rope_head(sh, r->q + (t * (size_t)sh->H + h) * D, r->q_bias ? r->q_bias + h * D : NULL, r->q_norm, cosine, sine);
+        cpu_rope_head(sh, r->q + (t * (size_t)sh->H + h) * D, r->q_bias ? r->q_bias + h * D : NULL, r->q_norm, cosine,
+                      sine);
     int slot = r->s->slot[r->t0 + i];
     assert(slot >= 0 && slot / sh->B < d->options.n_pages);
     size_t page = (size_t)r->layer * (size_t)d->options.n_pages + (size_t)slot / B, at = (size_t)slot % B;
@@ -10764,7 +10770,8 @@ static void cpu_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, 
     size_t E = (size_t)sh->E, HD = (size_t)(sh->H * sh->D), KD = (size_t)(sh->K * sh->D);
     const float *norm = cpu_vec(d, 0, &l->attn_norm);
     cpu_rope r = {.d = d, .s = s, .layer = layer, .q_bias = cpu_vec(d, 1, &l->q_bias), .k_bias = cpu_vec(d, 2, &l->k_bias),
-                  .v_bias = cpu_vec(d, 3, &l->v_bias), .q_norm = cpu_vec(d, 4, &l->q_norm), .k_norm = cpu_vec(d, 5, &l->k_norm)};
+                  .v_bias = cpu_vec(d, 3, &l->v_bias), .q_norm = cpu_vec(d, 4, &l->q_norm),
+                  .k_norm = cpu_vec(d, 5, &l->k_norm)};
     for (int t0 = 0; t0 < s->T; t0 += d->chunk) {
         int n = MIN(d->chunk, s->T - t0);
         r.t0 = t0, r.q = cpu_at(q) + (size_t)t0 * HD;
@@ -10786,7 +10793,8 @@ typedef struct cpu_attention_job {
     float *o;
 } cpu_attention_job;
 
-/* Query rows that pass over K and V together: tokens r0 .. r1-1, and for each the G heads of kv head h. All in thread scratch. */
+/* Query rows that pass over K and V together: tokens r0 .. r1-1, and for each the G heads of kv head h. All in thread
+ * scratch. */
 typedef struct cpu_rows {
     int r0, r1, h, G;
     float *q;         /* [r1-r0][G][D], times 1/sqrt(D) */
@@ -10804,16 +10812,19 @@ static void cpu_attend_page(const cpu_attention_job *a, cpu_rows *w, int t0, int
     size_t first = (size_t)((t0 - w->r0) * w->G);
     assert(page >= 0 && page < d->options.n_pages);
     cpu_outer qk = {.a = w->q + first * D, .lda = D, .b = d->kv_k + at * d->page_k + (size_t)w->h * D * (size_t)d->bp,
-                    .ldb = (size_t)d->bp, .c = w->scores, .ldc = (size_t)d->bp, .rows = (t1 - t0) * w->G, .k = sh->D, .n = d->bp};
+                    .ldb = (size_t)d->bp, .c = w->scores, .ldc = (size_t)d->bp, .rows = (t1 - t0) * w->G, .k = sh->D,
+                    .n = d->bp};
     d->kernels->outer(&qk);
     for (int t = t0; t < t1; t++) {
         int pos = a->s->pos[t], to = MIN(n, pos + 1 - kv), from = window ? MAX(0, pos - window + 1 - kv) : 0;
         for (int g = 0; g < w->G; g++)
-            d->kernels->soften(&w->st[(t - w->r0) * w->G + g], w->scores + (size_t)((t - t0) * w->G + g) * (size_t)d->bp, d->bp,
+            d->kernels->soften(&w->st[(t - w->r0) * w->G + g], w->scores + (size_t)((t - t0) * w->G + g) * (size_t)d->bp,
+                               d->bp,
                                from, to, d->dp);
     }
     cpu_outer pv = {.a = w->scores, .lda = (size_t)d->bp, .ldb = (size_t)d->dp,
-                    .b = d->kv_v + at * d->page_v + (size_t)(w->h * sh->B) * (size_t)d->dp, .c = w->acc + first * (size_t)d->dp,
+                    .b = d->kv_v + at * d->page_v + (size_t)(w->h * sh->B) * (size_t)d->dp,
+                    .c = w->acc + first * (size_t)d->dp,
                     .ldc = (size_t)d->dp, .rows = qk.rows, .k = n, .n = d->dp, .add = true};
     d->kernels->outer(&pv);
 }
@@ -10823,7 +10834,8 @@ static void cpu_attend_span(const cpu_attention_job *a, cpu_rows *w, const toka_
     int window = a->d->weights->layers[a->layer].window, high = -1, low = INT_MAX;
     for (int t = t0; t < t1; t++) high = MAX(high, a->s->pos[t]), low = MIN(low, a->s->pos[t]);
     int end = MIN(sp->kv0 + sp->n_kv, high + 1), kv = sp->kv0;
-    if (window && low - window + 1 > kv) kv += (low - window + 1 - kv) / B * B; /* pages that no row of these sees any more */
+    /* pages that no row of these sees any more */
+    if (window && low - window + 1 > kv) kv += (low - window + 1 - kv) / B * B;
     for (; kv < end; kv += B) cpu_attend_page(a, w, t0, t1, a->s->pages[sp->page0 + (kv - sp->kv0) / B], kv, end);
 }
 
@@ -10855,7 +10867,8 @@ static void cpu_attention_item(void *arg, int thread, int item) {
     int groups = (sh->K + a->heads - 1) / a->heads, r0 = item / groups * a->tokens, h0 = item % groups * a->heads;
     float *at = d->scratch + (size_t)thread * d->scratch_n;
     size_t n = (size_t)d->queries;
-    cpu_rows w = {.r0 = r0, .r1 = MIN(r0 + a->tokens, a->s->T), .G = sh->H / sh->K, .scores = at, .acc = at + n * (size_t)d->bp,
+    cpu_rows w = {.r0 = r0, .r1 = MIN(r0 + a->tokens, a->s->T), .G = sh->H / sh->K, .scores = at,
+                  .acc = at + n * (size_t)d->bp,
                   .q = at + n * (size_t)(d->bp + d->dp)};
     w.st = (cpu_softmax *)(void *)(at + n * (size_t)(d->bp + 2 * d->dp));
     for (w.h = h0; w.h < MIN(h0 + a->heads, sh->K); w.h++) cpu_attend(a, &w);
@@ -10865,7 +10878,8 @@ static void cpu_attention(toka_device *d, const toka_step *s, int layer, toka_de
     const toka_shape *sh = d->shape;
     int G = sh->H / sh->K, want = 4 * d->pool.n; /* items, so that threads end together */
     int most = MAX(1, CPU_QUERIES / G), tokens = (int)((int64_t)s->T * sh->K / want);
-    cpu_attention_job a = {.d = d, .s = s, .layer = layer, .tokens = MIN(MAX(tokens, 1), most), .q = cpu_at(q), .o = cpu_at(o)};
+    cpu_attention_job a = {.d = d, .s = s, .layer = layer, .tokens = MIN(MAX(tokens, 1), most), .q = cpu_at(q),
+                           .o = cpu_at(o)};
     int blocks = (s->T + a.tokens - 1) / a.tokens;
     a.heads = blocks >= want ? sh->K : 1; /* all heads in one item: the spans are searched once */
     int64_t seen = 0;
@@ -10883,7 +10897,8 @@ static void cpu_out_residual(toka_device *d, const toka_step *s, int layer, toka
         int n = MIN(d->chunk, s->T - t0);
         float *y = cpu_at(x) + (size_t)t0 * (size_t)E;
         cpu_norm_run((cpu_norm){d, cpu_at(o) + (size_t)t0 * (size_t)HD, NULL, NULL, HD}, n);
-        cpu_product p = {.d = d, .x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 1, .w = {&l->o}, .y = {y}, .ldy = {(size_t)E},
+        cpu_product p = {.d = d, .x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 1, .w = {&l->o}, .y = {y},
+                         .ldy = {(size_t)E},
                          .add = true};
         cpu_product_run(&p);
         for (int i = 0; bias && i < n * E; i++) y[i] += bias[i % E];
@@ -10911,7 +10926,8 @@ static void cpu_norm_mlp_residual(toka_device *d, const toka_step *s, int layer,
                           .y = {d->gate, d->up}, .ldy = {ldf, ldf}};
         cpu_product_run(&in);
         cpu_run(&d->pool, cpu_swiglu_item, d, n, (int64_t)n * d->shape->F * 8);
-        cpu_product out = {.d = d, .x = d->gate, .ldx = ldf, .T = n, .n_w = 1, .w = {&l->down}, .y = {y}, .ldy = {E}, .add = true};
+        cpu_product out = {.d = d, .x = d->gate, .ldx = ldf, .T = n, .n_w = 1, .w = {&l->down}, .y = {y}, .ldy = {E},
+                           .add = true};
         cpu_product_run(&out);
     }
 }
@@ -10958,7 +10974,8 @@ static void cpu_close(toka_device *d) {
 
 static int cpu_check(const toka_device_options *o, const toka_shape *s, toka_err *e) {
     if (s->L < 1 || s->H < 1 || s->K < 1 || s->E < 1 || s->F < 1 || s->V < 1 || s->B < 1 || s->H % s->K)
-        return fail(e, TOKA_E_INPUT, "CPU backend: layers %d, heads %d, kv heads %d, width %d, mlp width %d, vocabulary %d, page "
+        return fail(e, TOKA_E_INPUT,
+                    "CPU backend: layers %d, heads %d, kv heads %d, width %d, mlp width %d, vocabulary %d, page "
                     "%d: all must be positive and kv heads divide heads", s->L, s->H, s->K, s->E, s->F, s->V, s->B);
     if (s->D < 2 || s->D > CPU_HEAD || s->D % 2)
         return fail(e, TOKA_E_INPUT, "CPU backend: head size %d, expected an even number up to %d", s->D, CPU_HEAD);

@@ -1,8 +1,8 @@
 /* bench_cpu.c - how near the CPU backend comes to the machine, in ratios of one run.
  *   cc -O3 -o /tmp/bench_cpu test/bench_cpu.c -lm -lpthread && /tmp/bench_cpu [threads [set [bf16|f16|f32]]]
- * Decode: bytes of weights per second of a one-token step against a plain read loop over the same bytes with the same threads.
- * Prefill: multiply-adds per second of a 512-token step against a loop of nothing but multiply-adds of the same instruction set.
- * Sharing: attention of 256 rows over one 1000-token prefix, stored once against read row by row.
+ * Decode: bytes of weights per second of a one-token step against a plain read loop over the same bytes with the same
+ * threads. Prefill: multiply-adds per second of a 512-token step against a loop of nothing but multiply-adds of the same
+ * instruction set. Sharing: attention of 256 rows over one 1000-token prefix, stored once against read row by row.
  * The model has the layer shapes of Llama-3.2-1B, random weights, fewer layers. */
 #include "../toka.c"
 
@@ -11,6 +11,7 @@ enum { BENCH_LAYERS = 4, BENCH_ROWS = 256, BENCH_PREFIX = 1008, BENCH_PREFILL = 
 static toka_shape bench_shape = {.L = BENCH_LAYERS, .H = 32, .K = 8, .D = 64, .E = 2048, .F = 8192, .V = 32000, .B = 16,
                                  .eps = 1e-5f, .rope_scale = 1, .max_len = 2048};
 static float bench_freq[32];
+static const char *const bench_types[] = {"bf16", "f16", "f32"};
 static volatile float bench_sink;
 static int bench_clock = CLOCK_MONOTONIC; /* with one thread its own CPU time, so that neighbours do not count */
 
@@ -47,7 +48,8 @@ static void bench_place(bench *b, toka_dtype type) {
         y->down = bench_tensor(b, s->E, s->F, type);
         y->attn_norm = bench_tensor(b, 1, s->E, type), y->mlp_norm = bench_tensor(b, 1, s->E, type);
     }
-    b->w = (toka_weights){.embed = bench_tensor(b, s->V, s->E, type), .norm = bench_tensor(b, 1, s->E, type), .layers = b->layers};
+    b->w = (toka_weights){.embed = bench_tensor(b, s->V, s->E, type), .norm = bench_tensor(b, 1, s->E, type),
+                          .layers = b->layers};
     b->w.lm_head = b->w.embed;
     b->n_bytes = b->used;
 }
@@ -89,7 +91,8 @@ static double bench_step(bench *b, int T, int pos) {
     for (int t = 0; t < T; t++) ids[t] = (t * 37 + pos) % bench_shape.V, at[t] = slot[t] = pos + t;
     for (int i = 0; i < 128; i++) pages[i] = i;
     row = (toka_out_row){.row = T - 1, .forced_id = 5};
-    toka_step s = {.T = T, .n_spans = 1, .n_out = 1, .ids = ids, .pos = at, .slot = slot, .pages = pages, .spans = &span, .out = &row};
+    toka_step s = {.T = T, .n_spans = 1, .n_out = 1, .ids = ids, .pos = at, .slot = slot, .pages = pages, .spans = &span,
+                   .out = &row};
     double t0 = bench_now();
     toka_cpu.embed(b->d, &s, b->x);
     for (int l = 0; l < bench_shape.L; l++) {
@@ -162,8 +165,8 @@ static double bench_peak(bench *b, int set) { /* multiply-adds a second */
 
 /* ---- Attention of many rows over one prefix ---- */
 
-/* 256 sequences, each at its own last position behind a prefix of BENCH_PREFIX tokens. mode 0: one span for all over the prefix;
- * 1: a span each over the same pages; 2: a span each over a copy of their own. */
+/* 256 sequences, each at its own last position behind a prefix of BENCH_PREFIX tokens. mode 0: one span for all over the
+ * prefix; 1: a span each over the same pages; 2: a span each over a copy of their own. */
 static double bench_share(bench *b, int mode) {
     static int32_t ids[BENCH_ROWS], pos[BENCH_ROWS], slot[BENCH_ROWS], pages[BENCH_ROWS * 64];
     static toka_span spans[2 * BENCH_ROWS];
@@ -176,7 +179,8 @@ static double bench_share(bench *b, int mode) {
         pages[n_pages++] = b->d->options.n_pages - 1 - r % 32;
         ids[r] = 1, pos[r] = BENCH_PREFIX, slot[r] = 0;
     }
-    toka_step s = {.T = BENCH_ROWS, .n_spans = n_spans, .ids = ids, .pos = pos, .slot = slot, .pages = pages, .spans = spans};
+    toka_step s = {.T = BENCH_ROWS, .n_spans = n_spans, .ids = ids, .pos = pos, .slot = slot, .pages = pages,
+                   .spans = spans};
     toka_cpu.attention(b->d, &s, 0, b->q, b->o);
     double t0 = bench_now();
     toka_cpu.attention(b->d, &s, 0, b->q, b->o);
@@ -199,14 +203,17 @@ static void bench_run(int threads, int set, int type) {
         prefill = MIN(prefill, bench_step(&b, BENCH_PREFILL, 0));
     }
     double products = BENCH_PREFILL * layer * s->L + (double)s->E * s->V; /* without attention */
-    printf("%-10s %-4s %d threads: decode %6.2f GB/s of %6.2f read: %5.1f %%; prefill %6.1f GFLOP/s of %6.1f: %5.1f %%", cpu_sets[set].name,
-           (const char *[]){"bf16", "f16", "f32"}[type], b.d->pool.n, (double)b.n_bytes / decode / 1e9, (double)b.n_bytes / read / 1e9,
+    printf("%-10s %-4s %d threads: decode %6.2f GB/s of %6.2f read: %5.1f %%; prefill %6.1f GFLOP/s of %6.1f: %5.1f %%",
+           cpu_sets[set].name,
+           bench_types[type], b.d->pool.n, (double)b.n_bytes / decode / 1e9,
+               (double)b.n_bytes / read / 1e9,
            100 * read / decode, 2 * products / prefill / 1e9, 2 * peak / 1e9, 100 * products / prefill / peak);
     if (type == 0) {
         for (size_t i = 0; i < b.d->page_k * (size_t)b.d->options.n_pages; i++) b.d->kv_k[i] = 0.01f, b.d->kv_v[i] = 0.01f;
         double one = bench_share(&b, 0), same = bench_share(&b, 1), own = bench_share(&b, 2);
         double work = 2.0 * BENCH_ROWS * s->H * BENCH_PREFIX * s->D;
-        printf("; 256 x 1008: shared %.2f ms (%.0f %% of peak), span each %.2f, copies %.2f", 1e3 * one, 100 * work / one / peak,
+        printf("; 256 x 1008: shared %.2f ms (%.0f %% of peak), span each %.2f, copies %.2f", 1e3 * one,
+               100 * work / one / peak,
                1e3 * same, 1e3 * own);
     }
     puts("");
@@ -221,7 +228,7 @@ int main(int argc, char **argv) {
     setvbuf(stdout, NULL, _IOLBF, 0);
     for (int set = cpu_n_sets() - 1; set >= 0; set--)
         for (int type = 0; type < 3; type++)
-            if ((argc < 3 || atoi(argv[2]) == set) && (argc < 4 || !strcmp(argv[3], (const char *[]){"bf16", "f16", "f32"}[type])))
+            if ((argc < 3 || atoi(argv[2]) == set) && (argc < 4 || !strcmp(argv[3], bench_types[type])))
                 bench_run(threads, set, type);
     return 0;
 }

@@ -6,10 +6,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 static const char *const fuzz_contexts[] = {
     "{}",
-    "{\"messages\":[{\"role\":\"user\",\"content\":\"Hi \\u00e9\\u4f60\"},{\"role\":\"assistant\",\"content\":null,\"tool_calls\":"
-    "[{\"id\":\"x\",\"function\":{\"name\":\"f\",\"arguments\":{\"a\":1}}}]}],\"tools\":null,\"add_generation_prompt\":true,"
-    "\"bos_token\":\"<s>\",\"eos_token\":\"</s>\"}",
-    "{\"a\":[1,2.5,-3,true,null,\"x'y\",[],{}],\"b\":{\"k\":1,\"items\":[2]},\"c\":\" <a> \",\"d\":9223372036854775807,\"e\":\"\"}",
+    "{\"messages\":[{\"role\":\"user\",\"content\":\"Hi \\u00e9\\u4f60\"},"
+    "{\"role\":\"assistant\",\"content\":null,\"tool_calls\":"
+    "[{\"id\":\"x\",\"function\":{\"name\":\"f\",\"arguments\":{\"a\":1}}}]}],\"tools\":null,"
+    "\"add_generation_prompt\":true,\"bos_token\":\"<s>\",\"eos_token\":\"</s>\"}",
+    "{\"a\":[1,2.5,-3,true,null,\"x'y\",[],{}],\"b\":{\"k\":1,\"items\":[2]},\"c\":\" <a> \","
+    "\"d\":9223372036854775807,\"e\":\"\"}",
     "{\"a\":[[1,2],[3,4]],\"b\":[{\"n\":\"B\",\"v\":1},{\"n\":\"a\",\"v\":2}],\"c\":\"a,b,,c\\nd\",\"d\":-1,\"e\":1e300}",
 };
 

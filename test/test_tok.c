@@ -62,7 +62,7 @@ static void tok_test_vectors(void) {
     tok_test_vector("phi-3", "tokenizers/phi-3-mini");
 }
 
-/* Ids that Hugging Face tokenizers 0.23.3 gives: upper and lower case, a long s in a contraction, three patterns in a row. */
+/* Ids that Hugging Face tokenizers 0.23.3 gives: upper and lower case, a long s in a contraction, three patterns. */
 static void tok_test_patterns(void) {
     static const char *const cases[][3] = {
         {"tokenizers/gpt-oss", "HTMLParser's iPhone'LL, ABCdef\xC7\x85x \xCA\xB0" "A e\xCC\x81" "E",
@@ -204,7 +204,7 @@ static void tok_test_worst(void) {
             buf text = {0};
             ids v = {0};
             double best[2] = {1e9, 1e9};
-            while (text.n < 1 << 18) buf_c(&text, unit[u]);
+            while (text.n < 1 << 17) buf_c(&text, unit[u]);
             for (int i = 0; i < 4; i++) {
                 size_t n = i % 2 ? text.n : text.n / 8 / strlen(unit[u]) * strlen(unit[u]);
                 double t0 = tok_test_cpu();
@@ -283,7 +283,8 @@ static void tok_test_small_file(void) {
 static void tok_test_characters(void) {
     static const char file[] =
         "{\"normalizer\":{\"type\":\"Prepend\",\"prepend\":\"_\"},\"decoder\":{\"type\":\"Sequence\",\"decoders\":["
-        "{\"type\":\"Replace\",\"pattern\":{\"String\":\"_\"},\"content\":\" \"},{\"type\":\"ByteFallback\"},{\"type\":\"Fuse\"},"
+        "{\"type\":\"Replace\",\"pattern\":{\"String\":\"_\"},\"content\":\" \"},"
+        "{\"type\":\"ByteFallback\"},{\"type\":\"Fuse\"},"
         "{\"type\":\"Strip\",\"content\":\" \",\"start\":2,\"stop\":0}]},\"model\":{\"type\":\"BPE\",\"unk_token\":\"?\","
         "\"fuse_unk\":true,\"byte_fallback\":true,\"vocab\":{\"?\":0,\"_\":1,\"a\":2,\"<0xC3>\":3,\"<0xA9>\":4,\"_a\":5},"
         "\"merges\":[\"_ a\"]}}";
@@ -291,7 +292,8 @@ static void tok_test_characters(void) {
         int32_t id[6];
         int n;
         const char *text;
-    } cases[] = {{{1, 1, 1, 2}, 4, " a"}, {{1, 2, 1, 1}, 4, "a  "}, {{2, 1, 2}, 3, "a a"}, {{5, 3, 4, 2}, 4, "a\xC3\xA9" "a"},
+    } cases[] = {{{1, 1, 1, 2}, 4, " a"}, {{1, 2, 1, 1}, 4, "a  "}, {{2, 1, 2}, 3, "a a"},
+                 {{5, 3, 4, 2}, 4, "a\xC3\xA9" "a"},
                  {{2, 3, 4, 3}, 4, "a\xEF\xBF\xBD\xEF\xBF\xBD\xEF\xBF\xBD"}, {{1, 5, 3}, 3, "a\xEF\xBF\xBD"}};
     toka_err e;
     tok *t;
@@ -330,7 +332,8 @@ static void tok_test_refused(void) {
          "\"MergedWithNext\""},
         {"pre_tokenizer", "{\"type\":\"Whitespace\"}", "\"Whitespace\""},
         {"normalizer",
-         "{\"type\":\"Sequence\",\"normalizers\":[{\"type\":\"Replace\",\"pattern\":{\"String\":\"a\"},\"content\":\"aaaaaaaaa\"},"
+         "{\"type\":\"Sequence\",\"normalizers\":["
+         "{\"type\":\"Replace\",\"pattern\":{\"String\":\"a\"},\"content\":\"aaaaaaaaa\"},"
          "{\"type\":\"Replace\",\"pattern\":{\"String\":\"a\"},\"content\":\"aaaaaaaaa\"}]}",
          "64 times"},
         {"post_processor", "{\"type\":\"Odd\"}", "\"Odd\""},

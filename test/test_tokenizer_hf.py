@@ -91,14 +91,22 @@ def hf_open(folder):
 def hf_encode(hf, documents, flags):
     hf.encode_special_tokens = not flags & PARSE_SPECIAL
     texts = [d.decode("utf-8", errors="replace") for d in documents]
-    return [hf.encode(t, add_special_tokens=bool(flags & ADD_SPECIAL)).ids for t in texts]
+    result = []
+    for t in texts:
+        try:
+            result.append(hf.encode(t, add_special_tokens=bool(flags & ADD_SPECIAL)).ids)
+        except BaseException as e:  # HF panics where added tokens of white space strip into each other: nothing to equal
+            if type(e).__name__ != "PanicException":
+                raise
+            result.append(None)
+    return result
 
 
 def compare(driver, path, hf, documents, flags, name):
     want = hf_encode(hf, documents, flags)
     got = toka_encode(driver, path, documents, flags)
     for doc, w, g in zip(documents, want, got):
-        if w != g:
+        if w is not None and w != g:
             i = next((i for i in range(min(len(w), len(g))) if w[i] != g[i]), min(len(w), len(g)))
             before = hf.decode(w[:i])[-30:]
             pytest.fail(
