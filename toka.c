@@ -9331,7 +9331,7 @@ static void batch_build(batch *b, const sched *s) {
 }
 
 /* Bytes that go up to a device for this step. */
-static size_t batch_upload_bytes(const batch_upload *u) {
+UNUSED static size_t batch_upload_bytes(const batch_upload *u) {
     size_t n = (size_t)u->n_joins * (sizeof *u->joins + BATCH_PARAM_BYTES);
     n += (size_t)u->n_join_pages * sizeof *u->join_pages;
     n += (size_t)u->n_grown * sizeof *u->grown;
@@ -11066,6 +11066,9 @@ const toka_backend toka_cpu = {
     .norm_mlp_residual = cpu_norm_mlp_residual,
     .norm_logits_sample = cpu_norm_logits_sample,
     .activation_bytes = sizeof(float),
+    .merge_tok = 4,
+    .span_tok = 32,
+    .tile_rows = 8,
 };
 
 /* ===========================================================================
@@ -11114,215 +11117,348 @@ static int model_step(model_run *m, const toka_step *s, toka_pick *picks, toka_e
 
 /* ===========================================================================
  * MARK: 17. Engine [os]
- * Requests to steps to events, on the caller's thread: eng_admit -> (eng_plan -> model_step -> eng_commit)*.
+ * Requests to steps to events. Any thread submits and cancels; one thread at a time drives:
  *
- * In: one request with n samples. Out: one event per token and sample. Every sample is a sequence with pages of its own; all
- * running sequences share each step, prefill and decode mixed. What always holds:
- *   - a running sequence owns pages for its whole future (prompt + max_tokens), so no step can run out of memory;
- *   - the KV cache holds exactly the first n_cached tokens of a sequence; a step feeds tokens[n_cached ..];
- *   - the row of a sequence's last known token, and no other, yields its next token.
- * A request with more samples than fit runs in waves. Not here yet: several requests at once, shared prompt pages, preemption
- * (chapters 10 to 13).
+ *     eng_submit --> inbox --eng_take--> sched_submit (12)          any thread | the driver from here on
+ *         +-> sched_plan (12) --> batch_build (13) --> eng_rows --> model_step (16) --> eng_commit --+
+ *         +------------------------------------------------------------------------------------------+
+ *
+ * The driver is whoever needs a result: a thread in eng_drive runs steps until what it waits for is done, and the next one that
+ * waits takes over. There is no hidden thread. Callbacks run on the driving thread, between steps.
+ *
+ * What always holds:
+ *   - eng.lock guards the inbox, the list of cancels, `driven`, `stopping`, the broken state and the copy of the statistics;
+ *     everything else belongs to the driver;
+ *   - every sample of an accepted request ends in exactly one event that is not TOKA_RUNNING;
+ *   - a step allocates nothing but what events carry (texts grow to their longest once).
  * =========================================================================== */
 
-#define ENG_PAGE 16 /* B: tokens per page on the CPU; spans and sums are cut at its multiples */
+#define ENG_MAX_N (1 << 20) /* samples of one request */
+#define ENG_PAGE 16         /* B: tokens per page on the CPU; sums of attention are cut at its multiples */
 
-typedef struct eng_seq { /* one sample while it runs */
-    int sample;
-    bool active;
-    int32_t *tokens; /* [n_prompt + max_out] prompt, then output */
-    int n_prompt, n_tokens, n_cached;
-    int max_tokens;      /* n_tokens may grow to this */
-    int *pages, n_pages; /* page i holds positions i*B .. i*B+B-1 */
+typedef struct eng_request { /* from eng_submit until its last event */
+    int64_t id;
+    int sched_id; /* -1: still in the inbox */
+    arena a;      /* all that follows by pointer */
+    int32_t *prompt;
+    int n_prompt, n, n_live;
+    bool *ended; /* [n] */
+    toka_sampling sampling;
+    int priority;
+    uint64_t class_key;
+    ids ends; /* ids that end a sample; owned */
+    toka_event_fn *fn;
+    void *user;
+    toka_usage usage;
+    double t_submit, t_first; /* 0: no token yet */
+    bool *done;               /* set under the lock after the last event, if not NULL */
+    struct eng_request *next; /* in the inbox */
+} eng_request;
+
+typedef struct eng_slot { /* of a scheduler's slot: what turns its ids into text */
+    bool open;
     stop_scan stop;
     tok_stream stream;
-} eng_seq;
+} eng_slot;
 
 typedef struct eng { /* pools are sized at open and never grow */
     model_run m;
     const mf_model *files;
     const tok *tok; /* NULL: events carry no text */
-    int max_len, max_tokens, max_seqs;
-    int n_pages, n_free;
-    int *free_pages; /* stack */
-    eng_seq *seqs;   /* [max_seqs] */
-    /* the plan of one step */
-    int32_t *ids, *pos, *slot, *page_table; /* [max_tokens] x 3, [n_pages] */
-    toka_span *spans;                       /* [max_seqs] */
-    toka_out_row *out;                      /* [max_tokens] */
-    int *out_seq;                           /* [max_seqs] sequence of each out row */
-    toka_pick *picks;                       /* [max_tokens] */
-    toka_step step;
-    buf piece, text; /* text of one token; text that became certain */
-    ids ends;        /* of the running request: ids that end a sample; the first n_eos are the model's */
-    bool cancelled;
+    int max_len;
+    sched s;
+    batch b;
+    eng_slot *slots;          /* [max_seqs] */
+    toka_out_row *out;        /* [max_tokens]; a score asks for every row */
+    toka_pick *picks;         /* [max_tokens] */
+    eng_request **by_sched;   /* [cap_by_sched] of the scheduler's request ids */
+    int cap_by_sched, n_live; /* requests that the scheduler has */
+    buf piece, text;          /* text of one token; text that became certain */
+    toka_stats stats;         /* the driver's */
+
+    pthread_mutex_t lock;
+    pthread_cond_t wake;      /* something was submitted, cancelled, finished, or nobody drives any more */
+    eng_request *inbox, **inbox_end;
+    int64_t *cancels;
+    int n_cancels, cap_cancels;
+    int64_t next_id;
+    bool driven, stopping;
+    toka_err broken;          /* code 0: the device works */
+    toka_stats shown;         /* copy of stats after each step */
 } eng;
 
-static int64_t eng_kv_bytes_per_token(const toka_shape *s, size_t element) {
-    return (int64_t)2 * s->L * s->K * s->D * (int64_t)element;
+/* ---- Open and close ---- */
+
+/* Tokens of KV to hold: every sequence at full length if that is small, else what a quarter of the machine's memory holds. */
+static int64_t eng_kv_tokens(const toka_shape *s, int max_seqs, int64_t ram_bytes) {
+    int64_t per_token = (int64_t)2 * s->L * s->K * s->D * (int64_t)sizeof(float);
+    return MIN((int64_t)max_seqs * s->max_len, ram_bytes / 4 / per_token);
 }
 
-/* Tokens of KV to hold: every sequence at full length if that is small, else what a quarter of the machine's memory holds, and
- * never less than one sequence of the length asked for. */
-static int64_t eng_kv_tokens(const toka_shape *s, int max_seqs, int64_t ram_bytes) {
-    int64_t per_token = eng_kv_bytes_per_token(s, sizeof(float));
-    int64_t want = (int64_t)max_seqs * s->max_len, fit = ram_bytes / 4 / per_token;
-    return MIN(want, fit);
+/* Sets shape->max_len and returns the number of pages, or fails when the length asked for does not fit. */
+static int eng_size(toka_shape *shape, int max_seqs, int asked_len, int *n_pages, toka_err *e) {
+    if (asked_len) shape->max_len = asked_len;
+    int64_t n_kv = eng_kv_tokens(shape, max_seqs, os_ram_bytes());
+    if (asked_len && n_kv < asked_len)
+        return fail(e, TOKA_E_MEMORY, "--max-model-len %d: memory holds %lld tokens of this model's KV cache", asked_len,
+                    (long long)n_kv);
+    shape->max_len = (int)MIN(n_kv, (int64_t)shape->max_len);
+    if (shape->max_len < 2) return fail(e, TOKA_E_MEMORY, "not enough memory for the KV cache of one sequence");
+    *n_pages = (int)MIN((n_kv + ENG_PAGE - 1) / ENG_PAGE, (int64_t)INT_MAX / ENG_PAGE);
+    return 0;
 }
 
 static void eng_close(eng *g) {
     if (!g) return;
     model_close(&g->m);
-    free(g->free_pages), free(g->seqs), free(g->ids), free(g->pos), free(g->slot), free(g->page_table);
-    free(g->spans), free(g->out), free(g->out_seq), free(g->picks);
-    buf_free(&g->piece), buf_free(&g->text), ids_free(&g->ends);
+    sched_free(&g->s), batch_free(&g->b);
+    free(g->slots), free(g->out), free(g->picks), free(g->by_sched), free(g->cancels);
+    buf_free(&g->piece), buf_free(&g->text);
+    pthread_mutex_destroy(&g->lock), pthread_cond_destroy(&g->wake);
     free(g);
 }
 
 /* shape: the model's, with B and max_len still to be set here; it must outlive the engine. */
 static int eng_open(eng **out, const toka_backend *be, const mf_model *files, toka_shape *shape, const tok *words,
                     const toka_options *o, toka_err *e) {
-    eng *g = mem_zalloc(sizeof *g);
-    g->files = files, g->tok = words;
-    g->max_seqs = o->max_num_seqs ? o->max_num_seqs : 64;
-    g->max_tokens = MAX(o->max_num_batched_tokens ? o->max_num_batched_tokens : 512, g->max_seqs);
+    int max_seqs = o->max_num_seqs ? o->max_num_seqs : 256, n_pages = 0;
+    int max_tokens = MAX(o->max_num_batched_tokens ? o->max_num_batched_tokens : 512, max_seqs);
     shape->B = ENG_PAGE;
-    if (o->max_model_len) shape->max_len = o->max_model_len;
-    int64_t n_kv = eng_kv_tokens(shape, g->max_seqs, os_ram_bytes());
-    if (n_kv < shape->max_len && o->max_model_len) {
-        eng_close(g);
-        return fail(e, TOKA_E_MEMORY, "--max-model-len %d: memory holds %lld tokens of this model's KV cache", o->max_model_len,
-                    (long long)n_kv);
-    }
-    shape->max_len = (int)MIN(n_kv, (int64_t)shape->max_len);
-    g->max_len = shape->max_len;
-    if (g->max_len < 2) {
-        eng_close(g);
-        return fail(e, TOKA_E_MEMORY, "not enough memory for the KV cache of one sequence");
-    }
-    g->n_pages = (int)MIN((n_kv + ENG_PAGE - 1) / ENG_PAGE + g->max_seqs, (int64_t)INT_MAX / ENG_PAGE);
-    toka_device_options d = {o->n_threads, g->max_tokens, g->max_tokens, g->n_pages};
-    int code = model_open(&g->m, be, &d, shape, &files->weights, e);
-    if (code) {
-        eng_close(g);
+    int code = eng_size(shape, max_seqs, o->max_model_len, &n_pages, e);
+    if (code) return code;
+    model_run m;
+    toka_device_options d = {o->n_threads, max_tokens, max_tokens, n_pages};
+    if ((code = model_open(&m, be, &d, shape, &files->weights, e))) {
+        model_close(&m);
         return code;
     }
-    size_t nt = (size_t)g->max_tokens, np = (size_t)g->n_pages, ns = (size_t)g->max_seqs;
-    g->free_pages = mem_alloc(np * sizeof(int)), g->page_table = mem_alloc(np * sizeof(int32_t));
-    g->ids = mem_alloc(nt * sizeof(int32_t)), g->pos = mem_alloc(nt * sizeof(int32_t));
-    g->slot = mem_alloc(nt * sizeof(int32_t)), g->out = mem_alloc(nt * sizeof(toka_out_row));
-    g->picks = mem_alloc(nt * sizeof(toka_pick)), g->seqs = mem_zalloc(ns * sizeof(eng_seq));
-    g->spans = mem_alloc(ns * sizeof(toka_span)), g->out_seq = mem_alloc(ns * sizeof(int));
-    for (int i = 0; i < g->n_pages; i++) g->free_pages[g->n_free++] = g->n_pages - 1 - i;
+    eng *g = mem_zalloc(sizeof *g);
+    g->m = m, g->files = files, g->tok = words, g->max_len = shape->max_len;
+    sched_init(&g->s, &(sched_config){.B = ENG_PAGE, .n_pages = n_pages, .max_seqs = max_seqs, .max_tokens = max_tokens,
+                                      .max_len = shape->max_len, .n_classes = 4096});
+    batch_init(&g->b, &g->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows});
+    g->slots = mem_zalloc((size_t)max_seqs * sizeof *g->slots);
+    g->out = mem_alloc((size_t)max_tokens * sizeof *g->out), g->picks = mem_alloc((size_t)max_tokens * sizeof *g->picks);
+    g->inbox_end = &g->inbox;
+    g->stats.kv_pages = n_pages;
+    pthread_mutex_init(&g->lock, NULL), pthread_cond_init(&g->wake, NULL);
     *out = g;
     return 0;
 }
 
-/* ---- Plan: integers only ---- */
+/* ---- Submit and cancel: any thread ---- */
 
-static void eng_plan_begin(eng *g) {
-    g->step = (toka_step){.ids = g->ids, .pos = g->pos, .slot = g->slot, .pages = g->page_table, .spans = g->spans, .out = g->out};
+static void eng_request_free(eng_request *r) {
+    ids_free(&r->ends);
+    arena a = r->a;
+    arena_free(&a);
+    free(r);
 }
 
-/* Adds tokens[n_cached .. n_cached+n-1] of a sequence to the step: rows, KV slots, one span over all it has. */
-static void eng_plan_rows(eng *g, const eng_seq *q, int n, int *page_end) {
-    toka_step *s = &g->step;
-    int end = q->n_cached + n, n_pages = (end + ENG_PAGE - 1) / ENG_PAGE;
-    g->spans[s->n_spans++] = (toka_span){.row0 = s->T, .n_rows = n, .page0 = *page_end, .kv0 = 0, .n_kv = end};
-    memcpy(g->page_table + *page_end, q->pages, (size_t)n_pages * sizeof(int));
-    *page_end += n_pages;
-    for (int p = q->n_cached; p < end; p++, s->T++) {
-        g->ids[s->T] = q->tokens[p];
-        g->pos[s->T] = p;
-        g->slot[s->T] = q->pages[p / ENG_PAGE] * ENG_PAGE + p % ENG_PAGE;
+static void *eng_copy(arena *a, const void *p, size_t n) { return n ? memcpy(arena_alloc(a, n), p, n) : NULL; }
+
+/* A copy of the request that owns all it points to. */
+static eng_request *eng_request_new(const eng *g, const toka_request *r, const int32_t *prompt, int n_prompt) {
+    eng_request *q = mem_zalloc(sizeof *q);
+    toka_sampling *s = &q->sampling;
+    arena *a = &q->a;
+    *s = r->sampling;
+    q->sched_id = -1, q->n_prompt = n_prompt, q->n = q->n_live = r->n, q->priority = r->priority, q->class_key = r->length_class;
+    q->prompt = eng_copy(a, prompt, (size_t)n_prompt * sizeof *prompt);
+    q->ended = arena_zalloc(a, (size_t)r->n);
+    s->stop_ids = eng_copy(a, s->stop_ids, (size_t)s->n_stop_ids * sizeof *s->stop_ids);
+    s->bias_ids = eng_copy(a, s->bias_ids, (size_t)s->n_bias * sizeof *s->bias_ids);
+    s->bias_values = eng_copy(a, s->bias_values, (size_t)s->n_bias * sizeof *s->bias_values);
+    s->allowed_ids = eng_copy(a, s->allowed_ids, (size_t)s->n_allowed * sizeof *s->allowed_ids);
+    const char **stop = s->n_stop ? arena_alloc(a, (size_t)s->n_stop * sizeof *stop) : NULL;
+    for (int i = 0; i < s->n_stop; i++) stop[i] = arena_cstr(a, str_c(s->stop[i]));
+    s->stop = stop;
+    if (!s->max_tokens) s->max_tokens = g->max_len - n_prompt;
+    for (int i = 0; i < g->files->n_eos_ids && !s->ignore_eos; i++) ids_push(&q->ends, g->files->eos_ids[i]);
+    for (int i = 0; i < s->n_stop_ids; i++) ids_push(&q->ends, s->stop_ids[i]);
+    q->t_submit = os_now();
+    q->usage.prompt_tokens = n_prompt;
+    return q;
+}
+
+static int eng_check_prompt(const eng *g, const int32_t *prompt, size_t n, int need, toka_err *e) {
+    int V = g->files->shape.V;
+    if (!n) return fail(e, TOKA_E_USE, "the prompt has no tokens");
+    if (n + (size_t)need > (size_t)g->max_len)
+        return fail(e, TOKA_E_USE, "the prompt has %zu tokens; at most %d fit (max_model_len %d)", n, g->max_len - need,
+                    g->max_len);
+    for (size_t i = 0; i < n; i++)
+        if (prompt[i] < 0 || prompt[i] >= V)
+            return fail(e, TOKA_E_USE, "token %zu of the prompt is %d, the vocabulary has %d", i, (int)prompt[i], V);
+    return 0;
+}
+
+static int eng_check(const eng *g, const toka_request *r, const int32_t *prompt, size_t n_prompt, toka_err *e) {
+    const toka_sampling *s = &r->sampling;
+    int code = eng_check_prompt(g, prompt, n_prompt, 1, e);
+    if (code || (code = samp_check(s, g->files->shape.V, e))) return code;
+    if (r->n < 1 || r->n > ENG_MAX_N) return fail(e, TOKA_E_USE, "n is %d, expected 1 to %d", r->n, ENG_MAX_N);
+    if (s->n_stop && !g->tok) return fail(e, TOKA_E_USE, "stop strings need a tokenizer, this model has none");
+    if ((int64_t)n_prompt + s->max_tokens > g->max_len)
+        return fail(e, TOKA_E_USE, "the prompt has %zu tokens and max_tokens is %d; together at most %d fit (max_model_len)",
+                    n_prompt, s->max_tokens, g->max_len);
+    return 0;
+}
+
+/* Queues a request; everything is copied. done: set to true, under the lock, behind its last event. */
+static int eng_submit(eng *g, const toka_request *r, const int32_t *prompt, size_t n_prompt, toka_event_fn *fn, void *user,
+                      eng_request **out, bool *done, int64_t *id, toka_err *e) {
+    int code = eng_check(g, r, prompt, n_prompt, e);
+    if (code) return code;
+    eng_request *q = eng_request_new(g, r, prompt, (int)n_prompt);
+    q->fn = fn, q->user = user, q->done = done;
+    pthread_mutex_lock(&g->lock);
+    if ((code = g->broken.code)) *e = g->broken;
+    else {
+        q->id = *id = ++g->next_id;
+        *g->inbox_end = q, g->inbox_end = &q->next;
+        g->shown.waiting += q->n;
+        pthread_cond_broadcast(&g->wake);
     }
+    pthread_mutex_unlock(&g->lock);
+    if (code) eng_request_free(q);
+    else if (out) *out = q;
+    return code;
 }
 
-/* Asks for the next token of a sequence: its last row's logits. */
-static void eng_plan_out(eng *g, const eng_seq *q, const toka_sampling *sampling) {
-    int n_output = q->n_tokens - q->n_prompt;
-    bool early = n_output < sampling->min_tokens;
-    g->out[g->step.n_out] = (toka_out_row){.row = g->step.T - 1,
-                                           .forced_id = -1,
-                                           .sample = (uint32_t)q->sample,
-                                           .position = (uint32_t)q->n_tokens,
-                                           .sampling = sampling,
-                                           .history = q->tokens,
-                                           .n_prompt = q->n_prompt,
-                                           .n_history = q->n_tokens,
-                                           .forbidden = early ? g->ends.p : NULL,
-                                           .n_forbidden = early ? (int)g->ends.n : 0};
-    g->out_seq[g->step.n_out++] = (int)(q - g->seqs);
-}
-
-/* Decoding sequences first, one token each; prefill takes what they leave of max_tokens, first come first served. */
-static void eng_plan(eng *g, const toka_sampling *sampling) {
-    int page_end = 0, n_decode = 0;
-    eng_plan_begin(g);
-    for (int i = 0; i < g->max_seqs; i++) n_decode += g->seqs[i].active && g->seqs[i].n_tokens - g->seqs[i].n_cached == 1;
-    int budget = g->max_tokens - n_decode;
-    for (int i = 0; i < g->max_seqs; i++) {
-        eng_seq *q = &g->seqs[i];
-        int left = q->n_tokens - q->n_cached, n = left == 1 ? 1 : MIN(left, budget);
-        if (!q->active || !n) continue;
-        if (left > 1) budget -= n;
-        eng_plan_rows(g, q, n, &page_end);
-        if (n == left) eng_plan_out(g, q, sampling);
-        q->n_cached += n;
+static void eng_cancel(eng *g, int64_t id) {
+    pthread_mutex_lock(&g->lock);
+    if (g->n_cancels == g->cap_cancels) {
+        g->cap_cancels = MAX(16, 2 * g->cap_cancels);
+        g->cancels = mem_realloc(g->cancels, (size_t)g->cap_cancels * sizeof *g->cancels);
     }
+    g->cancels[g->n_cancels++] = id;
+    pthread_cond_broadcast(&g->wake);
+    pthread_mutex_unlock(&g->lock);
 }
 
-/* ---- Admit and retire ---- */
+/* ---- Ends ---- */
 
-/* Starts a sample in slot q if its whole future fits; false: not now. */
-static bool eng_admit(eng *g, eng_seq *q, int sample, const int32_t *prompt, int n_prompt, const toka_sampling *s) {
-    int end = s->max_tokens ? (int)MIN((int64_t)n_prompt + s->max_tokens, (int64_t)g->max_len) : g->max_len;
-    int n_pages = (end + ENG_PAGE - 1) / ENG_PAGE;
-    if (n_pages > g->n_free) return false;
-    *q = (eng_seq){.sample = sample, .active = true, .n_prompt = n_prompt, .n_tokens = n_prompt, .max_tokens = end};
-    q->tokens = mem_alloc((size_t)end * sizeof(int32_t));
-    memcpy(q->tokens, prompt, (size_t)n_prompt * sizeof(int32_t));
-    q->pages = mem_alloc((size_t)n_pages * sizeof(int));
-    while (q->n_pages < n_pages) q->pages[q->n_pages++] = g->free_pages[--g->n_free];
-    stop_init(&q->stop, s->stop, s->n_stop, s->include_stop);
-    if (g->tok) tok_stream_init(&q->stream, g->tok, TOKA_SKIP_SPECIAL);
-    return true;
+static void eng_slot_close(eng *g, int q) {
+    eng_slot *slot = &g->slots[q];
+    if (!slot->open) return;
+    stop_free(&slot->stop);
+    if (g->tok) tok_stream_free(&slot->stream);
+    *slot = (eng_slot){0};
 }
 
-static void eng_retire(eng *g, eng_seq *q) {
-    if (!q->active) return;
-    while (q->n_pages) g->free_pages[g->n_free++] = q->pages[--q->n_pages];
-    free(q->tokens), free(q->pages);
-    stop_free(&q->stop);
-    if (g->tok) tok_stream_free(&q->stream);
-    *q = (eng_seq){0};
+/* All events of r were delivered. */
+static void eng_finish(eng *g, eng_request *r) {
+    if (r->sched_id >= 0) g->by_sched[r->sched_id] = NULL, g->n_live--;
+    g->stats.requests_done++;
+    pthread_mutex_lock(&g->lock);
+    if (r->done) *r->done = true;
+    pthread_cond_broadcast(&g->wake);
+    pthread_mutex_unlock(&g->lock);
+    if (!r->done) eng_request_free(r); /* else the one who waits for it frees it */
 }
 
-/* ---- Commit: one pick becomes a token, its text, an event ---- */
+/* Ends every sample that has not ended: cancelled, or failed with the device. */
+static void eng_end_all(eng *g, eng_request *r, toka_finish how) {
+    if (r->sched_id >= 0) {
+        for (int q = 0; q < g->s.c.max_seqs; q++)
+            if (g->s.seqs[q].state != SCHED_FREE && g->s.seqs[q].request == r->sched_id) eng_slot_close(g, q);
+        sched_cancel(&g->s, r->sched_id);
+    }
+    for (int i = 0; i < r->n && r->fn; i++)
+        if (!r->ended[i]) r->fn(r->user, &(toka_event){.sample = i, .id = -1, .text = "", .finish = how, .stop_id = -1});
+    eng_finish(g, r);
+}
 
-static bool eng_is_end(const eng *g, int32_t id) {
-    for (size_t i = 0; i < g->ends.n; i++)
-        if (g->ends.p[i] == id) return true;
+/* ---- Take: the inbox to the scheduler ---- */
+
+static void eng_enter(eng *g, eng_request *r) {
+    const toka_sampling *s = &r->sampling;
+    toka_err e;
+    int id = sched_submit(&g->s, &(sched_job){.prompt = r->prompt, .n_prompt = r->n_prompt, .n = r->n, .max_tokens = s->max_tokens,
+                                              .min_tokens = s->min_tokens, .exact = !r->ends.n && !s->n_stop,
+                                              .priority = r->priority, .class_key = r->class_key}, &e);
+    if (id < 0) { /* cannot be: eng_check looked at the same limits; but a request must never hang */
+        eng_end_all(g, r, TOKA_FAILED);
+        return;
+    }
+    if (id >= g->cap_by_sched) {
+        int cap = MAX(64, 2 * (id + 1));
+        g->by_sched = mem_realloc(g->by_sched, (size_t)cap * sizeof *g->by_sched);
+        memset(g->by_sched + g->cap_by_sched, 0, (size_t)(cap - g->cap_by_sched) * sizeof *g->by_sched);
+        g->cap_by_sched = cap;
+    }
+    g->by_sched[id] = r, r->sched_id = id, g->n_live++;
+}
+
+static void eng_take(eng *g) {
+    pthread_mutex_lock(&g->lock);
+    eng_request *r = g->inbox;
+    int64_t *cancels = g->cancels;
+    int n_cancels = g->n_cancels;
+    g->inbox = NULL, g->inbox_end = &g->inbox;
+    g->cancels = NULL, g->n_cancels = g->cap_cancels = 0;
+    pthread_mutex_unlock(&g->lock);
+    for (eng_request *next; r; r = next) next = r->next, eng_enter(g, r);
+    for (int i = 0; i < n_cancels; i++)
+        for (int k = 0; k < g->cap_by_sched; k++)
+            if (g->by_sched[k] && g->by_sched[k]->id == cancels[i]) eng_end_all(g, g->by_sched[k], TOKA_CANCELLED);
+    free(cancels);
+}
+
+/* ---- One step ---- */
+
+/* The rows whose logits are wanted, from the batch's list of rows that yield a token. */
+static void eng_rows(eng *g) {
+    for (int i = 0; i < g->b.n_out; i++) {
+        const batch_out *o = &g->b.outs[i];
+        const sched_seq *x = &g->s.seqs[o->q];
+        const eng_request *r = g->by_sched[x->request];
+        bool early = x->n_known - x->n_prompt < r->sampling.min_tokens;
+        g->out[i] = (toka_out_row){.row = o->row,
+                                   .forced_id = -1,
+                                   .sample = (uint32_t)x->sample,
+                                   .position = (uint32_t)x->n_known,
+                                   .sampling = &r->sampling,
+                                   .history = x->tokens,
+                                   .n_prompt = x->n_prompt,
+                                   .n_history = x->n_known,
+                                   .forbidden = early ? r->ends.p : NULL,
+                                   .n_forbidden = early ? (int)r->ends.n : 0};
+    }
+    g->b.step.out = g->out, g->b.step.n_out = g->b.n_out;
+}
+
+static bool eng_is_end(const eng_request *r, int32_t id) {
+    for (size_t i = 0; i < r->ends.n; i++)
+        if (r->ends.p[i] == id) return true;
     return false;
 }
 
-/* Text of the new token into g->text, held back while it may begin a stop string. True: a stop string ended. */
-static bool eng_text(eng *g, eng_seq *q, int32_t id, bool is_end, bool armed, bool last) {
+/* Text of a new token into g->text, held back while it may begin a stop string. True: a stop string is complete. */
+static bool eng_text(eng *g, int q, const eng_request *r, int32_t id, bool is_end, bool armed, bool last) {
+    eng_slot *slot = &g->slots[q];
     buf_clear(&g->text), buf_clear(&g->piece);
     if (!g->tok) return false;
-    if (!is_end) tok_stream_put(&q->stream, id, &g->piece);
-    if (last || is_end) tok_stream_end(&q->stream, &g->piece);
-    bool stopped = stop_put(&q->stop, buf_view(&g->piece), armed, &g->text);
-    if (!stopped && (last || is_end)) stop_end(&q->stop, &g->text);
+    if (!slot->open) {
+        stop_init(&slot->stop, r->sampling.stop, r->sampling.n_stop, r->sampling.include_stop);
+        tok_stream_init(&slot->stream, g->tok, TOKA_SKIP_SPECIAL);
+        slot->open = true;
+    }
+    if (!is_end) tok_stream_put(&slot->stream, id, &g->piece);
+    if (last || is_end) tok_stream_end(&slot->stream, &g->piece);
+    bool stopped = stop_put(&slot->stop, buf_view(&g->piece), armed, &g->text);
+    if (!stopped && (last || is_end)) stop_end(&slot->stop, &g->text);
     return stopped;
 }
 
-static void eng_commit(eng *g, const toka_pick *pick, eng_seq *q, const toka_sampling *s, toka_event_fn *fn, void *user) {
-    q->tokens[q->n_tokens++] = pick->id;
-    bool armed = q->n_tokens - q->n_prompt >= s->min_tokens;
-    bool is_end = eng_is_end(g, pick->id), full = q->n_tokens == q->max_tokens;
-    bool stopped = eng_text(g, q, pick->id, is_end, armed, full);
-    toka_event ev = {.sample = q->sample,
+/* One pick becomes a token of its sequence and an event. False: the callback wants no more of this request. */
+static bool eng_deliver(eng *g, eng_request *r, int q, const toka_pick *pick, bool *ended) {
+    const sched_seq *x = &g->s.seqs[q];
+    const toka_sampling *s = &r->sampling;
+    bool armed = x->n_known + 1 - x->n_prompt >= s->min_tokens, full = x->n_known + 1 == x->limit;
+    bool is_end = eng_is_end(r, pick->id), stopped = eng_text(g, q, r, pick->id, is_end, armed, full);
+    toka_event ev = {.sample = x->sample,
                      .id = pick->id,
                      .logprob = pick->logprob,
                      .sampled_logprob = pick->sampled_logprob,
@@ -11333,84 +11469,168 @@ static void eng_commit(eng *g, const toka_pick *pick, eng_seq *q, const toka_sam
                      .text_bytes = g->text.n,
                      .finish = is_end || stopped ? TOKA_STOP : full ? TOKA_LENGTH : TOKA_RUNNING,
                      .stop_id = is_end ? pick->id : -1};
-    if (fn && fn(user, &ev)) g->cancelled = true;
-    if (ev.finish != TOKA_RUNNING) eng_retire(g, q);
+    *ended = is_end || stopped;
+    if (ev.finish != TOKA_RUNNING) r->ended[x->sample] = true, r->n_live--, eng_slot_close(g, q);
+    r->usage.output_tokens++, g->stats.output_tokens++;
+    if (!r->t_first) r->t_first = os_now();
+    return !r->fn || !r->fn(r->user, &ev);
 }
 
-/* Ids that end a sample of this request: the model's end-of-sequence ids unless ignored, then the request's own. */
-static void eng_set_ends(eng *g, const toka_sampling *s) {
-    g->ends.n = 0;
-    for (int i = 0; i < g->files->n_eos_ids && !s->ignore_eos; i++) ids_push(&g->ends, g->files->eos_ids[i]);
-    for (int i = 0; i < s->n_stop_ids; i++) ids_push(&g->ends, s->stop_ids[i]);
+static void eng_commit(eng *g) {
+    for (int i = 0; i < g->b.n_out; i++) {
+        const batch_out o = g->b.outs[i];
+        sched_seq *x = &g->s.seqs[o.q];
+        if (x->ticket != o.ticket) continue; /* a callback ended its request in this very loop */
+        eng_request *r = g->by_sched[x->request];
+        bool ended, more = eng_deliver(g, r, o.q, &g->picks[i], &ended);
+        sched_commit(&g->s, o.q, o.ticket, g->picks[i].id, ended);
+        if (!r->n_live) eng_finish(g, r);
+        else if (!more) eng_end_all(g, r, TOKA_CANCELLED);
+    }
 }
 
-static int eng_check_prompt(const eng *g, const int32_t *prompt, size_t n, int need, toka_err *e) {
-    int V = g->files->shape.V;
-    if (!n) return fail(e, TOKA_E_USE, "the prompt has no tokens");
-    if (n + (size_t)need > (size_t)g->max_len)
-        return fail(e, TOKA_E_USE, "the prompt has %zu tokens; at most %d fit (max_model_len %d)", n, g->max_len - need, g->max_len);
-    for (size_t i = 0; i < n; i++)
-        if (prompt[i] < 0 || prompt[i] >= V)
-            return fail(e, TOKA_E_USE, "token %zu of the prompt is %d, the vocabulary has %d", i, (int)prompt[i], V);
-    return 0;
+static void eng_show(eng *g, int rows, double t0, double t1, double t2, double t3) {
+    toka_stats *s = &g->stats;
+    s->steps += rows > 0, s->rows += rows;
+    s->plan_s += t1 - t0, s->run_s += t2 - t1, s->commit_s += t3 - t2;
+    s->running = g->s.n_running, s->waiting = g->s.n_waiting;
+    s->prompt_tokens = g->s.n_prompt_tokens, s->prompt_tokens_shared = g->s.n_prompt_hits;
+    s->preemptions = g->s.n_preempted;
+    s->kv_pages_used = g->s.c.n_pages - kv_room(&g->s.kv);
+    pthread_mutex_lock(&g->lock);
+    g->shown = *s;
+    for (const eng_request *r = g->inbox; r; r = r->next) g->shown.waiting += r->n;
+    pthread_mutex_unlock(&g->lock);
 }
 
-/* Runs n samples of one prompt to their ends. usage is filled also when it fails or is cancelled. */
-static int eng_generate(eng *g, const int32_t *prompt, size_t n_prompt, int n, const toka_sampling *s, toka_event_fn *fn, void *user,
-                        toka_usage *usage, toka_err *e) {
-    int code = eng_check_prompt(g, prompt, n_prompt, 1, e), next = 0, running = 0;
-    if (code || (code = samp_check(s, g->files->shape.V, e))) return code;
-    if (n < 1) return fail(e, TOKA_E_USE, "n is %d, at least 1 sample is needed", n);
-    if (s->n_stop && !g->tok) return fail(e, TOKA_E_USE, "stop strings need a tokenizer, this model has none");
-    double t0 = os_now(), t_first = 0;
-    *usage = (toka_usage){.prompt_tokens = (int64_t)n_prompt};
-    g->cancelled = false;
-    eng_set_ends(g, s);
-    do {
-        running = 0;
-        for (int i = 0; i < g->max_seqs; i++) {
-            eng_seq *q = &g->seqs[i];
-            if (!q->active && next < n && eng_admit(g, q, next, prompt, (int)n_prompt, s)) next++;
-            running += q->active;
+/* A device that failed fails every request; nothing more is taken. */
+static void eng_break(eng *g, const toka_err *e) {
+    pthread_mutex_lock(&g->lock);
+    g->broken = *e;
+    pthread_mutex_unlock(&g->lock);
+    eng_take(g);
+    for (int k = 0; k < g->cap_by_sched; k++)
+        if (g->by_sched[k]) eng_end_all(g, g->by_sched[k], TOKA_FAILED);
+}
+
+static void eng_step(eng *g) {
+    toka_err e;
+    eng_take(g);
+    if (!g->n_live) return;
+    double t0 = os_now();
+    int rows = sched_plan(&g->s);
+    batch_build(&g->b, &g->s);
+    eng_rows(g);
+    double t1 = os_now();
+    int code = rows ? model_step(&g->m, &g->b.step, g->picks, &e) : 0;
+    double t2 = os_now();
+    if (code) {
+        eng_break(g, &e);
+        return;
+    }
+    eng_commit(g);
+    eng_show(g, rows, t0, t1, t2, os_now());
+}
+
+/* ---- Drive ---- */
+
+/* Runs steps until *done (if not NULL), or nothing is left and !forever, or eng_stop. If another thread drives, waits for it. */
+static int eng_drive(eng *g, const bool *done, bool forever, toka_err *e) {
+    int code;
+    pthread_mutex_lock(&g->lock);
+    while (!(code = g->broken.code) && !(done ? *done : g->stopping)) {
+        bool idle = !g->driven && !g->n_live && !g->inbox && !g->n_cancels;
+        if (idle && !done && !forever) break;
+        if (g->driven || idle) {
+            pthread_cond_wait(&g->wake, &g->lock);
+            continue;
         }
-        eng_plan(g, s);
-        if ((code = model_step(&g->m, &g->step, g->picks, e))) break;
-        if (g->step.n_out && !t_first) t_first = os_now();
-        for (int i = 0; i < g->step.n_out && !g->cancelled; i++) {
-            eng_commit(g, &g->picks[i], &g->seqs[g->out_seq[i]], s, fn, user);
-            usage->output_tokens++;
-        }
-        running = 0;
-        for (int i = 0; i < g->max_seqs; i++) running += g->seqs[i].active;
-    } while ((running || next < n) && !g->cancelled);
-    for (int i = 0; i < g->max_seqs; i++) eng_retire(g, &g->seqs[i]);
-    usage->prefill_s = (t_first ? t_first : os_now()) - t0;
-    usage->decode_s = t_first ? os_now() - t_first : 0;
-    if (!code && g->cancelled) return fail(e, TOKA_E_CANCELLED, "cancelled");
+        g->driven = true;
+        pthread_mutex_unlock(&g->lock);
+        eng_step(g);
+        pthread_mutex_lock(&g->lock);
+        g->driven = false;
+        pthread_cond_broadcast(&g->wake);
+    }
+    if (code) *e = g->broken;
+    if (!done) g->stopping = false;
+    pthread_mutex_unlock(&g->lock);
     return code;
 }
 
-/* Teacher forcing in chunks: row i yields the log-probability of token i+1. */
+static void eng_stop(eng *g) {
+    pthread_mutex_lock(&g->lock);
+    g->stopping = true;
+    pthread_cond_broadcast(&g->wake);
+    pthread_mutex_unlock(&g->lock);
+}
+
+/* Runs one request to its end. usage is filled also when it fails or is cancelled. */
+static int eng_generate(eng *g, const toka_request *r, const int32_t *prompt, size_t n_prompt, toka_event_fn *fn, void *user,
+                        toka_usage *usage, toka_err *e) {
+    eng_request *q;
+    bool done = false;
+    int64_t id;
+    int code = eng_submit(g, r, prompt, n_prompt, fn, user, &q, &done, &id, e);
+    if (code) return code;
+    code = eng_drive(g, &done, false, e);
+    assert(done);
+    *usage = q->usage;
+    double now = os_now();
+    usage->prefill_s = (q->t_first ? q->t_first : now) - q->t_submit, usage->decode_s = q->t_first ? now - q->t_first : 0;
+    bool cancelled = q->n_live > 0;
+    eng_request_free(q);
+    if (!code && cancelled) return fail(e, TOKA_E_CANCELLED, "cancelled");
+    return code;
+}
+
+/* ---- Score: teacher forcing in chunks, row i yields the log-probability of token i+1 ---- */
+
+/* With the engine to itself: a row of pages for the text, filled from position 0; what the tree has is computed again, to the
+ * same bytes, because every row's logits are wanted. */
+static int eng_score_alone(eng *g, const int32_t *tokens, int n, float *logprobs, toka_err *e) {
+    kv_cache *k = &g->s.kv;
+    int q = g->s.free_slots[g->s.n_slots_free - 1], code = 0;
+    kv_open(k, q, tokens, n, kv_match(k, q, tokens, n));
+    const int *row = kv_row(k, q);
+    for (int at = 0, end; at < n - 1 && !code; at = end) {
+        end = MIN(n - 1, at + g->s.c.max_tokens);
+        toka_span span = {0, end - at, (int)(row - k->table), 0, end};
+        toka_step step = {.T = end - at, .n_spans = 1, .n_out = end - at, .ids = tokens + at, .pos = g->b.pos,
+                          .slot = g->b.slot, .pages = k->table, .spans = &span, .out = g->out};
+        for (int p = at; p < end; p++) {
+            g->b.pos[p - at] = p, g->b.slot[p - at] = row[p / ENG_PAGE] * ENG_PAGE + p % ENG_PAGE;
+            g->out[p - at] = (toka_out_row){.row = p - at, .forced_id = tokens[p + 1]};
+        }
+        kv_computed(k, q, at, end);
+        code = model_step(&g->m, &step, g->picks, e);
+        for (int p = at; p < end && !code; p++) logprobs[p + 1] = g->picks[p - at].logprob;
+    }
+    kv_close(k, q);
+    return code;
+}
+
 static int eng_score(eng *g, const int32_t *tokens, size_t n, float *logprobs, toka_err *e) {
     int code = eng_check_prompt(g, tokens, n, 0, e);
     if (code) return code;
-    toka_sampling none = {.max_tokens = 1};
-    eng_seq *q = &g->seqs[0];
-    bool fits = eng_admit(g, q, 0, tokens, (int)n, &none);
-    assert(fits); /* nothing else runs, and the pool holds max_len tokens */
-    (void)fits;
     logprobs[0] = 0;
-    for (int at = 0; at < (int)n - 1 && !code; at = q->n_cached) {
-        int page_end = 0, chunk = MIN((int)n - 1 - at, g->max_tokens);
-        eng_plan_begin(g);
-        eng_plan_rows(g, q, chunk, &page_end);
-        for (int i = 0; i < chunk; i++) g->out[i] = (toka_out_row){.row = i, .forced_id = tokens[at + i + 1]};
-        g->step.n_out = chunk;
-        q->n_cached += chunk;
-        code = model_step(&g->m, &g->step, g->picks, e);
-        for (int i = 0; i < chunk && !code; i++) logprobs[at + i + 1] = g->picks[i].logprob;
+    pthread_mutex_lock(&g->lock);
+    while (!(code = g->broken.code) && (g->driven || g->n_live || g->inbox)) { /* others first */
+        pthread_mutex_unlock(&g->lock);
+        eng_drive(g, NULL, false, e);
+        pthread_mutex_lock(&g->lock);
     }
-    eng_retire(g, q);
+    if (code) *e = g->broken;
+    else {
+        g->driven = true;
+        pthread_mutex_unlock(&g->lock);
+        code = eng_score_alone(g, tokens, (int)n, logprobs, e);
+        pthread_mutex_lock(&g->lock);
+        g->driven = false;
+        if (code) g->broken = *e;
+    }
+    pthread_cond_broadcast(&g->wake);
+    pthread_mutex_unlock(&g->lock);
     return code;
 }
 
@@ -11677,9 +11897,31 @@ int toka_generate(toka *t, const toka_request *r, toka_event_fn *fn, void *user,
     int32_t *prompt = NULL;
     size_t n = r->n_ids;
     int code = r->ids ? 0 : toka_encode(t, r->text, r->text_bytes, r->text_flags, &prompt, &n, e);
-    if (!code) code = eng_generate(t->engine, r->ids ? r->ids : prompt, n, r->n, &r->sampling, fn, user, usage ? usage : &unused, e);
+    if (!code) code = eng_generate(t->engine, r, r->ids ? r->ids : prompt, n, fn, user, usage ? usage : &unused, e);
     free(prompt);
     return code;
+}
+
+int toka_submit(toka *t, const toka_request *r, toka_event_fn *fn, void *user, int64_t *id, toka_err *e) {
+    int32_t *prompt = NULL;
+    size_t n = r->n_ids;
+    int code = r->ids ? 0 : toka_encode(t, r->text, r->text_bytes, r->text_flags, &prompt, &n, e);
+    if (!code) code = eng_submit(t->engine, r, r->ids ? r->ids : prompt, n, fn, user, NULL, NULL, id, e);
+    free(prompt);
+    return code;
+}
+
+void toka_cancel(toka *t, int64_t id) { eng_cancel(t->engine, id); }
+
+int toka_run(toka *t, int forever, toka_err *e) { return eng_drive(t->engine, NULL, forever != 0, e); }
+
+void toka_stop(toka *t) { eng_stop(t->engine); }
+
+toka_stats toka_get_stats(toka *t) {
+    pthread_mutex_lock(&t->engine->lock);
+    toka_stats s = t->engine->shown;
+    pthread_mutex_unlock(&t->engine->lock);
+    return s;
 }
 
 int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_err *e) {
@@ -11746,7 +11988,7 @@ static const cli_flag cli_flags[] = {
     {"device", "", "NAME", CLI_TEXT, AT(open.device), "auto or cpu"},
     {"threads", "t", "N", CLI_INT, AT(open.n_threads), "CPU threads (default: one a core)"},
     {"max-model-len", "", "N", CLI_INT, AT(open.max_model_len), "longest sequence in tokens (default: the model's, as memory allows)"},
-    {"max-num-seqs", "", "N", CLI_INT, AT(open.max_num_seqs), "most samples running at once (default: 64)"},
+    {"max-num-seqs", "", "N", CLI_INT, AT(open.max_num_seqs), "most samples running at once (default: 256)"},
     {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens), "most tokens in one step (default: 512)"},
     {NULL, NULL, NULL, 0, 0, "Prompt"},
     {"prompt", "p", "TEXT", CLI_TEXT, AT(prompt), "the prompt (default: standard input)"},
@@ -11921,7 +12163,8 @@ typedef struct cli_run { /* a request under way, the callback's user pointer */
 } cli_run;
 
 static const char *cli_finish_name(toka_finish f) {
-    return f == TOKA_STOP ? "stop" : f == TOKA_LENGTH ? "length" : f == TOKA_CANCELLED ? "cancelled" : "running";
+    static const char *const names[] = {"running", "stop", "length", "cancelled", "error"};
+    return names[f];
 }
 
 /* {"id":..,"token":"..","logprob":..,"sampled_logprob":..,"top":[{"id":..,"token":"..","logprob":..} ..]} */
@@ -11962,7 +12205,7 @@ static int cli_on_event(void *user, const toka_event *ev) {
     cli_sample *s = &r->samples[ev->sample];
     bool stream = !r->c->json && r->c->samples == 1;
     buf_put(&s->text, ev->text, ev->text_bytes);
-    if (r->c->json || r->c->logprobs >= 0) {
+    if (ev->id >= 0 && (r->c->json || r->c->logprobs >= 0)) {
         if (s->tokens.n) buf_c(&s->tokens, ",\n");
         cli_put_token(&s->tokens, r->t, ev);
     }

@@ -41,12 +41,13 @@ typedef struct eng_got { /* what a request's events said */
     int n_ended, stop_id[64], n_top;
     toka_finish finish[64];
     int cancel_after; /* > 0: cancel at that event */
-    int n_events;
+    int n_events, n_cancelled;
 } eng_got;
 
 static int eng_collect(void *user, const toka_event *ev) {
     eng_got *g = user;
     size_t k = g->id[ev->sample].n;
+    if (ev->id < 0) return g->n_cancelled++, g->n_ended++, 0;
     if (k < 512) g->logprob[ev->sample][k] = ev->logprob, g->sampled[ev->sample][k] = ev->sampled_logprob;
     ids_push(&g->id[ev->sample], ev->id);
     buf_put(&g->text[ev->sample], ev->text, ev->text_bytes);
@@ -84,35 +85,38 @@ static double eng_rel_l2(const float *a, const float *b, int n) {
     return sqrt(d / r);
 }
 
+/* All prompts in one step, the batch of mixed lengths, in pages of our own choice; rows ask for logits at some positions. */
 static void eng_check_logits(toka *t, const char *name, const json *cases, const char *bin, int V) {
+    enum { ROWS = 1024, CASES = 16 };
     eng *g = t->engine;
-    toka_sampling one = eng_greedy(1);
     toka_err e = {0};
-    int32_t prompt[512], at[8];
-    int page_end = 0, n_case = 0, row0[64];
-    eng_plan_begin(g);
-    JSON_EACH(it, cases) { /* all prompts in one step: the batch of mixed lengths */
-        int n = eng_int_array(json_get(it, "prompt_ids"), prompt, 512);
-        bool ok = eng_admit(g, &g->seqs[n_case], n_case, prompt, n, &one);
-        CHECK(ok);
+    int32_t id[ROWS], pos[ROWS], slot[ROWS], pages[ROWS], at[8];
+    toka_span spans[CASES];
+    toka_out_row out[8 * CASES];
+    toka_step s = {.ids = id, .pos = pos, .slot = slot, .pages = pages, .spans = spans, .out = out};
+    for (int i = 0; i < ROWS; i++) pages[i] = (int32_t)((i * 7 + 3) % 251); /* scattered; 7 and 251 are coprime */
+    int page = 0;
+    JSON_EACH(it, cases) {
+        int n = eng_int_array(json_get(it, "prompt_ids"), id + s.T, ROWS - s.T);
         int m = eng_int_array(json_get(it, "logit_positions"), at, 8);
-        for (int i = 0; i < m; i++) g->out[g->step.n_out++] = (toka_out_row){.row = g->step.T + at[i], .forced_id = 0};
-        row0[n_case] = g->step.n_out - m;
-        eng_plan_rows(g, &g->seqs[n_case++], n, &page_end);
+        for (int i = 0; i < m; i++) out[s.n_out++] = (toka_out_row){.row = s.T + at[i], .forced_id = 0};
+        spans[s.n_spans++] = (toka_span){s.T, n, page, 0, n};
+        for (int p = 0; p < n; p++, s.T++) pos[s.T] = p, slot[s.T] = pages[page + p / ENG_PAGE] * ENG_PAGE + p % ENG_PAGE;
+        page += (n + ENG_PAGE - 1) / ENG_PAGE;
     }
-    float *logits = mem_alloc((size_t)g->step.n_out * V * sizeof(float)), *want = mem_alloc((size_t)V * sizeof(float));
-    g->step.logits = logits;
-    CHECK(model_step(&g->m, &g->step, g->picks, &e) == 0);
-    n_case = 0;
+    float *logits = mem_alloc((size_t)s.n_out * V * sizeof(float)), *want = mem_alloc((size_t)V * sizeof(float)), *row = logits;
+    s.logits = logits;
+    CHECK(g->s.c.n_pages >= 251 && model_step(&g->m, &s, g->picks, &e) == 0);
+    int n_case = 0;
     JSON_EACH(it, cases) {
         const char *gold = bin + json_int(json_get(it, "logits_offset"), 0);
         int m = eng_int_array(json_get(it, "logit_positions"), at, 8);
-        for (int i = 0; i < m; i++, gold += (size_t)V * 4) {
+        for (int i = 0; i < m; i++, gold += (size_t)V * 4, row += V) {
             memcpy(want, gold, (size_t)V * 4);
-            double err = eng_rel_l2(logits + (size_t)(row0[n_case] + i) * V, want, V);
+            double err = eng_rel_l2(row, want, V);
             CHECK_MSG(err <= 1e-4, "%s case %d position %d: relative L2 %.3g", name, n_case, (int)at[i], err);
         }
-        eng_retire(g, &g->seqs[n_case++]);
+        n_case++;
     }
     free(logits), free(want);
 }
@@ -332,7 +336,8 @@ static void test_request_ends(void) {
     s = eng_greedy(longer + 10), s.min_tokens = longer;
     g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
     CHECK((int)g->id[0].n >= longer);
-    for (int i = 0; i < longer - 1; i++) CHECK(!eng_is_end(t->engine, g->id[0].p[i]));
+    for (int i = 0; i < longer - 1; i++)
+        for (int k = 0; k < t->files->n_eos_ids; k++) CHECK(g->id[0].p[i] != t->files->eos_ids[k]);
     eng_got_free(g);
     s = eng_greedy(longer), s.ignore_eos = 1;
     g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
@@ -418,8 +423,9 @@ static void test_request_errors(void) {
     r.ids = wrong, r.n_ids = 1, r.n = 6, r.sampling = eng_greedy(50), r.sampling.ignore_eos = 1;
     g->cancel_after = 9;
     CHECK(toka_generate(t, &r, eng_collect, g, NULL, &e) == TOKA_E_CANCELLED && g->n_events == 9);
+    CHECK(g->n_ended == 6 && g->n_cancelled == 6);
     eng_got_free(g);
-    CHECK(t->engine->n_free == t->engine->n_pages);
+    CHECK(kv_room(&t->engine->s.kv) == t->engine->s.c.n_pages && !t->engine->n_live && !sched_check(&t->engine->s));
     g = eng_ask(t, NULL, wrong, 1, 2, &s, &code, &e);
     CHECK(code == 0 && g->n_ended == 2);
     eng_got_free(g);
