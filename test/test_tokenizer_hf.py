@@ -404,7 +404,7 @@ def check_config(driver, tmp_path, config, documents, flags=(0, 3), decode=False
 
 
 def test_every_code_point(driver, tmp_path):
-    """Pieces around each of 0 .. 10FFFF, in contexts that tell its class, for each pattern. Patterns share their classes, so
+    """Pieces around each of 0 .. 10FFFF, in contexts that tell its class, for each pattern. Patterns share their classes:
     all code points go through three patterns that tell the most and every 7th through the others."""
     model, known = pair_model(), patterns()
     assert len(known) >= 9
@@ -644,7 +644,8 @@ def test_metaspace(driver, tmp_path):
 
 def added_tokens(rng, config):
     out, flip = [], lambda: rng.random() < 0.4
-    for i, c in enumerate(["<s>", "</s>", "<x>", "ab", "a b", " c", "\u4f60", "<x><y>", "\u00e9t\u00e9", "h\n", "\n", " \n", "  "]):
+    contents = ["<s>", "</s>", "<x>", "ab", "a b", " c", "\u4f60", "<x><y>", "\u00e9t\u00e9", "h\n", "\n", " \n", "  "]
+    for i, c in enumerate(contents):
         out.append(
             {
                 "id": i,
