@@ -752,7 +752,7 @@ static void json_put_str(buf *b, str s) {
 }
 static void json_put_key(buf *b, const char *name) { json_put_str(b, str_c(name)), buf_char(b, ':'); }
 static void json_put_int(buf *b, int64_t i) { json_comma(b), buf_printf(b, "%lld", (long long)i); }
-UNUSED static void json_put_bool(buf *b, bool v) { json_comma(b), buf_c(b, v ? "true" : "false"); }
+static void json_put_bool(buf *b, bool v) { json_comma(b), buf_c(b, v ? "true" : "false"); }
 static void json_put_null(buf *b) { json_comma(b), buf_c(b, "null"); }
 
 /* The shortest decimal that reads back as the same double (is_float: the same float); null for what JSON cannot say.
@@ -11273,7 +11273,7 @@ static eng_request *eng_request_new(const eng *g, const toka_request *r, const i
     const char **stop = s->n_stop ? arena_alloc(a, (size_t)s->n_stop * sizeof *stop) : NULL;
     for (int i = 0; i < s->n_stop; i++) stop[i] = arena_cstr(a, str_c(s->stop[i]));
     s->stop = stop;
-    if (!s->max_tokens) s->max_tokens = g->max_len - n_prompt;
+    if (!s->max_tokens || s->max_tokens > g->max_len - n_prompt) s->max_tokens = g->max_len - n_prompt;
     for (int i = 0; i < g->files->n_eos_ids && !s->ignore_eos; i++) ids_push(&q->ends, g->files->eos_ids[i]);
     for (int i = 0; i < s->n_stop_ids; i++) ids_push(&q->ends, s->stop_ids[i]);
     q->t_submit = os_now();
@@ -11299,9 +11299,6 @@ static int eng_check(const eng *g, const toka_request *r, const int32_t *prompt,
     if (code || (code = samp_check(s, g->files->shape.V, e))) return code;
     if (r->n < 1 || r->n > ENG_MAX_N) return fail(e, TOKA_E_USE, "n is %d, expected 1 to %d", r->n, ENG_MAX_N);
     if (s->n_stop && !g->tok) return fail(e, TOKA_E_USE, "stop strings need a tokenizer, this model has none");
-    if ((int64_t)n_prompt + s->max_tokens > g->max_len)
-        return fail(e, TOKA_E_USE, "the prompt has %zu tokens and max_tokens is %d; together at most %d fit (max_model_len)",
-                    n_prompt, s->max_tokens, g->max_len);
     return 0;
 }
 
@@ -11645,6 +11642,7 @@ struct toka {
     toka_shape shape; /* the model's, with B and max_len as the engine set them */
     tok *tok;         /* NULL: the folder has no tokenizer.json */
     tmpl *chat;       /* NULL: no chat template */
+    toka_err chat_error; /* why the model's own template could not be parsed; code 0: it could, or there is none */
     eng *engine;
 };
 
@@ -11672,16 +11670,37 @@ static const mf_embedded *const embedded_model = NULL;
 
 toka_options toka_options_default(void) { return (toka_options){.device = "auto"}; }
 
-/* The chat template: a file of the user's, or the model's own. A model's template that does not parse only matters to chats. */
-static int api_open_template(toka *t, const char *file, toka_err *e) {
-    str source = t->files->chat_template;
-    if (file) {
-        int code = os_map(file, &source, e);
-        if (code) return code;
-    }
-    int code = source.n ? tmpl_parse(&t->chat, source, e) : 0;
-    if (file) os_unmap(source);
+/* Parses a template file: Jinja, or a tokenizer_config.json (by its name) that has a template in it. `names` gets the special
+ * tokens of the latter, for a template without a model. */
+static int api_template_file(const char *file, mf_model *names, tmpl **out, toka_err *e) {
+    str source;
+    int code = os_map(file, &source, e);
+    if (code) return code;
+    bool config = str_ends(str_c(file), STR(".json"));
+    if (config) code = mf_tokenizer_config_parse(source, file, &names->a, names, e);
+    if (!code && config && !names->chat_template.n) code = fail(e, TOKA_E_INPUT, "%s: there is no chat_template in it", file);
+    if (!code) code = tmpl_parse(out, config ? names->chat_template : source, e);
+    os_unmap(source);
     return code;
+}
+
+/* The chat template: a file of the user's, or the model's own. The model's may be beyond us: that only matters to chats. */
+static int api_open_template(toka *t, const char *file, toka_err *e) {
+    mf_model names = {0}; /* the model's own names count */
+    if (!file) {
+        if (t->files->chat_template.n) tmpl_parse(&t->chat, t->files->chat_template, &t->chat_error);
+        return 0;
+    }
+    int code = api_template_file(file, &names, &t->chat, e);
+    arena_free(&names.a);
+    return code;
+}
+
+static int api_need_template(const toka *t, toka_err *e) {
+    if (t->chat) return 0;
+    if (t->chat_error.code)
+        return fail(e, TOKA_E_INPUT, "the chat template of %s cannot be used: %.350s", t->files->name, t->chat_error.msg);
+    return fail(e, TOKA_E_USE, "%s has no chat template; give one with --chat-template or use --raw", t->files->name);
 }
 
 /* The text half of a model: files, tokenizer, template. Enough for tokenize and template, without any memory for running. */
@@ -11828,18 +11847,20 @@ static void api_put_token_variable(buf *b, const char *name, const char *value) 
     json_put_str(b, str_c(value));
 }
 
-/* The caller's object with the model's own variables before its members (of equal names the last, the caller's, wins). */
+/* The caller's object behind what apply_chat_template always passes and the model's own variables (of equal names the last, the
+ * caller's, wins). */
 static int api_template_context(const mf_model *files, str context, arena *a, buf *text, const json **out, toka_err *e) {
     const json *v = json_parse(a, context, json_trusted, e);
     if (!v) return e->code;
     if (v->type != JSON_OBJECT) return fail(e, TOKA_E_USE, "the template's input must be a JSON object with \"messages\"");
     json_put_open(text, '{');
-    if (files) {
-        api_put_token_variable(text, "bos_token", files->bos_token);
-        api_put_token_variable(text, "eos_token", files->eos_token);
-        api_put_token_variable(text, "pad_token", files->pad_token);
-        api_put_token_variable(text, "unk_token", files->unk_token);
-    }
+    json_put_key(text, "tools"), json_put_null(text);
+    json_put_key(text, "documents"), json_put_null(text);
+    json_put_key(text, "add_generation_prompt"), json_put_bool(text, false);
+    api_put_token_variable(text, "bos_token", files->bos_token);
+    api_put_token_variable(text, "eos_token", files->eos_token);
+    api_put_token_variable(text, "pad_token", files->pad_token);
+    api_put_token_variable(text, "unk_token", files->unk_token);
     if (v->n) json_comma(text);
     size_t open = (size_t)str_find(context, STR("{"), 0) + 1;
     buf_str(text, str_sub(context, open, context.n));
@@ -11863,7 +11884,7 @@ static int api_render(const tmpl *chat, const mf_model *files, str context, cons
 int toka_apply_chat_template(const toka *t, const char *context, size_t context_bytes, const char *now, char **text,
                              size_t *text_bytes, toka_err *e) {
     buf b = {0};
-    if (!t->chat) return fail(e, TOKA_E_USE, "%s has no chat template; give one with --chat-template or use raw text", t->files->name);
+    if (api_need_template(t, e)) return e->code;
     int code = api_render(t->chat, t->files, (str){context, context_bytes}, now, &b, e);
     if (code) {
         buf_free(&b);
@@ -12262,7 +12283,7 @@ static void cli_put_message(buf *b, const char *role, str content) {
 /* messages: the elements of the JSON array so far. Result: the prompt's text through the chat template. */
 static int cli_render(const cli *c, const toka *t, const buf *messages, buf *out, toka_err *e) {
     buf b = {0};
-    if (!t->chat) return fail(e, TOKA_E_USE, "%s has no chat template; give one with --chat-template or use --raw", t->files->name);
+    if (api_need_template(t, e)) return e->code;
     buf_printf(&b, "{\"messages\":[%s],\"add_generation_prompt\":true}", messages->p);
     buf_clear(out);
     int code = api_render(t->chat, t->files, buf_view(&b), c->now, out, e);
@@ -12373,7 +12394,7 @@ static int cli_chat(const cli *c, toka *t, toka_err *e) {
 
 static int cli_run_prompt(const cli *c, toka *t, toka_err *e) {
     buf text = {0}, messages = {0}, prompt = {0};
-    bool templated = t->chat && !c->raw;
+    bool templated = (t->chat || t->chat_error.code) && !c->raw;
     int code = cli_read_prompt(c, &text, e);
     if (!code && c->raw && c->system) code = fail(e, TOKA_E_USE, "--system needs the chat template, --raw leaves it out");
     if (!code && !templated && c->system) code = fail(e, TOKA_E_USE, "--system: %s has no chat template", t->files->name);
@@ -12442,21 +12463,16 @@ static int cli_template(const cli *c, toka_err *e) {
     buf in = {0}, out = {0};
     toka *t = NULL;
     tmpl *alone = NULL;
-    int code = 0;
-    if (c->open.model || !c->open.chat_template) {
-        code = api_check_options(&c->open, e);
-        if (!code) code = api_open_text(&t, &c->open, e);
-    } else { /* a template file needs no model */
-        str source;
-        if ((code = os_map(c->open.chat_template, &source, e))) return code;
-        code = tmpl_parse(&alone, source, e);
-        os_unmap(source);
-    }
-    if (!code && t && !t->chat) code = fail(e, TOKA_E_USE, "%s has no chat template; give one with --chat-template", t->files->name);
+    mf_model names = {0};
+    bool needs_model = c->open.model || !c->open.chat_template; /* a template file needs none */
+    int code = needs_model ? api_check_options(&c->open, e) : api_template_file(c->open.chat_template, &names, &alone, e);
+    if (!code && needs_model) code = api_open_text(&t, &c->open, e);
+    if (!code && needs_model) code = api_need_template(t, e);
     if (!code) code = cli_read_prompt(c, &in, e);
-    if (!code) code = api_render(t ? t->chat : alone, t ? t->files : NULL, buf_view(&in), c->now, &out, e);
+    if (!code) code = api_render(t ? t->chat : alone, t ? t->files : &names, buf_view(&in), c->now, &out, e);
     if (!code) code = cli_write(buf_view(&out), e);
     buf_free(&in), buf_free(&out);
+    arena_free(&names.a);
     tmpl_del(alone);
     toka_close(t);
     return code;

@@ -128,6 +128,26 @@ def test_template_file_needs_no_model(tmp_path):
     assert r.returncode == 1 and b"line 2" in r.stderr and b"frobnicate" in r.stderr
 
 
+DATA = os.environ.get("TOKA_TEST_DATA") or os.path.join(ROOT, "../shared/data")
+
+
+@pytest.mark.skipif(not os.path.exists(DATA + "/templates/goldens.jsonl"), reason="no public test data")
+def test_template_goldens():
+    with open(DATA + "/templates/contexts.json") as f:
+        contexts = json.load(f)
+    with open(DATA + "/templates/goldens.jsonl") as f:
+        rows = [json.loads(line) for line in f]
+    assert len(rows) > 400
+    for row in rows[::7]:
+        context = {"bos_token": row["bos_token"], "eos_token": row["eos_token"], **contexts[row["context"]]}
+        r = toka("template", "--chat-template", f"{DATA}/templates/{row['template']}", "--now", "2025-07-04 12:34:56",
+                 stdin=json.dumps(context))
+        if "error" in row:
+            assert r.returncode == 1 and r.stderr, row
+        else:
+            assert r.returncode == 0 and r.stdout.decode() == row["output"], (row["template"], row["context"], r.stderr)
+
+
 def test_template_of_the_embedded_model():
     r = toka("template", stdin='{"messages":[{"role":"user","content":"hi"}],"add_generation_prompt":true}')
     assert r.returncode == 0 and b"hi" in r.stdout
