@@ -11348,11 +11348,12 @@ static void eng_slot_close(eng *g, int q) {
 static void eng_finish(eng *g, eng_request *r) {
     if (r->sched_id >= 0) g->by_sched[r->sched_id] = NULL, g->n_live--;
     g->stats.requests_done++;
+    bool awaited = r->done != NULL; /* the one who waits for it frees it, maybe at once */
     pthread_mutex_lock(&g->lock);
-    if (r->done) *r->done = true;
+    if (awaited) *r->done = true;
     pthread_cond_broadcast(&g->wake);
     pthread_mutex_unlock(&g->lock);
-    if (!r->done) eng_request_free(r); /* else the one who waits for it frees it */
+    if (!awaited) eng_request_free(r);
 }
 
 /* Ends every sample that has not ended: cancelled, or failed with the device. */
