@@ -494,12 +494,15 @@ static bool json_escaped(json_reader *r, str head, json *v) {
     for (;;) {
         unsigned char c = (unsigned char)*r->p;
         if (c == '"') break;
+        if (c >= 0x20 && c < 0x80 && c != '\\') {
+            *w++ = *r->p++;
+            continue;
+        }
         if (c < 0x20) return json_fail(r, "control character in a string");
         if (c != '\\') {
             int n = utf8_len(r->p, r->end);
             if (!n) return json_fail(r, "invalid UTF-8");
-            memcpy(w, r->p, (size_t)n);
-            w += n, r->p += n;
+            while (n--) *w++ = *r->p++;
             continue;
         }
         static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
@@ -525,7 +528,8 @@ static bool json_string(json_reader *r) { /* p stands behind the opening quote *
     json *v = json_node(r, JSON_STRING);
     const char *s = r->p;
     for (;;) {
-        while (r->p < r->end && (unsigned char)*r->p >= 0x20 && (unsigned char)*r->p < 0x80 && *r->p != '"' && *r->p != '\\')
+        while (r->p < r->end && (unsigned char)*r->p >= 0x20 && (unsigned char)*r->p < 0x80 && *r->p != '"' &&
+               *r->p != '\\')
             r->p++;
         if (r->p == r->end) return json_fail(r, "string without an end");
         if (*r->p == '"') break;
@@ -748,7 +752,7 @@ static void json_put_str(buf *b, str s) {
 }
 static void json_put_key(buf *b, const char *name) { json_put_str(b, str_c(name)), buf_char(b, ':'); }
 static void json_put_int(buf *b, int64_t i) { json_comma(b), buf_printf(b, "%lld", (long long)i); }
-UNUSED static void json_put_bool(buf *b, bool v) { json_comma(b), buf_c(b, v ? "true" : "false"); }
+static void json_put_bool(buf *b, bool v) { json_comma(b), buf_c(b, v ? "true" : "false"); }
 static void json_put_null(buf *b) { json_comma(b), buf_c(b, "null"); }
 
 /* The shortest decimal that reads back as the same double (is_float: the same float); null for what JSON cannot say.
@@ -776,16 +780,16 @@ static void json_put_num(buf *b, double f, bool is_float) {
  * MARK: 5. Unicode [pure]
  * Classes of code points, normal form C, and what becomes of bytes that are not UTF-8.
  *
- * In: UTF-8 text. Out: the same text repaired (uni_repair) or normalized (uni_nfc), and one byte of properties per code point
- * (uni.props), which the tokenizer's patterns are made of. All of it comes from three strings that test/make_unicode.py writes;
- * uni_init unpacks them into a struct that its owner keeps, so there is no global state.
+ * In: UTF-8 text. Out: the same text repaired (uni_repair) or normalized (uni_nfc), and one byte of properties per code
+ * point (uni.props), which the tokenizer's patterns are made of. All of it comes from three strings that
+ * test/make_unicode.py writes; uni_init unpacks them into a struct that its owner keeps, so there is no global state.
  *
- * Which Unicode: the one whose tokens the models were trained on. Hugging Face `tokenizers` runs its patterns on Unicode 16.0
- * and its form C on Unicode 9.0. Classes here are of 16.0. For form C the caller chooses: UNI_9 leaves alone what came after
- * 9.0, UNI_16 is today's. Both agree on text of characters that are older than 2017.
+ * Which Unicode: the one whose tokens the models were trained on. Hugging Face `tokenizers` runs its patterns on Unicode
+ * 16.0 and its form C on Unicode 9.0. Classes here are of 16.0. For form C the caller chooses: UNI_9 leaves alone what
+ * came after 9.0, UNI_16 is today's. Both agree on text of characters that are older than 2017.
  *
- * Always holds: a 32-bit set of classes (1u << class) says what a pattern's \p{..} says; U+110000 and above never occur, because
- * every function but uni_repair takes text that is valid UTF-8. Not here: upper and lower case, forms D, KC and KD.
+ * Always holds: a 32-bit set of classes (1u << class) says what a pattern's \p{..} says; U+110000 and above never occur,
+ * because every function but uni_repair takes text that is valid UTF-8. Not here: upper and lower case, forms D, KC, KD.
  * =========================================================================== */
 
 enum uni_class { /* General_Category, and two of its controls apart */
@@ -1059,8 +1063,9 @@ static inline uint32_t uni_next(const char *p, int *n) {
     return *n = 4, (a & 7u) << 18 | b << 6 | ((unsigned char)p[3] & 63);
 }
 
-/* Bytes at p that are no character and become one U+FFFD: the longest beginning of a character that is cut short there, else 1
- * (Unicode 3.9, substitution of maximal subparts, as Python and Rust do). *cut: the text ended, more bytes could complete it. */
+/* Bytes at p that are no character and become one U+FFFD: the longest beginning of a character that is cut short there,
+ * else 1 (Unicode 3.9, substitution of maximal subparts, as Python and Rust do). *cut: the text ended, more bytes could
+ * complete it. */
 static int uni_bad_len(const char *p, const char *end, bool *cut) {
     unsigned char a = (unsigned char)p[0];
     unsigned lo = a == 0xE0 ? 0xA0 : a == 0xF0 ? 0x90 : 0x80, hi = a == 0xED ? 0x9F : a == 0xF4 ? 0x8F : 0xBF;
@@ -1241,22 +1246,25 @@ static str uni_nfc(const uni *u, str s, int version, buf *b) {
  *
  * In: the text of tokenizer.json, then UTF-8 text or ids. Out: ids or text. A text takes this way (HF's names in brackets):
  *
- *   text -> repaired UTF-8 -> cut at added tokens -> form C, prepend, replace -> cut at added tokens that match normalized text
+ *   text -> repaired UTF-8 -> cut at added tokens -> form C, prepend, replace -> cut at added tokens of normalized text
+ *                             [added_tokens]         [normalizer]               [added_tokens]
  *        -> cut into pieces by patterns -> byte pair merges per piece -> ids between the ids of the post-processor
  *           [pre_tokenizer]                [model]                       [post_processor]
  *
- * Supported: the BPE model, on bytes (GPT-2, Llama-3, Qwen, GPT-4o, DeepSeek ...) or on characters with byte fallback (Llama-2,
- * Mistral, Phi-3 ...). Patterns are recognised by their exact text in tok_rules, each is one row of parameters for tok_match;
- * there is no regex engine. What is not known is an error at load that quotes it: nothing is guessed.
+ * Supported: the BPE model, on bytes (GPT-2, Llama-3, Qwen, GPT-4o, DeepSeek ...) or on characters with byte fallback
+ * (Llama-2, Mistral, Phi-3 ...). Patterns are recognised by their exact text in tok_rules, each is one row of parameters
+ * for tok_match; there is no regex engine. What is not known is an error at load that quotes it: nothing is guessed.
  *
- * Always holds: a tok does not change after tok_load but for the memory of pieces (tok_slot), which any thread may read and write
- * at any time and which only ever says what the merges would say. Every step is linear in the text but the merges of one long
- * piece, O(n log n). Nothing in a tokenizer.json can make it crash or take more than a constant times its size.
+ * Always holds: a tok does not change after tok_load but for the memory of pieces (tok_slot), which any thread may read
+ * and write at any time and which only ever says what the merges would say. Every step is linear in the text but the
+ * merges of one long piece, O(n log n). Nothing in a tokenizer.json can make it crash or take more than a constant times
+ * its size.
  *
- * Not here: training, offsets, pairs of texts, truncation and padding (they are read over), dropout. Of tokenizer_config.json
- * nothing is used, as `tokenizers` alone does not know it either. One known difference: the Digits pre-tokenizer of HF counts 13
- * digits of Unicode 17.0 that its patterns and toka do not (U+11DE0 .. U+11DE9, U+16FF4 .. U+16FF6).
+ * Not here: training, offsets, pairs of texts, truncation and padding (they are read over), dropout. Of
+ * tokenizer_config.json nothing is used, as `tokenizers` alone does not know it either.
  * =========================================================================== */
+
+#define TOK_FAIL(...) fail(e, TOKA_E_INPUT, "tokenizer.json: " __VA_ARGS__) /* in a function with a parameter e */
 
 typedef struct tok tok;
 
@@ -1265,11 +1273,11 @@ static void tok_del(tok *t);
 
 /* ---- Patterns that cut text into pieces ---- */
 
-/* One pattern as parameters of tok_match. The alternatives of all known patterns come in one order; a row says which are there:
+/* One pattern as parameters of tok_match. The alternatives of all known patterns come in this order; a row says which:
  *   1 contraction   's 't 're 've 'm 'll 'd
  *   2 ascii_word    one ASCII punctuation mark or symbol and the ASCII letters behind it
- *   3 letters       a run of these, one of `head` (spaced: one space) may stand before it; cased: upper case, then lower case
- *   4 digits        a run of numbers, at most so many (spaced: one space may stand before it)
+ *   3 letters       a run of these, one of `head` (spaced: one space) may stand before it; cased: upper, then lower case
+ *   4 digits        a run of numbers, at most so many (spaced: one space may stand before it); newer: of Unicode 17.0
  *   5 marks         a run of these, one space may stand before it, `tail` characters behind it
  *   6 lines         white space up to its last line end
  *   7 spaces        white space, all but its last character if text follows that is none, but at least one
@@ -1281,7 +1289,7 @@ typedef struct tok_rule {
     uint32_t head, letters, marks;          /* sets of uni_class */
     int digits;
     const char *tail;
-    bool lines, spaces, cjk;
+    bool lines, spaces, cjk, newer;
 } tok_rule;
 
 #define TOK_HEAD ~(UNI_BIT(LINE_END) | UNI_LETTER | UNI_NUMBER)
@@ -1292,19 +1300,21 @@ typedef struct tok_rule {
 static const tok_rule tok_rules[] = {
     /* GPT-2, also what ByteLevel does by itself */
     {.regex = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+",
-     .contraction = TOK_EXACT, .spaced = true, .letters = UNI_LETTER, .digits = INT_MAX, .marks = TOK_MARKS, .spaces = true},
+     .contraction = TOK_EXACT, .spaced = true, .letters = UNI_LETTER, .digits = INT_MAX, .marks = TOK_MARKS,
+     .spaces = true},
     /* GPT-4, Llama-3 */
-    {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|"
-              "\\s+(?!\\S)|\\s+",
+    {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
+              "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
      .contraction = TOK_ANY_CASE, .head = TOK_HEAD, .letters = UNI_LETTER, .digits = 3, .marks = TOK_MARKS, .tail = "\r\n",
      .lines = true, .spaces = true},
     /* Qwen2, Qwen2.5, Qwen3 */
-    {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|"
-              "\\s+(?!\\S)|\\s+",
+    {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
+              "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
      .contraction = TOK_ANY_CASE, .head = TOK_HEAD, .letters = UNI_LETTER, .digits = 1, .marks = TOK_MARKS, .tail = "\r\n",
      .lines = true, .spaces = true},
     /* Qwen3.5 */
-    {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}| ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|"
+    {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}|"
+              " ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|"
               "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
      .contraction = TOK_ANY_CASE, .head = TOK_HEAD, .letters = UNI_LETTER | UNI_MARK, .digits = 1,
      .marks = TOK_MARKS & ~UNI_MARK, .tail = "\r\n", .lines = true, .spaces = true},
@@ -1324,13 +1334,13 @@ static const tok_rule tok_rules[] = {
     /* DeepSeek-V3 and R1: three patterns in a row */
     {.regex = "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
               " ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .ascii_word = true, .head = ~(UNI_BIT(LINE_END) | UNI_LETTER | UNI_PUNCT | UNI_SYMBOL), .letters = UNI_LETTER | UNI_MARK,
-     .marks = UNI_PUNCT | UNI_SYMBOL, .tail = "\r\n", .lines = true, .spaces = true},
+     .ascii_word = true, .head = ~(UNI_BIT(LINE_END) | UNI_LETTER | UNI_PUNCT | UNI_SYMBOL),
+     .letters = UNI_LETTER | UNI_MARK, .marks = UNI_PUNCT | UNI_SYMBOL, .tail = "\r\n", .lines = true, .spaces = true},
     {.regex = "[\xE4\xB8\x80-\xE9\xBE\xA5\xE3\x81\x80-\xE3\x82\x9F\xE3\x82\xA0-\xE3\x83\xBF]+", .cjk = true},
     {.regex = "\\p{N}{1,3}", .digits = 3},
     {.regex = "\\p{N}", .digits = 1},
 };
-static const tok_rule tok_each_digit = {.digits = 1}, tok_all_digits = {.digits = INT_MAX};
+static const tok_rule tok_each_digit = {.digits = 1, .newer = true}, tok_all_digits = {.digits = INT_MAX, .newer = true};
 
 /* Set of the class of the character at p, and its bytes; at the end the empty set. */
 static inline uint32_t tok_set(const uni *u, const char *p, const char *end, int *n) {
@@ -1346,6 +1356,13 @@ static const char *tok_run(const uni *u, const char *p, const char *end, uint32_
 static bool tok_is_cjk(const char *p, const char *end, int *n) {
     uint32_t c = p < end ? uni_next(p, n) : 0;
     return (c >= 0x4E00 && c <= 0x9FA5) || (c >= 0x3040 && c <= 0x30FF);
+}
+
+/* The Digits pre-tokenizer asks Rust, which knows 13 digits more than the patterns do. */
+static bool tok_is_number(const uni *u, const tok_rule *r, const char *p, const char *end, int *n) {
+    if (tok_set(u, p, end, n) & UNI_NUMBER) return true;
+    uint32_t c = r->newer && p < end ? uni_next(p, n) : 0;
+    return (c >= 0x11DE0 && c <= 0x11DE9) || (c >= 0x16FF4 && c <= 0x16FF6);
 }
 
 /* Bytes of a contraction at p, 0: none. In any case, U+017F is an s too. */
@@ -1405,15 +1422,15 @@ static const char *tok_match(const uni *u, const tok_rule *r, const char *p, con
     const char *q;
     uint32_t s = tok_set(u, p, end, &n);
     if (r->contraction && (m = tok_contraction(p, end, r->contraction == TOK_ANY_CASE))) return p + m;
-    if (r->ascii_word && ispunct((unsigned char)*p) && end - p > 1 && isalpha((unsigned char)p[1])) {
-        for (q = p + 2; q < end && isalpha((unsigned char)*q);) q++;
-        return q;
+    if (r->ascii_word && s & (UNI_PUNCT | UNI_SYMBOL) && n == 1) {
+        for (q = p + 1; q < end && (unsigned)((*q | 32) - 'a') < 26;) q++;
+        if (q > p + 1) return q;
     }
     if ((r->letters || r->cased) && (q = tok_word(u, r, p, end, s, n))) return q;
     if (r->digits) {
         q = r->spaced && *p == ' ' ? p + 1 : p;
         const char *first = q;
-        for (int k = 0; k < r->digits && tok_set(u, q, end, &m) & UNI_NUMBER; k++) q += m;
+        for (int k = 0; k < r->digits && tok_is_number(u, r, q, end, &m); k++) q += m;
         if (q > first) return q;
     }
     if (r->marks) {
@@ -1433,8 +1450,9 @@ static const char *tok_match(const uni *u, const tok_rule *r, const char *p, con
 /* ---- What a tokenizer is ---- */
 
 enum {
-    TOK_MAX_IDS = 1 << 22,   /* largest id a file may use */
-    TOK_MAX_CONTENT = 256,   /* bytes that a normalizer may put in for each match */
+    TOK_MAX_IDS = 1 << 22,   /* ids a file may use */
+    TOK_MAX_CONTENT = 512,   /* bytes of an added token, and of what a normalizer puts in front */
+    TOK_MAX_GROWTH = 64,     /* times that replacements may make a text longer */
     TOK_MAX_STEPS = 8,       /* normalizers, patterns or decoders in a row */
     TOK_SHORT = 40,          /* symbols up to which a piece is merged by plain scans */
     TOK_SLOT_BYTES = 24, TOK_SLOT_IDS = 8, TOK_SLOTS = 1 << 14
@@ -1454,8 +1472,9 @@ typedef struct tok_index { /* hash table from text to id, open addressing */
     const str *key; /* by id; the tok's own */
 } tok_index;
 
-/* The memory of pieces: a direct-mapped table from a piece's bytes to its ids, so that a word is merged once and not each time it
- * comes. One cache line, a seqlock: w[0] = bytes | ids << 8 | TOK_BUSY | change count << 32, then 24 bytes of text, then 8 ids. */
+/* The memory of pieces: a direct-mapped table from a piece's bytes to its ids, so that a word is merged once and not each
+ * time it comes. One cache line, a seqlock: w[0] = bytes | ids << 8 | TOK_BUSY | change count << 32, then 24 bytes of
+ * text, then 8 ids. */
 typedef struct tok_slot {
     _Alignas(64) _Atomic uint64_t w[8];
 } tok_slot;
@@ -1486,16 +1505,16 @@ typedef struct tok_step { /* one pattern of the pre-tokenizer */
     bool removed; /* what it matches is dropped; else it is a piece, and what lies between is one */
 } tok_step;
 
-enum tok_flag { TOK_KNOWN = 1, TOK_SPECIAL = 2, TOK_SKIPPED = 4, TOK_BYTE = 8 }; /* SKIPPED: left out by TOKA_SKIP_SPECIAL */
+enum tok_flag { TOK_KNOWN = 1, TOK_SPECIAL = 2, TOK_SKIPPED = 4, TOK_BYTE = 8 }; /* SKIPPED: by TOKA_SKIP_SPECIAL */
 
 struct tok {
     uni uni;
     arena mem;      /* all text below */
-    int n_ids, cap; /* ids in use; places in the next three */
+    int n_ids, cap; /* ids in use; places in the arrays by id */
     str *key;       /* [cap] what encode matches: for a byte-level tokenizer the bytes themselves. p NULL: nothing */
     str *text;      /* [cap] what decode writes */
     uint8_t *flag;  /* [cap] tok_flag */
-    str *name;      /* [cap] content of added tokens and of what the byte-level alphabet cannot say. p NULL: the key says it */
+    str *name;      /* [cap] content of added tokens and of what the byte-level alphabet cannot say; else p NULL */
     tok_index keys, names;
     tok_merge *merges;
     uint32_t merge_mask;
@@ -1509,6 +1528,7 @@ struct tok {
     tok_matcher raw, normalized;
     tok_normal normals[TOK_MAX_STEPS];
     int n_normals;
+    size_t growth; /* while loading: replacements so far make a text at most so many times longer */
     tok_step steps[TOK_MAX_STEPS];
     int n_steps;
     bool byte_level, prefix_space;
@@ -1671,7 +1691,8 @@ static size_t tok_merge_long(const tok *t, int32_t *symbol, size_t n) {
     for (size_t i = 0; i < n; i++) {
         prev[i] = i ? (uint32_t)i - 1 : UINT32_MAX;
         next[i] = i + 1 < n ? (uint32_t)i + 1 : UINT32_MAX;
-        if (i + 1 < n && (rank = tok_rank(t, symbol[i], symbol[i + 1], &id)) != UINT32_MAX) h.p[h.n++] = (uint64_t)rank << 32 | i;
+        rank = i + 1 < n ? tok_rank(t, symbol[i], symbol[i + 1], &id) : UINT32_MAX;
+        if (rank != UINT32_MAX) h.p[h.n++] = (uint64_t)rank << 32 | i;
     }
     for (size_t i = h.n / 2; i--;) tok_heap_sink(&h, i);
     while (h.n) {
@@ -1695,8 +1716,8 @@ static size_t tok_merge_long(const tok *t, int32_t *symbol, size_t n) {
     return left;
 }
 
-/* The symbols a piece starts from: its bytes or its characters. One that is not in the vocabulary becomes its bytes' tokens if
- * there is one for each, else the unknown token (several in a row one, if fused), else nothing. */
+/* The symbols a piece starts from: its bytes or its characters. One that is not in the vocabulary becomes its bytes'
+ * tokens if there is one for each, else the unknown token (several in a row one, if fused), else nothing. */
 static void tok_symbols(tok_enc *x, str s) {
     const tok *t = x->t;
     bool unk = false;
@@ -1752,9 +1773,9 @@ static void tok_piece(tok_enc *x, str s) {
 
 /* ---- From text to pieces ---- */
 
-/* A tokenizer on characters has no pattern: its piece is a whole text. No merge crosses a place between two characters that no
- * merge puts side by side, so it is cut there, which changes nothing but lets words be remembered. An unknown character must
- * not be cut from the one before it, for the two may be fused. */
+/* A tokenizer on characters has no pattern: its piece is a whole text. No merge crosses a place between two characters
+ * that no merge puts side by side, so it is cut there, which changes nothing but lets words be remembered. An unknown
+ * character must not be cut from the one before it, for the two may be fused. */
 static void tok_characters(tok_enc *x, str s) {
     const tok *t = x->t;
     const char *start = s.p, *end = s.p + s.n;
@@ -1783,7 +1804,8 @@ static void tok_cut(tok_enc *x, int step, str s) {
     const char *between = s.p, *p = s.p, *end = s.p + s.n, *q;
     while (p < end) {
         int n;
-        if (r->digits && !r->marks) p = tok_run(&t->uni, p, end, ~UNI_NUMBER); /* nothing else matches: skip ahead */
+        if (r->digits && !r->marks) /* only digits match: skip what is none */
+            p = tok_run(&t->uni, p, end, ~(UNI_NUMBER | UNI_BIT(CN)));
         q = p < end ? tok_match(&t->uni, r, p, end) : p;
         if (!q) {
             uni_next(p, &n);
@@ -1884,24 +1906,26 @@ static const char *tok_back(const char *p) { /* start of the character before p 
 }
 
 /* Cuts s at added tokens: first at those that match the text as it is, then, in what lies between and is normalized, at the
- * others. Without TOKA_PARSE_SPECIAL a special token's text is passed over, with what might match inside it, as HF does. */
+ * others. Without TOKA_PARSE_SPECIAL a special token's text is passed over, with what might match inside it, as HF does.
+ * `done` is the end of what became ids; the search goes on at p, before it if a token took the space behind it. */
 static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
     const tok *t = x->t;
     const tok_matcher *m = normalized ? &t->normalized : &t->raw;
     if (normalized) s = tok_normalize(t, s, x->normal);
-    const char *end = s.p + s.n, *done = s.p, *from, *to;
-    for (const char *p = s.p; done < end; done = to) {
+    const char *p = s.p, *end = s.p + s.n, *done = s.p;
+    for (;;) {
         const struct tok_text *hit = NULL;
         while (p < end && !(m->first[(unsigned char)*p] && (hit = tok_longest(m, (str){p, (size_t)(end - p)})))) p++;
         const tok_added *a = hit ? &t->added[hit->added] : NULL;
-        from = p, to = p += hit ? hit->text.n : 0;
+        const char *from = p, *to = end;
         if (a) {
-            bool word_before = from > s.p && tok_is_word(&t->uni, tok_back(from)), word_behind = to < end && tok_is_word(&t->uni, to);
-            to = done; /* in case it does not count */
-            if (a->special && !(x->flags & TOKA_PARSE_SPECIAL)) continue;
-            if (a->single_word && (word_before || word_behind)) continue;
             int n;
+            p += hit->text.n;
+            if (a->special && !(x->flags & TOKA_PARSE_SPECIAL)) continue;
+            if (a->single_word && from > s.p && tok_is_word(&t->uni, tok_back(from))) continue;
+            if (a->single_word && p < end && tok_is_word(&t->uni, p)) continue;
             while (a->lstrip && from > done && tok_set(&t->uni, tok_back(from), end, &n) & UNI_SPACE) from = tok_back(from);
+            if (a->lstrip) from = MAX(from, done);
             to = a->rstrip ? tok_run(&t->uni, p, end, UNI_SPACE) : p;
         }
         if (done < from) {
@@ -1909,8 +1933,9 @@ static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
             if (normalized) tok_stretch(x, between, first && done == s.p);
             else tok_added_cut(x, true, between, first && done == s.p);
         }
-        if (!a) return;
-        ids_push(x->out, a->id);
+        if (!a) break;
+        if (from < to) ids_push(x->out, a->id); /* else the token before took all of it */
+        done = to;
     }
 }
 
@@ -1919,8 +1944,8 @@ static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
 /* Text to ids, appended to out. flags: TOKA_ADD_SPECIAL, TOKA_PARSE_SPECIAL. */
 static int tok_encode(const tok *t, str text, int flags, ids *out, toka_err *e) {
     tok_enc x = {.t = t, .flags = flags, .out = out};
-    if (text.n > INT32_MAX) return fail(e, TOKA_E_USE, "text to tokenize: %zu bytes, at most %d are taken", text.n, INT32_MAX);
     bool add = flags & TOKA_ADD_SPECIAL;
+    if (text.n > INT32_MAX) return fail(e, TOKA_E_USE, "text of %zu bytes: at most %d are taken", text.n, INT32_MAX);
     for (size_t i = 0; add && i < t->head.n; i++) ids_push(out, t->head.p[i]);
     if (text.n) tok_added_cut(&x, false, uni_repair(text, &x.repaired), true);
     for (size_t i = 0; add && i < t->tail.n; i++) ids_push(out, t->tail.p[i]);
@@ -1946,9 +1971,10 @@ static void tok_stream_free(tok_stream *s) { buf_free(&s->held); }
 
 /* Writes whole text, without what is to be stripped off the start. */
 static void tok_stream_emit(tok_stream *s, str text, buf *out) {
-    for (; s->strip && text.n; s->strip--) {
-        if (!str_starts(text, s->t->strip_char)) s->strip = 1;
-        else text = str_sub(text, s->t->strip_char.n, text.n);
+    while (s->strip && text.n) {
+        bool is = str_starts(text, s->t->strip_char);
+        if (is) text = str_sub(text, s->t->strip_char.n, text.n);
+        s->strip = is ? s->strip - 1 : 0;
     }
     buf_str(out, text);
 }
@@ -2039,8 +2065,8 @@ static int tok_decode(const tok *t, const int32_t *id, size_t n, int flags, buf 
 
 /* ---- Loading: vocabulary and merges ---- */
 
-/* The byte that a character of the byte-level alphabet stands for, -1: it is not in it. Printable characters of Latin-1 stand for
- * themselves, the 68 other bytes are U+0100 .. U+0143 in their order. */
+/* The byte that a character of the byte-level alphabet stands for, -1: it is not in it. Printable characters of Latin-1
+ * stand for themselves, the 68 other bytes are U+0100 .. U+0143 in their order. */
 static int tok_byte_of(uint32_t c) {
     if ((c >= 0x21 && c <= 0x7E) || (c >= 0xA1 && c <= 0xFF && c != 0xAD)) return (int)c;
     if (c >= 0x100 && c <= 0x120) return (int)c - 0x100;
@@ -2058,14 +2084,14 @@ static bool tok_unmap(str s, buf *out) {
     return true;
 }
 
-/* model.vocab: every id is a number below TOK_MAX_IDS that no other content has. *largest: of them (-1 before), *bytes: all contents together. */
+/* model.vocab: every id is a number within limits. *largest: of them (-1 before), *bytes: all contents together. */
 static int tok_check_vocab(const json *vocab, int64_t *largest, size_t *bytes, toka_err *e) {
-    if (!json_is(vocab, JSON_OBJECT)) return fail(e, TOKA_E_INPUT, "tokenizer.json: model.vocab: an object was expected");
+    if (!json_is(vocab, JSON_OBJECT)) return TOK_FAIL("model.vocab: an object was expected");
+    int64_t end = MIN((int64_t)TOK_MAX_IDS, 65536 + 4 * (int64_t)vocab->n); /* gaps, but no table of gaps alone */
     JSON_MEMBERS(key, vocab) {
         int64_t id = json_int(key + 1, -1);
-        if (id < 0 || id >= TOK_MAX_IDS)
-            return fail(e, TOKA_E_INPUT, "tokenizer.json: model.vocab: the id of \"%.*s\" is not a number from 0 to %d",
-                        STRF(json_str(key)), TOK_MAX_IDS - 1);
+        if (id < 0 || id >= end)
+            return TOK_FAIL("model.vocab: the id of \"%.*s\" is no number from 0 to %d", STRF(json_str(key)), (int)end - 1);
         *largest = MAX(*largest, id);
         *bytes += key->n;
     }
@@ -2084,11 +2110,11 @@ static int tok_load_vocab(tok *t, const json *vocab, const json *added, toka_err
     t->flag = mem_zalloc((size_t)t->cap);
     tok_index_init(&t->keys, t->key, vocab->n);
     tok_index_init(&t->names, t->name, vocab->n + (added ? added->n : 0));
-    buf raw = {.p = arena_alloc(&t->mem, bytes + 64), .cap = bytes + 64}; /* byte-level text only gets shorter: never grows */
+    buf raw = {.p = arena_alloc(&t->mem, bytes + 64), .cap = bytes + 64}; /* never grows: unmapped text is shorter */
     JSON_MEMBERS(key, vocab) {
         int32_t id = (int32_t)json_int(key + 1, -1);
         size_t from = raw.n;
-        if (t->flag[id]) return fail(e, TOKA_E_INPUT, "tokenizer.json: model.vocab: id %d stands there twice", id);
+        if (t->flag[id]) return TOK_FAIL("model.vocab: id %d stands there twice", id);
         t->flag[id] = TOK_KNOWN;
         bool mapped = !t->byte_level || tok_unmap(json_str(key), &raw);
         if (!mapped) raw.n = from;
@@ -2096,7 +2122,7 @@ static int tok_load_vocab(tok *t, const json *vocab, const json *added, toka_err
         t->text[id] = (str){raw.p + from, raw.n - from};
         (mapped ? t->key : t->name)[id] = t->text[id];
         if (!tok_index_add(mapped ? &t->keys : &t->names, id))
-            return fail(e, TOKA_E_INPUT, "tokenizer.json: model.vocab: \"%.*s\" stands there twice", STRF(json_str(key)));
+            return TOK_FAIL("model.vocab: \"%.*s\" stands there twice", STRF(json_str(key)));
     }
     return 0;
 }
@@ -2116,7 +2142,7 @@ static int tok_load_bytes(tok *t, const json *model, toka_err *e) {
     str unk = json_str(json_get(model, "unk_token"));
     t->unk = json_is(json_get(model, "unk_token"), JSON_STRING) ? tok_id(t, unk) : -1;
     if (t->unk < 0 && json_is(json_get(model, "unk_token"), JSON_STRING))
-        return fail(e, TOKA_E_INPUT, "tokenizer.json: model.unk_token \"%.*s\" is not in the vocabulary", STRF(unk));
+        return TOK_FAIL("model.unk_token \"%.*s\" is not in the vocabulary", STRF(unk));
     t->all_bytes = t->byte_fallback;
     for (int b = 0; b < 256; b++) {
         char z[8] = {(char)b};
@@ -2125,7 +2151,7 @@ static int tok_load_bytes(tok *t, const json *model, toka_err *e) {
         t->byte_id[b] = tok_find(&t->keys, (str){z, n});
         t->all_bytes = t->all_bytes && t->byte_id[b] >= 0;
         if (t->byte_fallback && t->byte_level && t->byte_id[b] < 0)
-            return fail(e, TOKA_E_INPUT, "tokenizer.json: model.byte_fallback with a ByteLevel pre-tokenizer is not supported");
+            return TOK_FAIL("model.byte_fallback with a ByteLevel pre-tokenizer is not supported");
     }
     return 0;
 }
@@ -2141,30 +2167,33 @@ static size_t tok_merge_cut(const tok *t, str s) {
         buf_clear(&whole);
         buf_put(&whole, s.p, i);
         buf_put(&whole, s.p + i + 1, s.n - i - 1);
-        if (tok_find(&t->keys, str_sub(s, 0, i)) >= 0 && tok_find(&t->keys, str_sub(s, i + 1, s.n)) >= 0 && tok_find(&t->keys, buf_view(&whole)) >= 0)
-            found = i;
+        str part[3] = {str_sub(s, 0, i), str_sub(s, i + 1, s.n), buf_view(&whole)};
+        int known = 0;
+        while (known < 3 && tok_find(&t->keys, part[known]) >= 0) known++;
+        if (known == 3) found = i;
     }
     buf_free(&whole);
     return found;
 }
 
-/* The two parts of a merge, ["a","b"] or "a b", one behind the other in *both as vocabulary keys; *cut is where b begins. */
+/* The two parts of a merge, ["a","b"] or "a b", one behind the other in *both as keys; *cut is where b begins. */
 static int tok_merge_parts(const tok *t, const json *m, uint32_t rank, buf *both, size_t *cut, toka_err *e) {
-    str a = json_str(json_at(m, 0)), b = json_str(json_at(m, 1)), line = json_str(m);
-    bool pair = json_is(m, JSON_ARRAY) && m->n == 2 && json_is(json_at(m, 0), JSON_STRING) && json_is(json_at(m, 1), JSON_STRING);
+    const json *first = json_at(m, 0), *second = json_at(m, 1);
+    str a = json_str(first), b = json_str(second), line = json_str(m);
+    bool pair = first && m->n == 2 && json_is(first, JSON_STRING) && json_is(second, JSON_STRING);
     if (!pair && !json_is(m, JSON_STRING))
-        return fail(e, TOKA_E_INPUT, "tokenizer.json: model.merges[%u]: \"a b\" or [\"a\",\"b\"] was expected", rank);
+        return TOK_FAIL("model.merges[%u]: \"a b\" or [\"a\",\"b\"] was expected", rank);
     if (!pair) {
         size_t at = tok_merge_cut(t, line);
         if (at == SIZE_MAX)
-            return fail(e, TOKA_E_INPUT, "tokenizer.json: model.merges[%u]: \"%.*s\" is not two tokens", rank, STRF(line));
+            return TOK_FAIL("model.merges[%u]: \"%.*s\" is not two tokens", rank, STRF(line));
         a = str_sub(line, 0, at), b = str_sub(line, at + 1, line.n);
     }
     buf_clear(both);
     bool known = t->byte_level ? tok_unmap(a, both) : (buf_str(both, a), true);
     *cut = both->n;
     known = known && (t->byte_level ? tok_unmap(b, both) : (buf_str(both, b), true));
-    if (!known) return fail(e, TOKA_E_INPUT, "tokenizer.json: model.merges[%u]: a part is not in the vocabulary", rank);
+    if (!known) return TOK_FAIL("model.merges[%u]: a part is not in the vocabulary", rank);
     return 0;
 }
 
@@ -2183,11 +2212,11 @@ static void tok_add_join(tok *t, int32_t a, int32_t b) {
 }
 
 static int tok_load_merges(tok *t, const json *merges, toka_err *e) {
-    if (!json_is(merges, JSON_ARRAY)) return fail(e, TOKA_E_INPUT, "tokenizer.json: model.merges: an array was expected");
+    if (!json_is(merges, JSON_ARRAY)) return TOK_FAIL("model.merges: an array was expected");
     t->merge_mask = tok_table_mask(merges->n);
     t->merges = mem_alloc(((size_t)t->merge_mask + 1) * sizeof *t->merges);
     memset(t->merges, 0xFF, ((size_t)t->merge_mask + 1) * sizeof *t->merges);
-    bool joins = !t->byte_level && !t->ignore_merges;
+    bool joins = !t->byte_level && !t->ignore_merges && (t->all_bytes || t->unk >= 0); /* else characters may vanish */
     t->join_mask = t->merge_mask;
     if (joins) t->joins = mem_zalloc(((size_t)t->join_mask + 1) * sizeof *t->joins);
     uint32_t rank = 0;
@@ -2196,9 +2225,10 @@ static int tok_load_merges(tok *t, const json *merges, toka_err *e) {
         size_t cut = 0;
         if (tok_merge_parts(t, m, rank, &both, &cut, e)) break;
         str ab = buf_view(&both);
-        int32_t a = tok_find(&t->keys, str_sub(ab, 0, cut)), b = tok_find(&t->keys, str_sub(ab, cut, ab.n)), id = tok_find(&t->keys, ab);
+        int32_t a = tok_find(&t->keys, str_sub(ab, 0, cut)), b = tok_find(&t->keys, str_sub(ab, cut, ab.n));
+        int32_t id = tok_find(&t->keys, ab);
         if (a < 0 || b < 0 || id < 0) {
-            fail(e, TOKA_E_INPUT, "tokenizer.json: model.merges[%u]: %s is not in the vocabulary", rank,
+            TOK_FAIL("model.merges[%u]: %s is not in the vocabulary", rank,
                  a < 0 ? "the first token" : b < 0 ? "the second token" : "what it makes");
             break;
         }
@@ -2228,7 +2258,7 @@ static void tok_load_matcher(tok *t, tok_matcher *m, bool normalized) {
         if (a->normalized != normalized) continue;
         str text = normalized ? arena_str(&t->mem, tok_normalize(t, a->content, b)) : a->content;
         t->text[a->id] = text;
-        if (str_eq(text, a->content) && a->special) t->flag[a->id] |= TOK_SKIPPED; /* as HF: it looks for the changed text */
+        if (str_eq(text, a->content) && a->special) t->flag[a->id] |= TOK_SKIPPED; /* HF looks for the changed text */
         if (!text.n) continue;
         m->first[(unsigned char)*text.p] = true;
         m->sorted[m->n++] = (struct tok_text){text, i};
@@ -2242,14 +2272,16 @@ static int tok_load_added(tok *t, const json *list, size_t n_vocab, toka_err *e)
     int32_t next = (int32_t)n_vocab;
     bool there = json_is(list, JSON_ARRAY);
     if (list && !there && !json_is(list, JSON_NULL))
-        return fail(e, TOKA_E_INPUT, "tokenizer.json: added_tokens: an array was expected");
+        return TOK_FAIL("added_tokens: an array was expected");
     t->added = mem_alloc((there ? list->n : 0) * sizeof *t->added);
     t->added_at = mem_zalloc((size_t)t->cap * sizeof *t->added_at);
     if (there) JSON_EACH(it, list) {
             str content = json_str(json_get(it, "content"));
             if (!json_is(json_get(it, "content"), JSON_STRING))
-                return fail(e, TOKA_E_INPUT, "tokenizer.json: added_tokens[%d]: no content", t->n_added);
+                return TOK_FAIL("added_tokens[%d]: no content", t->n_added);
             if (!content.n) continue;
+            if (content.n > TOK_MAX_CONTENT)
+                return TOK_FAIL("added_tokens[%d]: %zu bytes, at most %d", t->n_added, content.n, TOK_MAX_CONTENT);
             tok_added a = {.content = arena_str(&t->mem, content), .id = tok_id(t, content)};
             if (a.id < 0) a.id = next++;
             a.special = json_true(json_get(it, "special")), a.normalized = json_true(json_get(it, "normalized"));
@@ -2271,17 +2303,18 @@ static int tok_load_added(tok *t, const json *list, size_t n_vocab, toka_err *e)
 
 static str tok_type(const json *v) { return json_str(json_get(v, "type")); }
 static int tok_unsupported(toka_err *e, const char *where, str what) {
-    return fail(e, TOKA_E_INPUT, "tokenizer.json: %s \"%.*s\" is not supported", where, STRF(what));
+    return TOK_FAIL("%s \"%.*s\" is not supported", where, STRF(what));
 }
 
-/* The members of a Sequence one after the other, anything else alone; null is nothing. `one` gets each. Depth is bounded by the
- * limit here, the count by `one`. */
+/* The members of a Sequence one after the other, anything else alone; null is nothing. `one` gets each. Depth and count are
+ * bounded, for each may cost a pass over the vocabulary. */
 typedef int tok_load_fn(tok *t, const json *v, toka_err *e);
 static int tok_load_each(tok *t, const json *v, const char *list, int depth, tok_load_fn *one, toka_err *e) {
     if (!v || json_is(v, JSON_NULL)) return 0;
     if (!str_is(tok_type(v), "Sequence")) return one(t, v, e);
     const json *items = json_get(v, list);
-    if (depth > 4 || !json_is(items, JSON_ARRAY)) return fail(e, TOKA_E_INPUT, "tokenizer.json: a Sequence without %s", list);
+    if (!json_is(items, JSON_ARRAY)) return TOK_FAIL("a Sequence without %s", list);
+    if (depth > 1 || items->n > TOK_MAX_STEPS) return TOK_FAIL("a Sequence of more than %d %s", TOK_MAX_STEPS, list);
     JSON_EACH(it, items) if (tok_load_each(t, it, list, depth + 1, one, e)) return e->code;
     return 0;
 }
@@ -2296,18 +2329,25 @@ static str tok_literal(const json *pattern) {
     return s.n ? s : r;
 }
 
+/* Counts one more replacement in; true: together they may make a text too long. */
+static bool tok_grows(tok *t, str from, str to) {
+    t->growth *= MAX((size_t)1, (to.n + from.n - 1) / from.n);
+    return t->growth > TOK_MAX_GROWTH;
+}
+
 static int tok_load_normal(tok *t, const json *v, toka_err *e) {
     str type = tok_type(v);
-    if (t->n_normals == TOK_MAX_STEPS) return fail(e, TOKA_E_INPUT, "tokenizer.json: more than %d normalizers", TOK_MAX_STEPS);
+    if (t->n_normals == TOK_MAX_STEPS) return TOK_FAIL("more than %d normalizers", TOK_MAX_STEPS);
     tok_normal *k = &t->normals[t->n_normals++];
     if (str_is(type, "NFC")) {
         k->kind = TOK_NFC;
     } else if (str_is(type, "Prepend")) {
         *k = (tok_normal){TOK_PREPEND, STR(""), tok_keep(t, json_str(json_get(v, "prepend")))};
     } else if (str_is(type, "Replace")) {
-        *k = (tok_normal){TOK_REPLACE, tok_keep(t, tok_literal(json_get(v, "pattern"))), tok_keep(t, json_str(json_get(v, "content")))};
-        if (!k->from.n)
-            return tok_unsupported(e, "normalizer Replace: the pattern", json_str(json_get(json_get(v, "pattern"), "Regex")));
+        const json *pattern = json_get(v, "pattern");
+        *k = (tok_normal){TOK_REPLACE, tok_keep(t, tok_literal(pattern)), tok_keep(t, json_str(json_get(v, "content")))};
+        if (!k->from.n) return tok_unsupported(e, "normalizer Replace: the pattern", json_str(json_get(pattern, "Regex")));
+        if (tok_grows(t, k->from, k->to)) return TOK_FAIL("normalizers make a text over %d times longer", TOK_MAX_GROWTH);
     } else {
         return tok_unsupported(e, "normalizer", type);
     }
@@ -2316,7 +2356,7 @@ static int tok_load_normal(tok *t, const json *v, toka_err *e) {
 }
 
 static int tok_add_step(tok *t, const tok_rule *rule, bool removed, toka_err *e) {
-    if (t->n_steps == TOK_MAX_STEPS) return fail(e, TOKA_E_INPUT, "tokenizer.json: more than %d pre-tokenizers", TOK_MAX_STEPS);
+    if (t->n_steps == TOK_MAX_STEPS) return TOK_FAIL("more than %d pre-tokenizers", TOK_MAX_STEPS);
     t->steps[t->n_steps++] = (tok_step){rule, removed};
     return 0;
 }
@@ -2334,7 +2374,8 @@ static int tok_load_split(tok *t, const json *v, toka_err *e) {
 }
 
 static int tok_load_metaspace(tok *t, const json *v, toka_err *e) {
-    const json *scheme = json_get(v, "prepend_scheme"), *prefix = json_get(v, "add_prefix_space"), *split = json_get(v, "split");
+    const json *scheme = json_get(v, "prepend_scheme"), *prefix = json_get(v, "add_prefix_space");
+    const json *split = json_get(v, "split");
     str s = scheme ? json_str(scheme) : STR("always");
     t->meta.mark = tok_keep(t, json_str(json_get(v, "replacement")));
     t->meta.split = !json_is(split, JSON_FALSE);
@@ -2342,33 +2383,33 @@ static int tok_load_metaspace(tok *t, const json *v, toka_err *e) {
     if (json_is(prefix, JSON_FALSE)) t->meta.prepend = TOK_NEVER;
     if (t->meta.prepend == TOK_NEVER && !json_is(prefix, JSON_FALSE) && !str_is(s, "never"))
         return tok_unsupported(e, "pre_tokenizer Metaspace: the prepend_scheme", s);
-    if (!t->meta.mark.n || t->meta.mark.n > 4) return tok_unsupported(e, "pre_tokenizer Metaspace: the replacement", t->meta.mark);
-    return 0;
+    if (t->meta.mark.n >= 1 && t->meta.mark.n <= 4) return 0;
+    return tok_unsupported(e, "pre_tokenizer Metaspace: the replacement", t->meta.mark);
 }
 
 static int tok_load_pre(tok *t, const json *v, toka_err *e) {
     str type = tok_type(v);
     if (t->byte_level || t->meta.mark.n)
-        return fail(e, TOKA_E_INPUT, "tokenizer.json: pre_tokenizer \"%.*s\" behind ByteLevel or Metaspace is not supported", STRF(type));
+        return TOK_FAIL("pre_tokenizer \"%.*s\" behind ByteLevel or Metaspace is not supported", STRF(type));
     if (str_is(type, "Split")) return tok_load_split(t, v, e);
     if (str_is(type, "Digits"))
         return tok_add_step(t, json_true(json_get(v, "individual_digits")) ? &tok_each_digit : &tok_all_digits, false, e);
     if (str_is(type, "Metaspace")) {
-        if (t->n_steps) return fail(e, TOKA_E_INPUT, "tokenizer.json: pre_tokenizer \"Metaspace\" behind another is not supported");
+        if (t->n_steps) return TOK_FAIL("pre_tokenizer \"Metaspace\" behind another is not supported");
         return tok_load_metaspace(t, v, e);
     }
     if (!str_is(type, "ByteLevel")) return tok_unsupported(e, "pre_tokenizer", type);
     t->byte_level = true;
     t->prefix_space = json_true(json_get(v, "add_prefix_space"));
     if (t->prefix_space && t->n_steps)
-        return fail(e, TOKA_E_INPUT, "tokenizer.json: pre_tokenizer ByteLevel: add_prefix_space behind another is not supported");
+        return TOK_FAIL("pre_tokenizer ByteLevel: add_prefix_space behind another is not supported");
     return json_is(json_get(v, "use_regex"), JSON_FALSE) ? 0 : tok_add_step(t, &tok_rules[0], false, e);
 }
 
 static int tok_add_outer(tok *t, ids *to, const json *id, toka_err *e) {
     int64_t k = json_int(id, -1);
     if (k < 0 || k >= t->n_ids)
-        return fail(e, TOKA_E_INPUT, "tokenizer.json: post_processor: id %lld, but the vocabulary ends at %d", (long long)k, t->n_ids - 1);
+        return TOK_FAIL("post_processor: id %lld, but the vocabulary ends at %d", (long long)k, t->n_ids - 1);
     ids_push(to, (int32_t)k);
     return 0;
 }
@@ -2377,21 +2418,23 @@ static int tok_add_outer(tok *t, ids *to, const json *id, toka_err *e) {
 static int tok_load_template(tok *t, const json *v, ids *head, ids *tail, toka_err *e) {
     const json *single = json_get(v, "single"), *tokens = json_get(v, "special_tokens");
     int n_sequences = 0;
-    if (!json_is(single, JSON_ARRAY)) return fail(e, TOKA_E_INPUT, "tokenizer.json: post_processor: no array \"single\"");
+    if (!json_is(single, JSON_ARRAY) || single->n > 64)
+        return TOK_FAIL("post_processor: \"single\" is not an array of 1 to 64");
     JSON_EACH(it, single) {
         const json *special = json_get(it, "SpecialToken"), *list = NULL;
         str id = json_str(json_get(special, "id"));
         if (!special) {
             if (!str_is(json_str(json_get(json_get(it, "Sequence"), "id")), "A") || n_sequences++)
-                return fail(e, TOKA_E_INPUT, "tokenizer.json: post_processor: \"single\" must have sequence A once");
+                return TOK_FAIL("post_processor: \"single\" must have sequence A once");
             continue;
         }
-        if (json_is(tokens, JSON_OBJECT)) JSON_MEMBERS(key, tokens) if (str_eq(json_str(key), id)) list = json_get(key + 1, "ids");
+        if (json_is(tokens, JSON_OBJECT))
+            JSON_MEMBERS(key, tokens) if (str_eq(json_str(key), id)) list = json_get(key + 1, "ids");
         if (!json_is(list, JSON_ARRAY))
-            return fail(e, TOKA_E_INPUT, "tokenizer.json: post_processor: no ids for the special token \"%.*s\"", STRF(id));
+            return TOK_FAIL("post_processor: no ids for the special token \"%.*s\"", STRF(id));
         JSON_EACH(k, list) if (tok_add_outer(t, n_sequences ? tail : head, k, e)) return e->code;
     }
-    if (!n_sequences) return fail(e, TOKA_E_INPUT, "tokenizer.json: post_processor: \"single\" must have sequence A once");
+    if (!n_sequences) return TOK_FAIL("post_processor: \"single\" must have sequence A once");
     return 0;
 }
 
@@ -2416,16 +2459,29 @@ static int tok_load_post(tok *t, const json *v, toka_err *e) {
 
 /* Every token's decoded text with `from` replaced. */
 static int tok_decode_replace(tok *t, const json *v, toka_err *e) {
-    str from = tok_literal(json_get(v, "pattern")), to = tok_keep(t, json_str(json_get(v, "content")));
+    const json *pattern = json_get(v, "pattern");
+    str from = tok_literal(pattern), to = tok_keep(t, json_str(json_get(v, "content")));
     buf b = {0};
-    if (!from.n || to.n > TOK_MAX_CONTENT)
-        return tok_unsupported(e, "decoder Replace: the pattern", json_str(json_get(json_get(v, "pattern"), "Regex")));
+    if (!from.n) return tok_unsupported(e, "decoder Replace: the pattern", json_str(json_get(pattern, "Regex")));
+    if (tok_grows(t, from, to)) return TOK_FAIL("decoders make a text over %d times longer", TOK_MAX_GROWTH);
     for (int i = 0; i < t->n_ids; i++) {
         str s = t->text[i].n ? tok_replace(t->text[i], from, to, &b) : t->text[i];
-        if (s.p != t->text[i].p) t->text[i] = s.n == t->text[i].n ? s : tok_keep(t, s);
+        if (s.p != t->text[i].p) t->text[i] = tok_keep(t, s);
     }
     buf_free(&b);
     return 0;
+}
+
+/* ByteLevel: text of the alphabet becomes the bytes it stands for, added tokens' text too; other text stays. */
+static void tok_decode_level(tok *t) {
+    buf b = {0};
+    t->decoder = TOK_BYTES;
+    for (int i = 0; i < t->n_ids; i++) {
+        if (t->byte_level && t->key[i].p && !t->added_at[i]) continue; /* is so already */
+        buf_clear(&b);
+        if (tok_unmap(t->text[i], &b)) t->text[i] = tok_keep(t, buf_view(&b));
+    }
+    buf_free(&b);
 }
 
 /* <0x41> decodes to the byte 0x41. */
@@ -2446,7 +2502,7 @@ static int tok_load_decoder(tok *t, const json *v, toka_err *e) {
     str type = tok_type(v);
     bool chain = t->decoder == TOK_CHAIN;
     if (t->decoder != TOK_JOIN && !chain) return tok_unsupported(e, "decoder in this Sequence:", type);
-    if (str_is(type, "ByteLevel") && !chain) return t->decoder = TOK_BYTES, 0;
+    if (str_is(type, "ByteLevel") && !chain) return tok_decode_level(t), 0;
     if (str_is(type, "Metaspace") && !chain) {
         str scheme = json_get(v, "prepend_scheme") ? json_str(json_get(v, "prepend_scheme")) : STR("always");
         t->meta_mark = tok_keep(t, json_str(json_get(v, "replacement")));
@@ -2472,9 +2528,9 @@ static int tok_load_model(tok *t, const json *root, toka_err *e) {
     const json *model = json_get(root, "model"), *vocab = json_get(model, "vocab");
     const json *dropout = json_get(model, "dropout"), *prefix = json_get(model, "continuing_subword_prefix");
     const json *suffix = json_get(model, "end_of_word_suffix"), *added = json_get(root, "added_tokens");
-    if (!json_is(model, JSON_OBJECT)) return fail(e, TOKA_E_INPUT, "tokenizer.json: no object \"model\"");
+    if (!json_is(model, JSON_OBJECT)) return TOK_FAIL("no object \"model\"");
     if (!str_is(tok_type(model), "BPE")) return tok_unsupported(e, "model type", tok_type(model));
-    if (json_num(dropout, 0) != 0) return fail(e, TOKA_E_INPUT, "tokenizer.json: model.dropout is not supported");
+    if (json_num(dropout, 0) != 0) return TOK_FAIL("model.dropout is not supported");
     if (json_str(prefix).n) return tok_unsupported(e, "model.continuing_subword_prefix", json_str(prefix));
     if (json_str(suffix).n) return tok_unsupported(e, "model.end_of_word_suffix", json_str(suffix));
     t->ignore_merges = json_true(json_get(model, "ignore_merges"));
@@ -2487,16 +2543,21 @@ static int tok_load_model(tok *t, const json *root, toka_err *e) {
 }
 
 static int tok_load_root(tok *t, const json *root, toka_err *e) {
-    if (!json_is(root, JSON_OBJECT)) return fail(e, TOKA_E_INPUT, "tokenizer.json: an object was expected");
+    if (!json_is(root, JSON_OBJECT)) return TOK_FAIL("an object was expected");
+    t->growth = 1;
     if (tok_load_each(t, json_get(root, "normalizer"), "normalizers", 0, tok_load_normal, e)) return e->code;
     if (tok_load_each(t, json_get(root, "pre_tokenizer"), "pretokenizers", 0, tok_load_pre, e)) return e->code;
     if (tok_load_model(t, root, e)) return e->code;
     if (tok_load_each(t, json_get(root, "post_processor"), "processors", 0, tok_load_post, e)) return e->code;
-    return tok_load_each(t, json_get(root, "decoder"), "decoders", 0, tok_load_decoder, e);
+    t->growth = 1;
+    if (tok_load_each(t, json_get(root, "decoder"), "decoders", 0, tok_load_decoder, e)) return e->code;
+    if (t->byte_level && t->decoder != TOK_BYTES)
+        return tok_unsupported(e, "with a ByteLevel pre-tokenizer the decoder", tok_type(json_get(root, "decoder")));
+    return 0;
 }
 
-/* Reads tokenizer.json. config_json, the text of tokenizer_config.json or nothing, is for what may come: nothing in it changes
- * what Hugging Face `tokenizers` does. Both texts may go away after. *out is the caller's until tok_del. */
+/* Reads tokenizer.json. config_json, the text of tokenizer_config.json or nothing, is for what may come: nothing in it
+ * changes what Hugging Face `tokenizers` does. Both texts may go away after. *out is the caller's until tok_del. */
 static int tok_load(tok **out, str tokenizer_json, str config_json, toka_err *e) {
     arena a = {0};
     toka_err why;
@@ -2532,15 +2593,18 @@ static void tok_del(tok *t) {
 
 /* ===========================================================================
  * MARK: 7. Chat template: values and parser [pure]
- * The Jinja that chat templates are written in, as Hugging Face sets it up: trim_blocks and lstrip_blocks on, autoescape off,
- * break and continue, the `generation` tag. Here: the values a template works on, and the way from source to tree.
+ * The Jinja that chat templates are written in, as Hugging Face sets it up: trim_blocks and lstrip_blocks on, autoescape
+ * off, break and continue, the `generation` tag. First the values a render works on (with the budget every step of it is
+ * charged to, their texts, equality, order, dicts), then the way from source to tree.
  *
  * Source -> tmpl_lex (tokens; all whitespace control happens there) -> tmpl_parser (one tmpl_node per construct) -> tmpl.
  * A tmpl never changes after parsing: any number of threads may render it. Names of variables become small numbers.
  *
  * Always: nesting in the source is at most TMPL_NESTING, so that recursion over the tree's brackets and blocks is bounded;
  * every error says "template line N: " and names the construct. Text is UTF-8 and is counted in code points.
- * Not here: include, import, extends, block, do, recursive loops, *args, integers beyond 64 bits. They are errors.
+ * Not here: include, import, extends, block, do, recursive loops, *args, integers beyond 64 bits. They are errors; only a
+ * number of the context that is beyond 64 bits becomes a double. repr of a text escapes control characters, odd spaces and
+ * private characters, not all that Python's tables call unprintable.
  * =========================================================================== */
 
 enum { TMPL_NESTING = 100, TMPL_MAX_SOURCE = 1 << 20 };
@@ -2556,7 +2620,8 @@ typedef enum tval_type {
 /* One value, 16 bytes. All but namespaces, loops and iterators never change, so values are shared freely. */
 typedef struct tval {
     uint8_t type;
-    uint8_t flag; /* TV_STR: 1 if marked safe (Markup); TV_UNDEFINED: type of the owner it was looked up in, 0: a variable */
+    /* TV_STR: 1 if marked safe (Markup); TV_UNDEFINED: type of the owner it was looked up in, 0: a variable */
+    uint8_t flag;
     uint32_t n;   /* TV_STR, TV_UNDEFINED: bytes of s */
     union {
         bool b;
@@ -2578,6 +2643,19 @@ typedef struct tmpl_items {
     tval v[];
 } tmpl_items;
 
+typedef struct tmpl_dict { /* in order of insertion; also a namespace's attributes */
+    size_t n, cap;
+    tval *kv;        /* [2 * cap] key, value, key, value ... */
+    uint32_t *slots; /* hash table of 1 + index, once there are more than a few; n_slots is a power of two */
+    size_t n_slots;
+} tmpl_dict;
+
+typedef struct tmpl_iter {
+    tmpl_items *items;
+    size_t at; /* next to be given */
+} tmpl_iter;
+
+enum { VIEW_RANGE, VIEW_ITEMS, VIEW_KEYS, VIEW_VALUES }; /* flag of a TV_VIEW */
 enum { TMPL_UNSAFE = 255 }; /* flag of an undefined value that stands for a method the sandbox refuses */
 
 static tval tv_none(void) { return (tval){.type = TV_NONE}; }
@@ -2590,6 +2668,440 @@ static tval tv_undefined(str name, int owner) {
     return (tval){.type = TV_UNDEFINED, .flag = (uint8_t)owner, .n = (uint32_t)name.n, .s = name.p};
 }
 static str tv_text(tval v) { return (str){v.s, v.n}; } /* of a TV_STR */
+
+/* ---- A render and its budget ---- */
+
+typedef struct tmpl_limits { /* what one render may use */
+    int64_t steps;           /* nodes evaluated, plus one for every few bytes or elements handled */
+    int depth;               /* expressions, statements, macros, values inside one another */
+    size_t output_bytes;     /* longest text, of the output as of anything on the way; at most 1 GiB */
+} tmpl_limits;
+UNUSED static const tmpl_limits tmpl_default_limits = {50 * 1000 * 1000, 400, (size_t)32 << 20};
+
+#define TMPL_MEMORY(limits) (((size_t)64 << 20) + 8 * (limits).output_bytes) /* all values of one render, bytes */
+
+/* A moment for strftime_now, each field with the meaning it has in struct tm: year since 1900, month 0 to 11, day 1 to 31,
+ * weekday 0 to 6 from Sunday, yearday 0 to 365. */
+typedef struct tmpl_time {
+    int year, month, day, hour, minute, second, weekday, yearday;
+} tmpl_time;
+
+typedef struct tmpl_run {
+    const struct tmpl *t;
+    tmpl_time now;
+    int64_t steps; /* left */
+    int depth;     /* left */
+    size_t memory; /* left, bytes */
+    size_t max_bytes;
+    int64_t max_steps;
+    int max_depth;
+    arena a;
+    buf *out;           /* where statements write */
+    tval captured;      /* of the innermost set or filter block that is applying its filters */
+    struct tmpl_scope *scope; /* innermost, NULL: the template's own level */
+    tval *globals;      /* [t->n_names] variables of that level; TV_ABSENT: none */
+    char *last_text;    /* the latest long concatenation: `a + b + c + ...` grows it in place */
+    size_t last_n, last_cap;
+    int loop_id, caller_id; /* numbers of the variables that loops and macros set, -1: the template has none */
+    int line;
+    toka_err *e;
+} tmpl_run;
+
+__attribute__((format(printf, 2, 3))) static bool tmpl_fail(tmpl_run *r, const char *fmt, ...) {
+    char what[400];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(what, sizeof what, fmt, ap);
+    va_end(ap);
+    fail(r->e, TOKA_E_INPUT, "template line %d: %s", r->line, what);
+    return false;
+}
+
+static bool tmpl_work(tmpl_run *r, size_t n) { /* n bytes or elements are about to be touched */
+    int64_t cost = (int64_t)(n / 8) + 1;
+    if (cost <= r->steps) return r->steps -= cost, true;
+    r->steps = 0;
+    return tmpl_fail(r, "more than %lld steps", (long long)r->max_steps);
+}
+static bool tmpl_enter(tmpl_run *r) {
+    if (r->depth > 0) return r->depth--, true;
+    return tmpl_fail(r, "nested more than %d deep", r->max_depth);
+}
+static bool tmpl_too_long(tmpl_run *r) { return tmpl_fail(r, "a text of more than %zu bytes", r->max_bytes); }
+
+/* n elements of `size` bytes, not cleared; NULL when the render has used up its memory. */
+static void *tmpl_alloc(tmpl_run *r, size_t n, size_t size) {
+    if (n >= r->memory / size) return tmpl_fail(r, "values need too much memory"), NULL;
+    if (!tmpl_work(r, n * size / 16)) return NULL;
+    r->memory -= n * size + 16;
+    return arena_alloc(&r->a, n * size);
+}
+static tmpl_items *tmpl_new_items(tmpl_run *r, size_t n) {
+    tmpl_items *l = n < SIZE_MAX / 32 ? tmpl_alloc(r, sizeof(tmpl_items) + n * sizeof(tval), 1) : NULL;
+    if (l) l->n = n;
+    return l;
+}
+static bool tmpl_put(tmpl_run *r, buf *b, str s) {
+    if (s.n > r->max_bytes || b->n > r->max_bytes - s.n) return tmpl_too_long(r);
+    if (!tmpl_work(r, s.n)) return false;
+    return buf_str(b, s), true;
+}
+static bool tmpl_put_c(tmpl_run *r, buf *b, const char *z) { return tmpl_put(r, b, str_c(z)); }
+
+/* Ends the life of b: its text becomes a value, if all went well. */
+static bool tmpl_take(tmpl_run *r, buf *b, bool ok, tval *out) {
+    char *p = ok ? tmpl_alloc(r, b->n + 1, 1) : NULL;
+    if (p) memcpy(p, buf_view(b).p, b->n), *out = tv_str((str){p, b->n});
+    buf_free(b);
+    return p != NULL;
+}
+
+static const char *tmpl_type_name(int type) { /* as Python calls it */
+    static const char *const names[] = {"absent", "Undefined", "NoneType", "bool", "int", "float", "str", "list", "tuple",
+        "dict", "view", "generator", "Namespace", "LoopContext", "Macro", "method", "function"};
+    return names[type];
+}
+
+/* Using an undefined value for more than printing and asking. */
+static bool tmpl_undefined(tmpl_run *r, tval v) {
+    str name = tv_text(v);
+    if (v.flag == TMPL_UNSAFE) return tmpl_fail(r, "'%.*s' is refused: values cannot be changed", STRF(name));
+    if (v.flag == 0) return tmpl_fail(r, "'%.*s' is undefined", STRF(name));
+    return tmpl_fail(r, "'%s' has no attribute or element '%.*s'", tmpl_type_name(v.flag), STRF(name));
+}
+static bool tmpl_bad_type(tmpl_run *r, const char *what, tval v) {
+    if (v.type == TV_UNDEFINED) return tmpl_undefined(r, v);
+    return tmpl_fail(r, "%s does not take a value of type '%s'", what, tmpl_type_name(v.type));
+}
+
+/* ---- Text of values ---- */
+
+static int tmpl_len_cp(str s) { /* code points */
+    int n = 0;
+    for (size_t i = 0; i < s.n; i++) n += (s.p[i] & 0xC0) != 0x80;
+    return n;
+}
+/* Bytes of the first n code points of s, at most all. */
+static size_t tmpl_cp_bytes(str s, int64_t n) {
+    size_t i = 0;
+    while (i < s.n && n-- > 0)
+        for (i++; i < s.n && (s.p[i] & 0xC0) == 0x80;) i++;
+    return i;
+}
+static uint32_t tmpl_cp(str s, size_t *i) { /* the code point at *i, which moves on; s is UTF-8 */
+    unsigned char c = (unsigned char)s.p[*i];
+    int n = MAX(utf8_len(s.p + *i, s.p + s.n), 1);
+    uint32_t u = n == 1 ? c : c & (0xFFu >> (n + 1));
+    for (int k = 1; k < n; k++) u = u << 6 | ((unsigned char)s.p[*i + (size_t)k] & 63);
+    *i += (size_t)n;
+    return u;
+}
+
+/* A double as Python's repr: the fewest digits that give it back, a point always, an exponent from 1e16 and below 1e-4. */
+static void tmpl_float_text(buf *b, double f) {
+    char z[48], digits[24];
+    int n = 0, exponent = 0, precision = 0;
+    if (!isfinite(f)) {
+        buf_c(b, isnan(f) ? "nan" : f < 0 ? "-inf" : "inf");
+        return;
+    }
+    do snprintf(z, sizeof z, "%.*e", precision, f);
+    while (strtod(z, NULL) != f && ++precision < 17);
+    if (signbit(f)) buf_char(b, '-');
+    const char *c = z;
+    for (; *c && *c != 'e'; c++)
+        if (isdigit((unsigned char)*c)) digits[n++] = *c;
+    exponent = atoi(c + 1);
+    while (n > 1 && digits[n - 1] == '0') n--;
+    if (exponent < -4 || exponent >= 16) {
+        buf_put(b, digits, 1);
+        if (n > 1) buf_char(b, '.'), buf_put(b, digits + 1, (size_t)n - 1);
+        buf_printf(b, "e%c%02d", exponent < 0 ? '-' : '+', abs(exponent));
+        return;
+    }
+    if (exponent < 0) buf_c(b, "0.");
+    for (int i = exponent < 0 ? exponent + 1 : 0; i < MAX(n, exponent + 1); i++) {
+        buf_char(b, i < 0 || i >= n ? '0' : digits[i]);
+        if (i == exponent) buf_char(b, '.');
+    }
+    if (exponent >= n - 1) buf_char(b, '0');
+}
+
+/* Which characters from U+0100 to U+FFFF repr writes as escapes: odd spaces, directions, private ones. */
+static bool tmpl_unprintable(uint32_t c) {
+    return (c >= 0x2000 && c <= 0x200F) || (c >= 0x2028 && c <= 0x202F) || (c >= 0x205F && c <= 0x206F) || c == 0x3000 ||
+           (c >= 0xE000 && c <= 0xF8FF) || c == 0xFEFF || c == 0xFFFE || c == 0xFFFF;
+}
+
+/* A text in quotes as Python's repr. */
+static bool tmpl_put_quoted(tmpl_run *r, buf *b, str s) {
+    char quote = memchr(s.p, '\'', s.n) && !memchr(s.p, '"', s.n) ? '"' : '\'';
+    if (s.n > r->max_bytes / 4 || b->n > r->max_bytes) return tmpl_too_long(r);
+    if (!tmpl_work(r, s.n)) return false;
+    buf_char(b, quote);
+    for (size_t i = 0, from; i < s.n;) {
+        from = i;
+        uint32_t c = tmpl_cp(s, &i);
+        if (c == (uint32_t)quote || c == '\\') buf_char(b, '\\'), buf_char(b, (char)c);
+        else if (c == '\n' || c == '\r' || c == '\t')
+            buf_char(b, '\\'), buf_char(b, c == '\n' ? 'n' : c == '\r' ? 'r' : 't');
+        else if (c < 0x20 || (c >= 0x7F && c <= 0xA0) || c == 0xAD) buf_printf(b, "\\x%02x", c);
+        else if (tmpl_unprintable(c)) buf_printf(b, "\\u%04x", c);
+        else buf_put(b, s.p + from, i - from);
+    }
+    buf_char(b, quote);
+    return true;
+}
+
+static bool tmpl_put_value(tmpl_run *r, buf *b, tval v, bool quoted);
+
+static bool tmpl_put_items(tmpl_run *r, buf *b, const tmpl_items *l) {
+    for (size_t i = 0; i < l->n; i++)
+        if ((i && !tmpl_put_c(r, b, ", ")) || !tmpl_put_value(r, b, l->v[i], true)) return false;
+    return true;
+}
+
+/* What Python's str(v) is, or with `quoted` repr(v), behind b. */
+static bool tmpl_put_value(tmpl_run *r, buf *b, tval v, bool quoted) {
+    char z[32];
+    bool ok = true;
+    switch (v.type) {
+    case TV_UNDEFINED: return tmpl_put_c(r, b, quoted ? "Undefined" : "");
+    case TV_NONE: return tmpl_put_c(r, b, "None");
+    case TV_BOOL: return tmpl_put_c(r, b, v.b ? "True" : "False");
+    case TV_INT: return snprintf(z, sizeof z, "%lld", (long long)v.i), tmpl_put_c(r, b, z);
+    case TV_FLOAT: return tmpl_float_text(b, v.f), tmpl_put_c(r, b, "");
+    case TV_STR:
+        if (quoted && v.flag)
+            return tmpl_put_c(r, b, "Markup(") && tmpl_put_quoted(r, b, tv_text(v)) && tmpl_put_c(r, b, ")");
+        return quoted ? tmpl_put_quoted(r, b, tv_text(v)) : tmpl_put(r, b, tv_text(v));
+    default: break;
+    }
+    bool view = v.type == TV_VIEW && v.flag != VIEW_RANGE;
+    if (v.type != TV_LIST && v.type != TV_TUPLE && v.type != TV_DICT && !view) return tmpl_bad_type(r, "printing", v);
+    if (!tmpl_enter(r)) return false;
+    if (view) buf_c(b, v.flag == VIEW_ITEMS ? "dict_items([" : v.flag == VIEW_KEYS ? "dict_keys([" : "dict_values([");
+    else buf_char(b, v.type == TV_LIST ? '[' : v.type == TV_TUPLE ? '(' : '{');
+    if (v.type != TV_DICT) {
+        ok = tmpl_put_items(r, b, v.list);
+        if (v.type == TV_TUPLE && v.list->n == 1) buf_char(b, ',');
+    }
+    for (size_t i = 0; v.type == TV_DICT && ok && i < v.dict->n; i++)
+        ok = (!i || tmpl_put_c(r, b, ", ")) && tmpl_put_value(r, b, v.dict->kv[2 * i], true) && tmpl_put_c(r, b, ": ") &&
+             tmpl_put_value(r, b, v.dict->kv[2 * i + 1], true);
+    buf_c(b, view ? "])" : v.type == TV_LIST ? "]" : v.type == TV_TUPLE ? ")" : "}");
+    r->depth++;
+    return ok;
+}
+
+static bool tmpl_to_text(tmpl_run *r, tval v, tval *out) { /* soft_str: a text stays as it is */
+    buf b = {0};
+    if (v.type == TV_STR) return *out = v, true;
+    return tmpl_take(r, &b, tmpl_put_value(r, &b, v, false), out);
+}
+
+/* ---- Equality and order ---- */
+
+static bool tmpl_equal(tmpl_run *r, tval a, tval b, bool *equal);
+
+static bool tmpl_is_number(tval v) { return v.type == TV_BOOL || v.type == TV_INT || v.type == TV_FLOAT; }
+static bool tmpl_is_integer(tval v) { return v.type == TV_BOOL || v.type == TV_INT; }
+static int64_t tmpl_integer(tval v) { return v.type == TV_BOOL ? v.b : v.i; }
+static double tmpl_double(tval v) { return v.type == TV_FLOAT ? v.f : (double)tmpl_integer(v); }
+
+static bool tmpl_true(tval v) {
+    switch (v.type) {
+    case TV_BOOL: return v.b;
+    case TV_INT: return v.i != 0;
+    case TV_FLOAT: return v.f != 0;
+    case TV_STR: return v.n > 0;
+    case TV_LIST: case TV_TUPLE: case TV_VIEW: return v.list->n > 0;
+    case TV_DICT: return v.dict->n > 0;
+    case TV_LOOP: return true;
+    default: return v.type > TV_NONE;
+    }
+}
+
+/* -1, 0, 1; an integer and a double compare exactly. */
+static int tmpl_number_order(tval a, tval b) {
+    if (tmpl_is_integer(a) && tmpl_is_integer(b))
+        return (tmpl_integer(a) > tmpl_integer(b)) - (tmpl_integer(a) < tmpl_integer(b));
+    long double x = a.type == TV_FLOAT ? (long double)a.f : (long double)tmpl_integer(a);
+    long double y = b.type == TV_FLOAT ? (long double)b.f : (long double)tmpl_integer(b);
+    return (x > y) - (x < y);
+}
+
+static tval *tmpl_dict_find(tmpl_run *r, const tmpl_dict *d, tval key, bool *ok);
+
+static bool tmpl_equal_parts(tmpl_run *r, tval a, tval b, bool *equal) {
+    bool ok = true;
+    if (a.type != TV_DICT) {
+        *equal = a.list->n == b.list->n;
+        for (size_t i = 0; ok && *equal && i < a.list->n; i++) ok = tmpl_equal(r, a.list->v[i], b.list->v[i], equal);
+        return ok;
+    }
+    *equal = a.dict->n == b.dict->n;
+    for (size_t i = 0; ok && *equal && i < a.dict->n; i++) {
+        const tval *other = tmpl_dict_find(r, b.dict, a.dict->kv[2 * i], &ok);
+        *equal = other != NULL;
+        if (other) ok = tmpl_equal(r, a.dict->kv[2 * i + 1], *other, equal);
+    }
+    return ok;
+}
+
+static bool tmpl_equal(tmpl_run *r, tval a, tval b, bool *equal) {
+    *equal = false;
+    if (!tmpl_work(r, 1)) return false;
+    if (tmpl_is_number(a) && tmpl_is_number(b)) {
+        *equal = !(a.type == TV_FLOAT && isnan(a.f)) && !(b.type == TV_FLOAT && isnan(b.f)) && tmpl_number_order(a, b) == 0;
+        return true;
+    }
+    if (a.type != b.type) return true;
+    if (a.type == TV_STR) {
+        *equal = str_eq(tv_text(a), tv_text(b));
+        return a.n == b.n ? tmpl_work(r, a.n) : true;
+    }
+    if (a.type == TV_LIST || a.type == TV_TUPLE || a.type == TV_VIEW || a.type == TV_DICT) {
+        if (!tmpl_enter(r)) return false;
+        bool ok = tmpl_equal_parts(r, a, b, equal);
+        r->depth++;
+        return ok;
+    }
+    *equal = a.type == TV_UNDEFINED || a.type == TV_NONE || a.list == b.list; /* the rest: the same object */
+    return true;
+}
+
+/* *order: -1, 0 or 1; values that Python does not order are an error. */
+static bool tmpl_order(tmpl_run *r, tval a, tval b, int *order) {
+    *order = 0;
+    if (a.type == TV_UNDEFINED || b.type == TV_UNDEFINED) return tmpl_undefined(r, a.type == TV_UNDEFINED ? a : b);
+    if (tmpl_is_number(a) && tmpl_is_number(b)) return *order = tmpl_number_order(a, b), tmpl_work(r, 1);
+    if (a.type == TV_STR && b.type == TV_STR) {
+        size_t n = MIN(a.n, b.n);
+        int c = n ? memcmp(a.s, b.s, n) : 0; /* the order of bytes is the order of code points */
+        *order = c ? (c > 0) - (c < 0) : (a.n > b.n) - (a.n < b.n);
+        return tmpl_work(r, n);
+    }
+    if (a.type != b.type || (a.type != TV_LIST && a.type != TV_TUPLE))
+        return tmpl_fail(r, "values of type '%s' and '%s' have no order", tmpl_type_name(a.type), tmpl_type_name(b.type));
+    if (!tmpl_enter(r)) return false;
+    bool equal = true, ok = true;
+    size_t i = 0, n = MIN(a.list->n, b.list->n);
+    for (; ok && i < n; i++) {
+        ok = tmpl_equal(r, a.list->v[i], b.list->v[i], &equal);
+        if (!equal) break;
+    }
+    if (ok && i < n) ok = tmpl_order(r, a.list->v[i], b.list->v[i], order);
+    else *order = (a.list->n > b.list->n) - (a.list->n < b.list->n);
+    r->depth++;
+    return ok;
+}
+
+/* ---- Dicts ---- */
+
+static uint64_t tmpl_hash(tval v) { /* equal values have equal hashes; a tuple's is its length */
+    if (v.type == TV_STR) return hash_bytes(v.s, v.n);
+    if (tmpl_is_number(v)) {
+        double f = tmpl_double(v) + 0.0; /* -0.0 + 0.0 is 0.0 */
+        return hash_bytes(&f, sizeof f);
+    }
+    return v.type == TV_TUPLE ? v.list->n : v.type;
+}
+
+static bool tmpl_hashable(tmpl_run *r, tval v) {
+    if (v.type != TV_LIST && v.type != TV_DICT && v.type != TV_NAMESPACE) return true;
+    return tmpl_fail(r, "unhashable type: '%s'", tmpl_type_name(v.type));
+}
+
+/* The place of a key's value, NULL if there is none. *ok becomes false on an error. */
+static tval *tmpl_dict_find(tmpl_run *r, const tmpl_dict *d, tval key, bool *ok) {
+    bool same = false;
+    if (!d->slots) {
+        for (size_t i = 0; *ok && i < d->n; i++)
+            if ((*ok = tmpl_equal(r, d->kv[2 * i], key, &same)) && same) return &d->kv[2 * i + 1];
+        return NULL;
+    }
+    if (key.type == TV_STR && !(*ok = tmpl_work(r, key.n))) return NULL;
+    for (size_t h = tmpl_hash(key); *ok && d->slots[h & (d->n_slots - 1)]; h++) {
+        size_t i = d->slots[h & (d->n_slots - 1)] - 1;
+        if ((*ok = tmpl_equal(r, d->kv[2 * i], key, &same)) && same) return &d->kv[2 * i + 1];
+    }
+    return NULL;
+}
+
+static bool tmpl_dict_rehash(tmpl_run *r, tmpl_dict *d) {
+    size_t n = MAX(d->n_slots * 2, (size_t)32);
+    uint32_t *slots = tmpl_alloc(r, n, sizeof *slots);
+    if (!slots) return false;
+    memset(slots, 0, n * sizeof *slots);
+    for (size_t i = 0; i < d->n; i++) {
+        size_t h = tmpl_hash(d->kv[2 * i]), tries = d->kv[2 * i].type == TV_STR ? d->kv[2 * i].n : 0;
+        for (; slots[h & (n - 1)]; h++) tries += 8;
+        slots[h & (n - 1)] = (uint32_t)i + 1;
+        if (!tmpl_work(r, tries)) return false;
+    }
+    d->slots = slots, d->n_slots = n;
+    return true;
+}
+
+static bool tmpl_dict_set(tmpl_run *r, tmpl_dict *d, tval key, tval v) {
+    bool ok = tmpl_hashable(r, key);
+    tval *old = ok ? tmpl_dict_find(r, d, key, &ok) : NULL;
+    if (!ok) return false;
+    if (old) return *old = v, true;
+    if (d->n == d->cap) {
+        size_t cap = MAX(d->cap * 2, (size_t)4);
+        tval *kv = tmpl_alloc(r, cap, 2 * sizeof *kv);
+        if (!kv) return false;
+        if (d->n) memcpy(kv, d->kv, d->n * 2 * sizeof *kv);
+        d->kv = kv, d->cap = cap;
+    }
+    d->kv[2 * d->n] = key, d->kv[2 * d->n + 1] = v;
+    d->n++;
+    if (d->n > 8 && d->n * 2 > d->n_slots) return tmpl_dict_rehash(r, d);
+    if (!d->slots) return true;
+    size_t h = tmpl_hash(key);
+    while (d->slots[h & (d->n_slots - 1)]) h++;
+    d->slots[h & (d->n_slots - 1)] = (uint32_t)d->n;
+    return true;
+}
+
+static tmpl_dict *tmpl_new_dict(tmpl_run *r) {
+    tmpl_dict *d = tmpl_alloc(r, 1, sizeof *d);
+    if (d) *d = (tmpl_dict){0};
+    return d;
+}
+
+/* A value of the context. */
+static bool tmpl_from_json(tmpl_run *r, const json *v, tval *out) {
+    size_t i = 0;
+    bool ok = true;
+    switch (v->type) {
+    case JSON_NULL: *out = tv_none(); return tmpl_work(r, 1);
+    case JSON_FALSE: case JSON_TRUE: *out = tv_bool(v->type == JSON_TRUE); return tmpl_work(r, 1);
+    case JSON_NUMBER: *out = v->exact ? tv_int(v->i) : tv_float(v->f); return tmpl_work(r, 1);
+    case JSON_STRING: *out = tv_str(json_str(v)); return tmpl_work(r, 1);
+    default: break;
+    }
+    if (!tmpl_enter(r)) return false;
+    if (v->type == JSON_ARRAY) {
+        tmpl_items *l = tmpl_new_items(r, v->n);
+        *out = tv_list(TV_LIST, l);
+        JSON_EACH(it, v) if (l && ok) ok = tmpl_from_json(r, it, &l->v[i++]);
+        ok = ok && l;
+    } else {
+        tmpl_dict *d = tmpl_new_dict(r);
+        *out = (tval){.type = TV_DICT, .dict = d};
+        JSON_MEMBERS(key, v) {
+            tval member;
+            ok = ok && d && tmpl_from_json(r, key + 1, &member) && tmpl_dict_set(r, d, tv_str(json_str(key)), member);
+            if (!ok) break;
+        }
+        ok = ok && d;
+    }
+    r->depth++;
+    return ok;
+}
 
 /* ---- Tree ---- */
 
@@ -2657,7 +3169,9 @@ typedef struct tmpl {
 
 /* ---- Tokens ---- */
 
-typedef enum tmpl_token_type { TT_DATA, TT_BLOCK, TT_PRINT, TT_CLOSE, TT_NAME, TT_STRING, TT_INT, TT_FLOAT, TT_OP, TT_END } tmpl_token_type;
+typedef enum tmpl_token_type {
+    TT_DATA, TT_BLOCK, TT_PRINT, TT_CLOSE, TT_NAME, TT_STRING, TT_INT, TT_FLOAT, TT_OP, TT_END
+} tmpl_token_type;
 
 #define OP2(a, b) ((a) | (b) << 8) /* a sign of two characters */
 
@@ -2697,8 +3211,8 @@ static size_t tmpl_space(const char *p, const char *end) {
     if (c == 0xC2 && end - p > 1) return (unsigned char)p[1] == 0x85 || (unsigned char)p[1] == 0xA0 ? 2 : 0;
     if ((c & 0xF0) != 0xE0 || end - p < 3) return 0;
     int u = (c & 15) << 12 | (p[1] & 63) << 6 | (p[2] & 63);
-    return u == 0x1680 || (u >= 0x2000 && u <= 0x200A) || u == 0x2028 || u == 0x2029 || u == 0x202F || u == 0x205F || u == 0x3000
-               ? 3 : 0;
+    bool space = u == 0x1680 || (u >= 0x2000 && u <= 0x200A) || u == 0x2028 || u == 0x2029 || u == 0x202F || u == 0x205F;
+    return space || u == 0x3000 ? 3 : 0;
 }
 /* s without the white space at its ends. */
 static str tmpl_trim(str s, bool left, bool right) {
@@ -2809,10 +3323,13 @@ static bool tmpl_escape(tmpl_lexer *x, str s, size_t *i, buf *out) {
     if (c == '\n') return true;
     if (k) return buf_char(out, to[k - from]), true;
     if (c >= '0' && c <= '7') n = 3, --*i;
-    else if (!n) return c == 'N' ? tmpl_syntax(x->e, x->line, "\\N escapes are not supported") : (buf_put(out, s.p + *i - 2, 2), true);
+    else if (!n)
+        return c == 'N' ? tmpl_syntax(x->e, x->line, "\\N escapes are not supported")
+               : (buf_put(out, s.p + *i - 2, 2), true);
     int got = 0;
     for (; got < n && *i < s.n; got++, ++*i) {
-        int d = s.p[*i] >= '0' && s.p[*i] <= '9' ? s.p[*i] - '0' : isxdigit((unsigned char)s.p[*i]) ? (s.p[*i] | 32) - 'a' + 10 : 99;
+        int d = s.p[*i] >= '0' && s.p[*i] <= '9' ? s.p[*i] - '0'
+            : isxdigit((unsigned char)s.p[*i]) ? (s.p[*i] | 32) - 'a' + 10 : 99;
         if (d >= base) break;
         u = u * (uint32_t)base + (uint32_t)d;
     }
@@ -2861,7 +3378,8 @@ static void tmpl_number(tmpl_lexer *x) {
     } else {
         bool behind_dot = at && p[at - 1] == '.'; /* in a.0.1 there is no fraction */
         at = tmpl_digits(x, at);
-        if (!behind_dot && at + 1 < n && p[at] == '.' && isdigit((unsigned char)p[at + 1])) at = tmpl_digits(x, at + 1), type = TT_FLOAT;
+        if (!behind_dot && at + 1 < n && p[at] == '.' && isdigit((unsigned char)p[at + 1]))
+            at = tmpl_digits(x, at + 1), type = TT_FLOAT;
         if (!behind_dot && at + 1 < n && (p[at] | 32) == 'e') {
             end = at + 1 + (p[at + 1] == '+' || p[at + 1] == '-');
             if (end < n && isdigit((unsigned char)p[end])) at = tmpl_digits(x, end), type = TT_FLOAT;
@@ -2887,7 +3405,8 @@ static bool tmpl_sign_token(tmpl_lexer *x) {
         if (x->n_open == TMPL_NESTING) return tmpl_syntax(x->e, x->line, "brackets nested more than %d deep", TMPL_NESTING);
         x->closers[x->n_open++] = (char)(c == '(' ? ')' : c + 2);
     }
-    if (strchr(")]}", c) && (!x->n_open || x->closers[--x->n_open] != c)) return tmpl_syntax(x->e, x->line, "unexpected '%c'", c);
+    if (strchr(")]}", c) && (!x->n_open || x->closers[--x->n_open] != c))
+        return tmpl_syntax(x->e, x->line, "unexpected '%c'", c);
     tmpl_push(x, TT_OP, c, str_sub(x->src, x->at, x->at + 1));
     return x->at++, true;
 }
@@ -2911,7 +3430,9 @@ static bool tmpl_tag(tmpl_lexer *x, char closer) {
         if (isdigit(c)) {
             tmpl_number(x);
         } else if (isalpha(c) || c == '_' || c >= 0x80) {
-            while (from < x->src.n && (isalnum((unsigned char)x->src.p[from]) || x->src.p[from] == '_' || x->src.p[from] & 0x80)) from++;
+            while (from < x->src.n &&
+                   (isalnum((unsigned char)x->src.p[from]) || x->src.p[from] == '_' || x->src.p[from] & 0x80))
+                from++;
             tmpl_push(x, TT_NAME, 0, str_sub(x->src, x->at, from));
             x->at = from;
         } else if (c == '"' || c == '\'' ? !tmpl_string(x) : !tmpl_sign_token(x)) {
@@ -2924,7 +3445,9 @@ static bool tmpl_tag(tmpl_lexer *x, char closer) {
 static bool tmpl_lex(tmpl_lexer *x) {
     str s = x->src;
     for (size_t open = 0; x->at < s.n; open = x->at) {
-        while (open + 1 < s.n && !(s.p[open] == '{' && (s.p[open + 1] == '%' || s.p[open + 1] == '{' || s.p[open + 1] == '#'))) open++;
+        while (open + 1 < s.n &&
+               !(s.p[open] == '{' && (s.p[open + 1] == '%' || s.p[open + 1] == '{' || s.p[open + 1] == '#')))
+            open++;
         if (open + 1 >= s.n) {
             tmpl_push(x, TT_DATA, 0, str_sub(s, x->at, s.n));
             tmpl_advance(x, s.n);
@@ -2992,7 +3515,9 @@ static bool tmpl_need_op(tmpl_parser *p, char op) {
     const char z[] = {'\'', op, '\'', 0};
     return tmpl_take_op(p, op) || tmpl_expected(p, z);
 }
-static bool tmpl_need_close(tmpl_parser *p) { return (p->tok->type == TT_CLOSE && p->tok++) || tmpl_expected(p, "end of the tag"); }
+static bool tmpl_need_close(tmpl_parser *p) {
+    return (p->tok->type == TT_CLOSE && p->tok++) || tmpl_expected(p, "end of the tag");
+}
 
 /* A variable's number. */
 static int tmpl_name_id(tmpl_parser *p, str s) {
@@ -3026,8 +3551,7 @@ static tmpl_node *tmpl_name(tmpl_parser *p, int kind) { /* the name token as a n
     return n;
 }
 
-/* Several expressions with commas: a tuple; one without a comma: itself. `ternary` says whether x if y is part of it. In
- * parentheses it may be empty. */
+/* Several items with commas: a tuple; one without a comma: itself. In parentheses it may be empty. */
 static tmpl_node *tmpl_tuple(tmpl_parser *p, tmpl_node *(*item)(tmpl_parser *), bool parentheses) {
     tmpl_node *tuple = tmpl_new(p, TN_TUPLE, p->tok->line), **tail = &tuple->b;
     bool comma = false;
@@ -3264,8 +3788,8 @@ enum { TL_OR, TL_AND, TL_NOT, TL_COMPARE, TL_ADD, TL_CONCAT, TL_MUL, TL_POW, TL_
 
 /* The two-operand operator of this level at the next token (taken), or 0. */
 static int tmpl_operator(tmpl_parser *p, int level) {
-    static const uint16_t signs[][5] = {[TL_ADD] = {'+', '-'}, [TL_CONCAT] = {'~'}, [TL_MUL] = {'*', '/', OP2('/', '/'), '%'},
-        [TL_POW] = {OP2('*', '*')}};
+    static const uint16_t signs[][5] = {[TL_ADD] = {'+', '-'}, [TL_CONCAT] = {'~'},
+        [TL_MUL] = {'*', '/', OP2('/', '/'), '%'}, [TL_POW] = {OP2('*', '*')}};
     if (level == TL_OR) return tmpl_take_word(p, "or") ? 'o' : 0;
     if (level == TL_AND) return tmpl_take_word(p, "and") ? 'a' : 0;
     if (level == TL_COMPARE) {
@@ -3428,11 +3952,15 @@ static tmpl_node *tmpl_set(tmpl_parser *p, int line) {
 }
 
 static bool tmpl_params(tmpl_parser *p, tmpl_node **params) {
+    bool defaults = false;
     if (!tmpl_need_op(p, '(')) return false;
     for (tmpl_node **tail = params; !tmpl_take_op(p, ')'); tail = &(*tail)->next) {
         if (tail != params && !tmpl_take_op(p, ',')) return tmpl_expected(p, "',' or ')'");
         if (!(*tail = tmpl_name(p, TN_PARAM))) return false;
-        if (tmpl_take_op(p, '=') && !((*tail)->a = tmpl_expr(p))) return false;
+        if (str_is((*tail)->s, "caller") && !tmpl_at_op(p, '=')) return tmpl_expected(p, "a default for caller");
+        if (tmpl_take_op(p, '=') ? !((*tail)->a = tmpl_expr(p)) : defaults && !tmpl_expected(p, "a default value"))
+            return false;
+        defaults |= (*tail)->a != NULL;
     }
     return true;
 }
@@ -3518,7 +4046,8 @@ static void tmpl_del(tmpl *t) {
     free(t);
 }
 
-/* The source as the tree sees it: line ends are "\n", one at the very end is dropped, bytes that are not UTF-8 become U+FFFD. */
+/* The source as the tree sees it: line ends are "\n", one at the very end is dropped, bytes that are not UTF-8 become
+ * U+FFFD. */
 static str tmpl_source(arena *a, str s) {
     buf b = {0};
     for (size_t i = 0; i < s.n;) {
@@ -3560,47 +4089,22 @@ static int tmpl_parse_tree(tmpl **out, str source, toka_err *e) {
 
 /* ===========================================================================
  * MARK: 8. Chat template: evaluation [pure]
- * tmpl_render walks the tree of chapter 7 with a context (a JSON object) and appends the text to a buf; results are those of
- * Python's Jinja2 3.1 as Hugging Face's apply_chat_template sets it up, byte for byte, and where Jinja raises, this fails.
+ * tmpl_render walks the tree of chapter 7 with a context (a JSON object) and appends the text to a buf; results are those
+ * of Python's Jinja2 3.1 as Hugging Face's apply_chat_template sets it up, byte for byte, and where Jinja raises, this
+ * fails.
  *
- * Order of the chapter: the budget; texts of values; equality and order; dicts; names and scopes; filters; tests; methods and
- * functions; expressions; statements; tmpl_parse and tmpl_render.
+ * Order of the chapter: walking and attributes; scopes; filters (JSON, text, numbers, lists); tests; methods; functions;
+ * calls; operators; expressions; statements; loops; tmpl_parse and tmpl_render. A new filter, test, method or function is
+ * one function and one line in its table.
  *
  * Always: templates are not trusted. Every node evaluated and every few bytes or elements touched are steps against
  * limits.steps; recursion of any kind is counted against limits.depth; no single text grows beyond limits.output_bytes; all
  * values together stay under TMPL_MEMORY. Functions return false after *e was filled in; the first error ends the render.
  * Values live in an arena that goes when the render ends. The context's strings are borrowed, not copied.
  *
- * Not as in Python: map, select and the like work at once, not when walked; letter case is known for Latin, Greek, Cyrillic,
- * Armenian and full-width letters; repr of a text escapes control characters only.
+ * Not as in Python: map, select and the like work at once, not when walked; letter case is known for Latin, Greek,
+ * Cyrillic, Armenian and full-width letters.
  * =========================================================================== */
-
-typedef struct tmpl_limits { /* what one render may use */
-    int64_t steps;           /* nodes evaluated, plus one for every few bytes or elements handled */
-    int depth;               /* expressions, statements, macros, values inside one another */
-    size_t output_bytes;     /* longest text, of the output as of anything on the way; at most 1 GiB */
-} tmpl_limits;
-UNUSED static const tmpl_limits tmpl_default_limits = {50 * 1000 * 1000, 400, (size_t)32 << 20};
-
-#define TMPL_MEMORY(limits) (((size_t)64 << 20) + 8 * (limits).output_bytes) /* all values of one render, bytes */
-
-/* A moment for strftime_now, each field with the meaning it has in struct tm: year since 1900, month 0 to 11, day 1 to 31,
- * weekday 0 to 6 from Sunday, yearday 0 to 365. */
-typedef struct tmpl_time {
-    int year, month, day, hour, minute, second, weekday, yearday;
-} tmpl_time;
-
-typedef struct tmpl_dict { /* in order of insertion; also a namespace's attributes */
-    size_t n, cap;
-    tval *kv;        /* [2 * cap] key, value, key, value ... */
-    uint32_t *slots; /* hash table of 1 + index, once there are more than a few; n_slots is a power of two */
-    size_t n_slots;
-} tmpl_dict;
-
-typedef struct tmpl_iter {
-    tmpl_items *items;
-    size_t at; /* next to be given */
-} tmpl_iter;
 
 typedef struct tmpl_var {
     int id;
@@ -3611,7 +4115,6 @@ typedef struct tmpl_scope { /* variables of a loop body, a macro, a with or call
     struct tmpl_scope *outer;
     tmpl_var *vars;
     int n, cap;
-    bool kept; /* a macro was defined in it: it must outlive its block */
 } tmpl_scope;
 
 typedef struct tmpl_macro {
@@ -3635,32 +4138,12 @@ typedef struct tmpl_method {
     const struct tmpl_fn *fn;
 } tmpl_method;
 
-typedef struct tmpl_run {
-    const tmpl *t;
-    tmpl_time now;
-    int64_t steps; /* left */
-    int depth;     /* left */
-    size_t memory; /* left, bytes */
-    size_t max_bytes;
-    int64_t max_steps;
-    int max_depth;
-    arena a;
-    buf *out;           /* where statements write */
-    tval captured;      /* of the innermost set or filter block that is applying its filters */
-    tmpl_scope *scope;  /* innermost, NULL: the template's own level */
-    tval *globals;      /* [t->n_names] variables of that level; TV_ABSENT: none */
-    char *last_text;    /* the latest long concatenation: `a + b + c + ...` grows it in place */
-    size_t last_n, last_cap;
-    int line;
-    toka_err *e;
-} tmpl_run;
-
 enum { TMPL_ARGS = 5 }; /* named parameters of a filter, test, method or function at most */
 
 typedef struct tmpl_args { /* of one call; self is the filtered value or the method's object */
     tval self;
-    tval *pos;
-    tmpl_var *named; /* .id counts bytes of the name in .names */
+    tval *pos;   /* [n_pos] as written */
+    tval *named; /* [n_named] given as name=value, with their names */
     str *names;
     int n_pos, n_named;
     tval a[TMPL_ARGS]; /* bound to the parameters; TV_ABSENT: not given */
@@ -3677,392 +4160,6 @@ typedef struct tmpl_fn {
 static bool tmpl_eval(tmpl_run *r, const tmpl_node *n, tval *out);
 static bool tmpl_call_macro(tmpl_run *r, tmpl_args *c, const tmpl_macro *m, tval caller, tval *out);
 static bool tmpl_apply(tmpl_run *r, const tmpl_fn *fn, tmpl_args *c, tval *out);
-static bool tmpl_equal(tmpl_run *r, tval a, tval b, bool *equal);
-
-/* ---- Budget ---- */
-
-__attribute__((format(printf, 2, 3))) static bool tmpl_fail(tmpl_run *r, const char *fmt, ...) {
-    char what[400];
-    va_list ap;
-    va_start(ap, fmt);
-    vsnprintf(what, sizeof what, fmt, ap);
-    va_end(ap);
-    fail(r->e, TOKA_E_INPUT, "template line %d: %s", r->line, what);
-    return false;
-}
-
-static bool tmpl_work(tmpl_run *r, size_t n) { /* n bytes or elements are about to be touched */
-    int64_t cost = (int64_t)(n / 8) + 1;
-    if (cost <= r->steps) return r->steps -= cost, true;
-    r->steps = 0;
-    return tmpl_fail(r, "more than %lld steps", (long long)r->max_steps);
-}
-static bool tmpl_enter(tmpl_run *r) {
-    if (r->depth > 0) return r->depth--, true;
-    return tmpl_fail(r, "nested more than %d deep", r->max_depth);
-}
-static bool tmpl_too_long(tmpl_run *r) { return tmpl_fail(r, "a text of more than %zu bytes", r->max_bytes); }
-
-/* n elements of `size` bytes, not cleared; NULL when the render has used up its memory. */
-static void *tmpl_alloc(tmpl_run *r, size_t n, size_t size) {
-    if (n >= r->memory / size) return tmpl_fail(r, "values need too much memory"), NULL;
-    if (!tmpl_work(r, n * size / 16)) return NULL;
-    r->memory -= n * size + 16;
-    return arena_alloc(&r->a, n * size);
-}
-static tmpl_items *tmpl_new_items(tmpl_run *r, size_t n) {
-    tmpl_items *l = n < SIZE_MAX / 32 ? tmpl_alloc(r, sizeof(tmpl_items) + n * sizeof(tval), 1) : NULL;
-    if (l) l->n = n;
-    return l;
-}
-static bool tmpl_put(tmpl_run *r, buf *b, str s) {
-    if (s.n > r->max_bytes || b->n > r->max_bytes - s.n) return tmpl_too_long(r);
-    if (!tmpl_work(r, s.n)) return false;
-    return buf_str(b, s), true;
-}
-static bool tmpl_put_c(tmpl_run *r, buf *b, const char *z) { return tmpl_put(r, b, str_c(z)); }
-
-/* Ends the life of b: its text becomes a value, if all went well. */
-static bool tmpl_take(tmpl_run *r, buf *b, bool ok, tval *out) {
-    char *p = ok ? tmpl_alloc(r, b->n + 1, 1) : NULL;
-    if (p) memcpy(p, buf_view(b).p, b->n), *out = tv_str((str){p, b->n});
-    buf_free(b);
-    return p != NULL;
-}
-
-static const char *tmpl_type_name(int type) { /* as Python calls it */
-    static const char *const names[] = {"absent", "Undefined", "NoneType", "bool", "int", "float", "str", "list", "tuple", "dict",
-        "view", "generator", "Namespace", "LoopContext", "Macro", "method", "function"};
-    return names[type];
-}
-
-/* Using an undefined value for more than printing and asking. */
-static bool tmpl_undefined(tmpl_run *r, tval v) {
-    str name = tv_text(v);
-    if (v.flag == TMPL_UNSAFE) return tmpl_fail(r, "'%.*s' is refused: values cannot be changed", STRF(name));
-    if (v.flag == 0) return tmpl_fail(r, "'%.*s' is undefined", STRF(name));
-    return tmpl_fail(r, "'%s' has no attribute or element '%.*s'", tmpl_type_name(v.flag), STRF(name));
-}
-static bool tmpl_bad_type(tmpl_run *r, const char *what, tval v) {
-    if (v.type == TV_UNDEFINED) return tmpl_undefined(r, v);
-    return tmpl_fail(r, "%s does not take a value of type '%s'", what, tmpl_type_name(v.type));
-}
-
-/* ---- Text of values ---- */
-
-static int tmpl_len_cp(str s) { /* code points */
-    int n = 0;
-    for (size_t i = 0; i < s.n; i++) n += (s.p[i] & 0xC0) != 0x80;
-    return n;
-}
-/* Bytes of the first n code points of s, at most all. */
-static size_t tmpl_cp_bytes(str s, int64_t n) {
-    size_t i = 0;
-    while (i < s.n && n-- > 0)
-        for (i++; i < s.n && (s.p[i] & 0xC0) == 0x80;) i++;
-    return i;
-}
-static uint32_t tmpl_cp(str s, size_t *i) { /* the code point at *i, which moves on; s is UTF-8 */
-    unsigned char c = (unsigned char)s.p[*i];
-    int n = MAX(utf8_len(s.p + *i, s.p + s.n), 1);
-    uint32_t u = n == 1 ? c : c & (0xFFu >> (n + 1));
-    for (int k = 1; k < n; k++) u = u << 6 | ((unsigned char)s.p[*i + (size_t)k] & 63);
-    *i += (size_t)n;
-    return u;
-}
-
-/* A double as Python's repr: the fewest digits that give it back, a point always, an exponent from 1e16 and below 1e-4. */
-static void tmpl_float_text(buf *b, double f) {
-    char z[48], digits[24];
-    int n = 0, exponent = 0, precision = 0;
-    if (!isfinite(f)) {
-        buf_c(b, isnan(f) ? "nan" : f < 0 ? "-inf" : "inf");
-        return;
-    }
-    do snprintf(z, sizeof z, "%.*e", precision, f);
-    while (strtod(z, NULL) != f && ++precision < 17);
-    if (signbit(f)) buf_char(b, '-');
-    const char *c = z;
-    for (; *c && *c != 'e'; c++)
-        if (isdigit((unsigned char)*c)) digits[n++] = *c;
-    exponent = atoi(c + 1);
-    while (n > 1 && digits[n - 1] == '0') n--;
-    if (exponent < -4 || exponent >= 16) {
-        buf_put(b, digits, 1);
-        if (n > 1) buf_char(b, '.'), buf_put(b, digits + 1, (size_t)n - 1);
-        buf_printf(b, "e%c%02d", exponent < 0 ? '-' : '+', abs(exponent));
-        return;
-    }
-    if (exponent < 0) buf_c(b, "0.");
-    for (int i = exponent < 0 ? exponent + 1 : 0; i < MAX(n, exponent + 1); i++) {
-        buf_char(b, i < 0 || i >= n ? '0' : digits[i]);
-        if (i == exponent) buf_char(b, '.');
-    }
-    if (exponent >= n - 1) buf_char(b, '0');
-}
-
-/* A text in quotes as Python's repr. */
-static bool tmpl_put_quoted(tmpl_run *r, buf *b, str s) {
-    char quote = memchr(s.p, '\'', s.n) && !memchr(s.p, '"', s.n) ? '"' : '\'';
-    if (s.n > r->max_bytes / 4 || b->n > r->max_bytes) return tmpl_too_long(r);
-    if (!tmpl_work(r, s.n)) return false;
-    buf_char(b, quote);
-    for (size_t i = 0, from; i < s.n;) {
-        from = i;
-        uint32_t c = tmpl_cp(s, &i);
-        if (c == (uint32_t)quote || c == '\\') buf_char(b, '\\'), buf_char(b, (char)c);
-        else if (c == '\n' || c == '\r' || c == '\t') buf_char(b, '\\'), buf_char(b, c == '\n' ? 'n' : c == '\r' ? 'r' : 't');
-        else if (c < 0x20 || (c >= 0x7F && c <= 0xA0) || c == 0xAD) buf_printf(b, "\\x%02x", c);
-        else if ((c >= 0x2000 && c <= 0x200F) || (c >= 0x2028 && c <= 0x202F) || (c >= 0x205F && c <= 0x206F) || c == 0x3000 ||
-                 (c >= 0xE000 && c <= 0xF8FF) || c == 0xFEFF || c == 0xFFFE || c == 0xFFFF) buf_printf(b, "\\u%04x", c);
-        else buf_put(b, s.p + from, i - from);
-    }
-    buf_char(b, quote);
-    return true;
-}
-
-static bool tmpl_put_value(tmpl_run *r, buf *b, tval v, bool quoted);
-
-static bool tmpl_put_items(tmpl_run *r, buf *b, const tmpl_items *l) {
-    for (size_t i = 0; i < l->n; i++)
-        if ((i && !tmpl_put_c(r, b, ", ")) || !tmpl_put_value(r, b, l->v[i], true)) return false;
-    return true;
-}
-
-/* What Python's str(v) is, or with `quoted` repr(v), behind b. */
-static bool tmpl_put_value(tmpl_run *r, buf *b, tval v, bool quoted) {
-    char z[32];
-    bool ok = true;
-    switch (v.type) {
-    case TV_UNDEFINED: return tmpl_put_c(r, b, quoted ? "Undefined" : "");
-    case TV_NONE: return tmpl_put_c(r, b, "None");
-    case TV_BOOL: return tmpl_put_c(r, b, v.b ? "True" : "False");
-    case TV_INT: return snprintf(z, sizeof z, "%lld", (long long)v.i), tmpl_put_c(r, b, z);
-    case TV_FLOAT: return tmpl_float_text(b, v.f), tmpl_put_c(r, b, "");
-    case TV_STR:
-        if (quoted && v.flag) return tmpl_put_c(r, b, "Markup(") && tmpl_put_quoted(r, b, tv_text(v)) && tmpl_put_c(r, b, ")");
-        return quoted ? tmpl_put_quoted(r, b, tv_text(v)) : tmpl_put(r, b, tv_text(v));
-    default: break;
-    }
-    if (v.type != TV_LIST && v.type != TV_TUPLE && v.type != TV_DICT) return tmpl_bad_type(r, "printing", v);
-    if (!tmpl_enter(r)) return false;
-    buf_char(b, v.type == TV_LIST ? '[' : v.type == TV_TUPLE ? '(' : '{');
-    if (v.type != TV_DICT) {
-        ok = tmpl_put_items(r, b, v.list);
-        if (v.type == TV_TUPLE && v.list->n == 1) buf_char(b, ',');
-    }
-    for (size_t i = 0; v.type == TV_DICT && ok && i < v.dict->n; i++)
-        ok = (!i || tmpl_put_c(r, b, ", ")) && tmpl_put_value(r, b, v.dict->kv[2 * i], true) && tmpl_put_c(r, b, ": ") &&
-             tmpl_put_value(r, b, v.dict->kv[2 * i + 1], true);
-    buf_char(b, v.type == TV_LIST ? ']' : v.type == TV_TUPLE ? ')' : '}');
-    r->depth++;
-    return ok;
-}
-
-static bool tmpl_to_text(tmpl_run *r, tval v, tval *out) { /* soft_str: a text stays as it is */
-    buf b = {0};
-    if (v.type == TV_STR) return *out = v, true;
-    return tmpl_take(r, &b, tmpl_put_value(r, &b, v, false), out);
-}
-
-/* ---- Equality and order ---- */
-
-static bool tmpl_is_number(tval v) { return v.type == TV_BOOL || v.type == TV_INT || v.type == TV_FLOAT; }
-static bool tmpl_is_integer(tval v) { return v.type == TV_BOOL || v.type == TV_INT; }
-static int64_t tmpl_integer(tval v) { return v.type == TV_BOOL ? v.b : v.i; }
-static double tmpl_double(tval v) { return v.type == TV_FLOAT ? v.f : (double)tmpl_integer(v); }
-
-static bool tmpl_true(tval v) {
-    switch (v.type) {
-    case TV_BOOL: return v.b;
-    case TV_INT: return v.i != 0;
-    case TV_FLOAT: return v.f != 0;
-    case TV_STR: return v.n > 0;
-    case TV_LIST: case TV_TUPLE: case TV_VIEW: return v.list->n > 0;
-    case TV_DICT: return v.dict->n > 0;
-    case TV_LOOP: return true;
-    default: return v.type > TV_NONE;
-    }
-}
-
-/* -1, 0, 1; an integer and a double compare exactly. */
-static int tmpl_number_order(tval a, tval b) {
-    if (tmpl_is_integer(a) && tmpl_is_integer(b)) return (tmpl_integer(a) > tmpl_integer(b)) - (tmpl_integer(a) < tmpl_integer(b));
-    long double x = a.type == TV_FLOAT ? (long double)a.f : (long double)tmpl_integer(a);
-    long double y = b.type == TV_FLOAT ? (long double)b.f : (long double)tmpl_integer(b);
-    return (x > y) - (x < y);
-}
-
-static tval *tmpl_dict_find(tmpl_run *r, const tmpl_dict *d, tval key, bool *ok);
-
-static bool tmpl_equal_parts(tmpl_run *r, tval a, tval b, bool *equal) {
-    bool ok = true;
-    if (a.type != TV_DICT) {
-        *equal = a.list->n == b.list->n;
-        for (size_t i = 0; ok && *equal && i < a.list->n; i++) ok = tmpl_equal(r, a.list->v[i], b.list->v[i], equal);
-        return ok;
-    }
-    *equal = a.dict->n == b.dict->n;
-    for (size_t i = 0; ok && *equal && i < a.dict->n; i++) {
-        const tval *other = tmpl_dict_find(r, b.dict, a.dict->kv[2 * i], &ok);
-        *equal = other != NULL;
-        if (other) ok = tmpl_equal(r, a.dict->kv[2 * i + 1], *other, equal);
-    }
-    return ok;
-}
-
-static bool tmpl_equal(tmpl_run *r, tval a, tval b, bool *equal) {
-    *equal = false;
-    if (!tmpl_work(r, 1)) return false;
-    if (tmpl_is_number(a) && tmpl_is_number(b)) {
-        *equal = !(a.type == TV_FLOAT && isnan(a.f)) && !(b.type == TV_FLOAT && isnan(b.f)) && tmpl_number_order(a, b) == 0;
-        return true;
-    }
-    if (a.type != b.type) return true;
-    if (a.type == TV_STR) {
-        *equal = str_eq(tv_text(a), tv_text(b));
-        return a.n == b.n ? tmpl_work(r, a.n) : true;
-    }
-    if (a.type == TV_LIST || a.type == TV_TUPLE || a.type == TV_VIEW || a.type == TV_DICT) {
-        if (!tmpl_enter(r)) return false;
-        bool ok = tmpl_equal_parts(r, a, b, equal);
-        r->depth++;
-        return ok;
-    }
-    *equal = a.type == TV_UNDEFINED || a.type == TV_NONE || a.list == b.list; /* the rest: the same object */
-    return true;
-}
-
-/* *order: -1, 0 or 1; values that Python does not order are an error. */
-static bool tmpl_order(tmpl_run *r, tval a, tval b, int *order) {
-    *order = 0;
-    if (a.type == TV_UNDEFINED || b.type == TV_UNDEFINED) return tmpl_undefined(r, a.type == TV_UNDEFINED ? a : b);
-    if (tmpl_is_number(a) && tmpl_is_number(b)) return *order = tmpl_number_order(a, b), tmpl_work(r, 1);
-    if (a.type == TV_STR && b.type == TV_STR) {
-        size_t n = MIN(a.n, b.n);
-        int c = n ? memcmp(a.s, b.s, n) : 0; /* the order of bytes is the order of code points */
-        *order = c ? (c > 0) - (c < 0) : (a.n > b.n) - (a.n < b.n);
-        return tmpl_work(r, n);
-    }
-    if (a.type != b.type || (a.type != TV_LIST && a.type != TV_TUPLE))
-        return tmpl_fail(r, "values of type '%s' and '%s' have no order", tmpl_type_name(a.type), tmpl_type_name(b.type));
-    if (!tmpl_enter(r)) return false;
-    bool equal = true, ok = true;
-    size_t i = 0, n = MIN(a.list->n, b.list->n);
-    for (; ok && i < n; i++) {
-        ok = tmpl_equal(r, a.list->v[i], b.list->v[i], &equal);
-        if (!equal) break;
-    }
-    if (ok && i < n) ok = tmpl_order(r, a.list->v[i], b.list->v[i], order);
-    else *order = (a.list->n > b.list->n) - (a.list->n < b.list->n);
-    r->depth++;
-    return ok;
-}
-
-/* ---- Dicts ---- */
-
-static uint64_t tmpl_hash(tval v) { /* equal values have equal hashes; a tuple's is its length */
-    if (v.type == TV_STR) return hash_bytes(v.s, v.n);
-    if (tmpl_is_number(v)) {
-        double f = tmpl_double(v) + 0.0; /* -0.0 + 0.0 is 0.0 */
-        return hash_bytes(&f, sizeof f);
-    }
-    return v.type == TV_TUPLE ? v.list->n : v.type;
-}
-
-static bool tmpl_hashable(tmpl_run *r, tval v) {
-    if (v.type != TV_LIST && v.type != TV_DICT && v.type != TV_NAMESPACE) return true;
-    return tmpl_fail(r, "unhashable type: '%s'", tmpl_type_name(v.type));
-}
-
-/* The place of a key's value, NULL if there is none. *ok becomes false on an error. */
-static tval *tmpl_dict_find(tmpl_run *r, const tmpl_dict *d, tval key, bool *ok) {
-    bool same = false;
-    if (!d->slots) {
-        for (size_t i = 0; *ok && i < d->n; i++)
-            if ((*ok = tmpl_equal(r, d->kv[2 * i], key, &same)) && same) return &d->kv[2 * i + 1];
-        return NULL;
-    }
-    for (size_t h = tmpl_hash(key); *ok && d->slots[h & (d->n_slots - 1)]; h++) {
-        size_t i = d->slots[h & (d->n_slots - 1)] - 1;
-        if ((*ok = tmpl_equal(r, d->kv[2 * i], key, &same)) && same) return &d->kv[2 * i + 1];
-    }
-    return NULL;
-}
-
-static bool tmpl_dict_rehash(tmpl_run *r, tmpl_dict *d) {
-    size_t n = MAX(d->n_slots * 2, (size_t)32);
-    uint32_t *slots = tmpl_alloc(r, n, sizeof *slots);
-    if (!slots) return false;
-    memset(slots, 0, n * sizeof *slots);
-    for (size_t i = 0; i < d->n; i++) {
-        size_t h = tmpl_hash(d->kv[2 * i]), tries = 1;
-        for (; slots[h & (n - 1)]; h++) tries++;
-        slots[h & (n - 1)] = (uint32_t)i + 1;
-        if (!tmpl_work(r, tries)) return false;
-    }
-    d->slots = slots, d->n_slots = n;
-    return true;
-}
-
-static bool tmpl_dict_set(tmpl_run *r, tmpl_dict *d, tval key, tval v) {
-    bool ok = tmpl_hashable(r, key);
-    tval *old = ok ? tmpl_dict_find(r, d, key, &ok) : NULL;
-    if (!ok) return false;
-    if (old) return *old = v, true;
-    if (d->n == d->cap) {
-        size_t cap = MAX(d->cap * 2, (size_t)4);
-        tval *kv = tmpl_alloc(r, cap, 2 * sizeof *kv);
-        if (!kv) return false;
-        if (d->n) memcpy(kv, d->kv, d->n * 2 * sizeof *kv);
-        d->kv = kv, d->cap = cap;
-    }
-    d->kv[2 * d->n] = key, d->kv[2 * d->n + 1] = v;
-    d->n++;
-    if (d->n > 8 && d->n * 2 > d->n_slots) return tmpl_dict_rehash(r, d);
-    if (!d->slots) return true;
-    size_t h = tmpl_hash(key);
-    while (d->slots[h & (d->n_slots - 1)]) h++;
-    d->slots[h & (d->n_slots - 1)] = (uint32_t)d->n;
-    return true;
-}
-
-static tmpl_dict *tmpl_new_dict(tmpl_run *r) {
-    tmpl_dict *d = tmpl_alloc(r, 1, sizeof *d);
-    if (d) *d = (tmpl_dict){0};
-    return d;
-}
-
-/* A value of the context. */
-static bool tmpl_from_json(tmpl_run *r, const json *v, tval *out) {
-    size_t i = 0;
-    bool ok = true;
-    switch (v->type) {
-    case JSON_NULL: *out = tv_none(); return tmpl_work(r, 1);
-    case JSON_FALSE: case JSON_TRUE: *out = tv_bool(v->type == JSON_TRUE); return tmpl_work(r, 1);
-    case JSON_NUMBER: *out = v->exact ? tv_int(v->i) : tv_float(v->f); return tmpl_work(r, 1);
-    case JSON_STRING: *out = tv_str(json_str(v)); return tmpl_work(r, 1);
-    default: break;
-    }
-    if (!tmpl_enter(r)) return false;
-    if (v->type == JSON_ARRAY) {
-        tmpl_items *l = tmpl_new_items(r, v->n);
-        *out = tv_list(TV_LIST, l);
-        JSON_EACH(it, v) if (l && ok) ok = tmpl_from_json(r, it, &l->v[i++]);
-        ok = ok && l;
-    } else {
-        tmpl_dict *d = tmpl_new_dict(r);
-        *out = (tval){.type = TV_DICT, .dict = d};
-        JSON_MEMBERS(key, v) {
-            tval member;
-            ok = ok && d && tmpl_from_json(r, key + 1, &member) && tmpl_dict_set(r, d, tv_str(json_str(key)), member);
-            if (!ok) break;
-        }
-        ok = ok && d;
-    }
-    r->depth++;
-    return ok;
-}
 
 /* ---- Walking and attributes ---- */
 
@@ -4088,8 +4185,7 @@ static bool tmpl_walk(tmpl_run *r, tval v, tmpl_items **out) {
         if (!(*out = tmpl_new_items(r, (size_t)tmpl_len_cp(tv_text(v))))) return false;
         for (size_t i = 0, k, at = 0; i < (*out)->n; i++, at += k) {
             k = tmpl_cp_bytes((str){v.s + at, v.n - at}, 1);
-            (*out)->v[i] = tv_str((str){v.s + at, k});
-            (*out)->v[i].flag = v.flag;
+            (*out)->v[i] = tv_str((str){v.s + at, k}); /* never marked safe, as in Python */
         }
         return true;
     default: return tmpl_fail(r, "'%s' object is not iterable", tmpl_type_name(v.type));
@@ -4130,7 +4226,8 @@ static bool tmpl_own_attr(tmpl_run *r, tval v, str name, tval *out) {
         *out = (tval){.type = TV_METHOD, .method = m};
         return true;
     }
-    if (tmpl_refused_method(v.type, name) || str_starts(name, STR("__"))) return *out = tv_undefined(name, TMPL_UNSAFE), true;
+    if (tmpl_refused_method(v.type, name) || str_starts(name, STR("__")))
+        return *out = tv_undefined(name, TMPL_UNSAFE), true;
     if (v.type == TV_LOOP) return tmpl_loop_attr(r, v.loop, name, out);
     if (v.type == TV_NAMESPACE) {
         bool ok = true;
@@ -4154,7 +4251,7 @@ static bool tmpl_own_item(tmpl_run *r, tval v, tval key, tval *out) {
     }
     if (!tmpl_is_integer(key)) return true;
     int64_t i = tmpl_integer(key);
-    if (v.type == TV_LIST || v.type == TV_TUPLE || (v.type == TV_VIEW && v.flag == 0)) {
+    if (v.type == TV_LIST || v.type == TV_TUPLE || (v.type == TV_VIEW && v.flag == VIEW_RANGE)) {
         if (i < 0) i += (int64_t)v.list->n;
         if (i >= 0 && i < (int64_t)v.list->n) *out = v.list->v[i];
     } else if (v.type == TV_STR) {
@@ -4195,7 +4292,8 @@ static bool tmpl_item(tmpl_run *r, tval v, tval key, tval *out) {
     return true;
 }
 
-/* "a.b.0" of v, as attribute= of map, sort and others names it. A part that is missing becomes `otherwise`, if there is one. */
+/* "a.b.0" of v, as attribute= of map, sort and others names it. A part that is missing becomes `otherwise`, if there is
+ * one. */
 static bool tmpl_attr_path(tmpl_run *r, tval v, tval path, tval otherwise, tval *out) {
     *out = v;
     if (path.type == TV_INT) return tmpl_item(r, v, path, out);
@@ -4206,7 +4304,8 @@ static bool tmpl_attr_path(tmpl_run *r, tval v, tval path, tval otherwise, tval 
         str part = str_sub(s, from, dot < 0 ? s.n : (size_t)dot);
         int64_t i = 0;
         bool number = part.n > 0 && part.n < 10;
-        for (size_t k = 0; number && k < part.n; k++) number = isdigit((unsigned char)part.p[k]), i = i * 10 + part.p[k] - '0';
+        for (size_t k = 0; number && k < part.n; k++)
+            number = isdigit((unsigned char)part.p[k]), i = i * 10 + part.p[k] - '0';
         if (!tmpl_item(r, *out, number ? tv_int(i) : tv_str(part), out)) return false;
         if (out->type == TV_UNDEFINED && otherwise.type > TV_NONE) *out = otherwise;
         from += part.n + 1;
@@ -4255,7 +4354,7 @@ typedef struct tmpl_json_style {
 } tmpl_json_style;
 
 static bool tmpl_json(tmpl_run *r, buf *b, tval v, const tmpl_json_style *style, int level);
-static bool tmpl_sort(tmpl_run *r, tmpl_items *keys, tmpl_items *values, bool reverse);
+static bool tmpl_sort(tmpl_run *r, tmpl_items *keys, tmpl_items *values, bool reverse, bool equal_first);
 
 static bool tmpl_json_str(tmpl_run *r, buf *b, str s, bool ascii) {
     if (s.n > r->max_bytes / 6 || b->n > r->max_bytes) return tmpl_too_long(r);
@@ -4268,7 +4367,8 @@ static bool tmpl_json_str(tmpl_run *r, buf *b, str s, bool ascii) {
         const char *k = c && c < 0x80 ? strchr(named, (int)c) : NULL;
         if (k) buf_char(b, '\\'), buf_char(b, as[k - named]);
         else if (c < 0x20 || (ascii && c >= 0x7F && c < 0x10000)) buf_printf(b, "\\u%04x", c);
-        else if (ascii && c >= 0x10000) buf_printf(b, "\\u%04x\\u%04x", 0xD800 + ((c - 0x10000) >> 10), 0xDC00 + (c & 0x3FF));
+        else if (ascii && c >= 0x10000)
+            buf_printf(b, "\\u%04x\\u%04x", 0xD800 + ((c - 0x10000) >> 10), 0xDC00 + (c & 0x3FF));
         else buf_put(b, s.p + from, i - from);
     }
     buf_char(b, '"');
@@ -4301,7 +4401,7 @@ static bool tmpl_json_members(tmpl_run *r, buf *b, const tmpl_dict *d, const tmp
     tmpl_items *keys = tmpl_new_items(r, d->n), *values = keys ? tmpl_new_items(r, d->n) : NULL;
     if (!values) return false;
     for (size_t i = 0; i < d->n; i++) keys->v[i] = d->kv[2 * i], values->v[i] = d->kv[2 * i + 1];
-    if (style->sort_keys && !tmpl_sort(r, keys, values, false)) return false;
+    if (style->sort_keys && !tmpl_sort(r, keys, values, false, true)) return false;
     for (size_t i = 0; i < d->n; i++)
         if ((i && !tmpl_put(r, b, style->comma)) || !tmpl_json_line(r, b, style, level) ||
             !tmpl_json_key(r, b, keys->v[i], style) || !tmpl_put(r, b, style->colon) ||
@@ -4337,19 +4437,22 @@ static bool tmpl_json(tmpl_run *r, buf *b, tval v, const tmpl_json_style *style,
 }
 
 static bool tmpl_f_tojson(tmpl_run *r, tmpl_args *c, tval *out) { /* ensure_ascii indent separators sort_keys */
-    tmpl_json_style style = {.ascii = tmpl_true(c->a[0]), .sort_keys = tmpl_true(c->a[3]), .comma = STR(", "), .colon = STR(": ")};
+    tmpl_json_style style = {.ascii = tmpl_true(c->a[0]), .sort_keys = tmpl_true(c->a[3]), .comma = STR(", "),
+        .colon = STR(": ")};
     static const char spaces[] = "                                ";
     if (c->a[1].type > TV_NONE) {
         style.lines = true;
         style.comma = STR(",");
         if (c->a[1].type == TV_STR) style.indent = tv_text(c->a[1]);
         else if (!tmpl_is_integer(c->a[1])) return tmpl_bad_type(r, "indent=", c->a[1]);
-        else if (tmpl_integer(c->a[1]) > (int64_t)sizeof spaces - 1) return tmpl_fail(r, "tojson: indent above %zu", sizeof spaces - 1);
+        else if (tmpl_integer(c->a[1]) > (int64_t)sizeof spaces - 1)
+            return tmpl_fail(r, "tojson: indent above %zu", sizeof spaces - 1);
         else style.indent = (str){spaces, (size_t)MAX(tmpl_integer(c->a[1]), 0)};
     }
     if (c->a[2].type > TV_NONE) {
         tval s = c->a[2];
-        if ((s.type != TV_LIST && s.type != TV_TUPLE) || s.list->n != 2 || s.list->v[0].type != TV_STR || s.list->v[1].type != TV_STR)
+        if ((s.type != TV_LIST && s.type != TV_TUPLE) || s.list->n != 2 || s.list->v[0].type != TV_STR ||
+            s.list->v[1].type != TV_STR)
             return tmpl_fail(r, "tojson: separators is a pair of texts");
         style.comma = tv_text(s.list->v[0]), style.colon = tv_text(s.list->v[1]);
     }
@@ -4364,7 +4467,8 @@ static uint32_t tmpl_lower_cp(uint32_t c) {
     if (c < 0x80) return c >= 'A' && c <= 'Z' ? c + 32 : c;
     if (c >= 0xC0 && c <= 0xDE) return c == 0xD7 ? c : c + 32;
     if ((c >= 0x100 && c <= 0x137 && c != 0x130) || (c >= 0x14A && c <= 0x177) || (c >= 0x1E00 && c <= 0x1E95) ||
-        (c >= 0x1EA0 && c <= 0x1EFF) || (c >= 0x460 && c <= 0x481) || (c >= 0x48A && c <= 0x4BF) || (c >= 0x4D0 && c <= 0x52F))
+        (c >= 0x1EA0 && c <= 0x1EFF) || (c >= 0x460 && c <= 0x481) || (c >= 0x48A && c <= 0x4BF) ||
+        (c >= 0x4D0 && c <= 0x52F))
         return c | 1;
     if ((c >= 0x139 && c <= 0x148) || (c >= 0x179 && c <= 0x17E)) return c + (c & 1);
     if (c == 0x178) return 0xFF;
@@ -4394,8 +4498,8 @@ static bool tmpl_is_cased(uint32_t c) { return tmpl_lower_cp(c) != c || tmpl_upp
 
 typedef enum tmpl_case { CASE_LOWER, CASE_UPPER, CASE_CAPITAL, CASE_TITLE_WORDS, CASE_TITLE } tmpl_case;
 
-/* CASE_CAPITAL: the first letter large. CASE_TITLE_WORDS: as the filter, words end at "-([{<" and spaces. CASE_TITLE: as the
- * method, words end at anything that is not a letter. */
+/* CASE_CAPITAL: the first letter large. CASE_TITLE_WORDS: as the filter, words end at "-([{<" and spaces. CASE_TITLE: as
+ * the method, words end at anything that is not a letter. */
 static bool tmpl_recase(tmpl_run *r, tval v, tmpl_case how, tval *out) {
     buf b = {0};
     str s = tv_text(v);
@@ -4439,7 +4543,8 @@ static bool tmpl_escape_html(tmpl_run *r, tval v, tval *out) {
     bool ok = s.n <= r->max_bytes / 5 ? tmpl_work(r, s.n) : tmpl_too_long(r);
     for (size_t i = 0; ok && i < s.n; i++) {
         char c = s.s[i];
-        const char *z = c == '&' ? "&amp;" : c == '<' ? "&lt;" : c == '>' ? "&gt;" : c == '\'' ? "&#39;" : c == '"' ? "&#34;" : NULL;
+        const char *z = c == '&' ? "&amp;" : c == '<' ? "&lt;" : c == '>' ? "&gt;" : c == '\'' ? "&#39;"
+            : c == '"' ? "&#34;" : NULL;
         if (z) buf_c(&b, z);
         else buf_char(&b, c);
     }
@@ -4483,8 +4588,12 @@ static bool tmpl_f_trim(tmpl_run *r, tmpl_args *c, tval *out) {
     return tmpl_to_text(r, c->self, &s) && tmpl_strip(r, s, c->a[0], true, true, out);
 }
 static bool tmpl_m_strip(tmpl_run *r, tmpl_args *c, tval *out) { return tmpl_strip(r, c->self, c->a[0], true, true, out); }
-static bool tmpl_m_lstrip(tmpl_run *r, tmpl_args *c, tval *out) { return tmpl_strip(r, c->self, c->a[0], true, false, out); }
-static bool tmpl_m_rstrip(tmpl_run *r, tmpl_args *c, tval *out) { return tmpl_strip(r, c->self, c->a[0], false, true, out); }
+static bool tmpl_m_lstrip(tmpl_run *r, tmpl_args *c, tval *out) {
+    return tmpl_strip(r, c->self, c->a[0], true, false, out);
+}
+static bool tmpl_m_rstrip(tmpl_run *r, tmpl_args *c, tval *out) {
+    return tmpl_strip(r, c->self, c->a[0], false, true, out);
+}
 
 /* At most `count` occurrences replaced, all if it is negative. An empty needle stands between all characters. */
 static bool tmpl_replace(tmpl_run *r, str s, str old, str with, int64_t count, tval *out) {
@@ -4541,10 +4650,10 @@ static bool tmpl_next_line(str s, size_t *at, bool keep, str *line) {
 }
 
 static bool tmpl_f_indent(tmpl_run *r, tmpl_args *c, tval *out) { /* width first blank */
-    tval v;
+    tval v = c->self;
     buf in = {0}, b = {0}, s = {0};
     str line;
-    if (!tmpl_to_text(r, c->self, &v)) return false;
+    if (v.type != TV_STR) return tmpl_bad_type(r, "indent", v);
     int64_t width = c->a[0].type == TV_ABSENT ? 4 : tmpl_is_integer(c->a[0]) ? MAX(tmpl_integer(c->a[0]), 0) : 0;
     if (c->a[0].type > TV_STR || c->a[0].type == TV_FLOAT) return tmpl_bad_type(r, "indent", c->a[0]);
     if (width > (int64_t)r->max_bytes) return tmpl_too_long(r);
@@ -4573,18 +4682,6 @@ static bool tmpl_f_format(tmpl_run *r, tmpl_args *c, tval *out) { /* "..."|forma
     return tmpl_percent(r, tv_text(s), args, c, out);
 }
 
-static bool tmpl_f_wordcount(tmpl_run *r, tmpl_args *c, tval *out) {
-    tval v;
-    if (!tmpl_to_text(r, c->self, &v) || !tmpl_work(r, v.n)) return false;
-    str s = tmpl_trim(tv_text(v), true, true);
-    int64_t n = s.n > 0;
-    for (size_t i = 0, k; i < s.n; i++) {
-        if (!(k = tmpl_space(s.p + i, s.p + s.n))) continue;
-        for (n++; (k = tmpl_space(s.p + i, s.p + s.n)) != 0;) i += k;
-    }
-    return *out = tv_int(n), true;
-}
-
 static bool tmpl_f_center(tmpl_run *r, tmpl_args *c, tval *out) { /* width */
     tval v;
     buf b = {0};
@@ -4608,7 +4705,8 @@ static bool tmpl_to_double(str s, double *f) { /* Python's float(text) for what 
     for (size_t i = 0; i < s.n; i++) {
         bool digit = isdigit((unsigned char)s.p[i]);
         digits |= digit;
-        if (s.p[i] == '_' && i && isdigit((unsigned char)s.p[i - 1]) && i + 1 < s.n && isdigit((unsigned char)s.p[i + 1])) continue;
+        if (s.p[i] == '_' && i && isdigit((unsigned char)s.p[i - 1]) && i + 1 < s.n && isdigit((unsigned char)s.p[i + 1]))
+            continue;
         if (!digit && !strchr("+-.eE", s.p[i])) return buf_free(&b), false;
         buf_char(&b, s.p[i]);
     }
@@ -4697,7 +4795,8 @@ static bool tmpl_f_round(tmpl_run *r, tmpl_args *c, tval *out) { /* precision me
     int64_t digits = c->a[0].type ? tmpl_integer(c->a[0]) : 0;
     str method = c->a[1].type == TV_STR ? tv_text(c->a[1]) : STR("common");
     if (!tmpl_is_number(c->self)) return tmpl_bad_type(r, "round", c->self);
-    if ((c->a[0].type && !tmpl_is_integer(c->a[0])) || digits < -15 || digits > 30) return tmpl_fail(r, "round: precision not supported");
+    if ((c->a[0].type && !tmpl_is_integer(c->a[0])) || digits < -15 || digits > 30)
+        return tmpl_fail(r, "round: precision not supported");
     double f = tmpl_double(c->self), scale = pow(10, (double)digits);
     if (str_is(method, "ceil") || str_is(method, "floor")) {
         double scaled = f * scale;
@@ -4750,14 +4849,16 @@ static bool tmpl_join(tmpl_run *r, tmpl_items *l, str between, tval attribute, t
     bool ok = true;
     for (size_t i = 0; ok && i < l->n; i++) {
         tval v;
-        ok = (!i || tmpl_put(r, &b, between)) && tmpl_attr_path(r, l->v[i], attribute, (tval){0}, &v) && tmpl_put_value(r, &b, v, false);
+        ok = (!i || tmpl_put(r, &b, between)) && tmpl_attr_path(r, l->v[i], attribute, (tval){0}, &v) &&
+            tmpl_put_value(r, &b, v, false);
     }
     return tmpl_take(r, &b, ok, out);
 }
 static bool tmpl_f_join(tmpl_run *r, tmpl_args *c, tval *out) { /* d attribute */
     tmpl_items *l;
     tval d = tv_str(STR(""));
-    return (!c->a[0].type || tmpl_to_text(r, c->a[0], &d)) && tmpl_walk(r, c->self, &l) && tmpl_join(r, l, tv_text(d), c->a[1], out);
+    return (!c->a[0].type || tmpl_to_text(r, c->a[0], &d)) && tmpl_walk(r, c->self, &l) &&
+           tmpl_join(r, l, tv_text(d), c->a[1], out);
 }
 
 /* n elements of items, last first. */
@@ -4772,8 +4873,9 @@ static bool tmpl_f_reverse(tmpl_run *r, tmpl_args *c, tval *out) {
     return c->self.type == TV_STR ? tmpl_join(r, back, STR(""), (tval){0}, out) : tmpl_new_iter(r, back, out);
 }
 
-/* Sorts `values` by `keys`, both in place; equal keys keep their order, with `reverse` too. A merge sort from the bottom up. */
-static bool tmpl_sort(tmpl_run *r, tmpl_items *keys, tmpl_items *values, bool reverse) {
+/* Sorts `values` by `keys`, both in place; equal keys keep their order, with `reverse` too. A merge sort from the bottom
+ * up. equal_first: keys are asked whether they are equal first: without an order they may still be equal. */
+static bool tmpl_sort(tmpl_run *r, tmpl_items *keys, tmpl_items *values, bool reverse, bool equal_first) {
     size_t n = keys->n;
     tmpl_items *k2 = tmpl_new_items(r, n), *v2 = k2 ? tmpl_new_items(r, n) : NULL;
     if (!v2) return false;
@@ -4782,7 +4884,9 @@ static bool tmpl_sort(tmpl_run *r, tmpl_items *keys, tmpl_items *values, bool re
             size_t a = from, mid = MIN(from + width, n), b = mid, end = MIN(from + 2 * width, n);
             for (size_t to = from; to < end; to++) {
                 int order = 0;
-                if (a < mid && b < end && !tmpl_order(r, keys->v[b], keys->v[a], &order)) return false;
+                bool both = a < mid && b < end, equal = false;
+                if (both && equal_first && !tmpl_equal(r, keys->v[b], keys->v[a], &equal)) return false;
+                if (both && !equal && !tmpl_order(r, keys->v[b], keys->v[a], &order)) return false;
                 bool right = a >= mid || (b < end && (reverse ? order > 0 : order < 0));
                 size_t i = right ? b++ : a++;
                 k2->v[to] = keys->v[i], v2->v[to] = values->v[i];
@@ -4802,7 +4906,8 @@ static bool tmpl_sort_key(tmpl_run *r, tval v, tval attribute, bool case_sensiti
 
 static bool tmpl_sort_keys(tmpl_run *r, tmpl_items *l, tval attribute, bool case_sensitive, tmpl_items **keys) {
     if (!(*keys = tmpl_new_items(r, l->n))) return false;
-    if (attribute.type == TV_STR && memchr(attribute.s, ',', attribute.n)) return tmpl_fail(r, "several attributes are not supported");
+    if (attribute.type == TV_STR && memchr(attribute.s, ',', attribute.n))
+        return tmpl_fail(r, "several attributes are not supported");
     for (size_t i = 0; i < l->n; i++)
         if (!tmpl_sort_key(r, l->v[i], attribute, case_sensitive, &(*keys)->v[i])) return false;
     return true;
@@ -4812,7 +4917,8 @@ static bool tmpl_f_sort(tmpl_run *r, tmpl_args *c, tval *out) { /* reverse case_
     tmpl_items *l, *copy, *keys;
     if (!tmpl_walk(r, c->self, &l) || !(copy = tmpl_new_items(r, l->n))) return false;
     memcpy(copy->v, l->v, l->n * sizeof(tval));
-    if (!tmpl_sort_keys(r, copy, c->a[2], tmpl_true(c->a[1]), &keys) || !tmpl_sort(r, keys, copy, tmpl_true(c->a[0]))) return false;
+    if (!tmpl_sort_keys(r, copy, c->a[2], tmpl_true(c->a[1]), &keys) || !tmpl_sort(r, keys, copy, tmpl_true(c->a[0]), true))
+        return false;
     return *out = tv_list(TV_LIST, copy), true;
 }
 
@@ -4868,8 +4974,9 @@ static bool tmpl_f_dictsort(tmpl_run *r, tmpl_args *c, tval *out) { /* case_sens
     tmpl_items *l, *keys;
     if (c->self.type != TV_DICT) return tmpl_bad_type(r, "dictsort", c->self);
     bool by_value = c->a[1].type == TV_STR && str_is(tv_text(c->a[1]), "value");
-    if (!tmpl_dict_pairs(r, c->self.dict, &l) || !tmpl_sort_keys(r, l, tv_int(by_value), tmpl_true(c->a[0]), &keys)) return false;
-    return tmpl_sort(r, keys, l, tmpl_true(c->a[2])) && (*out = tv_list(TV_LIST, l), true);
+    if (!tmpl_dict_pairs(r, c->self.dict, &l) || !tmpl_sort_keys(r, l, tv_int(by_value), tmpl_true(c->a[0]), &keys))
+        return false;
+    return tmpl_sort(r, keys, l, tmpl_true(c->a[2]), false) && (*out = tv_list(TV_LIST, l), true);
 }
 
 static bool tmpl_binary(tmpl_run *r, int op, tval a, tval b, tval *out);
@@ -4904,9 +5011,11 @@ static bool tmpl_f_batch(tmpl_run *r, tmpl_args *c, tval *out) { /* linecount fi
 
 static bool tmpl_f_groupby(tmpl_run *r, tmpl_args *c, tval *out) { /* attribute default case_sensitive */
     tmpl_items *l, *keys, *copy, *groups;
-    if (!tmpl_walk(r, c->self, &l) || !(copy = tmpl_new_items(r, l->n)) || !(groups = tmpl_new_items(r, l->n))) return false;
+    if (!tmpl_walk(r, c->self, &l) || !(copy = tmpl_new_items(r, l->n)) || !(groups = tmpl_new_items(r, l->n)))
+        return false;
     memcpy(copy->v, l->v, l->n * sizeof(tval));
-    if (!tmpl_sort_keys(r, copy, c->a[0], tmpl_true(c->a[2]), &keys) || !tmpl_sort(r, keys, copy, false)) return false;
+    if (!tmpl_sort_keys(r, copy, c->a[0], tmpl_true(c->a[2]), &keys) || !tmpl_sort(r, keys, copy, false, false))
+        return false;
     groups->n = 0;
     for (size_t from = 0, to; from < copy->n; from = to) {
         bool same = true;
@@ -4945,7 +5054,7 @@ static const tmpl_fn *tmpl_named_fn(tmpl_run *r, bool test, tval name) {
 
 static tval tmpl_named_arg(const tmpl_args *c, const char *name) {
     for (int i = 0; i < c->n_named; i++)
-        if (str_is(c->names[i], name)) return c->named[i].v;
+        if (str_is(c->names[i], name)) return c->named[i];
     return (tval){0};
 }
 
@@ -4955,10 +5064,12 @@ static bool tmpl_f_map(tmpl_run *r, tmpl_args *c, tval *out) { /* attribute= [de
     const tmpl_fn *fn = NULL;
     if (!c->n_pos && !path.type) return tmpl_fail(r, "map needs a filter or attribute=");
     if (c->n_pos && !(fn = tmpl_named_fn(r, false, c->pos[0]))) return false;
+    if (c->self.type == TV_NONE) return tmpl_new_iter(r, tmpl_new_items(r, 0), out); /* what is false is not walked */
     if (!tmpl_walk(r, c->self, &l) || !(made = tmpl_new_items(r, l->n))) return false;
     for (size_t i = 0; i < l->n; i++) {
         tmpl_args rest = tmpl_rest(c, 1, l->v[i]);
-        if (fn ? !tmpl_apply(r, fn, &rest, &made->v[i]) : !tmpl_attr_path(r, l->v[i], path, otherwise, &made->v[i])) return false;
+        if (fn ? !tmpl_apply(r, fn, &rest, &made->v[i]) : !tmpl_attr_path(r, l->v[i], path, otherwise, &made->v[i]))
+            return false;
     }
     return tmpl_new_iter(r, made, out);
 }
@@ -4969,7 +5080,8 @@ static bool tmpl_choose(tmpl_run *r, tmpl_args *c, bool attribute, bool reject, 
     const tmpl_fn *fn = NULL;
     if (attribute && !c->n_pos) return tmpl_fail(r, "an attribute name is missing");
     if (c->n_pos > attribute && !(fn = tmpl_named_fn(r, true, c->pos[attribute]))) return false;
-    if (c->self.type == TV_NONE || (tmpl_length(c->self) == 0 && c->self.type != TV_UNDEFINED)) /* not walked if it is false */
+    if (c->self.type == TV_NONE) return tmpl_new_iter(r, tmpl_new_items(r, 0), out); /* what is false is not walked */
+    if (tmpl_length(c->self) == 0 && c->self.type != TV_UNDEFINED)
         return tmpl_new_iter(r, tmpl_new_items(r, 0), out);
     if (!tmpl_walk(r, c->self, &l) || !(kept = tmpl_new_items(r, l->n))) return false;
     kept->n = 0;
@@ -5031,18 +5143,25 @@ static const tmpl_fn tmpl_filter_table[] = {
     {"trim", "chars", 0, tmpl_f_trim},
     {"unique", "case_sensitive attribute", 0, tmpl_f_unique},
     {"upper", "", 0, tmpl_f_upper},
-    {"wordcount", "", 0, tmpl_f_wordcount},
     {0}};
 
 /* ---- Tests ---- */
 
 static bool tmpl_is(tval *out, bool yes) { return *out = tv_bool(yes), true; }
-static bool tmpl_t_defined(tmpl_run *r, tmpl_args *c, tval *out) { return (void)r, tmpl_is(out, c->self.type != TV_UNDEFINED); }
-static bool tmpl_t_undefined(tmpl_run *r, tmpl_args *c, tval *out) { return (void)r, tmpl_is(out, c->self.type == TV_UNDEFINED); }
+static bool tmpl_t_defined(tmpl_run *r, tmpl_args *c, tval *out) {
+    return (void)r, tmpl_is(out, c->self.type != TV_UNDEFINED);
+}
+static bool tmpl_t_undefined(tmpl_run *r, tmpl_args *c, tval *out) {
+    return (void)r, tmpl_is(out, c->self.type == TV_UNDEFINED);
+}
 static bool tmpl_t_none(tmpl_run *r, tmpl_args *c, tval *out) { return (void)r, tmpl_is(out, c->self.type == TV_NONE); }
 static bool tmpl_t_boolean(tmpl_run *r, tmpl_args *c, tval *out) { return (void)r, tmpl_is(out, c->self.type == TV_BOOL); }
-static bool tmpl_t_true(tmpl_run *r, tmpl_args *c, tval *out) { return (void)r, tmpl_is(out, c->self.type == TV_BOOL && c->self.b); }
-static bool tmpl_t_false(tmpl_run *r, tmpl_args *c, tval *out) { return (void)r, tmpl_is(out, c->self.type == TV_BOOL && !c->self.b); }
+static bool tmpl_t_true(tmpl_run *r, tmpl_args *c, tval *out) {
+    return (void)r, tmpl_is(out, c->self.type == TV_BOOL && c->self.b);
+}
+static bool tmpl_t_false(tmpl_run *r, tmpl_args *c, tval *out) {
+    return (void)r, tmpl_is(out, c->self.type == TV_BOOL && !c->self.b);
+}
 static bool tmpl_t_integer(tmpl_run *r, tmpl_args *c, tval *out) { return (void)r, tmpl_is(out, c->self.type == TV_INT); }
 static bool tmpl_t_float(tmpl_run *r, tmpl_args *c, tval *out) { return (void)r, tmpl_is(out, c->self.type == TV_FLOAT); }
 static bool tmpl_t_number(tmpl_run *r, tmpl_args *c, tval *out) { return (void)r, tmpl_is(out, tmpl_is_number(c->self)); }
@@ -5054,7 +5173,8 @@ static bool tmpl_t_iterable(tmpl_run *r, tmpl_args *c, tval *out) {
 }
 static bool tmpl_t_sequence(tmpl_run *r, tmpl_args *c, tval *out) { /* has a length and [ ] */
     int t = c->self.type;
-    return (void)r, tmpl_is(out, t == TV_UNDEFINED || (t >= TV_STR && t <= TV_DICT) || (t == TV_VIEW && c->self.flag == 0));
+    return (void)r, tmpl_is(out, t == TV_UNDEFINED || (t >= TV_STR && t <= TV_DICT) ||
+                            (t == TV_VIEW && c->self.flag == VIEW_RANGE));
 }
 static bool tmpl_t_callable(tmpl_run *r, tmpl_args *c, tval *out) {
     int t = c->self.type;
@@ -5165,8 +5285,7 @@ static bool tmpl_m_split(tmpl_run *r, tmpl_args *c, tval *out) { /* sep maxsplit
             else if (blank) while (to < rest.n && !(skip = tmpl_space(rest.p + to, rest.p + rest.n))) to++;
             else to = str_find(rest, sep, 0) < 0 ? rest.n : (size_t)str_find(rest, sep, 0);
             more = to < rest.n;
-            str part = blank && (int64_t)n >= max ? tmpl_trim(rest, false, true) : str_sub(rest, 0, to);
-            if (l) l->v[n] = tv_str(part), l->v[n].flag = c->self.flag;
+            if (l) l->v[n] = tv_str(str_sub(rest, 0, to)), l->v[n].flag = c->self.flag;
             if (more) rest = str_sub(rest, to + skip, rest.n);
             if (blank) rest = tmpl_trim(rest, true, false), more = more && rest.n;
         }
@@ -5174,6 +5293,9 @@ static bool tmpl_m_split(tmpl_run *r, tmpl_args *c, tval *out) { /* sep maxsplit
     }
     return *out = tv_list(TV_LIST, l), true;
 }
+
+/* Charges for searching backwards, whose worst case is a comparison at every byte. */
+static bool tmpl_work_back(tmpl_run *r, str s, str needle) { return tmpl_work(r, s.n * (needle.n / 64 + 1)); }
 
 /* The last `needle` in s, or -1. */
 static ptrdiff_t tmpl_rfind(str s, str needle) {
@@ -5190,6 +5312,7 @@ static bool tmpl_m_rsplit(tmpl_run *r, tmpl_args *c, tval *out) { /* sep maxspli
     if (!tmpl_text_args(r, c, 1)) return false;
     str sep = tv_text(c->a[0]);
     if (!sep.n) return tmpl_fail(r, "rsplit: empty separator");
+    if (!tmpl_work_back(r, s, sep)) return false;
     size_t n = 0, max = (size_t)MIN(tmpl_integer(c->a[1]), (int64_t)s.n);
     for (str rest = s; n < max; n++) { /* how many there are */
         ptrdiff_t at = tmpl_rfind(rest, sep);
@@ -5224,22 +5347,28 @@ static bool tmpl_m_partition(tmpl_run *r, tmpl_args *c, tval *out) {
     str s = tv_text(c->self), sep = tv_text(c->a[0]);
     if (!sep.n) return tmpl_fail(r, "%s: empty separator", c->fn->name);
     bool last = c->fn->name[0] == 'r';
+    if (last && !tmpl_work_back(r, s, sep)) return false;
     ptrdiff_t at = last ? tmpl_rfind(s, sep) : str_find(s, sep, 0);
     for (int i = 0; i < 3; i++) l->v[i] = tv_str(STR(""));
     if (at < 0) l->v[last ? 2 : 0] = c->self;
-    else l->v[0] = tv_str(str_sub(s, 0, (size_t)at)), l->v[1] = c->a[0], l->v[2] = tv_str(str_sub(s, (size_t)at + sep.n, s.n));
+    if (at < 0) return *out = tv_list(TV_TUPLE, l), true;
+    l->v[0] = tv_str(str_sub(s, 0, (size_t)at));
+    l->v[1] = c->a[0];
+    l->v[2] = tv_str(str_sub(s, (size_t)at + sep.n, s.n));
     return *out = tv_list(TV_TUPLE, l), true;
 }
 
 /* startswith and endswith: a text or a tuple of them. */
 static bool tmpl_m_at_end(tmpl_run *r, tmpl_args *c, tval *out) {
     bool end = c->fn->name[0] == 'e', yes = false;
+    if (!tmpl_work(r, c->self.n)) return false;
     if (c->a[0].type == TV_STR) return tmpl_is(out, (end ? str_ends : str_starts)(tv_text(c->self), tv_text(c->a[0])));
     if (c->a[0].type != TV_TUPLE) return tmpl_bad_type(r, c->fn->name, c->a[0]);
     for (size_t i = 0; i < c->a[0].list->n && !yes; i++) {
         tval v = c->a[0].list->v[i];
         if (v.type != TV_STR) return tmpl_bad_type(r, c->fn->name, v);
         yes = (end ? str_ends : str_starts)(tv_text(c->self), tv_text(v));
+        if (!tmpl_work(r, v.n)) return false;
     }
     return tmpl_is(out, yes);
 }
@@ -5247,6 +5376,7 @@ static bool tmpl_m_at_end(tmpl_run *r, tmpl_args *c, tval *out) {
 static bool tmpl_m_find(tmpl_run *r, tmpl_args *c, tval *out) { /* find, rfind, index, count */
     if (!tmpl_text_args(r, c, 1)) return false;
     str s = tv_text(c->self), sub = tv_text(c->a[0]);
+    if (c->fn->name[0] == 'r' && !tmpl_work_back(r, s, sub)) return false;
     ptrdiff_t at = c->fn->name[0] == 'r' ? tmpl_rfind(s, sub) : str_find(s, sub, 0);
     if (c->fn->name[0] == 'i' && at < 0) return tmpl_fail(r, "index: substring not found");
     if (c->fn->name[0] != 'c') return *out = tv_int(at < 0 ? -1 : tmpl_len_cp(str_sub(s, 0, (size_t)at))), true;
@@ -5274,7 +5404,8 @@ static bool tmpl_m_kind(tmpl_run *r, tmpl_args *c, tval *out) {
         unsigned char b = (unsigned char)s.p[i];
         size_t space = tmpl_space(s.p + i, s.p + s.n);
         k = tmpl_cp_bytes(str_sub(s, i, s.n), 1);
-        if (b >= 0x80 && !str_is(kind, "space")) return tmpl_fail(r, "%s of a text that is not ASCII is not supported", c->fn->name);
+        if (b >= 0x80 && !str_is(kind, "space"))
+            return tmpl_fail(r, "%s of a text that is not ASCII is not supported", c->fn->name);
         all = str_is(kind, "space") ? space > 0 : str_is(kind, "alpha") ? isalpha(b) != 0
               : str_is(kind, "alnum") ? isalnum(b) != 0 : isdigit(b) != 0;
     }
@@ -5316,8 +5447,9 @@ static bool tmpl_m_format(tmpl_run *r, tmpl_args *c, tval *out) {
         if (!field.n) turn++;
         if (!field.n || tmpl_to_integer(field, 10, &k, &fits)) v = k >= 0 && k < c->n_pos ? c->pos[k] : v;
         for (int n = 0; field.n && n < c->n_named; n++)
-            if (str_eq(c->names[n], field)) v = c->named[n].v;
-        ok = v.type ? tmpl_put_value(r, &b, v, false) : tmpl_fail(r, "format: field '{%.*s}' is not supported", STRF(field));
+            if (str_eq(c->names[n], field)) v = c->named[n];
+        ok = tmpl_work(r, (size_t)c->n_named) && (v.type || tmpl_fail(r, "format: no value for '{%.*s}'", STRF(field))) &&
+             tmpl_put_value(r, &b, v, false);
         i = (size_t)MAX(close, 0);
     }
     return tmpl_take(r, &b, ok, out);
@@ -5330,7 +5462,7 @@ static bool tmpl_m_items(tmpl_run *r, tmpl_args *c, tval *out) { /* items, keys,
     if (which == 'i' ? !tmpl_dict_pairs(r, d, &l) : !(l = tmpl_new_items(r, d->n))) return false;
     for (size_t i = 0; which != 'i' && i < d->n; i++) l->v[i] = d->kv[2 * i + (which == 'v')];
     *out = tv_list(TV_VIEW, l);
-    return out->flag = 1, true;
+    return out->flag = which == 'i' ? VIEW_ITEMS : which == 'k' ? VIEW_KEYS : VIEW_VALUES, true;
 }
 
 static bool tmpl_m_get(tmpl_run *r, tmpl_args *c, tval *out) { /* key default */
@@ -5409,7 +5541,8 @@ static const tmpl_fn tmpl_dict_methods[] = {
     {0}};
 static const tmpl_fn tmpl_list_methods[] = {{"copy", "", 0, tmpl_m_copy}, {"count", "value", 1, tmpl_m_list_find},
                                             {"index", "value", 1, tmpl_m_list_find}, {0}};
-static const tmpl_fn tmpl_loop_methods[] = {{"changed", "*", 0, tmpl_m_loop_changed}, {"cycle", "*", 0, tmpl_m_loop_cycle}, {0}};
+static const tmpl_fn tmpl_loop_methods[] = {{"changed", "*", 0, tmpl_m_loop_changed}, {"cycle", "*", 0, tmpl_m_loop_cycle},
+    {0}};
 
 static const tmpl_fn *tmpl_method_of(int type, str name) {
     switch (type) {
@@ -5435,14 +5568,17 @@ static bool tmpl_refused_method(int type, str name) {
 
 /* ---- Functions ---- */
 
-static bool tmpl_g_range(tmpl_run *r, tmpl_args *c, tval *out) { /* start stop step; at most 100,000 numbers, as in the sandbox */
+/* range([start,] stop[, step]); at most 100,000 numbers, as in the sandbox. */
+static bool tmpl_g_range(tmpl_run *r, tmpl_args *c, tval *out) {
     for (int i = 0; i < 3; i++)
         if (c->a[i].type && !tmpl_is_integer(c->a[i])) return tmpl_bad_type(r, "range", c->a[i]);
     bool one = !c->a[1].type;
-    int64_t from = one ? 0 : tmpl_integer(c->a[0]), to = tmpl_integer(c->a[one ? 0 : 1]), step = c->a[2].type ? tmpl_integer(c->a[2]) : 1;
+    int64_t from = one ? 0 : tmpl_integer(c->a[0]), to = tmpl_integer(c->a[one ? 0 : 1]);
+    int64_t step = c->a[2].type ? tmpl_integer(c->a[2]) : 1;
     if (!step) return tmpl_fail(r, "range: step 0");
     uint64_t span = step > 0 ? (uint64_t)to - (uint64_t)from : (uint64_t)from - (uint64_t)to;
-    uint64_t by = step > 0 ? (uint64_t)step : 0 - (uint64_t)step, n = (step > 0 ? from < to : from > to) ? (span - 1) / by + 1 : 0;
+    uint64_t by = step > 0 ? (uint64_t)step : 0 - (uint64_t)step;
+    uint64_t n = (step > 0 ? from < to : from > to) ? (span - 1) / by + 1 : 0;
     if (n > 100000) return tmpl_fail(r, "range: more than 100000 numbers");
     tmpl_items *l = tmpl_new_items(r, n);
     for (uint64_t i = 0; l && i < n; i++) l->v[i] = tv_int((int64_t)((uint64_t)from + i * (uint64_t)step));
@@ -5461,7 +5597,7 @@ static bool tmpl_g_dict(tmpl_run *r, tmpl_args *c, tval *out) {
         ok = tmpl_walk(r, l->v[i], &pair) && (pair->n == 2 || tmpl_fail(r, "%s: pairs expected", c->fn->name)) &&
              tmpl_dict_set(r, d, pair->v[0], pair->v[1]);
     }
-    for (int i = 0; ok && i < c->n_named; i++) ok = tmpl_dict_set(r, d, tv_str(c->names[i]), c->named[i].v);
+    for (int i = 0; ok && i < c->n_named; i++) ok = tmpl_dict_set(r, d, tv_str(c->names[i]), c->named[i]);
     *out = (tval){.type = c->fn->name[0] == 'd' ? TV_DICT : TV_NAMESPACE, .dict = d};
     return ok;
 }
@@ -5475,8 +5611,8 @@ static bool tmpl_g_raise(tmpl_run *r, tmpl_args *c, tval *out) {
 /* One conversion of strftime in the C locale; false if it is not known. `pad` false: no leading zero or space ("%-d"). */
 static bool tmpl_time_part(buf *b, const tmpl_time *t, char c, bool pad) {
     static const char *const days[] = {"Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"};
-    static const char *const months[] = {"January", "February", "March", "April", "May", "June", "July", "August", "September",
-        "October", "November", "December"};
+    static const char *const months[] = {"January", "February", "March", "April", "May", "June", "July", "August",
+        "September", "October", "November", "December"};
     const char *day = days[((t->weekday % 7) + 7) % 7], *month = months[((t->month % 12) + 12) % 12], *z;
     int year = t->year + 1900, hour12 = t->hour % 12 ? t->hour % 12 : 12;
     switch (c) {
@@ -5567,7 +5703,7 @@ static bool tmpl_eval_args(tmpl_run *r, const tmpl_node *chain, tmpl_args *c) {
             for (int i = 0; i < c->n_named; i++)
                 if (str_eq(c->names[i], n->s)) return tmpl_fail(r, "argument '%.*s' is given twice", STRF(n->s));
             c->names[c->n_named] = n->s;
-            if (!tmpl_eval(r, n->a, &c->named[c->n_named++].v)) return false;
+            if (!tmpl_eval(r, n->a, &c->named[c->n_named++])) return false;
         }
     return true;
 }
@@ -5582,7 +5718,7 @@ static bool tmpl_apply(tmpl_run *r, const tmpl_fn *fn, tmpl_args *c, tval *out) 
         for (int i = 0; i < c->n_named; i++)
             if (str_eq(c->names[i], name)) {
                 if (n < c->n_pos) return tmpl_fail(r, "%s: argument '%.*s' is given twice", fn->name, STRF(name));
-                c->a[n] = c->named[i].v, used++;
+                c->a[n] = c->named[i], used++;
             }
         p += name.n + (p[name.n] == ' ');
     }
@@ -5671,10 +5807,13 @@ static bool tmpl_percent_one(tmpl_run *r, buf *b, str spec, char conv, tval v) {
     int width = 0, digits = -1;
     size_t i = 0, head = 0;
     while (i < spec.n && strchr("-+ 0#", spec.p[i])) i++;
-    for (head = i; i < spec.n && isdigit((unsigned char)spec.p[i]); i++) width = width * 10 + spec.p[i] - '0';
+    for (head = i; i < spec.n && isdigit((unsigned char)spec.p[i]); i++)
+        width = MIN(width * 10 + spec.p[i] - '0', 1000);
     if (i < spec.n && spec.p[i] == '.')
-        for (i++, digits = 0; i < spec.n && isdigit((unsigned char)spec.p[i]); i++) digits = digits * 10 + spec.p[i] - '0';
-    if (i < spec.n || head > 5 || width > 200 || digits > 60) return tmpl_fail(r, "%%: '%%%.*s%c' is not supported", STRF(spec), conv);
+        for (i++, digits = 0; i < spec.n && isdigit((unsigned char)spec.p[i]); i++)
+            digits = MIN(digits * 10 + spec.p[i] - '0', 1000);
+    if (i < spec.n || head > 5 || width > 200 || digits > 60)
+        return tmpl_fail(r, "%%: '%%%.*s%c' is not supported", STRF(spec), conv);
     if (conv == 's' || conv == 'r') {
         buf t = {0};
         bool ok = tmpl_put_value(r, &t, v, conv == 'r');
@@ -5689,7 +5828,8 @@ static bool tmpl_percent_one(tmpl_run *r, buf *b, str spec, char conv, tval v) {
     }
     if (!tmpl_is_number(v)) return tmpl_bad_type(r, "%", v);
     tval whole = v;
-    if (v.type == TV_FLOAT && strchr("di", conv) && !(isfinite(v.f) && tmpl_truncate_double(r, v.f, &whole))) return tmpl_bad_type(r, "%", v);
+    if (v.type == TV_FLOAT && strchr("di", conv) && !(isfinite(v.f) && tmpl_truncate_double(r, v.f, &whole)))
+        return tmpl_bad_type(r, "%", v);
     if (v.type == TV_FLOAT && strchr("xX", conv)) return tmpl_bad_type(r, "%", v);
     snprintf(form, sizeof form, "%%%.*s%s%c", (int)spec.n, spec.p, strchr("dixX", conv) ? "ll" : "", conv);
     if (strchr("di", conv)) snprintf(z, sizeof z, form, (long long)tmpl_integer(whole));
@@ -5714,7 +5854,7 @@ static bool tmpl_percent(tmpl_run *r, str s, tmpl_items *args, const tmpl_args *
         if (i < s.n && s.p[i] == '(') {
             ptrdiff_t close = str_find(s, STR(")"), i);
             for (int k = 0; named && close > 0 && k < named->n_named; k++)
-                if (str_eq(named->names[k], str_sub(s, i + 1, (size_t)close))) v = named->named[k].v;
+                if (str_eq(named->names[k], str_sub(s, i + 1, (size_t)close))) v = named->named[k];
             if (!v.type) ok = tmpl_fail(r, "%%: a named value is missing");
             else from = i = (size_t)close + 1;
         }
@@ -5729,7 +5869,10 @@ static bool tmpl_percent(tmpl_run *r, str s, tmpl_items *args, const tmpl_args *
         else if (!v.type && used == args->n) ok = tmpl_fail(r, "%%: not enough values");
         else ok = tmpl_percent_one(r, &b, str_sub(s, from, i), conv, v.type ? v : args->v[used++]);
     }
-    if (ok && used < args->n && !(named && named->n_named)) ok = tmpl_fail(r, "%%: too many values");
+    /* "a" % [1] is "a" in Python */
+    bool may_stay = args->n == 1 && args->v[0].type >= TV_LIST && args->v[0].type <= TV_DICT;
+    may_stay |= args->n == 1 && args->v[0].type == TV_UNDEFINED;
+    if (ok && used < args->n && !(named && named->n_named) && !may_stay) ok = tmpl_fail(r, "%%: too many values");
     return tmpl_take(r, &b, ok, out);
 }
 
@@ -5882,13 +6025,15 @@ static bool tmpl_eval_slice(tmpl_run *r, const tmpl_node *n, tval *out) {
     tval v, step_v = tv_none();
     int64_t from, to;
     if (!tmpl_eval(r, n->a, &v) || (n->d && !tmpl_eval(r, n->d, &step_v))) return false;
-    bool list = v.type == TV_LIST || v.type == TV_TUPLE || (v.type == TV_VIEW && v.flag == 0);
+    bool list = v.type == TV_LIST || v.type == TV_TUPLE || (v.type == TV_VIEW && v.flag == VIEW_RANGE);
     if (v.type != TV_STR && !list) return tmpl_bad_type(r, "a slice", v);
-    if (step_v.type != TV_NONE && (!tmpl_is_integer(step_v) || !tmpl_integer(step_v))) return tmpl_fail(r, "slice: wrong step");
+    if (step_v.type != TV_NONE && (!tmpl_is_integer(step_v) || !tmpl_integer(step_v)))
+        return tmpl_fail(r, "slice: wrong step");
     int64_t step = step_v.type == TV_NONE ? 1 : tmpl_integer(step_v), len = tmpl_length(v);
     step = MAX(MIN(step, (int64_t)1 << 40), -((int64_t)1 << 40));
     if (!tmpl_work(r, v.type == TV_STR ? v.n : 0)) return false;
-    if (!tmpl_bound(r, n->b, len, step, step < 0 ? len - 1 : 0, &from) || !tmpl_bound(r, n->c, len, step, step < 0 ? -1 : len, &to))
+    if (!tmpl_bound(r, n->b, len, step, step < 0 ? len - 1 : 0, &from) ||
+        !tmpl_bound(r, n->c, len, step, step < 0 ? -1 : len, &to))
         return false;
     if (v.type == TV_STR && step == 1) {
         str s = tv_text(v);
@@ -5925,7 +6070,8 @@ static bool tmpl_eval_concat(tmpl_run *r, const tmpl_node *n, tval *out) {
     tval first, v, text;
     if (!tmpl_eval(r, n->b, &first) || !tmpl_to_text(r, first, out)) return false;
     for (const tmpl_node *it = n->b->next; it; it = it->next)
-        if (!tmpl_eval(r, it, &v) || !tmpl_to_text(r, v, &text) || !tmpl_concat(r, tv_text(*out), tv_text(text), out)) return false;
+        if (!tmpl_eval(r, it, &v) || !tmpl_to_text(r, v, &text) || !tmpl_concat(r, tv_text(*out), tv_text(text), out))
+            return false;
     out->flag = 0;
     return true;
 }
@@ -5994,7 +6140,8 @@ static bool tmpl_assign(tmpl_run *r, const tmpl_node *target, tval v) {
     if (target->kind == TN_NSREF) {
         tval ns;
         if (!tmpl_get_var(r, target->id, &ns)) return false;
-        if (ns.type != TV_NAMESPACE) return tmpl_fail(r, "cannot assign attribute '%.*s': not a namespace", STRF(target->s));
+        if (ns.type != TV_NAMESPACE)
+            return tmpl_fail(r, "cannot assign attribute '%.*s': not a namespace", STRF(target->s));
         return tmpl_dict_set(r, ns.dict, tv_str(target->s), v);
     }
     tmpl_items *l;
@@ -6035,6 +6182,7 @@ static bool tmpl_filtered(tmpl_run *r, const tmpl_node *n, tval *out) {
     return ok;
 }
 
+/* Sets the parameters of a macro or call block in the scope just made for it. */
 static bool tmpl_bind_params(tmpl_run *r, tmpl_args *c, const tmpl_node *params, const char *what) {
     int used_named = 0, used = 0;
     for (const tmpl_node *p = params; p; p = p->next) {
@@ -6042,33 +6190,34 @@ static bool tmpl_bind_params(tmpl_run *r, tmpl_args *c, const tmpl_node *params,
         for (int i = 0; i < c->n_named; i++)
             if (str_eq(c->names[i], p->s)) {
                 if (used < c->n_pos) return tmpl_fail(r, "%s: argument '%.*s' is given twice", what, STRF(p->s));
-                v = c->named[i].v, used_named++;
+                v = c->named[i], used_named++;
             }
         used++;
-        if (!v.type && p->a && !tmpl_eval(r, p->a, &v)) return false;
-        if (!tmpl_set_var(r, p->id, v.type ? v : tv_undefined(p->s, 0))) return false;
+        if (!tmpl_set_var(r, p->id, v)) return false;
+    }
+    for (const tmpl_node *p = params; p; p = p->next) { /* defaults see all parameters, and only those around the macro */
+        tval v;
+        if (!tmpl_get_var(r, p->id, &v)) return false;
+        if (!v.type && p->a && (!tmpl_eval(r, p->a, &v) || !tmpl_set_var(r, p->id, v))) return false;
     }
     if (c->n_pos > used) return tmpl_fail(r, "%s: %d arguments, at most %d", what, c->n_pos, used);
     if (used_named < c->n_named) return tmpl_fail(r, "%s: an argument name is not known", what);
     return true;
 }
 
-static int tmpl_var_id(const tmpl *t, const char *name) {
-    for (int i = 0; i < t->n_names; i++)
-        if (str_is(t->names[i], name)) return i;
-    return -1;
-}
-
 static bool tmpl_call_macro(tmpl_run *r, tmpl_args *c, const tmpl_macro *m, tval caller, tval *out) {
     tmpl_scope *back = r->scope;
     char what[80];
     bool is_macro = m->node->kind == TN_MACRO;
-    snprintf(what, sizeof what, "%.*s", is_macro ? (int)MIN(m->node->s.n, (size_t)70) : 6, is_macro ? m->node->s.p : "caller");
+    str name = is_macro ? m->node->s : STR("caller");
+    snprintf(what, sizeof what, "%.*s", (int)MIN(name.n, sizeof what - 1), name.p);
     if (!tmpl_enter(r)) return false;
     bool ok = tmpl_push_scope(r, m->scope) != NULL;
-    int id = tmpl_var_id(r->t, "caller");
+    int id = r->caller_id;
     if (ok && id >= 0 && is_macro) ok = tmpl_set_var(r, id, caller.type ? caller : tv_undefined(STR("caller"), 0));
-    ok = ok && tmpl_bind_params(r, c, m->node->b, what) && tmpl_capture(r, m->node->c, out);
+    ok = ok && tmpl_bind_params(r, c, m->node->b, what);
+    if (ok && id >= 0 && is_macro && caller.type) ok = tmpl_set_var(r, id, caller); /* also over a parameter of that name */
+    ok = ok && tmpl_capture(r, m->node->c, out);
     r->scope = back;
     r->depth++;
     return ok;
@@ -6078,7 +6227,6 @@ static bool tmpl_new_macro(tmpl_run *r, const tmpl_node *n, tval *out) {
     tmpl_macro *m = tmpl_alloc(r, 1, sizeof *m);
     if (!m) return false;
     *m = (tmpl_macro){.node = n, .scope = r->scope};
-    for (tmpl_scope *s = r->scope; s; s = s->outer) s->kept = true;
     *out = (tval){.type = TV_MACRO, .macro = m};
     return true;
 }
@@ -6091,7 +6239,8 @@ static bool tmpl_loop_step(tmpl_run *r, tmpl_loop *l, tval *v) {
         tval candidate = l->items->v[l->at++], passed = tv_bool(true);
         if (l->node->d && !l->filtered) {
             tmpl_scope *back = r->scope;
-            bool ok = tmpl_push_scope(r, l->scope) && tmpl_assign(r, l->node->a, candidate) && tmpl_eval(r, l->node->d, &passed);
+            bool ok = tmpl_push_scope(r, l->scope) && tmpl_assign(r, l->node->a, candidate) &&
+                tmpl_eval(r, l->node->d, &passed);
             r->scope = back;
             if (!ok) return false;
         }
@@ -6139,9 +6288,10 @@ static bool tmpl_loop_attr(tmpl_run *r, tmpl_loop *l, str name, tval *out) {
     return *out = tv_int(rev ? n - l->index0 : rev0 ? n - l->index0 - 1 : n), true;
 }
 
-/* The body once for each element, every time in a fresh scope that also has `loop`. As in Jinja, the else body runs when no
- * iteration came to the end of its body: also after a break in the first one. */
-static tmpl_flow tmpl_loop_bodies(tmpl_run *r, tmpl_loop *l, int loop_id, bool *ended) {
+/* The body once for each element, every time with only the target and `loop` in its scope. As in Jinja it is one scope, so
+ * that a macro defined in it sees the latest element; and the else body runs when no iteration came to the end of its body,
+ * also after a break in the first one. */
+static tmpl_flow tmpl_loop_bodies(tmpl_run *r, tmpl_loop *l, bool *ended) {
     const tmpl_node *n = l->node;
     tmpl_scope *s = NULL;
     for (;;) {
@@ -6152,13 +6302,11 @@ static tmpl_flow tmpl_loop_bodies(tmpl_run *r, tmpl_loop *l, int loop_id, bool *
         l->index0++;
         l->before = l->now;
         l->now = v;
-        if (!s || s->kept) {
-            if (!(s = tmpl_push_scope(r, l->scope))) return FLOW_FAIL;
-        }
+        if (!s && !(s = tmpl_push_scope(r, l->scope))) return FLOW_FAIL;
         r->scope = s;
         s->n = 0;
         if (!tmpl_assign(r, n->a, v)) return FLOW_FAIL;
-        if (loop_id >= 0 && !tmpl_set_var(r, loop_id, (tval){.type = TV_LOOP, .loop = l})) return FLOW_FAIL;
+        if (r->loop_id >= 0 && !tmpl_set_var(r, r->loop_id, (tval){.type = TV_LOOP, .loop = l})) return FLOW_FAIL;
         tmpl_flow flow = tmpl_exec(r, n->c);
         if (flow == FLOW_FAIL || flow == FLOW_BREAK) return flow;
         *ended |= flow == FLOW_ON;
@@ -6173,7 +6321,7 @@ static tmpl_flow tmpl_exec_for(tmpl_run *r, const tmpl_node *n) {
     if (!l || !tmpl_eval(r, n->b, &v)) return FLOW_FAIL;
     *l = (tmpl_loop){.node = n, .scope = r->scope, .index0 = -1};
     if (!tmpl_walk(r, v, &l->items)) return FLOW_FAIL;
-    tmpl_flow flow = tmpl_loop_bodies(r, l, tmpl_var_id(r->t, "loop"), &ended);
+    tmpl_flow flow = tmpl_loop_bodies(r, l, &ended);
     r->scope = back;
     if (flow == FLOW_FAIL) return flow;
     if (!ended && n->e) {
@@ -6224,7 +6372,10 @@ static tmpl_flow tmpl_exec_one(tmpl_run *r, const tmpl_node *n) {
     case TN_FOR: return tmpl_exec_for(r, n);
     case TN_SET: ok = tmpl_eval(r, n->b, &v) && tmpl_assign(r, n->a, v); break;
     case TN_SETBLOCK: ok = tmpl_filtered(r, n, &v) && tmpl_assign(r, n->a, v); break;
-    case TN_FILTERS: ok = tmpl_filtered(r, n, &v) && tmpl_put_value(r, r->out, v, false); break;
+    case TN_FILTERS:
+        ok = tmpl_filtered(r, n, &v) && (v.type == TV_STR || tmpl_bad_type(r, "the output", v)) &&
+            tmpl_put(r, r->out, tv_text(v));
+        break;
     case TN_MACRO: ok = tmpl_new_macro(r, n, &v) && tmpl_set_var(r, n->id, v); break;
     case TN_CALLER: ok = tmpl_exec_caller(r, n); break;
     case TN_WITH: return tmpl_exec_with(r, n);
@@ -6248,8 +6399,8 @@ static tmpl_flow tmpl_exec(tmpl_run *r, const tmpl_node *chain) {
 
 /* ---- The two entrances ---- */
 
-/* Parses a template. *out is the caller's until tmpl_del. A filter or test that is not supported is an error here, unless it
- * stands in an if: then it is one when it runs. */
+/* Parses a template. *out is the caller's until tmpl_del. A filter or test that is not supported is an error here, unless
+ * it stands in an if: then it is one when it runs. */
 static int tmpl_parse(tmpl **out, str source, toka_err *e) {
     if (tmpl_parse_tree(out, source, e)) return e->code;
     for (tmpl_node *n = (*out)->calls; n; n = n->next_call) {
@@ -6263,8 +6414,14 @@ static int tmpl_parse(tmpl **out, str source, toka_err *e) {
     return 0;
 }
 
-/* Renders t behind what `out` holds. context: a JSON object whose members are the template's variables; its text must live until
- * the call returns. Hugging Face gives every template messages, tools and documents (null if there are none),
+static int tmpl_var_id(const tmpl *t, const char *name) {
+    for (int i = 0; i < t->n_names; i++)
+        if (str_is(t->names[i], name)) return i;
+    return -1;
+}
+
+/* Renders t behind what `out` holds. context: a JSON object whose members are the template's variables; its text must live
+ * until the call returns. Hugging Face gives every template messages, tools and documents (null if there are none),
  * add_generation_prompt and the special tokens: so should the caller. Thread: any. */
 static int tmpl_render(const tmpl *t, const json *context, tmpl_time now, tmpl_limits limits, buf *out, toka_err *e) {
     if (!json_is(context, JSON_OBJECT)) return fail(e, TOKA_E_USE, "template line 1: the context is not a JSON object");
@@ -6273,6 +6430,7 @@ static int tmpl_render(const tmpl *t, const json *context, tmpl_time now, tmpl_l
         .max_depth = limits.depth, .memory = TMPL_MEMORY(limits), .max_bytes = limits.output_bytes, .line = 1, .e = e};
     buf text = {0};
     r.out = &text;
+    r.loop_id = tmpl_var_id(t, "loop"), r.caller_id = tmpl_var_id(t, "caller");
     r.globals = mem_zalloc((size_t)t->n_names * sizeof *r.globals);
     bool ok = true;
     for (int i = 0; i < t->n_names; i++) {
@@ -6283,7 +6441,8 @@ static int tmpl_render(const tmpl *t, const json *context, tmpl_time now, tmpl_l
         int id = -1;
         for (int i = 0; i < t->n_names && id < 0; i++)
             if (str_eq(t->names[i], json_str(key))) id = i;
-        ok = ok && (id < 0 || tmpl_from_json(&r, key + 1, &r.globals[id]));
+        ok = ok && tmpl_work(&r, (size_t)t->n_names) && (id < 0 || tmpl_from_json(&r, key + 1, &r.globals[id]));
+        if (!ok) break;
     }
     ok = ok && tmpl_exec(&r, t->body) == FLOW_ON;
     if (ok) buf_str(out, buf_view(&text));
@@ -9224,7 +9383,7 @@ static void batch_build(batch *b, const sched *s) {
 }
 
 /* Bytes that go up to a device for this step. */
-static size_t batch_upload_bytes(const batch_upload *u) {
+UNUSED static size_t batch_upload_bytes(const batch_upload *u) {
     size_t n = (size_t)u->n_joins * (sizeof *u->joins + BATCH_PARAM_BYTES);
     n += (size_t)u->n_join_pages * sizeof *u->join_pages;
     n += (size_t)u->n_grown * sizeof *u->grown;
@@ -9797,15 +9956,16 @@ static void stop_free(stop_scan *s) {
 
 /* ===========================================================================
  * MARK: 15. CPU backend [cpu]
- * The table of toka.h on the CPU: toka_cpu. In: one step's plan of integers, activations in float32, weights where they lie in
- * the mapped file (bf16, f16, f32). Out: the residual stream, K and V in their pages, picks. Sums are float32.
+ * The table of toka.h on the CPU: toka_cpu. In: one step's plan of integers, activations in float32, weights where they
+ * lie in the mapped file (bf16, f16, f32). Out: the residual stream, K and V in their pages, picks. Sums are float32.
  *
- * What always holds: the bytes of a row's result depend on that row alone. Not on T or on the other rows of the step, not on
- * the number of threads, not on how a prompt was cut into chunks or the attention into spans. Three rules give that:
- *   - A product y[t][n] = sum over k of x[t][k] w[n][k] has one order in every tile shape: k in blocks of CPU_BLOCK; in a block
- *     lane j of one vector sums the k with k % lanes == j in rising order; one fixed tree sums the lanes; blocks add up in order.
- *   - Attention walks the kv positions page by page in rising order and merges each page into a running softmax. Spans begin
- *     and end on page borders, so how they are cut changes nothing. What a row may not see adds an exact zero.
+ * What always holds: the bytes of a row's result depend on that row alone. Not on T or on the other rows of the step, not
+ * on the number of threads, not on how a prompt was cut into chunks or the attention into spans. Three rules give that:
+ *   - A product y[t][n] = sum over k of x[t][k] w[n][k] has one order in every tile shape: k in blocks of kernels.block;
+ *     in a block lane j of one vector sums the k with k % lanes == j in rising order; one fixed tree sums the lanes; blocks
+ *     add up in order.
+ *   - Attention walks the kv positions page by page in rising order and merges each page into a running softmax. Spans
+ *     begin and end on page borders, so how they are cut changes nothing. What a row may not see adds an exact zero.
  *   - Threads share out whole results, never parts of one sum.
  * Instruction sets differ in lanes and thus in rounding; one process uses one set.
  *
@@ -9822,28 +9982,36 @@ static void stop_free(stop_scan *s) {
 #include <stdatomic.h>
 
 enum {
-    CPU_BLOCK = 512,          /* k per block of a product: 6 + 4 rows of it fit the first cache level. Multiple of 16 */
-    CPU_PANEL = 64,           /* rows of a weight that are unpacked together: 128 KB of float32, second cache level */
-    CPU_PANEL_LD = CPU_BLOCK + 16, /* floats from row to row; not a power of two, else all rows fall into the same cache sets */
+    CPU_BLOCK = 1024,         /* largest k per block of a product; a multiple of 16 as all of them */
+    CPU_PANEL = 64,           /* rows of a weight that are unpacked together: up to 256 KB of float32, second cache level */
+    /* floats from row to row; not a power of two, else all rows fall into the same cache sets */
+    CPU_PANEL_LD = CPU_BLOCK + 16,
     CPU_DIRECT = 12,          /* up to this many rows of x, w is unpacked in registers each time */
     CPU_CHUNK = 512,          /* tokens that go through one op's scratch at once */
     CPU_OUT_CHUNK = 64,       /* rows of logits held at once */
     CPU_SCRATCH = 128 << 20,  /* bytes that chunks are cut down to */
     CPU_HEAD = 256,           /* largest D */
     CPU_QUERIES = 32,         /* query rows (token, head of one kv head) that share one pass over K and V */
+    CPU_THREADS = 1024,       /* most threads */
     CPU_SMALL = 60000,        /* multiply-adds below which waking a second thread costs more than it gives */
     CPU_SPIN = 2000           /* looks at the pool's state before a thread sleeps; some 50 us */
 };
 
 /* Unrolls a loop of constant count wholly, so that its array of vectors becomes registers. */
+#ifdef __clang__
+#define CPU_UNROLL _Pragma("clang loop unroll(full)")
+#define CPU_TWICE _Pragma("clang loop unroll_count(2)")
+#else
 #define CPU_UNROLL _Pragma("GCC unroll 8")
+#define CPU_TWICE _Pragma("GCC unroll 2")
+#endif
 #define CPU_INLINE __attribute__((always_inline)) static inline
 
 static int cpu_up16(int n) { return (n + 15) & ~15; }
 
 /* ---- Kernels: what they take -------------------------------------------------------------------------------- */
 
-/* y[m][n] = sum over k of x[m][k] w[n][k] for one block of k and a tile of at most [kernels.rows][4] results. */
+/* y[m][n] = sum over k of x[m][k] w[n][k] for one block of k and a tile of at most [kernels.rows][4] results, or [1][8]. */
 typedef struct cpu_tile {
     const float *x; /* [m][k], rows ldx floats apart */
     const char *w;  /* [n][k] of some dtype, rows w_step bytes apart */
@@ -9851,6 +10019,7 @@ typedef struct cpu_tile {
     size_t ldx, w_step, ldy;
     int m, n, k; /* k: a multiple of 16 */
     bool add;    /* y += instead of y = */
+    bool ahead;  /* w comes from memory and these are its first readers: see cpu_tile_ahead */
 } cpu_tile;
 
 /* c[r][j] (+)= sum over k, in rising order, of a[r][k] b[k][j]. The two products of attention. */
@@ -9871,12 +10040,12 @@ typedef struct cpu_softmax {
 /* The kernels of one instruction set. */
 typedef struct cpu_kernels {
     const char *name;
-    int rows; /* rows of x in the largest tile */
+    int rows;  /* rows of x in the largest tile */
+    int block; /* k per block of a product: rows + 4 rows of it stay in the first cache levels; at most CPU_BLOCK */
     void (*tile[3])(const cpu_tile *t);                                             /* by toka_dtype */
     void (*unpack)(float *to, const void *from, toka_dtype type, int n);            /* n elements to float32 */
     void (*outer)(const cpu_outer *o);
-    void (*soften)(cpu_softmax *st, float *s, int n, int from, int to, int dp);     /* see cpu_soften_body */
-    void (*swiglu)(float *gate, const float *up, int n);                            /* gate = silu(gate) * up; n: 16s */
+    void (*soften)(cpu_softmax *st, float *s, int n, int from, int to, int dp); /* cpu_soften in this set's encoding */
 } cpu_kernels;
 
 /* ---- Scalars and bodies shared by the instruction sets ---- */
@@ -9887,11 +10056,11 @@ static float cpu_bits(uint32_t u) {
     return f;
 }
 
-static float cpu_half(uint16_t h) { /* f16 to float32, exact */
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7FFF;
-    if (rest >= 0x7C00) return cpu_bits(sign | 0x7F800000 | (rest & 0x3FF) << 13);     /* infinity, NaN */
-    if (rest < 0x400) return cpu_bits(sign | 0x3F800000) * ((float)rest * 0x1p-24f); /* subnormal, zero */
-    return cpu_bits(sign | ((rest << 13) + (112u << 23)));
+static float cpu_half(uint16_t h) { /* f16 to float32, exact, as cpu_halves_c */
+    uint32_t rest = (uint32_t)(h & 0x7FFF) << 13, top = rest >= 0x0F800000 ? 0x7F800000 : 0;
+    float f = cpu_bits(rest) * 0x1p112f;
+    memcpy(&rest, &f, 4);
+    return cpu_bits(rest | top | (uint32_t)(h & 0x8000) << 16);
 }
 
 static float cpu_element(const void *p, toka_dtype type, size_t i) {
@@ -9904,86 +10073,128 @@ static float cpu_element(const void *p, toka_dtype type, size_t i) {
 
 static size_t cpu_dtype_bytes(toka_dtype type) { return type == TOKA_F32 ? 4 : 2; }
 
-/* exp, relative error below 3e-7; exactly 0 below -87 and exactly 1 at 0. Without branches, so that compilers make vectors of
- * a loop over it: x = n ln 2 + r with |r| <= ln 2 / 2, Taylor to the 7th power in r (the 8th is 5e-9), n into the exponent. */
-CPU_INLINE float cpu_exp(float x) {
-    float y = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    float shifted = y * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the integer part lands in the low bits */
-    float n = shifted - 12582912.0f;
-    float r = y - n * 0.693359375f;                /* ln 2 in two parts, the first with few bits */
+/* ---- Vectors of 4 lanes, as GCC and Clang spell them for any machine ---- */
+
+typedef float cpu_v4 __attribute__((vector_size(16)));
+typedef uint32_t cpu_u4 __attribute__((vector_size(16)));
+typedef int32_t cpu_i4 __attribute__((vector_size(16))); /* -1 or 0 a lane: what a comparison gives */
+typedef uint16_t cpu_h4 __attribute__((vector_size(8)));
+
+CPU_INLINE cpu_v4 cpu_get4(const float *p) {
+    cpu_v4 v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+CPU_INLINE void cpu_set4(float *p, cpu_v4 v) { memcpy(p, &v, sizeof v); }
+CPU_INLINE cpu_v4 cpu_all4(float x) { return (cpu_v4){x, x, x, x}; }
+CPU_INLINE cpu_v4 cpu_where4(cpu_i4 mask, cpu_v4 yes, cpu_v4 no) {
+    return (cpu_v4)((mask & (cpu_i4)yes) | (~mask & (cpu_i4)no));
+}
+CPU_INLINE cpu_v4 cpu_max4(cpu_v4 a, cpu_v4 b) { return cpu_where4(a > b, a, b); }
+
+/* exp, relative error below 3e-7; exactly 0 below -87 and exactly 1 at 0. x = n ln 2 + r with |r| <= ln 2 / 2, Taylor to
+ * the 7th power in r (the 8th is 5e-9), n into the exponent. */
+CPU_INLINE cpu_v4 cpu_exp4(cpu_v4 x) {
+    cpu_v4 y = cpu_where4(x < -87.0f, cpu_all4(-87), x);
+    y = cpu_where4(y > 88.0f, cpu_all4(88), y);
+    cpu_v4 shifted = y * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the integer part lands in the low bits */
+    cpu_v4 n = shifted - 12582912.0f;
+    cpu_v4 r = y - n * 0.693359375f; /* ln 2 in two parts, the first with few bits */
     r = r - n * -2.12194440e-4f;
-    float p = 1.0f / 5040;
-    p = p * r + 1.0f / 720;
+    cpu_v4 p = r * (1.0f / 5040) + 1.0f / 720;
     p = p * r + 1.0f / 120;
     p = p * r + 1.0f / 24;
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    uint32_t bits;
-    memcpy(&bits, &shifted, 4);
-    bits = (bits - 0x4B400000u + 127u) << 23;
-    float scale;
-    memcpy(&scale, &bits, 4);
-    return x < -87.0f ? 0.0f : p * scale;
+    cpu_u4 power = ((cpu_u4)shifted - 0x4B400000u + 127u) << 23;
+    return cpu_where4(x < -87.0f, cpu_all4(0), p * (cpu_v4)power);
 }
 
-CPU_INLINE void cpu_swiglu_body(float *gate, const float *up, int n) {
-    for (int i = 0; i < n; i++) gate[i] = gate[i] / (1.0f + cpu_exp(-gate[i])) * up[i];
+static void cpu_swiglu(float *gate, const float *up, int n) { /* gate = silu(gate) * up; n a multiple of 4 */
+    for (int i = 0; i < n; i += 4) {
+        cpu_v4 g = cpu_get4(gate + i);
+        cpu_set4(gate + i, g / (1.0f + cpu_exp4(-g)) * cpu_get4(up + i));
+    }
 }
 
 /* Merges one page of scores s[n] into a row's running softmax; only positions from <= j < to are seen. Leaves in s the
- * probabilities (relative to the new best) for the product with V, 0 where unseen. Sums go by 16 lanes and one tree. */
-CPU_INLINE void cpu_soften_body(cpu_softmax *st, float *s, int n, int from, int to, int dp) {
-    float lane[16];
+ * probabilities (relative to the new best) for the product with V, 0 where unseen. n and dp are multiples of 16. */
+CPU_INLINE void cpu_soften(cpu_softmax *st, float *s, int n, int from, int to, int dp) {
+    cpu_v4 lane[4];
     if (from >= to) {
         memset(s, 0, (size_t)n * sizeof *s);
         return;
     }
     for (int j = 0; j < from; j++) s[j] = -INFINITY;
     for (int j = to; j < n; j++) s[j] = -INFINITY;
-    memcpy(lane, s, sizeof lane);
+    CPU_UNROLL for (int i = 0; i < 4; i++) lane[i] = cpu_get4(s + 4 * i);
     for (int j = 16; j < n; j += 16)
-        for (int i = 0; i < 16; i++) lane[i] = s[j + i] > lane[i] ? s[j + i] : lane[i];
-    CPU_UNROLL for (int half = 8; half; half /= 2)
-        for (int i = 0; i < half; i++) lane[i] = lane[i + half] > lane[i] ? lane[i + half] : lane[i];
-    if (lane[0] > st->best) {
-        float shrink = cpu_exp(st->best - lane[0]); /* 0 at the first page, where best is -infinity */
-        st->best = lane[0];
-        st->sum *= shrink;
-        for (int i = 0; i < dp; i++) st->acc[i] *= shrink;
+        CPU_UNROLL for (int i = 0; i < 4; i++) lane[i] = cpu_max4(lane[i], cpu_get4(s + j + 4 * i));
+    cpu_v4 m = cpu_max4(cpu_max4(lane[0], lane[1]), cpu_max4(lane[2], lane[3]));
+    float best = MAX(MAX(m[0], m[1]), MAX(m[2], m[3]));
+    if (best > st->best) {
+        cpu_v4 shrink = cpu_exp4(cpu_all4(st->best - best)); /* 0 at the first page, where st->best is -infinity */
+        st->best = best;
+        st->sum *= shrink[0];
+        for (int j = 0; j < dp; j += 4) cpu_set4(st->acc + j, cpu_get4(st->acc + j) * shrink);
     }
-    float best = st->best;
-    for (int j = 0; j < n; j++) s[j] = cpu_exp(s[j] - best);
-    memcpy(lane, s, sizeof lane);
-    for (int j = 16; j < n; j += 16)
-        for (int i = 0; i < 16; i++) lane[i] += s[j + i];
-    CPU_UNROLL for (int half = 8; half; half /= 2)
-        for (int i = 0; i < half; i++) lane[i] += lane[i + half];
-    st->sum += lane[0];
+    CPU_UNROLL for (int i = 0; i < 4; i++) lane[i] = cpu_all4(0);
+    for (int j = 0; j < n; j += 16)
+        CPU_UNROLL for (int i = 0; i < 4; i++) {
+            cpu_v4 e = cpu_exp4(cpu_get4(s + j + 4 * i) - st->best);
+            cpu_set4(s + j + 4 * i, e);
+            lane[i] += e;
+        }
+    m = (lane[0] + lane[1]) + (lane[2] + lane[3]);
+    st->sum += (m[0] + m[2]) + (m[1] + m[3]);
 }
 
-/* ---- Portable kernels: vectors of 4 lanes as GCC and Clang spell them for any machine ---- */
+/* ---- What the tiles of all instruction sets share ---- */
 
-typedef float cpu_v4 __attribute__((vector_size(16)));
+/* Row j of a tile's weights; rows behind the last repeat it, their results are not written. */
+CPU_INLINE const char *cpu_tile_row(const cpu_tile *t, int j) { return t->w + (size_t)MIN(j, t->n - 1) * t->w_step; }
+
+/* A few rows of x read every weight once, from memory: asks for the same place in the next n rows, which come next, into
+ * the second cache level; once per line of 64 bytes. Without it the units that add wait for memory and memory for them
+ * (one row of x: reading alone 23 GB/s of one core, with the sums 16, with this 22; EPYC Zen 4, 2026-11). */
+CPU_INLINE void cpu_tile_ahead(const cpu_tile *t, const char *const *w, const int n, toka_dtype type, int k) {
+    const int line = type == TOKA_F32 ? 16 : 32; /* elements of 64 bytes */
+    size_t ahead = t->w_step <= 32768 ? (size_t)n * t->w_step : 1024;
+    if (t->ahead && k % line == 0)
+        CPU_UNROLL for (int j = 0; j < n; j++) __builtin_prefetch(w[j] + (size_t)k * (64 / (size_t)line) + ahead, 0, 2);
+}
+
+/* ---- Portable kernels: 4 lanes ---- */
+
+/* f16 to float32: exponent and mantissa moved into place are 2^112 too small, also where the number is subnormal. Infinity
+ * and NaN get their exponent back. */
+CPU_INLINE cpu_v4 cpu_halves_c(cpu_u4 h) {
+    cpu_u4 rest = (h & 0x7FFF) << 13, top = (cpu_u4)(rest >= 0x0F800000) & 0x7F800000;
+    return (cpu_v4)((cpu_u4)((cpu_v4)rest * 0x1p112f) | top | (h & 0x8000) << 16);
+}
 
 CPU_INLINE cpu_v4 cpu_load_c(const void *p, toka_dtype type, int k) {
     cpu_v4 v;
+    cpu_h4 h;
     if (type == TOKA_F32) return memcpy(&v, (const char *)p + 4 * (size_t)k, sizeof v), v;
-    for (int i = 0; i < 4; i++) v[i] = cpu_element(p, type, (size_t)(k + i));
-    return v;
+    memcpy(&h, (const char *)p + 2 * (size_t)k, sizeof h);
+    cpu_u4 u = __builtin_convertvector(h, cpu_u4);
+    return type == TOKA_F16 ? cpu_halves_c(u) : (cpu_v4)(u << 16);
 }
 
-CPU_INLINE void cpu_tile_body_c(const cpu_tile *t, const int m, const toka_dtype type) {
-    cpu_v4 acc[2][4] = {0};
-    const char *w[4];
-    for (int j = 0; j < 4; j++) w[j] = t->w + (size_t)MIN(j, t->n - 1) * t->w_step;
+CPU_INLINE void cpu_tile_body_c(const cpu_tile *t, const int m, const int n, const toka_dtype type) {
+    cpu_v4 acc[2][8] = {0};
+    const char *w[8];
+    CPU_UNROLL for (int j = 0; j < n; j++) w[j] = cpu_tile_row(t, j);
     for (int k = 0; k < t->k; k += 4) {
-        cpu_v4 b[4];
-        CPU_UNROLL for (int j = 0; j < 4; j++) b[j] = cpu_load_c(w[j], type, k);
-        CPU_UNROLL for (int i = 0; i < m; i++) {
-            cpu_v4 a = cpu_load_c(t->x + (size_t)i * t->ldx, TOKA_F32, k);
-            CPU_UNROLL for (int j = 0; j < 4; j++) acc[i][j] += a * b[j];
+        cpu_v4 a[2];
+        cpu_tile_ahead(t, w, n, type, k);
+        CPU_UNROLL for (int i = 0; i < m; i++) a[i] = cpu_load_c(t->x + (size_t)i * t->ldx, TOKA_F32, k);
+        CPU_UNROLL for (int j = 0; j < n; j++) {
+            cpu_v4 b = cpu_load_c(w[j], type, k);
+            CPU_UNROLL for (int i = 0; i < m; i++) acc[i][j] += a[i] * b;
         }
     }
     for (int i = 0; i < m; i++)
@@ -9993,20 +10204,24 @@ CPU_INLINE void cpu_tile_body_c(const cpu_tile *t, const int m, const toka_dtype
         }
 }
 CPU_INLINE void cpu_tile_c(const cpu_tile *t, const toka_dtype type) {
-    if (t->m == 1) cpu_tile_body_c(t, 1, type);
-    else cpu_tile_body_c(t, 2, type);
+    if (t->m == 1 && t->n > 4) cpu_tile_body_c(t, 1, 8, type);
+    else if (t->m == 1) cpu_tile_body_c(t, 1, 4, type);
+    else cpu_tile_body_c(t, 2, 4, type);
 }
 static void cpu_tile_bf16_c(const cpu_tile *t) { cpu_tile_c(t, TOKA_BF16); }
 static void cpu_tile_f16_c(const cpu_tile *t) { cpu_tile_c(t, TOKA_F16); }
 static void cpu_tile_f32_c(const cpu_tile *t) { cpu_tile_c(t, TOKA_F32); }
 
 static void cpu_unpack_c(float *to, const void *from, toka_dtype type, int n) {
-    if (type == TOKA_F32) memcpy(to, from, (size_t)n * 4);
-    else if (type == TOKA_BF16)
-        for (int i = 0; i < n; i++) to[i] = cpu_element(from, TOKA_BF16, (size_t)i);
-    else
-        for (int i = 0; i < n; i++) to[i] = cpu_element(from, TOKA_F16, (size_t)i);
+    int i = 0;
+    for (; i + 4 <= n; i += 4) {
+        cpu_v4 v = cpu_load_c(from, type, i);
+        memcpy(to + i, &v, sizeof v);
+    }
+    for (; i < n; i++) to[i] = cpu_element(from, type, (size_t)i);
 }
+
+static void cpu_soften_c(cpu_softmax *st, float *s, int n, int from, int to, int dp) { cpu_soften(st, s, n, from, to, dp); }
 
 static void cpu_outer_c(const cpu_outer *o) {
     for (int r = 0; r < o->rows; r++)
@@ -10020,9 +10235,6 @@ static void cpu_outer_c(const cpu_outer *o) {
             memcpy(c, acc, sizeof acc);
         }
 }
-
-static void cpu_soften_c(cpu_softmax *st, float *s, int n, int from, int to, int dp) { cpu_soften_body(st, s, n, from, to, dp); }
-static void cpu_swiglu_c(float *gate, const float *up, int n) { cpu_swiglu_body(gate, up, n); }
 
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -10044,9 +10256,9 @@ CPU_AVX2 CPU_INLINE __m128 cpu_sum4_avx2(__m256 a, __m256 b, __m256 c, __m256 d)
     return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
 }
 
-/* Writes or adds the first n of four results. */
+/* Writes or adds four results, or the first n of them. */
 CPU_AVX2 CPU_INLINE void cpu_put4_avx2(float *y, __m128 v, int n, bool add) {
-    if (n == 4) {
+    if (n >= 4) {
         _mm_storeu_ps(y, add ? _mm_add_ps(_mm_loadu_ps(y), v) : v);
         return;
     }
@@ -10055,26 +10267,31 @@ CPU_AVX2 CPU_INLINE void cpu_put4_avx2(float *y, __m128 v, int n, bool add) {
     for (int i = 0; i < n; i++) y[i] = add ? y[i] + part[i] : part[i];
 }
 
-CPU_AVX2 CPU_INLINE void cpu_tile_body_avx2(const cpu_tile *t, const int m, const toka_dtype type) {
-    const char *w[4];
-    __m256 acc[3][4], b[4];
-    CPU_UNROLL for (int j = 0; j < 4; j++) w[j] = t->w + (size_t)MIN(j, t->n - 1) * t->w_step;
+CPU_AVX2 CPU_INLINE void cpu_tile_body_avx2(const cpu_tile *t, const int m, const int n, const toka_dtype type) {
+    const char *w[8];
+    __m256 acc[3][8], a[3];
+    CPU_UNROLL for (int j = 0; j < n; j++) w[j] = cpu_tile_row(t, j);
     CPU_UNROLL for (int i = 0; i < m; i++)
-        CPU_UNROLL for (int j = 0; j < 4; j++) acc[i][j] = _mm256_setzero_ps();
+        CPU_UNROLL for (int j = 0; j < n; j++) acc[i][j] = _mm256_setzero_ps();
     for (int k = 0; k < t->k; k += 8) {
-        CPU_UNROLL for (int j = 0; j < 4; j++) b[j] = cpu_load_avx2(w[j], type, k);
-        CPU_UNROLL for (int i = 0; i < m; i++) {
-            __m256 a = _mm256_loadu_ps(t->x + (size_t)i * t->ldx + k);
-            CPU_UNROLL for (int j = 0; j < 4; j++) acc[i][j] = _mm256_fmadd_ps(a, b[j], acc[i][j]);
+        cpu_tile_ahead(t, w, n, type, k);
+        CPU_UNROLL for (int i = 0; i < m; i++) a[i] = _mm256_loadu_ps(t->x + (size_t)i * t->ldx + k);
+        CPU_UNROLL for (int j = 0; j < n; j++) { /* 12 sums, 3 of x and 1 weight: 16 registers */
+            __m256 b = cpu_load_avx2(w[j], type, k);
+            CPU_UNROLL for (int i = 0; i < m; i++) acc[i][j] = _mm256_fmadd_ps(a[i], b, acc[i][j]);
         }
     }
     CPU_UNROLL for (int i = 0; i < m; i++)
-        cpu_put4_avx2(t->y + (size_t)i * t->ldy, cpu_sum4_avx2(acc[i][0], acc[i][1], acc[i][2], acc[i][3]), t->n, t->add);
+        CPU_UNROLL for (int j = 0; j < n; j += 4)
+            cpu_put4_avx2(t->y + (size_t)i * t->ldy + j, cpu_sum4_avx2(acc[i][j], acc[i][j + 1], acc[i][j + 2],
+                                                                       acc[i][j + 3]),
+                          t->n - j, t->add);
 }
 CPU_AVX2 CPU_INLINE void cpu_tile_avx2(const cpu_tile *t, const toka_dtype type) {
-    if (t->m == 1) cpu_tile_body_avx2(t, 1, type);
-    else if (t->m == 2) cpu_tile_body_avx2(t, 2, type);
-    else cpu_tile_body_avx2(t, 3, type);
+    if (t->m == 1 && t->n > 4) cpu_tile_body_avx2(t, 1, 8, type);
+    else if (t->m == 1) cpu_tile_body_avx2(t, 1, 4, type);
+    else if (t->m == 2) cpu_tile_body_avx2(t, 2, 4, type);
+    else cpu_tile_body_avx2(t, 3, 4, type);
 }
 CPU_AVX2 static void cpu_tile_bf16_avx2(const cpu_tile *t) { cpu_tile_avx2(t, TOKA_BF16); }
 CPU_AVX2 static void cpu_tile_f16_avx2(const cpu_tile *t) { cpu_tile_avx2(t, TOKA_F16); }
@@ -10090,21 +10307,28 @@ CPU_AVX2 static void cpu_unpack_avx2(float *to, const void *from, toka_dtype typ
 CPU_AVX2 CPU_INLINE void cpu_outer_body_avx2(const cpu_outer *o, const int rows, int r, int j) {
     const float *a = o->a + (size_t)r * o->lda, *b = o->b + j;
     float *c = o->c + (size_t)r * o->ldc + j;
-    __m256 acc[4][2];
-    CPU_UNROLL for (int i = 0; i < rows; i++)
-        CPU_UNROLL for (int v = 0; v < 2; v++)
-            acc[i][v] = o->add ? _mm256_loadu_ps(c + (size_t)i * o->ldc + 8 * v) : _mm256_setzero_ps();
+    __m256 lo[4], hi[4];
+    CPU_UNROLL for (int i = 0; i < rows; i++) {
+        lo[i] = o->add ? _mm256_loadu_ps(c + (size_t)i * o->ldc) : _mm256_setzero_ps();
+        hi[i] = o->add ? _mm256_loadu_ps(c + (size_t)i * o->ldc + 8) : _mm256_setzero_ps();
+    }
     for (int k = 0; k < o->k; k++, b += o->ldb) {
-        __m256 b0 = _mm256_loadu_ps(b), b1 = _mm256_loadu_ps(b + 8);
+        __m256 y = _mm256_loadu_ps(b), z = _mm256_loadu_ps(b + 8);
         CPU_UNROLL for (int i = 0; i < rows; i++) {
             __m256 x = _mm256_broadcast_ss(a + (size_t)i * o->lda + k);
-            acc[i][0] = _mm256_fmadd_ps(x, b0, acc[i][0]);
-            acc[i][1] = _mm256_fmadd_ps(x, b1, acc[i][1]);
+            lo[i] = _mm256_fmadd_ps(x, y, lo[i]);
+            hi[i] = _mm256_fmadd_ps(x, z, hi[i]);
         }
     }
-    CPU_UNROLL for (int i = 0; i < rows; i++)
-        CPU_UNROLL for (int v = 0; v < 2; v++) _mm256_storeu_ps(c + (size_t)i * o->ldc + 8 * v, acc[i][v]);
+    CPU_UNROLL for (int i = 0; i < rows; i++) {
+        _mm256_storeu_ps(c + (size_t)i * o->ldc, lo[i]);
+        _mm256_storeu_ps(c + (size_t)i * o->ldc + 8, hi[i]);
+    }
 }
+CPU_AVX2 static void cpu_soften_avx2(cpu_softmax *st, float *s, int n, int from, int to, int dp) {
+    cpu_soften(st, s, n, from, to, dp);
+}
+
 CPU_AVX2 static void cpu_outer_avx2(const cpu_outer *o) {
     for (int j = 0; j < o->n; j += 16) {
         int r = 0;
@@ -10113,11 +10337,6 @@ CPU_AVX2 static void cpu_outer_avx2(const cpu_outer *o) {
         if (r < o->rows) cpu_outer_body_avx2(o, 1, r, j);
     }
 }
-
-CPU_AVX2 static void cpu_soften_avx2(cpu_softmax *st, float *s, int n, int from, int to, int dp) {
-    cpu_soften_body(st, s, n, from, to, dp);
-}
-CPU_AVX2 static void cpu_swiglu_avx2(float *gate, const float *up, int n) { cpu_swiglu_body(gate, up, n); }
 
 /* ---- AVX-512 kernels: 16 lanes, 32 registers ---- */
 
@@ -10134,33 +10353,39 @@ CPU_AVX512 CPU_INLINE __m256 cpu_fold_avx512(__m512 v) { /* lanes j and j+8 */
     return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
 }
 
-CPU_AVX512 CPU_INLINE void cpu_tile_body_avx512(const cpu_tile *t, const int m, const toka_dtype type) {
-    const char *w[4];
-    __m512 acc[6][4], b[4];
-    CPU_UNROLL for (int j = 0; j < 4; j++) w[j] = t->w + (size_t)MIN(j, t->n - 1) * t->w_step;
+CPU_AVX512 CPU_INLINE void cpu_tile_body_avx512(const cpu_tile *t, const int m, const int n, const toka_dtype type) {
+    const char *w[8];
+    __m512 acc[6][8], b[8];
+    CPU_UNROLL for (int j = 0; j < n; j++) w[j] = cpu_tile_row(t, j);
     CPU_UNROLL for (int i = 0; i < m; i++)
-        CPU_UNROLL for (int j = 0; j < 4; j++) acc[i][j] = _mm512_setzero_ps();
-    for (int k = 0; k < t->k; k += 16) {
-        CPU_UNROLL for (int j = 0; j < 4; j++) b[j] = cpu_load_avx512(w[j], type, k);
+        CPU_UNROLL for (int j = 0; j < n; j++) acc[i][j] = _mm512_setzero_ps();
+    CPU_TWICE for (int k = 0; k < t->k; k += 16) {
+        cpu_tile_ahead(t, w, n, type, k);
+        CPU_UNROLL for (int j = 0; j < n; j++) b[j] = cpu_load_avx512(w[j], type, k);
         CPU_UNROLL for (int i = 0; i < m; i++) {
             __m512 a = _mm512_loadu_ps(t->x + (size_t)i * t->ldx + k);
-            CPU_UNROLL for (int j = 0; j < 4; j++) acc[i][j] = _mm512_fmadd_ps(a, b[j], acc[i][j]);
+            CPU_UNROLL for (int j = 0; j < n; j++) acc[i][j] = _mm512_fmadd_ps(a, b[j], acc[i][j]);
         }
     }
-    CPU_UNROLL for (int i = 0; i < m; i++) {
-        __m128 sum = cpu_sum4_avx2(cpu_fold_avx512(acc[i][0]), cpu_fold_avx512(acc[i][1]), cpu_fold_avx512(acc[i][2]),
-                                   cpu_fold_avx512(acc[i][3]));
-        cpu_put4_avx2(t->y + (size_t)i * t->ldy, sum, t->n, t->add);
-    }
+    CPU_UNROLL for (int i = 0; i < m; i++)
+        CPU_UNROLL for (int j = 0; j < n; j += 4) {
+            __m128 sum = cpu_sum4_avx2(cpu_fold_avx512(acc[i][j]), cpu_fold_avx512(acc[i][j + 1]),
+                                       cpu_fold_avx512(acc[i][j + 2]),
+                                       cpu_fold_avx512(acc[i][j + 3]));
+            cpu_put4_avx2(t->y + (size_t)i * t->ldy + j, sum, t->n - j, t->add);
+        }
 }
 CPU_AVX512 CPU_INLINE void cpu_tile_avx512(const cpu_tile *t, const toka_dtype type) {
     switch (t->m) {
-    case 1: cpu_tile_body_avx512(t, 1, type); break;
-    case 2: cpu_tile_body_avx512(t, 2, type); break;
-    case 3: cpu_tile_body_avx512(t, 3, type); break;
-    case 4: cpu_tile_body_avx512(t, 4, type); break;
-    case 5: cpu_tile_body_avx512(t, 5, type); break;
-    default: cpu_tile_body_avx512(t, 6, type);
+    case 1:
+        if (t->n > 4) cpu_tile_body_avx512(t, 1, 8, type);
+        else cpu_tile_body_avx512(t, 1, 4, type);
+        break;
+    case 2: cpu_tile_body_avx512(t, 2, 4, type); break;
+    case 3: cpu_tile_body_avx512(t, 3, 4, type); break;
+    case 4: cpu_tile_body_avx512(t, 4, 4, type); break;
+    case 5: cpu_tile_body_avx512(t, 5, 4, type); break;
+    default: cpu_tile_body_avx512(t, 6, 4, type);
     }
 }
 CPU_AVX512 static void cpu_tile_bf16_avx512(const cpu_tile *t) { cpu_tile_avx512(t, TOKA_BF16); }
@@ -10173,59 +10398,64 @@ CPU_AVX512 static void cpu_unpack_avx512(float *to, const void *from, toka_dtype
     for (; i < n; i++) to[i] = cpu_element(from, type, (size_t)i);
 }
 
-/* rows x (16 * vectors) results in registers over all of k */
-CPU_AVX512 CPU_INLINE void cpu_outer_body_avx512(const cpu_outer *o, const int rows, const int vectors, int r, int j) {
+/* rows x 16 or 32 results in registers over all of k */
+CPU_AVX512 CPU_INLINE void cpu_outer_body_avx512(const cpu_outer *o, const int rows, const bool two, int r, int j) {
     const float *a = o->a + (size_t)r * o->lda, *b = o->b + j;
     float *c = o->c + (size_t)r * o->ldc + j;
-    __m512 acc[8][2], y[2];
-    CPU_UNROLL for (int i = 0; i < rows; i++)
-        CPU_UNROLL for (int v = 0; v < vectors; v++)
-            acc[i][v] = o->add ? _mm512_loadu_ps(c + (size_t)i * o->ldc + 16 * v) : _mm512_setzero_ps();
+    __m512 lo[8], hi[8];
+    CPU_UNROLL for (int i = 0; i < rows; i++) {
+        lo[i] = o->add ? _mm512_loadu_ps(c + (size_t)i * o->ldc) : _mm512_setzero_ps();
+        if (two) hi[i] = o->add ? _mm512_loadu_ps(c + (size_t)i * o->ldc + 16) : _mm512_setzero_ps();
+    }
     for (int k = 0; k < o->k; k++, b += o->ldb) {
-        CPU_UNROLL for (int v = 0; v < vectors; v++) y[v] = _mm512_loadu_ps(b + 16 * v);
+        __m512 y = _mm512_loadu_ps(b), z = two ? _mm512_loadu_ps(b + 16) : y;
         CPU_UNROLL for (int i = 0; i < rows; i++) {
             __m512 x = _mm512_set1_ps(a[(size_t)i * o->lda + k]);
-            CPU_UNROLL for (int v = 0; v < vectors; v++) acc[i][v] = _mm512_fmadd_ps(x, y[v], acc[i][v]);
+            lo[i] = _mm512_fmadd_ps(x, y, lo[i]);
+            if (two) hi[i] = _mm512_fmadd_ps(x, z, hi[i]);
         }
     }
-    CPU_UNROLL for (int i = 0; i < rows; i++)
-        CPU_UNROLL for (int v = 0; v < vectors; v++) _mm512_storeu_ps(c + (size_t)i * o->ldc + 16 * v, acc[i][v]);
+    CPU_UNROLL for (int i = 0; i < rows; i++) {
+        _mm512_storeu_ps(c + (size_t)i * o->ldc, lo[i]);
+        if (two) _mm512_storeu_ps(c + (size_t)i * o->ldc + 16, hi[i]);
+    }
 }
-CPU_AVX512 CPU_INLINE void cpu_outer_rows_avx512(const cpu_outer *o, const int vectors, int j) {
+CPU_AVX512 CPU_INLINE void cpu_outer_rows_avx512(const cpu_outer *o, const bool two, int j) {
     int r = 0;
-    for (; r + 8 <= o->rows; r += 8) cpu_outer_body_avx512(o, 8, vectors, r, j);
-    for (; r + 4 <= o->rows; r += 4) cpu_outer_body_avx512(o, 4, vectors, r, j);
-    for (; r + 2 <= o->rows; r += 2) cpu_outer_body_avx512(o, 2, vectors, r, j);
-    if (r < o->rows) cpu_outer_body_avx512(o, 1, vectors, r, j);
+    for (; r + 8 <= o->rows; r += 8) cpu_outer_body_avx512(o, 8, two, r, j);
+    for (; r + 4 <= o->rows; r += 4) cpu_outer_body_avx512(o, 4, two, r, j);
+    for (; r + 2 <= o->rows; r += 2) cpu_outer_body_avx512(o, 2, two, r, j);
+    if (r < o->rows) cpu_outer_body_avx512(o, 1, two, r, j);
 }
-CPU_AVX512 static void cpu_outer_avx512(const cpu_outer *o) {
-    int j = 0;
-    for (; j + 32 <= o->n; j += 32) cpu_outer_rows_avx512(o, 2, j);
-    if (j < o->n) cpu_outer_rows_avx512(o, 1, j);
+CPU_AVX512 static void cpu_soften_avx512(cpu_softmax *st, float *s, int n, int from, int to, int dp) {
+    cpu_soften(st, s, n, from, to, dp);
 }
 
-CPU_AVX512 static void cpu_soften_avx512(cpu_softmax *st, float *s, int n, int from, int to, int dp) {
-    cpu_soften_body(st, s, n, from, to, dp);
+CPU_AVX512 static void cpu_outer_avx512(const cpu_outer *o) {
+    int j = 0;
+    for (; j + 32 <= o->n; j += 32) cpu_outer_rows_avx512(o, true, j);
+    if (j < o->n) cpu_outer_rows_avx512(o, false, j);
 }
-CPU_AVX512 static void cpu_swiglu_avx512(float *gate, const float *up, int n) { cpu_swiglu_body(gate, up, n); }
+
 #endif
 
 /* ---- The instruction sets, and the choice ---- */
 
 static const cpu_kernels cpu_sets[] = {
-    {"portable C", 2, {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c}, cpu_unpack_c, cpu_outer_c, cpu_soften_c, cpu_swiglu_c},
+    {"portable C", 2, 512, {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c}, cpu_unpack_c, cpu_outer_c, cpu_soften_c},
 #ifdef __x86_64__
-    {"AVX2", 3, {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2}, cpu_unpack_avx2, cpu_outer_avx2, cpu_soften_avx2,
-     cpu_swiglu_avx2},
-    {"AVX-512", 6, {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512}, cpu_unpack_avx512, cpu_outer_avx512,
-     cpu_soften_avx512, cpu_swiglu_avx512},
+    {"AVX2", 3, 512, {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2}, cpu_unpack_avx2, cpu_outer_avx2,
+     cpu_soften_avx2},
+    {"AVX-512", 6, 1024, {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512}, cpu_unpack_avx512,
+     cpu_outer_avx512, cpu_soften_avx512},
 #endif
 };
 
 static int cpu_n_sets(void) { /* cpu_sets[0 .. this-1] run on this machine, the last is the fastest */
 #ifdef __x86_64__
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); /* every such CPU converts f16 too */
-    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq"))
         return 3;
     if (avx2) return 2;
@@ -10234,14 +10464,15 @@ static int cpu_n_sets(void) { /* cpu_sets[0 .. this-1] run on this machine, the 
 }
 
 /* ---- Threads ----
- * The thread that calls an op posts a round of numbered items; it and every thread of the pool that is awake take items until
- * none is left. A thread that the system has put aside simply does not join, and nobody waits for it; so more threads than
- * cores cost little. `state` holds: round number << 16 | open << 15 | threads inside. */
+ * The thread that calls an op posts a round of numbered items; it and every thread of the pool that is awake take items
+ * until none is left. A thread that the system has put aside simply does not join, and nobody waits for it; so more
+ * threads than cores cost little. `state` holds: round number << 16 | open << 15 | threads inside. */
 
 typedef void cpu_work(void *arg, int thread, int item);
 
 typedef struct cpu_pool {
-    int n; /* threads with the caller */
+    int n;         /* threads with the caller */
+    int64_t small; /* cost below which a round stays on the caller; tests set 0 */
     pthread_t *threads;
     _Atomic uint64_t state;
     atomic_int next; /* item to take */
@@ -10303,7 +10534,7 @@ static void *cpu_thread(void *arg) {
 
 /* Runs work(arg, thread, 0 .. n_items-1) and returns when all is done. cost: multiply-adds of it all, roughly. */
 static void cpu_run(cpu_pool *p, cpu_work *work, void *arg, int n_items, int64_t cost) {
-    if (p->n == 1 || n_items <= 1 || cost < CPU_SMALL) {
+    if (p->n == 1 || n_items <= 1 || cost < p->small) {
         for (int i = 0; i < n_items; i++) work(arg, 0, i);
         return;
     }
@@ -10335,7 +10566,7 @@ static void cpu_pool_close(cpu_pool *p) {
 }
 
 static int cpu_pool_open(cpu_pool *p, int n, toka_err *e) {
-    *p = (cpu_pool){.n = 1, .threads = mem_zalloc((size_t)n * sizeof *p->threads)};
+    *p = (cpu_pool){.n = 1, .small = CPU_SMALL, .threads = mem_zalloc((size_t)n * sizeof *p->threads)};
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->wake, NULL);
     for (; p->n < n; p->n++) {
@@ -10376,7 +10607,7 @@ struct toka_device {
     float *vec;            /* norm weights and biases of the running op in float32, [6][max(E, H*D)] */
     float *scratch;        /* per thread [scratch_n]: a panel of weights, or attention's rows */
     size_t scratch_n;
-    cpu_block blocks[16]; /* all of the above and what alloc handed out */
+    cpu_block blocks[32]; /* all of the above and what alloc handed out */
     int n_blocks;
     toka_err error; /* the first failure; code 0: none */
     char about[96];
@@ -10426,27 +10657,28 @@ static void cpu_product_direct(const cpu_product *p, int j, int n0, int n1) {
     const cpu_kernels *kn = p->d->kernels;
     size_t size = cpu_dtype_bytes(w->dtype), row = size * (size_t)w->cols;
     cpu_tile t = {.ldx = p->ldx, .w_step = row, .ldy = p->ldy[j]};
-    for (int n = n0; n < n1; n += 4)
-        for (int k = 0; k < w->cols; k += CPU_BLOCK)
+    int columns = p->T == 1 ? 8 : 4;
+    for (int n = n0; n < n1; n += columns)
+        for (int k = 0; k < w->cols; k += kn->block)
             for (int m = 0; m < p->T; m += kn->rows) {
                 t.x = p->x + (size_t)m * p->ldx + k;
                 t.w = (const char *)w->data + (size_t)n * row + size * (size_t)k;
                 t.y = p->y[j] + (size_t)m * p->ldy[j] + n;
-                t.m = MIN(kn->rows, p->T - m), t.n = MIN(4, n1 - n), t.k = MIN(CPU_BLOCK, w->cols - k);
-                t.add = p->add || k;
+                t.m = MIN(kn->rows, p->T - m), t.n = MIN(columns, n1 - n), t.k = MIN(kn->block, w->cols - k);
+                t.add = p->add || k, t.ahead = m == 0;
                 kn->tile[w->dtype](&t);
             }
 }
 
-/* The same through a panel: [n1-n0][one block of k] unpacked to float32, then all rows of x over it. A tile of x (6 rows of a
- * block) stays in the first cache level while the panel goes by from the second. */
+/* The same through a panel: [n1-n0][one block of k] unpacked to float32, then all rows of x over it. A tile of x (6 rows
+ * of a block) stays in the first cache level while the panel goes by from the second. */
 static void cpu_product_panel(const cpu_product *p, int j, int n0, int n1, float *panel) {
     const toka_tensor *w = p->w[j];
     const cpu_kernels *kn = p->d->kernels;
     size_t size = cpu_dtype_bytes(w->dtype);
     cpu_tile t = {.ldx = p->ldx, .w_step = CPU_PANEL_LD * sizeof *panel, .ldy = p->ldy[j]};
-    for (int k = 0; k < w->cols; k += CPU_BLOCK) {
-        int block = MIN(CPU_BLOCK, w->cols - k);
+    for (int k = 0; k < w->cols; k += kn->block) {
+        int block = MIN(kn->block, w->cols - k);
         t.k = cpu_up16(block), t.add = p->add || k;
         for (int n = n0; n < n1; n++) {
             float *to = panel + (size_t)(n - n0) * CPU_PANEL_LD;
@@ -10567,7 +10799,8 @@ static void cpu_rope_item(void *arg, int thread, int i) {
         cosine[f] = cosf(angle) * sh->rope_scale, sine[f] = sinf(angle) * sh->rope_scale;
     }
     for (size_t h = 0; h < (size_t)sh->H; h++)
-        cpu_rope_head(sh, r->q + (t * (size_t)sh->H + h) * D, r->q_bias ? r->q_bias + h * D : NULL, r->q_norm, cosine, sine);
+        cpu_rope_head(sh, r->q + (t * (size_t)sh->H + h) * D, r->q_bias ? r->q_bias + h * D : NULL, r->q_norm, cosine,
+                      sine);
     int slot = r->s->slot[r->t0 + i];
     assert(slot >= 0 && slot / sh->B < d->options.n_pages);
     size_t page = (size_t)r->layer * (size_t)d->options.n_pages + (size_t)slot / B, at = (size_t)slot % B;
@@ -10589,7 +10822,8 @@ static void cpu_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, 
     size_t E = (size_t)sh->E, HD = (size_t)(sh->H * sh->D), KD = (size_t)(sh->K * sh->D);
     const float *norm = cpu_vec(d, 0, &l->attn_norm);
     cpu_rope r = {.d = d, .s = s, .layer = layer, .q_bias = cpu_vec(d, 1, &l->q_bias), .k_bias = cpu_vec(d, 2, &l->k_bias),
-                  .v_bias = cpu_vec(d, 3, &l->v_bias), .q_norm = cpu_vec(d, 4, &l->q_norm), .k_norm = cpu_vec(d, 5, &l->k_norm)};
+                  .v_bias = cpu_vec(d, 3, &l->v_bias), .q_norm = cpu_vec(d, 4, &l->q_norm),
+                  .k_norm = cpu_vec(d, 5, &l->k_norm)};
     for (int t0 = 0; t0 < s->T; t0 += d->chunk) {
         int n = MIN(d->chunk, s->T - t0);
         r.t0 = t0, r.q = cpu_at(q) + (size_t)t0 * HD;
@@ -10611,7 +10845,8 @@ typedef struct cpu_attention_job {
     float *o;
 } cpu_attention_job;
 
-/* Query rows that pass over K and V together: tokens r0 .. r1-1, and for each the G heads of kv head h. All in thread scratch. */
+/* Query rows that pass over K and V together: tokens r0 .. r1-1, and for each the G heads of kv head h. All in thread
+ * scratch. */
 typedef struct cpu_rows {
     int r0, r1, h, G;
     float *q;         /* [r1-r0][G][D], times 1/sqrt(D) */
@@ -10629,16 +10864,19 @@ static void cpu_attend_page(const cpu_attention_job *a, cpu_rows *w, int t0, int
     size_t first = (size_t)((t0 - w->r0) * w->G);
     assert(page >= 0 && page < d->options.n_pages);
     cpu_outer qk = {.a = w->q + first * D, .lda = D, .b = d->kv_k + at * d->page_k + (size_t)w->h * D * (size_t)d->bp,
-                    .ldb = (size_t)d->bp, .c = w->scores, .ldc = (size_t)d->bp, .rows = (t1 - t0) * w->G, .k = sh->D, .n = d->bp};
+                    .ldb = (size_t)d->bp, .c = w->scores, .ldc = (size_t)d->bp, .rows = (t1 - t0) * w->G, .k = sh->D,
+                    .n = d->bp};
     d->kernels->outer(&qk);
     for (int t = t0; t < t1; t++) {
         int pos = a->s->pos[t], to = MIN(n, pos + 1 - kv), from = window ? MAX(0, pos - window + 1 - kv) : 0;
         for (int g = 0; g < w->G; g++)
-            d->kernels->soften(&w->st[(t - w->r0) * w->G + g], w->scores + (size_t)((t - t0) * w->G + g) * (size_t)d->bp, d->bp,
+            d->kernels->soften(&w->st[(t - w->r0) * w->G + g], w->scores + (size_t)((t - t0) * w->G + g) * (size_t)d->bp,
+                               d->bp,
                                from, to, d->dp);
     }
     cpu_outer pv = {.a = w->scores, .lda = (size_t)d->bp, .ldb = (size_t)d->dp,
-                    .b = d->kv_v + at * d->page_v + (size_t)(w->h * sh->B) * (size_t)d->dp, .c = w->acc + first * (size_t)d->dp,
+                    .b = d->kv_v + at * d->page_v + (size_t)(w->h * sh->B) * (size_t)d->dp,
+                    .c = w->acc + first * (size_t)d->dp,
                     .ldc = (size_t)d->dp, .rows = qk.rows, .k = n, .n = d->dp, .add = true};
     d->kernels->outer(&pv);
 }
@@ -10648,7 +10886,8 @@ static void cpu_attend_span(const cpu_attention_job *a, cpu_rows *w, const toka_
     int window = a->d->weights->layers[a->layer].window, high = -1, low = INT_MAX;
     for (int t = t0; t < t1; t++) high = MAX(high, a->s->pos[t]), low = MIN(low, a->s->pos[t]);
     int end = MIN(sp->kv0 + sp->n_kv, high + 1), kv = sp->kv0;
-    if (window && low - window + 1 > kv) kv += (low - window + 1 - kv) / B * B; /* pages that no row of these sees any more */
+    /* pages that no row of these sees any more */
+    if (window && low - window + 1 > kv) kv += (low - window + 1 - kv) / B * B;
     for (; kv < end; kv += B) cpu_attend_page(a, w, t0, t1, a->s->pages[sp->page0 + (kv - sp->kv0) / B], kv, end);
 }
 
@@ -10680,7 +10919,8 @@ static void cpu_attention_item(void *arg, int thread, int item) {
     int groups = (sh->K + a->heads - 1) / a->heads, r0 = item / groups * a->tokens, h0 = item % groups * a->heads;
     float *at = d->scratch + (size_t)thread * d->scratch_n;
     size_t n = (size_t)d->queries;
-    cpu_rows w = {.r0 = r0, .r1 = MIN(r0 + a->tokens, a->s->T), .G = sh->H / sh->K, .scores = at, .acc = at + n * (size_t)d->bp,
+    cpu_rows w = {.r0 = r0, .r1 = MIN(r0 + a->tokens, a->s->T), .G = sh->H / sh->K, .scores = at,
+                  .acc = at + n * (size_t)d->bp,
                   .q = at + n * (size_t)(d->bp + d->dp)};
     w.st = (cpu_softmax *)(void *)(at + n * (size_t)(d->bp + 2 * d->dp));
     for (w.h = h0; w.h < MIN(h0 + a->heads, sh->K); w.h++) cpu_attend(a, &w);
@@ -10690,7 +10930,8 @@ static void cpu_attention(toka_device *d, const toka_step *s, int layer, toka_de
     const toka_shape *sh = d->shape;
     int G = sh->H / sh->K, want = 4 * d->pool.n; /* items, so that threads end together */
     int most = MAX(1, CPU_QUERIES / G), tokens = (int)((int64_t)s->T * sh->K / want);
-    cpu_attention_job a = {.d = d, .s = s, .layer = layer, .tokens = MIN(MAX(tokens, 1), most), .q = cpu_at(q), .o = cpu_at(o)};
+    cpu_attention_job a = {.d = d, .s = s, .layer = layer, .tokens = MIN(MAX(tokens, 1), most), .q = cpu_at(q),
+                           .o = cpu_at(o)};
     int blocks = (s->T + a.tokens - 1) / a.tokens;
     a.heads = blocks >= want ? sh->K : 1; /* all heads in one item: the spans are searched once */
     int64_t seen = 0;
@@ -10708,7 +10949,8 @@ static void cpu_out_residual(toka_device *d, const toka_step *s, int layer, toka
         int n = MIN(d->chunk, s->T - t0);
         float *y = cpu_at(x) + (size_t)t0 * (size_t)E;
         cpu_norm_run((cpu_norm){d, cpu_at(o) + (size_t)t0 * (size_t)HD, NULL, NULL, HD}, n);
-        cpu_product p = {.d = d, .x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 1, .w = {&l->o}, .y = {y}, .ldy = {(size_t)E},
+        cpu_product p = {.d = d, .x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 1, .w = {&l->o}, .y = {y},
+                         .ldy = {(size_t)E},
                          .add = true};
         cpu_product_run(&p);
         for (int i = 0; bias && i < n * E; i++) y[i] += bias[i % E];
@@ -10721,7 +10963,7 @@ static void cpu_swiglu_item(void *arg, int thread, int t) {
     toka_device *d = arg;
     (void)thread;
     size_t at = (size_t)t * (size_t)d->ldf;
-    d->kernels->swiglu(d->gate + at, d->up + at, cpu_up16(d->shape->F));
+    cpu_swiglu(d->gate + at, d->up + at, cpu_up16(d->shape->F));
 }
 
 static void cpu_norm_mlp_residual(toka_device *d, const toka_step *s, int layer, toka_dev x) {
@@ -10736,7 +10978,8 @@ static void cpu_norm_mlp_residual(toka_device *d, const toka_step *s, int layer,
                           .y = {d->gate, d->up}, .ldy = {ldf, ldf}};
         cpu_product_run(&in);
         cpu_run(&d->pool, cpu_swiglu_item, d, n, (int64_t)n * d->shape->F * 8);
-        cpu_product out = {.d = d, .x = d->gate, .ldx = ldf, .T = n, .n_w = 1, .w = {&l->down}, .y = {y}, .ldy = {E}, .add = true};
+        cpu_product out = {.d = d, .x = d->gate, .ldx = ldf, .T = n, .n_w = 1, .w = {&l->down}, .y = {y}, .ldy = {E},
+                           .add = true};
         cpu_product_run(&out);
     }
 }
@@ -10783,12 +11026,14 @@ static void cpu_close(toka_device *d) {
 
 static int cpu_check(const toka_device_options *o, const toka_shape *s, toka_err *e) {
     if (s->L < 1 || s->H < 1 || s->K < 1 || s->E < 1 || s->F < 1 || s->V < 1 || s->B < 1 || s->H % s->K)
-        return fail(e, TOKA_E_INPUT, "CPU backend: layers %d, heads %d, kv heads %d, width %d, mlp width %d, vocabulary %d, page "
+        return fail(e, TOKA_E_INPUT,
+                    "CPU backend: layers %d, heads %d, kv heads %d, width %d, mlp width %d, vocabulary %d, page "
                     "%d: all must be positive and kv heads divide heads", s->L, s->H, s->K, s->E, s->F, s->V, s->B);
     if (s->D < 2 || s->D > CPU_HEAD || s->D % 2)
         return fail(e, TOKA_E_INPUT, "CPU backend: head size %d, expected an even number up to %d", s->D, CPU_HEAD);
     if (s->H > INT_MAX / s->D) return fail(e, TOKA_E_INPUT, "CPU backend: %d heads of size %d are too many", s->H, s->D);
-    if (o->max_tokens < 1 || o->max_out < 1 || o->n_pages < 1 || o->n_pages > INT_MAX / s->B || o->n_threads < 0)
+    if (o->max_tokens < 1 || o->max_out < 1 || o->n_pages < 1 || o->n_pages > INT_MAX / s->B || o->n_threads < 0 ||
+        o->n_threads > CPU_THREADS)
         return fail(e, TOKA_E_USE, "CPU backend: %d tokens and %d outputs a step, %d pages, %d threads: out of range",
                     o->max_tokens, o->max_out, o->n_pages, o->n_threads);
     return 0;
@@ -10873,6 +11118,9 @@ const toka_backend toka_cpu = {
     .norm_mlp_residual = cpu_norm_mlp_residual,
     .norm_logits_sample = cpu_norm_logits_sample,
     .activation_bytes = sizeof(float),
+    .merge_tok = 4,
+    .span_tok = 32,
+    .tile_rows = 8,
 };
 
 /* ===========================================================================
@@ -10921,215 +11169,346 @@ static int model_step(model_run *m, const toka_step *s, toka_pick *picks, toka_e
 
 /* ===========================================================================
  * MARK: 17. Engine [os]
- * Requests to steps to events, on the caller's thread: eng_admit -> (eng_plan -> model_step -> eng_commit)*.
+ * Requests to steps to events. Any thread submits and cancels; one thread at a time drives:
  *
- * In: one request with n samples. Out: one event per token and sample. Every sample is a sequence with pages of its own; all
- * running sequences share each step, prefill and decode mixed. What always holds:
- *   - a running sequence owns pages for its whole future (prompt + max_tokens), so no step can run out of memory;
- *   - the KV cache holds exactly the first n_cached tokens of a sequence; a step feeds tokens[n_cached ..];
- *   - the row of a sequence's last known token, and no other, yields its next token.
- * A request with more samples than fit runs in waves. Not here yet: several requests at once, shared prompt pages, preemption
- * (chapters 10 to 13).
+ *     eng_submit --> inbox --eng_take--> sched_submit (12)          any thread | the driver from here on
+ *         +-> sched_plan (12) --> batch_build (13) --> eng_rows --> model_step (16) --> eng_commit --+
+ *         +------------------------------------------------------------------------------------------+
+ *
+ * The driver is whoever needs a result: a thread in eng_drive runs steps until what it waits for is done, and the next one that
+ * waits takes over. There is no hidden thread. Callbacks run on the driving thread, between steps.
+ *
+ * What always holds:
+ *   - eng.lock guards the inbox, the list of cancels, `driven`, `stopping`, the broken state and the copy of the statistics;
+ *     everything else belongs to the driver;
+ *   - every sample of an accepted request ends in exactly one event that is not TOKA_RUNNING;
+ *   - a step allocates nothing but what events carry (texts grow to their longest once).
  * =========================================================================== */
 
-#define ENG_PAGE 16 /* B: tokens per page on the CPU; spans and sums are cut at its multiples */
+#define ENG_MAX_N (1 << 20) /* samples of one request */
+#define ENG_PAGE 16         /* B: tokens per page on the CPU; sums of attention are cut at its multiples */
 
-typedef struct eng_seq { /* one sample while it runs */
-    int sample;
-    bool active;
-    int32_t *tokens; /* [n_prompt + max_out] prompt, then output */
-    int n_prompt, n_tokens, n_cached;
-    int max_tokens;      /* n_tokens may grow to this */
-    int *pages, n_pages; /* page i holds positions i*B .. i*B+B-1 */
+typedef struct eng_request { /* from eng_submit until its last event */
+    int64_t id;
+    int sched_id; /* -1: still in the inbox */
+    arena a;      /* all that follows by pointer */
+    int32_t *prompt;
+    int n_prompt, n, n_live;
+    bool *ended; /* [n] */
+    toka_sampling sampling;
+    int priority;
+    uint64_t class_key;
+    ids ends; /* ids that end a sample; owned */
+    toka_event_fn *fn;
+    void *user;
+    toka_usage usage;
+    double t_submit, t_first; /* 0: no token yet */
+    bool *done;               /* set under the lock after the last event, if not NULL */
+    struct eng_request *next; /* in the inbox */
+} eng_request;
+
+typedef struct eng_slot { /* of a scheduler's slot: what turns its ids into text */
+    bool open;
     stop_scan stop;
     tok_stream stream;
-} eng_seq;
+} eng_slot;
 
 typedef struct eng { /* pools are sized at open and never grow */
     model_run m;
     const mf_model *files;
     const tok *tok; /* NULL: events carry no text */
-    int max_len, max_tokens, max_seqs;
-    int n_pages, n_free;
-    int *free_pages; /* stack */
-    eng_seq *seqs;   /* [max_seqs] */
-    /* the plan of one step */
-    int32_t *ids, *pos, *slot, *page_table; /* [max_tokens] x 3, [n_pages] */
-    toka_span *spans;                       /* [max_seqs] */
-    toka_out_row *out;                      /* [max_tokens] */
-    int *out_seq;                           /* [max_seqs] sequence of each out row */
-    toka_pick *picks;                       /* [max_tokens] */
-    toka_step step;
-    buf piece, text; /* text of one token; text that became certain */
-    ids ends;        /* of the running request: ids that end a sample; the first n_eos are the model's */
-    bool cancelled;
+    int max_len;
+    sched s;
+    batch b;
+    eng_slot *slots;          /* [max_seqs] */
+    toka_out_row *out;        /* [max_tokens]; a score asks for every row */
+    toka_pick *picks;         /* [max_tokens] */
+    eng_request **by_sched;   /* [cap_by_sched] of the scheduler's request ids */
+    int cap_by_sched, n_live; /* requests that the scheduler has */
+    buf piece, text;          /* text of one token; text that became certain */
+    toka_stats stats;         /* the driver's */
+
+    pthread_mutex_t lock;
+    pthread_cond_t wake;      /* something was submitted, cancelled, finished, or nobody drives any more */
+    eng_request *inbox, **inbox_end;
+    int64_t *cancels;
+    int n_cancels, cap_cancels;
+    int64_t next_id;
+    bool driven, stopping;
+    toka_err broken;          /* code 0: the device works */
+    toka_stats shown;         /* copy of stats after each step */
 } eng;
 
-static int64_t eng_kv_bytes_per_token(const toka_shape *s, size_t element) {
-    return (int64_t)2 * s->L * s->K * s->D * (int64_t)element;
+/* ---- Open and close ---- */
+
+/* Tokens of KV to hold: every sequence at full length if that is small, else what a quarter of the machine's memory holds. */
+static int64_t eng_kv_tokens(const toka_shape *s, int max_seqs, int64_t ram_bytes) {
+    int64_t per_token = (int64_t)2 * s->L * s->K * s->D * (int64_t)sizeof(float);
+    return MIN((int64_t)max_seqs * s->max_len, ram_bytes / 4 / per_token);
 }
 
-/* Tokens of KV to hold: every sequence at full length if that is small, else what a quarter of the machine's memory holds, and
- * never less than one sequence of the length asked for. */
-static int64_t eng_kv_tokens(const toka_shape *s, int max_seqs, int64_t ram_bytes) {
-    int64_t per_token = eng_kv_bytes_per_token(s, sizeof(float));
-    int64_t want = (int64_t)max_seqs * s->max_len, fit = ram_bytes / 4 / per_token;
-    return MIN(want, fit);
+/* Sets shape->max_len and returns the number of pages, or fails when the length asked for does not fit. */
+static int eng_size(toka_shape *shape, int max_seqs, int asked_len, int *n_pages, toka_err *e) {
+    if (asked_len) shape->max_len = asked_len;
+    int64_t n_kv = eng_kv_tokens(shape, max_seqs, os_ram_bytes());
+    if (asked_len && n_kv < asked_len)
+        return fail(e, TOKA_E_MEMORY, "--max-model-len %d: memory holds %lld tokens of this model's KV cache", asked_len,
+                    (long long)n_kv);
+    shape->max_len = (int)MIN(n_kv, (int64_t)shape->max_len);
+    if (shape->max_len < 2) return fail(e, TOKA_E_MEMORY, "not enough memory for the KV cache of one sequence");
+    *n_pages = (int)MIN((n_kv + ENG_PAGE - 1) / ENG_PAGE, (int64_t)INT_MAX / ENG_PAGE);
+    return 0;
 }
 
 static void eng_close(eng *g) {
     if (!g) return;
     model_close(&g->m);
-    free(g->free_pages), free(g->seqs), free(g->ids), free(g->pos), free(g->slot), free(g->page_table);
-    free(g->spans), free(g->out), free(g->out_seq), free(g->picks);
-    buf_free(&g->piece), buf_free(&g->text), ids_free(&g->ends);
+    sched_free(&g->s), batch_free(&g->b);
+    free(g->slots), free(g->out), free(g->picks), free(g->by_sched), free(g->cancels);
+    buf_free(&g->piece), buf_free(&g->text);
+    pthread_mutex_destroy(&g->lock), pthread_cond_destroy(&g->wake);
     free(g);
 }
 
 /* shape: the model's, with B and max_len still to be set here; it must outlive the engine. */
 static int eng_open(eng **out, const toka_backend *be, const mf_model *files, toka_shape *shape, const tok *words,
                     const toka_options *o, toka_err *e) {
-    eng *g = mem_zalloc(sizeof *g);
-    g->files = files, g->tok = words;
-    g->max_seqs = o->max_num_seqs ? o->max_num_seqs : 64;
-    g->max_tokens = MAX(o->max_num_batched_tokens ? o->max_num_batched_tokens : 512, g->max_seqs);
+    int max_seqs = o->max_num_seqs ? o->max_num_seqs : 256, n_pages = 0;
+    int max_tokens = MAX(o->max_num_batched_tokens ? o->max_num_batched_tokens : 512, max_seqs);
     shape->B = ENG_PAGE;
-    if (o->max_model_len) shape->max_len = o->max_model_len;
-    int64_t n_kv = eng_kv_tokens(shape, g->max_seqs, os_ram_bytes());
-    if (n_kv < shape->max_len && o->max_model_len) {
-        eng_close(g);
-        return fail(e, TOKA_E_MEMORY, "--max-model-len %d: memory holds %lld tokens of this model's KV cache", o->max_model_len,
-                    (long long)n_kv);
-    }
-    shape->max_len = (int)MIN(n_kv, (int64_t)shape->max_len);
-    g->max_len = shape->max_len;
-    if (g->max_len < 2) {
-        eng_close(g);
-        return fail(e, TOKA_E_MEMORY, "not enough memory for the KV cache of one sequence");
-    }
-    g->n_pages = (int)MIN((n_kv + ENG_PAGE - 1) / ENG_PAGE + g->max_seqs, (int64_t)INT_MAX / ENG_PAGE);
-    toka_device_options d = {o->n_threads, g->max_tokens, g->max_tokens, g->n_pages};
-    int code = model_open(&g->m, be, &d, shape, &files->weights, e);
-    if (code) {
-        eng_close(g);
+    int code = eng_size(shape, max_seqs, o->max_model_len, &n_pages, e);
+    if (code) return code;
+    model_run m;
+    toka_device_options d = {o->n_threads, max_tokens, max_tokens, n_pages};
+    if ((code = model_open(&m, be, &d, shape, &files->weights, e))) {
+        model_close(&m);
         return code;
     }
-    size_t nt = (size_t)g->max_tokens, np = (size_t)g->n_pages, ns = (size_t)g->max_seqs;
-    g->free_pages = mem_alloc(np * sizeof(int)), g->page_table = mem_alloc(np * sizeof(int32_t));
-    g->ids = mem_alloc(nt * sizeof(int32_t)), g->pos = mem_alloc(nt * sizeof(int32_t));
-    g->slot = mem_alloc(nt * sizeof(int32_t)), g->out = mem_alloc(nt * sizeof(toka_out_row));
-    g->picks = mem_alloc(nt * sizeof(toka_pick)), g->seqs = mem_zalloc(ns * sizeof(eng_seq));
-    g->spans = mem_alloc(ns * sizeof(toka_span)), g->out_seq = mem_alloc(ns * sizeof(int));
-    for (int i = 0; i < g->n_pages; i++) g->free_pages[g->n_free++] = g->n_pages - 1 - i;
+    eng *g = mem_zalloc(sizeof *g);
+    g->m = m, g->files = files, g->tok = words, g->max_len = shape->max_len;
+    sched_init(&g->s, &(sched_config){.B = ENG_PAGE, .n_pages = n_pages, .max_seqs = max_seqs, .max_tokens = max_tokens,
+                                      .max_len = shape->max_len, .n_classes = 4096});
+    batch_init(&g->b, &g->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows});
+    g->slots = mem_zalloc((size_t)max_seqs * sizeof *g->slots);
+    g->out = mem_alloc((size_t)max_tokens * sizeof *g->out), g->picks = mem_alloc((size_t)max_tokens * sizeof *g->picks);
+    g->inbox_end = &g->inbox;
+    g->stats.kv_pages = n_pages;
+    pthread_mutex_init(&g->lock, NULL), pthread_cond_init(&g->wake, NULL);
     *out = g;
     return 0;
 }
 
-/* ---- Plan: integers only ---- */
+/* ---- Submit and cancel: any thread ---- */
 
-static void eng_plan_begin(eng *g) {
-    g->step = (toka_step){.ids = g->ids, .pos = g->pos, .slot = g->slot, .pages = g->page_table, .spans = g->spans, .out = g->out};
+static void eng_request_free(eng_request *r) {
+    ids_free(&r->ends);
+    arena a = r->a;
+    arena_free(&a);
+    free(r);
 }
 
-/* Adds tokens[n_cached .. n_cached+n-1] of a sequence to the step: rows, KV slots, one span over all it has. */
-static void eng_plan_rows(eng *g, const eng_seq *q, int n, int *page_end) {
-    toka_step *s = &g->step;
-    int end = q->n_cached + n, n_pages = (end + ENG_PAGE - 1) / ENG_PAGE;
-    g->spans[s->n_spans++] = (toka_span){.row0 = s->T, .n_rows = n, .page0 = *page_end, .kv0 = 0, .n_kv = end};
-    memcpy(g->page_table + *page_end, q->pages, (size_t)n_pages * sizeof(int));
-    *page_end += n_pages;
-    for (int p = q->n_cached; p < end; p++, s->T++) {
-        g->ids[s->T] = q->tokens[p];
-        g->pos[s->T] = p;
-        g->slot[s->T] = q->pages[p / ENG_PAGE] * ENG_PAGE + p % ENG_PAGE;
+static void *eng_copy(arena *a, const void *p, size_t n) { return n ? memcpy(arena_alloc(a, n), p, n) : NULL; }
+
+/* A copy of the request that owns all it points to. */
+static eng_request *eng_request_new(const eng *g, const toka_request *r, const int32_t *prompt, int n_prompt) {
+    eng_request *q = mem_zalloc(sizeof *q);
+    toka_sampling *s = &q->sampling;
+    arena *a = &q->a;
+    *s = r->sampling;
+    q->sched_id = -1, q->n_prompt = n_prompt, q->n = q->n_live = r->n, q->priority = r->priority, q->class_key = r->length_class;
+    q->prompt = eng_copy(a, prompt, (size_t)n_prompt * sizeof *prompt);
+    q->ended = arena_zalloc(a, (size_t)r->n);
+    s->stop_ids = eng_copy(a, s->stop_ids, (size_t)s->n_stop_ids * sizeof *s->stop_ids);
+    s->bias_ids = eng_copy(a, s->bias_ids, (size_t)s->n_bias * sizeof *s->bias_ids);
+    s->bias_values = eng_copy(a, s->bias_values, (size_t)s->n_bias * sizeof *s->bias_values);
+    s->allowed_ids = eng_copy(a, s->allowed_ids, (size_t)s->n_allowed * sizeof *s->allowed_ids);
+    const char **stop = s->n_stop ? arena_alloc(a, (size_t)s->n_stop * sizeof *stop) : NULL;
+    for (int i = 0; i < s->n_stop; i++) stop[i] = arena_cstr(a, str_c(s->stop[i]));
+    s->stop = stop;
+    if (!s->max_tokens || s->max_tokens > g->max_len - n_prompt) s->max_tokens = g->max_len - n_prompt;
+    for (int i = 0; i < g->files->n_eos_ids && !s->ignore_eos; i++) ids_push(&q->ends, g->files->eos_ids[i]);
+    for (int i = 0; i < s->n_stop_ids; i++) ids_push(&q->ends, s->stop_ids[i]);
+    q->t_submit = os_now();
+    q->usage.prompt_tokens = n_prompt;
+    return q;
+}
+
+static int eng_check_prompt(const eng *g, const int32_t *prompt, size_t n, int need, toka_err *e) {
+    int V = g->files->shape.V;
+    if (!n) return fail(e, TOKA_E_USE, "the prompt has no tokens");
+    if (n + (size_t)need > (size_t)g->max_len)
+        return fail(e, TOKA_E_USE, "the prompt has %zu tokens; at most %d fit (max_model_len %d)", n, g->max_len - need,
+                    g->max_len);
+    for (size_t i = 0; i < n; i++)
+        if (prompt[i] < 0 || prompt[i] >= V)
+            return fail(e, TOKA_E_USE, "token %zu of the prompt is %d, the vocabulary has %d", i, (int)prompt[i], V);
+    return 0;
+}
+
+static int eng_check(const eng *g, const toka_request *r, const int32_t *prompt, size_t n_prompt, toka_err *e) {
+    const toka_sampling *s = &r->sampling;
+    int code = eng_check_prompt(g, prompt, n_prompt, 1, e);
+    if (code || (code = samp_check(s, g->files->shape.V, e))) return code;
+    if (r->n < 1 || r->n > ENG_MAX_N) return fail(e, TOKA_E_USE, "n is %d, expected 1 to %d", r->n, ENG_MAX_N);
+    if (s->n_stop && !g->tok) return fail(e, TOKA_E_USE, "stop strings need a tokenizer, this model has none");
+    return 0;
+}
+
+/* Queues a request; everything is copied. done: set to true, under the lock, behind its last event. */
+static int eng_submit(eng *g, const toka_request *r, const int32_t *prompt, size_t n_prompt, toka_event_fn *fn, void *user,
+                      eng_request **out, bool *done, int64_t *id, toka_err *e) {
+    int code = eng_check(g, r, prompt, n_prompt, e);
+    if (code) return code;
+    eng_request *q = eng_request_new(g, r, prompt, (int)n_prompt);
+    q->fn = fn, q->user = user, q->done = done;
+    pthread_mutex_lock(&g->lock);
+    if ((code = g->broken.code)) *e = g->broken;
+    else {
+        q->id = *id = ++g->next_id;
+        *g->inbox_end = q, g->inbox_end = &q->next;
+        g->shown.waiting += q->n;
+        pthread_cond_broadcast(&g->wake);
     }
+    pthread_mutex_unlock(&g->lock);
+    if (code) eng_request_free(q);
+    else if (out) *out = q;
+    return code;
 }
 
-/* Asks for the next token of a sequence: its last row's logits. */
-static void eng_plan_out(eng *g, const eng_seq *q, const toka_sampling *sampling) {
-    int n_output = q->n_tokens - q->n_prompt;
-    bool early = n_output < sampling->min_tokens;
-    g->out[g->step.n_out] = (toka_out_row){.row = g->step.T - 1,
-                                           .forced_id = -1,
-                                           .sample = (uint32_t)q->sample,
-                                           .position = (uint32_t)q->n_tokens,
-                                           .sampling = sampling,
-                                           .history = q->tokens,
-                                           .n_prompt = q->n_prompt,
-                                           .n_history = q->n_tokens,
-                                           .forbidden = early ? g->ends.p : NULL,
-                                           .n_forbidden = early ? (int)g->ends.n : 0};
-    g->out_seq[g->step.n_out++] = (int)(q - g->seqs);
-}
-
-/* Decoding sequences first, one token each; prefill takes what they leave of max_tokens, first come first served. */
-static void eng_plan(eng *g, const toka_sampling *sampling) {
-    int page_end = 0, n_decode = 0;
-    eng_plan_begin(g);
-    for (int i = 0; i < g->max_seqs; i++) n_decode += g->seqs[i].active && g->seqs[i].n_tokens - g->seqs[i].n_cached == 1;
-    int budget = g->max_tokens - n_decode;
-    for (int i = 0; i < g->max_seqs; i++) {
-        eng_seq *q = &g->seqs[i];
-        int left = q->n_tokens - q->n_cached, n = left == 1 ? 1 : MIN(left, budget);
-        if (!q->active || !n) continue;
-        if (left > 1) budget -= n;
-        eng_plan_rows(g, q, n, &page_end);
-        if (n == left) eng_plan_out(g, q, sampling);
-        q->n_cached += n;
+static void eng_cancel(eng *g, int64_t id) {
+    pthread_mutex_lock(&g->lock);
+    if (g->n_cancels == g->cap_cancels) {
+        g->cap_cancels = MAX(16, 2 * g->cap_cancels);
+        g->cancels = mem_realloc(g->cancels, (size_t)g->cap_cancels * sizeof *g->cancels);
     }
+    g->cancels[g->n_cancels++] = id;
+    pthread_cond_broadcast(&g->wake);
+    pthread_mutex_unlock(&g->lock);
 }
 
-/* ---- Admit and retire ---- */
+/* ---- Ends ---- */
 
-/* Starts a sample in slot q if its whole future fits; false: not now. */
-static bool eng_admit(eng *g, eng_seq *q, int sample, const int32_t *prompt, int n_prompt, const toka_sampling *s) {
-    int end = s->max_tokens ? (int)MIN((int64_t)n_prompt + s->max_tokens, (int64_t)g->max_len) : g->max_len;
-    int n_pages = (end + ENG_PAGE - 1) / ENG_PAGE;
-    if (n_pages > g->n_free) return false;
-    *q = (eng_seq){.sample = sample, .active = true, .n_prompt = n_prompt, .n_tokens = n_prompt, .max_tokens = end};
-    q->tokens = mem_alloc((size_t)end * sizeof(int32_t));
-    memcpy(q->tokens, prompt, (size_t)n_prompt * sizeof(int32_t));
-    q->pages = mem_alloc((size_t)n_pages * sizeof(int));
-    while (q->n_pages < n_pages) q->pages[q->n_pages++] = g->free_pages[--g->n_free];
-    stop_init(&q->stop, s->stop, s->n_stop, s->include_stop);
-    if (g->tok) tok_stream_init(&q->stream, g->tok, TOKA_SKIP_SPECIAL);
-    return true;
+static void eng_slot_close(eng *g, int q) {
+    eng_slot *slot = &g->slots[q];
+    if (!slot->open) return;
+    stop_free(&slot->stop);
+    if (g->tok) tok_stream_free(&slot->stream);
+    *slot = (eng_slot){0};
 }
 
-static void eng_retire(eng *g, eng_seq *q) {
-    if (!q->active) return;
-    while (q->n_pages) g->free_pages[g->n_free++] = q->pages[--q->n_pages];
-    free(q->tokens), free(q->pages);
-    stop_free(&q->stop);
-    if (g->tok) tok_stream_free(&q->stream);
-    *q = (eng_seq){0};
+/* All events of r were delivered. */
+static void eng_finish(eng *g, eng_request *r) {
+    if (r->sched_id >= 0) g->by_sched[r->sched_id] = NULL, g->n_live--;
+    g->stats.requests_done++;
+    bool awaited = r->done != NULL; /* the one who waits for it frees it, maybe at once */
+    pthread_mutex_lock(&g->lock);
+    if (awaited) *r->done = true;
+    pthread_cond_broadcast(&g->wake);
+    pthread_mutex_unlock(&g->lock);
+    if (!awaited) eng_request_free(r);
 }
 
-/* ---- Commit: one pick becomes a token, its text, an event ---- */
+/* Ends every sample that has not ended: cancelled, or failed with the device. */
+static void eng_end_all(eng *g, eng_request *r, toka_finish how) {
+    if (r->sched_id >= 0) {
+        for (int q = 0; q < g->s.c.max_seqs; q++)
+            if (g->s.seqs[q].state != SCHED_FREE && g->s.seqs[q].request == r->sched_id) eng_slot_close(g, q);
+        sched_cancel(&g->s, r->sched_id);
+    }
+    for (int i = 0; i < r->n && r->fn; i++)
+        if (!r->ended[i]) r->fn(r->user, &(toka_event){.sample = i, .id = -1, .text = "", .finish = how, .stop_id = -1});
+    eng_finish(g, r);
+}
 
-static bool eng_is_end(const eng *g, int32_t id) {
-    for (size_t i = 0; i < g->ends.n; i++)
-        if (g->ends.p[i] == id) return true;
+/* ---- Take: the inbox to the scheduler ---- */
+
+static void eng_enter(eng *g, eng_request *r) {
+    const toka_sampling *s = &r->sampling;
+    toka_err e;
+    int id = sched_submit(&g->s, &(sched_job){.prompt = r->prompt, .n_prompt = r->n_prompt, .n = r->n, .max_tokens = s->max_tokens,
+                                              .min_tokens = s->min_tokens, .exact = !r->ends.n && !s->n_stop,
+                                              .priority = r->priority, .class_key = r->class_key}, &e);
+    if (id < 0) { /* cannot be: eng_check looked at the same limits; but a request must never hang */
+        eng_end_all(g, r, TOKA_FAILED);
+        return;
+    }
+    if (id >= g->cap_by_sched) {
+        int cap = MAX(64, 2 * (id + 1));
+        g->by_sched = mem_realloc(g->by_sched, (size_t)cap * sizeof *g->by_sched);
+        memset(g->by_sched + g->cap_by_sched, 0, (size_t)(cap - g->cap_by_sched) * sizeof *g->by_sched);
+        g->cap_by_sched = cap;
+    }
+    g->by_sched[id] = r, r->sched_id = id, g->n_live++;
+}
+
+static void eng_take(eng *g) {
+    pthread_mutex_lock(&g->lock);
+    eng_request *r = g->inbox;
+    int64_t *cancels = g->cancels;
+    int n_cancels = g->n_cancels;
+    g->inbox = NULL, g->inbox_end = &g->inbox;
+    g->cancels = NULL, g->n_cancels = g->cap_cancels = 0;
+    pthread_mutex_unlock(&g->lock);
+    for (eng_request *next; r; r = next) next = r->next, eng_enter(g, r);
+    for (int i = 0; i < n_cancels; i++)
+        for (int k = 0; k < g->cap_by_sched; k++)
+            if (g->by_sched[k] && g->by_sched[k]->id == cancels[i]) eng_end_all(g, g->by_sched[k], TOKA_CANCELLED);
+    free(cancels);
+}
+
+/* ---- One step ---- */
+
+/* The rows whose logits are wanted, from the batch's list of rows that yield a token. */
+static void eng_rows(eng *g) {
+    for (int i = 0; i < g->b.n_out; i++) {
+        const batch_out *o = &g->b.outs[i];
+        const sched_seq *x = &g->s.seqs[o->q];
+        const eng_request *r = g->by_sched[x->request];
+        bool early = x->n_known - x->n_prompt < r->sampling.min_tokens;
+        g->out[i] = (toka_out_row){.row = o->row,
+                                   .forced_id = -1,
+                                   .sample = (uint32_t)x->sample,
+                                   .position = (uint32_t)x->n_known,
+                                   .sampling = &r->sampling,
+                                   .history = x->tokens,
+                                   .n_prompt = x->n_prompt,
+                                   .n_history = x->n_known,
+                                   .forbidden = early ? r->ends.p : NULL,
+                                   .n_forbidden = early ? (int)r->ends.n : 0};
+    }
+    g->b.step.out = g->out, g->b.step.n_out = g->b.n_out;
+}
+
+static bool eng_is_end(const eng_request *r, int32_t id) {
+    for (size_t i = 0; i < r->ends.n; i++)
+        if (r->ends.p[i] == id) return true;
     return false;
 }
 
-/* Text of the new token into g->text, held back while it may begin a stop string. True: a stop string ended. */
-static bool eng_text(eng *g, eng_seq *q, int32_t id, bool is_end, bool armed, bool last) {
+/* Text of a new token into g->text, held back while it may begin a stop string. True: a stop string is complete. */
+static bool eng_text(eng *g, int q, const eng_request *r, int32_t id, bool is_end, bool armed, bool last) {
+    eng_slot *slot = &g->slots[q];
     buf_clear(&g->text), buf_clear(&g->piece);
     if (!g->tok) return false;
-    if (!is_end) tok_stream_put(&q->stream, id, &g->piece);
-    if (last || is_end) tok_stream_end(&q->stream, &g->piece);
-    bool stopped = stop_put(&q->stop, buf_view(&g->piece), armed, &g->text);
-    if (!stopped && (last || is_end)) stop_end(&q->stop, &g->text);
+    if (!slot->open) {
+        stop_init(&slot->stop, r->sampling.stop, r->sampling.n_stop, r->sampling.include_stop);
+        tok_stream_init(&slot->stream, g->tok, TOKA_SKIP_SPECIAL);
+        slot->open = true;
+    }
+    if (!is_end) tok_stream_put(&slot->stream, id, &g->piece);
+    if (last || is_end) tok_stream_end(&slot->stream, &g->piece);
+    bool stopped = stop_put(&slot->stop, buf_view(&g->piece), armed, &g->text);
+    if (!stopped && (last || is_end)) stop_end(&slot->stop, &g->text);
     return stopped;
 }
 
-static void eng_commit(eng *g, const toka_pick *pick, eng_seq *q, const toka_sampling *s, toka_event_fn *fn, void *user) {
-    q->tokens[q->n_tokens++] = pick->id;
-    bool armed = q->n_tokens - q->n_prompt >= s->min_tokens;
-    bool is_end = eng_is_end(g, pick->id), full = q->n_tokens == q->max_tokens;
-    bool stopped = eng_text(g, q, pick->id, is_end, armed, full);
-    toka_event ev = {.sample = q->sample,
+/* One pick becomes a token of its sequence and an event. False: the callback wants no more of this request. */
+static bool eng_deliver(eng *g, eng_request *r, int q, const toka_pick *pick, bool *ended) {
+    const sched_seq *x = &g->s.seqs[q];
+    const toka_sampling *s = &r->sampling;
+    bool armed = x->n_known + 1 - x->n_prompt >= s->min_tokens, full = x->n_known + 1 == x->limit;
+    bool is_end = eng_is_end(r, pick->id), stopped = eng_text(g, q, r, pick->id, is_end, armed, full);
+    toka_event ev = {.sample = x->sample,
                      .id = pick->id,
                      .logprob = pick->logprob,
                      .sampled_logprob = pick->sampled_logprob,
@@ -11140,84 +11519,168 @@ static void eng_commit(eng *g, const toka_pick *pick, eng_seq *q, const toka_sam
                      .text_bytes = g->text.n,
                      .finish = is_end || stopped ? TOKA_STOP : full ? TOKA_LENGTH : TOKA_RUNNING,
                      .stop_id = is_end ? pick->id : -1};
-    if (fn && fn(user, &ev)) g->cancelled = true;
-    if (ev.finish != TOKA_RUNNING) eng_retire(g, q);
+    *ended = is_end || stopped;
+    if (ev.finish != TOKA_RUNNING) r->ended[x->sample] = true, r->n_live--, eng_slot_close(g, q);
+    r->usage.output_tokens++, g->stats.output_tokens++;
+    if (!r->t_first) r->t_first = os_now();
+    return !r->fn || !r->fn(r->user, &ev);
 }
 
-/* Ids that end a sample of this request: the model's end-of-sequence ids unless ignored, then the request's own. */
-static void eng_set_ends(eng *g, const toka_sampling *s) {
-    g->ends.n = 0;
-    for (int i = 0; i < g->files->n_eos_ids && !s->ignore_eos; i++) ids_push(&g->ends, g->files->eos_ids[i]);
-    for (int i = 0; i < s->n_stop_ids; i++) ids_push(&g->ends, s->stop_ids[i]);
+static void eng_commit(eng *g) {
+    for (int i = 0; i < g->b.n_out; i++) {
+        const batch_out o = g->b.outs[i];
+        sched_seq *x = &g->s.seqs[o.q];
+        if (x->ticket != o.ticket) continue; /* a callback ended its request in this very loop */
+        eng_request *r = g->by_sched[x->request];
+        bool ended, more = eng_deliver(g, r, o.q, &g->picks[i], &ended);
+        sched_commit(&g->s, o.q, o.ticket, g->picks[i].id, ended);
+        if (!r->n_live) eng_finish(g, r);
+        else if (!more) eng_end_all(g, r, TOKA_CANCELLED);
+    }
 }
 
-static int eng_check_prompt(const eng *g, const int32_t *prompt, size_t n, int need, toka_err *e) {
-    int V = g->files->shape.V;
-    if (!n) return fail(e, TOKA_E_USE, "the prompt has no tokens");
-    if (n + (size_t)need > (size_t)g->max_len)
-        return fail(e, TOKA_E_USE, "the prompt has %zu tokens; at most %d fit (max_model_len %d)", n, g->max_len - need, g->max_len);
-    for (size_t i = 0; i < n; i++)
-        if (prompt[i] < 0 || prompt[i] >= V)
-            return fail(e, TOKA_E_USE, "token %zu of the prompt is %d, the vocabulary has %d", i, (int)prompt[i], V);
-    return 0;
+static void eng_show(eng *g, int rows, double t0, double t1, double t2, double t3) {
+    toka_stats *s = &g->stats;
+    s->steps += rows > 0, s->rows += rows;
+    s->plan_s += t1 - t0, s->run_s += t2 - t1, s->commit_s += t3 - t2;
+    s->running = g->s.n_running, s->waiting = g->s.n_waiting;
+    s->prompt_tokens = g->s.n_prompt_tokens, s->prompt_tokens_shared = g->s.n_prompt_hits;
+    s->preemptions = g->s.n_preempted;
+    s->kv_pages_used = g->s.c.n_pages - kv_room(&g->s.kv);
+    pthread_mutex_lock(&g->lock);
+    g->shown = *s;
+    for (const eng_request *r = g->inbox; r; r = r->next) g->shown.waiting += r->n;
+    pthread_mutex_unlock(&g->lock);
 }
 
-/* Runs n samples of one prompt to their ends. usage is filled also when it fails or is cancelled. */
-static int eng_generate(eng *g, const int32_t *prompt, size_t n_prompt, int n, const toka_sampling *s, toka_event_fn *fn, void *user,
-                        toka_usage *usage, toka_err *e) {
-    int code = eng_check_prompt(g, prompt, n_prompt, 1, e), next = 0, running = 0;
-    if (code || (code = samp_check(s, g->files->shape.V, e))) return code;
-    if (n < 1) return fail(e, TOKA_E_USE, "n is %d, at least 1 sample is needed", n);
-    if (s->n_stop && !g->tok) return fail(e, TOKA_E_USE, "stop strings need a tokenizer, this model has none");
-    double t0 = os_now(), t_first = 0;
-    *usage = (toka_usage){.prompt_tokens = (int64_t)n_prompt};
-    g->cancelled = false;
-    eng_set_ends(g, s);
-    do {
-        running = 0;
-        for (int i = 0; i < g->max_seqs; i++) {
-            eng_seq *q = &g->seqs[i];
-            if (!q->active && next < n && eng_admit(g, q, next, prompt, (int)n_prompt, s)) next++;
-            running += q->active;
+/* A device that failed fails every request; nothing more is taken. */
+static void eng_break(eng *g, const toka_err *e) {
+    pthread_mutex_lock(&g->lock);
+    g->broken = *e;
+    pthread_mutex_unlock(&g->lock);
+    eng_take(g);
+    for (int k = 0; k < g->cap_by_sched; k++)
+        if (g->by_sched[k]) eng_end_all(g, g->by_sched[k], TOKA_FAILED);
+}
+
+static void eng_step(eng *g) {
+    toka_err e;
+    eng_take(g);
+    if (!g->n_live) return;
+    double t0 = os_now();
+    int rows = sched_plan(&g->s);
+    batch_build(&g->b, &g->s);
+    eng_rows(g);
+    double t1 = os_now();
+    int code = rows ? model_step(&g->m, &g->b.step, g->picks, &e) : 0;
+    double t2 = os_now();
+    if (code) {
+        eng_break(g, &e);
+        return;
+    }
+    eng_commit(g);
+    eng_show(g, rows, t0, t1, t2, os_now());
+}
+
+/* ---- Drive ---- */
+
+/* Runs steps until *done (if not NULL), or nothing is left and !forever, or eng_stop. If another thread drives, waits for it. */
+static int eng_drive(eng *g, const bool *done, bool forever, toka_err *e) {
+    int code;
+    pthread_mutex_lock(&g->lock);
+    while (!(code = g->broken.code) && !(done ? *done : g->stopping)) {
+        bool idle = !g->driven && !g->n_live && !g->inbox && !g->n_cancels;
+        if (idle && !done && !forever) break;
+        if (g->driven || idle) {
+            pthread_cond_wait(&g->wake, &g->lock);
+            continue;
         }
-        eng_plan(g, s);
-        if ((code = model_step(&g->m, &g->step, g->picks, e))) break;
-        if (g->step.n_out && !t_first) t_first = os_now();
-        for (int i = 0; i < g->step.n_out && !g->cancelled; i++) {
-            eng_commit(g, &g->picks[i], &g->seqs[g->out_seq[i]], s, fn, user);
-            usage->output_tokens++;
-        }
-        running = 0;
-        for (int i = 0; i < g->max_seqs; i++) running += g->seqs[i].active;
-    } while ((running || next < n) && !g->cancelled);
-    for (int i = 0; i < g->max_seqs; i++) eng_retire(g, &g->seqs[i]);
-    usage->prefill_s = (t_first ? t_first : os_now()) - t0;
-    usage->decode_s = t_first ? os_now() - t_first : 0;
-    if (!code && g->cancelled) return fail(e, TOKA_E_CANCELLED, "cancelled");
+        g->driven = true;
+        pthread_mutex_unlock(&g->lock);
+        eng_step(g);
+        pthread_mutex_lock(&g->lock);
+        g->driven = false;
+        pthread_cond_broadcast(&g->wake);
+    }
+    if (code) *e = g->broken;
+    if (!done) g->stopping = false;
+    pthread_mutex_unlock(&g->lock);
     return code;
 }
 
-/* Teacher forcing in chunks: row i yields the log-probability of token i+1. */
+static void eng_stop(eng *g) {
+    pthread_mutex_lock(&g->lock);
+    g->stopping = true;
+    pthread_cond_broadcast(&g->wake);
+    pthread_mutex_unlock(&g->lock);
+}
+
+/* Runs one request to its end. usage is filled also when it fails or is cancelled. */
+static int eng_generate(eng *g, const toka_request *r, const int32_t *prompt, size_t n_prompt, toka_event_fn *fn, void *user,
+                        toka_usage *usage, toka_err *e) {
+    eng_request *q;
+    bool done = false;
+    int64_t id;
+    int code = eng_submit(g, r, prompt, n_prompt, fn, user, &q, &done, &id, e);
+    if (code) return code;
+    code = eng_drive(g, &done, false, e);
+    assert(done);
+    *usage = q->usage;
+    double now = os_now();
+    usage->prefill_s = (q->t_first ? q->t_first : now) - q->t_submit, usage->decode_s = q->t_first ? now - q->t_first : 0;
+    bool cancelled = q->n_live > 0;
+    eng_request_free(q);
+    if (!code && cancelled) return fail(e, TOKA_E_CANCELLED, "cancelled");
+    return code;
+}
+
+/* ---- Score: teacher forcing in chunks, row i yields the log-probability of token i+1 ---- */
+
+/* With the engine to itself: a row of pages for the text, filled from position 0; what the tree has is computed again, to the
+ * same bytes, because every row's logits are wanted. */
+static int eng_score_alone(eng *g, const int32_t *tokens, int n, float *logprobs, toka_err *e) {
+    kv_cache *k = &g->s.kv;
+    int q = g->s.free_slots[g->s.n_slots_free - 1], code = 0;
+    kv_open(k, q, tokens, n, kv_match(k, q, tokens, n));
+    const int *row = kv_row(k, q);
+    for (int at = 0, end; at < n - 1 && !code; at = end) {
+        end = MIN(n - 1, at + g->s.c.max_tokens);
+        toka_span span = {0, end - at, (int)(row - k->table), 0, end};
+        toka_step step = {.T = end - at, .n_spans = 1, .n_out = end - at, .ids = tokens + at, .pos = g->b.pos,
+                          .slot = g->b.slot, .pages = k->table, .spans = &span, .out = g->out};
+        for (int p = at; p < end; p++) {
+            g->b.pos[p - at] = p, g->b.slot[p - at] = row[p / ENG_PAGE] * ENG_PAGE + p % ENG_PAGE;
+            g->out[p - at] = (toka_out_row){.row = p - at, .forced_id = tokens[p + 1]};
+        }
+        kv_computed(k, q, at, end);
+        code = model_step(&g->m, &step, g->picks, e);
+        for (int p = at; p < end && !code; p++) logprobs[p + 1] = g->picks[p - at].logprob;
+    }
+    kv_close(k, q);
+    return code;
+}
+
 static int eng_score(eng *g, const int32_t *tokens, size_t n, float *logprobs, toka_err *e) {
     int code = eng_check_prompt(g, tokens, n, 0, e);
     if (code) return code;
-    toka_sampling none = {.max_tokens = 1};
-    eng_seq *q = &g->seqs[0];
-    bool fits = eng_admit(g, q, 0, tokens, (int)n, &none);
-    assert(fits); /* nothing else runs, and the pool holds max_len tokens */
-    (void)fits;
     logprobs[0] = 0;
-    for (int at = 0; at < (int)n - 1 && !code; at = q->n_cached) {
-        int page_end = 0, chunk = MIN((int)n - 1 - at, g->max_tokens);
-        eng_plan_begin(g);
-        eng_plan_rows(g, q, chunk, &page_end);
-        for (int i = 0; i < chunk; i++) g->out[i] = (toka_out_row){.row = i, .forced_id = tokens[at + i + 1]};
-        g->step.n_out = chunk;
-        q->n_cached += chunk;
-        code = model_step(&g->m, &g->step, g->picks, e);
-        for (int i = 0; i < chunk && !code; i++) logprobs[at + i + 1] = g->picks[i].logprob;
+    pthread_mutex_lock(&g->lock);
+    while (!(code = g->broken.code) && (g->driven || g->n_live || g->inbox)) { /* others first */
+        pthread_mutex_unlock(&g->lock);
+        eng_drive(g, NULL, false, e);
+        pthread_mutex_lock(&g->lock);
     }
-    eng_retire(g, q);
+    if (code) *e = g->broken;
+    else {
+        g->driven = true;
+        pthread_mutex_unlock(&g->lock);
+        code = eng_score_alone(g, tokens, (int)n, logprobs, e);
+        pthread_mutex_lock(&g->lock);
+        g->driven = false;
+        if (code) g->broken = *e;
+    }
+    pthread_cond_broadcast(&g->wake);
+    pthread_mutex_unlock(&g->lock);
     return code;
 }
 
@@ -11232,6 +11695,7 @@ struct toka {
     toka_shape shape; /* the model's, with B and max_len as the engine set them */
     tok *tok;         /* NULL: the folder has no tokenizer.json */
     tmpl *chat;       /* NULL: no chat template */
+    toka_err chat_error; /* why the model's own template could not be parsed; code 0: it could, or there is none */
     eng *engine;
 };
 
@@ -11259,16 +11723,37 @@ static const mf_embedded *const embedded_model = NULL;
 
 toka_options toka_options_default(void) { return (toka_options){.device = "auto"}; }
 
-/* The chat template: a file of the user's, or the model's own. A model's template that does not parse only matters to chats. */
-static int api_open_template(toka *t, const char *file, toka_err *e) {
-    str source = t->files->chat_template;
-    if (file) {
-        int code = os_map(file, &source, e);
-        if (code) return code;
-    }
-    int code = source.n ? tmpl_parse(&t->chat, source, e) : 0;
-    if (file) os_unmap(source);
+/* Parses a template file: Jinja, or a tokenizer_config.json (by its name) that has a template in it. `names` gets the special
+ * tokens of the latter, for a template without a model. */
+static int api_template_file(const char *file, mf_model *names, tmpl **out, toka_err *e) {
+    str source;
+    int code = os_map(file, &source, e);
+    if (code) return code;
+    bool config = str_ends(str_c(file), STR(".json"));
+    if (config) code = mf_tokenizer_config_parse(source, file, &names->a, names, e);
+    if (!code && config && !names->chat_template.n) code = fail(e, TOKA_E_INPUT, "%s: there is no chat_template in it", file);
+    if (!code) code = tmpl_parse(out, config ? names->chat_template : source, e);
+    os_unmap(source);
     return code;
+}
+
+/* The chat template: a file of the user's, or the model's own. The model's may be beyond us: that only matters to chats. */
+static int api_open_template(toka *t, const char *file, toka_err *e) {
+    mf_model names = {0}; /* the model's own names count */
+    if (!file) {
+        if (t->files->chat_template.n) tmpl_parse(&t->chat, t->files->chat_template, &t->chat_error);
+        return 0;
+    }
+    int code = api_template_file(file, &names, &t->chat, e);
+    arena_free(&names.a);
+    return code;
+}
+
+static int api_need_template(const toka *t, toka_err *e) {
+    if (t->chat) return 0;
+    if (t->chat_error.code)
+        return fail(e, TOKA_E_INPUT, "the chat template of %s cannot be used: %.350s", t->files->name, t->chat_error.msg);
+    return fail(e, TOKA_E_USE, "%s has no chat template; give one with --chat-template or use --raw", t->files->name);
 }
 
 /* The text half of a model: files, tokenizer, template. Enough for tokenize and template, without any memory for running. */
@@ -11405,7 +11890,7 @@ static int api_parse_now(const char *now, tmpl_time *out, toka_err *e) {
             return fail(e, TOKA_E_USE, "now: '%s', expected 'YYYY-MM-DD hh:mm:ss'", now);
         tm = made; /* with weekday and day of the year */
     }
-    *out = (tmpl_time){tm.tm_year + 1900, tm.tm_mon + 1, tm.tm_mday, tm.tm_hour, tm.tm_min, tm.tm_sec, tm.tm_wday, tm.tm_yday};
+    *out = (tmpl_time){tm.tm_year, tm.tm_mon, tm.tm_mday, tm.tm_hour, tm.tm_min, tm.tm_sec, tm.tm_wday, tm.tm_yday};
     return 0;
 }
 
@@ -11415,18 +11900,20 @@ static void api_put_token_variable(buf *b, const char *name, const char *value) 
     json_put_str(b, str_c(value));
 }
 
-/* The caller's object with the model's own variables before its members (of equal names the last, the caller's, wins). */
+/* The caller's object behind what apply_chat_template always passes and the model's own variables (of equal names the last, the
+ * caller's, wins). */
 static int api_template_context(const mf_model *files, str context, arena *a, buf *text, const json **out, toka_err *e) {
     const json *v = json_parse(a, context, json_trusted, e);
     if (!v) return e->code;
     if (v->type != JSON_OBJECT) return fail(e, TOKA_E_USE, "the template's input must be a JSON object with \"messages\"");
     json_put_open(text, '{');
-    if (files) {
-        api_put_token_variable(text, "bos_token", files->bos_token);
-        api_put_token_variable(text, "eos_token", files->eos_token);
-        api_put_token_variable(text, "pad_token", files->pad_token);
-        api_put_token_variable(text, "unk_token", files->unk_token);
-    }
+    json_put_key(text, "tools"), json_put_null(text);
+    json_put_key(text, "documents"), json_put_null(text);
+    json_put_key(text, "add_generation_prompt"), json_put_bool(text, false);
+    api_put_token_variable(text, "bos_token", files->bos_token);
+    api_put_token_variable(text, "eos_token", files->eos_token);
+    api_put_token_variable(text, "pad_token", files->pad_token);
+    api_put_token_variable(text, "unk_token", files->unk_token);
     if (v->n) json_comma(text);
     size_t open = (size_t)str_find(context, STR("{"), 0) + 1;
     buf_str(text, str_sub(context, open, context.n));
@@ -11450,7 +11937,7 @@ static int api_render(const tmpl *chat, const mf_model *files, str context, cons
 int toka_apply_chat_template(const toka *t, const char *context, size_t context_bytes, const char *now, char **text,
                              size_t *text_bytes, toka_err *e) {
     buf b = {0};
-    if (!t->chat) return fail(e, TOKA_E_USE, "%s has no chat template; give one with --chat-template or use raw text", t->files->name);
+    if (api_need_template(t, e)) return e->code;
     int code = api_render(t->chat, t->files, (str){context, context_bytes}, now, &b, e);
     if (code) {
         buf_free(&b);
@@ -11484,9 +11971,31 @@ int toka_generate(toka *t, const toka_request *r, toka_event_fn *fn, void *user,
     int32_t *prompt = NULL;
     size_t n = r->n_ids;
     int code = r->ids ? 0 : toka_encode(t, r->text, r->text_bytes, r->text_flags, &prompt, &n, e);
-    if (!code) code = eng_generate(t->engine, r->ids ? r->ids : prompt, n, r->n, &r->sampling, fn, user, usage ? usage : &unused, e);
+    if (!code) code = eng_generate(t->engine, r, r->ids ? r->ids : prompt, n, fn, user, usage ? usage : &unused, e);
     free(prompt);
     return code;
+}
+
+int toka_submit(toka *t, const toka_request *r, toka_event_fn *fn, void *user, int64_t *id, toka_err *e) {
+    int32_t *prompt = NULL;
+    size_t n = r->n_ids;
+    int code = r->ids ? 0 : toka_encode(t, r->text, r->text_bytes, r->text_flags, &prompt, &n, e);
+    if (!code) code = eng_submit(t->engine, r, r->ids ? r->ids : prompt, n, fn, user, NULL, NULL, id, e);
+    free(prompt);
+    return code;
+}
+
+void toka_cancel(toka *t, int64_t id) { eng_cancel(t->engine, id); }
+
+int toka_run(toka *t, int forever, toka_err *e) { return eng_drive(t->engine, NULL, forever != 0, e); }
+
+void toka_stop(toka *t) { eng_stop(t->engine); }
+
+toka_stats toka_get_stats(toka *t) {
+    pthread_mutex_lock(&t->engine->lock);
+    toka_stats s = t->engine->shown;
+    pthread_mutex_unlock(&t->engine->lock);
+    return s;
 }
 
 int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_err *e) {
@@ -11553,7 +12062,7 @@ static const cli_flag cli_flags[] = {
     {"device", "", "NAME", CLI_TEXT, AT(open.device), "auto or cpu"},
     {"threads", "t", "N", CLI_INT, AT(open.n_threads), "CPU threads (default: one a core)"},
     {"max-model-len", "", "N", CLI_INT, AT(open.max_model_len), "longest sequence in tokens (default: the model's, as memory allows)"},
-    {"max-num-seqs", "", "N", CLI_INT, AT(open.max_num_seqs), "most samples running at once (default: 64)"},
+    {"max-num-seqs", "", "N", CLI_INT, AT(open.max_num_seqs), "most samples running at once (default: 256)"},
     {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens), "most tokens in one step (default: 512)"},
     {NULL, NULL, NULL, 0, 0, "Prompt"},
     {"prompt", "p", "TEXT", CLI_TEXT, AT(prompt), "the prompt (default: standard input)"},
@@ -11724,12 +12233,12 @@ typedef struct cli_run { /* a request under way, the callback's user pointer */
     const toka *t;
     cli_sample *samples;
     int n_shown; /* several samples: printed so far, in order */
-    int code;    /* of writing */
-    toka_err *e;
+    toka_err e;  /* of writing; code 0: all was written */
 } cli_run;
 
 static const char *cli_finish_name(toka_finish f) {
-    return f == TOKA_STOP ? "stop" : f == TOKA_LENGTH ? "length" : f == TOKA_CANCELLED ? "cancelled" : "running";
+    static const char *const names[] = {"running", "stop", "length", "cancelled", "error"};
+    return names[f];
 }
 
 /* {"id":..,"token":"..","logprob":..,"sampled_logprob":..,"top":[{"id":..,"token":"..","logprob":..} ..]} */
@@ -11755,12 +12264,12 @@ static void cli_put_token(buf *b, const toka *t, const toka_event *ev) {
 
 /* Several samples: each is printed whole, in order, once those before it have ended. */
 static void cli_show_ended(cli_run *r) {
-    while (!r->code && r->n_shown < r->c->samples && r->samples[r->n_shown].finish != TOKA_RUNNING) {
+    while (!r->e.code && r->n_shown < r->c->samples && r->samples[r->n_shown].finish != TOKA_RUNNING) {
         buf b = {0};
         buf_printf(&b, "--- sample %d (%s)\n", r->n_shown, cli_finish_name(r->samples[r->n_shown].finish));
         buf_str(&b, buf_view(&r->samples[r->n_shown++].text));
         if (b.p[b.n - 1] != '\n') buf_char(&b, '\n');
-        r->code = cli_write(buf_view(&b), r->e);
+        cli_write(buf_view(&b), &r->e);
         buf_free(&b);
     }
 }
@@ -11770,15 +12279,15 @@ static int cli_on_event(void *user, const toka_event *ev) {
     cli_sample *s = &r->samples[ev->sample];
     bool stream = !r->c->json && r->c->samples == 1;
     buf_put(&s->text, ev->text, ev->text_bytes);
-    if (r->c->json || r->c->logprobs >= 0) {
+    if (ev->id >= 0 && (r->c->json || r->c->logprobs >= 0)) {
         if (s->tokens.n) buf_c(&s->tokens, ",\n");
         cli_put_token(&s->tokens, r->t, ev);
     }
     s->finish = ev->finish;
     s->stop_id = ev->stop_id;
-    if (stream) r->code = cli_write((str){ev->text, ev->text_bytes}, r->e);
+    if (stream) cli_write((str){ev->text, ev->text_bytes}, &r->e);
     else if (!r->c->json) cli_show_ended(r);
-    return cli_interrupted || r->code;
+    return cli_interrupted || r->e.code;
 }
 
 static int cli_read_prompt(const cli *c, buf *out, toka_err *e) {
@@ -11827,7 +12336,7 @@ static void cli_put_message(buf *b, const char *role, str content) {
 /* messages: the elements of the JSON array so far. Result: the prompt's text through the chat template. */
 static int cli_render(const cli *c, const toka *t, const buf *messages, buf *out, toka_err *e) {
     buf b = {0};
-    if (!t->chat) return fail(e, TOKA_E_USE, "%s has no chat template; give one with --chat-template or use --raw", t->files->name);
+    if (api_need_template(t, e)) return e->code;
     buf_printf(&b, "{\"messages\":[%s],\"add_generation_prompt\":true}", messages->p);
     buf_clear(out);
     int code = api_render(t->chat, t->files, buf_view(&b), c->now, out, e);
@@ -11878,10 +12387,10 @@ static int cli_complete(const cli *c, toka *t, str prompt, int text_flags, buf *
     cli_sampling(c, t, &r);
     r.text = prompt.p, r.text_bytes = prompt.n, r.text_flags = text_flags;
     if (c->samples < 1 || c->samples > 1 << 20) return fail(e, TOKA_E_USE, "--samples: %d, expected 1 to 1048576", c->samples);
-    cli_run run = {.c = c, .t = t, .samples = mem_zalloc((size_t)c->samples * sizeof(cli_sample)), .e = e};
+    cli_run run = {.c = c, .t = t, .samples = mem_zalloc((size_t)c->samples * sizeof(cli_sample))};
     for (int i = 0; i < c->samples; i++) run.samples[i].stop_id = -1;
     int code = toka_generate(t, &r, cli_on_event, &run, &u, e);
-    if (run.code) code = run.code;
+    if (run.e.code) *e = run.e, code = e->code;
     bool interrupted = code == TOKA_E_CANCELLED;
     if (interrupted) code = 0;
     for (int i = 0; i < c->samples && interrupted; i++)
@@ -11893,7 +12402,7 @@ static int cli_complete(const cli *c, toka *t, str prompt, int text_flags, buf *
         buf_free(&b);
     } else if (!code && c->samples > 1) {
         cli_show_ended(&run);
-        code = run.code;
+        if (run.e.code) *e = run.e, code = e->code;
     } else if (!code) {
         code = cli_write(STR("\n"), e);
     }
@@ -11938,7 +12447,7 @@ static int cli_chat(const cli *c, toka *t, toka_err *e) {
 
 static int cli_run_prompt(const cli *c, toka *t, toka_err *e) {
     buf text = {0}, messages = {0}, prompt = {0};
-    bool templated = t->chat && !c->raw;
+    bool templated = (t->chat || t->chat_error.code) && !c->raw;
     int code = cli_read_prompt(c, &text, e);
     if (!code && c->raw && c->system) code = fail(e, TOKA_E_USE, "--system needs the chat template, --raw leaves it out");
     if (!code && !templated && c->system) code = fail(e, TOKA_E_USE, "--system: %s has no chat template", t->files->name);
@@ -11968,16 +12477,17 @@ static int cli_run_command(const cli *c, toka_err *e) {
 
 static int cli_parse_ids(str text, ids *out, toka_err *e) {
     const char *p = text.p, *end = text.p + text.n; /* NUL-terminated by os_read_all */
-    while (p < end) {
+    for (;;) {
+        while (p < end && isspace((unsigned char)*p)) p++;
+        if (p == end) return 0;
         char *next;
         errno = 0;
         long v = strtol(p, &next, 10);
         if (next == p || errno || v < 0 || v > INT32_MAX || (next < end && !isspace((unsigned char)*next)))
             return fail(e, TOKA_E_INPUT, "standard input: not a token id at byte %td", p - text.p);
         ids_push(out, (int32_t)v);
-        for (p = next; p < end && isspace((unsigned char)*p);) p++;
+        p = next;
     }
-    return 0;
 }
 
 static int cli_tokenize(const cli *c, toka_err *e) {
@@ -12006,21 +12516,16 @@ static int cli_template(const cli *c, toka_err *e) {
     buf in = {0}, out = {0};
     toka *t = NULL;
     tmpl *alone = NULL;
-    int code = 0;
-    if (c->open.model || !c->open.chat_template) {
-        code = api_check_options(&c->open, e);
-        if (!code) code = api_open_text(&t, &c->open, e);
-    } else { /* a template file needs no model */
-        str source;
-        if ((code = os_map(c->open.chat_template, &source, e))) return code;
-        code = tmpl_parse(&alone, source, e);
-        os_unmap(source);
-    }
-    if (!code && t && !t->chat) code = fail(e, TOKA_E_USE, "%s has no chat template; give one with --chat-template", t->files->name);
+    mf_model names = {0};
+    bool needs_model = c->open.model || !c->open.chat_template; /* a template file needs none */
+    int code = needs_model ? api_check_options(&c->open, e) : api_template_file(c->open.chat_template, &names, &alone, e);
+    if (!code && needs_model) code = api_open_text(&t, &c->open, e);
+    if (!code && needs_model) code = api_need_template(t, e);
     if (!code) code = cli_read_prompt(c, &in, e);
-    if (!code) code = api_render(t ? t->chat : alone, t ? t->files : NULL, buf_view(&in), c->now, &out, e);
+    if (!code) code = api_render(t ? t->chat : alone, t ? t->files : &names, buf_view(&in), c->now, &out, e);
     if (!code) code = cli_write(buf_view(&out), e);
     buf_free(&in), buf_free(&out);
+    arena_free(&names.a);
     tmpl_del(alone);
     toka_close(t);
     return code;

@@ -144,6 +144,8 @@ typedef struct toka_request {
     size_t n_ids;
     int n; /* samples of this prompt, numbered from 0 */
     toka_sampling sampling;
+    int priority;          /* a head start in the queue, higher is earlier; 0 is usual */
+    uint64_t length_class; /* requests with equal keys have outputs of like length; 0: this request's samples only */
 } toka_request;
 
 /* One sample, greedy off at temperature 1, no truncation, seed 0, text_flags ADD_SPECIAL | PARSE_SPECIAL; then what the model's
@@ -155,12 +157,13 @@ typedef enum toka_finish {
     TOKA_RUNNING = 0, /* more will come */
     TOKA_STOP,        /* end-of-sequence id, stop id or stop string */
     TOKA_LENGTH,      /* max_tokens or max_model_len */
-    TOKA_CANCELLED
+    TOKA_CANCELLED,
+    TOKA_FAILED       /* the device failed; toka_run says how */
 } toka_finish;
 
 typedef struct toka_event { /* one token of one sample; all pointers are valid during the callback only */
     int sample;             /* 0 .. n-1 */
-    int32_t id;             /* the token */
+    int32_t id;             /* the token; -1: none, the sample was cancelled or failed */
     float logprob;          /* log-softmax of the raw logits at id */
     float sampled_logprob;  /* the same after penalties, temperature and truncation: the distribution drawn from */
     int n_top;              /* = sampling.logprobs: the best ids by raw logit, best first */
@@ -172,7 +175,9 @@ typedef struct toka_event { /* one token of one sample; all pointers are valid d
     int stop_id;            /* the id that ended it, -1 if none */
 } toka_event;
 
-/* Called on the thread that called toka_generate. Not 0: cancel the whole request. */
+/* Called between steps, on the thread that drives the engine (in toka_run, toka_generate or toka_score), so it should be quick and
+ * must not call them itself; toka_submit and toka_cancel are allowed. Every sample ends in exactly one event whose finish is
+ * not TOKA_RUNNING. Returns 0 to go on; anything else cancels what is left of the request. */
 typedef int toka_event_fn(void *user, const toka_event *event);
 
 typedef struct toka_usage {
@@ -180,8 +185,31 @@ typedef struct toka_usage {
     double prefill_s, decode_s;           /* wall time until the first token of the first sample; from there to the end */
 } toka_usage;
 
-/* Runs one request to its end. usage may be NULL. Errors leave the toka usable. Thread: one call at a time per toka. */
+/* Runs one request to its end, beside all others that are under way. usage may be NULL. A refused or cancelled request leaves the
+ * toka usable. Thread: any, also several at once; whoever waits drives the engine for all, so fn may run on another's thread. */
 int toka_generate(toka *t, const toka_request *request, toka_event_fn *fn, void *user, toka_usage *usage, toka_err *e);
+
+/* Queues a request; all it points to is copied. Events come while some thread drives. *id is for toka_cancel. Thread: any. */
+int toka_submit(toka *t, const toka_request *request, toka_event_fn *fn, void *user, int64_t *id, toka_err *e);
+
+/* Ends a request in whatever state it is, with TOKA_CANCELLED events; nothing happens if it has ended. Thread: any. */
+void toka_cancel(toka *t, int64_t id);
+
+/* Drives the engine until all requests have ended; forever: until toka_stop. Returns TOKA_E_DEVICE when the device failed; all requests
+ * have had their events then. Thread: any; a second one waits for the first. */
+int toka_run(toka *t, int forever, toka_err *e);
+void toka_stop(toka *t);
+
+typedef struct toka_stats { /* since toka_open, as of the last step */
+    int running, waiting;           /* samples */
+    int kv_pages, kv_pages_used;    /* of TOKA's KV pool; used: held by running samples */
+    int64_t steps, rows;            /* forward steps; tokens that went through them */
+    int64_t output_tokens, requests_done, preemptions;
+    int64_t prompt_tokens;          /* of all samples that started */
+    int64_t prompt_tokens_shared;   /* of these, found in the prefix tree: not computed again */
+    double plan_s, run_s, commit_s; /* where the time went: planning, the device, events */
+} toka_stats;
+toka_stats toka_get_stats(toka *t);
 
 /* Log-probability of every token of a text given those before it: logprobs[i] for ids[i], i from 1; logprobs[0] is 0.
  * logprobs: caller's, n_ids floats. Never holds [tokens][vocabulary] in memory. */
@@ -307,6 +335,9 @@ typedef struct toka_backend {
     void (*norm_mlp_residual)(toka_device *d, const toka_step *s, int layer, toka_dev x);  /* x += down(silu(gate)*up) */
     void (*norm_logits_sample)(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks);    /* picks[n_out], host */
     size_t activation_bytes; /* bytes of one element of x, q and o */
+    /* What attention costs here, in tokens of K and V read for one row; decides which shared prefixes become spans of their own:
+     * merging one more partial result into a row, one more span, and how many rows one read of K and V serves. */
+    int merge_tok, span_tok, tile_rows;
 } toka_backend;
 
 extern const toka_backend toka_cpu;

@@ -72,9 +72,10 @@ def test_samples_in_order():
 
 
 def test_seed_and_limits():
-    a = toka("-p", PROBLEM, "--temp", "1.5", "--seed", "3").stdout
-    assert a == toka("-p", PROBLEM, "--temp", "1.5", "--seed", "3", "-t", "1").stdout
-    assert any(a != toka("-p", PROBLEM, "--temp", "1.5", "--seed", str(s)).stdout for s in range(4, 9))
+    hot = ["-p", PROBLEM, "--temp", "3", "--seed"]
+    a = toka(*hot, "3").stdout
+    assert a == toka(*hot, "3", "-t", "1").stdout
+    assert any(a != toka(*hot, str(s)).stdout for s in range(4, 9))
     v = json.loads(toka("-p", PROBLEM, "-n", "3", "--json").stdout)
     assert v["output_tokens"] == 3 and v["samples"][0]["finish_reason"] == "length"
 
@@ -127,6 +128,26 @@ def test_template_file_needs_no_model(tmp_path):
     assert r.returncode == 1 and b"line 2" in r.stderr and b"frobnicate" in r.stderr
 
 
+DATA = os.environ.get("TOKA_TEST_DATA") or os.path.join(ROOT, "../shared/data")
+
+
+@pytest.mark.skipif(not os.path.exists(DATA + "/templates/goldens.jsonl"), reason="no public test data")
+def test_template_goldens():
+    with open(DATA + "/templates/contexts.json") as f:
+        contexts = json.load(f)
+    with open(DATA + "/templates/goldens.jsonl") as f:
+        rows = [json.loads(line) for line in f]
+    assert len(rows) > 400
+    for row in rows[::7]:
+        context = {"bos_token": row["bos_token"], "eos_token": row["eos_token"], **contexts[row["context"]]}
+        r = toka("template", "--chat-template", f"{DATA}/templates/{row['template']}", "--now", "2025-07-04 12:34:56",
+                 stdin=json.dumps(context))
+        if "error" in row:
+            assert r.returncode == 1 and r.stderr, row
+        else:
+            assert r.returncode == 0 and r.stdout.decode() == row["output"], (row["template"], row["context"], r.stderr)
+
+
 def test_template_of_the_embedded_model():
     r = toka("template", stdin='{"messages":[{"role":"user","content":"hi"}],"add_generation_prompt":true}')
     assert r.returncode == 0 and b"hi" in r.stdout
@@ -151,7 +172,8 @@ def test_models():
 def test_help_names_every_flag():
     r = toka("--help")
     with open(os.path.join(ROOT, "toka.c")) as f:
-        flags = re.findall(r'^    \{"([a-z-]+)", "', f.read(), re.M)
+        table = f.read().split("cli_flags[] = {")[1].split("\n};")[0]
+    flags = re.findall(r'^    \{"([a-z-]+)", "', table, re.M)
     assert r.returncode == 0 and len(flags) > 25
     for f in flags:
         assert f"--{f}" in r.stdout.decode()

@@ -41,12 +41,13 @@ typedef struct eng_got { /* what a request's events said */
     int n_ended, stop_id[64], n_top;
     toka_finish finish[64];
     int cancel_after; /* > 0: cancel at that event */
-    int n_events;
+    int n_events, n_cancelled;
 } eng_got;
 
 static int eng_collect(void *user, const toka_event *ev) {
     eng_got *g = user;
     size_t k = g->id[ev->sample].n;
+    if (ev->id < 0) return g->n_cancelled++, g->n_ended++, 0;
     if (k < 512) g->logprob[ev->sample][k] = ev->logprob, g->sampled[ev->sample][k] = ev->sampled_logprob;
     ids_push(&g->id[ev->sample], ev->id);
     buf_put(&g->text[ev->sample], ev->text, ev->text_bytes);
@@ -84,35 +85,38 @@ static double eng_rel_l2(const float *a, const float *b, int n) {
     return sqrt(d / r);
 }
 
+/* All prompts in one step, the batch of mixed lengths, in pages of our own choice; rows ask for logits at some positions. */
 static void eng_check_logits(toka *t, const char *name, const json *cases, const char *bin, int V) {
+    enum { ROWS = 1024, CASES = 16 };
     eng *g = t->engine;
-    toka_sampling one = eng_greedy(1);
     toka_err e = {0};
-    int32_t prompt[512], at[8];
-    int page_end = 0, n_case = 0, row0[64];
-    eng_plan_begin(g);
-    JSON_EACH(it, cases) { /* all prompts in one step: the batch of mixed lengths */
-        int n = eng_int_array(json_get(it, "prompt_ids"), prompt, 512);
-        bool ok = eng_admit(g, &g->seqs[n_case], n_case, prompt, n, &one);
-        CHECK(ok);
+    int32_t id[ROWS], pos[ROWS], slot[ROWS], pages[ROWS], at[8];
+    toka_span spans[CASES];
+    toka_out_row out[8 * CASES];
+    toka_step s = {.ids = id, .pos = pos, .slot = slot, .pages = pages, .spans = spans, .out = out};
+    for (int i = 0; i < ROWS; i++) pages[i] = (int32_t)((i * 7 + 3) % 251); /* scattered; 7 and 251 are coprime */
+    int page = 0;
+    JSON_EACH(it, cases) {
+        int n = eng_int_array(json_get(it, "prompt_ids"), id + s.T, ROWS - s.T);
         int m = eng_int_array(json_get(it, "logit_positions"), at, 8);
-        for (int i = 0; i < m; i++) g->out[g->step.n_out++] = (toka_out_row){.row = g->step.T + at[i], .forced_id = 0};
-        row0[n_case] = g->step.n_out - m;
-        eng_plan_rows(g, &g->seqs[n_case++], n, &page_end);
+        for (int i = 0; i < m; i++) out[s.n_out++] = (toka_out_row){.row = s.T + at[i], .forced_id = 0};
+        spans[s.n_spans++] = (toka_span){s.T, n, page, 0, n};
+        for (int p = 0; p < n; p++, s.T++) pos[s.T] = p, slot[s.T] = pages[page + p / ENG_PAGE] * ENG_PAGE + p % ENG_PAGE;
+        page += (n + ENG_PAGE - 1) / ENG_PAGE;
     }
-    float *logits = mem_alloc((size_t)g->step.n_out * V * sizeof(float)), *want = mem_alloc((size_t)V * sizeof(float));
-    g->step.logits = logits;
-    CHECK(model_step(&g->m, &g->step, g->picks, &e) == 0);
-    n_case = 0;
+    float *logits = mem_alloc((size_t)s.n_out * V * sizeof(float)), *want = mem_alloc((size_t)V * sizeof(float)), *row = logits;
+    s.logits = logits;
+    CHECK(g->s.c.n_pages >= 251 && model_step(&g->m, &s, g->picks, &e) == 0);
+    int n_case = 0;
     JSON_EACH(it, cases) {
         const char *gold = bin + json_int(json_get(it, "logits_offset"), 0);
         int m = eng_int_array(json_get(it, "logit_positions"), at, 8);
-        for (int i = 0; i < m; i++, gold += (size_t)V * 4) {
+        for (int i = 0; i < m; i++, gold += (size_t)V * 4, row += V) {
             memcpy(want, gold, (size_t)V * 4);
-            double err = eng_rel_l2(logits + (size_t)(row0[n_case] + i) * V, want, V);
+            double err = eng_rel_l2(row, want, V);
             CHECK_MSG(err <= 1e-4, "%s case %d position %d: relative L2 %.3g", name, n_case, (int)at[i], err);
         }
-        eng_retire(g, &g->seqs[n_case++]);
+        n_case++;
     }
     free(logits), free(want);
 }
@@ -241,6 +245,32 @@ static long eng_answer(str text) {
     return *z ? atol(z) : LONG_MIN;
 }
 
+/* Prompts as text and ids, and the greedy answers that transformers gives in float32. */
+static void test_embedded_golden(void) {
+    arena a = {0};
+    str file;
+    int32_t prompt[512], want[512];
+    toka *t = eng_must_open(eng_model, 8, 64, 2);
+    const json *cases = json_get(eng_parse_file(&a, "test/model/golden.json", &file), "cases");
+    CHECK(json_is(cases, JSON_ARRAY) && cases->n >= 20);
+    JSON_EACH(it, cases) {
+        toka_err e = {0};
+        str text = json_str(json_get(it, "prompt_text")), answer = json_str(json_get(it, "text"));
+        int n = eng_int_array(json_get(it, "prompt_ids"), prompt, 512), m = eng_int_array(json_get(it, "greedy_ids"), want, 512), code;
+        toka_sampling s = eng_greedy(0);
+        ids v = {0};
+        CHECK(!tok_encode(t->tok, text, TOKA_PARSE_SPECIAL, &v, &e));
+        CHECK_MSG((int)v.n == n && !memcmp(v.p, prompt, v.n * 4), "prompt ids differ: %.*s", STRF(text));
+        eng_got *g = eng_ask(t, NULL, prompt, (size_t)n, 1, &s, &code, &e);
+        CHECK_MSG((int)g->id[0].n == m && !memcmp(g->id[0].p, want, (size_t)m * 4), "greedy ids differ: %.*s", STRF(text));
+        CHECK_MSG(str_starts(answer, buf_view(&g->text[0])) && answer.n - g->text[0].n < 40, "text differs: %.*s", STRF(answer));
+        ids_free(&v), eng_got_free(g);
+    }
+    free((void *)file.p);
+    arena_free(&a);
+    toka_close(t);
+}
+
 static void test_embedded_accuracy(void) {
     toka *t = eng_must_open(eng_model, 64, 512, 0);
     str lines = read_copy("test/model/heldout.jsonl");
@@ -306,7 +336,8 @@ static void test_request_ends(void) {
     s = eng_greedy(longer + 10), s.min_tokens = longer;
     g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
     CHECK((int)g->id[0].n >= longer);
-    for (int i = 0; i < longer - 1; i++) CHECK(!eng_is_end(t->engine, g->id[0].p[i]));
+    for (int i = 0; i < longer - 1; i++)
+        for (int k = 0; k < t->files->n_eos_ids; k++) CHECK(g->id[0].p[i] != t->files->eos_ids[k]);
     eng_got_free(g);
     s = eng_greedy(longer), s.ignore_eos = 1;
     g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
@@ -323,7 +354,7 @@ static void test_reproducible(void) {
     } set[] = {{64, 512, 2}, {1, 1, 1}, {3, 5, 2}, {7, 64, 1}};
     eng_got *first = NULL;
     toka_sampling s = eng_greedy(40);
-    s.temperature = 1.2f, s.seed = 77, s.top_p = 0.95f;
+    s.temperature = 3, s.seed = 77, s.top_p = 0.99f;
     for (int k = 0; k < COUNT(set); k++) {
         toka *t = eng_must_open(eng_model, set[k].seqs, set[k].tokens, set[k].threads);
         eng_got *g = eng_ask_problem(t, str_c(eng_problem), 12, &s);
@@ -392,21 +423,113 @@ static void test_request_errors(void) {
     r.ids = wrong, r.n_ids = 1, r.n = 6, r.sampling = eng_greedy(50), r.sampling.ignore_eos = 1;
     g->cancel_after = 9;
     CHECK(toka_generate(t, &r, eng_collect, g, NULL, &e) == TOKA_E_CANCELLED && g->n_events == 9);
+    CHECK(g->n_ended == 6 && g->n_cancelled == 6);
     eng_got_free(g);
-    CHECK(t->engine->n_free == t->engine->n_pages);
+    CHECK(kv_room(&t->engine->s.kv) == t->engine->s.c.n_pages && !t->engine->n_live && !sched_check(&t->engine->s));
     g = eng_ask(t, NULL, wrong, 1, 2, &s, &code, &e);
     CHECK(code == 0 && g->n_ended == 2);
     eng_got_free(g);
     toka_close(t), free(much);
 }
 
+/* ---- Many requests at once, from many threads ---- */
+
+typedef struct eng_thread {
+    toka *t;
+    int no;
+    bool ok;
+} eng_thread;
+
+static char *eng_thread_prompt(int no) {
+    char *z = mem_alloc(128);
+    snprintf(z, 128, "Tom has %d apples. He buys %d more apples. How many apples does Tom have now?", 3 + no * 7, 2 + no);
+    return z;
+}
+
+static void *eng_thread_main(void *arg) {
+    eng_thread *me = arg;
+    char *problem = eng_thread_prompt(me->no);
+    toka_sampling s = eng_greedy(60);
+    for (int i = 0; i < 5; i++) {
+        eng_got *g = eng_ask_problem(me->t, str_c(problem), 1 + i, &s);
+        for (int k = 0; k <= i; k++) me->ok &= eng_answer(buf_view(&g->text[k])) == 5 + me->no * 8;
+        me->ok &= g->n_ended == 1 + i;
+        eng_got_free(g);
+    }
+    free(problem);
+    return NULL;
+}
+
+static void test_threads(void) {
+    enum { N = 6 };
+    toka *t = eng_must_open(eng_model, 5, 40, 2);
+    pthread_t thread[N];
+    eng_thread arg[N];
+    for (int i = 0; i < N; i++) {
+        arg[i] = (eng_thread){t, i, true};
+        CHECK(!pthread_create(&thread[i], NULL, eng_thread_main, &arg[i]));
+    }
+    for (int i = 0; i < N; i++) CHECK(!pthread_join(thread[i], NULL) && arg[i].ok);
+    toka_stats s = toka_get_stats(t);
+    CHECK(s.requests_done == 5 * N && !s.running && !s.waiting && !sched_check(&t->engine->s));
+    toka_close(t);
+}
+
+static void *eng_run_forever(void *arg) {
+    toka_err e;
+    CHECK(toka_run(arg, 1, &e) == 0);
+    return NULL;
+}
+
+static int eng_count(void *user, const toka_event *ev) {
+    int *count = user; /* [0] ended, [1] cancelled, [2] tokens */
+    count[0] += ev->finish != TOKA_RUNNING, count[1] += ev->finish == TOKA_CANCELLED, count[2] += ev->id >= 0;
+    return 0;
+}
+
+/* One thread drives, this one submits and cancels; every sample ends exactly once. */
+static void test_submit_cancel(void) {
+    enum { N = 24, SAMPLES = 7, TOKENS = 16 };
+    toka *t = eng_must_open(eng_model, 16, 64, 1);
+    pthread_t driver;
+    CHECK(!pthread_create(&driver, NULL, eng_run_forever, t));
+    int count[N][3] = {0};
+    int64_t id[N];
+    uint64_t seed = 99;
+    toka_err e;
+    for (int i = 0; i < N; i++) {
+        toka_request r = toka_request_default();
+        char *prompt = eng_thread_prompt(i % 6);
+        r.text = prompt, r.text_bytes = strlen(prompt), r.n = SAMPLES, r.sampling = eng_greedy(TOKENS), r.sampling.ignore_eos = 1;
+        r.priority = (int)(rnd(&seed) % 3) - 1;
+        CHECK(!toka_submit(t, &r, eng_count, count[i], &id[i], &e));
+        memset(prompt, 'x', strlen(prompt)); /* all of it was copied */
+        free(prompt);
+        if (i % 3 == 0) toka_cancel(t, id[rnd(&seed) % (uint64_t)(i + 1)]);
+        if (i % 5 == 0) usleep(2000);
+    }
+    toka_cancel(t, 123456789); /* nobody */
+    for (toka_stats s = {.waiting = 1}; s.requests_done < N; s = toka_get_stats(t)) usleep(1000);
+    toka_stop(t);
+    CHECK(!pthread_join(driver, NULL));
+    for (int i = 0; i < N; i++) {
+        CHECK_MSG(count[i][0] == SAMPLES, "request %d: %d ends", i, count[i][0]);
+        CHECK(count[i][1] == SAMPLES || count[i][2] == TOKENS * SAMPLES || count[i][1] > 0);
+    }
+    CHECK(kv_room(&t->engine->s.kv) == t->engine->s.c.n_pages && !sched_check(&t->engine->s));
+    toka_close(t);
+}
+
 static const struct test eng_tests[] = {
     {"fixtures: logits and greedy ids equal transformers", test_fixtures},
     {"real weights give the reference's text", test_real_weights},
+    {"embedded model: golden answers", test_embedded_golden},
     {"embedded model: held-out accuracy", test_embedded_accuracy},
     {"request: every way to end", test_request_ends},
     {"request: reproducible to the last bit", test_reproducible},
     {"request: greedy samples are equal", test_greedy_samples_equal},
     {"score equals generate", test_score},
     {"request: errors and cancel", test_request_errors},
+    {"engine: six threads at once", test_threads},
+    {"engine: one drives, one submits and cancels", test_submit_cancel},
     {0}};

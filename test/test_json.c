@@ -14,7 +14,8 @@ static const json *json_of(arena *a, str s, char **copy, toka_err *e) {
 static bool json_same(const json *a, const json *b) {
     if (a->type != b->type) return false;
     if (a->type == JSON_NUMBER && a->exact && b->exact) return a->i == b->i;
-    if (a->type == JSON_NUMBER) return json_num(a, 0) == json_num(b, 1) && signbit(json_num(a, 0)) == signbit(json_num(b, 0));
+    if (a->type == JSON_NUMBER)
+        return json_num(a, 0) == json_num(b, 1) && signbit(json_num(a, 0)) == signbit(json_num(b, 0));
     if (a->type == JSON_STRING) return str_eq(json_str(a), json_str(b));
     if (a->type < JSON_ARRAY) return true;
     if (a->n != b->n || a->skip != b->skip) return false;
@@ -224,6 +225,30 @@ static void test_json_strings(void) {
     arena_free(&a);
 }
 
+/* utf8_len against its definition: a sequence is good if the code point it decodes to is a character and is encoded just
+ * so. */
+static void test_json_utf8(void) {
+    static const uint8_t border[] = {0x00, 0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC0, 0xC1, 0xC2, 0xDF, 0xE0, 0xE1,
+        0xEC,
+        0xED, 0xEE, 0xEF, 0xF0, 0xF1, 0xF3, 0xF4, 0xF5, 0xF8, 0xFF};
+    const unsigned n = COUNT(border);
+    for (unsigned i = 0; i < n * n * n * n; i++) {
+        char z[4] = {(char)border[i % n], (char)border[i / n % n], (char)border[i / n / n % n],
+            (char)border[i / n / n / n]}, again[4];
+        unsigned char a = (unsigned char)z[0];
+        for (int room = 1; room <= 4; room++) {
+            int bytes = a < 0x80 ? 1 : a < 0xE0 ? 2 : a < 0xF0 ? 3 : 4, expected = 0;
+            uint32_t c = bytes == 1 ? a : a & (0xFFu >> (bytes + 1));
+            for (int k = 1; k < bytes; k++) c = c << 6 | (z[k] & 63);
+            bool character = c < 0xD800 || (c > 0xDFFF && c <= 0x10FFFF);
+            if (bytes <= room && character && utf8_put(again, c) == bytes && !memcmp(again, z, (size_t)bytes))
+                expected = bytes;
+            CHECK_MSG(utf8_len(z, z + room) == expected, "%02x %02x %02x %02x, room %d", a, z[1] & 255, z[2] & 255,
+                      z[3] & 255, room);
+        }
+    }
+}
+
 static void test_json_walking(void) {
     arena a = {0};
     toka_err e;
@@ -265,7 +290,8 @@ static void test_json_writer(void) {
 
 /* A random document as text, with random spaces and escapes. */
 static void json_random(buf *b, uint64_t *s, int depth) {
-    static const char *const bits[] = {"a", "\\n", "\\u00e9", "\\uD83D\\uDE00", "\xE2\x82\xAC", "\xF0\x9F\x98\x80", "\\\"", "\\\\", " "};
+    static const char *const bits[] = {"a", "\\n", "\\u00e9", "\\uD83D\\uDE00", "\xE2\x82\xAC", "\xF0\x9F\x98\x80", "\\\"",
+        "\\\\", " "};
     int kind = (int)(rnd(s) % (depth > 6 ? 5 : 7)), n = (int)(rnd(s) % 5);
     if (rnd(s) % 4 == 0) buf_c(b, " \n");
     switch (kind) {
@@ -328,13 +354,14 @@ static void test_json_floats(void) {
         json_put_num(&b, f, is_float);
         const json *v = json_parse(&a, buf_view(&b), json_test_limits, &e);
         double back = json_num(v, NAN);
-        CHECK_MSG(v && (is_float ? (float)back == (float)f : back == f) && signbit(back) == signbit(f), "%a gave %s", f, b.p);
+        CHECK_MSG(v && (is_float ? (float)back == (float)f : back == f) && signbit(back) == signbit(f), "%a: %s", f, b.p);
         char shorter[40];
         int digits = 0;
         for (char *c = b.p; *c && *c != 'e'; c++) digits += isdigit((unsigned char)*c) && (digits || *c != '0');
         snprintf(shorter, sizeof shorter, "%.*e", MAX(digits - 2, 0), f);
         back = strtod(shorter, NULL);
-        if (digits > 1 && strchr(b.p, 'e')) CHECK_MSG(is_float ? (float)back != (float)f : back != f, "%s: %s too", b.p, shorter);
+        if (digits > 1 && strchr(b.p, 'e'))
+            CHECK_MSG(is_float ? (float)back != (float)f : back != f, "%s: %s too", b.p, shorter);
         buf_free(&b), arena_free(&a);
     }
 }
@@ -386,6 +413,7 @@ static const struct test json_tests[] = {
     {"json_limits", test_json_limits},
     {"json_numbers", test_json_numbers},
     {"json_strings", test_json_strings},
+    {"json_utf8", test_json_utf8},
     {"json_walking", test_json_walking},
     {"json_writer", test_json_writer},
     {"json_round_trip", test_json_round_trip},

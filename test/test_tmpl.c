@@ -17,7 +17,8 @@ static int tmpl_of(str source, str context, tmpl_limits limits, buf *out, toka_e
     return code;
 }
 
-/* The template of a file: the file itself, or chat_template of a tokenizer_config.json (of several the one named default). */
+/* The template of a file: the file itself, or chat_template of a tokenizer_config.json (of several the
+ * one named default). */
 static str tmpl_file_source(arena *a, const char *name, str file) {
     toka_err e;
     if (!str_ends(str_c(name), STR(".json"))) return file;
@@ -51,10 +52,13 @@ static void tmpl_one_golden(const json *row, const json *contexts) {
     tmpl_golden_context(&context, row, json_get(contexts, arena_cstr(&a, which)));
     int code = tmpl_of(tmpl_file_source(&a, name, file), buf_view(&context), tmpl_default_limits, &out, &e);
     const json *expected = json_get(row, "output");
-    if (!expected) CHECK_MSG(code == TOKA_E_INPUT && str_starts(str_c(e.msg), STR("template line ")), "%s: no error\n%s", what, out.p);
-    else CHECK_MSG(!code && str_eq(json_str(expected), buf_view(&out)), "%s: %s\n--- got\n%s\n--- expected\n%.*s", what, e.msg,
-                   out.p, (int)expected->n, expected->s);
-    if (!expected && getenv("TOKA_TEST_VERBOSE")) printf("%s: %s; Python: %.*s\n", what, e.msg, STRF(json_str(json_get(row, "error"))));
+    if (!expected)
+        CHECK_MSG(code == TOKA_E_INPUT && str_starts(str_c(e.msg), STR("template line ")), "%s: no error\n%s", what, out.p);
+    else
+        CHECK_MSG(!code && str_eq(json_str(expected), buf_view(&out)), "%s: %s\n--- got\n%s\n--- expected\n%.*s", what,
+                  e.msg, out.p, (int)expected->n, expected->s);
+    if (!expected && getenv("TOKA_TEST_VERBOSE"))
+        printf("%s: %s; Python: %.*s\n", what, e.msg, STRF(json_str(json_get(row, "error"))));
     if (path) free((void *)file.p);
     buf_free(&context), buf_free(&out), arena_free(&a);
 }
@@ -84,4 +88,39 @@ static void test_tmpl_goldens(void) {
     free((void *)rows.p), free((void *)text.p);
 }
 
-static const struct test tmpl_tests[] = {{"tmpl_goldens", test_tmpl_goldens}, {0}};
+/* test/templates.json: small templates whose outputs are Jinja2's (test/check_templates.py holds them to it). */
+static void test_tmpl_cases(void) {
+    arena a = {0};
+    toka_err e = {0};
+    str text = read_copy("test/templates.json");
+    const json *table = json_parse(&a, text, json_trusted, &e);
+    buf context = {0};
+    CHECK_MSG(table, "%s", e.msg);
+    if (table) json_rewrite(&context, json_get(table, "context"));
+    int n = 0;
+    if (table) JSON_EACH(it, json_get(table, "cases")) {
+        buf out = {0};
+        str source = json_str(json_get(it, "template"));
+        const json *expected = json_get(it, "output"), *error = json_get(it, "error");
+        const tmpl_limits small = {2000000, 400, 4 << 20}; /* what only toka refuses is mostly too large */
+        bool refused = json_true(json_get(it, "only_here"));
+        int code = tmpl_of(source, buf_view(&context), refused ? small : tmpl_default_limits, &out, &e);
+        if (error) CHECK_MSG(code == TOKA_E_INPUT && str_starts(str_c(e.msg), STR("template line ")) &&
+                             str_find(str_c(e.msg), json_str(error), 0) >= 0,
+                             "%.*s: '%s', expected '%.*s'", STRF(source), code ? e.msg : out.p, STRF(json_str(error)));
+        else
+            CHECK_MSG(!code && expected && str_eq(json_str(expected), buf_view(&out)),
+                      "%.*s: %s\n got      %s\n expected %.*s", STRF(source), e.msg, out.p, STRF(json_str(expected)));
+        buf_free(&out);
+        n++;
+    }
+    CHECK_MSG(n >= 300, "%d cases", n);
+    buf_free(&context);
+    arena_free(&a);
+    free((void *)text.p);
+}
+
+static const struct test tmpl_tests[] = {
+    {"tmpl_goldens", test_tmpl_goldens},
+    {"tmpl_cases", test_tmpl_cases},
+    {0}};

@@ -1,5 +1,5 @@
-/* test_tok.c - chapter 6. Equality with Hugging Face on much text and on odd settings is test_tokenizer_hf.py's work; here are
- * the published vectors, what must hold for any text, worst cases, and what is refused. */
+/* test_tok.c - chapter 6. Equality with Hugging Face on much text and on odd settings is test_tokenizer_hf.py's work; here
+ * are the published vectors, what must hold for any text, worst cases, and what is refused. */
 
 static tok *tok_test_open(const char *folder) { /* NULL: no public data */
     char name[200];
@@ -26,7 +26,8 @@ static str tok_test_ids(const ids *v, buf *b) { /* "1 2 3" */
 
 static void tok_test_vector(const char *vector, const char *folder) {
     char inp[200], out[200];
-    snprintf(inp, sizeof inp, "tokenizer-vectors/%s.inp", vector), snprintf(out, sizeof out, "tokenizer-vectors/%s.out", vector);
+    snprintf(inp, sizeof inp, "tokenizer-vectors/%s.inp", vector);
+    snprintf(out, sizeof out, "tokenizer-vectors/%s.out", vector);
     tok *t = tok_test_open(folder);
     if (!t) return;
     str text = read_copy(data_path(inp)), want = read_copy(data_path(out)), mark = STR("\n__ggml_vocab_test__\n");
@@ -43,7 +44,8 @@ static void tok_test_vector(const char *vector, const char *folder) {
         while (row.n && row.p[row.n - 1] == ' ') row.n--;
         got.n = 0;
         CHECK(!tok_encode(t, doc, TOKA_PARSE_SPECIAL, &got, &e));
-        CHECK_MSG(str_eq(tok_test_ids(&got, &b), row), "%s, text %d: %.*s, expected %.*s", folder, n, STRF(buf_view(&b)), STRF(row));
+        CHECK_MSG(str_eq(tok_test_ids(&got, &b), row), "%s, text %d: %.*s, expected %.*s", folder, n, STRF(buf_view(&b)),
+                  STRF(row));
         if (end < 0) break;
         at = (size_t)end + mark.n, line = (size_t)eol + 1;
     }
@@ -60,18 +62,80 @@ static void tok_test_vectors(void) {
     tok_test_vector("phi-3", "tokenizers/phi-3-mini");
 }
 
+/* Ids that Hugging Face tokenizers 0.23.3 gives: upper and lower case, a long s in a contraction, three patterns. */
+static void tok_test_patterns(void) {
+    static const char *const cases[][3] = {
+        {"tokenizers/gpt-oss", "HTMLParser's iPhone'LL, ABCdef\xC7\x85x \xCA\xB0" "A e\xCC\x81" "E",
+         "9512 9231 885 575 7081 6 7454 11 33047 1314 131 227 87 220 134 108 32 319 13430 36"},
+        {"tokenizers/gpt-oss", "don'\xC5\xBFt 12345 a/\n\n  b",
+         "22130 6 70067 83 220 7633 2548 261 15094 220 287"},
+        {"tokenizers/gpt-oss", "\xE4\xB8\xAD\xE6\x96\x87" "ABC\xE3\x82\xABX\xCC\x81 #define x1\xD9\xA1 \xE2\x80\x8Dok!",
+         "10667 44197 14214 55 13430 1069 2688 1215 16 46600 136615 525 0"},
+        {"tokenizers/deepseek-v3", "HTMLParser's iPhone'LL, ABCdef\xC7\x85x \xCA\xB0" "A e\xCC\x81" "E",
+         "24355 40563 734 25930 9 3699 14 21141 3465 134 230 90 223 126634 35 312 17793 39"},
+        {"tokenizers/deepseek-v3", "don'\xC5\xBFt 12345 a/\n\n  b",
+         "20385 9 75929 86 223 6895 1883 260 9805 223 291"},
+        {"tokenizers/deepseek-v3", "\xE4\xB8\xAD\xE6\x96\x87" "ABC\xE3\x82\xABX\xCC\x81 #define x1\xD9\xA1 \xE2\x80\x8Dok!",
+         "21134 29080 15961 58 17793 1823 11006 1527 19 63468 223 46088 633 3"},
+        {"tokenizers/llama-3.1", "HTMLParser's iPhone'LL, ABCdef\xC7\x85x \xCA\xB0" "A e\xCC\x81" "E",
+         "5959 6707 596 12443 6 4178 11 19921 755 131 227 87 220 134 108 32 384 54939 36"},
+        {"tokenizers/llama-3.1", "don'\xC5\xBFt 12345 a/\n\n  b",
+         "15357 6 129 123 83 220 4513 1774 264 8851 220 293"},
+        {"tokenizers/llama-3.1", "\xE4\xB8\xAD\xE6\x96\x87" "ABC\xE3\x82\xABX\xCC\x81 #define x1\xD9\xA1 \xE2\x80\x8Dok!",
+         "108891 26484 71493 55 54939 674 1312 865 16 109610 639 235 564 0"},
+        {"tokenizers/qwen3", "HTMLParser's iPhone'LL, ABCdef\xC7\x85x \xCA\xB0" "A e\xCC\x81" "E",
+         "5835 6570 594 12167 6 4086 11 19360 750 131 227 87 220 146546 32 3958 36"},
+        {"tokenizers/qwen3", "don'\xC5\xBFt 12345 a/\n\n  b",
+         "15007 6 144815 83 220 16 17 18 19 20 264 8680 220 293"},
+        {"tokenizers/qwen3", "\xE4\xB8\xAD\xE6\x96\x87" "ABC\xE3\x82\xABX\xCC\x81 #define x1\xD9\xA1 \xE2\x80\x8Dok!",
+         "104811 25411 70393 55 53839 671 1289 856 16 149 94 636 235 562 0"}};
+    toka_err e;
+    ids v = {0};
+    buf b = {0};
+    tok *t = NULL;
+    for (int i = 0; i < COUNT(cases); i++) {
+        if (i == 0 || strcmp(cases[i][0], cases[i - 1][0])) {
+            tok_del(t);
+            if (!(t = tok_test_open(cases[i][0]))) return;
+        }
+        v.n = 0;
+        CHECK(!tok_encode(t, str_c(cases[i][1]), 0, &v, &e));
+        CHECK_MSG(str_is(tok_test_ids(&v, &b), cases[i][2]), "case %d: %s", i, b.p);
+    }
+    tok_del(t);
+    ids_free(&v), buf_free(&b);
+}
+
+/* The two ways to merge, by scans and by a heap, agree. */
+static void tok_test_merges(void) {
+    tok *t = tok_test_open("tokenizers/llama-3.1");
+    if (!t) return;
+    uint64_t seed = 3;
+    for (int i = 0; i < 3000; i++) {
+        int32_t a[TOK_SHORT], b[TOK_SHORT];
+        size_t n = rnd(&seed) % TOK_SHORT + 1, kinds = rnd(&seed) % 20 + 1;
+        for (size_t k = 0; k < n; k++) a[k] = b[k] = t->byte_id[(unsigned char)" etaoinshrdlucmfwyp"[rnd(&seed) % kinds]];
+        size_t n_a = tok_merge_short(t, a, n), n_b = tok_merge_long(t, b, n);
+        CHECK_MSG(n_a == n_b && !memcmp(a, b, n_a * sizeof *a), "round %d", i);
+    }
+    tok_del(t);
+}
+
 /* Text of all sorts, valid UTF-8 but for `broken`: random characters of four lengths, words, spaces, marks, line ends. */
 static void tok_test_text(buf *b, uint64_t *seed, size_t n, bool broken) {
-    static const char *const bits[] = {" ",  "  ", "\n", "\r\n", "the", " and", "'s", "'LL", "12345", "Z\xC3\xBC", "\xED\x95\x9C\xEA\xB5\xAD",
-                                       "\xE4\xBD\xA0\xE5\xA5\xBD", "\xF0\x9F\xA6\x99", "\xE2\x80\x8D", "...", "/\n", "\xE2\x96\x81", "<0x41>", "ABC", "iPhone"};
+    static const char *const bits[] = {
+        " ", "  ", "\n", "\r\n", "the", " and", "'s", "'LL", "12345", "Z\xC3\xBC", "\xED\x95\x9C\xEA\xB5\xAD",
+        "\xE4\xBD\xA0\xE5\xA5\xBD", "\xF0\x9F\xA6\x99", "\xE2\x80\x8D", "...", "/\n", "\xE2\x96\x81", "<0x41>", "ABC",
+        "iPhone"};
     buf_clear(b);
     while (b->n < n) {
         uint64_t r = rnd(seed);
         uint32_t c = (uint32_t)(rnd(seed) % 0x110000);
+        c = r >> 10 & 1 ? c & 0x7F : r >> 11 & 1 ? c % 0x3000 : c;
         char z[4];
         if (r % 4) buf_c(b, bits[r / 4 % COUNT(bits)]);
         else if (broken && r % 3 == 0) buf_char(b, (char)(r >> 20));
-        else if (c < 0xD800 || c > 0xDFFF) buf_put(b, z, (size_t)utf8_put(z, r >> 10 & 1 ? c & 0x7F : r >> 11 & 1 ? c % 0x3000 : c));
+        else if (c < 0xD800 || c > 0xDFFF) buf_put(b, z, (size_t)utf8_put(z, c));
     }
 }
 
@@ -89,7 +153,7 @@ static void tok_test_roundtrip_of(const char *folder, bool exact) {
         v.n = 0, buf_clear(&back), buf_clear(&streamed);
         CHECK(!tok_encode(t, buf_view(&text), 0, &v, &e) && !tok_decode(t, v.p, v.n, 0, &back, &e));
         if (exact) CHECK_MSG(str_eq(buf_view(&back), uni_repair(buf_view(&text), &fixed)), "%s, text %d", folder, i);
-        for (size_t k = 0; k < v.n && i % 2; k++) v.p[k] = (int32_t)(rnd(&seed) % (uint64_t)t->n_ids); /* any ids at all */
+        for (size_t k = 0; k < v.n && i % 2; k++) v.p[k] = (int32_t)(rnd(&seed) % (uint64_t)t->n_ids); /* any ids */
         buf_clear(&back);
         CHECK(!tok_decode(t, v.p, v.n, TOKA_SKIP_SPECIAL, &back, &e));
         tok_stream s;
@@ -120,11 +184,18 @@ static void tok_test_roundtrip(void) {
     tok_test_roundtrip_of("weights/stories260K", false);
 }
 
-/* Four times the text takes about four times the time: the ratio of the best of three stays below 9 (n log n gives under 5,
- * n * n 16), for each shape of text. */
+static double tok_test_cpu(void) { /* seconds of this thread; a busy machine does not count */
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Eight times the text takes about eight times the time: the ratio of the best of two stays below 32 (n log n gives 10,
+ * n * n gives 64), for each shape of text. */
 static void tok_test_worst(void) {
-    static const char *const unit[] = {"a", " ", "\xF0\x9F\xA6\x99", "\n", "1", "ab", "\xE2\x96\x81", "A", "\xCC\x81", "<", "'", "a "};
-    static const char *const folders[] = {"tokenizers/llama-3.1", "tokenizers/qwen3", "tokenizers/llama-2", "tokenizers/deepseek-v3"};
+    static const char *const unit[] = {"a",  " ", "\xF0\x9F\xA6\x99", "\n", "1", "ab", "\xE2\x96\x81", "\xCC\x81",
+                                       "<", "'", "a "};
+    static const char *const folders[] = {"tokenizers/llama-3.1", "tokenizers/qwen3", "tokenizers/llama-2"};
     toka_err e;
     for (int f = 0; f < COUNT(folders); f++) {
         tok *t = tok_test_open(folders[f]);
@@ -134,14 +205,15 @@ static void tok_test_worst(void) {
             ids v = {0};
             double best[2] = {1e9, 1e9};
             while (text.n < 1 << 17) buf_c(&text, unit[u]);
-            for (int i = 0; i < 6; i++) {
-                double t0 = os_now();
+            for (int i = 0; i < 4; i++) {
+                size_t n = i % 2 ? text.n : text.n / 8 / strlen(unit[u]) * strlen(unit[u]);
+                double t0 = tok_test_cpu();
                 v.n = 0;
-                CHECK(!tok_encode(t, (str){text.p, i % 2 ? text.n : text.n / 4 / strlen(unit[u]) * strlen(unit[u])}, 0, &v, &e));
-                best[i % 2] = MIN(best[i % 2], os_now() - t0);
+                CHECK(!tok_encode(t, (str){text.p, n}, 0, &v, &e));
+                best[i % 2] = MIN(best[i % 2], tok_test_cpu() - t0);
             }
-            CHECK_MSG(best[1] < 9 * best[0] + 0.002, "%s, \"%s\": %.4f s, four times: %.4f s", folders[f], unit[u], best[0], best[1]);
-            CHECK_MSG(best[1] < 2, "%s, \"%s\": %.4f s", folders[f], unit[u], best[1]);
+            CHECK_MSG(best[1] < 32 * best[0] + 0.005, "%s, \"%s\": %.4f s, eight times: %.4f s", folders[f], unit[u],
+                      best[0], best[1]);
             buf_free(&text), ids_free(&v);
         }
         tok_del(t);
@@ -151,13 +223,16 @@ static void tok_test_worst(void) {
 /* A whole file with other parts; NULL is the part of a small byte-level tokenizer. */
 static int tok_test_small(tok **t, const char *part, const char *value, toka_err *e) {
     static const char *const parts[][2] = {
-        {"added_tokens", "[{\"id\":9,\"content\":\"<s>\",\"special\":true},{\"id\":10,\"content\":\"ab c\",\"rstrip\":true}]"},
+        {"added_tokens", "[{\"id\":9,\"content\":\"<s>\",\"special\":true},"
+                         "{\"id\":10,\"content\":\"ab c\",\"rstrip\":true}]"},
         {"normalizer", "null"},
         {"pre_tokenizer", "{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":true}"},
-        {"post_processor", "{\"type\":\"TemplateProcessing\",\"single\":[{\"SpecialToken\":{\"id\":\"<s>\"}},{\"Sequence\":{\"id\":\"A\"}}],"
+        {"post_processor", "{\"type\":\"TemplateProcessing\","
+                           "\"single\":[{\"SpecialToken\":{\"id\":\"<s>\"}},{\"Sequence\":{\"id\":\"A\"}}],"
                            "\"special_tokens\":{\"<s>\":{\"ids\":[9]}}}"},
         {"decoder", "{\"type\":\"ByteLevel\"}"},
-        {"model", "{\"type\":\"BPE\",\"vocab\":{\"a\":0,\"b\":1,\"c\":2,\"\\u0120\":3,\"ab\":4,\"\\u0120a\":5,\"abc\":6,\"<\":7,\"s\":8},"
+        {"model", "{\"type\":\"BPE\",\"vocab\":{\"a\":0,\"b\":1,\"c\":2,\"\\u0120\":3,\"ab\":4,\"\\u0120a\":5,\"abc\":6,"
+                  "\"<\":7,\"s\":8},"
                   "\"merges\":[\"a b\",[\"\\u0120\",\"a\"],\"ab c\"]}"}};
     buf b = {0};
     buf_char(&b, '{');
@@ -193,7 +268,8 @@ static void tok_test_small_file(void) {
         CHECK_MSG(str_is(tok_test_ids(&v, &b), cases[i].ids), "case %d: %s", i, b.p);
     }
     CHECK(t->n_ids == 11 && t->flag[9] & TOK_SPECIAL && !(t->flag[10] & TOK_SPECIAL));
-    CHECK(tok_id(t, STR("<s>")) == 9 && tok_id(t, STR("\xC4\xA0" "a")) == 5 && tok_id(t, STR(" a")) == -1 && tok_id(t, STR("x")) == -1);
+    CHECK(tok_id(t, STR("<s>")) == 9 && tok_id(t, STR("\xC4\xA0" "a")) == 5);
+    CHECK(tok_id(t, STR(" a")) == -1 && tok_id(t, STR("x")) == -1);
     buf_clear(&b);
     CHECK(!tok_decode(t, (int32_t[]){9, 6, 5, 1}, 4, 0, &b, &e) && str_is(buf_view(&b), "<s>abc ab"));
     buf_clear(&b);
@@ -201,6 +277,37 @@ static void tok_test_small_file(void) {
     tok_del(t);
     tok_del(NULL);
     ids_free(&v), buf_free(&b);
+}
+
+/* Byte fallback, unknown characters, and what the decoder takes off the start: at most two spaces, no other character. */
+static void tok_test_characters(void) {
+    static const char file[] =
+        "{\"normalizer\":{\"type\":\"Prepend\",\"prepend\":\"_\"},\"decoder\":{\"type\":\"Sequence\",\"decoders\":["
+        "{\"type\":\"Replace\",\"pattern\":{\"String\":\"_\"},\"content\":\" \"},"
+        "{\"type\":\"ByteFallback\"},{\"type\":\"Fuse\"},"
+        "{\"type\":\"Strip\",\"content\":\" \",\"start\":2,\"stop\":0}]},\"model\":{\"type\":\"BPE\",\"unk_token\":\"?\","
+        "\"fuse_unk\":true,\"byte_fallback\":true,\"vocab\":{\"?\":0,\"_\":1,\"a\":2,\"<0xC3>\":3,\"<0xA9>\":4,\"_a\":5},"
+        "\"merges\":[\"_ a\"]}}";
+    static const struct {
+        int32_t id[6];
+        int n;
+        const char *text;
+    } cases[] = {{{1, 1, 1, 2}, 4, " a"}, {{1, 2, 1, 1}, 4, "a  "}, {{2, 1, 2}, 3, "a a"},
+                 {{5, 3, 4, 2}, 4, "a\xC3\xA9" "a"},
+                 {{2, 3, 4, 3}, 4, "a\xEF\xBF\xBD\xEF\xBF\xBD\xEF\xBF\xBD"}, {{1, 5, 3}, 3, "a\xEF\xBF\xBD"}};
+    toka_err e;
+    tok *t;
+    buf b = {0};
+    ids v = {0};
+    CHECK(!tok_load(&t, str_c(file), STR(""), &e));
+    for (int i = 0; i < COUNT(cases); i++) {
+        buf_clear(&b);
+        CHECK(!tok_decode(t, cases[i].id, (size_t)cases[i].n, 0, &b, &e));
+        CHECK_MSG(str_is(buf_view(&b), cases[i].text), "case %d: \"%s\"", i, b.p);
+    }
+    CHECK(!tok_encode(t, STR("a\xC3\xA9zza_z"), 0, &v, &e)); /* zz is one unknown */
+    CHECK_MSG(str_is(tok_test_ids(&v, &b), "5 3 4 0 2 1 0"), "%s", b.p);
+    buf_free(&b), ids_free(&v), tok_del(t);
 }
 
 /* What is not known is refused, and the message quotes it. */
@@ -218,10 +325,17 @@ static void tok_test_refused(void) {
         {"model", "7", "model"},
         {"normalizer", "{\"type\":\"NFKC\"}", "\"NFKC\""},
         {"normalizer", "{\"type\":\"Replace\",\"pattern\":{\"Regex\":\"a+\"},\"content\":\"\"}", "\"a+\""},
-        {"pre_tokenizer", "{\"type\":\"Split\",\"pattern\":{\"Regex\":\"\\\\w+|x\"},\"behavior\":\"Isolated\"}", "\"\\w+|x\""},
+        {"pre_tokenizer", "{\"type\":\"Split\",\"pattern\":{\"Regex\":\"\\\\w+|x\"},\"behavior\":\"Isolated\"}",
+         "\"\\w+|x\""},
         {"pre_tokenizer", "{\"type\":\"Split\",\"pattern\":{\"String\":\" \"},\"behavior\":\"Isolated\"}", "\" \""},
-        {"pre_tokenizer", "{\"type\":\"Split\",\"pattern\":{\"Regex\":\"\\\\p{N}\"},\"behavior\":\"MergedWithNext\"}", "\"MergedWithNext\""},
+        {"pre_tokenizer", "{\"type\":\"Split\",\"pattern\":{\"Regex\":\"\\\\p{N}\"},\"behavior\":\"MergedWithNext\"}",
+         "\"MergedWithNext\""},
         {"pre_tokenizer", "{\"type\":\"Whitespace\"}", "\"Whitespace\""},
+        {"normalizer",
+         "{\"type\":\"Sequence\",\"normalizers\":["
+         "{\"type\":\"Replace\",\"pattern\":{\"String\":\"a\"},\"content\":\"aaaaaaaaa\"},"
+         "{\"type\":\"Replace\",\"pattern\":{\"String\":\"a\"},\"content\":\"aaaaaaaaa\"}]}",
+         "64 times"},
         {"post_processor", "{\"type\":\"Odd\"}", "\"Odd\""},
         {"post_processor", "{\"type\":\"BertProcessing\",\"cls\":[\"a\",99],\"sep\":[\"a\",0]}", "id 99"},
         {"decoder", "{\"type\":\"WordPiece\"}", "\"WordPiece\""},
@@ -276,7 +390,10 @@ static void tok_test_threads(void) {
 }
 
 static const struct test tok_tests[] = {{"tokenizer: published vectors", tok_test_vectors},
+                                        {"tokenizer: patterns", tok_test_patterns},
+                                        {"tokenizer: two ways to merge", tok_test_merges},
                                         {"tokenizer: a small file", tok_test_small_file},
+                                        {"tokenizer: characters", tok_test_characters},
                                         {"tokenizer: refused files", tok_test_refused},
                                         {"tokenizer: there and back, and in a stream", tok_test_roundtrip},
                                         {"tokenizer: worst cases", tok_test_worst},

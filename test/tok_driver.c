@@ -3,8 +3,8 @@
  *                                            for each, 4 bytes of count and then the ids on standard output
  *   tok_driver TOKENIZER.json decode FLAGS   the other way round
  *   tok_driver TOKENIZER.json stream FLAGS   as decode, but id by id; fails if a step ends inside a character
- *   tok_driver TOKENIZER.json time PASSES    encodes all documents so many times on one thread; prints the seconds that loading
- *                                            took, and each pass
+ *   tok_driver TOKENIZER.json time PASSES    encodes all documents so many times on one thread; prints the seconds that
+ *                                            loading took, and each pass
  * Numbers are 32-bit little endian. */
 #include "../toka.c"
 

@@ -1,0 +1,234 @@
+/* bench_cpu.c - how near the CPU backend comes to the machine, in ratios of one run.
+ *   cc -O3 -o /tmp/bench_cpu test/bench_cpu.c -lm -lpthread && /tmp/bench_cpu [threads [set [bf16|f16|f32]]]
+ * Decode: bytes of weights per second of a one-token step against a plain read loop over the same bytes with the same
+ * threads. Prefill: multiply-adds per second of a 512-token step against a loop of nothing but multiply-adds of the same
+ * instruction set. Sharing: attention of 256 rows over one 1000-token prefix, stored once against read row by row.
+ * The model has the layer shapes of Llama-3.2-1B, random weights, fewer layers. */
+#include "../toka.c"
+
+enum { BENCH_LAYERS = 4, BENCH_ROWS = 256, BENCH_PREFIX = 1008, BENCH_PREFILL = 512 };
+
+static toka_shape bench_shape = {.L = BENCH_LAYERS, .H = 32, .K = 8, .D = 64, .E = 2048, .F = 8192, .V = 32000, .B = 16,
+                                 .eps = 1e-5f, .rope_scale = 1, .max_len = 2048};
+static float bench_freq[32];
+static const char *const bench_types[] = {"bf16", "f16", "f32"};
+static volatile float bench_sink;
+static int bench_clock = CLOCK_MONOTONIC; /* with one thread its own CPU time, so that neighbours do not count */
+
+static double bench_now(void) {
+    struct timespec t;
+    clock_gettime(bench_clock, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+typedef struct bench { /* one open model */
+    toka_layer layers[BENCH_LAYERS];
+    toka_weights w;
+    toka_device *d;
+    char *bytes; /* all weights in one block */
+    size_t n_bytes, used;
+    toka_dev x, q, o;
+} bench;
+
+static toka_tensor bench_tensor(bench *b, int rows, int cols, toka_dtype type) {
+    toka_tensor t = {b->bytes ? b->bytes + b->used : NULL, type, rows, cols};
+    b->used += (size_t)rows * (size_t)cols * cpu_dtype_bytes(type);
+    return t;
+}
+
+/* Places every tensor; the first call only counts bytes. */
+static void bench_place(bench *b, toka_dtype type) {
+    const toka_shape *s = &bench_shape;
+    b->used = 0;
+    for (int l = 0; l < s->L; l++) {
+        toka_layer *y = &b->layers[l];
+        y->q = bench_tensor(b, s->H * s->D, s->E, type), y->k = bench_tensor(b, s->K * s->D, s->E, type);
+        y->v = bench_tensor(b, s->K * s->D, s->E, type), y->o = bench_tensor(b, s->E, s->H * s->D, type);
+        y->gate = bench_tensor(b, s->F, s->E, type), y->up = bench_tensor(b, s->F, s->E, type);
+        y->down = bench_tensor(b, s->E, s->F, type);
+        y->attn_norm = bench_tensor(b, 1, s->E, type), y->mlp_norm = bench_tensor(b, 1, s->E, type);
+    }
+    b->w = (toka_weights){.embed = bench_tensor(b, s->V, s->E, type), .norm = bench_tensor(b, 1, s->E, type),
+                          .layers = b->layers};
+    b->w.lm_head = b->w.embed;
+    b->n_bytes = b->used;
+}
+
+static void bench_open(bench *b, toka_dtype type, int threads, const cpu_kernels *set) {
+    toka_err e;
+    *b = (bench){0};
+    bench_place(b, type);
+    b->bytes = mmap(NULL, b->n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    bench_place(b, type);
+    uint32_t r = 1;
+    for (size_t i = 0; i < b->n_bytes; i += type == TOKA_F32 ? 4 : 2) { /* values of some 0.01 to 0.03, any sign */
+        r = r * 1664525u + 1013904223u;
+        uint32_t sign = r & 0x80000000u, mantissa = r >> 9 & 0x7FFFFF;
+        uint32_t f = sign | 0x3C800000 | mantissa;
+        uint16_t h = type == TOKA_BF16 ? (uint16_t)(f >> 16) : (uint16_t)(sign >> 16 | 0x2400 | mantissa >> 13);
+        memcpy(b->bytes + i, type == TOKA_F32 ? (void *)&f : (void *)&h, type == TOKA_F32 ? 4 : 2);
+    }
+    toka_device_options o = {.n_threads = threads, .max_tokens = 512, .max_out = 8, .n_pages = 256 * 64 + 64};
+    if (toka_cpu.open(&b->d, &o, &bench_shape, &b->w, &e)) {
+        fprintf(stderr, "%s\n", e.msg);
+        exit(2);
+    }
+    b->d->kernels = set;
+    b->x = toka_cpu.alloc(b->d, 512 * 2048 * 4), b->q = toka_cpu.alloc(b->d, 512 * 2048 * 4);
+    b->o = toka_cpu.alloc(b->d, 512 * 2048 * 4);
+}
+static void bench_close(bench *b) {
+    toka_cpu.close(b->d);
+    munmap(b->bytes, b->n_bytes);
+}
+
+/* T tokens of one sequence from position pos on, one row of logits. */
+static double bench_step(bench *b, int T, int pos) {
+    static int32_t ids[512], at[512], slot[512], pages[128];
+    static toka_out_row row;
+    toka_pick pick;
+    toka_span span = {0, T, 0, 0, pos + T};
+    for (int t = 0; t < T; t++) ids[t] = (t * 37 + pos) % bench_shape.V, at[t] = slot[t] = pos + t;
+    for (int i = 0; i < 128; i++) pages[i] = i;
+    row = (toka_out_row){.row = T - 1, .forced_id = 5};
+    toka_step s = {.T = T, .n_spans = 1, .n_out = 1, .ids = ids, .pos = at, .slot = slot, .pages = pages, .spans = &span,
+                   .out = &row};
+    double t0 = bench_now();
+    toka_cpu.embed(b->d, &s, b->x);
+    for (int l = 0; l < bench_shape.L; l++) {
+        toka_cpu.norm_qkv_rope_kv(b->d, &s, l, b->x, b->q);
+        toka_cpu.attention(b->d, &s, l, b->q, b->o);
+        toka_cpu.out_residual(b->d, &s, l, b->o, b->x);
+        toka_cpu.norm_mlp_residual(b->d, &s, l, b->x);
+    }
+    toka_cpu.norm_logits_sample(b->d, &s, b->x, &pick);
+    return bench_now() - t0;
+}
+
+/* ---- What the machine can do ---- */
+
+static void read_item(void *arg, int thread, int item) { /* reads 1 MB */
+    const bench *b = arg;
+    (void)thread;
+    const uint64_t *p = (const void *)(b->bytes + ((size_t)item << 20)), *end = p + (1 << 17);
+    uint64_t s[8] = {0};
+    for (; p < end; p += 8)
+        for (int i = 0; i < 8; i++) s[i] += p[i];
+    bench_sink = (float)(s[0] ^ s[1] ^ s[2] ^ s[3] ^ s[4] ^ s[5] ^ s[6] ^ s[7]);
+}
+static double bench_read(bench *b) {
+    double t0 = bench_now();
+    cpu_run(&b->d->pool, read_item, b, (int)(b->n_bytes >> 20), INT64_MAX);
+    return bench_now() - t0;
+}
+
+enum { FMA_ROUNDS = 1000000 };
+
+/* Independent chains of multiply-adds, as many as registers or latency ask for; 8 * FMA_ROUNDS in all. */
+static void fma_c(void) {
+    cpu_v4 a[14], m = {0.999f, 0.999f, 0.999f, 0.999f};
+    for (int i = 0; i < 14; i++) a[i] = m * (float)i;
+    for (int k = 0; k < FMA_ROUNDS * 8 / 14; k++)
+        _Pragma("GCC unroll 14") for (int i = 0; i < 14; i++) a[i] = a[i] * m + m;
+    for (int i = 0; i < 14; i++) bench_sink = a[i][0];
+}
+#ifdef __x86_64__
+CPU_AVX2 static void fma_avx2(void) {
+    __m256 a[8], m = _mm256_set1_ps(0.999f);
+    CPU_UNROLL for (int i = 0; i < 8; i++) a[i] = _mm256_set1_ps((float)i);
+    for (int k = 0; k < FMA_ROUNDS; k++)
+        CPU_UNROLL for (int i = 0; i < 8; i++) a[i] = _mm256_fmadd_ps(a[i], m, m);
+    CPU_UNROLL for (int i = 0; i < 8; i++) bench_sink = _mm256_cvtss_f32(a[i]);
+}
+CPU_AVX512 static void fma_avx512(void) {
+    __m512 a[8], m = _mm512_set1_ps(0.999f);
+    CPU_UNROLL for (int i = 0; i < 8; i++) a[i] = _mm512_set1_ps((float)i);
+    for (int k = 0; k < FMA_ROUNDS; k++)
+        CPU_UNROLL for (int i = 0; i < 8; i++) a[i] = _mm512_fmadd_ps(a[i], m, m);
+    CPU_UNROLL for (int i = 0; i < 8; i++) bench_sink = _mm512_cvtss_f32(a[i]);
+}
+static void (*const fma_loops[])(void) = {fma_c, fma_avx2, fma_avx512};
+#else
+static void (*const fma_loops[])(void) = {fma_c};
+#endif
+
+static void fma_item(void *arg, int thread, int item) {
+    (void)thread, (void)item;
+    fma_loops[*(int *)arg]();
+}
+static double bench_peak(bench *b, int set) { /* multiply-adds a second */
+    int items = 4 * b->d->pool.n, lanes = 4 << set;
+    double t0 = bench_now();
+    cpu_run(&b->d->pool, fma_item, &set, items, INT64_MAX);
+    return (double)items * FMA_ROUNDS * 8 * lanes / (bench_now() - t0);
+}
+
+/* ---- Attention of many rows over one prefix ---- */
+
+/* 256 sequences, each at its own last position behind a prefix of BENCH_PREFIX tokens. mode 0: one span for all over the
+ * prefix; 1: a span each over the same pages; 2: a span each over a copy of their own. */
+static double bench_share(bench *b, int mode) {
+    static int32_t ids[BENCH_ROWS], pos[BENCH_ROWS], slot[BENCH_ROWS], pages[BENCH_ROWS * 64];
+    static toka_span spans[2 * BENCH_ROWS];
+    int per = BENCH_PREFIX / 16, n_spans = 0, n_pages = 0;
+    if (!mode) spans[n_spans++] = (toka_span){0, BENCH_ROWS, 0, 0, BENCH_PREFIX};
+    for (int i = 0; i < (mode == 2 ? BENCH_ROWS : 1) * per; i++) pages[n_pages++] = i;
+    for (int r = 0; r < BENCH_ROWS; r++) {
+        if (mode) spans[n_spans++] = (toka_span){r, 1, mode == 2 ? r * per : 0, 0, BENCH_PREFIX};
+        spans[n_spans++] = (toka_span){r, 1, n_pages, BENCH_PREFIX, 1};
+        pages[n_pages++] = b->d->options.n_pages - 1 - r % 32;
+        ids[r] = 1, pos[r] = BENCH_PREFIX, slot[r] = 0;
+    }
+    toka_step s = {.T = BENCH_ROWS, .n_spans = n_spans, .ids = ids, .pos = pos, .slot = slot, .pages = pages,
+                   .spans = spans};
+    toka_cpu.attention(b->d, &s, 0, b->q, b->o);
+    double t0 = bench_now();
+    toka_cpu.attention(b->d, &s, 0, b->q, b->o);
+    return bench_now() - t0;
+}
+
+static void bench_run(int threads, int set, int type) {
+    static bench b;
+    bench_open(&b, (toka_dtype)type, threads, &cpu_sets[set]);
+    const toka_shape *s = &bench_shape;
+    double read = 1e9, decode = 1e9, prefill = 1e9, peak = 0;
+    double layer = (double)s->E * (2.0 * s->H * s->D + 2.0 * s->K * s->D + 3.0 * s->F);
+    bench_step(&b, BENCH_PREFILL, 0);
+    for (int i = 0; i < 12; i++) {
+        read = MIN(read, bench_read(&b));
+        decode = MIN(decode, bench_step(&b, 1, BENCH_PREFILL + i));
+    }
+    for (int i = 0; i < 2; i++) {
+        peak = MAX(peak, bench_peak(&b, set));
+        prefill = MIN(prefill, bench_step(&b, BENCH_PREFILL, 0));
+    }
+    double products = BENCH_PREFILL * layer * s->L + (double)s->E * s->V; /* without attention */
+    printf("%-10s %-4s %d threads: decode %6.2f GB/s of %6.2f read: %5.1f %%; prefill %6.1f GFLOP/s of %6.1f: %5.1f %%",
+           cpu_sets[set].name,
+           bench_types[type], b.d->pool.n, (double)b.n_bytes / decode / 1e9,
+               (double)b.n_bytes / read / 1e9,
+           100 * read / decode, 2 * products / prefill / 1e9, 2 * peak / 1e9, 100 * products / prefill / peak);
+    if (type == 0) {
+        for (size_t i = 0; i < b.d->page_k * (size_t)b.d->options.n_pages; i++) b.d->kv_k[i] = 0.01f, b.d->kv_v[i] = 0.01f;
+        double one = bench_share(&b, 0), same = bench_share(&b, 1), own = bench_share(&b, 2);
+        double work = 2.0 * BENCH_ROWS * s->H * BENCH_PREFIX * s->D;
+        printf("; 256 x 1008: shared %.2f ms (%.0f %% of peak), span each %.2f, copies %.2f", 1e3 * one,
+               100 * work / one / peak,
+               1e3 * same, 1e3 * own);
+    }
+    puts("");
+    bench_close(&b);
+}
+
+int main(int argc, char **argv) {
+    int threads = argc > 1 ? atoi(argv[1]) : 0;
+    for (int i = 0; i < 32; i++) bench_freq[i] = (float)pow(500000, -2.0 * i / 64);
+    bench_shape.rope_freq = bench_freq;
+    if (threads == 1) bench_clock = CLOCK_THREAD_CPUTIME_ID;
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    for (int set = cpu_n_sets() - 1; set >= 0; set--)
+        for (int type = 0; type < 3; type++)
+            if ((argc < 3 || atoi(argv[2]) == set) && (argc < 4 || !strcmp(argv[3], bench_types[type])))
+                bench_run(threads, set, type);
+    return 0;
+}

@@ -1,0 +1,43 @@
+/* fuzz_tokenizer.c - tokenizer.json, then one byte 0, flags, and a text to encode, from one input. A file that loads must
+ * encode and decode any text, and a stream must give what decode gives.
+ *   clang -g -O1 -fsanitize=fuzzer,address,undefined -o fuzz test/fuzz_tokenizer.c -lm -lpthread
+ *   ./fuzz -max_len=8192 test/corpus/tokenizer */
+#include "../toka.c"
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n);
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
+    const uint8_t *zero = memchr(data, 0, n);
+    size_t json_n = zero ? (size_t)(zero - data) : n;
+    char *file = mem_alloc(json_n), *tail = mem_alloc(n - json_n); /* of exactly their sizes: no over-read goes unseen */
+    memcpy(file, data, json_n);
+    size_t tail_n = n - json_n > 2 ? n - json_n - 2 : 0;
+    memcpy(tail, data + n - tail_n, tail_n);
+    int flags = tail_n ? zero[1] & 7 : 0;
+    toka_err e;
+    tok *t;
+    if (tok_load(&t, (str){file, json_n}, STR(""), &e) == 0) {
+        ids v = {0};
+        buf whole = {0}, streamed = {0};
+        free(file), file = NULL; /* nothing may still point there */
+        if (tok_encode(t, (str){tail, tail_n}, flags, &v, &e)) abort();
+        for (size_t i = 0; i + 1 < tail_n; i += 2) /* ids that no text gives */
+            ids_push(&v, (tail[i] & 255) * (tail[i + 1] & 255) % MAX(1, tok_n_ids(t)));
+        if (v.n && tok_n_ids(t) && tok_decode(t, v.p, v.n, flags, &whole, &e)) abort();
+        tok_stream s;
+        tok_stream_init(&s, t, flags);
+        for (size_t i = 0; i < v.n; i++) tok_stream_put(&s, v.p[i], &streamed);
+        tok_stream_end(&s, &streamed);
+        tok_stream_free(&s);
+        if (!str_eq(buf_view(&whole), buf_view(&streamed))) abort();
+        for (size_t i = 0; i < whole.n;) {
+            int k = utf8_len(whole.p + i, whole.p + whole.n);
+            if (!k) abort();
+            i += (size_t)k;
+        }
+        if (tok_n_ids(t) && tok_id(t, (str){tail, tail_n}) >= tok_n_ids(t)) abort();
+        ids_free(&v), buf_free(&whole), buf_free(&streamed);
+        tok_del(t);
+    }
+    free(file), free(tail);
+    return 0;
+}
