@@ -11641,7 +11641,7 @@ static int eng_generate(eng *g, const toka_request *r, const int32_t *prompt, si
 static int eng_score_alone(eng *g, const int32_t *tokens, int n, float *logprobs, toka_err *e) {
     kv_cache *k = &g->s.kv;
     int q = g->s.free_slots[g->s.n_slots_free - 1], code = 0;
-    kv_open(k, q, tokens, n, kv_match(k, q, tokens, n));
+    kv_open(k, q, tokens, n, 0, true);
     const int *row = kv_row(k, q);
     for (int at = 0, end; at < n - 1 && !code; at = end) {
         end = MIN(n - 1, at + g->s.c.max_tokens);
