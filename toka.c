@@ -11195,13 +11195,13 @@ static int64_t eng_kv_tokens(const toka_shape *s, int max_seqs, int64_t ram_byte
     return MIN((int64_t)max_seqs * s->max_len, ram_bytes / 4 / per_token);
 }
 
-/* Sets shape->max_len and returns the number of pages, or fails when the length asked for does not fit. */
-static int eng_size(toka_shape *shape, int max_seqs, int asked_len, int *n_pages, toka_err *e) {
+/* Sets shape->max_len and the number of pages, or fails when the length asked for does not fit. asked_kv 0: as memory allows. */
+static int eng_size(toka_shape *shape, int max_seqs, int asked_len, int64_t asked_kv, int *n_pages, toka_err *e) {
     if (asked_len) shape->max_len = asked_len;
-    int64_t n_kv = eng_kv_tokens(shape, max_seqs, os_ram_bytes());
+    int64_t n_kv = asked_kv ? asked_kv : eng_kv_tokens(shape, max_seqs, os_ram_bytes());
     if (asked_len && n_kv < asked_len)
-        return fail(e, TOKA_E_MEMORY, "--max-model-len %d: memory holds %lld tokens of this model's KV cache", asked_len,
-                    (long long)n_kv);
+        return fail(e, asked_kv ? TOKA_E_USE : TOKA_E_MEMORY, "--max-model-len %d: %s %lld tokens of this model's KV cache", asked_len,
+                    asked_kv ? "--kv-tokens asks for" : "memory holds", (long long)n_kv);
     shape->max_len = (int)MIN(n_kv, (int64_t)shape->max_len);
     if (shape->max_len < 2) return fail(e, TOKA_E_MEMORY, "not enough memory for the KV cache of one sequence");
     *n_pages = (int)MIN((n_kv + ENG_PAGE - 1) / ENG_PAGE, (int64_t)INT_MAX / ENG_PAGE);
@@ -11224,7 +11224,7 @@ static int eng_open(eng **out, const toka_backend *be, const mf_model *files, to
     int max_seqs = o->max_num_seqs ? o->max_num_seqs : 256, n_pages = 0;
     int max_tokens = MAX(o->max_num_batched_tokens ? o->max_num_batched_tokens : 512, max_seqs);
     shape->B = ENG_PAGE;
-    int code = eng_size(shape, max_seqs, o->max_model_len, &n_pages, e);
+    int code = eng_size(shape, max_seqs, o->max_model_len, o->kv_tokens, &n_pages, e);
     if (code) return code;
     model_run m;
     toka_device_options d = {o->n_threads, max_tokens, max_tokens, n_pages};
@@ -11740,6 +11740,7 @@ static int api_check_options(const toka_options *o, toka_err *e) {
     if (o->max_model_len < 0) return fail(e, TOKA_E_USE, "max_model_len: %d, expected 0 or more", o->max_model_len);
     if (o->max_num_seqs < 0 || o->max_num_seqs > 65536)
         return fail(e, TOKA_E_USE, "max_num_seqs: %d, expected 0 to 65536", o->max_num_seqs);
+    if (o->kv_tokens < 0) return fail(e, TOKA_E_USE, "kv_tokens: %lld, expected 0 or more", (long long)o->kv_tokens);
     if (o->max_num_batched_tokens < 0 || o->max_num_batched_tokens > 65536)
         return fail(e, TOKA_E_USE, "max_num_batched_tokens: %d, expected 0 to 65536", o->max_num_batched_tokens);
     return 0;
@@ -12010,6 +12011,7 @@ static const cli_flag cli_flags[] = {
     {"threads", "t", "N", CLI_INT, AT(open.n_threads), "CPU threads (default: one a core)"},
     {"max-model-len", "", "N", CLI_INT, AT(open.max_model_len), "longest sequence in tokens (default: the model's, as memory allows)"},
     {"max-num-seqs", "", "N", CLI_INT, AT(open.max_num_seqs), "most samples running at once (default: 256)"},
+    {"kv-tokens", "", "N", CLI_INT64, AT(open.kv_tokens), "size of the KV cache in tokens (default: as memory allows)"},
     {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens), "most tokens in one step (default: 512)"},
     {NULL, NULL, NULL, 0, 0, "Prompt"},
     {"prompt", "p", "TEXT", CLI_TEXT, AT(prompt), "the prompt (default: standard input)"},
