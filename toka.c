@@ -12520,7 +12520,7 @@ static int run_prompt(run_job *j, toka_err *e) {
     } else if (!code && !v) {
         code = RUN_BAD(j, "prompt: missing");
     }
-    if (!code && prompt.p && (j->line->chat || v->type == JSON_STRING)) {
+    if (!code && (j->line->chat || v->type == JSON_STRING)) {
         code = api_need_tokenizer(j->r->t, e);
         if (!code) code = tok_encode(j->r->t->tok, prompt, TOKA_PARSE_SPECIAL | (special ? TOKA_ADD_SPECIAL : 0), &j->prompt, e);
     }
@@ -12565,6 +12565,7 @@ static int run_parse(run_job *j, const json *root, toka_err *e) {
     if (run_is_long(root) && !line->chat && !j->q.sampling.max_tokens) j->q.sampling.max_tokens = 16; /* as the API says */
     if (!(code = run_check_fields(j, e)) && !(code = run_sampling(j, e))) code = run_prompt(j, e);
     if (code && !line->error) line->error = "invalid_request";
+    ids_reserve(&j->prompt, 1); /* never NULL: NULL would mean the text */
     j->q.ids = j->prompt.p, j->q.n_ids = j->prompt.n;
     j->q.length_class = j->q.n < 16 ? 2 * (uint64_t)(uint32_t)j->q.sampling.max_tokens + line->chat + 1 : 0;
     return code;
@@ -12928,9 +12929,9 @@ static int run_write_all(run_state *r, str s, toka_err *e) {
 
 /* A line that ended without a device or Ctrl-C in its way. */
 static bool run_is_whole(const run_line *line) {
-    for (int i = 0; i < line->n; i++)
+    for (int i = 0; i < line->n && !line->error; i++)
         if (line->samples[i].finish != TOKA_STOP && line->samples[i].finish != TOKA_LENGTH) return false;
-    return line->error || line->n > 0;
+    return true;
 }
 
 static int run_write_line(run_state *r, run_line *line, buf *b, toka_err *e) {
