@@ -7753,11 +7753,12 @@ typedef struct kv_seq {
     int prev, next; /* the order */
     int lcp;        /* leading pages in common with prev */
     int n_pages, n_tree;
-    bool stray;     /* an equal page stood in the tree, not ready: no page of this row enters any more */
+    bool stray;     /* no page of this row enters any more: it is alone, or an equal page stood in the tree, not ready */
 } kv_seq;
 
 typedef struct kv_cache {
-    int B, n_pages, n_seqs, cap; /* cap: most pages of a row */
+    int B, n_pages, n_seqs;
+    int cap, stride;   /* most pages of a row; ints from one row to the next */
     int root;          /* = n_pages: pages[root] is the root of the tree and both ends of the LRU list */
     kv_page *pages;    /* [n_pages + 1] */
     int32_t *tokens;   /* [n_pages][B] of the pages in the tree */
@@ -7766,7 +7767,7 @@ typedef struct kv_cache {
     int *free_list;    /* stack */
     int n_free, n_cached;
     kv_seq *seqs;      /* [n_seqs + 1]; the last one is both ends of the order */
-    int *table;        /* [n_seqs][cap] */
+    int *table;        /* [n_seqs][stride] */
     int64_t tick;
     int64_t n_evicted; /* since kv_init */
 } kv_cache;
@@ -7779,7 +7780,8 @@ static void kv_init(kv_cache *k, int B, int n_pages, int n_seqs, int max_len) {
     k->bucket = mem_alloc(k->n_bucket * sizeof *k->bucket);
     k->free_list = mem_alloc((size_t)n_pages * sizeof *k->free_list);
     k->seqs = mem_zalloc(((size_t)n_seqs + 1) * sizeof *k->seqs);
-    k->table = mem_zalloc((size_t)n_seqs * (size_t)k->cap * sizeof *k->table);
+    k->stride = (k->cap + 15) / 16 * 16 | 16; /* an odd number of cache lines: columns spread over all cache sets */
+    k->table = mem_zalloc((size_t)n_seqs * (size_t)k->stride * sizeof *k->table);
     for (uint64_t i = 0; i < k->n_bucket; i++) k->bucket[i] = -1;
     for (int p = n_pages - 1; p >= 0; p--) k->pages[p].parent = KV_OFF, k->free_list[k->n_free++] = p;
     k->pages[k->root] = (kv_page){.hash = 1, .parent = KV_OFF, .older = k->root, .newer = k->root, .ready = true};
@@ -7791,7 +7793,7 @@ static void kv_free(kv_cache *k) {
     *k = (kv_cache){0};
 }
 
-static int *kv_row(const kv_cache *k, int q) { return k->table + (size_t)q * (size_t)k->cap; }
+static int *kv_row(const kv_cache *k, int q) { return k->table + (size_t)q * (size_t)k->stride; }
 
 /* Pages that kv_take can still give. Every cached page can be had: what hangs below an unheld page is unheld. */
 static int kv_room(const kv_cache *k) { return k->n_free + k->n_cached; }
@@ -7924,10 +7926,11 @@ static int kv_match(const kv_cache *k, int q, const int32_t *tokens, int n) {
     return m;
 }
 
-/* Opens row q for n tokens of which kv_match found m pages. Takes the rest, ceil(n/B) - m pages, and enters all full
- * pages before the last token. Needs kv_room >= the pages to take + the matched pages that nobody holds. */
-static void kv_open(kv_cache *k, int q, const int32_t *tokens, int n, int m) {
-    int *row = kv_row(k, q), n_pages = kv_pages_for(k, n), n_tree = (n - 1) / k->B;
+/* Opens row q for n tokens of which kv_match found m pages. Takes the rest, ceil(n/B) - m pages, and enters all full pages
+ * before the last token; or, alone (with m = 0), none, now or later. Needs kv_room >= the pages to take + the matched pages
+ * that nobody holds. */
+static void kv_open(kv_cache *k, int q, const int32_t *tokens, int n, int m, bool alone) {
+    int *row = kv_row(k, q), n_pages = kv_pages_for(k, n), n_tree = alone ? 0 : (n - 1) / k->B;
     for (int i = 0; i < m; i++) kv_hold(k, row[i]);
     for (int i = m; i < n_pages; i++) row[i] = kv_take(k);
     for (int i = m; i < n_tree; i++) {
@@ -7935,14 +7938,14 @@ static void kv_open(kv_cache *k, int q, const int32_t *tokens, int n, int m) {
         int parent = i ? row[i - 1] : k->root;
         kv_enter(k, row[i], parent, kv_hash(k, k->pages[parent].hash, t), t);
     }
-    k->seqs[q].n_pages = n_pages, k->seqs[q].n_tree = n_tree, k->seqs[q].stray = false;
+    k->seqs[q].n_pages = n_pages, k->seqs[q].n_tree = n_tree, k->seqs[q].stray = alone;
     kv_order_join(k, q);
 }
 
-/* One more page at the end of row q. Needs kv_room. */
-static void kv_grow(kv_cache *k, int q) {
+/* One more page at the end of row q; returns it. Needs kv_room. */
+static int kv_grow(kv_cache *k, int q) {
     assert(k->seqs[q].n_pages < k->cap);
-    kv_row(k, q)[k->seqs[q].n_pages++] = kv_take(k);
+    return kv_row(k, q)[k->seqs[q].n_pages++] = kv_take(k);
 }
 
 static void kv_close(kv_cache *k, int q) {
@@ -8085,24 +8088,27 @@ UNUSED static const char *kv_check(const kv_cache *k, const bool *open) {
 
 /* ===========================================================================
  * MARK: 11. Length predictor [pure]
- * How long will this output get? In: the lengths of outputs so far, the running ones included. Out: the expected output
- * length of a sequence that has c tokens and may have at most M.
+ * How long will this output get? In: the lengths of outputs so far, the running ones included. Out: the distribution of the
+ * length of an output that has c tokens already.
  *
  * Lengths fall into buckets that grow by a quarter each. For every bucket a table counts the sequences that reached it
- * (at_risk) and those that ended in it; ended / at_risk is the chance to end there (a discrete Kaplan-Meier hazard).
- * Running sequences count in every bucket they reached, so the short ones, which end first, do not make the rest look
- * short; sequences cut off by max_tokens or cancelled count as reached, not as ended. Survival is the product of 1 -
- * hazard, and the expected length is the sum of survival from c to M over survival at c.
+ * (at_risk) and those that ended in it; ended / at_risk is the chance to end there (a discrete Kaplan-Meier hazard), and
+ * survival is the product of 1 - hazard. Running sequences count in every bucket they reached, so the short ones, which end
+ * first, do not make the rest look short; those cut off by max_tokens or cancelled count as reached, not as ended.
  *
  * A class is a set of requests whose lengths are alike: the samples of one prompt, or requests given the same key. Its
  * hazards are drawn toward those of all classes together as if PRED_OF_ALL more sequences had been seen, and those
  * toward a fixed prior as if PRED_OF_PRIOR had. The prior has survival (1 + c/192)^-2: mean 192 without limit, 162 of
- * 1,024, 15 of 16, and the longer an output is already the longer it may still get, so that a cold start neither fills
- * a tenth of the batch nor trusts in short answers.
+ * 1,024, 15 of 16, and the longer an output is the longer it may still get, so that a cold start runs most of the batch
+ * but does not trust in short answers.
  *
- * What always holds: c < expected <= M. Arithmetic in double with + - * / only, so equal inputs give equal answers
- * everywhere. It does not know about output lengths that are fixed in advance: chapter 12 asks only when there is
- * something to guess.
+ * One number for a sequence would not do. If each were given the mean, none would end before the mean: the sum of many
+ * over time, which is what chapter 12 wants, comes out far too high for the next steps and too low later. So each
+ * sequence draws its length from the distribution (pred_length of an evenly spread number), and the sum over many is
+ * right at every step.
+ *
+ * What always holds: survival falls from 1 and stays above 0. Arithmetic in double with + - * / only, so equal inputs
+ * give equal answers everywhere.
  * =========================================================================== */
 
 enum { PRED_N = 64, PRED_WAYS = 4 };
@@ -8112,7 +8118,6 @@ enum { PRED_N = 64, PRED_WAYS = 4 };
 typedef struct pred_table {
     float at_risk[PRED_N], ended[PRED_N];
     float survival[PRED_N + 1]; /* at the lower edge of each bucket, made from the counts by pred_refresh */
-    double area[PRED_N + 1];    /* integral of survival from 0 to the edge */
     int64_t n_events, n_fresh;  /* events counted; n_events when survival was made */
 } pred_table;
 
@@ -8139,7 +8144,7 @@ typedef struct pred {
 } pred;
 
 static void pred_refresh(const pred *p, pred_table *t, const pred_table *all) {
-    double s = 1, area = 0;
+    double s = 1;
     for (int i = 0; i < PRED_N; i++) {
         double prior = p->prior[i], weight = PRED_OF_PRIOR;
         if (all) {
@@ -8148,11 +8153,10 @@ static void pred_refresh(const pred *p, pred_table *t, const pred_table *all) {
         }
         double h = ((double)t->ended[i] + weight * prior) / ((double)t->at_risk[i] + weight);
         double after = s * (1 - MAX(0.0, MIN(h, 0.98)));
-        t->survival[i] = (float)s, t->area[i] = area;
-        area += (s + after) / 2 * (p->edge[i + 1] - p->edge[i]);
+        t->survival[i] = (float)s;
         s = MAX(after, 1e-30);
     }
-    t->survival[PRED_N] = (float)s, t->area[PRED_N] = area;
+    t->survival[PRED_N] = (float)s;
     t->n_fresh = t->n_events;
 }
 
@@ -8229,28 +8233,37 @@ static void pred_end(pred *p, pred_of c, int bucket, int length, bool cut) {
 
 /* ---- The question ---- */
 
-static void pred_at(const pred *p, const pred_table *t, int x, double *survival, double *area) {
-    int i = pred_bucket(p, x);
-    double w = p->edge[i + 1] - p->edge[i], d = x - p->edge[i];
-    *survival = (double)t->survival[i] + (double)(t->survival[i + 1] - t->survival[i]) * (d / w);
-    *area = t->area[i] + d * ((double)t->survival[i] + *survival) / 2;
-}
-
 /* Survival is remade when the counts have changed by a part that matters. */
 static bool pred_is_old(const pred_table *t) { return (t->n_events - t->n_fresh) > t->n_fresh / 16 + 16; }
 
-/* Expected output tokens of a sequence that has `length` of them and ends at max at the latest; length < max. */
-static int pred_expect(pred *p, pred_of c, int length, int max) {
+/* Brings the survival of class c up to date and returns its table. */
+static const pred_table *pred_fresh(pred *p, pred_of c) {
     pred_table *t = pred_table_of(p, c);
     if (pred_is_old(&p->all)) pred_refresh(p, &p->all, NULL);
     if (t && pred_is_old(t)) pred_refresh(p, t, &p->all);
-    if (!t) t = &p->all;
-    double s0, s1, a0, a1;
-    max = MIN(max, p->edge[PRED_N] - 1);
-    pred_at(p, t, length, &s0, &a0), pred_at(p, t, max, &s1, &a1);
-    double more = (a1 - a0) / s0 + (1 - s1 / s0) / 2; /* sum of survival over the integers length .. max-1 */
-    int expect = length + (int)MIN(more + 0.5, (double)(max - length));
-    return MAX(expect, length + 1);
+    return t ? t : &p->all;
+}
+
+/* Share of the sequences of class c that get longer than `length`. */
+static double pred_survival(pred *p, pred_of c, int length) {
+    const pred_table *t = pred_fresh(p, c);
+    int i = pred_bucket(p, length);
+    double part = (double)(length - p->edge[i]) / (p->edge[i + 1] - p->edge[i]);
+    return (double)t->survival[i] + (double)(t->survival[i + 1] - t->survival[i]) * part;
+}
+
+/* The length that a share `luck` (0 to 1) of class c gets past: the inverse of pred_survival, at least 1. */
+static int pred_length(pred *p, pred_of c, double luck) {
+    const pred_table *t = pred_fresh(p, c);
+    int lo = 0, hi = PRED_N;
+    while (hi - lo > 1) {
+        int mid = (lo + hi) / 2;
+        if ((double)t->survival[mid] > luck) lo = mid;
+        else hi = mid;
+    }
+    double a = (double)t->survival[lo], b = (double)t->survival[lo + 1];
+    double part = a > b ? MIN(MAX((a - luck) / (a - b), 0.0), 1.0) : 1.0;
+    return p->edge[lo] + (int)MAX(1.0, part * (p->edge[lo + 1] - p->edge[lo]) + 0.5);
 }
 
 /* ===========================================================================
@@ -8276,7 +8289,7 @@ static int pred_expect(pred *p, pred_of c, int length, int max) {
  * is taken in step base + k*B and all go in step end = base + expected length - 1 (the last token is never fed). A page
  * of the tree is held until the latest end of its holders, and counted once. The calendar holds the sum for every step
  * from now on as a segment tree (add to a range, greatest of all). The head of the queue is admitted while the greatest
- * stays within the pool.
+ * stays within the pool, less a part for the error of the guesses (sched_slack).
  *
  *     pages |          ____            each sequence: a staircase up, one drop at its end
  *      pool |- - - ___/- - \- - -
@@ -8452,13 +8465,14 @@ typedef struct sched_job { /* what a request asks of the scheduler */
     int min_tokens;        /* none ends before */
     bool exact;            /* every sample has max_tokens unless cancelled (ignore_eos and no stop) */
     int priority;          /* higher goes earlier */
+    bool alone;            /* finds and shares no pages: every position is computed (log-probabilities of a prompt) */
     uint64_t class_key;    /* requests with equal keys have outputs of like length; 0: a class of its own if n > 1 */
 } sched_job;
 
 typedef struct sched_request {
     int32_t *prompt; /* owned; NULL: this id is free */
     int n_prompt, n, max_tokens, min_tokens;
-    bool exact;
+    bool exact, alone;
     int n_started, n_live; /* samples that ever ran; of them not ended */
     int first;             /* its live sequences, linked by sibling */
     int64_t key;           /* order of the queue, smaller first */
@@ -8468,28 +8482,33 @@ typedef struct sched_request {
 
 enum sched_state { SCHED_FREE, SCHED_PREFILL, SCHED_DECODE, SCHED_PARKED };
 
-typedef struct sched_seq {
-    uint8_t state;
-    bool yields;         /* this step: its last row gives a token */
-    bool is_chunk;       /* this step: its rows are of a prompt (or of what was parked), not its newest token */
-    int from, n_rows;    /* this step: positions from .. from+n_rows-1 */
-    int n_cached;        /* positions whose K and V are planned */
-    int n_planned;       /* tokens known or under way */
+typedef struct sched_seq { /* what every step touches comes first: one cache line of 64 bytes */
+    _Alignas(64) uint8_t state;
+    bool yields;       /* this step: its last row gives a token */
+    bool is_chunk;     /* this step: its rows are of a prompt (or of what was parked), not its newest token */
+    int from, n_rows;  /* this step: positions from .. from+n_rows-1 */
+    int n_cached;      /* positions whose K and V are planned */
+    int n_planned;     /* tokens known or under way */
     int n_known;
-    int limit;           /* prompt + max_tokens */
-    int expect;          /* tokens it will have, prompt and output */
-    int64_t base, end;   /* position x is computed in step base + x; its pages go in step end */
-    int32_t *tokens;     /* [limit] prompt, then output */
-    int n_prompt;
-    int next_edge;       /* output length at which it reaches the next bucket of chapter 11 */
-    int bucket;
-    int request, sample, sibling_prev, sibling;
+    int limit;         /* prompt + max_tokens */
+    uint32_t ticket;   /* changes when it is parked or ends: results with another one are late */
+    int64_t end;       /* the step in which its pages are expected to go */
+    int32_t *tokens;   /* [limit] prompt, then output */
+    int next_edge;     /* tokens with which it reaches the next bucket of chapter 11 */
+    int next_fill;     /* tokens, known and cached, with which its next page may enter the tree */
+    uint32_t row_turn; /* changes when its row of pages was replaced: a device has to reload it */
+    int page;          /* in decode: the page of position n_cached - 1 */
+
+    int n_prompt, request, sample;
+    int expect;        /* tokens it will have, prompt and output; end = base + expect - 1 */
+    int64_t base;      /* position x is computed in step base + x */
+    double luck;       /* share of its class that gets longer than it is expected to get; 0: not drawn */
     pred_of class;
-    uint32_t ticket;     /* changes when it is parked or ends: results with another one are late */
-    uint32_t started;    /* number of its last admission */
-    uint32_t row_turn;   /* changes when its row of pages was replaced: a device has to reload it */
-    int todo;            /* in prefill: tokens counted in sched.backlog */
-    int64_t mark;        /* in prefill: tokens put into the backlog up to its own */
+    int bucket;
+    uint32_t started;  /* number of its last admission */
+    int sibling_prev, sibling;      /* live sequences of its request; -1 ends */
+    int todo;          /* in prefill: tokens counted in sched.backlog */
+    int64_t mark;      /* in prefill: tokens put into the backlog up to its own */
     int prefill_prev, prefill_next; /* first come first served; ends at max_seqs */
 } sched_seq;
 
@@ -8506,6 +8525,7 @@ typedef struct sched {
     sched_seq *seqs;         /* [max_seqs + 1]; the last is both ends of the prefill list */
     int *free_slots;
     int n_slots_free, n_running, n_decode;
+    int64_t guess2;          /* sum of sched_guess2 over running sequences */
     int64_t backlog, backlog_in; /* tokens still to prefill; all ever put in */
     heap_node *ends;         /* [n_pages + max_seqs]: pages of the tree and sequences (n_pages + q), by end */
     int *holders;            /* [n_pages] heap of what hangs on a page: child pages, sequences whose last tree page it is */
@@ -8517,7 +8537,7 @@ typedef struct sched {
     int n_waiting;           /* samples never started */
     int64_t arrival_step;
     int n_arrived;           /* in this step */
-    uint32_t n_started;
+    uint32_t n_started, spread;
     uint64_t own_class;      /* last key given to a request without one */
     struct sched_spare *spare[32]; /* [c]: free buffers of 2^c tokens */
     int n_buffers[32], demand[32];
@@ -8562,7 +8582,10 @@ static void sched_init(sched *s, const sched_config *c) {
     pred_init(&s->pred, c->n_classes, c->max_seqs);
     for (s->cal.n = 4; s->cal.n < 2 * c->max_len + 2; s->cal.n *= 2) {} /* as long a prefill delay as a sequence */
     s->cal.most = mem_zalloc((size_t)s->cal.n * 2 * sizeof(int)), s->cal.add = mem_zalloc((size_t)s->cal.n * sizeof(int));
-    s->seqs = mem_zalloc((ns + 1) * sizeof *s->seqs), s->line = mem_zalloc(ns * sizeof *s->line);
+    static_assert(offsetof(sched_seq, n_prompt) == 64, "one cache line");
+    s->seqs = mem_check(aligned_alloc(64, (ns + 1) * sizeof *s->seqs));
+    memset(s->seqs, 0, (ns + 1) * sizeof *s->seqs);
+    s->line = mem_zalloc(ns * sizeof *s->line);
     s->free_slots = mem_alloc(ns * sizeof(int));
     s->ends = mem_zalloc((np + ns) * sizeof *s->ends), s->holders = mem_alloc(np * sizeof(int));
     for (int p = 0; p < c->n_pages; p++) s->holders[p] = -1;
@@ -8644,14 +8667,21 @@ static void sched_detach(sched *s, int q, int tail) {
     sched_lift(s, tail, true);
 }
 
+/* Output pages expected of a sequence, squared; 0 if its length is fixed. */
+static int64_t sched_guess2(const sched *s, const sched_seq *x) {
+    int64_t n = s->requests[x->request].exact ? 0 : kv_pages_for(&s->kv, x->expect - x->n_prompt);
+    return n * n;
+}
+
 /* Its line and expected length are now these. The end lies after this step, and within the calendar. */
 static void sched_move(sched *s, int q, int64_t base, int expect) {
     sched_seq *x = &s->seqs[q];
     int tail = sched_tail(s, q);
     sched_own_now(s, q, -1);
+    s->guess2 -= sched_guess2(s, x);
     x->base = base, x->expect = expect;
     x->end = base + expect - 1;
-    s->epoch++;
+    s->guess2 += sched_guess2(s, x), s->epoch++;
     sched_own_now(s, q, 1);
     if (tail >= 0) {
         heap_rekey(s->ends, &s->holders[tail], s->c.n_pages + q, x->end);
@@ -8659,12 +8689,21 @@ static void sched_move(sched *s, int q, int64_t base, int expect) {
     }
 }
 
-/* Tokens, prompt and output, that q will have when it has n now. */
-static int sched_expect(sched *s, const sched_seq *x, int n) {
+/* Tokens, prompt and output, that the sequence is expected to have in the end, being at n now. Its length is that of
+ * its luck; if it outlived that, or has none yet, it draws again from the lengths above n. The draws of all sequences
+ * together are evenly spread (multiples of the golden section), so that also few of them stand for the whole
+ * distribution. */
+static int sched_expect(sched *s, sched_seq *x, int n) {
     const sched_request *r = &s->requests[x->request];
     int have = MAX(n - x->n_prompt, r->min_tokens - 1), most = x->limit - x->n_prompt;
     if (r->exact || have >= most - 1) return MAX(x->limit, n + 1);
-    return x->n_prompt + pred_expect(&s->pred, x->class, have, most);
+    int length = x->luck > 0 ? pred_length(&s->pred, x->class, x->luck) : 0;
+    if (length <= have) {
+        s->spread += 0x9E3779B9u;
+        x->luck = pred_survival(&s->pred, x->class, have) * ((double)s->spread + 0.5) / 4294967296.0;
+        length = MAX(pred_length(&s->pred, x->class, x->luck), have + 1);
+    }
+    return x->n_prompt + MIN(length, most);
 }
 
 /* ---- Submit ---- */
@@ -8701,7 +8740,7 @@ static int sched_submit(sched *s, const sched_job *j, toka_err *e) {
     sched_request *r = &s->requests[id];
     *r = (sched_request){.prompt = mem_alloc((size_t)j->n_prompt * sizeof(int32_t)), .n_prompt = j->n_prompt, .n = j->n,
                          .max_tokens = j->max_tokens, .min_tokens = MIN(j->min_tokens, j->max_tokens), .exact = j->exact,
-                         .first = -1, .class_key = j->class_key};
+                         .alone = j->alone, .first = -1, .class_key = j->class_key};
     memcpy(r->prompt, j->prompt, (size_t)j->n_prompt * sizeof(int32_t));
     if (!r->class_key && j->n > 1) r->class_key = ++s->own_class | (uint64_t)1 << 63;
     r->key = (s->now - (int64_t)priority * SCHED_PRIORITY) * (1 << 24) + MIN(s->n_arrived, (1 << 24) - 1);
@@ -8733,6 +8772,7 @@ static void sched_stop(sched *s, int q) {
     kv_close(&s->kv, q);
     x->n_cached = x->n_rows = 0, x->n_planned = x->n_known;
     x->ticket++, s->n_running--, s->epoch++;
+    s->guess2 -= sched_guess2(s, x);
 }
 
 static void sched_drop_request(sched *s, int id) {
@@ -8787,6 +8827,11 @@ static int64_t sched_prefill_steps(const sched *s, int64_t tokens) {
     return MAX(1, MIN((tokens + rate - 1) / rate, (int64_t)s->c.max_len));
 }
 
+/* Pages kept back because lengths are guesses. The error of a guess is about the guess itself, and that of the sum of
+ * many the root of their squares; half of it makes preemption rare. A sixteenth of the pool at most: preemption is
+ * cheap enough. */
+static int sched_slack(const sched *s) { return (int)MIN(sqrt((double)s->guess2) / 2, (double)(s->c.n_pages / 16)); }
+
 /* Would the pool hold q's whole future beside the others'? m pages of its row were found in the tree. The calendar is
  * left as it was unless it fits; then it already has q. */
 static bool sched_fits(sched *s, int q, int n, int m) {
@@ -8799,22 +8844,23 @@ static bool sched_fits(sched *s, int q, int n, int m) {
         sched_own(s, q, n_pages - held, n_pages, sign);
         for (int i = held; i-- && s->ends[row[i]].key < end;) cal_add(&s->cal, s->ends[row[i]].key, end, sign);
         if (sign < 0) return false;
-        if (cal_peak(&s->cal) <= s->c.n_pages) return true;
+        if (cal_peak(&s->cal) <= s->c.n_pages - sched_slack(s)) return true;
     }
 }
 
 static void sched_start(sched *s, int q, int n, int m) {
     sched_seq *x = &s->seqs[q];
-    kv_open(&s->kv, q, x->tokens, n, m);
+    kv_open(&s->kv, q, x->tokens, n, m, s->requests[x->request].alone);
     sched_attach(s, q, false);
     x->state = SCHED_PREFILL;
     x->started = ++s->n_started, x->row_turn++;
-    x->n_cached = 0, x->n_planned = n;
+    x->n_cached = 0, x->n_planned = n, x->next_fill = (s->kv.seqs[q].n_tree + 1) * s->c.B;
     x->todo = n - m * s->c.B, s->backlog += x->todo, s->backlog_in += x->todo, x->mark = s->backlog_in;
     x->prefill_next = s->c.max_seqs, x->prefill_prev = s->seqs[s->c.max_seqs].prefill_prev;
     s->seqs[x->prefill_prev].prefill_next = q, s->seqs[s->c.max_seqs].prefill_prev = q;
     heap_put(s->line, &s->newest, q, s->requests[x->request].key, x->started);
     s->n_running++, s->epoch++;
+    s->guess2 += sched_guess2(s, x);
     s->n_prompt_tokens += n, s->n_prompt_hits += m * s->c.B;
 }
 
@@ -8828,7 +8874,7 @@ static void sched_aim(sched *s, int q, int n, int m) {
 
 static bool sched_admit_parked(sched *s, int q) {
     sched_seq *x = &s->seqs[q];
-    int n = x->n_known, m = kv_match(&s->kv, q, x->tokens, n);
+    int n = x->n_known, m = s->requests[x->request].alone ? 0 : kv_match(&s->kv, q, x->tokens, n);
     sched_aim(s, q, n, m);
     if (!sched_fits(s, q, n, m)) return false;
     heap_remove(s->line, &s->parked, q);
@@ -8839,10 +8885,11 @@ static bool sched_admit_parked(sched *s, int q) {
 static bool sched_admit_fresh(sched *s, int id) {
     if (!s->n_slots_free) return false;
     sched_request *r = &s->requests[id];
-    int q = s->free_slots[s->n_slots_free - 1], n = r->n_prompt, m = kv_match(&s->kv, q, r->prompt, n);
+    int q = s->free_slots[s->n_slots_free - 1], n = r->n_prompt;
+    int m = r->alone ? 0 : kv_match(&s->kv, q, r->prompt, n);
     sched_seq *x = &s->seqs[q];
     *x = (sched_seq){.request = id, .sample = r->n_started, .n_prompt = n, .n_known = n, .limit = n + r->max_tokens,
-                     .ticket = x->ticket, .row_turn = x->row_turn, .class = {-1, 0}, .next_edge = s->pred.edge[1],
+                     .ticket = x->ticket, .row_turn = x->row_turn, .class = {-1, 0}, .next_edge = n + s->pred.edge[1],
                      .sibling = r->first, .sibling_prev = -1};
     if (!r->exact) x->class = pred_find(&s->pred, r->class_key);
     sched_aim(s, q, n, m);
@@ -8883,9 +8930,8 @@ static void sched_preempt(sched *s) { /* parks the newest */
 
 /* ---- One step ---- */
 
-static bool sched_needs_page(const sched *s, int q) {
-    const sched_seq *x = &s->seqs[q];
-    return x->state == SCHED_DECODE && x->n_planned < x->limit && x->n_cached == s->kv.seqs[q].n_pages * s->c.B;
+static bool sched_needs_page(const sched *s, const sched_seq *x) {
+    return x->state == SCHED_DECODE && x->n_planned < x->limit && x->n_cached % s->c.B == 0;
 }
 
 /* Writes the future anew where time has shown it wrong: a sequence at its expected end, a prefill that should be over.
@@ -8907,7 +8953,7 @@ static int sched_review(sched *s) {
             sched_move(s, q, base, MAX(expect, least));
             s->n_repredicted++;
         }
-        need += sched_needs_page(s, q);
+        need += sched_needs_page(s, x);
     }
     return need;
 }
@@ -8928,8 +8974,8 @@ static int sched_feed_decode(sched *s) {
     for (int q = 0; q < s->c.max_seqs; q++) {
         sched_seq *x = &s->seqs[q];
         if (x->state != SCHED_DECODE || x->n_planned >= x->limit) continue;
-        if (x->n_cached == s->kv.seqs[q].n_pages * s->c.B) {
-            kv_grow(&s->kv, q);
+        if (sched_needs_page(s, x)) {
+            x->page = kv_grow(&s->kv, q);
             if (!s->requests[x->request].exact) sched_reconsider(s, q);
         }
         x->from = x->n_cached++, x->n_rows = 1, x->yields = true, x->is_chunk = false;
@@ -8946,7 +8992,7 @@ static int sched_feed_prefill(sched *s, int budget) {
         next = x->prefill_next;
         x->from = kv_skip(&s->kv, q, x->n_cached);
         x->n_rows = MIN(x->n_known - x->from, budget - n_fed);
-        x->is_chunk = true;
+        x->is_chunk = true, x->yields = false;
         x->n_cached = x->from + x->n_rows, n_fed += x->n_rows;
         kv_computed(&s->kv, q, x->from, x->n_cached);
         int left = MIN(x->todo, x->n_known - x->n_cached);
@@ -8954,6 +9000,7 @@ static int sched_feed_prefill(sched *s, int budget) {
         if (x->n_cached < x->n_known) continue;
         sched_prefill_leave(s, q);
         x->state = SCHED_DECODE, x->yields = true, x->n_planned++, s->n_decode++;
+        x->page = kv_row(&s->kv, q)[s->kv.seqs[q].n_pages - 1];
         int64_t base = s->now + 1 - x->n_known;
         if (base != x->base) sched_move(s, q, base, x->expect);
     }
@@ -8965,7 +9012,7 @@ static int sched_plan(sched *s) {
     cal_step(&s->cal), s->now++;
     int need = sched_review(s);
     while (need > kv_room(&s->kv)) {
-        need -= sched_needs_page(s, s->newest);
+        need -= sched_needs_page(s, &s->seqs[s->newest]);
         sched_preempt(s);
     }
     int n = sched_feed_decode(s);
@@ -8982,7 +9029,7 @@ static void sched_fill(sched *s, int q) {
     while (!k->stray && (k->n_tree + 1) * s->c.B <= MIN(x->n_known, x->n_cached)) {
         int tail = sched_tail(s, q), node = s->c.n_pages + q;
         enum kv_filled how = kv_fill(&s->kv, q, x->tokens);
-        if (how == KV_STRAY) return;
+        if (how == KV_STRAY) break;
         int page = sched_tail(s, q);
         if (how == KV_ENTERED) { /* the page takes the sequence's place, at the same end: the calendar stays */
             s->ends[page].key = x->end;
@@ -8992,9 +9039,10 @@ static void sched_fill(sched *s, int q) {
             cal_add(&s->cal, s->now, x->end, -1);
             if (tail >= 0) heap_remove(s->ends, &s->holders[tail], node); /* below its end there is the twin's now */
             sched_attach(s, q, true);
-            x->row_turn++;
+            x->row_turn++, x->page = kv_row(&s->kv, q)[k->n_pages - 1];
         }
     }
+    x->next_fill = k->stray ? INT_MAX : (k->n_tree + 1) * s->c.B;
 }
 
 enum sched_result { SCHED_LATE, SCHED_ON, SCHED_DONE };
@@ -9011,11 +9059,11 @@ static enum sched_result sched_commit(sched *s, int q, uint32_t ticket, int32_t 
         sched_end(s, q, !ended);
         return SCHED_DONE;
     }
-    if (x->n_known - x->n_prompt == x->next_edge) {
+    if (x->n_known == x->next_edge) {
         if (!s->requests[x->request].exact) pred_reach(&s->pred, x->class, x->bucket + 1);
-        x->next_edge = s->pred.edge[++x->bucket + 1];
+        x->next_edge = x->n_prompt + s->pred.edge[++x->bucket + 1];
     }
-    sched_fill(s, q);
+    if (x->n_known >= x->next_fill) sched_fill(s, q);
     return SCHED_ON;
 }
 
@@ -9031,6 +9079,7 @@ static const char *sched_check_seq(const sched *s, int q) {
     }
     KV_MUST(x->end > s->now && x->end == x->base + x->expect - 1);
     KV_MUST(k->n_pages * s->c.B >= x->n_cached);
+    KV_MUST(x->state != SCHED_DECODE || x->page == kv_row(&s->kv, q)[(x->n_cached - 1) / s->c.B]);
     if (x->state == SCHED_PREFILL) {
         KV_MUST(x->n_cached < x->n_known && x->base + x->n_known > s->now);
         KV_MUST(k->n_pages == kv_pages_for(&s->kv, x->n_known));
@@ -9046,6 +9095,7 @@ static const char *sched_check_seq(const sched *s, int q) {
 /* Between a plan and the next one. */
 UNUSED static const char *sched_check(const sched *s) {
     int n = s->cal.n, np = s->c.n_pages, n_state[4] = {0}, n_held = 0;
+    int64_t guess2 = 0;
     bool *open = mem_zalloc((size_t)s->c.max_seqs * sizeof *open);
     int *change = mem_zalloc(((size_t)n + 1) * sizeof *change); /* of the sum, step by step from now */
     int64_t *end = mem_zalloc((size_t)np * sizeof *end), backlog = 0;
@@ -9057,7 +9107,7 @@ UNUSED static const char *sched_check(const sched *s) {
         if (x->state == SCHED_FREE) continue;
         if (!bad) bad = sched_check_seq(s, q);
         if (bad || x->state == SCHED_PARKED) continue;
-        open[q] = true;
+        open[q] = true, guess2 += sched_guess2(s, x);
         for (int i = 0; i < k->n_tree; i++) end[kv_row(&s->kv, q)[i]] = MAX(end[kv_row(&s->kv, q)[i]], x->end);
         for (int i = k->n_tree; i < kv_pages_for(&s->kv, MIN(x->expect, x->limit) - 1); i++) {
             int64_t from = i < k->n_pages ? s->now : x->base + (int64_t)i * s->c.B;
@@ -9066,19 +9116,19 @@ UNUSED static const char *sched_check(const sched *s) {
     }
     for (int p = 0; p < np; p++) {
         n_held += s->kv.pages[p].ref > 0;
-        if (s->ends[p].key != end[p]) bad = "the end of a page is not the last end of its holders";
+        if (!bad && s->ends[p].key != end[p]) bad = "the end of a page is not the last end of its holders";
         if (end[p]) change[0]++, change[end[p] - s->now]--;
     }
     for (int t = 0, sum = 0, peak = 0; t < n; t++) {
         sum += change[t], peak = MAX(peak, sum);
-        if (cal_at(&s->cal, s->now + t) != sum) bad = "the calendar is not the sum of the sequences";
-        if (!t && sum != n_held) bad = "the calendar does not know what is held now";
-        if (t == n - 1 && cal_peak(&s->cal) != peak) bad = "the calendar's peak is wrong";
+        if (!bad && cal_at(&s->cal, s->now + t) != sum) bad = "the calendar is not the sum of the sequences";
+        if (!bad && !t && sum != n_held) bad = "the calendar does not know what is held now";
+        if (!bad && t == n - 1 && cal_peak(&s->cal) != peak) bad = "the calendar's peak is wrong";
     }
     if (!bad) bad = kv_check(&s->kv, open);
-    if (n_state[SCHED_FREE] != s->n_slots_free || n_state[SCHED_DECODE] != s->n_decode || backlog != s->backlog ||
-        n_state[SCHED_DECODE] + n_state[SCHED_PREFILL] != s->n_running)
-        bad = "counts do not agree";
+    bool counts = n_state[SCHED_FREE] == s->n_slots_free && n_state[SCHED_DECODE] == s->n_decode && backlog == s->backlog &&
+                  n_state[SCHED_DECODE] + n_state[SCHED_PREFILL] == s->n_running && guess2 == s->guess2;
+    if (!bad && !counts) bad = "counts do not agree";
     free(open), free(change), free(end);
     return bad;
 }
@@ -9196,7 +9246,8 @@ static void batch_free(batch *b) {
     batch_upload *u = &b->up;
     free(b->ids), free(b->pos), free(b->slot), free(b->spans), free(b->outs), free(b->seq), free(b->seq_node);
     free(b->nodes), free(b->stack), free(b->closed), free(b->sent_turn), free(b->sent_pages);
-    free(u->order), free(u->joins), free(u->join_pages), free(u->grown), free(u->chunks), free(u->chunk_ids), free(u->groups), free(u->group_pages);
+    free(u->order), free(u->joins), free(u->join_pages), free(u->grown), free(u->chunks), free(u->chunk_ids);
+    free(u->groups), free(u->group_pages);
 }
 
 /* ---- Rows ---- */
@@ -9206,9 +9257,10 @@ static void batch_rows(batch *b, const sched *s, int q) {
     const int *row = kv_row(&s->kv, q);
     int B = s->c.B, t = b->step.T;
     for (int p = x->from; p < x->from + x->n_rows; p++, t++) {
+        int page = x->is_chunk ? row[p / B] : x->page; /* 8,192 reads all over the rows of pages would cost 0.4 ms */
         b->ids[t] = p < x->n_known ? x->tokens[p] : -1;
         b->pos[t] = p;
-        b->slot[t] = row[p / B] * B + p % B;
+        b->slot[t] = page * B + p % B;
     }
     b->step.T = t;
     if (x->yields) b->outs[b->n_out++] = (batch_out){t - 1, q, x->ticket};
@@ -11349,11 +11401,12 @@ static void eng_slot_close(eng *g, int q) {
 static void eng_finish(eng *g, eng_request *r) {
     if (r->sched_id >= 0) g->by_sched[r->sched_id] = NULL, g->n_live--;
     g->stats.requests_done++;
+    bool awaited = r->done != NULL; /* the one who waits for it frees it, maybe at once */
     pthread_mutex_lock(&g->lock);
-    if (r->done) *r->done = true;
+    if (awaited) *r->done = true;
     pthread_cond_broadcast(&g->wake);
     pthread_mutex_unlock(&g->lock);
-    if (!r->done) eng_request_free(r); /* else the one who waits for it frees it */
+    if (!awaited) eng_request_free(r);
 }
 
 /* Ends every sample that has not ended: cancelled, or failed with the device. */
@@ -11589,7 +11642,7 @@ static int eng_generate(eng *g, const toka_request *r, const int32_t *prompt, si
 static int eng_score_alone(eng *g, const int32_t *tokens, int n, float *logprobs, toka_err *e) {
     kv_cache *k = &g->s.kv;
     int q = g->s.free_slots[g->s.n_slots_free - 1], code = 0;
-    kv_open(k, q, tokens, n, kv_match(k, q, tokens, n));
+    kv_open(k, q, tokens, n, 0, true);
     const int *row = kv_row(k, q);
     for (int at = 0, end; at < n - 1 && !code; at = end) {
         end = MIN(n - 1, at + g->s.c.max_tokens);

@@ -63,12 +63,13 @@ build_tests() {
 
 # ---- C unit tests, optimised and under the sanitizers ----
 
-unit() { # NAME FLAGS...
-    local name=$1
+unit() { # NAME FLAGS... [TESTS...]
+    local name=$1 flags=()
     shift
-    step "unit tests compile ($name)" $CC $WARN -Wno-alloc-size-larger-than -Wno-maybe-uninitialized "$@" -o $B/unit_$name test/unit.c -lm -lpthread || return
+    while [ $# -gt 0 ] && [ "${1#-}" != "$1" ]; do flags+=("$1") && shift; done
+    step "unit tests compile ($name)" $CC $WARN -Wno-alloc-size-larger-than -Wno-maybe-uninitialized "${flags[@]}" -o $B/unit_$name test/unit.c -lm -lpthread || return
     [ -x $B/unit_$name ] || return
-    $B/unit_$name | tee $B/unit.log
+    $B/unit_$name "$@" | tee $B/unit.log
     local status=${PIPESTATUS[0]} line
     line=$(grep '^unit: ' $B/unit.log | tail -1 | tr -dc '0-9 ')
     if [ -z "$line" ] || { [ "$status" != 0 ] && [ "$(echo $line | cut -d' ' -f2)" = 0 ]; }; then
@@ -130,6 +131,7 @@ fuzz_tests() {
 wants build && build_tests
 wants unit && unit fast -O2
 wants san && unit san $SAN
+wants san && unit tsan -g -O1 -fsanitize=thread engine: cpu_pool "tokenizer: threads"
 [ -x ./toka ] || ./build.sh
 wants py && python_tests
 wants fuzz && fuzz_tests

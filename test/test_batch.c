@@ -79,6 +79,8 @@ static void bt_device_step(bt *t) {
             if (is_chunk) CHECK(t->b.ids[row] == u->chunk_ids[id++]);
         }
         d->length[q] = from + n;
+        CHECK(d->n_pages[q] == s->kv.seqs[q].n_pages);
+        CHECK(!memcmp(d->pages + q * cap, kv_row(&s->kv, q), (size_t)d->n_pages[q] * sizeof(int)));
     }
     CHECK(row == t->b.step.T && chunk == u->n_chunks && id == u->n_chunk_ids);
     for (int i = 0; i < d->n_groups; i++) {

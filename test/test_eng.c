@@ -432,6 +432,94 @@ static void test_request_errors(void) {
     toka_close(t), free(much);
 }
 
+/* ---- Many requests at once, from many threads ---- */
+
+typedef struct eng_thread {
+    toka *t;
+    int no;
+    bool ok;
+} eng_thread;
+
+static char *eng_thread_prompt(int no) {
+    char *z = mem_alloc(128);
+    snprintf(z, 128, "Tom has %d apples. He buys %d more apples. How many apples does Tom have now?", 3 + no * 7, 2 + no);
+    return z;
+}
+
+static void *eng_thread_main(void *arg) {
+    eng_thread *me = arg;
+    char *problem = eng_thread_prompt(me->no);
+    toka_sampling s = eng_greedy(60);
+    for (int i = 0; i < 5; i++) {
+        eng_got *g = eng_ask_problem(me->t, str_c(problem), 1 + i, &s);
+        for (int k = 0; k <= i; k++) me->ok &= eng_answer(buf_view(&g->text[k])) == 5 + me->no * 8;
+        me->ok &= g->n_ended == 1 + i;
+        eng_got_free(g);
+    }
+    free(problem);
+    return NULL;
+}
+
+static void test_threads(void) {
+    enum { N = 6 };
+    toka *t = eng_must_open(eng_model, 5, 40, 2);
+    pthread_t thread[N];
+    eng_thread arg[N];
+    for (int i = 0; i < N; i++) {
+        arg[i] = (eng_thread){t, i, true};
+        CHECK(!pthread_create(&thread[i], NULL, eng_thread_main, &arg[i]));
+    }
+    for (int i = 0; i < N; i++) CHECK(!pthread_join(thread[i], NULL) && arg[i].ok);
+    toka_stats s = toka_get_stats(t);
+    CHECK(s.requests_done == 5 * N && !s.running && !s.waiting && !sched_check(&t->engine->s));
+    toka_close(t);
+}
+
+static void *eng_run_forever(void *arg) {
+    toka_err e;
+    CHECK(toka_run(arg, 1, &e) == 0);
+    return NULL;
+}
+
+static int eng_count(void *user, const toka_event *ev) {
+    int *count = user; /* [0] ended, [1] cancelled, [2] tokens */
+    count[0] += ev->finish != TOKA_RUNNING, count[1] += ev->finish == TOKA_CANCELLED, count[2] += ev->id >= 0;
+    return 0;
+}
+
+/* One thread drives, this one submits and cancels; every sample ends exactly once. */
+static void test_submit_cancel(void) {
+    enum { N = 24, SAMPLES = 7, TOKENS = 16 };
+    toka *t = eng_must_open(eng_model, 16, 64, 1);
+    pthread_t driver;
+    CHECK(!pthread_create(&driver, NULL, eng_run_forever, t));
+    int count[N][3] = {0};
+    int64_t id[N];
+    uint64_t seed = 99;
+    toka_err e;
+    for (int i = 0; i < N; i++) {
+        toka_request r = toka_request_default();
+        char *prompt = eng_thread_prompt(i % 6);
+        r.text = prompt, r.text_bytes = strlen(prompt), r.n = SAMPLES, r.sampling = eng_greedy(TOKENS), r.sampling.ignore_eos = 1;
+        r.priority = (int)(rnd(&seed) % 3) - 1;
+        CHECK(!toka_submit(t, &r, eng_count, count[i], &id[i], &e));
+        memset(prompt, 'x', strlen(prompt)); /* all of it was copied */
+        free(prompt);
+        if (i % 3 == 0) toka_cancel(t, id[rnd(&seed) % (uint64_t)(i + 1)]);
+        if (i % 5 == 0) usleep(2000);
+    }
+    toka_cancel(t, 123456789); /* nobody */
+    for (toka_stats s = {.waiting = 1}; s.requests_done < N; s = toka_get_stats(t)) usleep(1000);
+    toka_stop(t);
+    CHECK(!pthread_join(driver, NULL));
+    for (int i = 0; i < N; i++) {
+        CHECK_MSG(count[i][0] == SAMPLES, "request %d: %d ends", i, count[i][0]);
+        CHECK(count[i][1] == SAMPLES || count[i][2] == TOKENS * SAMPLES || count[i][1] > 0);
+    }
+    CHECK(kv_room(&t->engine->s.kv) == t->engine->s.c.n_pages && !sched_check(&t->engine->s));
+    toka_close(t);
+}
+
 static const struct test eng_tests[] = {
     {"fixtures: logits and greedy ids equal transformers", test_fixtures},
     {"real weights give the reference's text", test_real_weights},
@@ -442,4 +530,6 @@ static const struct test eng_tests[] = {
     {"request: greedy samples are equal", test_greedy_samples_equal},
     {"score equals generate", test_score},
     {"request: errors and cancel", test_request_errors},
+    {"engine: six threads at once", test_threads},
+    {"engine: one drives, one submits and cancels", test_submit_cancel},
     {0}};

@@ -11,7 +11,7 @@ static int kvt_open(kv_cache *k, bool *open, int q, const int32_t *tokens, int n
     int m = kv_match(k, q, tokens, n), need = kv_pages_for(k, n) - m;
     for (int i = 0; i < m; i++) need += !k->pages[kv_row(k, q)[i]].ref;
     if (need > kv_room(k)) return -1;
-    kv_open(k, q, tokens, n, m);
+    kv_open(k, q, tokens, n, m, false);
     open[q] = true;
     return m;
 }

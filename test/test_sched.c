@@ -14,7 +14,7 @@ typedef struct smt_result { /* a token under way */
 
 typedef struct smt {
     sched s;
-    void (*on_run)(void *, const uint64_t *mem, int32_t *device); /* test_batch.c looks at each step: rows are written ... */
+    void (*on_run)(void *, const uint64_t *mem, int32_t *device); /* for test_batch.c: rows are written ... */
     void *on_run_user;
     int vocab, end_one_in; /* tokens 0 .. vocab-1; a sequence ends by itself with chance 1 / end_one_in per token */
     int lag;               /* results come this many steps late */
@@ -144,6 +144,7 @@ static int smt_submit(smt *m, uint64_t *rng, int n_prompt, int n, int max_tokens
     toka_err e;
     for (int i = 0; i < n_prompt; i++) prompt[i] = rnd(rng) % 6 ? 1 : 2;
     sched_job job = {.prompt = prompt, .n_prompt = n_prompt, .n = n, .max_tokens = max_tokens, .priority = priority};
+    job.alone = rnd(rng) % 16 == 0;
     int id = sched_submit(&m->s, &job, &e);
     CHECK_MSG(id >= 0, "%s", e.msg);
     return id;
@@ -311,13 +312,58 @@ static void smt_repeats(void) { /* n samples of one prompt, twice, at page borde
         for (int again = 0; again < 2; again++) {
             uint64_t same = rng;
             int64_t hits = m.s.n_prompt_hits, done = m.n_done;
-            smt_submit(&m, &same, n_prompt, 32, 6, 0);
+            int id = smt_submit(&m, &same, n_prompt, 32, 6, 0);
+            m.s.requests[id].alone = false;
             for (int i = 0; i < 100 && m.n_done < done + 32; i++) smt_step(&m, true);
             CHECK(m.n_done == done + 32 && m.s.n_preempted == 0);
             CHECK(m.s.n_prompt_hits - hits == (n_prompt - 1) / 2 * 2 * (31 + again));
         }
         smt_close(&m);
     }
+}
+
+/* Parked in decode, taken back in a step whose rows do not reach its end: that step must not yield. */
+static void smt_parked_in_chunks(void) {
+    smt m;
+    uint64_t rng = 3;
+    smt_open(&m, (sched_config){2, 40, 2, 4, 60, 16}, 50, 1 << 30, 1);
+    int id = smt_submit(&m, &rng, 9, 1, 12, 0);
+    m.s.requests[id].alone = true; /* nothing is found again */
+    for (int i = 0; m.n_done == 0 && i < 200 && !check_failed; i++) {
+        CHECK(i != 6 || m.s.n_decode == 1);
+        if (i == 6) sched_preempt(&m.s);
+        smt_step(&m, true);
+    }
+    CHECK(m.n_done == 1 && m.n_tokens == 12 && m.s.n_preempted == 1);
+    smt_close(&m);
+}
+
+/* All slots parked, and at the head of the queue a fresh request with a head start: it has no slot to start in. */
+static void smt_parked_hold_all_slots(void) {
+    smt m;
+    uint64_t rng = 3;
+    smt_open(&m, (sched_config){2, 40, 2, 16, 60, 16}, 50, 1 << 30, 0);
+    smt_submit(&m, &rng, 5, 2, 12, 0);
+    for (int i = 0; i < 4; i++) smt_step(&m, true);
+    while (m.s.newest >= 0) sched_preempt(&m.s);
+    smt_submit(&m, &rng, 5, 1, 12, 5);
+    for (int i = 0; m.n_done < 3 && i < 100 && !check_failed; i++) smt_step(&m, true);
+    CHECK(m.n_done == 3 && m.n_tokens == 36);
+    smt_close(&m);
+}
+
+static void smt_cold_start(void) { /* the monkeys shape, nothing known yet: the batch is full after a few steps */
+    sched s;
+    toka_err e;
+    int32_t prompt[715];
+    sched_init(&s, &(sched_config){16, 1572864 / 16, 8192, 32768, 2048, 256});
+    for (int i = 0; i < 16; i++) {
+        for (int k = 0; k < 715; k++) prompt[k] = k < 600 ? k : k * 7 + i;
+        sched_submit(&s, &(sched_job){.prompt = prompt, .n_prompt = 715, .n = 1024, .max_tokens = 1024}, &e);
+    }
+    for (int i = 0; i < 3; i++) sched_plan(&s);
+    CHECK_MSG(s.n_running == 8192, "%d", s.n_running);
+    sched_free(&s);
 }
 
 static const struct test sched_tests[] = {{"sched: random, 5 pages, calendar = simulation", smt_random_tiny},
@@ -328,4 +374,7 @@ static const struct test sched_tests[] = {{"sched: random, 5 pages, calendar = s
                                           {"sched: cancel in any state", smt_cancel_states},
                                           {"sched: requests that cannot be", smt_refused},
                                           {"sched: repeats and page borders", smt_repeats},
+                                          {"sched: parked, back in chunks", smt_parked_in_chunks},
+                                          {"sched: parked hold all slots", smt_parked_hold_all_slots},
+                                          {"sched: cold start fills the batch", smt_cold_start},
                                           {0}};
