@@ -103,6 +103,7 @@
 #include <limits.h>
 #include <locale.h>
 #include <math.h>
+#include <poll.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -11247,13 +11248,13 @@ static int64_t eng_kv_tokens(const toka_shape *s, int max_seqs, int64_t ram_byte
     return MIN((int64_t)max_seqs * s->max_len, ram_bytes / 4 / per_token);
 }
 
-/* Sets shape->max_len and returns the number of pages, or fails when the length asked for does not fit. */
-static int eng_size(toka_shape *shape, int max_seqs, int asked_len, int *n_pages, toka_err *e) {
+/* Sets shape->max_len and the number of pages, or fails when the length asked for does not fit. asked_kv 0: as memory allows. */
+static int eng_size(toka_shape *shape, int max_seqs, int asked_len, int64_t asked_kv, int *n_pages, toka_err *e) {
     if (asked_len) shape->max_len = asked_len;
-    int64_t n_kv = eng_kv_tokens(shape, max_seqs, os_ram_bytes());
+    int64_t n_kv = asked_kv ? asked_kv : eng_kv_tokens(shape, max_seqs, os_ram_bytes());
     if (asked_len && n_kv < asked_len)
-        return fail(e, TOKA_E_MEMORY, "--max-model-len %d: memory holds %lld tokens of this model's KV cache", asked_len,
-                    (long long)n_kv);
+        return fail(e, asked_kv ? TOKA_E_USE : TOKA_E_MEMORY, "--max-model-len %d: %s %lld tokens of this model's KV cache", asked_len,
+                    asked_kv ? "--kv-tokens asks for" : "memory holds", (long long)n_kv);
     shape->max_len = (int)MIN(n_kv, (int64_t)shape->max_len);
     if (shape->max_len < 2) return fail(e, TOKA_E_MEMORY, "not enough memory for the KV cache of one sequence");
     *n_pages = (int)MIN((n_kv + ENG_PAGE - 1) / ENG_PAGE, (int64_t)INT_MAX / ENG_PAGE);
@@ -11276,7 +11277,7 @@ static int eng_open(eng **out, const toka_backend *be, const mf_model *files, to
     int max_seqs = o->max_num_seqs ? o->max_num_seqs : 256, n_pages = 0;
     int max_tokens = MAX(o->max_num_batched_tokens ? o->max_num_batched_tokens : 512, max_seqs);
     shape->B = ENG_PAGE;
-    int code = eng_size(shape, max_seqs, o->max_model_len, &n_pages, e);
+    int code = eng_size(shape, max_seqs, o->max_model_len, o->kv_tokens, &n_pages, e);
     if (code) return code;
     model_run m;
     toka_device_options d = {o->n_threads, max_tokens, max_tokens, n_pages};
@@ -11793,6 +11794,7 @@ static int api_check_options(const toka_options *o, toka_err *e) {
     if (o->max_model_len < 0) return fail(e, TOKA_E_USE, "max_model_len: %d, expected 0 or more", o->max_model_len);
     if (o->max_num_seqs < 0 || o->max_num_seqs > 65536)
         return fail(e, TOKA_E_USE, "max_num_seqs: %d, expected 0 to 65536", o->max_num_seqs);
+    if (o->kv_tokens < 0) return fail(e, TOKA_E_USE, "kv_tokens: %lld, expected 0 or more", (long long)o->kv_tokens);
     if (o->max_num_batched_tokens < 0 || o->max_num_batched_tokens > 65536)
         return fail(e, TOKA_E_USE, "max_num_batched_tokens: %d, expected 0 to 65536", o->max_num_batched_tokens);
     return 0;
@@ -12019,8 +12021,1279 @@ int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_e
 
 /* ===========================================================================
  * MARK: 22. Batch runner, bench and plan [os]
- * To come with the engine.
+ * A file of requests in, a file of results out, however long both are. Three threads, each with one job:
+ *
+ *     reader   run_read:  a line --run_identify, run_parse--> toka_submit       waits while the window is full
+ *     driver   toka_run, whose events run_on_event collects in the line         (the thread that called run_batch)
+ *     writer   run_write: a line whose last sample ended --run_put_result--> one write()        progress, Ctrl-C
+ *
+ * Input lines are OpenAI's batch lines {"custom_id","method","url","body"} or short ones: the body itself, with "custom_id" or
+ * "id" beside its fields. A line without either is called "line-N", N its number in the file. Every line gets one output line:
+ * a result, or an error record {"custom_id","response":null,"error":{"code","message"}}.
+ *
+ * What always holds:
+ *   - what is written is a function of the input line, the flags and the model: no clock ("created" is 0), no random ids (they
+ *     are the hash of the custom_id), and a line without a seed gets run_seed(--seed, custom_id), so that no two lines share
+ *     random numbers. Only the order of lines differs from run to run;
+ *   - an output line is written whole or is the last one of the file and torn. The next run cuts that, skips every custom_id
+ *     that is there, error records too, and appends the rest: nothing lost, nothing twice. The file is locked meanwhile;
+ *   - custom_ids are unique: the input is read once before anything runs, and a second one is refused with both line numbers
+ *     (from standard input, which cannot be read twice: when it comes);
+ *   - memory: the window of lines under way, and 24 bytes for each custom_id in a table at most 3/4 full, which knows ids by
+ *     a hash of 128 bits. A line that was cancelled or that the device failed is not written: the next run does it.
+ * run.lock guards the window, the queue of ended lines and run.e; a line's samples belong to the driver until it has ended, then
+ * to the writer. Order of locks: run.lock before the engine's.
  * =========================================================================== */
+
+enum { RUN_LINE_BYTES = 64 << 20, RUN_CHUNK_BYTES = 1 << 18, RUN_FLIGHT_BYTES = 256 << 20, RUN_FEW_LINES = 4 };
+static const json_limits run_limits = {128, RUN_LINE_BYTES};
+
+typedef struct run_options { /* what toka batch was asked to do */
+    const char *in, *out; /* paths; "-": standard input, standard output */
+    const char *report;   /* a file for the closing report as JSON, or NULL */
+    const char *now;      /* the chat template's clock, NULL: local time */
+    toka_request base;    /* what a line that does not say otherwise gets */
+    bool quiet;           /* no progress, no report */
+    atomic_int *interrupted;
+} run_options;
+
+typedef struct run_key { /* FNV-1a of 128 bits, the same on every machine */
+    uint64_t hi, lo;
+} run_key;
+
+typedef struct run_seen { /* a custom_id; state 0: an empty place */
+    run_key key;
+    uint64_t state; /* number of its input line * 2, + 1 if its result is written */
+} run_seen;
+
+typedef struct run_table { /* open addressing, cap a power of two */
+    run_seen *at;
+    size_t n, cap;
+} run_table;
+
+typedef struct run_input { /* lines of a file */
+    int fd;
+    const char *name;
+    atomic_int *interrupted;
+    char *chunk; /* [RUN_CHUNK_BYTES] */
+    size_t at, n;
+    int64_t number; /* of the line last read, from 1 */
+    buf text;
+    bool too_long; /* the line is cut at RUN_LINE_BYTES */
+} run_input;
+
+typedef struct run_token { /* a token or one of its alternatives */
+    int32_t id;
+    float logprob;
+} run_token;
+
+typedef struct run_sample {
+    buf text;
+    buf tokens; /* run_token [n_tokens][1 + n_top], if the line wants any of it */
+    int n_tokens;
+    toka_finish finish;
+} run_sample;
+
+typedef struct run_line { /* from its reading to its writing */
+    struct run_state *run;
+    int64_t id; /* the engine's */
+    char *custom_id, *model;
+    run_key key;
+    bool chat, want_ids, want_logprobs, in_flight;
+    int n, n_left, n_top; /* samples; not ended; alternatives a token */
+    int32_t *prompt;      /* [n_prompt], if want_ids */
+    int n_prompt;
+    size_t bytes; /* of the input line */
+    run_sample *samples;  /* [n] */
+    const char *error;    /* code of an error record; NULL: a result */
+    char *message;
+    struct run_line *next, *before, *after; /* in the queue of ended lines; in the list of those under way */
+} run_line;
+
+typedef struct run_state { /* a batch under way */
+    const run_options *o;
+    toka *t;
+    run_input in;
+    run_table seen;
+    int out;           /* file descriptor */
+    bool out_is_file;
+    int64_t out_bytes; /* whole lines in the file */
+    int64_t n_lines, n_before; /* lines of the input, -1: not known; of these, done by earlier runs */
+    buf warned;        /* names of unknown fields that were reported, each with a line feed behind it */
+    double t0, t_shown;
+    int64_t n_written, n_errors;
+
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    run_line *ended, **ended_end;
+    run_line *flight; /* lines the engine has */
+    int64_t n_flight_lines, n_flight_samples, n_flight_bytes; /* read and not yet written */
+    bool read_all, stopped; /* stopped: Ctrl-C or an error, nothing more is started */
+    toka_err e;       /* why, code 0: Ctrl-C */
+} run_state;
+
+/* ---- Ids ---- */
+
+static run_key run_hash(str s) {
+    unsigned __int128 h = (unsigned __int128)0x6C62272E07BB0142u << 64 | 0x62B821756295C58Du;
+    const unsigned __int128 prime = (unsigned __int128)1 << 88 | 0x13B;
+    for (size_t i = 0; i < s.n; i++) h = (h ^ (unsigned char)s.p[i]) * prime;
+    return (run_key){(uint64_t)(h >> 64), (uint64_t)h};
+}
+
+/* The seed of a line that has none: splitmix64's mixing of --seed and the custom_id's hash. */
+static uint64_t run_seed(uint64_t seed, run_key key) {
+    uint64_t z = key.lo ^ (key.hi + 0x9E3779B97F4A7C15u * (seed + 1));
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return z ^ z >> 31;
+}
+
+/* The place of a key, made if it is new (state 0 then; the caller sets it). Valid until the next call. */
+static run_seen *run_table_at(run_table *t, run_key key) {
+    if (t->n + 1 > t->cap / 4 * 3) {
+        run_table old = *t;
+        t->cap = MAX((size_t)1024, 2 * old.cap), t->n = 0;
+        t->at = mem_zalloc(t->cap * sizeof *t->at);
+        for (size_t i = 0; i < old.cap; i++)
+            if (old.at[i].state) *run_table_at(t, old.at[i].key) = old.at[i], t->n++;
+        free(old.at);
+    }
+    size_t i = (size_t)(key.lo ^ key.hi >> 7) & (t->cap - 1);
+    while (t->at[i].state && (t->at[i].key.hi != key.hi || t->at[i].key.lo != key.lo)) i = (i + 1) & (t->cap - 1);
+    t->at[i].key = key;
+    return &t->at[i];
+}
+static void run_table_set(run_table *t, run_seen *s, uint64_t state) { t->n += !s->state, s->state = state; }
+
+/* ---- Lines of a file ---- */
+
+static void run_input_init(run_input *r, int fd, const char *name, atomic_int *interrupted) {
+    *r = (run_input){.fd = fd, .name = name, .interrupted = interrupted, .chunk = mem_alloc(RUN_CHUNK_BYTES)};
+}
+static void run_input_free(run_input *r) { free(r->chunk), buf_free(&r->text); }
+
+/* More bytes into the chunk; 1, 0 at the end, or an error. A pipe is polled, so that Ctrl-C gets through. */
+static int run_fill(run_input *r, toka_err *e) {
+    for (;;) {
+        struct pollfd p = {.fd = r->fd, .events = POLLIN};
+        int ready = poll(&p, 1, 200);
+        if (*r->interrupted) return 0;
+        if (ready == 0 || (ready < 0 && errno == EINTR)) continue;
+        ssize_t n = read(r->fd, r->chunk, RUN_CHUNK_BYTES);
+        if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
+        if (n < 0) return fail(e, TOKA_E_IO, "%s: %s", r->name, strerror(errno));
+        r->at = 0, r->n = (size_t)n;
+        return n > 0;
+    }
+}
+
+/* The next line without its line feed, empty ones too; valid until the next call. 1, 0 at the end, or an error.
+ * whole, if not NULL: whether a line feed ended it. */
+static int run_next_line(run_input *r, str *line, bool *whole, toka_err *e) {
+    bool any = false, found = false;
+    buf_clear(&r->text);
+    r->too_long = false;
+    while (!found) {
+        int code = r->at < r->n ? 1 : run_fill(r, e);
+        if (code < 0) return code;
+        if (!code) break;
+        const char *p = r->chunk + r->at, *feed = memchr(p, '\n', r->n - r->at);
+        size_t n = feed ? (size_t)(feed - p) : r->n - r->at, room = RUN_LINE_BYTES - r->text.n;
+        r->too_long |= n > room;
+        buf_put(&r->text, p, MIN(n, room));
+        r->at += n + (feed != NULL);
+        any = true, found = feed != NULL;
+    }
+    r->number += any;
+    if (whole) *whole = found;
+    *line = buf_view(&r->text);
+    if (r->number == 1 && str_starts(*line, STR("\xEF\xBB\xBF"))) *line = str_sub(*line, 3, line->n);
+    return any;
+}
+
+static bool run_is_blank(str line) {
+    for (size_t i = 0; i < line.n; i++)
+        if (!strchr(" \t\r", line.p[i]) || !line.p[i]) return false;
+    return true;
+}
+
+/* ---- What a line says ---- */
+
+static bool run_is_long(const json *root) { return json_get(root, "body") || json_get(root, "url"); }
+
+/* The custom_id of a line, root NULL if it is not JSON. */
+static void run_identify(const json *root, int64_t number, buf *id) {
+    const json *v = json_get(root, "custom_id");
+    if (!v && !run_is_long(root)) v = json_get(root, "id");
+    buf_clear(id);
+    if (json_is(v, JSON_STRING)) buf_str(id, json_str(v));
+    else if (json_is(v, JSON_NUMBER) && v->exact) buf_printf(id, "%lld", (long long)v->i);
+    else buf_printf(id, "line-%lld", (long long)number);
+}
+
+enum run_use { RUN_USED, RUN_NO_EFFECT, RUN_REFUSED };
+enum { RUN_TEXT = 1, RUN_CHAT = 2, RUN_BOTH = 3 };
+
+typedef struct run_field {
+    const char *name;
+    int where;            /* RUN_TEXT, RUN_CHAT */
+    enum run_use use;     /* refused: null, false, {}, [] and the harmless values are not */
+    const char *harmless[2];
+} run_field;
+
+static const run_field run_fields[] = {
+    {"custom_id", RUN_BOTH, RUN_USED, {0}}, {"id", RUN_BOTH, RUN_USED, {0}}, {"model", RUN_BOTH, RUN_USED, {0}},
+    {"prompt", RUN_TEXT, RUN_USED, {0}}, {"messages", RUN_CHAT, RUN_USED, {0}}, {"tools", RUN_CHAT, RUN_USED, {0}},
+    {"documents", RUN_CHAT, RUN_USED, {0}}, {"chat_template_kwargs", RUN_CHAT, RUN_USED, {0}},
+    {"add_generation_prompt", RUN_CHAT, RUN_USED, {0}}, {"add_special_tokens", RUN_BOTH, RUN_USED, {0}},
+    {"max_tokens", RUN_BOTH, RUN_USED, {0}}, {"max_completion_tokens", RUN_BOTH, RUN_USED, {0}},
+    {"min_tokens", RUN_BOTH, RUN_USED, {0}}, {"n", RUN_BOTH, RUN_USED, {0}}, {"temperature", RUN_BOTH, RUN_USED, {0}},
+    {"top_p", RUN_BOTH, RUN_USED, {0}}, {"top_k", RUN_BOTH, RUN_USED, {0}}, {"min_p", RUN_BOTH, RUN_USED, {0}},
+    {"seed", RUN_BOTH, RUN_USED, {0}}, {"stop", RUN_BOTH, RUN_USED, {0}}, {"stop_token_ids", RUN_BOTH, RUN_USED, {0}},
+    {"include_stop_str_in_output", RUN_BOTH, RUN_USED, {0}}, {"presence_penalty", RUN_BOTH, RUN_USED, {0}},
+    {"frequency_penalty", RUN_BOTH, RUN_USED, {0}}, {"repetition_penalty", RUN_BOTH, RUN_USED, {0}},
+    {"logit_bias", RUN_BOTH, RUN_USED, {0}}, {"allowed_token_ids", RUN_BOTH, RUN_USED, {0}},
+    {"logprobs", RUN_BOTH, RUN_USED, {0}}, {"top_logprobs", RUN_CHAT, RUN_USED, {0}}, {"ignore_eos", RUN_BOTH, RUN_USED, {0}},
+    {"priority", RUN_BOTH, RUN_USED, {0}}, {"return_token_ids", RUN_BOTH, RUN_USED, {0}},
+    {"best_of", RUN_TEXT, RUN_USED, {0}},
+    {"user", RUN_BOTH, RUN_NO_EFFECT, {0}}, {"metadata", RUN_BOTH, RUN_NO_EFFECT, {0}}, {"store", RUN_BOTH, RUN_NO_EFFECT, {0}},
+    {"service_tier", RUN_BOTH, RUN_NO_EFFECT, {0}}, {"safety_identifier", RUN_BOTH, RUN_NO_EFFECT, {0}},
+    {"prompt_cache_key", RUN_BOTH, RUN_NO_EFFECT, {0}}, {"request_id", RUN_BOTH, RUN_NO_EFFECT, {0}},
+    {"stream_options", RUN_BOTH, RUN_NO_EFFECT, {0}},
+    {"stream", RUN_BOTH, RUN_REFUSED, {0}}, {"echo", RUN_BOTH, RUN_REFUSED, {0}}, {"suffix", RUN_TEXT, RUN_REFUSED, {"\"\""}},
+    {"response_format", RUN_BOTH, RUN_REFUSED, {"{\"type\":\"text\"}"}},
+    {"tool_choice", RUN_CHAT, RUN_REFUSED, {"\"none\"", "\"auto\""}}, {"parallel_tool_calls", RUN_CHAT, RUN_NO_EFFECT, {0}},
+    {"functions", RUN_CHAT, RUN_REFUSED, {0}}, {"function_call", RUN_CHAT, RUN_REFUSED, {"\"none\"", "\"auto\""}},
+    {"modalities", RUN_CHAT, RUN_REFUSED, {"[\"text\"]"}}, {"audio", RUN_CHAT, RUN_REFUSED, {0}},
+    {"prediction", RUN_CHAT, RUN_REFUSED, {0}}, {"web_search_options", RUN_CHAT, RUN_REFUSED, {0}},
+    {"reasoning_effort", RUN_CHAT, RUN_REFUSED, {0}}, {"verbosity", RUN_CHAT, RUN_REFUSED, {"\"medium\""}},
+    {"chat_template", RUN_CHAT, RUN_REFUSED, {0}}, {"continue_final_message", RUN_CHAT, RUN_REFUSED, {0}},
+    {"use_beam_search", RUN_BOTH, RUN_REFUSED, {0}}, {"length_penalty", RUN_BOTH, RUN_REFUSED, {"1", "1.0"}},
+    {"bad_words", RUN_BOTH, RUN_REFUSED, {0}}, {"prompt_logprobs", RUN_BOTH, RUN_REFUSED, {0}},
+    {"prompt_embeds", RUN_TEXT, RUN_REFUSED, {0}}, {"truncate_prompt_tokens", RUN_BOTH, RUN_REFUSED, {0}},
+    {"skip_special_tokens", RUN_BOTH, RUN_REFUSED, {"true"}},
+    {"spaces_between_special_tokens", RUN_BOTH, RUN_REFUSED, {"true"}}, {"logits_processors", RUN_BOTH, RUN_REFUSED, {0}},
+    {"guided_json", RUN_BOTH, RUN_REFUSED, {0}}, {"guided_regex", RUN_BOTH, RUN_REFUSED, {0}},
+    {"guided_choice", RUN_BOTH, RUN_REFUSED, {0}}, {"guided_grammar", RUN_BOTH, RUN_REFUSED, {0}},
+    {"structured_outputs", RUN_BOTH, RUN_REFUSED, {0}},
+};
+
+/* A value of the input as JSON text again. Depth is run_limits'. */
+static void run_put_json(buf *b, const json *v) {
+    switch (v->type) {
+    case JSON_NULL: json_put_null(b); break;
+    case JSON_FALSE: json_put_bool(b, false); break;
+    case JSON_TRUE: json_put_bool(b, true); break;
+    case JSON_STRING: json_put_str(b, json_str(v)); break;
+    case JSON_NUMBER:
+        if (v->exact) json_put_int(b, v->i);
+        else json_put_num(b, v->f, false);
+        break;
+    case JSON_ARRAY:
+        json_put_open(b, '[');
+        JSON_EACH(it, v) run_put_json(b, it);
+        json_put_close(b, ']');
+        break;
+    default:
+        json_put_open(b, '{');
+        JSON_MEMBERS(key, v) json_put_str(b, (str){key->s, key->n}), buf_char(b, ':'), run_put_json(b, key + 1);
+        json_put_close(b, '}');
+    }
+}
+
+static bool run_is_harmless(const run_field *f, const json *v) {
+    if (v->type == JSON_NULL || v->type == JSON_FALSE || (v->type >= JSON_ARRAY && !v->n)) return true;
+    buf b = {0};
+    bool same = false;
+    run_put_json(&b, v);
+    for (int i = 0; i < COUNT(f->harmless); i++) same |= f->harmless[i] && str_is(buf_view(&b), f->harmless[i]);
+    buf_free(&b);
+    return same;
+}
+
+/* Once for each name, the first RUN_WARNINGS names. */
+static void run_warn(run_state *r, str name) {
+    enum { MOST_BYTES = 4096 };
+    buf entry = {0};
+    buf_printf(&entry, "\n%.*s\n", STRF(name));
+    if (!r->warned.n) buf_char(&r->warned, '\n');
+    if (str_find(buf_view(&r->warned), buf_view(&entry), 0) < 0 && r->warned.n < MOST_BYTES) {
+        buf_put(&r->warned, entry.p + 1, entry.n - 1);
+        buf_clear(&entry);
+        json_put_str(&entry, str_sub(name, 0, MIN(name.n, (size_t)100)));
+        fprintf(stderr, "toka batch: line %lld: unknown field %s is ignored, on all other lines too\n", (long long)r->in.number,
+                entry.p);
+    }
+    buf_free(&entry);
+}
+
+/* A line while it is parsed. */
+typedef struct run_job {
+    run_state *r;
+    run_line *line;
+    arena a; /* what the request points to */
+    const json *body;
+    toka_request q;
+    ids prompt;
+} run_job;
+
+/* Fails the line with one of the codes of an error record. */
+#define RUN_FAIL(j, name, ...) ((j)->line->error = (name), fail(e, TOKA_E_USE, __VA_ARGS__))
+#define RUN_BAD(j, ...) RUN_FAIL(j, "invalid_request", __VA_ARGS__)
+
+static int run_check_fields(run_job *j, toka_err *e) {
+    int where = j->line->chat ? RUN_CHAT : RUN_TEXT;
+    JSON_MEMBERS(key, j->body) {
+        const run_field *f = NULL;
+        for (int i = 0; i < COUNT(run_fields) && !f; i++)
+            if ((run_fields[i].where & where) && str_is((str){key->s, key->n}, run_fields[i].name)) f = &run_fields[i];
+        if (!f) run_warn(j->r, (str){key->s, key->n});
+        else if (f->use == RUN_REFUSED && !run_is_harmless(f, key + 1))
+            return RUN_FAIL(j, "unsupported", "%s is not supported", f->name);
+    }
+    return 0;
+}
+
+static const json *run_get(const run_job *j, const char *name) { /* null is as good as absent */
+    const json *v = json_get(j->body, name);
+    return json_is(v, JSON_NULL) ? NULL : v;
+}
+
+static int run_real(run_job *j, const char *name, float *out, toka_err *e) {
+    const json *v = run_get(j, name);
+    if (!v) return 0;
+    double f = json_num(v, NAN);
+    if (!(fabs(f) <= FLT_MAX)) return RUN_BAD(j, "%s: expected a number", name);
+    *out = (float)f;
+    return 0;
+}
+
+static int run_whole(run_job *j, const char *name, int64_t lo, int64_t hi, int64_t *out, toka_err *e) {
+    const json *v = run_get(j, name);
+    if (!v) return 0;
+    double f = json_num(v, NAN);
+    bool whole = json_is(v, JSON_NUMBER) && (v->exact || (f == floor(f) && fabs(f) < 0x1p53));
+    int64_t i = !whole ? 0 : v->exact ? v->i : (int64_t)f;
+    if (!whole) return RUN_BAD(j, "%s: expected a whole number", name);
+    if (i < lo || i > hi)
+        return RUN_BAD(j, "%s: %lld, expected %lld to %lld", name, (long long)i, (long long)lo, (long long)hi);
+    *out = i;
+    return 0;
+}
+
+static int run_flag(run_job *j, const char *name, int *out, toka_err *e) {
+    const json *v = run_get(j, name);
+    if (v && v->type != JSON_TRUE && v->type != JSON_FALSE) return RUN_BAD(j, "%s: expected true or false", name);
+    if (v) *out = json_true(v);
+    return 0;
+}
+
+static int run_id_list(run_job *j, const json *v, const char *name, ids *out, toka_err *e) {
+    if (!json_is(v, JSON_ARRAY)) return RUN_BAD(j, "%s: expected a list of token ids", name);
+    ids_reserve(out, v->n);
+    JSON_EACH(it, v) {
+        int64_t id = json_int(it, -1);
+        if (id < 0 || id > INT32_MAX) return RUN_BAD(j, "%s: element %zu is no token id", name, out->n);
+        ids_push(out, (int32_t)id);
+    }
+    return 0;
+}
+
+/* The same into the job's arena; absent and [] give none. */
+static int run_ids(run_job *j, const char *name, const int32_t **out, int *n, toka_err *e) {
+    const json *v = run_get(j, name);
+    ids list = {0};
+    int code = v ? run_id_list(j, v, name, &list, e) : 0;
+    if (!code && v) {
+        int32_t *copy = arena_alloc(&j->a, list.n * sizeof *copy);
+        if (list.n) memcpy(copy, list.p, list.n * sizeof *copy);
+        *out = copy, *n = (int)list.n;
+    }
+    ids_free(&list);
+    return code;
+}
+
+static int run_stops(run_job *j, toka_err *e) {
+    const json *v = run_get(j, "stop");
+    if (!v) return 0;
+    bool one = v->type == JSON_STRING;
+    if (!one && v->type != JSON_ARRAY) return RUN_BAD(j, "stop: expected a text or a list of texts");
+    int n = 0;
+    const char **stop = arena_alloc(&j->a, (one ? 1 : (size_t)v->n) * sizeof *stop);
+    for (const json *it = one ? v : v + 1, *end = json_next(v); it < end; it = json_next(it)) {
+        if (it->type != JSON_STRING || memchr(it->s, 0, it->n)) return RUN_BAD(j, "stop: expected a text or a list of texts");
+        stop[n++] = arena_cstr(&j->a, json_str(it));
+    }
+    j->q.sampling.stop = stop, j->q.sampling.n_stop = n;
+    return 0;
+}
+
+static int run_bias(run_job *j, toka_err *e) { /* {"id": bias} */
+    const json *v = run_get(j, "logit_bias");
+    if (!v) return 0;
+    if (v->type != JSON_OBJECT) return RUN_BAD(j, "logit_bias: expected an object of token ids and numbers");
+    int n = 0;
+    int32_t *id = arena_alloc(&j->a, (size_t)v->n * sizeof *id);
+    float *bias = arena_alloc(&j->a, (size_t)v->n * sizeof *bias);
+    JSON_MEMBERS(key, v) {
+        const char *digits = arena_cstr(&j->a, (str){key->s, key->n});
+        char *end;
+        long i = strtol(digits, &end, 10);
+        double f = json_num(key + 1, NAN);
+        if (!isdigit((unsigned char)*digits) || end != digits + key->n || i > INT32_MAX || !(fabs(f) <= FLT_MAX))
+            return RUN_BAD(j, "logit_bias: expected an object of token ids and numbers");
+        id[n] = (int32_t)i, bias[n++] = (float)f;
+    }
+    j->q.sampling.bias_ids = id, j->q.sampling.bias_values = bias, j->q.sampling.n_bias = n;
+    return 0;
+}
+
+/* Completions: a number of alternatives. Chats: true, with the number in top_logprobs. */
+static int run_logprobs(run_job *j, toka_err *e) {
+    int64_t k = -1;
+    int on = 0, code;
+    if (!j->line->chat) {
+        if ((code = run_whole(j, "logprobs", 0, TOKA_MAX_LOGPROBS, &k, e))) return code;
+    } else {
+        if ((code = run_flag(j, "logprobs", &on, e)) || (code = run_whole(j, "top_logprobs", 0, TOKA_MAX_LOGPROBS, &k, e))) return code;
+        if (k > 0 && !on) return RUN_BAD(j, "top_logprobs needs logprobs: true");
+        k = on ? MAX(k, 0) : -1;
+    }
+    j->line->want_logprobs = k >= 0;
+    j->q.sampling.logprobs = j->line->n_top = (int)MAX(k, 0);
+    return 0;
+}
+
+static int run_sampling(run_job *j, toka_err *e) {
+    static const struct {
+        const char *name;
+        size_t at;
+    } reals[] = {{"temperature", offsetof(toka_sampling, temperature)},
+                 {"top_p", offsetof(toka_sampling, top_p)},
+                 {"min_p", offsetof(toka_sampling, min_p)},
+                 {"repetition_penalty", offsetof(toka_sampling, repetition_penalty)},
+                 {"presence_penalty", offsetof(toka_sampling, presence_penalty)},
+                 {"frequency_penalty", offsetof(toka_sampling, frequency_penalty)}},
+      flags[] = {{"ignore_eos", offsetof(toka_sampling, ignore_eos)},
+                 {"include_stop_str_in_output", offsetof(toka_sampling, include_stop)}};
+    toka_sampling *s = &j->q.sampling;
+    int64_t most = s->max_tokens, least = s->min_tokens, top_k = s->top_k, n = j->q.n, seed = (int64_t)s->seed, priority = 0;
+    int code = 0, ids_wanted = 0;
+    for (int i = 0; i < COUNT(reals) && !code; i++) code = run_real(j, reals[i].name, (float *)(void *)((char *)s + reals[i].at), e);
+    for (int i = 0; i < COUNT(flags) && !code; i++) code = run_flag(j, flags[i].name, (int *)(void *)((char *)s + flags[i].at), e);
+    if (!code) code = run_whole(j, "max_tokens", 1, INT_MAX, &most, e);
+    if (!code) code = run_whole(j, "max_completion_tokens", 1, INT_MAX, &most, e);
+    if (!code) code = run_whole(j, "min_tokens", 0, INT_MAX, &least, e);
+    if (!code) code = run_whole(j, "top_k", -1, INT_MAX, &top_k, e);
+    if (!code) code = run_whole(j, "n", 1, ENG_MAX_N, &n, e);
+    if (!code) code = run_whole(j, "seed", INT64_MIN, INT64_MAX, &seed, e);
+    if (!code) code = run_whole(j, "priority", -INT_MAX, INT_MAX, &priority, e);
+    if (!code) code = run_flag(j, "return_token_ids", &ids_wanted, e);
+    if (!code) code = run_ids(j, "stop_token_ids", &s->stop_ids, &s->n_stop_ids, e);
+    if (!code) code = run_ids(j, "allowed_token_ids", &s->allowed_ids, &s->n_allowed, e);
+    if (!code) code = run_stops(j, e);
+    if (!code) code = run_bias(j, e);
+    if (!code) code = run_logprobs(j, e);
+    int64_t best_of = n;
+    if (!code) code = run_whole(j, "best_of", 0, INT_MAX, &best_of, e);
+    if (!code && best_of != n) return RUN_FAIL(j, "unsupported", "best_of other than n is not supported");
+    s->max_tokens = (int)most, s->min_tokens = (int)least, s->top_k = (int)top_k, s->seed = (uint64_t)seed;
+    j->q.n = (int)n, j->q.priority = -(int)priority; /* in a body the lower is earlier, as in vLLM */
+    j->line->want_ids = ids_wanted;
+    return code;
+}
+
+/* A message with a content of text parts as one text, other members as they are. */
+static int run_put_message(run_job *j, const json *m, buf *b, toka_err *e) {
+    if (m->type != JSON_OBJECT || !json_is(json_get(m, "role"), JSON_STRING))
+        return RUN_BAD(j, "messages: expected objects with a role and a content");
+    json_put_open(b, '{');
+    JSON_MEMBERS(key, m) {
+        str name = {key->s, key->n};
+        json_put_str(b, name), buf_char(b, ':');
+        if (!str_is(name, "content") || key[1].type != JSON_ARRAY) {
+            run_put_json(b, key + 1);
+            continue;
+        }
+        buf text = {0};
+        JSON_EACH(part, key + 1) {
+            const json *t = json_get(part, "text");
+            if (!str_is(json_str(json_get(part, "type")), "text") || !json_is(t, JSON_STRING)) {
+                buf_free(&text);
+                return RUN_FAIL(j, "unsupported", "messages: content other than text is not supported");
+            }
+            if (text.n) buf_char(&text, '\n');
+            buf_str(&text, json_str(t));
+        }
+        json_put_str(b, buf_view(&text));
+        buf_free(&text);
+    }
+    json_put_close(b, '}');
+    return 0;
+}
+
+/* What the chat template gets, as a JSON object. */
+static int run_context(run_job *j, buf *b, toka_err *e) {
+    static const char *const passed[] = {"tools", "documents"};
+    const json *messages = run_get(j, "messages"), *more = run_get(j, "chat_template_kwargs");
+    int generate = 1, code = run_flag(j, "add_generation_prompt", &generate, e);
+    if (code) return code;
+    if (!json_is(messages, JSON_ARRAY) || !messages->n) return RUN_BAD(j, "messages: expected a list of messages");
+    if (more && more->type != JSON_OBJECT) return RUN_BAD(j, "chat_template_kwargs: expected an object");
+    json_put_open(b, '{');
+    json_put_key(b, "messages"), json_put_open(b, '[');
+    JSON_EACH(m, messages) if ((code = run_put_message(j, m, b, e))) return code;
+    json_put_close(b, ']');
+    json_put_key(b, "add_generation_prompt"), json_put_bool(b, generate);
+    for (int i = 0; i < COUNT(passed); i++) {
+        const json *v = run_get(j, passed[i]);
+        if (v && v->type != JSON_ARRAY) return RUN_BAD(j, "%s: expected a list", passed[i]);
+        if (v) json_put_key(b, passed[i]), run_put_json(b, v);
+    }
+    if (more) JSON_MEMBERS(key, more) json_put_str(b, (str){key->s, key->n}), buf_char(b, ':'), run_put_json(b, key + 1);
+    json_put_close(b, '}');
+    return 0;
+}
+
+static int run_prompt(run_job *j, toka_err *e) {
+    const json *v = run_get(j, "prompt");
+    buf context = {0}, text = {0};
+    int special = !j->line->chat, code = run_flag(j, "add_special_tokens", &special, e);
+    str prompt = json_str(v);
+    if (!code && j->line->chat) {
+        code = run_context(j, &context, e);
+        if (!code) code = api_need_template(j->r->t, e);
+        if (!code) code = api_render(j->r->t->chat, j->r->t->files, buf_view(&context), j->r->o->now, &text, e);
+        prompt = buf_view(&text);
+    } else if (!code && v && v->type != JSON_STRING) {
+        bool texts = json_is(json_at(v, 0), JSON_STRING) || json_is(json_at(v, 0), JSON_ARRAY);
+        if (texts) code = RUN_FAIL(j, "unsupported", "prompt: a list of prompts is not supported; give each a line");
+        else code = run_id_list(j, v, "prompt", &j->prompt, e);
+    } else if (!code && !v) {
+        code = RUN_BAD(j, "prompt: missing");
+    }
+    if (!code && (j->line->chat || v->type == JSON_STRING)) {
+        code = api_need_tokenizer(j->r->t, e);
+        if (!code) code = tok_encode(j->r->t->tok, prompt, TOKA_PARSE_SPECIAL | (special ? TOKA_ADD_SPECIAL : 0), &j->prompt, e);
+    }
+    buf_free(&context), buf_free(&text);
+    return code;
+}
+
+/* Which of the two forms, and the body. */
+static int run_form(run_job *j, const json *root, toka_err *e) {
+    const json *id = json_get(root, "custom_id"), *method = json_get(root, "method"), *url = json_get(root, "url");
+    if (root->type != JSON_OBJECT) return RUN_BAD(j, "expected a JSON object");
+    if (id && id->type != JSON_STRING) return RUN_BAD(j, "custom_id: expected a text");
+    j->body = root;
+    j->line->chat = json_get(root, "messages") != NULL;
+    if (!run_is_long(root)) return 0;
+    j->body = json_get(root, "body");
+    j->line->chat = str_is(json_str(url), "/v1/chat/completions");
+    if (method && !str_is(json_str(method), "POST")) return RUN_BAD(j, "method: expected POST");
+    if (!j->line->chat && !str_is(json_str(url), "/v1/completions"))
+        return RUN_FAIL(j, "unsupported", "url: '%.*s', expected /v1/completions or /v1/chat/completions", STRF(json_str(url)));
+    if (!json_is(j->body, JSON_OBJECT)) return RUN_BAD(j, "body: expected a JSON object");
+    JSON_MEMBERS(key, root) {
+        str name = {key->s, key->n};
+        if (!str_is(name, "custom_id") && !str_is(name, "method") && !str_is(name, "url") && !str_is(name, "body")) run_warn(j->r, name);
+    }
+    return 0;
+}
+
+/* Reads one line into a request. Fails with line->error set. root NULL: it was no JSON, *e says why. */
+static int run_parse(run_job *j, const json *root, toka_err *e) {
+    run_line *line = j->line;
+    if (!root) {
+        line->error = "invalid_json";
+        return e->code;
+    }
+    int code = run_form(j, root, e);
+    if (code) return code;
+    const json *model = json_get(j->body, "model");
+    if (json_is(model, JSON_STRING) && !memchr(model->s, 0, model->n)) free(line->model), line->model = strndup(model->s, model->n);
+    j->q = j->r->o->base;
+    j->q.sampling.seed = run_seed(j->q.sampling.seed, line->key);
+    if (run_is_long(root) && !line->chat && !j->q.sampling.max_tokens) j->q.sampling.max_tokens = 16; /* as the API says */
+    if (!(code = run_check_fields(j, e)) && !(code = run_sampling(j, e))) code = run_prompt(j, e);
+    if (code && !line->error) line->error = "invalid_request";
+    ids_reserve(&j->prompt, 1); /* never NULL: NULL would mean the text */
+    j->q.ids = j->prompt.p, j->q.n_ids = j->prompt.n;
+    j->q.length_class = j->q.n < 16 ? 2 * (uint64_t)(uint32_t)j->q.sampling.max_tokens + line->chat + 1 : 0;
+    return code;
+}
+
+/* ---- Reader ---- */
+
+static run_line *run_line_new(run_state *r, str id, run_key key, size_t bytes) {
+    run_line *line = mem_zalloc(sizeof *line);
+    line->run = r, line->key = key, line->bytes = bytes;
+    line->custom_id = mem_check(strndup(id.p, id.n));
+    line->model = mem_check(strdup(r->t->files->name));
+    return line;
+}
+
+static void run_line_free(run_line *line) {
+    for (int i = 0; i < line->n && line->samples; i++) buf_free(&line->samples[i].text), buf_free(&line->samples[i].tokens);
+    free(line->samples), free(line->prompt), free(line->custom_id), free(line->model), free(line->message);
+    free(line);
+}
+
+/* To the writer. With run.lock held. */
+static void run_ended(run_state *r, run_line *line) {
+    if (line->in_flight) {
+        if (line->before) line->before->after = line->after;
+        else r->flight = line->after;
+        if (line->after) line->after->before = line->before;
+        line->in_flight = false;
+    }
+    line->next = NULL;
+    *r->ended_end = line, r->ended_end = &line->next;
+    pthread_cond_broadcast(&r->wake);
+}
+
+/* The driver's: one token of one sample. */
+static int run_on_event(void *user, const toka_event *ev) {
+    run_line *line = user;
+    run_sample *s = &line->samples[ev->sample];
+    buf_put(&s->text, ev->text, ev->text_bytes);
+    if (ev->id >= 0) s->n_tokens++;
+    if (ev->id >= 0 && (line->want_ids || line->want_logprobs)) {
+        buf_put(&s->tokens, &(run_token){ev->id, ev->logprob}, sizeof(run_token));
+        for (int i = 0; i < line->n_top; i++) {
+            run_token top = i < ev->n_top ? (run_token){ev->top_ids[i], ev->top_logprobs[i]} : (run_token){-1, 0};
+            buf_put(&s->tokens, &top, sizeof top);
+        }
+    }
+    s->finish = ev->finish;
+    if (ev->finish == TOKA_RUNNING || --line->n_left) return 0;
+    pthread_mutex_lock(&line->run->lock);
+    run_ended(line->run, line);
+    pthread_mutex_unlock(&line->run->lock);
+    return 0;
+}
+
+static void run_stop(run_state *r, const toka_err *e) { /* with run.lock held; e NULL: Ctrl-C */
+    if (r->stopped) return;
+    r->stopped = true;
+    if (e) r->e = *e;
+    for (run_line *line = r->flight; line; line = line->after) toka_cancel(r->t, line->id);
+    pthread_cond_broadcast(&r->wake);
+}
+
+/* Waits for room in the window: a few times the samples that run at once, and a few lines if each has many. False: stop. */
+static bool run_wait_for_room(run_state *r) {
+    int64_t most = 4 * (int64_t)r->t->engine->s.c.max_seqs;
+    pthread_mutex_lock(&r->lock);
+    while (!r->stopped && ((r->n_flight_samples >= most && r->n_flight_lines >= RUN_FEW_LINES) ||
+                           (r->n_flight_bytes > RUN_FLIGHT_BYTES && r->n_flight_lines)))
+        pthread_cond_wait(&r->wake, &r->lock);
+    bool go_on = !r->stopped;
+    pthread_mutex_unlock(&r->lock);
+    return go_on;
+}
+
+/* A parsed line to the engine, or as an error record to the writer. Takes the line. */
+static int run_start(run_state *r, run_job *j, int code, toka_err *e) {
+    run_line *line = j->line;
+    if (!code) {
+        line->n = line->n_left = j->q.n, line->n_prompt = (int)j->prompt.n;
+        line->samples = mem_zalloc((size_t)line->n * sizeof *line->samples);
+        if (line->want_ids) line->prompt = memcpy(mem_alloc(j->prompt.n * sizeof(int32_t) + 1), j->prompt.p, j->prompt.n * sizeof(int32_t));
+    }
+    pthread_mutex_lock(&r->lock);
+    r->n_flight_lines++, r->n_flight_samples += MAX(line->n, 1), r->n_flight_bytes += (int64_t)line->bytes;
+    if (!code && !r->stopped && !(code = toka_submit(r->t, &j->q, run_on_event, line, &line->id, e))) {
+        line->in_flight = true;
+        line->after = r->flight;
+        if (r->flight) r->flight->before = line;
+        r->flight = line;
+    } else {
+        if (code && code != TOKA_E_DEVICE) {
+            if (!line->error) line->error = "invalid_request";
+            line->message = mem_check(strdup(e->msg));
+        }
+        run_ended(r, line);
+    }
+    bool broken = code == TOKA_E_DEVICE;
+    pthread_mutex_unlock(&r->lock);
+    return broken ? code : 0;
+}
+
+static int run_twice(const run_state *r, int64_t number, const run_seen *s, str id, toka_err *e) {
+    return fail(e, TOKA_E_USE, "%s: lines %lld and %lld have the same custom_id '%.*s'", r->in.name, (long long)(s->state >> 1),
+                (long long)number, STRF(id));
+}
+
+/* One line of the input: known ids are skipped, the rest goes on its way. */
+static int run_take_line(run_state *r, str text, toka_err *e) {
+    run_job j = {.r = r};
+    buf id = {0};
+    toka_err why = {0};
+    const json *root = NULL;
+    if (r->in.too_long) fail(&why, TOKA_E_INPUT, "longer than %d bytes", RUN_LINE_BYTES);
+    else root = json_parse(&j.a, text, run_limits, &why);
+    run_identify(root, r->in.number, &id);
+    run_key key = run_hash(buf_view(&id));
+    run_seen *s = run_table_at(&r->seen, key);
+    int code = 0;
+    bool done = s->state & 1;
+    if (r->n_lines < 0 && s->state >> 1) code = run_twice(r, r->in.number, s, buf_view(&id), e), done = true;
+    else if (r->n_lines < 0) run_table_set(&r->seen, s, (uint64_t)r->in.number << 1 | done), r->n_before += done;
+    if (!done) {
+        j.line = run_line_new(r, buf_view(&id), key, text.n);
+        int bad = run_parse(&j, root, &why);
+        code = run_start(r, &j, bad, &why);
+        if (code) *e = why;
+    }
+    arena_free(&j.a), ids_free(&j.prompt), buf_free(&id);
+    return code;
+}
+
+/* The reader's thread. */
+static void *run_read(void *user) {
+    run_state *r = user;
+    toka_err e;
+    str line;
+    int code = 0;
+    while (run_wait_for_room(r) && (code = run_next_line(&r->in, &line, NULL, &e)) > 0) {
+        if (!run_is_blank(line) && (code = run_take_line(r, line, &e))) break;
+    }
+    pthread_mutex_lock(&r->lock);
+    if (code < 0 && r->n_lines < 0 && code == TOKA_E_USE) r->e = r->e.code ? r->e : e; /* a second custom_id: finish what runs */
+    else if (code < 0) run_stop(r, &e);
+    r->read_all = true;
+    pthread_cond_broadcast(&r->wake);
+    pthread_mutex_unlock(&r->lock);
+    return NULL;
+}
+
+/* ---- Results as JSON ---- */
+
+static void run_put_key_id(buf *b, const char *name, const char *head, run_key key) {
+    json_put_key(b, name);
+    json_comma(b);
+    buf_printf(b, "\"%s%016llx%016llx\"", head, (unsigned long long)key.hi, (unsigned long long)key.lo);
+}
+
+static str run_token_text(const run_state *r, int32_t id, buf *text) {
+    toka_err e;
+    buf_clear(text);
+    if (r->t->tok) tok_decode(r->t->tok, &id, 1, 0, text, &e);
+    return buf_view(text);
+}
+
+/* {"tokens":[..],"token_logprobs":[..],"top_logprobs":[{token: logprob ..}..],"text_offset":[..]}: the alternatives and the
+ * token itself; offsets in characters. Of alternatives with equal texts the first, likelier one counts. */
+static void run_put_text_logprobs(const run_line *line, const run_sample *s, buf *b) {
+    const run_token *t = (const run_token *)(const void *)s->tokens.p;
+    int each = 1 + line->n_top;
+    int64_t offset = 0;
+    buf text = {0}, top = {0}, offsets = {0};
+    json_put_open(b, '{');
+    json_put_key(b, "tokens"), json_put_open(b, '[');
+    for (int i = 0; i < s->n_tokens; i++) {
+        str token = run_token_text(line->run, t[i * each].id, &text);
+        json_put_str(b, token);
+        json_put_int(&offsets, offset);
+        for (size_t k = 0; k < token.n; k++) offset += ((unsigned char)token.p[k] & 0xC0) != 0x80;
+    }
+    json_put_close(b, ']');
+    json_put_key(b, "token_logprobs"), json_put_open(b, '[');
+    for (int i = 0; i < s->n_tokens; i++) json_put_num(b, t[i * each].logprob, true);
+    json_put_close(b, ']');
+    json_put_key(b, "top_logprobs"), json_put_open(b, '[');
+    for (int i = 0; i < s->n_tokens; i++) {
+        json_put_open(b, '{');
+        buf_clear(&top);
+        for (int k = 1; k <= each; k++) { /* the alternatives, then the token */
+            const run_token *v = &t[i * each + k % each];
+            buf entry = {0};
+            if (v->id >= 0) json_put_str(&entry, run_token_text(line->run, v->id, &text)), buf_char(&entry, ':');
+            if (entry.n && str_find(buf_view(&top), buf_view(&entry), 0) < 0) {
+                buf_str(&top, buf_view(&entry));
+                json_comma(b);
+                buf_str(b, buf_view(&entry));
+                json_put_num(b, v->logprob, true);
+            }
+            buf_free(&entry);
+        }
+        json_put_close(b, '}');
+    }
+    json_put_close(b, ']');
+    json_put_key(b, "text_offset");
+    buf_printf(b, "[%s]}", offsets.n ? offsets.p : "");
+    buf_free(&text), buf_free(&top), buf_free(&offsets);
+}
+
+/* "token":"..","logprob":..,"bytes":[..] */
+static void run_put_chat_token(const run_line *line, const run_token *t, buf *b) {
+    buf text = {0};
+    str token = run_token_text(line->run, t->id, &text);
+    json_put_key(b, "token"), json_put_str(b, token);
+    json_put_key(b, "logprob"), json_put_num(b, t->logprob, true);
+    json_put_key(b, "bytes"), json_put_open(b, '[');
+    for (size_t i = 0; i < token.n; i++) json_put_int(b, (unsigned char)token.p[i]);
+    json_put_close(b, ']');
+    buf_free(&text);
+}
+
+static void run_put_chat_logprobs(const run_line *line, const run_sample *s, buf *b) {
+    const run_token *t = (const run_token *)(const void *)s->tokens.p;
+    int each = 1 + line->n_top;
+    json_put_open(b, '{');
+    json_put_key(b, "content"), json_put_open(b, '[');
+    for (int i = 0; i < s->n_tokens; i++) {
+        json_put_open(b, '{');
+        run_put_chat_token(line, &t[i * each], b);
+        json_put_key(b, "top_logprobs"), json_put_open(b, '[');
+        for (int k = 1; k < each; k++) {
+            if (t[i * each + k].id < 0) continue;
+            json_put_open(b, '{');
+            run_put_chat_token(line, &t[i * each + k], b);
+            json_put_close(b, '}');
+        }
+        json_put_close(b, ']'), json_put_close(b, '}');
+    }
+    json_put_close(b, ']');
+    json_put_key(b, "refusal"), json_put_null(b);
+    json_put_close(b, '}');
+}
+
+static void run_put_ids(buf *b, const char *name, const int32_t *id, size_t n, size_t stride) {
+    json_put_key(b, name), json_put_open(b, '[');
+    for (size_t i = 0; i < n; i++) json_put_int(b, id[i * stride]);
+    json_put_close(b, ']');
+}
+
+static void run_put_choice(const run_line *line, int index, buf *b) {
+    const run_sample *s = &line->samples[index];
+    json_put_open(b, '{');
+    json_put_key(b, "index"), json_put_int(b, index);
+    if (line->chat) {
+        json_put_key(b, "message"), json_put_open(b, '{');
+        json_put_key(b, "role"), json_put_str(b, STR("assistant"));
+        json_put_key(b, "content"), json_put_str(b, buf_view(&s->text));
+        json_put_key(b, "refusal"), json_put_null(b);
+        json_put_close(b, '}');
+    } else {
+        json_put_key(b, "text"), json_put_str(b, buf_view(&s->text));
+    }
+    json_put_key(b, "logprobs");
+    if (!line->want_logprobs) json_put_null(b);
+    else if (line->chat) run_put_chat_logprobs(line, s, b);
+    else run_put_text_logprobs(line, s, b);
+    json_put_key(b, "finish_reason"), json_put_str(b, s->finish == TOKA_STOP ? STR("stop") : STR("length"));
+    if (line->want_ids) {
+        size_t stride = (1 + (size_t)line->n_top) * sizeof(run_token) / sizeof(int32_t);
+        run_put_ids(b, "token_ids", (const int32_t *)(const void *)s->tokens.p, (size_t)s->n_tokens, stride);
+        if (!line->chat) run_put_ids(b, "prompt_token_ids", line->prompt, (size_t)line->n_prompt, 1);
+    }
+    json_put_close(b, '}');
+}
+
+static void run_put_body(const run_line *line, buf *b) {
+    int64_t n_out = 0;
+    json_put_open(b, '{');
+    run_put_key_id(b, "id", line->chat ? "chatcmpl-" : "cmpl-", line->key);
+    json_put_key(b, "object"), json_put_str(b, line->chat ? STR("chat.completion") : STR("text_completion"));
+    json_put_key(b, "created"), json_put_int(b, 0);
+    json_put_key(b, "model"), json_put_str(b, str_c(line->model));
+    json_put_key(b, "choices"), json_put_open(b, '[');
+    for (int i = 0; i < line->n; i++) run_put_choice(line, i, b), n_out += line->samples[i].n_tokens;
+    json_put_close(b, ']');
+    if (line->chat && line->want_ids) run_put_ids(b, "prompt_token_ids", line->prompt, (size_t)line->n_prompt, 1);
+    json_put_key(b, "usage"), json_put_open(b, '{');
+    json_put_key(b, "prompt_tokens"), json_put_int(b, line->n_prompt);
+    json_put_key(b, "completion_tokens"), json_put_int(b, n_out);
+    json_put_key(b, "total_tokens"), json_put_int(b, line->n_prompt + n_out);
+    json_put_close(b, '}'), json_put_close(b, '}');
+}
+
+/* The line of the output file, with its line feed. */
+static void run_put_result(const run_line *line, buf *b) {
+    json_put_open(b, '{');
+    run_put_key_id(b, "id", "batch_req_", line->key);
+    json_put_key(b, "custom_id"), json_put_str(b, str_c(line->custom_id));
+    json_put_key(b, "response");
+    if (line->error) {
+        json_put_null(b);
+    } else {
+        json_put_open(b, '{');
+        json_put_key(b, "status_code"), json_put_int(b, 200);
+        run_put_key_id(b, "request_id", "req_", line->key);
+        json_put_key(b, "body"), run_put_body(line, b);
+        json_put_close(b, '}');
+    }
+    json_put_key(b, "error");
+    if (line->error) {
+        json_put_open(b, '{');
+        json_put_key(b, "code"), json_put_str(b, str_c(line->error));
+        json_put_key(b, "message"), json_put_str(b, str_c(line->message));
+        json_put_close(b, '}');
+    } else {
+        json_put_null(b);
+    }
+    buf_c(b, "}\n");
+}
+
+/* ---- Progress ---- */
+
+static void run_progress(run_state *r, bool terminal) {
+    double now = os_now(), spent = now - r->t0;
+    if (r->o->quiet || now - r->t_shown < (terminal ? 0.25 : 10)) return;
+    r->t_shown = now;
+    toka_stats s = toka_get_stats(r->t);
+    char total[32] = "?", eta[32] = "?";
+    int64_t done = r->n_before + r->n_written;
+    if (r->n_lines >= 0) snprintf(total, sizeof total, "%lld", (long long)r->n_lines);
+    if (r->n_lines >= 0 && r->n_written) {
+        int64_t left = (int64_t)((double)(r->n_lines - done) * spent / (double)r->n_written);
+        snprintf(eta, sizeof eta, "%lld:%02d:%02d", (long long)(left / 3600), (int)(left / 60 % 60), (int)(left % 60));
+    }
+    char bar[31];
+    int filled = r->n_lines > 0 ? (int)(30 * done / r->n_lines) : 0;
+    for (int i = 0; i < 30; i++) bar[i] = i < filled ? '#' : '.';
+    bar[30] = 0;
+    double rate = (double)s.output_tokens / spent;
+    if (terminal) fprintf(stderr, "\r[%s] %lld/%s lines  %.0f tok/s  ETA %s\x1b[K", bar, (long long)done, total, rate, eta);
+    else fprintf(stderr, "toka batch: %lld of %s lines, %.0f tok/s, ETA %s\n", (long long)done, total, rate, eta);
+}
+
+/* ---- Writer ---- */
+
+/* All bytes in one write() where the system takes them so. Whole lines that are in the file are counted in out_bytes. */
+static int run_write_all(run_state *r, str s, toka_err *e) {
+    for (size_t at = 0; at < s.n;) {
+        ssize_t n = write(r->out, s.p + at, s.n - at);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0) {
+            int why = errno;
+            if (at && r->out_is_file && ftruncate(r->out, r->out_bytes)) errno = why; /* else the next run cuts it */
+            return fail(e, TOKA_E_IO, "%s: %s; %lld lines are written%s", r->o->out, strerror(why),
+                        (long long)(r->n_before + r->n_written), r->out_is_file ? ", the same command goes on from there" : "");
+        }
+        at += (size_t)n;
+    }
+    r->out_bytes += (int64_t)s.n;
+    return 0;
+}
+
+/* A line that ended without a device or Ctrl-C in its way. */
+static bool run_is_whole(const run_line *line) {
+    for (int i = 0; i < line->n && !line->error; i++)
+        if (line->samples[i].finish != TOKA_STOP && line->samples[i].finish != TOKA_LENGTH) return false;
+    return true;
+}
+
+static int run_write_line(run_state *r, run_line *line, buf *b, toka_err *e) {
+    buf_clear(b);
+    run_put_result(line, b);
+    int code = run_write_all(r, buf_view(b), e);
+    if (code) return code;
+    r->n_written++, r->n_errors += line->error != NULL;
+    return 0;
+}
+
+/* The writer's thread: until all that was read is written; then the driver may go home. */
+static void *run_write(void *user) {
+    run_state *r = user;
+    buf b = {0};
+    bool terminal = isatty(2), failed = false;
+    toka_err e;
+    pthread_mutex_lock(&r->lock);
+    while (!r->read_all || r->n_flight_lines) {
+        if (*r->o->interrupted) run_stop(r, NULL);
+        run_line *line = r->ended;
+        if (!line) {
+            struct timespec until;
+            clock_gettime(CLOCK_REALTIME, &until);
+            until.tv_nsec += 200000000;
+            if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
+            pthread_cond_timedwait(&r->wake, &r->lock, &until);
+        } else if (!(r->ended = line->next)) {
+            r->ended_end = &r->ended;
+        }
+        pthread_mutex_unlock(&r->lock);
+        int code = line && !failed && run_is_whole(line) ? run_write_line(r, line, &b, &e) : 0;
+        run_progress(r, terminal);
+        pthread_mutex_lock(&r->lock);
+        if (code) failed = true, run_stop(r, &e);
+        if (!line) continue;
+        r->n_flight_lines--, r->n_flight_samples -= MAX(line->n, 1), r->n_flight_bytes -= (int64_t)line->bytes;
+        run_line_free(line);
+        pthread_cond_broadcast(&r->wake);
+    }
+    pthread_mutex_unlock(&r->lock);
+    if (terminal && !r->o->quiet) fputs("\r\x1b[K", stderr);
+    buf_free(&b);
+    toka_stop(r->t);
+    return NULL;
+}
+
+/* ---- Opening the two files ---- */
+
+/* custom_id of an output line into id. False: it is no line of ours. */
+static bool run_read_result(str line, arena *a, buf *id) {
+    toka_err ignored;
+    const json *root = json_parse(a, line, json_trusted, &ignored), *v = json_get(root, "custom_id");
+    if (!json_is(v, JSON_STRING) || !json_get(root, "response") || !json_get(root, "error")) return false;
+    buf_clear(id), buf_str(id, json_str(v));
+    return true;
+}
+
+/* Reads what earlier runs wrote; cuts a torn last line. Anything else that is no result is not ours to cut. */
+static int run_scan_output(run_state *r, toka_err *e) {
+    run_input in;
+    str line, bad = {0};
+    bool whole = false;
+    int64_t at = 0;
+    int code;
+    buf id = {0}, kept = {0};
+    run_input_init(&in, r->out, r->o->out, r->o->interrupted);
+    while ((code = run_next_line(&in, &line, &whole, e)) > 0) {
+        arena a = {0};
+        if (bad.p) {
+            code = fail(e, TOKA_E_INPUT, "%s: line %lld is not a result of toka batch; give another -o", r->o->out,
+                        (long long)in.number - 1);
+            break;
+        }
+        if (whole && run_read_result(line, &a, &id)) {
+            run_table_set(&r->seen, run_table_at(&r->seen, run_hash(buf_view(&id))), 1);
+            at += (int64_t)line.n + 1;
+        } else { /* fine if it is the last */
+            buf_clear(&kept), buf_put(&kept, line.p, MIN(line.n, (size_t)16));
+            bad = buf_view(&kept);
+        }
+        arena_free(&a);
+    }
+    if (!code && bad.p && !at && bad.n && bad.p[0] != '{')
+        code = fail(e, TOKA_E_INPUT, "%s: not a result file of toka batch; give another -o", r->o->out);
+    if (!code && bad.p && ftruncate(r->out, at)) code = fail(e, TOKA_E_IO, "%s: %s", r->o->out, strerror(errno));
+    if (!code && bad.p && !r->o->quiet) fprintf(stderr, "toka batch: %s: the torn last line was cut off\n", r->o->out);
+    r->out_bytes = at;
+    run_input_free(&in), buf_free(&id), buf_free(&kept);
+    return code;
+}
+
+static int run_open_output(run_state *r, toka_err *e) {
+    struct stat st, in;
+    r->out = 1;
+    if (!strcmp(r->o->out, "-")) return 0;
+    r->out = open(r->o->out, O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    if (r->out < 0) r->out = open(r->o->out, O_WRONLY | O_APPEND | O_CLOEXEC); /* a pipe, a device */
+    if (r->out < 0 || fstat(r->out, &st)) return fail(e, TOKA_E_INPUT, "%s: %s", r->o->out, strerror(errno));
+    if (!(r->out_is_file = S_ISREG(st.st_mode))) return 0;
+    if (!fstat(r->in.fd, &in) && in.st_dev == st.st_dev && in.st_ino == st.st_ino)
+        return fail(e, TOKA_E_USE, "%s is the input and the output", r->o->out);
+    if (fcntl(r->out, F_SETLK, &(struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET}) && (errno == EACCES || errno == EAGAIN))
+        return fail(e, TOKA_E_USE, "%s: another toka batch is writing it", r->o->out);
+    return run_scan_output(r, e);
+}
+
+/* The first pass over the input: every custom_id once. Standard input is read only once, so its ids are checked as they come. */
+static int run_scan_input(run_state *r, toka_err *e) {
+    str line;
+    struct stat st;
+    buf id = {0};
+    int code;
+    r->n_lines = -1;
+    if (fstat(r->in.fd, &st) || !S_ISREG(st.st_mode)) {
+        if (!r->o->quiet)
+            fprintf(stderr, "toka batch: %s cannot be read twice: a second custom_id is found when it comes\n", r->in.name);
+        return 0;
+    }
+    int64_t n = 0;
+    while ((code = run_next_line(&r->in, &line, NULL, e)) > 0) {
+        arena a = {0};
+        toka_err ignored;
+        if (run_is_blank(line)) continue;
+        run_identify(r->in.too_long ? NULL : json_parse(&a, line, run_limits, &ignored), r->in.number, &id);
+        arena_free(&a);
+        run_seen *s = run_table_at(&r->seen, run_hash(buf_view(&id)));
+        if (s->state >> 1) {
+            code = run_twice(r, r->in.number, s, buf_view(&id), e);
+            break;
+        }
+        r->n_before += s->state & 1;
+        run_table_set(&r->seen, s, (uint64_t)r->in.number << 1 | (s->state & 1));
+        n++;
+    }
+    buf_free(&id);
+    if (code < 0) return code;
+    if (lseek(r->in.fd, 0, SEEK_SET) != 0) return fail(e, TOKA_E_IO, "%s: %s", r->in.name, strerror(errno));
+    r->in.at = r->in.n = 0, r->in.number = 0, r->n_lines = n;
+    return 0;
+}
+
+static int run_open(run_state *r, toka_err *e) {
+    bool standard = !strcmp(r->o->in, "-");
+    int fd = standard ? 0 : open(r->o->in, O_RDONLY | O_CLOEXEC);
+    r->out = -1;
+    run_input_init(&r->in, fd, standard ? "standard input" : r->o->in, r->o->interrupted);
+    if (fd < 0) return fail(e, TOKA_E_INPUT, "%s: %s", r->o->in, strerror(errno));
+    int code = run_open_output(r, e);
+    return code ? code : run_scan_input(r, e);
+}
+
+static int run_close(run_state *r, toka_err *e) {
+    int code = 0;
+    if (r->out_is_file && fsync(r->out) && errno != EINVAL) code = fail(e, TOKA_E_IO, "%s: %s", r->o->out, strerror(errno));
+    if (r->out > 1) close(r->out);
+    if (r->in.fd > 0) close(r->in.fd);
+    run_input_free(&r->in), buf_free(&r->warned);
+    free(r->seen.at);
+    pthread_mutex_destroy(&r->lock), pthread_cond_destroy(&r->wake);
+    return code;
+}
+
+/* ---- The closing report ---- */
+
+typedef struct run_reading { /* one thread's share of the measurement of reading */
+    const uint64_t *p;
+    size_t n;
+    double seconds;
+    uint64_t sum, bytes;
+} run_reading;
+
+static void *run_read_share(void *user) {
+    run_reading *w = user;
+    uint64_t sum[8] = {0};
+    double end = os_now() + w->seconds;
+    do {
+        for (size_t i = 0; i + 8 <= w->n; i += 8)
+            for (int k = 0; k < 8; k++) sum[k] += w->p[i + (size_t)k];
+        w->bytes += w->n * sizeof *w->p;
+    } while (os_now() < end);
+    for (int k = 0; k < 8; k++) w->sum += sum[k];
+    return NULL;
+}
+
+/* Bytes a second that n_threads read together out of `bytes` of memory (at most 256 MB of it), each its own part again and
+ * again: the ceiling of a step that does little but read weights. Takes a fifth of a second. */
+static double run_read_rate(size_t bytes, int n_threads) {
+    enum { MOST = 64 };
+    run_reading w[MOST] = {{0}};
+    pthread_t thread[MOST];
+    size_t words = MIN(bytes, (size_t)256 << 20) / sizeof(uint64_t);
+    int n = MAX(1, MIN(n_threads, MOST)), started = 1;
+    uint64_t *p = mem_alloc(words * sizeof *p), total = 0;
+    memset(p, 1, words * sizeof *p);
+    double t0 = os_now();
+    for (int i = 0; i < n; i++) w[i] = (run_reading){p + words / (size_t)n * (size_t)i, words / (size_t)n, 0.2, 0, 0};
+    while (started < n && !pthread_create(&thread[started], NULL, run_read_share, &w[started])) started++;
+    run_read_share(&w[0]);
+    for (int i = 1; i < started; i++) pthread_join(thread[i], NULL);
+    for (int i = 0; i < started; i++) total += w[i].bytes;
+    double rate = (double)total / (os_now() - t0);
+    free(p);
+    return rate;
+}
+
+typedef struct run_report { /* what a batch was worth */
+    double elapsed_s, output_rate, total_rate, shared, rows_per_step, plan, run, commit, idle; /* shares of elapsed_s */
+    double read_gbs, ceiling_gbs, gflops; /* weights read by the steps and, 0 on a GPU, what the machine can read; arithmetic */
+    toka_stats s;
+} run_report;
+
+static run_report run_report_make(const run_state *r) {
+    run_report p = {.s = toka_get_stats(r->t)};
+    const toka_stats *s = &p.s;
+    const mf_model *files = r->t->files;
+    double computed = (double)(s->prompt_tokens - s->prompt_tokens_shared + s->output_tokens);
+    p.elapsed_s = os_now() - r->t0;
+    p.output_rate = (double)s->output_tokens / p.elapsed_s;
+    p.total_rate = (double)(s->output_tokens + s->prompt_tokens) / p.elapsed_s;
+    p.shared = s->prompt_tokens ? (double)s->prompt_tokens_shared / (double)s->prompt_tokens : 0;
+    p.rows_per_step = s->steps ? (double)s->rows / (double)s->steps : 0;
+    p.plan = s->plan_s / p.elapsed_s, p.run = s->run_s / p.elapsed_s, p.commit = s->commit_s / p.elapsed_s;
+    p.idle = MAX(0.0, 1 - p.plan - p.run - p.commit);
+    if (s->run_s > 0) {
+        p.read_gbs = 1e-9 * (double)files->weight_bytes * (double)s->steps / s->run_s;
+        p.gflops = 2e-9 * (double)files->n_parameters * computed / s->run_s;
+    }
+    if (r->t->engine->m.be == &toka_cpu && s->steps)
+        p.ceiling_gbs = 1e-9 * run_read_rate(files->weight_bytes, r->t->engine->m.dev->pool.n);
+    return p;
+}
+
+static void run_report_show(const run_state *r, const run_report *p) {
+    const toka_stats *s = &p->s;
+    fprintf(stderr, "toka batch: %lld lines in %.1f s, %lld of them errors", (long long)r->n_written, p->elapsed_s,
+            (long long)r->n_errors);
+    if (r->n_before) fprintf(stderr, "; %lld were done before", (long long)r->n_before);
+    fprintf(stderr, "\n  prompt %lld tokens, %.1f %% from the prefix tree; output %lld tokens, %.1f tok/s; %.1f tok/s in all\n",
+            (long long)s->prompt_tokens, 100 * p->shared, (long long)s->output_tokens, p->output_rate, p->total_rate);
+    fprintf(stderr, "  %lld steps of %.1f tokens, %lld preemptions; time: plan %.1f %%, run %.1f %%, commit %.1f %%, idle %.1f %%\n",
+            (long long)s->steps, p->rows_per_step, (long long)s->preemptions, 100 * p->plan, 100 * p->run, 100 * p->commit,
+            100 * p->idle);
+    if (s->steps) fprintf(stderr, "  weights were read at %.1f GB/s and used at %.1f GFLOP/s", p->read_gbs, p->gflops);
+    if (p->ceiling_gbs > 0) fprintf(stderr, "; reading alone reaches %.1f GB/s here", p->ceiling_gbs);
+    if (s->steps) fputc('\n', stderr);
+}
+
+/* The same as a JSON object, times in seconds, rates per second, shares from 0 to 1. */
+static int run_report_write(const run_state *r, const run_report *p, toka_err *e) {
+    const toka_stats *s = &p->s;
+    const struct { const char *name; int64_t value; } counts[] = {
+        {"lines", r->n_written}, {"errors", r->n_errors}, {"done_before", r->n_before}, {"prompt_tokens", s->prompt_tokens},
+        {"prompt_tokens_shared", s->prompt_tokens_shared}, {"output_tokens", s->output_tokens}, {"steps", s->steps},
+        {"rows", s->rows}, {"preemptions", s->preemptions}, {"kv_pages", s->kv_pages}};
+    const struct { const char *name; double value; } numbers[] = {
+        {"elapsed_time", p->elapsed_s}, {"output_tokens_per_second", p->output_rate}, {"tokens_per_second", p->total_rate},
+        {"prefix_hit_share", p->shared}, {"mean_batch_size", p->rows_per_step}, {"plan_share", p->plan}, {"run_share", p->run},
+        {"commit_share", p->commit}, {"idle_share", p->idle}, {"weights_gb_per_second", p->read_gbs},
+        {"read_ceiling_gb_per_second", p->ceiling_gbs}, {"gflops", p->gflops}};
+    buf b = {0};
+    json_put_open(&b, '{');
+    for (int i = 0; i < COUNT(counts); i++) json_put_key(&b, counts[i].name), json_put_int(&b, counts[i].value);
+    for (int i = 0; i < COUNT(numbers); i++) json_put_key(&b, numbers[i].name), json_put_num(&b, numbers[i].value, true);
+    buf_c(&b, "}\n");
+    FILE *f = fopen(r->o->report, "w");
+    bool good = f && fwrite(b.p, 1, b.n, f) == b.n;
+    if (f) good &= !fclose(f);
+    buf_free(&b);
+    return good ? 0 : fail(e, TOKA_E_IO, "%s: %s", r->o->report, strerror(errno));
+}
+
+/* ---- toka batch ---- */
+
+/* The three threads, from the first line to the last. */
+static int run_lines(run_state *r, toka_err *e) {
+    pthread_t reader, writer;
+    toka_err why;
+    if (pthread_create(&reader, NULL, run_read, r)) return fail(e, TOKA_E_IO, "cannot start a thread: %s", strerror(errno));
+    bool writes = !pthread_create(&writer, NULL, run_write, r);
+    int code = writes ? toka_run(r->t, true, &why) : fail(&why, TOKA_E_IO, "cannot start a thread: %s", strerror(errno));
+    if (code) {
+        pthread_mutex_lock(&r->lock);
+        run_stop(r, &why);
+        pthread_mutex_unlock(&r->lock);
+    }
+    pthread_join(reader, NULL);
+    if (writes) pthread_join(writer, NULL);
+    if (r->e.code) *e = r->e;
+    return r->e.code;
+}
+
+static int run_batch(toka *t, const run_options *o, toka_err *e) {
+    run_state r = {.o = o, .t = t, .t0 = os_now()};
+    toka_err late;
+    r.t_shown = r.t0;
+    r.ended_end = &r.ended;
+    pthread_mutex_init(&r.lock, NULL), pthread_cond_init(&r.wake, NULL);
+    int code = run_open(&r, e);
+    if (!code) {
+        r.t0 = os_now();
+        code = run_lines(&r, e);
+        run_report p = run_report_make(&r);
+        if (!o->quiet) run_report_show(&r, &p);
+        if (o->report && run_report_write(&r, &p, &late) && !code) *e = late, code = late.code;
+    }
+    if (run_close(&r, &late) && !code) *e = late, code = late.code;
+    return code;
+}
 
 /* ===========================================================================
  * MARK: 23. Command line [os]
@@ -12040,6 +13313,7 @@ typedef struct cli { /* what the command line says */
     const char *stop[CLI_MAX_STOP];
     int n_stop;
     bool include_stop, ignore_eos, raw, chat, json, quiet, decode, no_special, help, version;
+    const char *input, *output, *report;
 } cli;
 
 enum cli_type { CLI_BOOL, CLI_INT, CLI_INT64, CLI_FLOAT, CLI_TEXT, CLI_LIST };
@@ -12063,6 +13337,7 @@ static const cli_flag cli_flags[] = {
     {"threads", "t", "N", CLI_INT, AT(open.n_threads), "CPU threads (default: one a core)"},
     {"max-model-len", "", "N", CLI_INT, AT(open.max_model_len), "longest sequence in tokens (default: the model's, as memory allows)"},
     {"max-num-seqs", "", "N", CLI_INT, AT(open.max_num_seqs), "most samples running at once (default: 256)"},
+    {"kv-tokens", "", "N", CLI_INT64, AT(open.kv_tokens), "size of the KV cache in tokens (default: as memory allows)"},
     {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens), "most tokens in one step (default: 512)"},
     {NULL, NULL, NULL, 0, 0, "Prompt"},
     {"prompt", "p", "TEXT", CLI_TEXT, AT(prompt), "the prompt (default: standard input)"},
@@ -12086,6 +13361,10 @@ static const cli_flag cli_flags[] = {
     {"stop", "", "TEXT", CLI_LIST, AT(stop), "end before this text; may be given up to 16 times"},
     {"include-stop", "", "", CLI_BOOL, AT(include_stop), "the stop text stays in the output"},
     {"ignore-eos", "", "", CLI_BOOL, AT(ignore_eos), "go on past the end-of-sequence token"},
+    {NULL, NULL, NULL, 0, 0, "Batch (prompt flags do not apply; the sampling flags are defaults for lines that do not say)"},
+    {"input-file", "i", "FILE", CLI_TEXT, AT(input), "requests, one JSON object a line; - is standard input"},
+    {"output-file", "o", "FILE", CLI_TEXT, AT(output), "results, appended as they come; what is there is not done again"},
+    {"report", "", "FILE", CLI_TEXT, AT(report), "the closing report as a JSON object"},
     {NULL, NULL, NULL, 0, 0, "Output"},
     {"logprobs", "", "K", CLI_INT, AT(logprobs), "log-probability of each token, and of the K best"},
     {"json", "", "", CLI_BOOL, AT(json), "one JSON object instead of text"},
@@ -12103,7 +13382,7 @@ static cli cli_default(void) {
 
 /* ---- Output: the first failed write to standard output ends the program with one sentence ---- */
 
-static volatile sig_atomic_t cli_interrupted;
+static atomic_int cli_interrupted; /* lock-free, so a signal handler may set it */
 
 static void cli_on_signal(int sig) { (void)sig, cli_interrupted = 1; }
 
@@ -12111,7 +13390,7 @@ static void cli_catch_signals(void) { /* the first Ctrl-C ends the text cleanly,
     struct sigaction a = {.sa_handler = cli_on_signal, .sa_flags = (int)SA_RESETHAND};
     sigaction(SIGINT, &a, NULL);
     sigaction(SIGTERM, &a, NULL);
-    signal(SIGPIPE, SIG_IGN);
+    signal(SIGPIPE, SIG_IGN), signal(SIGXFSZ, SIG_IGN); /* a failed write says so itself */
 }
 
 static int cli_write(str s, toka_err *e) {
@@ -12127,7 +13406,8 @@ static const char cli_commands[] =
     "  toka tokenize [FLAGS]   text on standard input to ids, or back with --decode\n"
     "  toka template [FLAGS]   JSON object with messages, tools ... on standard input to the rendered prompt\n"
     "  toka score [FLAGS]      log-probability of every token of a text\n"
-    "  toka models             the models of models.txt\n";
+    "  toka models             the models of models.txt\n"
+    "  toka batch -i IN -o OUT a file of requests to a file of results; the same command goes on where it stopped\n";
 
 static int cli_help(toka_err *e) {
     printf("toka %s - a high-throughput LLM inference engine in one C file\n\n%s", TOKA_VERSION, cli_commands);
@@ -12302,11 +13582,9 @@ static int cli_read_prompt(const cli *c, buf *out, toka_err *e) {
     return 0;
 }
 
-/* Flags over the model's own defaults; without either, greedy. */
+/* Flags over the model's own defaults over what r has. */
 static void cli_sampling(const cli *c, const toka *t, toka_request *r) {
     toka_sampling *s = &r->sampling;
-    s->temperature = 0;
-    if (t->files->defaults.do_sample) s->temperature = 1;
     toka_request_model_defaults(t, r);
     if (!isnan(c->temperature)) s->temperature = (float)c->temperature;
     if (!isnan(c->top_p)) s->top_p = (float)c->top_p;
@@ -12384,6 +13662,7 @@ static void cli_show_logprobs(const cli_run *r) {
 static int cli_complete(const cli *c, toka *t, str prompt, int text_flags, buf *answer, toka_err *e) {
     toka_request r = toka_request_default();
     toka_usage u = {0};
+    r.sampling.temperature = t->files->defaults.do_sample ? 1 : 0; /* without a word from anyone, greedy */
     cli_sampling(c, t, &r);
     r.text = prompt.p, r.text_bytes = prompt.n, r.text_flags = text_flags;
     if (c->samples < 1 || c->samples > 1 << 20) return fail(e, TOKA_E_USE, "--samples: %d, expected 1 to 1048576", c->samples);
@@ -12613,6 +13892,23 @@ static int cli_models(const cli *c, toka_err *e) {
     return code;
 }
 
+static int cli_batch(const cli *c, toka_err *e) {
+    toka *t;
+    if (!c->input || !c->output) return fail(e, TOKA_E_USE, "toka batch needs -i IN.jsonl and -o OUT.jsonl");
+    if (c->prompt || c->file || c->chat || c->system || c->raw)
+        return fail(e, TOKA_E_USE, "toka batch takes its prompts from -i; --prompt, --file, --system, --raw and --chat do not apply");
+    if (c->samples < 1 || c->samples > ENG_MAX_N) return fail(e, TOKA_E_USE, "--samples: %d, expected 1 to %d", c->samples, ENG_MAX_N);
+    int code = toka_open(&t, &c->open, e);
+    if (code) return code;
+    run_options o = {.in = c->input, .out = c->output, .report = c->report, .now = c->now, .base = toka_request_default(),
+                     .quiet = c->quiet, .interrupted = &cli_interrupted};
+    cli_sampling(c, t, &o.base);
+    o.base.sampling.logprobs = 0;
+    code = run_batch(t, &o, e);
+    toka_close(t);
+    return code;
+}
+
 static int cli_version(toka_err *e) {
     buf b = {0};
     buf_printf(&b, "toka %s (device: cpu%s)\n", TOKA_VERSION, embedded_model ? "; with the embedded model" : "");
@@ -12625,8 +13921,9 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
     static const struct {
         const char *name;
         int (*run)(const cli *, toka_err *);
-    } commands[] = {{"tokenize", cli_tokenize}, {"template", cli_template}, {"score", cli_score}, {"models", cli_models}};
-    static const char *const planned[] = {"serve", "batch", "bench", "plan", "devices"};
+    } commands[] = {{"tokenize", cli_tokenize}, {"template", cli_template}, {"score", cli_score}, {"models", cli_models},
+                    {"batch", cli_batch}};
+    static const char *const planned[] = {"serve", "bench", "plan", "devices"};
     cli c = cli_default();
     int (*run)(const cli *, toka_err *) = cli_run_command;
     int skip = argc > 1 && argv[1][0] != '-' ? 2 : 1, code;

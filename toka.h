@@ -62,6 +62,7 @@ typedef struct toka_options {
     int max_model_len;          /* longest sequence, tokens; 0: the model's own limit, lowered to what memory holds */
     int max_num_batched_tokens; /* most tokens in one forward step; 0: chosen by the backend */
     int max_num_seqs;           /* most sequences running at once; 0: chosen by the backend */
+    int64_t kv_tokens;          /* tokens that the KV cache holds; 0: as many as memory allows */
 } toka_options;
 
 /* All fields at their defaults. Thread: any. */

@@ -1,0 +1,445 @@
+"""toka batch as a user meets it: formats, error records, resuming after kill -9, the same bytes however it runs, bounded memory.
+Run through test/run.sh."""
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import time
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TOKA = os.environ.get("TOKA_BINARY", os.path.join(ROOT, "toka"))
+ENV = {k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}
+PROBLEMS = [json.loads(line) for line in open(os.path.join(ROOT, "test/model/heldout.jsonl"))]
+SMALL = ["--max-model-len", "256", "--max-num-seqs", "32"]
+
+
+def write_lines(path, lines):
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return str(path)
+
+
+def read_results(path):
+    return {v["custom_id"]: v for v in map(json.loads, open(path))}
+
+
+def start(*args, **more):
+    return subprocess.Popen([TOKA, "batch", "-m", "test/model", *args], env=ENV, cwd=ROOT, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, **more)
+
+
+def batch(*args, stdin=None, status=0, **more):
+    p = start(*args, stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL, **more)
+    out, err = p.communicate(stdin, timeout=150)
+    assert p.returncode == status, err.decode()
+    return out.decode(), err.decode()
+
+
+def run(tmp_path, lines, *args):
+    """Results by custom_id of a new batch."""
+    out = tmp_path / f"out{random.random()}.jsonl"
+    _, err = batch("-i", write_lines(tmp_path / "in.jsonl", lines), "-o", str(out), *SMALL, *args)
+    results = read_results(out)
+    assert len(results) == len(open(out).readlines())
+    results["stderr"] = err
+    return results
+
+
+def completion(custom_id, prompt, **body):
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt, **body}}
+
+
+def chat(custom_id, text, **body):
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions",
+            "body": {"messages": [{"role": "user", "content": text}], **body}}
+
+
+def body(result):
+    assert result["error"] is None and result["response"]["status_code"] == 200
+    return result["response"]["body"]
+
+
+def texts(result):
+    return [c["text"] if "text" in c else c["message"]["content"] for c in body(result)["choices"]]
+
+
+def is_right(text, answer):
+    return re.findall(r"The answer is (-?\d+)", text)[-1:] == [str(answer)]
+
+
+def mixed(n, **more):
+    """Lines of every kind: hot and greedy, long and short, some of them bad."""
+    lines = []
+    for i in range(n):
+        p = PROBLEMS[i % len(PROBLEMS)]["prompt"]
+        if i % 9 == 8:
+            lines.append(chat(f"bad-{i}", p, temperature="warm"))
+        elif i % 3 == 0:
+            lines.append(chat(f"chat-{i}", p, n=1 + i % 5, temperature=1.5, **more))
+        elif i % 3 == 1:
+            lines.append(completion(f"text-{i}", p, n=2, temperature=2, max_tokens=24, logprobs=2, **more))
+        else:
+            lines.append({"prompt": p, "max_tokens": 40, "temperature": 3, **more})
+    return lines
+
+
+# ---- Formats ----
+
+def test_completion_and_chat(tmp_path):
+    p = PROBLEMS[0]
+    r = run(tmp_path, [completion("a", p["prompt"], max_tokens=100, n=2, model="mine"), chat("b", p["prompt"]),
+                       {"prompt": p["prompt"], "id": 7}, {"messages": [{"role": "user", "content": p["prompt"]}]}])
+    assert sorted(k for k in r if k != "stderr") == ["7", "a", "b", "line-4"]
+    a, b = body(r["a"]), body(r["b"])
+    assert re.fullmatch("batch_req_[0-9a-f]{32}", r["a"]["id"]) and r["a"]["response"]["request_id"].startswith("req_")
+    assert a["object"] == "text_completion" and a["model"] == "mine" and a["created"] == 0 and a["id"].startswith("cmpl-")
+    assert b["object"] == "chat.completion" and b["model"] == "model" and b["id"].startswith("chatcmpl-")
+    assert [c["index"] for c in a["choices"]] == [0, 1] and a["choices"][0]["finish_reason"] == "stop"
+    assert b["choices"][0]["message"]["role"] == "assistant" and b["choices"][0]["logprobs"] is None
+    for name in ("a", "b", "7", "line-4"):
+        assert all(is_right(t, p["answer"]) for t in texts(r[name]))
+        u = body(r[name])["usage"]
+        assert u["total_tokens"] == u["prompt_tokens"] + u["completion_tokens"] > u["prompt_tokens"] > 20
+    assert r["a"]["response"]["body"]["choices"][0]["text"] == texts(r["7"])[0]
+    assert texts(r["b"]) == texts(r["line-4"])
+
+
+def test_api_default_of_16_tokens(tmp_path):
+    p = PROBLEMS[0]["prompt"]
+    r = run(tmp_path, [completion("a", p), completion("b", p, max_tokens=5), chat("c", p, max_completion_tokens=6)])
+    counts = [body(r[k])["usage"]["completion_tokens"] for k in "abc"]
+    assert counts == [16, 5, 6] and body(r["a"])["choices"][0]["finish_reason"] == "length"
+    r = run(tmp_path, [completion("a", p)], "--max-tokens", "9")
+    assert body(r["a"])["usage"]["completion_tokens"] == 9
+
+
+def test_logprobs_and_token_ids(tmp_path):
+    p = PROBLEMS[1]["prompt"]
+    r = run(tmp_path, [completion("a", p, max_tokens=8, logprobs=3, return_token_ids=True), completion("b", p, logprobs=0),
+                       chat("c", p, max_tokens=8, logprobs=True, top_logprobs=2, return_token_ids=True)])
+    a = body(r["a"])["choices"][0]
+    lp = a["logprobs"]
+    assert [len(lp[k]) for k in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [8] * 4
+    assert "".join(lp["tokens"]) == a["text"] and len(a["token_ids"]) == 8
+    assert len(a["prompt_token_ids"]) == body(r["a"])["usage"]["prompt_tokens"]
+    for token, value, top, offset in zip(lp["tokens"], lp["token_logprobs"], lp["top_logprobs"], lp["text_offset"]):
+        assert top[token] == value == max(top.values()) <= 0 and len(top) == 3
+        assert a["text"][offset:].startswith(token)
+    assert all(len(top) == 1 for top in body(r["b"])["choices"][0]["logprobs"]["top_logprobs"])
+    c = body(r["c"])
+    content = c["choices"][0]["logprobs"]["content"]
+    assert "".join(t["token"] for t in content) == c["choices"][0]["message"]["content"]
+    assert all(bytes(t["bytes"]).decode() == t["token"] and len(t["top_logprobs"]) == 2 for t in content)
+    assert all(t["top_logprobs"][0]["logprob"] == t["logprob"] for t in content)
+    again = run(tmp_path, [completion("x", c["prompt_token_ids"], max_tokens=8, return_token_ids=True)])
+    assert body(again["x"])["choices"][0]["token_ids"] == c["choices"][0]["token_ids"]
+
+
+def test_sampling_fields(tmp_path):
+    p = PROBLEMS[2]["prompt"]
+    greedy = dict(temperature=0, max_tokens=60)
+    lines = [completion("plain", p, **greedy), completion("stop", p, stop=["answer"], **greedy),
+             completion("kept", p, stop="answer", include_stop_str_in_output=True, **greedy),
+             completion("long", p, ignore_eos=True, **greedy), completion("least", p, min_tokens=55, **greedy),
+             completion("ids", p, return_token_ids=True, **greedy)]
+    r = run(tmp_path, lines)
+    plain = texts(r["plain"])[0]
+    assert texts(r["stop"])[0] == plain.split("answer")[0]
+    assert texts(r["kept"])[0] == plain.split("answer")[0] + "answer"
+    assert body(r["long"])["usage"]["completion_tokens"] == 60 and body(r["least"])["usage"]["completion_tokens"] >= 55
+    first, second = body(r["ids"])["choices"][0]["token_ids"][:2]
+    r = run(tmp_path, [completion("end", p, stop_token_ids=[second], return_token_ids=True, **greedy),
+                       completion("bias", p, logit_bias={str(first): -100}, return_token_ids=True, **greedy),
+                       completion("only", p, allowed_token_ids=[second], return_token_ids=True, temperature=1, max_tokens=5)])
+    assert body(r["end"])["choices"][0]["token_ids"] == [first, second]
+    assert body(r["bias"])["choices"][0]["token_ids"][0] != first
+    assert body(r["only"])["choices"][0]["token_ids"] == [second] * 5
+
+
+def test_messages(tmp_path):
+    p = PROBLEMS[3]["prompt"]
+    parts = [{"type": "text", "text": p}]
+    history = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": p}, {"role": "assistant", "content": "Hm."},
+               {"role": "user", "content": PROBLEMS[4]["prompt"]}]
+    r = run(tmp_path, [chat("a", p), {"custom_id": "b", "messages": [{"role": "user", "content": parts}]},
+                       {"custom_id": "c", "messages": history, "chat_template_kwargs": {"enable_thinking": False}}])
+    assert texts(r["a"]) == texts(r["b"]) and is_right(texts(r["c"])[0], PROBLEMS[4]["answer"])
+
+
+# ---- Seeds ----
+
+def test_lines_do_not_share_random_numbers(tmp_path):
+    p, hot = PROBLEMS[0]["prompt"], dict(temperature=3, max_tokens=20)
+    lines = [completion(f"q{i}", p, n=2, **hot) for i in range(4)] + [completion(f"s{i}", p, seed=5, **hot) for i in range(2)]
+    a, b, c = run(tmp_path, lines), run(tmp_path, lines), run(tmp_path, lines, "--seed", "1")
+    assert len({t for i in range(4) for t in texts(a[f"q{i}"])}) == 8
+    assert texts(a["s0"]) == texts(a["s1"]) == texts(c["s0"])
+    assert all(a[k] == b[k] for k in a if k != "stderr")
+    assert all(texts(a[f"q{i}"]) != texts(c[f"q{i}"]) for i in range(4))
+
+
+# ---- Bad lines ----
+
+BAD = [("not json", "{\"prompt\": ", "invalid_json"), ("no object", "[1,2]", "invalid_request"),
+       ("url", dict(completion("x", "a"), url="/v1/embeddings"), "unsupported"),
+       ("method", dict(completion("x", "a"), method="GET"), "invalid_request"),
+       ("no body", {"custom_id": "x", "url": "/v1/completions"}, "invalid_request"),
+       ("no prompt", completion("x", None), "invalid_request"),
+       ("no messages", {"custom_id": "x", "url": "/v1/chat/completions", "body": {}}, "invalid_request"),
+       ("role", {"messages": [{"content": "a"}]}, "invalid_request"), ("empty ids", completion("x", []), "invalid_request"),
+       ("id too large", completion("x", [1, 99999]), "invalid_request"), ("ids of what", completion("x", [1, 2.5]), "invalid_request"),
+       ("many prompts", completion("x", ["a", "b"]), "unsupported"), ("too long", completion("x", [5] * 300), "invalid_request"),
+       ("top_p", completion("x", "a", top_p=2), "invalid_request"), ("n", completion("x", "a", n=0), "invalid_request"),
+       ("temperature", completion("x", "a", temperature="0"), "invalid_request"), ("stop", completion("x", "a", stop=[1]), "invalid_request"),
+       ("logprobs", completion("x", "a", logprobs=1000), "invalid_request"),
+       ("max_tokens", completion("x", "a", max_tokens=0), "invalid_request"),
+       ("logit_bias", completion("x", "a", logit_bias={"x": 1}), "invalid_request"),
+       ("stream", completion("x", "a", stream=True), "unsupported"), ("echo", completion("x", "a", echo=True), "unsupported"),
+       ("suffix", completion("x", "a", suffix="b"), "unsupported"), ("best_of", completion("x", "a", best_of=3), "unsupported"),
+       ("response_format", chat("x", "a", response_format={"type": "json_object"}), "unsupported"),
+       ("tool_choice", chat("x", "a", tool_choice="required"), "unsupported"),
+       ("image", {"custom_id": "x", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "unsupported")]
+
+
+def test_bad_lines_become_error_records(tmp_path):
+    lines = []
+    for i, (_, line, _) in enumerate(BAD):
+        lines += [dict(line, custom_id=f"x{i}") if isinstance(line, dict) else line, completion(f"good{i}", "Tom", max_tokens=2)]
+    r = run(tmp_path, lines)
+    for i, (name, line, code) in enumerate(BAD):
+        v = r.get(f"x{i}") or r[f"line-{2 * i + 1}"]
+        assert v["response"] is None and v["error"]["code"] == code and v["error"]["message"], name
+        if code == "unsupported" and name not in ("many prompts", "image"):
+            assert name in v["error"]["message"]
+        assert body(r[f"good{i}"])["usage"]["completion_tokens"] == 2
+
+
+def test_harmless_and_unknown_fields(tmp_path):
+    quiet = dict(stream=False, echo=False, suffix=None, best_of=1, user="u", metadata={"a": "b"}, length_penalty=1.0, max_tokens=2)
+    r = run(tmp_path, [completion("a", "Tom", **quiet), completion("b", "Tom", colour="red", max_tokens=2),
+                       completion("c", "Tom", colour="blue", max_tokens=2),
+                       chat("d", "Tom", response_format={"type": "text"}, tool_choice="auto", max_tokens=2)])
+    assert all(body(r[k]) for k in "abcd")
+    assert re.findall(r'line (\d+): unknown field "(\w+)"', r["stderr"]) == [("2", "colour")]
+
+
+def test_odd_lines_and_ids(tmp_path):
+    odd = 'q "\\ \u00e9\u4e2d\U0001f600 \u0001'
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"\xef\xbb\xbf" + json.dumps(completion(odd, "Tom", max_tokens=2)).encode() + b"\r\n\n  \n" +
+                       json.dumps({"prompt": "Tom", "max_tokens": 2}).encode() + b"\nnot json \xff\n" +
+                       json.dumps({"prompt": "Tom", "max_tokens": 2}).encode())
+    batch("-i", str(source), "-o", str(tmp_path / "out.jsonl"), *SMALL)
+    assert sorted(read_results(tmp_path / "out.jsonl")) == sorted([odd, "line-4", "line-5", "line-6"])
+
+
+# ---- What is refused before anything runs ----
+
+def test_duplicates_name_both_lines(tmp_path):
+    lines = [completion("a", "x"), completion("b", "x"), "", completion("a", "y")]
+    out = tmp_path / "out.jsonl"
+    _, err = batch("-i", write_lines(tmp_path / "in.jsonl", lines), "-o", str(out), status=1)
+    assert "lines 1 and 4" in err and "'a'" in err and out.read_text() == ""
+    _, err = batch("-i", write_lines(tmp_path / "in.jsonl", [completion("line-2", "x"), {"prompt": "y"}]), "-o", str(out), status=1)
+    assert "lines 1 and 2" in err
+
+
+def test_files_that_cannot_be(tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", [completion("a", "x")])
+    precious = tmp_path / "precious.txt"
+    precious.write_text("my thesis\n")
+    for args in (["-i", source], ["-o", source], ["-i", source, "-o", source], ["-i", "/no/such", "-o", str(tmp_path / "o")],
+                 ["-i", source, "-o", "/no/such/out"], ["-i", source, "-o", str(precious)], ["-i", source, "-o", "o", "-p", "x"]):
+        _, err = batch(*args, status=1)
+        assert len(err.strip().splitlines()) == 1
+    assert precious.read_text() == "my thesis\n"
+    precious.write_text('{"custom_id":"a","response":null,"error":null}\nmy thesis\nmore\n')
+    _, err = batch("-i", source, "-o", str(precious), status=1)
+    assert "line 2" in err and "my thesis" in precious.read_text()
+
+
+def test_one_writer_at_a_time(tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", [completion(f"a{i}", "x", max_tokens=200, ignore_eos=True) for i in range(500)])
+    first = start("-i", source, "-o", str(tmp_path / "out.jsonl"), *SMALL)
+    deadline = time.time() + 20
+    while not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").stat().st_size:
+        assert time.time() < deadline
+        time.sleep(0.02)
+    _, err = batch("-i", source, "-o", str(tmp_path / "out.jsonl"), status=1)
+    first.kill()
+    first.communicate()
+    assert "another toka batch" in err
+
+
+# ---- Standard input and output ----
+
+def test_pipes(tmp_path):
+    lines = "".join(json.dumps(completion(f"a{i}", PROBLEMS[i]["prompt"], max_tokens=50)) + "\n" for i in range(5))
+    out, err = batch("-i", "-", "-o", "-", *SMALL, stdin=lines.encode())
+    assert sorted(json.loads(line)["custom_id"] for line in out.splitlines()) == [f"a{i}" for i in range(5)]
+    assert "cannot be read twice" in err
+    _, err = batch("-i", "-", "-o", str(tmp_path / "o.jsonl"), *SMALL, stdin=(lines + lines.splitlines()[2] + "\n").encode(), status=1)
+    assert "lines 3 and 6" in err and len(read_results(tmp_path / "o.jsonl")) == 5
+    _, err = batch("-i", "-", "-o", str(tmp_path / "o.jsonl"), *SMALL, stdin=lines.encode())
+    assert "0 lines" in err and len((tmp_path / "o.jsonl").read_text().splitlines()) == 5
+
+
+# ---- The same bytes however it runs ----
+
+def test_same_bytes_whatever_the_machine_does(tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", mixed(60))
+    want = None
+    for i, args in enumerate((["--max-num-seqs", "128", "-t", "2"], ["--max-num-seqs", "3", "-t", "1"],
+                              ["--max-num-seqs", "128", "--kv-tokens", "600", "-t", "2"],
+                              ["--max-num-seqs", "40", "--max-num-batched-tokens", "41", "--kv-tokens", "1500"])):
+        out, report = tmp_path / f"out{i}.jsonl", tmp_path / "report.json"
+        batch("-i", source, "-o", str(out), "--max-model-len", "256", "--report", str(report), *args)
+        lines = sorted(out.read_text().splitlines())
+        want = want or lines
+        assert lines == want, args
+        assert json.loads(report.read_text())["lines"] == 60
+
+
+def test_many_samples_of_one_prompt(tmp_path):
+    p = PROBLEMS[5]
+    r = run(tmp_path, [completion("a", p["prompt"], n=1024, temperature=0, max_tokens=60)], "--max-num-seqs", "256")
+    assert len(texts(r["a"])) == 1024 and len(set(texts(r["a"]))) == 1 and is_right(texts(r["a"])[0], p["answer"])
+    share = float(re.search(r"([\d.]+) % from the prefix tree", r["stderr"])[1])
+    assert share > 50
+
+
+def test_accuracy_of_16_samples(tmp_path):
+    problems = PROBLEMS[100:160]
+    r = run(tmp_path, [chat(str(i), p["prompt"], n=16, temperature=0.6) for i, p in enumerate(problems)], "--max-num-seqs", "256")
+    right = sum(is_right(t, p["answer"]) for i, p in enumerate(problems) for t in texts(r[str(i)]))
+    assert right >= 0.99 * 16 * len(problems)
+
+
+# ---- Killed, interrupted, out of space ----
+
+KILL_LINES = 150
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kill")
+    source = write_lines(folder / "in.jsonl", mixed(KILL_LINES))
+    t0 = time.time()
+    batch("-i", source, "-o", str(folder / "whole.jsonl"), *SMALL)
+    return source, sorted((folder / "whole.jsonl").read_text().splitlines()), time.time() - t0
+
+
+def test_killed_at_50_moments(uninterrupted, tmp_path):
+    source, want, seconds = uninterrupted
+    rng = random.Random(1)
+    out, kills, torn, moved = tmp_path / "out.jsonl", 0, 0, 0
+    while kills < 50:
+        before = out.stat().st_size if out.exists() else 0
+        p = start("-i", source, "-o", str(out), *SMALL)
+        time.sleep(rng.uniform(0, min(seconds, 0.8)))
+        p.kill()
+        p.communicate()
+        if p.returncode == 0:  # it got to its end: begin anew
+            assert sorted(out.read_text().splitlines()) == want
+            out.unlink()
+            continue
+        kills += 1
+        if out.exists() and rng.random() < 0.5:  # what a machine that loses power leaves
+            data = out.read_bytes()
+            out.write_bytes(data[:len(data) - rng.randrange(min(len(data), 300) + 1)])
+            torn += 1
+        moved += out.exists() and out.stat().st_size != before
+    _, err = batch("-i", source, "-o", str(out), *SMALL)
+    assert sorted(out.read_text().splitlines()) == want
+    assert torn > 10 and moved > 10
+
+
+def test_every_torn_end_is_cut(uninterrupted, tmp_path):
+    source, want, _ = uninterrupted
+    whole = "\n".join(want[:3]) + "\n"
+    for tail in (want[3], want[3][:1], want[3][:-1], want[3][:40] + "\n", "\0\0\0", "{"):
+        out = tmp_path / "out.jsonl"
+        out.write_text(whole + tail)
+        first = write_lines(tmp_path / "in.jsonl", [completion("new", "Tom", max_tokens=1)])
+        _, err = batch("-i", first, "-o", str(out))
+        lines = out.read_text().splitlines()
+        assert lines[:3] == want[:3] and len(lines) == 4 and json.loads(lines[3])["custom_id"] == "new" and "torn" in err
+    out.write_text(want[3][:50])
+    batch("-i", first, "-o", str(out))
+    assert list(read_results(out)) == ["new"]
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted(uninterrupted, tmp_path, sig):
+    source, want, seconds = uninterrupted
+    out = tmp_path / "out.jsonl"
+    p = start("-i", source, "-o", str(out), *SMALL)
+    while not out.exists() or not out.stat().st_size:
+        time.sleep(0.01)
+    p.send_signal(sig)
+    p.communicate(timeout=20)
+    assert p.returncode == 130
+    kept = out.read_text()
+    assert 0 < len(kept.splitlines()) < len(want) and kept.endswith("\n")
+    batch("-i", source, "-o", str(out), *SMALL)
+    assert sorted(out.read_text().splitlines()) == want and out.read_text().startswith(kept)
+
+
+def test_interrupted_while_a_pipe_is_silent():
+    p = start("-i", "-", "-o", "-", *SMALL, stdin=subprocess.PIPE)
+    p.stderr.readline()
+    p.send_signal(signal.SIGINT)
+    assert p.wait(timeout=20) == 130
+    p.communicate()
+
+
+def test_disk_full(uninterrupted, tmp_path):
+    source, want, _ = uninterrupted
+    out = tmp_path / "out.jsonl"
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+    _, err = batch("-q", "-i", source, "-o", str(out), *SMALL, status=2, preexec_fn=limit)
+    assert "File too large" in err and "goes on" in err and len(err.splitlines()) == 1
+    kept = out.read_text()
+    assert 0 < len(kept) <= 20000 and kept.endswith("\n")
+    batch("-i", source, "-o", str(out), *SMALL)
+    assert sorted(out.read_text().splitlines()) == want
+    _, err = batch("-q", "-i", source, "-o", "/dev/full", *SMALL, status=2)
+    assert "No space left" in err
+
+
+def test_closed_pipe(uninterrupted):
+    p = start("-q", "-i", uninterrupted[0], "-o", "-", *SMALL)
+    p.stdout.readline()
+    p.stdout.close()
+    err = p.stderr.read().decode()
+    assert p.wait(timeout=60) == 2 and "Broken pipe" in err
+    p.stderr.close()
+
+
+# ---- Memory ----
+
+def peak_mb(args):
+    p = start(*args)
+    p.stdout.read(), p.stderr.read()
+    _, status, usage = os.wait4(p.pid, 0)
+    p.returncode = os.waitstatus_to_exitcode(status)
+    assert p.returncode == 0
+    return usage.ru_maxrss / 1024
+
+
+def test_memory_is_bounded(tmp_path):
+    """200,000 lines, of which 1,000 run and the rest are error records: the file's length costs 24 bytes a line and little else."""
+    few, many = tmp_path / "few.jsonl", tmp_path / "many.jsonl"
+    good = [json.dumps(completion(f"q{i}", "Tom", max_tokens=1)) + "\n" for i in range(1000)]
+    bad = [json.dumps({"custom_id": f"long-custom-id-number-{i}", "url": "/v1/none", "body": {"prompt": "x" * 300}}) + "\n"
+           for i in range(199000)]
+    few.write_text("".join(good))
+    many.write_text("".join(bad[:100000] + good + bad[100000:]))
+    small = peak_mb(["-i", str(few), "-o", str(tmp_path / "few.out"), *SMALL])
+    large = peak_mb(["-i", str(many), "-o", str(tmp_path / "many.out"), *SMALL])
+    assert sum(1 for _ in open(tmp_path / "many.out")) == 200000
+    assert large - small < 60
