@@ -113,6 +113,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -334,8 +335,15 @@ static int os_n_cores(void) { /* cores this process may use */
     return n > 0 ? (int)n : 1;
 }
 
-static int64_t os_ram_bytes(void) { /* physical memory of the machine */
-    return (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGE_SIZE);
+static int64_t os_ram_bytes(void) { /* memory that this process may take: the machine's, its container's, its limit's */
+    int64_t bytes = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGE_SIZE);
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) bytes = MIN(bytes, (int64_t)limit.rlim_cur);
+    FILE *f = fopen("/sys/fs/cgroup/memory.max", "re");
+    long long max;
+    if (f && fscanf(f, "%lld", &max) == 1 && max > 0) bytes = MIN(bytes, (int64_t)max); /* "max": no limit */
+    if (f) fclose(f);
+    return bytes;
 }
 
 /* Maps a whole regular file read-only. An empty file gives {"",0}. Undo with os_unmap. A path that leads nowhere is
@@ -2043,6 +2051,14 @@ static void tok_stream_put(tok_stream *s, int32_t id, buf *out) {
         buf_str(out, t->text[id]);
     }
     s->begun = true;
+}
+
+/* The text goes on behind token id (-1: any), whose own text was shown elsewhere: what decoders take off the beginning of a text,
+ * a space, stays on. A special token leaves the beginning where it is. */
+static void tok_stream_follow(tok_stream *s, int32_t id) {
+    if (id >= 0 && id < s->t->n_ids && s->t->flag[id] & TOK_SPECIAL) return;
+    s->begun = true;
+    s->strip = 0;
 }
 
 /* No more ids: an unfinished character becomes U+FFFD. */
@@ -7683,9 +7699,8 @@ static void mf_close(mf_model *m) {
     free(m);
 }
 
-/* Opens what `model` names; NULL: the embedded model. models_file: models.txt, NULL: beside the program or here. *out is
- * the caller's until mf_close. */
-static int mf_open(mf_model **out, const char *model, const char *models_file, const mf_embedded *embedded, toka_err *e) {
+/* As mf_open, but leaves the weights closed: enough for tokenizer and template, and they need not be there. */
+static int mf_open_text(mf_model **out, const char *model, const char *models_file, const mf_embedded *embedded, toka_err *e) {
     mf_model *m = *out = mem_zalloc(sizeof *m);
     int code = 0;
     m->tokenizer_json = m->tokenizer_config = m->chat_template = STR("");
@@ -7695,9 +7710,18 @@ static int mf_open(mf_model **out, const char *model, const char *models_file, c
     else if (embedded && embedded->name) m->embedded = embedded, m->name = arena_cstr(&m->a, STR("embedded"));
     else code = fail(e, TOKA_E_USE, "no model given, and none is embedded in this program");
     if (!code) code = mf_open_configs(m, e);
-    if (!code) code = mf_open_weights(m, e);
     if (!code) return 0;
     mf_close(m);
+    *out = NULL;
+    return code;
+}
+
+/* Opens what `model` names; NULL: the embedded model. models_file: models.txt, NULL: beside the program or here. *out is
+ * the caller's until mf_close. */
+static int mf_open(mf_model **out, const char *model, const char *models_file, const mf_embedded *embedded, toka_err *e) {
+    int code = mf_open_text(out, model, models_file, embedded, e);
+    if (code || !(code = mf_open_weights(*out, e))) return code;
+    mf_close(*out);
     *out = NULL;
     return code;
 }
@@ -11186,8 +11210,9 @@ static int model_step(model_run *m, const toka_step *s, toka_pick *picks, toka_e
  *   - a step allocates nothing but what events carry (texts grow to their longest once).
  * =========================================================================== */
 
-#define ENG_MAX_N (1 << 20) /* samples of one request */
-#define ENG_PAGE 16         /* B: tokens per page on the CPU; sums of attention are cut at its multiples */
+#define ENG_MAX_N (1 << 20)       /* samples of one request */
+#define ENG_MAX_SAMPLES (1 << 28) /* of all requests under way */
+#define ENG_PAGE 16               /* B: tokens per page on the CPU; sums of attention are cut at its multiples */
 
 typedef struct eng_request { /* from eng_submit until its last event */
     int64_t id;
@@ -11234,7 +11259,7 @@ typedef struct eng { /* pools are sized at open and never grow */
     eng_request *inbox, **inbox_end;
     int64_t *cancels;
     int n_cancels, cap_cancels;
-    int64_t next_id;
+    int64_t next_id, n_samples; /* n_samples: of all requests not finished */
     bool driven, stopping;
     toka_err broken;          /* code 0: the device works */
     toka_stats shown;         /* copy of stats after each step */
@@ -11250,6 +11275,8 @@ static int64_t eng_kv_tokens(const toka_shape *s, int max_seqs, int64_t ram_byte
 
 /* Sets shape->max_len and the number of pages, or fails when the length asked for does not fit. asked_kv 0: as memory allows. */
 static int eng_size(toka_shape *shape, int max_seqs, int asked_len, int64_t asked_kv, int *n_pages, toka_err *e) {
+    if (asked_len > shape->max_len || asked_len == 1)
+        return fail(e, TOKA_E_USE, "max_model_len: %d, expected 2 to %d, the model's own limit", asked_len, shape->max_len);
     if (asked_len) shape->max_len = asked_len;
     int64_t n_kv = asked_kv ? asked_kv : eng_kv_tokens(shape, max_seqs, os_ram_bytes());
     if (asked_len && n_kv < asked_len)
@@ -11261,21 +11288,13 @@ static int eng_size(toka_shape *shape, int max_seqs, int asked_len, int64_t aske
     return 0;
 }
 
-static void eng_close(eng *g) {
-    if (!g) return;
-    model_close(&g->m);
-    sched_free(&g->s), batch_free(&g->b);
-    free(g->slots), free(g->out), free(g->picks), free(g->by_sched), free(g->cancels);
-    buf_free(&g->piece), buf_free(&g->text);
-    pthread_mutex_destroy(&g->lock), pthread_cond_destroy(&g->wake);
-    free(g);
-}
-
 /* shape: the model's, with B and max_len still to be set here; it must outlive the engine. */
 static int eng_open(eng **out, const toka_backend *be, const mf_model *files, toka_shape *shape, const tok *words,
                     const toka_options *o, toka_err *e) {
-    int max_seqs = o->max_num_seqs ? o->max_num_seqs : 256, n_pages = 0;
-    int max_tokens = MAX(o->max_num_batched_tokens ? o->max_num_batched_tokens : 512, max_seqs);
+    int max_tokens = o->max_num_batched_tokens ? o->max_num_batched_tokens : MAX(512, o->max_num_seqs), n_pages = 0;
+    int max_seqs = o->max_num_seqs ? o->max_num_seqs : MIN(256, max_tokens);
+    if (max_seqs > max_tokens) /* every running sample may want a row of the step */
+        return fail(e, TOKA_E_USE, "max_num_batched_tokens: %d, expected at least max_num_seqs, %d", max_tokens, max_seqs);
     shape->B = ENG_PAGE;
     int code = eng_size(shape, max_seqs, o->max_model_len, o->kv_tokens, &n_pages, e);
     if (code) return code;
@@ -11364,8 +11383,11 @@ static int eng_submit(eng *g, const toka_request *r, const int32_t *prompt, size
     q->fn = fn, q->user = user, q->done = done;
     pthread_mutex_lock(&g->lock);
     if ((code = g->broken.code)) *e = g->broken;
+    else if (g->n_samples + q->n > ENG_MAX_SAMPLES)
+        code = fail(e, TOKA_E_USE, "%lld samples are waiting or running, at most %d may be", (long long)g->n_samples, ENG_MAX_SAMPLES);
     else {
         q->id = *id = ++g->next_id;
+        g->n_samples += q->n;
         *g->inbox_end = q, g->inbox_end = &q->next;
         g->shown.waiting += q->n;
         pthread_cond_broadcast(&g->wake);
@@ -11378,11 +11400,13 @@ static int eng_submit(eng *g, const toka_request *r, const int32_t *prompt, size
 
 static void eng_cancel(eng *g, int64_t id) {
     pthread_mutex_lock(&g->lock);
-    if (g->n_cancels == g->cap_cancels) {
-        g->cap_cancels = MAX(16, 2 * g->cap_cancels);
-        g->cancels = mem_realloc(g->cancels, (size_t)g->cap_cancels * sizeof *g->cancels);
+    if (id > 0 && id <= g->next_id && g->n_samples) {
+        if (g->n_cancels == g->cap_cancels) {
+            g->cap_cancels = MAX(16, 2 * g->cap_cancels);
+            g->cancels = mem_realloc(g->cancels, (size_t)g->cap_cancels * sizeof *g->cancels);
+        }
+        g->cancels[g->n_cancels++] = id;
     }
-    g->cancels[g->n_cancels++] = id;
     pthread_cond_broadcast(&g->wake);
     pthread_mutex_unlock(&g->lock);
 }
@@ -11404,6 +11428,7 @@ static void eng_finish(eng *g, eng_request *r) {
     bool awaited = r->done != NULL; /* the one who waits for it frees it, maybe at once */
     pthread_mutex_lock(&g->lock);
     if (awaited) *r->done = true;
+    g->n_samples -= r->n;
     pthread_cond_broadcast(&g->wake);
     pthread_mutex_unlock(&g->lock);
     if (!awaited) eng_request_free(r);
@@ -11442,18 +11467,25 @@ static void eng_enter(eng *g, eng_request *r) {
     g->by_sched[id] = r, r->sched_id = id, g->n_live++;
 }
 
+static int eng_by_id(const void *a, const void *b) {
+    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+    return (x > y) - (x < y);
+}
+
 static void eng_take(eng *g) {
     pthread_mutex_lock(&g->lock);
     eng_request *r = g->inbox;
     int64_t *cancels = g->cancels;
-    int n_cancels = g->n_cancels;
+    size_t n_cancels = (size_t)g->n_cancels;
     g->inbox = NULL, g->inbox_end = &g->inbox;
     g->cancels = NULL, g->n_cancels = g->cap_cancels = 0;
     pthread_mutex_unlock(&g->lock);
     for (eng_request *next; r; r = next) next = r->next, eng_enter(g, r);
-    for (int i = 0; i < n_cancels; i++)
-        for (int k = 0; k < g->cap_by_sched; k++)
-            if (g->by_sched[k] && g->by_sched[k]->id == cancels[i]) eng_end_all(g, g->by_sched[k], TOKA_CANCELLED);
+    if (n_cancels) qsort(cancels, n_cancels, sizeof *cancels, eng_by_id);
+    for (int k = 0; k < g->cap_by_sched && n_cancels; k++) {
+        eng_request *q = g->by_sched[k];
+        if (q && bsearch(&q->id, cancels, n_cancels, sizeof *cancels, eng_by_id)) eng_end_all(g, q, TOKA_CANCELLED);
+    }
     free(cancels);
 }
 
@@ -11494,6 +11526,7 @@ static bool eng_text(eng *g, int q, const eng_request *r, int32_t id, bool is_en
     if (!slot->open) {
         stop_init(&slot->stop, r->sampling.stop, r->sampling.n_stop, r->sampling.include_stop);
         tok_stream_init(&slot->stream, g->tok, TOKA_SKIP_SPECIAL);
+        tok_stream_follow(&slot->stream, r->prompt[r->n_prompt - 1]);
         slot->open = true;
     }
     if (!is_end) tok_stream_put(&slot->stream, id, &g->piece);
@@ -11540,10 +11573,11 @@ static void eng_commit(eng *g) {
     }
 }
 
-static void eng_show(eng *g, int rows, double t0, double t1, double t2, double t3) {
+/* After a step of so many rows that took so long to plan, run and commit: the statistics that others see. */
+static void eng_show(eng *g, int rows, double plan_s, double run_s, double commit_s) {
     toka_stats *s = &g->stats;
     s->steps += rows > 0, s->rows += rows;
-    s->plan_s += t1 - t0, s->run_s += t2 - t1, s->commit_s += t3 - t2;
+    s->plan_s += plan_s, s->run_s += run_s, s->commit_s += commit_s;
     s->running = g->s.n_running, s->waiting = g->s.n_waiting;
     s->prompt_tokens = g->s.n_prompt_tokens, s->prompt_tokens_shared = g->s.n_prompt_hits;
     s->preemptions = g->s.n_preempted;
@@ -11554,20 +11588,40 @@ static void eng_show(eng *g, int rows, double t0, double t1, double t2, double t
     pthread_mutex_unlock(&g->lock);
 }
 
+static void eng_end_everything(eng *g, toka_finish how) {
+    eng_take(g);
+    for (int k = 0; k < g->cap_by_sched; k++)
+        if (g->by_sched[k]) eng_end_all(g, g->by_sched[k], how);
+}
+
 /* A device that failed fails every request; nothing more is taken. */
 static void eng_break(eng *g, const toka_err *e) {
     pthread_mutex_lock(&g->lock);
     g->broken = *e;
     pthread_mutex_unlock(&g->lock);
-    eng_take(g);
-    for (int k = 0; k < g->cap_by_sched; k++)
-        if (g->by_sched[k]) eng_end_all(g, g->by_sched[k], TOKA_FAILED);
+    eng_end_everything(g, TOKA_FAILED);
+    eng_show(g, 0, 0, 0, 0);
 }
+
+static void eng_close(eng *g) { /* what is under way gets its last events, TOKA_CANCELLED, on this thread */
+    if (!g) return;
+    eng_end_everything(g, TOKA_CANCELLED);
+    model_close(&g->m);
+    sched_free(&g->s), batch_free(&g->b);
+    free(g->slots), free(g->out), free(g->picks), free(g->by_sched), free(g->cancels);
+    buf_free(&g->piece), buf_free(&g->text);
+    pthread_mutex_destroy(&g->lock), pthread_cond_destroy(&g->wake);
+    free(g);
+}
+
 
 static void eng_step(eng *g) {
     toka_err e;
     eng_take(g);
-    if (!g->n_live) return;
+    if (!g->n_live) {
+        eng_show(g, 0, 0, 0, 0); /* all that was there was cancelled */
+        return;
+    }
     double t0 = os_now();
     int rows = sched_plan(&g->s);
     batch_build(&g->b, &g->s);
@@ -11580,18 +11634,18 @@ static void eng_step(eng *g) {
         return;
     }
     eng_commit(g);
-    eng_show(g, rows, t0, t1, t2, os_now());
+    eng_show(g, rows, t1 - t0, t2 - t1, os_now() - t2);
 }
 
 /* ---- Drive ---- */
 
-/* Runs steps until *done (if not NULL), or nothing is left and !forever, or eng_stop. If another thread drives, waits for it. */
+/* Runs steps until *done (if not NULL); or, forever, until eng_stop; or until nothing is left. While another thread drives, waits.
+ * Nobody leaves a broken engine before the driver has delivered the last event. */
 static int eng_drive(eng *g, const bool *done, bool forever, toka_err *e) {
-    int code;
     pthread_mutex_lock(&g->lock);
-    while (!(code = g->broken.code) && !(done ? *done : g->stopping)) {
+    while (!(done && *done)) {
         bool idle = !g->driven && !g->n_live && !g->inbox && !g->n_cancels;
-        if (idle && !done && !forever) break;
+        if (!g->driven && !done && (g->broken.code || (forever ? g->stopping : idle))) break;
         if (g->driven || idle) {
             pthread_cond_wait(&g->wake, &g->lock);
             continue;
@@ -11603,8 +11657,8 @@ static int eng_drive(eng *g, const bool *done, bool forever, toka_err *e) {
         g->driven = false;
         pthread_cond_broadcast(&g->wake);
     }
+    int code = g->broken.code;
     if (code) *e = g->broken;
-    if (!done) g->stopping = false;
     pthread_mutex_unlock(&g->lock);
     return code;
 }
@@ -11676,9 +11730,9 @@ static int eng_score(eng *g, const int32_t *tokens, size_t n, float *logprobs, t
         g->driven = true;
         pthread_mutex_unlock(&g->lock);
         code = eng_score_alone(g, tokens, (int)n, logprobs, e);
+        if (code) eng_break(g, e);
         pthread_mutex_lock(&g->lock);
         g->driven = false;
-        if (code) g->broken = *e;
     }
     pthread_cond_broadcast(&g->wake);
     pthread_mutex_unlock(&g->lock);
@@ -11757,10 +11811,10 @@ static int api_need_template(const toka *t, toka_err *e) {
     return fail(e, TOKA_E_USE, "%s has no chat template; give one with --chat-template or use --raw", t->files->name);
 }
 
-/* The text half of a model: files, tokenizer, template. Enough for tokenize and template, without any memory for running. */
-static int api_open_text(toka **out, const toka_options *o, toka_err *e) {
+/* The text half of a model: files, tokenizer, template; its weights only if asked for. Takes no memory for running. */
+static int api_open_text(toka **out, const toka_options *o, bool weights, toka_err *e) {
     toka *t = mem_zalloc(sizeof *t);
-    int code = mf_open(&t->files, o->model, o->models_file, o->model ? NULL : embedded_model, e);
+    int code = (weights ? mf_open : mf_open_text)(&t->files, o->model, o->models_file, o->model ? NULL : embedded_model, e);
     if (!code && t->files->tokenizer_json.n) code = tok_load(&t->tok, t->files->tokenizer_json, t->files->tokenizer_config, e);
     if (!code) code = api_open_template(t, o->chat_template, e);
     if (code) {
@@ -11804,7 +11858,7 @@ int toka_open(toka **out, const toka_options *o, toka_err *e) {
     toka *t;
     *out = NULL;
     int code = api_check_options(o, e);
-    if (code || (code = api_open_text(&t, o, e))) return code;
+    if (code || (code = api_open_text(&t, o, true, e))) return code;
     if ((code = eng_open(&t->engine, api_backend(o->device), t->files, &t->shape, t->tok, o, e))) {
         toka_close(t);
         return code;
@@ -11887,7 +11941,8 @@ static int api_parse_now(const char *now, tmpl_time *out, toka_err *e) {
         tm.tm_year -= 1900, tm.tm_mon -= 1;
         struct tm made = tm;
         made.tm_isdst = -1;
-        if (n != 6 || want.tm_year < 1900 || want.tm_year > 9999 || timegm(&made) == -1 || made.tm_mday != tm.tm_mday ||
+        timegm(&made); /* brings what is out of range into range */
+        if (n != 6 || want.tm_year < 1900 || want.tm_year > 9999 || made.tm_mday != tm.tm_mday ||
             made.tm_mon != tm.tm_mon || made.tm_hour != tm.tm_hour || made.tm_sec != tm.tm_sec)
             return fail(e, TOKA_E_USE, "now: '%s', expected 'YYYY-MM-DD hh:mm:ss'", now);
         tm = made; /* with weekday and day of the year */
@@ -11959,6 +12014,7 @@ toka_request toka_request_default(void) {
 }
 
 void toka_request_model_defaults(const toka *t, toka_request *r) {
+    if (!t) return;
     const mf_defaults *d = &t->files->defaults;
     if (d->has_temperature) r->sampling.temperature = d->temperature;
     if (d->has_do_sample && !d->do_sample) r->sampling.temperature = 0;
@@ -13774,7 +13830,7 @@ static int cli_tokenize(const cli *c, toka_err *e) {
     ids v = {0};
     toka *t = NULL;
     int code = api_check_options(&c->open, e);
-    if (!code) code = api_open_text(&t, &c->open, e);
+    if (!code) code = api_open_text(&t, &c->open, false, e);
     if (!code) code = api_need_tokenizer(t, e);
     if (!code) code = cli_read_prompt(c, &in, e);
     if (!code && c->decode) {
@@ -13798,7 +13854,7 @@ static int cli_template(const cli *c, toka_err *e) {
     mf_model names = {0};
     bool needs_model = c->open.model || !c->open.chat_template; /* a template file needs none */
     int code = needs_model ? api_check_options(&c->open, e) : api_template_file(c->open.chat_template, &names, &alone, e);
-    if (!code && needs_model) code = api_open_text(&t, &c->open, e);
+    if (!code && needs_model) code = api_open_text(&t, &c->open, false, e);
     if (!code && needs_model) code = api_need_template(t, e);
     if (!code) code = cli_read_prompt(c, &in, e);
     if (!code) code = api_render(t ? t->chat : alone, t ? t->files : &names, buf_view(&in), c->now, &out, e);

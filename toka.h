@@ -72,7 +72,8 @@ toka_options toka_options_default(void);
  * Errors: TOKA_E_USE, TOKA_E_INPUT, TOKA_E_IO, TOKA_E_DEVICE, TOKA_E_MEMORY. Thread: any, one call per toka. */
 int toka_open(toka **out, const toka_options *options, toka_err *e);
 
-/* Frees everything; NULL is allowed. No call on t may be under way. */
+/* Frees everything; NULL is allowed. No call on t may be under way. Requests that have not ended get their last events,
+ * TOKA_CANCELLED, on this thread. */
 void toka_close(toka *t);
 
 /* What was opened; the strings live as long as t. */
@@ -149,9 +150,11 @@ typedef struct toka_request {
     uint64_t length_class; /* requests with equal keys have outputs of like length; 0: this request's samples only */
 } toka_request;
 
-/* One sample, greedy off at temperature 1, no truncation, seed 0, text_flags ADD_SPECIAL | PARSE_SPECIAL; then what the model's
- * generation_config says if t is not NULL (temperature, top_p, top_k, repetition_penalty). */
+/* One sample, temperature 1, no truncation, seed 0, text_flags ADD_SPECIAL | PARSE_SPECIAL. */
 toka_request toka_request_default(void);
+
+/* Sets what the model's generation_config says: temperature (0 if do_sample is false), top_p, top_k, min_p, repetition_penalty.
+ * t NULL: nothing. */
 void toka_request_model_defaults(const toka *t, toka_request *r);
 
 typedef enum toka_finish {
@@ -183,11 +186,12 @@ typedef int toka_event_fn(void *user, const toka_event *event);
 
 typedef struct toka_usage {
     int64_t prompt_tokens, output_tokens; /* prompt counted once, output summed over samples */
-    double prefill_s, decode_s;           /* wall time until the first token of the first sample; from there to the end */
+    double prefill_s, decode_s;           /* wall time from submit to the first token of any sample; from there to the end */
 } toka_usage;
 
-/* Runs one request to its end, beside all others that are under way. usage may be NULL. A refused or cancelled request leaves the
- * toka usable. Thread: any, also several at once; whoever waits drives the engine for all, so fn may run on another's thread. */
+/* Runs one request to its end, beside all others that are under way. usage may be NULL; it stays as it was if the request is
+ * refused. Errors: TOKA_E_USE, TOKA_E_INPUT, TOKA_E_CANCELLED (by the callback or toka_cancel), all of which leave the toka usable,
+ * and TOKA_E_DEVICE. Thread: any, also several at once; whoever waits drives the engine for all, so fn may run on another's thread. */
 int toka_generate(toka *t, const toka_request *request, toka_event_fn *fn, void *user, toka_usage *usage, toka_err *e);
 
 /* Queues a request; all it points to is copied. Events come while some thread drives. *id is for toka_cancel. Thread: any. */
@@ -199,6 +203,9 @@ void toka_cancel(toka *t, int64_t id);
 /* Drives the engine until all requests have ended; forever: until toka_stop. Returns TOKA_E_DEVICE when the device failed; all requests
  * have had their events then. Thread: any; a second one waits for the first. */
 int toka_run(toka *t, int forever, toka_err *e);
+
+/* Ends every toka_run(forever), also one that is yet to begin: there is none after this. Requests stay; toka_run(t, 0, e) would
+ * finish them, toka_close cancels them. Thread: any. */
 void toka_stop(toka *t);
 
 typedef struct toka_stats { /* since toka_open, as of the last step */
@@ -212,11 +219,12 @@ typedef struct toka_stats { /* since toka_open, as of the last step */
 } toka_stats;
 toka_stats toka_get_stats(toka *t);
 
-/* Log-probability of every token of a text given those before it: logprobs[i] for ids[i], i from 1; logprobs[0] is 0.
+/* Waits until no request is left, then runs alone. Log-probability of every token of a text given those before it: logprobs[i] for ids[i], i from 1; logprobs[0] is 0.
  * logprobs: caller's, n_ids floats. Never holds [tokens][vocabulary] in memory. */
 int toka_score(toka *t, const int32_t *ids, size_t n_ids, float *logprobs, toka_err *e);
 
-/* main() of the toka program, for hosts that want its command line. Returns the exit status: 0, 1 or 2. */
+/* main() of the toka program. Returns the exit status: 0, 1, 2, or 130 after Ctrl-C. Installs handlers for SIGINT, SIGTERM and SIGPIPE,
+ * so it is for programs that are nothing else. */
 int toka_main(int argc, char **argv);
 
 /* ============================================================================================================= */
