@@ -520,6 +520,115 @@ static void test_submit_cancel(void) {
     toka_close(t);
 }
 
+/* ---- A device that fails, an engine that is closed or stopped ---- */
+
+static int eng_steps_left;
+
+static int eng_faulty_status(toka_device *d, toka_err *e) {
+    if (eng_steps_left-- > 0) return toka_cpu.status(d, e);
+    return fail(e, TOKA_E_DEVICE, "injected fault");
+}
+
+static void *eng_fault_main(void *arg) {
+    eng_thread *me = arg;
+    int32_t prompt[] = {5, 6, 7};
+    toka_sampling s = eng_greedy(100);
+    toka_err e = {0};
+    int code;
+    s.ignore_eos = 1;
+    eng_got *g = eng_ask(me->t, NULL, prompt, 3, 3, &s, &code, &e);
+    me->ok = code == TOKA_E_DEVICE && strstr(e.msg, "injected");
+    for (int i = 0; i < 3; i++) me->ok &= g->n_events == 0 || g->n_ended == 3; /* refused at once, or ended whole */
+    eng_got_free(g);
+    return NULL;
+}
+
+/* All requests of all threads fail with the device's words, each sample once; what comes later is refused. */
+static void test_device_fault(void) {
+    enum { N = 4 };
+    toka *t = eng_must_open(eng_model, 16, 64, 1);
+    toka_backend faulty = toka_cpu;
+    faulty.status = eng_faulty_status, eng_steps_left = 5;
+    t->engine->m.be = &faulty;
+    pthread_t thread[N];
+    eng_thread arg[N];
+    for (int i = 0; i < N; i++) {
+        arg[i] = (eng_thread){t, i, false};
+        CHECK(!pthread_create(&thread[i], NULL, eng_fault_main, &arg[i]));
+    }
+    for (int i = 0; i < N; i++) CHECK(!pthread_join(thread[i], NULL) && arg[i].ok);
+    int32_t prompt[] = {5, 6};
+    float logprobs[2];
+    toka_err e = {0};
+    CHECK(toka_score(t, prompt, 2, logprobs, &e) == TOKA_E_DEVICE && toka_run(t, 1, &e) == TOKA_E_DEVICE);
+    toka_close(t);
+}
+
+static void test_close_and_stop(void) {
+    toka *t = eng_must_open(eng_model, 4, 16, 1);
+    int32_t prompt[] = {5, 6, 7};
+    int count[2][3] = {0};
+    int64_t id;
+    toka_err e;
+    toka_request r = toka_request_default();
+    r.ids = prompt, r.n_ids = 3, r.n = 2, r.sampling = eng_greedy(5);
+    CHECK(!toka_submit(t, &r, eng_count, count[0], &id, &e));
+    toka_stop(t);
+    CHECK(!toka_run(t, 1, &e) && count[0][0] == 0); /* stopped before it began */
+    CHECK(!toka_run(t, 0, &e) && count[0][0] == 2 && count[0][1] == 0);
+    CHECK(!toka_submit(t, &r, eng_count, count[1], &id, &e));
+    toka_close(t);
+    CHECK(count[1][0] == 2 && count[1][1] == 2);
+}
+
+/* A completion goes on where the prompt ended: prompt and output side by side are the text of all ids. */
+static void test_text_goes_on(void) {
+    if (!data_path("weights/stories260K")) {
+        SKIP(1, "no public test data");
+        return;
+    }
+    toka *t = eng_must_open(data_path("weights/stories260K"), 4, 64, 1);
+    toka_sampling s = eng_greedy(12);
+    toka_err e;
+    int code;
+    eng_got *g = eng_ask(t, "Once upon", NULL, 0, 1, &s, &code, &e);
+    CHECK_MSG(code == 0 && str_starts(buf_view(&g->text[0]), STR(" a time, there was")), "%s", g->text[0].p);
+    eng_got_free(g);
+    g = eng_ask(t, "", NULL, 0, 1, &s, &code, &e);
+    CHECK_MSG(code == 0 && str_starts(buf_view(&g->text[0]), STR("Once upon a time")), "%s", g->text[0].p);
+    eng_got_free(g);
+    toka_close(t);
+}
+
+/* A pool far too small for all samples at once: they are preempted, and every token and log-probability is as without. */
+static void test_page_pressure(void) {
+    toka_sampling s = eng_greedy(60);
+    s.temperature = 3, s.seed = 4, s.ignore_eos = 1;
+    toka_options o = toka_options_default();
+    o.model = eng_model, o.n_threads = 2, o.max_num_seqs = 40, o.max_model_len = 256;
+    eng_got *want = NULL;
+    int64_t preempted = 0;
+    for (int k = 0; k < 3; k++) {
+        toka *t;
+        toka_err e;
+        o.kv_tokens = k == 0 ? 0 : k == 1 ? 256 : 700;
+        CHECK_MSG(!toka_open(&t, &o, &e), "%s", e.msg);
+        s.ignore_eos = 0; /* lengths are guessed, and guessed wrong */
+        eng_got *g = eng_ask_problem(t, str_c(eng_problem), 40, &s);
+        CHECK(g->n_ended == 40 && !sched_check(&t->engine->s));
+        for (int i = 0; i < 40 && want; i++) {
+            CHECK(want->id[i].n == g->id[i].n && !memcmp(want->id[i].p, g->id[i].p, g->id[i].n * 4));
+            CHECK(!memcmp(want->logprob[i], g->logprob[i], sizeof g->logprob[i]));
+        }
+        preempted += toka_get_stats(t).preemptions;
+        if (want) eng_got_free(g);
+        else want = g;
+        toka_close(t);
+    }
+    CHECK_MSG(preempted > 0, "no preemption, the test is not one");
+    eng_got_free(want);
+}
+
 static const struct test eng_tests[] = {
     {"fixtures: logits and greedy ids equal transformers", test_fixtures},
     {"real weights give the reference's text", test_real_weights},
@@ -531,5 +640,9 @@ static const struct test eng_tests[] = {
     {"score equals generate", test_score},
     {"request: errors and cancel", test_request_errors},
     {"engine: six threads at once", test_threads},
+    {"engine: a device that fails", test_device_fault},
+    {"engine: closed and stopped", test_close_and_stop},
+    {"engine: text goes on behind the prompt", test_text_goes_on},
+    {"engine: page pressure changes nothing", test_page_pressure},
     {"engine: one drives, one submits and cancels", test_submit_cancel},
     {0}};
