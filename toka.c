@@ -13197,12 +13197,11 @@ typedef struct run_report { /* what a batch was worth */
     toka_stats s;
 } run_report;
 
-static run_report run_report_make(const run_state *r) {
-    run_report p = {.s = toka_get_stats(r->t)};
+static run_report run_report_make(toka *t, double elapsed_s) {
+    run_report p = {.s = toka_get_stats(t), .elapsed_s = MAX(elapsed_s, 1e-9)};
     const toka_stats *s = &p.s;
-    const mf_model *files = r->t->files;
+    const mf_model *files = t->files;
     double computed = (double)(s->prompt_tokens - s->prompt_tokens_shared + s->output_tokens);
-    p.elapsed_s = os_now() - r->t0;
     p.output_rate = (double)s->output_tokens / p.elapsed_s;
     p.total_rate = (double)(s->output_tokens + s->prompt_tokens) / p.elapsed_s;
     p.shared = s->prompt_tokens ? (double)s->prompt_tokens_shared / (double)s->prompt_tokens : 0;
@@ -13213,24 +13212,22 @@ static run_report run_report_make(const run_state *r) {
         p.read_gbs = 1e-9 * (double)files->weight_bytes * (double)s->steps / s->run_s;
         p.gflops = 2e-9 * (double)files->n_parameters * computed / s->run_s;
     }
-    if (r->t->engine->m.be == &toka_cpu && s->steps)
-        p.ceiling_gbs = 1e-9 * run_read_rate(files->weight_bytes, r->t->engine->m.dev->pool.n);
+    if (t->engine->m.be == &toka_cpu && s->steps)
+        p.ceiling_gbs = 1e-9 * run_read_rate(files->weight_bytes, t->engine->m.dev->pool.n);
     return p;
 }
 
-static void run_report_show(const run_state *r, const run_report *p) {
+static void run_report_show(const run_report *p) {
     const toka_stats *s = &p->s;
-    fprintf(stderr, "toka batch: %lld lines in %.1f s, %lld of them errors", (long long)r->n_written, p->elapsed_s,
-            (long long)r->n_errors);
-    if (r->n_before) fprintf(stderr, "; %lld were done before", (long long)r->n_before);
-    fprintf(stderr, "\n  prompt %lld tokens, %.1f %% from the prefix tree; output %lld tokens, %.1f tok/s; %.1f tok/s in all\n",
+    if (!s->steps) return;
+    fprintf(stderr, "  prompt %lld tokens, %.1f %% from the prefix tree; output %lld tokens, %.1f tok/s; %.1f tok/s in all\n",
             (long long)s->prompt_tokens, 100 * p->shared, (long long)s->output_tokens, p->output_rate, p->total_rate);
     fprintf(stderr, "  %lld steps of %.1f tokens, %lld preemptions; time: plan %.1f %%, run %.1f %%, commit %.1f %%, idle %.1f %%\n",
             (long long)s->steps, p->rows_per_step, (long long)s->preemptions, 100 * p->plan, 100 * p->run, 100 * p->commit,
             100 * p->idle);
-    if (s->steps) fprintf(stderr, "  weights were read at %.1f GB/s and used at %.1f GFLOP/s", p->read_gbs, p->gflops);
+    fprintf(stderr, "  weights were read at %.1f GB/s and used at %.1f GFLOP/s", p->read_gbs, p->gflops);
     if (p->ceiling_gbs > 0) fprintf(stderr, "; reading alone reaches %.1f GB/s here", p->ceiling_gbs);
-    if (s->steps) fputc('\n', stderr);
+    fputc('\n', stderr);
 }
 
 /* The same as a JSON object, times in seconds, rates per second, shares from 0 to 1. */
@@ -13287,12 +13284,426 @@ static int run_batch(toka *t, const run_options *o, toka_err *e) {
     if (!code) {
         r.t0 = os_now();
         code = run_lines(&r, e);
-        run_report p = run_report_make(&r);
-        if (!o->quiet) run_report_show(&r, &p);
+        run_report p = run_report_make(t, os_now() - r.t0);
+        if (!o->quiet) {
+            fprintf(stderr, "toka batch: %lld lines in %.1f s, %lld of them errors", (long long)r.n_written, p.elapsed_s,
+                    (long long)r.n_errors);
+            fprintf(stderr, r.n_before ? "; %lld were done before\n" : "\n", (long long)r.n_before);
+            run_report_show(&p);
+        }
         if (o->report && run_report_write(&r, &p, &late) && !code) *e = late, code = late.code;
     }
     if (run_close(&r, &late) && !code) *e = late, code = late.code;
     return code;
+}
+
+/* ---- Dummy weights: the shapes of a line of models.txt, filled with random numbers ---- */
+
+typedef struct run_fill_part { /* elements from .. to of one matrix */
+    uint16_t *p;
+    int64_t from, to;
+    uint64_t stream; /* which matrix */
+    float scale;
+} run_fill_part;
+
+/* Uniform in (-scale, scale) as bf16, four from each number of a counter-based generator (splitmix64's mixing). */
+static void *run_fill_random(void *user) {
+    const run_fill_part *f = user;
+    for (int64_t i = f->from; i < f->to; i += 4) {
+        uint64_t z = (f->stream << 40) + (uint64_t)i / 4 * 0x9E3779B97F4A7C15u;
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+        z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+        for (int k = 0; k < 4 && i + k < f->to; k++, z >>= 16) {
+            float x = ((float)(z & 0xFFFF) * 0x1p-15f - (1 - 0x1p-16f)) * f->scale;
+            uint32_t bits;
+            memcpy(&bits, &x, sizeof bits);
+            f->p[i + k] = (uint16_t)(bits >> 16);
+        }
+    }
+    return NULL;
+}
+
+/* One tensor at *at, which moves behind it. Norms are 1, biases 0; a matrix keeps the size of what goes through it. */
+static void run_dummy_tensor(mf_model *m, const mf_slot *slot, void *base, char **at) {
+    enum { MOST = 64 };
+    int64_t n = mf_slot_size(slot, &m->config);
+    uint16_t *p = (uint16_t *)(void *)*at;
+    if (!n) return;
+    int rows = mf_product(slot->rows, &m->shape), cols = mf_product(slot->cols, &m->shape);
+    *(toka_tensor *)(void *)((char *)base + slot->field) = (toka_tensor){p, TOKA_BF16, rows, cols};
+    *at += ((size_t)n * sizeof *p + 63) & ~(size_t)63;
+    if (*slot->rows) {
+        run_fill_part part[MOST];
+        pthread_t thread[MOST];
+        int parts = n < 1 << 20 ? 1 : MIN(os_n_cores(), MOST), started = 1;
+        int64_t each = (n / parts + 3) / 4 * 4;
+        for (int i = 0; i < parts; i++)
+            part[i] = (run_fill_part){p, each * i, i + 1 < parts ? each * (i + 1) : n, (uint64_t)(*at - m->maps[0].p) >> 6,
+                                      sqrtf(3 / (float)cols)};
+        while (started < parts && !pthread_create(&thread[started], NULL, run_fill_random, &part[started])) started++;
+        for (int i = started; i < parts; i++) run_fill_random(&part[i]);
+        run_fill_random(&part[0]);
+        for (int i = 1; i < started; i++) pthread_join(thread[i], NULL);
+    } else {
+        for (int64_t i = 0; i < n && str_ends(str_c(slot->suffix), STR("norm.weight")); i++) p[i] = 0x3F80;
+    }
+}
+
+static int run_dummy_weights(mf_model *m, toka_err *e) {
+    int L = m->shape.L;
+    size_t pad = (size_t)(COUNT(mf_layer_slots) * L + COUNT(mf_model_slots) + 1) * 64;
+    m->n_parameters = mf_n_parameters(&m->config), m->weight_bytes = (size_t)m->n_parameters * 2;
+    size_t bytes = m->weight_bytes + pad;
+    char *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED || (int64_t)bytes > os_ram_bytes())
+        return fail(e, TOKA_E_MEMORY, "%s: %zu bytes of dummy weights do not fit", m->name, m->weight_bytes);
+    m->maps = mem_alloc(sizeof *m->maps);
+    m->maps[m->n_maps++] = (str){at, bytes};
+    m->weights.layers = arena_zalloc(&m->a, (size_t)L * sizeof *m->weights.layers);
+    for (int i = 0; i < COUNT(mf_model_slots); i++) run_dummy_tensor(m, &mf_model_slots[i], &m->weights, &at);
+    for (int layer = 0; layer < L; layer++) {
+        for (int i = 0; i < COUNT(mf_layer_slots); i++)
+            run_dummy_tensor(m, &mf_layer_slots[i], &m->weights.layers[layer], &at);
+        m->weights.layers[layer].window = m->config.window[layer];
+    }
+    run_dummy_tensor(m, &mf_lm_head_slot, &m->weights, &at);
+    if (!m->weights.lm_head.rows) m->weights.lm_head = m->weights.embed;
+    return 0;
+}
+
+/* A toka without any file: shapes of models.txt, random weights, no tokenizer. */
+static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
+    mf_known *known, *found = NULL;
+    int n, code = api_check_options(o, e);
+    if (code) return code;
+    if (!o->model) return fail(e, TOKA_E_USE, "--dummy-weights needs -m NAME, a name of models.txt");
+    toka *t = mem_zalloc(sizeof *t);
+    mf_model *m = t->files = mem_zalloc(sizeof *m);
+    m->tokenizer_json = m->tokenizer_config = m->chat_template = STR("");
+    m->bos_id = -1, m->defaults = mf_no_defaults;
+    code = mf_models_open(o->models_file, &m->a, &known, &n, e);
+    for (int i = 0; i < n && !code && !found; i++)
+        if (!strcmp(known[i].name, o->model) || !strcmp(known[i].hub_id, o->model)) found = &known[i];
+    if (!code && !found) code = fail(e, TOKA_E_USE, "%s: not a name of models.txt, which --dummy-weights needs", o->model);
+    if (!code) {
+        m->name = found->name, m->config = found->config, m->shape = t->shape = found->config.shape;
+        snprintf(m->architecture, sizeof m->architecture, "%s", m->config.arch->name);
+        code = run_dummy_weights(m, e);
+    }
+    if (!code) code = eng_open(&t->engine, api_backend(o->device), m, &t->shape, NULL, o, e);
+    if (code) toka_close(t), t = NULL;
+    *out = t;
+    return code;
+}
+
+/* ---- toka bench throughput ---- */
+
+typedef struct run_bench_options {
+    const char *dataset; /* lines {"prompt_token_ids": [..] or "prompt": "..", "output_lengths": [l1, ..]} */
+    int num_prompts;     /* of its lines, 0: all */
+    toka_request base;
+    bool json, quiet;
+    atomic_int *interrupted;
+} run_bench_options;
+
+typedef struct run_bench_sample {
+    int prompt, length;
+} run_bench_sample;
+
+/* Every sample is a request of its own length, end ids ignored; those of one line find each other's prompt in the prefix tree.
+ * A sample that ends puts the next one in, so that a few times those that run at once are known to the engine. */
+typedef struct run_bench_state {
+    const run_bench_options *o;
+    toka *t;
+    ids tokens;                 /* of all prompts */
+    size_t *prompt;             /* [n_prompts + 1] where each begins in tokens */
+    run_bench_sample *sample;   /* [n_samples] in the order of the file */
+    int64_t n_prompts, n_samples, cap_prompts, cap_samples;
+    int64_t next, n_output;
+    toka_err e;
+} run_bench_state;
+
+static int run_bench_line(run_bench_state *b, const json *root, int64_t number, toka_err *e) {
+    const json *prompt = json_get(root, "prompt_token_ids"), *text = json_get(root, "prompt"), *lengths = json_get(root, "output_lengths");
+    if (b->n_prompts + 1 >= b->cap_prompts) {
+        b->cap_prompts = MAX(1024, 2 * b->cap_prompts);
+        b->prompt = mem_realloc(b->prompt, (size_t)b->cap_prompts * sizeof *b->prompt);
+        b->prompt[b->n_prompts] = b->tokens.n;
+    }
+    size_t first = b->tokens.n;
+    if (json_is(prompt, JSON_ARRAY)) {
+        JSON_EACH(it, prompt) ids_push(&b->tokens, (int32_t)MAX(-1, MIN(json_int(it, -1), INT32_MAX)));
+    } else if (json_is(text, JSON_STRING)) {
+        if (api_need_tokenizer(b->t, e) ||
+            tok_encode(b->t->tok, json_str(text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, &b->tokens, e)) return e->code;
+    }
+    int64_t n = (int64_t)(b->tokens.n - first);
+    if (!n || !json_is(lengths, JSON_ARRAY) || !lengths->n)
+        return fail(e, TOKA_E_INPUT, "%s: line %lld: expected prompt_token_ids or prompt, and output_lengths", b->o->dataset,
+                    (long long)number);
+    JSON_EACH(it, lengths) {
+        int64_t length = json_int(it, 0);
+        if (length < 1 || n + length > b->t->shape.max_len)
+            return fail(e, TOKA_E_INPUT, "%s: line %lld: %lld tokens and an output of %lld, expected at least 1 and at most %d in all",
+                        b->o->dataset, (long long)number, (long long)n, (long long)length, b->t->shape.max_len);
+        if (b->n_samples == b->cap_samples) {
+            b->cap_samples = MAX(1024, 2 * b->cap_samples);
+            b->sample = mem_realloc(b->sample, (size_t)b->cap_samples * sizeof *b->sample);
+        }
+        b->sample[b->n_samples++] = (run_bench_sample){(int)b->n_prompts, (int)length};
+        b->n_output += length;
+    }
+    b->prompt[++b->n_prompts] = b->tokens.n;
+    return 0;
+}
+
+static int run_bench_load(run_bench_state *b, toka_err *e) {
+    run_input in;
+    str line;
+    int code = 0, most = b->o->num_prompts ? b->o->num_prompts : INT_MAX - 1;
+    int fd = open(b->o->dataset, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return fail(e, TOKA_E_INPUT, "%s: %s", b->o->dataset, strerror(errno));
+    run_input_init(&in, fd, b->o->dataset, b->o->interrupted);
+    while (b->n_prompts < most && (code = run_next_line(&in, &line, NULL, e)) > 0) {
+        arena a = {0};
+        toka_err why;
+        const json *root = run_is_blank(line) ? NULL : json_parse(&a, line, run_limits, &why);
+        code = 0;
+        if (root) code = run_bench_line(b, root, in.number, e);
+        else if (!run_is_blank(line))
+            code = fail(e, TOKA_E_INPUT, "%s: line %lld: %s", b->o->dataset, (long long)in.number, why.msg);
+        arena_free(&a);
+        if (code) break;
+    }
+    if (!code && !b->n_prompts) code = fail(e, TOKA_E_INPUT, "%s: no lines", b->o->dataset);
+    run_input_free(&in);
+    close(fd);
+    return code;
+}
+
+static int run_bench_event(void *user, const toka_event *ev);
+
+static void run_bench_submit(run_bench_state *b) {
+    if (b->next == b->n_samples || b->e.code) return;
+    const run_bench_sample *s = &b->sample[b->next];
+    int64_t id;
+    toka_request q = b->o->base;
+    q.ids = b->tokens.p + b->prompt[s->prompt], q.n_ids = b->prompt[s->prompt + 1] - b->prompt[s->prompt];
+    q.sampling.seed = run_seed(q.sampling.seed, (run_key){0, (uint64_t)b->next++});
+    q.sampling.max_tokens = s->length, q.sampling.ignore_eos = true;
+    toka_submit(b->t, &q, run_bench_event, b, &id, &b->e);
+}
+
+static int run_bench_event(void *user, const toka_event *ev) {
+    run_bench_state *b = user;
+    if (*b->o->interrupted) return b->next = b->n_samples, 1;
+    if (ev->finish != TOKA_RUNNING) run_bench_submit(b);
+    return 0;
+}
+
+/* Names and lines as vLLM's `bench throughput`: a request is a line, its prompt counted once. */
+static void run_bench_print(const run_bench_state *b, const run_report *p) {
+    int64_t prompt = (int64_t)b->tokens.n, total = prompt + b->n_output;
+    double s = p->elapsed_s;
+    if (!b->o->json) {
+        printf("Throughput: %.2f requests/s, %.2f total tokens/s, %.2f output tokens/s\n", (double)b->n_prompts / s, (double)total / s,
+               (double)b->n_output / s);
+        printf("Total num prompt tokens:  %lld\nTotal num output tokens:  %lld\n", (long long)prompt, (long long)b->n_output);
+        return;
+    }
+    const struct { const char *name; double value; } numbers[] = {
+        {"requests_per_second", (double)b->n_prompts / s}, {"tokens_per_second", (double)total / s},
+        {"output_tokens_per_second", (double)b->n_output / s}, {"prefix_hit_share", p->shared}, {"mean_batch_size", p->rows_per_step},
+        {"plan_share", p->plan}, {"run_share", p->run}, {"commit_share", p->commit}, {"idle_share", p->idle}};
+    const struct { const char *name; int64_t value; } counts[] = {
+        {"num_requests", b->n_prompts}, {"num_samples", b->n_samples}, {"total_num_tokens", total}, {"total_prompt_tokens", prompt},
+        {"total_output_tokens", b->n_output}, {"steps", p->s.steps}, {"preemptions", p->s.preemptions}};
+    buf out = {0};
+    json_put_open(&out, '{');
+    json_put_key(&out, "elapsed_time"), json_put_num(&out, s, false);
+    for (int i = 0; i < COUNT(counts); i++) json_put_key(&out, counts[i].name), json_put_int(&out, counts[i].value);
+    for (int i = 0; i < COUNT(numbers); i++) json_put_key(&out, numbers[i].name), json_put_num(&out, numbers[i].value, true);
+    json_put_close(&out, '}');
+    printf("%s\n", out.p);
+    buf_free(&out);
+}
+
+static int run_bench_throughput(toka *t, const run_bench_options *o, toka_err *e) {
+    run_bench_state b = {.o = o, .t = t};
+    int code = run_bench_load(&b, e);
+    if (!code) {
+        double t0 = os_now();
+        for (int i = 0; i < 2 * t->engine->s.c.max_seqs; i++) run_bench_submit(&b);
+        code = toka_run(t, false, e);
+        if (!code && b.e.code) *e = b.e, code = e->code;
+        run_report p = run_report_make(t, os_now() - t0);
+        if (!code && !*o->interrupted) run_bench_print(&b, &p);
+        if (!code && !o->quiet) run_report_show(&p);
+    }
+    ids_free(&b.tokens);
+    free(b.prompt), free(b.sample);
+    return code;
+}
+
+/* ---- toka bench plan: what a step costs before any model runs ---- */
+
+/* The monkeys shape: 128 prompts x 1,024 samples, 715-token prompts of which the first 600 tokens are shared by all, outputs
+ * lognormal with mean 150, max_tokens 1,024, 8,192 sequences at once, results two steps late. The backend does nothing. Times
+ * are CPU time of the one thread. */
+enum { RUN_PLAN_LAG = 2, RUN_PLAN_PROMPTS = 128, RUN_PLAN_SAMPLES = 1024, RUN_PLAN_PROMPT = 715, RUN_PLAN_SHARED = 600,
+       RUN_PLAN_MEAN = 150, RUN_PLAN_MAX = 1024, RUN_PLAN_SEQS = 8192, RUN_PLAN_WARM = 100, RUN_PLAN_STEPS = 1000 };
+
+typedef struct run_plan_late { /* rows whose tokens are still on their way */
+    batch_out *out; /* [RUN_PLAN_SEQS] */
+    int n;
+} run_plan_late;
+
+typedef struct run_plan {
+    sched s;
+    batch b;
+    run_plan_late late[RUN_PLAN_LAG];
+    int *length;       /* [RUN_PLAN_SEQS] of the sequence in each slot, drawn when it starts */
+    uint32_t *started; /* [RUN_PLAN_SEQS] ticket + 1 of that sequence */
+    uint64_t rng;
+    int64_t n_out, n_done;
+    double plan_s, build_s, commit_s;
+} run_plan;
+
+typedef struct run_plan_case { /* what is measured, and what came of it */
+    const char *name;
+    int extra, n_pages; /* further requests of one sample queued behind; pages of 16 tokens */
+    int steps;
+    double ms, plan_ms, build_ms, commit_ms, p50, p99, bytes, most_bytes, running;
+    int64_t n_preempted;
+} run_plan_case;
+
+static double run_cpu_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+static double run_plan_unit(run_plan *t) {
+    t->rng ^= t->rng >> 12, t->rng ^= t->rng << 25, t->rng ^= t->rng >> 27;
+    return (double)((t->rng * 0x2545F4914F6CDD1Du) >> 11) * 0x1p-53;
+}
+
+static int run_plan_length(run_plan *t) {
+    double normal = sqrt(-2 * log(1 - run_plan_unit(t))) * cos(6.283185307179586 * run_plan_unit(t)), sigma = 0.7;
+    double length = exp(log(RUN_PLAN_MEAN) - sigma * sigma / 2 + sigma * normal);
+    return (int)MAX(1.0, MIN(length + 0.5, (double)RUN_PLAN_MAX));
+}
+
+static int run_plan_submit(run_plan *t, int prompt_no, int n, toka_err *e) {
+    int32_t prompt[RUN_PLAN_PROMPT];
+    for (int i = 0; i < RUN_PLAN_PROMPT; i++) prompt[i] = i < RUN_PLAN_SHARED ? 1000 + i : (prompt_no * 7919 + i * 31) % 100000;
+    int id = sched_submit(&t->s, &(sched_job){.prompt = prompt, .n_prompt = RUN_PLAN_PROMPT, .n = n, .max_tokens = RUN_PLAN_MAX}, e);
+    return MIN(id, 0);
+}
+
+static void run_plan_step(run_plan *t, int step) {
+    double t0 = run_cpu_now();
+    sched_plan(&t->s);
+    double t1 = run_cpu_now();
+    batch_build(&t->b, &t->s);
+    double t2 = run_cpu_now();
+    run_plan_late *l = &t->late[step % RUN_PLAN_LAG]; /* what was planned then comes back, the new takes its place */
+    for (int i = 0; i < l->n; i++) {
+        batch_out o = l->out[i];
+        const sched_seq *x = &t->s.seqs[o.q];
+        if (x->ticket != o.ticket) continue;
+        if (t->started[o.q] != x->ticket + 1) t->started[o.q] = x->ticket + 1, t->length[o.q] = run_plan_length(t);
+        int n = x->n_known - x->n_prompt + 1;
+        int32_t token = (int32_t)((t->rng + (uint64_t)o.q * 0x9E3779B9u + (uint64_t)n) % 100000);
+        t->n_out++;
+        t->n_done += sched_commit(&t->s, o.q, o.ticket, token, n >= t->length[o.q]) == SCHED_DONE;
+    }
+    l->n = t->b.n_out;
+    memcpy(l->out, t->b.outs, (size_t)l->n * sizeof *l->out);
+    t->plan_s += t1 - t0, t->build_s += t2 - t1, t->commit_s += run_cpu_now() - t2;
+}
+
+static void run_plan_open(run_plan *t, int n_pages) {
+    *t = (run_plan){.rng = 12345};
+    sched_init(&t->s, &(sched_config){.B = 16, .n_pages = n_pages, .max_seqs = RUN_PLAN_SEQS, .max_tokens = 32768, .max_len = 2048,
+                                      .n_classes = 1024});
+    batch_init(&t->b, &t->s, (batch_cost){.merge_tok = 4, .span_tok = 64, .tile_rows = 64});
+    t->length = mem_zalloc(RUN_PLAN_SEQS * sizeof(int)), t->started = mem_zalloc(RUN_PLAN_SEQS * sizeof(uint32_t));
+    for (int i = 0; i < RUN_PLAN_LAG; i++) t->late[i].out = mem_alloc(RUN_PLAN_SEQS * sizeof(batch_out));
+}
+
+static void run_plan_close(run_plan *t) {
+    for (int i = 0; i < RUN_PLAN_LAG; i++) free(t->late[i].out);
+    free(t->length), free(t->started);
+    batch_free(&t->b), sched_free(&t->s);
+}
+
+static int run_compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static int run_plan_measure(run_plan_case *c, atomic_int *interrupted, toka_err *e) {
+    run_plan t;
+    int code = 0, n = 0;
+    double *ms = mem_alloc(RUN_PLAN_STEPS * sizeof *ms);
+    run_plan_open(&t, c->n_pages);
+    for (int i = 0; i < RUN_PLAN_PROMPTS && !code; i++) code = run_plan_submit(&t, i, RUN_PLAN_SAMPLES, e);
+    for (int i = 0; i < c->extra && !code; i++) code = run_plan_submit(&t, RUN_PLAN_PROMPTS + i, 1, e);
+    for (int i = 0; i < RUN_PLAN_WARM + RUN_PLAN_STEPS && t.s.n_waiting && !code && !*interrupted; i++) {
+        if (i == RUN_PLAN_WARM) t.plan_s = t.build_s = t.commit_s = 0;
+        double t0 = run_cpu_now();
+        run_plan_step(&t, i);
+        double took = (run_cpu_now() - t0) * 1e3, bytes = (double)batch_upload_bytes(&t.b.up);
+        if (i < RUN_PLAN_WARM) continue;
+        ms[n++] = took, c->ms += took, c->bytes += bytes, c->most_bytes = MAX(c->most_bytes, bytes), c->running += t.s.n_running;
+    }
+    qsort(ms, (size_t)n, sizeof *ms, run_compare_doubles);
+    c->steps = n, c->n_preempted = t.s.n_preempted;
+    if (n) {
+        c->ms /= n, c->bytes /= n, c->running /= n, c->p50 = ms[n / 2], c->p99 = ms[n * 99 / 100];
+        c->plan_ms = t.plan_s * 1e3 / n, c->build_ms = t.build_s * 1e3 / n, c->commit_ms = t.commit_s * 1e3 / n;
+    }
+    free(ms);
+    run_plan_close(&t);
+    return code;
+}
+
+static void run_plan_json(buf *b, const run_plan_case *c) {
+    const struct { const char *name; double value; } numbers[] = {
+        {"ms_per_step", c->ms}, {"plan_ms", c->plan_ms}, {"build_ms", c->build_ms}, {"commit_ms", c->commit_ms}, {"p50_ms", c->p50},
+        {"p99_ms", c->p99}, {"upload_bytes_per_step", c->bytes}, {"most_upload_bytes", c->most_bytes}, {"mean_running", c->running}};
+    for (int i = 0; i < COUNT(numbers); i++) json_put_key(b, numbers[i].name), json_put_num(b, numbers[i].value, true);
+    json_put_key(b, "steps"), json_put_int(b, c->steps);
+    json_put_key(b, "preemptions"), json_put_int(b, c->n_preempted);
+}
+
+/* The figures of the first case at the top of the JSON object, all cases below. */
+static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
+    run_plan_case cases[] = {{.name = "8,192 running", .n_pages = 1572864 / 16},
+                             {.name = "65,536 more requests queued", .extra = 65536, .n_pages = 1572864 / 16},
+                             {.name = "half the KV cache, always full", .n_pages = 1572864 / 32}};
+    buf b = {0};
+    json_put_open(&b, '{');
+    for (int i = 0; i < COUNT(cases) && !*interrupted; i++) {
+        run_plan_case *c = &cases[i];
+        int code = run_plan_measure(c, interrupted, e);
+        if (code) return buf_free(&b), code;
+        if (!i) run_plan_json(&b, c), json_put_key(&b, "cases"), json_put_open(&b, '[');
+        json_put_open(&b, '{');
+        json_put_key(&b, "name"), json_put_str(&b, str_c(c->name));
+        run_plan_json(&b, c);
+        json_put_close(&b, '}');
+        if (as_json) continue;
+        printf("%s: %.3f ms a step (plan %.3f, build %.3f, commit %.3f; p50 %.3f, p99 %.3f), %.0f bytes up (most %.0f)\n", c->name,
+               c->ms, c->plan_ms, c->build_ms, c->commit_ms, c->p50, c->p99, c->bytes, c->most_bytes);
+        printf("  %d steps, %.0f sequences running, %lld preemptions\n", c->steps, c->running, (long long)c->n_preempted);
+        fflush(stdout);
+    }
+    json_put_close(&b, ']'), json_put_close(&b, '}');
+    if (as_json && !*interrupted) printf("%s\n", b.p);
+    buf_free(&b);
+    return 0;
 }
 
 /* ===========================================================================
@@ -13313,7 +13724,9 @@ typedef struct cli { /* what the command line says */
     const char *stop[CLI_MAX_STOP];
     int n_stop;
     bool include_stop, ignore_eos, raw, chat, json, quiet, decode, no_special, help, version;
-    const char *input, *output, *report;
+    const char *input, *output, *report, *dataset;
+    int num_prompts;
+    bool dummy_weights;
 } cli;
 
 enum cli_type { CLI_BOOL, CLI_INT, CLI_INT64, CLI_FLOAT, CLI_TEXT, CLI_LIST };
@@ -13365,6 +13778,10 @@ static const cli_flag cli_flags[] = {
     {"input-file", "i", "FILE", CLI_TEXT, AT(input), "requests, one JSON object a line; - is standard input"},
     {"output-file", "o", "FILE", CLI_TEXT, AT(output), "results, appended as they come; what is there is not done again"},
     {"report", "", "FILE", CLI_TEXT, AT(report), "the closing report as a JSON object"},
+    {NULL, NULL, NULL, 0, 0, "Bench"},
+    {"dataset", "", "FILE", CLI_TEXT, AT(dataset), "lines {\"prompt_token_ids\" or \"prompt\", \"output_lengths\": [..]}, a sample for each length"},
+    {"num-prompts", "", "N", CLI_INT, AT(num_prompts), "only the first N lines"},
+    {"dummy-weights", "", "", CLI_BOOL, AT(dummy_weights), "random weights in the shapes of -m NAME of models.txt; prompts as ids only"},
     {NULL, NULL, NULL, 0, 0, "Output"},
     {"logprobs", "", "K", CLI_INT, AT(logprobs), "log-probability of each token, and of the K best"},
     {"json", "", "", CLI_BOOL, AT(json), "one JSON object instead of text"},
@@ -13407,7 +13824,9 @@ static const char cli_commands[] =
     "  toka template [FLAGS]   JSON object with messages, tools ... on standard input to the rendered prompt\n"
     "  toka score [FLAGS]      log-probability of every token of a text\n"
     "  toka models             the models of models.txt\n"
-    "  toka batch -i IN -o OUT a file of requests to a file of results; the same command goes on where it stopped\n";
+    "  toka batch -i IN -o OUT a file of requests to a file of results; the same command goes on where it stopped\n"
+    "  toka bench throughput   time a dataset, each sample forced to its length; prints what vllm bench throughput prints\n"
+    "  toka bench plan         time the planning of a step at 8,192 sequences, without a model\n";
 
 static int cli_help(toka_err *e) {
     printf("toka %s - a high-throughput LLM inference engine in one C file\n\n%s", TOKA_VERSION, cli_commands);
@@ -13909,6 +14328,26 @@ static int cli_batch(const cli *c, toka_err *e) {
     return code;
 }
 
+static int cli_bench_throughput(const cli *c, toka_err *e) {
+    toka *t;
+    if (!c->dataset) return fail(e, TOKA_E_USE, "toka bench throughput needs --dataset FILE");
+    if (c->num_prompts < 0) return fail(e, TOKA_E_USE, "--num-prompts: %d, expected 0 or more", c->num_prompts);
+    int code = c->dummy_weights ? run_dummy_open(&t, &c->open, e) : toka_open(&t, &c->open, e);
+    if (code) return code;
+    run_bench_options o = {.dataset = c->dataset, .num_prompts = c->num_prompts, .base = toka_request_default(), .json = c->json,
+                           .quiet = c->quiet, .interrupted = &cli_interrupted};
+    cli_sampling(c, t, &o.base);
+    o.base.n = 1, o.base.sampling.logprobs = o.base.sampling.min_tokens = o.base.sampling.n_stop = 0;
+    code = run_bench_throughput(t, &o, e);
+    toka_close(t);
+    return code ? code : cli_write(STR(""), e);
+}
+
+static int cli_bench_plan(const cli *c, toka_err *e) {
+    int code = run_bench_plan(c->json, &cli_interrupted, e);
+    return code ? code : cli_write(STR(""), e);
+}
+
 static int cli_version(toka_err *e) {
     buf b = {0};
     buf_printf(&b, "toka %s (device: cpu%s)\n", TOKA_VERSION, embedded_model ? "; with the embedded model" : "");
@@ -13919,26 +14358,30 @@ static int cli_version(toka_err *e) {
 
 static int cli_dispatch(int argc, char **argv, toka_err *e) {
     static const struct {
-        const char *name;
-        int (*run)(const cli *, toka_err *);
-    } commands[] = {{"tokenize", cli_tokenize}, {"template", cli_template}, {"score", cli_score}, {"models", cli_models},
-                    {"batch", cli_batch}};
-    static const char *const planned[] = {"serve", "bench", "plan", "devices"};
+        const char *name, *second; /* "bench", "plan"; NULL: the command is one word */
+        int (*main)(const cli *, toka_err *);
+    } commands[] = {{"tokenize", NULL, cli_tokenize}, {"template", NULL, cli_template}, {"score", NULL, cli_score},
+                    {"models", NULL, cli_models}, {"batch", NULL, cli_batch}, {"bench", "throughput", cli_bench_throughput},
+                    {"bench", "plan", cli_bench_plan}};
+    static const char *const planned[] = {"serve", "plan", "devices"};
     cli c = cli_default();
-    int (*run)(const cli *, toka_err *) = cli_run_command;
+    int (*command)(const cli *, toka_err *) = cli_run_command;
     int skip = argc > 1 && argv[1][0] != '-' ? 2 : 1, code;
     if (skip == 2) {
-        run = NULL;
+        const char *second = argc > 2 && argv[2][0] != '-' ? argv[2] : "";
+        command = NULL;
         for (int i = 0; i < COUNT(commands); i++)
-            if (!strcmp(argv[1], commands[i].name)) run = commands[i].run;
+            if (!strcmp(argv[1], commands[i].name) && (!commands[i].second || !strcmp(second, commands[i].second)))
+                command = commands[i].main, skip = commands[i].second ? 3 : 2;
         for (int i = 0; i < COUNT(planned); i++)
             if (!strcmp(argv[1], planned[i])) return fail(e, TOKA_E_USE, "toka %s is not in version %s", argv[1], TOKA_VERSION);
-        if (!run) return fail(e, TOKA_E_USE, "%s: no such command; see toka --help", argv[1]);
+        if (!command && !strcmp(argv[1], "bench")) return fail(e, TOKA_E_USE, "toka bench: expected throughput or plan; see toka --help");
+        if (!command) return fail(e, TOKA_E_USE, "%s: no such command; see toka --help", argv[1]);
     }
     if ((code = cli_parse(&c, argc - skip, argv + skip, e))) return code;
     if (c.help) return cli_help(e);
     if (c.version) return cli_version(e);
-    return run(&c, e);
+    return command(&c, e);
 }
 
 int toka_main(int argc, char **argv) {
