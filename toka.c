@@ -59,8 +59,7 @@
  * LETTERS, equal in C, CUDA and README. T tokens of a step, S sequences, L layers, H query heads, K kv heads, D head size,
  * E model width, F mlp width, V vocabulary, B tokens per page. Prefixes name chapters: st_ and mf_ are chapter 9.
  *
- * ROOMS TO COME stand in the contents with their banners, so that numbers stay: 10 to 13 and 22 are the throughput engine
- * (shared pages, admission by the whole future, shared-prefix attention, the batch runner), 19 to 21 the server.
+ * ROOMS TO COME stand in the contents with their banners, so that numbers stay: 19 to 21 the server.
  *
  * CONTENTS (build.sh checks it against the banners; to read one chapter: sed -n '/MARK: 4\./,/MARK: 5\./p' toka.c)
  *
@@ -12027,22 +12026,25 @@ int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_e
  *     driver   toka_run, whose events run_on_event collects in the line         (the thread that called run_batch)
  *     writer   run_write: a line whose last sample ended --run_put_result--> one write()        progress, Ctrl-C
  *
- * Input lines are OpenAI's batch lines {"custom_id","method","url","body"} or short ones: the body itself, with "custom_id" or
- * "id" beside its fields. A line without either is called "line-N", N its number in the file. Every line gets one output line:
- * a result, or an error record {"custom_id","response":null,"error":{"code","message"}}.
+ * Input lines are OpenAI's batch lines {"custom_id","method","url","body"} or short ones: the body itself, with "custom_id"
+ * or "id" beside its fields. A line without either is called "line-N", N its number in the file. Every line gets one output
+ * line: a result, or an error record {"custom_id","response":null,"error":{"code","message"}}.
  *
  * What always holds:
- *   - what is written is a function of the input line, the flags and the model: no clock ("created" is 0), no random ids (they
- *     are the hash of the custom_id), and a line without a seed gets run_seed(--seed, custom_id), so that no two lines share
- *     random numbers. Only the order of lines differs from run to run;
- *   - an output line is written whole or is the last one of the file and torn. The next run cuts that, skips every custom_id
- *     that is there, error records too, and appends the rest: nothing lost, nothing twice. The file is locked meanwhile;
- *   - custom_ids are unique: the input is read once before anything runs, and a second one is refused with both line numbers
- *     (from standard input, which cannot be read twice: when it comes);
- *   - memory: the window of lines under way, and 24 bytes for each custom_id in a table at most 3/4 full, which knows ids by
- *     a hash of 128 bits. A line that was cancelled or that the device failed is not written: the next run does it.
- * run.lock guards the window, the queue of ended lines and run.e; a line's samples belong to the driver until it has ended, then
- * to the writer. Order of locks: run.lock before the engine's.
+ *   - what is written is a function of the input line, the flags and the model: no clock ("created" is 0), no random ids
+ *     (they are the hash of the custom_id), and a line without a seed gets run_seed(--seed, custom_id), so that no two
+ *     lines share random numbers. Only the order of lines differs from run to run. (A chat template that prints the date
+ *     asks the clock after all; --now sets it);
+ *   - an output line is written whole or is the last one of the file and torn. The next run cuts that, skips every
+ *     custom_id that is there, error records too, and appends the rest: nothing lost, nothing twice. The file is locked;
+ *   - custom_ids are unique: the input is read once before anything runs, and a second one is refused with both line
+ *     numbers (from standard input, which cannot be read twice: when it comes);
+ *   - memory: the window of lines under way, and 24 bytes for each custom_id in a table at most 3/4 full, which knows ids
+ *     by a hash of 128 bits. A line that was cancelled or that the device failed is not written: the next run does it.
+ * run.lock guards the window, the queue of ended lines and run.e; a line's samples belong to the driver until it has ended,
+ * then to the writer. Order of locks: run.lock before the engine's.
+ *
+ * Benches use the same engine: run_bench_throughput a dataset with lengths given, run_bench_plan chapters 10 to 13 alone.
  * =========================================================================== */
 
 enum { RUN_LINE_BYTES = 64 << 20, RUN_CHUNK_BYTES = 1 << 18, RUN_FLIGHT_BYTES = 256 << 20, RUN_FEW_LINES = 4 };
@@ -12254,14 +12256,17 @@ static const run_field run_fields[] = {
     {"include_stop_str_in_output", RUN_BOTH, RUN_USED, {0}}, {"presence_penalty", RUN_BOTH, RUN_USED, {0}},
     {"frequency_penalty", RUN_BOTH, RUN_USED, {0}}, {"repetition_penalty", RUN_BOTH, RUN_USED, {0}},
     {"logit_bias", RUN_BOTH, RUN_USED, {0}}, {"allowed_token_ids", RUN_BOTH, RUN_USED, {0}},
-    {"logprobs", RUN_BOTH, RUN_USED, {0}}, {"top_logprobs", RUN_CHAT, RUN_USED, {0}}, {"ignore_eos", RUN_BOTH, RUN_USED, {0}},
+    {"logprobs", RUN_BOTH, RUN_USED, {0}}, {"top_logprobs", RUN_CHAT, RUN_USED, {0}},
+    {"ignore_eos", RUN_BOTH, RUN_USED, {0}},
     {"priority", RUN_BOTH, RUN_USED, {0}}, {"return_token_ids", RUN_BOTH, RUN_USED, {0}},
     {"best_of", RUN_TEXT, RUN_USED, {0}},
-    {"user", RUN_BOTH, RUN_NO_EFFECT, {0}}, {"metadata", RUN_BOTH, RUN_NO_EFFECT, {0}}, {"store", RUN_BOTH, RUN_NO_EFFECT, {0}},
+    {"user", RUN_BOTH, RUN_NO_EFFECT, {0}}, {"metadata", RUN_BOTH, RUN_NO_EFFECT, {0}},
+    {"store", RUN_BOTH, RUN_NO_EFFECT, {0}},
     {"service_tier", RUN_BOTH, RUN_NO_EFFECT, {0}}, {"safety_identifier", RUN_BOTH, RUN_NO_EFFECT, {0}},
     {"prompt_cache_key", RUN_BOTH, RUN_NO_EFFECT, {0}}, {"request_id", RUN_BOTH, RUN_NO_EFFECT, {0}},
     {"stream_options", RUN_BOTH, RUN_NO_EFFECT, {0}},
-    {"stream", RUN_BOTH, RUN_REFUSED, {0}}, {"echo", RUN_BOTH, RUN_REFUSED, {0}}, {"suffix", RUN_TEXT, RUN_REFUSED, {"\"\""}},
+    {"stream", RUN_BOTH, RUN_REFUSED, {0}}, {"echo", RUN_BOTH, RUN_REFUSED, {0}},
+    {"suffix", RUN_TEXT, RUN_REFUSED, {"\"\""}},
     {"response_format", RUN_BOTH, RUN_REFUSED, {"{\"type\":\"text\"}"}},
     {"tool_choice", RUN_CHAT, RUN_REFUSED, {"\"none\"", "\"auto\""}}, {"parallel_tool_calls", RUN_CHAT, RUN_NO_EFFECT, {0}},
     {"functions", RUN_CHAT, RUN_REFUSED, {0}}, {"function_call", RUN_CHAT, RUN_REFUSED, {"\"none\"", "\"auto\""}},
@@ -12322,8 +12327,8 @@ static void run_warn(run_state *r, str name) {
         buf_put(&r->warned, entry.p + 1, entry.n - 1);
         buf_clear(&entry);
         json_put_str(&entry, str_sub(name, 0, MIN(name.n, (size_t)100)));
-        fprintf(stderr, "toka batch: line %lld: unknown field %s is ignored, on all other lines too\n", (long long)r->in.number,
-                entry.p);
+        fprintf(stderr, "toka batch: line %lld: unknown field %s is ignored, on all other lines too\n",
+                (long long)r->in.number, entry.p);
     }
     buf_free(&entry);
 }
@@ -12422,7 +12427,8 @@ static int run_stops(run_job *j, toka_err *e) {
     int n = 0;
     const char **stop = arena_alloc(&j->a, (one ? 1 : (size_t)v->n) * sizeof *stop);
     for (const json *it = one ? v : v + 1, *end = json_next(v); it < end; it = json_next(it)) {
-        if (it->type != JSON_STRING || memchr(it->s, 0, it->n)) return RUN_BAD(j, "stop: expected a text or a list of texts");
+        if (it->type != JSON_STRING || memchr(it->s, 0, it->n))
+            return RUN_BAD(j, "stop: expected a text or a list of texts");
         stop[n++] = arena_cstr(&j->a, json_str(it));
     }
     j->q.sampling.stop = stop, j->q.sampling.n_stop = n;
@@ -12456,7 +12462,8 @@ static int run_logprobs(run_job *j, toka_err *e) {
     if (!j->line->chat) {
         if ((code = run_whole(j, "logprobs", 0, TOKA_MAX_LOGPROBS, &k, e))) return code;
     } else {
-        if ((code = run_flag(j, "logprobs", &on, e)) || (code = run_whole(j, "top_logprobs", 0, TOKA_MAX_LOGPROBS, &k, e))) return code;
+        code = run_flag(j, "logprobs", &on, e);
+        if (code || (code = run_whole(j, "top_logprobs", 0, TOKA_MAX_LOGPROBS, &k, e))) return code;
         if (k > 0 && !on) return RUN_BAD(j, "top_logprobs needs logprobs: true");
         k = on ? MAX(k, 0) : -1;
     }
@@ -12478,10 +12485,12 @@ static int run_sampling(run_job *j, toka_err *e) {
       flags[] = {{"ignore_eos", offsetof(toka_sampling, ignore_eos)},
                  {"include_stop_str_in_output", offsetof(toka_sampling, include_stop)}};
     toka_sampling *s = &j->q.sampling;
-    int64_t most = s->max_tokens, least = s->min_tokens, top_k = s->top_k, n = j->q.n, seed = (int64_t)s->seed, priority = 0;
+    int64_t most = s->max_tokens, least = s->min_tokens, top_k = s->top_k, n = j->q.n, seed = (int64_t)s->seed;
+    int64_t priority = 0;
     int code = 0, ids_wanted = 0;
-    for (int i = 0; i < COUNT(reals) && !code; i++) code = run_real(j, reals[i].name, (float *)(void *)((char *)s + reals[i].at), e);
-    for (int i = 0; i < COUNT(flags) && !code; i++) code = run_flag(j, flags[i].name, (int *)(void *)((char *)s + flags[i].at), e);
+    char *at = (char *)s;
+    for (int i = 0; i < COUNT(reals) && !code; i++) code = run_real(j, reals[i].name, (float *)(void *)(at + reals[i].at), e);
+    for (int i = 0; i < COUNT(flags) && !code; i++) code = run_flag(j, flags[i].name, (int *)(void *)(at + flags[i].at), e);
     if (!code) code = run_whole(j, "max_tokens", 1, INT_MAX, &most, e);
     if (!code) code = run_whole(j, "max_completion_tokens", 1, INT_MAX, &most, e);
     if (!code) code = run_whole(j, "min_tokens", 0, INT_MAX, &least, e);
@@ -12574,8 +12583,9 @@ static int run_prompt(run_job *j, toka_err *e) {
         code = RUN_BAD(j, "prompt: missing");
     }
     if (!code && (j->line->chat || v->type == JSON_STRING)) {
+        int how = TOKA_PARSE_SPECIAL | (special ? TOKA_ADD_SPECIAL : 0);
         code = api_need_tokenizer(j->r->t, e);
-        if (!code) code = tok_encode(j->r->t->tok, prompt, TOKA_PARSE_SPECIAL | (special ? TOKA_ADD_SPECIAL : 0), &j->prompt, e);
+        if (!code) code = tok_encode(j->r->t->tok, prompt, how, &j->prompt, e);
     }
     buf_free(&context), buf_free(&text);
     return code;
@@ -12593,11 +12603,13 @@ static int run_form(run_job *j, const json *root, toka_err *e) {
     j->line->chat = str_is(json_str(url), "/v1/chat/completions");
     if (method && !str_is(json_str(method), "POST")) return RUN_BAD(j, "method: expected POST");
     if (!j->line->chat && !str_is(json_str(url), "/v1/completions"))
-        return RUN_FAIL(j, "unsupported", "url: '%.*s', expected /v1/completions or /v1/chat/completions", STRF(json_str(url)));
+        return RUN_FAIL(j, "unsupported", "url: '%.*s', expected /v1/completions or /v1/chat/completions",
+                        STRF(json_str(url)));
     if (!json_is(j->body, JSON_OBJECT)) return RUN_BAD(j, "body: expected a JSON object");
     JSON_MEMBERS(key, root) {
         str name = {key->s, key->n};
-        if (!str_is(name, "custom_id") && !str_is(name, "method") && !str_is(name, "url") && !str_is(name, "body")) run_warn(j->r, name);
+        bool known = str_is(name, "custom_id") || str_is(name, "method") || str_is(name, "url") || str_is(name, "body");
+        if (!known) run_warn(j->r, name);
     }
     return 0;
 }
@@ -12612,7 +12624,7 @@ static int run_parse(run_job *j, const json *root, toka_err *e) {
     int code = run_form(j, root, e);
     if (code) return code;
     const json *model = json_get(j->body, "model");
-    if (json_is(model, JSON_STRING) && !memchr(model->s, 0, model->n)) free(line->model), line->model = strndup(model->s, model->n);
+    if (json_is(model, JSON_STRING)) free(line->model), line->model = mem_check(strndup(model->s, model->n));
     j->q = j->r->o->base;
     j->q.sampling.seed = run_seed(j->q.sampling.seed, line->key);
     if (run_is_long(root) && !line->chat && !j->q.sampling.max_tokens) j->q.sampling.max_tokens = 16; /* as the API says */
@@ -12700,7 +12712,7 @@ static int run_start(run_state *r, run_job *j, int code, toka_err *e) {
     if (!code) {
         line->n = line->n_left = j->q.n, line->n_prompt = (int)j->prompt.n;
         line->samples = mem_zalloc((size_t)line->n * sizeof *line->samples);
-        if (line->want_ids) line->prompt = memcpy(mem_alloc(j->prompt.n * sizeof(int32_t) + 1), j->prompt.p, j->prompt.n * sizeof(int32_t));
+        if (line->want_ids) line->prompt = j->prompt.p, j->prompt = (ids){0}; /* j->q.ids still points there */
     }
     pthread_mutex_lock(&r->lock);
     r->n_flight_lines++, r->n_flight_samples += MAX(line->n, 1), r->n_flight_bytes += (int64_t)line->bytes;
@@ -12722,8 +12734,8 @@ static int run_start(run_state *r, run_job *j, int code, toka_err *e) {
 }
 
 static int run_twice(const run_state *r, int64_t number, const run_seen *s, str id, toka_err *e) {
-    return fail(e, TOKA_E_USE, "%s: lines %lld and %lld have the same custom_id '%.*s'", r->in.name, (long long)(s->state >> 1),
-                (long long)number, STRF(id));
+    return fail(e, TOKA_E_USE, "%s: lines %lld and %lld have the same custom_id '%.*s'", r->in.name,
+                (long long)(s->state >> 1), (long long)number, STRF(id));
 }
 
 /* One line of the input: known ids are skipped, the rest goes on its way. */
@@ -12761,7 +12773,7 @@ static void *run_read(void *user) {
         if (!run_is_blank(line) && (code = run_take_line(r, line, &e))) break;
     }
     pthread_mutex_lock(&r->lock);
-    if (code < 0 && r->n_lines < 0 && code == TOKA_E_USE) r->e = r->e.code ? r->e : e; /* a second custom_id: finish what runs */
+    if (code == TOKA_E_USE && !r->e.code) r->e = e; /* a second custom_id in standard input: what runs may end */
     else if (code < 0) run_stop(r, &e);
     r->read_all = true;
     pthread_cond_broadcast(&r->wake);
@@ -12971,8 +12983,9 @@ static int run_write_all(run_state *r, str s, toka_err *e) {
         if (n < 0) {
             int why = errno;
             if (at && r->out_is_file && ftruncate(r->out, r->out_bytes)) errno = why; /* else the next run cuts it */
+            const char *next = r->out_is_file ? ", the same command goes on from there" : "";
             return fail(e, TOKA_E_IO, "%s: %s; %lld lines are written%s", r->o->out, strerror(why),
-                        (long long)(r->n_before + r->n_written), r->out_is_file ? ", the same command goes on from there" : "");
+                        (long long)(r->n_before + r->n_written), next);
         }
         at += (size_t)n;
     }
@@ -13087,12 +13100,13 @@ static int run_open_output(run_state *r, toka_err *e) {
     if (!(r->out_is_file = S_ISREG(st.st_mode))) return 0;
     if (!fstat(r->in.fd, &in) && in.st_dev == st.st_dev && in.st_ino == st.st_ino)
         return fail(e, TOKA_E_USE, "%s is the input and the output", r->o->out);
-    if (fcntl(r->out, F_SETLK, &(struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET}) && (errno == EACCES || errno == EAGAIN))
+    struct flock whole_file = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
+    if (fcntl(r->out, F_SETLK, &whole_file) && (errno == EACCES || errno == EAGAIN))
         return fail(e, TOKA_E_USE, "%s: another toka batch is writing it", r->o->out);
     return run_scan_output(r, e);
 }
 
-/* The first pass over the input: every custom_id once. Standard input is read only once, so its ids are checked as they come. */
+/* The first pass over the input: every custom_id once. A pipe is read only once, so its ids are checked as they come. */
 static int run_scan_input(run_state *r, toka_err *e) {
     str line;
     struct stat st;
@@ -13193,7 +13207,7 @@ static double run_read_rate(size_t bytes, int n_threads) {
 
 typedef struct run_report { /* what a batch was worth */
     double elapsed_s, output_rate, total_rate, shared, rows_per_step, plan, run, commit, idle; /* shares of elapsed_s */
-    double read_gbs, ceiling_gbs, gflops; /* weights read by the steps and, 0 on a GPU, what the machine can read; arithmetic */
+    double read_gbs, ceiling_gbs, gflops; /* weights read by steps; what the machine can read (0 on a GPU); arithmetic */
     toka_stats s;
 } run_report;
 
@@ -13220,9 +13234,10 @@ static run_report run_report_make(toka *t, double elapsed_s) {
 static void run_report_show(const run_report *p) {
     const toka_stats *s = &p->s;
     if (!s->steps) return;
-    fprintf(stderr, "  prompt %lld tokens, %.1f %% from the prefix tree; output %lld tokens, %.1f tok/s; %.1f tok/s in all\n",
-            (long long)s->prompt_tokens, 100 * p->shared, (long long)s->output_tokens, p->output_rate, p->total_rate);
-    fprintf(stderr, "  %lld steps of %.1f tokens, %lld preemptions; time: plan %.1f %%, run %.1f %%, commit %.1f %%, idle %.1f %%\n",
+    fprintf(stderr,
+            "  prompt %lld tokens, %.1f %% from the prefix tree; output %lld tokens, %.1f tok/s; %.1f tok/s in all\n"
+            "  %lld steps of %.1f tokens, %lld preemptions; time: plan %.1f %%, run %.1f %%, commit %.1f %%, idle %.1f %%\n",
+            (long long)s->prompt_tokens, 100 * p->shared, (long long)s->output_tokens, p->output_rate, p->total_rate,
             (long long)s->steps, p->rows_per_step, (long long)s->preemptions, 100 * p->plan, 100 * p->run, 100 * p->commit,
             100 * p->idle);
     fprintf(stderr, "  weights were read at %.1f GB/s and used at %.1f GFLOP/s", p->read_gbs, p->gflops);
@@ -13410,8 +13425,8 @@ typedef struct run_bench_sample {
     int prompt, length;
 } run_bench_sample;
 
-/* Every sample is a request of its own length, end ids ignored; those of one line find each other's prompt in the prefix tree.
- * A sample that ends puts the next one in, so that a few times those that run at once are known to the engine. */
+/* Every sample is a request of its own length, end ids ignored; those of one line find each other's prompt in the prefix
+ * tree. A sample that ends puts the next one in, so that the engine knows twice those that run at once. */
 typedef struct run_bench_state {
     const run_bench_options *o;
     toka *t;
@@ -13424,7 +13439,8 @@ typedef struct run_bench_state {
 } run_bench_state;
 
 static int run_bench_line(run_bench_state *b, const json *root, int64_t number, toka_err *e) {
-    const json *prompt = json_get(root, "prompt_token_ids"), *text = json_get(root, "prompt"), *lengths = json_get(root, "output_lengths");
+    const json *prompt = json_get(root, "prompt_token_ids"), *text = json_get(root, "prompt");
+    const json *lengths = json_get(root, "output_lengths");
     if (b->n_prompts + 1 >= b->cap_prompts) {
         b->cap_prompts = MAX(1024, 2 * b->cap_prompts);
         b->prompt = mem_realloc(b->prompt, (size_t)b->cap_prompts * sizeof *b->prompt);
@@ -13439,13 +13455,14 @@ static int run_bench_line(run_bench_state *b, const json *root, int64_t number, 
     }
     int64_t n = (int64_t)(b->tokens.n - first);
     if (!n || !json_is(lengths, JSON_ARRAY) || !lengths->n)
-        return fail(e, TOKA_E_INPUT, "%s: line %lld: expected prompt_token_ids or prompt, and output_lengths", b->o->dataset,
-                    (long long)number);
+        return fail(e, TOKA_E_INPUT, "%s: line %lld: expected prompt_token_ids or prompt, and output_lengths",
+                    b->o->dataset, (long long)number);
     JSON_EACH(it, lengths) {
         int64_t length = json_int(it, 0);
         if (length < 1 || n + length > b->t->shape.max_len)
-            return fail(e, TOKA_E_INPUT, "%s: line %lld: %lld tokens and an output of %lld, expected at least 1 and at most %d in all",
-                        b->o->dataset, (long long)number, (long long)n, (long long)length, b->t->shape.max_len);
+            return fail(e, TOKA_E_INPUT, "%s: line %lld: a prompt of %lld tokens and an output of %lld, expected at least 1 "
+                        "and at most %d in all", b->o->dataset, (long long)number, (long long)n, (long long)length,
+                        b->t->shape.max_len);
         if (b->n_samples == b->cap_samples) {
             b->cap_samples = MAX(1024, 2 * b->cap_samples);
             b->sample = mem_realloc(b->sample, (size_t)b->cap_samples * sizeof *b->sample);
@@ -13506,18 +13523,19 @@ static void run_bench_print(const run_bench_state *b, const run_report *p) {
     int64_t prompt = (int64_t)b->tokens.n, total = prompt + b->n_output;
     double s = p->elapsed_s;
     if (!b->o->json) {
-        printf("Throughput: %.2f requests/s, %.2f total tokens/s, %.2f output tokens/s\n", (double)b->n_prompts / s, (double)total / s,
-               (double)b->n_output / s);
-        printf("Total num prompt tokens:  %lld\nTotal num output tokens:  %lld\n", (long long)prompt, (long long)b->n_output);
+        printf("Throughput: %.2f requests/s, %.2f total tokens/s, %.2f output tokens/s\n"
+               "Total num prompt tokens:  %lld\nTotal num output tokens:  %lld\n", (double)b->n_prompts / s, (double)total / s,
+               (double)b->n_output / s, (long long)prompt, (long long)b->n_output);
         return;
     }
     const struct { const char *name; double value; } numbers[] = {
         {"requests_per_second", (double)b->n_prompts / s}, {"tokens_per_second", (double)total / s},
-        {"output_tokens_per_second", (double)b->n_output / s}, {"prefix_hit_share", p->shared}, {"mean_batch_size", p->rows_per_step},
-        {"plan_share", p->plan}, {"run_share", p->run}, {"commit_share", p->commit}, {"idle_share", p->idle}};
+        {"output_tokens_per_second", (double)b->n_output / s}, {"prefix_hit_share", p->shared},
+        {"mean_batch_size", p->rows_per_step}, {"plan_share", p->plan}, {"run_share", p->run},
+        {"commit_share", p->commit}, {"idle_share", p->idle}};
     const struct { const char *name; int64_t value; } counts[] = {
-        {"num_requests", b->n_prompts}, {"num_samples", b->n_samples}, {"total_num_tokens", total}, {"total_prompt_tokens", prompt},
-        {"total_output_tokens", b->n_output}, {"steps", p->s.steps}, {"preemptions", p->s.preemptions}};
+        {"num_requests", b->n_prompts}, {"num_samples", b->n_samples}, {"total_num_tokens", total},
+        {"total_prompt_tokens", prompt}, {"total_output_tokens", b->n_output}, {"steps", p->s.steps}, {"preemptions", p->s.preemptions}};
     buf out = {0};
     json_put_open(&out, '{');
     json_put_key(&out, "elapsed_time"), json_put_num(&out, s, false);
@@ -13547,9 +13565,9 @@ static int run_bench_throughput(toka *t, const run_bench_options *o, toka_err *e
 
 /* ---- toka bench plan: what a step costs before any model runs ---- */
 
-/* The monkeys shape: 128 prompts x 1,024 samples, 715-token prompts of which the first 600 tokens are shared by all, outputs
- * lognormal with mean 150, max_tokens 1,024, 8,192 sequences at once, results two steps late. The backend does nothing. Times
- * are CPU time of the one thread. */
+/* The monkeys shape: 128 prompts x 1,024 samples, 715-token prompts of which the first 600 tokens are shared by all,
+ * outputs lognormal with mean 150, max_tokens 1,024, 8,192 sequences at once, results two steps late. The backend does
+ * nothing. Times are CPU time of the one thread. */
 enum { RUN_PLAN_LAG = 2, RUN_PLAN_PROMPTS = 128, RUN_PLAN_SAMPLES = 1024, RUN_PLAN_PROMPT = 715, RUN_PLAN_SHARED = 600,
        RUN_PLAN_MEAN = 150, RUN_PLAN_MAX = 1024, RUN_PLAN_SEQS = 8192, RUN_PLAN_WARM = 100, RUN_PLAN_STEPS = 1000 };
 
@@ -13596,9 +13614,10 @@ static int run_plan_length(run_plan *t) {
 
 static int run_plan_submit(run_plan *t, int prompt_no, int n, toka_err *e) {
     int32_t prompt[RUN_PLAN_PROMPT];
-    for (int i = 0; i < RUN_PLAN_PROMPT; i++) prompt[i] = i < RUN_PLAN_SHARED ? 1000 + i : (prompt_no * 7919 + i * 31) % 100000;
-    int id = sched_submit(&t->s, &(sched_job){.prompt = prompt, .n_prompt = RUN_PLAN_PROMPT, .n = n, .max_tokens = RUN_PLAN_MAX}, e);
-    return MIN(id, 0);
+    for (int i = 0; i < RUN_PLAN_PROMPT; i++)
+        prompt[i] = i < RUN_PLAN_SHARED ? 1000 + i : (prompt_no * 7919 + i * 31) % 100000;
+    sched_job job = {.prompt = prompt, .n_prompt = RUN_PLAN_PROMPT, .n = n, .max_tokens = RUN_PLAN_MAX};
+    return MIN(sched_submit(&t->s, &job, e), 0);
 }
 
 static void run_plan_step(run_plan *t, int step) {
@@ -13625,8 +13644,8 @@ static void run_plan_step(run_plan *t, int step) {
 
 static void run_plan_open(run_plan *t, int n_pages) {
     *t = (run_plan){.rng = 12345};
-    sched_init(&t->s, &(sched_config){.B = 16, .n_pages = n_pages, .max_seqs = RUN_PLAN_SEQS, .max_tokens = 32768, .max_len = 2048,
-                                      .n_classes = 1024});
+    sched_init(&t->s, &(sched_config){.B = 16, .n_pages = n_pages, .max_seqs = RUN_PLAN_SEQS, .max_tokens = 32768,
+                                      .max_len = 2048, .n_classes = 1024});
     batch_init(&t->b, &t->s, (batch_cost){.merge_tok = 4, .span_tok = 64, .tile_rows = 64});
     t->length = mem_zalloc(RUN_PLAN_SEQS * sizeof(int)), t->started = mem_zalloc(RUN_PLAN_SEQS * sizeof(uint32_t));
     for (int i = 0; i < RUN_PLAN_LAG; i++) t->late[i].out = mem_alloc(RUN_PLAN_SEQS * sizeof(batch_out));
@@ -13656,7 +13675,8 @@ static int run_plan_measure(run_plan_case *c, atomic_int *interrupted, toka_err 
         run_plan_step(&t, i);
         double took = (run_cpu_now() - t0) * 1e3, bytes = (double)batch_upload_bytes(&t.b.up);
         if (i < RUN_PLAN_WARM) continue;
-        ms[n++] = took, c->ms += took, c->bytes += bytes, c->most_bytes = MAX(c->most_bytes, bytes), c->running += t.s.n_running;
+        ms[n++] = took, c->ms += took, c->bytes += bytes, c->running += t.s.n_running;
+        c->most_bytes = MAX(c->most_bytes, bytes);
     }
     qsort(ms, (size_t)n, sizeof *ms, run_compare_doubles);
     c->steps = n, c->n_preempted = t.s.n_preempted;
@@ -13671,8 +13691,9 @@ static int run_plan_measure(run_plan_case *c, atomic_int *interrupted, toka_err 
 
 static void run_plan_json(buf *b, const run_plan_case *c) {
     const struct { const char *name; double value; } numbers[] = {
-        {"ms_per_step", c->ms}, {"plan_ms", c->plan_ms}, {"build_ms", c->build_ms}, {"commit_ms", c->commit_ms}, {"p50_ms", c->p50},
-        {"p99_ms", c->p99}, {"upload_bytes_per_step", c->bytes}, {"most_upload_bytes", c->most_bytes}, {"mean_running", c->running}};
+        {"ms_per_step", c->ms}, {"plan_ms", c->plan_ms}, {"build_ms", c->build_ms}, {"commit_ms", c->commit_ms},
+        {"p50_ms", c->p50}, {"p99_ms", c->p99}, {"upload_bytes_per_step", c->bytes}, {"most_upload_bytes", c->most_bytes},
+        {"mean_running", c->running}};
     for (int i = 0; i < COUNT(numbers); i++) json_put_key(b, numbers[i].name), json_put_num(b, numbers[i].value, true);
     json_put_key(b, "steps"), json_put_int(b, c->steps);
     json_put_key(b, "preemptions"), json_put_int(b, c->n_preempted);
@@ -13695,8 +13716,8 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
         run_plan_json(&b, c);
         json_put_close(&b, '}');
         if (as_json) continue;
-        printf("%s: %.3f ms a step (plan %.3f, build %.3f, commit %.3f; p50 %.3f, p99 %.3f), %.0f bytes up (most %.0f)\n", c->name,
-               c->ms, c->plan_ms, c->build_ms, c->commit_ms, c->p50, c->p99, c->bytes, c->most_bytes);
+        printf("%s: %.3f ms a step (plan %.3f, build %.3f, commit %.3f; p50 %.3f, p99 %.3f), %.0f bytes up (most %.0f)\n",
+               c->name, c->ms, c->plan_ms, c->build_ms, c->commit_ms, c->p50, c->p99, c->bytes, c->most_bytes);
         printf("  %d steps, %.0f sequences running, %lld preemptions\n", c->steps, c->running, (long long)c->n_preempted);
         fflush(stdout);
     }
@@ -13779,9 +13800,9 @@ static const cli_flag cli_flags[] = {
     {"output-file", "o", "FILE", CLI_TEXT, AT(output), "results, appended as they come; what is there is not done again"},
     {"report", "", "FILE", CLI_TEXT, AT(report), "the closing report as a JSON object"},
     {NULL, NULL, NULL, 0, 0, "Bench"},
-    {"dataset", "", "FILE", CLI_TEXT, AT(dataset), "lines {\"prompt_token_ids\" or \"prompt\", \"output_lengths\": [..]}, a sample for each length"},
+    {"dataset", "", "FILE", CLI_TEXT, AT(dataset), "lines with prompt_token_ids or prompt, and output_lengths: a sample for each"},
     {"num-prompts", "", "N", CLI_INT, AT(num_prompts), "only the first N lines"},
-    {"dummy-weights", "", "", CLI_BOOL, AT(dummy_weights), "random weights in the shapes of -m NAME of models.txt; prompts as ids only"},
+    {"dummy-weights", "", "", CLI_BOOL, AT(dummy_weights), "random weights in the shapes of -m NAME, a name of models.txt"},
     {NULL, NULL, NULL, 0, 0, "Output"},
     {"logprobs", "", "K", CLI_INT, AT(logprobs), "log-probability of each token, and of the K best"},
     {"json", "", "", CLI_BOOL, AT(json), "one JSON object instead of text"},
@@ -14315,8 +14336,9 @@ static int cli_batch(const cli *c, toka_err *e) {
     toka *t;
     if (!c->input || !c->output) return fail(e, TOKA_E_USE, "toka batch needs -i IN.jsonl and -o OUT.jsonl");
     if (c->prompt || c->file || c->chat || c->system || c->raw)
-        return fail(e, TOKA_E_USE, "toka batch takes its prompts from -i; --prompt, --file, --system, --raw and --chat do not apply");
-    if (c->samples < 1 || c->samples > ENG_MAX_N) return fail(e, TOKA_E_USE, "--samples: %d, expected 1 to %d", c->samples, ENG_MAX_N);
+        return fail(e, TOKA_E_USE, "toka batch takes its prompts from -i; --prompt, --file, --system, --raw, --chat do not apply");
+    if (c->samples < 1 || c->samples > ENG_MAX_N)
+        return fail(e, TOKA_E_USE, "--samples: %d, expected 1 to %d", c->samples, ENG_MAX_N);
     int code = toka_open(&t, &c->open, e);
     if (code) return code;
     run_options o = {.in = c->input, .out = c->output, .report = c->report, .now = c->now, .base = toka_request_default(),
@@ -14375,7 +14397,7 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
                 command = commands[i].main, skip = commands[i].second ? 3 : 2;
         for (int i = 0; i < COUNT(planned); i++)
             if (!strcmp(argv[1], planned[i])) return fail(e, TOKA_E_USE, "toka %s is not in version %s", argv[1], TOKA_VERSION);
-        if (!command && !strcmp(argv[1], "bench")) return fail(e, TOKA_E_USE, "toka bench: expected throughput or plan; see toka --help");
+        if (!command && !strcmp(argv[1], "bench")) return fail(e, TOKA_E_USE, "toka bench: expected throughput or plan");
         if (!command) return fail(e, TOKA_E_USE, "%s: no such command; see toka --help", argv[1]);
     }
     if ((code = cli_parse(&c, argc - skip, argv + skip, e))) return code;
