@@ -12716,12 +12716,15 @@ static int run_start(run_state *r, run_job *j, int code, toka_err *e) {
     }
     pthread_mutex_lock(&r->lock);
     r->n_flight_lines++, r->n_flight_samples += MAX(line->n, 1), r->n_flight_bytes += (int64_t)line->bytes;
-    if (!code && !r->stopped && !(code = toka_submit(r->t, &j->q, run_on_event, line, &line->id, e))) {
+    bool submit = !code && !r->stopped;
+    if (submit) { /* before the engine has it: then the line is the driver's */
         line->in_flight = true;
         line->after = r->flight;
         if (r->flight) r->flight->before = line;
         r->flight = line;
-    } else {
+        code = toka_submit(r->t, &j->q, run_on_event, line, &line->id, e);
+    }
+    if (!submit || code) {
         if (code && code != TOKA_E_DEVICE) {
             if (!line->error) line->error = "invalid_request";
             line->message = mem_check(strdup(e->msg));
