@@ -59,8 +59,7 @@
  * LETTERS, equal in C, CUDA and README. T tokens of a step, S sequences, L layers, H query heads, K kv heads, D head size,
  * E model width, F mlp width, V vocabulary, B tokens per page. Prefixes name chapters: st_ and mf_ are chapter 9.
  *
- * ROOMS TO COME stand in the contents with their banners, so that numbers stay: 10 to 13 and 22 are the throughput engine
- * (shared pages, admission by the whole future, shared-prefix attention, the batch runner), 19 to 21 the server.
+ * ROOMS TO COME stand in the contents with their banners, so that numbers stay: 19 to 21 the server.
  *
  * CONTENTS (build.sh checks it against the banners; to read one chapter: sed -n '/MARK: 4\./,/MARK: 5\./p' toka.c)
  *
@@ -12083,22 +12082,25 @@ int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_e
  *     driver   toka_run, whose events run_on_event collects in the line         (the thread that called run_batch)
  *     writer   run_write: a line whose last sample ended --run_put_result--> one write()        progress, Ctrl-C
  *
- * Input lines are OpenAI's batch lines {"custom_id","method","url","body"} or short ones: the body itself, with "custom_id" or
- * "id" beside its fields. A line without either is called "line-N", N its number in the file. Every line gets one output line:
- * a result, or an error record {"custom_id","response":null,"error":{"code","message"}}.
+ * Input lines are OpenAI's batch lines {"custom_id","method","url","body"} or short ones: the body itself, with "custom_id"
+ * or "id" beside its fields. A line without either is called "line-N", N its number in the file. Every line gets one output
+ * line: a result, or an error record {"custom_id","response":null,"error":{"code","message"}}.
  *
  * What always holds:
- *   - what is written is a function of the input line, the flags and the model: no clock ("created" is 0), no random ids (they
- *     are the hash of the custom_id), and a line without a seed gets run_seed(--seed, custom_id), so that no two lines share
- *     random numbers. Only the order of lines differs from run to run;
- *   - an output line is written whole or is the last one of the file and torn. The next run cuts that, skips every custom_id
- *     that is there, error records too, and appends the rest: nothing lost, nothing twice. The file is locked meanwhile;
- *   - custom_ids are unique: the input is read once before anything runs, and a second one is refused with both line numbers
- *     (from standard input, which cannot be read twice: when it comes);
- *   - memory: the window of lines under way, and 24 bytes for each custom_id in a table at most 3/4 full, which knows ids by
- *     a hash of 128 bits. A line that was cancelled or that the device failed is not written: the next run does it.
- * run.lock guards the window, the queue of ended lines and run.e; a line's samples belong to the driver until it has ended, then
- * to the writer. Order of locks: run.lock before the engine's.
+ *   - what is written is a function of the input line, the flags and the model: no clock ("created" is 0), no random ids
+ *     (they are the hash of the custom_id), and a line without a seed gets run_seed(--seed, custom_id), so that no two
+ *     lines share random numbers. Only the order of lines differs from run to run. (A chat template that prints the date
+ *     asks the clock after all; --now sets it);
+ *   - an output line is written whole or is the last one of the file and torn. The next run cuts that, skips every
+ *     custom_id that is there, error records too, and appends the rest: nothing lost, nothing twice. The file is locked;
+ *   - custom_ids are unique: the input is read once before anything runs, and a second one is refused with both line
+ *     numbers (from standard input, which cannot be read twice: when it comes);
+ *   - memory: the window of lines under way, and 24 bytes for each custom_id in a table at most 3/4 full, which knows ids
+ *     by a hash of 128 bits. A line that was cancelled or that the device failed is not written: the next run does it.
+ * run.lock guards the window, the queue of ended lines and run.e; a line's samples belong to the driver until it has ended,
+ * then to the writer. Order of locks: run.lock before the engine's.
+ *
+ * Benches use the same engine: run_bench_throughput a dataset with lengths given, run_bench_plan chapters 10 to 13 alone.
  * =========================================================================== */
 
 enum { RUN_LINE_BYTES = 64 << 20, RUN_CHUNK_BYTES = 1 << 18, RUN_FLIGHT_BYTES = 256 << 20, RUN_FEW_LINES = 4 };
@@ -12310,14 +12312,17 @@ static const run_field run_fields[] = {
     {"include_stop_str_in_output", RUN_BOTH, RUN_USED, {0}}, {"presence_penalty", RUN_BOTH, RUN_USED, {0}},
     {"frequency_penalty", RUN_BOTH, RUN_USED, {0}}, {"repetition_penalty", RUN_BOTH, RUN_USED, {0}},
     {"logit_bias", RUN_BOTH, RUN_USED, {0}}, {"allowed_token_ids", RUN_BOTH, RUN_USED, {0}},
-    {"logprobs", RUN_BOTH, RUN_USED, {0}}, {"top_logprobs", RUN_CHAT, RUN_USED, {0}}, {"ignore_eos", RUN_BOTH, RUN_USED, {0}},
+    {"logprobs", RUN_BOTH, RUN_USED, {0}}, {"top_logprobs", RUN_CHAT, RUN_USED, {0}},
+    {"ignore_eos", RUN_BOTH, RUN_USED, {0}},
     {"priority", RUN_BOTH, RUN_USED, {0}}, {"return_token_ids", RUN_BOTH, RUN_USED, {0}},
     {"best_of", RUN_TEXT, RUN_USED, {0}},
-    {"user", RUN_BOTH, RUN_NO_EFFECT, {0}}, {"metadata", RUN_BOTH, RUN_NO_EFFECT, {0}}, {"store", RUN_BOTH, RUN_NO_EFFECT, {0}},
+    {"user", RUN_BOTH, RUN_NO_EFFECT, {0}}, {"metadata", RUN_BOTH, RUN_NO_EFFECT, {0}},
+    {"store", RUN_BOTH, RUN_NO_EFFECT, {0}},
     {"service_tier", RUN_BOTH, RUN_NO_EFFECT, {0}}, {"safety_identifier", RUN_BOTH, RUN_NO_EFFECT, {0}},
     {"prompt_cache_key", RUN_BOTH, RUN_NO_EFFECT, {0}}, {"request_id", RUN_BOTH, RUN_NO_EFFECT, {0}},
     {"stream_options", RUN_BOTH, RUN_NO_EFFECT, {0}},
-    {"stream", RUN_BOTH, RUN_REFUSED, {0}}, {"echo", RUN_BOTH, RUN_REFUSED, {0}}, {"suffix", RUN_TEXT, RUN_REFUSED, {"\"\""}},
+    {"stream", RUN_BOTH, RUN_REFUSED, {0}}, {"echo", RUN_BOTH, RUN_REFUSED, {0}},
+    {"suffix", RUN_TEXT, RUN_REFUSED, {"\"\""}},
     {"response_format", RUN_BOTH, RUN_REFUSED, {"{\"type\":\"text\"}"}},
     {"tool_choice", RUN_CHAT, RUN_REFUSED, {"\"none\"", "\"auto\""}}, {"parallel_tool_calls", RUN_CHAT, RUN_NO_EFFECT, {0}},
     {"functions", RUN_CHAT, RUN_REFUSED, {0}}, {"function_call", RUN_CHAT, RUN_REFUSED, {"\"none\"", "\"auto\""}},
@@ -12378,8 +12383,8 @@ static void run_warn(run_state *r, str name) {
         buf_put(&r->warned, entry.p + 1, entry.n - 1);
         buf_clear(&entry);
         json_put_str(&entry, str_sub(name, 0, MIN(name.n, (size_t)100)));
-        fprintf(stderr, "toka batch: line %lld: unknown field %s is ignored, on all other lines too\n", (long long)r->in.number,
-                entry.p);
+        fprintf(stderr, "toka batch: line %lld: unknown field %s is ignored, on all other lines too\n",
+                (long long)r->in.number, entry.p);
     }
     buf_free(&entry);
 }
@@ -12478,7 +12483,8 @@ static int run_stops(run_job *j, toka_err *e) {
     int n = 0;
     const char **stop = arena_alloc(&j->a, (one ? 1 : (size_t)v->n) * sizeof *stop);
     for (const json *it = one ? v : v + 1, *end = json_next(v); it < end; it = json_next(it)) {
-        if (it->type != JSON_STRING || memchr(it->s, 0, it->n)) return RUN_BAD(j, "stop: expected a text or a list of texts");
+        if (it->type != JSON_STRING || memchr(it->s, 0, it->n))
+            return RUN_BAD(j, "stop: expected a text or a list of texts");
         stop[n++] = arena_cstr(&j->a, json_str(it));
     }
     j->q.sampling.stop = stop, j->q.sampling.n_stop = n;
@@ -12512,7 +12518,8 @@ static int run_logprobs(run_job *j, toka_err *e) {
     if (!j->line->chat) {
         if ((code = run_whole(j, "logprobs", 0, TOKA_MAX_LOGPROBS, &k, e))) return code;
     } else {
-        if ((code = run_flag(j, "logprobs", &on, e)) || (code = run_whole(j, "top_logprobs", 0, TOKA_MAX_LOGPROBS, &k, e))) return code;
+        code = run_flag(j, "logprobs", &on, e);
+        if (code || (code = run_whole(j, "top_logprobs", 0, TOKA_MAX_LOGPROBS, &k, e))) return code;
         if (k > 0 && !on) return RUN_BAD(j, "top_logprobs needs logprobs: true");
         k = on ? MAX(k, 0) : -1;
     }
@@ -12534,10 +12541,12 @@ static int run_sampling(run_job *j, toka_err *e) {
       flags[] = {{"ignore_eos", offsetof(toka_sampling, ignore_eos)},
                  {"include_stop_str_in_output", offsetof(toka_sampling, include_stop)}};
     toka_sampling *s = &j->q.sampling;
-    int64_t most = s->max_tokens, least = s->min_tokens, top_k = s->top_k, n = j->q.n, seed = (int64_t)s->seed, priority = 0;
+    int64_t most = s->max_tokens, least = s->min_tokens, top_k = s->top_k, n = j->q.n, seed = (int64_t)s->seed;
+    int64_t priority = 0;
     int code = 0, ids_wanted = 0;
-    for (int i = 0; i < COUNT(reals) && !code; i++) code = run_real(j, reals[i].name, (float *)(void *)((char *)s + reals[i].at), e);
-    for (int i = 0; i < COUNT(flags) && !code; i++) code = run_flag(j, flags[i].name, (int *)(void *)((char *)s + flags[i].at), e);
+    char *at = (char *)s;
+    for (int i = 0; i < COUNT(reals) && !code; i++) code = run_real(j, reals[i].name, (float *)(void *)(at + reals[i].at), e);
+    for (int i = 0; i < COUNT(flags) && !code; i++) code = run_flag(j, flags[i].name, (int *)(void *)(at + flags[i].at), e);
     if (!code) code = run_whole(j, "max_tokens", 1, INT_MAX, &most, e);
     if (!code) code = run_whole(j, "max_completion_tokens", 1, INT_MAX, &most, e);
     if (!code) code = run_whole(j, "min_tokens", 0, INT_MAX, &least, e);
@@ -12630,8 +12639,9 @@ static int run_prompt(run_job *j, toka_err *e) {
         code = RUN_BAD(j, "prompt: missing");
     }
     if (!code && (j->line->chat || v->type == JSON_STRING)) {
+        int how = TOKA_PARSE_SPECIAL | (special ? TOKA_ADD_SPECIAL : 0);
         code = api_need_tokenizer(j->r->t, e);
-        if (!code) code = tok_encode(j->r->t->tok, prompt, TOKA_PARSE_SPECIAL | (special ? TOKA_ADD_SPECIAL : 0), &j->prompt, e);
+        if (!code) code = tok_encode(j->r->t->tok, prompt, how, &j->prompt, e);
     }
     buf_free(&context), buf_free(&text);
     return code;
@@ -12649,11 +12659,13 @@ static int run_form(run_job *j, const json *root, toka_err *e) {
     j->line->chat = str_is(json_str(url), "/v1/chat/completions");
     if (method && !str_is(json_str(method), "POST")) return RUN_BAD(j, "method: expected POST");
     if (!j->line->chat && !str_is(json_str(url), "/v1/completions"))
-        return RUN_FAIL(j, "unsupported", "url: '%.*s', expected /v1/completions or /v1/chat/completions", STRF(json_str(url)));
+        return RUN_FAIL(j, "unsupported", "url: '%.*s', expected /v1/completions or /v1/chat/completions",
+                        STRF(json_str(url)));
     if (!json_is(j->body, JSON_OBJECT)) return RUN_BAD(j, "body: expected a JSON object");
     JSON_MEMBERS(key, root) {
         str name = {key->s, key->n};
-        if (!str_is(name, "custom_id") && !str_is(name, "method") && !str_is(name, "url") && !str_is(name, "body")) run_warn(j->r, name);
+        bool known = str_is(name, "custom_id") || str_is(name, "method") || str_is(name, "url") || str_is(name, "body");
+        if (!known) run_warn(j->r, name);
     }
     return 0;
 }
@@ -12668,7 +12680,7 @@ static int run_parse(run_job *j, const json *root, toka_err *e) {
     int code = run_form(j, root, e);
     if (code) return code;
     const json *model = json_get(j->body, "model");
-    if (json_is(model, JSON_STRING) && !memchr(model->s, 0, model->n)) free(line->model), line->model = strndup(model->s, model->n);
+    if (json_is(model, JSON_STRING)) free(line->model), line->model = mem_check(strndup(model->s, model->n));
     j->q = j->r->o->base;
     j->q.sampling.seed = run_seed(j->q.sampling.seed, line->key);
     if (run_is_long(root) && !line->chat && !j->q.sampling.max_tokens) j->q.sampling.max_tokens = 16; /* as the API says */
@@ -12756,16 +12768,19 @@ static int run_start(run_state *r, run_job *j, int code, toka_err *e) {
     if (!code) {
         line->n = line->n_left = j->q.n, line->n_prompt = (int)j->prompt.n;
         line->samples = mem_zalloc((size_t)line->n * sizeof *line->samples);
-        if (line->want_ids) line->prompt = memcpy(mem_alloc(j->prompt.n * sizeof(int32_t) + 1), j->prompt.p, j->prompt.n * sizeof(int32_t));
+        if (line->want_ids) line->prompt = j->prompt.p, j->prompt = (ids){0}; /* j->q.ids still points there */
     }
     pthread_mutex_lock(&r->lock);
     r->n_flight_lines++, r->n_flight_samples += MAX(line->n, 1), r->n_flight_bytes += (int64_t)line->bytes;
-    if (!code && !r->stopped && !(code = toka_submit(r->t, &j->q, run_on_event, line, &line->id, e))) {
+    bool submit = !code && !r->stopped;
+    if (submit) { /* before the engine has it: then the line is the driver's */
         line->in_flight = true;
         line->after = r->flight;
         if (r->flight) r->flight->before = line;
         r->flight = line;
-    } else {
+        code = toka_submit(r->t, &j->q, run_on_event, line, &line->id, e);
+    }
+    if (!submit || code) {
         if (code && code != TOKA_E_DEVICE) {
             if (!line->error) line->error = "invalid_request";
             line->message = mem_check(strdup(e->msg));
@@ -12778,8 +12793,8 @@ static int run_start(run_state *r, run_job *j, int code, toka_err *e) {
 }
 
 static int run_twice(const run_state *r, int64_t number, const run_seen *s, str id, toka_err *e) {
-    return fail(e, TOKA_E_USE, "%s: lines %lld and %lld have the same custom_id '%.*s'", r->in.name, (long long)(s->state >> 1),
-                (long long)number, STRF(id));
+    return fail(e, TOKA_E_USE, "%s: lines %lld and %lld have the same custom_id '%.*s'", r->in.name,
+                (long long)(s->state >> 1), (long long)number, STRF(id));
 }
 
 /* One line of the input: known ids are skipped, the rest goes on its way. */
@@ -12817,7 +12832,7 @@ static void *run_read(void *user) {
         if (!run_is_blank(line) && (code = run_take_line(r, line, &e))) break;
     }
     pthread_mutex_lock(&r->lock);
-    if (code < 0 && r->n_lines < 0 && code == TOKA_E_USE) r->e = r->e.code ? r->e : e; /* a second custom_id: finish what runs */
+    if (code == TOKA_E_USE && !r->e.code) r->e = e; /* a second custom_id in standard input: what runs may end */
     else if (code < 0) run_stop(r, &e);
     r->read_all = true;
     pthread_cond_broadcast(&r->wake);
@@ -13027,8 +13042,9 @@ static int run_write_all(run_state *r, str s, toka_err *e) {
         if (n < 0) {
             int why = errno;
             if (at && r->out_is_file && ftruncate(r->out, r->out_bytes)) errno = why; /* else the next run cuts it */
+            const char *next = r->out_is_file ? ", the same command goes on from there" : "";
             return fail(e, TOKA_E_IO, "%s: %s; %lld lines are written%s", r->o->out, strerror(why),
-                        (long long)(r->n_before + r->n_written), r->out_is_file ? ", the same command goes on from there" : "");
+                        (long long)(r->n_before + r->n_written), next);
         }
         at += (size_t)n;
     }
@@ -13143,12 +13159,13 @@ static int run_open_output(run_state *r, toka_err *e) {
     if (!(r->out_is_file = S_ISREG(st.st_mode))) return 0;
     if (!fstat(r->in.fd, &in) && in.st_dev == st.st_dev && in.st_ino == st.st_ino)
         return fail(e, TOKA_E_USE, "%s is the input and the output", r->o->out);
-    if (fcntl(r->out, F_SETLK, &(struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET}) && (errno == EACCES || errno == EAGAIN))
+    struct flock whole_file = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
+    if (fcntl(r->out, F_SETLK, &whole_file) && (errno == EACCES || errno == EAGAIN))
         return fail(e, TOKA_E_USE, "%s: another toka batch is writing it", r->o->out);
     return run_scan_output(r, e);
 }
 
-/* The first pass over the input: every custom_id once. Standard input is read only once, so its ids are checked as they come. */
+/* The first pass over the input: every custom_id once. A pipe is read only once, so its ids are checked as they come. */
 static int run_scan_input(run_state *r, toka_err *e) {
     str line;
     struct stat st;
@@ -13249,16 +13266,15 @@ static double run_read_rate(size_t bytes, int n_threads) {
 
 typedef struct run_report { /* what a batch was worth */
     double elapsed_s, output_rate, total_rate, shared, rows_per_step, plan, run, commit, idle; /* shares of elapsed_s */
-    double read_gbs, ceiling_gbs, gflops; /* weights read by the steps and, 0 on a GPU, what the machine can read; arithmetic */
+    double read_gbs, ceiling_gbs, gflops; /* weights read by steps; what the machine can read (0 on a GPU); arithmetic */
     toka_stats s;
 } run_report;
 
-static run_report run_report_make(const run_state *r) {
-    run_report p = {.s = toka_get_stats(r->t)};
+static run_report run_report_make(toka *t, double elapsed_s) {
+    run_report p = {.s = toka_get_stats(t), .elapsed_s = MAX(elapsed_s, 1e-9)};
     const toka_stats *s = &p.s;
-    const mf_model *files = r->t->files;
+    const mf_model *files = t->files;
     double computed = (double)(s->prompt_tokens - s->prompt_tokens_shared + s->output_tokens);
-    p.elapsed_s = os_now() - r->t0;
     p.output_rate = (double)s->output_tokens / p.elapsed_s;
     p.total_rate = (double)(s->output_tokens + s->prompt_tokens) / p.elapsed_s;
     p.shared = s->prompt_tokens ? (double)s->prompt_tokens_shared / (double)s->prompt_tokens : 0;
@@ -13269,24 +13285,23 @@ static run_report run_report_make(const run_state *r) {
         p.read_gbs = 1e-9 * (double)files->weight_bytes * (double)s->steps / s->run_s;
         p.gflops = 2e-9 * (double)files->n_parameters * computed / s->run_s;
     }
-    if (r->t->engine->m.be == &toka_cpu && s->steps)
-        p.ceiling_gbs = 1e-9 * run_read_rate(files->weight_bytes, r->t->engine->m.dev->pool.n);
+    if (t->engine->m.be == &toka_cpu && s->steps)
+        p.ceiling_gbs = 1e-9 * run_read_rate(files->weight_bytes, t->engine->m.dev->pool.n);
     return p;
 }
 
-static void run_report_show(const run_state *r, const run_report *p) {
+static void run_report_show(const run_report *p) {
     const toka_stats *s = &p->s;
-    fprintf(stderr, "toka batch: %lld lines in %.1f s, %lld of them errors", (long long)r->n_written, p->elapsed_s,
-            (long long)r->n_errors);
-    if (r->n_before) fprintf(stderr, "; %lld were done before", (long long)r->n_before);
-    fprintf(stderr, "\n  prompt %lld tokens, %.1f %% from the prefix tree; output %lld tokens, %.1f tok/s; %.1f tok/s in all\n",
-            (long long)s->prompt_tokens, 100 * p->shared, (long long)s->output_tokens, p->output_rate, p->total_rate);
-    fprintf(stderr, "  %lld steps of %.1f tokens, %lld preemptions; time: plan %.1f %%, run %.1f %%, commit %.1f %%, idle %.1f %%\n",
+    if (!s->steps) return;
+    fprintf(stderr,
+            "  prompt %lld tokens, %.1f %% from the prefix tree; output %lld tokens, %.1f tok/s; %.1f tok/s in all\n"
+            "  %lld steps of %.1f tokens, %lld preemptions; time: plan %.1f %%, run %.1f %%, commit %.1f %%, idle %.1f %%\n",
+            (long long)s->prompt_tokens, 100 * p->shared, (long long)s->output_tokens, p->output_rate, p->total_rate,
             (long long)s->steps, p->rows_per_step, (long long)s->preemptions, 100 * p->plan, 100 * p->run, 100 * p->commit,
             100 * p->idle);
-    if (s->steps) fprintf(stderr, "  weights were read at %.1f GB/s and used at %.1f GFLOP/s", p->read_gbs, p->gflops);
+    fprintf(stderr, "  weights were read at %.1f GB/s and used at %.1f GFLOP/s", p->read_gbs, p->gflops);
     if (p->ceiling_gbs > 0) fprintf(stderr, "; reading alone reaches %.1f GB/s here", p->ceiling_gbs);
-    if (s->steps) fputc('\n', stderr);
+    fputc('\n', stderr);
 }
 
 /* The same as a JSON object, times in seconds, rates per second, shares from 0 to 1. */
@@ -13343,12 +13358,432 @@ static int run_batch(toka *t, const run_options *o, toka_err *e) {
     if (!code) {
         r.t0 = os_now();
         code = run_lines(&r, e);
-        run_report p = run_report_make(&r);
-        if (!o->quiet) run_report_show(&r, &p);
+        run_report p = run_report_make(t, os_now() - r.t0);
+        if (!o->quiet) {
+            fprintf(stderr, "toka batch: %lld lines in %.1f s, %lld of them errors", (long long)r.n_written, p.elapsed_s,
+                    (long long)r.n_errors);
+            fprintf(stderr, r.n_before ? "; %lld were done before\n" : "\n", (long long)r.n_before);
+            run_report_show(&p);
+        }
         if (o->report && run_report_write(&r, &p, &late) && !code) *e = late, code = late.code;
     }
     if (run_close(&r, &late) && !code) *e = late, code = late.code;
     return code;
+}
+
+/* ---- Dummy weights: the shapes of a line of models.txt, filled with random numbers ---- */
+
+typedef struct run_fill_part { /* elements from .. to of one matrix */
+    uint16_t *p;
+    int64_t from, to;
+    uint64_t stream; /* which matrix */
+    float scale;
+} run_fill_part;
+
+/* Uniform in (-scale, scale) as bf16, four from each number of a counter-based generator (splitmix64's mixing). */
+static void *run_fill_random(void *user) {
+    const run_fill_part *f = user;
+    for (int64_t i = f->from; i < f->to; i += 4) {
+        uint64_t z = (f->stream << 40) + (uint64_t)i / 4 * 0x9E3779B97F4A7C15u;
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+        z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+        for (int k = 0; k < 4 && i + k < f->to; k++, z >>= 16) {
+            float x = ((float)(z & 0xFFFF) * 0x1p-15f - (1 - 0x1p-16f)) * f->scale;
+            uint32_t bits;
+            memcpy(&bits, &x, sizeof bits);
+            f->p[i + k] = (uint16_t)(bits >> 16);
+        }
+    }
+    return NULL;
+}
+
+/* One tensor at *at, which moves behind it. Norms are 1, biases 0; a matrix keeps the size of what goes through it. */
+static void run_dummy_tensor(mf_model *m, const mf_slot *slot, void *base, char **at) {
+    enum { MOST = 64 };
+    int64_t n = mf_slot_size(slot, &m->config);
+    uint16_t *p = (uint16_t *)(void *)*at;
+    if (!n) return;
+    int rows = mf_product(slot->rows, &m->shape), cols = mf_product(slot->cols, &m->shape);
+    *(toka_tensor *)(void *)((char *)base + slot->field) = (toka_tensor){p, TOKA_BF16, rows, cols};
+    *at += ((size_t)n * sizeof *p + 63) & ~(size_t)63;
+    if (*slot->rows) {
+        run_fill_part part[MOST];
+        pthread_t thread[MOST];
+        int parts = n < 1 << 20 ? 1 : MIN(os_n_cores(), MOST), started = 1;
+        int64_t each = (n / parts + 3) / 4 * 4;
+        for (int i = 0; i < parts; i++)
+            part[i] = (run_fill_part){p, each * i, i + 1 < parts ? each * (i + 1) : n, (uint64_t)(*at - m->maps[0].p) >> 6,
+                                      sqrtf(3 / (float)cols)};
+        while (started < parts && !pthread_create(&thread[started], NULL, run_fill_random, &part[started])) started++;
+        for (int i = started; i < parts; i++) run_fill_random(&part[i]);
+        run_fill_random(&part[0]);
+        for (int i = 1; i < started; i++) pthread_join(thread[i], NULL);
+    } else {
+        for (int64_t i = 0; i < n && str_ends(str_c(slot->suffix), STR("norm.weight")); i++) p[i] = 0x3F80;
+    }
+}
+
+static int run_dummy_weights(mf_model *m, toka_err *e) {
+    int L = m->shape.L;
+    size_t pad = (size_t)(COUNT(mf_layer_slots) * L + COUNT(mf_model_slots) + 1) * 64;
+    m->n_parameters = mf_n_parameters(&m->config), m->weight_bytes = (size_t)m->n_parameters * 2;
+    size_t bytes = m->weight_bytes + pad;
+    char *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED || (int64_t)bytes > os_ram_bytes())
+        return fail(e, TOKA_E_MEMORY, "%s: %zu bytes of dummy weights do not fit", m->name, m->weight_bytes);
+    m->maps = mem_alloc(sizeof *m->maps);
+    m->maps[m->n_maps++] = (str){at, bytes};
+    m->weights.layers = arena_zalloc(&m->a, (size_t)L * sizeof *m->weights.layers);
+    for (int i = 0; i < COUNT(mf_model_slots); i++) run_dummy_tensor(m, &mf_model_slots[i], &m->weights, &at);
+    for (int layer = 0; layer < L; layer++) {
+        for (int i = 0; i < COUNT(mf_layer_slots); i++)
+            run_dummy_tensor(m, &mf_layer_slots[i], &m->weights.layers[layer], &at);
+        m->weights.layers[layer].window = m->config.window[layer];
+    }
+    run_dummy_tensor(m, &mf_lm_head_slot, &m->weights, &at);
+    if (!m->weights.lm_head.rows) m->weights.lm_head = m->weights.embed;
+    return 0;
+}
+
+/* A toka without any file: shapes of models.txt, random weights, no tokenizer. */
+static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
+    mf_known *known, *found = NULL;
+    int n, code = api_check_options(o, e);
+    if (code) return code;
+    if (!o->model) return fail(e, TOKA_E_USE, "--dummy-weights needs -m NAME, a name of models.txt");
+    toka *t = mem_zalloc(sizeof *t);
+    mf_model *m = t->files = mem_zalloc(sizeof *m);
+    m->tokenizer_json = m->tokenizer_config = m->chat_template = STR("");
+    m->bos_id = -1, m->defaults = mf_no_defaults;
+    code = mf_models_open(o->models_file, &m->a, &known, &n, e);
+    for (int i = 0; i < n && !code && !found; i++)
+        if (!strcmp(known[i].name, o->model) || !strcmp(known[i].hub_id, o->model)) found = &known[i];
+    if (!code && !found) code = fail(e, TOKA_E_USE, "%s: not a name of models.txt, which --dummy-weights needs", o->model);
+    if (!code) {
+        m->name = found->name, m->config = found->config, m->shape = t->shape = found->config.shape;
+        snprintf(m->architecture, sizeof m->architecture, "%s", m->config.arch->name);
+        code = run_dummy_weights(m, e);
+    }
+    if (!code) code = eng_open(&t->engine, api_backend(o->device), m, &t->shape, NULL, o, e);
+    if (code) toka_close(t), t = NULL;
+    *out = t;
+    return code;
+}
+
+/* ---- toka bench throughput ---- */
+
+typedef struct run_bench_options {
+    const char *dataset; /* lines {"prompt_token_ids": [..] or "prompt": "..", "output_lengths": [l1, ..]} */
+    int num_prompts;     /* of its lines, 0: all */
+    toka_request base;
+    bool json, quiet;
+    atomic_int *interrupted;
+} run_bench_options;
+
+typedef struct run_bench_sample {
+    int prompt, length;
+} run_bench_sample;
+
+/* Every sample is a request of its own length, end ids ignored; those of one line find each other's prompt in the prefix
+ * tree. A sample that ends puts the next one in, so that the engine knows twice those that run at once. */
+typedef struct run_bench_state {
+    const run_bench_options *o;
+    toka *t;
+    ids tokens;                 /* of all prompts */
+    size_t *prompt;             /* [n_prompts + 1] where each begins in tokens */
+    run_bench_sample *sample;   /* [n_samples] in the order of the file */
+    int64_t n_prompts, n_samples, cap_prompts, cap_samples;
+    int64_t next, n_output;
+    toka_err e;
+} run_bench_state;
+
+static int run_bench_line(run_bench_state *b, const json *root, int64_t number, toka_err *e) {
+    const json *prompt = json_get(root, "prompt_token_ids"), *text = json_get(root, "prompt");
+    const json *lengths = json_get(root, "output_lengths");
+    if (b->n_prompts + 1 >= b->cap_prompts) {
+        b->cap_prompts = MAX(1024, 2 * b->cap_prompts);
+        b->prompt = mem_realloc(b->prompt, (size_t)b->cap_prompts * sizeof *b->prompt);
+        b->prompt[b->n_prompts] = b->tokens.n;
+    }
+    size_t first = b->tokens.n;
+    if (json_is(prompt, JSON_ARRAY)) {
+        JSON_EACH(it, prompt) ids_push(&b->tokens, (int32_t)MAX(-1, MIN(json_int(it, -1), INT32_MAX)));
+    } else if (json_is(text, JSON_STRING)) {
+        if (api_need_tokenizer(b->t, e) ||
+            tok_encode(b->t->tok, json_str(text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, &b->tokens, e)) return e->code;
+    }
+    int64_t n = (int64_t)(b->tokens.n - first);
+    if (!n || !json_is(lengths, JSON_ARRAY) || !lengths->n)
+        return fail(e, TOKA_E_INPUT, "%s: line %lld: expected prompt_token_ids or prompt, and output_lengths",
+                    b->o->dataset, (long long)number);
+    JSON_EACH(it, lengths) {
+        int64_t length = json_int(it, 0);
+        if (length < 1 || n + length > b->t->shape.max_len)
+            return fail(e, TOKA_E_INPUT, "%s: line %lld: a prompt of %lld tokens and an output of %lld, expected at least 1 "
+                        "and at most %d in all", b->o->dataset, (long long)number, (long long)n, (long long)length,
+                        b->t->shape.max_len);
+        if (b->n_samples == b->cap_samples) {
+            b->cap_samples = MAX(1024, 2 * b->cap_samples);
+            b->sample = mem_realloc(b->sample, (size_t)b->cap_samples * sizeof *b->sample);
+        }
+        b->sample[b->n_samples++] = (run_bench_sample){(int)b->n_prompts, (int)length};
+        b->n_output += length;
+    }
+    b->prompt[++b->n_prompts] = b->tokens.n;
+    return 0;
+}
+
+static int run_bench_load(run_bench_state *b, toka_err *e) {
+    run_input in;
+    str line;
+    int code = 0, most = b->o->num_prompts ? b->o->num_prompts : INT_MAX - 1;
+    int fd = open(b->o->dataset, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return fail(e, TOKA_E_INPUT, "%s: %s", b->o->dataset, strerror(errno));
+    run_input_init(&in, fd, b->o->dataset, b->o->interrupted);
+    while (b->n_prompts < most && (code = run_next_line(&in, &line, NULL, e)) > 0) {
+        arena a = {0};
+        toka_err why;
+        const json *root = run_is_blank(line) ? NULL : json_parse(&a, line, run_limits, &why);
+        code = 0;
+        if (root) code = run_bench_line(b, root, in.number, e);
+        else if (!run_is_blank(line))
+            code = fail(e, TOKA_E_INPUT, "%s: line %lld: %s", b->o->dataset, (long long)in.number, why.msg);
+        arena_free(&a);
+        if (code) break;
+    }
+    if (!code && !b->n_prompts) code = fail(e, TOKA_E_INPUT, "%s: no lines", b->o->dataset);
+    run_input_free(&in);
+    close(fd);
+    return code;
+}
+
+static int run_bench_event(void *user, const toka_event *ev);
+
+static void run_bench_submit(run_bench_state *b) {
+    if (b->next == b->n_samples || b->e.code) return;
+    const run_bench_sample *s = &b->sample[b->next];
+    int64_t id;
+    toka_request q = b->o->base;
+    q.ids = b->tokens.p + b->prompt[s->prompt], q.n_ids = b->prompt[s->prompt + 1] - b->prompt[s->prompt];
+    q.sampling.seed = run_seed(q.sampling.seed, (run_key){0, (uint64_t)b->next++});
+    q.sampling.max_tokens = s->length, q.sampling.ignore_eos = true;
+    toka_submit(b->t, &q, run_bench_event, b, &id, &b->e);
+}
+
+static int run_bench_event(void *user, const toka_event *ev) {
+    run_bench_state *b = user;
+    if (*b->o->interrupted) return b->next = b->n_samples, 1;
+    if (ev->finish != TOKA_RUNNING) run_bench_submit(b);
+    return 0;
+}
+
+/* Names and lines as vLLM's `bench throughput`: a request is a line, its prompt counted once. */
+static void run_bench_print(const run_bench_state *b, const run_report *p) {
+    int64_t prompt = (int64_t)b->tokens.n, total = prompt + b->n_output;
+    double s = p->elapsed_s;
+    if (!b->o->json) {
+        printf("Throughput: %.2f requests/s, %.2f total tokens/s, %.2f output tokens/s\n"
+               "Total num prompt tokens:  %lld\nTotal num output tokens:  %lld\n", (double)b->n_prompts / s, (double)total / s,
+               (double)b->n_output / s, (long long)prompt, (long long)b->n_output);
+        return;
+    }
+    const struct { const char *name; double value; } numbers[] = {
+        {"requests_per_second", (double)b->n_prompts / s}, {"tokens_per_second", (double)total / s},
+        {"output_tokens_per_second", (double)b->n_output / s}, {"prefix_hit_share", p->shared},
+        {"mean_batch_size", p->rows_per_step}, {"plan_share", p->plan}, {"run_share", p->run},
+        {"commit_share", p->commit}, {"idle_share", p->idle}};
+    const struct { const char *name; int64_t value; } counts[] = {
+        {"num_requests", b->n_prompts}, {"num_samples", b->n_samples}, {"total_num_tokens", total},
+        {"total_prompt_tokens", prompt}, {"total_output_tokens", b->n_output}, {"steps", p->s.steps}, {"preemptions", p->s.preemptions}};
+    buf out = {0};
+    json_put_open(&out, '{');
+    json_put_key(&out, "elapsed_time"), json_put_num(&out, s, false);
+    for (int i = 0; i < COUNT(counts); i++) json_put_key(&out, counts[i].name), json_put_int(&out, counts[i].value);
+    for (int i = 0; i < COUNT(numbers); i++) json_put_key(&out, numbers[i].name), json_put_num(&out, numbers[i].value, true);
+    json_put_close(&out, '}');
+    printf("%s\n", out.p);
+    buf_free(&out);
+}
+
+static int run_bench_throughput(toka *t, const run_bench_options *o, toka_err *e) {
+    run_bench_state b = {.o = o, .t = t};
+    int code = run_bench_load(&b, e);
+    if (!code) {
+        double t0 = os_now();
+        for (int i = 0; i < 2 * t->engine->s.c.max_seqs; i++) run_bench_submit(&b);
+        code = toka_run(t, false, e);
+        if (!code && b.e.code) *e = b.e, code = e->code;
+        run_report p = run_report_make(t, os_now() - t0);
+        if (!code && !*o->interrupted) run_bench_print(&b, &p);
+        if (!code && !o->quiet) run_report_show(&p);
+    }
+    ids_free(&b.tokens);
+    free(b.prompt), free(b.sample);
+    return code;
+}
+
+/* ---- toka bench plan: what a step costs before any model runs ---- */
+
+/* The monkeys shape: 128 prompts x 1,024 samples, 715-token prompts of which the first 600 tokens are shared by all,
+ * outputs lognormal with mean 150, max_tokens 1,024, 8,192 sequences at once, results two steps late. The backend does
+ * nothing. Times are CPU time of the one thread. */
+enum { RUN_PLAN_LAG = 2, RUN_PLAN_PROMPTS = 128, RUN_PLAN_SAMPLES = 1024, RUN_PLAN_PROMPT = 715, RUN_PLAN_SHARED = 600,
+       RUN_PLAN_MEAN = 150, RUN_PLAN_MAX = 1024, RUN_PLAN_SEQS = 8192, RUN_PLAN_WARM = 100, RUN_PLAN_STEPS = 1000 };
+
+typedef struct run_plan_late { /* rows whose tokens are still on their way */
+    batch_out *out; /* [RUN_PLAN_SEQS] */
+    int n;
+} run_plan_late;
+
+typedef struct run_plan {
+    sched s;
+    batch b;
+    run_plan_late late[RUN_PLAN_LAG];
+    int *length;       /* [RUN_PLAN_SEQS] of the sequence in each slot, drawn when it starts */
+    uint32_t *started; /* [RUN_PLAN_SEQS] ticket + 1 of that sequence */
+    uint64_t rng;
+    int64_t n_out, n_done;
+    double plan_s, build_s, commit_s;
+} run_plan;
+
+typedef struct run_plan_case { /* what is measured, and what came of it */
+    const char *name;
+    int extra, n_pages; /* further requests of one sample queued behind; pages of 16 tokens */
+    int steps;
+    double ms, plan_ms, build_ms, commit_ms, p50, p99, bytes, most_bytes, running;
+    int64_t n_preempted;
+} run_plan_case;
+
+static double run_cpu_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+static double run_plan_unit(run_plan *t) {
+    t->rng ^= t->rng >> 12, t->rng ^= t->rng << 25, t->rng ^= t->rng >> 27;
+    return (double)((t->rng * 0x2545F4914F6CDD1Du) >> 11) * 0x1p-53;
+}
+
+static int run_plan_length(run_plan *t) {
+    double normal = sqrt(-2 * log(1 - run_plan_unit(t))) * cos(6.283185307179586 * run_plan_unit(t)), sigma = 0.7;
+    double length = exp(log(RUN_PLAN_MEAN) - sigma * sigma / 2 + sigma * normal);
+    return (int)MAX(1.0, MIN(length + 0.5, (double)RUN_PLAN_MAX));
+}
+
+static int run_plan_submit(run_plan *t, int prompt_no, int n, toka_err *e) {
+    int32_t prompt[RUN_PLAN_PROMPT];
+    for (int i = 0; i < RUN_PLAN_PROMPT; i++)
+        prompt[i] = i < RUN_PLAN_SHARED ? 1000 + i : (prompt_no * 7919 + i * 31) % 100000;
+    sched_job job = {.prompt = prompt, .n_prompt = RUN_PLAN_PROMPT, .n = n, .max_tokens = RUN_PLAN_MAX};
+    return MIN(sched_submit(&t->s, &job, e), 0);
+}
+
+static void run_plan_step(run_plan *t, int step) {
+    double t0 = run_cpu_now();
+    sched_plan(&t->s);
+    double t1 = run_cpu_now();
+    batch_build(&t->b, &t->s);
+    double t2 = run_cpu_now();
+    run_plan_late *l = &t->late[step % RUN_PLAN_LAG]; /* what was planned then comes back, the new takes its place */
+    for (int i = 0; i < l->n; i++) {
+        batch_out o = l->out[i];
+        const sched_seq *x = &t->s.seqs[o.q];
+        if (x->ticket != o.ticket) continue;
+        if (t->started[o.q] != x->ticket + 1) t->started[o.q] = x->ticket + 1, t->length[o.q] = run_plan_length(t);
+        int n = x->n_known - x->n_prompt + 1;
+        int32_t token = (int32_t)((t->rng + (uint64_t)o.q * 0x9E3779B9u + (uint64_t)n) % 100000);
+        t->n_out++;
+        t->n_done += sched_commit(&t->s, o.q, o.ticket, token, n >= t->length[o.q]) == SCHED_DONE;
+    }
+    l->n = t->b.n_out;
+    memcpy(l->out, t->b.outs, (size_t)l->n * sizeof *l->out);
+    t->plan_s += t1 - t0, t->build_s += t2 - t1, t->commit_s += run_cpu_now() - t2;
+}
+
+static void run_plan_open(run_plan *t, int n_pages) {
+    *t = (run_plan){.rng = 12345};
+    sched_init(&t->s, &(sched_config){.B = 16, .n_pages = n_pages, .max_seqs = RUN_PLAN_SEQS, .max_tokens = 32768,
+                                      .max_len = 2048, .n_classes = 1024});
+    batch_init(&t->b, &t->s, (batch_cost){.merge_tok = 4, .span_tok = 64, .tile_rows = 64});
+    t->length = mem_zalloc(RUN_PLAN_SEQS * sizeof(int)), t->started = mem_zalloc(RUN_PLAN_SEQS * sizeof(uint32_t));
+    for (int i = 0; i < RUN_PLAN_LAG; i++) t->late[i].out = mem_alloc(RUN_PLAN_SEQS * sizeof(batch_out));
+}
+
+static void run_plan_close(run_plan *t) {
+    for (int i = 0; i < RUN_PLAN_LAG; i++) free(t->late[i].out);
+    free(t->length), free(t->started);
+    batch_free(&t->b), sched_free(&t->s);
+}
+
+static int run_compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static int run_plan_measure(run_plan_case *c, atomic_int *interrupted, toka_err *e) {
+    run_plan t;
+    int code = 0, n = 0;
+    double *ms = mem_alloc(RUN_PLAN_STEPS * sizeof *ms);
+    run_plan_open(&t, c->n_pages);
+    for (int i = 0; i < RUN_PLAN_PROMPTS && !code; i++) code = run_plan_submit(&t, i, RUN_PLAN_SAMPLES, e);
+    for (int i = 0; i < c->extra && !code; i++) code = run_plan_submit(&t, RUN_PLAN_PROMPTS + i, 1, e);
+    for (int i = 0; i < RUN_PLAN_WARM + RUN_PLAN_STEPS && t.s.n_waiting && !code && !*interrupted; i++) {
+        if (i == RUN_PLAN_WARM) t.plan_s = t.build_s = t.commit_s = 0;
+        double t0 = run_cpu_now();
+        run_plan_step(&t, i);
+        double took = (run_cpu_now() - t0) * 1e3, bytes = (double)batch_upload_bytes(&t.b.up);
+        if (i < RUN_PLAN_WARM) continue;
+        ms[n++] = took, c->ms += took, c->bytes += bytes, c->running += t.s.n_running;
+        c->most_bytes = MAX(c->most_bytes, bytes);
+    }
+    qsort(ms, (size_t)n, sizeof *ms, run_compare_doubles);
+    c->steps = n, c->n_preempted = t.s.n_preempted;
+    if (n) {
+        c->ms /= n, c->bytes /= n, c->running /= n, c->p50 = ms[n / 2], c->p99 = ms[n * 99 / 100];
+        c->plan_ms = t.plan_s * 1e3 / n, c->build_ms = t.build_s * 1e3 / n, c->commit_ms = t.commit_s * 1e3 / n;
+    }
+    free(ms);
+    run_plan_close(&t);
+    return code;
+}
+
+static void run_plan_json(buf *b, const run_plan_case *c) {
+    const struct { const char *name; double value; } numbers[] = {
+        {"ms_per_step", c->ms}, {"plan_ms", c->plan_ms}, {"build_ms", c->build_ms}, {"commit_ms", c->commit_ms},
+        {"p50_ms", c->p50}, {"p99_ms", c->p99}, {"upload_bytes_per_step", c->bytes}, {"most_upload_bytes", c->most_bytes},
+        {"mean_running", c->running}};
+    for (int i = 0; i < COUNT(numbers); i++) json_put_key(b, numbers[i].name), json_put_num(b, numbers[i].value, true);
+    json_put_key(b, "steps"), json_put_int(b, c->steps);
+    json_put_key(b, "preemptions"), json_put_int(b, c->n_preempted);
+}
+
+/* The figures of the first case at the top of the JSON object, all cases below. */
+static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
+    run_plan_case cases[] = {{.name = "8,192 running", .n_pages = 1572864 / 16},
+                             {.name = "65,536 more requests queued", .extra = 65536, .n_pages = 1572864 / 16},
+                             {.name = "half the KV cache, always full", .n_pages = 1572864 / 32}};
+    buf b = {0};
+    json_put_open(&b, '{');
+    for (int i = 0; i < COUNT(cases) && !*interrupted; i++) {
+        run_plan_case *c = &cases[i];
+        int code = run_plan_measure(c, interrupted, e);
+        if (code) return buf_free(&b), code;
+        if (!i) run_plan_json(&b, c), json_put_key(&b, "cases"), json_put_open(&b, '[');
+        json_put_open(&b, '{');
+        json_put_key(&b, "name"), json_put_str(&b, str_c(c->name));
+        run_plan_json(&b, c);
+        json_put_close(&b, '}');
+        if (as_json) continue;
+        printf("%s: %.3f ms a step (plan %.3f, build %.3f, commit %.3f; p50 %.3f, p99 %.3f), %.0f bytes up (most %.0f)\n",
+               c->name, c->ms, c->plan_ms, c->build_ms, c->commit_ms, c->p50, c->p99, c->bytes, c->most_bytes);
+        printf("  %d steps, %.0f sequences running, %lld preemptions\n", c->steps, c->running, (long long)c->n_preempted);
+        fflush(stdout);
+    }
+    json_put_close(&b, ']'), json_put_close(&b, '}');
+    if (as_json && !*interrupted) printf("%s\n", b.p);
+    buf_free(&b);
+    return 0;
 }
 
 /* ===========================================================================
@@ -13369,7 +13804,9 @@ typedef struct cli { /* what the command line says */
     const char *stop[CLI_MAX_STOP];
     int n_stop;
     bool include_stop, ignore_eos, raw, chat, json, quiet, decode, no_special, help, version;
-    const char *input, *output, *report;
+    const char *input, *output, *report, *dataset;
+    int num_prompts;
+    bool dummy_weights;
 } cli;
 
 enum cli_type { CLI_BOOL, CLI_INT, CLI_INT64, CLI_FLOAT, CLI_TEXT, CLI_LIST };
@@ -13421,6 +13858,10 @@ static const cli_flag cli_flags[] = {
     {"input-file", "i", "FILE", CLI_TEXT, AT(input), "requests, one JSON object a line; - is standard input"},
     {"output-file", "o", "FILE", CLI_TEXT, AT(output), "results, appended as they come; what is there is not done again"},
     {"report", "", "FILE", CLI_TEXT, AT(report), "the closing report as a JSON object"},
+    {NULL, NULL, NULL, 0, 0, "Bench"},
+    {"dataset", "", "FILE", CLI_TEXT, AT(dataset), "lines with prompt_token_ids or prompt, and output_lengths: a sample for each"},
+    {"num-prompts", "", "N", CLI_INT, AT(num_prompts), "only the first N lines"},
+    {"dummy-weights", "", "", CLI_BOOL, AT(dummy_weights), "random weights in the shapes of -m NAME, a name of models.txt"},
     {NULL, NULL, NULL, 0, 0, "Output"},
     {"logprobs", "", "K", CLI_INT, AT(logprobs), "log-probability of each token, and of the K best"},
     {"json", "", "", CLI_BOOL, AT(json), "one JSON object instead of text"},
@@ -13463,7 +13904,9 @@ static const char cli_commands[] =
     "  toka template [FLAGS]   JSON object with messages, tools ... on standard input to the rendered prompt\n"
     "  toka score [FLAGS]      log-probability of every token of a text\n"
     "  toka models             the models of models.txt\n"
-    "  toka batch -i IN -o OUT a file of requests to a file of results; the same command goes on where it stopped\n";
+    "  toka batch -i IN -o OUT a file of requests to a file of results; the same command goes on where it stopped\n"
+    "  toka bench throughput   time a dataset, each sample forced to its length; prints what vllm bench throughput prints\n"
+    "  toka bench plan         time the planning of a step at 8,192 sequences, without a model\n";
 
 static int cli_help(toka_err *e) {
     printf("toka %s - a high-throughput LLM inference engine in one C file\n\n%s", TOKA_VERSION, cli_commands);
@@ -13952,8 +14395,9 @@ static int cli_batch(const cli *c, toka_err *e) {
     toka *t;
     if (!c->input || !c->output) return fail(e, TOKA_E_USE, "toka batch needs -i IN.jsonl and -o OUT.jsonl");
     if (c->prompt || c->file || c->chat || c->system || c->raw)
-        return fail(e, TOKA_E_USE, "toka batch takes its prompts from -i; --prompt, --file, --system, --raw and --chat do not apply");
-    if (c->samples < 1 || c->samples > ENG_MAX_N) return fail(e, TOKA_E_USE, "--samples: %d, expected 1 to %d", c->samples, ENG_MAX_N);
+        return fail(e, TOKA_E_USE, "toka batch takes its prompts from -i; --prompt, --file, --system, --raw, --chat do not apply");
+    if (c->samples < 1 || c->samples > ENG_MAX_N)
+        return fail(e, TOKA_E_USE, "--samples: %d, expected 1 to %d", c->samples, ENG_MAX_N);
     int code = toka_open(&t, &c->open, e);
     if (code) return code;
     run_options o = {.in = c->input, .out = c->output, .report = c->report, .now = c->now, .base = toka_request_default(),
@@ -13963,6 +14407,26 @@ static int cli_batch(const cli *c, toka_err *e) {
     code = run_batch(t, &o, e);
     toka_close(t);
     return code;
+}
+
+static int cli_bench_throughput(const cli *c, toka_err *e) {
+    toka *t;
+    if (!c->dataset) return fail(e, TOKA_E_USE, "toka bench throughput needs --dataset FILE");
+    if (c->num_prompts < 0) return fail(e, TOKA_E_USE, "--num-prompts: %d, expected 0 or more", c->num_prompts);
+    int code = c->dummy_weights ? run_dummy_open(&t, &c->open, e) : toka_open(&t, &c->open, e);
+    if (code) return code;
+    run_bench_options o = {.dataset = c->dataset, .num_prompts = c->num_prompts, .base = toka_request_default(), .json = c->json,
+                           .quiet = c->quiet, .interrupted = &cli_interrupted};
+    cli_sampling(c, t, &o.base);
+    o.base.n = 1, o.base.sampling.logprobs = o.base.sampling.min_tokens = o.base.sampling.n_stop = 0;
+    code = run_bench_throughput(t, &o, e);
+    toka_close(t);
+    return code ? code : cli_write(STR(""), e);
+}
+
+static int cli_bench_plan(const cli *c, toka_err *e) {
+    int code = run_bench_plan(c->json, &cli_interrupted, e);
+    return code ? code : cli_write(STR(""), e);
 }
 
 static int cli_version(toka_err *e) {
@@ -13975,26 +14439,30 @@ static int cli_version(toka_err *e) {
 
 static int cli_dispatch(int argc, char **argv, toka_err *e) {
     static const struct {
-        const char *name;
-        int (*run)(const cli *, toka_err *);
-    } commands[] = {{"tokenize", cli_tokenize}, {"template", cli_template}, {"score", cli_score}, {"models", cli_models},
-                    {"batch", cli_batch}};
-    static const char *const planned[] = {"serve", "bench", "plan", "devices"};
+        const char *name, *second; /* "bench", "plan"; NULL: the command is one word */
+        int (*main)(const cli *, toka_err *);
+    } commands[] = {{"tokenize", NULL, cli_tokenize}, {"template", NULL, cli_template}, {"score", NULL, cli_score},
+                    {"models", NULL, cli_models}, {"batch", NULL, cli_batch}, {"bench", "throughput", cli_bench_throughput},
+                    {"bench", "plan", cli_bench_plan}};
+    static const char *const planned[] = {"serve", "plan", "devices"};
     cli c = cli_default();
-    int (*run)(const cli *, toka_err *) = cli_run_command;
+    int (*command)(const cli *, toka_err *) = cli_run_command;
     int skip = argc > 1 && argv[1][0] != '-' ? 2 : 1, code;
     if (skip == 2) {
-        run = NULL;
+        const char *second = argc > 2 && argv[2][0] != '-' ? argv[2] : "";
+        command = NULL;
         for (int i = 0; i < COUNT(commands); i++)
-            if (!strcmp(argv[1], commands[i].name)) run = commands[i].run;
+            if (!strcmp(argv[1], commands[i].name) && (!commands[i].second || !strcmp(second, commands[i].second)))
+                command = commands[i].main, skip = commands[i].second ? 3 : 2;
         for (int i = 0; i < COUNT(planned); i++)
             if (!strcmp(argv[1], planned[i])) return fail(e, TOKA_E_USE, "toka %s is not in version %s", argv[1], TOKA_VERSION);
-        if (!run) return fail(e, TOKA_E_USE, "%s: no such command; see toka --help", argv[1]);
+        if (!command && !strcmp(argv[1], "bench")) return fail(e, TOKA_E_USE, "toka bench: expected throughput or plan");
+        if (!command) return fail(e, TOKA_E_USE, "%s: no such command; see toka --help", argv[1]);
     }
     if ((code = cli_parse(&c, argc - skip, argv + skip, e))) return code;
     if (c.help) return cli_help(e);
     if (c.version) return cli_version(e);
-    return run(&c, e);
+    return command(&c, e);
 }
 
 int toka_main(int argc, char **argv) {

@@ -1,0 +1,70 @@
+"""toka bench: what it prints, that every sample has its length, and that dummy weights need no file. Run through test/run.sh."""
+import json
+import os
+import re
+import subprocess
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TOKA = os.environ.get("TOKA_BINARY", os.path.join(ROOT, "toka"))
+ENV = {k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}
+
+
+def bench(*args, status=0):
+    r = subprocess.run([TOKA, "bench", *args], env=ENV, cwd=ROOT, capture_output=True, timeout=150)
+    assert r.returncode == status, r.stderr.decode()
+    return r.stdout.decode(), r.stderr.decode()
+
+
+def dataset(tmp_path, lines):
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(tmp_path / "d.jsonl")
+
+
+def ids(n, first=0):
+    return [first] + [(i * 7) % 1000 for i in range(n - 1)]
+
+
+def test_throughput_prints_vllms_lines(tmp_path):
+    d = dataset(tmp_path, [{"prompt_token_ids": ids(50), "output_lengths": [3, 1, 20] * 10},
+                           {"prompt_token_ids": ids(33, 5), "output_lengths": [7]}, {"prompt": "Tom", "output_lengths": [2, 2]}])
+    out, err = bench("throughput", "-m", "test/model", "--dataset", d, "--max-num-seqs", "8")
+    lines = out.splitlines()
+    assert re.fullmatch(r"Throughput: [\d.]+ requests/s, [\d.]+ total tokens/s, [\d.]+ output tokens/s", lines[0])
+    n_prompt = int(re.fullmatch(r"Total num prompt tokens:  (\d+)", lines[1])[1])
+    assert 83 < n_prompt < 90 and lines[2:] == ["Total num output tokens:  251"]
+    out, _ = bench("throughput", "-m", "test/model", "--dataset", d, "--num-prompts", "2", "--json", "--temp", "0.6")
+    v = json.loads(out)
+    assert (v["num_requests"], v["num_samples"], v["total_prompt_tokens"], v["total_output_tokens"]) == (2, 31, 83, 247)
+    assert v["total_num_tokens"] == 330 and v["elapsed_time"] > 0 and v["prefix_hit_share"] > 0.5
+    assert abs(v["tokens_per_second"] * v["elapsed_time"] - 330) < 1 and abs(v["requests_per_second"] * v["elapsed_time"] - 2) < 0.01
+
+
+def test_dummy_weights(tmp_path):
+    models = tmp_path / "models.txt"
+    models.write_text("tiny nobody/tiny Qwen2ForCausalLM 2 64 4 2 16 96 500 untied 10000 default 1e-6 512 qkv_bias - sibling\n")
+    d = dataset(tmp_path, [{"prompt_token_ids": [1, 2, 3], "output_lengths": [300, 4]}])
+    args = ["throughput", "-m", "tiny", "--models-file", str(models), "--dummy-weights", "--dataset"]
+    out, _ = bench(*args, d)
+    assert "output tokens:  304" in out
+    _, err = bench(*args, dataset(tmp_path, [{"prompt": "text", "output_lengths": [4]}]), status=1)
+    assert "tokenizer" in err
+    _, err = bench("throughput", "-m", "nothing", "--dummy-weights", "--dataset", d, status=1)
+    assert "models.txt" in err
+
+
+def test_refused(tmp_path):
+    for line in ({"prompt_token_ids": [1]}, {"output_lengths": [1]}, {"prompt_token_ids": [1], "output_lengths": [0]},
+                 {"prompt_token_ids": [1], "output_lengths": [2000]}, {"prompt_token_ids": [], "output_lengths": [1]},
+                 {"prompt_token_ids": [5000], "output_lengths": [1]}, [1]):
+        _, err = bench("throughput", "--dataset", dataset(tmp_path, [line]), status=1)
+        assert len(err.strip().splitlines()) == 1
+    for args in ([], ["throughput"], ["nothing"], ["throughput", "--dataset", "/no/such"]):
+        bench(*args, status=1)
+
+
+def test_plan():
+    out, _ = bench("plan", "--json")
+    v = json.loads(out)
+    assert 0 < v["ms_per_step"] and v["mean_running"] > 7500
+    assert 0 < v["upload_bytes_per_step"] <= 65536
+    assert len(v["cases"]) == 3
