@@ -384,8 +384,8 @@ static int os_read_all(int fd, const char *name, size_t limit, buf *b, toka_err 
     for (;;) {
         buf_reserve(b, 65536);
         ssize_t n = read(fd, b->p + b->n, 65536);
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0) return fail(e, TOKA_E_IO, "%s: %s", name, strerror(errno));
+        if (n < 0 && errno == EINTR) return fail(e, TOKA_E_CANCELLED, "%s: interrupted", name);
+        if (n < 0) return fail(e, errno == EISDIR ? TOKA_E_INPUT : TOKA_E_IO, "%s: %s", name, strerror(errno));
         b->p[b->n += (size_t)n] = 0;
         if (n == 0) return 0;
         if (b->n > limit) return fail(e, TOKA_E_INPUT, "%s: more than %zu bytes", name, limit);
@@ -13815,65 +13815,82 @@ typedef struct cli_flag {
     const char *name, *brief; /* "max-tokens", "n" or "" */
     const char *arg;          /* name of the value in --help, "" for a switch */
     enum cli_type type;
-    size_t field; /* offset in cli */
+    size_t field;      /* offset in cli */
+    unsigned commands; /* that take it */
     const char *help;
 } cli_flag;
+
+enum { RUN = 1, TOKENIZE = 2, TEMPLATE = 4, SCORE = 8, MODELS = 16, BATCH = 32, THROUGHPUT = 64, PLAN = 128, ANY = 255,
+       OPENS = RUN | SCORE | BATCH | THROUGHPUT, SAMPLES = RUN | BATCH | THROUGHPUT, READS = RUN | SCORE | TOKENIZE | TEMPLATE };
 
 #define AT(field) offsetof(cli, field)
 static const cli_flag cli_flags[] = {
     /* a row with field name NULL opens a group of --help */
-    {NULL, NULL, NULL, 0, 0, "Model"},
-    {"model", "m", "MODEL", CLI_TEXT, AT(open.model), "folder, hub id in the local cache, or a name of models.txt (default: embedded)"},
-    {"models-file", "", "FILE", CLI_TEXT, AT(open.models_file), "the list of known models (default: models.txt here or beside toka)"},
-    {"chat-template", "", "FILE", CLI_TEXT, AT(open.chat_template), "Jinja template instead of the model's own"},
-    {"device", "", "NAME", CLI_TEXT, AT(open.device), "auto or cpu"},
-    {"threads", "t", "N", CLI_INT, AT(open.n_threads), "CPU threads (default: one a core)"},
-    {"max-model-len", "", "N", CLI_INT, AT(open.max_model_len), "longest sequence in tokens (default: the model's, as memory allows)"},
-    {"max-num-seqs", "", "N", CLI_INT, AT(open.max_num_seqs), "most samples running at once (default: 256)"},
-    {"kv-tokens", "", "N", CLI_INT64, AT(open.kv_tokens), "size of the KV cache in tokens (default: as memory allows)"},
-    {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens), "most tokens in one step (default: 512)"},
-    {NULL, NULL, NULL, 0, 0, "Prompt"},
-    {"prompt", "p", "TEXT", CLI_TEXT, AT(prompt), "the prompt (default: standard input)"},
-    {"file", "f", "FILE", CLI_TEXT, AT(file), "read the prompt from a file"},
-    {"system", "", "TEXT", CLI_TEXT, AT(system), "system message for the chat template"},
-    {"raw", "", "", CLI_BOOL, AT(raw), "complete the text as it is, without the chat template"},
-    {"chat", "", "", CLI_BOOL, AT(chat), "a conversation with history, one line a turn"},
-    {"now", "", "TIME", CLI_TEXT, AT(now), "the template's clock, 'YYYY-MM-DD hh:mm:ss' (default: local time)"},
-    {NULL, NULL, NULL, 0, 0, "Sampling (defaults: the model's generation_config, else greedy)"},
-    {"max-tokens", "n", "N", CLI_INT, AT(max_tokens), "output tokens at most (default: up to the model's length)"},
-    {"min-tokens", "", "N", CLI_INT, AT(min_tokens), "do not end before N tokens"},
-    {"samples", "", "N", CLI_INT, AT(samples), "answers to the one prompt (default: 1)"},
-    {"temp", "", "T", CLI_FLOAT, AT(temperature), "temperature; 0 is greedy"},
-    {"top-p", "", "P", CLI_FLOAT, AT(top_p), "keep the most likely tokens that add up to P"},
-    {"top-k", "", "K", CLI_INT, AT(top_k), "keep the K most likely tokens; 0 is off"},
-    {"min-p", "", "P", CLI_FLOAT, AT(min_p), "keep tokens at least P times as likely as the likeliest"},
-    {"repetition-penalty", "", "R", CLI_FLOAT, AT(repetition_penalty), "over prompt and output; 1 is off"},
-    {"presence-penalty", "", "X", CLI_FLOAT, AT(presence_penalty), "taken from tokens already in the output; 0 is off"},
-    {"frequency-penalty", "", "X", CLI_FLOAT, AT(frequency_penalty), "the same, for each time they occurred"},
-    {"seed", "", "N", CLI_INT64, AT(seed), "same seed, same text (default: 0)"},
-    {"stop", "", "TEXT", CLI_LIST, AT(stop), "end before this text; may be given up to 16 times"},
-    {"include-stop", "", "", CLI_BOOL, AT(include_stop), "the stop text stays in the output"},
-    {"ignore-eos", "", "", CLI_BOOL, AT(ignore_eos), "go on past the end-of-sequence token"},
-    {NULL, NULL, NULL, 0, 0, "Batch (prompt flags do not apply; the sampling flags are defaults for lines that do not say)"},
-    {"input-file", "i", "FILE", CLI_TEXT, AT(input), "requests, one JSON object a line; - is standard input"},
-    {"output-file", "o", "FILE", CLI_TEXT, AT(output), "results, appended as they come; what is there is not done again"},
-    {"report", "", "FILE", CLI_TEXT, AT(report), "the closing report as a JSON object"},
-    {NULL, NULL, NULL, 0, 0, "Bench"},
-    {"dataset", "", "FILE", CLI_TEXT, AT(dataset), "lines with prompt_token_ids or prompt, and output_lengths: a sample for each"},
-    {"num-prompts", "", "N", CLI_INT, AT(num_prompts), "only the first N lines"},
-    {"dummy-weights", "", "", CLI_BOOL, AT(dummy_weights), "random weights in the shapes of -m NAME, a name of models.txt"},
-    {NULL, NULL, NULL, 0, 0, "Output"},
-    {"logprobs", "", "K", CLI_INT, AT(logprobs), "log-probability of each token, and of the K best"},
-    {"json", "", "", CLI_BOOL, AT(json), "one JSON object instead of text"},
-    {"quiet", "q", "", CLI_BOOL, AT(quiet), "no last line on standard error"},
-    {"decode", "", "", CLI_BOOL, AT(decode), "tokenize: ids on standard input, text on standard output"},
-    {"no-special", "", "", CLI_BOOL, AT(no_special), "tokenize: do not add special tokens; with --decode: leave them out"},
-    {"help", "h", "", CLI_BOOL, AT(help), "this page"},
-    {"version", "", "", CLI_BOOL, AT(version), "version and build"},
+    {NULL, NULL, NULL, 0, 0, 0, "Model"},
+    {"model", "m", "MODEL", CLI_TEXT, AT(open.model), OPENS | TOKENIZE | TEMPLATE,
+     "folder, hub id in the local cache, or a name of models.txt (default: embedded)"},
+    {"models-file", "", "FILE", CLI_TEXT, AT(open.models_file), OPENS | TOKENIZE | TEMPLATE | MODELS,
+     "the list of known models (default: models.txt beside toka or here)"},
+    {"chat-template", "", "FILE", CLI_TEXT, AT(open.chat_template), RUN | TEMPLATE | BATCH,
+     "Jinja template instead of the model's own"},
+    {"device", "", "NAME", CLI_TEXT, AT(open.device), OPENS, "auto or cpu"},
+    {"threads", "t", "N", CLI_INT, AT(open.n_threads), OPENS, "CPU threads (default: one a core)"},
+    {"max-model-len", "", "N", CLI_INT, AT(open.max_model_len), OPENS,
+     "longest sequence in tokens (default: the model's, as memory allows)"},
+    {"max-num-seqs", "", "N", CLI_INT, AT(open.max_num_seqs), OPENS, "most samples running at once (default: 256)"},
+    {"kv-tokens", "", "N", CLI_INT64, AT(open.kv_tokens), OPENS,
+     "size of the KV cache in tokens (default: as memory allows)"},
+    {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens), OPENS,
+     "most tokens in one step (default: 512)"},
+    {NULL, NULL, NULL, 0, 0, 0, "Prompt"},
+    {"prompt", "p", "TEXT", CLI_TEXT, AT(prompt), READS, "the prompt (default: standard input)"},
+    {"file", "f", "FILE", CLI_TEXT, AT(file), READS, "read the prompt from a file"},
+    {"system", "", "TEXT", CLI_TEXT, AT(system), RUN, "system message for the chat template"},
+    {"raw", "", "", CLI_BOOL, AT(raw), RUN, "complete the text as it is, without the chat template"},
+    {"chat", "", "", CLI_BOOL, AT(chat), RUN, "a conversation with history, one line a turn"},
+    {"now", "", "TIME", CLI_TEXT, AT(now), RUN | TEMPLATE | BATCH,
+     "the template's clock, 'YYYY-MM-DD hh:mm:ss' (default: local time)"},
+    {NULL, NULL, NULL, 0, 0, 0, "Sampling (defaults: the model's generation_config, else greedy)"},
+    {"max-tokens", "n", "N", CLI_INT, AT(max_tokens), RUN | BATCH,
+     "output tokens at most (default: up to the model's length)"},
+    {"min-tokens", "", "N", CLI_INT, AT(min_tokens), RUN | BATCH, "do not end before N tokens"},
+    {"samples", "", "N", CLI_INT, AT(samples), RUN | BATCH, "answers to the one prompt (default: 1)"},
+    {"temp", "", "T", CLI_FLOAT, AT(temperature), SAMPLES, "temperature; 0 is greedy"},
+    {"top-p", "", "P", CLI_FLOAT, AT(top_p), SAMPLES, "keep the most likely tokens that add up to P"},
+    {"top-k", "", "K", CLI_INT, AT(top_k), SAMPLES, "keep the K most likely tokens; 0 is off"},
+    {"min-p", "", "P", CLI_FLOAT, AT(min_p), SAMPLES, "keep tokens at least P times as likely as the likeliest"},
+    {"repetition-penalty", "", "R", CLI_FLOAT, AT(repetition_penalty), SAMPLES, "over prompt and output; 1 is off"},
+    {"presence-penalty", "", "X", CLI_FLOAT, AT(presence_penalty), SAMPLES,
+     "taken from tokens already in the output; 0 is off"},
+    {"frequency-penalty", "", "X", CLI_FLOAT, AT(frequency_penalty), SAMPLES, "the same, for each time they occurred"},
+    {"seed", "", "N", CLI_INT64, AT(seed), SAMPLES, "same seed, same text (default: 0)"},
+    {"stop", "", "TEXT", CLI_LIST, AT(stop), RUN | BATCH, "end before this text; may be given up to 16 times"},
+    {"include-stop", "", "", CLI_BOOL, AT(include_stop), RUN | BATCH, "the stop text stays in the output"},
+    {"ignore-eos", "", "", CLI_BOOL, AT(ignore_eos), RUN | BATCH, "go on past the end-of-sequence token"},
+    {NULL, NULL, NULL, 0, 0, 0, "Batch (the sampling flags are defaults for lines that do not say)"},
+    {"input-file", "i", "FILE", CLI_TEXT, AT(input), BATCH, "requests, one JSON object a line; - is standard input"},
+    {"output-file", "o", "FILE", CLI_TEXT, AT(output), BATCH,
+     "results, appended as they come; what is there is not done again"},
+    {"report", "", "FILE", CLI_TEXT, AT(report), BATCH, "the closing report as a JSON object"},
+    {NULL, NULL, NULL, 0, 0, 0, "Bench"},
+    {"dataset", "", "FILE", CLI_TEXT, AT(dataset), THROUGHPUT,
+     "lines with prompt_token_ids or prompt, and output_lengths: a sample for each"},
+    {"num-prompts", "", "N", CLI_INT, AT(num_prompts), THROUGHPUT, "only the first N lines"},
+    {"dummy-weights", "", "", CLI_BOOL, AT(dummy_weights), THROUGHPUT,
+     "random weights in the shapes of -m NAME, a name of models.txt"},
+    {NULL, NULL, NULL, 0, 0, 0, "Output"},
+    {"logprobs", "", "K", CLI_INT, AT(logprobs), RUN, "log-probability of each token, and of the K best"},
+    {"json", "", "", CLI_BOOL, AT(json), RUN | SCORE | THROUGHPUT | PLAN, "one JSON object instead of text"},
+    {"quiet", "q", "", CLI_BOOL, AT(quiet), OPENS, "no last line on standard error"},
+    {"decode", "", "", CLI_BOOL, AT(decode), TOKENIZE, "tokenize: ids on standard input, text on standard output"},
+    {"no-special", "", "", CLI_BOOL, AT(no_special), TOKENIZE | SCORE,
+     "tokenize, score: do not add special tokens; with --decode: leave them out"},
+    {"help", "h", "", CLI_BOOL, AT(help), ANY, "this page"},
+    {"version", "", "", CLI_BOOL, AT(version), ANY, "version and build"},
 };
 
 static cli cli_default(void) {
-    return (cli){.open = toka_options_default(), .samples = 1, .top_k = -2, .logprobs = -1, .temperature = NAN, .top_p = NAN,
+    return (cli){.open = toka_options_default(), .samples = 1, .top_k = INT_MIN, .logprobs = INT_MIN, .temperature = NAN, .top_p = NAN,
                  .min_p = NAN, .repetition_penalty = NAN, .presence_penalty = NAN, .frequency_penalty = NAN};
 }
 
@@ -13955,12 +13972,12 @@ static int cli_set(cli *c, const cli_flag *f, const char *value, const char *sho
     return 0;
 }
 
-/* TOKA_MAX_TOKENS for --max-tokens. Switches are not read from the environment. */
-static int cli_environment(cli *c, toka_err *e) {
+/* TOKA_MAX_TOKENS for --max-tokens. Switches, and flags of other commands, are not read from the environment. */
+static int cli_environment(cli *c, unsigned command, toka_err *e) {
     for (int i = 0; i < COUNT(cli_flags); i++) {
         const cli_flag *f = &cli_flags[i];
         char name[64] = "TOKA_";
-        if (!f->name || f->type == CLI_BOOL) continue;
+        if (!f->name || f->type == CLI_BOOL || !(f->commands & command)) continue;
         for (size_t k = 0; k <= strlen(f->name); k++)
             name[5 + k] = f->name[k] == '-' ? '_' : (char)toupper((unsigned char)f->name[k]);
         const char *value = getenv(name);
@@ -13980,23 +13997,32 @@ static const cli_flag *cli_find(const char *arg, size_t n) { /* "-m" or "--model
     return NULL;
 }
 
-static int cli_parse(cli *c, int argc, char **argv, toka_err *e) {
-    int code = cli_environment(c, e);
-    if (code) return code;
-    for (int i = 0; i < argc; i++) {
+/* A flag on the command line goes before what the environment says, also where one excludes the other. */
+static void cli_override(cli *c, const cli *env, const cli_flag *f) {
+    if (f->field == AT(prompt) && c->file == env->file) c->file = NULL;
+    if (f->field == AT(file) && c->prompt == env->prompt) c->prompt = NULL;
+    if (f->type == CLI_LIST && c->n_stop && c->stop[0] == env->stop[0]) c->n_stop = 0;
+}
+
+static int cli_parse(cli *c, unsigned command, int argc, char **argv, toka_err *e) {
+    int code = cli_environment(c, command, e);
+    const cli env = *c;
+    for (int i = 0; i < argc && !code; i++) {
         const char *arg = argv[i], *eq = arg[0] == '-' && arg[1] == '-' ? strchr(arg, '=') : NULL;
         size_t n = eq ? (size_t)(eq - arg) : strlen(arg);
         const cli_flag *f = arg[0] == '-' && n > 1 ? cli_find(arg, n) : NULL;
         if (!f) return fail(e, TOKA_E_USE, "%s: unknown %s; see toka --help", arg, arg[0] == '-' ? "flag" : "argument");
+        if (!(f->commands & command)) return fail(e, TOKA_E_USE, "--%s is not for this command; see toka --help", f->name);
         const char *value = eq ? eq + 1 : NULL;
         if (f->type == CLI_BOOL && eq) return fail(e, TOKA_E_USE, "--%s takes no value", f->name);
         if (f->type != CLI_BOOL && !value) {
             if (i + 1 == argc) return fail(e, TOKA_E_USE, "%s needs a value: %s", arg, f->arg);
             value = argv[++i];
         }
-        if ((code = cli_set(c, f, value, arg, e))) return code;
+        cli_override(c, &env, f);
+        code = cli_set(c, f, value, arg, e);
     }
-    return 0;
+    return code;
 }
 
 /* ---- toka: complete a prompt ---- */
@@ -14020,19 +14046,28 @@ static const char *cli_finish_name(toka_finish f) {
     return names[f];
 }
 
+/* The text of one token as it stands inside a text, as a JSON string. */
+static void cli_put_token_text(buf *b, const tok *words, int32_t id) {
+    tok_stream s;
+    buf text = {0};
+    tok_stream_init(&s, words, 0);
+    tok_stream_follow(&s, -1);
+    tok_stream_put(&s, id, &text);
+    tok_stream_end(&s, &text);
+    tok_stream_free(&s);
+    json_put_str(b, buf_view(&text));
+    buf_free(&text);
+}
+
 /* {"id":..,"token":"..","logprob":..,"sampled_logprob":..,"top":[{"id":..,"token":"..","logprob":..} ..]} */
 static void cli_put_token(buf *b, const toka *t, const toka_event *ev) {
     json_put_open(b, '{');
     for (int i = -1; i < ev->n_top; i++) {
         int32_t id = i < 0 ? ev->id : ev->top_ids[i];
-        char *text = NULL;
-        size_t n = 0;
-        toka_err ignored;
         if (i == 0) json_put_key(b, "top"), json_put_open(b, '[');
         if (i >= 0) json_put_open(b, '{');
         json_put_key(b, "id"), json_put_int(b, id);
-        if (t->tok && !toka_decode(t, &id, 1, 0, &text, &n, &ignored)) json_put_key(b, "token"), json_put_str(b, (str){text, n});
-        free(text);
+        if (t->tok) json_put_key(b, "token"), cli_put_token_text(b, t->tok, id);
         json_put_key(b, "logprob"), json_put_num(b, i < 0 ? ev->logprob : ev->top_logprobs[i], true);
         if (i < 0) json_put_key(b, "sampled_logprob"), json_put_num(b, ev->sampled_logprob, true);
         else json_put_close(b, '}');
@@ -14071,14 +14106,13 @@ static int cli_on_event(void *user, const toka_event *ev) {
 
 static int cli_read_prompt(const cli *c, buf *out, toka_err *e) {
     if (c->prompt && c->file) return fail(e, TOKA_E_USE, "--prompt and --file exclude each other");
-    if (c->prompt) return buf_c(out, c->prompt), buf_put(out, "", 0), 0;
-    if (!c->file) return os_read_all(0, "standard input", CLI_MAX_INPUT, out, e);
-    str map;
-    int code = os_map(c->file, &map, e);
-    if (code) return code;
-    buf_str(out, map);
-    os_unmap(map);
-    return 0;
+    if (c->prompt) return buf_c(out, c->prompt), 0;
+    if (!c->file || !strcmp(c->file, "-")) return os_read_all(0, "standard input", CLI_MAX_INPUT, out, e);
+    int fd = open(c->file, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return fail(e, TOKA_E_INPUT, "%s: %s", c->file, strerror(errno));
+    int code = os_read_all(fd, c->file, CLI_MAX_INPUT, out, e);
+    close(fd);
+    return code;
 }
 
 /* Flags over the model's own defaults over what r has. */
@@ -14091,13 +14125,13 @@ static void cli_sampling(const cli *c, const toka *t, toka_request *r) {
     if (!isnan(c->repetition_penalty)) s->repetition_penalty = (float)c->repetition_penalty;
     if (!isnan(c->presence_penalty)) s->presence_penalty = (float)c->presence_penalty;
     if (!isnan(c->frequency_penalty)) s->frequency_penalty = (float)c->frequency_penalty;
-    if (c->top_k != -2) s->top_k = c->top_k;
+    if (c->top_k != INT_MIN) s->top_k = c->top_k;
     s->seed = (uint64_t)c->seed;
     s->max_tokens = c->max_tokens;
     s->min_tokens = c->min_tokens;
     s->ignore_eos = c->ignore_eos;
     s->include_stop = c->include_stop;
-    s->logprobs = MAX(c->logprobs, 0);
+    s->logprobs = c->logprobs == INT_MIN ? 0 : c->logprobs;
     s->stop = c->stop;
     s->n_stop = c->n_stop;
     r->n = c->samples;
@@ -14191,31 +14225,32 @@ static int cli_complete(const cli *c, toka *t, str prompt, int text_flags, buf *
     return code;
 }
 
-/* One line of standard input without its line end. False: no more input. */
-static bool cli_read_line(buf *line) {
+/* One line of standard input without its line end. *more: there was one. */
+static int cli_read_line(buf *line, bool *more, toka_err *e) {
+    int ch = 0;
     buf_clear(line);
-    for (int ch; !cli_interrupted;) {
-        if ((ch = getchar()) == EOF) return line->n > 0;
-        if (ch == '\n') return true;
-        buf_char(line, (char)ch);
-    }
-    return false;
+    while (!cli_interrupted && (ch = getchar()) != EOF && ch != '\n') buf_char(line, (char)ch);
+    *more = !cli_interrupted && (ch == '\n' || line->n);
+    if (ch == EOF && ferror(stdin) && !cli_interrupted) return fail(e, TOKA_E_IO, "standard input: %s", strerror(errno));
+    return 0;
 }
 
 /* A conversation: every line of input is a user turn; the history goes through the template anew each turn. */
 static int cli_chat(const cli *c, toka *t, toka_err *e) {
     buf line = {0}, messages = {0}, prompt = {0}, answer = {0};
-    bool terminal = isatty(0);
+    bool terminal = isatty(0), more = true;
     int code = 0;
     if (c->system) cli_put_message(&messages, "system", str_c(c->system));
     if (c->prompt) buf_c(&line, c->prompt);
-    while (!code && !cli_interrupted) {
+    while (!cli_interrupted) {
         if (terminal && !line.n) fputs("> ", stderr);
-        if (!line.n && !cli_read_line(&line)) break;
+        if (!line.n && (code = cli_read_line(&line, &more, e))) break;
+        if (!more) break;
         if (!line.n) continue;
         cli_put_message(&messages, "user", buf_view(&line));
         code = cli_render(c, t, &messages, &prompt, e);
         if (!code) code = cli_complete(c, t, buf_view(&prompt), TOKA_PARSE_SPECIAL, &answer, e);
+        if (code) break;
         cli_put_message(&messages, "assistant", buf_view(&answer));
         buf_clear(&line);
     }
@@ -14242,6 +14277,8 @@ static int cli_run_prompt(const cli *c, toka *t, toka_err *e) {
 
 static int cli_run_command(const cli *c, toka_err *e) {
     toka *t;
+    if (c->chat && (c->raw || c->file || c->samples != 1))
+        return fail(e, TOKA_E_USE, "--chat goes without --raw, --file and --samples");
     if (!c->prompt && !c->file && !c->chat && isatty(0))
         return fail(e, TOKA_E_USE, "no prompt: give -p TEXT, -f FILE, text on standard input, or --chat; see toka --help");
     int code = toka_open(&t, &c->open, e);
@@ -14315,18 +14352,11 @@ static int cli_put_scores(const cli *c, const toka *t, const int32_t *v, size_t 
     double sum = 0;
     if (c->json) json_put_open(&out, '{'), json_put_key(&out, "tokens"), json_put_open(&out, '[');
     for (size_t i = 0; i < n; i++) {
-        char *text = NULL;
-        size_t bytes = 0;
-        int code = toka_decode(t, &v[i], 1, 0, &text, &bytes, e);
-        if (code) {
-            buf_free(&out), buf_free(&quoted);
-            return code;
-        }
         sum += logprobs[i];
         if (c->json) {
             json_put_open(&out, '{');
             json_put_key(&out, "id"), json_put_int(&out, v[i]);
-            json_put_key(&out, "token"), json_put_str(&out, (str){text, bytes});
+            json_put_key(&out, "token"), cli_put_token_text(&out, t->tok, v[i]);
             json_put_key(&out, "logprob");
             if (i) json_put_num(&out, logprobs[i], true);
             else json_put_null(&out);
@@ -14334,11 +14364,10 @@ static int cli_put_scores(const cli *c, const toka *t, const int32_t *v, size_t 
         } else {
             buf_printf(&out, "%10.5f %7d ", logprobs[i], (int)v[i]);
             buf_clear(&quoted);
-            json_put_str(&quoted, (str){text, bytes});
+            cli_put_token_text(&quoted, t->tok, v[i]);
             buf_str(&out, buf_view(&quoted));
             buf_char(&out, '\n');
         }
-        free(text);
     }
     double perplexity = n > 1 ? exp(-sum / (double)(n - 1)) : 1;
     if (c->json) {
@@ -14394,8 +14423,6 @@ static int cli_models(const cli *c, toka_err *e) {
 static int cli_batch(const cli *c, toka_err *e) {
     toka *t;
     if (!c->input || !c->output) return fail(e, TOKA_E_USE, "toka batch needs -i IN.jsonl and -o OUT.jsonl");
-    if (c->prompt || c->file || c->chat || c->system || c->raw)
-        return fail(e, TOKA_E_USE, "toka batch takes its prompts from -i; --prompt, --file, --system, --raw, --chat do not apply");
     if (c->samples < 1 || c->samples > ENG_MAX_N)
         return fail(e, TOKA_E_USE, "--samples: %d, expected 1 to %d", c->samples, ENG_MAX_N);
     int code = toka_open(&t, &c->open, e);
@@ -14440,28 +14467,32 @@ static int cli_version(toka_err *e) {
 static int cli_dispatch(int argc, char **argv, toka_err *e) {
     static const struct {
         const char *name, *second; /* "bench", "plan"; NULL: the command is one word */
+        unsigned bit;
         int (*main)(const cli *, toka_err *);
-    } commands[] = {{"tokenize", NULL, cli_tokenize}, {"template", NULL, cli_template}, {"score", NULL, cli_score},
-                    {"models", NULL, cli_models}, {"batch", NULL, cli_batch}, {"bench", "throughput", cli_bench_throughput},
-                    {"bench", "plan", cli_bench_plan}};
+    } commands[] = {{"tokenize", NULL, TOKENIZE, cli_tokenize}, {"template", NULL, TEMPLATE, cli_template},
+                    {"score", NULL, SCORE, cli_score}, {"models", NULL, MODELS, cli_models}, {"batch", NULL, BATCH, cli_batch},
+                    {"bench", "throughput", THROUGHPUT, cli_bench_throughput}, {"bench", "plan", PLAN, cli_bench_plan}};
     static const char *const planned[] = {"serve", "plan", "devices"};
     cli c = cli_default();
     int (*command)(const cli *, toka_err *) = cli_run_command;
+    unsigned bit = RUN;
     int skip = argc > 1 && argv[1][0] != '-' ? 2 : 1, code;
+    for (int i = 1; i < argc; i++) {
+        if (!strcmp(argv[i], "--help") || !strcmp(argv[i], "-h")) return cli_help(e);
+        if (!strcmp(argv[i], "--version")) return cli_version(e);
+    }
     if (skip == 2) {
         const char *second = argc > 2 && argv[2][0] != '-' ? argv[2] : "";
         command = NULL;
         for (int i = 0; i < COUNT(commands); i++)
             if (!strcmp(argv[1], commands[i].name) && (!commands[i].second || !strcmp(second, commands[i].second)))
-                command = commands[i].main, skip = commands[i].second ? 3 : 2;
+                command = commands[i].main, bit = commands[i].bit, skip = commands[i].second ? 3 : 2;
         for (int i = 0; i < COUNT(planned); i++)
             if (!strcmp(argv[1], planned[i])) return fail(e, TOKA_E_USE, "toka %s is not in version %s", argv[1], TOKA_VERSION);
         if (!command && !strcmp(argv[1], "bench")) return fail(e, TOKA_E_USE, "toka bench: expected throughput or plan");
         if (!command) return fail(e, TOKA_E_USE, "%s: no such command; see toka --help", argv[1]);
     }
-    if ((code = cli_parse(&c, argc - skip, argv + skip, e))) return code;
-    if (c.help) return cli_help(e);
-    if (c.version) return cli_version(e);
+    if ((code = cli_parse(&c, bit, argc - skip, argv + skip, e))) return code;
     return command(&c, e);
 }
 
@@ -14469,7 +14500,7 @@ int toka_main(int argc, char **argv) {
     toka_err e = {0};
     cli_catch_signals();
     int code = cli_dispatch(argc, argv, &e);
-    if (code) fprintf(stderr, "toka: %s\n", e.msg);
+    if (code && !(cli_interrupted && code == TOKA_E_CANCELLED)) fprintf(stderr, "toka: %s\n", e.msg);
     if (cli_interrupted) return 130;
     return !code ? 0 : code == TOKA_E_USE || code == TOKA_E_INPUT ? 1 : 2;
 }
