@@ -4126,11 +4126,14 @@ static bool tmpl_f_strip(tmpl_run *r, tmpl_args *c, tval *out) { /* chars: which
     if (c->a[0].type != TV_STR) return tmpl_bad_type(r, "strip", c->a[0]);
     for (size_t n; left && s.n; s = str_sub(s, n, s.n)) {
         n = tmpl_cp_bytes(s, 1);
+        if (!tmpl_work(r, set.n)) return false;
         if (str_find(set, str_sub(s, 0, n), 0) < 0) break;
     }
-    for (; right && s.n; s.n = tmpl_last_cp(s))
+    for (; right && s.n; s.n = tmpl_last_cp(s)) {
+        if (!tmpl_work(r, set.n)) return false;
         if (str_find(set, str_sub(s, tmpl_last_cp(s), s.n), 0) < 0) break;
-    return *out = tv_str(s), tmpl_work(r, (v.n - s.n) * (set.n / 8 + 1));
+    }
+    return *out = tv_str(s), true;
 }
 
 static bool tmpl_f_replace(tmpl_run *r, tmpl_args *c, tval *out) { /* old new count */
