@@ -10,16 +10,16 @@
  *
  * HOW DATA FLOWS, with the chapter that does it:
  *
- *     model folder ----- mf_open (9) -----> shape, weights (mapped, not copied), tokenizer.json, template, end ids
- *     messages --------- tmpl_render (8) -> prompt text
+ *     model folder ----- mf_open (10) ----> shape, weights (mapped, not copied), tokenizer.json, template, end ids
+ *     messages --------- tmpl_render (9) -> prompt text
  *     text ------------- tok_encode (6) --> ids
- *     ids -------------- eng_admit (17) --> a sequence that owns KV pages
- *         +-> eng_plan (17) ------------> toka_step: T tokens of S sequences as integers
- *         |   model_step (16) ----------> embed, then L times {norm_qkv_rope_kv, attention, out_residual,
+ *     ids -------------- eng_admit (18) --> a sequence that owns KV pages
+ *         +-> eng_plan (18) ------------> toka_step: T tokens of S sequences as integers
+ *         |   model_step (17) ----------> embed, then L times {norm_qkv_rope_kv, attention, out_residual,
  *         |       over toka_backend        norm_mlp_residual}, then norm_logits_sample: the table of toka.h,
- *         |       (15 is the CPU's)        which calls samp_row (14) on each row of logits
- *         +-- eng_commit (17) <---------- toka_pick: the id and its log-probability
- *     id --------------- tok_stream_put (6), stop_put (14) --> text that is certain --> toka_event --> the caller
+ *         |       (16 is the CPU's)        which calls samp_row (15) on each row of logits
+ *         +-- eng_commit (18) <---------- toka_pick: the id and its log-probability
+ *     id --------------- tok_stream_put (6), stop_put (15) --> text that is certain --> toka_event --> the caller
  *
  * A step is planned as integers, run, and committed. Plans know no floats and no text; ops know no requests. That is what
  * lets the planning be tested without a model and the ops without an engine, and lets another device run the same plans.
@@ -51,16 +51,16 @@
  *
  * WHAT ALWAYS HOLDS.
  *   1. A row's result depends on its own tokens only: not on batch mates, chunks of prefill, threads or the cutting of
- *      attention into spans. Every sum over the model's width or over positions has one fixed order. (15; tests compare bytes)
- *   2. The random number of a token is a function of (seed, sample, position). With 1, a run can be repeated exactly. (14)
- *   3. No text leaves before it is certain: no half character, no beginning of a stop string. (6, 14)
- *   4. Weights are read where the file is mapped, in the file's type; all arithmetic is float32. (9, 15)
+ *      attention into spans. Every sum over the model's width or over positions has one fixed order. (16; tests compare bytes)
+ *   2. The random number of a token is a function of (seed, sample, position). With 1, a run can be repeated exactly. (15)
+ *   3. No text leaves before it is certain: no half character, no beginning of a stop string. (6, 15)
+ *   4. Weights are read where the file is mapped, in the file's type; all arithmetic is float32. (10, 16)
  *
  * LETTERS, equal in C, CUDA and README. T tokens of a step, S sequences, L layers, H query heads, K kv heads, D head size,
- * E model width, F mlp width, V vocabulary, B tokens per page. Prefixes name chapters: st_ and mf_ are chapter 9.
+ * E model width, F mlp width, V vocabulary, B tokens per page. Prefixes name chapters: st_ and mf_ are chapter 10.
  *
- * ROOMS TO COME stand in the contents with their banners, so that numbers stay: 10 to 13 and 22 are the throughput engine
- * (shared pages, admission by the whole future, shared-prefix attention, the batch runner), 19 to 21 the server.
+ * ROOMS TO COME stand in the contents with their banners, so that numbers stay: 11 to 14 and 23 are the throughput engine
+ * (shared pages, admission by the whole future, shared-prefix attention, the batch runner), 20 to 22 the server.
  *
  * CONTENTS (build.sh checks it against the banners; to read one chapter: sed -n '/MARK: 4\./,/MARK: 5\./p' toka.c)
  *
@@ -72,22 +72,22 @@
  *   6. Tokenizer [pure]
  *   7. Chat template: parser [pure]
  *   8. Chat template: values [pure]
- *   8. Chat template: evaluation [pure]
- *   9. Model files [os]
- *  10. KV pages and prefix tree [pure]
- *  11. Length predictor [pure]
- *  12. Scheduler [pure]
- *  13. Batch building and shared prefixes [pure]
- *  14. Sampling and stops [pure]
- *  15. CPU backend [cpu]
- *  16. Model: the layer loop [os]
- *  17. Engine [os]
- *  18. Public API [os]
- *  19. HTTP [pure]
- *  20. OpenAI API [pure]
- *  21. Server [os]
- *  22. Batch runner, bench and plan [os]
- *  23. Command line [os]
+ *   9. Chat template: evaluation [pure]
+ *  10. Model files [os]
+ *  11. KV pages and prefix tree [pure]
+ *  12. Length predictor [pure]
+ *  13. Scheduler [pure]
+ *  14. Batch building and shared prefixes [pure]
+ *  15. Sampling and stops [pure]
+ *  16. CPU backend [cpu]
+ *  17. Model: the layer loop [os]
+ *  18. Engine [os]
+ *  19. Public API [os]
+ *  20. HTTP [pure]
+ *  21. OpenAI API [pure]
+ *  22. Server [os]
+ *  23. Batch runner, bench and plan [os]
+ *  24. Command line [os]
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* mmap flags, sched_getaffinity, memmem */
@@ -4270,7 +4270,7 @@ static bool tmpl_f_number(tmpl_run *r, tmpl_args *c, tval *out) { /* default; op
 }
 
 /* ===========================================================================
- * MARK: 8. Chat template: evaluation [pure]
+ * MARK: 9. Chat template: evaluation [pure]
  * tmpl_render walks the parser's tree with a context (a JSON object) and appends the text to a buf; results are those
  * of Python's Jinja2 3.1 as Hugging Face's apply_chat_template sets it up, byte for byte, and where Jinja raises, this
  * mostly fails.
@@ -5189,7 +5189,7 @@ static int tmpl_render(const tmpl *t, const json *context, tmpl_time now, tmpl_l
 }
 
 /* ===========================================================================
- * MARK: 9. Model files [os]
+ * MARK: 10. Model files [os]
  * In: what the user calls a model (a folder in Hugging Face layout, a hub id, a name of models.txt, or nothing: the files
  * embedded in the program). Out: an mf_model, immutable from then on: the shape, the RoPE table, every weight as a pointer
  * into the mapped file, the tokenizer's files, the template's source, the end ids and the sampling defaults.
@@ -6438,7 +6438,7 @@ static int mf_open(mf_model **out, const char *model, const char *models_file, c
 }
 
 /* ===========================================================================
- * MARK: 10. KV pages and prefix tree [pure]
+ * MARK: 11. KV pages and prefix tree [pure]
  * Who holds which page of the KV cache, and which pages hold the same tokens.
  *
  * A page has room for the K and V of B tokens. A sequence (slot q) holds a row of pages, page i for positions i*B ..
@@ -6463,7 +6463,7 @@ static int mf_open(mf_model **out, const char *model, const char *models_file, c
  * any other holder may vanish.
  *
  * Rows are also kept in an order in which the holders of every page lie side by side, with the number of pages that
- * each row has in common with the one before it (lcp): chapter 13 reads the groups that share a prefix from that.
+ * each row has in common with the one before it (lcp): chapter 14 reads the groups that share a prefix from that.
  *
  * What always holds (kv_check): ref = number of rows with the page; a held or ready page's parent is held or ready too;
  * a page is in the LRU list if it is in the tree, unheld and without children; an unheld page of the tree is ready.
@@ -6819,7 +6819,7 @@ UNUSED static const char *kv_check(const kv_cache *k, const bool *open) {
 }
 
 /* ===========================================================================
- * MARK: 11. Length predictor [pure]
+ * MARK: 12. Length predictor [pure]
  * How long will this output get? In: the lengths of outputs so far, the running ones included. Out: the expected output
  * length of a sequence that has c tokens and may have at most M.
  *
@@ -6836,7 +6836,7 @@ UNUSED static const char *kv_check(const kv_cache *k, const bool *open) {
  * a tenth of the batch nor trusts in short answers.
  *
  * What always holds: c < expected <= M. Arithmetic in double with + - * / only, so equal inputs give equal answers
- * everywhere. It does not know about output lengths that are fixed in advance: chapter 12 asks only when there is
+ * everywhere. It does not know about output lengths that are fixed in advance: chapter 13 asks only when there is
  * something to guess.
  * =========================================================================== */
 
@@ -6989,7 +6989,7 @@ static int pred_expect(pred *p, pred_of c, int length, int max) {
 }
 
 /* ===========================================================================
- * MARK: 12. Scheduler [pure]
+ * MARK: 13. Scheduler [pure]
  * Which tokens of which sequences go into the next step. In: requests (a prompt, n samples of it, limits), one
  * sched_plan per step, one sched_commit per token that came out. Out: for every running sequence the rows of this step.
  *
@@ -7006,7 +7006,7 @@ static int pred_expect(pred *p, pred_of c, int length, int max) {
  * equal ones are first come first served, parked sequences before fresh ones. A priority is a head start, not a rank:
  * nothing waits forever.
  *
- * The whole future. Each sequence has an expected length (chapter 11) and, since a sequence in decode computes one
+ * The whole future. Each sequence has an expected length (chapter 12) and, since a sequence in decode computes one
  * position a step, a line: position x is computed in step base + x. So its pages are known for every later step: page k
  * is taken in step base + k*B and all go in step end = base + expected length - 1 (the last token is never fed). A page
  * of the tree is held until the latest end of its holders, and counted once. The calendar holds the sum for every step
@@ -7029,7 +7029,7 @@ static int pred_expect(pred *p, pred_of c, int length, int max) {
  * What always holds (sched_check): the calendar at `now` is the number of held pages, and at every later step what a
  * simulation of all sequences finds; slots, lists and counts agree. Nothing is allocated in sched_plan and
  * sched_commit: token buffers are taken in sched_submit. Cost: O(running) a step with a small constant, O(pages * log)
- * for one sequence's start or end. It does not know texts, stop strings, sampling or devices: the engine (chapter 17)
+ * for one sequence's start or end. It does not know texts, stop strings, sampling or devices: the engine (chapter 18)
  * says when a sequence ended.
  * =========================================================================== */
 
@@ -7216,7 +7216,7 @@ typedef struct sched_seq {
     int64_t base, end;   /* position x is computed in step base + x; its pages go in step end */
     int32_t *tokens;     /* [limit] prompt, then output */
     int n_prompt;
-    int next_edge;       /* output length at which it reaches the next bucket of chapter 11 */
+    int next_edge;       /* output length at which it reaches the next bucket of chapter 12 */
     int bucket;
     int request, sample, sibling_prev, sibling;
     pred_of class;
@@ -7819,11 +7819,11 @@ UNUSED static const char *sched_check(const sched *s) {
 }
 
 /* ===========================================================================
- * MARK: 13. Batch building and shared prefixes [pure]
+ * MARK: 14. Batch building and shared prefixes [pure]
  * In: what sched_plan decided. Out: the arrays of a toka_step (rows, slots, spans), the rows that yield a token, and
  * what a device that keeps the state of its slots needs to be told (batch_upload).
  *
- * Rows stand in the order of chapter 10, so the rows of all sequences that share a page are side by side, and with lcp
+ * Rows stand in the order of chapter 11, so the rows of all sequences that share a page are side by side, and with lcp
  * (leading pages in common with the sequence before) the sharing is a tree of intervals, found with one stack in one
  * pass:
  *
@@ -7842,7 +7842,7 @@ UNUSED static const char *sched_check(const sched *s) {
  * take part like any others.
  *
  * What always holds: for each row the spans cover positions 0 .. p exactly once, in rising kv0; spans point straight
- * into the rows of pages of chapter 10, nothing is copied. No allocation after batch_init. Cost: O(rows + running
+ * into the rows of pages of chapter 11, nothing is copied. No allocation after batch_init. Cost: O(rows + running
  * sequences).
  * =========================================================================== */
 
@@ -8078,7 +8078,7 @@ UNUSED static size_t batch_upload_bytes(const batch_upload *u) {
 }
 
 /* ===========================================================================
- * MARK: 14. Sampling and stops [pure]
+ * MARK: 15. Sampling and stops [pure]
  * In: one row of raw logits [V] and what its request asks for. Out: a token id with its log-probabilities. And: the text of
  * the tokens in pieces; out: the text that is certain, and the word that a stop string was completed.
  *
@@ -8105,7 +8105,7 @@ UNUSED static size_t batch_upload_bytes(const batch_upload *u) {
  * sampled_logprob is of the distribution drawn from (after step 4); a greedy pick has 0, the logarithm of 1; a forced id,
  * for which nothing is drawn, has its logprob.
  *
- * Not here: which ids end a sequence, counting tokens against min_tokens and max_tokens (chapter 17).
+ * Not here: which ids end a sequence, counting tokens against min_tokens and max_tokens (chapter 18).
  * =========================================================================== */
 
 #define SAMP_MAX_STOPS 256       /* stop strings of one request */
@@ -8639,7 +8639,7 @@ static void stop_free(stop_scan *s) {
 }
 
 /* ===========================================================================
- * MARK: 15. CPU backend [cpu]
+ * MARK: 16. CPU backend [cpu]
  * The table of toka.h on the CPU: toka_cpu. In: one step's plan of integers, activations in float32, weights where they
  * lie in the mapped file (bf16, f16, f32). Out: the residual stream, K and V in their pages, picks. Sums are float32.
  *
@@ -8660,7 +8660,7 @@ static void stop_free(stop_scan *s) {
  *     K [D][Bp]  transposed: one q element times 16 neighbour positions      Bp, Dp: B, D rounded up to 16;
  *     V [B][Dp]  one probability times 16 neighbour elements of a value      the rest of a line is zero
  *
- * It does not: plan, free pages, check plans beyond cheap asserts, or draw tokens (samp_row of chapter 14 does).
+ * It does not: plan, free pages, check plans beyond cheap asserts, or draw tokens (samp_row of chapter 15 does).
  * =========================================================================== */
 
 #include <stdatomic.h>
@@ -9808,7 +9808,7 @@ const toka_backend toka_cpu = {
 };
 
 /* ===========================================================================
- * MARK: 16. Model: the layer loop [os]
+ * MARK: 17. Model: the layer loop [os]
  * The transformer, once, over the backend's table: what runs on a CPU and on a GPU is this function. One step takes T tokens of
  * any number of sequences, some prefilling, some decoding; the plan in toka_step says which is which, this loop does not care.
  * =========================================================================== */
@@ -9852,11 +9852,11 @@ static int model_step(model_run *m, const toka_step *s, toka_pick *picks, toka_e
 }
 
 /* ===========================================================================
- * MARK: 17. Engine [os]
+ * MARK: 18. Engine [os]
  * Requests to steps to events. Any thread submits and cancels; one thread at a time drives:
  *
- *     eng_submit --> inbox --eng_take--> sched_submit (12)          any thread | the driver from here on
- *         +-> sched_plan (12) --> batch_build (13) --> eng_rows --> model_step (16) --> eng_commit --+
+ *     eng_submit --> inbox --eng_take--> sched_submit (13)          any thread | the driver from here on
+ *         +-> sched_plan (13) --> batch_build (14) --> eng_rows --> model_step (17) --> eng_commit --+
  *         +------------------------------------------------------------------------------------------+
  *
  * The driver is whoever needs a result: a thread in eng_drive runs steps until what it waits for is done, and the next one that
@@ -10371,7 +10371,7 @@ static int eng_score(eng *g, const int32_t *tokens, size_t n, float *logprobs, t
 }
 
 /* ===========================================================================
- * MARK: 18. Public API [os]
+ * MARK: 19. Public API [os]
  * What toka.h declares, documented there. Thin: opens the parts in order, hands arguments to their chapters, and turns what is
  * owned inside into what the caller frees.
  * =========================================================================== */
@@ -10665,27 +10665,27 @@ int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_e
 }
 
 /* ===========================================================================
- * MARK: 19. HTTP [pure]
+ * MARK: 20. HTTP [pure]
  * To come with the server.
  * =========================================================================== */
 
 /* ===========================================================================
- * MARK: 20. OpenAI API [pure]
+ * MARK: 21. OpenAI API [pure]
  * To come with the server.
  * =========================================================================== */
 
 /* ===========================================================================
- * MARK: 21. Server [os]
+ * MARK: 22. Server [os]
  * To come with the server.
  * =========================================================================== */
 
 /* ===========================================================================
- * MARK: 22. Batch runner, bench and plan [os]
+ * MARK: 23. Batch runner, bench and plan [os]
  * To come with the engine.
  * =========================================================================== */
 
 /* ===========================================================================
- * MARK: 23. Command line [os]
+ * MARK: 24. Command line [os]
  * toka [COMMAND] [FLAGS]. Flags are one table (cli_flags): name, short form, environment name (TOKA_ and the flag's name in
  * capitals), help group, type and the field they fill. Results go to standard output, everything else to standard error. This
  * chapter alone prints and decides the exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C.
