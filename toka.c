@@ -1,9 +1,10 @@
 /* toka.c - a high-throughput LLM inference engine in one C file.  SPDX-License-Identifier: Apache-2.0
  *
  * WHAT IT IS. toka loads a model folder in Hugging Face layout and turns text into text: tokenizer, chat template, weights,
- * transformer, sampling, command line, with nothing beneath it but libc. Three uses decide every question of design: a quick
- * run on any Linux machine; millions of completions as fast as the hardware allows; copying these files into another project,
- * to vendor, teach or review. So it is one file that reads from top to bottom, each chapter using only earlier ones.
+ * transformer, paged KV, scheduler, sampling, batch runner, command line, with nothing beneath it but libc. Three uses
+ * decide every question of design: a quick run on any Linux machine; millions of completions as fast as the hardware
+ * allows; copying these files into another project, to vendor, teach or review. So it is one file that reads from top to
+ * bottom, each chapter using only earlier ones.
  *
  * WHAT IT IS NOT. It does not train, quantize, convert or download. It runs dense decoder-only transformers of the Llama family
  * (Llama, Mistral, Qwen 2 and 3); a model it would compute differently from its authors is refused by name.
@@ -13,33 +14,37 @@
  *     model folder ----- mf_open (10) ----> shape, weights (mapped, not copied), tokenizer.json, template, end ids
  *     messages --------- tmpl_render (9) -> prompt text
  *     text ------------- tok_encode (6) --> ids
- *     ids -------------- eng_admit (18) --> a sequence that owns KV pages
- *         +-> eng_plan (18) ------------> toka_step: T tokens of S sequences as integers
+ *     ids -------------- eng_submit (18) -> inbox -> sched_submit (13): a request of n samples in the queue
+ *         +-> sched_plan (13) ----------> which tokens of which sequences go into the next step; pages from kv_open (11),
+ *         |                               lengths guessed by pred (12)
+ *         |   batch_build (14) ---------> toka_step: T rows as integers, shared prefixes as spans of their own
  *         |   model_step (17) ----------> embed, then L times {norm_qkv_rope_kv, attention, out_residual,
  *         |       over toka_backend        norm_mlp_residual}, then norm_logits_sample: the table of toka.h,
  *         |       (16 is the CPU's)        which calls samp_row (15) on each row of logits
- *         +-- eng_commit (18) <---------- toka_pick: the id and its log-probability
- *     id --------------- tok_stream_put (6), stop_put (15) --> text that is certain --> toka_event --> the caller
+ *         +-- eng_commit (18) <---------- toka_pick: the id and its log-probability; sched_commit (13) files it
+ *     id --------------- tok_stream_put (6), stop_put (15) --> text that is certain --> toka_event --> the caller,
+ *                                         who may be a person (24), a file of results (23) or another program (19)
  *
  * A step is planned as integers, run, and committed. Plans know no floats and no text; ops know no requests. That is what
  * lets the planning be tested without a model and the ops without an engine, and lets another device run the same plans.
  *
  * THE LIFE OF A REQUEST. States are those of its samples; each arrow names the function that performs it.
  *
- *     submitted --(eng_check_prompt, samp_check fail)--> refused: an error, nothing was touched
- *         |
- *         v   eng_admit: pages for its whole future are free        (until then: waiting, in order)
- *     prefilling  tokens[n_cached ..] more than one: eng_plan feeds what the decoding samples leave of the budget
- *         |
- *         v   the row of the last known token was in a step: eng_plan_out, eng_commit
- *     decoding    one token a step ---> finished: stop (an end id, a stop string), length (max_tokens, max_model_len)
- *         |
- *         v   the callback returned not 0
- *     cancelled                         eng_retire gives the pages back on every way out
+ *     eng_submit --(eng_check fails)--> refused: an error, nothing was touched
+ *         |  eng_take, sched_submit
+ *         v
+ *       queued ---sched_admit---> prefill ---sched_feed_prefill---> decode ---eng_deliver, sched_commit---> stop, length
+ *                                  ^   |                             |
+ *                                  |   +------sched_preempt----------+      pages run out: the newest waits
+ *                                  +---------- parked <--------------+      with its tokens, and goes on later
+ *
+ *     cancelled  from any state: toka_cancel, a callback that returned not 0, toka_close (eng_end_all)
+ *     failed     from any state: the device failed (eng_break)
  *
  * WHO OWNS WHAT.
  *   model   mf_model, tok, tmpl: immutable after toka_open, read by any thread
- *   engine  pages, sequences, the plan's arrays: sized at open, never grow; touched only by the thread inside toka_generate
+ *   engine  scheduler, pages, plans: sized at open; touched only by the thread that drives (eng_drive). Other threads reach it
+ *           through an inbox under one lock
  *   device  activations, KV, scratch: taken at open by the backend; its threads run ops and return before the op does
  *   event   pointers live during the callback; what is handed out by toka_encode and friends is malloc'ed for the caller
  * Names tell lifetimes: _open/_close for what holds system things, _init/_free for caller's storage, _new/_del for the heap.
@@ -50,8 +55,8 @@
  * comes from a file or a network is checked where it is read and is an error, never an assert.
  *
  * WHAT ALWAYS HOLDS.
- *   1. A row's result depends on its own tokens only: not on batch mates, chunks of prefill, threads or the cutting of
- *      attention into spans. Every sum over the model's width or over positions has one fixed order. (16; tests compare bytes)
+ *   1. A row's result depends on its own tokens only: not on batch mates, chunks of prefill, threads, preemption or the cutting
+ *      of attention into spans. Every sum over the model's width or over positions has one fixed order. (16; tests compare bytes)
  *   2. The random number of a token is a function of (seed, sample, position). With 1, a run can be repeated exactly. (15)
  *   3. No text leaves before it is certain: no half character, no beginning of a stop string. (6, 15)
  *   4. Weights are read where the file is mapped, in the file's type; all arithmetic is float32. (10, 16)
