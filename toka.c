@@ -11964,50 +11964,89 @@ static int run_close(run_state *r, toka_err *e) {
 
 /* ---- The closing report ---- */
 
-typedef struct run_reading { /* one thread's share of the measurement of reading */
-    const uint64_t *p;
-    size_t n;
-    double seconds;
-    uint64_t sum, bytes;
-} run_reading;
+/* What the machine can do, measured for a tenth of a second each when a batch has ended: reading out of memory of the weights'
+ * size (at most 256 MB of it; small weights stay in the cache, here as there), each thread its own part again and again; and
+ * multiply-adds in registers. A step takes at least as long as either of the two. */
+enum { RUN_PROBE_THREADS = 64, RUN_FMA_FLOATS = 192 };
 
-static void *run_read_share(void *user) {
-    run_reading *w = user;
+typedef struct run_probe { /* one thread's share */
+    const uint64_t *p; /* [n_words]; NULL: arithmetic */
+    size_t n_words;
+    toka_device *device;
+    uint64_t sum;      /* what was read, so that reading is not left out */
+    double best;       /* bytes or floating-point operations a second, of the fastest round: other programs run here too */
+} run_probe;
+
+#ifdef __x86_64__
+#define RUN_FMA(name, target, type, set, load, fma, store, width) \
+    target static void name(float *x, int rounds) { \
+        type y[RUN_FMA_FLOATS / 16], a = set(0.5f), b = set(0.25f); \
+        for (int i = 0; i < COUNT(y); i++) y[i] = load(x + i * (width)); \
+        while (rounds--) { \
+            _Pragma("GCC unroll 12") for (int i = 0; i < COUNT(y); i++) y[i] = fma(y[i], a, b); \
+        } \
+        for (int i = 0; i < COUNT(y); i++) store(x + i * (width), y[i]); \
+    }
+RUN_FMA(run_fma_avx2, CPU_AVX2, __m256, _mm256_set1_ps, _mm256_loadu_ps, _mm256_fmadd_ps, _mm256_storeu_ps, 8)
+RUN_FMA(run_fma_avx512, CPU_AVX512, __m512, _mm512_set1_ps, _mm512_loadu_ps, _mm512_fmadd_ps, _mm512_storeu_ps, 16)
+#endif
+
+static void run_fma_c(float *x, int rounds) {
+    while (rounds--)
+        for (int i = 0; i < RUN_FMA_FLOATS; i++) x[i] = x[i] * 0.5f + 0.25f;
+}
+
+/* With the instructions that the backend uses; returns the operations done. */
+static double run_fma(const toka_device *d, float x[RUN_FMA_FLOATS]) {
+    enum { ROUNDS = 10000 };
+#ifdef __x86_64__
+    if (!strcmp(d->kernels->name, "AVX-512")) return run_fma_avx512(x, ROUNDS), 2.0 * ROUNDS * RUN_FMA_FLOATS;
+    if (!strcmp(d->kernels->name, "AVX2")) return run_fma_avx2(x, ROUNDS), (double)ROUNDS * RUN_FMA_FLOATS;
+#endif
+    (void)d;
+    return run_fma_c(x, ROUNDS), 2.0 * ROUNDS * RUN_FMA_FLOATS;
+}
+
+static void *run_probe_share(void *user) {
+    run_probe *w = user;
     uint64_t sum[8] = {0};
-    double end = os_now() + w->seconds;
+    float x[RUN_FMA_FLOATS] = {0};
+    double now = os_now(), end = now + 0.1, before;
     do {
-        for (size_t i = 0; i + 8 <= w->n; i += 8)
+        before = now;
+        for (size_t i = 0; i + 8 <= w->n_words; i += 8)
             for (int k = 0; k < 8; k++) sum[k] += w->p[i + (size_t)k];
-        w->bytes += w->n * sizeof *w->p;
-    } while (os_now() < end);
+        double done = w->p ? (double)(w->n_words * sizeof *w->p) : run_fma(w->device, x);
+        now = os_now();
+        w->best = MAX(w->best, done / (now - before));
+    } while (now < end);
     for (int k = 0; k < 8; k++) w->sum += sum[k];
     return NULL;
 }
 
-/* Bytes a second that n_threads read together out of `bytes` of memory (at most 256 MB of it), each its own part again and
- * again: the ceiling of a step that does little but read weights. Takes a fifth of a second. */
-static double run_read_rate(size_t bytes, int n_threads) {
-    enum { MOST = 64 };
-    run_reading w[MOST] = {{0}};
-    pthread_t thread[MOST];
+/* Bytes a second if bytes > 0, else floating-point operations a second, of all the backend's threads. */
+static double run_probe_rate(toka_device *d, size_t bytes) {
+    run_probe w[RUN_PROBE_THREADS] = {{0}};
+    pthread_t thread[RUN_PROBE_THREADS];
     size_t words = MIN(bytes, (size_t)256 << 20) / sizeof(uint64_t);
-    int n = MAX(1, MIN(n_threads, MOST)), started = 1;
-    uint64_t *p = mem_alloc(words * sizeof *p), total = 0;
-    memset(p, 1, words * sizeof *p);
-    double t0 = os_now();
-    for (int i = 0; i < n; i++) w[i] = (run_reading){p + words / (size_t)n * (size_t)i, words / (size_t)n, 0.2, 0, 0};
-    while (started < n && !pthread_create(&thread[started], NULL, run_read_share, &w[started])) started++;
-    run_read_share(&w[0]);
+    int n = MIN(d->pool.n, RUN_PROBE_THREADS), started = 1;
+    uint64_t *p = bytes ? mem_alloc(words * sizeof *p) : NULL;
+    double rate = 0;
+    if (p) memset(p, 1, words * sizeof *p);
+    for (int i = 0; i < n; i++)
+        w[i] = (run_probe){p ? p + words / (size_t)n * (size_t)i : NULL, words / (size_t)n, d, 0, 0};
+    while (started < n && !pthread_create(&thread[started], NULL, run_probe_share, &w[started])) started++;
+    run_probe_share(&w[0]);
     for (int i = 1; i < started; i++) pthread_join(thread[i], NULL);
-    for (int i = 0; i < started; i++) total += w[i].bytes;
-    double rate = (double)total / (os_now() - t0);
+    for (int i = 0; i < started; i++) rate += w[i].best;
     free(p);
     return rate;
 }
 
 typedef struct run_report { /* what a batch was worth */
     double elapsed_s, output_rate, total_rate, shared, rows_per_step, plan, run, commit, idle; /* shares of elapsed_s */
-    double read_gbs, ceiling_gbs, gflops; /* weights read by steps; what the machine can read (0 on a GPU); arithmetic */
+    double read_gbs, gflops; /* weights read by the steps, arithmetic on them: 10^9 bytes and operations a second of run */
+    double most_gbs, most_gflops, ceiling; /* what the machine can; the larger of the two shares. 0 on a GPU */
     toka_stats s;
 } run_report;
 
@@ -12026,8 +12065,11 @@ static run_report run_report_make(toka *t, double elapsed_s) {
         p.read_gbs = 1e-9 * (double)files->weight_bytes * (double)s->steps / s->run_s;
         p.gflops = 2e-9 * (double)files->n_parameters * computed / s->run_s;
     }
-    if (t->engine->m.be == &toka_cpu && s->steps)
-        p.ceiling_gbs = 1e-9 * run_read_rate(files->weight_bytes, t->engine->m.dev->pool.n);
+    if (t->engine->m.be == &toka_cpu && s->steps) {
+        p.most_gbs = 1e-9 * run_probe_rate(t->engine->m.dev, files->weight_bytes);
+        p.most_gflops = 1e-9 * run_probe_rate(t->engine->m.dev, 0);
+        p.ceiling = MAX(p.read_gbs / p.most_gbs, p.gflops / p.most_gflops);
+    }
     return p;
 }
 
@@ -12040,9 +12082,9 @@ static void run_report_show(const run_report *p) {
             (long long)s->prompt_tokens, 100 * p->shared, (long long)s->output_tokens, p->output_rate, p->total_rate,
             (long long)s->steps, p->rows_per_step, (long long)s->preemptions, 100 * p->plan, 100 * p->run, 100 * p->commit,
             100 * p->idle);
-    fprintf(stderr, "  weights were read at %.1f GB/s and used at %.1f GFLOP/s", p->read_gbs, p->gflops);
-    if (p->ceiling_gbs > 0) fprintf(stderr, "; reading alone reaches %.1f GB/s here", p->ceiling_gbs);
-    fputc('\n', stderr);
+    if (p->ceiling > 0)
+        fprintf(stderr, "  weights were read at %.1f of %.1f GB/s and used at %.1f of %.1f GFLOP/s: %.0f %% of the ceiling\n",
+                p->read_gbs, p->most_gbs, p->gflops, p->most_gflops, 100 * p->ceiling);
 }
 
 /* The same as a JSON object, times in seconds, rates per second, shares from 0 to 1. */
@@ -12056,7 +12098,8 @@ static int run_report_write(const run_state *r, const run_report *p, toka_err *e
         {"elapsed_time", p->elapsed_s}, {"output_tokens_per_second", p->output_rate}, {"tokens_per_second", p->total_rate},
         {"prefix_hit_share", p->shared}, {"mean_batch_size", p->rows_per_step}, {"plan_share", p->plan}, {"run_share", p->run},
         {"commit_share", p->commit}, {"idle_share", p->idle}, {"weights_gb_per_second", p->read_gbs},
-        {"read_ceiling_gb_per_second", p->ceiling_gbs}, {"gflops", p->gflops}};
+        {"most_gb_per_second", p->most_gbs}, {"gflops", p->gflops}, {"most_gflops", p->most_gflops},
+        {"ceiling_share", p->ceiling}};
     buf b = {0};
     json_put_open(&b, '{');
     for (int i = 0; i < COUNT(counts); i++) json_put_key(&b, counts[i].name), json_put_int(&b, counts[i].value);
