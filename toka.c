@@ -12604,73 +12604,75 @@ typedef struct cli_flag {
     const char *help;
 } cli_flag;
 
-enum { RUN = 1, TOKENIZE = 2, TEMPLATE = 4, SCORE = 8, MODELS = 16, BATCH = 32, THROUGHPUT = 64, PLAN = 128, ANY = 255,
-       OPENS = RUN | SCORE | BATCH | THROUGHPUT, SAMPLES = RUN | BATCH | THROUGHPUT, READS = RUN | SCORE | TOKENIZE | TEMPLATE };
+enum { FOR_RUN = 1, FOR_TOKENIZE = 2, FOR_TEMPLATE = 4, FOR_SCORE = 8, FOR_MODELS = 16, FOR_BATCH = 32, FOR_THROUGHPUT = 64,
+       FOR_PLAN = 128, FOR_ANY = 255, FOR_OPENS = FOR_RUN | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT,
+       FOR_SAMPLES = FOR_RUN | FOR_BATCH | FOR_THROUGHPUT, FOR_READS = FOR_RUN | FOR_SCORE | FOR_TOKENIZE | FOR_TEMPLATE };
 
 #define AT(field) offsetof(cli, field)
 static const cli_flag cli_flags[] = {
     /* a row with field name NULL opens a group of --help */
     {NULL, NULL, NULL, 0, 0, 0, "Model"},
-    {"model", "m", "MODEL", CLI_TEXT, AT(open.model), OPENS | TOKENIZE | TEMPLATE,
+    {"model", "m", "MODEL", CLI_TEXT, AT(open.model), FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE,
      "folder, hub id in the local cache, or a name of models.txt (default: embedded)"},
-    {"models-file", "", "FILE", CLI_TEXT, AT(open.models_file), OPENS | TOKENIZE | TEMPLATE | MODELS,
+    {"models-file", "", "FILE", CLI_TEXT, AT(open.models_file), FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE | FOR_MODELS,
      "the list of known models (default: models.txt beside toka or here)"},
-    {"chat-template", "", "FILE", CLI_TEXT, AT(open.chat_template), RUN | TEMPLATE | BATCH,
+    {"chat-template", "", "FILE", CLI_TEXT, AT(open.chat_template), FOR_RUN | FOR_TEMPLATE | FOR_BATCH,
      "Jinja template instead of the model's own"},
-    {"device", "", "NAME", CLI_TEXT, AT(open.device), OPENS, "auto or cpu"},
-    {"threads", "t", "N", CLI_INT, AT(open.n_threads), OPENS, "CPU threads (default: one a core)"},
-    {"max-model-len", "", "N", CLI_INT, AT(open.max_model_len), OPENS,
+    {"device", "", "NAME", CLI_TEXT, AT(open.device), FOR_OPENS, "auto or cpu"},
+    {"threads", "t", "N", CLI_INT, AT(open.n_threads), FOR_OPENS, "CPU threads (default: one a core)"},
+    {"max-model-len", "", "N", CLI_INT, AT(open.max_model_len), FOR_OPENS,
      "longest sequence in tokens (default: the model's, as memory allows)"},
-    {"max-num-seqs", "", "N", CLI_INT, AT(open.max_num_seqs), OPENS, "most samples running at once (default: 256)"},
-    {"kv-tokens", "", "N", CLI_INT64, AT(open.kv_tokens), OPENS,
+    {"max-num-seqs", "", "N", CLI_INT, AT(open.max_num_seqs), FOR_OPENS, "most samples running at once (default: 256)"},
+    {"kv-tokens", "", "N", CLI_INT64, AT(open.kv_tokens), FOR_OPENS,
      "size of the KV cache in tokens (default: as memory allows)"},
-    {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens), OPENS,
+    {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens), FOR_OPENS,
      "most tokens in one step (default: 512)"},
     {NULL, NULL, NULL, 0, 0, 0, "Prompt"},
-    {"prompt", "p", "TEXT", CLI_TEXT, AT(prompt), READS, "the prompt (default: standard input)"},
-    {"file", "f", "FILE", CLI_TEXT, AT(file), READS, "read the prompt from a file"},
-    {"system", "", "TEXT", CLI_TEXT, AT(system), RUN, "system message for the chat template"},
-    {"raw", "", "", CLI_BOOL, AT(raw), RUN, "complete the text as it is, without the chat template"},
-    {"chat", "", "", CLI_BOOL, AT(chat), RUN, "a conversation with history, one line a turn"},
-    {"now", "", "TIME", CLI_TEXT, AT(now), RUN | TEMPLATE | BATCH,
+    {"prompt", "p", "TEXT", CLI_TEXT, AT(prompt), FOR_READS, "the prompt (default: standard input)"},
+    {"file", "f", "FILE", CLI_TEXT, AT(file), FOR_READS, "read the prompt from a file"},
+    {"system", "", "TEXT", CLI_TEXT, AT(system), FOR_RUN, "system message for the chat template"},
+    {"raw", "", "", CLI_BOOL, AT(raw), FOR_RUN, "complete the text as it is, without the chat template"},
+    {"chat", "", "", CLI_BOOL, AT(chat), FOR_RUN, "a conversation with history, one line a turn"},
+    {"now", "", "TIME", CLI_TEXT, AT(now), FOR_RUN | FOR_TEMPLATE | FOR_BATCH,
      "the template's clock, 'YYYY-MM-DD hh:mm:ss' (default: local time)"},
     {NULL, NULL, NULL, 0, 0, 0, "Sampling (defaults: the model's generation_config, else greedy)"},
-    {"max-tokens", "n", "N", CLI_INT, AT(max_tokens), RUN | BATCH,
+    {"max-tokens", "n", "N", CLI_INT, AT(max_tokens), FOR_RUN | FOR_BATCH,
      "output tokens at most (default: up to the model's length)"},
-    {"min-tokens", "", "N", CLI_INT, AT(min_tokens), RUN | BATCH, "do not end before N tokens"},
-    {"samples", "", "N", CLI_INT, AT(samples), RUN | BATCH, "answers to the one prompt (default: 1)"},
-    {"temp", "", "T", CLI_FLOAT, AT(temperature), SAMPLES, "temperature; 0 is greedy"},
-    {"top-p", "", "P", CLI_FLOAT, AT(top_p), SAMPLES, "keep the most likely tokens that add up to P"},
-    {"top-k", "", "K", CLI_INT, AT(top_k), SAMPLES, "keep the K most likely tokens; 0 is off"},
-    {"min-p", "", "P", CLI_FLOAT, AT(min_p), SAMPLES, "keep tokens at least P times as likely as the likeliest"},
-    {"repetition-penalty", "", "R", CLI_FLOAT, AT(repetition_penalty), SAMPLES, "over prompt and output; 1 is off"},
-    {"presence-penalty", "", "X", CLI_FLOAT, AT(presence_penalty), SAMPLES,
+    {"min-tokens", "", "N", CLI_INT, AT(min_tokens), FOR_RUN | FOR_BATCH, "do not end before N tokens"},
+    {"samples", "", "N", CLI_INT, AT(samples), FOR_RUN | FOR_BATCH, "answers to the one prompt (default: 1)"},
+    {"temp", "", "T", CLI_FLOAT, AT(temperature), FOR_SAMPLES, "temperature; 0 is greedy"},
+    {"top-p", "", "P", CLI_FLOAT, AT(top_p), FOR_SAMPLES, "keep the most likely tokens that add up to P"},
+    {"top-k", "", "K", CLI_INT, AT(top_k), FOR_SAMPLES, "keep the K most likely tokens; 0 is off"},
+    {"min-p", "", "P", CLI_FLOAT, AT(min_p), FOR_SAMPLES, "keep tokens at least P times as likely as the likeliest"},
+    {"repetition-penalty", "", "R", CLI_FLOAT, AT(repetition_penalty), FOR_SAMPLES, "over prompt and output; 1 is off"},
+    {"presence-penalty", "", "X", CLI_FLOAT, AT(presence_penalty), FOR_SAMPLES,
      "taken from tokens already in the output; 0 is off"},
-    {"frequency-penalty", "", "X", CLI_FLOAT, AT(frequency_penalty), SAMPLES, "the same, for each time they occurred"},
-    {"seed", "", "N", CLI_INT64, AT(seed), SAMPLES, "same seed, same text (default: 0)"},
-    {"stop", "", "TEXT", CLI_LIST, AT(stop), RUN | BATCH, "end before this text; may be given up to 16 times"},
-    {"include-stop", "", "", CLI_BOOL, AT(include_stop), RUN | BATCH, "the stop text stays in the output"},
-    {"ignore-eos", "", "", CLI_BOOL, AT(ignore_eos), RUN | BATCH, "go on past the end-of-sequence token"},
+    {"frequency-penalty", "", "X", CLI_FLOAT, AT(frequency_penalty), FOR_SAMPLES, "the same, for each time they occurred"},
+    {"seed", "", "N", CLI_INT64, AT(seed), FOR_SAMPLES, "same seed, same text (default: 0)"},
+    {"stop", "", "TEXT", CLI_LIST, AT(stop), FOR_RUN | FOR_BATCH, "end before this text; may be given up to 16 times"},
+    {"include-stop", "", "", CLI_BOOL, AT(include_stop), FOR_RUN | FOR_BATCH, "the stop text stays in the output"},
+    {"ignore-eos", "", "", CLI_BOOL, AT(ignore_eos), FOR_RUN | FOR_BATCH, "go on past the end-of-sequence token"},
     {NULL, NULL, NULL, 0, 0, 0, "Batch (the sampling flags are defaults for lines that do not say)"},
-    {"input-file", "i", "FILE", CLI_TEXT, AT(input), BATCH, "requests, one JSON object a line; - is standard input"},
-    {"output-file", "o", "FILE", CLI_TEXT, AT(output), BATCH,
+    {"input-file", "i", "FILE", CLI_TEXT, AT(input), FOR_BATCH, "requests, one JSON object a line; - is standard input"},
+    {"output-file", "o", "FILE", CLI_TEXT, AT(output), FOR_BATCH,
      "results, appended as they come; what is there is not done again"},
-    {"report", "", "FILE", CLI_TEXT, AT(report), BATCH, "the closing report as a JSON object"},
+    {"report", "", "FILE", CLI_TEXT, AT(report), FOR_BATCH, "the closing report as a JSON object"},
     {NULL, NULL, NULL, 0, 0, 0, "Bench"},
-    {"dataset", "", "FILE", CLI_TEXT, AT(dataset), THROUGHPUT,
+    {"dataset", "", "FILE", CLI_TEXT, AT(dataset), FOR_THROUGHPUT,
      "lines with prompt_token_ids or prompt, and output_lengths: a sample for each"},
-    {"num-prompts", "", "N", CLI_INT, AT(num_prompts), THROUGHPUT, "only the first N lines"},
-    {"dummy-weights", "", "", CLI_BOOL, AT(dummy_weights), THROUGHPUT,
+    {"num-prompts", "", "N", CLI_INT, AT(num_prompts), FOR_THROUGHPUT, "only the first N lines"},
+    {"dummy-weights", "", "", CLI_BOOL, AT(dummy_weights), FOR_THROUGHPUT,
      "random weights in the shapes of -m NAME, a name of models.txt"},
     {NULL, NULL, NULL, 0, 0, 0, "Output"},
-    {"logprobs", "", "K", CLI_INT, AT(logprobs), RUN, "log-probability of each token, and of the K best"},
-    {"json", "", "", CLI_BOOL, AT(json), RUN | SCORE | THROUGHPUT | PLAN, "one JSON object instead of text"},
-    {"quiet", "q", "", CLI_BOOL, AT(quiet), OPENS, "no last line on standard error"},
-    {"decode", "", "", CLI_BOOL, AT(decode), TOKENIZE, "tokenize: ids on standard input, text on standard output"},
-    {"no-special", "", "", CLI_BOOL, AT(no_special), TOKENIZE | SCORE,
+    {"logprobs", "", "K", CLI_INT, AT(logprobs), FOR_RUN, "log-probability of each token, and of the K best"},
+    {"json", "", "", CLI_BOOL, AT(json), FOR_RUN | FOR_SCORE | FOR_THROUGHPUT | FOR_PLAN,
+     "one JSON object instead of text"},
+    {"quiet", "q", "", CLI_BOOL, AT(quiet), FOR_OPENS, "no last line on standard error"},
+    {"decode", "", "", CLI_BOOL, AT(decode), FOR_TOKENIZE, "tokenize: ids on standard input, text on standard output"},
+    {"no-special", "", "", CLI_BOOL, AT(no_special), FOR_TOKENIZE | FOR_SCORE,
      "tokenize, score: do not add special tokens; with --decode: leave them out"},
-    {"help", "h", "", CLI_BOOL, AT(help), ANY, "this page"},
-    {"version", "", "", CLI_BOOL, AT(version), ANY, "version and build"},
+    {"help", "h", "", CLI_BOOL, AT(help), FOR_ANY, "this page"},
+    {"version", "", "", CLI_BOOL, AT(version), FOR_ANY, "version and build"},
 };
 
 static cli cli_default(void) {
@@ -13253,13 +13255,13 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
         const char *name, *second; /* "bench", "plan"; NULL: the command is one word */
         unsigned bit;
         int (*main)(const cli *, toka_err *);
-    } commands[] = {{"tokenize", NULL, TOKENIZE, cli_tokenize}, {"template", NULL, TEMPLATE, cli_template},
-                    {"score", NULL, SCORE, cli_score}, {"models", NULL, MODELS, cli_models}, {"batch", NULL, BATCH, cli_batch},
-                    {"bench", "throughput", THROUGHPUT, cli_bench_throughput}, {"bench", "plan", PLAN, cli_bench_plan}};
+    } commands[] = {{"tokenize", NULL, FOR_TOKENIZE, cli_tokenize}, {"template", NULL, FOR_TEMPLATE, cli_template},
+                    {"score", NULL, FOR_SCORE, cli_score}, {"models", NULL, FOR_MODELS, cli_models}, {"batch", NULL, FOR_BATCH, cli_batch},
+                    {"bench", "throughput", FOR_THROUGHPUT, cli_bench_throughput}, {"bench", "plan", FOR_PLAN, cli_bench_plan}};
     static const char *const planned[] = {"serve", "plan", "devices"};
     cli c = cli_default();
     int (*command)(const cli *, toka_err *) = cli_run_command;
-    unsigned bit = RUN;
+    unsigned bit = FOR_RUN;
     int skip = argc > 1 && argv[1][0] != '-' ? 2 : 1, code;
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--help") || !strcmp(argv[i], "-h")) return cli_help(e);
