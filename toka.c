@@ -12893,11 +12893,12 @@ static int cli_on_event(void *user, const toka_event *ev) {
 static int cli_read_prompt(const cli *c, buf *out, toka_err *e) {
     if (c->prompt && c->file) return fail(e, TOKA_E_USE, "--prompt and --file exclude each other");
     if (c->prompt) return buf_c(out, c->prompt), 0;
-    if (!c->file || !strcmp(c->file, "-")) return os_read_all(0, "standard input", CLI_MAX_INPUT, out, e);
-    int fd = open(c->file, O_RDONLY | O_CLOEXEC);
+    bool from_stdin = !c->file || !strcmp(c->file, "-");
+    int fd = from_stdin ? 0 : open(c->file, O_RDONLY | O_CLOEXEC);
     if (fd < 0) return fail(e, TOKA_E_INPUT, "%s: %s", c->file, strerror(errno));
-    int code = os_read_all(fd, c->file, CLI_MAX_INPUT, out, e);
-    close(fd);
+    int code = os_read_all(fd, from_stdin ? "standard input" : c->file, CLI_MAX_INPUT, out, e);
+    if (!from_stdin) close(fd);
+    if (!code && cli_interrupted) code = fail(e, TOKA_E_CANCELLED, "interrupted");
     return code;
 }
 

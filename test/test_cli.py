@@ -190,12 +190,43 @@ def test_environment():
     assert r.returncode == 1 and b"TOKA_TOP_K" in r.stderr
 
 
+def test_command_line_goes_before_environment():
+    want = toka("-p", PROBLEM).stdout
+    assert toka("-p", PROBLEM, env={"TOKA_FILE": "/does/not/exist", "TOKA_DATASET": "x"}).stdout == want
+    assert toka("-f", "-", stdin=PROBLEM, env={"TOKA_PROMPT": "hi"}).stdout == want
+    assert toka("-p", PROBLEM, "--stop", "never seen", env={"TOKA_STOP": "a"}).stdout == want
+    assert toka("--help", env={"TOKA_THREADS": "abc"}).returncode == 0
+
+
+def test_ctrl_c_while_waiting_for_input():
+    p = subprocess.Popen([TOKA], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    time.sleep(0.7)
+    p.send_signal(signal.SIGINT)
+    out, err = p.communicate(timeout=5)
+    assert p.returncode == 130 and out == b"" and err == b""
+
+
+def test_tokenize_needs_no_weights(tmp_path):
+    for f in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        with open(f"{ROOT}/test/model/{f}", "rb") as src:
+            (tmp_path / f).write_bytes(src.read())
+    assert toka("tokenize", "-m", str(tmp_path), stdin="hi").stdout == toka("tokenize", stdin="hi").stdout
+    (tmp_path / "chat_template.jinja").write_text("{% frobnicate %}")
+    assert toka("tokenize", "-m", str(tmp_path), stdin="hi").returncode == 0
+    r = toka("template", "-m", str(tmp_path), stdin='{"messages":[]}')
+    assert r.returncode == 1 and b"frobnicate" in r.stderr
+
+
 @pytest.mark.parametrize("args, words", [
     (["--nonsense"], "--nonsense"), (["bogus"], "bogus"), (["-n"], "needs a value"), (["-n", "x", "-p", "a"], "whole number"),
     (["--temp", "hot", "-p", "a"], "not a number"), (["--temp", "-1", "-p", "a"], "temperature"), (["--top-p", "2", "-p", "a"], "top_p"),
     (["-m", "/does/not/exist", "-p", "a"], "/does/not/exist"), (["-f", "/does/not/exist"], "/does/not/exist"),
     (["-p", "a", "-f", "b"], "exclude"), (["--device", "tpu", "-p", "a"], "tpu"), (["-p", "a", "--samples", "0"], "--samples"),
-    (["serve"], "serve"), (["-m", "test/fixtures/qwen2", "-p", "a"], "tokenizer"),
+    (["tokenize", "--json"], "--json"), (["score", "--temp", "1", "-p", "a"], "--temp"), (["--decode", "-p", "a"], "--decode"),
+    (["--chat", "--raw"], "--raw"), (["--top-k", "-2", "-p", "a"], "top_k"), (["--logprobs", "-5", "-p", "a"], "logprobs"),
+    (["--logprobs", "33", "-p", "a"], "logprobs"), (["-f", "/"], "directory"), (["--max-model-len", "100000", "-p", "a"], "1024"),
+    (["--max-num-batched-tokens", "8", "--max-num-seqs", "9", "-p", "a"], "max_num_batched_tokens"), (["bench"], "throughput"),
+    (["--stop", "", "-p", "a"], "stop[0]"), (["serve"], "serve"), (["-m", "test/fixtures/qwen2", "-p", "a"], "tokenizer"),
 ])
 def test_bad_use_is_one_sentence(args, words):
     r = toka(*args)
