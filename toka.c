@@ -11964,9 +11964,9 @@ static int run_close(run_state *r, toka_err *e) {
 
 /* ---- The closing report ---- */
 
-/* What the machine can do, measured for a tenth of a second each when a batch has ended: reading out of memory of the weights'
- * size (at most 256 MB of it; small weights stay in the cache, here as there), each thread its own part again and again; and
- * multiply-adds in registers. A step takes at least as long as either of the two. */
+/* What the machine can do, measured for a tenth of a second each when a batch has ended: reading out of memory of the
+ * weights' size (at most 256 MB of it; small weights stay in the cache, here as there), each thread its own part again and
+ * again; and multiply-adds in registers. A step takes at least as long as either of the two. */
 enum { RUN_PROBE_THREADS = 64, RUN_FMA_FLOATS = 192 };
 
 typedef struct run_probe { /* one thread's share */
@@ -12054,7 +12054,8 @@ static run_report run_report_make(toka *t, double elapsed_s) {
     run_report p = {.s = toka_get_stats(t), .elapsed_s = MAX(elapsed_s, 1e-9)};
     const toka_stats *s = &p.s;
     const mf_model *files = t->files;
-    double computed = (double)(s->prompt_tokens - s->prompt_tokens_shared + s->output_tokens);
+    const double head = (double)files->shape.V * files->shape.E, tied = files->weights.lm_head.data == files->weights.embed.data;
+    const double body = (double)files->n_parameters - (tied ? head : 2 * head);
     p.output_rate = (double)s->output_tokens / p.elapsed_s;
     p.total_rate = (double)(s->output_tokens + s->prompt_tokens) / p.elapsed_s;
     p.shared = s->prompt_tokens ? (double)s->prompt_tokens_shared / (double)s->prompt_tokens : 0;
@@ -12062,8 +12063,9 @@ static run_report run_report_make(toka *t, double elapsed_s) {
     p.plan = s->plan_s / p.elapsed_s, p.run = s->run_s / p.elapsed_s, p.commit = s->commit_s / p.elapsed_s;
     p.idle = MAX(0.0, 1 - p.plan - p.run - p.commit);
     if (s->run_s > 0) {
-        p.read_gbs = 1e-9 * (double)files->weight_bytes * (double)s->steps / s->run_s;
-        p.gflops = 2e-9 * (double)files->n_parameters * computed / s->run_s;
+        double bytes = (double)files->weight_bytes * (body + head) / (double)files->n_parameters; /* no step reads all of embed */
+        p.read_gbs = 1e-9 * bytes * (double)s->steps / s->run_s;
+        p.gflops = 2e-9 * (body * (double)s->rows + head * (double)s->output_tokens) / s->run_s;
     }
     if (t->engine->m.be == &toka_cpu && s->steps) {
         p.most_gbs = 1e-9 * run_probe_rate(t->engine->m.dev, files->weight_bytes);
@@ -12378,7 +12380,8 @@ static void run_bench_print(const run_bench_state *b, const run_report *p) {
         {"commit_share", p->commit}, {"idle_share", p->idle}};
     const struct { const char *name; int64_t value; } counts[] = {
         {"num_requests", b->n_prompts}, {"num_samples", b->n_samples}, {"total_num_tokens", total},
-        {"total_prompt_tokens", prompt}, {"total_output_tokens", b->n_output}, {"steps", p->s.steps}, {"preemptions", p->s.preemptions}};
+        {"total_prompt_tokens", prompt}, {"total_output_tokens", b->n_output}, {"steps", p->s.steps},
+        {"preemptions", p->s.preemptions}};
     buf out = {0};
     json_put_open(&out, '{');
     json_put_key(&out, "elapsed_time"), json_put_num(&out, s, false);
