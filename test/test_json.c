@@ -403,7 +403,6 @@ static void test_json_tokenizers(void) {
         }
         if (JSON_TIMED) CHECK_MSG(best < 0.15, "%s: %zu bytes took %.3f s", name, s.n, best);
         if (JSON_TIMED && s.n > 9000000) printf("%s: %.1f MB parsed in %.3f s\n", name, 1e-6 * (double)s.n, best);
-        if (JSON_TIMED && getenv("TOKA_TEST_VERBOSE")) printf("%s: %zu bytes, %.3f s\n", name, s.n, best);
         free((void *)s.p);
     }
 }
