@@ -1873,7 +1873,9 @@ static void tok_stretch(tok_enc *x, str s, bool first) {
     if (t->prefix_space && *s.p != ' ') s = tok_prepend(s, STR(" "), &x->rewritten);
     if (t->meta.mark.n) {
         bool prepend = t->meta.prepend == TOK_ALWAYS || (t->meta.prepend == TOK_FIRST && first);
-        buf *spare = &x->normal[s.p >= x->normal[0].p && s.p < x->normal[0].p + x->normal[0].cap ? 1 : 0];
+        const buf *first_buf = &x->normal[0]; /* s may lie in it; then the other one is free */
+        bool inside = first_buf->p && s.p >= first_buf->p && s.p < first_buf->p + first_buf->cap;
+        buf *spare = &x->normal[inside];
         s = tok_replace(s, STR(" "), t->meta.mark, spare);
         if (prepend && !str_starts(s, t->meta.mark)) s = tok_prepend(s, t->meta.mark, &x->rewritten);
     }
@@ -11904,8 +11906,11 @@ static int run_open_output(run_state *r, toka_err *e) {
     if (!fstat(r->in.fd, &in) && in.st_dev == st.st_dev && in.st_ino == st.st_ino)
         return fail(e, TOKA_E_USE, "%s is the input and the output", r->o->out);
     struct flock whole_file = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
-    if (fcntl(r->out, F_SETLK, &whole_file) && (errno == EACCES || errno == EAGAIN))
-        return fail(e, TOKA_E_USE, "%s: another toka batch is writing it", r->o->out);
+    for (int tries = 0; fcntl(r->out, F_SETLK, &whole_file) && (errno == EACCES || errno == EAGAIN); tries++) {
+        if (tries == 30 || atomic_load(r->o->interrupted))
+            return fail(e, TOKA_E_USE, "%s: another toka batch is writing it", r->o->out);
+        usleep(100000); /* one that was killed a moment ago holds it until the system has taken it apart */
+    }
     return run_scan_output(r, e);
 }
 
