@@ -8749,8 +8749,6 @@ static void stop_free(stop_scan *s) {
  * It does not: plan, free pages, check plans beyond cheap asserts, or draw tokens (samp_row of chapter 15 does).
  * =========================================================================== */
 
-#include <stdatomic.h>
-
 enum {
     CPU_BLOCK = 1024,         /* largest k per block of a product; a multiple of 16 as all of them */
     CPU_PANEL = 64,           /* rows of a weight that are unpacked together: up to 256 KB of float32, second cache level */
@@ -12802,8 +12800,10 @@ static void cli_override(cli *c, const cli *env, const cli_flag *f) {
 }
 
 static int cli_parse(cli *c, unsigned command, int argc, char **argv, toka_err *e) {
-    int code = cli_environment(c, command, e);
+    toka_err env_error = {0};
+    cli_environment(c, command, &env_error);
     const cli env = *c;
+    int code = 0;
     for (int i = 0; i < argc && !code; i++) {
         const char *arg = argv[i], *eq = arg[0] == '-' && arg[1] == '-' ? strchr(arg, '=') : NULL;
         size_t n = eq ? (size_t)(eq - arg) : strlen(arg);
@@ -12819,7 +12819,9 @@ static int cli_parse(cli *c, unsigned command, int argc, char **argv, toka_err *
         cli_override(c, &env, f);
         code = cli_set(c, f, value, arg, e);
     }
-    return code;
+    if (code || !env_error.code || c->help || c->version) return code; /* help comes also where the environment is wrong */
+    *e = env_error;
+    return e->code;
 }
 
 /* ---- toka: complete a prompt ---- */
@@ -13275,10 +13277,6 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
     int (*command)(const cli *, toka_err *) = cli_run_command;
     unsigned bit = FOR_RUN;
     int skip = argc > 1 && argv[1][0] != '-' ? 2 : 1, code;
-    for (int i = 1; i < argc; i++) {
-        if (!strcmp(argv[i], "--help") || !strcmp(argv[i], "-h")) return cli_help(e);
-        if (!strcmp(argv[i], "--version")) return cli_version(e);
-    }
     if (skip == 2) {
         const char *second = argc > 2 && argv[2][0] != '-' ? argv[2] : "";
         command = NULL;
@@ -13291,6 +13289,8 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
         if (!command) return fail(e, TOKA_E_USE, "%s: no such command; see toka --help", argv[1]);
     }
     if ((code = cli_parse(&c, bit, argc - skip, argv + skip, e))) return code;
+    if (c.help) return cli_help(e);
+    if (c.version) return cli_version(e);
     return command(&c, e);
 }
 

@@ -210,7 +210,7 @@ void toka_stop(toka *t);
 
 typedef struct toka_stats { /* since toka_open, as of the last step */
     int running, waiting;           /* samples */
-    int kv_pages, kv_pages_used;    /* of TOKA's KV pool; used: held by running samples */
+    int kv_pages, kv_pages_used;    /* of the KV pool; used: held by running samples */
     int64_t steps, rows;            /* forward steps; tokens that went through them */
     int64_t output_tokens, requests_done, preemptions;
     int64_t prompt_tokens;          /* of all samples that started */
