@@ -8743,8 +8743,13 @@ static void stop_free(stop_scan *s) {
  *     K [D][Bp]  transposed: one q element times 16 neighbour positions      Bp, Dp: B, D rounded up to 16;
  *     V [B][Dp]  one probability times 16 neighbour elements of a value      the rest of a line is zero
  *
- * Tried and not kept: AVX512_BF16. Its products round x to bf16; staying within 1e-4 takes x as hi + lo and so two of them,
- * 117 G multiply-adds/s halved against 59 of float32 (one core of an EPYC Zen 4, 2026-11): nothing won, decode waits for memory.
+ * Tried and not kept: a set of kernels for AVX512_BF16. Its products take x as bf16, so x = hi + lo (each row split in place) and two
+ * products for one; results within 2e-6, bytes equal in every cut. It wins nowhere (one core, 2026-11; AVX-512 -> AVX512_BF16):
+ *                                                            Xeon with AMX                           EPYC Zen 4
+ *     multiply-adds/s, registers only, two products for one  88 G -> 21 G                            59 G -> 58 G
+ *     prefill of 512 tokens, layers of Llama-3.2-1B          118 -> 37 GFLOP/s                       not run
+ *     decode, the same, from memory                          13.0 to 13.5 -> 13.0 to 13.8 GB/s       not run
+ *     decode of 1 / 4 / 12 rows, embedded model, in cache    2352 / 5440 / 6490 -> 2198 / 3402 / 3783 tok/s
  *
  * It does not: plan, free pages, check plans beyond cheap asserts, or draw tokens (samp_row of chapter 15 does).
  * =========================================================================== */
