@@ -7054,7 +7054,7 @@ static int pred_length(pred *p, pred_of c, double luck) {
  * position a step, a line: position x is computed in step base + x. So its pages are known for every later step: page k
  * is taken in step base + k*B and all go in step end = base + expected length - 1 (the last token is never fed). A page
  * of the tree is held until the latest end of its holders, and counted once. The calendar holds the sum for every step
- * from now on as a segment tree (add to a range, greatest of all). The head of the queue is admitted while the greatest
+ * from now on as a segment tree (change from a step on, greatest of all). The head of the queue is admitted while the greatest
  * stays within the pool, less a part for the error of the guesses (sched_slack).
  *
  *     pages |          ____            each sequence: a staircase up, one drop at its end
@@ -7163,53 +7163,61 @@ static void heap_replace(heap_node *h, int *top, int x, int y) { /* y takes x's 
     else h[h[y].prev].next = y;
 }
 
-/* ---- Calendar: pages held in each step of [now, now + n) ---- */
+/* ---- Calendar: pages held in each step of [now, now + n) ----
+ * What is held now, and by how much that changes in each later step: leaves of a segment tree whose nodes know the sum and the
+ * greatest sum of a beginning. A change is one leaf; nodes above it are stale until the peak is asked for, and made once for
+ * all the changes below them. */
+
+enum { CAL_STALE = -1 };
+
+typedef struct cal_node {
+    int sum;  /* of the changes below */
+    int most; /* the greatest sum of the first k of them, k >= 0, or CAL_STALE; then all above are stale too */
+} cal_node;
 
 typedef struct calendar {
     int64_t now;
-    int n;     /* power of two; step t has leaf t mod n */
-    int *most; /* [2n] most[i] = add[i] + the greatest below; most[1] is the peak */
-    int *add;  /* [n] what all steps below have in common */
+    int n;        /* power of two; the change of step t in now + 1 .. now + n is leaf t mod n */
+    int held;     /* now */
+    cal_node *at; /* [2n] 1: the root; the children of i are 2i and 2i + 1 */
 } calendar;
 
-static void cal_pull(calendar *c, int i) {
-    while ((i >>= 1)) c->most[i] = MAX(c->most[2 * i], c->most[2 * i + 1]) + c->add[i];
-}
-
-static void cal_node(calendar *c, int i, int v) {
-    c->most[i] += v;
-    if (i < c->n) c->add[i] += v;
-}
-
-static void cal_leaves(calendar *c, int from, int to, int v) {
-    int a = from + c->n, b = to + c->n;
-    for (int l = a, r = b; l < r; l >>= 1, r >>= 1) {
-        if (l & 1) cal_node(c, l++, v);
-        if (r & 1) cal_node(c, --r, v);
+/* v pages more from step t on. */
+static void cal_change(calendar *c, int64_t t, int v) {
+    if (t <= c->now) {
+        c->held += v;
+        return;
     }
-    cal_pull(c, a), cal_pull(c, b - 1);
+    assert(t - c->now <= c->n);
+    int i = (int)(t & (c->n - 1)) + c->n;
+    c->at[i].sum += v, c->at[i].most = MAX(c->at[i].sum, 0);
+    while ((i >>= 1) && c->at[i].most != CAL_STALE) c->at[i].most = CAL_STALE;
 }
 
-/* v more pages in steps from .. to-1; what lies before now is over. */
-static void cal_add(calendar *c, int64_t from, int64_t to, int v) {
-    from = MAX(from, c->now);
-    if (from >= to || !v) return;
-    assert(to - c->now <= c->n);
-    int a = (int)(from & (c->n - 1)), len = (int)(to - from);
-    cal_leaves(c, a, MIN(a + len, c->n), v);
-    if (a + len > c->n) cal_leaves(c, 0, a + len - c->n, v);
+/* v more pages in steps from .. to-1. */
+static void cal_add(calendar *c, int64_t from, int64_t to, int v) { cal_change(c, from, v), cal_change(c, to, -v); }
+
+static cal_node cal_join(cal_node a, cal_node b) { return (cal_node){a.sum + b.sum, MAX(a.most, a.sum + b.most)}; }
+
+static cal_node cal_fresh(const calendar *c, int i) {
+    if (c->at[i].most == CAL_STALE) c->at[i] = cal_join(cal_fresh(c, 2 * i), cal_fresh(c, 2 * i + 1));
+    return c->at[i];
 }
 
-static int cal_at(const calendar *c, int64_t t) {
-    int i = (int)(t & (c->n - 1)) + c->n, v = c->most[i];
-    while ((i >>= 1)) v += c->add[i];
-    return v;
+static int cal_peak(const calendar *c) {
+    int i = (int)((c->now + 1) & (c->n - 1)) + c->n;
+    cal_fresh(c, 1);
+    cal_node soon = c->at[i], late = {0, 0}; /* leaves from that of now + 1 to the last; those before it, which come later */
+    for (; i > 1; i >>= 1) {
+        if (i & 1) late = cal_join(c->at[i - 1], late);
+        else soon = cal_join(soon, c->at[i + 1]);
+    }
+    return c->held + cal_join(soon, late).most;
 }
 
-static int cal_peak(const calendar *c) { return c->most[1]; }
-
-static void cal_step(calendar *c) { /* the step that is over makes its leaf free for step now + n */
-    cal_add(c, c->now, c->now + 1, -cal_at(c, c->now));
+static void cal_step(calendar *c) { /* its change has come; the leaf is free for step now + n */
+    int v = c->at[((c->now + 1) & (c->n - 1)) + c->n].sum;
+    if (v) cal_add(c, c->now, c->now + 1, v);
     c->now++;
 }
 
@@ -7347,7 +7355,7 @@ static void sched_init(sched *s, const sched_config *c) {
     kv_init(&s->kv, c->B, c->n_pages, c->max_seqs, c->max_len);
     pred_init(&s->pred, c->n_classes, c->max_seqs);
     for (s->cal.n = 4; s->cal.n < 2 * c->max_len + 2; s->cal.n *= 2) {} /* as long a prefill delay as a sequence */
-    s->cal.most = mem_zalloc((size_t)s->cal.n * 2 * sizeof(int)), s->cal.add = mem_zalloc((size_t)s->cal.n * sizeof(int));
+    s->cal.at = mem_zalloc((size_t)s->cal.n * 2 * sizeof *s->cal.at);
     static_assert(offsetof(sched_seq, n_prompt) == 64, "one cache line");
     s->seqs = mem_check(aligned_alloc(64, (ns + 1) * sizeof *s->seqs));
     memset(s->seqs, 0, (ns + 1) * sizeof *s->seqs);
@@ -7365,7 +7373,7 @@ static void sched_free(sched *s) {
     for (int i = 0; i < COUNT(s->spare); i++)
         while (s->spare[i]) free(sched_buffer_take(s, i));
     kv_free(&s->kv), pred_free(&s->pred);
-    free(s->cal.most), free(s->cal.add), free(s->seqs), free(s->line), free(s->free_slots), free(s->ends), free(s->holders);
+    free(s->cal.at), free(s->seqs), free(s->line), free(s->free_slots), free(s->ends), free(s->holders);
     free(s->requests), free(s->queue);
 }
 
@@ -7381,8 +7389,9 @@ static int sched_tail(const sched *s, int q) { /* its last page in the tree, or 
 static void sched_own(sched *s, int q, int n_held, int next, int sign) {
     const sched_seq *x = &s->seqs[q];
     int n_pages = kv_pages_for(&s->kv, MIN(x->expect, x->limit) - 1);
+    for (int k = next; k < n_pages; k++) cal_change(&s->cal, x->base + (int64_t)k * s->c.B, sign);
     cal_add(&s->cal, s->now, x->end, sign * n_held);
-    for (int k = next; k < n_pages; k++) cal_add(&s->cal, x->base + (int64_t)k * s->c.B, x->end, sign);
+    cal_change(&s->cal, x->end, -sign * MAX(n_pages - next, 0));
 }
 
 static void sched_own_now(sched *s, int q, int sign) {
@@ -7885,9 +7894,9 @@ UNUSED static const char *sched_check(const sched *s) {
         if (!bad && s->ends[p].key != end[p]) bad = "the end of a page is not the last end of its holders";
         if (end[p]) change[0]++, change[end[p] - s->now]--;
     }
-    for (int t = 0, sum = 0, peak = 0; t < n; t++) {
-        sum += change[t], peak = MAX(peak, sum);
-        if (!bad && cal_at(&s->cal, s->now + t) != sum) bad = "the calendar is not the sum of the sequences";
+    for (int t = 0, sum = 0, known = s->cal.held, peak = 0; t < n; t++) {
+        sum += change[t], peak = MAX(peak, sum), known += t ? s->cal.at[((s->now + t) & (n - 1)) + n].sum : 0;
+        if (!bad && known != sum) bad = "the calendar is not the sum of the sequences";
         if (!bad && !t && sum != n_held) bad = "the calendar does not know what is held now";
         if (!bad && t == n - 1 && cal_peak(&s->cal) != peak) bad = "the calendar's peak is wrong";
     }

@@ -124,8 +124,12 @@ static void smt_check(smt *m, bool future) {
     CHECK_MSG(!bad, "%s, step %d", bad, m->step);
     if (!future) return;
     char *seen = mem_alloc((size_t)m->s.c.n_pages);
-    for (int t = 0; t < m->s.cal.n && !check_failed; t++)
-        CHECK(cal_at(&m->s.cal, m->s.now + t) == smt_future(m, m->s.now + t, seen));
+    const calendar *c = &m->s.cal;
+    for (int t = 0, held = c->held, peak = 0; t < c->n && !check_failed; t++) {
+        held += t ? c->at[((c->now + t) & (c->n - 1)) + c->n].sum : 0, peak = MAX(peak, held);
+        CHECK(held == smt_future(m, c->now + t, seen));
+        CHECK(t < c->n - 1 || peak == cal_peak(c));
+    }
     free(seen);
 }
 
