@@ -7948,29 +7948,36 @@ typedef struct batch_out { /* a row that yields a token, and for whom: what sche
 } batch_out;
 
 /* What changed for a device that keeps for each slot its row of pages, length, last token and sampling parameters, and that
- * by itself adds 1 to a length, feeds the last token and stores a new one. Flat arrays, ready to be copied up. */
-typedef struct batch_join { /* a slot is loaded anew: its pages are in join_pages; the engine adds sampling parameters */
-    int32_t q, n_pages, length, limit;
+ * by itself adds 1 to a length, feeds the last token and stores a new one. Flat arrays, ready to be copied up. Most of what a
+ * slot is loaded with, another slot has: the pages of the prompt and, among samples of one request, all parameters but the
+ * number of the sample. So it says from which. A slot that others take from takes nothing itself in the same step: a
+ * device first loads those with from -1, then, in any order, the rest. */
+typedef struct batch_join { /* a slot is loaded anew */
+    int32_t q, n_pages, length, limit, sample;
+    int32_t from, n_from; /* its first n_from pages are those of slot `from`; -1, 0: none. The others are in join_pages */
+    int32_t params_of;    /* slot with the same parameters, which may be q; -1: they come along, BATCH_PARAM_BYTES of the engine's */
 } batch_join;
 typedef struct batch_grown { /* slot q has one page more at its end */
     int32_t q, page;
 } batch_grown;
-typedef struct batch_chunk { /* sequence number `at` of the order feeds n_rows known tokens (chunk_ids), not its last one */
-    int32_t at, from, n_rows;
+typedef struct batch_chunk { /* sequence number `at` of the order feeds n_rows known tokens, not its last one */
+    int32_t at, from, n_rows, ids; /* ids: where they begin in chunk_ids; equal ones are there once */
 } batch_chunk;
+typedef struct batch_group { /* a shared span; its pages are those of slot q from position kv0 on */
+    int32_t row0, n_rows, kv0, n_kv, q;
+} batch_group;
 
-enum { BATCH_PARAM_BYTES = 64 }; /* sampling parameters of a slot, sent when it joins */
+enum { BATCH_PARAM_BYTES = 64 };
 
 typedef struct batch_upload {
-    uint16_t *order;   /* [n_order] slots in row order; sent if new_order */
-    batch_join *joins; /* [n_joins] */
+    uint16_t *order;     /* [n_order] slots in row order; sent if new_order */
+    batch_join *joins;   /* [n_joins] */
     int32_t *join_pages;
     batch_grown *grown;
     batch_chunk *chunks;
     int32_t *chunk_ids;
-    toka_span *groups; /* [n_groups] shared spans; page0 counts in group_pages; sent if new_groups */
-    int32_t *group_pages;
-    int n_order, n_joins, n_join_pages, n_grown, n_chunks, n_chunk_ids, n_groups, n_group_pages;
+    batch_group *groups; /* [n_groups] in the order of the step's spans; sent if new_groups */
+    int n_order, n_joins, n_join_pages, n_params, n_grown, n_chunks, n_chunk_ids, n_groups;
     bool new_order, new_groups;
 } batch_upload;
 
@@ -7993,8 +8000,10 @@ typedef struct batch {
     int n_seq, n_nodes, n_closed, depth;
     batch_node *nodes;         /* [max_seqs + 1] 0: the root, no page */
     int *stack, *closed;       /* [max_seqs + 1] open nodes; nodes in the order in which they were closed, children first */
-    uint32_t *sent_turn;       /* [max_seqs] what the device has: the version of the row, and its pages; 0 pages: nothing */
-    int *sent_pages;
+    uint32_t *sent_turn;       /* [max_seqs] what the device has: the version of the row, its pages (0: nothing), and which */
+    int *sent_pages;           /* admission of a sequence it was */
+    uint32_t *sent_start;
+    int whole, common;         /* slot whose row is not made from another one in this upload, -1; leading pages in common with it */
     batch_upload up;
 } batch;
 
@@ -8009,20 +8018,21 @@ static void batch_init(batch *b, const sched *s, batch_cost cost) {
     b->nodes = mem_alloc((ns + 1) * sizeof *b->nodes), b->stack = mem_alloc((ns + 1) * sizeof *b->stack);
     b->closed = mem_alloc((ns + 1) * sizeof *b->closed);
     b->sent_turn = mem_zalloc(ns * sizeof *b->sent_turn), b->sent_pages = mem_zalloc(ns * sizeof *b->sent_pages);
+    b->sent_start = mem_zalloc(ns * sizeof *b->sent_start);
     batch_upload *u = &b->up;
     u->order = mem_alloc(ns * sizeof *u->order), u->joins = mem_alloc(ns * sizeof *u->joins);
     u->join_pages = mem_alloc(ns * (size_t)s->kv.cap * sizeof *u->join_pages); /* touched as far as joins come */
     u->grown = mem_alloc(ns * sizeof *u->grown), u->chunks = mem_alloc(ns * sizeof *u->chunks);
     u->chunk_ids = mem_alloc(nt * sizeof *u->chunk_ids), u->groups = mem_zalloc(ns * sizeof *u->groups);
-    u->group_pages = mem_zalloc(ns * (size_t)s->kv.cap * sizeof *u->group_pages);
 }
 
 static void batch_free(batch *b) {
     batch_upload *u = &b->up;
     free(b->ids), free(b->pos), free(b->slot), free(b->spans), free(b->outs), free(b->seq), free(b->seq_node);
     free(b->nodes), free(b->stack), free(b->closed), free(b->sent_turn), free(b->sent_pages);
+    free(b->sent_start);
     free(u->order), free(u->joins), free(u->join_pages), free(u->grown), free(u->chunks), free(u->chunk_ids);
-    free(u->groups), free(u->group_pages);
+    free(u->groups);
 }
 
 /* ---- Rows ---- */
@@ -8041,12 +8051,27 @@ static void batch_rows(batch *b, const sched *s, int q) {
     if (x->yields) b->outs[b->n_out++] = (batch_out){t - 1, q, x->ticket};
 }
 
-static void batch_load(batch *b, const sched *s, int q) { /* the whole row goes up */
+static void batch_load(batch *b, const sched *s, int q) {
     batch_upload *u = &b->up;
-    int n = s->kv.seqs[q].n_pages;
-    u->joins[u->n_joins++] = (batch_join){q, n, s->seqs[q].from, s->seqs[q].limit};
-    memcpy(u->join_pages + u->n_join_pages, kv_row(&s->kv, q), (size_t)n * sizeof(int32_t));
-    u->n_join_pages += n;
+    const sched_seq *x = &s->seqs[q];
+    int n = s->kv.seqs[q].n_pages, n_from = b->whole < 0 ? 0 : MIN(b->common, n), from = n_from ? b->whole : -1, params_of = -1;
+    if (b->sent_start[q] == x->started) params_of = q; /* only its row is another */
+    else if (n_from && s->seqs[from].request == x->request) params_of = from;
+    u->n_params += params_of < 0;
+    u->joins[u->n_joins++] = (batch_join){q, n, x->from, x->limit, x->sample, from, n_from, params_of};
+    memcpy(u->join_pages + u->n_join_pages, kv_row(&s->kv, q) + n_from, (size_t)(n - n_from) * sizeof(int32_t));
+    u->n_join_pages += n - n_from;
+    b->sent_turn[q] = x->row_turn, b->sent_start[q] = x->started;
+}
+
+static void batch_feed(batch *b, const sched_seq *x, int at) { /* a chunk of a prompt: samples of one request have the same */
+    batch_upload *u = &b->up;
+    const batch_chunk *last = u->n_chunks ? &u->chunks[u->n_chunks - 1] : NULL;
+    size_t bytes = (size_t)x->n_rows * sizeof(int32_t);
+    int first = u->n_chunk_ids;
+    if (last && last->n_rows == x->n_rows && !memcmp(u->chunk_ids + last->ids, x->tokens + x->from, bytes)) first = last->ids;
+    else memcpy(u->chunk_ids + first, x->tokens + x->from, bytes), u->n_chunk_ids += x->n_rows;
+    u->chunks[u->n_chunks++] = (batch_chunk){at, x->from, x->n_rows, first};
 }
 
 /* What the device does not know yet of q, which is sequence number `at` of the order. */
@@ -8054,15 +8079,14 @@ static void batch_tell(batch *b, const sched *s, int q, int at) {
     batch_upload *u = &b->up;
     const sched_seq *x = &s->seqs[q];
     int n = s->kv.seqs[q].n_pages;
+    bool copied = false;
     if (at >= u->n_order || u->order[at] != q) u->new_order = true;
     u->order[at] = (uint16_t)q;
-    if (b->sent_turn[q] != x->row_turn) batch_load(b, s, q);
+    if (b->sent_turn[q] != x->row_turn) batch_load(b, s, q), copied = u->joins[u->n_joins - 1].n_from > 0;
     else if (n > b->sent_pages[q]) u->grown[u->n_grown++] = (batch_grown){q, kv_row(&s->kv, q)[n - 1]};
-    b->sent_turn[q] = x->row_turn, b->sent_pages[q] = n;
-    if (!x->is_chunk) return;
-    u->chunks[u->n_chunks++] = (batch_chunk){at, x->from, x->n_rows};
-    memcpy(u->chunk_ids + u->n_chunk_ids, x->tokens + x->from, (size_t)x->n_rows * sizeof(int32_t));
-    u->n_chunk_ids += x->n_rows;
+    b->sent_pages[q] = n;
+    if (!copied) b->whole = q, b->common = INT_MAX;
+    if (x->is_chunk) batch_feed(b, x, at);
 }
 
 /* ---- The tree of intervals ---- */
@@ -8100,21 +8124,17 @@ static void batch_next(batch *b, int l, int e, int row0, int rows) {
 static void batch_share(batch *b, const sched *s, const batch_node *n, int from) { /* one span over all rows of the node */
     batch_upload *u = &b->up;
     int page0 = (int)(kv_row(&s->kv, n->q) - s->kv.table) + from, B = s->c.B;
+    batch_group group = {n->row0, n->rows, from * B, (n->lcp - from) * B, n->q};
     b->spans[b->step.n_spans++] = (toka_span){n->row0, n->rows, page0, from * B, (n->lcp - from) * B};
-    toka_span up = {n->row0, n->rows, u->n_group_pages, from * B, (n->lcp - from) * B};
-    size_t bytes = (size_t)(n->lcp - from) * sizeof(int32_t);
-    int32_t *pages = u->group_pages + u->n_group_pages;
-    if (memcmp(&u->groups[u->n_groups], &up, sizeof up) || memcmp(pages, s->kv.table + page0, bytes)) u->new_groups = true;
-    u->groups[u->n_groups++] = up;
-    memcpy(pages, s->kv.table + page0, bytes);
-    u->n_group_pages += n->lcp - from;
+    u->new_groups |= memcmp(&u->groups[u->n_groups], &group, sizeof group) != 0;
+    u->groups[u->n_groups++] = group;
 }
 
 /* Decides from the top which nodes get a span; then every sequence its own, over what is not covered. */
 static void batch_spans(batch *b, const sched *s) {
     const batch_cost *c = &b->cost;
     int n_groups = b->up.n_groups;
-    b->up.n_groups = b->up.n_group_pages = 0;
+    b->up.n_groups = 0;
     for (int i = b->n_closed - 1; i >= 0; i--) {
         batch_node *n = &b->nodes[b->closed[i]];
         n->cover = b->nodes[n->parent].cover;
@@ -8140,9 +8160,13 @@ static void batch_build(batch *b, const sched *s) {
     b->step = (toka_step){.ids = b->ids, .pos = b->pos, .slot = b->slot, .pages = s->kv.table, .spans = b->spans};
     b->n_seq = b->n_out = b->n_nodes = b->n_closed = 0, b->depth = 1, b->stack[0] = 0;
     b->nodes[0] = (batch_node){0};
-    u->n_joins = u->n_join_pages = u->n_grown = u->n_chunks = u->n_chunk_ids = 0, u->new_order = u->new_groups = false;
+    u->n_joins = u->n_join_pages = u->n_params = u->n_grown = u->n_chunks = u->n_chunk_ids = 0;
+    u->new_order = u->new_groups = false;
+    b->whole = -1, b->common = 0;
     for (int q = s->kv.seqs[s->c.max_seqs].next; q != s->c.max_seqs; q = s->kv.seqs[q].next) {
         const sched_seq *x = &s->seqs[q];
+        __builtin_prefetch(&s->seqs[s->kv.seqs[q].next]); /* they lie all over */
+        b->common = MIN(b->common, s->kv.seqs[q].lcp);
         shared = MIN(shared, s->kv.seqs[q].lcp); /* only pages before all rows of both */
         if (!x->n_rows) continue;
         shared = MIN(shared, x->from / s->c.B);
@@ -8160,12 +8184,12 @@ static void batch_build(batch *b, const sched *s) {
 
 /* Bytes that go up to a device for this step. */
 UNUSED static size_t batch_upload_bytes(const batch_upload *u) {
-    size_t n = (size_t)u->n_joins * (sizeof *u->joins + BATCH_PARAM_BYTES);
+    size_t n = (size_t)u->n_joins * sizeof *u->joins + (size_t)u->n_params * BATCH_PARAM_BYTES;
     n += (size_t)u->n_join_pages * sizeof *u->join_pages;
     n += (size_t)u->n_grown * sizeof *u->grown;
     n += (size_t)u->n_chunks * sizeof *u->chunks + (size_t)u->n_chunk_ids * sizeof *u->chunk_ids;
     if (u->new_order) n += (size_t)u->n_order * sizeof *u->order;
-    if (u->new_groups) n += (size_t)u->n_groups * sizeof *u->groups + (size_t)u->n_group_pages * sizeof *u->group_pages;
+    if (u->new_groups) n += (size_t)u->n_groups * sizeof *u->groups;
     return n;
 }
 
