@@ -8003,7 +8003,8 @@ typedef struct batch {
     uint32_t *sent_turn;       /* [max_seqs] what the device has: the version of the row, its pages (0: nothing), and which */
     int *sent_pages;           /* admission of a sequence it was */
     uint32_t *sent_start;
-    int whole, common;         /* slot whose row is not made from another one in this upload, -1; leading pages in common with it */
+    int whole, common, near;   /* slot whose row is not made from another's in this upload, -1; leading pages that the next
+                                * row has in common with that; and with the row before it */
     batch_upload up;
 } batch;
 
@@ -8054,7 +8055,8 @@ static void batch_rows(batch *b, const sched *s, int q) {
 static void batch_load(batch *b, const sched *s, int q) {
     batch_upload *u = &b->up;
     const sched_seq *x = &s->seqs[q];
-    int n = s->kv.seqs[q].n_pages, n_from = b->whole < 0 ? 0 : MIN(b->common, n), from = n_from ? b->whole : -1, params_of = -1;
+    bool best = b->whole >= 0 && b->near <= b->common; /* else this one goes up whole, for those behind it to take from */
+    int n = s->kv.seqs[q].n_pages, n_from = best ? MIN(b->common, n) : 0, from = n_from ? b->whole : -1, params_of = -1;
     if (b->sent_start[q] == x->started) params_of = q; /* only its row is another */
     else if (n_from && s->seqs[from].request == x->request) params_of = from;
     u->n_params += params_of < 0;
@@ -8084,7 +8086,7 @@ static void batch_tell(batch *b, const sched *s, int q, int at) {
     u->order[at] = (uint16_t)q;
     if (b->sent_turn[q] != x->row_turn) batch_load(b, s, q), copied = u->joins[u->n_joins - 1].n_from > 0;
     else if (n > b->sent_pages[q]) u->grown[u->n_grown++] = (batch_grown){q, kv_row(&s->kv, q)[n - 1]};
-    b->sent_pages[q] = n;
+    b->sent_pages[q] = n, b->near = INT_MAX;
     if (!copied) b->whole = q, b->common = INT_MAX;
     if (x->is_chunk) batch_feed(b, x, at);
 }
@@ -8162,11 +8164,11 @@ static void batch_build(batch *b, const sched *s) {
     b->nodes[0] = (batch_node){0};
     u->n_joins = u->n_join_pages = u->n_params = u->n_grown = u->n_chunks = u->n_chunk_ids = 0;
     u->new_order = u->new_groups = false;
-    b->whole = -1, b->common = 0;
+    b->whole = -1, b->common = b->near = 0;
     for (int q = s->kv.seqs[s->c.max_seqs].next; q != s->c.max_seqs; q = s->kv.seqs[q].next) {
         const sched_seq *x = &s->seqs[q];
         __builtin_prefetch(&s->seqs[s->kv.seqs[q].next]); /* they lie all over */
-        b->common = MIN(b->common, s->kv.seqs[q].lcp);
+        b->common = MIN(b->common, s->kv.seqs[q].lcp), b->near = MIN(b->near, s->kv.seqs[q].lcp);
         shared = MIN(shared, s->kv.seqs[q].lcp); /* only pages before all rows of both */
         if (!x->n_rows) continue;
         shared = MIN(shared, x->from / s->c.B);
@@ -12488,7 +12490,7 @@ static int run_bench_throughput(toka *t, const run_bench_options *o, toka_err *e
  * outputs lognormal with mean 150, max_tokens 1,024, 8,192 sequences at once, results two steps late. The backend does
  * nothing. Times are CPU time of the one thread. */
 enum { RUN_PLAN_LAG = 2, RUN_PLAN_PROMPTS = 128, RUN_PLAN_SAMPLES = 1024, RUN_PLAN_PROMPT = 715, RUN_PLAN_SHARED = 600,
-       RUN_PLAN_MEAN = 150, RUN_PLAN_MAX = 1024, RUN_PLAN_SEQS = 8192, RUN_PLAN_WARM = 100, RUN_PLAN_STEPS = 1000 };
+       RUN_PLAN_MEAN = 150, RUN_PLAN_MAX = 1024, RUN_PLAN_SEQS = 8192, RUN_PLAN_START = 10, RUN_PLAN_STEPS = 1000 };
 
 typedef struct run_plan_late { /* rows whose tokens are still on their way */
     batch_out *out; /* [RUN_PLAN_SEQS] */
@@ -12511,6 +12513,7 @@ typedef struct run_plan_case { /* what is measured, and what came of it */
     int extra, n_pages; /* further requests of one sample queued behind; pages of 16 tokens */
     int steps;
     double ms, plan_ms, build_ms, commit_ms, p50, p99, bytes, most_bytes, running;
+    double start_ms, start_bytes; /* most of one of the first RUN_PLAN_START steps, which fill the empty machine */
     int64_t n_preempted;
 } run_plan_case;
 
@@ -12588,12 +12591,15 @@ static int run_plan_measure(run_plan_case *c, atomic_int *interrupted, toka_err 
     run_plan_open(&t, c->n_pages);
     for (int i = 0; i < RUN_PLAN_PROMPTS && !code; i++) code = run_plan_submit(&t, i, RUN_PLAN_SAMPLES, e);
     for (int i = 0; i < c->extra && !code; i++) code = run_plan_submit(&t, RUN_PLAN_PROMPTS + i, 1, e);
-    for (int i = 0; i < RUN_PLAN_WARM + RUN_PLAN_STEPS && t.s.n_waiting && !code && !*interrupted; i++) {
-        if (i == RUN_PLAN_WARM) t.plan_s = t.build_s = t.commit_s = 0;
+    for (int i = 0; i < RUN_PLAN_START + RUN_PLAN_STEPS && t.s.n_waiting && !code && !*interrupted; i++) {
+        if (i == RUN_PLAN_START) t.plan_s = t.build_s = t.commit_s = 0;
         double t0 = run_cpu_now();
         run_plan_step(&t, i);
         double took = (run_cpu_now() - t0) * 1e3, bytes = (double)batch_upload_bytes(&t.b.up);
-        if (i < RUN_PLAN_WARM) continue;
+        if (i < RUN_PLAN_START) {
+            c->start_ms = MAX(c->start_ms, took), c->start_bytes = MAX(c->start_bytes, bytes);
+            continue;
+        }
         ms[n++] = took, c->ms += took, c->bytes += bytes, c->running += t.s.n_running;
         c->most_bytes = MAX(c->most_bytes, bytes);
     }
@@ -12612,7 +12618,7 @@ static void run_plan_json(buf *b, const run_plan_case *c) {
     const struct { const char *name; double value; } numbers[] = {
         {"ms_per_step", c->ms}, {"plan_ms", c->plan_ms}, {"build_ms", c->build_ms}, {"commit_ms", c->commit_ms},
         {"p50_ms", c->p50}, {"p99_ms", c->p99}, {"upload_bytes_per_step", c->bytes}, {"most_upload_bytes", c->most_bytes},
-        {"mean_running", c->running}};
+        {"mean_running", c->running}, {"most_start_ms", c->start_ms}, {"most_start_bytes", c->start_bytes}};
     for (int i = 0; i < COUNT(numbers); i++) json_put_key(b, numbers[i].name), json_put_num(b, numbers[i].value, true);
     json_put_key(b, "steps"), json_put_int(b, c->steps);
     json_put_key(b, "preemptions"), json_put_int(b, c->n_preempted);
@@ -12637,7 +12643,8 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
         if (as_json) continue;
         printf("%s: %.3f ms a step (plan %.3f, build %.3f, commit %.3f; p50 %.3f, p99 %.3f), %.0f bytes up (most %.0f)\n",
                c->name, c->ms, c->plan_ms, c->build_ms, c->commit_ms, c->p50, c->p99, c->bytes, c->most_bytes);
-        printf("  %d steps, %.0f sequences running, %lld preemptions\n", c->steps, c->running, (long long)c->n_preempted);
+        printf("  %d steps, %.0f sequences running, %lld preemptions; before that %d steps from empty to full, at most %.1f ms and "
+               "%.0f bytes\n", c->steps, c->running, (long long)c->n_preempted, RUN_PLAN_START, c->start_ms, c->start_bytes);
         fflush(stdout);
     }
     json_put_close(&b, ']'), json_put_close(&b, '}');
