@@ -8167,7 +8167,6 @@ static void batch_build(batch *b, const sched *s) {
     b->whole = -1, b->common = b->near = 0;
     for (int q = s->kv.seqs[s->c.max_seqs].next; q != s->c.max_seqs; q = s->kv.seqs[q].next) {
         const sched_seq *x = &s->seqs[q];
-        __builtin_prefetch(&s->seqs[s->kv.seqs[q].next]); /* they lie all over */
         b->common = MIN(b->common, s->kv.seqs[q].lcp), b->near = MIN(b->near, s->kv.seqs[q].lcp);
         shared = MIN(shared, s->kv.seqs[q].lcp); /* only pages before all rows of both */
         if (!x->n_rows) continue;
