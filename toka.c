@@ -185,6 +185,8 @@ static void *mem_check(void *p) {
 static void *mem_alloc(size_t n) { return mem_check(malloc(n ? n : 1)); }
 static void *mem_zalloc(size_t n) { return mem_check(calloc(n ? n : 1, 1)); }
 static void *mem_realloc(void *p, size_t n) { return mem_check(realloc(p, n ? n : 1)); }
+/* n * size bytes of zeros, for a size that a flag chose; NULL: so much memory there is not. */
+static void *mem_try(size_t n, size_t size) { return calloc(MAX(n, (size_t)1), size); }
 
 /* Fills *e and returns its code, so that `return fail(e, ...)` is the only error line a function needs. */
 __attribute__((format(printf, 3, 4))) static int fail(toka_err *e, int code, const char *fmt, ...) {
@@ -6538,25 +6540,28 @@ typedef struct kv_cache {
     int64_t n_evicted; /* since kv_init */
 } kv_cache;
 
-static void kv_init(kv_cache *k, int B, int n_pages, int n_seqs, int max_len) {
+static void kv_free(kv_cache *k) {
+    free(k->pages), free(k->tokens), free(k->bucket), free(k->free_list), free(k->seqs), free(k->table);
+    *k = (kv_cache){0};
+}
+
+/* False: so much memory there is not; nothing is held then. */
+static bool kv_init(kv_cache *k, int B, int n_pages, int n_seqs, int max_len) {
     *k = (kv_cache){.B = B, .n_pages = n_pages, .n_seqs = n_seqs, .cap = (max_len + B - 1) / B, .root = n_pages};
     for (k->n_bucket = 16; k->n_bucket < (uint64_t)n_pages * 2; k->n_bucket *= 2) {}
-    k->pages = mem_zalloc(((size_t)n_pages + 1) * sizeof *k->pages);
-    k->tokens = mem_alloc((size_t)n_pages * (size_t)B * sizeof *k->tokens);
-    k->bucket = mem_alloc(k->n_bucket * sizeof *k->bucket);
-    k->free_list = mem_alloc((size_t)n_pages * sizeof *k->free_list);
-    k->seqs = mem_zalloc(((size_t)n_seqs + 1) * sizeof *k->seqs);
     k->stride = (k->cap + 15) / 16 * 16 | 16; /* an odd number of cache lines: columns spread over all cache sets */
-    k->table = mem_zalloc((size_t)n_seqs * (size_t)k->stride * sizeof *k->table);
+    k->pages = mem_try((size_t)n_pages + 1, sizeof *k->pages);
+    k->tokens = mem_try((size_t)n_pages * (size_t)B, sizeof *k->tokens);
+    k->bucket = mem_try(k->n_bucket, sizeof *k->bucket);
+    k->free_list = mem_try((size_t)n_pages, sizeof *k->free_list);
+    k->seqs = mem_try((size_t)n_seqs + 1, sizeof *k->seqs);
+    k->table = mem_try((size_t)n_seqs * (size_t)k->stride, sizeof *k->table);
+    if (!k->pages || !k->tokens || !k->bucket || !k->free_list || !k->seqs || !k->table) return kv_free(k), false;
     for (uint64_t i = 0; i < k->n_bucket; i++) k->bucket[i] = -1;
     for (int p = n_pages - 1; p >= 0; p--) k->pages[p].parent = KV_OFF, k->free_list[k->n_free++] = p;
     k->pages[k->root] = (kv_page){.hash = 1, .parent = KV_OFF, .older = k->root, .newer = k->root, .ready = true};
     k->seqs[n_seqs].prev = k->seqs[n_seqs].next = n_seqs;
-}
-
-static void kv_free(kv_cache *k) {
-    free(k->pages), free(k->tokens), free(k->bucket), free(k->free_list), free(k->seqs), free(k->table);
-    *k = (kv_cache){0};
+    return true;
 }
 
 static int *kv_row(const kv_cache *k, int q) { return k->table + (size_t)q * (size_t)k->stride; }
@@ -7348,25 +7353,6 @@ static void sched_buffer_reserve(sched *s, int c, int n) {
 
 /* ---- Open and close ---- */
 
-static void sched_init(sched *s, const sched_config *c) {
-    assert(c->max_tokens >= c->max_seqs && c->max_len > 1);
-    size_t np = (size_t)c->n_pages, ns = (size_t)c->max_seqs;
-    *s = (sched){.c = *c, .parked = -1, .newest = -1, .free_request = -1, .queued = -1};
-    kv_init(&s->kv, c->B, c->n_pages, c->max_seqs, c->max_len);
-    pred_init(&s->pred, c->n_classes, c->max_seqs);
-    for (s->cal.n = 4; s->cal.n < 2 * c->max_len + 2; s->cal.n *= 2) {} /* as long a prefill delay as a sequence */
-    s->cal.at = mem_zalloc((size_t)s->cal.n * 2 * sizeof *s->cal.at);
-    static_assert(offsetof(sched_seq, n_prompt) == 64, "one cache line");
-    s->seqs = mem_check(aligned_alloc(64, (ns + 1) * sizeof *s->seqs));
-    memset(s->seqs, 0, (ns + 1) * sizeof *s->seqs);
-    s->line = mem_zalloc(ns * sizeof *s->line);
-    s->free_slots = mem_alloc(ns * sizeof(int));
-    s->ends = mem_zalloc((np + ns) * sizeof *s->ends), s->holders = mem_alloc(np * sizeof(int));
-    for (int p = 0; p < c->n_pages; p++) s->holders[p] = -1;
-    for (int q = c->max_seqs - 1; q >= 0; q--) s->free_slots[s->n_slots_free++] = q;
-    s->seqs[c->max_seqs].prefill_prev = s->seqs[c->max_seqs].prefill_next = c->max_seqs;
-}
-
 static void sched_free(sched *s) {
     for (int q = 0; q < s->c.max_seqs; q++) free(s->seqs[q].tokens);
     for (int r = 0; r < s->n_requests; r++) free(s->requests[r].prompt);
@@ -7375,6 +7361,33 @@ static void sched_free(sched *s) {
     kv_free(&s->kv), pred_free(&s->pred);
     free(s->cal.at), free(s->seqs), free(s->line), free(s->free_slots), free(s->ends), free(s->holders);
     free(s->requests), free(s->queue);
+    *s = (sched){0};
+}
+
+/* Fails when there is not the memory for so many pages and sequences of such a length; nothing is held then. */
+static int sched_init(sched *s, const sched_config *c, toka_err *e) {
+    assert(c->max_tokens >= c->max_seqs && c->max_len > 1);
+    size_t np = (size_t)c->n_pages, ns = (size_t)c->max_seqs;
+    *s = (sched){.c = *c, .parked = -1, .newest = -1, .free_request = -1, .queued = -1};
+    bool fits = kv_init(&s->kv, c->B, c->n_pages, c->max_seqs, c->max_len);
+    pred_init(&s->pred, c->n_classes, c->max_seqs);
+    for (s->cal.n = 4; s->cal.n < 2 * (int64_t)c->max_len + 2; s->cal.n *= 2) {} /* as long a prefill delay as a sequence */
+    s->cal.at = fits ? mem_try((size_t)s->cal.n * 2, sizeof *s->cal.at) : NULL;
+    static_assert(offsetof(sched_seq, n_prompt) == 64, "one cache line");
+    s->seqs = mem_check(aligned_alloc(64, (ns + 1) * sizeof *s->seqs));
+    memset(s->seqs, 0, (ns + 1) * sizeof *s->seqs);
+    s->line = mem_zalloc(ns * sizeof *s->line);
+    s->free_slots = mem_alloc(ns * sizeof(int));
+    s->ends = mem_try(np + ns, sizeof *s->ends), s->holders = mem_try(np, sizeof *s->holders);
+    if (!s->cal.at || !s->ends || !s->holders) {
+        sched_free(s);
+        return fail(e, TOKA_E_MEMORY, "no memory for the tables of %d pages of KV and %d sequences of up to %d tokens", c->n_pages,
+                    c->max_seqs, c->max_len);
+    }
+    for (int p = 0; p < c->n_pages; p++) s->holders[p] = -1;
+    for (int q = c->max_seqs - 1; q >= 0; q--) s->free_slots[s->n_slots_free++] = q;
+    s->seqs[c->max_seqs].prefill_prev = s->seqs[c->max_seqs].prefill_next = c->max_seqs;
+    return 0;
 }
 
 /* ---- The future of one sequence in the calendar ---- */
@@ -8008,7 +8021,18 @@ typedef struct batch {
     batch_upload up;
 } batch;
 
-static void batch_init(batch *b, const sched *s, batch_cost cost) {
+static void batch_free(batch *b) {
+    batch_upload *u = &b->up;
+    free(b->ids), free(b->pos), free(b->slot), free(b->spans), free(b->outs), free(b->seq), free(b->seq_node);
+    free(b->nodes), free(b->stack), free(b->closed), free(b->sent_turn), free(b->sent_pages);
+    free(b->sent_start);
+    free(u->order), free(u->joins), free(u->join_pages), free(u->grown), free(u->chunks), free(u->chunk_ids);
+    free(u->groups);
+    *b = (batch){0};
+}
+
+/* Fails when there is not the memory for rows of pages of such a length; nothing is held then. */
+static int batch_init(batch *b, const sched *s, batch_cost cost, toka_err *e) {
     size_t ns = (size_t)s->c.max_seqs, nt = (size_t)s->c.max_tokens;
     assert(s->c.max_seqs <= UINT16_MAX + 1 && cost.tile_rows > 0);
     *b = (batch){.cost = cost};
@@ -8022,18 +8046,12 @@ static void batch_init(batch *b, const sched *s, batch_cost cost) {
     b->sent_start = mem_zalloc(ns * sizeof *b->sent_start);
     batch_upload *u = &b->up;
     u->order = mem_alloc(ns * sizeof *u->order), u->joins = mem_alloc(ns * sizeof *u->joins);
-    u->join_pages = mem_alloc(ns * (size_t)s->kv.cap * sizeof *u->join_pages); /* touched as far as joins come */
+    u->join_pages = mem_try(ns * (size_t)s->kv.cap, sizeof *u->join_pages); /* touched as far as joins come */
     u->grown = mem_alloc(ns * sizeof *u->grown), u->chunks = mem_alloc(ns * sizeof *u->chunks);
     u->chunk_ids = mem_alloc(nt * sizeof *u->chunk_ids), u->groups = mem_zalloc(ns * sizeof *u->groups);
-}
-
-static void batch_free(batch *b) {
-    batch_upload *u = &b->up;
-    free(b->ids), free(b->pos), free(b->slot), free(b->spans), free(b->outs), free(b->seq), free(b->seq_node);
-    free(b->nodes), free(b->stack), free(b->closed), free(b->sent_turn), free(b->sent_pages);
-    free(b->sent_start);
-    free(u->order), free(u->joins), free(u->join_pages), free(u->grown), free(u->chunks), free(u->chunk_ids);
-    free(u->groups);
+    if (u->join_pages) return 0;
+    batch_free(b);
+    return fail(e, TOKA_E_MEMORY, "no memory for the pages of %d sequences of up to %d tokens", s->c.max_seqs, s->c.max_len);
 }
 
 /* ---- Rows ---- */
@@ -9416,20 +9434,24 @@ struct toka_device {
     size_t scratch_n;
     cpu_block blocks[32]; /* all of the above and what alloc handed out */
     int n_blocks;
+    size_t n_bytes; /* of all blocks */
     toka_err error; /* the first failure; code 0: none */
     char about[96];
 };
 
 static void *cpu_zalloc(toka_device *d, size_t n, size_t size) { /* n * size bytes of zeros; NULL latches the failure */
-    size_t bytes;
+    size_t bytes, ram = (size_t)os_ram_bytes(), left = ram - MIN(d->n_bytes, ram);
     void *p = MAP_FAILED;
-    if (!__builtin_mul_overflow(n, size, &bytes) && bytes < SIZE_MAX / 2 && d->n_blocks < COUNT(d->blocks))
+    /* what is mapped and never touched costs nothing, but what the machine could never hold is a mistake */
+    if (!__builtin_mul_overflow(n, size, &bytes) && bytes <= left && d->n_blocks < COUNT(d->blocks))
         p = mmap(NULL, MAX(bytes, (size_t)1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) {
-        if (!d->error.code) fail(&d->error, TOKA_E_MEMORY, "CPU backend: cannot take %zu x %zu bytes of memory", n, size);
+        if (!d->error.code) fail(&d->error, TOKA_E_MEMORY, "CPU backend: no memory for %zu x %zu bytes beside %zu MB; the machine has %zu MB", n,
+                                     size, d->n_bytes >> 20, ram >> 20);
         return NULL;
     }
     d->blocks[d->n_blocks++] = (cpu_block){p, MAX(bytes, (size_t)1)};
+    d->n_bytes += bytes;
     return p;
 }
 
@@ -10042,6 +10064,7 @@ typedef struct eng { /* pools are sized at open and never grow */
     const mf_model *files;
     const tok *tok; /* NULL: events carry no text */
     int max_len;
+    bool no_sharing; /* every sample has pages and spans of its own */
     sched s;
     batch b;
     eng_slot *slots;          /* [max_seqs] */
@@ -10102,16 +10125,19 @@ static int eng_open(eng **out, const toka_backend *be, const mf_model *files, to
     int code = eng_size(shape, max_seqs, o->max_model_len, o->kv_tokens, be, room, &n_pages, e);
     if (code) return code;
     d.n_pages = n_pages;
-    model_run m;
-    if ((code = model_open(&m, be, &d, shape, &files->weights, e))) {
-        model_close(&m);
+    eng *g = mem_zalloc(sizeof *g);
+    sched_config c = {.B = shape->B, .n_pages = n_pages, .max_seqs = max_seqs, .max_tokens = max_tokens, .max_len = shape->max_len,
+                      .n_classes = 4096};
+    code = model_open(&g->m, be, &d, shape, &files->weights, e);
+    if (!code && !(code = sched_init(&g->s, &c, e)))
+        code = batch_init(&g->b, &g->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows}, e);
+    if (code) {
+        sched_free(&g->s);
+        model_close(&g->m);
+        free(g);
         return code;
     }
-    eng *g = mem_zalloc(sizeof *g);
-    g->m = m, g->files = files, g->tok = words, g->max_len = shape->max_len;
-    sched_init(&g->s, &(sched_config){.B = shape->B, .n_pages = n_pages, .max_seqs = max_seqs, .max_tokens = max_tokens,
-                                      .max_len = shape->max_len, .n_classes = 4096});
-    batch_init(&g->b, &g->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows});
+    g->files = files, g->tok = words, g->max_len = shape->max_len, g->no_sharing = o->no_prefix_caching;
     g->slots = mem_zalloc((size_t)max_seqs * sizeof *g->slots);
     g->out = mem_alloc((size_t)max_tokens * sizeof *g->out), g->picks = mem_alloc((size_t)max_tokens * sizeof *g->picks);
     g->inbox_end = &g->inbox;
@@ -10256,7 +10282,8 @@ static void eng_enter(eng *g, eng_request *r) {
     toka_err e;
     int id = sched_submit(&g->s, &(sched_job){.prompt = r->prompt, .n_prompt = r->n_prompt, .n = r->n, .max_tokens = s->max_tokens,
                                               .min_tokens = s->min_tokens, .exact = !r->ends.n && !s->n_stop,
-                                              .priority = r->priority, .class_key = r->class_key}, &e);
+                                              .priority = r->priority, .alone = g->no_sharing,
+                                              .class_key = r->class_key}, &e);
     if (id < 0) { /* cannot be: eng_check looked at the same limits; but a request must never hang */
         eng_end_all(g, r, TOKA_FAILED);
         return;
@@ -12563,13 +12590,14 @@ static void run_plan_step(run_plan *t, int step) {
     t->plan_s += t1 - t0, t->build_s += t2 - t1, t->commit_s += run_cpu_now() - t2;
 }
 
-static void run_plan_open(run_plan *t, int n_pages) {
+static int run_plan_open(run_plan *t, int n_pages, toka_err *e) {
     *t = (run_plan){.rng = 12345};
-    sched_init(&t->s, &(sched_config){.B = 16, .n_pages = n_pages, .max_seqs = RUN_PLAN_SEQS, .max_tokens = 32768,
-                                      .max_len = 2048, .n_classes = 1024});
-    batch_init(&t->b, &t->s, (batch_cost){.merge_tok = 4, .span_tok = 64, .tile_rows = 64});
+    sched_config c = {.B = 16, .n_pages = n_pages, .max_seqs = RUN_PLAN_SEQS, .max_tokens = 32768, .max_len = 2048, .n_classes = 1024};
+    int code = sched_init(&t->s, &c, e);
+    if (!code) code = batch_init(&t->b, &t->s, (batch_cost){.merge_tok = 4, .span_tok = 64, .tile_rows = 64}, e);
     t->length = mem_zalloc(RUN_PLAN_SEQS * sizeof(int)), t->started = mem_zalloc(RUN_PLAN_SEQS * sizeof(uint32_t));
     for (int i = 0; i < RUN_PLAN_LAG; i++) t->late[i].out = mem_alloc(RUN_PLAN_SEQS * sizeof(batch_out));
+    return code;
 }
 
 static void run_plan_close(run_plan *t) {
@@ -12585,9 +12613,9 @@ static int run_compare_doubles(const void *a, const void *b) {
 
 static int run_plan_measure(run_plan_case *c, atomic_int *interrupted, toka_err *e) {
     run_plan t;
-    int code = 0, n = 0;
+    int n = 0;
     double *ms = mem_alloc(RUN_PLAN_STEPS * sizeof *ms);
-    run_plan_open(&t, c->n_pages);
+    int code = run_plan_open(&t, c->n_pages, e);
     for (int i = 0; i < RUN_PLAN_PROMPTS && !code; i++) code = run_plan_submit(&t, i, RUN_PLAN_SAMPLES, e);
     for (int i = 0; i < c->extra && !code; i++) code = run_plan_submit(&t, RUN_PLAN_PROMPTS + i, 1, e);
     for (int i = 0; i < RUN_PLAN_START + RUN_PLAN_STEPS && t.s.n_waiting && !code && !*interrupted; i++) {
@@ -12711,6 +12739,8 @@ static const cli_flag cli_flags[] = {
      "size of the KV cache in tokens (default: as memory allows)"},
     {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens), FOR_OPENS,
      "most tokens in one step (default: 512)"},
+    {"no-enable-prefix-caching", "", "", CLI_BOOL, AT(open.no_prefix_caching), FOR_OPENS,
+     "every sample computes and keeps its whole prompt by itself; to measure what sharing saves"},
     {NULL, NULL, NULL, 0, 0, 0, "Prompt"},
     {"prompt", "p", "TEXT", CLI_TEXT, AT(prompt), FOR_READS, "the prompt (default: standard input)"},
     {"file", "f", "FILE", CLI_TEXT, AT(file), FOR_READS, "read the prompt from a file"},

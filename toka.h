@@ -63,6 +63,8 @@ typedef struct toka_options {
     int max_num_batched_tokens; /* most tokens in one forward step; 0: chosen by the backend */
     int max_num_seqs;           /* most sequences running at once; 0: chosen by the backend */
     int64_t kv_tokens;          /* tokens that the KV cache holds; 0: as many as memory allows */
+    bool no_prefix_caching;     /* no pages and no attention are shared, neither among samples nor among equal beginnings: every
+                                   sample computes its whole prompt. Results are the same; it is there to measure what sharing saves */
     double gpu_memory_utilization; /* share of the GPU's free memory that may be taken, in (0,1]; 0: 0.9 */
     void (*progress)(void *user, const char *what, double done); /* told while toka_open works, or NULL; done: 0 to 1. Any thread,
                                                                     one at a time */

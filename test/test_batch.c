@@ -130,8 +130,9 @@ static void bt_on_run(void *user, const uint64_t *mem, int32_t *device) {
 
 static bt *bt_open(sched_config c, batch_cost cost, int vocab, int end_one_in, int lag) {
     bt *t = mem_zalloc(sizeof *t);
+    toka_err e;
     smt_open(&t->m, c, vocab, end_one_in, lag);
-    batch_init(&t->b, &t->m.s, cost);
+    CHECK(!batch_init(&t->b, &t->m.s, cost, &e));
     size_t n = (size_t)c.max_seqs;
     t->d.pages = mem_zalloc(n * (size_t)t->m.s.kv.cap * sizeof(int)), t->d.n_pages = mem_zalloc(n * sizeof(int));
     t->d.length = mem_zalloc(n * sizeof(int)), t->d.order = mem_zalloc(n * sizeof(int));

@@ -37,8 +37,9 @@ static int32_t smt_draw(const smt *m, const int32_t *t, int n, int sample, bool 
 }
 
 static void smt_open(smt *m, sched_config c, int vocab, int end_one_in, int lag) {
+    toka_err e;
     *m = (smt){.vocab = vocab, .end_one_in = end_one_in, .lag = lag};
-    sched_init(&m->s, &c);
+    CHECK(!sched_init(&m->s, &c, &e));
     size_t slots = (size_t)c.n_pages * (size_t)c.B;
     m->mem = mem_zalloc(slots * sizeof *m->mem), m->written = mem_zalloc(slots);
     m->device = mem_zalloc((size_t)c.max_seqs * (size_t)c.max_len * sizeof(int32_t));
@@ -299,13 +300,22 @@ static int smt_try(sched *s, int n_prompt, int n, int max_tokens) {
 
 static void smt_refused(void) {
     sched s;
-    sched_init(&s, &(sched_config){2, 5, 3, 8, 16, 8});
+    toka_err e;
+    CHECK(!sched_init(&s, &(sched_config){2, 5, 3, 8, 16, 8}, &e));
     CHECK(smt_try(&s, 0, 1, 1) == TOKA_E_USE && smt_try(&s, 1, 0, 1) == TOKA_E_USE && smt_try(&s, 1, 1, 0) == TOKA_E_USE);
     CHECK(smt_try(&s, 8, 1, 9) == TOKA_E_USE && smt_try(&s, 8, 1, INT_MAX) == TOKA_E_USE);
     CHECK(smt_try(&s, 8, 1, 4) == TOKA_E_USE); /* 11 fed tokens, 6 pages */
     CHECK(smt_try(&s, 8, 1, 3) == 0);
     CHECK(sched_plan(&s) == 8 && !sched_check(&s));
     sched_free(&s);
+}
+
+static void smt_no_memory(void) { /* 1 TB for rows of pages */
+    sched s;
+    toka_err e;
+    sched_config c = {16, 100, 65536, 65536, 1 << 26, 8};
+    CHECK(sched_init(&s, &c, &e) == TOKA_E_MEMORY && strstr(e.msg, "65536 sequences of up to 67108864 tokens"));
+    sched_free(&s); /* nothing is there, and that is fine */
 }
 
 static void smt_repeats(void) { /* n samples of one prompt, twice, at page borders: all after the first is found */
@@ -360,7 +370,7 @@ static void smt_cold_start(void) { /* the monkeys shape, nothing known yet: the 
     sched s;
     toka_err e;
     int32_t prompt[715];
-    sched_init(&s, &(sched_config){16, 1572864 / 16, 8192, 32768, 2048, 256});
+    CHECK(!sched_init(&s, &(sched_config){16, 1572864 / 16, 8192, 32768, 2048, 256}, &e));
     for (int i = 0; i < 16; i++) {
         for (int k = 0; k < 715; k++) prompt[k] = k < 600 ? k : k * 7 + i;
         sched_submit(&s, &(sched_job){.prompt = prompt, .n_prompt = 715, .n = 1024, .max_tokens = 1024}, &e);
@@ -377,6 +387,7 @@ static const struct test sched_tests[] = {{"sched: random, 5 pages, calendar = s
                                           {"sched: order, priority, no starvation", smt_order},
                                           {"sched: cancel in any state", smt_cancel_states},
                                           {"sched: requests that cannot be", smt_refused},
+                                          {"sched: no memory is an error", smt_no_memory},
                                           {"sched: repeats and page borders", smt_repeats},
                                           {"sched: parked, back in chunks", smt_parked_in_chunks},
                                           {"sched: parked hold all slots", smt_parked_hold_all_slots},
