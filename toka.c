@@ -23,7 +23,7 @@
  *         |       (16 is the CPU's)        which calls samp_row (15) on each row of logits
  *         +-- eng_commit (18) <---------- toka_pick: the id and its log-probability; sched_commit (13) files it
  *     id --------------- tok_stream_put (6), stop_put (15) --> text that is certain --> toka_event --> the caller,
- *                                         who may be a person (24), a file of results (23) or another program (19)
+ *                                         who may be a person (28), a file of results (22) or another program (19)
  *
  * A step is planned as integers, run, and committed. Plans know no floats and no text; ops know no requests. That is what
  * lets the planning be tested without a model and the ops without an engine, and lets another device run the same plans.
@@ -64,7 +64,7 @@
  * LETTERS, equal in C, CUDA and README. T tokens of a step, S sequences, L layers, H query heads, K kv heads, D head size,
  * E model width, F mlp width, V vocabulary, B tokens per page. Prefixes name chapters: st_ and mf_ are chapter 10.
  *
- * ROOMS TO COME stand in the contents with their banners, so that numbers stay: 20 to 22 are the server.
+ * ROOMS TO COME stand in the contents with their banners, so that numbers stay: 20, 21 and 23 to 25 are the server.
  *
  * CONTENTS (build.sh checks it against the banners; to read one chapter: sed -n '/MARK: 4\./,/MARK: 5\./p' toka.c)
  *
@@ -89,9 +89,13 @@
  *  19. Public API [os]
  *  20. HTTP [pure]
  *  21. OpenAI API [pure]
- *  22. Server [os]
- *  23. Batch runner, bench and plan [os]
- *  24. Command line [os]
+ *  22. Batch runner [os]
+ *  23. Files and batches [os]
+ *  24. Status page [pure]
+ *  25. Server [os]
+ *  26. Bench and plan [os]
+ *  27. Bench serve [os]
+ *  28. Command line [os]
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* mmap flags, sched_getaffinity, memmem */
@@ -10814,12 +10818,7 @@ int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_e
  * =========================================================================== */
 
 /* ===========================================================================
- * MARK: 22. Server [os]
- * To come with the server.
- * =========================================================================== */
-
-/* ===========================================================================
- * MARK: 23. Batch runner, bench and plan [os]
+ * MARK: 22. Batch runner [os]
  * A file of requests in, a file of results out, however long both are. Three threads, each with one job:
  *
  *     reader   run_read:  a line --run_identify, run_parse--> toka_submit       waits while the window is full
@@ -10843,8 +10842,6 @@ int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_e
  *     by a hash of 128 bits. A line that was cancelled or that the device failed is not written: the next run does it.
  * run.lock guards the window, the queue of ended lines and run.e; a line's samples belong to the driver until it has ended,
  * then to the writer. Order of locks: run.lock before the engine's.
- *
- * Benches use the same engine: run_bench_throughput a dataset with lengths given, run_bench_plan chapters 11 to 14 alone.
  * =========================================================================== */
 
 enum { RUN_LINE_BYTES = 64 << 20, RUN_CHUNK_BYTES = 1 << 18, RUN_FLIGHT_BYTES = 256 << 20, RUN_FEW_LINES = 4 };
@@ -12163,6 +12160,27 @@ static int run_batch(toka *t, const run_options *o, toka_err *e) {
     return code;
 }
 
+/* ===========================================================================
+ * MARK: 23. Files and batches [os]
+ * To come with the server.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 24. Status page [pure]
+ * To come with the server.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 25. Server [os]
+ * To come with the server.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 26. Bench and plan [os]
+ * What the engine is worth, without a server: run_bench_throughput times a dataset whose samples are forced to given lengths, also
+ * on dummy weights; run_bench_plan times chapters 11 to 14 alone.
+ * =========================================================================== */
+
 /* ---- Dummy weights: the shapes of a line of models.txt, filled with random numbers ---- */
 
 typedef struct run_fill_part { /* elements from .. to of one matrix */
@@ -12580,7 +12598,12 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 24. Command line [os]
+ * MARK: 27. Bench serve [os]
+ * To come with the server.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 28. Command line [os]
  * toka [COMMAND] [FLAGS]. Flags are one table (cli_flags): name, short form, environment name (TOKA_ and the flag's name in
  * capitals), help group, type and the field they fill. Results go to standard output, everything else to standard error. This
  * chapter alone prints and decides the exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C.
