@@ -10527,7 +10527,7 @@ toka_options toka_options_default(void) { return (toka_options){.device = "auto"
 
 /* Parses a template file: Jinja, or a tokenizer_config.json (by its name) that has a template in it. `names` gets the special
  * tokens of the latter, for a template without a model. */
-static int api_template_file(const char *file, mf_model *names, tmpl **out, toka_err *e) {
+static int pub_template_file(const char *file, mf_model *names, tmpl **out, toka_err *e) {
     str source;
     int code = os_map(file, &source, e);
     if (code) return code;
@@ -10540,18 +10540,18 @@ static int api_template_file(const char *file, mf_model *names, tmpl **out, toka
 }
 
 /* The chat template: a file of the user's, or the model's own. The model's may be beyond us: that only matters to chats. */
-static int api_open_template(toka *t, const char *file, toka_err *e) {
+static int pub_open_template(toka *t, const char *file, toka_err *e) {
     mf_model names = {0}; /* the model's own names count */
     if (!file) {
         if (t->files->chat_template.n) tmpl_parse(&t->chat, t->files->chat_template, &t->chat_error);
         return 0;
     }
-    int code = api_template_file(file, &names, &t->chat, e);
+    int code = pub_template_file(file, &names, &t->chat, e);
     arena_free(&names.a);
     return code;
 }
 
-static int api_need_template(const toka *t, toka_err *e) {
+static int pub_need_template(const toka *t, toka_err *e) {
     if (t->chat) return 0;
     if (t->chat_error.code)
         return fail(e, TOKA_E_INPUT, "the chat template of %s cannot be used: %.350s", t->files->name, t->chat_error.msg);
@@ -10559,11 +10559,11 @@ static int api_need_template(const toka *t, toka_err *e) {
 }
 
 /* The text half of a model: files, tokenizer, template; its weights only if asked for. Takes no memory for running. */
-static int api_open_text(toka **out, const toka_options *o, bool weights, toka_err *e) {
+static int pub_open_text(toka **out, const toka_options *o, bool weights, toka_err *e) {
     toka *t = mem_zalloc(sizeof *t);
     int code = (weights ? mf_open : mf_open_text)(&t->files, o->model, o->models_file, o->model ? NULL : embedded_model, e);
     if (!code && t->files->tokenizer_json.n) code = tok_load(&t->tok, t->files->tokenizer_json, t->files->tokenizer_config, e);
-    if (!code) code = api_open_template(t, o->chat_template, e);
+    if (!code) code = pub_open_template(t, o->chat_template, e);
     if (code) {
         toka_close(t);
         return code;
@@ -10574,23 +10574,23 @@ static int api_open_text(toka **out, const toka_options *o, bool weights, toka_e
 }
 
 #ifdef TOKA_WITH_CUDA
-static const toka_backend *const api_backends[] = {&toka_cuda, &toka_cpu}; /* "auto" is the first */
-static const char api_devices[] = "cuda and cpu";
+static const toka_backend *const pub_backends[] = {&toka_cuda, &toka_cpu}; /* "auto" is the first */
+static const char pub_devices[] = "cuda and cpu";
 #else
-static const toka_backend *const api_backends[] = {&toka_cpu};
-static const char api_devices[] = "cpu";
+static const toka_backend *const pub_backends[] = {&toka_cpu};
+static const char pub_devices[] = "cpu";
 #endif
 
-static const toka_backend *api_backend(const char *device) { /* NULL: no such device in this build */
-    if (!device || !strcmp(device, "auto")) return api_backends[0];
-    for (int i = 0; i < COUNT(api_backends); i++)
-        if (!strcmp(device, api_backends[i]->name)) return api_backends[i];
+static const toka_backend *pub_backend(const char *device) { /* NULL: no such device in this build */
+    if (!device || !strcmp(device, "auto")) return pub_backends[0];
+    for (int i = 0; i < COUNT(pub_backends); i++)
+        if (!strcmp(device, pub_backends[i]->name)) return pub_backends[i];
     return NULL;
 }
 
-static int api_check_options(const toka_options *o, toka_err *e) {
+static int pub_check_options(const toka_options *o, toka_err *e) {
     if (!o->model && !embedded_model) return fail(e, TOKA_E_USE, "no model given, and none is embedded in this build");
-    if (!api_backend(o->device)) return fail(e, TOKA_E_USE, "device %s: this build has auto, %s", o->device, api_devices);
+    if (!pub_backend(o->device)) return fail(e, TOKA_E_USE, "device %s: this build has auto, %s", o->device, pub_devices);
     if (o->n_threads < 0 || o->n_threads > 1024) return fail(e, TOKA_E_USE, "threads: %d, expected 0 to 1024", o->n_threads);
     if (o->max_model_len < 0) return fail(e, TOKA_E_USE, "max_model_len: %d, expected 0 or more", o->max_model_len);
     if (o->max_num_seqs < 0 || o->max_num_seqs > 65536)
@@ -10604,9 +10604,9 @@ static int api_check_options(const toka_options *o, toka_err *e) {
 int toka_open(toka **out, const toka_options *o, toka_err *e) {
     toka *t;
     *out = NULL;
-    int code = api_check_options(o, e);
-    if (code || (code = api_open_text(&t, o, true, e))) return code;
-    if ((code = eng_open(&t->engine, api_backend(o->device), t->files, &t->shape, t->tok, o, e))) {
+    int code = pub_check_options(o, e);
+    if (code || (code = pub_open_text(&t, o, true, e))) return code;
+    if ((code = eng_open(&t->engine, pub_backend(o->device), t->files, &t->shape, t->tok, o, e))) {
         toka_close(t);
         return code;
     }
@@ -10642,14 +10642,14 @@ toka_info toka_get_info(const toka *t) {
                        .has_chat_template = t->chat != NULL};
 }
 
-static int api_need_tokenizer(const toka *t, toka_err *e) {
+static int pub_need_tokenizer(const toka *t, toka_err *e) {
     if (t->tok) return 0;
     return fail(e, TOKA_E_INPUT, "%s: no tokenizer.json, so text cannot be read or written; use token ids", t->files->name);
 }
 
 int toka_encode(const toka *t, const char *text, size_t text_bytes, int flags, int32_t **out, size_t *n_ids, toka_err *e) {
     ids v = {0};
-    int code = api_need_tokenizer(t, e);
+    int code = pub_need_tokenizer(t, e);
     if (!code) code = tok_encode(t->tok, (str){text, text_bytes}, flags, &v, e);
     if (code) {
         ids_free(&v);
@@ -10663,7 +10663,7 @@ int toka_encode(const toka *t, const char *text, size_t text_bytes, int flags, i
 
 int toka_decode(const toka *t, const int32_t *in, size_t n_ids, int flags, char **text, size_t *text_bytes, toka_err *e) {
     buf b = {0};
-    int code = api_need_tokenizer(t, e);
+    int code = pub_need_tokenizer(t, e);
     if (!code) code = tok_decode(t->tok, in, n_ids, flags, &b, e);
     if (code) {
         buf_free(&b);
@@ -10676,7 +10676,7 @@ int toka_decode(const toka *t, const int32_t *in, size_t n_ids, int flags, char 
 }
 
 /* "YYYY-MM-DD hh:mm:ss" or NULL for the local time now. */
-static int api_parse_now(const char *now, tmpl_time *out, toka_err *e) {
+static int pub_parse_now(const char *now, tmpl_time *out, toka_err *e) {
     struct tm tm = {0};
     char extra;
     if (!now) {
@@ -10698,7 +10698,7 @@ static int api_parse_now(const char *now, tmpl_time *out, toka_err *e) {
     return 0;
 }
 
-static void api_put_token_variable(buf *b, const char *name, const char *value) {
+static void pub_put_token_variable(buf *b, const char *name, const char *value) {
     if (!value) return;
     json_put_key(b, name);
     json_put_str(b, str_c(value));
@@ -10706,7 +10706,7 @@ static void api_put_token_variable(buf *b, const char *name, const char *value) 
 
 /* The caller's object behind what apply_chat_template always passes and the model's own variables (of equal names the last, the
  * caller's, wins). */
-static int api_template_context(const mf_model *files, str context, arena *a, buf *text, const json **out, toka_err *e) {
+static int pub_template_context(const mf_model *files, str context, arena *a, buf *text, const json **out, toka_err *e) {
     const json *v = json_parse(a, context, json_trusted, e);
     if (!v) return e->code;
     if (v->type != JSON_OBJECT) return fail(e, TOKA_E_USE, "the template's input must be a JSON object with \"messages\"");
@@ -10714,10 +10714,10 @@ static int api_template_context(const mf_model *files, str context, arena *a, bu
     json_put_key(text, "tools"), json_put_null(text);
     json_put_key(text, "documents"), json_put_null(text);
     json_put_key(text, "add_generation_prompt"), json_put_bool(text, false);
-    api_put_token_variable(text, "bos_token", files->bos_token);
-    api_put_token_variable(text, "eos_token", files->eos_token);
-    api_put_token_variable(text, "pad_token", files->pad_token);
-    api_put_token_variable(text, "unk_token", files->unk_token);
+    pub_put_token_variable(text, "bos_token", files->bos_token);
+    pub_put_token_variable(text, "eos_token", files->eos_token);
+    pub_put_token_variable(text, "pad_token", files->pad_token);
+    pub_put_token_variable(text, "unk_token", files->unk_token);
     if (v->n) json_comma(text);
     size_t open = (size_t)str_find(context, STR("{"), 0) + 1;
     buf_str(text, str_sub(context, open, context.n));
@@ -10725,13 +10725,13 @@ static int api_template_context(const mf_model *files, str context, arena *a, bu
     return *out ? 0 : e->code;
 }
 
-static int api_render(const tmpl *chat, const mf_model *files, str context, const char *now, buf *out, toka_err *e) {
+static int pub_render(const tmpl *chat, const mf_model *files, str context, const char *now, buf *out, toka_err *e) {
     arena a = {0};
     buf text = {0};
     tmpl_time time = {0};
     const json *root = NULL;
-    int code = api_parse_now(now, &time, e);
-    if (!code) code = api_template_context(files, context, &a, &text, &root, e);
+    int code = pub_parse_now(now, &time, e);
+    if (!code) code = pub_template_context(files, context, &a, &text, &root, e);
     if (!code) code = tmpl_render(chat, root, time, tmpl_default_limits, out, e);
     buf_free(&text);
     arena_free(&a);
@@ -10741,8 +10741,8 @@ static int api_render(const tmpl *chat, const mf_model *files, str context, cons
 int toka_apply_chat_template(const toka *t, const char *context, size_t context_bytes, const char *now, char **text,
                              size_t *text_bytes, toka_err *e) {
     buf b = {0};
-    if (api_need_template(t, e)) return e->code;
-    int code = api_render(t->chat, t->files, (str){context, context_bytes}, now, &b, e);
+    if (pub_need_template(t, e)) return e->code;
+    int code = pub_render(t->chat, t->files, (str){context, context_bytes}, now, &b, e);
     if (code) {
         buf_free(&b);
         return code;
@@ -11369,8 +11369,8 @@ static int run_prompt(run_job *j, toka_err *e) {
     str prompt = json_str(v);
     if (!code && j->line->chat) {
         code = run_context(j, &context, e);
-        if (!code) code = api_need_template(j->r->t, e);
-        if (!code) code = api_render(j->r->t->chat, j->r->t->files, buf_view(&context), j->r->o->now, &text, e);
+        if (!code) code = pub_need_template(j->r->t, e);
+        if (!code) code = pub_render(j->r->t->chat, j->r->t->files, buf_view(&context), j->r->o->now, &text, e);
         prompt = buf_view(&text);
     } else if (!code && v && v->type != JSON_STRING) {
         bool texts = json_is(json_at(v, 0), JSON_STRING) || json_is(json_at(v, 0), JSON_ARRAY);
@@ -11381,7 +11381,7 @@ static int run_prompt(run_job *j, toka_err *e) {
     }
     if (!code && (j->line->chat || v->type == JSON_STRING)) {
         int how = TOKA_PARSE_SPECIAL | (special ? TOKA_ADD_SPECIAL : 0);
-        code = api_need_tokenizer(j->r->t, e);
+        code = pub_need_tokenizer(j->r->t, e);
         if (!code) code = tok_encode(j->r->t->tok, prompt, how, &j->prompt, e);
     }
     buf_free(&context), buf_free(&text);
@@ -12258,7 +12258,7 @@ static int run_dummy_weights(mf_model *m, toka_err *e) {
 /* A toka without any file: shapes of models.txt, random weights, no tokenizer. */
 static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
     mf_known *known, *found = NULL;
-    int n, code = api_check_options(o, e);
+    int n, code = pub_check_options(o, e);
     if (code) return code;
     if (!o->model) return fail(e, TOKA_E_USE, "--dummy-weights needs -m NAME, a name of models.txt");
     toka *t = mem_zalloc(sizeof *t);
@@ -12274,7 +12274,7 @@ static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
         snprintf(m->architecture, sizeof m->architecture, "%s", m->config.arch->name);
         code = run_dummy_weights(m, e);
     }
-    if (!code) code = eng_open(&t->engine, api_backend(o->device), m, &t->shape, NULL, o, e);
+    if (!code) code = eng_open(&t->engine, pub_backend(o->device), m, &t->shape, NULL, o, e);
     if (code) toka_close(t), t = NULL;
     *out = t;
     return code;
@@ -12319,7 +12319,7 @@ static int run_bench_line(run_bench_state *b, const json *root, int64_t number, 
     if (json_is(prompt, JSON_ARRAY)) {
         JSON_EACH(it, prompt) ids_push(&b->tokens, (int32_t)MAX(-1, MIN(json_int(it, -1), INT32_MAX)));
     } else if (json_is(text, JSON_STRING)) {
-        if (api_need_tokenizer(b->t, e) ||
+        if (pub_need_tokenizer(b->t, e) ||
             tok_encode(b->t->tok, json_str(text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, &b->tokens, e)) return e->code;
     }
     int64_t n = (int64_t)(b->tokens.n - first);
@@ -12970,10 +12970,10 @@ static void cli_put_message(buf *b, const char *role, str content) {
 /* messages: the elements of the JSON array so far. Result: the prompt's text through the chat template. */
 static int cli_render(const cli *c, const toka *t, const buf *messages, buf *out, toka_err *e) {
     buf b = {0};
-    if (api_need_template(t, e)) return e->code;
+    if (pub_need_template(t, e)) return e->code;
     buf_printf(&b, "{\"messages\":[%s],\"add_generation_prompt\":true}", messages->p);
     buf_clear(out);
-    int code = api_render(t->chat, t->files, buf_view(&b), c->now, out, e);
+    int code = pub_render(t->chat, t->files, buf_view(&b), c->now, out, e);
     buf_free(&b);
     return code;
 }
@@ -13132,9 +13132,9 @@ static int cli_tokenize(const cli *c, toka_err *e) {
     buf in = {0}, out = {0};
     ids v = {0};
     toka *t = NULL;
-    int code = api_check_options(&c->open, e);
-    if (!code) code = api_open_text(&t, &c->open, false, e);
-    if (!code) code = api_need_tokenizer(t, e);
+    int code = pub_check_options(&c->open, e);
+    if (!code) code = pub_open_text(&t, &c->open, false, e);
+    if (!code) code = pub_need_tokenizer(t, e);
     if (!code) code = cli_read_prompt(c, &in, e);
     if (!code && c->decode) {
         code = cli_parse_ids(buf_view(&in), &v, e);
@@ -13156,11 +13156,11 @@ static int cli_template(const cli *c, toka_err *e) {
     tmpl *alone = NULL;
     mf_model names = {0};
     bool needs_model = c->open.model || !c->open.chat_template; /* a template file needs none */
-    int code = needs_model ? api_check_options(&c->open, e) : api_template_file(c->open.chat_template, &names, &alone, e);
-    if (!code && needs_model) code = api_open_text(&t, &c->open, false, e);
-    if (!code && needs_model) code = api_need_template(t, e);
+    int code = needs_model ? pub_check_options(&c->open, e) : pub_template_file(c->open.chat_template, &names, &alone, e);
+    if (!code && needs_model) code = pub_open_text(&t, &c->open, false, e);
+    if (!code && needs_model) code = pub_need_template(t, e);
     if (!code) code = cli_read_prompt(c, &in, e);
-    if (!code) code = api_render(t ? t->chat : alone, t ? t->files : &names, buf_view(&in), c->now, &out, e);
+    if (!code) code = pub_render(t ? t->chat : alone, t ? t->files : &names, buf_view(&in), c->now, &out, e);
     if (!code) code = cli_write(buf_view(&out), e);
     buf_free(&in), buf_free(&out);
     arena_free(&names.a);
