@@ -5295,6 +5295,7 @@ typedef struct mf_model { /* immutable after mf_open */
     size_t weight_bytes;
     str tokenizer_json, tokenizer_config; /* mapped; empty if there is no such file */
     str chat_template;    /* Jinja source; empty: none */
+    str tool_template;    /* the one for chats with tools, where the model has two; empty: none */
     char *bos_token, *eos_token, *pad_token, *unk_token; /* texts for the template, NULL: none */
     int32_t bos_id;       /* -1: none */
     int32_t *eos_ids;
@@ -5732,13 +5733,15 @@ static char *mf_special(mf_reader *r, const char *name, arena *a) { /* "<s>" or 
     return json_is(v, JSON_STRING) ? arena_cstr(a, json_str(v)) : NULL;
 }
 
-/* The template: a string, or a list of {"name", "template"} of which "default" is the one. */
-static str mf_template(mf_reader *r, arena *a) {
+/* A template by name: of a list of {"name", "template"}; a string is "default". */
+static str mf_template(mf_reader *r, const char *name, arena *a) {
     const json *v = mf_field(r, "chat_template");
     if (json_is(v, JSON_ARRAY)) {
         const json *list = v;
         v = NULL;
-        JSON_EACH(it, list) if (str_is(json_str(json_get(it, "name")), "default")) v = json_get(it, "template");
+        JSON_EACH(it, list) if (str_is(json_str(json_get(it, "name")), name)) v = json_get(it, "template");
+    } else if (strcmp(name, "default")) {
+        return STR("");
     }
     if (v && v->type != JSON_STRING) mf_bad(r, "chat_template", v, "a string or a list of named ones");
     return json_is(v, JSON_STRING) ? arena_str(a, json_str(v)) : STR("");
@@ -5752,7 +5755,7 @@ static int mf_tokenizer_config_parse(str text, const char *where, arena *a, mf_m
         mf_reader reader = {.o = o, .where = where, .path = "", .e = e}, *r = &reader;
         m->bos_token = mf_special(r, "bos_token", a), m->eos_token = mf_special(r, "eos_token", a);
         m->pad_token = mf_special(r, "pad_token", a), m->unk_token = mf_special(r, "unk_token", a);
-        m->chat_template = mf_template(r, a);
+        m->chat_template = mf_template(r, "default", a), m->tool_template = mf_template(r, "tool_use", a);
     }
     arena_free(&tmp);
     return e->code;
@@ -6376,7 +6379,7 @@ static int mf_open_configs(mf_model *m, toka_err *e) {
     if (mf_file(m, "tokenizer_config.json", false, where, &m->tokenizer_config, e)) return e->code;
     if (m->tokenizer_config.n && mf_tokenizer_config_parse(m->tokenizer_config, where, &m->a, m, e)) return e->code;
     if (mf_file(m, "chat_template.jinja", false, where, &text, e)) return e->code;
-    if (text.n) m->chat_template = text;
+    if (text.n) m->chat_template = text, m->tool_template = STR("");
     const mf_config *c = &m->config;
     snprintf(m->architecture, sizeof m->architecture, "%s", c->arch->name);
     m->shape = c->shape;
@@ -6449,7 +6452,7 @@ static void mf_close(mf_model *m) {
 static int mf_open_text(mf_model **out, const char *model, const char *models_file, const mf_embedded *embedded, toka_err *e) {
     mf_model *m = *out = mem_zalloc(sizeof *m);
     int code = 0;
-    m->tokenizer_json = m->tokenizer_config = m->chat_template = STR("");
+    m->tokenizer_json = m->tokenizer_config = m->chat_template = m->tool_template = STR("");
     m->config.bos_id = m->bos_id = -1;
     m->defaults = mf_no_defaults;
     if (model) code = mf_find(m, model, models_file, e);
@@ -7235,7 +7238,7 @@ typedef struct sched_job { /* what a request asks of the scheduler */
     int min_tokens;        /* none ends before */
     bool exact;            /* every sample has max_tokens unless cancelled (ignore_eos and no stop) */
     int priority;          /* higher goes earlier */
-    bool alone;            /* finds and shares no pages: every position is computed (log-probabilities of a prompt) */
+    bool alone;            /* sample 0 finds and shares no pages: it computes every position (log-probabilities of a prompt) */
     uint64_t class_key;    /* requests with equal keys have outputs of like length; 0: a class of its own if n > 1 */
 } sched_job;
 
@@ -7270,6 +7273,7 @@ typedef struct sched_seq { /* what every step touches comes first: one cache lin
     int page;          /* in decode: the page of position n_cached - 1 */
 
     int n_prompt, request, sample;
+    int n_found;       /* positions found in the tree when it first started */
     int expect;        /* tokens it will have, prompt and output; end = base + expect - 1 */
     int64_t base;      /* position x is computed in step base + x */
     double luck;       /* share of its class that gets longer than it is expected to get; 0: not drawn */
@@ -7618,9 +7622,11 @@ static bool sched_fits(sched *s, int q, int n, int m) {
     }
 }
 
+static bool sched_alone(const sched *s, const sched_seq *x) { return s->requests[x->request].alone && !x->sample; }
+
 static void sched_start(sched *s, int q, int n, int m) {
     sched_seq *x = &s->seqs[q];
-    kv_open(&s->kv, q, x->tokens, n, m, s->requests[x->request].alone);
+    kv_open(&s->kv, q, x->tokens, n, m, sched_alone(s, x));
     sched_attach(s, q, false);
     x->state = SCHED_PREFILL;
     x->started = ++s->n_started, x->row_turn++;
@@ -7644,7 +7650,7 @@ static void sched_aim(sched *s, int q, int n, int m) {
 
 static bool sched_admit_parked(sched *s, int q) {
     sched_seq *x = &s->seqs[q];
-    int n = x->n_known, m = s->requests[x->request].alone ? 0 : kv_match(&s->kv, q, x->tokens, n);
+    int n = x->n_known, m = sched_alone(s, x) ? 0 : kv_match(&s->kv, q, x->tokens, n);
     sched_aim(s, q, n, m);
     if (!sched_fits(s, q, n, m)) return false;
     heap_remove(s->line, &s->parked, q);
@@ -7656,9 +7662,9 @@ static bool sched_admit_fresh(sched *s, int id) {
     if (!s->n_slots_free) return false;
     sched_request *r = &s->requests[id];
     int q = s->free_slots[s->n_slots_free - 1], n = r->n_prompt;
-    int m = r->alone ? 0 : kv_match(&s->kv, q, r->prompt, n);
+    int m = r->alone && !r->n_started ? 0 : kv_match(&s->kv, q, r->prompt, n);
     sched_seq *x = &s->seqs[q];
-    *x = (sched_seq){.request = id, .sample = r->n_started, .n_prompt = n, .n_known = n, .limit = n + r->max_tokens,
+    *x = (sched_seq){.request = id, .sample = r->n_started, .n_prompt = n, .n_known = n, .n_found = m * s->c.B, .limit = n + r->max_tokens,
                      .ticket = x->ticket, .row_turn = x->row_turn, .class = {-1, 0}, .next_edge = n + s->pred.edge[1],
                      .sibling = r->first, .sibling_prev = -1};
     if (!r->exact) x->class = pred_find(&s->pred, r->class_key);
@@ -8196,7 +8202,8 @@ UNUSED static size_t batch_upload_bytes(const batch_upload *u) {
  * =========================================================================== */
 
 #define SAMP_MAX_STOPS 256       /* stop strings of one request */
-#define SAMP_MAX_STOP_BYTES 4096 /* of one stop string */
+#define SAMP_MAX_STOP_BYTES 4096 /* of one stop string; ids of one bad word */
+#define SAMP_MAX_BAD 4096        /* bad words of one request */
 #define SAMP_WINDOW 16384        /* ids looked at together where a row needs a counter per id */
 #define SAMP_BLOCKS 512          /* partial sums of a row, for the draw */
 #define SAMP_LANES 16            /* independent sums side by side, so that a compiler can use vectors */
@@ -8224,7 +8231,8 @@ static int samp_check_ids(const char *name, const int32_t *id, int n, int V, tok
 }
 
 static int samp_check_stops(const toka_sampling *s, toka_err *e) {
-    if (samp_check_int("n_stop", s->n_stop, 0, SAMP_MAX_STOPS, e)) return e->code;
+    if (s->n_stop < 0 || s->n_stop > SAMP_MAX_STOPS)
+        return fail(e, TOKA_E_USE, "stop: %d texts, expected at most %d", s->n_stop, SAMP_MAX_STOPS);
     if (s->n_stop && !s->stop) return fail(e, TOKA_E_USE, "stop: no strings given, expected %d", s->n_stop);
     for (int i = 0; i < s->n_stop; i++) {
         size_t n = s->stop[i] ? strlen(s->stop[i]) : 0;
@@ -8237,6 +8245,17 @@ static int samp_check_stops(const toka_sampling *s, toka_err *e) {
         }
     }
     return 0;
+}
+
+static int samp_check_bad(const toka_sampling *s, int V, toka_err *e) {
+    int n = 0;
+    if (s->n_bad < 0 || s->n_bad > SAMP_MAX_BAD)
+        return fail(e, TOKA_E_USE, "bad_words: %d sequences of ids, expected at most %d", s->n_bad, SAMP_MAX_BAD);
+    if (s->n_bad && !s->bad_lengths) return fail(e, TOKA_E_USE, "bad_words: no lengths given, expected %d", s->n_bad);
+    for (int i = 0; i < s->n_bad; n += s->bad_lengths[i++])
+        if (s->bad_lengths[i] < 1 || s->bad_lengths[i] > SAMP_MAX_STOP_BYTES)
+            return fail(e, TOKA_E_USE, "bad_words[%d]: %d ids, expected 1 to %d", i, s->bad_lengths[i], SAMP_MAX_STOP_BYTES);
+    return samp_check_ids("bad_words", s->bad_ids, n, V, e);
 }
 
 /* Checks ranges; V: vocabulary. The message names field, value and what is allowed. The ranges are OpenAI's and vLLM's. */
@@ -8257,7 +8276,7 @@ static int samp_check(const toka_sampling *s, int V, toka_err *e) {
     if (s->n_bias && !s->bias_values) return fail(e, TOKA_E_USE, "logit_bias: no values given, expected %d", s->n_bias);
     for (int i = 0; i < s->n_bias; i++)
         if (samp_check_range("logit_bias", s->bias_values[i], -100, 100, false, e)) return e->code;
-    return samp_check_stops(s, e);
+    return samp_check_bad(s, V, e) ? e->code : samp_check_stops(s, e);
 }
 
 /* ---- Random numbers ---- */
@@ -8631,6 +8650,19 @@ static void samp_row(const toka_out_row *row, float *logits, int V, toka_pick *p
         if (pick->top_ids[i] == pick->id) pick->logprob = pick->top_logprobs[i];
 }
 
+/* ---- Bad words ---- */
+
+/* Appends to out the last ids of the bad words that one more id would complete: the words of one id, and those whose other ids
+ * the output ends in. */
+static void samp_bad_ids(const toka_sampling *s, const int32_t *output, int n_output, ids *out) {
+    const int32_t *word = s->bad_ids;
+    for (int i = 0; i < s->n_bad; word += s->bad_lengths[i++]) {
+        int before = s->bad_lengths[i] - 1;
+        if (before > n_output || memcmp(word, output + n_output - before, (size_t)before * sizeof *word)) continue;
+        ids_push(out, word[before]);
+    }
+}
+
 /* ---- Stop strings ---- */
 
 /* Watches for stop strings in a text that comes in pieces, cut anywhere. The stop string that is complete first ends the
@@ -8640,6 +8672,7 @@ static void samp_row(const toka_out_row *row, float *logits, int V, toka_pick *p
  * held back or ended inside a character. */
 typedef struct stop_one {
     str text;
+    int index;   /* in the list given to stop_init */
     int *back;   /* [text.n + 1] back[i]: length of the longest proper end of text[0..i) that is also its beginning */
     int matched; /* bytes of `text` that the text seen so far ends in, less than text.n */
 } stop_one;
@@ -8647,6 +8680,7 @@ typedef struct stop_one {
 typedef struct stop_scan {
     stop_one *stops; /* [n_stops], one allocation with their tables */
     int n_stops;
+    int which; /* of the stop string that ended it: its index in the list given to stop_init */
     bool include_stop, ended;
     buf held; /* text not yet given out: its end of max(matched) bytes is the beginning of a stop string */
 } stop_scan;
@@ -8661,7 +8695,7 @@ static int stop_advance(const stop_one *one, int matched, char c) {
 static void stop_init(stop_scan *s, const char *const *stop, int n_stop, bool include_stop) {
     size_t ints = 0;
     for (int i = 0; i < n_stop; i++) ints += strlen(stop[i]) + 1;
-    *s = (stop_scan){.include_stop = include_stop};
+    *s = (stop_scan){.include_stop = include_stop, .which = -1};
     if (!n_stop) return;
     s->stops = mem_zalloc((size_t)n_stop * sizeof *s->stops + ints * sizeof(int));
     int *back = (int *)(s->stops + n_stop);
@@ -8669,20 +8703,20 @@ static void stop_init(stop_scan *s, const char *const *stop, int n_stop, bool in
         str text = str_c(stop[i]);
         if (!text.n) continue;
         stop_one *one = &s->stops[s->n_stops++];
-        *one = (stop_one){.text = text, .back = back};
+        *one = (stop_one){.text = text, .index = i, .back = back};
         back += text.n + 1;
         for (size_t b = 1; b < text.n; b++) one->back[b + 1] = stop_advance(one, one->back[b], text.p[b]);
     }
 }
 
-/* One byte. Returns the length of the longest stop string that it completes, or 0. */
+/* One byte. Returns the length of the longest stop string that it completes, or 0; s->which says which one. */
 static size_t stop_byte(stop_scan *s, char c) {
     size_t longest = 0;
     for (int i = 0; i < s->n_stops; i++) {
         stop_one *one = &s->stops[i];
         one->matched = stop_advance(one, one->matched, c);
         if ((size_t)one->matched < one->text.n) continue;
-        longest = MAX(longest, one->text.n);
+        if (one->text.n > longest) longest = one->text.n, s->which = one->index;
         one->matched = one->back[one->matched];
     }
     return longest;
@@ -9968,7 +10002,11 @@ typedef struct eng_request { /* from eng_submit until its last event */
     int32_t *prompt;
     int n_prompt, n, n_live;
     bool *ended; /* [n] */
-    toka_sampling sampling;
+    toka_sampling sampling, scoring; /* scoring: of the prompt's places, only logprobs counts */
+    bool scores;     /* the prompt's tokens are wanted, by sample 0, which computes them all */
+    bool score_only; /* and nothing else: n is 1 here, its sample draws nothing and has events of TOKA_PROMPT */
+    bool ids_only;
+    int n_scored;    /* tokens of the prompt whose events went out */
     int priority;
     uint64_t class_key;
     ids ends; /* ids that end a sample; owned */
@@ -9986,6 +10024,11 @@ typedef struct eng_slot { /* of a scheduler's slot: what turns its ids into text
     tok_stream stream;
 } eng_slot;
 
+typedef struct eng_place { /* a row whose logits say how likely token number `at` of a prompt was */
+    int q, at;
+    uint32_t ticket;
+} eng_place;
+
 typedef struct eng { /* pools are sized at open and never grow */
     model_run m;
     const mf_model *files;
@@ -9994,8 +10037,11 @@ typedef struct eng { /* pools are sized at open and never grow */
     sched s;
     batch b;
     eng_slot *slots;          /* [max_seqs] */
-    toka_out_row *out;        /* [max_tokens]; a score asks for every row */
+    toka_out_row *out;        /* [max_tokens] the rows that yield a token, then those of scores */
     toka_pick *picks;         /* [max_tokens] */
+    eng_place *places;        /* [max_tokens] */
+    int n_places;
+    ids forbidden;            /* of this step's rows, where bad words are */
     eng_request **by_sched;   /* [cap_by_sched] of the scheduler's request ids */
     int cap_by_sched, n_live; /* requests that the scheduler has */
     buf piece, text;          /* text of one token; text that became certain */
@@ -10058,6 +10104,7 @@ static int eng_open(eng **out, const toka_backend *be, const mf_model *files, to
     batch_init(&g->b, &g->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows});
     g->slots = mem_zalloc((size_t)max_seqs * sizeof *g->slots);
     g->out = mem_alloc((size_t)max_tokens * sizeof *g->out), g->picks = mem_alloc((size_t)max_tokens * sizeof *g->picks);
+    g->places = mem_alloc((size_t)max_tokens * sizeof *g->places);
     g->inbox_end = &g->inbox;
     g->stats.kv_pages = n_pages;
     pthread_mutex_init(&g->lock, NULL), pthread_cond_init(&g->wake, NULL);
@@ -10082,17 +10129,24 @@ static eng_request *eng_request_new(const eng *g, const toka_request *r, const i
     toka_sampling *s = &q->sampling;
     arena *a = &q->a;
     *s = r->sampling;
-    q->sched_id = -1, q->n_prompt = n_prompt, q->n = q->n_live = r->n, q->priority = r->priority, q->class_key = r->length_class;
+    q->sched_id = -1, q->n_prompt = n_prompt, q->n = q->n_live = MAX(r->n, 1), q->priority = r->priority;
+    q->class_key = r->length_class, q->ids_only = r->ids_only;
+    q->scores = r->prompt_logprobs, q->score_only = !r->n, q->scoring.logprobs = r->prompt_top;
     q->prompt = eng_copy(a, prompt, (size_t)n_prompt * sizeof *prompt);
-    q->ended = arena_zalloc(a, (size_t)r->n);
+    q->ended = arena_zalloc(a, (size_t)q->n);
     s->stop_ids = eng_copy(a, s->stop_ids, (size_t)s->n_stop_ids * sizeof *s->stop_ids);
     s->bias_ids = eng_copy(a, s->bias_ids, (size_t)s->n_bias * sizeof *s->bias_ids);
     s->bias_values = eng_copy(a, s->bias_values, (size_t)s->n_bias * sizeof *s->bias_values);
     s->allowed_ids = eng_copy(a, s->allowed_ids, (size_t)s->n_allowed * sizeof *s->allowed_ids);
+    int n_bad_ids = 0;
+    for (int i = 0; i < s->n_bad; i++) n_bad_ids += s->bad_lengths[i];
+    s->bad_ids = eng_copy(a, s->bad_ids, (size_t)n_bad_ids * sizeof *s->bad_ids);
+    s->bad_lengths = eng_copy(a, s->bad_lengths, (size_t)s->n_bad * sizeof *s->bad_lengths);
     const char **stop = s->n_stop ? arena_alloc(a, (size_t)s->n_stop * sizeof *stop) : NULL;
     for (int i = 0; i < s->n_stop; i++) stop[i] = arena_cstr(a, str_c(s->stop[i]));
     s->stop = stop;
     if (!s->max_tokens || s->max_tokens > g->max_len - n_prompt) s->max_tokens = g->max_len - n_prompt;
+    if (q->score_only) s->max_tokens = 1, s->n_stop = 0;
     for (int i = 0; i < g->files->n_eos_ids && !s->ignore_eos; i++) ids_push(&q->ends, g->files->eos_ids[i]);
     for (int i = 0; i < s->n_stop_ids; i++) ids_push(&q->ends, s->stop_ids[i]);
     q->t_submit = os_now();
@@ -10114,9 +10168,10 @@ static int eng_check_prompt(const eng *g, const int32_t *prompt, size_t n, int n
 
 static int eng_check(const eng *g, const toka_request *r, const int32_t *prompt, size_t n_prompt, toka_err *e) {
     const toka_sampling *s = &r->sampling;
-    int code = eng_check_prompt(g, prompt, n_prompt, 1, e);
+    int code = eng_check_prompt(g, prompt, n_prompt, r->n != 0, e);
     if (code || (code = samp_check(s, g->files->shape.V, e))) return code;
-    if (r->n < 1 || r->n > ENG_MAX_N) return fail(e, TOKA_E_USE, "n is %d, expected 1 to %d", r->n, ENG_MAX_N);
+    if (r->n < !r->prompt_logprobs || r->n > ENG_MAX_N) return fail(e, TOKA_E_USE, "n is %d, expected 1 to %d", r->n, ENG_MAX_N);
+    if (samp_check_int("prompt_logprobs", r->prompt_top, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
     if (s->n_stop && !g->tok) return fail(e, TOKA_E_USE, "stop strings need a tokenizer, this model has none");
     return 0;
 }
@@ -10188,8 +10243,13 @@ static void eng_end_all(eng *g, eng_request *r, toka_finish how) {
             if (g->s.seqs[q].state != SCHED_FREE && g->s.seqs[q].request == r->sched_id) eng_slot_close(g, q);
         sched_cancel(&g->s, r->sched_id);
     }
-    for (int i = 0; i < r->n && r->fn; i++)
-        if (!r->ended[i]) r->fn(r->user, &(toka_event){.sample = i, .id = -1, .text = "", .finish = how, .stop_id = -1});
+    int left = r->n_live;
+    toka_event ev = {.id = -1, .text = r->ids_only ? NULL : "", .finish = how, .stop_id = -1, .stop_text = -1};
+    for (int i = 0; i < r->n && r->fn; i++) {
+        if (r->ended[i]) continue;
+        ev.sample = r->score_only ? TOKA_PROMPT : i, ev.more = --left > 0;
+        r->fn(r->user, &ev);
+    }
     eng_finish(g, r);
 }
 
@@ -10198,9 +10258,10 @@ static void eng_end_all(eng *g, eng_request *r, toka_finish how) {
 static void eng_enter(eng *g, eng_request *r) {
     const toka_sampling *s = &r->sampling;
     toka_err e;
-    int id = sched_submit(&g->s, &(sched_job){.prompt = r->prompt, .n_prompt = r->n_prompt, .n = r->n, .max_tokens = s->max_tokens,
-                                              .min_tokens = s->min_tokens, .exact = !r->ends.n && !s->n_stop,
-                                              .priority = r->priority, .class_key = r->class_key}, &e);
+    int n_fed = r->score_only && r->n_prompt > 1 ? r->n_prompt - 1 : r->n_prompt; /* nothing comes behind the last token */
+    int id = sched_submit(&g->s, &(sched_job){.prompt = r->prompt, .n_prompt = n_fed, .n = r->n, .max_tokens = s->max_tokens,
+                                              .min_tokens = s->min_tokens, .exact = r->score_only || (!r->ends.n && !s->n_stop),
+                                              .alone = r->scores, .priority = r->priority, .class_key = r->class_key}, &e);
     if (id < 0) { /* cannot be: eng_check looked at the same limits; but a request must never hang */
         eng_end_all(g, r, TOKA_FAILED);
         return;
@@ -10238,25 +10299,60 @@ static void eng_take(eng *g) {
 
 /* ---- One step ---- */
 
+/* Ids that sequence x may not draw now: those that end it too early, those that complete a bad word. Where there are bad words,
+ * g->forbidden has room for them. */
+static void eng_forbid(eng *g, const eng_request *r, const sched_seq *x, toka_out_row *row) {
+    bool early = x->n_known - x->n_prompt < r->sampling.min_tokens;
+    row->forbidden = r->ends.p, row->n_forbidden = early ? (int)r->ends.n : 0;
+    if (!r->sampling.n_bad) return;
+    ids *f = &g->forbidden;
+    size_t from = f->n;
+    for (int i = 0; i < row->n_forbidden; i++) ids_push(f, r->ends.p[i]);
+    samp_bad_ids(&r->sampling, x->tokens + x->n_prompt, x->n_known - x->n_prompt, f);
+    row->forbidden = f->p + from, row->n_forbidden = (int)(f->n - from);
+}
+
+/* The rows of prompts whose logits are wanted, behind the first n rows of g->out. The last row of a prompt is not among them: what
+ * it yields is a token of the sample, or, if the sample is none, forced to be the prompt's last. */
+static int eng_places(eng *g, int n) {
+    int row0 = 0;
+    g->n_places = 0;
+    for (int k = 0; k < g->b.n_seq; row0 += g->s.seqs[g->b.seq[k++]].n_rows) {
+        const sched_seq *x = &g->s.seqs[g->b.seq[k]];
+        const eng_request *r = g->by_sched[x->request];
+        if (!r->scores || x->sample || !x->is_chunk) continue;
+        int end = MIN(x->from + x->n_rows, x->n_prompt - 1);
+        for (int p = MAX(x->from, r->n_scored - 1); p < end; p++) {
+            g->places[g->n_places++] = (eng_place){g->b.seq[k], p + 1, x->ticket};
+            g->out[n++] = (toka_out_row){.row = row0 + p - x->from, .forced_id = r->prompt[p + 1], .sampling = &r->scoring};
+        }
+    }
+    return n;
+}
+
 /* The rows whose logits are wanted, from the batch's list of rows that yield a token. */
 static void eng_rows(eng *g) {
+    size_t n_forbidden = 0;
+    for (int i = 0; i < g->b.n_out; i++) {
+        const eng_request *r = g->by_sched[g->s.seqs[g->b.outs[i].q].request];
+        if (r->sampling.n_bad) n_forbidden += (size_t)r->sampling.n_bad + r->ends.n;
+    }
+    g->forbidden.n = 0, ids_reserve(&g->forbidden, n_forbidden);
     for (int i = 0; i < g->b.n_out; i++) {
         const batch_out *o = &g->b.outs[i];
         const sched_seq *x = &g->s.seqs[o->q];
         const eng_request *r = g->by_sched[x->request];
-        bool early = x->n_known - x->n_prompt < r->sampling.min_tokens;
         g->out[i] = (toka_out_row){.row = o->row,
-                                   .forced_id = -1,
+                                   .forced_id = r->score_only ? r->prompt[r->n_prompt - 1] : -1,
                                    .sample = (uint32_t)x->sample,
                                    .position = (uint32_t)x->n_known,
-                                   .sampling = &r->sampling,
+                                   .sampling = r->score_only ? &r->scoring : &r->sampling,
                                    .history = x->tokens,
                                    .n_prompt = x->n_prompt,
-                                   .n_history = x->n_known,
-                                   .forbidden = early ? r->ends.p : NULL,
-                                   .n_forbidden = early ? (int)r->ends.n : 0};
+                                   .n_history = x->n_known};
+        eng_forbid(g, r, x, &g->out[i]);
     }
-    g->b.step.out = g->out, g->b.step.n_out = g->b.n_out;
+    g->b.step.out = g->out, g->b.step.n_out = eng_places(g, g->b.n_out);
 }
 
 static bool eng_is_end(const eng_request *r, int32_t id) {
@@ -10269,7 +10365,7 @@ static bool eng_is_end(const eng_request *r, int32_t id) {
 static bool eng_text(eng *g, int q, const eng_request *r, int32_t id, bool is_end, bool armed, bool last) {
     eng_slot *slot = &g->slots[q];
     buf_clear(&g->text), buf_clear(&g->piece);
-    if (!g->tok) return false;
+    if (!g->tok || (r->ids_only && !r->sampling.n_stop)) return false;
     if (!slot->open) {
         stop_init(&slot->stop, r->sampling.stop, r->sampling.n_stop, r->sampling.include_stop);
         tok_stream_init(&slot->stream, g->tok, TOKA_SKIP_SPECIAL);
@@ -10283,8 +10379,33 @@ static bool eng_text(eng *g, int q, const eng_request *r, int32_t id, bool is_en
     return stopped;
 }
 
+/* The event for token number `at` of a prompt; before the second one that of the first, which has no logits. The last of a request
+ * without samples ends it. False: the callback wants no more. */
+static bool eng_deliver_prompt(eng_request *r, int at, const toka_pick *pick, bool more, toka_finish finish) {
+    toka_event ev = {.sample = TOKA_PROMPT, .id = r->prompt[0], .stop_id = -1, .stop_text = -1, .more = 1};
+    bool go_on = true;
+    if (at == 1) go_on = !r->fn || !r->fn(r->user, &ev);
+    if (at > 0) {
+        ev.id = pick->id, ev.logprob = pick->logprob, ev.sampled_logprob = pick->sampled_logprob;
+        ev.n_top = pick->n_top, ev.top_ids = pick->top_ids, ev.top_logprobs = pick->top_logprobs;
+    }
+    ev.more = more, ev.finish = finish;
+    r->n_scored = at + 1;
+    if (!go_on && finish == TOKA_RUNNING) return false;
+    return !r->fn || !r->fn(r->user, &ev);
+}
+
+/* Does an event of r's come right behind that of yielding row i? */
+static bool eng_more(const eng *g, const eng_request *r, int i) {
+    for (i++; i < g->b.n_out; i++) {
+        const sched_seq *x = &g->s.seqs[g->b.outs[i].q];
+        if (x->ticket == g->b.outs[i].ticket) return g->by_sched[x->request] == r;
+    }
+    return false;
+}
+
 /* One pick becomes a token of its sequence and an event. False: the callback wants no more of this request. */
-static bool eng_deliver(eng *g, eng_request *r, int q, const toka_pick *pick, bool *ended) {
+static bool eng_deliver(eng *g, eng_request *r, int q, const toka_pick *pick, bool more, bool *ended) {
     const sched_seq *x = &g->s.seqs[q];
     const toka_sampling *s = &r->sampling;
     bool armed = x->n_known + 1 - x->n_prompt >= s->min_tokens, full = x->n_known + 1 == x->limit;
@@ -10296,10 +10417,13 @@ static bool eng_deliver(eng *g, eng_request *r, int q, const toka_pick *pick, bo
                      .n_top = pick->n_top,
                      .top_ids = pick->top_ids,
                      .top_logprobs = pick->top_logprobs,
-                     .text = buf_view(&g->text).p,
+                     .text = r->ids_only && !s->n_stop ? NULL : buf_view(&g->text).p,
                      .text_bytes = g->text.n,
                      .finish = is_end || stopped ? TOKA_STOP : full ? TOKA_LENGTH : TOKA_RUNNING,
-                     .stop_id = is_end ? pick->id : -1};
+                     .stop_id = is_end ? pick->id : -1,
+                     .stop_text = stopped ? g->slots[q].stop.which : -1,
+                     .n_cached = x->n_found,
+                     .more = more};
     *ended = is_end || stopped;
     if (ev.finish != TOKA_RUNNING) r->ended[x->sample] = true, r->n_live--, eng_slot_close(g, q);
     r->usage.output_tokens++, g->stats.output_tokens++;
@@ -10307,13 +10431,31 @@ static bool eng_deliver(eng *g, eng_request *r, int q, const toka_pick *pick, bo
     return !r->fn || !r->fn(r->user, &ev);
 }
 
+static void eng_commit_places(eng *g) {
+    for (int i = 0; i < g->n_places; i++) {
+        const eng_place *p = &g->places[i];
+        const sched_seq *x = &g->s.seqs[p->q];
+        if (x->ticket != p->ticket) continue; /* a callback ended its request in this very loop */
+        eng_request *r = g->by_sched[x->request];
+        bool more = i + 1 < g->n_places && g->places[i + 1].q == p->q;
+        if (!eng_deliver_prompt(r, p->at, &g->picks[g->b.n_out + i], more, TOKA_RUNNING)) eng_end_all(g, r, TOKA_CANCELLED);
+    }
+}
+
 static void eng_commit(eng *g) {
+    eng_commit_places(g);
     for (int i = 0; i < g->b.n_out; i++) {
         const batch_out o = g->b.outs[i];
         sched_seq *x = &g->s.seqs[o.q];
-        if (x->ticket != o.ticket) continue; /* a callback ended its request in this very loop */
+        if (x->ticket != o.ticket) continue;
         eng_request *r = g->by_sched[x->request];
-        bool ended, more = eng_deliver(g, r, o.q, &g->picks[i], &ended);
+        bool ended = true, more = true;
+        if (!r->score_only) {
+            more = eng_deliver(g, r, o.q, &g->picks[i], eng_more(g, r, i), &ended);
+        } else {
+            r->ended[0] = true, r->n_live--;
+            eng_deliver_prompt(r, r->n_prompt - 1, &g->picks[i], false, TOKA_LENGTH);
+        }
         sched_commit(&g->s, o.q, o.ticket, g->picks[i].id, ended);
         if (!r->n_live) eng_finish(g, r);
         else if (!more) eng_end_all(g, r, TOKA_CANCELLED);
@@ -10355,8 +10497,8 @@ static void eng_close(eng *g) { /* what is under way gets its last events, TOKA_
     eng_end_everything(g, TOKA_CANCELLED);
     model_close(&g->m);
     sched_free(&g->s), batch_free(&g->b);
-    free(g->slots), free(g->out), free(g->picks), free(g->by_sched), free(g->cancels);
-    buf_free(&g->piece), buf_free(&g->text);
+    free(g->slots), free(g->out), free(g->picks), free(g->places), free(g->by_sched), free(g->cancels);
+    buf_free(&g->piece), buf_free(&g->text), ids_free(&g->forbidden);
     pthread_mutex_destroy(&g->lock), pthread_cond_destroy(&g->wake);
     free(g);
 }
@@ -10436,54 +10578,24 @@ static int eng_generate(eng *g, const toka_request *r, const int32_t *prompt, si
     return code;
 }
 
-/* ---- Score: teacher forcing in chunks, row i yields the log-probability of token i+1 ---- */
+/* ---- Score ---- */
 
-/* With the engine to itself: a row of pages for the text, filled from position 0; what the tree has is computed again, to the
- * same bytes, because every row's logits are wanted. */
-static int eng_score_alone(eng *g, const int32_t *tokens, int n, float *logprobs, toka_err *e) {
-    kv_cache *k = &g->s.kv;
-    int q = g->s.free_slots[g->s.n_slots_free - 1], code = 0;
-    kv_open(k, q, tokens, n, 0, true);
-    const int *row = kv_row(k, q);
-    for (int at = 0, end; at < n - 1 && !code; at = end) {
-        end = MIN(n - 1, at + g->s.c.max_tokens);
-        toka_span span = {0, end - at, (int)(row - k->table), 0, end};
-        toka_step step = {.T = end - at, .n_spans = 1, .n_out = end - at, .ids = tokens + at, .pos = g->b.pos,
-                          .slot = g->b.slot, .pages = k->table, .spans = &span, .out = g->out};
-        for (int p = at; p < end; p++) {
-            g->b.pos[p - at] = p, g->b.slot[p - at] = row[p / ENG_PAGE] * ENG_PAGE + p % ENG_PAGE;
-            g->out[p - at] = (toka_out_row){.row = p - at, .forced_id = tokens[p + 1]};
-        }
-        kv_computed(k, q, at, end);
-        code = model_step(&g->m, &step, g->picks, e);
-        for (int p = at; p < end && !code; p++) logprobs[p + 1] = g->picks[p - at].logprob;
-    }
-    kv_close(k, q);
-    return code;
+typedef struct eng_scored {
+    float *logprobs;
+    size_t n;
+} eng_scored;
+
+static int eng_on_score(void *user, const toka_event *ev) {
+    eng_scored *s = user;
+    if (ev->id >= 0) s->logprobs[s->n++] = ev->logprob;
+    return 0;
 }
 
 static int eng_score(eng *g, const int32_t *tokens, size_t n, float *logprobs, toka_err *e) {
-    int code = eng_check_prompt(g, tokens, n, 0, e);
-    if (code) return code;
-    logprobs[0] = 0;
-    pthread_mutex_lock(&g->lock);
-    while (!(code = g->broken.code) && (g->driven || g->n_live || g->inbox)) { /* others first */
-        pthread_mutex_unlock(&g->lock);
-        eng_drive(g, NULL, false, e);
-        pthread_mutex_lock(&g->lock);
-    }
-    if (code) *e = g->broken;
-    else {
-        g->driven = true;
-        pthread_mutex_unlock(&g->lock);
-        code = eng_score_alone(g, tokens, (int)n, logprobs, e);
-        if (code) eng_break(g, e);
-        pthread_mutex_lock(&g->lock);
-        g->driven = false;
-    }
-    pthread_cond_broadcast(&g->wake);
-    pthread_mutex_unlock(&g->lock);
-    return code;
+    toka_request r = {.n = 0, .prompt_logprobs = 1, .sampling = {.top_p = 1, .repetition_penalty = 1}};
+    eng_scored s = {logprobs, 0};
+    toka_usage unused;
+    return eng_generate(g, &r, tokens, n, eng_on_score, &s, &unused, e);
 }
 
 /* ===========================================================================
@@ -10497,7 +10609,8 @@ struct toka {
     toka_shape shape; /* the model's, with B and max_len as the engine set them */
     tok *tok;         /* NULL: the folder has no tokenizer.json */
     tmpl *chat;       /* NULL: no chat template */
-    toka_err chat_error; /* why the model's own template could not be parsed; code 0: it could, or there is none */
+    tmpl *tool_chat;  /* the model's template for chats with tools, NULL: it has none of its own */
+    toka_err chat_error, tool_error; /* why the model's own templates could not be parsed; code 0: they could, or there is none */
     eng *engine;
 };
 
@@ -10544,6 +10657,7 @@ static int pub_open_template(toka *t, const char *file, toka_err *e) {
     mf_model names = {0}; /* the model's own names count */
     if (!file) {
         if (t->files->chat_template.n) tmpl_parse(&t->chat, t->files->chat_template, &t->chat_error);
+        if (t->files->tool_template.n) tmpl_parse(&t->tool_chat, t->files->tool_template, &t->tool_error);
         return 0;
     }
     int code = pub_template_file(file, &names, &t->chat, e);
@@ -10617,7 +10731,7 @@ int toka_open(toka **out, const toka_options *o, toka_err *e) {
 void toka_close(toka *t) {
     if (!t) return;
     eng_close(t->engine);
-    tmpl_del(t->chat);
+    tmpl_del(t->chat), tmpl_del(t->tool_chat);
     tok_del(t->tok);
     if (t->files) mf_close(t->files);
     free(t);
@@ -10725,13 +10839,19 @@ static int pub_template_context(const mf_model *files, str context, arena *a, bu
     return *out ? 0 : e->code;
 }
 
-static int pub_render(const tmpl *chat, const mf_model *files, str context, const char *now, buf *out, toka_err *e) {
+/* t: the model of that template, whose other template renders chats with tools; NULL: the template stands alone. */
+static int pub_render(const toka *t, const tmpl *chat, const mf_model *files, str context, const char *now, buf *out, toka_err *e) {
     arena a = {0};
     buf text = {0};
     tmpl_time time = {0};
     const json *root = NULL;
     int code = pub_parse_now(now, &time, e);
     if (!code) code = pub_template_context(files, context, &a, &text, &root, e);
+    const json *tools = code ? NULL : json_get(root, "tools");
+    if (t && json_is(tools, JSON_ARRAY) && tools->n && (t->tool_chat || t->tool_error.code)) {
+        chat = t->tool_chat;
+        if (!chat) code = fail(e, TOKA_E_INPUT, "the tool_use template of %s cannot be used: %.350s", files->name, t->tool_error.msg);
+    }
     if (!code) code = tmpl_render(chat, root, time, tmpl_default_limits, out, e);
     buf_free(&text);
     arena_free(&a);
@@ -10742,7 +10862,7 @@ int toka_apply_chat_template(const toka *t, const char *context, size_t context_
                              size_t *text_bytes, toka_err *e) {
     buf b = {0};
     if (pub_need_template(t, e)) return e->code;
-    int code = pub_render(t->chat, t->files, (str){context, context_bytes}, now, &b, e);
+    int code = pub_render(t, t->chat, t->files, (str){context, context_bytes}, now, &b, e);
     if (code) {
         buf_free(&b);
         return code;
@@ -11370,7 +11490,7 @@ static int run_prompt(run_job *j, toka_err *e) {
     if (!code && j->line->chat) {
         code = run_context(j, &context, e);
         if (!code) code = pub_need_template(j->r->t, e);
-        if (!code) code = pub_render(j->r->t->chat, j->r->t->files, buf_view(&context), j->r->o->now, &text, e);
+        if (!code) code = pub_render(j->r->t, j->r->t->chat, j->r->t->files, buf_view(&context), j->r->o->now, &text, e);
         prompt = buf_view(&text);
     } else if (!code && v && v->type != JSON_STRING) {
         bool texts = json_is(json_at(v, 0), JSON_STRING) || json_is(json_at(v, 0), JSON_ARRAY);
@@ -12263,7 +12383,7 @@ static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
     if (!o->model) return fail(e, TOKA_E_USE, "--dummy-weights needs -m NAME, a name of models.txt");
     toka *t = mem_zalloc(sizeof *t);
     mf_model *m = t->files = mem_zalloc(sizeof *m);
-    m->tokenizer_json = m->tokenizer_config = m->chat_template = STR("");
+    m->tokenizer_json = m->tokenizer_config = m->chat_template = m->tool_template = STR("");
     m->bos_id = -1, m->defaults = mf_no_defaults;
     code = mf_models_open(o->models_file, &m->a, &known, &n, e);
     for (int i = 0; i < n && !code && !found; i++)
@@ -12973,7 +13093,7 @@ static int cli_render(const cli *c, const toka *t, const buf *messages, buf *out
     if (pub_need_template(t, e)) return e->code;
     buf_printf(&b, "{\"messages\":[%s],\"add_generation_prompt\":true}", messages->p);
     buf_clear(out);
-    int code = pub_render(t->chat, t->files, buf_view(&b), c->now, out, e);
+    int code = pub_render(t, t->chat, t->files, buf_view(&b), c->now, out, e);
     buf_free(&b);
     return code;
 }
@@ -13160,7 +13280,7 @@ static int cli_template(const cli *c, toka_err *e) {
     if (!code && needs_model) code = pub_open_text(&t, &c->open, false, e);
     if (!code && needs_model) code = pub_need_template(t, e);
     if (!code) code = cli_read_prompt(c, &in, e);
-    if (!code) code = pub_render(t ? t->chat : alone, t ? t->files : &names, buf_view(&in), c->now, &out, e);
+    if (!code) code = pub_render(t, t ? t->chat : alone, t ? t->files : &names, buf_view(&in), c->now, &out, e);
     if (!code) code = cli_write(buf_view(&out), e);
     buf_free(&in), buf_free(&out);
     arena_free(&names.a);

@@ -576,7 +576,10 @@ static void test_samp_check(void) {
     BAD("logit_bias[0]: id 100, expected 0 to 99", s.bias_ids = (int32_t[]){100}, s.n_bias = 1);
     BAD("logit_bias: no values given, expected 1", s.bias_ids = (int32_t[]){1}, s.n_bias = 1);
     BAD("logit_bias: 101, expected -100 to 100", s.bias_ids = (int32_t[]){1}, s.bias_values = (float[]){101}, s.n_bias = 1);
-    BAD("n_stop: 257, expected 0 to 256", s.n_stop = 257);
+    BAD("stop: 257 texts, expected at most 256", s.n_stop = 257);
+    BAD("bad_words: 5000 sequences of ids, expected at most 4096", s.n_bad = 5000);
+    BAD("bad_words[1]: 0 ids, expected 1 to 4096", s.bad_ids = (int32_t[]){1}, s.bad_lengths = (int[]){1, 0}, s.n_bad = 2);
+    BAD("bad_words[2]: id 100, expected 0 to 99", s.bad_ids = (int32_t[]){1, 2, 100}, s.bad_lengths = (int[]){1, 2}, s.n_bad = 2);
     BAD("stop: no strings given, expected 1", s.n_stop = 1);
     BAD("stop[1]: 0 bytes, expected 1 to 4096", s.stop = (const char *[]){"a", ""}, s.n_stop = 2);
     BAD("stop[0]: 0 bytes, expected 1 to 4096", s.stop = (const char *[]){NULL}, s.n_stop = 1);
