@@ -794,6 +794,29 @@ static void json_put_num(buf *b, double f, bool is_float) {
     if (f == 0 && signbit(f)) buf_c(b, ".0"); /* "-0" would be read back as an integer */
 }
 
+/* A value that was read, as text again. Recursion is as deep as the reader's limits let it be. */
+static void json_put_value(buf *b, const json *v) {
+    switch (v->type) {
+    case JSON_NULL: json_put_null(b); break;
+    case JSON_FALSE: json_put_bool(b, false); break;
+    case JSON_TRUE: json_put_bool(b, true); break;
+    case JSON_STRING: json_put_str(b, json_str(v)); break;
+    case JSON_NUMBER:
+        if (v->exact) json_put_int(b, v->i);
+        else json_put_num(b, v->f, false);
+        break;
+    case JSON_ARRAY:
+        json_put_open(b, '[');
+        JSON_EACH(it, v) json_put_value(b, it);
+        json_put_close(b, ']');
+        break;
+    default:
+        json_put_open(b, '{');
+        JSON_MEMBERS(key, v) json_put_str(b, (str){key->s, key->n}), buf_char(b, ':'), json_put_value(b, key + 1);
+        json_put_close(b, '}');
+    }
+}
+
 /* ===========================================================================
  * MARK: 5. Unicode [pure]
  * Classes of code points, normal form C, and what becomes of bytes that are not UTF-8.
@@ -2089,6 +2112,15 @@ static int tok_decode(const tok *t, const int32_t *id, size_t n, int flags, buf 
     tok_stream_end(&s, out);
     tok_stream_free(&s);
     return 0;
+}
+
+/* The bytes that an id adds in the middle of a text, maybe part of a character. An id that the vocabulary does not have: none. */
+static void tok_bytes(const tok *t, int32_t id, buf *out) {
+    tok_stream s = {.t = t, .begun = true};
+    if (id < 0 || id >= t->n_ids || !(t->flag[id] & TOK_KNOWN)) return;
+    if (t->decoder == TOK_JOIN) buf_char(out, ' ');
+    if (t->decoder == TOK_META) tok_stream_meta(&s, t->text[id], out);
+    else buf_str(out, t->text[id]);
 }
 
 /* ---- Loading: vocabulary and merges ---- */
@@ -10154,32 +10186,31 @@ static eng_request *eng_request_new(const eng *g, const toka_request *r, const i
     return q;
 }
 
-static int eng_check_prompt(const eng *g, const int32_t *prompt, size_t n, int need, toka_err *e) {
-    int V = g->files->shape.V;
+static int eng_check_prompt(int V, int max_len, const int32_t *prompt, size_t n, int need, toka_err *e) {
     if (!n) return fail(e, TOKA_E_USE, "the prompt has no tokens");
-    if (n + (size_t)need > (size_t)g->max_len)
-        return fail(e, TOKA_E_USE, "the prompt has %zu tokens; at most %d fit (max_model_len %d)", n, g->max_len - need,
-                    g->max_len);
+    if (n + (size_t)need > (size_t)max_len)
+        return fail(e, TOKA_E_USE, "the prompt has %zu tokens; at most %d fit (max_model_len %d)", n, max_len - need, max_len);
     for (size_t i = 0; i < n; i++)
         if (prompt[i] < 0 || prompt[i] >= V)
             return fail(e, TOKA_E_USE, "token %zu of the prompt is %d, the vocabulary has %d", i, (int)prompt[i], V);
     return 0;
 }
 
-static int eng_check(const eng *g, const toka_request *r, const int32_t *prompt, size_t n_prompt, toka_err *e) {
+/* All that can be wrong with a request itself, for a vocabulary of V ids and sequences of max_len tokens. */
+static int eng_check(int V, int max_len, bool has_tok, const toka_request *r, const int32_t *prompt, size_t n_prompt, toka_err *e) {
     const toka_sampling *s = &r->sampling;
-    int code = eng_check_prompt(g, prompt, n_prompt, r->n != 0, e);
-    if (code || (code = samp_check(s, g->files->shape.V, e))) return code;
+    int code = eng_check_prompt(V, max_len, prompt, n_prompt, r->n != 0, e);
+    if (code || (code = samp_check(s, V, e))) return code;
     if (r->n < !r->prompt_logprobs || r->n > ENG_MAX_N) return fail(e, TOKA_E_USE, "n is %d, expected 1 to %d", r->n, ENG_MAX_N);
     if (samp_check_int("prompt_logprobs", r->prompt_top, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
-    if (s->n_stop && !g->tok) return fail(e, TOKA_E_USE, "stop strings need a tokenizer, this model has none");
+    if (s->n_stop && !has_tok) return fail(e, TOKA_E_USE, "stop strings need a tokenizer, this model has none");
     return 0;
 }
 
 /* Queues a request; everything is copied. done: set to true, under the lock, behind its last event. */
 static int eng_submit(eng *g, const toka_request *r, const int32_t *prompt, size_t n_prompt, toka_event_fn *fn, void *user,
                       eng_request **out, bool *done, int64_t *id, toka_err *e) {
-    int code = eng_check(g, r, prompt, n_prompt, e);
+    int code = eng_check(g->files->shape.V, g->max_len, g->tok != NULL, r, prompt, n_prompt, e);
     if (code) return code;
     eng_request *q = eng_request_new(g, r, prompt, (int)n_prompt);
     q->fn = fn, q->user = user, q->done = done;
@@ -10934,8 +10965,1271 @@ int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_e
 
 /* ===========================================================================
  * MARK: 21. OpenAI API [pure]
- * To come with the server.
+ * Bodies of /v1/completions and /v1/chat/completions to requests of the engine, and the events of these to answers. The server
+ * and the batch runner use the same functions, so a line of a file is answered as a body over HTTP is.
+ *
+ *     body --api_parse--> api_call: a part for each prompt, part.q ready for toka_submit              a worker's thread
+ *     event --api_pack--> records: what the call needs of it, as bytes                                 the driving thread
+ *     records --api_feed--> text; streaming: chunks of server-sent events; else collected             a worker's thread
+ *     --api_finish--> the JSON answer; streaming: usage and [DONE]
+ *
+ * Choices are numbered prompt by prompt: choice i is sample i % n of part i / n. Text is made from ids by a detokenizer for each
+ * choice in api_feed; where stop strings made the engine look at the text, the event's own text is taken.
+ *
+ * What always holds:
+ *   - every field of a body is in api_fields: used, without effect here, or refused by name unless its value asks for nothing. One
+ *     that is not there is reported or refused (api_model.strict);
+ *   - what toka_submit would refuse for the request's own fault api_parse has refused, and the message begins with the field's name;
+ *   - the chunks of a stream, put together, are the answer without streaming; a chunk has whole characters only;
+ *   - without api_model.live the answer's bytes depend on the body, the serial and the model alone: no clock, no cache.
+ * A call is used by one thread at a time, except that api_pack only reads it.
+ *
+ * Two extensions: "return_packed": true gives ids and log-probabilities of a choice as base64 of little-endian arrays,
+ *     "packed":{"n":N,"token_ids":int32[N],"logprobs":float32[N],"sampled_logprobs":float32[N],
+ *               "top_n":k,"top_ids":int32[N][k] (-1: none),"top_logprobs":float32[N][k]}         the last two where k > 0
+ * in place of "logprobs" and "token_ids" (and the same of the prompt as "prompt_packed", without "sampled_logprobs", where
+ * return_token_ids or prompt_logprobs is asked for); and max_tokens may be 0 with echo or prompt_logprobs: then nothing is drawn.
  * =========================================================================== */
+
+enum api_route { API_COMPLETIONS, API_CHAT, API_TOKENIZE, API_DETOKENIZE };
+
+typedef struct api_model { /* what bodies are read against; read by any thread */
+    const toka *t;            /* for its tokenizer, templates and shape; its engine is not touched here */
+    const char *const *names; /* [n_names] served names, the first is the usual one. n_names 0: a body's model may be anything */
+    int n_names;
+    const char *name;         /* n_names 0: the model of an answer whose body names none */
+    const char *fingerprint;  /* system_fingerprint of live answers */
+    const char *const *beside; /* NULL-ended names of members that are the caller's, or NULL */
+    toka_request base;        /* what a body gets that does not say otherwise */
+    int completion_tokens;    /* max_tokens of a completion, where neither the body nor base has it; 0: as many as fit */
+    int max_len;              /* tokens of a sequence */
+    int max_choices;          /* of a call; 0: as many as the engine takes */
+    const char *now;          /* the chat template's clock, NULL: local time */
+    json_limits limits;       /* of a body */
+    bool strict;              /* an unknown field is an error */
+    bool live;                /* answers say what depends on the moment: cached_tokens, system_fingerprint; and stop_reason */
+    void (*unknown)(void *user, str name); /* an unknown field is ignored; NULL: without a word */
+    void *user;
+} api_model;
+
+typedef struct api_token { /* a token or one of its alternatives, id -1: there was none */
+    int32_t id;
+    float logprob, sampled;
+} api_token;
+
+typedef struct api_tokens { /* tokens with their alternatives, in a row */
+    buf b;    /* api_token [n][1 + n_top] */
+    int n_top;
+} api_tokens;
+
+typedef struct api_choice {
+    tok_stream stream;
+    buf text;          /* collected */
+    api_tokens tokens; /* collected or, streaming, of the chunk being made; if the call wants any of it */
+    int64_t n_tokens;
+    int64_t offset;    /* streaming: characters sent in logprobs */
+    toka_finish finish;
+    int stop_id, stop_text;
+    bool begun;        /* streaming: its first chunk is out */
+} api_choice;
+
+typedef struct api_part { /* one prompt: one request of the engine, `user` of its events */
+    struct api_call *call;
+    toka_request q;
+    int64_t engine_id; /* the caller's, of toka_submit */
+    int first;         /* its first choice */
+    ids prompt;
+    str text;          /* of the prompt, if the call echoes it */
+    api_tokens scored; /* the prompt's tokens with log-probabilities, if wanted */
+    int n_scored;
+    buf waiting;       /* records of samples that came before the prompt's, which a stream sends first */
+} api_part;
+
+typedef struct api_call { /* caller's storage, zeroed; serial and created set */
+    uint64_t serial[2]; /* unique: the answer's id, and the seed of a body without one */
+    int64_t created;    /* seconds since 1970 */
+    void *user;         /* the caller's */
+
+    const api_model *m;
+    arena a;            /* what parts point to */
+    bool chat, stream;
+    bool echo, want_ids, want_logprobs, want_prompt_logprobs, packed, names_are_ids, include_usage, usage_always;
+    int n, n_top, n_prompt_top; /* samples of a prompt; alternatives of a token, of a prompt's token */
+    str model;
+    api_part *parts;    /* [n_parts] */
+    int n_parts;
+    api_choice *choices; /* [n_choices] */
+    int n_choices, n_left; /* n_left: not ended */
+    toka_finish broken; /* TOKA_FAILED or TOKA_CANCELLED once that ended a choice */
+    int64_t n_prompt_tokens, n_output_tokens, n_cached_tokens;
+    buf head;           /* streaming: the beginning of every chunk */
+    buf text;           /* streaming: of one token */
+    buf bytes, shown, names; /* of api_token_text, api_put_top */
+
+    int status;         /* of api_parse that failed, for api_error: HTTP status, type and so on */
+    const char *type, *param, *code;
+    bool unsupported;   /* a field that is known and not done */
+} api_call;
+
+/* Errors of a body: the message begins with the field's name. */
+#define API_BAD(...) fail(e, TOKA_E_USE, __VA_ARGS__)
+#define API_UNSUPPORTED(c, ...) ((c)->unsupported = true, fail(e, TOKA_E_USE, __VA_ARGS__))
+
+/* ---- The fields ---- */
+
+enum api_use { API_USED, API_NO_EFFECT, API_REFUSED };
+enum api_kind { API_ANY, API_NUMBER, API_WHOLE, API_BOOL, API_TEXT, API_LIST, API_OBJECT };
+enum { API_C = 1 << API_COMPLETIONS, API_M = 1 << API_CHAT, API_T = 1 << API_TOKENIZE, API_D = 1 << API_DETOKENIZE, API_CM = API_C | API_M };
+
+typedef struct api_body { /* a body's fields, at their defaults or as given */
+    float temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
+    int64_t max_tokens, max_completion_tokens, min_tokens, top_k, n, best_of, seed, priority; /* -1: max_* not given */
+    int64_t n_logprobs, top_logprobs, prompt_logprobs;                                        /* -1: not given */
+    int chat_logprobs, echo, stream, ignore_eos, include_stop, special, generate, return_token_ids, return_packed, names_are_ids,
+        return_strs;
+    str model;
+    const json *prompt, *messages, *tools, *tool_choice, *documents, *kwargs, *stop, *stop_ids, *allowed, *bias, *bad_words,
+        *stream_options, *tokens; /* NULL: not given */
+    bool has_seed;
+} api_body;
+
+typedef struct api_field {
+    const char *name;
+    int where;             /* API_C ..: bodies that have it */
+    enum api_kind kind;
+    enum api_use use;
+    size_t at;             /* USED: in api_body, a float, int64_t, int, str or const json *, as kind says */
+    int64_t low, high;     /* API_WHOLE */
+    const char *harmless[2]; /* API_REFUSED: values, beside null, false, {} and [], that ask for nothing */
+} api_field;
+
+#define API_AT(member) offsetof(api_body, member)
+#define API_NONE(name, where, kind) {name, where, kind, API_NO_EFFECT, 0, 0, 0, {0}}
+#define API_NOT(name, where, ...) {name, where, API_ANY, API_REFUSED, 0, 0, 0, {__VA_ARGS__}}
+#define API_F(name, where, kind, member) {name, where, kind, API_USED, API_AT(member), 0, 0, {0}}
+#define API_I(name, where, member, low, high) {name, where, API_WHOLE, API_USED, API_AT(member), low, high, {0}}
+
+static const api_field api_fields[] = {
+    API_F("temperature", API_CM, API_NUMBER, temperature),
+    API_F("model", API_CM | API_T | API_D, API_TEXT, model),
+    API_F("prompt", API_C | API_T, API_ANY, prompt),
+    API_F("messages", API_M | API_T, API_LIST, messages),
+    API_F("tools", API_M | API_T, API_LIST, tools),
+    API_F("tool_choice", API_M, API_ANY, tool_choice),
+    API_F("documents", API_M, API_LIST, documents),
+    API_F("chat_template_kwargs", API_M | API_T, API_OBJECT, kwargs),
+    API_F("add_generation_prompt", API_M | API_T, API_BOOL, generate),
+    API_F("add_special_tokens", API_CM | API_T, API_BOOL, special),
+    API_F("top_p", API_CM, API_NUMBER, top_p),
+    API_F("min_p", API_CM, API_NUMBER, min_p),
+    API_F("repetition_penalty", API_CM, API_NUMBER, repetition_penalty),
+    API_F("presence_penalty", API_CM, API_NUMBER, presence_penalty),
+    API_F("frequency_penalty", API_CM, API_NUMBER, frequency_penalty),
+    API_I("max_tokens", API_C, max_tokens, 0, INT_MAX),
+    API_I("max_tokens", API_M, max_tokens, 1, INT_MAX),
+    API_I("max_completion_tokens", API_CM, max_completion_tokens, 1, INT_MAX),
+    API_I("min_tokens", API_CM, min_tokens, 0, INT_MAX),
+    API_I("top_k", API_CM, top_k, -1, INT_MAX),
+    API_I("n", API_CM, n, 1, ENG_MAX_N),
+    API_I("best_of", API_C, best_of, 0, INT_MAX),
+    API_I("seed", API_CM, seed, INT64_MIN, INT64_MAX),
+    API_I("priority", API_CM, priority, -INT_MAX, INT_MAX),
+    API_I("logprobs", API_C, n_logprobs, 0, TOKA_MAX_LOGPROBS),
+    API_F("logprobs", API_M, API_BOOL, chat_logprobs),
+    API_I("top_logprobs", API_M, top_logprobs, 0, TOKA_MAX_LOGPROBS),
+    API_I("prompt_logprobs", API_CM, prompt_logprobs, 0, TOKA_MAX_LOGPROBS),
+    API_F("echo", API_C, API_BOOL, echo),
+    API_NOT("echo", API_M, 0),
+    API_F("stream", API_CM, API_BOOL, stream),
+    API_F("stream_options", API_CM, API_OBJECT, stream_options),
+    API_F("ignore_eos", API_CM, API_BOOL, ignore_eos),
+    API_F("include_stop_str_in_output", API_CM, API_BOOL, include_stop),
+    API_F("return_token_ids", API_CM, API_BOOL, return_token_ids),
+    API_F("return_tokens_as_token_ids", API_CM, API_BOOL, names_are_ids),
+    API_F("return_packed", API_CM, API_BOOL, return_packed),
+    API_F("return_token_strs", API_T, API_BOOL, return_strs),
+    API_F("stop", API_CM, API_ANY, stop),
+    API_F("stop_token_ids", API_CM, API_LIST, stop_ids),
+    API_F("allowed_token_ids", API_CM, API_LIST, allowed),
+    API_F("logit_bias", API_CM, API_OBJECT, bias),
+    API_F("bad_words", API_CM, API_LIST, bad_words),
+    API_F("tokens", API_D, API_LIST, tokens),
+    API_NONE("user", API_CM, API_TEXT), API_NONE("metadata", API_CM, API_OBJECT), API_NONE("store", API_CM, API_BOOL),
+    API_NONE("service_tier", API_CM, API_TEXT), API_NONE("safety_identifier", API_CM, API_TEXT),
+    API_NONE("prompt_cache_key", API_CM, API_TEXT), API_NONE("request_id", API_CM, API_TEXT),
+    API_NONE("parallel_tool_calls", API_M, API_BOOL),
+    API_NOT("suffix", API_C, "\"\""),
+    API_NOT("response_format", API_CM, "{\"type\":\"text\"}"),
+    API_NOT("functions", API_M, 0),
+    API_NOT("function_call", API_M, "\"none\"", "\"auto\""),
+    API_NOT("modalities", API_M, "[\"text\"]"),
+    API_NOT("audio", API_M, 0),
+    API_NOT("prediction", API_M, 0),
+    API_NOT("web_search_options", API_M, 0),
+    API_NOT("reasoning_effort", API_M, 0),
+    API_NOT("verbosity", API_M, "\"medium\""),
+    API_NOT("chat_template", API_M | API_T, 0),
+    API_NOT("continue_final_message", API_M | API_T, 0),
+    API_NOT("use_beam_search", API_CM, 0),
+    API_NOT("length_penalty", API_CM, "1", "1.0"),
+    API_NOT("prompt_embeds", API_C, 0),
+    API_NOT("truncate_prompt_tokens", API_CM, 0),
+    API_NOT("skip_special_tokens", API_CM, "true"),
+    API_NOT("spaces_between_special_tokens", API_CM, "true"),
+    API_NOT("logits_processors", API_CM, 0),
+    API_NOT("guided_json", API_CM, 0), API_NOT("guided_regex", API_CM, 0), API_NOT("guided_choice", API_CM, 0),
+    API_NOT("guided_grammar", API_CM, 0), API_NOT("structured_outputs", API_CM, 0),
+};
+
+static const api_field *api_find_field(str name, int where) {
+    for (int i = 0; i < COUNT(api_fields); i++)
+        if (api_fields[i].where & where && str_is(name, api_fields[i].name)) return &api_fields[i];
+    return NULL;
+}
+
+static bool api_is_harmless(const api_field *f, const json *v) {
+    if (v->type == JSON_NULL || v->type == JSON_FALSE || (v->type >= JSON_ARRAY && !v->n)) return true;
+    buf b = {0};
+    bool same = false;
+    json_put_value(&b, v);
+    for (int i = 0; i < COUNT(f->harmless); i++) same |= f->harmless[i] && str_is(buf_view(&b), f->harmless[i]);
+    buf_free(&b);
+    return same;
+}
+
+/* A whole number may be written as 3.0. */
+static int api_read_whole(const api_field *f, const json *v, int64_t *out, toka_err *e) {
+    double d = json_num(v, NAN);
+    bool whole = v->type == JSON_NUMBER && (v->exact || (d == floor(d) && fabs(d) < 0x1p53));
+    if (!whole) return API_BAD("%s: expected a whole number", f->name);
+    int64_t i = v->exact ? v->i : (int64_t)d;
+    if (i < f->low || i > f->high)
+        return API_BAD("%s: %lld, expected %lld to %lld", f->name, (long long)i, (long long)f->low, (long long)f->high);
+    *out = i;
+    return 0;
+}
+
+/* Checks a value's kind and puts it into its place. null is as good as absent. */
+static int api_read_field(api_call *c, const api_field *f, const json *v, api_body *to, toka_err *e) {
+    static const char *const expected[] = {"", "a number", "", "true or false", "a text", "a list", "an object"};
+    static const int types[] = {-1, JSON_NUMBER, -1, -1, JSON_STRING, JSON_ARRAY, JSON_OBJECT};
+    if (v->type == JSON_NULL) return 0;
+    if (f->use == API_REFUSED && !api_is_harmless(f, v)) return API_UNSUPPORTED(c, "%s is not supported", f->name);
+    bool right = types[f->kind] < 0 || types[f->kind] == v->type;
+    if (f->kind == API_BOOL) right = v->type == JSON_TRUE || v->type == JSON_FALSE;
+    if (f->kind == API_NUMBER) right = fabs(json_num(v, NAN)) <= FLT_MAX;
+    if (!right) return API_BAD("%s: expected %s", f->name, expected[f->kind]);
+    void *at = (char *)to + f->at;
+    if (f->use != API_USED) return 0;
+    switch (f->kind) {
+    case API_NUMBER: *(float *)at = (float)json_num(v, 0); return 0;
+    case API_WHOLE: return api_read_whole(f, v, at, e);
+    case API_BOOL: *(int *)at = v->type == JSON_TRUE; return 0;
+    case API_TEXT: *(str *)at = json_str(v); return 0;
+    default: *(const json **)at = v; return 0;
+    }
+}
+
+static int api_unknown(const api_model *m, str name, toka_err *e) {
+    for (int i = 0; m->beside && m->beside[i]; i++)
+        if (str_is(name, m->beside[i])) return 0;
+    if (m->strict) return API_BAD("%.*s: a field of this name is not known", (int)MIN(name.n, (size_t)100), name.p);
+    if (m->unknown) m->unknown(m->user, name);
+    return 0;
+}
+
+static int api_read_body(api_call *c, enum api_route route, const json *body, api_body *b, toka_err *e) {
+    const toka_sampling *s = &c->m->base.sampling;
+    int completion = s->max_tokens || route == API_CHAT ? s->max_tokens : c->m->completion_tokens, code = 0;
+    *b = (api_body){.temperature = s->temperature, .top_p = s->top_p, .min_p = s->min_p,
+                    .repetition_penalty = s->repetition_penalty, .presence_penalty = s->presence_penalty,
+                    .frequency_penalty = s->frequency_penalty, .max_tokens = -1, .max_completion_tokens = -1,
+                    .min_tokens = s->min_tokens, .top_k = s->top_k, .n = c->m->base.n, .best_of = -1, .n_logprobs = -1,
+                    .top_logprobs = -1, .prompt_logprobs = -1, .ignore_eos = s->ignore_eos, .include_stop = s->include_stop,
+                    .special = -1, .generate = 1, .model = STR("")};
+    if (!json_is(body, JSON_OBJECT)) return API_BAD("body: expected a JSON object");
+    JSON_MEMBERS(key, body) {
+        const api_field *f = api_find_field((str){key->s, key->n}, 1 << route);
+        code = f ? api_read_field(c, f, key + 1, b, e) : api_unknown(c->m, (str){key->s, key->n}, e);
+        if (code) return code;
+    }
+    b->has_seed = json_is(json_get(body, "seed"), JSON_NUMBER);
+    if (b->max_completion_tokens >= 0) b->max_tokens = b->max_completion_tokens;
+    if (b->max_tokens < 0) b->max_tokens = completion ? completion : -1;
+    return 0;
+}
+
+/* ---- Lists of ids, texts, biases ---- */
+
+static int api_id_list(const json *v, const char *name, ids *out, toka_err *e) {
+    if (!json_is(v, JSON_ARRAY)) return API_BAD("%s: expected a list of token ids", name);
+    ids_reserve(out, v->n);
+    JSON_EACH(it, v) {
+        int64_t id = json_int(it, -1);
+        if (id < 0 || id > INT32_MAX) return API_BAD("%s: element %zu is no token id", name, out->n);
+        ids_push(out, (int32_t)id);
+    }
+    return 0;
+}
+
+/* The same into the call's arena; absent and [] give none. */
+static int api_ids(api_call *c, const json *v, const char *name, const int32_t **out, int *n, toka_err *e) {
+    ids list = {0};
+    int code = v ? api_id_list(v, name, &list, e) : 0;
+    if (!code && v) {
+        int32_t *copy = arena_alloc(&c->a, list.n * sizeof *copy);
+        if (list.n) memcpy(copy, list.p, list.n * sizeof *copy);
+        *out = copy, *n = (int)list.n;
+    }
+    ids_free(&list);
+    return code;
+}
+
+static int api_stops(api_call *c, const json *v, toka_sampling *s, toka_err *e) {
+    if (!v) return 0;
+    bool one = v->type == JSON_STRING;
+    if (!one && v->type != JSON_ARRAY) return API_BAD("stop: expected a text or a list of texts");
+    int n = 0;
+    const char **stop = arena_alloc(&c->a, (one ? 1 : (size_t)v->n) * sizeof *stop);
+    for (const json *it = one ? v : v + 1, *end = json_next(v); it < end; it = json_next(it)) {
+        if (it->type != JSON_STRING || memchr(it->s, 0, it->n)) return API_BAD("stop: expected a text or a list of texts");
+        stop[n++] = arena_cstr(&c->a, json_str(it));
+    }
+    s->stop = stop, s->n_stop = n;
+    return 0;
+}
+
+static int api_bias(api_call *c, const json *v, toka_sampling *s, toka_err *e) { /* {"id": bias} */
+    if (!v) return 0;
+    int n = 0;
+    int32_t *id = arena_alloc(&c->a, (size_t)v->n * sizeof *id);
+    float *bias = arena_alloc(&c->a, (size_t)v->n * sizeof *bias);
+    JSON_MEMBERS(key, v) {
+        const char *digits = arena_cstr(&c->a, (str){key->s, key->n});
+        char *end;
+        long i = strtol(digits, &end, 10);
+        double f = json_num(key + 1, NAN);
+        if (!isdigit((unsigned char)*digits) || end != digits + key->n || i > INT32_MAX || !(fabs(f) <= FLT_MAX))
+            return API_BAD("logit_bias: expected an object of token ids and numbers");
+        id[n] = (int32_t)i, bias[n++] = (float)f;
+    }
+    s->bias_ids = id, s->bias_values = bias, s->n_bias = n;
+    return 0;
+}
+
+/* A bad word is forbidden at the start of a text and, where that is other ids, behind a space: the second spelling counts if it
+ * has as many ids and begins with another one (as vLLM has it). */
+static int api_bad_word(const tok *t, str word, ids *out, int lengths[2], toka_err *e) {
+    buf spaced = {0};
+    size_t from = out->n, plain;
+    while (word.n && word.p[0] == ' ') word = str_sub(word, 1, word.n);
+    buf_char(&spaced, ' '), buf_str(&spaced, word);
+    lengths[1] = 0;
+    int code = tok_encode(t, word, 0, out, e);
+    plain = out->n - from;
+    if (!code) code = tok_encode(t, buf_view(&spaced), 0, out, e);
+    buf_free(&spaced);
+    if (code) return code;
+    if (!plain) return API_BAD("bad_words: a word without tokens");
+    lengths[0] = (int)plain;
+    if (out->n - from - plain == plain && out->p[from] != out->p[from + plain]) lengths[1] = (int)plain;
+    else out->n = from + plain;
+    return 0;
+}
+
+static int api_bad_words(api_call *c, const json *v, toka_sampling *s, toka_err *e) {
+    ids list = {0};
+    int code = 0, n = 0;
+    if (!v || !v->n) return 0;
+    if (v->n > SAMP_MAX_BAD / 2) return API_BAD("bad_words: %u words, expected at most %d", v->n, SAMP_MAX_BAD / 2);
+    if (pub_need_tokenizer(c->m->t, e)) return e->code;
+    int *lengths = arena_alloc(&c->a, 2 * (size_t)v->n * sizeof *lengths);
+    JSON_EACH(it, v) {
+        if (it->type != JSON_STRING) code = API_BAD("bad_words: expected a list of texts");
+        else code = api_bad_word(c->m->t->tok, json_str(it), &list, lengths + n, e);
+        if (code) break;
+        n += lengths[n + 1] ? 2 : 1;
+    }
+    if (!code) {
+        int32_t *copy = arena_alloc(&c->a, list.n * sizeof *copy);
+        s->bad_ids = memcpy(copy, list.p, list.n * sizeof *copy), s->bad_lengths = lengths, s->n_bad = n;
+    }
+    ids_free(&list);
+    return code;
+}
+
+/* ---- What a body asks of the engine ---- */
+
+/* Completions: a number of alternatives. Chats: true, with the number in top_logprobs. */
+static int api_logprobs(api_call *c, const api_body *b, toka_request *q, toka_err *e) {
+    int64_t k = c->chat ? b->top_logprobs : b->n_logprobs;
+    if (c->chat && k > 0 && !b->chat_logprobs) return API_BAD("top_logprobs needs logprobs: true");
+    c->want_logprobs = c->chat ? b->chat_logprobs != 0 : k >= 0;
+    q->sampling.logprobs = c->n_top = c->want_logprobs ? (int)MAX(k, 0) : 0;
+    c->want_prompt_logprobs = b->prompt_logprobs >= 0;
+    c->n_prompt_top = (int)MAX(b->prompt_logprobs, 0);
+    if (c->echo && c->want_logprobs) c->n_prompt_top = MAX(c->n_prompt_top, c->n_top);
+    q->prompt_logprobs = c->want_prompt_logprobs || (c->echo && c->want_logprobs), q->prompt_top = c->n_prompt_top;
+    if (c->stream && c->want_prompt_logprobs) return API_UNSUPPORTED(c, "prompt_logprobs with stream is not supported");
+    return 0;
+}
+
+/* The seed of a body that has none: splitmix64's mixing of the seed of all and what is the call's own. */
+static uint64_t api_seed(uint64_t seed, const uint64_t serial[2]) {
+    uint64_t z = serial[1] ^ (serial[0] + 0x9E3779B97F4A7C15u * (seed + 1));
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return z ^ z >> 31;
+}
+
+static int api_sampling(api_call *c, const api_body *b, toka_request *q, toka_err *e) {
+    toka_sampling *s = &q->sampling;
+    s->temperature = b->temperature, s->top_p = b->top_p, s->min_p = b->min_p, s->top_k = (int)b->top_k;
+    s->repetition_penalty = b->repetition_penalty, s->presence_penalty = b->presence_penalty;
+    s->frequency_penalty = b->frequency_penalty, s->ignore_eos = b->ignore_eos, s->include_stop = b->include_stop;
+    s->max_tokens = (int)MAX(b->max_tokens, 0), s->min_tokens = (int)b->min_tokens;
+    s->seed = b->has_seed ? (uint64_t)b->seed : api_seed(s->seed, c->serial);
+    q->priority = -(int)b->priority; /* in a body the lower is earlier, as in vLLM */
+    c->n = q->n = (int)b->n;
+    int code = api_logprobs(c, b, q, e);
+    if (!code) code = api_ids(c, b->stop_ids, "stop_token_ids", &s->stop_ids, &s->n_stop_ids, e);
+    if (!code) code = api_ids(c, b->allowed, "allowed_token_ids", &s->allowed_ids, &s->n_allowed, e);
+    if (!code) code = api_stops(c, b->stop, s, e);
+    if (!code) code = api_bias(c, b->bias, s, e);
+    if (!code) code = api_bad_words(c, b->bad_words, s, e);
+    if (code) return code;
+    if (b->best_of >= 0 && b->best_of != b->n) return API_UNSUPPORTED(c, "best_of other than n is not supported");
+    if (!b->max_tokens) { /* nothing is drawn; the prompt is looked at */
+        if (!c->echo && !c->want_prompt_logprobs) return API_BAD("max_tokens: 0, expected 1 or more without echo or prompt_logprobs");
+        q->n = 0, q->prompt_logprobs = 1, s->n_stop = 0, s->min_tokens = 0;
+    }
+    q->length_class = c->n < 16 ? 2 * (uint64_t)(uint32_t)s->max_tokens + c->chat + 1 : 0;
+    q->ids_only = 1;
+    return 0;
+}
+
+static int api_stream_options(api_call *c, const api_body *b, toka_err *e) {
+    static const char *const names[] = {"include_usage", "continuous_usage_stats"};
+    bool *const to[] = {&c->include_usage, &c->usage_always};
+    for (int i = 0; i < COUNT(names); i++) {
+        const json *v = json_get(b->stream_options, names[i]);
+        if (v && v->type != JSON_TRUE && v->type != JSON_FALSE && v->type != JSON_NULL)
+            return API_BAD("stream_options: %s: expected true or false", names[i]);
+        *to[i] = json_true(v);
+    }
+    c->include_usage |= c->usage_always;
+    return 0;
+}
+
+static int api_check_model(api_call *c, str model, toka_err *e) {
+    const api_model *m = c->m;
+    c->model = arena_str(&c->a, model.n ? model : str_c(m->n_names ? m->names[0] : m->name));
+    if (!model.n || !m->n_names) return 0;
+    for (int i = 0; i < m->n_names; i++)
+        if (str_is(model, m->names[i])) return 0;
+    c->status = 404, c->type = "not_found_error", c->param = "model", c->code = "model_not_found";
+    return fail(e, TOKA_E_USE, "model: '%.*s' is not served here, '%s' is", STRF(model), m->names[0]);
+}
+
+/* ---- Prompts ---- */
+
+static bool api_is_text_part(const json *part) {
+    return str_is(json_str(json_get(part, "type")), "text") && json_is(json_get(part, "text"), JSON_STRING);
+}
+
+/* A content of text parts as one text. */
+static int api_put_parts(api_call *c, const json *parts, buf *b, toka_err *e) {
+    buf text = {0};
+    bool texts = true;
+    JSON_EACH(part, parts) {
+        texts &= api_is_text_part(part);
+        if (text.n) buf_char(&text, '\n');
+        buf_str(&text, json_str(json_get(part, "text")));
+    }
+    if (texts) json_put_str(b, buf_view(&text));
+    buf_free(&text);
+    return texts ? 0 : API_UNSUPPORTED(c, "messages: content other than text is not supported");
+}
+
+/* The calls that an assistant made, whose arguments came as JSON in a text: templates want the object. */
+static void api_put_tool_call(api_call *c, const json *v, buf *b) {
+    toka_err ignored;
+    json_put_open(b, '{');
+    JSON_MEMBERS(key, v) {
+        json_put_str(b, json_str(key)), buf_char(b, ':');
+        bool arguments = str_is(json_str(key), "arguments") && key[1].type == JSON_STRING;
+        const json *parsed = arguments ? json_parse(&c->a, json_str(key + 1), c->m->limits, &ignored) : NULL;
+        if (str_is(json_str(key), "function") && key[1].type == JSON_OBJECT) api_put_tool_call(c, key + 1, b);
+        else json_put_value(b, json_is(parsed, JSON_OBJECT) ? parsed : key + 1);
+    }
+    json_put_close(b, '}');
+}
+
+static int api_put_message(api_call *c, const json *m, buf *b, toka_err *e) {
+    int code = 0;
+    if (m->type != JSON_OBJECT || !json_is(json_get(m, "role"), JSON_STRING))
+        return API_BAD("messages: expected objects with a role and a content");
+    json_put_open(b, '{');
+    JSON_MEMBERS(key, m) {
+        str name = json_str(key);
+        json_put_str(b, name), buf_char(b, ':');
+        if (str_is(name, "content") && key[1].type == JSON_ARRAY) {
+            if ((code = api_put_parts(c, key + 1, b, e))) return code;
+        } else if (str_is(name, "tool_calls") && key[1].type == JSON_ARRAY) {
+            json_put_open(b, '[');
+            JSON_EACH(call, key + 1) call->type == JSON_OBJECT ? api_put_tool_call(c, call, b) : json_put_value(b, call);
+            json_put_close(b, ']');
+        } else {
+            json_put_value(b, key + 1);
+        }
+    }
+    json_put_close(b, '}');
+    return 0;
+}
+
+/* What the chat template gets, as a JSON object. tool_choice "none": it sees no tools. */
+static int api_context(api_call *c, const api_body *body, buf *b, toka_err *e) {
+    int code = 0;
+    bool none = str_is(json_str(body->tool_choice), "none"), automatic = str_is(json_str(body->tool_choice), "auto");
+    const json *messages = body->messages, *tools = none ? NULL : body->tools;
+    if (body->tool_choice && !none && !automatic) return API_UNSUPPORTED(c, "tool_choice is not supported, but for none and auto");
+    if (!messages || !messages->n) return API_BAD("messages: expected a list of messages");
+    json_put_open(b, '{');
+    json_put_key(b, "messages"), json_put_open(b, '[');
+    JSON_EACH(m, messages) if ((code = api_put_message(c, m, b, e))) return code;
+    json_put_close(b, ']');
+    json_put_key(b, "add_generation_prompt"), json_put_bool(b, body->generate);
+    if (tools) json_put_key(b, "tools"), json_put_value(b, tools);
+    if (body->documents) json_put_key(b, "documents"), json_put_value(b, body->documents);
+    if (body->kwargs) JSON_MEMBERS(key, body->kwargs) json_put_str(b, json_str(key)), buf_char(b, ':'), json_put_value(b, key + 1);
+    json_put_close(b, '}');
+    return 0;
+}
+
+/* One prompt, or the chat, to ids; its text to *text, in the call's arena. */
+static int api_encode(api_call *c, const api_body *b, const json *prompt, ids *out, str *text, toka_err *e) {
+    buf context = {0}, rendered = {0};
+    int code = 0, special = b->special >= 0 ? b->special : prompt != NULL;
+    if (json_is(prompt, JSON_ARRAY)) return api_id_list(prompt, "prompt", out, e);
+    if (pub_need_tokenizer(c->m->t, e)) return e->code;
+    if (!prompt) {
+        code = api_context(c, b, &context, e);
+        if (!code) code = pub_need_template(c->m->t, e);
+        if (!code) code = pub_render(c->m->t, c->m->t->chat, c->m->t->files, buf_view(&context), c->m->now, &rendered, e);
+    } else if (prompt->type != JSON_STRING) {
+        code = API_BAD("prompt: expected a text, token ids, or a list of either");
+    }
+    str s = prompt ? json_str(prompt) : buf_view(&rendered);
+    if (!code) code = tok_encode(c->m->t->tok, s, TOKA_PARSE_SPECIAL | (special ? TOKA_ADD_SPECIAL : 0), out, e);
+    if (!code && c->echo) *text = arena_str(&c->a, s);
+    buf_free(&context), buf_free(&rendered);
+    return code;
+}
+
+static int api_part_init(api_call *c, const api_body *b, const toka_request *q, const json *prompt, toka_err *e) {
+    int k = c->n_parts++;
+    api_part *p = &c->parts[k];
+    *p = (api_part){.call = c, .q = *q, .first = k * c->n, .text = STR("")};
+    if (k && !b->has_seed) p->q.sampling.seed = api_seed(q->sampling.seed, (uint64_t[]){c->serial[0], (uint64_t)k});
+    int code = api_encode(c, b, prompt, &p->prompt, &p->text, e);
+    if (code) return code;
+    ids_reserve(&p->prompt, 1); /* never NULL: NULL would mean the text */
+    p->q.ids = p->prompt.p, p->q.n_ids = p->prompt.n, p->scored.n_top = c->n_prompt_top;
+    c->n_prompt_tokens += (int64_t)p->prompt.n;
+    if (p->prompt.n + (p->q.n != 0) > (size_t)c->m->max_len) c->code = "context_length_exceeded";
+    code = eng_check(c->m->t->shape.V, c->m->max_len, c->m->t->tok != NULL, &p->q, p->prompt.p, p->prompt.n, e);
+    if (!code && c->echo && json_is(prompt, JSON_ARRAY) && c->m->t->tok) { /* given as ids: its text is what they say */
+        buf_clear(&c->shown);
+        code = tok_decode(c->m->t->tok, p->prompt.p, p->prompt.n, 0, &c->shown, e);
+        p->text = arena_str(&c->a, buf_view(&c->shown));
+    }
+    return code;
+}
+
+/* A text, token ids, or a list of either. */
+static int api_prompts(api_call *c, const api_body *b, const toka_request *q, toka_err *e) {
+    const json *v = c->chat ? NULL : b->prompt, *first = json_at(v, 0);
+    bool many = first && first->type != JSON_NUMBER;
+    size_t n = many ? v->n : 1, most = (size_t)(c->m->max_choices ? c->m->max_choices : ENG_MAX_N);
+    if (!c->chat && !v) return API_BAD("prompt: missing");
+    if (n > most / (size_t)c->n)
+        return API_BAD("n: %d for each of %zu prompts, expected at most %zu in all", c->n, n, most);
+    c->parts = mem_zalloc(n * sizeof *c->parts);
+    if (!many) return api_part_init(c, b, q, v, e);
+    JSON_EACH(it, v) if (api_part_init(c, b, q, it, e)) return e->code;
+    return 0;
+}
+
+/* ---- Calls ---- */
+
+static void api_choices_init(api_call *c) {
+    c->n_choices = c->n_left = c->n_parts * c->n;
+    c->choices = mem_zalloc((size_t)c->n_choices * sizeof *c->choices);
+    for (int i = 0; i < c->n_choices; i++) {
+        api_choice *x = &c->choices[i];
+        const api_part *p = &c->parts[i / c->n];
+        x->tokens.n_top = c->n_top, x->stop_id = x->stop_text = -1;
+        if (!c->m->t->tok) continue;
+        tok_stream_init(&x->stream, c->m->t->tok, TOKA_SKIP_SPECIAL);
+        tok_stream_follow(&x->stream, p->prompt.p[p->prompt.n - 1]);
+    }
+}
+
+static int api_parse_fields(api_call *c, enum api_route route, const json *body, toka_err *e) {
+    api_body b;
+    toka_request q = c->m->base;
+    c->chat = route == API_CHAT;
+    int code = api_read_body(c, route, body, &b, e);
+    if (code) return code;
+    c->stream = b.stream, c->echo = b.echo, c->want_ids = b.return_token_ids, c->packed = b.return_packed;
+    c->names_are_ids = b.names_are_ids;
+    if ((code = api_check_model(c, b.model, e)) || (code = api_stream_options(c, &b, e))) return code;
+    if (!(code = api_sampling(c, &b, &q, e))) code = api_prompts(c, &b, &q, e);
+    return code;
+}
+
+/* What is said about a failed parse beside the message: whose name does that begin with? */
+static void api_blame(api_call *c, enum api_route route, const toka_err *e) {
+    size_t n = 0;
+    while (isalnum((unsigned char)e->msg[n]) || e->msg[n] == '_') n++;
+    const api_field *f = api_find_field((str){e->msg, n}, 1 << route);
+    if (!c->status) c->status = e->code == TOKA_E_DEVICE || e->code == TOKA_E_IO || e->code == TOKA_E_MEMORY ? 500 : 400;
+    if (!c->code && c->unsupported) c->code = "unsupported_parameter";
+    if (c->param) return;
+    c->param = f ? f->name : NULL;
+    if (!f && (c->code || c->n_parts) && c->status == 400) c->param = c->chat ? "messages" : "prompt";
+}
+
+/* Reads a body, already JSON, into a call; nothing of it is needed after. 0, or a negative code with c->status, type, param, code and
+ * unsupported set; in both cases api_free takes the call apart. Encodes text: not for the driving thread. */
+static int api_parse_json(const api_model *m, enum api_route route, const json *body, api_call *c, toka_err *e) {
+    c->m = m;
+    int code = api_parse_fields(c, route, body, e);
+    if (code) api_blame(c, route, e);
+    else api_choices_init(c);
+    return code;
+}
+
+UNUSED static int api_parse(const api_model *m, enum api_route route, str body, api_call *c, toka_err *e) {
+    arena a = {0};
+    const json *root = json_parse(&a, body, m->limits, e);
+    int code = root ? api_parse_json(m, route, root, c, e) : e->code;
+    if (!root) c->status = 400, c->m = m;
+    arena_free(&a);
+    return code;
+}
+
+static void api_free(api_call *c) {
+    for (int i = 0; i < c->n_choices; i++) {
+        tok_stream_free(&c->choices[i].stream);
+        buf_free(&c->choices[i].text), buf_free(&c->choices[i].tokens.b);
+    }
+    for (int i = 0; i < c->n_parts; i++)
+        ids_free(&c->parts[i].prompt), buf_free(&c->parts[i].scored.b), buf_free(&c->parts[i].waiting);
+    free(c->choices), free(c->parts);
+    buf_free(&c->head), buf_free(&c->text), buf_free(&c->bytes), buf_free(&c->shown), buf_free(&c->names);
+    arena_free(&c->a);
+    c->choices = NULL, c->parts = NULL, c->n_choices = c->n_parts = 0;
+}
+
+/* ---- Records: events as bytes ---- */
+
+typedef struct api_record { /* followed by its alternatives (id, logprob) and its text */
+    int32_t part, sample, id, stop_id, stop_text, n_cached;
+    float logprob, sampled;
+    uint32_t n_text;
+    uint16_t n_top;
+    uint8_t finish, has_text;
+} api_record;
+
+/* Appends one event of a part. For the driving thread: no text is made, nothing is locked. */
+UNUSED static void api_pack(const api_part *p, const toka_event *ev, buf *records) {
+    api_record r = {.part = (int32_t)(p - p->call->parts), .sample = ev->sample, .id = ev->id, .stop_id = ev->stop_id,
+                    .stop_text = ev->stop_text, .n_cached = ev->n_cached, .logprob = ev->logprob, .sampled = ev->sampled_logprob,
+                    .n_text = ev->text ? (uint32_t)ev->text_bytes : 0, .n_top = (uint16_t)ev->n_top,
+                    .finish = (uint8_t)ev->finish, .has_text = ev->text != NULL};
+    size_t n = (size_t)ev->n_top;
+    buf_put(records, &r, sizeof r);
+    if (n) buf_put(records, ev->top_ids, n * sizeof *ev->top_ids), buf_put(records, ev->top_logprobs, n * sizeof *ev->top_logprobs);
+    if (r.n_text) buf_put(records, ev->text, ev->text_bytes);
+}
+
+/* What would come of a part that the engine did not take. */
+UNUSED static void api_pack_end(const api_part *p, toka_finish how, buf *records) {
+    toka_event ev = {.id = -1, .finish = how, .stop_id = -1, .stop_text = -1};
+    for (int i = 0; i < MAX(p->q.n, 1); i++) ev.sample = p->q.n ? i : TOKA_PROMPT, api_pack(p, &ev, records);
+}
+
+/* The first record of s; `rest` is what stands behind its head, and *n the bytes of all. */
+static api_record api_unpack(str s, str *rest, size_t *n) {
+    api_record r;
+    assert(s.n >= sizeof r);
+    memcpy(&r, s.p, sizeof r);
+    *n = sizeof r + (size_t)r.n_top * (sizeof(int32_t) + sizeof(float)) + r.n_text;
+    assert(s.n >= *n);
+    *rest = str_sub(s, sizeof r, *n);
+    return r;
+}
+
+static void api_tokens_put(api_tokens *t, const api_record *r, str rest) {
+    const size_t n = (size_t)r->n_top;
+    buf_put(&t->b, &(api_token){r->id, r->logprob, r->sampled}, sizeof(api_token));
+    for (size_t i = 0; i < (size_t)t->n_top; i++) {
+        api_token top = {.id = -1};
+        if (i < n) memcpy(&top.id, rest.p + i * sizeof top.id, sizeof top.id);
+        if (i < n) memcpy(&top.logprob, rest.p + n * sizeof top.id + i * sizeof top.logprob, sizeof top.logprob);
+        buf_put(&t->b, &top, sizeof top);
+    }
+}
+
+static size_t api_tokens_n(const api_tokens *t) { return t->b.n / sizeof(api_token) / (1 + (size_t)t->n_top); }
+
+/* Token i, or (k > 0) its k-th alternative. */
+static const api_token *api_token_at(const api_tokens *t, size_t i, size_t k) {
+    return (const api_token *)(const void *)t->b.p + i * (1 + (size_t)t->n_top) + k;
+}
+
+/* ---- Tokens as JSON ---- */
+
+/* The text of a token for a reader, in c->shown until the next call, and its bytes, which may be part of a character. */
+static str api_token_text(api_call *c, int32_t id, str *bytes) {
+    buf *raw = &c->bytes;
+    buf_clear(raw), buf_clear(&c->shown);
+    if (c->m->t->tok) tok_bytes(c->m->t->tok, id, raw);
+    *bytes = buf_view(raw);
+    if (!c->names_are_ids) return uni_repair(*bytes, &c->shown);
+    buf_printf(&c->shown, "token_id:%d", (int)id);
+    return buf_view(&c->shown);
+}
+
+static int64_t api_characters(str bytes) { /* that begin in it */
+    int64_t n = 0;
+    for (size_t i = 0; i < bytes.n; i++) n += ((unsigned char)bytes.p[i] & 0xC0) != 0x80;
+    return n;
+}
+
+static void api_put_logprob(buf *b, float logprob) { /* OpenAI's way to say: impossible */
+    json_put_num(b, logprob == -INFINITY ? -9999 : logprob, true);
+}
+
+static void api_put_ids(buf *b, const char *name, const int32_t *id, size_t n) {
+    json_put_key(b, name), json_put_open(b, '[');
+    for (size_t i = 0; i < n; i++) json_put_int(b, id[i]);
+    json_put_close(b, ']');
+}
+
+/* {token: logprob ..}: the n_top alternatives and the token itself. Of equal texts the first, likelier one counts. */
+static void api_put_top(api_call *c, const api_tokens *t, size_t i, int n_top, buf *b) {
+    buf *seen = &c->names;
+    str bytes;
+    buf_clear(seen), buf_char(seen, '\n'); /* each name stands between line feeds, which JSON texts do not have */
+    json_put_open(b, '{');
+    for (int k = 1; k <= n_top + 1; k++) {
+        const api_token *v = api_token_at(t, i, k > n_top ? 0 : (size_t)k);
+        if (v->id < 0) continue;
+        size_t from = seen->n;
+        json_put_str(seen, api_token_text(c, v->id, &bytes)), buf_char(seen, '\n');
+        str name = str_sub(buf_view(seen), from, seen->n);
+        if (str_find((str){seen->p, from}, (str){name.p - 1, name.n + 1}, 0) >= 0) {
+            seen->n = from;
+            continue;
+        }
+        json_comma(b), buf_put(b, name.p, name.n - 1), buf_char(b, ':');
+        api_put_logprob(b, v->logprob);
+    }
+    json_put_close(b, '}');
+}
+
+/* {"tokens":[..],"token_logprobs":[..],"top_logprobs":[..],"text_offset":[..]} of the tokens of two lists, one behind the other (the
+ * first may be NULL: nothing is echoed). The first token of a prompt has null. Offsets count characters of the text from *offset. */
+static void api_put_text_logprobs(api_call *c, const api_tokens *echo, const api_tokens *t, int64_t *offset, buf *b) {
+    const api_tokens *const lists[] = {echo, t};
+    buf offsets = {0};
+    str bytes;
+    json_put_open(b, '{');
+    json_put_key(b, "tokens"), json_put_open(b, '[');
+    for (int l = 0; l < 2; l++)
+        for (size_t i = 0; lists[l] && i < api_tokens_n(lists[l]); i++) {
+            json_put_str(b, api_token_text(c, api_token_at(lists[l], i, 0)->id, &bytes));
+            json_put_int(&offsets, *offset);
+            *offset += api_characters(bytes);
+        }
+    json_put_close(b, ']');
+    json_put_key(b, "token_logprobs"), json_put_open(b, '[');
+    for (int l = 0; l < 2; l++)
+        for (size_t i = 0; lists[l] && i < api_tokens_n(lists[l]); i++) {
+            if (!l && !i) json_put_null(b);
+            else api_put_logprob(b, api_token_at(lists[l], i, 0)->logprob);
+        }
+    json_put_close(b, ']');
+    json_put_key(b, "top_logprobs"), json_put_open(b, '[');
+    for (int l = 0; l < 2; l++)
+        for (size_t i = 0; lists[l] && i < api_tokens_n(lists[l]); i++) {
+            if (!l && !i) json_put_null(b);
+            else api_put_top(c, lists[l], i, c->n_top, b);
+        }
+    json_put_close(b, ']');
+    json_put_key(b, "text_offset");
+    buf_printf(b, "[%s]}", offsets.n ? offsets.p : "");
+    buf_free(&offsets);
+}
+
+/* "token":"..","logprob":..,"bytes":[..] */
+static void api_put_chat_token(api_call *c, const api_token *t, buf *b) {
+    str bytes;
+    json_put_key(b, "token"), json_put_str(b, api_token_text(c, t->id, &bytes));
+    json_put_key(b, "logprob"), api_put_logprob(b, t->logprob);
+    json_put_key(b, "bytes"), json_put_open(b, '[');
+    for (size_t i = 0; i < bytes.n; i++) json_put_int(b, (unsigned char)bytes.p[i]);
+    json_put_close(b, ']');
+}
+
+static void api_put_chat_logprobs(api_call *c, const api_tokens *t, buf *b) {
+    json_put_open(b, '{');
+    json_put_key(b, "content"), json_put_open(b, '[');
+    for (size_t i = 0; i < api_tokens_n(t); i++) {
+        json_put_open(b, '{');
+        api_put_chat_token(c, api_token_at(t, i, 0), b);
+        json_put_key(b, "top_logprobs"), json_put_open(b, '[');
+        for (int k = 1; k <= t->n_top; k++) {
+            const api_token *v = api_token_at(t, i, (size_t)k);
+            if (v->id < 0) continue;
+            json_put_open(b, '{');
+            api_put_chat_token(c, v, b);
+            json_put_close(b, '}');
+        }
+        json_put_close(b, ']'), json_put_close(b, '}');
+    }
+    json_put_close(b, ']');
+    json_put_key(b, "refusal"), json_put_null(b);
+    json_put_close(b, '}');
+}
+
+/* vLLM's form: [null, {"ID":{"logprob":..,"rank":..,"decoded_token":".."} ..} ..], the token itself first. rank: 1 is the most
+ * likely; null where it is behind the alternatives. */
+static void api_put_prompt_logprobs(api_call *c, const api_tokens *t, int n_top, buf *b) {
+    json_put_key(b, "prompt_logprobs"), json_put_open(b, '[');
+    for (size_t i = 0; i < api_tokens_n(t); i++) {
+        const api_token *self = api_token_at(t, i, 0);
+        int rank = 0;
+        str bytes;
+        if (!i) json_put_null(b);
+        else json_put_open(b, '{');
+        for (int k = 1; k <= t->n_top && !rank; k++)
+            if (api_token_at(t, i, (size_t)k)->id == self->id) rank = k;
+        for (int k = 0; i && k <= n_top; k++) {
+            const api_token *v = api_token_at(t, i, (size_t)k);
+            if (v->id < 0 || (k && k == rank)) continue;
+            json_comma(b), buf_printf(b, "\"%d\":{", (int)v->id);
+            json_put_key(b, "logprob"), api_put_logprob(b, v->logprob);
+            json_put_key(b, "rank");
+            if (k || rank) json_put_int(b, k ? k : rank);
+            else json_put_null(b);
+            json_put_key(b, "decoded_token"), json_put_str(b, api_token_text(c, v->id, &bytes));
+            json_put_close(b, '}');
+        }
+        if (i) json_put_close(b, '}');
+    }
+    json_put_close(b, ']');
+}
+
+/* ---- Packed arrays ---- */
+
+static void api_put_base64(buf *b, const char *name, const buf *bytes) { /* RFC 4648, with padding */
+    static const char digit[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    json_put_key(b, name), buf_char(b, '"');
+    buf_reserve(b, bytes->n / 3 * 4 + 8);
+    for (size_t i = 0; i < bytes->n; i += 3) {
+        size_t n = MIN(bytes->n - i, (size_t)3);
+        uint32_t w = 0;
+        for (size_t k = 0; k < 3; k++) w = w << 8 | (k < n ? (unsigned char)bytes->p[i + k] : 0u);
+        char four[4] = {digit[w >> 18], digit[w >> 12 & 63], n > 1 ? digit[w >> 6 & 63] : '=', n > 2 ? digit[w & 63] : '='};
+        buf_put(b, four, 4);
+    }
+    buf_char(b, '"');
+}
+
+static void api_put_le32(buf *b, const void *value) { /* four bytes, the lowest first */
+    uint32_t u;
+    memcpy(&u, value, 4);
+    buf_put(b, (char[]){(char)u, (char)(u >> 8), (char)(u >> 16), (char)(u >> 24)}, 4);
+}
+
+/* One array of all tokens: `member` is its place in api_token; alternatives k0 .. k1 of each. */
+static void api_put_array(api_call *c, buf *b, const char *name, const api_tokens *t, size_t member, int k0, int k1) {
+    buf *raw = &c->shown;
+    buf_clear(raw);
+    for (size_t i = 0; i < api_tokens_n(t); i++)
+        for (int k = k0; k <= k1; k++) api_put_le32(raw, (const char *)api_token_at(t, i, (size_t)k) + member);
+    api_put_base64(b, name, raw);
+}
+
+static void api_put_packed(api_call *c, const char *name, const api_tokens *t, bool sampled, buf *b) {
+    json_put_key(b, name), json_put_open(b, '{');
+    json_put_key(b, "n"), json_put_int(b, (int64_t)api_tokens_n(t));
+    api_put_array(c, b, "token_ids", t, offsetof(api_token, id), 0, 0);
+    api_put_array(c, b, "logprobs", t, offsetof(api_token, logprob), 0, 0);
+    if (sampled) api_put_array(c, b, "sampled_logprobs", t, offsetof(api_token, sampled), 0, 0);
+    json_put_key(b, "top_n"), json_put_int(b, t->n_top);
+    if (t->n_top) api_put_array(c, b, "top_ids", t, offsetof(api_token, id), 1, t->n_top);
+    if (t->n_top) api_put_array(c, b, "top_logprobs", t, offsetof(api_token, logprob), 1, t->n_top);
+    json_put_close(b, '}');
+}
+
+/* ---- Choices ---- */
+
+static bool api_wants_tokens(const api_call *c) { return c->want_ids || c->want_logprobs || c->packed; }
+
+static void api_put_logprobs(api_call *c, const api_tokens *echo, api_choice *x, buf *b) {
+    json_put_key(b, "logprobs");
+    if (!c->want_logprobs || c->packed) json_put_null(b);
+    else if (c->chat) api_put_chat_logprobs(c, &x->tokens, b);
+    else api_put_text_logprobs(c, echo, &x->tokens, &x->offset, b);
+}
+
+/* stop_reason: what of stop or stop_token_ids it was; null: the model's own end. */
+static void api_put_finish(const api_call *c, const api_choice *x, const api_part *p, bool ended, buf *b) {
+    json_put_key(b, "finish_reason");
+    if (!ended) json_put_null(b);
+    else json_put_str(b, x->finish == TOKA_STOP ? STR("stop") : STR("length"));
+    if (!c->m->live) return;
+    json_put_key(b, "stop_reason");
+    bool asked = ended && x->stop_id >= 0 && samp_listed(p->q.sampling.stop_ids, p->q.sampling.n_stop_ids, x->stop_id);
+    if (ended && x->stop_text >= 0) json_put_str(b, str_c(p->q.sampling.stop[x->stop_text]));
+    else if (asked) json_put_int(b, x->stop_id);
+    else json_put_null(b);
+}
+
+/* Ids and packed arrays of the tokens that x holds. */
+static void api_put_choice_ids(api_call *c, api_choice *x, buf *b) {
+    if (c->packed) api_put_packed(c, "packed", &x->tokens, true, b);
+    if (!c->want_ids || c->packed) return;
+    json_put_key(b, "token_ids"), json_put_open(b, '[');
+    for (size_t i = 0; i < api_tokens_n(&x->tokens); i++) json_put_int(b, api_token_at(&x->tokens, i, 0)->id);
+    json_put_close(b, ']');
+}
+
+/* What is said about a prompt: in each choice of a completion, beside the choices of a chat. */
+static void api_put_prompt(api_call *c, api_part *p, buf *b) {
+    if (c->packed && (c->want_ids || c->want_prompt_logprobs)) {
+        if (!p->scored.b.n) { /* ids alone: as tokens without log-probabilities */
+            p->scored.n_top = 0;
+            for (size_t i = 0; i < p->prompt.n; i++) buf_put(&p->scored.b, &(api_token){p->prompt.p[i], 0, 0}, sizeof(api_token));
+        }
+        api_put_packed(c, "prompt_packed", &p->scored, false, b);
+        return;
+    }
+    if (c->want_ids) api_put_ids(b, "prompt_token_ids", p->prompt.p, p->prompt.n);
+    if (c->want_prompt_logprobs) api_put_prompt_logprobs(c, &p->scored, MIN(c->n_prompt_top, p->scored.n_top), b);
+}
+
+static void api_put_choice(api_call *c, int index, buf *b) {
+    api_choice *x = &c->choices[index];
+    api_part *p = &c->parts[index / c->n];
+    json_put_open(b, '{');
+    json_put_key(b, "index"), json_put_int(b, index);
+    if (c->chat) {
+        json_put_key(b, "message"), json_put_open(b, '{');
+        json_put_key(b, "role"), json_put_str(b, STR("assistant"));
+        json_put_key(b, "content"), json_put_str(b, buf_view(&x->text));
+        json_put_key(b, "refusal"), json_put_null(b);
+        json_put_close(b, '}');
+    } else {
+        buf_clear(&c->shown);
+        if (c->echo) buf_str(&c->shown, p->text), buf_str(&c->shown, buf_view(&x->text));
+        json_put_key(b, "text"), json_put_str(b, buf_view(c->echo ? &c->shown : &x->text));
+    }
+    api_put_logprobs(c, c->echo ? &p->scored : NULL, x, b);
+    api_put_finish(c, x, p, true, b);
+    api_put_choice_ids(c, x, b);
+    if (!c->chat) api_put_prompt(c, p, b);
+    json_put_close(b, '}');
+}
+
+static void api_put_usage(const api_call *c, buf *b) {
+    json_put_key(b, "usage"), json_put_open(b, '{');
+    json_put_key(b, "prompt_tokens"), json_put_int(b, c->n_prompt_tokens);
+    json_put_key(b, "completion_tokens"), json_put_int(b, c->n_output_tokens);
+    json_put_key(b, "total_tokens"), json_put_int(b, c->n_prompt_tokens + c->n_output_tokens);
+    if (c->m->live) {
+        json_put_key(b, "prompt_tokens_details"), json_put_open(b, '{');
+        json_put_key(b, "cached_tokens"), json_put_int(b, c->n_cached_tokens), json_put_close(b, '}');
+    }
+    json_put_close(b, '}');
+}
+
+/* What every answer and every chunk begins with, up to its choices. */
+static void api_put_head(const api_call *c, buf *b) {
+    json_put_open(b, '{');
+    json_put_key(b, "id");
+    buf_printf(b, "\"%s%016llx%016llx\"", c->chat ? "chatcmpl-" : "cmpl-", (unsigned long long)c->serial[0],
+               (unsigned long long)c->serial[1]);
+    json_put_key(b, "object");
+    json_put_str(b, !c->chat ? STR("text_completion") : c->stream ? STR("chat.completion.chunk") : STR("chat.completion"));
+    json_put_key(b, "created"), json_put_int(b, c->created);
+    json_put_key(b, "model"), json_put_str(b, c->model);
+    if (c->m->live && c->m->fingerprint) json_put_key(b, "system_fingerprint"), json_put_str(b, str_c(c->m->fingerprint));
+    json_put_key(b, "choices"), json_put_open(b, '[');
+}
+
+/* ---- Streaming ---- */
+
+static void api_chunk_open(api_call *c, buf *out) {
+    if (!c->head.n) buf_c(&c->head, "data: "), api_put_head(c, &c->head);
+    buf_str(out, buf_view(&c->head));
+}
+static void api_chunk_close(api_call *c, api_part *prompt, bool usage, buf *out) { /* prompt: what is asked of it, or NULL */
+    json_put_close(out, ']');
+    if (prompt) api_put_prompt(c, prompt, out);
+    if (usage) api_put_usage(c, out);
+    else if (c->include_usage) json_put_key(out, "usage"), json_put_null(out);
+    buf_c(out, "}\n\n");
+}
+
+/* The chunk that comes before the first token of a choice: a chat's role, the prompt of a completion if it is asked for. */
+static void api_put_first_chunk(api_call *c, int index, buf *out) {
+    api_choice *x = &c->choices[index];
+    api_part *p = &c->parts[index / c->n];
+    api_tokens none = {.n_top = c->n_top};
+    api_chunk_open(c, out);
+    json_put_open(out, '{');
+    json_put_key(out, "index"), json_put_int(out, index);
+    if (c->chat) buf_c(out, ",\"delta\":{\"role\":\"assistant\",\"content\":\"\"}");
+    else json_put_key(out, "text"), json_put_str(out, p->text);
+    json_put_key(out, "logprobs");
+    if (c->echo && c->want_logprobs && !c->packed) api_put_text_logprobs(c, &p->scored, &none, &x->offset, out);
+    else json_put_null(out);
+    api_put_finish(c, x, p, false, out);
+    if (!c->chat) api_put_prompt(c, p, out);
+    json_put_close(out, '}');
+    api_chunk_close(c, c->chat ? p : NULL, c->usage_always, out);
+}
+
+/* A chunk with this text and the tokens that the choice holds. */
+static void api_put_chunk(api_call *c, int index, str text, buf *out) {
+    api_choice *x = &c->choices[index];
+    bool ended = x->finish != TOKA_RUNNING;
+    api_chunk_open(c, out);
+    json_put_open(out, '{');
+    json_put_key(out, "index"), json_put_int(out, index);
+    if (c->chat) {
+        json_put_key(out, "delta"), json_put_open(out, '{');
+        if (text.n || !ended) json_put_key(out, "content"), json_put_str(out, text);
+        json_put_close(out, '}');
+    } else {
+        json_put_key(out, "text"), json_put_str(out, text);
+    }
+    if (x->tokens.b.n) api_put_logprobs(c, NULL, x, out);
+    else json_put_key(out, "logprobs"), json_put_null(out);
+    api_put_finish(c, x, &c->parts[index / c->n], ended, out);
+    api_put_choice_ids(c, x, out);
+    json_put_close(out, '}');
+    api_chunk_close(c, NULL, c->usage_always, out);
+}
+
+/* The chunks for one token's text; none if there is nothing to say. */
+static void api_stream(api_call *c, int index, str text, buf *out) {
+    api_choice *x = &c->choices[index];
+    if (!x->begun && (c->chat || c->echo || c->want_ids)) api_put_first_chunk(c, index, out);
+    x->begun = true;
+    if (text.n || x->tokens.b.n || x->finish != TOKA_RUNNING) api_put_chunk(c, index, text, out);
+    buf_clear(&x->tokens.b);
+}
+
+/* ---- Feeding ---- */
+
+static void api_end_choice(api_call *c, api_choice *x, const api_record *r) {
+    x->finish = r->finish, x->stop_id = r->stop_id, x->stop_text = r->stop_text;
+    c->n_left--;
+    if (x->finish == TOKA_CANCELLED || x->finish == TOKA_FAILED) c->broken = MAX(c->broken, x->finish);
+}
+
+/* A token of a choice, or its end without one. */
+static void api_feed_sample(api_call *c, api_part *p, const api_record *r, str rest, buf *out) {
+    int index = p->first + r->sample;
+    api_choice *x = &c->choices[index];
+    buf *to = c->stream ? &c->text : &x->text;
+    buf_clear(&c->text);
+    if (r->id >= 0) {
+        c->n_cached_tokens += !x->n_tokens && !r->sample ? r->n_cached : 0;
+        x->n_tokens++, c->n_output_tokens++;
+        if (api_wants_tokens(c)) api_tokens_put(&x->tokens, r, rest);
+    }
+    if (r->has_text) buf_put(to, rest.p + rest.n - r->n_text, r->n_text);
+    else if (c->m->t->tok && r->id >= 0) {
+        if (r->stop_id < 0) tok_stream_put(&x->stream, r->id, to);
+        if (r->finish != TOKA_RUNNING) tok_stream_end(&x->stream, to);
+    }
+    if (r->finish != TOKA_RUNNING) api_end_choice(c, x, r);
+    if (c->stream && !c->broken) api_stream(c, index, buf_view(&c->text), out);
+}
+
+/* A token of a prompt. The last one of a call that draws nothing ends its choices. */
+static void api_feed_prompt(api_call *c, api_part *p, const api_record *r, str rest, buf *out) {
+    if (r->id >= 0) api_tokens_put(&p->scored, r, rest), p->n_scored++;
+    for (int i = 0; i < c->n && r->finish != TOKA_RUNNING; i++) {
+        api_end_choice(c, &c->choices[p->first + i], r);
+        if (c->stream && !c->broken) api_stream(c, p->first + i, STR(""), out);
+    }
+}
+
+static void api_feed_records(api_call *c, str records, bool wait, buf *out) {
+    size_t n;
+    for (; records.n; records = str_sub(records, n, records.n)) {
+        str rest;
+        api_record r = api_unpack(records, &rest, &n);
+        api_part *p = &c->parts[r.part];
+        bool whole = !c->stream || !p->q.prompt_logprobs || p->n_scored == (int)p->prompt.n; /* the prompt, as far as it is wanted */
+        if (r.sample == TOKA_PROMPT) api_feed_prompt(c, p, &r, rest, out);
+        else if (wait && !whole && !c->broken && r.finish < TOKA_CANCELLED) buf_put(&p->waiting, records.p, n);
+        else api_feed_sample(c, p, &r, rest, out);
+    }
+}
+
+/* Whole records, in their order, to text; c->n_left is 0 when all is said. Streaming: chunks are appended to out, maybe none. Tokens
+ * of a sample wait for those of the prompt, which stand before them in the stream; not if the call is broken. */
+UNUSED static void api_feed(api_call *c, str records, buf *out) {
+    api_feed_records(c, records, true, out);
+    for (int i = 0; i < c->n_parts && c->stream && c->parts[0].q.prompt_logprobs; i++) {
+        api_part *p = &c->parts[i];
+        if (!p->waiting.n || (p->n_scored < (int)p->prompt.n && !c->broken)) continue;
+        api_feed_records(c, buf_view(&p->waiting), false, out);
+        buf_clear(&p->waiting);
+    }
+}
+
+/* ---- Ends ---- */
+
+static const char *api_error_type(int status) {
+    switch (status) {
+    case 401: case 403: return "authentication_error";
+    case 404: return "not_found_error";
+    case 429: return "rate_limit_error";
+    case 503: return "unavailable_error";
+    default: return status >= 500 ? "server_error" : "invalid_request_error";
+    }
+}
+
+static void api_put_text_or_null(buf *b, const char *name, const char *value) {
+    json_put_key(b, name);
+    if (value) json_put_str(b, str_c(value));
+    else json_put_null(b);
+}
+
+/* {"error":{"message","type","param","code"}}. type NULL: by status; param and code may be NULL. */
+static void api_error(buf *out, int status, const char *message, const char *type, const char *param, const char *code) {
+    json_put_open(out, '{');
+    json_put_key(out, "error"), json_put_open(out, '{');
+    api_put_text_or_null(out, "message", message);
+    api_put_text_or_null(out, "type", type ? type : api_error_type(status));
+    api_put_text_or_null(out, "param", param), api_put_text_or_null(out, "code", code);
+    buf_c(out, "}}");
+}
+
+static int api_put_broken(const api_call *c, buf *out) {
+    bool failed = c->broken == TOKA_FAILED;
+    int status = failed ? 500 : 503;
+    api_error(out, status, failed ? "the device failed, nothing more can be computed" : "the request was cancelled", NULL, NULL, NULL);
+    return status;
+}
+
+/* When n_left is 0: the answer, or the end of the stream. Returns the HTTP status of an answer that is not streamed: 200, or 500 if
+ * the device failed, 503 if the call was cancelled; out has the error then. */
+UNUSED static int api_finish(api_call *c, buf *out) {
+    assert(!c->n_left);
+    int status = 200;
+    if (!c->stream) {
+        if (c->broken) return api_put_broken(c, out);
+        api_put_head(c, out);
+        for (int i = 0; i < c->n_choices; i++) api_put_choice(c, i, out);
+        json_put_close(out, ']');
+        if (c->chat) api_put_prompt(c, &c->parts[0], out);
+        api_put_usage(c, out);
+        json_put_close(out, '}');
+        return status;
+    }
+    if (c->broken) buf_c(out, "data: "), status = api_put_broken(c, out), buf_c(out, "\n\n");
+    else if (c->include_usage) api_chunk_open(c, out), api_chunk_close(c, NULL, true, out);
+    buf_c(out, "data: [DONE]\n\n");
+    return status;
+}
+
+/* ---- Models, tokenize, detokenize ---- */
+
+static void api_put_model(const api_model *m, const char *name, int64_t created, buf *b) {
+    json_put_open(b, '{');
+    json_put_key(b, "id"), json_put_str(b, str_c(name));
+    json_put_key(b, "object"), json_put_str(b, STR("model"));
+    json_put_key(b, "created"), json_put_int(b, created);
+    json_put_key(b, "owned_by"), json_put_str(b, STR("toka"));
+    json_put_key(b, "root"), json_put_str(b, str_c(m->t->files->name));
+    json_put_key(b, "parent"), json_put_null(b);
+    json_put_key(b, "max_model_len"), json_put_int(b, m->max_len);
+    json_put_close(b, '}');
+}
+
+/* /v1/models, or /v1/models/ID if id is not empty. False: there is no such model. */
+UNUSED static bool api_models(const api_model *m, str id, int64_t created, buf *out) {
+    for (int i = 0; i < m->n_names && id.n; i++)
+        if (str_is(id, m->names[i])) return api_put_model(m, m->names[i], created, out), true;
+    if (id.n) return false;
+    json_put_open(out, '{');
+    json_put_key(out, "object"), json_put_str(out, STR("list"));
+    json_put_key(out, "data"), json_put_open(out, '[');
+    for (int i = 0; i < m->n_names; i++) api_put_model(m, m->names[i], created, out);
+    buf_c(out, "]}");
+    return true;
+}
+
+/* {"count","max_model_len","tokens","token_strs"} of a prompt or of messages. */
+static int api_tokenize(api_call *c, const api_body *b, buf *out, toka_err *e) {
+    ids v = {0};
+    str text, bytes;
+    int code = b->prompt && b->prompt->type != JSON_STRING ? API_BAD("prompt: expected a text") : 0;
+    if (!code && !b->prompt && !b->messages) code = API_BAD("prompt: missing");
+    if (!code) code = api_encode(c, b, b->prompt, &v, &text, e);
+    if (!code) {
+        json_put_open(out, '{');
+        json_put_key(out, "count"), json_put_int(out, (int64_t)v.n);
+        json_put_key(out, "max_model_len"), json_put_int(out, c->m->max_len);
+        api_put_ids(out, "tokens", v.p, v.n);
+        json_put_key(out, "token_strs"), b->return_strs ? json_put_open(out, '[') : json_put_null(out);
+        for (size_t i = 0; i < v.n && b->return_strs; i++) json_put_str(out, api_token_text(c, v.p[i], &bytes));
+        if (b->return_strs) json_put_close(out, ']');
+        json_put_close(out, '}');
+    }
+    ids_free(&v);
+    return code;
+}
+
+static int api_detokenize(api_call *c, const api_body *b, buf *out, toka_err *e) {
+    ids v = {0};
+    int code = b->tokens ? api_id_list(b->tokens, "tokens", &v, e) : API_BAD("tokens: missing");
+    if (!code) code = pub_need_tokenizer(c->m->t, e);
+    toka_err why;
+    if (!code && tok_decode(c->m->t->tok, v.p, v.n, 0, &c->shown, &why)) code = API_BAD("tokens: %.400s", why.msg);
+    if (!code) {
+        json_put_open(out, '{');
+        json_put_key(out, "prompt"), json_put_str(out, buf_view(&c->shown));
+        json_put_close(out, '}');
+    }
+    ids_free(&v);
+    return code;
+}
+
+/* A body of /tokenize or /detokenize answered at once. Fails as api_parse does. */
+UNUSED static int api_simple(const api_model *m, enum api_route route, str body, buf *out, toka_err *e, int *status, const char **param) {
+    api_call c = {.m = m};
+    api_body b;
+    const json *root = json_parse(&c.a, body, m->limits, e);
+    int code = root ? api_read_body(&c, route, root, &b, e) : e->code;
+    if (!code) code = api_check_model(&c, b.model, e);
+    if (!code) code = route == API_TOKENIZE ? api_tokenize(&c, &b, out, e) : api_detokenize(&c, &b, out, e);
+    if (code) api_blame(&c, route, e);
+    *status = c.status, *param = c.param;
+    api_free(&c);
+    return code;
+}
 
 /* ===========================================================================
  * MARK: 22. Batch runner [os]
@@ -11201,34 +12495,11 @@ static const run_field run_fields[] = {
     {"structured_outputs", RUN_BOTH, RUN_REFUSED, {0}},
 };
 
-/* A value of the input as JSON text again. Depth is run_limits'. */
-static void run_put_json(buf *b, const json *v) {
-    switch (v->type) {
-    case JSON_NULL: json_put_null(b); break;
-    case JSON_FALSE: json_put_bool(b, false); break;
-    case JSON_TRUE: json_put_bool(b, true); break;
-    case JSON_STRING: json_put_str(b, json_str(v)); break;
-    case JSON_NUMBER:
-        if (v->exact) json_put_int(b, v->i);
-        else json_put_num(b, v->f, false);
-        break;
-    case JSON_ARRAY:
-        json_put_open(b, '[');
-        JSON_EACH(it, v) run_put_json(b, it);
-        json_put_close(b, ']');
-        break;
-    default:
-        json_put_open(b, '{');
-        JSON_MEMBERS(key, v) json_put_str(b, (str){key->s, key->n}), buf_char(b, ':'), run_put_json(b, key + 1);
-        json_put_close(b, '}');
-    }
-}
-
 static bool run_is_harmless(const run_field *f, const json *v) {
     if (v->type == JSON_NULL || v->type == JSON_FALSE || (v->type >= JSON_ARRAY && !v->n)) return true;
     buf b = {0};
     bool same = false;
-    run_put_json(&b, v);
+    json_put_value(&b, v);
     for (int i = 0; i < COUNT(f->harmless); i++) same |= f->harmless[i] && str_is(buf_view(&b), f->harmless[i]);
     buf_free(&b);
     return same;
@@ -11439,7 +12710,7 @@ static int run_put_message(run_job *j, const json *m, buf *b, toka_err *e) {
         str name = {key->s, key->n};
         json_put_str(b, name), buf_char(b, ':');
         if (!str_is(name, "content") || key[1].type != JSON_ARRAY) {
-            run_put_json(b, key + 1);
+            json_put_value(b, key + 1);
             continue;
         }
         buf text = {0};
@@ -11475,9 +12746,9 @@ static int run_context(run_job *j, buf *b, toka_err *e) {
     for (int i = 0; i < COUNT(passed); i++) {
         const json *v = run_get(j, passed[i]);
         if (v && v->type != JSON_ARRAY) return RUN_BAD(j, "%s: expected a list", passed[i]);
-        if (v) json_put_key(b, passed[i]), run_put_json(b, v);
+        if (v) json_put_key(b, passed[i]), json_put_value(b, v);
     }
-    if (more) JSON_MEMBERS(key, more) json_put_str(b, (str){key->s, key->n}), buf_char(b, ':'), run_put_json(b, key + 1);
+    if (more) JSON_MEMBERS(key, more) json_put_str(b, (str){key->s, key->n}), buf_char(b, ':'), json_put_value(b, key + 1);
     json_put_close(b, '}');
     return 0;
 }
