@@ -11643,7 +11643,7 @@ typedef struct api_record { /* followed by its alternatives (id, logprob) and it
 } api_record;
 
 /* Appends one event of a part. For the driving thread: no text is made, nothing is locked. */
-UNUSED static void api_pack(const api_part *p, const toka_event *ev, buf *records) {
+static void api_pack(const api_part *p, const toka_event *ev, buf *records) {
     api_record r = {.part = (int32_t)(p - p->call->parts), .sample = ev->sample, .id = ev->id, .stop_id = ev->stop_id,
                     .stop_text = ev->stop_text, .n_cached = ev->n_cached, .logprob = ev->logprob, .sampled = ev->sampled_logprob,
                     .n_text = ev->text ? (uint32_t)ev->text_bytes : 0, .n_top = (uint16_t)ev->n_top,
@@ -11655,7 +11655,7 @@ UNUSED static void api_pack(const api_part *p, const toka_event *ev, buf *record
 }
 
 /* What would come of a part that the engine did not take. */
-UNUSED static void api_pack_end(const api_part *p, toka_finish how, buf *records) {
+static void api_pack_end(const api_part *p, toka_finish how, buf *records) {
     toka_event ev = {.id = -1, .finish = how, .stop_id = -1, .stop_text = -1};
     for (int i = 0; i < MAX(p->q.n, 1); i++) ev.sample = p->q.n ? i : TOKA_PROMPT, api_pack(p, &ev, records);
 }
@@ -12088,7 +12088,7 @@ static void api_feed_records(api_call *c, str records, bool wait, buf *out) {
 
 /* Whole records, in their order, to text; c->n_left is 0 when all is said. Streaming: chunks are appended to out, maybe none. Tokens
  * of a sample wait for those of the prompt, which stand before them in the stream; not if the call is broken. */
-UNUSED static void api_feed(api_call *c, str records, buf *out) {
+static void api_feed(api_call *c, str records, buf *out) {
     api_feed_records(c, records, true, out);
     for (int i = 0; i < c->n_parts && c->stream && c->parts[0].q.prompt_logprobs; i++) {
         api_part *p = &c->parts[i];
@@ -12135,7 +12135,7 @@ static int api_put_broken(const api_call *c, buf *out) {
 
 /* When n_left is 0: the answer, or the end of the stream. Returns the HTTP status of an answer that is not streamed: 200, or 500 if
  * the device failed, 503 if the call was cancelled; out has the error then. */
-UNUSED static int api_finish(api_call *c, buf *out) {
+static int api_finish(api_call *c, buf *out) {
     assert(!c->n_left);
     int status = 200;
     if (!c->stream) {
@@ -12236,8 +12236,8 @@ UNUSED static int api_simple(const api_model *m, enum api_route route, str body,
  * A file of requests in, a file of results out, however long both are. Three threads, each with one job:
  *
  *     reader   run_read:  a line --run_identify, run_parse--> toka_submit       waits while the window is full
- *     driver   toka_run, whose events run_on_event collects in the line         (the thread that called run_batch)
- *     writer   run_write: a line whose last sample ended --run_put_result--> one write()        progress, Ctrl-C
+ *     driver   toka_run, whose events run_on_event packs into the line          (the thread that called run_batch)
+ *     writer   run_write: records to text; a line whose last sample ended --run_put_result--> one write()    progress, Ctrl-C
  *
  * Input lines are OpenAI's batch lines {"custom_id","method","url","body"} or short ones: the body itself, with "custom_id"
  * or "id" beside its fields. A line without either is called "line-N", N its number in the file. Every line gets one output
@@ -12245,7 +12245,7 @@ UNUSED static int api_simple(const api_model *m, enum api_route route, str body,
  *
  * What always holds:
  *   - what is written is a function of the input line, the flags and the model: no clock ("created" is 0), no random ids
- *     (they are the hash of the custom_id), and a line without a seed gets run_seed(--seed, custom_id), so that no two
+ *     (they are the hash of the custom_id), and a line without a seed gets api_seed(--seed, custom_id), so that no two
  *     lines share random numbers. Only the order of lines differs from run to run. (A chat template that prints the date
  *     asks the clock after all; --now sets it);
  *   - an output line is written whole or is the last one of the file and torn. The next run cuts that, skips every
@@ -12254,11 +12254,11 @@ UNUSED static int api_simple(const api_model *m, enum api_route route, str body,
  *     numbers (from standard input, which cannot be read twice: when it comes);
  *   - memory: the window of lines under way, and 24 bytes for each custom_id in a table at most 3/4 full, which knows ids
  *     by a hash of 128 bits. A line that was cancelled or that the device failed is not written: the next run does it.
- * run.lock guards the window, the queue of ended lines and run.e; a line's samples belong to the driver until it has ended,
- * then to the writer. Order of locks: run.lock before the engine's.
+ * run.lock guards the window, the writer's queue, the records that lines have for it, and run.e. A line's call is read by the driver
+ * and belongs to the writer once the engine has it. Order of locks: run.lock before the engine's. Bodies and answers: chapter 21.
  * =========================================================================== */
 
-enum { RUN_LINE_BYTES = 64 << 20, RUN_CHUNK_BYTES = 1 << 18, RUN_FLIGHT_BYTES = 256 << 20, RUN_FEW_LINES = 4 };
+enum { RUN_LINE_BYTES = 64 << 20, RUN_CHUNK_BYTES = 1 << 18, RUN_FLIGHT_BYTES = 256 << 20, RUN_FEW_LINES = 4, RUN_RECORD_BYTES = 1 << 12 };
 static const json_limits run_limits = {128, RUN_LINE_BYTES};
 
 typedef struct run_options { /* what toka batch was asked to do */
@@ -12295,32 +12295,18 @@ typedef struct run_input { /* lines of a file */
     bool too_long; /* the line is cut at RUN_LINE_BYTES */
 } run_input;
 
-typedef struct run_token { /* a token or one of its alternatives */
-    int32_t id;
-    float logprob;
-} run_token;
-
-typedef struct run_sample {
-    buf text;
-    buf tokens; /* run_token [n_tokens][1 + n_top], if the line wants any of it */
-    int n_tokens;
-    toka_finish finish;
-} run_sample;
-
 typedef struct run_line { /* from its reading to its writing */
     struct run_state *run;
-    int64_t id; /* the engine's */
-    char *custom_id, *model;
+    char *custom_id;
     run_key key;
-    bool chat, want_ids, want_logprobs, in_flight;
-    int n, n_left, n_top; /* samples; not ended; alternatives a token */
-    int32_t *prompt;      /* [n_prompt], if want_ids */
-    int n_prompt;
-    size_t bytes; /* of the input line */
-    run_sample *samples;  /* [n] */
-    const char *error;    /* code of an error record; NULL: a result */
+    api_call call;
+    size_t bytes;       /* of the input line */
+    buf fresh;          /* records of events, the driver's until they go to */
+    buf ready;          /* those for the writer; guarded by run.lock, as is what follows */
+    bool in_flight, queued;
+    const char *error;  /* code of an error record; NULL: a result */
     char *message;
-    struct run_line *next, *before, *after; /* in the queue of ended lines; in the list of those under way */
+    struct run_line *next, *before, *after; /* in the writer's queue; in the list of those under way */
 } run_line;
 
 typedef struct run_state { /* a batch under way */
@@ -12332,13 +12318,14 @@ typedef struct run_state { /* a batch under way */
     bool out_is_file;
     int64_t out_bytes; /* whole lines in the file */
     int64_t n_lines, n_before; /* lines of the input, -1: not known; of these, done by earlier runs */
+    api_model models[2]; /* what bodies are read against: [1] those that stand in OpenAI's batch lines */
     buf warned;        /* names of unknown fields that were reported, each with a line feed behind it */
     double t0, t_shown;
     int64_t n_written, n_errors;
 
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    run_line *ended, **ended_end;
+    run_line *queue, **queue_end; /* lines with records for the writer, or ended without any */
     run_line *flight; /* lines the engine has */
     int64_t n_flight_lines, n_flight_samples, n_flight_bytes; /* read and not yet written */
     bool read_all, stopped; /* stopped: Ctrl-C or an error, nothing more is started */
@@ -12352,14 +12339,6 @@ static run_key run_hash(str s) {
     const unsigned __int128 prime = (unsigned __int128)1 << 88 | 0x13B;
     for (size_t i = 0; i < s.n; i++) h = (h ^ (unsigned char)s.p[i]) * prime;
     return (run_key){(uint64_t)(h >> 64), (uint64_t)h};
-}
-
-/* The seed of a line that has none: splitmix64's mixing of --seed and the custom_id's hash. */
-static uint64_t run_seed(uint64_t seed, run_key key) {
-    uint64_t z = key.lo ^ (key.hi + 0x9E3779B97F4A7C15u * (seed + 1));
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
-    return z ^ z >> 31;
 }
 
 /* The place of a key, made if it is new (state 0 then; the caller sets it). Valid until the next call. */
@@ -12445,69 +12424,10 @@ static void run_identify(const json *root, int64_t number, buf *id) {
     else buf_printf(id, "line-%lld", (long long)number);
 }
 
-enum run_use { RUN_USED, RUN_NO_EFFECT, RUN_REFUSED };
-enum { RUN_TEXT = 1, RUN_CHAT = 2, RUN_BOTH = 3 };
-
-typedef struct run_field {
-    const char *name;
-    int where;            /* RUN_TEXT, RUN_CHAT */
-    enum run_use use;     /* refused: null, false, {}, [] and the harmless values are not */
-    const char *harmless[2];
-} run_field;
-
-static const run_field run_fields[] = {
-    {"custom_id", RUN_BOTH, RUN_USED, {0}}, {"id", RUN_BOTH, RUN_USED, {0}}, {"model", RUN_BOTH, RUN_USED, {0}},
-    {"prompt", RUN_TEXT, RUN_USED, {0}}, {"messages", RUN_CHAT, RUN_USED, {0}}, {"tools", RUN_CHAT, RUN_USED, {0}},
-    {"documents", RUN_CHAT, RUN_USED, {0}}, {"chat_template_kwargs", RUN_CHAT, RUN_USED, {0}},
-    {"add_generation_prompt", RUN_CHAT, RUN_USED, {0}}, {"add_special_tokens", RUN_BOTH, RUN_USED, {0}},
-    {"max_tokens", RUN_BOTH, RUN_USED, {0}}, {"max_completion_tokens", RUN_BOTH, RUN_USED, {0}},
-    {"min_tokens", RUN_BOTH, RUN_USED, {0}}, {"n", RUN_BOTH, RUN_USED, {0}}, {"temperature", RUN_BOTH, RUN_USED, {0}},
-    {"top_p", RUN_BOTH, RUN_USED, {0}}, {"top_k", RUN_BOTH, RUN_USED, {0}}, {"min_p", RUN_BOTH, RUN_USED, {0}},
-    {"seed", RUN_BOTH, RUN_USED, {0}}, {"stop", RUN_BOTH, RUN_USED, {0}}, {"stop_token_ids", RUN_BOTH, RUN_USED, {0}},
-    {"include_stop_str_in_output", RUN_BOTH, RUN_USED, {0}}, {"presence_penalty", RUN_BOTH, RUN_USED, {0}},
-    {"frequency_penalty", RUN_BOTH, RUN_USED, {0}}, {"repetition_penalty", RUN_BOTH, RUN_USED, {0}},
-    {"logit_bias", RUN_BOTH, RUN_USED, {0}}, {"allowed_token_ids", RUN_BOTH, RUN_USED, {0}},
-    {"logprobs", RUN_BOTH, RUN_USED, {0}}, {"top_logprobs", RUN_CHAT, RUN_USED, {0}},
-    {"ignore_eos", RUN_BOTH, RUN_USED, {0}},
-    {"priority", RUN_BOTH, RUN_USED, {0}}, {"return_token_ids", RUN_BOTH, RUN_USED, {0}},
-    {"best_of", RUN_TEXT, RUN_USED, {0}},
-    {"user", RUN_BOTH, RUN_NO_EFFECT, {0}}, {"metadata", RUN_BOTH, RUN_NO_EFFECT, {0}},
-    {"store", RUN_BOTH, RUN_NO_EFFECT, {0}},
-    {"service_tier", RUN_BOTH, RUN_NO_EFFECT, {0}}, {"safety_identifier", RUN_BOTH, RUN_NO_EFFECT, {0}},
-    {"prompt_cache_key", RUN_BOTH, RUN_NO_EFFECT, {0}}, {"request_id", RUN_BOTH, RUN_NO_EFFECT, {0}},
-    {"stream_options", RUN_BOTH, RUN_NO_EFFECT, {0}},
-    {"stream", RUN_BOTH, RUN_REFUSED, {0}}, {"echo", RUN_BOTH, RUN_REFUSED, {0}},
-    {"suffix", RUN_TEXT, RUN_REFUSED, {"\"\""}},
-    {"response_format", RUN_BOTH, RUN_REFUSED, {"{\"type\":\"text\"}"}},
-    {"tool_choice", RUN_CHAT, RUN_REFUSED, {"\"none\"", "\"auto\""}}, {"parallel_tool_calls", RUN_CHAT, RUN_NO_EFFECT, {0}},
-    {"functions", RUN_CHAT, RUN_REFUSED, {0}}, {"function_call", RUN_CHAT, RUN_REFUSED, {"\"none\"", "\"auto\""}},
-    {"modalities", RUN_CHAT, RUN_REFUSED, {"[\"text\"]"}}, {"audio", RUN_CHAT, RUN_REFUSED, {0}},
-    {"prediction", RUN_CHAT, RUN_REFUSED, {0}}, {"web_search_options", RUN_CHAT, RUN_REFUSED, {0}},
-    {"reasoning_effort", RUN_CHAT, RUN_REFUSED, {0}}, {"verbosity", RUN_CHAT, RUN_REFUSED, {"\"medium\""}},
-    {"chat_template", RUN_CHAT, RUN_REFUSED, {0}}, {"continue_final_message", RUN_CHAT, RUN_REFUSED, {0}},
-    {"use_beam_search", RUN_BOTH, RUN_REFUSED, {0}}, {"length_penalty", RUN_BOTH, RUN_REFUSED, {"1", "1.0"}},
-    {"bad_words", RUN_BOTH, RUN_REFUSED, {0}}, {"prompt_logprobs", RUN_BOTH, RUN_REFUSED, {0}},
-    {"prompt_embeds", RUN_TEXT, RUN_REFUSED, {0}}, {"truncate_prompt_tokens", RUN_BOTH, RUN_REFUSED, {0}},
-    {"skip_special_tokens", RUN_BOTH, RUN_REFUSED, {"true"}},
-    {"spaces_between_special_tokens", RUN_BOTH, RUN_REFUSED, {"true"}}, {"logits_processors", RUN_BOTH, RUN_REFUSED, {0}},
-    {"guided_json", RUN_BOTH, RUN_REFUSED, {0}}, {"guided_regex", RUN_BOTH, RUN_REFUSED, {0}},
-    {"guided_choice", RUN_BOTH, RUN_REFUSED, {0}}, {"guided_grammar", RUN_BOTH, RUN_REFUSED, {0}},
-    {"structured_outputs", RUN_BOTH, RUN_REFUSED, {0}},
-};
-
-static bool run_is_harmless(const run_field *f, const json *v) {
-    if (v->type == JSON_NULL || v->type == JSON_FALSE || (v->type >= JSON_ARRAY && !v->n)) return true;
-    buf b = {0};
-    bool same = false;
-    json_put_value(&b, v);
-    for (int i = 0; i < COUNT(f->harmless); i++) same |= f->harmless[i] && str_is(buf_view(&b), f->harmless[i]);
-    buf_free(&b);
-    return same;
-}
-
-/* Once for each name, the first RUN_WARNINGS names. */
-static void run_warn(run_state *r, str name) {
+/* Once for each name, as long as 4 KB hold them. */
+static void run_warn(void *user, str name) {
     enum { MOST_BYTES = 4096 };
+    run_state *r = user;
     buf entry = {0};
     buf_printf(&entry, "\n%.*s\n", STRF(name));
     if (!r->warned.n) buf_char(&r->warned, '\n');
@@ -12521,307 +12441,55 @@ static void run_warn(run_state *r, str name) {
     buf_free(&entry);
 }
 
-/* A line while it is parsed. */
-typedef struct run_job {
-    run_state *r;
-    run_line *line;
-    arena a; /* what the request points to */
-    const json *body;
-    toka_request q;
-    ids prompt;
-} run_job;
-
 /* Fails the line with one of the codes of an error record. */
-#define RUN_FAIL(j, name, ...) ((j)->line->error = (name), fail(e, TOKA_E_USE, __VA_ARGS__))
-#define RUN_BAD(j, ...) RUN_FAIL(j, "invalid_request", __VA_ARGS__)
+#define RUN_FAIL(line, name, ...) ((line)->error = (name), fail(e, TOKA_E_USE, __VA_ARGS__))
+#define RUN_BAD(line, ...) RUN_FAIL(line, "invalid_request", __VA_ARGS__)
 
-static int run_check_fields(run_job *j, toka_err *e) {
-    int where = j->line->chat ? RUN_CHAT : RUN_TEXT;
-    JSON_MEMBERS(key, j->body) {
-        const run_field *f = NULL;
-        for (int i = 0; i < COUNT(run_fields) && !f; i++)
-            if ((run_fields[i].where & where) && str_is((str){key->s, key->n}, run_fields[i].name)) f = &run_fields[i];
-        if (!f) run_warn(j->r, (str){key->s, key->n});
-        else if (f->use == RUN_REFUSED && !run_is_harmless(f, key + 1))
-            return RUN_FAIL(j, "unsupported", "%s is not supported", f->name);
-    }
-    return 0;
-}
-
-static const json *run_get(const run_job *j, const char *name) { /* null is as good as absent */
-    const json *v = json_get(j->body, name);
-    return json_is(v, JSON_NULL) ? NULL : v;
-}
-
-static int run_real(run_job *j, const char *name, float *out, toka_err *e) {
-    const json *v = run_get(j, name);
-    if (!v) return 0;
-    double f = json_num(v, NAN);
-    if (!(fabs(f) <= FLT_MAX)) return RUN_BAD(j, "%s: expected a number", name);
-    *out = (float)f;
-    return 0;
-}
-
-static int run_whole(run_job *j, const char *name, int64_t lo, int64_t hi, int64_t *out, toka_err *e) {
-    const json *v = run_get(j, name);
-    if (!v) return 0;
-    double f = json_num(v, NAN);
-    bool whole = json_is(v, JSON_NUMBER) && (v->exact || (f == floor(f) && fabs(f) < 0x1p53));
-    int64_t i = !whole ? 0 : v->exact ? v->i : (int64_t)f;
-    if (!whole) return RUN_BAD(j, "%s: expected a whole number", name);
-    if (i < lo || i > hi)
-        return RUN_BAD(j, "%s: %lld, expected %lld to %lld", name, (long long)i, (long long)lo, (long long)hi);
-    *out = i;
-    return 0;
-}
-
-static int run_flag(run_job *j, const char *name, int *out, toka_err *e) {
-    const json *v = run_get(j, name);
-    if (v && v->type != JSON_TRUE && v->type != JSON_FALSE) return RUN_BAD(j, "%s: expected true or false", name);
-    if (v) *out = json_true(v);
-    return 0;
-}
-
-static int run_id_list(run_job *j, const json *v, const char *name, ids *out, toka_err *e) {
-    if (!json_is(v, JSON_ARRAY)) return RUN_BAD(j, "%s: expected a list of token ids", name);
-    ids_reserve(out, v->n);
-    JSON_EACH(it, v) {
-        int64_t id = json_int(it, -1);
-        if (id < 0 || id > INT32_MAX) return RUN_BAD(j, "%s: element %zu is no token id", name, out->n);
-        ids_push(out, (int32_t)id);
-    }
-    return 0;
-}
-
-/* The same into the job's arena; absent and [] give none. */
-static int run_ids(run_job *j, const char *name, const int32_t **out, int *n, toka_err *e) {
-    const json *v = run_get(j, name);
-    ids list = {0};
-    int code = v ? run_id_list(j, v, name, &list, e) : 0;
-    if (!code && v) {
-        int32_t *copy = arena_alloc(&j->a, list.n * sizeof *copy);
-        if (list.n) memcpy(copy, list.p, list.n * sizeof *copy);
-        *out = copy, *n = (int)list.n;
-    }
-    ids_free(&list);
-    return code;
-}
-
-static int run_stops(run_job *j, toka_err *e) {
-    const json *v = run_get(j, "stop");
-    if (!v) return 0;
-    bool one = v->type == JSON_STRING;
-    if (!one && v->type != JSON_ARRAY) return RUN_BAD(j, "stop: expected a text or a list of texts");
-    int n = 0;
-    const char **stop = arena_alloc(&j->a, (one ? 1 : (size_t)v->n) * sizeof *stop);
-    for (const json *it = one ? v : v + 1, *end = json_next(v); it < end; it = json_next(it)) {
-        if (it->type != JSON_STRING || memchr(it->s, 0, it->n))
-            return RUN_BAD(j, "stop: expected a text or a list of texts");
-        stop[n++] = arena_cstr(&j->a, json_str(it));
-    }
-    j->q.sampling.stop = stop, j->q.sampling.n_stop = n;
-    return 0;
-}
-
-static int run_bias(run_job *j, toka_err *e) { /* {"id": bias} */
-    const json *v = run_get(j, "logit_bias");
-    if (!v) return 0;
-    if (v->type != JSON_OBJECT) return RUN_BAD(j, "logit_bias: expected an object of token ids and numbers");
-    int n = 0;
-    int32_t *id = arena_alloc(&j->a, (size_t)v->n * sizeof *id);
-    float *bias = arena_alloc(&j->a, (size_t)v->n * sizeof *bias);
-    JSON_MEMBERS(key, v) {
-        const char *digits = arena_cstr(&j->a, (str){key->s, key->n});
-        char *end;
-        long i = strtol(digits, &end, 10);
-        double f = json_num(key + 1, NAN);
-        if (!isdigit((unsigned char)*digits) || end != digits + key->n || i > INT32_MAX || !(fabs(f) <= FLT_MAX))
-            return RUN_BAD(j, "logit_bias: expected an object of token ids and numbers");
-        id[n] = (int32_t)i, bias[n++] = (float)f;
-    }
-    j->q.sampling.bias_ids = id, j->q.sampling.bias_values = bias, j->q.sampling.n_bias = n;
-    return 0;
-}
-
-/* Completions: a number of alternatives. Chats: true, with the number in top_logprobs. */
-static int run_logprobs(run_job *j, toka_err *e) {
-    int64_t k = -1;
-    int on = 0, code;
-    if (!j->line->chat) {
-        if ((code = run_whole(j, "logprobs", 0, TOKA_MAX_LOGPROBS, &k, e))) return code;
-    } else {
-        code = run_flag(j, "logprobs", &on, e);
-        if (code || (code = run_whole(j, "top_logprobs", 0, TOKA_MAX_LOGPROBS, &k, e))) return code;
-        if (k > 0 && !on) return RUN_BAD(j, "top_logprobs needs logprobs: true");
-        k = on ? MAX(k, 0) : -1;
-    }
-    j->line->want_logprobs = k >= 0;
-    j->q.sampling.logprobs = j->line->n_top = (int)MAX(k, 0);
-    return 0;
-}
-
-static int run_sampling(run_job *j, toka_err *e) {
-    static const struct {
-        const char *name;
-        size_t at;
-    } reals[] = {{"temperature", offsetof(toka_sampling, temperature)},
-                 {"top_p", offsetof(toka_sampling, top_p)},
-                 {"min_p", offsetof(toka_sampling, min_p)},
-                 {"repetition_penalty", offsetof(toka_sampling, repetition_penalty)},
-                 {"presence_penalty", offsetof(toka_sampling, presence_penalty)},
-                 {"frequency_penalty", offsetof(toka_sampling, frequency_penalty)}},
-      flags[] = {{"ignore_eos", offsetof(toka_sampling, ignore_eos)},
-                 {"include_stop_str_in_output", offsetof(toka_sampling, include_stop)}};
-    toka_sampling *s = &j->q.sampling;
-    int64_t most = s->max_tokens, least = s->min_tokens, top_k = s->top_k, n = j->q.n, seed = (int64_t)s->seed;
-    int64_t priority = 0;
-    int code = 0, ids_wanted = 0;
-    char *at = (char *)s;
-    for (int i = 0; i < COUNT(reals) && !code; i++) code = run_real(j, reals[i].name, (float *)(void *)(at + reals[i].at), e);
-    for (int i = 0; i < COUNT(flags) && !code; i++) code = run_flag(j, flags[i].name, (int *)(void *)(at + flags[i].at), e);
-    if (!code) code = run_whole(j, "max_tokens", 1, INT_MAX, &most, e);
-    if (!code) code = run_whole(j, "max_completion_tokens", 1, INT_MAX, &most, e);
-    if (!code) code = run_whole(j, "min_tokens", 0, INT_MAX, &least, e);
-    if (!code) code = run_whole(j, "top_k", -1, INT_MAX, &top_k, e);
-    if (!code) code = run_whole(j, "n", 1, ENG_MAX_N, &n, e);
-    if (!code) code = run_whole(j, "seed", INT64_MIN, INT64_MAX, &seed, e);
-    if (!code) code = run_whole(j, "priority", -INT_MAX, INT_MAX, &priority, e);
-    if (!code) code = run_flag(j, "return_token_ids", &ids_wanted, e);
-    if (!code) code = run_ids(j, "stop_token_ids", &s->stop_ids, &s->n_stop_ids, e);
-    if (!code) code = run_ids(j, "allowed_token_ids", &s->allowed_ids, &s->n_allowed, e);
-    if (!code) code = run_stops(j, e);
-    if (!code) code = run_bias(j, e);
-    if (!code) code = run_logprobs(j, e);
-    int64_t best_of = n;
-    if (!code) code = run_whole(j, "best_of", 0, INT_MAX, &best_of, e);
-    if (!code && best_of != n) return RUN_FAIL(j, "unsupported", "best_of other than n is not supported");
-    s->max_tokens = (int)most, s->min_tokens = (int)least, s->top_k = (int)top_k, s->seed = (uint64_t)seed;
-    j->q.n = (int)n, j->q.priority = -(int)priority; /* in a body the lower is earlier, as in vLLM */
-    j->line->want_ids = ids_wanted;
-    return code;
-}
-
-/* A message with a content of text parts as one text, other members as they are. */
-static int run_put_message(run_job *j, const json *m, buf *b, toka_err *e) {
-    if (m->type != JSON_OBJECT || !json_is(json_get(m, "role"), JSON_STRING))
-        return RUN_BAD(j, "messages: expected objects with a role and a content");
-    json_put_open(b, '{');
-    JSON_MEMBERS(key, m) {
-        str name = {key->s, key->n};
-        json_put_str(b, name), buf_char(b, ':');
-        if (!str_is(name, "content") || key[1].type != JSON_ARRAY) {
-            json_put_value(b, key + 1);
-            continue;
-        }
-        buf text = {0};
-        JSON_EACH(part, key + 1) {
-            const json *t = json_get(part, "text");
-            if (!str_is(json_str(json_get(part, "type")), "text") || !json_is(t, JSON_STRING)) {
-                buf_free(&text);
-                return RUN_FAIL(j, "unsupported", "messages: content other than text is not supported");
-            }
-            if (text.n) buf_char(&text, '\n');
-            buf_str(&text, json_str(t));
-        }
-        json_put_str(b, buf_view(&text));
-        buf_free(&text);
-    }
-    json_put_close(b, '}');
-    return 0;
-}
-
-/* What the chat template gets, as a JSON object. */
-static int run_context(run_job *j, buf *b, toka_err *e) {
-    static const char *const passed[] = {"tools", "documents"};
-    const json *messages = run_get(j, "messages"), *more = run_get(j, "chat_template_kwargs");
-    int generate = 1, code = run_flag(j, "add_generation_prompt", &generate, e);
-    if (code) return code;
-    if (!json_is(messages, JSON_ARRAY) || !messages->n) return RUN_BAD(j, "messages: expected a list of messages");
-    if (more && more->type != JSON_OBJECT) return RUN_BAD(j, "chat_template_kwargs: expected an object");
-    json_put_open(b, '{');
-    json_put_key(b, "messages"), json_put_open(b, '[');
-    JSON_EACH(m, messages) if ((code = run_put_message(j, m, b, e))) return code;
-    json_put_close(b, ']');
-    json_put_key(b, "add_generation_prompt"), json_put_bool(b, generate);
-    for (int i = 0; i < COUNT(passed); i++) {
-        const json *v = run_get(j, passed[i]);
-        if (v && v->type != JSON_ARRAY) return RUN_BAD(j, "%s: expected a list", passed[i]);
-        if (v) json_put_key(b, passed[i]), json_put_value(b, v);
-    }
-    if (more) JSON_MEMBERS(key, more) json_put_str(b, (str){key->s, key->n}), buf_char(b, ':'), json_put_value(b, key + 1);
-    json_put_close(b, '}');
-    return 0;
-}
-
-static int run_prompt(run_job *j, toka_err *e) {
-    const json *v = run_get(j, "prompt");
-    buf context = {0}, text = {0};
-    int special = !j->line->chat, code = run_flag(j, "add_special_tokens", &special, e);
-    str prompt = json_str(v);
-    if (!code && j->line->chat) {
-        code = run_context(j, &context, e);
-        if (!code) code = pub_need_template(j->r->t, e);
-        if (!code) code = pub_render(j->r->t, j->r->t->chat, j->r->t->files, buf_view(&context), j->r->o->now, &text, e);
-        prompt = buf_view(&text);
-    } else if (!code && v && v->type != JSON_STRING) {
-        bool texts = json_is(json_at(v, 0), JSON_STRING) || json_is(json_at(v, 0), JSON_ARRAY);
-        if (texts) code = RUN_FAIL(j, "unsupported", "prompt: a list of prompts is not supported; give each a line");
-        else code = run_id_list(j, v, "prompt", &j->prompt, e);
-    } else if (!code && !v) {
-        code = RUN_BAD(j, "prompt: missing");
-    }
-    if (!code && (j->line->chat || v->type == JSON_STRING)) {
-        int how = TOKA_PARSE_SPECIAL | (special ? TOKA_ADD_SPECIAL : 0);
-        code = pub_need_tokenizer(j->r->t, e);
-        if (!code) code = tok_encode(j->r->t->tok, prompt, how, &j->prompt, e);
-    }
-    buf_free(&context), buf_free(&text);
-    return code;
-}
-
-/* Which of the two forms, and the body. */
-static int run_form(run_job *j, const json *root, toka_err *e) {
+/* Which of the two forms, whose body, and what it is for. */
+static int run_form(run_line *line, const json *root, const json **body, enum api_route *route, toka_err *e) {
     const json *id = json_get(root, "custom_id"), *method = json_get(root, "method"), *url = json_get(root, "url");
-    if (root->type != JSON_OBJECT) return RUN_BAD(j, "expected a JSON object");
-    if (id && id->type != JSON_STRING) return RUN_BAD(j, "custom_id: expected a text");
-    j->body = root;
-    j->line->chat = json_get(root, "messages") != NULL;
+    if (root->type != JSON_OBJECT) return RUN_BAD(line, "expected a JSON object");
+    if (id && id->type != JSON_STRING) return RUN_BAD(line, "custom_id: expected a text");
+    *body = root;
+    *route = json_get(root, "messages") ? API_CHAT : API_COMPLETIONS;
     if (!run_is_long(root)) return 0;
-    j->body = json_get(root, "body");
-    j->line->chat = str_is(json_str(url), "/v1/chat/completions");
-    if (method && !str_is(json_str(method), "POST")) return RUN_BAD(j, "method: expected POST");
-    if (!j->line->chat && !str_is(json_str(url), "/v1/completions"))
-        return RUN_FAIL(j, "unsupported", "url: '%.*s', expected /v1/completions or /v1/chat/completions",
-                        STRF(json_str(url)));
-    if (!json_is(j->body, JSON_OBJECT)) return RUN_BAD(j, "body: expected a JSON object");
+    *body = json_get(root, "body");
+    *route = str_is(json_str(url), "/v1/chat/completions") ? API_CHAT : API_COMPLETIONS;
+    if (method && !str_is(json_str(method), "POST")) return RUN_BAD(line, "method: expected POST");
+    if (*route == API_COMPLETIONS && !str_is(json_str(url), "/v1/completions"))
+        return RUN_FAIL(line, "unsupported", "url: '%.*s', expected /v1/completions or /v1/chat/completions", STRF(json_str(url)));
+    if (!json_is(*body, JSON_OBJECT)) return RUN_BAD(line, "body: expected a JSON object");
     JSON_MEMBERS(key, root) {
         str name = {key->s, key->n};
         bool known = str_is(name, "custom_id") || str_is(name, "method") || str_is(name, "url") || str_is(name, "body");
-        if (!known) run_warn(j->r, name);
+        if (!known) run_warn(line->run, name);
     }
     return 0;
 }
 
-/* Reads one line into a request. Fails with line->error set. root NULL: it was no JSON, *e says why. */
-static int run_parse(run_job *j, const json *root, toka_err *e) {
-    run_line *line = j->line;
+/* Reads one line into a call. Fails with line->error set. root NULL: it was no JSON, *e says why. */
+static int run_parse(run_line *line, const json *root, toka_err *e) {
+    const json *body = root;
+    enum api_route route = API_COMPLETIONS;
     if (!root) {
         line->error = "invalid_json";
         return e->code;
     }
-    int code = run_form(j, root, e);
+    int code = run_form(line, root, &body, &route, e);
     if (code) return code;
-    const json *model = json_get(j->body, "model");
-    if (json_is(model, JSON_STRING)) free(line->model), line->model = mem_check(strndup(model->s, model->n));
-    j->q = j->r->o->base;
-    j->q.sampling.seed = run_seed(j->q.sampling.seed, line->key);
-    if (run_is_long(root) && !line->chat && !j->q.sampling.max_tokens) j->q.sampling.max_tokens = 16; /* as the API says */
-    if (!(code = run_check_fields(j, e)) && !(code = run_sampling(j, e))) code = run_prompt(j, e);
-    if (code && !line->error) line->error = "invalid_request";
-    ids_reserve(&j->prompt, 1); /* never NULL: NULL would mean the text */
-    j->q.ids = j->prompt.p, j->q.n_ids = j->prompt.n;
-    j->q.length_class = j->q.n < 16 ? 2 * (uint64_t)(uint32_t)j->q.sampling.max_tokens + line->chat + 1 : 0;
+    line->call.serial[0] = line->key.hi, line->call.serial[1] = line->key.lo;
+    code = api_parse_json(&line->run->models[run_is_long(root)], route, body, &line->call, e);
+    if (code) line->error = line->call.unsupported ? "unsupported" : "invalid_request";
+    else if (line->call.stream) code = RUN_FAIL(line, "unsupported", "stream is not supported in a batch");
     return code;
+}
+
+static void run_models(run_state *r) {
+    static const char *const beside[] = {"custom_id", "id", NULL};
+    r->models[0] = (api_model){.t = r->t, .name = r->t->files->name, .beside = beside, .base = r->o->base,
+                               .max_len = r->t->shape.max_len, .now = r->o->now, .limits = run_limits, .unknown = run_warn,
+                               .user = r};
+    r->models[1] = r->models[0], r->models[1].completion_tokens = 16; /* as the API says */
 }
 
 /* ---- Reader ---- */
@@ -12830,55 +12498,52 @@ static run_line *run_line_new(run_state *r, str id, run_key key, size_t bytes) {
     run_line *line = mem_zalloc(sizeof *line);
     line->run = r, line->key = key, line->bytes = bytes;
     line->custom_id = mem_check(strndup(id.p, id.n));
-    line->model = mem_check(strdup(r->t->files->name));
     return line;
 }
 
 static void run_line_free(run_line *line) {
-    for (int i = 0; i < line->n && line->samples; i++) buf_free(&line->samples[i].text), buf_free(&line->samples[i].tokens);
-    free(line->samples), free(line->prompt), free(line->custom_id), free(line->model), free(line->message);
+    api_free(&line->call);
+    buf_free(&line->fresh), buf_free(&line->ready);
+    free(line->custom_id), free(line->message);
     free(line);
 }
 
-/* To the writer. With run.lock held. */
-static void run_ended(run_state *r, run_line *line) {
-    if (line->in_flight) {
-        if (line->before) line->before->after = line->after;
-        else r->flight = line->after;
-        if (line->after) line->after->before = line->before;
-        line->in_flight = false;
-    }
-    line->next = NULL;
-    *r->ended_end = line, r->ended_end = &line->next;
+/* To the writer, if it is not there. With run.lock held. */
+static void run_queue(run_state *r, run_line *line) {
+    if (line->queued) return;
+    line->queued = true, line->next = NULL;
+    *r->queue_end = line, r->queue_end = &line->next;
     pthread_cond_broadcast(&r->wake);
 }
 
-/* The driver's: one token of one sample. */
+/* The driver's: one token of one sample. Records go to the writer when a sample ended, or when they are many. */
 static int run_on_event(void *user, const toka_event *ev) {
-    run_line *line = user;
-    run_sample *s = &line->samples[ev->sample];
-    buf_put(&s->text, ev->text, ev->text_bytes);
-    if (ev->id >= 0) s->n_tokens++;
-    if (ev->id >= 0 && (line->want_ids || line->want_logprobs)) {
-        buf_put(&s->tokens, &(run_token){ev->id, ev->logprob}, sizeof(run_token));
-        for (int i = 0; i < line->n_top; i++) {
-            run_token top = i < ev->n_top ? (run_token){ev->top_ids[i], ev->top_logprobs[i]} : (run_token){-1, 0};
-            buf_put(&s->tokens, &top, sizeof top);
-        }
-    }
-    s->finish = ev->finish;
-    if (ev->finish == TOKA_RUNNING || --line->n_left) return 0;
+    const api_part *part = user;
+    run_line *line = part->call->user;
+    api_pack(part, ev, &line->fresh);
+    if ((ev->finish == TOKA_RUNNING || ev->more) && line->fresh.n < RUN_RECORD_BYTES) return 0;
     pthread_mutex_lock(&line->run->lock);
-    run_ended(line->run, line);
+    if (!line->ready.n) {
+        buf empty = line->ready;
+        line->ready = line->fresh, line->fresh = empty;
+    } else {
+        buf_str(&line->ready, buf_view(&line->fresh));
+    }
+    buf_clear(&line->fresh);
+    run_queue(line->run, line);
     pthread_mutex_unlock(&line->run->lock);
     return 0;
+}
+
+static void run_cancel(run_state *r, const run_line *line) {
+    for (int i = 0; i < line->call.n_parts; i++) toka_cancel(r->t, line->call.parts[i].engine_id);
 }
 
 static void run_stop(run_state *r, const toka_err *e) { /* with run.lock held; e NULL: Ctrl-C */
     if (r->stopped) return;
     r->stopped = true;
     if (e) r->e = *e;
-    for (run_line *line = r->flight; line; line = line->after) toka_cancel(r->t, line->id);
+    for (run_line *line = r->flight; line; line = line->after) run_cancel(r, line);
     pthread_cond_broadcast(&r->wake);
 }
 
@@ -12894,34 +12559,38 @@ static bool run_wait_for_room(run_state *r) {
     return go_on;
 }
 
+/* All parts of a line to the engine. With run.lock held, so that the writer does not see the line before it is whole. */
+static int run_submit(run_state *r, run_line *line, toka_err *e) {
+    api_call *c = &line->call;
+    int code = 0;
+    c->user = line;
+    line->in_flight = true;
+    line->after = r->flight;
+    if (r->flight) r->flight->before = line;
+    r->flight = line;
+    for (int i = 0; i < c->n_parts; i++) {
+        if (!code) code = toka_submit(r->t, &c->parts[i].q, run_on_event, &c->parts[i], &c->parts[i].engine_id, e);
+        if (code) api_pack_end(&c->parts[i], TOKA_CANCELLED, &line->ready);
+    }
+    if (!code) return 0;
+    run_cancel(r, line);
+    run_queue(r, line);
+    return code;
+}
+
 /* A parsed line to the engine, or as an error record to the writer. Takes the line. */
-static int run_start(run_state *r, run_job *j, int code, toka_err *e) {
-    run_line *line = j->line;
-    if (!code) {
-        line->n = line->n_left = j->q.n, line->n_prompt = (int)j->prompt.n;
-        line->samples = mem_zalloc((size_t)line->n * sizeof *line->samples);
-        if (line->want_ids) line->prompt = j->prompt.p, j->prompt = (ids){0}; /* j->q.ids still points there */
-    }
+static int run_start(run_state *r, run_line *line, int code, toka_err *e) {
+    if (code) line->message = mem_check(strdup(e->msg));
     pthread_mutex_lock(&r->lock);
-    r->n_flight_lines++, r->n_flight_samples += MAX(line->n, 1), r->n_flight_bytes += (int64_t)line->bytes;
-    bool submit = !code && !r->stopped;
-    if (submit) { /* before the engine has it: then the line is the driver's */
-        line->in_flight = true;
-        line->after = r->flight;
-        if (r->flight) r->flight->before = line;
-        r->flight = line;
-        code = toka_submit(r->t, &j->q, run_on_event, line, &line->id, e);
+    r->n_flight_lines++, r->n_flight_samples += MAX(line->call.n_choices, 1), r->n_flight_bytes += (int64_t)line->bytes;
+    int broken = 0;
+    if (code || r->stopped) run_queue(r, line);
+    else if ((broken = run_submit(r, line, e)) && broken != TOKA_E_DEVICE) {
+        line->error = "invalid_request", line->message = mem_check(strdup(e->msg));
+        broken = 0;
     }
-    if (!submit || code) {
-        if (code && code != TOKA_E_DEVICE) {
-            if (!line->error) line->error = "invalid_request";
-            line->message = mem_check(strdup(e->msg));
-        }
-        run_ended(r, line);
-    }
-    bool broken = code == TOKA_E_DEVICE;
     pthread_mutex_unlock(&r->lock);
-    return broken ? code : 0;
+    return broken;
 }
 
 static int run_twice(const run_state *r, int64_t number, const run_seen *s, str id, toka_err *e) {
@@ -12931,12 +12600,12 @@ static int run_twice(const run_state *r, int64_t number, const run_seen *s, str 
 
 /* One line of the input: known ids are skipped, the rest goes on its way. */
 static int run_take_line(run_state *r, str text, toka_err *e) {
-    run_job j = {.r = r};
+    arena a = {0};
     buf id = {0};
     toka_err why = {0};
     const json *root = NULL;
     if (r->in.too_long) fail(&why, TOKA_E_INPUT, "longer than %d bytes", RUN_LINE_BYTES);
-    else root = json_parse(&j.a, text, run_limits, &why);
+    else root = json_parse(&a, text, run_limits, &why);
     run_identify(root, r->in.number, &id);
     run_key key = run_hash(buf_view(&id));
     run_seen *s = run_table_at(&r->seen, key);
@@ -12945,12 +12614,11 @@ static int run_take_line(run_state *r, str text, toka_err *e) {
     if (r->n_lines < 0 && s->state >> 1) code = run_twice(r, r->in.number, s, buf_view(&id), e), done = true;
     else if (r->n_lines < 0) run_table_set(&r->seen, s, (uint64_t)r->in.number << 1 | done), r->n_before += done;
     if (!done) {
-        j.line = run_line_new(r, buf_view(&id), key, text.n);
-        int bad = run_parse(&j, root, &why);
-        code = run_start(r, &j, bad, &why);
+        run_line *line = run_line_new(r, buf_view(&id), key, text.n);
+        code = run_start(r, line, run_parse(line, root, &why), &why);
         if (code) *e = why;
     }
-    arena_free(&j.a), ids_free(&j.prompt), buf_free(&id);
+    arena_free(&a), buf_free(&id);
     return code;
 }
 
@@ -12980,142 +12648,8 @@ static void run_put_key_id(buf *b, const char *name, const char *head, run_key k
     buf_printf(b, "\"%s%016llx%016llx\"", head, (unsigned long long)key.hi, (unsigned long long)key.lo);
 }
 
-static str run_token_text(const run_state *r, int32_t id, buf *text) {
-    toka_err e;
-    buf_clear(text);
-    if (r->t->tok) tok_decode(r->t->tok, &id, 1, 0, text, &e);
-    return buf_view(text);
-}
-
-/* {"tokens":[..],"token_logprobs":[..],"top_logprobs":[{token: logprob ..}..],"text_offset":[..]}: the alternatives and the
- * token itself; offsets in characters. Of alternatives with equal texts the first, likelier one counts. */
-static void run_put_text_logprobs(const run_line *line, const run_sample *s, buf *b) {
-    const run_token *t = (const run_token *)(const void *)s->tokens.p;
-    int each = 1 + line->n_top;
-    int64_t offset = 0;
-    buf text = {0}, top = {0}, offsets = {0};
-    json_put_open(b, '{');
-    json_put_key(b, "tokens"), json_put_open(b, '[');
-    for (int i = 0; i < s->n_tokens; i++) {
-        str token = run_token_text(line->run, t[i * each].id, &text);
-        json_put_str(b, token);
-        json_put_int(&offsets, offset);
-        for (size_t k = 0; k < token.n; k++) offset += ((unsigned char)token.p[k] & 0xC0) != 0x80;
-    }
-    json_put_close(b, ']');
-    json_put_key(b, "token_logprobs"), json_put_open(b, '[');
-    for (int i = 0; i < s->n_tokens; i++) json_put_num(b, t[i * each].logprob, true);
-    json_put_close(b, ']');
-    json_put_key(b, "top_logprobs"), json_put_open(b, '[');
-    for (int i = 0; i < s->n_tokens; i++) {
-        json_put_open(b, '{');
-        buf_clear(&top);
-        for (int k = 1; k <= each; k++) { /* the alternatives, then the token */
-            const run_token *v = &t[i * each + k % each];
-            buf entry = {0};
-            if (v->id >= 0) json_put_str(&entry, run_token_text(line->run, v->id, &text)), buf_char(&entry, ':');
-            if (entry.n && str_find(buf_view(&top), buf_view(&entry), 0) < 0) {
-                buf_str(&top, buf_view(&entry));
-                json_comma(b);
-                buf_str(b, buf_view(&entry));
-                json_put_num(b, v->logprob, true);
-            }
-            buf_free(&entry);
-        }
-        json_put_close(b, '}');
-    }
-    json_put_close(b, ']');
-    json_put_key(b, "text_offset");
-    buf_printf(b, "[%s]}", offsets.n ? offsets.p : "");
-    buf_free(&text), buf_free(&top), buf_free(&offsets);
-}
-
-/* "token":"..","logprob":..,"bytes":[..] */
-static void run_put_chat_token(const run_line *line, const run_token *t, buf *b) {
-    buf text = {0};
-    str token = run_token_text(line->run, t->id, &text);
-    json_put_key(b, "token"), json_put_str(b, token);
-    json_put_key(b, "logprob"), json_put_num(b, t->logprob, true);
-    json_put_key(b, "bytes"), json_put_open(b, '[');
-    for (size_t i = 0; i < token.n; i++) json_put_int(b, (unsigned char)token.p[i]);
-    json_put_close(b, ']');
-    buf_free(&text);
-}
-
-static void run_put_chat_logprobs(const run_line *line, const run_sample *s, buf *b) {
-    const run_token *t = (const run_token *)(const void *)s->tokens.p;
-    int each = 1 + line->n_top;
-    json_put_open(b, '{');
-    json_put_key(b, "content"), json_put_open(b, '[');
-    for (int i = 0; i < s->n_tokens; i++) {
-        json_put_open(b, '{');
-        run_put_chat_token(line, &t[i * each], b);
-        json_put_key(b, "top_logprobs"), json_put_open(b, '[');
-        for (int k = 1; k < each; k++) {
-            if (t[i * each + k].id < 0) continue;
-            json_put_open(b, '{');
-            run_put_chat_token(line, &t[i * each + k], b);
-            json_put_close(b, '}');
-        }
-        json_put_close(b, ']'), json_put_close(b, '}');
-    }
-    json_put_close(b, ']');
-    json_put_key(b, "refusal"), json_put_null(b);
-    json_put_close(b, '}');
-}
-
-static void run_put_ids(buf *b, const char *name, const int32_t *id, size_t n, size_t stride) {
-    json_put_key(b, name), json_put_open(b, '[');
-    for (size_t i = 0; i < n; i++) json_put_int(b, id[i * stride]);
-    json_put_close(b, ']');
-}
-
-static void run_put_choice(const run_line *line, int index, buf *b) {
-    const run_sample *s = &line->samples[index];
-    json_put_open(b, '{');
-    json_put_key(b, "index"), json_put_int(b, index);
-    if (line->chat) {
-        json_put_key(b, "message"), json_put_open(b, '{');
-        json_put_key(b, "role"), json_put_str(b, STR("assistant"));
-        json_put_key(b, "content"), json_put_str(b, buf_view(&s->text));
-        json_put_key(b, "refusal"), json_put_null(b);
-        json_put_close(b, '}');
-    } else {
-        json_put_key(b, "text"), json_put_str(b, buf_view(&s->text));
-    }
-    json_put_key(b, "logprobs");
-    if (!line->want_logprobs) json_put_null(b);
-    else if (line->chat) run_put_chat_logprobs(line, s, b);
-    else run_put_text_logprobs(line, s, b);
-    json_put_key(b, "finish_reason"), json_put_str(b, s->finish == TOKA_STOP ? STR("stop") : STR("length"));
-    if (line->want_ids) {
-        size_t stride = (1 + (size_t)line->n_top) * sizeof(run_token) / sizeof(int32_t);
-        run_put_ids(b, "token_ids", (const int32_t *)(const void *)s->tokens.p, (size_t)s->n_tokens, stride);
-        if (!line->chat) run_put_ids(b, "prompt_token_ids", line->prompt, (size_t)line->n_prompt, 1);
-    }
-    json_put_close(b, '}');
-}
-
-static void run_put_body(const run_line *line, buf *b) {
-    int64_t n_out = 0;
-    json_put_open(b, '{');
-    run_put_key_id(b, "id", line->chat ? "chatcmpl-" : "cmpl-", line->key);
-    json_put_key(b, "object"), json_put_str(b, line->chat ? STR("chat.completion") : STR("text_completion"));
-    json_put_key(b, "created"), json_put_int(b, 0);
-    json_put_key(b, "model"), json_put_str(b, str_c(line->model));
-    json_put_key(b, "choices"), json_put_open(b, '[');
-    for (int i = 0; i < line->n; i++) run_put_choice(line, i, b), n_out += line->samples[i].n_tokens;
-    json_put_close(b, ']');
-    if (line->chat && line->want_ids) run_put_ids(b, "prompt_token_ids", line->prompt, (size_t)line->n_prompt, 1);
-    json_put_key(b, "usage"), json_put_open(b, '{');
-    json_put_key(b, "prompt_tokens"), json_put_int(b, line->n_prompt);
-    json_put_key(b, "completion_tokens"), json_put_int(b, n_out);
-    json_put_key(b, "total_tokens"), json_put_int(b, line->n_prompt + n_out);
-    json_put_close(b, '}'), json_put_close(b, '}');
-}
-
 /* The line of the output file, with its line feed. */
-static void run_put_result(const run_line *line, buf *b) {
+static void run_put_result(run_line *line, buf *b) {
     json_put_open(b, '{');
     run_put_key_id(b, "id", "batch_req_", line->key);
     json_put_key(b, "custom_id"), json_put_str(b, str_c(line->custom_id));
@@ -13126,7 +12660,7 @@ static void run_put_result(const run_line *line, buf *b) {
         json_put_open(b, '{');
         json_put_key(b, "status_code"), json_put_int(b, 200);
         run_put_key_id(b, "request_id", "req_", line->key);
-        json_put_key(b, "body"), run_put_body(line, b);
+        json_put_key(b, "body"), api_finish(&line->call, b);
         json_put_close(b, '}');
     }
     json_put_key(b, "error");
@@ -13184,13 +12718,6 @@ static int run_write_all(run_state *r, str s, toka_err *e) {
     return 0;
 }
 
-/* A line that ended without a device or Ctrl-C in its way. */
-static bool run_is_whole(const run_line *line) {
-    for (int i = 0; i < line->n && !line->error; i++)
-        if (line->samples[i].finish != TOKA_STOP && line->samples[i].finish != TOKA_LENGTH) return false;
-    return true;
-}
-
 static int run_write_line(run_state *r, run_line *line, buf *b, toka_err *e) {
     buf_clear(b);
     run_put_result(line, b);
@@ -13200,38 +12727,60 @@ static int run_write_line(run_state *r, run_line *line, buf *b, toka_err *e) {
     return 0;
 }
 
-/* The writer's thread: until all that was read is written; then the driver may go home. */
+/* The first line of the queue with its records, in *ready; or NULL after 0.2 s. With run.lock held. */
+static run_line *run_wait_for_line(run_state *r, buf *ready) {
+    run_line *line = r->queue;
+    if (line) {
+        if (!(r->queue = line->next)) r->queue_end = &r->queue;
+        buf empty = *ready;
+        *ready = line->ready, line->ready = empty;
+        line->queued = false;
+        return line;
+    }
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += 200000000;
+    if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
+    pthread_cond_timedwait(&r->wake, &r->lock, &until);
+    return NULL;
+}
+
+static void run_leave(run_state *r, run_line *line) { /* with run.lock held */
+    if (line->in_flight) {
+        if (line->before) line->before->after = line->after;
+        else r->flight = line->after;
+        if (line->after) line->after->before = line->before;
+    }
+    r->n_flight_lines--, r->n_flight_samples -= MAX(line->call.n_choices, 1), r->n_flight_bytes -= (int64_t)line->bytes;
+    run_line_free(line);
+    pthread_cond_broadcast(&r->wake);
+}
+
+/* The writer's thread: makes text of records, and writes the lines that ended without a device or Ctrl-C in their way, until all
+ * that was read is written; then the driver may go home. */
 static void *run_write(void *user) {
     run_state *r = user;
-    buf b = {0};
+    buf b = {0}, ready = {0};
     bool terminal = isatty(2), failed = false;
     toka_err e;
     pthread_mutex_lock(&r->lock);
     while (!r->read_all || r->n_flight_lines) {
         if (*r->o->interrupted) run_stop(r, NULL);
-        run_line *line = r->ended;
-        if (!line) {
-            struct timespec until;
-            clock_gettime(CLOCK_REALTIME, &until);
-            until.tv_nsec += 200000000;
-            if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
-            pthread_cond_timedwait(&r->wake, &r->lock, &until);
-        } else if (!(r->ended = line->next)) {
-            r->ended_end = &r->ended;
-        }
+        run_line *line = run_wait_for_line(r, &ready);
         pthread_mutex_unlock(&r->lock);
-        int code = line && !failed && run_is_whole(line) ? run_write_line(r, line, &b, &e) : 0;
+        if (line && line->in_flight) api_feed(&line->call, buf_view(&ready), NULL);
+        buf_clear(&ready);
+        bool ended = line && (!line->in_flight || !line->call.n_left);
+        bool whole = ended && (line->error || (line->in_flight && !line->call.broken));
+        int code = whole && !failed ? run_write_line(r, line, &b, &e) : 0;
         run_progress(r, terminal);
         pthread_mutex_lock(&r->lock);
         if (code) failed = true, run_stop(r, &e);
-        if (!line) continue;
-        r->n_flight_lines--, r->n_flight_samples -= MAX(line->n, 1), r->n_flight_bytes -= (int64_t)line->bytes;
-        run_line_free(line);
-        pthread_cond_broadcast(&r->wake);
+        if (ended) run_leave(r, line);
     }
     pthread_mutex_unlock(&r->lock);
     if (terminal && !r->o->quiet) fputs("\r\x1b[K", stderr);
-    buf_free(&b);
+    buf_free(&b), buf_free(&ready);
     toka_stop(r->t);
     return NULL;
 }
@@ -13532,7 +13081,8 @@ static int run_batch(toka *t, const run_options *o, toka_err *e) {
     run_state r = {.o = o, .t = t, .t0 = os_now()};
     toka_err late;
     r.t_shown = r.t0;
-    r.ended_end = &r.ended;
+    r.queue_end = &r.queue;
+    run_models(&r);
     pthread_mutex_init(&r.lock, NULL), pthread_cond_init(&r.wake, NULL);
     int code = run_open(&r, e);
     if (!code) {
@@ -13766,7 +13316,7 @@ static void run_bench_submit(run_bench_state *b) {
     int64_t id;
     toka_request q = b->o->base;
     q.ids = b->tokens.p + b->prompt[s->prompt], q.n_ids = b->prompt[s->prompt + 1] - b->prompt[s->prompt];
-    q.sampling.seed = run_seed(q.sampling.seed, (run_key){0, (uint64_t)b->next++});
+    q.sampling.seed = api_seed(q.sampling.seed, (uint64_t[]){0, (uint64_t)b->next++});
     q.sampling.max_tokens = s->length, q.sampling.ignore_eos = true;
     toka_submit(b->t, &q, run_bench_event, b, &id, &b->e);
 }
