@@ -8302,8 +8302,8 @@ static int samp_check(const toka_sampling *s, int V, toka_err *e) {
     if (samp_check_int("max_tokens", s->max_tokens, 0, INT_MAX, e)) return e->code;
     if (samp_check_int("min_tokens", s->min_tokens, 0, s->max_tokens ? s->max_tokens : INT_MAX, e)) return e->code;
     if (samp_check_int("logprobs", s->logprobs, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
-    if (samp_check_ids("stop_ids", s->stop_ids, s->n_stop_ids, V, e)) return e->code;
-    if (samp_check_ids("allowed_ids", s->allowed_ids, s->n_allowed, V, e)) return e->code;
+    if (samp_check_ids("stop_token_ids", s->stop_ids, s->n_stop_ids, V, e)) return e->code;
+    if (samp_check_ids("allowed_token_ids", s->allowed_ids, s->n_allowed, V, e)) return e->code;
     if (samp_check_ids("logit_bias", s->bias_ids, s->n_bias, V, e)) return e->code;
     if (s->n_bias && !s->bias_values) return fail(e, TOKA_E_USE, "logit_bias: no values given, expected %d", s->n_bias);
     for (int i = 0; i < s->n_bias; i++)
@@ -11045,7 +11045,7 @@ typedef struct api_part { /* one prompt: one request of the engine, `user` of it
     buf waiting;       /* records of samples that came before the prompt's, which a stream sends first */
 } api_part;
 
-typedef struct api_call { /* caller's storage, zeroed; serial and created set */
+typedef struct api_call { /* caller's storage, zeroed, serial and created set; it stays where it is from api_parse to api_free */
     uint64_t serial[2]; /* unique: the answer's id, and the seed of a body without one */
     int64_t created;    /* seconds since 1970 */
     void *user;         /* the caller's */
@@ -12073,29 +12073,30 @@ static void api_feed_prompt(api_call *c, api_part *p, const api_record *r, str r
     }
 }
 
-static void api_feed_records(api_call *c, str records, bool wait, buf *out) {
+/* The records that waited for a part's prompt. */
+static void api_release(api_call *c, api_part *p, buf *out) {
     size_t n;
-    for (; records.n; records = str_sub(records, n, records.n)) {
-        str rest;
-        api_record r = api_unpack(records, &rest, &n);
-        api_part *p = &c->parts[r.part];
-        bool whole = !c->stream || !p->q.prompt_logprobs || p->n_scored == (int)p->prompt.n; /* the prompt, as far as it is wanted */
-        if (r.sample == TOKA_PROMPT) api_feed_prompt(c, p, &r, rest, out);
-        else if (wait && !whole && !c->broken && r.finish < TOKA_CANCELLED) buf_put(&p->waiting, records.p, n);
-        else api_feed_sample(c, p, &r, rest, out);
+    for (str s = buf_view(&p->waiting), rest; s.n; s = str_sub(s, n, s.n)) {
+        api_record r = api_unpack(s, &rest, &n);
+        api_feed_sample(c, p, &r, rest, out);
     }
+    buf_clear(&p->waiting);
 }
 
 /* Whole records, in their order, to text; c->n_left is 0 when all is said. Streaming: chunks are appended to out, maybe none. Tokens
  * of a sample wait for those of the prompt, which stand before them in the stream; not if the call is broken. */
 static void api_feed(api_call *c, str records, buf *out) {
-    api_feed_records(c, records, true, out);
-    for (int i = 0; i < c->n_parts && c->stream && c->parts[0].q.prompt_logprobs; i++) {
-        api_part *p = &c->parts[i];
-        if (!p->waiting.n || (p->n_scored < (int)p->prompt.n && !c->broken)) continue;
-        api_feed_records(c, buf_view(&p->waiting), false, out);
-        buf_clear(&p->waiting);
+    size_t n;
+    for (str rest; records.n; records = str_sub(records, n, records.n)) {
+        api_record r = api_unpack(records, &rest, &n);
+        api_part *p = &c->parts[r.part];
+        bool wait = c->stream && p->q.prompt_logprobs && p->n_scored < (int)p->prompt.n;
+        if (r.sample == TOKA_PROMPT) api_feed_prompt(c, p, &r, rest, out);
+        else if (wait && !c->broken && r.finish < TOKA_CANCELLED) buf_put(&p->waiting, records.p, n);
+        else api_feed_sample(c, p, &r, rest, out);
+        if (wait && p->n_scored == (int)p->prompt.n) api_release(c, p, out);
     }
+    for (int i = 0; i < c->n_parts && c->stream && c->broken; i++) api_release(c, &c->parts[i], out);
 }
 
 /* ---- Ends ---- */
