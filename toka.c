@@ -8714,6 +8714,8 @@ typedef struct stop_scan {
     int n_stops;
     int which; /* of the stop string that ended it: its index in the list given to stop_init */
     bool include_stop, ended;
+    bool open;         /* the text ends in the beginning of a stop string */
+    uint64_t first[4]; /* a bit for each byte that begins one: while not open, others need no look */
     buf held; /* text not yet given out: its end of max(matched) bytes is the beginning of a stop string */
 } stop_scan;
 
@@ -8736,6 +8738,7 @@ static void stop_init(stop_scan *s, const char *const *stop, int n_stop, bool in
         if (!text.n) continue;
         stop_one *one = &s->stops[s->n_stops++];
         *one = (stop_one){.text = text, .index = i, .back = back};
+        s->first[(unsigned char)*text.p >> 6] |= (uint64_t)1 << (*text.p & 63);
         back += text.n + 1;
         for (size_t b = 1; b < text.n; b++) one->back[b + 1] = stop_advance(one, one->back[b], text.p[b]);
     }
@@ -8744,13 +8747,18 @@ static void stop_init(stop_scan *s, const char *const *stop, int n_stop, bool in
 /* One byte. Returns the length of the longest stop string that it completes, or 0; s->which says which one. */
 static size_t stop_byte(stop_scan *s, char c) {
     size_t longest = 0;
+    bool open = false;
+    if (!s->open && !(s->first[(unsigned char)c >> 6] >> (c & 63) & 1)) return 0;
     for (int i = 0; i < s->n_stops; i++) {
         stop_one *one = &s->stops[i];
         one->matched = stop_advance(one, one->matched, c);
-        if ((size_t)one->matched < one->text.n) continue;
-        if (one->text.n > longest) longest = one->text.n, s->which = one->index;
-        one->matched = one->back[one->matched];
+        if ((size_t)one->matched == one->text.n) {
+            if (one->text.n > longest) longest = one->text.n, s->which = one->index;
+            one->matched = one->back[one->matched];
+        }
+        open |= one->matched > 0;
     }
+    s->open = open;
     return longest;
 }
 
@@ -8769,7 +8777,11 @@ static bool stop_put(stop_scan *s, str text, bool armed, buf *out) {
         return s->ended = true;
     }
     size_t keep = 0;
-    for (int i = 0; i < s->n_stops; i++) keep = MAX(keep, (size_t)s->stops[i].matched);
+    for (int i = 0; i < s->n_stops && s->open; i++) keep = MAX(keep, (size_t)s->stops[i].matched);
+    if (!keep && !s->held.n) {
+        buf_str(out, text);
+        return false;
+    }
     buf_str(&s->held, text);
     size_t certain = s->held.n - keep;
     buf_put(out, s->held.p, certain);
