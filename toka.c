@@ -10065,7 +10065,7 @@ typedef struct eng_request { /* from eng_submit until its last event */
     toka_sampling sampling, scoring; /* scoring: of the prompt's places, only logprobs counts */
     bool scores;     /* the prompt's tokens are wanted, by sample 0, which computes them all */
     bool score_only; /* and nothing else: n is 1 here, its sample draws nothing and has events of TOKA_PROMPT */
-    bool ids_only;
+    bool ids_only, keep_special;
     int n_scored;    /* tokens of the prompt whose events went out */
     int priority;
     uint64_t class_key;
@@ -10195,7 +10195,7 @@ static eng_request *eng_request_new(const eng *g, const toka_request *r, const i
     arena *a = &q->a;
     *s = r->sampling;
     q->sched_id = -1, q->n_prompt = n_prompt, q->n = q->n_live = MAX(r->n, 1), q->priority = r->priority;
-    q->class_key = r->length_class, q->ids_only = r->ids_only;
+    q->class_key = r->length_class, q->ids_only = r->ids_only, q->keep_special = r->keep_special;
     q->scores = r->prompt_logprobs, q->score_only = !r->n, q->scoring.logprobs = r->prompt_top;
     q->prompt = eng_copy(a, prompt, (size_t)n_prompt * sizeof *prompt);
     q->ended = arena_zalloc(a, (size_t)q->n);
@@ -10432,7 +10432,7 @@ static bool eng_text(eng *g, int q, const eng_request *r, int32_t id, bool is_en
     if (!g->tok || (r->ids_only && !r->sampling.n_stop)) return false;
     if (!slot->open) {
         stop_init(&slot->stop, r->sampling.stop, r->sampling.n_stop, r->sampling.include_stop);
-        tok_stream_init(&slot->stream, g->tok, TOKA_SKIP_SPECIAL);
+        tok_stream_init(&slot->stream, g->tok, r->keep_special ? 0 : TOKA_SKIP_SPECIAL);
         tok_stream_follow(&slot->stream, r->prompt[r->n_prompt - 1]);
         slot->open = true;
     }
@@ -11126,7 +11126,7 @@ typedef struct api_body { /* a body's fields, at their defaults or as given */
     float temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
     int64_t max_tokens, max_completion_tokens, min_tokens, top_k, n, best_of, seed, priority; /* -1: max_* not given */
     int64_t n_logprobs, top_logprobs, prompt_logprobs;                                        /* -1: not given */
-    int chat_logprobs, echo, stream, ignore_eos, include_stop, special, generate, return_token_ids, return_packed, names_are_ids,
+    int chat_logprobs, echo, stream, ignore_eos, include_stop, special, skip_special, generate, return_token_ids, return_packed, names_are_ids,
         return_strs;
     str model;
     const json *prompt, *messages, *tools, *tool_choice, *documents, *kwargs, *stop, *stop_ids, *allowed, *bias, *bad_words,
@@ -11183,6 +11183,7 @@ static const api_field api_fields[] = {
     API_NOT("echo", API_M, 0),
     API_F("stream", API_CM, API_BOOL, stream),
     API_F("stream_options", API_CM, API_OBJECT, stream_options),
+    API_F("skip_special_tokens", API_CM, API_BOOL, skip_special),
     API_F("ignore_eos", API_CM, API_BOOL, ignore_eos),
     API_F("include_stop_str_in_output", API_CM, API_BOOL, include_stop),
     API_F("return_token_ids", API_CM, API_BOOL, return_token_ids),
@@ -11215,7 +11216,6 @@ static const api_field api_fields[] = {
     API_NOT("length_penalty", API_CM, "1", "1.0"),
     API_NOT("prompt_embeds", API_C, 0),
     API_NOT("truncate_prompt_tokens", API_CM, 0),
-    API_NOT("skip_special_tokens", API_CM, "true"),
     API_NOT("spaces_between_special_tokens", API_CM, "true"),
     API_NOT("logits_processors", API_CM, 0),
     API_NOT("guided_json", API_CM, 0), API_NOT("guided_regex", API_CM, 0), API_NOT("guided_choice", API_CM, 0),
@@ -11287,7 +11287,7 @@ static int api_read_body(api_call *c, enum api_route route, const json *body, ap
                     .frequency_penalty = s->frequency_penalty, .max_tokens = -1, .max_completion_tokens = -1,
                     .min_tokens = s->min_tokens, .top_k = s->top_k, .n = c->m->base.n, .best_of = -1, .n_logprobs = -1,
                     .top_logprobs = -1, .prompt_logprobs = -1, .ignore_eos = s->ignore_eos, .include_stop = s->include_stop,
-                    .special = -1, .generate = 1, .model = STR("")};
+                    .special = -1, .skip_special = 1, .generate = 1, .model = STR("")};
     if (!json_is(body, JSON_OBJECT)) return API_BAD("body: expected a JSON object");
     JSON_MEMBERS(key, body) {
         const api_field *f = api_find_field((str){key->s, key->n}, 1 << route);
@@ -11445,7 +11445,7 @@ static int api_sampling(api_call *c, const api_body *b, toka_request *q, toka_er
         q->n = 0, q->prompt_logprobs = 1, s->n_stop = 0, s->min_tokens = 0;
     }
     q->length_class = c->n < 16 ? 2 * (uint64_t)(uint32_t)s->max_tokens + c->chat + 1 : 0;
-    q->ids_only = 1;
+    q->ids_only = 1, q->keep_special = !b->skip_special;
     return 0;
 }
 
@@ -11514,7 +11514,10 @@ static int api_put_message(api_call *c, const json *m, buf *b, toka_err *e) {
     JSON_MEMBERS(key, m) {
         str name = json_str(key);
         json_put_str(b, name), buf_char(b, ':');
-        if (str_is(name, "content") && key[1].type == JSON_ARRAY) {
+        bool content = str_is(name, "content");
+        if (content && key[1].type != JSON_STRING && key[1].type != JSON_NULL && key[1].type != JSON_ARRAY)
+            return API_BAD("messages: a content is a text or a list of parts");
+        if (content && key[1].type == JSON_ARRAY) {
             if ((code = api_put_parts(c, key + 1, b, e))) return code;
         } else if (str_is(name, "tool_calls") && key[1].type == JSON_ARRAY) {
             json_put_open(b, '[');
@@ -11611,7 +11614,7 @@ static void api_choices_init(api_call *c) {
         const api_part *p = &c->parts[i / c->n];
         x->tokens.n_top = c->n_top, x->stop_id = x->stop_text = -1;
         if (!c->m->t->tok) continue;
-        tok_stream_init(&x->stream, c->m->t->tok, TOKA_SKIP_SPECIAL);
+        tok_stream_init(&x->stream, c->m->t->tok, p->q.keep_special ? 0 : TOKA_SKIP_SPECIAL);
         tok_stream_follow(&x->stream, p->prompt.p[p->prompt.n - 1]);
     }
 }

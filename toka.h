@@ -155,6 +155,7 @@ typedef struct toka_request {
     toka_sampling sampling;
     int prompt_logprobs;   /* an event of sample TOKA_PROMPT for each token of the prompt, in order, before sample 0's first one */
     int prompt_top;        /* and in them the top-k log-probabilities of each place */
+    int keep_special;      /* special tokens stay in the text; those that end a sample never do */
     int ids_only;          /* events have no text (NULL) unless stop strings make the engine look at it: the caller makes it from ids */
     int priority;          /* a head start in the queue, higher is earlier; 0 is usual */
     uint64_t length_class; /* requests with equal keys have outputs of like length; 0: this request's samples only */

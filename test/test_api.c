@@ -117,7 +117,8 @@ static void test_api_wrong_values(void) {
         {API_COMPLETIONS, "bad_words", "[1]"}, {API_COMPLETIONS, "bad_words", "[\"\"]"},
         {API_COMPLETIONS, "stream_options", "{\"include_usage\":1}"}, {API_CHAT, "tool_choice", "\"required\""},
         {API_CHAT, "tool_choice", "{\"type\":\"function\"}"}, {API_CHAT, "messages", "[]"}, {API_CHAT, "messages", "[1]"},
-        {API_CHAT, "messages", "[{\"content\":\"a\"}]"}, {API_CHAT, "messages", "[{\"role\":\"user\",\"content\":[{\"type\":\"image_url\"}]}]"},
+        {API_CHAT, "messages", "[{\"content\":\"a\"}]"},
+        {API_CHAT, "messages", "[{\"role\":\"user\",\"content\":1}]"}, {API_CHAT, "messages", "[{\"role\":1,\"content\":\"a\"}]"}, {API_CHAT, "messages", "[{\"role\":\"user\",\"content\":[{\"type\":\"image_url\"}]}]"},
         {API_CHAT, "response_format", "{\"type\":\"json_object\"}"}, {API_TOKENIZE, "prompt", "[1]"}, {API_DETOKENIZE, "tokens", "[1.5]"},
         {API_DETOKENIZE, "tokens", "[999999]"}};
     api_model m = api_test_model();
@@ -344,6 +345,12 @@ static void test_api_golden_whole(void) {
                "\"prompt_logprobs\":[null,{\"21\":{\"logprob\":-0.5,\"rank\":null,\"decoded_token\":\"2\"}}]}],"
                API_USAGE("2", "2", "4", "2"));
     m.live = false, f.stops = false;
+    api_fake special = {.id = {20, m.t->files->eos_ids[0], 21}, .n = 3};
+    buf kept = {0}, plain = {0};
+    api_answer(&m, API_COMPLETIONS, "{\"prompt\":[5],\"skip_special_tokens\":false}", &special, &kept);
+    api_answer(&m, API_COMPLETIONS, "{\"prompt\":[5]}", &special, &plain);
+    CHECK(!strstr(kept.p, "\"text\":\"12\"") && strstr(kept.p, "\"text\":\"1<") && strstr(plain.p, "\"text\":\"12\""));
+    buf_free(&kept), buf_free(&plain);
     api_golden(&m, API_COMPLETIONS, "{\"prompt\":[20],\"echo\":true,\"max_tokens\":0}", &f,
                "{\"id\":\"cmpl-00000000000000110000000000000022\",\"object\":\"text_completion\",\"created\":1700000000,\"model\":\"m\","
                "\"choices\":[{\"index\":0,\"text\":\"1\",\"logprobs\":null,\"finish_reason\":\"length\"}],"
