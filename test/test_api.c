@@ -204,8 +204,8 @@ static void test_api_bad_words(void) {
     ids got = {0};
     samp_bad_ids(&t, output, 3, &got);
     CHECK(got.n == 3 && got.p[0] == 3 && got.p[1] == 4 && got.p[2] == 5);
-    got.n = 0, samp_bad_ids(&t, output, 1, &got);
-    CHECK(got.n == 1 && got.p[0] == 4);
+    got.n = 0, samp_bad_ids(&t, output + 2, 1, &got); /* what lies before the output does not count */
+    CHECK(got.n == 2 && got.p[0] == 4 && got.p[1] == 5);
     ids_free(&plain), ids_free(&spaced), ids_free(&got), api_free(&c);
 }
 
@@ -545,6 +545,17 @@ static void test_api_bytes(void) {
     JSON_EACH(it, content) JSON_EACH(byte, json_get(it, "bytes")) buf_char(&bytes, (char)json_int(byte, 0));
     CHECK_MSG(str_is(buf_view(&bytes), text), "%s", bytes.p);
     CHECK(str_is(json_str(json_get(json_get(choice, "message"), "content")), text));
+    buf_clear(&out), buf_clear(&bytes);
+    f.n--; /* the last character stays without its end; offsets count characters where they begin */
+    api_answer(&m, API_COMPLETIONS, "{\"prompt\":[5],\"logprobs\":0}", &f, &out);
+    choice = json_at(json_get(json_parse(&a, buf_view(&out), json_trusted, &e), "choices"), 0);
+    const json *offsets = json_get(json_get(choice, "logprobs"), "text_offset");
+    CHECK(str_ends(json_str(json_get(choice, "text")), STR("\xE6\xBC\xA2\xEF\xBF\xBD")));
+    for (int i = 0; i < f.n; i++) {
+        CHECK(json_int(json_at(offsets, (size_t)i), -1) == api_characters(buf_view(&bytes)));
+        tok_bytes(m.t->tok, f.id[i], &bytes);
+    }
+    CHECK(api_characters(STR("na\xC3\xAFve")) == 5);
     buf_free(&out), buf_free(&bytes), arena_free(&a);
 }
 
