@@ -23,7 +23,7 @@
  *         |       (16 is the CPU's)        which calls samp_row (15) on each row of logits
  *         +-- eng_commit (18) <---------- toka_pick: the id and its log-probability; sched_commit (13) files it
  *     id --------------- tok_stream_put (6), stop_put (15) --> text that is certain --> toka_event --> the caller,
- *                                         who may be a person (24), a file of results (23) or another program (19)
+ *                                         who may be a person (28), a file of results (22) or another program (19)
  *
  * A step is planned as integers, run, and committed. Plans know no floats and no text; ops know no requests. That is what
  * lets the planning be tested without a model and the ops without an engine, and lets another device run the same plans.
@@ -64,7 +64,7 @@
  * LETTERS, equal in C, CUDA and README. T tokens of a step, S sequences, L layers, H query heads, K kv heads, D head size,
  * E model width, F mlp width, V vocabulary, B tokens per page. Prefixes name chapters: st_ and mf_ are chapter 10.
  *
- * ROOMS TO COME stand in the contents with their banners, so that numbers stay: 20 to 22 are the server.
+ * ROOMS TO COME stand in the contents with their banners, so that numbers stay: 20, 21 and 23 to 25 are the server.
  *
  * CONTENTS (build.sh checks it against the banners; to read one chapter: sed -n '/MARK: 4\./,/MARK: 5\./p' toka.c)
  *
@@ -89,9 +89,13 @@
  *  19. Public API [os]
  *  20. HTTP [pure]
  *  21. OpenAI API [pure]
- *  22. Server [os]
- *  23. Batch runner, bench and plan [os]
- *  24. Command line [os]
+ *  22. Batch runner [os]
+ *  23. Files and batches [os]
+ *  24. Status page [pure]
+ *  25. Server [os]
+ *  26. Bench and plan [os]
+ *  27. Bench serve [os]
+ *  28. Command line [os]
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* mmap flags, sched_getaffinity, memmem */
@@ -790,6 +794,29 @@ static void json_put_num(buf *b, double f, bool is_float) {
     buf_put(b, z, at ? (size_t)(at - z) : strlen(z));
     if (at) buf_char(b, '.'), buf_c(b, at + strlen(point));
     if (f == 0 && signbit(f)) buf_c(b, ".0"); /* "-0" would be read back as an integer */
+}
+
+/* A value that was read, as text again. Recursion is as deep as the reader's limits let it be. */
+static void json_put_value(buf *b, const json *v) {
+    switch (v->type) {
+    case JSON_NULL: json_put_null(b); break;
+    case JSON_FALSE: json_put_bool(b, false); break;
+    case JSON_TRUE: json_put_bool(b, true); break;
+    case JSON_STRING: json_put_str(b, json_str(v)); break;
+    case JSON_NUMBER:
+        if (v->exact) json_put_int(b, v->i);
+        else json_put_num(b, v->f, false);
+        break;
+    case JSON_ARRAY:
+        json_put_open(b, '[');
+        JSON_EACH(it, v) json_put_value(b, it);
+        json_put_close(b, ']');
+        break;
+    default:
+        json_put_open(b, '{');
+        JSON_MEMBERS(key, v) json_put_str(b, (str){key->s, key->n}), buf_char(b, ':'), json_put_value(b, key + 1);
+        json_put_close(b, '}');
+    }
 }
 
 /* ===========================================================================
@@ -2087,6 +2114,15 @@ static int tok_decode(const tok *t, const int32_t *id, size_t n, int flags, buf 
     tok_stream_end(&s, out);
     tok_stream_free(&s);
     return 0;
+}
+
+/* The bytes that an id adds in the middle of a text, maybe part of a character. An id that the vocabulary does not have: none. */
+static void tok_bytes(const tok *t, int32_t id, buf *out) {
+    tok_stream s = {.t = t, .begun = true};
+    if (id < 0 || id >= t->n_ids || !(t->flag[id] & TOK_KNOWN)) return;
+    if (t->decoder == TOK_JOIN) buf_char(out, ' ');
+    if (t->decoder == TOK_META) tok_stream_meta(&s, t->text[id], out);
+    else buf_str(out, t->text[id]);
 }
 
 /* ---- Loading: vocabulary and merges ---- */
@@ -5293,6 +5329,7 @@ typedef struct mf_model { /* immutable after mf_open */
     size_t weight_bytes;
     str tokenizer_json, tokenizer_config; /* mapped; empty if there is no such file */
     str chat_template;    /* Jinja source; empty: none */
+    str tool_template;    /* the one for chats with tools, where the model has two; empty: none */
     char *bos_token, *eos_token, *pad_token, *unk_token; /* texts for the template, NULL: none */
     int32_t bos_id;       /* -1: none */
     int32_t *eos_ids;
@@ -5730,13 +5767,15 @@ static char *mf_special(mf_reader *r, const char *name, arena *a) { /* "<s>" or 
     return json_is(v, JSON_STRING) ? arena_cstr(a, json_str(v)) : NULL;
 }
 
-/* The template: a string, or a list of {"name", "template"} of which "default" is the one. */
-static str mf_template(mf_reader *r, arena *a) {
+/* A template by name: of a list of {"name", "template"}; a string is "default". */
+static str mf_template(mf_reader *r, const char *name, arena *a) {
     const json *v = mf_field(r, "chat_template");
     if (json_is(v, JSON_ARRAY)) {
         const json *list = v;
         v = NULL;
-        JSON_EACH(it, list) if (str_is(json_str(json_get(it, "name")), "default")) v = json_get(it, "template");
+        JSON_EACH(it, list) if (str_is(json_str(json_get(it, "name")), name)) v = json_get(it, "template");
+    } else if (strcmp(name, "default")) {
+        return STR("");
     }
     if (v && v->type != JSON_STRING) mf_bad(r, "chat_template", v, "a string or a list of named ones");
     return json_is(v, JSON_STRING) ? arena_str(a, json_str(v)) : STR("");
@@ -5750,7 +5789,7 @@ static int mf_tokenizer_config_parse(str text, const char *where, arena *a, mf_m
         mf_reader reader = {.o = o, .where = where, .path = "", .e = e}, *r = &reader;
         m->bos_token = mf_special(r, "bos_token", a), m->eos_token = mf_special(r, "eos_token", a);
         m->pad_token = mf_special(r, "pad_token", a), m->unk_token = mf_special(r, "unk_token", a);
-        m->chat_template = mf_template(r, a);
+        m->chat_template = mf_template(r, "default", a), m->tool_template = mf_template(r, "tool_use", a);
     }
     arena_free(&tmp);
     return e->code;
@@ -6374,7 +6413,7 @@ static int mf_open_configs(mf_model *m, toka_err *e) {
     if (mf_file(m, "tokenizer_config.json", false, where, &m->tokenizer_config, e)) return e->code;
     if (m->tokenizer_config.n && mf_tokenizer_config_parse(m->tokenizer_config, where, &m->a, m, e)) return e->code;
     if (mf_file(m, "chat_template.jinja", false, where, &text, e)) return e->code;
-    if (text.n) m->chat_template = text;
+    if (text.n) m->chat_template = text, m->tool_template = STR("");
     const mf_config *c = &m->config;
     snprintf(m->architecture, sizeof m->architecture, "%s", c->arch->name);
     m->shape = c->shape;
@@ -6447,7 +6486,7 @@ static void mf_close(mf_model *m) {
 static int mf_open_text(mf_model **out, const char *model, const char *models_file, const mf_embedded *embedded, toka_err *e) {
     mf_model *m = *out = mem_zalloc(sizeof *m);
     int code = 0;
-    m->tokenizer_json = m->tokenizer_config = m->chat_template = STR("");
+    m->tokenizer_json = m->tokenizer_config = m->chat_template = m->tool_template = STR("");
     m->config.bos_id = m->bos_id = -1;
     m->defaults = mf_no_defaults;
     if (model) code = mf_find(m, model, models_file, e);
@@ -7244,14 +7283,15 @@ typedef struct sched_job { /* what a request asks of the scheduler */
     int min_tokens;        /* none ends before */
     bool exact;            /* every sample has max_tokens unless cancelled (ignore_eos and no stop) */
     int priority;          /* higher goes earlier */
-    bool alone;            /* finds and shares no pages: every position is computed (log-probabilities of a prompt) */
+    int n_alone;           /* the first so many samples find and share no pages: they compute every position */
     uint64_t class_key;    /* requests with equal keys have outputs of like length; 0: a class of its own if n > 1 */
 } sched_job;
 
 typedef struct sched_request {
     int32_t *prompt; /* owned; NULL: this id is free */
     int n_prompt, n, max_tokens, min_tokens;
-    bool exact, alone;
+    bool exact;
+    int n_alone;           /* as in sched_job */
     int n_started, n_live; /* samples that ever ran; of them not ended */
     int first;             /* its live sequences, linked by sibling */
     int64_t key;           /* order of the queue, smaller first */
@@ -7279,6 +7319,7 @@ typedef struct sched_seq { /* what every step touches comes first: one cache lin
     int page;          /* in decode: the page of position n_cached - 1 */
 
     int n_prompt, request, sample;
+    int n_found;       /* positions found in the tree when it first started */
     int expect;        /* tokens it will have, prompt and output; end = base + expect - 1 */
     int64_t base;      /* position x is computed in step base + x */
     double luck;       /* share of its class that gets longer than it is expected to get; 0: not drawn */
@@ -7528,7 +7569,7 @@ static int sched_submit(sched *s, const sched_job *j, toka_err *e) {
     sched_request *r = &s->requests[id];
     *r = (sched_request){.prompt = mem_alloc((size_t)j->n_prompt * sizeof(int32_t)), .n_prompt = j->n_prompt, .n = j->n,
                          .max_tokens = j->max_tokens, .min_tokens = MIN(j->min_tokens, j->max_tokens), .exact = j->exact,
-                         .alone = j->alone, .first = -1, .class_key = j->class_key};
+                         .n_alone = j->n_alone, .first = -1, .class_key = j->class_key};
     memcpy(r->prompt, j->prompt, (size_t)j->n_prompt * sizeof(int32_t));
     if (!r->class_key && j->n > 1) r->class_key = ++s->own_class | (uint64_t)1 << 63;
     r->key = (s->now - (int64_t)priority * SCHED_PRIORITY) * (1 << 24) + MIN(s->n_arrived, (1 << 24) - 1);
@@ -7636,9 +7677,11 @@ static bool sched_fits(sched *s, int q, int n, int m) {
     }
 }
 
+static bool sched_alone(const sched *s, const sched_seq *x) { return x->sample < s->requests[x->request].n_alone; }
+
 static void sched_start(sched *s, int q, int n, int m) {
     sched_seq *x = &s->seqs[q];
-    kv_open(&s->kv, q, x->tokens, n, m, s->requests[x->request].alone);
+    kv_open(&s->kv, q, x->tokens, n, m, sched_alone(s, x));
     sched_attach(s, q, false);
     x->state = SCHED_PREFILL;
     x->started = ++s->n_started, x->row_turn++;
@@ -7662,7 +7705,7 @@ static void sched_aim(sched *s, int q, int n, int m) {
 
 static bool sched_admit_parked(sched *s, int q) {
     sched_seq *x = &s->seqs[q];
-    int n = x->n_known, m = s->requests[x->request].alone ? 0 : kv_match(&s->kv, q, x->tokens, n);
+    int n = x->n_known, m = sched_alone(s, x) ? 0 : kv_match(&s->kv, q, x->tokens, n);
     sched_aim(s, q, n, m);
     if (!sched_fits(s, q, n, m)) return false;
     heap_remove(s->line, &s->parked, q);
@@ -7674,9 +7717,9 @@ static bool sched_admit_fresh(sched *s, int id) {
     if (!s->n_slots_free) return false;
     sched_request *r = &s->requests[id];
     int q = s->free_slots[s->n_slots_free - 1], n = r->n_prompt;
-    int m = r->alone ? 0 : kv_match(&s->kv, q, r->prompt, n);
+    int m = r->n_started < r->n_alone ? 0 : kv_match(&s->kv, q, r->prompt, n);
     sched_seq *x = &s->seqs[q];
-    *x = (sched_seq){.request = id, .sample = r->n_started, .n_prompt = n, .n_known = n, .limit = n + r->max_tokens,
+    *x = (sched_seq){.request = id, .sample = r->n_started, .n_prompt = n, .n_known = n, .n_found = m * s->c.B, .limit = n + r->max_tokens,
                      .ticket = x->ticket, .row_turn = x->row_turn, .class = {-1, 0}, .next_edge = n + s->pred.edge[1],
                      .sibling = r->first, .sibling_prev = -1};
     if (!r->exact) x->class = pred_find(&s->pred, r->class_key);
@@ -8244,7 +8287,8 @@ UNUSED static size_t batch_upload_bytes(const batch_upload *u) {
  * =========================================================================== */
 
 #define SAMP_MAX_STOPS 256       /* stop strings of one request */
-#define SAMP_MAX_STOP_BYTES 4096 /* of one stop string */
+#define SAMP_MAX_STOP_BYTES 4096 /* of one stop string; ids of one bad word */
+#define SAMP_MAX_BAD 4096        /* bad words of one request */
 #define SAMP_WINDOW 16384        /* ids looked at together where a row needs a counter per id */
 #define SAMP_BLOCKS 512          /* partial sums of a row, for the draw */
 #define SAMP_LANES 16            /* independent sums side by side, so that a compiler can use vectors */
@@ -8272,7 +8316,8 @@ static int samp_check_ids(const char *name, const int32_t *id, int n, int V, tok
 }
 
 static int samp_check_stops(const toka_sampling *s, toka_err *e) {
-    if (samp_check_int("n_stop", s->n_stop, 0, SAMP_MAX_STOPS, e)) return e->code;
+    if (s->n_stop < 0 || s->n_stop > SAMP_MAX_STOPS)
+        return fail(e, TOKA_E_USE, "stop: %d texts, expected at most %d", s->n_stop, SAMP_MAX_STOPS);
     if (s->n_stop && !s->stop) return fail(e, TOKA_E_USE, "stop: no strings given, expected %d", s->n_stop);
     for (int i = 0; i < s->n_stop; i++) {
         size_t n = s->stop[i] ? strlen(s->stop[i]) : 0;
@@ -8287,6 +8332,17 @@ static int samp_check_stops(const toka_sampling *s, toka_err *e) {
     return 0;
 }
 
+static int samp_check_bad(const toka_sampling *s, int V, toka_err *e) {
+    int n = 0;
+    if (s->n_bad < 0 || s->n_bad > SAMP_MAX_BAD)
+        return fail(e, TOKA_E_USE, "bad_words: %d sequences of ids, expected at most %d", s->n_bad, SAMP_MAX_BAD);
+    if (s->n_bad && !s->bad_lengths) return fail(e, TOKA_E_USE, "bad_words: no lengths given, expected %d", s->n_bad);
+    for (int i = 0; i < s->n_bad; n += s->bad_lengths[i++])
+        if (s->bad_lengths[i] < 1 || s->bad_lengths[i] > SAMP_MAX_STOP_BYTES)
+            return fail(e, TOKA_E_USE, "bad_words[%d]: %d ids, expected 1 to %d", i, s->bad_lengths[i], SAMP_MAX_STOP_BYTES);
+    return samp_check_ids("bad_words", s->bad_ids, n, V, e);
+}
+
 /* Checks ranges; V: vocabulary. The message names field, value and what is allowed. The ranges are OpenAI's and vLLM's. */
 static int samp_check(const toka_sampling *s, int V, toka_err *e) {
     if (samp_check_range("temperature", s->temperature, 0, FLT_MAX, false, e)) return e->code;
@@ -8299,13 +8355,13 @@ static int samp_check(const toka_sampling *s, int V, toka_err *e) {
     if (samp_check_int("max_tokens", s->max_tokens, 0, INT_MAX, e)) return e->code;
     if (samp_check_int("min_tokens", s->min_tokens, 0, s->max_tokens ? s->max_tokens : INT_MAX, e)) return e->code;
     if (samp_check_int("logprobs", s->logprobs, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
-    if (samp_check_ids("stop_ids", s->stop_ids, s->n_stop_ids, V, e)) return e->code;
-    if (samp_check_ids("allowed_ids", s->allowed_ids, s->n_allowed, V, e)) return e->code;
+    if (samp_check_ids("stop_token_ids", s->stop_ids, s->n_stop_ids, V, e)) return e->code;
+    if (samp_check_ids("allowed_token_ids", s->allowed_ids, s->n_allowed, V, e)) return e->code;
     if (samp_check_ids("logit_bias", s->bias_ids, s->n_bias, V, e)) return e->code;
     if (s->n_bias && !s->bias_values) return fail(e, TOKA_E_USE, "logit_bias: no values given, expected %d", s->n_bias);
     for (int i = 0; i < s->n_bias; i++)
         if (samp_check_range("logit_bias", s->bias_values[i], -100, 100, false, e)) return e->code;
-    return samp_check_stops(s, e);
+    return samp_check_bad(s, V, e) ? e->code : samp_check_stops(s, e);
 }
 
 /* ---- Random numbers ---- */
@@ -8679,6 +8735,19 @@ static void samp_row(const toka_out_row *row, float *logits, int V, toka_pick *p
         if (pick->top_ids[i] == pick->id) pick->logprob = pick->top_logprobs[i];
 }
 
+/* ---- Bad words ---- */
+
+/* Appends to out the last ids of the bad words that one more id would complete: the words of one id, and those whose other ids
+ * the output ends in. */
+static void samp_bad_ids(const toka_sampling *s, const int32_t *output, int n_output, ids *out) {
+    const int32_t *word = s->bad_ids;
+    for (int i = 0; i < s->n_bad; word += s->bad_lengths[i++]) {
+        int before = s->bad_lengths[i] - 1;
+        if (before > n_output || memcmp(word, output + n_output - before, (size_t)before * sizeof *word)) continue;
+        ids_push(out, word[before]);
+    }
+}
+
 /* ---- Stop strings ---- */
 
 /* Watches for stop strings in a text that comes in pieces, cut anywhere. The stop string that is complete first ends the
@@ -8688,6 +8757,7 @@ static void samp_row(const toka_out_row *row, float *logits, int V, toka_pick *p
  * held back or ended inside a character. */
 typedef struct stop_one {
     str text;
+    int index;   /* in the list given to stop_init */
     int *back;   /* [text.n + 1] back[i]: length of the longest proper end of text[0..i) that is also its beginning */
     int matched; /* bytes of `text` that the text seen so far ends in, less than text.n */
 } stop_one;
@@ -8695,7 +8765,10 @@ typedef struct stop_one {
 typedef struct stop_scan {
     stop_one *stops; /* [n_stops], one allocation with their tables */
     int n_stops;
+    int which; /* of the stop string that ended it: its index in the list given to stop_init */
     bool include_stop, ended;
+    bool open;         /* the text ends in the beginning of a stop string */
+    uint64_t first[4]; /* a bit for each byte that begins one: while not open, others need no look */
     buf held; /* text not yet given out: its end of max(matched) bytes is the beginning of a stop string */
 } stop_scan;
 
@@ -8709,7 +8782,7 @@ static int stop_advance(const stop_one *one, int matched, char c) {
 static void stop_init(stop_scan *s, const char *const *stop, int n_stop, bool include_stop) {
     size_t ints = 0;
     for (int i = 0; i < n_stop; i++) ints += strlen(stop[i]) + 1;
-    *s = (stop_scan){.include_stop = include_stop};
+    *s = (stop_scan){.include_stop = include_stop, .which = -1};
     if (!n_stop) return;
     s->stops = mem_zalloc((size_t)n_stop * sizeof *s->stops + ints * sizeof(int));
     int *back = (int *)(s->stops + n_stop);
@@ -8717,22 +8790,28 @@ static void stop_init(stop_scan *s, const char *const *stop, int n_stop, bool in
         str text = str_c(stop[i]);
         if (!text.n) continue;
         stop_one *one = &s->stops[s->n_stops++];
-        *one = (stop_one){.text = text, .back = back};
+        *one = (stop_one){.text = text, .index = i, .back = back};
+        s->first[(unsigned char)*text.p >> 6] |= (uint64_t)1 << (*text.p & 63);
         back += text.n + 1;
         for (size_t b = 1; b < text.n; b++) one->back[b + 1] = stop_advance(one, one->back[b], text.p[b]);
     }
 }
 
-/* One byte. Returns the length of the longest stop string that it completes, or 0. */
+/* One byte. Returns the length of the longest stop string that it completes, or 0; s->which says which one. */
 static size_t stop_byte(stop_scan *s, char c) {
     size_t longest = 0;
+    bool open = false;
+    if (!s->open && !(s->first[(unsigned char)c >> 6] >> (c & 63) & 1)) return 0;
     for (int i = 0; i < s->n_stops; i++) {
         stop_one *one = &s->stops[i];
         one->matched = stop_advance(one, one->matched, c);
-        if ((size_t)one->matched < one->text.n) continue;
-        longest = MAX(longest, one->text.n);
-        one->matched = one->back[one->matched];
+        if ((size_t)one->matched == one->text.n) {
+            if (one->text.n > longest) longest = one->text.n, s->which = one->index;
+            one->matched = one->back[one->matched];
+        }
+        open |= one->matched > 0;
     }
+    s->open = open;
     return longest;
 }
 
@@ -8751,7 +8830,11 @@ static bool stop_put(stop_scan *s, str text, bool armed, buf *out) {
         return s->ended = true;
     }
     size_t keep = 0;
-    for (int i = 0; i < s->n_stops; i++) keep = MAX(keep, (size_t)s->stops[i].matched);
+    for (int i = 0; i < s->n_stops && s->open; i++) keep = MAX(keep, (size_t)s->stops[i].matched);
+    if (!keep && !s->held.n) {
+        buf_str(out, text);
+        return false;
+    }
     buf_str(&s->held, text);
     size_t certain = s->held.n - keep;
     buf_put(out, s->held.p, certain);
@@ -10041,7 +10124,11 @@ typedef struct eng_request { /* from eng_submit until its last event */
     int32_t *prompt;
     int n_prompt, n, n_live;
     bool *ended; /* [n] */
-    toka_sampling sampling;
+    toka_sampling sampling, scoring; /* scoring: of the prompt's places, only logprobs counts */
+    bool scores;     /* the prompt's tokens are wanted, by sample 0, which computes them all */
+    bool score_only; /* and nothing else: n is 1 here, its sample draws nothing and has events of TOKA_PROMPT */
+    bool ids_only, keep_special;
+    int n_scored;    /* tokens of the prompt whose events went out */
     int priority;
     uint64_t class_key;
     ids ends; /* ids that end a sample; owned */
@@ -10059,6 +10146,11 @@ typedef struct eng_slot { /* of a scheduler's slot: what turns its ids into text
     tok_stream stream;
 } eng_slot;
 
+typedef struct eng_place { /* a row whose logits say how likely token number `at` of a prompt was */
+    int q, at;
+    uint32_t ticket;
+} eng_place;
+
 typedef struct eng { /* pools are sized at open and never grow */
     model_run m;
     const mf_model *files;
@@ -10068,8 +10160,11 @@ typedef struct eng { /* pools are sized at open and never grow */
     sched s;
     batch b;
     eng_slot *slots;          /* [max_seqs] */
-    toka_out_row *out;        /* [max_tokens]; a score asks for every row */
+    toka_out_row *out;        /* [max_tokens] the rows that yield a token, then those of scores */
     toka_pick *picks;         /* [max_tokens] */
+    eng_place *places;        /* [max_tokens] */
+    int n_places;
+    ids forbidden;            /* of this step's rows, where bad words are */
     eng_request **by_sched;   /* [cap_by_sched] of the scheduler's request ids */
     int cap_by_sched, n_live; /* requests that the scheduler has */
     buf piece, text;          /* text of one token; text that became certain */
@@ -10140,6 +10235,7 @@ static int eng_open(eng **out, const toka_backend *be, const mf_model *files, to
     g->files = files, g->tok = words, g->max_len = shape->max_len, g->no_sharing = o->no_prefix_caching;
     g->slots = mem_zalloc((size_t)max_seqs * sizeof *g->slots);
     g->out = mem_alloc((size_t)max_tokens * sizeof *g->out), g->picks = mem_alloc((size_t)max_tokens * sizeof *g->picks);
+    g->places = mem_alloc((size_t)max_tokens * sizeof *g->places);
     g->inbox_end = &g->inbox;
     g->stats.kv_pages = n_pages;
     pthread_mutex_init(&g->lock, NULL), pthread_cond_init(&g->wake, NULL);
@@ -10164,17 +10260,24 @@ static eng_request *eng_request_new(const eng *g, const toka_request *r, const i
     toka_sampling *s = &q->sampling;
     arena *a = &q->a;
     *s = r->sampling;
-    q->sched_id = -1, q->n_prompt = n_prompt, q->n = q->n_live = r->n, q->priority = r->priority, q->class_key = r->length_class;
+    q->sched_id = -1, q->n_prompt = n_prompt, q->n = q->n_live = MAX(r->n, 1), q->priority = r->priority;
+    q->class_key = r->length_class, q->ids_only = r->ids_only, q->keep_special = r->keep_special;
+    q->scores = r->prompt_logprobs, q->score_only = !r->n, q->scoring.logprobs = r->prompt_top;
     q->prompt = eng_copy(a, prompt, (size_t)n_prompt * sizeof *prompt);
-    q->ended = arena_zalloc(a, (size_t)r->n);
+    q->ended = arena_zalloc(a, (size_t)q->n);
     s->stop_ids = eng_copy(a, s->stop_ids, (size_t)s->n_stop_ids * sizeof *s->stop_ids);
     s->bias_ids = eng_copy(a, s->bias_ids, (size_t)s->n_bias * sizeof *s->bias_ids);
     s->bias_values = eng_copy(a, s->bias_values, (size_t)s->n_bias * sizeof *s->bias_values);
     s->allowed_ids = eng_copy(a, s->allowed_ids, (size_t)s->n_allowed * sizeof *s->allowed_ids);
+    int n_bad_ids = 0;
+    for (int i = 0; i < s->n_bad; i++) n_bad_ids += s->bad_lengths[i];
+    s->bad_ids = eng_copy(a, s->bad_ids, (size_t)n_bad_ids * sizeof *s->bad_ids);
+    s->bad_lengths = eng_copy(a, s->bad_lengths, (size_t)s->n_bad * sizeof *s->bad_lengths);
     const char **stop = s->n_stop ? arena_alloc(a, (size_t)s->n_stop * sizeof *stop) : NULL;
     for (int i = 0; i < s->n_stop; i++) stop[i] = arena_cstr(a, str_c(s->stop[i]));
     s->stop = stop;
     if (!s->max_tokens || s->max_tokens > g->max_len - n_prompt) s->max_tokens = g->max_len - n_prompt;
+    if (q->score_only) s->max_tokens = 1, s->n_stop = 0;
     for (int i = 0; i < g->files->n_eos_ids && !s->ignore_eos; i++) ids_push(&q->ends, g->files->eos_ids[i]);
     for (int i = 0; i < s->n_stop_ids; i++) ids_push(&q->ends, s->stop_ids[i]);
     q->t_submit = os_now();
@@ -10182,31 +10285,31 @@ static eng_request *eng_request_new(const eng *g, const toka_request *r, const i
     return q;
 }
 
-static int eng_check_prompt(const eng *g, const int32_t *prompt, size_t n, int need, toka_err *e) {
-    int V = g->files->shape.V;
+static int eng_check_prompt(int V, int max_len, const int32_t *prompt, size_t n, int need, toka_err *e) {
     if (!n) return fail(e, TOKA_E_USE, "the prompt has no tokens");
-    if (n + (size_t)need > (size_t)g->max_len)
-        return fail(e, TOKA_E_USE, "the prompt has %zu tokens; at most %d fit (max_model_len %d)", n, g->max_len - need,
-                    g->max_len);
+    if (n + (size_t)need > (size_t)max_len)
+        return fail(e, TOKA_E_USE, "the prompt has %zu tokens; at most %d fit (max_model_len %d)", n, max_len - need, max_len);
     for (size_t i = 0; i < n; i++)
         if (prompt[i] < 0 || prompt[i] >= V)
             return fail(e, TOKA_E_USE, "token %zu of the prompt is %d, the vocabulary has %d", i, (int)prompt[i], V);
     return 0;
 }
 
-static int eng_check(const eng *g, const toka_request *r, const int32_t *prompt, size_t n_prompt, toka_err *e) {
+/* All that can be wrong with a request itself, for a vocabulary of V ids and sequences of max_len tokens. */
+static int eng_check(int V, int max_len, bool has_tok, const toka_request *r, const int32_t *prompt, size_t n_prompt, toka_err *e) {
     const toka_sampling *s = &r->sampling;
-    int code = eng_check_prompt(g, prompt, n_prompt, 1, e);
-    if (code || (code = samp_check(s, g->files->shape.V, e))) return code;
-    if (r->n < 1 || r->n > ENG_MAX_N) return fail(e, TOKA_E_USE, "n is %d, expected 1 to %d", r->n, ENG_MAX_N);
-    if (s->n_stop && !g->tok) return fail(e, TOKA_E_USE, "stop strings need a tokenizer, this model has none");
+    int code = eng_check_prompt(V, max_len, prompt, n_prompt, r->n != 0, e);
+    if (code || (code = samp_check(s, V, e))) return code;
+    if (r->n < !r->prompt_logprobs || r->n > ENG_MAX_N) return fail(e, TOKA_E_USE, "n is %d, expected 1 to %d", r->n, ENG_MAX_N);
+    if (samp_check_int("prompt_logprobs", r->prompt_top, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
+    if (s->n_stop && !has_tok) return fail(e, TOKA_E_USE, "stop strings need a tokenizer, this model has none");
     return 0;
 }
 
 /* Queues a request; everything is copied. done: set to true, under the lock, behind its last event. */
 static int eng_submit(eng *g, const toka_request *r, const int32_t *prompt, size_t n_prompt, toka_event_fn *fn, void *user,
                       eng_request **out, bool *done, int64_t *id, toka_err *e) {
-    int code = eng_check(g, r, prompt, n_prompt, e);
+    int code = eng_check(g->files->shape.V, g->max_len, g->tok != NULL, r, prompt, n_prompt, e);
     if (code) return code;
     eng_request *q = eng_request_new(g, r, prompt, (int)n_prompt);
     q->fn = fn, q->user = user, q->done = done;
@@ -10270,8 +10373,13 @@ static void eng_end_all(eng *g, eng_request *r, toka_finish how) {
             if (g->s.seqs[q].state != SCHED_FREE && g->s.seqs[q].request == r->sched_id) eng_slot_close(g, q);
         sched_cancel(&g->s, r->sched_id);
     }
-    for (int i = 0; i < r->n && r->fn; i++)
-        if (!r->ended[i]) r->fn(r->user, &(toka_event){.sample = i, .id = -1, .text = "", .finish = how, .stop_id = -1});
+    int left = r->n_live;
+    toka_event ev = {.id = -1, .text = r->ids_only ? NULL : "", .finish = how, .stop_id = -1, .stop_text = -1};
+    for (int i = 0; i < r->n && r->fn; i++) {
+        if (r->ended[i]) continue;
+        ev.sample = r->score_only ? TOKA_PROMPT : i, ev.more = --left > 0;
+        r->fn(r->user, &ev);
+    }
     eng_finish(g, r);
 }
 
@@ -10280,10 +10388,10 @@ static void eng_end_all(eng *g, eng_request *r, toka_finish how) {
 static void eng_enter(eng *g, eng_request *r) {
     const toka_sampling *s = &r->sampling;
     toka_err e;
-    int id = sched_submit(&g->s, &(sched_job){.prompt = r->prompt, .n_prompt = r->n_prompt, .n = r->n, .max_tokens = s->max_tokens,
-                                              .min_tokens = s->min_tokens, .exact = !r->ends.n && !s->n_stop,
-                                              .priority = r->priority, .alone = g->no_sharing,
-                                              .class_key = r->class_key}, &e);
+    int n_fed = r->score_only && r->n_prompt > 1 ? r->n_prompt - 1 : r->n_prompt; /* nothing comes behind the last token */
+    int id = sched_submit(&g->s, &(sched_job){.prompt = r->prompt, .n_prompt = n_fed, .n = r->n, .max_tokens = s->max_tokens,
+                                              .min_tokens = s->min_tokens, .exact = r->score_only || (!r->ends.n && !s->n_stop),
+                                              .n_alone = g->no_sharing ? r->n : r->scores, .priority = r->priority, .class_key = r->class_key}, &e);
     if (id < 0) { /* cannot be: eng_check looked at the same limits; but a request must never hang */
         eng_end_all(g, r, TOKA_FAILED);
         return;
@@ -10321,25 +10429,60 @@ static void eng_take(eng *g) {
 
 /* ---- One step ---- */
 
+/* Ids that sequence x may not draw now: those that end it too early, those that complete a bad word. Where there are bad words,
+ * g->forbidden has room for them. */
+static void eng_forbid(eng *g, const eng_request *r, const sched_seq *x, toka_out_row *row) {
+    bool early = x->n_known - x->n_prompt < r->sampling.min_tokens;
+    row->forbidden = r->ends.p, row->n_forbidden = early ? (int)r->ends.n : 0;
+    if (!r->sampling.n_bad) return;
+    ids *f = &g->forbidden;
+    size_t from = f->n;
+    for (int i = 0; i < row->n_forbidden; i++) ids_push(f, r->ends.p[i]);
+    samp_bad_ids(&r->sampling, x->tokens + x->n_prompt, x->n_known - x->n_prompt, f);
+    row->forbidden = f->p + from, row->n_forbidden = (int)(f->n - from);
+}
+
+/* The rows of prompts whose logits are wanted, behind the first n rows of g->out. The last row of a prompt is not among them: what
+ * it yields is a token of the sample, or, if the sample is none, forced to be the prompt's last. */
+static int eng_places(eng *g, int n) {
+    int row0 = 0;
+    g->n_places = 0;
+    for (int k = 0; k < g->b.n_seq; row0 += g->s.seqs[g->b.seq[k++]].n_rows) {
+        const sched_seq *x = &g->s.seqs[g->b.seq[k]];
+        const eng_request *r = g->by_sched[x->request];
+        if (!r->scores || x->sample || !x->is_chunk) continue;
+        int end = MIN(x->from + x->n_rows, x->n_prompt - 1);
+        for (int p = MAX(x->from, r->n_scored - 1); p < end; p++) {
+            g->places[g->n_places++] = (eng_place){g->b.seq[k], p + 1, x->ticket};
+            g->out[n++] = (toka_out_row){.row = row0 + p - x->from, .forced_id = r->prompt[p + 1], .sampling = &r->scoring};
+        }
+    }
+    return n;
+}
+
 /* The rows whose logits are wanted, from the batch's list of rows that yield a token. */
 static void eng_rows(eng *g) {
+    size_t n_forbidden = 0;
+    for (int i = 0; i < g->b.n_out; i++) {
+        const eng_request *r = g->by_sched[g->s.seqs[g->b.outs[i].q].request];
+        if (r->sampling.n_bad) n_forbidden += (size_t)r->sampling.n_bad + r->ends.n;
+    }
+    g->forbidden.n = 0, ids_reserve(&g->forbidden, n_forbidden);
     for (int i = 0; i < g->b.n_out; i++) {
         const batch_out *o = &g->b.outs[i];
         const sched_seq *x = &g->s.seqs[o->q];
         const eng_request *r = g->by_sched[x->request];
-        bool early = x->n_known - x->n_prompt < r->sampling.min_tokens;
         g->out[i] = (toka_out_row){.row = o->row,
-                                   .forced_id = -1,
+                                   .forced_id = r->score_only ? r->prompt[r->n_prompt - 1] : -1,
                                    .sample = (uint32_t)x->sample,
                                    .position = (uint32_t)x->n_known,
-                                   .sampling = &r->sampling,
+                                   .sampling = r->score_only ? &r->scoring : &r->sampling,
                                    .history = x->tokens,
                                    .n_prompt = x->n_prompt,
-                                   .n_history = x->n_known,
-                                   .forbidden = early ? r->ends.p : NULL,
-                                   .n_forbidden = early ? (int)r->ends.n : 0};
+                                   .n_history = x->n_known};
+        eng_forbid(g, r, x, &g->out[i]);
     }
-    g->b.step.out = g->out, g->b.step.n_out = g->b.n_out;
+    g->b.step.out = g->out, g->b.step.n_out = eng_places(g, g->b.n_out);
 }
 
 static bool eng_is_end(const eng_request *r, int32_t id) {
@@ -10352,10 +10495,10 @@ static bool eng_is_end(const eng_request *r, int32_t id) {
 static bool eng_text(eng *g, int q, const eng_request *r, int32_t id, bool is_end, bool armed, bool last) {
     eng_slot *slot = &g->slots[q];
     buf_clear(&g->text), buf_clear(&g->piece);
-    if (!g->tok) return false;
+    if (!g->tok || (r->ids_only && !r->sampling.n_stop)) return false;
     if (!slot->open) {
         stop_init(&slot->stop, r->sampling.stop, r->sampling.n_stop, r->sampling.include_stop);
-        tok_stream_init(&slot->stream, g->tok, TOKA_SKIP_SPECIAL);
+        tok_stream_init(&slot->stream, g->tok, r->keep_special ? 0 : TOKA_SKIP_SPECIAL);
         tok_stream_follow(&slot->stream, r->prompt[r->n_prompt - 1]);
         slot->open = true;
     }
@@ -10366,8 +10509,33 @@ static bool eng_text(eng *g, int q, const eng_request *r, int32_t id, bool is_en
     return stopped;
 }
 
+/* The event for token number `at` of a prompt; before the second one that of the first, which has no logits. The last of a request
+ * without samples ends it. False: the callback wants no more. */
+static bool eng_deliver_prompt(eng_request *r, int at, const toka_pick *pick, bool more, toka_finish finish) {
+    toka_event ev = {.sample = TOKA_PROMPT, .id = r->prompt[0], .stop_id = -1, .stop_text = -1, .more = 1};
+    bool go_on = true;
+    if (at == 1) go_on = !r->fn || !r->fn(r->user, &ev);
+    if (at > 0) {
+        ev.id = pick->id, ev.logprob = pick->logprob, ev.sampled_logprob = pick->sampled_logprob;
+        ev.n_top = pick->n_top, ev.top_ids = pick->top_ids, ev.top_logprobs = pick->top_logprobs;
+    }
+    ev.more = more, ev.finish = finish;
+    r->n_scored = at + 1;
+    if (!go_on && finish == TOKA_RUNNING) return false;
+    return !r->fn || !r->fn(r->user, &ev);
+}
+
+/* Does an event of r's come right behind that of yielding row i? */
+static bool eng_more(const eng *g, const eng_request *r, int i) {
+    for (i++; i < g->b.n_out; i++) {
+        const sched_seq *x = &g->s.seqs[g->b.outs[i].q];
+        if (x->ticket == g->b.outs[i].ticket) return g->by_sched[x->request] == r;
+    }
+    return false;
+}
+
 /* One pick becomes a token of its sequence and an event. False: the callback wants no more of this request. */
-static bool eng_deliver(eng *g, eng_request *r, int q, const toka_pick *pick, bool *ended) {
+static bool eng_deliver(eng *g, eng_request *r, int q, const toka_pick *pick, bool more, bool *ended) {
     const sched_seq *x = &g->s.seqs[q];
     const toka_sampling *s = &r->sampling;
     bool armed = x->n_known + 1 - x->n_prompt >= s->min_tokens, full = x->n_known + 1 == x->limit;
@@ -10379,10 +10547,13 @@ static bool eng_deliver(eng *g, eng_request *r, int q, const toka_pick *pick, bo
                      .n_top = pick->n_top,
                      .top_ids = pick->top_ids,
                      .top_logprobs = pick->top_logprobs,
-                     .text = buf_view(&g->text).p,
+                     .text = r->ids_only && !s->n_stop ? NULL : buf_view(&g->text).p,
                      .text_bytes = g->text.n,
                      .finish = is_end || stopped ? TOKA_STOP : full ? TOKA_LENGTH : TOKA_RUNNING,
-                     .stop_id = is_end ? pick->id : -1};
+                     .stop_id = is_end ? pick->id : -1,
+                     .stop_text = stopped ? g->slots[q].stop.which : -1,
+                     .n_cached = x->n_found,
+                     .more = more};
     *ended = is_end || stopped;
     if (ev.finish != TOKA_RUNNING) r->ended[x->sample] = true, r->n_live--, eng_slot_close(g, q);
     r->usage.output_tokens++, g->stats.output_tokens++;
@@ -10390,13 +10561,31 @@ static bool eng_deliver(eng *g, eng_request *r, int q, const toka_pick *pick, bo
     return !r->fn || !r->fn(r->user, &ev);
 }
 
+static void eng_commit_places(eng *g) {
+    for (int i = 0; i < g->n_places; i++) {
+        const eng_place *p = &g->places[i];
+        const sched_seq *x = &g->s.seqs[p->q];
+        if (x->ticket != p->ticket) continue; /* a callback ended its request in this very loop */
+        eng_request *r = g->by_sched[x->request];
+        bool more = i + 1 < g->n_places && g->places[i + 1].q == p->q;
+        if (!eng_deliver_prompt(r, p->at, &g->picks[g->b.n_out + i], more, TOKA_RUNNING)) eng_end_all(g, r, TOKA_CANCELLED);
+    }
+}
+
 static void eng_commit(eng *g) {
+    eng_commit_places(g);
     for (int i = 0; i < g->b.n_out; i++) {
         const batch_out o = g->b.outs[i];
         sched_seq *x = &g->s.seqs[o.q];
-        if (x->ticket != o.ticket) continue; /* a callback ended its request in this very loop */
+        if (x->ticket != o.ticket) continue;
         eng_request *r = g->by_sched[x->request];
-        bool ended, more = eng_deliver(g, r, o.q, &g->picks[i], &ended);
+        bool ended = true, more = true;
+        if (!r->score_only) {
+            more = eng_deliver(g, r, o.q, &g->picks[i], eng_more(g, r, i), &ended);
+        } else {
+            r->ended[0] = true, r->n_live--;
+            eng_deliver_prompt(r, r->n_prompt - 1, &g->picks[i], false, TOKA_LENGTH);
+        }
         sched_commit(&g->s, o.q, o.ticket, g->picks[i].id, ended);
         if (!r->n_live) eng_finish(g, r);
         else if (!more) eng_end_all(g, r, TOKA_CANCELLED);
@@ -10438,8 +10627,8 @@ static void eng_close(eng *g) { /* what is under way gets its last events, TOKA_
     eng_end_everything(g, TOKA_CANCELLED);
     model_close(&g->m);
     sched_free(&g->s), batch_free(&g->b);
-    free(g->slots), free(g->out), free(g->picks), free(g->by_sched), free(g->cancels);
-    buf_free(&g->piece), buf_free(&g->text);
+    free(g->slots), free(g->out), free(g->picks), free(g->places), free(g->by_sched), free(g->cancels);
+    buf_free(&g->piece), buf_free(&g->text), ids_free(&g->forbidden);
     pthread_mutex_destroy(&g->lock), pthread_cond_destroy(&g->wake);
     free(g);
 }
@@ -10519,54 +10708,24 @@ static int eng_generate(eng *g, const toka_request *r, const int32_t *prompt, si
     return code;
 }
 
-/* ---- Score: teacher forcing in chunks, row i yields the log-probability of token i+1 ---- */
+/* ---- Score ---- */
 
-/* With the engine to itself: a row of pages for the text, filled from position 0; what the tree has is computed again, to the
- * same bytes, because every row's logits are wanted. */
-static int eng_score_alone(eng *g, const int32_t *tokens, int n, float *logprobs, toka_err *e) {
-    kv_cache *k = &g->s.kv;
-    int q = g->s.free_slots[g->s.n_slots_free - 1], B = k->B, code = 0;
-    kv_open(k, q, tokens, n, 0, true);
-    const int *row = kv_row(k, q);
-    for (int at = 0, end; at < n - 1 && !code; at = end) {
-        end = MIN(n - 1, at + g->s.c.max_tokens);
-        toka_span span = {0, end - at, (int)(row - k->table), 0, end};
-        toka_step step = {.T = end - at, .n_spans = 1, .n_out = end - at, .ids = tokens + at, .pos = g->b.pos,
-                          .slot = g->b.slot, .pages = k->table, .spans = &span, .out = g->out};
-        for (int p = at; p < end; p++) {
-            g->b.pos[p - at] = p, g->b.slot[p - at] = row[p / B] * B + p % B;
-            g->out[p - at] = (toka_out_row){.row = p - at, .forced_id = tokens[p + 1]};
-        }
-        kv_computed(k, q, at, end);
-        code = model_step(&g->m, &step, g->picks, e);
-        for (int p = at; p < end && !code; p++) logprobs[p + 1] = g->picks[p - at].logprob;
-    }
-    kv_close(k, q);
-    return code;
+typedef struct eng_scored {
+    float *logprobs;
+    size_t n;
+} eng_scored;
+
+static int eng_on_score(void *user, const toka_event *ev) {
+    eng_scored *s = user;
+    if (ev->id >= 0) s->logprobs[s->n++] = ev->logprob;
+    return 0;
 }
 
 static int eng_score(eng *g, const int32_t *tokens, size_t n, float *logprobs, toka_err *e) {
-    int code = eng_check_prompt(g, tokens, n, 0, e);
-    if (code) return code;
-    logprobs[0] = 0;
-    pthread_mutex_lock(&g->lock);
-    while (!(code = g->broken.code) && (g->driven || g->n_live || g->inbox)) { /* others first */
-        pthread_mutex_unlock(&g->lock);
-        eng_drive(g, NULL, false, e);
-        pthread_mutex_lock(&g->lock);
-    }
-    if (code) *e = g->broken;
-    else {
-        g->driven = true;
-        pthread_mutex_unlock(&g->lock);
-        code = eng_score_alone(g, tokens, (int)n, logprobs, e);
-        if (code) eng_break(g, e);
-        pthread_mutex_lock(&g->lock);
-        g->driven = false;
-    }
-    pthread_cond_broadcast(&g->wake);
-    pthread_mutex_unlock(&g->lock);
-    return code;
+    toka_request r = {.n = 0, .prompt_logprobs = 1, .sampling = {.top_p = 1, .repetition_penalty = 1}};
+    eng_scored s = {logprobs, 0};
+    toka_usage unused;
+    return eng_generate(g, &r, tokens, n, eng_on_score, &s, &unused, e);
 }
 
 /* ===========================================================================
@@ -10580,7 +10739,8 @@ struct toka {
     toka_shape shape; /* the model's, with B and max_len as the engine set them */
     tok *tok;         /* NULL: the folder has no tokenizer.json */
     tmpl *chat;       /* NULL: no chat template */
-    toka_err chat_error; /* why the model's own template could not be parsed; code 0: it could, or there is none */
+    tmpl *tool_chat;  /* the model's template for chats with tools, NULL: it has none of its own */
+    toka_err chat_error, tool_error; /* why the model's own templates could not be parsed; code 0: they could, or there is none */
     eng *engine;
 };
 
@@ -10610,7 +10770,7 @@ toka_options toka_options_default(void) { return (toka_options){.device = "auto"
 
 /* Parses a template file: Jinja, or a tokenizer_config.json (by its name) that has a template in it. `names` gets the special
  * tokens of the latter, for a template without a model. */
-static int api_template_file(const char *file, mf_model *names, tmpl **out, toka_err *e) {
+static int pub_template_file(const char *file, mf_model *names, tmpl **out, toka_err *e) {
     str source;
     int code = os_map(file, &source, e);
     if (code) return code;
@@ -10623,18 +10783,19 @@ static int api_template_file(const char *file, mf_model *names, tmpl **out, toka
 }
 
 /* The chat template: a file of the user's, or the model's own. The model's may be beyond us: that only matters to chats. */
-static int api_open_template(toka *t, const char *file, toka_err *e) {
+static int pub_open_template(toka *t, const char *file, toka_err *e) {
     mf_model names = {0}; /* the model's own names count */
     if (!file) {
         if (t->files->chat_template.n) tmpl_parse(&t->chat, t->files->chat_template, &t->chat_error);
+        if (t->files->tool_template.n) tmpl_parse(&t->tool_chat, t->files->tool_template, &t->tool_error);
         return 0;
     }
-    int code = api_template_file(file, &names, &t->chat, e);
+    int code = pub_template_file(file, &names, &t->chat, e);
     arena_free(&names.a);
     return code;
 }
 
-static int api_need_template(const toka *t, toka_err *e) {
+static int pub_need_template(const toka *t, toka_err *e) {
     if (t->chat) return 0;
     if (t->chat_error.code)
         return fail(e, TOKA_E_INPUT, "the chat template of %s cannot be used: %.350s", t->files->name, t->chat_error.msg);
@@ -10642,11 +10803,11 @@ static int api_need_template(const toka *t, toka_err *e) {
 }
 
 /* The text half of a model: files, tokenizer, template; its weights only if asked for. Takes no memory for running. */
-static int api_open_text(toka **out, const toka_options *o, bool weights, toka_err *e) {
+static int pub_open_text(toka **out, const toka_options *o, bool weights, toka_err *e) {
     toka *t = mem_zalloc(sizeof *t);
     int code = (weights ? mf_open : mf_open_text)(&t->files, o->model, o->models_file, o->model ? NULL : embedded_model, e);
     if (!code && t->files->tokenizer_json.n) code = tok_load(&t->tok, t->files->tokenizer_json, t->files->tokenizer_config, e);
-    if (!code) code = api_open_template(t, o->chat_template, e);
+    if (!code) code = pub_open_template(t, o->chat_template, e);
     if (code) {
         toka_close(t);
         return code;
@@ -10657,29 +10818,29 @@ static int api_open_text(toka **out, const toka_options *o, bool weights, toka_e
 }
 
 #ifdef TOKA_WITH_CUDA
-static const toka_backend *const api_backends[] = {&toka_cuda, &toka_cpu};
-static const char api_devices[] = "cuda and cpu";
+static const toka_backend *const pub_backends[] = {&toka_cuda, &toka_cpu};
+static const char pub_devices[] = "cuda and cpu";
 #else
-static const toka_backend *const api_backends[] = {&toka_cpu};
-static const char api_devices[] = "cpu";
+static const toka_backend *const pub_backends[] = {&toka_cpu};
+static const char pub_devices[] = "cpu";
 #endif
 
 /* "auto" is the first that has a device, in the end the CPU; NULL: this build does not know the name. */
-static const toka_backend *api_backend(const char *device) {
+static const toka_backend *pub_backend(const char *device) {
     char line[200];
     if (!device || !strcmp(device, "auto")) {
-        for (int i = 0; i < COUNT(api_backends) - 1; i++)
-            if (api_backends[i]->probe(0, line, sizeof line)) return api_backends[i];
-        return api_backends[COUNT(api_backends) - 1];
+        for (int i = 0; i < COUNT(pub_backends) - 1; i++)
+            if (pub_backends[i]->probe(0, line, sizeof line)) return pub_backends[i];
+        return pub_backends[COUNT(pub_backends) - 1];
     }
-    for (int i = 0; i < COUNT(api_backends); i++)
-        if (!strcmp(device, api_backends[i]->name)) return api_backends[i];
+    for (int i = 0; i < COUNT(pub_backends); i++)
+        if (!strcmp(device, pub_backends[i]->name)) return pub_backends[i];
     return NULL;
 }
 
-static int api_check_options(const toka_options *o, toka_err *e) {
+static int pub_check_options(const toka_options *o, toka_err *e) {
     if (!o->model && !embedded_model) return fail(e, TOKA_E_USE, "no model given, and none is embedded in this build");
-    if (!api_backend(o->device)) return fail(e, TOKA_E_USE, "device %s: this build has auto, %s", o->device, api_devices);
+    if (!pub_backend(o->device)) return fail(e, TOKA_E_USE, "device %s: this build has auto, %s", o->device, pub_devices);
     if (o->n_threads < 0 || o->n_threads > 1024) return fail(e, TOKA_E_USE, "threads: %d, expected 0 to 1024", o->n_threads);
     if (o->max_model_len < 0) return fail(e, TOKA_E_USE, "max_model_len: %d, expected 0 or more", o->max_model_len);
     if (o->max_num_seqs < 0 || o->max_num_seqs > 65536)
@@ -10695,9 +10856,9 @@ static int api_check_options(const toka_options *o, toka_err *e) {
 int toka_open(toka **out, const toka_options *o, toka_err *e) {
     toka *t;
     *out = NULL;
-    int code = api_check_options(o, e);
-    if (code || (code = api_open_text(&t, o, true, e))) return code;
-    if ((code = eng_open(&t->engine, api_backend(o->device), t->files, &t->shape, t->tok, o, e))) {
+    int code = pub_check_options(o, e);
+    if (code || (code = pub_open_text(&t, o, true, e))) return code;
+    if ((code = eng_open(&t->engine, pub_backend(o->device), t->files, &t->shape, t->tok, o, e))) {
         toka_close(t);
         return code;
     }
@@ -10708,7 +10869,7 @@ int toka_open(toka **out, const toka_options *o, toka_err *e) {
 void toka_close(toka *t) {
     if (!t) return;
     eng_close(t->engine);
-    tmpl_del(t->chat);
+    tmpl_del(t->chat), tmpl_del(t->tool_chat);
     tok_del(t->tok);
     if (t->files) mf_close(t->files);
     free(t);
@@ -10733,14 +10894,14 @@ toka_info toka_get_info(const toka *t) {
                        .has_chat_template = t->chat != NULL};
 }
 
-static int api_need_tokenizer(const toka *t, toka_err *e) {
+static int pub_need_tokenizer(const toka *t, toka_err *e) {
     if (t->tok) return 0;
     return fail(e, TOKA_E_INPUT, "%s: no tokenizer.json, so text cannot be read or written; use token ids", t->files->name);
 }
 
 int toka_encode(const toka *t, const char *text, size_t text_bytes, int flags, int32_t **out, size_t *n_ids, toka_err *e) {
     ids v = {0};
-    int code = api_need_tokenizer(t, e);
+    int code = pub_need_tokenizer(t, e);
     if (!code) code = tok_encode(t->tok, (str){text, text_bytes}, flags, &v, e);
     if (code) {
         ids_free(&v);
@@ -10754,7 +10915,7 @@ int toka_encode(const toka *t, const char *text, size_t text_bytes, int flags, i
 
 int toka_decode(const toka *t, const int32_t *in, size_t n_ids, int flags, char **text, size_t *text_bytes, toka_err *e) {
     buf b = {0};
-    int code = api_need_tokenizer(t, e);
+    int code = pub_need_tokenizer(t, e);
     if (!code) code = tok_decode(t->tok, in, n_ids, flags, &b, e);
     if (code) {
         buf_free(&b);
@@ -10767,7 +10928,7 @@ int toka_decode(const toka *t, const int32_t *in, size_t n_ids, int flags, char 
 }
 
 /* "YYYY-MM-DD hh:mm:ss" or NULL for the local time now. */
-static int api_parse_now(const char *now, tmpl_time *out, toka_err *e) {
+static int pub_parse_now(const char *now, tmpl_time *out, toka_err *e) {
     struct tm tm = {0};
     char extra;
     if (!now) {
@@ -10789,7 +10950,7 @@ static int api_parse_now(const char *now, tmpl_time *out, toka_err *e) {
     return 0;
 }
 
-static void api_put_token_variable(buf *b, const char *name, const char *value) {
+static void pub_put_token_variable(buf *b, const char *name, const char *value) {
     if (!value) return;
     json_put_key(b, name);
     json_put_str(b, str_c(value));
@@ -10797,7 +10958,7 @@ static void api_put_token_variable(buf *b, const char *name, const char *value) 
 
 /* The caller's object behind what apply_chat_template always passes and the model's own variables (of equal names the last, the
  * caller's, wins). */
-static int api_template_context(const mf_model *files, str context, arena *a, buf *text, const json **out, toka_err *e) {
+static int pub_template_context(const mf_model *files, str context, arena *a, buf *text, const json **out, toka_err *e) {
     const json *v = json_parse(a, context, json_trusted, e);
     if (!v) return e->code;
     if (v->type != JSON_OBJECT) return fail(e, TOKA_E_USE, "the template's input must be a JSON object with \"messages\"");
@@ -10805,10 +10966,10 @@ static int api_template_context(const mf_model *files, str context, arena *a, bu
     json_put_key(text, "tools"), json_put_null(text);
     json_put_key(text, "documents"), json_put_null(text);
     json_put_key(text, "add_generation_prompt"), json_put_bool(text, false);
-    api_put_token_variable(text, "bos_token", files->bos_token);
-    api_put_token_variable(text, "eos_token", files->eos_token);
-    api_put_token_variable(text, "pad_token", files->pad_token);
-    api_put_token_variable(text, "unk_token", files->unk_token);
+    pub_put_token_variable(text, "bos_token", files->bos_token);
+    pub_put_token_variable(text, "eos_token", files->eos_token);
+    pub_put_token_variable(text, "pad_token", files->pad_token);
+    pub_put_token_variable(text, "unk_token", files->unk_token);
     if (v->n) json_comma(text);
     size_t open = (size_t)str_find(context, STR("{"), 0) + 1;
     buf_str(text, str_sub(context, open, context.n));
@@ -10816,13 +10977,19 @@ static int api_template_context(const mf_model *files, str context, arena *a, bu
     return *out ? 0 : e->code;
 }
 
-static int api_render(const tmpl *chat, const mf_model *files, str context, const char *now, buf *out, toka_err *e) {
+/* t: the model of that template, whose other template renders chats with tools; NULL: the template stands alone. */
+static int pub_render(const toka *t, const tmpl *chat, const mf_model *files, str context, const char *now, buf *out, toka_err *e) {
     arena a = {0};
     buf text = {0};
     tmpl_time time = {0};
     const json *root = NULL;
-    int code = api_parse_now(now, &time, e);
-    if (!code) code = api_template_context(files, context, &a, &text, &root, e);
+    int code = pub_parse_now(now, &time, e);
+    if (!code) code = pub_template_context(files, context, &a, &text, &root, e);
+    const json *tools = code ? NULL : json_get(root, "tools");
+    if (t && json_is(tools, JSON_ARRAY) && tools->n && (t->tool_chat || t->tool_error.code)) {
+        chat = t->tool_chat;
+        if (!chat) code = fail(e, TOKA_E_INPUT, "the tool_use template of %s cannot be used: %.350s", files->name, t->tool_error.msg);
+    }
     if (!code) code = tmpl_render(chat, root, time, tmpl_default_limits, out, e);
     buf_free(&text);
     arena_free(&a);
@@ -10832,8 +10999,8 @@ static int api_render(const tmpl *chat, const mf_model *files, str context, cons
 int toka_apply_chat_template(const toka *t, const char *context, size_t context_bytes, const char *now, char **text,
                              size_t *text_bytes, toka_err *e) {
     buf b = {0};
-    if (api_need_template(t, e)) return e->code;
-    int code = api_render(t->chat, t->files, (str){context, context_bytes}, now, &b, e);
+    if (pub_need_template(t, e)) return e->code;
+    int code = pub_render(t, t->chat, t->files, (str){context, context_bytes}, now, &b, e);
     if (code) {
         buf_free(&b);
         return code;
@@ -10905,21 +11072,1283 @@ int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_e
 
 /* ===========================================================================
  * MARK: 21. OpenAI API [pure]
- * To come with the server.
+ * Bodies of /v1/completions and /v1/chat/completions to requests of the engine, and the events of these to answers. The server
+ * and the batch runner use the same functions, so a line of a file is answered as a body over HTTP is.
+ *
+ *     body --api_parse--> api_call: a part for each prompt, part.q ready for toka_submit              a worker's thread
+ *     event --api_pack--> records: what the call needs of it, as bytes                                 the driving thread
+ *     records --api_feed--> text; streaming: chunks of server-sent events; else collected             a worker's thread
+ *     --api_finish--> the JSON answer; streaming: usage and [DONE]
+ *
+ * Choices are numbered prompt by prompt: choice i is sample i % n of part i / n. Text is made from ids by a detokenizer for each
+ * choice in api_feed; where stop strings made the engine look at the text, the event's own text is taken.
+ *
+ * What always holds:
+ *   - every field of a body is in api_fields: used, without effect here, or refused by name unless its value asks for nothing. One
+ *     that is not there is reported or refused (api_model.strict);
+ *   - what toka_submit would refuse for the request's own fault api_parse has refused, and the message begins with the field's name;
+ *   - the chunks of a stream, put together, are the answer without streaming; a chunk has whole characters only;
+ *   - without api_model.live the answer's bytes depend on the body, the serial and the model alone: no clock, no cache.
+ * A call is used by one thread at a time, except that api_pack only reads it.
+ *
+ * Two extensions: "return_packed": true gives ids and log-probabilities of a choice as base64 of little-endian arrays,
+ *     "packed":{"n":N,"token_ids":int32[N],"logprobs":float32[N],"sampled_logprobs":float32[N],
+ *               "top_n":k,"top_ids":int32[N][k] (-1: none),"top_logprobs":float32[N][k]}         the last two where k > 0
+ * in place of "logprobs" and "token_ids" (and the same of the prompt as "prompt_packed", without "sampled_logprobs", where
+ * return_token_ids or prompt_logprobs is asked for); and max_tokens may be 0 with echo or prompt_logprobs: then nothing is drawn.
  * =========================================================================== */
 
-/* ===========================================================================
- * MARK: 22. Server [os]
- * To come with the server.
- * =========================================================================== */
+enum api_route { API_COMPLETIONS, API_CHAT, API_TOKENIZE, API_DETOKENIZE };
+
+typedef struct api_model { /* what bodies are read against; read by any thread */
+    const toka *t;            /* for its tokenizer, templates and shape; its engine is not touched here */
+    const char *const *names; /* [n_names] served names, the first is the usual one. n_names 0: a body's model may be anything */
+    int n_names;
+    const char *name;         /* n_names 0: the model of an answer whose body names none */
+    const char *fingerprint;  /* system_fingerprint of live answers */
+    const char *const *beside; /* NULL-ended names of members that are the caller's, or NULL */
+    toka_request base;        /* what a body gets that does not say otherwise */
+    int completion_tokens;    /* max_tokens of a completion, where neither the body nor base has it; 0: as many as fit */
+    int max_len;              /* tokens of a sequence */
+    int max_choices;          /* of a call; 0: as many as the engine takes */
+    const char *now;          /* the chat template's clock, NULL: local time */
+    json_limits limits;       /* of a body */
+    bool strict;              /* an unknown field is an error */
+    bool live;                /* answers say what depends on the moment: cached_tokens, system_fingerprint; and stop_reason */
+    void (*unknown)(void *user, str name); /* an unknown field is ignored; NULL: without a word */
+    void *user;
+} api_model;
+
+typedef struct api_token { /* a token or one of its alternatives, id -1: there was none */
+    int32_t id;
+    float logprob, sampled;
+} api_token;
+
+typedef struct api_tokens { /* tokens with their alternatives, in a row */
+    buf b;    /* api_token [n][1 + n_top] */
+    int n_top;
+} api_tokens;
+
+typedef struct api_choice {
+    tok_stream stream;
+    buf text;          /* collected */
+    api_tokens tokens; /* collected or, streaming, of the chunk being made; if the call wants any of it */
+    int64_t n_tokens;
+    int64_t offset;    /* streaming: characters sent in logprobs */
+    toka_finish finish;
+    int stop_id, stop_text;
+    bool begun;        /* streaming: its first chunk is out */
+} api_choice;
+
+typedef struct api_part { /* one prompt: one request of the engine, `user` of its events */
+    struct api_call *call;
+    toka_request q;
+    int64_t engine_id; /* the caller's, of toka_submit */
+    int first;         /* its first choice */
+    ids prompt;
+    str text;          /* of the prompt, if the call echoes it */
+    api_tokens scored; /* the prompt's tokens with log-probabilities, if wanted */
+    int n_scored;
+    buf waiting;       /* records of samples that came before the prompt's, which a stream sends first */
+} api_part;
+
+typedef struct api_call { /* caller's storage, zeroed, serial and created set; it stays where it is from api_parse to api_free */
+    uint64_t serial[2]; /* unique: the answer's id, and the seed of a body without one */
+    int64_t created;    /* seconds since 1970 */
+    void *user;         /* the caller's */
+
+    const api_model *m;
+    arena a;            /* what parts point to */
+    bool chat, stream;
+    bool echo, want_ids, want_logprobs, want_prompt_logprobs, packed, names_are_ids, include_usage, usage_always;
+    int n, n_top, n_prompt_top; /* samples of a prompt; alternatives of a token, of a prompt's token */
+    str model;
+    api_part *parts;    /* [n_parts] */
+    int n_parts;
+    api_choice *choices; /* [n_choices] */
+    int n_choices, n_left; /* n_left: not ended */
+    toka_finish broken; /* TOKA_FAILED or TOKA_CANCELLED once that ended a choice */
+    int64_t n_prompt_tokens, n_output_tokens, n_cached_tokens;
+    buf head;           /* streaming: the beginning of every chunk */
+    buf text;           /* streaming: of one token */
+    buf bytes, shown, names; /* of api_token_text, api_put_top */
+
+    int status;         /* of api_parse that failed, for api_error: HTTP status, type and so on */
+    const char *type, *param, *code;
+    bool unsupported;   /* a field that is known and not done */
+} api_call;
+
+/* Errors of a body: the message begins with the field's name. */
+#define API_BAD(...) fail(e, TOKA_E_USE, __VA_ARGS__)
+#define API_UNSUPPORTED(c, ...) ((c)->unsupported = true, fail(e, TOKA_E_USE, __VA_ARGS__))
+
+/* ---- The fields ---- */
+
+enum api_use { API_USED, API_NO_EFFECT, API_REFUSED };
+enum api_kind { API_ANY, API_NUMBER, API_WHOLE, API_BOOL, API_TEXT, API_LIST, API_OBJECT };
+enum { API_C = 1 << API_COMPLETIONS, API_M = 1 << API_CHAT, API_T = 1 << API_TOKENIZE, API_D = 1 << API_DETOKENIZE, API_CM = API_C | API_M };
+
+typedef struct api_body { /* a body's fields, at their defaults or as given */
+    float temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
+    int64_t max_tokens, max_completion_tokens, min_tokens, top_k, n, best_of, seed, priority; /* -1: max_* not given */
+    int64_t n_logprobs, top_logprobs, prompt_logprobs;                                        /* -1: not given */
+    int chat_logprobs, echo, stream, ignore_eos, include_stop, special, skip_special, generate, return_token_ids, return_packed, names_are_ids,
+        return_strs;
+    str model;
+    const json *prompt, *messages, *tools, *tool_choice, *documents, *kwargs, *stop, *stop_ids, *allowed, *bias, *bad_words,
+        *stream_options, *tokens; /* NULL: not given */
+    bool has_seed;
+} api_body;
+
+typedef struct api_field {
+    const char *name;
+    int where;             /* API_C ..: bodies that have it */
+    enum api_kind kind;
+    enum api_use use;
+    size_t at;             /* USED: in api_body, a float, int64_t, int, str or const json *, as kind says */
+    int64_t low, high;     /* API_WHOLE */
+    const char *harmless[2]; /* API_REFUSED: values, beside null, false, {} and [], that ask for nothing */
+} api_field;
+
+#define API_AT(member) offsetof(api_body, member)
+#define API_NONE(name, where, kind) {name, where, kind, API_NO_EFFECT, 0, 0, 0, {0}}
+#define API_NOT(name, where, ...) {name, where, API_ANY, API_REFUSED, 0, 0, 0, {__VA_ARGS__}}
+#define API_F(name, where, kind, member) {name, where, kind, API_USED, API_AT(member), 0, 0, {0}}
+#define API_I(name, where, member, low, high) {name, where, API_WHOLE, API_USED, API_AT(member), low, high, {0}}
+
+static const api_field api_fields[] = {
+    API_F("temperature", API_CM, API_NUMBER, temperature),
+    API_F("model", API_CM | API_T | API_D, API_TEXT, model),
+    API_F("prompt", API_C | API_T, API_ANY, prompt),
+    API_F("messages", API_M | API_T, API_LIST, messages),
+    API_F("tools", API_M | API_T, API_LIST, tools),
+    API_F("tool_choice", API_M, API_ANY, tool_choice),
+    API_F("documents", API_M, API_LIST, documents),
+    API_F("chat_template_kwargs", API_M | API_T, API_OBJECT, kwargs),
+    API_F("add_generation_prompt", API_M | API_T, API_BOOL, generate),
+    API_F("add_special_tokens", API_CM | API_T, API_BOOL, special),
+    API_F("top_p", API_CM, API_NUMBER, top_p),
+    API_F("min_p", API_CM, API_NUMBER, min_p),
+    API_F("repetition_penalty", API_CM, API_NUMBER, repetition_penalty),
+    API_F("presence_penalty", API_CM, API_NUMBER, presence_penalty),
+    API_F("frequency_penalty", API_CM, API_NUMBER, frequency_penalty),
+    API_I("max_tokens", API_C, max_tokens, 0, INT_MAX),
+    API_I("max_tokens", API_M, max_tokens, 1, INT_MAX),
+    API_I("max_completion_tokens", API_CM, max_completion_tokens, 1, INT_MAX),
+    API_I("min_tokens", API_CM, min_tokens, 0, INT_MAX),
+    API_I("top_k", API_CM, top_k, -1, INT_MAX),
+    API_I("n", API_CM, n, 1, ENG_MAX_N),
+    API_I("best_of", API_C, best_of, 0, INT_MAX),
+    API_I("seed", API_CM, seed, INT64_MIN, INT64_MAX),
+    API_I("priority", API_CM, priority, -INT_MAX, INT_MAX),
+    API_I("logprobs", API_C, n_logprobs, 0, TOKA_MAX_LOGPROBS),
+    API_F("logprobs", API_M, API_BOOL, chat_logprobs),
+    API_I("top_logprobs", API_M, top_logprobs, 0, TOKA_MAX_LOGPROBS),
+    API_I("prompt_logprobs", API_CM, prompt_logprobs, 0, TOKA_MAX_LOGPROBS),
+    API_F("echo", API_C, API_BOOL, echo),
+    API_NOT("echo", API_M, 0),
+    API_F("stream", API_CM, API_BOOL, stream),
+    API_F("stream_options", API_CM, API_OBJECT, stream_options),
+    API_F("skip_special_tokens", API_CM, API_BOOL, skip_special),
+    API_F("ignore_eos", API_CM, API_BOOL, ignore_eos),
+    API_F("include_stop_str_in_output", API_CM, API_BOOL, include_stop),
+    API_F("return_token_ids", API_CM, API_BOOL, return_token_ids),
+    API_F("return_tokens_as_token_ids", API_CM, API_BOOL, names_are_ids),
+    API_F("return_packed", API_CM, API_BOOL, return_packed),
+    API_F("return_token_strs", API_T, API_BOOL, return_strs),
+    API_F("stop", API_CM, API_ANY, stop),
+    API_F("stop_token_ids", API_CM, API_LIST, stop_ids),
+    API_F("allowed_token_ids", API_CM, API_LIST, allowed),
+    API_F("logit_bias", API_CM, API_OBJECT, bias),
+    API_F("bad_words", API_CM, API_LIST, bad_words),
+    API_F("tokens", API_D, API_LIST, tokens),
+    API_NONE("user", API_CM, API_TEXT), API_NONE("metadata", API_CM, API_OBJECT), API_NONE("store", API_CM, API_BOOL),
+    API_NONE("service_tier", API_CM, API_TEXT), API_NONE("safety_identifier", API_CM, API_TEXT),
+    API_NONE("prompt_cache_key", API_CM, API_TEXT), API_NONE("request_id", API_CM, API_TEXT),
+    API_NONE("parallel_tool_calls", API_M, API_BOOL),
+    API_NOT("suffix", API_C, "\"\""),
+    API_NOT("response_format", API_CM, "{\"type\":\"text\"}"),
+    API_NOT("functions", API_M, 0),
+    API_NOT("function_call", API_M, "\"none\"", "\"auto\""),
+    API_NOT("modalities", API_M, "[\"text\"]"),
+    API_NOT("audio", API_M, 0),
+    API_NOT("prediction", API_M, 0),
+    API_NOT("web_search_options", API_M, 0),
+    API_NOT("reasoning_effort", API_M, 0),
+    API_NOT("verbosity", API_M, "\"medium\""),
+    API_NOT("chat_template", API_M | API_T, 0),
+    API_NOT("continue_final_message", API_M | API_T, 0),
+    API_NOT("use_beam_search", API_CM, 0),
+    API_NOT("length_penalty", API_CM, "1", "1.0"),
+    API_NOT("prompt_embeds", API_C, 0),
+    API_NOT("truncate_prompt_tokens", API_CM, 0),
+    API_NOT("spaces_between_special_tokens", API_CM, "true"),
+    API_NOT("logits_processors", API_CM, 0),
+    API_NOT("guided_json", API_CM, 0), API_NOT("guided_regex", API_CM, 0), API_NOT("guided_choice", API_CM, 0),
+    API_NOT("guided_grammar", API_CM, 0), API_NOT("structured_outputs", API_CM, 0),
+};
+
+static const api_field *api_find_field(str name, int where) {
+    for (int i = 0; i < COUNT(api_fields); i++)
+        if (api_fields[i].where & where && str_is(name, api_fields[i].name)) return &api_fields[i];
+    return NULL;
+}
+
+static bool api_is_harmless(const api_field *f, const json *v) {
+    if (v->type == JSON_NULL || v->type == JSON_FALSE || (v->type >= JSON_ARRAY && !v->n)) return true;
+    buf b = {0};
+    bool same = false;
+    json_put_value(&b, v);
+    for (int i = 0; i < COUNT(f->harmless); i++) same |= f->harmless[i] && str_is(buf_view(&b), f->harmless[i]);
+    buf_free(&b);
+    return same;
+}
+
+/* A whole number may be written as 3.0. */
+static int api_read_whole(const api_field *f, const json *v, int64_t *out, toka_err *e) {
+    double d = json_num(v, NAN);
+    bool whole = v->type == JSON_NUMBER && (v->exact || (d == floor(d) && fabs(d) < 0x1p53));
+    if (!whole) return API_BAD("%s: expected a whole number", f->name);
+    int64_t i = v->exact ? v->i : (int64_t)d;
+    if (i < f->low || i > f->high)
+        return API_BAD("%s: %lld, expected %lld to %lld", f->name, (long long)i, (long long)f->low, (long long)f->high);
+    *out = i;
+    return 0;
+}
+
+/* Checks a value's kind and puts it into its place. null is as good as absent. */
+static int api_read_field(api_call *c, const api_field *f, const json *v, api_body *to, toka_err *e) {
+    static const char *const expected[] = {"", "a number", "", "true or false", "a text", "a list", "an object"};
+    static const int types[] = {-1, JSON_NUMBER, -1, -1, JSON_STRING, JSON_ARRAY, JSON_OBJECT};
+    if (v->type == JSON_NULL) return 0;
+    if (f->use == API_REFUSED && !api_is_harmless(f, v)) return API_UNSUPPORTED(c, "%s is not supported", f->name);
+    bool right = types[f->kind] < 0 || types[f->kind] == v->type;
+    if (f->kind == API_BOOL) right = v->type == JSON_TRUE || v->type == JSON_FALSE;
+    if (f->kind == API_NUMBER) right = fabs(json_num(v, NAN)) <= FLT_MAX;
+    if (!right) return API_BAD("%s: expected %s", f->name, expected[f->kind]);
+    void *at = (char *)to + f->at;
+    if (f->use != API_USED) return 0;
+    switch (f->kind) {
+    case API_NUMBER: *(float *)at = (float)json_num(v, 0); return 0;
+    case API_WHOLE: return api_read_whole(f, v, at, e);
+    case API_BOOL: *(int *)at = v->type == JSON_TRUE; return 0;
+    case API_TEXT: *(str *)at = json_str(v); return 0;
+    default: *(const json **)at = v; return 0;
+    }
+}
+
+static int api_unknown(const api_model *m, str name, toka_err *e) {
+    for (int i = 0; m->beside && m->beside[i]; i++)
+        if (str_is(name, m->beside[i])) return 0;
+    if (m->strict) return API_BAD("%.*s: a field of this name is not known", (int)MIN(name.n, (size_t)100), name.p);
+    if (m->unknown) m->unknown(m->user, name);
+    return 0;
+}
+
+static int api_read_body(api_call *c, enum api_route route, const json *body, api_body *b, toka_err *e) {
+    const toka_sampling *s = &c->m->base.sampling;
+    int completion = s->max_tokens || route == API_CHAT ? s->max_tokens : c->m->completion_tokens, code = 0;
+    *b = (api_body){.temperature = s->temperature, .top_p = s->top_p, .min_p = s->min_p,
+                    .repetition_penalty = s->repetition_penalty, .presence_penalty = s->presence_penalty,
+                    .frequency_penalty = s->frequency_penalty, .max_tokens = -1, .max_completion_tokens = -1,
+                    .min_tokens = s->min_tokens, .top_k = s->top_k, .n = c->m->base.n, .best_of = -1, .n_logprobs = -1,
+                    .top_logprobs = -1, .prompt_logprobs = -1, .ignore_eos = s->ignore_eos, .include_stop = s->include_stop,
+                    .special = -1, .skip_special = 1, .generate = 1, .model = STR("")};
+    if (!json_is(body, JSON_OBJECT)) return API_BAD("body: expected a JSON object");
+    JSON_MEMBERS(key, body) {
+        const api_field *f = api_find_field((str){key->s, key->n}, 1 << route);
+        code = f ? api_read_field(c, f, key + 1, b, e) : api_unknown(c->m, (str){key->s, key->n}, e);
+        if (code) return code;
+    }
+    b->has_seed = json_is(json_get(body, "seed"), JSON_NUMBER);
+    if (b->max_completion_tokens >= 0) b->max_tokens = b->max_completion_tokens;
+    if (b->max_tokens < 0) b->max_tokens = completion ? completion : -1;
+    return 0;
+}
+
+/* ---- Lists of ids, texts, biases ---- */
+
+static int api_id_list(const json *v, const char *name, ids *out, toka_err *e) {
+    if (!json_is(v, JSON_ARRAY)) return API_BAD("%s: expected a list of token ids", name);
+    ids_reserve(out, v->n);
+    JSON_EACH(it, v) {
+        int64_t id = json_int(it, -1);
+        if (id < 0 || id > INT32_MAX) return API_BAD("%s: element %zu is no token id", name, out->n);
+        ids_push(out, (int32_t)id);
+    }
+    return 0;
+}
+
+/* The same into the call's arena; absent and [] give none. */
+static int api_ids(api_call *c, const json *v, const char *name, const int32_t **out, int *n, toka_err *e) {
+    ids list = {0};
+    int code = v ? api_id_list(v, name, &list, e) : 0;
+    if (!code && v) {
+        int32_t *copy = arena_alloc(&c->a, list.n * sizeof *copy);
+        if (list.n) memcpy(copy, list.p, list.n * sizeof *copy);
+        *out = copy, *n = (int)list.n;
+    }
+    ids_free(&list);
+    return code;
+}
+
+static int api_stops(api_call *c, const json *v, toka_sampling *s, toka_err *e) {
+    if (!v) return 0;
+    bool one = v->type == JSON_STRING;
+    if (!one && v->type != JSON_ARRAY) return API_BAD("stop: expected a text or a list of texts");
+    int n = 0;
+    const char **stop = arena_alloc(&c->a, (one ? 1 : (size_t)v->n) * sizeof *stop);
+    for (const json *it = one ? v : v + 1, *end = json_next(v); it < end; it = json_next(it)) {
+        if (it->type != JSON_STRING || memchr(it->s, 0, it->n)) return API_BAD("stop: expected a text or a list of texts");
+        stop[n++] = arena_cstr(&c->a, json_str(it));
+    }
+    s->stop = stop, s->n_stop = n;
+    return 0;
+}
+
+static int api_bias(api_call *c, const json *v, toka_sampling *s, toka_err *e) { /* {"id": bias} */
+    if (!v) return 0;
+    int n = 0;
+    int32_t *id = arena_alloc(&c->a, (size_t)v->n * sizeof *id);
+    float *bias = arena_alloc(&c->a, (size_t)v->n * sizeof *bias);
+    JSON_MEMBERS(key, v) {
+        const char *digits = arena_cstr(&c->a, (str){key->s, key->n});
+        char *end;
+        long i = strtol(digits, &end, 10);
+        double f = json_num(key + 1, NAN);
+        if (!isdigit((unsigned char)*digits) || end != digits + key->n || i > INT32_MAX || !(fabs(f) <= FLT_MAX))
+            return API_BAD("logit_bias: expected an object of token ids and numbers");
+        id[n] = (int32_t)i, bias[n++] = (float)f;
+    }
+    s->bias_ids = id, s->bias_values = bias, s->n_bias = n;
+    return 0;
+}
+
+/* A bad word is forbidden at the start of a text and, where that is other ids, behind a space: the second spelling counts if it
+ * has as many ids and begins with another one (as vLLM has it). */
+static int api_bad_word(const tok *t, str word, ids *out, int lengths[2], toka_err *e) {
+    buf spaced = {0};
+    size_t from = out->n, plain;
+    while (word.n && word.p[0] == ' ') word = str_sub(word, 1, word.n);
+    buf_char(&spaced, ' '), buf_str(&spaced, word);
+    lengths[1] = 0;
+    int code = tok_encode(t, word, 0, out, e);
+    plain = out->n - from;
+    if (!code) code = tok_encode(t, buf_view(&spaced), 0, out, e);
+    buf_free(&spaced);
+    if (code) return code;
+    if (!plain) return API_BAD("bad_words: a word without tokens");
+    lengths[0] = (int)plain;
+    if (out->n - from - plain == plain && out->p[from] != out->p[from + plain]) lengths[1] = (int)plain;
+    else out->n = from + plain;
+    return 0;
+}
+
+static int api_bad_words(api_call *c, const json *v, toka_sampling *s, toka_err *e) {
+    ids list = {0};
+    int code = 0, n = 0;
+    if (!v || !v->n) return 0;
+    if (v->n > SAMP_MAX_BAD / 2) return API_BAD("bad_words: %u words, expected at most %d", v->n, SAMP_MAX_BAD / 2);
+    if (pub_need_tokenizer(c->m->t, e)) return e->code;
+    int *lengths = arena_alloc(&c->a, 2 * (size_t)v->n * sizeof *lengths);
+    JSON_EACH(it, v) {
+        if (it->type != JSON_STRING) code = API_BAD("bad_words: expected a list of texts");
+        else code = api_bad_word(c->m->t->tok, json_str(it), &list, lengths + n, e);
+        if (code) break;
+        n += lengths[n + 1] ? 2 : 1;
+    }
+    if (!code) {
+        int32_t *copy = arena_alloc(&c->a, list.n * sizeof *copy);
+        s->bad_ids = memcpy(copy, list.p, list.n * sizeof *copy), s->bad_lengths = lengths, s->n_bad = n;
+    }
+    ids_free(&list);
+    return code;
+}
+
+/* ---- What a body asks of the engine ---- */
+
+/* Completions: a number of alternatives. Chats: true, with the number in top_logprobs. */
+static int api_logprobs(api_call *c, const api_body *b, toka_request *q, toka_err *e) {
+    int64_t k = c->chat ? b->top_logprobs : b->n_logprobs;
+    if (c->chat && k > 0 && !b->chat_logprobs) return API_BAD("top_logprobs needs logprobs: true");
+    c->want_logprobs = c->chat ? b->chat_logprobs != 0 : k >= 0;
+    q->sampling.logprobs = c->n_top = c->want_logprobs ? (int)MAX(k, 0) : 0;
+    c->want_prompt_logprobs = b->prompt_logprobs >= 0;
+    c->n_prompt_top = (int)MAX(b->prompt_logprobs, 0);
+    if (c->echo && c->want_logprobs) c->n_prompt_top = MAX(c->n_prompt_top, c->n_top);
+    q->prompt_logprobs = c->want_prompt_logprobs || (c->echo && c->want_logprobs), q->prompt_top = c->n_prompt_top;
+    if (c->stream && c->want_prompt_logprobs) return API_UNSUPPORTED(c, "prompt_logprobs with stream is not supported");
+    return 0;
+}
+
+/* The seed of a body that has none: splitmix64's mixing of the seed of all and what is the call's own. */
+static uint64_t api_seed(uint64_t seed, const uint64_t serial[2]) {
+    uint64_t z = serial[1] ^ (serial[0] + 0x9E3779B97F4A7C15u * (seed + 1));
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return z ^ z >> 31;
+}
+
+static int api_sampling(api_call *c, const api_body *b, toka_request *q, toka_err *e) {
+    toka_sampling *s = &q->sampling;
+    s->temperature = b->temperature, s->top_p = b->top_p, s->min_p = b->min_p, s->top_k = (int)b->top_k;
+    s->repetition_penalty = b->repetition_penalty, s->presence_penalty = b->presence_penalty;
+    s->frequency_penalty = b->frequency_penalty, s->ignore_eos = b->ignore_eos, s->include_stop = b->include_stop;
+    s->max_tokens = (int)MAX(b->max_tokens, 0), s->min_tokens = (int)b->min_tokens;
+    s->seed = b->has_seed ? (uint64_t)b->seed : api_seed(s->seed, c->serial);
+    q->priority = -(int)b->priority; /* in a body the lower is earlier, as in vLLM */
+    c->n = q->n = (int)b->n;
+    int code = api_logprobs(c, b, q, e);
+    if (!code) code = api_ids(c, b->stop_ids, "stop_token_ids", &s->stop_ids, &s->n_stop_ids, e);
+    if (!code) code = api_ids(c, b->allowed, "allowed_token_ids", &s->allowed_ids, &s->n_allowed, e);
+    if (!code) code = api_stops(c, b->stop, s, e);
+    if (!code) code = api_bias(c, b->bias, s, e);
+    if (!code) code = api_bad_words(c, b->bad_words, s, e);
+    if (code) return code;
+    if (b->best_of >= 0 && b->best_of != b->n) return API_UNSUPPORTED(c, "best_of other than n is not supported");
+    if (!b->max_tokens) { /* nothing is drawn; the prompt is looked at */
+        if (!c->echo && !c->want_prompt_logprobs) return API_BAD("max_tokens: 0, expected 1 or more without echo or prompt_logprobs");
+        q->n = 0, q->prompt_logprobs = 1, s->n_stop = 0, s->min_tokens = 0;
+    }
+    q->length_class = c->n < 16 ? 2 * (uint64_t)(uint32_t)s->max_tokens + c->chat + 1 : 0;
+    q->ids_only = 1, q->keep_special = !b->skip_special;
+    return 0;
+}
+
+static int api_stream_options(api_call *c, const api_body *b, toka_err *e) {
+    static const char *const names[] = {"include_usage", "continuous_usage_stats"};
+    bool *const to[] = {&c->include_usage, &c->usage_always};
+    for (int i = 0; i < COUNT(names); i++) {
+        const json *v = json_get(b->stream_options, names[i]);
+        if (v && v->type != JSON_TRUE && v->type != JSON_FALSE && v->type != JSON_NULL)
+            return API_BAD("stream_options: %s: expected true or false", names[i]);
+        *to[i] = json_true(v);
+    }
+    c->include_usage |= c->usage_always;
+    return 0;
+}
+
+static int api_check_model(api_call *c, str model, toka_err *e) {
+    const api_model *m = c->m;
+    c->model = arena_str(&c->a, model.n ? model : str_c(m->n_names ? m->names[0] : m->name));
+    if (!model.n || !m->n_names) return 0;
+    for (int i = 0; i < m->n_names; i++)
+        if (str_is(model, m->names[i])) return 0;
+    c->status = 404, c->type = "not_found_error", c->param = "model", c->code = "model_not_found";
+    return fail(e, TOKA_E_USE, "model: '%.*s' is not served here, '%s' is", STRF(model), m->names[0]);
+}
+
+/* ---- Prompts ---- */
+
+static bool api_is_text_part(const json *part) {
+    return str_is(json_str(json_get(part, "type")), "text") && json_is(json_get(part, "text"), JSON_STRING);
+}
+
+/* A content of text parts as one text. */
+static int api_put_parts(api_call *c, const json *parts, buf *b, toka_err *e) {
+    buf text = {0};
+    bool texts = true;
+    JSON_EACH(part, parts) {
+        texts &= api_is_text_part(part);
+        if (text.n) buf_char(&text, '\n');
+        buf_str(&text, json_str(json_get(part, "text")));
+    }
+    if (texts) json_put_str(b, buf_view(&text));
+    buf_free(&text);
+    return texts ? 0 : API_UNSUPPORTED(c, "messages: content other than text is not supported");
+}
+
+/* The calls that an assistant made, whose arguments came as JSON in a text: templates want the object. */
+static void api_put_tool_call(api_call *c, const json *v, buf *b) {
+    toka_err ignored;
+    json_put_open(b, '{');
+    JSON_MEMBERS(key, v) {
+        json_put_str(b, json_str(key)), buf_char(b, ':');
+        bool arguments = str_is(json_str(key), "arguments") && key[1].type == JSON_STRING;
+        const json *parsed = arguments ? json_parse(&c->a, json_str(key + 1), c->m->limits, &ignored) : NULL;
+        if (str_is(json_str(key), "function") && key[1].type == JSON_OBJECT) api_put_tool_call(c, key + 1, b);
+        else json_put_value(b, json_is(parsed, JSON_OBJECT) ? parsed : key + 1);
+    }
+    json_put_close(b, '}');
+}
+
+static int api_put_message(api_call *c, const json *m, buf *b, toka_err *e) {
+    int code = 0;
+    if (m->type != JSON_OBJECT || !json_is(json_get(m, "role"), JSON_STRING))
+        return API_BAD("messages: expected objects with a role and a content");
+    json_put_open(b, '{');
+    JSON_MEMBERS(key, m) {
+        str name = json_str(key);
+        json_put_str(b, name), buf_char(b, ':');
+        bool content = str_is(name, "content");
+        if (content && key[1].type != JSON_STRING && key[1].type != JSON_NULL && key[1].type != JSON_ARRAY)
+            return API_BAD("messages: a content is a text or a list of parts");
+        if (content && key[1].type == JSON_ARRAY) {
+            if ((code = api_put_parts(c, key + 1, b, e))) return code;
+        } else if (str_is(name, "tool_calls") && key[1].type == JSON_ARRAY) {
+            json_put_open(b, '[');
+            JSON_EACH(call, key + 1) call->type == JSON_OBJECT ? api_put_tool_call(c, call, b) : json_put_value(b, call);
+            json_put_close(b, ']');
+        } else {
+            json_put_value(b, key + 1);
+        }
+    }
+    json_put_close(b, '}');
+    return 0;
+}
+
+/* What the chat template gets, as a JSON object. tool_choice "none": it sees no tools. */
+static int api_context(api_call *c, const api_body *body, buf *b, toka_err *e) {
+    int code = 0;
+    bool none = str_is(json_str(body->tool_choice), "none"), automatic = str_is(json_str(body->tool_choice), "auto");
+    const json *messages = body->messages, *tools = none ? NULL : body->tools;
+    if (body->tool_choice && !none && !automatic) return API_UNSUPPORTED(c, "tool_choice is not supported, but for none and auto");
+    if (!messages || !messages->n) return API_BAD("messages: expected a list of messages");
+    json_put_open(b, '{');
+    json_put_key(b, "messages"), json_put_open(b, '[');
+    JSON_EACH(m, messages) if ((code = api_put_message(c, m, b, e))) return code;
+    json_put_close(b, ']');
+    json_put_key(b, "add_generation_prompt"), json_put_bool(b, body->generate);
+    if (tools) json_put_key(b, "tools"), json_put_value(b, tools);
+    if (body->documents) json_put_key(b, "documents"), json_put_value(b, body->documents);
+    if (body->kwargs) JSON_MEMBERS(key, body->kwargs) json_put_str(b, json_str(key)), buf_char(b, ':'), json_put_value(b, key + 1);
+    json_put_close(b, '}');
+    return 0;
+}
+
+/* One prompt, or the chat, to ids; its text to *text, in the call's arena. */
+static int api_encode(api_call *c, const api_body *b, const json *prompt, ids *out, str *text, toka_err *e) {
+    buf context = {0}, rendered = {0};
+    int code = 0, special = b->special >= 0 ? b->special : prompt != NULL;
+    if (json_is(prompt, JSON_ARRAY)) return api_id_list(prompt, "prompt", out, e);
+    if (pub_need_tokenizer(c->m->t, e)) return e->code;
+    if (!prompt) {
+        code = api_context(c, b, &context, e);
+        if (!code) code = pub_need_template(c->m->t, e);
+        if (!code) code = pub_render(c->m->t, c->m->t->chat, c->m->t->files, buf_view(&context), c->m->now, &rendered, e);
+    } else if (prompt->type != JSON_STRING) {
+        code = API_BAD("prompt: expected a text, token ids, or a list of either");
+    }
+    str s = prompt ? json_str(prompt) : buf_view(&rendered);
+    if (!code) code = tok_encode(c->m->t->tok, s, TOKA_PARSE_SPECIAL | (special ? TOKA_ADD_SPECIAL : 0), out, e);
+    if (!code && c->echo) *text = arena_str(&c->a, s);
+    buf_free(&context), buf_free(&rendered);
+    return code;
+}
+
+static int api_part_init(api_call *c, const api_body *b, const toka_request *q, const json *prompt, toka_err *e) {
+    int k = c->n_parts++;
+    api_part *p = &c->parts[k];
+    *p = (api_part){.call = c, .q = *q, .first = k * c->n, .text = STR("")};
+    if (k && !b->has_seed) p->q.sampling.seed = api_seed(q->sampling.seed, (uint64_t[]){c->serial[0], (uint64_t)k});
+    int code = api_encode(c, b, prompt, &p->prompt, &p->text, e);
+    if (code) return code;
+    ids_reserve(&p->prompt, 1); /* never NULL: NULL would mean the text */
+    p->q.ids = p->prompt.p, p->q.n_ids = p->prompt.n, p->scored.n_top = c->n_prompt_top;
+    c->n_prompt_tokens += (int64_t)p->prompt.n;
+    if (p->prompt.n + (p->q.n != 0) > (size_t)c->m->max_len) c->code = "context_length_exceeded";
+    code = eng_check(c->m->t->shape.V, c->m->max_len, c->m->t->tok != NULL, &p->q, p->prompt.p, p->prompt.n, e);
+    if (!code && c->echo && json_is(prompt, JSON_ARRAY) && c->m->t->tok) { /* given as ids: its text is what they say */
+        buf_clear(&c->shown);
+        code = tok_decode(c->m->t->tok, p->prompt.p, p->prompt.n, 0, &c->shown, e);
+        p->text = arena_str(&c->a, buf_view(&c->shown));
+    }
+    return code;
+}
+
+/* A text, token ids, or a list of either. */
+static int api_prompts(api_call *c, const api_body *b, const toka_request *q, toka_err *e) {
+    const json *v = c->chat ? NULL : b->prompt, *first = json_at(v, 0);
+    bool many = first && first->type != JSON_NUMBER;
+    size_t n = many ? v->n : 1, most = (size_t)(c->m->max_choices ? c->m->max_choices : ENG_MAX_N);
+    if (!c->chat && !v) return API_BAD("prompt: missing");
+    if (n > most / (size_t)c->n)
+        return API_BAD("n: %d for each of %zu prompts, expected at most %zu in all", c->n, n, most);
+    c->parts = mem_zalloc(n * sizeof *c->parts);
+    if (!many) return api_part_init(c, b, q, v, e);
+    JSON_EACH(it, v) if (api_part_init(c, b, q, it, e)) return e->code;
+    return 0;
+}
+
+/* ---- Calls ---- */
+
+static void api_choices_init(api_call *c) {
+    c->n_choices = c->n_left = c->n_parts * c->n;
+    c->choices = mem_zalloc((size_t)c->n_choices * sizeof *c->choices);
+    for (int i = 0; i < c->n_choices; i++) {
+        api_choice *x = &c->choices[i];
+        const api_part *p = &c->parts[i / c->n];
+        x->tokens.n_top = c->n_top, x->stop_id = x->stop_text = -1;
+        if (!c->m->t->tok) continue;
+        tok_stream_init(&x->stream, c->m->t->tok, p->q.keep_special ? 0 : TOKA_SKIP_SPECIAL);
+        tok_stream_follow(&x->stream, p->prompt.p[p->prompt.n - 1]);
+    }
+}
+
+static int api_parse_fields(api_call *c, enum api_route route, const json *body, toka_err *e) {
+    api_body b;
+    toka_request q = c->m->base;
+    c->chat = route == API_CHAT;
+    int code = api_read_body(c, route, body, &b, e);
+    if (code) return code;
+    c->stream = b.stream, c->echo = b.echo, c->want_ids = b.return_token_ids, c->packed = b.return_packed;
+    c->names_are_ids = b.names_are_ids;
+    if ((code = api_check_model(c, b.model, e)) || (code = api_stream_options(c, &b, e))) return code;
+    if (!(code = api_sampling(c, &b, &q, e))) code = api_prompts(c, &b, &q, e);
+    return code;
+}
+
+/* What is said about a failed parse beside the message: whose name does that begin with? */
+static void api_blame(api_call *c, enum api_route route, const toka_err *e) {
+    size_t n = 0;
+    while (isalnum((unsigned char)e->msg[n]) || e->msg[n] == '_') n++;
+    const api_field *f = api_find_field((str){e->msg, n}, 1 << route);
+    if (!c->status) c->status = e->code == TOKA_E_DEVICE || e->code == TOKA_E_IO || e->code == TOKA_E_MEMORY ? 500 : 400;
+    if (!c->code && c->unsupported) c->code = "unsupported_parameter";
+    if (c->param) return;
+    c->param = f ? f->name : NULL;
+    if (!f && (c->code || c->n_parts) && c->status == 400) c->param = c->chat ? "messages" : "prompt";
+}
+
+/* Reads a body, already JSON, into a call; nothing of it is needed after. 0, or a negative code with c->status, type, param, code and
+ * unsupported set; in both cases api_free takes the call apart. Encodes text: not for the driving thread. */
+static int api_parse_json(const api_model *m, enum api_route route, const json *body, api_call *c, toka_err *e) {
+    c->m = m;
+    int code = api_parse_fields(c, route, body, e);
+    if (code) api_blame(c, route, e);
+    else api_choices_init(c);
+    return code;
+}
+
+UNUSED static int api_parse(const api_model *m, enum api_route route, str body, api_call *c, toka_err *e) {
+    arena a = {0};
+    const json *root = json_parse(&a, body, m->limits, e);
+    int code = root ? api_parse_json(m, route, root, c, e) : e->code;
+    if (!root) c->status = 400, c->m = m;
+    arena_free(&a);
+    return code;
+}
+
+static void api_free(api_call *c) {
+    for (int i = 0; i < c->n_choices; i++) {
+        tok_stream_free(&c->choices[i].stream);
+        buf_free(&c->choices[i].text), buf_free(&c->choices[i].tokens.b);
+    }
+    for (int i = 0; i < c->n_parts; i++)
+        ids_free(&c->parts[i].prompt), buf_free(&c->parts[i].scored.b), buf_free(&c->parts[i].waiting);
+    free(c->choices), free(c->parts);
+    buf_free(&c->head), buf_free(&c->text), buf_free(&c->bytes), buf_free(&c->shown), buf_free(&c->names);
+    arena_free(&c->a);
+    c->choices = NULL, c->parts = NULL, c->n_choices = c->n_parts = 0;
+}
+
+/* ---- Records: events as bytes ---- */
+
+typedef struct api_record { /* followed by its alternatives (id, logprob) and its text */
+    int32_t part, sample, id, stop_id, stop_text, n_cached;
+    float logprob, sampled;
+    uint32_t n_text;
+    uint16_t n_top;
+    uint8_t finish, has_text;
+} api_record;
+
+/* Appends one event of a part. For the driving thread: no text is made, nothing is locked. */
+static void api_pack(const api_part *p, const toka_event *ev, buf *records) {
+    api_record r = {.part = (int32_t)(p - p->call->parts), .sample = ev->sample, .id = ev->id, .stop_id = ev->stop_id,
+                    .stop_text = ev->stop_text, .n_cached = ev->n_cached, .logprob = ev->logprob, .sampled = ev->sampled_logprob,
+                    .n_text = ev->text ? (uint32_t)ev->text_bytes : 0, .n_top = (uint16_t)ev->n_top,
+                    .finish = (uint8_t)ev->finish, .has_text = ev->text != NULL};
+    size_t n = (size_t)ev->n_top;
+    buf_put(records, &r, sizeof r);
+    if (n) buf_put(records, ev->top_ids, n * sizeof *ev->top_ids), buf_put(records, ev->top_logprobs, n * sizeof *ev->top_logprobs);
+    if (r.n_text) buf_put(records, ev->text, ev->text_bytes);
+}
+
+/* What would come of a part that the engine did not take. */
+static void api_pack_end(const api_part *p, toka_finish how, buf *records) {
+    toka_event ev = {.id = -1, .finish = how, .stop_id = -1, .stop_text = -1};
+    for (int i = 0; i < MAX(p->q.n, 1); i++) ev.sample = p->q.n ? i : TOKA_PROMPT, api_pack(p, &ev, records);
+}
+
+/* The first record of s; `rest` is what stands behind its head, and *n the bytes of all. */
+static api_record api_unpack(str s, str *rest, size_t *n) {
+    api_record r;
+    assert(s.n >= sizeof r);
+    memcpy(&r, s.p, sizeof r);
+    *n = sizeof r + (size_t)r.n_top * (sizeof(int32_t) + sizeof(float)) + r.n_text;
+    assert(s.n >= *n);
+    *rest = str_sub(s, sizeof r, *n);
+    return r;
+}
+
+static void api_tokens_put(api_tokens *t, const api_record *r, str rest) {
+    const size_t n = (size_t)r->n_top;
+    buf_put(&t->b, &(api_token){r->id, r->logprob, r->sampled}, sizeof(api_token));
+    for (size_t i = 0; i < (size_t)t->n_top; i++) {
+        api_token top = {.id = -1};
+        if (i < n) memcpy(&top.id, rest.p + i * sizeof top.id, sizeof top.id);
+        if (i < n) memcpy(&top.logprob, rest.p + n * sizeof top.id + i * sizeof top.logprob, sizeof top.logprob);
+        buf_put(&t->b, &top, sizeof top);
+    }
+}
+
+static size_t api_tokens_n(const api_tokens *t) { return t->b.n / sizeof(api_token) / (1 + (size_t)t->n_top); }
+
+/* Token i, or (k > 0) its k-th alternative. */
+static const api_token *api_token_at(const api_tokens *t, size_t i, size_t k) {
+    return (const api_token *)(const void *)t->b.p + i * (1 + (size_t)t->n_top) + k;
+}
+
+/* ---- Tokens as JSON ---- */
+
+/* The text of a token for a reader, in c->shown until the next call, and its bytes, which may be part of a character. */
+static str api_token_text(api_call *c, int32_t id, str *bytes) {
+    buf *raw = &c->bytes;
+    buf_clear(raw), buf_clear(&c->shown);
+    if (c->m->t->tok) tok_bytes(c->m->t->tok, id, raw);
+    *bytes = buf_view(raw);
+    if (!c->names_are_ids) return uni_repair(*bytes, &c->shown);
+    buf_printf(&c->shown, "token_id:%d", (int)id);
+    return buf_view(&c->shown);
+}
+
+static int64_t api_characters(str bytes) { /* that begin in it */
+    int64_t n = 0;
+    for (size_t i = 0; i < bytes.n; i++) n += ((unsigned char)bytes.p[i] & 0xC0) != 0x80;
+    return n;
+}
+
+static void api_put_logprob(buf *b, float logprob) { /* OpenAI's way to say: impossible */
+    json_put_num(b, logprob == -INFINITY ? -9999 : logprob, true);
+}
+
+static void api_put_ids(buf *b, const char *name, const int32_t *id, size_t n) {
+    json_put_key(b, name), json_put_open(b, '[');
+    for (size_t i = 0; i < n; i++) json_put_int(b, id[i]);
+    json_put_close(b, ']');
+}
+
+/* {token: logprob ..}: the n_top alternatives and the token itself. Of equal texts the first, likelier one counts. */
+static void api_put_top(api_call *c, const api_tokens *t, size_t i, int n_top, buf *b) {
+    buf *seen = &c->names;
+    str bytes;
+    buf_clear(seen), buf_char(seen, '\n'); /* each name stands between line feeds, which JSON texts do not have */
+    json_put_open(b, '{');
+    for (int k = 1; k <= n_top + 1; k++) {
+        const api_token *v = api_token_at(t, i, k > n_top ? 0 : (size_t)k);
+        if (v->id < 0) continue;
+        size_t from = seen->n;
+        json_put_str(seen, api_token_text(c, v->id, &bytes)), buf_char(seen, '\n');
+        str name = str_sub(buf_view(seen), from, seen->n);
+        if (str_find((str){seen->p, from}, (str){name.p - 1, name.n + 1}, 0) >= 0) {
+            seen->n = from;
+            continue;
+        }
+        json_comma(b), buf_put(b, name.p, name.n - 1), buf_char(b, ':');
+        api_put_logprob(b, v->logprob);
+    }
+    json_put_close(b, '}');
+}
+
+/* {"tokens":[..],"token_logprobs":[..],"top_logprobs":[..],"text_offset":[..]} of the tokens of two lists, one behind the other (the
+ * first may be NULL: nothing is echoed). The first token of a prompt has null. Offsets count characters of the text from *offset. */
+static void api_put_text_logprobs(api_call *c, const api_tokens *echo, const api_tokens *t, int64_t *offset, buf *b) {
+    const api_tokens *const lists[] = {echo, t};
+    buf offsets = {0};
+    str bytes;
+    json_put_open(b, '{');
+    json_put_key(b, "tokens"), json_put_open(b, '[');
+    for (int l = 0; l < 2; l++)
+        for (size_t i = 0; lists[l] && i < api_tokens_n(lists[l]); i++) {
+            json_put_str(b, api_token_text(c, api_token_at(lists[l], i, 0)->id, &bytes));
+            json_put_int(&offsets, *offset);
+            *offset += api_characters(bytes);
+        }
+    json_put_close(b, ']');
+    json_put_key(b, "token_logprobs"), json_put_open(b, '[');
+    for (int l = 0; l < 2; l++)
+        for (size_t i = 0; lists[l] && i < api_tokens_n(lists[l]); i++) {
+            if (!l && !i) json_put_null(b);
+            else api_put_logprob(b, api_token_at(lists[l], i, 0)->logprob);
+        }
+    json_put_close(b, ']');
+    json_put_key(b, "top_logprobs"), json_put_open(b, '[');
+    for (int l = 0; l < 2; l++)
+        for (size_t i = 0; lists[l] && i < api_tokens_n(lists[l]); i++) {
+            if (!l && !i) json_put_null(b);
+            else api_put_top(c, lists[l], i, c->n_top, b);
+        }
+    json_put_close(b, ']');
+    json_put_key(b, "text_offset");
+    buf_printf(b, "[%s]}", offsets.n ? offsets.p : "");
+    buf_free(&offsets);
+}
+
+/* "token":"..","logprob":..,"bytes":[..] */
+static void api_put_chat_token(api_call *c, const api_token *t, buf *b) {
+    str bytes;
+    json_put_key(b, "token"), json_put_str(b, api_token_text(c, t->id, &bytes));
+    json_put_key(b, "logprob"), api_put_logprob(b, t->logprob);
+    json_put_key(b, "bytes"), json_put_open(b, '[');
+    for (size_t i = 0; i < bytes.n; i++) json_put_int(b, (unsigned char)bytes.p[i]);
+    json_put_close(b, ']');
+}
+
+static void api_put_chat_logprobs(api_call *c, const api_tokens *t, buf *b) {
+    json_put_open(b, '{');
+    json_put_key(b, "content"), json_put_open(b, '[');
+    for (size_t i = 0; i < api_tokens_n(t); i++) {
+        json_put_open(b, '{');
+        api_put_chat_token(c, api_token_at(t, i, 0), b);
+        json_put_key(b, "top_logprobs"), json_put_open(b, '[');
+        for (int k = 1; k <= t->n_top; k++) {
+            const api_token *v = api_token_at(t, i, (size_t)k);
+            if (v->id < 0) continue;
+            json_put_open(b, '{');
+            api_put_chat_token(c, v, b);
+            json_put_close(b, '}');
+        }
+        json_put_close(b, ']'), json_put_close(b, '}');
+    }
+    json_put_close(b, ']');
+    json_put_key(b, "refusal"), json_put_null(b);
+    json_put_close(b, '}');
+}
+
+/* vLLM's form: [null, {"ID":{"logprob":..,"rank":..,"decoded_token":".."} ..} ..], the token itself first. rank: 1 is the most
+ * likely; null where it is behind the alternatives. */
+static void api_put_prompt_logprobs(api_call *c, const api_tokens *t, int n_top, buf *b) {
+    json_put_key(b, "prompt_logprobs"), json_put_open(b, '[');
+    for (size_t i = 0; i < api_tokens_n(t); i++) {
+        const api_token *self = api_token_at(t, i, 0);
+        int rank = 0;
+        str bytes;
+        if (!i) json_put_null(b);
+        else json_put_open(b, '{');
+        for (int k = 1; k <= t->n_top && !rank; k++)
+            if (api_token_at(t, i, (size_t)k)->id == self->id) rank = k;
+        for (int k = 0; i && k <= n_top; k++) {
+            const api_token *v = api_token_at(t, i, (size_t)k);
+            if (v->id < 0 || (k && k == rank)) continue;
+            json_comma(b), buf_printf(b, "\"%d\":{", (int)v->id);
+            json_put_key(b, "logprob"), api_put_logprob(b, v->logprob);
+            json_put_key(b, "rank");
+            if (k || rank) json_put_int(b, k ? k : rank);
+            else json_put_null(b);
+            json_put_key(b, "decoded_token"), json_put_str(b, api_token_text(c, v->id, &bytes));
+            json_put_close(b, '}');
+        }
+        if (i) json_put_close(b, '}');
+    }
+    json_put_close(b, ']');
+}
+
+/* ---- Packed arrays ---- */
+
+static void api_put_base64(buf *b, const char *name, const buf *bytes) { /* RFC 4648, with padding */
+    static const char digit[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    json_put_key(b, name), buf_char(b, '"');
+    buf_reserve(b, bytes->n / 3 * 4 + 8);
+    for (size_t i = 0; i < bytes->n; i += 3) {
+        size_t n = MIN(bytes->n - i, (size_t)3);
+        uint32_t w = 0;
+        for (size_t k = 0; k < 3; k++) w = w << 8 | (k < n ? (unsigned char)bytes->p[i + k] : 0u);
+        char four[4] = {digit[w >> 18], digit[w >> 12 & 63], n > 1 ? digit[w >> 6 & 63] : '=', n > 2 ? digit[w & 63] : '='};
+        buf_put(b, four, 4);
+    }
+    buf_char(b, '"');
+}
+
+static void api_put_le32(buf *b, const void *value) { /* four bytes, the lowest first */
+    uint32_t u;
+    memcpy(&u, value, 4);
+    buf_put(b, (char[]){(char)u, (char)(u >> 8), (char)(u >> 16), (char)(u >> 24)}, 4);
+}
+
+/* One array of all tokens: `member` is its place in api_token; alternatives k0 .. k1 of each. */
+static void api_put_array(api_call *c, buf *b, const char *name, const api_tokens *t, size_t member, int k0, int k1) {
+    buf *raw = &c->shown;
+    buf_clear(raw);
+    for (size_t i = 0; i < api_tokens_n(t); i++)
+        for (int k = k0; k <= k1; k++) api_put_le32(raw, (const char *)api_token_at(t, i, (size_t)k) + member);
+    api_put_base64(b, name, raw);
+}
+
+static void api_put_packed(api_call *c, const char *name, const api_tokens *t, bool sampled, buf *b) {
+    json_put_key(b, name), json_put_open(b, '{');
+    json_put_key(b, "n"), json_put_int(b, (int64_t)api_tokens_n(t));
+    api_put_array(c, b, "token_ids", t, offsetof(api_token, id), 0, 0);
+    api_put_array(c, b, "logprobs", t, offsetof(api_token, logprob), 0, 0);
+    if (sampled) api_put_array(c, b, "sampled_logprobs", t, offsetof(api_token, sampled), 0, 0);
+    json_put_key(b, "top_n"), json_put_int(b, t->n_top);
+    if (t->n_top) api_put_array(c, b, "top_ids", t, offsetof(api_token, id), 1, t->n_top);
+    if (t->n_top) api_put_array(c, b, "top_logprobs", t, offsetof(api_token, logprob), 1, t->n_top);
+    json_put_close(b, '}');
+}
+
+/* ---- Choices ---- */
+
+static bool api_wants_tokens(const api_call *c) { return c->want_ids || c->want_logprobs || c->packed; }
+
+static void api_put_logprobs(api_call *c, const api_tokens *echo, api_choice *x, buf *b) {
+    json_put_key(b, "logprobs");
+    if (!c->want_logprobs || c->packed) json_put_null(b);
+    else if (c->chat) api_put_chat_logprobs(c, &x->tokens, b);
+    else api_put_text_logprobs(c, echo, &x->tokens, &x->offset, b);
+}
+
+/* stop_reason: what of stop or stop_token_ids it was; null: the model's own end. */
+static void api_put_finish(const api_call *c, const api_choice *x, const api_part *p, bool ended, buf *b) {
+    json_put_key(b, "finish_reason");
+    if (!ended) json_put_null(b);
+    else json_put_str(b, x->finish == TOKA_STOP ? STR("stop") : STR("length"));
+    if (!c->m->live) return;
+    json_put_key(b, "stop_reason");
+    bool asked = ended && x->stop_id >= 0 && samp_listed(p->q.sampling.stop_ids, p->q.sampling.n_stop_ids, x->stop_id);
+    if (ended && x->stop_text >= 0) json_put_str(b, str_c(p->q.sampling.stop[x->stop_text]));
+    else if (asked) json_put_int(b, x->stop_id);
+    else json_put_null(b);
+}
+
+/* Ids and packed arrays of the tokens that x holds. */
+static void api_put_choice_ids(api_call *c, api_choice *x, buf *b) {
+    if (c->packed) api_put_packed(c, "packed", &x->tokens, true, b);
+    if (!c->want_ids || c->packed) return;
+    json_put_key(b, "token_ids"), json_put_open(b, '[');
+    for (size_t i = 0; i < api_tokens_n(&x->tokens); i++) json_put_int(b, api_token_at(&x->tokens, i, 0)->id);
+    json_put_close(b, ']');
+}
+
+/* What is said about a prompt: in each choice of a completion, beside the choices of a chat. */
+static void api_put_prompt(api_call *c, api_part *p, buf *b) {
+    if (c->packed && (c->want_ids || c->want_prompt_logprobs)) {
+        if (!p->scored.b.n) { /* ids alone: as tokens without log-probabilities */
+            p->scored.n_top = 0;
+            for (size_t i = 0; i < p->prompt.n; i++) buf_put(&p->scored.b, &(api_token){p->prompt.p[i], 0, 0}, sizeof(api_token));
+        }
+        api_put_packed(c, "prompt_packed", &p->scored, false, b);
+        return;
+    }
+    if (c->want_ids) api_put_ids(b, "prompt_token_ids", p->prompt.p, p->prompt.n);
+    if (c->want_prompt_logprobs) api_put_prompt_logprobs(c, &p->scored, MIN(c->n_prompt_top, p->scored.n_top), b);
+}
+
+static void api_put_choice(api_call *c, int index, buf *b) {
+    api_choice *x = &c->choices[index];
+    api_part *p = &c->parts[index / c->n];
+    json_put_open(b, '{');
+    json_put_key(b, "index"), json_put_int(b, index);
+    if (c->chat) {
+        json_put_key(b, "message"), json_put_open(b, '{');
+        json_put_key(b, "role"), json_put_str(b, STR("assistant"));
+        json_put_key(b, "content"), json_put_str(b, buf_view(&x->text));
+        json_put_key(b, "refusal"), json_put_null(b);
+        json_put_close(b, '}');
+    } else {
+        buf_clear(&c->shown);
+        if (c->echo) buf_str(&c->shown, p->text), buf_str(&c->shown, buf_view(&x->text));
+        json_put_key(b, "text"), json_put_str(b, buf_view(c->echo ? &c->shown : &x->text));
+    }
+    api_put_logprobs(c, c->echo ? &p->scored : NULL, x, b);
+    api_put_finish(c, x, p, true, b);
+    api_put_choice_ids(c, x, b);
+    if (!c->chat) api_put_prompt(c, p, b);
+    json_put_close(b, '}');
+}
+
+static void api_put_usage(const api_call *c, buf *b) {
+    json_put_key(b, "usage"), json_put_open(b, '{');
+    json_put_key(b, "prompt_tokens"), json_put_int(b, c->n_prompt_tokens);
+    json_put_key(b, "completion_tokens"), json_put_int(b, c->n_output_tokens);
+    json_put_key(b, "total_tokens"), json_put_int(b, c->n_prompt_tokens + c->n_output_tokens);
+    if (c->m->live) {
+        json_put_key(b, "prompt_tokens_details"), json_put_open(b, '{');
+        json_put_key(b, "cached_tokens"), json_put_int(b, c->n_cached_tokens), json_put_close(b, '}');
+    }
+    json_put_close(b, '}');
+}
+
+/* What every answer and every chunk begins with, up to its choices. */
+static void api_put_head(const api_call *c, buf *b) {
+    json_put_open(b, '{');
+    json_put_key(b, "id");
+    buf_printf(b, "\"%s%016llx%016llx\"", c->chat ? "chatcmpl-" : "cmpl-", (unsigned long long)c->serial[0],
+               (unsigned long long)c->serial[1]);
+    json_put_key(b, "object");
+    json_put_str(b, !c->chat ? STR("text_completion") : c->stream ? STR("chat.completion.chunk") : STR("chat.completion"));
+    json_put_key(b, "created"), json_put_int(b, c->created);
+    json_put_key(b, "model"), json_put_str(b, c->model);
+    if (c->m->live && c->m->fingerprint) json_put_key(b, "system_fingerprint"), json_put_str(b, str_c(c->m->fingerprint));
+    json_put_key(b, "choices"), json_put_open(b, '[');
+}
+
+/* ---- Streaming ---- */
+
+static void api_chunk_open(api_call *c, buf *out) {
+    if (!c->head.n) buf_c(&c->head, "data: "), api_put_head(c, &c->head);
+    buf_str(out, buf_view(&c->head));
+}
+static void api_chunk_close(api_call *c, api_part *prompt, bool usage, buf *out) { /* prompt: what is asked of it, or NULL */
+    json_put_close(out, ']');
+    if (prompt) api_put_prompt(c, prompt, out);
+    if (usage) api_put_usage(c, out);
+    else if (c->include_usage) json_put_key(out, "usage"), json_put_null(out);
+    buf_c(out, "}\n\n");
+}
+
+/* The chunk that comes before the first token of a choice: a chat's role, the prompt of a completion if it is asked for. */
+static void api_put_first_chunk(api_call *c, int index, buf *out) {
+    api_choice *x = &c->choices[index];
+    api_part *p = &c->parts[index / c->n];
+    api_tokens none = {.n_top = c->n_top};
+    api_chunk_open(c, out);
+    json_put_open(out, '{');
+    json_put_key(out, "index"), json_put_int(out, index);
+    if (c->chat) buf_c(out, ",\"delta\":{\"role\":\"assistant\",\"content\":\"\"}");
+    else json_put_key(out, "text"), json_put_str(out, p->text);
+    json_put_key(out, "logprobs");
+    if (c->echo && c->want_logprobs && !c->packed) api_put_text_logprobs(c, &p->scored, &none, &x->offset, out);
+    else json_put_null(out);
+    api_put_finish(c, x, p, false, out);
+    if (!c->chat) api_put_prompt(c, p, out);
+    json_put_close(out, '}');
+    api_chunk_close(c, c->chat ? p : NULL, c->usage_always, out);
+}
+
+/* A chunk with this text and the tokens that the choice holds. */
+static void api_put_chunk(api_call *c, int index, str text, buf *out) {
+    api_choice *x = &c->choices[index];
+    bool ended = x->finish != TOKA_RUNNING;
+    api_chunk_open(c, out);
+    json_put_open(out, '{');
+    json_put_key(out, "index"), json_put_int(out, index);
+    if (c->chat) {
+        json_put_key(out, "delta"), json_put_open(out, '{');
+        if (text.n || !ended) json_put_key(out, "content"), json_put_str(out, text);
+        json_put_close(out, '}');
+    } else {
+        json_put_key(out, "text"), json_put_str(out, text);
+    }
+    if (x->tokens.b.n) api_put_logprobs(c, NULL, x, out);
+    else json_put_key(out, "logprobs"), json_put_null(out);
+    api_put_finish(c, x, &c->parts[index / c->n], ended, out);
+    api_put_choice_ids(c, x, out);
+    json_put_close(out, '}');
+    api_chunk_close(c, NULL, c->usage_always, out);
+}
+
+/* The chunks for one token's text; none if there is nothing to say. */
+static void api_stream(api_call *c, int index, str text, buf *out) {
+    api_choice *x = &c->choices[index];
+    if (!x->begun && (c->chat || c->echo || c->want_ids)) api_put_first_chunk(c, index, out);
+    x->begun = true;
+    if (text.n || x->tokens.b.n || x->finish != TOKA_RUNNING) api_put_chunk(c, index, text, out);
+    buf_clear(&x->tokens.b);
+}
+
+/* ---- Feeding ---- */
+
+static void api_end_choice(api_call *c, api_choice *x, const api_record *r) {
+    x->finish = r->finish, x->stop_id = r->stop_id, x->stop_text = r->stop_text;
+    c->n_left--;
+    if (x->finish == TOKA_CANCELLED || x->finish == TOKA_FAILED) c->broken = MAX(c->broken, x->finish);
+}
+
+/* A token of a choice, or its end without one. */
+static void api_feed_sample(api_call *c, api_part *p, const api_record *r, str rest, buf *out) {
+    int index = p->first + r->sample;
+    api_choice *x = &c->choices[index];
+    buf *to = c->stream ? &c->text : &x->text;
+    buf_clear(&c->text);
+    if (r->id >= 0) {
+        c->n_cached_tokens += !x->n_tokens && !r->sample ? r->n_cached : 0;
+        x->n_tokens++, c->n_output_tokens++;
+        if (api_wants_tokens(c)) api_tokens_put(&x->tokens, r, rest);
+    }
+    if (r->has_text) buf_put(to, rest.p + rest.n - r->n_text, r->n_text);
+    else if (c->m->t->tok && r->id >= 0) {
+        if (r->stop_id < 0) tok_stream_put(&x->stream, r->id, to);
+        if (r->finish != TOKA_RUNNING) tok_stream_end(&x->stream, to);
+    }
+    if (r->finish != TOKA_RUNNING) api_end_choice(c, x, r);
+    if (c->stream && !c->broken) api_stream(c, index, buf_view(&c->text), out);
+}
+
+/* A token of a prompt. The last one of a call that draws nothing ends its choices. */
+static void api_feed_prompt(api_call *c, api_part *p, const api_record *r, str rest, buf *out) {
+    if (r->id >= 0) api_tokens_put(&p->scored, r, rest), p->n_scored++;
+    for (int i = 0; i < c->n && r->finish != TOKA_RUNNING; i++) {
+        api_end_choice(c, &c->choices[p->first + i], r);
+        if (c->stream && !c->broken) api_stream(c, p->first + i, STR(""), out);
+    }
+}
+
+/* The records that waited for a part's prompt. */
+static void api_release(api_call *c, api_part *p, buf *out) {
+    size_t n;
+    for (str s = buf_view(&p->waiting), rest; s.n; s = str_sub(s, n, s.n)) {
+        api_record r = api_unpack(s, &rest, &n);
+        api_feed_sample(c, p, &r, rest, out);
+    }
+    buf_clear(&p->waiting);
+}
+
+/* Whole records, in their order, to text; c->n_left is 0 when all is said. Streaming: chunks are appended to out, maybe none. Tokens
+ * of a sample wait for those of the prompt, which stand before them in the stream; not if the call is broken. */
+static void api_feed(api_call *c, str records, buf *out) {
+    size_t n;
+    for (str rest; records.n; records = str_sub(records, n, records.n)) {
+        api_record r = api_unpack(records, &rest, &n);
+        api_part *p = &c->parts[r.part];
+        bool wait = c->stream && p->q.prompt_logprobs && p->n_scored < (int)p->prompt.n;
+        if (r.sample == TOKA_PROMPT) api_feed_prompt(c, p, &r, rest, out);
+        else if (wait && !c->broken && r.finish < TOKA_CANCELLED) buf_put(&p->waiting, records.p, n);
+        else api_feed_sample(c, p, &r, rest, out);
+        if (wait && p->n_scored == (int)p->prompt.n) api_release(c, p, out);
+    }
+    for (int i = 0; i < c->n_parts && c->stream && c->broken; i++) api_release(c, &c->parts[i], out);
+}
+
+/* ---- Ends ---- */
+
+static const char *api_error_type(int status) {
+    switch (status) {
+    case 401: case 403: return "authentication_error";
+    case 404: return "not_found_error";
+    case 429: return "rate_limit_error";
+    case 503: return "unavailable_error";
+    default: return status >= 500 ? "server_error" : "invalid_request_error";
+    }
+}
+
+static void api_put_text_or_null(buf *b, const char *name, const char *value) {
+    json_put_key(b, name);
+    if (value) json_put_str(b, str_c(value));
+    else json_put_null(b);
+}
+
+/* {"error":{"message","type","param","code"}}. type NULL: by status; param and code may be NULL. */
+static void api_error(buf *out, int status, const char *message, const char *type, const char *param, const char *code) {
+    json_put_open(out, '{');
+    json_put_key(out, "error"), json_put_open(out, '{');
+    api_put_text_or_null(out, "message", message);
+    api_put_text_or_null(out, "type", type ? type : api_error_type(status));
+    api_put_text_or_null(out, "param", param), api_put_text_or_null(out, "code", code);
+    buf_c(out, "}}");
+}
+
+static int api_put_broken(const api_call *c, buf *out) {
+    bool failed = c->broken == TOKA_FAILED;
+    int status = failed ? 500 : 503;
+    api_error(out, status, failed ? "the device failed, nothing more can be computed" : "the request was cancelled", NULL, NULL, NULL);
+    return status;
+}
+
+/* When n_left is 0: the answer, or the end of the stream. Returns the HTTP status of an answer that is not streamed: 200, or 500 if
+ * the device failed, 503 if the call was cancelled; out has the error then. */
+static int api_finish(api_call *c, buf *out) {
+    assert(!c->n_left);
+    int status = 200;
+    if (!c->stream) {
+        if (c->broken) return api_put_broken(c, out);
+        api_put_head(c, out);
+        for (int i = 0; i < c->n_choices; i++) api_put_choice(c, i, out);
+        json_put_close(out, ']');
+        if (c->chat) api_put_prompt(c, &c->parts[0], out);
+        api_put_usage(c, out);
+        json_put_close(out, '}');
+        return status;
+    }
+    if (c->broken) buf_c(out, "data: "), status = api_put_broken(c, out), buf_c(out, "\n\n");
+    else if (c->include_usage) api_chunk_open(c, out), api_chunk_close(c, NULL, true, out);
+    buf_c(out, "data: [DONE]\n\n");
+    return status;
+}
+
+/* ---- Models, tokenize, detokenize ---- */
+
+static void api_put_model(const api_model *m, const char *name, int64_t created, buf *b) {
+    json_put_open(b, '{');
+    json_put_key(b, "id"), json_put_str(b, str_c(name));
+    json_put_key(b, "object"), json_put_str(b, STR("model"));
+    json_put_key(b, "created"), json_put_int(b, created);
+    json_put_key(b, "owned_by"), json_put_str(b, STR("toka"));
+    json_put_key(b, "root"), json_put_str(b, str_c(m->t->files->name));
+    json_put_key(b, "parent"), json_put_null(b);
+    json_put_key(b, "max_model_len"), json_put_int(b, m->max_len);
+    json_put_close(b, '}');
+}
+
+/* /v1/models, or /v1/models/ID if id is not empty. False: there is no such model. */
+UNUSED static bool api_models(const api_model *m, str id, int64_t created, buf *out) {
+    for (int i = 0; i < m->n_names && id.n; i++)
+        if (str_is(id, m->names[i])) return api_put_model(m, m->names[i], created, out), true;
+    if (id.n) return false;
+    json_put_open(out, '{');
+    json_put_key(out, "object"), json_put_str(out, STR("list"));
+    json_put_key(out, "data"), json_put_open(out, '[');
+    for (int i = 0; i < m->n_names; i++) api_put_model(m, m->names[i], created, out);
+    buf_c(out, "]}");
+    return true;
+}
+
+/* {"count","max_model_len","tokens","token_strs"} of a prompt or of messages. */
+static int api_tokenize(api_call *c, const api_body *b, buf *out, toka_err *e) {
+    ids v = {0};
+    str text, bytes;
+    int code = b->prompt && b->prompt->type != JSON_STRING ? API_BAD("prompt: expected a text") : 0;
+    if (!code && !b->prompt && !b->messages) code = API_BAD("prompt: missing");
+    if (!code) code = api_encode(c, b, b->prompt, &v, &text, e);
+    if (!code) {
+        json_put_open(out, '{');
+        json_put_key(out, "count"), json_put_int(out, (int64_t)v.n);
+        json_put_key(out, "max_model_len"), json_put_int(out, c->m->max_len);
+        api_put_ids(out, "tokens", v.p, v.n);
+        json_put_key(out, "token_strs"), b->return_strs ? json_put_open(out, '[') : json_put_null(out);
+        for (size_t i = 0; i < v.n && b->return_strs; i++) json_put_str(out, api_token_text(c, v.p[i], &bytes));
+        if (b->return_strs) json_put_close(out, ']');
+        json_put_close(out, '}');
+    }
+    ids_free(&v);
+    return code;
+}
+
+static int api_detokenize(api_call *c, const api_body *b, buf *out, toka_err *e) {
+    ids v = {0};
+    int code = b->tokens ? api_id_list(b->tokens, "tokens", &v, e) : API_BAD("tokens: missing");
+    if (!code) code = pub_need_tokenizer(c->m->t, e);
+    toka_err why;
+    if (!code && tok_decode(c->m->t->tok, v.p, v.n, 0, &c->shown, &why)) code = API_BAD("tokens: %.400s", why.msg);
+    if (!code) {
+        json_put_open(out, '{');
+        json_put_key(out, "prompt"), json_put_str(out, buf_view(&c->shown));
+        json_put_close(out, '}');
+    }
+    ids_free(&v);
+    return code;
+}
+
+/* A body of /tokenize or /detokenize answered at once. Fails as api_parse does. */
+UNUSED static int api_simple(const api_model *m, enum api_route route, str body, buf *out, toka_err *e, int *status, const char **param) {
+    api_call c = {.m = m};
+    api_body b;
+    const json *root = json_parse(&c.a, body, m->limits, e);
+    int code = root ? api_read_body(&c, route, root, &b, e) : e->code;
+    if (!code) code = api_check_model(&c, b.model, e);
+    if (!code) code = route == API_TOKENIZE ? api_tokenize(&c, &b, out, e) : api_detokenize(&c, &b, out, e);
+    if (code) api_blame(&c, route, e);
+    *status = c.status, *param = c.param;
+    api_free(&c);
+    return code;
+}
 
 /* ===========================================================================
- * MARK: 23. Batch runner, bench and plan [os]
+ * MARK: 22. Batch runner [os]
  * A file of requests in, a file of results out, however long both are. Three threads, each with one job:
  *
  *     reader   run_read:  a line --run_identify, run_parse--> toka_submit       waits while the window is full
- *     driver   toka_run, whose events run_on_event collects in the line         (the thread that called run_batch)
- *     writer   run_write: a line whose last sample ended --run_put_result--> one write()        progress, Ctrl-C
+ *     driver   toka_run, whose events run_on_event packs into the line          (the thread that called run_batch)
+ *     writer   run_write: records to text; a line whose last sample ended --run_put_result--> one write()    progress, Ctrl-C
  *
  * Input lines are OpenAI's batch lines {"custom_id","method","url","body"} or short ones: the body itself, with "custom_id"
  * or "id" beside its fields. A line without either is called "line-N", N its number in the file. Every line gets one output
@@ -10927,7 +12356,7 @@ int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_e
  *
  * What always holds:
  *   - what is written is a function of the input line, the flags and the model: no clock ("created" is 0), no random ids
- *     (they are the hash of the custom_id), and a line without a seed gets run_seed(--seed, custom_id), so that no two
+ *     (they are the hash of the custom_id), and a line without a seed gets api_seed(--seed, custom_id), so that no two
  *     lines share random numbers. Only the order of lines differs from run to run. (A chat template that prints the date
  *     asks the clock after all; --now sets it);
  *   - an output line is written whole or is the last one of the file and torn. The next run cuts that, skips every
@@ -10936,13 +12365,11 @@ int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_e
  *     numbers (from standard input, which cannot be read twice: when it comes);
  *   - memory: the window of lines under way, and 24 bytes for each custom_id in a table at most 3/4 full, which knows ids
  *     by a hash of 128 bits. A line that was cancelled or that the device failed is not written: the next run does it.
- * run.lock guards the window, the queue of ended lines and run.e; a line's samples belong to the driver until it has ended,
- * then to the writer. Order of locks: run.lock before the engine's.
- *
- * Benches use the same engine: run_bench_throughput a dataset with lengths given, run_bench_plan chapters 11 to 14 alone.
+ * run.lock guards the window, the writer's queue, the records that lines have for it, and run.e. A line's call is read by the driver
+ * and belongs to the writer once the engine has it. Order of locks: run.lock before the engine's. Bodies and answers: chapter 21.
  * =========================================================================== */
 
-enum { RUN_LINE_BYTES = 64 << 20, RUN_CHUNK_BYTES = 1 << 18, RUN_FLIGHT_BYTES = 256 << 20, RUN_FEW_LINES = 4 };
+enum { RUN_LINE_BYTES = 64 << 20, RUN_CHUNK_BYTES = 1 << 18, RUN_FLIGHT_BYTES = 256 << 20, RUN_FEW_LINES = 4, RUN_RECORD_BYTES = 1 << 12 };
 static const json_limits run_limits = {128, RUN_LINE_BYTES};
 
 typedef struct run_options { /* what toka batch was asked to do */
@@ -10979,32 +12406,18 @@ typedef struct run_input { /* lines of a file */
     bool too_long; /* the line is cut at RUN_LINE_BYTES */
 } run_input;
 
-typedef struct run_token { /* a token or one of its alternatives */
-    int32_t id;
-    float logprob;
-} run_token;
-
-typedef struct run_sample {
-    buf text;
-    buf tokens; /* run_token [n_tokens][1 + n_top], if the line wants any of it */
-    int n_tokens;
-    toka_finish finish;
-} run_sample;
-
 typedef struct run_line { /* from its reading to its writing */
     struct run_state *run;
-    int64_t id; /* the engine's */
-    char *custom_id, *model;
+    char *custom_id;
     run_key key;
-    bool chat, want_ids, want_logprobs, in_flight;
-    int n, n_left, n_top; /* samples; not ended; alternatives a token */
-    int32_t *prompt;      /* [n_prompt], if want_ids */
-    int n_prompt;
-    size_t bytes; /* of the input line */
-    run_sample *samples;  /* [n] */
-    const char *error;    /* code of an error record; NULL: a result */
+    api_call call;
+    size_t bytes;       /* of the input line */
+    buf fresh;          /* records of events, the driver's until they go to */
+    buf ready;          /* those for the writer; guarded by run.lock, as is what follows */
+    bool in_flight, queued;
+    const char *error;  /* code of an error record; NULL: a result */
     char *message;
-    struct run_line *next, *before, *after; /* in the queue of ended lines; in the list of those under way */
+    struct run_line *next, *before, *after; /* in the writer's queue; in the list of those under way */
 } run_line;
 
 typedef struct run_state { /* a batch under way */
@@ -11016,13 +12429,14 @@ typedef struct run_state { /* a batch under way */
     bool out_is_file;
     int64_t out_bytes; /* whole lines in the file */
     int64_t n_lines, n_before; /* lines of the input, -1: not known; of these, done by earlier runs */
+    api_model models[2]; /* what bodies are read against: [1] those that stand in OpenAI's batch lines */
     buf warned;        /* names of unknown fields that were reported, each with a line feed behind it */
     double t0, t_shown;
     int64_t n_written, n_errors;
 
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    run_line *ended, **ended_end;
+    run_line *queue, **queue_end; /* lines with records for the writer, or ended without any */
     run_line *flight; /* lines the engine has */
     int64_t n_flight_lines, n_flight_samples, n_flight_bytes; /* read and not yet written */
     bool read_all, stopped; /* stopped: Ctrl-C or an error, nothing more is started */
@@ -11036,14 +12450,6 @@ static run_key run_hash(str s) {
     const unsigned __int128 prime = (unsigned __int128)1 << 88 | 0x13B;
     for (size_t i = 0; i < s.n; i++) h = (h ^ (unsigned char)s.p[i]) * prime;
     return (run_key){(uint64_t)(h >> 64), (uint64_t)h};
-}
-
-/* The seed of a line that has none: splitmix64's mixing of --seed and the custom_id's hash. */
-static uint64_t run_seed(uint64_t seed, run_key key) {
-    uint64_t z = key.lo ^ (key.hi + 0x9E3779B97F4A7C15u * (seed + 1));
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
-    return z ^ z >> 31;
 }
 
 /* The place of a key, made if it is new (state 0 then; the caller sets it). Valid until the next call. */
@@ -11129,92 +12535,10 @@ static void run_identify(const json *root, int64_t number, buf *id) {
     else buf_printf(id, "line-%lld", (long long)number);
 }
 
-enum run_use { RUN_USED, RUN_NO_EFFECT, RUN_REFUSED };
-enum { RUN_TEXT = 1, RUN_CHAT = 2, RUN_BOTH = 3 };
-
-typedef struct run_field {
-    const char *name;
-    int where;            /* RUN_TEXT, RUN_CHAT */
-    enum run_use use;     /* refused: null, false, {}, [] and the harmless values are not */
-    const char *harmless[2];
-} run_field;
-
-static const run_field run_fields[] = {
-    {"custom_id", RUN_BOTH, RUN_USED, {0}}, {"id", RUN_BOTH, RUN_USED, {0}}, {"model", RUN_BOTH, RUN_USED, {0}},
-    {"prompt", RUN_TEXT, RUN_USED, {0}}, {"messages", RUN_CHAT, RUN_USED, {0}}, {"tools", RUN_CHAT, RUN_USED, {0}},
-    {"documents", RUN_CHAT, RUN_USED, {0}}, {"chat_template_kwargs", RUN_CHAT, RUN_USED, {0}},
-    {"add_generation_prompt", RUN_CHAT, RUN_USED, {0}}, {"add_special_tokens", RUN_BOTH, RUN_USED, {0}},
-    {"max_tokens", RUN_BOTH, RUN_USED, {0}}, {"max_completion_tokens", RUN_BOTH, RUN_USED, {0}},
-    {"min_tokens", RUN_BOTH, RUN_USED, {0}}, {"n", RUN_BOTH, RUN_USED, {0}}, {"temperature", RUN_BOTH, RUN_USED, {0}},
-    {"top_p", RUN_BOTH, RUN_USED, {0}}, {"top_k", RUN_BOTH, RUN_USED, {0}}, {"min_p", RUN_BOTH, RUN_USED, {0}},
-    {"seed", RUN_BOTH, RUN_USED, {0}}, {"stop", RUN_BOTH, RUN_USED, {0}}, {"stop_token_ids", RUN_BOTH, RUN_USED, {0}},
-    {"include_stop_str_in_output", RUN_BOTH, RUN_USED, {0}}, {"presence_penalty", RUN_BOTH, RUN_USED, {0}},
-    {"frequency_penalty", RUN_BOTH, RUN_USED, {0}}, {"repetition_penalty", RUN_BOTH, RUN_USED, {0}},
-    {"logit_bias", RUN_BOTH, RUN_USED, {0}}, {"allowed_token_ids", RUN_BOTH, RUN_USED, {0}},
-    {"logprobs", RUN_BOTH, RUN_USED, {0}}, {"top_logprobs", RUN_CHAT, RUN_USED, {0}},
-    {"ignore_eos", RUN_BOTH, RUN_USED, {0}},
-    {"priority", RUN_BOTH, RUN_USED, {0}}, {"return_token_ids", RUN_BOTH, RUN_USED, {0}},
-    {"best_of", RUN_TEXT, RUN_USED, {0}},
-    {"user", RUN_BOTH, RUN_NO_EFFECT, {0}}, {"metadata", RUN_BOTH, RUN_NO_EFFECT, {0}},
-    {"store", RUN_BOTH, RUN_NO_EFFECT, {0}},
-    {"service_tier", RUN_BOTH, RUN_NO_EFFECT, {0}}, {"safety_identifier", RUN_BOTH, RUN_NO_EFFECT, {0}},
-    {"prompt_cache_key", RUN_BOTH, RUN_NO_EFFECT, {0}}, {"request_id", RUN_BOTH, RUN_NO_EFFECT, {0}},
-    {"stream_options", RUN_BOTH, RUN_NO_EFFECT, {0}},
-    {"stream", RUN_BOTH, RUN_REFUSED, {0}}, {"echo", RUN_BOTH, RUN_REFUSED, {0}},
-    {"suffix", RUN_TEXT, RUN_REFUSED, {"\"\""}},
-    {"response_format", RUN_BOTH, RUN_REFUSED, {"{\"type\":\"text\"}"}},
-    {"tool_choice", RUN_CHAT, RUN_REFUSED, {"\"none\"", "\"auto\""}}, {"parallel_tool_calls", RUN_CHAT, RUN_NO_EFFECT, {0}},
-    {"functions", RUN_CHAT, RUN_REFUSED, {0}}, {"function_call", RUN_CHAT, RUN_REFUSED, {"\"none\"", "\"auto\""}},
-    {"modalities", RUN_CHAT, RUN_REFUSED, {"[\"text\"]"}}, {"audio", RUN_CHAT, RUN_REFUSED, {0}},
-    {"prediction", RUN_CHAT, RUN_REFUSED, {0}}, {"web_search_options", RUN_CHAT, RUN_REFUSED, {0}},
-    {"reasoning_effort", RUN_CHAT, RUN_REFUSED, {0}}, {"verbosity", RUN_CHAT, RUN_REFUSED, {"\"medium\""}},
-    {"chat_template", RUN_CHAT, RUN_REFUSED, {0}}, {"continue_final_message", RUN_CHAT, RUN_REFUSED, {0}},
-    {"use_beam_search", RUN_BOTH, RUN_REFUSED, {0}}, {"length_penalty", RUN_BOTH, RUN_REFUSED, {"1", "1.0"}},
-    {"bad_words", RUN_BOTH, RUN_REFUSED, {0}}, {"prompt_logprobs", RUN_BOTH, RUN_REFUSED, {0}},
-    {"prompt_embeds", RUN_TEXT, RUN_REFUSED, {0}}, {"truncate_prompt_tokens", RUN_BOTH, RUN_REFUSED, {0}},
-    {"skip_special_tokens", RUN_BOTH, RUN_REFUSED, {"true"}},
-    {"spaces_between_special_tokens", RUN_BOTH, RUN_REFUSED, {"true"}}, {"logits_processors", RUN_BOTH, RUN_REFUSED, {0}},
-    {"guided_json", RUN_BOTH, RUN_REFUSED, {0}}, {"guided_regex", RUN_BOTH, RUN_REFUSED, {0}},
-    {"guided_choice", RUN_BOTH, RUN_REFUSED, {0}}, {"guided_grammar", RUN_BOTH, RUN_REFUSED, {0}},
-    {"structured_outputs", RUN_BOTH, RUN_REFUSED, {0}},
-};
-
-/* A value of the input as JSON text again. Depth is run_limits'. */
-static void run_put_json(buf *b, const json *v) {
-    switch (v->type) {
-    case JSON_NULL: json_put_null(b); break;
-    case JSON_FALSE: json_put_bool(b, false); break;
-    case JSON_TRUE: json_put_bool(b, true); break;
-    case JSON_STRING: json_put_str(b, json_str(v)); break;
-    case JSON_NUMBER:
-        if (v->exact) json_put_int(b, v->i);
-        else json_put_num(b, v->f, false);
-        break;
-    case JSON_ARRAY:
-        json_put_open(b, '[');
-        JSON_EACH(it, v) run_put_json(b, it);
-        json_put_close(b, ']');
-        break;
-    default:
-        json_put_open(b, '{');
-        JSON_MEMBERS(key, v) json_put_str(b, (str){key->s, key->n}), buf_char(b, ':'), run_put_json(b, key + 1);
-        json_put_close(b, '}');
-    }
-}
-
-static bool run_is_harmless(const run_field *f, const json *v) {
-    if (v->type == JSON_NULL || v->type == JSON_FALSE || (v->type >= JSON_ARRAY && !v->n)) return true;
-    buf b = {0};
-    bool same = false;
-    run_put_json(&b, v);
-    for (int i = 0; i < COUNT(f->harmless); i++) same |= f->harmless[i] && str_is(buf_view(&b), f->harmless[i]);
-    buf_free(&b);
-    return same;
-}
-
-/* Once for each name, the first RUN_WARNINGS names. */
-static void run_warn(run_state *r, str name) {
+/* Once for each name, as long as 4 KB hold them. */
+static void run_warn(void *user, str name) {
     enum { MOST_BYTES = 4096 };
+    run_state *r = user;
     buf entry = {0};
     buf_printf(&entry, "\n%.*s\n", STRF(name));
     if (!r->warned.n) buf_char(&r->warned, '\n');
@@ -11228,307 +12552,55 @@ static void run_warn(run_state *r, str name) {
     buf_free(&entry);
 }
 
-/* A line while it is parsed. */
-typedef struct run_job {
-    run_state *r;
-    run_line *line;
-    arena a; /* what the request points to */
-    const json *body;
-    toka_request q;
-    ids prompt;
-} run_job;
-
 /* Fails the line with one of the codes of an error record. */
-#define RUN_FAIL(j, name, ...) ((j)->line->error = (name), fail(e, TOKA_E_USE, __VA_ARGS__))
-#define RUN_BAD(j, ...) RUN_FAIL(j, "invalid_request", __VA_ARGS__)
+#define RUN_FAIL(line, name, ...) ((line)->error = (name), fail(e, TOKA_E_USE, __VA_ARGS__))
+#define RUN_BAD(line, ...) RUN_FAIL(line, "invalid_request", __VA_ARGS__)
 
-static int run_check_fields(run_job *j, toka_err *e) {
-    int where = j->line->chat ? RUN_CHAT : RUN_TEXT;
-    JSON_MEMBERS(key, j->body) {
-        const run_field *f = NULL;
-        for (int i = 0; i < COUNT(run_fields) && !f; i++)
-            if ((run_fields[i].where & where) && str_is((str){key->s, key->n}, run_fields[i].name)) f = &run_fields[i];
-        if (!f) run_warn(j->r, (str){key->s, key->n});
-        else if (f->use == RUN_REFUSED && !run_is_harmless(f, key + 1))
-            return RUN_FAIL(j, "unsupported", "%s is not supported", f->name);
-    }
-    return 0;
-}
-
-static const json *run_get(const run_job *j, const char *name) { /* null is as good as absent */
-    const json *v = json_get(j->body, name);
-    return json_is(v, JSON_NULL) ? NULL : v;
-}
-
-static int run_real(run_job *j, const char *name, float *out, toka_err *e) {
-    const json *v = run_get(j, name);
-    if (!v) return 0;
-    double f = json_num(v, NAN);
-    if (!(fabs(f) <= FLT_MAX)) return RUN_BAD(j, "%s: expected a number", name);
-    *out = (float)f;
-    return 0;
-}
-
-static int run_whole(run_job *j, const char *name, int64_t lo, int64_t hi, int64_t *out, toka_err *e) {
-    const json *v = run_get(j, name);
-    if (!v) return 0;
-    double f = json_num(v, NAN);
-    bool whole = json_is(v, JSON_NUMBER) && (v->exact || (f == floor(f) && fabs(f) < 0x1p53));
-    int64_t i = !whole ? 0 : v->exact ? v->i : (int64_t)f;
-    if (!whole) return RUN_BAD(j, "%s: expected a whole number", name);
-    if (i < lo || i > hi)
-        return RUN_BAD(j, "%s: %lld, expected %lld to %lld", name, (long long)i, (long long)lo, (long long)hi);
-    *out = i;
-    return 0;
-}
-
-static int run_flag(run_job *j, const char *name, int *out, toka_err *e) {
-    const json *v = run_get(j, name);
-    if (v && v->type != JSON_TRUE && v->type != JSON_FALSE) return RUN_BAD(j, "%s: expected true or false", name);
-    if (v) *out = json_true(v);
-    return 0;
-}
-
-static int run_id_list(run_job *j, const json *v, const char *name, ids *out, toka_err *e) {
-    if (!json_is(v, JSON_ARRAY)) return RUN_BAD(j, "%s: expected a list of token ids", name);
-    ids_reserve(out, v->n);
-    JSON_EACH(it, v) {
-        int64_t id = json_int(it, -1);
-        if (id < 0 || id > INT32_MAX) return RUN_BAD(j, "%s: element %zu is no token id", name, out->n);
-        ids_push(out, (int32_t)id);
-    }
-    return 0;
-}
-
-/* The same into the job's arena; absent and [] give none. */
-static int run_ids(run_job *j, const char *name, const int32_t **out, int *n, toka_err *e) {
-    const json *v = run_get(j, name);
-    ids list = {0};
-    int code = v ? run_id_list(j, v, name, &list, e) : 0;
-    if (!code && v) {
-        int32_t *copy = arena_alloc(&j->a, list.n * sizeof *copy);
-        if (list.n) memcpy(copy, list.p, list.n * sizeof *copy);
-        *out = copy, *n = (int)list.n;
-    }
-    ids_free(&list);
-    return code;
-}
-
-static int run_stops(run_job *j, toka_err *e) {
-    const json *v = run_get(j, "stop");
-    if (!v) return 0;
-    bool one = v->type == JSON_STRING;
-    if (!one && v->type != JSON_ARRAY) return RUN_BAD(j, "stop: expected a text or a list of texts");
-    int n = 0;
-    const char **stop = arena_alloc(&j->a, (one ? 1 : (size_t)v->n) * sizeof *stop);
-    for (const json *it = one ? v : v + 1, *end = json_next(v); it < end; it = json_next(it)) {
-        if (it->type != JSON_STRING || memchr(it->s, 0, it->n))
-            return RUN_BAD(j, "stop: expected a text or a list of texts");
-        stop[n++] = arena_cstr(&j->a, json_str(it));
-    }
-    j->q.sampling.stop = stop, j->q.sampling.n_stop = n;
-    return 0;
-}
-
-static int run_bias(run_job *j, toka_err *e) { /* {"id": bias} */
-    const json *v = run_get(j, "logit_bias");
-    if (!v) return 0;
-    if (v->type != JSON_OBJECT) return RUN_BAD(j, "logit_bias: expected an object of token ids and numbers");
-    int n = 0;
-    int32_t *id = arena_alloc(&j->a, (size_t)v->n * sizeof *id);
-    float *bias = arena_alloc(&j->a, (size_t)v->n * sizeof *bias);
-    JSON_MEMBERS(key, v) {
-        const char *digits = arena_cstr(&j->a, (str){key->s, key->n});
-        char *end;
-        long i = strtol(digits, &end, 10);
-        double f = json_num(key + 1, NAN);
-        if (!isdigit((unsigned char)*digits) || end != digits + key->n || i > INT32_MAX || !(fabs(f) <= FLT_MAX))
-            return RUN_BAD(j, "logit_bias: expected an object of token ids and numbers");
-        id[n] = (int32_t)i, bias[n++] = (float)f;
-    }
-    j->q.sampling.bias_ids = id, j->q.sampling.bias_values = bias, j->q.sampling.n_bias = n;
-    return 0;
-}
-
-/* Completions: a number of alternatives. Chats: true, with the number in top_logprobs. */
-static int run_logprobs(run_job *j, toka_err *e) {
-    int64_t k = -1;
-    int on = 0, code;
-    if (!j->line->chat) {
-        if ((code = run_whole(j, "logprobs", 0, TOKA_MAX_LOGPROBS, &k, e))) return code;
-    } else {
-        code = run_flag(j, "logprobs", &on, e);
-        if (code || (code = run_whole(j, "top_logprobs", 0, TOKA_MAX_LOGPROBS, &k, e))) return code;
-        if (k > 0 && !on) return RUN_BAD(j, "top_logprobs needs logprobs: true");
-        k = on ? MAX(k, 0) : -1;
-    }
-    j->line->want_logprobs = k >= 0;
-    j->q.sampling.logprobs = j->line->n_top = (int)MAX(k, 0);
-    return 0;
-}
-
-static int run_sampling(run_job *j, toka_err *e) {
-    static const struct {
-        const char *name;
-        size_t at;
-    } reals[] = {{"temperature", offsetof(toka_sampling, temperature)},
-                 {"top_p", offsetof(toka_sampling, top_p)},
-                 {"min_p", offsetof(toka_sampling, min_p)},
-                 {"repetition_penalty", offsetof(toka_sampling, repetition_penalty)},
-                 {"presence_penalty", offsetof(toka_sampling, presence_penalty)},
-                 {"frequency_penalty", offsetof(toka_sampling, frequency_penalty)}},
-      flags[] = {{"ignore_eos", offsetof(toka_sampling, ignore_eos)},
-                 {"include_stop_str_in_output", offsetof(toka_sampling, include_stop)}};
-    toka_sampling *s = &j->q.sampling;
-    int64_t most = s->max_tokens, least = s->min_tokens, top_k = s->top_k, n = j->q.n, seed = (int64_t)s->seed;
-    int64_t priority = 0;
-    int code = 0, ids_wanted = 0;
-    char *at = (char *)s;
-    for (int i = 0; i < COUNT(reals) && !code; i++) code = run_real(j, reals[i].name, (float *)(void *)(at + reals[i].at), e);
-    for (int i = 0; i < COUNT(flags) && !code; i++) code = run_flag(j, flags[i].name, (int *)(void *)(at + flags[i].at), e);
-    if (!code) code = run_whole(j, "max_tokens", 1, INT_MAX, &most, e);
-    if (!code) code = run_whole(j, "max_completion_tokens", 1, INT_MAX, &most, e);
-    if (!code) code = run_whole(j, "min_tokens", 0, INT_MAX, &least, e);
-    if (!code) code = run_whole(j, "top_k", -1, INT_MAX, &top_k, e);
-    if (!code) code = run_whole(j, "n", 1, ENG_MAX_N, &n, e);
-    if (!code) code = run_whole(j, "seed", INT64_MIN, INT64_MAX, &seed, e);
-    if (!code) code = run_whole(j, "priority", -INT_MAX, INT_MAX, &priority, e);
-    if (!code) code = run_flag(j, "return_token_ids", &ids_wanted, e);
-    if (!code) code = run_ids(j, "stop_token_ids", &s->stop_ids, &s->n_stop_ids, e);
-    if (!code) code = run_ids(j, "allowed_token_ids", &s->allowed_ids, &s->n_allowed, e);
-    if (!code) code = run_stops(j, e);
-    if (!code) code = run_bias(j, e);
-    if (!code) code = run_logprobs(j, e);
-    int64_t best_of = n;
-    if (!code) code = run_whole(j, "best_of", 0, INT_MAX, &best_of, e);
-    if (!code && best_of != n) return RUN_FAIL(j, "unsupported", "best_of other than n is not supported");
-    s->max_tokens = (int)most, s->min_tokens = (int)least, s->top_k = (int)top_k, s->seed = (uint64_t)seed;
-    j->q.n = (int)n, j->q.priority = -(int)priority; /* in a body the lower is earlier, as in vLLM */
-    j->line->want_ids = ids_wanted;
-    return code;
-}
-
-/* A message with a content of text parts as one text, other members as they are. */
-static int run_put_message(run_job *j, const json *m, buf *b, toka_err *e) {
-    if (m->type != JSON_OBJECT || !json_is(json_get(m, "role"), JSON_STRING))
-        return RUN_BAD(j, "messages: expected objects with a role and a content");
-    json_put_open(b, '{');
-    JSON_MEMBERS(key, m) {
-        str name = {key->s, key->n};
-        json_put_str(b, name), buf_char(b, ':');
-        if (!str_is(name, "content") || key[1].type != JSON_ARRAY) {
-            run_put_json(b, key + 1);
-            continue;
-        }
-        buf text = {0};
-        JSON_EACH(part, key + 1) {
-            const json *t = json_get(part, "text");
-            if (!str_is(json_str(json_get(part, "type")), "text") || !json_is(t, JSON_STRING)) {
-                buf_free(&text);
-                return RUN_FAIL(j, "unsupported", "messages: content other than text is not supported");
-            }
-            if (text.n) buf_char(&text, '\n');
-            buf_str(&text, json_str(t));
-        }
-        json_put_str(b, buf_view(&text));
-        buf_free(&text);
-    }
-    json_put_close(b, '}');
-    return 0;
-}
-
-/* What the chat template gets, as a JSON object. */
-static int run_context(run_job *j, buf *b, toka_err *e) {
-    static const char *const passed[] = {"tools", "documents"};
-    const json *messages = run_get(j, "messages"), *more = run_get(j, "chat_template_kwargs");
-    int generate = 1, code = run_flag(j, "add_generation_prompt", &generate, e);
-    if (code) return code;
-    if (!json_is(messages, JSON_ARRAY) || !messages->n) return RUN_BAD(j, "messages: expected a list of messages");
-    if (more && more->type != JSON_OBJECT) return RUN_BAD(j, "chat_template_kwargs: expected an object");
-    json_put_open(b, '{');
-    json_put_key(b, "messages"), json_put_open(b, '[');
-    JSON_EACH(m, messages) if ((code = run_put_message(j, m, b, e))) return code;
-    json_put_close(b, ']');
-    json_put_key(b, "add_generation_prompt"), json_put_bool(b, generate);
-    for (int i = 0; i < COUNT(passed); i++) {
-        const json *v = run_get(j, passed[i]);
-        if (v && v->type != JSON_ARRAY) return RUN_BAD(j, "%s: expected a list", passed[i]);
-        if (v) json_put_key(b, passed[i]), run_put_json(b, v);
-    }
-    if (more) JSON_MEMBERS(key, more) json_put_str(b, (str){key->s, key->n}), buf_char(b, ':'), run_put_json(b, key + 1);
-    json_put_close(b, '}');
-    return 0;
-}
-
-static int run_prompt(run_job *j, toka_err *e) {
-    const json *v = run_get(j, "prompt");
-    buf context = {0}, text = {0};
-    int special = !j->line->chat, code = run_flag(j, "add_special_tokens", &special, e);
-    str prompt = json_str(v);
-    if (!code && j->line->chat) {
-        code = run_context(j, &context, e);
-        if (!code) code = api_need_template(j->r->t, e);
-        if (!code) code = api_render(j->r->t->chat, j->r->t->files, buf_view(&context), j->r->o->now, &text, e);
-        prompt = buf_view(&text);
-    } else if (!code && v && v->type != JSON_STRING) {
-        bool texts = json_is(json_at(v, 0), JSON_STRING) || json_is(json_at(v, 0), JSON_ARRAY);
-        if (texts) code = RUN_FAIL(j, "unsupported", "prompt: a list of prompts is not supported; give each a line");
-        else code = run_id_list(j, v, "prompt", &j->prompt, e);
-    } else if (!code && !v) {
-        code = RUN_BAD(j, "prompt: missing");
-    }
-    if (!code && (j->line->chat || v->type == JSON_STRING)) {
-        int how = TOKA_PARSE_SPECIAL | (special ? TOKA_ADD_SPECIAL : 0);
-        code = api_need_tokenizer(j->r->t, e);
-        if (!code) code = tok_encode(j->r->t->tok, prompt, how, &j->prompt, e);
-    }
-    buf_free(&context), buf_free(&text);
-    return code;
-}
-
-/* Which of the two forms, and the body. */
-static int run_form(run_job *j, const json *root, toka_err *e) {
+/* Which of the two forms, whose body, and what it is for. */
+static int run_form(run_line *line, const json *root, const json **body, enum api_route *route, toka_err *e) {
     const json *id = json_get(root, "custom_id"), *method = json_get(root, "method"), *url = json_get(root, "url");
-    if (root->type != JSON_OBJECT) return RUN_BAD(j, "expected a JSON object");
-    if (id && id->type != JSON_STRING) return RUN_BAD(j, "custom_id: expected a text");
-    j->body = root;
-    j->line->chat = json_get(root, "messages") != NULL;
+    if (root->type != JSON_OBJECT) return RUN_BAD(line, "expected a JSON object");
+    if (id && id->type != JSON_STRING) return RUN_BAD(line, "custom_id: expected a text");
+    *body = root;
+    *route = json_get(root, "messages") ? API_CHAT : API_COMPLETIONS;
     if (!run_is_long(root)) return 0;
-    j->body = json_get(root, "body");
-    j->line->chat = str_is(json_str(url), "/v1/chat/completions");
-    if (method && !str_is(json_str(method), "POST")) return RUN_BAD(j, "method: expected POST");
-    if (!j->line->chat && !str_is(json_str(url), "/v1/completions"))
-        return RUN_FAIL(j, "unsupported", "url: '%.*s', expected /v1/completions or /v1/chat/completions",
-                        STRF(json_str(url)));
-    if (!json_is(j->body, JSON_OBJECT)) return RUN_BAD(j, "body: expected a JSON object");
+    *body = json_get(root, "body");
+    *route = str_is(json_str(url), "/v1/chat/completions") ? API_CHAT : API_COMPLETIONS;
+    if (method && !str_is(json_str(method), "POST")) return RUN_BAD(line, "method: expected POST");
+    if (*route == API_COMPLETIONS && !str_is(json_str(url), "/v1/completions"))
+        return RUN_FAIL(line, "unsupported", "url: '%.*s', expected /v1/completions or /v1/chat/completions", STRF(json_str(url)));
+    if (!json_is(*body, JSON_OBJECT)) return RUN_BAD(line, "body: expected a JSON object");
     JSON_MEMBERS(key, root) {
         str name = {key->s, key->n};
         bool known = str_is(name, "custom_id") || str_is(name, "method") || str_is(name, "url") || str_is(name, "body");
-        if (!known) run_warn(j->r, name);
+        if (!known) run_warn(line->run, name);
     }
     return 0;
 }
 
-/* Reads one line into a request. Fails with line->error set. root NULL: it was no JSON, *e says why. */
-static int run_parse(run_job *j, const json *root, toka_err *e) {
-    run_line *line = j->line;
+/* Reads one line into a call. Fails with line->error set. root NULL: it was no JSON, *e says why. */
+static int run_parse(run_line *line, const json *root, toka_err *e) {
+    const json *body = root;
+    enum api_route route = API_COMPLETIONS;
     if (!root) {
         line->error = "invalid_json";
         return e->code;
     }
-    int code = run_form(j, root, e);
+    int code = run_form(line, root, &body, &route, e);
     if (code) return code;
-    const json *model = json_get(j->body, "model");
-    if (json_is(model, JSON_STRING)) free(line->model), line->model = mem_check(strndup(model->s, model->n));
-    j->q = j->r->o->base;
-    j->q.sampling.seed = run_seed(j->q.sampling.seed, line->key);
-    if (run_is_long(root) && !line->chat && !j->q.sampling.max_tokens) j->q.sampling.max_tokens = 16; /* as the API says */
-    if (!(code = run_check_fields(j, e)) && !(code = run_sampling(j, e))) code = run_prompt(j, e);
-    if (code && !line->error) line->error = "invalid_request";
-    ids_reserve(&j->prompt, 1); /* never NULL: NULL would mean the text */
-    j->q.ids = j->prompt.p, j->q.n_ids = j->prompt.n;
-    j->q.length_class = j->q.n < 16 ? 2 * (uint64_t)(uint32_t)j->q.sampling.max_tokens + line->chat + 1 : 0;
+    line->call.serial[0] = line->key.hi, line->call.serial[1] = line->key.lo;
+    code = api_parse_json(&line->run->models[run_is_long(root)], route, body, &line->call, e);
+    if (code) line->error = line->call.unsupported ? "unsupported" : "invalid_request";
+    else if (line->call.stream) code = RUN_FAIL(line, "unsupported", "stream is not supported in a batch");
     return code;
+}
+
+static void run_models(run_state *r) {
+    static const char *const beside[] = {"custom_id", "id", NULL};
+    r->models[0] = (api_model){.t = r->t, .name = r->t->files->name, .beside = beside, .base = r->o->base,
+                               .max_len = r->t->shape.max_len, .now = r->o->now, .limits = run_limits, .unknown = run_warn,
+                               .user = r};
+    r->models[1] = r->models[0], r->models[1].completion_tokens = 16; /* as the API says */
 }
 
 /* ---- Reader ---- */
@@ -11537,55 +12609,52 @@ static run_line *run_line_new(run_state *r, str id, run_key key, size_t bytes) {
     run_line *line = mem_zalloc(sizeof *line);
     line->run = r, line->key = key, line->bytes = bytes;
     line->custom_id = mem_check(strndup(id.p, id.n));
-    line->model = mem_check(strdup(r->t->files->name));
     return line;
 }
 
 static void run_line_free(run_line *line) {
-    for (int i = 0; i < line->n && line->samples; i++) buf_free(&line->samples[i].text), buf_free(&line->samples[i].tokens);
-    free(line->samples), free(line->prompt), free(line->custom_id), free(line->model), free(line->message);
+    api_free(&line->call);
+    buf_free(&line->fresh), buf_free(&line->ready);
+    free(line->custom_id), free(line->message);
     free(line);
 }
 
-/* To the writer. With run.lock held. */
-static void run_ended(run_state *r, run_line *line) {
-    if (line->in_flight) {
-        if (line->before) line->before->after = line->after;
-        else r->flight = line->after;
-        if (line->after) line->after->before = line->before;
-        line->in_flight = false;
-    }
-    line->next = NULL;
-    *r->ended_end = line, r->ended_end = &line->next;
+/* To the writer, if it is not there. With run.lock held. */
+static void run_queue(run_state *r, run_line *line) {
+    if (line->queued) return;
+    line->queued = true, line->next = NULL;
+    *r->queue_end = line, r->queue_end = &line->next;
     pthread_cond_broadcast(&r->wake);
 }
 
-/* The driver's: one token of one sample. */
+/* The driver's: one token of one sample. Records go to the writer when a sample ended, or when they are many. */
 static int run_on_event(void *user, const toka_event *ev) {
-    run_line *line = user;
-    run_sample *s = &line->samples[ev->sample];
-    buf_put(&s->text, ev->text, ev->text_bytes);
-    if (ev->id >= 0) s->n_tokens++;
-    if (ev->id >= 0 && (line->want_ids || line->want_logprobs)) {
-        buf_put(&s->tokens, &(run_token){ev->id, ev->logprob}, sizeof(run_token));
-        for (int i = 0; i < line->n_top; i++) {
-            run_token top = i < ev->n_top ? (run_token){ev->top_ids[i], ev->top_logprobs[i]} : (run_token){-1, 0};
-            buf_put(&s->tokens, &top, sizeof top);
-        }
-    }
-    s->finish = ev->finish;
-    if (ev->finish == TOKA_RUNNING || --line->n_left) return 0;
+    const api_part *part = user;
+    run_line *line = part->call->user;
+    api_pack(part, ev, &line->fresh);
+    if ((ev->finish == TOKA_RUNNING || ev->more) && line->fresh.n < RUN_RECORD_BYTES) return 0;
     pthread_mutex_lock(&line->run->lock);
-    run_ended(line->run, line);
+    if (!line->ready.n) {
+        buf empty = line->ready;
+        line->ready = line->fresh, line->fresh = empty;
+    } else {
+        buf_str(&line->ready, buf_view(&line->fresh));
+    }
+    buf_clear(&line->fresh);
+    run_queue(line->run, line);
     pthread_mutex_unlock(&line->run->lock);
     return 0;
+}
+
+static void run_cancel(run_state *r, const run_line *line) {
+    for (int i = 0; i < line->call.n_parts; i++) toka_cancel(r->t, line->call.parts[i].engine_id);
 }
 
 static void run_stop(run_state *r, const toka_err *e) { /* with run.lock held; e NULL: Ctrl-C */
     if (r->stopped) return;
     r->stopped = true;
     if (e) r->e = *e;
-    for (run_line *line = r->flight; line; line = line->after) toka_cancel(r->t, line->id);
+    for (run_line *line = r->flight; line; line = line->after) run_cancel(r, line);
     pthread_cond_broadcast(&r->wake);
 }
 
@@ -11601,34 +12670,38 @@ static bool run_wait_for_room(run_state *r) {
     return go_on;
 }
 
+/* All parts of a line to the engine. With run.lock held, so that the writer does not see the line before it is whole. */
+static int run_submit(run_state *r, run_line *line, toka_err *e) {
+    api_call *c = &line->call;
+    int code = 0;
+    c->user = line;
+    line->in_flight = true;
+    line->after = r->flight;
+    if (r->flight) r->flight->before = line;
+    r->flight = line;
+    for (int i = 0; i < c->n_parts; i++) {
+        if (!code) code = toka_submit(r->t, &c->parts[i].q, run_on_event, &c->parts[i], &c->parts[i].engine_id, e);
+        if (code) api_pack_end(&c->parts[i], TOKA_CANCELLED, &line->ready);
+    }
+    if (!code) return 0;
+    run_cancel(r, line);
+    run_queue(r, line);
+    return code;
+}
+
 /* A parsed line to the engine, or as an error record to the writer. Takes the line. */
-static int run_start(run_state *r, run_job *j, int code, toka_err *e) {
-    run_line *line = j->line;
-    if (!code) {
-        line->n = line->n_left = j->q.n, line->n_prompt = (int)j->prompt.n;
-        line->samples = mem_zalloc((size_t)line->n * sizeof *line->samples);
-        if (line->want_ids) line->prompt = j->prompt.p, j->prompt = (ids){0}; /* j->q.ids still points there */
-    }
+static int run_start(run_state *r, run_line *line, int code, toka_err *e) {
+    if (code) line->message = mem_check(strdup(e->msg));
     pthread_mutex_lock(&r->lock);
-    r->n_flight_lines++, r->n_flight_samples += MAX(line->n, 1), r->n_flight_bytes += (int64_t)line->bytes;
-    bool submit = !code && !r->stopped;
-    if (submit) { /* before the engine has it: then the line is the driver's */
-        line->in_flight = true;
-        line->after = r->flight;
-        if (r->flight) r->flight->before = line;
-        r->flight = line;
-        code = toka_submit(r->t, &j->q, run_on_event, line, &line->id, e);
+    r->n_flight_lines++, r->n_flight_samples += MAX(line->call.n_choices, 1), r->n_flight_bytes += (int64_t)line->bytes;
+    int broken = 0;
+    if (code || r->stopped) run_queue(r, line);
+    else if ((broken = run_submit(r, line, e)) && broken != TOKA_E_DEVICE) {
+        line->error = "invalid_request", line->message = mem_check(strdup(e->msg));
+        broken = 0;
     }
-    if (!submit || code) {
-        if (code && code != TOKA_E_DEVICE) {
-            if (!line->error) line->error = "invalid_request";
-            line->message = mem_check(strdup(e->msg));
-        }
-        run_ended(r, line);
-    }
-    bool broken = code == TOKA_E_DEVICE;
     pthread_mutex_unlock(&r->lock);
-    return broken ? code : 0;
+    return broken;
 }
 
 static int run_twice(const run_state *r, int64_t number, const run_seen *s, str id, toka_err *e) {
@@ -11638,12 +12711,12 @@ static int run_twice(const run_state *r, int64_t number, const run_seen *s, str 
 
 /* One line of the input: known ids are skipped, the rest goes on its way. */
 static int run_take_line(run_state *r, str text, toka_err *e) {
-    run_job j = {.r = r};
+    arena a = {0};
     buf id = {0};
     toka_err why = {0};
     const json *root = NULL;
     if (r->in.too_long) fail(&why, TOKA_E_INPUT, "longer than %d bytes", RUN_LINE_BYTES);
-    else root = json_parse(&j.a, text, run_limits, &why);
+    else root = json_parse(&a, text, run_limits, &why);
     run_identify(root, r->in.number, &id);
     run_key key = run_hash(buf_view(&id));
     run_seen *s = run_table_at(&r->seen, key);
@@ -11652,12 +12725,11 @@ static int run_take_line(run_state *r, str text, toka_err *e) {
     if (r->n_lines < 0 && s->state >> 1) code = run_twice(r, r->in.number, s, buf_view(&id), e), done = true;
     else if (r->n_lines < 0) run_table_set(&r->seen, s, (uint64_t)r->in.number << 1 | done), r->n_before += done;
     if (!done) {
-        j.line = run_line_new(r, buf_view(&id), key, text.n);
-        int bad = run_parse(&j, root, &why);
-        code = run_start(r, &j, bad, &why);
+        run_line *line = run_line_new(r, buf_view(&id), key, text.n);
+        code = run_start(r, line, run_parse(line, root, &why), &why);
         if (code) *e = why;
     }
-    arena_free(&j.a), ids_free(&j.prompt), buf_free(&id);
+    arena_free(&a), buf_free(&id);
     return code;
 }
 
@@ -11687,142 +12759,8 @@ static void run_put_key_id(buf *b, const char *name, const char *head, run_key k
     buf_printf(b, "\"%s%016llx%016llx\"", head, (unsigned long long)key.hi, (unsigned long long)key.lo);
 }
 
-static str run_token_text(const run_state *r, int32_t id, buf *text) {
-    toka_err e;
-    buf_clear(text);
-    if (r->t->tok) tok_decode(r->t->tok, &id, 1, 0, text, &e);
-    return buf_view(text);
-}
-
-/* {"tokens":[..],"token_logprobs":[..],"top_logprobs":[{token: logprob ..}..],"text_offset":[..]}: the alternatives and the
- * token itself; offsets in characters. Of alternatives with equal texts the first, likelier one counts. */
-static void run_put_text_logprobs(const run_line *line, const run_sample *s, buf *b) {
-    const run_token *t = (const run_token *)(const void *)s->tokens.p;
-    int each = 1 + line->n_top;
-    int64_t offset = 0;
-    buf text = {0}, top = {0}, offsets = {0};
-    json_put_open(b, '{');
-    json_put_key(b, "tokens"), json_put_open(b, '[');
-    for (int i = 0; i < s->n_tokens; i++) {
-        str token = run_token_text(line->run, t[i * each].id, &text);
-        json_put_str(b, token);
-        json_put_int(&offsets, offset);
-        for (size_t k = 0; k < token.n; k++) offset += ((unsigned char)token.p[k] & 0xC0) != 0x80;
-    }
-    json_put_close(b, ']');
-    json_put_key(b, "token_logprobs"), json_put_open(b, '[');
-    for (int i = 0; i < s->n_tokens; i++) json_put_num(b, t[i * each].logprob, true);
-    json_put_close(b, ']');
-    json_put_key(b, "top_logprobs"), json_put_open(b, '[');
-    for (int i = 0; i < s->n_tokens; i++) {
-        json_put_open(b, '{');
-        buf_clear(&top);
-        for (int k = 1; k <= each; k++) { /* the alternatives, then the token */
-            const run_token *v = &t[i * each + k % each];
-            buf entry = {0};
-            if (v->id >= 0) json_put_str(&entry, run_token_text(line->run, v->id, &text)), buf_char(&entry, ':');
-            if (entry.n && str_find(buf_view(&top), buf_view(&entry), 0) < 0) {
-                buf_str(&top, buf_view(&entry));
-                json_comma(b);
-                buf_str(b, buf_view(&entry));
-                json_put_num(b, v->logprob, true);
-            }
-            buf_free(&entry);
-        }
-        json_put_close(b, '}');
-    }
-    json_put_close(b, ']');
-    json_put_key(b, "text_offset");
-    buf_printf(b, "[%s]}", offsets.n ? offsets.p : "");
-    buf_free(&text), buf_free(&top), buf_free(&offsets);
-}
-
-/* "token":"..","logprob":..,"bytes":[..] */
-static void run_put_chat_token(const run_line *line, const run_token *t, buf *b) {
-    buf text = {0};
-    str token = run_token_text(line->run, t->id, &text);
-    json_put_key(b, "token"), json_put_str(b, token);
-    json_put_key(b, "logprob"), json_put_num(b, t->logprob, true);
-    json_put_key(b, "bytes"), json_put_open(b, '[');
-    for (size_t i = 0; i < token.n; i++) json_put_int(b, (unsigned char)token.p[i]);
-    json_put_close(b, ']');
-    buf_free(&text);
-}
-
-static void run_put_chat_logprobs(const run_line *line, const run_sample *s, buf *b) {
-    const run_token *t = (const run_token *)(const void *)s->tokens.p;
-    int each = 1 + line->n_top;
-    json_put_open(b, '{');
-    json_put_key(b, "content"), json_put_open(b, '[');
-    for (int i = 0; i < s->n_tokens; i++) {
-        json_put_open(b, '{');
-        run_put_chat_token(line, &t[i * each], b);
-        json_put_key(b, "top_logprobs"), json_put_open(b, '[');
-        for (int k = 1; k < each; k++) {
-            if (t[i * each + k].id < 0) continue;
-            json_put_open(b, '{');
-            run_put_chat_token(line, &t[i * each + k], b);
-            json_put_close(b, '}');
-        }
-        json_put_close(b, ']'), json_put_close(b, '}');
-    }
-    json_put_close(b, ']');
-    json_put_key(b, "refusal"), json_put_null(b);
-    json_put_close(b, '}');
-}
-
-static void run_put_ids(buf *b, const char *name, const int32_t *id, size_t n, size_t stride) {
-    json_put_key(b, name), json_put_open(b, '[');
-    for (size_t i = 0; i < n; i++) json_put_int(b, id[i * stride]);
-    json_put_close(b, ']');
-}
-
-static void run_put_choice(const run_line *line, int index, buf *b) {
-    const run_sample *s = &line->samples[index];
-    json_put_open(b, '{');
-    json_put_key(b, "index"), json_put_int(b, index);
-    if (line->chat) {
-        json_put_key(b, "message"), json_put_open(b, '{');
-        json_put_key(b, "role"), json_put_str(b, STR("assistant"));
-        json_put_key(b, "content"), json_put_str(b, buf_view(&s->text));
-        json_put_key(b, "refusal"), json_put_null(b);
-        json_put_close(b, '}');
-    } else {
-        json_put_key(b, "text"), json_put_str(b, buf_view(&s->text));
-    }
-    json_put_key(b, "logprobs");
-    if (!line->want_logprobs) json_put_null(b);
-    else if (line->chat) run_put_chat_logprobs(line, s, b);
-    else run_put_text_logprobs(line, s, b);
-    json_put_key(b, "finish_reason"), json_put_str(b, s->finish == TOKA_STOP ? STR("stop") : STR("length"));
-    if (line->want_ids) {
-        size_t stride = (1 + (size_t)line->n_top) * sizeof(run_token) / sizeof(int32_t);
-        run_put_ids(b, "token_ids", (const int32_t *)(const void *)s->tokens.p, (size_t)s->n_tokens, stride);
-        if (!line->chat) run_put_ids(b, "prompt_token_ids", line->prompt, (size_t)line->n_prompt, 1);
-    }
-    json_put_close(b, '}');
-}
-
-static void run_put_body(const run_line *line, buf *b) {
-    int64_t n_out = 0;
-    json_put_open(b, '{');
-    run_put_key_id(b, "id", line->chat ? "chatcmpl-" : "cmpl-", line->key);
-    json_put_key(b, "object"), json_put_str(b, line->chat ? STR("chat.completion") : STR("text_completion"));
-    json_put_key(b, "created"), json_put_int(b, 0);
-    json_put_key(b, "model"), json_put_str(b, str_c(line->model));
-    json_put_key(b, "choices"), json_put_open(b, '[');
-    for (int i = 0; i < line->n; i++) run_put_choice(line, i, b), n_out += line->samples[i].n_tokens;
-    json_put_close(b, ']');
-    if (line->chat && line->want_ids) run_put_ids(b, "prompt_token_ids", line->prompt, (size_t)line->n_prompt, 1);
-    json_put_key(b, "usage"), json_put_open(b, '{');
-    json_put_key(b, "prompt_tokens"), json_put_int(b, line->n_prompt);
-    json_put_key(b, "completion_tokens"), json_put_int(b, n_out);
-    json_put_key(b, "total_tokens"), json_put_int(b, line->n_prompt + n_out);
-    json_put_close(b, '}'), json_put_close(b, '}');
-}
-
 /* The line of the output file, with its line feed. */
-static void run_put_result(const run_line *line, buf *b) {
+static void run_put_result(run_line *line, buf *b) {
     json_put_open(b, '{');
     run_put_key_id(b, "id", "batch_req_", line->key);
     json_put_key(b, "custom_id"), json_put_str(b, str_c(line->custom_id));
@@ -11833,7 +12771,7 @@ static void run_put_result(const run_line *line, buf *b) {
         json_put_open(b, '{');
         json_put_key(b, "status_code"), json_put_int(b, 200);
         run_put_key_id(b, "request_id", "req_", line->key);
-        json_put_key(b, "body"), run_put_body(line, b);
+        json_put_key(b, "body"), api_finish(&line->call, b);
         json_put_close(b, '}');
     }
     json_put_key(b, "error");
@@ -11891,13 +12829,6 @@ static int run_write_all(run_state *r, str s, toka_err *e) {
     return 0;
 }
 
-/* A line that ended without a device or Ctrl-C in its way. */
-static bool run_is_whole(const run_line *line) {
-    for (int i = 0; i < line->n && !line->error; i++)
-        if (line->samples[i].finish != TOKA_STOP && line->samples[i].finish != TOKA_LENGTH) return false;
-    return true;
-}
-
 static int run_write_line(run_state *r, run_line *line, buf *b, toka_err *e) {
     buf_clear(b);
     run_put_result(line, b);
@@ -11907,38 +12838,60 @@ static int run_write_line(run_state *r, run_line *line, buf *b, toka_err *e) {
     return 0;
 }
 
-/* The writer's thread: until all that was read is written; then the driver may go home. */
+/* The first line of the queue with its records, in *ready; or NULL after 0.2 s. With run.lock held. */
+static run_line *run_wait_for_line(run_state *r, buf *ready) {
+    run_line *line = r->queue;
+    if (line) {
+        if (!(r->queue = line->next)) r->queue_end = &r->queue;
+        buf empty = *ready;
+        *ready = line->ready, line->ready = empty;
+        line->queued = false;
+        return line;
+    }
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += 200000000;
+    if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
+    pthread_cond_timedwait(&r->wake, &r->lock, &until);
+    return NULL;
+}
+
+static void run_leave(run_state *r, run_line *line) { /* with run.lock held */
+    if (line->in_flight) {
+        if (line->before) line->before->after = line->after;
+        else r->flight = line->after;
+        if (line->after) line->after->before = line->before;
+    }
+    r->n_flight_lines--, r->n_flight_samples -= MAX(line->call.n_choices, 1), r->n_flight_bytes -= (int64_t)line->bytes;
+    run_line_free(line);
+    pthread_cond_broadcast(&r->wake);
+}
+
+/* The writer's thread: makes text of records, and writes the lines that ended without a device or Ctrl-C in their way, until all
+ * that was read is written; then the driver may go home. */
 static void *run_write(void *user) {
     run_state *r = user;
-    buf b = {0};
+    buf b = {0}, ready = {0};
     bool terminal = isatty(2), failed = false;
     toka_err e;
     pthread_mutex_lock(&r->lock);
     while (!r->read_all || r->n_flight_lines) {
         if (*r->o->interrupted) run_stop(r, NULL);
-        run_line *line = r->ended;
-        if (!line) {
-            struct timespec until;
-            clock_gettime(CLOCK_REALTIME, &until);
-            until.tv_nsec += 200000000;
-            if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
-            pthread_cond_timedwait(&r->wake, &r->lock, &until);
-        } else if (!(r->ended = line->next)) {
-            r->ended_end = &r->ended;
-        }
+        run_line *line = run_wait_for_line(r, &ready);
         pthread_mutex_unlock(&r->lock);
-        int code = line && !failed && run_is_whole(line) ? run_write_line(r, line, &b, &e) : 0;
+        if (line && line->in_flight) api_feed(&line->call, buf_view(&ready), NULL);
+        buf_clear(&ready);
+        bool ended = line && (!line->in_flight || !line->call.n_left);
+        bool whole = ended && (line->error || (line->in_flight && !line->call.broken));
+        int code = whole && !failed ? run_write_line(r, line, &b, &e) : 0;
         run_progress(r, terminal);
         pthread_mutex_lock(&r->lock);
         if (code) failed = true, run_stop(r, &e);
-        if (!line) continue;
-        r->n_flight_lines--, r->n_flight_samples -= MAX(line->n, 1), r->n_flight_bytes -= (int64_t)line->bytes;
-        run_line_free(line);
-        pthread_cond_broadcast(&r->wake);
+        if (ended) run_leave(r, line);
     }
     pthread_mutex_unlock(&r->lock);
     if (terminal && !r->o->quiet) fputs("\r\x1b[K", stderr);
-    buf_free(&b);
+    buf_free(&b), buf_free(&ready);
     toka_stop(r->t);
     return NULL;
 }
@@ -12239,7 +13192,8 @@ static int run_batch(toka *t, const run_options *o, toka_err *e) {
     run_state r = {.o = o, .t = t, .t0 = os_now()};
     toka_err late;
     r.t_shown = r.t0;
-    r.ended_end = &r.ended;
+    r.queue_end = &r.queue;
+    run_models(&r);
     pthread_mutex_init(&r.lock, NULL), pthread_cond_init(&r.wake, NULL);
     int code = run_open(&r, e);
     if (!code) {
@@ -12257,6 +13211,27 @@ static int run_batch(toka *t, const run_options *o, toka_err *e) {
     if (run_close(&r, &late) && !code) *e = late, code = late.code;
     return code;
 }
+
+/* ===========================================================================
+ * MARK: 23. Files and batches [os]
+ * To come with the server.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 24. Status page [pure]
+ * To come with the server.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 25. Server [os]
+ * To come with the server.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 26. Bench and plan [os]
+ * What the engine is worth, without a server: run_bench_throughput times a dataset whose samples are forced to given lengths, also
+ * on dummy weights; run_bench_plan times chapters 11 to 14 alone.
+ * =========================================================================== */
 
 /* ---- Dummy weights: the shapes of a line of models.txt, filled with random numbers ---- */
 
@@ -12335,12 +13310,12 @@ static int run_dummy_weights(mf_model *m, toka_err *e) {
 /* A toka without any file: shapes of models.txt, random weights, no tokenizer. */
 static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
     mf_known *known, *found = NULL;
-    int n, code = api_check_options(o, e);
+    int n, code = pub_check_options(o, e);
     if (code) return code;
     if (!o->model) return fail(e, TOKA_E_USE, "--dummy-weights needs -m NAME, a name of models.txt");
     toka *t = mem_zalloc(sizeof *t);
     mf_model *m = t->files = mem_zalloc(sizeof *m);
-    m->tokenizer_json = m->tokenizer_config = m->chat_template = STR("");
+    m->tokenizer_json = m->tokenizer_config = m->chat_template = m->tool_template = STR("");
     m->bos_id = -1, m->defaults = mf_no_defaults;
     code = mf_models_open(o->models_file, &m->a, &known, &n, e);
     for (int i = 0; i < n && !code && !found; i++)
@@ -12351,7 +13326,7 @@ static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
         snprintf(m->architecture, sizeof m->architecture, "%s", m->config.arch->name);
         code = run_dummy_weights(m, e);
     }
-    if (!code) code = eng_open(&t->engine, api_backend(o->device), m, &t->shape, NULL, o, e);
+    if (!code) code = eng_open(&t->engine, pub_backend(o->device), m, &t->shape, NULL, o, e);
     if (code) toka_close(t), t = NULL;
     *out = t;
     return code;
@@ -12396,7 +13371,7 @@ static int run_bench_line(run_bench_state *b, const json *root, int64_t number, 
     if (json_is(prompt, JSON_ARRAY)) {
         JSON_EACH(it, prompt) ids_push(&b->tokens, (int32_t)MAX(-1, MIN(json_int(it, -1), INT32_MAX)));
     } else if (json_is(text, JSON_STRING)) {
-        if (api_need_tokenizer(b->t, e) ||
+        if (pub_need_tokenizer(b->t, e) ||
             tok_encode(b->t->tok, json_str(text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, &b->tokens, e)) return e->code;
     }
     int64_t n = (int64_t)(b->tokens.n - first);
@@ -12452,7 +13427,7 @@ static void run_bench_submit(run_bench_state *b) {
     int64_t id;
     toka_request q = b->o->base;
     q.ids = b->tokens.p + b->prompt[s->prompt], q.n_ids = b->prompt[s->prompt + 1] - b->prompt[s->prompt];
-    q.sampling.seed = run_seed(q.sampling.seed, (run_key){0, (uint64_t)b->next++});
+    q.sampling.seed = api_seed(q.sampling.seed, (uint64_t[]){0, (uint64_t)b->next++});
     q.sampling.max_tokens = s->length, q.sampling.ignore_eos = true;
     toka_submit(b->t, &q, run_bench_event, b, &id, &b->e);
 }
@@ -12681,7 +13656,12 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 24. Command line [os]
+ * MARK: 27. Bench serve [os]
+ * To come with the server.
+ * =========================================================================== */
+
+/* ===========================================================================
+ * MARK: 28. Command line [os]
  * toka [COMMAND] [FLAGS]. Flags are one table (cli_flags): name, short form, environment name (TOKA_ and the flag's name in
  * capitals), help group, type and the field they fill. Results go to standard output, everything else to standard error. This
  * chapter alone prints and decides the exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C.
@@ -13053,10 +14033,10 @@ static void cli_put_message(buf *b, const char *role, str content) {
 /* messages: the elements of the JSON array so far. Result: the prompt's text through the chat template. */
 static int cli_render(const cli *c, const toka *t, const buf *messages, buf *out, toka_err *e) {
     buf b = {0};
-    if (api_need_template(t, e)) return e->code;
+    if (pub_need_template(t, e)) return e->code;
     buf_printf(&b, "{\"messages\":[%s],\"add_generation_prompt\":true}", messages->p);
     buf_clear(out);
-    int code = api_render(t->chat, t->files, buf_view(&b), c->now, out, e);
+    int code = pub_render(t, t->chat, t->files, buf_view(&b), c->now, out, e);
     buf_free(&b);
     return code;
 }
@@ -13215,9 +14195,9 @@ static int cli_tokenize(const cli *c, toka_err *e) {
     buf in = {0}, out = {0};
     ids v = {0};
     toka *t = NULL;
-    int code = api_check_options(&c->open, e);
-    if (!code) code = api_open_text(&t, &c->open, false, e);
-    if (!code) code = api_need_tokenizer(t, e);
+    int code = pub_check_options(&c->open, e);
+    if (!code) code = pub_open_text(&t, &c->open, false, e);
+    if (!code) code = pub_need_tokenizer(t, e);
     if (!code) code = cli_read_prompt(c, &in, e);
     if (!code && c->decode) {
         code = cli_parse_ids(buf_view(&in), &v, e);
@@ -13239,11 +14219,11 @@ static int cli_template(const cli *c, toka_err *e) {
     tmpl *alone = NULL;
     mf_model names = {0};
     bool needs_model = c->open.model || !c->open.chat_template; /* a template file needs none */
-    int code = needs_model ? api_check_options(&c->open, e) : api_template_file(c->open.chat_template, &names, &alone, e);
-    if (!code && needs_model) code = api_open_text(&t, &c->open, false, e);
-    if (!code && needs_model) code = api_need_template(t, e);
+    int code = needs_model ? pub_check_options(&c->open, e) : pub_template_file(c->open.chat_template, &names, &alone, e);
+    if (!code && needs_model) code = pub_open_text(&t, &c->open, false, e);
+    if (!code && needs_model) code = pub_need_template(t, e);
     if (!code) code = cli_read_prompt(c, &in, e);
-    if (!code) code = api_render(t ? t->chat : alone, t ? t->files : &names, buf_view(&in), c->now, &out, e);
+    if (!code) code = pub_render(t, t ? t->chat : alone, t ? t->files : &names, buf_view(&in), c->now, &out, e);
     if (!code) code = cli_write(buf_view(&out), e);
     buf_free(&in), buf_free(&out);
     arena_free(&names.a);
@@ -13367,8 +14347,8 @@ static int cli_devices(const cli *c, toka_err *e) {
     buf b = {0};
     char line[200];
     (void)c;
-    for (int i = 0; i < COUNT(api_backends); i++) {
-        const toka_backend *be = api_backends[i];
+    for (int i = 0; i < COUNT(pub_backends); i++) {
+        const toka_backend *be = pub_backends[i];
         int n = 0;
         for (; be->probe(n, line, sizeof line); n++)
             if (n || be->probe(1, (char[200]){0}, 200)) buf_printf(&b, "%s:%d  %s\n", be->name, n, line);
@@ -13384,7 +14364,7 @@ static int cli_devices(const cli *c, toka_err *e) {
 static void cli_note_device(const cli *c) {
     char line[200];
     bool any = !c->open.device || !strcmp(c->open.device, "auto");
-    if (any && !c->quiet && COUNT(api_backends) > 1 && !api_backends[0]->probe(0, line, sizeof line))
+    if (any && !c->quiet && COUNT(pub_backends) > 1 && !pub_backends[0]->probe(0, line, sizeof line))
         fprintf(stderr, "toka: no GPU (%s); using the CPU\n", line);
 }
 
@@ -13398,8 +14378,8 @@ static int cli_version(toka_err *e) {
     buf b = {0};
     char line[200];
     buf_printf(&b, "toka %s (device:", TOKA_VERSION);
-    for (int i = 0; i < COUNT(api_backends); i++)
-        buf_printf(&b, "%s %s%s", i ? "," : "", api_backends[i]->name, api_backends[i]->probe(0, line, sizeof line) ? "" : " (none found)");
+    for (int i = 0; i < COUNT(pub_backends); i++)
+        buf_printf(&b, "%s %s%s", i ? "," : "", pub_backends[i]->name, pub_backends[i]->probe(0, line, sizeof line) ? "" : " (none found)");
     buf_printf(&b, "%s)\n", embedded_model ? "; with the embedded model" : "");
     int code = cli_write(buf_view(&b), e);
     buf_free(&b);

@@ -140,9 +140,12 @@ typedef struct toka_sampling {
     int n_bias;
     const int32_t *allowed_ids; /* only these ids may be drawn; n_allowed 0: all */
     int n_allowed;
+    const int32_t *bad_ids;     /* bad words: sequences of ids, one behind the other, of bad_lengths[i] >= 1 ids each. The last id of */
+    const int *bad_lengths;     /* one may not be drawn where the output ends in the ids before it */
+    int n_bad;
 } toka_sampling;
 
-#define TOKA_MAX_LOGPROBS 32 /* cap of toka_sampling.logprobs */
+#define TOKA_MAX_LOGPROBS 32 /* cap of toka_sampling.logprobs and toka_request.prompt_top */
 
 typedef struct toka_request {
     const char *text; /* prompt as text, special tokens in it recognised if text_flags says so ... */
@@ -150,8 +153,12 @@ typedef struct toka_request {
     int text_flags;
     const int32_t *ids; /* ... or as ids, if not NULL */
     size_t n_ids;
-    int n; /* samples of this prompt, numbered from 0 */
+    int n; /* samples of this prompt, numbered from 0; 0: none, with prompt_logprobs */
     toka_sampling sampling;
+    int prompt_logprobs;   /* an event of sample TOKA_PROMPT for each token of the prompt, in order, before sample 0's first one */
+    int prompt_top;        /* and in them the top-k log-probabilities of each place */
+    int keep_special;      /* special tokens stay in the text; those that end a sample never do */
+    int ids_only;          /* events have no text (NULL) unless stop strings make the engine look at it: the caller makes it from ids */
     int priority;          /* a head start in the queue, higher is earlier; 0 is usual */
     uint64_t length_class; /* requests with equal keys have outputs of like length; 0: this request's samples only */
 } toka_request;
@@ -166,28 +173,33 @@ void toka_request_model_defaults(const toka *t, toka_request *r);
 typedef enum toka_finish {
     TOKA_RUNNING = 0, /* more will come */
     TOKA_STOP,        /* end-of-sequence id, stop id or stop string */
-    TOKA_LENGTH,      /* max_tokens or max_model_len */
+    TOKA_LENGTH,      /* max_tokens or max_model_len; or the end of a prompt without samples */
     TOKA_CANCELLED,
     TOKA_FAILED       /* the device failed; toka_run says how */
 } toka_finish;
 
+enum { TOKA_PROMPT = -1 }; /* the sample of events for tokens of the prompt */
+
 typedef struct toka_event { /* one token of one sample; all pointers are valid during the callback only */
-    int sample;             /* 0 .. n-1 */
+    int sample;             /* 0 .. n-1, or TOKA_PROMPT */
     int32_t id;             /* the token; -1: none, the sample was cancelled or failed */
-    float logprob;          /* log-softmax of the raw logits at id */
+    float logprob;          /* log-softmax of the raw logits at id; 0 for the first token of a prompt, which has no logits */
     float sampled_logprob;  /* the same after penalties, temperature and truncation: the distribution drawn from */
-    int n_top;              /* = sampling.logprobs: the best ids by raw logit, best first */
+    int n_top;              /* = sampling.logprobs, prompt_top: the best ids by raw logit, best first; 0 for the first of a prompt */
     const int32_t *top_ids;
     const float *top_logprobs;
     const char *text;       /* text that became certain with this token: whole characters, never part of a stop string */
     size_t text_bytes;
     toka_finish finish;
     int stop_id;            /* the id that ended it, -1 if none */
+    int stop_text;          /* index in sampling.stop of the text that ended it, -1 if none */
+    int n_cached;           /* tokens of its prompt that the sample found computed in the prefix tree when it started */
+    int more;               /* 1: the next event comes at once and is this request's too. What costs per call can wait for a 0 */
 } toka_event;
 
 /* Called between steps, on the thread that drives the engine (in toka_run, toka_generate or toka_score), so it should be quick and
- * must not call them itself; toka_submit and toka_cancel are allowed. Every sample ends in exactly one event whose finish is
- * not TOKA_RUNNING. Returns 0 to go on; anything else cancels what is left of the request. */
+ * must not call them itself; toka_submit and toka_cancel are allowed. Every sample (n 0: the prompt) ends in exactly one event whose
+ * finish is not TOKA_RUNNING. Returns 0 to go on; anything else cancels what is left of the request. */
 typedef int toka_event_fn(void *user, const toka_event *event);
 
 typedef struct toka_usage {
@@ -225,8 +237,9 @@ typedef struct toka_stats { /* since toka_open, as of the last step */
 } toka_stats;
 toka_stats toka_get_stats(toka *t);
 
-/* Waits until no request is left, then runs alone. Log-probability of every token of a text given those before it: logprobs[i] for ids[i], i from 1; logprobs[0] is 0.
- * logprobs: caller's, n_ids floats. Never holds [tokens][vocabulary] in memory. */
+/* Log-probability of every token of a text given those before it: logprobs[i] for ids[i], i from 1; logprobs[0] is 0. logprobs:
+ * caller's, n_ids floats. A request like others (n 0, prompt_logprobs), computed in chunks: never holds [tokens][vocabulary] in memory.
+ * Errors and threads as toka_generate's. */
 int toka_score(toka *t, const int32_t *ids, size_t n_ids, float *logprobs, toka_err *e);
 
 /* main() of the toka program. Returns the exit status: 0, 1, 2, or 130 after Ctrl-C. Installs handlers for SIGINT, SIGTERM and SIGPIPE,

@@ -9,34 +9,35 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static toka_options open;
     if (!t) {
         open = toka_options_default(), open.model = "test/model";
-        if (api_open_text(&t, &open, true, &e)) abort();
+        if (pub_open_text(&t, &open, true, &e)) abort();
     }
     run_options o = {.base = toka_request_default(), .now = "2025-01-01 00:00:00"};
     run_state r = {.o = &o, .t = t, .warned = {0}};
-    run_job j = {.r = &r};
+    arena a = {0};
     buf id = {0}, once = {0}, twice = {0};
     for (int i = 0; i < 5000; i++) buf_char(&r.warned, '\n'); /* full: no words on unknown fields */
-    const json *root = json_parse(&j.a, (str){(const char *)data, size}, run_limits, &e);
+    run_models(&r);
+    const json *root = json_parse(&a, (str){(const char *)data, size}, run_limits, &e);
     run_identify(root, 7, &id);
     if (root) { /* writing what was read, and reading that, is the same */
-        run_put_json(&once, root);
-        const json *again = json_parse(&j.a, buf_view(&once), run_limits, &e);
+        json_put_value(&once, root);
+        const json *again = json_parse(&a, buf_view(&once), run_limits, &e);
         if (!again) abort();
-        run_put_json(&twice, again);
+        json_put_value(&twice, again);
         if (!str_eq(buf_view(&once), buf_view(&twice))) abort();
     }
-    j.line = run_line_new(&r, buf_view(&id), run_hash(buf_view(&id)), size);
-    int code = run_parse(&j, root, &e);
-    if (code && (!j.line->error || !e.msg[0])) abort();
-    if (!code && (j.q.n < 1 || !j.q.ids || j.q.sampling.logprobs > TOKA_MAX_LOGPROBS)) abort();
+    run_line *line = run_line_new(&r, buf_view(&id), run_hash(buf_view(&id)), size);
+    int code = run_parse(line, root, &e);
+    if (code && (!line->error || !e.msg[0])) abort();
+    if (!code && (!line->call.n_parts || !line->call.parts[0].q.ids)) abort();
     if (code) {
-        j.line->message = mem_check(strdup(e.msg));
+        line->message = mem_check(strdup(e.msg));
         buf_clear(&once);
-        run_put_result(j.line, &once); /* an error record is a line of ours */
-        str line = str_sub(buf_view(&once), 0, once.n - 1);
-        if (memchr(line.p, '\n', line.n) || !run_read_result(line, &j.a, &id)) abort();
+        run_put_result(line, &once); /* an error record is a line of ours */
+        str text = str_sub(buf_view(&once), 0, once.n - 1);
+        if (memchr(text.p, '\n', text.n) || !run_read_result(text, &a, &id)) abort();
     }
-    run_line_free(j.line), arena_free(&j.a), ids_free(&j.prompt);
+    run_line_free(line), arena_free(&a);
     buf_free(&id), buf_free(&once), buf_free(&twice), buf_free(&r.warned);
     return 0;
 }

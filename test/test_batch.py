@@ -139,6 +139,29 @@ def test_logprobs_and_token_ids(tmp_path):
     assert body(again["x"])["choices"][0]["token_ids"] == c["choices"][0]["token_ids"]
 
 
+def test_several_prompts_echo_and_scores(tmp_path):
+    p = [PROBLEMS[i]["prompt"] for i in range(3)]
+    hot = dict(temperature=1, seed=4, max_tokens=12, n=2, return_token_ids=True)
+    r = run(tmp_path, [completion("all", p, **hot)] + [completion(str(i), p[i], **hot) for i in range(3)] +
+            [completion("echo", p[0], echo=True, logprobs=2, temperature=0, max_tokens=4),
+             completion("score", p[0], echo=True, logprobs=2, temperature=0, max_tokens=0, n=2),
+             completion("places", p[0], prompt_logprobs=1, max_tokens=1)])
+    choices = body(r["all"])["choices"]
+    assert [c["index"] for c in choices] == list(range(6))
+    for i, c in enumerate(choices):
+        assert c["token_ids"] == body(r[str(i // 2)])["choices"][i % 2]["token_ids"]
+    assert body(r["all"])["usage"]["prompt_tokens"] == sum(body(r[str(i)])["usage"]["prompt_tokens"] for i in range(3))
+    echo, score = body(r["echo"]), body(r["score"])
+    lp, n = echo["choices"][0]["logprobs"], echo["usage"]["prompt_tokens"]
+    assert echo["choices"][0]["text"].startswith(p[0]) and [len(v) for v in lp.values()] == [n + 4] * 4
+    assert lp["token_logprobs"][0] is None and lp["top_logprobs"][0] is None and all(x <= 0 for x in lp["token_logprobs"][1:])
+    assert score["usage"]["completion_tokens"] == 0 and [c["text"] for c in score["choices"]] == [p[0]] * 2
+    assert score["choices"][1]["logprobs"]["token_logprobs"] == lp["token_logprobs"][:n]
+    places = body(r["places"])["choices"][0]["prompt_logprobs"]
+    assert places[0] is None and len(places) == n and all(1 <= len(v) <= 2 for v in places[1:])
+    assert [list(v.values())[0]["logprob"] for v in places[1:]] == lp["token_logprobs"][1:n]
+
+
 def test_sampling_fields(tmp_path):
     p = PROBLEMS[2]["prompt"]
     greedy = dict(temperature=0, max_tokens=60)
@@ -192,13 +215,13 @@ BAD = [("not json", "{\"prompt\": ", "invalid_json"), ("no object", "[1,2]", "in
        ("no messages", {"custom_id": "x", "url": "/v1/chat/completions", "body": {}}, "invalid_request"),
        ("role", {"messages": [{"content": "a"}]}, "invalid_request"), ("empty ids", completion("x", []), "invalid_request"),
        ("id too large", completion("x", [1, 99999]), "invalid_request"), ("ids of what", completion("x", [1, 2.5]), "invalid_request"),
-       ("many prompts", completion("x", ["a", "b"]), "unsupported"), ("too long", completion("x", [5] * 300), "invalid_request"),
+       ("mixed prompts", completion("x", ["a", [1]] + [2]), "invalid_request"), ("too long", completion("x", [5] * 300), "invalid_request"),
        ("top_p", completion("x", "a", top_p=2), "invalid_request"), ("n", completion("x", "a", n=0), "invalid_request"),
        ("temperature", completion("x", "a", temperature="0"), "invalid_request"), ("stop", completion("x", "a", stop=[1]), "invalid_request"),
        ("logprobs", completion("x", "a", logprobs=1000), "invalid_request"),
        ("max_tokens", completion("x", "a", max_tokens=0), "invalid_request"),
        ("logit_bias", completion("x", "a", logit_bias={"x": 1}), "invalid_request"),
-       ("stream", completion("x", "a", stream=True), "unsupported"), ("echo", completion("x", "a", echo=True), "unsupported"),
+       ("stream", completion("x", "a", stream=True), "unsupported"), ("echo", chat("x", "a", echo=True), "unsupported"),
        ("suffix", completion("x", "a", suffix="b"), "unsupported"), ("best_of", completion("x", "a", best_of=3), "unsupported"),
        ("response_format", chat("x", "a", response_format={"type": "json_object"}), "unsupported"),
        ("tool_choice", chat("x", "a", tool_choice="required"), "unsupported"),
@@ -213,7 +236,7 @@ def test_bad_lines_become_error_records(tmp_path):
     for i, (name, line, code) in enumerate(BAD):
         v = r.get(f"x{i}") or r[f"line-{2 * i + 1}"]
         assert v["response"] is None and v["error"]["code"] == code and v["error"]["message"], name
-        if code == "unsupported" and name not in ("many prompts", "image"):
+        if code == "unsupported" and name != "image":
             assert name in v["error"]["message"]
         assert body(r[f"good{i}"])["usage"]["completion_tokens"] == 2
 

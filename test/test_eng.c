@@ -692,6 +692,241 @@ static void test_page_pressure(void) {
     eng_got_free(want);
 }
 
+/* ---- Prompts with log-probabilities, events without text, runs of events, bad words ---- */
+
+typedef struct eng_places { /* what events of TOKA_PROMPT said, and the order of all */
+    ids id;
+    float logprob[600], top0[600];
+    int n, n_top, n_ended, n_samples_early; /* early: tokens of sample 0 before the prompt's end */
+    int32_t first_of_sample[8];
+    int cancel_at;
+    toka_finish finish;
+    int n_cached[8], n_text, n_prompt;
+    ids out[8];
+} eng_places_got;
+
+static int eng_on_place(void *user, const toka_event *ev) {
+    eng_places_got *g = user;
+    if (ev->finish != TOKA_RUNNING) g->n_ended++, g->finish = ev->finish;
+    g->n_text += ev->text != NULL;
+    if (ev->id < 0) return 0;
+    if (ev->sample != TOKA_PROMPT) {
+        if (!ev->sample && g->n < g->n_prompt) g->n_samples_early++;
+        ids_push(&g->out[ev->sample], ev->id), g->n_cached[ev->sample] = ev->n_cached;
+        return 0;
+    }
+    ids_push(&g->id, ev->id);
+    g->logprob[g->n] = ev->logprob, g->top0[g->n] = ev->n_top ? ev->top_logprobs[0] : 0;
+    if (g->n) g->n_top = ev->n_top;
+    g->n++;
+    return g->n == g->cancel_at;
+}
+
+static void eng_places_free(eng_places_got *g) {
+    ids_free(&g->id);
+    for (int i = 0; i < 8; i++) ids_free(&g->out[i]);
+    free(g);
+}
+
+static eng_places_got *eng_ask_places(toka *t, const int32_t *prompt, int n_prompt, int n, int top, int max_tokens, int *code) {
+    eng_places_got *g = mem_zalloc(sizeof *g);
+    toka_request r = toka_request_default();
+    toka_err e;
+    g->n_prompt = n_prompt;
+    r.ids = prompt, r.n_ids = (size_t)n_prompt, r.n = n, r.sampling = eng_greedy(max_tokens); /* lengths are guessed */
+    r.prompt_logprobs = 1, r.prompt_top = top, r.ids_only = 1;
+    *code = toka_generate(t, &r, eng_on_place, g, NULL, &e);
+    return g;
+}
+
+/* Parked again and again, in its prompt and behind it, a sample scores each token once. */
+static void eng_check_parked_places(toka *t, const int32_t *v, int n, const float *want) {
+    eng_places_got *g = mem_zalloc(sizeof *g);
+    toka_request r = toka_request_default();
+    toka_err e;
+    int64_t id;
+    int n_parked = 0;
+    g->n_prompt = n;
+    r.ids = v, r.n_ids = (size_t)n, r.sampling = eng_greedy(8), r.prompt_logprobs = 1;
+    CHECK(!toka_submit(t, &r, eng_on_place, g, &id, &e));
+    for (int i = 1; !g->n_ended && i < 200; i++) {
+        eng_step(t->engine);
+        if (i % 3 || t->engine->s.newest < 0 || i > 60) continue;
+        sched_preempt(&t->engine->s), n_parked++;
+    }
+    CHECK(g->n_ended == 1 && n_parked > 2 && g->n == n && !memcmp(g->logprob, want, (size_t)n * sizeof *want));
+    eng_places_free(g);
+}
+
+/* Every token of a prompt in its order, before sample 0 begins, as toka_score has it: in small steps and with pages running out. */
+static void test_prompt_logprobs(void) {
+    toka_err e;
+    int32_t *v = NULL;
+    size_t n;
+    float want[600];
+    toka *t = eng_must_open(eng_model, 8, 16, 2);
+    CHECK(!toka_encode(t, eng_problem, strlen(eng_problem), TOKA_ADD_SPECIAL, &v, &n, &e) && n > 20);
+    CHECK(!toka_score(t, v, n, want, &e) && want[0] == 0);
+    toka_close(t);
+    for (int k = 0; k < 3; k++) {
+        toka_options o = toka_options_default();
+        o.model = eng_model, o.n_threads = 2, o.max_num_seqs = 8, o.max_model_len = 96, o.kv_tokens = k == 2 ? 96 : 0;
+        o.max_num_batched_tokens = k ? 9 : 64;
+        CHECK_MSG(!toka_open(&t, &o, &e), "%s", e.msg);
+        for (int top = k == 1 ? 3 : 0; top < 4; top += 3)
+            for (int samples = 0; samples < 6; samples += 5) {
+                int code, count[3] = {0};
+                int64_t id;
+                toka_request r = toka_request_default(); /* beside it others, which take pages */
+                r.ids = v, r.n_ids = 8, r.n = 6, r.sampling = eng_greedy(60), r.sampling.temperature = 3;
+                CHECK(!toka_submit(t, &r, eng_count, count, &id, &e));
+                eng_places_got *g = eng_ask_places(t, v, (int)n, samples, top, 20, &code);
+                CHECK(!code && g->n == (int)n && !memcmp(g->id.p, v, n * 4) && g->n_top == top && !g->n_samples_early && !g->n_text);
+                CHECK(!memcmp(g->logprob, want, n * sizeof *want) && g->n_ended == MAX(samples, 1));
+                for (int i = 1; i < (int)n && top; i++) CHECK(g->top0[i] >= g->logprob[i]);
+                for (int i = 1; i < samples; i++) CHECK(g->out[i].n == g->out[0].n && !memcmp(g->out[i].p, g->out[0].p, 4 * g->out[0].n));
+                CHECK(!toka_run(t, 0, &e) && count[0] == 6);
+                eng_places_free(g);
+            }
+        CHECK(!sched_check(&t->engine->s) && kv_room(&t->engine->s.kv) == t->engine->s.c.n_pages);
+        if (k) eng_check_parked_places(t, v, (int)n, want);
+        toka_close(t);
+    }
+    free(v);
+}
+
+/* The shortest and the longest text, and callbacks that want no more. */
+static void test_score_edges(void) {
+    toka *t = eng_must_open(eng_model, 4, 16, 1);
+    int32_t *long_text = mem_zalloc((size_t)t->shape.max_len * 4 + 4);
+    float *lp = mem_zalloc((size_t)t->shape.max_len * 4 + 4);
+    toka_err e;
+    int code;
+    for (int i = 0; i <= t->shape.max_len; i++) long_text[i] = 5 + i % 50;
+    for (int n = 1; n < 40; n++) {
+        eng_places_got *g = eng_ask_places(t, long_text, n, 0, 0, 1, &code);
+        CHECK(!code && g->n == n && g->n_ended == 1 && g->finish == TOKA_LENGTH);
+        eng_places_free(g);
+        for (int at = 1; at <= n; at += MAX(1, n / 2)) {
+            toka_request r = {.ids = long_text, .n_ids = (size_t)n, .prompt_logprobs = 1, .sampling = {.top_p = 1, .repetition_penalty = 1}};
+            g = mem_zalloc(sizeof *g);
+            g->cancel_at = at;
+            code = toka_generate(t, &r, eng_on_place, g, NULL, &e);
+            CHECK(g->n_ended == 1 && (code == TOKA_E_CANCELLED) == (g->finish == TOKA_CANCELLED));
+            eng_places_free(g);
+        }
+    }
+    CHECK(!toka_score(t, long_text, (size_t)t->shape.max_len, lp, &e) && lp[t->shape.max_len - 1] < 0);
+    CHECK(toka_score(t, long_text, (size_t)t->shape.max_len + 1, lp, &e) == TOKA_E_USE);
+    toka_request r = toka_request_default();
+    r.ids = long_text, r.n_ids = 3, r.n = 0;
+    CHECK(toka_generate(t, &r, NULL, NULL, NULL, &e) == TOKA_E_USE && strstr(e.msg, "n is 0"));
+    CHECK(!sched_check(&t->engine->s) && kv_room(&t->engine->s.kv) == t->engine->s.c.n_pages);
+    free(long_text), free(lp);
+    toka_close(t);
+}
+
+static atomic_int eng_n_ended;
+static int eng_count_ends(void *user, const toka_event *ev) {
+    (void)user;
+    if (ev->finish != TOKA_RUNNING) atomic_fetch_add(&eng_n_ended, 1);
+    return 0;
+}
+
+/* A score goes through while others run on. */
+static void test_score_does_not_wait(void) {
+    toka *t = eng_must_open(eng_model, 8, 64, 1);
+    int32_t prompt[] = {5, 6, 7, 8, 9, 10};
+    float lp[6];
+    int64_t id;
+    toka_err e;
+    pthread_t driver;
+    toka_request r = toka_request_default();
+    r.ids = prompt, r.n_ids = 4, r.n = 6, r.sampling = eng_greedy(t->shape.max_len - 4), r.sampling.ignore_eos = 1;
+    eng_n_ended = 0;
+    CHECK(!toka_submit(t, &r, eng_count_ends, NULL, &id, &e));
+    CHECK(!pthread_create(&driver, NULL, eng_run_forever, t));
+    for (int i = 0; i < 5; i++) CHECK(!toka_score(t, prompt, 6, lp, &e));
+    CHECK_MSG(eng_n_ended == 0, "%d samples ended before the score", (int)eng_n_ended);
+    toka_cancel(t, id);
+    CHECK(!toka_score(t, prompt, 6, lp, &e));
+    toka_stop(t);
+    CHECK(!pthread_join(driver, NULL));
+    toka_close(t);
+}
+
+static struct {
+    const void *expected; /* whose event has to come next, NULL: anybody's */
+    int n_runs, n_more;
+} eng_runs;
+
+static int eng_on_run(void *user, const toka_event *ev) {
+    CHECK(!eng_runs.expected || eng_runs.expected == user);
+    eng_runs.expected = ev->more ? user : NULL;
+    eng_runs.n_runs += !ev->more, eng_runs.n_more += ev->more;
+    return ev->sample == 3 && ev->finish == TOKA_RUNNING && user == (void *)((char *)&eng_runs + 1);
+}
+
+/* An event with `more` is followed by one of the same request; samples of one prompt come in runs. */
+static void test_runs_of_events(void) {
+    toka *t = eng_must_open(eng_model, 24, 64, 1);
+    int32_t prompt[40];
+    toka_err e;
+    int64_t id;
+    memset(&eng_runs, 0, sizeof eng_runs);
+    for (int i = 0; i < 40; i++) prompt[i] = 5 + i % 9;
+    for (int i = 0; i < 3; i++) {
+        toka_request r = toka_request_default();
+        prompt[0] = 5 + i;
+        r.ids = prompt, r.n_ids = 40, r.n = 8, r.sampling = eng_greedy(20), r.sampling.temperature = 2, r.prompt_logprobs = i == 2;
+        CHECK(!toka_submit(t, &r, eng_on_run, (char *)&eng_runs + i, &id, &e)); /* the second cancels itself in the middle */
+    }
+    CHECK(!toka_run(t, 0, &e) && !eng_runs.expected);
+    CHECK_MSG(eng_runs.n_more > 4 * eng_runs.n_runs, "%d runs, %d more", eng_runs.n_runs, eng_runs.n_more);
+    toka_close(t);
+}
+
+/* Events without text say the same ids; with stop strings the text is there and says which one it was. */
+static void test_ids_only(void) {
+    toka *t = eng_must_open(eng_model, 8, 64, 1);
+    toka_request r = toka_request_default();
+    toka_err e;
+    static const char *const stop[] = {"zzz", "apples"};
+    toka_sampling s = eng_greedy(40);
+    int code;
+    eng_got *want = eng_ask(t, eng_problem, NULL, 0, 1, &s, &code, &e);
+    for (int stops = 0; stops < 3; stops += 2) {
+        eng_places_got *g = mem_zalloc(sizeof *g);
+        r.text = eng_problem, r.text_bytes = strlen(eng_problem), r.sampling = s, r.ids_only = 1;
+        r.sampling.stop = stop, r.sampling.n_stop = stops;
+        CHECK(!toka_generate(t, &r, eng_on_place, g, NULL, &e));
+        CHECK((g->n_text > 0) == (stops > 0) && !memcmp(g->out[0].p, want->id[0].p, g->out[0].n * 4));
+        CHECK(stops || g->out[0].n == want->id[0].n);
+        CHECK(stops == 0 || g->n_cached[0] > 0); /* the same prompt for the second time */
+        eng_places_free(g);
+    }
+    eng_got_free(want);
+    toka_close(t);
+}
+
+/* What greedy decoding says is forbidden piece by piece: a token, then a pair. Nothing of it comes again. */
+static void test_bad_words(void) {
+    toka *t = eng_must_open(eng_model, 8, 64, 1);
+    toka_sampling s = eng_greedy(40);
+    eng_got *g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
+    CHECK(g->id[0].n > 8);
+    int32_t bad[] = {g->id[0].p[5], g->id[0].p[0], g->id[0].p[1]};
+    int lengths[] = {1, 2};
+    s.bad_ids = bad, s.bad_lengths = lengths, s.n_bad = 2, s.min_tokens = 30;
+    eng_got *h = eng_ask_problem(t, str_c(eng_problem), 4, &s);
+    CHECK(h->id[0].n >= 30 && h->id[0].p[0] == bad[1] && h->id[0].p[1] != bad[2]);
+    for (int i = 0; i < 4; i++)
+        for (size_t k = 0; k < h->id[i].n; k++)
+            CHECK(h->id[i].p[k] != bad[0] && (!k || h->id[i].p[k - 1] != bad[1] || h->id[i].p[k] != bad[2]));
+    eng_got_free(g), eng_got_free(h);
+    toka_close(t);
+}
+
 static const struct test eng_tests[] = {
     {"fixtures: logits and greedy ids equal transformers", test_fixtures},
     {"real weights give the reference's text", test_real_weights},
@@ -709,4 +944,10 @@ static const struct test eng_tests[] = {
     {"engine: text goes on behind the prompt", test_text_goes_on},
     {"engine: page pressure changes nothing", test_page_pressure},
     {"engine: one drives, one submits and cancels", test_submit_cancel},
+    {"engine: log-probabilities of prompts", test_prompt_logprobs},
+    {"engine: scores, short, long, cancelled", test_score_edges},
+    {"engine: a score does not wait", test_score_does_not_wait},
+    {"engine: runs of events", test_runs_of_events},
+    {"engine: events without text", test_ids_only},
+    {"engine: bad words", test_bad_words},
     {0}};

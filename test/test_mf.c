@@ -220,10 +220,10 @@ static void test_mf_tokenizer_config(void) {
     CHECK(str_is(m.chat_template, "{{ \xC3\xA9 }}\n"));
     CHECK(mf_tokenizer_config_parse(STR("{\"chat_template\":[{\"name\":\"tool_use\",\"template\":\"A\"},"
                                         "{\"name\":\"default\",\"template\":\"B\"}]}"), "t", &m.a, &m, &e) == 0);
-    CHECK(str_is(m.chat_template, "B") && !m.bos_token);
+    CHECK(str_is(m.chat_template, "B") && str_is(m.tool_template, "A") && !m.bos_token);
     CHECK(mf_tokenizer_config_parse(STR("{\"chat_template\":[{\"name\":\"rag\",\"template\":\"A\"}]}"), "t", &m.a, &m,
                                     &e) == 0);
-    CHECK(m.chat_template.n == 0);
+    CHECK(m.chat_template.n == 0 && m.tool_template.n == 0);
     CHECK(mf_tokenizer_config_parse(STR("{\"bos_token\":[]}"), "t", &m.a, &m, &e) &&
           strstr(e.msg, "bos_token is an array"));
     CHECK(mf_tokenizer_config_parse(STR("{\"chat_template\":1}"), "t", &m.a, &m, &e) &&

@@ -149,7 +149,8 @@ static int smt_submit(smt *m, uint64_t *rng, int n_prompt, int n, int max_tokens
     toka_err e;
     for (int i = 0; i < n_prompt; i++) prompt[i] = rnd(rng) % 6 ? 1 : 2;
     sched_job job = {.prompt = prompt, .n_prompt = n_prompt, .n = n, .max_tokens = max_tokens, .priority = priority};
-    job.alone = rnd(rng) % 16 == 0;
+    uint64_t dice = rnd(rng) % 16;
+    job.n_alone = dice == 0 ? n : dice == 1;
     int id = sched_submit(&m->s, &job, &e);
     CHECK_MSG(id >= 0, "%s", e.msg);
     return id;
@@ -327,7 +328,7 @@ static void smt_repeats(void) { /* n samples of one prompt, twice, at page borde
             uint64_t same = rng;
             int64_t hits = m.s.n_prompt_hits, done = m.n_done;
             int id = smt_submit(&m, &same, n_prompt, 32, 6, 0);
-            m.s.requests[id].alone = false;
+            m.s.requests[id].n_alone = 0;
             for (int i = 0; i < 100 && m.n_done < done + 32; i++) smt_step(&m, true);
             CHECK(m.n_done == done + 32 && m.s.n_preempted == 0);
             CHECK(m.s.n_prompt_hits - hits == (n_prompt - 1) / 2 * 2 * (31 + again));
@@ -342,7 +343,7 @@ static void smt_parked_in_chunks(void) {
     uint64_t rng = 3;
     smt_open(&m, (sched_config){2, 40, 2, 4, 60, 16}, 50, 1 << 30, 1);
     int id = smt_submit(&m, &rng, 9, 1, 12, 0);
-    m.s.requests[id].alone = true; /* nothing is found again */
+    m.s.requests[id].n_alone = 1; /* nothing is found again */
     for (int i = 0; m.n_done == 0 && i < 200 && !check_failed; i++) {
         CHECK(i != 6 || m.s.n_decode == 1);
         if (i == 6) sched_preempt(&m.s);

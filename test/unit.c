@@ -39,6 +39,9 @@
 #if __has_include("test_eng.c")
 #include "test_eng.c"
 #endif
+#if __has_include("test_api.c")
+#include "test_api.c"
+#endif
 
 static const struct test *const tables[] = {
 #if __has_include("test_json.c")
@@ -76,6 +79,9 @@ static const struct test *const tables[] = {
 #endif
 #if __has_include("test_eng.c")
     eng_tests,
+#endif
+#if __has_include("test_api.c")
+    api_tests,
 #endif
     NULL};
 

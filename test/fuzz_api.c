@@ -1,0 +1,89 @@
+/* fuzz_api.c - bodies over HTTP. The first byte picks the route. A body becomes a call or gets a status, a type and a message; a call is
+ * answered from made-up events, and what comes out is JSON, in a stream chunk by chunk. */
+#include "../toka.c"
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+static void check_json(str text) {
+    arena a = {0};
+    toka_err e;
+    if (!json_parse(&a, text, json_trusted, &e)) printf("%s: %.*s\n", e.msg, (int)text.n, text.p), abort();
+    arena_free(&a);
+}
+
+static void check_stream(str s) {
+    while (s.n) {
+        ptrdiff_t end = str_find(s, STR("\n\n"), 0);
+        if (end < 0 || !str_starts(s, STR("data: "))) abort();
+        str chunk = str_sub(s, 6, (size_t)end);
+        if (!str_is(chunk, "[DONE]")) check_json(chunk);
+        s = str_sub(s, (size_t)end + 2, s.n);
+    }
+}
+
+/* Events for all samples of all parts: ids follow from the body's bytes. Samples beyond the first 8 are cancelled. */
+static void answer(api_call *c, const uint8_t *data, size_t size) {
+    buf records = {0}, out = {0};
+    for (int k = 0; k < c->n_parts; k++) {
+        const api_part *p = &c->parts[k];
+        int32_t top_ids[TOKA_MAX_LOGPROBS];
+        float top[TOKA_MAX_LOGPROBS];
+        for (int i = 0; i < TOKA_MAX_LOGPROBS; i++) top_ids[i] = data[(size_t)(i * 5) % size], top[i] = -(float)i;
+        toka_event ev = {.logprob = -1, .stop_id = -1, .stop_text = -1, .top_ids = top_ids, .top_logprobs = top, .sample = TOKA_PROMPT};
+        for (size_t i = 0; p->q.prompt_logprobs && i < p->prompt.n; i++) {
+            ev.id = p->prompt.p[i], ev.n_top = i ? p->q.prompt_top : 0;
+            ev.finish = p->q.n || i + 1 < p->prompt.n ? TOKA_RUNNING : TOKA_LENGTH;
+            api_pack(p, &ev, &records);
+        }
+        for (ev.sample = 0; ev.sample < p->q.n; ev.sample++)
+            for (int i = 0; i < 3; i++) {
+                ev.id = ev.sample < 8 ? data[(size_t)(i + ev.sample) % size] * 8 : -1, ev.n_top = ev.id < 0 ? 0 : p->q.sampling.logprobs;
+                ev.finish = ev.id < 0 ? TOKA_CANCELLED : i == 2 ? TOKA_LENGTH : TOKA_RUNNING;
+                ev.text = p->q.sampling.n_stop ? "ab" : NULL, ev.text_bytes = 2;
+                api_pack(p, &ev, &records);
+                if (ev.id < 0) break;
+            }
+    }
+    api_feed(c, buf_view(&records), &out);
+    if (c->n_left) abort();
+    api_finish(c, &out);
+    if (c->stream) check_stream(buf_view(&out));
+    else check_json(buf_view(&out));
+    buf_free(&records), buf_free(&out);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    static toka *t;
+    static toka_options open;
+    static const char *const names[] = {"m"};
+    toka_err e = {0};
+    if (!t) {
+        open = toka_options_default(), open.model = "test/model";
+        if (pub_open_text(&t, &open, false, &e)) abort();
+    }
+    if (!size) return 0;
+    api_model m = {.t = t, .names = names, .n_names = 1, .fingerprint = "fp", .base = toka_request_default(), .completion_tokens = 16,
+                   .max_len = 128, .max_choices = 64, .now = "2025-01-01 00:00:00", .limits = {32, 1 << 20},
+                   .strict = data[0] & 8, .live = !(data[0] & 16)};
+    enum api_route route = data[0] & 3;
+    str body = {(const char *)data + 1, size - 1};
+    buf out = {0};
+    if (route >= API_TOKENIZE) {
+        int status;
+        const char *param;
+        if (api_simple(&m, route, body, &out, &e, &status, &param)) api_error(&out, status, e.msg, NULL, param, NULL);
+        check_json(buf_view(&out));
+    } else {
+        api_call c = {.serial = {1, 2}};
+        if (!api_parse(&m, route, body, &c, &e)) {
+            answer(&c, data, size);
+        } else {
+            if (c.status < 400 || !e.msg[0]) abort();
+            api_error(&out, c.status, e.msg, c.type, c.param, c.code);
+            check_json(buf_view(&out));
+        }
+        api_free(&c);
+    }
+    buf_free(&out);
+    return 0;
+}

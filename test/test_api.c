@@ -1,0 +1,678 @@
+/* Tests of chapter 21: every field of a body with every wrong type, answers byte for byte, streams against whole answers, characters
+ * cut into tokens. Events are made up here; the model is only its tokenizer and template. */
+
+static toka *api_text_model(void) {
+    static toka *t;
+    static toka_options o;
+    toka_err e;
+    if (t) return t;
+    o = toka_options_default(), o.model = "test/model";
+    if (pub_open_text(&t, &o, false, &e)) printf("%s\n", e.msg), abort();
+    return t;
+}
+
+static const char *const api_names[] = {"m", "other"};
+
+static api_model api_test_model(void) {
+    return (api_model){.t = api_text_model(), .names = api_names, .n_names = 2, .fingerprint = "fp", .base = toka_request_default(),
+                       .completion_tokens = 16, .max_len = 128, .max_choices = 64, .now = "2025-01-01 00:00:00",
+                       .limits = {32, 1 << 20}, .live = true};
+}
+
+/* ---- What is refused ---- */
+
+typedef struct api_refusal {
+    int status;
+    char param[64], code[64], message[500];
+} api_refusal;
+
+/* status 0: it was taken. */
+static api_refusal api_refuse(const api_model *m, enum api_route route, const char *body) {
+    api_refusal r = {0};
+    toka_err e = {0};
+    const char *param = NULL, *code = NULL;
+    if (route >= API_TOKENIZE) {
+        buf out = {0};
+        api_simple(m, route, str_c(body), &out, &e, &r.status, &param);
+        buf_free(&out);
+    } else {
+        api_call c = {.serial = {1, 2}};
+        api_parse(m, route, str_c(body), &c, &e);
+        r.status = c.status, param = c.param, code = c.code;
+        api_free(&c);
+    }
+    snprintf(r.param, sizeof r.param, "%s", param ? param : "");
+    snprintf(r.code, sizeof r.code, "%s", code ? code : "");
+    snprintf(r.message, sizeof r.message, "%s", e.msg);
+    return r;
+}
+
+static const char *const api_least[] = {"\"prompt\":\"Tom\"", "\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}]",
+                                        "\"prompt\":\"Tom\"", "\"tokens\":[5]"};
+
+static bool api_is_needed(enum api_route route, const char *field) {
+    str least = str_c(api_least[route]);
+    return str_starts(str_sub(least, 1, least.n), str_c(field)) && least.p[1 + strlen(field)] == '"';
+}
+
+/* The field with this value beside what the route cannot be without. */
+static api_refusal api_refuse_value(const api_model *m, enum api_route route, const char *field, const char *value) {
+    buf b = {0};
+    bool own = api_is_needed(route, field);
+    buf_printf(&b, "{%s%s\"%s\":%s}", own ? "" : api_least[route], own ? "" : ",", field, value);
+    api_refusal r = api_refuse(m, route, b.p);
+    buf_free(&b);
+    return r;
+}
+
+static void test_api_wrong_types(void) {
+    static const char *const values[] = {"0.5", "7", "true", "\"x\"", "[1.5]", "{\"a\":1}"};
+    static const int right[] = {[API_NUMBER] = 3, [API_WHOLE] = 2, [API_BOOL] = 4, [API_TEXT] = 8, [API_LIST] = 16, [API_OBJECT] = 32};
+    api_model m = api_test_model();
+    int n = 0;
+    for (int i = 0; i < COUNT(api_fields); i++)
+        for (int route = 0; route < 4; route++) {
+            const api_field *f = &api_fields[i];
+            if (!(f->where & 1 << route)) continue;
+            for (int v = 0; v < COUNT(values); v++) {
+                bool any = f->kind == API_ANY, refused = f->use == API_REFUSED;
+                bool harmless = refused && f->harmless[0] && !strcmp(f->harmless[0], values[v]);
+                if (harmless || (!refused && (any || right[f->kind] & 1 << v))) continue;
+                api_refusal r = api_refuse_value(&m, (enum api_route)route, f->name, values[v]);
+                CHECK_MSG(r.status == 400 && !strcmp(r.param, f->name) && str_starts(str_c(r.message), str_c(f->name)), "%s: %s: %d %s %s",
+                          f->name, values[v], r.status, r.param, r.message);
+                CHECK_MSG(!refused || !strcmp(r.code, "unsupported_parameter") || route >= API_TOKENIZE, "%s: %s", f->name, r.code);
+                n++;
+            }
+            bool needed = api_is_needed((enum api_route)route, f->name);
+            api_refusal r = api_refuse_value(&m, (enum api_route)route, f->name, "null"); /* as if it was not there */
+            CHECK_MSG(r.status == (needed ? 400 : 0), "%s: null: %d %s", f->name, r.status, r.message);
+        }
+    CHECK_MSG(n > 300, "%d", n);
+}
+
+static void test_api_wrong_values(void) {
+    static const struct {
+        enum api_route route;
+        const char *param, *value;
+    } cases[] = {
+        {API_COMPLETIONS, "prompt", "7"}, {API_COMPLETIONS, "prompt", "true"}, {API_COMPLETIONS, "prompt", "{\"a\":1}"},
+        {API_COMPLETIONS, "prompt", "[]"}, {API_COMPLETIONS, "prompt", "[[]]"}, {API_COMPLETIONS, "prompt", "[\"a\",1]"},
+        {API_COMPLETIONS, "prompt", "[1,\"a\"]"}, {API_COMPLETIONS, "prompt", "[1,-1]"}, {API_COMPLETIONS, "prompt", "[1.5]"},
+        {API_COMPLETIONS, "prompt", "[[1],[\"a\"]]"}, {API_COMPLETIONS, "prompt", "[[1],[999999]]"}, {API_COMPLETIONS, "prompt", "[[[1]]]"},
+        {API_COMPLETIONS, "prompt", "[null]"}, {API_COMPLETIONS, "temperature", "-1"}, {API_COMPLETIONS, "temperature", "1e300"},
+        {API_COMPLETIONS, "top_p", "0"}, {API_COMPLETIONS, "top_p", "1.1"}, {API_COMPLETIONS, "min_p", "2"},
+        {API_COMPLETIONS, "top_k", "-2"}, {API_COMPLETIONS, "top_k", "1e10"}, {API_COMPLETIONS, "repetition_penalty", "0"},
+        {API_COMPLETIONS, "presence_penalty", "2.5"}, {API_COMPLETIONS, "frequency_penalty", "-3"}, {API_COMPLETIONS, "max_tokens", "0"},
+        {API_COMPLETIONS, "max_tokens", "-1"}, {API_COMPLETIONS, "max_tokens", "1.5"}, {API_CHAT, "max_tokens", "0"},
+        {API_CHAT, "max_completion_tokens", "0"}, {API_COMPLETIONS, "min_tokens", "17"}, {API_COMPLETIONS, "n", "0"},
+        {API_COMPLETIONS, "n", "1048577"}, {API_COMPLETIONS, "n", "65"}, {API_COMPLETIONS, "best_of", "2"},
+        {API_COMPLETIONS, "seed", "1e30"}, {API_COMPLETIONS, "logprobs", "33"}, {API_COMPLETIONS, "logprobs", "-1"},
+        {API_CHAT, "top_logprobs", "2"}, {API_CHAT, "top_logprobs", "33"}, {API_COMPLETIONS, "prompt_logprobs", "33"},
+        {API_COMPLETIONS, "stop", "[1]"}, {API_COMPLETIONS, "stop", "5"}, {API_COMPLETIONS, "stop", "\"\""},
+        {API_COMPLETIONS, "stop", "\"a\\u0000b\""}, {API_COMPLETIONS, "stop_token_ids", "[999999]"},
+        {API_COMPLETIONS, "stop_token_ids", "[-1]"}, {API_COMPLETIONS, "allowed_token_ids", "[999999]"},
+        {API_COMPLETIONS, "logit_bias", "{\"x\":1}"}, {API_COMPLETIONS, "logit_bias", "{\"1\":101}"},
+        {API_COMPLETIONS, "logit_bias", "{\"1\":\"a\"}"}, {API_COMPLETIONS, "logit_bias", "{\"999999\":1}"},
+        {API_COMPLETIONS, "bad_words", "[1]"}, {API_COMPLETIONS, "bad_words", "[\"\"]"},
+        {API_COMPLETIONS, "stream_options", "{\"include_usage\":1}"}, {API_CHAT, "tool_choice", "\"required\""},
+        {API_CHAT, "tool_choice", "{\"type\":\"function\"}"}, {API_CHAT, "messages", "[]"}, {API_CHAT, "messages", "[1]"},
+        {API_CHAT, "messages", "[{\"content\":\"a\"}]"},
+        {API_CHAT, "messages", "[{\"role\":\"user\",\"content\":1}]"}, {API_CHAT, "messages", "[{\"role\":1,\"content\":\"a\"}]"}, {API_CHAT, "messages", "[{\"role\":\"user\",\"content\":[{\"type\":\"image_url\"}]}]"},
+        {API_CHAT, "response_format", "{\"type\":\"json_object\"}"}, {API_TOKENIZE, "prompt", "[1]"}, {API_DETOKENIZE, "tokens", "[1.5]"},
+        {API_DETOKENIZE, "tokens", "[999999]"}};
+    api_model m = api_test_model();
+    for (int i = 0; i < COUNT(cases); i++) {
+        api_refusal r = api_refuse_value(&m, cases[i].route, cases[i].param, cases[i].value);
+        CHECK_MSG(r.status == 400 && !strcmp(r.param, cases[i].param), "%s: %s: %d %s %s", cases[i].param, cases[i].value, r.status,
+                  r.param, r.message);
+    }
+    buf b = {0};
+    buf_c(&b, "{\"prompt\":[5");
+    for (int i = 0; i < 128; i++) buf_c(&b, ",5");
+    buf_c(&b, "]}");
+    api_refusal r = api_refuse(&m, API_COMPLETIONS, b.p);
+    CHECK(r.status == 400 && !strcmp(r.code, "context_length_exceeded") && !strcmp(r.param, "prompt"));
+    r = api_refuse_value(&m, API_CHAT, "model", "\"gpt\"");
+    CHECK(r.status == 404 && !strcmp(r.code, "model_not_found") && !strcmp(r.param, "model"));
+    CHECK(!api_refuse_value(&m, API_CHAT, "model", "\"other\"").status);
+    CHECK(api_refuse(&m, API_CHAT, "{\"messages\"").status == 400 && api_refuse(&m, API_CHAT, "[]").status == 400);
+    CHECK(!api_refuse(&m, API_COMPLETIONS, "{\"prompt\":[5],\"max_tokens\":0,\"echo\":true}").status);
+    CHECK(!api_refuse(&m, API_COMPLETIONS, "{\"prompt\":[5],\"max_tokens\":3.0,\"n\":64}").status);
+    buf_free(&b);
+}
+
+static int api_n_unknown;
+static void api_count_unknown(void *user, str name) { api_n_unknown += user == &api_n_unknown && str_is(name, "colour"); }
+
+static void test_api_unknown_fields(void) {
+    static const char *const beside[] = {"custom_id", NULL};
+    api_model m = api_test_model();
+    m.unknown = api_count_unknown, m.user = &api_n_unknown;
+    CHECK(!api_refuse_value(&m, API_COMPLETIONS, "colour", "1").status && api_n_unknown == 1);
+    m.strict = true;
+    api_refusal r = api_refuse_value(&m, API_COMPLETIONS, "colour", "1");
+    CHECK(r.status == 400 && strstr(r.message, "colour") && api_n_unknown == 1);
+    m.beside = beside;
+    CHECK(!api_refuse_value(&m, API_COMPLETIONS, "custom_id", "1").status);
+    CHECK(api_refuse_value(&m, API_CHAT, "prompt", "1").status == 400); /* a field of other bodies is not known here */
+}
+
+/* ---- Bodies to requests ---- */
+
+static void test_api_requests(void) {
+    api_model m = api_test_model();
+    m.base.sampling.temperature = 0.25f, m.base.sampling.seed = 3;
+    toka_err e = {0};
+    api_call c = {.serial = {1, 2}}, d = {.serial = {1, 3}};
+    CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":[[5,6],[7]],\"n\":3,\"top_k\":4,\"top_p\":0.5,\"stop\":\"ab\","
+                     "\"stop_token_ids\":[9,8],\"logit_bias\":{\"4\":-2.5},\"priority\":2,\"ignore_eos\":true}"), &c, &e));
+    CHECK(c.n_parts == 2 && c.n_choices == 6 && c.n_left == 6 && c.n_prompt_tokens == 3 && c.parts[1].first == 3 && !c.stream);
+    const toka_request *q = &c.parts[0].q;
+    const toka_sampling *s = &q->sampling;
+    CHECK(q->n == 3 && q->n_ids == 2 && q->ids[1] == 6 && q->priority == -2 && q->ids_only && s->top_k == 4 && s->top_p == 0.5f);
+    CHECK(s->temperature == 0.25f && s->max_tokens == 16 && s->n_stop == 1 && !strcmp(s->stop[0], "ab") && s->stop_ids[1] == 8);
+    CHECK(s->n_bias == 1 && s->bias_ids[0] == 4 && s->bias_values[0] == -2.5f && s->ignore_eos);
+    CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":[\"Tom\",\"Tom\"]}"), &d, &e));
+    CHECK(s->seed != c.parts[1].q.sampling.seed && s->seed != d.parts[0].q.sampling.seed); /* nobody shares random numbers */
+    api_free(&c), api_free(&d);
+    c = (api_call){.serial = {1, 2}};
+    CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":[\"Tom\",\"Ann\"],\"seed\":-1,\"max_tokens\":0,\"echo\":true,\"n\":2}"), &c, &e));
+    CHECK(c.parts[1].q.sampling.seed == UINT64_MAX && c.parts[0].q.n == 0 && c.parts[0].q.prompt_logprobs && c.n_choices == 4);
+    api_free(&c);
+    c = (api_call){.serial = {1, 2}};
+    CHECK(!api_parse(&m, API_CHAT, STR("{\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}],\"max_tokens\":4,\"max_completion_tokens\":5}"),
+                     &c, &e));
+    CHECK(c.parts[0].q.sampling.max_tokens == 5 && c.chat);
+    api_free(&c);
+}
+
+/* Each word in the spellings that vLLM forbids: as it is, and behind a space if that is other ids, as many. */
+static void test_api_bad_words(void) {
+    api_model m = api_test_model();
+    toka_err e = {0};
+    api_call c = {.serial = {1, 2}};
+    ids plain = {0}, spaced = {0};
+    CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":\"Tom\",\"bad_words\":[\" apples\",\"each of the\"]}"), &c, &e));
+    const toka_sampling *s = &c.parts[0].q.sampling;
+    tok_encode(m.t->tok, STR("apples"), 0, &plain, &e), tok_encode(m.t->tok, STR(" apples"), 0, &spaced, &e);
+    bool both = plain.n == spaced.n && plain.p[0] != spaced.p[0];
+    CHECK(s->n_bad >= 2 && s->bad_lengths[0] == (int)plain.n && !memcmp(s->bad_ids, plain.p, plain.n * sizeof(int32_t)));
+    CHECK(!both || (s->bad_lengths[1] == (int)spaced.n && !memcmp(s->bad_ids + plain.n, spaced.p, spaced.n * sizeof(int32_t))));
+    int32_t bad[] = {1, 2, 3, 4, 2, 5}, lengths[] = {3, 1, 2}, output[] = {9, 1, 2};
+    toka_sampling t = {.bad_ids = bad, .bad_lengths = lengths, .n_bad = 3};
+    ids got = {0};
+    samp_bad_ids(&t, output, 3, &got);
+    CHECK(got.n == 3 && got.p[0] == 3 && got.p[1] == 4 && got.p[2] == 5);
+    got.n = 0, samp_bad_ids(&t, output + 2, 1, &got); /* what lies before the output does not count */
+    CHECK(got.n == 2 && got.p[0] == 4 && got.p[1] == 5);
+    ids_free(&plain), ids_free(&spaced), ids_free(&got), api_free(&c);
+}
+
+static void api_check_context(const char *body, const char *want) {
+    api_model m = api_test_model();
+    api_call c = {.m = &m, .chat = true};
+    api_body b;
+    toka_err e = {0};
+    buf out = {0};
+    const json *v = json_parse(&c.a, str_c(body), m.limits, &e);
+    int code = api_read_body(&c, API_CHAT, v, &b, &e);
+    if (!code) code = api_context(&c, &b, &out, &e);
+    CHECK_MSG(!code && str_is(buf_view(&out), want), "%s %s", e.msg, out.p);
+    buf_free(&out), api_free(&c);
+}
+
+static void test_api_context(void) {
+    api_check_context("{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"a\"},{\"type\":\"text\",\"text\":\"b\"}],"
+                      "\"name\":\"n\"}],\"tools\":[{\"t\":1}],\"documents\":[2],\"chat_template_kwargs\":{\"k\":true}}",
+                      "{\"messages\":[{\"role\":\"user\",\"content\":\"a\\nb\",\"name\":\"n\"}],\"add_generation_prompt\":true,"
+                      "\"tools\":[{\"t\":1}],\"documents\":[2],\"k\":true}");
+    api_check_context("{\"messages\":[{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[{\"id\":\"x\",\"function\":{\"name\":\"f\","
+                      "\"arguments\":\"{\\\"a\\\": [1, {}]}\"}},{\"function\":{\"name\":\"g\",\"arguments\":\"broken\"}}]}],"
+                      "\"tools\":[{\"t\":1}],\"tool_choice\":\"none\",\"add_generation_prompt\":false}",
+                      "{\"messages\":[{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[{\"id\":\"x\",\"function\":{\"name\":\"f\","
+                      "\"arguments\":{\"a\":[1,{}]}}},{\"function\":{\"name\":\"g\",\"arguments\":\"broken\"}}]}],"
+                      "\"add_generation_prompt\":false}");
+}
+
+/* A model with two templates renders a chat with tools by the second. */
+static void test_api_tool_template(void) {
+    toka_err e;
+    toka two = *api_text_model();
+    CHECK(!tmpl_parse(&two.chat, STR("plain"), &e) && !tmpl_parse(&two.tool_chat, STR("with {{ tools | length }}"), &e));
+    buf out = {0};
+    CHECK(!pub_render(&two, two.chat, two.files, STR("{\"messages\":[]}"), "2025-01-01 00:00:00", &out, &e) && !strcmp(out.p, "plain"));
+    buf_clear(&out);
+    CHECK(!pub_render(&two, two.chat, two.files, STR("{\"messages\":[],\"tools\":[1,2]}"), "2025-01-01 00:00:00", &out, &e));
+    CHECK(!strcmp(out.p, "with 2"));
+    tmpl_del(two.chat), tmpl_del(two.tool_chat), buf_free(&out);
+}
+
+/* ---- Made-up events ---- */
+
+typedef struct api_fake { /* of one sample */
+    int32_t id[16];
+    int n;
+    bool stops; /* by an end id, which has no text */
+} api_fake;
+
+/* One event of a sample, or of a prompt (f NULL). Alternatives are ids counted up from the token. */
+static void api_put_event(const api_part *p, int sample, const api_fake *f, int i, buf *records) {
+    int32_t top_ids[TOKA_MAX_LOGPROBS];
+    float top[TOKA_MAX_LOGPROBS];
+    bool last = i + 1 == (f ? f->n : (int)p->prompt.n);
+    toka_event ev = {.sample = sample, .id = f ? f->id[i] : p->prompt.p[i], .logprob = -(float)(i + 1) / 4, .sampled_logprob = -(float)i / 8,
+                     .top_ids = top_ids, .top_logprobs = top, .stop_id = -1, .stop_text = -1, .n_cached = 2};
+    ev.n_top = f ? p->q.sampling.logprobs : i ? p->q.prompt_top : 0;
+    for (int k = 0; k < ev.n_top; k++) top_ids[k] = ev.id + k, top[k] = ev.logprob - (float)k;
+    if (f && last) ev.finish = f->stops ? TOKA_STOP : TOKA_LENGTH, ev.stop_id = f->stops ? ev.id : -1;
+    if (!f && last && !p->q.n) ev.finish = TOKA_LENGTH;
+    api_pack(p, &ev, records);
+}
+
+static void api_must_parse(const api_model *m, enum api_route route, const char *body, api_call *c) {
+    toka_err e = {0};
+    *c = (api_call){.serial = {0x11, 0x22}, .created = 1700000000};
+    if (api_parse(m, route, str_c(body), c, &e)) printf("%s: %s\n", body, e.msg), check_failed++;
+}
+
+/* The answer to one prompt whose samples all say the same ids. */
+static void api_answer(const api_model *m, enum api_route route, const char *body, const api_fake *f, buf *out) {
+    api_call c;
+    api_must_parse(m, route, body, &c);
+    buf records = {0};
+    for (int k = 0; k < c.n_parts; k++) {
+        for (size_t i = 0; c.parts[k].q.prompt_logprobs && i < c.parts[k].prompt.n; i++)
+            api_put_event(&c.parts[k], TOKA_PROMPT, NULL, (int)i, &records);
+        for (int s = 0; s < c.parts[k].q.n; s++)
+            for (int i = 0; i < f->n; i++) api_put_event(&c.parts[k], s, f, i, &records);
+    }
+    api_feed(&c, buf_view(&records), out);
+    CHECK(c.n_left == 0);
+    CHECK(api_finish(&c, out) == 200);
+    buf_free(&records), api_free(&c);
+}
+
+static void api_golden(const api_model *m, enum api_route route, const char *body, const api_fake *f, const char *want) {
+    buf out = {0};
+    api_answer(m, route, body, f, &out);
+    CHECK_MSG(str_is(buf_view(&out), want), "\n  got  %s\n  want %s", out.p, want);
+    buf_free(&out);
+}
+
+static api_fake api_fake_text(const char *text) {
+    api_fake f = {0};
+    ids v = {0};
+    toka_err e;
+    CHECK(!tok_encode(api_text_model()->tok, str_c(text), 0, &v, &e) && v.n <= 16);
+    f.n = (int)MIN(v.n, (size_t)16);
+    memcpy(f.id, v.p, (size_t)f.n * sizeof *f.id);
+    ids_free(&v);
+    return f;
+}
+
+#define API_HEAD(id, object) \
+    "{\"id\":\"" id "00000000000000110000000000000022\",\"object\":\"" object "\",\"created\":1700000000,\"model\":\"m\"," \
+    "\"system_fingerprint\":\"fp\",\"choices\":["
+#define API_USAGE(in, out, all, cached) \
+    "\"usage\":{\"prompt_tokens\":" in ",\"completion_tokens\":" out ",\"total_tokens\":" all \
+    ",\"prompt_tokens_details\":{\"cached_tokens\":" cached "}}}"
+
+static void test_api_golden_whole(void) {
+    api_model m = api_test_model();
+    api_fake f = api_fake_text("12");
+    CHECK(f.n == 2);
+    api_golden(&m, API_COMPLETIONS, "{\"prompt\":[5,6,7],\"logprobs\":1,\"return_token_ids\":true}", &f,
+               API_HEAD("cmpl-", "text_completion") "{\"index\":0,\"text\":\"12\",\"logprobs\":{\"tokens\":[\"1\",\"2\"],"
+               "\"token_logprobs\":[-0.25,-0.5],\"top_logprobs\":[{\"1\":-0.25},{\"2\":-0.5}],\"text_offset\":[0,1]},"
+               "\"finish_reason\":\"length\",\"stop_reason\":null,\"token_ids\":[20,21],\"prompt_token_ids\":[5,6,7]}],"
+               API_USAGE("3", "2", "5", "2"));
+    api_golden(&m, API_CHAT, "{\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}],\"logprobs\":true,\"n\":2}", &f,
+               API_HEAD("chatcmpl-", "chat.completion")
+               "{\"index\":0,\"message\":{\"role\":\"assistant\",\"content\":\"12\",\"refusal\":null},\"logprobs\":{\"content\":["
+               "{\"token\":\"1\",\"logprob\":-0.25,\"bytes\":[49],\"top_logprobs\":[]},"
+               "{\"token\":\"2\",\"logprob\":-0.5,\"bytes\":[50],\"top_logprobs\":[]}],\"refusal\":null},"
+               "\"finish_reason\":\"length\",\"stop_reason\":null},"
+               "{\"index\":1,\"message\":{\"role\":\"assistant\",\"content\":\"12\",\"refusal\":null},\"logprobs\":{\"content\":["
+               "{\"token\":\"1\",\"logprob\":-0.25,\"bytes\":[49],\"top_logprobs\":[]},"
+               "{\"token\":\"2\",\"logprob\":-0.5,\"bytes\":[50],\"top_logprobs\":[]}],\"refusal\":null},"
+               "\"finish_reason\":\"length\",\"stop_reason\":null}]," API_USAGE("11", "4", "15", "2"));
+    f.stops = true;
+    api_golden(&m, API_COMPLETIONS, "{\"prompt\":[20,21],\"echo\":true,\"logprobs\":0,\"prompt_logprobs\":0,\"stop_token_ids\":[21]}", &f,
+               API_HEAD("cmpl-", "text_completion") "{\"index\":0,\"text\":\"121\",\"logprobs\":{\"tokens\":[\"1\",\"2\",\"1\",\"2\"],"
+               "\"token_logprobs\":[null,-0.5,-0.25,-0.5],\"top_logprobs\":[null,{\"2\":-0.5},{\"1\":-0.25},{\"2\":-0.5}],"
+               "\"text_offset\":[0,1,2,3]},\"finish_reason\":\"stop\",\"stop_reason\":21,"
+               "\"prompt_logprobs\":[null,{\"21\":{\"logprob\":-0.5,\"rank\":null,\"decoded_token\":\"2\"}}]}],"
+               API_USAGE("2", "2", "4", "2"));
+    m.live = false, f.stops = false;
+    api_fake special = {.id = {20, m.t->files->eos_ids[0], 21}, .n = 3};
+    buf kept = {0}, plain = {0};
+    api_answer(&m, API_COMPLETIONS, "{\"prompt\":[5],\"skip_special_tokens\":false}", &special, &kept);
+    api_answer(&m, API_COMPLETIONS, "{\"prompt\":[5]}", &special, &plain);
+    CHECK(!strstr(kept.p, "\"text\":\"12\"") && strstr(kept.p, "\"text\":\"1<") && strstr(plain.p, "\"text\":\"12\""));
+    buf_free(&kept), buf_free(&plain);
+    api_golden(&m, API_COMPLETIONS, "{\"prompt\":[20],\"echo\":true,\"max_tokens\":0}", &f,
+               "{\"id\":\"cmpl-00000000000000110000000000000022\",\"object\":\"text_completion\",\"created\":1700000000,\"model\":\"m\","
+               "\"choices\":[{\"index\":0,\"text\":\"1\",\"logprobs\":null,\"finish_reason\":\"length\"}],"
+               "\"usage\":{\"prompt_tokens\":1,\"completion_tokens\":0,\"total_tokens\":1}}");
+}
+
+static void test_api_golden_stream(void) {
+    api_model m = api_test_model();
+    api_fake f = api_fake_text("12");
+    f.stops = true;
+    api_golden(&m, API_CHAT, "{\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}],\"stream\":true,"
+               "\"stream_options\":{\"include_usage\":true}}", &f,
+               "data: " API_HEAD("chatcmpl-", "chat.completion.chunk") "{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"},"
+               "\"logprobs\":null,\"finish_reason\":null,\"stop_reason\":null}],\"usage\":null}\n\n"
+               "data: " API_HEAD("chatcmpl-", "chat.completion.chunk") "{\"index\":0,\"delta\":{\"content\":\"1\"},"
+               "\"logprobs\":null,\"finish_reason\":null,\"stop_reason\":null}],\"usage\":null}\n\n"
+               "data: " API_HEAD("chatcmpl-", "chat.completion.chunk") "{\"index\":0,\"delta\":{},"
+               "\"logprobs\":null,\"finish_reason\":\"stop\",\"stop_reason\":null}],\"usage\":null}\n\n"
+               "data: " API_HEAD("chatcmpl-", "chat.completion.chunk") "]," API_USAGE("11", "2", "13", "2") "\n\ndata: [DONE]\n\n");
+    f.stops = false, m.live = false;
+    api_golden(&m, API_COMPLETIONS, "{\"prompt\":[20],\"echo\":true,\"logprobs\":0,\"stream\":true,\"max_tokens\":2}",
+               &(api_fake){.id = {21}, .n = 1},
+               "data: {\"id\":\"cmpl-00000000000000110000000000000022\",\"object\":\"text_completion\",\"created\":1700000000,\"model\":\"m\","
+               "\"choices\":[{\"index\":0,\"text\":\"1\",\"logprobs\":{\"tokens\":[\"1\"],\"token_logprobs\":[null],\"top_logprobs\":[null],"
+               "\"text_offset\":[0]},\"finish_reason\":null}]}\n\n"
+               "data: {\"id\":\"cmpl-00000000000000110000000000000022\",\"object\":\"text_completion\",\"created\":1700000000,\"model\":\"m\","
+               "\"choices\":[{\"index\":0,\"text\":\"2\",\"logprobs\":{\"tokens\":[\"2\"],\"token_logprobs\":[-0.25],"
+               "\"top_logprobs\":[{\"2\":-0.25}],\"text_offset\":[1]},\"finish_reason\":\"length\"}]}\n\ndata: [DONE]\n\n");
+}
+
+/* ---- Streams against whole answers ---- */
+
+typedef struct api_whole { /* a choice, put together */
+    buf text, tokens, values, top, offsets, chat, ids;
+    char finish[16];
+} api_whole;
+
+static void api_join_list(const json *list, buf *to) { /* elements without the brackets */
+    if (json_is(list, JSON_ARRAY)) JSON_EACH(it, list) json_put_value(to, it);
+}
+
+static void api_join(const json *choice, api_whole *w) {
+    const json *lp = json_get(choice, "logprobs"), *message = json_get(choice, "message"), *delta = json_get(choice, "delta");
+    str finish = json_str(json_get(choice, "finish_reason"));
+    buf_str(&w->text, json_str(json_get(choice, "text")));
+    buf_str(&w->text, json_str(json_get(message ? message : delta, "content")));
+    api_join_list(json_get(lp, "tokens"), &w->tokens), api_join_list(json_get(lp, "token_logprobs"), &w->values);
+    api_join_list(json_get(lp, "top_logprobs"), &w->top), api_join_list(json_get(lp, "text_offset"), &w->offsets);
+    api_join_list(json_get(lp, "content"), &w->chat), api_join_list(json_get(choice, "token_ids"), &w->ids);
+    if (finish.n) snprintf(w->finish, sizeof w->finish, "%.*s", STRF(finish));
+}
+
+static void api_join_choices(const json *root, api_whole *w, int n) {
+    const json *choices = json_get(root, "choices");
+    CHECK(json_is(choices, JSON_ARRAY));
+    JSON_EACH(it, choices) {
+        int64_t i = json_int(json_get(it, "index"), -1);
+        CHECK(i >= 0 && i < n);
+        if (i >= 0 && i < n) api_join(it, &w[i]);
+    }
+}
+
+static void api_join_stream(str s, api_whole *w, int n) {
+    bool done = false;
+    while (s.n) {
+        ptrdiff_t end = str_find(s, STR("\n\n"), 0);
+        CHECK(end > 6 && str_starts(s, STR("data: ")) && !done);
+        if (end < 0) return;
+        arena a = {0};
+        toka_err e = {0};
+        str chunk = str_sub(s, 6, (size_t)end);
+        done = str_is(chunk, "[DONE]");
+        const json *v = done ? NULL : json_parse(&a, chunk, json_trusted, &e); /* whole characters only, or it is no JSON */
+        CHECK_MSG(done || v, "%s", e.msg);
+        if (v) api_join_choices(v, w, n);
+        arena_free(&a);
+        s = str_sub(s, (size_t)end + 2, s.n);
+    }
+    CHECK(done);
+}
+
+static void api_same_choice(api_whole *a, api_whole *b, const char *body) {
+    buf *x[] = {&a->text, &a->tokens, &a->values, &a->top, &a->offsets, &a->chat, &a->ids};
+    buf *y[] = {&b->text, &b->tokens, &b->values, &b->top, &b->offsets, &b->chat, &b->ids};
+    for (int i = 0; i < COUNT(x); i++) {
+        CHECK_MSG(str_eq(buf_view(x[i]), buf_view(y[i])), "part %d of %s:\n  %s\n  %s", i, body, buf_view(x[i]).p, buf_view(y[i]).p);
+        buf_free(x[i]), buf_free(y[i]);
+    }
+    CHECK(!strcmp(a->finish, b->finish) && a->finish[0]);
+}
+
+/* Events of all samples in a random order among each other; those of a prompt somewhere between, as sample 0 may be late. */
+static void api_shuffle(const api_call *c, const api_fake *f, uint64_t *rng, buf *records) {
+    int at[64] = {0}, at_prompt[8] = {0}, left = 0;
+    for (int k = 0; k < c->n_parts; k++) {
+        left += c->parts[k].q.n * 100;
+        left += c->parts[k].q.prompt_logprobs ? (int)c->parts[k].prompt.n * 100 : 0;
+    }
+    for (int tries = 0; tries < left * 20; tries++) {
+        int k = (int)(rnd(rng) % (uint64_t)c->n_parts);
+        const api_part *p = &c->parts[k];
+        int n_prompt = p->q.prompt_logprobs ? (int)p->prompt.n : 0, s = (int)(rnd(rng) % (uint64_t)(c->n + 1)) - 1;
+        if (s < 0 && at_prompt[k] < n_prompt) api_put_event(p, TOKA_PROMPT, NULL, at_prompt[k]++, records);
+        int i = p->first + s;
+        if (s < 0 || s >= p->q.n || at[i] >= f[i].n || (s == 0 && at_prompt[k] < n_prompt)) continue;
+        api_put_event(p, s, &f[i], at[i]++, records);
+    }
+}
+
+/* Records in pieces of random length, whole each. */
+static void api_feed_pieces(api_call *c, str records, uint64_t *rng, buf *out) {
+    while (records.n) {
+        size_t n = 0, one;
+        str rest;
+        do {
+            api_unpack(str_sub(records, n, records.n), &rest, &one);
+            n += one;
+        } while (n < records.n && rnd(rng) % 3);
+        api_feed(c, str_sub(records, 0, n), out);
+        records = str_sub(records, n, records.n);
+    }
+}
+
+static void api_random_body(uint64_t *rng, bool chat, buf *b) {
+    static const char *const prompts[] = {"\"Tom\"", "[\"Tom\",\"na\\u00efve \\u6f22\\ud83d\\ude00\"]", "[5,6]", "[[5],[6,7,8],[20]]"};
+    bool lp = rnd(rng) % 2;
+    buf_clear(b);
+    if (chat) buf_c(b, "{\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}]");
+    else buf_printf(b, "{\"prompt\":%s", prompts[rnd(rng) % COUNT(prompts)]);
+    buf_printf(b, ",\"n\":%d", 1 + (int)(rnd(rng) % 3));
+    if (lp && chat) buf_printf(b, ",\"logprobs\":true,\"top_logprobs\":%d", (int)(rnd(rng) % 4));
+    if (lp && !chat) buf_printf(b, ",\"logprobs\":%d", (int)(rnd(rng) % 4));
+    if (!chat && rnd(rng) % 3 == 0) buf_c(b, rnd(rng) % 3 ? ",\"echo\":true" : ",\"echo\":true,\"max_tokens\":0");
+    if (rnd(rng) % 3 == 0) buf_c(b, ",\"return_token_ids\":true");
+    if (rnd(rng) % 5 == 0) buf_c(b, ",\"return_tokens_as_token_ids\":true");
+    if (rnd(rng) % 4 == 0) buf_c(b, ",\"stream_options\":{\"include_usage\":true,\"continuous_usage_stats\":true}");
+}
+
+static void test_api_stream_equals_whole(void) {
+    api_model m = api_test_model();
+    uint64_t rng = 7;
+    api_fake letters = api_fake_text("\xE6\xBC\xA2\xF0\x9F\x98\x80 a"); /* ids that are parts of characters */
+    for (int round = 0; round < 600 && !check_failed; round++) {
+        bool chat = rnd(&rng) % 2;
+        enum api_route route = chat ? API_CHAT : API_COMPLETIONS;
+        buf body = {0}, records = {0}, out = {0};
+        api_random_body(&rng, chat, &body);
+        size_t open = body.n;
+        buf_c(&body, "}");
+        api_call c, d;
+        api_must_parse(&m, route, body.p, &c);
+        body.n = open, buf_c(&body, ",\"stream\":true}");
+        api_must_parse(&m, route, body.p, &d);
+        api_fake f[64];
+        for (int i = 0; i < c.n_choices; i++) {
+            f[i] = (api_fake){.n = 1 + (int)(rnd(&rng) % 12), .stops = rnd(&rng) % 2};
+            for (int k = 0; k < f[i].n; k++)
+                f[i].id[k] = rnd(&rng) % 2 ? letters.id[rnd(&rng) % (uint64_t)letters.n] : (int32_t)(rnd(&rng) % (uint64_t)m.t->tok->n_ids);
+        }
+        api_shuffle(&c, f, &rng, &records);
+        api_feed_pieces(&c, buf_view(&records), &rng, NULL);
+        CHECK(c.n_left == 0 && api_finish(&c, &out) == 200);
+        api_whole whole[64] = {0}, joined[64] = {0};
+        arena a = {0};
+        toka_err e = {0};
+        const json *v = json_parse(&a, buf_view(&out), json_trusted, &e);
+        CHECK_MSG(v, "%s", e.msg);
+        if (v) api_join_choices(v, whole, c.n_choices);
+        buf_clear(&out);
+        api_feed_pieces(&d, buf_view(&records), &rng, &out);
+        CHECK(d.n_left == 0);
+        api_finish(&d, &out);
+        api_join_stream(buf_view(&out), joined, c.n_choices);
+        for (int i = 0; i < c.n_choices; i++) api_same_choice(&whole[i], &joined[i], body.p);
+        CHECK(c.n_output_tokens == d.n_output_tokens && c.n_cached_tokens == d.n_cached_tokens);
+        arena_free(&a), buf_free(&body), buf_free(&records), buf_free(&out), api_free(&c), api_free(&d);
+    }
+}
+
+/* The bytes of the tokens of a chat, put together, are the text's, wherever tokens cut its characters. */
+static void test_api_bytes(void) {
+    static const char text[] = "na\xC3\xAFve \xE6\xBC\xA2\xF0\x9F\x98\x80";
+    api_model m = api_test_model();
+    api_fake f = api_fake_text(text);
+    buf out = {0}, bytes = {0};
+    arena a = {0};
+    toka_err e;
+    api_answer(&m, API_CHAT, "{\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}],\"logprobs\":true}", &f, &out);
+    const json *choice = json_at(json_get(json_parse(&a, buf_view(&out), json_trusted, &e), "choices"), 0);
+    const json *content = json_get(json_get(choice, "logprobs"), "content");
+    CHECK(json_is(content, JSON_ARRAY) && content->n == (uint32_t)f.n && f.n > 8);
+    JSON_EACH(it, content) JSON_EACH(byte, json_get(it, "bytes")) buf_char(&bytes, (char)json_int(byte, 0));
+    CHECK_MSG(str_is(buf_view(&bytes), text), "%s", bytes.p);
+    CHECK(str_is(json_str(json_get(json_get(choice, "message"), "content")), text));
+    buf_clear(&out), buf_clear(&bytes);
+    f.n--; /* the last character stays without its end; offsets count characters where they begin */
+    api_answer(&m, API_COMPLETIONS, "{\"prompt\":[5],\"logprobs\":0}", &f, &out);
+    choice = json_at(json_get(json_parse(&a, buf_view(&out), json_trusted, &e), "choices"), 0);
+    const json *offsets = json_get(json_get(choice, "logprobs"), "text_offset");
+    CHECK(str_ends(json_str(json_get(choice, "text")), STR("\xE6\xBC\xA2\xEF\xBF\xBD")));
+    for (int i = 0; i < f.n; i++) {
+        CHECK(json_int(json_at(offsets, (size_t)i), -1) == api_characters(buf_view(&bytes)));
+        tok_bytes(m.t->tok, f.id[i], &bytes);
+    }
+    CHECK(api_characters(STR("na\xC3\xAFve")) == 5);
+    buf_free(&out), buf_free(&bytes), arena_free(&a);
+}
+
+static size_t api_base64(str s, unsigned char *out) { /* bytes */
+    size_t n = 0;
+    for (size_t i = 0; i + 4 <= s.n; i += 4) {
+        uint32_t w = 0;
+        int pad = 0;
+        for (size_t k = 0; k < 4; k++) {
+            char c = s.p[i + k];
+            int v = c >= 'A' && c <= 'Z' ? c - 'A' : c >= 'a' && c <= 'z' ? c - 'a' + 26 : c >= '0' && c <= '9' ? c - '0' + 52 : c == '+' ? 62 : 63;
+            pad += c == '=';
+            w = w << 6 | (c == '=' ? 0u : (uint32_t)v);
+        }
+        for (int k = 0; k < 3 - pad; k++) out[n++] = (unsigned char)(w >> (16 - 8 * k));
+    }
+    return n;
+}
+
+static void test_api_packed(void) {
+    api_model m = api_test_model();
+    api_fake f = api_fake_text("12");
+    buf out = {0};
+    arena a = {0};
+    toka_err e;
+    unsigned char raw[64];
+    int32_t id[4], top[4];
+    float lp[4];
+    api_answer(&m, API_COMPLETIONS, "{\"prompt\":[5,6,7],\"logprobs\":2,\"return_packed\":true,\"return_token_ids\":true}", &f, &out);
+    const json *choice = json_at(json_get(json_parse(&a, buf_view(&out), json_trusted, &e), "choices"), 0), *p = json_get(choice, "packed");
+    CHECK(json_int(json_get(p, "n"), 0) == 2 && json_int(json_get(p, "top_n"), 0) == 2 && json_is(json_get(choice, "logprobs"), JSON_NULL));
+    CHECK(!json_get(choice, "token_ids") && json_is(json_get(p, "sampled_logprobs"), JSON_STRING));
+    CHECK(api_base64(json_str(json_get(p, "token_ids")), raw) == 8);
+    memcpy(id, raw, 8);
+    CHECK(api_base64(json_str(json_get(p, "logprobs")), raw) == 8);
+    memcpy(lp, raw, 8);
+    CHECK(id[0] == f.id[0] && id[1] == f.id[1] && lp[0] == -0.25f && lp[1] == -0.5f);
+    CHECK(api_base64(json_str(json_get(p, "top_ids")), raw) == 16);
+    memcpy(top, raw, 16);
+    CHECK(top[0] == id[0] && top[1] == id[0] + 1 && top[2] == id[1]);
+    p = json_get(choice, "prompt_packed");
+    CHECK(api_base64(json_str(json_get(p, "token_ids")), raw) == 12);
+    memcpy(id, raw, 12);
+    CHECK(id[0] == 5 && id[1] == 6 && id[2] == 7 && json_int(json_get(p, "top_n"), -1) == 0);
+    buf_free(&out), arena_free(&a);
+}
+
+/* What breaks a call: cancelled in the middle, also while tokens wait for the prompt's; parts that the engine did not take. */
+static void test_api_broken(void) {
+    api_model m = api_test_model();
+    api_fake f = api_fake_text("12");
+    toka_event gone = {.sample = 0, .id = -1, .finish = TOKA_CANCELLED, .stop_id = -1, .stop_text = -1};
+    buf records = {0}, out = {0};
+    api_call c;
+    api_must_parse(&m, API_COMPLETIONS, "{\"prompt\":[5,6,7],\"n\":2}", &c);
+    api_put_event(&c.parts[0], 0, &f, 0, &records);
+    api_pack(&c.parts[0], &gone, &records);
+    gone.sample = 1, gone.finish = TOKA_FAILED;
+    api_pack(&c.parts[0], &gone, &records);
+    api_feed(&c, buf_view(&records), &out);
+    CHECK(!c.n_left && !out.n && api_finish(&c, &out) == 500 && strstr(out.p, "\"type\":\"server_error\""));
+    api_free(&c), buf_clear(&records), buf_clear(&out);
+    api_must_parse(&m, API_COMPLETIONS, "{\"prompt\":[5,6,7],\"n\":2,\"echo\":true,\"logprobs\":1,\"stream\":true}", &c);
+    api_put_event(&c.parts[0], 1, &f, 0, &records), api_put_event(&c.parts[0], 1, &f, 1, &records);
+    api_feed(&c, buf_view(&records), &out);
+    CHECK(c.n_left == 2 && !out.n); /* the prompt is not there */
+    gone.sample = 0, gone.finish = TOKA_CANCELLED;
+    buf_clear(&records), api_pack(&c.parts[0], &gone, &records);
+    api_feed(&c, buf_view(&records), &out);
+    CHECK(!c.n_left && c.broken == TOKA_CANCELLED);
+    api_finish(&c, &out);
+    CHECK(strstr(out.p, "data: {\"error\":") && str_ends(buf_view(&out), STR("data: [DONE]\n\n")));
+    api_free(&c), buf_clear(&records), buf_clear(&out);
+    api_must_parse(&m, API_COMPLETIONS, "{\"prompt\":[[5],[6]],\"n\":3,\"max_tokens\":0,\"echo\":true}", &c);
+    api_pack_end(&c.parts[0], TOKA_CANCELLED, &records), api_pack_end(&c.parts[1], TOKA_CANCELLED, &records);
+    api_feed(&c, buf_view(&records), &out);
+    CHECK(!c.n_left && api_finish(&c, &out) == 503);
+    api_free(&c), buf_free(&records), buf_free(&out);
+}
+
+static void test_api_small_routes(void) {
+    api_model m = api_test_model();
+    toka_err e;
+    buf out = {0};
+    int status;
+    const char *param;
+    CHECK(!api_simple(&m, API_TOKENIZE, STR("{\"prompt\":\"12\",\"add_special_tokens\":false,\"return_token_strs\":true}"), &out, &e, &status,
+                      &param));
+    CHECK_MSG(!strcmp(out.p, "{\"count\":2,\"max_model_len\":128,\"tokens\":[20,21],\"token_strs\":[\"1\",\"2\"]}"), "%s", out.p);
+    buf_clear(&out);
+    CHECK(!api_simple(&m, API_TOKENIZE, STR("{\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}]}"), &out, &e, &status, &param));
+    CHECK(str_starts(buf_view(&out), STR("{\"count\":11,")) && str_ends(buf_view(&out), STR("\"token_strs\":null}")));
+    buf_clear(&out);
+    CHECK(!api_simple(&m, API_DETOKENIZE, STR("{\"tokens\":[20,21]}"), &out, &e, &status, &param));
+    CHECK_MSG(!strcmp(out.p, "{\"prompt\":\"12\"}"), "%s", out.p);
+    buf_clear(&out);
+    CHECK(api_models(&m, STR(""), 5, &out) && strstr(out.p, "\"object\":\"list\"") && strstr(out.p, "\"id\":\"other\""));
+    CHECK(api_models(&m, STR("other"), 5, &out) && !api_models(&m, STR("none"), 5, &out));
+    buf_clear(&out);
+    api_error(&out, 429, "full", NULL, NULL, "x");
+    CHECK(!strcmp(out.p, "{\"error\":{\"message\":\"full\",\"type\":\"rate_limit_error\",\"param\":null,\"code\":\"x\"}}"));
+    buf_free(&out);
+}
+
+static const struct test api_tests[] = {
+    {"api: every field, every wrong type", test_api_wrong_types},
+    {"api: wrong values", test_api_wrong_values},
+    {"api: unknown fields", test_api_unknown_fields},
+    {"api: bodies to requests", test_api_requests},
+    {"api: bad words", test_api_bad_words},
+    {"api: what templates get", test_api_context},
+    {"api: template for tools", test_api_tool_template},
+    {"api: whole answers", test_api_golden_whole},
+    {"api: streams", test_api_golden_stream},
+    {"api: a stream is the whole answer", test_api_stream_equals_whole},
+    {"api: bytes of tokens", test_api_bytes},
+    {"api: packed arrays", test_api_packed},
+    {"api: broken calls", test_api_broken},
+    {"api: tokenize, models, errors", test_api_small_routes},
+    {NULL, NULL}};
