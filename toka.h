@@ -233,6 +233,7 @@ typedef struct toka_stats { /* since toka_open, as of the last step */
     int64_t output_tokens, requests_done, preemptions;
     int64_t prompt_tokens;          /* of all samples that started */
     int64_t prompt_tokens_shared;   /* of these, found in the prefix tree: not computed again */
+    int64_t attended, attended_shared; /* pairs of a row and a position it attends to; of these, in shared prefixes */
     double plan_s, run_s, commit_s; /* where the time went: planning, the device, events */
 } toka_stats;
 toka_stats toka_get_stats(toka *t);
