@@ -9853,6 +9853,18 @@ static int cpu_open(toka_device **out, const toka_device_options *o, const toka_
     return 0;
 }
 
+static int cpu_probe(int i, char *line, size_t bytes) {
+    int n = os_n_cores();
+    snprintf(line, bytes, "%s kernels, %d core%s, %.0f GB", cpu_sets[cpu_n_sets() - 1].name, n, n > 1 ? "s" : "",
+             (double)os_ram_bytes() / 1e9);
+    return i == 0;
+}
+
+static int64_t cpu_kv_bytes(const toka_shape *shape, const toka_weights *weights, const toka_device_options *o) {
+    (void)shape, (void)weights, (void)o;
+    return os_ram_bytes() / 4;
+}
+
 static const char *cpu_describe(const toka_device *d) { return d->about; }
 
 static int cpu_status(toka_device *d, toka_err *e) {
@@ -9872,6 +9884,8 @@ static void cpu_download(toka_device *d, void *to, toka_dev from, size_t bytes) 
 
 const toka_backend toka_cpu = {
     .name = "cpu",
+    .probe = cpu_probe,
+    .kv_bytes = cpu_kv_bytes,
     .open = cpu_open,
     .close = cpu_close,
     .describe = cpu_describe,
@@ -9886,6 +9900,9 @@ const toka_backend toka_cpu = {
     .norm_mlp_residual = cpu_norm_mlp_residual,
     .norm_logits_sample = cpu_norm_logits_sample,
     .activation_bytes = sizeof(float),
+    .page_tok = 16,
+    .default_tokens = 512,
+    .default_seqs = 256,
     .merge_tok = 4,
     .span_tok = 32,
     .tile_rows = 8,
@@ -9955,7 +9972,6 @@ static int model_step(model_run *m, const toka_step *s, toka_pick *picks, toka_e
 
 #define ENG_MAX_N (1 << 20)       /* samples of one request */
 #define ENG_MAX_SAMPLES (1 << 28) /* of all requests under way */
-#define ENG_PAGE 16               /* B: tokens per page on the CPU; sums of attention are cut at its multiples */
 
 typedef struct eng_request { /* from eng_submit until its last event */
     int64_t id;
@@ -10010,46 +10026,51 @@ typedef struct eng { /* pools are sized at open and never grow */
 
 /* ---- Open and close ---- */
 
-/* Tokens of KV to hold: every sequence at full length if that is small, else what a quarter of the machine's memory holds. */
-static int64_t eng_kv_tokens(const toka_shape *s, int max_seqs, int64_t ram_bytes) {
-    int64_t per_token = (int64_t)2 * s->L * s->K * s->D * (int64_t)sizeof(float);
-    return MIN((int64_t)max_seqs * s->max_len, ram_bytes / 4 / per_token);
+/* Tokens of KV to hold: every sequence at full length if that is small, else what the device has room for. */
+static int64_t eng_kv_tokens(const toka_shape *s, int max_seqs, const toka_backend *be, int64_t room_bytes) {
+    int64_t per_token = (int64_t)2 * s->L * s->K * s->D * (int64_t)be->activation_bytes;
+    return MIN((int64_t)max_seqs * s->max_len, MAX(room_bytes, 0) / per_token);
 }
 
-/* Sets shape->max_len and the number of pages, or fails when the length asked for does not fit. asked_kv 0: as memory allows. */
-static int eng_size(toka_shape *shape, int max_seqs, int asked_len, int64_t asked_kv, int *n_pages, toka_err *e) {
+/* Sets shape->max_len and the number of pages, or fails when the length asked for does not fit. asked_kv 0: as memory allows;
+ * room_bytes: of the device, for K and V. */
+static int eng_size(toka_shape *shape, int max_seqs, int asked_len, int64_t asked_kv, const toka_backend *be, int64_t room_bytes,
+                    int *n_pages, toka_err *e) {
     if (asked_len > shape->max_len || asked_len == 1)
         return fail(e, TOKA_E_USE, "max_model_len: %d, expected 2 to %d, the model's own limit", asked_len, shape->max_len);
     if (asked_len) shape->max_len = asked_len;
-    int64_t n_kv = asked_kv ? asked_kv : eng_kv_tokens(shape, max_seqs, os_ram_bytes());
+    int64_t n_kv = asked_kv ? asked_kv : eng_kv_tokens(shape, max_seqs, be, room_bytes);
     if (asked_len && n_kv < asked_len)
         return fail(e, asked_kv ? TOKA_E_USE : TOKA_E_MEMORY, "--max-model-len %d: %s %lld tokens of this model's KV cache", asked_len,
                     asked_kv ? "--kv-tokens asks for" : "memory holds", (long long)n_kv);
     shape->max_len = (int)MIN(n_kv, (int64_t)shape->max_len);
     if (shape->max_len < 2) return fail(e, TOKA_E_MEMORY, "not enough memory for the KV cache of one sequence");
-    *n_pages = (int)MIN((n_kv + ENG_PAGE - 1) / ENG_PAGE, (int64_t)INT_MAX / ENG_PAGE);
+    *n_pages = (int)MIN((n_kv + shape->B - 1) / shape->B, (int64_t)INT_MAX / shape->B);
     return 0;
 }
 
 /* shape: the model's, with B and max_len still to be set here; it must outlive the engine. */
 static int eng_open(eng **out, const toka_backend *be, const mf_model *files, toka_shape *shape, const tok *words,
                     const toka_options *o, toka_err *e) {
-    int max_tokens = o->max_num_batched_tokens ? o->max_num_batched_tokens : MAX(512, o->max_num_seqs), n_pages = 0;
-    int max_seqs = o->max_num_seqs ? o->max_num_seqs : MIN(256, max_tokens);
+    int max_tokens = o->max_num_batched_tokens ? o->max_num_batched_tokens : MAX(be->default_tokens, o->max_num_seqs), n_pages = 0;
+    int max_seqs = o->max_num_seqs ? o->max_num_seqs : MIN(be->default_seqs, max_tokens);
     if (max_seqs > max_tokens) /* every running sample may want a row of the step */
         return fail(e, TOKA_E_USE, "max_num_batched_tokens: %d, expected at least max_num_seqs, %d", max_tokens, max_seqs);
-    shape->B = ENG_PAGE;
-    int code = eng_size(shape, max_seqs, o->max_model_len, o->kv_tokens, &n_pages, e);
+    shape->B = be->page_tok;
+    toka_device_options d = {.n_threads = o->n_threads, .max_tokens = max_tokens, .max_out = max_tokens,
+                             .memory_utilization = o->gpu_memory_utilization, .progress = o->progress, .user = o->progress_user};
+    int64_t room = o->kv_tokens ? 0 : be->kv_bytes(shape, &files->weights, &d);
+    int code = eng_size(shape, max_seqs, o->max_model_len, o->kv_tokens, be, room, &n_pages, e);
     if (code) return code;
+    d.n_pages = n_pages;
     model_run m;
-    toka_device_options d = {o->n_threads, max_tokens, max_tokens, n_pages};
     if ((code = model_open(&m, be, &d, shape, &files->weights, e))) {
         model_close(&m);
         return code;
     }
     eng *g = mem_zalloc(sizeof *g);
     g->m = m, g->files = files, g->tok = words, g->max_len = shape->max_len;
-    sched_init(&g->s, &(sched_config){.B = ENG_PAGE, .n_pages = n_pages, .max_seqs = max_seqs, .max_tokens = max_tokens,
+    sched_init(&g->s, &(sched_config){.B = shape->B, .n_pages = n_pages, .max_seqs = max_seqs, .max_tokens = max_tokens,
                                       .max_len = shape->max_len, .n_classes = 4096});
     batch_init(&g->b, &g->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows});
     g->slots = mem_zalloc((size_t)max_seqs * sizeof *g->slots);
@@ -10438,7 +10459,7 @@ static int eng_generate(eng *g, const toka_request *r, const int32_t *prompt, si
  * same bytes, because every row's logits are wanted. */
 static int eng_score_alone(eng *g, const int32_t *tokens, int n, float *logprobs, toka_err *e) {
     kv_cache *k = &g->s.kv;
-    int q = g->s.free_slots[g->s.n_slots_free - 1], code = 0;
+    int q = g->s.free_slots[g->s.n_slots_free - 1], B = k->B, code = 0;
     kv_open(k, q, tokens, n, 0, true);
     const int *row = kv_row(k, q);
     for (int at = 0, end; at < n - 1 && !code; at = end) {
@@ -10447,7 +10468,7 @@ static int eng_score_alone(eng *g, const int32_t *tokens, int n, float *logprobs
         toka_step step = {.T = end - at, .n_spans = 1, .n_out = end - at, .ids = tokens + at, .pos = g->b.pos,
                           .slot = g->b.slot, .pages = k->table, .spans = &span, .out = g->out};
         for (int p = at; p < end; p++) {
-            g->b.pos[p - at] = p, g->b.slot[p - at] = row[p / ENG_PAGE] * ENG_PAGE + p % ENG_PAGE;
+            g->b.pos[p - at] = p, g->b.slot[p - at] = row[p / B] * B + p % B;
             g->out[p - at] = (toka_out_row){.row = p - at, .forced_id = tokens[p + 1]};
         }
         kv_computed(k, q, at, end);
@@ -10570,15 +10591,21 @@ static int api_open_text(toka **out, const toka_options *o, bool weights, toka_e
 }
 
 #ifdef TOKA_WITH_CUDA
-static const toka_backend *const api_backends[] = {&toka_cuda, &toka_cpu}; /* "auto" is the first */
+static const toka_backend *const api_backends[] = {&toka_cuda, &toka_cpu};
 static const char api_devices[] = "cuda and cpu";
 #else
 static const toka_backend *const api_backends[] = {&toka_cpu};
 static const char api_devices[] = "cpu";
 #endif
 
-static const toka_backend *api_backend(const char *device) { /* NULL: no such device in this build */
-    if (!device || !strcmp(device, "auto")) return api_backends[0];
+/* "auto" is the first that has a device, in the end the CPU; NULL: this build does not know the name. */
+static const toka_backend *api_backend(const char *device) {
+    char line[200];
+    if (!device || !strcmp(device, "auto")) {
+        for (int i = 0; i < COUNT(api_backends) - 1; i++)
+            if (api_backends[i]->probe(0, line, sizeof line)) return api_backends[i];
+        return api_backends[COUNT(api_backends) - 1];
+    }
     for (int i = 0; i < COUNT(api_backends); i++)
         if (!strcmp(device, api_backends[i]->name)) return api_backends[i];
     return NULL;
@@ -10591,6 +10618,8 @@ static int api_check_options(const toka_options *o, toka_err *e) {
     if (o->max_model_len < 0) return fail(e, TOKA_E_USE, "max_model_len: %d, expected 0 or more", o->max_model_len);
     if (o->max_num_seqs < 0 || o->max_num_seqs > 65536)
         return fail(e, TOKA_E_USE, "max_num_seqs: %d, expected 0 to 65536", o->max_num_seqs);
+    if (!(o->gpu_memory_utilization >= 0 && o->gpu_memory_utilization <= 1))
+        return fail(e, TOKA_E_USE, "gpu_memory_utilization: %g, expected 0 to 1", o->gpu_memory_utilization);
     if (o->kv_tokens < 0) return fail(e, TOKA_E_USE, "kv_tokens: %lld, expected 0 or more", (long long)o->kv_tokens);
     if (o->max_num_batched_tokens < 0 || o->max_num_batched_tokens > 65536)
         return fail(e, TOKA_E_USE, "max_num_batched_tokens: %d, expected 0 to 65536", o->max_num_batched_tokens);
@@ -12614,7 +12643,7 @@ typedef struct cli_flag {
 } cli_flag;
 
 enum { FOR_RUN = 1, FOR_TOKENIZE = 2, FOR_TEMPLATE = 4, FOR_SCORE = 8, FOR_MODELS = 16, FOR_BATCH = 32, FOR_THROUGHPUT = 64,
-       FOR_PLAN = 128, FOR_ANY = 255, FOR_OPENS = FOR_RUN | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT,
+       FOR_PLAN = 128, FOR_DEVICES = 256, FOR_ANY = 511, FOR_OPENS = FOR_RUN | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT,
        FOR_SAMPLES = FOR_RUN | FOR_BATCH | FOR_THROUGHPUT, FOR_READS = FOR_RUN | FOR_SCORE | FOR_TOKENIZE | FOR_TEMPLATE };
 
 #define AT(field) offsetof(cli, field)
@@ -12627,7 +12656,9 @@ static const cli_flag cli_flags[] = {
      "the list of known models (default: models.txt beside toka or here)"},
     {"chat-template", "", "FILE", CLI_TEXT, AT(open.chat_template), FOR_RUN | FOR_TEMPLATE | FOR_BATCH,
      "Jinja template instead of the model's own"},
-    {"device", "", "NAME", CLI_TEXT, AT(open.device), FOR_OPENS, "auto or cpu"},
+    {"device", "", "NAME", CLI_TEXT, AT(open.device), FOR_OPENS, "auto, cpu or cuda; auto takes a GPU if there is one"},
+    {"gpu-memory-utilization", "", "X", CLI_FLOAT, AT(open.gpu_memory_utilization), FOR_OPENS,
+     "share of the GPU's free memory to take (default: 0.9)"},
     {"threads", "t", "N", CLI_INT, AT(open.n_threads), FOR_OPENS, "CPU threads (default: one a core)"},
     {"max-model-len", "", "N", CLI_INT, AT(open.max_model_len), FOR_OPENS,
      "longest sequence in tokens (default: the model's, as memory allows)"},
@@ -12716,6 +12747,7 @@ static const char cli_commands[] =
     "  toka template [FLAGS]   JSON object with messages, tools ... on standard input to the rendered prompt\n"
     "  toka score [FLAGS]      log-probability of every token of a text\n"
     "  toka models             the models of models.txt\n"
+    "  toka devices            what this machine can run on\n"
     "  toka batch -i IN -o OUT a file of requests to a file of results; the same command goes on where it stopped\n"
     "  toka bench throughput   time a dataset, each sample forced to its length; prints what vllm bench throughput prints\n"
     "  toka bench plan         time the planning of a step at 8,192 sequences, without a model\n";
@@ -13256,9 +13288,45 @@ static int cli_bench_plan(const cli *c, toka_err *e) {
     return code ? code : cli_write(STR(""), e);
 }
 
+/* One line for each device that this build knows, and for a kind of which there is none the reason. */
+static int cli_devices(const cli *c, toka_err *e) {
+    buf b = {0};
+    char line[200];
+    (void)c;
+    for (int i = 0; i < COUNT(api_backends); i++) {
+        const toka_backend *be = api_backends[i];
+        int n = 0;
+        for (; be->probe(n, line, sizeof line); n++)
+            if (n || be->probe(1, (char[200]){0}, 200)) buf_printf(&b, "%s:%d  %s\n", be->name, n, line);
+            else buf_printf(&b, "%s  %s\n", be->name, line);
+        if (!n) buf_printf(&b, "%s  none: %s\n", be->name, line);
+    }
+    int code = cli_write(buf_view(&b), e);
+    buf_free(&b);
+    return code;
+}
+
+/* A build for GPUs on a machine without says so, once, and goes on. */
+static void cli_note_device(const cli *c) {
+    char line[200];
+    bool any = !c->open.device || !strcmp(c->open.device, "auto");
+    if (any && !c->quiet && COUNT(api_backends) > 1 && !api_backends[0]->probe(0, line, sizeof line))
+        fprintf(stderr, "toka: no GPU (%s); using the CPU\n", line);
+}
+
+/* Progress of opening a model, on a terminal only. */
+static void cli_progress(void *user, const char *what, double done) {
+    (void)user;
+    fprintf(stderr, done < 1 ? "\r%s %3.0f %%" : "\r%s %3.0f %%\r\033[K", what, 100 * done);
+}
+
 static int cli_version(toka_err *e) {
     buf b = {0};
-    buf_printf(&b, "toka %s (device: cpu%s)\n", TOKA_VERSION, embedded_model ? "; with the embedded model" : "");
+    char line[200];
+    buf_printf(&b, "toka %s (device:", TOKA_VERSION);
+    for (int i = 0; i < COUNT(api_backends); i++)
+        buf_printf(&b, "%s %s%s", i ? "," : "", api_backends[i]->name, api_backends[i]->probe(0, line, sizeof line) ? "" : " (none found)");
+    buf_printf(&b, "%s)\n", embedded_model ? "; with the embedded model" : "");
     int code = cli_write(buf_view(&b), e);
     buf_free(&b);
     return code;
@@ -13270,9 +13338,10 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
         unsigned bit;
         int (*main)(const cli *, toka_err *);
     } commands[] = {{"tokenize", NULL, FOR_TOKENIZE, cli_tokenize}, {"template", NULL, FOR_TEMPLATE, cli_template},
-                    {"score", NULL, FOR_SCORE, cli_score}, {"models", NULL, FOR_MODELS, cli_models}, {"batch", NULL, FOR_BATCH, cli_batch},
+                    {"score", NULL, FOR_SCORE, cli_score}, {"models", NULL, FOR_MODELS, cli_models}, {"devices", NULL, FOR_DEVICES, cli_devices},
+                    {"batch", NULL, FOR_BATCH, cli_batch},
                     {"bench", "throughput", FOR_THROUGHPUT, cli_bench_throughput}, {"bench", "plan", FOR_PLAN, cli_bench_plan}};
-    static const char *const planned[] = {"serve", "plan", "devices"};
+    static const char *const planned[] = {"serve", "plan"};
     cli c = cli_default();
     int (*command)(const cli *, toka_err *) = cli_run_command;
     unsigned bit = FOR_RUN;
@@ -13291,6 +13360,8 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
     if ((code = cli_parse(&c, bit, argc - skip, argv + skip, e))) return code;
     if (c.help) return cli_help(e);
     if (c.version) return cli_version(e);
+    if (bit & FOR_OPENS) cli_note_device(&c);
+    if (isatty(2) && !c.quiet) c.open.progress = cli_progress;
     return command(&c, e);
 }
 

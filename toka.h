@@ -63,6 +63,10 @@ typedef struct toka_options {
     int max_num_batched_tokens; /* most tokens in one forward step; 0: chosen by the backend */
     int max_num_seqs;           /* most sequences running at once; 0: chosen by the backend */
     int64_t kv_tokens;          /* tokens that the KV cache holds; 0: as many as memory allows */
+    double gpu_memory_utilization; /* share of the GPU's free memory that may be taken, in (0,1]; 0: 0.9 */
+    void (*progress)(void *user, const char *what, double done); /* told while toka_open works, or NULL; done: 0 to 1. Any thread,
+                                                                    one at a time */
+    void *progress_user;
 } toka_options;
 
 /* All fields at their defaults. Thread: any. */
@@ -322,10 +326,17 @@ typedef struct toka_device_options {
     int max_tokens;  /* largest T of a step */
     int max_out;     /* largest n_out */
     int n_pages;     /* KV pages to hold */
+    double memory_utilization; /* CUDA: share of the free memory that may be taken; 0: 0.9 */
+    void (*progress)(void *user, const char *what, double done); /* or NULL; done: 0 to 1; any thread, one at a time */
+    void *user;
 } toka_device_options;
 
 typedef struct toka_backend {
     const char *name;
+    /* Describes device number i of this kind in one line. Returns 0 when there is none that can be used, with the reason in line. */
+    int (*probe)(int i, char *line, size_t bytes);
+    /* Bytes that the KV pool may take beside all the rest of this model and a step of this size (n_pages is not looked at). */
+    int64_t (*kv_bytes)(const toka_shape *shape, const toka_weights *weights, const toka_device_options *o);
     /* Takes all memory; keeps `shape` and `weights` by pointer, they outlive the device. */
     int (*open)(toka_device **out, const toka_device_options *o, const toka_shape *shape, const toka_weights *weights,
                 toka_err *e);
@@ -343,7 +354,9 @@ typedef struct toka_backend {
     void (*out_residual)(toka_device *d, const toka_step *s, int layer, toka_dev o, toka_dev x);     /* x += o W_o (+b) */
     void (*norm_mlp_residual)(toka_device *d, const toka_step *s, int layer, toka_dev x);  /* x += down(silu(gate)*up) */
     void (*norm_logits_sample)(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks);    /* picks[n_out], host */
-    size_t activation_bytes; /* bytes of one element of x, q and o */
+    size_t activation_bytes; /* bytes of one element of x, q and o, and of K and V */
+    int page_tok;            /* tokens of a KV page: toka_shape.B */
+    int default_tokens, default_seqs; /* of a step, and running at once, where the user does not say */
     /* What attention costs here, in tokens of K and V read for one row; decides which shared prefixes become spans of their own:
      * merging one more partial result into a row, one more span, and how many rows one read of K and V serves. */
     int merge_tok, span_tok, tile_rows;

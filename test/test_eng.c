@@ -101,8 +101,8 @@ static void eng_check_logits(toka *t, const char *name, const json *cases, const
         int m = eng_int_array(json_get(it, "logit_positions"), at, 8);
         for (int i = 0; i < m; i++) out[s.n_out++] = (toka_out_row){.row = s.T + at[i], .forced_id = 0};
         spans[s.n_spans++] = (toka_span){s.T, n, page, 0, n};
-        for (int p = 0; p < n; p++, s.T++) pos[s.T] = p, slot[s.T] = pages[page + p / ENG_PAGE] * ENG_PAGE + p % ENG_PAGE;
-        page += (n + ENG_PAGE - 1) / ENG_PAGE;
+        for (int p = 0; p < n; p++, s.T++) pos[s.T] = p, slot[s.T] = pages[page + p / toka_cpu.page_tok] * toka_cpu.page_tok + p % toka_cpu.page_tok;
+        page += (n + toka_cpu.page_tok - 1) / toka_cpu.page_tok;
     }
     float *logits = mem_alloc((size_t)s.n_out * V * sizeof(float)), *want = mem_alloc((size_t)V * sizeof(float)), *row = logits;
     s.logits = logits;
