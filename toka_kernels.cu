@@ -72,6 +72,7 @@ typedef __nv_bfloat16 bf16;
 typedef struct stage {
     char *host, *dev;
     size_t used, cap;
+    cudaEvent_t sent; /* host may be filled again */
 } stage;
 
 typedef struct weight { /* a matrix on the device */
@@ -101,6 +102,7 @@ struct toka_device {
     const toka_weights *weights;
     toka_err error; /* the first failure; code 0: none */
     char about[200];
+    int ordinal;             /* of the GPU */
     int arch, n_sms;         /* 80, 89, 90 ...; multiprocessors */
     bool hopper;             /* wgmma and TMA kernels run */
     cudaStream_t stream;
@@ -121,6 +123,7 @@ struct toka_device {
     samp_plan *samp;
     void **blocks;           /* what cudaMalloc gave */
     int n_blocks;
+    int fault_in;            /* debugging: this many steps from now a kernel fails; 0: none */
 };
 
 /* Latches the first failure; later ones are its consequences. */
@@ -309,7 +312,13 @@ static void *dev_alloc(toka_device *d, size_t bytes, const char *what) {
 static void stage_open(toka_device *d, stage *s, size_t cap) {
     *s = stage{.cap = cap};
     s->dev = (char *)dev_alloc(d, cap, "step buffer");
-    if (!d->error.code) latch(d, cudaHostAlloc((void **)&s->host, cap, cudaHostAllocDefault), "pinned step buffer");
+    if (d->error.code) return;
+    latch(d, cudaHostAlloc((void **)&s->host, cap, cudaHostAllocDefault), "pinned step buffer");
+    latch(d, cudaEventCreateWithFlags(&s->sent, cudaEventDisableTiming), "pinned step buffer");
+}
+static void stage_begin(toka_device *d, stage *s) { /* waits until the transfer before has left the host's buffer */
+    latch(d, cudaEventSynchronize(s->sent), "step upload");
+    s->used = 0;
 }
 
 /* Room for `bytes`, 16-byte aligned: *host to fill, and the address on the device. The caller has sized the stage so that it fits. */
@@ -327,11 +336,336 @@ static void *stage_put(stage *s, const void *from, size_t bytes) {
 }
 static void stage_send(toka_device *d, stage *s) {
     latch(d, cudaMemcpyAsync(s->dev, s->host, s->used, cudaMemcpyHostToDevice, d->stream), "step upload");
+    latch(d, cudaEventRecord(s->sent, d->stream), "step upload");
+}
+
+/* ---- Weights: mapped file -> pinned buffers -> device ----
+ *
+ * A piece is a run of elements of one tensor. LOAD_THREADS workers take pieces in turn; each copies from the mapped file (where the
+ * page faults happen, so that several are under way) into one of its two pinned buffers and queues the transfer on its own
+ * stream, with the kernel that converts and places. There is no second copy on the host beyond those buffers. Bound by the slower
+ * of page cache and bus. */
+
+enum { LOAD_THREADS = 8, LOAD_BYTES = 8 << 20 };
+
+typedef struct load_job { /* one tensor and where it goes */
+    const toka_tensor *from;
+    void *to;      /* matrices bf16 [.][cols], vectors float32 */
+    bool f32;
+    int row0;      /* first row in the target */
+    bool by_turns; /* rows go to row0 + r/8*16 + r%8: 8 of gate, 8 of up */
+} load_job;
+
+typedef struct loader {
+    toka_device *d;
+    load_job *jobs;
+    int n_jobs, cap;
+    size_t bytes, done;      /* of the file; done and what follows under the lock */
+    int job;                 /* the next piece: job and its first element */
+    size_t at;
+    toka_err error;
+    pthread_mutex_t lock;
+} loader;
+
+static void load_add(loader *l, const toka_tensor *from, void *to, bool f32, int row0, bool by_turns) {
+    if (!from->rows) return;
+    if (l->n_jobs == l->cap) {
+        l->cap = l->cap ? 2 * l->cap : 256;
+        l->jobs = (load_job *)realloc(l->jobs, (size_t)l->cap * sizeof *l->jobs);
+        if (!l->jobs) abort();
+    }
+    l->jobs[l->n_jobs++] = load_job{from, to, f32, row0, by_turns};
+    l->bytes += (size_t)from->rows * from->cols * (from->dtype == TOKA_F32 ? 4 : 2);
+}
+
+/* Elements at .. at+n-1 of a tensor, n a multiple of 8 like its columns (or the tensor is one row): converted to the target's type and
+ * put into its rows. One thread: 8 elements. raw: 16-byte aligned. */
+__global__ static void __launch_bounds__(256) load_place(const void *raw, toka_dtype type, size_t at, size_t n, int cols, void *to,
+                                                         bool f32, int row0, bool by_turns) {
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 8;
+    for (int j = 0; j < 8 && i + j < n; j++) {
+        size_t e = at + i + j;
+        int r = (int)(e / cols), c = (int)(e % cols), row = row0 + (by_turns ? r / 8 * 16 + r % 8 : r);
+        float v = type == TOKA_F32   ? ((const float *)raw)[i + j]
+                  : type == TOKA_F16 ? __half2float(((const __half *)raw)[i + j])
+                                     : __bfloat162float(((const bf16 *)raw)[i + j]);
+        if (f32) ((float *)to)[(size_t)row * cols + c] = v;
+        else ((bf16 *)to)[(size_t)row * cols + c] = __float2bfloat16(v);
+    }
+}
+
+/* Takes the next piece; false: none is left, or something failed. */
+static bool load_next(loader *l, load_job *job, size_t *at, size_t *n) {
+    pthread_mutex_lock(&l->lock);
+    bool more = l->job < l->n_jobs && !l->error.code;
+    if (more) {
+        *job = l->jobs[l->job], *at = l->at;
+        size_t size = job->from->dtype == TOKA_F32 ? 4 : 2, all = (size_t)job->from->rows * job->from->cols;
+        *n = all - *at < LOAD_BYTES / size ? all - *at : LOAD_BYTES / size;
+        l->at += *n, l->done += *n * size;
+        if (l->at == all) l->job++, l->at = 0;
+        if (l->d->options.progress) l->d->options.progress(l->d->options.user, "loading weights", (double)l->done / l->bytes);
+    }
+    pthread_mutex_unlock(&l->lock);
+    return more;
+}
+
+static cudaError_t load_piece(const load_job *j, size_t at, size_t n, char *host, char *dev, cudaStream_t stream) {
+    size_t size = j->from->dtype == TOKA_F32 ? 4 : 2;
+    memcpy(host, (const char *)j->from->data + at * size, n * size);
+    if (j->from->dtype == TOKA_BF16 && !j->f32 && !j->by_turns)
+        return cudaMemcpyAsync((bf16 *)j->to + (size_t)j->row0 * j->from->cols + at, host, n * size, cudaMemcpyHostToDevice, stream);
+    cudaError_t code = cudaMemcpyAsync(dev, host, n * size, cudaMemcpyHostToDevice, stream);
+    if (code) return code;
+    load_place<<<(unsigned)((n + 2047) / 2048), 256, 0, stream>>>(dev, j->from->dtype, at, n, j->from->cols, j->to, j->f32, j->row0,
+                                                                 j->by_turns);
+    return cudaGetLastError();
+}
+
+static void *load_thread(void *arg) {
+    loader *l = (loader *)arg;
+    cudaStream_t stream = NULL;
+    cudaEvent_t free_again[2] = {NULL, NULL};
+    char *host = NULL, *dev = NULL;
+    load_job job;
+    size_t at, n;
+    cudaError_t code = cudaSetDevice(l->d->ordinal);
+    if (!code) code = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+    for (int i = 0; i < 2 && !code; i++) code = cudaEventCreateWithFlags(&free_again[i], cudaEventDisableTiming);
+    if (!code) code = cudaHostAlloc((void **)&host, 2 * LOAD_BYTES, cudaHostAllocDefault);
+    if (!code) code = cudaMalloc((void **)&dev, 2 * LOAD_BYTES);
+    for (int i = 0; !code && load_next(l, &job, &at, &n); i ^= 1) {
+        code = cudaEventSynchronize(free_again[i]);
+        if (!code) code = load_piece(&job, at, n, host + i * LOAD_BYTES, dev + i * LOAD_BYTES, stream);
+        if (!code) code = cudaEventRecord(free_again[i], stream);
+    }
+    if (!code) code = cudaStreamSynchronize(stream);
+    if (code) {
+        pthread_mutex_lock(&l->lock);
+        if (!l->error.code) {
+            l->error.code = code == cudaErrorMemoryAllocation ? TOKA_E_MEMORY : TOKA_E_DEVICE;
+            snprintf(l->error.msg, sizeof l->error.msg, "GPU: loading weights: %s", cudaGetErrorString(code));
+        }
+        pthread_mutex_unlock(&l->lock);
+    }
+    cudaFree(dev), cudaFreeHost(host);
+    for (cudaEvent_t e : free_again)
+        if (e) cudaEventDestroy(e);
+    if (stream) cudaStreamDestroy(stream);
+    return NULL;
+}
+
+/* Runs all jobs and frees the list. */
+static void load_run(loader *l) {
+    pthread_t threads[LOAD_THREADS];
+    int n = 0;
+    pthread_mutex_init(&l->lock, NULL);
+    while (n < LOAD_THREADS && !pthread_create(&threads[n], NULL, load_thread, l)) n++;
+    if (!n) load_thread(l);
+    for (int i = 0; i < n; i++) pthread_join(threads[i], NULL);
+    pthread_mutex_destroy(&l->lock);
+    if (l->error.code && !l->d->error.code) l->d->error = l->error;
+    free(l->jobs);
+}
+
+/* ---- The model on the device ---- */
+
+static bf16 *weight_rows(toka_device *d, int rows, int cols) {
+    return (bf16 *)dev_alloc(d, (size_t)rows * cols * sizeof(bf16), "weights");
+}
+static float *weight_vector(toka_device *d, loader *l, const toka_tensor *t) { /* a norm or bias; NULL: absent */
+    if (!t->rows) return NULL;
+    float *p = (float *)dev_alloc(d, (size_t)t->rows * t->cols * sizeof(float), "weights");
+    load_add(l, t, p, true, 0, false);
+    return p;
+}
+
+/* q, k and v behind each other, and their biases; a bias that only some of them have is 0 for the others. */
+static weight weight_qkv(toka_device *d, loader *l, const toka_layer *from) {
+    const toka_tensor *w[3] = {&from->q, &from->k, &from->v}, *b[3] = {&from->q_bias, &from->k_bias, &from->v_bias};
+    int N = from->q.rows + from->k.rows + from->v.rows, K = from->q.cols, row = 0;
+    weight to = {weight_rows(d, N, K), NULL, N, K};
+    float *bias = NULL;
+    if (b[0]->rows || b[1]->rows || b[2]->rows) {
+        bias = (float *)dev_alloc(d, (size_t)N * sizeof(float), "weights");
+        if (bias) latch(d, cudaMemsetAsync(bias, 0, (size_t)N * sizeof(float), d->stream), "weights");
+        latch(d, cudaStreamSynchronize(d->stream), "weights");
+    }
+    for (int i = 0; i < 3; row += w[i++]->rows) {
+        load_add(l, w[i], to.p, false, row, false);
+        if (bias) load_add(l, b[i], bias + row, true, 0, false);
+    }
+    to.bias = bias;
+    return to;
+}
+static weight weight_gate_up(toka_device *d, loader *l, const toka_layer *from) {
+    int F = from->gate.rows, E = from->gate.cols;
+    weight to = {weight_rows(d, 2 * F, E), NULL, 2 * F, E};
+    load_add(l, &from->gate, to.p, false, 0, true);
+    load_add(l, &from->up, to.p, false, 8, true);
+    return to;
+}
+static weight weight_plain(toka_device *d, loader *l, const toka_tensor *from, const toka_tensor *bias) {
+    weight to = {weight_rows(d, from->rows, from->cols), bias ? weight_vector(d, l, bias) : NULL, from->rows, from->cols};
+    load_add(l, from, to.p, false, 0, false);
+    return to;
+}
+
+/* All weights to the device; a tied LM head is the embedding. */
+static void weights_open(toka_device *d) {
+    const toka_weights *w = d->weights;
+    loader l = {};
+    l.d = d;
+    d->layers = (layer_weights *)calloc((size_t)d->shape->L, sizeof *d->layers);
+    if (!d->layers) abort();
+    d->embed = weight_plain(d, &l, &w->embed, NULL).p;
+    d->norm = weight_vector(d, &l, &w->norm);
+    bool tied = w->lm_head.data == w->embed.data;
+    d->lm_head = tied ? weight{d->embed, NULL, w->embed.rows, w->embed.cols} : weight_plain(d, &l, &w->lm_head, NULL);
+    for (int i = 0; i < d->shape->L && !d->error.code; i++) {
+        const toka_layer *from = &w->layers[i];
+        layer_weights *to = &d->layers[i];
+        to->attn_norm = weight_vector(d, &l, &from->attn_norm), to->mlp_norm = weight_vector(d, &l, &from->mlp_norm);
+        to->q_norm = weight_vector(d, &l, &from->q_norm), to->k_norm = weight_vector(d, &l, &from->k_norm);
+        to->qkv = weight_qkv(d, &l, from), to->gate_up = weight_gate_up(d, &l, from);
+        to->o = weight_plain(d, &l, &from->o, &from->o_bias), to->down = weight_plain(d, &l, &from->down, NULL);
+        to->window = from->window;
+    }
+    if (d->error.code) free(l.jobs);
+    else load_run(&l);
 }
 
 /* ===========================================================================
  * MARK: 4. Embedding, norms, RoPE [kernel]
  * =========================================================================== */
+
+/* ---- embed ----
+ * x[t][:] = E[ids[t]][:], bf16. Grid T, block 128, 16 bytes a thread and turn. Moves 2*T*E*2 bytes: copy speed. */
+__global__ static void __launch_bounds__(128) embed_kernel(const int *ids, const bf16 *table, bf16 *x, int E) {
+    grid_wait();
+    const uint4 *from = (const uint4 *)(table + (size_t)ids[blockIdx.x] * E);
+    uint4 *to = (uint4 *)(x + (size_t)blockIdx.x * E);
+    for (int i = threadIdx.x; i < E / 8; i += blockDim.x) to[i] = from[i];
+}
+
+/* ---- RMSNorm ----
+ * y[t][i] = x[r][i] * w[i] / sqrt(mean(x[r]^2) + eps), r = rows ? rows[t] : t. x, y bf16 [.][E], w float32, one rounding at the end.
+ * Grid T, block 128; the row is read twice, the second time from L1. Reads 2*T*E, writes 2*T*E bytes: copy speed. Sums: each
+ * thread over its own elements, then a tree over lanes and warps: one order for every T. */
+__device__ static inline float block_sum_128(float v) { /* to all threads */
+    __shared__ float part[4];
+    for (int s = 16; s; s >>= 1) v += __shfl_xor_sync(~0u, v, s);
+    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = v;
+    __syncthreads();
+    return (part[0] + part[1]) + (part[2] + part[3]);
+}
+__device__ static inline void unpack_8(uint4 v, float f[8]) {
+    uint32_t w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) f[2 * i] = bf16_low(w[i]), f[2 * i + 1] = bf16_high(w[i]);
+}
+__global__ static void __launch_bounds__(128) rmsnorm_kernel(const bf16 *x, const int *rows, const float *w, bf16 *y, int E,
+                                                            float eps) {
+    grid_wait();
+    const uint4 *from = (const uint4 *)(x + (size_t)(rows ? rows[blockIdx.x] : blockIdx.x) * E);
+    uint4 *to = (uint4 *)(y + (size_t)blockIdx.x * E);
+    float f[8], sum = 0;
+    for (int i = threadIdx.x; i < E / 8; i += 128) {
+        unpack_8(from[i], f);
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum += f[j] * f[j];
+    }
+    float scale = rsqrtf(block_sum_128(sum) / E + eps);
+    for (int i = threadIdx.x; i < E / 8; i += 128) {
+        const float4 *g = (const float4 *)w + 2 * i;
+        float4 a = g[0], b = g[1];
+        unpack_8(from[i], f);
+        to[i] = make_uint4(pack_bf16(f[0] * scale * a.x, f[1] * scale * a.y), pack_bf16(f[2] * scale * a.z, f[3] * scale * a.w),
+                           pack_bf16(f[4] * scale * b.x, f[5] * scale * b.y), pack_bf16(f[6] * scale * b.z, f[7] * scale * b.w));
+    }
+}
+static void rmsnorm(toka_device *d, const bf16 *x, const int *rows, const float *w, bf16 *y, int n_rows) {
+    rmsnorm_kernel<<<n_rows, 128, 0, d->stream>>>(x, rows, w, y, d->shape->E, d->shape->eps);
+    LAUNCHED(d, "RMSNorm");
+}
+
+/* ---- RoPE ---- */
+
+/* table[p][i] = (cos, sin)(p * freq[i]) * scale for p < max_len, i < D/2. The angle is rounded to float32 as Hugging Face does and
+ * as the CPU backend does. */
+__global__ static void rope_table_kernel(float2 *table, const float *freq, float scale, int half, size_t n) {
+    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+        double s, c, angle = (float)(i / half) * freq[i % half];
+        sincos(angle, &s, &c);
+        table[i] = make_float2((float)c * scale, (float)s * scale);
+    }
+}
+static void rope_open(toka_device *d) {
+    int half = d->shape->D / 2;
+    size_t n = (size_t)d->shape->max_len * half;
+    float *freq = (float *)dev_alloc(d, (size_t)half * sizeof(float), "RoPE");
+    d->rope = (float2 *)dev_alloc(d, n * sizeof *d->rope, "RoPE table");
+    if (d->error.code) return;
+    latch(d, cudaMemcpy(freq, d->shape->rope_freq, (size_t)half * sizeof *freq, cudaMemcpyHostToDevice), "RoPE");
+    rope_table_kernel<<<1024, 256, 0, d->stream>>>(d->rope, freq, d->shape->rope_scale, half, n);
+    LAUNCHED(d, "RoPE table");
+}
+
+/* ---- QK-norm, RoPE, K and V to their pages ----
+ * qkv[t] = {q [H][D], k [K][D], v [K][D]} bf16, biases added. Each head of q and k: RMSNorm over D where the model has it, then the
+ * pair (i, i + D/2) turned by the angle of pos[t]. q goes to q[t][h], k and v to the page of slot[t]. All in float32.
+ * One warp a head: lane l has the pairs 2l, 2l+1, 2l+64 ..., so a warp reads 128 bytes of each half at once. Grid
+ * T*(H+2K)/8, block 256. Moves 4*T*(H+2K)*D bytes: copy speed. D/2 is even, D at most 256. */
+typedef struct rope_args {
+    const bf16 *qkv;
+    bf16 *q, *kv; /* kv: the layer's pool */
+    const int *pos, *slot;
+    const float2 *table;
+    const float *q_norm, *k_norm;
+    int T, H, K, D, B;
+    float eps;
+} rope_args;
+
+__device__ static inline void store_pair(bf16 *to, float a, float b) { *(uint32_t *)to = pack_bf16(a, b); }
+
+__global__ static void __launch_bounds__(256) rope_kernel(rope_args a) {
+    grid_wait();
+    int heads = a.H + 2 * a.K, w = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    int t = w / heads, h = w % heads, half = a.D / 2;
+    if (t >= a.T) return;
+    const bf16 *from = a.qkv + (size_t)w * a.D;
+    float lo[4], hi[4], sum = 0;
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        int i = 2 * lane + 64 * k;
+        uint32_t u = i < half ? *(const uint32_t *)(from + i) : 0, v = i < half ? *(const uint32_t *)(from + half + i) : 0;
+        lo[2 * k] = bf16_low(u), lo[2 * k + 1] = bf16_high(u), hi[2 * k] = bf16_low(v), hi[2 * k + 1] = bf16_high(v);
+    }
+    const float *norm = h < a.H ? a.q_norm : a.k_norm;
+    if (norm && h < a.H + a.K) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) sum += lo[k] * lo[k] + hi[k] * hi[k];
+        for (int s = 16; s; s >>= 1) sum += __shfl_xor_sync(~0u, sum, s);
+        float scale = rsqrtf(sum / a.D + a.eps);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            int i = 2 * lane + 64 * (k / 2) + k % 2;
+            if (i < half) lo[k] *= scale * norm[i], hi[k] *= scale * norm[half + i];
+        }
+    }
+    int slot = a.slot[t], kv_head = h < a.H + a.K ? h - a.H : h - a.H - a.K;
+    bf16 *to = h < a.H ? a.q + ((size_t)t * a.H + h) * a.D
+                       : a.kv + ((((size_t)(slot / a.B) * a.K + kv_head) * 2 + (h >= a.H + a.K)) * a.B + slot % a.B) * a.D;
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        int i = 2 * lane + 64 * k;
+        if (i >= half) break;
+        float4 cs = h < a.H + a.K ? *(const float4 *)(a.table + (size_t)a.pos[t] * half + i) : make_float4(1, 0, 1, 0);
+        float u = lo[2 * k], v = hi[2 * k], y = lo[2 * k + 1], z = hi[2 * k + 1];
+        store_pair(to + i, u * cs.x - v * cs.y, y * cs.z - z * cs.w);
+        store_pair(to + half + i, v * cs.x + u * cs.y, z * cs.z + y * cs.w);
+    }
+}
 
 /* ===========================================================================
  * MARK: 5. GEMM on mma.sync [kernel]
@@ -377,3 +711,240 @@ typedef struct gemm_args {
 /* ===========================================================================
  * MARK: 11. The op table [host]
  * =========================================================================== */
+
+/* ---- The card ---- */
+
+/* What the driver says about GPU i in one line; 0 when there is none, with the reason in the line. */
+static int cuda_probe(int i, char *line, size_t bytes) {
+    int n = 0, driver = 0;
+    cudaDeviceProp p;
+    cudaError_t code = cudaGetDeviceCount(&n);
+    if (!code && i >= n) code = cudaErrorNoDevice;
+    if (!code) code = cudaGetDeviceProperties(&p, i);
+    cudaGetLastError();
+    if (code) {
+        snprintf(line, bytes, "%s", cudaGetErrorString(code));
+        return 0;
+    }
+    cudaDriverGetVersion(&driver);
+    bool runs = p.major >= 8;
+    snprintf(line, bytes, "%s, %.0f GB, %d multiprocessors, compute capability %d.%d, driver for CUDA %d.%d%s", p.name,
+             p.totalGlobalMem / 1e9, p.multiProcessorCount, p.major, p.minor, driver / 1000, driver % 1000 / 10,
+             runs ? "" : ": too old, 8.0 or later is needed");
+    return runs;
+}
+
+/* Which kernels can run, and the encoder of tensor maps from the driver (libcuda is not linked). */
+static void card_open(toka_device *d) {
+    cudaDeviceProp p;
+    latch(d, cudaSetDevice(d->ordinal), "cudaSetDevice");
+    latch(d, cudaGetDeviceProperties(&p, d->ordinal), "cudaGetDeviceProperties");
+    if (d->error.code) return;
+    d->arch = 10 * p.major + p.minor, d->n_sms = p.multiProcessorCount, d->hopper = d->arch == 90;
+    snprintf(d->about, sizeof d->about, "%s, %.0f GB, %s kernels", p.name, p.totalGlobalMem / 1e9, d->hopper ? "wgmma" : "mma.sync");
+    latch(d, cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    if (!d->hopper) return;
+    cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+    latch(d, cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void **)&d->encode_map, 12000, cudaEnableDefault, &found),
+          "cuTensorMapEncodeTiled");
+#else
+    latch(d, cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", (void **)&d->encode_map, cudaEnableDefault, &found),
+          "cuTensorMapEncodeTiled");
+#endif
+}
+
+/* ---- Memory, counted before it is taken ---- */
+
+static size_t weights_bytes(const toka_shape *s, const toka_weights *w) {
+    size_t n = (size_t)w->embed.rows * w->embed.cols;
+    if (w->lm_head.data != w->embed.data) n += (size_t)w->lm_head.rows * w->lm_head.cols;
+    for (int i = 0; i < s->L; i++) {
+        const toka_layer *l = &w->layers[i];
+        const toka_tensor *t[] = {&l->q, &l->k, &l->v, &l->o, &l->gate, &l->up, &l->down};
+        for (const toka_tensor *m : t) n += (size_t)m->rows * m->cols;
+    }
+    return n * sizeof(bf16);
+}
+
+/* What all but the weights and the KV pool takes, with what the driver and the libraries' code take. */
+static size_t scratch_bytes(const toka_shape *s, const toka_device_options *o) {
+    size_t heads = (size_t)(s->H + 2 * s->K) * s->D, row = 2 * (size_t)s->E + 2 * (size_t)s->H * s->D + heads + s->F;
+    return (size_t)o->max_tokens * row * sizeof(bf16) + (size_t)s->max_len * s->D / 2 * sizeof(float2) + ((size_t)1536 << 20);
+}
+
+/* Bytes that the KV pool may take on this card beside the model and a step of this size. Only asks. */
+static int64_t cuda_kv_bytes(const toka_shape *s, const toka_weights *w, const toka_device_options *o) {
+    size_t free_bytes = 0, total = 0;
+    cudaGetLastError();
+    if (cudaMemGetInfo(&free_bytes, &total)) return 0;
+    double share = o->memory_utilization > 0 ? o->memory_utilization : 0.9;
+    return (int64_t)(share * free_bytes) - (int64_t)weights_bytes(s, w) - (int64_t)scratch_bytes(s, o);
+}
+
+/* ---- Open and close ---- */
+
+static int cuda_check(const toka_device_options *o, const toka_shape *s, toka_err *e) {
+    e->code = 0;
+    if (s->D % 8 || s->D > 256)
+        snprintf(e->msg, sizeof e->msg, "GPU: head size %d, expected a multiple of 8 up to 256", s->D), e->code = TOKA_E_INPUT;
+    else if (s->E % 8 || s->F % 8)
+        snprintf(e->msg, sizeof e->msg, "GPU: width %d and mlp width %d, expected multiples of 8", s->E, s->F), e->code = TOKA_E_INPUT;
+    else if (o->max_tokens < 1 || o->max_out < 1 || o->n_pages < 1 || o->n_pages > INT_MAX / s->B)
+        snprintf(e->msg, sizeof e->msg, "GPU: %d tokens and %d outputs a step, %d pages: out of range", o->max_tokens, o->max_out,
+                 o->n_pages), e->code = TOKA_E_USE;
+    return e->code;
+}
+
+static void cuda_close(toka_device *d) {
+    if (!d) return;
+    if (d->stream) cudaStreamSynchronize(d->stream);
+    for (int i = 0; i < d->n_blocks; i++) cudaFree(d->blocks[i]);
+    cudaFreeHost(d->up.host);
+    if (d->up.sent) cudaEventDestroy(d->up.sent);
+    attn_close(d);
+    samp_close(d);
+    if (d->stream) cudaStreamDestroy(d->stream);
+    free(d->layers);
+    free(d->blocks);
+    free(d);
+}
+
+static void cuda_take_memory(toka_device *d) {
+    const toka_shape *s = d->shape;
+    size_t T = (size_t)d->options.max_tokens, HD = (size_t)(s->H + 2 * s->K) * s->D;
+    d->xn = (bf16 *)dev_alloc(d, T * s->E * sizeof(bf16), "activations");
+    d->qkv = (bf16 *)dev_alloc(d, T * HD * sizeof(bf16), "activations");
+    d->act = (bf16 *)dev_alloc(d, T * s->F * sizeof(bf16), "activations");
+    d->kv_layer = (size_t)d->options.n_pages * s->K * 2 * s->B * s->D;
+    d->kv = (bf16 *)dev_alloc(d, (size_t)s->L * d->kv_layer * sizeof(bf16), "KV cache");
+    if (!d->error.code) latch(d, cudaMemsetAsync(d->kv, 0, (size_t)s->L * d->kv_layer * sizeof(bf16), d->stream), "KV cache");
+    stage_open(d, &d->up, 3 * T * sizeof(int) + attn_stage_bytes(d) + samp_stage_bytes(d) + 4096);
+}
+
+static int cuda_open(toka_device **out, const toka_device_options *o, const toka_shape *shape, const toka_weights *weights, toka_err *e) {
+    if (cuda_check(o, shape, e)) return e->code;
+    toka_device *d = (toka_device *)calloc(1, sizeof *d);
+    if (!d) abort();
+    d->options = *o, d->shape = shape, d->weights = weights;
+    const char *fault = getenv("TOKA_DEBUG_GPU_FAULT");
+    d->fault_in = fault ? atoi(fault) : 0;
+    card_open(d);
+    if (!d->error.code) weights_open(d);
+    if (!d->error.code) rope_open(d);
+    if (!d->error.code) attn_open(d);
+    if (!d->error.code) samp_open(d);
+    if (!d->error.code) cuda_take_memory(d);
+    if (!d->error.code) latch(d, cudaStreamSynchronize(d->stream), "opening the model");
+    if (d->error.code) {
+        *e = d->error;
+        cuda_close(d);
+        return e->code;
+    }
+    *out = d;
+    return 0;
+}
+
+static const char *cuda_describe(const toka_device *d) { return d->about; }
+
+static int cuda_status(toka_device *d, toka_err *e) {
+    if (d->error.code) *e = d->error;
+    return d->error.code;
+}
+static toka_dev cuda_alloc(toka_device *d, size_t bytes) { return toka_dev{(uint64_t)dev_alloc(d, bytes, "activations")}; }
+static void cuda_upload(toka_device *d, toka_dev to, const void *from, size_t bytes) {
+    latch(d, cudaMemcpyAsync((void *)to.at, from, bytes, cudaMemcpyHostToDevice, d->stream), "upload");
+    latch(d, cudaStreamSynchronize(d->stream), "upload");
+}
+static void cuda_download(toka_device *d, void *to, toka_dev from, size_t bytes) {
+    latch(d, cudaMemcpyAsync(to, (const void *)from.at, bytes, cudaMemcpyDeviceToHost, d->stream), "download");
+    latch(d, cudaStreamSynchronize(d->stream), "download");
+}
+
+/* ---- The ops. After a failure they do nothing: the engine learns of it from status() ---- */
+
+static bf16 *dev_bf16(toka_dev a) { return (bf16 *)a.at; }
+
+/* A kernel that fails as a bug or a broken card would, for the test of what happens then. */
+__global__ static void fault_kernel() { __trap(); }
+
+/* Begins the step: everything it needs goes up, in one transfer. */
+static void cuda_embed(toka_device *d, const toka_step *s, toka_dev x) {
+    if (d->error.code) return;
+    stage_begin(d, &d->up);
+    d->rows.T = s->T;
+    d->rows.ids = (const int *)stage_put(&d->up, s->ids, (size_t)s->T * sizeof(int));
+    d->rows.pos = (const int *)stage_put(&d->up, s->pos, (size_t)s->T * sizeof(int));
+    d->rows.slot = (const int *)stage_put(&d->up, s->slot, (size_t)s->T * sizeof(int));
+    attn_plan_step(d, s);
+    samp_plan_step(d, s);
+    stage_send(d, &d->up);
+    if (d->fault_in && !--d->fault_in) fault_kernel<<<1, 1, 0, d->stream>>>();
+    embed_kernel<<<s->T, 128, 0, d->stream>>>(d->rows.ids, d->embed, dev_bf16(x), d->shape->E);
+    LAUNCHED(d, "embed");
+}
+
+static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q) {
+    if (d->error.code) return;
+    const toka_shape *sh = d->shape;
+    const layer_weights *l = &d->layers[layer];
+    rmsnorm(d, dev_bf16(x), NULL, l->attn_norm, d->xn, s->T);
+    gemm_args g = {s->T, d->xn, sh->E, &l->qkv, d->qkv, l->qkv.N, EPI_STORE};
+    gemm(d, &g);
+    rope_args a = {d->qkv, dev_bf16(q), d->kv + (size_t)layer * d->kv_layer, d->rows.pos, d->rows.slot, d->rope,
+                   l->q_norm, l->k_norm, s->T, sh->H, sh->K, sh->D, sh->B, sh->eps};
+    rope_kernel<<<ceil_div(s->T * (sh->H + 2 * sh->K), 8), 256, 0, d->stream>>>(a);
+    LAUNCHED(d, "RoPE");
+}
+
+static void cuda_attention(toka_device *d, const toka_step *s, int layer, toka_dev q, toka_dev o) {
+    if (!d->error.code) attention(d, s, layer, dev_bf16(q), dev_bf16(o));
+}
+
+static void cuda_out_residual(toka_device *d, const toka_step *s, int layer, toka_dev o, toka_dev x) {
+    if (d->error.code) return;
+    const weight *w = &d->layers[layer].o;
+    gemm_args g = {s->T, dev_bf16(o), w->K, w, dev_bf16(x), d->shape->E, EPI_RESIDUAL};
+    gemm(d, &g);
+}
+
+static void cuda_norm_mlp_residual(toka_device *d, const toka_step *s, int layer, toka_dev x) {
+    if (d->error.code) return;
+    const toka_shape *sh = d->shape;
+    const layer_weights *l = &d->layers[layer];
+    rmsnorm(d, dev_bf16(x), NULL, l->mlp_norm, d->xn, s->T);
+    gemm_args up = {s->T, d->xn, sh->E, &l->gate_up, d->act, sh->F, EPI_SWIGLU};
+    gemm(d, &up);
+    gemm_args down = {s->T, d->act, sh->F, &l->down, dev_bf16(x), sh->E, EPI_RESIDUAL};
+    gemm(d, &down);
+}
+
+static void cuda_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks) {
+    if (!d->error.code) norm_logits_sample(d, s, dev_bf16(x), picks);
+}
+
+extern "C" const toka_backend toka_cuda = {
+    .name = "cuda",
+    .probe = cuda_probe,
+    .kv_bytes = cuda_kv_bytes,
+    .open = cuda_open,
+    .close = cuda_close,
+    .describe = cuda_describe,
+    .status = cuda_status,
+    .alloc = cuda_alloc,
+    .upload = cuda_upload,
+    .download = cuda_download,
+    .embed = cuda_embed,
+    .norm_qkv_rope_kv = cuda_norm_qkv_rope_kv,
+    .attention = cuda_attention,
+    .out_residual = cuda_out_residual,
+    .norm_mlp_residual = cuda_norm_mlp_residual,
+    .norm_logits_sample = cuda_norm_logits_sample,
+    .activation_bytes = sizeof(bf16),
+    .page_tok = 64,
+    .default_tokens = 8448, /* whole waves of 128-row tiles on 132 multiprocessors, for every N that is a multiple of 1,024 */
+    .default_seqs = 4096,
+    .merge_tok = 16,
+    .span_tok = 64,
+    .tile_rows = 16,
+};
