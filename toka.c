@@ -9927,7 +9927,7 @@ static int model_open(model_run *m, const toka_backend *be, const toka_device_op
     int code = be->open(&m->dev, o, shape, weights, e);
     if (code) return code;
     size_t heads = (size_t)o->max_tokens * shape->H * shape->D * be->activation_bytes;
-    m->x = be->alloc(m->dev, (size_t)o->max_tokens * shape->E * be->activation_bytes);
+    m->x = be->alloc(m->dev, (size_t)o->max_tokens * (size_t)((shape->E + 7) / 8 * 8) * be->activation_bytes);
     m->q = be->alloc(m->dev, heads);
     m->o = be->alloc(m->dev, heads);
     return be->status(m->dev, e);

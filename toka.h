@@ -346,8 +346,9 @@ typedef struct toka_backend {
     toka_dev (*alloc)(toka_device *d, size_t bytes);             /* at open only; freed by close */
     void (*upload)(toka_device *d, toka_dev to, const void *from, size_t bytes);
     void (*download)(toka_device *d, void *to, toka_dev from, size_t bytes);
-    /* The transformer. x: [T][E] residual stream, q and o: [T][H][D], in the backend's own activation type
-     * (float32 on the CPU, bf16 on CUDA); `layer` also picks the layer's K and V pages. */
+    /* The transformer. x: [T][E] residual stream (with room for E rounded up to 8, where a backend wants to pad), q and o:
+     * [T][H][D], in the backend's own activation type (float32 on the CPU, bf16 on CUDA); `layer` also picks the layer's K
+     * and V pages. */
     void (*embed)(toka_device *d, const toka_step *s, toka_dev x);                              /* x = embed[ids] */
     void (*norm_qkv_rope_kv)(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q); /* K, V to their slots */
     void (*attention)(toka_device *d, const toka_step *s, int layer, toka_dev q, toka_dev o);

@@ -14,9 +14,9 @@
  *
  * MEMORY. Everything is taken by cuda_open and cuda_alloc. Layouts:
  *
- *   weights     W [N][K] row-major bf16, as in the file. q, k and v lie behind each other as one [(H+2K)*D][E]; gate and up are one
+ *   weights     W [N][K] row-major bf16, as in the file; E, F and V are rounded up to multiples of 8 with zeros. q, k and v lie behind each other as one [(H+2K)*D][E]; gate and up are one
  *               [2F][E] in which 8 rows of gate and the same 8 of up take turns, so that silu(gate)*up meets in one thread
- *   x           [T][E] bf16, row stride E
+ *   x           [T][E] bf16, E rounded up: zeros behind the model's own
  *   q, o        [T][H][D] bf16
  *   K and V     pool[layer][page][kv head][K, V][B tokens][D] bf16
  *   norms       float32
@@ -75,7 +75,7 @@ typedef struct stage {
     cudaEvent_t sent; /* host may be filled again */
 } stage;
 
-typedef struct weight { /* a matrix on the device */
+typedef struct weight { /* a matrix on the device; N and K are multiples of 8 */
     bf16 *p;            /* [N][K] */
     const float *bias;  /* [N] or NULL */
     int N, K;
@@ -102,6 +102,7 @@ struct toka_device {
     const toka_weights *weights;
     toka_err error; /* the first failure; code 0: none */
     char about[200];
+    int E, F, V;             /* of the shape, rounded up to multiples of 8: what lies behind is 0 */
     int ordinal;             /* of the GPU */
     int arch, n_sms;         /* 80, 89, 90 ...; multiprocessors */
     bool hopper;             /* wgmma and TMA kernels run */
@@ -135,6 +136,7 @@ static void latch(toka_device *d, cudaError_t code, const char *what) {
 #define LAUNCHED(d, what) latch(d, cudaGetLastError(), what) /* behind every <<<>>> */
 
 static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+static inline int up_8(int n) { return (n + 7) & ~7; }
 
 /* ===========================================================================
  * MARK: 2. PTX [device]
@@ -350,7 +352,8 @@ enum { LOAD_THREADS = 8, LOAD_BYTES = 8 << 20 };
 
 typedef struct load_job { /* one tensor and where it goes */
     const toka_tensor *from;
-    void *to;      /* matrices bf16 [.][cols], vectors float32 */
+    void *to;      /* matrices bf16 [.][stride], vectors float32 */
+    int stride;    /* columns of the target: those of the tensor rounded up */
     bool f32;
     int row0;      /* first row in the target */
     bool by_turns; /* rows go to row0 + r/8*16 + r%8: 8 of gate, 8 of up */
@@ -367,31 +370,28 @@ typedef struct loader {
     pthread_mutex_t lock;
 } loader;
 
-static void load_add(loader *l, const toka_tensor *from, void *to, bool f32, int row0, bool by_turns) {
+static void load_add(loader *l, const toka_tensor *from, void *to, int stride, bool f32, int row0, bool by_turns) {
     if (!from->rows) return;
     if (l->n_jobs == l->cap) {
         l->cap = l->cap ? 2 * l->cap : 256;
         l->jobs = (load_job *)realloc(l->jobs, (size_t)l->cap * sizeof *l->jobs);
         if (!l->jobs) abort();
     }
-    l->jobs[l->n_jobs++] = load_job{from, to, f32, row0, by_turns};
+    l->jobs[l->n_jobs++] = load_job{from, to, stride, f32, row0, by_turns};
     l->bytes += (size_t)from->rows * from->cols * (from->dtype == TOKA_F32 ? 4 : 2);
 }
 
-/* Elements at .. at+n-1 of a tensor, n a multiple of 8 like its columns (or the tensor is one row): converted to the target's type and
- * put into its rows. One thread: 8 elements. raw: 16-byte aligned. */
-__global__ static void __launch_bounds__(256) load_place(const void *raw, toka_dtype type, size_t at, size_t n, int cols, void *to,
-                                                         bool f32, int row0, bool by_turns) {
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 8;
-    for (int j = 0; j < 8 && i + j < n; j++) {
-        size_t e = at + i + j;
-        int r = (int)(e / cols), c = (int)(e % cols), row = row0 + (by_turns ? r / 8 * 16 + r % 8 : r);
-        float v = type == TOKA_F32   ? ((const float *)raw)[i + j]
-                  : type == TOKA_F16 ? __half2float(((const __half *)raw)[i + j])
-                                     : __bfloat162float(((const bf16 *)raw)[i + j]);
-        if (f32) ((float *)to)[(size_t)row * cols + c] = v;
-        else ((bf16 *)to)[(size_t)row * cols + c] = __float2bfloat16(v);
-    }
+/* Elements at .. at+n-1 of a tensor, in raw: converted to the target's type and put into its rows. A thread an element. */
+__global__ static void __launch_bounds__(256) load_place(const void *raw, size_t at, size_t n, int cols, toka_dtype type, load_job j) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    int r = (int)((at + i) / cols), c = (int)((at + i) % cols);
+    size_t to = (size_t)(j.row0 + (j.by_turns ? r / 8 * 16 + r % 8 : r)) * j.stride + c;
+    float v = type == TOKA_F32   ? ((const float *)raw)[i]
+              : type == TOKA_F16 ? __half2float(((const __half *)raw)[i])
+                                 : __bfloat162float(((const bf16 *)raw)[i]);
+    if (j.f32) ((float *)j.to)[to] = v;
+    else ((bf16 *)j.to)[to] = __float2bfloat16(v);
 }
 
 /* Takes the next piece; false: none is left, or something failed. */
@@ -413,12 +413,11 @@ static bool load_next(loader *l, load_job *job, size_t *at, size_t *n) {
 static cudaError_t load_piece(const load_job *j, size_t at, size_t n, char *host, char *dev, cudaStream_t stream) {
     size_t size = j->from->dtype == TOKA_F32 ? 4 : 2;
     memcpy(host, (const char *)j->from->data + at * size, n * size);
-    if (j->from->dtype == TOKA_BF16 && !j->f32 && !j->by_turns)
-        return cudaMemcpyAsync((bf16 *)j->to + (size_t)j->row0 * j->from->cols + at, host, n * size, cudaMemcpyHostToDevice, stream);
+    if (j->from->dtype == TOKA_BF16 && !j->f32 && !j->by_turns && j->stride == j->from->cols)
+        return cudaMemcpyAsync((bf16 *)j->to + (size_t)j->row0 * j->stride + at, host, n * size, cudaMemcpyHostToDevice, stream);
     cudaError_t code = cudaMemcpyAsync(dev, host, n * size, cudaMemcpyHostToDevice, stream);
     if (code) return code;
-    load_place<<<(unsigned)((n + 2047) / 2048), 256, 0, stream>>>(dev, j->from->dtype, at, n, j->from->cols, j->to, j->f32, j->row0,
-                                                                 j->by_turns);
+    load_place<<<(unsigned)((n + 255) / 256), 256, 0, stream>>>(dev, at, n, j->from->cols, j->from->dtype, *j);
     return cudaGetLastError();
 }
 
@@ -470,44 +469,52 @@ static void load_run(loader *l) {
 
 /* ---- The model on the device ---- */
 
-static bf16 *weight_rows(toka_device *d, int rows, int cols) {
-    return (bf16 *)dev_alloc(d, (size_t)rows * cols * sizeof(bf16), "weights");
+/* [rows][cols], both rounded up to 8, the room between set to 0. */
+static weight weight_room(toka_device *d, int rows, int cols) {
+    weight w = {NULL, NULL, up_8(rows), up_8(cols)};
+    size_t bytes = (size_t)w.N * w.K * sizeof(bf16);
+    w.p = (bf16 *)dev_alloc(d, bytes, "weights");
+    if (w.p && (w.N > rows || w.K > cols)) latch(d, cudaMemset(w.p, 0, bytes), "weights");
+    return w;
+}
+/* n floats rounded up to 8, zeros until something is loaded. */
+static float *vector_room(toka_device *d, int n) {
+    float *p = (float *)dev_alloc(d, (size_t)up_8(n) * sizeof(float), "weights");
+    if (p) latch(d, cudaMemset(p, 0, (size_t)up_8(n) * sizeof(float)), "weights");
+    return p;
 }
 static float *weight_vector(toka_device *d, loader *l, const toka_tensor *t) { /* a norm or bias; NULL: absent */
     if (!t->rows) return NULL;
-    float *p = (float *)dev_alloc(d, (size_t)t->rows * t->cols * sizeof(float), "weights");
-    load_add(l, t, p, true, 0, false);
+    float *p = vector_room(d, t->cols);
+    load_add(l, t, p, t->cols, true, 0, false);
     return p;
+}
+static weight weight_plain(toka_device *d, loader *l, const toka_tensor *from, const toka_tensor *bias) {
+    weight to = weight_room(d, from->rows, from->cols);
+    if (bias) to.bias = weight_vector(d, l, bias);
+    load_add(l, from, to.p, to.K, false, 0, false);
+    return to;
 }
 
 /* q, k and v behind each other, and their biases; a bias that only some of them have is 0 for the others. */
 static weight weight_qkv(toka_device *d, loader *l, const toka_layer *from) {
     const toka_tensor *w[3] = {&from->q, &from->k, &from->v}, *b[3] = {&from->q_bias, &from->k_bias, &from->v_bias};
-    int N = from->q.rows + from->k.rows + from->v.rows, K = from->q.cols, row = 0;
-    weight to = {weight_rows(d, N, K), NULL, N, K};
-    float *bias = NULL;
-    if (b[0]->rows || b[1]->rows || b[2]->rows) {
-        bias = (float *)dev_alloc(d, (size_t)N * sizeof(float), "weights");
-        if (bias) latch(d, cudaMemsetAsync(bias, 0, (size_t)N * sizeof(float), d->stream), "weights");
-        latch(d, cudaStreamSynchronize(d->stream), "weights");
-    }
-    for (int i = 0; i < 3; row += w[i++]->rows) {
-        load_add(l, w[i], to.p, false, row, false);
-        if (bias) load_add(l, b[i], bias + row, true, 0, false);
+    weight to = weight_room(d, from->q.rows + from->k.rows + from->v.rows, from->q.cols);
+    float *bias = b[0]->rows || b[1]->rows || b[2]->rows ? vector_room(d, to.N) : NULL;
+    for (int i = 0, row = 0; i < 3; row += w[i++]->rows) {
+        load_add(l, w[i], to.p, to.K, false, row, false);
+        if (bias) load_add(l, b[i], bias + row, b[i]->cols, true, 0, false);
     }
     to.bias = bias;
     return to;
 }
+/* By turns of 8 rows; where F was rounded up, the last turn of each has rows of zeros. */
 static weight weight_gate_up(toka_device *d, loader *l, const toka_layer *from) {
-    int F = from->gate.rows, E = from->gate.cols;
-    weight to = {weight_rows(d, 2 * F, E), NULL, 2 * F, E};
-    load_add(l, &from->gate, to.p, false, 0, true);
-    load_add(l, &from->up, to.p, false, 8, true);
-    return to;
-}
-static weight weight_plain(toka_device *d, loader *l, const toka_tensor *from, const toka_tensor *bias) {
-    weight to = {weight_rows(d, from->rows, from->cols), bias ? weight_vector(d, l, bias) : NULL, from->rows, from->cols};
-    load_add(l, from, to.p, false, 0, false);
+    int F = up_8(from->gate.rows);
+    weight to = weight_room(d, 2 * F, from->gate.cols);
+    if (F > from->gate.rows) latch(d, cudaMemset(to.p, 0, (size_t)to.N * to.K * sizeof(bf16)), "weights");
+    load_add(l, &from->gate, to.p, to.K, false, 0, true);
+    load_add(l, &from->up, to.p, to.K, false, 8, true);
     return to;
 }
 
@@ -521,7 +528,7 @@ static void weights_open(toka_device *d) {
     d->embed = weight_plain(d, &l, &w->embed, NULL).p;
     d->norm = weight_vector(d, &l, &w->norm);
     bool tied = w->lm_head.data == w->embed.data;
-    d->lm_head = tied ? weight{d->embed, NULL, w->embed.rows, w->embed.cols} : weight_plain(d, &l, &w->lm_head, NULL);
+    d->lm_head = tied ? weight{d->embed, NULL, d->V, d->E} : weight_plain(d, &l, &w->lm_head, NULL);
     for (int i = 0; i < d->shape->L && !d->error.code; i++) {
         const toka_layer *from = &w->layers[i];
         layer_weights *to = &d->layers[i];
@@ -565,7 +572,7 @@ __device__ static inline void unpack_8(uint4 v, float f[8]) {
     for (int i = 0; i < 4; i++) f[2 * i] = bf16_low(w[i]), f[2 * i + 1] = bf16_high(w[i]);
 }
 __global__ static void __launch_bounds__(128) rmsnorm_kernel(const bf16 *x, const int *rows, const float *w, bf16 *y, int E,
-                                                            float eps) {
+                                                            float per_E, float eps) { /* E rounded up; 1 / the model's own */
     grid_wait();
     const uint4 *from = (const uint4 *)(x + (size_t)(rows ? rows[blockIdx.x] : blockIdx.x) * E);
     uint4 *to = (uint4 *)(y + (size_t)blockIdx.x * E);
@@ -575,7 +582,7 @@ __global__ static void __launch_bounds__(128) rmsnorm_kernel(const bf16 *x, cons
 #pragma unroll
         for (int j = 0; j < 8; j++) sum += f[j] * f[j];
     }
-    float scale = rsqrtf(block_sum_128(sum) / E + eps);
+    float scale = rsqrtf(block_sum_128(sum) * per_E + eps);
     for (int i = threadIdx.x; i < E / 8; i += 128) {
         const float4 *g = (const float4 *)w + 2 * i;
         float4 a = g[0], b = g[1];
@@ -585,7 +592,7 @@ __global__ static void __launch_bounds__(128) rmsnorm_kernel(const bf16 *x, cons
     }
 }
 static void rmsnorm(toka_device *d, const bf16 *x, const int *rows, const float *w, bf16 *y, int n_rows) {
-    rmsnorm_kernel<<<n_rows, 128, 0, d->stream>>>(x, rows, w, y, d->shape->E, d->shape->eps);
+    rmsnorm_kernel<<<n_rows, 128, 0, d->stream>>>(x, rows, w, y, d->E, 1.0f / d->shape->E, d->shape->eps);
     LAUNCHED(d, "RMSNorm");
 }
 
@@ -757,12 +764,11 @@ static void card_open(toka_device *d) {
 /* ---- Memory, counted before it is taken ---- */
 
 static size_t weights_bytes(const toka_shape *s, const toka_weights *w) {
-    size_t n = (size_t)w->embed.rows * w->embed.cols;
-    if (w->lm_head.data != w->embed.data) n += (size_t)w->lm_head.rows * w->lm_head.cols;
+    size_t n = (size_t)up_8(w->embed.rows) * up_8(w->embed.cols) * (w->lm_head.data != w->embed.data ? 2 : 1);
     for (int i = 0; i < s->L; i++) {
         const toka_layer *l = &w->layers[i];
         const toka_tensor *t[] = {&l->q, &l->k, &l->v, &l->o, &l->gate, &l->up, &l->down};
-        for (const toka_tensor *m : t) n += (size_t)m->rows * m->cols;
+        for (const toka_tensor *m : t) n += (size_t)up_8(m->rows) * up_8(m->cols);
     }
     return n * sizeof(bf16);
 }
@@ -788,8 +794,6 @@ static int cuda_check(const toka_device_options *o, const toka_shape *s, toka_er
     e->code = 0;
     if (s->D % 8 || s->D > 256)
         snprintf(e->msg, sizeof e->msg, "GPU: head size %d, expected a multiple of 8 up to 256", s->D), e->code = TOKA_E_INPUT;
-    else if (s->E % 8 || s->F % 8)
-        snprintf(e->msg, sizeof e->msg, "GPU: width %d and mlp width %d, expected multiples of 8", s->E, s->F), e->code = TOKA_E_INPUT;
     else if (o->max_tokens < 1 || o->max_out < 1 || o->n_pages < 1 || o->n_pages > INT_MAX / s->B)
         snprintf(e->msg, sizeof e->msg, "GPU: %d tokens and %d outputs a step, %d pages: out of range", o->max_tokens, o->max_out,
                  o->n_pages), e->code = TOKA_E_USE;
@@ -813,9 +817,9 @@ static void cuda_close(toka_device *d) {
 static void cuda_take_memory(toka_device *d) {
     const toka_shape *s = d->shape;
     size_t T = (size_t)d->options.max_tokens, HD = (size_t)(s->H + 2 * s->K) * s->D;
-    d->xn = (bf16 *)dev_alloc(d, T * s->E * sizeof(bf16), "activations");
+    d->xn = (bf16 *)dev_alloc(d, T * d->E * sizeof(bf16), "activations");
     d->qkv = (bf16 *)dev_alloc(d, T * HD * sizeof(bf16), "activations");
-    d->act = (bf16 *)dev_alloc(d, T * s->F * sizeof(bf16), "activations");
+    d->act = (bf16 *)dev_alloc(d, T * d->F * sizeof(bf16), "activations");
     d->kv_layer = (size_t)d->options.n_pages * s->K * 2 * s->B * s->D;
     d->kv = (bf16 *)dev_alloc(d, (size_t)s->L * d->kv_layer * sizeof(bf16), "KV cache");
     if (!d->error.code) latch(d, cudaMemsetAsync(d->kv, 0, (size_t)s->L * d->kv_layer * sizeof(bf16), d->stream), "KV cache");
@@ -827,6 +831,7 @@ static int cuda_open(toka_device **out, const toka_device_options *o, const toka
     toka_device *d = (toka_device *)calloc(1, sizeof *d);
     if (!d) abort();
     d->options = *o, d->shape = shape, d->weights = weights;
+    d->E = up_8(shape->E), d->F = up_8(shape->F), d->V = up_8(shape->V);
     const char *fault = getenv("TOKA_DEBUG_GPU_FAULT");
     d->fault_in = fault ? atoi(fault) : 0;
     card_open(d);
@@ -880,7 +885,7 @@ static void cuda_embed(toka_device *d, const toka_step *s, toka_dev x) {
     samp_plan_step(d, s);
     stage_send(d, &d->up);
     if (d->fault_in && !--d->fault_in) fault_kernel<<<1, 1, 0, d->stream>>>();
-    embed_kernel<<<s->T, 128, 0, d->stream>>>(d->rows.ids, d->embed, dev_bf16(x), d->shape->E);
+    embed_kernel<<<s->T, 128, 0, d->stream>>>(d->rows.ids, d->embed, dev_bf16(x), d->E);
     LAUNCHED(d, "embed");
 }
 
@@ -889,7 +894,7 @@ static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer,
     const toka_shape *sh = d->shape;
     const layer_weights *l = &d->layers[layer];
     rmsnorm(d, dev_bf16(x), NULL, l->attn_norm, d->xn, s->T);
-    gemm_args g = {s->T, d->xn, sh->E, &l->qkv, d->qkv, l->qkv.N, EPI_STORE};
+    gemm_args g = {s->T, d->xn, d->E, &l->qkv, d->qkv, l->qkv.N, EPI_STORE};
     gemm(d, &g);
     rope_args a = {d->qkv, dev_bf16(q), d->kv + (size_t)layer * d->kv_layer, d->rows.pos, d->rows.slot, d->rope,
                    l->q_norm, l->k_norm, s->T, sh->H, sh->K, sh->D, sh->B, sh->eps};
@@ -904,18 +909,17 @@ static void cuda_attention(toka_device *d, const toka_step *s, int layer, toka_d
 static void cuda_out_residual(toka_device *d, const toka_step *s, int layer, toka_dev o, toka_dev x) {
     if (d->error.code) return;
     const weight *w = &d->layers[layer].o;
-    gemm_args g = {s->T, dev_bf16(o), w->K, w, dev_bf16(x), d->shape->E, EPI_RESIDUAL};
+    gemm_args g = {s->T, dev_bf16(o), w->K, w, dev_bf16(x), d->E, EPI_RESIDUAL};
     gemm(d, &g);
 }
 
 static void cuda_norm_mlp_residual(toka_device *d, const toka_step *s, int layer, toka_dev x) {
     if (d->error.code) return;
-    const toka_shape *sh = d->shape;
     const layer_weights *l = &d->layers[layer];
     rmsnorm(d, dev_bf16(x), NULL, l->mlp_norm, d->xn, s->T);
-    gemm_args up = {s->T, d->xn, sh->E, &l->gate_up, d->act, sh->F, EPI_SWIGLU};
+    gemm_args up = {s->T, d->xn, d->E, &l->gate_up, d->act, d->F, EPI_SWIGLU};
     gemm(d, &up);
-    gemm_args down = {s->T, d->act, sh->F, &l->down, dev_bf16(x), sh->E, EPI_RESIDUAL};
+    gemm_args down = {s->T, d->act, d->F, &l->down, dev_bf16(x), d->E, EPI_RESIDUAL};
     gemm(d, &down);
 }
 
