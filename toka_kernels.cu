@@ -135,6 +135,34 @@ static void latch(toka_device *d, cudaError_t code, const char *what) {
 }
 #define LAUNCHED(d, what) latch(d, cudaGetLastError(), what) /* behind every <<<>>> */
 
+template <class T> struct as_declared { typedef T type; }; /* keeps a parameter out of template deduction */
+
+/* Launches a kernel in clusters of `cluster` CTAs, with `smem` bytes of dynamic shared memory. On Hopper it may start while the kernel
+ * ahead still runs, so in every chain each thread that touches what an earlier kernel wrote, or writes what one reads, must
+ * have passed grid_wait(); and each kernel must call it, also one that needs nothing, for "the one ahead has ended" says nothing
+ * about those before it. Only what no kernel of the stream writes, weights above all, may be read earlier. */
+template <class... P>
+static void launch_dependent(toka_device *d, const char *what, void (*kernel)(P...), dim3 grid, int threads, size_t smem,
+                             int cluster, typename as_declared<P>::type... args) {
+    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchConfig_t config = {};
+    void *pointers[] = {(void *)&args...};
+    if (smem > 48 * 1024) latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem), what);
+    config.gridDim = grid, config.blockDim = dim3((unsigned)threads);
+    config.dynamicSmemBytes = smem, config.stream = d->stream, config.attrs = attributes;
+    if (d->hopper) {
+        attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[0].val.programmaticStreamSerializationAllowed = 1;
+        config.numAttrs = 1;
+    }
+    if (cluster > 1) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        attributes[config.numAttrs].val.clusterDim = {(unsigned)cluster, 1, 1};
+        config.numAttrs++;
+    }
+    latch(d, cudaLaunchKernelExC(&config, (const void *)kernel, pointers), what);
+}
+
 static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 static inline int up_8(int n) { return (n + 7) & ~7; }
 
@@ -279,6 +307,85 @@ template <int N> __device__ static inline void wgmma_wait() { asm volatile("wgmm
  * bytes. The next 16 columns are 32 bytes on: + 2. */
 __device__ static inline uint64_t wgmma_desc(uint32_t at) {
     return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+}
+
+/* ---- wgmma: d[64][N] (+)= a[64][16] b[N][16]^T by one warpgroup ----
+ *
+ * Warp w of the four holds rows 16w .. 16w+15; of each block j of 8 columns, lane l holds d[4j], d[4j+1] = (row l/4, columns
+ * 8j + 2(l%4) + {0,1}) and d[4j+2], d[4j+3] = the same of row l/4 + 8. The packed bf16 of two blocks j, j+1 are the fragment a of
+ * one k16. Order: wgmma_fence, any number of wgmma_ss and wgmma_rs, wgmma_commit, wgmma_wait; nobody touches d (or a) between.
+ * scale_d 0: d is written, not added to. */
+
+#define WG_REGS_32 \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define WG_REGS_40 WG_REGS_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define WG_REGS_48 WG_REGS_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define WG_REGS_64 WG_REGS_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define WG_REGS_80 WG_REGS_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define WG_REGS_96 WG_REGS_80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define WG_REGS_112 WG_REGS_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define WG_REGS_128 WG_REGS_112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define WG_ACC_8(i) \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WG_ACC_16(i) WG_ACC_8(i), WG_ACC_8(i + 8)
+#define WG_ACC_32 WG_ACC_16(0), WG_ACC_16(16)
+#define WG_ACC_40 WG_ACC_32, WG_ACC_8(32)
+#define WG_ACC_48 WG_ACC_32, WG_ACC_16(32)
+#define WG_ACC_64 WG_ACC_48, WG_ACC_16(48)
+#define WG_ACC_80 WG_ACC_64, WG_ACC_16(64)
+#define WG_ACC_96 WG_ACC_80, WG_ACC_16(80)
+#define WG_ACC_112 WG_ACC_96, WG_ACC_16(96)
+#define WG_ACC_128 WG_ACC_112, WG_ACC_16(112)
+/* H = n / 2 registers, then the numbers of the operands behind them. */
+#define WG_SS(n, H, A, B, S, T)                                                                                               \
+    if constexpr (N == n)                                                                                                     \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #S ", 0; wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16"         \
+                 " {" WG_REGS_##H "}, %" #A ", %" #B ", p, 1, 1, 0, %" #T ";}"                                                \
+                 : WG_ACC_##H : "l"(a), "l"(b), "r"(scale_d), "n"(TRANS_B))
+#define WG_RS(n, H, A0, A1, A2, A3, B, S, T)                                                                                  \
+    if constexpr (N == n)                                                                                                     \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #S ", 0; wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16"         \
+                 " {" WG_REGS_##H "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", p, 1, 1, %" #T ";}"                     \
+                 : WG_ACC_##H : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d), "n"(TRANS_B))
+
+/* Both from shared memory by descriptor. TRANS_B 1: b lies as [16][N], rows of N (wgmma_desc_trans). */
+template <int N, int TRANS_B = 0> __device__ static inline void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, int scale_d) {
+    static_assert(N == 64 || N == 80 || N == 96 || N == 128 || N == 160 || N == 192 || N == 224 || N == 256);
+    WG_SS(64, 32, 32, 33, 34, 35);
+    WG_SS(80, 40, 40, 41, 42, 43);
+    WG_SS(96, 48, 48, 49, 50, 51);
+    WG_SS(128, 64, 64, 65, 66, 67);
+    WG_SS(160, 80, 80, 81, 82, 83);
+    WG_SS(192, 96, 96, 97, 98, 99);
+    WG_SS(224, 112, 112, 113, 114, 115);
+    WG_SS(256, 128, 128, 129, 130, 131);
+}
+/* a from registers. */
+template <int N, int TRANS_B> __device__ static inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int scale_d) {
+    static_assert(N == 64 || N == 80 || N == 96 || N == 128 || N == 160 || N == 192 || N == 224 || N == 256);
+    WG_RS(64, 32, 32, 33, 34, 35, 36, 37, 38);
+    WG_RS(80, 40, 40, 41, 42, 43, 44, 45, 46);
+    WG_RS(96, 48, 48, 49, 50, 51, 52, 53, 54);
+    WG_RS(128, 64, 64, 65, 66, 67, 68, 69, 70);
+    WG_RS(160, 80, 80, 81, 82, 83, 84, 85, 86);
+    WG_RS(192, 96, 96, 97, 98, 99, 100, 101, 102);
+    WG_RS(224, 112, 112, 113, 114, 115, 116, 117, 118);
+    WG_RS(256, 128, 128, 129, 130, 131, 132, 133, 134);
+}
+/* Keeps the compiler from moving reads of d above the wgmma_wait before it. */
+template <int N> __device__ static inline void wgmma_keep(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]));
+}
+/* Matrix descriptor of b for TRANS_B: rows of 64 columns in 128 bytes with 128-byte swizzle, base aligned to 1,024 bytes; 8 rows every
+ * 1,024 bytes; panels of 64 columns lie `panel_bytes` apart. The next 16 rows are 2,048 bytes on: + 128. */
+__device__ static inline uint64_t wgmma_desc_trans(uint32_t at, int panel_bytes) {
+    return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(panel_bytes >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+}
+/* Four 8x8 matrices of 2-byte elements to shared memory; lane 8i+j gives the address of row j of matrix i, 16 bytes each. */
+__device__ static inline void stmatrix_x4(uint32_t at, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+                 ::"r"(at), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }
 #endif
 
@@ -694,6 +801,148 @@ typedef struct gemm_args {
     int ldy;
     enum epilogue epi;
 } gemm_args;
+
+/* ---- Epilogues, shared by all GEMMs ---- */
+
+typedef struct gemm_call { /* gemm_args as a kernel takes them */
+    const bf16 *x, *w;
+    const float *bias; /* [N] or NULL */
+    bf16 *y;
+    int M, N, K, ldx, ldy;
+    enum epilogue epi;
+} gemm_call;
+
+__device__ static inline float silu(float x) { return x / (1 + ex2(-1.4426950408889634f * x)); }
+
+/* Columns n and n+1 (n even) of row m: STORE and RESIDUAL. */
+__device__ static inline void gemm_put_pair(const gemm_call &c, int m, int n, float a0, float a1) {
+    uint32_t *to = (uint32_t *)(c.y + (size_t)m * c.ldy + n);
+    if (c.bias) a0 += c.bias[n], a1 += c.bias[n + 1];
+    if (c.epi == EPI_RESIDUAL) {
+        uint32_t old = *to;
+        a0 += bf16_low(old), a1 += bf16_high(old);
+    }
+    *to = pack_bf16(a0, a1);
+}
+/* SWIGLU: accumulator columns n, n+1 are gates and n+8, n+9 their ups; n % 16 < 8, even. */
+__device__ static inline void gemm_put_gated(const gemm_call &c, int m, int n, float g0, float g1, float u0, float u1) {
+    if (c.bias) g0 += c.bias[n], g1 += c.bias[n + 1], u0 += c.bias[n + 8], u1 += c.bias[n + 9];
+    *(uint32_t *)(c.y + (size_t)m * c.ldy + (n / 16 * 8 + n % 8)) = pack_bf16(silu(g0) * u0, silu(g1) * u1);
+}
+
+static gemm_call gemm_checked(const gemm_args *a) {
+    const weight *w = a->w;
+    assert(a->M > 0 && w->N > 0 && w->K > 0 && w->N % 8 == 0 && w->K % 8 == 0 && a->ldx % 8 == 0 && a->ldy % 8 == 0);
+    assert(((uintptr_t)a->x | (uintptr_t)w->p | (uintptr_t)a->y) % 16 == 0);
+    assert(a->ldx >= w->K && a->ldy >= (a->epi == EPI_SWIGLU ? w->N / 2 : w->N) && (a->epi != EPI_SWIGLU || w->N % 16 == 0));
+    return gemm_call{a->x, w->p, w->bias, a->y, a->M, w->N, w->K, a->ldx, a->ldy, a->epi};
+}
+
+/* ---- y[M][N] = x[M][K] W[N][K]^T on mma.sync m16n8k16 ----
+ *
+ * in   x bf16 [M][ldx], W bf16 [N][K], bias float32 [N] or NULL; any M, N and K multiples of 8      out  y, see enum epilogue
+ * One CTA makes a tile of BM x BN, its warps WM x WN each. K goes by in slices of 32 through a ring of four stages that cp.async fills;
+ * rows and columns outside the matrices are filled with zeros. A stage is BM rows of x, then BN rows of W, 64 bytes each, and
+ * the 16-byte chunk c of row r lies at c ^ (r/2 % 4): eight rows that ldmatrix fetches together fall into eight different
+ * groups of banks. CTAs walk down 8 tiles of M before the next tile of N, so that the x and W of a wave fit the L2 cache.
+ *
+ * grid: tiles; block: 32 threads per warp tile; shared: 4 * (BM + BN) * 64 bytes; 2MNK FLOP. 128 x 128 with warps of 64 x 32 keeps
+ * 64 accumulators per thread and lets two CTAs share a multiprocessor; 64 x 64 with warps of 32 x 32 is for launches of few
+ * tiles. It is the GEMM of sm_80 and sm_89 and the tests' second opinion on Hopper, where mma.sync reaches about 60 % of wgmma. */
+
+enum { MMA_K = 32, MMA_STAGES = 4, MMA_RASTER = 8 };
+
+/* This thread's part of a slice of `ROWS` rows from row0, matrix [n_rows][ld], columns k0 .. k0+31 of K. */
+template <int ROWS, int THREADS>
+__device__ static inline void mma_load(uint32_t to, const bf16 *from, int row0, int n_rows, int ld, int k0, int K) {
+    int chunk = (int)threadIdx.x % 4, k = k0 + 8 * chunk;
+#pragma unroll
+    for (int i = 0; i < ROWS / (THREADS / 4); i++) {
+        int r = (int)threadIdx.x / 4 + i * (THREADS / 4);
+        bool inside = row0 + r < n_rows && k < K;
+        cp_async_16(to + r * 64 + (chunk ^ (r / 2 % 4)) * 16, inside ? from + (size_t)(row0 + r) * ld + k : from, inside ? 16 : 0);
+    }
+}
+
+/* acc[WM/16][WN/8] += the warp's part of one stage. */
+template <int WM, int WN>
+__device__ static inline void mma_slice(float acc[WM / 16][WN / 8][4], uint32_t x_at, uint32_t w_at, int lane) {
+    int xr = lane % 16, wr = lane % 8 + lane / 16 * 8; /* ldmatrix: the row whose address this lane gives; all bases are */
+#pragma unroll                                         /* multiples of 16 rows, so the swizzle depends on these alone */
+    for (int k16 = 0; k16 < MMA_K / 16; k16++) {
+        uint32_t a[WM / 16][4], b[WN / 16][4];
+        uint32_t xc = ((2 * k16 + lane / 16) ^ (xr / 2 % 4)) * 16, wc = ((2 * k16 + lane / 8 % 2) ^ (wr / 2 % 4)) * 16;
+#pragma unroll
+        for (int i = 0; i < WM / 16; i++) ldmatrix_x4(a[i], x_at + (16 * i + xr) * 64 + xc);
+#pragma unroll
+        for (int j = 0; j < WN / 16; j++) ldmatrix_x4(b[j], w_at + (16 * j + wr) * 64 + wc);
+#pragma unroll
+        for (int i = 0; i < WM / 16; i++)
+#pragma unroll
+            for (int j = 0; j < WN / 8; j++) mma_16816(acc[i][j], a[i], b[j / 2] + j % 2 * 2);
+    }
+}
+
+/* The warp's accumulators through the epilogue; (m0, n0) is its corner. */
+template <int WM, int WN>
+__device__ static inline void mma_put(const gemm_call &c, float acc[WM / 16][WN / 8][4], int m0, int n0, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2 * (WM / 16); i++) {
+        int m = m0 + 8 * i + lane / 4, h = i % 2 * 2;
+        if (m >= c.M) continue;
+#pragma unroll
+        for (int j = 0; j < WN / 8; j++) {
+            int n = n0 + 8 * j + lane % 4 * 2;
+            const float *v = acc[i / 2][j] + h, *up = acc[i / 2][j | 1] + h;
+            if (n >= c.N) continue;
+            if (c.epi != EPI_SWIGLU) gemm_put_pair(c, m, n, v[0], v[1]);
+            else if (j % 2 == 0) gemm_put_gated(c, m, n, v[0], v[1], up[0], up[1]);
+        }
+    }
+}
+
+template <int BM, int BN, int WM, int WN>
+__global__ static void __launch_bounds__(BM / WM * (BN / WN) * 32) gemm_mma_kernel(const gemm_call c) {
+    constexpr int THREADS = BM / WM * (BN / WN) * 32, STAGE = (BM + BN) * MMA_K * 2;
+    extern __shared__ __align__(128) char smem[];
+    int tiles_m = (c.M + BM - 1) / BM, tiles_n = (c.N + BN - 1) / BN, band = (int)blockIdx.x / (MMA_RASTER * tiles_n);
+    int in_band = (int)blockIdx.x - band * MMA_RASTER * tiles_n, height = min(MMA_RASTER, tiles_m - band * MMA_RASTER);
+    int m0 = (band * MMA_RASTER + in_band % height) * BM, n0 = in_band / height * BN;
+    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, wm = warp / (BN / WN) * WM, wn = warp % (BN / WN) * WN;
+    int slices = (c.K + MMA_K - 1) / MMA_K;
+    uint32_t ring = smem_at(smem);
+    float acc[WM / 16][WN / 8][4] = {};
+
+    grid_launch_dependents();
+    for (int s = 0; s < MMA_STAGES - 1; s++) /* weights need not wait for the kernel ahead */
+        mma_load<BN, THREADS>(ring + s * STAGE + BM * 64, c.w, n0, c.N, c.K, s * MMA_K, c.K);
+    grid_wait();
+    for (int s = 0; s < MMA_STAGES - 1; s++) {
+        mma_load<BM, THREADS>(ring + s * STAGE, c.x, m0, c.M, c.ldx, s * MMA_K, c.K);
+        cp_async_commit();
+    }
+    for (int s = 0; s < slices; s++) {
+        uint32_t at = ring + s % MMA_STAGES * STAGE, next = ring + (s + MMA_STAGES - 1) % MMA_STAGES * STAGE;
+        int k = (s + MMA_STAGES - 1) * MMA_K;
+        cp_async_wait<MMA_STAGES - 2>();
+        __syncthreads(); /* slice s is there for all, and all are done with s-1, whose stage is filled next */
+        mma_load<BM, THREADS>(next, c.x, m0, c.M, c.ldx, k, c.K);
+        mma_load<BN, THREADS>(next + BM * 64, c.w, n0, c.N, c.K, k, c.K);
+        cp_async_commit();
+        mma_slice<WM, WN>(acc, at + wm * 64, at + (BM + wn) * 64, lane);
+    }
+    mma_put<WM, WN>(c, acc, m0 + wm, n0 + wn, lane);
+}
+
+template <int BM, int BN, int WM, int WN> static void gemm_mma_tile(toka_device *d, const gemm_args *a) {
+    gemm_call c = gemm_checked(a);
+    launch_dependent(d, "GEMM (mma)", gemm_mma_kernel<BM, BN, WM, WN>, dim3((unsigned)(ceil_div(c.M, BM) * ceil_div(c.N, BN))),
+                     BM / WM * (BN / WN) * 32, MMA_STAGES * (BM + BN) * MMA_K * 2, 1, c);
+}
+static void gemm_mma(toka_device *d, const gemm_args *a) {
+    if (ceil_div(a->M, 128) * ceil_div(a->w->N, 128) >= d->n_sms) gemm_mma_tile<128, 128, 64, 32>(d, a);
+    else gemm_mma_tile<64, 64, 32, 32>(d, a);
+}
 
 /* ===========================================================================
  * MARK: 6. GEMM on wgmma [kernel]
