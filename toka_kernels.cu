@@ -656,6 +656,7 @@ static void weights_open(toka_device *d) {
 /* ---- embed ----
  * x[t][:] = E[ids[t]][:], bf16. Grid T, block 128, 16 bytes a thread and turn. Moves 2*T*E*2 bytes: copy speed. */
 __global__ static void __launch_bounds__(128) embed_kernel(const int *ids, const bf16 *table, bf16 *x, int E) {
+    grid_launch_dependents();
     grid_wait();
     const uint4 *from = (const uint4 *)(table + (size_t)ids[blockIdx.x] * E);
     uint4 *to = (uint4 *)(x + (size_t)blockIdx.x * E);
@@ -680,6 +681,7 @@ __device__ static inline void unpack_8(uint4 v, float f[8]) {
 }
 __global__ static void __launch_bounds__(128) rmsnorm_kernel(const bf16 *x, const int *rows, const float *w, bf16 *y, int E,
                                                             float per_E, float eps) { /* E rounded up; 1 / the model's own */
+    grid_launch_dependents();
     grid_wait();
     const uint4 *from = (const uint4 *)(x + (size_t)(rows ? rows[blockIdx.x] : blockIdx.x) * E);
     uint4 *to = (uint4 *)(y + (size_t)blockIdx.x * E);
@@ -699,8 +701,7 @@ __global__ static void __launch_bounds__(128) rmsnorm_kernel(const bf16 *x, cons
     }
 }
 static void rmsnorm(toka_device *d, const bf16 *x, const int *rows, const float *w, bf16 *y, int n_rows) {
-    rmsnorm_kernel<<<n_rows, 128, 0, d->stream>>>(x, rows, w, y, d->E, 1.0f / d->shape->E, d->shape->eps);
-    LAUNCHED(d, "RMSNorm");
+    launch_dependent(d, "RMSNorm", rmsnorm_kernel, dim3(n_rows), 128, 0, 1, x, rows, w, y, d->E, 1.0f / d->shape->E, d->shape->eps);
 }
 
 /* ---- RoPE ---- */
@@ -743,6 +744,7 @@ typedef struct rope_args {
 __device__ static inline void store_pair(bf16 *to, float a, float b) { *(uint32_t *)to = pack_bf16(a, b); }
 
 __global__ static void __launch_bounds__(256) rope_kernel(rope_args a) {
+    grid_launch_dependents();
     grid_wait();
     int heads = a.H + 2 * a.K, w = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
     int t = w / heads, h = w % heads, half = a.D / 2;
@@ -1072,7 +1074,9 @@ static void cuda_take_memory(toka_device *d) {
     d->kv_layer = (size_t)d->options.n_pages * s->K * 2 * s->B * s->D;
     d->kv = (bf16 *)dev_alloc(d, (size_t)s->L * d->kv_layer * sizeof(bf16), "KV cache");
     if (!d->error.code) latch(d, cudaMemsetAsync(d->kv, 0, (size_t)s->L * d->kv_layer * sizeof(bf16), d->stream), "KV cache");
-    stage_open(d, &d->up, 3 * T * sizeof(int) + attn_stage_bytes(d) + samp_stage_bytes(d) + 4096);
+    if (!d->error.code) attn_open(d);
+    if (!d->error.code) samp_open(d);
+    if (!d->error.code) stage_open(d, &d->up, 3 * T * sizeof(int) + attn_stage_bytes(d) + samp_stage_bytes(d) + 4096);
 }
 
 static int cuda_open(toka_device **out, const toka_device_options *o, const toka_shape *shape, const toka_weights *weights, toka_err *e) {
@@ -1086,8 +1090,6 @@ static int cuda_open(toka_device **out, const toka_device_options *o, const toka
     card_open(d);
     if (!d->error.code) weights_open(d);
     if (!d->error.code) rope_open(d);
-    if (!d->error.code) attn_open(d);
-    if (!d->error.code) samp_open(d);
     if (!d->error.code) cuda_take_memory(d);
     if (!d->error.code) latch(d, cudaStreamSynchronize(d->stream), "opening the model");
     if (d->error.code) {
@@ -1134,8 +1136,7 @@ static void cuda_embed(toka_device *d, const toka_step *s, toka_dev x) {
     samp_plan_step(d, s);
     stage_send(d, &d->up);
     if (d->fault_in && !--d->fault_in) fault_kernel<<<1, 1, 0, d->stream>>>();
-    embed_kernel<<<s->T, 128, 0, d->stream>>>(d->rows.ids, d->embed, dev_bf16(x), d->E);
-    LAUNCHED(d, "embed");
+    launch_dependent(d, "embedding", embed_kernel, dim3(s->T), 128, 0, 1, d->rows.ids, d->embed, dev_bf16(x), d->E);
 }
 
 static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q) {
@@ -1147,8 +1148,7 @@ static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer,
     gemm(d, &g);
     rope_args a = {d->qkv, dev_bf16(q), d->kv + (size_t)layer * d->kv_layer, d->rows.pos, d->rows.slot, d->rope,
                    l->q_norm, l->k_norm, s->T, sh->H, sh->K, sh->D, sh->B, sh->eps};
-    rope_kernel<<<ceil_div(s->T * (sh->H + 2 * sh->K), 8), 256, 0, d->stream>>>(a);
-    LAUNCHED(d, "RoPE");
+    launch_dependent(d, "RoPE", rope_kernel, dim3(ceil_div(s->T * (sh->H + 2 * sh->K), 8)), 256, 0, 1, a);
 }
 
 static void cuda_attention(toka_device *d, const toka_step *s, int layer, toka_dev q, toka_dev o) {
