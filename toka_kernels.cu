@@ -36,7 +36,9 @@
  *   8. Attention: the work list [host]
  *   9. Attention: the kernels [kernel]
  *  10. LM head and sampling [kernel]
- *  11. The op table [host]
+ *  11. The card, opening and closing [host]
+ *  12. Measuring the ops [host]
+ *  13. The op table [host]
  */
 #define TOKA_INTERNAL
 #include "toka.h"
@@ -967,7 +969,7 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  * =========================================================================== */
 
 /* ===========================================================================
- * MARK: 11. The op table [host]
+ * MARK: 11. The card, opening and closing [host]
  * =========================================================================== */
 
 /* ---- The card ---- */
@@ -1117,6 +1119,175 @@ static void cuda_download(toka_device *d, void *to, toka_dev from, size_t bytes)
     latch(d, cudaStreamSynchronize(d->stream), "download");
 }
 
+/* ===========================================================================
+ * MARK: 12. Measuring the ops [host]
+ * `toka bench ops`: each op at the shapes of well-known models, inside a captured graph, on buffers that together are larger than the
+ * L2 cache and filled with random numbers. What the caller gets is time, arithmetic and bytes; it draws the table.
+ * =========================================================================== */
+
+enum { BENCH_CACHE_BYTES = 256 << 20, BENCH_MAX_SETS = 64, BENCH_REPLAYS = 15 };
+
+typedef struct bench {
+    toka_device *d;
+    toka_bench_fn *row;
+    void *user;
+} bench;
+
+/* Uniform in (-scale, scale), from a counter. */
+__global__ static void bench_fill_kernel(bf16 *p, size_t n, uint64_t seed, float scale) {
+    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+        uint64_t z = (seed << 40) + i * 0x9E3779B97F4A7C15ull;
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
+        z = (z ^ z >> 27) * 0x94D049BB133111EBull;
+        p[i] = __float2bfloat16(scale * ((float)(z >> 40) * 0x1p-23f - 1));
+    }
+}
+static bf16 *bench_random(toka_device *d, size_t n, float scale) {
+    bf16 *p = (bf16 *)dev_alloc(d, n * sizeof(bf16), "buffers");
+    if (!p) return NULL;
+    bench_fill_kernel<<<1024, 256, 0, d->stream>>>(p, n, (uint64_t)d->n_blocks, scale);
+    LAUNCHED(d, "random numbers");
+    return p;
+}
+static void bench_free(toka_device *d, int keep) { /* all blocks taken since there were `keep` */
+    latch(d, cudaStreamSynchronize(d->stream), "bench");
+    while (d->n_blocks > keep) cudaFree(d->blocks[--d->n_blocks]);
+}
+
+/* Median microseconds of op(arg, i): i = 0 .. per_graph-1 are captured once and replayed. */
+static double bench_time(toka_device *d, int per_graph, void (*op)(void *arg, int i), void *arg) {
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    cudaEvent_t at[2] = {NULL, NULL};
+    float ms[BENCH_REPLAYS] = {0};
+    op(arg, 0);
+    for (cudaEvent_t &e : at) latch(d, cudaEventCreate(&e), "bench");
+    latch(d, cudaStreamSynchronize(d->stream), "bench");
+    latch(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal), "capture");
+    for (int i = 0; i < per_graph; i++) op(arg, i);
+    latch(d, cudaStreamEndCapture(d->stream, &graph), "capture");
+    if (!d->error.code) latch(d, cudaGraphInstantiate(&exec, graph, 0), "capture");
+    for (int i = -3; i < BENCH_REPLAYS && !d->error.code; i++) {
+        latch(d, cudaEventRecord(at[0], d->stream), "bench");
+        latch(d, cudaGraphLaunch(exec, d->stream), "bench");
+        latch(d, cudaEventRecord(at[1], d->stream), "bench");
+        latch(d, cudaEventSynchronize(at[1]), "bench");
+        if (i >= 0) latch(d, cudaEventElapsedTime(&ms[i], at[0], at[1]), "bench");
+    }
+    if (exec) cudaGraphExecDestroy(exec);
+    if (graph) cudaGraphDestroy(graph);
+    for (cudaEvent_t e : at) cudaEventDestroy(e);
+    for (int i = 1; i < BENCH_REPLAYS; i++) /* insertion sort */
+        for (int j = i; j && ms[j] < ms[j - 1]; j--) {
+            float t = ms[j];
+            ms[j] = ms[j - 1], ms[j - 1] = t;
+        }
+    return ms[BENCH_REPLAYS / 2] * 1000.0 / per_graph;
+}
+
+/* ---- Read bandwidth: the ceiling of everything that is bound by memory ---- */
+
+__global__ static void __launch_bounds__(512) bench_read_kernel(const uint4 *p, size_t n, uint32_t *out) {
+    uint32_t sum = 0;
+    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+        uint4 v = __ldcs(p + i);
+        sum ^= v.x ^ v.y ^ v.z ^ v.w;
+    }
+    if (sum == 0x12345678u) *out = sum; /* keeps the loads; random data makes it rare, and harmless */
+}
+typedef struct bench_read_arg {
+    toka_device *d;
+    const uint4 *p;
+    size_t n;
+    uint32_t *out;
+} bench_read_arg;
+static void bench_read_op(void *arg, int) {
+    bench_read_arg *a = (bench_read_arg *)arg;
+    bench_read_kernel<<<a->d->n_sms * 4, 512, 0, a->d->stream>>>(a->p, a->n, a->out);
+}
+static void bench_read(bench *b) {
+    size_t n = (size_t)2 << 30;
+    int keep = b->d->n_blocks;
+    bench_read_arg a = {b->d, (const uint4 *)bench_random(b->d, n / 2, 1), n / 16, (uint32_t *)dev_alloc(b->d, 4, "buffers")};
+    if (!b->d->error.code) {
+        double us = bench_time(b->d, 1, bench_read_op, &a);
+        toka_bench_row r = {"read", "", "2 GiB", us, 0, (double)n};
+        b->row(b->user, &r);
+    }
+    bench_free(b->d, keep);
+}
+
+/* ---- GEMM ---- */
+
+typedef struct bench_shape { /* the matrices of a model: qkv, o, gate_up, down, lm_head as N x K follow from these */
+    const char *model;
+    int E, H, K, D, F, V;
+} bench_shape;
+static const bench_shape bench_shapes[] = {{"Llama-3.2-1B", 2048, 32, 8, 64, 8192, 128256},
+                                           {"Llama-3.1-8B", 4096, 32, 8, 128, 14336, 128256},
+                                           {"Llama-3.1-70B", 8192, 64, 8, 128, 28672, 0},
+                                           {"Qwen2.5-0.5B", 896, 14, 2, 64, 4864, 151936}};
+static const int bench_rows[] = {1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192};
+
+typedef struct bench_gemm_arg {
+    toka_device *d;
+    gemm_args g[BENCH_MAX_SETS];
+    int n;
+} bench_gemm_arg;
+static void bench_gemm_op(void *arg, int i) {
+    bench_gemm_arg *a = (bench_gemm_arg *)arg;
+    gemm(a->d, &a->g[i % a->n]);
+}
+static void bench_gemm(bench *b, const char *name, const char *model, int M, int N, int K, enum epilogue epi) {
+    toka_device *d = b->d;
+    int keep = d->n_blocks, ldy = epi == EPI_SWIGLU ? N / 2 : N;
+    size_t set = ((size_t)N * K + (size_t)M * K + (size_t)M * ldy) * sizeof(bf16);
+    bench_gemm_arg a = {};
+    weight w[BENCH_MAX_SETS];
+    a.d = d, a.n = (int)(BENCH_CACHE_BYTES / set) + 1;
+    if (a.n > BENCH_MAX_SETS) a.n = BENCH_MAX_SETS;
+    for (int i = 0; i < a.n; i++) {
+        w[i] = weight{bench_random(d, (size_t)N * K, sqrtf(3.0f / K)), NULL, N, K};
+        a.g[i] = gemm_args{M, bench_random(d, (size_t)M * K, 1.7f), K, &w[i], bench_random(d, (size_t)M * ldy, 1), ldy, epi};
+    }
+    if (!d->error.code) {
+        char shape[64];
+        double us = bench_time(d, a.n < 8 ? 8 : a.n, bench_gemm_op, &a);
+        snprintf(shape, sizeof shape, "M=%d %dx%d", M, N, K);
+        double bytes = ((double)N * K + (double)M * K + (double)M * ldy * (epi == EPI_RESIDUAL ? 2 : 1)) * sizeof(bf16);
+        toka_bench_row r = {name, model, shape, us, 2.0 * M * N * K, bytes};
+        b->row(b->user, &r);
+    }
+    bench_free(d, keep);
+}
+static void bench_gemms(bench *b) {
+    for (const bench_shape &s : bench_shapes)
+        for (int M : bench_rows) {
+            if (b->d->error.code) return;
+            bench_gemm(b, "qkv", s.model, M, (s.H + 2 * s.K) * s.D, s.E, EPI_STORE);
+            bench_gemm(b, "o", s.model, M, s.E, s.H * s.D, EPI_RESIDUAL);
+            bench_gemm(b, "gate_up", s.model, M, 2 * s.F, s.E, EPI_SWIGLU);
+            bench_gemm(b, "down", s.model, M, s.E, s.F, EPI_RESIDUAL);
+        }
+}
+
+/* Runs every measurement; row is told of each as it is done. */
+static int cuda_bench(toka_bench_fn *row, void *user, toka_err *e) {
+    toka_device *d = (toka_device *)calloc(1, sizeof *d);
+    if (!d) abort();
+    bench b = {d, row, user};
+    card_open(d);
+    if (!d->error.code) bench_read(&b);
+    if (!d->error.code) bench_gemms(&b);
+    *e = d->error;
+    cuda_close(d);
+    return e->code;
+}
+
+/* ===========================================================================
+ * MARK: 13. The op table [host]
+ * =========================================================================== */
+
 /* ---- The ops. After a failure they do nothing: the engine learns of it from status() ---- */
 
 static bf16 *dev_bf16(toka_dev a) { return (bf16 *)a.at; }
@@ -1193,6 +1364,7 @@ extern "C" const toka_backend toka_cuda = {
     .out_residual = cuda_out_residual,
     .norm_mlp_residual = cuda_norm_mlp_residual,
     .norm_logits_sample = cuda_norm_logits_sample,
+    .bench = cuda_bench,
     .activation_bytes = sizeof(bf16),
     .page_tok = 64,
     .default_tokens = 8448, /* whole waves of 128-row tiles on 132 multiprocessors, for every N that is a multiple of 1,024 */
