@@ -41,6 +41,7 @@
  *  13. The op table [host]
  */
 #define TOKA_INTERNAL
+#define TOKA_WITH_CUDA
 #include "toka.h"
 
 #include <cuda.h> /* types only: nothing of libcuda is linked */
@@ -1843,6 +1844,84 @@ static void bench_gemms(bench *b) {
         }
 }
 
+/* ---- Attention ----
+ * A step of `seqs` sequences. Each feeds `rows` tokens, the last of `len`; the first `shared` positions are the same pages for all
+ * and one span, as chapter 14 of toka.c would make it. */
+
+typedef struct bench_step {
+    const char *name;
+    int seqs, rows, len, shared;
+} bench_step;
+static const bench_step bench_steps[] = {
+    {"decode", 4096, 1, 150, 0},      {"decode", 2048, 1, 900, 0},       {"decode", 64, 1, 4096, 0},
+    {"decode", 1, 1, 4096, 0},        {"shared decode", 4096, 1, 1050, 896}, {"prefill", 1, 4096, 4096, 0},
+    {"prefill", 1, 16384, 16384, 0},  {"prefill", 16, 512, 512, 0}};
+
+typedef struct bench_attn_arg {
+    toka_device *d;
+    toka_step s;
+    bf16 *q, *o;
+    int L;
+} bench_attn_arg;
+static void bench_attn_op(void *arg, int i) {
+    bench_attn_arg *a = (bench_attn_arg *)arg;
+    attention(a->d, &a->s, i % a->L, a->q, a->o);
+}
+
+/* Rows, pages and spans of the step in one block of host memory; returns the pages in use. */
+static int bench_plan(toka_step *s, const bench_step *b, int B, int **block) {
+    int T = b->seqs * b->rows, own = ceil_div(b->len - b->shared, B), common = b->shared / B, n = 0;
+    int *p = *block = (int *)calloc((size_t)(2 * T + common + b->seqs * own) * sizeof(int) + (size_t)(b->seqs + 1) * sizeof(toka_span), 1);
+    if (!p) abort();
+    int *pages = p + 2 * T;
+    toka_span *spans = (toka_span *)(pages + common + b->seqs * own);
+    *s = toka_step{.T = T, .ids = p, .pos = p + T, .slot = p, .pages = pages, .spans = spans};
+    for (; n < common + b->seqs * own; n++) pages[n] = (int)((n * 7919LL + 13) % (common + b->seqs * own)); /* anywhere */
+    if (common) spans[s->n_spans++] = toka_span{0, T, 0, 0, b->shared};
+    for (int q = 0; q < b->seqs; q++) {
+        spans[s->n_spans++] = toka_span{q * b->rows, b->rows, common + q * own, b->shared, b->len - b->shared};
+        for (int r = 0; r < b->rows; r++) p[T + q * b->rows + r] = b->len - b->rows + r;
+    }
+    return n;
+}
+
+static void bench_attention(bench *b, const bench_shape *m, const bench_step *step) {
+    toka_device *d = b->d;
+    toka_shape shape = {.L = 1, .H = m->H, .K = m->K, .D = m->D, .E = m->E, .F = m->F, .V = m->V, .B = toka_cuda.page_tok};
+    layer_weights layers[BENCH_MAX_SETS] = {};
+    bench_attn_arg a = {.d = d};
+    int keep = d->n_blocks, *block, n_pages = bench_plan(&a.s, step, shape.B, &block);
+    size_t heads = (size_t)a.s.T * m->H * m->D;
+    d->shape = &shape, d->layers = layers, d->options.max_tokens = a.s.T, d->options.n_pages = n_pages;
+    d->kv_layer = (size_t)n_pages * 2 * m->K * shape.B * m->D;
+    a.L = (int)(BENCH_CACHE_BYTES / (d->kv_layer * sizeof(bf16))) + 1;
+    if (a.L > BENCH_MAX_SETS) a.L = BENCH_MAX_SETS;
+    d->kv = bench_random(d, d->kv_layer * a.L, 1), a.q = bench_random(d, heads, 2), a.o = bench_random(d, heads, 1);
+    if (!d->error.code) attn_open(d);
+    if (!d->error.code) stage_open(d, &d->up, (size_t)a.s.T * sizeof(int) + attn_stage_bytes(d) + 4096);
+    if (!d->error.code) {
+        stage_begin(d, &d->up);
+        d->rows.T = a.s.T, d->rows.pos = (const int *)stage_put(&d->up, a.s.pos, (size_t)a.s.T * sizeof(int));
+        attn_plan_step(d, &a.s);
+        stage_send(d, &d->up);
+        char text[64];
+        double us = bench_time(d, a.L < 4 ? 4 : a.L, bench_attn_op, &a), seen = 0, T = a.s.T;
+        for (int r = 0; r < step->rows; r++) seen += (double)step->seqs * (step->len - r);
+        snprintf(text, sizeof text, step->shared ? "%d x %d, %d shared" : step->rows > 1 ? "%d x %d tokens" : "%d x %d", step->seqs,
+                 step->len, step->shared);
+        double kv = step->shared + (double)step->seqs * (step->len - step->shared);
+        toka_bench_row row = {step->name, m->model, text, us, 4.0 * m->H * m->D * seen,
+                              (kv * 2 * m->K * m->D + T * 2 * m->H * m->D) * sizeof(bf16)};
+        b->row(b->user, &row);
+    }
+    attn_close(d);
+    cudaFreeHost(d->up.host);
+    if (d->up.sent) cudaEventDestroy(d->up.sent);
+    d->up = stage{}, d->attn = NULL, d->layers = NULL;
+    bench_free(d, keep);
+    free(block);
+}
+
 /* Runs every measurement; row is told of each as it is done. */
 static int cuda_bench(toka_bench_fn *row, void *user, toka_err *e) {
     toka_device *d = (toka_device *)calloc(1, sizeof *d);
@@ -1850,6 +1929,9 @@ static int cuda_bench(toka_bench_fn *row, void *user, toka_err *e) {
     bench b = {d, row, user};
     card_open(d);
     if (!d->error.code) bench_read(&b);
+    for (int i = 0; i < 2; i++)
+        for (const bench_step &step : bench_steps)
+            if (!d->error.code) bench_attention(&b, &bench_shapes[i], &step);
     if (!d->error.code) bench_gemms(&b);
     *e = d->error;
     cuda_close(d);

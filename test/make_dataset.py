@@ -34,7 +34,7 @@ def monkeys(a, rng):
     from tokenizers import Tokenizer
     tok = Tokenizer.from_file(os.path.join(DATA, "tokenizers", a.tokenizer, "tokenizer.json"))
     # examples with answers of middling length, so that four of them and a question make about 715 tokens
-    shots = [p for p in problems("gsm8k_train.jsonl") if 180 < len(p["answer"]) < 240][:SHOTS]
+    shots = [p for p in problems("gsm8k_train.jsonl") if 220 < len(p["answer"]) < 280][:SHOTS]
     head = "".join(f"Question: {p['question']}\nAnswer: {p['answer']}\n\n" for p in shots)
     for p in problems("gsm8k_test.jsonl")[: a.problems]:
         ids = tok.encode(head + f"Question: {p['question']}\nAnswer:").ids
