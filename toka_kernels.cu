@@ -262,6 +262,15 @@ __device__ static inline void tma_load_2d(uint32_t to, const CUtensorMap *m, uin
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
                  ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1) : "memory");
 }
+/* The same for what is read once: it leaves the L2 cache first. */
+__device__ static inline void tma_load_2d_once(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "l"(0x12F0000000000000ull)
+                 : "memory");
+}
+__device__ static inline void tma_prefetch_2d(const CUtensorMap *m, int c0, int c1) { /* into the L2 cache */
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(m), "r"(c0), "r"(c1) : "memory");
+}
 /* Into the same offset of every CTA in `mask`, each CTA's barrier at the same offset is told. */
 __device__ static inline void tma_load_2d_multicast(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1,
                                                     uint16_t mask) {
@@ -302,6 +311,18 @@ __device__ static inline int cluster_rank() {
 __device__ static inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+__device__ static inline float4 shared_load(uint32_t at) { /* 16 bytes */
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
+    return v;
+}
+/* 16 bytes from the same offset of CTA `cta`'s shared memory. */
+__device__ static inline float4 cluster_load(uint32_t at, int cta) {
+    float4 v;
+    asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %4, %5; ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [r];}"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at), "r"(cta) : "memory");
+    return v;
+}
 __device__ static inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ static inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> __device__ static inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
@@ -319,6 +340,9 @@ __device__ static inline uint64_t wgmma_desc(uint32_t at) {
  * one k16. Order: wgmma_fence, any number of wgmma_ss and wgmma_rs, wgmma_commit, wgmma_wait; nobody touches d (or a) between.
  * scale_d 0: d is written, not added to. */
 
+#define WG_REGS_4 "%0,%1,%2,%3"
+#define WG_REGS_8 WG_REGS_4 ",%4,%5,%6,%7"
+#define WG_REGS_16 WG_REGS_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define WG_REGS_32 \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define WG_REGS_40 WG_REGS_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
@@ -328,17 +352,20 @@ __device__ static inline uint64_t wgmma_desc(uint32_t at) {
 #define WG_REGS_96 WG_REGS_80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define WG_REGS_112 WG_REGS_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define WG_REGS_128 WG_REGS_112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define WG_ACC_8(i) \
+#define WG_AT_8(i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define WG_ACC_16(i) WG_ACC_8(i), WG_ACC_8(i + 8)
-#define WG_ACC_32 WG_ACC_16(0), WG_ACC_16(16)
-#define WG_ACC_40 WG_ACC_32, WG_ACC_8(32)
-#define WG_ACC_48 WG_ACC_32, WG_ACC_16(32)
-#define WG_ACC_64 WG_ACC_48, WG_ACC_16(48)
-#define WG_ACC_80 WG_ACC_64, WG_ACC_16(64)
-#define WG_ACC_96 WG_ACC_80, WG_ACC_16(80)
-#define WG_ACC_112 WG_ACC_96, WG_ACC_16(96)
-#define WG_ACC_128 WG_ACC_112, WG_ACC_16(112)
+#define WG_AT_16(i) WG_AT_8(i), WG_AT_8(i + 8)
+#define WG_ACC_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define WG_ACC_8 WG_AT_8(0)
+#define WG_ACC_16 WG_AT_16(0)
+#define WG_ACC_32 WG_AT_16(0), WG_AT_16(16)
+#define WG_ACC_40 WG_ACC_32, WG_AT_8(32)
+#define WG_ACC_48 WG_ACC_32, WG_AT_16(32)
+#define WG_ACC_64 WG_ACC_48, WG_AT_16(48)
+#define WG_ACC_80 WG_ACC_64, WG_AT_16(64)
+#define WG_ACC_96 WG_ACC_80, WG_AT_16(80)
+#define WG_ACC_112 WG_ACC_96, WG_AT_16(96)
+#define WG_ACC_128 WG_ACC_112, WG_AT_16(112)
 /* H = n / 2 registers, then the numbers of the operands behind them. */
 #define WG_SS(n, H, A, B, S, T)                                                                                               \
     if constexpr (N == n)                                                                                                     \
@@ -353,7 +380,11 @@ __device__ static inline uint64_t wgmma_desc(uint32_t at) {
 
 /* Both from shared memory by descriptor. TRANS_B 1: b lies as [16][N], rows of N (wgmma_desc_trans). */
 template <int N, int TRANS_B = 0> __device__ static inline void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, int scale_d) {
-    static_assert(N == 64 || N == 80 || N == 96 || N == 128 || N == 160 || N == 192 || N == 224 || N == 256);
+    static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 80 || N == 96 || N == 128 || N == 160 || N == 192 || N == 224 ||
+                  N == 256);
+    WG_SS(8, 4, 4, 5, 6, 7);
+    WG_SS(16, 8, 8, 9, 10, 11);
+    WG_SS(32, 16, 16, 17, 18, 19);
     WG_SS(64, 32, 32, 33, 34, 35);
     WG_SS(80, 40, 40, 41, 42, 43);
     WG_SS(96, 48, 48, 49, 50, 51);
@@ -956,6 +987,210 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
 /* ===========================================================================
  * MARK: 7. GEMM for few rows, and the choice [kernel]
  * =========================================================================== */
+
+/* ---- y[M][N] = x[M][K] W[N][K]^T for few rows, on wgmma with the sides swapped ----
+ *
+ * in, out as in chapter 5; M <= ROWS (8, 16, 32, 64, 128).
+ * W is read once and is all that counts: 2NK bytes. So W is the 64-row operand of wgmma and the rows of x are its columns: D[n][m], of
+ * which a few rows waste little. A CTA has 64 rows of W, one consumer warpgroup and a producer warp, which keeps a ring of copies of 64
+ * columns of K in flight: 64 rows of W, 128 bytes each, then ROWS rows of x, both with the 128-byte swizzle; what lies outside
+ * the matrices arrives as zeros. The ring fills with W before grid_wait(), while the kernels ahead still run, some of the rest
+ * goes to the L2 cache, and the ring is small enough for the CTAs of the next kernel to do the same beside this one.
+ * Where W has too few rows for all multiprocessors, `split` CTAs of a cluster share a tile's K. Each leaves its sums in its own
+ * shared memory; then each makes 1/split of the outputs, adding the parts in the order of K: bitwise repeatable. `share` neighbouring
+ * tiles in a cluster fetch x together, each 1/share of its rows for all of them.
+ *
+ * grid: tiles of 64 rows of W times split, in clusters of share * split; block: 160; shared: stages * (8192 + 128 ROWS + 16). */
+
+enum { FEW_K = 64, FEW_N = 64, FEW_THREADS = 160, FEW_W = FEW_N * FEW_K * 2 /* bytes of W in a stage; x lies behind */ };
+enum { FEW_PITCH = FEW_N + 4 /* floats from row to row of the sums; + 4: the 32 lanes of a store meet 32 banks */ };
+
+typedef struct few_plan {
+    int split, share;
+    int stages, l2; /* slices of W that are fetched early: into the ring, behind these into the L2 cache */
+} few_plan;
+
+#if HOPPER
+typedef struct few_place { /* where a CTA works */
+    int n0, kb0, n_kb;     /* its rows of W, its slices of K */
+    int part, tile;        /* of split, of share; its rank in the cluster is tile * split + part */
+    uint32_t ring, full, empty;
+} few_place;
+
+template <int ROWS> __device__ static inline few_place few_where(uint32_t ring, int K, const few_plan &p) {
+    int rank = (int)blockIdx.x % (p.split * p.share), slices = (K + FEW_K - 1) / FEW_K;
+    few_place w;
+    w.part = rank % p.split, w.tile = rank / p.split;
+    w.n0 = (int)blockIdx.x / p.split * FEW_N;
+    w.kb0 = slices * w.part / p.split, w.n_kb = slices * (w.part + 1) / p.split - w.kb0;
+    w.ring = ring, w.full = ring + p.stages * (FEW_W + ROWS * FEW_K * 2), w.empty = w.full + 8 * p.stages;
+    return w;
+}
+
+/* This CTA's part of slice i of x, into stage s of all CTAs that share it. */
+template <int ROWS>
+__device__ static inline void few_load_x(const CUtensorMap *map_x, const few_place &w, const few_plan &p, int i, int s) {
+    int rows = ROWS / p.share, at = w.ring + s * (FEW_W + ROWS * FEW_K * 2) + FEW_W + w.tile * rows * 128;
+    uint32_t all = 0;
+    for (int t = 0; t < p.share; t++) all |= 1u << (t * p.split + w.part);
+    if (p.share == 1) tma_load_2d(at, map_x, w.full + 8 * s, (w.kb0 + i) * FEW_K, 0);
+    else tma_load_2d_multicast(at, map_x, w.full + 8 * s, (w.kb0 + i) * FEW_K, w.tile * rows, (uint16_t)all);
+}
+/* The producer: one thread. */
+template <int ROWS>
+__device__ static inline void few_produce(const CUtensorMap *map_w, const CUtensorMap *map_x, const few_place &w, const few_plan &p) {
+    constexpr int STAGE = FEW_W + ROWS * FEW_K * 2;
+    int ahead = min(p.stages, w.n_kb), s = 0, parity = 0;
+    for (int i = 0; i < ahead; i++) {
+        mbar_expect_tx(w.full + 8 * i, STAGE);
+        tma_load_2d_once(w.ring + i * STAGE, map_w, w.full + 8 * i, (w.kb0 + i) * FEW_K, w.n0);
+    }
+    for (int i = ahead; i < min(ahead + p.l2, w.n_kb); i++) tma_prefetch_2d(map_w, (w.kb0 + i) * FEW_K, w.n0);
+    grid_wait();
+    for (int i = 0; i < ahead; i++) few_load_x<ROWS>(map_x, w, p, i, i);
+    for (int i = ahead; i < w.n_kb; i++) {
+        mbar_wait(w.empty + 8 * s, parity);
+        mbar_expect_tx(w.full + 8 * s, STAGE);
+        tma_load_2d_once(w.ring + s * STAGE, map_w, w.full + 8 * s, (w.kb0 + i) * FEW_K, w.n0);
+        few_load_x<ROWS>(map_x, w, p, i, s);
+        if (++s == p.stages) s = 0, parity ^= 1;
+    }
+}
+
+/* The warpgroup: acc[n][m] = its rows of W times x. A stage goes back to all CTAs whose x lies in it. */
+template <int ROWS> __device__ static inline void few_consume(float (&acc)[ROWS / 2], const few_place &w, const few_plan &p) {
+    int s = 0, parity = 0, last = 0;
+    for (int i = 0; i < w.n_kb; i++) {
+        uint32_t at = w.ring + s * (FEW_W + ROWS * FEW_K * 2);
+        uint64_t a = wgmma_desc(at), b = wgmma_desc(at + FEW_W);
+        mbar_wait(w.full + 8 * s, parity);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < FEW_K / 16; k++) wgmma_ss<ROWS>(acc, a + 2 * k, b + 2 * k, 1);
+        wgmma_commit();
+        wgmma_wait<1>(); /* the slice before is done with */
+        if (i > 0 && p.share > 1 && (int)threadIdx.x < p.share)
+            mbar_arrive_remote(w.empty + 8 * last, (int)threadIdx.x * p.split + w.part);
+        if (i > 0 && p.share == 1 && threadIdx.x == 0) mbar_arrive(w.empty + 8 * last);
+        last = s;
+        if (++s == p.stages) s = 0, parity ^= 1;
+    }
+    wgmma_wait<0>();
+    wgmma_keep(acc);
+}
+
+/* ---- Its epilogue: 8 outputs of a row at a time, from the sums [M][FEW_PITCH] of all CTAs that share the tile ---- */
+
+/* The item-th piece of this thread: row *m and column *n of the tile's (gates and ups counted both). False: there is none. */
+__device__ static inline bool few_item(const gemm_call &c, const few_place &w, int split, int item, int *m, int *n) {
+    int gated = c.epi == EPI_SWIGLU, per_row = FEW_N / 8 >> gated, n_items = c.M * per_row;
+    int i = n_items * w.part / split + item * FEW_THREADS + (int)threadIdx.x;
+    *m = i / per_row, *n = i % per_row * (8 << gated);
+    return i < n_items * (w.part + 1) / split && w.n0 + *n < c.N;
+}
+/* v = 8 columns at `at` of the parts of K, added in their order. */
+__device__ static inline void few_sum(float v[8], uint32_t at, const few_place &w, int split) {
+    float4 a[8], b[8];
+    if (split == 1) a[0] = shared_load(at), b[0] = shared_load(at + 16);
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        if (i < split && split > 1) a[i] = cluster_load(at, w.tile * split + i), b[i] = cluster_load(at + 16, w.tile * split + i);
+    v[0] = a[0].x, v[1] = a[0].y, v[2] = a[0].z, v[3] = a[0].w, v[4] = b[0].x, v[5] = b[0].y, v[6] = b[0].z, v[7] = b[0].w;
+#pragma unroll
+    for (int i = 1; i < 8; i++) {
+        if (i >= split) continue;
+        v[0] += a[i].x, v[1] += a[i].y, v[2] += a[i].z, v[3] += a[i].w;
+        v[4] += b[i].x, v[5] += b[i].y, v[6] += b[i].z, v[7] += b[i].w;
+    }
+}
+__device__ static inline void few_bias(float v[8], const float *bias, int n) {
+    if (!bias) return;
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] += bias[n + i];
+}
+__device__ static inline void few_put(const gemm_call &c, const few_place &w, int split, int m, int n, uint32_t sums, uint4 old) {
+    int gated = c.epi == EPI_SWIGLU;
+    uint32_t at = sums + (m * FEW_PITCH + n) * 4;
+    float v[8], up[8];
+    few_sum(v, at, w, split);
+    few_bias(v, c.bias, w.n0 + n);
+    if (gated) {
+        few_sum(up, at + 32, w, split);
+        few_bias(up, c.bias, w.n0 + n + 8);
+#pragma unroll
+        for (int k = 0; k < 8; k++) v[k] = silu(v[k]) * up[k];
+    } else if (c.epi == EPI_RESIDUAL) {
+        v[0] += bf16_low(old.x), v[1] += bf16_high(old.x), v[2] += bf16_low(old.y), v[3] += bf16_high(old.y);
+        v[4] += bf16_low(old.z), v[5] += bf16_high(old.z), v[6] += bf16_low(old.w), v[7] += bf16_high(old.w);
+    }
+    *(uint4 *)(c.y + (size_t)m * c.ldy + (w.n0 + n >> gated)) =
+        make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+}
+#endif
+
+template <int ROWS>
+__global__ static void __launch_bounds__(FEW_THREADS)
+gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_x, const gemm_call c, const few_plan p) {
+#if HOPPER
+    constexpr int ITEMS = (ROWS * FEW_N / 8 + FEW_THREADS - 1) / FEW_THREADS;
+    extern __shared__ __align__(1024) char few_ring[];
+    few_place w = few_where<ROWS>(smem_at(few_ring), c.K, p);
+    int m, n, cluster = p.split * p.share;
+    uint4 old[ITEMS]; /* what a residual is added to is fetched ahead */
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < p.stages; i++) mbar_init(w.full + 8 * i, 1), mbar_init(w.empty + 8 * i, p.share);
+        mbar_init_fence();
+    }
+    if (p.share > 1) cluster_sync(); /* the others write to these barriers */
+    else __syncthreads();
+    grid_launch_dependents();
+    if (threadIdx.x / 32 == 4) {
+        if (threadIdx.x % 32 == 0) few_produce<ROWS>(&map_w, &map_x, w, p);
+        __syncwarp();
+    }
+    grid_wait();
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+        if (c.epi == EPI_RESIDUAL && few_item(c, w, p.split, i, &m, &n)) old[i] = *(uint4 *)(c.y + (size_t)m * c.ldy + w.n0 + n);
+    if (threadIdx.x / 32 < 4) {
+        float acc[ROWS / 2] = {}, *sums = (float *)few_ring + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+        few_consume<ROWS>(acc, w, p);
+        named_sync(1, 128); /* nobody reads the ring any more; with share > 1 nobody writes to it either: all loads have arrived */
+#pragma unroll
+        for (int i = 0; i < ROWS / 2; i++)
+            sums[(i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2) * FEW_PITCH + i % 4 / 2 * 8] = acc[i];
+    }
+    if (cluster > 1) cluster_sync();
+    else __syncthreads();
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+        if (few_item(c, w, p.split, i, &m, &n)) few_put(c, w, p.split, m, n, w.ring, old[i]);
+    if (cluster > 1) cluster_sync(); /* the others may still read this CTA's sums */
+#else
+    __trap();
+#endif
+}
+
+/* Tensor map of a matrix [rows][cols] with `ld` elements from row to row, for boxes of `box` rows of 64 columns. */
+static CUtensorMap few_map(toka_device *d, const bf16 *p, int rows, int cols, int ld, int box) {
+    CUtensorMap m;
+    cuuint64_t dims[2] = {(cuuint64_t)cols, (cuuint64_t)rows}, strides[1] = {(cuuint64_t)ld * 2};
+    cuuint32_t boxes[2] = {FEW_K, (cuuint32_t)box}, steps[2] = {1, 1};
+    CUresult r = d->encode_map(&m, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void *)p, dims, strides, boxes, steps,
+                               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    latch(d, r ? cudaErrorInvalidValue : cudaSuccess, "tensor map");
+    return m;
+}
+template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a, few_plan p) {
+    gemm_call c = gemm_checked(a);
+    int stage = FEW_W + ROWS * FEW_K * 2 + 16, cluster = p.split * p.share;
+    assert(c.M <= ROWS && ROWS / p.share % 8 == 0 && cluster <= 8 && p.stages * (stage - 16) >= ROWS * FEW_PITCH * 4);
+    launch_dependent(d, "GEMM (few rows)", gemm_few_kernel<ROWS>, dim3((unsigned)(ceil_div(c.N, FEW_N * p.share) * cluster)),
+                     FEW_THREADS, (size_t)(p.stages * stage), cluster, few_map(d, c.w, c.N, c.K, c.K, FEW_N),
+                     few_map(d, c.x, c.M, c.K, c.ldx, ROWS / p.share), c, p);
+}
 
 /* ===========================================================================
  * MARK: 8. Attention: the work list [host]
