@@ -50,6 +50,7 @@
 #include <cuda_runtime.h>
 
 #include <assert.h>
+#include <float.h>
 #include <limits.h>
 #include <math.h>
 #include <pthread.h>
@@ -181,6 +182,11 @@ __device__ static inline uint32_t smem_at(const void *p) { return (uint32_t)__cv
 __device__ static inline float ex2(float x) { /* 2^x, relative error 2^-22, 0 for -inf */
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ static inline float lg2(float x) { /* base-2 logarithm, absolute error 2^-22 near 1 */
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 __device__ static inline uint32_t pack_bf16(float low, float high) {
@@ -825,7 +831,8 @@ __global__ static void __launch_bounds__(256) rope_kernel(rope_args a) {
 enum epilogue {
     EPI_STORE,    /* y = acc + bias, bf16 [M][N] */
     EPI_RESIDUAL, /* y += acc + bias, bf16 [M][N]; the sum in float32, rounded once */
-    EPI_SWIGLU    /* W is gate and up by turns of 8 rows: y[M][N/2] = silu(gate) * up in float32, rounded once */
+    EPI_SWIGLU,   /* W is gate and up by turns of 8 rows: y[M][N/2] = silu(gate) * up in float32, rounded once */
+    EPI_LOGITS    /* y = acc, float32 [M][N]; y points to floats */
 };
 
 typedef struct gemm_args {
@@ -850,9 +857,13 @@ typedef struct gemm_call { /* gemm_args as a kernel takes them */
 
 __device__ static inline float silu(float x) { return x / (1 + ex2(-1.4426950408889634f * x)); }
 
-/* Columns n and n+1 (n even) of row m: STORE and RESIDUAL. */
+/* Columns n and n+1 (n even) of row m: STORE, RESIDUAL and LOGITS. */
 __device__ static inline void gemm_put_pair(const gemm_call &c, int m, int n, float a0, float a1) {
     uint32_t *to = (uint32_t *)(c.y + (size_t)m * c.ldy + n);
+    if (c.epi == EPI_LOGITS) {
+        *(float2 *)((float *)c.y + (size_t)m * c.ldy + n) = float2{a0, a1};
+        return;
+    }
     if (c.bias) a0 += c.bias[n], a1 += c.bias[n + 1];
     if (c.epi == EPI_RESIDUAL) {
         uint32_t old = *to;
@@ -1774,7 +1785,855 @@ static void attention(toka_device *d, const toka_step *s, int layer, const bf16 
 
 /* ===========================================================================
  * MARK: 10. LM head and sampling [kernel]
+ * Chosen rows of x to tokens: the op norm_logits_sample. The order of work on a row and every rule (ties, NaN, -inf, what a filter keeps,
+ * the last resort) are those of chapter 15 of toka.c; only the draw is made another way, so that it needs no pass over stored
+ * logits:
+ *
+ *   group   the vocabulary is cut, by index alone, into blocks of 256 ids, and a block into four groups: ids with the same
+ *           (id / 2) % 4, which are the 64 columns that one thread owns of a row in a 64 x 256 tile of wgmma accumulators
+ *   key     log2(sum of the group's weights) + Gumbel noise, one number per (row, group). The group with the highest key is an
+ *           exact draw of a group: the maximum of Gumbel variables shifted by their log-weights
+ *   id      inside the group the inverse of the cumulative distribution, at a uniform number that all groups of a row share: only
+ *           one group wins, and which one does not depend on it
+ *
+ * Noise comes from Philox as in chapter 15: key = seed, counter = (sample, position, 1 + block, 0), word g for group g; lane 0 gives
+ * the uniform. So the draw is a pure function of (logits, parameters, seed, sample, position): not of the batch, the slot, the
+ * tile shape, nor of which kernel computed the logits. Logits, keys and sums are float32; uniforms use all 32 bits.
+ *
+ * Rows come in two kinds. A plain row (greedy, drawn at a temperature, or scored; no filter, list, penalty or top log-probabilities)
+ * needs nothing but its groups. A filtered row has its logits stored and worked over first (samp_filter_kernel); what is left of
+ * them then goes the same way. A step:
+ *
+ *   rmsnorm             x -> xn: wanted rows
+ *   GEMM, EPI_LOGITS    xn -> logits, a chunk of rows at a time
+ *   samp_filter_kernel  filtered rows: lists, penalties, the cut, top log-probabilities
+ *   samp_blocks_kernel  logits -> parts, one samp_part per (row, block)
+ *   samp_reduce_kernel  parts -> picks
+ *   samp_undo_kernel    rows with bias or penalties: back to the raw logit for logprob
  * =========================================================================== */
+
+enum {
+    SAMP_BLOCK = 256,           /* ids of a block */
+    SAMP_OWN = 64,              /* of a group */
+    SAMP_SUB = 8,               /* ids summed together on the way to the group's sum */
+    SAMP_REDUCE_ROWS = 8,       /* rows of a reducing CTA, 32 threads each */
+    FILTER_THREADS = 512,
+    FILTER_WINDOW = 16384,      /* ids counted together for penalties; as bits, 524,288 ids of allowed_ids */
+    FILTER_BINS = 2048
+};
+#define SAMP_LOG2E 1.4426950408889634f
+#define SAMP_LN2 0.6931471805599453f
+#define SAMP_ONE 0x1p44f /* a weight of 1 in fixed point: sums of up to 2^18 weights are exact and come out the same in any order */
+
+typedef struct samp_ask { /* a toka_out_row, as all kernels need it: 32 bytes */
+    uint32_t key[2], sample, position; /* of Philox */
+    uint32_t u;                        /* the row's uniform */
+    float scale;                       /* log2(e) / temperature; 0: greedy */
+    int forced;                        /* >= 0: score this id */
+    int unused;
+} samp_ask;
+
+typedef struct samp_part { /* what some ids of a row come to */
+    float max;             /* highest logit; -inf: none may be drawn */
+    float key;             /* the candidate's, less max * scale */
+    int id;                /* the candidate, INT_MAX: none */
+    float x;               /* its logit */
+    float sum, raw_sum;    /* of 2^((x - max) * scale), and the same at temperature 1 */
+} samp_part;
+
+typedef struct samp_result { /* what comes down for every row */
+    int id;
+    float logprob, sampled_logprob;
+} samp_result;
+
+typedef struct samp_best { /* and for rows that ask for top log-probabilities */
+    int ids[TOKA_MAX_LOGPROBS];
+    float logprobs[TOKA_MAX_LOGPROBS];
+} samp_best;
+
+typedef struct samp_filter { /* what a filtered row asks besides; lists are on the device */
+    const int *history, *bias_ids, *allowed, *forbidden;
+    const float *bias;
+    double min_p_drop;                       /* logits more than this below the best go: temperature * log(min_p); -inf: off */
+    float temperature, top_p;                /* 1: off */
+    float repetition, frequency, presence;   /* penalties */
+    int top_k;                               /* 0: off */
+    int n_top, best;                         /* ids wanted, and where in tops; 0: none */
+    int n_history, n_prompt, n_bias, n_allowed, n_forbidden, last_resort;
+    float cut_at;                            /* from here on written by samp_filter_kernel: drawable are logits above this, */
+    int cut_last;                            /* and of those equal to it the ids up to this */
+    float raw_max, raw_log_sum;
+} samp_filter;
+
+struct samp_plan {
+    int n_blocks, ldl;       /* ceil(V / 256); row stride of logits */
+    int chunk, part_rows;    /* rows whose logits, and whose parts, are held together */
+    float *logits;           /* [chunk][ldl] */
+    samp_part *parts;        /* [n_blocks][part_rows] */
+    samp_result *results;    /* [max_out], and the same pinned */
+    samp_result *results_host;
+    samp_best *tops, *tops_host;
+    stage lists;             /* filters of one chunk and their lists */
+    int *order;              /* [max_out] ask i is s->out[order[i]]; plain rows first */
+    /* of the step: */
+    samp_ask *ask;           /* device, [n_out] */
+    int *rows;               /* device, [n_out] of x */
+    int n_plain, n_tops;
+};
+
+/* ---- A group: 64 logits in one thread's registers ---- */
+
+/* Philox4x32-10, as samp_philox of toka.c. */
+__host__ __device__ static inline void philox(uint32_t c[4], uint32_t k0, uint32_t k1) {
+#pragma unroll
+    for (int round = 0; round < 10; round++) {
+        uint64_t a = (uint64_t)0xD2511F53u * c[0], b = (uint64_t)0xCD9E8D57u * c[2];
+        c[0] = (uint32_t)(b >> 32) ^ c[1] ^ k0;
+        c[2] = (uint32_t)(a >> 32) ^ c[3] ^ k1;
+        c[1] = (uint32_t)b;
+        c[3] = (uint32_t)a;
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+}
+
+/* log2 of an exponential variable: E = -ln(1 - v) with v uniform, the middle of one of 2^32 cells. Small v, where the high Gumbel
+ * keys come from, by the series, since 1 - v would round; the largest key is 32.9 ln 2 = 22.9. */
+__device__ static inline float samp_log2_exponential(uint32_t word) {
+    float v = __fmul_rn(__fadd_rn((float)word, 0.5f), 0x1p-32f), rest = __fmul_rn(__fadd_rn((float)~word, 0.5f), 0x1p-32f);
+    float series = __fmaf_rn(v, __fmaf_rn(v, __fmaf_rn(v, __fmaf_rn(v, __fmaf_rn(v, 1 / 6.0f, 0.2f), 0.25f), 1 / 3.0f), 0.5f), 1);
+    return lg2(v < 0.0625f ? __fmul_rn(v, series) : __fmul_rn(-SAMP_LN2, lg2(rest)));
+}
+
+__device__ static inline float samp_clean(float x) { return x > FLT_MAX ? FLT_MAX : x >= -FLT_MAX ? x : -INFINITY; }
+__device__ static inline float samp_weight(float x, float base, float scale) {
+    return ex2(__fmul_rn(__fsub_rn(x, base), scale));
+}
+
+/* Which of the eight weights holds u's place. u's upper half counts from the far end: a place close to either end is known
+ * as finely as its 32 bits say. *target: u times the sum of all, from that end; on return what is left of it inside. */
+__device__ static inline int samp_place(const float (&w)[8], bool flip, float *target) {
+    int at = -1, last = 0;
+    float left = *target;
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        float wk = flip ? w[7 - k] : w[k];
+        if (wk > 0 && at < 0) last = flip ? 7 - k : k;
+        if (at < 0 && left < wk) at = last, *target = left;
+        left = __fsub_rn(left, wk);
+    }
+    return at < 0 ? last : at; /* rounding may lead past the end */
+}
+
+/* The group's part. v[2j + b]: logit of id0 + 8j + b, overwritten if not clean; ids outside the vocabulary are -inf. word: the group's
+ * noise. The arithmetic is pinned down to the rounding, so that every kernel that inlines this draws alike. */
+__device__ static inline samp_part samp_group(float (&v)[SAMP_OWN], const samp_ask &a, uint32_t word, int id0) {
+    float highest[8], sums[8], max, base, sum, raw_sum, scale = a.scale > 0 && a.forced < 0 ? a.scale : SAMP_LOG2E;
+    for (;;) {
+        max = -INFINITY;
+#pragma unroll
+        for (int s = 0; s < 8; s++) {
+            highest[s] = v[8 * s];
+#pragma unroll
+            for (int k = 1; k < 8; k++) highest[s] = fmaxf(highest[s], v[8 * s + k]);
+            max = fmaxf(max, highest[s]);
+        }
+        base = fmaxf(max, -FLT_MAX);
+#pragma unroll
+        for (int s = 0; s < 8; s++) {
+            sums[s] = samp_weight(v[8 * s], base, scale);
+#pragma unroll
+            for (int k = 1; k < 8; k++) sums[s] = __fadd_rn(sums[s], samp_weight(v[8 * s + k], base, scale));
+        }
+        sum = __fadd_rn(__fadd_rn(__fadd_rn(sums[0], sums[1]), __fadd_rn(sums[2], sums[3])),
+                        __fadd_rn(__fadd_rn(sums[4], sums[5]), __fadd_rn(sums[6], sums[7])));
+        if (sum >= 0) break; /* else a NaN or +inf is among them */
+#pragma unroll
+        for (int i = 0; i < SAMP_OWN; i++) v[i] = samp_clean(v[i]);
+    }
+    raw_sum = sum;
+    if (scale != SAMP_LOG2E) {
+        raw_sum = 0;
+#pragma unroll
+        for (int i = 0; i < SAMP_OWN; i++) raw_sum = __fadd_rn(raw_sum, samp_weight(v[i], base, SAMP_LOG2E));
+    }
+
+    int sub = 0, at = 0, rel = a.forced - id0;
+    bool flip = a.u >> 31, own = a.forced >= 0 && rel >= 0 && rel < SAMP_BLOCK && (rel & 6) == 0;
+    float target = __fmul_rn(__fmul_rn(__fadd_rn((float)(flip ? ~a.u : a.u), 0.5f), 0x1p-32f), sum);
+    if (a.forced >= 0) sub = own ? rel / 32 : 0;
+    else if (a.scale > 0) sub = samp_place(sums, flip, &target);
+    else {
+#pragma unroll
+        for (int s = 7; s >= 0; s--) sub = highest[s] == max ? s : sub;
+    }
+    float y[8], x;
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        y[k] = v[k];
+#pragma unroll
+        for (int s = 1; s < 8; s++) y[k] = sub == s ? v[8 * s + k] : y[k];
+    }
+    if (a.forced >= 0) at = rel / 8 % 4 * 2 + rel % 2;
+    else if (a.scale > 0) {
+        float w[8];
+#pragma unroll
+        for (int k = 0; k < 8; k++) w[k] = samp_weight(y[k], base, scale);
+        at = samp_place(w, flip, &target);
+    } else {
+#pragma unroll
+        for (int k = 7; k >= 0; k--) at = y[k] == max ? k : at;
+    }
+    x = y[0];
+#pragma unroll
+    for (int k = 1; k < 8; k++) x = at == k ? y[k] : x;
+    bool none = a.forced >= 0 ? !own : max == -INFINITY;
+    return samp_part{max, __fsub_rn(lg2(sum), samp_log2_exponential(word)), none ? INT_MAX : id0 + 32 * sub + at / 2 * 8 + at % 2,
+                     x, sum, raw_sum};
+}
+
+/* a and b, of the same row, become one: bitwise the same whichever comes first. */
+__device__ static inline samp_part samp_merge(const samp_part &a, const samp_part &b, const samp_ask &ask) {
+    float scale = ask.scale > 0 && ask.forced < 0 ? ask.scale : SAMP_LOG2E;
+    float max = fmaxf(a.max, b.max), base = fmaxf(max, -FLT_MAX), below_a = __fsub_rn(a.max, base), below_b = __fsub_rn(b.max, base);
+    float key_a = __fadd_rn(a.key, __fmul_rn(below_a, scale)), key_b = __fadd_rn(b.key, __fmul_rn(below_b, scale));
+    bool second = b.id < a.id; /* forced: only one has it. Else the tie */
+    if (ask.forced < 0) {
+        float rank_a = ask.scale > 0 ? key_a : a.max, rank_b = ask.scale > 0 ? key_b : b.max;
+        second = rank_b > rank_a || (rank_b == rank_a && second);
+    }
+    samp_part r = second ? b : a;
+    r.max = max, r.key = second ? key_b : key_a;
+    r.sum = __fadd_rn(__fmul_rn(a.sum, ex2(__fmul_rn(below_a, scale))), __fmul_rn(b.sum, ex2(__fmul_rn(below_b, scale))));
+    r.raw_sum = __fadd_rn(__fmul_rn(a.raw_sum, ex2(__fmul_rn(below_a, SAMP_LOG2E))),
+                          __fmul_rn(b.raw_sum, ex2(__fmul_rn(below_b, SAMP_LOG2E))));
+    return r;
+}
+
+__device__ static inline samp_part samp_shuffle(const samp_part &p, int lanes) { /* of lane ^ lanes */
+    return samp_part{__shfl_xor_sync(~0u, p.max, lanes), __shfl_xor_sync(~0u, p.key, lanes), __shfl_xor_sync(~0u, p.id, lanes),
+                     __shfl_xor_sync(~0u, p.x, lanes),   __shfl_xor_sync(~0u, p.sum, lanes),
+                     __shfl_xor_sync(~0u, p.raw_sum, lanes)};
+}
+
+/* The four groups of a block lie in four lanes side by side; on return each holds the block's part. All lanes of a warp call it. */
+__device__ static inline samp_part samp_quad(samp_part p, const samp_ask &a) {
+    p = samp_merge(p, samp_shuffle(p, 1), a);
+    return samp_merge(p, samp_shuffle(p, 2), a);
+}
+
+/* Noise of group g of a block. */
+__device__ static inline uint32_t samp_noise(const samp_ask &a, int block, int g) {
+    uint32_t c[4] = {a.sample, a.position, 1 + (uint32_t)block, 0};
+    philox(c, a.key[0], a.key[1]);
+    return g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : c[3];
+}
+
+/* ---- Sums and maxima over a CTA ---- */
+
+struct op_max { template <class T> __device__ T operator()(T a, T b) const { return a > b ? a : b; } };
+struct op_add { template <class T> __device__ T operator()(T a, T b) const { return a + b; } };
+
+/* x of all threads, folded in a fixed order; every thread gets it. scratch: [33] in shared memory. */
+template <class T, class F> __device__ static inline T block_fold(T x, T *scratch, F op) {
+    int warp = (int)threadIdx.x / 32, warps = (int)blockDim.x / 32;
+    for (int lanes = 16; lanes; lanes /= 2) x = op(x, __shfl_xor_sync(~0u, x, lanes));
+    __syncthreads(); /* an earlier fold's result has been read */
+    if (threadIdx.x % 32 == 0) scratch[warp] = x;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int i = 1; i < warps; i++) x = op(x, scratch[i]);
+        scratch[32] = x;
+    }
+    __syncthreads();
+    return scratch[32];
+}
+
+/* ---- Filtered rows ----
+ *
+ * Steps 1, 2 and 4 of chapter 15 on one stored row: clean, raw log-sum-exp, top log-probabilities, bias, allowed and forbidden ids,
+ * penalties, then the cut. Everything a filter keeps is the head of one order (logit falling, id rising), so the outcome is a logit
+ * and the last id of it that stays.
+ * in/out  logits float32 [n][ldl], row i of filters[i]: raw, then adjusted      out  filters[i].cut_*, raw_*; tops
+ * grid: n; block: 512; shared: 64 KB. Reads the row about 4 times plainly, 3 times more for each of top-k, top-p and top
+ * log-probabilities, from the L2 cache: V * 4 bytes a pass. Sums that decide are integers, so no order of threads shows. */
+
+typedef struct samp_dist { /* a row as a distribution */
+    float *x;
+    int V;
+    float max, scale, at; /* highest logit; log2(e) / temperature; the cut, as in samp_filter */
+    int last;
+} samp_dist;
+typedef unsigned long long samp_mass; /* weight in fixed point; also counts */
+
+__device__ static inline bool samp_kept(const samp_dist &r, float x, int id) { return x > r.at || (x == r.at && id <= r.last); }
+__device__ static inline samp_mass samp_mass_of(const samp_dist &r, float x) {
+    return (samp_mass)(samp_weight(x, r.max, r.scale) * SAMP_ONE);
+}
+
+/* Order-preserving map of floats to integers and back (-0 counts as +0). */
+__device__ static inline uint32_t samp_key(float x) {
+    uint32_t u = __float_as_uint(x + 0.0f);
+    return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
+__device__ static inline float samp_unkey(uint32_t key) {
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+/* Warp 0: the bin, from the top, at which the sum passes `want` (the lowest in use if none does), and the sum before it. */
+__device__ static inline void samp_find_bin(const samp_mass *bins, samp_mass want, samp_mass passed, int *bin, samp_mass *before) {
+    const int each = FILTER_BINS / 32;
+    int lane = (int)threadIdx.x, top = FILTER_BINS - 1 - lane * each, low = -1;
+    samp_mass own = 0, upto;
+    for (int i = 0; i < each; i++) {
+        own += bins[top - i];
+        if (bins[top - i]) low = top - i;
+    }
+    upto = own;
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+        samp_mass other = __shfl_up_sync(~0u, upto, lanes);
+        if (lane >= lanes) upto += other;
+    }
+    upto += passed;
+    unsigned reach = __ballot_sync(~0u, upto >= want && own), used = __ballot_sync(~0u, own > 0);
+    int chosen = reach ? __ffs((int)reach) - 1 : 31 - __clz((int)used);
+    if (lane != chosen) return;
+    passed = upto - own;
+    int b = top;
+    while (b > low && passed + bins[b] < want) passed += bins[b--];
+    *bin = b, *before = passed;
+}
+
+/* From the highest logit down, adds up 1 for each kept id (by_count) or its weight; returns the logit at which the sum reaches
+ * `want` (the lowest kept if it never does), *above: the sum before the first id of that logit. A radix search over the bits of
+ * the logit's key, 11 + 11 + 10. bins: [FILTER_BINS] in shared memory. At least one id is kept. */
+__device__ static float samp_reach(const samp_dist &r, bool by_count, samp_mass want, samp_mass *bins, samp_mass *above) {
+    __shared__ int bin;
+    __shared__ samp_mass before;
+    uint32_t found = 0, known = 0;
+    *above = 0;
+    for (int pass = 0; pass < 3; pass++) {
+        int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0;
+        uint32_t mask = pass == 2 ? 1023u : 2047u;
+        __syncthreads();
+        for (int i = (int)threadIdx.x; i < FILTER_BINS; i += FILTER_THREADS) bins[i] = 0;
+        __syncthreads();
+        for (int id = (int)threadIdx.x; id < r.V; id += FILTER_THREADS) {
+            float x = r.x[id];
+            uint32_t key = samp_key(x);
+            if (!samp_kept(r, x, id) || (key & known) != found) continue;
+            samp_mass add = by_count ? 1 : samp_mass_of(r, x);
+            if (add) atomicAdd(&bins[key >> shift & mask], add);
+        }
+        __syncthreads();
+        if (threadIdx.x < 32) samp_find_bin(bins, want, *above, &bin, &before);
+        __syncthreads();
+        found |= (uint32_t)bin << shift, known |= mask << shift;
+        *above = before;
+    }
+    return samp_unkey(found);
+}
+
+/* The n-th id, counted from 1, among those with logit `at`; INT_MAX if there are not that many. scratch: [33]. */
+__device__ static int samp_nth(const samp_dist &r, float at, samp_mass n, samp_mass *scratch) {
+    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, each = (r.V + FILTER_THREADS - 1) / FILTER_THREADS * 32;
+    int from = warp * each, to = min(r.V, from + each);
+    samp_mass count = 0, before = 0;
+    for (int id = from + lane; id < to; id += 32) count += r.x[id] == at;
+    for (int lanes = 16; lanes; lanes /= 2) count += __shfl_xor_sync(~0u, count, lanes);
+    __syncthreads();
+    if (lane == 0) scratch[warp] = count;
+    if (threadIdx.x == 0) scratch[32] = INT_MAX;
+    __syncthreads();
+    for (int i = 0; i < warp; i++) before += scratch[i];
+    if (before < n && n <= before + count) {
+        for (int id = from; id < to; id += 32) {
+            unsigned tied = __ballot_sync(~0u, id + lane < to && r.x[id + lane] == at);
+            bool here = tied >> lane & 1 && before + (samp_mass)__popc(tied & ((2u << lane) - 1)) == n;
+            if (here) scratch[32] = (samp_mass)(id + lane);
+            before += (samp_mass)__popc(tied);
+        }
+    }
+    __syncthreads();
+    int nth = (int)scratch[32];
+    __syncthreads();
+    return nth;
+}
+
+/* The n best ids by logit, best first, of equal ones the lowest first. -inf counts too. */
+__device__ static void samp_top(samp_dist r, int n, float log_sum, samp_best *best, samp_mass *bins, samp_mass *scratch) {
+    __shared__ float x[TOKA_MAX_LOGPROBS];
+    __shared__ int ids[TOKA_MAX_LOGPROBS], have;
+    samp_mass above;
+    r.at = -INFINITY, r.last = INT_MAX;
+    float at = samp_reach(r, true, (samp_mass)n, bins, &above);
+    r.last = samp_nth(r, at, (samp_mass)n - above, scratch), r.at = at;
+    if (threadIdx.x == 0) have = 0;
+    __syncthreads();
+    for (int id = (int)threadIdx.x; id < r.V; id += FILTER_THREADS) {
+        float v = r.x[id];
+        if (!samp_kept(r, v, id)) continue;
+        int i = atomicAdd(&have, 1); /* n of them, in any order */
+        x[i] = v, ids[i] = id;
+    }
+    __syncthreads();
+    if ((int)threadIdx.x < n) {
+        float v = x[threadIdx.x];
+        int id = ids[threadIdx.x], rank = 0;
+        for (int i = 0; i < n; i++) rank += x[i] > v || (x[i] == v && ids[i] < id);
+        best->ids[rank] = id;
+        best->logprobs[rank] = v == -INFINITY ? -INFINITY : v - r.max - log_sum;
+    }
+    __syncthreads();
+}
+
+/* logit_bias; an id named twice gets both, in the list's order. One warp, 32 entries at a time. */
+__device__ static void samp_bias(const samp_filter &f, float *x) {
+    int lane = (int)threadIdx.x;
+    for (int from = 0; from < f.n_bias; from += 32) {
+        int i = from + lane, id = i < f.n_bias ? f.bias_ids[i] : -1 - lane;
+        unsigned same = __match_any_sync(~0u, id);
+        if (id >= 0 && (same & ((1u << lane) - 1)) == 0) { /* the first of them does all */
+            float v = x[id];
+            for (unsigned left = same; left; left &= left - 1) v = samp_clean(__fadd_rn(v, f.bias[from + __ffs((int)left) - 1]));
+            x[id] = v;
+        }
+        __threadfence_block();
+        __syncwarp();
+    }
+}
+
+/* Everything but allowed ids becomes -inf. bits: [FILTER_WINDOW], a bit per id. */
+__device__ static void samp_allow(const samp_filter &f, float *x, int V, uint32_t *bits) {
+    for (int from = 0; from < V; from += 32 * FILTER_WINDOW) {
+        int n = min(32 * FILTER_WINDOW, V - from);
+        for (int i = (int)threadIdx.x; i < FILTER_WINDOW; i += FILTER_THREADS) bits[i] = 0;
+        __syncthreads();
+        for (int i = (int)threadIdx.x; i < f.n_allowed; i += FILTER_THREADS) {
+            int at = f.allowed[i] - from;
+            if (at >= 0 && at < n) atomicOr(&bits[at / 32], 1u << at % 32);
+        }
+        __syncthreads();
+        for (int i = (int)threadIdx.x; i < n; i += FILTER_THREADS)
+            if (!(bits[i / 32] >> i % 32 & 1)) x[from + i] = -INFINITY;
+        __syncthreads();
+    }
+}
+
+/* Penalties, once for each id of the history: counts of a window of the vocabulary at a time. Bit 31: the id is there. */
+__device__ static void samp_penalties(const samp_filter &f, float *x, int V, uint32_t *counts) {
+    for (int from = 0; from < V; from += FILTER_WINDOW) {
+        int n = min((int)FILTER_WINDOW, V - from);
+        for (int i = (int)threadIdx.x; i < n; i += FILTER_THREADS) counts[i] = 0;
+        __syncthreads();
+        for (int i = (int)threadIdx.x; i < f.n_history; i += FILTER_THREADS) {
+            int at = f.history[i] - from;
+            if (at < 0 || at >= n) continue;
+            if (i >= f.n_prompt) atomicAdd(&counts[at], 1u);
+            atomicOr(&counts[at], 0x80000000u);
+        }
+        __syncthreads();
+        for (int i = (int)threadIdx.x; i < n; i += FILTER_THREADS) {
+            if (!counts[i]) continue;
+            float v = x[from + i], count = (float)(counts[i] & 0x7fffffffu);
+            v = v < 0 ? __fmul_rn(v, f.repetition) : __fdiv_rn(v, f.repetition);
+            v = __fsub_rn(v, __fmul_rn(f.frequency, count));
+            if (count > 0) v = __fsub_rn(v, f.presence);
+            x[from + i] = samp_clean(v);
+        }
+        __syncthreads();
+    }
+}
+
+/* Logits more than `drop` (<= 0) below the best go. */
+__device__ static void samp_min_p(samp_dist &r, double drop) {
+    float at = __double2float_ru(fmax((double)r.max + drop, -(double)FLT_MAX));
+    if (at > r.at) r.at = at, r.last = INT_MAX;
+}
+
+/* Keeps an id if those before it, from the highest down, have less than p of the mass. All weights up to a V-th of what may go can go
+ * at once, since V of them would not be too much: that leaves the search few ids. */
+__device__ static void samp_top_p(samp_dist &r, const samp_filter &f, samp_mass *bins, samp_mass *scratch) {
+    samp_mass total = 0, above;
+    for (int id = (int)threadIdx.x; id < r.V; id += FILTER_THREADS)
+        if (samp_kept(r, r.x[id], id)) total += samp_mass_of(r, r.x[id]);
+    total = block_fold(total, scratch, op_add{});
+    double p = f.top_p, small = (1 - p) * ((double)total / (double)SAMP_ONE) / r.V;
+    samp_min_p(r, small < 1 ? f.temperature * log(small) : 0);
+    samp_mass want = (samp_mass)ceil(p * (double)total);
+    float at = samp_reach(r, false, want, bins, &above);
+    samp_mass each = samp_mass_of(r, at), more = want > above ? want - above : 1;
+    r.last = samp_nth(r, at, each ? (more + each - 1) / each : 1, scratch), r.at = at;
+}
+
+__global__ static void __launch_bounds__(FILTER_THREADS) samp_filter_kernel(const samp_ask *ask, samp_filter *filters, float *logits,
+                                                                            int ldl, int V, samp_best *tops) {
+    extern __shared__ __align__(16) uint32_t window[]; /* [FILTER_WINDOW] counts or bits; later bins */
+    __shared__ samp_mass scratch[33];
+    samp_mass *bins = (samp_mass *)window;
+    grid_launch_dependents();
+    grid_wait();
+    samp_filter &f = filters[blockIdx.x];
+    const samp_ask a = ask[blockIdx.x];
+    samp_dist r = {logits + (size_t)blockIdx.x * ldl, V, -INFINITY, SAMP_LOG2E, -INFINITY, -1};
+    for (int id = (int)threadIdx.x; id < V; id += FILTER_THREADS) {
+        float x = samp_clean(r.x[id]);
+        r.x[id] = x;
+        r.max = fmaxf(r.max, x);
+    }
+    r.max = block_fold(r.max, (float *)scratch, op_max{});
+    float sum = 0, base = fmaxf(r.max, -FLT_MAX);
+    for (int id = (int)threadIdx.x; id < V; id += FILTER_THREADS) sum += samp_weight(r.x[id], base, SAMP_LOG2E);
+    float log_sum = (float)log(block_fold((double)sum, (double *)scratch, op_add{}));
+    if (threadIdx.x == 0) f.raw_max = r.max, f.raw_log_sum = log_sum;
+    if (f.n_top) samp_top(r, f.n_top, log_sum, tops + f.best, bins, scratch);
+    if (a.forced < 0) {
+        __syncthreads();
+        if (threadIdx.x < 32) samp_bias(f, r.x);
+        __syncthreads();
+        if (f.n_allowed) samp_allow(f, r.x, V, window);
+        for (int i = (int)threadIdx.x; i < f.n_forbidden; i += FILTER_THREADS)
+            if (f.forbidden[i] >= 0 && f.forbidden[i] < V) r.x[f.forbidden[i]] = -INFINITY;
+        __syncthreads();
+        if (f.n_history) samp_penalties(f, r.x, V, window);
+        r.max = -INFINITY;
+        for (int id = (int)threadIdx.x; id < V; id += FILTER_THREADS) r.max = fmaxf(r.max, r.x[id]);
+        r.max = block_fold(r.max, (float *)scratch, op_max{});
+    }
+    if (a.forced < 0 && a.scale > 0 && r.max > -INFINITY) {
+        samp_mass above;
+        r.scale = a.scale;
+        if (f.top_k > 0) r.at = samp_reach(r, true, (samp_mass)f.top_k, bins, &above), r.last = INT_MAX;
+        if (f.top_p < 1) samp_top_p(r, f, bins, scratch);
+        if (f.min_p_drop > -INFINITY) samp_min_p(r, f.min_p_drop);
+    }
+    if (threadIdx.x == 0) f.cut_at = r.at, f.cut_last = r.last;
+}
+
+/* ---- Stored logits to parts ----
+ *
+ * in   logits float32 [n][ldl], ldl a multiple of 256; filters [n] or NULL      out  parts[block][ld], columns 0 .. n-1
+ * A thread loads what it would own in a wgmma tile: four threads side by side read 32 bytes, a warp eight blocks of a row.
+ * grid: (ceil(blocks / 32), n); block: 128. Reads V * 4 bytes a row, writes 24 bytes a block. */
+__global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask *ask, const samp_filter *filters, const float *logits,
+                                                                 int ldl, int V, samp_part *parts, int ld) {
+    int g = (int)threadIdx.x % 4, block = (int)(blockIdx.x * 32 + threadIdx.x / 4), id0 = block * SAMP_BLOCK + 2 * g;
+    int row = (int)blockIdx.y;
+    float v[SAMP_OWN];
+    grid_launch_dependents();
+    grid_wait();
+    const samp_ask a = ask[row];
+    bool inside = block * SAMP_BLOCK < V;
+    const float *from = logits + (size_t)row * ldl + id0;
+#pragma unroll
+    for (int j = 0; j < SAMP_OWN / 2; j++) {
+        float2 pair = inside ? *(const float2 *)(from + 8 * j) : float2{-INFINITY, -INFINITY};
+        v[2 * j] = id0 + 8 * j < V ? pair.x : -INFINITY;
+        v[2 * j + 1] = id0 + 8 * j + 1 < V ? pair.y : -INFINITY;
+    }
+    if (filters && a.forced < 0 && a.scale > 0) {
+        float at = filters[row].cut_at;
+        int last = filters[row].cut_last;
+#pragma unroll
+        for (int i = 0; i < SAMP_OWN; i++) {
+            int id = id0 + i / 2 * 8 + i % 2;
+            if (!(v[i] > at || (v[i] == at && id <= last))) v[i] = -INFINITY;
+        }
+    }
+    samp_part p = samp_quad(samp_group(v, a, samp_noise(a, block, g), id0), a);
+    if (inside && g == 0) parts[(size_t)block * ld + row] = p;
+}
+
+/* ---- Parts to results ----
+ *
+ * in   parts [n_blocks][ld], columns 0 .. n-1; filters [n] or NULL      out  results [n]
+ * A row's parts are merged in an order that the number of blocks alone fixes.
+ * grid: ceil(n / 8); block: 256, thread t merges blocks t/8, t/8 + 32 ... of row t%8. Reads 24 bytes a part. */
+__global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_ask *ask, const samp_filter *filters, const samp_part *parts,
+                                                                 int ld, int n_blocks, int n, samp_result *results) {
+    __shared__ samp_part all[32][SAMP_REDUCE_ROWS];
+    int r = (int)threadIdx.x % SAMP_REDUCE_ROWS, k = (int)threadIdx.x / SAMP_REDUCE_ROWS, row = (int)blockIdx.x * SAMP_REDUCE_ROWS + r;
+    grid_launch_dependents();
+    grid_wait();
+    int from = min(row, n - 1);
+    const samp_ask a = ask[from];
+    samp_part p = {-INFINITY, -INFINITY, INT_MAX, -INFINITY, 0, 0};
+    for (int b = k; b < n_blocks; b += 32) p = samp_merge(p, parts[(size_t)b * ld + from], a);
+    all[k][r] = p;
+    for (int half = 16; half; half /= 2) {
+        __syncthreads();
+        if (k < half) all[k][r] = p = samp_merge(p, all[k + half][r], a);
+    }
+    if (k || row >= n) return;
+    samp_result out = {p.id, p.x - p.max - logf(p.raw_sum), 0};
+    if (filters) out.logprob = p.x - filters[row].raw_max - filters[row].raw_log_sum;
+    if (p.x == -INFINITY) out.logprob = -INFINITY;
+    if (a.forced >= 0) out.sampled_logprob = out.logprob;
+    else if (p.max == -INFINITY) out.id = filters ? filters[row].last_resort : 0, out.logprob = -INFINITY;
+    else if (a.scale > 0) out.sampled_logprob = ((p.x - p.max) * a.scale - log2f(p.sum)) * SAMP_LN2;
+    results[row] = out;
+}
+
+/* ---- Back to the raw logit ----
+ *
+ * logprob of the raw logit at the picked id, from the adjusted one: samp_unadjust of toka.c.
+ * in   filters [n]      in/out  results [n]      grid: n; block: 256. Rows without bias and penalties leave at once. */
+__global__ static void __launch_bounds__(256) samp_undo_kernel(const samp_ask *ask, const samp_filter *filters, const float *logits, int ldl,
+                                                               samp_result *results) {
+    __shared__ int scratch[33];
+    grid_launch_dependents();
+    grid_wait();
+    const samp_filter &f = filters[blockIdx.x];
+    int id = results[blockIdx.x].id, seen = 0, count = 0;
+    if (ask[blockIdx.x].forced >= 0 || (!f.n_bias && !f.n_history)) return;
+    for (int i = (int)threadIdx.x; i < f.n_history; i += (int)blockDim.x) {
+        bool hit = f.history[i] == id;
+        seen |= hit, count += hit && i >= f.n_prompt;
+    }
+    seen = block_fold(seen, scratch, op_max{});
+    count = block_fold(count, scratch, op_add{});
+    if (threadIdx.x) return;
+    double x = logits[(size_t)blockIdx.x * ldl + id];
+    if (count) x += (double)f.frequency * count + f.presence;
+    if (seen) x = x < 0 ? x / f.repetition : x * f.repetition;
+    for (int i = 0; i < f.n_bias; i++)
+        if (f.bias_ids[i] == id) x -= f.bias[i];
+    x = fmin(x, (double)f.raw_max);
+    results[blockIdx.x].logprob = x == -INFINITY ? -INFINITY : (float)(x - f.raw_max - f.raw_log_sum);
+}
+
+/* ---- The plan of a step ---- */
+
+enum { SAMP_LOGITS_BYTES = 192 << 20, SAMP_LIST_BYTES = 16 << 20, SAMP_PART_ROWS = 4096 };
+
+static size_t samp_stage_bytes(const toka_device *d) { return (size_t)d->options.max_out * (sizeof(samp_ask) + sizeof(int)) + 32; }
+
+static void *samp_pinned(toka_device *d, size_t bytes, const char *what) {
+    void *p = NULL;
+    if (!d->error.code) latch(d, cudaHostAlloc(&p, bytes, cudaHostAllocDefault), what);
+    return p;
+}
+
+/* Takes all memory of this chapter; failures are latched. Needs options, shape and n_sms. */
+static void samp_open(toka_device *d) {
+    samp_plan *p = (samp_plan *)calloc(1, sizeof *p);
+    size_t max_out = (size_t)d->options.max_out, V = (size_t)d->shape->V;
+    if (!p) abort();
+    d->samp = p;
+    p->n_blocks = ceil_div(d->shape->V, SAMP_BLOCK), p->ldl = p->n_blocks * SAMP_BLOCK;
+    size_t fit = SAMP_LOGITS_BYTES / ((size_t)p->ldl * sizeof(float));
+    p->chunk = (int)(fit < 8 ? 8 : fit > max_out ? max_out : fit > 128 ? fit & ~(size_t)127 : fit);
+    p->part_rows = (int)(max_out < SAMP_PART_ROWS ? max_out : SAMP_PART_ROWS);
+    if (p->part_rows < p->chunk) p->part_rows = p->chunk;
+    p->logits = (float *)dev_alloc(d, (size_t)p->chunk * (size_t)p->ldl * sizeof(float), "logits");
+    p->parts = (samp_part *)dev_alloc(d, (size_t)p->n_blocks * (size_t)p->part_rows * sizeof(samp_part), "parts of sampling");
+    p->results = (samp_result *)dev_alloc(d, max_out * sizeof(samp_result), "picks");
+    p->tops = (samp_best *)dev_alloc(d, max_out * sizeof(samp_best), "top log-probabilities");
+    p->results_host = (samp_result *)samp_pinned(d, max_out * sizeof(samp_result), "pinned picks");
+    p->tops_host = (samp_best *)samp_pinned(d, max_out * sizeof(samp_best), "pinned top log-probabilities");
+    p->order = (int *)malloc(max_out * sizeof(int));
+    if (!p->order) abort();
+    stage_open(d, &p->lists, (size_t)p->chunk * sizeof(samp_filter) + SAMP_LIST_BYTES + 4 * ((size_t)d->shape->max_len + 4 * V) + 64);
+}
+
+static void samp_close(toka_device *d) {
+    samp_plan *p = d->samp;
+    if (!p) return;
+    cudaFreeHost(p->results_host);
+    cudaFreeHost(p->tops_host);
+    cudaFreeHost(p->lists.host);
+    if (p->lists.sent) cudaEventDestroy(p->lists.sent);
+    free(p->order);
+    free(p);
+    d->samp = NULL;
+}
+
+static bool samp_penalized(const toka_sampling *s) {
+    return s->repetition_penalty != 1 || s->frequency_penalty != 0 || s->presence_penalty != 0;
+}
+static bool samp_filtered(const toka_out_row *row, int V) {
+    const toka_sampling *s = row->sampling;
+    if (!s) return false;
+    if (s->logprobs > 0) return true;
+    if (row->forced_id >= 0) return false;
+    if (s->n_bias || s->n_allowed || row->n_forbidden || samp_penalized(s)) return true;
+    return s->temperature > 0 && ((s->top_k > 0 && s->top_k < V) || s->top_p < 1 || s->min_p > 0);
+}
+
+/* Chooses which rows go which way and puts what all rows need into the stage, at the start of a step; lists follow chunk by chunk. */
+static void samp_plan_step(toka_device *d, const toka_step *s) {
+    samp_plan *p = d->samp;
+    samp_ask *ask;
+    int *rows;
+    assert(s->n_out <= d->options.max_out);
+    int n = 0, last = s->n_out;
+    for (int i = 0; i < s->n_out; i++) p->order[samp_filtered(&s->out[i], d->shape->V) ? --last : n++] = i;
+    p->n_plain = n, p->n_tops = 0;
+    p->ask = (samp_ask *)stage_room(&d->up, (size_t)s->n_out * sizeof *ask, (void **)&ask);
+    p->rows = (int *)stage_room(&d->up, (size_t)s->n_out * sizeof *rows, (void **)&rows);
+    for (int i = 0; i < s->n_out; i++) {
+        const toka_out_row *row = &s->out[p->order[i]];
+        const toka_sampling *how = row->sampling;
+        uint64_t seed = how ? how->seed : 0;
+        float T = how ? how->temperature : 0;
+        assert(row->row >= 0 && row->row < s->T && row->forced_id < d->shape->V && (how || row->forced_id >= 0));
+        double scale = T > 0 ? 1.4426950408889634 / T : 0;
+        uint32_t c[4] = {row->sample, row->position, 0, 0};
+        philox(c, (uint32_t)seed, (uint32_t)(seed >> 32));
+        rows[i] = row->row;
+        ask[i] = samp_ask{{(uint32_t)seed, (uint32_t)(seed >> 32)}, row->sample, row->position, c[0],
+                          scale > 3e38 ? 3e38f : (float)scale, row->forced_id < 0 ? -1 : row->forced_id, 0};
+    }
+}
+
+static bool samp_listed(const int32_t *list, int n, int32_t id) {
+    for (int i = 0; i < n; i++)
+        if (list[i] == id) return true;
+    return false;
+}
+/* The lowest id that is allowed and not among the first n_forbidden; V if there is none. */
+static int samp_lowest(const toka_out_row *row, int n_forbidden, int V) {
+    const toka_sampling *s = row->sampling;
+    int lowest = s->n_allowed ? V : 0;
+    for (int i = 0; i < s->n_allowed; i++) {
+        int id = s->allowed_ids[i];
+        if (id < lowest && !samp_listed(row->forbidden, n_forbidden, id)) lowest = id;
+    }
+    while (!s->n_allowed && lowest < V && samp_listed(row->forbidden, n_forbidden, lowest)) lowest++;
+    return lowest;
+}
+/* The pick when every logit is -inf; if all that is allowed is forbidden, the lowest allowed. */
+static int samp_last_resort(const toka_out_row *row, int V) {
+    int id = samp_lowest(row, row->n_forbidden, V);
+    return id < V ? id : samp_lowest(row, 0, V);
+}
+
+/* The part of the history that penalties look at. */
+static int samp_history_from(const toka_out_row *row) {
+    if (row->forced_id >= 0 || !samp_penalized(row->sampling)) return row->n_history;
+    return row->sampling->repetition_penalty == 1 ? row->n_prompt : 0;
+}
+
+static size_t samp_list_bytes(const toka_out_row *row) {
+    const toka_sampling *s = row->sampling;
+    return 4 * ((size_t)(row->n_history - samp_history_from(row)) + 2 * (size_t)s->n_bias + (size_t)s->n_allowed + (size_t)row->n_forbidden) +
+           5 * 16;
+}
+
+/* Fills in the filter of one row; lists that its request shares with the row before are sent once. */
+static void samp_fill(toka_device *d, const toka_out_row *row, const toka_out_row *before, const samp_filter *old, samp_filter *f) {
+    samp_plan *p = d->samp;
+    const toka_sampling *s = row->sampling;
+    int V = d->shape->V, from = samp_history_from(row), n_top = s->logprobs < TOKA_MAX_LOGPROBS ? s->logprobs : TOKA_MAX_LOGPROBS;
+    bool shared = before && before->sampling == s;
+    *f = samp_filter{};
+    f->history = (const int *)stage_put(&p->lists, row->history + from, (size_t)(row->n_history - from) * 4);
+    f->n_history = row->n_history - from, f->n_prompt = row->n_prompt > from ? row->n_prompt - from : 0;
+    f->bias_ids = shared ? old->bias_ids : (const int *)stage_put(&p->lists, s->bias_ids, (size_t)s->n_bias * 4);
+    f->bias = shared ? old->bias : (const float *)stage_put(&p->lists, s->bias_values, (size_t)s->n_bias * 4);
+    f->allowed = shared ? old->allowed : (const int *)stage_put(&p->lists, s->allowed_ids, (size_t)s->n_allowed * 4);
+    f->forbidden = (const int *)stage_put(&p->lists, row->forbidden, (size_t)row->n_forbidden * 4);
+    f->n_bias = s->n_bias, f->n_allowed = s->n_allowed, f->n_forbidden = row->n_forbidden;
+    f->last_resort = row->forced_id < 0 ? samp_last_resort(row, V) : 0;
+    f->temperature = s->temperature, f->top_p = s->top_p, f->top_k = s->top_k < V ? s->top_k : 0;
+    f->min_p_drop = s->min_p > 0 ? s->temperature * log((double)s->min_p) : -INFINITY;
+    f->repetition = s->repetition_penalty, f->frequency = s->frequency_penalty, f->presence = s->presence_penalty;
+    f->n_top = n_top < V ? n_top : V;
+    if (f->n_top) f->best = p->n_tops++;
+}
+
+/* Sends the filters of rows first .. of the plan: as many as fit, at most `most`. Returns how many; 0 after a failure. */
+static int samp_send_filters(toka_device *d, const toka_step *s, int first, int most, samp_filter **filters) {
+    samp_plan *p = d->samp;
+    samp_filter *f;
+    int n = 0;
+    stage_begin(d, &p->lists);
+    *filters = (samp_filter *)stage_room(&p->lists, (size_t)most * sizeof *f, (void **)&f);
+    for (const toka_out_row *before = NULL; n < most; n++) {
+        const toka_out_row *row = &s->out[p->order[first + n]];
+        if (p->lists.used + samp_list_bytes(row) > p->lists.cap) break;
+        samp_fill(d, row, before, f + n - 1, f + n);
+        before = row;
+    }
+    if (!n && !d->error.code) {
+        d->error.code = TOKA_E_DEVICE;
+        snprintf(d->error.msg, sizeof d->error.msg, "GPU: one row's sampling lists take %zu bytes, expected at most %zu",
+                 samp_list_bytes(&s->out[p->order[first]]), p->lists.cap - p->lists.used);
+    }
+    stage_send(d, &p->lists);
+    return d->error.code ? 0 : n;
+}
+
+/* ---- The op ---- */
+
+/* Rows first .. first+n-1 of the plan, whose raw logits are stored, to results. filters: NULL for plain rows. */
+static void samp_from_logits(toka_device *d, int first, int n, samp_filter *filters) {
+    samp_plan *p = d->samp;
+    const samp_ask *ask = p->ask + first;
+    samp_result *results = p->results + first;
+    int V = d->shape->V;
+    if (filters)
+        launch_dependent(d, "filters", samp_filter_kernel, dim3((unsigned)n), FILTER_THREADS, FILTER_WINDOW * 4, 1, ask, filters,
+                         p->logits, p->ldl, V, p->tops);
+    launch_dependent(d, "groups", samp_blocks_kernel, dim3((unsigned)ceil_div(p->n_blocks, 32), (unsigned)n), 128, 0, 1, ask, filters,
+                     p->logits, p->ldl, V, p->parts, p->part_rows);
+    launch_dependent(d, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n, SAMP_REDUCE_ROWS)), 256, 0, 1, ask, filters, p->parts,
+                     p->part_rows, p->n_blocks, n, results);
+    if (filters)
+        launch_dependent(d, "log-probabilities", samp_undo_kernel, dim3((unsigned)n), 256, 0, 1, ask, filters, p->logits, p->ldl, results);
+}
+
+/* Rows first .. first+n-1 of the plan by way of stored logits. */
+static void samp_stored(toka_device *d, const toka_step *s, int first, int n, samp_filter *filters) {
+    samp_plan *p = d->samp;
+    size_t V = (size_t)d->shape->V;
+    gemm_args product = {n, d->xn + (size_t)first * d->E, d->E, &d->lm_head, (bf16 *)p->logits, p->ldl, EPI_LOGITS};
+    gemm_mma(d, &product);
+    for (int i = 0; s->logits && i < n; i++)
+        latch(d, cudaMemcpyAsync(s->logits + (size_t)p->order[first + i] * V, p->logits + (size_t)i * p->ldl, V * sizeof(float),
+                                 cudaMemcpyDeviceToHost, d->stream), "logits");
+    samp_from_logits(d, first, n, filters);
+}
+
+/* Brings the results down and into the caller's picks, in the caller's order. */
+static void samp_collect(toka_device *d, const toka_step *s, toka_pick *picks) {
+    samp_plan *p = d->samp;
+    size_t bytes = (size_t)s->n_out * sizeof(samp_result);
+    latch(d, cudaMemcpyAsync(p->results_host, p->results, bytes, cudaMemcpyDeviceToHost, d->stream), "picks");
+    if (p->n_tops)
+        latch(d, cudaMemcpyAsync(p->tops_host, p->tops, (size_t)p->n_tops * sizeof(samp_best), cudaMemcpyDeviceToHost, d->stream), "picks");
+    latch(d, cudaStreamSynchronize(d->stream), "step");
+    if (d->error.code) return;
+    for (int i = 0, best = 0; i < s->n_out; i++) {
+        const toka_sampling *how = s->out[p->order[i]].sampling;
+        toka_pick *pick = &picks[p->order[i]];
+        pick->id = p->results_host[i].id;
+        pick->logprob = p->results_host[i].logprob, pick->sampled_logprob = p->results_host[i].sampled_logprob;
+        pick->n_top = how ? min(min(how->logprobs, TOKA_MAX_LOGPROBS), d->shape->V) : 0;
+        if (!pick->n_top) continue;
+        const samp_best *b = &p->tops_host[best++];
+        memcpy(pick->top_ids, b->ids, sizeof b->ids);
+        memcpy(pick->top_logprobs, b->logprobs, sizeof b->logprobs);
+        for (int j = 0; j < pick->n_top; j++) /* the same figure in both places, also where undoing costs a rounding */
+            if (pick->top_ids[j] == pick->id) pick->logprob = pick->top_logprobs[j];
+    }
+}
+
+/* The op. samp_plan_step has run and the stage has been sent. Uses d->xn. Waits for the stream. */
+static void norm_logits_sample(toka_device *d, const toka_step *s, const bf16 *x, toka_pick *picks) {
+    samp_plan *p = d->samp;
+    assert(s->n_out <= d->options.max_tokens);
+    rmsnorm(d, x, p->rows, d->norm, d->xn, s->n_out);
+    for (int i = 0, n; i < p->n_plain && !d->error.code; i += n) {
+        n = min(p->chunk, p->n_plain - i);
+        samp_stored(d, s, i, n, NULL);
+    }
+    for (int i = p->n_plain, n; i < s->n_out && !d->error.code; i += n) {
+        samp_filter *filters;
+        n = samp_send_filters(d, s, i, min(p->chunk, s->n_out - i), &filters);
+        if (n) samp_stored(d, s, i, n, filters);
+    }
+    samp_collect(d, s, picks);
+}
 
 /* ===========================================================================
  * MARK: 11. The card, opening and closing [host]

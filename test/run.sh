@@ -152,9 +152,13 @@ gpu_counts() { # NAME COMMAND...: a program whose last line is 'N passed, N fail
 gpu_tests() {
     if ! ./toka devices | grep -q '^cuda.*compute capability'; then skip 1 "no GPU"; return; fi
     for source in test/gpu_*.cu; do
-        local name
+        local name c=()
         name=$(basename "$source" .cu)
-        gpu_program "$name" "$source"
+        if [ -f "test/$name.c" ]; then # its half in C
+            step "$name.c compiles" $CC -std=c11 -O2 -fno-trapping-math -w -c "test/$name.c" -o "$B/$name.o"
+            c=("$B/$name.o")
+        fi
+        gpu_program "$name" "$source" "${c[@]}"
         [ -x "$B/$name" ] && gpu_counts "$name" "$B/$name"
     done
     step "gpu_model compiles" $CC -std=c11 -O2 -DTOKA_WITH_CUDA -Wno-unused-variable -c test/gpu_model.c -o $B/gpu_model.o
