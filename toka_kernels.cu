@@ -275,6 +275,85 @@ template <int N> __device__ static inline void wgmma_wait() { asm volatile("wgmm
 __device__ static inline uint64_t wgmma_desc(uint32_t at) {
     return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
+
+/* ---- wgmma: d[64][N] (+)= a[64][16] b[N][16]^T by one warpgroup ----
+ *
+ * Warp w of the four holds rows 16w .. 16w+15; of each block j of 8 columns, lane l holds d[4j], d[4j+1] = (row l/4, columns
+ * 8j + 2(l%4) + {0,1}) and d[4j+2], d[4j+3] = the same of row l/4 + 8. The packed bf16 of two blocks j, j+1 are the fragment a of
+ * one k16. Order: wgmma_fence, any number of wgmma_ss and wgmma_rs, wgmma_commit, wgmma_wait; nobody touches d (or a) between.
+ * scale_d 0: d is written, not added to. */
+
+#define WG_REGS_32 \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define WG_REGS_40 WG_REGS_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define WG_REGS_48 WG_REGS_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define WG_REGS_64 WG_REGS_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define WG_REGS_80 WG_REGS_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define WG_REGS_96 WG_REGS_80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define WG_REGS_112 WG_REGS_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define WG_REGS_128 WG_REGS_112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define WG_ACC_8(i) \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WG_ACC_16(i) WG_ACC_8(i), WG_ACC_8(i + 8)
+#define WG_ACC_32 WG_ACC_16(0), WG_ACC_16(16)
+#define WG_ACC_40 WG_ACC_32, WG_ACC_8(32)
+#define WG_ACC_48 WG_ACC_32, WG_ACC_16(32)
+#define WG_ACC_64 WG_ACC_48, WG_ACC_16(48)
+#define WG_ACC_80 WG_ACC_64, WG_ACC_16(64)
+#define WG_ACC_96 WG_ACC_80, WG_ACC_16(80)
+#define WG_ACC_112 WG_ACC_96, WG_ACC_16(96)
+#define WG_ACC_128 WG_ACC_112, WG_ACC_16(112)
+/* H = n / 2 registers, then the numbers of the operands behind them. */
+#define WG_SS(n, H, A, B, S, T)                                                                                               \
+    if constexpr (N == n)                                                                                                     \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #S ", 0; wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16"         \
+                 " {" WG_REGS_##H "}, %" #A ", %" #B ", p, 1, 1, 0, %" #T ";}"                                                \
+                 : WG_ACC_##H : "l"(a), "l"(b), "r"(scale_d), "n"(TRANS_B))
+#define WG_RS(n, H, A0, A1, A2, A3, B, S, T)                                                                                  \
+    if constexpr (N == n)                                                                                                     \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #S ", 0; wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16"         \
+                 " {" WG_REGS_##H "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", p, 1, 1, %" #T ";}"                     \
+                 : WG_ACC_##H : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d), "n"(TRANS_B))
+
+/* Both from shared memory by descriptor. TRANS_B 1: b lies as [16][N], rows of N (wgmma_desc_trans). */
+template <int N, int TRANS_B = 0> __device__ static inline void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, int scale_d) {
+    static_assert(N == 64 || N == 80 || N == 96 || N == 128 || N == 160 || N == 192 || N == 224 || N == 256);
+    WG_SS(64, 32, 32, 33, 34, 35);
+    WG_SS(80, 40, 40, 41, 42, 43);
+    WG_SS(96, 48, 48, 49, 50, 51);
+    WG_SS(128, 64, 64, 65, 66, 67);
+    WG_SS(160, 80, 80, 81, 82, 83);
+    WG_SS(192, 96, 96, 97, 98, 99);
+    WG_SS(224, 112, 112, 113, 114, 115);
+    WG_SS(256, 128, 128, 129, 130, 131);
+}
+/* a from registers. */
+template <int N, int TRANS_B> __device__ static inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int scale_d) {
+    static_assert(N == 64 || N == 80 || N == 96 || N == 128 || N == 160 || N == 192 || N == 224 || N == 256);
+    WG_RS(64, 32, 32, 33, 34, 35, 36, 37, 38);
+    WG_RS(80, 40, 40, 41, 42, 43, 44, 45, 46);
+    WG_RS(96, 48, 48, 49, 50, 51, 52, 53, 54);
+    WG_RS(128, 64, 64, 65, 66, 67, 68, 69, 70);
+    WG_RS(160, 80, 80, 81, 82, 83, 84, 85, 86);
+    WG_RS(192, 96, 96, 97, 98, 99, 100, 101, 102);
+    WG_RS(224, 112, 112, 113, 114, 115, 116, 117, 118);
+    WG_RS(256, 128, 128, 129, 130, 131, 132, 133, 134);
+}
+/* Keeps the compiler from moving reads of d above the wgmma_wait before it. */
+template <int N> __device__ static inline void wgmma_keep(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]));
+}
+/* Matrix descriptor of b for TRANS_B: rows of 64 columns in 128 bytes with 128-byte swizzle, base aligned to 1,024 bytes; 8 rows every
+ * 1,024 bytes; panels of 64 columns lie `panel_bytes` apart. The next 16 rows are 2,048 bytes on: + 128. */
+__device__ static inline uint64_t wgmma_desc_trans(uint32_t at, int panel_bytes) {
+    return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(panel_bytes >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+}
+/* Four 8x8 matrices of 2-byte elements to shared memory; lane 8i+j gives the address of row j of matrix i, 16 bytes each. */
+__device__ static inline void stmatrix_x4(uint32_t at, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+                 ::"r"(at), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
 #endif
 
 /* ===========================================================================
