@@ -18,6 +18,7 @@ import tempfile
 
 import numpy as np
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SHAPES = {
@@ -113,6 +114,7 @@ def main():
     a.add_argument("--small", action="store_true", help="fixtures only")
     a = a.parse_args()
     results = []
+    transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as tmp:
         for name in sorted(os.listdir("test/fixtures")):
             results.append(fixture(a.program, os.path.join("test/fixtures", name), tmp))
