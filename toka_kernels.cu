@@ -152,6 +152,7 @@ static void launch_dependent(toka_device *d, const char *what, void (*kernel)(P.
     cudaLaunchConfig_t config = {};
     void *pointers[] = {(void *)&args...};
     if (smem > 48 * 1024) latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem), what);
+    latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), what);
     config.gridDim = grid, config.blockDim = dim3((unsigned)threads);
     config.dynamicSmemBytes = smem, config.stream = d->stream, config.attrs = attributes;
     if (d->hopper) {
@@ -298,9 +299,6 @@ template <int N> __device__ static inline void tma_store_wait_read() { /* shared
 __device__ static inline void bulk_load(uint32_t to, const void *from, int n, uint32_t bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(n), "r"(bar) : "memory");
-}
-__device__ static inline void bulk_prefetch(const void *from, int n) { /* into the L2 cache */
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(n) : "memory");
 }
 /* Ordinary stores to shared memory become visible to wgmma and the copy engine; each writing thread, before the barrier. */
 __device__ static inline void fence_async_smem() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -863,7 +861,6 @@ typedef struct gemm_args {
     bf16 *y;       /* row stride ldy */
     int ldy;
     enum epilogue epi;
-    const weight *next; /* the next GEMM's, or NULL: a GEMM of few rows fetches some of it into the L2 cache when its own is read */
 } gemm_args;
 
 /* ---- Epilogues, shared by all GEMMs ---- */
@@ -1599,13 +1596,10 @@ static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const 
  * grid: tiles of 64 rows of W times split, in clusters of share * split; block: 192; shared: stages * (8192 + 128 ROWS + 16). */
 
 enum { FEW_K = 64, FEW_N = 64, FEW_THREADS = 192, FEW_W = FEW_N * FEW_K * 2 /* bytes of W in a stage; x lies behind */ };
-enum { FEW_NEXT = 12 << 20 /* bytes of the next weights to fetch */ };
 enum { FEW_PITCH = FEW_N + 4 /* floats from row to row of the sums; + 4: the 32 lanes of a store meet 32 banks */ };
 
 typedef struct few_plan {
     int split, share, stages;
-    const bf16 *next; /* weights that the next GEMM reads: of each of next_rows rows, next_bytes go to the L2 cache */
-    int next_rows, next_ld, next_bytes;
 } few_plan;
 
 #if HOPPER
@@ -1634,7 +1628,6 @@ template <int ROWS> __device__ static inline void few_fetch_w(const CUtensorMap 
         tma_load_2d_once(w.ring + s * (FEW_W + ROWS * FEW_K * 2), map, w.full + 8 * s, (w.kb0 + i) * FEW_K, w.n0);
         if (++s == p.stages) s = 0, parity ^= 1;
     }
-    for (int n = (int)blockIdx.x; n < p.next_rows; n += (int)gridDim.x) bulk_prefetch(p.next + (size_t)n * p.next_ld, p.next_bytes);
 }
 /* One thread fetches its CTA's part of x for all CTAs that share it. */
 template <int ROWS> __device__ static inline void few_fetch_x(const CUtensorMap *map, const few_place &w, const few_plan &p) {
@@ -1781,10 +1774,6 @@ static CUtensorMap few_map(toka_device *d, const bf16 *p, int rows, int cols, in
 template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a, few_plan p) {
     gemm_call c = gemm_checked(a);
     int stage = FEW_W + ROWS * FEW_K * 2 + 16, cluster = p.split * p.share;
-    if (a->next) { /* what the memory can deliver while this kernel ends and the next begins, the same share of each row */
-        p.next = a->next->p, p.next_rows = a->next->N, p.next_ld = a->next->K;
-        p.next_bytes = (int)fmin(a->next->K * 2.0, (double)FEW_NEXT / a->next->N) & ~127;
-    }
     assert(c.M <= ROWS && ROWS / p.share % 8 == 0 && cluster <= 8 && p.stages * (stage - 16) >= ROWS * FEW_PITCH * 4);
     launch_dependent(d, "GEMM (few rows)", gemm_few_kernel<ROWS>, dim3((unsigned)(ceil_div(c.N, FEW_N * p.share) * cluster)),
                      FEW_THREADS, (size_t)(p.stages * stage), cluster, few_map(d, c.w, c.N, c.K, c.K, FEW_N),
