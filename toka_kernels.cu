@@ -152,6 +152,7 @@ static void launch_dependent(toka_device *d, const char *what, void (*kernel)(P.
     cudaLaunchConfig_t config = {};
     void *pointers[] = {(void *)&args...};
     if (smem > 48 * 1024) latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem), what);
+    latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), what);
     config.gridDim = grid, config.blockDim = dim3((unsigned)threads);
     config.dynamicSmemBytes = smem, config.stream = d->stream, config.attrs = attributes;
     if (d->hopper) {
@@ -279,9 +280,6 @@ __device__ static inline void tma_load_2d_once(uint32_t to, const CUtensorMap *m
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
                  " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "l"(0x12F0000000000000ull)
                  : "memory");
-}
-__device__ static inline void tma_prefetch_2d(const CUtensorMap *m, int c0, int c1) { /* into the L2 cache */
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(m), "r"(c0), "r"(c1) : "memory");
 }
 /* Into the same offset of every CTA in `mask`, each CTA's barrier at the same offset is told. */
 __device__ static inline void tma_load_2d_multicast(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1,
@@ -1587,22 +1585,21 @@ static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const 
  *
  * in, out as in chapter 5; M <= ROWS (8, 16, 32, 64, 128).
  * W is read once and is all that counts: 2NK bytes. So W is the 64-row operand of wgmma and the rows of x are its columns: D[n][m], of
- * which a few rows waste little. A CTA has 64 rows of W, one consumer warpgroup and a producer warp, which keeps a ring of copies of 64
- * columns of K in flight: 64 rows of W, 128 bytes each, then ROWS rows of x, both with the 128-byte swizzle; what lies outside
- * the matrices arrives as zeros. The ring fills with W before grid_wait(), while the kernels ahead still run, some of the rest
- * goes to the L2 cache, and the ring is small enough for the CTAs of the next kernel to do the same beside this one.
+ * which a few rows waste little. A CTA has 64 rows of W, one consumer warpgroup and two producer warps, which keep a ring of slices of
+ * 64 columns of K in flight: 64 rows of W, 128 bytes each, then ROWS rows of x, both with the 128-byte swizzle; what lies outside
+ * the matrices arrives as zeros. The ring fills with W before grid_wait(), while the kernel ahead still runs, and
+ * the ring is small enough for the CTAs of the next kernel to do the same beside this one.
  * Where W has too few rows for all multiprocessors, `split` CTAs of a cluster share a tile's K. Each leaves its sums in its own
  * shared memory; then each makes 1/split of the outputs, adding the parts in the order of K: bitwise repeatable. `share` neighbouring
  * tiles in a cluster fetch x together, each 1/share of its rows for all of them.
  *
- * grid: tiles of 64 rows of W times split, in clusters of share * split; block: 160; shared: stages * (8192 + 128 ROWS + 16). */
+ * grid: tiles of 64 rows of W times split, in clusters of share * split; block: 192; shared: stages * (8192 + 128 ROWS + 16). */
 
-enum { FEW_K = 64, FEW_N = 64, FEW_THREADS = 160, FEW_W = FEW_N * FEW_K * 2 /* bytes of W in a stage; x lies behind */ };
+enum { FEW_K = 64, FEW_N = 64, FEW_THREADS = 192, FEW_W = FEW_N * FEW_K * 2 /* bytes of W in a stage; x lies behind */ };
 enum { FEW_PITCH = FEW_N + 4 /* floats from row to row of the sums; + 4: the 32 lanes of a store meet 32 banks */ };
 
 typedef struct few_plan {
-    int split, share;
-    int stages, l2; /* slices of W that are fetched early: into the ring, behind these into the L2 cache */
+    int split, share, stages;
 } few_plan;
 
 #if HOPPER
@@ -1622,32 +1619,29 @@ template <int ROWS> __device__ static inline few_place few_where(uint32_t ring, 
     return w;
 }
 
-/* This CTA's part of slice i of x, into stage s of all CTAs that share it. */
-template <int ROWS>
-__device__ static inline void few_load_x(const CUtensorMap *map_x, const few_place &w, const few_plan &p, int i, int s) {
-    int rows = ROWS / p.share, at = w.ring + s * (FEW_W + ROWS * FEW_K * 2) + FEW_W + w.tile * rows * 128;
+/* One thread fetches W: as much as there is room for before the kernels ahead have ended. */
+template <int ROWS> __device__ static inline void few_fetch_w(const CUtensorMap *map, const few_place &w, const few_plan &p) {
+    int s = 0, parity = 1;
+    for (int i = 0; i < w.n_kb; i++) {
+        mbar_wait(w.empty + 8 * s, parity);
+        mbar_expect_tx(w.full + 8 * s, FEW_W);
+        tma_load_2d_once(w.ring + s * (FEW_W + ROWS * FEW_K * 2), map, w.full + 8 * s, (w.kb0 + i) * FEW_K, w.n0);
+        if (++s == p.stages) s = 0, parity ^= 1;
+    }
+}
+/* One thread fetches its CTA's part of x for all CTAs that share it. */
+template <int ROWS> __device__ static inline void few_fetch_x(const CUtensorMap *map, const few_place &w, const few_plan &p) {
+    int s = 0, parity = 1, row0 = ROWS / p.share * w.tile;
     uint32_t all = 0;
     for (int t = 0; t < p.share; t++) all |= 1u << (t * p.split + w.part);
-    if (p.share == 1) tma_load_2d(at, map_x, w.full + 8 * s, (w.kb0 + i) * FEW_K, 0);
-    else tma_load_2d_multicast(at, map_x, w.full + 8 * s, (w.kb0 + i) * FEW_K, w.tile * rows, (uint16_t)all);
-}
-/* The producer: one thread. */
-template <int ROWS>
-__device__ static inline void few_produce(const CUtensorMap *map_w, const CUtensorMap *map_x, const few_place &w, const few_plan &p) {
-    constexpr int STAGE = FEW_W + ROWS * FEW_K * 2;
-    int ahead = min(p.stages, w.n_kb), s = 0, parity = 0;
-    for (int i = 0; i < ahead; i++) {
-        mbar_expect_tx(w.full + 8 * i, STAGE);
-        tma_load_2d_once(w.ring + i * STAGE, map_w, w.full + 8 * i, (w.kb0 + i) * FEW_K, w.n0);
-    }
-    for (int i = ahead; i < min(ahead + p.l2, w.n_kb); i++) tma_prefetch_2d(map_w, (w.kb0 + i) * FEW_K, w.n0);
+    tma_prefetch_map(map);
     grid_wait();
-    for (int i = 0; i < ahead; i++) few_load_x<ROWS>(map_x, w, p, i, i);
-    for (int i = ahead; i < w.n_kb; i++) {
+    for (int i = 0; i < w.n_kb; i++) {
+        uint32_t to = w.ring + s * (FEW_W + ROWS * FEW_K * 2) + FEW_W + row0 * 128;
         mbar_wait(w.empty + 8 * s, parity);
-        mbar_expect_tx(w.full + 8 * s, STAGE);
-        tma_load_2d_once(w.ring + s * STAGE, map_w, w.full + 8 * s, (w.kb0 + i) * FEW_K, w.n0);
-        few_load_x<ROWS>(map_x, w, p, i, s);
+        mbar_expect_tx(w.full + 8 * s, ROWS * FEW_K * 2);
+        if (p.share == 1) tma_load_2d(to, map, w.full + 8 * s, (w.kb0 + i) * FEW_K, 0);
+        else tma_load_2d_multicast(to, map, w.full + 8 * s, (w.kb0 + i) * FEW_K, row0, (uint16_t)all);
         if (++s == p.stages) s = 0, parity ^= 1;
     }
 }
@@ -1665,7 +1659,7 @@ template <int ROWS> __device__ static inline void few_consume(float (&acc)[ROWS 
         wgmma_commit();
         wgmma_wait<1>(); /* the slice before is done with */
         if (i > 0 && p.share > 1 && (int)threadIdx.x < p.share)
-            mbar_arrive_remote(w.empty + 8 * last, (int)threadIdx.x * p.split + w.part);
+            mbar_arrive_remote_read(w.empty + 8 * last, (int)threadIdx.x * p.split + w.part);
         if (i > 0 && p.share == 1 && threadIdx.x == 0) mbar_arrive(w.empty + 8 * last);
         last = s;
         if (++s == p.stages) s = 0, parity ^= 1;
@@ -1734,16 +1728,15 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
     uint4 old[ITEMS]; /* what a residual is added to is fetched ahead */
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < p.stages; i++) mbar_init(w.full + 8 * i, 1), mbar_init(w.empty + 8 * i, p.share);
+        for (int i = 0; i < p.stages; i++) mbar_init(w.full + 8 * i, 2), mbar_init(w.empty + 8 * i, p.share);
         mbar_init_fence();
     }
     if (p.share > 1) cluster_sync(); /* the others write to these barriers */
     else __syncthreads();
     grid_launch_dependents();
-    if (threadIdx.x / 32 == 4) {
-        if (threadIdx.x % 32 == 0) few_produce<ROWS>(&map_w, &map_x, w, p);
-        __syncwarp();
-    }
+    if (threadIdx.x == 128) few_fetch_w<ROWS>(&map_w, w, p);
+    if (threadIdx.x == 160) few_fetch_x<ROWS>(&map_x, w, p);
+    __syncwarp();
     grid_wait();
 #pragma unroll
     for (int i = 0; i < ITEMS; i++)
