@@ -1782,6 +1782,8 @@ template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a
 
 /* ---- The choice ---- */
 
+enum { FEW_MAX = 128 };
+
 static void gemm(toka_device *d, const gemm_args *a) {
     if (d->hopper) gemm_wgmma(d, a);
     else gemm_mma(d, a);
@@ -3649,6 +3651,12 @@ static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer,
     const toka_shape *sh = d->shape;
     const layer_weights *l = &d->layers[layer];
     rmsnorm(d, dev_bf16(x), NULL, l->attn_norm, d->xn, s->T);
+    if (d->hopper && s->T > FEW_MAX && (sh->D == 64 || sh->D == 128)) { /* all in the epilogue */
+        qkv_params p = {l->qkv.bias, l->q_norm, l->k_norm, sh->eps, sh->H, sh->K, sh->B, d->rows.pos, d->rows.slot, d->rope,
+                        dev_bf16(q), d->kv + (size_t)layer * d->kv_layer};
+        gemm_wgmma_qkv(d, s->T, d->xn, d->E, &l->qkv, &p, gemm_qkv_pick(d, s->T, &l->qkv, sh->D));
+        return;
+    }
     gemm_args g = {s->T, d->xn, d->E, &l->qkv, d->qkv, l->qkv.N, EPI_STORE};
     gemm(d, &g);
     rope_args a = {d->qkv, dev_bf16(q), d->kv + (size_t)layer * d->kv_layer, d->rows.pos, d->rows.slot, d->rope,
