@@ -426,14 +426,18 @@ template <int N> __device__ static inline void wgmma_keep(float (&d)[N]) {
 __device__ static inline uint64_t wgmma_desc_trans(uint32_t at, int panel_bytes) {
     return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(panel_bytes >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
-/* Address, usable by cluster_store_v4, of the same offset in CTA `cta` of the cluster. */
-__device__ static inline uint32_t cluster_smem(uint32_t at, int cta) {
-    uint32_t r;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(at), "r"(cta));
-    return r;
+/* All threads of the cluster meet; orders no memory (barrier.cluster.arrive.release costs a fence of the whole GPU). */
+__device__ static inline void cluster_meet() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
-__device__ static inline void cluster_store_v4(uint32_t to, const float v[4]) {
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+/* n bytes of this CTA's shared memory to the offset `to` of CTA `cta` of the cluster; its barrier at offset `bar` is told. */
+__device__ static inline void bulk_to_peer(uint32_t to, uint32_t from, int n, uint32_t bar, int cta) {
+    asm volatile("{.reg .b32 t, b; mapa.shared::cluster.u32 t, %0, %4; mapa.shared::cluster.u32 b, %3, %4;\n"
+                 "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [t], [%1], %2, [b];}"
+                 ::"r"(to), "r"(from), "r"(n), "r"(bar), "r"(cta) : "memory");
+}
+__device__ static inline void smem_store_16(uint32_t at, const float v[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
 }
 __device__ static inline uint4 smem_load_16(uint32_t at) {
     uint4 v;
@@ -1029,7 +1033,7 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  * x and W stays in L2. The ring runs on across tiles: while the consumers are in the epilogue, the next tile's stages fill.
  *
  * SPLIT > 1: few tiles. The CTAs of a cluster share one tile and each takes a part of K; then each gets BN/SPLIT columns of all
- * partial sums through the cluster's shared memory, adds them in order of K and runs the epilogue on them. One unit per cluster.
+ * partial sums by bulk copies between their shared memories, adds them in order of K and runs the epilogue on them. One unit per cluster.
  *
  * FLOPs 2MNK. L2 to shared memory per tile (128 + BN/mc) K 2 bytes; that, not the tensor cores, bounds narrow tiles. Shared memory is read
  * 2 (64 + BN) 128 bytes per block of K and written (128 + BN) 128 bytes: at BN = 256 both together take as long as the mma.
@@ -1042,14 +1046,16 @@ struct gemm_job { /* what the kernel is told */
     int group, mc;
 };
 
-/* Shared memory of one instance: OUT output columns are staged, 0 none. */
-template <int BN, int OUT> struct gemm_smem {
+/* Shared memory of one instance, from a multiple of 1,024 on: the ring; staging of OUT columns (0: none); with SPLIT > 1 what the other
+ * CTAs' partial sums come into; barriers full[stages], empty[stages], res[8], sums[2]. */
+template <int BN, int SPLIT, int OUT> struct gemm_smem {
     static constexpr int stage_bytes = (128 + BN) * 128;
     static constexpr int out_bytes = 128 * OUT * 2;
-    static constexpr int room = 232448 - 1024 - 256 - out_bytes; /* alignment, barriers */
-    static constexpr int stages = room / stage_bytes < 6 ? room / stage_bytes : 6;
-    static constexpr int bytes = 1024 + 256 + out_bytes + stages * stage_bytes;
-    static constexpr int out_at = stages * stage_bytes, bars_at = out_at + out_bytes;
+    static constexpr int sum_bytes = 128 * (BN / SPLIT) * 4 * (SPLIT - 1);
+    static constexpr int rest = 1024 + 256 + out_bytes + sum_bytes;
+    static constexpr int stages = (232448 - rest) / stage_bytes < 6 ? (232448 - rest) / stage_bytes : 6;
+    static constexpr int bytes = rest + stages * stage_bytes;
+    static constexpr int out_at = stages * stage_bytes, sums_at = out_at + out_bytes, bars_at = sums_at + sum_bytes;
 };
 
 /* Staged output lies in panels of 16 rows by this many columns, swizzled over their 128, 64 or 32 bytes. */
@@ -1204,13 +1210,38 @@ struct qkv_params {
     bf16 *kv;                     /* the layer's pages: [page][K][K, V][B][D] */
 };
 
-/* C columns are whole heads. All arithmetic is float32 on the accumulators, rounded once. RoPE's pairs (i, i + D/2) are in one thread. The
- * bf16 rows go through the warp's staging, so that each head's row leaves in whole 16-byte chunks, D/8 lanes side by side. */
+/* A tile is whole heads, or (BN = 1.5 D) one head and half of another: RoPE's pairs (i, i + D/2) stay together when the halves are quarters
+ * 0 and 2 or 1 and 3 of the head. Tiles 2a and 2a+1 so cover heads 3a, 3a+1, 3a+2: tile 2a has 3a and quarters 0, 2 of 3a+1, tile 2a+1 has
+ * 3a+2 and quarters 1, 3 of 3a+1; W's rows are loaded by quarters then. No QK-norm there: it needs the whole head.
+ *
+ * All arithmetic is float32 on the accumulators, rounded once. The bf16 rows go through the warp's staging, so that each head's row
+ * leaves in whole 16-byte chunks, D/8 lanes side by side. */
 template <int D> struct epi_qkv {
     typedef qkv_params params;
     __host__ __device__ static constexpr int out(int c) { return c; }
 #if HOPPER
+    /* W's row where quarter q of tile n begins (BN = 1.5 D): 0 to 3 the whole head, 4 and 5 the half one. */
+    __device__ static inline int quarter(int n, int q) {
+        int a = n >> 1, odd = n & 1;
+        return q < 4 ? (3 * a + 2 * odd) * D + q * (D / 4) : (3 * a + 1) * D + (odd + 2 * (q - 4)) * (D / 4);
+    }
+    /* W's row of the tile's block j of 8 columns. */
+    template <int C> __device__ static inline int column(const gemm_tile &t, int j) {
+        if constexpr (C % D == 0) return t.col0 + 8 * j;
+        else return quarter(t.col0 / C, j / (D / 32)) + j % (D / 32) * 8;
+    }
     template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
+
+    template <int C> __device__ static inline void add_bias(float (&acc)[C / 2], const gemm_tile &t, const float *bias) {
+        if (!bias) return;
+#pragma unroll
+        for (int j = 0; j < C / 8; j++) {
+            int col = column<C>(t, j);
+            if (col >= t.N) continue;
+            float2 b = *(const float2 *)(bias + col + 2 * (t.lane & 3));
+            acc[4 * j] += b.x, acc[4 * j + 1] += b.y, acc[4 * j + 2] += b.x, acc[4 * j + 3] += b.y;
+        }
+    }
 
     template <int C> __device__ static inline void norm(float (&acc)[C / 2], const gemm_tile &t, const params &p) {
 #pragma unroll
@@ -1232,40 +1263,53 @@ template <int D> struct epi_qkv {
         }
     }
 
-    template <int C> __device__ static inline void rope(float (&acc)[C / 2], const gemm_tile &t, const params &p) {
-        int r0 = min(t.row0 + t.lane / 4, t.M - 1), r1 = min(t.row0 + t.lane / 4 + 8, t.M - 1);
-        const float2 *at0 = p.rope + (size_t)p.pos[r0] * (D / 2) + 2 * (t.lane & 3);
-        const float2 *at1 = p.rope + (size_t)p.pos[r1] * (D / 2) + 2 * (t.lane & 3);
-#pragma unroll
-        for (int j = 0; j < D / 16; j++) {
-            float4 c0 = *(const float4 *)(at0 + 8 * j), c1 = *(const float4 *)(at1 + 8 * j);
-#pragma unroll
-            for (int h = 0; h < C / D; h++) {
-                if (t.col0 / D + h >= p.H + p.K) continue;
-                float *a = acc + h * (D / 2) + 4 * j, *b = a + D / 4;
-                turn(a[0], b[0], c0.x, c0.y), turn(a[1], b[1], c0.z, c0.w);
-                turn(a[2], b[2], c1.x, c1.y), turn(a[3], b[3], c1.z, c1.w);
-            }
-        }
-    }
     __device__ static inline void turn(float &a, float &b, float cosine, float sine) {
         float x = a, y = b;
         a = x * cosine - y * sine, b = y * cosine + x * sine;
     }
+    /* Blocks a and b of 8 columns are elements e .. e+7 and e+D/2 .. of a head; at0, at1: the table at the thread's rows and columns. */
+    __device__ static inline void turn_block(float *a, float *b, float4 c0, float4 c1) {
+        turn(a[0], b[0], c0.x, c0.y), turn(a[1], b[1], c0.z, c0.w);
+        turn(a[2], b[2], c1.x, c1.y), turn(a[3], b[3], c1.z, c1.w);
+    }
+    template <int C> __device__ static inline void rope(float (&acc)[C / 2], const gemm_tile &t, const params &p) {
+        int r0 = min(t.row0 + t.lane / 4, t.M - 1), r1 = min(t.row0 + t.lane / 4 + 8, t.M - 1);
+        const float2 *at0 = p.rope + (size_t)p.pos[r0] * (D / 2) + 2 * (t.lane & 3);
+        const float2 *at1 = p.rope + (size_t)p.pos[r1] * (D / 2) + 2 * (t.lane & 3);
+        int turned = (p.H + p.K) * D;
+#pragma unroll
+        for (int j = 0; j < D / 16; j++) {
+            float4 c0 = *(const float4 *)(at0 + 8 * j), c1 = *(const float4 *)(at1 + 8 * j);
+#pragma unroll
+            for (int h = 0; h < C / D; h++)
+                if (column<C>(t, h * (D / 8)) < turned) turn_block(acc + h * (D / 2) + 4 * j, acc + h * (D / 2) + D / 4 + 4 * j, c0, c1);
+        }
+        if constexpr (C % D != 0)
+            if (column<C>(t, D / 8) < turned) {
+                int odd = t.col0 / C & 1;
+#pragma unroll
+                for (int j = 0; j < D / 32; j++) {
+                    float4 c0 = *(const float4 *)(at0 + odd * (D / 4) + 8 * j), c1 = *(const float4 *)(at1 + odd * (D / 4) + 8 * j);
+                    turn_block(acc + D / 2 + 4 * j, acc + D / 2 + D / 8 + 4 * j, c0, c1);
+                }
+            }
+    }
 
-    /* Where a row of a head goes. */
-    __device__ static inline bf16 *home(const params &p, int row, int head) {
-        if (head < p.H) return p.q + ((size_t)row * p.H + head) * D;
-        int kv = head - p.H, value = kv >= p.K, slot = p.slot[row], page = slot / p.B;
-        size_t block = ((size_t)page * p.K + (kv - value * p.K)) * 2 + value;
-        return p.kv + (block * p.B + (slot - page * p.B)) * D;
+    /* Where W's row `col` of token `row` goes. */
+    __device__ static inline bf16 *home(const params &p, int row, int slot, int log2_B, int col) {
+        int head = col / D, kv = head - p.H, value = kv >= p.K;
+        if (kv < 0) return p.q + ((size_t)row * p.H) * D + col;
+        size_t block = ((size_t)(slot >> log2_B) * p.K + (kv - value * p.K)) * 2 + value;
+        return p.kv + ((block << log2_B) + (slot & (p.B - 1))) * D + col % D;
     }
 
     template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
-        static_assert(C % D == 0 && D % 64 == 0, "a tile is whole heads");
-        gemm_add_bias<C>(acc, t, p.bias);
-        norm<C>(acc, t, p);
+        static_assert(C % D == 0 || 2 * C == 3 * D, "a tile is whole heads or one and a half");
+        constexpr int P = gemm_panel(C);
+        add_bias<C>(acc, t, p.bias);
+        if constexpr (C % D == 0) norm<C>(acc, t, p);
         rope<C>(acc, t, p);
+        int slot = p.slot[min(t.row0 + (t.lane & 15), t.M - 1)], log2_B = 31 - __clz(p.B);
         __syncwarp();
 #pragma unroll
         for (int jj = 0; jj < C / 16; jj++) {
@@ -1274,20 +1318,21 @@ template <int D> struct epi_qkv {
                         pack_bf16(v[6], v[7]));
         }
         __syncwarp();
-        constexpr int per_row = D / 8, rows = 32 / per_row;
-        int chunk = t.lane % per_row;
-#pragma unroll 1
-        for (int i = t.lane / per_row; i < 16 && t.row0 + i < t.M; i += rows)
-#pragma unroll
-            for (int h = 0; h < C / D; h++) {
-                if (t.col0 + h * D >= t.N) continue;
-                uint32_t byte = (uint32_t)((h * D / 64 + chunk / 8) * 2048 + i * 128 + chunk % 8 * 16);
-                uint4 v = smem_load_16(t.out + (byte ^ (byte >> 7 & 7) << 4));
-                *(uint4 *)(home(p, t.row0 + i, t.col0 / D + h) + chunk * 8) = v;
-            }
+#pragma unroll 4
+        for (int i = t.lane; i < 16 * (C / 8); i += 32) { /* 16-byte chunks, row by row */
+            int row = i / (C / 8), j = i % (C / 8), col = column<C>(t, j);
+            int s = __shfl_sync(~0u, slot, row);
+            if (t.row0 + row >= t.M || col >= t.N) continue;
+            uint32_t byte = (uint32_t)(j / (P / 8) * (32 * P) + row * (2 * P) + j % (P / 8) * 16);
+            *(uint4 *)home(p, t.row0 + row, s, log2_B, col) = smem_load_16(t.out + (byte ^ (byte >> 7 & (P / 8 - 1)) << 4));
+        }
     }
 #endif
 };
+
+/* Boxes that W's BN rows of a tile are loaded in: 1 (or one per CTA of a pair), or 6 quarters of heads. */
+template <class EPI, int BN> constexpr int gemm_w_boxes = 1;
+template <int D, int BN> constexpr int gemm_w_boxes<epi_qkv<D>, BN> = BN % D ? 6 : 1;
 
 #if HOPPER
 /* ---- The ring ---- */
@@ -1314,38 +1359,51 @@ template <int SPLIT> __device__ static inline int gemm_k_from(const gemm_job &j,
     return SPLIT == 1 ? part * ((j.K + 63) / 64) : part * ((j.K + 63) / 64) / SPLIT;
 }
 
-/* The producer thread: all stages of all units. W does not depend on the kernels ahead, so the first stages' W comes before grid_wait. */
-template <int BN, int SPLIT, int STAGES>
-__device__ static inline void gemm_produce(const gemm_job &j, const CUtensorMap *mx, const CUtensorMap *mw, uint32_t ring, uint32_t full,
-                                           uint32_t empty, int part, int row) {
-    constexpr int stage_bytes = (128 + BN) * 128;
-    int stride = gridDim.x / (j.mc * SPLIT), first = blockIdx.x / (j.mc * SPLIT), units = j.units_m * j.tiles_n;
-    int k0 = gemm_k_from<SPLIT>(j, part), k1 = gemm_k_from<SPLIT>(j, part + 1);
-    int w_row = row * (BN / 2), ahead = min(STAGES, k1 - k0), done = 0;
-    uint16_t both = (uint16_t)(3 << part * 2);
-    gemm_ring r = {0, 0};
-    auto load_w = [&](int s, int n, int k) {
-        uint32_t at = ring + s * stage_bytes + 128 * 128;
+/* What the producer thread knows. */
+template <class EPI, int BN, int STAGES> struct gemm_producer {
+    const gemm_job &j;
+    const CUtensorMap *mx, *mw;
+    uint32_t ring, full, empty;
+    int row, k0, n_k;   /* this CTA's row of tiles in the unit; its blocks of K */
+    int first, stride, units;
+    uint16_t both;      /* the two CTAs that share W */
+    static constexpr int stage_bytes = (128 + BN) * 128;
+
+    /* Rows w .. of W to row `to` of stage s: into this CTA or both. */
+    __device__ inline void load_box(int s, int to, int w, int k) const {
+        uint32_t at = ring + s * stage_bytes + (128 + to) * 128;
+        if (j.mc == 1) tma_load_2d(at, mw, full + 8 * s, k * 64, w);
+        else tma_load_2d_multicast(at, mw, full + 8 * s, k * 64, w, both);
+    }
+    __device__ inline void load_w(int s, int n, int k) const {
         mbar_expect_tx(full + 8 * s, stage_bytes);
-        if (j.mc == 1) tma_load_2d(at, mw, full + 8 * s, k * 64, n * BN);
-        else tma_load_2d_multicast(at + w_row * 128, mw, full + 8 * s, k * 64, n * BN + w_row, both);
-    };
-    if (first < units)
-        for (int i = 0; i < ahead; i++) load_w(i, gemm_unit_at(j, first, row).n, k0 + i);
-    grid_wait();
-    for (int u = first; u < units; u += stride) {
-        gemm_unit t = gemm_unit_at(j, u, row);
-        if (u + stride >= units) grid_launch_dependents();
-        for (int k = k0; k < k1; k++, done++) {
-            if (done >= ahead) {
-                mbar_wait(empty + 8 * r.s, r.parity ^ 1);
-                load_w(r.s, t.n, k);
+        if constexpr (gemm_w_boxes<EPI, BN> == 1) load_box(s, row * (BN / 2), n * BN + row * (BN / 2), k);
+        else
+            for (int q = row * 3; q < (j.mc == 1 ? 6 : row * 3 + 3); q++) load_box(s, q * (BN / 6), EPI::quarter(n, q), k);
+    }
+    /* W does not depend on the kernels ahead: the first stages' share comes before grid_wait. */
+    __device__ inline void ahead() const {
+        int n = gemm_unit_at(j, first, row).n;
+        for (int i = 0; i < min(STAGES, n_k) && first < units; i++) load_w(i, n, k0 + i);
+    }
+    __device__ inline void run() const { /* all stages of all units */
+        gemm_ring r = {0, 0};
+        int done = min(STAGES, n_k);
+        grid_wait();
+        for (int u = first; u < units; u += stride) {
+            gemm_unit t = gemm_unit_at(j, u, row);
+            if (u + stride >= units) grid_launch_dependents();
+            for (int k = k0; k < k0 + n_k; k++, done--) {
+                if (done <= 0) {
+                    mbar_wait(empty + 8 * r.s, r.parity ^ 1);
+                    load_w(r.s, t.n, k);
+                }
+                tma_load_2d(ring + r.s * stage_bytes, mx, full + 8 * r.s, k * 64, t.m * 128);
+                gemm_next<STAGES>(r);
             }
-            tma_load_2d(ring + r.s * stage_bytes, mx, full + 8 * r.s, k * 64, t.m * 128);
-            gemm_next<STAGES>(r);
         }
     }
-}
+};
 
 /* The products of one tile by one warpgroup; `row` is its first row of the stage's 128. */
 template <class EPI, int BN, int C, int STAGES>
@@ -1378,31 +1436,42 @@ __device__ static inline void gemm_multiply(float (&acc)[BN / 2], gemm_ring &r, 
     release(last);
 }
 
-/* Adds the partial sums of a cluster's SPLIT CTAs, always in the order of K; this CTA's columns are those of slice `part`. The ring has been
- * read by everyone when the first cluster_sync is through, so partial sums lie in it: [part][warpgroup][C/8][128 threads] x 16 bytes. */
+/* Adds the partial sums of a cluster's SPLIT CTAs, always in the order of K; this CTA gets slice `part` of the columns. The slices of the others
+ * go from registers to the ring, which nobody reads any more, and from there to their CTAs: [SPLIT-1][warpgroup][C/8][128 threads] x 16
+ * bytes; sums[warpgroup] counts the bytes. */
 template <int BN, int SPLIT>
-__device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&sum)[BN / SPLIT / 2], uint32_t ring, int part, int group,
-                                          int row, int mc) {
-    constexpr int C = BN / SPLIT;
-    uint32_t mine = ring + (uint32_t)(group * (C / 8) * 128 + (threadIdx.x & 127)) * 16;
-    constexpr uint32_t part_bytes = 2 * (C / 8) * 128 * 16;
-    cluster_sync();
+__device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&sum)[BN / SPLIT / 2], uint32_t ring, uint32_t sums, uint32_t bar,
+                                          int part, int group, int row, int mc) {
+    constexpr int C = BN / SPLIT, bytes = C / 8 * 2048;
+    int tid = threadIdx.x & 127;
+    float own[C / 2];
+    named_sync(1, 256); /* both warpgroups' products have read the ring */
 #pragma unroll
-    for (int s = 0; s < SPLIT; s++) {
-        uint32_t to = cluster_smem(mine + part * part_bytes, s * mc + row);
+    for (int s = 0; s < SPLIT; s++)
+        if (s == part) {
 #pragma unroll
-        for (int i = 0; i < C / 8; i++) cluster_store_v4(to + i * 2048, acc + s * (C / 2) + 4 * i);
-    }
-    cluster_sync();
+            for (int i = 0; i < C / 2; i++) own[i] = acc[s * (C / 2) + i];
+        } else {
+#pragma unroll
+            for (int i = 0; i < C / 8; i++) smem_store_16(ring + (2 * s + group) * bytes + i * 2048 + tid * 16, acc + s * (C / 2) + 4 * i);
+        }
+    fence_async_smem();
+    named_sync(2 + group, 128);
+    if (tid < SPLIT && tid != part)
+        bulk_to_peer(sums + (2 * (part - (part > tid)) + group) * bytes, ring + (2 * tid + group) * bytes, bytes, bar + 8 * group, tid * mc + row);
+    mbar_wait(bar + 8 * group, 0);
 #pragma unroll
     for (int i = 0; i < C / 2; i++) sum[i] = 0;
-    for (int q = 0; q < SPLIT; q++)
+    for (int q = 0; q < SPLIT; q++) {
+        uint32_t from = sums + (2 * (q - (q > part)) + group) * bytes + tid * 16;
 #pragma unroll
         for (int i = 0; i < C / 8; i++) {
-            uint4 v = smem_load_16(mine + q * part_bytes + i * 2048);
+            uint4 v = {__float_as_uint(own[4 * i]), __float_as_uint(own[4 * i + 1]), __float_as_uint(own[4 * i + 2]), __float_as_uint(own[4 * i + 3])};
+            if (q != part) v = smem_load_16(from + i * 2048);
             sum[4 * i] += __uint_as_float(v.x), sum[4 * i + 1] += __uint_as_float(v.y);
             sum[4 * i + 2] += __uint_as_float(v.z), sum[4 * i + 3] += __uint_as_float(v.w);
         }
+    }
 }
 #endif
 
@@ -1413,30 +1482,39 @@ gemm_kernel(const __grid_constant__ CUtensorMap mx, const __grid_constant__ CUte
 #if HOPPER
     extern __shared__ char smem[];
     constexpr int C = BN / SPLIT;
-    typedef gemm_smem<BN, EPI::out(C)> L;
+    typedef gemm_smem<BN, SPLIT, EPI::out(C)> L;
     uint32_t ring = (smem_at(smem) + 1023) & ~1023u, full = ring + L::bars_at, empty = full + 8 * L::stages, res = empty + 8 * L::stages;
-    int rank = cluster_rank(), part = rank / j.mc, row = rank % j.mc, group = threadIdx.x / 128 - 1;
+    uint32_t sums = res + 64;
+    int rank = cluster_rank(), part = rank / j.mc, row = rank % j.mc, group = threadIdx.x / 128 - 1, per_cluster = j.mc * SPLIT;
+    int first = blockIdx.x / per_cluster, stride = gridDim.x / per_cluster, units = j.units_m * j.tiles_n;
+    int k0 = gemm_k_from<SPLIT>(j, part), n_k = gemm_k_from<SPLIT>(j, part + 1) - k0;
+    gemm_producer<EPI, BN, L::stages> producer = {j, &mx, &mw, ring, full, empty, row, k0, n_k, first, stride, units, (uint16_t)(3 << part * 2)};
     if (threadIdx.x == 0) {
-        tma_prefetch_map(&mx), tma_prefetch_map(&mw), tma_prefetch_map(&my);
+        tma_prefetch_map(&mw), tma_prefetch_map(&mx), tma_prefetch_map(&my);
         for (int s = 0; s < L::stages; s++) mbar_init(full + 8 * s, 1), mbar_init(empty + 8 * s, 2 * j.mc);
         for (int w = 0; w < 8; w++) mbar_init(res + 8 * w, 1);
+        for (int g = 0; g < 2 && SPLIT > 1; g++) mbar_init(sums + 8 * g, 1), mbar_expect_tx(sums + 8 * g, L::sum_bytes / 2);
         mbar_init_fence();
+        if (j.mc == 1) producer.ahead();
     }
-    cluster_sync();
+    __syncwarp();
+    if (per_cluster > 1) cluster_meet();
+    else __syncthreads();
     if (group < 0) {
         regs_give<40>();
-        if (threadIdx.x == 0) gemm_produce<BN, SPLIT, L::stages>(j, &mx, &mw, ring, full, empty, part, row);
+        if (threadIdx.x == 0) {
+            if (j.mc > 1) producer.ahead();
+            producer.run();
+        }
         __syncwarp();
-        if constexpr (SPLIT > 1) cluster_sync(), cluster_sync();
     } else {
         regs_take<232>();
-        int warp = threadIdx.x / 32 - 4, stride = gridDim.x / (j.mc * SPLIT), units = j.units_m * j.tiles_n;
-        int n_k = gemm_k_from<SPLIT>(j, part + 1) - gemm_k_from<SPLIT>(j, part);
+        int warp = threadIdx.x / 32 - 4;
         gemm_ring r = {0, 0};
         gemm_tile t = {.M = j.M, .N = j.N, .lane = (int)threadIdx.x & 31, .out = ring + L::out_at + warp * (L::out_bytes / 8),
                        .bar = res + 8 * warp, .turn = 0};
         grid_wait();
-        for (int u = blockIdx.x / (j.mc * SPLIT); u < units; u += stride, t.turn++) {
+        for (int u = first; u < units; u += stride, t.turn++) {
             gemm_unit at = gemm_unit_at(j, u, row);
             float acc[BN / 2];
             t.row0 = at.m * 128 + warp * 16, t.col0 = at.n * BN + part * C;
@@ -1444,14 +1522,14 @@ gemm_kernel(const __grid_constant__ CUtensorMap mx, const __grid_constant__ CUte
             if constexpr (SPLIT == 1) EPI::template run<C>(acc, t, &my, p);
             else {
                 float sum[C / 2];
-                gemm_reduce<BN, SPLIT>(acc, sum, ring, part, group, row, j.mc);
+                gemm_reduce<BN, SPLIT>(acc, sum, ring, ring + L::sums_at, sums, part, group, row, j.mc);
                 EPI::template run<C>(sum, t, &my, p);
             }
         }
         if (t.lane == 0) tma_store_wait_read<0>();
         __syncwarp();
     }
-    if (SPLIT == 1) cluster_sync(); /* nobody leaves while a peer writes to it */
+    if (per_cluster > 1) cluster_meet(); /* nobody leaves while a peer reads from it or tells it something */
 #else
     __trap();
 #endif
@@ -1463,12 +1541,14 @@ enum { GEMM_QKV64 = EPI_SWIGLU + 1, GEMM_QKV128 }; /* kinds of epilogue behind t
 
 typedef struct gemm_variant {
     int kind, bn, split;
+    int w_boxes;   /* gemm_w_boxes */
     int out, smem; /* staged columns; bytes */
     const void *kernel;
 } gemm_variant;
 
 #define GEMM_VARIANT(kind, EPI, BN, SPLIT)                                                                                    \
-    {kind, BN, SPLIT, EPI::out(BN / SPLIT), gemm_smem<BN, EPI::out(BN / SPLIT)>::bytes, (const void *)gemm_kernel<EPI, BN, SPLIT>}
+    {kind, BN, SPLIT, gemm_w_boxes<EPI, BN>, EPI::out(BN / SPLIT), gemm_smem<BN, SPLIT, EPI::out(BN / SPLIT)>::bytes,               \
+     (const void *)gemm_kernel<EPI, BN, SPLIT>}
 static const gemm_variant gemm_variants[] = {
     GEMM_VARIANT(EPI_STORE, epi_store, 128, 1),       GEMM_VARIANT(EPI_STORE, epi_store, 128, 2),
     GEMM_VARIANT(EPI_STORE, epi_store, 128, 4),       GEMM_VARIANT(EPI_STORE, epi_store, 160, 1),
@@ -1479,7 +1559,8 @@ static const gemm_variant gemm_variants[] = {
     GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 160, 1),     GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 224, 1),
     GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 256, 1),     GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 128, 1),
     GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 128, 2),    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 192, 1),
-    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 256, 1),    GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 128, 1),
+    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 256, 1),    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 96, 1),
+    GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 128, 1),  GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 192, 1),
     GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 256, 1),
 };
 enum { N_GEMM_VARIANTS = sizeof gemm_variants / sizeof *gemm_variants };
@@ -1497,14 +1578,14 @@ static double gemm_cost(const toka_device *d, const gemm_variant *v, int mc, int
     return waves * (k * (math > l2 ? math : l2) + 800 + 5 * v->bn) + (v->split > 1 ? 2500 : 0);
 }
 
-/* The cheapest variant of a kind; v NULL: none can do it. */
-static gemm_plan gemm_pick(const toka_device *d, int kind, int M, int N, int K) {
+/* The cheapest variant of a kind; whole_heads: QK-norm follows. */
+static gemm_plan gemm_pick(const toka_device *d, int kind, int M, int N, int K, bool whole_heads) {
     gemm_plan best = {.group = 8};
     double least = 0;
     for (int i = 0; i < N_GEMM_VARIANTS; i++)
         for (int mc = 1; mc <= 2; mc++) {
             const gemm_variant *v = &gemm_variants[i];
-            if (v->kind != kind || v->split > ceil_div(K, 64) || (mc == 2 && M <= 128)) continue;
+            if (v->kind != kind || v->split > ceil_div(K, 64) || (mc == 2 && M <= 128) || (whole_heads && v->w_boxes > 1)) continue;
             double cost = gemm_cost(d, v, mc, M, N, K);
             if (!best.v || cost < least) best.v = v, best.mc = mc, least = cost;
         }
@@ -1533,7 +1614,7 @@ static void gemm_start(toka_device *d, gemm_plan plan, const gemm_args *a, const
     assert(M > 0 && N % 8 == 0 && K % 8 == 0 && a->ldx % 8 == 0 && (uintptr_t)a->x % 16 == 0 && (uintptr_t)a->w->p % 16 == 0);
     gemm_job job = {M, N, K, ceil_div(M, 128 * plan.mc), ceil_div(N, v->bn), plan.group, plan.mc};
     int units = job.units_m * job.tiles_n, clusters = v->split > 1 ? units : min(units, d->n_sms / per_cluster);
-    CUtensorMap mx = gemm_map(d, a->x, M, K, a->ldx, 128, 64), mw = gemm_map(d, a->w->p, N, K, K, v->bn / plan.mc, 64), my = mx;
+    CUtensorMap mx = gemm_map(d, a->x, M, K, a->ldx, 128, 64), mw = gemm_map(d, a->w->p, N, K, K, v->w_boxes > 1 ? v->bn / v->w_boxes : v->bn / plan.mc, 64), my = mx;
     if (a->y) {
         assert(a->ldy % 8 == 0 && (uintptr_t)a->y % 16 == 0 && cols % 8 == 0);
         my = gemm_map(d, a->y, M, cols, a->ldy, 16, gemm_panel(v->out));
@@ -1565,16 +1646,23 @@ static void gemm_wgmma_by(toka_device *d, const gemm_args *a, gemm_plan plan) {
     gemm_start(d, plan, a, &p);
 }
 static void gemm_wgmma(toka_device *d, const gemm_args *a) {
-    gemm_wgmma_by(d, a, gemm_pick(d, a->epi, a->M, a->w->N, a->w->K));
+    gemm_wgmma_by(d, a, gemm_pick(d, a->epi, a->M, a->w->N, a->w->K, false));
 }
 
-/* q, K and V of M rows; head size D 64 or 128, a->y not used. */
-static gemm_plan gemm_qkv_pick(const toka_device *d, int M, const weight *w, int D) {
-    return gemm_pick(d, D == 64 ? GEMM_QKV64 : GEMM_QKV128, M, w->N, w->K);
+/* q, K and V of M rows; head size D 64 or 128. */
+static gemm_plan gemm_qkv_pick(const toka_device *d, int M, const weight *w, const qkv_params *p) {
+    int heads = p->H + 2 * p->K;
+    return gemm_pick(d, w->N == 64 * heads ? GEMM_QKV64 : GEMM_QKV128, M, w->N, w->K, p->q_norm || p->k_norm);
 }
-static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const weight *w, const qkv_params *p, gemm_plan plan) {
+static void gemm_wgmma_qkv_by(toka_device *d, int M, const bf16 *x, int ldx, const weight *w, const qkv_params *p, gemm_plan plan) {
     gemm_args a = {.M = M, .x = x, .ldx = ldx, .w = w};
+    int D = plan.v->kind == GEMM_QKV64 ? 64 : 128;
+    assert(w->N == (p->H + 2 * p->K) * D && (p->B & (p->B - 1)) == 0 && !(plan.v->w_boxes > 1 && (p->q_norm || p->k_norm)));
+    (void)D;
     gemm_start(d, plan, &a, p);
+}
+static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const weight *w, const qkv_params *p) {
+    gemm_wgmma_qkv_by(d, M, x, ldx, w, p, gemm_qkv_pick(d, M, w, p));
 }
 
 /* ===========================================================================

@@ -1,6 +1,7 @@
 /* gpu_gemm.cu - GEMM on wgmma: every instance and epilogue against float64, and its times.
  *   gpu_gemm               the checks
- *   gpu_gemm bench         a table of times; bench --json one line of JSON per shape (test/bench_peers.py reads it)
+ *   gpu_gemm bench         a table of times; bench --json one line of JSON per shape, bench --paced the next one at each line of input
+ *                          (for test/bench_peers.py)
  *   gpu_gemm sweep         times of every instance at every shape of the table, from which gemm_cost was fitted */
 #include "../toka_kernels.cu"
 #include "gpu.cuh"
@@ -168,7 +169,7 @@ struct gemm_data {
         qkv = {W.bias, c.norm ? q_norm.p() : NULL, c.norm ? k_norm.p() : NULL, 1e-6f, H, K, B, pos.p(), slot.p(), rope.p(), q.p(), kv.p()};
     }
     gemm_plan plan(const toka_device *d) const {
-        return c.plan.v ? c.plan : gemm_pick(d, c.kind, c.M, c.N, c.K);
+        return c.plan.v ? c.plan : gemm_pick(d, c.kind, c.M, c.N, c.K, c.norm);
     }
     void fresh() { /* y as it is before a call */
         y.poison(), q.poison(), kv.poison();
@@ -178,7 +179,7 @@ struct gemm_data {
     }
     void launch(toka_device *d, int M) {
         gemm_args a = {M, x.p(), ldx, &W, y.p(), ldy, (enum epilogue)c.kind};
-        if (D) gemm_wgmma_qkv(d, M, x.p(), ldx, &W, &qkv, plan(d));
+        if (D) gemm_wgmma_qkv_by(d, M, x.p(), ldx, &W, &qkv, plan(d));
         else gemm_wgmma_by(d, &a, plan(d));
     }
     bool guards() { return x.guards_hold() && w.guards_hold() && y.guards_hold() && q.guards_hold() && kv.guards_hold(); }
@@ -227,7 +228,7 @@ static void test_variants(toka_device *d) {
                 int kblocks = ceil_div(s[2], 64), cut = v.kind < GEMM_QKV64 ? 48 : v.kind == GEMM_QKV64 ? 64 : 0;
                 if (v.split > kblocks || (v.kind == GEMM_QKV128 && s[1] < 384)) continue;
                 int N = s[1] - (s[1] > 384 ? cut : 0) + (v.kind == GEMM_QKV64 && s[1] == 128 ? 64 : 0);
-                gemm_case c = {s[0], N, s[2], v.kind, s[0] % 4 == 1 && v.kind != EPI_SWIGLU, s[0] % 3 == 0, {&v, mc, s[0] > 500 ? 2 : 8}};
+                gemm_case c = {s[0], N, s[2], v.kind, s[0] % 4 == 1 && v.kind != EPI_SWIGLU, s[0] % 3 == 0 && v.w_boxes == 1, {&v, mc, s[0] > 500 ? 2 : 8}};
                 test_case(d, c);
             }
 }
@@ -248,7 +249,7 @@ static void test_sweep(toka_device *d) {
 static void test_repeats(toka_device *d) {
     for (const gemm_variant &v : gemm_variants)
         for (int mc = 1; mc <= 2; mc++) {
-            gemm_case c = {641, 1920, 1088, v.kind, false, true, {&v, mc, 3}};
+            gemm_case c = {641, 1920, 1088, v.kind, false, v.w_boxes == 1, {&v, mc, 3}};
             gemm_data g(c);
             std::vector<bf16> first[3], now[3];
             bool same = true;
@@ -326,7 +327,7 @@ struct bench_data {
             gemm_args a = {M, x[b]->p(), r.K, &W[b], y[b]->p(), cols, (enum epilogue)r.kind};
             if (D) {
                 qkv.q = y[b]->p(), qkv.kv = y[b]->p() + (size_t)M * qkv.H * D;
-                gemm_wgmma_qkv(d, M, x[b]->p(), r.K, &W[b], &qkv, plan);
+                gemm_wgmma_qkv_by(d, M, x[b]->p(), r.K, &W[b], &qkv, plan);
             } else gemm_wgmma_by(d, &a, plan);
         });
     }
@@ -334,13 +335,13 @@ struct bench_data {
 static double bench_tflops(const bench_row &r, int M, double us) { return 2.0 * M * r.N * r.K / us * 1e-6; }
 
 static bool bench_has(const bench_row &r, int M) { return M <= 4096 || strcmp(r.gemm, "lm_head"); }
-static void bench(toka_device *d, bool json) {
+static void bench(toka_device *d, bool json, bool paced) {
     if (!json) printf("%-14s %-8s %7s %6s %6s %9s %8s  instance\n", "model", "GEMM", "N", "K", "M", "us", "TFLOP/s");
     for (const bench_row &r : bench_rows)
         for (int M : bench_M) {
-            if (!bench_has(r, M)) continue;
+            if (!bench_has(r, M) || (paced && getchar() == EOF)) continue;
             bench_data b(r, M);
-            gemm_plan p = gemm_pick(d, r.kind, M, r.N, r.K);
+            gemm_plan p = gemm_pick(d, r.kind, M, r.N, r.K, false);
             double us = b.us(d, p);
             printf(json ? "{\"model\":\"%s\",\"gemm\":\"%s\",\"N\":%d,\"K\":%d,\"M\":%d,\"us\":%.2f,\"tflops\":%.1f,\"bn\":%d,\"split\":%d,\"mc\":%d}\n"
                         : "%-14s %-8s %7d %6d %6d %9.2f %8.1f  %d/%d/%d\n",
@@ -353,7 +354,7 @@ static void sweep(toka_device *d) {
         for (int M : bench_M) {
             if (!bench_has(r, M)) continue;
             bench_data b(r, M);
-            gemm_plan pick = gemm_pick(d, r.kind, M, r.N, r.K);
+            gemm_plan pick = gemm_pick(d, r.kind, M, r.N, r.K, false);
             printf("%s %s N %d K %d M %d:", r.model, r.gemm, r.N, r.K, M);
             for (const gemm_variant &v : gemm_variants)
                 for (int mc = 1; mc <= 2; mc++) {
@@ -370,7 +371,7 @@ int main(int argc, char **argv) {
     toka_device *d = gpu_device();
     std::string what = argc > 1 ? argv[1] : "";
     gemm_open(d);
-    if (what == "bench") bench(d, argc > 2 && !strcmp(argv[2], "--json"));
+    if (what == "bench") bench(d, argc > 2, argc > 2 && !strcmp(argv[2], "--paced"));
     else if (what == "sweep") sweep(d);
     else if (what == "variants") test_variants(d);
     else test_variants(d), test_sweep(d), test_repeats(d);
