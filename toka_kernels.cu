@@ -1899,12 +1899,13 @@ static void gemm(toka_device *d, const gemm_args *a) {
  * =========================================================================== */
 
 enum {
-    ATTN_TILE_Q = 64,    /* queries of a tile */
+    ATTN_TILE_Q = 64, ATTN_WG_Q = 128, /* queries of a tile: on mma.sync, on wgmma */
     ATTN_SMALL_Q = 16, /* queries of a small item, and the unit of the split-KV buffer */
     ATTN_MIN_PART = 256, /* kv positions of a part, at least */
     ATTN_WARPS = 16    /* small items that an SM works on at a time, roughly */
 };
 
+enum { ATTN_MAP_8, ATTN_MAP_16, ATTN_MAP_32, ATTN_MAP_64, ATTN_MAPS }; /* tensor maps of a layer's K and V, by rows of the box */
 enum { ATTN_SEED = 1, ATTN_TO_O = 2, ATTN_TO_STATE = 4, ATTN_SLOT = 3 /* shift */ }; /* attn_item.where; neither TO: a part */
 
 typedef struct attn_item {
@@ -1929,6 +1930,8 @@ typedef struct attn_span { /* of a toka_span, for the time of planning */
 
 struct attn_plan {
     int tile_q, max_items, max_merges, max_spans, max_levels, max_slots;
+    bool hopper;                /* the kernels with tensor maps */
+    CUtensorMap *maps;          /* [L][ATTN_MAPS] or NULL */
     size_t max_pages;
     float *state_o, *state_lse; /* [T][H][D], [T][H]: base-2 LSE */
     float *part_o, *part_lse;   /* [slots][K][16][D], [slots][K][16] */
@@ -2181,6 +2184,12 @@ template <int DP, int WARPS> struct attn_tile_shape {
     static constexpr int BYTES = STAGES * 2 * TOK * DP * 2;
 };
 
+/* A tile in shared memory: panels of 64 columns, each [rows][64] in rows of 128 bytes, 16-byte pieces at piece ^ (row % 8): what the
+ * copy engine writes and wgmma reads with 128-byte swizzle; ldmatrix meets no bank twice. Element of a piece: */
+__device__ static inline int attn_piece_at(int rows, int row, int piece) {
+    return ((piece >> 3) * rows + row) * 64 + ((piece ^ row) & 7) * 8;
+}
+
 /* Positions kv .. kv+TOK-1 of K and V to stage memory; beyond kv1 and beyond D: zeros. */
 template <int DP, int WARPS>
 __device__ static inline void attn_load_tile(const attn_args &a, const attn_item &it, int h, int kv, bf16 *to) {
@@ -2194,82 +2203,98 @@ __device__ static inline void attn_load_tile(const attn_args &a, const attn_item
             size_t block = ((size_t)a.pages[it.page0 + (t >> a.log2_B)] * a.K + h) * 2 + is_v;
             from += ((block << a.log2_B) + (t & page_mask)) * a.D + piece * 8;
         }
-        cp_async_16(smem_at(to + (is_v * TOK + row) * DP + (piece ^ (row & 7)) * 8), from, there ? 16 : 0);
+        cp_async_16(smem_at(to + is_v * TOK * DP + attn_piece_at(TOK, row, piece)), from, there ? 16 : 0);
     }
 }
 
-/* s = Q K^T of one warp: 16 queries, TOK positions. */
+/* s[8-column block][4] = Q K^T of one warp: 16 queries, TOK positions. */
 template <int DP, int TOK>
-__device__ static inline void attn_qk(float (&s)[TOK / 8][4], const uint32_t (&q)[DP / 16][4], const bf16 *k, int D) {
+__device__ static inline void attn_qk(float (&s)[TOK / 2], const uint32_t (&q)[DP / 16][4], const bf16 *k, int D) {
     int lane = threadIdx.x % 32, row = (lane & 7) + (lane >> 4) * 8, piece = lane >> 3 & 1;
 #pragma unroll
-    for (int n = 0; n < TOK / 8; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0;
+    for (int n = 0; n < TOK / 2; n++) s[n] = 0;
 #pragma unroll
     for (int c = 0; c < DP / 16; c++) {
         if (c * 16 >= D) break;
 #pragma unroll
         for (int n = 0; n < TOK / 16; n++) {
             uint32_t b[4];
-            ldmatrix_x4(b, smem_at(k + (n * 16 + row) * DP + ((c * 2 + piece) ^ (row & 7)) * 8));
-            mma_16816(s[2 * n], q[c], b);
-            mma_16816(s[2 * n + 1], q[c], b + 2);
+            ldmatrix_x4(b, smem_at(k + attn_piece_at(TOK, n * 16 + row, c * 2 + piece)));
+            mma_16816(s + 8 * n, q[c], b);
+            mma_16816(s + 8 * n + 4, q[c], b + 2);
         }
     }
 }
 
-/* acc += P V; p as it came out of attn_qk. */
-template <int DP, int TOK>
-__device__ static inline void attn_pv(float (&acc)[DP / 8][4], const float (&p)[TOK / 8][4], const bf16 *v, int D) {
-    int lane = threadIdx.x % 32, row = lane & 15, piece = lane >> 4;
+/* P as the A operand of the second product. */
+template <int N> __device__ static inline void attn_pack(uint32_t (&p)[N / 8][4], const float (&s)[N]) {
 #pragma unroll
-    for (int n = 0; n < TOK / 16; n++) {
-        uint32_t a[4] = {pack_bf16(p[2 * n][0], p[2 * n][1]), pack_bf16(p[2 * n][2], p[2 * n][3]),
-                         pack_bf16(p[2 * n + 1][0], p[2 * n + 1][1]), pack_bf16(p[2 * n + 1][2], p[2 * n + 1][3])};
+    for (int n = 0; n < N / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) p[n][i] = pack_bf16(s[8 * n + 2 * i], s[8 * n + 2 * i + 1]);
+}
+
+/* acc[8-column block][4] += P V of one warp. */
+template <int DP, int TOK>
+__device__ static inline void attn_pv(float (&acc)[DP / 2], const float (&s)[TOK / 2], const bf16 *v, int D) {
+    int lane = threadIdx.x % 32, row = lane & 15, piece = lane >> 4;
+    uint32_t p[TOK / 16][4];
+    attn_pack(p, s);
+#pragma unroll
+    for (int n = 0; n < TOK / 16; n++)
 #pragma unroll
         for (int c = 0; c < DP / 16; c++) {
             if (c * 16 >= D) break;
             uint32_t b[4];
-            ldmatrix_x4_trans(b, smem_at(v + (n * 16 + row) * DP + ((c * 2 + piece) ^ (row & 7)) * 8));
-            mma_16816(acc[2 * c], a, b);
-            mma_16816(acc[2 * c + 1], a, b + 2);
+            ldmatrix_x4_trans(b, smem_at(v + attn_piece_at(TOK, n * 16 + row, c * 2 + piece)));
+            mma_16816(acc + 8 * c, p[n], b);
+            mma_16816(acc + 8 * c + 4, p[n], b + 2);
         }
-    }
 }
 
-/* Scores of positions that a query must not see become -inf. pos: of the thread's two queries; kv: position of s[0][0]. */
+/* Scores of positions that a query must not see become -inf. i: the thread's first query; kv: position of column 0. */
 template <int N>
-__device__ static inline void attn_mask(float (&s)[N][4], const int pos[2], int kv, int kv1, int window) {
+__device__ static inline void attn_mask(const attn_args &a, const attn_item &it, float (&s)[N], int i, int kv) {
+    int from[2], to[2]; /* the first position seen and the first not seen */
     kv += threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int n = 0; n < N; n++)
+    for (int r = 0; r < 2; r++) {
+        int pos = i + 8 * r < it.nq ? a.pos[(it.q0 + i + 8 * r) / a.G] : -1;
+        from[r] = a.window ? pos - a.window + 1 : 0, to[r] = min(pos + 1, it.kv1);
+    }
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            int t = kv + n * 8 + (i & 1), p = pos[i >> 1];
-            if (t > p || t >= kv1 || (window && t <= p - window)) s[n][i] = -INFINITY;
-        }
+    for (int j = 0; j < N; j++) {
+        int t = kv + j / 4 * 8 + (j & 1), r = j >> 1 & 1;
+        if (t < from[r] || t >= to[r]) s[j] = -INFINITY;
+    }
 }
 
-/* Online softmax: s becomes 2^(scale s - m), m and l go on, acc is scaled to the new m. */
-template <int N, int C>
-__device__ static inline void attn_soften(float (&s)[N][4], float (&acc)[C][4], float m[2], float l[2], float scale) {
+/* Online softmax of the thread's two queries (one, if `rows` is 1): s becomes 2^(scale s - m), m and l go on; fade is what the
+ * sums so far are to be multiplied by. */
+template <int N>
+__device__ static inline void attn_soften(float (&s)[N], float m[2], float l[2], float fade[2], float scale, int rows = 2) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
+        fade[r] = 1;
+        if (r >= rows) break;
         float top = -INFINITY, sum = 0;
 #pragma unroll
-        for (int n = 0; n < N; n++) top = fmaxf(top, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+        for (int i = 0; i < N; i += 4) top = fmaxf(top, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
         top = fmaxf(m[r], quad_max(top) * scale);
-        float base = top == -INFINITY ? 0 : top, fade = ex2(m[r] - base);
+        float base = top == -INFINITY ? 0 : top;
+        fade[r] = ex2(m[r] - base);
 #pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int i = 2 * r; i < 2 * r + 2; i++) {
-                s[n][i] = ex2(fmaf(s[n][i], scale, -base));
-                sum += s[n][i];
-            }
-        m[r] = top, l[r] = l[r] * fade + sum;
-#pragma unroll
-        for (int c = 0; c < C; c++) acc[c][2 * r] *= fade, acc[c][2 * r + 1] *= fade;
+        for (int i = 0; i < N; i += 4) {
+            s[i + 2 * r] = ex2(fmaf(s[i + 2 * r], scale, -base));
+            s[i + 2 * r + 1] = ex2(fmaf(s[i + 2 * r + 1], scale, -base));
+            sum += s[i + 2 * r] + s[i + 2 * r + 1];
+        }
+        m[r] = top, l[r] = l[r] * fade[r] + sum;
     }
+}
+template <int N> __device__ static inline void attn_fade(float (&acc)[N], const float fade[2]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) acc[i] *= fade[i >> 1 & 1];
 }
 
 /* First position that some row of the item sees through the window, down to a whole number of tiles from kv0. */
@@ -2281,33 +2306,61 @@ __device__ static inline bool attn_masked(const attn_args &a, const attn_item &i
     return kv + tile > it.pos_lo + 1 || kv + tile > it.kv1 || (a.window && kv <= it.pos_hi - a.window);
 }
 
-template <int DP, int WARPS> __global__ void __launch_bounds__(WARPS * 32) attn_mma(const __grid_constant__ attn_args a) {
+typedef struct attn_rows { /* a thread's two queries: i and i + 8 of the item */
+    int i;
+    float m[2], l[2];
+} attn_rows;
+
+/* All of a warp together. */
+template <int N> __device__ static inline void attn_rows_end(const attn_args &a, const attn_item &it, const attn_rows &w, int h,
+                                                             const float (&acc)[N]) {
+    int quad = threadIdx.x % 4;
+    float old[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+        if (w.i + 8 * r < it.nq) old[r] = attn_old_lse(a, it, w.i + 8 * r, h);
+    __syncwarp(); /* all have read it */
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float sum = quad_sum(w.l[r]);
+        if (w.i + 8 * r >= it.nq) continue;
+        attn_exit e = attn_leave(a, it, w.i + 8 * r, h, w.m[r], sum, old[r], quad == 0);
+#pragma unroll
+        for (int c = 0; c < N / 4; c++)
+            if (c * 8 < a.D) attn_leave_pair(e, c * 8 + quad * 2, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]);
+    }
+}
+
+/* The A operand of the first product, 16 queries of one warp, from global memory; what is not there is 0. */
+template <int DP>
+__device__ static inline void attn_load_q(const attn_args &a, const attn_item &it, int i, int h, uint32_t (&q)[DP / 16][4]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const bf16 *from = a.q + attn_head_at(a, it.q0 + i + 8 * r, h) * a.D + threadIdx.x % 4 * 2;
+        bool there = i + 8 * r < it.nq;
+#pragma unroll
+        for (int c = 0; c < DP / 8; c++)
+            q[c / 2][r + c % 2 * 2] = there && c * 8 < a.D ? *(const uint32_t *)(from + c * 8) : 0;
+    }
+}
+
+template <int DP, int WARPS> __global__ void __launch_bounds__(WARPS * 32, 1) attn_mma(const __grid_constant__ attn_args a) {
     typedef attn_tile_shape<DP, WARPS> shape;
     constexpr int TOK = shape::TOK, STAGES = shape::STAGES;
     extern __shared__ __align__(1024) char attn_smem[];
     bf16 *ring = (bf16 *)attn_smem;
     grid_wait();
     const attn_item it = a.items[blockIdx.x / a.K];
-    int h = blockIdx.x % a.K, lane = threadIdx.x % 32, i0 = threadIdx.x / 32 * 16 + lane / 4;
+    int h = blockIdx.x % a.K, i0 = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
     int first = attn_first(a, it, TOK), n_tiles = it.kv1 > first ? (it.kv1 - first + TOK - 1) / TOK : 0;
     for (int i = 0; i < STAGES - 1; i++) {
         if (i < n_tiles) attn_load_tile<DP, WARPS>(a, it, h, first + i * TOK, ring + i * 2 * TOK * DP);
         cp_async_commit();
     }
-    uint32_t q[DP / 16][4] = {};
-    float acc[DP / 8][4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {};
-    float old[2];
-    int pos[2] = {-1, -1};
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        if (i0 + 8 * r >= it.nq) continue;
-        pos[r] = a.pos[(it.q0 + i0 + 8 * r) / a.G];
-        old[r] = attn_old_lse(a, it, i0 + 8 * r, h);
-        const bf16 *from = a.q + attn_head_at(a, it.q0 + i0 + 8 * r, h) * a.D;
-#pragma unroll
-        for (int c = 0; c < DP / 8; c++)
-            if (c * 8 < a.D) q[c / 2][r + c % 2 * 2] = *(const uint32_t *)(from + c * 8 + lane % 4 * 2);
-    }
+    uint32_t q[DP / 16][4];
+    float acc[DP / 2] = {}, fade[2];
+    attn_rows w = {i0, {-INFINITY, -INFINITY}};
+    attn_load_q<DP>(a, it, i0, h, q);
     for (int i = 0; i < n_tiles; i++) {
         int next = i + STAGES - 1, kv = first + i * TOK;
         if (next < n_tiles) attn_load_tile<DP, WARPS>(a, it, h, first + next * TOK, ring + next % STAGES * 2 * TOK * DP);
@@ -2316,32 +2369,256 @@ template <int DP, int WARPS> __global__ void __launch_bounds__(WARPS * 32) attn_
         if (WARPS > 1) __syncthreads();
         else __syncwarp();
         const bf16 *k = ring + i % STAGES * 2 * TOK * DP;
-        float s[TOK / 8][4];
+        float s[TOK / 2];
         attn_qk<DP, TOK>(s, q, k, a.D);
-        if (attn_masked(a, it, kv, TOK)) attn_mask(s, pos, kv, it.kv1, a.window);
-        attn_soften(s, acc, m, l, a.scale);
+        if (attn_masked(a, it, kv, TOK)) attn_mask(a, it, s, w.i, kv);
+        attn_soften(s, w.m, w.l, fade, a.scale);
+        attn_fade(acc, fade);
         attn_pv<DP, TOK>(acc, s, k + TOK * DP, a.D);
         if (WARPS > 1) __syncthreads();
         else __syncwarp();
     }
-    __syncwarp(); /* all have read the old LSE, also without a tile */
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        float sum = quad_sum(l[r]);
-        if (i0 + 8 * r >= it.nq) continue;
-        attn_exit e = attn_leave(a, it, i0 + 8 * r, h, m[r], sum, old[r], lane % 4 == 0);
-#pragma unroll
-        for (int c = 0; c < DP / 8; c++)
-            if (c * 8 < a.D) attn_leave_pair(e, c * 8 + lane % 4 * 2, acc[c][2 * r], acc[c][2 * r + 1]);
-    }
+    attn_rows_end(a, it, w, h, acc);
 }
 
 template <int DP, int WARPS> static void attn_mma_launch(toka_device *d, const attn_args &a, int n) {
-    attn_mma<DP, WARPS><<<n * a.K, WARPS * 32, attn_tile_shape<DP, WARPS>::BYTES, d->stream>>>(a);
+    launch_dependent(d, "attention", attn_mma<DP, WARPS>, dim3((unsigned)(n * a.K)), WARPS * 32, attn_tile_shape<DP, WARPS>::BYTES, 1, a);
 }
-template <int DP, int WARPS> static void attn_mma_open(toka_device *d) {
-    latch(d, cudaFuncSetAttribute(attn_mma<DP, WARPS>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  attn_tile_shape<DP, WARPS>::BYTES), "attention");
+/* ---- Small items on Hopper: one warp, fed by the copy engine ----
+ * In and out as above. Grid: (item, kv head), 32 threads. Shared: STAGES tiles of TOK positions, K and V, each [D/64 panels][TOK][64].
+ * Bytes: K and V of the item's positions, rounded up to 8 positions; FLOPs: 4 * 16 * D * kv, of which G/16 are wanted.
+ * Why: the limit is the bytes of K and V, so what counts is that many are under way: 9 warps of 24 KB on an SM, none of which
+ * ever waits for another; the card itself hands the next item to the next free place. One lane asks for a tile of a ring with
+ * two to eight copies, the page numbers of 32 pages lie in the lanes of the warp. */
+template <int DP, int TOK, int STAGES>
+__global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap whole,
+                                                 const __grid_constant__ CUtensorMap fine) {
+#if HOPPER
+    constexpr int HALF = TOK * DP; /* elements of K's or V's tile */
+    extern __shared__ __align__(1024) char attn_smem[];
+    __shared__ uint64_t full[STAGES];
+    bf16 *ring = (bf16 *)attn_smem;
+    const attn_item it = a.items[blockIdx.x / a.K];
+    int h = blockIdx.x % a.K, lane = threadIdx.x, first = attn_first(a, it, TOK), ids = 0, ids_at = -32;
+    int n_tiles = it.kv1 > first ? (it.kv1 - first + TOK - 1) / TOK : 0;
+    if (lane == 0) {
+        for (int i = 0; i < STAGES; i++) mbar_init(smem_at(&full[i]), 1);
+        mbar_init_fence();
+    }
+    __syncwarp();
+    auto ask = [&](int i) {
+        int t = first + i * TOK - it.kv0, n = min(TOK, it.kv1 - it.kv0 - t), page = t >> a.log2_B;
+        if (page - ids_at >= 32) ids_at = page, ids = a.pages[it.page0 + min(page + lane, (it.kv1 - it.kv0 - 1) >> a.log2_B)];
+        int row = ((__shfl_sync(~0u, ids, page - ids_at) * a.K + h) * 2 << a.log2_B) + (t & ((1 << a.log2_B) - 1));
+        if (lane) return;
+        uint32_t to = smem_at(ring + i % STAGES * 2 * HALF), bar = smem_at(&full[i % STAGES]);
+        int pieces = n == TOK ? 1 : (n + 7) / 8;
+        mbar_expect_tx(bar, 2 * DP * 2 * (n == TOK ? TOK : pieces * 8));
+        for (int v = 0; v < 2; v++)
+            for (int panel = 0; panel < DP / 64; panel++)
+                for (int j = 0; j < pieces; j++)
+                    tma_load_2d(to + (v * HALF + panel * TOK * 64 + j * 8 * 64) * 2, n == TOK ? &whole : &fine, bar, panel * 64,
+                                row + (v << a.log2_B) + j * 8);
+    };
+    grid_wait();
+    for (int i = 0; i < STAGES && i < n_tiles; i++) ask(i);
+    uint32_t q[DP / 16][4];
+    float acc[DP / 2] = {}, fade[2];
+    attn_rows w = {lane / 4, {-INFINITY, -INFINITY}};
+    attn_load_q<DP>(a, it, lane / 4, h, q);
+    int rows = it.nq > 8 ? 2 : 1;
+    for (int i = 0; i < n_tiles; i++) {
+        int kv = first + i * TOK, n = it.kv1 - kv;
+        bf16 *k = ring + i % STAGES * 2 * HALF;
+        float s[TOK / 2];
+        mbar_wait(smem_at(&full[i % STAGES]), i / STAGES & 1);
+        attn_qk<DP, TOK>(s, q, k, DP == 64 ? 64 : a.D);
+        if (n < TOK) { /* 0 times what lies behind the last position must be 0 */
+            for (int j = lane + n * (DP / 8); j < TOK * (DP / 8); j += 32)
+                *(uint4 *)(k + HALF + attn_piece_at(TOK, j / (DP / 8), j % (DP / 8))) = uint4{};
+            __syncwarp();
+        }
+        if (attn_masked(a, it, kv, TOK)) attn_mask(a, it, s, w.i, kv);
+        attn_soften(s, w.m, w.l, fade, a.scale, rows);
+        attn_fade(acc, fade);
+        attn_pv<DP, TOK>(acc, s, k + HALF, DP == 64 ? 64 : a.D);
+        __syncwarp();
+        if (i + STAGES < n_tiles) ask(i + STAGES);
+    }
+    attn_rows_end(a, it, w, h, acc);
+#else
+    __trap();
+#endif
+}
+
+/* ---- Tiles on Hopper: wgmma, after FlashAttention-3 ----
+ * In and out as above. Grid: (item, kv head); WGS warpgroups of 64 queries each. Shared: Q [panels][64 WGS][64] and STAGES tiles of N
+ * positions of K and of V, each [panels][N][64]. FLOPs: 4 * 64 WGS * D * kv.
+ * Why: S = Q K^T of tile j is under way together with P V of tile j-1, and the softmax of j runs beside the latter; P goes from
+ * accumulators to the A operand within the registers. No warp only loads: the first one asks for tiles between its own products,
+ * which leaves 128 (two blocks on an SM, D = 64) or 255 registers to a thread. At D = 64 the exponentials cost as much as the
+ * products, so one block computes what the other waits for. */
+template <int DP, int WGS, int N, int STAGES> struct attn_wg_shape {
+    static constexpr int PANELS = (DP + 63) / 64, THREADS = WGS * 128;
+    static constexpr int Q = PANELS * WGS * 64 * 128, TILE = PANELS * N * 128, BYTES = Q + STAGES * 2 * TILE;
+    static constexpr int BLOCKS = BYTES <= 113 * 1024 && DP == 64 ? 2 : 1; /* of an SM */
+};
+
+typedef struct attn_feed { /* what the asking warp knows */
+    const attn_item *it;
+    int first, n_tiles, ids, ids_at; /* page numbers ids_at .. ids_at+31, one per lane */
+} attn_feed;
+
+template <int DP, int N> __device__ static inline void attn_wg_qk(float (&s)[N / 2], uint32_t q, int q_panel, uint32_t k) {
+#if HOPPER
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < DP / 16; c++)
+        wgmma_ss<N>(s, wgmma_desc(q + c / 4 * q_panel) + c % 4 * 2, wgmma_desc(k + c / 4 * N * 128) + c % 4 * 2, c > 0);
+    wgmma_commit();
+#endif
+}
+template <int DP, int N> __device__ static inline void attn_wg_pv(float (&acc)[DP / 2], const uint32_t (&p)[N / 16][4], uint32_t v) {
+#if HOPPER
+    wgmma_fence();
+#pragma unroll
+    for (int n = 0; n < N / 16; n++) wgmma_rs<DP, 1>(acc, p[n], wgmma_desc_trans(v, N * 128) + n * 128, 1);
+    wgmma_commit();
+#endif
+}
+
+/* K (v = 0) or V of tile j to `to`, in blocks of 64 positions; blocks behind the last position are left out. One whole warp. */
+template <int DP, int N>
+__device__ static inline void attn_ask(const attn_args &a, const CUtensorMap *map, attn_feed &f, int j, int h, int v, uint32_t to,
+                                       uint32_t bar) {
+#if HOPPER
+    constexpr int PANELS = (DP + 63) / 64;
+    int lane = threadIdx.x % 32, last = f.it->kv1 - f.it->kv0 - 1, t = f.first + j * N - f.it->kv0;
+    int blocks = min(N / 64, (last - t) / 64 + 1);
+    if (lane == 0) mbar_expect_tx(bar, blocks * 64 * PANELS * 128);
+    for (int i = 0; i < blocks; i++, t += 64) {
+        int page = t >> a.log2_B;
+        if (page - f.ids_at >= 32 || page < f.ids_at)
+            f.ids_at = page, f.ids = a.pages[f.it->page0 + min(page + lane, last >> a.log2_B)];
+        int row = (((__shfl_sync(~0u, f.ids, page - f.ids_at) * a.K + h) * 2 + v) << a.log2_B) + (t & ((1 << a.log2_B) - 1));
+        for (int panel = 0; panel < PANELS && lane == 0; panel++)
+            tma_load_2d(to + panel * N * 128 + i * 64 * 128, map, bar, panel * 64, row);
+    }
+#endif
+}
+
+/* Q of one warpgroup to shared memory, swizzled; what is not there is 0. */
+template <int DP, int WGS> __device__ static inline void attn_wg_load_q(const attn_args &a, const attn_item &it, int h, bf16 *to) {
+#if HOPPER
+    constexpr int PIECES = (DP + 63) / 64 * 8;
+    int wg = threadIdx.x / 128;
+    for (int i = threadIdx.x % 128; i < 64 * PIECES; i += 128) {
+        int row = wg * 64 + i / PIECES, piece = i % PIECES;
+        uint4 x = {};
+        if (row < it.nq && piece * 8 < a.D) x = *(const uint4 *)(a.q + attn_head_at(a, it.q0 + row, h) * a.D + piece * 8);
+        *(uint4 *)(to + attn_piece_at(WGS * 64, row, piece)) = x;
+    }
+    fence_async_smem();
+    named_sync(1 + wg, 128);
+#endif
+}
+
+/* Rows n .. N-1 of a tile of V become 0, as 0 times what lies there must be 0. By one warpgroup; another may do the same. */
+template <int DP, int N> __device__ static inline void attn_wg_clear(bf16 *v, int n) {
+#if HOPPER
+    for (int i = threadIdx.x % 128 + n * 8; i < N * 8; i += 128)
+        for (int panel = 0; panel < (DP + 63) / 64; panel++) *(uint4 *)(v + attn_piece_at(N, i / 8, panel * 8 + i % 8)) = uint4{};
+    fence_async_smem();
+    named_sync(1 + threadIdx.x / 128, 128);
+#endif
+}
+
+template <int DP, int WGS, int N, int STAGES>
+__global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, attn_wg_shape<DP, WGS, N, STAGES>::BLOCKS)
+    attn_wg(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap map) {
+#if HOPPER
+    typedef attn_wg_shape<DP, WGS, N, STAGES> shape;
+    extern __shared__ __align__(1024) char attn_smem[];
+    __shared__ uint64_t bars[4 * STAGES];
+    __shared__ attn_item it;
+    uint32_t qs = smem_at(attn_smem), ks = qs + shape::Q, vs = ks + STAGES * shape::TILE;
+    uint32_t full_k = smem_at(bars), full_v = full_k + 8 * STAGES, empty_k = full_v + 8 * STAGES, empty_v = empty_k + 8 * STAGES;
+    int h = blockIdx.x % a.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) {
+        it = a.items[blockIdx.x / a.K];
+        for (int i = 0; i < 2 * STAGES; i++) mbar_init(full_k + 8 * i, 1), mbar_init(empty_k + 8 * i, 4 * WGS);
+        mbar_init_fence();
+    }
+    __syncthreads();
+    grid_wait();
+    int first = attn_first(a, it, N), n_tiles = it.kv1 > first ? (it.kv1 - first + N - 1) / N : 0;
+    attn_feed feed = {&it, first, n_tiles, 0, -32};
+    auto k_at = [&](int j) { return ks + j % STAGES * shape::TILE; };
+    auto v_at = [&](int j) { return vs + j % STAGES * shape::TILE; };
+    auto ask = [&](int j, int v) { /* when all have done with what was there */
+        if (warp != 0 || j < 0 || j >= n_tiles) return;
+        mbar_wait((v ? empty_v : empty_k) + 8 * (j % STAGES), (j / STAGES & 1) ^ 1);
+        attn_ask<DP, N>(a, &map, feed, j, h, v, v ? v_at(j) : k_at(j), (v ? full_v : full_k) + 8 * (j % STAGES));
+    };
+    for (int j = 0; j < STAGES; j++) ask(j, 0), ask(j, 1);
+    attn_rows w = {warp * 16 + lane / 4, {-INFINITY, -INFINITY}};
+    attn_wg_load_q<DP, WGS>(a, it, h, (bf16 *)attn_smem);
+    qs += warp / 4 * 64 * 128;
+    float s[N / 2], acc[DP / 2] = {}, fade[2];
+    uint32_t p[N / 16][4];
+    auto soften = [&](int j) {
+        if (attn_masked(a, it, first + j * N, N)) attn_mask(a, it, s, w.i, first + j * N);
+        attn_soften(s, w.m, w.l, fade, a.scale);
+    };
+    if (n_tiles) {
+        mbar_wait(full_k, 0);
+        attn_wg_qk<DP, N>(s, qs, WGS * 64 * 128, ks);
+        wgmma_wait<0>();
+        wgmma_keep(s);
+        if (lane == 0) mbar_arrive(empty_k);
+        soften(0);
+        attn_pack(p, s);
+    }
+    for (int j = 1; j < n_tiles; j++) {
+        if (j >= 2) ask(j - 2 + STAGES, 0); /* one tile later than they come free: the other warpgroups may be behind */
+        if (j >= 3) ask(j - 3 + STAGES, 1);
+        mbar_wait(full_k + 8 * (j % STAGES), j / STAGES & 1);
+        attn_wg_qk<DP, N>(s, qs, WGS * 64 * 128, k_at(j));
+        mbar_wait(full_v + 8 * ((j - 1) % STAGES), (j - 1) / STAGES & 1);
+        attn_wg_pv<DP, N>(acc, p, v_at(j - 1));
+        wgmma_wait<1>();
+        wgmma_keep(s);
+        if (lane == 0) mbar_arrive(empty_k + 8 * (j % STAGES));
+        soften(j);
+        wgmma_wait<0>();
+        wgmma_keep(acc);
+        if (lane == 0) mbar_arrive(empty_v + 8 * ((j - 1) % STAGES));
+        attn_fade(acc, fade);
+        attn_pack(p, s);
+    }
+    if (n_tiles) {
+        int j = n_tiles - 1, n = it.kv1 - first - j * N;
+        mbar_wait(full_v + 8 * (j % STAGES), j / STAGES & 1);
+        if (n < N) attn_wg_clear<DP, N>((bf16 *)(attn_smem + (v_at(j) - smem_at(attn_smem))), n);
+        attn_wg_pv<DP, N>(acc, p, v_at(j));
+        wgmma_wait<0>();
+        wgmma_keep(acc);
+    }
+    attn_rows_end(a, it, w, h, acc);
+#else
+    __trap();
+#endif
+}
+
+template <int DP, int TOK, int STAGES> static void attn_small_launch(toka_device *d, const attn_args &a, int n, const CUtensorMap *map) {
+    launch_dependent(d, "attention", attn_small<DP, TOK, STAGES>, dim3((unsigned)(n * a.K)), 32, STAGES * 2 * TOK * DP * 2, 1, a,
+                     map[TOK == 16 ? ATTN_MAP_16 : TOK == 32 ? ATTN_MAP_32 : ATTN_MAP_64], map[ATTN_MAP_8]);
+}
+template <int DP, int WGS, int N, int STAGES>
+static void attn_wg_launch(toka_device *d, const attn_args &a, int n, const CUtensorMap *map) {
+    typedef attn_wg_shape<DP, WGS, N, STAGES> room;
+    launch_dependent(d, "attention", attn_wg<DP, WGS, N, STAGES>, dim3((unsigned)(n * a.K)), room::THREADS, room::BYTES, 1, a,
+                     map[ATTN_MAP_64]);
 }
 
 /* ---- Merge of the parts of split-KV ----
@@ -2376,16 +2653,12 @@ __global__ static void __launch_bounds__(ATTN_MERGE_WARPS * 32) attn_join(const 
 
 /* ---- The op ---- */
 
-static void attn_kernels_open(toka_device *d) {
-    attn_mma_open<64, 1>(d), attn_mma_open<128, 1>(d), attn_mma_open<256, 1>(d);
-    attn_mma_open<64, 4>(d), attn_mma_open<128, 4>(d), attn_mma_open<256, 4>(d);
-}
-
 static void attn_sizes(const toka_device *d, attn_plan *p) {
     const toka_shape *sh = d->shape;
     int T = d->options.max_tokens, G = sh->H / sh->K, seq_pages = ceil_div(sh->max_len, sh->B);
     int64_t pages = (int64_t)T * seq_pages;
-    p->tile_q = ATTN_TILE_Q;
+    p->hopper = d->hopper && sh->B >= 64 && sh->D >= 64 && sh->D <= 128 && d->kv_layer / sh->D < INT_MAX;
+    p->tile_q = p->hopper ? ATTN_WG_Q : ATTN_TILE_Q;
     p->max_spans = 2 * T + 64;
     p->max_levels = seq_pages + 1;
     p->max_pages = (size_t)(pages < 1 << 24 ? pages : 1 << 24);
@@ -2393,6 +2666,23 @@ static void attn_sizes(const toka_device *d, attn_plan *p) {
     p->max_slots = d->n_sms * (ATTN_WARPS + p->tile_q / ATTN_SMALL_Q) * 3 / 2 / sh->K + 64;
     p->max_merges = 2 * p->max_slots;
     p->max_items = p->max_spans + p->max_slots + 8 * ceil_div(T * G, p->tile_q);
+}
+
+/* Tensor maps of K and V in pages, 64 columns wide and 8, 16, 32 and 64 rows high, where the Hopper kernels can run. */
+static void attn_open_maps(toka_device *d) {
+    const toka_shape *sh = d->shape;
+    attn_plan *p = d->attn;
+    if (!p->hopper || d->error.code) return;
+    p->maps = (CUtensorMap *)aligned_alloc(64, (size_t)sh->L * ATTN_MAPS * sizeof *p->maps);
+    if (!p->maps) abort();
+    for (int i = 0; i < sh->L * ATTN_MAPS; i++) {
+        cuuint64_t size[2] = {(cuuint64_t)sh->D, d->kv_layer / sh->D}, stride = (cuuint64_t)sh->D * sizeof(bf16);
+        cuuint32_t box[2] = {64, 8u << i % ATTN_MAPS}, step[2] = {1, 1};
+        CUresult code = d->encode_map(p->maps + i, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, d->kv + (size_t)(i / ATTN_MAPS) * d->kv_layer,
+                                      size, &stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        latch(d, code ? cudaErrorInvalidValue : cudaSuccess, "tensor map of the KV cache");
+    }
 }
 
 /* Takes all memory of attention, in d->attn. shape, options, n_sms and stream are set. Failures are latched. */
@@ -2413,12 +2703,12 @@ static void attn_open(toka_device *d) {
     p->merges = (attn_merge *)malloc((size_t)p->max_merges * sizeof *p->merges);
     p->row_level = (uint16_t *)malloc((size_t)d->options.max_tokens * sizeof *p->row_level);
     if (!p->spans || !p->levels || !p->merges || !p->row_level) abort();
-    attn_kernels_open(d);
+    attn_open_maps(d);
 }
 
 static void attn_close(toka_device *d) { /* host memory; the device's goes with all blocks */
     if (!d->attn) return;
-    free(d->attn->spans), free(d->attn->levels), free(d->attn->merges), free(d->attn->row_level), free(d->attn);
+    free(d->attn->spans), free(d->attn->levels), free(d->attn->merges), free(d->attn->maps), free(d->attn->row_level), free(d->attn);
     d->attn = NULL;
 }
 
@@ -2428,13 +2718,19 @@ static size_t attn_stage_bytes(const toka_device *d) {
     return (size_t)p->max_items * sizeof(attn_item) + (size_t)p->max_merges * sizeof(attn_merge) + p->max_pages * sizeof(int) + 64;
 }
 
-static void attn_launch_items(toka_device *d, attn_args a, int item0, int n, bool small) {
+static void attn_launch_items(toka_device *d, int layer, attn_args a, int item0, int n, bool small) {
+    const attn_plan *p = d->attn;
+    dim3 grid((unsigned)(n * a.K));
+    const CUtensorMap *map = p->maps ? p->maps + ATTN_MAPS * layer : NULL;
     if (!n) return;
-    a.items = d->attn->dev_items + item0;
-    if (a.D <= 64) small ? attn_mma_launch<64, 1>(d, a, n) : attn_mma_launch<64, 4>(d, a, n);
+    a.items = p->dev_items + item0;
+    if (map && small) a.D <= 64 ? attn_small_launch<64, 32, 3>(d, a, n, map) : attn_small_launch<128, 16, 3>(d, a, n, map);
+    else if (map && a.D <= 64) attn_wg_launch<64, 2, 64, 5>(d, a, n, map);
+    else if (map && a.D <= 96) attn_wg_launch<96, 2, 128, 3>(d, a, n, map);
+    else if (map) attn_wg_launch<128, 2, 128, 3>(d, a, n, map);
+    else if (a.D <= 64) small ? attn_mma_launch<64, 1>(d, a, n) : attn_mma_launch<64, 4>(d, a, n);
     else if (a.D <= 128) small ? attn_mma_launch<128, 1>(d, a, n) : attn_mma_launch<128, 4>(d, a, n);
     else small ? attn_mma_launch<256, 1>(d, a, n) : attn_mma_launch<256, 4>(d, a, n);
-    LAUNCHED(d, "attention");
 }
 
 /* q: [T][H][D], o: [T][H][D], both on the device, not the same. Pages and work lists are those of attn_plan_step. */
@@ -2449,11 +2745,11 @@ static void attention(toka_device *d, const toka_step *s, int layer, const bf16 
     if (d->error.code) return;
     for (int i = 0; i < p->n_levels; i++) {
         const attn_level *l = &p->levels[i];
-        attn_launch_items(d, a, l->tile0, l->n_tiles, false);
-        attn_launch_items(d, a, l->small0, l->n_small, true);
+        attn_launch_items(d, layer, a, l->tile0, l->n_tiles, false);
+        attn_launch_items(d, layer, a, l->small0, l->n_small, true);
         if (!l->n_merges) continue;
-        attn_join<<<l->n_merges * a.K, ATTN_MERGE_WARPS * 32, 0, d->stream>>>(a, p->dev_merges + l->merge0);
-        LAUNCHED(d, "attention, parts");
+        launch_dependent(d, "attention, parts", attn_join, dim3((unsigned)(l->n_merges * a.K)), ATTN_MERGE_WARPS * 32, 0, 1, a,
+                         p->dev_merges + l->merge0);
     }
 }
 

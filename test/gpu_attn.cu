@@ -303,8 +303,116 @@ static void test_all(bool small) {
     }
 }
 
+/* ---- Timings ---- */
+
+static bool json;
+
+static void say(const char *what, int D, double us, double bytes, double flops, double ceiling) {
+    if (json)
+        printf("{\"op\":\"attention\",\"case\":\"%s\",\"D\":%d,\"us\":%.2f,\"gb_s\":%.1f,\"tflop_s\":%.1f,\"read_share\":%.3f}\n", what, D, us,
+               bytes / us * 1e-3, flops / us * 1e-6, bytes / us * 1e-3 / ceiling);
+    else
+        printf("%-44s D=%-4d %9.1f us %7.0f GB/s %5.1f %% of reading %7.1f TFLOP/s\n", what, D, us, bytes / us * 1e-3,
+               bytes / us * 1e-1 / ceiling, flops / us * 1e-6);
+}
+
+__global__ static void read_all(const uint4 *p, size_t n, int *out) {
+    uint32_t x = 0;
+    size_t at = blockIdx.x * (size_t)blockDim.x + threadIdx.x, step = (size_t)gridDim.x * blockDim.x;
+    for (size_t i = at; i + 3 * step < n; i += 4 * step) {
+        uint4 a = p[i], b = p[i + step], c = p[i + 2 * step], d = p[i + 3 * step];
+        x ^= a.x ^ a.y ^ a.z ^ a.w ^ b.x ^ b.y ^ b.z ^ b.w ^ c.x ^ c.y ^ c.z ^ c.w ^ d.x ^ d.y ^ d.z ^ d.w;
+    }
+    if (x == 0x12345678) *out = 1;
+}
+static double read_ceiling() { /* GB/s */
+    size_t n = (size_t)2 << 30;
+    gpu_buf<char> b(n);
+    gpu_buf<int> out(1);
+    fill_slots<<<1, 1>>>(NULL, NULL, 0, 1, 64, 4, 0, 0);
+    gpu_fill_f32<<<1056, 256>>>((float *)b.p(), n / 4, 3, 1);
+    double us = gpu_time_us(gpu_device()->stream, 4, 5, [&](int) {
+        read_all<<<2112, 512, 0, gpu_device()->stream>>>((uint4 *)b.p(), n / 16, out.p());
+    });
+    return n / us * 1e-3;
+}
+
+static void bench_decode(const char *what, int D, int n, int from, int to, double ceiling) {
+    scene s({D, 8, 4, 64, 0});
+    double tokens = 0;
+    for (int i = 0; i < n; i++) {
+        int len = from + (int)(gpu_mix(i) % (uint64_t)(to - from + 1));
+        s.add(len, 1), tokens += len;
+    }
+    stand st(s, false, 1.5f, 5);
+    double us = gpu_time_us(st.d->stream, 8, 7, [&](int) { st.run(); });
+    if (st.ok(what)) say(what, D, us, tokens * 8 * D * 4, tokens * 32 * D * 4, ceiling);
+}
+static void bench_prefix(int D, int n, int pages, double ceiling) {
+    scene s({D, 8, 4, 64, 0});
+    char what[60];
+    s.shared.push_back({});
+    std::vector<int> prefix = s.take(pages);
+    for (int i = 0; i < n; i++) s.add(pages * 64 + 1, 1, prefix);
+    s.share(0, n, 0, pages), s.shared.erase(s.shared.begin());
+    stand st(s, true, 1.5f, 5);
+    snprintf(what, sizeof what, "prefix of %d, %d sequences", pages * 64, n);
+    st.d->attn->n_levels = 1; /* without the own parts */
+    double us = gpu_time_us(st.d->stream, 8, 7, [&](int) { st.run(); }), keys = (double)n * pages * 64;
+    if (st.ok(what)) say(what, D, us, pages * 64.0 * 8 * D * 4 + (double)n * 32 * D * 6, keys * 32 * D * 4, ceiling);
+}
+static void bench_prefill(int D, int len, int rows, double ceiling) {
+    scene s({D, 8, 4, 64, 0});
+    char what[60];
+    s.add(len, rows);
+    stand st(s, false, 1.5f, 5);
+    snprintf(what, sizeof what, "prefill of %d rows behind %d", rows, len - rows);
+    double us = gpu_time_us(st.d->stream, 8, 7, [&](int) { st.run(); }), keys = rows * (len - rows + (rows + 1) * 0.5);
+    if (st.ok(what)) say(what, D, us, len * 8.0 * D * 4 + rows * 32.0 * D * 4, keys * 32 * D * 4, ceiling);
+}
+static void bench_plan() {
+    scene s({64, 8, 4, 64, 0});
+    std::vector<int> prefix = s.take(11);
+    for (int i = 0; i < 8192; i++) s.add(704 + 10 + i % 150, 1, prefix);
+    s.share(0, 8192, 0, 11);
+    stand st(s, true, 1, 5);
+    struct timespec a, b;
+    double best = 1e9;
+    for (int i = 0; i < 20; i++) {
+        st.d->up.used = 0;
+        clock_gettime(CLOCK_MONOTONIC, &a);
+        attn_plan_step(st.d, &st.step);
+        clock_gettime(CLOCK_MONOTONIC, &b);
+        best = std::min(best, (b.tv_sec - a.tv_sec) * 1e6 + (b.tv_nsec - a.tv_nsec) * 1e-3);
+    }
+    printf(json ? "{\"op\":\"attention\",\"case\":\"work list of 8192 sequences\",\"us\":%.1f,\"bytes\":%zu}\n"
+                : "work list of 8192 sequences, one shared prefix: %.1f us of the host, %zu bytes up\n", best, st.d->up.used);
+}
+static void bench() {
+    double ceiling = read_ceiling();
+    printf(json ? "{\"op\":\"read\",\"gb_s\":%.1f}\n" : "reading 2 GiB: %.0f GB/s\n", ceiling);
+    bench_plan();
+    for (int D : {64, 128}) {
+        bench_decode("decode, 4096 sequences of 150..900", D, 4096, 150, 900, ceiling);
+        bench_decode("decode, 4096 sequences of 10..300", D, 4096, 10, 300, ceiling);
+        bench_decode("decode, 64 sequences of 4096", D, 64, 4096, 4096, ceiling);
+        bench_decode("decode, 1 sequence of 8192", D, 1, 8192, 8192, ceiling);
+    }
+    for (int D : {64, 96, 128}) {
+        for (int n : {4096, 1024, 64}) bench_prefix(D, n, 14, ceiling);
+        bench_prefix(D, 64, 256, ceiling);
+        for (int n : {1024, 4096, 16384}) bench_prefill(D, n, n, ceiling);
+        bench_prefill(D, 16384, 512, ceiling);
+    }
+}
+
 int main(int argc, char **argv) {
+    bool small = false, timings = false;
+    for (int i = 1; i < argc; i++) {
+        small |= !strcmp(argv[i], "small"), timings |= !strcmp(argv[i], "bench"), json |= !strcmp(argv[i], "--json");
+    }
     gpu_device();
-    test_all(argc > 1 && !strcmp(argv[1], "small"));
+    if (timings) bench();
+    else test_all(small);
     return gpu_report();
 }
