@@ -252,6 +252,12 @@ __device__ static inline void mbar_arrive_remote(uint32_t bar, int cta) {
     asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [r];}"
                  ::"r"(bar), "r"(cta) : "memory");
 }
+/* The same without making earlier writes visible there (a fence that costs as much as a block of products): the reads of wgmma that
+ * it reports have ended. */
+__device__ static inline void mbar_arrive_remote_read(uint32_t bar, int cta) {
+    asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [r];}"
+                 ::"r"(bar), "r"(cta) : "memory");
+}
 /* Until the phase of this parity has completed; a fresh barrier has completed parity 1. */
 __device__ static inline void mbar_wait(uint32_t bar, int parity) {
     asm volatile("{.reg .pred p;\n"
@@ -421,6 +427,20 @@ template <int N> __device__ static inline void wgmma_keep(float (&d)[N]) {
  * 1,024 bytes; panels of 64 columns lie `panel_bytes` apart. The next 16 rows are 2,048 bytes on: + 128. */
 __device__ static inline uint64_t wgmma_desc_trans(uint32_t at, int panel_bytes) {
     return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(panel_bytes >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+}
+/* Address, usable by cluster_store_v4, of the same offset in CTA `cta` of the cluster. */
+__device__ static inline uint32_t cluster_smem(uint32_t at, int cta) {
+    uint32_t r;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(at), "r"(cta));
+    return r;
+}
+__device__ static inline void cluster_store_v4(uint32_t to, const float v[4]) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+__device__ static inline uint4 smem_load_16(uint32_t at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
 }
 /* Four 8x8 matrices of 2-byte elements to shared memory; lane 8i+j gives the address of row j of matrix i, 16 bytes each. */
 __device__ static inline void stmatrix_x4(uint32_t at, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
@@ -993,7 +1013,571 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
 
 /* ===========================================================================
  * MARK: 6. GEMM on wgmma [kernel]
+ *
+ * y[M][N] = x[M][K] W[N][K]^T for M from about 100 rows up, and what is done to the accumulators before they leave (epi_*).
+ *
+ * One CTA of 384 threads works on tiles of 128 rows by BN columns, K in blocks of 64 (one 128-byte row of the swizzle). Warpgroup 0
+ * gives its registers away; its first thread feeds a ring of stages by TMA. Warpgroups 1 and 2 multiply: 64 rows each, BN/2
+ * float32 accumulators a thread.
+ *
+ *   ring of stages in shared memory, each [128 rows of x][64] and [BN rows of W][64], 128-byte swizzle
+ *     full[s]   1 arrival (expect_tx) + the bytes;            waited for by both consumers
+ *     empty[s]  one arrival per consumer warpgroup and CTA;   waited for by the producer
+ *   behind the ring: staging of the output, 16 rows per warp, so that each of the 8 warps stores (and for EPI_RESIDUAL has loaded)
+ *   its own rows by TMA and waits for no other warp: res[w]
+ *
+ * Persistent: the grid is one CTA per multiprocessor, a unit of work is `mc` tiles below each other. mc = 2: a cluster of two CTAs
+ * shares W's rows, each loads half of them into both. Units go down `group` rows of units, then right, so that a wave's part of
+ * x and W stays in L2. The ring runs on across tiles: while the consumers are in the epilogue, the next tile's stages fill.
+ *
+ * SPLIT > 1: few tiles. The CTAs of a cluster share one tile and each takes a part of K; then each gets BN/SPLIT columns of all
+ * partial sums through the cluster's shared memory, adds them in order of K and runs the epilogue on them. One unit per cluster.
+ *
+ * FLOPs 2MNK. L2 to shared memory per tile (128 + BN/mc) K 2 bytes; that, not the tensor cores, bounds narrow tiles. Shared memory is read
+ * 2 (64 + BN) 128 bytes per block of K and written (128 + BN) 128 bytes: at BN = 256 both together take as long as the mma.
+ * Any M >= 1; N a multiple of 8 (EPI_SWIGLU 16), K of 8: TMA reads zeros beyond the edges and stores nothing there.
  * =========================================================================== */
+
+struct gemm_job { /* what the kernel is told */
+    int M, N, K;
+    int units_m, tiles_n; /* ceil(M / (128 mc)), ceil(N / BN) */
+    int group, mc;
+};
+
+/* Shared memory of one instance: OUT output columns are staged, 0 none. */
+template <int BN, int OUT> struct gemm_smem {
+    static constexpr int stage_bytes = (128 + BN) * 128;
+    static constexpr int out_bytes = 128 * OUT * 2;
+    static constexpr int room = 232448 - 1024 - 256 - out_bytes; /* alignment, barriers */
+    static constexpr int stages = room / stage_bytes < 6 ? room / stage_bytes : 6;
+    static constexpr int bytes = 1024 + 256 + out_bytes + stages * stage_bytes;
+    static constexpr int out_at = stages * stage_bytes, bars_at = out_at + out_bytes;
+};
+
+/* Staged output lies in panels of 16 rows by this many columns, swizzled over their 128, 64 or 32 bytes. */
+__host__ __device__ constexpr int gemm_panel(int cols) { return cols % 64 == 0 ? 64 : cols % 32 == 0 ? 32 : 16; }
+
+/* One warp's part of a tile, as epilogues get it: the accumulators of C columns from col0 on of rows row0 .. row0+15; lane l has rows
+ * row0 + l/4 and + 8, columns col0 + 8j + 2(l%4) + {0,1} in acc[4j .. 4j+3] (see wgmma). */
+struct gemm_tile {
+    int M, N;       /* rows and columns that exist */
+    int row0, col0;
+    int lane;
+    uint32_t out;   /* the warp's staging */
+    uint32_t bar;   /* barrier of its loads */
+    int turn;       /* tiles before this one: parity of the barrier */
+};
+
+#if HOPPER
+/* ---- The staged output ---- */
+
+/* Where lane l's address for the 16x16 block `jj` of C columns is (stmatrix and ldmatrix: matrices row 0-7, 8-15, then the right
+ * 8 columns). */
+template <int C> __device__ static inline uint32_t gemm_out_at(uint32_t out, int lane, int jj) {
+    constexpr int P = gemm_panel(C);
+    int row = lane & 15, col = 16 * jj + (lane >> 4) * 8;
+    uint32_t byte = (uint32_t)(col / P * (32 * P) + row * (2 * P) + col % P * 2);
+    return out + (byte ^ (byte >> 7 & (P / 8 - 1)) << 4);
+}
+
+/* The warp's 16 rows of C staged columns go to y at (row0, col0). */
+template <int C> __device__ static inline void gemm_out_store(const gemm_tile &t, const CUtensorMap *my, int col0, int n_cols) {
+    constexpr int P = gemm_panel(C);
+    fence_async_smem();
+    __syncwarp();
+    if (t.lane == 0 && t.row0 < t.M) {
+#pragma unroll
+        for (int p = 0; p < C / P; p++)
+            if (col0 + p * P < n_cols) tma_store_2d(my, t.out + p * 32 * P, col0 + p * P, t.row0);
+        tma_store_commit();
+    }
+}
+/* Until the staging may be written again. */
+__device__ static inline void gemm_out_wait(const gemm_tile &t) {
+    if (t.lane == 0) tma_store_wait_read<0>();
+    __syncwarp();
+}
+
+template <int C> __device__ static inline void gemm_add_bias(float (&acc)[C / 2], const gemm_tile &t, const float *bias) {
+    if (!bias) return;
+#pragma unroll
+    for (int j = 0; j < C / 8; j++) {
+        int col = t.col0 + 8 * j;
+        if (col >= t.N) continue;
+        float2 b = *(const float2 *)(bias + col + 2 * (t.lane & 3));
+        acc[4 * j] += b.x, acc[4 * j + 1] += b.y, acc[4 * j + 2] += b.x, acc[4 * j + 3] += b.y;
+    }
+}
+#endif
+
+/* ---- Epilogues: a type with
+ *        params      what the kernel takes as its last argument
+ *        out(C)      columns to stage of C columns of accumulators
+ *        begin<C>    runs under the first products of a tile
+ *        run<C>      takes the accumulators of C columns; all 32 lanes come, also where rows or columns are beyond the edge ---- */
+
+struct epi_store { /* y = acc + bias */
+    struct params {
+        const float *bias; /* or NULL */
+    };
+    __host__ __device__ static constexpr int out(int c) { return c; }
+#if HOPPER
+    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
+    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &p) {
+        gemm_add_bias<C>(acc, t, p.bias);
+        gemm_out_wait(t);
+#pragma unroll
+        for (int jj = 0; jj < C / 16; jj++) {
+            const float *v = acc + 8 * jj;
+            stmatrix_x4(gemm_out_at<C>(t.out, t.lane, jj), pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]),
+                        pack_bf16(v[6], v[7]));
+        }
+        gemm_out_store<C>(t, my, t.col0, t.N);
+    }
+#endif
+};
+
+struct epi_residual { /* y += acc + bias: y's rows come into the staging while the products run */
+    struct params {
+        const float *bias; /* or NULL */
+    };
+    __host__ __device__ static constexpr int out(int c) { return c; }
+#if HOPPER
+    template <int C> __device__ static inline void begin(const gemm_tile &t, const CUtensorMap *my, const params &) {
+        constexpr int P = gemm_panel(C);
+        if (t.lane != 0) return;
+        int n = t.row0 < t.M && t.col0 < t.N ? min(C / P, (t.N - t.col0 + P - 1) / P) : 0;
+        tma_store_wait_read<0>();
+        mbar_expect_tx(t.bar, n * 32 * P);
+        for (int i = 0; i < n; i++) tma_load_2d(t.out + i * 32 * P, my, t.bar, t.col0 + i * P, t.row0);
+    }
+    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &p) {
+        gemm_add_bias<C>(acc, t, p.bias);
+        mbar_wait(t.bar, t.turn & 1);
+#pragma unroll
+        for (int jj = 0; jj < C / 16; jj++) {
+            float *v = acc + 8 * jj;
+            uint32_t at = gemm_out_at<C>(t.out, t.lane, jj), r[4];
+            ldmatrix_x4(r, at);
+#pragma unroll
+            for (int i = 0; i < 4; i++) r[i] = pack_bf16(v[2 * i] + bf16_low(r[i]), v[2 * i + 1] + bf16_high(r[i]));
+            stmatrix_x4(at, r[0], r[1], r[2], r[3]);
+        }
+        gemm_out_store<C>(t, my, t.col0, t.N);
+    }
+#endif
+};
+
+struct epi_swiglu { /* y[M][N/2] = silu(gate) up: of two blocks of 8 columns the left one is gate, the right one up */
+    struct params {
+        int unused;
+    };
+    __host__ __device__ static constexpr int out(int c) { return c / 2; }
+#if HOPPER
+    __device__ static inline float one(float gate, float up) { return __fdividef(gate * up, 1 + ex2(-1.44269504f * gate)); }
+    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
+    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &) {
+        gemm_out_wait(t);
+#pragma unroll
+        for (int jj = 0; jj < C / 32; jj++) {
+            uint32_t r[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) { /* rows 0-7 and 8-15 of the left, then of the right 8 columns of output */
+                const float *v = acc + 16 * jj + 8 * (i >> 1) + 2 * (i & 1);
+                r[i] = pack_bf16(one(v[0], v[4]), one(v[1], v[5]));
+            }
+            stmatrix_x4(gemm_out_at<C / 2>(t.out, t.lane, jj), r[0], r[1], r[2], r[3]);
+        }
+        gemm_out_store<C / 2>(t, my, t.col0 / 2, t.N / 2);
+    }
+#endif
+};
+
+/* ---- QKV: bias, RMSNorm over each head, RoPE; q in rows, K and V to their pages ---- */
+
+struct qkv_params {
+    const float *bias;            /* [(H+2K)*D] or NULL */
+    const float *q_norm, *k_norm; /* [D] or NULL */
+    float eps;
+    int H, K, B;
+    const int *pos, *slot;        /* [T]; slot = page * B + offset */
+    const float2 *rope;           /* [max_len][D/2] cosine and sine */
+    bf16 *q;                      /* [T][H][D] */
+    bf16 *kv;                     /* the layer's pages: [page][K][K, V][B][D] */
+};
+
+/* C columns are whole heads. All arithmetic is float32 on the accumulators, rounded once. RoPE's pairs (i, i + D/2) are in one thread. The
+ * bf16 rows go through the warp's staging, so that each head's row leaves in whole 16-byte chunks, D/8 lanes side by side. */
+template <int D> struct epi_qkv {
+    typedef qkv_params params;
+    __host__ __device__ static constexpr int out(int c) { return c; }
+#if HOPPER
+    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
+
+    template <int C> __device__ static inline void norm(float (&acc)[C / 2], const gemm_tile &t, const params &p) {
+#pragma unroll
+        for (int h = 0; h < C / D; h++) {
+            int head = t.col0 / D + h;
+            const float *w = head < p.H ? p.q_norm : p.k_norm;
+            if (!w || head >= p.H + p.K) continue;
+            float *v = acc + h * (D / 2), s0 = 0, s1 = 0;
+#pragma unroll
+            for (int i = 0; i < D / 2; i += 4) s0 += v[i] * v[i] + v[i + 1] * v[i + 1], s1 += v[i + 2] * v[i + 2] + v[i + 3] * v[i + 3];
+            s0 += __shfl_xor_sync(~0u, s0, 1), s1 += __shfl_xor_sync(~0u, s1, 1);
+            s0 += __shfl_xor_sync(~0u, s0, 2), s1 += __shfl_xor_sync(~0u, s1, 2);
+            s0 = rsqrtf(s0 * (1.0f / D) + p.eps), s1 = rsqrtf(s1 * (1.0f / D) + p.eps);
+#pragma unroll
+            for (int i = 0; i < D / 2; i += 4) {
+                float2 g = *(const float2 *)(w + 2 * i + 2 * (t.lane & 3));
+                v[i] *= s0 * g.x, v[i + 1] *= s0 * g.y, v[i + 2] *= s1 * g.x, v[i + 3] *= s1 * g.y;
+            }
+        }
+    }
+
+    template <int C> __device__ static inline void rope(float (&acc)[C / 2], const gemm_tile &t, const params &p) {
+        int r0 = min(t.row0 + t.lane / 4, t.M - 1), r1 = min(t.row0 + t.lane / 4 + 8, t.M - 1);
+        const float2 *at0 = p.rope + (size_t)p.pos[r0] * (D / 2) + 2 * (t.lane & 3);
+        const float2 *at1 = p.rope + (size_t)p.pos[r1] * (D / 2) + 2 * (t.lane & 3);
+#pragma unroll
+        for (int j = 0; j < D / 16; j++) {
+            float4 c0 = *(const float4 *)(at0 + 8 * j), c1 = *(const float4 *)(at1 + 8 * j);
+#pragma unroll
+            for (int h = 0; h < C / D; h++) {
+                if (t.col0 / D + h >= p.H + p.K) continue;
+                float *a = acc + h * (D / 2) + 4 * j, *b = a + D / 4;
+                turn(a[0], b[0], c0.x, c0.y), turn(a[1], b[1], c0.z, c0.w);
+                turn(a[2], b[2], c1.x, c1.y), turn(a[3], b[3], c1.z, c1.w);
+            }
+        }
+    }
+    __device__ static inline void turn(float &a, float &b, float cosine, float sine) {
+        float x = a, y = b;
+        a = x * cosine - y * sine, b = y * cosine + x * sine;
+    }
+
+    /* Where a row of a head goes. */
+    __device__ static inline bf16 *home(const params &p, int row, int head) {
+        if (head < p.H) return p.q + ((size_t)row * p.H + head) * D;
+        int kv = head - p.H, value = kv >= p.K, slot = p.slot[row], page = slot / p.B;
+        size_t block = ((size_t)page * p.K + (kv - value * p.K)) * 2 + value;
+        return p.kv + (block * p.B + (slot - page * p.B)) * D;
+    }
+
+    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
+        static_assert(C % D == 0 && D % 64 == 0, "a tile is whole heads");
+        gemm_add_bias<C>(acc, t, p.bias);
+        norm<C>(acc, t, p);
+        rope<C>(acc, t, p);
+        __syncwarp();
+#pragma unroll
+        for (int jj = 0; jj < C / 16; jj++) {
+            const float *v = acc + 8 * jj;
+            stmatrix_x4(gemm_out_at<C>(t.out, t.lane, jj), pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]),
+                        pack_bf16(v[6], v[7]));
+        }
+        __syncwarp();
+        constexpr int per_row = D / 8, rows = 32 / per_row;
+        int chunk = t.lane % per_row;
+#pragma unroll 1
+        for (int i = t.lane / per_row; i < 16 && t.row0 + i < t.M; i += rows)
+#pragma unroll
+            for (int h = 0; h < C / D; h++) {
+                if (t.col0 + h * D >= t.N) continue;
+                uint32_t byte = (uint32_t)((h * D / 64 + chunk / 8) * 2048 + i * 128 + chunk % 8 * 16);
+                uint4 v = smem_load_16(t.out + (byte ^ (byte >> 7 & 7) << 4));
+                *(uint4 *)(home(p, t.row0 + i, t.col0 / D + h) + chunk * 8) = v;
+            }
+    }
+#endif
+};
+
+#if HOPPER
+/* ---- The ring ---- */
+
+struct gemm_ring {
+    int s, parity; /* the next stage and its phase */
+};
+template <int STAGES> __device__ static inline void gemm_next(gemm_ring &r) {
+    if (++r.s == STAGES) r.s = 0, r.parity ^= 1;
+}
+
+struct gemm_unit {
+    int m, n; /* tile indices */
+};
+/* Unit u of the job; `row` of the cluster's tiles below each other. */
+__device__ static inline gemm_unit gemm_unit_at(const gemm_job &j, int u, int row) {
+    int per_group = j.group * j.tiles_n, g = u / per_group, i = u - g * per_group;
+    int height = min(j.group, j.units_m - g * j.group);
+    return {(g * j.group + i % height) * j.mc + row, i / height};
+}
+
+/* Block range of K for part `part` of SPLIT. */
+template <int SPLIT> __device__ static inline int gemm_k_from(const gemm_job &j, int part) {
+    return SPLIT == 1 ? part * ((j.K + 63) / 64) : part * ((j.K + 63) / 64) / SPLIT;
+}
+
+/* The producer thread: all stages of all units. W does not depend on the kernels ahead, so the first stages' W comes before grid_wait. */
+template <int BN, int SPLIT, int STAGES>
+__device__ static inline void gemm_produce(const gemm_job &j, const CUtensorMap *mx, const CUtensorMap *mw, uint32_t ring, uint32_t full,
+                                           uint32_t empty, int part, int row) {
+    constexpr int stage_bytes = (128 + BN) * 128;
+    int stride = gridDim.x / (j.mc * SPLIT), first = blockIdx.x / (j.mc * SPLIT), units = j.units_m * j.tiles_n;
+    int k0 = gemm_k_from<SPLIT>(j, part), k1 = gemm_k_from<SPLIT>(j, part + 1);
+    int w_row = row * (BN / 2), ahead = min(STAGES, k1 - k0), done = 0;
+    uint16_t both = (uint16_t)(3 << part * 2);
+    gemm_ring r = {0, 0};
+    auto load_w = [&](int s, int n, int k) {
+        uint32_t at = ring + s * stage_bytes + 128 * 128;
+        mbar_expect_tx(full + 8 * s, stage_bytes);
+        if (j.mc == 1) tma_load_2d(at, mw, full + 8 * s, k * 64, n * BN);
+        else tma_load_2d_multicast(at + w_row * 128, mw, full + 8 * s, k * 64, n * BN + w_row, both);
+    };
+    if (first < units)
+        for (int i = 0; i < ahead; i++) load_w(i, gemm_unit_at(j, first, row).n, k0 + i);
+    grid_wait();
+    for (int u = first; u < units; u += stride) {
+        gemm_unit t = gemm_unit_at(j, u, row);
+        if (u + stride >= units) grid_launch_dependents();
+        for (int k = k0; k < k1; k++, done++) {
+            if (done >= ahead) {
+                mbar_wait(empty + 8 * r.s, r.parity ^ 1);
+                load_w(r.s, t.n, k);
+            }
+            tma_load_2d(ring + r.s * stage_bytes, mx, full + 8 * r.s, k * 64, t.m * 128);
+            gemm_next<STAGES>(r);
+        }
+    }
+}
+
+/* The products of one tile by one warpgroup; `row` is its first row of the stage's 128. */
+template <class EPI, int BN, int C, int STAGES>
+__device__ static inline void gemm_multiply(float (&acc)[BN / 2], gemm_ring &r, int n_k, const gemm_job &j, const gemm_tile &t,
+                                            const CUtensorMap *my, const typename EPI::params &p, uint32_t ring, uint32_t full,
+                                            uint32_t empty, int row, int cta0) {
+    constexpr int stage_bytes = (128 + BN) * 128;
+    int tid = threadIdx.x & 127, last = 0;
+    auto release = [&](int s) {
+        if (j.mc == 1) {
+            if (tid == 0) mbar_arrive(empty + 8 * s);
+        } else if (tid < 2) mbar_arrive_remote_read(empty + 8 * s, cta0 + tid);
+    };
+    for (int k = 0; k < n_k; k++) {
+        mbar_wait(full + 8 * r.s, r.parity);
+        uint64_t a = wgmma_desc(ring + r.s * stage_bytes + row * 128), b = wgmma_desc(ring + r.s * stage_bytes + 128 * 128);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4; i++) wgmma_ss<BN>(acc, a + 2 * i, b + 2 * i, i || k);
+        wgmma_commit();
+        if (k) {
+            wgmma_wait<1>();
+            release(last);
+        } else EPI::template begin<C>(t, my, p);
+        last = r.s;
+        gemm_next<STAGES>(r);
+    }
+    wgmma_wait<0>();
+    wgmma_keep(acc);
+    release(last);
+}
+
+/* Adds the partial sums of a cluster's SPLIT CTAs, always in the order of K; this CTA's columns are those of slice `part`. The ring has been
+ * read by everyone when the first cluster_sync is through, so partial sums lie in it: [part][warpgroup][C/8][128 threads] x 16 bytes. */
+template <int BN, int SPLIT>
+__device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&sum)[BN / SPLIT / 2], uint32_t ring, int part, int group,
+                                          int row, int mc) {
+    constexpr int C = BN / SPLIT;
+    uint32_t mine = ring + (uint32_t)(group * (C / 8) * 128 + (threadIdx.x & 127)) * 16;
+    constexpr uint32_t part_bytes = 2 * (C / 8) * 128 * 16;
+    cluster_sync();
+#pragma unroll
+    for (int s = 0; s < SPLIT; s++) {
+        uint32_t to = cluster_smem(mine + part * part_bytes, s * mc + row);
+#pragma unroll
+        for (int i = 0; i < C / 8; i++) cluster_store_v4(to + i * 2048, acc + s * (C / 2) + 4 * i);
+    }
+    cluster_sync();
+#pragma unroll
+    for (int i = 0; i < C / 2; i++) sum[i] = 0;
+    for (int q = 0; q < SPLIT; q++)
+#pragma unroll
+        for (int i = 0; i < C / 8; i++) {
+            uint4 v = smem_load_16(mine + q * part_bytes + i * 2048);
+            sum[4 * i] += __uint_as_float(v.x), sum[4 * i + 1] += __uint_as_float(v.y);
+            sum[4 * i + 2] += __uint_as_float(v.z), sum[4 * i + 3] += __uint_as_float(v.w);
+        }
+}
+#endif
+
+template <class EPI, int BN, int SPLIT>
+__global__ void __launch_bounds__(384, 1)
+gemm_kernel(const __grid_constant__ CUtensorMap mx, const __grid_constant__ CUtensorMap mw, const __grid_constant__ CUtensorMap my,
+            const __grid_constant__ gemm_job j, const __grid_constant__ typename EPI::params p) {
+#if HOPPER
+    extern __shared__ char smem[];
+    constexpr int C = BN / SPLIT;
+    typedef gemm_smem<BN, EPI::out(C)> L;
+    uint32_t ring = (smem_at(smem) + 1023) & ~1023u, full = ring + L::bars_at, empty = full + 8 * L::stages, res = empty + 8 * L::stages;
+    int rank = cluster_rank(), part = rank / j.mc, row = rank % j.mc, group = threadIdx.x / 128 - 1;
+    if (threadIdx.x == 0) {
+        tma_prefetch_map(&mx), tma_prefetch_map(&mw), tma_prefetch_map(&my);
+        for (int s = 0; s < L::stages; s++) mbar_init(full + 8 * s, 1), mbar_init(empty + 8 * s, 2 * j.mc);
+        for (int w = 0; w < 8; w++) mbar_init(res + 8 * w, 1);
+        mbar_init_fence();
+    }
+    cluster_sync();
+    if (group < 0) {
+        regs_give<40>();
+        if (threadIdx.x == 0) gemm_produce<BN, SPLIT, L::stages>(j, &mx, &mw, ring, full, empty, part, row);
+        __syncwarp();
+        if constexpr (SPLIT > 1) cluster_sync(), cluster_sync();
+    } else {
+        regs_take<232>();
+        int warp = threadIdx.x / 32 - 4, stride = gridDim.x / (j.mc * SPLIT), units = j.units_m * j.tiles_n;
+        int n_k = gemm_k_from<SPLIT>(j, part + 1) - gemm_k_from<SPLIT>(j, part);
+        gemm_ring r = {0, 0};
+        gemm_tile t = {.M = j.M, .N = j.N, .lane = (int)threadIdx.x & 31, .out = ring + L::out_at + warp * (L::out_bytes / 8),
+                       .bar = res + 8 * warp, .turn = 0};
+        grid_wait();
+        for (int u = blockIdx.x / (j.mc * SPLIT); u < units; u += stride, t.turn++) {
+            gemm_unit at = gemm_unit_at(j, u, row);
+            float acc[BN / 2];
+            t.row0 = at.m * 128 + warp * 16, t.col0 = at.n * BN + part * C;
+            gemm_multiply<EPI, BN, C, L::stages>(acc, r, n_k, j, t, &my, p, ring, full, empty, group * 64, part * j.mc);
+            if constexpr (SPLIT == 1) EPI::template run<C>(acc, t, &my, p);
+            else {
+                float sum[C / 2];
+                gemm_reduce<BN, SPLIT>(acc, sum, ring, part, group, row, j.mc);
+                EPI::template run<C>(sum, t, &my, p);
+            }
+        }
+        if (t.lane == 0) tma_store_wait_read<0>();
+        __syncwarp();
+    }
+    if (SPLIT == 1) cluster_sync(); /* nobody leaves while a peer writes to it */
+#else
+    __trap();
+#endif
+}
+
+/* ---- All instances, and the choice among them ---- */
+
+enum { GEMM_QKV64 = EPI_SWIGLU + 1, GEMM_QKV128 }; /* kinds of epilogue behind those of enum epilogue */
+
+typedef struct gemm_variant {
+    int kind, bn, split;
+    int out, smem; /* staged columns; bytes */
+    const void *kernel;
+} gemm_variant;
+
+#define GEMM_VARIANT(kind, EPI, BN, SPLIT)                                                                                    \
+    {kind, BN, SPLIT, EPI::out(BN / SPLIT), gemm_smem<BN, EPI::out(BN / SPLIT)>::bytes, (const void *)gemm_kernel<EPI, BN, SPLIT>}
+static const gemm_variant gemm_variants[] = {
+    GEMM_VARIANT(EPI_STORE, epi_store, 128, 1),       GEMM_VARIANT(EPI_STORE, epi_store, 128, 2),
+    GEMM_VARIANT(EPI_STORE, epi_store, 128, 4),       GEMM_VARIANT(EPI_STORE, epi_store, 160, 1),
+    GEMM_VARIANT(EPI_STORE, epi_store, 192, 1),       GEMM_VARIANT(EPI_STORE, epi_store, 256, 1),
+    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 1), GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 2),
+    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 4), GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 192, 1),
+    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 256, 1), GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 128, 1),
+    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 160, 1),     GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 224, 1),
+    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 256, 1),     GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 128, 1),
+    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 128, 2),    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 192, 1),
+    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 256, 1),    GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 128, 1),
+    GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 256, 1),
+};
+enum { N_GEMM_VARIANTS = sizeof gemm_variants / sizeof *gemm_variants };
+
+typedef struct gemm_plan {
+    const gemm_variant *v;
+    int mc, group;
+} gemm_plan;
+
+/* Estimated clocks of a variant. */
+static double gemm_cost(const toka_device *d, const gemm_variant *v, int mc, int M, int N, int K) {
+    int units = ceil_div(M, 128 * mc) * ceil_div(N, v->bn), at_once = d->n_sms / (mc * v->split);
+    int waves = ceil_div(units, at_once), ctas = (units < at_once ? units : at_once) * mc * v->split;
+    double math = 4.0 * v->bn + 30, l2 = (128.0 + v->bn / mc) * 128 * ctas / 6154, k = ceil_div(ceil_div(K, 64), v->split);
+    return waves * (k * (math > l2 ? math : l2) + 800 + 5 * v->bn) + (v->split > 1 ? 2500 : 0);
+}
+
+/* The cheapest variant of a kind; v NULL: none can do it. */
+static gemm_plan gemm_pick(const toka_device *d, int kind, int M, int N, int K) {
+    gemm_plan best = {.group = 8};
+    double least = 0;
+    for (int i = 0; i < N_GEMM_VARIANTS; i++)
+        for (int mc = 1; mc <= 2; mc++) {
+            const gemm_variant *v = &gemm_variants[i];
+            if (v->kind != kind || v->split > ceil_div(K, 64) || (mc == 2 && M <= 128)) continue;
+            double cost = gemm_cost(d, v, mc, M, N, K);
+            if (!best.v || cost < least) best.v = v, best.mc = mc, least = cost;
+        }
+    return best;
+}
+
+/* The map of a row-major bf16 matrix, read or written in boxes of box_rows x box_cols; box_cols 64, 32 or 16, swizzled over the box's row. */
+static CUtensorMap gemm_map(toka_device *d, const bf16 *p, int rows, int cols, int ld, int box_rows, int box_cols) {
+    CUtensorMap m;
+    cuuint64_t dims[2] = {(cuuint64_t)cols, (cuuint64_t)rows}, stride[1] = {(cuuint64_t)ld * 2};
+    cuuint32_t box[2] = {(cuuint32_t)box_cols, (cuuint32_t)box_rows}, step[2] = {1, 1};
+    CUtensorMapSwizzle swizzle = box_cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B
+                                 : box_cols == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_32B;
+    CUresult r = d->encode_map(&m, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void *)p, dims, stride, box, step,
+                               CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    latch(d, r ? cudaErrorInvalidValue : cudaSuccess, "tensor map of a GEMM");
+    return m;
+}
+
+/* Launches any instance: also the LM head's, whose epilogue stands in chapter 10. `params` is the epilogue's; a->y is used only where
+ * the instance stages output for it. */
+static void gemm_start(toka_device *d, gemm_plan plan, const gemm_args *a, const void *params) {
+    const gemm_variant *v = plan.v;
+    int M = a->M, N = a->w->N, K = a->w->K, cols = v->kind == EPI_SWIGLU ? N / 2 : N, per_cluster = plan.mc * v->split;
+    assert(M > 0 && N % 8 == 0 && K % 8 == 0 && a->ldx % 8 == 0 && (uintptr_t)a->x % 16 == 0 && (uintptr_t)a->w->p % 16 == 0);
+    gemm_job job = {M, N, K, ceil_div(M, 128 * plan.mc), ceil_div(N, v->bn), plan.group, plan.mc};
+    int units = job.units_m * job.tiles_n, clusters = v->split > 1 ? units : min(units, d->n_sms / per_cluster);
+    CUtensorMap mx = gemm_map(d, a->x, M, K, a->ldx, 128, 64), mw = gemm_map(d, a->w->p, N, K, K, v->bn / plan.mc, 64), my = mx;
+    if (a->y) {
+        assert(a->ldy % 8 == 0 && (uintptr_t)a->y % 16 == 0 && cols % 8 == 0);
+        my = gemm_map(d, a->y, M, cols, a->ldy, 16, gemm_panel(v->out));
+    }
+    cudaLaunchAttribute attr[2] = {};
+    attr[0].id = cudaLaunchAttributeClusterDimension;
+    attr[0].val.clusterDim.x = (unsigned)per_cluster, attr[0].val.clusterDim.y = attr[0].val.clusterDim.z = 1;
+    attr[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attr[1].val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t cfg = {};
+    cfg.gridDim = dim3((unsigned)(clusters * per_cluster)), cfg.blockDim = dim3(384), cfg.dynamicSmemBytes = (size_t)v->smem;
+    cfg.stream = d->stream, cfg.attrs = attr, cfg.numAttrs = 2;
+    void *args[] = {&mx, &mw, &my, &job, (void *)params};
+    if (d->error.code) return;
+    latch(d, cudaLaunchKernelExC(&cfg, v->kernel, args), "GEMM");
+}
+
+/* Once per device, before the first launch. */
+static void gemm_open(toka_device *d) {
+    for (int i = 0; i < N_GEMM_VARIANTS && d->hopper; i++)
+        latch(d, cudaFuncSetAttribute(gemm_variants[i].kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, gemm_variants[i].smem),
+              "shared memory of a GEMM");
+}
+
+/* y = epilogue(x W^T), chapter 5's terms. */
+static void gemm_wgmma_by(toka_device *d, const gemm_args *a, gemm_plan plan) {
+    epi_store::params p = {a->w->bias}; /* epi_residual's too */
+    assert(a->epi != EPI_SWIGLU || (!a->w->bias && a->w->N % 16 == 0));
+    gemm_start(d, plan, a, &p);
+}
+static void gemm_wgmma(toka_device *d, const gemm_args *a) {
+    gemm_wgmma_by(d, a, gemm_pick(d, a->epi, a->M, a->w->N, a->w->K));
+}
+
+/* q, K and V of M rows; head size D 64 or 128, a->y not used. */
+static gemm_plan gemm_qkv_pick(const toka_device *d, int M, const weight *w, int D) {
+    return gemm_pick(d, D == 64 ? GEMM_QKV64 : GEMM_QKV128, M, w->N, w->K);
+}
+static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const weight *w, const qkv_params *p, gemm_plan plan) {
+    gemm_args a = {.M = M, .x = x, .ldx = ldx, .w = w};
+    gemm_start(d, plan, &a, p);
+}
 
 /* ===========================================================================
  * MARK: 7. GEMM for few rows, and the choice [kernel]
