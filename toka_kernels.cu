@@ -2897,15 +2897,16 @@ __device__ static inline int samp_place(const float (&w)[8], bool flip, float *t
 /* The group's part. v[2j + b]: logit of id0 + 8j + b, overwritten if not clean; ids outside the vocabulary are -inf. word: the group's
  * noise. The arithmetic is pinned down to the rounding, so that every kernel that inlines this draws alike. */
 __device__ static inline samp_part samp_group(float (&v)[SAMP_OWN], const samp_ask &a, uint32_t word, int id0) {
-    float highest[8], sums[8], max, base, sum, raw_sum, scale = a.scale > 0 && a.forced < 0 ? a.scale : SAMP_LOG2E;
+    float sums[8], max, base, sum, raw_sum, scale = a.scale > 0 && a.forced < 0 ? a.scale : SAMP_LOG2E;
+    int sub; /* of eight ids side by side; at first, where the maximum is */
     for (;;) {
-        max = -INFINITY;
+        max = -INFINITY, sub = 0;
 #pragma unroll
         for (int s = 0; s < 8; s++) {
-            highest[s] = v[8 * s];
+            float highest = v[8 * s];
 #pragma unroll
-            for (int k = 1; k < 8; k++) highest[s] = fmaxf(highest[s], v[8 * s + k]);
-            max = fmaxf(max, highest[s]);
+            for (int k = 1; k < 8; k++) highest = fmaxf(highest, v[8 * s + k]);
+            if (highest > max) max = highest, sub = s;
         }
         base = fmaxf(max, -FLT_MAX);
 #pragma unroll
@@ -2922,20 +2923,18 @@ __device__ static inline samp_part samp_group(float (&v)[SAMP_OWN], const samp_a
     }
     raw_sum = sum;
     if (scale != SAMP_LOG2E) {
+        float again = base; /* hides that the differences are the same: 64 of them would have to be kept */
+        asm volatile("" : "+f"(again));
         raw_sum = 0;
 #pragma unroll
-        for (int i = 0; i < SAMP_OWN; i++) raw_sum = __fadd_rn(raw_sum, samp_weight(v[i], base, SAMP_LOG2E));
+        for (int i = 0; i < SAMP_OWN; i++) raw_sum = __fadd_rn(raw_sum, samp_weight(v[i], again, SAMP_LOG2E));
     }
 
-    int sub = 0, at = 0, rel = a.forced - id0;
+    int at = 0, rel = a.forced - id0;
     bool flip = a.u >> 31, own = a.forced >= 0 && rel >= 0 && rel < SAMP_BLOCK && (rel & 6) == 0;
     float target = __fmul_rn(__fmul_rn(__fadd_rn((float)(flip ? ~a.u : a.u), 0.5f), 0x1p-32f), sum);
     if (a.forced >= 0) sub = own ? rel / 32 : 0;
     else if (a.scale > 0) sub = samp_place(sums, flip, &target);
-    else {
-#pragma unroll
-        for (int s = 7; s >= 0; s--) sub = highest[s] == max ? s : sub;
-    }
     float y[8], x;
 #pragma unroll
     for (int k = 0; k < 8; k++) {
@@ -3313,6 +3312,92 @@ __global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask 
     if (inside && g == 0) parts[(size_t)block * ld + row] = p;
 }
 
+/* ---- The LM head's epilogues on wgmma (chapter 6) ----
+ *
+ * epi_sample: accumulators -> parts[block][ld], nothing else leaves the multiprocessor. A tile of 256 columns is a block, and a thread has two
+ * rows of one group. Per logit: maximum, difference, product, ex2, sum, and at a temperature other than 1 product, ex2, sum again: 2
+ * of the special function unit's 16 results a clock make 2 x 128 x 256 / 16 = 4,096 clocks a tile, half at temperature 1. One Philox
+ * call serves a thread's both rows: its four words are the noise of the row's four groups.
+ * epi_logits: accumulators -> y float32 [M][ld], for filtered rows; each 32-byte sector is written by four lanes. */
+
+typedef struct samp_fused {
+    const samp_ask *ask; /* [M] */
+    samp_part *parts;
+    int ld, V;
+} samp_fused;
+
+struct epi_sample {
+    typedef samp_fused params;
+    __host__ __device__ static constexpr int out(int) { return 0; }
+#if HOPPER
+    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
+
+    /* Row `half` of this thread's two. */
+    __device__ static inline void row(const float (&acc)[SAMP_BLOCK / 2], int half, const gemm_tile &t, const params &p, uint32_t word) {
+        int g = t.lane % 4, id0 = t.col0 + 2 * g, row = t.row0 + t.lane / 4 + 8 * half;
+        const samp_ask a = p.ask[min(row, t.M - 1)];
+        float v[SAMP_OWN];
+#pragma unroll
+        for (int i = 0; i < SAMP_OWN; i++) v[i] = acc[i / 2 * 4 + 2 * half + i % 2];
+        if (t.col0 + SAMP_BLOCK > p.V) {
+#pragma unroll
+            for (int i = 0; i < SAMP_OWN; i++)
+                if (id0 + i / 2 * 8 + i % 2 >= p.V) v[i] = -INFINITY;
+        }
+        samp_part part = samp_quad(samp_group(v, a, word, id0), a);
+        float2 piece = g == 0 ? float2{part.max, part.key} : g == 1 ? float2{__int_as_float(part.id), part.x} : float2{part.sum, part.raw_sum};
+        if (row < t.M && g < 3) ((float2 *)(p.parts + (size_t)(t.col0 / SAMP_BLOCK) * p.ld + row))[g] = piece;
+    }
+
+    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
+        static_assert(C == SAMP_BLOCK, "a tile's columns are one block");
+        if (t.row0 >= t.M || t.col0 >= p.V) return; /* the warp's */
+        int g = t.lane % 4; /* lanes 0 and 1 of four make the first row's noise, 2 and 3 the second's */
+        const samp_ask &mine = p.ask[min(t.row0 + t.lane / 4 + 8 * (g / 2), t.M - 1)];
+        uint32_t c[4] = {mine.sample, mine.position, 1 + (uint32_t)(t.col0 / SAMP_BLOCK), 0};
+        philox(c, mine.key[0], mine.key[1]);
+        uint32_t keep = g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : c[3], give = g < 2 ? g ? c[3] : c[2] : g == 2 ? c[0] : c[1];
+        uint32_t got = __shfl_xor_sync(~0u, give, 2);
+        row(acc, 0, t, p, g < 2 ? keep : got);
+        asm volatile("" ::: "memory"); /* the second row's ask is loaded only now: no registers for both */
+        row(acc, 1, t, p, g < 2 ? got : keep);
+    }
+#endif
+};
+
+typedef struct samp_store {
+    float *y;
+    int ld;
+} samp_store;
+
+struct epi_logits {
+    typedef samp_store params;
+    __host__ __device__ static constexpr int out(int) { return 0; }
+#if HOPPER
+    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
+    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
+        int row = t.row0 + t.lane / 4;
+        float *to = p.y + (size_t)row * p.ld + t.col0 + 2 * (t.lane % 4);
+#pragma unroll
+        for (int j = 0; j < C / 8; j++) {
+            if (t.col0 + 8 * j >= t.N) continue;
+            if (row < t.M) *(float2 *)(to + 8 * j) = float2{acc[4 * j], acc[4 * j + 1]};
+            if (row + 8 < t.M) *(float2 *)(to + 8 * (size_t)p.ld + 8 * j) = float2{acc[4 * j + 2], acc[4 * j + 3]};
+        }
+    }
+#endif
+};
+
+enum { SAMP_FUSED, SAMP_STORE };
+static const gemm_variant samp_variants[] = {GEMM_VARIANT(SAMP_FUSED, epi_sample, 256, 1), GEMM_VARIANT(SAMP_STORE, epi_logits, 256, 1)};
+
+/* Rows 0 .. n-1 of x times the LM head, through one of the two. */
+static void samp_head(toka_device *d, int kind, const bf16 *x, int n, const void *params) {
+    gemm_args a = {.M = n, .x = x, .ldx = d->E, .w = &d->lm_head};
+    gemm_plan plan = {&samp_variants[kind], n > 128 ? 2 : 1, 8};
+    gemm_start(d, plan, &a, params);
+}
+
 /* ---- Parts to results ----
  *
  * in   parts [n_blocks][ld], columns 0 .. n-1; filters [n] or NULL      out  results [n]
@@ -3402,6 +3487,8 @@ static void samp_open(toka_device *d) {
     p->tops_host = (samp_best *)samp_pinned(d, max_out * sizeof(samp_best), "pinned top log-probabilities");
     p->order = (int *)malloc(max_out * sizeof(int));
     if (!p->order) abort();
+    for (const gemm_variant &v : samp_variants)
+        if (d->hopper) latch(d, cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v.smem), "LM head");
     stage_open(d, &p->lists, (size_t)p->chunk * sizeof(samp_filter) + SAMP_LIST_BYTES + 4 * ((size_t)d->shape->max_len + 4 * V) + 64);
 }
 
@@ -3535,6 +3622,12 @@ static int samp_send_filters(toka_device *d, const toka_step *s, int first, int 
 
 /* ---- The op ---- */
 
+static void samp_reduce(toka_device *d, int first, int n, const samp_filter *filters) {
+    samp_plan *p = d->samp;
+    launch_dependent(d, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n, SAMP_REDUCE_ROWS)), 256, 0, 1, p->ask + first, filters,
+                     p->parts, p->part_rows, p->n_blocks, n, p->results + first);
+}
+
 /* Rows first .. first+n-1 of the plan, whose raw logits are stored, to results. filters: NULL for plain rows. */
 static void samp_from_logits(toka_device *d, int first, int n, samp_filter *filters) {
     samp_plan *p = d->samp;
@@ -3546,8 +3639,7 @@ static void samp_from_logits(toka_device *d, int first, int n, samp_filter *filt
                          p->logits, p->ldl, V, p->tops);
     launch_dependent(d, "groups", samp_blocks_kernel, dim3((unsigned)ceil_div(p->n_blocks, 32), (unsigned)n), 128, 0, 1, ask, filters,
                      p->logits, p->ldl, V, p->parts, p->part_rows);
-    launch_dependent(d, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n, SAMP_REDUCE_ROWS)), 256, 0, 1, ask, filters, p->parts,
-                     p->part_rows, p->n_blocks, n, results);
+    samp_reduce(d, first, n, filters);
     if (filters)
         launch_dependent(d, "log-probabilities", samp_undo_kernel, dim3((unsigned)n), 256, 0, 1, ask, filters, p->logits, p->ldl, results);
 }
@@ -3556,8 +3648,11 @@ static void samp_from_logits(toka_device *d, int first, int n, samp_filter *filt
 static void samp_stored(toka_device *d, const toka_step *s, int first, int n, samp_filter *filters) {
     samp_plan *p = d->samp;
     size_t V = (size_t)d->shape->V;
-    gemm_args product = {n, d->xn + (size_t)first * d->E, d->E, &d->lm_head, (bf16 *)p->logits, p->ldl, EPI_LOGITS};
-    gemm_mma(d, &product);
+    const bf16 *x = d->xn + (size_t)first * d->E;
+    gemm_args product = {n, x, d->E, &d->lm_head, (bf16 *)p->logits, p->ldl, EPI_LOGITS};
+    samp_store store = {p->logits, p->ldl};
+    if (d->hopper) samp_head(d, SAMP_STORE, x, n, &store);
+    else gemm_mma(d, &product);
     for (int i = 0; s->logits && i < n; i++)
         latch(d, cudaMemcpyAsync(s->logits + (size_t)p->order[first + i] * V, p->logits + (size_t)i * p->ldl, V * sizeof(float),
                                  cudaMemcpyDeviceToHost, d->stream), "logits");
@@ -3588,20 +3683,35 @@ static void samp_collect(toka_device *d, const toka_step *s, toka_pick *picks) {
     }
 }
 
-/* The op. samp_plan_step has run and the stage has been sent. Uses d->xn. Waits for the stream. */
-static void norm_logits_sample(toka_device *d, const toka_step *s, const bf16 *x, toka_pick *picks) {
+/* Rows first .. first+n-1 of the plan, plain ones, without storing their logits. */
+static void samp_unstored(toka_device *d, int first, int n) {
     samp_plan *p = d->samp;
+    samp_fused fused = {p->ask + first, p->parts, p->part_rows, d->shape->V};
+    samp_head(d, SAMP_FUSED, d->xn + (size_t)first * d->E, n, &fused);
+    samp_reduce(d, first, n, NULL);
+}
+
+/* Everything up to the results, which stay on the device. */
+static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
+    samp_plan *p = d->samp;
+    bool fused = d->hopper && !s->logits;
     assert(s->n_out <= d->options.max_tokens);
     rmsnorm(d, x, p->rows, d->norm, d->xn, s->n_out);
     for (int i = 0, n; i < p->n_plain && !d->error.code; i += n) {
-        n = min(p->chunk, p->n_plain - i);
-        samp_stored(d, s, i, n, NULL);
+        n = min(fused ? p->part_rows : p->chunk, p->n_plain - i);
+        if (fused) samp_unstored(d, i, n);
+        else samp_stored(d, s, i, n, NULL);
     }
     for (int i = p->n_plain, n; i < s->n_out && !d->error.code; i += n) {
         samp_filter *filters;
         n = samp_send_filters(d, s, i, min(p->chunk, s->n_out - i), &filters);
         if (n) samp_stored(d, s, i, n, filters);
     }
+}
+
+/* The op. samp_plan_step has run and the stage has been sent. Uses d->xn. Waits for the stream. */
+static void norm_logits_sample(toka_device *d, const toka_step *s, const bf16 *x, toka_pick *picks) {
+    samp_launch(d, s, x);
     samp_collect(d, s, picks);
 }
 
