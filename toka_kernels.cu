@@ -4148,7 +4148,7 @@ static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer,
     if (d->hopper && s->T > FEW_MAX && (sh->D == 64 || sh->D == 128)) { /* all in the epilogue */
         qkv_params p = {l->qkv.bias, l->q_norm, l->k_norm, sh->eps, sh->H, sh->K, sh->B, d->rows.pos, d->rows.slot, d->rope,
                         dev_bf16(q), d->kv + (size_t)layer * d->kv_layer};
-        gemm_wgmma_qkv(d, s->T, d->xn, d->E, &l->qkv, &p, gemm_qkv_pick(d, s->T, &l->qkv, sh->D));
+        gemm_wgmma_qkv(d, s->T, d->xn, d->E, &l->qkv, &p);
         return;
     }
     gemm_args g = {s->T, d->xn, d->E, &l->qkv, d->qkv, l->qkv.N, EPI_STORE};
