@@ -4097,6 +4097,54 @@ static void bench_attention(bench *b, const bench_shape *m, const bench_step *st
     free(block);
 }
 
+/* ---- LM head with sampling: norm, logits, one draw a row at temperature 1; picks stay on the device ---- */
+
+typedef struct bench_head_arg {
+    toka_device *d;
+    toka_step s;
+    bf16 *x;
+} bench_head_arg;
+static void bench_head_op(void *arg, int) {
+    bench_head_arg *a = (bench_head_arg *)arg;
+    samp_launch(a->d, &a->s, a->x);
+}
+static void bench_head(bench *b, const bench_shape *m, int M) {
+    toka_device *d = b->d;
+    toka_shape shape = {.L = 1, .H = m->H, .K = m->K, .D = m->D, .E = m->E, .F = m->F, .V = m->V, .eps = 1e-5f};
+    toka_sampling sampling = {.temperature = 1, .top_p = 1, .repetition_penalty = 1};
+    toka_out_row *rows = (toka_out_row *)calloc((size_t)M, sizeof *rows);
+    bench_head_arg a = {.d = d};
+    int keep = d->n_blocks;
+    if (!rows) abort();
+    for (int i = 0; i < M; i++) rows[i] = toka_out_row{.row = i, .forced_id = -1, .position = (uint32_t)i, .sampling = &sampling};
+    a.s = toka_step{.T = M, .n_out = M, .out = rows};
+    d->shape = &shape, d->E = m->E, d->F = m->F, d->V = up_8(m->V), d->options.max_tokens = d->options.max_out = M;
+    d->lm_head = weight{bench_random(d, (size_t)d->V * m->E, sqrtf(3.0f / m->E)), NULL, d->V, m->E};
+    a.x = bench_random(d, (size_t)M * m->E, 1.7f), d->xn = bench_random(d, (size_t)M * m->E, 1.7f);
+    float *norm = vector_room(d, m->E);
+    if (norm) latch(d, cudaMemset(norm, 0x3F, (size_t)m->E * sizeof *norm), "bench"); /* 0.747 each */
+    d->norm = norm;
+    if (!d->error.code) samp_open(d);
+    if (!d->error.code) stage_open(d, &d->up, samp_stage_bytes(d) + 4096);
+    if (!d->error.code) {
+        stage_begin(d, &d->up);
+        samp_plan_step(d, &a.s);
+        stage_send(d, &d->up);
+        char text[64];
+        double us = bench_time(d, 3, bench_head_op, &a);
+        snprintf(text, sizeof text, "M=%d %dx%d", M, m->V, m->E);
+        toka_bench_row row = {"lm_head+sample", m->model, text, us, 2.0 * M * m->V * m->E,
+                              ((double)m->V * m->E + 2.0 * M * m->E) * sizeof(bf16)};
+        b->row(b->user, &row);
+    }
+    samp_close(d);
+    cudaFreeHost(d->up.host);
+    if (d->up.sent) cudaEventDestroy(d->up.sent);
+    d->up = stage{}, d->samp = NULL;
+    bench_free(d, keep);
+    free(rows);
+}
+
 /* Runs every measurement; row is told of each as it is done. */
 static int cuda_bench(toka_bench_fn *row, void *user, toka_err *e) {
     toka_device *d = (toka_device *)calloc(1, sizeof *d);
@@ -4108,6 +4156,9 @@ static int cuda_bench(toka_bench_fn *row, void *user, toka_err *e) {
     for (int i = 0; i < 2; i++)
         for (const bench_step &step : bench_steps)
             if (!d->error.code) bench_attention(&b, &bench_shapes[i], &step);
+    for (const bench_shape &m : bench_shapes)
+        for (int M : bench_rows)
+            if (!d->error.code && m.V && M <= 4096) bench_head(&b, &m, M);
     if (!d->error.code) bench_gemms(&b);
     *e = d->error;
     cuda_close(d);
