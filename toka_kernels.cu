@@ -333,6 +333,8 @@ __device__ static inline float4 cluster_load(uint32_t at, int cta) {
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at), "r"(cta) : "memory");
     return v;
 }
+__device__ static inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ static inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ static inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ static inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> __device__ static inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
@@ -1678,100 +1680,101 @@ static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const 
  * the matrices arrives as zeros. The ring fills with W before grid_wait(), while the kernel ahead still runs, and
  * the ring is small enough for the CTAs of the next kernel to do the same beside this one.
  * Where W has too few rows for all multiprocessors, `split` CTAs of a cluster share a tile's K. Each leaves its sums in its own
- * shared memory; then each makes 1/split of the outputs, adding the parts in the order of K: bitwise repeatable. `share` neighbouring
- * tiles in a cluster fetch x together, each 1/share of its rows for all of them.
+ * shared memory; then each makes 1/split of the outputs, adding the parts in the order of K: bitwise repeatable.
  *
- * grid: tiles of 64 rows of W times split, in clusters of share * split; block: 192; shared: stages * (8192 + 128 ROWS + 16). */
+ * grid: tiles of 64 rows of W times split, in clusters of split; block: 192; shared: the ring, 108 KB at most. Tried and left: 128
+ * rows of W a CTA (fewer reads of x, but two thirds of the speed where it fills fewer multiprocessors), neighbouring tiles that fetch x
+ * together by multicast (slower but for the widest W), rings of 54 and 72 KB for three kernels side by side (slower: only
+ * the next kernel starts early), the start of the next kernel's W into the L2 cache (no gain over its own early start). */
 
 enum { FEW_K = 64, FEW_N = 64, FEW_THREADS = 192, FEW_W = FEW_N * FEW_K * 2 /* bytes of W in a stage; x lies behind */ };
 enum { FEW_PITCH = FEW_N + 4 /* floats from row to row of the sums; + 4: the 32 lanes of a store meet 32 banks */ };
-
-typedef struct few_plan {
-    int split, share, stages;
-} few_plan;
+template <int ROWS> struct few_ring {
+    enum { STAGE = FEW_W + ROWS * FEW_K * 2, FIT = 108 * 1024 / STAGE, STAGES = FIT < 12 ? FIT : 12 };
+    enum { SMEM = STAGES * (STAGE + 16) }; /* and a full and an empty barrier per stage */
+    static_assert(STAGES * STAGE >= ROWS * FEW_PITCH * 4, "the sums take the ring's place");
+};
 
 #if HOPPER
 typedef struct few_place { /* where a CTA works */
     int n0, kb0, n_kb;     /* its rows of W, its slices of K */
-    int part, tile;        /* of split, of share; its rank in the cluster is tile * split + part */
+    int part, split;       /* its rank in the cluster, of how many */
     uint32_t ring, full, empty;
 } few_place;
 
-template <int ROWS> __device__ static inline few_place few_where(uint32_t ring, int K, const few_plan &p) {
-    int rank = (int)blockIdx.x % (p.split * p.share), slices = (K + FEW_K - 1) / FEW_K;
+template <int ROWS> __device__ static inline few_place few_where(uint32_t ring, int K, int split) {
+    int slices = (K + FEW_K - 1) / FEW_K;
     few_place w;
-    w.part = rank % p.split, w.tile = rank / p.split;
-    w.n0 = (int)blockIdx.x / p.split * FEW_N;
-    w.kb0 = slices * w.part / p.split, w.n_kb = slices * (w.part + 1) / p.split - w.kb0;
-    w.ring = ring, w.full = ring + p.stages * (FEW_W + ROWS * FEW_K * 2), w.empty = w.full + 8 * p.stages;
+    w.part = (int)blockIdx.x % split, w.split = split, w.n0 = (int)blockIdx.x / split * FEW_N;
+    w.kb0 = slices * w.part / split, w.n_kb = slices * (w.part + 1) / split - w.kb0;
+    w.ring = ring, w.full = ring + few_ring<ROWS>::STAGES * few_ring<ROWS>::STAGE, w.empty = w.full + 8 * few_ring<ROWS>::STAGES;
     return w;
 }
 
-/* One thread fetches W: as much as there is room for before the kernels ahead have ended. */
-template <int ROWS> __device__ static inline void few_fetch_w(const CUtensorMap *map, const few_place &w, const few_plan &p) {
+/* One thread fetches W: as much as there is room for before the kernel ahead has ended. It also announces the bytes of x. */
+template <int ROWS> __device__ static inline void few_fetch_w(const CUtensorMap *map, const few_place &w) {
     int s = 0, parity = 1;
     for (int i = 0; i < w.n_kb; i++) {
         mbar_wait(w.empty + 8 * s, parity);
-        mbar_expect_tx(w.full + 8 * s, FEW_W);
-        tma_load_2d_once(w.ring + s * (FEW_W + ROWS * FEW_K * 2), map, w.full + 8 * s, (w.kb0 + i) * FEW_K, w.n0);
-        if (++s == p.stages) s = 0, parity ^= 1;
+        mbar_expect_tx(w.full + 8 * s, few_ring<ROWS>::STAGE);
+        tma_load_2d_once(w.ring + s * few_ring<ROWS>::STAGE, map, w.full + 8 * s, (w.kb0 + i) * FEW_K, w.n0);
+        if (++s == few_ring<ROWS>::STAGES) s = 0, parity ^= 1;
     }
 }
-/* One thread fetches its CTA's part of x for all CTAs that share it. */
-template <int ROWS> __device__ static inline void few_fetch_x(const CUtensorMap *map, const few_place &w, const few_plan &p) {
-    int s = 0, parity = 1, row0 = ROWS / p.share * w.tile;
-    uint32_t all = 0;
-    for (int t = 0; t < p.share; t++) all |= 1u << (t * p.split + w.part);
+/* Another fetches x. */
+template <int ROWS> __device__ static inline void few_fetch_x(const CUtensorMap *map, const few_place &w) {
+    int s = 0, parity = 0, ahead = min((int)few_ring<ROWS>::STAGES, w.n_kb);
+    uint32_t ring = w.ring + FEW_W;
     tma_prefetch_map(map);
     grid_wait();
-    for (int i = 0; i < w.n_kb; i++) {
-        uint32_t to = w.ring + s * (FEW_W + ROWS * FEW_K * 2) + FEW_W + row0 * 128;
+    for (int i = 0; i < ahead; i++) tma_load_2d(ring + i * few_ring<ROWS>::STAGE, map, w.full + 8 * i, (w.kb0 + i) * FEW_K, 0);
+    for (int i = ahead; i < w.n_kb; i++) {
         mbar_wait(w.empty + 8 * s, parity);
-        mbar_expect_tx(w.full + 8 * s, ROWS * FEW_K * 2);
-        if (p.share == 1) tma_load_2d(to, map, w.full + 8 * s, (w.kb0 + i) * FEW_K, 0);
-        else tma_load_2d_multicast(to, map, w.full + 8 * s, (w.kb0 + i) * FEW_K, row0, (uint16_t)all);
-        if (++s == p.stages) s = 0, parity ^= 1;
+        tma_load_2d(ring + s * few_ring<ROWS>::STAGE, map, w.full + 8 * s, (w.kb0 + i) * FEW_K, 0);
+        if (++s == few_ring<ROWS>::STAGES) s = 0, parity ^= 1;
     }
 }
 
-/* The warpgroup: acc[n][m] = its rows of W times x. A stage goes back to all CTAs whose x lies in it. */
-template <int ROWS> __device__ static inline void few_consume(float (&acc)[ROWS / 2], const few_place &w, const few_plan &p) {
+/* The warpgroup: acc[n][m] = its rows of W times x. Products of few columns come faster than one can be added to the one before: CHAINS
+ * sums go on side by side. */
+template <int ROWS, int CHAINS> __device__ static inline void few_multiply(float (&acc)[CHAINS][ROWS / 2], const few_place &w) {
     int s = 0, parity = 0, last = 0;
     for (int i = 0; i < w.n_kb; i++) {
-        uint32_t at = w.ring + s * (FEW_W + ROWS * FEW_K * 2);
+        uint32_t at = w.ring + s * few_ring<ROWS>::STAGE;
         uint64_t a = wgmma_desc(at), b = wgmma_desc(at + FEW_W);
         mbar_wait(w.full + 8 * s, parity);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < FEW_K / 16; k++) wgmma_ss<ROWS>(acc, a + 2 * k, b + 2 * k, 1);
+        for (int k = 0; k < FEW_K / 16; k++) wgmma_ss<ROWS>(acc[k % CHAINS], a + 2 * k, b + 2 * k, 1);
         wgmma_commit();
         wgmma_wait<1>(); /* the slice before is done with */
-        if (i > 0 && p.share > 1 && (int)threadIdx.x < p.share)
-            mbar_arrive_remote_read(w.empty + 8 * last, (int)threadIdx.x * p.split + w.part);
-        if (i > 0 && p.share == 1 && threadIdx.x == 0) mbar_arrive(w.empty + 8 * last);
+        if (i > 0 && threadIdx.x == 0) mbar_arrive(w.empty + 8 * last);
         last = s;
-        if (++s == p.stages) s = 0, parity ^= 1;
+        if (++s == few_ring<ROWS>::STAGES) s = 0, parity ^= 1;
     }
     wgmma_wait<0>();
-    wgmma_keep(acc);
+#pragma unroll
+    for (int k = 0; k < CHAINS; k++) wgmma_keep(acc[k]);
+#pragma unroll
+    for (int i = 0; i < ROWS / 2 * (CHAINS - 1); i++) acc[0][i % (ROWS / 2)] += acc[1 + i / (ROWS / 2)][i % (ROWS / 2)];
 }
 
 /* ---- Its epilogue: 8 outputs of a row at a time, from the sums [M][FEW_PITCH] of all CTAs that share the tile ---- */
 
 /* The item-th piece of this thread: row *m and column *n of the tile's (gates and ups counted both). False: there is none. */
-__device__ static inline bool few_item(const gemm_call &c, const few_place &w, int split, int item, int *m, int *n) {
+__device__ static inline bool few_item(const gemm_call &c, const few_place &w, int item, int *m, int *n) {
     int gated = c.epi == EPI_SWIGLU, per_row = FEW_N / 8 >> gated, n_items = c.M * per_row;
-    int i = n_items * w.part / split + item * FEW_THREADS + (int)threadIdx.x;
+    int i = n_items * w.part / w.split + item * FEW_THREADS + (int)threadIdx.x;
     *m = i / per_row, *n = i % per_row * (8 << gated);
-    return i < n_items * (w.part + 1) / split && w.n0 + *n < c.N;
+    return i < n_items * (w.part + 1) / w.split && w.n0 + *n < c.N;
 }
 /* v = 8 columns at `at` of the parts of K, added in their order. */
-__device__ static inline void few_sum(float v[8], uint32_t at, const few_place &w, int split) {
+__device__ static inline void few_sum(float v[8], uint32_t at, int split) {
     float4 a[8], b[8];
     if (split == 1) a[0] = shared_load(at), b[0] = shared_load(at + 16);
 #pragma unroll
     for (int i = 0; i < 8; i++)
-        if (i < split && split > 1) a[i] = cluster_load(at, w.tile * split + i), b[i] = cluster_load(at + 16, w.tile * split + i);
+        if (i < split && split > 1) a[i] = cluster_load(at, i), b[i] = cluster_load(at + 16, i);
     v[0] = a[0].x, v[1] = a[0].y, v[2] = a[0].z, v[3] = a[0].w, v[4] = b[0].x, v[5] = b[0].y, v[6] = b[0].z, v[7] = b[0].w;
 #pragma unroll
     for (int i = 1; i < 8; i++) {
@@ -1785,18 +1788,22 @@ __device__ static inline void few_bias(float v[8], const float *bias, int n) {
 #pragma unroll
     for (int i = 0; i < 8; i++) v[i] += bias[n + i];
 }
-__device__ static inline void few_put(const gemm_call &c, const few_place &w, int split, int m, int n, uint32_t sums, uint4 old) {
-    int gated = c.epi == EPI_SWIGLU;
-    uint32_t at = sums + (m * FEW_PITCH + n) * 4;
-    float v[8], up[8];
-    few_sum(v, at, w, split);
+/* The sums of 8 outputs; SWIGLU's are final. */
+__device__ static inline void few_value(float v[8], const gemm_call &c, const few_place &w, int m, int n) {
+    uint32_t at = w.ring + (m * FEW_PITCH + n) * 4;
+    float up[8];
+    few_sum(v, at, w.split);
+    if (c.epi != EPI_SWIGLU) return;
+    few_sum(up, at + 32, w.split);
     few_bias(v, c.bias, w.n0 + n);
-    if (gated) {
-        few_sum(up, at + 32, w, split);
-        few_bias(up, c.bias, w.n0 + n + 8);
+    few_bias(up, c.bias, w.n0 + n + 8);
 #pragma unroll
-        for (int k = 0; k < 8; k++) v[k] = silu(v[k]) * up[k];
-    } else if (c.epi == EPI_RESIDUAL) {
+    for (int k = 0; k < 8; k++) v[k] = silu(v[k]) * up[k];
+}
+__device__ static inline void few_put(float v[8], const gemm_call &c, const few_place &w, int m, int n, uint4 old) {
+    int gated = c.epi == EPI_SWIGLU;
+    if (!gated) few_bias(v, c.bias, w.n0 + n);
+    if (c.epi == EPI_RESIDUAL) {
         v[0] += bf16_low(old.x), v[1] += bf16_high(old.x), v[2] += bf16_low(old.y), v[3] += bf16_high(old.y);
         v[4] += bf16_low(old.z), v[5] += bf16_high(old.z), v[6] += bf16_low(old.w), v[7] += bf16_high(old.w);
     }
@@ -1806,75 +1813,89 @@ __device__ static inline void few_put(const gemm_call &c, const few_place &w, in
 #endif
 
 template <int ROWS>
-__global__ static void __launch_bounds__(FEW_THREADS)
-gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_x, const gemm_call c, const few_plan p) {
+__global__ static void __launch_bounds__(FEW_THREADS, 2)
+gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_x, const gemm_call c, int split) {
 #if HOPPER
     constexpr int ITEMS = (ROWS * FEW_N / 8 + FEW_THREADS - 1) / FEW_THREADS;
-    extern __shared__ __align__(1024) char few_ring[];
-    few_place w = few_where<ROWS>(smem_at(few_ring), c.K, p);
-    int m, n, cluster = p.split * p.share;
+    extern __shared__ __align__(1024) char few_smem[];
+    few_place w = few_where<ROWS>(smem_at(few_smem), c.K, split);
+    int m, n, warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
     uint4 old[ITEMS]; /* what a residual is added to is fetched ahead */
+    float v[ITEMS][8];
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < p.stages; i++) mbar_init(w.full + 8 * i, 2), mbar_init(w.empty + 8 * i, p.share);
+        for (int i = 0; i < few_ring<ROWS>::STAGES; i++) mbar_init(w.full + 8 * i, 1), mbar_init(w.empty + 8 * i, 1);
         mbar_init_fence();
     }
-    if (p.share > 1) cluster_sync(); /* the others write to these barriers */
-    else __syncthreads();
+    __syncthreads();
     grid_launch_dependents();
-    if (threadIdx.x == 128) few_fetch_w<ROWS>(&map_w, w, p);
-    if (threadIdx.x == 160) few_fetch_x<ROWS>(&map_x, w, p);
+    if (warp == 4 && lane == 0) few_fetch_w<ROWS>(&map_w, w);
+    if (warp == 5 && lane == 0) few_fetch_x<ROWS>(&map_x, w);
     __syncwarp();
     grid_wait();
 #pragma unroll
     for (int i = 0; i < ITEMS; i++)
-        if (c.epi == EPI_RESIDUAL && few_item(c, w, p.split, i, &m, &n)) old[i] = *(uint4 *)(c.y + (size_t)m * c.ldy + w.n0 + n);
-    if (threadIdx.x / 32 < 4) {
-        float acc[ROWS / 2] = {}, *sums = (float *)few_ring + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-        few_consume<ROWS>(acc, w, p);
-        named_sync(1, 128); /* nobody reads the ring any more; with share > 1 nobody writes to it either: all loads have arrived */
+        if (c.epi == EPI_RESIDUAL && few_item(c, w, i, &m, &n)) old[i] = *(uint4 *)(c.y + (size_t)m * c.ldy + w.n0 + n);
+    if (warp < 4) {
+        constexpr int CHAINS = ROWS <= 16 ? 4 : ROWS <= 64 ? 2 : 1;
+        float acc[CHAINS][ROWS / 2] = {}, *sums = (float *)few_smem + warp * 16 + lane / 4;
+        few_multiply<ROWS, CHAINS>(acc, w);
+        named_sync(1, 128); /* nobody reads the ring any more, and all that was to come has come */
 #pragma unroll
-        for (int i = 0; i < ROWS / 2; i++)
-            sums[(i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2) * FEW_PITCH + i % 4 / 2 * 8] = acc[i];
+        for (int i = 0; i < ROWS / 2; i++) sums[(i / 4 * 8 + lane % 4 * 2 + i % 2) * FEW_PITCH + i % 4 / 2 * 8] = acc[0][i];
     }
-    if (cluster > 1) cluster_sync();
+    if (split > 1) cluster_sync();
     else __syncthreads();
 #pragma unroll
     for (int i = 0; i < ITEMS; i++)
-        if (few_item(c, w, p.split, i, &m, &n)) few_put(c, w, p.split, m, n, w.ring, old[i]);
-    if (cluster > 1) cluster_sync(); /* the others may still read this CTA's sums */
+        if (few_item(c, w, i, &m, &n)) few_value(v[i], c, w, m, n);
+    if (split > 1) cluster_arrive(); /* before the stores, which it would wait for */
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+        if (few_item(c, w, i, &m, &n)) few_put(v[i], c, w, m, n, old[i]);
+    if (split > 1) cluster_wait(); /* the others may still read this CTA's sums */
 #else
     __trap();
 #endif
 }
 
-/* Tensor map of a matrix [rows][cols] with `ld` elements from row to row, for boxes of `box` rows of 64 columns. */
-static CUtensorMap few_map(toka_device *d, const bf16 *p, int rows, int cols, int ld, int box) {
-    CUtensorMap m;
-    cuuint64_t dims[2] = {(cuuint64_t)cols, (cuuint64_t)rows}, strides[1] = {(cuuint64_t)ld * 2};
-    cuuint32_t boxes[2] = {FEW_K, (cuuint32_t)box}, steps[2] = {1, 1};
-    CUresult r = d->encode_map(&m, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void *)p, dims, strides, boxes, steps,
-                               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    latch(d, r ? cudaErrorInvalidValue : cudaSuccess, "tensor map");
-    return m;
-}
-template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a, few_plan p) {
+template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a, int split) {
     gemm_call c = gemm_checked(a);
-    int stage = FEW_W + ROWS * FEW_K * 2 + 16, cluster = p.split * p.share;
-    assert(c.M <= ROWS && ROWS / p.share % 8 == 0 && cluster <= 8 && p.stages * (stage - 16) >= ROWS * FEW_PITCH * 4);
-    launch_dependent(d, "GEMM (few rows)", gemm_few_kernel<ROWS>, dim3((unsigned)(ceil_div(c.N, FEW_N * p.share) * cluster)),
-                     FEW_THREADS, (size_t)(p.stages * stage), cluster, few_map(d, c.w, c.N, c.K, c.K, FEW_N),
-                     few_map(d, c.x, c.M, c.K, c.ldx, ROWS / p.share), c, p);
+    assert(c.M <= ROWS && split <= 8);
+    launch_dependent(d, "GEMM (few rows)", gemm_few_kernel<ROWS>, dim3((unsigned)(ceil_div(c.N, FEW_N) * split)), FEW_THREADS,
+                     few_ring<ROWS>::SMEM, split, gemm_map(d, c.w, c.N, c.K, c.K, FEW_N, FEW_K),
+                     gemm_map(d, c.x, c.M, c.K, c.ldx, ROWS, FEW_K), c, split);
+}
+/* How many CTAs share a tile's K. About one CTA per multiprocessor leaves room for the next kernel's beside it; each should have
+ * nine slices of K or more. */
+static int gemm_few_split(const toka_device *d, int N, int K) {
+    int tiles = ceil_div(N, FEW_N), slices = ceil_div(K, FEW_K), split = tiles <= d->n_sms ? 2 : 1;
+    while (split < 8 && tiles * split * 2 <= d->n_sms) split *= 2;
+    while (split > 1 && slices < 9 * split) split /= 2;
+    return split;
+}
+static void gemm_few(toka_device *d, const gemm_args *a) {
+    int split = gemm_few_split(d, a->w->N, a->w->K);
+    if (a->M <= 8) gemm_few_tile<8>(d, a, split);
+    else if (a->M <= 16) gemm_few_tile<16>(d, a, split);
+    else if (a->M <= 32) gemm_few_tile<32>(d, a, split);
+    else if (a->M <= 64) gemm_few_tile<64>(d, a, split);
+    else gemm_few_tile<128>(d, a, split);
 }
 
 /* ---- The choice ---- */
 
-enum { FEW_MAX = 128 };
+enum { FEW_MAX = 64 }; /* rows, up to which the kernel for few rows is the faster one at every shape */
 
+/* On an H100 the few-rows kernel is faster than the persistent one up to 64 rows at every shape (LM heads: 2 % slower at 64); from 65
+ * to 128 only where two CTAs to a tile fill most of the multiprocessors, as at N = 4096 (59 and 71 % of the time to read W at
+ * M = 128 against 41 and 59 %). */
 static void gemm(toka_device *d, const gemm_args *a) {
-    if (d->hopper) gemm_wgmma(d, a);
-    else gemm_mma(d, a);
+    int tiles = ceil_div(a->w->N, FEW_N);
+    bool fills = tiles * 2 <= d->n_sms && tiles * 8 >= d->n_sms * 3;
+    if (!d->hopper) gemm_mma(d, a);
+    else if (a->M <= FEW_MAX || (a->M <= 128 && fills)) gemm_few(d, a);
+    else gemm_wgmma(d, a);
 }
 
 /* ===========================================================================

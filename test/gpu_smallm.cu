@@ -12,22 +12,19 @@ enum { MAX_M = 257 };
 struct variant {
     const char *name;
     int max_m;
+    bool plain; /* no bias with SWIGLU */
     void (*run)(toka_device *, const gemm_args *);
 };
-template <int ROWS, int SPLIT, int SHARE, int KB, int PDL> static void few(toka_device *d, const gemm_args *a) {
-    d->hopper = PDL;
-    gemm_few_tile<ROWS>(d, a, few_plan{SPLIT, SHARE, std::min(12, KB * 1024 / (8192 + 128 * ROWS + 16))});
-    d->hopper = true;
-}
-#define FEW(rows, split, share, kb, next) {#rows "/" #split "x" #share " " #kb "+" #next, rows, few<rows, split, share, kb, next>}
-#define FEW_SPLITS(rows, share, kb, next) FEW(rows, 1, share, kb, next), FEW(rows, 2, share, kb, next), FEW(rows, 4, share, kb, next)
-#define FEW_SMALL(rows) \
-    FEW_SPLITS(rows, 1, 108, 0), FEW_SPLITS(rows, 1, 108, 1), FEW_SPLITS(rows, 1, 72, 1), FEW_SPLITS(rows, 1, 54, 1)
+template <int ROWS, int SPLIT> static void few(toka_device *d, const gemm_args *a) { gemm_few_tile<ROWS>(d, a, SPLIT); }
+#define FEW(rows, split) {#rows "/" #split, rows, false, few<rows, split>}
+#define FEW_SPLITS(rows) FEW(rows, 1), FEW(rows, 2), FEW(rows, 4), FEW(rows, 8)
 static const variant variants[] = {
-    FEW_SMALL(8), FEW_SMALL(64), 
-    {"mma 128x128", INT_MAX, gemm_mma_tile<128, 128, 64, 32>},
-    {"mma 64x64", INT_MAX, gemm_mma_tile<64, 64, 32, 32>},
-    {"mma", INT_MAX, gemm_mma},
+    FEW_SPLITS(8), FEW_SPLITS(16), FEW_SPLITS(32), FEW_SPLITS(64), FEW_SPLITS(128),
+    {"mma 128x128", INT_MAX, false, gemm_mma_tile<128, 128, 64, 32>},
+    {"mma 64x64", INT_MAX, false, gemm_mma_tile<64, 64, 32, 32>},
+    {"mma", INT_MAX, false, gemm_mma},
+    {"wgmma", INT_MAX, true, gemm_wgmma},
+    {"gemm", INT_MAX, true, gemm},
 };
 static const int row_counts[] = {1,  2,  3,  4,  7,  8,  9,   15,  16,  17,  31,  32, 33,
                                  63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 257};
@@ -136,7 +133,7 @@ static void test_shape(toka_device *d, const shape &s, bool quick) {
         for (const variant &v : variants)
             for (int M : row_counts) {
                 if (M > v.max_m || (quick && M > 70 && M != 129)) continue;
-                bool with_bias = M % 3 != 0;
+                bool with_bias = M % 3 != 0 && !(v.plain && epi == EPI_SWIGLU);
                 weight W = {w.p(), with_bias ? bias.p() : NULL, N, K};
                 int row_stride = epi == EPI_SWIGLU ? N / 2 + 8 : ldy;
                 gemm_args a = {M, x.p(), ldx, &W, y.p(), row_stride, epi};
@@ -200,12 +197,12 @@ static double read_bandwidth(toka_device *d) { /* TB/s */
 }
 
 /* Chains of the same GEMM over weights that do not fit the L2 cache together. */
-struct bench_shape {
+struct timed_shape {
     toka_device *d;
     int N, K, copies;
     gpu_buf<bf16> w, x, y;
     static int how_many(int N, int K) { return (int)std::max<size_t>(2, ((size_t)400 << 20) / ((size_t)N * K * 2) + 1); }
-    bench_shape(toka_device *d_, int N_, int K_)
+    timed_shape(toka_device *d_, int N_, int K_)
         : d(d_), N(N_), K(K_), copies(how_many(N_, K_)), w((size_t)copies * N * K), x((size_t)MAX_M * K), y((size_t)MAX_M * N) {
         gpu_random(w, 5, 1 / sqrtf((float)K)), gpu_random(x, 6, 1);
     }
@@ -222,17 +219,17 @@ struct bench_shape {
 static enum epilogue usual_epilogue(const shape &s) {
     return strstr(s.name, "gate_up") ? EPI_SWIGLU : strstr(s.name, " o") || strstr(s.name, "down") ? EPI_RESIDUAL : EPI_STORE;
 }
-static const int bench_rows[] = {1, 8, 16, 32, 64, 128};
+static const int timed_rows[] = {1, 8, 16, 32, 64, 128};
 
-static void bench(toka_device *d, const char *only, bool json) {
+static void time_gemm(toka_device *d, const char *only, bool json) {
     double tbs = read_bandwidth(d);
     cudaDeviceProp prop;
     GPU_OK(cudaGetDeviceProperties(&prop, 0));
     if (!json) printf("%s, reads %.2f TB/s; microseconds and share of the time to read W\n", prop.name, tbs);
     for (const shape &s : models) {
-        bench_shape b(d, s.N, s.K);
+        timed_shape b(d, s.N, s.K);
         if (!json) printf("%-18s %6dx%-5d", s.name, s.N, s.K);
-        for (int M : bench_rows) {
+        for (int M : timed_rows) {
             for (const variant &v : variants) {
                 if (M > v.max_m || strcmp(v.name, only)) continue;
                 double us = b.us(v, M, usual_epilogue(s)), share = (double)s.N * s.K * 2 / us * 1e-6 / tbs;
@@ -251,12 +248,11 @@ static void sweep(toka_device *d) {
     double tbs = read_bandwidth(d);
     printf("reads %.2f TB/s; share of the time to read W\n", tbs);
     for (const shape &s : models) {
-        if (strstr(s.name, "head") || (strstr(s.name, "70B") && !strstr(s.name, " o"))) continue;
-        bench_shape b(d, s.N, s.K);
-        for (int M : {1, 64}) {
+        timed_shape b(d, s.N, s.K);
+        for (int M : {1, 8, 16, 32, 64, 128, 192}) {
             printf("%-18s M=%-3d", s.name, M);
             for (const variant &v : variants)
-                if (M <= v.max_m && v.max_m < 2 * std::max(M, 8))
+                if (M <= v.max_m && (v.max_m == INT_MAX ? M >= 64 : v.max_m < 2 * std::max(M, 8)))
                     printf(" %s:%.0f", v.name, 100 * (double)s.N * s.K * 2 / b.us(v, M, usual_epilogue(s)) * 1e-6 / tbs);
             printf("\n");
             fflush(stdout);
@@ -266,9 +262,10 @@ static void sweep(toka_device *d) {
 
 int main(int argc, char **argv) {
     toka_device *d = gpu_device();
+    gemm_open(d);
     const char *what = argc > 1 ? argv[1] : "";
     if (!strcmp(what, "bench")) {
-        bench(d, "mma", argc > 2);
+        time_gemm(d, "gemm", argc > 2);
         return d->error.code;
     }
     if (!strcmp(what, "sweep")) {
