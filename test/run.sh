@@ -166,6 +166,7 @@ gpu_tests() {
         [ -x "$B/$name" ] && gpu_counts "$name" "$B/$name"
     done
     [ -x $B/gpu_model ] && gpu_counts gpu_model $B/gpu_model
+    gpu_counts "the program on the GPU" python3 test/gpu_cli.py
     if python3 -c 'import torch, transformers' 2>/dev/null; then
         gpu_counts "against transformers" python3 test/gpu_hf.py $B/gpu_model
     else skip 1 "no torch and transformers"; fi
