@@ -1046,10 +1046,11 @@ struct gemm_job { /* what the kernel is told */
     int M, N, K;
     int units_m, tiles_n; /* ceil(M / (128 mc)), ceil(N / BN) */
     int group, mc;
+    float per_group, per_height, per_last; /* 1 / (group * tiles_n), 1 / group, 1 / height of the last group */
 };
 
 /* Shared memory of one instance, from a multiple of 1,024 on: the ring; staging of OUT columns (0: none); with SPLIT > 1 what the other
- * CTAs' partial sums come into; barriers full[stages], empty[stages], res[8], sums[2]. */
+ * CTAs' partial sums come into; barriers full[stages], empty[stages], sums[2]. */
 template <int BN, int SPLIT, int OUT> struct gemm_smem {
     static constexpr int stage_bytes = (128 + BN) * 128;
     static constexpr int out_bytes = 128 * OUT * 2;
@@ -1060,6 +1061,8 @@ template <int BN, int SPLIT, int OUT> struct gemm_smem {
     static constexpr int out_at = stages * stage_bytes, sums_at = out_at + out_bytes, bars_at = sums_at + sum_bytes;
 };
 
+/* Output of C columns is staged in rounds of this many, so that staging leaves room for four stages. */
+__host__ __device__ constexpr int gemm_round(int cols) { return cols > 128 && cols % 128 == 0 ? 128 : cols; }
 /* Staged output lies in panels of 16 rows by this many columns, swizzled over their 128, 64 or 32 bytes. */
 __host__ __device__ constexpr int gemm_panel(int cols) { return cols % 64 == 0 ? 64 : cols % 32 == 0 ? 32 : 16; }
 
@@ -1069,24 +1072,29 @@ struct gemm_tile {
     int M, N;       /* rows and columns that exist */
     int row0, col0;
     int lane;
-    uint32_t out;   /* the warp's staging */
-    uint32_t bar;   /* barrier of its loads */
-    int turn;       /* tiles before this one: parity of the barrier */
+    uint32_t out;   /* the warp's staging: 16 rows of the epilogue's out(C) columns */
 };
 
 #if HOPPER
 /* ---- The staged output ---- */
 
-/* Where lane l's address for the 16x16 block `jj` of C columns is (stmatrix and ldmatrix: matrices row 0-7, 8-15, then the right
- * 8 columns). */
+/* Lane l's address of the 16x16 block `jj` of C columns (as stmatrix takes it: rows 0-7, 8-15, then the right 8 columns). */
 template <int C> __device__ static inline uint32_t gemm_out_at(uint32_t out, int lane, int jj) {
     constexpr int P = gemm_panel(C);
     int row = lane & 15, col = 16 * jj + (lane >> 4) * 8;
     uint32_t byte = (uint32_t)(col / P * (32 * P) + row * (2 * P) + col % P * 2);
     return out + (byte ^ (byte >> 7 & (P / 8 - 1)) << 4);
 }
-
-/* The warp's 16 rows of C staged columns go to y at (row0, col0). */
+/* Accumulators of C columns to the staging, rounded to bf16. */
+template <int C> __device__ static inline void gemm_out_put(const float *acc, const gemm_tile &t) {
+#pragma unroll
+    for (int jj = 0; jj < C / 16; jj++) {
+        const float *v = acc + 8 * jj;
+        stmatrix_x4(gemm_out_at<C>(t.out, t.lane, jj), pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]),
+                    pack_bf16(v[6], v[7]));
+    }
+}
+/* The warp's 16 rows of C staged columns go to y at (row0, col0), of n_cols. */
 template <int C> __device__ static inline void gemm_out_store(const gemm_tile &t, const CUtensorMap *my, int col0, int n_cols) {
     constexpr int P = gemm_panel(C);
     fence_async_smem();
@@ -1118,61 +1126,28 @@ template <int C> __device__ static inline void gemm_add_bias(float (&acc)[C / 2]
 
 /* ---- Epilogues: a type with
  *        params      what the kernel takes as its last argument
- *        out(C)      columns to stage of C columns of accumulators
- *        begin<C>    runs under the first products of a tile
+ *        out(C)      columns to stage at a time of C columns of accumulators
  *        run<C>      takes the accumulators of C columns; all 32 lanes come, also where rows or columns are beyond the edge ---- */
 
 struct epi_store { /* y = acc + bias */
     struct params {
         const float *bias; /* or NULL */
     };
-    __host__ __device__ static constexpr int out(int c) { return c; }
+    __host__ __device__ static constexpr int out(int c) { return gemm_round(c); }
 #if HOPPER
-    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
     template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &p) {
+        constexpr int R = gemm_round(C);
         gemm_add_bias<C>(acc, t, p.bias);
-        gemm_out_wait(t);
 #pragma unroll
-        for (int jj = 0; jj < C / 16; jj++) {
-            const float *v = acc + 8 * jj;
-            stmatrix_x4(gemm_out_at<C>(t.out, t.lane, jj), pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]),
-                        pack_bf16(v[6], v[7]));
+        for (int i = 0; i < C / R; i++) {
+            gemm_out_wait(t);
+            gemm_out_put<R>(acc + i * (R / 2), t);
+            gemm_out_store<R>(t, my, t.col0 + i * R, t.N);
         }
-        gemm_out_store<C>(t, my, t.col0, t.N);
     }
 #endif
 };
-
-struct epi_residual { /* y += acc + bias: y's rows come into the staging while the products run */
-    struct params {
-        const float *bias; /* or NULL */
-    };
-    __host__ __device__ static constexpr int out(int c) { return c; }
-#if HOPPER
-    template <int C> __device__ static inline void begin(const gemm_tile &t, const CUtensorMap *my, const params &) {
-        constexpr int P = gemm_panel(C);
-        if (t.lane != 0) return;
-        int n = t.row0 < t.M && t.col0 < t.N ? min(C / P, (t.N - t.col0 + P - 1) / P) : 0;
-        tma_store_wait_read<0>();
-        mbar_expect_tx(t.bar, n * 32 * P);
-        for (int i = 0; i < n; i++) tma_load_2d(t.out + i * 32 * P, my, t.bar, t.col0 + i * P, t.row0);
-    }
-    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &p) {
-        gemm_add_bias<C>(acc, t, p.bias);
-        mbar_wait(t.bar, t.turn & 1);
-#pragma unroll
-        for (int jj = 0; jj < C / 16; jj++) {
-            float *v = acc + 8 * jj;
-            uint32_t at = gemm_out_at<C>(t.out, t.lane, jj), r[4];
-            ldmatrix_x4(r, at);
-#pragma unroll
-            for (int i = 0; i < 4; i++) r[i] = pack_bf16(v[2 * i] + bf16_low(r[i]), v[2 * i + 1] + bf16_high(r[i]));
-            stmatrix_x4(at, r[0], r[1], r[2], r[3]);
-        }
-        gemm_out_store<C>(t, my, t.col0, t.N);
-    }
-#endif
-};
+struct epi_residual : epi_store {}; /* y += acc + bias: y has come through the ring and is in acc already */
 
 struct epi_swiglu { /* y[M][N/2] = silu(gate) up: of two blocks of 8 columns the left one is gate, the right one up */
     struct params {
@@ -1181,7 +1156,6 @@ struct epi_swiglu { /* y[M][N/2] = silu(gate) up: of two blocks of 8 columns the
     __host__ __device__ static constexpr int out(int c) { return c / 2; }
 #if HOPPER
     __device__ static inline float one(float gate, float up) { return __fdividef(gate * up, 1 + ex2(-1.44269504f * gate)); }
-    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
     template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &) {
         gemm_out_wait(t);
 #pragma unroll
@@ -1195,6 +1169,26 @@ struct epi_swiglu { /* y[M][N/2] = silu(gate) up: of two blocks of 8 columns the
             stmatrix_x4(gemm_out_at<C / 2>(t.out, t.lane, jj), r[0], r[1], r[2], r[3]);
         }
         gemm_out_store<C / 2>(t, my, t.col0 / 2, t.N / 2);
+    }
+#endif
+};
+
+struct epi_logits { /* y = acc, float32 */
+    struct params {
+        float *y;
+        int ld;
+    };
+    __host__ __device__ static constexpr int out(int) { return 0; }
+#if HOPPER
+    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
+        int row = t.row0 + t.lane / 4, col = t.col0 + 2 * (t.lane & 3);
+        float *y = p.y + (size_t)row * p.ld + col;
+#pragma unroll
+        for (int j = 0; j < C / 8; j++) {
+            if (t.col0 + 8 * j >= t.N) continue;
+            if (row < t.M) *(float2 *)(y + 8 * j) = make_float2(acc[4 * j], acc[4 * j + 1]);
+            if (row + 8 < t.M) *(float2 *)(y + (size_t)8 * p.ld + 8 * j) = make_float2(acc[4 * j + 2], acc[4 * j + 3]);
+        }
     }
 #endif
 };
@@ -1220,7 +1214,7 @@ struct qkv_params {
  * leaves in whole 16-byte chunks, D/8 lanes side by side. */
 template <int D> struct epi_qkv {
     typedef qkv_params params;
-    __host__ __device__ static constexpr int out(int c) { return c; }
+    __host__ __device__ static constexpr int out(int c) { return gemm_round(c); }
 #if HOPPER
     /* W's row where quarter q of tile n begins (BN = 1.5 D): 0 to 3 the whole head, 4 and 5 the half one. */
     __device__ static inline int quarter(int n, int q) {
@@ -1232,8 +1226,6 @@ template <int D> struct epi_qkv {
         if constexpr (C % D == 0) return t.col0 + 8 * j;
         else return quarter(t.col0 / C, j / (D / 32)) + j % (D / 32) * 8;
     }
-    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
-
     template <int C> __device__ static inline void add_bias(float (&acc)[C / 2], const gemm_tile &t, const float *bias) {
         if (!bias) return;
 #pragma unroll
@@ -1307,26 +1299,24 @@ template <int D> struct epi_qkv {
 
     template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
         static_assert(C % D == 0 || 2 * C == 3 * D, "a tile is whole heads or one and a half");
-        constexpr int P = gemm_panel(C);
+        constexpr int R = gemm_round(C), P = gemm_panel(R);
         add_bias<C>(acc, t, p.bias);
         if constexpr (C % D == 0) norm<C>(acc, t, p);
         rope<C>(acc, t, p);
         int slot = p.slot[min(t.row0 + (t.lane & 15), t.M - 1)], log2_B = 31 - __clz(p.B);
-        __syncwarp();
 #pragma unroll
-        for (int jj = 0; jj < C / 16; jj++) {
-            const float *v = acc + 8 * jj;
-            stmatrix_x4(gemm_out_at<C>(t.out, t.lane, jj), pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]),
-                        pack_bf16(v[6], v[7]));
-        }
-        __syncwarp();
+        for (int half = 0; half < C / R; half++) {
+            __syncwarp();
+            gemm_out_put<R>(acc + half * (R / 2), t);
+            __syncwarp();
 #pragma unroll 4
-        for (int i = t.lane; i < 16 * (C / 8); i += 32) { /* 16-byte chunks, row by row */
-            int row = i / (C / 8), j = i % (C / 8), col = column<C>(t, j);
-            int s = __shfl_sync(~0u, slot, row);
-            if (t.row0 + row >= t.M || col >= t.N) continue;
-            uint32_t byte = (uint32_t)(j / (P / 8) * (32 * P) + row * (2 * P) + j % (P / 8) * 16);
-            *(uint4 *)home(p, t.row0 + row, s, log2_B, col) = smem_load_16(t.out + (byte ^ (byte >> 7 & (P / 8 - 1)) << 4));
+            for (int i = t.lane; i < 16 * (R / 8); i += 32) { /* 16-byte chunks, row by row */
+                int row = i / (R / 8), j = i % (R / 8), col = column<C>(t, half * (R / 8) + j);
+                int s = __shfl_sync(~0u, slot, row);
+                if (t.row0 + row >= t.M || col >= t.N) continue;
+                uint32_t byte = (uint32_t)(j / (P / 8) * (32 * P) + row * (2 * P) + j % (P / 8) * 16);
+                *(uint4 *)home(p, t.row0 + row, s, log2_B, col) = smem_load_16(t.out + (byte ^ (byte >> 7 & (P / 8 - 1)) << 4));
+            }
         }
     }
 #endif
@@ -1335,9 +1325,39 @@ template <int D> struct epi_qkv {
 /* Boxes that W's BN rows of a tile are loaded in: 1 (or one per CTA of a pair), or 6 quarters of heads. */
 template <class EPI, int BN> constexpr int gemm_w_boxes = 1;
 template <int D, int BN> constexpr int gemm_w_boxes<epi_qkv<D>, BN> = BN % D ? 6 : 1;
+/* Stages that y takes in the ring behind the last block of K, 128 columns each. */
+template <class EPI, int BN> constexpr int gemm_y_stages = 0;
+template <int BN> constexpr int gemm_y_stages<epi_residual, BN> = (BN + 127) / 128;
 
 #if HOPPER
-/* ---- The ring ---- */
+/* ---- Who works where ---- */
+
+struct gemm_maps {
+    const CUtensorMap *x, *w, *y_in, *y;
+};
+struct gemm_cta {
+    gemm_job j;
+    gemm_maps map;
+    uint32_t ring, full, empty, sums; /* stages, barriers */
+    int part, row;            /* part of K; row of tiles in the unit */
+    int k0, n_k;              /* blocks of K */
+    int first, stride, units; /* units: first, first + stride ... */
+};
+
+/* a / b for a, b < 2^22, per_b = 1 / b: the rounded product is off by one at most. */
+__device__ static inline int gemm_divide(int a, int b, float per_b) {
+    int q = (int)((float)a * per_b), r = a - q * b;
+    return q + (r >= b) - (r < 0);
+}
+struct gemm_unit {
+    int m, n; /* tile indices */
+};
+__device__ static inline gemm_unit gemm_unit_at(const gemm_cta &c, int u) {
+    const gemm_job &j = c.j;
+    int size = j.group * j.tiles_n, g = gemm_divide(u, size, j.per_group), i = u - g * size, left = j.units_m - g * j.group;
+    int height = min(j.group, left), n = gemm_divide(i, height, left < j.group ? j.per_last : j.per_height);
+    return {(g * j.group + i - n * height) * j.mc + c.row, n};
+}
 
 struct gemm_ring {
     int s, parity; /* the next stage and its phase */
@@ -1346,106 +1366,122 @@ template <int STAGES> __device__ static inline void gemm_next(gemm_ring &r) {
     if (++r.s == STAGES) r.s = 0, r.parity ^= 1;
 }
 
-struct gemm_unit {
-    int m, n; /* tile indices */
-};
-/* Unit u of the job; `row` of the cluster's tiles below each other. */
-__device__ static inline gemm_unit gemm_unit_at(const gemm_job &j, int u, int row) {
-    int per_group = j.group * j.tiles_n, g = u / per_group, i = u - g * per_group;
-    int height = min(j.group, j.units_m - g * j.group);
-    return {(g * j.group + i % height) * j.mc + row, i / height};
+/* ---- The producer: one thread ---- */
+
+/* Rows w .. of W to row `to` of stage s: into this CTA or both. */
+template <int BN> __device__ static inline void gemm_load_box(const gemm_cta &c, int s, int to, int w, int k) {
+    uint32_t at = c.ring + s * ((128 + BN) * 128) + (128 + to) * 128;
+    if (c.j.mc == 1) tma_load_2d(at, c.map.w, c.full + 8 * s, k * 64, w);
+    else tma_load_2d_multicast(at, c.map.w, c.full + 8 * s, k * 64, w, (uint16_t)(3 << c.part * 2));
 }
-
-/* Block range of K for part `part` of SPLIT. */
-template <int SPLIT> __device__ static inline int gemm_k_from(const gemm_job &j, int part) {
-    return SPLIT == 1 ? part * ((j.K + 63) / 64) : part * ((j.K + 63) / 64) / SPLIT;
+/* Block k of W's tile n, or this CTA's half of it; the stage's barrier is told of all bytes that will come. */
+template <class EPI, int BN> __device__ static inline void gemm_load_w(const gemm_cta &c, int s, int n, int k) {
+    mbar_expect_tx(c.full + 8 * s, (128 + BN) * 128);
+    if constexpr (gemm_w_boxes<EPI, BN> == 1) gemm_load_box<BN>(c, s, c.row * (BN / 2), n * BN + c.row * (BN / 2), k);
+    else
+        for (int q = c.row * 3; q < (c.j.mc == 1 ? 6 : c.row * 3 + 3); q++)
+            gemm_load_box<BN>(c, s, q * (BN / 6), EPI::quarter(n, q), k);
 }
-
-/* What the producer thread knows. */
-template <class EPI, int BN, int STAGES> struct gemm_producer {
-    const gemm_job &j;
-    const CUtensorMap *mx, *mw;
-    uint32_t ring, full, empty;
-    int row, k0, n_k;   /* this CTA's row of tiles in the unit; its blocks of K */
-    int first, stride, units;
-    uint16_t both;      /* the two CTAs that share W */
-    static constexpr int stage_bytes = (128 + BN) * 128;
-
-    /* Rows w .. of W to row `to` of stage s: into this CTA or both. */
-    __device__ inline void load_box(int s, int to, int w, int k) const {
-        uint32_t at = ring + s * stage_bytes + (128 + to) * 128;
-        if (j.mc == 1) tma_load_2d(at, mw, full + 8 * s, k * 64, w);
-        else tma_load_2d_multicast(at, mw, full + 8 * s, k * 64, w, both);
+/* W does not depend on the kernels ahead: the first stages' share comes before grid_wait. */
+template <class EPI, int BN, int STAGES> __device__ static inline void gemm_produce_ahead(const gemm_cta &c) {
+    int n = gemm_unit_at(c, c.first).n;
+    for (int i = 0; i < min(STAGES, c.n_k) && c.first < c.units; i++) gemm_load_w<EPI, BN>(c, i, n, c.k0 + i);
+}
+/* y's tile, to be added to: panels of 64 columns by 128 rows. */
+template <class EPI, int BN, int STAGES> __device__ static inline void gemm_produce_y(const gemm_cta &c, gemm_ring &r, gemm_unit t) {
+    for (int i = 0; i < gemm_y_stages<EPI, BN>; i++) {
+        int panels = min(2, BN / 64 - 2 * i);
+        mbar_wait(c.empty + 8 * r.s, r.parity ^ 1);
+        mbar_expect_tx(c.full + 8 * r.s, panels * 16384);
+        for (int q = 0; q < panels; q++)
+            tma_load_2d(c.ring + r.s * ((128 + BN) * 128) + q * 16384, c.map.y_in, c.full + 8 * r.s, t.n * BN + (2 * i + q) * 64, t.m * 128);
+        gemm_next<STAGES>(r);
     }
-    __device__ inline void load_w(int s, int n, int k) const {
-        mbar_expect_tx(full + 8 * s, stage_bytes);
-        if constexpr (gemm_w_boxes<EPI, BN> == 1) load_box(s, row * (BN / 2), n * BN + row * (BN / 2), k);
-        else
-            for (int q = row * 3; q < (j.mc == 1 ? 6 : row * 3 + 3); q++) load_box(s, q * (BN / 6), EPI::quarter(n, q), k);
-    }
-    /* W does not depend on the kernels ahead: the first stages' share comes before grid_wait. */
-    __device__ inline void ahead() const {
-        int n = gemm_unit_at(j, first, row).n;
-        for (int i = 0; i < min(STAGES, n_k) && first < units; i++) load_w(i, n, k0 + i);
-    }
-    __device__ inline void run() const { /* all stages of all units */
-        gemm_ring r = {0, 0};
-        int done = min(STAGES, n_k);
-        grid_wait();
-        for (int u = first; u < units; u += stride) {
-            gemm_unit t = gemm_unit_at(j, u, row);
-            if (u + stride >= units) grid_launch_dependents();
-            for (int k = k0; k < k0 + n_k; k++, done--) {
-                if (done <= 0) {
-                    mbar_wait(empty + 8 * r.s, r.parity ^ 1);
-                    load_w(r.s, t.n, k);
-                }
-                tma_load_2d(ring + r.s * stage_bytes, mx, full + 8 * r.s, k * 64, t.m * 128);
-                gemm_next<STAGES>(r);
+}
+/* All stages of all units. */
+template <class EPI, int BN, int STAGES> __device__ static inline void gemm_produce(const gemm_cta &c) {
+    gemm_ring r = {0, 0};
+    int there = min(STAGES, c.n_k); /* stages whose W is on its way */
+    grid_wait();
+    for (int u = c.first; u < c.units; u += c.stride) {
+        gemm_unit t = gemm_unit_at(c, u);
+        if (u + c.stride >= c.units) grid_launch_dependents();
+        for (int k = c.k0; k < c.k0 + c.n_k; k++, there--) {
+            if (there <= 0) {
+                mbar_wait(c.empty + 8 * r.s, r.parity ^ 1);
+                gemm_load_w<EPI, BN>(c, r.s, t.n, k);
             }
+            tma_load_2d(c.ring + r.s * ((128 + BN) * 128), c.map.x, c.full + 8 * r.s, k * 64, t.m * 128);
+            gemm_next<STAGES>(r);
         }
+        if (c.part == 0) gemm_produce_y<EPI, BN, STAGES>(c, r, t);
     }
-};
+}
 
-/* The products of one tile by one warpgroup; `row` is its first row of the stage's 128. */
-template <class EPI, int BN, int C, int STAGES>
-__device__ static inline void gemm_multiply(float (&acc)[BN / 2], gemm_ring &r, int n_k, const gemm_job &j, const gemm_tile &t,
-                                            const CUtensorMap *my, const typename EPI::params &p, uint32_t ring, uint32_t full,
-                                            uint32_t empty, int row, int cta0) {
-    constexpr int stage_bytes = (128 + BN) * 128;
-    int tid = threadIdx.x & 127, last = 0;
-    auto release = [&](int s) {
-        if (j.mc == 1) {
-            if (tid == 0) mbar_arrive(empty + 8 * s);
-        } else if (tid < 2) mbar_arrive_remote_read(empty + 8 * s, cta0 + tid);
-    };
-    for (int k = 0; k < n_k; k++) {
-        mbar_wait(full + 8 * r.s, r.parity);
-        uint64_t a = wgmma_desc(ring + r.s * stage_bytes + row * 128), b = wgmma_desc(ring + r.s * stage_bytes + 128 * 128);
+/* ---- The consumers: two warpgroups ---- */
+
+/* This warpgroup has read stage s. */
+__device__ static inline void gemm_release(const gemm_cta &c, int s) {
+    int tid = threadIdx.x & 127;
+    if (c.j.mc == 1) {
+        if (tid == 0) mbar_arrive(c.empty + 8 * s);
+    } else if (tid < 2) mbar_arrive_remote_read(c.empty + 8 * s, c.part * 2 + tid);
+}
+
+/* The products of one tile. Warpgroup 1 starts it LAG blocks behind warpgroup 0, so that one of them multiplies while the other is in the
+ * epilogue; `lag` is off where warpgroup 0 could come round to the next tile first. */
+template <int BN, int STAGES>
+__device__ static inline void gemm_multiply(float (&acc)[BN / 2], const gemm_cta &c, gemm_ring &r, int group) {
+    constexpr int stage_bytes = (128 + BN) * 128, LAG = STAGES - 2 < 3 ? STAGES - 2 : 3;
+    bool lag = c.n_k >= STAGES;
+    int last = 0;
+    if (lag && group == 1) named_sync(4, 256);
+    for (int k = 0; k < c.n_k; k++) {
+        mbar_wait(c.full + 8 * r.s, r.parity);
+        uint64_t a = wgmma_desc(c.ring + r.s * stage_bytes + group * 64 * 128), b = wgmma_desc(c.ring + r.s * stage_bytes + 128 * 128);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 4; i++) wgmma_ss<BN>(acc, a + 2 * i, b + 2 * i, i || k);
         wgmma_commit();
+        if (lag && group == 0 && k == LAG - 1) named_arrive(4, 256);
         if (k) {
             wgmma_wait<1>();
-            release(last);
-        } else EPI::template begin<C>(t, my, p);
+            gemm_release(c, last);
+        }
         last = r.s;
         gemm_next<STAGES>(r);
     }
     wgmma_wait<0>();
     wgmma_keep(acc);
-    release(last);
+    gemm_release(c, last);
+}
+/* acc += y from the ring. */
+template <class EPI, int BN, int STAGES>
+__device__ static inline void gemm_add_y(float (&acc)[BN / 2], const gemm_cta &c, gemm_ring &r, int group) {
+    int lane = threadIdx.x & 31, row = group * 64 + (threadIdx.x / 32 & 3) * 16 + (lane & 15);
+#pragma unroll
+    for (int i = 0; i < gemm_y_stages<EPI, BN>; i++) {
+        mbar_wait(c.full + 8 * r.s, r.parity);
+#pragma unroll
+        for (int jj = 8 * i; jj < 8 * i + 8 && jj < BN / 16; jj++) {
+            uint32_t y[4], at = c.ring + r.s * ((128 + BN) * 128) + (jj / 4 % 2) * 16384 + row * 128;
+            ldmatrix_x4(y, at + (((jj % 4) * 2 + (lane >> 4)) ^ (row & 7)) * 16);
+#pragma unroll
+            for (int e = 0; e < 4; e++) acc[8 * jj + 2 * e] += bf16_low(y[e]), acc[8 * jj + 2 * e + 1] += bf16_high(y[e]);
+        }
+        named_sync(2 + group, 128);
+        gemm_release(c, r.s);
+        gemm_next<STAGES>(r);
+    }
 }
 
 /* Adds the partial sums of a cluster's SPLIT CTAs, always in the order of K; this CTA gets slice `part` of the columns. The slices of the others
- * go from registers to the ring, which nobody reads any more, and from there to their CTAs: [SPLIT-1][warpgroup][C/8][128 threads] x 16
- * bytes; sums[warpgroup] counts the bytes. */
+ * go from registers to the ring, which nobody reads any more, and from there to their CTAs: `sums_at`, [SPLIT-1][warpgroup][C/8][128
+ * threads] x 16 bytes; c.sums[warpgroup] counts the bytes. */
 template <int BN, int SPLIT>
-__device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&sum)[BN / SPLIT / 2], uint32_t ring, uint32_t sums, uint32_t bar,
-                                          int part, int group, int row, int mc) {
+__device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&sum)[BN / SPLIT / 2], const gemm_cta &c, uint32_t sums_at, int group) {
     constexpr int C = BN / SPLIT, bytes = C / 8 * 2048;
-    int tid = threadIdx.x & 127;
+    int tid = threadIdx.x & 127, part = c.part;
     float own[C / 2];
     named_sync(1, 256); /* both warpgroups' products have read the ring */
 #pragma unroll
@@ -1455,81 +1491,88 @@ __device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&su
             for (int i = 0; i < C / 2; i++) own[i] = acc[s * (C / 2) + i];
         } else {
 #pragma unroll
-            for (int i = 0; i < C / 8; i++) smem_store_16(ring + (2 * s + group) * bytes + i * 2048 + tid * 16, acc + s * (C / 2) + 4 * i);
+            for (int i = 0; i < C / 8; i++) smem_store_16(c.ring + (2 * s + group) * bytes + i * 2048 + tid * 16, acc + s * (C / 2) + 4 * i);
         }
     fence_async_smem();
     named_sync(2 + group, 128);
     if (tid < SPLIT && tid != part)
-        bulk_to_peer(sums + (2 * (part - (part > tid)) + group) * bytes, ring + (2 * tid + group) * bytes, bytes, bar + 8 * group, tid * mc + row);
-    mbar_wait(bar + 8 * group, 0);
+        bulk_to_peer(sums_at + (2 * (part - (part > tid)) + group) * bytes, c.ring + (2 * tid + group) * bytes, bytes, c.sums + 8 * group,
+                     tid * c.j.mc + c.row);
+    mbar_wait(c.sums + 8 * group, 0);
 #pragma unroll
     for (int i = 0; i < C / 2; i++) sum[i] = 0;
+#pragma unroll 1
     for (int q = 0; q < SPLIT; q++) {
-        uint32_t from = sums + (2 * (q - (q > part)) + group) * bytes + tid * 16;
+        uint32_t from = sums_at + (2 * (q - (q > part)) + group) * bytes + tid * 16;
 #pragma unroll
         for (int i = 0; i < C / 8; i++) {
-            uint4 v = {__float_as_uint(own[4 * i]), __float_as_uint(own[4 * i + 1]), __float_as_uint(own[4 * i + 2]), __float_as_uint(own[4 * i + 3])};
-            if (q != part) v = smem_load_16(from + i * 2048);
-            sum[4 * i] += __uint_as_float(v.x), sum[4 * i + 1] += __uint_as_float(v.y);
-            sum[4 * i + 2] += __uint_as_float(v.z), sum[4 * i + 3] += __uint_as_float(v.w);
+            float *v = own + 4 * i;
+            uint4 other = q == part ? uint4{} : smem_load_16(from + i * 2048);
+            sum[4 * i] += q == part ? v[0] : __uint_as_float(other.x), sum[4 * i + 1] += q == part ? v[1] : __uint_as_float(other.y);
+            sum[4 * i + 2] += q == part ? v[2] : __uint_as_float(other.z), sum[4 * i + 3] += q == part ? v[3] : __uint_as_float(other.w);
         }
     }
 }
-#endif
 
+/* All units of one warpgroup. */
 template <class EPI, int BN, int SPLIT>
-__global__ void __launch_bounds__(384, 1)
-gemm_kernel(const __grid_constant__ CUtensorMap mx, const __grid_constant__ CUtensorMap mw, const __grid_constant__ CUtensorMap my,
-            const __grid_constant__ gemm_job j, const __grid_constant__ typename EPI::params p) {
-#if HOPPER
-    extern __shared__ char smem[];
+__device__ static inline void gemm_consume(const gemm_cta &c, int group, const typename EPI::params &p) {
     constexpr int C = BN / SPLIT;
     typedef gemm_smem<BN, SPLIT, EPI::out(C)> L;
-    uint32_t ring = (smem_at(smem) + 1023) & ~1023u, full = ring + L::bars_at, empty = full + 8 * L::stages, res = empty + 8 * L::stages;
-    uint32_t sums = res + 64;
-    int rank = cluster_rank(), part = rank / j.mc, row = rank % j.mc, group = threadIdx.x / 128 - 1, per_cluster = j.mc * SPLIT;
-    int first = blockIdx.x / per_cluster, stride = gridDim.x / per_cluster, units = j.units_m * j.tiles_n;
-    int k0 = gemm_k_from<SPLIT>(j, part), n_k = gemm_k_from<SPLIT>(j, part + 1) - k0;
-    gemm_producer<EPI, BN, L::stages> producer = {j, &mx, &mw, ring, full, empty, row, k0, n_k, first, stride, units, (uint16_t)(3 << part * 2)};
+    int warp = threadIdx.x / 32 - 4;
+    gemm_ring r = {0, 0};
+    gemm_tile t = {c.j.M, c.j.N, 0, 0, (int)threadIdx.x & 31, c.ring + L::out_at + warp * (L::out_bytes / 8)};
+    grid_wait();
+    for (int u = c.first; u < c.units; u += c.stride) {
+        float acc[BN / 2];
+        gemm_unit at = gemm_unit_at(c, u);
+        t.row0 = at.m * 128 + warp * 16, t.col0 = at.n * BN + c.part * C;
+        gemm_multiply<BN, L::stages>(acc, c, r, group);
+        if (c.part == 0) gemm_add_y<EPI, BN, L::stages>(acc, c, r, group);
+        if constexpr (SPLIT == 1) EPI::template run<C>(acc, t, c.map.y, p);
+        else {
+            float sum[C / 2];
+            gemm_reduce<BN, SPLIT>(acc, sum, c, c.ring + L::sums_at, group);
+            EPI::template run<C>(sum, t, c.map.y, p);
+        }
+    }
+    if (t.lane == 0) tma_store_wait_read<0>();
+    __syncwarp();
+}
+#endif
+
+/* y_in: y in boxes of 128 rows for EPI_RESIDUAL; my: y in boxes of a warp's rows. */
+template <class EPI, int BN, int SPLIT>
+__global__ void __launch_bounds__(384, 1)
+gemm_kernel(const __grid_constant__ CUtensorMap mx, const __grid_constant__ CUtensorMap mw, const __grid_constant__ CUtensorMap y_in,
+            const __grid_constant__ CUtensorMap my, const __grid_constant__ gemm_job j, const __grid_constant__ typename EPI::params p) {
+#if HOPPER
+    extern __shared__ char smem[];
+    typedef gemm_smem<BN, SPLIT, EPI::out(BN / SPLIT)> L;
+    int rank = cluster_rank(), part = rank / j.mc, per_cluster = j.mc * SPLIT, blocks = (j.K + 63) / 64, k0 = blocks * part / SPLIT;
+    uint32_t ring = (smem_at(smem) + 1023) & ~1023u, full = ring + L::bars_at, empty = full + 8 * L::stages, sums = empty + 8 * L::stages;
+    gemm_cta c = {j, {&mx, &mw, &y_in, &my}, ring, full, empty, sums, part, rank - part * j.mc, k0, blocks * (part + 1) / SPLIT - k0,
+                  (int)blockIdx.x / per_cluster, (int)gridDim.x / per_cluster, j.units_m * j.tiles_n};
     if (threadIdx.x == 0) {
         tma_prefetch_map(&mw), tma_prefetch_map(&mx), tma_prefetch_map(&my);
         for (int s = 0; s < L::stages; s++) mbar_init(full + 8 * s, 1), mbar_init(empty + 8 * s, 2 * j.mc);
-        for (int w = 0; w < 8; w++) mbar_init(res + 8 * w, 1);
         for (int g = 0; g < 2 && SPLIT > 1; g++) mbar_init(sums + 8 * g, 1), mbar_expect_tx(sums + 8 * g, L::sum_bytes / 2);
         mbar_init_fence();
-        if (j.mc == 1) producer.ahead();
+        if (j.mc == 1) gemm_produce_ahead<EPI, BN, L::stages>(c);
     }
     __syncwarp();
     if (per_cluster > 1) cluster_meet();
     else __syncthreads();
-    if (group < 0) {
+    if (threadIdx.x < 128) {
         regs_give<40>();
         if (threadIdx.x == 0) {
-            if (j.mc > 1) producer.ahead();
-            producer.run();
+            if (j.mc > 1) gemm_produce_ahead<EPI, BN, L::stages>(c);
+            gemm_produce<EPI, BN, L::stages>(c);
         }
         __syncwarp();
     } else {
         regs_take<232>();
-        int warp = threadIdx.x / 32 - 4;
-        gemm_ring r = {0, 0};
-        gemm_tile t = {.M = j.M, .N = j.N, .lane = (int)threadIdx.x & 31, .out = ring + L::out_at + warp * (L::out_bytes / 8),
-                       .bar = res + 8 * warp, .turn = 0};
-        grid_wait();
-        for (int u = first; u < units; u += stride, t.turn++) {
-            gemm_unit at = gemm_unit_at(j, u, row);
-            float acc[BN / 2];
-            t.row0 = at.m * 128 + warp * 16, t.col0 = at.n * BN + part * C;
-            gemm_multiply<EPI, BN, C, L::stages>(acc, r, n_k, j, t, &my, p, ring, full, empty, group * 64, part * j.mc);
-            if constexpr (SPLIT == 1) EPI::template run<C>(acc, t, &my, p);
-            else {
-                float sum[C / 2];
-                gemm_reduce<BN, SPLIT>(acc, sum, ring, ring + L::sums_at, sums, part, group, row, j.mc);
-                EPI::template run<C>(sum, t, &my, p);
-            }
-        }
-        if (t.lane == 0) tma_store_wait_read<0>();
-        __syncwarp();
+        gemm_consume<EPI, BN, SPLIT>(c, threadIdx.x / 128 - 1, p);
     }
     if (per_cluster > 1) cluster_meet(); /* nobody leaves while a peer reads from it or tells it something */
 #else
@@ -1539,7 +1582,7 @@ gemm_kernel(const __grid_constant__ CUtensorMap mx, const __grid_constant__ CUte
 
 /* ---- All instances, and the choice among them ---- */
 
-enum { GEMM_QKV64 = EPI_SWIGLU + 1, GEMM_QKV128 }; /* kinds of epilogue behind those of enum epilogue */
+enum { GEMM_QKV64 = EPI_LOGITS + 1, GEMM_QKV128 }; /* kinds of epilogue behind those of enum epilogue */
 
 typedef struct gemm_variant {
     int kind, bn, split;
@@ -1559,9 +1602,10 @@ static const gemm_variant gemm_variants[] = {
     GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 4), GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 192, 1),
     GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 256, 1), GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 128, 1),
     GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 160, 1),     GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 224, 1),
-    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 256, 1),     GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 128, 1),
-    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 128, 2),    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 192, 1),
-    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 256, 1),    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 96, 1),
+    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 256, 1),     GEMM_VARIANT(EPI_LOGITS, epi_logits, 192, 1),
+    GEMM_VARIANT(EPI_LOGITS, epi_logits, 256, 1),     GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 96, 1),
+    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 128, 1),    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 128, 2),
+    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 192, 1),    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 256, 1),
     GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 128, 1),  GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 192, 1),
     GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 256, 1),
 };
@@ -1615,11 +1659,15 @@ static void gemm_start(toka_device *d, gemm_plan plan, const gemm_args *a, const
     int M = a->M, N = a->w->N, K = a->w->K, cols = v->kind == EPI_SWIGLU ? N / 2 : N, per_cluster = plan.mc * v->split;
     assert(M > 0 && N % 8 == 0 && K % 8 == 0 && a->ldx % 8 == 0 && (uintptr_t)a->x % 16 == 0 && (uintptr_t)a->w->p % 16 == 0);
     gemm_job job = {M, N, K, ceil_div(M, 128 * plan.mc), ceil_div(N, v->bn), plan.group, plan.mc};
+    int last = job.units_m % job.group ? job.units_m % job.group : job.group;
     int units = job.units_m * job.tiles_n, clusters = v->split > 1 ? units : min(units, d->n_sms / per_cluster);
-    CUtensorMap mx = gemm_map(d, a->x, M, K, a->ldx, 128, 64), mw = gemm_map(d, a->w->p, N, K, K, v->w_boxes > 1 ? v->bn / v->w_boxes : v->bn / plan.mc, 64), my = mx;
-    if (a->y) {
+    job.per_group = 1.0f / ((float)job.group * job.tiles_n), job.per_height = 1.0f / job.group, job.per_last = 1.0f / last;
+    assert(units < 1 << 22);
+    CUtensorMap mx = gemm_map(d, a->x, M, K, a->ldx, 128, 64), y_in = mx, my = mx, mw = gemm_map(d, a->w->p, N, K, K, v->w_boxes > 1 ? v->bn / v->w_boxes : v->bn / plan.mc, 64);
+    if (v->out && a->y) {
         assert(a->ldy % 8 == 0 && (uintptr_t)a->y % 16 == 0 && cols % 8 == 0);
         my = gemm_map(d, a->y, M, cols, a->ldy, 16, gemm_panel(v->out));
+        if (v->kind == EPI_RESIDUAL) y_in = gemm_map(d, a->y, M, N, a->ldy, 128, 64);
     }
     cudaLaunchAttribute attr[2] = {};
     attr[0].id = cudaLaunchAttributeClusterDimension;
@@ -1629,7 +1677,7 @@ static void gemm_start(toka_device *d, gemm_plan plan, const gemm_args *a, const
     cudaLaunchConfig_t cfg = {};
     cfg.gridDim = dim3((unsigned)(clusters * per_cluster)), cfg.blockDim = dim3(384), cfg.dynamicSmemBytes = (size_t)v->smem;
     cfg.stream = d->stream, cfg.attrs = attr, cfg.numAttrs = 2;
-    void *args[] = {&mx, &mw, &my, &job, (void *)params};
+    void *args[] = {&mx, &mw, &y_in, &my, &job, (void *)params};
     if (d->error.code) return;
     latch(d, cudaLaunchKernelExC(&cfg, v->kernel, args), "GEMM");
 }
@@ -1644,8 +1692,10 @@ static void gemm_open(toka_device *d) {
 /* y = epilogue(x W^T), chapter 5's terms. */
 static void gemm_wgmma_by(toka_device *d, const gemm_args *a, gemm_plan plan) {
     epi_store::params p = {a->w->bias}; /* epi_residual's too */
+    epi_logits::params f = {(float *)a->y, a->ldy};
     assert(a->epi != EPI_SWIGLU || (!a->w->bias && a->w->N % 16 == 0));
-    gemm_start(d, plan, a, &p);
+    assert(a->epi != EPI_LOGITS || (!a->w->bias && a->ldy % 2 == 0));
+    gemm_start(d, plan, a, a->epi == EPI_LOGITS ? (void *)&f : (void *)&p);
 }
 static void gemm_wgmma(toka_device *d, const gemm_args *a) {
     gemm_wgmma_by(d, a, gemm_pick(d, a->epi, a->M, a->w->N, a->w->K, false));

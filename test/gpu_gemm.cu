@@ -41,8 +41,9 @@ struct ref_result {
     unsigned long long wrong, seen;
     float worst; /* |error| over what is allowed */
 };
-__device__ static void ref_compare(ref_result *r, float got, double want, double slack) {
-    double allowed = fabs(want) * 0x1.01p-8 + slack + 1e-30, over = fabs((double)got - want) / allowed;
+/* rounding: of the output type, relative. */
+__device__ static void ref_compare(ref_result *r, float got, double want, double slack, double rounding = 0x1.01p-8) {
+    double allowed = fabs(want) * rounding + slack + 1e-30, over = fabs((double)got - want) / allowed;
     atomicAdd(&r->seen, 1ull);
     if (!(over <= 1)) atomicAdd(&r->wrong, 1ull);
     if (over == over) atomicMax((int *)&r->worst, __float_as_int((float)over));
@@ -96,7 +97,8 @@ __global__ static void ref_check(ref_args a, ref_result *r) {
             want = ref_sum(a, i, n), slack = REF_SUM * a.size[(size_t)i * a.N + n];
             if (a.epi == EPI_RESIDUAL) want += (double)__bfloat162float(a.before[at]);
         }
-        ref_compare(r, __bfloat162float(a.y[at]), want, slack);
+        if (a.epi == EPI_LOGITS) ref_compare(r, ((const float *)a.y)[at], want, slack, 1e-7);
+        else ref_compare(r, __bfloat162float(a.y[at]), want, slack);
     }
 }
 /* Elements of y that had to stay as they were: columns from `cols` on. */
@@ -117,7 +119,7 @@ struct gemm_case {
 };
 
 static std::string case_name(const gemm_case &c, const gemm_plan &p) {
-    static const char *const kinds[] = {"store", "residual", "swiglu", "qkv64", "qkv128"};
+    static const char *const kinds[] = {"store", "residual", "swiglu", "logits", "qkv64", "qkv128"};
     char s[200];
     snprintf(s, sizeof s, "%s M %d N %d K %d%s%s: BN %d split %d mc %d group %d", kinds[c.kind], c.M, c.N, c.K, c.bias ? " bias" : "",
              c.norm ? " norm" : "", p.v ? p.v->bn : 0, p.v ? p.v->split : 0, p.mc, p.group);
@@ -137,7 +139,8 @@ struct gemm_data {
     qkv_params qkv = {};
     explicit gemm_data(const gemm_case &c_)
         : c(c_), D(c_.kind == GEMM_QKV64 ? 64 : c_.kind == GEMM_QKV128 ? 128 : 0), H(D ? c_.N / D - 2 * kv_heads() : 0), K(kv_heads()),
-          ldx(c_.K + c_.pad), ldy(case_cols(c_) + c_.pad), x((size_t)c_.M * ldx), w((size_t)c_.N * c_.K), y((size_t)c_.M * ldy),
+          ldx(c_.K + c_.pad), ldy(case_cols(c_) + c_.pad), x((size_t)c_.M * ldx), w((size_t)c_.N * c_.K),
+          y((size_t)c_.M * ldy * (c_.kind == EPI_LOGITS ? 2 : 1)),
           before(y.n), q(D ? (size_t)c_.M * H * D : 1), kv(D ? (size_t)(c_.M / B + 2) * B * 2 * K * D : 1), bias(c_.N), q_norm(256),
           k_norm(256), rope(64 * 1024), pos(c_.M), slot(c_.M) {
         static uint64_t n;
@@ -200,7 +203,8 @@ static bool case_check(toka_device *d, gemm_data &g, int M, const char *what) {
     ref_gemm<<<grid, dim3(16, 16)>>>(g.x.p(), g.ldx, g.w.p(), rows.p(), n, g.c.N, g.c.K, acc.p(), size.p());
     ref_args a = {acc.p(), size.p(), rows.p(), n, M, g.c.N, g.ldy, g.y.p(), g.before.p(), g.W.bias, g.c.kind, g.D, g.qkv};
     ref_check<<<264, 256>>>(a, r.p());
-    if (!g.D && g.c.pad) ref_untouched<<<264, 256>>>(g.y.p(), M, case_cols(g.c), g.ldy, r.p());
+    int wide = g.c.kind == EPI_LOGITS ? 2 : 1; /* floats as pairs of bf16 */
+    if (!g.D && g.c.pad) ref_untouched<<<264, 256>>>(g.y.p(), M, wide * case_cols(g.c), wide * g.ldy, r.p());
     GPU_OK(cudaDeviceSynchronize());
     ref_result got = r.host()[0];
     size_t want = (size_t)n * (g.D ? g.c.N : case_cols(g.c));
@@ -228,7 +232,7 @@ static void test_variants(toka_device *d) {
                 int kblocks = ceil_div(s[2], 64), cut = v.kind < GEMM_QKV64 ? 48 : v.kind == GEMM_QKV64 ? 64 : 0;
                 if (v.split > kblocks || (v.kind == GEMM_QKV128 && s[1] < 384)) continue;
                 int N = s[1] - (s[1] > 384 ? cut : 0) + (v.kind == GEMM_QKV64 && s[1] == 128 ? 64 : 0);
-                gemm_case c = {s[0], N, s[2], v.kind, s[0] % 4 == 1 && v.kind != EPI_SWIGLU, s[0] % 3 == 0 && v.w_boxes == 1, {&v, mc, s[0] > 500 ? 2 : 8}};
+                gemm_case c = {s[0], N, s[2], v.kind, s[0] % 4 == 1 && v.kind != EPI_SWIGLU && v.kind != EPI_LOGITS, s[0] % 3 == 0 && v.w_boxes == 1, {&v, mc, s[0] > 500 ? 2 : 8}};
                 test_case(d, c);
             }
 }
@@ -239,7 +243,7 @@ static void test_sweep(toka_device *d) {
         {3072, 2048, GEMM_QKV64, false, false}, {2048, 2048, EPI_RESIDUAL, false, false}, {16384, 2048, EPI_SWIGLU, false, false},
         {2048, 8192, EPI_RESIDUAL, false, false}, {6144, 4096, GEMM_QKV128, true, true}, {1152, 896, GEMM_QKV64, true, false},
         {1152, 896, EPI_STORE, true, false}, {896, 896, EPI_RESIDUAL, true, false}, {9728, 896, EPI_SWIGLU, false, false},
-        {896, 4864, EPI_RESIDUAL, false, false}, {151936, 896, EPI_STORE, false, false}, {56, 56, EPI_STORE, true, false},
+        {896, 4864, EPI_RESIDUAL, false, false}, {151936, 896, EPI_STORE, false, false}, {151936, 896, EPI_LOGITS, false, false}, {56, 56, EPI_STORE, true, false},
         {8, 8, EPI_STORE, true, false}, {16, 72, EPI_SWIGLU, false, false}};
     for (auto &m : gemms)
         for (int M : Ms)
@@ -272,16 +276,17 @@ static void test_repeats(toka_device *d) {
             std::vector<bf16> was = h.y.host();
             h.launch(d, 130);
             GPU_OK(cudaStreamSynchronize(d->stream));
+            size_t from = (size_t)130 * h.ldy * (v.kind == EPI_LOGITS ? 2 : 1);
             now[0] = h.y.host();
-            gpu_check(!memcmp(now[0].data() + (size_t)130 * h.ldy, was.data() + (size_t)130 * h.ldy, (was.size() - (size_t)130 * h.ldy) * 2),
+            gpu_check(!memcmp(now[0].data() + from, was.data() + from, (was.size() - from) * 2),
                       "rows behind M of %s", case_name(c, c.plan).c_str());
         }
 }
 
 /* ---- Times ---- */
 
-struct bench_row { const char *model, *gemm; int N, K, kind; };
-static const bench_row bench_rows[] = {
+struct gemm_shape { const char *model, *gemm; int N, K, kind; };
+static const gemm_shape gemm_shapes[] = {
     {"Llama-3.2-1B", "qkv", 3072, 2048, GEMM_QKV64},      {"Llama-3.2-1B", "o", 2048, 2048, EPI_RESIDUAL},
     {"Llama-3.2-1B", "gate_up", 16384, 2048, EPI_SWIGLU}, {"Llama-3.2-1B", "down", 2048, 8192, EPI_RESIDUAL},
     {"Llama-3.2-1B", "lm_head", 128256, 2048, EPI_STORE}, {"Llama-3.1-8B", "qkv", 6144, 4096, GEMM_QKV128},
@@ -294,14 +299,14 @@ static const int bench_M[] = {256, 512, 1024, 4096, 8192};
 
 /* Buffers of one shape, as many as do not fit L2 together. */
 struct bench_data {
-    bench_row r;
+    gemm_shape r;
     int M, n, D;
     std::vector<std::unique_ptr<gpu_buf<bf16>>> x, w, y;
     gpu_buf<int> pos, slot;
     gpu_buf<float2> rope;
     std::vector<weight> W;
     qkv_params qkv = {};
-    bench_data(const bench_row &r_, int M_)
+    bench_data(const gemm_shape &r_, int M_)
         : r(r_), M(M_), D(r_.kind == GEMM_QKV64 ? 64 : r_.kind == GEMM_QKV128 ? 128 : 0), pos(M_), slot(M_), rope(8192 * 64) {
         size_t bytes = 2 * ((size_t)r.N * r.K + (size_t)M * r.K + (size_t)M * r.N);
         n = (int)std::min<size_t>(24, 1 + (200 << 20) / bytes);
@@ -332,12 +337,12 @@ struct bench_data {
         });
     }
 };
-static double bench_tflops(const bench_row &r, int M, double us) { return 2.0 * M * r.N * r.K / us * 1e-6; }
+static double bench_tflops(const gemm_shape &r, int M, double us) { return 2.0 * M * r.N * r.K / us * 1e-6; }
 
-static bool bench_has(const bench_row &r, int M) { return M <= 4096 || strcmp(r.gemm, "lm_head"); }
-static void bench(toka_device *d, bool json, bool paced) {
+static bool bench_has(const gemm_shape &r, int M) { return M <= 4096 || strcmp(r.gemm, "lm_head"); }
+static void bench_table(toka_device *d, bool json, bool paced) {
     if (!json) printf("%-14s %-8s %7s %6s %6s %9s %8s  instance\n", "model", "GEMM", "N", "K", "M", "us", "TFLOP/s");
-    for (const bench_row &r : bench_rows)
+    for (const gemm_shape &r : gemm_shapes)
         for (int M : bench_M) {
             if (!bench_has(r, M) || (paced && getchar() == EOF)) continue;
             bench_data b(r, M);
@@ -350,7 +355,7 @@ static void bench(toka_device *d, bool json, bool paced) {
         }
 }
 static void sweep(toka_device *d) {
-    for (const bench_row &r : bench_rows)
+    for (const gemm_shape &r : gemm_shapes)
         for (int M : bench_M) {
             if (!bench_has(r, M)) continue;
             bench_data b(r, M);
@@ -371,7 +376,7 @@ int main(int argc, char **argv) {
     toka_device *d = gpu_device();
     std::string what = argc > 1 ? argv[1] : "";
     gemm_open(d);
-    if (what == "bench") bench(d, argc > 2, argc > 2 && !strcmp(argv[2], "--paced"));
+    if (what == "bench") bench_table(d, argc > 2, argc > 2 && !strcmp(argv[2], "--paced"));
     else if (what == "sweep") sweep(d);
     else if (what == "variants") test_variants(d);
     else test_variants(d), test_sweep(d), test_repeats(d);
