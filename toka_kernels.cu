@@ -882,18 +882,17 @@ typedef struct gemm_call { /* gemm_args as a kernel takes them */
 __device__ static inline float silu(float x) { return x / (1 + ex2(-1.4426950408889634f * x)); }
 
 /* Columns n and n+1 (n even) of row m: STORE, RESIDUAL and LOGITS. */
-__device__ static inline void gemm_put_pair(const gemm_call &c, int m, int n, float a0, float a1) {
-    uint32_t *to = (uint32_t *)(c.y + (size_t)m * c.ldy + n);
+__device__ static inline uint32_t gemm_old_pair(const gemm_call &c, int m, int n) { /* what RESIDUAL adds to */
+    return c.epi == EPI_RESIDUAL ? *(uint32_t *)(c.y + (size_t)m * c.ldy + n) : 0;
+}
+__device__ static inline void gemm_put_pair(const gemm_call &c, int m, int n, float a0, float a1, uint32_t old) {
     if (c.epi == EPI_LOGITS) {
         *(float2 *)((float *)c.y + (size_t)m * c.ldy + n) = float2{a0, a1};
         return;
     }
     if (c.bias) a0 += c.bias[n], a1 += c.bias[n + 1];
-    if (c.epi == EPI_RESIDUAL) {
-        uint32_t old = *to;
-        a0 += bf16_low(old), a1 += bf16_high(old);
-    }
-    *to = pack_bf16(a0, a1);
+    if (c.epi == EPI_RESIDUAL) a0 += bf16_low(old), a1 += bf16_high(old);
+    *(uint32_t *)(c.y + (size_t)m * c.ldy + n) = pack_bf16(a0, a1);
 }
 /* SWIGLU: accumulator columns n, n+1 are gates and n+8, n+9 their ups; n % 16 < 8, even. */
 __device__ static inline void gemm_put_gated(const gemm_call &c, int m, int n, float g0, float g1, float u0, float u1) {
@@ -966,7 +965,7 @@ __device__ static inline void mma_put(const gemm_call &c, float acc[WM / 16][WN 
             int n = n0 + 8 * j + lane % 4 * 2;
             const float *v = acc[i / 2][j] + h, *up = acc[i / 2][j | 1] + h;
             if (n >= c.N) continue;
-            if (c.epi != EPI_SWIGLU) gemm_put_pair(c, m, n, v[0], v[1]);
+            if (c.epi != EPI_SWIGLU) gemm_put_pair(c, m, n, v[0], v[1], gemm_old_pair(c, m, n));
             else if (j % 2 == 0) gemm_put_gated(c, m, n, v[0], v[1], up[0], up[1]);
         }
     }
@@ -1931,6 +1930,109 @@ static void gemm_few(toka_device *d, const gemm_args *a) {
     else if (a->M <= 32) gemm_few_tile<32>(d, a, split);
     else if (a->M <= 64) gemm_few_tile<64>(d, a, split);
     else gemm_few_tile<128>(d, a, split);
+}
+
+/* ---- y[M][N] = x[M][K] W[N][K]^T for up to 16 rows and a small W, on mma.sync with the sides swapped ----
+ *
+ * in, out as in chapter 5; M <= ROWS (8, 16).
+ * Where W is read in a few microseconds, what counts is the way from the end of the kernel ahead to the end of this one. Here it has
+ * no cluster and few steps: a CTA has only 16 rows of W, the side m16 of mma.sync, and all of K, of which its eight warps take slices
+ * of 64 columns by turns. Each warp has its own ring of slices, so that nobody waits for anybody until the eight sums meet in shared
+ * memory and are added in the order of the warps. The rings hold the whole K up to 2,048 columns (ROWS 8), and are filled
+ * with W before grid_wait(). A slice is 16 rows of W, then ROWS rows of x, 128 bytes each, 16-byte chunk c of row r at c ^ r%8.
+ *
+ * grid: 16 rows of W each; block: 256; shared: 96 KB; 2NK bytes. */
+
+enum { THIN_N = 16, THIN_K = 64, THIN_WARPS = 8, THIN_PITCH = THIN_N + 4 /* floats from row to row of the sums */ };
+template <int ROWS> struct thin_ring {
+    enum { STAGE = (THIN_N + ROWS) * THIN_K * 2, STAGES = 96 * 1024 / THIN_WARPS / STAGE, SMEM = THIN_WARPS * STAGES * STAGE };
+};
+
+/* R rows from row0 of a matrix [n_rows][ld], columns k0 .. k0+63 of K, by one warp. */
+template <int R>
+__device__ static inline void thin_load(uint32_t to, const bf16 *from, int row0, int n_rows, int ld, int k0, int K, int lane) {
+    int k = k0 + lane % 8 * 8;
+#pragma unroll
+    for (int r = lane / 8; r < R; r += 4) {
+        bool inside = row0 + r < n_rows && k < K;
+        cp_async_16(to + r * 128 + ((lane ^ r) % 8) * 16, inside ? from + (size_t)(row0 + r) * ld + k : from, inside ? 16 : 0);
+    }
+}
+/* acc[m block][.] += one slice. */
+template <int ROWS> __device__ static inline void thin_multiply(float acc[ROWS / 8][4], uint32_t at, int lane) {
+    uint32_t a[4][4], b[ROWS / 4][4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) ldmatrix_x4(a[k], at + lane % 16 * 128 + (((2 * k + lane / 16) ^ lane) % 8) * 16);
+#pragma unroll
+    for (int i = 0; i < ROWS / 8; i++) /* 8 rows of x, 32 columns at a time */
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+            ldmatrix_x4(b[2 * i + k], at + (THIN_N + 8 * i + lane % 8) * 128 + (((4 * k + lane / 8) ^ lane) % 8) * 16);
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+#pragma unroll
+        for (int i = 0; i < ROWS / 8; i++) mma_16816(acc[i], a[k], b[2 * i + k / 2] + k % 2 * 2);
+}
+
+template <int ROWS> __global__ static void __launch_bounds__(32 * THIN_WARPS, 2) gemm_thin_kernel(const gemm_call c) {
+    constexpr int STAGE = thin_ring<ROWS>::STAGE, STAGES = thin_ring<ROWS>::STAGES;
+    extern __shared__ __align__(128) char thin_smem[];
+    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, n0 = (int)blockIdx.x * THIN_N, step = THIN_WARPS * THIN_K;
+    uint32_t ring = smem_at(thin_smem) + warp * STAGES * STAGE;
+    float acc[ROWS / 8][4] = {}, *sums = (float *)thin_smem;
+    bool gated = c.epi == EPI_SWIGLU; /* then n is a gate's column, its up's is n + 8 */
+    int pairs = gated ? 4 : 8, m = (int)threadIdx.x / pairs, n = (int)threadIdx.x % pairs * 2;
+    bool puts = m < c.M && n0 + n < c.N;
+
+    grid_launch_dependents();
+#pragma unroll
+    for (int i = 0; i < STAGES; i++)
+        thin_load<THIN_N>(ring + i * STAGE, c.w, n0, c.N, c.K, warp * THIN_K + i * step, c.K, lane);
+    grid_wait();
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) {
+        thin_load<ROWS>(ring + i * STAGE + THIN_N * 128, c.x, 0, c.M, c.ldx, warp * THIN_K + i * step, c.K, lane);
+        cp_async_commit();
+    }
+    uint32_t old = puts ? gemm_old_pair(c, m, n0 + n) : 0;
+    for (int k = warp * THIN_K, s = 0; k < c.K; k += step) {
+        uint32_t at = ring + s * STAGE;
+        cp_async_wait<STAGES - 1>();
+        __syncwarp();
+        thin_multiply<ROWS>(acc, at, lane);
+        __syncwarp();
+        thin_load<THIN_N>(at, c.w, n0, c.N, c.K, k + STAGES * step, c.K, lane);
+        thin_load<ROWS>(at + THIN_N * 128, c.x, 0, c.M, c.ldx, k + STAGES * step, c.K, lane);
+        cp_async_commit();
+        if (++s == STAGES) s = 0;
+    }
+    cp_async_wait<0>();
+    __syncthreads(); /* the sums take the rings' place */
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i++)
+        sums[(warp * ROWS + i / 4 * 8 + lane % 4 * 2 + i % 2) * THIN_PITCH + lane / 4 + i % 4 / 2 * 8] = acc[i / 4][i % 4];
+    __syncthreads();
+    if (!puts) return;
+    float2 v = {}, up = {};
+#pragma unroll
+    for (int w = 0; w < THIN_WARPS; w++) {
+        const float *part = sums + (w * ROWS + m) * THIN_PITCH + n;
+        v.x += part[0], v.y += part[1];
+        if (gated) up.x += part[8], up.y += part[9];
+    }
+    if (gated) gemm_put_gated(c, m, n0 + n, v.x, v.y, up.x, up.y);
+    else gemm_put_pair(c, m, n0 + n, v.x, v.y, old);
+}
+
+template <int ROWS> static void gemm_thin_tile(toka_device *d, const gemm_args *a) {
+    gemm_call c = gemm_checked(a);
+    assert(c.M <= ROWS);
+    launch_dependent(d, "GEMM (up to 16 rows)", gemm_thin_kernel<ROWS>, dim3((unsigned)ceil_div(c.N, THIN_N)), 32 * THIN_WARPS,
+                     thin_ring<ROWS>::SMEM, 1, c);
+}
+static void gemm_thin(toka_device *d, const gemm_args *a) {
+    if (a->M <= 8) gemm_thin_tile<8>(d, a);
+    else gemm_thin_tile<16>(d, a);
 }
 
 /* ---- The choice ---- */
