@@ -109,6 +109,7 @@ struct toka_device {
     int E, F, V;             /* of the shape, rounded up to multiples of 8: what lies behind is 0 */
     int ordinal;             /* of the GPU */
     int arch, n_sms;         /* 80, 89, 90 ...; multiprocessors */
+    int n_quads;             /* Hopper: clusters of four large CTAs that run at once */
     bool hopper;             /* wgmma and TMA kernels run */
     cudaStream_t stream;
     CUresult (*encode_map)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
@@ -312,6 +313,12 @@ __device__ static inline void named_sync(int id, int threads) {
 }
 __device__ static inline void named_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+/* True in one lane; all 32 must come. The compiler knows that it is one, so instructions that want uniform registers need no loop. */
+__device__ static inline bool elect_one() {
+    uint32_t one;
+    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(one));
+    return one != 0;
 }
 __device__ static inline int cluster_rank() {
     int r;
@@ -1020,12 +1027,12 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  * y[M][N] = x[M][K] W[N][K]^T for M from about 100 rows up, and what is done to the accumulators before they leave (epi_*).
  *
  * One CTA of 384 threads works on tiles of 128 rows by BN columns, K in blocks of 64 (one 128-byte row of the swizzle). Warpgroup 0
- * gives its registers away; its first thread feeds a ring of stages by TMA. Warpgroups 1 and 2 multiply: 64 rows each, BN/2
- * float32 accumulators a thread.
+ * gives its registers away; one thread of its warp 0 fetches W by TMA, one of warp 1 x, into a ring of stages. Warpgroups 1 and 2
+ * multiply: 64 rows each, BN/2 float32 accumulators a thread.
  *
  *   ring of stages in shared memory, each [128 rows of x][64] and [BN rows of W][64], 128-byte swizzle
- *     full[s]   1 arrival (expect_tx) + the bytes;            waited for by both consumers
- *     empty[s]  one arrival per consumer warpgroup and CTA;   waited for by the producer
+ *     full[s]   2 arrivals (expect_tx of W's and x's bytes) and the bytes;  waited for by both consumers
+ *     empty[s]  one arrival per consumer warpgroup and CTA of the pair;     waited for by the producers
  *   behind the ring: staging of the output, 16 rows per warp, so that each of the 8 warps stores (and for EPI_RESIDUAL has loaded)
  *   its own rows by TMA and waits for no other warp: res[w]
  *
@@ -1048,16 +1055,16 @@ struct gemm_job { /* what the kernel is told */
     float per_group, per_height, per_last; /* 1 / (group * tiles_n), 1 / group, 1 / height of the last group */
 };
 
-/* Shared memory of one instance, from a multiple of 1,024 on: the ring; staging of OUT columns (0: none); with SPLIT > 1 what the other
- * CTAs' partial sums come into; barriers full[stages], empty[stages], sums[2]. */
+/* Shared memory of one instance, from a multiple of 1,024 on: the ring; staging of OUT columns (0: none); with SPLIT > 1 partial
+ * sums for the other CTAs, then those that come from them; barriers full[stages], empty[stages], sums[2], res[8]. */
 template <int BN, int SPLIT, int OUT> struct gemm_smem {
     static constexpr int stage_bytes = (128 + BN) * 128;
     static constexpr int out_bytes = 128 * OUT * 2;
     static constexpr int sum_bytes = 128 * (BN / SPLIT) * 4 * (SPLIT - 1);
-    static constexpr int rest = 1024 + 256 + out_bytes + sum_bytes;
+    static constexpr int rest = 1024 + 256 + out_bytes + 2 * sum_bytes;
     static constexpr int stages = (232448 - rest) / stage_bytes < 6 ? (232448 - rest) / stage_bytes : 6;
     static constexpr int bytes = rest + stages * stage_bytes;
-    static constexpr int out_at = stages * stage_bytes, sums_at = out_at + out_bytes, bars_at = sums_at + sum_bytes;
+    static constexpr int out_at = stages * stage_bytes, sums_at = out_at + out_bytes, bars_at = sums_at + 2 * sum_bytes;
 };
 
 /* Output of C columns is staged in rounds of this many, so that staging leaves room for four stages. */
@@ -1072,6 +1079,8 @@ struct gemm_tile {
     int row0, col0;
     int lane;
     uint32_t out;   /* the warp's staging: 16 rows of the epilogue's out(C) columns */
+    uint32_t res;   /* barrier of what is loaded into it */
+    int turn;       /* tiles before this one: parity of the barrier */
 };
 
 #if HOPPER
@@ -1126,14 +1135,18 @@ template <int C> __device__ static inline void gemm_add_bias(float (&acc)[C / 2]
 /* ---- Epilogues: a type with
  *        params      what the kernel takes as its last argument
  *        out(C)      columns to stage at a time of C columns of accumulators
+ *        begin<C>    runs in the middle of a tile's products: not before, its loads would delay the first stages
  *        run<C>      takes the accumulators of C columns; all 32 lanes come, also where rows or columns are beyond the edge ---- */
 
 struct epi_store { /* y = acc + bias */
     struct params {
         const float *bias; /* or NULL */
+        const bf16 *y;     /* epi_residual: [M][N], row stride ldy */
+        int ldy;
     };
     __host__ __device__ static constexpr int out(int c) { return gemm_round(c); }
 #if HOPPER
+    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
     template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &p) {
         constexpr int R = gemm_round(C);
         gemm_add_bias<C>(acc, t, p.bias);
@@ -1146,7 +1159,59 @@ struct epi_store { /* y = acc + bias */
     }
 #endif
 };
-struct epi_residual : epi_store {}; /* y += acc + bias: y has come through the ring and is in acc already */
+
+/* y += acc + bias. The first out(C) columns of y come into the staging by TMA while the products run, the others into registers while
+ * the first are added. */
+struct epi_residual {
+    typedef epi_store::params params;
+    __host__ __device__ static constexpr int out(int c) { return gemm_round(c); }
+#if HOPPER
+    template <int C> __device__ static inline void begin(const gemm_tile &t, const CUtensorMap *my, const params &) {
+        constexpr int R = gemm_round(C), P = gemm_panel(R);
+        if (t.lane != 0) return;
+        tma_store_wait_read<0>();
+        mbar_expect_tx(t.res, 32 * R);
+        for (int i = 0; i < R / P; i++) tma_load_2d(t.out + i * 32 * P, my, t.res, t.col0 + i * P, t.row0);
+    }
+    /* acc + staged y of R columns goes to the staging and out. */
+    template <int R> __device__ static inline void add(const float *acc, const gemm_tile &t, const CUtensorMap *my, int col0) {
+#pragma unroll
+        for (int jj = 0; jj < R / 16; jj++) {
+            const float *v = acc + 8 * jj;
+            uint32_t at = gemm_out_at<R>(t.out, t.lane, jj), r[4];
+            ldmatrix_x4(r, at);
+#pragma unroll
+            for (int i = 0; i < 4; i++) r[i] = pack_bf16(v[2 * i] + bf16_low(r[i]), v[2 * i + 1] + bf16_high(r[i]));
+            stmatrix_x4(at, r[0], r[1], r[2], r[3]);
+        }
+        gemm_out_store<R>(t, my, col0, t.N);
+    }
+    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &p) {
+        constexpr int R = gemm_round(C), per_row = R / 8, n = C > R ? 16 * per_row / 32 : 0;
+        uint4 y[n + 1];
+        int row = t.lane / per_row, chunk = t.lane % per_row, col = t.col0 + R + 8 * chunk;
+#pragma unroll
+        for (int i = 0; i < n; i++) {
+            int r = t.row0 + i * (32 / per_row) + row;
+            y[i] = r < t.M && col < t.N ? *(const uint4 *)(p.y + (size_t)r * p.ldy + col) : uint4{};
+        }
+        gemm_add_bias<C>(acc, t, p.bias);
+        mbar_wait(t.res, t.turn & 1);
+        add<R>(acc, t, my, t.col0);
+        if constexpr (n > 0) {
+            static_assert(C == 2 * R && R == 128, "two rounds of two panels of 64 columns");
+            gemm_out_wait(t);
+#pragma unroll
+            for (int i = 0; i < n; i++) {
+                uint32_t byte = (uint32_t)(chunk / 8 * 2048 + (i * (32 / per_row) + row) * 128 + chunk % 8 * 16);
+                smem_store_16(t.out + (byte ^ (byte >> 7 & 7) << 4), (const float *)&y[i]);
+            }
+            __syncwarp();
+            add<R>(acc + R / 2, t, my, t.col0 + R);
+        }
+    }
+#endif
+};
 
 struct epi_swiglu { /* y[M][N/2] = silu(gate) up: of two blocks of 8 columns the left one is gate, the right one up */
     struct params {
@@ -1154,6 +1219,7 @@ struct epi_swiglu { /* y[M][N/2] = silu(gate) up: of two blocks of 8 columns the
     };
     __host__ __device__ static constexpr int out(int c) { return c / 2; }
 #if HOPPER
+    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
     __device__ static inline float one(float gate, float up) { return __fdividef(gate * up, 1 + ex2(-1.44269504f * gate)); }
     template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &) {
         gemm_out_wait(t);
@@ -1179,6 +1245,7 @@ struct epi_logits { /* y = acc, float32 */
     };
     __host__ __device__ static constexpr int out(int) { return 0; }
 #if HOPPER
+    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
     template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
         int row = t.row0 + t.lane / 4, col = t.col0 + 2 * (t.lane & 3);
         float *y = p.y + (size_t)row * p.ld + col;
@@ -1225,6 +1292,8 @@ template <int D> struct epi_qkv {
         if constexpr (C % D == 0) return t.col0 + 8 * j;
         else return quarter(t.col0 / C, j / (D / 32)) + j % (D / 32) * 8;
     }
+    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
+
     template <int C> __device__ static inline void add_bias(float (&acc)[C / 2], const gemm_tile &t, const float *bias) {
         if (!bias) return;
 #pragma unroll
@@ -1324,20 +1393,17 @@ template <int D> struct epi_qkv {
 /* Boxes that W's BN rows of a tile are loaded in: 1 (or one per CTA of a pair), or 6 quarters of heads. */
 template <class EPI, int BN> constexpr int gemm_w_boxes = 1;
 template <int D, int BN> constexpr int gemm_w_boxes<epi_qkv<D>, BN> = BN % D ? 6 : 1;
-/* Stages that y takes in the ring behind the last block of K, 128 columns each. */
-template <class EPI, int BN> constexpr int gemm_y_stages = 0;
-template <int BN> constexpr int gemm_y_stages<epi_residual, BN> = (BN + 127) / 128;
 
 #if HOPPER
 /* ---- Who works where ---- */
 
 struct gemm_maps {
-    const CUtensorMap *x, *w, *y_in, *y;
+    const CUtensorMap *x, *w, *y;
 };
 struct gemm_cta {
     gemm_job j;
     gemm_maps map;
-    uint32_t ring, full, empty, sums; /* stages, barriers */
+    uint32_t ring, full, empty, sums, res; /* stages, barriers */
     int part, row;            /* part of K; row of tiles in the unit */
     int k0, n_k;              /* blocks of K */
     int first, stride, units; /* units: first, first + stride ... */
@@ -1365,55 +1431,46 @@ template <int STAGES> __device__ static inline void gemm_next(gemm_ring &r) {
     if (++r.s == STAGES) r.s = 0, r.parity ^= 1;
 }
 
-/* ---- The producer: one thread ---- */
+/* ---- The producers: one thread each of the warps of warpgroup 0 ---- */
 
-/* Rows w .. of W to row `to` of stage s: into this CTA or both. */
-template <int BN> __device__ static inline void gemm_load_box(const gemm_cta &c, int s, int to, int w, int k) {
-    uint32_t at = c.ring + s * ((128 + BN) * 128) + (128 + to) * 128;
-    if (c.j.mc == 1) tma_load_2d(at, c.map.w, c.full + 8 * s, k * 64, w);
-    else tma_load_2d_multicast(at, c.map.w, c.full + 8 * s, k * 64, w, (uint16_t)(3 << c.part * 2));
-}
-/* Block k of W's tile n, or this CTA's half of it; the stage's barrier is told of all bytes that will come. */
-template <class EPI, int BN> __device__ static inline void gemm_load_w(const gemm_cta &c, int s, int n, int k) {
-    mbar_expect_tx(c.full + 8 * s, (128 + BN) * 128);
-    if constexpr (gemm_w_boxes<EPI, BN> == 1) gemm_load_box<BN>(c, s, c.row * (BN / 2), n * BN + c.row * (BN / 2), k);
-    else
-        for (int q = c.row * 3; q < (c.j.mc == 1 ? 6 : c.row * 3 + 3); q++)
-            gemm_load_box<BN>(c, s, q * (BN / 6), EPI::quarter(n, q), k);
-}
-/* W does not depend on the kernels ahead: the first stages' share comes before grid_wait. */
-template <class EPI, int BN, int STAGES> __device__ static inline void gemm_produce_ahead(const gemm_cta &c) {
-    int n = gemm_unit_at(c, c.first).n;
-    for (int i = 0; i < min(STAGES, c.n_k) && c.first < c.units; i++) gemm_load_w<EPI, BN>(c, i, n, c.k0 + i);
-}
-/* y's tile, to be added to: panels of 64 columns by 128 rows. */
-template <class EPI, int BN, int STAGES> __device__ static inline void gemm_produce_y(const gemm_cta &c, gemm_ring &r, gemm_unit t) {
-    for (int i = 0; i < gemm_y_stages<EPI, BN>; i++) {
-        int panels = min(2, BN / 64 - 2 * i);
-        mbar_wait(c.empty + 8 * r.s, r.parity ^ 1);
-        mbar_expect_tx(c.full + 8 * r.s, panels * 16384);
-        for (int q = 0; q < panels; q++)
-            tma_load_2d(c.ring + r.s * ((128 + BN) * 128) + q * 16384, c.map.y_in, c.full + 8 * r.s, t.n * BN + (2 * i + q) * 64, t.m * 128);
-        gemm_next<STAGES>(r);
+/* Warp 0 fetches W, in quarters of heads warps 2 and 3 help; W does not depend on the kernels ahead, so it starts at once. `who`: 0, 1, 2. */
+template <class EPI, int BN, int STAGES> __device__ static inline void gemm_produce_w(const gemm_cta &c, int who) {
+    constexpr int boxes = gemm_w_boxes<EPI, BN>, rows = BN / boxes;
+    uint16_t both = (uint16_t)(3 << c.part * 2);
+    gemm_ring r = {0, 0};
+    for (int u = c.first; u < c.units; u += c.stride) {
+        int n = gemm_unit_at(c, u).n;
+        for (int k = c.k0; k < c.k0 + c.n_k; k++) {
+            uint32_t full = c.full + 8 * r.s, at = c.ring + r.s * ((128 + BN) * 128) + 128 * 128;
+            mbar_wait(c.empty + 8 * r.s, r.parity ^ 1);
+            if (who == 0) mbar_expect_tx(full, BN * 128);
+            if constexpr (boxes == 1) {
+                if (c.j.mc == 1) tma_load_2d(at, c.map.w, full, k * 64, n * BN);
+                else tma_load_2d_multicast(at + c.row * (BN / 2 * 128), c.map.w, full, k * 64, n * BN + c.row * (BN / 2), both);
+            } else if (c.j.mc == 1) {
+                for (int q = who; q < 6; q += 3) tma_load_2d(at + q * rows * 128, c.map.w, full, k * 64, EPI::quarter(n, q));
+            } else {
+                int q = c.row * 3 + who;
+                tma_load_2d_multicast(at + q * rows * 128, c.map.w, full, k * 64, EPI::quarter(n, q), both);
+            }
+            gemm_next<STAGES>(r);
+        }
     }
 }
-/* All stages of all units. */
-template <class EPI, int BN, int STAGES> __device__ static inline void gemm_produce(const gemm_cta &c) {
+/* Warp 1 fetches x. */
+template <int BN, int STAGES> __device__ static inline void gemm_produce_x(const gemm_cta &c) {
     gemm_ring r = {0, 0};
-    int there = min(STAGES, c.n_k); /* stages whose W is on its way */
     grid_wait();
     for (int u = c.first; u < c.units; u += c.stride) {
         gemm_unit t = gemm_unit_at(c, u);
         if (u + c.stride >= c.units) grid_launch_dependents();
-        for (int k = c.k0; k < c.k0 + c.n_k; k++, there--) {
-            if (there <= 0) {
-                mbar_wait(c.empty + 8 * r.s, r.parity ^ 1);
-                gemm_load_w<EPI, BN>(c, r.s, t.n, k);
-            }
-            tma_load_2d(c.ring + r.s * ((128 + BN) * 128), c.map.x, c.full + 8 * r.s, k * 64, t.m * 128);
+        for (int k = c.k0; k < c.k0 + c.n_k; k++) {
+            uint32_t full = c.full + 8 * r.s;
+            mbar_wait(c.empty + 8 * r.s, r.parity ^ 1);
+            mbar_expect_tx(full, 128 * 128);
+            tma_load_2d(c.ring + r.s * ((128 + BN) * 128), c.map.x, full, k * 64, t.m * 128);
             gemm_next<STAGES>(r);
         }
-        if (c.part == 0) gemm_produce_y<EPI, BN, STAGES>(c, r, t);
     }
 }
 
@@ -1427,14 +1484,12 @@ __device__ static inline void gemm_release(const gemm_cta &c, int s) {
     } else if (tid < 2) mbar_arrive_remote_read(c.empty + 8 * s, c.part * 2 + tid);
 }
 
-/* The products of one tile. Warpgroup 1 starts it LAG blocks behind warpgroup 0, so that one of them multiplies while the other is in the
- * epilogue; `lag` is off where warpgroup 0 could come round to the next tile first. */
-template <int BN, int STAGES>
-__device__ static inline void gemm_multiply(float (&acc)[BN / 2], const gemm_cta &c, gemm_ring &r, int group) {
-    constexpr int stage_bytes = (128 + BN) * 128, LAG = STAGES - 2 < 3 ? STAGES - 2 : 3;
-    bool lag = c.n_k >= STAGES;
+/* The products of one tile. */
+template <class EPI, int BN, int C, int STAGES>
+__device__ static inline void gemm_multiply(float (&acc)[BN / 2], const gemm_cta &c, gemm_ring &r, int group, const gemm_tile &t,
+                                            const typename EPI::params &p) {
+    constexpr int stage_bytes = (128 + BN) * 128;
     int last = 0;
-    if (lag && group == 1) named_sync(4, 256);
     for (int k = 0; k < c.n_k; k++) {
         mbar_wait(c.full + 8 * r.s, r.parity);
         uint64_t a = wgmma_desc(c.ring + r.s * stage_bytes + group * 64 * 128), b = wgmma_desc(c.ring + r.s * stage_bytes + 128 * 128);
@@ -1442,7 +1497,7 @@ __device__ static inline void gemm_multiply(float (&acc)[BN / 2], const gemm_cta
 #pragma unroll
         for (int i = 0; i < 4; i++) wgmma_ss<BN>(acc, a + 2 * i, b + 2 * i, i || k);
         wgmma_commit();
-        if (lag && group == 0 && k == LAG - 1) named_arrive(4, 256);
+        if (k == c.n_k / 2) EPI::template begin<C>(t, c.map.y, p);
         if (k) {
             wgmma_wait<1>();
             gemm_release(c, last);
@@ -1454,35 +1509,16 @@ __device__ static inline void gemm_multiply(float (&acc)[BN / 2], const gemm_cta
     wgmma_keep(acc);
     gemm_release(c, last);
 }
-/* acc += y from the ring. */
-template <class EPI, int BN, int STAGES>
-__device__ static inline void gemm_add_y(float (&acc)[BN / 2], const gemm_cta &c, gemm_ring &r, int group) {
-    int lane = threadIdx.x & 31, row = group * 64 + (threadIdx.x / 32 & 3) * 16 + (lane & 15);
-#pragma unroll
-    for (int i = 0; i < gemm_y_stages<EPI, BN>; i++) {
-        mbar_wait(c.full + 8 * r.s, r.parity);
-#pragma unroll
-        for (int jj = 8 * i; jj < 8 * i + 8 && jj < BN / 16; jj++) {
-            uint32_t y[4], at = c.ring + r.s * ((128 + BN) * 128) + (jj / 4 % 2) * 16384 + row * 128;
-            ldmatrix_x4(y, at + (((jj % 4) * 2 + (lane >> 4)) ^ (row & 7)) * 16);
-#pragma unroll
-            for (int e = 0; e < 4; e++) acc[8 * jj + 2 * e] += bf16_low(y[e]), acc[8 * jj + 2 * e + 1] += bf16_high(y[e]);
-        }
-        named_sync(2 + group, 128);
-        gemm_release(c, r.s);
-        gemm_next<STAGES>(r);
-    }
-}
 
 /* Adds the partial sums of a cluster's SPLIT CTAs, always in the order of K; this CTA gets slice `part` of the columns. The slices of the others
- * go from registers to the ring, which nobody reads any more, and from there to their CTAs: `sums_at`, [SPLIT-1][warpgroup][C/8][128
- * threads] x 16 bytes; c.sums[warpgroup] counts the bytes. */
+ * go from registers to send_at and from there to get_at in their CTAs: both [SPLIT-1][warpgroup][C/8][128 threads] x 16 bytes;
+ * c.sums[warpgroup] counts the bytes that come. */
 template <int BN, int SPLIT>
-__device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&sum)[BN / SPLIT / 2], const gemm_cta &c, uint32_t sums_at, int group) {
+__device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&sum)[BN / SPLIT / 2], const gemm_cta &c, uint32_t send_at, int group) {
     constexpr int C = BN / SPLIT, bytes = C / 8 * 2048;
+    uint32_t get_at = send_at + 2 * (SPLIT - 1) * bytes;
     int tid = threadIdx.x & 127, part = c.part;
     float own[C / 2];
-    named_sync(1, 256); /* both warpgroups' products have read the ring */
 #pragma unroll
     for (int s = 0; s < SPLIT; s++)
         if (s == part) {
@@ -1490,19 +1526,20 @@ __device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&su
             for (int i = 0; i < C / 2; i++) own[i] = acc[s * (C / 2) + i];
         } else {
 #pragma unroll
-            for (int i = 0; i < C / 8; i++) smem_store_16(c.ring + (2 * s + group) * bytes + i * 2048 + tid * 16, acc + s * (C / 2) + 4 * i);
+            for (int i = 0; i < C / 8; i++)
+                smem_store_16(send_at + (2 * (s - (s > part)) + group) * bytes + i * 2048 + tid * 16, acc + s * (C / 2) + 4 * i);
         }
     fence_async_smem();
     named_sync(2 + group, 128);
     if (tid < SPLIT && tid != part)
-        bulk_to_peer(sums_at + (2 * (part - (part > tid)) + group) * bytes, c.ring + (2 * tid + group) * bytes, bytes, c.sums + 8 * group,
-                     tid * c.j.mc + c.row);
+        bulk_to_peer(get_at + (2 * (part - (part > tid)) + group) * bytes, send_at + (2 * (tid - (tid > part)) + group) * bytes, bytes,
+                     c.sums + 8 * group, tid * c.j.mc + c.row);
     mbar_wait(c.sums + 8 * group, 0);
 #pragma unroll
     for (int i = 0; i < C / 2; i++) sum[i] = 0;
 #pragma unroll 1
     for (int q = 0; q < SPLIT; q++) {
-        uint32_t from = sums_at + (2 * (q - (q > part)) + group) * bytes + tid * 16;
+        uint32_t from = get_at + (2 * (q - (q > part)) + group) * bytes + tid * 16;
 #pragma unroll
         for (int i = 0; i < C / 8; i++) {
             float *v = own + 4 * i;
@@ -1520,14 +1557,13 @@ __device__ static inline void gemm_consume(const gemm_cta &c, int group, const t
     typedef gemm_smem<BN, SPLIT, EPI::out(C)> L;
     int warp = threadIdx.x / 32 - 4;
     gemm_ring r = {0, 0};
-    gemm_tile t = {c.j.M, c.j.N, 0, 0, (int)threadIdx.x & 31, c.ring + L::out_at + warp * (L::out_bytes / 8)};
+    gemm_tile t = {c.j.M, c.j.N, 0, 0, (int)threadIdx.x & 31, c.ring + L::out_at + warp * (L::out_bytes / 8), c.res + 8 * warp, 0};
     grid_wait();
-    for (int u = c.first; u < c.units; u += c.stride) {
+    for (int u = c.first; u < c.units; u += c.stride, t.turn++) {
         float acc[BN / 2];
         gemm_unit at = gemm_unit_at(c, u);
         t.row0 = at.m * 128 + warp * 16, t.col0 = at.n * BN + c.part * C;
-        gemm_multiply<BN, L::stages>(acc, c, r, group);
-        if (c.part == 0) gemm_add_y<EPI, BN, L::stages>(acc, c, r, group);
+        gemm_multiply<EPI, BN, C, L::stages>(acc, c, r, group, t, p);
         if constexpr (SPLIT == 1) EPI::template run<C>(acc, t, c.map.y, p);
         else {
             float sum[C / 2];
@@ -1540,38 +1576,37 @@ __device__ static inline void gemm_consume(const gemm_cta &c, int group, const t
 }
 #endif
 
-/* y_in: y in boxes of 128 rows for EPI_RESIDUAL; my: y in boxes of a warp's rows. */
 template <class EPI, int BN, int SPLIT>
 __global__ void __launch_bounds__(384, 1)
-gemm_kernel(const __grid_constant__ CUtensorMap mx, const __grid_constant__ CUtensorMap mw, const __grid_constant__ CUtensorMap y_in,
-            const __grid_constant__ CUtensorMap my, const __grid_constant__ gemm_job j, const __grid_constant__ typename EPI::params p) {
+gemm_kernel(const __grid_constant__ CUtensorMap mx, const __grid_constant__ CUtensorMap mw, const __grid_constant__ CUtensorMap my,
+            const __grid_constant__ gemm_job j, const __grid_constant__ typename EPI::params p) {
 #if HOPPER
     extern __shared__ char smem[];
     typedef gemm_smem<BN, SPLIT, EPI::out(BN / SPLIT)> L;
     int rank = cluster_rank(), part = rank / j.mc, per_cluster = j.mc * SPLIT, blocks = (j.K + 63) / 64, k0 = blocks * part / SPLIT;
     uint32_t ring = (smem_at(smem) + 1023) & ~1023u, full = ring + L::bars_at, empty = full + 8 * L::stages, sums = empty + 8 * L::stages;
-    gemm_cta c = {j, {&mx, &mw, &y_in, &my}, ring, full, empty, sums, part, rank - part * j.mc, k0, blocks * (part + 1) / SPLIT - k0,
+    gemm_cta c = {j, {&mx, &mw, &my}, ring, full, empty, sums, sums + 16, part, rank - part * j.mc, k0, blocks * (part + 1) / SPLIT - k0,
                   (int)blockIdx.x / per_cluster, (int)gridDim.x / per_cluster, j.units_m * j.tiles_n};
+    int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
-        tma_prefetch_map(&mw), tma_prefetch_map(&mx), tma_prefetch_map(&my);
-        for (int s = 0; s < L::stages; s++) mbar_init(full + 8 * s, 1), mbar_init(empty + 8 * s, 2 * j.mc);
+        for (int s = 0; s < L::stages; s++) mbar_init(full + 8 * s, 2), mbar_init(empty + 8 * s, 2 * j.mc);
+        for (int w = 0; w < 8; w++) mbar_init(c.res + 8 * w, 1);
         for (int g = 0; g < 2 && SPLIT > 1; g++) mbar_init(sums + 8 * g, 1), mbar_expect_tx(sums + 8 * g, L::sum_bytes / 2);
         mbar_init_fence();
-        if (j.mc == 1) gemm_produce_ahead<EPI, BN, L::stages>(c);
     }
     __syncwarp();
     if (per_cluster > 1) cluster_meet();
-    else __syncthreads();
-    if (threadIdx.x < 128) {
+    else if (warp == 0) named_arrive(1, 384); /* need not wait for the others */
+    else named_sync(1, 384);
+    if (warp < 4) {
         regs_give<40>();
-        if (threadIdx.x == 0) {
-            if (j.mc > 1) gemm_produce_ahead<EPI, BN, L::stages>(c);
-            gemm_produce<EPI, BN, L::stages>(c);
-        }
+        if (warp == 1) {
+            if (elect_one()) gemm_produce_x<BN, L::stages>(c);
+        } else if ((warp == 0 || gemm_w_boxes<EPI, BN> == 6) && elect_one()) gemm_produce_w<EPI, BN, L::stages>(c, max(warp - 1, 0));
         __syncwarp();
     } else {
         regs_take<232>();
-        gemm_consume<EPI, BN, SPLIT>(c, threadIdx.x / 128 - 1, p);
+        gemm_consume<EPI, BN, SPLIT>(c, warp / 4 - 1, p);
     }
     if (per_cluster > 1) cluster_meet(); /* nobody leaves while a peer reads from it or tells it something */
 #else
@@ -1594,6 +1629,7 @@ typedef struct gemm_variant {
     {kind, BN, SPLIT, gemm_w_boxes<EPI, BN>, EPI::out(BN / SPLIT), gemm_smem<BN, SPLIT, EPI::out(BN / SPLIT)>::bytes,               \
      (const void *)gemm_kernel<EPI, BN, SPLIT>}
 static const gemm_variant gemm_variants[] = {
+    GEMM_VARIANT(EPI_STORE, epi_store, 96, 1),
     GEMM_VARIANT(EPI_STORE, epi_store, 128, 1),       GEMM_VARIANT(EPI_STORE, epi_store, 128, 2),
     GEMM_VARIANT(EPI_STORE, epi_store, 128, 4),       GEMM_VARIANT(EPI_STORE, epi_store, 160, 1),
     GEMM_VARIANT(EPI_STORE, epi_store, 192, 1),       GEMM_VARIANT(EPI_STORE, epi_store, 256, 1),
@@ -1615,12 +1651,17 @@ typedef struct gemm_plan {
     int mc, group;
 } gemm_plan;
 
-/* Estimated clocks of a variant. */
+/* Estimated clocks of a variant. Constants from sweeps of all variants over the shapes of `toka bench ops` on an H100 (test/gpu_gemm.cu
+ * sweep): a block of K costs 4 BN clocks of tensor core and about 45 of waiting, or the time L2 needs for it; with a long K the CTAs that
+ * read the same rows drift apart, so L2 gives less, and over several waves a shared W pays. A tile ends in an epilogue, a split one in the
+ * exchange of sums, and every wave of split ones starts from an empty ring. */
 static double gemm_cost(const toka_device *d, const gemm_variant *v, int mc, int M, int N, int K) {
-    int units = ceil_div(M, 128 * mc) * ceil_div(N, v->bn), at_once = d->n_sms / (mc * v->split);
-    int waves = ceil_div(units, at_once), ctas = (units < at_once ? units : at_once) * mc * v->split;
-    double math = 4.0 * v->bn + 30, l2 = (128.0 + v->bn / mc) * 128 * ctas / 6154, k = ceil_div(ceil_div(K, 64), v->split);
-    return waves * (k * (math > l2 ? math : l2) + 800 + 5 * v->bn) + (v->split > 1 ? 2500 : 0);
+    int per_cluster = mc * v->split, units = ceil_div(M, 128 * mc) * ceil_div(N, v->bn);
+    int at_once = per_cluster == 4 ? d->n_quads : d->n_sms / per_cluster, waves = ceil_div(units, at_once);
+    double ctas = (double)min(units, at_once) * per_cluster, k = ceil_div(ceil_div(K, 64), v->split);
+    double math = 4.0 * v->bn + 45, l2 = (128.0 + v->bn / mc) * 128 * ctas / (K >= 4096 ? 6154 : 8192);
+    double tile = k * (l2 > math ? l2 : math) + 1500 + 4 * v->bn + (v->split > 1 ? 5000 : 0);
+    return waves * tile * (mc == 1 && waves > 1 && K >= 4096 ? 1.05 : 1) + (mc == 2 ? 300 : 0);
 }
 
 /* The cheapest variant of a kind; whole_heads: QK-norm follows. */
@@ -1630,7 +1671,8 @@ static gemm_plan gemm_pick(const toka_device *d, int kind, int M, int N, int K, 
     for (int i = 0; i < N_GEMM_VARIANTS; i++)
         for (int mc = 1; mc <= 2; mc++) {
             const gemm_variant *v = &gemm_variants[i];
-            if (v->kind != kind || v->split > ceil_div(K, 64) || (mc == 2 && M <= 128) || (whole_heads && v->w_boxes > 1)) continue;
+            if (v->kind != kind || v->split > ceil_div(K, 64) || mc * v->split > 4 || (mc == 2 && M <= 128)) continue;
+            if (whole_heads && v->w_boxes > 1) continue;
             double cost = gemm_cost(d, v, mc, M, N, K);
             if (!best.v || cost < least) best.v = v, best.mc = mc, least = cost;
         }
@@ -1657,16 +1699,15 @@ static void gemm_start(toka_device *d, gemm_plan plan, const gemm_args *a, const
     const gemm_variant *v = plan.v;
     int M = a->M, N = a->w->N, K = a->w->K, cols = v->kind == EPI_SWIGLU ? N / 2 : N, per_cluster = plan.mc * v->split;
     assert(M > 0 && N % 8 == 0 && K % 8 == 0 && a->ldx % 8 == 0 && (uintptr_t)a->x % 16 == 0 && (uintptr_t)a->w->p % 16 == 0);
-    gemm_job job = {M, N, K, ceil_div(M, 128 * plan.mc), ceil_div(N, v->bn), plan.group, plan.mc};
+    gemm_job job = {M, N, K, ceil_div(M, 128 * plan.mc), ceil_div(N, v->bn), plan.group, plan.mc, 0, 0, 0};
     int last = job.units_m % job.group ? job.units_m % job.group : job.group;
     int units = job.units_m * job.tiles_n, clusters = v->split > 1 ? units : min(units, d->n_sms / per_cluster);
     job.per_group = 1.0f / ((float)job.group * job.tiles_n), job.per_height = 1.0f / job.group, job.per_last = 1.0f / last;
     assert(units < 1 << 22);
-    CUtensorMap mx = gemm_map(d, a->x, M, K, a->ldx, 128, 64), y_in = mx, my = mx, mw = gemm_map(d, a->w->p, N, K, K, v->w_boxes > 1 ? v->bn / v->w_boxes : v->bn / plan.mc, 64);
+    CUtensorMap mx = gemm_map(d, a->x, M, K, a->ldx, 128, 64), my = mx, mw = gemm_map(d, a->w->p, N, K, K, v->w_boxes > 1 ? v->bn / v->w_boxes : v->bn / plan.mc, 64);
     if (v->out && a->y) {
         assert(a->ldy % 8 == 0 && (uintptr_t)a->y % 16 == 0 && cols % 8 == 0);
         my = gemm_map(d, a->y, M, cols, a->ldy, 16, gemm_panel(v->out));
-        if (v->kind == EPI_RESIDUAL) y_in = gemm_map(d, a->y, M, N, a->ldy, 128, 64);
     }
     cudaLaunchAttribute attr[2] = {};
     attr[0].id = cudaLaunchAttributeClusterDimension;
@@ -1676,21 +1717,29 @@ static void gemm_start(toka_device *d, gemm_plan plan, const gemm_args *a, const
     cudaLaunchConfig_t cfg = {};
     cfg.gridDim = dim3((unsigned)(clusters * per_cluster)), cfg.blockDim = dim3(384), cfg.dynamicSmemBytes = (size_t)v->smem;
     cfg.stream = d->stream, cfg.attrs = attr, cfg.numAttrs = 2;
-    void *args[] = {&mx, &mw, &y_in, &my, &job, (void *)params};
+    void *args[] = {&mx, &mw, &my, &job, (void *)params};
     if (d->error.code) return;
     latch(d, cudaLaunchKernelExC(&cfg, v->kernel, args), "GEMM");
 }
 
 /* Once per device, before the first launch. */
 static void gemm_open(toka_device *d) {
-    for (int i = 0; i < N_GEMM_VARIANTS && d->hopper; i++)
-        latch(d, cudaFuncSetAttribute(gemm_variants[i].kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, gemm_variants[i].smem),
-              "shared memory of a GEMM");
+    for (int i = 0; i < N_GEMM_VARIANTS && d->hopper; i++) {
+        const gemm_variant *v = &gemm_variants[i];
+        latch(d, cudaFuncSetAttribute(v->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v->smem), "shared memory of a GEMM");
+        if (v->split != 4 || d->n_quads) continue;
+        cudaLaunchAttribute four = {};
+        four.id = cudaLaunchAttributeClusterDimension;
+        four.val.clusterDim.x = 4, four.val.clusterDim.y = four.val.clusterDim.z = 1;
+        cudaLaunchConfig_t cfg = {};
+        cfg.gridDim = dim3(4), cfg.blockDim = dim3(384), cfg.dynamicSmemBytes = (size_t)v->smem, cfg.attrs = &four, cfg.numAttrs = 1;
+        latch(d, cudaOccupancyMaxActiveClusters(&d->n_quads, v->kernel, &cfg), "clusters of a GEMM");
+    }
 }
 
 /* y = epilogue(x W^T), chapter 5's terms. */
 static void gemm_wgmma_by(toka_device *d, const gemm_args *a, gemm_plan plan) {
-    epi_store::params p = {a->w->bias}; /* epi_residual's too */
+    epi_store::params p = {a->w->bias, a->y, a->ldy}; /* epi_residual's too */
     epi_logits::params f = {(float *)a->y, a->ldy};
     assert(a->epi != EPI_SWIGLU || (!a->w->bias && a->w->N % 16 == 0));
     assert(a->epi != EPI_LOGITS || (!a->w->bias && a->ldy % 2 == 0));
@@ -1704,6 +1753,12 @@ static void gemm_wgmma(toka_device *d, const gemm_args *a) {
 static gemm_plan gemm_qkv_pick(const toka_device *d, int M, const weight *w, const qkv_params *p) {
     int heads = p->H + 2 * p->K;
     return gemm_pick(d, w->N == 64 * heads ? GEMM_QKV64 : GEMM_QKV128, M, w->N, w->K, p->q_norm || p->k_norm);
+}
+/* Whether that beats EPI_STORE, whose tiles may be of more widths, and a kernel that reads and writes the result once more. */
+static bool gemm_qkv_pays(const toka_device *d, int M, const weight *w, const qkv_params *p) {
+    gemm_plan fused = gemm_qkv_pick(d, M, w, p), plain = gemm_pick(d, EPI_STORE, M, w->N, w->K, false);
+    double after = 4000 + 4.0 * M * w->N / 1500;
+    return gemm_cost(d, fused.v, fused.mc, M, w->N, w->K) < gemm_cost(d, plain.v, plain.mc, M, w->N, w->K) + after;
 }
 static void gemm_wgmma_qkv_by(toka_device *d, int M, const bf16 *x, int ldx, const weight *w, const qkv_params *p, gemm_plan plan) {
     gemm_args a = {.M = M, .x = x, .ldx = ldx, .w = w};
@@ -4369,10 +4424,10 @@ static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer,
     const toka_shape *sh = d->shape;
     const layer_weights *l = &d->layers[layer];
     rmsnorm(d, dev_bf16(x), NULL, l->attn_norm, d->xn, s->T);
-    if (d->hopper && s->T > FEW_MAX && (sh->D == 64 || sh->D == 128)) { /* all in the epilogue */
-        qkv_params p = {l->qkv.bias, l->q_norm, l->k_norm, sh->eps, sh->H, sh->K, sh->B, d->rows.pos, d->rows.slot, d->rope,
-                        dev_bf16(q), d->kv + (size_t)layer * d->kv_layer};
-        gemm_wgmma_qkv(d, s->T, d->xn, d->E, &l->qkv, &p);
+    qkv_params p = {l->qkv.bias, l->q_norm, l->k_norm, sh->eps, sh->H, sh->K, sh->B, d->rows.pos, d->rows.slot, d->rope,
+                    dev_bf16(q), d->kv + (size_t)layer * d->kv_layer};
+    if (d->hopper && s->T > FEW_MAX && (sh->D == 64 || sh->D == 128) && gemm_qkv_pays(d, s->T, &l->qkv, &p)) {
+        gemm_wgmma_qkv(d, s->T, d->xn, d->E, &l->qkv, &p); /* all in the epilogue */
         return;
     }
     gemm_args g = {s->T, d->xn, d->E, &l->qkv, d->qkv, l->qkv.N, EPI_STORE};

@@ -1,5 +1,5 @@
 /* gpu_gemm.cu - GEMM on wgmma: every instance and epilogue against float64, and its times.
- *   gpu_gemm               the checks
+ *   gpu_gemm               the checks; gpu_gemm small: a few launches of every instance, for compute-sanitizer
  *   gpu_gemm bench         a table of times; bench --json one line of JSON per shape, bench --paced the next one at each line of input
  *                          (for test/bench_peers.py)
  *   gpu_gemm sweep         times of every instance at every shape of the table, from which gemm_cost was fitted */
@@ -223,12 +223,13 @@ static void test_case(toka_device *d, const gemm_case &c) {
 /* ---- The tests ---- */
 
 /* Every instance, with and without a cluster, at shapes whose edges cut tiles, blocks of K and panels. */
-static void test_variants(toka_device *d) {
+static void test_variants(toka_device *d, bool small) {
     static const int shapes[][3] = {{1, 128, 64},   {17, 256, 200},   {127, 384, 896}, {128, 128, 1024}, {129, 640, 72},
                                     {257, 896, 520}, {385, 1152, 256}, {513, 2176, 648}, {1025, 3072, 1024}};
     for (const gemm_variant &v : gemm_variants)
         for (const int *s : shapes)
             for (int mc = 1; mc <= 2; mc++) {
+                if (mc * v.split > 4 || (small && s[0] != 257)) continue;
                 int kblocks = ceil_div(s[2], 64), cut = v.kind < GEMM_QKV64 ? 48 : v.kind == GEMM_QKV64 ? 64 : 0;
                 if (v.split > kblocks || (v.kind == GEMM_QKV128 && s[1] < 384)) continue;
                 int N = s[1] - (s[1] > 384 ? cut : 0) + (v.kind == GEMM_QKV64 && s[1] == 128 ? 64 : 0);
@@ -252,7 +253,7 @@ static void test_sweep(toka_device *d) {
 /* 100 launches give the same bits, and a launch of fewer rows leaves the others alone. */
 static void test_repeats(toka_device *d) {
     for (const gemm_variant &v : gemm_variants)
-        for (int mc = 1; mc <= 2; mc++) {
+        for (int mc = 1; mc <= 2 && mc * v.split <= 4; mc++) {
             gemm_case c = {641, 1920, 1088, v.kind, false, v.w_boxes == 1, {&v, mc, 3}};
             gemm_data g(c);
             std::vector<bf16> first[3], now[3];
@@ -285,14 +286,18 @@ static void test_repeats(toka_device *d) {
 
 /* ---- Times ---- */
 
+/* qkv+: with RoPE and the way to the pages. */
 struct gemm_shape { const char *model, *gemm; int N, K, kind; };
 static const gemm_shape gemm_shapes[] = {
-    {"Llama-3.2-1B", "qkv", 3072, 2048, GEMM_QKV64},      {"Llama-3.2-1B", "o", 2048, 2048, EPI_RESIDUAL},
+    {"Llama-3.2-1B", "qkv", 3072, 2048, EPI_STORE},       {"Llama-3.2-1B", "qkv+", 3072, 2048, GEMM_QKV64},
+    {"Llama-3.2-1B", "o", 2048, 2048, EPI_RESIDUAL},
     {"Llama-3.2-1B", "gate_up", 16384, 2048, EPI_SWIGLU}, {"Llama-3.2-1B", "down", 2048, 8192, EPI_RESIDUAL},
-    {"Llama-3.2-1B", "lm_head", 128256, 2048, EPI_STORE}, {"Llama-3.1-8B", "qkv", 6144, 4096, GEMM_QKV128},
+    {"Llama-3.2-1B", "lm_head", 128256, 2048, EPI_STORE}, {"Llama-3.1-8B", "qkv", 6144, 4096, EPI_STORE},
+    {"Llama-3.1-8B", "qkv+", 6144, 4096, GEMM_QKV128},
     {"Llama-3.1-8B", "o", 4096, 4096, EPI_RESIDUAL},      {"Llama-3.1-8B", "gate_up", 28672, 4096, EPI_SWIGLU},
     {"Llama-3.1-8B", "down", 4096, 14336, EPI_RESIDUAL},  {"Llama-3.1-8B", "lm_head", 128256, 4096, EPI_STORE},
-    {"Llama-3.1-70B", "qkv", 10240, 8192, GEMM_QKV128},   {"Llama-3.1-70B", "o", 8192, 8192, EPI_RESIDUAL},
+    {"Llama-3.1-70B", "qkv", 10240, 8192, EPI_STORE},
+    {"Llama-3.1-70B", "qkv+", 10240, 8192, GEMM_QKV128},   {"Llama-3.1-70B", "o", 8192, 8192, EPI_RESIDUAL},
     {"Llama-3.1-70B", "gate_up", 57344, 8192, EPI_SWIGLU}, {"Llama-3.1-70B", "down", 8192, 28672, EPI_RESIDUAL},
     {"Qwen2.5-0.5B", "gate_up", 9728, 896, EPI_SWIGLU},   {"Qwen2.5-0.5B", "lm_head", 151936, 896, EPI_STORE}};
 static const int bench_M[] = {256, 512, 1024, 4096, 8192};
@@ -363,7 +368,7 @@ static void sweep(toka_device *d) {
             printf("%s %s N %d K %d M %d:", r.model, r.gemm, r.N, r.K, M);
             for (const gemm_variant &v : gemm_variants)
                 for (int mc = 1; mc <= 2; mc++) {
-                    if (v.kind != r.kind || (v.split > 1 && M > 1024)) continue;
+                    if (v.kind != r.kind || mc * v.split > 4 || (v.split > 1 && M > 1024)) continue;
                     double us = b.us(d, {&v, mc, 8});
                     printf(" %s%d/%d/%d=%.2f", pick.v == &v && pick.mc == mc ? "*" : "", v.bn, v.split, mc, us);
                 }
@@ -378,8 +383,8 @@ int main(int argc, char **argv) {
     gemm_open(d);
     if (what == "bench") bench_table(d, argc > 2, argc > 2 && !strcmp(argv[2], "--paced"));
     else if (what == "sweep") sweep(d);
-    else if (what == "variants") test_variants(d);
-    else test_variants(d), test_sweep(d), test_repeats(d);
+    else if (what == "small") test_variants(d, true);
+    else test_variants(d, false), test_sweep(d), test_repeats(d);
     if (d->error.code) gpu_check(false, "%s", d->error.msg);
     return gpu_report();
 }
