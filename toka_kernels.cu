@@ -129,6 +129,11 @@ struct toka_device {
     void **blocks;           /* what cudaMalloc gave */
     int n_blocks;
     int fault_in;            /* debugging: this many steps from now a kernel fails; 0: none */
+    struct {
+        const void *kernel;
+        size_t smem;
+    } prepared[64];          /* by launch_prepare */
+    int n_prepared;
 };
 
 /* Latches the first failure; later ones are its consequences. */
@@ -138,6 +143,20 @@ static void latch(toka_device *d, cudaError_t code, const char *what) {
     snprintf(d->error.msg, sizeof d->error.msg, "GPU: %s: %s", what, cudaGetErrorString(code));
 }
 #define LAUNCHED(d, what) latch(d, cudaGetLastError(), what) /* behind every <<<>>> */
+
+/* Before a kernel's first launch on a device: leave for `smem` bytes of dynamic shared memory. On Hopper all kernels ask for the largest
+ * share of shared memory, for a multiprocessor must run empty to change it, and then no kernel could start beside another. */
+static void launch_prepare(toka_device *d, const char *what, const void *kernel, size_t smem) {
+    int i = 0, cap = sizeof d->prepared / sizeof *d->prepared;
+    while (i < d->n_prepared && d->prepared[i].kernel != kernel) i++;
+    if (i < d->n_prepared && smem <= d->prepared[i].smem) return;
+    if (smem > 48 * 1024) latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem), what);
+    if (d->hopper)
+        latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), what);
+    if (i == cap) return; /* not remembered: set each time */
+    d->prepared[i].kernel = kernel, d->prepared[i].smem = smem;
+    if (i == d->n_prepared) d->n_prepared++;
+}
 
 template <class T> struct as_declared { typedef T type; }; /* keeps a parameter out of template deduction */
 
@@ -151,8 +170,7 @@ static void launch_dependent(toka_device *d, const char *what, void (*kernel)(P.
     cudaLaunchAttribute attributes[2] = {};
     cudaLaunchConfig_t config = {};
     void *pointers[] = {(void *)&args...};
-    if (smem > 48 * 1024) latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem), what);
-    latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), what);
+    launch_prepare(d, what, (const void *)kernel, smem);
     config.gridDim = grid, config.blockDim = dim3((unsigned)threads);
     config.dynamicSmemBytes = smem, config.stream = d->stream, config.attrs = attributes;
     if (d->hopper) {
@@ -2037,16 +2055,20 @@ static void gemm_thin(toka_device *d, const gemm_args *a) {
 
 /* ---- The choice ---- */
 
-enum { FEW_MAX = 64 }; /* rows, up to which the kernel for few rows is the faster one at every shape */
+enum { FEW_MAX = 64 }; /* rows, up to which W is best the left side at every shape */
 
-/* On an H100 the few-rows kernel is faster than the persistent one up to 64 rows at every shape (LM heads: 2 % slower at 64); from 65
- * to 128 only where two CTAs to a tile fill most of the multiprocessors, as at N = 4096 (59 and 71 % of the time to read W at
- * M = 128 against 41 and 59 %). */
+/* Measured on an H100, November 2026, in chains of one GEMM over weights that no cache holds; shares of the time to read W.
+ * gemm_thin against gemm_few: at 8 rows 92 : 81 % (4096 x 4096), 83 : 77 (2048 x 8192), 72 : 62 (3072 x 2048), 55 : 52 (2048 x 2048), but 81 : 96
+ * where many CTAs read little each (16384 x 2048); at 16 rows better up to two CTAs per multiprocessor.
+ * gemm_few against gemm_wgmma: ahead up to 64 rows (only LM heads lose 2 %); from 65 to 128 only where two CTAs to a tile fill most of the
+ * multiprocessors (at 128 rows 59 : 41 for 4096 x 4096, 71 : 59 for 4096 x 14336). */
 static void gemm(toka_device *d, const gemm_args *a) {
-    int tiles = ceil_div(a->w->N, FEW_N);
+    int N = a->w->N, tiles = ceil_div(N, FEW_N), M = a->M;
+    bool thin = M <= 16 && (ceil_div(N, THIN_N) <= 2 * d->n_sms || (M <= 8 && a->w->K >= 4096));
     bool fills = tiles * 2 <= d->n_sms && tiles * 8 >= d->n_sms * 3;
-    if (!d->hopper) gemm_mma(d, a);
-    else if (a->M <= FEW_MAX || (a->M <= 128 && fills)) gemm_few(d, a);
+    if (thin || (!d->hopper && M <= 16)) gemm_thin(d, a);
+    else if (!d->hopper) gemm_mma(d, a);
+    else if (M <= FEW_MAX || (M <= 128 && fills)) gemm_few(d, a);
     else gemm_wgmma(d, a);
 }
 

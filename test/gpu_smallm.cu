@@ -1,7 +1,7 @@
 /* gpu_smallm.cu - the GEMMs of chapters 5 and 7 against a float64 reference: every tile forced, all epilogues, many row counts, the
  * shapes of real models and odd ones.
- *   gpu_smallm                  the tests                gpu_smallm quick      odd shapes only, few rows (for compute-sanitizer)
- *   gpu_smallm bench [--json]   the choice's times       gpu_smallm sweep      every tile's times, for the table of the choice */
+ *   gpu_smallm                  the tests                gpu_smallm quick, tiny     fewer shapes and rows (tiny: for compute-sanitizer)
+ *   gpu_smallm bench [--json]   the choice's times       gpu_smallm sweep           every tile's times, for the choice */
 #include "../toka_kernels.cu"
 
 #include "gpu.cuh"
@@ -27,8 +27,9 @@ static const variant variants[] = {
     {"wgmma", INT_MAX, true, gemm_wgmma},
     {"gemm", INT_MAX, true, gemm},
 };
-static const int row_counts[] = {1,  2,  3,  4,  7,  8,  9,   15,  16,  17,  31,  32, 33,
-                                 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 257};
+static const std::vector<int> row_counts = {1,  2,  3,  4,  7,  8,  9,   15,  16,  17,  31,  32, 33,
+                                            63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 257};
+static const std::vector<int> quick_counts = {1, 2, 7, 8, 9, 15, 16, 17, 33, 64, 65, 129}, tiny_counts = {1, 9, 33, 65};
 struct shape {
     const char *name;
     int N, K;
@@ -111,9 +112,9 @@ __global__ static void differ(const uint16_t *a, const uint16_t *b, size_t n, fi
 
 static const char *epi_name(enum epilogue e) { return e == EPI_STORE ? "store" : e == EPI_RESIDUAL ? "residual" : "swiglu"; }
 
-static void test_shape(toka_device *d, const shape &s, bool quick) {
+static void test_shape(toka_device *d, const shape &s, const std::vector<int> &rows) {
     int N = s.N, K = s.K, ldx = K + 8, ldy = N + 8;
-    gpu_buf<bf16> x((size_t)MAX_M * ldx), w((size_t)N * K), y((size_t)MAX_M * ldy), y0((size_t)MAX_M * ldy), first((size_t)MAX_M * ldy);
+    gpu_buf<bf16> x((size_t)MAX_M * ldx), w((size_t)N * K), y((size_t)MAX_M * ldy), y0((size_t)MAX_M * ldy);
     gpu_buf<float> bias((size_t)N);
     gpu_buf<double> acc((size_t)MAX_M * N), mass((size_t)MAX_M * N);
     std::vector<std::string> names;
@@ -132,8 +133,8 @@ static void test_shape(toka_device *d, const shape &s, bool quick) {
         else y0.poison();
         GPU_OK(cudaDeviceSynchronize());
         for (const variant &v : variants)
-            for (int M : row_counts) {
-                if (M > v.max_m || (quick && M > 70 && M != 129)) continue;
+            for (int M : rows) {
+                if (M > v.max_m) continue;
                 bool with_bias = M % 3 != 0 && !(v.plain && epi == EPI_SWIGLU);
                 weight W = {w.p(), with_bias ? bias.p() : NULL, N, K};
                 int row_stride = epi == EPI_SWIGLU ? N / 2 + 8 : ldy;
@@ -153,7 +154,7 @@ static void test_shape(toka_device *d, const shape &s, bool quick) {
     gpu_check(y.guards_hold(), "%s N=%d K=%d: guard bands", s.name, N, K);
 }
 
-/* The same launch a hundred times in one graph-like chain, residual adds included, gives the same bits. */
+/* The same launches a hundred times give the same bits. */
 static void test_repeats(toka_device *d, const shape &s, int M) {
     int N = s.N, K = s.K;
     gpu_buf<bf16> x((size_t)M * K), w((size_t)N * K), y0((size_t)M * N), y((size_t)M * N), first((size_t)M * N);
@@ -250,7 +251,7 @@ static void sweep(toka_device *d) {
     printf("reads %.2f TB/s; share of the time to read W\n", tbs);
     for (const shape &s : models) {
         timed_shape b(d, s.N, s.K);
-        for (int M : {1, 8, 16, 32, 64, 128, 192}) {
+        for (int M : {1, 8, 16, 32, 64, 96, 128}) {
             printf("%-18s M=%-3d", s.name, M);
             for (const variant &v : variants)
                 if (M <= v.max_m && (v.max_m == INT_MAX ? M >= 64 : v.max_m < 2 * std::max(M, 8)))
@@ -273,10 +274,11 @@ int main(int argc, char **argv) {
         sweep(d);
         return d->error.code;
     }
-    bool quick = !strcmp(what, "quick");
-    for (const shape &s : odd_shapes) test_shape(d, s, quick);
-    if (!quick) {
-        for (const shape &s : models) test_shape(d, s, false);
+    bool tiny = !strcmp(what, "tiny"), quick = !strcmp(what, "quick");
+    for (const shape &s : odd_shapes)
+        if (!tiny || s.N * s.K < 80000) test_shape(d, s, tiny ? tiny_counts : quick ? quick_counts : row_counts);
+    if (!quick && !tiny) {
+        for (const shape &s : models) test_shape(d, s, row_counts);
         for (int M : {1, 16, 64, 128, 257}) test_repeats(d, {"repeats", 2048, 2048}, M);
         test_repeats(d, {"repeats", 208, 2056}, 33);
         test_repeats(d, {"repeats", 896, 4864}, 64);
