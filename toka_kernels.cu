@@ -1740,19 +1740,22 @@ static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const 
 
 /* ---- y[M][N] = x[M][K] W[N][K]^T for few rows, on wgmma with the sides swapped ----
  *
- * in, out as in chapter 5; M <= ROWS (8, 16, 32, 64, 128).
- * W is read once and is all that counts: 2NK bytes. So W is the 64-row operand of wgmma and the rows of x are its columns: D[n][m], of
- * which a few rows waste little. A CTA has 64 rows of W, one consumer warpgroup and two producer warps, which keep a ring of slices of
- * 64 columns of K in flight: 64 rows of W, 128 bytes each, then ROWS rows of x, both with the 128-byte swizzle; what lies outside
- * the matrices arrives as zeros. The ring fills with W before grid_wait(), while the kernel ahead still runs, and
- * the ring is small enough for the CTAs of the next kernel to do the same beside this one.
+ * in, out as in chapter 5, not LOGITS; M <= ROWS (8, 16, 32, 64, 128).
+ * W is read once and is all that counts: 2NK bytes. So W is the 64-row operand of wgmma and the rows of x are its columns: D[n][m],
+ * of which a few rows waste little. A CTA has 64 rows of W, one consumer warpgroup and two producer warps, which keep a ring of
+ * slices of 64 columns of K in flight: 64 rows of W, 128 bytes each, then ROWS rows of x, both with the 128-byte swizzle; what lies
+ * outside the matrices arrives as zeros. The ring fills with W before grid_wait(), while the kernel ahead still runs, and is small
+ * enough for the CTAs of the next kernel to do the same beside this one.
  * Where W has too few rows for all multiprocessors, `split` CTAs of a cluster share a tile's K. Each leaves its sums in its own
  * shared memory; then each makes 1/split of the outputs, adding the parts in the order of K: bitwise repeatable.
  *
- * grid: tiles of 64 rows of W times split, in clusters of split; block: 192; shared: the ring, 108 KB at most. Tried and left: 128
- * rows of W a CTA (fewer reads of x, but two thirds of the speed where it fills fewer multiprocessors), neighbouring tiles that fetch x
- * together by multicast (slower but for the widest W), rings of 54 and 72 KB for three kernels side by side (slower: only
- * the next kernel starts early), the start of the next kernel's W into the L2 cache (no gain over its own early start). */
+ * grid: tiles of 64 rows of W times split, in clusters of split; block: 192; shared: the ring, 108 KB at most.
+ * On an H100 it reads W at 95 to 99 % of what a plain read reaches where that takes 20 us or more; each launch costs about 3 us
+ * that nothing hides: the way of x, the sum over the cluster (its barriers fence to the whole GPU, 1 us each), the end of the grid.
+ * Tried and left: 128 rows of W a CTA (fewer reads of x, but two thirds of the speed where fewer multiprocessors then work);
+ * neighbouring tiles that fetch x together by multicast (gains only for the widest W at 128 rows); rings of 54 and 72 KB, for
+ * three kernels side by side (slower); fetching the start of the next kernel's W into the L2 cache (its ring holds that already);
+ * one producer for W and x (half the speed: its loop took longer than the copies). */
 
 enum { FEW_K = 64, FEW_N = 64, FEW_THREADS = 192, FEW_W = FEW_N * FEW_K * 2 /* bytes of W in a stage; x lies behind */ };
 enum { FEW_PITCH = FEW_N + 4 /* floats from row to row of the sums; + 4: the 32 lanes of a store meet 32 banks */ };
@@ -1802,8 +1805,8 @@ template <int ROWS> __device__ static inline void few_fetch_x(const CUtensorMap 
     }
 }
 
-/* The warpgroup: acc[n][m] = its rows of W times x. Products of few columns come faster than one can be added to the one before: CHAINS
- * sums go on side by side. */
+/* The warpgroup: acc[n][m] = its rows of W times x. Products of few columns come faster than one can be added to the one before:
+ * CHAINS sums go on side by side. */
 template <int ROWS, int CHAINS> __device__ static inline void few_multiply(float (&acc)[CHAINS][ROWS / 2], const few_place &w) {
     int s = 0, parity = 0, last = 0;
     for (int i = 0; i < w.n_kb; i++) {
@@ -1881,7 +1884,8 @@ __device__ static inline void few_put(float v[8], const gemm_call &c, const few_
 
 template <int ROWS>
 __global__ static void __launch_bounds__(FEW_THREADS, 2)
-gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_x, const gemm_call c, int split) {
+gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_x, const gemm_call c,
+                int split) {
 #if HOPPER
     constexpr int ITEMS = (ROWS * FEW_N / 8 + FEW_THREADS - 1) / FEW_THREADS;
     extern __shared__ __align__(1024) char few_smem[];
@@ -1928,7 +1932,7 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
 
 template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a, int split) {
     gemm_call c = gemm_checked(a);
-    assert(c.M <= ROWS && split <= 8);
+    assert(c.M <= ROWS && split <= 8 && c.epi != EPI_LOGITS);
     launch_dependent(d, "GEMM (few rows)", gemm_few_kernel<ROWS>, dim3((unsigned)(ceil_div(c.N, FEW_N) * split)), FEW_THREADS,
                      few_ring<ROWS>::SMEM, split, gemm_map(d, c.w, c.N, c.K, c.K, FEW_N, FEW_K),
                      gemm_map(d, c.x, c.M, c.K, c.ldx, ROWS, FEW_K), c, split);
@@ -1953,13 +1957,14 @@ static void gemm_few(toka_device *d, const gemm_args *a) {
 /* ---- y[M][N] = x[M][K] W[N][K]^T for up to 16 rows and a small W, on mma.sync with the sides swapped ----
  *
  * in, out as in chapter 5; M <= ROWS (8, 16).
- * Where W is read in a few microseconds, what counts is the way from the end of the kernel ahead to the end of this one. Here it has
- * no cluster and few steps: a CTA has only 16 rows of W, the side m16 of mma.sync, and all of K, of which its eight warps take slices
- * of 64 columns by turns. Each warp has its own ring of slices, so that nobody waits for anybody until the eight sums meet in shared
- * memory and are added in the order of the warps. The rings hold the whole K up to 2,048 columns (ROWS 8), and are filled
+ * Where W is read in a few microseconds, what counts is the way from the end of the kernel ahead to the end of this one. Here it
+ * has no cluster and few steps: a CTA has only 16 rows of W, the side m16 of mma.sync, and all of K, of which its eight warps take
+ * slices of 64 columns by turns. Each warp has its own ring of slices, so that nobody waits for anybody until the eight sums meet
+ * in shared memory and are added in the order of the warps. The rings hold the whole K up to 2,048 columns (ROWS 8), and are filled
  * with W before grid_wait(). A slice is 16 rows of W, then ROWS rows of x, 128 bytes each, 16-byte chunk c of row r at c ^ r%8.
  *
- * grid: 16 rows of W each; block: 256; shared: 96 KB; 2NK bytes. */
+ * grid: 16 rows of W each; block: 256; shared: 96 KB; 2NK bytes. Rings of 48 KB for four CTAs a multiprocessor: slower but where
+ * many CTAs read little each, and there gemm_few is faster still. */
 
 enum { THIN_N = 16, THIN_K = 64, THIN_WARPS = 8, THIN_PITCH = THIN_N + 4 /* floats from row to row of the sums */ };
 template <int ROWS> struct thin_ring {
@@ -2058,10 +2063,10 @@ static void gemm_thin(toka_device *d, const gemm_args *a) {
 enum { FEW_MAX = 64 }; /* rows, up to which W is best the left side at every shape */
 
 /* Measured on an H100, November 2026, in chains of one GEMM over weights that no cache holds; shares of the time to read W.
- * gemm_thin against gemm_few: at 8 rows 92 : 81 % (4096 x 4096), 83 : 77 (2048 x 8192), 72 : 62 (3072 x 2048), 55 : 52 (2048 x 2048), but 81 : 96
- * where many CTAs read little each (16384 x 2048); at 16 rows better up to two CTAs per multiprocessor.
- * gemm_few against gemm_wgmma: ahead up to 64 rows (only LM heads lose 2 %); from 65 to 128 only where two CTAs to a tile fill most of the
- * multiprocessors (at 128 rows 59 : 41 for 4096 x 4096, 71 : 59 for 4096 x 14336). */
+ * gemm_thin against gemm_few, 8 rows: 92 : 81 % (N x K 4096 x 4096), 83 : 77 (2048 x 8192), 72 : 62 (3072 x 2048), 55 : 52 (2048 x
+ * 2048), but 81 : 96 where many CTAs read little each (16384 x 2048); 16 rows: ahead up to two CTAs per multiprocessor.
+ * gemm_few against gemm_wgmma: ahead up to 64 rows (only LM heads lose 2 %); from 65 to 128 only where two CTAs to a tile fill most
+ * of the multiprocessors (128 rows: 59 : 41 for 4096 x 4096, 71 : 59 for 4096 x 14336). */
 static void gemm(toka_device *d, const gemm_args *a) {
     int N = a->w->N, tiles = ceil_div(N, FEW_N), M = a->M;
     bool thin = M <= 16 && (ceil_div(N, THIN_N) <= 2 * d->n_sms || (M <= 8 && a->w->K >= 4096));
