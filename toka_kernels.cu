@@ -130,6 +130,11 @@ struct toka_device {
     void **blocks;           /* what cudaMalloc gave */
     int n_blocks;
     int fault_in;            /* debugging: this many steps from now a kernel fails; 0: none */
+    struct {
+        const void *kernel;
+        size_t smem;
+    } prepared[64];          /* by launch_prepare */
+    int n_prepared;
 };
 
 /* Latches the first failure; later ones are its consequences. */
@@ -139,6 +144,20 @@ static void latch(toka_device *d, cudaError_t code, const char *what) {
     snprintf(d->error.msg, sizeof d->error.msg, "GPU: %s: %s", what, cudaGetErrorString(code));
 }
 #define LAUNCHED(d, what) latch(d, cudaGetLastError(), what) /* behind every <<<>>> */
+
+/* Before a kernel's first launch on a device: leave for `smem` bytes of dynamic shared memory. On Hopper all kernels ask for the largest
+ * share of shared memory, for a multiprocessor must run empty to change it, and then no kernel could start beside another. */
+static void launch_prepare(toka_device *d, const char *what, const void *kernel, size_t smem) {
+    int i = 0, cap = sizeof d->prepared / sizeof *d->prepared;
+    while (i < d->n_prepared && d->prepared[i].kernel != kernel) i++;
+    if (i < d->n_prepared && smem <= d->prepared[i].smem) return;
+    if (smem > 48 * 1024) latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem), what);
+    if (d->hopper)
+        latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), what);
+    if (i == cap) return; /* not remembered: set each time */
+    d->prepared[i].kernel = kernel, d->prepared[i].smem = smem;
+    if (i == d->n_prepared) d->n_prepared++;
+}
 
 template <class T> struct as_declared { typedef T type; }; /* keeps a parameter out of template deduction */
 
@@ -152,8 +171,7 @@ static void launch_dependent(toka_device *d, const char *what, void (*kernel)(P.
     cudaLaunchAttribute attributes[2] = {};
     cudaLaunchConfig_t config = {};
     void *pointers[] = {(void *)&args...};
-    if (smem > 48 * 1024) latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem), what);
-    latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), what);
+    launch_prepare(d, what, (const void *)kernel, smem);
     config.gridDim = grid, config.blockDim = dim3((unsigned)threads);
     config.dynamicSmemBytes = smem, config.stream = d->stream, config.attrs = attributes;
     if (d->hopper) {
@@ -1777,19 +1795,22 @@ static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const 
 
 /* ---- y[M][N] = x[M][K] W[N][K]^T for few rows, on wgmma with the sides swapped ----
  *
- * in, out as in chapter 5; M <= ROWS (8, 16, 32, 64, 128).
- * W is read once and is all that counts: 2NK bytes. So W is the 64-row operand of wgmma and the rows of x are its columns: D[n][m], of
- * which a few rows waste little. A CTA has 64 rows of W, one consumer warpgroup and two producer warps, which keep a ring of slices of
- * 64 columns of K in flight: 64 rows of W, 128 bytes each, then ROWS rows of x, both with the 128-byte swizzle; what lies outside
- * the matrices arrives as zeros. The ring fills with W before grid_wait(), while the kernel ahead still runs, and
- * the ring is small enough for the CTAs of the next kernel to do the same beside this one.
+ * in, out as in chapter 5, not LOGITS; M <= ROWS (8, 16, 32, 64, 128).
+ * W is read once and is all that counts: 2NK bytes. So W is the 64-row operand of wgmma and the rows of x are its columns: D[n][m],
+ * of which a few rows waste little. A CTA has 64 rows of W, one consumer warpgroup and two producer warps, which keep a ring of
+ * slices of 64 columns of K in flight: 64 rows of W, 128 bytes each, then ROWS rows of x, both with the 128-byte swizzle; what lies
+ * outside the matrices arrives as zeros. The ring fills with W before grid_wait(), while the kernel ahead still runs, and is small
+ * enough for the CTAs of the next kernel to do the same beside this one.
  * Where W has too few rows for all multiprocessors, `split` CTAs of a cluster share a tile's K. Each leaves its sums in its own
  * shared memory; then each makes 1/split of the outputs, adding the parts in the order of K: bitwise repeatable.
  *
- * grid: tiles of 64 rows of W times split, in clusters of split; block: 192; shared: the ring, 108 KB at most. Tried and left: 128
- * rows of W a CTA (fewer reads of x, but two thirds of the speed where it fills fewer multiprocessors), neighbouring tiles that fetch x
- * together by multicast (slower but for the widest W), rings of 54 and 72 KB for three kernels side by side (slower: only
- * the next kernel starts early), the start of the next kernel's W into the L2 cache (no gain over its own early start). */
+ * grid: tiles of 64 rows of W times split, in clusters of split; block: 192; shared: the ring, 108 KB at most.
+ * On an H100 it reads W at 95 to 99 % of what a plain read reaches where that takes 20 us or more; each launch costs about 3 us
+ * that nothing hides: the way of x, the sum over the cluster (its barriers fence to the whole GPU, 1 us each), the end of the grid.
+ * Tried and left: 128 rows of W a CTA (fewer reads of x, but two thirds of the speed where fewer multiprocessors then work);
+ * neighbouring tiles that fetch x together by multicast (gains only for the widest W at 128 rows); rings of 54 and 72 KB, for
+ * three kernels side by side (slower); fetching the start of the next kernel's W into the L2 cache (its ring holds that already);
+ * one producer for W and x (half the speed: its loop took longer than the copies). */
 
 enum { FEW_K = 64, FEW_N = 64, FEW_THREADS = 192, FEW_W = FEW_N * FEW_K * 2 /* bytes of W in a stage; x lies behind */ };
 enum { FEW_PITCH = FEW_N + 4 /* floats from row to row of the sums; + 4: the 32 lanes of a store meet 32 banks */ };
@@ -1839,8 +1860,8 @@ template <int ROWS> __device__ static inline void few_fetch_x(const CUtensorMap 
     }
 }
 
-/* The warpgroup: acc[n][m] = its rows of W times x. Products of few columns come faster than one can be added to the one before: CHAINS
- * sums go on side by side. */
+/* The warpgroup: acc[n][m] = its rows of W times x. Products of few columns come faster than one can be added to the one before:
+ * CHAINS sums go on side by side. */
 template <int ROWS, int CHAINS> __device__ static inline void few_multiply(float (&acc)[CHAINS][ROWS / 2], const few_place &w) {
     int s = 0, parity = 0, last = 0;
     for (int i = 0; i < w.n_kb; i++) {
@@ -1918,7 +1939,8 @@ __device__ static inline void few_put(float v[8], const gemm_call &c, const few_
 
 template <int ROWS>
 __global__ static void __launch_bounds__(FEW_THREADS, 2)
-gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_x, const gemm_call c, int split) {
+gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_x, const gemm_call c,
+                int split) {
 #if HOPPER
     constexpr int ITEMS = (ROWS * FEW_N / 8 + FEW_THREADS - 1) / FEW_THREADS;
     extern __shared__ __align__(1024) char few_smem[];
@@ -1965,7 +1987,7 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
 
 template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a, int split) {
     gemm_call c = gemm_checked(a);
-    assert(c.M <= ROWS && split <= 8);
+    assert(c.M <= ROWS && split <= 8 && c.epi != EPI_LOGITS);
     launch_dependent(d, "GEMM (few rows)", gemm_few_kernel<ROWS>, dim3((unsigned)(ceil_div(c.N, FEW_N) * split)), FEW_THREADS,
                      few_ring<ROWS>::SMEM, split, gemm_map(d, c.w, c.N, c.K, c.K, FEW_N, FEW_K),
                      gemm_map(d, c.x, c.M, c.K, c.ldx, ROWS, FEW_K), c, split);
@@ -1990,13 +2012,14 @@ static void gemm_few(toka_device *d, const gemm_args *a) {
 /* ---- y[M][N] = x[M][K] W[N][K]^T for up to 16 rows and a small W, on mma.sync with the sides swapped ----
  *
  * in, out as in chapter 5; M <= ROWS (8, 16).
- * Where W is read in a few microseconds, what counts is the way from the end of the kernel ahead to the end of this one. Here it has
- * no cluster and few steps: a CTA has only 16 rows of W, the side m16 of mma.sync, and all of K, of which its eight warps take slices
- * of 64 columns by turns. Each warp has its own ring of slices, so that nobody waits for anybody until the eight sums meet in shared
- * memory and are added in the order of the warps. The rings hold the whole K up to 2,048 columns (ROWS 8), and are filled
+ * Where W is read in a few microseconds, what counts is the way from the end of the kernel ahead to the end of this one. Here it
+ * has no cluster and few steps: a CTA has only 16 rows of W, the side m16 of mma.sync, and all of K, of which its eight warps take
+ * slices of 64 columns by turns. Each warp has its own ring of slices, so that nobody waits for anybody until the eight sums meet
+ * in shared memory and are added in the order of the warps. The rings hold the whole K up to 2,048 columns (ROWS 8), and are filled
  * with W before grid_wait(). A slice is 16 rows of W, then ROWS rows of x, 128 bytes each, 16-byte chunk c of row r at c ^ r%8.
  *
- * grid: 16 rows of W each; block: 256; shared: 96 KB; 2NK bytes. */
+ * grid: 16 rows of W each; block: 256; shared: 96 KB; 2NK bytes. Rings of 48 KB for four CTAs a multiprocessor: slower but where
+ * many CTAs read little each, and there gemm_few is faster still. */
 
 enum { THIN_N = 16, THIN_K = 64, THIN_WARPS = 8, THIN_PITCH = THIN_N + 4 /* floats from row to row of the sums */ };
 template <int ROWS> struct thin_ring {
@@ -2092,16 +2115,20 @@ static void gemm_thin(toka_device *d, const gemm_args *a) {
 
 /* ---- The choice ---- */
 
-enum { FEW_MAX = 64 }; /* rows, up to which the kernel for few rows is the faster one at every shape */
+enum { FEW_MAX = 64 }; /* rows, up to which W is best the left side at every shape */
 
-/* On an H100 the few-rows kernel is faster than the persistent one up to 64 rows at every shape (LM heads: 2 % slower at 64); from 65
- * to 128 only where two CTAs to a tile fill most of the multiprocessors, as at N = 4096 (59 and 71 % of the time to read W at
- * M = 128 against 41 and 59 %). */
+/* Measured on an H100, November 2026, in chains of one GEMM over weights that no cache holds; shares of the time to read W.
+ * gemm_thin against gemm_few, 8 rows: 92 : 81 % (N x K 4096 x 4096), 83 : 77 (2048 x 8192), 72 : 62 (3072 x 2048), 55 : 52 (2048 x
+ * 2048), but 81 : 96 where many CTAs read little each (16384 x 2048); 16 rows: ahead up to two CTAs per multiprocessor.
+ * gemm_few against gemm_wgmma: ahead up to 64 rows (only LM heads lose 2 %); from 65 to 128 only where two CTAs to a tile fill most
+ * of the multiprocessors (128 rows: 59 : 41 for 4096 x 4096, 71 : 59 for 4096 x 14336). */
 static void gemm(toka_device *d, const gemm_args *a) {
-    int tiles = ceil_div(a->w->N, FEW_N);
+    int N = a->w->N, tiles = ceil_div(N, FEW_N), M = a->M;
+    bool thin = M <= 16 && (ceil_div(N, THIN_N) <= 2 * d->n_sms || (M <= 8 && a->w->K >= 4096));
     bool fills = tiles * 2 <= d->n_sms && tiles * 8 >= d->n_sms * 3;
-    if (!d->hopper) gemm_mma(d, a);
-    else if (a->M <= FEW_MAX || (a->M <= 128 && fills)) gemm_few(d, a);
+    if (thin || (!d->hopper && M <= 16)) gemm_thin(d, a);
+    else if (!d->hopper) gemm_mma(d, a);
+    else if (M <= FEW_MAX || (M <= 128 && fills)) gemm_few(d, a);
     else gemm_wgmma(d, a);
 }
 

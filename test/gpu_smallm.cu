@@ -1,7 +1,7 @@
 /* gpu_smallm.cu - the GEMMs of chapters 5 and 7 against a float64 reference: every tile forced, all epilogues, many row counts, the
  * shapes of real models and odd ones.
- *   gpu_smallm                  the tests                gpu_smallm quick      odd shapes only, few rows (for compute-sanitizer)
- *   gpu_smallm bench [--json]   the choice's times       gpu_smallm sweep      every tile's times, for the table of the choice */
+ *   gpu_smallm                  the tests             gpu_smallm quick, tiny   fewer shapes and rows (tiny: for compute-sanitizer)
+ *   gpu_smallm bench [--json]   the choice's times    gpu_smallm sweep         every tile's times, for the choice */
 #include "../toka_kernels.cu"
 
 #include "gpu.cuh"
@@ -12,23 +12,26 @@ enum { MAX_M = 257 };
 struct variant {
     const char *name;
     int max_m;
-    bool plain; /* no bias with SWIGLU */
+    bool hopper; /* runs nowhere else */
+    bool plain;  /* no bias with SWIGLU */
     void (*run)(toka_device *, const gemm_args *);
 };
 template <int ROWS, int SPLIT> static void few(toka_device *d, const gemm_args *a) { gemm_few_tile<ROWS>(d, a, SPLIT); }
-#define FEW(rows, split) {#rows "/" #split, rows, false, few<rows, split>}
+#define FEW(rows, split) {#rows "/" #split, rows, true, false, few<rows, split>}
 #define FEW_SPLITS(rows) FEW(rows, 1), FEW(rows, 2), FEW(rows, 4), FEW(rows, 8)
 static const variant variants[] = {
     FEW_SPLITS(8), FEW_SPLITS(16), FEW_SPLITS(32), FEW_SPLITS(64), FEW_SPLITS(128),
-    {"thin 8", 8, false, gemm_thin_tile<8>}, {"thin 16", 16, false, gemm_thin_tile<16>},
-    {"mma 128x128", INT_MAX, false, gemm_mma_tile<128, 128, 64, 32>},
-    {"mma 64x64", INT_MAX, false, gemm_mma_tile<64, 64, 32, 32>},
-    {"mma", INT_MAX, false, gemm_mma},
-    {"wgmma", INT_MAX, true, gemm_wgmma},
-    {"gemm", INT_MAX, true, gemm},
+    {"thin 8", 8, false, false, gemm_thin_tile<8>}, {"thin 16", 16, false, false, gemm_thin_tile<16>},
+    {"mma 128x128", INT_MAX, false, false, gemm_mma_tile<128, 128, 64, 32>},
+    {"mma 64x64", INT_MAX, false, false, gemm_mma_tile<64, 64, 32, 32>},
+    {"mma", INT_MAX, false, false, gemm_mma},
+    {"wgmma", INT_MAX, true, true, gemm_wgmma},
+    {"gemm", INT_MAX, false, true, gemm},
 };
-static const int row_counts[] = {1,  2,  3,  4,  7,  8,  9,   15,  16,  17,  31,  32, 33,
-                                 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 257};
+static bool runs(const toka_device *d, const variant &v, int M) { return M <= v.max_m && (d->hopper || !v.hopper); }
+static const std::vector<int> row_counts = {1,  2,  3,  4,  7,  8,  9,   15,  16,  17,  31,  32, 33,
+                                            63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 257};
+static const std::vector<int> quick_counts = {1, 2, 7, 8, 9, 15, 16, 17, 33, 64, 65, 129}, tiny_counts = {1, 9, 33};
 struct shape {
     const char *name;
     int N, K;
@@ -78,8 +81,8 @@ struct finding {
 };
 
 /* Every element of y [MAX_M][ldy]: inside M x Nout against the reference, everything else must still be what y0 holds. */
-__global__ static void compare(const bf16 *y, const bf16 *y0, const float *bias, const double *acc, const double *mass, int M, int N,
-                               int ldy, enum epilogue epi, finding *f) {
+__global__ static void compare(const bf16 *y, const bf16 *y0, const float *bias, const double *acc, const double *mass, int M,
+                               int N, int ldy, enum epilogue epi, finding *f) {
     int n_out = epi == EPI_SWIGLU ? N / 2 : N;
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < (size_t)MAX_M * ldy; i += (size_t)gridDim.x * blockDim.x) {
         int m = (int)(i / ldy), n = (int)(i % ldy);
@@ -111,9 +114,9 @@ __global__ static void differ(const uint16_t *a, const uint16_t *b, size_t n, fi
 
 static const char *epi_name(enum epilogue e) { return e == EPI_STORE ? "store" : e == EPI_RESIDUAL ? "residual" : "swiglu"; }
 
-static void test_shape(toka_device *d, const shape &s, bool quick) {
+static void test_shape(toka_device *d, const shape &s, const std::vector<int> &rows) {
     int N = s.N, K = s.K, ldx = K + 8, ldy = N + 8;
-    gpu_buf<bf16> x((size_t)MAX_M * ldx), w((size_t)N * K), y((size_t)MAX_M * ldy), y0((size_t)MAX_M * ldy), first((size_t)MAX_M * ldy);
+    gpu_buf<bf16> x((size_t)MAX_M * ldx), w((size_t)N * K), y((size_t)MAX_M * ldy), y0((size_t)MAX_M * ldy);
     gpu_buf<float> bias((size_t)N);
     gpu_buf<double> acc((size_t)MAX_M * N), mass((size_t)MAX_M * N);
     std::vector<std::string> names;
@@ -132,15 +135,16 @@ static void test_shape(toka_device *d, const shape &s, bool quick) {
         else y0.poison();
         GPU_OK(cudaDeviceSynchronize());
         for (const variant &v : variants)
-            for (int M : row_counts) {
-                if (M > v.max_m || (quick && M > 70 && M != 129)) continue;
+            for (int M : rows) {
+                if (!runs(d, v, M)) continue;
                 bool with_bias = M % 3 != 0 && !(v.plain && epi == EPI_SWIGLU);
                 weight W = {w.p(), with_bias ? bias.p() : NULL, N, K};
                 int row_stride = epi == EPI_SWIGLU ? N / 2 + 8 : ldy;
                 gemm_args a = {M, x.p(), ldx, &W, y.p(), row_stride, epi};
                 GPU_OK(cudaMemcpyAsync(y.p(), y0.p(), y.n * 2, cudaMemcpyDeviceToDevice, d->stream));
                 v.run(d, &a);
-                compare<<<264, 256, 0, d->stream>>>(y.p(), y0.p(), W.bias, acc.p(), mass.p(), M, N, row_stride, epi, found.p() + names.size());
+                compare<<<264, 256, 0, d->stream>>>(y.p(), y0.p(), W.bias, acc.p(), mass.p(), M, N, row_stride, epi,
+                                                    found.p() + names.size());
                 names.push_back(std::string(v.name) + " " + epi_name(epi) + " M=" + std::to_string(M));
             }
     }
@@ -148,12 +152,12 @@ static void test_shape(toka_device *d, const shape &s, bool quick) {
     gpu_check(!d->error.code, "%s N=%d K=%d: %s", s.name, N, K, d->error.msg);
     std::vector<finding> f = found.host();
     for (size_t i = 0; i < names.size(); i++)
-        gpu_check(!f[i].bad, "%s N=%d K=%d %s: %u wrong, one at (%d, %d): %g, expected %g (worst of the right ones %.2f)", s.name, N, K,
-                  names[i].c_str(), f[i].bad, f[i].m, f[i].n, f[i].got, f[i].want, f[i].worst);
+        gpu_check(!f[i].bad, "%s N=%d K=%d %s: %u wrong, one at (%d, %d): %g, expected %g (worst of the right ones %.2f)", s.name,
+                  N, K, names[i].c_str(), f[i].bad, f[i].m, f[i].n, f[i].got, f[i].want, f[i].worst);
     gpu_check(y.guards_hold(), "%s N=%d K=%d: guard bands", s.name, N, K);
 }
 
-/* The same launch a hundred times in one graph-like chain, residual adds included, gives the same bits. */
+/* The same launches a hundred times give the same bits. */
 static void test_repeats(toka_device *d, const shape &s, int M) {
     int N = s.N, K = s.K;
     gpu_buf<bf16> x((size_t)M * K), w((size_t)N * K), y0((size_t)M * N), y((size_t)M * N), first((size_t)M * N);
@@ -164,7 +168,7 @@ static void test_repeats(toka_device *d, const shape &s, int M) {
     GPU_OK(cudaMemset(found.p(), 0, sizeof(finding)));
     GPU_OK(cudaDeviceSynchronize());
     for (const variant &v : variants) {
-        if (M > v.max_m) continue;
+        if (!runs(d, v, M)) continue;
         for (int i = 0; i < 100; i++) {
             GPU_OK(cudaMemcpyAsync(y.p(), y0.p(), y.n * 2, cudaMemcpyDeviceToDevice, d->stream));
             v.run(d, &a);
@@ -232,7 +236,7 @@ static void time_gemm(toka_device *d, const char *only, bool json) {
         if (!json) printf("%-18s %6dx%-5d", s.name, s.N, s.K);
         for (int M : timed_rows) {
             for (const variant &v : variants) {
-                if (M > v.max_m || strcmp(v.name, only)) continue;
+                if (!runs(d, v, M) || strcmp(v.name, only)) continue;
                 double us = b.us(v, M, usual_epilogue(s)), share = (double)s.N * s.K * 2 / us * 1e-6 / tbs;
                 if (json)
                     printf("{\"op\":\"gemm %s\",\"gpu\":\"%s\",\"M\":%d,\"N\":%d,\"K\":%d,\"us\":%.2f,\"tflops\":%.1f,\"tbs\":%.3f,"
@@ -250,10 +254,10 @@ static void sweep(toka_device *d) {
     printf("reads %.2f TB/s; share of the time to read W\n", tbs);
     for (const shape &s : models) {
         timed_shape b(d, s.N, s.K);
-        for (int M : {1, 8, 16, 32, 64, 128, 192}) {
+        for (int M : {1, 8, 16, 32, 64, 96, 128}) {
             printf("%-18s M=%-3d", s.name, M);
             for (const variant &v : variants)
-                if (M <= v.max_m && (v.max_m == INT_MAX ? M >= 64 : v.max_m < 2 * std::max(M, 8)))
+                if (runs(d, v, M) && (v.max_m == INT_MAX ? M >= 64 : v.max_m < 2 * std::max(M, 8)))
                     printf(" %s:%.0f", v.name, 100 * (double)s.N * s.K * 2 / b.us(v, M, usual_epilogue(s)) * 1e-6 / tbs);
             printf("\n");
             fflush(stdout);
@@ -273,10 +277,11 @@ int main(int argc, char **argv) {
         sweep(d);
         return d->error.code;
     }
-    bool quick = !strcmp(what, "quick");
-    for (const shape &s : odd_shapes) test_shape(d, s, quick);
-    if (!quick) {
-        for (const shape &s : models) test_shape(d, s, false);
+    bool tiny = !strcmp(what, "tiny"), quick = !strcmp(what, "quick");
+    for (const shape &s : odd_shapes)
+        if (!tiny || s.K == 24 || s.K == 1000) test_shape(d, s, tiny ? tiny_counts : quick ? quick_counts : row_counts);
+    if (!quick && !tiny) {
+        for (const shape &s : models) test_shape(d, s, row_counts);
         for (int M : {1, 16, 64, 128, 257}) test_repeats(d, {"repeats", 2048, 2048}, M);
         test_repeats(d, {"repeats", 208, 2056}, 33);
         test_repeats(d, {"repeats", 896, 4864}, 64);
