@@ -980,7 +980,7 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
 enum {
     ATTN_TILE_Q = 64,    /* queries of a tile on mma.sync */
     ATTN_SMALL_Q = 16, /* queries of a small item, and the unit of the split-KV buffer */
-    ATTN_MIN_PART = 256, /* kv positions of a part, at least */
+    ATTN_MIN_PART = 128, /* kv positions of a part, at least */
     ATTN_WARPS = 16    /* small items that an SM works on at a time, roughly */
 };
 
@@ -1078,10 +1078,19 @@ static bool attn_plan_pages(toka_device *d, const toka_step *s) {
     return true;
 }
 
-/* How long the parts of a level's ranges are: as many as keep `at_once` items at work, if they were all cut into parts. */
-static int attn_part_len(const toka_device *d, int64_t kv_positions, int at_once) {
-    int64_t len = kv_positions * d->shape->K / at_once;
+/* How long the parts of small items are: as many as keep all warps at work, if all ranges were cut into parts. */
+static int attn_small_part(const toka_device *d, int64_t kv_positions) {
+    int64_t len = kv_positions * d->shape->K / (d->n_sms * ATTN_WARPS);
     return len < ATTN_MIN_PART ? ATTN_MIN_PART : len < INT_MAX / 2 ? (int)len : INT_MAX / 2;
+}
+/* The same of tiles. They run one on an SM, in waves: the number of parts that makes waves times their length least, if it is a good
+ * deal less. More than two waves stay as they are. */
+static int attn_tile_part(const toka_device *d, int64_t kv_positions, int n_tiles) {
+    int items = n_tiles * d->shape->K, len = (int)(kv_positions / attn_max(n_tiles, 1)), best = 1;
+    if (items > 2 * d->n_sms) return INT_MAX / 2;
+    for (int n = 2; n <= len / (2 * ATTN_MIN_PART); n++)
+        if (20LL * ceil_div(items * n, d->n_sms) * best < 19LL * ceil_div(items * best, d->n_sms) * n) best = n;
+    return best == 1 ? INT_MAX / 2 : ceil_div(len, best);
 }
 
 /* One item, or its parts and their merge. */
@@ -1131,10 +1140,13 @@ static void attn_emit_span(toka_device *d, const toka_step *s, int i, attn_level
 static void attn_plan_kind(toka_device *d, const toka_step *s, int level, bool small) {
     attn_plan *p = d->attn;
     int64_t work = 0;
-    for (int i = 0; i < s->n_spans; i++)
-        if (p->spans[i].level == level && p->spans[i].small == small)
-            work += (int64_t)s->spans[i].n_kv * (small ? 1 : ceil_div(s->spans[i].n_rows * p->G, p->tile_q));
-    int part_len = attn_part_len(d, work, small ? d->n_sms * ATTN_WARPS : d->n_sms);
+    int n = 0, part_len;
+    for (int i = 0; i < s->n_spans; i++) {
+        if (p->spans[i].level != level || p->spans[i].small != small) continue;
+        int tiles = small ? 1 : ceil_div(s->spans[i].n_rows * p->G, p->tile_q);
+        work += (int64_t)s->spans[i].n_kv * tiles, n += tiles;
+    }
+    part_len = small ? attn_small_part(d, work) : attn_tile_part(d, work, n);
     for (int i = 0; work && i < s->n_spans; i++)
         if (p->spans[i].level == level && p->spans[i].small == small) attn_emit_span(d, s, i, &p->levels[level], part_len);
 }
@@ -1259,7 +1271,7 @@ __device__ static inline void attn_leave_pair(const attn_exit &e, int col, float
  * Why: m16n8k16 leaves P where PV wants its A operand, V is transposed on its way by ldmatrix, and nothing is synchronised beyond the
  * block. */
 template <int DP, int WARPS> struct attn_tile_shape {
-    static constexpr int TOK = DP == 256 ? (WARPS == 1 ? 16 : 32) : WARPS == 1 ? 2048 / DP : 64;
+    static constexpr int TOK = DP == 256 ? 16 : WARPS == 1 ? 2048 / DP : 64;
     static constexpr int STAGES = WARPS == 1 ? 3 : 2;
     static constexpr int BYTES = STAGES * 2 * TOK * DP * 2;
 };
@@ -1382,8 +1394,10 @@ __device__ static inline int attn_first(const attn_args &a, const attn_item &it,
     int first = a.window ? it.pos_lo - a.window + 1 - it.kv0 : 0;
     return it.kv0 + (first > 0 ? first / tile * tile : 0);
 }
-__device__ static inline bool attn_masked(const attn_args &a, const attn_item &it, int kv, int tile) { /* some score of the tile */
-    return kv + tile > it.pos_lo + 1 || kv + tile > it.kv1 || (a.window && kv <= it.pos_hi - a.window);
+/* Tiles x .. y-1 from `first` on are seen whole by all rows of the item: no mask. */
+__device__ static inline int2 attn_open_tiles(const attn_args &a, const attn_item &it, int first, int tile) {
+    int hidden = it.pos_hi - a.window - first; /* position, counted from `first`, that some row does not see any more */
+    return make_int2(a.window && hidden >= 0 ? hidden / tile + 1 : 0, max(0, min(it.pos_lo + 1, it.kv1) - first) / tile);
 }
 
 typedef struct attn_rows { /* a thread's two queries: i and i + 8 of the item */
@@ -1429,10 +1443,12 @@ template <int DP, int WARPS> __global__ void __launch_bounds__(WARPS * 32, 1) at
     constexpr int TOK = shape::TOK, STAGES = shape::STAGES;
     extern __shared__ __align__(1024) char attn_smem[];
     bf16 *ring = (bf16 *)attn_smem;
+    grid_launch_dependents();
     grid_wait();
     const attn_item it = a.items[blockIdx.x / a.K];
     int h = blockIdx.x % a.K, i0 = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
     int first = attn_first(a, it, TOK), n_tiles = it.kv1 > first ? (it.kv1 - first + TOK - 1) / TOK : 0;
+    int2 open = attn_open_tiles(a, it, first, TOK);
     for (int i = 0; i < STAGES - 1; i++) {
         if (i < n_tiles) attn_load_tile<DP, WARPS>(a, it, h, first + i * TOK, ring + i * 2 * TOK * DP);
         cp_async_commit();
@@ -1451,7 +1467,7 @@ template <int DP, int WARPS> __global__ void __launch_bounds__(WARPS * 32, 1) at
         const bf16 *k = ring + i % STAGES * 2 * TOK * DP;
         float s[TOK / 2];
         attn_qk<DP, TOK>(s, q, k, a.D);
-        if (attn_masked(a, it, kv, TOK)) attn_mask(a, it, s, w.i, kv);
+        if (i < open.x || i >= open.y) attn_mask(a, it, s, w.i, kv);
         attn_soften(s, w.m, w.l, fade, a.scale);
         attn_fade(acc, fade);
         attn_pv<DP, TOK>(acc, s, k + TOK * DP, a.D);
@@ -1481,11 +1497,13 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
     const attn_item it = a.items[blockIdx.x / a.K];
     int h = blockIdx.x % a.K, lane = threadIdx.x, first = attn_first(a, it, TOK), ids = 0, ids_at = -32;
     int n_tiles = it.kv1 > first ? (it.kv1 - first + TOK - 1) / TOK : 0;
+    int2 open = attn_open_tiles(a, it, first, TOK);
     if (lane == 0) {
         for (int i = 0; i < STAGES; i++) mbar_init(smem_at(&full[i]), 1);
         mbar_init_fence();
     }
     __syncwarp();
+    grid_launch_dependents();
     auto ask = [&](int i) {
         int t = first + i * TOK - it.kv0, n = min(TOK, it.kv1 - it.kv0 - t), page = t >> a.log2_B;
         if (page - ids_at >= 32) ids_at = page, ids = a.pages[it.page0 + min(page + lane, (it.kv1 - it.kv0 - 1) >> a.log2_B)];
@@ -1518,7 +1536,7 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
                 *(uint4 *)(k + HALF + attn_piece_at(TOK, j / (DP / 8), j % (DP / 8))) = uint4{};
             __syncwarp();
         }
-        if (attn_masked(a, it, kv, TOK)) attn_mask(a, it, s, w.i, kv);
+        if (i < open.x || i >= open.y) attn_mask(a, it, s, w.i, kv);
         attn_soften(s, w.m, w.l, fade, a.scale, rows);
         attn_fade(acc, fade);
         attn_pv<DP, TOK>(acc, s, k + HALF, DP == 64 ? 64 : a.D);
@@ -1538,8 +1556,9 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
  * Why: S = Q K^T of tile j is under way together with P V of tile j-1, and the softmax of j runs beside the latter; P goes from
  * accumulators to the A operand within the registers. The warpgroups take turns in giving out products, so that one computes
  * exponentials while the tensor cores work for another.
- * Retired: without a warp of its own for loading (warp 0 asked between its products), 367 of now ... TFLOP/s at D = 128: asking takes
- * some hundred instructions, and the whole warpgroup waited for that warp. */
+ * Retired (H100, causal prefill of 4,096 rows at D = 64 / 128, where this one does 406 / 500 TFLOP/s): no warp of its own for loading,
+ * warp 0 asked between its products: 290 / 323; blocks that stay and take items in turn: 384 / 484, as the card deals out
+ * blocks of unequal length better. */
 template <int DP, int WGS, int N, int STAGES> struct attn_wg_shape {
     static constexpr int PANELS = (DP + 63) / 64, THREADS = WGS * 128 + 128;
     static constexpr int REGS = WGS == 2 ? 240 : 160, FEED_REGS = WGS == 2 ? 24 : 32;
@@ -1635,8 +1654,9 @@ __device__ static inline void attn_wg_work(const attn_args &a, const attn_item &
     attn_rows w = {wg * 64 + (int)threadIdx.x % 128 / 32 * 16 + lane / 4, {-INFINITY, -INFINITY}};
     float s[N / 2], acc[DP / 2] = {}, fade[2];
     uint32_t p[N / 16][4];
+    int2 open = attn_open_tiles(a, it, first, N);
     auto soften = [&](int j) {
-        if (attn_masked(a, it, first + j * N, N)) attn_mask(a, it, s, w.i, first + j * N);
+        if (j < open.x || j >= open.y) attn_mask(a, it, s, w.i, first + j * N);
         attn_soften(s, w.m, w.l, fade, a.scale);
     };
     attn_wg_load_q<DP, WGS>(a, it, h, wg, (bf16 *)smem);
@@ -1699,6 +1719,7 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
         mbar_init_fence();
     }
     __syncthreads();
+    grid_launch_dependents();
     grid_wait();
     int first = attn_first(a, it, N), n_tiles = it.kv1 > first ? (it.kv1 - first + N - 1) / N : 0;
     if (threadIdx.x < 128) {
@@ -1725,41 +1746,43 @@ static void attn_wg_launch(toka_device *d, const attn_args &a, int n, const CUte
 }
 
 /* ---- Merge of the parts of split-KV ----
- * In: merges (grid.x: merge, kv head), n parts each. Out: as the item that was cut would have written. One warp per query, the lanes
- * hold the LSEs of 32 parts at a time, then two columns each; bytes: n * D * 4 per query. */
-enum { ATTN_MERGE_WARPS = 4 };
-__global__ void __launch_bounds__(ATTN_MERGE_WARPS * 32) attn_join(const __grid_constant__ attn_args a, const attn_merge *merges) {
+ * In: merges (grid.x: merge, kv head; grid.y: query), n parts each. Out: as the item that was cut would have written. Block: 128 threads;
+ * D/4 of them hold a row, so 128 / (D/4) parts are read at a time; the sums of these groups are added in a fixed order. Bytes: n * D * 4
+ * per query. */
+__global__ void __launch_bounds__(128) attn_join(const __grid_constant__ attn_args a, const attn_merge *merges) {
+    __shared__ float4 sums[128];
+    __shared__ float tops[4], weights[128];
     const attn_merge me = merges[blockIdx.x / a.K];
-    int h = blockIdx.x % a.K, lane = threadIdx.x % 32, i = blockIdx.y * ATTN_MERGE_WARPS + threadIdx.x / 32;
-    int units = (me.nq + ATTN_SMALL_Q - 1) / ATTN_SMALL_Q;
-    attn_item it = {};
-    it.q0 = me.q0, it.nq = me.nq, it.where = me.where;
+    int h = blockIdx.x % a.K, i = blockIdx.y, row = a.D / 4, groups = 128 / row, group = threadIdx.x / row, col = threadIdx.x % row * 4;
+    grid_launch_dependents();
     grid_wait();
     if (i >= me.nq) return;
-    size_t first = attn_part_at(a, me.slot, i, h), step = attn_part_at(a, units, 0, 0);
-    float m = -INFINITY, l = 0, old = attn_old_lse(a, it, i, h), acc[4][2] = {};
-    for (int j = lane; j < me.n; j += 32) m = fmaxf(m, a.part_lse[first + j * step]);
+    size_t first = attn_part_at(a, me.slot, i, h), step = attn_part_at(a, (me.nq + ATTN_SMALL_Q - 1) / ATTN_SMALL_Q, 0, 0);
+    attn_item it = {};
+    it.q0 = me.q0, it.nq = me.nq, it.where = me.where;
+    float m = -INFINITY, l = 0, old = attn_old_lse(a, it, i, h);
+    float4 acc = {};
+    for (int j = threadIdx.x; j < me.n; j += 128) m = fmaxf(m, a.part_lse[first + j * step]);
     for (int k = 16; k; k /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, k));
-    for (int j0 = 0; j0 < me.n && m > -INFINITY; j0 += 32) {
-        float w = j0 + lane < me.n ? ex2(a.part_lse[first + (j0 + lane) * step] - m) : 0;
-        const float *part = a.part_o + (first + j0 * step) * a.D + lane * 2;
+    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = m;
+    __syncthreads(); /* all have read the old LSE too */
+    m = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
 #pragma unroll 4
-        for (int j = 0; j < min(32, me.n - j0); j++) {
-            float wj = __shfl_sync(~0u, w, j);
-            l += wj;
-#pragma unroll
-            for (int c = 0; c < 4; c++) {
-                if (c * 64 + lane * 2 >= a.D) break;
-                float2 x = *(const float2 *)(part + j * step * a.D + c * 64);
-                acc[c][0] += wj * x.x, acc[c][1] += wj * x.y;
-            }
-        }
+    for (int j = group; j < me.n; j += groups) {
+        if (group >= groups || m == -INFINITY) break;
+        float w = ex2(a.part_lse[first + j * step] - m);
+        float4 x = *(const float4 *)(a.part_o + (first + j * step) * a.D + col);
+        l += w, acc.x += w * x.x, acc.y += w * x.y, acc.z += w * x.z, acc.w += w * x.w;
     }
-    __syncwarp();
-    attn_exit e = attn_leave(a, it, i, h, m, l, old, lane == 0);
-#pragma unroll
-    for (int c = 0; c < 4; c++)
-        if (c * 64 + lane * 2 < a.D) attn_leave_pair(e, c * 64 + lane * 2, acc[c][0], acc[c][1]);
+    sums[threadIdx.x] = acc, weights[threadIdx.x] = l;
+    __syncthreads();
+    if (group) return;
+    for (int j = 1; j < groups; j++) {
+        float4 x = sums[j * row + threadIdx.x];
+        l += weights[j * row], acc.x += x.x, acc.y += x.y, acc.z += x.z, acc.w += x.w;
+    }
+    attn_exit e = attn_leave(a, it, i, h, m, l, old, threadIdx.x == 0);
+    attn_leave_pair(e, col, acc.x, acc.y), attn_leave_pair(e, col + 2, acc.z, acc.w);
 }
 
 /* ---- The op ---- */
@@ -1774,7 +1797,7 @@ static void attn_sizes(const toka_device *d, attn_plan *p) {
     p->max_spans = 2 * T + 64;
     p->max_levels = seq_pages + 1;
     p->max_pages = (size_t)(pages < 1 << 24 ? pages : 1 << 24);
-    /* the parts of split-KV: with parts of the length that attn_part_len gives, at most 4/3 of the warps or blocks at work */
+    /* the parts of split-KV: what attn_small_part and attn_tile_part make of it; beyond, ranges stay whole */
     p->max_slots = d->n_sms * (ATTN_WARPS + p->tile_q / ATTN_SMALL_Q) * 3 / 2 / sh->K + 64;
     p->max_merges = 2 * p->max_slots;
     p->max_items = p->max_spans + p->max_slots + 8 * ceil_div(T * G, p->tile_q);
@@ -1861,7 +1884,7 @@ static void attention(toka_device *d, const toka_step *s, int layer, const bf16 
         attn_launch_items(d, layer, a, l->small0, l->n_small, true);
         if (!l->n_merges) continue;
         launch_dependent(d, "attention, parts", attn_join,
-                         dim3((unsigned)(l->n_merges * a.K), (unsigned)ceil_div(l->merge_nq, ATTN_MERGE_WARPS)), ATTN_MERGE_WARPS * 32, 0, 1, a,
+                         dim3((unsigned)(l->n_merges * a.K), (unsigned)l->merge_nq), 128, 0, 1, a,
                          p->dev_merges + l->merge0);
     }
 }

@@ -398,10 +398,11 @@ static void bench(bool decode, bool tiles) {
         bench_decode("decode, 4096 sequences of 10..300", D, 4096, 10, 300, ceiling);
         bench_decode("decode, 64 sequences of 4096", D, 64, 4096, 4096, ceiling);
         bench_decode("decode, 1 sequence of 8192", D, 1, 8192, 8192, ceiling);
+        bench_decode("decode, 1 sequence of 640", D, 1, 640, 640, ceiling);
     }
     for (int D : {64, 96, 128}) {
         if (!tiles) break;
-        for (int n : {4096, 1024, 64}) bench_prefix(D, n, 14, ceiling);
+        for (int n : {8448, 4096, 1024, 64}) bench_prefix(D, n, 11, ceiling);
         bench_prefix(D, 64, 256, ceiling);
         for (int n : {1024, 4096, 16384}) bench_prefill(D, n, n, ceiling);
         bench_prefill(D, 16384, 512, ceiling);
