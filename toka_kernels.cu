@@ -2154,9 +2154,9 @@ static void gemm(toka_device *d, const gemm_args *a) {
  * =========================================================================== */
 
 enum {
-    ATTN_TILE_Q = 64, ATTN_WG_Q = 128, /* queries of a tile: on mma.sync, on wgmma */
+    ATTN_TILE_Q = 64,    /* queries of a tile on mma.sync */
     ATTN_SMALL_Q = 16, /* queries of a small item, and the unit of the split-KV buffer */
-    ATTN_MIN_PART = 256, /* kv positions of a part, at least */
+    ATTN_MIN_PART = 128, /* kv positions of a part, at least */
     ATTN_WARPS = 16    /* small items that an SM works on at a time, roughly */
 };
 
@@ -2177,14 +2177,17 @@ typedef struct attn_merge { /* the n parts of one item, slot after slot, become 
 
 typedef struct attn_level {
     int tile0, n_tiles, small0, n_small, merge0, n_merges;
+    int merge_nq; /* most queries of a merge */
 } attn_level;
 
 typedef struct attn_span { /* of a toka_span, for the time of planning */
     int level, page0, where;
+    bool small;
 } attn_span;
 
 struct attn_plan {
-    int tile_q, max_items, max_merges, max_spans, max_levels, max_slots;
+    int G, small_rows, tile_q; /* query heads of a kv head; rows of a small span at most; queries of a tile */
+    int max_items, max_merges, max_spans, max_levels, max_slots;
     bool hopper;                /* the kernels with tensor maps */
     CUtensorMap *maps;          /* [L][ATTN_MAPS] or NULL */
     size_t max_pages;
@@ -2204,10 +2207,6 @@ struct attn_plan {
 static inline int attn_min(int a, int b) { return a < b ? a : b; }
 static inline int attn_max(int a, int b) { return a > b ? a : b; }
 
-static inline bool attn_is_small(const toka_device *d, const toka_span *sp) {
-    return sp->n_rows * (d->shape->H / d->shape->K) <= ATTN_SMALL_Q;
-}
-
 /* Levels, and which span is the last of its rows. Those that end rows with a small item all go to the last level: one launch. */
 static void attn_plan_levels(toka_device *d, const toka_step *s) {
     attn_plan *p = d->attn;
@@ -2220,7 +2219,7 @@ static void attn_plan_levels(toka_device *d, const toka_step *s) {
             assert(p->row_level[r] == level);
             p->row_level[r] = (uint16_t)(level + 1);
         }
-        p->spans[i].level = level;
+        p->spans[i].level = level, p->spans[i].small = sp->n_rows <= p->small_rows;
         p->n_levels = attn_max(p->n_levels, level + 1);
     }
     assert(p->n_levels <= p->max_levels);
@@ -2229,7 +2228,7 @@ static void attn_plan_levels(toka_device *d, const toka_step *s) {
         attn_span *a = &p->spans[i];
         bool last = p->row_level[sp->row0] == a->level + 1;
         a->where = (a->level ? ATTN_SEED : 0) | (last ? ATTN_TO_O : ATTN_TO_STATE);
-        if (last && attn_is_small(d, sp)) a->level = p->n_levels - 1;
+        if (last && a->small) a->level = p->n_levels - 1;
     }
 }
 
@@ -2238,7 +2237,8 @@ static bool attn_plan_pages(toka_device *d, const toka_step *s) {
     attn_plan *p = d->attn;
     int64_t n = 0;
     void *host;
-    for (int i = 0; i < s->n_spans; i++) p->spans[i].page0 = (int)n, n += ceil_div(s->spans[i].n_kv, d->shape->B);
+    int B = d->shape->B, shift = __builtin_ctz(B);
+    for (int i = 0; i < s->n_spans; i++) p->spans[i].page0 = (int)n, n += (s->spans[i].n_kv + B - 1) >> shift;
     if (n > (int64_t)p->max_pages) {
         d->error.code = TOKA_E_DEVICE;
         snprintf(d->error.msg, sizeof d->error.msg, "GPU: attention: the step names %lld pages, there is room for %zu",
@@ -2249,54 +2249,66 @@ static bool attn_plan_pages(toka_device *d, const toka_step *s) {
     for (int i = 0; i < s->n_spans; i++) {
         if (i + 8 < s->n_spans) __builtin_prefetch(s->pages + s->spans[i + 8].page0);
         memcpy((int *)host + p->spans[i].page0, s->pages + s->spans[i].page0,
-               (size_t)ceil_div(s->spans[i].n_kv, d->shape->B) * sizeof(int));
+               (size_t)((s->spans[i].n_kv + B - 1) >> shift) * sizeof(int));
     }
     return true;
 }
 
-/* How long the parts of a level's ranges are: as many as keep `at_once` items at work, if they were all cut into parts. */
-static int attn_part_len(const toka_device *d, int64_t kv_positions, int at_once) {
-    int64_t len = kv_positions * d->shape->K / at_once;
+/* How long the parts of small items are: as many as keep all warps at work, if all ranges were cut into parts. */
+static int attn_small_part(const toka_device *d, int64_t kv_positions) {
+    int64_t len = kv_positions * d->shape->K / (d->n_sms * ATTN_WARPS);
     return len < ATTN_MIN_PART ? ATTN_MIN_PART : len < INT_MAX / 2 ? (int)len : INT_MAX / 2;
+}
+/* The same of tiles. They run one on an SM, in waves: the number of parts that makes waves times their length least, if it is a good
+ * deal less. More than two waves stay as they are. */
+static int attn_tile_part(const toka_device *d, int64_t kv_positions, int n_tiles) {
+    int items = n_tiles * d->shape->K, len = (int)(kv_positions / attn_max(n_tiles, 1)), best = 1;
+    if (items > 2 * d->n_sms) return INT_MAX / 2;
+    for (int n = 2; n <= len / (2 * ATTN_MIN_PART); n++)
+        if (20LL * ceil_div(items * n, d->n_sms) * best < 19LL * ceil_div(items * best, d->n_sms) * n) best = n;
+    return best == 1 ? INT_MAX / 2 : ceil_div(len, best);
 }
 
 /* One item, or its parts and their merge. */
-static void attn_emit(toka_device *d, attn_item item, int part_len) {
+static void attn_emit(toka_device *d, attn_level *l, const attn_item *item, int part_len) {
     attn_plan *p = d->attn;
-    int len = item.kv1 - item.kv0, n = (len + part_len / 2) / part_len, units = ceil_div(item.nq, ATTN_SMALL_Q);
-    int B = d->shape->B, part = ceil_div(ceil_div(attn_max(len, 1), attn_max(n, 1)), B) * B;
-    n = ceil_div(len, part);
-    if (n <= 1 || p->n_slots + n * units > p->max_slots || p->n_items + n > p->max_items ||
-        p->n_merges == p->max_merges) {
-        if (p->n_items < p->max_items) p->items[p->n_items] = item;
-        p->n_items++;
-        return;
+    int len = item->kv1 - item->kv0;
+    if (len >= part_len + part_len / 2) {
+        int B = d->shape->B, units = ceil_div(item->nq, ATTN_SMALL_Q), part = ceil_div(ceil_div(len, (len + part_len / 2) / part_len), B) * B;
+        int n = ceil_div(len, part);
+        if (n > 1 && p->n_slots + n * units <= p->max_slots && p->n_items + n <= p->max_items && p->n_merges < p->max_merges) {
+            p->merges[p->n_merges++] = attn_merge{item->q0, item->nq, p->n_slots, n, item->where};
+            l->merge_nq = attn_max(l->merge_nq, item->nq);
+            for (int i = 0; i < n; i++, p->n_slots += units) {
+                attn_item *a = &p->items[p->n_items++];
+                *a = *item;
+                a->kv0 = item->kv0 + i * part, a->kv1 = attn_min(a->kv0 + part, item->kv1);
+                a->page0 = item->page0 + i * (part / B), a->where = p->n_slots << ATTN_SLOT;
+            }
+            return;
+        }
     }
-    p->merges[p->n_merges++] = attn_merge{item.q0, item.nq, p->n_slots, n, item.where};
-    for (int i = 0; i < n; i++, p->n_slots += units) {
-        attn_item *a = &p->items[p->n_items++];
-        *a = item;
-        a->kv0 = item.kv0 + i * part, a->kv1 = attn_min(a->kv0 + part, item.kv1);
-        a->page0 = item.page0 + i * (part / B), a->where = p->n_slots << ATTN_SLOT;
-    }
+    if (p->n_items < p->max_items) p->items[p->n_items] = *item;
+    p->n_items++;
 }
 
 /* The items of one span; the last rows, which see most, come first. */
-static void attn_emit_span(toka_device *d, const toka_step *s, int i, int part_len) {
+static void attn_emit_span(toka_device *d, const toka_step *s, int i, attn_level *l, int part_len) {
     const toka_span *sp = &s->spans[i];
     const attn_span *a = &d->attn->spans[i];
-    int G = d->shape->H / d->shape->K, end = (sp->row0 + sp->n_rows) * G;
-    int tile = attn_is_small(d, sp) ? ATTN_SMALL_Q : d->attn->tile_q, n = ceil_div(sp->n_rows * G, tile);
+    int G = d->attn->G, end = (sp->row0 + sp->n_rows) * G;
+    int tile = a->small ? ATTN_SMALL_Q : d->attn->tile_q, n = a->small ? 1 : ceil_div(sp->n_rows * G, tile);
     for (int t = n - 1; t >= 0; t--) {
         attn_item item = {.q0 = sp->row0 * G + t * tile, .kv0 = sp->kv0, .page0 = a->page0, .pos_lo = INT_MAX, .pos_hi = -1,
                           .where = a->where};
         item.nq = attn_min(tile, end - item.q0);
-        for (int r = item.q0 / G; r <= (item.q0 + item.nq - 1) / G; r++) {
+        int r = a->small ? sp->row0 : item.q0 / G, last = a->small ? sp->row0 + sp->n_rows - 1 : (item.q0 + item.nq - 1) / G;
+        for (; r <= last; r++) {
             item.pos_lo = attn_min(item.pos_lo, s->pos[r]);
             item.pos_hi = attn_max(item.pos_hi, s->pos[r]);
         }
         item.kv1 = attn_max(sp->kv0, attn_min(sp->kv0 + sp->n_kv, item.pos_hi + 1));
-        attn_emit(d, item, part_len);
+        attn_emit(d, l, &item, part_len);
     }
 }
 
@@ -2304,14 +2316,15 @@ static void attn_emit_span(toka_device *d, const toka_step *s, int i, int part_l
 static void attn_plan_kind(toka_device *d, const toka_step *s, int level, bool small) {
     attn_plan *p = d->attn;
     int64_t work = 0;
+    int n = 0, part_len;
     for (int i = 0; i < s->n_spans; i++) {
-        if (p->spans[i].level != level || attn_is_small(d, &s->spans[i]) != small) continue;
-        int tiles = small ? 1 : ceil_div(s->spans[i].n_rows * (d->shape->H / d->shape->K), p->tile_q);
-        work += (int64_t)s->spans[i].n_kv * tiles;
+        if (p->spans[i].level != level || p->spans[i].small != small) continue;
+        int tiles = small ? 1 : ceil_div(s->spans[i].n_rows * p->G, p->tile_q);
+        work += (int64_t)s->spans[i].n_kv * tiles, n += tiles;
     }
-    int part_len = attn_part_len(d, work, small ? d->n_sms * ATTN_WARPS : d->n_sms);
+    part_len = small ? attn_small_part(d, work) : attn_tile_part(d, work, n);
     for (int i = 0; work && i < s->n_spans; i++)
-        if (p->spans[i].level == level && attn_is_small(d, &s->spans[i]) == small) attn_emit_span(d, s, i, part_len);
+        if (p->spans[i].level == level && p->spans[i].small == small) attn_emit_span(d, s, i, &p->levels[level], part_len);
 }
 
 /* Makes the lists of this step and puts them into d->up. Before stage_send. */
@@ -2324,7 +2337,7 @@ static void attn_plan_step(toka_device *d, const toka_step *s) {
     p->n_items = p->n_merges = 0;
     for (int i = 0; i < p->n_levels; i++) {
         attn_level *l = &p->levels[i];
-        l->merge0 = p->n_merges, l->tile0 = p->n_items, p->n_slots = 0;
+        l->merge0 = p->n_merges, l->tile0 = p->n_items, l->merge_nq = p->n_slots = 0;
         attn_plan_kind(d, s, i, false);
         l->n_tiles = p->n_items - l->tile0, l->small0 = p->n_items;
         attn_plan_kind(d, s, i, true);
@@ -2434,7 +2447,7 @@ __device__ static inline void attn_leave_pair(const attn_exit &e, int col, float
  * Why: m16n8k16 leaves P where PV wants its A operand, V is transposed on its way by ldmatrix, and nothing is synchronised beyond the
  * block. */
 template <int DP, int WARPS> struct attn_tile_shape {
-    static constexpr int TOK = DP == 256 ? (WARPS == 1 ? 16 : 32) : WARPS == 1 ? 2048 / DP : 64;
+    static constexpr int TOK = DP == 256 ? 16 : WARPS == 1 ? 2048 / DP : 64;
     static constexpr int STAGES = WARPS == 1 ? 3 : 2;
     static constexpr int BYTES = STAGES * 2 * TOK * DP * 2;
 };
@@ -2557,8 +2570,10 @@ __device__ static inline int attn_first(const attn_args &a, const attn_item &it,
     int first = a.window ? it.pos_lo - a.window + 1 - it.kv0 : 0;
     return it.kv0 + (first > 0 ? first / tile * tile : 0);
 }
-__device__ static inline bool attn_masked(const attn_args &a, const attn_item &it, int kv, int tile) { /* some score of the tile */
-    return kv + tile > it.pos_lo + 1 || kv + tile > it.kv1 || (a.window && kv <= it.pos_hi - a.window);
+/* Tiles x .. y-1 from `first` on are seen whole by all rows of the item: no mask. */
+__device__ static inline int2 attn_open_tiles(const attn_args &a, const attn_item &it, int first, int tile) {
+    int hidden = it.pos_hi - a.window - first; /* position, counted from `first`, that some row does not see any more */
+    return make_int2(a.window && hidden >= 0 ? hidden / tile + 1 : 0, max(0, min(it.pos_lo + 1, it.kv1) - first) / tile);
 }
 
 typedef struct attn_rows { /* a thread's two queries: i and i + 8 of the item */
@@ -2604,10 +2619,12 @@ template <int DP, int WARPS> __global__ void __launch_bounds__(WARPS * 32, 1) at
     constexpr int TOK = shape::TOK, STAGES = shape::STAGES;
     extern __shared__ __align__(1024) char attn_smem[];
     bf16 *ring = (bf16 *)attn_smem;
+    grid_launch_dependents();
     grid_wait();
     const attn_item it = a.items[blockIdx.x / a.K];
     int h = blockIdx.x % a.K, i0 = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
     int first = attn_first(a, it, TOK), n_tiles = it.kv1 > first ? (it.kv1 - first + TOK - 1) / TOK : 0;
+    int2 open = attn_open_tiles(a, it, first, TOK);
     for (int i = 0; i < STAGES - 1; i++) {
         if (i < n_tiles) attn_load_tile<DP, WARPS>(a, it, h, first + i * TOK, ring + i * 2 * TOK * DP);
         cp_async_commit();
@@ -2626,7 +2643,7 @@ template <int DP, int WARPS> __global__ void __launch_bounds__(WARPS * 32, 1) at
         const bf16 *k = ring + i % STAGES * 2 * TOK * DP;
         float s[TOK / 2];
         attn_qk<DP, TOK>(s, q, k, a.D);
-        if (attn_masked(a, it, kv, TOK)) attn_mask(a, it, s, w.i, kv);
+        if (i < open.x || i >= open.y) attn_mask(a, it, s, w.i, kv);
         attn_soften(s, w.m, w.l, fade, a.scale);
         attn_fade(acc, fade);
         attn_pv<DP, TOK>(acc, s, k + TOK * DP, a.D);
@@ -2656,11 +2673,13 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
     const attn_item it = a.items[blockIdx.x / a.K];
     int h = blockIdx.x % a.K, lane = threadIdx.x, first = attn_first(a, it, TOK), ids = 0, ids_at = -32;
     int n_tiles = it.kv1 > first ? (it.kv1 - first + TOK - 1) / TOK : 0;
+    int2 open = attn_open_tiles(a, it, first, TOK);
     if (lane == 0) {
         for (int i = 0; i < STAGES; i++) mbar_init(smem_at(&full[i]), 1);
         mbar_init_fence();
     }
     __syncwarp();
+    grid_launch_dependents();
     auto ask = [&](int i) {
         int t = first + i * TOK - it.kv0, n = min(TOK, it.kv1 - it.kv0 - t), page = t >> a.log2_B;
         if (page - ids_at >= 32) ids_at = page, ids = a.pages[it.page0 + min(page + lane, (it.kv1 - it.kv0 - 1) >> a.log2_B)];
@@ -2693,7 +2712,7 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
                 *(uint4 *)(k + HALF + attn_piece_at(TOK, j / (DP / 8), j % (DP / 8))) = uint4{};
             __syncwarp();
         }
-        if (attn_masked(a, it, kv, TOK)) attn_mask(a, it, s, w.i, kv);
+        if (i < open.x || i >= open.y) attn_mask(a, it, s, w.i, kv);
         attn_soften(s, w.m, w.l, fade, a.scale, rows);
         attn_fade(acc, fade);
         attn_pv<DP, TOK>(acc, s, k + HALF, DP == 64 ? 64 : a.D);
@@ -2707,22 +2726,20 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
 }
 
 /* ---- Tiles on Hopper: wgmma, after FlashAttention-3 ----
- * In and out as above. Grid: (item, kv head); WGS warpgroups of 64 queries each. Shared: Q [panels][64 WGS][64] and STAGES tiles of N
- * positions of K and of V, each [panels][N][64]. FLOPs: 4 * 64 WGS * D * kv.
+ * In and out as above. Grid: (item, kv head); WGS warpgroups of 64 queries each, and one of which a single warp works: it asks the copy
+ * engine for K and V. Shared: Q [panels][64 WGS][64] and STAGES tiles of N positions of K and of V, each [panels][N][64].
+ * FLOPs: 4 * 64 WGS * D * kv.
  * Why: S = Q K^T of tile j is under way together with P V of tile j-1, and the softmax of j runs beside the latter; P goes from
- * accumulators to the A operand within the registers. No warp only loads: the first one asks for tiles between its own products,
- * which leaves 128 (two blocks on an SM, D = 64) or 255 registers to a thread. At D = 64 the exponentials cost as much as the
- * products, so one block computes what the other waits for. */
+ * accumulators to the A operand within the registers. The warpgroups take turns in giving out products, so that one computes
+ * exponentials while the tensor cores work for another.
+ * Retired (H100, causal prefill of 4,096 rows at D = 64 / 128, where this one does 406 / 500 TFLOP/s): no warp of its own for loading,
+ * warp 0 asked between its products: 290 / 323; blocks that stay and take items in turn: 384 / 484, as the card deals out
+ * blocks of unequal length better. */
 template <int DP, int WGS, int N, int STAGES> struct attn_wg_shape {
-    static constexpr int PANELS = (DP + 63) / 64, THREADS = WGS * 128;
+    static constexpr int PANELS = (DP + 63) / 64, THREADS = WGS * 128 + 128;
+    static constexpr int REGS = WGS == 2 ? 240 : 160, FEED_REGS = WGS == 2 ? 24 : 32;
     static constexpr int Q = PANELS * WGS * 64 * 128, TILE = PANELS * N * 128, BYTES = Q + STAGES * 2 * TILE;
-    static constexpr int BLOCKS = BYTES <= 113 * 1024 && DP == 64 ? 2 : 1; /* of an SM */
 };
-
-typedef struct attn_feed { /* what the asking warp knows */
-    const attn_item *it;
-    int first, n_tiles, ids, ids_at; /* page numbers ids_at .. ids_at+31, one per lane */
-} attn_feed;
 
 template <int DP, int N> __device__ static inline void attn_wg_qk(float (&s)[N / 2], uint32_t q, int q_panel, uint32_t k) {
 #if HOPPER
@@ -2742,89 +2759,84 @@ template <int DP, int N> __device__ static inline void attn_wg_pv(float (&acc)[D
 #endif
 }
 
-/* K (v = 0) or V of tile j to `to`, in blocks of 64 positions; blocks behind the last position are left out. One whole warp. */
-template <int DP, int N>
-__device__ static inline void attn_ask(const attn_args &a, const CUtensorMap *map, attn_feed &f, int j, int h, int v, uint32_t to,
-                                       uint32_t bar) {
+/* The feeding warp: K and V of all tiles, in the order in which they are used, in blocks of 64 positions; blocks behind the last
+ * position are left out. */
+template <int DP, int WGS, int N, int STAGES>
+__device__ static inline void attn_wg_feed(const attn_args &a, const CUtensorMap *map, const attn_item &it, int h, int first, int n_tiles,
+                                           uint32_t ks, uint32_t bars) {
 #if HOPPER
-    constexpr int PANELS = (DP + 63) / 64;
-    int lane = threadIdx.x % 32, last = f.it->kv1 - f.it->kv0 - 1, t = f.first + j * N - f.it->kv0;
-    int blocks = min(N / 64, (last - t) / 64 + 1);
-    if (lane == 0) mbar_expect_tx(bar, blocks * 64 * PANELS * 128);
-    for (int i = 0; i < blocks; i++, t += 64) {
-        int page = t >> a.log2_B;
-        if (page - f.ids_at >= 32 || page < f.ids_at)
-            f.ids_at = page, f.ids = a.pages[f.it->page0 + min(page + lane, last >> a.log2_B)];
-        int row = (((__shfl_sync(~0u, f.ids, page - f.ids_at) * a.K + h) * 2 + v) << a.log2_B) + (t & ((1 << a.log2_B) - 1));
-        for (int panel = 0; panel < PANELS && lane == 0; panel++)
-            tma_load_2d(to + panel * N * 128 + i * 64 * 128, map, bar, panel * 64, row);
+    typedef attn_wg_shape<DP, WGS, N, STAGES> shape;
+    int lane = threadIdx.x % 32, last = it.kv1 - it.kv0 - 1, ids = 0, ids_at = -32; /* page numbers ids_at .. ids_at+31, one per lane */
+    for (int i = 0; i < 2 * n_tiles; i++) { /* K0, K1, V0, K2, V1 ... */
+        int v = i == 2 * n_tiles - 1 || (i > 1 && i % 2 == 0), j = v ? (i - 1) / 2 : (i + 1) / 2, at = v * STAGES + j % STAGES;
+        int t = first + j * N - it.kv0, blocks = min(N / 64, (last - t) / 64 + 1);
+        uint32_t to = ks + at * shape::TILE, full = bars + 8 * at;
+        mbar_wait(full + 16 * STAGES, (j / STAGES & 1) ^ 1);
+        if (lane == 0) mbar_expect_tx(full, blocks * 64 * shape::PANELS * 128);
+        for (int b = 0; b < blocks; b++, t += 64, to += 64 * 128) {
+            int page = t >> a.log2_B;
+            if (page - ids_at >= 32 || page < ids_at) ids_at = page, ids = a.pages[it.page0 + min(page + lane, last >> a.log2_B)];
+            int row = (((__shfl_sync(~0u, ids, page - ids_at) * a.K + h) * 2 + v) << a.log2_B) + (t & ((1 << a.log2_B) - 1));
+            for (int panel = 0; panel < shape::PANELS && lane == 0; panel++) tma_load_2d(to + panel * N * 128, map, full, panel * 64, row);
+        }
     }
 #endif
 }
 
 /* Q of one warpgroup to shared memory, swizzled; what is not there is 0. */
-template <int DP, int WGS> __device__ static inline void attn_wg_load_q(const attn_args &a, const attn_item &it, int h, bf16 *to) {
+template <int DP, int WGS> __device__ static inline void attn_wg_load_q(const attn_args &a, const attn_item &it, int h, int wg, bf16 *to) {
 #if HOPPER
     constexpr int PIECES = (DP + 63) / 64 * 8;
-    int wg = threadIdx.x / 128;
-    for (int i = threadIdx.x % 128; i < 64 * PIECES; i += 128) {
-        int row = wg * 64 + i / PIECES, piece = i % PIECES;
-        uint4 x = {};
-        if (row < it.nq && piece * 8 < a.D) x = *(const uint4 *)(a.q + attn_head_at(a, it.q0 + row, h) * a.D + piece * 8);
-        *(uint4 *)(to + attn_piece_at(WGS * 64, row, piece)) = x;
+    int piece = threadIdx.x % PIECES, row0 = wg * 64 + threadIdx.x % 128 / PIECES;
+    uint4 x[PIECES / 2];
+#pragma unroll
+    for (int i = 0; i < PIECES / 2; i++) {
+        int row = row0 + i * (128 / PIECES);
+        x[i] = uint4{};
+        if (row < it.nq && piece * 8 < a.D) x[i] = *(const uint4 *)(a.q + attn_head_at(a, it.q0 + row, h) * a.D + piece * 8);
     }
+#pragma unroll
+    for (int i = 0; i < PIECES / 2; i++) *(uint4 *)(to + attn_piece_at(WGS * 64, row0 + i * (128 / PIECES), piece)) = x[i];
     fence_async_smem();
     named_sync(1 + wg, 128);
 #endif
 }
 
 /* Rows n .. N-1 of a tile of V become 0, as 0 times what lies there must be 0. By one warpgroup; another may do the same. */
-template <int DP, int N> __device__ static inline void attn_wg_clear(bf16 *v, int n) {
+template <int DP, int N> __device__ static inline void attn_wg_clear(bf16 *v, int n, int wg) {
 #if HOPPER
     for (int i = threadIdx.x % 128 + n * 8; i < N * 8; i += 128)
         for (int panel = 0; panel < (DP + 63) / 64; panel++) *(uint4 *)(v + attn_piece_at(N, i / 8, panel * 8 + i % 8)) = uint4{};
     fence_async_smem();
-    named_sync(1 + threadIdx.x / 128, 128);
+    named_sync(1 + wg, 128);
 #endif
 }
 
+/* x is at least 0. ptxas would move the softmax behind the wgmma_wait that follows it, and nothing would run beside the product: a
+ * store that never happens, but has to wait for x and may not pass the wait. */
+__device__ static inline void attn_hold(float x, uint32_t at) {
+    asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.b32 [%1], %1;}" ::"f"(x), "r"(at) : "memory");
+}
+
+/* One warpgroup: its 64 queries against all tiles. */
 template <int DP, int WGS, int N, int STAGES>
-__global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, attn_wg_shape<DP, WGS, N, STAGES>::BLOCKS)
-    attn_wg(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap map) {
+__device__ static inline void attn_wg_work(const attn_args &a, const attn_item &it, int h, int wg, int first, int n_tiles, uint32_t qs,
+                                           uint32_t full_k, char *smem) {
 #if HOPPER
     typedef attn_wg_shape<DP, WGS, N, STAGES> shape;
-    extern __shared__ __align__(1024) char attn_smem[];
-    __shared__ uint64_t bars[4 * STAGES];
-    __shared__ attn_item it;
-    uint32_t qs = smem_at(attn_smem), ks = qs + shape::Q, vs = ks + STAGES * shape::TILE;
-    uint32_t full_k = smem_at(bars), full_v = full_k + 8 * STAGES, empty_k = full_v + 8 * STAGES, empty_v = empty_k + 8 * STAGES;
-    int h = blockIdx.x % a.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (threadIdx.x == 0) {
-        it = a.items[blockIdx.x / a.K];
-        for (int i = 0; i < 2 * STAGES; i++) mbar_init(full_k + 8 * i, 1), mbar_init(empty_k + 8 * i, 4 * WGS);
-        mbar_init_fence();
-    }
-    __syncthreads();
-    grid_wait();
-    int first = attn_first(a, it, N), n_tiles = it.kv1 > first ? (it.kv1 - first + N - 1) / N : 0;
-    attn_feed feed = {&it, first, n_tiles, 0, -32};
-    auto k_at = [&](int j) { return ks + j % STAGES * shape::TILE; };
-    auto v_at = [&](int j) { return vs + j % STAGES * shape::TILE; };
-    auto ask = [&](int j, int v) { /* when all have done with what was there */
-        if (warp != 0 || j < 0 || j >= n_tiles) return;
-        mbar_wait((v ? empty_v : empty_k) + 8 * (j % STAGES), (j / STAGES & 1) ^ 1);
-        attn_ask<DP, N>(a, &map, feed, j, h, v, v ? v_at(j) : k_at(j), (v ? full_v : full_k) + 8 * (j % STAGES));
-    };
-    for (int j = 0; j < STAGES; j++) ask(j, 0), ask(j, 1);
-    attn_rows w = {warp * 16 + lane / 4, {-INFINITY, -INFINITY}};
-    attn_wg_load_q<DP, WGS>(a, it, h, (bf16 *)attn_smem);
-    qs += warp / 4 * 64 * 128;
+    int lane = threadIdx.x % 32, at = 0, parity = 0; /* of the tile that is next for P V */
+    uint32_t ks = qs + shape::Q, vs = ks + STAGES * shape::TILE, full_v = full_k + 8 * STAGES;
+    uint32_t empty_k = full_v + 8 * STAGES, empty_v = empty_k + 8 * STAGES;
+    attn_rows w = {wg * 64 + (int)threadIdx.x % 128 / 32 * 16 + lane / 4, {-INFINITY, -INFINITY}};
     float s[N / 2], acc[DP / 2] = {}, fade[2];
     uint32_t p[N / 16][4];
+    int2 open = attn_open_tiles(a, it, first, N);
     auto soften = [&](int j) {
-        if (attn_masked(a, it, first + j * N, N)) attn_mask(a, it, s, w.i, first + j * N);
+        if (j < open.x || j >= open.y) attn_mask(a, it, s, w.i, first + j * N);
         attn_soften(s, w.m, w.l, fade, a.scale);
     };
+    attn_wg_load_q<DP, WGS>(a, it, h, wg, (bf16 *)smem);
+    qs += wg * 64 * 128;
     if (n_tiles) {
         mbar_wait(full_k, 0);
         attn_wg_qk<DP, N>(s, qs, WGS * 64 * 128, ks);
@@ -2834,32 +2846,65 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, at
         soften(0);
         attn_pack(p, s);
     }
+    if (wg == WGS - 1) named_arrive(1 + WGS, 256);
     for (int j = 1; j < n_tiles; j++) {
-        if (j >= 2) ask(j - 2 + STAGES, 0); /* one tile later than they come free: the other warpgroups may be behind */
-        if (j >= 3) ask(j - 3 + STAGES, 1);
-        mbar_wait(full_k + 8 * (j % STAGES), j / STAGES & 1);
-        attn_wg_qk<DP, N>(s, qs, WGS * 64 * 128, k_at(j));
-        mbar_wait(full_v + 8 * ((j - 1) % STAGES), (j - 1) / STAGES & 1);
-        attn_wg_pv<DP, N>(acc, p, v_at(j - 1));
+        int was = at, was_parity = parity;
+        if (++at == STAGES) at = 0, parity ^= 1;
+        mbar_wait(full_k + 8 * at, parity);
+        named_sync(1 + WGS + wg, 256); /* this warpgroup's turn */
+        attn_wg_qk<DP, N>(s, qs, WGS * 64 * 128, ks + at * shape::TILE);
+        mbar_wait(full_v + 8 * was, was_parity);
+        attn_wg_pv<DP, N>(acc, p, vs + was * shape::TILE);
+        named_arrive(wg == WGS - 1 ? 1 + WGS : 2 + WGS + wg, 256);
         wgmma_wait<1>();
         wgmma_keep(s);
-        if (lane == 0) mbar_arrive(empty_k + 8 * (j % STAGES));
+        if (lane == 0) mbar_arrive(empty_k + 8 * at);
         soften(j);
+        attn_hold(w.l[0] + w.l[1], empty_k);
         wgmma_wait<0>();
         wgmma_keep(acc);
-        if (lane == 0) mbar_arrive(empty_v + 8 * ((j - 1) % STAGES));
+        if (lane == 0) mbar_arrive(empty_v + 8 * was);
         attn_fade(acc, fade);
         attn_pack(p, s);
     }
     if (n_tiles) {
-        int j = n_tiles - 1, n = it.kv1 - first - j * N;
-        mbar_wait(full_v + 8 * (j % STAGES), j / STAGES & 1);
-        if (n < N) attn_wg_clear<DP, N>((bf16 *)(attn_smem + (v_at(j) - smem_at(attn_smem))), n);
-        attn_wg_pv<DP, N>(acc, p, v_at(j));
+        int n = it.kv1 - first - (n_tiles - 1) * N;
+        mbar_wait(full_v + 8 * at, parity);
+        if (n < N) attn_wg_clear<DP, N>((bf16 *)(smem + shape::Q + (STAGES + at) * shape::TILE), n, wg);
+        attn_wg_pv<DP, N>(acc, p, vs + at * shape::TILE);
         wgmma_wait<0>();
         wgmma_keep(acc);
     }
     attn_rows_end(a, it, w, h, acc);
+#endif
+}
+
+template <int DP, int WGS, int N, int STAGES>
+__global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
+    attn_wg(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap map) {
+#if HOPPER
+    typedef attn_wg_shape<DP, WGS, N, STAGES> shape;
+    extern __shared__ __align__(1024) char attn_smem[];
+    __shared__ uint64_t bars[4 * STAGES]; /* full K, full V, empty K, empty V */
+    __shared__ attn_item it;
+    uint32_t qs = smem_at(attn_smem), full_k = smem_at(bars);
+    int h = blockIdx.x % a.K;
+    if (threadIdx.x == 0) {
+        it = a.items[blockIdx.x / a.K];
+        for (int i = 0; i < 2 * STAGES; i++) mbar_init(full_k + 8 * i, 1), mbar_init(full_k + 8 * (2 * STAGES + i), 4 * WGS);
+        mbar_init_fence();
+    }
+    __syncthreads();
+    grid_launch_dependents();
+    grid_wait();
+    int first = attn_first(a, it, N), n_tiles = it.kv1 > first ? (it.kv1 - first + N - 1) / N : 0;
+    if (threadIdx.x < 128) {
+        regs_give<shape::FEED_REGS>();
+        if (threadIdx.x < 32) attn_wg_feed<DP, WGS, N, STAGES>(a, &map, it, h, first, n_tiles, qs + shape::Q, full_k);
+    } else {
+        regs_take<shape::REGS>();
+        attn_wg_work<DP, WGS, N, STAGES>(a, it, h, threadIdx.x / 128 - 1, first, n_tiles, qs, full_k, attn_smem);
+    }
 #else
     __trap();
 #endif
@@ -2877,33 +2922,43 @@ static void attn_wg_launch(toka_device *d, const attn_args &a, int n, const CUte
 }
 
 /* ---- Merge of the parts of split-KV ----
- * In: merges (grid: merge, kv head), n parts each. Out: as the item that was cut would have written. One warp per query; bytes:
- * n * D * 4 read per query. */
-enum { ATTN_MERGE_WARPS = 4 };
-__global__ static void __launch_bounds__(ATTN_MERGE_WARPS * 32) attn_join(const __grid_constant__ attn_args a, const attn_merge *merges) {
-    grid_wait();
+ * In: merges (grid.x: merge, kv head; grid.y: query), n parts each. Out: as the item that was cut would have written. Block: 128 threads;
+ * D/4 of them hold a row, so 128 / (D/4) parts are read at a time; the sums of these groups are added in a fixed order. Bytes: n * D * 4
+ * per query. */
+__global__ static void __launch_bounds__(128) attn_join(const __grid_constant__ attn_args a, const attn_merge *merges) {
+    __shared__ float4 sums[128];
+    __shared__ float tops[4], weights[128];
     const attn_merge me = merges[blockIdx.x / a.K];
-    int h = blockIdx.x % a.K, lane = threadIdx.x % 32, units = (me.nq + ATTN_SMALL_Q - 1) / ATTN_SMALL_Q;
+    int h = blockIdx.x % a.K, i = blockIdx.y, row = a.D / 4, groups = 128 / row, group = threadIdx.x / row, col = threadIdx.x % row * 4;
+    grid_launch_dependents();
+    grid_wait();
+    if (i >= me.nq) return;
+    size_t first = attn_part_at(a, me.slot, i, h), step = attn_part_at(a, (me.nq + ATTN_SMALL_Q - 1) / ATTN_SMALL_Q, 0, 0);
     attn_item it = {};
     it.q0 = me.q0, it.nq = me.nq, it.where = me.where;
-    for (int i = threadIdx.x / 32; i < me.nq; i += ATTN_MERGE_WARPS) {
-        float m = -INFINITY, l = 0;
-        for (int j = 0; j < me.n; j++) m = fmaxf(m, a.part_lse[attn_part_at(a, me.slot + j * units, i, h)]);
-        for (int j = 0; j < me.n && m > -INFINITY; j++) l += ex2(a.part_lse[attn_part_at(a, me.slot + j * units, i, h)] - m);
-        float old = attn_old_lse(a, it, i, h);
-        __syncwarp();
-        attn_exit e = attn_leave(a, it, i, h, m, l, old, lane == 0);
-        for (int col = lane * 2; col < a.D; col += 64) {
-            float x = 0, y = 0;
-            for (int j = 0; j < me.n && m > -INFINITY; j++) {
-                size_t at = attn_part_at(a, me.slot + j * units, i, h);
-                float w = ex2(a.part_lse[at] - m);
-                float2 p = *(const float2 *)(a.part_o + at * a.D + col);
-                x += w * p.x, y += w * p.y;
-            }
-            attn_leave_pair(e, col, x, y);
-        }
+    float m = -INFINITY, l = 0, old = attn_old_lse(a, it, i, h);
+    float4 acc = {};
+    for (int j = threadIdx.x; j < me.n; j += 128) m = fmaxf(m, a.part_lse[first + j * step]);
+    for (int k = 16; k; k /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, k));
+    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = m;
+    __syncthreads(); /* all have read the old LSE too */
+    m = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
+#pragma unroll 4
+    for (int j = group; j < me.n; j += groups) {
+        if (group >= groups || m == -INFINITY) break;
+        float w = ex2(a.part_lse[first + j * step] - m);
+        float4 x = *(const float4 *)(a.part_o + (first + j * step) * a.D + col);
+        l += w, acc.x += w * x.x, acc.y += w * x.y, acc.z += w * x.z, acc.w += w * x.w;
     }
+    sums[threadIdx.x] = acc, weights[threadIdx.x] = l;
+    __syncthreads();
+    if (group) return;
+    for (int j = 1; j < groups; j++) {
+        float4 x = sums[j * row + threadIdx.x];
+        l += weights[j * row], acc.x += x.x, acc.y += x.y, acc.z += x.z, acc.w += x.w;
+    }
+    attn_exit e = attn_leave(a, it, i, h, m, l, old, threadIdx.x == 0);
+    attn_leave_pair(e, col, acc.x, acc.y), attn_leave_pair(e, col + 2, acc.z, acc.w);
 }
 
 /* ---- The op ---- */
@@ -2913,11 +2968,12 @@ static void attn_sizes(const toka_device *d, attn_plan *p) {
     int T = d->options.max_tokens, G = sh->H / sh->K, seq_pages = ceil_div(sh->max_len, sh->B);
     int64_t pages = (int64_t)T * seq_pages;
     p->hopper = d->hopper && sh->B >= 64 && sh->D >= 64 && sh->D <= 128 && d->kv_layer / sh->D < INT_MAX;
-    p->tile_q = p->hopper ? ATTN_WG_Q : ATTN_TILE_Q;
+    p->G = G, p->small_rows = ATTN_SMALL_Q / G;
+    p->tile_q = !p->hopper ? ATTN_TILE_Q : sh->D == 64 ? 192 : 128;
     p->max_spans = 2 * T + 64;
     p->max_levels = seq_pages + 1;
     p->max_pages = (size_t)(pages < 1 << 24 ? pages : 1 << 24);
-    /* the parts of split-KV: with parts of the length that attn_part_len gives, at most 4/3 of the warps or blocks at work */
+    /* the parts of split-KV: what attn_small_part and attn_tile_part make of it; beyond, ranges stay whole */
     p->max_slots = d->n_sms * (ATTN_WARPS + p->tile_q / ATTN_SMALL_Q) * 3 / 2 / sh->K + 64;
     p->max_merges = 2 * p->max_slots;
     p->max_items = p->max_spans + p->max_slots + 8 * ceil_div(T * G, p->tile_q);
@@ -2980,7 +3036,7 @@ static void attn_launch_items(toka_device *d, int layer, attn_args a, int item0,
     if (!n) return;
     a.items = p->dev_items + item0;
     if (map && small) a.D <= 64 ? attn_small_launch<64, 32, 3>(d, a, n, map) : attn_small_launch<128, 16, 3>(d, a, n, map);
-    else if (map && a.D <= 64) attn_wg_launch<64, 2, 64, 5>(d, a, n, map);
+    else if (map && a.D <= 64) attn_wg_launch<64, 3, 128, 3>(d, a, n, map);
     else if (map && a.D <= 96) attn_wg_launch<96, 2, 128, 3>(d, a, n, map);
     else if (map) attn_wg_launch<128, 2, 128, 3>(d, a, n, map);
     else if (a.D <= 64) small ? attn_mma_launch<64, 1>(d, a, n) : attn_mma_launch<64, 4>(d, a, n);
@@ -3003,7 +3059,8 @@ static void attention(toka_device *d, const toka_step *s, int layer, const bf16 
         attn_launch_items(d, layer, a, l->tile0, l->n_tiles, false);
         attn_launch_items(d, layer, a, l->small0, l->n_small, true);
         if (!l->n_merges) continue;
-        launch_dependent(d, "attention, parts", attn_join, dim3((unsigned)(l->n_merges * a.K)), ATTN_MERGE_WARPS * 32, 0, 1, a,
+        launch_dependent(d, "attention, parts", attn_join,
+                         dim3((unsigned)(l->n_merges * a.K), (unsigned)l->merge_nq), 128, 0, 1, a,
                          p->dev_merges + l->merge0);
     }
 }

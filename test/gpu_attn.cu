@@ -388,18 +388,21 @@ static void bench_plan() {
     printf(json ? "{\"op\":\"attention\",\"case\":\"work list of 8192 sequences\",\"us\":%.1f,\"bytes\":%zu}\n"
                 : "work list of 8192 sequences, one shared prefix: %.1f us of the host, %zu bytes up\n", best, st.d->up.used);
 }
-static void bench() {
+static void bench(bool decode, bool tiles) {
     double ceiling = read_ceiling();
     printf(json ? "{\"op\":\"read\",\"gb_s\":%.1f}\n" : "reading 2 GiB: %.0f GB/s\n", ceiling);
     bench_plan();
     for (int D : {64, 128}) {
+        if (!decode) break;
         bench_decode("decode, 4096 sequences of 150..900", D, 4096, 150, 900, ceiling);
         bench_decode("decode, 4096 sequences of 10..300", D, 4096, 10, 300, ceiling);
         bench_decode("decode, 64 sequences of 4096", D, 64, 4096, 4096, ceiling);
         bench_decode("decode, 1 sequence of 8192", D, 1, 8192, 8192, ceiling);
+        bench_decode("decode, 1 sequence of 640", D, 1, 640, 640, ceiling);
     }
     for (int D : {64, 96, 128}) {
-        for (int n : {4096, 1024, 64}) bench_prefix(D, n, 14, ceiling);
+        if (!tiles) break;
+        for (int n : {8448, 4096, 1024, 64}) bench_prefix(D, n, 11, ceiling);
         bench_prefix(D, 64, 256, ceiling);
         for (int n : {1024, 4096, 16384}) bench_prefill(D, n, n, ceiling);
         bench_prefill(D, 16384, 512, ceiling);
@@ -407,12 +410,13 @@ static void bench() {
 }
 
 int main(int argc, char **argv) {
-    bool small = false, timings = false;
+    bool small = false, timings = false, only_tiles = false, only_decode = false;
     for (int i = 1; i < argc; i++) {
         small |= !strcmp(argv[i], "small"), timings |= !strcmp(argv[i], "bench"), json |= !strcmp(argv[i], "--json");
+        only_tiles |= !strcmp(argv[i], "tiles"), only_decode |= !strcmp(argv[i], "decode");
     }
     gpu_device();
-    if (timings) bench();
+    if (timings) bench(!only_tiles, !only_decode);
     else test_all(small);
     return gpu_report();
 }
