@@ -2011,7 +2011,7 @@ static void gemm_few(toka_device *d, const gemm_args *a) {
 
 /* ---- y[M][N] = x[M][K] W[N][K]^T for up to 16 rows and a small W, on mma.sync with the sides swapped ----
  *
- * in, out as in chapter 5; M <= ROWS (8, 16).
+ * in, out as in chapter 5, not LOGITS; M <= ROWS (8, 16).
  * Where W is read in a few microseconds, what counts is the way from the end of the kernel ahead to the end of this one. Here it
  * has no cluster and few steps: a CTA has only 16 rows of W, the side m16 of mma.sync, and all of K, of which its eight warps take
  * slices of 64 columns by turns. Each warp has its own ring of slices, so that nobody waits for anybody until the eight sums meet
@@ -2104,7 +2104,7 @@ template <int ROWS> __global__ static void __launch_bounds__(32 * THIN_WARPS, 2)
 
 template <int ROWS> static void gemm_thin_tile(toka_device *d, const gemm_args *a) {
     gemm_call c = gemm_checked(a);
-    assert(c.M <= ROWS);
+    assert(c.M <= ROWS && c.epi != EPI_LOGITS);
     launch_dependent(d, "GEMM (up to 16 rows)", gemm_thin_kernel<ROWS>, dim3((unsigned)ceil_div(c.N, THIN_N)), 32 * THIN_WARPS,
                      thin_ring<ROWS>::SMEM, 1, c);
 }
@@ -2126,7 +2126,8 @@ static void gemm(toka_device *d, const gemm_args *a) {
     int N = a->w->N, tiles = ceil_div(N, FEW_N), M = a->M;
     bool thin = M <= 16 && (ceil_div(N, THIN_N) <= 2 * d->n_sms || (M <= 8 && a->w->K >= 4096));
     bool fills = tiles * 2 <= d->n_sms && tiles * 8 >= d->n_sms * 3;
-    if (thin || (!d->hopper && M <= 16)) gemm_thin(d, a);
+    if (a->epi == EPI_LOGITS) d->hopper ? gemm_wgmma(d, a) : gemm_mma(d, a);
+    else if (thin || (!d->hopper && M <= 16)) gemm_thin(d, a);
     else if (!d->hopper) gemm_mma(d, a);
     else if (M <= FEW_MAX || (M <= 128 && fills)) gemm_few(d, a);
     else gemm_wgmma(d, a);
