@@ -267,13 +267,8 @@ __device__ static inline void mbar_arrive(uint32_t bar) {
 __device__ static inline void mbar_expect_tx(uint32_t bar, int bytes) { /* arrives too */
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
-/* The barrier of the same offset in CTA `cta` of the cluster. */
-__device__ static inline void mbar_arrive_remote(uint32_t bar, int cta) {
-    asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [r];}"
-                 ::"r"(bar), "r"(cta) : "memory");
-}
-/* The same without making earlier writes visible there (a fence that costs as much as a block of products): the reads of wgmma that
- * it reports have ended. */
+/* At the barrier of the same offset in CTA `cta` of the cluster, to say that reads of wgmma have ended. Makes no writes visible there:
+ * .release.cluster would, by a fence that costs as much as a block of products. */
 __device__ static inline void mbar_arrive_remote_read(uint32_t bar, int cta) {
     asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [r];}"
                  ::"r"(bar), "r"(cta) : "memory");
@@ -463,7 +458,10 @@ __device__ static inline void bulk_to_peer(uint32_t to, uint32_t from, int n, ui
                  "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [t], [%1], %2, [b];}"
                  ::"r"(to), "r"(from), "r"(n), "r"(bar), "r"(cta) : "memory");
 }
-__device__ static inline void smem_store_16(uint32_t at, const float v[4]) {
+__device__ static inline void smem_store_16(uint32_t at, uint4 v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ static inline void smem_store_floats(uint32_t at, const float v[4]) { /* accumulators go out without a copy */
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
 }
 __device__ static inline uint4 smem_load_16(uint32_t at) {
@@ -1239,7 +1237,7 @@ struct epi_residual {
 #pragma unroll
             for (int i = 0; i < n; i++) {
                 uint32_t byte = (uint32_t)(chunk / 8 * 2048 + (i * (32 / per_row) + row) * 128 + chunk % 8 * 16);
-                smem_store_16(t.out + (byte ^ (byte >> 7 & 7) << 4), (const float *)&y[i]);
+                smem_store_16(t.out + (byte ^ (byte >> 7 & 7) << 4), y[i]);
             }
             __syncwarp();
             add<R>(acc + R / 2, t, my, t.col0 + R);
@@ -1573,7 +1571,7 @@ __device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&su
         } else {
 #pragma unroll
             for (int i = 0; i < C / 8; i++)
-                smem_store_16(send_at + (2 * (s - (s > part)) + group) * bytes + i * 2048 + tid * 16, acc + s * (C / 2) + 4 * i);
+                smem_store_floats(send_at + (2 * (s - (s > part)) + group) * bytes + i * 2048 + tid * 16, acc + s * (C / 2) + 4 * i);
         }
     fence_async_smem();
     named_sync(2 + group, 128);
