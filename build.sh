@@ -41,7 +41,7 @@ cuda() {
         cat "$tmp/nvcc" >&2
         die "nvcc failed"
     }
-    grep -E 'C7508|C7510|C7511|C7515|[1-9][0-9]* bytes spill' "$tmp/nvcc" >&2 && die "nvcc serialised or spilled"
+    grep -E 'C7508|C7510|C7511|C7514|C7515|[1-9][0-9]* bytes spill' "$tmp/nvcc" >&2 && die "nvcc serialised or spilled"
     exports "$tmp/kernels.o"
 }
 

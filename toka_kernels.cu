@@ -267,13 +267,8 @@ __device__ static inline void mbar_arrive(uint32_t bar) {
 __device__ static inline void mbar_expect_tx(uint32_t bar, int bytes) { /* arrives too */
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
-/* The barrier of the same offset in CTA `cta` of the cluster. */
-__device__ static inline void mbar_arrive_remote(uint32_t bar, int cta) {
-    asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [r];}"
-                 ::"r"(bar), "r"(cta) : "memory");
-}
-/* The same without making earlier writes visible there (a fence that costs as much as a block of products): the reads of wgmma that
- * it reports have ended. */
+/* At the barrier of the same offset in CTA `cta` of the cluster, to say that reads of wgmma have ended. Makes no writes visible there:
+ * .release.cluster would, by a fence that costs as much as a block of products. */
 __device__ static inline void mbar_arrive_remote_read(uint32_t bar, int cta) {
     asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [r];}"
                  ::"r"(bar), "r"(cta) : "memory");
@@ -332,7 +327,7 @@ __device__ static inline void named_sync(int id, int threads) {
 __device__ static inline void named_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-/* True in one lane; all 32 must come. The compiler knows that it is one, so instructions that want uniform registers need no loop. */
+/* True in one lane; all 32 must come. The compiler knows that it is one: instructions that want uniform registers need no loop. */
 __device__ static inline bool elect_one() {
     uint32_t one;
     asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(one));
@@ -463,7 +458,10 @@ __device__ static inline void bulk_to_peer(uint32_t to, uint32_t from, int n, ui
                  "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [t], [%1], %2, [b];}"
                  ::"r"(to), "r"(from), "r"(n), "r"(bar), "r"(cta) : "memory");
 }
-__device__ static inline void smem_store_16(uint32_t at, const float v[4]) {
+__device__ static inline void smem_store_16(uint32_t at, uint4 v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ static inline void smem_store_floats(uint32_t at, const float v[4]) { /* accumulators go out without a copy */
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
 }
 __device__ static inline uint4 smem_load_16(uint32_t at) {
@@ -1042,28 +1040,42 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
 /* ===========================================================================
  * MARK: 6. GEMM on wgmma [kernel]
  *
- * y[M][N] = x[M][K] W[N][K]^T for M from about 100 rows up, and what is done to the accumulators before they leave (epi_*).
+ * y[M][N] = x[M][K] W[N][K]^T for M from about 65 rows up, and what is done to the accumulators before they leave (epi_*).
  *
- * One CTA of 384 threads works on tiles of 128 rows by BN columns, K in blocks of 64 (one 128-byte row of the swizzle). Warpgroup 0
- * gives its registers away; one thread of its warp 0 fetches W by TMA, one of warp 1 x, into a ring of stages. Warpgroups 1 and 2
- * multiply: 64 rows each, BN/2 float32 accumulators a thread.
+ * One CTA of 384 threads works on tiles of 128 rows by BN columns, K in blocks of 64 (one 128-byte row of the swizzle).
+ * Warpgroup 0 gives its registers away; one thread of its warp 0 fetches W by TMA, one of warp 1 x, into a ring of stages.
+ * Warpgroups 1 and 2 multiply: 64 rows each, BN/2 float32 accumulators a thread.
  *
  *   ring of stages in shared memory, each [128 rows of x][64] and [BN rows of W][64], 128-byte swizzle
  *     full[s]   2 arrivals (expect_tx of W's and x's bytes) and the bytes;  waited for by both consumers
  *     empty[s]  one arrival per consumer warpgroup and CTA of the pair;     waited for by the producers
- *   behind the ring: staging of the output, 16 rows per warp, so that each of the 8 warps stores (and for EPI_RESIDUAL has loaded)
- *   its own rows by TMA and waits for no other warp: res[w]
+ *   behind the ring: staging of the output, 16 rows per warp, so that each of the 8 warps stores (and for EPI_RESIDUAL has
+ *   loaded) its own rows by TMA and waits for no other warp: res[w]
  *
- * Persistent: the grid is one CTA per multiprocessor, a unit of work is `mc` tiles below each other. mc = 2: a cluster of two CTAs
- * shares W's rows, each loads half of them into both. Units go down `group` rows of units, then right, so that a wave's part of
- * x and W stays in L2. The ring runs on across tiles: while the consumers are in the epilogue, the next tile's stages fill.
+ * Persistent: the grid is one CTA per multiprocessor, a unit of work is `mc` tiles below each other. mc = 2: a cluster of two
+ * CTAs shares W's rows, each loads half of them into both. Units go down `group` rows of units, then right, so that a wave's
+ * part of x and W stays in L2. The ring runs on across tiles: while the consumers are in the epilogue, the next tile's stages
+ * fill.
  *
  * SPLIT > 1: few tiles. The CTAs of a cluster share one tile and each takes a part of K; then each gets BN/SPLIT columns of all
- * partial sums by bulk copies between their shared memories, adds them in order of K and runs the epilogue on them. One unit per cluster.
+ * partial sums by bulk copies between their shared memories, adds them in order of K and runs the epilogue on them. One unit
+ * per cluster.
  *
- * FLOPs 2MNK. L2 to shared memory per tile (128 + BN/mc) K 2 bytes; that, not the tensor cores, bounds narrow tiles. Shared memory is read
- * 2 (64 + BN) 128 bytes per block of K and written (128 + BN) 128 bytes: at BN = 256 both together take as long as the mma.
- * Any M >= 1; N a multiple of 8 (EPI_SWIGLU 16), K of 8: TMA reads zeros beyond the edges and stores nothing there.
+ * FLOPs 2MNK; L2 to shared memory (128 + BN/mc) K 2 bytes per tile. Any M >= 1; N a multiple of 8 (EPI_SWIGLU 16), K of 8: TMA
+ * reads zeros beyond the edges and stores nothing there. Grid: min(units, multiprocessors / cluster) clusters; block 384; shared:
+ * gemm_smem.
+ *
+ * Measured on an H100, 2026-11-21, clocks per block of K: BN 128 505 to 530 (tensor cores alone 512), BN 256 1,020 to 1,040
+ * (1,024). A launch costs about 3 us around that: 0.6 until the kernel ahead is seen to have ended, 1.2 for the first x, the
+ * last epilogue and its store. torch.mm's (cuBLAS) time over ours, test/bench_peers.py, 73 shapes with M >= 512: geometric mean
+ * 0.98; above 600 TFLOP/s both are held by the card's power.
+ *
+ * Retired: releasing a stage of the peer by mbarrier.arrive.release.cluster: a fence of the whole GPU each time, pairs twice as
+ * slow. Three stages and 64 KB of staging at BN 256: 1,090 clocks a block, 1,265 in pairs. y of EPI_RESIDUAL as stages of the
+ * ring: behind the last block it is waited for 2,400 clocks, ahead of the first it delays x. Sums exchanged by
+ * st.shared::cluster between cluster barriers: 3.4 us, by bulk copies 1.4. One producer thread for all loads: each takes it 150
+ * to 240 clocks, too slow for tiles in quarters of heads. Warpgroup 1 held one or two blocks behind warpgroup 0, to overlap
+ * epilogues: nothing gained.
  * =========================================================================== */
 
 struct gemm_job { /* what the kernel is told */
@@ -1073,8 +1085,8 @@ struct gemm_job { /* what the kernel is told */
     float per_group, per_height, per_last; /* 1 / (group * tiles_n), 1 / group, 1 / height of the last group */
 };
 
-/* Shared memory of one instance, from a multiple of 1,024 on: the ring; staging of OUT columns (0: none); with SPLIT > 1 partial
- * sums for the other CTAs, then those that come from them; barriers full[stages], empty[stages], sums[2], res[8]. */
+/* Shared memory of one instance, from a multiple of 1,024 on: the ring; staging of OUT columns (0: none); with SPLIT > 1
+ * partial sums for the other CTAs, then those that come from them; barriers full[stages], empty[stages], sums[2], res[8]. */
 template <int BN, int SPLIT, int OUT> struct gemm_smem {
     static constexpr int stage_bytes = (128 + BN) * 128;
     static constexpr int out_bytes = 128 * OUT * 2;
@@ -1090,8 +1102,8 @@ __host__ __device__ constexpr int gemm_round(int cols) { return cols > 128 && co
 /* Staged output lies in panels of 16 rows by this many columns, swizzled over their 128, 64 or 32 bytes. */
 __host__ __device__ constexpr int gemm_panel(int cols) { return cols % 64 == 0 ? 64 : cols % 32 == 0 ? 32 : 16; }
 
-/* One warp's part of a tile, as epilogues get it: the accumulators of C columns from col0 on of rows row0 .. row0+15; lane l has rows
- * row0 + l/4 and + 8, columns col0 + 8j + 2(l%4) + {0,1} in acc[4j .. 4j+3] (see wgmma). */
+/* One warp's part of a tile, as epilogues get it: the accumulators of C columns from col0 on of rows row0 .. row0+15; lane l
+ * has rows row0 + l/4 and + 8, columns col0 + 8j + 2(l%4) + {0,1} in acc[4j .. 4j+3] (see wgmma). */
 struct gemm_tile {
     int M, N;       /* rows and columns that exist */
     int row0, col0;
@@ -1154,7 +1166,8 @@ template <int C> __device__ static inline void gemm_add_bias(float (&acc)[C / 2]
  *        params      what the kernel takes as its last argument
  *        out(C)      columns to stage at a time of C columns of accumulators
  *        begin<C>    runs in the middle of a tile's products: not before, its loads would delay the first stages
- *        run<C>      takes the accumulators of C columns; all 32 lanes come, also where rows or columns are beyond the edge ---- */
+ *        run<C>      takes the accumulators of C columns; all 32 lanes come, also where rows or columns are beyond the edge
+ *        ---- */
 
 struct epi_store { /* y = acc + bias */
     struct params {
@@ -1165,7 +1178,8 @@ struct epi_store { /* y = acc + bias */
     __host__ __device__ static constexpr int out(int c) { return gemm_round(c); }
 #if HOPPER
     template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
-    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &p) {
+    template <int C>
+    __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &p) {
         constexpr int R = gemm_round(C);
         gemm_add_bias<C>(acc, t, p.bias);
 #pragma unroll
@@ -1178,8 +1192,8 @@ struct epi_store { /* y = acc + bias */
 #endif
 };
 
-/* y += acc + bias. The first out(C) columns of y come into the staging by TMA while the products run, the others into registers while
- * the first are added. */
+/* y += acc + bias. The first out(C) columns of y come into the staging by TMA while the products run, the others into
+ * registers while the first are added. */
 struct epi_residual {
     typedef epi_store::params params;
     __host__ __device__ static constexpr int out(int c) { return gemm_round(c); }
@@ -1204,7 +1218,8 @@ struct epi_residual {
         }
         gemm_out_store<R>(t, my, col0, t.N);
     }
-    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &p) {
+    template <int C>
+    __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &p) {
         constexpr int R = gemm_round(C), per_row = R / 8, n = C > R ? 16 * per_row / 32 : 0;
         uint4 y[n + 1];
         int row = t.lane / per_row, chunk = t.lane % per_row, col = t.col0 + R + 8 * chunk;
@@ -1222,7 +1237,7 @@ struct epi_residual {
 #pragma unroll
             for (int i = 0; i < n; i++) {
                 uint32_t byte = (uint32_t)(chunk / 8 * 2048 + (i * (32 / per_row) + row) * 128 + chunk % 8 * 16);
-                smem_store_16(t.out + (byte ^ (byte >> 7 & 7) << 4), (const float *)&y[i]);
+                smem_store_16(t.out + (byte ^ (byte >> 7 & 7) << 4), y[i]);
             }
             __syncwarp();
             add<R>(acc + R / 2, t, my, t.col0 + R);
@@ -1239,7 +1254,8 @@ struct epi_swiglu { /* y[M][N/2] = silu(gate) up: of two blocks of 8 columns the
 #if HOPPER
     template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
     __device__ static inline float one(float gate, float up) { return __fdividef(gate * up, 1 + ex2(-1.44269504f * gate)); }
-    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &) {
+    template <int C>
+    __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &) {
         gemm_out_wait(t);
 #pragma unroll
         for (int jj = 0; jj < C / 32; jj++) {
@@ -1256,7 +1272,7 @@ struct epi_swiglu { /* y[M][N/2] = silu(gate) up: of two blocks of 8 columns the
 #endif
 };
 
-struct epi_logits { /* y = acc, float32 */
+struct epi_logits { /* y = acc, float32; each 32-byte sector is written by four lanes */
     struct params {
         float *y;
         int ld;
@@ -1264,7 +1280,8 @@ struct epi_logits { /* y = acc, float32 */
     __host__ __device__ static constexpr int out(int) { return 0; }
 #if HOPPER
     template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
-    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
+    template <int C>
+    __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
         int row = t.row0 + t.lane / 4, col = t.col0 + 2 * (t.lane & 3);
         float *y = p.y + (size_t)row * p.ld + col;
 #pragma unroll
@@ -1290,12 +1307,13 @@ struct qkv_params {
     bf16 *kv;                     /* the layer's pages: [page][K][K, V][B][D] */
 };
 
-/* A tile is whole heads, or (BN = 1.5 D) one head and half of another: RoPE's pairs (i, i + D/2) stay together when the halves are quarters
- * 0 and 2 or 1 and 3 of the head. Tiles 2a and 2a+1 so cover heads 3a, 3a+1, 3a+2: tile 2a has 3a and quarters 0, 2 of 3a+1, tile 2a+1 has
- * 3a+2 and quarters 1, 3 of 3a+1; W's rows are loaded by quarters then. No QK-norm there: it needs the whole head.
+/* A tile is whole heads, or (BN = 1.5 D) one head and half of another: RoPE's pairs (i, i + D/2) stay together when the halves
+ * are quarters 0 and 2 or 1 and 3 of the head. Tiles 2a and 2a+1 so cover heads 3a, 3a+1, 3a+2: tile 2a has 3a and quarters 0,
+ * 2 of 3a+1, tile 2a+1 has 3a+2 and quarters 1, 3 of 3a+1; W's rows are loaded by quarters then. No QK-norm there: it needs
+ * the whole head.
  *
- * All arithmetic is float32 on the accumulators, rounded once. The bf16 rows go through the warp's staging, so that each head's row
- * leaves in whole 16-byte chunks, D/8 lanes side by side. */
+ * All arithmetic is float32 on the accumulators, rounded once. The bf16 rows go through the warp's staging, so that each
+ * head's row leaves in whole 16-byte chunks, D/8 lanes side by side. */
 template <int D> struct epi_qkv {
     typedef qkv_params params;
     __host__ __device__ static constexpr int out(int c) { return gemm_round(c); }
@@ -1331,7 +1349,8 @@ template <int D> struct epi_qkv {
             if (!w || head >= p.H + p.K) continue;
             float *v = acc + h * (D / 2), s0 = 0, s1 = 0;
 #pragma unroll
-            for (int i = 0; i < D / 2; i += 4) s0 += v[i] * v[i] + v[i + 1] * v[i + 1], s1 += v[i + 2] * v[i + 2] + v[i + 3] * v[i + 3];
+            for (int i = 0; i < D / 2; i += 4)
+                s0 += v[i] * v[i] + v[i + 1] * v[i + 1], s1 += v[i + 2] * v[i + 2] + v[i + 3] * v[i + 3];
             s0 += __shfl_xor_sync(~0u, s0, 1), s1 += __shfl_xor_sync(~0u, s1, 1);
             s0 += __shfl_xor_sync(~0u, s0, 2), s1 += __shfl_xor_sync(~0u, s1, 2);
             s0 = rsqrtf(s0 * (1.0f / D) + p.eps), s1 = rsqrtf(s1 * (1.0f / D) + p.eps);
@@ -1347,7 +1366,8 @@ template <int D> struct epi_qkv {
         float x = a, y = b;
         a = x * cosine - y * sine, b = y * cosine + x * sine;
     }
-    /* Blocks a and b of 8 columns are elements e .. e+7 and e+D/2 .. of a head; at0, at1: the table at the thread's rows and columns. */
+    /* Blocks a and b of 8 columns are elements e .. e+7 and e+D/2 .. of a head; at0, at1: the table at the thread's rows and
+     * columns. */
     __device__ static inline void turn_block(float *a, float *b, float4 c0, float4 c1) {
         turn(a[0], b[0], c0.x, c0.y), turn(a[1], b[1], c0.z, c0.w);
         turn(a[2], b[2], c1.x, c1.y), turn(a[3], b[3], c1.z, c1.w);
@@ -1362,14 +1382,16 @@ template <int D> struct epi_qkv {
             float4 c0 = *(const float4 *)(at0 + 8 * j), c1 = *(const float4 *)(at1 + 8 * j);
 #pragma unroll
             for (int h = 0; h < C / D; h++)
-                if (column<C>(t, h * (D / 8)) < turned) turn_block(acc + h * (D / 2) + 4 * j, acc + h * (D / 2) + D / 4 + 4 * j, c0, c1);
+                if (column<C>(t, h * (D / 8)) < turned)
+                    turn_block(acc + h * (D / 2) + 4 * j, acc + h * (D / 2) + D / 4 + 4 * j, c0, c1);
         }
         if constexpr (C % D != 0)
             if (column<C>(t, D / 8) < turned) {
                 int odd = t.col0 / C & 1;
 #pragma unroll
                 for (int j = 0; j < D / 32; j++) {
-                    float4 c0 = *(const float4 *)(at0 + odd * (D / 4) + 8 * j), c1 = *(const float4 *)(at1 + odd * (D / 4) + 8 * j);
+                    int e = odd * (D / 4) + 8 * j;
+                    float4 c0 = *(const float4 *)(at0 + e), c1 = *(const float4 *)(at1 + e);
                     turn_block(acc + D / 2 + 4 * j, acc + D / 2 + D / 8 + 4 * j, c0, c1);
                 }
             }
@@ -1383,7 +1405,8 @@ template <int D> struct epi_qkv {
         return p.kv + ((block << log2_B) + (slot & (p.B - 1))) * D + col % D;
     }
 
-    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
+    template <int C>
+    __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
         static_assert(C % D == 0 || 2 * C == 3 * D, "a tile is whole heads or one and a half");
         constexpr int R = gemm_round(C), P = gemm_panel(R);
         add_bias<C>(acc, t, p.bias);
@@ -1451,7 +1474,8 @@ template <int STAGES> __device__ static inline void gemm_next(gemm_ring &r) {
 
 /* ---- The producers: one thread each of the warps of warpgroup 0 ---- */
 
-/* Warp 0 fetches W, in quarters of heads warps 2 and 3 help; W does not depend on the kernels ahead, so it starts at once. `who`: 0, 1, 2. */
+/* Warp 0 fetches W, in quarters of heads warps 2 and 3 help; W does not depend on the kernels ahead, so it starts at once.
+ * `who`: 0, 1, 2. */
 template <class EPI, int BN, int STAGES> __device__ static inline void gemm_produce_w(const gemm_cta &c, int who) {
     constexpr int boxes = gemm_w_boxes<EPI, BN>, rows = BN / boxes;
     uint16_t both = (uint16_t)(3 << c.part * 2);
@@ -1510,7 +1534,8 @@ __device__ static inline void gemm_multiply(float (&acc)[BN / 2], const gemm_cta
     int last = 0;
     for (int k = 0; k < c.n_k; k++) {
         mbar_wait(c.full + 8 * r.s, r.parity);
-        uint64_t a = wgmma_desc(c.ring + r.s * stage_bytes + group * 64 * 128), b = wgmma_desc(c.ring + r.s * stage_bytes + 128 * 128);
+        uint32_t stage = c.ring + r.s * stage_bytes;
+        uint64_t a = wgmma_desc(stage + group * 64 * 128), b = wgmma_desc(stage + 128 * 128);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 4; i++) wgmma_ss<BN>(acc, a + 2 * i, b + 2 * i, i || k);
@@ -1528,11 +1553,12 @@ __device__ static inline void gemm_multiply(float (&acc)[BN / 2], const gemm_cta
     gemm_release(c, last);
 }
 
-/* Adds the partial sums of a cluster's SPLIT CTAs, always in the order of K; this CTA gets slice `part` of the columns. The slices of the others
- * go from registers to send_at and from there to get_at in their CTAs: both [SPLIT-1][warpgroup][C/8][128 threads] x 16 bytes;
- * c.sums[warpgroup] counts the bytes that come. */
+/* Adds the partial sums of a cluster's SPLIT CTAs, always in the order of K; this CTA gets slice `part` of the columns. The
+ * slices of the others go from registers to send_at and from there to get_at in their CTAs: both [SPLIT-1][warpgroup][C/8][128
+ * threads] x 16 bytes; c.sums[warpgroup] counts the bytes that come. */
 template <int BN, int SPLIT>
-__device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&sum)[BN / SPLIT / 2], const gemm_cta &c, uint32_t send_at, int group) {
+__device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&sum)[BN / SPLIT / 2], const gemm_cta &c,
+                                          uint32_t send_at, int group) {
     constexpr int C = BN / SPLIT, bytes = C / 8 * 2048;
     uint32_t get_at = send_at + 2 * (SPLIT - 1) * bytes;
     int tid = threadIdx.x & 127, part = c.part;
@@ -1545,13 +1571,13 @@ __device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&su
         } else {
 #pragma unroll
             for (int i = 0; i < C / 8; i++)
-                smem_store_16(send_at + (2 * (s - (s > part)) + group) * bytes + i * 2048 + tid * 16, acc + s * (C / 2) + 4 * i);
+                smem_store_floats(send_at + (2 * (s - (s > part)) + group) * bytes + i * 2048 + tid * 16, acc + s * (C / 2) + 4 * i);
         }
     fence_async_smem();
     named_sync(2 + group, 128);
     if (tid < SPLIT && tid != part)
-        bulk_to_peer(get_at + (2 * (part - (part > tid)) + group) * bytes, send_at + (2 * (tid - (tid > part)) + group) * bytes, bytes,
-                     c.sums + 8 * group, tid * c.j.mc + c.row);
+        bulk_to_peer(get_at + (2 * (part - (part > tid)) + group) * bytes, send_at + (2 * (tid - (tid > part)) + group) * bytes,
+                     bytes, c.sums + 8 * group, tid * c.j.mc + c.row);
     mbar_wait(c.sums + 8 * group, 0);
 #pragma unroll
     for (int i = 0; i < C / 2; i++) sum[i] = 0;
@@ -1560,10 +1586,10 @@ __device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&su
         uint32_t from = get_at + (2 * (q - (q > part)) + group) * bytes + tid * 16;
 #pragma unroll
         for (int i = 0; i < C / 8; i++) {
-            float *v = own + 4 * i;
+            float *v = own + 4 * i, *to = sum + 4 * i;
             uint4 other = q == part ? uint4{} : smem_load_16(from + i * 2048);
-            sum[4 * i] += q == part ? v[0] : __uint_as_float(other.x), sum[4 * i + 1] += q == part ? v[1] : __uint_as_float(other.y);
-            sum[4 * i + 2] += q == part ? v[2] : __uint_as_float(other.z), sum[4 * i + 3] += q == part ? v[3] : __uint_as_float(other.w);
+            to[0] += q == part ? v[0] : __uint_as_float(other.x), to[1] += q == part ? v[1] : __uint_as_float(other.y);
+            to[2] += q == part ? v[2] : __uint_as_float(other.z), to[3] += q == part ? v[3] : __uint_as_float(other.w);
         }
     }
 }
@@ -1575,7 +1601,8 @@ __device__ static inline void gemm_consume(const gemm_cta &c, int group, const t
     typedef gemm_smem<BN, SPLIT, EPI::out(C)> L;
     int warp = threadIdx.x / 32 - 4;
     gemm_ring r = {0, 0};
-    gemm_tile t = {c.j.M, c.j.N, 0, 0, (int)threadIdx.x & 31, c.ring + L::out_at + warp * (L::out_bytes / 8), c.res + 8 * warp, 0};
+    uint32_t out = c.ring + L::out_at + warp * (L::out_bytes / 8);
+    gemm_tile t = {c.j.M, c.j.N, 0, 0, (int)threadIdx.x & 31, out, c.res + 8 * warp, 0};
     grid_wait();
     for (int u = c.first; u < c.units; u += c.stride, t.turn++) {
         float acc[BN / 2];
@@ -1596,16 +1623,18 @@ __device__ static inline void gemm_consume(const gemm_cta &c, int group, const t
 
 template <class EPI, int BN, int SPLIT>
 __global__ void __launch_bounds__(384, 1)
-gemm_kernel(const __grid_constant__ CUtensorMap mx, const __grid_constant__ CUtensorMap mw, const __grid_constant__ CUtensorMap my,
-            const __grid_constant__ gemm_job j, const __grid_constant__ typename EPI::params p) {
+gemm_kernel(const __grid_constant__ CUtensorMap mx, const __grid_constant__ CUtensorMap mw,
+            const __grid_constant__ CUtensorMap my, const __grid_constant__ gemm_job j,
+            const __grid_constant__ typename EPI::params p) {
 #if HOPPER
     extern __shared__ char smem[];
     typedef gemm_smem<BN, SPLIT, EPI::out(BN / SPLIT)> L;
-    int rank = cluster_rank(), part = rank / j.mc, per_cluster = j.mc * SPLIT, blocks = (j.K + 63) / 64, k0 = blocks * part / SPLIT;
-    uint32_t ring = (smem_at(smem) + 1023) & ~1023u, full = ring + L::bars_at, empty = full + 8 * L::stages, sums = empty + 8 * L::stages;
-    gemm_cta c = {j, {&mx, &mw, &my}, ring, full, empty, sums, sums + 16, part, rank - part * j.mc, k0, blocks * (part + 1) / SPLIT - k0,
+    int rank = cluster_rank(), part = rank / j.mc, per_cluster = j.mc * SPLIT, warp = threadIdx.x / 32;
+    int blocks = (j.K + 63) / 64, k0 = blocks * part / SPLIT, n_k = blocks * (part + 1) / SPLIT - k0;
+    uint32_t ring = (smem_at(smem) + 1023) & ~1023u, full = ring + L::bars_at, empty = full + 8 * L::stages;
+    uint32_t sums = empty + 8 * L::stages;
+    gemm_cta c = {j, {&mx, &mw, &my}, ring, full, empty, sums, sums + 16, part, rank - part * j.mc, k0, n_k,
                   (int)blockIdx.x / per_cluster, (int)gridDim.x / per_cluster, j.units_m * j.tiles_n};
-    int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
         for (int s = 0; s < L::stages; s++) mbar_init(full + 8 * s, 2), mbar_init(empty + 8 * s, 2 * j.mc);
         for (int w = 0; w < 8; w++) mbar_init(c.res + 8 * w, 1);
@@ -1620,7 +1649,9 @@ gemm_kernel(const __grid_constant__ CUtensorMap mx, const __grid_constant__ CUte
         regs_give<40>();
         if (warp == 1) {
             if (elect_one()) gemm_produce_x<BN, L::stages>(c);
-        } else if ((warp == 0 || gemm_w_boxes<EPI, BN> == 6) && elect_one()) gemm_produce_w<EPI, BN, L::stages>(c, max(warp - 1, 0));
+        } else if (warp == 0 || gemm_w_boxes<EPI, BN> == 6) {
+            if (elect_one()) gemm_produce_w<EPI, BN, L::stages>(c, max(warp - 1, 0));
+        }
         __syncwarp();
     } else {
         regs_take<232>();
@@ -1644,8 +1675,8 @@ typedef struct gemm_variant {
 } gemm_variant;
 
 #define GEMM_VARIANT(kind, EPI, BN, SPLIT)                                                                                    \
-    {kind, BN, SPLIT, gemm_w_boxes<EPI, BN>, EPI::out(BN / SPLIT), gemm_smem<BN, SPLIT, EPI::out(BN / SPLIT)>::bytes,               \
-     (const void *)gemm_kernel<EPI, BN, SPLIT>}
+    {kind, BN, SPLIT, gemm_w_boxes<EPI, BN>, EPI::out(BN / SPLIT),                                                       \
+     gemm_smem<BN, SPLIT, EPI::out(BN / SPLIT)>::bytes, (const void *)gemm_kernel<EPI, BN, SPLIT>}
 static const gemm_variant gemm_variants[] = {
     GEMM_VARIANT(EPI_STORE, epi_store, 96, 1),
     GEMM_VARIANT(EPI_STORE, epi_store, 128, 1),       GEMM_VARIANT(EPI_STORE, epi_store, 128, 2),
@@ -1669,10 +1700,10 @@ typedef struct gemm_plan {
     int mc, group;
 } gemm_plan;
 
-/* Estimated clocks of a variant. Constants from sweeps of all variants over the shapes of `toka bench ops` on an H100 (test/gpu_gemm.cu
- * sweep): a block of K costs 4 BN clocks of tensor core and about 45 of waiting, or the time L2 needs for it; with a long K the CTAs that
- * read the same rows drift apart, so L2 gives less, and over several waves a shared W pays. A tile ends in an epilogue, a split one in the
- * exchange of sums, and every wave of split ones starts from an empty ring. */
+/* Estimated clocks of a variant. Constants from sweeps of all variants over the shapes of `toka bench ops` on an H100
+ * (test/gpu_gemm.cu sweep): a block of K costs 4 BN clocks of tensor core and about 45 of waiting, or the time L2 needs for
+ * it; with a long K the CTAs that read the same rows drift apart, so L2 gives less, and over several waves a shared W pays. A
+ * tile ends in an epilogue, a split one in the exchange of sums, and every wave of split ones starts from an empty ring. */
 static double gemm_cost(const toka_device *d, const gemm_variant *v, int mc, int M, int N, int K) {
     int per_cluster = mc * v->split, units = ceil_div(M, 128 * mc) * ceil_div(N, v->bn);
     int at_once = per_cluster == 4 ? d->n_quads : d->n_sms / per_cluster, waves = ceil_div(units, at_once);
@@ -1697,7 +1728,8 @@ static gemm_plan gemm_pick(const toka_device *d, int kind, int M, int N, int K, 
     return best;
 }
 
-/* The map of a row-major bf16 matrix, read or written in boxes of box_rows x box_cols; box_cols 64, 32 or 16, swizzled over the box's row. */
+/* The map of a row-major bf16 matrix, read or written in boxes of box_rows x box_cols; box_cols 64, 32 or 16, swizzled over
+ * the box's row. */
 static CUtensorMap gemm_map(toka_device *d, const bf16 *p, int rows, int cols, int ld, int box_rows, int box_cols) {
     CUtensorMap m;
     cuuint64_t dims[2] = {(cuuint64_t)cols, (cuuint64_t)rows}, stride[1] = {(cuuint64_t)ld * 2};
@@ -1711,8 +1743,8 @@ static CUtensorMap gemm_map(toka_device *d, const bf16 *p, int rows, int cols, i
     return m;
 }
 
-/* Launches any instance: also the LM head's, whose epilogue stands in chapter 10. `params` is the epilogue's; a->y is used only where
- * the instance stages output for it. */
+/* Launches any instance: also the LM head's, whose epilogue stands in chapter 10. `params` is the epilogue's; a->y is used
+ * only where the instance stages output for it. */
 static void gemm_start(toka_device *d, gemm_plan plan, const gemm_args *a, const void *params) {
     const gemm_variant *v = plan.v;
     int M = a->M, N = a->w->N, K = a->w->K, cols = v->kind == EPI_SWIGLU ? N / 2 : N, per_cluster = plan.mc * v->split;
@@ -1722,7 +1754,8 @@ static void gemm_start(toka_device *d, gemm_plan plan, const gemm_args *a, const
     int units = job.units_m * job.tiles_n, clusters = v->split > 1 ? units : min(units, d->n_sms / per_cluster);
     job.per_group = 1.0f / ((float)job.group * job.tiles_n), job.per_height = 1.0f / job.group, job.per_last = 1.0f / last;
     assert(units < 1 << 22);
-    CUtensorMap mx = gemm_map(d, a->x, M, K, a->ldx, 128, 64), my = mx, mw = gemm_map(d, a->w->p, N, K, K, v->w_boxes > 1 ? v->bn / v->w_boxes : v->bn / plan.mc, 64);
+    int w_rows = v->bn / (v->w_boxes > 1 ? v->w_boxes : plan.mc);
+    CUtensorMap mx = gemm_map(d, a->x, M, K, a->ldx, 128, 64), mw = gemm_map(d, a->w->p, N, K, K, w_rows, 64), my = mx;
     if (v->out && a->y) {
         assert(a->ldy % 8 == 0 && (uintptr_t)a->y % 16 == 0 && cols % 8 == 0);
         my = gemm_map(d, a->y, M, cols, a->ldy, 16, gemm_panel(v->out));
@@ -1744,13 +1777,15 @@ static void gemm_start(toka_device *d, gemm_plan plan, const gemm_args *a, const
 static void gemm_open(toka_device *d) {
     for (int i = 0; i < N_GEMM_VARIANTS && d->hopper; i++) {
         const gemm_variant *v = &gemm_variants[i];
-        latch(d, cudaFuncSetAttribute(v->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v->smem), "shared memory of a GEMM");
+        latch(d, cudaFuncSetAttribute(v->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v->smem),
+              "shared memory of a GEMM");
         if (v->split != 4 || d->n_quads) continue;
         cudaLaunchAttribute four = {};
         four.id = cudaLaunchAttributeClusterDimension;
         four.val.clusterDim.x = 4, four.val.clusterDim.y = four.val.clusterDim.z = 1;
         cudaLaunchConfig_t cfg = {};
-        cfg.gridDim = dim3(4), cfg.blockDim = dim3(384), cfg.dynamicSmemBytes = (size_t)v->smem, cfg.attrs = &four, cfg.numAttrs = 1;
+        cfg.gridDim = dim3(4), cfg.blockDim = dim3(384), cfg.dynamicSmemBytes = (size_t)v->smem;
+        cfg.attrs = &four, cfg.numAttrs = 1;
         latch(d, cudaOccupancyMaxActiveClusters(&d->n_quads, v->kernel, &cfg), "clusters of a GEMM");
     }
 }
@@ -1778,7 +1813,8 @@ static bool gemm_qkv_pays(const toka_device *d, int M, const weight *w, const qk
     double after = 4000 + 4.0 * M * w->N / 1500;
     return gemm_cost(d, fused.v, fused.mc, M, w->N, w->K) < gemm_cost(d, plain.v, plain.mc, M, w->N, w->K) + after;
 }
-static void gemm_wgmma_qkv_by(toka_device *d, int M, const bf16 *x, int ldx, const weight *w, const qkv_params *p, gemm_plan plan) {
+static void gemm_wgmma_qkv_by(toka_device *d, int M, const bf16 *x, int ldx, const weight *w, const qkv_params *p,
+                              gemm_plan plan) {
     gemm_args a = {.M = M, .x = x, .ldx = ldx, .w = w};
     int D = plan.v->kind == GEMM_QKV64 ? 64 : 128;
     assert(w->N == (p->H + 2 * p->K) * D && (p->B & (p->B - 1)) == 0 && !(plan.v->w_boxes > 1 && (p->q_norm || p->k_norm)));
@@ -3631,7 +3667,7 @@ __global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask 
  * rows of one group. Per logit: maximum, difference, product, ex2, sum, and at a temperature other than 1 product, ex2, sum again: 2
  * of the special function unit's 16 results a clock make 2 x 128 x 256 / 16 = 4,096 clocks a tile, half at temperature 1. One Philox
  * call serves a thread's both rows: its four words are the noise of the row's four groups.
- * epi_logits: accumulators -> y float32 [M][ld], for filtered rows; each 32-byte sector is written by four lanes. */
+ * epi_logits (chapter 6): accumulators -> y float32 [M][ld], for filtered rows. */
 
 typedef struct samp_fused {
     const samp_ask *ask; /* [M] */
@@ -3678,28 +3714,7 @@ struct epi_sample {
 #endif
 };
 
-typedef struct samp_store {
-    float *y;
-    int ld;
-} samp_store;
-
-struct epi_logits {
-    typedef samp_store params;
-    __host__ __device__ static constexpr int out(int) { return 0; }
-#if HOPPER
-    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
-    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
-        int row = t.row0 + t.lane / 4;
-        float *to = p.y + (size_t)row * p.ld + t.col0 + 2 * (t.lane % 4);
-#pragma unroll
-        for (int j = 0; j < C / 8; j++) {
-            if (t.col0 + 8 * j >= t.N) continue;
-            if (row < t.M) *(float2 *)(to + 8 * j) = float2{acc[4 * j], acc[4 * j + 1]};
-            if (row + 8 < t.M) *(float2 *)(to + 8 * (size_t)p.ld + 8 * j) = float2{acc[4 * j + 2], acc[4 * j + 3]};
-        }
-    }
-#endif
-};
+typedef epi_logits::params samp_store;
 
 enum { SAMP_FUSED, SAMP_STORE };
 static const gemm_variant samp_variants[] = {GEMM_VARIANT(SAMP_FUSED, epi_sample, 256, 1), GEMM_VARIANT(SAMP_STORE, epi_logits, 256, 1)};

@@ -3,9 +3,10 @@
 
     python3 test/bench_peers.py PATH/TO/gpu_gemm [--json] [--min-M 256]
 
-For each shape the op test `gpu_gemm bench --paced` times ours and then this program times torch.mm: both as captured graphs of many calls
-over buffers that do not fit the L2 cache together, random data, median of replays. Ours includes its epilogue (RoPE and the KV append,
-the residual, SwiGLU), torch's is the bare product with bf16 output. The ratio is torch's time over ours: above 1 ours is faster.
+For each shape the op test `gpu_gemm bench --paced` times ours and then this program times torch.mm: both as captured graphs of
+many calls over buffers that do not fit the L2 cache together, random data, median of replays. Ours includes its epilogue (the
+residual, SwiGLU; for qkv+ RoPE and the KV append), torch's is the bare product with bf16 output. The ratio is torch's time over
+ours: above 1 ours is faster.
 """
 import argparse
 import json
@@ -75,7 +76,8 @@ def main():
     print("# %s, torch %s, CUDA %s" % (torch.cuda.get_device_name(), torch.__version__, torch.version.cuda))
     ratios = []
     if not a.json:
-        print("%-14s %-8s %7s %6s %6s %9s %8s %9s %6s  %s" % ("model", "GEMM", "N", "K", "M", "us", "TFLOP/s", "torch us", "ratio", "instance"))
+        print("%-14s %-8s %7s %6s %6s %9s %8s %9s %6s  %s" % (
+            "model", "GEMM", "N", "K", "M", "us", "TFLOP/s", "torch us", "ratio", "BN/split/mc"))
     for r in pairs(a.binary):
         if r["M"] >= a.min_M:
             ratios.append(r["ratio"])
@@ -83,8 +85,8 @@ def main():
             print(json.dumps(r), flush=True)
         else:
             print("%-14s %-8s %7d %6d %6d %9.2f %8.1f %9.2f %6.3f  %d/%d/%d" % (
-                r["model"], r["gemm"], r["N"], r["K"], r["M"], r["us"], r["tflops"], r["torch_us"], r["ratio"], r["bn"], r["split"],
-                r["mc"]), flush=True)
+                r["model"], r["gemm"], r["N"], r["K"], r["M"], r["us"], r["tflops"], r["torch_us"], r["ratio"], r["bn"],
+                r["split"], r["mc"]), flush=True)
     if ratios:
         print("# M >= %d: %d shapes, geometric mean %.3f, least %.3f" % (
             a.min_M, len(ratios), math.exp(statistics.fmean(map(math.log, ratios))), min(ratios)))

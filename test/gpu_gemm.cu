@@ -1,6 +1,7 @@
 /* gpu_gemm.cu - GEMM on wgmma: every instance and epilogue against float64, and its times.
  *   gpu_gemm               the checks; gpu_gemm small: a few launches of every instance, for compute-sanitizer
- *   gpu_gemm bench         a table of times; bench --json one line of JSON per shape, bench --paced the next one at each line of input
+ *   gpu_gemm bench         a table of times; bench --json one line of JSON per shape, bench --paced the next one at each line
+ *   of input
  *                          (for test/bench_peers.py)
  *   gpu_gemm sweep         times of every instance at every shape of the table, from which gemm_cost was fitted */
 #include "../toka_kernels.cu"
@@ -9,8 +10,10 @@
 
 /* ---- References ---- */
 
-/* acc[i][n] = sum over k of x[rows[i]][k] w[n][k] in float64, and size[i][n] the same of absolute values. Grid (N/16, rows/16), block 16x16. */
-__global__ static void ref_gemm(const bf16 *x, int ldx, const bf16 *w, const int *rows, int n_rows, int N, int K, double *acc, double *size) {
+/* acc[i][n] = sum over k of x[rows[i]][k] w[n][k] in float64, and size[i][n] the same of absolute values. Grid (N/16,
+ * rows/16), block 16x16. */
+__global__ static void ref_gemm(const bf16 *x, int ldx, const bf16 *w, const int *rows, int n_rows, int N, int K, double *acc,
+                                double *size) {
     __shared__ double xs[16][17], ws[16][17];
     int n = blockIdx.x * 16 + threadIdx.x, i = blockIdx.y * 16 + threadIdx.y, wn = blockIdx.x * 16 + threadIdx.y;
     double a = 0, s = 0;
@@ -64,7 +67,10 @@ __device__ static void ref_head(const ref_args &a, int i, int head, ref_result *
         double sum = 0;
         for (int e = 0; e < D; e++) sum += v[e] * v[e];
         scale = 1 / sqrt(sum / D + p.eps);
-        for (int e = 0; e < D; e++) slack[e] = 3 * slack[e] * scale * fabs(w[e]) + 1e-5 * fabs(v[e] * scale * w[e]), v[e] *= scale * w[e];
+        for (int e = 0; e < D; e++) {
+            slack[e] = 3 * slack[e] * scale * fabs(w[e]) + 1e-5 * fabs(v[e] * scale * w[e]);
+            v[e] *= scale * w[e];
+        }
     }
     const bf16 *at = p.q + ((size_t)row * p.H + head) * D;
     if (kv >= 0) at = p.kv + ((((size_t)(slot / p.B) * p.K + kv % p.K) * 2 + kv / p.K) * p.B + slot % p.B) * D;
@@ -80,7 +86,8 @@ __device__ static void ref_head(const ref_args &a, int i, int head, ref_result *
 }
 __global__ static void ref_check(ref_args a, ref_result *r) {
     int cols = a.D ? a.N / a.D : a.epi == EPI_SWIGLU ? a.N / 2 : a.N;
-    for (size_t e = blockIdx.x * (size_t)blockDim.x + threadIdx.x; e < (size_t)a.n_rows * cols; e += (size_t)gridDim.x * blockDim.x) {
+    size_t first = blockIdx.x * (size_t)blockDim.x + threadIdx.x, step = (size_t)gridDim.x * blockDim.x;
+    for (size_t e = first; e < (size_t)a.n_rows * cols; e += step) {
         int i = (int)(e / cols), n = (int)(e % cols), row = a.rows[i];
         if (a.D) {
             ref_head(a, i, n, r);
@@ -92,7 +99,8 @@ __global__ static void ref_check(ref_args a, ref_result *r) {
             int g = n / 8 * 16 + n % 8;
             double gate = ref_sum(a, i, g), up = ref_sum(a, i, g + 8), silu = gate / (1 + exp(-gate));
             want = silu * up;
-            slack = REF_SUM * (1.1 * a.size[(size_t)i * a.N + g] * fabs(up) + a.size[(size_t)i * a.N + g + 8] * fabs(silu)) + 1e-6 * fabs(want);
+            const double *size = a.size + (size_t)i * a.N + g;
+            slack = REF_SUM * (1.1 * size[0] * fabs(up) + size[8] * fabs(silu)) + 1e-6 * fabs(want);
         } else {
             want = ref_sum(a, i, n), slack = REF_SUM * a.size[(size_t)i * a.N + n];
             if (a.epi == EPI_RESIDUAL) want += (double)__bfloat162float(a.before[at]);
@@ -103,7 +111,8 @@ __global__ static void ref_check(ref_args a, ref_result *r) {
 }
 /* Elements of y that had to stay as they were: columns from `cols` on. */
 __global__ static void ref_untouched(const bf16 *y, int M, int cols, int ldy, ref_result *r) {
-    for (size_t e = blockIdx.x * (size_t)blockDim.x + threadIdx.x; e < (size_t)M * (ldy - cols); e += (size_t)gridDim.x * blockDim.x) {
+    size_t first = blockIdx.x * (size_t)blockDim.x + threadIdx.x, step = (size_t)gridDim.x * blockDim.x;
+    for (size_t e = first; e < (size_t)M * (ldy - cols); e += step) {
         size_t at = e / (ldy - cols) * ldy + cols + e % (ldy - cols);
         if (((const unsigned short *)y)[at] != 0xFFFF) atomicAdd(&r->wrong, 1ull);
     }
@@ -121,8 +130,8 @@ struct gemm_case {
 static std::string case_name(const gemm_case &c, const gemm_plan &p) {
     static const char *const kinds[] = {"store", "residual", "swiglu", "logits", "qkv64", "qkv128"};
     char s[200];
-    snprintf(s, sizeof s, "%s M %d N %d K %d%s%s: BN %d split %d mc %d group %d", kinds[c.kind], c.M, c.N, c.K, c.bias ? " bias" : "",
-             c.norm ? " norm" : "", p.v ? p.v->bn : 0, p.v ? p.v->split : 0, p.mc, p.group);
+    snprintf(s, sizeof s, "%s M %d N %d K %d%s%s: BN %d split %d mc %d group %d", kinds[c.kind], c.M, c.N, c.K,
+             c.bias ? " bias" : "", c.norm ? " norm" : "", p.v ? p.v->bn : 0, p.v ? p.v->split : 0, p.mc, p.group);
     return s;
 }
 static int case_cols(const gemm_case &c) { return c.kind == EPI_SWIGLU ? c.N / 2 : c.N; }
@@ -138,10 +147,12 @@ struct gemm_data {
     weight W;
     qkv_params qkv = {};
     explicit gemm_data(const gemm_case &c_)
-        : c(c_), D(c_.kind == GEMM_QKV64 ? 64 : c_.kind == GEMM_QKV128 ? 128 : 0), H(D ? c_.N / D - 2 * kv_heads() : 0), K(kv_heads()),
+        : c(c_), D(c_.kind == GEMM_QKV64 ? 64 : c_.kind == GEMM_QKV128 ? 128 : 0),
+          H(D ? c_.N / D - 2 * kv_heads() : 0), K(kv_heads()),
           ldx(c_.K + c_.pad), ldy(case_cols(c_) + c_.pad), x((size_t)c_.M * ldx), w((size_t)c_.N * c_.K),
           y((size_t)c_.M * ldy * (c_.kind == EPI_LOGITS ? 2 : 1)),
-          before(y.n), q(D ? (size_t)c_.M * H * D : 1), kv(D ? (size_t)(c_.M / B + 2) * B * 2 * K * D : 1), bias(c_.N), q_norm(256),
+          before(y.n), q(D ? (size_t)c_.M * H * D : 1), kv(D ? (size_t)(c_.M / B + 2) * B * 2 * K * D : 1),
+          bias(c_.N), q_norm(256),
           k_norm(256), rope(64 * 1024), pos(c_.M), slot(c_.M) {
         static uint64_t n;
         uint64_t s = gpu_seed * 1000 + 10 * ++n;
@@ -169,7 +180,8 @@ struct gemm_data {
         }
         t.resize(c.M);
         pos.set(p), slot.set(t), rope.set(cs);
-        qkv = {W.bias, c.norm ? q_norm.p() : NULL, c.norm ? k_norm.p() : NULL, 1e-6f, H, K, B, pos.p(), slot.p(), rope.p(), q.p(), kv.p()};
+        qkv = {W.bias, c.norm ? q_norm.p() : NULL, c.norm ? k_norm.p() : NULL, 1e-6f, H, K, B, pos.p(), slot.p(), rope.p(),
+               q.p(), kv.p()};
     }
     gemm_plan plan(const toka_device *d) const {
         return c.plan.v ? c.plan : gemm_pick(d, c.kind, c.M, c.N, c.K, c.norm);
@@ -177,7 +189,8 @@ struct gemm_data {
     void fresh() { /* y as it is before a call */
         y.poison(), q.poison(), kv.poison();
         if (c.kind == EPI_RESIDUAL)
-            GPU_OK(cudaMemcpy2D(y.p(), (size_t)ldy * 2, before.p(), (size_t)ldy * 2, (size_t)case_cols(c) * 2, c.M, cudaMemcpyDeviceToDevice));
+            GPU_OK(cudaMemcpy2D(y.p(), (size_t)ldy * 2, before.p(), (size_t)ldy * 2, (size_t)case_cols(c) * 2, c.M,
+                                cudaMemcpyDeviceToDevice));
         GPU_OK(cudaDeviceSynchronize());
     }
     void launch(toka_device *d, int M) {
@@ -208,8 +221,9 @@ static bool case_check(toka_device *d, gemm_data &g, int M, const char *what) {
     GPU_OK(cudaDeviceSynchronize());
     ref_result got = r.host()[0];
     size_t want = (size_t)n * (g.D ? g.c.N : case_cols(g.c));
-    return gpu_check(!got.wrong && got.seen == want && g.guards(), "%s%s: %llu of %llu wrong, worst %.3g of what is allowed, guards %s",
-                     what, case_name(g.c, g.plan(d)).c_str(), got.wrong, got.seen, got.worst, g.guards() ? "hold" : "BROKEN");
+    return gpu_check(!got.wrong && got.seen == want && g.guards(),
+                     "%s%s: %llu of %llu wrong, worst %.3g of what is allowed, guards %s", what,
+                     case_name(g.c, g.plan(d)).c_str(), got.wrong, got.seen, got.worst, g.guards() ? "hold" : "BROKEN");
 }
 static void test_case(toka_device *d, const gemm_case &c) {
     gemm_data g(c);
@@ -233,7 +247,8 @@ static void test_variants(toka_device *d, bool small) {
                 int kblocks = ceil_div(s[2], 64), cut = v.kind < GEMM_QKV64 ? 48 : v.kind == GEMM_QKV64 ? 64 : 0;
                 if (v.split > kblocks || (v.kind == GEMM_QKV128 && s[1] < 384)) continue;
                 int N = s[1] - (s[1] > 384 ? cut : 0) + (v.kind == GEMM_QKV64 && s[1] == 128 ? 64 : 0);
-                gemm_case c = {s[0], N, s[2], v.kind, s[0] % 4 == 1 && v.kind != EPI_SWIGLU && v.kind != EPI_LOGITS, s[0] % 3 == 0 && v.w_boxes == 1, {&v, mc, s[0] > 500 ? 2 : 8}};
+                bool bias = s[0] % 4 == 1 && v.kind != EPI_SWIGLU && v.kind != EPI_LOGITS, norm = s[0] % 3 == 0 && v.w_boxes == 1;
+                gemm_case c = {s[0], N, s[2], v.kind, bias, norm, {&v, mc, s[0] > 500 ? 2 : 8}};
                 test_case(d, c);
             }
 }
@@ -244,7 +259,8 @@ static void test_sweep(toka_device *d) {
         {3072, 2048, GEMM_QKV64, false, false}, {2048, 2048, EPI_RESIDUAL, false, false}, {16384, 2048, EPI_SWIGLU, false, false},
         {2048, 8192, EPI_RESIDUAL, false, false}, {6144, 4096, GEMM_QKV128, true, true}, {1152, 896, GEMM_QKV64, true, false},
         {1152, 896, EPI_STORE, true, false}, {896, 896, EPI_RESIDUAL, true, false}, {9728, 896, EPI_SWIGLU, false, false},
-        {896, 4864, EPI_RESIDUAL, false, false}, {151936, 896, EPI_STORE, false, false}, {151936, 896, EPI_LOGITS, false, false}, {56, 56, EPI_STORE, true, false},
+        {896, 4864, EPI_RESIDUAL, false, false}, {151936, 896, EPI_STORE, false, false},
+        {151936, 896, EPI_LOGITS, false, false}, {56, 56, EPI_STORE, true, false},
         {8, 8, EPI_STORE, true, false}, {16, 72, EPI_SWIGLU, false, false}};
     for (auto &m : gemms)
         for (int M : Ms)
@@ -353,7 +369,8 @@ static void bench_table(toka_device *d, bool json, bool paced) {
             bench_data b(r, M);
             gemm_plan p = gemm_pick(d, r.kind, M, r.N, r.K, false);
             double us = b.us(d, p);
-            printf(json ? "{\"model\":\"%s\",\"gemm\":\"%s\",\"N\":%d,\"K\":%d,\"M\":%d,\"us\":%.2f,\"tflops\":%.1f,\"bn\":%d,\"split\":%d,\"mc\":%d}\n"
+            printf(json ? "{\"model\":\"%s\",\"gemm\":\"%s\",\"N\":%d,\"K\":%d,\"M\":%d,\"us\":%.2f,\"tflops\":%.1f,\"bn\":%d,"
+                          "\"split\":%d,\"mc\":%d}\n"
                         : "%-14s %-8s %7d %6d %6d %9.2f %8.1f  %d/%d/%d\n",
                    r.model, r.gemm, r.N, r.K, M, us, bench_tflops(r, M, us), p.v->bn, p.v->split, p.mc);
             fflush(stdout);
