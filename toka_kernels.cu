@@ -2244,6 +2244,49 @@ struct attn_plan {
 static inline int attn_min(int a, int b) { return a < b ? a : b; }
 static inline int attn_max(int a, int b) { return a > b ? a : b; }
 
+static void attn_sizes(const toka_device *d, attn_plan *p) {
+    const toka_shape *sh = d->shape;
+    int T = d->options.max_tokens, G = sh->H / sh->K, seq_pages = ceil_div(sh->max_len, sh->B);
+    int64_t pages = (int64_t)T * seq_pages;
+    p->hopper = d->hopper && sh->B >= 64 && sh->D >= 64 && sh->D <= 128 && d->kv_layer / sh->D < INT_MAX;
+    p->G = G, p->small_rows = ATTN_SMALL_Q / G;
+    p->tile_q = !p->hopper ? ATTN_TILE_Q : sh->D == 64 ? 192 : 128;
+    p->max_spans = 2 * T + 64;
+    p->max_levels = seq_pages + 1;
+    p->max_pages = (size_t)(pages < 1 << 24 ? pages : 1 << 24);
+    /* the parts of split-KV: what attn_small_part and attn_tile_part make of it; beyond, ranges stay whole */
+    p->max_slots = d->n_sms * (ATTN_WARPS + p->tile_q / ATTN_SMALL_Q) * 3 / 2 / sh->K + 64;
+    p->max_merges = 2 * p->max_slots;
+    p->max_items = p->max_spans + p->max_slots + 8 * ceil_div(T * G, p->tile_q);
+}
+
+/* Host memory of planning, in d->attn, and how much there may be of everything. shape, options, n_sms, hopper and kv_layer are set. */
+static void attn_plan_open(toka_device *d) {
+    const toka_shape *sh = d->shape;
+    attn_plan *p = (attn_plan *)calloc(1, sizeof *p);
+    if (!p) abort();
+    assert(sh->D % 8 == 0 && sh->D <= 256 && sh->H % sh->K == 0 && sh->B >= 16 && (sh->B & (sh->B - 1)) == 0);
+    d->attn = p;
+    attn_sizes(d, p);
+    p->spans = (attn_span *)malloc((size_t)p->max_spans * sizeof *p->spans);
+    p->levels = (attn_level *)malloc((size_t)p->max_levels * sizeof *p->levels);
+    p->merges = (attn_merge *)malloc((size_t)p->max_merges * sizeof *p->merges);
+    p->row_level = (uint16_t *)malloc((size_t)d->options.max_tokens * sizeof *p->row_level);
+    if (!p->spans || !p->levels || !p->merges || !p->row_level) abort();
+}
+
+static void attn_close(toka_device *d) { /* host memory; the device's goes with all blocks */
+    if (!d->attn) return;
+    free(d->attn->spans), free(d->attn->levels), free(d->attn->merges), free(d->attn->maps), free(d->attn->row_level), free(d->attn);
+    d->attn = NULL;
+}
+
+/* Bytes of d->up that attn_plan_step takes at most. */
+static size_t attn_stage_bytes(const toka_device *d) {
+    const attn_plan *p = d->attn;
+    return (size_t)p->max_items * sizeof(attn_item) + (size_t)p->max_merges * sizeof(attn_merge) + p->max_pages * sizeof(int) + 64;
+}
+
 /* Levels, and which span is the last of its rows. Those that end rows with a small item all go to the last level: one launch. */
 static void attn_plan_levels(toka_device *d, const toka_step *s) {
     attn_plan *p = d->attn;
@@ -3000,22 +3043,6 @@ __global__ static void __launch_bounds__(128) attn_join(const __grid_constant__ 
 
 /* ---- The op ---- */
 
-static void attn_sizes(const toka_device *d, attn_plan *p) {
-    const toka_shape *sh = d->shape;
-    int T = d->options.max_tokens, G = sh->H / sh->K, seq_pages = ceil_div(sh->max_len, sh->B);
-    int64_t pages = (int64_t)T * seq_pages;
-    p->hopper = d->hopper && sh->B >= 64 && sh->D >= 64 && sh->D <= 128 && d->kv_layer / sh->D < INT_MAX;
-    p->G = G, p->small_rows = ATTN_SMALL_Q / G;
-    p->tile_q = !p->hopper ? ATTN_TILE_Q : sh->D == 64 ? 192 : 128;
-    p->max_spans = 2 * T + 64;
-    p->max_levels = seq_pages + 1;
-    p->max_pages = (size_t)(pages < 1 << 24 ? pages : 1 << 24);
-    /* the parts of split-KV: what attn_small_part and attn_tile_part make of it; beyond, ranges stay whole */
-    p->max_slots = d->n_sms * (ATTN_WARPS + p->tile_q / ATTN_SMALL_Q) * 3 / 2 / sh->K + 64;
-    p->max_merges = 2 * p->max_slots;
-    p->max_items = p->max_spans + p->max_slots + 8 * ceil_div(T * G, p->tile_q);
-}
-
 /* Tensor maps of K and V in pages, 64 columns wide and 8, 16, 32 and 64 rows high, where the Hopper kernels can run. */
 static void attn_open_maps(toka_device *d) {
     const toka_shape *sh = d->shape;
@@ -3033,37 +3060,17 @@ static void attn_open_maps(toka_device *d) {
     }
 }
 
-/* Takes all memory of attention, in d->attn. shape, options, n_sms and stream are set. Failures are latched. */
+/* Takes all memory of attention. d->kv and stream are set beside what attn_plan_open wants. Failures are latched. */
 static void attn_open(toka_device *d) {
     const toka_shape *sh = d->shape;
-    attn_plan *p = (attn_plan *)calloc(1, sizeof *p);
-    if (!p) abort();
-    assert(sh->D % 8 == 0 && sh->D <= 256 && sh->H % sh->K == 0 && sh->B >= 16 && (sh->B & (sh->B - 1)) == 0);
-    d->attn = p;
-    attn_sizes(d, p);
+    attn_plan_open(d);
+    attn_plan *p = d->attn;
     size_t rows = (size_t)d->options.max_tokens * sh->H, parts = (size_t)p->max_slots * sh->K * ATTN_SMALL_Q;
     p->state_o = (float *)dev_alloc(d, rows * sh->D * sizeof(float), "attention state");
     p->state_lse = (float *)dev_alloc(d, rows * sizeof(float), "attention state");
     p->part_o = (float *)dev_alloc(d, parts * sh->D * sizeof(float), "attention parts");
     p->part_lse = (float *)dev_alloc(d, parts * sizeof(float), "attention parts");
-    p->spans = (attn_span *)malloc((size_t)p->max_spans * sizeof *p->spans);
-    p->levels = (attn_level *)malloc((size_t)p->max_levels * sizeof *p->levels);
-    p->merges = (attn_merge *)malloc((size_t)p->max_merges * sizeof *p->merges);
-    p->row_level = (uint16_t *)malloc((size_t)d->options.max_tokens * sizeof *p->row_level);
-    if (!p->spans || !p->levels || !p->merges || !p->row_level) abort();
     attn_open_maps(d);
-}
-
-static void attn_close(toka_device *d) { /* host memory; the device's goes with all blocks */
-    if (!d->attn) return;
-    free(d->attn->spans), free(d->attn->levels), free(d->attn->merges), free(d->attn->maps), free(d->attn->row_level), free(d->attn);
-    d->attn = NULL;
-}
-
-/* Bytes of d->up that attn_plan_step takes at most. */
-static size_t attn_stage_bytes(const toka_device *d) {
-    const attn_plan *p = d->attn;
-    return (size_t)p->max_items * sizeof(attn_item) + (size_t)p->max_merges * sizeof(attn_merge) + p->max_pages * sizeof(int) + 64;
 }
 
 static void attn_launch_items(toka_device *d, int layer, attn_args a, int item0, int n, bool small) {

@@ -36,6 +36,37 @@ struct scene {
     }
 };
 
+/* The arrays of a scene's step. Page i of the scene lies in page order[i]; page n_pages is NaN and stands behind every table. */
+struct host_step {
+    std::vector<int> order, pos, pages;
+    std::vector<toka_span> spans;
+    toka_shape shape = {};
+    toka_step step = {};
+    host_step(scene &s, bool share, uint64_t seed) : order((size_t)s.n_pages) {
+        std::vector<int> cover(s.seqs.size(), 0), first;
+        for (int i = 0; i < s.n_pages; i++) order[i] = i;
+        for (int i = s.n_pages - 1; i > 0; i--) std::swap(order[i], order[gpu_mix(seed + i) % (i + 1)]);
+        for (seq &x : s.seqs) {
+            for (int i = 0; i < x.rows; i++) pos.push_back(x.len - x.rows + i);
+            shape.max_len = std::max(shape.max_len, x.len);
+            first.push_back((int)pages.size());
+            for (int pg : x.pages) pages.push_back(order[pg]);
+            for (int i = 0; i < 3; i++) pages.push_back(s.n_pages);
+        }
+        for (toka_span sp : s.shared) {
+            if (!share) break;
+            for (size_t i = 0; i < s.seqs.size(); i++)
+                if (s.seqs[i].row0 >= sp.row0 && s.seqs[i].row0 < sp.row0 + sp.n_rows) cover[i] = sp.kv0 + sp.n_kv;
+            sp.page0 = first[sp.page0] + sp.kv0 / s.c.B;
+            spans.push_back(sp);
+        }
+        for (size_t i = 0; i < s.seqs.size(); i++)
+            spans.push_back({s.seqs[i].row0, s.seqs[i].rows, first[i] + cover[i] / s.c.B, cover[i], s.seqs[i].len - cover[i]});
+        shape.H = s.c.K * s.c.G, shape.K = s.c.K, shape.D = s.c.D, shape.B = s.c.B, shape.L = 1;
+        step.T = s.T, step.pos = pos.data(), step.pages = pages.data(), step.spans = spans.data(), step.n_spans = (int)spans.size();
+    }
+};
+
 __global__ static void fill_slots(bf16 *kv, const int *slots, int n, int K, int D, int log2_B, uint64_t seed, float scale) {
     for (int i = blockIdx.x; i < n; i += gridDim.x)
         for (int j = threadIdx.x; j < K * 2 * D; j += blockDim.x) {
@@ -90,53 +121,26 @@ __global__ static void reference(const bf16 *q, const bf16 *kv, const int *table
 }
 
 /* A scene on the device, ready to run. */
-struct stand {
+struct stand : host_step {
     scene &sc;
     toka_device *d = gpu_device();
-    toka_shape shape = {};
     layer_weights layer = {};
-    toka_step step = {};
-    std::vector<int> pos, pages;
-    std::vector<toka_span> spans;
     gpu_buf<bf16> kv, q, o;
-    stand(scene &s, bool share, float q_scale, int seed, int spare_tokens = 0)
-        : sc(s), kv((size_t)(s.n_pages + 1) * s.c.K * 2 * s.c.B * s.c.D), q((size_t)s.T * s.c.K * s.c.G * s.c.D), o(q.n) {
-        int max_len = 0, log2_B = __builtin_ctz(s.c.B);
-        std::vector<int> order((size_t)s.n_pages), slots; /* page i of the scene lies in page order[i]; page n_pages is NaN */
-        for (int i = 0; i < s.n_pages; i++) order[i] = i;
-        for (int i = s.n_pages - 1; i > 0; i--) std::swap(order[i], order[gpu_mix(seed + i) % (i + 1)]);
+    stand(scene &s, bool share, float q_scale, int seed)
+        : host_step(s, share, seed), sc(s), kv((size_t)(s.n_pages + 1) * s.c.K * 2 * s.c.B * s.c.D),
+          q((size_t)s.T * s.c.K * s.c.G * s.c.D), o(q.n) {
+        std::vector<int> slots;
         for (seq &x : s.seqs)
-            for (int t = 0; t < x.len; t++) slots.push_back(order[x.pages[t / s.c.B]] * s.c.B + t % s.c.B);
+            for (int i = 0; i < x.len; i++) slots.push_back(order[x.pages[i / s.c.B]] * s.c.B + i % s.c.B);
         gpu_buf<int> dev_slots(slots.size());
         dev_slots.set(slots);
-        fill_slots<<<1024, 128>>>(kv.p(), dev_slots.p(), (int)slots.size(), s.c.K, s.c.D, log2_B, seed, 1);
+        fill_slots<<<1024, 128>>>(kv.p(), dev_slots.p(), (int)slots.size(), s.c.K, s.c.D, __builtin_ctz(s.c.B), seed, 1);
         gpu_random(q, seed + 1, q_scale);
-        for (seq &x : s.seqs) {
-            for (int i = 0; i < x.rows; i++) pos.push_back(x.len - x.rows + i);
-            max_len = std::max(max_len, x.len);
-        }
-        std::vector<int> cover(s.seqs.size(), 0), first;
-        for (seq &x : s.seqs) {
-            first.push_back((int)pages.size());
-            for (int pg : x.pages) pages.push_back(order[pg]);
-            for (int i = 0; i < 3; i++) pages.push_back(s.n_pages);
-        }
-        if (share)
-            for (toka_span sp : s.shared) {
-                for (size_t i = 0; i < s.seqs.size(); i++)
-                    if (s.seqs[i].row0 >= sp.row0 && s.seqs[i].row0 < sp.row0 + sp.n_rows) cover[i] = sp.kv0 + sp.n_kv;
-                sp.page0 = first[sp.page0] + sp.kv0 / s.c.B;
-                spans.push_back(sp);
-            }
-        for (size_t i = 0; i < s.seqs.size(); i++)
-            spans.push_back({s.seqs[i].row0, s.seqs[i].rows, first[i] + cover[i] / s.c.B, cover[i], s.seqs[i].len - cover[i]});
-        shape.H = s.c.K * s.c.G, shape.K = s.c.K, shape.D = s.c.D, shape.B = s.c.B, shape.max_len = max_len, shape.L = 1;
         layer.window = s.c.window;
         d->shape = &shape, d->layers = &layer, d->kv = kv.p(), d->kv_layer = kv.n;
-        d->options.max_tokens = s.T + spare_tokens, d->options.n_pages = s.n_pages + 1;
+        d->options.max_tokens = s.T, d->options.n_pages = s.n_pages + 1;
         attn_open(d);
         stage_open(d, &d->up, attn_stage_bytes(d) + (size_t)s.T * sizeof(int) + 64);
-        step.T = s.T, step.pos = pos.data(), step.pages = pages.data(), step.spans = spans.data(), step.n_spans = (int)spans.size();
         plan();
     }
     void plan() {
@@ -203,19 +207,6 @@ static void check(scene &s, const char *name, float q_scale = 1.5f) {
 
 static const int lengths[] = {1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 191, 257, 899, 900, 901};
 
-static void test_decode(shape_case c) {
-    scene s(c);
-    for (int n : lengths) s.add(n, 1);
-    check(s, "decode");
-}
-static void test_prefill(shape_case c) { /* whole prompts, chunks behind earlier pages, and decode rows beside them */
-    scene s(c);
-    for (int n : lengths) s.add(n, n);
-    s.add(300, 1);
-    s.add(700, 37);
-    s.add(901, 200);
-    check(s, "prefill");
-}
 /* depth levels of shared pages; the first has `pages` pages, the others one or two, three children each; own parts of any length */
 static void grow(scene &s, int depth, int pages, const std::vector<int> &prefix, int rows, int fan) {
     std::vector<int> path = prefix, more = s.take(pages);
@@ -232,6 +223,19 @@ static void grow(scene &s, int depth, int pages, const std::vector<int> &prefix,
     toka_span last = {};
     s.share(first, n_seqs, (int)prefix.size(), pages);
     last = s.shared.back(), s.shared.pop_back(), s.shared[at] = last;
+}
+static void test_decode(shape_case c) {
+    scene s(c);
+    for (int n : lengths) s.add(n, 1);
+    check(s, "decode");
+}
+static void test_prefill(shape_case c) { /* whole prompts, chunks behind earlier pages, and decode rows beside them */
+    scene s(c);
+    for (int n : lengths) s.add(n, n);
+    s.add(300, 1);
+    s.add(700, 37);
+    s.add(901, 200);
+    check(s, "prefill");
 }
 static void test_tree(shape_case c, int depth, int pages, int rows, int fan) {
     scene s(c);
@@ -263,7 +267,99 @@ static void test_repeat(shape_case c) {
     gpu_check(bad == 0, "100 repeats D=%d: %d differ", c.D, bad);
 }
 
+/* ---- The work list alone: no GPU needed ---- */
+
+/* Follows the items level by level: every query sees its positions exactly once, on the right pages, begins with a state exactly when it
+ * has one, and ends in o. */
+struct list_check {
+    host_step &h;
+    const attn_plan *p;
+    const int *pages; /* as uploaded */
+    std::vector<int> table; /* [row] where the row's pages begin in h.pages */
+    std::vector<std::vector<char>> seen;
+    std::vector<int> state; /* 0 none, 1 has a state, 2 done */
+    int bad = 0, parts = 0;
+    void leave(int q0, int nq, int where) {
+        for (int q = q0; q < q0 + nq; q++) {
+            bad += state[q] != (where & ATTN_SEED ? 1 : 0);
+            state[q] = where & ATTN_TO_O ? 2 : 1;
+        }
+    }
+    void item(const attn_item &it) {
+        int G = h.shape.H / h.shape.K, lo = INT_MAX, hi = -1;
+        for (int q = it.q0; q < it.q0 + it.nq; q++) {
+            int row = q / G, end = std::min(it.kv1, h.pos[row] + 1);
+            lo = std::min(lo, h.pos[row]), hi = std::max(hi, h.pos[row]);
+            for (int t = it.kv0; t < end; t++) {
+                bad += seen[q][t]++ != 0;
+                bad += pages[it.page0 + (t - it.kv0) / h.shape.B] != h.pages[table[row] + t / h.shape.B];
+            }
+        }
+        bad += lo != it.pos_lo || hi != it.pos_hi || it.kv0 % h.shape.B || it.kv1 > hi + 1;
+    }
+    void level(const attn_level &l) {
+        std::vector<char> slots((size_t)p->max_slots, 0);
+        for (int m = l.merge0; m < l.merge0 + l.n_merges; m++) {
+            const attn_merge &me = p->merges[m];
+            int units = ceil_div(me.nq, ATTN_SMALL_Q);
+            bad += me.nq > l.merge_nq || me.slot + me.n * units > p->max_slots;
+            for (int i = me.slot; i < me.slot + me.n * units && i < p->max_slots; i++) bad += slots[i]++ != 0;
+        }
+        std::vector<char> written((size_t)p->max_slots, 0);
+        for (int i = l.tile0; i < l.small0 + l.n_small; i++) {
+            const attn_item &it = p->items[i];
+            bad += it.nq > (i < l.tile0 + l.n_tiles ? p->tile_q : (int)ATTN_SMALL_Q);
+            item(it);
+            if (it.where & (ATTN_TO_O | ATTN_TO_STATE)) leave(it.q0, it.nq, it.where);
+            else
+                for (int u = 0; u < ceil_div(it.nq, ATTN_SMALL_Q); u++, parts++) bad += written[(it.where >> ATTN_SLOT) + u]++ != 0;
+        }
+        bad += slots != written;
+        for (int m = l.merge0; m < l.merge0 + l.n_merges; m++) leave(p->merges[m].q0, p->merges[m].nq, p->merges[m].where);
+    }
+};
+static void check_list(scene &s, bool share, bool hopper, bool want_parts, const char *name) {
+    host_step h(s, share, 99);
+    toka_device d = {};
+    d.shape = &h.shape, d.n_sms = 132, d.hopper = hopper, d.options.max_tokens = s.T, d.kv_layer = 1 << 20;
+    attn_plan_open(&d);
+    std::vector<char> up(attn_stage_bytes(&d) + 64);
+    d.up.host = d.up.dev = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d.up.cap = up.size() - 16;
+    attn_plan_step(&d, &h.step);
+    list_check c = {h, d.attn, d.attn->dev_pages};
+    int G = s.c.G, at = 0, left = 0;
+    for (seq &x : s.seqs) {
+        c.table.insert(c.table.end(), (size_t)x.rows, at);
+        at += (int)x.pages.size() + 3;
+    }
+    for (int q = 0; q < s.T * G; q++) c.seen.emplace_back((size_t)h.pos[q / G] + 1, 0);
+    c.state.resize((size_t)s.T * G, 0);
+    for (int i = 0; i < d.attn->n_levels; i++) c.level(d.attn->levels[i]);
+    for (int q = 0; q < s.T * G; q++) left += c.state[q] != 2 || std::count(c.seen[q].begin(), c.seen[q].end(), 0) != 0;
+    gpu_check(!c.bad && !left && !d.error.code && (!want_parts || c.parts), "work list of %s G=%d D=%d: %d wrong, %d queries left, %d parts%s",
+              name, G, s.c.D, c.bad, left, c.parts, d.error.code ? d.error.msg : "");
+    attn_close(&d);
+}
+static void test_lists() {
+    for (int G : {1, 4, 24})
+        for (int D : {40, 64})
+            for (bool hopper : {false, true}) {
+                scene few({D, 2, G, 64, 0}), many({D, 2, G, 64, 0}), tree({D, 2, G, 64, 0}), chunk({D, 2, G, 64, 0});
+                for (int n : {5000, 3000, 900, 17}) few.add(n, 1);
+                few.add(4000, 50);
+                for (int i = 0; i < 700; i++) many.add(41 + i * 37 % 400, 1 + i % 90 / 88 * 40);
+                grow(tree, 3, 5, {}, 1, 12), grow(tree, 1, 70, {}, 2, 30), tree.add(300, 300);
+                chunk.add(9000, 512);
+                check_list(few, false, hopper, true, "few long sequences");
+                check_list(many, false, hopper, false, "many sequences");
+                check_list(tree, true, hopper, false, "a tree");
+                check_list(tree, false, hopper, false, "a tree, unshared");
+                check_list(chunk, false, hopper, false, "a chunk");
+            }
+}
+
 static void test_all(bool small) {
+    test_lists();
     const int Ds[] = {8, 16, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256}, Gs[] = {1, 2, 3, 4, 5, 7, 8, 12};
     int n = 0;
     for (int D : Ds) {
@@ -415,6 +511,7 @@ int main(int argc, char **argv) {
         small |= !strcmp(argv[i], "small"), timings |= !strcmp(argv[i], "bench"), json |= !strcmp(argv[i], "--json");
         only_tiles |= !strcmp(argv[i], "tiles"), only_decode |= !strcmp(argv[i], "decode");
     }
+    if (argc > 1 && !strcmp(argv[1], "lists")) return test_lists(), gpu_report();
     gpu_device();
     if (timings) bench(!only_tiles, !only_decode);
     else test_all(small);
