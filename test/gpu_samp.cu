@@ -67,7 +67,7 @@ static std::vector<toka_pick> picks_of(toka_device *d, const std::vector<toka_ou
         GPU_OK(cudaMemsetAsync(p->logits, 0xFF, (size_t)p->chunk * p->ldl * sizeof(float), d->stream));
         for (int j = 0; j < n; j++)
             GPU_OK(cudaMemcpyAsync(p->logits + (size_t)j * p->ldl, logits[p->order[i + j]], V * sizeof(float), cudaMemcpyHostToDevice, d->stream));
-        samp_from_logits(d, i, n, filters);
+        samp_from_logits(d, i, n, plain ? n : 0, filters);
     }
     samp_collect(d, &s, picks.data());
     if (d->error.code) printf("FAILED %s\n", d->error.msg), exit(2);
@@ -120,7 +120,8 @@ static void check_row(const char *what, const toka_test_case &c, int V, const to
     none.logprobs = 0, forced.sampling = &none, forced.forced_id = got.id;
     std::copy(c.raw, c.raw + V, x.begin());
     toka_test_row(&forced, x.data(), V, &want);
-    gpu_check(close_to(got.logprob, want.logprob, 1e-5), "%s: logprob %g for %g", what, got.logprob, want.logprob);
+    bool undone = s->n_bias || c.row.n_history; /* from the adjusted logit, with its rounding */
+    gpu_check(close_to(got.logprob, want.logprob, undone ? 5e-5 : 1e-5), "%s: logprob %g for %g", what, got.logprob, want.logprob);
 }
 
 static void test_random(int V, int n, uint64_t seed0) {
@@ -255,7 +256,7 @@ static std::vector<int> draws(toka_device *d, const toka_sampling &how, const st
         if (filtered) gpu_check(samp_send_filters(d, &s, 0, batch, &filters) == batch, "lists do not fit");
         GPU_OK(cudaMemcpyAsync(p->logits, master.p(), master.n * sizeof(float), cudaMemcpyDeviceToDevice, d->stream));
         p->ldl = stride;
-        samp_from_logits(d, 0, batch, filters);
+        samp_from_logits(d, 0, batch, filtered ? 0 : batch, filters);
         p->ldl = whole;
         GPU_OK(cudaMemcpyAsync(results.data(), p->results, (size_t)batch * sizeof(samp_result), cudaMemcpyDeviceToHost, d->stream));
         GPU_OK(cudaStreamSynchronize(d->stream));
@@ -346,7 +347,7 @@ static void test_pairs() {
             samp_plan_step(d, &st);
             stage_send(d, &d->up);
             plan->ldl = 0;
-            for (int i = 0; i < 8192; i += plan->part_rows) samp_from_logits(d, i, plan->part_rows, NULL);
+            for (int i = 0; i < 8192; i += plan->part_rows) samp_from_logits(d, i, plan->part_rows, plan->part_rows, NULL);
             plan->ldl = whole;
             GPU_OK(cudaMemcpyAsync(results.data(), plan->results, 8192 * sizeof(samp_result), cudaMemcpyDeviceToHost, d->stream));
             GPU_OK(cudaStreamSynchronize(d->stream));
@@ -472,6 +473,10 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
 
 /* ---- Times ---- */
 
+__global__ static void forget_best(samp_ask *ask, int n) { /* a fresh upload would */
+    for (int i = (int)(blockIdx.x * blockDim.x + threadIdx.x); i < n; i += (int)(gridDim.x * blockDim.x)) ask[i].best = 0;
+}
+
 static void bench_samp(int V, int E, int n_out, float T, float top_p) {
     toka_device *d = samp_device(V, E, n_out);
     gpu_buf<bf16> x((size_t)n_out * (size_t)E), w((size_t)V * (size_t)E);
@@ -484,7 +489,7 @@ static void bench_samp(int V, int E, int n_out, float T, float top_p) {
     for (int i = 0; i < n_out; i++) rows.push_back(drawn(&how, (uint32_t)i)), rows.back().row = i;
     toka_step s = step_of(rows);
     std::vector<toka_pick> picks((size_t)n_out);
-    double plan = 1e9, us;
+    double plan = 1e9, us, head = 0;
     for (int i = 0; i < 5; i++) {
         struct timespec a, b;
         stage_begin(d, &d->up);
@@ -494,7 +499,16 @@ static void bench_samp(int V, int E, int n_out, float T, float top_p) {
         plan = std::min(plan, (double)(b.tv_sec - a.tv_sec) * 1e6 + (double)(b.tv_nsec - a.tv_nsec) * 1e-3);
         stage_send(d, &d->up);
     }
-    if (top_p == 1) us = gpu_time_us(d->stream, 8, 5, [&](int) { samp_launch(d, &s, x.p()); });
+    if (top_p == 1) {
+        us = gpu_time_us(d->stream, 8, 5, [&](int) {
+            forget_best<<<8, 256, 0, d->stream>>>(d->samp->ask, n_out);
+            samp_launch(d, &s, x.p());
+        });
+        if (d->hopper) head = gpu_time_us(d->stream, 8, 5, [&](int) {
+            forget_best<<<8, 256, 0, d->stream>>>(d->samp->ask, n_out);
+            samp_head(d, 0, n_out, n_out);
+        });
+    }
     else { /* lists go up chunk by chunk, which a graph cannot hold */
         cudaEvent_t from, to;
         float ms;
@@ -510,7 +524,7 @@ static void bench_samp(int V, int E, int n_out, float T, float top_p) {
             us = std::min(us, ms * 1000.0);
         }
     }
-    printf("V %6d  E %4d  rows %4d  T %.1f  top_p %.2f  %9.1f us  (planned in %.1f us)%s\n", V, E, n_out, T, top_p, us, plan,
+    printf("V %6d  E %4d  rows %4d  T %.1f  top_p %.2f  %9.1f us, of these the GEMM %9.1f us  (planned in %.1f us)%s\n", V, E, n_out, T, top_p, us, head, plan,
            d->error.code ? d->error.msg : "");
     samp_device_close(d);
 }
@@ -523,9 +537,9 @@ int main(int argc, char **argv) {
     if (argc > 1 && !strcmp(argv[1], "bench")) {
         const int shapes[][2] = {{128256, 2048}, {128256, 4096}, {151936, 896}};
         for (const int *v : shapes)
-            for (int M : {1, 8, 16, 64, 128, 256, 512, 1024, 4096})
+            for (int M : {1, 64, 256, 512, 1024, 4096})
                 for (float T : {1.0f, 0.6f}) bench_samp(v[0], v[1], M, T, 1);
-        for (int M : {1, 64, 256, 1024}) bench_samp(128256, 2048, M, 0.6f, 0.95f);
+        for (int M : {1, 64, 256, 1024, 4096}) bench_samp(128256, 2048, M, 0.6f, 0.95f);
         return 0;
     }
     quick = argc > 1 && !strcmp(argv[1], "quick");
