@@ -309,11 +309,6 @@ __device__ static inline void tma_store_commit() { asm volatile("cp.async.bulk.c
 template <int N> __device__ static inline void tma_store_wait_read() { /* shared memory may be written again */
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
-/* A run of bytes: both addresses and n multiples of 16. */
-__device__ static inline void bulk_load(uint32_t to, const void *from, int n, uint32_t bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(to), "l"(from), "r"(n), "r"(bar) : "memory");
-}
 /* Ordinary stores to shared memory become visible to wgmma and the copy engine; each writing thread, before the barrier. */
 __device__ static inline void fence_async_smem() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
