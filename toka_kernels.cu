@@ -2181,18 +2181,19 @@ static void gemm(toka_device *d, const gemm_args *a) {
  * Few items do not fill the GPU: then kv ranges are cut (split-KV), the parts go to part_o and part_lse and one merge per row
  * follows in the same level. The length of a part follows from the sum of kv positions in the level alone.
  *
- * What is expected of the spans: for each row they come in rising kv0, and two spans that have a row in common have all rows of the
- * later one in common (a tree of intervals). Cost: O(spans + rows + pages in use).
+ * What is expected of the spans: for each row they come in rising kv0, and of two spans that share a row the earlier one has all
+ * rows of the later one (a tree of intervals). Cost: O(spans + rows + pages in use); 8,192 sequences with a shared prefix: 0.15 to
+ * 0.3 ms.
  * =========================================================================== */
 
 enum {
     ATTN_TILE_Q = 64,    /* queries of a tile on mma.sync */
-    ATTN_SMALL_Q = 16, /* queries of a small item, and the unit of the split-KV buffer */
-    ATTN_MIN_PART = 128, /* kv positions of a part, at least */
-    ATTN_WARPS = 16    /* small items that an SM works on at a time, roughly */
+    ATTN_SMALL_Q = 16,   /* queries of a small item, and the unit of the split-KV buffer */
+    ATTN_MIN_PART = 128, /* kv positions of a part of a small item, at least */
+    ATTN_WARPS = 16      /* small items that an SM works on at a time, roughly */
 };
 
-enum { ATTN_MAP_8, ATTN_MAP_16, ATTN_MAP_32, ATTN_MAP_64, ATTN_MAPS }; /* tensor maps of a layer's K and V, by rows of the box */
+enum { ATTN_MAP_8, ATTN_MAP_16, ATTN_MAP_32, ATTN_MAP_64, ATTN_MAPS }; /* a layer's tensor maps, by rows of the box */
 enum { ATTN_SEED = 1, ATTN_TO_O = 2, ATTN_TO_STATE = 4, ATTN_SLOT = 3 /* shift */ }; /* attn_item.where; neither TO: a part */
 
 typedef struct attn_item {
@@ -2239,6 +2240,7 @@ struct attn_plan {
 static inline int attn_min(int a, int b) { return a < b ? a : b; }
 static inline int attn_max(int a, int b) { return a > b ? a : b; }
 
+/* How much there may be of everything. */
 static void attn_sizes(const toka_device *d, attn_plan *p) {
     const toka_shape *sh = d->shape;
     int T = d->options.max_tokens, G = sh->H / sh->K, seq_pages = ceil_div(sh->max_len, sh->B);
@@ -2249,13 +2251,13 @@ static void attn_sizes(const toka_device *d, attn_plan *p) {
     p->max_spans = 2 * T + 64;
     p->max_levels = seq_pages + 1;
     p->max_pages = (size_t)(pages < 1 << 24 ? pages : 1 << 24);
-    /* the parts of split-KV: what attn_small_part and attn_tile_part make of it; beyond, ranges stay whole */
+    /* about twice what attn_small_part and attn_tile_part aim at; beyond, ranges stay whole */
     p->max_slots = d->n_sms * (ATTN_WARPS + p->tile_q / ATTN_SMALL_Q) * 3 / 2 / sh->K + 64;
     p->max_merges = 2 * p->max_slots;
     p->max_items = p->max_spans + p->max_slots + 8 * ceil_div(T * G, p->tile_q);
 }
 
-/* Host memory of planning, in d->attn, and how much there may be of everything. shape, options, n_sms, hopper and kv_layer are set. */
+/* Host memory of planning, in d->attn. shape, options, n_sms, hopper and kv_layer are set. */
 static void attn_plan_open(toka_device *d) {
     const toka_shape *sh = d->shape;
     attn_plan *p = (attn_plan *)calloc(1, sizeof *p);
@@ -2272,14 +2274,16 @@ static void attn_plan_open(toka_device *d) {
 
 static void attn_close(toka_device *d) { /* host memory; the device's goes with all blocks */
     if (!d->attn) return;
-    free(d->attn->spans), free(d->attn->levels), free(d->attn->merges), free(d->attn->maps), free(d->attn->row_level), free(d->attn);
+    free(d->attn->spans), free(d->attn->levels), free(d->attn->merges), free(d->attn->row_level), free(d->attn->maps);
+    free(d->attn);
     d->attn = NULL;
 }
 
 /* Bytes of d->up that attn_plan_step takes at most. */
 static size_t attn_stage_bytes(const toka_device *d) {
     const attn_plan *p = d->attn;
-    return (size_t)p->max_items * sizeof(attn_item) + (size_t)p->max_merges * sizeof(attn_merge) + p->max_pages * sizeof(int) + 64;
+    size_t lists = (size_t)p->max_items * sizeof(attn_item) + (size_t)p->max_merges * sizeof(attn_merge);
+    return lists + p->max_pages * sizeof(int) + 64;
 }
 
 /* Levels, and which span is the last of its rows. Those that end rows with a small item all go to the last level: one launch. */
@@ -2334,8 +2338,8 @@ static int attn_small_part(const toka_device *d, int64_t kv_positions) {
     int64_t len = kv_positions * d->shape->K / (d->n_sms * ATTN_WARPS);
     return len < ATTN_MIN_PART ? ATTN_MIN_PART : len < INT_MAX / 2 ? (int)len : INT_MAX / 2;
 }
-/* The same of tiles. They run one on an SM, in waves: the number of parts that makes waves times their length least, if it is a good
- * deal less. More than two waves stay as they are. */
+/* The same of tiles. They run one on an SM, in waves: the number of parts that makes waves times their length least, if it is a
+ * good deal less. More than two waves stay as they are. */
 static int attn_tile_part(const toka_device *d, int64_t kv_positions, int n_tiles) {
     int items = n_tiles * d->shape->K, len = (int)(kv_positions / attn_max(n_tiles, 1)), best = 1;
     if (items > 2 * d->n_sms) return INT_MAX / 2;
@@ -2344,22 +2348,27 @@ static int attn_tile_part(const toka_device *d, int64_t kv_positions, int n_tile
     return best == 1 ? INT_MAX / 2 : ceil_div(len, best);
 }
 
-/* One item, or its parts and their merge. */
+/* n parts of `part` positions, and their merge. */
+static void attn_emit_parts(attn_plan *p, attn_level *l, const attn_item *item, int n, int part, int part_pages) {
+    p->merges[p->n_merges++] = attn_merge{item->q0, item->nq, p->n_slots, n, item->where};
+    l->merge_nq = attn_max(l->merge_nq, item->nq);
+    for (int i = 0; i < n; i++, p->n_slots += ceil_div(item->nq, ATTN_SMALL_Q)) {
+        attn_item *a = &p->items[p->n_items++];
+        *a = *item;
+        a->kv0 = item->kv0 + i * part, a->kv1 = attn_min(a->kv0 + part, item->kv1);
+        a->page0 = item->page0 + i * part_pages, a->where = p->n_slots << ATTN_SLOT;
+    }
+}
+
+/* One item, whole or in parts of about part_len positions. */
 static void attn_emit(toka_device *d, attn_level *l, const attn_item *item, int part_len) {
     attn_plan *p = d->attn;
     int len = item->kv1 - item->kv0;
     if (len >= part_len + part_len / 2) {
-        int B = d->shape->B, units = ceil_div(item->nq, ATTN_SMALL_Q), part = ceil_div(ceil_div(len, (len + part_len / 2) / part_len), B) * B;
-        int n = ceil_div(len, part);
-        if (n > 1 && p->n_slots + n * units <= p->max_slots && p->n_items + n <= p->max_items && p->n_merges < p->max_merges) {
-            p->merges[p->n_merges++] = attn_merge{item->q0, item->nq, p->n_slots, n, item->where};
-            l->merge_nq = attn_max(l->merge_nq, item->nq);
-            for (int i = 0; i < n; i++, p->n_slots += units) {
-                attn_item *a = &p->items[p->n_items++];
-                *a = *item;
-                a->kv0 = item->kv0 + i * part, a->kv1 = attn_min(a->kv0 + part, item->kv1);
-                a->page0 = item->page0 + i * (part / B), a->where = p->n_slots << ATTN_SLOT;
-            }
+        int pages = ceil_div(ceil_div(len, (len + part_len / 2) / part_len), d->shape->B), part = pages * d->shape->B;
+        int n = ceil_div(len, part), slots = p->n_slots + n * ceil_div(item->nq, ATTN_SMALL_Q);
+        if (n > 1 && slots <= p->max_slots && p->n_items + n <= p->max_items && p->n_merges < p->max_merges) {
+            attn_emit_parts(p, l, item, n, part, pages);
             return;
         }
     }
@@ -2377,7 +2386,8 @@ static void attn_emit_span(toka_device *d, const toka_step *s, int i, attn_level
         attn_item item = {.q0 = sp->row0 * G + t * tile, .kv0 = sp->kv0, .page0 = a->page0, .pos_lo = INT_MAX, .pos_hi = -1,
                           .where = a->where};
         item.nq = attn_min(tile, end - item.q0);
-        int r = a->small ? sp->row0 : item.q0 / G, last = a->small ? sp->row0 + sp->n_rows - 1 : (item.q0 + item.nq - 1) / G;
+        int r = a->small ? sp->row0 : item.q0 / G; /* 8,192 divisions less */
+        int last = a->small ? sp->row0 + sp->n_rows - 1 : (item.q0 + item.nq - 1) / G;
         for (; r <= last; r++) {
             item.pos_lo = attn_min(item.pos_lo, s->pos[r]);
             item.pos_hi = attn_max(item.pos_hi, s->pos[r]);
@@ -2435,6 +2445,21 @@ static void attn_plan_step(toka_device *d, const toka_step *s) {
  *      m = max(LSE1, LSE2), w = 2^(LSE - m):   O = (w1 O1 + w2 O2) / (w1 + w2),   LSE = m + log2(w1 + w2)
  *
  * A piece without any key has LSE = -inf and O = 0.
+ *
+ * Pages: K and V of a page and kv head are [B][D] rows as they come, so whoever stores a token writes plain rows. The copy engine
+ * swizzles them on their way to shared memory, by a tensor map over all pages of a layer as one matrix of rows of D; columns
+ * beyond D become 0. As decode reads at 95 % of what reading alone reaches, an image swizzled in memory could win nothing. B = 64:
+ * a block of 64 rows is what one copy takes and what the tiles are made of, and the page table stays short; smaller pages, down
+ * to 16, run on mma.sync.
+ *
+ * Measured on an H100 80GB (reading 2 GiB: 3.11 TB/s), 2026-11-21, H = 32, K = 8, `gpu_attn bench`, beside PyTorch 2.11's cuDNN:
+ *
+ *      kernel      case                                D = 64            D = 96            D = 128
+ *      attn_small  4096 sequences of 150..900          96 % of reading                     95 %
+ *                  64 sequences of 4096, in parts      92 %                                93 %
+ *      attn_wg     causal prefill of 4,096, TFLOP/s    406, cuDNN 385    409, cuDNN 401    500, cuDNN 538
+ *                  causal prefill of 16,384            472, cuDNN 444    455, cuDNN 455    544, cuDNN 593
+ *                  prefix of 896, 4,096 sequences      321               362               450
  * =========================================================================== */
 
 typedef struct attn_args {
@@ -2516,19 +2541,19 @@ __device__ static inline void attn_leave_pair(const attn_exit &e, int col, float
 
 /* ---- Items on mma.sync: any D, any card ----
  * In: items (grid: item, kv head). Each warp of the block holds 16 queries of the item, all share the tiles of K and V.
- * WARPS 1: small items; WARPS 4: tiles of 64 queries. DP: D rounded up to 64, 128 or 256; what is beyond D is zero and, in steps of
- * 16, not computed. Shared: K and V tiles [TOK][DP] bf16 in a ring of STAGES, 16-byte pieces at piece ^ (row % 8), so that ldmatrix
- * meets no bank twice. Bytes: K and V once per item; FLOPs: 4 * 16 * WARPS * D * kv.
- * Why: m16n8k16 leaves P where PV wants its A operand, V is transposed on its way by ldmatrix, and nothing is synchronised beyond the
- * block. */
+ * WARPS 1: small items; WARPS 4: tiles of 64 queries. DP: D rounded up to 64, 128 or 256; what is beyond D is zero and, in steps
+ * of 16, not computed. Shared: a ring of STAGES tiles of TOK positions of K and V (attn_piece_at). Bytes: K and V once per item;
+ * FLOPs: 4 * 16 * WARPS * D * kv.
+ * Why: m16n8k16 leaves P where PV wants its A operand, V is transposed on its way by ldmatrix, and nothing is synchronised beyond
+ * the block. */
 template <int DP, int WARPS> struct attn_tile_shape {
     static constexpr int TOK = DP == 256 ? 16 : WARPS == 1 ? 2048 / DP : 64;
     static constexpr int STAGES = WARPS == 1 ? 3 : 2;
     static constexpr int BYTES = STAGES * 2 * TOK * DP * 2;
 };
 
-/* A tile in shared memory: panels of 64 columns, each [rows][64] in rows of 128 bytes, 16-byte pieces at piece ^ (row % 8): what the
- * copy engine writes and wgmma reads with 128-byte swizzle; ldmatrix meets no bank twice. Element of a piece: */
+/* A tile in shared memory: panels of 64 columns, each [rows][64] in rows of 128 bytes, 16-byte pieces at piece ^ (row % 8): what
+ * the copy engine writes and wgmma reads with 128-byte swizzle; ldmatrix meets no bank twice. Element of a piece: */
 __device__ static inline int attn_piece_at(int rows, int row, int piece) {
     return ((piece >> 3) * rows + row) * 64 + ((piece ^ row) & 7) * 8;
 }
@@ -2729,14 +2754,16 @@ template <int DP, int WARPS> __global__ void __launch_bounds__(WARPS * 32, 1) at
 }
 
 template <int DP, int WARPS> static void attn_mma_launch(toka_device *d, const attn_args &a, int n) {
-    launch_dependent(d, "attention", attn_mma<DP, WARPS>, dim3((unsigned)(n * a.K)), WARPS * 32, attn_tile_shape<DP, WARPS>::BYTES, 1, a);
+    launch_dependent(d, "attention", attn_mma<DP, WARPS>, dim3((unsigned)(n * a.K)), WARPS * 32,
+                     attn_tile_shape<DP, WARPS>::BYTES, 1, a);
 }
+
 /* ---- Small items on Hopper: one warp, fed by the copy engine ----
- * In and out as above. Grid: (item, kv head), 32 threads. Shared: STAGES tiles of TOK positions, K and V, each [D/64 panels][TOK][64].
+ * In and out as above. Grid: (item, kv head), 32 threads. Shared: STAGES tiles of TOK positions, K and V, each [panels][TOK][64].
  * Bytes: K and V of the item's positions, rounded up to 8 positions; FLOPs: 4 * 16 * D * kv, of which G/16 are wanted.
  * Why: the limit is the bytes of K and V, so what counts is that many are under way: 9 warps of 24 KB on an SM, none of which
- * ever waits for another; the card itself hands the next item to the next free place. One lane asks for a tile of a ring with
- * two to eight copies, the page numbers of 32 pages lie in the lanes of the warp. */
+ * ever waits for another; the card itself hands the next item to the next free place. One lane asks for a tile with two or four
+ * copies, for the last one in pieces of 8 positions; the numbers of 32 pages lie in the lanes of the warp. */
 template <int DP, int TOK, int STAGES>
 __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap whole,
                                                  const __grid_constant__ CUtensorMap fine) {
@@ -2801,15 +2828,15 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
 }
 
 /* ---- Tiles on Hopper: wgmma, after FlashAttention-3 ----
- * In and out as above. Grid: (item, kv head); WGS warpgroups of 64 queries each, and one of which a single warp works: it asks the copy
- * engine for K and V. Shared: Q [panels][64 WGS][64] and STAGES tiles of N positions of K and of V, each [panels][N][64].
+ * In and out as above. Grid: (item, kv head); WGS warpgroups of 64 queries each, and one of which a single warp works: it asks the
+ * copy engine for K and V. Shared: Q [panels][64 WGS][64] and STAGES tiles of N positions of K and of V, each [panels][N][64].
  * FLOPs: 4 * 64 WGS * D * kv.
  * Why: S = Q K^T of tile j is under way together with P V of tile j-1, and the softmax of j runs beside the latter; P goes from
  * accumulators to the A operand within the registers. The warpgroups take turns in giving out products, so that one computes
  * exponentials while the tensor cores work for another.
- * Retired (H100, causal prefill of 4,096 rows at D = 64 / 128, where this one does 406 / 500 TFLOP/s): no warp of its own for loading,
- * warp 0 asked between its products: 290 / 323; blocks that stay and take items in turn: 384 / 484, as the card deals out
- * blocks of unequal length better. */
+ * Retired (H100, causal prefill of 4,096 rows at D = 64 / 128, where this one does 406 / 500 TFLOP/s): no warp of its own for
+ * loading, warp 0 asked between its products: 290 / 323; blocks that stay and take items in turn: 384 / 484, as the card deals
+ * out blocks of unequal length better. */
 template <int DP, int WGS, int N, int STAGES> struct attn_wg_shape {
     static constexpr int PANELS = (DP + 63) / 64, THREADS = WGS * 128 + 128;
     static constexpr int REGS = WGS == 2 ? 240 : 160, FEED_REGS = WGS == 2 ? 24 : 32;
@@ -2825,7 +2852,8 @@ template <int DP, int N> __device__ static inline void attn_wg_qk(float (&s)[N /
     wgmma_commit();
 #endif
 }
-template <int DP, int N> __device__ static inline void attn_wg_pv(float (&acc)[DP / 2], const uint32_t (&p)[N / 16][4], uint32_t v) {
+template <int DP, int N>
+__device__ static inline void attn_wg_pv(float (&acc)[DP / 2], const uint32_t (&p)[N / 16][4], uint32_t v) {
 #if HOPPER
     wgmma_fence();
 #pragma unroll
@@ -2837,11 +2865,12 @@ template <int DP, int N> __device__ static inline void attn_wg_pv(float (&acc)[D
 /* The feeding warp: K and V of all tiles, in the order in which they are used, in blocks of 64 positions; blocks behind the last
  * position are left out. */
 template <int DP, int WGS, int N, int STAGES>
-__device__ static inline void attn_wg_feed(const attn_args &a, const CUtensorMap *map, const attn_item &it, int h, int first, int n_tiles,
-                                           uint32_t ks, uint32_t bars) {
+__device__ static inline void attn_wg_feed(const attn_args &a, const CUtensorMap *map, const attn_item &it, int h, int first,
+                                           int n_tiles, uint32_t ks, uint32_t bars) {
 #if HOPPER
     typedef attn_wg_shape<DP, WGS, N, STAGES> shape;
-    int lane = threadIdx.x % 32, last = it.kv1 - it.kv0 - 1, ids = 0, ids_at = -32; /* page numbers ids_at .. ids_at+31, one per lane */
+    int lane = threadIdx.x % 32, last = it.kv1 - it.kv0 - 1;
+    int ids = 0, ids_at = -32; /* numbers of the pages ids_at .. ids_at+31, one per lane */
     for (int i = 0; i < 2 * n_tiles; i++) { /* K0, K1, V0, K2, V1 ... */
         int v = i == 2 * n_tiles - 1 || (i > 1 && i % 2 == 0), j = v ? (i - 1) / 2 : (i + 1) / 2, at = v * STAGES + j % STAGES;
         int t = first + j * N - it.kv0, blocks = min(N / 64, (last - t) / 64 + 1);
@@ -2852,14 +2881,16 @@ __device__ static inline void attn_wg_feed(const attn_args &a, const CUtensorMap
             int page = t >> a.log2_B;
             if (page - ids_at >= 32 || page < ids_at) ids_at = page, ids = a.pages[it.page0 + min(page + lane, last >> a.log2_B)];
             int row = (((__shfl_sync(~0u, ids, page - ids_at) * a.K + h) * 2 + v) << a.log2_B) + (t & ((1 << a.log2_B) - 1));
-            for (int panel = 0; panel < shape::PANELS && lane == 0; panel++) tma_load_2d(to + panel * N * 128, map, full, panel * 64, row);
+            for (int panel = 0; panel < shape::PANELS && lane == 0; panel++)
+                tma_load_2d(to + panel * N * 128, map, full, panel * 64, row);
         }
     }
 #endif
 }
 
 /* Q of one warpgroup to shared memory, swizzled; what is not there is 0. */
-template <int DP, int WGS> __device__ static inline void attn_wg_load_q(const attn_args &a, const attn_item &it, int h, int wg, bf16 *to) {
+template <int DP, int WGS>
+__device__ static inline void attn_wg_load_q(const attn_args &a, const attn_item &it, int h, int wg, bf16 *to) {
 #if HOPPER
     constexpr int PIECES = (DP + 63) / 64 * 8;
     int piece = threadIdx.x % PIECES, row0 = wg * 64 + threadIdx.x % 128 / PIECES;
@@ -2887,16 +2918,16 @@ template <int DP, int N> __device__ static inline void attn_wg_clear(bf16 *v, in
 #endif
 }
 
-/* x is at least 0. ptxas would move the softmax behind the wgmma_wait that follows it, and nothing would run beside the product: a
- * store that never happens, but has to wait for x and may not pass the wait. */
+/* x is at least 0. ptxas would move the softmax behind the wgmma_wait that follows it, and nothing would run beside the product:
+ * a store that never happens, but has to wait for x and may not pass the wait. */
 __device__ static inline void attn_hold(float x, uint32_t at) {
     asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.b32 [%1], %1;}" ::"f"(x), "r"(at) : "memory");
 }
 
 /* One warpgroup: its 64 queries against all tiles. */
 template <int DP, int WGS, int N, int STAGES>
-__device__ static inline void attn_wg_work(const attn_args &a, const attn_item &it, int h, int wg, int first, int n_tiles, uint32_t qs,
-                                           uint32_t full_k, char *smem) {
+__device__ static inline void attn_wg_work(const attn_args &a, const attn_item &it, int h, int wg, int first, int n_tiles,
+                                           uint32_t qs, uint32_t full_k, char *smem) {
 #if HOPPER
     typedef attn_wg_shape<DP, WGS, N, STAGES> shape;
     int lane = threadIdx.x % 32, at = 0, parity = 0; /* of the tile that is next for P V */
@@ -2921,7 +2952,7 @@ __device__ static inline void attn_wg_work(const attn_args &a, const attn_item &
         soften(0);
         attn_pack(p, s);
     }
-    if (wg == WGS - 1) named_arrive(1 + WGS, 256);
+    if (wg == WGS - 1) named_arrive(1 + WGS, 256); /* the first turn is the first's */
     for (int j = 1; j < n_tiles; j++) {
         int was = at, was_parity = parity;
         if (++at == STAGES) at = 0, parity ^= 1;
@@ -2961,7 +2992,7 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
     typedef attn_wg_shape<DP, WGS, N, STAGES> shape;
     extern __shared__ __align__(1024) char attn_smem[];
     __shared__ uint64_t bars[4 * STAGES]; /* full K, full V, empty K, empty V */
-    __shared__ attn_item it;
+    __shared__ attn_item it; /* not in registers, which are scarce */
     uint32_t qs = smem_at(attn_smem), full_k = smem_at(bars);
     int h = blockIdx.x % a.K;
     if (threadIdx.x == 0) {
@@ -2985,7 +3016,8 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
 #endif
 }
 
-template <int DP, int TOK, int STAGES> static void attn_small_launch(toka_device *d, const attn_args &a, int n, const CUtensorMap *map) {
+template <int DP, int TOK, int STAGES>
+static void attn_small_launch(toka_device *d, const attn_args &a, int n, const CUtensorMap *map) {
     launch_dependent(d, "attention", attn_small<DP, TOK, STAGES>, dim3((unsigned)(n * a.K)), 32, STAGES * 2 * TOK * DP * 2, 1, a,
                      map[TOK == 16 ? ATTN_MAP_16 : TOK == 32 ? ATTN_MAP_32 : ATTN_MAP_64], map[ATTN_MAP_8]);
 }
@@ -2997,14 +3029,16 @@ static void attn_wg_launch(toka_device *d, const attn_args &a, int n, const CUte
 }
 
 /* ---- Merge of the parts of split-KV ----
- * In: merges (grid.x: merge, kv head; grid.y: query), n parts each. Out: as the item that was cut would have written. Block: 128 threads;
- * D/4 of them hold a row, so 128 / (D/4) parts are read at a time; the sums of these groups are added in a fixed order. Bytes: n * D * 4
- * per query. */
+ * In: merges (grid.x: merge, kv head; grid.y: query), n parts each. Out: as the item that was cut would have written. Block: 128
+ * threads; D/4 of them hold a row, so 128 / (D/4) parts are read at a time; the sums of these groups are added in a fixed order.
+ * Bytes: n * D * 4 per query.
+ * Retired: a warp per query and merge of an item one behind the other; 57 us where this one and the tiles together take 12. */
 __global__ static void __launch_bounds__(128) attn_join(const __grid_constant__ attn_args a, const attn_merge *merges) {
     __shared__ float4 sums[128];
     __shared__ float tops[4], weights[128];
     const attn_merge me = merges[blockIdx.x / a.K];
-    int h = blockIdx.x % a.K, i = blockIdx.y, row = a.D / 4, groups = 128 / row, group = threadIdx.x / row, col = threadIdx.x % row * 4;
+    int h = blockIdx.x % a.K, i = blockIdx.y;
+    int row = a.D / 4, groups = 128 / row, group = threadIdx.x / row, col = threadIdx.x % row * 4;
     grid_launch_dependents();
     grid_wait();
     if (i >= me.nq) return;
@@ -3038,7 +3072,7 @@ __global__ static void __launch_bounds__(128) attn_join(const __grid_constant__ 
 
 /* ---- The op ---- */
 
-/* Tensor maps of K and V in pages, 64 columns wide and 8, 16, 32 and 64 rows high, where the Hopper kernels can run. */
+/* Tensor maps of K and V, boxes of 64 columns and 8, 16, 32 and 64 rows, where the Hopper kernels can run. */
 static void attn_open_maps(toka_device *d) {
     const toka_shape *sh = d->shape;
     attn_plan *p = d->attn;
@@ -3048,8 +3082,9 @@ static void attn_open_maps(toka_device *d) {
     for (int i = 0; i < sh->L * ATTN_MAPS; i++) {
         cuuint64_t size[2] = {(cuuint64_t)sh->D, d->kv_layer / sh->D}, stride = (cuuint64_t)sh->D * sizeof(bf16);
         cuuint32_t box[2] = {64, 8u << i % ATTN_MAPS}, step[2] = {1, 1};
-        CUresult code = d->encode_map(p->maps + i, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, d->kv + (size_t)(i / ATTN_MAPS) * d->kv_layer,
-                                      size, &stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+        bf16 *kv = d->kv + (size_t)(i / ATTN_MAPS) * d->kv_layer;
+        CUresult code = d->encode_map(p->maps + i, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, kv, size, &stride, box, step,
+                                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                       CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
         latch(d, code ? cudaErrorInvalidValue : cudaSuccess, "tensor map of the KV cache");
     }
@@ -3070,7 +3105,6 @@ static void attn_open(toka_device *d) {
 
 static void attn_launch_items(toka_device *d, int layer, attn_args a, int item0, int n, bool small) {
     const attn_plan *p = d->attn;
-    dim3 grid((unsigned)(n * a.K));
     const CUtensorMap *map = p->maps ? p->maps + ATTN_MAPS * layer : NULL;
     if (!n) return;
     a.items = p->dev_items + item0;
@@ -3098,9 +3132,8 @@ static void attention(toka_device *d, const toka_step *s, int layer, const bf16 
         attn_launch_items(d, layer, a, l->tile0, l->n_tiles, false);
         attn_launch_items(d, layer, a, l->small0, l->n_small, true);
         if (!l->n_merges) continue;
-        launch_dependent(d, "attention, parts", attn_join,
-                         dim3((unsigned)(l->n_merges * a.K), (unsigned)l->merge_nq), 128, 0, 1, a,
-                         p->dev_merges + l->merge0);
+        launch_dependent(d, "attention, parts", attn_join, dim3((unsigned)(l->n_merges * a.K), (unsigned)l->merge_nq), 128, 0, 1,
+                         a, p->dev_merges + l->merge0);
     }
 }
 

@@ -1,5 +1,6 @@
-/* gpu_attn.cu - attention on the GPU against float64 over the same bf16 inputs: lengths around every tile border, all kinds of heads,
- * trees of shared prefixes, windows, parts, with unused pages and unused ends of pages full of NaN. `bench`: timings. */
+/* gpu_attn.cu - attention on the GPU against float64 over the same bf16 inputs: lengths around every tile border, all kinds of
+ * heads, trees of shared prefixes, windows, parts, with unused pages and unused ends of pages full of NaN; and the work list by
+ * itself. Arguments: none, small, lists (needs no GPU), bench [decode|tiles] [--json]. */
 #include "../toka_kernels.cu"
 #include "gpu.cuh"
 
@@ -91,7 +92,8 @@ __global__ static void reference(const bf16 *q, const bf16 *kv, const int *table
         double s = 0;
         size_t at = 0;
         if (t <= p) {
-            at = ((((size_t)tables[(size_t)row * n_table + (t >> log2_B)] * K + head / G) * 2 << log2_B) + (t & ((1 << log2_B) - 1))) * D;
+            at = ((((size_t)tables[(size_t)row * n_table + (t >> log2_B)] * K + head / G) * 2 << log2_B) +
+                  (t & ((1 << log2_B) - 1))) * D;
             for (int j = 0; j < D; j++) s += (double)__bfloat162float(qr[j]) * (double)__bfloat162float(kv[at + j]);
             scores[threadIdx.x] = s / sqrt((double)D);
         }
@@ -199,8 +201,8 @@ static void check(scene &s, const char *name, float q_scale = 1.5f) {
         }
         int HD = s.c.K * s.c.G * s.c.D;
         gpu_check(sqrt(err / ref) < 5e-3 && worst < 0.05 && st.o.guards_hold() && st.q.guards_hold(),
-                  "%s: relative error %.2e, largest %.3g (row %d head %d column %d: %.5g, expected %.5g)", what, sqrt(err / ref), worst,
-                  (int)(worst_at / HD), (int)(worst_at % HD / s.c.D), (int)(worst_at % s.c.D),
+                  "%s: relative error %.2e, largest %.3g (row %d head %d column %d: %.5g, expected %.5g)", what, sqrt(err / ref),
+                  worst, (int)(worst_at / HD), (int)(worst_at % HD / s.c.D), (int)(worst_at % s.c.D),
                   (double)__bfloat162float(got[worst_at]), want[worst_at]);
     }
 }
@@ -269,8 +271,8 @@ static void test_repeat(shape_case c) {
 
 /* ---- The work list alone: no GPU needed ---- */
 
-/* Follows the items level by level: every query sees its positions exactly once, on the right pages, begins with a state exactly when it
- * has one, and ends in o. */
+/* Follows the items level by level: every query sees its positions exactly once, on the right pages, begins with a state exactly
+ * when it has one, and ends in o. */
 struct list_check {
     host_step &h;
     const attn_plan *p;
@@ -336,8 +338,9 @@ static void check_list(scene &s, bool share, bool hopper, bool want_parts, const
     c.state.resize((size_t)s.T * G, 0);
     for (int i = 0; i < d.attn->n_levels; i++) c.level(d.attn->levels[i]);
     for (int q = 0; q < s.T * G; q++) left += c.state[q] != 2 || std::count(c.seen[q].begin(), c.seen[q].end(), 0) != 0;
-    gpu_check(!c.bad && !left && !d.error.code && (!want_parts || c.parts), "work list of %s G=%d D=%d: %d wrong, %d queries left, %d parts%s",
-              name, G, s.c.D, c.bad, left, c.parts, d.error.code ? d.error.msg : "");
+    gpu_check(!c.bad && !left && !d.error.code && (!want_parts || c.parts),
+              "work list of %s G=%d D=%d: %d wrong, %d queries left, %d parts%s", name, G, s.c.D, c.bad, left, c.parts,
+              d.error.code ? d.error.msg : "");
     attn_close(&d);
 }
 static void test_lists() {
@@ -405,8 +408,8 @@ static bool json;
 
 static void say(const char *what, int D, double us, double bytes, double flops, double ceiling) {
     if (json)
-        printf("{\"op\":\"attention\",\"case\":\"%s\",\"D\":%d,\"us\":%.2f,\"gb_s\":%.1f,\"tflop_s\":%.1f,\"read_share\":%.3f}\n", what, D, us,
-               bytes / us * 1e-3, flops / us * 1e-6, bytes / us * 1e-3 / ceiling);
+        printf("{\"op\":\"attention\",\"case\":\"%s\",\"D\":%d,\"us\":%.2f,\"gb_s\":%.1f,\"tflop_s\":%.1f,"
+               "\"read_share\":%.3f}\n", what, D, us, bytes / us * 1e-3, flops / us * 1e-6, bytes / us * 1e-3 / ceiling);
     else
         printf("%-44s D=%-4d %9.1f us %7.0f GB/s %5.1f %% of reading %7.1f TFLOP/s\n", what, D, us, bytes / us * 1e-3,
                bytes / us * 1e-1 / ceiling, flops / us * 1e-6);
