@@ -37,7 +37,7 @@ cuda() {
     gencode=
     for a in $ARCHS; do gencode="$gencode -gencode arch=compute_$a,code=sm_$a"; done
     # shellcheck disable=SC2086
-    "$NVCC" -std=c++20 -O3 -Xcompiler -fno-exceptions $gencode -Xptxas -v -c toka_kernels.cu -o "$tmp/kernels.o" >"$tmp/nvcc" 2>&1 || {
+    "$NVCC" -std=c++20 -O3 --threads 0 -Xcompiler -fno-exceptions $gencode -Xptxas -v -c toka_kernels.cu -o "$tmp/kernels.o" >"$tmp/nvcc" 2>&1 || {
         cat "$tmp/nvcc" >&2
         die "nvcc failed"
     }
