@@ -288,7 +288,7 @@ def test_files_that_cannot_be(tmp_path):
 def test_one_writer_at_a_time(tmp_path):
     source = write_lines(tmp_path / "in.jsonl", [completion(f"a{i}", "x", max_tokens=200, ignore_eos=True) for i in range(500)])
     first = start("-i", source, "-o", str(tmp_path / "out.jsonl"), *SMALL)
-    deadline = time.time() + 20
+    deadline = time.time() + 90
     while not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").stat().st_size:
         assert time.time() < deadline
         time.sleep(0.02)
