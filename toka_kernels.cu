@@ -3139,9 +3139,9 @@ static void attention(toka_device *d, const toka_step *s, int layer, const bf16 
 
 /* ===========================================================================
  * MARK: 10. LM head and sampling [kernel]
- * Chosen rows of x to tokens: the op norm_logits_sample. The order of work on a row and every rule (ties, NaN, -inf, what a filter keeps,
- * the last resort) are those of chapter 15 of toka.c; only the draw is made another way, so that it needs no pass over stored
- * logits:
+ * Chosen rows of x to tokens: the op norm_logits_sample. The order of work on a row and every rule (ties, NaN, -inf, what a
+ * filter keeps, the last resort) are those of chapter 15 of toka.c; only the draw is made another way, so that it needs no pass
+ * over stored logits:
  *
  *   group   the vocabulary is cut, by index alone, into blocks of 256 ids, and a block into four groups: ids with the same
  *           (id / 2) % 4, which are the 64 columns that one thread owns of a row in a 64 x 256 tile of wgmma accumulators
@@ -3150,12 +3150,13 @@ static void attention(toka_device *d, const toka_step *s, int layer, const bf16 
  *   id      inside the group the inverse of the cumulative distribution, at a uniform number that all groups of a row share: only
  *           one group wins, and which one does not depend on it
  *
- * Noise comes from Philox as in chapter 15: key = seed, counter = (sample, position, 1 + block, 0), word g for group g; lane 0 gives
- * the uniform. So the draw is a pure function of (logits, parameters, seed, sample, position): not of the batch, the slot, the
- * tile shape, nor of which kernel computed the logits. Logits, keys and sums are float32; uniforms use all 32 bits.
+ * Noise comes from Philox as in chapter 15: key = seed, counter = (sample, position, 1 + block, 0), word g for group g; lane 0
+ * gives the uniform. So the draw is a pure function of (logits, parameters, seed, sample, position): not of the batch, the slot,
+ * the tile shape, nor of which kernel computed the logits. Logits, keys and sums are float32; uniforms use all 32 bits.
  *
- * Rows come in two kinds. A plain row (greedy, drawn at a temperature, or scored; no filter, list, penalty or top log-probabilities)
- * needs nothing but its groups. A filtered row has its logits stored and worked over; what is left of them goes the same way. A step:
+ * Rows come in two kinds. A plain row (greedy, drawn at a temperature, or scored; no filter, list, penalty or top
+ * log-probabilities) needs nothing but its groups. A filtered row has its logits stored and worked over; what is left of them
+ * goes the same way. A step:
  *
  *   rmsnorm             x -> xn: wanted rows
  *   LM head             xn -> parts, one samp_part per (row, block): on Hopper as the epilogue of the wgmma GEMM, where only filtered rows
@@ -3333,8 +3334,8 @@ template <int UNROLL> __device__ static inline bool samp_add_up(const float (&v)
 /* Where v[i] is, less id0. */
 __device__ static inline int samp_column(int i) { return i / 2 * 8 + i % 2; }
 
-/* Any v. Rare ones are worked over in a copy, so that v itself, which may be accumulators of wgmma, is only read: else the compiler would
- * keep another 64 registers. */
+/* Any v. Rare ones are worked over in a copy, so that v itself, which may be accumulators of wgmma, is only read: else the
+ * compiler would keep another 64 registers. */
 __device__ static inline samp_group samp_sums(const float (&v)[SAMP_OWN], float scale) {
     samp_group g;
     g.down = 0, g.rough = !samp_add_up<8>(v, scale, g);
@@ -3388,11 +3389,13 @@ __device__ static inline float samp_quad_sum(float x) {
     return __fadd_rn(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-/* The part of a block, made by four lanes side by side that hold a group each (v as in samp_sums) and all return it; all lanes of the warp
- * come. word: the group's noise. best: a key that some block of the row has reached, in log2, NaN: none known; a block whose key is
- * certainly lower gets no candidate, which spares the search for its id, unless another row in the warp needs it. `inside` false: nothing
- * is wanted of this row. The arithmetic is pinned down to the rounding, so that every kernel that inlines this draws alike. */
-__device__ static inline samp_part samp_block(const float (&v)[SAMP_OWN], const samp_ask &a, uint32_t word, int id0, float best, bool inside) {
+/* The part of a block, made by four lanes side by side that hold a group each (v as in samp_sums) and all return it; all lanes of
+ * the warp come. word: the group's noise. best: a key that some block of the row has reached, in log2, NaN: none known; a block
+ * whose key is certainly lower gets no candidate, which spares the search for its id, unless another row in the warp needs it.
+ * `inside` false: nothing is wanted of this row. The arithmetic is pinned down to the rounding, so that every kernel that inlines
+ * this draws alike. */
+__device__ static inline samp_part samp_block(const float (&v)[SAMP_OWN], const samp_ask &a, uint32_t word, int id0, float best,
+                                                  bool inside) {
     bool forced = a.forced >= 0, draw = !forced && a.scale > 0;
     samp_group g = samp_sums(v, draw ? a.scale : SAMP_LOG2E);
     float base = g.max > -INFINITY ? g.max : 0;
@@ -3495,18 +3498,18 @@ __global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask 
 
 /* ---- The LM head's epilogue on wgmma (chapter 6) ----
  *
- * accumulators -> parts[block][ld], nothing else leaves the multiprocessor. A tile of 256 columns is a block, and a thread has two rows of one
- * group. Per logit: maximum, multiply-add, ex2, sum, and at a temperature other than 1 the last three again. The 16 results a clock of
- * the special function unit bound it: 128 x 256 / 16 = 2,048 clocks a tile for each of the two sums, beside 16 K for the products. One
- * Philox call serves both rows of a thread: its four words are the noise of the row's four groups. The search for a group's id
- * comes only where its key may be the row's highest so far (samp_ask.best), in a few per cent of the tiles of many rows.
+ * accumulators -> parts[block][ld]; nothing else leaves the multiprocessor but the logits of filtered rows. A tile of 256 columns is a block, and a thread has
+ * two rows of one group. Per logit: maximum, multiply-add, ex2, sum, and at a temperature other than 1 the last three again. The
+ * 16 results a clock of the special function unit bound it: 128 x 256 / 16 = 2,048 clocks a tile for each of the two sums, beside
+ * 16 K for the products. One Philox call serves both rows of a thread: its four words are the noise of the row's four groups. The
+ * search for a group's id comes only where its key may be the row's highest so far (samp_ask.best), in a few per cent of the
+ * tiles of many rows.
  *
- * Retired: differences to the maximum, then a product, instead of one multiply-add, and a candidate from every group: LM head and sampling
- * together against cuBLAS' LM head alone, H100, November 2026, temperature 1 / 0.6: 0.95 / 0.96 (V 128256, E 2048, 64 rows), 1.05 / 1.08
- * (256), 1.03 / 1.06 (512), 1.06 / 1.12 (4096); 1.02 / 1.10 (E 4096, 4096 rows); 1.13 / 1.20, 1.23 / 1.31, 1.08 / 1.12 (V 151936,
- * E 896; 256, 512, 4096 rows). Warpgroups started three blocks of K apart, so that one multiplies during the other's epilogue: no gain at
- * temperature 1, 5 % slower at 0.6, where the epilogue outlasts what the ring holds.
- * Logits of filtered rows are stored besides. */
+ * Retired: differences to the maximum, then a product, instead of one multiply-add, and a candidate from every group: LM head and
+ * sampling together against cuBLAS' LM head alone, H100, November 2026, temperature 1 / 0.6: 0.95 / 0.96 (V 128256, E 2048, 64
+ * rows), 1.05 / 1.08 (256), 1.03 / 1.06 (512), 1.06 / 1.12 (4096); 1.02 / 1.10 (E 4096, 4096 rows); 1.13 / 1.20, 1.23 / 1.31,
+ * 1.08 / 1.12 (V 151936, E 896; 256, 512, 4096 rows). Warpgroups started three blocks of K apart, so that one multiplies during
+ * the other's epilogue: no gain at temperature 1, 5 % slower at 0.6, where the epilogue outlasts what the ring holds. */
 
 typedef struct samp_fused {
     samp_ask *ask; /* [M]; `best` rises */
@@ -3538,7 +3541,8 @@ struct epi_sample {
             float reached = a.scale > 0 ? part.max * a.scale + part.key : part.max * SAMP_LOG2E;
             if (!(reached <= before)) atomicMax(&ask->best, samp_key(reached));
         }
-        float2 piece = g == 0 ? float2{part.max, part.key} : g == 1 ? float2{__int_as_float(part.id), part.x} : float2{part.sum, part.raw_sum};
+        float2 piece = g == 0   ? float2{part.max, part.key}
+                       : g == 1 ? float2{__int_as_float(part.id), part.x} : float2{part.sum, part.raw_sum};
         if (g < 3) ((float2 *)(p.parts + (size_t)(t.col0 / SAMP_BLOCK) * p.ld + row))[g] = piece;
     }
 
@@ -3575,7 +3579,8 @@ static const gemm_variant samp_head_variant = GEMM_VARIANT(0, epi_sample, 256, 1
  * in   parts [n_blocks][ld], columns 0 .. n-1, plain rows      out  results [n]
  * A row's parts are merged in an order that the number of blocks alone fixes.
  * grid: ceil(n / 8); block: 256, thread t merges blocks t/8, t/8 + 32 ... of row t%8. Reads 24 bytes a part. */
-__device__ static inline samp_result samp_finish(const samp_ask &a, const samp_part &p, float raw_max, float raw_log_sum, int last_resort) {
+__device__ static inline samp_result samp_finish(const samp_ask &a, const samp_part &p, float raw_max, float raw_log_sum,
+                                                     int last_resort) {
     samp_result out = {p.id, p.x == -INFINITY ? -INFINITY : p.x - raw_max - raw_log_sum, 0};
     if (a.forced >= 0) out.sampled_logprob = out.logprob;
     else if (p.max == -INFINITY) out.id = last_resort, out.logprob = -INFINITY;
@@ -3609,14 +3614,15 @@ __global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_ask 
 
 /* ---- Filtered rows ----
  *
- * Steps 1 to 5 of chapter 15 on a stored row with its parts: top log-probabilities, bias, allowed and forbidden ids, penalties, the cut, the
- * draw among what is left. Everything a filter keeps is the head of one order (logit falling, id rising), so a cut is a logit and the
- * last id of it that stays.
- * in   logits float32 [n][ldl], overwritten where lists and penalties say so; parts [n_blocks][ld], columns 0 .. n-1, of the raw logits
- * out  results [n], tops
- * The parts tell which blocks can have an id that counts (the k-th highest of the blocks' maxima bounds the k-th highest logit; top-p and min-p
- * bound by weight), and only those are read: usually a few per cent, V * 4 bytes at most for each pass of a search. Lists and
- * penalties change logits anywhere, so after them every block is read. Sums that decide are integers: no order of threads shows.
+ * Steps 1 to 5 of chapter 15 on a stored row with its parts: top log-probabilities, bias, allowed and forbidden ids, penalties,
+ * the cut, the draw among what is left. Everything a filter keeps is the head of one order (logit falling, id rising), so a cut
+ * is a logit and the last id of it that stays.
+ * in   logits float32 [n][ldl], overwritten where lists and penalties say so; parts [n_blocks][ld], columns 0 .. n-1, of the raw
+ *      logits      out  results [n], tops
+ * The parts tell which blocks can have an id that counts (the k-th highest of the blocks' maxima bounds
+ * the k-th highest logit; top-p and min-p bound by weight), and only those are read: usually a few per cent, V * 4 bytes at most
+ * for each pass of a search. Lists and penalties change logits anywhere, so after them every block is read. Sums that decide are
+ * integers: no order of threads shows.
  * grid: n; block: 256; shared: samp_filter_smem. */
 
 typedef unsigned long long samp_mass; /* weight in fixed point; also counts */
@@ -3877,8 +3883,8 @@ __device__ static void samp_min_p(samp_dist &r, double drop) {
     if (at > r.at) r.at = at, r.last = INT_MAX;
 }
 
-/* Keeps an id if those before it, from the highest down, have less than p of the mass. All weights up to a V-th of what may go can go
- * at once, since V of them would not be too much: that leaves the search few ids. total: of what is kept so far. */
+/* Keeps an id if those before it, from the highest down, have less than p of the mass. All weights up to a V-th of what may go
+ * can go at once, since V of them would not be too much: that leaves the search few ids. total: of what is kept so far. */
 __device__ static void samp_top_p(samp_dist &r, const samp_filter &f, samp_mass total, samp_mass *bins, samp_mass *scratch) {
     samp_mass above, want = (samp_mass)ceil((double)f.top_p * (double)total);
     double small = (1 - (double)f.top_p) * ((double)total / (double)SAMP_ONE) / r.V;
@@ -4031,7 +4037,8 @@ static void samp_open(toka_device *d) {
     p->order = (int *)malloc(max_out * sizeof(int));
     if (!p->order) abort();
     if (d->hopper)
-        latch(d, cudaFuncSetAttribute(samp_head_variant.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, samp_head_variant.smem), "LM head");
+        latch(d, cudaFuncSetAttribute(samp_head_variant.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, samp_head_variant.smem),
+              "LM head");
     stage_open(d, &p->lists, (size_t)p->chunk * sizeof(samp_filter) + SAMP_LIST_BYTES + 4 * ((size_t)d->shape->max_len + 4 * V) + 64);
 }
 
@@ -4115,8 +4122,8 @@ static int samp_history_from(const toka_out_row *row) {
 
 static size_t samp_list_bytes(const toka_out_row *row) {
     const toka_sampling *s = row->sampling;
-    return 4 * ((size_t)(row->n_history - samp_history_from(row)) + 2 * (size_t)s->n_bias + (size_t)s->n_allowed + (size_t)row->n_forbidden) +
-           5 * 16;
+    size_t history = (size_t)(row->n_history - samp_history_from(row));
+    return 4 * (history + 2 * (size_t)s->n_bias + (size_t)s->n_allowed + (size_t)row->n_forbidden) + 5 * 16;
 }
 
 /* Fills in the filter of one row; lists that its request shares with the row before are sent once. */
@@ -4167,8 +4174,8 @@ static int samp_send_filters(toka_device *d, const toka_step *s, int first, int 
 
 /* ---- The op ---- */
 
-/* Parts to results: rows first .. first+n-1 of the plan, whose parts are columns 0 .. n-1; the first n_plain are plain, the rest have filters, and
- * their logits. */
+/* Parts to results: rows first .. first+n-1 of the plan, whose parts are columns 0 .. n-1; the first n_plain are plain, the rest
+ * have filters, and their logits. */
 static void samp_finish_rows(toka_device *d, int first, int n, int n_plain, const samp_filter *filters, float *logits) {
     samp_plan *p = d->samp;
     const samp_ask *ask = p->ask + first;
@@ -4220,7 +4227,8 @@ static void samp_collect(toka_device *d, const toka_step *s, toka_pick *picks) {
     size_t bytes = (size_t)s->n_out * sizeof(samp_result);
     latch(d, cudaMemcpyAsync(p->results_host, p->results, bytes, cudaMemcpyDeviceToHost, d->stream), "picks");
     if (p->n_tops)
-        latch(d, cudaMemcpyAsync(p->tops_host, p->tops, (size_t)p->n_tops * sizeof(samp_best), cudaMemcpyDeviceToHost, d->stream), "picks");
+        latch(d, cudaMemcpyAsync(p->tops_host, p->tops, (size_t)p->n_tops * sizeof(samp_best), cudaMemcpyDeviceToHost, d->stream),
+              "picks");
     latch(d, cudaStreamSynchronize(d->stream), "step");
     if (d->error.code) return;
     for (int i = 0, best = 0; i < s->n_out; i++) {
@@ -4238,8 +4246,8 @@ static void samp_collect(toka_device *d, const toka_step *s, toka_pick *picks) {
     }
 }
 
-/* Everything up to the results, which stay on the device. As many rows at a time as there is room for parts, and for the logits of those that
- * have to be stored; plain and filtered rows share a pass over the weights. */
+/* Everything up to the results, which stay on the device. As many rows at a time as there is room for parts, and for the logits
+ * of those that have to be stored; plain and filtered rows share a pass over the weights. */
 static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
     samp_plan *p = d->samp;
     int most = d->hopper && !s->logits ? p->part_rows : p->chunk;
