@@ -3139,9 +3139,9 @@ static void attention(toka_device *d, const toka_step *s, int layer, const bf16 
 
 /* ===========================================================================
  * MARK: 10. LM head and sampling [kernel]
- * Chosen rows of x to tokens: the op norm_logits_sample. The order of work on a row and every rule (ties, NaN, -inf, what a
- * filter keeps, the last resort) are those of chapter 15 of toka.c; only the draw is made another way, so that it needs no pass
- * over stored logits:
+ * Chosen rows of x to tokens: the op norm_logits_sample. The order of work on a row and every rule (ties, NaN, -inf, what a filter keeps,
+ * the last resort) are those of chapter 15 of toka.c; only the draw is made another way, so that it needs no pass over stored
+ * logits:
  *
  *   group   the vocabulary is cut, by index alone, into blocks of 256 ids, and a block into four groups: ids with the same
  *           (id / 2) % 4, which are the 64 columns that one thread owns of a row in a 64 x 256 tile of wgmma accumulators
@@ -3150,19 +3150,20 @@ static void attention(toka_device *d, const toka_step *s, int layer, const bf16 
  *   id      inside the group the inverse of the cumulative distribution, at a uniform number that all groups of a row share: only
  *           one group wins, and which one does not depend on it
  *
- * Noise comes from Philox as in chapter 15: key = seed, counter = (sample, position, 1 + block, 0), word g for group g; lane 0
- * gives the uniform. So the draw is a pure function of (logits, parameters, seed, sample, position): not of the batch, the slot,
- * the tile shape, nor of which kernel computed the logits. Logits, keys and sums are float32; uniforms use all 32 bits.
+ * Noise comes from Philox as in chapter 15: key = seed, counter = (sample, position, 1 + block, 0), word g for group g; lane 0 gives
+ * the uniform. So the draw is a pure function of (logits, parameters, seed, sample, position): not of the batch, the slot, the
+ * tile shape, nor of which kernel computed the logits. Logits, keys and sums are float32; uniforms use all 32 bits.
  *
- * Rows come in two kinds. A plain row (greedy, drawn at a temperature, or scored; no filter, list, penalty or top
- * log-probabilities) needs nothing but its groups. A filtered row has its logits stored and worked over; what is left of them
- * goes the same way. A step:
+ * Rows come in two kinds. A plain row (greedy, drawn at a temperature, or scored; no filter, list, penalty or top log-probabilities)
+ * needs nothing but its groups. A filtered row has its logits stored and worked over first (samp_filter_kernel); what is left of
+ * them then goes the same way. A step:
  *
  *   rmsnorm             x -> xn: wanted rows
- *   LM head             xn -> parts, one samp_part per (row, block): on Hopper as the epilogue of the wgmma GEMM, where only filtered rows
- *                       leave their logits; elsewhere all logits are stored (EPI_LOGITS) and samp_blocks_kernel reads them
- *   samp_reduce_kernel  parts -> results, plain rows
- *   samp_filter_kernel  parts and logits -> results, filtered rows: lists, penalties, top log-probabilities, the cut, the draw
+ *   GEMM, EPI_LOGITS    xn -> logits, a chunk of rows at a time
+ *   samp_filter_kernel  filtered rows: lists, penalties, the cut, top log-probabilities
+ *   samp_blocks_kernel  logits -> parts, one samp_part per (row, block)
+ *   samp_reduce_kernel  parts -> picks
+ *   samp_undo_kernel    rows with bias or penalties: back to the raw logit for logprob
  * =========================================================================== */
 
 enum {
@@ -3170,7 +3171,7 @@ enum {
     SAMP_OWN = 64,              /* of a group */
     SAMP_SUB = 8,               /* ids summed together on the way to the group's sum */
     SAMP_REDUCE_ROWS = 8,       /* rows of a reducing CTA, 32 threads each */
-    FILTER_THREADS = 256,
+    FILTER_THREADS = 512,
     FILTER_WINDOW = 16384,      /* ids counted together for penalties; as bits, 524,288 ids of allowed_ids */
     FILTER_BINS = 2048
 };
@@ -3183,7 +3184,7 @@ typedef struct samp_ask { /* a toka_out_row, as all kernels need it: 32 bytes */
     uint32_t u;                        /* the row's uniform */
     float scale;                       /* log2(e) / temperature; 0: greedy */
     int forced;                        /* >= 0: score this id */
-    uint32_t best;                     /* samp_key of the highest block key so far; 0: none, as it comes from the host */
+    int unused;
 } samp_ask;
 
 typedef struct samp_part { /* what some ids of a row come to */
@@ -3213,6 +3214,9 @@ typedef struct samp_filter { /* what a filtered row asks besides; lists are on t
     int top_k;                               /* 0: off */
     int n_top, best;                         /* ids wanted, and where in tops; 0: none */
     int n_history, n_prompt, n_bias, n_allowed, n_forbidden, last_resort;
+    float cut_at;                            /* from here on written by samp_filter_kernel: drawable are logits above this, */
+    int cut_last;                            /* and of those equal to it the ids up to this */
+    float raw_max, raw_log_sum;
 } samp_filter;
 
 struct samp_plan {
@@ -3229,7 +3233,6 @@ struct samp_plan {
     samp_ask *ask;           /* device, [n_out] */
     int *rows;               /* device, [n_out] of x */
     int n_plain, n_tops;
-    bool window;             /* of the chunk: some row has lists or penalties */
 };
 
 /* ---- A group: 64 logits in one thread's registers ---- */
@@ -3255,16 +3258,11 @@ __device__ static inline float samp_log2_exponential(uint32_t word) {
     return lg2(v < 0.0625f ? __fmul_rn(v, series) : __fmul_rn(-SAMP_LN2, lg2(rest)));
 }
 
-/* Order-preserving map of floats to integers and back (-0 counts as +0). */
-__device__ static inline uint32_t samp_key(float x) {
-    uint32_t u = __float_as_uint(x + 0.0f);
-    return u & 0x80000000u ? ~u : u | 0x80000000u;
-}
-__device__ static inline float samp_unkey(uint32_t key) {
-    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+__device__ static inline float samp_clean(float x) { return x > FLT_MAX ? FLT_MAX : x >= -FLT_MAX ? x : -INFINITY; }
+__device__ static inline float samp_weight(float x, float base, float scale) {
+    return ex2(__fmul_rn(__fsub_rn(x, base), scale));
 }
 
-__device__ static inline float samp_clean(float x) { return x > FLT_MAX ? FLT_MAX : x >= -FLT_MAX ? x : -INFINITY; }
 /* Which of the eight weights holds u's place. u's upper half counts from the far end: a place close to either end is known
  * as finely as its 32 bits say. *target: u times the sum of all, from that end; on return what is left of it inside. */
 __device__ static inline int samp_place(const float (&w)[8], bool flip, float *target) {
@@ -3280,150 +3278,71 @@ __device__ static inline int samp_place(const float (&w)[8], bool flip, float *t
     return at < 0 ? last : at; /* rounding may lead past the end */
 }
 
-/* What a thread knows of its group. */
-typedef struct samp_group {
-    float max, sums[8], sum, raw_sum; /* of 2^(v * scale - top), by eight ids and of all; of all at temperature 1 */
-    float scale, top, down;           /* down: v is the logit, cleaned, less this, where `rough` */
-    int highest;                      /* which eight have the maximum first */
-    bool rough;
-} samp_group;
-
-__device__ static inline float samp_add_8(const float (&x)[8]) {
-    return __fadd_rn(__fadd_rn(__fadd_rn(x[0], x[1]), __fadd_rn(x[2], x[3])), __fadd_rn(__fadd_rn(x[4], x[5]), __fadd_rn(x[6], x[7])));
-}
-
-/* Rest of rounding base * scale: what the group's sums are too large by, in log2. */
-__device__ static inline float samp_rest(float base, float scale) { return __fmaf_rn(base, scale, -__fmul_rn(base, scale)); }
-
-/* v[2j + b]: logit of id0 + 8j + b. One multiply-add, ex2 and sum per id, twice if the temperature is
- * not 1. Returns false if a NaN or infinity was among them, or the maximum is so
- * high that rounding it when scaled would matter. UNROLL 8, or 1 for v in memory. */
-template <int UNROLL> __device__ static inline bool samp_add_up(const float (&v)[SAMP_OWN], float scale, samp_group &g) {
-    float raw[8], sums[8], top, raw_top, base;
-    g.max = -INFINITY, g.highest = 0, g.scale = scale;
-#pragma unroll UNROLL
-    for (int s = 0; s < 8; s++) {
-        float highest = v[8 * s];
-#pragma unroll UNROLL
-        for (int k = 1; k < 8; k++) highest = fmaxf(highest, v[8 * s + k]);
-        if (highest > g.max) g.max = highest, g.highest = s;
-    }
-    base = g.max > -INFINITY ? g.max : 0, top = __fmul_rn(base, scale), raw_top = __fmul_rn(base, SAMP_LOG2E);
-    if (scale != SAMP_LOG2E) {
-#pragma unroll UNROLL
+/* The group's part. v[2j + b]: logit of id0 + 8j + b, overwritten if not clean; ids outside the vocabulary are -inf. word: the group's
+ * noise. The arithmetic is pinned down to the rounding, so that every kernel that inlines this draws alike. */
+__device__ static inline samp_part samp_group(float (&v)[SAMP_OWN], const samp_ask &a, uint32_t word, int id0) {
+    float sums[8], max, base, sum, raw_sum, scale = a.scale > 0 && a.forced < 0 ? a.scale : SAMP_LOG2E;
+    int sub; /* of eight ids side by side; at first, where the maximum is */
+    for (;;) {
+        max = -INFINITY, sub = 0;
+#pragma unroll
         for (int s = 0; s < 8; s++) {
-            raw[s] = ex2(__fmaf_rn(v[8 * s], SAMP_LOG2E, -raw_top));
-#pragma unroll UNROLL
-            for (int k = 1; k < 8; k++) raw[s] = __fadd_rn(raw[s], ex2(__fmaf_rn(v[8 * s + k], SAMP_LOG2E, -raw_top)));
-        }
-        g.raw_sum = samp_add_8(raw);
-    }
-#pragma unroll UNROLL
-    for (int s = 0; s < 8; s++) {
-        sums[s] = ex2(__fmaf_rn(v[8 * s], scale, -top));
-#pragma unroll UNROLL
-        for (int k = 1; k < 8; k++) sums[s] = __fadd_rn(sums[s], ex2(__fmaf_rn(v[8 * s + k], scale, -top)));
-    }
-    g.top = top, g.sum = samp_add_8(sums);
-    if (scale == SAMP_LOG2E) g.raw_sum = g.sum;
+            float highest = v[8 * s];
 #pragma unroll
-    for (int s = 0; s < 8; s++) g.sums[s] = sums[s];
-    return g.sum >= 0 && fabsf(top) < 0x1p23f && fabsf(raw_top) < 0x1p23f;
-}
-
-/* Where v[i] is, less id0. */
-__device__ static inline int samp_column(int i) { return i / 2 * 8 + i % 2; }
-
-/* Any v. Rare ones are worked over in a copy, so that v itself, which may be accumulators of wgmma, is only read: else the
- * compiler would keep another 64 registers. */
-__device__ static inline samp_group samp_sums(const float (&v)[SAMP_OWN], float scale) {
-    samp_group g;
-    g.down = 0, g.rough = !samp_add_up<8>(v, scale, g);
-    if (g.rough) {
-        float copy[SAMP_OWN];
-#pragma unroll
-        for (int i = 0; i < SAMP_OWN; i++) copy[i] = v[i];
-        for (int round = 0; round < 2; round++) {
-#pragma unroll 1
-            for (int i = 0; i < SAMP_OWN; i++) copy[i] = __fsub_rn(samp_clean(copy[i]), g.down);
-            if (samp_add_up<1>(copy, scale, g) || round) break;
-            g.down = g.max;
+            for (int k = 1; k < 8; k++) highest = fmaxf(highest, v[8 * s + k]);
+            if (highest > max) max = highest, sub = s;
         }
+        base = fmaxf(max, -FLT_MAX);
+#pragma unroll
+        for (int s = 0; s < 8; s++) {
+            sums[s] = samp_weight(v[8 * s], base, scale);
+#pragma unroll
+            for (int k = 1; k < 8; k++) sums[s] = __fadd_rn(sums[s], samp_weight(v[8 * s + k], base, scale));
+        }
+        sum = __fadd_rn(__fadd_rn(__fadd_rn(sums[0], sums[1]), __fadd_rn(sums[2], sums[3])),
+                        __fadd_rn(__fadd_rn(sums[4], sums[5]), __fadd_rn(sums[6], sums[7])));
+        if (sum >= 0) break; /* else a NaN or +inf is among them */
+#pragma unroll
+        for (int i = 0; i < SAMP_OWN; i++) v[i] = samp_clean(v[i]);
     }
-    return g;
-}
+    raw_sum = sum;
+    if (scale != SAMP_LOG2E) {
+        float again = base; /* hides that the differences are the same: 64 of them would have to be kept */
+        asm volatile("" : "+f"(again));
+        raw_sum = 0;
+#pragma unroll
+        for (int i = 0; i < SAMP_OWN; i++) raw_sum = __fadd_rn(raw_sum, samp_weight(v[i], again, SAMP_LOG2E));
+    }
 
-/* The group's candidate: its id less id0, and *x = its v. own: place of the forced id in the group, -1: it is not here. */
-__device__ static inline int samp_candidate(const float (&v)[SAMP_OWN], const samp_group &g, const samp_ask &a, int own, float *x) {
-    bool flip = a.u >> 31, draw = a.forced < 0 && a.scale > 0;
-    float target = __fmul_rn(__fmul_rn(__fadd_rn((float)(flip ? ~a.u : a.u), 0.5f), 0x1p-32f), g.sum), y[8];
-    int sub = draw ? samp_place(g.sums, flip, &target) : a.forced < 0 ? g.highest : own / 8 & 7, at = own & 7;
+    int at = 0, rel = a.forced - id0;
+    bool flip = a.u >> 31, own = a.forced >= 0 && rel >= 0 && rel < SAMP_BLOCK && (rel & 6) == 0;
+    float target = __fmul_rn(__fmul_rn(__fadd_rn((float)(flip ? ~a.u : a.u), 0.5f), 0x1p-32f), sum);
+    if (a.forced >= 0) sub = own ? rel / 32 : 0;
+    else if (a.scale > 0) sub = samp_place(sums, flip, &target);
+    float y[8], x;
 #pragma unroll
     for (int k = 0; k < 8; k++) {
         y[k] = v[k];
 #pragma unroll
         for (int s = 1; s < 8; s++) y[k] = sub == s ? v[8 * s + k] : y[k];
-        if (g.rough) y[k] = __fsub_rn(samp_clean(y[k]), g.down);
     }
-    if (draw) {
+    if (a.forced >= 0) at = rel / 8 % 4 * 2 + rel % 2;
+    else if (a.scale > 0) {
         float w[8];
 #pragma unroll
-        for (int k = 0; k < 8; k++) w[k] = ex2(__fmaf_rn(y[k], g.scale, -g.top));
+        for (int k = 0; k < 8; k++) w[k] = samp_weight(y[k], base, scale);
         at = samp_place(w, flip, &target);
-    } else if (a.forced < 0) {
+    } else {
 #pragma unroll
-        for (int k = 7; k >= 0; k--) at = y[k] == g.max ? k : at;
+        for (int k = 7; k >= 0; k--) at = y[k] == max ? k : at;
     }
-    *x = y[0];
+    x = y[0];
 #pragma unroll
-    for (int k = 1; k < 8; k++) *x = at == k ? y[k] : *x;
-    return 32 * sub + samp_column(at);
+    for (int k = 1; k < 8; k++) x = at == k ? y[k] : x;
+    bool none = a.forced >= 0 ? !own : max == -INFINITY;
+    return samp_part{max, __fsub_rn(lg2(sum), samp_log2_exponential(word)), none ? INT_MAX : id0 + 32 * sub + at / 2 * 8 + at % 2,
+                     x, sum, raw_sum};
 }
-
-__device__ static inline float samp_quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-__device__ static inline float samp_quad_sum(float x) {
-    x = __fadd_rn(x, __shfl_xor_sync(~0u, x, 1));
-    return __fadd_rn(x, __shfl_xor_sync(~0u, x, 2));
-}
-
-/* The part of a block, made by four lanes side by side that hold a group each (v as in samp_sums) and all return it; all lanes of
- * the warp come. word: the group's noise. best: a key that some block of the row has reached, in log2, NaN: none known; a block
- * whose key is certainly lower gets no candidate, which spares the search for its id, unless another row in the warp needs it.
- * `inside` false: nothing is wanted of this row. The arithmetic is pinned down to the rounding, so that every kernel that inlines
- * this draws alike. */
-__device__ static inline samp_part samp_block(const float (&v)[SAMP_OWN], const samp_ask &a, uint32_t word, int id0, float best,
-                                                  bool inside) {
-    bool forced = a.forced >= 0, draw = !forced && a.scale > 0;
-    samp_group g = samp_sums(v, draw ? a.scale : SAMP_LOG2E);
-    float base = g.max > -INFINITY ? g.max : 0;
-    float rest = samp_rest(base, g.scale), raw_rest = samp_rest(base, SAMP_LOG2E), max = __fadd_rn(g.max, g.down);
-    float key = draw ? __fsub_rn(__fsub_rn(lg2(g.sum), rest), samp_log2_exponential(word)) : 0, reached = __fmaf_rn(max, g.scale, key);
-    int rel = a.forced - id0, own = forced && rel >= 0 && rel < SAMP_BLOCK && (rel & 6) == 0 ? rel / 8 * 2 + rel % 2 : -1;
-    float enough = best - 0.01f - 1e-6f * fabsf(best), quad_max = samp_quad_max(max), high = quad_max > -INFINITY ? quad_max : 0;
-    float below = __fsub_rn(max, high);
-    samp_part p = {quad_max, -INFINITY, INT_MAX, -INFINITY, 0, 0};
-    p.sum = samp_quad_sum(__fmul_rn(g.sum, ex2(__fsub_rn(__fmul_rn(below, g.scale), rest))));
-    p.raw_sum = samp_quad_sum(__fmul_rn(g.raw_sum, ex2(__fsub_rn(__fmul_rn(below, SAMP_LOG2E), raw_rest))));
-    if (!__any_sync(~0u, inside && (forced ? own >= 0 : !(reached < enough)))) return p;
-
-    float x, rank = forced ? own >= 0 ? 1 : 0 : draw ? __fmaf_rn(below, g.scale, key) : max;
-    int id = id0 + samp_candidate(v, g, a, own, &x);
-    x = __fadd_rn(x, g.down);
-    if (forced ? own < 0 : max == -INFINITY) id = INT_MAX;
-#pragma unroll
-    for (int lanes = 1; lanes < 4; lanes *= 2) {
-        float rank_b = __shfl_xor_sync(~0u, rank, lanes), x_b = __shfl_xor_sync(~0u, x, lanes);
-        int id_b = __shfl_xor_sync(~0u, id, lanes);
-        if (rank_b > rank || (rank_b == rank && id_b < id)) rank = rank_b, x = x_b, id = id_b;
-    }
-    p.key = rank, p.id = id, p.x = x;
-    return p;
-}
-
-__device__ static inline samp_part samp_nothing() { return samp_part{-INFINITY, -INFINITY, INT_MAX, -INFINITY, 0, 0}; }
 
 /* a and b, of the same row, become one: bitwise the same whichever comes first. */
 __device__ static inline samp_part samp_merge(const samp_part &a, const samp_part &b, const samp_ask &ask) {
@@ -3441,6 +3360,18 @@ __device__ static inline samp_part samp_merge(const samp_part &a, const samp_par
     r.raw_sum = __fadd_rn(__fmul_rn(a.raw_sum, ex2(__fmul_rn(below_a, SAMP_LOG2E))),
                           __fmul_rn(b.raw_sum, ex2(__fmul_rn(below_b, SAMP_LOG2E))));
     return r;
+}
+
+__device__ static inline samp_part samp_shuffle(const samp_part &p, int lanes) { /* of lane ^ lanes */
+    return samp_part{__shfl_xor_sync(~0u, p.max, lanes), __shfl_xor_sync(~0u, p.key, lanes), __shfl_xor_sync(~0u, p.id, lanes),
+                     __shfl_xor_sync(~0u, p.x, lanes),   __shfl_xor_sync(~0u, p.sum, lanes),
+                     __shfl_xor_sync(~0u, p.raw_sum, lanes)};
+}
+
+/* The four groups of a block lie in four lanes side by side; on return each holds the block's part. All lanes of a warp call it. */
+__device__ static inline samp_part samp_quad(samp_part p, const samp_ask &a) {
+    p = samp_merge(p, samp_shuffle(p, 1), a);
+    return samp_merge(p, samp_shuffle(p, 2), a);
 }
 
 /* Noise of group g of a block. */
@@ -3470,227 +3401,35 @@ template <class T, class F> __device__ static inline T block_fold(T x, T *scratc
     return scratch[32];
 }
 
-/* ---- Stored logits to parts ----
- *
- * Without wgmma, the GEMM stores all logits first.
- * in   logits float32 [n][ldl], ldl a multiple of 256      out  parts[block][ld], columns 0 .. n-1
- * A thread loads what it would own in a wgmma tile: four threads side by side read 32 bytes, a warp eight blocks of a row.
- * grid: (ceil(blocks / 32), n); block: 128. Reads V * 4 bytes a row, writes 24 bytes a block. */
-__global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask *ask, const float *logits, int ldl, int V,
-                                                                 samp_part *parts, int ld) {
-    int g = (int)threadIdx.x % 4, block = (int)(blockIdx.x * 32 + threadIdx.x / 4), id0 = block * SAMP_BLOCK + 2 * g;
-    int row = (int)blockIdx.y;
-    float v[SAMP_OWN];
-    grid_launch_dependents();
-    grid_wait();
-    const samp_ask a = ask[row];
-    bool inside = block * SAMP_BLOCK < V;
-    const float *from = logits + (size_t)row * ldl + id0;
-#pragma unroll
-    for (int j = 0; j < SAMP_OWN / 2; j++) {
-        float2 pair = inside ? *(const float2 *)(from + 8 * j) : float2{-INFINITY, -INFINITY};
-        v[2 * j] = id0 + 8 * j < V ? pair.x : -INFINITY;
-        v[2 * j + 1] = id0 + 8 * j + 1 < V ? pair.y : -INFINITY;
-    }
-    samp_part p = samp_block(v, a, samp_noise(a, block, g), id0, NAN, true);
-    if (inside && g == 0) parts[(size_t)block * ld + row] = p;
-}
-
-/* ---- The LM head's epilogue on wgmma (chapter 6) ----
- *
- * accumulators -> parts[block][ld]; nothing else leaves the multiprocessor but the logits of filtered rows. A tile of 256 columns is a block, and a thread has
- * two rows of one group. Per logit: maximum, multiply-add, ex2, sum, and at a temperature other than 1 the last three again. The
- * 16 results a clock of the special function unit bound it: 128 x 256 / 16 = 2,048 clocks a tile for each of the two sums, beside
- * 16 K for the products. One Philox call serves both rows of a thread: its four words are the noise of the row's four groups. The
- * search for a group's id comes only where its key may be the row's highest so far (samp_ask.best), in a few per cent of the
- * tiles of many rows.
- *
- * Retired: differences to the maximum, then a product, instead of one multiply-add, and a candidate from every group: LM head and
- * sampling together against cuBLAS' LM head alone, H100, November 2026, temperature 1 / 0.6: 0.95 / 0.96 (V 128256, E 2048, 64
- * rows), 1.05 / 1.08 (256), 1.03 / 1.06 (512), 1.06 / 1.12 (4096); 1.02 / 1.10 (E 4096, 4096 rows); 1.13 / 1.20, 1.23 / 1.31,
- * 1.08 / 1.12 (V 151936, E 896; 256, 512, 4096 rows). Warpgroups started three blocks of K apart, so that one multiplies during
- * the other's epilogue: no gain at temperature 1, 5 % slower at 0.6, where the epilogue outlasts what the ring holds. */
-
-typedef struct samp_fused {
-    samp_ask *ask; /* [M]; `best` rises */
-    samp_part *parts;
-    float *logits; /* [M - stored][ldl]: those of rows from `stored` on */
-    int ld, ldl, V, stored;
-} samp_fused;
-
-struct epi_sample {
-    typedef samp_fused params;
-    __host__ __device__ static constexpr int out(int) { return 0; }
-#if HOPPER
-    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
-
-    /* One of this thread's two rows. */
-    __device__ static inline void row(float (&v)[SAMP_OWN], int row, const gemm_tile &t, const params &p, uint32_t word) {
-        int g = t.lane % 4, id0 = t.col0 + 2 * g;
-        samp_ask *ask = p.ask + min(row, t.M - 1);
-        const samp_ask a = *ask;
-        float before = samp_unkey(__ldcg(&ask->best));
-        samp_part part = samp_block(v, a, word, id0, before, row < t.M);
-        if (row >= t.M) return;
-        if (row >= p.stored) { /* each 32-byte sector is written by four lanes */
-            float2 *to = (float2 *)(p.logits + (size_t)(row - p.stored) * p.ldl + id0);
-#pragma unroll
-            for (int j = 0; j < SAMP_OWN / 2; j++) to[4 * j] = float2{v[2 * j], v[2 * j + 1]};
-        }
-        if (g == 0 && part.id != INT_MAX && a.forced < 0) {
-            float reached = a.scale > 0 ? part.max * a.scale + part.key : part.max * SAMP_LOG2E;
-            if (!(reached <= before)) atomicMax(&ask->best, samp_key(reached));
-        }
-        float2 piece = g == 0   ? float2{part.max, part.key}
-                       : g == 1 ? float2{__int_as_float(part.id), part.x} : float2{part.sum, part.raw_sum};
-        if (g < 3) ((float2 *)(p.parts + (size_t)(t.col0 / SAMP_BLOCK) * p.ld + row))[g] = piece;
-    }
-
-    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
-        static_assert(C == SAMP_BLOCK, "a tile's columns are one block");
-        if (t.row0 >= t.M || t.col0 >= p.V) return; /* the warp's */
-        int g = t.lane % 4, row0 = t.row0 + t.lane / 4;
-        const samp_ask *mine = p.ask + min(row0 + 8 * (g / 2), t.M - 1); /* lanes 0 and 1 of four make the first row's noise, */
-        uint32_t c[4] = {mine->sample, mine->position, 1 + (uint32_t)(t.col0 / SAMP_BLOCK), 0}; /* 2 and 3 the second's */
-        philox(c, mine->key[0], mine->key[1]);
-        uint32_t keep = g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : c[3], give = g < 2 ? g ? c[3] : c[2] : g == 2 ? c[0] : c[1];
-        uint32_t got = __shfl_xor_sync(~0u, give, 2), word = g < 2 ? keep : got; /* of the first row */
-        if (t.col0 + SAMP_BLOCK > p.V) {
-#pragma unroll
-            for (int i = 0; i < SAMP_BLOCK / 2; i++)
-                if (t.col0 + 2 * g + i / 4 * 8 + i % 2 >= p.V) acc[i] = -INFINITY;
-        }
-        float v[SAMP_OWN];
-#pragma unroll
-        for (int i = 0; i < SAMP_OWN; i++) v[i] = acc[i / 2 * 4 + i % 2];
-        row(v, row0, t, p, word);
-        asm volatile("" ::: "memory"); /* the second row's ask is loaded only now: no registers for both */
-#pragma unroll
-        for (int i = 0; i < SAMP_OWN; i++) v[i] = acc[i / 2 * 4 + 2 + i % 2];
-        row(v, row0 + 8, t, p, g < 2 ? got : keep);
-    }
-#endif
-};
-
-static const gemm_variant samp_head_variant = GEMM_VARIANT(0, epi_sample, 256, 1);
-
-/* ---- Parts to results ----
- *
- * in   parts [n_blocks][ld], columns 0 .. n-1, plain rows      out  results [n]
- * A row's parts are merged in an order that the number of blocks alone fixes.
- * grid: ceil(n / 8); block: 256, thread t merges blocks t/8, t/8 + 32 ... of row t%8. Reads 24 bytes a part. */
-__device__ static inline samp_result samp_finish(const samp_ask &a, const samp_part &p, float raw_max, float raw_log_sum,
-                                                     int last_resort) {
-    samp_result out = {p.id, p.x == -INFINITY ? -INFINITY : p.x - raw_max - raw_log_sum, 0};
-    if (a.forced >= 0) out.sampled_logprob = out.logprob;
-    else if (p.max == -INFINITY) out.id = last_resort, out.logprob = -INFINITY;
-    else if (a.scale > 0) out.sampled_logprob = ((p.x - p.max) * a.scale - log2f(p.sum)) * SAMP_LN2;
-    return out;
-}
-
-__global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_ask *ask, const samp_part *parts, int ld, int n_blocks, int n,
-                                                                 samp_result *results) {
-    __shared__ samp_part all[32][SAMP_REDUCE_ROWS];
-    int r = (int)threadIdx.x % SAMP_REDUCE_ROWS, k = (int)threadIdx.x / SAMP_REDUCE_ROWS, row = (int)blockIdx.x * SAMP_REDUCE_ROWS + r;
-    grid_launch_dependents();
-    grid_wait();
-    int from = min(row, n - 1);
-    const samp_ask a = ask[from];
-    samp_part p = samp_nothing();
-    for (int b = k; b < n_blocks; b += 32 * 4) {
-        samp_part next[4]; /* all on their way at once */
-#pragma unroll
-        for (int i = 0; i < 4; i++) next[i] = b + 32 * i < n_blocks ? parts[(size_t)(b + 32 * i) * ld + from] : samp_nothing();
-#pragma unroll
-        for (int i = 0; i < 4; i++) p = samp_merge(p, next[i], a);
-    }
-    all[k][r] = p;
-    for (int half = 16; half; half /= 2) {
-        __syncthreads();
-        if (k < half) all[k][r] = p = samp_merge(p, all[k + half][r], a);
-    }
-    if (k == 0 && row < n) results[row] = samp_finish(a, p, p.max, logf(p.raw_sum), 0);
-}
-
 /* ---- Filtered rows ----
  *
- * Steps 1 to 5 of chapter 15 on a stored row with its parts: top log-probabilities, bias, allowed and forbidden ids, penalties,
- * the cut, the draw among what is left. Everything a filter keeps is the head of one order (logit falling, id rising), so a cut
- * is a logit and the last id of it that stays.
- * in   logits float32 [n][ldl], overwritten where lists and penalties say so; parts [n_blocks][ld], columns 0 .. n-1, of the raw
- *      logits      out  results [n], tops
- * The parts tell which blocks can have an id that counts (the k-th highest of the blocks' maxima bounds
- * the k-th highest logit; top-p and min-p bound by weight), and only those are read: usually a few per cent, V * 4 bytes at most
- * for each pass of a search. Lists and penalties change logits anywhere, so after them every block is read. Sums that decide are
- * integers: no order of threads shows.
- * grid: n; block: 256; shared: samp_filter_smem. */
-
-typedef unsigned long long samp_mass; /* weight in fixed point; also counts */
+ * Steps 1, 2 and 4 of chapter 15 on one stored row: clean, raw log-sum-exp, top log-probabilities, bias, allowed and forbidden ids,
+ * penalties, then the cut. Everything a filter keeps is the head of one order (logit falling, id rising), so the outcome is a logit
+ * and the last id of it that stays.
+ * in/out  logits float32 [n][ldl], row i of filters[i]: raw, then adjusted      out  filters[i].cut_*, raw_*; tops
+ * grid: n; block: 512; shared: 64 KB. Reads the row about 4 times plainly, 3 times more for each of top-k, top-p and top
+ * log-probabilities, from the L2 cache: V * 4 bytes a pass. Sums that decide are integers, so no order of threads shows. */
 
 typedef struct samp_dist { /* a row as a distribution */
-    const float *x;
-    const float *maxes;   /* [n_blocks] in shared memory: no logit of the block is higher */
-    int *list;            /* [n_list] of [n_blocks], rising: blocks that are looked at; in shared memory */
-    int V, n_blocks, n_list;
-    float max, scale, at; /* highest logit; log2(e) / temperature; the cut: kept are logits above it, ... */
-    int last;             /* ... and of those equal to it the ids up to this */
+    float *x;
+    int V;
+    float max, scale, at; /* highest logit; log2(e) / temperature; the cut, as in samp_filter */
+    int last;
 } samp_dist;
+typedef unsigned long long samp_mass; /* weight in fixed point; also counts */
 
 __device__ static inline bool samp_kept(const samp_dist &r, float x, int id) { return x > r.at || (x == r.at && id <= r.last); }
-__device__ static inline float samp_weight(float x, float base, float scale) { return ex2(__fmul_rn(__fsub_rn(x, base), scale)); }
 __device__ static inline samp_mass samp_mass_of(const samp_dist &r, float x) {
     return (samp_mass)(samp_weight(x, r.max, r.scale) * SAMP_ONE);
 }
 
-/* each(logit, id) for all ids of the listed blocks; a warp takes two blocks at a time. */
-template <class F> __device__ static inline void samp_sweep(const samp_dist &r, F each) {
-    const int warps = FILTER_THREADS / 32;
-    int lane = (int)threadIdx.x % 32;
-    for (int i = (int)threadIdx.x / 32; i < r.n_list; i += 2 * warps) {
-        int id[2] = {r.list[i] * SAMP_BLOCK + 4 * lane, i + warps < r.n_list ? r.list[i + warps] * SAMP_BLOCK + 4 * lane : r.V};
-        float4 p[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-            if (id[k / 2] < r.V) p[k] = *(const float4 *)(r.x + id[k / 2] + k % 2 * 128);
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const float x[4] = {p[k].x, p[k].y, p[k].z, p[k].w};
-#pragma unroll
-            for (int c = 0; c < 4; c++)
-                if (id[k / 2] + k % 2 * 128 + c < r.V) each(samp_clean(x[c]), id[k / 2] + k % 2 * 128 + c);
-        }
-    }
+/* Order-preserving map of floats to integers and back (-0 counts as +0). */
+__device__ static inline uint32_t samp_key(float x) {
+    uint32_t u = __float_as_uint(x + 0.0f);
+    return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
-
-/* Lists the blocks that may have a logit of `at` or more. */
-__device__ static void samp_look_at(samp_dist &r, float at) {
-    __shared__ int n;
-    int lane = (int)threadIdx.x, have = 0;
-    __syncthreads();
-    for (int from = 0; from < r.n_blocks && lane < 32; from += 32) {
-        bool in = from + lane < r.n_blocks && r.maxes[from + lane] >= at;
-        unsigned all = __ballot_sync(~0u, in);
-        if (in) r.list[have + __popc(all & ((1u << lane) - 1))] = from + lane;
-        have += __popc(all);
-    }
-    if (lane == 0) n = have;
-    __syncthreads();
-    r.n_list = n;
-}
-
-/* A bound of the k-th highest logit from below: the k-th highest of the blocks' maxima. */
-__device__ static float samp_bound(const samp_dist &r, int k) {
-    __shared__ float bound;
-    if (k > r.n_blocks) return -INFINITY;
-    __syncthreads();
-    for (int i = (int)threadIdx.x; i < r.n_blocks; i += FILTER_THREADS) {
-        float own = r.maxes[i];
-        int above = 0, upto = 0;
-        for (int j = 0; j < r.n_blocks; j++) above += r.maxes[j] > own, upto += r.maxes[j] >= own;
-        if (above < k && k <= upto) bound = own;
-    }
-    __syncthreads();
-    return bound;
+__device__ static inline float samp_unkey(uint32_t key) {
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
 /* Warp 0: the bin, from the top, at which the sum passes `want` (the lowest in use if none does), and the sum before it. */
@@ -3719,7 +3458,7 @@ __device__ static inline void samp_find_bin(const samp_mass *bins, samp_mass wan
 
 /* From the highest logit down, adds up 1 for each kept id (by_count) or its weight; returns the logit at which the sum reaches
  * `want` (the lowest kept if it never does), *above: the sum before the first id of that logit. A radix search over the bits of
- * the logit's key, 11 + 11 + 10. bins: [FILTER_BINS] in shared memory. The listed blocks keep at least one id. */
+ * the logit's key, 11 + 11 + 10. bins: [FILTER_BINS] in shared memory. At least one id is kept. */
 __device__ static float samp_reach(const samp_dist &r, bool by_count, samp_mass want, samp_mass *bins, samp_mass *above) {
     __shared__ int bin;
     __shared__ samp_mass before;
@@ -3731,12 +3470,13 @@ __device__ static float samp_reach(const samp_dist &r, bool by_count, samp_mass 
         __syncthreads();
         for (int i = (int)threadIdx.x; i < FILTER_BINS; i += FILTER_THREADS) bins[i] = 0;
         __syncthreads();
-        samp_sweep(r, [&](float x, int id) {
+        for (int id = (int)threadIdx.x; id < r.V; id += FILTER_THREADS) {
+            float x = r.x[id];
             uint32_t key = samp_key(x);
-            if (!samp_kept(r, x, id) || (key & known) != found) return;
+            if (!samp_kept(r, x, id) || (key & known) != found) continue;
             samp_mass add = by_count ? 1 : samp_mass_of(r, x);
             if (add) atomicAdd(&bins[key >> shift & mask], add);
-        });
+        }
         __syncthreads();
         if (threadIdx.x < 32) samp_find_bin(bins, want, *above, &bin, &before);
         __syncthreads();
@@ -3748,27 +3488,24 @@ __device__ static float samp_reach(const samp_dist &r, bool by_count, samp_mass 
 
 /* The n-th id, counted from 1, among those with logit `at`; INT_MAX if there are not that many. scratch: [33]. */
 __device__ static int samp_nth(const samp_dist &r, float at, samp_mass n, samp_mass *scratch) {
-    const int warps = FILTER_THREADS / 32;
-    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, each = (r.n_list + warps - 1) / warps; /* blocks of a warp */
-    int from = min(r.n_list, warp * each), to = min(r.n_list, from + each);
-    samp_mass before = 0, count = 0;
-    auto tied_of = [&](int i) { /* piece i of 32 ids; eight make a block */
-        int id = r.list[i / 8] * SAMP_BLOCK + i % 8 * 32 + lane;
-        return __ballot_sync(~0u, id < r.V && samp_clean(r.x[id]) == at);
-    };
-    for (int i = 8 * from; i < 8 * to; i++) count += (samp_mass)__popc(tied_of(i));
+    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, each = (r.V + FILTER_THREADS - 1) / FILTER_THREADS * 32;
+    int from = warp * each, to = min(r.V, from + each);
+    samp_mass count = 0, before = 0;
+    for (int id = from + lane; id < to; id += 32) count += r.x[id] == at;
+    for (int lanes = 16; lanes; lanes /= 2) count += __shfl_xor_sync(~0u, count, lanes);
     __syncthreads();
     if (lane == 0) scratch[warp] = count;
     if (threadIdx.x == 0) scratch[32] = INT_MAX;
     __syncthreads();
     for (int i = 0; i < warp; i++) before += scratch[i];
-    if (before < n && n <= before + count)
-        for (int i = 8 * from; i < 8 * to; i++) {
-            unsigned tied = tied_of(i);
-            if (tied >> lane & 1 && before + (samp_mass)__popc(tied & ((2u << lane) - 1)) == n)
-                scratch[32] = (samp_mass)(r.list[i / 8] * SAMP_BLOCK + i % 8 * 32 + lane);
+    if (before < n && n <= before + count) {
+        for (int id = from; id < to; id += 32) {
+            unsigned tied = __ballot_sync(~0u, id + lane < to && r.x[id + lane] == at);
+            bool here = tied >> lane & 1 && before + (samp_mass)__popc(tied & ((2u << lane) - 1)) == n;
+            if (here) scratch[32] = (samp_mass)(id + lane);
             before += (samp_mass)__popc(tied);
         }
+    }
     __syncthreads();
     int nth = (int)scratch[32];
     __syncthreads();
@@ -3781,16 +3518,16 @@ __device__ static void samp_top(samp_dist r, int n, float log_sum, samp_best *be
     __shared__ int ids[TOKA_MAX_LOGPROBS], have;
     samp_mass above;
     r.at = -INFINITY, r.last = INT_MAX;
-    samp_look_at(r, samp_bound(r, n));
     float at = samp_reach(r, true, (samp_mass)n, bins, &above);
     r.last = samp_nth(r, at, (samp_mass)n - above, scratch), r.at = at;
     if (threadIdx.x == 0) have = 0;
     __syncthreads();
-    samp_sweep(r, [&](float v, int id) {
-        if (!samp_kept(r, v, id)) return;
+    for (int id = (int)threadIdx.x; id < r.V; id += FILTER_THREADS) {
+        float v = r.x[id];
+        if (!samp_kept(r, v, id)) continue;
         int i = atomicAdd(&have, 1); /* n of them, in any order */
         x[i] = v, ids[i] = id;
-    });
+    }
     __syncthreads();
     if ((int)threadIdx.x < n) {
         float v = x[threadIdx.x];
@@ -3809,7 +3546,7 @@ __device__ static void samp_bias(const samp_filter &f, float *x) {
         int i = from + lane, id = i < f.n_bias ? f.bias_ids[i] : -1 - lane;
         unsigned same = __match_any_sync(~0u, id);
         if (id >= 0 && (same & ((1u << lane) - 1)) == 0) { /* the first of them does all */
-            float v = samp_clean(x[id]);
+            float v = x[id];
             for (unsigned left = same; left; left &= left - 1) v = samp_clean(__fadd_rn(v, f.bias[from + __ffs((int)left) - 1]));
             x[id] = v;
         }
@@ -3850,7 +3587,7 @@ __device__ static void samp_penalties(const samp_filter &f, float *x, int V, uin
         __syncthreads();
         for (int i = (int)threadIdx.x; i < n; i += FILTER_THREADS) {
             if (!counts[i]) continue;
-            float v = samp_clean(x[from + i]), count = (float)(counts[i] & 0x7fffffffu);
+            float v = x[from + i], count = (float)(counts[i] & 0x7fffffffu);
             v = v < 0 ? __fmul_rn(v, f.repetition) : __fdiv_rn(v, f.repetition);
             v = __fsub_rn(v, __fmul_rn(f.frequency, count));
             if (count > 0) v = __fsub_rn(v, f.presence);
@@ -3860,154 +3597,231 @@ __device__ static void samp_penalties(const samp_filter &f, float *x, int V, uin
     }
 }
 
-/* Step 2 of chapter 15. Afterwards maxes says nothing any more, and r.max is found anew. */
-__device__ static void samp_adjust(samp_dist &r, const samp_filter &f, float *x, float *maxes, uint32_t *window, float *scratch) {
-    __syncthreads();
-    if (threadIdx.x < 32) samp_bias(f, x);
-    __syncthreads();
-    if (f.n_allowed) samp_allow(f, x, r.V, window);
-    for (int i = (int)threadIdx.x; i < f.n_forbidden; i += FILTER_THREADS) /* end ids may lie outside the vocabulary */
-        if (f.forbidden[i] >= 0 && f.forbidden[i] < r.V) x[f.forbidden[i]] = -INFINITY;
-    __syncthreads();
-    if (f.n_history) samp_penalties(f, x, r.V, window);
-    for (int i = (int)threadIdx.x; i < r.n_blocks; i += FILTER_THREADS) maxes[i] = INFINITY;
-    samp_look_at(r, INFINITY);
-    float max = -INFINITY;
-    samp_sweep(r, [&](float v, int) { max = fmaxf(max, v); });
-    r.max = block_fold(max, scratch, op_max{});
-}
-
 /* Logits more than `drop` (<= 0) below the best go. */
 __device__ static void samp_min_p(samp_dist &r, double drop) {
     float at = __double2float_ru(fmax((double)r.max + drop, -(double)FLT_MAX));
     if (at > r.at) r.at = at, r.last = INT_MAX;
 }
 
-/* Keeps an id if those before it, from the highest down, have less than p of the mass. All weights up to a V-th of what may go
- * can go at once, since V of them would not be too much: that leaves the search few ids. total: of what is kept so far. */
-__device__ static void samp_top_p(samp_dist &r, const samp_filter &f, samp_mass total, samp_mass *bins, samp_mass *scratch) {
-    samp_mass above, want = (samp_mass)ceil((double)f.top_p * (double)total);
-    double small = (1 - (double)f.top_p) * ((double)total / (double)SAMP_ONE) / r.V;
+/* Keeps an id if those before it, from the highest down, have less than p of the mass. All weights up to a V-th of what may go can go
+ * at once, since V of them would not be too much: that leaves the search few ids. */
+__device__ static void samp_top_p(samp_dist &r, const samp_filter &f, samp_mass *bins, samp_mass *scratch) {
+    samp_mass total = 0, above;
+    for (int id = (int)threadIdx.x; id < r.V; id += FILTER_THREADS)
+        if (samp_kept(r, r.x[id], id)) total += samp_mass_of(r, r.x[id]);
+    total = block_fold(total, scratch, op_add{});
+    double p = f.top_p, small = (1 - p) * ((double)total / (double)SAMP_ONE) / r.V;
     samp_min_p(r, small < 1 ? f.temperature * log(small) : 0);
-    samp_look_at(r, r.at);
+    samp_mass want = (samp_mass)ceil(p * (double)total);
     float at = samp_reach(r, false, want, bins, &above);
     samp_mass each = samp_mass_of(r, at), more = want > above ? want - above : 1;
     r.last = samp_nth(r, at, each ? (more + each - 1) / each : 1, scratch), r.at = at;
 }
 
-/* Step 4 of chapter 15. sum: the row's weights, not used if `anew`. Returns whether anything was cut. */
-__device__ static bool samp_truncate(samp_dist &r, const samp_filter &f, float sum, bool anew, samp_mass *bins, samp_mass *scratch) {
-    samp_mass total = (samp_mass)(sum * SAMP_ONE), above;
-    if (f.top_k > 0) {
-        samp_look_at(r, samp_bound(r, f.top_k));
-        r.at = samp_reach(r, true, (samp_mass)f.top_k, bins, &above), r.last = INT_MAX;
+__global__ static void __launch_bounds__(FILTER_THREADS) samp_filter_kernel(const samp_ask *ask, samp_filter *filters, float *logits,
+                                                                            int ldl, int V, samp_best *tops) {
+    extern __shared__ __align__(16) uint32_t window[]; /* [FILTER_WINDOW] counts or bits; later bins */
+    __shared__ samp_mass scratch[33];
+    samp_mass *bins = (samp_mass *)window;
+    grid_launch_dependents();
+    grid_wait();
+    samp_filter &f = filters[blockIdx.x];
+    const samp_ask a = ask[blockIdx.x];
+    samp_dist r = {logits + (size_t)blockIdx.x * ldl, V, -INFINITY, SAMP_LOG2E, -INFINITY, -1};
+    for (int id = (int)threadIdx.x; id < V; id += FILTER_THREADS) {
+        float x = samp_clean(r.x[id]);
+        r.x[id] = x;
+        r.max = fmaxf(r.max, x);
     }
-    if (f.top_p < 1 && (anew || f.top_k > 0)) {
-        total = 0;
-        samp_sweep(r, [&](float x, int id) { total += samp_kept(r, x, id) ? samp_mass_of(r, x) : 0; });
-        total = block_fold(total, scratch, op_add{});
-    }
-    if (f.top_p < 1) samp_top_p(r, f, total, bins, scratch);
-    if (f.min_p_drop > -INFINITY) samp_min_p(r, f.min_p_drop);
-    return f.top_k > 0 || f.top_p < 1 || f.min_p_drop > -INFINITY;
-}
-
-/* A part per thread to one for all, in a fixed order. all: [FILTER_THREADS] in shared memory. */
-__device__ static samp_part samp_fold(samp_part p, const samp_ask &a, samp_part *all) {
-    int t = (int)threadIdx.x;
-    __syncthreads();
-    all[t] = p;
-    for (int half = FILTER_THREADS / 2; half; half /= 2) {
+    r.max = block_fold(r.max, (float *)scratch, op_max{});
+    float sum = 0, base = fmaxf(r.max, -FLT_MAX);
+    for (int id = (int)threadIdx.x; id < V; id += FILTER_THREADS) sum += samp_weight(r.x[id], base, SAMP_LOG2E);
+    float log_sum = (float)log(block_fold((double)sum, (double *)scratch, op_add{}));
+    if (threadIdx.x == 0) f.raw_max = r.max, f.raw_log_sum = log_sum;
+    if (f.n_top) samp_top(r, f.n_top, log_sum, tops + f.best, bins, scratch);
+    if (a.forced < 0) {
         __syncthreads();
-        if (t < half) all[t] = p = samp_merge(p, all[t + half], a);
+        if (threadIdx.x < 32) samp_bias(f, r.x);
+        __syncthreads();
+        if (f.n_allowed) samp_allow(f, r.x, V, window);
+        for (int i = (int)threadIdx.x; i < f.n_forbidden; i += FILTER_THREADS)
+            if (f.forbidden[i] >= 0 && f.forbidden[i] < V) r.x[f.forbidden[i]] = -INFINITY;
+        __syncthreads();
+        if (f.n_history) samp_penalties(f, r.x, V, window);
+        r.max = -INFINITY;
+        for (int id = (int)threadIdx.x; id < V; id += FILTER_THREADS) r.max = fmaxf(r.max, r.x[id]);
+        r.max = block_fold(r.max, (float *)scratch, op_max{});
     }
-    __syncthreads();
-    return all[0];
+    if (a.forced < 0 && a.scale > 0 && r.max > -INFINITY) {
+        samp_mass above;
+        r.scale = a.scale;
+        if (f.top_k > 0) r.at = samp_reach(r, true, (samp_mass)f.top_k, bins, &above), r.last = INT_MAX;
+        if (f.top_p < 1) samp_top_p(r, f, bins, scratch);
+        if (f.min_p_drop > -INFINITY) samp_min_p(r, f.min_p_drop);
+    }
+    if (threadIdx.x == 0) f.cut_at = r.at, f.cut_last = r.last;
 }
 
-/* Step 5 over the listed blocks: as samp_blocks_kernel, with what is cut off left out. */
-__device__ static samp_part samp_draw(const samp_dist &r, const samp_ask &a, samp_part *all) {
-    int g = (int)threadIdx.x % 4;
-    all[threadIdx.x] = samp_nothing(); /* this thread's so far, kept there to spare registers */
-    for (int from = (int)threadIdx.x / 32 * 8; from < r.n_list; from += FILTER_THREADS / 4) {
-        int i = from + (int)threadIdx.x % 32 / 4, block = r.list[min(i, r.n_list - 1)], id0 = block * SAMP_BLOCK + 2 * g;
+/* ---- Stored logits to parts ----
+ *
+ * in   logits float32 [n][ldl], ldl a multiple of 256; filters [n] or NULL      out  parts[block][ld], columns 0 .. n-1
+ * A thread loads what it would own in a wgmma tile: four threads side by side read 32 bytes, a warp eight blocks of a row.
+ * grid: (ceil(blocks / 32), n); block: 128. Reads V * 4 bytes a row, writes 24 bytes a block. */
+__global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask *ask, const samp_filter *filters, const float *logits,
+                                                                 int ldl, int V, samp_part *parts, int ld) {
+    int g = (int)threadIdx.x % 4, block = (int)(blockIdx.x * 32 + threadIdx.x / 4), id0 = block * SAMP_BLOCK + 2 * g;
+    int row = (int)blockIdx.y;
+    float v[SAMP_OWN];
+    grid_launch_dependents();
+    grid_wait();
+    const samp_ask a = ask[row];
+    bool inside = block * SAMP_BLOCK < V;
+    const float *from = logits + (size_t)row * ldl + id0;
+#pragma unroll
+    for (int j = 0; j < SAMP_OWN / 2; j++) {
+        float2 pair = inside ? *(const float2 *)(from + 8 * j) : float2{-INFINITY, -INFINITY};
+        v[2 * j] = id0 + 8 * j < V ? pair.x : -INFINITY;
+        v[2 * j + 1] = id0 + 8 * j + 1 < V ? pair.y : -INFINITY;
+    }
+    if (filters && a.forced < 0 && a.scale > 0) {
+        float at = filters[row].cut_at;
+        int last = filters[row].cut_last;
+#pragma unroll
+        for (int i = 0; i < SAMP_OWN; i++) {
+            int id = id0 + i / 2 * 8 + i % 2;
+            if (!(v[i] > at || (v[i] == at && id <= last))) v[i] = -INFINITY;
+        }
+    }
+    samp_part p = samp_quad(samp_group(v, a, samp_noise(a, block, g), id0), a);
+    if (inside && g == 0) parts[(size_t)block * ld + row] = p;
+}
+
+/* ---- The LM head's epilogues on wgmma (chapter 6) ----
+ *
+ * epi_sample: accumulators -> parts[block][ld], nothing else leaves the multiprocessor. A tile of 256 columns is a block, and a thread has two
+ * rows of one group. Per logit: maximum, difference, product, ex2, sum, and at a temperature other than 1 product, ex2, sum again: 2
+ * of the special function unit's 16 results a clock make 2 x 128 x 256 / 16 = 4,096 clocks a tile, half at temperature 1. One Philox
+ * call serves a thread's both rows: its four words are the noise of the row's four groups.
+ * epi_logits (chapter 6): accumulators -> y float32 [M][ld], for filtered rows. */
+
+typedef struct samp_fused {
+    const samp_ask *ask; /* [M] */
+    samp_part *parts;
+    int ld, V;
+} samp_fused;
+
+struct epi_sample {
+    typedef samp_fused params;
+    __host__ __device__ static constexpr int out(int) { return 0; }
+#if HOPPER
+    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
+
+    /* Row `half` of this thread's two. */
+    __device__ static inline void row(const float (&acc)[SAMP_BLOCK / 2], int half, const gemm_tile &t, const params &p, uint32_t word) {
+        int g = t.lane % 4, id0 = t.col0 + 2 * g, row = t.row0 + t.lane / 4 + 8 * half;
+        const samp_ask a = p.ask[min(row, t.M - 1)];
         float v[SAMP_OWN];
 #pragma unroll
-        for (int j = 0; j < SAMP_OWN / 2; j++) {
-            float2 pair = *(const float2 *)(r.x + id0 + 8 * j);
-            v[2 * j] = samp_clean(pair.x), v[2 * j + 1] = samp_clean(pair.y);
-        }
+        for (int i = 0; i < SAMP_OWN; i++) v[i] = acc[i / 2 * 4 + 2 * half + i % 2];
+        if (t.col0 + SAMP_BLOCK > p.V) {
 #pragma unroll
-        for (int j = 0; j < SAMP_OWN; j++) {
-            int id = id0 + samp_column(j);
-            if (id >= r.V || !samp_kept(r, v[j], id)) v[j] = -INFINITY;
+            for (int i = 0; i < SAMP_OWN; i++)
+                if (id0 + i / 2 * 8 + i % 2 >= p.V) v[i] = -INFINITY;
         }
-        samp_part part = samp_block(v, a, samp_noise(a, block, g), id0, NAN, true);
-        if (i < r.n_list && g == 0) all[threadIdx.x] = samp_merge(all[threadIdx.x], part, a);
+        samp_part part = samp_quad(samp_group(v, a, word, id0), a);
+        float2 piece = g == 0 ? float2{part.max, part.key} : g == 1 ? float2{__int_as_float(part.id), part.x} : float2{part.sum, part.raw_sum};
+        if (row < t.M && g < 3) ((float2 *)(p.parts + (size_t)(t.col0 / SAMP_BLOCK) * p.ld + row))[g] = piece;
     }
-    return samp_fold(all[threadIdx.x], a, all);
+
+    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
+        static_assert(C == SAMP_BLOCK, "a tile's columns are one block");
+        if (t.row0 >= t.M || t.col0 >= p.V) return; /* the warp's */
+        int g = t.lane % 4; /* lanes 0 and 1 of four make the first row's noise, 2 and 3 the second's */
+        const samp_ask &mine = p.ask[min(t.row0 + t.lane / 4 + 8 * (g / 2), t.M - 1)];
+        uint32_t c[4] = {mine.sample, mine.position, 1 + (uint32_t)(t.col0 / SAMP_BLOCK), 0};
+        philox(c, mine.key[0], mine.key[1]);
+        uint32_t keep = g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : c[3], give = g < 2 ? g ? c[3] : c[2] : g == 2 ? c[0] : c[1];
+        uint32_t got = __shfl_xor_sync(~0u, give, 2);
+        row(acc, 0, t, p, g < 2 ? keep : got);
+        asm volatile("" ::: "memory"); /* the second row's ask is loaded only now: no registers for both */
+        row(acc, 1, t, p, g < 2 ? got : keep);
+    }
+#endif
+};
+
+typedef epi_logits::params samp_store;
+
+enum { SAMP_FUSED, SAMP_STORE };
+static const gemm_variant samp_variants[] = {GEMM_VARIANT(SAMP_FUSED, epi_sample, 256, 1), GEMM_VARIANT(SAMP_STORE, epi_logits, 256, 1)};
+
+/* Rows 0 .. n-1 of x times the LM head, through one of the two. */
+static void samp_head(toka_device *d, int kind, const bf16 *x, int n, const void *params) {
+    gemm_args a = {.M = n, .x = x, .ldx = d->E, .w = &d->lm_head};
+    gemm_plan plan = {&samp_variants[kind], n > 128 ? 2 : 1, 8};
+    gemm_start(d, plan, &a, params);
 }
 
-/* The raw logit at the picked id from the adjusted one, less the raw log-sum-exp: samp_unadjust of toka.c. */
-__device__ static float samp_undo(const samp_filter &f, int id, double x, float raw_max, float raw_log_sum, int *scratch) {
-    int seen = 0, count = 0;
-    for (int i = (int)threadIdx.x; i < f.n_history; i += FILTER_THREADS) {
+/* ---- Parts to results ----
+ *
+ * in   parts [n_blocks][ld], columns 0 .. n-1; filters [n] or NULL      out  results [n]
+ * A row's parts are merged in an order that the number of blocks alone fixes.
+ * grid: ceil(n / 8); block: 256, thread t merges blocks t/8, t/8 + 32 ... of row t%8. Reads 24 bytes a part. */
+__global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_ask *ask, const samp_filter *filters, const samp_part *parts,
+                                                                 int ld, int n_blocks, int n, samp_result *results) {
+    __shared__ samp_part all[32][SAMP_REDUCE_ROWS];
+    int r = (int)threadIdx.x % SAMP_REDUCE_ROWS, k = (int)threadIdx.x / SAMP_REDUCE_ROWS, row = (int)blockIdx.x * SAMP_REDUCE_ROWS + r;
+    grid_launch_dependents();
+    grid_wait();
+    int from = min(row, n - 1);
+    const samp_ask a = ask[from];
+    samp_part p = {-INFINITY, -INFINITY, INT_MAX, -INFINITY, 0, 0};
+    for (int b = k; b < n_blocks; b += 32) p = samp_merge(p, parts[(size_t)b * ld + from], a);
+    all[k][r] = p;
+    for (int half = 16; half; half /= 2) {
+        __syncthreads();
+        if (k < half) all[k][r] = p = samp_merge(p, all[k + half][r], a);
+    }
+    if (k || row >= n) return;
+    samp_result out = {p.id, p.x - p.max - logf(p.raw_sum), 0};
+    if (filters) out.logprob = p.x - filters[row].raw_max - filters[row].raw_log_sum;
+    if (p.x == -INFINITY) out.logprob = -INFINITY;
+    if (a.forced >= 0) out.sampled_logprob = out.logprob;
+    else if (p.max == -INFINITY) out.id = filters ? filters[row].last_resort : 0, out.logprob = -INFINITY;
+    else if (a.scale > 0) out.sampled_logprob = ((p.x - p.max) * a.scale - log2f(p.sum)) * SAMP_LN2;
+    results[row] = out;
+}
+
+/* ---- Back to the raw logit ----
+ *
+ * logprob of the raw logit at the picked id, from the adjusted one: samp_unadjust of toka.c.
+ * in   filters [n]      in/out  results [n]      grid: n; block: 256. Rows without bias and penalties leave at once. */
+__global__ static void __launch_bounds__(256) samp_undo_kernel(const samp_ask *ask, const samp_filter *filters, const float *logits, int ldl,
+                                                               samp_result *results) {
+    __shared__ int scratch[33];
+    grid_launch_dependents();
+    grid_wait();
+    const samp_filter &f = filters[blockIdx.x];
+    int id = results[blockIdx.x].id, seen = 0, count = 0;
+    if (ask[blockIdx.x].forced >= 0 || (!f.n_bias && !f.n_history)) return;
+    for (int i = (int)threadIdx.x; i < f.n_history; i += (int)blockDim.x) {
         bool hit = f.history[i] == id;
         seen |= hit, count += hit && i >= f.n_prompt;
     }
     seen = block_fold(seen, scratch, op_max{});
     count = block_fold(count, scratch, op_add{});
+    if (threadIdx.x) return;
+    double x = logits[(size_t)blockIdx.x * ldl + id];
     if (count) x += (double)f.frequency * count + f.presence;
     if (seen) x = x < 0 ? x / f.repetition : x * f.repetition;
     for (int i = 0; i < f.n_bias; i++)
         if (f.bias_ids[i] == id) x -= f.bias[i];
-    x = fmin(x, (double)raw_max);
-    return x == -INFINITY ? -INFINITY : (float)(x - raw_max - raw_log_sum);
-}
-
-static size_t samp_filter_smem(int n_blocks, bool window) {
-    return FILTER_BINS * sizeof(samp_mass) + (size_t)n_blocks * 8 + (window ? FILTER_WINDOW * 4 : 0);
-}
-
-__global__ static void __launch_bounds__(FILTER_THREADS, 2) samp_filter_kernel(const samp_ask *ask, const samp_filter *filters, float *logits,
-                                                                            int ldl, int V, const samp_part *parts, int ld, int n_blocks,
-                                                                            samp_best *tops, samp_result *results) {
-    extern __shared__ __align__(16) samp_mass bins[]; /* [FILTER_BINS]; then maxes, list, window */
-    __shared__ samp_part all[FILTER_THREADS];
-    __shared__ samp_mass scratch[33];
-    float *maxes = (float *)(bins + FILTER_BINS), *x = logits + (size_t)blockIdx.x * ldl;
-    grid_launch_dependents();
-    grid_wait();
-    const samp_ask &a = ask[blockIdx.x];
-    const samp_filter &f = filters[blockIdx.x];
-    samp_part p = samp_nothing();
-    for (int b = (int)threadIdx.x; b < n_blocks; b += FILTER_THREADS) {
-        samp_part next = parts[(size_t)b * ld + blockIdx.x];
-        maxes[b] = next.max;
-        p = samp_merge(p, next, a);
-    }
-    p = samp_fold(p, a, all);
-    float raw_max = p.max, raw_log_sum = logf(p.raw_sum);
-    samp_dist r = {x, maxes, (int *)(maxes + n_blocks), V, n_blocks, 0, p.max, SAMP_LOG2E, -INFINITY, -1};
-    if (f.n_top) samp_top(r, f.n_top, raw_log_sum, tops + f.best, bins, scratch);
-    bool adjusted = a.forced < 0 && (f.n_bias || f.n_allowed || f.n_forbidden || f.n_history), cut = false;
-    if (adjusted) samp_adjust(r, f, x, maxes, (uint32_t *)(r.list + n_blocks), (float *)scratch);
-    if (a.forced < 0 && a.scale > 0 && r.max > -INFINITY) {
-        r.scale = a.scale;
-        cut = samp_truncate(r, f, p.sum, adjusted, bins, scratch);
-    }
-    if (cut || adjusted) {
-        samp_look_at(r, r.at);
-        p = samp_draw(r, a, all);
-    }
-    samp_result out = samp_finish(a, p, raw_max, raw_log_sum, f.last_resort);
-    if (adjusted) out.logprob = samp_undo(f, out.id, samp_clean(x[out.id]), raw_max, raw_log_sum, (int *)scratch);
-    if (threadIdx.x == 0) results[blockIdx.x] = out;
+    x = fmin(x, (double)f.raw_max);
+    results[blockIdx.x].logprob = x == -INFINITY ? -INFINITY : (float)(x - f.raw_max - f.raw_log_sum);
 }
 
 /* ---- The plan of a step ---- */
 
-enum { SAMP_LOGITS_BYTES = 320 << 20, SAMP_LIST_BYTES = 16 << 20, SAMP_PART_ROWS = 4096 };
+enum { SAMP_LOGITS_BYTES = 192 << 20, SAMP_LIST_BYTES = 16 << 20, SAMP_PART_ROWS = 4096 };
 
 static size_t samp_stage_bytes(const toka_device *d) { return (size_t)d->options.max_out * (sizeof(samp_ask) + sizeof(int)) + 32; }
 
@@ -4025,7 +3839,7 @@ static void samp_open(toka_device *d) {
     d->samp = p;
     p->n_blocks = ceil_div(d->shape->V, SAMP_BLOCK), p->ldl = p->n_blocks * SAMP_BLOCK;
     size_t fit = SAMP_LOGITS_BYTES / ((size_t)p->ldl * sizeof(float));
-    p->chunk = (int)(fit < 8 ? 8 : fit > max_out ? max_out : fit > 256 ? fit & ~(size_t)255 : fit); /* whole tiles */
+    p->chunk = (int)(fit < 8 ? 8 : fit > max_out ? max_out : fit > 128 ? fit & ~(size_t)127 : fit);
     p->part_rows = (int)(max_out < SAMP_PART_ROWS ? max_out : SAMP_PART_ROWS);
     if (p->part_rows < p->chunk) p->part_rows = p->chunk;
     p->logits = (float *)dev_alloc(d, (size_t)p->chunk * (size_t)p->ldl * sizeof(float), "logits");
@@ -4036,9 +3850,8 @@ static void samp_open(toka_device *d) {
     p->tops_host = (samp_best *)samp_pinned(d, max_out * sizeof(samp_best), "pinned top log-probabilities");
     p->order = (int *)malloc(max_out * sizeof(int));
     if (!p->order) abort();
-    if (d->hopper)
-        latch(d, cudaFuncSetAttribute(samp_head_variant.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, samp_head_variant.smem),
-              "LM head");
+    for (const gemm_variant &v : samp_variants)
+        if (d->hopper) latch(d, cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v.smem), "LM head");
     stage_open(d, &p->lists, (size_t)p->chunk * sizeof(samp_filter) + SAMP_LIST_BYTES + 4 * ((size_t)d->shape->max_len + 4 * V) + 64);
 }
 
@@ -4122,8 +3935,8 @@ static int samp_history_from(const toka_out_row *row) {
 
 static size_t samp_list_bytes(const toka_out_row *row) {
     const toka_sampling *s = row->sampling;
-    size_t history = (size_t)(row->n_history - samp_history_from(row));
-    return 4 * (history + 2 * (size_t)s->n_bias + (size_t)s->n_allowed + (size_t)row->n_forbidden) + 5 * 16;
+    return 4 * ((size_t)(row->n_history - samp_history_from(row)) + 2 * (size_t)s->n_bias + (size_t)s->n_allowed + (size_t)row->n_forbidden) +
+           5 * 16;
 }
 
 /* Fills in the filter of one row; lists that its request shares with the row before are sent once. */
@@ -4146,7 +3959,6 @@ static void samp_fill(toka_device *d, const toka_out_row *row, const toka_out_ro
     f->repetition = s->repetition_penalty, f->frequency = s->frequency_penalty, f->presence = s->presence_penalty;
     f->n_top = n_top < V ? n_top : V;
     if (f->n_top) f->best = p->n_tops++;
-    p->window |= f->n_history || f->n_allowed;
 }
 
 /* Sends the filters of rows first .. of the plan: as many as fit, at most `most`. Returns how many; 0 after a failure. */
@@ -4155,7 +3967,6 @@ static int samp_send_filters(toka_device *d, const toka_step *s, int first, int 
     samp_filter *f;
     int n = 0;
     stage_begin(d, &p->lists);
-    p->window = false;
     *filters = (samp_filter *)stage_room(&p->lists, (size_t)most * sizeof *f, (void **)&f);
     for (const toka_out_row *before = NULL; n < most; n++) {
         const toka_out_row *row = &s->out[p->order[first + n]];
@@ -4174,51 +3985,41 @@ static int samp_send_filters(toka_device *d, const toka_step *s, int first, int 
 
 /* ---- The op ---- */
 
-/* Parts to results: rows first .. first+n-1 of the plan, whose parts are columns 0 .. n-1; the first n_plain are plain, the rest
- * have filters, and their logits. */
-static void samp_finish_rows(toka_device *d, int first, int n, int n_plain, const samp_filter *filters, float *logits) {
+static void samp_reduce(toka_device *d, int first, int n, const samp_filter *filters) {
+    samp_plan *p = d->samp;
+    launch_dependent(d, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n, SAMP_REDUCE_ROWS)), 256, 0, 1, p->ask + first, filters,
+                     p->parts, p->part_rows, p->n_blocks, n, p->results + first);
+}
+
+/* Rows first .. first+n-1 of the plan, whose raw logits are stored, to results. filters: NULL for plain rows. */
+static void samp_from_logits(toka_device *d, int first, int n, samp_filter *filters) {
     samp_plan *p = d->samp;
     const samp_ask *ask = p->ask + first;
     samp_result *results = p->results + first;
-    if (n_plain)
-        launch_dependent(d, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n_plain, SAMP_REDUCE_ROWS)), 256, 0, 1, ask, p->parts,
-                         p->part_rows, p->n_blocks, n_plain, results);
-    if (n > n_plain)
-        launch_dependent(d, "filters", samp_filter_kernel, dim3((unsigned)(n - n_plain)), FILTER_THREADS,
-                         samp_filter_smem(p->n_blocks, p->window), 1, ask + n_plain, filters, logits, p->ldl, d->shape->V,
-                         p->parts + n_plain, p->part_rows, p->n_blocks, p->tops, results + n_plain);
+    int V = d->shape->V;
+    if (filters)
+        launch_dependent(d, "filters", samp_filter_kernel, dim3((unsigned)n), FILTER_THREADS, FILTER_WINDOW * 4, 1, ask, filters,
+                         p->logits, p->ldl, V, p->tops);
+    launch_dependent(d, "groups", samp_blocks_kernel, dim3((unsigned)ceil_div(p->n_blocks, 32), (unsigned)n), 128, 0, 1, ask, filters,
+                     p->logits, p->ldl, V, p->parts, p->part_rows);
+    samp_reduce(d, first, n, filters);
+    if (filters)
+        launch_dependent(d, "log-probabilities", samp_undo_kernel, dim3((unsigned)n), 256, 0, 1, ask, filters, p->logits, p->ldl, results);
 }
 
-/* The same for rows whose raw logits are stored, without parts yet. */
-static void samp_from_logits(toka_device *d, int first, int n, int n_plain, const samp_filter *filters) {
-    samp_plan *p = d->samp;
-    launch_dependent(d, "groups", samp_blocks_kernel, dim3((unsigned)ceil_div(p->n_blocks, 32), (unsigned)n), 128, 0, 1, p->ask + first,
-                     p->logits, p->ldl, d->shape->V, p->parts, p->part_rows);
-    samp_finish_rows(d, first, n, n_plain, filters, p->logits + (size_t)n_plain * (size_t)p->ldl);
-}
-
-/* The LM head over rows first .. first+n-1 with wgmma: parts of all, and the logits of those from `stored` on. */
-static void samp_head(toka_device *d, int first, int n, int stored) {
-    samp_plan *p = d->samp;
-    gemm_args a = {.M = n, .x = d->xn + (size_t)first * d->E, .ldx = d->E, .w = &d->lm_head};
-    samp_fused fused = {p->ask + first, p->parts, p->logits, p->part_rows, p->ldl, d->shape->V, stored};
-    gemm_plan plan = {&samp_head_variant, n > 128 ? 2 : 1, 8};
-    gemm_start(d, plan, &a, &fused);
-}
-
-/* Rows first .. first+n-1 from x to results. */
-static void samp_rows(toka_device *d, const toka_step *s, int first, int n, int n_plain, const samp_filter *filters) {
+/* Rows first .. first+n-1 of the plan by way of stored logits. */
+static void samp_stored(toka_device *d, const toka_step *s, int first, int n, samp_filter *filters) {
     samp_plan *p = d->samp;
     size_t V = (size_t)d->shape->V;
-    int stored = d->hopper && !s->logits ? n_plain : 0;
-    gemm_args product = {n, d->xn + (size_t)first * d->E, d->E, &d->lm_head, (bf16 *)p->logits, p->ldl, EPI_LOGITS};
-    if (d->hopper) samp_head(d, first, n, stored);
+    const bf16 *x = d->xn + (size_t)first * d->E;
+    gemm_args product = {n, x, d->E, &d->lm_head, (bf16 *)p->logits, p->ldl, EPI_LOGITS};
+    samp_store store = {p->logits, p->ldl};
+    if (d->hopper) samp_head(d, SAMP_STORE, x, n, &store);
     else gemm_mma(d, &product);
     for (int i = 0; s->logits && i < n; i++)
         latch(d, cudaMemcpyAsync(s->logits + (size_t)p->order[first + i] * V, p->logits + (size_t)i * p->ldl, V * sizeof(float),
                                  cudaMemcpyDeviceToHost, d->stream), "logits");
-    if (d->hopper) samp_finish_rows(d, first, n, n_plain, filters, p->logits + (size_t)(n_plain - stored) * (size_t)p->ldl);
-    else samp_from_logits(d, first, n, n_plain, filters);
+    samp_from_logits(d, first, n, filters);
 }
 
 /* Brings the results down and into the caller's picks, in the caller's order. */
@@ -4227,8 +4028,7 @@ static void samp_collect(toka_device *d, const toka_step *s, toka_pick *picks) {
     size_t bytes = (size_t)s->n_out * sizeof(samp_result);
     latch(d, cudaMemcpyAsync(p->results_host, p->results, bytes, cudaMemcpyDeviceToHost, d->stream), "picks");
     if (p->n_tops)
-        latch(d, cudaMemcpyAsync(p->tops_host, p->tops, (size_t)p->n_tops * sizeof(samp_best), cudaMemcpyDeviceToHost, d->stream),
-              "picks");
+        latch(d, cudaMemcpyAsync(p->tops_host, p->tops, (size_t)p->n_tops * sizeof(samp_best), cudaMemcpyDeviceToHost, d->stream), "picks");
     latch(d, cudaStreamSynchronize(d->stream), "step");
     if (d->error.code) return;
     for (int i = 0, best = 0; i < s->n_out; i++) {
@@ -4246,18 +4046,29 @@ static void samp_collect(toka_device *d, const toka_step *s, toka_pick *picks) {
     }
 }
 
-/* Everything up to the results, which stay on the device. As many rows at a time as there is room for parts, and for the logits
- * of those that have to be stored; plain and filtered rows share a pass over the weights. */
+/* Rows first .. first+n-1 of the plan, plain ones, without storing their logits. */
+static void samp_unstored(toka_device *d, int first, int n) {
+    samp_plan *p = d->samp;
+    samp_fused fused = {p->ask + first, p->parts, p->part_rows, d->shape->V};
+    samp_head(d, SAMP_FUSED, d->xn + (size_t)first * d->E, n, &fused);
+    samp_reduce(d, first, n, NULL);
+}
+
+/* Everything up to the results, which stay on the device. */
 static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
     samp_plan *p = d->samp;
-    int most = d->hopper && !s->logits ? p->part_rows : p->chunk;
+    bool fused = d->hopper && !s->logits;
     assert(s->n_out <= d->options.max_tokens);
     rmsnorm(d, x, p->rows, d->norm, d->xn, s->n_out);
-    for (int i = 0, n; i < s->n_out && !d->error.code; i += n) {
-        samp_filter *filters = NULL;
-        int n_plain = n = max(0, min(most, p->n_plain - i)), more = min(min(most - n, p->chunk), s->n_out - i - n);
-        if (more > 0) n += samp_send_filters(d, s, i + n, more, &filters);
-        if (!d->error.code) samp_rows(d, s, i, n, n_plain, filters);
+    for (int i = 0, n; i < p->n_plain && !d->error.code; i += n) {
+        n = min(fused ? p->part_rows : p->chunk, p->n_plain - i);
+        if (fused) samp_unstored(d, i, n);
+        else samp_stored(d, s, i, n, NULL);
+    }
+    for (int i = p->n_plain, n; i < s->n_out && !d->error.code; i += n) {
+        samp_filter *filters;
+        n = samp_send_filters(d, s, i, min(p->chunk, s->n_out - i), &filters);
+        if (n) samp_stored(d, s, i, n, filters);
     }
 }
 

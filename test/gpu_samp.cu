@@ -55,7 +55,6 @@ static std::vector<toka_pick> picks_of(toka_device *d, const std::vector<toka_ou
     toka_step s = step_of(rows);
     size_t V = (size_t)d->shape->V;
     std::vector<toka_pick> picks(rows.size());
-    s.T = INT_MAX; /* there is no x here */
     stage_begin(d, &d->up);
     samp_plan_step(d, &s);
     stage_send(d, &d->up);
@@ -68,7 +67,7 @@ static std::vector<toka_pick> picks_of(toka_device *d, const std::vector<toka_ou
         GPU_OK(cudaMemsetAsync(p->logits, 0xFF, (size_t)p->chunk * p->ldl * sizeof(float), d->stream));
         for (int j = 0; j < n; j++)
             GPU_OK(cudaMemcpyAsync(p->logits + (size_t)j * p->ldl, logits[p->order[i + j]], V * sizeof(float), cudaMemcpyHostToDevice, d->stream));
-        samp_from_logits(d, i, n, plain ? n : 0, filters);
+        samp_from_logits(d, i, n, filters);
     }
     samp_collect(d, &s, picks.data());
     if (d->error.code) printf("FAILED %s\n", d->error.msg), exit(2);
@@ -121,8 +120,7 @@ static void check_row(const char *what, const toka_test_case &c, int V, const to
     none.logprobs = 0, forced.sampling = &none, forced.forced_id = got.id;
     std::copy(c.raw, c.raw + V, x.begin());
     toka_test_row(&forced, x.data(), V, &want);
-    bool undone = s->n_bias || c.row.n_history; /* from the adjusted logit, with its rounding */
-    gpu_check(close_to(got.logprob, want.logprob, undone ? 5e-5 : 1e-5), "%s: logprob %g for %g", what, got.logprob, want.logprob);
+    gpu_check(close_to(got.logprob, want.logprob, 1e-5), "%s: logprob %g for %g", what, got.logprob, want.logprob);
 }
 
 static void test_random(int V, int n, uint64_t seed0) {
@@ -257,7 +255,7 @@ static std::vector<int> draws(toka_device *d, const toka_sampling &how, const st
         if (filtered) gpu_check(samp_send_filters(d, &s, 0, batch, &filters) == batch, "lists do not fit");
         GPU_OK(cudaMemcpyAsync(p->logits, master.p(), master.n * sizeof(float), cudaMemcpyDeviceToDevice, d->stream));
         p->ldl = stride;
-        samp_from_logits(d, 0, batch, filtered ? 0 : batch, filters);
+        samp_from_logits(d, 0, batch, filters);
         p->ldl = whole;
         GPU_OK(cudaMemcpyAsync(results.data(), p->results, (size_t)batch * sizeof(samp_result), cudaMemcpyDeviceToHost, d->stream));
         GPU_OK(cudaStreamSynchronize(d->stream));
@@ -348,7 +346,7 @@ static void test_pairs() {
             samp_plan_step(d, &st);
             stage_send(d, &d->up);
             plan->ldl = 0;
-            for (int i = 0; i < 8192; i += plan->part_rows) samp_from_logits(d, i, plan->part_rows, plan->part_rows, NULL);
+            for (int i = 0; i < 8192; i += plan->part_rows) samp_from_logits(d, i, plan->part_rows, NULL);
             plan->ldl = whole;
             GPU_OK(cudaMemcpyAsync(results.data(), plan->results, 8192 * sizeof(samp_result), cudaMemcpyDeviceToHost, d->stream));
             GPU_OK(cudaStreamSynchronize(d->stream));
@@ -444,9 +442,6 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
         s.logits = NULL;
     }
     gpu_check(!d->error.code, "%s", d->error.msg);
-    std::vector<const float *> raw;
-    for (int i = 0; all_logits && i < n_out; i++) raw.push_back(&logits[(size_t)i * (size_t)V]);
-    std::vector<toka_pick> stored = all_logits ? picks_of(d, rows, raw) : picks; /* the way of GPUs without wgmma: the same draw */
     for (int i = 0; i < n_out; i++) {
         std::vector<float> xn(Ep), z((size_t)V);
         const float *from = &hx[(size_t)rows[(size_t)i].row * Ep];
@@ -470,19 +465,12 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
         if (rows[(size_t)i].forced_id >= 0) gpu_check(p.id == rows[(size_t)i].forced_id, "row %d: forced id %d", i, p.id);
         else if (rows[(size_t)i].sampling->temperature == 0 && best - second > 2e-2)
             gpu_check(z[(size_t)p.id] == (float)best, "V %d E %d row %d: greedy id %d", V, E, i, p.id);
-        const toka_pick &q = stored[(size_t)i];
-        gpu_check(q.id == p.id && close_to(q.logprob, p.logprob, 1e-6) && close_to(q.sampled_logprob, p.sampled_logprob, 1e-6),
-                  "V %d E %d row %d: %d from stored logits for %d", V, E, i, q.id, p.id);
         gpu_check(same_pick(p, again[(size_t)i]), "V %d E %d row %d: another time %d for %d", V, E, i, again[(size_t)i].id, p.id);
     }
     samp_device_close(d);
 }
 
 /* ---- Times ---- */
-
-__global__ static void forget_best(samp_ask *ask, int n) { /* a fresh upload would */
-    for (int i = (int)(blockIdx.x * blockDim.x + threadIdx.x); i < n; i += (int)(gridDim.x * blockDim.x)) ask[i].best = 0;
-}
 
 static void bench_samp(int V, int E, int n_out, float T, float top_p) {
     toka_device *d = samp_device(V, E, n_out);
@@ -496,7 +484,7 @@ static void bench_samp(int V, int E, int n_out, float T, float top_p) {
     for (int i = 0; i < n_out; i++) rows.push_back(drawn(&how, (uint32_t)i)), rows.back().row = i;
     toka_step s = step_of(rows);
     std::vector<toka_pick> picks((size_t)n_out);
-    double plan = 1e9, us, head = 0;
+    double plan = 1e9, us;
     for (int i = 0; i < 5; i++) {
         struct timespec a, b;
         stage_begin(d, &d->up);
@@ -506,16 +494,7 @@ static void bench_samp(int V, int E, int n_out, float T, float top_p) {
         plan = std::min(plan, (double)(b.tv_sec - a.tv_sec) * 1e6 + (double)(b.tv_nsec - a.tv_nsec) * 1e-3);
         stage_send(d, &d->up);
     }
-    if (top_p == 1) {
-        us = gpu_time_us(d->stream, 8, 5, [&](int) {
-            forget_best<<<8, 256, 0, d->stream>>>(d->samp->ask, n_out);
-            samp_launch(d, &s, x.p());
-        });
-        if (d->hopper) head = gpu_time_us(d->stream, 8, 5, [&](int) {
-            forget_best<<<8, 256, 0, d->stream>>>(d->samp->ask, n_out);
-            samp_head(d, 0, n_out, n_out);
-        });
-    }
+    if (top_p == 1) us = gpu_time_us(d->stream, 8, 5, [&](int) { samp_launch(d, &s, x.p()); });
     else { /* lists go up chunk by chunk, which a graph cannot hold */
         cudaEvent_t from, to;
         float ms;
@@ -531,7 +510,7 @@ static void bench_samp(int V, int E, int n_out, float T, float top_p) {
             us = std::min(us, ms * 1000.0);
         }
     }
-    printf("V %6d  E %4d  rows %4d  T %.1f  top_p %.2f  %9.1f us, of these the GEMM %9.1f us  (planned in %.1f us)%s\n", V, E, n_out, T, top_p, us, head, plan,
+    printf("V %6d  E %4d  rows %4d  T %.1f  top_p %.2f  %9.1f us  (planned in %.1f us)%s\n", V, E, n_out, T, top_p, us, plan,
            d->error.code ? d->error.msg : "");
     samp_device_close(d);
 }
@@ -544,15 +523,15 @@ int main(int argc, char **argv) {
     if (argc > 1 && !strcmp(argv[1], "bench")) {
         const int shapes[][2] = {{128256, 2048}, {128256, 4096}, {151936, 896}};
         for (const int *v : shapes)
-            for (int M : {1, 64, 256, 512, 1024, 4096})
+            for (int M : {1, 8, 16, 64, 128, 256, 512, 1024, 4096})
                 for (float T : {1.0f, 0.6f}) bench_samp(v[0], v[1], M, T, 1);
-        for (int M : {1, 64, 256, 1024, 4096}) bench_samp(128256, 2048, M, 0.6f, 0.95f);
+        for (int M : {1, 64, 256, 1024}) bench_samp(128256, 2048, M, 0.6f, 0.95f);
         return 0;
     }
     quick = argc > 1 && !strcmp(argv[1], "quick");
     test_edges();
     for (int V : {1, 2, 9, 60, 255, 256, 257, 1000, 3000}) test_random(V, quick ? 64 : 640, gpu_seed + (uint64_t)V * 1000);
-    if (!quick) test_random(20000, 640, gpu_seed), test_random(151936, 128, gpu_seed);
+    if (!quick) test_random(151936, 128, gpu_seed);
     gpu_check(unsure * 50 <= compared, "%d of %d rows left undecided", unsure, compared);
     test_paths();
     test_pairs();
