@@ -1,7 +1,7 @@
 /* toka.c - a high-throughput LLM inference engine in one C file.  SPDX-License-Identifier: Apache-2.0
  *
  * WHAT IT IS. toka loads a model folder in Hugging Face layout and turns text into text: tokenizer, chat template, weights,
- * transformer, paged KV, scheduler, sampling, batch runner, command line, with nothing beneath it but libc. Three uses
+ * transformer, paged KV, scheduler, sampling, batch runner, server, command line, with nothing beneath it but libc. Three uses
  * decide every question of design: a quick run on any Linux machine; millions of completions as fast as the hardware
  * allows; copying these files into another project, to vendor, teach or review. So it is one file that reads from top to
  * bottom, each chapter using only earlier ones.
@@ -23,7 +23,8 @@
  *         |       (16 is the CPU's)        which calls samp_row (15) on each row of logits
  *         +-- eng_commit (18) <---------- toka_pick: the id and its log-probability; sched_commit (13) files it
  *     id --------------- tok_stream_put (6), stop_put (15) --> text that is certain --> toka_event --> the caller,
- *                                         who may be a person (28), a file of results (22) or another program (19)
+ *                                         who may be a person (29), a file of results (22) or another program (19);
+ *                                         answers over HTTP are made from the ids by workers: api_feed (21, 25, 26)
  *
  * A step is planned as integers, run, and committed. Plans know no floats and no text; ops know no requests. That is what
  * lets the planning be tested without a model and the ops without an engine, and lets another device run the same plans.
@@ -46,6 +47,7 @@
  *   engine  scheduler, pages, plans: sized at open; touched only by the thread that drives (eng_drive). Other threads reach it
  *           through an inbox under one lock
  *   device  activations, KV, scratch: taken at open by the backend; its threads run ops and return before the op does
+ *   server  one thread has all sockets, workers read bodies and make text, one drives the engine; calls go round by lists (25)
  *   event   pointers live during the callback; what is handed out by toka_encode and friends is malloc'ed for the caller
  * Names tell lifetimes: _open/_close for what holds system things, _init/_free for caller's storage, _new/_del for the heap.
  *
@@ -63,8 +65,6 @@
  *
  * LETTERS, equal in C, CUDA and README. T tokens of a step, S sequences, L layers, H query heads, K kv heads, D head size,
  * E model width, F mlp width, V vocabulary, B tokens per page. Prefixes name chapters: st_ and mf_ are chapter 10.
- *
- * ROOMS TO COME stand in the contents with their banners, so that numbers stay: 20, 21 and 23 to 25 are the server.
  *
  * CONTENTS (build.sh checks it against the banners; to read one chapter: sed -n '/MARK: 4\./,/MARK: 5\./p' toka.c)
  *
@@ -92,10 +92,11 @@
  *  22. Batch runner [os]
  *  23. Files and batches [os]
  *  24. Status page [pure]
- *  25. Server [os]
- *  26. Bench and plan [os]
- *  27. Bench serve [os]
- *  28. Command line [os]
+ *  25. Server: requests and metrics [os]
+ *  26. Server: connections [os]
+ *  27. Bench and plan [os]
+ *  28. Bench serve [os]
+ *  29. Command line [os]
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* mmap flags, sched_getaffinity, memmem */
@@ -112,6 +113,9 @@
 #include <limits.h>
 #include <locale.h>
 #include <math.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
@@ -121,9 +125,17 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
+#include <sys/epoll.h>
+#include <sys/file.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/resource.h>
+#include <sys/sendfile.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -189,6 +201,8 @@ static void *mem_check(void *p) {
 static void *mem_alloc(size_t n) { return mem_check(malloc(n ? n : 1)); }
 static void *mem_zalloc(size_t n) { return mem_check(calloc(n ? n : 1, 1)); }
 static void *mem_realloc(void *p, size_t n) { return mem_check(realloc(p, n ? n : 1)); }
+/* n * size bytes of zeros, for a size that a flag chose; NULL: so much memory there is not. */
+static void *mem_try(size_t n, size_t size) { return calloc(MAX(n, (size_t)1), size); }
 
 /* Fills *e and returns its code, so that `return fail(e, ...)` is the only error line a function needs. */
 __attribute__((format(printf, 3, 4))) static int fail(toka_err *e, int code, const char *fmt, ...) {
@@ -6577,25 +6591,28 @@ typedef struct kv_cache {
     int64_t n_evicted; /* since kv_init */
 } kv_cache;
 
-static void kv_init(kv_cache *k, int B, int n_pages, int n_seqs, int max_len) {
+static void kv_free(kv_cache *k) {
+    free(k->pages), free(k->tokens), free(k->bucket), free(k->free_list), free(k->seqs), free(k->table);
+    *k = (kv_cache){0};
+}
+
+/* False: so much memory there is not; nothing is held then. */
+static bool kv_init(kv_cache *k, int B, int n_pages, int n_seqs, int max_len) {
     *k = (kv_cache){.B = B, .n_pages = n_pages, .n_seqs = n_seqs, .cap = (max_len + B - 1) / B, .root = n_pages};
     for (k->n_bucket = 16; k->n_bucket < (uint64_t)n_pages * 2; k->n_bucket *= 2) {}
-    k->pages = mem_zalloc(((size_t)n_pages + 1) * sizeof *k->pages);
-    k->tokens = mem_alloc((size_t)n_pages * (size_t)B * sizeof *k->tokens);
-    k->bucket = mem_alloc(k->n_bucket * sizeof *k->bucket);
-    k->free_list = mem_alloc((size_t)n_pages * sizeof *k->free_list);
-    k->seqs = mem_zalloc(((size_t)n_seqs + 1) * sizeof *k->seqs);
     k->stride = (k->cap + 15) / 16 * 16 | 16; /* an odd number of cache lines: columns spread over all cache sets */
-    k->table = mem_zalloc((size_t)n_seqs * (size_t)k->stride * sizeof *k->table);
+    k->pages = mem_try((size_t)n_pages + 1, sizeof *k->pages);
+    k->tokens = mem_try((size_t)n_pages * (size_t)B, sizeof *k->tokens);
+    k->bucket = mem_try(k->n_bucket, sizeof *k->bucket);
+    k->free_list = mem_try((size_t)n_pages, sizeof *k->free_list);
+    k->seqs = mem_try((size_t)n_seqs + 1, sizeof *k->seqs);
+    k->table = mem_try((size_t)n_seqs * (size_t)k->stride, sizeof *k->table);
+    if (!k->pages || !k->tokens || !k->bucket || !k->free_list || !k->seqs || !k->table) return kv_free(k), false;
     for (uint64_t i = 0; i < k->n_bucket; i++) k->bucket[i] = -1;
     for (int p = n_pages - 1; p >= 0; p--) k->pages[p].parent = KV_OFF, k->free_list[k->n_free++] = p;
     k->pages[k->root] = (kv_page){.hash = 1, .parent = KV_OFF, .older = k->root, .newer = k->root, .ready = true};
     k->seqs[n_seqs].prev = k->seqs[n_seqs].next = n_seqs;
-}
-
-static void kv_free(kv_cache *k) {
-    free(k->pages), free(k->tokens), free(k->bucket), free(k->free_list), free(k->seqs), free(k->table);
-    *k = (kv_cache){0};
+    return true;
 }
 
 static int *kv_row(const kv_cache *k, int q) { return k->table + (size_t)q * (size_t)k->stride; }
@@ -7093,7 +7110,7 @@ static int pred_length(pred *p, pred_of c, double luck) {
  * position a step, a line: position x is computed in step base + x. So its pages are known for every later step: page k
  * is taken in step base + k*B and all go in step end = base + expected length - 1 (the last token is never fed). A page
  * of the tree is held until the latest end of its holders, and counted once. The calendar holds the sum for every step
- * from now on as a segment tree (add to a range, greatest of all). The head of the queue is admitted while the greatest
+ * from now on as a segment tree (change from a step on, greatest of all). The head of the queue is admitted while the greatest
  * stays within the pool, less a part for the error of the guesses (sched_slack).
  *
  *     pages |          ____            each sequence: a staircase up, one drop at its end
@@ -7202,53 +7219,61 @@ static void heap_replace(heap_node *h, int *top, int x, int y) { /* y takes x's 
     else h[h[y].prev].next = y;
 }
 
-/* ---- Calendar: pages held in each step of [now, now + n) ---- */
+/* ---- Calendar: pages held in each step of [now, now + n) ----
+ * What is held now, and by how much that changes in each later step: leaves of a segment tree whose nodes know the sum and the
+ * greatest sum of a beginning. A change is one leaf; nodes above it are stale until the peak is asked for, and made once for
+ * all the changes below them. */
+
+enum { CAL_STALE = -1 };
+
+typedef struct cal_node {
+    int sum;  /* of the changes below */
+    int most; /* the greatest sum of the first k of them, k >= 0, or CAL_STALE; then all above are stale too */
+} cal_node;
 
 typedef struct calendar {
     int64_t now;
-    int n;     /* power of two; step t has leaf t mod n */
-    int *most; /* [2n] most[i] = add[i] + the greatest below; most[1] is the peak */
-    int *add;  /* [n] what all steps below have in common */
+    int n;        /* power of two; the change of step t in now + 1 .. now + n is leaf t mod n */
+    int held;     /* now */
+    cal_node *at; /* [2n] 1: the root; the children of i are 2i and 2i + 1 */
 } calendar;
 
-static void cal_pull(calendar *c, int i) {
-    while ((i >>= 1)) c->most[i] = MAX(c->most[2 * i], c->most[2 * i + 1]) + c->add[i];
-}
-
-static void cal_node(calendar *c, int i, int v) {
-    c->most[i] += v;
-    if (i < c->n) c->add[i] += v;
-}
-
-static void cal_leaves(calendar *c, int from, int to, int v) {
-    int a = from + c->n, b = to + c->n;
-    for (int l = a, r = b; l < r; l >>= 1, r >>= 1) {
-        if (l & 1) cal_node(c, l++, v);
-        if (r & 1) cal_node(c, --r, v);
+/* v pages more from step t on. */
+static void cal_change(calendar *c, int64_t t, int v) {
+    if (t <= c->now) {
+        c->held += v;
+        return;
     }
-    cal_pull(c, a), cal_pull(c, b - 1);
+    assert(t - c->now <= c->n);
+    int i = (int)(t & (c->n - 1)) + c->n;
+    c->at[i].sum += v, c->at[i].most = MAX(c->at[i].sum, 0);
+    while ((i >>= 1) && c->at[i].most != CAL_STALE) c->at[i].most = CAL_STALE;
 }
 
-/* v more pages in steps from .. to-1; what lies before now is over. */
-static void cal_add(calendar *c, int64_t from, int64_t to, int v) {
-    from = MAX(from, c->now);
-    if (from >= to || !v) return;
-    assert(to - c->now <= c->n);
-    int a = (int)(from & (c->n - 1)), len = (int)(to - from);
-    cal_leaves(c, a, MIN(a + len, c->n), v);
-    if (a + len > c->n) cal_leaves(c, 0, a + len - c->n, v);
+/* v more pages in steps from .. to-1. */
+static void cal_add(calendar *c, int64_t from, int64_t to, int v) { cal_change(c, from, v), cal_change(c, to, -v); }
+
+static cal_node cal_join(cal_node a, cal_node b) { return (cal_node){a.sum + b.sum, MAX(a.most, a.sum + b.most)}; }
+
+static cal_node cal_fresh(const calendar *c, int i) {
+    if (c->at[i].most == CAL_STALE) c->at[i] = cal_join(cal_fresh(c, 2 * i), cal_fresh(c, 2 * i + 1));
+    return c->at[i];
 }
 
-static int cal_at(const calendar *c, int64_t t) {
-    int i = (int)(t & (c->n - 1)) + c->n, v = c->most[i];
-    while ((i >>= 1)) v += c->add[i];
-    return v;
+static int cal_peak(const calendar *c) {
+    int i = (int)((c->now + 1) & (c->n - 1)) + c->n;
+    cal_fresh(c, 1);
+    cal_node soon = c->at[i], late = {0, 0}; /* leaves from that of now + 1 to the last; those before it, which come later */
+    for (; i > 1; i >>= 1) {
+        if (i & 1) late = cal_join(c->at[i - 1], late);
+        else soon = cal_join(soon, c->at[i + 1]);
+    }
+    return c->held + cal_join(soon, late).most;
 }
 
-static int cal_peak(const calendar *c) { return c->most[1]; }
-
-static void cal_step(calendar *c) { /* the step that is over makes its leaf free for step now + n */
-    cal_add(c, c->now, c->now + 1, -cal_at(c, c->now));
+static void cal_step(calendar *c) { /* its change has come; the leaf is free for step now + n */
+    int v = c->at[((c->now + 1) & (c->n - 1)) + c->n].sum;
+    if (v) cal_add(c, c->now, c->now + 1, v);
     c->now++;
 }
 
@@ -7270,14 +7295,15 @@ typedef struct sched_job { /* what a request asks of the scheduler */
     int min_tokens;        /* none ends before */
     bool exact;            /* every sample has max_tokens unless cancelled (ignore_eos and no stop) */
     int priority;          /* higher goes earlier */
-    bool alone;            /* sample 0 finds and shares no pages: it computes every position (log-probabilities of a prompt) */
+    int n_alone;           /* the first so many samples find and share no pages: they compute every position */
     uint64_t class_key;    /* requests with equal keys have outputs of like length; 0: a class of its own if n > 1 */
 } sched_job;
 
 typedef struct sched_request {
     int32_t *prompt; /* owned; NULL: this id is free */
     int n_prompt, n, max_tokens, min_tokens;
-    bool exact, alone;
+    bool exact;
+    int n_alone;           /* as in sched_job */
     int n_started, n_live; /* samples that ever ran; of them not ended */
     int first;             /* its live sequences, linked by sibling */
     int64_t key;           /* order of the queue, smaller first */
@@ -7380,33 +7406,41 @@ static void sched_buffer_reserve(sched *s, int c, int n) {
 
 /* ---- Open and close ---- */
 
-static void sched_init(sched *s, const sched_config *c) {
-    assert(c->max_tokens >= c->max_seqs && c->max_len > 1);
-    size_t np = (size_t)c->n_pages, ns = (size_t)c->max_seqs;
-    *s = (sched){.c = *c, .parked = -1, .newest = -1, .free_request = -1, .queued = -1};
-    kv_init(&s->kv, c->B, c->n_pages, c->max_seqs, c->max_len);
-    pred_init(&s->pred, c->n_classes, c->max_seqs);
-    for (s->cal.n = 4; s->cal.n < 2 * c->max_len + 2; s->cal.n *= 2) {} /* as long a prefill delay as a sequence */
-    s->cal.most = mem_zalloc((size_t)s->cal.n * 2 * sizeof(int)), s->cal.add = mem_zalloc((size_t)s->cal.n * sizeof(int));
-    static_assert(offsetof(sched_seq, n_prompt) == 64, "one cache line");
-    s->seqs = mem_check(aligned_alloc(64, (ns + 1) * sizeof *s->seqs));
-    memset(s->seqs, 0, (ns + 1) * sizeof *s->seqs);
-    s->line = mem_zalloc(ns * sizeof *s->line);
-    s->free_slots = mem_alloc(ns * sizeof(int));
-    s->ends = mem_zalloc((np + ns) * sizeof *s->ends), s->holders = mem_alloc(np * sizeof(int));
-    for (int p = 0; p < c->n_pages; p++) s->holders[p] = -1;
-    for (int q = c->max_seqs - 1; q >= 0; q--) s->free_slots[s->n_slots_free++] = q;
-    s->seqs[c->max_seqs].prefill_prev = s->seqs[c->max_seqs].prefill_next = c->max_seqs;
-}
-
 static void sched_free(sched *s) {
     for (int q = 0; q < s->c.max_seqs; q++) free(s->seqs[q].tokens);
     for (int r = 0; r < s->n_requests; r++) free(s->requests[r].prompt);
     for (int i = 0; i < COUNT(s->spare); i++)
         while (s->spare[i]) free(sched_buffer_take(s, i));
     kv_free(&s->kv), pred_free(&s->pred);
-    free(s->cal.most), free(s->cal.add), free(s->seqs), free(s->line), free(s->free_slots), free(s->ends), free(s->holders);
+    free(s->cal.at), free(s->seqs), free(s->line), free(s->free_slots), free(s->ends), free(s->holders);
     free(s->requests), free(s->queue);
+    *s = (sched){0};
+}
+
+/* Fails when there is not the memory for so many pages and sequences of such a length; nothing is held then. */
+static int sched_init(sched *s, const sched_config *c, toka_err *e) {
+    assert(c->max_tokens >= c->max_seqs && c->max_len > 1);
+    size_t np = (size_t)c->n_pages, ns = (size_t)c->max_seqs;
+    *s = (sched){.c = *c, .parked = -1, .newest = -1, .free_request = -1, .queued = -1};
+    bool fits = kv_init(&s->kv, c->B, c->n_pages, c->max_seqs, c->max_len);
+    pred_init(&s->pred, c->n_classes, c->max_seqs);
+    for (s->cal.n = 4; s->cal.n < 2 * (int64_t)c->max_len + 2; s->cal.n *= 2) {} /* as long a prefill delay as a sequence */
+    s->cal.at = fits ? mem_try((size_t)s->cal.n * 2, sizeof *s->cal.at) : NULL;
+    static_assert(offsetof(sched_seq, n_prompt) == 64, "one cache line");
+    s->seqs = mem_check(aligned_alloc(64, (ns + 1) * sizeof *s->seqs));
+    memset(s->seqs, 0, (ns + 1) * sizeof *s->seqs);
+    s->line = mem_zalloc(ns * sizeof *s->line);
+    s->free_slots = mem_alloc(ns * sizeof(int));
+    s->ends = mem_try(np + ns, sizeof *s->ends), s->holders = mem_try(np, sizeof *s->holders);
+    if (!s->cal.at || !s->ends || !s->holders) {
+        sched_free(s);
+        return fail(e, TOKA_E_MEMORY, "no memory for the tables of %d pages of KV and %d sequences of up to %d tokens", c->n_pages,
+                    c->max_seqs, c->max_len);
+    }
+    for (int p = 0; p < c->n_pages; p++) s->holders[p] = -1;
+    for (int q = c->max_seqs - 1; q >= 0; q--) s->free_slots[s->n_slots_free++] = q;
+    s->seqs[c->max_seqs].prefill_prev = s->seqs[c->max_seqs].prefill_next = c->max_seqs;
+    return 0;
 }
 
 /* ---- The future of one sequence in the calendar ---- */
@@ -7421,8 +7455,9 @@ static int sched_tail(const sched *s, int q) { /* its last page in the tree, or 
 static void sched_own(sched *s, int q, int n_held, int next, int sign) {
     const sched_seq *x = &s->seqs[q];
     int n_pages = kv_pages_for(&s->kv, MIN(x->expect, x->limit) - 1);
+    for (int k = next; k < n_pages; k++) cal_change(&s->cal, x->base + (int64_t)k * s->c.B, sign);
     cal_add(&s->cal, s->now, x->end, sign * n_held);
-    for (int k = next; k < n_pages; k++) cal_add(&s->cal, x->base + (int64_t)k * s->c.B, x->end, sign);
+    cal_change(&s->cal, x->end, -sign * MAX(n_pages - next, 0));
 }
 
 static void sched_own_now(sched *s, int q, int sign) {
@@ -7546,7 +7581,7 @@ static int sched_submit(sched *s, const sched_job *j, toka_err *e) {
     sched_request *r = &s->requests[id];
     *r = (sched_request){.prompt = mem_alloc((size_t)j->n_prompt * sizeof(int32_t)), .n_prompt = j->n_prompt, .n = j->n,
                          .max_tokens = j->max_tokens, .min_tokens = MIN(j->min_tokens, j->max_tokens), .exact = j->exact,
-                         .alone = j->alone, .first = -1, .class_key = j->class_key};
+                         .n_alone = j->n_alone, .first = -1, .class_key = j->class_key};
     memcpy(r->prompt, j->prompt, (size_t)j->n_prompt * sizeof(int32_t));
     if (!r->class_key && j->n > 1) r->class_key = ++s->own_class | (uint64_t)1 << 63;
     r->key = (s->now - (int64_t)priority * SCHED_PRIORITY) * (1 << 24) + MIN(s->n_arrived, (1 << 24) - 1);
@@ -7654,7 +7689,7 @@ static bool sched_fits(sched *s, int q, int n, int m) {
     }
 }
 
-static bool sched_alone(const sched *s, const sched_seq *x) { return s->requests[x->request].alone && !x->sample; }
+static bool sched_alone(const sched *s, const sched_seq *x) { return x->sample < s->requests[x->request].n_alone; }
 
 static void sched_start(sched *s, int q, int n, int m) {
     sched_seq *x = &s->seqs[q];
@@ -7694,7 +7729,7 @@ static bool sched_admit_fresh(sched *s, int id) {
     if (!s->n_slots_free) return false;
     sched_request *r = &s->requests[id];
     int q = s->free_slots[s->n_slots_free - 1], n = r->n_prompt;
-    int m = r->alone && !r->n_started ? 0 : kv_match(&s->kv, q, r->prompt, n);
+    int m = r->n_started < r->n_alone ? 0 : kv_match(&s->kv, q, r->prompt, n);
     sched_seq *x = &s->seqs[q];
     *x = (sched_seq){.request = id, .sample = r->n_started, .n_prompt = n, .n_known = n, .n_found = m * s->c.B,
                      .limit = n + r->max_tokens, .ticket = x->ticket, .row_turn = x->row_turn, .class = {-1, 0},
@@ -7927,9 +7962,9 @@ UNUSED static const char *sched_check(const sched *s) {
         if (!bad && s->ends[p].key != end[p]) bad = "the end of a page is not the last end of its holders";
         if (end[p]) change[0]++, change[end[p] - s->now]--;
     }
-    for (int t = 0, sum = 0, peak = 0; t < n; t++) {
-        sum += change[t], peak = MAX(peak, sum);
-        if (!bad && cal_at(&s->cal, s->now + t) != sum) bad = "the calendar is not the sum of the sequences";
+    for (int t = 0, sum = 0, known = s->cal.held, peak = 0; t < n; t++) {
+        sum += change[t], peak = MAX(peak, sum), known += t ? s->cal.at[((s->now + t) & (n - 1)) + n].sum : 0;
+        if (!bad && known != sum) bad = "the calendar is not the sum of the sequences";
         if (!bad && !t && sum != n_held) bad = "the calendar does not know what is held now";
         if (!bad && t == n - 1 && cal_peak(&s->cal) != peak) bad = "the calendar's peak is wrong";
     }
@@ -7981,29 +8016,36 @@ typedef struct batch_out { /* a row that yields a token, and for whom: what sche
 } batch_out;
 
 /* What changed for a device that keeps for each slot its row of pages, length, last token and sampling parameters, and that
- * by itself adds 1 to a length, feeds the last token and stores a new one. Flat arrays, ready to be copied up. */
-typedef struct batch_join { /* a slot is loaded anew: its pages are in join_pages; the engine adds sampling parameters */
-    int32_t q, n_pages, length, limit;
+ * by itself adds 1 to a length, feeds the last token and stores a new one. Flat arrays, ready to be copied up. Most of what a
+ * slot is loaded with, another slot has: the pages of the prompt and, among samples of one request, all parameters but the
+ * number of the sample. So it says from which. A slot that others take from takes nothing itself in the same step: a
+ * device first loads those with from -1, then, in any order, the rest. */
+typedef struct batch_join { /* a slot is loaded anew */
+    int32_t q, n_pages, length, limit, sample;
+    int32_t from, n_from; /* its first n_from pages are those of slot `from`; -1, 0: none. The others are in join_pages */
+    int32_t params_of;    /* slot with the same parameters, which may be q; -1: they come along, BATCH_PARAM_BYTES of the engine's */
 } batch_join;
 typedef struct batch_grown { /* slot q has one page more at its end */
     int32_t q, page;
 } batch_grown;
-typedef struct batch_chunk { /* sequence number `at` of the order feeds n_rows known tokens (chunk_ids), not its last one */
-    int32_t at, from, n_rows;
+typedef struct batch_chunk { /* sequence number `at` of the order feeds n_rows known tokens, not its last one */
+    int32_t at, from, n_rows, ids; /* ids: where they begin in chunk_ids; equal ones are there once */
 } batch_chunk;
+typedef struct batch_group { /* a shared span; its pages are those of slot q from position kv0 on */
+    int32_t row0, n_rows, kv0, n_kv, q;
+} batch_group;
 
-enum { BATCH_PARAM_BYTES = 64 }; /* sampling parameters of a slot, sent when it joins */
+enum { BATCH_PARAM_BYTES = 64 };
 
 typedef struct batch_upload {
-    uint16_t *order;   /* [n_order] slots in row order; sent if new_order */
-    batch_join *joins; /* [n_joins] */
+    uint16_t *order;     /* [n_order] slots in row order; sent if new_order */
+    batch_join *joins;   /* [n_joins] */
     int32_t *join_pages;
     batch_grown *grown;
     batch_chunk *chunks;
     int32_t *chunk_ids;
-    toka_span *groups; /* [n_groups] shared spans; page0 counts in group_pages; sent if new_groups */
-    int32_t *group_pages;
-    int n_order, n_joins, n_join_pages, n_grown, n_chunks, n_chunk_ids, n_groups, n_group_pages;
+    batch_group *groups; /* [n_groups] in the order of the step's spans; sent if new_groups */
+    int n_order, n_joins, n_join_pages, n_params, n_grown, n_chunks, n_chunk_ids, n_groups;
     bool new_order, new_groups;
 } batch_upload;
 
@@ -8026,12 +8068,26 @@ typedef struct batch {
     int n_seq, n_nodes, n_closed, depth;
     batch_node *nodes;         /* [max_seqs + 1] 0: the root, no page */
     int *stack, *closed;       /* [max_seqs + 1] open nodes; nodes in the order in which they were closed, children first */
-    uint32_t *sent_turn;       /* [max_seqs] what the device has: the version of the row, and its pages; 0 pages: nothing */
-    int *sent_pages;
+    uint32_t *sent_turn;       /* [max_seqs] what the device has: the version of the row, its pages (0: nothing), and which */
+    int *sent_pages;           /* admission of a sequence it was */
+    uint32_t *sent_start;
+    int whole, common, near;   /* slot whose row is not made from another's in this upload, -1; leading pages that the next
+                                * row has in common with that; and with the row before it */
     batch_upload up;
 } batch;
 
-static void batch_init(batch *b, const sched *s, batch_cost cost) {
+static void batch_free(batch *b) {
+    batch_upload *u = &b->up;
+    free(b->ids), free(b->pos), free(b->slot), free(b->spans), free(b->outs), free(b->seq), free(b->seq_node);
+    free(b->nodes), free(b->stack), free(b->closed), free(b->sent_turn), free(b->sent_pages);
+    free(b->sent_start);
+    free(u->order), free(u->joins), free(u->join_pages), free(u->grown), free(u->chunks), free(u->chunk_ids);
+    free(u->groups);
+    *b = (batch){0};
+}
+
+/* Fails when there is not the memory for rows of pages of such a length; nothing is held then. */
+static int batch_init(batch *b, const sched *s, batch_cost cost, toka_err *e) {
     size_t ns = (size_t)s->c.max_seqs, nt = (size_t)s->c.max_tokens;
     assert(s->c.max_seqs <= UINT16_MAX + 1 && cost.tile_rows > 0);
     *b = (batch){.cost = cost};
@@ -8042,20 +8098,15 @@ static void batch_init(batch *b, const sched *s, batch_cost cost) {
     b->nodes = mem_alloc((ns + 1) * sizeof *b->nodes), b->stack = mem_alloc((ns + 1) * sizeof *b->stack);
     b->closed = mem_alloc((ns + 1) * sizeof *b->closed);
     b->sent_turn = mem_zalloc(ns * sizeof *b->sent_turn), b->sent_pages = mem_zalloc(ns * sizeof *b->sent_pages);
+    b->sent_start = mem_zalloc(ns * sizeof *b->sent_start);
     batch_upload *u = &b->up;
     u->order = mem_alloc(ns * sizeof *u->order), u->joins = mem_alloc(ns * sizeof *u->joins);
-    u->join_pages = mem_alloc(ns * (size_t)s->kv.cap * sizeof *u->join_pages); /* touched as far as joins come */
+    u->join_pages = mem_try(ns * (size_t)s->kv.cap, sizeof *u->join_pages); /* touched as far as joins come */
     u->grown = mem_alloc(ns * sizeof *u->grown), u->chunks = mem_alloc(ns * sizeof *u->chunks);
     u->chunk_ids = mem_alloc(nt * sizeof *u->chunk_ids), u->groups = mem_zalloc(ns * sizeof *u->groups);
-    u->group_pages = mem_zalloc(ns * (size_t)s->kv.cap * sizeof *u->group_pages);
-}
-
-static void batch_free(batch *b) {
-    batch_upload *u = &b->up;
-    free(b->ids), free(b->pos), free(b->slot), free(b->spans), free(b->outs), free(b->seq), free(b->seq_node);
-    free(b->nodes), free(b->stack), free(b->closed), free(b->sent_turn), free(b->sent_pages);
-    free(u->order), free(u->joins), free(u->join_pages), free(u->grown), free(u->chunks), free(u->chunk_ids);
-    free(u->groups), free(u->group_pages);
+    if (u->join_pages) return 0;
+    batch_free(b);
+    return fail(e, TOKA_E_MEMORY, "no memory for the pages of %d sequences of up to %d tokens", s->c.max_seqs, s->c.max_len);
 }
 
 /* ---- Rows ---- */
@@ -8074,12 +8125,28 @@ static void batch_rows(batch *b, const sched *s, int q) {
     if (x->yields) b->outs[b->n_out++] = (batch_out){t - 1, q, x->ticket};
 }
 
-static void batch_load(batch *b, const sched *s, int q) { /* the whole row goes up */
+static void batch_load(batch *b, const sched *s, int q) {
     batch_upload *u = &b->up;
-    int n = s->kv.seqs[q].n_pages;
-    u->joins[u->n_joins++] = (batch_join){q, n, s->seqs[q].from, s->seqs[q].limit};
-    memcpy(u->join_pages + u->n_join_pages, kv_row(&s->kv, q), (size_t)n * sizeof(int32_t));
-    u->n_join_pages += n;
+    const sched_seq *x = &s->seqs[q];
+    bool best = b->whole >= 0 && b->near <= b->common; /* else this one goes up whole, for those behind it to take from */
+    int n = s->kv.seqs[q].n_pages, n_from = best ? MIN(b->common, n) : 0, from = n_from ? b->whole : -1, params_of = -1;
+    if (b->sent_start[q] == x->started) params_of = q; /* only its row is another */
+    else if (n_from && s->seqs[from].request == x->request) params_of = from;
+    u->n_params += params_of < 0;
+    u->joins[u->n_joins++] = (batch_join){q, n, x->from, x->limit, x->sample, from, n_from, params_of};
+    memcpy(u->join_pages + u->n_join_pages, kv_row(&s->kv, q) + n_from, (size_t)(n - n_from) * sizeof(int32_t));
+    u->n_join_pages += n - n_from;
+    b->sent_turn[q] = x->row_turn, b->sent_start[q] = x->started;
+}
+
+static void batch_feed(batch *b, const sched_seq *x, int at) { /* a chunk of a prompt: samples of one request have the same */
+    batch_upload *u = &b->up;
+    const batch_chunk *last = u->n_chunks ? &u->chunks[u->n_chunks - 1] : NULL;
+    size_t bytes = (size_t)x->n_rows * sizeof(int32_t);
+    int first = u->n_chunk_ids;
+    if (last && last->n_rows == x->n_rows && !memcmp(u->chunk_ids + last->ids, x->tokens + x->from, bytes)) first = last->ids;
+    else memcpy(u->chunk_ids + first, x->tokens + x->from, bytes), u->n_chunk_ids += x->n_rows;
+    u->chunks[u->n_chunks++] = (batch_chunk){at, x->from, x->n_rows, first};
 }
 
 /* What the device does not know yet of q, which is sequence number `at` of the order. */
@@ -8087,15 +8154,14 @@ static void batch_tell(batch *b, const sched *s, int q, int at) {
     batch_upload *u = &b->up;
     const sched_seq *x = &s->seqs[q];
     int n = s->kv.seqs[q].n_pages;
+    bool copied = false;
     if (at >= u->n_order || u->order[at] != q) u->new_order = true;
     u->order[at] = (uint16_t)q;
-    if (b->sent_turn[q] != x->row_turn) batch_load(b, s, q);
+    if (b->sent_turn[q] != x->row_turn) batch_load(b, s, q), copied = u->joins[u->n_joins - 1].n_from > 0;
     else if (n > b->sent_pages[q]) u->grown[u->n_grown++] = (batch_grown){q, kv_row(&s->kv, q)[n - 1]};
-    b->sent_turn[q] = x->row_turn, b->sent_pages[q] = n;
-    if (!x->is_chunk) return;
-    u->chunks[u->n_chunks++] = (batch_chunk){at, x->from, x->n_rows};
-    memcpy(u->chunk_ids + u->n_chunk_ids, x->tokens + x->from, (size_t)x->n_rows * sizeof(int32_t));
-    u->n_chunk_ids += x->n_rows;
+    b->sent_pages[q] = n, b->near = INT_MAX;
+    if (!copied) b->whole = q, b->common = INT_MAX;
+    if (x->is_chunk) batch_feed(b, x, at);
 }
 
 /* ---- The tree of intervals ---- */
@@ -8133,21 +8199,17 @@ static void batch_next(batch *b, int l, int e, int row0, int rows) {
 static void batch_share(batch *b, const sched *s, const batch_node *n, int from) { /* one span over all rows of the node */
     batch_upload *u = &b->up;
     int page0 = (int)(kv_row(&s->kv, n->q) - s->kv.table) + from, B = s->c.B;
+    batch_group group = {n->row0, n->rows, from * B, (n->lcp - from) * B, n->q};
     b->spans[b->step.n_spans++] = (toka_span){n->row0, n->rows, page0, from * B, (n->lcp - from) * B};
-    toka_span up = {n->row0, n->rows, u->n_group_pages, from * B, (n->lcp - from) * B};
-    size_t bytes = (size_t)(n->lcp - from) * sizeof(int32_t);
-    int32_t *pages = u->group_pages + u->n_group_pages;
-    if (memcmp(&u->groups[u->n_groups], &up, sizeof up) || memcmp(pages, s->kv.table + page0, bytes)) u->new_groups = true;
-    u->groups[u->n_groups++] = up;
-    memcpy(pages, s->kv.table + page0, bytes);
-    u->n_group_pages += n->lcp - from;
+    u->new_groups |= memcmp(&u->groups[u->n_groups], &group, sizeof group) != 0;
+    u->groups[u->n_groups++] = group;
 }
 
 /* Decides from the top which nodes get a span; then every sequence its own, over what is not covered. */
 static void batch_spans(batch *b, const sched *s) {
     const batch_cost *c = &b->cost;
     int n_groups = b->up.n_groups;
-    b->up.n_groups = b->up.n_group_pages = 0;
+    b->up.n_groups = 0;
     for (int i = b->n_closed - 1; i >= 0; i--) {
         batch_node *n = &b->nodes[b->closed[i]];
         n->cover = b->nodes[n->parent].cover;
@@ -8173,9 +8235,12 @@ static void batch_build(batch *b, const sched *s) {
     b->step = (toka_step){.ids = b->ids, .pos = b->pos, .slot = b->slot, .pages = s->kv.table, .spans = b->spans};
     b->n_seq = b->n_out = b->n_nodes = b->n_closed = 0, b->depth = 1, b->stack[0] = 0;
     b->nodes[0] = (batch_node){0};
-    u->n_joins = u->n_join_pages = u->n_grown = u->n_chunks = u->n_chunk_ids = 0, u->new_order = u->new_groups = false;
+    u->n_joins = u->n_join_pages = u->n_params = u->n_grown = u->n_chunks = u->n_chunk_ids = 0;
+    u->new_order = u->new_groups = false;
+    b->whole = -1, b->common = b->near = 0;
     for (int q = s->kv.seqs[s->c.max_seqs].next; q != s->c.max_seqs; q = s->kv.seqs[q].next) {
         const sched_seq *x = &s->seqs[q];
+        b->common = MIN(b->common, s->kv.seqs[q].lcp), b->near = MIN(b->near, s->kv.seqs[q].lcp);
         shared = MIN(shared, s->kv.seqs[q].lcp); /* only pages before all rows of both */
         if (!x->n_rows) continue;
         shared = MIN(shared, x->from / s->c.B);
@@ -8193,12 +8258,12 @@ static void batch_build(batch *b, const sched *s) {
 
 /* Bytes that go up to a device for this step. */
 UNUSED static size_t batch_upload_bytes(const batch_upload *u) {
-    size_t n = (size_t)u->n_joins * (sizeof *u->joins + BATCH_PARAM_BYTES);
+    size_t n = (size_t)u->n_joins * sizeof *u->joins + (size_t)u->n_params * BATCH_PARAM_BYTES;
     n += (size_t)u->n_join_pages * sizeof *u->join_pages;
     n += (size_t)u->n_grown * sizeof *u->grown;
     n += (size_t)u->n_chunks * sizeof *u->chunks + (size_t)u->n_chunk_ids * sizeof *u->chunk_ids;
     if (u->new_order) n += (size_t)u->n_order * sizeof *u->order;
-    if (u->new_groups) n += (size_t)u->n_groups * sizeof *u->groups + (size_t)u->n_group_pages * sizeof *u->group_pages;
+    if (u->new_groups) n += (size_t)u->n_groups * sizeof *u->groups;
     return n;
 }
 
@@ -8825,8 +8890,13 @@ static void stop_free(stop_scan *s) {
  *     K [D][Bp]  transposed: one q element times 16 neighbour positions      Bp, Dp: B, D rounded up to 16;
  *     V [B][Dp]  one probability times 16 neighbour elements of a value      the rest of a line is zero
  *
- * Tried and not kept: AVX512_BF16. Its products round x to bf16; staying within 1e-4 takes x as hi + lo and so two of them,
- * 117 G multiply-adds/s halved against 59 of float32 (one core of an EPYC Zen 4, 2026-11): nothing won, decode waits for memory.
+ * Tried and not kept: a set of kernels for AVX512_BF16. Its products take x as bf16, so x = hi + lo (each row split in place) and two
+ * products for one; results within 2e-6, bytes equal in every cut. It wins nowhere (one core, 2026-11; AVX-512 -> AVX512_BF16):
+ *                                                            Xeon with AMX                           EPYC Zen 4
+ *     multiply-adds/s, registers only, two products for one  88 G -> 21 G                            59 G -> 58 G
+ *     prefill of 512 tokens, layers of Llama-3.2-1B          118 -> 37 GFLOP/s                       not run
+ *     decode, the same, from memory                          13.0 to 13.5 -> 13.0 to 13.8 GB/s       not run
+ *     decode of 1 / 4 / 12 rows, embedded model, in cache    2352 / 5440 / 6490 -> 2198 / 3402 / 3783 tok/s
  *
  * It does not: plan, free pages, check plans beyond cheap asserts, or draw tokens (samp_row of chapter 15 does).
  * =========================================================================== */
@@ -9459,20 +9529,24 @@ struct toka_device {
     size_t scratch_n;
     cpu_block blocks[32]; /* all of the above and what alloc handed out */
     int n_blocks;
+    size_t n_bytes; /* of all blocks */
     toka_err error; /* the first failure; code 0: none */
     char about[96];
 };
 
 static void *cpu_zalloc(toka_device *d, size_t n, size_t size) { /* n * size bytes of zeros; NULL latches the failure */
-    size_t bytes;
+    size_t bytes, ram = (size_t)os_ram_bytes(), left = ram - MIN(d->n_bytes, ram);
     void *p = MAP_FAILED;
-    if (!__builtin_mul_overflow(n, size, &bytes) && bytes < SIZE_MAX / 2 && d->n_blocks < COUNT(d->blocks))
+    /* what is mapped and never touched costs nothing, but what the machine could never hold is a mistake */
+    if (!__builtin_mul_overflow(n, size, &bytes) && bytes <= left && d->n_blocks < COUNT(d->blocks))
         p = mmap(NULL, MAX(bytes, (size_t)1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) {
-        if (!d->error.code) fail(&d->error, TOKA_E_MEMORY, "CPU backend: cannot take %zu x %zu bytes of memory", n, size);
+        if (!d->error.code) fail(&d->error, TOKA_E_MEMORY, "CPU backend: no memory for %zu x %zu bytes beside %zu MB; the machine has %zu MB", n,
+                                     size, d->n_bytes >> 20, ram >> 20);
         return NULL;
     }
     d->blocks[d->n_blocks++] = (cpu_block){p, MAX(bytes, (size_t)1)};
+    d->n_bytes += bytes;
     return p;
 }
 
@@ -10094,6 +10168,7 @@ typedef struct eng { /* pools are sized at open and never grow */
     const mf_model *files;
     const tok *tok; /* NULL: events carry no text */
     int max_len;
+    bool no_sharing; /* every sample has pages and spans of its own */
     sched s;
     batch b;
     eng_slot *slots;          /* [max_seqs] */
@@ -10157,16 +10232,19 @@ static int eng_open(eng **out, const toka_backend *be, const mf_model *files, to
     int code = eng_size(shape, max_seqs, o->max_model_len, o->kv_tokens, be, room, &n_pages, e);
     if (code) return code;
     d.n_pages = n_pages;
-    model_run m;
-    if ((code = model_open(&m, be, &d, shape, &files->weights, e))) {
-        model_close(&m);
+    eng *g = mem_zalloc(sizeof *g);
+    sched_config c = {.B = shape->B, .n_pages = n_pages, .max_seqs = max_seqs, .max_tokens = max_tokens, .max_len = shape->max_len,
+                      .n_classes = 4096};
+    code = model_open(&g->m, be, &d, shape, &files->weights, e);
+    if (!code && !(code = sched_init(&g->s, &c, e)))
+        code = batch_init(&g->b, &g->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows}, e);
+    if (code) {
+        sched_free(&g->s);
+        model_close(&g->m);
+        free(g);
         return code;
     }
-    eng *g = mem_zalloc(sizeof *g);
-    g->m = m, g->files = files, g->tok = words, g->max_len = shape->max_len;
-    sched_init(&g->s, &(sched_config){.B = shape->B, .n_pages = n_pages, .max_seqs = max_seqs, .max_tokens = max_tokens,
-                                      .max_len = shape->max_len, .n_classes = 4096});
-    batch_init(&g->b, &g->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows});
+    g->files = files, g->tok = words, g->max_len = shape->max_len, g->no_sharing = o->no_prefix_caching;
     g->slots = mem_zalloc((size_t)max_seqs * sizeof *g->slots);
     g->out = mem_alloc((size_t)max_tokens * sizeof *g->out), g->picks = mem_alloc((size_t)max_tokens * sizeof *g->picks);
     g->places = mem_alloc((size_t)max_tokens * sizeof *g->places);
@@ -10326,7 +10404,7 @@ static void eng_enter(eng *g, eng_request *r) {
     int n_fed = r->score_only && r->n_prompt > 1 ? r->n_prompt - 1 : r->n_prompt; /* nothing comes behind the last token */
     int id = sched_submit(&g->s, &(sched_job){.prompt = r->prompt, .n_prompt = n_fed, .n = r->n, .max_tokens = s->max_tokens,
                                               .min_tokens = s->min_tokens, .exact = r->score_only || (!r->ends.n && !s->n_stop),
-                                              .alone = r->scores, .priority = r->priority, .class_key = r->class_key}, &e);
+                                              .n_alone = g->no_sharing ? r->n : r->scores, .priority = r->priority, .class_key = r->class_key}, &e);
     if (id < 0) { /* cannot be: eng_check looked at the same limits; but a request must never hang */
         eng_end_all(g, r, TOKA_FAILED);
         return;
@@ -10527,6 +10605,15 @@ static void eng_commit(eng *g) {
     }
 }
 
+/* What the rows of this step attend to, all and in spans that several sequences share (the first of the batch). */
+static void eng_count_spans(eng *g) {
+    for (int i = 0; i < g->b.step.n_spans; i++) {
+        int64_t pairs = (int64_t)g->b.spans[i].n_rows * g->b.spans[i].n_kv;
+        g->stats.attended += pairs;
+        if (i < g->b.up.n_groups) g->stats.attended_shared += pairs;
+    }
+}
+
 /* After a step of so many rows that took so long to plan, run and commit: the statistics that others see. */
 static void eng_show(eng *g, int rows, double plan_s, double run_s, double commit_s) {
     toka_stats *s = &g->stats;
@@ -10587,6 +10674,7 @@ static void eng_step(eng *g) {
         eng_break(g, &e);
         return;
     }
+    eng_count_spans(g);
     eng_commit(g);
     eng_show(g, rows, t1 - t0, t2 - t1, os_now() - t2);
 }
@@ -11004,8 +11092,429 @@ int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_e
 
 /* ===========================================================================
  * MARK: 20. HTTP [pure]
- * To come with the server.
+ * HTTP/1.1 (RFC 9110, 9112) as bytes in, structs out, and back. No sockets, no clock.
+ *
+ * Reading is three-valued: > 0 bytes used, 0 need more, < 0 bad, and its negative is the status to answer. Slices borrow from
+ * the input. What two parsers could read differently is refused, never repaired: bare line feeds, folded lines, white space
+ * before a colon, Content-Length beside Transfer-Encoding or twice, codings other than one "chunked", sizes with signs or spaces.
+ * That is what a proxy in front and the server behind would need to disagree on to smuggle a request past it.
  * =========================================================================== */
+
+enum {
+    HTTP_MAX_HEAD = 32 << 10,    /* bytes of a request line and its headers */
+    HTTP_MAX_TARGET = 8 << 10,   /* bytes of a target */
+    HTTP_MAX_HEADERS = 100,
+    HTTP_MAX_CHUNK_LINE = 256,   /* bytes of a chunk's size line with its extensions */
+    HTTP_MAX_CHUNK_EXTRA = 16 << 10, /* bytes of extensions and trailers of one body */
+};
+
+enum http_method { HTTP_GET, HTTP_HEAD, HTTP_POST, HTTP_DELETE, HTTP_OPTIONS, HTTP_OTHER };
+
+typedef struct http_header { /* the name as sent, the value without white space around it */
+    str name, value;
+} http_header;
+
+typedef struct http_request {
+    enum http_method method;
+    int minor;            /* HTTP/1.minor: 0 or 1 */
+    str target;           /* as sent */
+    str path, query;      /* of the target, still percent-encoded; the server decodes the path */
+    http_header headers[HTTP_MAX_HEADERS];
+    int n_headers;
+    int64_t length;       /* of the body: Content-Length; 0: none */
+    bool chunked;         /* the body's length is told by its chunks */
+    bool keep_alive, expects_continue;
+} http_request;
+
+typedef struct http_reply { /* what a handler answers; zeroed by the caller */
+    int status;
+    const char *type;      /* Content-Type, NULL: application/json */
+    buf headers;           /* further header lines, each "Name: value\r\n" */
+    buf body;
+    int fd;                /* instead of body, if fd_bytes > 0: a file to send from its start; closed when sent */
+    int64_t fd_bytes;
+} http_reply;
+
+/* ---- Characters ---- */
+
+static bool http_is_token(unsigned char c) { /* RFC 9110 5.6.2 */
+    return (c >= '0' && c <= '9') || ((c | 32) >= 'a' && (c | 32) <= 'z') || (c && strchr("!#$%&'*+-.^_`|~", c));
+}
+
+static int http_hex(char c) { /* -1: no hex digit */
+    return c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10 : -1;
+}
+
+static char http_lower(char c) { return c >= 'A' && c <= 'Z' ? (char)(c + 32) : c; }
+
+static bool http_same(str a, const char *lower) { /* without regard to case */
+    size_t n = strlen(lower);
+    if (a.n != n) return false;
+    for (size_t i = 0; i < n; i++)
+        if (http_lower(a.p[i]) != lower[i]) return false;
+    return true;
+}
+
+static str http_trim(str s) {
+    while (s.n && (s.p[0] == ' ' || s.p[0] == '\t')) s.p++, s.n--;
+    while (s.n && (s.p[s.n - 1] == ' ' || s.p[s.n - 1] == '\t')) s.n--;
+    return s;
+}
+
+/* The next element of a comma-separated list; false at its end. */
+static bool http_next(str *list, str *element) {
+    if (!list->n) return false;
+    ptrdiff_t comma = str_find(*list, STR(","), 0);
+    size_t n = comma < 0 ? list->n : (size_t)comma;
+    *element = http_trim(str_sub(*list, 0, n));
+    *list = str_sub(*list, MIN(n + 1, list->n), list->n);
+    return true;
+}
+
+/* Appends s with %xx decoded (plus: and '+' as a space, as in queries). False: a broken escape, or a zero byte. */
+static bool http_decode(str s, bool plus, buf *out) {
+    for (size_t i = 0; i < s.n; i++) {
+        char c = s.p[i];
+        if (c == '%') {
+            int hi = i + 2 < s.n ? http_hex(s.p[i + 1]) : -1, lo = i + 2 < s.n ? http_hex(s.p[i + 2]) : -1;
+            if (hi < 0 || lo < 0) return false;
+            c = (char)(hi << 4 | lo);
+            i += 2;
+        } else if (c == '+' && plus) {
+            c = ' ';
+        }
+        if (!c) return false;
+        buf_char(out, c);
+    }
+    return true;
+}
+
+/* ---- The head of a request ---- */
+
+/* A header's value without white space around it; .p NULL if it is absent. The first of several. */
+static str http_find(const http_request *r, const char *lower) {
+    for (int i = 0; i < r->n_headers; i++)
+        if (http_same(r->headers[i].name, lower)) return r->headers[i].value;
+    return (str){NULL, 0};
+}
+
+static int http_count(const http_request *r, const char *lower) {
+    int n = 0;
+    for (int i = 0; i < r->n_headers; i++) n += http_same(r->headers[i].name, lower);
+    return n;
+}
+
+/* Appends the decoded value of a query's field. False: absent, or broken. */
+static bool http_query(const http_request *r, const char *name, buf *out) {
+    for (str rest = r->query; rest.n;) {
+        ptrdiff_t amp = str_find(rest, STR("&"), 0);
+        str field = str_sub(rest, 0, amp < 0 ? rest.n : (size_t)amp);
+        rest = str_sub(rest, MIN(field.n + 1, rest.n), rest.n);
+        ptrdiff_t eq = str_find(field, STR("="), 0);
+        if (str_is(str_sub(field, 0, eq < 0 ? field.n : (size_t)eq), name))
+            return http_decode(eq < 0 ? STR("") : str_sub(field, (size_t)eq + 1, field.n), true, out);
+    }
+    return false;
+}
+
+/* A line without its end. > 0 bytes used, 0 need more, -400: it does not end in CR LF. */
+static ptrdiff_t http_line(str in, str *line) {
+    const char *feed = in.n ? memchr(in.p, '\n', in.n) : NULL;
+    if (!feed) return 0;
+    size_t n = (size_t)(feed - in.p);
+    if (!n || in.p[n - 1] != '\r') return -400;
+    *line = str_sub(in, 0, n - 1);
+    return (ptrdiff_t)n + 1;
+}
+
+static enum http_method http_parse_method(str s) {
+    static const char *const names[] = {"GET", "HEAD", "POST", "DELETE", "OPTIONS"};
+    for (int i = 0; i < COUNT(names); i++)
+        if (str_is(s, names[i])) return (enum http_method)i;
+    return HTTP_OTHER;
+}
+
+/* "HTTP/1.x"; 0, or the status to answer. */
+static int http_parse_version(str s, int *minor) {
+    bool form = s.n == 8 && str_starts(s, STR("HTTP/")) && s.p[6] == '.';
+    if (!form || !isdigit((unsigned char)s.p[5]) || !isdigit((unsigned char)s.p[7])) return 400;
+    if (s.p[5] != '1') return 505;
+    *minor = s.p[7] > '0'; /* 1.2 and on would be answered as 1.1 */
+    return 0;
+}
+
+/* Origin form "/path?query", absolute form "http://host/path?query", and "*" for OPTIONS. */
+static int http_parse_target(http_request *r) {
+    str t = r->target;
+    if (t.n > HTTP_MAX_TARGET) return 414;
+    for (size_t i = 0; i < t.n; i++)
+        if ((unsigned char)t.p[i] <= ' ' || (unsigned char)t.p[i] >= 0x7F) return 400;
+    size_t scheme = 0;
+    if (http_same(str_sub(t, 0, MIN(t.n, (size_t)7)), "http://")) scheme = 7;
+    if (http_same(str_sub(t, 0, MIN(t.n, (size_t)8)), "https://")) scheme = 8;
+    if (scheme) {
+        size_t at = scheme;
+        while (at < t.n && t.p[at] != '/' && t.p[at] != '?') at++;
+        if (at == scheme) return 400;
+        t = at < t.n && t.p[at] == '/' ? str_sub(t, at, t.n) : STR("/");
+    } else if (str_is(t, "*")) {
+        if (r->method != HTTP_OPTIONS) return 400;
+    } else if (!t.n || t.p[0] != '/') {
+        return 400;
+    }
+    ptrdiff_t end = str_find(t, STR("#"), 0); /* no client should send a fragment */
+    if (end >= 0) return 400;
+    ptrdiff_t mark = str_find(t, STR("?"), 0);
+    r->path = str_sub(t, 0, mark < 0 ? t.n : (size_t)mark);
+    r->query = mark < 0 ? STR("") : str_sub(t, (size_t)mark + 1, t.n);
+    return 0;
+}
+
+static int http_parse_request_line(str line, http_request *r) {
+    ptrdiff_t a = str_find(line, STR(" "), 0), b = a < 0 ? -1 : str_find(line, STR(" "), (size_t)a + 1);
+    size_t method = a < 0 ? line.n : (size_t)a;
+    if (!method || method > 32) return 400;
+    for (size_t i = 0; i < method; i++)
+        if (!http_is_token((unsigned char)line.p[i])) return 400;
+    if (b < 0) return 400;
+    r->method = http_parse_method(str_sub(line, 0, method));
+    r->target = str_sub(line, method + 1, (size_t)b);
+    int code = http_parse_version(str_sub(line, (size_t)b + 1, line.n), &r->minor);
+    return code ? code : http_parse_target(r);
+}
+
+static int http_parse_header(str line, http_header *h) {
+    ptrdiff_t colon = str_find(line, STR(":"), 0);
+    if (colon <= 0) return 400; /* also a folded line: it begins with white space, which is no token */
+    *h = (http_header){str_sub(line, 0, (size_t)colon), http_trim(str_sub(line, (size_t)colon + 1, line.n))};
+    for (size_t i = 0; i < h->name.n; i++)
+        if (!http_is_token((unsigned char)h->name.p[i])) return 400;
+    for (size_t i = 0; i < h->value.n; i++) {
+        unsigned char c = (unsigned char)h->value.p[i];
+        if ((c < ' ' && c != '\t') || c == 0x7F) return 400;
+    }
+    return 0;
+}
+
+static int http_check_length(http_request *r) {
+    str v = http_find(r, "content-length");
+    if (!v.p) return 0;
+    if (!v.n || http_count(r, "content-length") > 1) return 400;
+    for (size_t i = 0; i < v.n; i++)
+        if (!isdigit((unsigned char)v.p[i])) return 400;
+    if (v.n > 18) return 413;
+    for (size_t i = 0; i < v.n; i++) r->length = r->length * 10 + (v.p[i] - '0');
+    return 0;
+}
+
+static int http_check_coding(http_request *r) {
+    str v = http_find(r, "transfer-encoding");
+    if (!v.p) return 0;
+    if (r->minor == 0 || http_find(r, "content-length").p || http_count(r, "transfer-encoding") > 1) return 400;
+    if (!http_same(v, "chunked")) return str_find(v, STR(","), 0) >= 0 || !v.n ? 400 : 501;
+    r->chunked = true;
+    return 0;
+}
+
+static int http_check_host(const http_request *r) {
+    int n = http_count(r, "host");
+    if (n > 1 || (n == 0 && r->minor)) return 400;
+    str v = http_find(r, "host");
+    for (size_t i = 0; i < v.n; i++)
+        if (!isalnum((unsigned char)v.p[i]) && !strchr("-._~%!$&'()*+,;=:[]", v.p[i])) return 400;
+    return 0;
+}
+
+static int http_check_connection(http_request *r) {
+    r->keep_alive = r->minor > 0;
+    for (int i = 0; i < r->n_headers; i++) {
+        str list = r->headers[i].value, word;
+        if (!http_same(r->headers[i].name, "connection")) continue;
+        while (http_next(&list, &word))
+            if (http_same(word, "close")) return r->keep_alive = false, 0; /* goes before keep-alive */
+            else if (http_same(word, "keep-alive")) r->keep_alive = true;
+    }
+    return 0;
+}
+
+static int http_check_expect(http_request *r) {
+    str v = http_find(r, "expect");
+    if (v.p && !http_same(v, "100-continue")) return 417;
+    r->expects_continue = v.p && r->minor > 0;
+    return 0;
+}
+
+/* Request line and headers up to the empty line. Empty lines before it are skipped (RFC 9112 2.2). Cost: linear in the bytes. */
+static ptrdiff_t http_parse_head(str in, http_request *r) {
+    str line = {0}, whole = str_sub(in, 0, MIN(in.n, (size_t)HTTP_MAX_HEAD));
+    ptrdiff_t at = 0, used;
+    int code = 0;
+    *r = (http_request){0};
+    while (at < 8 && (used = http_line(str_sub(whole, (size_t)at, whole.n), &line)) > 0 && !line.n) at += used;
+    for (int n_lines = 0;; n_lines++) {
+        used = http_line(str_sub(whole, (size_t)at, whole.n), &line);
+        if (used < 0) return used;
+        if (!used && !n_lines) { /* what cannot become a request line is answered at once: TLS, other protocols */
+            size_t i = (size_t)at;
+            while (i < whole.n && http_is_token((unsigned char)whole.p[i])) i++;
+            if (i < whole.n && whole.p[i] != ' ' && whole.p[i] != '\r') return -400;
+            if (i - (size_t)at > 32) return -400;
+        }
+        if (!used && !n_lines && whole.n - (size_t)at > HTTP_MAX_TARGET + 64) return -414;
+        if (!used) return in.n >= HTTP_MAX_HEAD ? -431 : 0;
+        at += used;
+        if (n_lines && !line.n) break;
+        if (n_lines > HTTP_MAX_HEADERS) return -431;
+        code = n_lines ? http_parse_header(line, &r->headers[r->n_headers++]) : http_parse_request_line(line, r);
+        if (code) return -code;
+    }
+    if ((code = http_check_host(r)) || (code = http_check_length(r)) || (code = http_check_coding(r)) ||
+        (code = http_check_connection(r)) || (code = http_check_expect(r)))
+        return -code;
+    return at;
+}
+
+/* ---- The body of a request ---- */
+
+enum http_body_state { HTTP_BODY_FIXED, HTTP_BODY_SIZE, HTTP_BODY_DATA, HTTP_BODY_DATA_END, HTTP_BODY_TRAILER, HTTP_BODY_DONE };
+
+typedef struct http_body { /* a body as it arrives */
+    enum http_body_state state;
+    int64_t left;   /* bytes of the body or of this chunk still to come */
+    int64_t total;  /* bytes of data so far */
+    int64_t limit;  /* most bytes of data */
+    size_t extra;   /* bytes of extensions and trailers so far */
+    int n_trailers;
+} http_body;
+
+/* 0, or 413 if it is known to be too long. */
+static int http_body_init(http_body *b, const http_request *r, int64_t limit) {
+    *b = (http_body){.limit = limit, .left = r->chunked ? 0 : r->length};
+    b->state = r->chunked ? HTTP_BODY_SIZE : r->length ? HTTP_BODY_FIXED : HTTP_BODY_DONE;
+    return r->length > limit ? 413 : 0;
+}
+
+/* "1a;name=value": 0, or the status to answer. Digits only, at least one, no white space. */
+static int http_chunk_size(http_body *b, str line) {
+    size_t n = 0;
+    int64_t size = 0;
+    while (n < line.n && http_hex(line.p[n]) >= 0) {
+        if (size > INT64_MAX >> 8) return 413;
+        size = size << 4 | http_hex(line.p[n++]);
+    }
+    if (!n || (n < line.n && line.p[n] != ';')) return 400;
+    for (size_t i = n; i < line.n; i++)
+        if (((unsigned char)line.p[i] < ' ' && line.p[i] != '\t') || line.p[i] == 0x7F) return 400;
+    if (size > b->limit - b->total) return 413;
+    b->left = size;
+    b->extra += line.n - n;
+    b->state = size ? HTTP_BODY_DATA : HTTP_BODY_TRAILER;
+    return b->extra > HTTP_MAX_CHUNK_EXTRA ? 400 : 0;
+}
+
+static int http_trailer(http_body *b, str line) {
+    http_header unused;
+    if (!line.n) return b->state = HTTP_BODY_DONE, 0;
+    b->extra += line.n;
+    if (++b->n_trailers > HTTP_MAX_HEADERS || b->extra > HTTP_MAX_CHUNK_EXTRA) return 431;
+    return http_parse_header(line, &unused); /* read and left out: nothing here has a use for one */
+}
+
+/* A line of the framing around chunks. */
+static ptrdiff_t http_body_line(http_body *b, str in) {
+    bool trailer = b->state == HTTP_BODY_TRAILER;
+    size_t most = trailer ? HTTP_MAX_CHUNK_EXTRA : HTTP_MAX_CHUNK_LINE;
+    str line;
+    ptrdiff_t used = http_line(in, &line);
+    if (used < 0) return used;
+    if (used > (ptrdiff_t)most || (!used && in.n > most)) return trailer ? -431 : -400;
+    if (!used) return 0;
+    int code = trailer ? http_trailer(b, line) : http_chunk_size(b, line);
+    return code ? -code : used;
+}
+
+static ptrdiff_t http_body_data(http_body *b, str in, buf *out) {
+    size_t n = (size_t)MIN((int64_t)in.n, b->left);
+    buf_put(out, in.p, n);
+    b->left -= (int64_t)n, b->total += (int64_t)n;
+    if (!b->left) b->state = b->state == HTTP_BODY_FIXED ? HTTP_BODY_DONE : HTTP_BODY_DATA_END;
+    return (ptrdiff_t)n;
+}
+
+/* Takes what it can from `in`, data appended to out. Bytes used (0: need more), or the negative of a status. The body is whole
+ * when state is HTTP_BODY_DONE; what follows is the next request. */
+static ptrdiff_t http_body_read(http_body *b, str in, buf *out) {
+    size_t at = 0;
+    while (b->state != HTTP_BODY_DONE && at < in.n) {
+        str rest = str_sub(in, at, in.n);
+        ptrdiff_t used;
+        if (b->state == HTTP_BODY_FIXED || b->state == HTTP_BODY_DATA) {
+            used = http_body_data(b, rest, out);
+        } else if (b->state == HTTP_BODY_DATA_END) {
+            if (rest.p[0] != '\r' || (rest.n > 1 && rest.p[1] != '\n')) return -400;
+            used = rest.n > 1 ? 2 : 0;
+            if (used) b->state = HTTP_BODY_SIZE;
+        } else {
+            used = http_body_line(b, rest);
+        }
+        if (used < 0) return used;
+        if (!used) break;
+        at += (size_t)used;
+    }
+    return (ptrdiff_t)at;
+}
+
+/* ---- Answers ---- */
+
+static const char *http_reason(int status) {
+    static const struct {
+        int status;
+        const char *reason;
+    } all[] = {{100, "Continue"}, {200, "OK"}, {204, "No Content"}, {400, "Bad Request"}, {401, "Unauthorized"},
+               {404, "Not Found"}, {405, "Method Not Allowed"}, {408, "Request Timeout"}, {409, "Conflict"},
+               {413, "Content Too Large"}, {414, "URI Too Long"}, {415, "Unsupported Media Type"}, {417, "Expectation Failed"},
+               {429, "Too Many Requests"}, {431, "Request Header Fields Too Large"}, {500, "Internal Server Error"},
+               {501, "Not Implemented"}, {503, "Service Unavailable"}, {505, "HTTP Version Not Supported"},
+               {507, "Insufficient Storage"}};
+    for (int i = 0; i < COUNT(all); i++)
+        if (all[i].status == status) return all[i].reason;
+    return "Unknown";
+}
+
+/* "Sun, 06 Nov 1994 08:49:37 GMT"; unix: seconds since 1970. */
+static void http_put_date(buf *b, int64_t unix_s) {
+    static const char days[] = "ThuFriSatSunMonTueWed", months[] = "JanFebMarAprMayJunJulAugSepOctNovDec";
+    int64_t day = unix_s / 86400, z = day + 719468; /* days since 0000-03-01, so that a leap day ends a year; eras of 400 years */
+    int64_t era = z / 146097, doe = z - era * 146097, yoe = (doe - doe / 1460 + doe / 36524 - doe / 146096) / 365;
+    int64_t doy = doe - (365 * yoe + yoe / 4 - yoe / 100), mp = (5 * doy + 2) / 153, month = mp < 10 ? mp + 2 : mp - 10;
+    int s = (int)(unix_s % 86400), of_month = (int)(doy - (153 * mp + 2) / 5 + 1), year = (int)(yoe + era * 400 + (month < 2));
+    buf_printf(b, "%.3s, %02d %.3s %04d %02d:%02d:%02d GMT", days + 3 * (day % 7), of_month, months + 3 * month, year, s / 3600,
+               s / 60 % 60, s % 60);
+}
+
+enum { HTTP_CHUNKED = -1, HTTP_UNTIL_CLOSE = -2 }; /* lengths */
+
+/* Status line and headers. length: bytes of the body, HTTP_CHUNKED or HTTP_UNTIL_CLOSE; type NULL: none. more: header lines. */
+static void http_put_head(buf *b, int status, const char *type, int64_t length, bool keep_alive, int64_t unix_s, str more) {
+    buf_printf(b, "HTTP/1.1 %d %s\r\nDate: ", status, http_reason(status));
+    http_put_date(b, unix_s);
+    buf_c(b, "\r\n");
+    if (type) buf_printf(b, "Content-Type: %s\r\n", type);
+    if (length >= 0 && status != 204) buf_printf(b, "Content-Length: %lld\r\n", (long long)length);
+    if (length == HTTP_CHUNKED) buf_c(b, "Transfer-Encoding: chunked\r\n");
+    buf_printf(b, "Connection: %s\r\n", keep_alive ? "keep-alive" : "close");
+    buf_str(b, more);
+    buf_c(b, "\r\n");
+}
+
+/* One chunk of a chunked answer; an empty one would end it, so it is left out. */
+static void http_put_chunk(buf *b, str data) {
+    if (!data.n) return;
+    buf_printf(b, "%zx\r\n", data.n);
+    buf_str(b, data);
+    buf_c(b, "\r\n");
+}
+static void http_put_last_chunk(buf *b) { buf_c(b, "0\r\n\r\n"); }
 
 /* ===========================================================================
  * MARK: 21. OpenAI API [pure]
@@ -11034,7 +11543,6 @@ int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_e
  * in place of "logprobs" and "token_ids" (and the same of the prompt as "prompt_packed", without "sampled_logprobs", where
  * return_token_ids or prompt_logprobs is asked for); and max_tokens may be 0 with echo or prompt_logprobs: then nothing is drawn.
  * =========================================================================== */
-
 enum api_route { API_COMPLETIONS, API_CHAT, API_TOKENIZE, API_DETOKENIZE };
 
 typedef struct api_model { /* what bodies are read against; read by any thread */
@@ -11434,7 +11942,7 @@ static int api_sampling(api_call *c, const api_body *b, toka_request *q, toka_er
     s->frequency_penalty = b->frequency_penalty, s->ignore_eos = b->ignore_eos, s->include_stop = b->include_stop;
     s->max_tokens = (int)MAX(b->max_tokens, 0), s->min_tokens = (int)b->min_tokens;
     s->seed = b->has_seed ? (uint64_t)b->seed : api_seed(s->seed, c->serial);
-    q->priority = -(int)b->priority; /* in a body the lower is earlier, as in vLLM */
+    q->priority -= (int)b->priority; /* in a body the lower is earlier, as in vLLM */
     c->n = q->n = (int)b->n;
     int code = api_logprobs(c, b, q, e);
     if (!code) code = api_ids(c, b->stop_ids, "stop_token_ids", &s->stop_ids, &s->n_stop_ids, e);
@@ -12320,11 +12828,16 @@ static const json_limits run_limits = {128, RUN_LINE_BYTES};
 
 typedef struct run_options { /* what toka batch was asked to do */
     const char *in, *out; /* paths; "-": standard input, standard output */
+    const char *errors;   /* a file for error records, NULL: they go to out */
     const char *report;   /* a file for the closing report as JSON, or NULL */
     const char *now;      /* the chat template's clock, NULL: local time */
     toka_request base;    /* what a line that does not say otherwise gets */
+    const api_model *model; /* NULL; or what OpenAI's batch lines are read against instead */
     bool quiet;           /* no progress, no report */
     atomic_int *interrupted;
+    int64_t until;        /* stop when this time has come, seconds since 1970; 0: no limit */
+    bool expired;         /* it has come: every line that is left becomes an error record */
+    atomic_llong *completed, *failed; /* lines written so far, results and errors, by earlier runs too; may be NULL */
 } run_options;
 
 typedef struct run_key { /* FNV-1a of 128 bits, the same on every machine */
@@ -12366,14 +12879,19 @@ typedef struct run_line { /* from its reading to its writing */
     struct run_line *next, *before, *after; /* in the writer's queue; in the list of those under way */
 } run_line;
 
+typedef struct run_sink { /* an output */
+    const char *path;
+    int fd;        /* -1: not open */
+    bool is_file;
+    int64_t bytes; /* whole lines in the file */
+} run_sink;
+
 typedef struct run_state { /* a batch under way */
     const run_options *o;
     toka *t;
     run_input in;
     run_table seen;
-    int out;           /* file descriptor */
-    bool out_is_file;
-    int64_t out_bytes; /* whole lines in the file */
+    run_sink results, errors; /* errors.fd -1: error records go to results */
     int64_t n_lines, n_before; /* lines of the input, -1: not known; of these, done by earlier runs */
     api_model models[2]; /* what bodies are read against: [1] those that stand in OpenAI's batch lines */
     buf warned;        /* names of unknown fields that were reported, each with a line feed behind it */
@@ -12547,7 +13065,10 @@ static void run_models(run_state *r) {
     r->models[0] = (api_model){.t = r->t, .name = r->t->files->name, .beside = beside, .base = r->o->base,
                                .max_len = r->t->shape.max_len, .now = r->o->now, .limits = run_limits, .unknown = run_warn,
                                .user = r};
-    r->models[1] = r->models[0], r->models[1].completion_tokens = 16; /* as the API says */
+    r->models[1] = r->o->model ? *r->o->model : r->models[0];
+    r->models[1].completion_tokens = 16; /* as the API says */
+    r->models[1].live = false, r->models[1].base = r->o->base; /* what is written depends on the line alone */
+    r->models[1].beside = beside, r->models[1].limits = run_limits, r->models[1].unknown = run_warn, r->models[1].user = r;
 }
 
 /* ---- Reader ---- */
@@ -12673,7 +13194,10 @@ static int run_take_line(run_state *r, str text, toka_err *e) {
     else if (r->n_lines < 0) run_table_set(&r->seen, s, (uint64_t)r->in.number << 1 | done), r->n_before += done;
     if (!done) {
         run_line *line = run_line_new(r, buf_view(&id), key, text.n);
-        code = run_start(r, line, run_parse(line, root, &why), &why);
+        int bad = r->o->expired ? fail(&why, TOKA_E_USE, "the completion window closed before this request was done")
+                                : run_parse(line, root, &why);
+        if (r->o->expired) line->error = "batch_expired";
+        code = run_start(r, line, bad, &why);
         if (code) *e = why;
     }
     arena_free(&a), buf_free(&id);
@@ -12712,13 +13236,17 @@ static void run_put_result(run_line *line, buf *b) {
     run_put_key_id(b, "id", "batch_req_", line->key);
     json_put_key(b, "custom_id"), json_put_str(b, str_c(line->custom_id));
     json_put_key(b, "response");
-    if (line->error) {
+    bool refused = line->run->errors.fd >= 0 && line->call.status; /* as OpenAI writes what a server refused */
+    if (line->error && !refused) {
         json_put_null(b);
     } else {
+        const api_call *c = &line->call;
         json_put_open(b, '{');
-        json_put_key(b, "status_code"), json_put_int(b, 200);
+        json_put_key(b, "status_code"), json_put_int(b, line->error ? c->status : 200);
         run_put_key_id(b, "request_id", "req_", line->key);
-        json_put_key(b, "body"), api_finish(&line->call, b);
+        json_put_key(b, "body");
+        if (line->error) api_error(b, c->status, line->message, c->type, c->param, c->code);
+        else api_finish(&line->call, b);
         json_put_close(b, '}');
     }
     json_put_key(b, "error");
@@ -12758,30 +13286,32 @@ static void run_progress(run_state *r, bool terminal) {
 
 /* ---- Writer ---- */
 
-/* All bytes in one write() where the system takes them so. Whole lines that are in the file are counted in out_bytes. */
-static int run_write_all(run_state *r, str s, toka_err *e) {
+/* All bytes in one write() where the system takes them so. */
+static int run_write_all(run_state *r, run_sink *to, str s, toka_err *e) {
     for (size_t at = 0; at < s.n;) {
-        ssize_t n = write(r->out, s.p + at, s.n - at);
+        ssize_t n = write(to->fd, s.p + at, s.n - at);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0) {
             int why = errno;
-            if (at && r->out_is_file && ftruncate(r->out, r->out_bytes)) errno = why; /* else the next run cuts it */
-            const char *next = r->out_is_file ? ", the same command goes on from there" : "";
-            return fail(e, TOKA_E_IO, "%s: %s; %lld lines are written%s", r->o->out, strerror(why),
+            if (at && to->is_file && ftruncate(to->fd, to->bytes)) errno = why; /* else the next run cuts it */
+            const char *next = to->is_file ? ", the same command goes on from there" : "";
+            return fail(e, TOKA_E_IO, "%s: %s; %lld lines are written%s", to->path, strerror(why),
                         (long long)(r->n_before + r->n_written), next);
         }
         at += (size_t)n;
     }
-    r->out_bytes += (int64_t)s.n;
+    to->bytes += (int64_t)s.n;
     return 0;
 }
 
 static int run_write_line(run_state *r, run_line *line, buf *b, toka_err *e) {
     buf_clear(b);
     run_put_result(line, b);
-    int code = run_write_all(r, buf_view(b), e);
+    int code = run_write_all(r, line->error && r->errors.fd >= 0 ? &r->errors : &r->results, buf_view(b), e);
     if (code) return code;
+    atomic_llong *count = line->error ? r->o->failed : r->o->completed;
     r->n_written++, r->n_errors += line->error != NULL;
+    if (count) ++*count;
     return 0;
 }
 
@@ -12814,16 +13344,17 @@ static void run_leave(run_state *r, run_line *line) { /* with run.lock held */
     pthread_cond_broadcast(&r->wake);
 }
 
-/* The writer's thread: makes text of records, and writes the lines that ended without a device or Ctrl-C in their way, until all
- * that was read is written; then the driver may go home. */
-static void *run_write(void *user) {
-    run_state *r = user;
+static bool run_must_stop(const run_state *r) { return *r->o->interrupted || (r->o->until && time(NULL) >= r->o->until); }
+
+/* The writer: makes text of records, and writes the lines that ended without a device or Ctrl-C in their way, until all that was
+ * read is written. */
+static void run_write(run_state *r) {
     buf b = {0}, ready = {0};
     bool terminal = isatty(2), failed = false;
     toka_err e;
     pthread_mutex_lock(&r->lock);
     while (!r->read_all || r->n_flight_lines) {
-        if (*r->o->interrupted) run_stop(r, NULL);
+        if (run_must_stop(r)) run_stop(r, NULL);
         run_line *line = run_wait_for_line(r, &ready);
         pthread_mutex_unlock(&r->lock);
         if (line && line->in_flight) api_feed(&line->call, buf_view(&ready), NULL);
@@ -12839,11 +13370,17 @@ static void *run_write(void *user) {
     pthread_mutex_unlock(&r->lock);
     if (terminal && !r->o->quiet) fputs("\r\x1b[K", stderr);
     buf_free(&b), buf_free(&ready);
+}
+
+/* Its thread where this program drives the engine: then the driver may go home. */
+static void *run_write_alone(void *user) {
+    run_state *r = user;
+    run_write(r);
     toka_stop(r->t);
     return NULL;
 }
 
-/* ---- Opening the two files ---- */
+/* ---- Opening the files ---- */
 
 /* custom_id of an output line into id. False: it is no line of ours. */
 static bool run_read_result(str line, arena *a, buf *id) {
@@ -12855,56 +13392,60 @@ static bool run_read_result(str line, arena *a, buf *id) {
 }
 
 /* Reads what earlier runs wrote; cuts a torn last line. Anything else that is no result is not ours to cut. */
-static int run_scan_output(run_state *r, toka_err *e) {
+static int run_scan_output(run_state *r, run_sink *to, atomic_llong *count, toka_err *e) {
     run_input in;
     str line, bad = {0};
     bool whole = false;
     int64_t at = 0;
     int code;
     buf id = {0}, kept = {0};
-    run_input_init(&in, r->out, r->o->out, r->o->interrupted);
+    if (count) *count = 0;
+    run_input_init(&in, to->fd, to->path, r->o->interrupted);
     while ((code = run_next_line(&in, &line, &whole, e)) > 0) {
         arena a = {0};
         if (bad.p) {
-            code = fail(e, TOKA_E_INPUT, "%s: line %lld is not a result of toka batch; give another -o", r->o->out,
+            code = fail(e, TOKA_E_INPUT, "%s: line %lld is not a result of toka batch; give another -o", to->path,
                         (long long)in.number - 1);
             break;
         }
         if (whole && run_read_result(line, &a, &id)) {
             run_table_set(&r->seen, run_table_at(&r->seen, run_hash(buf_view(&id))), 1);
             at += (int64_t)line.n + 1;
+            if (count) ++*count;
         } else { /* fine if it is the last */
             buf_clear(&kept), buf_put(&kept, line.p, MIN(line.n, (size_t)16));
             bad = buf_view(&kept);
         }
         arena_free(&a);
     }
+    if (!code && *r->o->interrupted)
+        code = fail(e, TOKA_E_CANCELLED, "%s: interrupted", to->path); /* the last line was cut by that */
     if (!code && bad.p && !at && bad.n && bad.p[0] != '{')
-        code = fail(e, TOKA_E_INPUT, "%s: not a result file of toka batch; give another -o", r->o->out);
-    if (!code && bad.p && ftruncate(r->out, at)) code = fail(e, TOKA_E_IO, "%s: %s", r->o->out, strerror(errno));
-    if (!code && bad.p && !r->o->quiet) fprintf(stderr, "toka batch: %s: the torn last line was cut off\n", r->o->out);
-    r->out_bytes = at;
+        code = fail(e, TOKA_E_INPUT, "%s: not a result file of toka batch; give another -o", to->path);
+    if (!code && bad.p && ftruncate(to->fd, at)) code = fail(e, TOKA_E_IO, "%s: %s", to->path, strerror(errno));
+    if (!code && bad.p && !r->o->quiet) fprintf(stderr, "toka batch: %s: the torn last line was cut off\n", to->path);
+    to->bytes = at;
     run_input_free(&in), buf_free(&id), buf_free(&kept);
     return code;
 }
 
-static int run_open_output(run_state *r, toka_err *e) {
+static int run_open_output(run_state *r, run_sink *to, const char *path, atomic_llong *count, toka_err *e) {
     struct stat st, in;
-    r->out = 1;
-    if (!strcmp(r->o->out, "-")) return 0;
-    r->out = open(r->o->out, O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-    if (r->out < 0) r->out = open(r->o->out, O_WRONLY | O_APPEND | O_CLOEXEC); /* a pipe, a device */
-    if (r->out < 0 || fstat(r->out, &st)) return fail(e, TOKA_E_INPUT, "%s: %s", r->o->out, strerror(errno));
-    if (!(r->out_is_file = S_ISREG(st.st_mode))) return 0;
+    *to = (run_sink){.path = path, .fd = 1};
+    if (!strcmp(path, "-")) return 0;
+    to->fd = open(path, O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, r->o->errors ? 0600 : 0666);
+    if (to->fd < 0) to->fd = open(path, O_WRONLY | O_APPEND | O_CLOEXEC); /* a pipe, a device */
+    if (to->fd < 0 || fstat(to->fd, &st)) return fail(e, TOKA_E_INPUT, "%s: %s", path, strerror(errno));
+    if (!(to->is_file = S_ISREG(st.st_mode))) return 0;
     if (!fstat(r->in.fd, &in) && in.st_dev == st.st_dev && in.st_ino == st.st_ino)
-        return fail(e, TOKA_E_USE, "%s is the input and the output", r->o->out);
+        return fail(e, TOKA_E_USE, "%s is the input and the output", path);
     struct flock whole_file = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
-    for (int tries = 0; fcntl(r->out, F_SETLK, &whole_file) && (errno == EACCES || errno == EAGAIN); tries++) {
+    for (int tries = 0; fcntl(to->fd, F_SETLK, &whole_file) && (errno == EACCES || errno == EAGAIN); tries++) {
         if (tries == 30 || atomic_load(r->o->interrupted))
-            return fail(e, TOKA_E_USE, "%s: another toka batch is writing it", r->o->out);
+            return fail(e, TOKA_E_USE, "%s: another toka batch is writing it", path);
         usleep(100000); /* one that was killed a moment ago holds it until the system has taken it apart */
     }
-    return run_scan_output(r, e);
+    return run_scan_output(r, to, count, e);
 }
 
 /* The first pass over the input: every custom_id once. A pipe is read only once, so its ids are checked as they come. */
@@ -12945,17 +13486,22 @@ static int run_scan_input(run_state *r, toka_err *e) {
 static int run_open(run_state *r, toka_err *e) {
     bool standard = !strcmp(r->o->in, "-");
     int fd = standard ? 0 : open(r->o->in, O_RDONLY | O_CLOEXEC);
-    r->out = -1;
+    r->results.fd = r->errors.fd = -1;
     run_input_init(&r->in, fd, standard ? "standard input" : r->o->in, r->o->interrupted);
     if (fd < 0) return fail(e, TOKA_E_INPUT, "%s: %s", r->o->in, strerror(errno));
-    int code = run_open_output(r, e);
+    int code = run_open_output(r, &r->results, r->o->out, r->o->completed, e);
+    if (!code && r->o->errors) code = run_open_output(r, &r->errors, r->o->errors, r->o->failed, e);
     return code ? code : run_scan_input(r, e);
 }
 
 static int run_close(run_state *r, toka_err *e) {
     int code = 0;
-    if (r->out_is_file && fsync(r->out) && errno != EINVAL) code = fail(e, TOKA_E_IO, "%s: %s", r->o->out, strerror(errno));
-    if (r->out > 1) close(r->out);
+    run_sink *sinks[] = {&r->results, &r->errors};
+    for (int i = 0; i < COUNT(sinks); i++) {
+        run_sink *to = sinks[i];
+        if (to->is_file && fsync(to->fd) && errno != EINVAL) code = fail(e, TOKA_E_IO, "%s: %s", to->path, strerror(errno));
+        if (to->fd > 1) close(to->fd);
+    }
     if (r->in.fd > 0) close(r->in.fd);
     run_input_free(&r->in), buf_free(&r->warned);
     free(r->seen.at);
@@ -13122,7 +13668,7 @@ static int run_lines(run_state *r, toka_err *e) {
     pthread_t reader, writer;
     toka_err why;
     if (pthread_create(&reader, NULL, run_read, r)) return fail(e, TOKA_E_IO, "cannot start a thread: %s", strerror(errno));
-    bool writes = !pthread_create(&writer, NULL, run_write, r);
+    bool writes = !pthread_create(&writer, NULL, run_write_alone, r);
     int code = writes ? toka_run(r->t, true, &why) : fail(&why, TOKA_E_IO, "cannot start a thread: %s", strerror(errno));
     if (code) {
         pthread_mutex_lock(&r->lock);
@@ -13135,13 +13681,18 @@ static int run_lines(run_state *r, toka_err *e) {
     return r->e.code;
 }
 
+static void run_init(run_state *r, toka *t, const run_options *o) {
+    *r = (run_state){.o = o, .t = t, .t0 = os_now()};
+    r->t_shown = r->t0;
+    r->queue_end = &r->queue;
+    run_models(r);
+    pthread_mutex_init(&r->lock, NULL), pthread_cond_init(&r->wake, NULL);
+}
+
 static int run_batch(toka *t, const run_options *o, toka_err *e) {
-    run_state r = {.o = o, .t = t, .t0 = os_now()};
+    run_state r;
     toka_err late;
-    r.t_shown = r.t0;
-    r.queue_end = &r.queue;
-    run_models(&r);
-    pthread_mutex_init(&r.lock, NULL), pthread_cond_init(&r.wake, NULL);
+    run_init(&r, t, o);
     int code = run_open(&r, e);
     if (!code) {
         r.t0 = os_now();
@@ -13159,23 +13710,2892 @@ static int run_batch(toka *t, const run_options *o, toka_err *e) {
     return code;
 }
 
+/* The same where somebody else drives the engine, on the caller's thread. *all: every line has its result or error. */
+static int run_served(toka *t, const run_options *o, bool *all, toka_err *e) {
+    run_state r;
+    toka_err late;
+    pthread_t reader;
+    run_init(&r, t, o);
+    int code = run_open(&r, e);
+    if (!code && pthread_create(&reader, NULL, run_read, &r)) {
+        code = fail(e, TOKA_E_IO, "cannot start a thread: %s", strerror(errno));
+    } else if (!code) {
+        run_write(&r);
+        pthread_join(reader, NULL);
+        if (r.e.code) *e = r.e, code = e->code;
+    }
+    *all = !code && !r.stopped && !*o->interrupted;
+    if (run_close(&r, &late) && !code) *e = late, code = late.code;
+    return code;
+}
+
 /* ===========================================================================
  * MARK: 23. Files and batches [os]
- * To come with the server.
+ * /v1/files and /v1/batches as OpenAI defines them, kept in one folder, so that a server that was killed at any moment goes on
+ * where it stopped. What a batch does is chapter 22's: the lines of its input file run as those of `toka batch` do, and what is
+ * in its two output files is not done again.
+ *
+ *     lock             held by the one server that uses the folder
+ *     file-<32 hex>    contents of a file; .json beside it: what it is. A file exists once its .json does
+ *     batch_<32 hex>.json   a batch: its object, and under "toka" what the object does not say
+ *     *.part           an upload or a record under way; removed at start
+ *
+ * The life of a batch; each state is on disk before anybody hears of it:
+ *
+ *     fb_create --> validating --fb_validate--> in_progress --fb_run_lines--> finalizing --fb_finish--> completed
+ *                       |  input is no batch         |   time is up: what is left becomes errors ------> expired
+ *                       v                            v   fb_cancel
+ *                     failed                     cancelling --fb_finish--> cancelled
+ *
+ * One batch runs at a time, the oldest first, in a thread of its own (fb_work); its requests stand behind all others in the
+ * engine's queue. Records are written to a new file that takes the old one's place (fb_save), so one is whole or not there. A
+ * step that was cut short is done again from its beginning: each leads to the same end however often it runs.
+ *
+ * Nothing a client sends becomes part of a path: ids are made here (fb_new_id: microseconds since 1970, then 64 random bits, so
+ * that their order is that of creation), and an id that comes in is looked up in a table. Sizes and counts have bounds (FB_
+ * enums). store.lock guards the tables, all records and `running`; fb_work holds it only between steps. Order of locks:
+ * store.lock, run.lock.
  * =========================================================================== */
+
+enum { FB_BODY_BYTES = 1 << 20, FB_MAX_FILES = 100000, FB_MAX_BATCHES = 100000, FB_MAX_LINES = 10000000, FB_MAX_ERRORS = 20,
+       FB_ID_HEX = 32, FB_MAX_DAYS = 30, FB_NAME_BYTES = 512,
+       FB_PRIORITY = -1000 /* of a batch's requests: a million steps behind those of a client that waits */ };
+#define FB_FILE_BYTES ((int64_t)4 << 30)
+static const json_limits fb_limits = {32, FB_BODY_BYTES};
+
+typedef struct fb_id {
+    char z[8 + FB_ID_HEX]; /* "file-" or "batch_", then hex digits; "" is none */
+} fb_id;
+
+typedef struct fb_file {
+    fb_id id;
+    int64_t bytes, created_at;
+    char *name;          /* what the client called it; only ever shown */
+    const char *purpose; /* one of fb_purposes */
+} fb_file;
+
+enum fb_status { FB_VALIDATING, FB_FAILED, FB_IN_PROGRESS, FB_FINALIZING, FB_COMPLETED, FB_EXPIRED, FB_CANCELLING, FB_CANCELLED,
+                 FB_STATUSES };
+
+typedef struct fb_batch {
+    fb_id id, input, out, err; /* out, err: files of results and of errors; in the file table once the batch has ended */
+    enum fb_status status;
+    bool chat;                 /* endpoint: /v1/chat/completions, else /v1/completions */
+    char window[16];           /* completion_window as given: "24h" */
+    int64_t at[FB_STATUSES];   /* when it came into each state, unix seconds; 0: never. at[FB_VALIDATING]: created */
+    int64_t expires_at;
+    char *model;               /* that it was made for: another does not run it */
+    char *metadata, *errors;   /* JSON: an object; a list of errors */
+    bool has_out, has_err;     /* they are files now */
+    atomic_llong total, completed, failed;
+    atomic_int stop;           /* asks chapter 22 to stop: cancelled, out of time, or the server ends */
+} fb_batch;
+
+typedef struct fb_options {
+    const char *dir;    /* folder; NULL: $XDG_DATA_HOME/toka/files or ~/.local/share/toka/files; "off": none */
+    toka *t;            /* somebody else drives it until fb_close has returned */
+    const api_model *m; /* what bodies are read against; its first name is the model of batches */
+} fb_options;
+
+typedef struct fb_store {
+    fb_options o;
+    char *path;      /* of the folder; NULL: there is none */
+    toka_err why;    /* why it cannot be used; code 0: it can */
+    int dir, locked; /* descriptors, -1 before the folder is there */
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    fb_file *files;  /* [n_files] oldest first, as are batches */
+    fb_batch **batches;
+    size_t n_files, cap_files, n_batches, cap_batches;
+    fb_batch *running;
+    int64_t last_us; /* of the newest id */
+    bool stopping, started;
+    pthread_t worker;
+} fb_store;
+
+static const char *const fb_status_names[FB_STATUSES] = {"validating", "failed", "in_progress", "finalizing",
+                                                         "completed", "expired", "cancelling", "cancelled"};
+static const char *const fb_purposes[] = {"batch", "batch_output", "fine-tune", "assistants", "vision", "user_data", "evals"};
+
+static bool fb_has_ended(const fb_batch *b) {
+    return b->status == FB_FAILED || b->status == FB_COMPLETED || b->status == FB_EXPIRED || b->status == FB_CANCELLED;
+}
+
+/* ---- Multipart forms (RFC 7578), pure: bytes in any pieces, parts out ---- */
+
+enum fb_form_event { FB_FORM_MORE, FB_FORM_PART, FB_FORM_DATA, FB_FORM_PART_END, FB_FORM_END, FB_FORM_BAD };
+enum fb_form_state { FB_FORM_PREAMBLE, FB_FORM_BODY, FB_FORM_MARK, FB_FORM_HEAD, FB_FORM_DONE };
+
+typedef struct fb_form {
+    enum fb_form_state state;
+    char mark[4 + 70]; /* CR LF - - boundary: what ends a part */
+    size_t n_mark, matched; /* of it, at the end of what was taken so far */
+    buf head;           /* headers of the part */
+    buf name, filename; /* of the part */
+    bool is_file;       /* it has a filename */
+} fb_form;
+
+enum { FB_HEAD_BYTES = 8192 };
+
+/* The value of a parameter of a header line: name="..." or name=..., behind a ';'. False: there is none. */
+static bool fb_parameter(str line, const char *name, buf *out) {
+    bool quoted = false;
+    for (size_t i = 0; i < line.n; i++) {
+        quoted ^= line.p[i] == '"';
+        if (quoted && line.p[i] == '\\') i++;
+        if (quoted || line.p[i] != ';') continue;
+        for (i++; i < line.n && (line.p[i] == ' ' || line.p[i] == '\t'); i++) {}
+        size_t from = i + strlen(name);
+        if (from >= line.n || strncasecmp(line.p + i, name, strlen(name)) || line.p[from] != '=') {
+            i--;
+            continue;
+        }
+        quoted = ++from < line.n && line.p[from] == '"';
+        buf_clear(out);
+        for (from += quoted; from < line.n && (quoted ? line.p[from] != '"' : !strchr("; \t\r", line.p[from])); from++) {
+            if (quoted && line.p[from] == '\\' && from + 1 < line.n && strchr("\"\\", line.p[from + 1])) from++;
+            buf_char(out, line.p[from]);
+        }
+        return true;
+    }
+    return false;
+}
+
+/* content_type: the request's. False: it is no form, or its boundary is not one. */
+static bool fb_form_init(fb_form *f, str content_type) {
+    static const char type[] = "multipart/form-data";
+    buf boundary = {0};
+    *f = (fb_form){.matched = 2}; /* the first mark needs no line end before it */
+    bool good = content_type.n >= sizeof type - 1 && !strncasecmp(content_type.p, type, sizeof type - 1) &&
+                fb_parameter(content_type, "boundary", &boundary) && boundary.n >= 1 && boundary.n <= 70;
+    for (size_t i = 0; i < boundary.n && good; i++) good = boundary.p[i] >= ' ' && boundary.p[i] < 0x7F;
+    if (good) {
+        memcpy(f->mark, "\r\n--", 4), memcpy(f->mark + 4, boundary.p, boundary.n);
+        f->n_mark = 4 + boundary.n;
+    }
+    buf_free(&boundary);
+    return good;
+}
+static void fb_form_free(fb_form *f) { buf_free(&f->head), buf_free(&f->name), buf_free(&f->filename); }
+
+/* Bytes before the next mark. A CR stands only at its beginning, so a match that fails can only begin anew at the byte that
+ * failed. */
+static size_t fb_form_scan(fb_form *f, str in, str *data, enum fb_form_event *event) {
+    size_t at = 0;
+    *event = FB_FORM_MORE;
+    if (!f->matched) {
+        const char *cr = memchr(in.p, '\r', in.n);
+        at = cr ? (size_t)(cr - in.p) : in.n;
+        *data = str_sub(in, 0, at);
+        if (at) {
+            if (f->state == FB_FORM_BODY) *event = FB_FORM_DATA;
+            return at;
+        }
+    }
+    while (at < in.n && f->matched < f->n_mark && in.p[at] == f->mark[f->matched]) at++, f->matched++;
+    if (f->matched == f->n_mark) {
+        if (f->state == FB_FORM_BODY) *event = FB_FORM_PART_END;
+        f->state = FB_FORM_MARK, f->matched = 0;
+        buf_clear(&f->head);
+    } else if (at < in.n) { /* it was none: what matched is data */
+        *data = (str){f->mark, f->matched};
+        if (f->state == FB_FORM_BODY) *event = FB_FORM_DATA;
+        f->matched = 0;
+    }
+    return at;
+}
+
+static bool fb_form_headers(fb_form *f) { /* head is whole: lines, each with CR LF */
+    static const char disposition[] = "content-disposition:";
+    for (str rest = buf_view(&f->head), line; rest.n; rest = str_sub(rest, MIN(line.n + 1, rest.n), rest.n)) {
+        const char *feed = memchr(rest.p, '\n', rest.n);
+        line = str_sub(rest, 0, feed ? (size_t)(feed - rest.p) : rest.n);
+        if (line.n < sizeof disposition - 1 || strncasecmp(line.p, disposition, sizeof disposition - 1)) continue;
+        f->is_file = fb_parameter(line, "filename", &f->filename);
+        return fb_parameter(line, "name", &f->name);
+    }
+    return false;
+}
+
+/* Behind a mark: "--" ends the form, CR LF opens a part. */
+static enum fb_form_event fb_form_mark(fb_form *f, char c) {
+    buf_char(&f->head, c);
+    str got = buf_view(&f->head);
+    if (str_is(got, "--")) return f->state = FB_FORM_DONE, FB_FORM_END;
+    if (str_ends(got, STR("\r\n"))) {
+        f->state = FB_FORM_HEAD;
+        buf_clear(&f->head);
+        return FB_FORM_MORE;
+    }
+    bool fine = got.n < 32 && (c == ' ' || c == '\t' || c == '\r' || (c == '-' && got.n == 1)); /* padding is allowed */
+    return fine ? FB_FORM_MORE : FB_FORM_BAD;
+}
+
+/* Takes bytes; *used says how many. MORE: go on with the rest, or with the next piece; PART: f->name, f->filename are those of a
+ * new part; DATA: *data belongs to it (valid until the next call); PART_END; END: the form is whole, what follows is ignored. (A
+ * mark that turns out to be none gives data without taking a byte: *used is 0 then, but never twice.) */
+static enum fb_form_event fb_form_take(fb_form *f, str in, size_t *used, str *data) {
+    enum fb_form_event event = FB_FORM_MORE;
+    *data = STR("");
+    *used = in.n ? 1 : 0;
+    if (!in.n) return FB_FORM_MORE;
+    if (f->state == FB_FORM_PREAMBLE || f->state == FB_FORM_BODY) return *used = fb_form_scan(f, in, data, &event), event;
+    if (f->state == FB_FORM_MARK) return fb_form_mark(f, in.p[0]);
+    if (f->state == FB_FORM_DONE) return *used = in.n, FB_FORM_MORE;
+    buf_char(&f->head, in.p[0]);
+    if (f->head.n > FB_HEAD_BYTES) return FB_FORM_BAD;
+    bool none = str_is(buf_view(&f->head), "\r\n");
+    if (!none && !str_ends(buf_view(&f->head), STR("\r\n\r\n"))) return FB_FORM_MORE;
+    f->state = FB_FORM_BODY;
+    f->matched = 0;
+    return fb_form_headers(f) ? FB_FORM_PART : FB_FORM_BAD;
+}
+
+/* ---- Ids, tables, and their records on disk ---- */
+
+static int64_t fb_now(void) { return (int64_t)time(NULL); }
+
+/* With store.lock held. */
+static fb_id fb_new_id(fb_store *s, const char *prefix) {
+    fb_id id;
+    struct timespec t;
+    uint64_t noise = 0;
+    clock_gettime(CLOCK_REALTIME, &t);
+    s->last_us = MAX(s->last_us + 1, (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000);
+    while (getrandom(&noise, sizeof noise, 0) != sizeof noise) {}
+    snprintf(id.z, sizeof id.z, "%s%016llx%016llx", prefix, (unsigned long long)s->last_us, (unsigned long long)noise);
+    return id;
+}
+
+/* An id as it comes in: the prefix and 32 lower-case hex digits, nothing else. */
+static bool fb_read_id(str text, const char *prefix, fb_id *id) {
+    size_t n = strlen(prefix);
+    *id = (fb_id){{0}};
+    if (text.n != n + FB_ID_HEX || !str_starts(text, str_c(prefix))) return false;
+    for (size_t i = n; i < text.n; i++)
+        if (!strchr("0123456789abcdef", text.p[i]) || !text.p[i]) return false;
+    memcpy(id->z, text.p, text.n);
+    return true;
+}
+
+/* Index of the first entry whose id's digits are not below; ids of one table have one prefix. */
+static size_t fb_file_at(const fb_store *s, const fb_id *id) {
+    size_t lo = 0, hi = s->n_files;
+    while (lo < hi) {
+        size_t mid = lo + (hi - lo) / 2;
+        if (strcmp(s->files[mid].id.z, id->z) < 0) lo = mid + 1;
+        else hi = mid;
+    }
+    return lo;
+}
+static size_t fb_batch_at(const fb_store *s, const fb_id *id) {
+    size_t lo = 0, hi = s->n_batches;
+    while (lo < hi) {
+        size_t mid = lo + (hi - lo) / 2;
+        if (strcmp(s->batches[mid]->id.z, id->z) < 0) lo = mid + 1;
+        else hi = mid;
+    }
+    return lo;
+}
+static fb_file *fb_find_file(const fb_store *s, const fb_id *id) {
+    size_t i = fb_file_at(s, id);
+    return i < s->n_files && !strcmp(s->files[i].id.z, id->z) ? &s->files[i] : NULL;
+}
+static fb_batch *fb_find_batch(const fb_store *s, const fb_id *id) {
+    size_t i = fb_batch_at(s, id);
+    return i < s->n_batches && !strcmp(s->batches[i]->id.z, id->z) ? s->batches[i] : NULL;
+}
+
+static void fb_insert_file(fb_store *s, fb_file f) {
+    size_t i = fb_file_at(s, &f.id);
+    if (s->n_files == s->cap_files) {
+        s->cap_files = MAX((size_t)64, 2 * s->cap_files);
+        s->files = mem_realloc(s->files, s->cap_files * sizeof *s->files);
+    }
+    memmove(&s->files[i + 1], &s->files[i], (s->n_files++ - i) * sizeof *s->files);
+    s->files[i] = f;
+}
+static void fb_insert_batch(fb_store *s, fb_batch *b) {
+    size_t i = fb_batch_at(s, &b->id);
+    if (s->n_batches == s->cap_batches) {
+        s->cap_batches = MAX((size_t)64, 2 * s->cap_batches);
+        s->batches = mem_realloc(s->batches, s->cap_batches * sizeof *s->batches);
+    }
+    memmove(&s->batches[i + 1], &s->batches[i], (s->n_batches++ - i) * sizeof *s->batches);
+    s->batches[i] = b;
+}
+
+static void fb_batch_del(fb_batch *b) { free(b->model), free(b->metadata), free(b->errors), free(b); }
+
+static const char *fb_purpose(str name) { /* NULL: unknown */
+    for (int i = 0; i < COUNT(fb_purposes); i++)
+        if (str_is(name, fb_purposes[i])) return fb_purposes[i];
+    return NULL;
+}
+
+static void fb_put_file(const fb_file *f, buf *b) {
+    json_put_open(b, '{');
+    json_put_key(b, "id"), json_put_str(b, str_c(f->id.z));
+    json_put_key(b, "object"), json_put_str(b, STR("file"));
+    json_put_key(b, "bytes"), json_put_int(b, f->bytes);
+    json_put_key(b, "created_at"), json_put_int(b, f->created_at);
+    json_put_key(b, "filename"), json_put_str(b, str_c(f->name));
+    json_put_key(b, "purpose"), json_put_str(b, str_c(f->purpose));
+    json_put_key(b, "status"), json_put_str(b, STR("processed"));
+    json_put_close(b, '}');
+}
+
+static void fb_put_id_or_null(buf *b, const char *name, bool there, const fb_id *id) {
+    json_put_key(b, name);
+    if (there) json_put_str(b, str_c(id->z));
+    else json_put_null(b);
+}
+
+/* A batch object without its closing brace. */
+static void fb_put_batch(const fb_batch *x, buf *b) {
+    static const struct {
+        const char *name;
+        enum fb_status status;
+    } times[] = {{"in_progress_at", FB_IN_PROGRESS}, {"finalizing_at", FB_FINALIZING}, {"completed_at", FB_COMPLETED},
+                 {"failed_at", FB_FAILED}, {"expired_at", FB_EXPIRED}, {"cancelling_at", FB_CANCELLING},
+                 {"cancelled_at", FB_CANCELLED}};
+    json_put_open(b, '{');
+    json_put_key(b, "id"), json_put_str(b, str_c(x->id.z));
+    json_put_key(b, "object"), json_put_str(b, STR("batch"));
+    json_put_key(b, "endpoint"), json_put_str(b, x->chat ? STR("/v1/chat/completions") : STR("/v1/completions"));
+    json_put_key(b, "model"), json_put_str(b, str_c(x->model));
+    json_put_key(b, "errors"), json_comma(b);
+    if (x->errors) buf_printf(b, "{\"object\":\"list\",\"data\":%s}", x->errors);
+    else buf_c(b, "null");
+    json_put_key(b, "input_file_id"), json_put_str(b, str_c(x->input.z));
+    json_put_key(b, "completion_window"), json_put_str(b, str_c(x->window));
+    json_put_key(b, "status"), json_put_str(b, str_c(fb_status_names[x->status]));
+    fb_put_id_or_null(b, "output_file_id", x->has_out, &x->out);
+    fb_put_id_or_null(b, "error_file_id", x->has_err, &x->err);
+    json_put_key(b, "created_at"), json_put_int(b, x->at[FB_VALIDATING]);
+    json_put_key(b, "expires_at"), json_put_int(b, x->expires_at);
+    for (int i = 0; i < COUNT(times); i++) {
+        json_put_key(b, times[i].name);
+        if (x->at[times[i].status]) json_put_int(b, x->at[times[i].status]);
+        else json_put_null(b);
+    }
+    json_put_key(b, "request_counts"), json_put_open(b, '{');
+    json_put_key(b, "total"), json_put_int(b, x->total);
+    json_put_key(b, "completed"), json_put_int(b, x->completed);
+    json_put_key(b, "failed"), json_put_int(b, x->failed);
+    json_put_close(b, '}');
+    json_put_key(b, "metadata"), json_comma(b), buf_c(b, x->metadata ? x->metadata : "null");
+}
+
+/* Writes a record: whole, on disk, and then in the old one's place. */
+static int fb_save(fb_store *s, const fb_id *id, str record, toka_err *e) {
+    char part[64], name[64];
+    snprintf(part, sizeof part, "%s.json.part", id->z), snprintf(name, sizeof name, "%s.json", id->z);
+    int fd = openat(s->dir, part, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    bool good = fd >= 0;
+    for (size_t at = 0; good && at < record.n;) {
+        ssize_t n = write(fd, record.p + at, record.n - at);
+        good = n > 0 || (n < 0 && errno == EINTR);
+        if (n > 0) at += (size_t)n;
+    }
+    good = good && !fsync(fd) && !renameat(s->dir, part, s->dir, name) && !fsync(s->dir);
+    int why = errno;
+    if (fd >= 0) close(fd);
+    return good ? 0 : fail(e, TOKA_E_IO, "%s: %s", s->path, strerror(why));
+}
+
+static int fb_save_file(fb_store *s, const fb_file *f, toka_err *e) {
+    buf b = {0};
+    fb_put_file(f, &b);
+    int code = fb_save(s, &f->id, buf_view(&b), e);
+    buf_free(&b);
+    return code;
+}
+
+static int fb_save_batch(fb_store *s, const fb_batch *x, toka_err *e) {
+    buf b = {0};
+    fb_put_batch(x, &b);
+    json_put_key(&b, "toka"), json_put_open(&b, '{');
+    json_put_key(&b, "output"), json_put_str(&b, str_c(x->out.z));
+    json_put_key(&b, "errors"), json_put_str(&b, str_c(x->err.z));
+    buf_c(&b, "}}");
+    int code = fb_save(s, &x->id, buf_view(&b), e);
+    buf_free(&b);
+    return code;
+}
+
+/* Into a state, now, on disk too. With store.lock held. What cannot be written is told on standard error and written with the
+ * next. */
+static void fb_enter(fb_store *s, fb_batch *b, enum fb_status status) {
+    toka_err e;
+    b->status = status;
+    if (!b->at[status]) b->at[status] = fb_now();
+    if (fb_save_batch(s, b, &e)) fprintf(stderr, "toka serve: %s: %s\n", b->id.z, e.msg);
+}
+
+/* ---- Reading the folder ---- */
+
+static char *fb_text(const json *v) { /* a JSON value as text, on the heap; NULL of null */
+    buf b = {0};
+    if (!v || v->type == JSON_NULL) return NULL;
+    json_put_value(&b, v);
+    return b.p;
+}
+static char *fb_copy(str s) { return mem_check(strndup(s.p, s.n)); }
+
+static bool fb_load_file(fb_store *s, const fb_id *id, const json *root) {
+    struct stat st;
+    const char *purpose = fb_purpose(json_str(json_get(root, "purpose")));
+    if (!purpose || fstatat(s->dir, id->z, &st, AT_SYMLINK_NOFOLLOW) || !S_ISREG(st.st_mode)) return false;
+    fb_insert_file(s, (fb_file){*id, (int64_t)st.st_size, json_int(json_get(root, "created_at"), 0),
+                                fb_copy(json_str(json_get(root, "filename"))), purpose});
+    return true;
+}
+
+static int fb_read_status(const json *root) { /* -1: none of ours */
+    for (int i = 0; i < FB_STATUSES; i++)
+        if (str_is(json_str(json_get(root, "status")), fb_status_names[i])) return i;
+    return -1;
+}
+
+static bool fb_load_batch(fb_store *s, const fb_id *id, const json *root) {
+    const json *own = json_get(root, "toka"), *counts = json_get(root, "request_counts");
+    str window = json_str(json_get(root, "completion_window"));
+    fb_batch *b = mem_zalloc(sizeof *b);
+    int status = fb_read_status(root);
+    b->id = *id;
+    bool good = status >= 0 && window.n < sizeof b->window &&
+                fb_read_id(json_str(json_get(root, "input_file_id")), "file-", &b->input) &&
+                fb_read_id(json_str(json_get(own, "output")), "file-", &b->out) &&
+                fb_read_id(json_str(json_get(own, "errors")), "file-", &b->err);
+    if (!good) {
+        fb_batch_del(b);
+        return false;
+    }
+    b->status = (enum fb_status)status;
+    b->chat = str_is(json_str(json_get(root, "endpoint")), "/v1/chat/completions");
+    memcpy(b->window, window.p, window.n);
+    for (int i = 0; i < FB_STATUSES; i++) {
+        char name[32];
+        snprintf(name, sizeof name, "%s_at", i == FB_VALIDATING ? "created" : fb_status_names[i]);
+        b->at[i] = json_int(json_get(root, name), 0);
+    }
+    b->expires_at = json_int(json_get(root, "expires_at"), 0);
+    b->model = fb_copy(json_str(json_get(root, "model")));
+    b->metadata = fb_text(json_get(root, "metadata")), b->errors = fb_text(json_get(json_get(root, "errors"), "data"));
+    b->has_out = json_is(json_get(root, "output_file_id"), JSON_STRING),
+    b->has_err = json_is(json_get(root, "error_file_id"), JSON_STRING);
+    b->total = json_int(json_get(counts, "total"), 0);
+    b->completed = json_int(json_get(counts, "completed"), 0);
+    b->failed = json_int(json_get(counts, "failed"), 0);
+    fb_insert_batch(s, b);
+    return true;
+}
+
+/* One entry of the folder. */
+static void fb_load(fb_store *s, const char *name) {
+    str stem = str_c(name), text;
+    fb_id id;
+    arena a = {0};
+    toka_err e;
+    char path[4096];
+    if (str_ends(stem, STR(".part"))) unlinkat(s->dir, name, 0);
+    if (!str_ends(stem, STR(".json"))) return;
+    stem.n -= 5;
+    bool file = fb_read_id(stem, "file-", &id);
+    if (!file && !fb_read_id(stem, "batch_", &id)) return;
+    snprintf(path, sizeof path, "%s/%s", s->path, name);
+    if (os_map(path, &text, &e)) return;
+    const json *root = json_parse(&a, text, json_trusted, &e);
+    bool good = root && (file ? fb_load_file(s, &id, root) : fb_load_batch(s, &id, root));
+    if (!good) fprintf(stderr, "toka serve: %s: not a record of ours, left alone\n", path);
+    char us[17] = {0};
+    memcpy(us, strpbrk(id.z, "-_") + 1, 16);
+    s->last_us = MAX(s->last_us, (int64_t)(strtoull(us, NULL, 16) & INT64_MAX));
+    arena_free(&a), os_unmap(text);
+}
+
+/* Contents that no record names: of a crash between two steps. Unfinished batches own theirs. */
+static void fb_sweep(fb_store *s, const char *name) {
+    fb_id id;
+    if (!fb_read_id(str_c(name), "file-", &id) || fb_find_file(s, &id)) return;
+    for (size_t i = 0; i < s->n_batches; i++) {
+        const fb_batch *b = s->batches[i];
+        if (!fb_has_ended(b) && (!strcmp(b->out.z, id.z) || !strcmp(b->err.z, id.z))) return;
+    }
+    unlinkat(s->dir, name, 0);
+}
+
+static int fb_each_entry(fb_store *s, void (*visit)(fb_store *, const char *), toka_err *e) {
+    DIR *d = opendir(s->path);
+    if (!d) return fail(e, TOKA_E_IO, "%s: %s", s->path, strerror(errno));
+    for (const struct dirent *it; (it = readdir(d));) visit(s, it->d_name);
+    closedir(d);
+    return 0;
+}
+
+/* Makes the folder with what leads to it, for this user alone. */
+static int fb_make_folder(char *path, toka_err *e) {
+    for (char *p = path + 1;; p++) {
+        if (*p && *p != '/') continue;
+        char kept = *p;
+        *p = 0;
+        int bad = mkdir(path, 0700) && errno != EEXIST;
+        if (bad) return fail(e, TOKA_E_IO, "%s: %s", path, strerror(errno));
+        if (!(*p = kept)) return 0;
+    }
+}
+
+static void *fb_work(void *user);
+
+/* Locks the folder, reads what is there, and goes on with it. */
+static int fb_take_folder(fb_store *s, toka_err *e) {
+    int code = fb_make_folder(s->path, e);
+    if (code) return code;
+    s->dir = open(s->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (s->dir >= 0) s->locked = openat(s->dir, "lock", O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (s->dir < 0 || s->locked < 0) return fail(e, TOKA_E_IO, "%s: %s", s->path, strerror(errno));
+    for (int tries = 0; flock(s->locked, LOCK_EX | LOCK_NB); tries++) {
+        if (errno != EWOULDBLOCK) return fail(e, TOKA_E_IO, "%s: %s", s->path, strerror(errno));
+        if (tries == 30) return fail(e, TOKA_E_USE, "%s is in use by another server; give another --files-dir", s->path);
+        usleep(100000); /* one that was killed a moment ago holds it until the system has taken it apart */
+    }
+    if ((code = fb_each_entry(s, fb_load, e)) || (code = fb_each_entry(s, fb_sweep, e))) return code;
+    if (pthread_create(&s->worker, NULL, fb_work, s)) return fail(e, TOKA_E_IO, "cannot start a thread: %s", strerror(errno));
+    s->started = true;
+    return 0;
+}
+
+/* The same the first time it is needed. What went wrong then is what all hear from then on. With store.lock held. */
+static int fb_attach(fb_store *s, toka_err *e) {
+    if (!s->started && !s->why.code) fb_take_folder(s, &s->why);
+    *e = s->why;
+    return e->code;
+}
+
+static char *fb_default_folder(void) { /* NULL: the user has no home */
+    const char *data = getenv("XDG_DATA_HOME"), *home = getenv("HOME");
+    buf b = {0};
+    if (data && *data == '/') buf_printf(&b, "%s/toka/files", data);
+    else if (home && *home == '/') buf_printf(&b, "%s/.local/share/toka/files", home);
+    return b.p;
+}
+
+/* Batches stop where they are. The engine must still be driven: requests under way are cancelled. */
+static void fb_close(fb_store *s) {
+    if (!s) return;
+    pthread_mutex_lock(&s->lock);
+    s->stopping = true;
+    if (s->running) s->running->stop = 1;
+    pthread_cond_broadcast(&s->wake);
+    pthread_mutex_unlock(&s->lock);
+    if (s->started) pthread_join(s->worker, NULL);
+    for (size_t i = 0; i < s->n_files; i++) free(s->files[i].name);
+    for (size_t i = 0; i < s->n_batches; i++) fb_batch_del(s->batches[i]);
+    if (s->locked >= 0) close(s->locked);
+    if (s->dir >= 0) close(s->dir);
+    pthread_mutex_destroy(&s->lock), pthread_cond_destroy(&s->wake);
+    free(s->files), free(s->batches), free(s->path), free(s);
+}
+
+/* A folder that was asked for must be usable. The default one is made when first needed. */
+static int fb_open(fb_store **out, const fb_options *o, toka_err *e) {
+    fb_store *s = mem_zalloc(sizeof *s);
+    bool off = o->dir && !strcmp(o->dir, "off");
+    int code = 0;
+    s->o = *o, s->dir = s->locked = -1;
+    pthread_mutex_init(&s->lock, NULL), pthread_cond_init(&s->wake, NULL);
+    s->path = off ? NULL : o->dir ? mem_check(strdup(o->dir)) : fb_default_folder();
+    const char *why = off ? "--files-dir off" : "no HOME, and no --files-dir";
+    if (!s->path) fail(&s->why, TOKA_E_USE, "this server keeps no files: %s", why);
+    pthread_mutex_lock(&s->lock);
+    if (o->dir && !off) code = fb_attach(s, e);
+    else if (s->path && os_is_dir(s->path) && fb_attach(s, e)) fprintf(stderr, "toka serve: %s\n", e->msg);
+    pthread_mutex_unlock(&s->lock);
+    *out = s;
+    if (code) fb_close(s), *out = NULL;
+    return code;
+}
+
+/* ---- A batch from beginning to end: the worker's thread ---- */
+
+static void fb_put_error(buf *list, const char *code, int64_t line, const char *param, const char *message) {
+    json_put_open(list, '{');
+    json_put_key(list, "code"), json_put_str(list, str_c(code));
+    json_put_key(list, "line");
+    if (line) json_put_int(list, line);
+    else json_put_null(list);
+    json_put_key(list, "message"), json_put_str(list, str_c(message));
+    json_put_key(list, "param");
+    if (param) json_put_str(list, str_c(param));
+    else json_put_null(list);
+    json_put_close(list, '}');
+}
+
+/* What is wrong with a line as a member of a batch; its body is looked at when it runs. NULL: nothing. */
+static const char *fb_line_error(const fb_batch *b, const json *root, const char **param, const char **message) {
+    const json *id = json_get(root, "custom_id"), *method = json_get(root, "method");
+    *param = "custom_id";
+    if (!json_is(root, JSON_OBJECT)) return *param = NULL, *message = "expected a JSON object", "invalid_json_line";
+    if (!json_is(id, JSON_STRING) || !id->n) return *message = "custom_id: expected a text", "missing_required_parameter";
+    *param = "method";
+    if (!str_is(json_str(method), "POST")) return *message = "method: expected POST", "invalid_method";
+    *param = "url";
+    if (!str_is(json_str(json_get(root, "url")), b->chat ? "/v1/chat/completions" : "/v1/completions"))
+        return *message = "url: it is not the endpoint of the batch", "invalid_url";
+    *param = "body";
+    if (!json_is(json_get(root, "body"), JSON_OBJECT)) return *message = "body: expected an object", "missing_required_parameter";
+    return NULL;
+}
+
+static void fb_validate_line(fb_batch *b, run_table *seen, const run_input *in, str line, buf *errors, int *n_errors) {
+    arena a = {0};
+    toka_err why = {0};
+    const char *param = NULL, *message = why.msg, *code;
+    if (in->too_long) fail(&why, TOKA_E_INPUT, "longer than %d bytes", RUN_LINE_BYTES);
+    const json *root = why.code ? NULL : json_parse(&a, line, run_limits, &why);
+    code = root ? fb_line_error(b, root, &param, &message) : "invalid_json_line";
+    if (!code) {
+        run_seen *place = run_table_at(seen, run_hash(json_str(json_get(root, "custom_id"))));
+        if (place->state) {
+            fail(&why, TOKA_E_USE, "the custom_id of line %lld again", (long long)place->state);
+            code = "duplicate_custom_id", param = "custom_id", message = why.msg;
+        }
+        run_table_set(seen, place, place->state ? place->state : (uint64_t)in->number);
+    }
+    if (code && (*n_errors)++ < FB_MAX_ERRORS) fb_put_error(errors, code, in->number, param, message);
+    arena_free(&a);
+}
+
+/* Reads the input once. Fills b->total, and the list of what is wrong. */
+static void fb_validate(fb_store *s, fb_batch *b, buf *errors) {
+    run_table seen = {0};
+    run_input in;
+    str line;
+    toka_err e = {0};
+    int n_errors = 0, got = 0;
+    int64_t total = 0;
+    int fd = openat(s->dir, b->input.z, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    if (fd < 0) {
+        fb_put_error(errors, "file_not_found", 0, "input_file_id", "the input file is gone");
+        return;
+    }
+    run_input_init(&in, fd, b->input.z, &b->stop);
+    while (total <= FB_MAX_LINES && n_errors < FB_MAX_ERRORS && (got = run_next_line(&in, &line, NULL, &e)) > 0) {
+        if (!in.too_long && run_is_blank(line)) continue;
+        total++;
+        fb_validate_line(b, &seen, &in, line, errors, &n_errors);
+    }
+    if (got < 0) fb_put_error(errors, "server_error", 0, NULL, e.msg);
+    else if (!total && !b->stop) fb_put_error(errors, "empty_batch", 0, NULL, "the input file has no requests");
+    if (total > FB_MAX_LINES) fb_put_error(errors, "too_many_tasks", 0, NULL, "the input file has too many requests");
+    b->total = total;
+    run_input_free(&in), free(seen.at);
+    close(fd);
+}
+
+/* Runs what is not done yet. expired: every such line becomes an error. *all: nothing is left. */
+static int fb_run_lines(fb_store *s, fb_batch *b, bool expired, bool *all, toka_err *e) {
+    buf in = {0}, out = {0}, err = {0};
+    buf_printf(&in, "%s/%s", s->path, b->input.z), buf_printf(&out, "%s/%s", s->path, b->out.z);
+    buf_printf(&err, "%s/%s", s->path, b->err.z);
+    run_options o = {.in = in.p, .out = out.p, .errors = err.p, .now = s->o.m->now, .base = s->o.m->base,
+                     .model = s->o.m, .quiet = true,
+                     .interrupted = &b->stop, .until = expired ? 0 : b->expires_at, .expired = expired,
+                     .completed = &b->completed, .failed = &b->failed};
+    o.base.priority = FB_PRIORITY;
+    int code = run_served(s->o.t, &o, all, e);
+    buf_free(&in), buf_free(&out), buf_free(&err);
+    return code;
+}
+
+/* A file ends with its last whole line: it may be of a batch that was killed and then cancelled. */
+static void fb_cut_torn(int fd) {
+    char block[4096];
+    off_t end = lseek(fd, 0, SEEK_END);
+    while (end > 0) {
+        off_t from = MAX((off_t)0, end - (off_t)sizeof block);
+        ssize_t n = pread(fd, block, (size_t)(end - from), from);
+        const char *feed = n == end - from ? memrchr(block, '\n', (size_t)n) : NULL;
+        end = feed ? from + (feed - block) + 1 : from;
+        if (feed || n < 0) break;
+    }
+    if (ftruncate(fd, end)) fprintf(stderr, "toka serve: a torn last line: %s\n", strerror(errno));
+}
+
+/* One of the two output files: a file from now on, if there is anything in it. With store.lock held. */
+static bool fb_publish(fb_store *s, const fb_batch *b, const fb_id *id, const char *kind) {
+    struct stat st;
+    toka_err e;
+    if (fb_find_file(s, id)) return true; /* published before a crash */
+    int fd = openat(s->dir, id->z, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+    if (fd < 0) return false;
+    fb_cut_torn(fd);
+    bool any = !fsync(fd) && !fstat(fd, &st) && st.st_size;
+    close(fd);
+    if (!any) return unlinkat(s->dir, id->z, 0), false;
+    buf name = {0};
+    buf_printf(&name, "%s_%s.jsonl", b->id.z, kind);
+    fb_file f = {*id, (int64_t)st.st_size, fb_now(), name.p, "batch_output"};
+    if (fb_save_file(s, &f, &e)) fprintf(stderr, "toka serve: %s: %s\n", id->z, e.msg);
+    fb_insert_file(s, f);
+    return true;
+}
+
+/* To its end. With store.lock held. */
+static void fb_finish(fb_store *s, fb_batch *b, enum fb_status end) {
+    b->has_out = fb_publish(s, b, &b->out, "output"), b->has_err = fb_publish(s, b, &b->err, "error");
+    fb_enter(s, b, end);
+}
+
+static void fb_fail(fb_store *s, fb_batch *b, str errors) { /* with store.lock held */
+    buf list = {0};
+    buf_char(&list, '['), buf_str(&list, errors), buf_char(&list, ']');
+    free(b->errors), b->errors = list.p;
+    fb_finish(s, b, FB_FAILED);
+}
+
+static void fb_step_validate(fb_store *s, fb_batch *b) {
+    buf errors = {0};
+    fb_validate(s, b, &errors);
+    pthread_mutex_lock(&s->lock);
+    if (errors.n && b->status == FB_VALIDATING) fb_fail(s, b, buf_view(&errors));
+    else if (b->status == FB_VALIDATING && !b->stop) fb_enter(s, b, FB_IN_PROGRESS);
+    pthread_mutex_unlock(&s->lock);
+    buf_free(&errors);
+}
+
+/* A device that failed is not the batch's fault: it goes on with the next server. */
+static void fb_step_run(fb_store *s, fb_batch *b) {
+    toka_err e;
+    bool all = false, expired = fb_now() >= b->expires_at;
+    int code = fb_run_lines(s, b, expired, &all, &e);
+    pthread_mutex_lock(&s->lock);
+    if (code == TOKA_E_DEVICE) {
+        s->stopping = true;
+    } else if (b->status == FB_IN_PROGRESS && code && !b->stop) {
+        buf error = {0};
+        fb_put_error(&error, "server_error", 0, NULL, e.msg);
+        fb_fail(s, b, buf_view(&error));
+        buf_free(&error);
+    } else if (b->status == FB_IN_PROGRESS && all) {
+        if (expired) fb_finish(s, b, FB_EXPIRED);
+        else fb_enter(s, b, FB_FINALIZING);
+    }
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* The oldest batch that there is something to do for. With store.lock held. */
+static fb_batch *fb_next(const fb_store *s) {
+    for (size_t i = 0; i < s->n_batches; i++) {
+        fb_batch *b = s->batches[i];
+        bool ours = !strcmp(b->model, s->o.m->names[0]) || b->status == FB_CANCELLING || b->status == FB_FINALIZING;
+        if (!fb_has_ended(b) && ours) return b;
+    }
+    return NULL;
+}
+
+static void *fb_work(void *user) {
+    fb_store *s = user;
+    pthread_mutex_lock(&s->lock);
+    while (!s->stopping) {
+        fb_batch *b = s->running = fb_next(s);
+        if (!b) {
+            pthread_cond_wait(&s->wake, &s->lock);
+        } else if (b->status == FB_FINALIZING) {
+            fb_finish(s, b, FB_COMPLETED);
+        } else if (b->status == FB_CANCELLING) {
+            fb_finish(s, b, FB_CANCELLED);
+        } else {
+            void (*step)(fb_store *, fb_batch *) = b->status == FB_VALIDATING ? fb_step_validate : fb_step_run;
+            pthread_mutex_unlock(&s->lock);
+            step(s, b);
+            pthread_mutex_lock(&s->lock);
+        }
+    }
+    s->running = NULL;
+    pthread_mutex_unlock(&s->lock);
+    return NULL;
+}
+
+/* ---- Answers ---- */
+
+static void fb_error(http_reply *reply, int status, const char *param, const char *code, const char *message) {
+    reply->status = status;
+    buf_clear(&reply->body);
+    api_error(&reply->body, status, message, NULL, param, code);
+}
+
+static void fb_not_found(http_reply *reply, const char *what, str id) {
+    toka_err e;
+    fail(&e, TOKA_E_USE, "no such %s: '%.*s'", what, STRF(id));
+    fb_error(reply, 404, "id", NULL, e.msg);
+}
+
+static void fb_failed(http_reply *reply, const toka_err *e) { /* the folder's fault, not the client's */
+    fb_error(reply, e->code == TOKA_E_USE ? 503 : 500, NULL, NULL, e->msg);
+}
+
+/* ?limit=, of which OpenAI's most is cut to ours. False: the reply says why. */
+static bool fb_read_limit(const http_request *r, int most, int otherwise, size_t *limit, http_reply *reply) {
+    buf text = {0};
+    char *end = NULL;
+    *limit = (size_t)otherwise;
+    bool given = http_query(r, "limit", &text);
+    long v = given && text.n ? strtol(text.p, &end, 10) : 0;
+    bool good = !given || (end && !*end && isdigit((unsigned char)*text.p) && v >= 1);
+    if (given && good) *limit = (size_t)MIN(v, (long)most);
+    if (!good) fb_error(reply, 400, "limit", NULL, "limit: expected a number of at least 1");
+    buf_free(&text);
+    return good;
+}
+
+/* ?after=ID. False: the reply says why. *at: index of the entry behind which to go on, or n. */
+static bool fb_read_after(const fb_store *s, const http_request *r, bool batches, size_t *at, http_reply *reply) {
+    buf text = {0};
+    fb_id id;
+    bool given = http_query(r, "after", &text), good = true;
+    *at = batches ? s->n_batches : s->n_files;
+    if (given && (good = fb_read_id(buf_view(&text), batches ? "batch_" : "file-", &id))) {
+        *at = batches ? fb_batch_at(s, &id) : fb_file_at(s, &id);
+        good = batches ? fb_find_batch(s, &id) != NULL : fb_find_file(s, &id) != NULL;
+    }
+    if (!good) fb_error(reply, 400, "after", NULL, "after: expected the id of an entry of this list");
+    buf_free(&text);
+    return good;
+}
+
+static void fb_end_list(buf *b, const char *first, const char *last, bool more) {
+    json_put_close(b, ']');
+    json_put_key(b, "first_id");
+    if (first) json_put_str(b, str_c(first));
+    else json_put_null(b);
+    json_put_key(b, "last_id");
+    if (last) json_put_str(b, str_c(last));
+    else json_put_null(b);
+    json_put_key(b, "has_more"), json_put_bool(b, more);
+    json_put_close(b, '}');
+}
+
+/* GET /v1/files: newest first unless order=asc. */
+static void fb_list_files(const fb_store *s, const http_request *r, http_reply *reply) {
+    buf purpose = {0}, order = {0};
+    size_t limit, at, n = 0;
+    const char *first = NULL, *last = NULL;
+    bool more = false, by_purpose = http_query(r, "purpose", &purpose), ordered = http_query(r, "order", &order);
+    bool asc = ordered && str_is(buf_view(&order), "asc"), good = !ordered || asc || str_is(buf_view(&order), "desc");
+    if (!good) fb_error(reply, 400, "order", NULL, "order: expected asc or desc");
+    if (good && fb_read_after(s, r, false, &at, reply) && fb_read_limit(r, 10000, 10000, &limit, reply)) {
+        buf_c(&reply->body, "{\"object\":\"list\",\"data\":[");
+        size_t left = asc ? s->n_files - (at == s->n_files ? 0 : at + 1) : at;
+        for (size_t k = 0; k < left && !more; k++) {
+            const fb_file *f = &s->files[asc ? s->n_files - left + k : left - 1 - k];
+            if (by_purpose && !str_is(buf_view(&purpose), f->purpose)) continue;
+            if ((more = n == limit)) break;
+            fb_put_file(f, &reply->body);
+            first = n++ ? first : f->id.z, last = f->id.z;
+        }
+        fb_end_list(&reply->body, first, last, more);
+    }
+    buf_free(&purpose), buf_free(&order);
+}
+
+/* GET /v1/batches: newest first. */
+static void fb_list_batches(const fb_store *s, const http_request *r, http_reply *reply) {
+    size_t limit, at, n = 0;
+    if (!fb_read_after(s, r, true, &at, reply) || !fb_read_limit(r, 100, 20, &limit, reply)) return;
+    const char *first = at ? s->batches[at - 1]->id.z : NULL, *last = NULL;
+    buf_c(&reply->body, "{\"object\":\"list\",\"data\":[");
+    for (; n < limit && at; n++) {
+        fb_put_batch(s->batches[--at], &reply->body), json_put_close(&reply->body, '}');
+        last = s->batches[at]->id.z;
+    }
+    fb_end_list(&reply->body, first, last, at > 0);
+}
+
+/* GET /v1/files/{id}/content: the server sends the file itself. */
+static void fb_content(const fb_store *s, const fb_file *f, http_reply *reply) {
+    int fd = openat(s->dir, f->id.z, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    if (fd < 0) {
+        toka_err e;
+        fail(&e, TOKA_E_IO, "%s: %s", f->id.z, strerror(errno));
+        fb_failed(reply, &e);
+        return;
+    }
+    reply->type = "application/octet-stream";
+    reply->fd = fd, reply->fd_bytes = f->bytes;
+    buf_c(&reply->headers, "Content-Disposition: attachment; filename=\"");
+    for (const char *c = f->name; *c; c++) buf_char(&reply->headers, isalnum((unsigned char)*c) || strchr(".-_", *c) ? *c : '_');
+    buf_c(&reply->headers, "\"\r\nX-Content-Type-Options: nosniff\r\n");
+}
+
+static void fb_delete(fb_store *s, fb_file *f, http_reply *reply) {
+    char record[64];
+    fb_id id = f->id;
+    for (size_t i = 0; i < s->n_batches; i++) {
+        const fb_batch *b = s->batches[i];
+        bool uses = !strcmp(b->input.z, id.z) || !strcmp(b->out.z, id.z) || !strcmp(b->err.z, id.z);
+        if (!fb_has_ended(b) && uses) {
+            toka_err e;
+            fail(&e, TOKA_E_USE, "%s belongs to %s, which has not ended", id.z, b->id.z);
+            fb_error(reply, 409, "id", NULL, e.msg);
+            return;
+        }
+    }
+    snprintf(record, sizeof record, "%s.json", id.z);
+    if (unlinkat(s->dir, record, 0) || fsync(s->dir)) { /* the record first: contents alone are swept at the next start */
+        toka_err e;
+        fail(&e, TOKA_E_IO, "%s: %s", s->path, strerror(errno));
+        fb_failed(reply, &e);
+        return;
+    }
+    unlinkat(s->dir, id.z, 0);
+    free(f->name);
+    memmove(f, f + 1, (size_t)(s->files + s->n_files-- - (f + 1)) * sizeof *f);
+    buf_printf(&reply->body, "{\"id\":\"%s\",\"object\":\"file\",\"deleted\":true}", id.z);
+}
+
+/* "24h": seconds, or -1. */
+static int64_t fb_read_window(str s) {
+    static const char units[] = "smhd";
+    static const int64_t seconds[] = {1, 60, 3600, 86400};
+    int64_t v = 0;
+    for (size_t i = 0; i + 1 < s.n && s.n < 9; i++) {
+        if (!isdigit((unsigned char)s.p[i])) return -1;
+        v = v * 10 + s.p[i] - '0';
+    }
+    const char *unit = s.n >= 2 && s.n < 9 && s.p[s.n - 1] ? strchr(units, s.p[s.n - 1]) : NULL;
+    v = unit ? v * seconds[unit - units] : 0;
+    return v >= 1 && v <= FB_MAX_DAYS * 86400 ? v : -1;
+}
+
+/* At most 16 texts of 512 characters under names of 64, as OpenAI takes them. */
+static bool fb_check_metadata(const json *v) {
+    if (!v || v->type == JSON_NULL) return true;
+    if (v->type != JSON_OBJECT || v->n > 16) return false;
+    JSON_MEMBERS(key, v) if (key->n > 64 || key[1].type != JSON_STRING || key[1].n > 4 * 512) return false;
+    return true;
+}
+
+/* The fields of a new batch. NULL: good; else which one is wrong, and *message. */
+static const char *fb_read_batch(const fb_store *s, const json *root, fb_batch *b, const char **message) {
+    str endpoint = json_str(json_get(root, "endpoint")), window = json_str(json_get(root, "completion_window"));
+    const json *expires = json_get(root, "output_expires_after");
+    if (!json_is(root, JSON_OBJECT)) return *message = "expected a JSON object", "";
+    b->chat = str_is(endpoint, "/v1/chat/completions");
+    if (!b->chat && !str_is(endpoint, "/v1/completions"))
+        return *message = "endpoint: expected /v1/completions or /v1/chat/completions", "endpoint";
+    int64_t seconds = fb_read_window(window);
+    if (seconds < 0) return *message = "completion_window: expected a time up to 30 days, as 24h", "completion_window";
+    if (!fb_check_metadata(json_get(root, "metadata")))
+        return *message = "metadata: expected at most 16 texts of 512 characters under names of 64", "metadata";
+    if (expires && expires->type != JSON_NULL) return *message = "output_expires_after is not supported", "output_expires_after";
+    bool named = fb_read_id(json_str(json_get(root, "input_file_id")), "file-", &b->input);
+    const fb_file *input = named ? fb_find_file(s, &b->input) : NULL;
+    if (!input) return *message = "input_file_id: no such file", "input_file_id";
+    if (strcmp(input->purpose, "batch")) return *message = "input_file_id: the file's purpose is not batch", "input_file_id";
+    memcpy(b->window, window.p, window.n);
+    b->at[FB_VALIDATING] = fb_now(), b->expires_at = b->at[FB_VALIDATING] + seconds;
+    return NULL;
+}
+
+static void fb_create(fb_store *s, str body, http_reply *reply) {
+    arena a = {0};
+    toka_err e;
+    const char *message, *wrong = "";
+    fb_batch *b = mem_zalloc(sizeof *b);
+    const json *root = json_parse(&a, body, fb_limits, &e);
+    if (!root) message = e.msg;
+    else if (s->n_batches >= FB_MAX_BATCHES) message = "there are too many batches; remove records of old ones from the folder";
+    else wrong = fb_read_batch(s, root, b, &message);
+    if (!wrong) {
+        b->id = fb_new_id(s, "batch_"), b->out = fb_new_id(s, "file-"), b->err = fb_new_id(s, "file-");
+        b->model = mem_check(strdup(s->o.m->names[0])), b->metadata = fb_text(json_get(root, "metadata"));
+        if (!fb_save_batch(s, b, &e)) {
+            fb_insert_batch(s, b);
+            fb_put_batch(b, &reply->body), json_put_close(&reply->body, '}');
+            b = NULL; /* the table's */
+            pthread_cond_broadcast(&s->wake);
+        } else {
+            fb_failed(reply, &e);
+        }
+    } else {
+        fb_error(reply, 400, *wrong ? wrong : NULL, NULL, message);
+    }
+    if (b) fb_batch_del(b);
+    arena_free(&a);
+}
+
+static void fb_cancel(fb_store *s, fb_batch *b, http_reply *reply) {
+    if (b->status != FB_VALIDATING && b->status != FB_IN_PROGRESS && b->status != FB_CANCELLING) {
+        toka_err e;
+        fail(&e, TOKA_E_USE, "a batch that is %s cannot be cancelled", fb_status_names[b->status]);
+        fb_error(reply, 409, "id", NULL, e.msg);
+        return;
+    }
+    fb_enter(s, b, FB_CANCELLING);
+    b->stop = 1;
+    if (b != s->running) fb_finish(s, b, FB_CANCELLED);
+    fb_put_batch(b, &reply->body), json_put_close(&reply->body, '}');
+}
+
+/* ---- Uploads ---- */
+
+typedef struct fb_upload { /* POST /v1/files under way */
+    fb_store *store;
+    fb_form form;
+    fb_id id;
+    int fd;
+    int64_t bytes;
+    buf name, purpose;
+    bool in_file, in_purpose, has_file, whole;
+} fb_upload;
+
+static void fb_upload_close(fb_upload *u, bool whole, http_reply *reply);
+
+/* NULL: refused, the reply says why. */
+static fb_upload *fb_upload_open(fb_store *s, str content_type, http_reply *reply) {
+    toka_err e;
+    fb_upload *u = mem_zalloc(sizeof *u);
+    u->store = s, u->fd = -1;
+    bool form = fb_form_init(&u->form, content_type);
+    pthread_mutex_lock(&s->lock);
+    int code = form ? fb_attach(s, &e) : 0;
+    bool full = s->n_files >= FB_MAX_FILES;
+    u->id = fb_new_id(s, "file-");
+    pthread_mutex_unlock(&s->lock);
+    char part[64];
+    snprintf(part, sizeof part, "%s.part", u->id.z);
+    if (form && !code && !full) {
+        u->fd = openat(s->dir, part, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+        if (u->fd >= 0) return u;
+        code = fail(&e, TOKA_E_IO, "%s: %s", s->path, strerror(errno));
+    }
+    fb_upload_close(u, false, reply);
+    if (!form) fb_error(reply, 400, NULL, NULL, "Content-Type: expected multipart/form-data with a boundary");
+    else if (code) fb_failed(reply, &e);
+    else fb_error(reply, 400, NULL, NULL, "there are too many files; delete some");
+    return NULL;
+}
+
+static bool fb_upload_write(fb_upload *u, str data, http_reply *reply) {
+    u->bytes += (int64_t)data.n;
+    if (u->bytes > FB_FILE_BYTES) return fb_error(reply, 413, "file", NULL, "file: longer than 4 GiB"), false;
+    while (data.n) {
+        ssize_t n = write(u->fd, data.p, data.n);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0) {
+            toka_err e;
+            fail(&e, TOKA_E_IO, "%s: %s", u->store->path, strerror(errno));
+            return fb_failed(reply, &e), false;
+        }
+        data = str_sub(data, (size_t)n, data.n);
+    }
+    return true;
+}
+
+/* A new part: which field it is. */
+static bool fb_upload_part(fb_upload *u, http_reply *reply) {
+    str name = buf_view(&u->form.name);
+    u->in_file = str_is(name, "file"), u->in_purpose = str_is(name, "purpose");
+    const char *wrong = str_starts(name, STR("expires_after")) ? "expires_after" : u->in_file && u->has_file ? "file" : NULL;
+    if (wrong)
+        return fb_error(reply, 400, wrong, NULL, u->in_file ? "file: given twice" : "expires_after is not supported"), false;
+    if (u->in_file) {
+        str path = buf_view(&u->form.filename);
+        while (memchr(path.p, '/', path.n)) path = str_sub(path, 1, path.n);
+        u->has_file = true;
+        buf_put(&u->name, path.p, MIN(path.n, (size_t)FB_NAME_BYTES));
+        if (!u->name.n || memchr(u->name.p, 0, u->name.n)) buf_clear(&u->name), buf_c(&u->name, "file");
+    }
+    return true;
+}
+
+/* Any bytes of the body, in order. False: refused, the reply says why. */
+static bool fb_upload_put(fb_upload *u, str piece, http_reply *reply) {
+    for (size_t used; piece.n; piece = str_sub(piece, used, piece.n)) {
+        str data;
+        enum fb_form_event event = fb_form_take(&u->form, piece, &used, &data);
+        if (event == FB_FORM_BAD) return fb_error(reply, 400, NULL, NULL, "the body is not a multipart form"), false;
+        if (event == FB_FORM_PART && !fb_upload_part(u, reply)) return false;
+        if (event == FB_FORM_DATA && u->in_file && !fb_upload_write(u, data, reply)) return false;
+        if (event == FB_FORM_DATA && u->in_purpose) buf_put(&u->purpose, data.p, MIN(data.n, (size_t)64));
+        if (event == FB_FORM_PART_END) u->in_file = u->in_purpose = false;
+        if (event == FB_FORM_END) u->whole = true;
+    }
+    return true;
+}
+
+/* The contents under their name, then the record: from there on it is a file. With store.lock held. */
+static void fb_upload_keep(fb_upload *u, const char *purpose, http_reply *reply) {
+    fb_store *s = u->store;
+    char part[64];
+    toka_err e;
+    fb_file f = {u->id, u->bytes, fb_now(), u->name.p, purpose};
+    snprintf(part, sizeof part, "%s.part", u->id.z);
+    int code = 0;
+    if (fsync(u->fd) || renameat(s->dir, part, s->dir, u->id.z)) code = fail(&e, TOKA_E_IO, "%s: %s", s->path, strerror(errno));
+    if (!code) code = fb_save_file(s, &f, &e);
+    if (code) {
+        unlinkat(s->dir, u->id.z, 0);
+        fb_failed(reply, &e);
+        return;
+    }
+    u->name.p = NULL; /* the table's */
+    fb_insert_file(s, f);
+    fb_put_file(&f, &reply->body);
+}
+
+/* whole: the body has ended, the reply gets the answer. Else it was refused or the client is gone: nothing is kept. Frees u. */
+static void fb_upload_close(fb_upload *u, bool whole, http_reply *reply) {
+    fb_store *s = u->store;
+    char part[64];
+    const char *purpose = fb_purpose(buf_view(&u->purpose));
+    snprintf(part, sizeof part, "%s.part", u->id.z);
+    if (whole) {
+        reply->status = 200;
+        bool ours = purpose && !strcmp(purpose, "batch_output"); /* to make */
+        fsync(u->fd); /* what takes long is done before others have to wait; fb_upload_keep asks again and looks at the answer */
+        pthread_mutex_lock(&s->lock);
+        if (!u->whole) fb_error(reply, 400, NULL, NULL, "the body ends before its form does");
+        else if (!u->has_file) fb_error(reply, 400, "file", NULL, "file: missing");
+        else if (!u->bytes) fb_error(reply, 400, "file", NULL, "file: it is empty");
+        else if (!purpose || ours) fb_error(reply, 400, "purpose", NULL, "purpose: missing or unknown");
+        else fb_upload_keep(u, purpose, reply);
+        pthread_mutex_unlock(&s->lock);
+    }
+    if (u->fd >= 0) unlinkat(s->dir, part, 0), close(u->fd); /* gone already if it was kept */
+    fb_form_free(&u->form), buf_free(&u->name), buf_free(&u->purpose);
+    free(u);
+}
+
+/* ---- Routes ---- */
+
+static void fb_method(http_reply *reply, const char *allowed) {
+    buf_printf(&reply->headers, "Allow: %s\r\n", allowed);
+    fb_error(reply, 405, NULL, NULL, "this method is not for this path");
+}
+
+/* /v1/files/{id} and /v1/files/{id}/content. With store.lock held. */
+static void fb_route_file(fb_store *s, const http_request *r, str id_text, str verb, http_reply *reply) {
+    bool get = r->method == HTTP_GET || r->method == HTTP_HEAD;
+    fb_id id;
+    fb_file *f = fb_read_id(id_text, "file-", &id) ? fb_find_file(s, &id) : NULL;
+    if (!f || (verb.n && !str_is(verb, "/content"))) fb_not_found(reply, "file", id_text);
+    else if (verb.n && get) fb_content(s, f, reply);
+    else if (verb.n) fb_method(reply, "GET, HEAD");
+    else if (get) fb_put_file(f, &reply->body);
+    else if (r->method == HTTP_DELETE) fb_delete(s, f, reply);
+    else fb_method(reply, "GET, HEAD, DELETE");
+}
+
+static void fb_route_batch(fb_store *s, const http_request *r, str id_text, str verb, http_reply *reply) {
+    bool get = r->method == HTTP_GET || r->method == HTTP_HEAD;
+    fb_id id;
+    fb_batch *b = fb_read_id(id_text, "batch_", &id) ? fb_find_batch(s, &id) : NULL;
+    if (!b || (verb.n && !str_is(verb, "/cancel"))) fb_not_found(reply, "batch", id_text);
+    else if (verb.n && r->method == HTTP_POST) fb_cancel(s, b, reply);
+    else if (verb.n) fb_method(reply, "POST");
+    else if (get) fb_put_batch(b, &reply->body), json_put_close(&reply->body, '}');
+    else fb_method(reply, "GET, HEAD");
+}
+
+/* A whole upload at once. */
+static void fb_take_upload(fb_store *s, const http_request *r, str body, http_reply *reply) {
+    str type = http_find(r, "content-type");
+    fb_upload *u = fb_upload_open(s, type.p ? type : STR(""), reply);
+    if (u) fb_upload_close(u, fb_upload_put(u, body, reply), reply);
+}
+
+/* Every path under /v1/files and /v1/batches. May wait for the disk. Thread: any. */
+static void fb_handle(fb_store *s, const http_request *r, str body, http_reply *reply) {
+    const str files_path = STR("/v1/files"), batches_path = STR("/v1/batches");
+    bool files = str_starts(r->path, files_path), get = r->method == HTTP_GET || r->method == HTTP_HEAD;
+    str rest = str_sub(r->path, files ? files_path.n : MIN(batches_path.n, r->path.n), r->path.n), id = {0}, verb = {0};
+    reply->status = 200;
+    if (rest.n && rest.p[0] == '/') {
+        const char *slash = memchr(rest.p + 1, '/', rest.n - 1);
+        size_t end = slash ? (size_t)(slash - rest.p) : rest.n;
+        id = str_sub(rest, 1, end), verb = str_sub(rest, end, rest.n);
+    }
+    if (files && !rest.n && r->method == HTTP_POST) {
+        fb_take_upload(s, r, body, reply);
+        return;
+    }
+    toka_err e;
+    pthread_mutex_lock(&s->lock);
+    if (s->why.code) fb_failed(reply, &s->why);
+    else if (body.n > FB_BODY_BYTES) fb_error(reply, 413, NULL, NULL, "the body is longer than 1 MiB");
+    else if (rest.n && files) fb_route_file(s, r, id, verb, reply);
+    else if (rest.n) fb_route_batch(s, r, id, verb, reply);
+    else if (get) (files ? fb_list_files : fb_list_batches)(s, r, reply);
+    else if (files || r->method != HTTP_POST) fb_method(reply, "GET, HEAD, POST");
+    else if (fb_attach(s, &e)) fb_failed(reply, &e);
+    else fb_create(s, body, reply);
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* For people: where files are kept, or why they are not. */
+static const char *fb_folder(const fb_store *s) { return s->why.code ? s->why.msg : s->path; }
 
 /* ===========================================================================
  * MARK: 24. Status page [pure]
- * To come with the server.
+ * What GET / answers: one page without an outside asset, which asks /metrics every second, /v1/batches every third, and streams
+ * /v1/completions into its box. Everything a server says goes in as text, never as markup. A key is kept for the tab's life only.
  * =========================================================================== */
 
-/* ===========================================================================
- * MARK: 25. Server [os]
- * To come with the server.
- * =========================================================================== */
+static const char srv_page[] =
+    "<!doctype html>\n"
+    "<html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'><title>toka</title>\n"
+    "<link rel='icon' href='data:,'>\n"
+    "<style>\n"
+    ":root { color-scheme: light dark; --line: #8886; --soft: #8882; --out: #2563eb; --in: #d97706 }\n"
+    "@media (prefers-color-scheme: dark) { :root { --out: #7aa7ff; --in: #fbbf24 } }\n"
+    "body { font: 15px/1.45 system-ui, sans-serif; max-width: 56rem; margin: 1.5rem auto; padding: 0 1rem }\n"
+    "h1 { font-size: 1.25rem; margin: 0 0 1rem }\n"
+    "h2 { font-size: 1rem; margin: 1.75rem 0 .5rem }\n"
+    "small, th { opacity: .7; font-weight: 400 }\n"
+    "#tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8rem, 1fr)); gap: .5rem }\n"
+    "#tiles div { background: var(--soft); border-radius: .5rem; padding: .5rem .75rem }\n"
+    "#tiles b { display: block; font-size: 1.4rem }\n"
+    "svg { width: 100%; height: 10rem; display: block; margin-top: .75rem; background: var(--soft); border-radius: .5rem }\n"
+    "polyline { fill: none; stroke-width: 2; vector-effect: non-scaling-stroke }\n"
+    "#out { stroke: var(--out) } #in { stroke: var(--in) }\n"
+    "table { border-collapse: collapse; width: 100% }\n"
+    "th, td { text-align: left; padding: .2rem .75rem .2rem 0; border-bottom: 1px solid var(--line) }\n"
+    "textarea, input { font: inherit; box-sizing: border-box } textarea { width: 100%; height: 6rem } input { width: 6rem }\n"
+    "button { font: inherit; padding: .2rem 1rem }\n"
+    "form p { display: flex; gap: 1rem; flex-wrap: wrap; align-items: center; margin: .5rem 0 }\n"
+    "pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--soft); border-radius: .5rem }\n"
+    "pre { padding: .75rem; min-height: 3rem }\n"
+    "</style>\n"
+    "<h1>toka <small id='model'></small> <small id='state' role='status'>connecting</small></h1>\n"
+    "<div id='tiles'></div>\n"
+    "<svg viewBox='0 0 120 100' preserveAspectRatio='none' role='img' aria-label='tokens a second over two minutes'>\n"
+    "<polyline id='in' /><polyline id='out' /></svg>\n"
+    "<small><span style='color:var(--out)'>&#9632;</span> output and\n"
+    "<span style='color:var(--in)'>&#9632;</span> prompt tokens a second, last two minutes;\n"
+    "top of the plot: <span id='top'>0</span></small>\n"
+    "<section id='batches' hidden><h2>Batches</h2>\n"
+    "<table><thead><tr><th>id<th>status<th>done<th>failed<th>of<tbody></table></section>\n"
+    "<h2>Try it</h2>\n"
+    "<form>\n"
+    "<textarea name='prompt' aria-label='prompt' required>\n"
+    "Tom has 3 boxes with 4 apples each. How many apples does he have?</textarea>\n"
+    "<p><label>tokens <input name='max_tokens' type='number' min='1' value='128'></label>\n"
+    "<label>temperature <input name='temperature' type='number' min='0' step='any' value='0'></label>\n"
+    "<label id='keys' hidden>API key <input name='key' type='password' autocomplete='off'></label>\n"
+    "<button>Run</button> <small id='usage'></small></p></form>\n"
+    "<pre id='answer' aria-live='polite'></pre>\n"
+    "<script>\n"
+    "'use strict';\n"
+    "const $ = id => document.getElementById(id), form = document.forms[0], seen = [], SECONDS = 120;\n"
+    "const tiles = ['running', 'waiting', 'output tok/s', 'prompt tok/s', 'KV cache used', 'prefix hits'].map(name => {\n"
+    "  const div = $('tiles').appendChild(document.createElement('div')), value = div.appendChild(document.createElement('b'));\n"
+    "  value.textContent = '-';\n"
+    "  div.append(name);\n"
+    "  return value;\n"
+    "});\n"
+    "let model = '', stop = null, polls = 0;\n"
+    "form.key.value = sessionStorage.getItem('key') || '';\n"
+    "form.key.onchange = () => sessionStorage.setItem('key', form.key.value);\n"
+    "\n"
+    "const call = async (path, more = {}) => {\n"
+    "  const headers = { 'Content-Type': 'application/json' };\n"
+    "  if (form.key.value) headers.Authorization = 'Bearer ' + form.key.value;\n"
+    "  const answer = await fetch(path, { ...more, headers });\n"
+    "  if (answer.status == 401) $('keys').hidden = false;\n"
+    "  if (!answer.ok) throw Error((await answer.json().catch(() => ({}))).error?.message || 'HTTP status ' + answer.status);\n"
+    "  return answer;\n"
+    "};\n"
+    "\n"
+    "const read = text => { // Prometheus text: sums over label sets\n"
+    "  const sum = {};\n"
+    "  for (const [, name, value] of text.matchAll(/^toka:(\\w+)(?:\\{.*\\})? (\\S+)$/gm))\n"
+    "    sum[name] = (sum[name] || 0) + Number(value);\n"
+    "  return { ...sum, at: performance.now() / 1e3 };\n"
+    "};\n"
+    "\n"
+    "const draw = () => {\n"
+    "  const rates = name => seen.slice(1).map((m, i) => Math.max(0, m[name] - seen[i][name]) / (m.at - seen[i].at));\n"
+    "  const out = rates('generation_tokens_total'), into = rates('prompt_tokens_total'), top = Math.max(1, ...out, ...into);\n"
+    "  const points = list => list.map((v, i) => `${SECONDS - list.length + i + 1},${98 - 94 * v / top}`).join(' ');\n"
+    "  const last = seen.at(-1), first = seen[0], share = x => (100 * x).toFixed(1) + ' %';\n"
+    "  const hits = last.prefix_cache_hits_total - first.prefix_cache_hits_total;\n"
+    "  const asked = last.prefix_cache_queries_total - first.prefix_cache_queries_total;\n"
+    "  $('out').setAttribute('points', points(out)), $('in').setAttribute('points', points(into));\n"
+    "  $('top').textContent = Math.round(top).toLocaleString();\n"
+    "  [last.num_requests_running, last.num_requests_waiting, Math.round(out.at(-1) || 0).toLocaleString(),\n"
+    "   Math.round(into.at(-1) || 0).toLocaleString(), share(last.kv_cache_usage_perc), asked ? share(hits / asked) : '-']\n"
+    "    .forEach((v, i) => tiles[i].textContent = v);\n"
+    "};\n"
+    "\n"
+    "const showBatches = list => {\n"
+    "  $('batches').hidden = !list.length;\n"
+    "  $('batches').querySelector('tbody').replaceChildren(...list.map(b => {\n"
+    "    const row = document.createElement('tr'), n = b.request_counts;\n"
+    "    for (const v of [b.id.slice(0, 22), b.status.replace('_', ' '), n.completed, n.failed, n.total])\n"
+    "      row.insertCell().textContent = v;\n"
+    "    return row;\n"
+    "  }));\n"
+    "};\n"
+    "\n"
+    "const poll = async () => {\n"
+    "  try {\n"
+    "    if (!model) $('model').textContent = model = (await (await call('v1/models')).json()).data[0].id;\n"
+    "    seen.push(read(await (await call('metrics')).text()));\n"
+    "    if (seen.length > SECONDS + 1) seen.shift();\n"
+    "    draw();\n"
+    "    $('state').textContent = 'ready';\n"
+    "    if (polls++ % 3 == 0) call('v1/batches?limit=5').then(a => a.json()).then(a => showBatches(a.data)).catch(() => {});\n"
+    "  } catch (e) {\n"
+    "    $('state').textContent = e.message;\n"
+    "  }\n"
+    "  setTimeout(poll, 1000);\n"
+    "};\n"
+    "poll();\n"
+    "\n"
+    "const stream = async (body, signal) => {\n"
+    "  const answer = await call('v1/completions', { method: 'POST', body: JSON.stringify(body), signal });\n"
+    "  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();\n"
+    "  for (let text = ''; ;) {\n"
+    "    const { value, done } = await reader.read();\n"
+    "    if (done) return;\n"
+    "    const lines = (text + value).split('\\n');\n"
+    "    text = lines.pop();\n"
+    "    for (const line of lines) {\n"
+    "      if (!line.startsWith('data: ') || line == 'data: [DONE]') continue;\n"
+    "      const event = JSON.parse(line.slice(6));\n"
+    "      if (event.error) throw Error(event.error.message);\n"
+    "      $('answer').textContent += event.choices[0]?.text || '';\n"
+    "      if (event.usage) $('usage').textContent = `${event.usage.prompt_tokens} + ${event.usage.completion_tokens} tokens`;\n"
+    "    }\n"
+    "  }\n"
+    "};\n"
+    "\n"
+    "form.onsubmit = async e => {\n"
+    "  e.preventDefault();\n"
+    "  if (stop) return stop.abort();\n"
+    "  const began = performance.now(), button = form.querySelector('button');\n"
+    "  stop = new AbortController(), button.textContent = 'Stop', $('answer').textContent = $('usage').textContent = '';\n"
+    "  try {\n"
+    "    await stream({ model, prompt: form.prompt.value, max_tokens: +form.max_tokens.value,\n"
+    "                   temperature: +form.temperature.value, stream: true,\n"
+    "                   stream_options: { include_usage: true } }, stop.signal);\n"
+    "    $('usage').textContent += `, ${((performance.now() - began) / 1e3).toFixed(2)} s`;\n"
+    "  } catch (e) {\n"
+    "    if (e.name != 'AbortError') $('usage').textContent = e.message;\n"
+    "  }\n"
+    "  stop = null, button.textContent = 'Run';\n"
+    "};\n"
+    "</script>\n"
+    "</html>\n";
 
 /* ===========================================================================
- * MARK: 26. Bench and plan [os]
+ * MARK: 25. Server: requests and metrics [os]
+ * What a request is between its last byte in and its first byte out: routes, keys, the calls that workers carry to the engine
+ * and back, and the numbers of /metrics. Chapter 26 has the sockets.
+ *
+ *     loop (26) --srv_dispatch--> ready list --> worker: srv_begin: api_parse, toka_submit, or another handler
+ *                                                engine: srv_on_event: api_pack, nothing else --> ready list
+ *     loop (26) <--dirty list <----------------- worker: srv_continue: api_feed, api_finish
+ *
+ * The loop never parses JSON, waits or touches a disk; the engine's thread never makes text. A call is with at most one worker at
+ * a time. Between the threads there is one lock, held for a few pointers at a time.
+ *
+ * What always holds:
+ *   - srv.lock guards the lists, the metrics and the fields of a call marked (lock); a call is freed when its last reference
+ *     goes: its connection, a place in the ready or dirty list (or with a worker), each engine request before its last event;
+ *   - a call whose client is gone has all its engine requests cancelled, also those submitted later;
+ *   - a slow reader stops the making of its text (`stalled`), not the engine: what waits is packed records, at most
+ *     SRV_MAX_RECORDS; a reader that takes no byte for --write-timeout is dropped.
+ * =========================================================================== */
+
+enum {
+    SRV_MAX_UNSENT = 256 << 10,       /* bytes of a stream made and not sent before its making waits */
+    SRV_MAX_RECORDS = 64 << 20,       /* bytes of records waiting for a slow reader; one more and it is dropped */
+    SRV_FEW_RECORDS = 64 << 10,       /* bytes of records of an answer in one piece before a worker collects them */
+    SRV_SIMPLE_BYTES = 1 << 20,       /* body of requests that are not prompts or files */
+    SRV_PIECE_BYTES = 1 << 20,        /* of an upload, handed to a worker */
+    SRV_BODIES = 16,                  /* all bodies together may hold so often --max-body-bytes */
+    SRV_WEDGED_S = 120,               /* requests under way and no step for so long: /health says so */
+    SRV_MAX_CHOICES = 1 << 16,        /* of a request */
+    SRV_MAX_UNKNOWN = 64,             /* names of unknown fields that are reported */
+};
+
+typedef struct srv_options { /* what toka serve was asked to do; strings are the caller's */
+    toka_options open;
+    const char *host, *uds; /* uds not NULL: a unix socket there instead */
+    int port;               /* 0: any free one, told on standard error */
+    const char *const *keys; /* [n_keys] API keys; none: everybody may */
+    int n_keys;
+    const char *const *names; /* [n_names] served names; none: the model's */
+    int n_names;
+    const char *origins;    /* comma-separated list of origins that browsers may come from, or "*"; NULL: none */
+    const char *files_dir, *now;
+    int max_queue;          /* requests that wait for their first token; more get a 429 */
+    int64_t max_body_bytes; /* of a prompt's request */
+    int64_t max_upload_bytes;
+    double read_timeout, write_timeout, keep_alive; /* seconds */
+    int n_workers;
+    bool model_defaults, strict, quiet; /* model_defaults: sampling as generation_config.json says */
+    atomic_int *interrupted; /* 1: drain and return, 2: return at once */
+} srv_options;
+
+enum { SRV_BUCKETS = 22 };
+
+typedef struct srv_hist { /* Prometheus histogram */
+    const double *le;     /* [SRV_BUCKETS] upper bounds */
+    int64_t counts[SRV_BUCKETS + 1], n;
+    double sum;
+} srv_hist;
+
+typedef struct srv_metrics {
+    srv_hist ttft, itl, tpot, e2e, prompt_tokens, output_tokens, params_n;
+    double finished[5];    /* samples, by toka_finish */
+    double statuses[6];    /* answers, by hundreds */
+    int64_t rejected;      /* with 429 */
+    int64_t first_tokens;  /* requests that got one */
+} srv_metrics;
+
+enum srv_phase { SRV_LOADING, SRV_READY, SRV_FAILED }; /* of the engine */
+
+typedef struct srv {
+    const srv_options *o;
+    toka *t;              /* from SRV_READY on */
+    toka_info info;
+    api_model model;
+    fb_store *files;
+    const char *name;     /* served */
+    char fingerprint[32];
+    atomic_int phase;     /* enum srv_phase */
+    atomic_bool draining, wedged;
+    uint64_t random[2];   /* of this process: ids and seeds */
+    atomic_ullong n_serial;
+    int64_t started;      /* unix seconds */
+    atomic_llong body_bytes; /* of bodies held */
+
+    pthread_mutex_t lock;
+    pthread_cond_t work;
+    struct srv_call *ready, **ready_end, *dirty;
+    int n_idle;           /* workers that wait */
+    bool stopping;        /* workers end */
+    bool woken;           /* the loop knows that there is something in dirty */
+    int n_waiting;        /* calls without a first token */
+    srv_metrics m;
+    buf unknown;          /* names of unknown fields reported, each with a line feed behind it */
+    int n_unknown;
+    toka_err e;           /* why the phase is SRV_FAILED */
+
+    struct srv_loop *loop; /* chapter 26 */
+    int wake_fd;          /* eventfd that wakes the loop */
+} srv;
+
+typedef struct srv_part { /* one engine request of a call: the `user` of its events */
+    struct srv_call *call;
+    api_part *part;
+    int n_left;  /* samples that have not ended; the engine's thread */
+} srv_part;
+
+enum srv_stage { SRV_NEW, SRV_RUNNING, SRV_ENDED };
+
+typedef struct srv_call { /* one HTTP request and its answer */
+    struct srv *s;
+    struct srv_conn *conn;         /* the loop's; NULL: the client is gone */
+    const struct srv_route *route; /* NULL: none matched */
+    arena a;
+    http_request *req;
+    buf body;
+    double t_start;
+    bool keep_alive, head_sent, counted; /* counted: in n_waiting (lock) */
+    str origin;                    /* of the browser, if it is allowed; .n 0: none */
+    http_reply reply;              /* a worker's until `done` */
+    fb_upload *upload;
+    bool upload_whole;             /* body holds the last piece */
+
+    api_call api;
+    srv_part *parts;               /* [api.n_parts] */
+    toka_err refused;              /* the engine's word when it did not take a part; code 0: it took all */
+    buf fresh;                     /* records of this step; the engine's thread */
+    int fresh_tokens;
+
+    int refs;                      /* (lock), all that follows too */
+    enum srv_stage stage;
+    bool queued, in_dirty;         /* in the ready list or with a worker; in the dirty list */
+    bool gone, stalled, done, overflow, want_piece;
+    int n_open, n_submitted;       /* engine requests without a last event; engine_ids known */
+    int64_t n_tokens;
+    double t_first, t_last;        /* of tokens */
+    buf records, out;              /* packed and not fed; made and not taken by the loop */
+    size_t unsent;                 /* bytes made that the socket has not taken */
+    struct srv_call *next_ready, *next_dirty;
+} srv_call;
+
+typedef struct srv_route {
+    const char *path;
+    bool prefix;                   /* and all paths below it */
+    unsigned methods;              /* bits 1 << http_method; 0: the handler refuses what it does not know */
+    bool open;                     /* needs no key */
+    bool early;                    /* answered while the model loads */
+    void (*now)(srv *s, srv_call *c);    /* on the loop: quick, fills c->reply */
+    void (*work)(srv *s, srv_call *c);   /* or on a worker: fills c->reply, or goes on until it is published */
+    int api;                       /* enum api_route of srv_begin_api and srv_simple */
+} srv_route;
+
+/* ---- Metrics ---- */
+
+static const double srv_seconds[SRV_BUCKETS] = {0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5,
+                                                0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640};
+static const double srv_counts[SRV_BUCKETS] = {1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5,
+                                               1e6, 2e6, 5e6, 1e7};
+
+static void srv_observe(srv_hist *h, double v, int64_t times) {
+    int i = 0;
+    while (i < SRV_BUCKETS && v > h->le[i]) i++;
+    h->counts[i] += times, h->n += times, h->sum += v * (double)times;
+}
+
+static void srv_metrics_init(srv_metrics *m) {
+    *m = (srv_metrics){0};
+    m->ttft.le = m->itl.le = m->tpot.le = m->e2e.le = srv_seconds;
+    m->prompt_tokens.le = m->output_tokens.le = m->params_n.le = srv_counts;
+}
+
+/* "# HELP", "# TYPE" and the value or values of one series. label: the model's, ready to stand in braces. */
+static void srv_put_series(buf *b, const char *name, const char *type, const char *help, const char *label, double v) {
+    buf_printf(b, "# HELP toka:%s %s\n# TYPE toka:%s %s\ntoka:%s{%s} %.17g\n", name, help, name, type, name, label, v);
+}
+
+static void srv_put_hist(buf *b, const char *name, const char *help, const char *label, const srv_hist *h) {
+    int64_t sum = 0;
+    buf_printf(b, "# HELP toka:%s %s\n# TYPE toka:%s histogram\n", name, help, name);
+    for (int i = 0; i <= SRV_BUCKETS; i++) {
+        sum += h->counts[i];
+        if (i < SRV_BUCKETS) buf_printf(b, "toka:%s_bucket{%s,le=\"%g\"} %lld\n", name, label, h->le[i], (long long)sum);
+    }
+    buf_printf(b, "toka:%s_bucket{%s,le=\"+Inf\"} %lld\n", name, label, (long long)h->n);
+    buf_printf(b, "toka:%s_sum{%s} %.17g\ntoka:%s_count{%s} %lld\n", name, label, h->sum, name, label, (long long)h->n);
+}
+
+static void srv_put_label_value(buf *b, str s) { /* the text format's escapes */
+    for (size_t i = 0; i < s.n; i++)
+        if (s.p[i] == '\n') buf_c(b, "\\n");
+        else if (s.p[i] == '"' || s.p[i] == '\\') buf_char(b, '\\'), buf_char(b, s.p[i]);
+        else buf_char(b, s.p[i]);
+}
+
+/* A counter for each value of a further label `key`; values that are NULL are left out. */
+static void srv_put_labelled(buf *b, const char *name, const char *help, const char *label, const char *key,
+                             const char *const *values, const double *counts, int n) {
+    buf_printf(b, "# HELP toka:%s %s\n# TYPE toka:%s counter\n", name, help, name);
+    for (int i = 0; i < n; i++)
+        if (values[i]) buf_printf(b, "toka:%s{%s,%s=\"%s\"} %.17g\n", name, label, key, values[i], counts[i]);
+}
+
+/* Prometheus' text format 0.0.4. Stems, units and meanings are vLLM's; the engine's samples count as its requests do. */
+static void srv_put_metrics(buf *b, const srv_metrics *m, const toka_stats *t, str model, int n_waiting, int n_connections) {
+    static const char *const reasons[5] = {NULL, "stop", "length", "abort", "error"};
+    static const char *const codes[6] = {NULL, NULL, "2xx", NULL, "4xx", "5xx"}, *const phases[3] = {"plan", "run", "commit"};
+    buf label = {0};
+    buf_c(&label, "engine=\"0\",model_name=\""), srv_put_label_value(&label, model), buf_char(&label, '"');
+    const char *l = label.p;
+    srv_put_series(b, "num_requests_running", "gauge", "Samples that the engine runs.", l, t->running);
+    srv_put_series(b, "num_requests_waiting", "gauge", "Samples that wait for the engine.", l, t->waiting);
+    srv_put_series(b, "kv_cache_usage_perc", "gauge", "Share of the KV cache held by running samples, 1 is all of it.", l,
+                   t->kv_pages ? (double)t->kv_pages_used / t->kv_pages : 0);
+    srv_put_series(b, "prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix tree.", l,
+                   (double)t->prompt_tokens);
+    srv_put_series(b, "prefix_cache_hits_total", "counter", "Prompt tokens found there.", l, (double)t->prompt_tokens_shared);
+    srv_put_series(b, "num_preemptions_total", "counter", "Samples put back because pages ran out.", l, (double)t->preemptions);
+    srv_put_series(b, "prompt_tokens_total", "counter", "Prompt tokens of samples that started.", l, (double)t->prompt_tokens);
+    srv_put_series(b, "generation_tokens_total", "counter", "Tokens generated.", l, (double)t->output_tokens);
+    srv_put_series(b, "attended_tokens_total", "counter", "Positions attended to, summed over tokens.", l, (double)t->attended);
+    srv_put_series(b, "attended_tokens_shared_total", "counter", "Of these, in shared prefixes.", l, (double)t->attended_shared);
+    srv_put_series(b, "engine_steps_total", "counter", "Forward steps.", l, (double)t->steps);
+    srv_put_labelled(b, "engine_seconds_total", "Where the engine's time went; commit has the events.", l, "phase", phases,
+                     (double[]){t->plan_s, t->run_s, t->commit_s}, 3);
+    srv_put_labelled(b, "request_success_total", "Samples that ended, by reason.", l, "finished_reason", reasons, m->finished, 5);
+    srv_put_labelled(b, "http_responses_total", "Answers by class of status.", l, "code", codes, m->statuses, 6);
+    srv_put_series(b, "http_requests_waiting", "gauge", "Requests without a first token.", l, n_waiting);
+    srv_put_series(b, "http_requests_rejected_total", "counter", "Requests refused because the queue was full.", l,
+                   (double)m->rejected);
+    srv_put_series(b, "http_connections", "gauge", "Open connections.", l, n_connections);
+    srv_put_hist(b, "time_to_first_token_seconds", "From a request's last byte to its first token.", l, &m->ttft);
+    srv_put_hist(b, "inter_token_latency_seconds", "Between tokens of a sample.", l, &m->itl);
+    srv_put_hist(b, "request_time_per_output_token_seconds", "Mean time per token after the first.", l, &m->tpot);
+    srv_put_hist(b, "e2e_request_latency_seconds", "From a request's last byte to its last token.", l, &m->e2e);
+    srv_put_hist(b, "request_prompt_tokens", "Prompt tokens of a request.", l, &m->prompt_tokens);
+    srv_put_hist(b, "request_generation_tokens", "Output tokens of a request.", l, &m->output_tokens);
+    srv_put_hist(b, "request_params_n", "Samples of a request.", l, &m->params_n);
+    buf_free(&label);
+}
+
+/* ---- Calls: references and lists; all with srv.lock held ---- */
+
+static void srv_free_body(srv_call *c) {
+    c->s->body_bytes -= (long long)c->body.n;
+    buf_free(&c->body);
+}
+
+static void srv_call_free(srv_call *c) { /* the last reference is gone; any thread, without the lock */
+    http_reply unused = {0};
+    if (c->upload) fb_upload_close(c->upload, false, &unused);
+    buf_free(&unused.headers), buf_free(&unused.body);
+    api_free(&c->api);
+    srv_free_body(c);
+    buf_free(&c->reply.headers), buf_free(&c->reply.body);
+    if (c->reply.fd_bytes > 0) close(c->reply.fd);
+    buf_free(&c->fresh), buf_free(&c->records), buf_free(&c->out);
+    arena_free(&c->a);
+    free(c);
+}
+
+static void srv_uncount(srv_call *c) {
+    if (c->counted) c->counted = false, c->s->n_waiting--;
+}
+
+static bool srv_unref(srv_call *c, int n) { /* true: the caller frees it, after unlocking */
+    assert(c->refs >= n);
+    c->refs -= n;
+    if (!c->refs) srv_uncount(c);
+    return !c->refs;
+}
+
+static bool srv_wants_work(const srv_call *c) {
+    if (c->queued || c->gone || c->stage == SRV_ENDED) return false;
+    if (c->stage == SRV_NEW) return !c->want_piece;
+    return !c->stalled && (!c->n_open || (c->records.n && (c->api.stream || c->records.n > SRV_FEW_RECORDS)));
+}
+
+static void srv_push_ready(srv_call *c) {
+    srv *s = c->s;
+    c->queued = true, c->refs++, c->next_ready = NULL;
+    *s->ready_end = c, s->ready_end = &c->next_ready;
+    if (s->n_idle) pthread_cond_signal(&s->work);
+}
+
+static void srv_push_dirty(srv_call *c) {
+    srv *s = c->s;
+    if (c->in_dirty) return;
+    c->in_dirty = true, c->refs++, c->next_dirty = s->dirty, s->dirty = c;
+    if (s->woken) return;
+    s->woken = true;
+    ssize_t unused = write(s->wake_fd, &(uint64_t){1}, 8);
+    (void)unused; /* can only fail when the counter is full: the loop is awake then */
+}
+
+/* The client is gone: nothing more is made for it, its engine requests end. The connection's reference goes. The loop. */
+static void srv_abandon(srv_call *c) {
+    srv *s = c->s;
+    pthread_mutex_lock(&s->lock);
+    c->gone = true;
+    int n = c->n_open ? c->n_submitted : 0;
+    srv_uncount(c);
+    pthread_mutex_unlock(&s->lock);
+    c->conn = NULL;
+    for (int i = 0; i < n; i++) toka_cancel(s->t, c->api.parts[i].engine_id);
+    pthread_mutex_lock(&s->lock);
+    bool last = srv_unref(c, 1);
+    pthread_mutex_unlock(&s->lock);
+    if (last) srv_call_free(c);
+}
+
+/* ---- Answers ---- */
+
+static void srv_error(srv_call *c, int status, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
+static void srv_error(srv_call *c, int status, const char *fmt, ...) {
+    toka_err e;
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(e.msg, sizeof e.msg, fmt, ap);
+    va_end(ap);
+    c->reply.status = status;
+    buf_clear(&c->reply.body);
+    api_error(&c->reply.body, status, e.msg, NULL, NULL, NULL);
+    if (status == 401) buf_c(&c->reply.headers, "WWW-Authenticate: Bearer\r\n");
+    if (status == 503) buf_c(&c->reply.headers, "Retry-After: 1\r\n");
+}
+
+static void srv_put_cors(buf *b, str origin) {
+    if (!origin.n) return;
+    buf_c(b, "Access-Control-Allow-Origin: "), buf_str(b, origin);
+    buf_c(b, "\r\nVary: Origin\r\n");
+}
+
+/* Status line, headers and body of a whole answer. The body of a HEAD is left out, its length told. */
+static void srv_put_reply(buf *b, srv_call *c) {
+    http_reply *r = &c->reply;
+    int64_t length = r->fd_bytes > 0 ? r->fd_bytes : (int64_t)r->body.n;
+    const char *type = r->type ? r->type : "application/json";
+    if (!r->status) r->status = 200;
+    if (c->s->draining) c->keep_alive = false;
+    srv_put_cors(&r->headers, c->origin);
+    http_put_head(b, r->status, r->status == 204 ? NULL : type, length, c->keep_alive, (int64_t)time(NULL),
+                  buf_view(&r->headers));
+    bool head = c->req && c->req->method == HTTP_HEAD;
+    if (!head && r->fd_bytes <= 0) buf_str(b, buf_view(&r->body));
+    if (head && r->fd_bytes > 0) close(r->fd), r->fd_bytes = 0;
+    buf_free(&r->headers), buf_free(&r->body);
+}
+
+/* What a worker made goes to the loop; takes `made`. done: it was the last. */
+static void srv_publish(srv_call *c, buf *made, bool done) {
+    srv *s = c->s;
+    pthread_mutex_lock(&s->lock);
+    c->unsent += made->n;
+    c->stalled = !done && c->unsent > SRV_MAX_UNSENT;
+    if (!c->out.n) {
+        buf old = c->out;
+        c->out = *made, *made = old;
+    } else {
+        buf_str(&c->out, buf_view(made));
+    }
+    if (done) c->stage = SRV_ENDED, c->done = true, srv_uncount(c);
+    if (!c->gone) srv_push_dirty(c);
+    pthread_mutex_unlock(&s->lock);
+    buf_free(made);
+}
+
+static void srv_publish_reply(srv_call *c) {
+    buf made = {0};
+    srv_put_reply(&made, c);
+    srv_publish(c, &made, true);
+}
+
+/* ---- Events: the engine's thread ---- */
+
+/* The tokens of this step, one lock for all of them. */
+static void srv_count_tokens(srv_call *c, double now) {
+    srv_metrics *m = &c->s->m;
+    if (!c->fresh_tokens) return;
+    if (!c->t_first) {
+        srv_uncount(c);
+        m->first_tokens++;
+        c->t_first = now;
+        srv_observe(&m->ttft, now - c->t_start, 1);
+    } else {
+        srv_observe(&m->itl, now - c->t_last, c->fresh_tokens);
+    }
+    c->t_last = now, c->n_tokens += c->fresh_tokens, c->fresh_tokens = 0;
+}
+
+static void srv_count_end(srv_call *c, double now) { /* the last event of the last part */
+    srv_metrics *m = &c->s->m;
+    double later = (double)c->n_tokens / MAX(c->api.n_choices, 1) - 1; /* tokens of a sample behind its first */
+    if (!c->t_first) return;
+    srv_observe(&m->e2e, now - c->t_start, 1);
+    if (later > 0) srv_observe(&m->tpot, (c->t_last - c->t_first) / later, 1);
+    srv_observe(&m->prompt_tokens, (double)c->api.n_prompt_tokens, 1);
+    srv_observe(&m->output_tokens, (double)c->n_tokens, 1);
+    srv_observe(&m->params_n, (double)c->api.n_choices / c->api.n_parts, 1);
+}
+
+static int srv_on_event(void *user, const toka_event *ev) {
+    srv_part *p = user;
+    srv_call *c = p->call;
+    srv *s = c->s;
+    api_pack(p->part, ev, &c->fresh);
+    c->fresh_tokens += ev->sample >= 0 && ev->id >= 0;
+    bool ended = ev->finish != TOKA_RUNNING;
+    p->n_left -= ended;
+    if (ev->more && p->n_left && !ended) return 0;
+    double now = os_now();
+    pthread_mutex_lock(&s->lock);
+    s->m.finished[ev->finish] += ended;
+    srv_count_tokens(c, now);
+    if (c->gone) buf_clear(&c->fresh);
+    buf_str(&c->records, buf_view(&c->fresh));
+    buf_clear(&c->fresh);
+    bool last = false;
+    if (!p->n_left) {
+        if (!--c->n_open) srv_count_end(c, now);
+        last = true;
+    }
+    if (c->records.n > SRV_MAX_RECORDS && c->stalled && !c->overflow) c->overflow = true, srv_push_dirty(c);
+    if (srv_wants_work(c)) srv_push_ready(c);
+    last = last && srv_unref(c, 1);
+    pthread_mutex_unlock(&s->lock);
+    if (last) srv_call_free(c);
+    return 0;
+}
+
+/* ---- Completions: workers ---- */
+
+/* An unknown field of some body, each name once. Names are what a client sent: shown short and as plain ASCII. */
+static void srv_unknown(void *user, str name) {
+    srv *s = user;
+    buf line = {0};
+    for (size_t i = 0; i < MIN(name.n, (size_t)60); i++) buf_char(&line, name.p[i] > ' ' && name.p[i] < 0x7F ? name.p[i] : '?');
+    buf_char(&line, '\n');
+    pthread_mutex_lock(&s->lock);
+    bool known = s->n_unknown >= SRV_MAX_UNKNOWN;
+    for (str rest = buf_view(&s->unknown); rest.n && !known;) {
+        size_t n = (size_t)str_find(rest, STR("\n"), 0) + 1;
+        known = str_eq(str_sub(rest, 0, n), buf_view(&line));
+        rest = str_sub(rest, n, rest.n);
+    }
+    if (!known) s->n_unknown++, buf_str(&s->unknown, buf_view(&line));
+    pthread_mutex_unlock(&s->lock);
+    if (!known) fprintf(stderr, "toka: a request has an unknown field, ignored from here on: %s", line.p);
+    buf_free(&line);
+}
+
+static uint64_t srv_serial(srv *s, int which) { /* splitmix64's mixing of a counter and this process' random number */
+    uint64_t z = s->random[which] + 0x9E3779B97F4A7C15u * (uint64_t)++s->n_serial;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return z ^ z >> 31;
+}
+
+/* Hands the parts to the engine. Those it did not get, after an error or because the client is gone, will have no events. */
+static void srv_submit(srv *s, srv_call *c) {
+    int n = c->api.n_parts, i;
+    bool gone = false;
+    pthread_mutex_lock(&s->lock);
+    c->n_open = n, c->refs += n, c->stage = SRV_RUNNING;
+    pthread_mutex_unlock(&s->lock);
+    for (i = 0; i < n && !gone; i++) {
+        api_part *part = &c->api.parts[i];
+        c->parts[i] = (srv_part){c, part, MAX(1, part->q.n)};
+        if (toka_submit(s->t, &part->q, srv_on_event, &c->parts[i], &part->engine_id, &c->refused)) break;
+        c->refused.code = 0;
+        pthread_mutex_lock(&s->lock);
+        c->n_submitted = i + 1, gone = c->gone;
+        pthread_mutex_unlock(&s->lock);
+        if (gone) toka_cancel(s->t, part->engine_id); /* the loop did so for those before */
+    }
+    if (i == n) return;
+    if (!gone)
+        for (int k = 0; k < i; k++) toka_cancel(s->t, c->api.parts[k].engine_id);
+    pthread_mutex_lock(&s->lock);
+    c->n_open -= n - i, c->refs -= n - i; /* the worker has one more */
+    pthread_mutex_unlock(&s->lock);
+}
+
+static void srv_begin_api(srv *s, srv_call *c) {
+    toka_err e;
+    c->api.serial[0] = srv_serial(s, 0), c->api.serial[1] = srv_serial(s, 1);
+    c->api.created = (int64_t)time(NULL);
+    c->api.user = c;
+    int code = api_parse(&s->model, (enum api_route)c->route->api, buf_view(&c->body), &c->api, &e);
+    srv_free_body(c);
+    if (code) {
+        c->reply.status = c->api.status;
+        api_error(&c->reply.body, c->api.status, e.msg, c->api.type, c->api.param, c->api.code);
+        srv_publish_reply(c);
+        return;
+    }
+    c->parts = arena_alloc(&c->a, (size_t)c->api.n_parts * sizeof *c->parts);
+    srv_submit(s, c);
+}
+
+static void srv_put_stream_head(buf *b, srv_call *c) {
+    buf more = {0};
+    bool chunked = c->req->minor > 0;
+    c->head_sent = true;
+    c->keep_alive = c->keep_alive && chunked && !c->s->draining;
+    buf_c(&more, "Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\n");
+    srv_put_cors(&more, c->origin);
+    http_put_head(b, 200, "text/event-stream; charset=utf-8", chunked ? HTTP_CHUNKED : HTTP_UNTIL_CLOSE, c->keep_alive,
+                  (int64_t)time(NULL), buf_view(&more));
+    buf_free(&more);
+}
+
+static void srv_refuse(srv_call *c) { /* the engine did not take all parts */
+    int status = c->refused.code == TOKA_E_USE ? 429 : 500;
+    srv_error(c, status, "%s", c->refused.msg);
+    if (status == 429) buf_c(&c->reply.headers, "Retry-After: 1\r\n");
+    srv_publish_reply(c);
+}
+
+/* Records to text. last: there will be none after these. */
+static void srv_continue(srv_call *c, str records, bool last) {
+    buf text = {0}, made = {0};
+    if (last && c->refused.code) {
+        srv_refuse(c);
+        return;
+    }
+    api_feed(&c->api, records, &text);
+    int status = last ? api_finish(&c->api, &text) : 0;
+    if (!c->api.stream) {
+        if (last) c->reply.status = status, c->reply.body = text, srv_publish_reply(c);
+        return;
+    }
+    bool chunked = c->req->minor > 0;
+    if (!c->head_sent && (text.n || last)) srv_put_stream_head(&made, c);
+    if (chunked) http_put_chunk(&made, buf_view(&text));
+    else buf_str(&made, buf_view(&text));
+    if (chunked && last) http_put_last_chunk(&made);
+    buf_free(&text);
+    if (made.n || last) c->reply.status = 200, srv_publish(c, &made, last);
+}
+
+/* ---- Other handlers of workers ---- */
+
+static void srv_simple(srv *s, srv_call *c) {
+    toka_err e;
+    int status = 0;
+    const char *param = NULL;
+    if (api_simple(&s->model, (enum api_route)c->route->api, buf_view(&c->body), &c->reply.body, &e, &status, &param)) {
+        c->reply.status = status;
+        buf_clear(&c->reply.body);
+        api_error(&c->reply.body, status, e.msg, NULL, param, NULL);
+    }
+    srv_publish_reply(c);
+}
+
+static void srv_files(srv *s, srv_call *c) {
+    fb_handle(s->files, c->req, buf_view(&c->body), &c->reply);
+    srv_publish_reply(c);
+}
+
+/* A piece of an upload to disk; the next is asked for, or the answer given. */
+static void srv_upload(srv *s, srv_call *c) {
+    str type = http_find(c->req, "content-type");
+    bool ok = c->upload || (c->upload = fb_upload_open(s->files, type.p ? type : STR(""), &c->reply)) != NULL;
+    if (ok) ok = fb_upload_put(c->upload, buf_view(&c->body), &c->reply);
+    srv_free_body(c);
+    if (ok && !c->upload_whole) {
+        pthread_mutex_lock(&s->lock);
+        c->want_piece = true; /* srv_worker tells the loop when it has let go of the call */
+        pthread_mutex_unlock(&s->lock);
+        return;
+    }
+    http_reply unused = {0};
+    if (c->upload) fb_upload_close(c->upload, ok, ok ? &c->reply : &unused);
+    buf_free(&unused.headers), buf_free(&unused.body);
+    c->upload = NULL;
+    if (!c->upload_whole) c->keep_alive = false; /* the rest of the body will not be read */
+    srv_publish_reply(c);
+}
+
+static void *srv_worker(void *arg) {
+    srv *s = arg;
+    pthread_setname_np(pthread_self(), "toka-worker");
+    pthread_mutex_lock(&s->lock);
+    for (;;) {
+        for (s->n_idle++; !s->ready && !s->stopping;) pthread_cond_wait(&s->work, &s->lock);
+        s->n_idle--;
+        if (!s->ready) break;
+        srv_call *c = s->ready;
+        if (!(s->ready = c->next_ready)) s->ready_end = &s->ready;
+        enum srv_stage stage = c->gone ? SRV_ENDED : c->stage;
+        bool last = !c->n_open;
+        buf records = c->records;
+        c->records = (buf){0};
+        pthread_mutex_unlock(&s->lock);
+        if (stage == SRV_NEW) c->route->work(s, c);
+        if (stage == SRV_RUNNING) srv_continue(c, buf_view(&records), last);
+        buf_free(&records);
+        pthread_mutex_lock(&s->lock);
+        c->queued = false;
+        if (c->want_piece && !c->gone) srv_push_dirty(c);
+        if (srv_wants_work(c)) srv_push_ready(c);
+        if (srv_unref(c, 1)) {
+            pthread_mutex_unlock(&s->lock);
+            srv_call_free(c);
+            pthread_mutex_lock(&s->lock);
+        }
+    }
+    pthread_mutex_unlock(&s->lock);
+    return NULL;
+}
+
+/* ---- Handlers of the loop ---- */
+
+static void srv_health(srv *s, srv_call *c) {
+    int phase = s->phase;
+    if (phase == SRV_LOADING) srv_error(c, 503, "the model is loading");
+    else if (phase == SRV_FAILED) srv_error(c, 503, "the engine has failed");
+    else if (s->wedged) srv_error(c, 503, "requests are under way, but the engine has made no step for %d s", SRV_WEDGED_S);
+    else if (s->draining) srv_error(c, 503, "the server is shutting down");
+    else buf_c(&c->reply.body, "{\"status\":\"ok\"}");
+}
+
+static void srv_version(srv *s, srv_call *c) { (void)s, buf_c(&c->reply.body, "{\"version\":\"" TOKA_VERSION "\"}"); }
+
+static void srv_page_reply(srv *s, srv_call *c) {
+    (void)s;
+    c->reply.type = "text/html; charset=utf-8";
+    buf_c(&c->reply.headers, "Content-Security-Policy: default-src 'self' 'unsafe-inline'; img-src data:\r\n");
+    buf_put(&c->reply.body, srv_page, sizeof srv_page - 1);
+}
+
+static void srv_models(srv *s, srv_call *c) {
+    str path = c->req->path, id = path.n > 11 ? str_sub(path, 11, path.n) : STR("");
+    if (!api_models(&s->model, id, s->started, &c->reply.body)) srv_error(c, 404, "the model '%.*s' does not exist", STRF(id));
+}
+
+static int srv_n_connections(const srv *s);
+
+static void srv_metrics_reply(srv *s, srv_call *c) {
+    toka_stats t = toka_get_stats(s->t);
+    c->reply.type = "text/plain; version=0.0.4; charset=utf-8";
+    pthread_mutex_lock(&s->lock);
+    srv_metrics m = s->m;
+    int n_waiting = s->n_waiting;
+    pthread_mutex_unlock(&s->lock);
+    srv_put_metrics(&c->reply.body, &m, &t, str_c(s->name), n_waiting, srv_n_connections(s));
+}
+
+/* ---- Routes ---- */
+
+enum { SRV_GET = 1 << HTTP_GET | 1 << HTTP_HEAD, SRV_POST = 1 << HTTP_POST };
+
+static const srv_route srv_routes[] = {
+    {"/", false, SRV_GET, true, true, srv_page_reply, NULL, 0},
+    {"/health", false, SRV_GET, true, true, srv_health, NULL, 0},
+    {"/version", false, SRV_GET, true, true, srv_version, NULL, 0},
+    {"/metrics", false, SRV_GET, false, false, srv_metrics_reply, NULL, 0},
+    {"/v1/models", true, SRV_GET, false, false, srv_models, NULL, 0},
+    {"/v1/completions", false, SRV_POST, false, false, NULL, srv_begin_api, API_COMPLETIONS},
+    {"/v1/chat/completions", false, SRV_POST, false, false, NULL, srv_begin_api, API_CHAT},
+    {"/tokenize", false, SRV_POST, false, false, NULL, srv_simple, API_TOKENIZE},
+    {"/detokenize", false, SRV_POST, false, false, NULL, srv_simple, API_DETOKENIZE},
+    {"/v1/files", true, 0, false, false, NULL, srv_files, 0},
+    {"/v1/batches", true, 0, false, false, NULL, srv_files, 0},
+};
+static const srv_route srv_upload_route = {"/v1/files", false, SRV_POST, false, false, NULL, srv_upload, 0};
+
+static const srv_route *srv_find_route(const http_request *r) {
+    if (r->method == HTTP_POST && str_is(r->path, srv_upload_route.path)) return &srv_upload_route;
+    for (int i = 0; i < COUNT(srv_routes); i++) {
+        str path = str_c(srv_routes[i].path);
+        if (str_eq(r->path, path)) return &srv_routes[i];
+        bool below = str_starts(r->path, path) && r->path.n > path.n && r->path.p[path.n] == '/';
+        if (srv_routes[i].prefix && below) return &srv_routes[i];
+    }
+    return NULL;
+}
+
+/* Takes the same time for every key of one length, so that no answer's time tells how much of a guess was right. */
+static bool srv_key_is(str given, const char *key) {
+    size_t n = strlen(key);
+    volatile unsigned char differs = given.n != n;
+    for (size_t i = 0; i < n; i++) differs |= (unsigned char)((given.n ? given.p[i % given.n] : 0) ^ key[i]);
+    return !differs;
+}
+
+static bool srv_allowed(const srv_options *o, const http_request *r) {
+    str given = http_find(r, "authorization");
+    bool bearer = given.n > 7 && http_same(str_sub(given, 0, 7), "bearer "), found = false;
+    if (!o->n_keys) return true;
+    given = bearer ? http_trim(str_sub(given, 7, given.n)) : STR("");
+    for (int i = 0; i < o->n_keys; i++) found |= srv_key_is(given, o->keys[i]);
+    return found;
+}
+
+/* The request's origin if browsers may come from there. */
+static str srv_origin(const srv_options *o, const http_request *r) {
+    str origin = http_find(r, "origin"), list = o->origins ? str_c(o->origins) : STR(""), each;
+    while (origin.n && http_next(&list, &each))
+        if (str_eq(each, origin) || str_is(each, "*")) return origin;
+    return STR("");
+}
+
+static void srv_put_allow(buf *b, const char *name, unsigned methods) {
+    static const char *const names[] = {"GET", "HEAD", "POST", "DELETE", "OPTIONS"};
+    bool any = false;
+    buf_printf(b, "%s: ", name);
+    for (int i = 0; i < COUNT(names); i++)
+        if (methods & 1u << i || i == HTTP_OPTIONS) buf_printf(b, any ? ", %s" : "%s", names[i]), any = true;
+    buf_c(b, "\r\n");
+}
+
+/* OPTIONS: what may be done here; a browser's question before it sends a request from an allowed origin. */
+static void srv_options_reply(srv_call *c) {
+    unsigned methods = c->route && c->route->methods ? c->route->methods : SRV_GET | SRV_POST | 1 << HTTP_DELETE;
+    c->reply.status = 204;
+    srv_put_allow(&c->reply.headers, "Allow", methods);
+    if (!c->origin.n) return;
+    srv_put_allow(&c->reply.headers, "Access-Control-Allow-Methods", methods);
+    buf_c(&c->reply.headers, "Access-Control-Allow-Headers: Authorization, Content-Type\r\nAccess-Control-Max-Age: 600\r\n");
+}
+
+/* Looks at a head whose body is still to come. True: c->reply has an answer already. */
+static bool srv_check(srv *s, srv_call *c) {
+    http_request *r = c->req;
+    buf path = {0};
+    c->keep_alive = r->keep_alive;
+    c->origin = srv_origin(s->o, r);
+    bool ok = http_decode(r->path, false, &path);
+    if (ok) r->path = arena_str(&c->a, buf_view(&path));
+    buf_free(&path);
+    if (!ok) return srv_error(c, 400, "the path has a broken percent escape"), true;
+    c->route = srv_find_route(r);
+    if (!c->route && !str_is(r->path, "*")) return srv_error(c, 404, "there is nothing at %.*s", STRF(r->path)), true;
+    if (r->method == HTTP_OPTIONS) return srv_options_reply(c), true;
+    if (!c->route->open && !srv_allowed(s->o, r)) return srv_error(c, 401, "no API key, or one that is not valid here"), true;
+    if (c->route->methods && !(c->route->methods >> r->method & 1)) {
+        srv_error(c, 405, "%s is not answered to this method", c->route->path);
+        return srv_put_allow(&c->reply.headers, "Allow", c->route->methods), true;
+    }
+    str coding = http_find(r, "content-encoding"), type = http_find(r, "content-type");
+    if (coding.n && !http_same(coding, "identity")) return srv_error(c, 415, "Content-Encoding: expected none"), true;
+    ptrdiff_t semi = str_find(type, STR(";"), 0);
+    bool is_json = !type.p || http_same(http_trim(str_sub(type, 0, semi < 0 ? type.n : (size_t)semi)), "application/json");
+    if (c->route->methods == SRV_POST && c->route != &srv_upload_route && !is_json)
+        return srv_error(c, 415, "Content-Type: expected application/json"), true;
+    if (!c->route->early && s->phase == SRV_LOADING) return srv_error(c, 503, "the model is loading"), true;
+    if (!c->route->early && s->phase == SRV_FAILED) return srv_error(c, 503, "the engine has failed"), true;
+    return false;
+}
+
+static int64_t srv_body_limit(const srv *s, const srv_call *c) {
+    if (c->route == &srv_upload_route) return s->o->max_upload_bytes;
+    bool prompt = c->route && c->route->work && c->route->work != srv_files;
+    return prompt ? s->o->max_body_bytes : SRV_SIMPLE_BYTES;
+}
+
+/* The request is whole. True: c->reply has the answer; false: it is with the workers, who publish one. */
+static bool srv_dispatch(srv *s, srv_call *c) {
+    bool api = c->route->work == srv_begin_api;
+    if (c->route->now) return c->route->now(s, c), true;
+    pthread_mutex_lock(&s->lock);
+    bool full = api && s->n_waiting >= s->o->max_queue;
+    if (full) s->m.rejected++;
+    else {
+        if (api) c->counted = true, s->n_waiting++;
+        c->want_piece = false;
+        srv_push_ready(c);
+    }
+    pthread_mutex_unlock(&s->lock);
+    if (!full) return false;
+    srv_error(c, 429, "%d requests wait already, as many as --max-queue allows", s->o->max_queue);
+    buf_c(&c->reply.headers, "Retry-After: 1\r\n");
+    return true;
+}
+
+/* ===========================================================================
+ * MARK: 26. Server: connections [os]
+ * One thread owns every socket and waits in epoll. A connection goes round:
+ *
+ *     SRV_HEAD --http_parse_head, srv_check--> SRV_BODY --http_body_read, srv_dispatch--> SRV_BUSY --the answer--> SRV_HEAD
+ *                                                 +<--> SRV_PIECE: a worker stores a piece of an upload
+ *     SRV_LAST: an answer behind which the connection closes --it is sent--> SRV_LINGER: what the client still sends is thrown
+ *               away for a moment, because closing with bytes unread would reset the connection and destroy the answer
+ *
+ * Pipelined requests wait in `in` until the answer before them is made. Every state has a deadline; one pass a second over all
+ * connections looks at them: simpler than timers, a tenth of a millisecond at ten thousand connections, and exact enough.
+ * =========================================================================== */
+
+enum {
+    SRV_READ_BYTES = 64 << 10,  /* of one read, and what is held of pipelined requests */
+    SRV_SEND_BYTES = 1 << 20,   /* of one write */
+    SRV_SPARE_FDS = 64,         /* for files, the model, libraries */
+    SRV_LINGER_BYTES = 16 << 20, /* thrown away at most, in ... */
+    SRV_LINGER_S = 2,
+    SRV_BODY_RATE = 4096,       /* bytes a second that a body must reach behind the first --read-timeout seconds */
+    SRV_MAX_LISTENERS = 8,
+    SRV_EVENTS = 256,           /* of one round */
+    SRV_TICK_MS = 100,          /* signals and deadlines are looked at so often */
+};
+
+enum srv_conn_state { SRV_HEAD, SRV_BODY, SRV_PIECE, SRV_BUSY, SRV_LAST, SRV_LINGER };
+
+typedef struct srv_conn {
+    int fd;
+    enum srv_conn_state state;
+    unsigned events;        /* that epoll looks for */
+    bool eof, closed;       /* the client has sent all; is being freed */
+    bool sending;           /* the deadline is that of sending */
+    buf in, out;            /* in: not parsed from in_at on; out: not sent from out_at on */
+    size_t in_at, in_seen, out_at; /* in_seen: bytes of a head that http_parse_head has seen, 0: none has come */
+    int file;               /* sent behind out, if file_left > 0 */
+    off_t file_at;
+    int64_t file_left;
+    http_body body;
+    srv_call *call;         /* from a whole head to the end of its answer */
+    double deadline, t_state; /* 0: none; when the state, or in SRV_HEAD the head, began */
+    int64_t lingered;       /* bytes thrown away */
+    struct srv_conn *next, *before;
+} srv_conn;
+
+typedef struct srv_loop {
+    int epoll, listeners[SRV_MAX_LISTENERS], n_listeners;
+    bool accepting;         /* the listeners are in epoll */
+    bool said_full;         /* that no more connections fit: told once */
+    int n_conns, max_conns;
+    srv_conn *conns, *dead; /* dead: freed at the end of the round, since events of this round may name them */
+    char *scratch;          /* [SRV_READ_BYTES] */
+    http_request head;      /* being parsed */
+    double now;             /* of this round */
+    double t_second, t_status, t_step; /* last looks: deadlines, status line, and when the engine last made a step */
+    toka_stats last;        /* at the last status line */
+    int64_t last_steps;
+} srv_loop;
+
+static int srv_n_connections(const srv *s) { return s->loop->n_conns; }
+
+/* ---- Ends of a connection ---- */
+
+static bool srv_unsent(const srv_conn *k) { return k->out_at < k->out.n || k->file_left > 0; }
+
+static void srv_want(srv *s, srv_conn *k) { /* tells epoll what to look for */
+    bool reads = !k->eof && (k->state == SRV_LINGER || k->in.n - k->in_at < SRV_READ_BYTES);
+    unsigned events = (reads ? EPOLLIN : 0u) | (k->eof ? 0u : (unsigned)EPOLLRDHUP) | (srv_unsent(k) ? EPOLLOUT : 0u);
+    if (k->closed || events == k->events) return;
+    k->events = events;
+    epoll_ctl(s->loop->epoll, EPOLL_CTL_MOD, k->fd, &(struct epoll_event){.events = events, .data.ptr = k});
+}
+
+static void srv_close(srv *s, srv_conn *k) {
+    srv_loop *l = s->loop;
+    if (k->closed) return;
+    k->closed = true;
+    if (k->call) srv_abandon(k->call);
+    k->call = NULL;
+    close(k->fd);
+    if (k->file_left > 0) close(k->file);
+    if (k->before) k->before->next = k->next;
+    else l->conns = k->next;
+    if (k->next) k->next->before = k->before;
+    k->next = l->dead, l->dead = k;
+    l->n_conns--;
+}
+
+static void srv_bury(srv_loop *l) {
+    for (srv_conn *k = l->dead, *next; k; k = next) {
+        next = k->next;
+        buf_free(&k->in), buf_free(&k->out);
+        free(k);
+    }
+    l->dead = NULL;
+}
+
+/* ---- Sending ---- */
+
+/* Bytes for the socket; takes `made`. */
+static void srv_append(srv_conn *k, buf *made) {
+    if (k->out_at == k->out.n) {
+        buf_free(&k->out);
+        k->out = *made, k->out_at = 0;
+    } else {
+        buf_str(&k->out, buf_view(made));
+        buf_free(made);
+    }
+    *made = (buf){0};
+}
+
+/* What the socket takes now, but others want their turn, too. False: the connection is lost. */
+static bool srv_send_some(srv_conn *k) {
+    for (int round = 0; round < 4 && srv_unsent(k); round++) {
+        bool text = k->out_at < k->out.n;
+        size_t most = (size_t)MIN(text ? (int64_t)(k->out.n - k->out_at) : k->file_left, (int64_t)SRV_SEND_BYTES);
+        ssize_t n = text ? send(k->fd, k->out.p + k->out_at, most, MSG_NOSIGNAL) : sendfile(k->fd, k->file, &k->file_at, most);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && errno == EAGAIN) return true;
+        if (n <= 0) return false; /* 0: the file got shorter; its length was promised */
+        k->sending = false;       /* progress: a new deadline */
+        if (text) k->out_at += (size_t)n;
+        else if (!(k->file_left -= n)) close(k->file);
+    }
+    return true;
+}
+
+/* From the state; a client that takes no byte has --write-timeout from its last one on. */
+static void srv_set_deadline(srv *s, srv_conn *k) {
+    const srv_options *o = s->o;
+    bool unsent = srv_unsent(k);
+    if (unsent && k->sending) return;
+    k->sending = unsent;
+    if (unsent) k->deadline = s->loop->now + o->write_timeout;
+    else if (k->state == SRV_HEAD) k->deadline = k->t_state + (k->in_seen ? o->read_timeout : o->keep_alive);
+    else if (k->state == SRV_BODY) k->deadline = k->t_state + o->read_timeout + (double)k->call->body.n / SRV_BODY_RATE;
+    else if (k->state == SRV_LINGER) k->deadline = k->t_state + SRV_LINGER_S;
+    else k->deadline = 0;
+}
+
+static void srv_enter(srv *s, srv_conn *k, enum srv_conn_state state) { k->state = state, k->t_state = s->loop->now; }
+
+/* The answer is out and was the last. */
+static void srv_linger(srv *s, srv_conn *k) {
+    if (k->eof) {
+        srv_close(s, k);
+        return;
+    }
+    shutdown(k->fd, SHUT_WR);
+    srv_enter(s, k, SRV_LINGER);
+    buf_free(&k->in), k->in_at = 0;
+}
+
+/* A stream whose reader catches up is made again. */
+static void srv_unstall(srv_conn *k) {
+    srv_call *c = k->call;
+    pthread_mutex_lock(&c->s->lock);
+    c->unsent = k->out.n - k->out_at + c->out.n;
+    if (c->stalled && c->unsent < SRV_MAX_UNSENT / 2) {
+        c->stalled = false;
+        if (srv_wants_work(c)) srv_push_ready(c);
+    }
+    pthread_mutex_unlock(&c->s->lock);
+}
+
+static void srv_send(srv *s, srv_conn *k) {
+    if (k->closed) return;
+    if (!srv_send_some(k)) {
+        srv_close(s, k);
+        return;
+    }
+    if (k->out_at == k->out.n) buf_free(&k->out), k->out_at = 0;
+    if (k->call && k->state == SRV_BUSY) srv_unstall(k);
+    if (k->state == SRV_LAST && !srv_unsent(k)) srv_linger(s, k);
+    if (!k->closed) srv_set_deadline(s, k);
+}
+
+/* ---- Calls of a connection ---- */
+
+static srv_call *srv_call_new(srv *s, srv_conn *k) {
+    srv_call *c = mem_zalloc(sizeof *c);
+    *c = (srv_call){.s = s, .conn = k, .refs = 1, .t_start = s->loop->now};
+    return k->call = c;
+}
+
+/* All bytes of the answer are in k->out: the call goes, the connection is ready for its next, or ends. */
+static void srv_end_call(srv *s, srv_conn *k) {
+    srv_call *c = k->call;
+    bool keep = c->keep_alive && !s->draining;
+    if (c->reply.fd_bytes > 0) k->file = c->reply.fd, k->file_left = c->reply.fd_bytes, k->file_at = 0, c->reply.fd_bytes = 0;
+    pthread_mutex_lock(&s->lock);
+    s->m.statuses[MIN(MAX(c->reply.status / 100, 0), 5)]++;
+    c->stage = SRV_ENDED;
+    bool last = srv_unref(c, 1);
+    pthread_mutex_unlock(&s->lock);
+    k->call = NULL, c->conn = NULL;
+    if (last) srv_call_free(c);
+    srv_enter(s, k, keep ? SRV_HEAD : SRV_LAST);
+    k->in_seen = 0;
+}
+
+static void srv_answer(srv *s, srv_conn *k) { /* with k->call->reply */
+    buf made = {0};
+    srv_put_reply(&made, k->call);
+    srv_append(k, &made);
+    srv_end_call(s, k);
+}
+
+/* A request that cannot be read on: its answer is the connection's last. */
+static void srv_answer_last(srv *s, srv_conn *k, int status, const char *why) {
+    srv_call *c = k->call ? k->call : srv_call_new(s, k);
+    c->keep_alive = false;
+    if (status) srv_error(c, status, "%s", why);
+    srv_answer(s, k);
+}
+
+static const char *srv_why(int status) { /* of a status that chapter 20 gave */
+    switch (status) {
+    case 413: return "the body is longer than this server takes; see --max-body-bytes and --max-upload-bytes";
+    case 414: return "the target is too long";
+    case 417: return "Expect: only 100-continue is known";
+    case 431: return "the headers are too long or too many";
+    case 501: return "Transfer-Encoding: only chunked is known";
+    case 505: return "only HTTP/1.0 and HTTP/1.1 are spoken here";
+    default: return "this is not a well-formed HTTP/1.1 request";
+    }
+}
+
+/* ---- Reading ---- */
+
+/* A whole head: looks at what is asked. */
+static void srv_on_head(srv *s, srv_conn *k, str head) {
+    srv_call *c = srv_call_new(s, k);
+    c->req = arena_alloc(&c->a, sizeof *c->req);
+    http_parse_head(arena_str(&c->a, head), c->req); /* again, so that its slices live as long as the call */
+    bool has_body = c->req->chunked || c->req->length, answered = srv_check(s, c);
+    int status = answered ? 0 : http_body_init(&k->body, c->req, srv_body_limit(s, c));
+    if (status || (answered && has_body)) {
+        srv_answer_last(s, k, status, srv_why(status));
+    } else if (answered) {
+        srv_answer(s, k);
+    } else {
+        buf go = {0};
+        if (c->req->expects_continue && has_body && k->in_at == k->in.n)
+            buf_c(&go, "HTTP/1.1 100 Continue\r\n\r\n"), srv_append(k, &go);
+        srv_enter(s, k, SRV_BODY);
+    }
+}
+
+/* Bytes of a head. True: it is whole, or answered. */
+static bool srv_read_head(srv *s, srv_conn *k) {
+    srv_loop *l = s->loop;
+    str rest = str_sub(buf_view(&k->in), k->in_at, k->in.n);
+    if (!rest.n || rest.n == k->in_seen) return false;
+    bool first = !k->in_seen;
+    if (first) k->t_state = l->now;
+    bool line = memchr(rest.p + k->in_seen, '\n', rest.n - k->in_seen) != NULL;
+    if (!first && !line && rest.n < HTTP_MAX_HEAD) { /* cannot have become whole */
+        k->in_seen = rest.n;
+        return false;
+    }
+    ptrdiff_t used = http_parse_head(rest, &l->head);
+    k->in_seen = rest.n;
+    if (!used) return false;
+    if (used < 0) {
+        srv_answer_last(s, k, (int)-used, srv_why((int)-used));
+        return true;
+    }
+    k->in_at += (size_t)used;
+    srv_on_head(s, k, str_sub(rest, 0, (size_t)used));
+    return true;
+}
+
+/* Bytes of a body. True: it is whole, or answered. */
+static bool srv_read_body(srv *s, srv_conn *k) {
+    srv_call *c = k->call;
+    size_t before = c->body.n;
+    ptrdiff_t used = http_body_read(&k->body, str_sub(buf_view(&k->in), k->in_at, k->in.n), &c->body);
+    s->body_bytes += (long long)(c->body.n - before);
+    if (used < 0) {
+        srv_answer_last(s, k, (int)-used, -used == 400 ? "the body's chunks are not well-formed" : srv_why((int)-used));
+        return true;
+    }
+    k->in_at += (size_t)used;
+    if (s->body_bytes > SRV_BODIES * MAX(s->o->max_body_bytes, SRV_PIECE_BYTES)) {
+        srv_answer_last(s, k, 503, "too many bytes of requests are being received");
+        return true;
+    }
+    bool whole = k->body.state == HTTP_BODY_DONE, upload = c->route == &srv_upload_route;
+    if (!whole && !(upload && c->body.n >= SRV_PIECE_BYTES)) return false;
+    srv_enter(s, k, whole ? SRV_BUSY : SRV_PIECE);
+    c->upload_whole = whole, c->t_start = os_now();
+    if (srv_dispatch(s, c)) srv_answer(s, k);
+    return true;
+}
+
+/* Everything that the bytes at hand allow; sends what came of it. */
+static void srv_advance(srv *s, srv_conn *k) {
+    bool more = true;
+    while (more && !k->closed) {
+        more = false;
+        if (k->state == SRV_HEAD && k->out.n - k->out_at < SRV_MAX_UNSENT && !k->file_left) more = srv_read_head(s, k);
+        else if (k->state == SRV_BODY) more = srv_read_body(s, k);
+    }
+    if (k->in_at == k->in.n) buf_free(&k->in), k->in_at = 0;
+    srv_send(s, k);
+    if (!k->eof || k->closed) return;
+    bool generating = k->call && k->call->route && k->call->route->work == srv_begin_api;
+    if (k->state == SRV_BODY || k->state == SRV_PIECE || k->state == SRV_LINGER || generating) srv_close(s, k);
+    else if (k->state == SRV_HEAD && srv_unsent(k)) k->state = SRV_LAST;
+    else if (k->state == SRV_HEAD) srv_close(s, k);
+}
+
+static void srv_receive(srv *s, srv_conn *k) {
+    srv_loop *l = s->loop;
+    for (int round = 0; round < 4; round++) {
+        if (k->state != SRV_LINGER && k->in.n - k->in_at >= SRV_READ_BYTES) break;
+        ssize_t n = recv(k->fd, l->scratch, SRV_READ_BYTES, 0);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && errno == EAGAIN) break;
+        if (n < 0) {
+            srv_close(s, k);
+            return;
+        }
+        k->eof = !n;
+        if (k->state == SRV_LINGER) {
+            if (!n || (k->lingered += n) > SRV_LINGER_BYTES) srv_close(s, k);
+        } else {
+            if (k->in_at) memmove(k->in.p, k->in.p + k->in_at, k->in.n - k->in_at), k->in.n -= k->in_at, k->in_at = 0;
+            buf_put(&k->in, l->scratch, (size_t)n);
+            srv_advance(s, k);
+        }
+        if (k->closed || n < SRV_READ_BYTES) return;
+    }
+}
+
+static void srv_on_socket(srv *s, srv_conn *k, unsigned events) {
+    if (k->closed) return;
+    if (events & (EPOLLERR | EPOLLHUP)) srv_close(s, k);
+    if (!k->closed && events & EPOLLOUT) srv_advance(s, k);
+    if (!k->closed && events & (EPOLLIN | EPOLLRDHUP)) {
+        bool full = k->state != SRV_LINGER && k->in.n - k->in_at >= SRV_READ_BYTES;
+        if (full && events & EPOLLRDHUP) srv_close(s, k); /* gone, with more requests than will be looked at */
+        else srv_receive(s, k);
+    }
+    srv_want(s, k);
+}
+
+/* ---- What workers made ---- */
+
+static void srv_take(srv *s, srv_call *c) {
+    pthread_mutex_lock(&s->lock);
+    buf made = c->out;
+    c->out = (buf){0};
+    bool done = c->done, piece = c->want_piece, overflow = c->overflow;
+    c->in_dirty = c->want_piece = false;
+    pthread_mutex_unlock(&s->lock);
+    srv_conn *k = c->conn;
+    if (k && made.n) srv_append(k, &made);
+    buf_free(&made);
+    if (k && overflow) {
+        srv_close(s, k);
+    } else if (k) {
+        if (done) srv_end_call(s, k);
+        if (piece) srv_enter(s, k, SRV_BODY);
+        srv_advance(s, k);
+        srv_want(s, k);
+    }
+    pthread_mutex_lock(&s->lock);
+    bool last = srv_unref(c, 1);
+    pthread_mutex_unlock(&s->lock);
+    if (last) srv_call_free(c);
+}
+
+static void srv_take_all(srv *s) {
+    uint64_t n;
+    ssize_t unused = read(s->wake_fd, &n, 8);
+    (void)unused;
+    pthread_mutex_lock(&s->lock);
+    srv_call *c = s->dirty;
+    s->dirty = NULL, s->woken = false;
+    pthread_mutex_unlock(&s->lock);
+    for (srv_call *next; c; c = next) next = c->next_dirty, srv_take(s, c);
+}
+
+/* ---- Listening ---- */
+
+static void srv_set_accepting(srv *s, bool on) {
+    srv_loop *l = s->loop;
+    if (on == l->accepting) return;
+    l->accepting = on;
+    for (int i = 0; i < l->n_listeners; i++)
+        epoll_ctl(l->epoll, on ? EPOLL_CTL_ADD : EPOLL_CTL_DEL, l->listeners[i],
+                  &(struct epoll_event){.events = EPOLLIN, .data.ptr = &l->listeners[i]});
+}
+
+/* No descriptor for one more connection: said once on standard error, and to the client if there is one for that. */
+static void srv_full(srv *s, int fd) {
+    srv_loop *l = s->loop;
+    if (!l->said_full)
+        fprintf(stderr, "toka: %d connections are open, all that the limit of open files (ulimit -n) allows; more get a 503\n",
+                l->n_conns);
+    l->said_full = true;
+    if (fd < 0) {
+        srv_set_accepting(s, false); /* until the next second */
+        return;
+    }
+    buf b = {0}, body = {0};
+    api_error(&body, 503, "all connections are taken", NULL, NULL, NULL);
+    http_put_head(&b, 503, "application/json", (int64_t)body.n, false, (int64_t)time(NULL), STR("Retry-After: 1\r\n"));
+    buf_str(&b, buf_view(&body));
+    ssize_t unused = send(fd, b.p, b.n, MSG_NOSIGNAL);
+    (void)unused;
+    close(fd);
+    buf_free(&b), buf_free(&body);
+}
+
+static void srv_accept(srv *s, int listener) {
+    srv_loop *l = s->loop;
+    for (int i = 0; i < SRV_EVENTS; i++) {
+        int fd = accept4(listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
+        if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)) srv_full(s, -1);
+        if (fd < 0) return;
+        if (l->n_conns >= l->max_conns) {
+            srv_full(s, fd);
+            continue;
+        }
+        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &(int){1}, sizeof(int)); /* fails on unix sockets, which have no delay */
+        srv_conn *k = mem_zalloc(sizeof *k);
+        *k = (srv_conn){.fd = fd, .events = EPOLLIN | EPOLLRDHUP, .t_state = l->now, .next = l->conns};
+        srv_set_deadline(s, k);
+        if (l->conns) l->conns->before = k;
+        l->conns = k, l->n_conns++;
+        if (epoll_ctl(l->epoll, EPOLL_CTL_ADD, fd, &(struct epoll_event){.events = k->events, .data.ptr = k})) srv_close(s, k);
+    }
+}
+
+static int srv_listen_unix(srv *s, const char *path, toka_err *e) {
+    struct sockaddr_un a = {.sun_family = AF_UNIX};
+    struct stat st;
+    if (strlen(path) >= sizeof a.sun_path)
+        return fail(e, TOKA_E_USE, "--uds %s: longer than %zu bytes", path, sizeof a.sun_path - 1);
+    strcpy(a.sun_path, path);
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (fd < 0) return fail(e, TOKA_E_IO, "--uds %s: %s", path, strerror(errno));
+    if (lstat(path, &st) == 0 && S_ISSOCK(st.st_mode)) { /* left by a server that was killed, or in use */
+        if (connect(fd, (struct sockaddr *)&a, sizeof a) == 0) {
+            close(fd);
+            return fail(e, TOKA_E_USE, "--uds %s: another server listens there", path);
+        }
+        if (errno == ECONNREFUSED) unlink(path);
+    }
+    if (bind(fd, (struct sockaddr *)&a, sizeof a) || listen(fd, 4096)) {
+        int code = fail(e, TOKA_E_IO, "--uds %s: %s", path, strerror(errno));
+        close(fd);
+        return code;
+    }
+    s->loop->listeners[s->loop->n_listeners++] = fd;
+    fprintf(stderr, "toka: listening on unix:%s\n", path);
+    return 0;
+}
+
+/* One address. port: in, and out where it was 0. */
+static int srv_listen_one(srv *s, const struct addrinfo *a, int *port, toka_err *e) {
+    struct sockaddr_storage got;
+    socklen_t n = sizeof got;
+    int fd = socket(a->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (fd < 0) return fail(e, TOKA_E_IO, "--host %s: %s", s->o->host, strerror(errno));
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &(int){1}, sizeof(int));
+    if (a->ai_family == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &(int){1}, sizeof(int));
+    if (bind(fd, a->ai_addr, a->ai_addrlen) || listen(fd, 4096) || getsockname(fd, (struct sockaddr *)&got, &n)) {
+        int code = fail(e, TOKA_E_IO, "cannot listen on %s port %d: %s", s->o->host, *port, strerror(errno));
+        close(fd);
+        return code;
+    }
+    bool six = got.ss_family == AF_INET6;
+    *port = ntohs(six ? ((struct sockaddr_in6 *)&got)->sin6_port : ((struct sockaddr_in *)&got)->sin_port);
+    s->loop->listeners[s->loop->n_listeners++] = fd;
+    char host[64];
+    getnameinfo((struct sockaddr *)&got, n, host, sizeof host, NULL, 0, NI_NUMERICHOST);
+    fprintf(stderr, "toka: listening on http://%s%s%s:%d\n", six ? "[" : "", host, six ? "]" : "", *port);
+    return 0;
+}
+
+static int srv_listen(srv *s, toka_err *e) {
+    struct addrinfo *all = NULL;
+    char service[16];
+    int port = s->o->port, code = 0;
+    if (s->o->uds) return srv_listen_unix(s, s->o->uds, e);
+    snprintf(service, sizeof service, "%d", port);
+    int bad = getaddrinfo(s->o->host, service, &(struct addrinfo){.ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE}, &all);
+    if (bad) return fail(e, TOKA_E_USE, "--host %s: %s", s->o->host, gai_strerror(bad));
+    for (struct addrinfo *a = all; a && s->loop->n_listeners < SRV_MAX_LISTENERS; a = a->ai_next) {
+        if (a->ai_family == AF_INET) ((struct sockaddr_in *)a->ai_addr)->sin_port = htons((uint16_t)port);
+        if (a->ai_family == AF_INET6) ((struct sockaddr_in6 *)a->ai_addr)->sin6_port = htons((uint16_t)port);
+        int failed = srv_listen_one(s, a, &port, e);
+        if (failed) code = failed;
+    }
+    freeaddrinfo(all);
+    return s->loop->n_listeners ? 0 : code; /* a name with an address of a kind this machine lacks is served on the others */
+}
+
+/* Descriptors are raised to the hard limit; what is left after the spare ones is for connections. */
+static int srv_limit_files(srv_loop *l, toka_err *e) {
+    struct rlimit r;
+    if (getrlimit(RLIMIT_NOFILE, &r)) return fail(e, TOKA_E_IO, "the limit of open files: %s", strerror(errno));
+    r.rlim_cur = r.rlim_max == RLIM_INFINITY ? 1 << 20 : r.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &r);
+    getrlimit(RLIMIT_NOFILE, &r);
+    if (r.rlim_cur < 2 * SRV_SPARE_FDS)
+        return fail(e, TOKA_E_USE, "the limit of open files (ulimit -n) is %lld, expected at least %d", (long long)r.rlim_cur,
+                    2 * SRV_SPARE_FDS);
+    l->max_conns = (int)MIN(r.rlim_cur, (rlim_t)1 << 20) - SRV_SPARE_FDS;
+    return 0;
+}
+
+/* ---- Time ---- */
+
+static void srv_expire(srv *s, srv_conn *k) {
+    bool begun = (k->state == SRV_HEAD && k->in_seen) || k->state == SRV_BODY;
+    if (!begun || k->sending) {
+        srv_close(s, k);
+        return;
+    }
+    srv_answer_last(s, k, 408, "the request did not arrive in time; see --read-timeout");
+    srv_advance(s, k);
+    srv_want(s, k);
+}
+
+/* Once a second: deadlines; while draining, connections that wait for a next request. */
+static void srv_check_deadlines(srv *s) {
+    srv_loop *l = s->loop;
+    for (srv_conn *k = l->conns, *next; k; k = next) {
+        next = k->next;
+        bool idle = k->state == SRV_HEAD && !srv_unsent(k);
+        if (s->draining && idle) srv_close(s, k);
+        else if (k->deadline && l->now > k->deadline) srv_expire(s, k);
+    }
+}
+
+/* The engine's heartbeat: steps are made while there is work. */
+static void srv_check_engine(srv *s, const toka_stats *t) {
+    srv_loop *l = s->loop;
+    if (!l->t_step || t->steps != l->last_steps || !(t->running + t->waiting)) l->last_steps = t->steps, l->t_step = l->now;
+    s->wedged = l->now - l->t_step > SRV_WEDGED_S;
+}
+
+/* What the engine did since the last line; nothing if it did nothing. */
+static void srv_status_line(srv *s, const toka_stats *t) {
+    srv_loop *l = s->loop;
+    const toka_stats *was = &l->last;
+    double dt = l->now - l->t_status, out = (double)(t->output_tokens - was->output_tokens), rows = (double)(t->rows - was->rows);
+    double prompt = (double)(t->prompt_tokens - was->prompt_tokens), pairs = (double)(t->attended - was->attended);
+    double hits = (double)(t->prompt_tokens_shared - was->prompt_tokens_shared);
+    double shared = (double)(t->attended_shared - was->attended_shared);
+    if (!s->o->quiet && (rows > 0 || t->running || t->waiting))
+        fprintf(stderr, "prefill %.0f tok/s, decode %.0f tok/s, running %d, waiting %d, KV %.1f%%, prefix hits %.1f%%, "
+                "shared %.1f%%, connections %d\n", MAX(rows - out, 0) / dt, out / dt, t->running, t->waiting,
+                t->kv_pages ? 100.0 * t->kv_pages_used / t->kv_pages : 0, prompt > 0 ? 100 * hits / prompt : 0,
+                pairs > 0 ? 100 * shared / pairs : 0, l->n_conns);
+    l->t_status = l->now, l->last = *t;
+}
+
+static void srv_tick(srv *s) {
+    srv_loop *l = s->loop;
+    if (l->now - l->t_second < 1) return;
+    l->t_second = l->now;
+    srv_check_deadlines(s);
+    if (!s->draining) srv_set_accepting(s, true);
+    if (s->phase != SRV_READY) return;
+    toka_stats t = toka_get_stats(s->t);
+    srv_check_engine(s, &t);
+    if (l->now - l->t_status >= 5) srv_status_line(s, &t);
+}
+
+/* ---- The loop ---- */
+
+static void srv_start_draining(srv *s) {
+    srv_loop *l = s->loop;
+    srv_set_accepting(s, false);
+    for (int i = 0; i < l->n_listeners; i++) close(l->listeners[i]);
+    l->n_listeners = 0;
+    if (s->o->uds) unlink(s->o->uds);
+    s->draining = true;
+    l->t_second = 0;
+}
+
+static void srv_round(srv *s, struct epoll_event *events) {
+    srv_loop *l = s->loop;
+    int n = epoll_wait(l->epoll, events, SRV_EVENTS, SRV_TICK_MS);
+    l->now = os_now();
+    for (int i = 0; i < n; i++) {
+        void *p = events[i].data.ptr;
+        int *listener = p;
+        if (p == &s->wake_fd) srv_take_all(s);
+        else if (listener >= l->listeners && listener < l->listeners + SRV_MAX_LISTENERS) srv_accept(s, *listener);
+        else srv_on_socket(s, p, events[i].events);
+    }
+    srv_tick(s);
+    srv_bury(l);
+}
+
+/* Until a signal and all answers are out, a second signal, or a failed engine. */
+static void srv_run_loop(srv *s) {
+    srv_loop *l = s->loop;
+    struct epoll_event events[SRV_EVENTS];
+    double t_failed = 0;
+    for (;;) {
+        srv_round(s, events);
+        int signals = *s->o->interrupted;
+        if (s->phase == SRV_FAILED && !t_failed) t_failed = l->now;
+        if ((signals || t_failed) && !s->draining) srv_start_draining(s);
+        if (s->draining && (!l->conns || signals > 1 || (t_failed && l->now - t_failed > 5))) break;
+    }
+    while (l->conns) srv_close(s, l->conns);
+    srv_bury(l);
+}
+
+/* ---- Start and end ---- */
+
+static void srv_say_defaults(const srv *s) {
+    const toka_sampling *p = &s->model.base.sampling;
+    const mf_defaults *d = &s->t->files->defaults;
+    bool any = d->has_temperature || d->has_do_sample || d->has_top_p || d->has_top_k || d->has_min_p ||
+               d->has_repetition_penalty;
+    if (!s->o->model_defaults || !any) return;
+    fprintf(stderr, "toka: defaults from generation_config.json: temperature %g, top_p %g, top_k %d, min_p %g, "
+            "repetition_penalty %g; --generation-config vllm leaves them out\n", (double)p->temperature, (double)p->top_p,
+            p->top_k, (double)p->min_p, (double)p->repetition_penalty);
+}
+
+static void srv_init_model(srv *s) {
+    const srv_options *o = s->o;
+    s->info = toka_get_info(s->t);
+    s->name = o->n_names ? o->names[0] : s->info.model_name;
+    snprintf(s->fingerprint, sizeof s->fingerprint, "toka-%s-%s", TOKA_VERSION, s->t->engine->m.be->name);
+    toka_request base = toka_request_default();
+    if (o->model_defaults) toka_request_model_defaults(s->t, &base);
+    s->model = (api_model){.t = s->t, .names = o->n_names ? o->names : &s->name, .n_names = MAX(1, o->n_names), .name = s->name,
+                           .fingerprint = s->fingerprint, .base = base, .completion_tokens = 16,
+                           .max_len = s->info.max_model_len, .max_choices = SRV_MAX_CHOICES, .now = o->now,
+                           .limits = {128, (size_t)o->max_body_bytes}, .strict = o->strict, .live = true,
+                           .unknown = srv_unknown, .user = s};
+}
+
+static int srv_load(srv *s, toka_err *e) {
+    double t0 = os_now();
+    int code = toka_open(&s->t, &s->o->open, e);
+    if (code) return code;
+    srv_init_model(s);
+    fb_options fb = {.dir = s->o->files_dir, .t = s->t, .m = &s->model};
+    if ((code = fb_open(&s->files, &fb, e))) return code;
+    int64_t kv = (int64_t)s->t->engine->stats.kv_pages * s->t->shape.B;
+    fprintf(stderr, "toka: %s on %s, loaded in %.1f s; KV cache %lld tokens, %.1f sequences of %d tokens\n", s->name,
+            s->info.device, os_now() - t0, (long long)kv, (double)kv / s->info.max_model_len, s->info.max_model_len);
+    srv_say_defaults(s);
+    fprintf(stderr, "toka: files of batches: %s\n", fb_folder(s->files));
+    return 0;
+}
+
+static void *srv_engine(void *arg) { /* opens the model, then drives it until toka_stop */
+    srv *s = arg;
+    pthread_setname_np(pthread_self(), "toka-engine"); /* the device's threads inherit it */
+    int code = srv_load(s, &s->e);
+    if (!code) {
+        fprintf(stderr, "toka: ready\n");
+        s->phase = SRV_READY;
+        code = toka_run(s->t, true, &s->e);
+    }
+    if (code) s->phase = SRV_FAILED;
+    return NULL;
+}
+
+static int srv_start_thread(pthread_t *t, void *(*fn)(void *), srv *s, toka_err *e) {
+    return pthread_create(t, NULL, fn, s) ? fail(e, TOKA_E_IO, "cannot start a thread") : 0;
+}
+
+static int srv_open(srv *s, srv_loop *l, toka_err *e) {
+    l->epoll = epoll_create1(EPOLL_CLOEXEC), s->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    if (l->epoll < 0 || s->wake_fd < 0) return fail(e, TOKA_E_IO, "epoll: %s", strerror(errno));
+    int code = srv_limit_files(l, e);
+    if (!code) code = srv_listen(s, e);
+    if (code) return code;
+    if (getrandom(s->random, sizeof s->random, 0) != sizeof s->random)
+        return fail(e, TOKA_E_IO, "getrandom: %s", strerror(errno));
+    epoll_ctl(l->epoll, EPOLL_CTL_ADD, s->wake_fd, &(struct epoll_event){.events = EPOLLIN, .data.ptr = &s->wake_fd});
+    srv_set_accepting(s, true);
+    return 0;
+}
+
+static void srv_free(srv *s, srv_loop *l) {
+    for (int i = 0; i < l->n_listeners; i++) close(l->listeners[i]);
+    if (l->epoll >= 0) close(l->epoll);
+    if (s->wake_fd >= 0) close(s->wake_fd);
+    pthread_mutex_destroy(&s->lock), pthread_cond_destroy(&s->work);
+    buf_free(&s->unknown);
+    free(l->scratch);
+}
+
+/* toka serve. Returns 0 after a signal, when all answers are out. */
+static int srv_run(const srv_options *o, toka_err *e) {
+    srv_loop l = {.scratch = mem_alloc(SRV_READ_BYTES), .now = os_now()};
+    srv s = {.o = o, .loop = &l, .started = (int64_t)time(NULL), .ready_end = &s.ready};
+    pthread_t engine, workers[64];
+    int n_workers = 0;
+    pthread_mutex_init(&s.lock, NULL), pthread_cond_init(&s.work, NULL);
+    srv_metrics_init(&s.m);
+    int code = srv_open(&s, &l, e);
+    bool driven = !code && !(code = srv_start_thread(&engine, srv_engine, &s, e));
+    for (int n = MIN(o->n_workers, COUNT(workers)); !code && n_workers < n; n_workers += !code)
+        code = srv_start_thread(&workers[n_workers], srv_worker, &s, e);
+    if (!code) srv_run_loop(&s);
+    while (driven && s.phase == SRV_LOADING) usleep(10000); /* a second signal ends the program meanwhile */
+    if (s.files) fb_close(s.files);
+    if (s.t) toka_stop(s.t);
+    if (driven) pthread_join(engine, NULL);
+    pthread_mutex_lock(&s.lock);
+    s.stopping = true;
+    pthread_cond_broadcast(&s.work);
+    pthread_mutex_unlock(&s.lock);
+    for (int i = 0; i < n_workers; i++) pthread_join(workers[i], NULL);
+    toka_close(s.t); /* calls that were given up get their last events here */
+    if (!code && s.phase == SRV_FAILED) *e = s.e, code = e->code;
+    srv_free(&s, &l);
+    return code;
+}
+
+/* ===========================================================================
+ * MARK: 27. Bench and plan [os]
  * What the engine is worth, without a server: run_bench_throughput times a dataset whose samples are forced to given lengths, also
  * on dummy weights; run_bench_plan times chapters 11 to 14 alone.
  * =========================================================================== */
@@ -13438,7 +16858,7 @@ static int run_bench_throughput(toka *t, const run_bench_options *o, toka_err *e
  * outputs lognormal with mean 150, max_tokens 1,024, 8,192 sequences at once, results two steps late. The backend does
  * nothing. Times are CPU time of the one thread. */
 enum { RUN_PLAN_LAG = 2, RUN_PLAN_PROMPTS = 128, RUN_PLAN_SAMPLES = 1024, RUN_PLAN_PROMPT = 715, RUN_PLAN_SHARED = 600,
-       RUN_PLAN_MEAN = 150, RUN_PLAN_MAX = 1024, RUN_PLAN_SEQS = 8192, RUN_PLAN_WARM = 100, RUN_PLAN_STEPS = 1000 };
+       RUN_PLAN_MEAN = 150, RUN_PLAN_MAX = 1024, RUN_PLAN_SEQS = 8192, RUN_PLAN_START = 10, RUN_PLAN_STEPS = 1000 };
 
 typedef struct run_plan_late { /* rows whose tokens are still on their way */
     batch_out *out; /* [RUN_PLAN_SEQS] */
@@ -13461,6 +16881,7 @@ typedef struct run_plan_case { /* what is measured, and what came of it */
     int extra, n_pages; /* further requests of one sample queued behind; pages of 16 tokens */
     int steps;
     double ms, plan_ms, build_ms, commit_ms, p50, p99, bytes, most_bytes, running;
+    double start_ms, start_bytes; /* most of one of the first RUN_PLAN_START steps, which fill the empty machine */
     int64_t n_preempted;
 } run_plan_case;
 
@@ -13511,13 +16932,14 @@ static void run_plan_step(run_plan *t, int step) {
     t->plan_s += t1 - t0, t->build_s += t2 - t1, t->commit_s += run_cpu_now() - t2;
 }
 
-static void run_plan_open(run_plan *t, int n_pages) {
+static int run_plan_open(run_plan *t, int n_pages, toka_err *e) {
     *t = (run_plan){.rng = 12345};
-    sched_init(&t->s, &(sched_config){.B = 16, .n_pages = n_pages, .max_seqs = RUN_PLAN_SEQS, .max_tokens = 32768,
-                                      .max_len = 2048, .n_classes = 1024});
-    batch_init(&t->b, &t->s, (batch_cost){.merge_tok = 4, .span_tok = 64, .tile_rows = 64});
+    sched_config c = {.B = 16, .n_pages = n_pages, .max_seqs = RUN_PLAN_SEQS, .max_tokens = 32768, .max_len = 2048, .n_classes = 1024};
+    int code = sched_init(&t->s, &c, e);
+    if (!code) code = batch_init(&t->b, &t->s, (batch_cost){.merge_tok = 4, .span_tok = 64, .tile_rows = 64}, e);
     t->length = mem_zalloc(RUN_PLAN_SEQS * sizeof(int)), t->started = mem_zalloc(RUN_PLAN_SEQS * sizeof(uint32_t));
     for (int i = 0; i < RUN_PLAN_LAG; i++) t->late[i].out = mem_alloc(RUN_PLAN_SEQS * sizeof(batch_out));
+    return code;
 }
 
 static void run_plan_close(run_plan *t) {
@@ -13533,17 +16955,20 @@ static int run_compare_doubles(const void *a, const void *b) {
 
 static int run_plan_measure(run_plan_case *c, atomic_int *interrupted, toka_err *e) {
     run_plan t;
-    int code = 0, n = 0;
+    int n = 0;
     double *ms = mem_alloc(RUN_PLAN_STEPS * sizeof *ms);
-    run_plan_open(&t, c->n_pages);
+    int code = run_plan_open(&t, c->n_pages, e);
     for (int i = 0; i < RUN_PLAN_PROMPTS && !code; i++) code = run_plan_submit(&t, i, RUN_PLAN_SAMPLES, e);
     for (int i = 0; i < c->extra && !code; i++) code = run_plan_submit(&t, RUN_PLAN_PROMPTS + i, 1, e);
-    for (int i = 0; i < RUN_PLAN_WARM + RUN_PLAN_STEPS && t.s.n_waiting && !code && !*interrupted; i++) {
-        if (i == RUN_PLAN_WARM) t.plan_s = t.build_s = t.commit_s = 0;
+    for (int i = 0; i < RUN_PLAN_START + RUN_PLAN_STEPS && t.s.n_waiting && !code && !*interrupted; i++) {
+        if (i == RUN_PLAN_START) t.plan_s = t.build_s = t.commit_s = 0;
         double t0 = run_cpu_now();
         run_plan_step(&t, i);
         double took = (run_cpu_now() - t0) * 1e3, bytes = (double)batch_upload_bytes(&t.b.up);
-        if (i < RUN_PLAN_WARM) continue;
+        if (i < RUN_PLAN_START) {
+            c->start_ms = MAX(c->start_ms, took), c->start_bytes = MAX(c->start_bytes, bytes);
+            continue;
+        }
         ms[n++] = took, c->ms += took, c->bytes += bytes, c->running += t.s.n_running;
         c->most_bytes = MAX(c->most_bytes, bytes);
     }
@@ -13562,7 +16987,7 @@ static void run_plan_json(buf *b, const run_plan_case *c) {
     const struct { const char *name; double value; } numbers[] = {
         {"ms_per_step", c->ms}, {"plan_ms", c->plan_ms}, {"build_ms", c->build_ms}, {"commit_ms", c->commit_ms},
         {"p50_ms", c->p50}, {"p99_ms", c->p99}, {"upload_bytes_per_step", c->bytes}, {"most_upload_bytes", c->most_bytes},
-        {"mean_running", c->running}};
+        {"mean_running", c->running}, {"most_start_ms", c->start_ms}, {"most_start_bytes", c->start_bytes}};
     for (int i = 0; i < COUNT(numbers); i++) json_put_key(b, numbers[i].name), json_put_num(b, numbers[i].value, true);
     json_put_key(b, "steps"), json_put_int(b, c->steps);
     json_put_key(b, "preemptions"), json_put_int(b, c->n_preempted);
@@ -13587,7 +17012,8 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
         if (as_json) continue;
         printf("%s: %.3f ms a step (plan %.3f, build %.3f, commit %.3f; p50 %.3f, p99 %.3f), %.0f bytes up (most %.0f)\n",
                c->name, c->ms, c->plan_ms, c->build_ms, c->commit_ms, c->p50, c->p99, c->bytes, c->most_bytes);
-        printf("  %d steps, %.0f sequences running, %lld preemptions\n", c->steps, c->running, (long long)c->n_preempted);
+        printf("  %d steps, %.0f sequences running, %lld preemptions; before that %d steps from empty to full, at most %.1f ms and "
+               "%.0f bytes\n", c->steps, c->running, (long long)c->n_preempted, RUN_PLAN_START, c->start_ms, c->start_bytes);
         fflush(stdout);
     }
     json_put_close(&b, ']'), json_put_close(&b, '}');
@@ -13597,18 +17023,992 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 27. Bench serve [os]
- * To come with the server.
+ * MARK: 28. Bench serve [os]
+ * A client that measures a server over HTTP: ours, or any that streams /v1/completions or /v1/chat/completions. Definitions,
+ * names and printed lines are those of `vllm bench serve`:
+ *
+ *     TTFT  from sending a request to its first chunk      TPOT  (E2EL - TTFT) / (output tokens - 1)
+ *     ITL   from one chunk to the next                     E2EL  from sending a request to its last chunk
+ *
+ * One thread, one epoll:  bs_run --bs_start--> bs_on_ready (writes, reads) --bs_reply_take, bs_on_line--> bs_end --> bs_measure
+ *
+ * Open loop: requests come at times drawn beforehand (bs_draw_times), whatever the server does. Closed loop: at most
+ * --max-concurrency are under way, the others wait in order. A random prompt is a list of token ids, so that its length is exact;
+ * which ids there are is learnt from the server's own /tokenize. Without that, and for chats, it is so many random words.
+ * What counts as tokens is what the server says in "usage". A chunk's time is that of the read() that brought it.
  * =========================================================================== */
 
+enum { BS_LINE_BYTES = 64 << 20, BS_HEAD_BYTES = 64 << 10, BS_WORDS = 4000 };
+
+typedef struct bs_options { /* what toka bench serve was asked to do */
+    const char *base_url;   /* "http://host:port", or NULL: host and port */
+    const char *host, *endpoint, *model, *dataset; /* model NULL: the server's first; dataset NULL: random prompts */
+    int port, num_prompts, input_len, output_len, prefix_len, max_concurrency, num_warmups, ready_s;
+    double range_ratio, request_rate, burstiness, temperature; /* request_rate INFINITY: all at once */
+    uint64_t seed;
+    bool ignore_eos, json, detailed, quiet;
+    const char *extra_body; /* a JSON object whose members go into every request, or NULL */
+    const char *goodput, *metrics, *percentiles; /* "ttft:200 e2el:3000", "ttft,itl", "50,99" */
+    atomic_int *interrupted;
+} bs_options;
+
+typedef struct bs_request {
+    size_t at, n;    /* the prompt: ids or, if text, bytes */
+    bool text, chunked; /* chunked: a chunk has come */
+    int max_tokens;
+    double due;      /* seconds after the start of the run */
+    double start, first, last; /* on os_now's clock: sent, first chunk, last chunk */
+    buf gaps;        /* float [chunks - 1], seconds */
+    int64_t n_in, n_out; /* tokens */
+    char *error;     /* NULL: it succeeded */
+} bs_request;
+
+enum bs_state { BS_HEAD, BS_SIZE, BS_CHUNK, BS_CHUNK_END, BS_TRAILER, BS_LENGTH, BS_TO_CLOSE, BS_WHOLE };
+
+typedef struct bs_reply { /* an HTTP response as its bytes come */
+    enum bs_state state;
+    int status;
+    bool chunked, close, any; /* any: a byte of it has come */
+    int64_t left; /* of the chunk or the body; -1: no Content-Length */
+    buf line;
+} bs_reply;
+
+typedef struct bs_conn {
+    int fd, request; /* request -1: idle */
+    bool reused;     /* answered before: the server may have closed it meanwhile */
+    buf out;
+    size_t sent;
+    bs_reply reply;
+    buf line;        /* of the event stream, or the body of an error */
+    bool done;       /* data: [DONE] */
+    struct bs_conn *next; /* idle ones */
+} bs_conn;
+
+typedef struct bs { /* the whole of it */
+    const bs_options *o;
+    struct sockaddr_storage address;
+    socklen_t address_bytes;
+    char host[256], prefix[256], model[256];
+    const char *key; /* OPENAI_API_KEY or NULL */
+    str extra;       /* what stands between the braces of --extra-body */
+    ids tokens, vocabulary; /* of all prompts; what random ones are drawn from */
+    buf texts;
+    bs_request *requests; /* [n] */
+    int64_t n, cap, next, n_ended, n_running;
+    uint64_t n_random;
+    int epoll;
+    bs_conn *idle;
+    double t0, end; /* of the run */
+} bs;
+
+/* ---- Random numbers ---- */
+
+static double bs_unit(bs *b) { return (double)(api_seed(b->o->seed, (uint64_t[2]){0, b->n_random++}) >> 11) * 0x1p-53; }
+
+static int64_t bs_between(bs *b, int64_t lo, int64_t hi) { return lo + (int64_t)(bs_unit(b) * (double)(hi - lo + 1)); }
+
+/* From a gamma distribution of this shape and scale 1 (Marsaglia & Tsang, 2000; below 1 by their boost). */
+static double bs_gamma(bs *b, double shape) {
+    double boost = 1;
+    if (shape < 1) boost = pow(1 - bs_unit(b), 1 / shape), shape += 1;
+    double d = shape - 1.0 / 3, c = 1 / sqrt(9 * d);
+    for (;;) {
+        double x = sqrt(-2 * log(1 - bs_unit(b))) * cos(6.283185307179586 * bs_unit(b)), v = 1 + c * x;
+        if (v <= 0) continue;
+        v = v * v * v;
+        if (log(1 - bs_unit(b)) < x * x / 2 + d - d * v + d * log(v)) return d * v * boost;
+    }
+}
+
+/* When each request comes: gaps of mean 1 / rate, scaled so that all come in exactly n / rate seconds. */
+static void bs_draw_times(bs *b) {
+    double rate = b->o->request_rate, sum = 0;
+    if (!isfinite(rate)) return;
+    for (int64_t i = 0; i < b->n; i++) b->requests[i].due = sum += isfinite(b->o->burstiness) ? bs_gamma(b, b->o->burstiness) : 1;
+    for (int64_t i = 0; i < b->n; i++) b->requests[i].due *= (double)b->n / rate / sum;
+}
+
+/* ---- Reading a response ---- */
+
+/* Adds bytes up to a line feed to line; *used counts them. 1: the line is complete, without its end; 0: more is needed; -1: too
+ * long. */
+static int bs_take_line(buf *line, str in, size_t most, size_t *used) {
+    const char *feed = in.n ? memchr(in.p, '\n', in.n) : NULL;
+    size_t n = feed ? (size_t)(feed - in.p) : in.n;
+    *used = n + (feed != NULL);
+    if (line->n + n > most) return -1;
+    buf_put(line, in.p, n);
+    if (feed && line->n && line->p[line->n - 1] == '\r') line->p[--line->n] = 0;
+    return feed != NULL;
+}
+
+static bool bs_header(str line, const char *name, str *value) {
+    size_t n = strlen(name);
+    if (line.n <= n || line.p[n] != ':' || strncasecmp(line.p, name, n)) return false;
+    *value = str_sub(line, n + 1, line.n);
+    while (value->n && (*value->p == ' ' || *value->p == '\t')) *value = str_sub(*value, 1, value->n);
+    return true;
+}
+
+/* A line of the head, its empty last line too. */
+static bool bs_head_line(bs_reply *r, str line) {
+    str value;
+    int status;
+    if (!r->status) {
+        r->left = -1;
+        return sscanf(line.p, "HTTP/1.%*1d %3d", &status) == 1 && (r->status = status) >= 100;
+    }
+    if (bs_header(line, "content-length", &value)) r->left = strtoll(value.p, NULL, 10);
+    if (bs_header(line, "transfer-encoding", &value)) r->chunked = !strncasecmp(value.p, "chunked", 7);
+    if (bs_header(line, "connection", &value)) r->close = !strncasecmp(value.p, "close", 5);
+    if (line.n) return true;
+    if (r->status < 200) r->status = 0; /* 100 Continue: the real head follows */
+    else if (r->chunked) r->state = BS_SIZE;
+    else if (r->left == 0 || r->status == 204) r->state = BS_WHOLE;
+    else r->state = r->left > 0 ? BS_LENGTH : BS_TO_CLOSE;
+    return true;
+}
+
+/* Takes bytes of a response; *body gets those that belong to its body. Returns how many it took (all of them, sooner or later,
+ * until the state is BS_WHOLE), or -1 if this is no HTTP. */
+static ptrdiff_t bs_reply_take(bs_reply *r, str in, str *body) {
+    size_t used = 0;
+    *body = STR("");
+    r->any = true;
+    if (r->state == BS_LENGTH || r->state == BS_CHUNK || r->state == BS_TO_CLOSE) {
+        size_t n = r->state == BS_TO_CLOSE ? in.n : (size_t)MIN((int64_t)in.n, r->left);
+        *body = str_sub(in, 0, n);
+        if (r->state != BS_TO_CLOSE && !(r->left -= (int64_t)n)) r->state = r->state == BS_LENGTH ? BS_WHOLE : BS_CHUNK_END;
+        return (ptrdiff_t)n;
+    }
+    int got = bs_take_line(&r->line, in, BS_HEAD_BYTES, &used);
+    if (got <= 0) return got ? -1 : (ptrdiff_t)used;
+    str line = buf_view(&r->line);
+    bool good = true;
+    if (r->state == BS_HEAD) {
+        good = bs_head_line(r, line);
+    } else if (r->state == BS_SIZE) {
+        good = line.n && isxdigit((unsigned char)line.p[0]) && (r->left = (int64_t)strtoull(line.p, NULL, 16)) >= 0;
+        r->state = r->left ? BS_CHUNK : BS_TRAILER;
+    } else if (r->state == BS_CHUNK_END) {
+        good = !line.n, r->state = BS_SIZE;
+    } else if (!line.n) {
+        r->state = BS_WHOLE;
+    }
+    buf_clear(&r->line);
+    return good ? (ptrdiff_t)used : -1;
+}
+
+static void bs_reply_free(bs_reply *r) {
+    buf_free(&r->line);
+    *r = (bs_reply){0};
+}
+
+/* ---- The server's address, and calls to it before the run ---- */
+
+static int bs_resolve(bs *b, toka_err *e) {
+    const char *url = b->o->base_url, *p = url;
+    char port[8];
+    int n = b->o->port, code;
+    snprintf(b->host, sizeof b->host, "%s", b->o->host);
+    if (url) {
+        bool plain = !strncmp(url, "http://", 7);
+        p += 7 * plain, n = 80;
+        size_t host = strcspn(p, ":/");
+        if (!plain || !host || host >= sizeof b->host)
+            return fail(e, TOKA_E_USE, "--base-url: '%s', expected http://HOST[:PORT] (no TLS)", url);
+        snprintf(b->host, sizeof b->host, "%.*s", (int)host, p);
+        p += host;
+        if (*p == ':') n = (int)strtol(p + 1, (char **)(void *)&p, 10);
+        size_t tail = strlen(p);
+        while (tail && p[tail - 1] == '/') tail--;
+        if ((*p && *p != '/') || tail >= sizeof b->prefix)
+            return fail(e, TOKA_E_USE, "--base-url: '%s', expected http://HOST[:PORT] (no TLS)", url);
+        snprintf(b->prefix, sizeof b->prefix, "%.*s", (int)tail, p);
+    }
+    if (n < 1 || n > 65535) return fail(e, TOKA_E_USE, "port %d: expected 1 to 65535", n);
+    snprintf(port, sizeof port, "%d", n);
+    struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *found = NULL;
+    if ((code = getaddrinfo(b->host, port, &hints, &found))) return fail(e, TOKA_E_USE, "%s: %s", b->host, gai_strerror(code));
+    memcpy(&b->address, found->ai_addr, found->ai_addrlen), b->address_bytes = found->ai_addrlen;
+    freeaddrinfo(found);
+    return 0;
+}
+
+/* The bytes of a request; body.p NULL: GET. */
+static void bs_put_request(const bs *b, const char *path, str body, buf *out) {
+    buf_clear(out);
+    buf_printf(out, "%s %s%s HTTP/1.1\r\nHost: %s\r\n", body.p ? "POST" : "GET", b->prefix, path, b->host);
+    if (b->key) buf_printf(out, "Authorization: Bearer %s\r\n", b->key);
+    if (body.p) buf_printf(out, "Content-Type: application/json\r\nContent-Length: %zu\r\n", body.n);
+    buf_c(out, "\r\n");
+    buf_str(out, body);
+}
+
+/* One request and its whole answer, waited for. Returns the HTTP status, or an error. */
+static int bs_call(const bs *b, const char *path, str body, buf *answer, toka_err *e) {
+    enum { SECONDS = 30 };
+    buf out = {0}, in = {0};
+    bs_reply r = {0};
+    struct timeval wait = {.tv_sec = SECONDS};
+    int code = 0, fd = socket(b->address.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    buf_clear(answer);
+    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &wait, sizeof wait), setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &wait, sizeof wait);
+    bs_put_request(b, path, body, &out);
+    if (fd < 0 || connect(fd, (const struct sockaddr *)&b->address, b->address_bytes))
+        code = fail(e, TOKA_E_IO, "%s: %s", b->host, strerror(errno));
+    for (size_t at = 0; at < out.n && !code;) {
+        ssize_t n = send(fd, out.p + at, out.n - at, MSG_NOSIGNAL);
+        if (n > 0) at += (size_t)n;
+        else code = fail(e, TOKA_E_IO, "%s: %s", b->host, strerror(errno));
+    }
+    buf_reserve(&in, 65536);
+    while (!code && r.state != BS_WHOLE) {
+        ssize_t n = recv(fd, in.p, 65536, 0);
+        if (n == 0 && r.state == BS_TO_CLOSE) break;
+        if (n <= 0) code = fail(e, TOKA_E_IO, "%s%s: %s", b->host, path, n ? strerror(errno) : "the connection was closed");
+        for (str piece, left = {in.p, (size_t)MAX(n, 0)}; left.n && !code && r.state != BS_WHOLE;) {
+            ptrdiff_t used = bs_reply_take(&r, left, &piece);
+            if (used < 0 || answer->n > BS_LINE_BYTES) code = fail(e, TOKA_E_IO, "%s%s: not an HTTP response", b->host, path);
+            else left = str_sub(left, (size_t)used, left.n), buf_str(answer, piece);
+        }
+    }
+    if (!code) code = r.status;
+    if (fd >= 0) close(fd);
+    buf_free(&out), buf_free(&in), bs_reply_free(&r);
+    return code;
+}
+
+/* Asks for the list of models until the server answers; takes the first for its name if none was given. */
+static int bs_wait_ready(bs *b, toka_err *e) {
+    buf answer = {0};
+    arena a = {0};
+    double until = os_now() + b->o->ready_s, told = 0;
+    int code;
+    while ((code = bs_call(b, "/v1/models", (str){0}, &answer, e)) != 200) {
+        if (code > 0) fail(e, TOKA_E_IO, "%s/v1/models: HTTP status %d: %.*s", b->host, code, STRF(buf_view(&answer)));
+        if (os_now() > until || *b->o->interrupted || (code > 0 && code != 503)) break;
+        if (!told++ && !b->o->quiet) fprintf(stderr, "toka bench: waiting for the server: %s\n", e->msg);
+        usleep(200000);
+    }
+    if (code == 200) {
+        const json *root = json_parse(&a, buf_view(&answer), json_trusted, e);
+        str name = b->o->model ? str_c(b->o->model) : json_str(json_get(json_at(json_get(root, "data"), 0), "id"));
+        snprintf(b->model, sizeof b->model, "%.*s", (int)MIN(name.n, sizeof b->model - 1), name.p);
+        code = !root ? e->code : name.n ? 0 : fail(e, TOKA_E_IO, "%s: no model in /v1/models; give one with --model", b->host);
+    } else {
+        code = *b->o->interrupted ? fail(e, TOKA_E_CANCELLED, "interrupted") : e->code;
+    }
+    buf_free(&answer), arena_free(&a);
+    return code;
+}
+
+/* ---- What is sent ---- */
+
+static void bs_put_words(bs *b, int64_t n, buf *out) {
+    for (int64_t i = 0; i < n; i++) {
+        if (i) buf_char(out, ' ');
+        for (int64_t k = bs_between(b, 1, 8); k > 0; k--) buf_char(out, (char)('a' + bs_between(b, 0, 25)));
+    }
+}
+
+/* Token ids that occur in text, as the server's tokenizer says; none if it has no /tokenize. */
+static void bs_learn_vocabulary(bs *b) {
+    buf text = {0}, body = {0}, answer = {0};
+    arena a = {0};
+    toka_err ignored;
+    bs_put_words(b, BS_WORDS, &text);
+    json_put_open(&body, '{');
+    json_put_key(&body, "model"), json_put_str(&body, str_c(b->model));
+    json_put_key(&body, "prompt"), json_put_str(&body, buf_view(&text));
+    json_put_key(&body, "add_special_tokens"), json_put_bool(&body, false);
+    json_put_close(&body, '}');
+    if (bs_call(b, "/tokenize", buf_view(&body), &answer, &ignored) == 200) {
+        const json *tokens = json_get(json_parse(&a, buf_view(&answer), json_trusted, &ignored), "tokens");
+        if (json_is(tokens, JSON_ARRAY)) JSON_EACH(it, tokens) ids_push(&b->vocabulary, (int32_t)json_int(it, 0));
+    }
+    buf_free(&text), buf_free(&body), buf_free(&answer), arena_free(&a);
+}
+
+static bs_request *bs_add(bs *b, int max_tokens) {
+    if (b->n == b->cap) {
+        b->cap = MAX(1024, 2 * b->cap);
+        b->requests = mem_realloc(b->requests, (size_t)b->cap * sizeof *b->requests);
+    }
+    b->requests[b->n] = (bs_request){.max_tokens = max_tokens};
+    return &b->requests[b->n++];
+}
+
+static bool bs_is_chat(const bs *b) { return str_ends(str_c(b->o->endpoint), STR("/chat/completions")); }
+
+static int bs_random_prompts(bs *b, toka_err *e) {
+    const bs_options *o = b->o;
+    const double r = o->range_ratio;
+    if (o->input_len < 1 || o->output_len < 1 || o->prefix_len < 0 || !(r >= 0 && r < 1))
+        return fail(e, TOKA_E_USE,
+                    "--random-input-len %d, --random-output-len %d, --random-prefix-len %d, --random-range-ratio %g: "
+                    "expected at least 1, 1, 0, and a ratio below 1",
+                    o->input_len, o->output_len, o->prefix_len, r);
+    if (!bs_is_chat(b)) bs_learn_vocabulary(b);
+    bool text = !b->vocabulary.n;
+    size_t prefix_at = text ? b->texts.n : b->tokens.n;
+    for (int64_t i = 0; i < (o->num_prompts ? o->num_prompts : 1000); i++) {
+        int64_t in = MAX(1, bs_between(b, (int64_t)floor(o->input_len * (1 - r)), (int64_t)ceil(o->input_len * (1 + r))));
+        int64_t out = MAX(1, bs_between(b, (int64_t)floor(o->output_len * (1 - r)), (int64_t)ceil(o->output_len * (1 + r))));
+        bs_request *q = bs_add(b, (int)out);
+        q->text = text, q->at = text ? b->texts.n : b->tokens.n;
+        if (text) {
+            bs_put_words(b, o->prefix_len + in, &b->texts);
+        } else {
+            ids_reserve(&b->tokens, (size_t)(o->prefix_len + in));
+            for (int64_t k = 0; k < o->prefix_len + in; k++) {
+                bool shared = k < o->prefix_len && i; /* the first prompt's beginning is everybody's */
+                ids_push(&b->tokens, shared ? b->tokens.p[prefix_at + (size_t)k]
+                                            : b->vocabulary.p[bs_between(b, 0, (int64_t)b->vocabulary.n - 1)]);
+            }
+        }
+        q->n = (text ? b->texts.n : b->tokens.n) - q->at;
+        q->n_in = text ? 0 : (int64_t)q->n;
+    }
+    return 0;
+}
+
+/* A line of the dataset: {"prompt_token_ids" or "prompt", and "output_lengths": a request for each, or "output_tokens", or
+ * neither}. */
+static int bs_dataset_line(bs *b, const json *root, int64_t number, toka_err *e) {
+    const json *list = json_get(root, "prompt_token_ids"), *text = json_get(root, "prompt"),
+               *lengths = json_get(root, "output_lengths");
+    bs_request q = {.text = json_is(text, JSON_STRING) && !list};
+    q.at = q.text ? b->texts.n : b->tokens.n;
+    if (q.text) buf_str(&b->texts, json_str(text));
+    else if (json_is(list, JSON_ARRAY))
+        JSON_EACH(it, list) ids_push(&b->tokens, (int32_t)MAX(-1, MIN(json_int(it, -1), INT32_MAX)));
+    q.n = (q.text ? b->texts.n : b->tokens.n) - q.at;
+    if (!q.n)
+        return fail(e, TOKA_E_INPUT, "%s: line %lld: expected prompt_token_ids or prompt", b->o->dataset, (long long)number);
+    if (!q.text && bs_is_chat(b))
+        return fail(e, TOKA_E_USE, "%s: line %lld: a prompt of token ids cannot go to %s", b->o->dataset, (long long)number,
+                    b->o->endpoint);
+    q.n_in = q.text ? 0 : (int64_t)q.n;
+    if (!lengths) {
+        q.max_tokens = (int)MIN(json_int(json_get(root, "output_tokens"), b->o->output_len), INT_MAX);
+        *bs_add(b, 0) = q;
+        return 0;
+    }
+    if (!json_is(lengths, JSON_ARRAY))
+        return fail(e, TOKA_E_INPUT, "%s: line %lld: output_lengths: expected a list", b->o->dataset, (long long)number);
+    JSON_EACH(it, lengths) q.max_tokens = (int)MIN(json_int(it, 0), INT_MAX), *bs_add(b, 0) = q;
+    return 0;
+}
+
+static int bs_load(bs *b, toka_err *e) {
+    run_input in;
+    str line;
+    int code = 0, fd = open(b->o->dataset, O_RDONLY | O_CLOEXEC);
+    int64_t n_lines = 0;
+    if (fd < 0) return fail(e, TOKA_E_INPUT, "%s: %s", b->o->dataset, strerror(errno));
+    run_input_init(&in, fd, b->o->dataset, b->o->interrupted);
+    while ((!b->o->num_prompts || n_lines < b->o->num_prompts) && (code = run_next_line(&in, &line, NULL, e)) > 0) {
+        arena a = {0};
+        toka_err why;
+        bool blank = run_is_blank(line);
+        const json *root = blank ? NULL : json_parse(&a, line, run_limits, &why);
+        code = 0, n_lines += !blank;
+        if (root) code = bs_dataset_line(b, root, in.number, e);
+        else if (!blank) code = fail(e, TOKA_E_INPUT, "%s: line %lld: %s", b->o->dataset, (long long)in.number, why.msg);
+        arena_free(&a);
+        if (code) break;
+    }
+    if (!code && !b->n) code = fail(e, TOKA_E_INPUT, "%s: no lines", b->o->dataset);
+    run_input_free(&in);
+    close(fd);
+    return code;
+}
+
+static void bs_put_body(const bs *b, const bs_request *q, buf *out) {
+    str text = {b->texts.p + q->at, q->n};
+    json_put_open(out, '{');
+    json_put_key(out, "model"), json_put_str(out, str_c(b->model));
+    if (bs_is_chat(b)) {
+        buf_c(out, ",\"messages\":[{\"role\":\"user\",\"content\":"), json_put_str(out, text), buf_c(out, "}]");
+    } else if (q->text) {
+        json_put_key(out, "prompt"), json_put_str(out, text);
+    } else {
+        json_put_key(out, "prompt"), json_put_open(out, '[');
+        for (size_t i = 0; i < q->n; i++) json_put_int(out, b->tokens.p[q->at + i]);
+        json_put_close(out, ']');
+    }
+    json_put_key(out, "max_tokens"), json_put_int(out, q->max_tokens);
+    json_put_key(out, "temperature"), json_put_num(out, b->o->temperature, false);
+    json_put_key(out, "stream"), json_put_bool(out, true);
+    buf_c(out, ",\"stream_options\":{\"include_usage\":true}");
+    if (b->o->ignore_eos) json_put_key(out, "ignore_eos"), json_put_bool(out, true);
+    if (b->extra.n) json_comma(out), buf_str(out, b->extra);
+    json_put_close(out, '}');
+}
+
+/* ---- One request ---- */
+
+static void bs_close(bs_conn *c) {
+    if (c->fd >= 0) close(c->fd);
+    buf_free(&c->out), buf_free(&c->line), bs_reply_free(&c->reply);
+    free(c);
+}
+
+/* The request has its answer, or error says what went wrong. The connection is kept if it can be used again. */
+static void bs_end(bs *b, bs_conn *c, const char *error) {
+    bs_request *q = &b->requests[c->request];
+    if (error && !q->error) q->error = mem_check(strdup(error));
+    b->n_ended++, b->n_running--;
+    c->request = -1;
+    bool keep = c->reply.state == BS_WHOLE && !c->reply.close && !error;
+    if (!keep) {
+        bs_close(c);
+        return;
+    }
+    bs_reply_free(&c->reply), buf_clear(&c->line);
+    c->reused = true, c->next = b->idle, b->idle = c;
+}
+
+static bool bs_connect(bs *b, bs_conn *c) {
+    int on = 1;
+    c->fd = socket(b->address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (c->fd < 0) return false;
+    setsockopt(c->fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    struct epoll_event ev = {.events = EPOLLIN | EPOLLOUT | EPOLLET, .data.ptr = c};
+    if (epoll_ctl(b->epoll, EPOLL_CTL_ADD, c->fd, &ev)) return false;
+    return !connect(c->fd, (const struct sockaddr *)&b->address, b->address_bytes) || errno == EINPROGRESS;
+}
+
+/* As much of the request as the socket takes. */
+static bool bs_write(bs_conn *c) {
+    while (c->sent < c->out.n) {
+        ssize_t n = send(c->fd, c->out.p + c->sent, c->out.n - c->sent, MSG_NOSIGNAL);
+        if (n < 0) return errno == EAGAIN || errno == ENOTCONN;
+        c->sent += (size_t)n;
+    }
+    return true;
+}
+
+/* Sends request number i over an idle connection or a new one. */
+static void bs_start(bs *b, int64_t i, bool fresh) {
+    buf body = {0};
+    bs_conn *c = fresh ? NULL : b->idle;
+    if (c) b->idle = c->next;
+    else *(c = mem_zalloc(sizeof *c)) = (bs_conn){.fd = -1};
+    c->request = (int)i, c->sent = 0, c->done = false;
+    bs_put_body(b, &b->requests[i], &body);
+    bs_put_request(b, b->o->endpoint, buf_view(&body), &c->out);
+    buf_free(&body);
+    b->n_running++;
+    b->requests[i].start = os_now();
+    if ((c->fd < 0 && !bs_connect(b, c)) || !bs_write(c)) {
+        if (c->reused) {
+            b->n_running--, bs_close(c), bs_start(b, i, true);
+            return;
+        }
+        bs_end(b, c, strerror(errno));
+    }
+}
+
+static void bs_on_chunk(bs_request *q, double now) {
+    float gap = (float)(now - q->last);
+    if (q->chunked) buf_put(&q->gaps, &gap, sizeof gap);
+    else q->first = now, q->chunked = true;
+    q->last = now;
+}
+
+/* A line of the event stream. */
+static void bs_on_line(bs *b, bs_conn *c, str line, double now) {
+    bs_request *q = &b->requests[c->request];
+    arena a = {0};
+    toka_err e;
+    if (!str_starts(line, STR("data:"))) return;
+    line = str_sub(line, line.n > 5 && line.p[5] == ' ' ? 6 : 5, line.n);
+    if (str_is(line, "[DONE]")) {
+        c->done = true;
+        return;
+    }
+    const json *root = json_parse(&a, line, run_limits, &e), *choices = json_get(root, "choices"),
+               *usage = json_get(root, "usage");
+    const json *error = json_get(root, "error");
+    if (json_is(choices, JSON_ARRAY) && choices->n) bs_on_chunk(q, now);
+    if (json_is(usage, JSON_OBJECT)) {
+        q->n_in = json_int(json_get(usage, "prompt_tokens"), q->n_in);
+        q->n_out = json_int(json_get(usage, "completion_tokens"), q->n_out);
+    }
+    if (!root || json_is(error, JSON_OBJECT)) {
+        str text = root ? json_str(json_get(error, "message")) : str_c(e.msg);
+        if (!q->error) q->error = mem_check(strndup(text.p, text.n));
+    }
+    arena_free(&a);
+}
+
+/* Bytes of a body: lines of events, or the text of an error. False: more than we take. */
+static bool bs_on_body(bs *b, bs_conn *c, str body, double now) {
+    if (c->reply.status != 200) {
+        buf_put(&c->line, body.p, MIN(body.n, (size_t)BS_HEAD_BYTES - MIN(c->line.n, (size_t)BS_HEAD_BYTES)));
+        return true;
+    }
+    for (size_t used; body.n; body = str_sub(body, used, body.n)) {
+        int got = bs_take_line(&c->line, body, BS_LINE_BYTES, &used);
+        if (got < 0) return false;
+        if (got) bs_on_line(b, c, buf_view(&c->line), now), buf_clear(&c->line);
+    }
+    return true;
+}
+
+/* The response is whole. */
+static void bs_on_whole(bs *b, bs_conn *c) {
+    bs_request *q = &b->requests[c->request];
+    char why[400];
+    snprintf(why, sizeof why, "HTTP status %d: %.*s", c->reply.status, STRF(buf_view(&c->line)));
+    if (c->reply.status != 200) q->error = mem_check(strdup(why));
+    else if (!q->error && (!q->chunked || !c->done)) q->error = mem_check(strdup("the stream ended early"));
+    bs_end(b, c, NULL);
+}
+
+/* The connection broke before the answer was whole. One that had served before and says nothing at all was closed meanwhile. */
+static void bs_on_broken(bs *b, bs_conn *c, const char *why) {
+    int64_t i = c->request;
+    bool again = c->reused && !c->reply.any;
+    if (!again) {
+        bs_end(b, c, why);
+        return;
+    }
+    b->n_running--, bs_close(c), bs_start(b, i, true);
+}
+
+static void bs_drop_idle(bs *b, bs_conn *c) { /* closed by the server while nobody used it */
+    bs_conn **at = &b->idle;
+    while (*at && *at != c) at = &(*at)->next;
+    if (*at) *at = c->next, bs_close(c);
+}
+
+static void bs_on_ready(bs *b, bs_conn *c, char *bytes, size_t room) {
+    if (c->request >= 0 && !bs_write(c)) {
+        bs_on_broken(b, c, strerror(errno));
+        return;
+    }
+    for (;;) {
+        ssize_t n = recv(c->fd, bytes, room, 0);
+        if (n < 0 && (errno == EAGAIN || errno == ENOTCONN)) return;
+        if (c->request < 0) { /* a byte nobody asked for, or the end */
+            bs_drop_idle(b, c);
+            return;
+        }
+        if (n == 0 && c->reply.state == BS_TO_CLOSE) c->reply.state = BS_WHOLE;
+        else if (n <= 0) {
+            bs_on_broken(b, c, n ? strerror(errno) : "the server closed the connection");
+            return;
+        }
+        double now = os_now();
+        str left = {bytes, (size_t)n}, body;
+        while (left.n && c->reply.state != BS_WHOLE) {
+            ptrdiff_t used = bs_reply_take(&c->reply, left, &body);
+            if (used < 0 || !bs_on_body(b, c, body, now)) {
+                bs_end(b, c, "not an HTTP response");
+                return;
+            }
+            left = str_sub(left, (size_t)used, left.n);
+        }
+        if (c->reply.state == BS_WHOLE) {
+            bs_on_whole(b, c);
+            return;
+        }
+    }
+}
+
+/* ---- The run ---- */
+
+static void bs_progress(const bs *b, double *shown) {
+    double now = os_now();
+    if (b->o->quiet || !isatty(2) || now - *shown < 0.25) return;
+    *shown = now;
+    fprintf(stderr, "\r%lld of %lld requests, %lld under way\x1b[K", (long long)b->n_ended, (long long)b->n,
+            (long long)b->n_running);
+}
+
+/* Requests number `from` on, as they are due and as many at once as allowed, until all have ended. */
+static int bs_run(bs *b, int64_t from, int64_t to, toka_err *e) {
+    enum { EVENTS = 256, BYTES = 1 << 16 };
+    struct epoll_event ready[EVENTS];
+    char *bytes = mem_alloc(BYTES);
+    int64_t most = b->o->max_concurrency ? b->o->max_concurrency : INT64_MAX;
+    double shown = 0;
+    int code = 0;
+    b->next = from, b->n_ended = 0, b->t0 = os_now();
+    while (b->n_ended < to - from && !*b->o->interrupted) {
+        double now = os_now() - b->t0;
+        while (b->next < to && b->n_running < most && b->requests[b->next].due <= now) bs_start(b, b->next++, false);
+        double wait = b->next < to && b->n_running < most ? b->requests[b->next].due - (os_now() - b->t0) : 0.2;
+        int n = epoll_wait(b->epoll, ready, EVENTS, (int)(1e3 * MAX(0.0, MIN(wait, 0.2))));
+        if (n < 0 && errno != EINTR && (code = fail(e, TOKA_E_IO, "epoll_wait: %s", strerror(errno)))) break;
+        for (int i = 0; i < n; i++) bs_on_ready(b, ready[i].data.ptr, bytes, BYTES);
+        bs_progress(b, &shown);
+    }
+    b->end = os_now();
+    if (shown > 0) fputs("\r\x1b[K", stderr);
+    free(bytes);
+    return *b->o->interrupted ? fail(e, TOKA_E_CANCELLED, "interrupted") : code;
+}
+
+/* ---- Figures ---- */
+
+enum { BS_TTFT, BS_TPOT, BS_ITL, BS_E2EL, BS_METRICS, BS_MAX_PERCENTILES = 16 };
+static const struct {
+    const char *key, *name, *title;
+} bs_metrics[BS_METRICS] = {{"ttft", "TTFT", "Time to First Token"},
+                            {"tpot", "TPOT", "Time per Output Token (excl. 1st token)"},
+                            {"itl", "ITL", "Inter-token Latency"},
+                            {"e2el", "E2EL", "End-to-end Latency"}};
+
+typedef struct bs_wanted { /* what the flags ask for */
+    bool metric[BS_METRICS];
+    double percentile[BS_MAX_PERCENTILES], limit_ms[BS_METRICS]; /* limit: of --goodput, INFINITY: none */
+    int n_percentiles;
+    bool goodput;
+} bs_wanted;
+
+typedef struct bs_series { /* values of one metric, seconds; sorted by bs_finish */
+    double *v;
+    size_t n, cap;
+    double mean, std;
+} bs_series;
+
+typedef struct bs_result {
+    double duration;
+    int64_t completed, failed, good, n_in, n_out;
+    double peak_rate;   /* chunks in the fullest second */
+    int64_t peak_concurrent;
+    bs_series series[BS_METRICS];
+} bs_result;
+
+static int bs_metric(str name) {
+    for (int i = 0; i < BS_METRICS; i++)
+        if (str_is(name, bs_metrics[i].key)) return i;
+    return -1;
+}
+
+/* The next word of a list with commas or spaces between; false at its end. */
+static bool bs_word(const char **p, str *word) {
+    *p += strspn(*p, ", ");
+    *word = (str){*p, strcspn(*p, ", ")};
+    *p += word->n;
+    return word->n > 0;
+}
+
+static int bs_read_wanted(const bs_options *o, bs_wanted *w, toka_err *e) {
+    str word;
+    *w = (bs_wanted){0};
+    for (int i = 0; i < BS_METRICS; i++) w->limit_ms[i] = INFINITY;
+    for (const char *p = o->metrics; bs_word(&p, &word);) {
+        int i = bs_metric(word);
+        if (i < 0) return fail(e, TOKA_E_USE, "--percentile-metrics: '%.*s', expected ttft, tpot, itl or e2el", STRF(word));
+        w->metric[i] = true;
+    }
+    for (const char *p = o->percentiles; bs_word(&p, &word);) {
+        char *end;
+        double v = strtod(word.p, &end);
+        if (end != word.p + word.n || !(v >= 0 && v <= 100) || w->n_percentiles == BS_MAX_PERCENTILES)
+            return fail(e, TOKA_E_USE, "--metric-percentiles: '%s', expected at most %d numbers from 0 to 100", o->percentiles,
+                        BS_MAX_PERCENTILES);
+        w->percentile[w->n_percentiles++] = v;
+    }
+    for (const char *p = o->goodput ? o->goodput : ""; bs_word(&p, &word);) {
+        ptrdiff_t colon = str_find(word, STR(":"), 0);
+        int i = colon < 0 ? -1 : bs_metric(str_sub(word, 0, (size_t)colon));
+        char *end = NULL;
+        double v = i < 0 || i == BS_ITL ? -1 : strtod(word.p + colon + 1, &end);
+        if (!(v >= 0) || end != word.p + word.n)
+            return fail(e, TOKA_E_USE, "--goodput: '%.*s', expected ttft, tpot or e2el, a colon and milliseconds", STRF(word));
+        w->limit_ms[i] = v, w->goodput = true;
+    }
+    return 0;
+}
+
+static void bs_put_value(bs_series *s, double v) {
+    if (s->n == s->cap) s->cap = MAX((size_t)1024, 2 * s->cap), s->v = mem_realloc(s->v, s->cap * sizeof *s->v);
+    s->v[s->n++] = v;
+}
+
+static void bs_finish(bs_series *s) {
+    double sum = 0, squares = 0;
+    for (size_t i = 0; i < s->n; i++) sum += s->v[i];
+    s->mean = s->n ? sum / (double)s->n : 0;
+    for (size_t i = 0; i < s->n; i++) squares += (s->v[i] - s->mean) * (s->v[i] - s->mean);
+    s->std = s->n ? sqrt(squares / (double)s->n) : 0;
+    if (s->n) qsort(s->v, s->n, sizeof *s->v, run_compare_doubles);
+}
+
+/* Interpolated between neighbours, as numpy does; 0 of nothing. */
+static double bs_percentile(const bs_series *s, double percent) {
+    if (!s->n) return 0;
+    double at = percent / 100 * (double)(s->n - 1);
+    size_t i = (size_t)at, next = MIN(i + 1, s->n - 1);
+    return s->v[i] + (at - (double)i) * (s->v[next] - s->v[i]);
+}
+
+/* Chunks in the fullest second, seconds counted from the first start; most requests at one time. */
+static void bs_peaks(const bs *b, bs_result *r) {
+    bs_series starts = {0}, ends = {0};
+    size_t seconds = (size_t)(b->end - b->t0) + 2;
+    int64_t *per_second = mem_zalloc(seconds * sizeof *per_second), most = 0;
+    for (int64_t i = 0; i < b->n; i++) {
+        const bs_request *q = &b->requests[i];
+        const float *gap = (const float *)(const void *)q->gaps.p;
+        if (q->error) continue;
+        double t = q->first - b->t0;
+        for (size_t k = 0;; t += gap[k++]) {
+            per_second[(size_t)MAX(0.0, MIN(t, (double)(seconds - 1)))]++;
+            if (k == q->gaps.n / sizeof *gap) break;
+        }
+        bs_put_value(&starts, q->start), bs_put_value(&ends, q->last);
+    }
+    for (size_t s = 0; s < seconds; s++) most = MAX(most, per_second[s]);
+    bs_finish(&starts), bs_finish(&ends);
+    for (size_t i = 0, k = 0; i < starts.n; i++) { /* an end goes before a start of the same time */
+        while (ends.v[k] <= starts.v[i]) k++;
+        r->peak_concurrent = MAX(r->peak_concurrent, (int64_t)(i + 1 - k));
+    }
+    r->peak_rate = (double)most;
+    free(per_second), free(starts.v), free(ends.v);
+}
+
+static void bs_measure(const bs *b, const bs_wanted *w, bs_result *r) {
+    *r = (bs_result){.duration = b->end - b->t0};
+    for (int64_t i = 0; i < b->n; i++) {
+        const bs_request *q = &b->requests[i];
+        const float *gap = (const float *)(const void *)q->gaps.p;
+        if (q->error) {
+            r->failed++;
+            continue;
+        }
+        int64_t n_out = q->n_out ? q->n_out : (int64_t)(q->gaps.n / sizeof *gap) + 1;
+        double value[BS_METRICS] = {[BS_TTFT] = q->first - q->start, [BS_E2EL] = q->last - q->start};
+        if (n_out > 1) bs_put_value(&r->series[BS_TPOT], value[BS_TPOT] = (q->last - q->first) / (double)(n_out - 1));
+        bs_put_value(&r->series[BS_TTFT], value[BS_TTFT]), bs_put_value(&r->series[BS_E2EL], value[BS_E2EL]);
+        for (size_t k = 0; k < q->gaps.n / sizeof *gap; k++) bs_put_value(&r->series[BS_ITL], gap[k]);
+        bool good = true;
+        for (int k = 0; k < BS_METRICS; k++) good &= 1e3 * value[k] <= w->limit_ms[k];
+        r->completed++, r->good += good, r->n_in += q->n_in, r->n_out += n_out;
+    }
+    bs_peaks(b, r);
+    for (int k = 0; k < BS_METRICS; k++) bs_finish(&r->series[k]);
+}
+
+static void bs_title(const char *title, char line) { /* in the middle of 50 characters */
+    int n = (int)strlen(title), left = (50 - n) / 2;
+    for (int i = 0; i < 50; i++) putchar(i < left || i >= left + n ? line : title[i - left]);
+    putchar('\n');
+}
+
+static void bs_print(const bs_options *o, const bs_wanted *w, const bs_result *r) {
+    const double s = r->duration;
+    const char *row = "%-40s %-10.2f\n", *whole = "%-40s %-10lld\n";
+    bs_title(" Serving Benchmark Result ", '=');
+    printf(whole, "Successful requests:", (long long)r->completed);
+    printf(whole, "Failed requests:", (long long)r->failed);
+    if (o->max_concurrency) printf(whole, "Maximum request concurrency:", (long long)o->max_concurrency);
+    if (isfinite(o->request_rate)) printf(row, "Request rate configured (RPS):", o->request_rate);
+    printf(row, "Benchmark duration (s):", s);
+    printf(whole, "Total input tokens:", (long long)r->n_in);
+    printf(whole, "Total generated tokens:", (long long)r->n_out);
+    printf(row, "Request throughput (req/s):", (double)r->completed / s);
+    if (w->goodput) printf(row, "Request goodput (req/s):", (double)r->good / s);
+    printf(row, "Output token throughput (tok/s):", (double)r->n_out / s);
+    printf(row, "Peak output token throughput (tok/s):", r->peak_rate);
+    printf(row, "Peak concurrent requests:", (double)r->peak_concurrent);
+    printf(row, "Total token throughput (tok/s):", (double)(r->n_in + r->n_out) / s);
+    for (int k = 0; k < BS_METRICS; k++) {
+        char name[64];
+        if (!w->metric[k]) continue;
+        bs_title(bs_metrics[k].title, '-');
+        snprintf(name, sizeof name, "Mean %s (ms):", bs_metrics[k].name);
+        printf(row, name, 1e3 * r->series[k].mean);
+        snprintf(name, sizeof name, "Median %s (ms):", bs_metrics[k].name);
+        printf(row, name, 1e3 * bs_percentile(&r->series[k], 50));
+        for (int i = 0; i < w->n_percentiles; i++) {
+            snprintf(name, sizeof name, "P%g %s (ms):", w->percentile[i], bs_metrics[k].name);
+            printf(row, name, 1e3 * bs_percentile(&r->series[k], w->percentile[i]));
+        }
+    }
+    bs_title("", '=');
+}
+
+static void bs_put_figure(buf *out, const char *name, double v) { json_put_key(out, name), json_put_num(out, v, false); }
+
+/* Arrays with an element for each request, in the order of the dataset; times in seconds. */
+static void bs_put_details(const bs *b, buf *out) {
+    buf list[7] = {{0}};
+    static const char *const names[COUNT(list)] = {"input_lens", "output_lens", "ttfts", "itls",
+                                                   "latencies",  "start_times", "errors"};
+    for (int64_t i = 0; i < b->n; i++) {
+        const bs_request *q = &b->requests[i];
+        size_t n_gaps = q->gaps.n / sizeof(float);
+        json_put_int(&list[0], q->n_in);
+        json_put_int(&list[1], q->error ? 0 : q->n_out ? q->n_out : (int64_t)n_gaps + 1);
+        json_put_num(&list[2], q->chunked ? q->first - q->start : 0, false);
+        json_put_open(&list[3], '[');
+        for (size_t k = 0; k < n_gaps; k++) json_put_num(&list[3], ((const float *)(const void *)q->gaps.p)[k], true);
+        json_put_close(&list[3], ']');
+        json_put_num(&list[4], q->chunked ? q->last - q->start : 0, false);
+        json_put_num(&list[5], q->start, false);
+        json_put_str(&list[6], str_c(q->error ? q->error : ""));
+    }
+    for (int k = 0; k < COUNT(list); k++) {
+        json_put_key(out, names[k]);
+        json_put_open(out, '['), buf_str(out, buf_view(&list[k])), json_put_close(out, ']');
+        buf_free(&list[k]);
+    }
+}
+
+static void bs_print_json(const bs *b, const bs_wanted *w, const bs_result *r) {
+    const bs_options *o = b->o;
+    buf out = {0};
+    json_put_open(&out, '{');
+    json_put_key(&out, "model_id"), json_put_str(&out, str_c(b->model));
+    json_put_key(&out, "num_prompts"), json_put_int(&out, b->n);
+    json_put_key(&out, "request_rate");
+    if (isfinite(o->request_rate)) json_put_num(&out, o->request_rate, false);
+    else json_put_str(&out, STR("inf"));
+    bs_put_figure(&out, "burstiness", o->burstiness);
+    json_put_key(&out, "max_concurrency");
+    if (o->max_concurrency) json_put_int(&out, o->max_concurrency);
+    else json_put_null(&out);
+    bs_put_figure(&out, "duration", r->duration);
+    const struct { const char *name; int64_t v; } counts[] = {{"completed", r->completed}, {"failed", r->failed},
+        {"total_input_tokens", r->n_in}, {"total_output_tokens", r->n_out}, {"max_concurrent_requests", r->peak_concurrent}};
+    for (int i = 0; i < COUNT(counts); i++) json_put_key(&out, counts[i].name), json_put_int(&out, counts[i].v);
+    bs_put_figure(&out, "request_throughput", (double)r->completed / r->duration);
+    bs_put_figure(&out, "request_goodput", w->goodput ? (double)r->good / r->duration : NAN); /* null without --goodput */
+    bs_put_figure(&out, "output_throughput", (double)r->n_out / r->duration);
+    bs_put_figure(&out, "total_token_throughput", (double)(r->n_in + r->n_out) / r->duration);
+    bs_put_figure(&out, "max_output_tokens_per_s", r->peak_rate);
+    for (int k = 0; k < BS_METRICS; k++) {
+        char name[64];
+        if (!w->metric[k]) continue;
+        const bs_series *v = &r->series[k];
+        snprintf(name, sizeof name, "mean_%s_ms", bs_metrics[k].key), bs_put_figure(&out, name, 1e3 * v->mean);
+        snprintf(name, sizeof name, "median_%s_ms", bs_metrics[k].key), bs_put_figure(&out, name, 1e3 * bs_percentile(v, 50));
+        snprintf(name, sizeof name, "std_%s_ms", bs_metrics[k].key), bs_put_figure(&out, name, 1e3 * v->std);
+        for (int i = 0; i < w->n_percentiles; i++) {
+            snprintf(name, sizeof name, "p%g_%s_ms", w->percentile[i], bs_metrics[k].key);
+            bs_put_figure(&out, name, 1e3 * bs_percentile(v, w->percentile[i]));
+        }
+    }
+    if (o->detailed) bs_put_details(b, &out);
+    json_put_close(&out, '}');
+    printf("%s\n", out.p);
+    buf_free(&out);
+}
+
+/* ---- toka bench serve ---- */
+
+static int bs_check(const bs_options *o, toka_err *e) {
+    if (!(o->request_rate > 0)) return fail(e, TOKA_E_USE, "--request-rate: %g, expected more than 0", o->request_rate);
+    if (!(o->burstiness > 0)) return fail(e, TOKA_E_USE, "--burstiness: %g, expected more than 0", o->burstiness);
+    if (o->max_concurrency < 0 || o->num_prompts < 0 || o->num_warmups < 0 || o->ready_s < 0)
+        return fail(e, TOKA_E_USE,
+                    "--max-concurrency, --num-prompts, --num-warmups, --ready-check-timeout-sec: expected 0 or more");
+    if (*o->endpoint != '/') return fail(e, TOKA_E_USE, "--endpoint: '%s', expected a path, as /v1/completions", o->endpoint);
+    return 0;
+}
+
+/* The members of --extra-body, without its braces, borrowed from it. */
+static int bs_read_extra(bs *b, toka_err *e) {
+    arena a = {0};
+    toka_err why;
+    str text = str_c(b->o->extra_body ? b->o->extra_body : "{}");
+    const json *root = json_parse(&a, text, run_limits, &why);
+    bool good = json_is(root, JSON_OBJECT), any = good && root->n;
+    arena_free(&a);
+    if (!good) return fail(e, TOKA_E_USE, "--extra-body: expected a JSON object");
+    while (text.p[0] != '{') text = str_sub(text, 1, text.n);
+    while (text.p[text.n - 1] != '}') text.n--;
+    if (any) b->extra = str_sub(text, 1, text.n - 1);
+    return 0;
+}
+
+static int bs_warm_up(bs *b, toka_err *e) { /* the first prompt, as often as asked for; it fails with the first that failed */
+    int64_t n = b->n;
+    bs_request first = b->requests[0];
+    for (int i = 0; i < b->o->num_warmups; i++) *bs_add(b, 0) = first;
+    b->n = n;
+    int code = bs_run(b, n, n + b->o->num_warmups, e);
+    for (int64_t i = n; i < n + b->o->num_warmups; i++) {
+        bs_request *q = &b->requests[i];
+        if (q->error && !code) code = fail(e, TOKA_E_IO, "warm-up: %s", q->error);
+        buf_free(&q->gaps), free(q->error);
+    }
+    return code;
+}
+
+static int bs_prepare(bs *b, toka_err *e) {
+    struct rlimit files;
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < files.rlim_max) /* a connection is a file */
+        files.rlim_cur = files.rlim_max, setrlimit(RLIMIT_NOFILE, &files);
+    b->key = getenv("OPENAI_API_KEY");
+    if (b->key && (!*b->key || strpbrk(b->key, "\r\n"))) b->key = NULL;
+    b->epoll = epoll_create1(EPOLL_CLOEXEC);
+    if (b->epoll < 0) return fail(e, TOKA_E_IO, "epoll_create1: %s", strerror(errno));
+    int code = bs_check(b->o, e);
+    if (!code) code = bs_read_extra(b, e);
+    if (!code) code = bs_resolve(b, e);
+    if (!code) code = bs_wait_ready(b, e);
+    if (!code) code = b->o->dataset ? bs_load(b, e) : bs_random_prompts(b, e);
+    if (!code && b->n > INT_MAX / 2) code = fail(e, TOKA_E_USE, "%lld requests, expected fewer", (long long)b->n);
+    if (!code) bs_draw_times(b);
+    return code;
+}
+
+static void bs_tell_failures(const bs *b) {
+    int told = 0;
+    for (int64_t i = 0; i < b->n && told < 10; i++)
+        if (b->requests[i].error)
+            fprintf(stderr, "toka bench: request %lld failed: %s\n", (long long)i, b->requests[i].error), told++;
+}
+
+/* Prints the figures to standard output. Fails if the server could not be measured at all: nothing succeeded. */
+static int bs_bench(const bs_options *o, toka_err *e) {
+    bs b = {.o = o, .epoll = -1};
+    bs_wanted w;
+    bs_result r = {0};
+    int code = bs_read_wanted(o, &w, e);
+    if (!code) code = bs_prepare(&b, e);
+    if (!code && o->num_warmups) code = bs_warm_up(&b, e);
+    if (!code) code = bs_run(&b, 0, b.n, e);
+    if (!code) {
+        bs_measure(&b, &w, &r);
+        bs_tell_failures(&b);
+        if (o->json) bs_print_json(&b, &w, &r);
+        else bs_print(o, &w, &r);
+        if (!r.completed) code = fail(e, TOKA_E_IO, "all %lld requests failed", (long long)b.n);
+    }
+    while (b.idle) {
+        bs_conn *c = b.idle;
+        b.idle = c->next, bs_close(c);
+    }
+    for (int64_t i = 0; i < b.n; i++) buf_free(&b.requests[i].gaps), free(b.requests[i].error);
+    for (int k = 0; k < BS_METRICS; k++) free(r.series[k].v);
+    if (b.epoll >= 0) close(b.epoll);
+    free(b.requests), ids_free(&b.tokens), ids_free(&b.vocabulary), buf_free(&b.texts);
+    return code;
+}
+
 /* ===========================================================================
- * MARK: 28. Command line [os]
+ * MARK: 29. Command line [os]
  * toka [COMMAND] [FLAGS]. Flags are one table (cli_flags): name, short form, environment name (TOKA_ and the flag's name in
  * capitals), help group, type and the field they fill. Results go to standard output, everything else to standard error. This
  * chapter alone prints and decides the exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C.
  * =========================================================================== */
 
-enum { CLI_MAX_STOP = 16, CLI_MAX_INPUT = 1 << 30 };
+enum { CLI_MAX_LIST = 16, CLI_MAX_INPUT = 1 << 30 };
+
+typedef struct cli_list { /* values of a flag that may be given several times */
+    const char *at[CLI_MAX_LIST];
+    int n;
+} cli_list;
 
 typedef struct cli { /* what the command line says */
     toka_options open;
@@ -13616,12 +18016,17 @@ typedef struct cli { /* what the command line says */
     int samples, max_tokens, min_tokens, top_k, logprobs;
     double temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty; /* NAN: not given */
     int64_t seed;
-    const char *stop[CLI_MAX_STOP];
-    int n_stop;
+    cli_list stop;
     bool include_stop, ignore_eos, raw, chat, json, quiet, decode, no_special, help, version;
     const char *input, *output, *report, *dataset;
     int num_prompts;
     bool dummy_weights;
+    const char *host, *request_rate;
+    int port;
+    bs_options bench; /* of bench serve; the shared fields are filled in cli_bench_serve */
+    srv_options serve; /* of serve; likewise */
+    cli_list api_keys, served_names;
+    const char *api_key_file, *generation_config;
 } cli;
 
 enum cli_type { CLI_BOOL, CLI_INT, CLI_INT64, CLI_FLOAT, CLI_TEXT, CLI_LIST };
@@ -13636,18 +18041,19 @@ typedef struct cli_flag {
 } cli_flag;
 
 enum { FOR_RUN = 1, FOR_TOKENIZE = 2, FOR_TEMPLATE = 4, FOR_SCORE = 8, FOR_MODELS = 16, FOR_BATCH = 32, FOR_THROUGHPUT = 64,
-       FOR_PLAN = 128, FOR_DEVICES = 256, FOR_ANY = 511, FOR_OPENS = FOR_RUN | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT,
+       FOR_PLAN = 128, FOR_SERVE = 256, FOR_BENCH_SERVE = 512, FOR_DEVICES = 1024, FOR_ANY = 2047,
+       FOR_OPENS = FOR_RUN | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE,
        FOR_SAMPLES = FOR_RUN | FOR_BATCH | FOR_THROUGHPUT, FOR_READS = FOR_RUN | FOR_SCORE | FOR_TOKENIZE | FOR_TEMPLATE };
 
 #define AT(field) offsetof(cli, field)
 static const cli_flag cli_flags[] = {
     /* a row with field name NULL opens a group of --help */
     {NULL, NULL, NULL, 0, 0, 0, "Model"},
-    {"model", "m", "MODEL", CLI_TEXT, AT(open.model), FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE,
-     "folder, hub id in the local cache, or a name of models.txt (default: embedded)"},
+    {"model", "m", "MODEL", CLI_TEXT, AT(open.model), FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE | FOR_BENCH_SERVE,
+     "folder, hub id in the local cache, or a name of models.txt (default: embedded); bench serve: the server's name for it"},
     {"models-file", "", "FILE", CLI_TEXT, AT(open.models_file), FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE | FOR_MODELS,
      "the list of known models (default: models.txt beside toka or here)"},
-    {"chat-template", "", "FILE", CLI_TEXT, AT(open.chat_template), FOR_RUN | FOR_TEMPLATE | FOR_BATCH,
+    {"chat-template", "", "FILE", CLI_TEXT, AT(open.chat_template), FOR_RUN | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
      "Jinja template instead of the model's own"},
     {"device", "", "NAME", CLI_TEXT, AT(open.device), FOR_OPENS, "auto, cpu or cuda; auto takes a GPU if there is one"},
     {"gpu-memory-utilization", "", "X", CLI_FLOAT, AT(open.gpu_memory_utilization), FOR_OPENS,
@@ -13660,20 +18066,22 @@ static const cli_flag cli_flags[] = {
      "size of the KV cache in tokens (default: as memory allows)"},
     {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens), FOR_OPENS,
      "most tokens in one step (default: 512)"},
+    {"no-enable-prefix-caching", "", "", CLI_BOOL, AT(open.no_prefix_caching), FOR_OPENS,
+     "every sample computes and keeps its whole prompt by itself; to measure what sharing saves"},
     {NULL, NULL, NULL, 0, 0, 0, "Prompt"},
     {"prompt", "p", "TEXT", CLI_TEXT, AT(prompt), FOR_READS, "the prompt (default: standard input)"},
     {"file", "f", "FILE", CLI_TEXT, AT(file), FOR_READS, "read the prompt from a file"},
     {"system", "", "TEXT", CLI_TEXT, AT(system), FOR_RUN, "system message for the chat template"},
     {"raw", "", "", CLI_BOOL, AT(raw), FOR_RUN, "complete the text as it is, without the chat template"},
     {"chat", "", "", CLI_BOOL, AT(chat), FOR_RUN, "a conversation with history, one line a turn"},
-    {"now", "", "TIME", CLI_TEXT, AT(now), FOR_RUN | FOR_TEMPLATE | FOR_BATCH,
+    {"now", "", "TIME", CLI_TEXT, AT(now), FOR_RUN | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
      "the template's clock, 'YYYY-MM-DD hh:mm:ss' (default: local time)"},
     {NULL, NULL, NULL, 0, 0, 0, "Sampling (defaults: the model's generation_config, else greedy)"},
     {"max-tokens", "n", "N", CLI_INT, AT(max_tokens), FOR_RUN | FOR_BATCH,
      "output tokens at most (default: up to the model's length)"},
     {"min-tokens", "", "N", CLI_INT, AT(min_tokens), FOR_RUN | FOR_BATCH, "do not end before N tokens"},
     {"samples", "", "N", CLI_INT, AT(samples), FOR_RUN | FOR_BATCH, "answers to the one prompt (default: 1)"},
-    {"temp", "", "T", CLI_FLOAT, AT(temperature), FOR_SAMPLES, "temperature; 0 is greedy"},
+    {"temp", "", "T", CLI_FLOAT, AT(temperature), FOR_SAMPLES | FOR_BENCH_SERVE, "temperature; 0 is greedy"},
     {"top-p", "", "P", CLI_FLOAT, AT(top_p), FOR_SAMPLES, "keep the most likely tokens that add up to P"},
     {"top-k", "", "K", CLI_INT, AT(top_k), FOR_SAMPLES, "keep the K most likely tokens; 0 is off"},
     {"min-p", "", "P", CLI_FLOAT, AT(min_p), FOR_SAMPLES, "keep tokens at least P times as likely as the likeliest"},
@@ -13681,26 +18089,81 @@ static const cli_flag cli_flags[] = {
     {"presence-penalty", "", "X", CLI_FLOAT, AT(presence_penalty), FOR_SAMPLES,
      "taken from tokens already in the output; 0 is off"},
     {"frequency-penalty", "", "X", CLI_FLOAT, AT(frequency_penalty), FOR_SAMPLES, "the same, for each time they occurred"},
-    {"seed", "", "N", CLI_INT64, AT(seed), FOR_SAMPLES, "same seed, same text (default: 0)"},
+    {"seed", "", "N", CLI_INT64, AT(seed), FOR_SAMPLES | FOR_BENCH_SERVE, "same seed, same text (default: 0)"},
     {"stop", "", "TEXT", CLI_LIST, AT(stop), FOR_RUN | FOR_BATCH, "end before this text; may be given up to 16 times"},
     {"include-stop", "", "", CLI_BOOL, AT(include_stop), FOR_RUN | FOR_BATCH, "the stop text stays in the output"},
-    {"ignore-eos", "", "", CLI_BOOL, AT(ignore_eos), FOR_RUN | FOR_BATCH, "go on past the end-of-sequence token"},
+    {"ignore-eos", "", "", CLI_BOOL, AT(ignore_eos), FOR_RUN | FOR_BATCH | FOR_BENCH_SERVE, "go on past the end-of-sequence token"},
     {NULL, NULL, NULL, 0, 0, 0, "Batch (the sampling flags are defaults for lines that do not say)"},
     {"input-file", "i", "FILE", CLI_TEXT, AT(input), FOR_BATCH, "requests, one JSON object a line; - is standard input"},
     {"output-file", "o", "FILE", CLI_TEXT, AT(output), FOR_BATCH,
      "results, appended as they come; what is there is not done again"},
     {"report", "", "FILE", CLI_TEXT, AT(report), FOR_BATCH, "the closing report as a JSON object"},
     {NULL, NULL, NULL, 0, 0, 0, "Bench"},
-    {"dataset", "", "FILE", CLI_TEXT, AT(dataset), FOR_THROUGHPUT,
+    {"dataset", "", "FILE", CLI_TEXT, AT(dataset), FOR_THROUGHPUT | FOR_BENCH_SERVE,
      "lines with prompt_token_ids or prompt, and output_lengths: a sample for each"},
-    {"num-prompts", "", "N", CLI_INT, AT(num_prompts), FOR_THROUGHPUT, "only the first N lines"},
+    {"num-prompts", "", "N", CLI_INT, AT(num_prompts), FOR_THROUGHPUT | FOR_BENCH_SERVE,
+     "only the first N lines; bench serve without a dataset: so many requests (default: 1000)"},
     {"dummy-weights", "", "", CLI_BOOL, AT(dummy_weights), FOR_THROUGHPUT,
      "random weights in the shapes of -m NAME, a name of models.txt"},
+    {NULL, NULL, NULL, 0, 0, 0, "Bench serve (a key for the server is taken from OPENAI_API_KEY)"},
+    {"base-url", "", "URL", CLI_TEXT, AT(bench.base_url), FOR_BENCH_SERVE, "http://HOST:PORT instead of --host and --port"},
+    {"endpoint", "", "PATH", CLI_TEXT, AT(bench.endpoint), FOR_BENCH_SERVE,
+     "/v1/completions (default) or /v1/chat/completions"},
+    {"random-input-len", "", "N", CLI_INT, AT(bench.input_len), FOR_BENCH_SERVE,
+     "without a dataset: tokens of a random prompt (default: 1024)"},
+    {"random-output-len", "", "N", CLI_INT, AT(bench.output_len), FOR_BENCH_SERVE,
+     "tokens of an answer at most, where the dataset does not say (default: 128)"},
+    {"random-range-ratio", "", "R", CLI_FLOAT, AT(bench.range_ratio), FOR_BENCH_SERVE,
+     "both lengths are drawn between 1 - R and 1 + R times theirs (default: 0)"},
+    {"random-prefix-len", "", "N", CLI_INT, AT(bench.prefix_len), FOR_BENCH_SERVE,
+     "tokens before the random ones that are equal in all prompts (default: 0)"},
+    {"request-rate", "", "R", CLI_TEXT, AT(request_rate), FOR_BENCH_SERVE, "requests a second (default: inf, all at once)"},
+    {"burstiness", "", "X", CLI_FLOAT, AT(bench.burstiness), FOR_BENCH_SERVE,
+     "shape of the gaps' gamma distribution; 1 is a Poisson process (default), more is steadier"},
+    {"max-concurrency", "", "N", CLI_INT, AT(bench.max_concurrency), FOR_BENCH_SERVE,
+     "most requests under way at once (default: no limit)"},
+    {"num-warmups", "", "N", CLI_INT, AT(bench.num_warmups), FOR_BENCH_SERVE, "the first prompt N times before the clock starts"},
+    {"ready-check-timeout-sec", "", "N", CLI_INT, AT(bench.ready_s), FOR_BENCH_SERVE,
+     "how long to wait for the server to be there (default: 60)"},
+    {"extra-body", "", "JSON", CLI_TEXT, AT(bench.extra_body), FOR_BENCH_SERVE, "an object whose members go into every request"},
+    {"goodput", "", "LIST", CLI_TEXT, AT(bench.goodput), FOR_BENCH_SERVE,
+     "count requests that keep all of these: 'ttft:200 tpot:50 e2el:3000', in ms"},
+    {"percentile-metrics", "", "LIST", CLI_TEXT, AT(bench.metrics), FOR_BENCH_SERVE,
+     "which blocks to print (default: ttft,tpot,itl,e2el)"},
+    {"metric-percentiles", "", "LIST", CLI_TEXT, AT(bench.percentiles), FOR_BENCH_SERVE, "percentiles in them (default: 99)"},
+    {"save-detailed", "", "", CLI_BOOL, AT(bench.detailed), FOR_BENCH_SERVE, "with --json: arrays with the figures of each request"},
+    {NULL, NULL, NULL, 0, 0, 0, "Server"},
+    {"host", "", "ADDRESS", CLI_TEXT, AT(host), FOR_SERVE | FOR_BENCH_SERVE,
+     "address the server listens on or is found at (default: 127.0.0.1)"},
+    {"port", "", "N", CLI_INT, AT(port), FOR_SERVE | FOR_BENCH_SERVE, "its port (default: 10210); serve: 0 is any free one"},
+    {"uds", "", "PATH", CLI_TEXT, AT(serve.uds), FOR_SERVE, "listen on a unix socket instead"},
+    {"api-key", "", "KEY", CLI_LIST, AT(api_keys), FOR_SERVE,
+     "clients must send one of these keys; up to 16 times (others can read a command line: better TOKA_API_KEY or a file)"},
+    {"api-key-file", "", "FILE", CLI_TEXT, AT(api_key_file), FOR_SERVE, "more keys, one a line"},
+    {"served-model-name", "", "NAME", CLI_LIST, AT(served_names), FOR_SERVE,
+     "what clients call the model (default: its own name); up to 16 times, the first is told"},
+    {"allowed-origins", "", "LIST", CLI_TEXT, AT(serve.origins), FOR_SERVE,
+     "web origins that browsers may come from, with commas, or * (default: none)"},
+    {"generation-config", "", "WHICH", CLI_TEXT, AT(generation_config), FOR_SERVE,
+     "sampling defaults: auto, the model's generation_config, or vllm, none (default: auto)"},
+    {"strict", "", "", CLI_BOOL, AT(serve.strict), FOR_SERVE, "refuse requests with unknown fields instead of ignoring those"},
+    {"max-queue", "", "N", CLI_INT, AT(serve.max_queue), FOR_SERVE,
+     "requests that may wait for their first token, more get a 429 (default: 65536)"},
+    {"max-body-bytes", "", "N", CLI_INT64, AT(serve.max_body_bytes), FOR_SERVE, "longest request (default: 64 MiB)"},
+    {"files-dir", "", "DIR", CLI_TEXT, AT(serve.files_dir), FOR_SERVE,
+     "where files and batches are kept; off: nowhere (default: $XDG_DATA_HOME/toka/files or ~/.local/share/toka/files)"},
+    {"max-upload-bytes", "", "N", CLI_INT64, AT(serve.max_upload_bytes), FOR_SERVE, "longest file (default: 2 GiB)"},
+    {"read-timeout", "", "S", CLI_FLOAT, AT(serve.read_timeout), FOR_SERVE, "seconds for a request to arrive (default: 30)"},
+    {"write-timeout", "", "S", CLI_FLOAT, AT(serve.write_timeout), FOR_SERVE,
+     "seconds without a byte taken before a client is dropped (default: 60)"},
+    {"keep-alive", "", "S", CLI_FLOAT, AT(serve.keep_alive), FOR_SERVE, "seconds between requests of a connection (default: 75)"},
+    {"server-threads", "", "N", CLI_INT, AT(serve.n_workers), FOR_SERVE,
+     "threads that tokenize requests and write answers (default: 2 to 8, by cores)"},
     {NULL, NULL, NULL, 0, 0, 0, "Output"},
     {"logprobs", "", "K", CLI_INT, AT(logprobs), FOR_RUN, "log-probability of each token, and of the K best"},
-    {"json", "", "", CLI_BOOL, AT(json), FOR_RUN | FOR_SCORE | FOR_THROUGHPUT | FOR_PLAN,
+    {"json", "", "", CLI_BOOL, AT(json), FOR_RUN | FOR_SCORE | FOR_THROUGHPUT | FOR_PLAN | FOR_BENCH_SERVE,
      "one JSON object instead of text"},
-    {"quiet", "q", "", CLI_BOOL, AT(quiet), FOR_OPENS, "no last line on standard error"},
+    {"quiet", "q", "", CLI_BOOL, AT(quiet), FOR_OPENS | FOR_BENCH_SERVE, "no last line on standard error"},
     {"decode", "", "", CLI_BOOL, AT(decode), FOR_TOKENIZE, "tokenize: ids on standard input, text on standard output"},
     {"no-special", "", "", CLI_BOOL, AT(no_special), FOR_TOKENIZE | FOR_SCORE,
      "tokenize, score: do not add special tokens; with --decode: leave them out"},
@@ -13710,14 +18173,19 @@ static const cli_flag cli_flags[] = {
 
 static cli cli_default(void) {
     return (cli){.open = toka_options_default(), .samples = 1, .top_k = INT_MIN, .logprobs = INT_MIN, .temperature = NAN, .top_p = NAN,
-                 .min_p = NAN, .repetition_penalty = NAN, .presence_penalty = NAN, .frequency_penalty = NAN};
+                 .min_p = NAN, .repetition_penalty = NAN, .presence_penalty = NAN, .frequency_penalty = NAN, .host = "127.0.0.1", .port = 10210,
+                 .bench = {.endpoint = "/v1/completions", .input_len = 1024, .output_len = 128, .burstiness = 1, .ready_s = 60,
+                           .metrics = "ttft,tpot,itl,e2el", .percentiles = "99"},
+                 .generation_config = "auto",
+                 .serve = {.max_queue = 65536, .max_body_bytes = 64 << 20, .max_upload_bytes = (int64_t)2 << 30, .read_timeout = 30,
+                           .write_timeout = 60, .keep_alive = 75}};
 }
 
 /* ---- Output: the first failed write to standard output ends the program with one sentence ---- */
 
-static atomic_int cli_interrupted; /* lock-free, so a signal handler may set it */
+static atomic_int cli_interrupted; /* signals so far; lock-free, so a handler may count them */
 
-static void cli_on_signal(int sig) { (void)sig, cli_interrupted = 1; }
+static void cli_on_signal(int sig) { (void)sig, cli_interrupted++; }
 
 static void cli_catch_signals(void) { /* the first Ctrl-C ends the text cleanly, the second ends the program */
     struct sigaction a = {.sa_handler = cli_on_signal, .sa_flags = (int)SA_RESETHAND};
@@ -13739,10 +18207,12 @@ static const char cli_commands[] =
     "  toka tokenize [FLAGS]   text on standard input to ids, or back with --decode\n"
     "  toka template [FLAGS]   JSON object with messages, tools ... on standard input to the rendered prompt\n"
     "  toka score [FLAGS]      log-probability of every token of a text\n"
+    "  toka serve [FLAGS]      OpenAI-compatible server; SIGTERM lets it finish what is under way\n"
     "  toka models             the models of models.txt\n"
     "  toka devices            what this machine can run on\n"
     "  toka batch -i IN -o OUT a file of requests to a file of results; the same command goes on where it stopped\n"
     "  toka bench throughput   time a dataset, each sample forced to its length; prints what vllm bench throughput prints\n"
+    "  toka bench serve        measure a server: request rate, concurrency, latencies; prints what vllm bench serve prints\n"
     "  toka bench plan         time the planning of a step at 8,192 sequences, without a model\n";
 
 static int cli_help(toka_err *e) {
@@ -13771,10 +18241,12 @@ static int cli_set(cli *c, const cli_flag *f, const char *value, const char *sho
     switch (f->type) {
     case CLI_BOOL: *(bool *)(void *)field = true; return 0;
     case CLI_TEXT: memcpy(field, &value, sizeof value); return 0;
-    case CLI_LIST:
-        if (c->n_stop == CLI_MAX_STOP) return fail(e, TOKA_E_USE, "%s: given more than %d times", shown, CLI_MAX_STOP);
-        c->stop[c->n_stop++] = value;
+    case CLI_LIST: {
+        cli_list *list = (cli_list *)(void *)field;
+        if (list->n == CLI_MAX_LIST) return fail(e, TOKA_E_USE, "%s: given more than %d times", shown, CLI_MAX_LIST);
+        list->at[list->n++] = value;
         return 0;
+    }
     case CLI_FLOAT: {
         double v = strtod(value, &end);
         if (end == value || *end || !isfinite(v)) return fail(e, TOKA_E_USE, "%s: '%s' is not a number", shown, value);
@@ -13821,7 +18293,9 @@ static const cli_flag *cli_find(const char *arg, size_t n) { /* "-m" or "--model
 static void cli_override(cli *c, const cli *env, const cli_flag *f) {
     if (f->field == AT(prompt) && c->file == env->file) c->file = NULL;
     if (f->field == AT(file) && c->prompt == env->prompt) c->prompt = NULL;
-    if (f->type == CLI_LIST && c->n_stop && c->stop[0] == env->stop[0]) c->n_stop = 0;
+    cli_list *list = f->type == CLI_LIST ? (cli_list *)(void *)((char *)c + f->field) : NULL;
+    const cli_list *before = f->type == CLI_LIST ? (const cli_list *)(const void *)((const char *)env + f->field) : NULL;
+    if (list && list->n && list->at[0] == before->at[0]) list->n = 0;
 }
 
 static int cli_parse(cli *c, unsigned command, int argc, char **argv, toka_err *e) {
@@ -13957,8 +18431,8 @@ static void cli_sampling(const cli *c, const toka *t, toka_request *r) {
     s->ignore_eos = c->ignore_eos;
     s->include_stop = c->include_stop;
     s->logprobs = c->logprobs == INT_MIN ? 0 : c->logprobs;
-    s->stop = c->stop;
-    s->n_stop = c->n_stop;
+    s->stop = c->stop.at;
+    s->n_stop = c->stop.n;
     r->n = c->samples;
 }
 
@@ -14276,6 +18750,18 @@ static int cli_bench_throughput(const cli *c, toka_err *e) {
     return code ? code : cli_write(STR(""), e);
 }
 
+static int cli_bench_serve(const cli *c, toka_err *e) {
+    bs_options o = c->bench;
+    char *end = NULL;
+    o.request_rate = c->request_rate ? strtod(c->request_rate, &end) : (double)INFINITY; /* strtod reads "inf" too */
+    if (end && (end == c->request_rate || *end)) return fail(e, TOKA_E_USE, "--request-rate: '%s' is not a number", c->request_rate);
+    o.host = c->host, o.port = c->port, o.model = c->open.model, o.dataset = c->dataset, o.num_prompts = c->num_prompts;
+    o.temperature = isnan(c->temperature) ? 0 : c->temperature, o.seed = (uint64_t)c->seed, o.ignore_eos = c->ignore_eos;
+    o.json = c->json, o.quiet = c->quiet, o.interrupted = &cli_interrupted;
+    int code = bs_bench(&o, e);
+    return code ? code : cli_write(STR(""), e);
+}
+
 static int cli_bench_plan(const cli *c, toka_err *e) {
     int code = run_bench_plan(c->json, &cli_interrupted, e);
     return code ? code : cli_write(STR(""), e);
@@ -14313,6 +18799,64 @@ static void cli_progress(void *user, const char *what, double done) {
     fprintf(stderr, done < 1 ? "\r%s %3.0f %%" : "\r%s %3.0f %%\r\033[K", what, 100 * done);
 }
 
+/* ---- toka serve ---- */
+
+enum { CLI_MAX_KEYS = 10000 };
+
+/* Lines of --api-key-file behind the keys that flags gave. keys: [CLI_MAX_KEYS], their bytes in a. */
+static int cli_read_keys(const char *path, arena *a, const char **keys, int *n, toka_err *e) {
+    str text;
+    int code = os_map(path, &text, e), before = *n;
+    if (code) return code;
+    for (str rest = text; rest.n && !code;) {
+        ptrdiff_t feed = str_find(rest, STR("\n"), 0);
+        str line = http_trim(str_sub(rest, 0, feed < 0 ? rest.n : (size_t)feed));
+        rest = feed < 0 ? STR("") : str_sub(rest, (size_t)feed + 1, rest.n);
+        if (str_ends(line, STR("\r"))) line.n--;
+        if (!line.n) continue;
+        if (*n == CLI_MAX_KEYS) code = fail(e, TOKA_E_INPUT, "--api-key-file %s: more than %d keys", path, CLI_MAX_KEYS);
+        else keys[(*n)++] = arena_cstr(a, line);
+    }
+    os_unmap(text);
+    if (!code && *n == before) code = fail(e, TOKA_E_INPUT, "--api-key-file %s: there is no key in it", path);
+    return code;
+}
+
+static int cli_check_serve(const cli *c, const srv_options *o, toka_err *e) {
+    if (c->port < 0 || c->port > 65535) return fail(e, TOKA_E_USE, "--port: %d, expected 0 to 65535", c->port);
+    if (strcmp(c->generation_config, "auto") && strcmp(c->generation_config, "vllm"))
+        return fail(e, TOKA_E_USE, "--generation-config: '%s', expected auto or vllm", c->generation_config);
+    if (o->max_queue < 0) return fail(e, TOKA_E_USE, "--max-queue: %d, expected 0 or more", o->max_queue);
+    if (o->max_body_bytes < 1 || o->max_body_bytes > (int64_t)1 << 31)
+        return fail(e, TOKA_E_USE, "--max-body-bytes: %lld, expected 1 to 2147483648", (long long)o->max_body_bytes);
+    if (o->max_upload_bytes < 1) return fail(e, TOKA_E_USE, "--max-upload-bytes: %lld, expected 1 or more", (long long)o->max_upload_bytes);
+    if (o->read_timeout <= 0 || o->write_timeout <= 0 || o->keep_alive <= 0)
+        return fail(e, TOKA_E_USE, "--read-timeout, --write-timeout, --keep-alive: expected more than 0 seconds");
+    if (o->n_workers < 0 || o->n_workers > 64) return fail(e, TOKA_E_USE, "--server-threads: %d, expected 0 to 64", o->n_workers);
+    for (int i = 0; i < c->api_keys.n; i++)
+        if (!*c->api_keys.at[i]) return fail(e, TOKA_E_USE, "--api-key: it is empty");
+    return 0;
+}
+
+static int cli_serve(const cli *c, toka_err *e) {
+    srv_options o = c->serve;
+    arena a = {0};
+    int code = cli_check_serve(c, &o, e);
+    if (!code) code = pub_check_options(&c->open, e);
+    const char **keys = arena_alloc(&a, CLI_MAX_KEYS * sizeof *keys);
+    for (int i = 0; i < c->api_keys.n; i++) keys[o.n_keys++] = c->api_keys.at[i];
+    if (!code && c->api_key_file) code = cli_read_keys(c->api_key_file, &a, keys, &o.n_keys, e);
+    o.open = c->open, o.host = c->host, o.port = c->port, o.keys = keys, o.now = c->now, o.quiet = c->quiet;
+    o.names = c->served_names.at, o.n_names = c->served_names.n;
+    o.model_defaults = !strcmp(c->generation_config, "auto");
+    if (!o.n_workers) o.n_workers = MIN(8, MAX(2, os_n_cores() / 4));
+    o.interrupted = &cli_interrupted;
+    if (!code) code = srv_run(&o, e);
+    if (!code && cli_interrupted == 1) cli_interrupted = 0; /* a server is ended by a signal: that is no failure */
+    arena_free(&a);
+    return code;
+}
+
 static int cli_version(toka_err *e) {
     buf b = {0};
     char line[200];
@@ -14332,9 +18876,10 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
         int (*main)(const cli *, toka_err *);
     } commands[] = {{"tokenize", NULL, FOR_TOKENIZE, cli_tokenize}, {"template", NULL, FOR_TEMPLATE, cli_template},
                     {"score", NULL, FOR_SCORE, cli_score}, {"models", NULL, FOR_MODELS, cli_models}, {"devices", NULL, FOR_DEVICES, cli_devices},
-                    {"batch", NULL, FOR_BATCH, cli_batch},
-                    {"bench", "throughput", FOR_THROUGHPUT, cli_bench_throughput}, {"bench", "plan", FOR_PLAN, cli_bench_plan}};
-    static const char *const planned[] = {"serve", "plan"};
+                    {"batch", NULL, FOR_BATCH, cli_batch}, {"serve", NULL, FOR_SERVE, cli_serve},
+                    {"bench", "throughput", FOR_THROUGHPUT, cli_bench_throughput},
+                    {"bench", "serve", FOR_BENCH_SERVE, cli_bench_serve}, {"bench", "plan", FOR_PLAN, cli_bench_plan}};
+    static const char *const planned[] = {"plan"};
     cli c = cli_default();
     int (*command)(const cli *, toka_err *) = cli_run_command;
     unsigned bit = FOR_RUN;
@@ -14347,7 +18892,7 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
                 command = commands[i].main, bit = commands[i].bit, skip = commands[i].second ? 3 : 2;
         for (int i = 0; i < COUNT(planned); i++)
             if (!strcmp(argv[1], planned[i])) return fail(e, TOKA_E_USE, "toka %s is not in version %s", argv[1], TOKA_VERSION);
-        if (!command && !strcmp(argv[1], "bench")) return fail(e, TOKA_E_USE, "toka bench: expected throughput or plan");
+        if (!command && !strcmp(argv[1], "bench")) return fail(e, TOKA_E_USE, "toka bench: expected throughput, serve or plan");
         if (!command) return fail(e, TOKA_E_USE, "%s: no such command; see toka --help", argv[1]);
     }
     if ((code = cli_parse(&c, bit, argc - skip, argv + skip, e))) return code;

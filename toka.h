@@ -63,6 +63,8 @@ typedef struct toka_options {
     int max_num_batched_tokens; /* most tokens in one forward step; 0: chosen by the backend */
     int max_num_seqs;           /* most sequences running at once; 0: chosen by the backend */
     int64_t kv_tokens;          /* tokens that the KV cache holds; 0: as many as memory allows */
+    bool no_prefix_caching;     /* no pages and no attention are shared, neither among samples nor among equal beginnings: every
+                                   sample computes its whole prompt. Results are the same; it is there to measure what sharing saves */
     double gpu_memory_utilization; /* share of the GPU's free memory that may be taken, in (0,1]; 0: 0.9 */
     void (*progress)(void *user, const char *what, double done); /* told while toka_open works, or NULL; done: 0 to 1. Any thread,
                                                                     one at a time */
@@ -231,6 +233,7 @@ typedef struct toka_stats { /* since toka_open, as of the last step */
     int64_t output_tokens, requests_done, preemptions;
     int64_t prompt_tokens;          /* of all samples that started */
     int64_t prompt_tokens_shared;   /* of these, found in the prefix tree: not computed again */
+    int64_t attended, attended_shared; /* pairs of a row and a position it attends to; of these, in shared prefixes */
     double plan_s, run_s, commit_s; /* where the time went: planning, the device, events */
 } toka_stats;
 toka_stats toka_get_stats(toka *t);

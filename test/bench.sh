@@ -1,6 +1,6 @@
 #!/bin/bash
 # test/bench.sh - repeats the figures of the README, each a ratio of two things timed in one run on this machine.
-#   test/bench.sh [cpu|json|tokenizer|accuracy|memory ...]     default: all
+#   test/bench.sh [cpu|sharing|json|tokenizer|accuracy|memory ...]     default: all
 # tokenizer and json need the public test data (TOKA_TEST_DATA), tokenizer also the virtual environment of test/run.sh.
 set -eu
 cd "$(dirname "$0")/.."
@@ -14,12 +14,30 @@ unit() {
     $B/unit_bench "$@"
 }
 rm -f $B/unit_bench
-for what in ${*:-cpu json tokenizer accuracy memory}; do
+for what in ${*:-cpu sharing json tokenizer accuracy memory}; do
     echo "== $what"
     case $what in
     cpu) # decode against a plain read loop, prefill against a loop of multiply-adds, shared prefix on against off
         $CC $FLAGS -o $B/bench_cpu test/bench_cpu.c -lm -lpthread
         $B/bench_cpu ;;
+    sharing) # 256 samples of one 1,000-token prompt through the whole engine, shared and not, the embedded model's shape: CPU time
+        echo "wide nobody/wide LlamaForCausalLM 6 256 4 2 64 448 1024 tied 10000 default 1e-5 2048 - - sibling" >$B/wide.txt
+        python3 - $B <<'EOF'
+import json, resource, subprocess, sys
+B = sys.argv[1]
+def cpu_s(n, *flags):
+    with open(f"{B}/wide.jsonl", "w") as f:
+        json.dump({"prompt_token_ids": [i * 7 % 1000 for i in range(1000)], "output_lengths": [n] * 256}, f)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    subprocess.run(["./toka", "bench", "throughput", "-q", "--json", "-t", "1", "-m", "wide", "--models-file", f"{B}/wide.txt",
+                    "--dummy-weights", "--dataset", f"{B}/wide.jsonl", *flags], check=True, stdout=subprocess.DEVNULL)
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+on, off = ([cpu_s(n, *flags) for n in (1, 65)] for flags in ([], ["--no-enable-prefix-caching"]))
+for what, a, b in (("256 x (1,000 + 65) tokens", on[1], off[1]), ("prompts and first tokens", on[0], off[0]),
+                   ("the other 64 of each", on[1] - on[0], off[1] - off[0])):
+    print(f"{what}: shared {a:.2f} s, not shared {b:.2f} s: {b / a:.1f}x")
+EOF
+        ;;
     json) unit json_tokenizers ;;
     tokenizer) test/.venv/bin/python -m pytest -q -s -p no:cacheprovider test/test_tokenizer_hf.py -k speed ;;
     accuracy) unit "held-out accuracy" ;;

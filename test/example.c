@@ -4,9 +4,8 @@
 #include <stdio.h>
 #include <string.h>
 
-static int print_piece(void *user, const toka_event *ev) {
-    (void)user;
-    return fwrite(ev->text, 1, ev->text_bytes, stdout) != ev->text_bytes;
+static int print_piece(void *user, const toka_event *ev) { /* not 0 would end the request */
+    return fwrite(ev->text, 1, ev->text_bytes, user) != ev->text_bytes;
 }
 
 int main(int argc, char **argv) {
@@ -15,16 +14,11 @@ int main(int argc, char **argv) {
     toka_options o = toka_options_default();
     toka_request r = toka_request_default();
     o.model = argc > 1 ? argv[1] : "test/model";
-    r.text = argc > 2 ? argv[2] : "Tom has 12 apples.";
-    r.text_bytes = strlen(r.text);
-    r.sampling.temperature = 0;
-    r.sampling.max_tokens = 40;
+    r.text = argc > 2 ? argv[2] : "Tom has 12 apples.", r.text_bytes = strlen(r.text);
+    r.sampling.temperature = 0, r.sampling.max_tokens = 40;
     int code = toka_open(&t, &o, &e);
-    if (!code) {
-        code = toka_generate(t, &r, print_piece, NULL, NULL, &e);
-        toka_close(t);
-    }
+    if (!code) code = toka_generate(t, &r, print_piece, stdout, NULL, &e);
     if (code) fprintf(stderr, "%s\n", e.msg);
-    else putchar('\n');
+    toka_close(t);
     return code != 0;
 }

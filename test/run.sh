@@ -18,6 +18,7 @@ B=test/.build
 WARN="-std=c11 -Wall -Wextra -Wshadow -Wvla -Wmissing-prototypes -Wstrict-prototypes -Wconversion -Wno-sign-conversion
       -Wno-float-conversion -Werror"
 SAN="-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer"
+export ASAN_OPTIONS=allocator_may_return_null=1 # being out of memory is tested
 mkdir -p $B
 passed=0 failed=0 skipped=0
 

@@ -3,14 +3,16 @@
 
 typedef struct bt_device { /* what a device would keep */
     int *pages, *n_pages, *length, *order, n_order, n_groups;
-    toka_span groups[512];
-    int32_t group_pages[8192];
+    const int32_t **params; /* of the request whose sampling parameters the slot has: its prompt stands for them */
+    int *sample;
+    batch_group groups[512];
 } bt_device;
 
 typedef struct bt {
     smt m;
     batch b;
     bt_device d;
+    int64_t n_copied;                    /* slots loaded from another one */
     int64_t n_shared, n_nested, kv_read; /* shared spans; rows under two or more of them; tokens of K and V read */
 } bt;
 
@@ -47,46 +49,68 @@ static void bt_check_spans(bt *t, const uint64_t *mem, int32_t *device) {
     free(upto), free(n_spans), free(row_q);
 }
 
+/* Slots are loaded, first those that take nothing from others. */
+static void bt_device_join(bt *t) {
+    const batch_upload *u = &t->b.up;
+    const sched *s = &t->m.s;
+    bt_device *d = &t->d;
+    int cap = s->kv.cap;
+    for (int copies = 0; copies < 2; copies++) {
+        int at = 0, n_params = 0;
+        for (int i = 0; i < u->n_joins; i++) {
+            batch_join j = u->joins[i];
+            int rest = j.n_pages - j.n_from;
+            n_params += j.params_of < 0;
+            CHECK((j.from < 0) == (j.n_from == 0) && rest >= 0 && j.from != j.q && (j.params_of < 0 || j.params_of == j.q ||
+                                                                                    j.params_of == j.from));
+            if ((j.from >= 0) == copies) {
+                d->n_pages[j.q] = j.n_pages, d->length[j.q] = j.length, d->sample[j.q] = j.sample;
+                if (copies) memcpy(d->pages + j.q * cap, d->pages + j.from * cap, (size_t)j.n_from * sizeof(int));
+                memcpy(d->pages + j.q * cap + j.n_from, u->join_pages + at, (size_t)rest * sizeof(int));
+                d->params[j.q] = j.params_of < 0 ? s->requests[s->seqs[j.q].request].prompt : d->params[j.params_of];
+                t->n_copied += copies;
+            }
+            at += rest;
+        }
+        CHECK(at == u->n_join_pages && n_params == u->n_params);
+    }
+}
+
 /* The device takes the upload and works out the same rows and spans. */
 static void bt_device_step(bt *t) {
     const batch_upload *u = &t->b.up;
     const sched *s = &t->m.s;
     bt_device *d = &t->d;
-    int cap = s->kv.cap, row = 0, chunk = 0, id = 0, at = 0;
-    for (int i = 0; i < u->n_joins; i++) {
-        batch_join j = u->joins[i];
-        d->n_pages[j.q] = j.n_pages, d->length[j.q] = j.length;
-        memcpy(d->pages + j.q * cap, u->join_pages + at, (size_t)j.n_pages * sizeof(int)), at += j.n_pages;
-    }
-    CHECK(at == u->n_join_pages);
+    int cap = s->kv.cap, row = 0, chunk = 0, id = 0;
+    bt_device_join(t);
     for (int i = 0; i < u->n_grown; i++) d->pages[u->grown[i].q * cap + d->n_pages[u->grown[i].q]++] = u->grown[i].page;
     if (u->new_order)
         for (int i = 0; i < u->n_order; i++) d->order[i] = u->order[i];
     if (u->new_order) d->n_order = u->n_order;
-    if (u->new_groups) {
-        d->n_groups = u->n_groups;
-        memcpy(d->groups, u->groups, (size_t)u->n_groups * sizeof *u->groups);
-        memcpy(d->group_pages, u->group_pages, (size_t)u->n_group_pages * sizeof(int32_t));
-    }
+    if (u->new_groups) d->n_groups = u->n_groups, memcpy(d->groups, u->groups, (size_t)u->n_groups * sizeof *u->groups);
     CHECK(d->n_order == t->b.n_seq && d->n_groups == t->b.step.n_spans - t->b.n_seq);
     for (int i = 0; i < d->n_order && !check_failed; i++) {
         int q = d->order[i], n = 1, from = d->length[q];
         bool is_chunk = chunk < u->n_chunks && u->chunks[chunk].at == i;
-        if (is_chunk) n = u->chunks[chunk].n_rows, from = u->chunks[chunk++].from;
+        if (is_chunk) n = u->chunks[chunk].n_rows, from = u->chunks[chunk].from, id = u->chunks[chunk++].ids;
+        CHECK(id + (is_chunk ? n : 0) <= u->n_chunk_ids);
         for (int k = 0; k < n; k++, row++) {
             int p = from + k;
             CHECK(t->b.pos[row] == p && t->b.slot[row] == d->pages[q * cap + p / s->c.B] * s->c.B + p % s->c.B);
             if (is_chunk) CHECK(t->b.ids[row] == u->chunk_ids[id++]);
         }
         d->length[q] = from + n;
-        CHECK(d->n_pages[q] == s->kv.seqs[q].n_pages);
+        CHECK(d->n_pages[q] == s->kv.seqs[q].n_pages && d->sample[q] == s->seqs[q].sample);
+        CHECK(d->params[q] == s->requests[s->seqs[q].request].prompt);
         CHECK(!memcmp(d->pages + q * cap, kv_row(&s->kv, q), (size_t)d->n_pages[q] * sizeof(int)));
     }
-    CHECK(row == t->b.step.T && chunk == u->n_chunks && id == u->n_chunk_ids);
+    CHECK(row == t->b.step.T && chunk == u->n_chunks);
     for (int i = 0; i < d->n_groups; i++) {
-        toka_span a = d->groups[i], b = t->b.step.spans[i];
+        batch_group a = d->groups[i];
+        toka_span b = t->b.step.spans[i];
+        const int *pages = d->pages + a.q * cap + a.kv0 / s->c.B;
         CHECK(a.row0 == b.row0 && a.n_rows == b.n_rows && a.kv0 == b.kv0 && a.n_kv == b.n_kv);
-        CHECK(!memcmp(d->group_pages + a.page0, t->b.step.pages + b.page0, (size_t)(a.n_kv / s->c.B) * sizeof(int32_t)));
+        CHECK(!memcmp(pages, t->b.step.pages + b.page0, (size_t)(a.n_kv / s->c.B) * sizeof(int32_t)));
     }
 }
 
@@ -106,24 +130,26 @@ static void bt_on_run(void *user, const uint64_t *mem, int32_t *device) {
 
 static bt *bt_open(sched_config c, batch_cost cost, int vocab, int end_one_in, int lag) {
     bt *t = mem_zalloc(sizeof *t);
+    toka_err e;
     smt_open(&t->m, c, vocab, end_one_in, lag);
-    batch_init(&t->b, &t->m.s, cost);
+    CHECK(!batch_init(&t->b, &t->m.s, cost, &e));
     size_t n = (size_t)c.max_seqs;
     t->d.pages = mem_zalloc(n * (size_t)t->m.s.kv.cap * sizeof(int)), t->d.n_pages = mem_zalloc(n * sizeof(int));
     t->d.length = mem_zalloc(n * sizeof(int)), t->d.order = mem_zalloc(n * sizeof(int));
+    t->d.params = mem_zalloc(n * sizeof *t->d.params), t->d.sample = mem_zalloc(n * sizeof(int));
     t->m.on_run = bt_on_run, t->m.on_run_user = t;
     return t;
 }
 
 static void bt_close(bt *t) {
-    free(t->d.pages), free(t->d.n_pages), free(t->d.length), free(t->d.order);
+    free(t->d.pages), free(t->d.n_pages), free(t->d.length), free(t->d.order), free(t->d.params), free(t->d.sample);
     batch_free(&t->b), smt_close(&t->m);
     free(t);
 }
 
 static void bt_random(void) {
     batch_cost costs[] = {{0, 0, 1 << 20}, {1, 0, 4}, {1, 4, 16}, {1000, 0, 64}};
-    int64_t n_shared = 0, n_nested = 0;
+    int64_t n_shared = 0, n_nested = 0, n_copied = 0;
     for (uint64_t seed = 1; seed <= 80 && !check_failed; seed++) {
         uint64_t rng = seed;
         sched_config c = {2, seed % 2 ? 60 : 12, 12, 16, 24, 8};
@@ -137,10 +163,10 @@ static void bt_random(void) {
         }
         if (check_failed) printf("seed %d\n", (int)seed);
         CHECK(seed % 4 != 3 || !t->n_shared); /* merging that dear is never worth it */
-        n_shared += t->n_shared, n_nested += t->n_nested;
+        n_shared += t->n_shared, n_nested += t->n_nested, n_copied += t->n_copied;
         bt_close(t);
     }
-    CHECK_MSG(n_shared > 1000 && n_nested > 1000, "%d %d", (int)n_shared, (int)n_nested);
+    CHECK_MSG(n_shared > 1000 && n_nested > 1000 && n_copied > 1000, "%d %d %d", (int)n_shared, (int)n_nested, (int)n_copied);
 }
 
 /* With free merging every page is read once per step, however many hold it. */

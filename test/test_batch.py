@@ -327,6 +327,31 @@ def test_same_bytes_whatever_the_machine_does(tmp_path):
         assert json.loads(report.read_text())["lines"] == 60
 
 
+def test_same_bytes_when_samples_are_preempted(tmp_path):
+    lines = [completion(f"a{i}", PROBLEMS[i]["prompt"], n=6, temperature=2.5, max_tokens=150, logprobs=1) for i in range(16)]
+    lines += [chat(f"b{i}", PROBLEMS[i]["prompt"], n=2, temperature=1, max_tokens=150) for i in range(8)]
+    source, results, preemptions = write_lines(tmp_path / "in.jsonl", lines), [], []
+    for i, args in enumerate((["--kv-tokens", "20000"], ["--kv-tokens", "320"], ["--kv-tokens", "480", "-t", "1"])):
+        out, report = tmp_path / f"out{i}.jsonl", tmp_path / "report.json"
+        _, err = batch("-i", source, "-o", str(out), "--max-model-len", "256", "--max-num-seqs", "40", "--report", str(report), *args)
+        results.append(sorted(out.read_text().splitlines()))
+        preemptions.append(json.loads(report.read_text())["preemptions"])
+        assert f"{preemptions[-1]} preemptions" in err
+    assert preemptions[0] == 0 and min(preemptions[1:]) >= 5, preemptions
+    assert results[1] == results[0] and results[2] == results[0]
+
+
+def test_sizes_that_no_machine_has(tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", [completion("a", "Tom", max_tokens=1)])
+    for args, status, words in ((["--kv-tokens", "400000000000"], 2, "memory"),
+                                (["--kv-tokens", "9000000000", "--max-num-seqs", "65536"], 2, "memory"),
+                                (["--kv-tokens", "99999999999999999999"], 1, "kv-tokens"),
+                                (["--max-num-seqs", "2000000000"], 1, "max_num_seqs"), (["--max-num-seqs", "65537"], 1, "max_num_seqs"),
+                                (["--max-num-batched-tokens", "65537"], 1, "max_num_batched_tokens")):
+        _, err = batch("-i", source, "-o", str(tmp_path / "out.jsonl"), *args, status=status)
+        assert words in err and len(err.strip().splitlines()) == 1, err
+
+
 def test_many_samples_of_one_prompt(tmp_path):
     p = PROBLEMS[5]
     r = run(tmp_path, [completion("a", p["prompt"], n=1024, temperature=0, max_tokens=60)], "--max-num-seqs", "256")

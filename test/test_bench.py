@@ -39,6 +39,13 @@ def test_throughput_prints_vllms_lines(tmp_path):
     assert abs(v["tokens_per_second"] * v["elapsed_time"] - 330) < 1 and abs(v["requests_per_second"] * v["elapsed_time"] - 2) < 0.01
 
 
+def test_sharing_can_be_off(tmp_path):
+    d = dataset(tmp_path, [{"prompt_token_ids": ids(50), "output_lengths": [5] * 6}])
+    hits = [json.loads(bench("throughput", "-m", "test/model", "--dataset", d, "--json", *more)[0])["prefix_hit_share"]
+            for more in ([], ["--no-enable-prefix-caching"])]
+    assert hits[0] > 0.7 and hits[1] == 0
+
+
 def test_dummy_weights(tmp_path):
     models = tmp_path / "models.txt"
     models.write_text("tiny nobody/tiny Qwen2ForCausalLM 2 64 4 2 16 96 500 untied 10000 default 1e-6 512 qkv_bias - sibling\n")

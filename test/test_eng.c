@@ -564,6 +564,70 @@ static void test_device_fault(void) {
     toka_close(t);
 }
 
+static atomic_int eng_never;
+
+/* The whole of a file of results; its lines counted, the last one must be whole. */
+static buf eng_read_lines(const char *path, int *n_lines) {
+    str text;
+    toka_err e;
+    buf b = {0};
+    *n_lines = 0;
+    CHECK_MSG(!os_map(path, &text, &e), "%s", e.msg);
+    buf_str(&b, text);
+    os_unmap(text);
+    for (size_t i = 0; i < b.n; i++) *n_lines += b.p[i] == '\n';
+    CHECK(!b.n || b.p[b.n - 1] == '\n');
+    return b;
+}
+
+static bool eng_same_line_is_there(str all, str line) {
+    ptrdiff_t at = str_find(all, line, 0);
+    return at >= 0 && str_find(all, line, (size_t)at + 1) < 0;
+}
+
+/* A device that fails in a batch, twice: the batch ends with its words, what is written are whole lines without
+ * an error record, and the same command with a device that works adds the rest: each line once, as in a run without a fault. */
+static void test_batch_device_fault(void) {
+    enum { N = 12 };
+    char folder[] = "/tmp/toka_fault_XXXXXX", in[64], out[64], clean[64];
+    CHECK(mkdtemp(folder) != NULL);
+    snprintf(in, sizeof in, "%s/in.jsonl", folder), snprintf(out, sizeof out, "%s/out.jsonl", folder);
+    snprintf(clean, sizeof clean, "%s/clean.jsonl", folder);
+    FILE *f = fopen(in, "w");
+    for (int i = 0; i < N && f; i++)
+        fprintf(f, "{\"prompt\":\"Tom has %d apples\",\"n\":2,\"temperature\":1.5,\"max_tokens\":10}\n", i);
+    CHECK(f && !fclose(f));
+    run_options o = {.in = in, .out = clean, .base = toka_request_default(), .quiet = true, .interrupted = &eng_never};
+    toka_backend faulty = toka_cpu;
+    faulty.status = eng_faulty_status;
+    toka_err e = {0};
+    int n_lines, before = 0;
+    for (int run = 0; run < 4; run++) { /* no fault; faults after so many steps; no fault */
+        toka *t = eng_must_open(eng_model, 8, 64, 2);
+        bool fault = run == 1 || run == 2;
+        eng_steps_left = 14;
+        if (fault) t->engine->m.be = &faulty;
+        int code = run_batch(t, &o, &e);
+        CHECK_MSG(fault ? code == TOKA_E_DEVICE && strstr(e.msg, "injected fault") : !code, "run %d: %d, %s", run, code, e.msg);
+        buf b = eng_read_lines(o.out, &n_lines);
+        CHECK(!memmem(b.p ? b.p : "", b.n, "\"code\"", 6)); /* no error record */
+        int least = run == 2 ? before + 1 : fault ? 1 : N;
+        CHECK_MSG(n_lines >= least && n_lines <= N - fault, "run %d: %d lines", run, n_lines);
+        before = n_lines;
+        buf_free(&b);
+        toka_close(t);
+        o.out = out;
+    }
+    buf want = eng_read_lines(clean, &n_lines), got = eng_read_lines(out, &n_lines);
+    for (size_t i = 0, end; i < want.n; i = end) {
+        end = (size_t)((char *)memchr(want.p + i, '\n', want.n - i) - want.p) + 1;
+        CHECK(eng_same_line_is_there(buf_view(&got), str_sub(buf_view(&want), i, end)));
+    }
+    CHECK(want.n == got.n);
+    buf_free(&want), buf_free(&got);
+    CHECK(!unlink(in) && !unlink(out) && !unlink(clean) && !rmdir(folder));
+}
+
 static void test_close_and_stop(void) {
     toka *t = eng_must_open(eng_model, 4, 16, 1);
     int32_t prompt[] = {5, 6, 7};
@@ -876,6 +940,7 @@ static const struct test eng_tests[] = {
     {"request: errors and cancel", test_request_errors},
     {"engine: six threads at once", test_threads},
     {"engine: a device that fails", test_device_fault},
+    {"batch: a device that fails, and the run that goes on", test_batch_device_fault},
     {"engine: closed and stopped", test_close_and_stop},
     {"engine: text goes on behind the prompt", test_text_goes_on},
     {"engine: page pressure changes nothing", test_page_pressure},

@@ -20,7 +20,7 @@ static void kvt_share_at_once(void) {
     kv_cache k;
     bool open[4] = {0};
     int32_t a[9] = {1, 2, 3, 4, 5, 6, 7, 8, 9};
-    kv_init(&k, 2, 8, 4, 16);
+    CHECK(kv_init(&k, 2, 8, 4, 16));
     CHECK(kvt_open(&k, open, 0, a, 9) == 0);
     CHECK(kvt_open(&k, open, 1, a, 9) == 4); /* nothing computed yet, shared all the same */
     CHECK(kv_room(&k) == 8 - 6);
@@ -46,7 +46,7 @@ static void kvt_never_computed(void) { /* pages that nobody computed do not stay
     kv_cache k;
     bool open[2] = {0};
     int32_t a[9] = {1, 2, 3, 4, 5, 6, 7, 8, 9};
-    kv_init(&k, 2, 5, 2, 16);
+    CHECK(kv_init(&k, 2, 5, 2, 16));
     kvt_open(&k, open, 0, a, 9);
     kv_computed(&k, 0, 0, 4);
     kv_close(&k, 0), open[0] = false;
@@ -60,7 +60,7 @@ static void kvt_evict_in_order(void) {
     kv_cache k;
     bool open[3] = {0};
     int32_t a[5] = {1, 1, 2, 2, 0}, b[5] = {1, 1, 3, 3, 0}, c[9] = {9, 9, 8, 8, 7, 7, 6, 6, 0};
-    kv_init(&k, 2, 5, 3, 16);
+    CHECK(kv_init(&k, 2, 5, 3, 16));
     kvt_open(&k, open, 0, a, 5), kv_computed(&k, 0, 0, 5), kv_close(&k, 0);
     kvt_open(&k, open, 0, b, 5), kv_computed(&k, 0, 0, 5), kv_close(&k, 0), open[0] = false;
     CHECK(k.n_cached == 3);
@@ -78,7 +78,7 @@ static void kvt_twins(void) { /* a page filled by two rows alike is one page aft
     kv_cache k;
     bool open[4] = {0};
     int32_t a[6] = {1, 2, 3, 4, 5, 6};
-    kv_init(&k, 2, 12, 4, 16);
+    CHECK(kv_init(&k, 2, 12, 4, 16));
     for (int q = 0; q < 3; q++) kvt_open(&k, open, q, a, 4), kv_computed(&k, q, 0, 4);
     CHECK(kv_room(&k) == 12 - 4);
     CHECK(kv_fill(&k, 0, a) == KV_ENTERED && kv_fill(&k, 1, a) == KV_SWAPPED && kv_fill(&k, 2, a) == KV_SWAPPED);
@@ -121,7 +121,7 @@ static void kvt_compute(kvt *m, int q, int to) {
 static void kvt_random(int B, int n_pages, int n_seqs, int max_len, uint64_t seed, int n_ops) {
     kvt *m = mem_zalloc(sizeof *m);
     uint64_t rng = seed, before = seed;
-    kv_init(&m->k, B, n_pages, n_seqs, max_len);
+    CHECK(kv_init(&m->k, B, n_pages, n_seqs, max_len));
     for (int op = 0; op < n_ops && !check_failed; op++) {
         int q = (int)(rnd(&rng) % (uint64_t)n_seqs), what = (int)(rnd(&rng) % 8);
         if (!m->open[q]) { /* admit, also what was preempted: old tokens of this row, cut somewhere */

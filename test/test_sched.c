@@ -37,8 +37,9 @@ static int32_t smt_draw(const smt *m, const int32_t *t, int n, int sample, bool 
 }
 
 static void smt_open(smt *m, sched_config c, int vocab, int end_one_in, int lag) {
+    toka_err e;
     *m = (smt){.vocab = vocab, .end_one_in = end_one_in, .lag = lag};
-    sched_init(&m->s, &c);
+    CHECK(!sched_init(&m->s, &c, &e));
     size_t slots = (size_t)c.n_pages * (size_t)c.B;
     m->mem = mem_zalloc(slots * sizeof *m->mem), m->written = mem_zalloc(slots);
     m->device = mem_zalloc((size_t)c.max_seqs * (size_t)c.max_len * sizeof(int32_t));
@@ -124,8 +125,12 @@ static void smt_check(smt *m, bool future) {
     CHECK_MSG(!bad, "%s, step %d", bad, m->step);
     if (!future) return;
     char *seen = mem_alloc((size_t)m->s.c.n_pages);
-    for (int t = 0; t < m->s.cal.n && !check_failed; t++)
-        CHECK(cal_at(&m->s.cal, m->s.now + t) == smt_future(m, m->s.now + t, seen));
+    const calendar *c = &m->s.cal;
+    for (int t = 0, held = c->held, peak = 0; t < c->n && !check_failed; t++) {
+        held += t ? c->at[((c->now + t) & (c->n - 1)) + c->n].sum : 0, peak = MAX(peak, held);
+        CHECK(held == smt_future(m, c->now + t, seen));
+        CHECK(t < c->n - 1 || peak == cal_peak(c));
+    }
     free(seen);
 }
 
@@ -144,7 +149,8 @@ static int smt_submit(smt *m, uint64_t *rng, int n_prompt, int n, int max_tokens
     toka_err e;
     for (int i = 0; i < n_prompt; i++) prompt[i] = rnd(rng) % 6 ? 1 : 2;
     sched_job job = {.prompt = prompt, .n_prompt = n_prompt, .n = n, .max_tokens = max_tokens, .priority = priority};
-    job.alone = rnd(rng) % 16 == 0;
+    uint64_t dice = rnd(rng) % 16;
+    job.n_alone = dice == 0 ? n : dice == 1;
     int id = sched_submit(&m->s, &job, &e);
     CHECK_MSG(id >= 0, "%s", e.msg);
     return id;
@@ -295,13 +301,22 @@ static int smt_try(sched *s, int n_prompt, int n, int max_tokens) {
 
 static void smt_refused(void) {
     sched s;
-    sched_init(&s, &(sched_config){2, 5, 3, 8, 16, 8});
+    toka_err e;
+    CHECK(!sched_init(&s, &(sched_config){2, 5, 3, 8, 16, 8}, &e));
     CHECK(smt_try(&s, 0, 1, 1) == TOKA_E_USE && smt_try(&s, 1, 0, 1) == TOKA_E_USE && smt_try(&s, 1, 1, 0) == TOKA_E_USE);
     CHECK(smt_try(&s, 8, 1, 9) == TOKA_E_USE && smt_try(&s, 8, 1, INT_MAX) == TOKA_E_USE);
     CHECK(smt_try(&s, 8, 1, 4) == TOKA_E_USE); /* 11 fed tokens, 6 pages */
     CHECK(smt_try(&s, 8, 1, 3) == 0);
     CHECK(sched_plan(&s) == 8 && !sched_check(&s));
     sched_free(&s);
+}
+
+static void smt_no_memory(void) { /* 1 TB for rows of pages */
+    sched s;
+    toka_err e;
+    sched_config c = {16, 100, 65536, 65536, 1 << 26, 8};
+    CHECK(sched_init(&s, &c, &e) == TOKA_E_MEMORY && strstr(e.msg, "65536 sequences of up to 67108864 tokens"));
+    sched_free(&s); /* nothing is there, and that is fine */
 }
 
 static void smt_repeats(void) { /* n samples of one prompt, twice, at page borders: all after the first is found */
@@ -313,7 +328,7 @@ static void smt_repeats(void) { /* n samples of one prompt, twice, at page borde
             uint64_t same = rng;
             int64_t hits = m.s.n_prompt_hits, done = m.n_done;
             int id = smt_submit(&m, &same, n_prompt, 32, 6, 0);
-            m.s.requests[id].alone = false;
+            m.s.requests[id].n_alone = 0;
             for (int i = 0; i < 100 && m.n_done < done + 32; i++) smt_step(&m, true);
             CHECK(m.n_done == done + 32 && m.s.n_preempted == 0);
             CHECK(m.s.n_prompt_hits - hits == (n_prompt - 1) / 2 * 2 * (31 + again));
@@ -328,7 +343,7 @@ static void smt_parked_in_chunks(void) {
     uint64_t rng = 3;
     smt_open(&m, (sched_config){2, 40, 2, 4, 60, 16}, 50, 1 << 30, 1);
     int id = smt_submit(&m, &rng, 9, 1, 12, 0);
-    m.s.requests[id].alone = true; /* nothing is found again */
+    m.s.requests[id].n_alone = 1; /* nothing is found again */
     for (int i = 0; m.n_done == 0 && i < 200 && !check_failed; i++) {
         CHECK(i != 6 || m.s.n_decode == 1);
         if (i == 6) sched_preempt(&m.s);
@@ -356,7 +371,7 @@ static void smt_cold_start(void) { /* the monkeys shape, nothing known yet: the 
     sched s;
     toka_err e;
     int32_t prompt[715];
-    sched_init(&s, &(sched_config){16, 1572864 / 16, 8192, 32768, 2048, 256});
+    CHECK(!sched_init(&s, &(sched_config){16, 1572864 / 16, 8192, 32768, 2048, 256}, &e));
     for (int i = 0; i < 16; i++) {
         for (int k = 0; k < 715; k++) prompt[k] = k < 600 ? k : k * 7 + i;
         sched_submit(&s, &(sched_job){.prompt = prompt, .n_prompt = 715, .n = 1024, .max_tokens = 1024}, &e);
@@ -373,6 +388,7 @@ static const struct test sched_tests[] = {{"sched: random, 5 pages, calendar = s
                                           {"sched: order, priority, no starvation", smt_order},
                                           {"sched: cancel in any state", smt_cancel_states},
                                           {"sched: requests that cannot be", smt_refused},
+                                          {"sched: no memory is an error", smt_no_memory},
                                           {"sched: repeats and page borders", smt_repeats},
                                           {"sched: parked, back in chunks", smt_parked_in_chunks},
                                           {"sched: parked hold all slots", smt_parked_hold_all_slots},

@@ -33,11 +33,20 @@
 #if __has_include("test_batch.c")
 #include "test_batch.c"
 #endif
+#if __has_include("test_fb.c")
+#include "test_fb.c"
+#endif
+#if __has_include("test_bs.c")
+#include "test_bs.c"
+#endif
 #if __has_include("test_cpu.c")
 #include "test_cpu.c"
 #endif
 #if __has_include("test_eng.c")
 #include "test_eng.c"
+#endif
+#if __has_include("test_http.c")
+#include "test_http.c"
 #endif
 #if __has_include("test_api.c")
 #include "test_api.c"
@@ -74,11 +83,20 @@ static const struct test *const tables[] = {
 #if __has_include("test_batch.c")
     batch_tests,
 #endif
+#if __has_include("test_fb.c")
+    fb_tests,
+#endif
+#if __has_include("test_bs.c")
+    bs_tests,
+#endif
 #if __has_include("test_cpu.c")
     cpu_tests,
 #endif
 #if __has_include("test_eng.c")
     eng_tests,
+#endif
+#if __has_include("test_http.c")
+    http_tests,
 #endif
 #if __has_include("test_api.c")
     api_tests,

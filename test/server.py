@@ -1,0 +1,198 @@
+"""What tests of toka serve share: a server in a subprocess, and a client that sends any bytes."""
+import json
+import os
+import re
+import socket
+import subprocess
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TOKA = os.environ.get("TOKA_TEST_BINARY") or os.path.join(ROOT, "toka")
+
+
+class Server:
+    """./toka serve with a free port; `log` is what it wrote to standard error so far."""
+
+    def __init__(self, *flags, env=None, wait=True, prefix=(), uds=None, files="off"):
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}
+        where = ["--uds", uds] if uds else ["--port", "0"]
+        files = ["--files-dir", files] if files else []
+        self.p = subprocess.Popen([*prefix, TOKA, "serve", *where, *files, *flags], stderr=subprocess.PIPE, env={**clean, **(env or {})})
+        os.set_blocking(self.p.stderr.fileno(), False)
+        self.log, self.uds, self.address = "", uds, None
+        self.wait_for(r"listening on (?:http://127\.0\.0\.1:(\d+)|unix:)")
+        if not uds:
+            self.address = ("127.0.0.1", int(re.search(r"127\.0\.0\.1:(\d+)", self.log)[1]))
+        if wait:
+            self.wait_for("ready\n")
+
+    def read_log(self):
+        self.log += (self.p.stderr.read() or b"").decode()
+        return self.log
+
+    def wait_for(self, pattern, seconds=60):
+        end = time.time() + seconds
+        while not re.search(pattern, self.read_log()):
+            assert self.p.poll() is None and time.time() < end, f"waited for {pattern!r}, saw {self.log!r}"
+            time.sleep(0.01)
+
+    def connect(self, rcvbuf=None):
+        return Raw(self.uds or self.address, rcvbuf)
+
+    def get(self, path, **headers):
+        with self.connect() as c:
+            return c.request("GET", path, **headers)
+
+    def post(self, path, body, **headers):
+        with self.connect() as c:
+            return c.request("POST", path, body, **headers)
+
+    def metric(self, name):
+        text = self.get("/metrics").body.decode()
+        return float(re.search(rf"^toka:{name}{{[^}}]*}} (\S+)$", text, re.M)[1])
+
+    def wait_metric(self, name, want, seconds=20):
+        end = time.time() + seconds
+        while (v := self.metric(name)) != want:
+            assert time.time() < end, f"{name} is {v}, waited for {want}"
+            time.sleep(0.02)
+
+    def n_fds(self):
+        return len(os.listdir(f"/proc/{self.p.pid}/fd"))
+
+    def stop(self):
+        """Graceful; returns the exit status."""
+        if self.p.poll() is None:
+            self.p.terminate()
+        status = self.p.wait(60)
+        self.read_log()
+        self.p.stderr.close()
+        return status
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.p.poll() is None:
+            self.p.kill()
+            self.p.wait()
+        if not self.p.stderr.closed:
+            self.p.stderr.close()
+
+
+class Answer:
+    def __init__(self, status, headers, body):
+        self.status, self.headers, self.body = status, headers, body
+
+    def json(self):
+        return json.loads(self.body)
+
+    def error(self):
+        return self.json()["error"]
+
+
+class Raw:
+    """A connection that sends bytes as they are and reads answers strictly."""
+
+    def __init__(self, address, rcvbuf=None):
+        self.s = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+        if rcvbuf:
+            self.s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, rcvbuf)
+        self.s.settimeout(60)
+        self.s.connect(address)
+        self.got = bytearray()
+
+    def send(self, data):
+        self.s.sendall(data.encode("latin1") if isinstance(data, str) else data)
+        return self
+
+    def fill(self):
+        piece = self.s.recv(1 << 18)
+        self.got += piece
+        return bool(piece)
+
+    def line(self):
+        while b"\r\n" not in self.got:
+            if not self.fill():
+                raise EOFError(self.got)
+        at = self.got.index(b"\r\n")
+        line = self.got[:at].decode("latin1")
+        del self.got[:at + 2]
+        return line
+
+    def exactly(self, n):
+        while len(self.got) < n:
+            if not self.fill():
+                raise EOFError(self.got)
+        piece = bytes(self.got[:n])
+        del self.got[:n]
+        return piece
+
+    def head(self):
+        version, status, _ = self.line().split(" ", 2)
+        assert version == "HTTP/1.1"
+        headers = {}
+        while line := self.line():
+            name, value = line.split(": ", 1)
+            assert name.lower() not in headers
+            headers[name.lower()] = value
+        return int(status), headers
+
+    def chunks(self):
+        """Pieces of a chunked body as they come."""
+        while n := int(self.line(), 16):
+            yield self.exactly(n)
+            assert self.line() == ""
+        assert self.line() == ""
+
+    def answer(self, method="GET"):
+        status, headers = self.head()
+        if status == 100:
+            return Answer(status, headers, b"")
+        if method == "HEAD" or status == 204:
+            body = b""
+        elif headers.get("transfer-encoding") == "chunked":
+            body = b"".join(self.chunks())
+        elif "content-length" in headers:
+            body = self.exactly(int(headers["content-length"]))
+        else:
+            while self.fill():
+                pass
+            body, self.got = bytes(self.got), bytearray()
+        return Answer(status, headers, body)
+
+    def request(self, method, path, body=None, **headers):
+        data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        lines = {"Host": "test", **({"Content-Length": str(len(data)), "Content-Type": "application/json"} if body is not None else {})}
+        lines.update({k.replace("_", "-"): v for k, v in headers.items()})
+        head = f"{method} {path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in lines.items() if v is not None) + "\r\n"
+        self.send(head.encode("latin1") + data)
+        return self.answer(method)
+
+    def closed(self):
+        """True if the server closes without another byte."""
+        try:
+            return not self.got and not self.fill()
+        except ConnectionResetError:
+            return True
+
+    def close(self):
+        self.s.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def texts(stream):
+    """The text of each choice of a streamed completion, and whether it ended with [DONE]."""
+    out, done = {}, False
+    for event in stream.decode().split("\n\n"):
+        if event == "data: [DONE]":
+            done = True
+        elif event:
+            for choice in json.loads(event.removeprefix("data: "))["choices"]:
+                out[choice["index"]] = out.get(choice["index"], "") + choice["text"]
+    return out, done

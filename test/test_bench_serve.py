@@ -1,0 +1,284 @@
+"""toka bench serve against a small server of our own making, whose times are known. Run through test/run.sh."""
+import asyncio
+import json
+import os
+import re
+import subprocess
+import threading
+import time
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TOKA = os.environ.get("TOKA_BINARY", os.path.join(ROOT, "toka"))
+ENV = {k: v for k, v in os.environ.items() if not k.startswith(("TOKA_", "OPENAI_"))}
+
+
+class Fake:
+    """Streams as many tokens as max_tokens says: the first after `first` seconds, the others `gap` seconds apart."""
+
+    def __init__(self, first=0.0, gap=0.0, bytewise=False, close_after=0, refuse=lambda i: None, tokenize=True, broken=False):
+        self.first, self.gap, self.bytewise, self.close_after, self.refuse = first, gap, bytewise, close_after, refuse
+        self.tokenize, self.broken, self.not_ready = tokenize, broken, 0
+        self.requests, self.times, self.headers = [], [], []
+        self.running = self.most = self.connections = 0
+        self.loop = asyncio.new_event_loop()
+        started = threading.Event()
+
+        def run():
+            asyncio.set_event_loop(self.loop)
+            server = self.loop.run_until_complete(asyncio.start_server(self.serve, "127.0.0.1", 0, limit=1 << 24, backlog=2048))
+            self.port = server.sockets[0].getsockname()[1]
+            started.set()
+            self.loop.run_forever()
+            server.close()
+            for task in asyncio.all_tasks(self.loop):
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(self.loop), return_exceptions=True))
+            self.loop.close()
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+        started.wait()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+
+    async def serve(self, reader, writer):
+        self.connections += 1
+        served = 0
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                length = re.search(r"(?i)content-length: (\d+)", head)
+                body = await reader.readexactly(int(length[1])) if length else b""
+                path = head.split()[1]
+                if path.endswith("/v1/models"):
+                    self.not_ready -= 1
+                    if self.not_ready >= 0:
+                        await self.answer(writer, 503, {"error": {"message": "loading"}})
+                    else:
+                        await self.answer(writer, 200, {"data": [{"id": "fake-model"}]})
+                elif path.endswith("/tokenize"):
+                    await self.answer(writer, 200 if self.tokenize else 404, {"tokens": list(range(100, 900))})
+                else:
+                    self.headers.append(head)
+                    await self.stream(writer, json.loads(body), path)
+                    served += 1
+                    if self.close_after and served >= self.close_after:
+                        break
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
+            pass
+        writer.close()
+
+    async def answer(self, writer, status, body):
+        data = json.dumps(body).encode()
+        writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(data), data))
+        await writer.drain()
+
+    async def stream(self, writer, body, path):
+        i = len(self.requests)
+        self.requests.append(body), self.times.append(time.monotonic())
+        status = self.refuse(i)
+        if status:
+            return await self.answer(writer, status, {"error": {"message": "too much"}})
+        self.running += 1
+        self.most = max(self.most, self.running)
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n")
+
+        async def send(text):
+            data = text.encode()
+            chunk = b"%x\r\n%s\r\n" % (len(data), data)
+            for piece in ([chunk[k:k + 1] for k in range(len(chunk))] if self.bytewise else [chunk]):
+                writer.write(piece)
+                await writer.drain()
+                if self.bytewise:
+                    await asyncio.sleep(0)
+
+        n = body["max_tokens"]
+        for k in range(n):
+            await asyncio.sleep(self.gap if k else self.first)
+            choice = {"index": 0, "delta": {"content": "x"}} if "messages" in body else {"index": 0, "text": "x"}
+            await send("data: " + json.dumps({"choices": [choice]}) + "\n\n")
+            if self.broken and k == 1:
+                self.running -= 1
+                return writer.close()
+        prompt = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 7
+        usage = {"prompt_tokens": prompt, "completion_tokens": n, "total_tokens": prompt + n}
+        await send("data: " + json.dumps({"choices": [], "usage": usage}) + "\n\ndata: [DONE]\n\n")
+        writer.write(b"0\r\n\r\n")
+        self.running -= 1
+        await writer.drain()
+
+
+def bench(fake, *args, status=0, env=ENV):
+    r = subprocess.run([TOKA, "bench", "serve", "--port", str(fake.port), *map(str, args)], env=env, cwd=ROOT, capture_output=True,
+                       timeout=100)
+    assert r.returncode == status, r.stderr.decode()
+    return r.stdout.decode(), r.stderr.decode()
+
+
+def figures(fake, *args, **more):
+    return json.loads(bench(fake, "--json", *args, **more)[0])
+
+
+BLOCKS = [("Time to First Token", "TTFT"), ("Time per Output Token (excl. 1st token)", "TPOT"), ("Inter-token Latency", "ITL"),
+          ("End-to-end Latency", "E2EL")]
+
+
+def test_prints_vllms_lines():
+    with Fake(first=0.001) as fake:
+        out, _ = bench(fake, "--num-prompts", 20, "--random-input-len", 30, "--random-output-len", 4, "--max-concurrency", 3,
+                       "--request-rate", 500, "--goodput", "ttft:5000 e2el:10000", "--metric-percentiles", "50,99,99.9")
+    lines = out.splitlines()
+    assert lines[0] == "{s:{c}^50}".format(s=" Serving Benchmark Result ", c="=") and lines[-1] == "=" * 50
+    names = ["Successful requests:", "Failed requests:", "Maximum request concurrency:", "Request rate configured (RPS):",
+             "Benchmark duration (s):", "Total input tokens:", "Total generated tokens:", "Request throughput (req/s):",
+             "Request goodput (req/s):", "Output token throughput (tok/s):", "Peak output token throughput (tok/s):",
+             "Peak concurrent requests:", "Total token throughput (tok/s):"]
+    for title, short in BLOCKS:
+        names += ["{s:{c}^50}".format(s=title, c="-"), f"Mean {short} (ms):", f"Median {short} (ms):", f"P50 {short} (ms):",
+                  f"P99 {short} (ms):", f"P99.9 {short} (ms):"]
+    assert [line[:40].rstrip() if not line.startswith("-") else line for line in lines[1:-1]] == names
+    for line in lines[1:-1]:
+        if not line.startswith("-"):
+            assert re.fullmatch(r".{40} \d+(\.\d\d)? *", line) and len(line) >= 51
+    values = {line[:40].rstrip(): float(line[41:]) for line in lines[1:-1] if not line.startswith("-")}
+    assert values["Successful requests:"] == 20 and values["Failed requests:"] == 0
+    assert values["Total input tokens:"] == 600 and values["Total generated tokens:"] == 80
+    assert values["Request goodput (req/s):"] == values["Request throughput (req/s):"]
+
+
+def test_times_are_those_of_the_server():
+    with Fake(first=0.2, gap=0.05) as fake:
+        v = figures(fake, "--num-prompts", 8, "--random-input-len", 5, "--random-output-len", 5, "--save-detailed",
+                    "--metric-percentiles", "0,99,100")
+    assert (v["completed"], v["failed"], v["total_output_tokens"], v["max_concurrent_requests"]) == (8, 0, 40, 8)
+    assert 200 <= v["mean_ttft_ms"] < 300 and 50 <= v["mean_tpot_ms"] < 75 and 48 <= v["median_itl_ms"] < 75
+    assert 400 <= v["median_e2el_ms"] < 560 and v["duration"] >= 0.4 and v["request_goodput"] is None
+    assert v["max_output_tokens_per_s"] == 40 and v["request_rate"] == "inf"
+    assert [len(v[k]) for k in ("input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "errors")] == [8] * 7
+    ttfts = sorted(v["ttfts"])
+    assert abs(v["p0_ttft_ms"] - 1e3 * ttfts[0]) < 1e-6 and abs(v["p100_ttft_ms"] - 1e3 * ttfts[-1]) < 1e-6
+    assert abs(v["p99_ttft_ms"] - 1e3 * (ttfts[-2] + 0.93 * (ttfts[-1] - ttfts[-2]))) < 1e-3
+    for ttft, itl, e2el in zip(v["ttfts"], v["itls"], v["latencies"]):
+        assert len(itl) == 4 and abs(ttft + sum(itl) - e2el) < 1e-4
+    assert abs(v["mean_tpot_ms"] - sum(1e3 * (e - t) / 4 for t, e in zip(v["ttfts"], v["latencies"])) / 8) < 1e-3
+    assert abs(v["output_throughput"] * v["duration"] - 40) < 1e-6
+
+
+def test_goodput_counts_what_keeps_the_limits():
+    with Fake(first=0.05, gap=0.01) as fake:
+        args = ["--num-prompts", 10, "--random-input-len", 5, "--random-output-len", 3]
+        assert figures(fake, *args, "--goodput", "ttft:40")["request_goodput"] == 0
+        assert figures(fake, *args, "--goodput", "ttft:4000,tpot:0.001")["request_goodput"] == 0
+        v = figures(fake, *args, "--goodput", "ttft:4000 tpot:400")
+        assert v["request_goodput"] == v["request_throughput"] > 0
+
+
+def test_closed_loop_keeps_its_concurrency():
+    with Fake(first=0.01, gap=0.001) as fake:
+        v = figures(fake, "--num-prompts", 60, "--random-input-len", 5, "--random-output-len", 3, "--max-concurrency", 7)
+        assert fake.most == v["max_concurrent_requests"] == 7 and v["completed"] == 60 and v["max_concurrency"] == 7
+        assert fake.connections <= 7 + 2  # kept alive; two calls before the run
+
+
+def test_open_loop_comes_at_its_rate():
+    with Fake(first=0.3) as fake:
+        v = figures(fake, "--num-prompts", 200, "--request-rate", 200, "--random-input-len", 5, "--random-output-len", 1)
+        span = fake.times[-1] - fake.times[0]
+        assert v["completed"] == 200 and 0.85 < span < 1.4 and v["max_concurrent_requests"] > 30  # how the gaps are spread: test_bs.c
+
+
+def test_what_is_sent():
+    env = {**ENV, "OPENAI_API_KEY": "sk-secret"}
+    with Fake() as fake:
+        bench(fake, "--num-prompts", 30, "--random-input-len", 100, "--random-output-len", 50, "--random-range-ratio", 0.5,
+              "--random-prefix-len", 20, "--ignore-eos", "--temp", 0.5, "--extra-body", ' {"top_p": 0.9, "x": [1]} ', "--seed", 3, env=env)
+        one = fake.requests[0]
+        assert {k: one[k] for k in ("model", "temperature", "stream", "stream_options", "ignore_eos", "top_p", "x")} == {
+            "model": "fake-model", "temperature": 0.5, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True,
+            "top_p": 0.9, "x": [1]}
+        assert all(r["prompt"][:20] == one["prompt"][:20] and 70 <= len(r["prompt"]) <= 170 for r in fake.requests)
+        assert all(25 <= r["max_tokens"] <= 75 for r in fake.requests) and len({len(r["prompt"]) for r in fake.requests}) > 5
+        assert len({tuple(r["prompt"][20:30]) for r in fake.requests}) == 30 and all(100 <= t < 900 for t in one["prompt"])
+        assert all("Authorization: Bearer sk-secret\r\n" in h for h in fake.headers)
+        before = sorted(map(str, fake.requests))
+        fake.requests.clear()
+        bench(fake, "--num-prompts", 30, "--random-input-len", 100, "--random-output-len", 50, "--random-range-ratio", 0.5,
+              "--random-prefix-len", 20, "--ignore-eos", "--temp", 0.5, "--extra-body", '{"top_p":0.9,"x":[1]}', "--seed", 3)
+        assert sorted(map(str, fake.requests)) == before  # the same seed, the same requests
+        fake.requests.clear()
+        out, _ = bench(fake, "--endpoint", "/v1/chat/completions", "--model", "other", "--num-prompts", 3, "--random-input-len", 4)
+        assert [len(r["messages"][0]["content"].split()) for r in fake.requests] == [4] * 3 and fake.requests[0]["model"] == "other"
+        assert "Total input tokens:                      21" in out  # as the server counts them
+
+
+def test_no_tokenizer_at_the_server():
+    with Fake(tokenize=False) as fake:
+        v = figures(fake, "--num-prompts", 3, "--random-input-len", 9, "--random-output-len", 2)
+        assert all(len(r["prompt"].split()) == 9 for r in fake.requests) and v["total_input_tokens"] == 21
+
+
+def test_dataset(tmp_path):
+    d = tmp_path / "d.jsonl"
+    d.write_text('{"prompt_token_ids": [1, 2, 3], "output_lengths": [4, 2]}\n\n{"prompt": "hello"}\n{"prompt": "x", "output_tokens": 9}\n')
+    with Fake() as fake:
+        bench(fake, "--dataset", d, "--random-output-len", 6)
+        sent = sorted((str(r["prompt"]), r["max_tokens"]) for r in fake.requests)
+        assert sent == [("[1, 2, 3]", 2), ("[1, 2, 3]", 4), ("hello", 6), ("x", 9)]
+        fake.requests.clear()
+        bench(fake, "--dataset", d, "--num-prompts", 1)
+        assert len(fake.requests) == 2
+        d.write_text('{"prompt": 5}\n')
+        assert "line 1" in bench(fake, "--dataset", d, status=1)[1]
+
+
+def test_bytes_come_in_any_pieces():
+    with Fake(bytewise=True) as fake:
+        v = figures(fake, "--num-prompts", 5, "--random-input-len", 5, "--random-output-len", 4)
+        assert (v["completed"], v["total_output_tokens"]) == (5, 20)
+
+
+def test_server_that_closes_connections():
+    with Fake(close_after=2) as fake:
+        v = figures(fake, "--num-prompts", 41, "--random-input-len", 5, "--random-output-len", 2, "--max-concurrency", 4)
+        assert v["completed"] == 41 and v["failed"] == 0 and len(fake.requests) == 41
+
+
+def test_failures_are_counted_and_told():
+    with Fake(refuse=lambda i: 429 if i % 4 == 3 else None) as fake:
+        out, err = bench(fake, "--num-prompts", 20, "--random-input-len", 5, "--random-output-len", 2)
+        assert "Failed requests:                         5 " in out and "Successful requests:                     15" in out
+        assert err.count("HTTP status 429") == 5 and "too much" in err
+    with Fake(broken=True) as fake:
+        _, err = bench(fake, "--num-prompts", 3, "--random-input-len", 5, "--random-output-len", 5, status=2)
+        assert "closed the connection" in err and "all 3 requests failed" in err
+
+
+def test_waits_for_the_server():
+    with Fake() as fake:
+        fake.not_ready = 3
+        out, err = bench(fake, "--num-prompts", 2, "--random-input-len", 5, "--random-output-len", 2, "--num-warmups", 3)
+        assert "waiting for the server" in err and "loading" in err and len(fake.requests) == 5
+        assert "Successful requests:                     2 " in out
+        bench(fake, "--base-url", f"http://localhost:{fake.port}/prefix/", "--num-prompts", 1, "--random-input-len", 5)
+    started = time.monotonic()
+    r = subprocess.run([TOKA, "bench", "serve", "--port", "1", "--ready-check-timeout-sec", "0"], env=ENV, capture_output=True)
+    assert r.returncode == 2 and b"refused" in r.stderr and time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("args", [["--request-rate", "0"], ["--request-rate", "fast"], ["--burstiness", "0"], ["--goodput", "ttft"],
+                                  ["--goodput", "itl:3"], ["--goodput", "ttft:x"], ["--percentile-metrics", "ttft,speed"],
+                                  ["--metric-percentiles", "101"], ["--base-url", "https://x"], ["--base-url", "http://:1"],
+                                  ["--base-url", "http://x:99999"], ["--port", "0"], ["--extra-body", "[1]"], ["--endpoint", "v1"],
+                                  ["--random-range-ratio", "1"], ["--random-input-len", "0"], ["--max-concurrency", "-1"],
+                                  ["--dataset", "/nowhere"]])
+def test_refused(args):
+    with Fake() as fake:
+        r = subprocess.run([TOKA, "bench", "serve", "--port", str(fake.port), *args], env=ENV, cwd=ROOT, capture_output=True)
+        assert r.returncode == 1 and len(r.stderr.decode().strip().splitlines()) == 1

@@ -1,0 +1,120 @@
+/* test_bs.c - bench serve without a server: arrival times, the response parser on bytes in any pieces, percentiles, peaks. */
+
+static void bs_test_arrivals(void) {
+    enum { N = 20000 };
+    static const double shapes[] = {0.25, 0.5, 1, 4, 100, INFINITY};
+    for (int i = 0; i < COUNT(shapes); i++) {
+        bs_options o = {.request_rate = 50, .burstiness = shapes[i], .seed = 3};
+        bs b = {.o = &o};
+        double before = 0, squares = 0, mean = 1 / o.request_rate;
+        for (int k = 0; k < N; k++) bs_add(&b, 1);
+        bs_draw_times(&b);
+        for (int k = 0; k < N; k++) {
+            double gap = b.requests[k].due - before;
+            CHECK(gap >= 0);
+            squares += (gap - mean) * (gap - mean), before = b.requests[k].due;
+        }
+        double spread = sqrt(squares / N) / mean, expected = isfinite(shapes[i]) ? 1 / sqrt(shapes[i]) : 0;
+        CHECK(fabs(before - N / o.request_rate) < 1e-6); /* the last comes at n / rate */
+        CHECK_MSG(fabs(spread - expected) < 0.05 * MAX(expected, 0.01), "shape %g: %g, expected %g", shapes[i], spread, expected);
+        if (shapes[i] == 1) { /* exponential gaps: the share of those beyond the mean is 1/e */
+            int beyond = 0;
+            for (int k = 1; k < N; k++) beyond += b.requests[k].due - b.requests[k - 1].due > mean;
+            CHECK(fabs((double)beyond / N - 0.3679) < 0.015);
+        }
+        free(b.requests);
+    }
+}
+
+/* Body and state of a response given in pieces of `step` bytes. */
+static enum bs_state bst_read(str text, size_t step, buf *out, bs_reply *r) {
+    *r = (bs_reply){0};
+    buf_clear(out);
+    while (text.n && r->state != BS_WHOLE) {
+        size_t n = MIN(text.n, step);
+        for (str piece = str_sub(text, 0, n), body; piece.n && r->state != BS_WHOLE;) {
+            ptrdiff_t used = bs_reply_take(r, piece, &body);
+            if (used < 0) return BS_HEAD;
+            buf_str(out, body);
+            piece = str_sub(piece, (size_t)used, piece.n);
+        }
+        text = str_sub(text, n, text.n);
+    }
+    return r->state;
+}
+
+static void bs_test_replies(void) {
+    static const struct { const char *text, *body; int status; enum bs_state state; bool close;
+    } cases[] = {
+        {"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", "hello", 200, BS_WHOLE, false},
+        {"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n", "", 200, BS_WHOLE, true},
+        {"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200\r\ncontent-length:2\r\n\r\nok", "ok", 200, BS_WHOLE, false},
+        {"HTTP/1.0 429 Slow down\nTransfer-Encoding: chunked\n\n5;x=y\nhello\n1\n!\n0\nTrailer: t\n\n", "hello!", 429, BS_WHOLE,
+         false},
+        {"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nA\r\n0123456789\r\n0\r\n\r\n", "0123456789", 200, BS_WHOLE, false},
+        {"HTTP/1.1 204 None\r\n\r\n", "", 204, BS_WHOLE, false},
+        {"HTTP/1.1 200 OK\r\n\r\nuntil the end", "until the end", 200, BS_TO_CLOSE, false},
+        {"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhel", "hel", 200, BS_LENGTH, false},
+        {"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhe", "he", 200, BS_CHUNK, false}};
+    static const char *const bad[] = {"SSH-2.0-x\r\n", "HTTP/1.1 abc\r\n",
+                                      "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n",
+                                      "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nab\r\n",
+                                      "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n"};
+    buf out = {0};
+    bs_reply r;
+    for (size_t step = 1; step < 40; step++) {
+        for (int i = 0; i < COUNT(cases); i++) {
+            enum bs_state state = bst_read(str_c(cases[i].text), step, &out, &r);
+            CHECK_MSG(state == cases[i].state && r.status == cases[i].status && r.close == cases[i].close &&
+                          str_is(buf_view(&out), cases[i].body),
+                      "case %d, step %zu: '%s'", i, step, buf_view(&out).p);
+            bs_reply_free(&r);
+        }
+        for (int i = 0; i < COUNT(bad); i++) {
+            CHECK_MSG(bst_read(str_c(bad[i]), step, &out, &r) == BS_HEAD, "%d", i);
+            bs_reply_free(&r);
+        }
+    }
+    buf_free(&out);
+}
+
+static void bs_test_figures(void) {
+    static const double values[] = {4, 1, 3, 2};
+    bs_series s = {0};
+    CHECK(bs_percentile(&s, 99) == 0);
+    for (int i = 0; i < 4; i++) bs_put_value(&s, values[i]);
+    bs_finish(&s);
+    CHECK(s.mean == 2.5 && fabs(s.std - sqrt(1.25)) < 1e-12);
+    CHECK(bs_percentile(&s, 0) == 1 && bs_percentile(&s, 100) == 4 && bs_percentile(&s, 50) == 2.5);
+    CHECK(fabs(bs_percentile(&s, 99) - 3.97) < 1e-12 && fabs(bs_percentile(&s, 25) - 1.75) < 1e-12); /* as numpy's */
+    free(s.v);
+
+    /* three requests: 0..1, 0.5..2, 1..3 (begins as the first ends); chunks at 0.25 1 | 1.5 1.75 2 | 3; and one that failed */
+    static const struct {
+        double start, first;
+        float gaps[2];
+        int n;
+    } made[] = {{0, 0.25, {0.75f}, 1}, {0.5, 1.5, {0.25f, 0.25f}, 2}, {1, 3, {0}, 0}};
+    bs b = {.end = 3.5};
+    bs_wanted w = {.limit_ms = {INFINITY, INFINITY, INFINITY, 1500}};
+    bs_result r;
+    for (int i = 0; i < 3; i++) {
+        bs_request *q = bs_add(&b, 9);
+        q->start = made[i].start, q->first = q->last = made[i].first, q->n_in = 10, q->n_out = i ? 5 : 0;
+        for (int k = 0; k < made[i].n; k++) buf_put(&q->gaps, &made[i].gaps[k], sizeof(float)), q->last += made[i].gaps[k];
+    }
+    bs_add(&b, 9)->error = mem_check(strdup("no"));
+    bs_measure(&b, &w, &r);
+    CHECK(r.completed == 3 && r.failed == 1 && r.n_in == 30 && r.n_out == 2 + 5 + 5 && r.good == 2);
+    CHECK(r.peak_concurrent == 2 && r.peak_rate == 3 && r.duration == 3.5);
+    CHECK(r.series[BS_TTFT].n == 3 && r.series[BS_ITL].n == 3 && r.series[BS_TPOT].n == 3 && r.series[BS_E2EL].v[2] == 2);
+    CHECK(r.series[BS_TPOT].v[2] == 0.75 && r.series[BS_TPOT].v[0] == 0);
+    for (int i = 0; i < 4; i++) buf_free(&b.requests[i].gaps), free(b.requests[i].error);
+    for (int k = 0; k < BS_METRICS; k++) free(r.series[k].v);
+    free(b.requests);
+}
+
+static const struct test bs_tests[] = {{"bench serve: arrivals", bs_test_arrivals},
+                                       {"bench serve: responses in any pieces", bs_test_replies},
+                                       {"bench serve: figures", bs_test_figures},
+                                       {NULL, NULL}};

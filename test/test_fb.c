@@ -1,0 +1,483 @@
+/* test_fb.c - files and batches: the form parser on bytes in any pieces, ids and times, routes of a store on a temporary folder,
+ * what is left of a crash. Whole batches are run by test_files.py. */
+
+/* ---- Forms ---- */
+
+typedef struct fbt_parts { /* what came out: "name=filename:data|" a part */
+    buf out;
+    bool whole, bad;
+} fbt_parts;
+
+/* Feeds body in pieces of `step` bytes; 0: of random sizes. */
+static fbt_parts fbt_form(const char *type, str body, size_t step, uint64_t *seed) {
+    fbt_parts p = {0};
+    fb_form f;
+    int idle = 0;
+    if (!fb_form_init(&f, str_c(type))) {
+        p.bad = true;
+        return p;
+    }
+    while (body.n && !p.bad) {
+        size_t room = step ? step : 1 + (size_t)(rnd(seed) % 40), n = MIN(body.n, room), used;
+        char *copy = mem_alloc(n); /* exactly as long, so that any over-read is seen */
+        memcpy(copy, body.p, n);
+        for (str piece = {copy, n}; piece.n && !p.bad; piece = str_sub(piece, used, piece.n)) {
+            str data;
+            switch (fb_form_take(&f, piece, &used, &data)) {
+            case FB_FORM_PART:
+                buf_printf(&p.out, "%s=%s:", buf_view(&f.name).p, f.is_file ? buf_view(&f.filename).p : "(none)");
+                break;
+            case FB_FORM_DATA: buf_str(&p.out, data); break;
+            case FB_FORM_PART_END: buf_char(&p.out, '|'); break;
+            case FB_FORM_END: p.whole = true; break;
+            case FB_FORM_BAD: p.bad = true; break;
+            case FB_FORM_MORE: break;
+            }
+            idle = used || p.bad ? 0 : idle + 1;
+            CHECK(used <= piece.n && idle < 2); /* it may give without taking, but not twice */
+        }
+        free(copy);
+        body = str_sub(body, n, body.n);
+    }
+    fb_form_free(&f);
+    return p;
+}
+
+static void fbt_expect(const char *type, str body, const char *expected) {
+    uint64_t seed = 7;
+    for (size_t step = 0; step < 70; step = step < 5 ? step + 1 : step * 2 + 1)
+        for (int again = step ? 1 : 50; again > 0; again--) {
+            fbt_parts p = fbt_form(type, body, step, &seed);
+            CHECK_MSG(!p.bad && p.whole && str_is(buf_view(&p.out), expected), "step %zu: '%s', expected '%s'", step,
+                      buf_view(&p.out).p, expected);
+            buf_free(&p.out);
+        }
+}
+
+static void fb_test_form(void) {
+    const char *type = "multipart/form-data; boundary=xYz";
+    fbt_expect(
+        type,
+        STR("--xYz\r\nContent-Disposition: form-data; name=\"purpose\"\r\n\r\nbatch\r\n--xYz\r\nContent-Disposition: form-data; "
+            "name=\"file\"; filename=\"a.jsonl\"\r\nContent-Type: application/jsonl\r\n\r\n{}\n{}\n\r\n--xYz--\r\n"),
+        "purpose=(none):batch|file=a.jsonl:{}\n{}\n|");
+    /* what looks like the mark, and is none; empty parts; text before and after */
+    fbt_expect(
+        type,
+        STR("before\r\n--xY\r\n--xYz\r\ncontent-disposition:form-data;name=a\r\n\r\n\r\r\n\r\n-\r\n--\r\n--x\r\n--xY\r\n\n--xYz\r"
+            "\r\n--xYz\r\nX: y\r\nContent-Disposition: form-data; filename=\"\"; name=\"b\"\r\n\r\n\r\n--xYz-- "
+            "after\r\n--xYz\r\n"),
+        "a=(none):\r\r\n\r\n-\r\n--\r\n--x\r\n--xY\r\n\n--xYz\r|b=:|");
+    fbt_expect(
+        "Multipart/Form-Data; charset=utf-8; boundary=\"a b;c\"; more=1",
+        STR("--a b;c \t\r\nContent-Disposition: form-data; name=\"q\\\"\\\\;\"; filename=\"../x;y\"\r\n\r\n1\r\n--a b;c--"),
+        "q\"\\;=../x;y:1|");
+}
+
+static void fb_test_form_bad(void) {
+    static const char *const types[] = {
+        "",
+        "application/json",
+        "multipart/form-data",
+        "multipart/form-data; boundary=",
+        "multipart/form-data; boundary=\"\"",
+        "multipart/form-data; notboundary=x",
+        "multipart/form-data; boundary=\"a\r\nb\"",
+        "multipart/form-data; boundary=12345678901234567890123456789012345678901234567890123456789012345678901"};
+    static const char *const bodies[] = {
+        "--b\r\n\r\nno headers\r\n--b--", "--b\r\nContent-Disposition: form-data\r\n\r\nno name\r\n--b--",
+        "--bad\r\nContent-Disposition: form-data; name=a\r\n\r\n\r\n--b--", "--b-x", "--b\rx\r\n"};
+    uint64_t seed = 1;
+    buf head = {0};
+    for (int i = 0; i < COUNT(types); i++) CHECK(fbt_form(types[i], STR(""), 0, &seed).bad);
+    for (int i = 0; i < COUNT(bodies); i++)
+        for (size_t step = 1; step < 60; step += 7) {
+            fbt_parts p = fbt_form("multipart/form-data; boundary=b", str_c(bodies[i]), step, &seed);
+            CHECK_MSG(p.bad, "body %d", i);
+            buf_free(&p.out);
+        }
+    buf_c(&head, "--b\r\n");
+    while (head.n < FB_HEAD_BYTES + 100) buf_c(&head, "X-Long: header\r\n");
+    fbt_parts p = fbt_form("multipart/form-data; boundary=b", buf_view(&head), 0, &seed);
+    CHECK(p.bad);
+    buf_free(&p.out), buf_free(&head);
+    p = fbt_form("multipart/form-data; boundary=b", STR("--b\r\nContent-Disposition: form-data; name=a\r\n\r\ndata\r\n--b"), 0,
+                 &seed);
+    CHECK(!p.bad && !p.whole); /* ends too early */
+    buf_free(&p.out);
+}
+
+static void fb_test_form_random(void) {
+    uint64_t seed = 99;
+    for (int i = 0; i < 300; i++) { /* data out of the bytes that marks are made of */
+        buf data = {0}, body = {0}, expected = {0};
+        for (int k = (int)(rnd(&seed) % 300); k > 0; k--) buf_char(&data, "\r\n-bo\r"[rnd(&seed) % 6]);
+        if (str_find(buf_view(&data), STR("\r\n--boo"), 0) < 0) {
+            buf_c(&body, "--boo\r\nContent-Disposition: form-data; name=d; filename=f\r\n\r\n");
+            buf_str(&body, buf_view(&data)), buf_c(&body, "\r\n--boo--\r\n");
+            buf_c(&expected, "d=f:"), buf_str(&expected, buf_view(&data)), buf_char(&expected, '|');
+            fbt_parts p = fbt_form("multipart/form-data; boundary=boo", buf_view(&body), 0, &seed);
+            CHECK(!p.bad && p.whole && str_eq(buf_view(&p.out), buf_view(&expected)));
+            buf_free(&p.out);
+        }
+        buf_free(&data), buf_free(&body), buf_free(&expected);
+    }
+}
+
+/* ---- Ids and times ---- */
+
+static void fb_test_ids(void) {
+    fb_store s = {0};
+    fb_id id, back, before = {{0}};
+    for (int i = 0; i < 1000; i++) {
+        id = fb_new_id(&s, "file-");
+        CHECK(fb_read_id(str_c(id.z), "file-", &back) && !strcmp(back.z, id.z) && strcmp(before.z, id.z) < 0);
+        before = id;
+    }
+    static const char *const bad[] = {"",
+                                      "file-",
+                                      "file-0123456789abcdef0123456789abcde",
+                                      "file-0123456789abcdef0123456789abcdef0",
+                                      "file-0123456789ABCDEF0123456789abcdef",
+                                      "file-0123456789abcdef0123456789abcdeg",
+                                      "batch_0123456789abcdef0123456789abcdef",
+                                      "file_0123456789abcdef0123456789abcdef",
+                                      "file-../../../../etc/passwd/////////",
+                                      "file-0123456789abcdef0123456789abcde/"};
+    for (int i = 0; i < COUNT(bad); i++) CHECK_MSG(!fb_read_id(str_c(bad[i]), "file-", &id) && !*id.z, "%s", bad[i]);
+    CHECK(!fb_read_id((str){"file-0123456789abcdef0123456789abcde\0", 37}, "file-", &id));
+}
+
+static void fb_test_window(void) {
+    const struct { const char *text; int64_t seconds;
+    } cases[] = {{"24h", 86400}, {"1s", 1},    {"90m", 5400}, {"30d", 2592000},  {"31d", -1},
+                 {"0h", -1},     {"", -1},     {"h", -1},     {"24", -1},        {"-1h", -1},
+                 {"1.5h", -1},   {"24hh", -1}, {" 24h", -1},  {"99999999d", -1}, {"999999999999999999h", -1}};
+    for (int i = 0; i < COUNT(cases); i++)
+        CHECK_MSG(fb_read_window(str_c(cases[i].text)) == cases[i].seconds, "%s", cases[i].text);
+}
+
+/* ---- A store on a folder ---- */
+
+typedef struct fbt { /* a store without an engine: its batches end before they run */
+    char dir[64];
+    fb_store *s;
+    http_reply reply; /* of the last call */
+    arena a;
+} fbt;
+
+static const char *const fbt_names[] = {"m"};
+static const api_model fbt_model = {.names = fbt_names, .n_names = 1};
+
+static void fbt_open(fbt *f) {
+    toka_err e;
+    fb_options o = {.dir = f->dir, .m = &fbt_model};
+    CHECK_MSG(!fb_open(&f->s, &o, &e), "%s", e.msg);
+}
+static void fbt_init(fbt *f) {
+    *f = (fbt){.dir = "/tmp/toka-test-XXXXXX"};
+    CHECK(mkdtemp(f->dir) != NULL);
+    fbt_open(f);
+}
+static void fbt_clear(fbt *f) {
+    if (f->reply.fd > 0) close(f->reply.fd);
+    buf_free(&f->reply.body), buf_free(&f->reply.headers);
+    f->reply = (http_reply){0};
+}
+static void fbt_free(fbt *f) {
+    char command[128];
+    fbt_clear(f), arena_free(&f->a), fb_close(f->s);
+    snprintf(command, sizeof command, "rm -r %s", f->dir);
+    CHECK(!system(command));
+}
+
+/* One call; the answer as JSON, the status in f->reply. */
+static const json *fbt_call(fbt *f, enum http_method method, const char *target, const char *body) {
+    toka_err e;
+    const char *mark = strchr(target, '?');
+    http_request r = {.method = method,
+                      .path = {target, mark ? (size_t)(mark - target) : strlen(target)},
+                      .query = str_c(mark ? mark + 1 : "")};
+    r.headers[r.n_headers++] = (http_header){STR("Content-Type"), STR("multipart/form-data; boundary=b")};
+    fbt_clear(f);
+    fb_handle(f->s, &r, str_c(body), &f->reply);
+    if (f->reply.fd_bytes) return NULL;
+    const json *root = json_parse(&f->a, arena_str(&f->a, buf_view(&f->reply.body)), json_trusted, &e);
+    CHECK_MSG(root != NULL, "%s: %s", target, e.msg);
+    CHECK((f->reply.status == 200) == !json_get(root, "error"));
+    return root;
+}
+
+static const char *fbt_upload(fbt *f, const char *purpose, const char *contents) { /* the id; NULL: refused */
+    buf body = {0};
+    buf_printf(&body,
+               "--b\r\nContent-Disposition: form-data; name=\"purpose\"\r\n\r\n%s\r\n--b\r\nContent-Disposition: form-data; "
+               "name=\"file\"; "
+               "filename=\"dir/in\xC3\xA4 \\\"x\\\".jsonl\"\r\n\r\n%s\r\n--b--\r\n",
+               purpose, contents);
+    const json *root = fbt_call(f, HTTP_POST, "/v1/files", body.p);
+    buf_free(&body);
+    return f->reply.status == 200 ? arena_cstr(&f->a, json_str(json_get(root, "id"))) : NULL;
+}
+
+/* fmt with id in the place of its %s. */
+static const char *fbt_path(fbt *f, const char *fmt, const char *id) {
+    buf b = {0};
+    const char *mark = strstr(fmt, "%s");
+    buf_put(&b, fmt, mark ? (size_t)(mark - fmt) : strlen(fmt));
+    if (mark) buf_c(&b, id), buf_c(&b, mark + 2);
+    const char *copy = arena_cstr(&f->a, buf_view(&b));
+    buf_free(&b);
+    return copy;
+}
+static bool fbt_is(const json *root, const char *name, const char *text) { return str_is(json_str(json_get(root, name)), text); }
+
+static void fb_test_files(void) {
+    fbt f;
+    fbt_init(&f);
+    const char *id = fbt_upload(&f, "batch", "hello");
+    CHECK(id != NULL);
+    for (int round = 0; round < 2 && id; round++) { /* the second time after a restart */
+        const json *root = fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/files/%s", id), "");
+        CHECK(fbt_is(root, "id", id) && fbt_is(root, "object", "file") && fbt_is(root, "purpose", "batch") &&
+              fbt_is(root, "status", "processed"));
+        CHECK(fbt_is(root, "filename", "in\xC3\xA4 \"x\".jsonl") && json_int(json_get(root, "bytes"), 0) == 5);
+        CHECK(json_int(json_get(root, "created_at"), 0) > 1000000000);
+        char got[8] = {0};
+        fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/files/%s/content", id), "");
+        CHECK(f.reply.status == 200 && f.reply.fd_bytes == 5 && read(f.reply.fd, got, 8) == 5 && !strcmp(got, "hello"));
+        CHECK(str_find(buf_view(&f.reply.headers), STR("filename=\"in____x_.jsonl\""), 0) >= 0);
+        fb_close(f.s), fbt_open(&f);
+    }
+    CHECK(!fbt_upload(&f, "batch", "") && f.reply.status == 400);
+    CHECK(!fbt_upload(&f, "nonsense", "x") && f.reply.status == 400);
+    CHECK(!fbt_upload(&f, "batch_output", "x") && f.reply.status == 400); /* ours to make */
+    CHECK(fbt_is(fbt_call(&f, HTTP_DELETE, fbt_path(&f, "/v1/files/%s", id), ""), "id", id));
+    fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/files/%s", id), "");
+    CHECK(f.reply.status == 404);
+    fbt_free(&f);
+}
+
+static void fb_test_paging(void) {
+    fbt f;
+    const char *id[25];
+    fbt_init(&f);
+    for (int i = 0; i < 25; i++) id[i] = fbt_upload(&f, i % 2 ? "batch" : "user_data", "x");
+    const json *root = fbt_call(&f, HTTP_GET, "/v1/files", "");
+    CHECK(json_get(root, "data")->n == 25 && fbt_is(root, "first_id", id[24]) && fbt_is(root, "last_id", id[0]) &&
+          !json_true(json_get(root, "has_more")));
+    int seen = 25;
+    for (buf target = {0}; seen > 0;) { /* newest first, ten a page */
+        buf_clear(&target);
+        buf_printf(&target, "/v1/files?limit=10%s%s", seen < 25 ? "&after=" : "", seen < 25 ? id[seen] : "");
+        root = fbt_call(&f, HTTP_GET, target.p, "");
+        int n = 0;
+        JSON_EACH(it, json_get(root, "data")) {
+            CHECK(fbt_is(it, "id", id[--seen]));
+            n++;
+        }
+        CHECK(n == (seen ? 10 : 5) && json_true(json_get(root, "has_more")) == (seen > 0));
+        if (!seen || !n) buf_free(&target);
+        if (!n) break;
+    }
+    root = fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/files?order=asc&purpose=batch&limit=3&after=%s", id[2]), "");
+    CHECK(json_get(root, "data")->n == 3 && fbt_is(root, "first_id", id[3]) && fbt_is(root, "last_id", id[7]) &&
+          json_true(json_get(root, "has_more")));
+    root = fbt_call(&f, HTTP_GET, "/v1/batches?limit=1000", "");
+    CHECK(json_get(root, "data")->n == 0 && json_is(json_get(root, "first_id"), JSON_NULL) &&
+          json_is(json_get(root, "has_more"), JSON_FALSE));
+    static const char *const bad[] = {
+        "/v1/files?limit=0",  "/v1/files?limit=x",   "/v1/files?limit=",
+        "/v1/files?limit=-5", "/v1/files?after=x",   "/v1/files?after=file-00000000000000000000000000000000",
+        "/v1/files?order=up", "/v1/batches?limit=0", "/v1/batches?after=file-00000000000000000000000000000000"};
+    for (int i = 0; i < COUNT(bad); i++)
+        CHECK_MSG((fbt_call(&f, HTTP_GET, bad[i], ""), f.reply.status == 400), "%s: %d", bad[i], f.reply.status);
+    fbt_free(&f);
+}
+
+static void fb_test_routes(void) {
+    fbt f;
+    fbt_init(&f);
+    const struct { enum http_method method; const char *target; int status;
+    } cases[] = {{HTTP_DELETE, "/v1/files", 405},
+                 {HTTP_OTHER, "/v1/batches", 405},
+                 {HTTP_GET, "/v1/files/", 404},
+                 {HTTP_GET, "/v1/filesystem", 404},
+                 {HTTP_GET, "/v1/files/../../etc/passwd", 404},
+                 {HTTP_GET, "/v1/files/lock", 404},
+                 {HTTP_GET, "/v1/files/lock/content", 404},
+                 {HTTP_GET, "/v1/batches/batch_00000000000000000000000000000000", 404},
+                 {HTTP_GET, "/v1/batches/x/y/z", 404},
+                 {HTTP_POST, "/v1/batches/batch_00000000000000000000000000000000/cancel", 404}};
+    for (int i = 0; i < COUNT(cases); i++) {
+        fbt_call(&f, cases[i].method, cases[i].target, "");
+        CHECK_MSG(f.reply.status == cases[i].status, "%s: %d", cases[i].target, f.reply.status);
+        CHECK((f.reply.status == 405) == (f.reply.headers.n > 0));
+    }
+    const char *id = fbt_upload(&f, "batch", "x"), *other = fbt_upload(&f, "user_data", "x");
+    static const char *const bodies[] = {
+        "",
+        "[]",
+        "{}",
+        "{\"input_file_id\":\"%s\"}",
+        "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/embeddings\",\"completion_window\":\"24h\"}",
+        "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"soon\"}",
+        "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"24h\",\"metadata\":[1]}",
+        "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"24h\",\"metadata\":{\"a\":1}}",
+        "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"24h\",\"output_expires_after\":{}}"};
+    for (int i = 0; i < COUNT(bodies); i++)
+        CHECK_MSG((fbt_call(&f, HTTP_POST, "/v1/batches", fbt_path(&f, bodies[i], id)), f.reply.status == 400), "%s", bodies[i]);
+    fbt_call(&f, HTTP_POST, "/v1/batches",
+             fbt_path(&f, "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"24h\"}", other));
+    CHECK(f.reply.status == 400); /* its purpose is not batch */
+    buf long_body = {0};
+    for (int i = 0; i <= FB_BODY_BYTES; i++) buf_char(&long_body, ' ');
+    fbt_call(&f, HTTP_POST, "/v1/batches", long_body.p);
+    CHECK(f.reply.status == 413);
+    buf_free(&long_body);
+    fbt_free(&f);
+}
+
+/* A batch whose input is none: every fault is told, with its line. */
+static void fb_test_failed_batch(void) {
+    fbt f;
+    fbt_init(&f);
+    const char *good = "{\"custom_id\":\"a\",\"method\":\"POST\",\"url\":\"/v1/completions\",\"body\":{}}\n";
+    buf in = {0};
+    buf_printf(&in,
+               "%s\n%s{\n[]\n{\"custom_id\":\"b\",\"method\":\"GET\"}\n{\"custom_id\":\"c\",\"method\":\"POST\",\"url\":\"/v1/"
+               "chat/completions\"}\n"
+               "{\"custom_id\":\"d\",\"method\":\"POST\",\"url\":\"/v1/completions\"}\n{\"custom_id\":7}",
+               good, good);
+    const char *file = fbt_upload(&f, "batch", in.p), *blank = fbt_upload(&f, "batch", "\n \n");
+    buf_free(&in);
+    const json *root = fbt_call(
+        &f, HTTP_POST, "/v1/batches",
+        fbt_path(
+            &f,
+            "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"1h\",\"metadata\":{\"k\":\"v\"}}",
+            file));
+    const char *id = arena_cstr(&f.a, json_str(json_get(root, "id")));
+    CHECK(fbt_is(root, "status", "validating") && fbt_is(json_get(root, "metadata"), "k", "v") &&
+          fbt_is(root, "input_file_id", file));
+    CHECK(json_int(json_get(root, "expires_at"), 0) == json_int(json_get(root, "created_at"), 0) + 3600);
+    for (int i = 0; i < 500 && !fbt_is(root, "status", "failed"); i++)
+        usleep(2000), root = fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/batches/%s", id), "");
+    static const struct {
+        const char *code;
+        int line;
+    } expected[] = {
+        {"duplicate_custom_id", 3}, {"invalid_json_line", 4},          {"invalid_json_line", 5},         {"invalid_method", 6},
+        {"invalid_url", 7},         {"missing_required_parameter", 8}, {"missing_required_parameter", 9}};
+    for (int round = 0; round < 2; round++) { /* the second time after a restart */
+        const json *errors = json_get(json_get(root, "errors"), "data");
+        CHECK(fbt_is(root, "status", "failed") && json_is(errors, JSON_ARRAY) && errors->n == COUNT(expected) &&
+              json_int(json_get(root, "failed_at"), 0) > 0);
+        for (size_t i = 0; i < COUNT(expected); i++)
+            CHECK(fbt_is(json_at(errors, i), "code", expected[i].code) &&
+                  json_int(json_get(json_at(errors, i), "line"), 0) == expected[i].line);
+        fb_close(f.s), fbt_open(&f);
+        root = fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/batches/%s", id), "");
+    }
+    fbt_call(&f, HTTP_POST, fbt_path(&f, "/v1/batches/%s/cancel", id), "");
+    CHECK(f.reply.status == 409);
+    root =
+        fbt_call(&f, HTTP_POST, "/v1/batches",
+                 fbt_path(&f, "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"1h\"}", blank));
+    const char *empty = arena_cstr(&f.a, json_str(json_get(root, "id")));
+    for (int i = 0; i < 500 && !fbt_is(root, "status", "failed"); i++)
+        usleep(2000), root = fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/batches/%s", empty), "");
+    CHECK(fbt_is(json_at(json_get(json_get(root, "errors"), "data"), 0), "code", "empty_batch"));
+    root = fbt_call(&f, HTTP_GET, "/v1/batches?limit=1", "");
+    CHECK(fbt_is(root, "first_id", empty) && json_true(json_get(root, "has_more")));
+    root = fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/batches?after=%s", empty), "");
+    CHECK(fbt_is(root, "first_id", id) && json_get(root, "data")->n == 1);
+    fbt_free(&f);
+}
+
+static void fbt_write(const fbt *f, const char *name, const char *text) {
+    char path[256];
+    snprintf(path, sizeof path, "%s/%s", f->dir, name);
+    FILE *out = fopen(path, "w");
+    CHECK(out && fputs(text, out) >= 0 && !fclose(out));
+}
+static bool fbt_there(const fbt *f, const char *name) {
+    char path[256];
+    snprintf(path, sizeof path, "%s/%s", f->dir, name);
+    return access(path, F_OK) == 0;
+}
+
+/* What a crash leaves is swept or gone on with; what is not ours stays. */
+static void fb_test_leftovers(void) {
+    fbt f;
+    toka_err e;
+    fb_store *second = NULL;
+    fbt_init(&f);
+    const char *id = fbt_upload(&f, "batch", "x");
+    fb_options o = {.dir = f.dir, .m = &fbt_model};
+    CHECK(fb_open(&second, &o, &e) == TOKA_E_USE && strstr(e.msg, "in use")); /* one server at a time */
+    fb_close(f.s);
+    fbt_write(&f, "file-00000000000000010000000000000000.part", "half an upload");
+    fbt_write(&f, "file-00000000000000020000000000000000", "contents without a record");
+    fbt_write(&f, "file-00000000000000030000000000000000.json", "{\"purpose\":\"batch\"}"); /* a record without contents */
+    fbt_write(&f, "file-00000000000000040000000000000000.json", "{\"purp");
+    fbt_write(&f, "notes.txt", "somebody's");
+    fbt_write(
+        &f, "batch_00000000000000050000000000000000.json", /* killed while it was being cancelled, in the middle of a line */
+        "{\"id\":\"x\",\"endpoint\":\"/v1/"
+        "completions\",\"model\":\"m\",\"input_file_id\":\"file-00000000000000060000000000000000\",\"status\":\"cancelling\","
+        "\"completion_window\":\"24h\",\"created_at\":5,\"expires_at\":9999999999,\"request_counts\":{\"total\":3,\"completed\":"
+        "1,\"failed\":0},"
+        "\"toka\":{\"output\":\"file-00000000000000070000000000000000\",\"errors\":\"file-00000000000000080000000000000000\"}}");
+    fbt_write(&f, "file-00000000000000070000000000000000", "{\"whole\":1}\n{\"to");
+    fbt_write(&f, "file-00000000000000080000000000000000", "");
+    fbt_open(&f);
+    const json *root = NULL;
+    for (int i = 0; i < 500 && !fbt_is(root, "status", "cancelled"); i++)
+        usleep(2000), root = fbt_call(&f, HTTP_GET, "/v1/batches/batch_00000000000000050000000000000000", "");
+    CHECK(fbt_is(root, "status", "cancelled") && fbt_is(root, "output_file_id", "file-00000000000000070000000000000000"));
+    CHECK(json_is(json_get(root, "error_file_id"), JSON_NULL) && json_int(json_get(root, "created_at"), 0) == 5);
+    fbt_call(&f, HTTP_GET, "/v1/files/file-00000000000000070000000000000000/content", "");
+    CHECK(f.reply.fd_bytes == 12);
+    root = fbt_call(&f, HTTP_GET, "/v1/files", "");
+    CHECK(json_get(root, "data")->n == 2 && fbt_is(root, "first_id", id)); /* ids of 1970 are the oldest */
+    CHECK(!fbt_there(&f, "file-00000000000000010000000000000000.part") &&
+          !fbt_there(&f, "file-00000000000000020000000000000000"));
+    CHECK(!fbt_there(&f, "file-00000000000000080000000000000000") && fbt_there(&f, "notes.txt"));
+    fbt_free(&f);
+}
+
+static void fb_test_torn(void) {
+    static const char *const texts[] = {"", "a\n", "a", "a\nb", "a\n\nb\nccc", "\n"};
+    static const int64_t left[] = {0, 2, 0, 2, 5, 1};
+    char path[] = "/tmp/toka-test-XXXXXX";
+    int fd = mkstemp(path);
+    for (int i = 0; i < COUNT(texts); i++) {
+        CHECK(!ftruncate(fd, 0) && pwrite(fd, texts[i], strlen(texts[i]), 0) == (ssize_t)strlen(texts[i]));
+        fb_cut_torn(fd);
+        CHECK(lseek(fd, 0, SEEK_END) == left[i]);
+    }
+    for (int tail = 4090; tail < 8200; tail += 1366) { /* the last line feed lies in an earlier block */
+        buf b = {0};
+        buf_c(&b, "first\n");
+        for (int i = 0; i < tail; i++) buf_char(&b, 'x');
+        CHECK(!ftruncate(fd, 0) && pwrite(fd, b.p, b.n, 0) == (ssize_t)b.n);
+        fb_cut_torn(fd);
+        CHECK(lseek(fd, 0, SEEK_END) == 6);
+        buf_free(&b);
+    }
+    close(fd), unlink(path);
+}
+
+static const struct test fb_tests[] = {{"files: forms in any pieces", fb_test_form},
+                                       {"files: forms that are none", fb_test_form_bad},
+                                       {"files: forms at random", fb_test_form_random},
+                                       {"files: ids", fb_test_ids},
+                                       {"files: completion windows", fb_test_window},
+                                       {"files: upload, read, delete", fb_test_files},
+                                       {"files: lists by pages", fb_test_paging},
+                                       {"files: routes and refusals", fb_test_routes},
+                                       {"files: a batch that fails", fb_test_failed_batch},
+                                       {"files: what a crash leaves", fb_test_leftovers},
+                                       {"files: torn last lines", fb_test_torn},
+                                       {NULL, NULL}};

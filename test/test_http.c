@@ -1,0 +1,311 @@
+/* test_http.c - chapter 20: heads and bodies at every split, refusals, decoding, dates. */
+
+static str http_str(const char *z) { return str_c(z); }
+
+/* Status of a head that is refused, 0 if it wants more, 200 if it is whole. */
+static int http_status(const char *head) {
+    http_request r;
+    ptrdiff_t used = http_parse_head(http_str(head), &r);
+    return used < 0 ? (int)-used : used ? 200 : 0;
+}
+
+static void test_http_head(void) {
+    http_request r;
+    const char *text = "POST /v1/x%20y?a=1&b=%41+c HTTP/1.1\r\nHost: h:1\r\nContent-Length: 5\r\nX:\t v w \t\r\nX: second\r\n\r\nrest";
+    ptrdiff_t used = http_parse_head(http_str(text), &r);
+    CHECK(used == (ptrdiff_t)strlen(text) - 4);
+    CHECK(r.method == HTTP_POST && r.minor == 1 && r.length == 5 && !r.chunked && r.keep_alive && !r.expects_continue);
+    CHECK(str_is(r.path, "/v1/x%20y") && str_is(r.query, "a=1&b=%41+c") && r.n_headers == 4);
+    CHECK(str_is(http_find(&r, "x"), "v w") && http_count(&r, "x") == 2 && !http_find(&r, "y").p);
+    buf b = {0};
+    CHECK(http_query(&r, "b", &b) && str_is(buf_view(&b), "A c"));
+    CHECK(!http_query(&r, "c", &b));
+    buf_free(&b);
+    CHECK(http_parse_head(http_str("\r\n\r\nGET / HTTP/1.0\r\n\r\n"), &r) == 22 && r.minor == 0 && !r.keep_alive);
+    CHECK(http_parse_head(http_str("GET / HTTP/1.0\r\nConnection: x , Keep-Alive\r\n\r\n"), &r) > 0 && r.keep_alive);
+    CHECK(http_parse_head(http_str("GET / HTTP/1.1\r\nHost:\r\nConnection: keep-alive, CLOSE\r\n\r\n"), &r) > 0 && !r.keep_alive);
+    CHECK(http_parse_head(http_str("GET http://h:8/p?q HTTP/1.1\r\nHost: h\r\n\r\n"), &r) > 0 && str_is(r.path, "/p") && str_is(r.query, "q"));
+    CHECK(http_parse_head(http_str("GET HTTP://h HTTP/1.1\r\nHost: h\r\n\r\n"), &r) > 0 && str_is(r.path, "/"));
+    CHECK(http_parse_head(http_str("OPTIONS * HTTP/1.1\r\nHost: h\r\n\r\n"), &r) > 0 && str_is(r.path, "*"));
+    CHECK(http_parse_head(http_str("BREW / HTTP/1.7\r\nHost: h\r\nTransfer-Encoding: Chunked\r\nExpect: 100-Continue\r\n\r\n"), &r) > 0);
+    CHECK(r.method == HTTP_OTHER && r.minor == 1 && r.chunked && r.expects_continue);
+}
+
+/* A head may arrive in any two pieces: nothing is decided before the last byte, and nothing changes then. */
+static void test_http_head_splits(void) {
+    const char *text = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n";
+    size_t n = strlen(text);
+    for (size_t cut = 0; cut < n; cut++) {
+        http_request r;
+        char *exact = mem_alloc(cut); /* of the exact size, so that the sanitizer sees a read behind it */
+        memcpy(exact, text, cut);
+        CHECK_MSG(http_parse_head((str){exact, cut}, &r) == 0, "cut at %zu", cut);
+        free(exact);
+    }
+    http_request r;
+    CHECK(http_parse_head(http_str(text), &r) == (ptrdiff_t)n && r.chunked);
+}
+
+static void test_http_refused(void) {
+#define HOST "Host: h\r\n"
+    static const struct {
+        int status;
+        const char *head;
+    } cases[] = {
+        {400, "GET / HTTP/1.1\n" HOST "\r\n"}, {400, "GET / HTTP/1.1\r\nHost: h\n\r\n"}, {400, "GET / HTTP/1.1\r\n" HOST "\n"},
+        {400, "GET /\r\n\r\n"}, {400, "GET  / HTTP/1.1\r\n"}, {400, " GET / HTTP/1.1\r\n"}, {400, "GET / HTTP/1.1 \r\n"},
+        {400, "GET / http/1.1\r\n"}, {400, "GET / HTTP/1\r\n"}, {400, "GET / HTTP/1.10\r\n"}, {505, "GET / HTTP/2.0\r\n"},
+        {505, "GET / HTTP/0.9\r\n"}, {400, "G@T / HTTP/1.1\r\n"}, {400, "\x16\x03\x01\x02"}, {400, "{\"a\":1}"},
+        {400, "GET x HTTP/1.1\r\n"}, {400, "GET * HTTP/1.1\r\n"}, {400, "CONNECT a:1 HTTP/1.1\r\n"}, {400, "GET http:// HTTP/1.1\r\n"},
+        {400, "GET /\x80 HTTP/1.1\r\n"}, {400, "GET /\x7F HTTP/1.1\r\n"}, {400, "GET /a\tb HTTP/1.1\r\n"}, {400, "GET /#f HTTP/1.1\r\n"},
+        {400, "GET / HTTP/1.1\r\n\r\n"}, {400, "GET / HTTP/1.1\r\n" HOST HOST "\r\n"}, {400, "GET / HTTP/1.1\r\nHost: a b\r\n\r\n"},
+        {400, "GET / HTTP/1.1\r\nHost: a/b\r\n\r\n"}, {400, "GET / HTTP/1.0\r\n" HOST HOST "\r\n"},
+        {400, "GET / HTTP/1.1\r\n" HOST "A : b\r\n\r\n"}, {400, "GET / HTTP/1.1\r\n" HOST "A: b\r\n c\r\n\r\n"},
+        {400, "GET / HTTP/1.1\r\n Host: h\r\n\r\n"}, {400, "GET / HTTP/1.1\r\n" HOST "nocolon\r\n\r\n"},
+        {400, "GET / HTTP/1.1\r\n" HOST ": v\r\n\r\n"}, {400, "GET / HTTP/1.1\r\n" HOST "A: b\x01\r\n\r\n"},
+        {400, "GET / HTTP/1.1\r\n" HOST "A: b\rc\r\n\r\n"}, {400, "GET / HTTP/1.1\r\n" HOST "A\xC3: b\r\n\r\n"},
+        {400, "POST / HTTP/1.1\r\n" HOST "Content-Length: 5\r\nContent-Length: 5\r\n\r\n"},
+        {400, "POST / HTTP/1.1\r\n" HOST "Content-Length: 5, 5\r\n\r\n"}, {400, "POST / HTTP/1.1\r\n" HOST "Content-Length:\r\n\r\n"},
+        {400, "POST / HTTP/1.1\r\n" HOST "Content-Length: -1\r\n\r\n"}, {400, "POST / HTTP/1.1\r\n" HOST "Content-Length: +1\r\n\r\n"},
+        {400, "POST / HTTP/1.1\r\n" HOST "Content-Length: 0x5\r\n\r\n"}, {400, "POST / HTTP/1.1\r\n" HOST "Content-Length: 1 2\r\n\r\n"},
+        {413, "POST / HTTP/1.1\r\n" HOST "Content-Length: 99999999999999999999\r\n\r\n"},
+        {400, "POST / HTTP/1.1\r\n" HOST "Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"},
+        {400, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n"},
+        {400, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n"},
+        {400, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: chunked, chunked\r\n\r\n"},
+        {400, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: gzip, chunked\r\n\r\n"},
+        {501, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: gzip\r\n\r\n"}, {501, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: xchunked\r\n\r\n"},
+        {501, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: \"chunked\"\r\n\r\n"},
+        {400, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: \x0B" "chunked\r\n\r\n"},
+        {400, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding:\r\n\r\n"}, {400, "POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n"},
+        {400, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding : chunked\r\n\r\n"},
+        {417, "POST / HTTP/1.1\r\n" HOST "Expect: 200-ok\r\n\r\n"}, {0, "GET / HTTP/1.1\r\n" HOST}, {0, "GE"}, {0, ""}, {0, "\r\n"},
+    };
+    for (int i = 0; i < COUNT(cases); i++)
+        CHECK_MSG(http_status(cases[i].head) == cases[i].status, "case %d: %d: %s", i, http_status(cases[i].head), cases[i].head);
+    http_request r;
+    CHECK(http_parse_head((str){"GET / HTTP/1.1\r\nHost: h\r\nA: \0\r\n\r\n", 34}, &r) == -400);
+}
+
+static void test_http_limits(void) {
+    buf b = {0};
+    http_request r;
+    buf_c(&b, "GET /");
+    for (int i = 0; i < HTTP_MAX_TARGET; i++) buf_char(&b, 'a');
+    CHECK(http_parse_head(buf_view(&b), &r) == 0);
+    for (int i = 0; i < 100; i++) buf_char(&b, 'a');
+    CHECK(http_parse_head(buf_view(&b), &r) == -414);
+    buf_c(&b, " HTTP/1.1\r\nHost: h\r\n\r\n");
+    CHECK(http_parse_head(buf_view(&b), &r) == -414);
+    for (int n = HTTP_MAX_HEADERS - 1; n < HTTP_MAX_HEADERS + 2; n++) { /* headers beside Host */
+        buf_clear(&b);
+        buf_c(&b, "GET / HTTP/1.1\r\nHost: h\r\n");
+        for (int i = 0; i < n; i++) buf_printf(&b, "a%d: b\r\n", i);
+        buf_c(&b, "\r\n");
+        CHECK(http_parse_head(buf_view(&b), &r) == (n < HTTP_MAX_HEADERS ? (ptrdiff_t)b.n : -431));
+    }
+    buf_clear(&b);
+    buf_c(&b, "GET / HTTP/1.1\r\nHost: h\r\nA: ");
+    while (b.n < HTTP_MAX_HEAD - 1) buf_char(&b, 'x');
+    CHECK(http_parse_head(buf_view(&b), &r) == 0);
+    buf_char(&b, 'x');
+    CHECK(http_parse_head(buf_view(&b), &r) == -431);
+    buf_free(&b);
+}
+
+/* The body of `in`, given in pieces of so many bytes; what was left over is kept as a connection would. The status, or 200 when
+ * whole (and *used bytes were taken), 0 when more is wanted. */
+static int http_feed(str in, bool chunked, int64_t length, int64_t limit, size_t piece, buf *out, size_t *used) {
+    http_body b;
+    http_request r = {.chunked = chunked, .length = length};
+    int code = http_body_init(&b, &r, limit);
+    if (code) return code;
+    *used = 0;
+    for (size_t have = 0; b.state != HTTP_BODY_DONE && have < in.n;) {
+        have = MIN(have + piece, in.n);
+        char *exact = mem_alloc(have - *used);
+        memcpy(exact, in.p + *used, have - *used);
+        ptrdiff_t n = http_body_read(&b, (str){exact, have - *used}, out);
+        free(exact);
+        if (n < 0) return (int)-n;
+        *used += (size_t)n;
+    }
+    return b.state == HTTP_BODY_DONE ? 200 : 0;
+}
+
+static void test_http_bodies(void) {
+    const char *chunks = "5\r\nhello\r\n1;a=\"b\"\r\n \r\n00006\r\nworld!\r\n0;x\r\nTrailer: 1\r\nAnother: 2\r\n\r\nNEXT";
+    size_t used, n = strlen(chunks);
+    for (size_t piece = 1; piece <= n; piece++) {
+        buf out = {0};
+        CHECK(http_feed(http_str(chunks), true, 0, 12, piece, &out, &used) == 200 && used == n - 4 && str_is(buf_view(&out), "hello world!"));
+        buf_clear(&out);
+        CHECK(http_feed(http_str("0123456789"), false, 7, 7, piece, &out, &used) == 200 && used == 7 && str_is(buf_view(&out), "0123456"));
+        buf_clear(&out);
+        CHECK(http_feed(http_str(chunks), true, 0, 11, piece, &out, &used) == 413);
+        buf_free(&out);
+    }
+    for (size_t cut = 0; cut < n - 4; cut++) {
+        buf out = {0};
+        CHECK(http_feed((str){chunks, cut}, true, 0, 12, cut + 1, &out, &used) == 0);
+        buf_free(&out);
+    }
+    buf none = {0};
+    CHECK(http_feed(STR(""), false, 0, 0, 1, &none, &used) == 200 && !used);
+    CHECK(http_feed(STR(""), false, 8, 7, 1, &none, &used) == 413);
+}
+
+static void test_http_bad_chunks(void) {
+    static const char *const bad[] = {"\r\n", "g\r\n", " 5\r\nhello", "5 \r\nhello", "+5\r\n", "-5\r\n", "0x5\r\n", "5\nhello", "5\r\nhelloX\n", "5\r\nhello\n0\r\n",
+                                      "5\r\nhello\rX", "5;\x01\r\n", "1\r\na\r\n0\r\nbad trailer\r\n", "0\r\n folded: x\r\n", "0\r\nA : b\r\n", "5;a\rb\r\n"};
+    size_t used;
+    for (int i = 0; i < COUNT(bad); i++)
+        for (size_t piece = 1; piece < 30; piece += 7) {
+            buf out = {0};
+            CHECK_MSG(http_feed(http_str(bad[i]), true, 0, 100, piece, &out, &used) == 400, "case %d", i);
+            buf_free(&out);
+        }
+    buf big = {0}, out = {0};
+    CHECK(http_feed(http_str("fffffffffffffffffff\r\n"), true, 0, INT64_MAX, 9, &out, &used) == 413);
+    CHECK(http_feed(http_str("65\r\n"), true, 0, 100, 9, &out, &used) == 413);
+    for (int i = 0; i < HTTP_MAX_CHUNK_LINE + 2; i++) buf_char(&big, '0');
+    CHECK(http_feed(buf_view(&big), true, 0, 100, 9, &out, &used) == 400);
+    buf_clear(&big);
+    for (int i = 0; i < HTTP_MAX_CHUNK_EXTRA / 200 + 1; i++) buf_printf(&big, "1;%0200d\r\nx\r\n", 1); /* many small extensions */
+    CHECK(http_feed(buf_view(&big), true, 0, 1000, 64, &out, &used) == 400);
+    buf_clear(&big);
+    buf_c(&big, "0\r\n");
+    for (int i = 0; i <= HTTP_MAX_HEADERS; i++) buf_printf(&big, "a: b\r\n");
+    CHECK(http_feed(buf_view(&big), true, 0, 1000, 64, &out, &used) == 431);
+    buf_free(&big), buf_free(&out);
+}
+
+static void test_http_decode(void) {
+    static const struct {
+        const char *in, *out; /* out NULL: refused */
+        bool plus;
+    } cases[] = {{"a%2Fb", "a/b", false}, {"%e2%82%ac", "\xE2\x82\xAC", false}, {"a+b", "a+b", false}, {"a+b", "a b", true}, {"%", NULL, false},
+                 {"%4", NULL, false}, {"%4g", NULL, false}, {"%00", NULL, false}, {"%25", "%", false}, {"", "", false}};
+    for (int i = 0; i < COUNT(cases); i++) {
+        buf b = {0};
+        bool ok = http_decode(http_str(cases[i].in), cases[i].plus, &b);
+        CHECK_MSG(ok == (cases[i].out != NULL) && (!ok || str_is(buf_view(&b), cases[i].out)), "%s", cases[i].in);
+        buf_free(&b);
+    }
+}
+
+static void test_http_dates(void) {
+    uint64_t seed = 7;
+    for (int i = 0; i < 2000; i++) {
+        time_t t = i == 0 ? 0 : i == 1 ? 784111777 : (time_t)(rnd(&seed) % 8000000000);
+        struct tm tm;
+        char want[64];
+        gmtime_r(&t, &tm);
+        strftime(want, sizeof want, "%a, %d %b %Y %H:%M:%S GMT", &tm); /* the program never calls setlocale */
+        buf b = {0};
+        http_put_date(&b, (int64_t)t);
+        CHECK_MSG(str_is(buf_view(&b), want), "%s, expected %s", b.p, want);
+        buf_free(&b);
+    }
+}
+
+static void test_http_answers(void) {
+    buf b = {0};
+    http_put_head(&b, 429, "application/json", 3, true, 784111777, STR("Retry-After: 1\r\n"));
+    CHECK(str_is(buf_view(&b), "HTTP/1.1 429 Too Many Requests\r\nDate: Sun, 06 Nov 1994 08:49:37 GMT\r\nContent-Type: application/json\r\n"
+                               "Content-Length: 3\r\nConnection: keep-alive\r\nRetry-After: 1\r\n\r\n"));
+    buf_clear(&b);
+    for (int i = 0; i < 300; i++) { /* chunks written are chunks read */
+        buf piece = {0}, back = {0};
+        size_t used;
+        for (int k = 0; k < i; k++) buf_char(&piece, (char)('a' + k % 26));
+        buf_clear(&b);
+        http_put_chunk(&b, buf_view(&piece));
+        http_put_last_chunk(&b);
+        CHECK(http_feed(buf_view(&b), true, 0, 1000, 7, &back, &used) == 200 && str_eq(buf_view(&back), buf_view(&piece)) && used == b.n);
+        buf_free(&piece), buf_free(&back);
+    }
+    buf_free(&b);
+}
+
+/* ---- Chapter 25: what needs no socket ---- */
+
+static void test_srv_keys(void) {
+    static const char *const keys[] = {"secret", "other-key"};
+    srv_options o = {.keys = keys, .n_keys = 2};
+    static const struct {
+        const char *header;
+        bool ok;
+    } cases[] = {{"Authorization: Bearer secret\r\n", true}, {"authorization: bearer  other-key \r\n", true}, {"Authorization: Bearer secre\r\n", false},
+                 {"Authorization: Bearer secrets\r\n", false}, {"Authorization: Bearer secretsecret\r\n", false}, {"Authorization: Bearer \r\n", false},
+                 {"Authorization: Basic secret\r\n", false}, {"Authorization: secret\r\n", false}, {"", false}};
+    for (int i = 0; i < COUNT(cases); i++) {
+        http_request r;
+        buf b = {0};
+        buf_printf(&b, "GET / HTTP/1.1\r\nHost: h\r\n%s\r\n", cases[i].header);
+        CHECK(http_parse_head(buf_view(&b), &r) > 0);
+        CHECK_MSG(srv_allowed(&o, &r) == cases[i].ok, "%s", cases[i].header);
+        CHECK(srv_allowed(&(srv_options){0}, &r));
+        buf_free(&b);
+    }
+}
+
+static void test_srv_origins(void) {
+    http_request r;
+    CHECK(http_parse_head(http_str("GET / HTTP/1.1\r\nHost: h\r\nOrigin: http://a.b\r\n\r\n"), &r) > 0);
+    CHECK(!srv_origin(&(srv_options){0}, &r).n);
+    CHECK(srv_origin(&(srv_options){.origins = "https://x, http://a.b"}, &r).n);
+    CHECK(srv_origin(&(srv_options){.origins = "*"}, &r).n);
+    CHECK(!srv_origin(&(srv_options){.origins = "http://a.b.c,http://a"}, &r).n);
+}
+
+static void test_srv_histogram(void) {
+    srv_metrics m;
+    srv_metrics_init(&m);
+    srv_observe(&m.ttft, 0.001, 1); /* a bound counts in its own bucket */
+    srv_observe(&m.ttft, 0.0011, 2);
+    srv_observe(&m.ttft, 1e9, 1);
+    CHECK(m.ttft.counts[0] == 1 && m.ttft.counts[1] == 2 && m.ttft.counts[SRV_BUCKETS] == 1 && m.ttft.n == 4);
+    buf b = {0};
+    srv_put_hist(&b, "x", "Help.", "a=\"b\"", &m.ttft);
+    CHECK(str_find(buf_view(&b), STR("toka:x_bucket{a=\"b\",le=\"0.0025\"} 3\n"), 0) >= 0);
+    CHECK(str_find(buf_view(&b), STR("toka:x_bucket{a=\"b\",le=\"+Inf\"} 4\n"), 0) >= 0);
+    CHECK(str_find(buf_view(&b), STR("toka:x_count{a=\"b\"} 4\n"), 0) >= 0);
+    buf_free(&b);
+}
+
+static void test_srv_heartbeat(void) { /* wedged: work, and no step for a while */
+    srv_loop l = {.now = 1e6};
+    srv s = {.loop = &l};
+    toka_stats t = {.waiting = 1}; /* the first look finds work and no step yet */
+    srv_check_engine(&s, &t);
+    CHECK(!s.wedged);
+    t = (toka_stats){.steps = 5, .running = 1};
+    srv_check_engine(&s, &t);
+    CHECK(!s.wedged);
+    l.now += SRV_WEDGED_S + 1;
+    srv_check_engine(&s, &t);
+    CHECK(s.wedged);
+    t.steps++;
+    srv_check_engine(&s, &t);
+    CHECK(!s.wedged);
+    t.running = 0;
+    l.now += SRV_WEDGED_S + 1;
+    srv_check_engine(&s, &t);
+    CHECK(!s.wedged);
+}
+
+static const struct test http_tests[] = {{"http: head", test_http_head},
+                                         {"http: head at every split", test_http_head_splits},
+                                         {"http: refused heads", test_http_refused},
+                                         {"http: limits of heads", test_http_limits},
+                                         {"http: bodies at every split", test_http_bodies},
+                                         {"http: bad chunks", test_http_bad_chunks},
+                                         {"http: percent", test_http_decode},
+                                         {"http: dates", test_http_dates},
+                                         {"http: answers", test_http_answers},
+                                         {"server: keys", test_srv_keys},
+                                         {"server: origins", test_srv_origins},
+                                         {"server: histogram", test_srv_histogram},
+                                         {"server: heartbeat", test_srv_heartbeat},
+                                         {NULL, NULL}};

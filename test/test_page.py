@@ -1,0 +1,145 @@
+"""The page at / in a real browser without a window, driven over the pipe of its debugger. Skipped where there is no Chromium.
+PAGE_SCREENSHOT=FILE keeps a picture of it. Run through test/run.sh."""
+import base64
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+
+import pytest
+
+from server import Server
+
+CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "chrome"])), None)
+
+
+class Browser:
+    """One page. Messages are JSON objects with a NUL behind each, on descriptors 3 and 4 of the browser."""
+
+    def __init__(self, folder):
+        down, self.write = os.pipe()
+        self.read, up = os.pipe()
+        dup = f"exec {CHROMIUM} --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --remote-debugging-pipe " \
+              f"--user-data-dir={folder} about:blank 3<&{down} 4>&{up} 2>/dev/null"
+        self.p = subprocess.Popen(["bash", "-c", dup], pass_fds=(down, up))
+        os.close(down), os.close(up)
+        self.n, self.got, self.session, self.events = 0, b"", None, []
+        targets = self.call("Target.getTargets")["targetInfos"]
+        page = next(t for t in targets if t["type"] == "page")
+        self.session = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(domain + ".enable")
+
+    def call(self, method, **params):
+        self.n += 1
+        message = {"id": self.n, "method": method, "params": params}
+        if self.session:
+            message["sessionId"] = self.session
+        os.write(self.write, json.dumps(message).encode() + b"\0")
+        while True:
+            while b"\0" not in self.got:
+                piece = os.read(self.read, 65536)
+                assert piece, "the browser ended"
+                self.got += piece
+            line, self.got = self.got.split(b"\0", 1)
+            answer = json.loads(line)
+            if answer.get("id") == self.n:
+                assert "error" not in answer, answer
+                return answer["result"]
+            self.events.append(answer)
+
+    def js(self, expression):
+        r = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in r, r
+        return r["result"].get("value")
+
+    def wait(self, expression, seconds=100):
+        end = time.time() + seconds
+        while not (v := self.js(expression)):
+            assert time.time() < end, (expression, self.js("document.body.innerText"))
+            time.sleep(0.05)
+        return v
+
+    def complaints(self):
+        """Exceptions and console errors so far."""
+        return [e for e in self.events if e.get("method") == "Runtime.exceptionThrown" or
+                (e.get("method") == "Log.entryAdded" and e["params"]["entry"]["level"] == "error")]
+
+    def close(self):
+        self.p.terminate()
+        self.p.wait()
+        os.close(self.write), os.close(self.read)
+
+
+@pytest.fixture
+def browser(tmp_path):
+    if not CHROMIUM:
+        pytest.skip("no Chromium")
+    b = Browser(tmp_path / "profile")
+    yield b
+    b.close()
+
+
+def url(server):
+    return "http://127.0.0.1:%d/" % server.address[1]
+
+
+def test_page(tmp_path, browser):
+    with Server(files=str(tmp_path / "files")) as s:
+        text = s.get("/").body.decode()
+        assert s.get("/").headers["content-type"] == "text/html; charset=utf-8" and len(text) < 10_000
+        assert not [x for x in ("http:", "https:", "//cdn", "src=", "@import") if x in text]  # no outside asset
+        browser.call("Emulation.setDeviceMetricsOverride", width=900, height=1000, deviceScaleFactor=1, mobile=False)
+        browser.call("Page.navigate", url=url(s))
+        browser.wait("document.getElementById('state')?.textContent == 'ready'")
+        assert browser.js("document.getElementById('model').textContent") == "embedded"
+
+        # a prompt streams into the box
+        browser.js("document.forms[0].requestSubmit()")
+        browser.wait("document.getElementById('answer').textContent.includes('The answer is 12.')")
+        browser.wait("/^\\d+ \\+ \\d+ tokens, [\\d.]+ s$/.test(document.getElementById('usage').textContent)")
+        # a long one can be stopped, which frees what it held
+        browser.js("document.forms[0].max_tokens.value = 900; document.forms[0].temperature.value = 3; "
+                   "document.forms[0].prompt.value = '<b>Tom</b>'; document.forms[0].requestSubmit()")
+        browser.wait("document.getElementById('answer').textContent.length > 20 && document.querySelector('button').textContent == 'Stop'")
+        browser.js("document.forms[0].requestSubmit()")
+        browser.wait("document.querySelector('button').textContent == 'Run'")
+        s.wait_metric("num_requests_running", 0)
+
+        # load shows in the tiles and in the plot
+        load = threading.Thread(target=s.post, args=("/v1/completions", {"prompt": "Tom", "n": 300, "max_tokens": 200, "temperature": 2, "ignore_eos": True}))
+        load.start()
+        browser.wait("Number(document.querySelector('#tiles b').textContent) > 0")
+        browser.wait("Number(document.querySelectorAll('#tiles b')[2].textContent.replaceAll(',', '')) > 0")
+        browser.wait("document.getElementById('out').getAttribute('points').split(' ').length >= 5")
+        for scheme in ("dark", "light"):
+            browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+            shades = json.loads(browser.js("JSON.stringify([getComputedStyle(document.documentElement).backgroundColor, getComputedStyle(document.body).color])"))
+            assert (shades[1] == "rgb(255, 255, 255)") == (scheme == "dark")
+            if os.environ.get("PAGE_SCREENSHOT"):
+                picture = base64.b64decode(browser.call("Page.captureScreenshot")["data"])
+                open(f"{os.environ['PAGE_SCREENSHOT']}-{scheme}.png", "wb").write(picture)
+        assert browser.js("document.documentElement.scrollWidth <= innerWidth")
+        browser.call("Emulation.setDeviceMetricsOverride", width=360, height=700, deviceScaleFactor=1, mobile=True)
+        assert browser.js("document.documentElement.scrollWidth <= innerWidth")  # nor on a telephone
+        load.join()
+        assert browser.complaints() == []
+
+
+def test_page_shows_batches_and_asks_for_a_key(tmp_path, browser):
+    with Server("--api-key", "secret", files=str(tmp_path / "files")) as s:
+        form = b"--b\r\nContent-Disposition: form-data; name=purpose\r\n\r\nbatch\r\n--b\r\nContent-Disposition: form-data; name=file; " \
+               b"filename=<i>x\r\n\r\n%s\r\n--b--" % json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/completions",
+                                                                "body": {"prompt": "Tom", "max_tokens": 2}}).encode()
+        key = {"Authorization": "Bearer secret"}
+        f = s.post("/v1/files", form, Content_Type="multipart/form-data; boundary=b", **key).json()
+        s.post("/v1/batches", {"input_file_id": f["id"], "endpoint": "/v1/completions", "completion_window": "24h"}, **key)
+        browser.call("Page.navigate", url=url(s))
+        browser.wait("document.getElementById('keys')?.hidden == false")
+        assert "key" in browser.js("document.getElementById('state').textContent").lower()
+        browser.js("document.forms[0].key.value = 'secret'; document.forms[0].key.onchange()")
+        browser.wait("document.getElementById('state').textContent == 'ready'")
+        browser.wait("document.querySelector('#batches td:nth-child(2)')?.textContent == 'completed'")
+        assert browser.js("[...document.querySelectorAll('#batches td')].slice(2).map(x => x.textContent).join()") == "1,0,1"

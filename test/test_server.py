@@ -1,0 +1,716 @@
+"""toka serve as a network sees it: bytes in, bytes out, time, signals. What bodies mean is tested with the API. Run through
+test/run.sh."""
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+
+import pytest
+
+from server import ROOT, TOKA, Raw, Server, texts
+
+PROBLEM = "Tom has 12 apples. He buys 7 more apples. How many apples does Tom have now?"
+LONG = {"prompt": PROBLEM, "max_tokens": 900, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server("--read-timeout", "30") as s:
+        yield s
+
+
+def small(max_tokens=4, **more):
+    return {"prompt": PROBLEM, "max_tokens": max_tokens, "temperature": 0, **more}
+
+
+def raw_post(body, extra="", version="1.1"):
+    return f"POST /v1/completions HTTP/{version}\r\nHost: h\r\n{extra}Content-Length: {len(body)}\r\n\r\n{body}"
+
+
+# ---- Routes ----
+
+def test_health_version_page(server):
+    assert server.get("/health").json() == {"status": "ok"}
+    assert set(server.get("/version").json()) == {"version"}
+    page = server.get("/")
+    assert page.status == 200 and page.headers["content-type"].startswith("text/html") and b"<" in page.body
+    assert server.get("/v1/models").json()["data"][0]["id"] == server.get("/v1/models/embedded").json()["id"] == "embedded"
+    date = server.get("/health").headers["date"]
+    assert abs(time.mktime(time.strptime(date, "%a, %d %b %Y %H:%M:%S GMT")) - time.timezone - time.time()) < 5
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/", "/health/", "/v1/modelsx", "/../etc/passwd", "//health", "/%2e%2e/health", "/V1/MODELS"])
+def test_unknown_route(server, path):
+    a = server.get(path)
+    assert a.status == 404 and a.error()["type"] == "not_found_error"
+
+
+def test_paths_are_decoded(server):
+    assert server.get("/v1/models/%65mbedded").status == 200
+    assert server.get("/v1/models/org%2Fname").status == 404
+    assert server.get("/v1/models/x%zz").status == server.get("/v1/models/x%00").status == 400
+    assert server.get("http://anyhost/health?x=1").status == 200
+
+
+def test_methods(server):
+    a = server.get("/v1/completions")
+    assert a.status == 405 and a.headers["allow"] == "POST, OPTIONS"
+    assert server.post("/health", {}).headers["allow"] == "GET, HEAD, OPTIONS"
+    with server.connect() as c:
+        head = c.request("HEAD", "/v1/models")
+        assert head.status == 200 and head.body == b"" and int(head.headers["content-length"]) > 10
+        assert c.request("GET", "/v1/models").status == 200  # the same connection goes on
+        for method in ("PUT", "PATCH", "TRACE", "BREW"):
+            assert c.request(method, "/health").status == 405
+        a = c.request("OPTIONS", "/v1/completions", Origin="http://a.b")
+        assert a.status == 204 and a.headers["allow"] == "POST, OPTIONS"
+        assert not any(h.startswith("access-control") for h in a.headers)
+        assert c.request("OPTIONS", "*").status == 204
+
+
+def test_cors_only_where_asked_for():
+    with Server("--allowed-origins", "http://a.b, http://c.d:8") as s:
+        a = s.get("/v1/models", Origin="http://c.d:8")
+        assert a.headers["access-control-allow-origin"] == "http://c.d:8" and a.headers["vary"] == "Origin"
+        assert "access-control-allow-origin" not in s.get("/v1/models", Origin="http://c.d").headers
+        with s.connect() as c:
+            a = c.request("OPTIONS", "/v1/chat/completions", Origin="http://a.b", Access_Control_Request_Method="POST")
+            assert a.headers["access-control-allow-methods"] == "POST, OPTIONS"
+            assert "Authorization" in a.headers["access-control-allow-headers"]
+        assert s.post("/v1/completions", small(stream=True), Origin="http://a.b").headers["access-control-allow-origin"] == "http://a.b"
+
+
+# ---- HTTP ----
+
+def test_keep_alive_and_pipelining(server):
+    with server.connect() as c:
+        body = json.dumps(small())
+        for i in range(40):
+            c.send("GET /health HTTP/1.1\r\nHost: h\r\n\r\n" if i % 4 else raw_post(body))
+        kinds = [set(c.answer().json()) for _ in range(40)]
+        assert [("status" in k) for k in kinds] == [i % 4 > 0 for i in range(40)]
+
+
+def test_stream_then_next_request_on_the_same_connection(server):
+    with server.connect() as c:
+        want = c.request("POST", "/v1/completions", small(20)).json()["choices"][0]["text"]
+        for _ in range(3):
+            a = c.request("POST", "/v1/completions", small(20, stream=True))
+            assert a.headers["content-type"].startswith("text/event-stream") and texts(a.body) == ({0: want}, True)
+
+
+def test_http_1_0(server):
+    with server.connect() as c:
+        a = c.send("GET /health HTTP/1.0\r\n\r\n").answer()
+        assert a.status == 200 and a.headers["connection"] == "close" and c.closed()
+    with server.connect() as c:
+        for _ in range(2):
+            assert c.send("GET /health HTTP/1.0\r\nConnection: keep-alive\r\n\r\n").answer().headers["connection"] == "keep-alive"
+    with server.connect() as c:  # a stream ends with the connection
+        a = c.send(raw_post(json.dumps(small(stream=True)), version="1.0")).answer()
+        assert "transfer-encoding" not in a.headers and texts(a.body)[1] and c.closed()
+
+
+def test_every_split_of_a_request(server):
+    body = json.dumps(small(1))
+    request = raw_post(body, "Content-Type: application/json\r\n")
+    chunked = ("POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+               f"{10:x};x=y\r\n{body[:10]}\r\n{len(body) - 10:X}\r\n{body[10:]}\r\n0\r\nTrailer: v\r\n\r\n")
+    with server.connect() as c:
+        c.s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for text in (request, chunked):
+            for cut in range(1, len(text), 3):
+                c.send(text[:cut])
+                time.sleep(0.0005)
+                assert c.send(text[cut:]).answer().status == 200, cut
+    with server.connect() as c:
+        for byte in chunked:
+            c.send(byte)
+        assert c.answer().status == 200
+
+
+def test_expect(server):
+    with server.connect() as c:
+        body = json.dumps(small())
+        c.send(f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n")
+        assert c.answer().status == 100
+        assert c.send(body).answer().status == 200
+        assert c.send(raw_post(body, "Expect: 100-continue\r\n")).answer().status in (100, 200)  # the body was there at once
+    with server.connect() as c:  # refused before the body
+        c.send("POST /v1/completions HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 999999999\r\n\r\n")
+        assert c.answer().status == 413 and c.closed()
+
+
+def test_bodies_too_long():
+    with Server("--max-body-bytes", "2000") as s:
+        assert s.post("/v1/completions", small(1)).status == 200
+        a = s.post("/v1/completions", {"prompt": "x" * 2000})
+        assert a.status == 413 and "--max-body-bytes" in a.error()["message"]
+        with s.connect() as c:
+            c.send("POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
+            c.send("400\r\n" + "x" * 1024 + "\r\n3d1\r\n")
+            assert c.answer().status == 413 and c.closed()
+        with s.connect() as c:  # the answer arrives although the client goes on sending
+            c.send("POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 3000000\r\n\r\n" + "x" * 3000000)
+            assert c.answer().status == 413
+
+
+def test_content_types(server):
+    assert server.post("/v1/completions", small(), Content_Type="text/plain").status == 415
+    assert server.post("/v1/completions", small(), Content_Type="application/x-www-form-urlencoded").status == 415
+    assert server.post("/v1/completions", small(), Content_Type="Application/JSON; charset=utf-8").status == 200
+    assert server.post("/v1/completions", small(), Content_Type=None).status == 200
+    assert server.post("/v1/completions", small(), Content_Encoding="gzip").status == 415
+
+
+# ---- A thousand bad requests ----
+
+def bad_requests(rnd):
+    """(bytes, statuses that are right): what is wrong with the request line, headers, framing, JSON."""
+    h = "Host: h\r\n"
+    good = json.dumps(small(1))
+
+    def head(*lines, first="POST /v1/completions HTTP/1.1", body=good):
+        return f"{first}\r\n" + "".join(f"{x}\r\n" for x in lines) + "\r\n" + body
+
+    def framed(*lines):
+        return head("Host: h", *lines)
+
+    n = len(good)
+    yield from [(x, {400}) for x in (
+        "GET /health\r\n\r\n", "GET /health HTTP/1.1\n" + h + "\n", "get\r\n\r\n", "GET health HTTP/1.1\r\n" + h + "\r\n",
+        "GET /health HTTP/1.1\r\n\r\n", "GET /health HTTP/1.1\r\n" + h + h + "\r\n", " GET /health HTTP/1.1\r\n" + h + "\r\n",
+        "GET /health  HTTP/1.1\r\n" + h + "\r\n", "GET\t/health HTTP/1.1\r\n" + h + "\r\n", "GET /he alth HTTP/1.1\r\n" + h + "\r\n",
+        "GET /health HTTP/1.1 \r\n" + h + "\r\n", "GET /health HTTP/1,1\r\n" + h + "\r\n", "GET /health HTTP/11\r\n" + h + "\r\n",
+        "GET /health HTTP/1.1\r\n" + h + " folded: x\r\n\r\n", "GET /health HTTP/1.1\r\n" + h + "A: b\r\n\tfolded\r\n\r\n",
+        "GET /health HTTP/1.1\r\n" + h + "No colon\r\n\r\n", "GET /health HTTP/1.1\r\n" + h + "A b: c\r\n\r\n",
+        "GET /health HTTP/1.1\r\nHost : h\r\n\r\n", "GET /health HTTP/1.1\r\nHost: h/i\r\n\r\n", "GET /health HTTP/1.1\r\nHost: h i\r\n\r\n",
+        "\x16\x03\x01\x02\x00\x01\x00", "\x00\x00\x00\x00", "SSH-2.0-x\r\n", '{"prompt": "x"}', "GET /#x HTTP/1.1\r\n" + h + "\r\n",
+        "CONNECT h:1 HTTP/1.1\r\n" + h + "\r\n", "GET http:///x HTTP/1.1\r\n" + h + "\r\n", "G" * 40 + " / HTTP/1.1\r\n" + h + "\r\n")]
+    yield from [(x, {505}) for x in ("GET / HTTP/2.0\r\n" + h + "\r\n", "GET / HTTP/3.1\r\n\r\n", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "GET / HTTP/0.9\r\n\r\n")]
+    for c in list(range(0x20)) + [0x7F]:  # control characters anywhere
+        ch = chr(c)
+        if ch not in "\r\n":
+            yield f"GET /health{ch} HTTP/1.1\r\n{h}\r\n", {400}
+            yield f"GET /health HTTP/1.1\r\n{h}A{ch}: b\r\n\r\n", {400}
+            if ch != "\t":
+                yield f"GET /health HTTP/1.1\r\n{h}A: b{ch}c\r\n\r\n", {400}
+    for c in '"(),/:;<=>?@[\\]{}\x80\xff':
+        if c != ":":
+            yield f"GET /health HTTP/1.1\r\n{h}A{c}: b\r\n\r\n", {400}
+        yield f"G{c}T /health HTTP/1.1\r\n{h}\r\n", {400}
+    for n_headers in (101, 150, 1000):
+        yield "GET /health HTTP/1.1\r\n" + h + "".join(f"a{i}: b\r\n" for i in range(n_headers)) + "\r\n", {431}
+    for size in (33000, 50000, 100000):
+        yield "GET /health HTTP/1.1\r\n" + h + "A: " + "x" * size + "\r\n\r\n", {431}
+        yield "GET /" + "x" * size + " HTTP/1.1\r\n" + h + "\r\n", {414}
+    # two lengths, or none that can be trusted
+    for v in ("-1", "+5", "0x10", "5 5", "5,5", "", "5;", "five", "1e3", "５", "5\x0b", "٣", "0b1", "--5", " ,5", "5,"):
+        yield framed(f"Content-Length: {v}".encode().decode("latin1")), {400}
+    for v in ("9" * 19, "9" * 40, "18446744073709551617"):
+        yield framed(f"Content-Length: {v}"), {413}
+    te = "Transfer-Encoding: chunked"
+    for pair in ([f"Content-Length: {n}", te], [te, f"Content-Length: {n}"], ["Content-Length: 0", te], [te, te], [f"Content-Length: {n}", f"Content-Length: {n}"],
+                 [f"Content-Length: {n}", "content-length: 0"], ["Transfer-Encoding: chunked, chunked"], ["Transfer-Encoding: identity, chunked"],
+                 ["Transfer-Encoding : chunked"], [" Transfer-Encoding: chunked"], ["Transfer-Encoding: gzip, chunked"], ["Transfer-Encoding:"],
+                 ["Transfer-Encoding: chunked", "Transfer-Encoding: identity"], ["X: y\rTransfer-Encoding: chunked"], ["Transfer-Encoding: \x00chunked"],
+                 ["Transfer-Encoding: chunked\x0b"], ["Transfer\x00-Encoding: chunked"]):
+        for where in (framed(*pair), framed("A: b", *pair), framed(*pair, "A: b")):
+            yield where, {400}
+    for v in ("gzip", "xchunked", "chunked;q=1", "identity", "chunkedx", '"chunked"', "'chunked'", "chunk ed", "deflate"):
+        yield framed(f"Transfer-Encoding: {v}"), {501}
+    yield head(te, first="POST /v1/completions HTTP/1.0"), {400}
+    yield framed("Expect: 101-continue", f"Content-Length: {n}"), {417}
+    for size in ("g", "-5", "+5", "0x5", " 5", "5 ", "5\t", "", ";a", "5;\x01", "5_", "5.0", "0" * 300, "５"):
+        yield framed(te).replace(good, "") + size.encode().decode("latin1") + "\r\nhello\r\n0\r\n\r\n", {400}
+    for size in ("fffffff1", "ffffffffffffffff", "7fffffffffffffff", "80000000000000000000", "4000001"):
+        yield framed(te).replace(good, "") + size + "\r\nhello", {413}
+    for tail in ("5\r\nhelloX", "5\r\nhello\n", "5\nhello", "5\r\nhello\r5", "1\r\n{\r\n0\r\nbad\r\n\r\n", "1\r\n{\r\n0\r\n a: b\r\n\r\n", "1\r\n{\r\n0\r\na : b\r\n\r\n"):
+        yield framed(te).replace(good, "") + tail, {400}
+    yield framed(te).replace(good, "") + "0\r\n" + "a: b\r\n" * 200 + "\r\n", {431}
+    yield framed(te).replace(good, "") + "".join("1;" + "e" * 200 + "\r\n \r\n" for _ in range(100)), {400}
+
+    def body(text, status=400, path="/v1/completions"):
+        data = text if isinstance(text, bytes) else text.encode()
+        return f"POST {path} HTTP/1.1\r\nHost: h\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data, {status}
+
+    for text in ("", " ", "{", "}", "[]", "null", "1", '"x"', "{]", '{"prompt"}', '{"prompt":}', '{"prompt":"x"', '{"prompt":"x",}', "{'prompt':'x'}", '{"prompt":"x"}}',
+                 '{"prompt":"x"} x', '{"prompt":"\\x"}', '{"prompt":"\\u12"}', '{"prompt":"a\nb"}', '{"prompt":01}', '{"prompt":"x","n":+1}', '{"prompt":"x","n":.5}',
+                 '{"prompt":"x","temperature":1e999}', '{"prompt":"x","temperature":NaN}', '{"prompt":"x"}\x00', "\ufeff{", "// x\n{}", "prompt=x",
+                 "[" * 1000, '{"a":' * 1000, "[" * 100000, '{"prompt":' + "[" * 500 + "]" * 500 + "}"):
+        yield body(text)
+    for bad in (b"\x80", b"\xff", b"\xc0\xaf", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xe2\x82", b"\xc3", b"\xf8\x88\x80\x80\x80"):  # not UTF-8
+        yield body(b'{"prompt":"' + bad + b'"}')
+        yield body(b'{"prompt":"x","stop":"' + bad + b'x"}')
+    for cut in rnd.sample(range(1, n), 40):  # truncated JSON, correctly framed
+        yield body(good[:cut])
+    wrong = {"prompt": [1.5, True, {}, [[]], [], ["x", 1], [1, "x"], [[1], 2], [-1], [1 << 40], [99999999], None],
+             "max_tokens": ["5", 1.5, [], {}, True, -1, 1 << 40], "temperature": ["1", [], {}, True, -1], "top_p": ["1", 0, 1.5, -1, [], True],
+             "top_k": ["1", 1.5, [], -2], "min_p": ["1", -0.1, 1.1, []], "n": ["1", 0, -1, 1.5, [], 1 << 40, True],
+             "stream": ["true", 1, [], {}], "stop": [1, True, {}, [1], [["x"]], [""], ""], "seed": ["1", 1.5, [], 1 << 70],
+             "logprobs": ["1", -1, 1000, [], True, 1.5], "echo": ["x", 1, []], "presence_penalty": ["1", [], True], "frequency_penalty": ["x", {}],
+             "repetition_penalty": ["1", 0, -1, []], "min_tokens": ["1", -1, 1.5], "ignore_eos": ["x", 1], "stop_token_ids": ["x", ["x"], [1.5], 1, [-5]],
+             "logit_bias": ["x", [], {"x": 1}, {"1": "x"}, {"-1": 1}, {"99999999": 1}], "allowed_token_ids": ["x", ["x"], [-1]], "priority": ["x", 1.5],
+             "return_token_ids": ["x", 1], "include_stop_str_in_output": ["x", 1], "model": [1, [], True], "best_of": [3, "x"], "suffix": ["x"],
+             "stream_options": ["x", 1], "prompt_logprobs": ["x", -2, 1.5], "bad_words": ["x", [1]], "guided_json": [{"type": "object"}], "use_beam_search": [True],
+             "prompt_embeds": ["x"], "response_format": [{"type": "json_object"}], "truncate_prompt_tokens": [5]}
+    for field, values in wrong.items():
+        for v in values:
+            yield body(json.dumps({**small(1), field: v}))
+    chat = {"messages": ["x", 1, {}, [], [1], ["x"], [{}], [{"role": "user", "content": 1}], [{"role": 1, "content": "x"}], [{"role": "user", "content": [{"type": "image_url"}]}]],
+            "top_logprobs": ["1", -1, 1000], "logprobs": [1, "x"], "max_completion_tokens": ["x", 0, -1], "tools": ["x", 1, {}],
+            "chat_template_kwargs": ["x", [], 1], "n": [0, "x"], "functions": [[{"name": "x"}]], "audio": [{"voice": "x"}]}
+    for field, values in chat.items():
+        for v in values:
+            yield body(json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, field: v}), path="/v1/chat/completions")
+    yield body(json.dumps({**small(1), "model": "another"}), 404)
+    yield body(json.dumps({"prompt": "x " * 5000}))
+    for path in ("/tokenize", "/detokenize"):
+        for text in ("", "{", "[]", "{}", '{"prompt":1}', '{"tokens":"x"}', '{"tokens":[-1]}', '{"tokens":[1.5]}'):
+            yield body(text, path=path)
+
+
+def test_a_thousand_bad_requests(server):
+    """Each gets the right 4xx (or 501, 505), and the next request, on a new connection, works. Bytes of good requests cut short,
+    changed and doubled make up the number: they must get an answer or a closed connection, and leave the server well."""
+    rnd = random.Random(6)
+    n, wrong = 0, []
+    for data, want in bad_requests(rnd):
+        with server.connect() as c:
+            c.send(data)
+            a = c.answer()
+            if a.status not in want or not a.error()["message"]:
+                wrong.append((data[:300], a.status, a.body[:200]))
+        assert server.get("/health").status == 200
+        n += 1
+    assert not wrong, wrong[:20]
+    good = raw_post(json.dumps(small(1)), "Content-Type: application/json\r\n").encode()
+    while n < 1000:
+        data = bytearray(good)
+        for _ in range(rnd.randint(1, 4)):
+            at = rnd.randrange(len(data))
+            kind = rnd.randrange(3)
+            if kind == 0:
+                data[at] = rnd.randrange(256)
+            elif kind == 1:
+                del data[at:at + rnd.randint(1, 20)]
+            else:
+                data[at:at] = data[at:at + rnd.randint(1, 20)]
+        with server.connect() as c:
+            c.s.settimeout(20)
+            c.send(bytes(data))
+            c.s.shutdown(socket.SHUT_WR)
+            try:
+                assert c.answer().status in (200, 400, 404, 405, 413, 414, 415, 417, 431, 501, 505)
+            except (EOFError, ConnectionResetError):
+                pass  # it was not whole: the server closed, too
+        assert server.get("/health").status == 200
+        n += 1
+    assert server.post("/v1/completions", small()).status == 200
+
+
+def test_bad_request_leaves_the_connection_and_others_alone(server):
+    want = server.post("/v1/completions", small(30)).json()["choices"][0]["text"]
+    got = []
+    threads = [threading.Thread(target=lambda: got.append(server.post("/v1/completions", small(30)).json()["choices"][0]["text"])) for _ in range(8)]
+    for t in threads:
+        t.start()
+    with server.connect() as c:
+        for _ in range(50):
+            assert c.request("POST", "/v1/completions", b"{").status == 400
+            assert c.request("POST", "/v1/completions", {"prompt": "x", "n": 0}).status == 400
+    for t in threads:
+        t.join()
+    assert got == [want] * 8
+
+
+# ---- Time ----
+
+def test_slow_clients_are_dropped_and_others_served():
+    with Server("--read-timeout", "1", "--keep-alive", "2") as s:
+        drips = [s.connect() for _ in range(20)]
+        start = time.time()
+        bodies = [s.connect().send("POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 1000\r\n\r\n{") for _ in range(20)]
+        idle = s.connect()
+        assert idle.request("GET", "/health").status == 200
+        for i, byte in enumerate("GET /health HTTP/1.1\r\nX: y"):  # slower than a head may be
+            for c in drips:
+                try:
+                    c.send(byte)
+                except OSError:
+                    pass
+            assert s.get("/health").status == 200
+            time.sleep(0.1)
+        for c in drips + bodies:
+            assert c.answer().status == 408 and c.closed()
+        assert time.time() - start < 8
+        assert idle.closed()  # no second request came
+        for c in drips + bodies + [idle]:
+            c.close()
+        s.wait_metric("http_connections", 1)
+
+
+def test_slow_reader_is_dropped():
+    with Server("--write-timeout", "1", "--max-num-seqs", "64") as s:
+        with s.connect(rcvbuf=4096) as c:
+            body = json.dumps({**LONG, "n": 256, "stream": True, "logprobs": 5})
+            c.send(f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n{body}")
+            assert c.head()[0] == 200
+            s.wait_metric("num_requests_waiting", 192)
+            s.wait_metric("num_requests_waiting", 0, 60)  # nothing is read: dropped and cancelled
+            s.wait_metric("num_requests_running", 0)
+            with pytest.raises((EOFError, ConnectionResetError)):
+                for _ in c.chunks():
+                    pass
+        assert s.post("/v1/completions", small()).status == 200
+
+
+def test_slow_reader_that_reads_gets_everything():
+    with Server("--write-timeout", "100") as s:
+        body = {"prompt": PROBLEM, "max_tokens": 900, "ignore_eos": True, "temperature": 0, "n": 8, "logprobs": 32}
+        want = {c["index"]: c["text"] for c in s.post("/v1/completions", body).json()["choices"]}
+        with s.connect(rcvbuf=4096) as c:
+            data = json.dumps({**body, "stream": True})
+            c.send(f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(data)}\r\n\r\n{data}")
+            assert c.head()[0] == 200
+            s.wait_metric("num_requests_running", 0, 60)  # the engine does not wait for the reader
+            got = b"".join(c.chunks())
+        assert texts(got) == (want, True) and len(got) > 6 << 20  # more than all buffers between
+
+
+def test_disconnect_cancels_running_queued_and_half_done():
+    with Server("--max-num-seqs", "4") as s:
+        kv_free = s.metric("kv_cache_usage_perc")
+        running = [s.connect().send(raw_post(json.dumps({**LONG, "n": 2, "stream": i == 0}))) for i in range(2)]
+        s.wait_metric("num_requests_running", 4)
+        queued = [s.connect().send(raw_post(json.dumps(LONG))) for _ in range(3)]
+        s.wait_metric("num_requests_waiting", 3)
+        for c in queued:
+            c.close()
+        s.wait_metric("num_requests_waiting", 0, 5)
+        assert s.metric("num_requests_running") == 4
+        for c in running:
+            c.close()
+        s.wait_metric("num_requests_running", 0, 5)
+        many = s.connect().send(raw_post(json.dumps({"prompt": PROBLEM, "max_tokens": 60, "ignore_eos": True, "n": 200, "stream": True})))
+        s.wait_metric("num_requests_waiting", 196)
+        end = time.time() + 30
+        while s.metric("num_requests_waiting") > 180 and time.time() < end:  # some samples are done
+            time.sleep(0.02)
+        many.close()
+        s.wait_metric("num_requests_waiting", 0, 5)
+        s.wait_metric("num_requests_running", 0, 5)
+        assert s.metric("kv_cache_usage_perc") == kv_free == 0
+        text = s.get("/metrics").body.decode()
+        assert int(re.search(r'finished_reason="abort"} (\d+)', text)[1]) > 150
+        assert s.post("/v1/completions", small()).status == 200
+
+
+# ---- Limits ----
+
+def test_full_queue():
+    with Server("--max-queue", "2", "--max-num-seqs", "1") as s:
+        first = s.connect().send(raw_post(json.dumps({**LONG, "stream": True})))
+        assert first.head()[0] == 200  # it has a first token
+        waiting = [s.connect().send(raw_post(json.dumps(LONG))) for _ in range(2)]
+        s.wait_metric("http_requests_waiting", 2)
+        with s.connect() as c:
+            a = c.request("POST", "/v1/completions", small())
+            assert a.status == 429 and int(a.headers["retry-after"]) >= 1 and a.error()["type"] == "rate_limit_error"
+            assert c.request("GET", "/health").status == 200
+            for w in waiting:
+                w.close()
+            s.wait_metric("http_requests_waiting", 0)
+            first.close()
+            assert c.request("POST", "/v1/completions", small()).status == 200
+        assert s.metric("http_requests_rejected_total") == 1
+
+
+def test_no_descriptors_left():
+    with Server(prefix=("bash", "-c", 'ulimit -n 150; exec "$0" "$@"')) as s:
+        held = [s.connect() for _ in range(150 - 64)]
+        s.wait_for("connections are open|$")
+        with s.connect() as c:
+            assert c.answer().status == 503 and c.closed()
+        s.wait_for(r"ulimit -n\) allows")
+        assert held[0].request("GET", "/health").status == 200
+        for c in held:
+            c.close()
+        end = time.time() + 10
+        while True:
+            try:
+                assert s.get("/health").status == 200
+                break
+            except (AssertionError, OSError):
+                assert time.time() < end
+                time.sleep(0.05)
+
+
+def test_no_descriptor_leaks(server):
+    server.get("/health")
+    time.sleep(0.2)
+    before = server.n_fds()
+    for i in range(300):
+        with server.connect() as c:
+            if i % 3 == 0:
+                c.request("GET", "/health")
+            elif i % 3 == 1:
+                c.send(raw_post(json.dumps(LONG)))
+            else:
+                c.send("GET /he")
+    end = time.time() + 10
+    while server.n_fds() > before and time.time() < end:
+        time.sleep(0.05)
+    assert server.n_fds() <= before
+
+
+# ---- Keys ----
+
+def test_keys(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("from-file-1\r\n\n  from-file-2\n")
+    with Server("--api-key", "from-flag", "--api-key", "second", "--api-key-file", str(keys)) as s:
+        for good in ("from-flag", "second", "from-file-1", "from-file-2"):
+            assert s.get("/v1/models", Authorization=f"Bearer {good}").status == 200
+        for bad in ("Bearer wrong", "Bearer from-fla", "Bearer from-flagg", "from-flag", "Basic from-flag", "Bearer ", None):
+            for path in ("/v1/models", "/metrics", "/v1/files", "/v1/batches/x"):
+                a = s.get(path, Authorization=bad)
+                assert a.status == 401 and a.headers["www-authenticate"] == "Bearer" and a.error()["type"] == "authentication_error"
+        assert s.post("/v1/completions", small()).status == 401
+        assert s.post("/v1/completions", small(), Authorization="bearer second").status == 200
+        assert s.get("/health").status == s.get("/version").status == s.get("/").status == 200
+        assert s.stop() == 0
+        assert not re.search("from-f|second|wrong", s.log)
+    with Server(env={"TOKA_API_KEY": "from-env"}) as s:
+        assert s.get("/v1/models").status == 401
+        assert s.get("/v1/models", Authorization="Bearer from-env").status == 200
+    keys.write_text("\n \n")
+    r = subprocess.run([TOKA, "serve", "--api-key-file", str(keys)], capture_output=True, timeout=60)
+    assert r.returncode == 1 and b"no key" in r.stderr
+
+
+# ---- Start and end ----
+
+def test_sigterm_lets_answers_finish():
+    with Server("--max-num-seqs", "2") as s:
+        want = s.post("/v1/completions", small(200, ignore_eos=True)).json()["choices"][0]["text"]
+        idle = s.connect()
+        assert idle.request("GET", "/health").status == 200
+        streams = [s.connect().send(raw_post(json.dumps(small(200, ignore_eos=True, stream=True)))) for _ in range(6)]
+        whole = s.connect().send(raw_post(json.dumps(small(200, ignore_eos=True))))
+        assert streams[0].head()[0] == 200
+        s.wait_metric("num_requests_waiting", 5)
+        s.p.send_signal(signal.SIGTERM)
+        assert idle.closed()
+        with pytest.raises(OSError):  # nobody new
+            for _ in range(100):
+                s.connect().close()
+                time.sleep(0.02)
+        assert texts(b"".join(streams[0].chunks())) == ({0: want}, True)
+        for c in streams[1:]:
+            assert texts(c.answer().body) == ({0: want}, True)
+            assert c.closed()
+        assert whole.answer().json()["choices"][0]["text"] == want
+        assert s.p.wait(10) == 0
+
+
+def test_second_sigterm_ends_at_once():
+    with Server() as s:
+        c = s.connect().send(raw_post(json.dumps({**LONG, "n": 500, "stream": True})))
+        assert c.head()[0] == 200
+        s.p.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert s.p.poll() is None
+        s.p.send_signal(signal.SIGTERM)
+        assert s.p.wait(5) != 0
+
+
+def test_ctrl_c_is_graceful_too():
+    with Server() as s:
+        s.p.send_signal(signal.SIGINT)
+        assert s.p.wait(10) == 0
+
+
+def test_503_while_loading(tmp_path):
+    model = os.path.join(ROOT, "test", "model")
+    for name in os.listdir(model):
+        if name != "tokenizer.json" and os.path.isfile(os.path.join(model, name)):
+            os.symlink(os.path.join(model, name), tmp_path / name)
+    with open(os.path.join(model, "tokenizer.json"), "rb") as f, open(tmp_path / "tokenizer.json", "wb") as g:
+        g.write(f.read() + b" " * 500_000_000)  # white space takes a while to read
+    with Server("-m", str(tmp_path), wait=False) as s:
+        a = s.get("/health")
+        assert a.status == 503 and a.error()["type"] == "unavailable_error" and int(a.headers["retry-after"]) >= 1
+        assert s.post("/v1/completions", small()).status == 503
+        assert s.get("/v1/models").status == s.get("/metrics").status == 503
+        assert s.get("/version").status == s.get("/").status == 200
+        assert "ready\n" not in s.log
+        s.wait_for("ready\n", 120)
+        assert s.get("/health").status == 200 and s.post("/v1/completions", small()).status == 200
+    os.remove(tmp_path / "tokenizer.json")
+
+
+def test_failures_at_start(tmp_path, server):
+    def run(*flags):
+        r = subprocess.run([TOKA, "serve", *flags], capture_output=True, timeout=60)
+        return r.returncode, r.stderr.decode()
+
+    assert run("--port", "0", "-m", str(tmp_path))[0] == 1
+    code, log = run("--port", str(server.address[1]))
+    assert code == 2 and "Address already in use" in log
+    for flags, word in ((["--port", "70000"], "--port"), (["--generation-config", "x"], "auto or vllm"), (["--max-queue", "-1"], "--max-queue"),
+                        (["--read-timeout", "0"], "--read-timeout"), (["--api-key", ""], "--api-key"), (["--host", "no.such.host.invalid"], "--host"),
+                        (["--max-body-bytes", "0"], "--max-body-bytes"), (["--server-threads", "99"], "--server-threads")):
+        code, log = run("--port", "0", *flags)
+        assert code == 1 and word in log
+
+
+def test_unix_socket(tmp_path):
+    path = str(tmp_path / "s")
+    with Server(uds=path) as s:
+        assert s.get("/health").status == 200
+        assert s.post("/v1/completions", small()).status == 200
+        r = subprocess.run([TOKA, "serve", "--uds", path], capture_output=True, timeout=60)
+        assert r.returncode == 1 and b"another server" in r.stderr
+        s.p.kill()
+        s.p.wait()
+    assert os.path.exists(path)  # left behind
+    with Server(uds=path) as s:
+        assert s.get("/health").status == 200
+        assert s.stop() == 0
+    assert not os.path.exists(path)
+    (tmp_path / "file").write_text("x")
+    r = subprocess.run([TOKA, "serve", "--uds", str(tmp_path / "file")], capture_output=True, timeout=60)
+    assert r.returncode == 2 and (tmp_path / "file").read_text() == "x"
+
+
+def test_generation_config():
+    with Server() as s:
+        assert "defaults from generation_config.json: temperature 0" in s.log
+        answers = {s.post("/v1/completions", {"prompt": "A", "max_tokens": 40}).json()["choices"][0]["text"] for _ in range(5)}
+        assert len(answers) == 1
+    with Server("--generation-config", "vllm") as s:
+        assert "generation_config" not in s.log
+        answers = {s.post("/v1/completions", {"prompt": "A", "max_tokens": 40}).json()["choices"][0]["text"] for _ in range(5)}
+        assert len(answers) > 1
+
+
+def test_uploads_do_not_fill_memory(tmp_path):
+    """A file of 100 MB goes to disk piece by piece, in chunks or not; one that breaks off is not kept."""
+    line = json.dumps({"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": {"prompt": "y" * 900}}) + "\n"
+    data = (line * 1000).encode()
+    head = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\nContent-Disposition: form-data; name="file"; filename="f.jsonl"\r\n\r\n'
+    tail = b"\r\n--b--\r\n"
+    n = 100_000_000 // len(data)
+    with Server(files=str(tmp_path)) as s:
+        def rss():
+            with open(f"/proc/{s.p.pid}/status") as f:
+                return int(re.search(r"VmHWM:\s+(\d+)", f.read())[1])
+
+        before = rss()
+        for framing in (f"Content-Length: {len(head) + n * len(data) + len(tail)}\r\n", "Transfer-Encoding: chunked\r\n"):
+            with s.connect() as c:
+                c.send("POST /v1/files HTTP/1.1\r\nHost: h\r\nContent-Type: multipart/form-data; boundary=b\r\n" + framing + "\r\n")
+                for piece in [head] + [data] * n + [tail]:
+                    c.send(b"%x\r\n" % len(piece) + piece + b"\r\n" if "chunked" in framing else piece)
+                a = c.send("0\r\n\r\n" if "chunked" in framing else "").answer()
+                assert a.status == 200 and a.json()["bytes"] == n * len(data)
+                got = c.request("GET", f"/v1/files/{a.json()['id']}/content")  # and comes back as it was
+                assert len(got.body) == n * len(data) and got.body[-len(data):] == data
+                assert c.request("DELETE", f"/v1/files/{a.json()['id']}").status == 200
+        assert rss() - before < 20_000
+        with s.connect() as c:
+            c.send("POST /v1/files HTTP/1.1\r\nHost: h\r\nContent-Type: multipart/form-data; boundary=b\r\nContent-Length: 50000000\r\n\r\n")
+            c.send(head + data * 10)
+        s.wait_metric("http_connections", 1)
+        assert s.get("/v1/files").json()["data"] == []
+        assert sum(f.stat().st_size for f in tmp_path.rglob("*") if f.is_file()) < 10_000
+
+
+def test_served_names():
+    with Server("--served-model-name", "one", "--served-model-name", "org/two") as s:
+        assert [m["id"] for m in s.get("/v1/models").json()["data"]] == ["one", "org/two"]
+        assert s.get("/v1/models/org%2Ftwo").status == s.get("/v1/models/org/two").status == 200
+        assert s.post("/v1/completions", small(model="org/two")).status == 200
+        assert s.post("/v1/completions", small(model="embedded")).status == 404
+
+
+# ---- What can be watched ----
+
+def read_metrics(text):
+    """The text format's rules (version 0.0.4): one HELP and TYPE before all samples of a family, together; no series twice;
+    counters end in _total; histograms have rising bounds and counts, +Inf, _sum and _count. Returns {series: value}."""
+    families, series, current = {}, {}, None
+    assert text.endswith("\n")
+    for line in text.splitlines():
+        if m := re.fullmatch(r"# HELP ([a-zA-Z_:][\w:]*) (.+)", line):
+            current = m[1]
+            assert current not in families
+            families[current] = None
+        elif m := re.fullmatch(r"# TYPE ([a-zA-Z_:][\w:]*) (counter|gauge|histogram)", line):
+            assert m[1] == current and families[current] is None
+            families[current] = m[2]
+            assert m[2] != "counter" or current.endswith("_total")
+        else:
+            m = re.fullmatch(r'([a-zA-Z_:][\w:]*)\{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\[\\n"])*",?)+)\} (\S+)', line)
+            assert m, line
+            base = re.sub("_(bucket|sum|count)$", "", m[1]) if families[current] == "histogram" else m[1]
+            assert base == current
+            assert (m[1], m[2]) not in series
+            series[m[1], m[2]] = float(m[3])
+            assert families[current] != "counter" or float(m[3]) >= 0
+    for name, kind in families.items():
+        if kind == "histogram":
+            buckets = [(float(re.search(r'le="([^"]+)"', labels)[1]), v) for (n, labels), v in series.items() if n == name + "_bucket"]
+            assert buckets == sorted(buckets) and [v for _, v in buckets] == sorted(v for _, v in buckets)
+            assert buckets[-1][0] == float("inf")
+            assert [v for (n, _), v in series.items() if n == name + "_count"] == [buckets[-1][1]]
+            assert len([1 for (n, _) in series if n == name + "_sum"]) == 1
+    kinds = {s: re.search(r'(?:finished_reason|code|phase)="(\w+)"', s[1]) for s in series}
+    return {s[0] + (m[1] if (m := kinds[s]) else ""): v for s, v in series.items() if not s[0].endswith("_bucket")}
+
+
+def test_metrics():
+    with Server("--served-model-name", 'a"b\\c') as s:
+        before = read_metrics(s.get("/metrics").body.decode())
+        assert s.get("/metrics").headers["content-type"].startswith("text/plain; version=0.0.4")
+        used = s.post("/v1/completions", small(10, n=3, ignore_eos=True, temperature=1)).json()["usage"]
+        s.post("/v1/completions", small(10, stream=True))
+        s.post("/v1/completions", b"{")
+        s.wait_metric("num_requests_running", 0)
+        after = read_metrics(s.get("/metrics").body.decode())
+        grown = {k.removeprefix("toka:"): after[k] - before[k] for k in after if after[k] != before[k]}
+        assert grown["generation_tokens_total"] >= used["completion_tokens"] == 30
+        assert grown["request_success_totallength"] + grown.get("request_success_totalstop", 0) == 4
+        assert grown["time_to_first_token_seconds_count"] == grown["e2e_request_latency_seconds_count"] == 2
+        assert grown["request_params_n_sum"] == 4 and grown["request_prompt_tokens_sum"] == 2 * used["prompt_tokens"]
+        assert grown["request_generation_tokens_sum"] == grown["generation_tokens_total"]
+        assert grown["inter_token_latency_seconds_count"] == grown["generation_tokens_total"] - 4  # but for first tokens
+        assert grown["prefix_cache_hits_total"] > 0 and grown["prefix_cache_queries_total"] >= grown["prefix_cache_hits_total"]
+        assert grown["http_responses_total4xx"] == 1 and grown["http_responses_total2xx"] >= 3
+
+
+def test_status_line():
+    with Server() as s:
+        with s.connect() as c:
+            c.send(raw_post(json.dumps({**LONG, "n": 2000, "stream": True})))
+            s.wait_for(r"prefill \d+ tok/s, decode [1-9]\d* tok/s, running 256, waiting \d+, KV [\d.]+%, prefix hits [\d.]+%, shared [\d.]+%", 20)
+        assert s.stop() == 0
+    with Server("-q") as s:
+        s.post("/v1/completions", small(100))
+        time.sleep(6)
+        assert "decode" not in s.read_log()
+
+
+def test_unknown_fields_are_told_once_or_refused(server):
+    for _ in range(3):
+        assert server.post("/v1/completions", small(no_such_field=1, **{"\x1b[31mred": 2})).status == 200
+    assert server.read_log().count("no_such_field") == 1 and "\x1b" not in server.log
+    with Server("--strict") as s:
+        a = s.post("/v1/completions", small(no_such_field=1))
+        assert a.status == 400 and "no_such_field" in a.error()["message"]
