@@ -12169,7 +12169,7 @@ static int api_parse_json(const api_model *m, enum api_route route, const json *
     return code;
 }
 
-UNUSED static int api_parse(const api_model *m, enum api_route route, str body, api_call *c, toka_err *e) {
+static int api_parse(const api_model *m, enum api_route route, str body, api_call *c, toka_err *e) {
     arena a = {0};
     const json *root = json_parse(&a, body, m->limits, e);
     int code = root ? api_parse_json(m, route, root, c, e) : e->code;
@@ -12731,7 +12731,7 @@ static void api_put_model(const api_model *m, const char *name, int64_t created,
 }
 
 /* /v1/models, or /v1/models/ID if id is not empty. False: there is no such model. */
-UNUSED static bool api_models(const api_model *m, str id, int64_t created, buf *out) {
+static bool api_models(const api_model *m, str id, int64_t created, buf *out) {
     for (int i = 0; i < m->n_names && id.n; i++)
         if (str_is(id, m->names[i])) return api_put_model(m, m->names[i], created, out), true;
     if (id.n) return false;
@@ -12780,8 +12780,8 @@ static int api_detokenize(api_call *c, const api_body *b, buf *out, toka_err *e)
 }
 
 /* A body of /tokenize or /detokenize answered at once. Fails as api_parse does. */
-UNUSED static int api_simple(const api_model *m, enum api_route route, str body, buf *out, toka_err *e, int *status,
-                             const char **param) {
+static int api_simple(const api_model *m, enum api_route route, str body, buf *out, toka_err *e, int *status,
+                      const char **param) {
     api_call c = {.m = m};
     api_body b;
     const json *root = json_parse(&c.a, body, m->limits, e);
