@@ -19,11 +19,11 @@ die() {
     exit 1
 }
 
-# The contents list at the top of toka.c and the banners below it say the same.
+# The contents list at the top of a file and the banners below it say the same.
 check() {
-    sed -n 's/^ \* *\([0-9]*\. .*\[[a-z]*\]\)$/\1/p' toka.c >"$tmp/contents"
-    sed -n 's/^ \* MARK: \(.*\)$/\1/p' toka.c >"$tmp/banners"
-    diff "$tmp/contents" "$tmp/banners" >&2 || die "the contents list of toka.c differs from its banners"
+    sed -n 's/^ \* *\([0-9]*\. .*\[[a-z]*\]\)$/\1/p' "$1" >"$tmp/contents"
+    sed -n 's/^ \* MARK: \(.*\)$/\1/p' "$1" >"$tmp/banners"
+    diff "$tmp/contents" "$tmp/banners" >&2 || die "the contents list of $1 differs from its banners"
 }
 
 # Nothing leaves an object file but toka_* and main.
@@ -37,15 +37,16 @@ cuda() {
     gencode=
     for a in $ARCHS; do gencode="$gencode -gencode arch=compute_$a,code=sm_$a"; done
     # shellcheck disable=SC2086
-    "$NVCC" -std=c++17 -O3 $gencode -Xptxas -v -c toka_kernels.cu -o "$tmp/kernels.o" >"$tmp/nvcc" 2>&1 || {
+    "$NVCC" -std=c++20 -O3 --threads 0 -Xcompiler -fno-exceptions $gencode -Xptxas -v -c toka_kernels.cu -o "$tmp/kernels.o" >"$tmp/nvcc" 2>&1 || {
         cat "$tmp/nvcc" >&2
         die "nvcc failed"
     }
-    grep -E 'C7508|C7510|C7511|C7515|[1-9][0-9]* bytes spill' "$tmp/nvcc" >&2 && die "nvcc serialised or spilled"
+    grep -E 'C7508|C7510|C7511|C7514|C7515|[1-9][0-9]* bytes spill' "$tmp/nvcc" >&2 && die "nvcc serialised or spilled"
     exports "$tmp/kernels.o"
 }
 
-check
+check toka.c
+check toka_kernels.cu
 [ "${1:-}" = check ] && exit 0
 flags=
 [ -f "$MODEL/model.safetensors" ] && flags="-DTOKA_EMBED=\"$MODEL\""

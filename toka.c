@@ -10083,7 +10083,7 @@ static int model_open(model_run *m, const toka_backend *be, const toka_device_op
     int code = be->open(&m->dev, o, shape, weights, e);
     if (code) return code;
     size_t heads = (size_t)o->max_tokens * shape->H * shape->D * be->activation_bytes;
-    m->x = be->alloc(m->dev, (size_t)o->max_tokens * shape->E * be->activation_bytes);
+    m->x = be->alloc(m->dev, (size_t)o->max_tokens * (size_t)((shape->E + 7) / 8 * 8) * be->activation_bytes);
     m->q = be->alloc(m->dev, heads);
     m->o = be->alloc(m->dev, heads);
     return be->status(m->dev, e);
@@ -18041,7 +18041,7 @@ typedef struct cli_flag {
 } cli_flag;
 
 enum { FOR_RUN = 1, FOR_TOKENIZE = 2, FOR_TEMPLATE = 4, FOR_SCORE = 8, FOR_MODELS = 16, FOR_BATCH = 32, FOR_THROUGHPUT = 64,
-       FOR_PLAN = 128, FOR_SERVE = 256, FOR_BENCH_SERVE = 512, FOR_DEVICES = 1024, FOR_ANY = 2047,
+       FOR_PLAN = 128, FOR_SERVE = 256, FOR_BENCH_SERVE = 512, FOR_DEVICES = 1024, FOR_OPS = 2048, FOR_ANY = 4095,
        FOR_OPENS = FOR_RUN | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE,
        FOR_SAMPLES = FOR_RUN | FOR_BATCH | FOR_THROUGHPUT, FOR_READS = FOR_RUN | FOR_SCORE | FOR_TOKENIZE | FOR_TEMPLATE };
 
@@ -18161,7 +18161,7 @@ static const cli_flag cli_flags[] = {
      "threads that tokenize requests and write answers (default: 2 to 8, by cores)"},
     {NULL, NULL, NULL, 0, 0, 0, "Output"},
     {"logprobs", "", "K", CLI_INT, AT(logprobs), FOR_RUN, "log-probability of each token, and of the K best"},
-    {"json", "", "", CLI_BOOL, AT(json), FOR_RUN | FOR_SCORE | FOR_THROUGHPUT | FOR_PLAN | FOR_BENCH_SERVE,
+    {"json", "", "", CLI_BOOL, AT(json), FOR_RUN | FOR_SCORE | FOR_THROUGHPUT | FOR_PLAN | FOR_BENCH_SERVE | FOR_OPS,
      "one JSON object instead of text"},
     {"quiet", "q", "", CLI_BOOL, AT(quiet), FOR_OPENS | FOR_BENCH_SERVE, "no last line on standard error"},
     {"decode", "", "", CLI_BOOL, AT(decode), FOR_TOKENIZE, "tokenize: ids on standard input, text on standard output"},
@@ -18213,7 +18213,8 @@ static const char cli_commands[] =
     "  toka batch -i IN -o OUT a file of requests to a file of results; the same command goes on where it stopped\n"
     "  toka bench throughput   time a dataset, each sample forced to its length; prints what vllm bench throughput prints\n"
     "  toka bench serve        measure a server: request rate, concurrency, latencies; prints what vllm bench serve prints\n"
-    "  toka bench plan         time the planning of a step at 8,192 sequences, without a model\n";
+    "  toka bench plan         time the planning of a step at 8,192 sequences, without a model\n"
+    "  toka bench ops          time every kernel of the GPU at the shapes of known models\n";
 
 static int cli_help(toka_err *e) {
     printf("toka %s - a high-throughput LLM inference engine in one C file\n\n%s", TOKA_VERSION, cli_commands);
@@ -18762,6 +18763,50 @@ static int cli_bench_serve(const cli *c, toka_err *e) {
     return code ? code : cli_write(STR(""), e);
 }
 
+/* ---- toka bench ops ---- */
+
+enum { RUN_PEAK_TFLOPS = 790 }; /* bf16, what an H100 or H200 sustains within its power limit (8192 cubed, random numbers) */
+
+typedef struct run_ops {
+    bool json, first;
+    double read; /* bytes per second: the first row */
+} run_ops;
+
+/* Prints one row. Share: of the roofline that the measured read bandwidth and RUN_PEAK_TFLOPS make. */
+static void run_ops_row(void *user, const toka_bench_row *r) {
+    run_ops *o = user;
+    double s = r->us * 1e-6;
+    if (o->first) o->read = r->bytes / s;
+    double floor_s = MAX(r->flop / (RUN_PEAK_TFLOPS * 1e12), r->bytes / o->read);
+    const char *bound = r->flop / (RUN_PEAK_TFLOPS * 1e12) > r->bytes / o->read ? "arithmetic" : "memory";
+    if (o->json)
+        printf("%s\n  {\"op\":\"%s\",\"model\":\"%s\",\"shape\":\"%s\",\"us\":%.3f,\"tflops\":%.2f,\"tbps\":%.4f,\"share\":%.4f,\"bound\":\"%s\"}",
+               o->first ? "[" : ",", r->op, r->model, r->shape, r->us, r->flop / s * 1e-12, r->bytes / s * 1e-12, floor_s / s, bound);
+    else {
+        if (o->first) printf("%-16s %-14s %-28s %10s %9s %7s %7s  %s\n", "op", "model", "shape", "us", "TFLOP/s", "TB/s", "share", "bound by");
+        printf("%-16s %-14s %-28s %10.2f %9.1f %7.3f %6.1f%%  %s\n", r->op, r->model, r->shape, r->us, r->flop / s * 1e-12,
+               r->bytes / s * 1e-12, 100 * floor_s / s, bound);
+    }
+    o->first = false;
+}
+
+static int run_bench_ops(bool as_json, toka_err *e) {
+    char line[200];
+    const toka_backend *be = pub_backends[0];
+    if (!be->bench) return fail(e, TOKA_E_USE, "toka bench ops needs a build with the GPU half (nvcc, toka_kernels.cu)");
+    if (!be->probe(0, line, sizeof line)) return fail(e, TOKA_E_DEVICE, "no GPU: %s", line);
+    run_ops o = {.json = as_json, .first = true};
+    if (!as_json) printf("%s\n", line);
+    int code = be->bench(run_ops_row, &o, e);
+    if (as_json && !o.first) puts("\n]");
+    return code;
+}
+
+static int cli_bench_ops(const cli *c, toka_err *e) {
+    int code = run_bench_ops(c->json, e);
+    return code ? code : cli_write(STR(""), e);
+}
+
 static int cli_bench_plan(const cli *c, toka_err *e) {
     int code = run_bench_plan(c->json, &cli_interrupted, e);
     return code ? code : cli_write(STR(""), e);
@@ -18878,7 +18923,8 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
                     {"score", NULL, FOR_SCORE, cli_score}, {"models", NULL, FOR_MODELS, cli_models}, {"devices", NULL, FOR_DEVICES, cli_devices},
                     {"batch", NULL, FOR_BATCH, cli_batch}, {"serve", NULL, FOR_SERVE, cli_serve},
                     {"bench", "throughput", FOR_THROUGHPUT, cli_bench_throughput},
-                    {"bench", "serve", FOR_BENCH_SERVE, cli_bench_serve}, {"bench", "plan", FOR_PLAN, cli_bench_plan}};
+                    {"bench", "serve", FOR_BENCH_SERVE, cli_bench_serve}, {"bench", "plan", FOR_PLAN, cli_bench_plan},
+                    {"bench", "ops", FOR_OPS, cli_bench_ops}};
     static const char *const planned[] = {"plan"};
     cli c = cli_default();
     int (*command)(const cli *, toka_err *) = cli_run_command;
@@ -18892,7 +18938,7 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
                 command = commands[i].main, bit = commands[i].bit, skip = commands[i].second ? 3 : 2;
         for (int i = 0; i < COUNT(planned); i++)
             if (!strcmp(argv[1], planned[i])) return fail(e, TOKA_E_USE, "toka %s is not in version %s", argv[1], TOKA_VERSION);
-        if (!command && !strcmp(argv[1], "bench")) return fail(e, TOKA_E_USE, "toka bench: expected throughput, serve or plan");
+        if (!command && !strcmp(argv[1], "bench")) return fail(e, TOKA_E_USE, "toka bench: expected throughput, serve, plan or ops");
         if (!command) return fail(e, TOKA_E_USE, "%s: no such command; see toka --help", argv[1]);
     }
     if ((code = cli_parse(&c, bit, argc - skip, argv + skip, e))) return code;

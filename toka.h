@@ -347,6 +347,12 @@ typedef struct toka_device_options {
     void *user;
 } toka_device_options;
 
+typedef struct toka_bench_row { /* one measurement of `toka bench ops` */
+    const char *op, *model, *shape; /* valid during the call */
+    double us, flop, bytes;         /* of one call of the op; bytes: the least that must move */
+} toka_bench_row;
+typedef void toka_bench_fn(void *user, const toka_bench_row *row);
+
 typedef struct toka_backend {
     const char *name;
     /* Describes device number i of this kind in one line. Returns 0 when there is none that can be used, with the reason in line. */
@@ -362,14 +368,17 @@ typedef struct toka_backend {
     toka_dev (*alloc)(toka_device *d, size_t bytes);             /* at open only; freed by close */
     void (*upload)(toka_device *d, toka_dev to, const void *from, size_t bytes);
     void (*download)(toka_device *d, void *to, toka_dev from, size_t bytes);
-    /* The transformer. x: [T][E] residual stream, q and o: [T][H][D], in the backend's own activation type
-     * (float32 on the CPU, bf16 on CUDA); `layer` also picks the layer's K and V pages. */
+    /* The transformer. x: [T][E] residual stream (with room for E rounded up to 8, where a backend wants to pad), q and o:
+     * [T][H][D], in the backend's own activation type (float32 on the CPU, bf16 on CUDA); `layer` also picks the layer's K
+     * and V pages. */
     void (*embed)(toka_device *d, const toka_step *s, toka_dev x);                              /* x = embed[ids] */
     void (*norm_qkv_rope_kv)(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q); /* K, V to their slots */
     void (*attention)(toka_device *d, const toka_step *s, int layer, toka_dev q, toka_dev o);
     void (*out_residual)(toka_device *d, const toka_step *s, int layer, toka_dev o, toka_dev x);     /* x += o W_o (+b) */
     void (*norm_mlp_residual)(toka_device *d, const toka_step *s, int layer, toka_dev x);  /* x += down(silu(gate)*up) */
     void (*norm_logits_sample)(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks);    /* picks[n_out], host */
+    /* Measures every op at the shapes of known models, without a model; the first row is the read bandwidth. NULL: not there. */
+    int (*bench)(toka_bench_fn *row, void *user, toka_err *e);
     size_t activation_bytes; /* bytes of one element of x, q and o, and of K and V */
     int page_tok;            /* tokens of a KV page: toka_shape.B */
     int default_tokens, default_seqs; /* of a step, and running at once, where the user does not say */

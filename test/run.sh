@@ -2,12 +2,14 @@
 # test/run.sh - builds toka, then runs every test there is. Last line: 'N passed, N failed, N skipped'; exit 1 if one failed.
 #
 #   test/run.sh              everything
-#   test/run.sh unit         only the C unit tests          (also: build, san, py, fuzz)
+#   test/run.sh unit         only the C unit tests          (also: build, san, py, fuzz, gpu)
+#   GPU_ARCH=90a test/run.sh gpubuild   only compiles the GPU's tests, on a machine without one
 #
 # Environment: FUZZ_SECONDS   time for each fuzzer (10)
 #              TOKA_TEST_DATA  folder of the public test data (../shared/data); tests that need it are skipped without it
 # Needs a C compiler. With clang: fuzzers too. With python3 and a package index (or pytest, tokenizers, numpy and jinja2 already
-# there): comparisons with Hugging Face tokenizers and jinja2, in a virtual environment under test/.venv.
+# there): comparisons with Hugging Face tokenizers and jinja2, in a virtual environment under test/.venv. With nvcc: the CUDA file
+# is built for all architectures; with a GPU too: the tests of every kernel and of whole models on it.
 set -u
 cd "$(dirname "$0")/.."
 export TOKA_TEST_DATA=${TOKA_TEST_DATA:-../shared/data}
@@ -129,11 +131,63 @@ fuzz_tests() {
     done
 }
 
+# ---- The GPU: every op against float64, whole models against the reference, under compute-sanitizer too ----
+
+gpu_program() { # NAME SOURCE...: compiled for GPU_ARCH, unless it is newer than all it is made of
+    local name=$1
+    shift
+    [ -x "$B/$name" ] && [ -z "$(find toka_kernels.cu toka.h toka.c test/gpu* -newer "$B/$name")" ] && return
+    step "$name compiles" nvcc -std=c++20 -O3 -Xcompiler -fno-exceptions -gencode "arch=compute_$GPU_ARCH,code=sm_$GPU_ARCH" \
+        -o "$B/$name" "$@" -lm -lpthread
+}
+gpu_programs() {
+    for source in test/gpu_*.cu; do gpu_program "$(basename "$source" .cu)" "$source"; done
+    step "gpu_model compiles" $CC -std=c11 -O2 -DTOKA_WITH_CUDA '-DTOKA_EMBED="test/model"' -w -c test/gpu_model.c -o $B/gpu_model.o
+    gpu_program gpu_model $B/gpu_model.o -x cu toka_kernels.cu
+}
+gpu_counts() { # NAME COMMAND...: a program whose last line is 'N passed, N failed, N skipped'
+    local name=$1 line
+    shift
+    timeout 600 "$@" >$B/log 2>&1
+    local status=$?
+    line=$(grep -E '^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped' $B/log | tail -1)
+    grep -v '^ok ' $B/log | tail -40
+    if [ -z "$line" ]; then result "$name ends (exit $status)" 1; return; fi
+    # shellcheck disable=SC2046
+    add $(echo "$line" | tr -dc '0-9 ' | cut -d' ' -f1-5)
+}
+gpu_tests() {
+    if ! ./toka devices | grep -q '^cuda.*compute capability'; then skip 1 "no GPU"; return; fi
+    GPU_ARCH=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
+    [ "$GPU_ARCH" = 90 ] && GPU_ARCH=90a
+    gpu_programs
+    for source in test/gpu_*.cu; do
+        local name
+        name=$(basename "$source" .cu)
+        [ -x "$B/$name" ] && gpu_counts "$name" "$B/$name"
+    done
+    [ -x $B/gpu_model ] && gpu_counts gpu_model $B/gpu_model
+    gpu_counts "the program on the GPU" python3 test/gpu_cli.py
+    if python3 -c 'import torch, transformers' 2>/dev/null; then
+        gpu_counts "against transformers" python3 test/gpu_hf.py $B/gpu_model
+    else skip 1 "no torch and transformers"; fi
+    if command -v compute-sanitizer >/dev/null; then
+        for source in test/gpu_*.cu; do
+            name=$(basename "$source" .cu)
+            for tool in memcheck racecheck synccheck; do
+                step "$name, $tool" timeout 300 compute-sanitizer --tool $tool --error-exitcode 9 "$B/$name" small
+            done
+        done
+    else skip 1 "no compute-sanitizer"; fi
+}
+
 wants build && build_tests
 wants unit && unit fast -O2
 wants san && unit san $SAN
 wants san && unit tsan -g -O1 -fsanitize=thread -Wno-tsan engine: cpu_pool "tokenizer: threads"
 [ -x ./toka ] || ./build.sh
+wants gpu && gpu_tests
+[ "$WANT" = gpubuild ] && gpu_programs
 wants py && python_tests
 wants fuzz && fuzz_tests
 echo "$passed passed, $failed failed, $skipped skipped"

@@ -1,0 +1,96 @@
+#!/usr/bin/env python3
+"""bench_peers.py - our GEMMs beside PyTorch's (cuBLAS) at the same shapes, on the same GPU, turn by turn.
+
+    python3 test/bench_peers.py PATH/TO/gpu_gemm [--json] [--min-M 256]
+
+For each shape the op test `gpu_gemm bench --paced` times ours and then this program times torch.mm: both as captured graphs of
+many calls over buffers that do not fit the L2 cache together, random data, median of replays. Ours includes its epilogue (the
+residual, SwiGLU; for qkv+ RoPE and the KV append), torch's is the bare product with bf16 output. The ratio is torch's time over
+ours: above 1 ours is faster.
+"""
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+
+import torch
+
+
+def torch_us(n, k, m, replays=9):
+    """Median microseconds of y[m][n] = x[m][k] w[n][k]^T."""
+    copies = min(24, 1 + (200 << 20) // (2 * (n * k + m * k + m * n)))
+    rows = []
+    for _ in range(copies):
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / math.sqrt(k)
+        rows.append((x, w, torch.empty(m, n, device="cuda", dtype=torch.bfloat16)))
+    calls = max(copies, min(200, int(1.5e-3 / (2.0 * m * n * k / 6e14 + 3e-6))) // copies * copies)
+    for x, w, y in rows:
+        torch.mm(x, w.t(), out=y)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            x, w, y = rows[i % copies]
+            torch.mm(x, w.t(), out=y)
+    times = []
+    for i in range(replays + 3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i >= 3:
+            times.append(begin.elapsed_time(end) * 1e3 / calls)
+    del graph, rows
+    return statistics.median(times)
+
+
+def pairs(binary):
+    """Yields our JSON rows with torch's time in "torch_us"."""
+    torch.zeros(1, device="cuda")
+    ours = subprocess.Popen([binary, "bench", "--paced"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    while True:
+        ours.stdin.write("\n")
+        ours.stdin.flush()
+        line = ours.stdout.readline()
+        if not line.startswith("{"):
+            break
+        row = json.loads(line)
+        row["torch_us"] = torch_us(row["N"], row["K"], row["M"])
+        row["ratio"] = row["torch_us"] / row["us"]
+        yield row
+    ours.stdin.close()
+    if ours.wait() != 0:
+        sys.exit("bench_peers.py: %s ended with status %d: %s" % (binary, ours.returncode, line))
+
+
+def main():
+    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args.add_argument("binary")
+    args.add_argument("--json", action="store_true", help="one line of JSON per shape")
+    args.add_argument("--min-M", type=int, default=512, help="rows that count for the closing mean")
+    a = args.parse_args()
+    print("# %s, torch %s, CUDA %s" % (torch.cuda.get_device_name(), torch.__version__, torch.version.cuda))
+    ratios = []
+    if not a.json:
+        print("%-14s %-8s %7s %6s %6s %9s %8s %9s %6s  %s" % (
+            "model", "GEMM", "N", "K", "M", "us", "TFLOP/s", "torch us", "ratio", "BN/split/mc"))
+    for r in pairs(a.binary):
+        if r["M"] >= a.min_M:
+            ratios.append(r["ratio"])
+        if a.json:
+            print(json.dumps(r), flush=True)
+        else:
+            print("%-14s %-8s %7d %6d %6d %9.2f %8.1f %9.2f %6.3f  %d/%d/%d" % (
+                r["model"], r["gemm"], r["N"], r["K"], r["M"], r["us"], r["tflops"], r["torch_us"], r["ratio"], r["bn"],
+                r["split"], r["mc"]), flush=True)
+    if ratios:
+        print("# M >= %d: %d shapes, geometric mean %.3f, least %.3f" % (
+            a.min_M, len(ratios), math.exp(statistics.fmean(map(math.log, ratios))), min(ratios)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+/* gpu.cuh - what the GPU's op tests share: random inputs, poisoned outputs between guard bands, float64 references, timing inside
+ * a captured graph. A test file includes ../toka_kernels.cu and then this one. Every test prints one line; gpu_report ends the run. */
+#include <algorithm>
+#include <functional>
+#include <string>
+#include <vector>
+
+static int gpu_passed, gpu_failed;
+static uint64_t gpu_seed = 1; /* of the run; printed, settable by TOKA_TEST_SEED */
+
+#define GPU_OK(call)                                                                                                          \
+    do {                                                                                                                      \
+        cudaError_t gpu_code = (call);                                                                                        \
+        if (gpu_code) {                                                                                                       \
+            printf("FAILED %s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(gpu_code));                        \
+            exit(2);                                                                                                          \
+        }                                                                                                                     \
+    } while (0)
+
+/* One comparison; prints only what failed, or everything with TOKA_TEST_VERBOSE. */
+static bool gpu_check(bool ok, const char *fmt, ...) {
+    static const bool verbose = getenv("TOKA_TEST_VERBOSE");
+    va_list ap;
+    ok ? gpu_passed++ : gpu_failed++;
+    if (ok && !verbose) return ok;
+    va_start(ap, fmt);
+    printf(ok ? "ok     " : "FAILED ");
+    vprintf(fmt, ap);
+    printf("\n");
+    va_end(ap);
+    return ok;
+}
+static int gpu_report() {
+    printf("%d passed, %d failed, 0 skipped (seed %llu)\n", gpu_passed, gpu_failed, (unsigned long long)gpu_seed);
+    return gpu_failed != 0;
+}
+
+/* ---- Random numbers: splitmix64 over a counter, equal on host and device ---- */
+
+__host__ __device__ static inline uint64_t gpu_mix(uint64_t z) {
+    z += 0x9E3779B97F4A7C15ull;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBull;
+    return z ^ z >> 31;
+}
+__host__ __device__ static inline float gpu_uniform(uint64_t seed, uint64_t i) { /* (0,1) */
+    return ((float)(gpu_mix(seed * 0x100000001B3ull + i) >> 41) + 0.5f) * (1.0f / 8388608.0f);
+}
+__host__ __device__ static inline float gpu_normal(uint64_t seed, uint64_t i) {
+    return sqrtf(-2 * logf(gpu_uniform(seed, 2 * i))) * cospif(2 * gpu_uniform(seed, 2 * i + 1));
+}
+__global__ static void gpu_fill_bf16(bf16 *p, size_t n, uint64_t seed, float scale) {
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x)
+        p[i] = __float2bfloat16(scale * gpu_normal(seed, i));
+}
+__global__ static void gpu_fill_f32(float *p, size_t n, uint64_t seed, float scale) {
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x)
+        p[i] = scale * gpu_normal(seed, i);
+}
+
+/* ---- Device buffers with guard bands ---- */
+
+enum { GPU_GUARD = 1024 }; /* bytes before and behind, 0xFF like everything that nobody wrote: NaN in every type */
+
+template <class T> struct gpu_buf {
+    size_t n = 0;
+    char *base = nullptr;
+    explicit gpu_buf(size_t n_) : n(n_) {
+        GPU_OK(cudaMalloc(&base, n * sizeof(T) + 2 * GPU_GUARD));
+        poison();
+    }
+    gpu_buf(const gpu_buf &) = delete;
+    ~gpu_buf() { cudaFree(base); }
+    T *p() { return (T *)(base + GPU_GUARD); }
+    void poison() { GPU_OK(cudaMemset(base, 0xFF, n * sizeof(T) + 2 * GPU_GUARD)); }
+    bool guards_hold() {
+        std::vector<unsigned char> g(2 * GPU_GUARD);
+        GPU_OK(cudaMemcpy(g.data(), base, GPU_GUARD, cudaMemcpyDeviceToHost));
+        GPU_OK(cudaMemcpy(g.data() + GPU_GUARD, base + GPU_GUARD + n * sizeof(T), GPU_GUARD, cudaMemcpyDeviceToHost));
+        for (unsigned char c : g)
+            if (c != 0xFF) return false;
+        return true;
+    }
+    std::vector<T> host() {
+        std::vector<T> v(n);
+        GPU_OK(cudaMemcpy(v.data(), p(), n * sizeof(T), cudaMemcpyDeviceToHost));
+        return v;
+    }
+    void set(const std::vector<T> &v) { GPU_OK(cudaMemcpy(p(), v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice)); }
+};
+static void gpu_random(gpu_buf<bf16> &b, uint64_t seed, float scale) {
+    gpu_fill_bf16<<<1056, 256>>>(b.p(), b.n, seed, scale);
+    GPU_OK(cudaGetLastError());
+}
+static void gpu_random(gpu_buf<float> &b, uint64_t seed, float scale) {
+    gpu_fill_f32<<<1056, 256>>>(b.p(), b.n, seed, scale);
+    GPU_OK(cudaGetLastError());
+}
+
+/* ---- Timing ---- */
+
+/* Median microseconds of one call of `op`, which launches on `stream`. `op(i)` is captured `per_graph` times with i = 0, 1, ... so that it
+ * can rotate among buffers that do not fit the cache together; the graph is replayed `replays` times after warming up. */
+static double gpu_time_us(cudaStream_t stream, int per_graph, int replays, const std::function<void(int)> &op) {
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    cudaEvent_t from, to;
+    GPU_OK(cudaEventCreate(&from));
+    GPU_OK(cudaEventCreate(&to));
+    op(0); /* sets attributes, loads code */
+    GPU_OK(cudaStreamSynchronize(stream));
+    GPU_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < per_graph; i++) op(i);
+    GPU_OK(cudaStreamEndCapture(stream, &graph));
+    GPU_OK(cudaGraphInstantiate(&exec, graph, 0));
+    std::vector<float> ms((size_t)replays);
+    for (int i = 0; i < 3; i++) GPU_OK(cudaGraphLaunch(exec, stream));
+    for (float &m : ms) {
+        GPU_OK(cudaEventRecord(from, stream));
+        GPU_OK(cudaGraphLaunch(exec, stream));
+        GPU_OK(cudaEventRecord(to, stream));
+        GPU_OK(cudaEventSynchronize(to));
+        GPU_OK(cudaEventElapsedTime(&m, from, to));
+    }
+    std::sort(ms.begin(), ms.end());
+    GPU_OK(cudaGraphExecDestroy(exec));
+    GPU_OK(cudaGraphDestroy(graph));
+    GPU_OK(cudaEventDestroy(from));
+    GPU_OK(cudaEventDestroy(to));
+    return ms[ms.size() / 2] * 1000.0 / per_graph;
+}
+
+/* A device for op tests: the card's facts and a stream; no model. */
+static toka_device *gpu_device() {
+    static toka_device d;
+    int major, minor;
+    cudaDriverEntryPointQueryResult found;
+    if (d.stream) return &d;
+    GPU_OK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+    GPU_OK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0));
+    GPU_OK(cudaDeviceGetAttribute(&d.n_sms, cudaDevAttrMultiProcessorCount, 0));
+    d.arch = 10 * major + minor, d.hopper = d.arch == 90;
+    GPU_OK(cudaStreamCreate(&d.stream));
+    GPU_OK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void **)&d.encode_map, 12000, cudaEnableDefault, &found));
+    const char *seed = getenv("TOKA_TEST_SEED");
+    gpu_seed = seed ? strtoull(seed, NULL, 10) : (uint64_t)time(NULL);
+    return &d;
+}

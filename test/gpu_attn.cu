@@ -1,0 +1,522 @@
+/* gpu_attn.cu - attention on the GPU against float64 over the same bf16 inputs: lengths around every tile border, all kinds of
+ * heads, trees of shared prefixes, windows, parts, with unused pages and unused ends of pages full of NaN; and the work list by
+ * itself. Arguments: none, small, lists (needs no GPU), bench [decode|tiles] [--json]. */
+#include "../toka_kernels.cu"
+#include "gpu.cuh"
+
+typedef struct shape_case { int D, K, G, B, window; } shape_case;
+
+struct seq { /* positions 0 .. len-1 known, the last `rows` of them are this step's */
+    std::vector<int> pages;
+    int len, rows, row0;
+};
+
+/* A step's worth of sequences, its pages, and its spans with prefixes shared or not. */
+struct scene {
+    shape_case c;
+    std::vector<seq> seqs;
+    std::vector<toka_span> shared; /* page0: index of the sequence that has the pages */
+    std::vector<int> free_pages;
+    int n_pages = 0, T = 0;
+    explicit scene(shape_case c_) : c(c_) {}
+    std::vector<int> take(int n) {
+        std::vector<int> v;
+        for (int i = 0; i < n; i++) v.push_back(n_pages++);
+        return v;
+    }
+    void add(int len, int rows, const std::vector<int> &prefix = {}) {
+        seq q = {prefix, len, rows, T};
+        std::vector<int> own = take(ceil_div(len, c.B) - (int)prefix.size());
+        q.pages.insert(q.pages.end(), own.begin(), own.end());
+        T += rows;
+        seqs.push_back(q);
+    }
+    void share(int first_seq, int n_seqs, int from_page, int n) {
+        int row0 = seqs[first_seq].row0, end = seqs[first_seq + n_seqs - 1].row0 + seqs[first_seq + n_seqs - 1].rows;
+        shared.push_back({row0, end - row0, first_seq, from_page * c.B, n * c.B});
+    }
+};
+
+/* The arrays of a scene's step. Page i of the scene lies in page order[i]; page n_pages is NaN and stands behind every table. */
+struct host_step {
+    std::vector<int> order, pos, pages;
+    std::vector<toka_span> spans;
+    toka_shape shape = {};
+    toka_step step = {};
+    host_step(scene &s, bool share, uint64_t seed) : order((size_t)s.n_pages) {
+        std::vector<int> cover(s.seqs.size(), 0), first;
+        for (int i = 0; i < s.n_pages; i++) order[i] = i;
+        for (int i = s.n_pages - 1; i > 0; i--) std::swap(order[i], order[gpu_mix(seed + i) % (i + 1)]);
+        for (seq &x : s.seqs) {
+            for (int i = 0; i < x.rows; i++) pos.push_back(x.len - x.rows + i);
+            shape.max_len = std::max(shape.max_len, x.len);
+            first.push_back((int)pages.size());
+            for (int pg : x.pages) pages.push_back(order[pg]);
+            for (int i = 0; i < 3; i++) pages.push_back(s.n_pages);
+        }
+        for (toka_span sp : s.shared) {
+            if (!share) break;
+            for (size_t i = 0; i < s.seqs.size(); i++)
+                if (s.seqs[i].row0 >= sp.row0 && s.seqs[i].row0 < sp.row0 + sp.n_rows) cover[i] = sp.kv0 + sp.n_kv;
+            sp.page0 = first[sp.page0] + sp.kv0 / s.c.B;
+            spans.push_back(sp);
+        }
+        for (size_t i = 0; i < s.seqs.size(); i++)
+            spans.push_back({s.seqs[i].row0, s.seqs[i].rows, first[i] + cover[i] / s.c.B, cover[i], s.seqs[i].len - cover[i]});
+        shape.H = s.c.K * s.c.G, shape.K = s.c.K, shape.D = s.c.D, shape.B = s.c.B, shape.L = 1;
+        step.T = s.T, step.pos = pos.data(), step.pages = pages.data(), step.spans = spans.data(), step.n_spans = (int)spans.size();
+    }
+};
+
+__global__ static void fill_slots(bf16 *kv, const int *slots, int n, int K, int D, int log2_B, uint64_t seed, float scale) {
+    for (int i = blockIdx.x; i < n; i += gridDim.x)
+        for (int j = threadIdx.x; j < K * 2 * D; j += blockDim.x) {
+            int page = slots[i] >> log2_B, off = slots[i] & ((1 << log2_B) - 1);
+            size_t at = ((((size_t)page * K * 2 + j / D) << log2_B) + off) * D + j % D;
+            kv[at] = __float2bfloat16(scale * gpu_normal(seed, at));
+        }
+}
+
+/* One block per row and head, in float64. tables: [row][n_table] pages. */
+__global__ static void reference(const bf16 *q, const bf16 *kv, const int *tables, int n_table, const int *pos, double *o, int K,
+                                 int G, int D, int log2_B, int window) {
+    int row = blockIdx.x / (K * G), head = blockIdx.x % (K * G), p = pos[row], from = window && p >= window ? p - window + 1 : 0;
+    __shared__ double acc[256], total, top;
+    __shared__ double scores[128];
+    const bf16 *qr = q + (size_t)blockIdx.x * D;
+    for (int j = threadIdx.x; j < 256; j += blockDim.x) acc[j] = 0;
+    if (!threadIdx.x) total = 0, top = -1e300;
+    for (int t0 = from; t0 <= p; t0 += 128) {
+        int t = t0 + threadIdx.x, n = min(128, p + 1 - t0);
+        __syncthreads();
+        double s = 0;
+        size_t at = 0;
+        if (t <= p) {
+            at = ((((size_t)tables[(size_t)row * n_table + (t >> log2_B)] * K + head / G) * 2 << log2_B) +
+                  (t & ((1 << log2_B) - 1))) * D;
+            for (int j = 0; j < D; j++) s += (double)__bfloat162float(qr[j]) * (double)__bfloat162float(kv[at + j]);
+            scores[threadIdx.x] = s / sqrt((double)D);
+        }
+        __syncthreads();
+        double m = top;
+        for (int i = 0; i < n; i++) m = fmax(m, scores[i]);
+        double fade = exp(top - m);
+        for (int j = threadIdx.x; j < D; j += blockDim.x) {
+            double x = acc[j] * fade;
+            for (int i = 0; i < n; i++) {
+                int u = t0 + i;
+                size_t v = ((((size_t)tables[(size_t)row * n_table + (u >> log2_B)] * K + head / G) * 2 + 1 << log2_B) +
+                            (u & ((1 << log2_B) - 1))) * D;
+                x += exp(scores[i] - m) * (double)__bfloat162float(kv[v + j]);
+            }
+            acc[j] = x;
+        }
+        __syncthreads();
+        if (!threadIdx.x) {
+            double l = total * fade;
+            for (int i = 0; i < n; i++) l += exp(scores[i] - m);
+            total = l, top = m;
+        }
+    }
+    __syncthreads();
+    for (int j = threadIdx.x; j < D; j += blockDim.x) o[(size_t)blockIdx.x * D + j] = acc[j] / total;
+}
+
+/* A scene on the device, ready to run. */
+struct stand : host_step {
+    scene &sc;
+    toka_device *d = gpu_device();
+    layer_weights layer = {};
+    gpu_buf<bf16> kv, q, o;
+    stand(scene &s, bool share, float q_scale, int seed)
+        : host_step(s, share, seed), sc(s), kv((size_t)(s.n_pages + 1) * s.c.K * 2 * s.c.B * s.c.D),
+          q((size_t)s.T * s.c.K * s.c.G * s.c.D), o(q.n) {
+        std::vector<int> slots;
+        for (seq &x : s.seqs)
+            for (int i = 0; i < x.len; i++) slots.push_back(order[x.pages[i / s.c.B]] * s.c.B + i % s.c.B);
+        gpu_buf<int> dev_slots(slots.size());
+        dev_slots.set(slots);
+        fill_slots<<<1024, 128>>>(kv.p(), dev_slots.p(), (int)slots.size(), s.c.K, s.c.D, __builtin_ctz(s.c.B), seed, 1);
+        gpu_random(q, seed + 1, q_scale);
+        layer.window = s.c.window;
+        d->shape = &shape, d->layers = &layer, d->kv = kv.p(), d->kv_layer = kv.n;
+        d->options.max_tokens = s.T, d->options.n_pages = s.n_pages + 1;
+        attn_open(d);
+        stage_open(d, &d->up, attn_stage_bytes(d) + (size_t)s.T * sizeof(int) + 64);
+        plan();
+    }
+    void plan() {
+        d->up.used = 0;
+        d->rows.pos = (const int *)stage_put(&d->up, pos.data(), pos.size() * sizeof(int));
+        attn_plan_step(d, &step);
+        stage_send(d, &d->up);
+        GPU_OK(cudaStreamSynchronize(d->stream));
+    }
+    void run() { attention(d, &step, 0, q.p(), o.p()); }
+    bool ok(const char *what) {
+        GPU_OK(cudaStreamSynchronize(d->stream));
+        return gpu_check(!d->error.code, "%s: %s", what, d->error.msg);
+    }
+    std::vector<double> wanted() {
+        size_t n_table = 0, row = 0;
+        for (seq &x : sc.seqs) n_table = std::max(n_table, x.pages.size());
+        std::vector<int> t((size_t)sc.T * n_table, 0);
+        for (size_t i = 0, at = 0; i < sc.seqs.size(); at += sc.seqs[i].pages.size() + 3, i++)
+            for (int r = 0; r < sc.seqs[i].rows; r++, row++)
+                for (size_t j = 0; j < sc.seqs[i].pages.size(); j++) t[row * n_table + j] = pages[at + j];
+        gpu_buf<int> tables(t.size());
+        gpu_buf<double> r(q.n);
+        tables.set(t);
+        reference<<<sc.T * sc.c.K * sc.c.G, 128>>>(q.p(), kv.p(), tables.p(), (int)n_table, d->rows.pos, r.p(), sc.c.K, sc.c.G,
+                                                   sc.c.D, __builtin_ctz(sc.c.B), sc.c.window);
+        GPU_OK(cudaDeviceSynchronize());
+        return r.host();
+    }
+    ~stand() {
+        attn_close(d);
+        for (int i = 0; i < d->n_blocks; i++) cudaFree(d->blocks[i]);
+        cudaFreeHost(d->up.host);
+        d->n_blocks = 0, d->error.code = 0;
+    }
+};
+
+static void check(scene &s, const char *name, float q_scale = 1.5f) {
+    std::vector<double> want;
+    char what[200];
+    for (int share = s.shared.empty() ? 0 : 1; share >= 0; share--) {
+        stand st(s, share, q_scale, (int)(gpu_mix(gpu_seed + s.T * 31 + s.c.D) >> 33));
+        snprintf(what, sizeof what, "%s D=%d K=%d G=%d B=%d window=%d%s", name, s.c.D, s.c.K, s.c.G, s.c.B, s.c.window,
+                 s.shared.empty() ? "" : share ? " shared" : " unshared");
+        st.o.poison();
+        st.run();
+        if (!st.ok(what)) continue;
+        want = st.wanted();
+        std::vector<bf16> got = st.o.host();
+        double err = 0, ref = 0, worst = 0;
+        size_t worst_at = 0;
+        for (size_t i = 0; i < want.size(); i++) {
+            double e = (double)__bfloat162float(got[i]) - want[i];
+            err += e * e, ref += want[i] * want[i];
+            if (!(fabs(e) <= worst)) worst = fabs(e), worst_at = i;
+        }
+        int HD = s.c.K * s.c.G * s.c.D;
+        gpu_check(sqrt(err / ref) < 5e-3 && worst < 0.05 && st.o.guards_hold() && st.q.guards_hold(),
+                  "%s: relative error %.2e, largest %.3g (row %d head %d column %d: %.5g, expected %.5g)", what, sqrt(err / ref),
+                  worst, (int)(worst_at / HD), (int)(worst_at % HD / s.c.D), (int)(worst_at % s.c.D),
+                  (double)__bfloat162float(got[worst_at]), want[worst_at]);
+    }
+}
+
+static const int lengths[] = {1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 191, 257, 899, 900, 901};
+
+/* depth levels of shared pages; the first has `pages` pages, the others one or two, three children each; own parts of any length */
+static void grow(scene &s, int depth, int pages, const std::vector<int> &prefix, int rows, int fan) {
+    std::vector<int> path = prefix, more = s.take(pages);
+    path.insert(path.end(), more.begin(), more.end());
+    int first = (int)s.seqs.size();
+    size_t at = s.shared.size();
+    s.shared.push_back({});
+    for (int i = 0; i < fan; i++) {
+        int n = (int)path.size() * s.c.B, extra = lengths[(i * 5 + depth) % 18];
+        if (depth > 1 && i < 3) grow(s, depth - 1, 1 + i % 2, path, rows, fan);
+        else s.add(n + std::max(extra, rows), rows, path);
+    }
+    int n_seqs = (int)s.seqs.size() - first;
+    toka_span last = {};
+    s.share(first, n_seqs, (int)prefix.size(), pages);
+    last = s.shared.back(), s.shared.pop_back(), s.shared[at] = last;
+}
+static void test_decode(shape_case c) {
+    scene s(c);
+    for (int n : lengths) s.add(n, 1);
+    check(s, "decode");
+}
+static void test_prefill(shape_case c) { /* whole prompts, chunks behind earlier pages, and decode rows beside them */
+    scene s(c);
+    for (int n : lengths) s.add(n, n);
+    s.add(300, 1);
+    s.add(700, 37);
+    s.add(901, 200);
+    check(s, "prefill");
+}
+static void test_tree(shape_case c, int depth, int pages, int rows, int fan) {
+    scene s(c);
+    s.add(77, 1);
+    grow(s, depth, pages, {}, rows, fan);
+    s.add(130, 5);
+    grow(s, 1, 1, {}, 1, 2);
+    char name[60];
+    snprintf(name, sizeof name, "tree of depth %d, %d pages, %d rows, fan %d", depth, pages, rows, fan);
+    check(s, name);
+}
+
+static void test_repeat(shape_case c) {
+    scene s(c);
+    grow(s, 2, 9, {}, 1, 20);
+    for (int n : lengths) s.add(n + 1000, 1);
+    s.add(2000, 100);
+    stand st(s, true, 1.5f, 7);
+    st.run();
+    if (!st.ok("repeats")) return;
+    std::vector<bf16> first = st.o.host();
+    int bad = 0;
+    for (int i = 0; i < 100; i++) {
+        st.o.poison();
+        st.run();
+        std::vector<bf16> again = st.o.host();
+        bad += memcmp(first.data(), again.data(), first.size() * sizeof(bf16)) != 0;
+    }
+    gpu_check(bad == 0, "100 repeats D=%d: %d differ", c.D, bad);
+}
+
+/* ---- The work list alone: no GPU needed ---- */
+
+/* Follows the items level by level: every query sees its positions exactly once, on the right pages, begins with a state exactly
+ * when it has one, and ends in o. */
+struct list_check {
+    host_step &h;
+    const attn_plan *p;
+    const int *pages; /* as uploaded */
+    std::vector<int> table; /* [row] where the row's pages begin in h.pages */
+    std::vector<std::vector<char>> seen;
+    std::vector<int> state; /* 0 none, 1 has a state, 2 done */
+    int bad = 0, parts = 0;
+    void leave(int q0, int nq, int where) {
+        for (int q = q0; q < q0 + nq; q++) {
+            bad += state[q] != (where & ATTN_SEED ? 1 : 0);
+            state[q] = where & ATTN_TO_O ? 2 : 1;
+        }
+    }
+    void item(const attn_item &it) {
+        int G = h.shape.H / h.shape.K, lo = INT_MAX, hi = -1;
+        for (int q = it.q0; q < it.q0 + it.nq; q++) {
+            int row = q / G, end = std::min(it.kv1, h.pos[row] + 1);
+            lo = std::min(lo, h.pos[row]), hi = std::max(hi, h.pos[row]);
+            for (int t = it.kv0; t < end; t++) {
+                bad += seen[q][t]++ != 0;
+                bad += pages[it.page0 + (t - it.kv0) / h.shape.B] != h.pages[table[row] + t / h.shape.B];
+            }
+        }
+        bad += lo != it.pos_lo || hi != it.pos_hi || it.kv0 % h.shape.B || it.kv1 > hi + 1;
+    }
+    void level(const attn_level &l) {
+        std::vector<char> slots((size_t)p->max_slots, 0);
+        for (int m = l.merge0; m < l.merge0 + l.n_merges; m++) {
+            const attn_merge &me = p->merges[m];
+            int units = ceil_div(me.nq, ATTN_SMALL_Q);
+            bad += me.nq > l.merge_nq || me.slot + me.n * units > p->max_slots;
+            for (int i = me.slot; i < me.slot + me.n * units && i < p->max_slots; i++) bad += slots[i]++ != 0;
+        }
+        std::vector<char> written((size_t)p->max_slots, 0);
+        for (int i = l.tile0; i < l.small0 + l.n_small; i++) {
+            const attn_item &it = p->items[i];
+            bad += it.nq > (i < l.tile0 + l.n_tiles ? p->tile_q : (int)ATTN_SMALL_Q);
+            item(it);
+            if (it.where & (ATTN_TO_O | ATTN_TO_STATE)) leave(it.q0, it.nq, it.where);
+            else
+                for (int u = 0; u < ceil_div(it.nq, ATTN_SMALL_Q); u++, parts++) bad += written[(it.where >> ATTN_SLOT) + u]++ != 0;
+        }
+        bad += slots != written;
+        for (int m = l.merge0; m < l.merge0 + l.n_merges; m++) leave(p->merges[m].q0, p->merges[m].nq, p->merges[m].where);
+    }
+};
+static void check_list(scene &s, bool share, bool hopper, bool want_parts, const char *name) {
+    host_step h(s, share, 99);
+    toka_device d = {};
+    d.shape = &h.shape, d.n_sms = 132, d.hopper = hopper, d.options.max_tokens = s.T, d.kv_layer = 1 << 20;
+    attn_plan_open(&d);
+    std::vector<char> up(attn_stage_bytes(&d) + 64);
+    d.up.host = d.up.dev = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d.up.cap = up.size() - 16;
+    attn_plan_step(&d, &h.step);
+    list_check c = {h, d.attn, d.attn->dev_pages};
+    int G = s.c.G, at = 0, left = 0;
+    for (seq &x : s.seqs) {
+        c.table.insert(c.table.end(), (size_t)x.rows, at);
+        at += (int)x.pages.size() + 3;
+    }
+    for (int q = 0; q < s.T * G; q++) c.seen.emplace_back((size_t)h.pos[q / G] + 1, 0);
+    c.state.resize((size_t)s.T * G, 0);
+    for (int i = 0; i < d.attn->n_levels; i++) c.level(d.attn->levels[i]);
+    for (int q = 0; q < s.T * G; q++) left += c.state[q] != 2 || std::count(c.seen[q].begin(), c.seen[q].end(), 0) != 0;
+    gpu_check(!c.bad && !left && !d.error.code && (!want_parts || c.parts),
+              "work list of %s G=%d D=%d: %d wrong, %d queries left, %d parts%s", name, G, s.c.D, c.bad, left, c.parts,
+              d.error.code ? d.error.msg : "");
+    attn_close(&d);
+}
+static void test_lists() {
+    for (int G : {1, 4, 24})
+        for (int D : {40, 64})
+            for (bool hopper : {false, true}) {
+                scene few({D, 2, G, 64, 0}), many({D, 2, G, 64, 0}), tree({D, 2, G, 64, 0}), chunk({D, 2, G, 64, 0});
+                for (int n : {5000, 3000, 900, 17}) few.add(n, 1);
+                few.add(4000, 50);
+                for (int i = 0; i < 700; i++) many.add(41 + i * 37 % 400, 1 + i % 90 / 88 * 40);
+                grow(tree, 3, 5, {}, 1, 12), grow(tree, 1, 70, {}, 2, 30), tree.add(300, 300);
+                chunk.add(9000, 512);
+                check_list(few, false, hopper, true, "few long sequences");
+                check_list(many, false, hopper, false, "many sequences");
+                check_list(tree, true, hopper, false, "a tree");
+                check_list(tree, false, hopper, false, "a tree, unshared");
+                check_list(chunk, false, hopper, false, "a chunk");
+            }
+}
+
+static void test_all(bool small) {
+    test_lists();
+    const int Ds[] = {8, 16, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256}, Gs[] = {1, 2, 3, 4, 5, 7, 8, 12};
+    int n = 0;
+    for (int D : Ds) {
+        shape_case c = {D, 2, Gs[n % 8], n % 3 == 0 ? 64 : n % 3 == 1 ? 16 : 32, 0};
+        n++;
+        if (small && D != 64 && D != 80 && D != 128 && D != 256) continue;
+        test_decode(c);
+        test_prefill(c);
+        test_tree(c, 1 + n % 3, 3, 1, 6);
+        c.window = 70;
+        test_prefill(c), test_decode(c);
+    }
+    for (int G : Gs) {
+        if (small) break;
+        for (int D : {64, 128}) {
+            shape_case c = {D, 3, G, 64, 0};
+            test_decode(c), test_prefill(c), test_tree(c, 2, 5, 1, 40);
+        }
+    }
+    shape_case c = {64, 2, 4, 64, 0}, wide = {128, 1, 24, 64, 0}, w = {128, 2, 4, 64, 100};
+    test_decode(wide), test_prefill(wide);
+    if (small) return;
+    for (int depth = 1; depth <= 3; depth++)
+        for (int rows : {1, 3, 70}) test_tree(c, depth, 2, rows, 5), test_tree(w, depth, 2, rows, 5);
+    for (int D : {64, 80, 96, 128}) {
+        scene s({D, 2, 4, 64, 0});
+        for (int n : {5000, 3000, 900, 17}) s.add(n, 1); /* parts */
+        s.add(4000, 50);
+        check(s, "parts");
+        check(s, "logits of 50", 14);
+        check(s, "one key rules", 60);
+        scene t({D, 2, 4, 64, 0});
+        grow(t, 1, 40, {}, 1, 30); /* parts of a shared prefix */
+        grow(t, 1, 1, {}, 1, 300);
+        check(t, "long prefix");
+        test_repeat({D, 2, 4, 64, 0});
+    }
+}
+
+/* ---- Timings ---- */
+
+static bool json;
+
+static void say(const char *what, int D, double us, double bytes, double flops, double ceiling) {
+    if (json)
+        printf("{\"op\":\"attention\",\"case\":\"%s\",\"D\":%d,\"us\":%.2f,\"gb_s\":%.1f,\"tflop_s\":%.1f,"
+               "\"read_share\":%.3f}\n", what, D, us, bytes / us * 1e-3, flops / us * 1e-6, bytes / us * 1e-3 / ceiling);
+    else
+        printf("%-44s D=%-4d %9.1f us %7.0f GB/s %5.1f %% of reading %7.1f TFLOP/s\n", what, D, us, bytes / us * 1e-3,
+               bytes / us * 1e-1 / ceiling, flops / us * 1e-6);
+}
+
+__global__ static void read_all(const uint4 *p, size_t n, int *out) {
+    uint32_t x = 0;
+    size_t at = blockIdx.x * (size_t)blockDim.x + threadIdx.x, step = (size_t)gridDim.x * blockDim.x;
+    for (size_t i = at; i + 3 * step < n; i += 4 * step) {
+        uint4 a = p[i], b = p[i + step], c = p[i + 2 * step], d = p[i + 3 * step];
+        x ^= a.x ^ a.y ^ a.z ^ a.w ^ b.x ^ b.y ^ b.z ^ b.w ^ c.x ^ c.y ^ c.z ^ c.w ^ d.x ^ d.y ^ d.z ^ d.w;
+    }
+    if (x == 0x12345678) *out = 1;
+}
+static double read_ceiling() { /* GB/s */
+    size_t n = (size_t)2 << 30;
+    gpu_buf<char> b(n);
+    gpu_buf<int> out(1);
+    fill_slots<<<1, 1>>>(NULL, NULL, 0, 1, 64, 4, 0, 0);
+    gpu_fill_f32<<<1056, 256>>>((float *)b.p(), n / 4, 3, 1);
+    double us = gpu_time_us(gpu_device()->stream, 4, 5, [&](int) {
+        read_all<<<2112, 512, 0, gpu_device()->stream>>>((uint4 *)b.p(), n / 16, out.p());
+    });
+    return n / us * 1e-3;
+}
+
+static void bench_decode(const char *what, int D, int n, int from, int to, double ceiling) {
+    scene s({D, 8, 4, 64, 0});
+    double tokens = 0;
+    for (int i = 0; i < n; i++) {
+        int len = from + (int)(gpu_mix(i) % (uint64_t)(to - from + 1));
+        s.add(len, 1), tokens += len;
+    }
+    stand st(s, false, 1.5f, 5);
+    double us = gpu_time_us(st.d->stream, 8, 7, [&](int) { st.run(); });
+    if (st.ok(what)) say(what, D, us, tokens * 8 * D * 4, tokens * 32 * D * 4, ceiling);
+}
+static void bench_prefix(int D, int n, int pages, double ceiling) {
+    scene s({D, 8, 4, 64, 0});
+    char what[60];
+    s.shared.push_back({});
+    std::vector<int> prefix = s.take(pages);
+    for (int i = 0; i < n; i++) s.add(pages * 64 + 1, 1, prefix);
+    s.share(0, n, 0, pages), s.shared.erase(s.shared.begin());
+    stand st(s, true, 1.5f, 5);
+    snprintf(what, sizeof what, "prefix of %d, %d sequences", pages * 64, n);
+    st.d->attn->n_levels = 1; /* without the own parts */
+    double us = gpu_time_us(st.d->stream, 8, 7, [&](int) { st.run(); }), keys = (double)n * pages * 64;
+    if (st.ok(what)) say(what, D, us, pages * 64.0 * 8 * D * 4 + (double)n * 32 * D * 6, keys * 32 * D * 4, ceiling);
+}
+static void bench_prefill(int D, int len, int rows, double ceiling) {
+    scene s({D, 8, 4, 64, 0});
+    char what[60];
+    s.add(len, rows);
+    stand st(s, false, 1.5f, 5);
+    snprintf(what, sizeof what, "prefill of %d rows behind %d", rows, len - rows);
+    double us = gpu_time_us(st.d->stream, 8, 7, [&](int) { st.run(); }), keys = rows * (len - rows + (rows + 1) * 0.5);
+    if (st.ok(what)) say(what, D, us, len * 8.0 * D * 4 + rows * 32.0 * D * 4, keys * 32 * D * 4, ceiling);
+}
+static void bench_plan() {
+    scene s({64, 8, 4, 64, 0});
+    std::vector<int> prefix = s.take(11);
+    for (int i = 0; i < 8192; i++) s.add(704 + 10 + i % 150, 1, prefix);
+    s.share(0, 8192, 0, 11);
+    stand st(s, true, 1, 5);
+    struct timespec a, b;
+    double best = 1e9;
+    for (int i = 0; i < 20; i++) {
+        st.d->up.used = 0;
+        clock_gettime(CLOCK_MONOTONIC, &a);
+        attn_plan_step(st.d, &st.step);
+        clock_gettime(CLOCK_MONOTONIC, &b);
+        best = std::min(best, (b.tv_sec - a.tv_sec) * 1e6 + (b.tv_nsec - a.tv_nsec) * 1e-3);
+    }
+    printf(json ? "{\"op\":\"attention\",\"case\":\"work list of 8192 sequences\",\"us\":%.1f,\"bytes\":%zu}\n"
+                : "work list of 8192 sequences, one shared prefix: %.1f us of the host, %zu bytes up\n", best, st.d->up.used);
+}
+static void bench(bool decode, bool tiles) {
+    double ceiling = read_ceiling();
+    printf(json ? "{\"op\":\"read\",\"gb_s\":%.1f}\n" : "reading 2 GiB: %.0f GB/s\n", ceiling);
+    bench_plan();
+    for (int D : {64, 128}) {
+        if (!decode) break;
+        bench_decode("decode, 4096 sequences of 150..900", D, 4096, 150, 900, ceiling);
+        bench_decode("decode, 4096 sequences of 10..300", D, 4096, 10, 300, ceiling);
+        bench_decode("decode, 64 sequences of 4096", D, 64, 4096, 4096, ceiling);
+        bench_decode("decode, 1 sequence of 8192", D, 1, 8192, 8192, ceiling);
+        bench_decode("decode, 1 sequence of 640", D, 1, 640, 640, ceiling);
+    }
+    for (int D : {64, 96, 128}) {
+        if (!tiles) break;
+        for (int n : {8448, 4096, 1024, 64}) bench_prefix(D, n, 11, ceiling);
+        bench_prefix(D, 64, 256, ceiling);
+        for (int n : {1024, 4096, 16384}) bench_prefill(D, n, n, ceiling);
+        bench_prefill(D, 16384, 512, ceiling);
+    }
+}
+
+int main(int argc, char **argv) {
+    bool small = false, timings = false, only_tiles = false, only_decode = false;
+    for (int i = 1; i < argc; i++) {
+        small |= !strcmp(argv[i], "small"), timings |= !strcmp(argv[i], "bench"), json |= !strcmp(argv[i], "--json");
+        only_tiles |= !strcmp(argv[i], "tiles"), only_decode |= !strcmp(argv[i], "decode");
+    }
+    if (argc > 1 && !strcmp(argv[1], "lists")) return test_lists(), gpu_report();
+    gpu_device();
+    if (timings) bench(!only_tiles, !only_decode);
+    else test_all(small);
+    return gpu_report();
+}

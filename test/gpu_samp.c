@@ -1,0 +1,50 @@
+/* gpu_samp.c - the CPU's sampling (chapter 15 of toka.c) and its random cases, for gpu_samp.cu to compare with: those are C, and this
+ * file lets C++ call them. */
+#include "../toka.c"
+
+#include "check.h"
+#include "test_samp.c"
+
+typedef struct toka_test_case {
+    toka_out_row row;
+    float *raw; /* [V] */
+} toka_test_case;
+
+void toka_test_row(const toka_out_row *row, float *logits, int V, toka_pick *pick);
+void toka_test_distribution(const toka_out_row *row, float *logits, int V, double *p);
+toka_test_case toka_test_random(uint64_t seed, int V);
+double toka_test_g(const int *seen, const double *p, int n_cells, double n);
+
+/* samp_row; logits are overwritten. */
+void toka_test_row(const toka_out_row *row, float *logits, int V, toka_pick *pick) { samp_row(row, logits, V, pick); }
+
+/* p[V]: the probability of each id being picked; all 0 if none may be. logits become the adjusted ones. */
+void toka_test_distribution(const toka_out_row *row, float *logits, int V, double *p) {
+    const toka_sampling *s = row->sampling;
+    double total = 0;
+    for (int i = 0; i < V; i++) logits[i] = samp_clean(logits[i]), p[i] = 0;
+    samp_adjust(row, logits, V);
+    samp_dist d = {logits, V, samp_max(logits, V), s->temperature > 0 ? 1 / (double)s->temperature : 1, {-INFINITY, -1}};
+    if (d.max == -INFINITY) return;
+    if (s->temperature == 0) {
+        int id = 0;
+        while (logits[id] != d.max) id++;
+        p[id] = 1;
+        return;
+    }
+    samp_truncate(&d, s);
+    for (int i = 0; i < V; i++) total += p[i] = samp_kept(&d, i) ? samp_weight(&d, logits[i]) : 0;
+    for (int i = 0; i < V; i++) p[i] /= total;
+}
+
+/* A row with random logits and random filters; its memory is never freed. */
+toka_test_case toka_test_random(uint64_t seed, int V) {
+    uint64_t s = seed * 0x9E3779B97F4A7C15u;
+    samp_case *c = mem_zalloc(sizeof *c);
+    for (int i = 0; i < 8; i++) rnd(&s);
+    *c = random_case(&s, V);
+    return (toka_test_case){row_of(c), c->raw};
+}
+
+/* The p-value of a G-test: seen[] of n draws against p[]. */
+double toka_test_g(const int *seen, const double *p, int n_cells, double n) { return g_test(seen, p, n_cells, n); }

@@ -1,0 +1,566 @@
+/* gpu_samp.cu - chapter 10 against chapter 15 of toka.c: picks, kept sets and log-probabilities of random rows; the distribution of a million
+ * draws; the op as a whole against float64. Link it with gpu_samp.c, compiled as C.
+ *   gpu_samp            the tests        gpu_samp quick      few and small (for compute-sanitizer)        gpu_samp bench      times */
+#include "../toka_kernels.cu"
+
+#include "gpu.cuh"
+
+extern "C" {
+typedef struct toka_test_case {
+    toka_out_row row;
+    float *raw;
+} toka_test_case;
+void toka_test_row(const toka_out_row *row, float *logits, int V, toka_pick *pick);
+void toka_test_distribution(const toka_out_row *row, float *logits, int V, double *p);
+toka_test_case toka_test_random(uint64_t seed, int V);
+double toka_test_g(const int *seen, const double *p, int n_cells, double n);
+}
+
+static bool quick;
+
+/* ---- A device with nothing but this chapter ---- */
+
+static toka_shape shape;
+static toka_device *samp_device(int V, int E, int max_out) { /* lm_head and norm are the caller's to set */
+    toka_device *d = gpu_device();
+    shape = toka_shape{};
+    shape.V = V, shape.E = E, shape.eps = 1e-5f, shape.max_len = 4096;
+    d->shape = &shape, d->E = up_8(E), d->V = up_8(V);
+    d->options = toka_device_options{};
+    d->options.max_tokens = d->options.max_out = max_out;
+    samp_open(d);
+    d->xn = (bf16 *)dev_alloc(d, (size_t)max_out * d->E * sizeof(bf16), "xn");
+    stage_open(d, &d->up, samp_stage_bytes(d) + 4096);
+    if (d->error.code) printf("FAILED %s\n", d->error.msg), exit(2);
+    return d;
+}
+static void samp_device_close(toka_device *d) {
+    GPU_OK(cudaStreamSynchronize(d->stream));
+    samp_close(d);
+    cudaFreeHost(d->up.host);
+    cudaEventDestroy(d->up.sent);
+    for (int i = 0; i < d->n_blocks; i++) cudaFree(d->blocks[i]);
+    free(d->blocks), d->blocks = NULL, d->n_blocks = 0;
+}
+
+static toka_step step_of(const std::vector<toka_out_row> &rows) {
+    toka_step s = {};
+    s.T = s.n_out = (int)rows.size(), s.out = rows.data();
+    return s;
+}
+
+/* Picks of rows with these logits [n][V], which are stored as the GEMM would, a chunk at a time. */
+static std::vector<toka_pick> picks_of(toka_device *d, const std::vector<toka_out_row> &rows, const std::vector<const float *> &logits) {
+    samp_plan *p = d->samp;
+    toka_step s = step_of(rows);
+    size_t V = (size_t)d->shape->V;
+    std::vector<toka_pick> picks(rows.size());
+    s.T = INT_MAX; /* there is no x here */
+    stage_begin(d, &d->up);
+    samp_plan_step(d, &s);
+    stage_send(d, &d->up);
+    for (int i = 0, n; i < s.n_out; i += n) {
+        samp_filter *filters = NULL;
+        bool plain = i < p->n_plain;
+        n = std::min(p->chunk, (plain ? p->n_plain : s.n_out) - i);
+        if (!plain) n = samp_send_filters(d, &s, i, n, &filters);
+        if (!n) break;
+        GPU_OK(cudaMemsetAsync(p->logits, 0xFF, (size_t)p->chunk * p->ldl * sizeof(float), d->stream));
+        for (int j = 0; j < n; j++)
+            GPU_OK(cudaMemcpyAsync(p->logits + (size_t)j * p->ldl, logits[p->order[i + j]], V * sizeof(float), cudaMemcpyHostToDevice, d->stream));
+        samp_from_logits(d, i, n, plain ? n : 0, filters);
+    }
+    samp_collect(d, &s, picks.data());
+    if (d->error.code) printf("FAILED %s\n", d->error.msg), exit(2);
+    return picks;
+}
+
+static bool close_to(double a, double b, double tol) { return a == b || fabs(a - b) <= tol * std::max(1.0, fabs(b)); }
+static bool same_pick(const toka_pick &a, const toka_pick &b) {
+    return a.id == b.id && !memcmp(&a.logprob, &b.logprob, 4) && !memcmp(&a.sampled_logprob, &b.sampled_logprob, 4) && a.n_top == b.n_top &&
+           !memcmp(a.top_ids, b.top_ids, (size_t)a.n_top * 4) && !memcmp(a.top_logprobs, b.top_logprobs, (size_t)a.n_top * 4);
+}
+
+/* ---- Random rows, all filters, against the CPU ---- */
+
+static int unsure, compared; /* rows where rounding decides what a filter keeps */
+
+static void check_row(const char *what, const toka_test_case &c, int V, const toka_pick &got) {
+    std::vector<float> x(c.raw, c.raw + V);
+    std::vector<double> p((size_t)V);
+    toka_pick want = {};
+    const toka_sampling *s = c.row.sampling;
+    toka_test_row(&c.row, x.data(), V, &want);
+    compared++;
+    bool ok = got.n_top == want.n_top;
+    for (int i = 0; ok && i < want.n_top; i++)
+        ok = got.top_ids[i] == want.top_ids[i] && close_to(got.top_logprobs[i], want.top_logprobs[i], 1e-5);
+    gpu_check(ok, "%s: top log-probabilities, %d for %d", what, got.n_top, want.n_top);
+    if (!gpu_check(got.id >= 0 && got.id < V, "%s: id %d", what, got.id)) return;
+    if (c.row.forced_id >= 0) {
+        gpu_check(got.id == want.id && close_to(got.logprob, want.logprob, 1e-5) && got.sampled_logprob == got.logprob,
+                  "%s: forced %d, %g %g for %d, %g", what, got.id, got.logprob, got.sampled_logprob, want.id, want.logprob);
+        return;
+    }
+    std::copy(c.raw, c.raw + V, x.begin());
+    toka_test_distribution(&c.row, x.data(), V, p.data());
+    double mass = 0;
+    for (double q : p) mass += q;
+    if (mass == 0 || s->temperature == 0) {
+        gpu_check(got.id == want.id && got.sampled_logprob == 0, "%s: id %d (%g) for %d", what, got.id, got.sampled_logprob, want.id);
+        gpu_check(close_to(got.logprob, want.logprob, 1e-5), "%s: logprob %g for %g", what, got.logprob, want.logprob);
+        return;
+    }
+    bool fits = p[(size_t)got.id] > 0 && close_to(got.sampled_logprob, log(p[(size_t)got.id]), 3e-5);
+    if (!fits && (s->top_p < 1 || s->min_p > 0)) unsure++; /* counted: few may be */
+    else
+        gpu_check(fits, "%s: id %d, sampled %g for %g (T %g, top_k %d, top_p %g, min_p %g, V %d)", what, got.id, got.sampled_logprob,
+                  log(p[(size_t)got.id]), s->temperature, s->top_k, s->top_p, s->min_p, V);
+    toka_out_row forced = c.row; /* the raw log-probability of the id that was drawn here */
+    toka_sampling none = *s;
+    none.logprobs = 0, forced.sampling = &none, forced.forced_id = got.id;
+    std::copy(c.raw, c.raw + V, x.begin());
+    toka_test_row(&forced, x.data(), V, &want);
+    bool undone = s->n_bias || c.row.n_history; /* from the adjusted logit, with its rounding */
+    gpu_check(close_to(got.logprob, want.logprob, undone ? 5e-5 : 1e-5), "%s: logprob %g for %g", what, got.logprob, want.logprob);
+}
+
+static void test_random(int V, int n, uint64_t seed0) {
+    toka_device *d = samp_device(V, 8, 64);
+    for (int from = 0; from < n; from += 64) {
+        std::vector<toka_test_case> cases;
+        std::vector<toka_out_row> rows;
+        std::vector<const float *> logits;
+        for (int i = 0; i < std::min(64, n - from); i++) {
+            toka_test_case c = toka_test_random(seed0 + (uint64_t)(from + i), V);
+            if (i % 7 == 3) c.row.forced_id = (int)(gpu_mix(seed0 + (uint64_t)i) % (uint64_t)V);
+            c.row.row = i;
+            cases.push_back(c), rows.push_back(c.row), logits.push_back(c.raw);
+        }
+        std::vector<toka_pick> picks = picks_of(d, rows, logits), again = picks_of(d, rows, logits);
+        std::vector<toka_out_row> turned(rows.rbegin(), rows.rend());
+        std::vector<const float *> turned_logits(logits.rbegin(), logits.rend());
+        for (size_t i = 0; i < turned.size(); i++) turned[i].row = (int)i;
+        std::vector<toka_pick> other = picks_of(d, turned, turned_logits);
+        for (size_t i = 0; i < rows.size(); i++) {
+            char what[80];
+            snprintf(what, sizeof what, "V %d, case %llu", V, (unsigned long long)(seed0 + (uint64_t)from + i));
+            check_row(what, cases[i], V, picks[i]);
+            gpu_check(same_pick(picks[i], again[i]), "%s: another time another pick", what);
+            gpu_check(same_pick(picks[i], other[rows.size() - 1 - i]), "%s: in another order another pick", what);
+        }
+        if (gpu_failed > 20) break;
+    }
+    samp_device_close(d);
+}
+
+/* ---- Edges ---- */
+
+static toka_sampling plain(float T) {
+    toka_sampling s = {};
+    s.temperature = T, s.top_p = 1, s.repetition_penalty = 1, s.seed = 99;
+    return s;
+}
+static toka_out_row drawn(const toka_sampling *s, uint32_t position) {
+    toka_out_row r = {};
+    r.forced_id = -1, r.sampling = s, r.position = position;
+    return r;
+}
+
+static void test_edges() {
+    const int V = 1000;
+    toka_device *d = samp_device(V, 8, 256);
+    toka_sampling s[8] = {plain(0), plain(1), plain(0.6f), plain(1e-6f), plain(1e-40f), plain(1e30f), plain(0), plain(1)};
+    s[6].logprobs = 5, s[7].logprobs = 5;
+    std::vector<std::vector<float>> kinds(8, std::vector<float>((size_t)V, 0.0f));
+    for (int i = 0; i < V; i++) {
+        float x = 3 * gpu_normal(5, (uint64_t)i);
+        kinds[0][(size_t)i] = -INFINITY, kinds[1][(size_t)i] = NAN;
+        kinds[2][(size_t)i] = i == 700 || i == 710 ? INFINITY : x;       /* two of +inf share */
+        kinds[3][(size_t)i] = i % 3 ? i % 3 == 1 ? NAN : -INFINITY : x;
+        kinds[4][(size_t)i] = 1e30f * x, kinds[5][(size_t)i] = i == 997 ? 5 : -INFINITY;
+        kinds[6][(size_t)i] = i % 100 == 57 ? 4 : -4;                    /* ties of the best */
+        kinds[7][(size_t)i] = x > 0 ? FLT_MAX : -FLT_MAX;
+    }
+    std::vector<toka_test_case> cases;
+    std::vector<toka_out_row> rows;
+    std::vector<const float *> logits;
+    for (size_t k = 0; k < kinds.size(); k++)
+        for (int j = 0; j < 8; j++)
+            for (int forced = -1; forced < 2; forced++) {
+                toka_test_case c = {drawn(&s[j], (uint32_t)(8 * k) + (uint32_t)j), kinds[k].data()};
+                c.row.row = (int)rows.size();
+                if (forced >= 0) c.row.forced_id = forced ? 999 : 700;
+                cases.push_back(c), rows.push_back(c.row), logits.push_back(c.raw);
+            }
+    std::vector<toka_pick> picks = picks_of(d, rows, logits);
+    for (size_t i = 0; i < rows.size(); i++) {
+        char what[60];
+        snprintf(what, sizeof what, "edge %d, sampling %d, forced %d", (int)i / 24, (int)i / 3 % 8, rows[i].forced_id);
+        check_row(what, cases[i], V, picks[i]);
+    }
+    for (int t = 0; t < 100; t++) {
+        std::vector<toka_pick> again = picks_of(d, rows, logits);
+        bool same = true;
+        for (size_t i = 0; i < rows.size(); i++) same &= same_pick(picks[i], again[i]);
+        if (!gpu_check(same, "repeat %d differs", t)) break;
+    }
+    samp_device_close(d);
+}
+
+/* The draw does not change with what else is asked of the row, as long as nothing is cut. */
+static void test_paths() {
+    const int V = 5000, n = 128;
+    toka_device *d = samp_device(V, 8, 2 * n);
+    toka_sampling s[2] = {plain(0.8f), plain(0.8f)};
+    s[1].logprobs = 3, s[1].min_p = 1e-30f;
+    std::vector<std::vector<float>> x((size_t)n, std::vector<float>((size_t)V));
+    std::vector<toka_out_row> rows;
+    std::vector<const float *> logits;
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < 2; j++) {
+            for (int k = 0; k < V; k++) x[(size_t)i][(size_t)k] = 2 * gpu_normal(77 + (uint64_t)i, (uint64_t)k);
+            rows.push_back(drawn(&s[j], (uint32_t)i)), rows.back().row = 2 * i + j, logits.push_back(x[(size_t)i].data());
+        }
+    std::vector<toka_pick> picks = picks_of(d, rows, logits);
+    for (size_t i = 0; i < rows.size(); i += 2)
+        gpu_check(picks[i].id == picks[i + 1].id && close_to(picks[i].sampled_logprob, picks[i + 1].sampled_logprob, 1e-5) &&
+                  close_to(picks[i].logprob, picks[i + 1].logprob, 1e-5), "row %zu: %d plain, %d with filters", i, picks[i].id, picks[i + 1].id);
+    samp_device_close(d);
+}
+
+/* ---- The distribution ---- */
+
+/* n draws of one row of logits at positions 0 .. n-1, as counts. Rows without filters share one stored row (stride 0). */
+static std::vector<int> draws(toka_device *d, const toka_sampling &how, const std::vector<float> &logits, int n, uint32_t sample) {
+    samp_plan *p = d->samp;
+    int V = d->shape->V, batch = d->options.max_out;
+    std::vector<int> seen((size_t)V);
+    std::vector<samp_result> results((size_t)batch);
+    std::vector<toka_out_row> rows;
+    toka_out_row one = drawn(&how, 0);
+    one.sample = sample;
+    bool filtered = samp_filtered(&one, V);
+    if (filtered) batch = std::min(batch, p->chunk);
+    rows.assign((size_t)batch, one);
+    int stride = filtered ? p->ldl : 0, stored = filtered ? batch : 1, whole = p->ldl;
+    gpu_buf<float> master((size_t)stored * (size_t)whole);
+    for (int i = 0; i < stored; i++)
+        GPU_OK(cudaMemcpy(master.p() + (size_t)i * (size_t)whole, logits.data(), (size_t)V * sizeof(float), cudaMemcpyHostToDevice));
+    for (int at = 0; at < n; at += batch) {
+        for (int i = 0; i < batch; i++) rows[(size_t)i].position = (uint32_t)(at + i), rows[(size_t)i].row = i;
+        toka_step s = step_of(rows);
+        stage_begin(d, &d->up);
+        samp_plan_step(d, &s);
+        stage_send(d, &d->up);
+        samp_filter *filters = NULL;
+        if (filtered) gpu_check(samp_send_filters(d, &s, 0, batch, &filters) == batch, "lists do not fit");
+        GPU_OK(cudaMemcpyAsync(p->logits, master.p(), master.n * sizeof(float), cudaMemcpyDeviceToDevice, d->stream));
+        p->ldl = stride;
+        samp_from_logits(d, 0, batch, filtered ? 0 : batch, filters);
+        p->ldl = whole;
+        GPU_OK(cudaMemcpyAsync(results.data(), p->results, (size_t)batch * sizeof(samp_result), cudaMemcpyDeviceToHost, d->stream));
+        GPU_OK(cudaStreamSynchronize(d->stream));
+        for (int i = 0; i < std::min(batch, n - at); i++) seen[(size_t)results[(size_t)i].id]++;
+    }
+    return seen;
+}
+
+static void check_distribution(toka_device *d, const char *what, const toka_sampling &how, const std::vector<float> &logits, int n) {
+    int V = d->shape->V;
+    std::vector<float> x = logits;
+    std::vector<double> p((size_t)V);
+    toka_out_row row = drawn(&how, 0);
+    toka_test_distribution(&row, x.data(), V, p.data());
+    std::vector<int> seen = draws(d, how, logits, n, 0);
+    double value = toka_test_g(seen.data(), p.data(), V, n);
+    gpu_check(value > 1e-6, "%s: G-test of %d draws, p = %g", what, n, value);
+    for (int i = 0, turn = 0; i < V; i++) /* the test of the test: every other id a little more likely, the rest a little less */
+        if (p[(size_t)i] > 0) p[(size_t)i] *= turn++ % 2 ? 1.03 : 0.97;
+    double total = 0;
+    for (double q : p) total += q;
+    for (double &q : p) q /= total;
+    value = toka_test_g(seen.data(), p.data(), V, n);
+    gpu_check(value < 1e-6, "%s: a distribution that is off by 3 %% passes, p = %g", what, value);
+}
+
+static void test_distributions() {
+    const int V = 300, n = quick ? 20000 : 1000000;
+    if (quick) return;
+    toka_device *d = samp_device(V, 8, 8192);
+    std::vector<float> x((size_t)V);
+    for (int i = 0; i < V; i++) x[(size_t)i] = 1.5f * gpu_normal(31, (uint64_t)i) + (i == 17 || i == 20 ? 3.0f : 0);
+    toka_sampling s = plain(1);
+    check_distribution(d, "plain", s, x, n);
+    s.temperature = 0.6f, check_distribution(d, "temperature 0.6", s, x, n);
+    s.temperature = 2.5f, check_distribution(d, "temperature 2.5", s, x, n);
+    s.temperature = 1, s.top_k = 6, check_distribution(d, "top-k", s, x, n / 4);
+    s.top_k = 0, s.top_p = 0.8f, check_distribution(d, "top-p", s, x, n / 4);
+    s.top_p = 1, s.min_p = 0.1f, check_distribution(d, "min-p", s, x, n / 4);
+    s = plain(0.7f), s.top_k = 40, s.top_p = 0.92f, s.min_p = 0.02f, s.seed = 0xDEADBEEF12345678u;
+    check_distribution(d, "all together", s, x, n / 4);
+
+    std::vector<float> low = x; /* p-values of many seeds are uniform: Kolmogorov and Smirnov */
+    std::vector<double> values, p((size_t)V);
+    toka_sampling one = plain(0.9f);
+    toka_out_row row = drawn(&one, 0);
+    toka_test_distribution(&row, low.data(), V, p.data());
+    for (int i = 0; i < 40; i++) {
+        one.seed = 1000 + (uint64_t)i * 0x100000001u;
+        std::vector<int> seen = draws(d, one, x, 65536, (uint32_t)i);
+        values.push_back(toka_test_g(seen.data(), p.data(), V, 65536));
+    }
+    std::sort(values.begin(), values.end());
+    double far = 0;
+    for (size_t i = 0; i < values.size(); i++)
+        far = std::max(far, std::max(fabs(values[i] - (double)i / 40), fabs(values[i] - (double)(i + 1) / 40)));
+    gpu_check(far < 2.2 / sqrt(40.0), "p-values over 40 seeds: distance from uniform %g (chance of more: 1e-4 at 0.348)", far);
+    samp_device_close(d);
+}
+
+/* Pairs of draws at neighbouring positions, samples and seeds are independent. */
+static void test_pairs() {
+    const int V = 8, n = quick ? 4096 : 500000;
+    toka_device *d = samp_device(V, 8, 8192);
+    std::vector<float> x = {0.1f, 0.9f, -0.4f, 0, 0.7f, 0.2f, -1, 0.5f}, copy = x;
+    std::vector<double> one((size_t)V), p((size_t)(V * V));
+    toka_sampling s = plain(1);
+    toka_out_row row = drawn(&s, 0);
+    toka_test_distribution(&row, copy.data(), V, one.data());
+    for (int i = 0; i < V * V; i++) p[(size_t)i] = one[(size_t)(i / V)] * one[(size_t)(i % V)];
+    samp_plan *plan = d->samp;
+    GPU_OK(cudaMemcpyAsync(plan->logits, x.data(), (size_t)V * sizeof(float), cudaMemcpyHostToDevice, d->stream));
+    int whole = plan->ldl;
+    for (int which = 0; which < 3; which++) {
+        std::vector<int> seen((size_t)(V * V));
+        for (int at = 0; at < n; at += 4096) {
+            std::vector<toka_sampling> how(8192, s);
+            std::vector<toka_out_row> rows;
+            std::vector<samp_result> results(8192);
+            for (int i = 0; i < 8192; i++) {
+                uint32_t number = (uint32_t)(2 * at + i);
+                rows.push_back(drawn(&how[(size_t)i], which == 0 ? number : 3));
+                rows.back().row = i, rows.back().sample = which == 1 ? number : 4;
+                how[(size_t)i].seed = which == 2 ? number : 11;
+            }
+            toka_step st = step_of(rows);
+            stage_begin(d, &d->up);
+            samp_plan_step(d, &st);
+            stage_send(d, &d->up);
+            plan->ldl = 0;
+            for (int i = 0; i < 8192; i += plan->part_rows) samp_from_logits(d, i, plan->part_rows, plan->part_rows, NULL);
+            plan->ldl = whole;
+            GPU_OK(cudaMemcpyAsync(results.data(), plan->results, 8192 * sizeof(samp_result), cudaMemcpyDeviceToHost, d->stream));
+            GPU_OK(cudaStreamSynchronize(d->stream));
+            for (int i = 0; i < 8192; i += 2) seen[(size_t)(results[(size_t)i].id * V + results[(size_t)i + 1].id)]++;
+        }
+        double total = 0;
+        for (int c : seen) total += c;
+        double value = toka_test_g(seen.data(), p.data(), V * V, total);
+        gpu_check(value > 1e-6, "pairs by %s: p = %g", which == 0 ? "position" : which == 1 ? "sample" : "seed", value);
+    }
+    samp_device_close(d);
+}
+
+/* A whole vocabulary: flat logits, and rare ids beside one that has nearly all the mass, in its group, block and elsewhere. */
+static void test_tails() {
+    const int V = 128256, n = 1 << 20, hot = 70013;
+    if (quick) return;
+    toka_device *d = samp_device(V, 8, 4096);
+    std::vector<float> x((size_t)V, 1.25f);
+    toka_sampling s = plain(0.7f);
+    std::vector<int> seen = draws(d, s, x, n, 7);
+    std::vector<int> by_block(501), by_lane(256);
+    std::vector<double> p_block(501, 256.0 / V), p_lane(256, 501.0 / V);
+    for (int i = 0; i < V; i++) by_block[(size_t)(i / 256)] += seen[(size_t)i], by_lane[(size_t)(i % 256)] += seen[(size_t)i];
+    double a = toka_test_g(by_block.data(), p_block.data(), 501, n), b = toka_test_g(by_lane.data(), p_lane.data(), 256, n), most = 0;
+    for (int c : seen) most = std::max(most, (double)c);
+    gpu_check(a > 1e-6 && b > 1e-6, "flat logits: blocks p = %g, places p = %g", a, b);
+    gpu_check(most < 40, "flat logits: an id drawn %g times, expected 8.2 on average", most);
+
+    s = plain(1); /* one id with 1 - 1e-2 or so of the mass; the others of its group at -9.6 nats each, of the rest far lower */
+    for (int i = 0; i < V; i++) {
+        bool own = i / 256 == hot / 256, group = own && i / 2 % 4 == hot / 2 % 4;
+        x[(size_t)i] = i == hot ? 20 : group ? 20 - 9.6f : own ? 20 - 10.4f : 20 - 20.5f;
+    }
+    std::vector<float> copy = x;
+    std::vector<double> p((size_t)V);
+    toka_out_row row = drawn(&s, 0);
+    toka_test_distribution(&row, copy.data(), V, p.data());
+    seen = draws(d, s, x, n, 8);
+    std::vector<int> cell(400);
+    std::vector<double> p_cell(400);
+    for (int i = 0; i < V; i++) { /* each id of the block for itself; others by 1,000 */
+        size_t c = i / 256 == hot / 256 ? (size_t)(i % 256) : 256 + (size_t)(i / 1000);
+        cell[c] += seen[(size_t)i], p_cell[c] += p[(size_t)i];
+    }
+    double value = toka_test_g(cell.data(), p_cell.data(), 400, n);
+    gpu_check(value > 1e-6, "rare ids beside a certain one: p = %g", value);
+    samp_device_close(d);
+}
+
+/* ---- The whole op against float64 ---- */
+
+static double dot64(const std::vector<float> &w, size_t row, const std::vector<float> &x, size_t at, int E) {
+    double sum = 0;
+    for (int e = 0; e < E; e++) sum += (double)w[row * (size_t)E + (size_t)e] * x[at * (size_t)E + (size_t)e];
+    return sum;
+}
+static std::vector<float> floats(const std::vector<bf16> &v) {
+    std::vector<float> f;
+    for (bf16 b : v) f.push_back(__bfloat162float(b));
+    return f;
+}
+
+static void test_op(int V, int E, int T, int n_out, bool all_logits) {
+    toka_device *d = samp_device(V, E, std::max(T, n_out));
+    size_t Ep = (size_t)d->E, Vp = (size_t)d->V;
+    gpu_buf<bf16> x((size_t)T * Ep), w(Vp * Ep);
+    gpu_buf<float> norm(Ep);
+    gpu_random(x, gpu_seed + 1, 1), gpu_random(w, gpu_seed + 2, 3 / sqrtf((float)E)), gpu_random(norm, gpu_seed + 3, 1);
+    for (size_t t = 0; t < (size_t)T && Ep > (size_t)E; t++) GPU_OK(cudaMemset(x.p() + t * Ep + E, 0, (Ep - E) * sizeof(bf16)));
+    GPU_OK(cudaDeviceSynchronize());
+    std::vector<float> hx = floats(x.host()), hw = floats(w.host()), hn = norm.host();
+    d->norm = norm.p(), d->lm_head = weight{w.p(), NULL, (int)Vp, (int)Ep};
+    std::vector<toka_sampling> how = {plain(0), plain(0.7f), plain(1), plain(1), plain(0)};
+    how[3].top_p = 0.9f, how[4].logprobs = 4;
+    std::vector<toka_out_row> rows;
+    for (int i = 0; i < n_out; i++) {
+        rows.push_back(drawn(&how[(size_t)i % 5], (uint32_t)i));
+        rows.back().row = (i * 7 + 3) % T;
+        if (i % 6 == 5) rows.back().forced_id = i % V, rows.back().sampling = i % 12 == 5 ? NULL : rows.back().sampling;
+    }
+    toka_step s = step_of(rows);
+    std::vector<float> logits((size_t)n_out * (size_t)V, NAN);
+    s.T = T;
+    if (all_logits) s.logits = logits.data();
+    std::vector<toka_pick> picks(rows.size()), again(rows.size());
+    for (std::vector<toka_pick> *to : {&picks, &again}) {
+        GPU_OK(cudaMemset(d->samp->logits, 0xFF, (size_t)d->samp->chunk * (size_t)d->samp->ldl * sizeof(float)));
+        stage_begin(d, &d->up);
+        samp_plan_step(d, &s);
+        stage_send(d, &d->up);
+        norm_logits_sample(d, &s, x.p(), to->data());
+        s.logits = NULL;
+    }
+    gpu_check(!d->error.code, "%s", d->error.msg);
+    std::vector<const float *> raw;
+    for (int i = 0; all_logits && i < n_out; i++) raw.push_back(&logits[(size_t)i * (size_t)V]);
+    std::vector<toka_pick> stored = all_logits ? picks_of(d, rows, raw) : picks; /* the way of GPUs without wgmma: the same draw */
+    for (int i = 0; i < n_out; i++) {
+        std::vector<float> xn(Ep), z((size_t)V);
+        const float *from = &hx[(size_t)rows[(size_t)i].row * Ep];
+        double square = 0, worst = 0, lse = 0, best = -INFINITY, second = -INFINITY;
+        for (int e = 0; e < E; e++) square += (double)from[e] * from[e];
+        for (size_t e = 0; e < Ep; e++)
+            xn[e] = __bfloat162float(__float2bfloat16((float)(from[e] / sqrt(square / E + d->shape->eps) * hn[e])));
+        for (int v = 0; v < V; v++) {
+            double sum = dot64(hw, (size_t)v, xn, 0, (int)Ep);
+            z[(size_t)v] = (float)sum;
+            if (all_logits) worst = std::max(worst, fabs(sum - logits[(size_t)i * (size_t)V + (size_t)v]));
+            if (sum > best) second = best, best = sum;
+            else if (sum > second) second = sum;
+        }
+        for (float v : z) lse += exp(v - best);
+        lse = best + log(lse);
+        const toka_pick &p = picks[(size_t)i];
+        if (all_logits) gpu_check(worst < 2e-2, "V %d E %d row %d: a logit off by %g", V, E, i, worst);
+        gpu_check(p.id >= 0 && p.id < V && fabs(p.logprob - (z[(size_t)p.id] - lse)) < 2e-2, "V %d E %d row %d: id %d logprob %g for %g", V,
+                  E, i, p.id, p.logprob, p.id >= 0 && p.id < V ? z[(size_t)p.id] - lse : NAN);
+        if (rows[(size_t)i].forced_id >= 0) gpu_check(p.id == rows[(size_t)i].forced_id, "row %d: forced id %d", i, p.id);
+        else if (rows[(size_t)i].sampling->temperature == 0 && best - second > 2e-2)
+            gpu_check(z[(size_t)p.id] == (float)best, "V %d E %d row %d: greedy id %d", V, E, i, p.id);
+        const toka_pick &q = stored[(size_t)i];
+        gpu_check(q.id == p.id && close_to(q.logprob, p.logprob, 1e-6) && close_to(q.sampled_logprob, p.sampled_logprob, 1e-6),
+                  "V %d E %d row %d: %d from stored logits for %d", V, E, i, q.id, p.id);
+        gpu_check(same_pick(p, again[(size_t)i]), "V %d E %d row %d: another time %d for %d", V, E, i, again[(size_t)i].id, p.id);
+    }
+    samp_device_close(d);
+}
+
+/* ---- Times ---- */
+
+__global__ static void forget_best(samp_ask *ask, int n) { /* a fresh upload would */
+    for (int i = (int)(blockIdx.x * blockDim.x + threadIdx.x); i < n; i += (int)(gridDim.x * blockDim.x)) ask[i].best = 0;
+}
+
+static void bench_samp(int V, int E, int n_out, float T, float top_p) {
+    toka_device *d = samp_device(V, E, n_out);
+    gpu_buf<bf16> x((size_t)n_out * (size_t)E), w((size_t)V * (size_t)E);
+    gpu_buf<float> norm((size_t)E);
+    gpu_random(x, 1, 1), gpu_random(w, 2, 3 / sqrtf((float)E)), gpu_random(norm, 3, 1);
+    d->norm = norm.p(), d->lm_head = weight{w.p(), NULL, V, E};
+    toka_sampling how = plain(T);
+    how.top_p = top_p;
+    std::vector<toka_out_row> rows;
+    for (int i = 0; i < n_out; i++) rows.push_back(drawn(&how, (uint32_t)i)), rows.back().row = i;
+    toka_step s = step_of(rows);
+    std::vector<toka_pick> picks((size_t)n_out);
+    double plan = 1e9, us, head = 0;
+    for (int i = 0; i < 5; i++) {
+        struct timespec a, b;
+        stage_begin(d, &d->up);
+        clock_gettime(CLOCK_MONOTONIC, &a);
+        samp_plan_step(d, &s);
+        clock_gettime(CLOCK_MONOTONIC, &b);
+        plan = std::min(plan, (double)(b.tv_sec - a.tv_sec) * 1e6 + (double)(b.tv_nsec - a.tv_nsec) * 1e-3);
+        stage_send(d, &d->up);
+    }
+    if (top_p == 1) {
+        us = gpu_time_us(d->stream, 8, 5, [&](int) {
+            forget_best<<<8, 256, 0, d->stream>>>(d->samp->ask, n_out);
+            samp_launch(d, &s, x.p());
+        });
+        if (d->hopper) head = gpu_time_us(d->stream, 8, 5, [&](int) {
+            forget_best<<<8, 256, 0, d->stream>>>(d->samp->ask, n_out);
+            samp_head(d, 0, n_out, n_out);
+        });
+    }
+    else { /* lists go up chunk by chunk, which a graph cannot hold */
+        cudaEvent_t from, to;
+        float ms;
+        GPU_OK(cudaEventCreate(&from));
+        GPU_OK(cudaEventCreate(&to));
+        us = 1e9;
+        for (int i = 0; i < 6; i++) {
+            GPU_OK(cudaEventRecord(from, d->stream));
+            samp_launch(d, &s, x.p());
+            GPU_OK(cudaEventRecord(to, d->stream));
+            GPU_OK(cudaEventSynchronize(to));
+            GPU_OK(cudaEventElapsedTime(&ms, from, to));
+            us = std::min(us, ms * 1000.0);
+        }
+    }
+    printf("V %6d  E %4d  rows %4d  T %.1f  top_p %.2f  %9.1f us, of these the GEMM %9.1f us  (planned in %.1f us)%s\n", V, E, n_out, T, top_p, us, head, plan,
+           d->error.code ? d->error.msg : "");
+    samp_device_close(d);
+}
+
+int main(int argc, char **argv) {
+    toka_device *d = gpu_device();
+    cudaDeviceProp prop;
+    GPU_OK(cudaGetDeviceProperties(&prop, 0));
+    printf("%s, %d multiprocessors\n", prop.name, d->n_sms);
+    if (argc > 1 && !strcmp(argv[1], "bench")) {
+        const int shapes[][2] = {{128256, 2048}, {128256, 4096}, {151936, 896}};
+        for (const int *v : shapes)
+            for (int M : {1, 64, 256, 512, 1024, 4096})
+                for (float T : {1.0f, 0.6f}) bench_samp(v[0], v[1], M, T, 1);
+        for (int M : {1, 64, 256, 1024, 4096}) bench_samp(128256, 2048, M, 0.6f, 0.95f);
+        return 0;
+    }
+    quick = argc > 1 && !strcmp(argv[1], "quick");
+    test_edges();
+    for (int V : {1, 2, 9, 60, 255, 256, 257, 1000, 3000}) test_random(V, quick ? 64 : 640, gpu_seed + (uint64_t)V * 1000);
+    if (!quick) test_random(20000, 640, gpu_seed), test_random(151936, 128, gpu_seed);
+    gpu_check(unsure * 50 <= compared, "%d of %d rows left undecided", unsure, compared);
+    test_paths();
+    test_pairs();
+    test_distributions();
+    test_tails();
+    test_op(259, 51, 7, 7, true);
+    test_op(1000, 256, 40, 33, true);
+    test_op(1000, 256, 300, 300, false);
+    if (!quick) test_op(32000, 512, 20, 12, true);
+    return gpu_report();
+}

@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the workloads that `toka bench throughput --dataset FILE` measures. One line is one request:
+{"prompt_token_ids": [...], "output_lengths": [...]}: as many samples as lengths, each forced to its length.
+
+  make_dataset.py monkeys OUT [--problems 128] [--samples 1024]   GSM8K, 4-shot, four examples shared by all prompts (about 715 tokens);
+                                                                  output lengths around 150 tokens
+  make_dataset.py chat OUT [--requests 2000]                      prompt and output lengths of a public conversation trace, random ids,
+                                                                  nothing shared
+  make_dataset.py latency OUT                                     one sequence, 128 in, 512 out
+
+Needs the public test data (TOKA_TEST_DATA, default ../shared/data) for monkeys and chat, and the Python package tokenizers for monkeys.
+The same seed gives the same file."""
+import argparse
+import csv
+import json
+import os
+import random
+
+DATA = os.environ.get("TOKA_TEST_DATA", os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../shared/data"))
+SHOTS = 4
+
+
+def problems(name):
+    return [json.loads(line) for line in open(os.path.join(DATA, "datasets", name), encoding="utf-8")]
+
+
+def output_length(rng, mean=150):
+    """Log-normal with a long tail, as lengths of answers are; between 16 and 512."""
+    return max(16, min(512, round(rng.lognormvariate(0, 0.4) * mean / 1.083)))  # e^(0.4^2/2) = 1.083
+
+
+def monkeys(a, rng):
+    from tokenizers import Tokenizer
+    tok = Tokenizer.from_file(os.path.join(DATA, "tokenizers", a.tokenizer, "tokenizer.json"))
+    # examples with answers of middling length, so that four of them and a question make about 715 tokens
+    shots = [p for p in problems("gsm8k_train.jsonl") if 220 < len(p["answer"]) < 280][:SHOTS]
+    head = "".join(f"Question: {p['question']}\nAnswer: {p['answer']}\n\n" for p in shots)
+    for p in problems("gsm8k_test.jsonl")[: a.problems]:
+        ids = tok.encode(head + f"Question: {p['question']}\nAnswer:").ids
+        yield ids, [output_length(rng) for _ in range(a.samples)]
+
+
+def chat(a, rng):
+    rows = list(csv.DictReader(open(os.path.join(DATA, "traces", "AzureLLMInferenceTrace_conv.csv"))))
+    for row in rows[: a.requests]:
+        n_in, n_out = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+        if n_in and n_out:
+            yield [rng.randrange(1000, 100000) for _ in range(n_in)], [n_out]
+
+
+def latency(a, rng):
+    yield [rng.randrange(1000, 100000) for _ in range(128)], [512]
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("workload", choices=["monkeys", "chat", "latency"])
+    p.add_argument("out")
+    p.add_argument("--problems", type=int, default=128)
+    p.add_argument("--samples", type=int, default=1024)
+    p.add_argument("--requests", type=int, default=2000)
+    p.add_argument("--tokenizer", default="llama-3.1")
+    p.add_argument("--seed", type=int, default=0)
+    a = p.parse_args()
+    n_in = n_out = n = 0
+    with open(a.out, "w") as f:
+        for ids, lengths in globals()[a.workload](a, random.Random(a.seed)):
+            f.write(json.dumps({"prompt_token_ids": ids, "output_lengths": lengths}, separators=(",", ":")) + "\n")
+            n, n_in, n_out = n + 1, n_in + len(ids), n_out + sum(lengths)
+    print(f"{a.out}: {n} requests, mean prompt {n_in / n:.0f} tokens, {n_out} output tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,4806 @@
+/* toka_kernels.cu - toka's CUDA backend: every kernel is written here.  SPDX-License-Identifier: Apache-2.0
+ *
+ * WHAT IT IS. The second instance of `struct toka_backend` (toka.h); the first is chapter 16 of toka.c. It needs the CUDA runtime
+ * and nothing else. One binary holds code for sm_80, sm_89 and sm_90a: Hopper runs the wgmma and TMA kernels, older cards the
+ * mma.sync kernels, which also run on Hopper and there serve the tests as a second opinion.
+ *
+ * HOW A STEP RUNS. Plans are integers made on the host (toka.c chapters 13 and 14). `embed` copies what the step needs into one
+ * pinned buffer and up in one transfer (struct stage), with the work lists of attention (chapter 8) and of sampling
+ * (chapter 10); all other ops only launch kernels on one stream. `norm_logits_sample` ends the step: it waits for the picks.
+ *
+ * NUMBERS. Weights and activations are bf16, accumulators, norms, softmax and log-probabilities float32. The residual stream x is
+ * bf16 between ops. Every sum has a fixed order, so a step repeated is equal to the bit; a row's result may differ by
+ * rounding with the number of rows beside it, because another tile shape sums in another order.
+ *
+ * MEMORY. Everything is taken by cuda_open and cuda_alloc. Layouts:
+ *
+ *   weights     W [N][K] row-major bf16, as in the file; E, F and V are rounded up to multiples of 8 with zeros. q, k and v lie behind each other as one [(H+2K)*D][E]; gate and up are one
+ *               [2F][E] in which 8 rows of gate and the same 8 of up take turns, so that silu(gate)*up meets in one thread
+ *   x           [T][E] bf16, E rounded up: zeros behind the model's own
+ *   q, o        [T][H][D] bf16
+ *   K and V     pool[layer][page][kv head][K, V][B tokens][D] bf16
+ *   norms       float32
+ *
+ * LETTERS as in toka.h: T tokens, S sequences, L layers, H query heads, K kv heads, D head size, E width, F mlp width, V vocabulary,
+ * B tokens per page. In GEMMs y[M][N] = x[M][K] W[N][K]^T has its own M, N, K.
+ *
+ * CONTENTS (build.sh checks it against the banners)
+ *
+ *   1. Types and the device [host]
+ *   2. PTX [device]
+ *   3. Memory, transfers, weights [host]
+ *   4. Embedding, norms, RoPE [kernel]
+ *   5. GEMM on mma.sync [kernel]
+ *   6. GEMM on wgmma [kernel]
+ *   7. GEMM for few rows, and the choice [kernel]
+ *   8. Attention: the work list [host]
+ *   9. Attention: the kernels [kernel]
+ *  10. LM head and sampling [kernel]
+ *  11. The card, opening and closing [host]
+ *  12. Measuring the ops [host]
+ *  13. The op table [host]
+ */
+#define TOKA_INTERNAL
+#define TOKA_WITH_CUDA
+#include "toka.h"
+
+#include <cuda.h> /* types only: nothing of libcuda is linked */
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <assert.h>
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
+#define HOPPER 1 /* bodies that need sm_90a; elsewhere they compile to a trap and are never launched */
+#else
+#define HOPPER 0
+#endif
+
+/* ===========================================================================
+ * MARK: 1. Types and the device [host]
+ * =========================================================================== */
+
+typedef __nv_bfloat16 bf16;
+
+/* Memory that goes up once per step: a pinned host buffer and a device buffer of the same layout. put() returns where the bytes
+ * will lie on the device once stage_send has run. */
+typedef struct stage {
+    char *host, *dev;
+    size_t used, cap;
+    cudaEvent_t sent; /* host may be filled again */
+} stage;
+
+typedef struct weight { /* a matrix on the device; N and K are multiples of 8 */
+    bf16 *p;            /* [N][K] */
+    const float *bias;  /* [N] or NULL */
+    int N, K;
+} weight;
+
+typedef struct layer_weights {
+    weight qkv, o, gate_up, down;
+    const float *attn_norm, *mlp_norm; /* [E] */
+    const float *q_norm, *k_norm;      /* [D] or NULL */
+    int window;                        /* 0: all */
+} layer_weights;
+
+typedef struct step_rows { /* the running step, on the device */
+    int T;
+    const int *ids, *pos, *slot; /* [T] */
+} step_rows;
+
+struct attn_plan; /* chapter 8 */
+struct samp_plan; /* chapter 10 */
+
+struct toka_device {
+    toka_device_options options;
+    const toka_shape *shape;
+    const toka_weights *weights;
+    toka_err error; /* the first failure; code 0: none */
+    char about[200];
+    int E, F, V;             /* of the shape, rounded up to multiples of 8: what lies behind is 0 */
+    int ordinal;             /* of the GPU */
+    int arch, n_sms;         /* 80, 89, 90 ...; multiprocessors */
+    int n_quads;             /* Hopper: clusters of four large CTAs that run at once */
+    bool hopper;             /* wgmma and TMA kernels run */
+    cudaStream_t stream;
+    CUresult (*encode_map)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
+                           const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
+                           CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+    layer_weights *layers;   /* [L], host */
+    bf16 *embed;             /* [V][E] */
+    const float *norm;       /* [E] */
+    weight lm_head;          /* [V][E] */
+    float2 *rope;            /* [max_len][D/2] cosine and sine, rope_scale included */
+    bf16 *kv;                /* pool */
+    size_t kv_layer;         /* elements of one layer */
+    bf16 *xn, *qkv, *act;    /* scratch: [T][E] normed rows, [T][(H+2K)*D], [T][F] */
+    stage up;
+    step_rows rows;
+    attn_plan *attn;
+    samp_plan *samp;
+    void **blocks;           /* what cudaMalloc gave */
+    int n_blocks;
+    int fault_in;            /* debugging: this many steps from now a kernel fails; 0: none */
+    struct {
+        const void *kernel;
+        size_t smem;
+    } prepared[64];          /* by launch_prepare */
+    int n_prepared;
+};
+
+/* Latches the first failure; later ones are its consequences. */
+static void latch(toka_device *d, cudaError_t code, const char *what) {
+    if (code == cudaSuccess || d->error.code) return;
+    d->error.code = code == cudaErrorMemoryAllocation ? TOKA_E_MEMORY : TOKA_E_DEVICE;
+    snprintf(d->error.msg, sizeof d->error.msg, "GPU: %s: %s", what, cudaGetErrorString(code));
+}
+#define LAUNCHED(d, what) latch(d, cudaGetLastError(), what) /* behind every <<<>>> */
+
+/* Before a kernel's first launch on a device: leave for `smem` bytes of dynamic shared memory. On Hopper all kernels ask for the largest
+ * share of shared memory, for a multiprocessor must run empty to change it, and then no kernel could start beside another. */
+static void launch_prepare(toka_device *d, const char *what, const void *kernel, size_t smem) {
+    int i = 0, cap = sizeof d->prepared / sizeof *d->prepared;
+    while (i < d->n_prepared && d->prepared[i].kernel != kernel) i++;
+    if (i < d->n_prepared && smem <= d->prepared[i].smem) return;
+    if (smem > 48 * 1024) latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem), what);
+    if (d->hopper)
+        latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), what);
+    if (i == cap) return; /* not remembered: set each time */
+    d->prepared[i].kernel = kernel, d->prepared[i].smem = smem;
+    if (i == d->n_prepared) d->n_prepared++;
+}
+
+template <class T> struct as_declared { typedef T type; }; /* keeps a parameter out of template deduction */
+
+/* Launches a kernel in clusters of `cluster` CTAs, with `smem` bytes of dynamic shared memory. On Hopper it may start while the kernel
+ * ahead still runs, so in every chain each thread that touches what an earlier kernel wrote, or writes what one reads, must
+ * have passed grid_wait(); and each kernel must call it, also one that needs nothing, for "the one ahead has ended" says nothing
+ * about those before it. Only what no kernel of the stream writes, weights above all, may be read earlier. */
+template <class... P>
+static void launch_dependent(toka_device *d, const char *what, void (*kernel)(P...), dim3 grid, int threads, size_t smem,
+                             int cluster, typename as_declared<P>::type... args) {
+    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchConfig_t config = {};
+    void *pointers[] = {(void *)&args...};
+    launch_prepare(d, what, (const void *)kernel, smem);
+    config.gridDim = grid, config.blockDim = dim3((unsigned)threads);
+    config.dynamicSmemBytes = smem, config.stream = d->stream, config.attrs = attributes;
+    if (d->hopper) {
+        attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[0].val.programmaticStreamSerializationAllowed = 1;
+        config.numAttrs = 1;
+    }
+    if (cluster > 1) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        attributes[config.numAttrs].val.clusterDim = {(unsigned)cluster, 1, 1};
+        config.numAttrs++;
+    }
+    latch(d, cudaLaunchKernelExC(&config, (const void *)kernel, pointers), what);
+}
+
+static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+static inline int up_8(int n) { return (n + 7) & ~7; }
+
+/* ===========================================================================
+ * MARK: 2. PTX [device]
+ * One small function per instruction, named as the PTX manual names it. Addresses of shared memory are 32-bit (smem_at).
+ * =========================================================================== */
+
+__device__ static inline uint32_t smem_at(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+/* ---- Arithmetic ---- */
+
+__device__ static inline float ex2(float x) { /* 2^x, relative error 2^-22, 0 for -inf */
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ static inline float lg2(float x) { /* base-2 logarithm, absolute error 2^-22 near 1 */
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ static inline uint32_t pack_bf16(float low, float high) {
+    uint32_t r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ static inline float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ static inline float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+/* ---- mma.sync and its feeding (sm_80 and later) ---- */
+
+/* d[16][8] += a[16][16] b[16][8]. Lane l holds d(l/4, 2(l%4)+{0,1}) and d(l/4+8, same columns). */
+__device__ static inline void mma_16816(float d[4], const uint32_t a[4], const uint32_t b[2]) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+/* Four 8x8 matrices of 2-byte elements; lane 8i+j gives the address of row j of matrix i, 16 bytes each. */
+__device__ static inline void ldmatrix_x4(uint32_t r[4], uint32_t at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+__device__ static inline void ldmatrix_x4_trans(uint32_t r[4], uint32_t at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+/* 16 bytes to shared memory; bytes 0 .. n-1 are read, the rest becomes 0 (n: 0 to 16). */
+__device__ static inline void cp_async_16(uint32_t to, const void *from, int n) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(n) : "memory");
+}
+__device__ static inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> __device__ static inline void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+
+/* ---- Dependent launches: a kernel may start before the one ahead has ended ---- */
+
+__device__ static inline void grid_wait() { /* until all memory of the kernels ahead can be seen */
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ static inline void grid_launch_dependents() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+#if HOPPER
+/* ---- mbarrier ---- */
+
+__device__ static inline void mbar_init(uint32_t bar, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+}
+__device__ static inline void mbar_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ static inline void mbar_arrive(uint32_t bar) {
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ static inline void mbar_expect_tx(uint32_t bar, int bytes) { /* arrives too */
+    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+/* At the barrier of the same offset in CTA `cta` of the cluster, to say that reads of wgmma have ended. Makes no writes visible there:
+ * .release.cluster would, by a fence that costs as much as a block of products. */
+__device__ static inline void mbar_arrive_remote_read(uint32_t bar, int cta) {
+    asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [r];}"
+                 ::"r"(bar), "r"(cta) : "memory");
+}
+/* Until the phase of this parity has completed; a fresh barrier has completed parity 1. */
+__device__ static inline void mbar_wait(uint32_t bar, int parity) {
+    asm volatile("{.reg .pred p;\n"
+                 "again: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%0], %1;\n"
+                 "@!p bra again;}" ::"r"(bar), "r"(parity) : "memory");
+}
+
+/* ---- The copy engine ---- */
+
+__device__ static inline void tma_prefetch_map(const CUtensorMap *m) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(m) : "memory");
+}
+__device__ static inline void tma_load_2d(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+                 ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1) : "memory");
+}
+/* The same for what is read once: it leaves the L2 cache first. */
+__device__ static inline void tma_load_2d_once(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "l"(0x12F0000000000000ull)
+                 : "memory");
+}
+/* Into the same offset of every CTA in `mask`, each CTA's barrier at the same offset is told. */
+__device__ static inline void tma_load_2d_multicast(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1,
+                                                    uint16_t mask) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+                 " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "h"(mask) : "memory");
+}
+__device__ static inline void tma_store_2d(const CUtensorMap *m, uint32_t from, int c0, int c1) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];"
+                 ::"l"(m), "r"(from), "r"(c0), "r"(c1) : "memory");
+}
+__device__ static inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int N> __device__ static inline void tma_store_wait_read() { /* shared memory may be written again */
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+/* Ordinary stores to shared memory become visible to wgmma and the copy engine; each writing thread, before the barrier. */
+__device__ static inline void fence_async_smem() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+/* ---- Warpgroups and clusters ---- */
+
+template <int N> __device__ static inline void regs_give() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> __device__ static inline void regs_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+__device__ static inline void named_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ static inline void named_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+/* True in one lane; all 32 must come. The compiler knows that it is one: instructions that want uniform registers need no loop. */
+__device__ static inline bool elect_one() {
+    uint32_t one;
+    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(one));
+    return one != 0;
+}
+__device__ static inline int cluster_rank() {
+    int r;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+}
+__device__ static inline void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ static inline float4 shared_load(uint32_t at) { /* 16 bytes */
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
+    return v;
+}
+/* 16 bytes from the same offset of CTA `cta`'s shared memory. */
+__device__ static inline float4 cluster_load(uint32_t at, int cta) {
+    float4 v;
+    asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %4, %5; ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [r];}"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at), "r"(cta) : "memory");
+    return v;
+}
+__device__ static inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ static inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ static inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ static inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> __device__ static inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+
+/* Matrix descriptor of a K-major tile in 128-byte rows with 128-byte swizzle, base aligned to 1,024 bytes: 8 rows every 1,024
+ * bytes. The next 16 columns are 32 bytes on: + 2. */
+__device__ static inline uint64_t wgmma_desc(uint32_t at) {
+    return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+}
+
+/* ---- wgmma: d[64][N] (+)= a[64][16] b[N][16]^T by one warpgroup ----
+ *
+ * Warp w of the four holds rows 16w .. 16w+15; of each block j of 8 columns, lane l holds d[4j], d[4j+1] = (row l/4, columns
+ * 8j + 2(l%4) + {0,1}) and d[4j+2], d[4j+3] = the same of row l/4 + 8. The packed bf16 of two blocks j, j+1 are the fragment a of
+ * one k16. Order: wgmma_fence, any number of wgmma_ss and wgmma_rs, wgmma_commit, wgmma_wait; nobody touches d (or a) between.
+ * scale_d 0: d is written, not added to. */
+
+#define WG_REGS_4 "%0,%1,%2,%3"
+#define WG_REGS_8 WG_REGS_4 ",%4,%5,%6,%7"
+#define WG_REGS_16 WG_REGS_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define WG_REGS_32 \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define WG_REGS_40 WG_REGS_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define WG_REGS_48 WG_REGS_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define WG_REGS_64 WG_REGS_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define WG_REGS_80 WG_REGS_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define WG_REGS_96 WG_REGS_80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define WG_REGS_112 WG_REGS_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define WG_REGS_128 WG_REGS_112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define WG_AT_8(i) \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WG_AT_16(i) WG_AT_8(i), WG_AT_8(i + 8)
+#define WG_ACC_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define WG_ACC_8 WG_AT_8(0)
+#define WG_ACC_16 WG_AT_16(0)
+#define WG_ACC_32 WG_AT_16(0), WG_AT_16(16)
+#define WG_ACC_40 WG_ACC_32, WG_AT_8(32)
+#define WG_ACC_48 WG_ACC_32, WG_AT_16(32)
+#define WG_ACC_64 WG_ACC_48, WG_AT_16(48)
+#define WG_ACC_80 WG_ACC_64, WG_AT_16(64)
+#define WG_ACC_96 WG_ACC_80, WG_AT_16(80)
+#define WG_ACC_112 WG_ACC_96, WG_AT_16(96)
+#define WG_ACC_128 WG_ACC_112, WG_AT_16(112)
+/* H = n / 2 registers, then the numbers of the operands behind them. */
+#define WG_SS(n, H, A, B, S, T)                                                                                               \
+    if constexpr (N == n)                                                                                                     \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #S ", 0; wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16"         \
+                 " {" WG_REGS_##H "}, %" #A ", %" #B ", p, 1, 1, 0, %" #T ";}"                                                \
+                 : WG_ACC_##H : "l"(a), "l"(b), "r"(scale_d), "n"(TRANS_B))
+#define WG_RS(n, H, A0, A1, A2, A3, B, S, T)                                                                                  \
+    if constexpr (N == n)                                                                                                     \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #S ", 0; wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16"         \
+                 " {" WG_REGS_##H "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", p, 1, 1, %" #T ";}"                     \
+                 : WG_ACC_##H : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d), "n"(TRANS_B))
+
+/* Both from shared memory by descriptor. TRANS_B 1: b lies as [16][N], rows of N (wgmma_desc_trans). */
+template <int N, int TRANS_B = 0> __device__ static inline void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, int scale_d) {
+    static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 80 || N == 96 || N == 128 || N == 160 || N == 192 || N == 224 ||
+                  N == 256);
+    WG_SS(8, 4, 4, 5, 6, 7);
+    WG_SS(16, 8, 8, 9, 10, 11);
+    WG_SS(32, 16, 16, 17, 18, 19);
+    WG_SS(64, 32, 32, 33, 34, 35);
+    WG_SS(80, 40, 40, 41, 42, 43);
+    WG_SS(96, 48, 48, 49, 50, 51);
+    WG_SS(128, 64, 64, 65, 66, 67);
+    WG_SS(160, 80, 80, 81, 82, 83);
+    WG_SS(192, 96, 96, 97, 98, 99);
+    WG_SS(224, 112, 112, 113, 114, 115);
+    WG_SS(256, 128, 128, 129, 130, 131);
+}
+/* a from registers. */
+template <int N, int TRANS_B> __device__ static inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int scale_d) {
+    static_assert(N == 64 || N == 80 || N == 96 || N == 128 || N == 160 || N == 192 || N == 224 || N == 256);
+    WG_RS(64, 32, 32, 33, 34, 35, 36, 37, 38);
+    WG_RS(80, 40, 40, 41, 42, 43, 44, 45, 46);
+    WG_RS(96, 48, 48, 49, 50, 51, 52, 53, 54);
+    WG_RS(128, 64, 64, 65, 66, 67, 68, 69, 70);
+    WG_RS(160, 80, 80, 81, 82, 83, 84, 85, 86);
+    WG_RS(192, 96, 96, 97, 98, 99, 100, 101, 102);
+    WG_RS(224, 112, 112, 113, 114, 115, 116, 117, 118);
+    WG_RS(256, 128, 128, 129, 130, 131, 132, 133, 134);
+}
+/* Keeps the compiler from moving reads of d above the wgmma_wait before it. */
+template <int N> __device__ static inline void wgmma_keep(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]));
+}
+/* Matrix descriptor of b for TRANS_B: rows of 64 columns in 128 bytes with 128-byte swizzle, base aligned to 1,024 bytes; 8 rows every
+ * 1,024 bytes; panels of 64 columns lie `panel_bytes` apart. The next 16 rows are 2,048 bytes on: + 128. */
+__device__ static inline uint64_t wgmma_desc_trans(uint32_t at, int panel_bytes) {
+    return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(panel_bytes >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+}
+/* All threads of the cluster meet; orders no memory (barrier.cluster.arrive.release costs a fence of the whole GPU). */
+__device__ static inline void cluster_meet() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+/* n bytes of this CTA's shared memory to the offset `to` of CTA `cta` of the cluster; its barrier at offset `bar` is told. */
+__device__ static inline void bulk_to_peer(uint32_t to, uint32_t from, int n, uint32_t bar, int cta) {
+    asm volatile("{.reg .b32 t, b; mapa.shared::cluster.u32 t, %0, %4; mapa.shared::cluster.u32 b, %3, %4;\n"
+                 "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [t], [%1], %2, [b];}"
+                 ::"r"(to), "r"(from), "r"(n), "r"(bar), "r"(cta) : "memory");
+}
+__device__ static inline void smem_store_16(uint32_t at, uint4 v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ static inline void smem_store_floats(uint32_t at, const float v[4]) { /* accumulators go out without a copy */
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+__device__ static inline uint4 smem_load_16(uint32_t at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}
+/* Four 8x8 matrices of 2-byte elements to shared memory; lane 8i+j gives the address of row j of matrix i, 16 bytes each. */
+__device__ static inline void stmatrix_x4(uint32_t at, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+                 ::"r"(at), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
+#endif
+
+/* ===========================================================================
+ * MARK: 3. Memory, transfers, weights [host]
+ * =========================================================================== */
+
+/* Memory that cuda_close frees; NULL latches the failure. */
+static void *dev_alloc(toka_device *d, size_t bytes, const char *what) {
+    void *p = NULL;
+    if (d->error.code) return NULL;
+    cudaError_t code = cudaMalloc(&p, bytes ? bytes : 1);
+    if (code == cudaErrorMemoryAllocation) {
+        size_t free_bytes = 0, total = 0;
+        cudaGetLastError();
+        cudaMemGetInfo(&free_bytes, &total);
+        d->error.code = TOKA_E_MEMORY;
+        snprintf(d->error.msg, sizeof d->error.msg, "GPU: %s: %.2f GB asked for, %.2f of %.2f GB are free", what, bytes / 1e9,
+                 free_bytes / 1e9, total / 1e9);
+        return NULL;
+    }
+    latch(d, code, what);
+    if (code) return NULL;
+    void **blocks = (void **)realloc(d->blocks, (size_t)(d->n_blocks + 1) * sizeof *blocks);
+    if (!blocks) abort();
+    d->blocks = blocks;
+    d->blocks[d->n_blocks++] = p;
+    return p;
+}
+
+/* ---- The step's way up ---- */
+
+static void stage_open(toka_device *d, stage *s, size_t cap) {
+    *s = stage{.cap = cap};
+    s->dev = (char *)dev_alloc(d, cap, "step buffer");
+    if (d->error.code) return;
+    latch(d, cudaHostAlloc((void **)&s->host, cap, cudaHostAllocDefault), "pinned step buffer");
+    latch(d, cudaEventCreateWithFlags(&s->sent, cudaEventDisableTiming), "pinned step buffer");
+}
+static void stage_begin(toka_device *d, stage *s) { /* waits until the transfer before has left the host's buffer */
+    latch(d, cudaEventSynchronize(s->sent), "step upload");
+    s->used = 0;
+}
+
+/* Room for `bytes`, 16-byte aligned: *host to fill, and the address on the device. The caller has sized the stage so that it fits. */
+static void *stage_room(stage *s, size_t bytes, void **host) {
+    size_t at = (s->used + 15) & ~(size_t)15;
+    assert(at + bytes <= s->cap);
+    s->used = at + bytes;
+    *host = s->host + at;
+    return s->dev + at;
+}
+static void *stage_put(stage *s, const void *from, size_t bytes) {
+    void *host, *dev = stage_room(s, bytes, &host);
+    if (bytes) memcpy(host, from, bytes);
+    return dev;
+}
+static void stage_send(toka_device *d, stage *s) {
+    latch(d, cudaMemcpyAsync(s->dev, s->host, s->used, cudaMemcpyHostToDevice, d->stream), "step upload");
+    latch(d, cudaEventRecord(s->sent, d->stream), "step upload");
+}
+
+/* ---- Weights: mapped file -> pinned buffers -> device ----
+ *
+ * A piece is a run of elements of one tensor. LOAD_THREADS workers take pieces in turn; each copies from the mapped file (where the
+ * page faults happen, so that several are under way) into one of its two pinned buffers and queues the transfer on its own
+ * stream, with the kernel that converts and places. There is no second copy on the host beyond those buffers. Bound by the slower
+ * of page cache and bus. */
+
+enum { LOAD_THREADS = 8, LOAD_BYTES = 8 << 20 };
+
+typedef struct load_job { /* one tensor and where it goes */
+    const toka_tensor *from;
+    void *to;      /* matrices bf16 [.][stride], vectors float32 */
+    int stride;    /* columns of the target: those of the tensor rounded up */
+    bool f32;
+    int row0;      /* first row in the target */
+    bool by_turns; /* rows go to row0 + r/8*16 + r%8: 8 of gate, 8 of up */
+} load_job;
+
+typedef struct loader {
+    toka_device *d;
+    load_job *jobs;
+    int n_jobs, cap;
+    size_t bytes, done;      /* of the file; done and what follows under the lock */
+    int job;                 /* the next piece: job and its first element */
+    size_t at;
+    toka_err error;
+    pthread_mutex_t lock;
+} loader;
+
+static void load_add(loader *l, const toka_tensor *from, void *to, int stride, bool f32, int row0, bool by_turns) {
+    if (!from->rows) return;
+    if (l->n_jobs == l->cap) {
+        l->cap = l->cap ? 2 * l->cap : 256;
+        l->jobs = (load_job *)realloc(l->jobs, (size_t)l->cap * sizeof *l->jobs);
+        if (!l->jobs) abort();
+    }
+    l->jobs[l->n_jobs++] = load_job{from, to, stride, f32, row0, by_turns};
+    l->bytes += (size_t)from->rows * from->cols * (from->dtype == TOKA_F32 ? 4 : 2);
+}
+
+/* Elements at .. at+n-1 of a tensor, in raw: converted to the target's type and put into its rows. A thread an element. */
+__global__ static void __launch_bounds__(256) load_place(const void *raw, size_t at, size_t n, int cols, toka_dtype type, load_job j) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    int r = (int)((at + i) / cols), c = (int)((at + i) % cols);
+    size_t to = (size_t)(j.row0 + (j.by_turns ? r / 8 * 16 + r % 8 : r)) * j.stride + c;
+    float v = type == TOKA_F32   ? ((const float *)raw)[i]
+              : type == TOKA_F16 ? __half2float(((const __half *)raw)[i])
+                                 : __bfloat162float(((const bf16 *)raw)[i]);
+    if (j.f32) ((float *)j.to)[to] = v;
+    else ((bf16 *)j.to)[to] = __float2bfloat16(v);
+}
+
+/* Takes the next piece; false: none is left, or something failed. */
+static bool load_next(loader *l, load_job *job, size_t *at, size_t *n) {
+    pthread_mutex_lock(&l->lock);
+    bool more = l->job < l->n_jobs && !l->error.code;
+    if (more) {
+        *job = l->jobs[l->job], *at = l->at;
+        size_t size = job->from->dtype == TOKA_F32 ? 4 : 2, all = (size_t)job->from->rows * job->from->cols;
+        *n = all - *at < LOAD_BYTES / size ? all - *at : LOAD_BYTES / size;
+        l->at += *n, l->done += *n * size;
+        if (l->at == all) l->job++, l->at = 0;
+        if (l->d->options.progress) l->d->options.progress(l->d->options.user, "loading weights", (double)l->done / l->bytes);
+    }
+    pthread_mutex_unlock(&l->lock);
+    return more;
+}
+
+static cudaError_t load_piece(const load_job *j, size_t at, size_t n, char *host, char *dev, cudaStream_t stream) {
+    size_t size = j->from->dtype == TOKA_F32 ? 4 : 2;
+    memcpy(host, (const char *)j->from->data + at * size, n * size);
+    if (j->from->dtype == TOKA_BF16 && !j->f32 && !j->by_turns && j->stride == j->from->cols)
+        return cudaMemcpyAsync((bf16 *)j->to + (size_t)j->row0 * j->stride + at, host, n * size, cudaMemcpyHostToDevice, stream);
+    cudaError_t code = cudaMemcpyAsync(dev, host, n * size, cudaMemcpyHostToDevice, stream);
+    if (code) return code;
+    load_place<<<(unsigned)((n + 255) / 256), 256, 0, stream>>>(dev, at, n, j->from->cols, j->from->dtype, *j);
+    return cudaGetLastError();
+}
+
+static void *load_thread(void *arg) {
+    loader *l = (loader *)arg;
+    cudaStream_t stream = NULL;
+    cudaEvent_t free_again[2] = {NULL, NULL};
+    char *host = NULL, *dev = NULL;
+    load_job job;
+    size_t at, n;
+    cudaError_t code = cudaSetDevice(l->d->ordinal);
+    if (!code) code = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+    for (int i = 0; i < 2 && !code; i++) code = cudaEventCreateWithFlags(&free_again[i], cudaEventDisableTiming);
+    if (!code) code = cudaHostAlloc((void **)&host, 2 * LOAD_BYTES, cudaHostAllocDefault);
+    if (!code) code = cudaMalloc((void **)&dev, 2 * LOAD_BYTES);
+    for (int i = 0; !code && load_next(l, &job, &at, &n); i ^= 1) {
+        code = cudaEventSynchronize(free_again[i]);
+        if (!code) code = load_piece(&job, at, n, host + i * LOAD_BYTES, dev + i * LOAD_BYTES, stream);
+        if (!code) code = cudaEventRecord(free_again[i], stream);
+    }
+    if (!code) code = cudaStreamSynchronize(stream);
+    if (code) {
+        pthread_mutex_lock(&l->lock);
+        if (!l->error.code) {
+            l->error.code = code == cudaErrorMemoryAllocation ? TOKA_E_MEMORY : TOKA_E_DEVICE;
+            snprintf(l->error.msg, sizeof l->error.msg, "GPU: loading weights: %s", cudaGetErrorString(code));
+        }
+        pthread_mutex_unlock(&l->lock);
+    }
+    cudaFree(dev), cudaFreeHost(host);
+    for (cudaEvent_t e : free_again)
+        if (e) cudaEventDestroy(e);
+    if (stream) cudaStreamDestroy(stream);
+    return NULL;
+}
+
+/* Runs all jobs and frees the list. */
+static void load_run(loader *l) {
+    pthread_t threads[LOAD_THREADS];
+    int n = 0;
+    pthread_mutex_init(&l->lock, NULL);
+    while (n < LOAD_THREADS && !pthread_create(&threads[n], NULL, load_thread, l)) n++;
+    if (!n) load_thread(l);
+    for (int i = 0; i < n; i++) pthread_join(threads[i], NULL);
+    pthread_mutex_destroy(&l->lock);
+    if (l->error.code && !l->d->error.code) l->d->error = l->error;
+    free(l->jobs);
+}
+
+/* ---- The model on the device ---- */
+
+/* [rows][cols], both rounded up to 8, the room between set to 0. */
+static weight weight_room(toka_device *d, int rows, int cols) {
+    weight w = {NULL, NULL, up_8(rows), up_8(cols)};
+    size_t bytes = (size_t)w.N * w.K * sizeof(bf16);
+    w.p = (bf16 *)dev_alloc(d, bytes, "weights");
+    if (w.p && (w.N > rows || w.K > cols)) latch(d, cudaMemset(w.p, 0, bytes), "weights");
+    return w;
+}
+/* n floats rounded up to 8, zeros until something is loaded. */
+static float *vector_room(toka_device *d, int n) {
+    float *p = (float *)dev_alloc(d, (size_t)up_8(n) * sizeof(float), "weights");
+    if (p) latch(d, cudaMemset(p, 0, (size_t)up_8(n) * sizeof(float)), "weights");
+    return p;
+}
+static float *weight_vector(toka_device *d, loader *l, const toka_tensor *t) { /* a norm or bias; NULL: absent */
+    if (!t->rows) return NULL;
+    float *p = vector_room(d, t->cols);
+    load_add(l, t, p, t->cols, true, 0, false);
+    return p;
+}
+static weight weight_plain(toka_device *d, loader *l, const toka_tensor *from, const toka_tensor *bias) {
+    weight to = weight_room(d, from->rows, from->cols);
+    if (bias) to.bias = weight_vector(d, l, bias);
+    load_add(l, from, to.p, to.K, false, 0, false);
+    return to;
+}
+
+/* q, k and v behind each other, and their biases; a bias that only some of them have is 0 for the others. */
+static weight weight_qkv(toka_device *d, loader *l, const toka_layer *from) {
+    const toka_tensor *w[3] = {&from->q, &from->k, &from->v}, *b[3] = {&from->q_bias, &from->k_bias, &from->v_bias};
+    weight to = weight_room(d, from->q.rows + from->k.rows + from->v.rows, from->q.cols);
+    float *bias = b[0]->rows || b[1]->rows || b[2]->rows ? vector_room(d, to.N) : NULL;
+    for (int i = 0, row = 0; i < 3; row += w[i++]->rows) {
+        load_add(l, w[i], to.p, to.K, false, row, false);
+        if (bias) load_add(l, b[i], bias + row, b[i]->cols, true, 0, false);
+    }
+    to.bias = bias;
+    return to;
+}
+/* By turns of 8 rows; where F was rounded up, the last turn of each has rows of zeros. */
+static weight weight_gate_up(toka_device *d, loader *l, const toka_layer *from) {
+    int F = up_8(from->gate.rows);
+    weight to = weight_room(d, 2 * F, from->gate.cols);
+    if (F > from->gate.rows) latch(d, cudaMemset(to.p, 0, (size_t)to.N * to.K * sizeof(bf16)), "weights");
+    load_add(l, &from->gate, to.p, to.K, false, 0, true);
+    load_add(l, &from->up, to.p, to.K, false, 8, true);
+    return to;
+}
+
+/* All weights to the device; a tied LM head is the embedding. */
+static void weights_open(toka_device *d) {
+    const toka_weights *w = d->weights;
+    loader l = {};
+    l.d = d;
+    d->layers = (layer_weights *)calloc((size_t)d->shape->L, sizeof *d->layers);
+    if (!d->layers) abort();
+    d->embed = weight_plain(d, &l, &w->embed, NULL).p;
+    d->norm = weight_vector(d, &l, &w->norm);
+    bool tied = w->lm_head.data == w->embed.data;
+    d->lm_head = tied ? weight{d->embed, NULL, d->V, d->E} : weight_plain(d, &l, &w->lm_head, NULL);
+    for (int i = 0; i < d->shape->L && !d->error.code; i++) {
+        const toka_layer *from = &w->layers[i];
+        layer_weights *to = &d->layers[i];
+        to->attn_norm = weight_vector(d, &l, &from->attn_norm), to->mlp_norm = weight_vector(d, &l, &from->mlp_norm);
+        to->q_norm = weight_vector(d, &l, &from->q_norm), to->k_norm = weight_vector(d, &l, &from->k_norm);
+        to->qkv = weight_qkv(d, &l, from), to->gate_up = weight_gate_up(d, &l, from);
+        to->o = weight_plain(d, &l, &from->o, &from->o_bias), to->down = weight_plain(d, &l, &from->down, NULL);
+        to->window = from->window;
+    }
+    if (d->error.code) free(l.jobs);
+    else load_run(&l);
+}
+
+/* ===========================================================================
+ * MARK: 4. Embedding, norms, RoPE [kernel]
+ * =========================================================================== */
+
+/* ---- embed ----
+ * x[t][:] = E[ids[t]][:], bf16. Grid T, block 128, 16 bytes a thread and turn. Moves 2*T*E*2 bytes: copy speed. */
+__global__ static void __launch_bounds__(128) embed_kernel(const int *ids, const bf16 *table, bf16 *x, int E) {
+    grid_launch_dependents();
+    grid_wait();
+    const uint4 *from = (const uint4 *)(table + (size_t)ids[blockIdx.x] * E);
+    uint4 *to = (uint4 *)(x + (size_t)blockIdx.x * E);
+    for (int i = threadIdx.x; i < E / 8; i += blockDim.x) to[i] = from[i];
+}
+
+/* ---- RMSNorm ----
+ * y[t][i] = x[r][i] * w[i] / sqrt(mean(x[r]^2) + eps), r = rows ? rows[t] : t. x, y bf16 [.][E], w float32, one rounding at the end.
+ * Grid T, block 128; the row is read twice, the second time from L1. Reads 2*T*E, writes 2*T*E bytes: copy speed. Sums: each
+ * thread over its own elements, then a tree over lanes and warps: one order for every T. */
+__device__ static inline float block_sum_128(float v) { /* to all threads */
+    __shared__ float part[4];
+    for (int s = 16; s; s >>= 1) v += __shfl_xor_sync(~0u, v, s);
+    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = v;
+    __syncthreads();
+    return (part[0] + part[1]) + (part[2] + part[3]);
+}
+__device__ static inline void unpack_8(uint4 v, float f[8]) {
+    uint32_t w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) f[2 * i] = bf16_low(w[i]), f[2 * i + 1] = bf16_high(w[i]);
+}
+__global__ static void __launch_bounds__(128) rmsnorm_kernel(const bf16 *x, const int *rows, const float *w, bf16 *y, int E,
+                                                            float per_E, float eps) { /* E rounded up; 1 / the model's own */
+    grid_launch_dependents();
+    grid_wait();
+    const uint4 *from = (const uint4 *)(x + (size_t)(rows ? rows[blockIdx.x] : blockIdx.x) * E);
+    uint4 *to = (uint4 *)(y + (size_t)blockIdx.x * E);
+    float f[8], sum = 0;
+    for (int i = threadIdx.x; i < E / 8; i += 128) {
+        unpack_8(from[i], f);
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum += f[j] * f[j];
+    }
+    float scale = rsqrtf(block_sum_128(sum) * per_E + eps);
+    for (int i = threadIdx.x; i < E / 8; i += 128) {
+        const float4 *g = (const float4 *)w + 2 * i;
+        float4 a = g[0], b = g[1];
+        unpack_8(from[i], f);
+        to[i] = make_uint4(pack_bf16(f[0] * scale * a.x, f[1] * scale * a.y), pack_bf16(f[2] * scale * a.z, f[3] * scale * a.w),
+                           pack_bf16(f[4] * scale * b.x, f[5] * scale * b.y), pack_bf16(f[6] * scale * b.z, f[7] * scale * b.w));
+    }
+}
+static void rmsnorm(toka_device *d, const bf16 *x, const int *rows, const float *w, bf16 *y, int n_rows) {
+    launch_dependent(d, "RMSNorm", rmsnorm_kernel, dim3(n_rows), 128, 0, 1, x, rows, w, y, d->E, 1.0f / d->shape->E, d->shape->eps);
+}
+
+/* ---- RoPE ---- */
+
+/* table[p][i] = (cos, sin)(p * freq[i]) * scale for p < max_len, i < D/2. The angle is rounded to float32 as Hugging Face does and
+ * as the CPU backend does. */
+__global__ static void rope_table_kernel(float2 *table, const float *freq, float scale, int half, size_t n) {
+    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+        double s, c, angle = (float)(i / half) * freq[i % half];
+        sincos(angle, &s, &c);
+        table[i] = make_float2((float)c * scale, (float)s * scale);
+    }
+}
+static void rope_open(toka_device *d) {
+    int half = d->shape->D / 2;
+    size_t n = (size_t)d->shape->max_len * half;
+    float *freq = (float *)dev_alloc(d, (size_t)half * sizeof(float), "RoPE");
+    d->rope = (float2 *)dev_alloc(d, n * sizeof *d->rope, "RoPE table");
+    if (d->error.code) return;
+    latch(d, cudaMemcpy(freq, d->shape->rope_freq, (size_t)half * sizeof *freq, cudaMemcpyHostToDevice), "RoPE");
+    rope_table_kernel<<<1024, 256, 0, d->stream>>>(d->rope, freq, d->shape->rope_scale, half, n);
+    LAUNCHED(d, "RoPE table");
+}
+
+/* ---- QK-norm, RoPE, K and V to their pages ----
+ * qkv[t] = {q [H][D], k [K][D], v [K][D]} bf16, biases added. Each head of q and k: RMSNorm over D where the model has it, then the
+ * pair (i, i + D/2) turned by the angle of pos[t]. q goes to q[t][h], k and v to the page of slot[t]. All in float32.
+ * One warp a head: lane l has the pairs 2l, 2l+1, 2l+64 ..., so a warp reads 128 bytes of each half at once. Grid
+ * T*(H+2K)/8, block 256. Moves 4*T*(H+2K)*D bytes: copy speed. D/2 is even, D at most 256. */
+typedef struct rope_args {
+    const bf16 *qkv;
+    bf16 *q, *kv; /* kv: the layer's pool */
+    const int *pos, *slot;
+    const float2 *table;
+    const float *q_norm, *k_norm;
+    int T, H, K, D, B;
+    float eps;
+} rope_args;
+
+__device__ static inline void store_pair(bf16 *to, float a, float b) { *(uint32_t *)to = pack_bf16(a, b); }
+
+__global__ static void __launch_bounds__(256) rope_kernel(rope_args a) {
+    grid_launch_dependents();
+    grid_wait();
+    int heads = a.H + 2 * a.K, w = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    int t = w / heads, h = w % heads, half = a.D / 2;
+    if (t >= a.T) return;
+    const bf16 *from = a.qkv + (size_t)w * a.D;
+    float lo[4], hi[4], sum = 0;
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        int i = 2 * lane + 64 * k;
+        uint32_t u = i < half ? *(const uint32_t *)(from + i) : 0, v = i < half ? *(const uint32_t *)(from + half + i) : 0;
+        lo[2 * k] = bf16_low(u), lo[2 * k + 1] = bf16_high(u), hi[2 * k] = bf16_low(v), hi[2 * k + 1] = bf16_high(v);
+    }
+    const float *norm = h < a.H ? a.q_norm : a.k_norm;
+    if (norm && h < a.H + a.K) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) sum += lo[k] * lo[k] + hi[k] * hi[k];
+        for (int s = 16; s; s >>= 1) sum += __shfl_xor_sync(~0u, sum, s);
+        float scale = rsqrtf(sum / a.D + a.eps);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            int i = 2 * lane + 64 * (k / 2) + k % 2;
+            if (i < half) lo[k] *= scale * norm[i], hi[k] *= scale * norm[half + i];
+        }
+    }
+    int slot = a.slot[t], kv_head = h < a.H + a.K ? h - a.H : h - a.H - a.K;
+    bf16 *to = h < a.H ? a.q + ((size_t)t * a.H + h) * a.D
+                       : a.kv + ((((size_t)(slot / a.B) * a.K + kv_head) * 2 + (h >= a.H + a.K)) * a.B + slot % a.B) * a.D;
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        int i = 2 * lane + 64 * k;
+        if (i >= half) break;
+        float4 cs = h < a.H + a.K ? *(const float4 *)(a.table + (size_t)a.pos[t] * half + i) : make_float4(1, 0, 1, 0);
+        float u = lo[2 * k], v = hi[2 * k], y = lo[2 * k + 1], z = hi[2 * k + 1];
+        store_pair(to + i, u * cs.x - v * cs.y, y * cs.z - z * cs.w);
+        store_pair(to + half + i, v * cs.x + u * cs.y, z * cs.z + y * cs.w);
+    }
+}
+
+/* ===========================================================================
+ * MARK: 5. GEMM on mma.sync [kernel]
+ * =========================================================================== */
+
+/* What every GEMM here does: y[M][N] = x[M][K] W[N][K]^T, float32 accumulators, and an epilogue on them. K is a multiple of 8. */
+enum epilogue {
+    EPI_STORE,    /* y = acc + bias, bf16 [M][N] */
+    EPI_RESIDUAL, /* y += acc + bias, bf16 [M][N]; the sum in float32, rounded once */
+    EPI_SWIGLU,   /* W is gate and up by turns of 8 rows: y[M][N/2] = silu(gate) * up in float32, rounded once */
+    EPI_LOGITS    /* y = acc, float32 [M][N]; y points to floats */
+};
+
+typedef struct gemm_args {
+    int M;
+    const bf16 *x; /* [M][K], row stride ldx, 16-byte aligned */
+    int ldx;
+    const weight *w;
+    bf16 *y;       /* row stride ldy */
+    int ldy;
+    enum epilogue epi;
+} gemm_args;
+
+/* ---- Epilogues, shared by all GEMMs ---- */
+
+typedef struct gemm_call { /* gemm_args as a kernel takes them */
+    const bf16 *x, *w;
+    const float *bias; /* [N] or NULL */
+    bf16 *y;
+    int M, N, K, ldx, ldy;
+    enum epilogue epi;
+} gemm_call;
+
+__device__ static inline float silu(float x) { return x / (1 + ex2(-1.4426950408889634f * x)); }
+
+/* Columns n and n+1 (n even) of row m: STORE, RESIDUAL and LOGITS. */
+__device__ static inline uint32_t gemm_old_pair(const gemm_call &c, int m, int n) { /* what RESIDUAL adds to */
+    return c.epi == EPI_RESIDUAL ? *(uint32_t *)(c.y + (size_t)m * c.ldy + n) : 0;
+}
+__device__ static inline void gemm_put_pair(const gemm_call &c, int m, int n, float a0, float a1, uint32_t old) {
+    if (c.epi == EPI_LOGITS) {
+        *(float2 *)((float *)c.y + (size_t)m * c.ldy + n) = float2{a0, a1};
+        return;
+    }
+    if (c.bias) a0 += c.bias[n], a1 += c.bias[n + 1];
+    if (c.epi == EPI_RESIDUAL) a0 += bf16_low(old), a1 += bf16_high(old);
+    *(uint32_t *)(c.y + (size_t)m * c.ldy + n) = pack_bf16(a0, a1);
+}
+/* SWIGLU: accumulator columns n, n+1 are gates and n+8, n+9 their ups; n % 16 < 8, even. */
+__device__ static inline void gemm_put_gated(const gemm_call &c, int m, int n, float g0, float g1, float u0, float u1) {
+    if (c.bias) g0 += c.bias[n], g1 += c.bias[n + 1], u0 += c.bias[n + 8], u1 += c.bias[n + 9];
+    *(uint32_t *)(c.y + (size_t)m * c.ldy + (n / 16 * 8 + n % 8)) = pack_bf16(silu(g0) * u0, silu(g1) * u1);
+}
+
+static gemm_call gemm_checked(const gemm_args *a) {
+    const weight *w = a->w;
+    assert(a->M > 0 && w->N > 0 && w->K > 0 && w->N % 8 == 0 && w->K % 8 == 0 && a->ldx % 8 == 0 && a->ldy % 8 == 0);
+    assert(((uintptr_t)a->x | (uintptr_t)w->p | (uintptr_t)a->y) % 16 == 0);
+    assert(a->ldx >= w->K && a->ldy >= (a->epi == EPI_SWIGLU ? w->N / 2 : w->N) && (a->epi != EPI_SWIGLU || w->N % 16 == 0));
+    return gemm_call{a->x, w->p, w->bias, a->y, a->M, w->N, w->K, a->ldx, a->ldy, a->epi};
+}
+
+/* ---- y[M][N] = x[M][K] W[N][K]^T on mma.sync m16n8k16 ----
+ *
+ * in   x bf16 [M][ldx], W bf16 [N][K], bias float32 [N] or NULL; any M, N and K multiples of 8      out  y, see enum epilogue
+ * One CTA makes a tile of BM x BN, its warps WM x WN each. K goes by in slices of 32 through a ring of four stages that cp.async fills;
+ * rows and columns outside the matrices are filled with zeros. A stage is BM rows of x, then BN rows of W, 64 bytes each, and
+ * the 16-byte chunk c of row r lies at c ^ (r/2 % 4): eight rows that ldmatrix fetches together fall into eight different
+ * groups of banks. CTAs walk down 8 tiles of M before the next tile of N, so that the x and W of a wave fit the L2 cache.
+ *
+ * grid: tiles; block: 32 threads per warp tile; shared: 4 * (BM + BN) * 64 bytes; 2MNK FLOP. 128 x 128 with warps of 64 x 32 keeps
+ * 64 accumulators per thread and lets two CTAs share a multiprocessor; 64 x 64 with warps of 32 x 32 is for launches of few
+ * tiles. It is the GEMM of sm_80 and sm_89 and the tests' second opinion on Hopper, where mma.sync reaches about 60 % of wgmma. */
+
+enum { MMA_K = 32, MMA_STAGES = 4, MMA_RASTER = 8 };
+
+/* This thread's part of a slice of `ROWS` rows from row0, matrix [n_rows][ld], columns k0 .. k0+31 of K. */
+template <int ROWS, int THREADS>
+__device__ static inline void mma_load(uint32_t to, const bf16 *from, int row0, int n_rows, int ld, int k0, int K) {
+    int chunk = (int)threadIdx.x % 4, k = k0 + 8 * chunk;
+#pragma unroll
+    for (int i = 0; i < ROWS / (THREADS / 4); i++) {
+        int r = (int)threadIdx.x / 4 + i * (THREADS / 4);
+        bool inside = row0 + r < n_rows && k < K;
+        cp_async_16(to + r * 64 + (chunk ^ (r / 2 % 4)) * 16, inside ? from + (size_t)(row0 + r) * ld + k : from, inside ? 16 : 0);
+    }
+}
+
+/* acc[WM/16][WN/8] += the warp's part of one stage. */
+template <int WM, int WN>
+__device__ static inline void mma_slice(float acc[WM / 16][WN / 8][4], uint32_t x_at, uint32_t w_at, int lane) {
+    int xr = lane % 16, wr = lane % 8 + lane / 16 * 8; /* ldmatrix: the row whose address this lane gives; all bases are */
+#pragma unroll                                         /* multiples of 16 rows, so the swizzle depends on these alone */
+    for (int k16 = 0; k16 < MMA_K / 16; k16++) {
+        uint32_t a[WM / 16][4], b[WN / 16][4];
+        uint32_t xc = ((2 * k16 + lane / 16) ^ (xr / 2 % 4)) * 16, wc = ((2 * k16 + lane / 8 % 2) ^ (wr / 2 % 4)) * 16;
+#pragma unroll
+        for (int i = 0; i < WM / 16; i++) ldmatrix_x4(a[i], x_at + (16 * i + xr) * 64 + xc);
+#pragma unroll
+        for (int j = 0; j < WN / 16; j++) ldmatrix_x4(b[j], w_at + (16 * j + wr) * 64 + wc);
+#pragma unroll
+        for (int i = 0; i < WM / 16; i++)
+#pragma unroll
+            for (int j = 0; j < WN / 8; j++) mma_16816(acc[i][j], a[i], b[j / 2] + j % 2 * 2);
+    }
+}
+
+/* The warp's accumulators through the epilogue; (m0, n0) is its corner. */
+template <int WM, int WN>
+__device__ static inline void mma_put(const gemm_call &c, float acc[WM / 16][WN / 8][4], int m0, int n0, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2 * (WM / 16); i++) {
+        int m = m0 + 8 * i + lane / 4, h = i % 2 * 2;
+        if (m >= c.M) continue;
+#pragma unroll
+        for (int j = 0; j < WN / 8; j++) {
+            int n = n0 + 8 * j + lane % 4 * 2;
+            const float *v = acc[i / 2][j] + h, *up = acc[i / 2][j | 1] + h;
+            if (n >= c.N) continue;
+            if (c.epi != EPI_SWIGLU) gemm_put_pair(c, m, n, v[0], v[1], gemm_old_pair(c, m, n));
+            else if (j % 2 == 0) gemm_put_gated(c, m, n, v[0], v[1], up[0], up[1]);
+        }
+    }
+}
+
+template <int BM, int BN, int WM, int WN>
+__global__ static void __launch_bounds__(BM / WM * (BN / WN) * 32) gemm_mma_kernel(const gemm_call c) {
+    constexpr int THREADS = BM / WM * (BN / WN) * 32, STAGE = (BM + BN) * MMA_K * 2;
+    extern __shared__ __align__(128) char smem[];
+    int tiles_m = (c.M + BM - 1) / BM, tiles_n = (c.N + BN - 1) / BN, band = (int)blockIdx.x / (MMA_RASTER * tiles_n);
+    int in_band = (int)blockIdx.x - band * MMA_RASTER * tiles_n, height = min(MMA_RASTER, tiles_m - band * MMA_RASTER);
+    int m0 = (band * MMA_RASTER + in_band % height) * BM, n0 = in_band / height * BN;
+    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, wm = warp / (BN / WN) * WM, wn = warp % (BN / WN) * WN;
+    int slices = (c.K + MMA_K - 1) / MMA_K;
+    uint32_t ring = smem_at(smem);
+    float acc[WM / 16][WN / 8][4] = {};
+
+    grid_launch_dependents();
+    for (int s = 0; s < MMA_STAGES - 1; s++) /* weights need not wait for the kernel ahead */
+        mma_load<BN, THREADS>(ring + s * STAGE + BM * 64, c.w, n0, c.N, c.K, s * MMA_K, c.K);
+    grid_wait();
+    for (int s = 0; s < MMA_STAGES - 1; s++) {
+        mma_load<BM, THREADS>(ring + s * STAGE, c.x, m0, c.M, c.ldx, s * MMA_K, c.K);
+        cp_async_commit();
+    }
+    for (int s = 0; s < slices; s++) {
+        uint32_t at = ring + s % MMA_STAGES * STAGE, next = ring + (s + MMA_STAGES - 1) % MMA_STAGES * STAGE;
+        int k = (s + MMA_STAGES - 1) * MMA_K;
+        cp_async_wait<MMA_STAGES - 2>();
+        __syncthreads(); /* slice s is there for all, and all are done with s-1, whose stage is filled next */
+        mma_load<BM, THREADS>(next, c.x, m0, c.M, c.ldx, k, c.K);
+        mma_load<BN, THREADS>(next + BM * 64, c.w, n0, c.N, c.K, k, c.K);
+        cp_async_commit();
+        mma_slice<WM, WN>(acc, at + wm * 64, at + (BM + wn) * 64, lane);
+    }
+    mma_put<WM, WN>(c, acc, m0 + wm, n0 + wn, lane);
+}
+
+template <int BM, int BN, int WM, int WN> static void gemm_mma_tile(toka_device *d, const gemm_args *a) {
+    gemm_call c = gemm_checked(a);
+    launch_dependent(d, "GEMM (mma)", gemm_mma_kernel<BM, BN, WM, WN>, dim3((unsigned)(ceil_div(c.M, BM) * ceil_div(c.N, BN))),
+                     BM / WM * (BN / WN) * 32, MMA_STAGES * (BM + BN) * MMA_K * 2, 1, c);
+}
+static void gemm_mma(toka_device *d, const gemm_args *a) {
+    if (ceil_div(a->M, 128) * ceil_div(a->w->N, 128) >= d->n_sms) gemm_mma_tile<128, 128, 64, 32>(d, a);
+    else gemm_mma_tile<64, 64, 32, 32>(d, a);
+}
+
+/* ===========================================================================
+ * MARK: 6. GEMM on wgmma [kernel]
+ *
+ * y[M][N] = x[M][K] W[N][K]^T for M from about 65 rows up, and what is done to the accumulators before they leave (epi_*).
+ *
+ * One CTA of 384 threads works on tiles of 128 rows by BN columns, K in blocks of 64 (one 128-byte row of the swizzle).
+ * Warpgroup 0 gives its registers away; one thread of its warp 0 fetches W by TMA, one of warp 1 x, into a ring of stages.
+ * Warpgroups 1 and 2 multiply: 64 rows each, BN/2 float32 accumulators a thread.
+ *
+ *   ring of stages in shared memory, each [128 rows of x][64] and [BN rows of W][64], 128-byte swizzle
+ *     full[s]   2 arrivals (expect_tx of W's and x's bytes) and the bytes;  waited for by both consumers
+ *     empty[s]  one arrival per consumer warpgroup and CTA of the pair;     waited for by the producers
+ *   behind the ring: staging of the output, 16 rows per warp, so that each of the 8 warps stores (and for EPI_RESIDUAL has
+ *   loaded) its own rows by TMA and waits for no other warp: res[w]
+ *
+ * Persistent: the grid is one CTA per multiprocessor, a unit of work is `mc` tiles below each other. mc = 2: a cluster of two
+ * CTAs shares W's rows, each loads half of them into both. Units go down `group` rows of units, then right, so that a wave's
+ * part of x and W stays in L2. The ring runs on across tiles: while the consumers are in the epilogue, the next tile's stages
+ * fill.
+ *
+ * SPLIT > 1: few tiles. The CTAs of a cluster share one tile and each takes a part of K; then each gets BN/SPLIT columns of all
+ * partial sums by bulk copies between their shared memories, adds them in order of K and runs the epilogue on them. One unit
+ * per cluster.
+ *
+ * FLOPs 2MNK; L2 to shared memory (128 + BN/mc) K 2 bytes per tile. Any M >= 1; N a multiple of 8 (EPI_SWIGLU 16), K of 8: TMA
+ * reads zeros beyond the edges and stores nothing there. Grid: min(units, multiprocessors / cluster) clusters; block 384; shared:
+ * gemm_smem.
+ *
+ * Measured on an H100, 2026-11-21, clocks per block of K: BN 128 505 to 530 (tensor cores alone 512), BN 256 1,020 to 1,040
+ * (1,024). A launch costs about 3 us around that: 0.6 until the kernel ahead is seen to have ended, 1.2 for the first x, the
+ * last epilogue and its store. torch.mm's (cuBLAS) time over ours, test/bench_peers.py, 73 shapes with M >= 512: geometric mean
+ * 0.98; above 600 TFLOP/s both are held by the card's power.
+ *
+ * Retired: releasing a stage of the peer by mbarrier.arrive.release.cluster: a fence of the whole GPU each time, pairs twice as
+ * slow. Three stages and 64 KB of staging at BN 256: 1,090 clocks a block, 1,265 in pairs. y of EPI_RESIDUAL as stages of the
+ * ring: behind the last block it is waited for 2,400 clocks, ahead of the first it delays x. Sums exchanged by
+ * st.shared::cluster between cluster barriers: 3.4 us, by bulk copies 1.4. One producer thread for all loads: each takes it 150
+ * to 240 clocks, too slow for tiles in quarters of heads. Warpgroup 1 held one or two blocks behind warpgroup 0, to overlap
+ * epilogues: nothing gained.
+ * =========================================================================== */
+
+struct gemm_job { /* what the kernel is told */
+    int M, N, K;
+    int units_m, tiles_n; /* ceil(M / (128 mc)), ceil(N / BN) */
+    int group, mc;
+    float per_group, per_height, per_last; /* 1 / (group * tiles_n), 1 / group, 1 / height of the last group */
+};
+
+/* Shared memory of one instance, from a multiple of 1,024 on: the ring; staging of OUT columns (0: none); with SPLIT > 1
+ * partial sums for the other CTAs, then those that come from them; barriers full[stages], empty[stages], sums[2], res[8]. */
+template <int BN, int SPLIT, int OUT> struct gemm_smem {
+    static constexpr int stage_bytes = (128 + BN) * 128;
+    static constexpr int out_bytes = 128 * OUT * 2;
+    static constexpr int sum_bytes = 128 * (BN / SPLIT) * 4 * (SPLIT - 1);
+    static constexpr int rest = 1024 + 256 + out_bytes + 2 * sum_bytes;
+    static constexpr int stages = (232448 - rest) / stage_bytes < 6 ? (232448 - rest) / stage_bytes : 6;
+    static constexpr int bytes = rest + stages * stage_bytes;
+    static constexpr int out_at = stages * stage_bytes, sums_at = out_at + out_bytes, bars_at = sums_at + 2 * sum_bytes;
+};
+
+/* Output of C columns is staged in rounds of this many, so that staging leaves room for four stages. */
+__host__ __device__ constexpr int gemm_round(int cols) { return cols > 128 && cols % 128 == 0 ? 128 : cols; }
+/* Staged output lies in panels of 16 rows by this many columns, swizzled over their 128, 64 or 32 bytes. */
+__host__ __device__ constexpr int gemm_panel(int cols) { return cols % 64 == 0 ? 64 : cols % 32 == 0 ? 32 : 16; }
+
+/* One warp's part of a tile, as epilogues get it: the accumulators of C columns from col0 on of rows row0 .. row0+15; lane l
+ * has rows row0 + l/4 and + 8, columns col0 + 8j + 2(l%4) + {0,1} in acc[4j .. 4j+3] (see wgmma). */
+struct gemm_tile {
+    int M, N;       /* rows and columns that exist */
+    int row0, col0;
+    int lane;
+    uint32_t out;   /* the warp's staging: 16 rows of the epilogue's out(C) columns */
+    uint32_t res;   /* barrier of what is loaded into it */
+    int turn;       /* tiles before this one: parity of the barrier */
+};
+
+#if HOPPER
+/* ---- The staged output ---- */
+
+/* Lane l's address of the 16x16 block `jj` of C columns (as stmatrix takes it: rows 0-7, 8-15, then the right 8 columns). */
+template <int C> __device__ static inline uint32_t gemm_out_at(uint32_t out, int lane, int jj) {
+    constexpr int P = gemm_panel(C);
+    int row = lane & 15, col = 16 * jj + (lane >> 4) * 8;
+    uint32_t byte = (uint32_t)(col / P * (32 * P) + row * (2 * P) + col % P * 2);
+    return out + (byte ^ (byte >> 7 & (P / 8 - 1)) << 4);
+}
+/* Accumulators of C columns to the staging, rounded to bf16. */
+template <int C> __device__ static inline void gemm_out_put(const float *acc, const gemm_tile &t) {
+#pragma unroll
+    for (int jj = 0; jj < C / 16; jj++) {
+        const float *v = acc + 8 * jj;
+        stmatrix_x4(gemm_out_at<C>(t.out, t.lane, jj), pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]),
+                    pack_bf16(v[6], v[7]));
+    }
+}
+/* The warp's 16 rows of C staged columns go to y at (row0, col0), of n_cols. */
+template <int C> __device__ static inline void gemm_out_store(const gemm_tile &t, const CUtensorMap *my, int col0, int n_cols) {
+    constexpr int P = gemm_panel(C);
+    fence_async_smem();
+    __syncwarp();
+    if (t.lane == 0 && t.row0 < t.M) {
+#pragma unroll
+        for (int p = 0; p < C / P; p++)
+            if (col0 + p * P < n_cols) tma_store_2d(my, t.out + p * 32 * P, col0 + p * P, t.row0);
+        tma_store_commit();
+    }
+}
+/* Until the staging may be written again. */
+__device__ static inline void gemm_out_wait(const gemm_tile &t) {
+    if (t.lane == 0) tma_store_wait_read<0>();
+    __syncwarp();
+}
+
+template <int C> __device__ static inline void gemm_add_bias(float (&acc)[C / 2], const gemm_tile &t, const float *bias) {
+    if (!bias) return;
+#pragma unroll
+    for (int j = 0; j < C / 8; j++) {
+        int col = t.col0 + 8 * j;
+        if (col >= t.N) continue;
+        float2 b = *(const float2 *)(bias + col + 2 * (t.lane & 3));
+        acc[4 * j] += b.x, acc[4 * j + 1] += b.y, acc[4 * j + 2] += b.x, acc[4 * j + 3] += b.y;
+    }
+}
+#endif
+
+/* ---- Epilogues: a type with
+ *        params      what the kernel takes as its last argument
+ *        out(C)      columns to stage at a time of C columns of accumulators
+ *        begin<C>    runs in the middle of a tile's products: not before, its loads would delay the first stages
+ *        run<C>      takes the accumulators of C columns; all 32 lanes come, also where rows or columns are beyond the edge
+ *        ---- */
+
+struct epi_store { /* y = acc + bias */
+    struct params {
+        const float *bias; /* or NULL */
+        const bf16 *y;     /* epi_residual: [M][N], row stride ldy */
+        int ldy;
+    };
+    __host__ __device__ static constexpr int out(int c) { return gemm_round(c); }
+#if HOPPER
+    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
+    template <int C>
+    __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &p) {
+        constexpr int R = gemm_round(C);
+        gemm_add_bias<C>(acc, t, p.bias);
+#pragma unroll
+        for (int i = 0; i < C / R; i++) {
+            gemm_out_wait(t);
+            gemm_out_put<R>(acc + i * (R / 2), t);
+            gemm_out_store<R>(t, my, t.col0 + i * R, t.N);
+        }
+    }
+#endif
+};
+
+/* y += acc + bias. The first out(C) columns of y come into the staging by TMA while the products run, the others into
+ * registers while the first are added. */
+struct epi_residual {
+    typedef epi_store::params params;
+    __host__ __device__ static constexpr int out(int c) { return gemm_round(c); }
+#if HOPPER
+    template <int C> __device__ static inline void begin(const gemm_tile &t, const CUtensorMap *my, const params &) {
+        constexpr int R = gemm_round(C), P = gemm_panel(R);
+        if (t.lane != 0) return;
+        tma_store_wait_read<0>();
+        mbar_expect_tx(t.res, 32 * R);
+        for (int i = 0; i < R / P; i++) tma_load_2d(t.out + i * 32 * P, my, t.res, t.col0 + i * P, t.row0);
+    }
+    /* acc + staged y of R columns goes to the staging and out. */
+    template <int R> __device__ static inline void add(const float *acc, const gemm_tile &t, const CUtensorMap *my, int col0) {
+#pragma unroll
+        for (int jj = 0; jj < R / 16; jj++) {
+            const float *v = acc + 8 * jj;
+            uint32_t at = gemm_out_at<R>(t.out, t.lane, jj), r[4];
+            ldmatrix_x4(r, at);
+#pragma unroll
+            for (int i = 0; i < 4; i++) r[i] = pack_bf16(v[2 * i] + bf16_low(r[i]), v[2 * i + 1] + bf16_high(r[i]));
+            stmatrix_x4(at, r[0], r[1], r[2], r[3]);
+        }
+        gemm_out_store<R>(t, my, col0, t.N);
+    }
+    template <int C>
+    __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &p) {
+        constexpr int R = gemm_round(C), per_row = R / 8, n = C > R ? 16 * per_row / 32 : 0;
+        uint4 y[n + 1];
+        int row = t.lane / per_row, chunk = t.lane % per_row, col = t.col0 + R + 8 * chunk;
+#pragma unroll
+        for (int i = 0; i < n; i++) {
+            int r = t.row0 + i * (32 / per_row) + row;
+            y[i] = r < t.M && col < t.N ? *(const uint4 *)(p.y + (size_t)r * p.ldy + col) : uint4{};
+        }
+        gemm_add_bias<C>(acc, t, p.bias);
+        mbar_wait(t.res, t.turn & 1);
+        add<R>(acc, t, my, t.col0);
+        if constexpr (n > 0) {
+            static_assert(C == 2 * R && R == 128, "two rounds of two panels of 64 columns");
+            gemm_out_wait(t);
+#pragma unroll
+            for (int i = 0; i < n; i++) {
+                uint32_t byte = (uint32_t)(chunk / 8 * 2048 + (i * (32 / per_row) + row) * 128 + chunk % 8 * 16);
+                smem_store_16(t.out + (byte ^ (byte >> 7 & 7) << 4), y[i]);
+            }
+            __syncwarp();
+            add<R>(acc + R / 2, t, my, t.col0 + R);
+        }
+    }
+#endif
+};
+
+struct epi_swiglu { /* y[M][N/2] = silu(gate) up: of two blocks of 8 columns the left one is gate, the right one up */
+    struct params {
+        int unused;
+    };
+    __host__ __device__ static constexpr int out(int c) { return c / 2; }
+#if HOPPER
+    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
+    __device__ static inline float one(float gate, float up) { return __fdividef(gate * up, 1 + ex2(-1.44269504f * gate)); }
+    template <int C>
+    __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &) {
+        gemm_out_wait(t);
+#pragma unroll
+        for (int jj = 0; jj < C / 32; jj++) {
+            uint32_t r[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) { /* rows 0-7 and 8-15 of the left, then of the right 8 columns of output */
+                const float *v = acc + 16 * jj + 8 * (i >> 1) + 2 * (i & 1);
+                r[i] = pack_bf16(one(v[0], v[4]), one(v[1], v[5]));
+            }
+            stmatrix_x4(gemm_out_at<C / 2>(t.out, t.lane, jj), r[0], r[1], r[2], r[3]);
+        }
+        gemm_out_store<C / 2>(t, my, t.col0 / 2, t.N / 2);
+    }
+#endif
+};
+
+struct epi_logits { /* y = acc, float32; each 32-byte sector is written by four lanes */
+    struct params {
+        float *y;
+        int ld;
+    };
+    __host__ __device__ static constexpr int out(int) { return 0; }
+#if HOPPER
+    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
+    template <int C>
+    __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
+        int row = t.row0 + t.lane / 4, col = t.col0 + 2 * (t.lane & 3);
+        float *y = p.y + (size_t)row * p.ld + col;
+#pragma unroll
+        for (int j = 0; j < C / 8; j++) {
+            if (t.col0 + 8 * j >= t.N) continue;
+            if (row < t.M) *(float2 *)(y + 8 * j) = make_float2(acc[4 * j], acc[4 * j + 1]);
+            if (row + 8 < t.M) *(float2 *)(y + (size_t)8 * p.ld + 8 * j) = make_float2(acc[4 * j + 2], acc[4 * j + 3]);
+        }
+    }
+#endif
+};
+
+/* ---- QKV: bias, RMSNorm over each head, RoPE; q in rows, K and V to their pages ---- */
+
+struct qkv_params {
+    const float *bias;            /* [(H+2K)*D] or NULL */
+    const float *q_norm, *k_norm; /* [D] or NULL */
+    float eps;
+    int H, K, B;
+    const int *pos, *slot;        /* [T]; slot = page * B + offset */
+    const float2 *rope;           /* [max_len][D/2] cosine and sine */
+    bf16 *q;                      /* [T][H][D] */
+    bf16 *kv;                     /* the layer's pages: [page][K][K, V][B][D] */
+};
+
+/* A tile is whole heads, or (BN = 1.5 D) one head and half of another: RoPE's pairs (i, i + D/2) stay together when the halves
+ * are quarters 0 and 2 or 1 and 3 of the head. Tiles 2a and 2a+1 so cover heads 3a, 3a+1, 3a+2: tile 2a has 3a and quarters 0,
+ * 2 of 3a+1, tile 2a+1 has 3a+2 and quarters 1, 3 of 3a+1; W's rows are loaded by quarters then. No QK-norm there: it needs
+ * the whole head.
+ *
+ * All arithmetic is float32 on the accumulators, rounded once. The bf16 rows go through the warp's staging, so that each
+ * head's row leaves in whole 16-byte chunks, D/8 lanes side by side. */
+template <int D> struct epi_qkv {
+    typedef qkv_params params;
+    __host__ __device__ static constexpr int out(int c) { return gemm_round(c); }
+#if HOPPER
+    /* W's row where quarter q of tile n begins (BN = 1.5 D): 0 to 3 the whole head, 4 and 5 the half one. */
+    __device__ static inline int quarter(int n, int q) {
+        int a = n >> 1, odd = n & 1;
+        return q < 4 ? (3 * a + 2 * odd) * D + q * (D / 4) : (3 * a + 1) * D + (odd + 2 * (q - 4)) * (D / 4);
+    }
+    /* W's row of the tile's block j of 8 columns. */
+    template <int C> __device__ static inline int column(const gemm_tile &t, int j) {
+        if constexpr (C % D == 0) return t.col0 + 8 * j;
+        else return quarter(t.col0 / C, j / (D / 32)) + j % (D / 32) * 8;
+    }
+    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
+
+    template <int C> __device__ static inline void add_bias(float (&acc)[C / 2], const gemm_tile &t, const float *bias) {
+        if (!bias) return;
+#pragma unroll
+        for (int j = 0; j < C / 8; j++) {
+            int col = column<C>(t, j);
+            if (col >= t.N) continue;
+            float2 b = *(const float2 *)(bias + col + 2 * (t.lane & 3));
+            acc[4 * j] += b.x, acc[4 * j + 1] += b.y, acc[4 * j + 2] += b.x, acc[4 * j + 3] += b.y;
+        }
+    }
+
+    template <int C> __device__ static inline void norm(float (&acc)[C / 2], const gemm_tile &t, const params &p) {
+#pragma unroll
+        for (int h = 0; h < C / D; h++) {
+            int head = t.col0 / D + h;
+            const float *w = head < p.H ? p.q_norm : p.k_norm;
+            if (!w || head >= p.H + p.K) continue;
+            float *v = acc + h * (D / 2), s0 = 0, s1 = 0;
+#pragma unroll
+            for (int i = 0; i < D / 2; i += 4)
+                s0 += v[i] * v[i] + v[i + 1] * v[i + 1], s1 += v[i + 2] * v[i + 2] + v[i + 3] * v[i + 3];
+            s0 += __shfl_xor_sync(~0u, s0, 1), s1 += __shfl_xor_sync(~0u, s1, 1);
+            s0 += __shfl_xor_sync(~0u, s0, 2), s1 += __shfl_xor_sync(~0u, s1, 2);
+            s0 = rsqrtf(s0 * (1.0f / D) + p.eps), s1 = rsqrtf(s1 * (1.0f / D) + p.eps);
+#pragma unroll
+            for (int i = 0; i < D / 2; i += 4) {
+                float2 g = *(const float2 *)(w + 2 * i + 2 * (t.lane & 3));
+                v[i] *= s0 * g.x, v[i + 1] *= s0 * g.y, v[i + 2] *= s1 * g.x, v[i + 3] *= s1 * g.y;
+            }
+        }
+    }
+
+    __device__ static inline void turn(float &a, float &b, float cosine, float sine) {
+        float x = a, y = b;
+        a = x * cosine - y * sine, b = y * cosine + x * sine;
+    }
+    /* Blocks a and b of 8 columns are elements e .. e+7 and e+D/2 .. of a head; at0, at1: the table at the thread's rows and
+     * columns. */
+    __device__ static inline void turn_block(float *a, float *b, float4 c0, float4 c1) {
+        turn(a[0], b[0], c0.x, c0.y), turn(a[1], b[1], c0.z, c0.w);
+        turn(a[2], b[2], c1.x, c1.y), turn(a[3], b[3], c1.z, c1.w);
+    }
+    template <int C> __device__ static inline void rope(float (&acc)[C / 2], const gemm_tile &t, const params &p) {
+        int r0 = min(t.row0 + t.lane / 4, t.M - 1), r1 = min(t.row0 + t.lane / 4 + 8, t.M - 1);
+        const float2 *at0 = p.rope + (size_t)p.pos[r0] * (D / 2) + 2 * (t.lane & 3);
+        const float2 *at1 = p.rope + (size_t)p.pos[r1] * (D / 2) + 2 * (t.lane & 3);
+        int turned = (p.H + p.K) * D;
+#pragma unroll
+        for (int j = 0; j < D / 16; j++) {
+            float4 c0 = *(const float4 *)(at0 + 8 * j), c1 = *(const float4 *)(at1 + 8 * j);
+#pragma unroll
+            for (int h = 0; h < C / D; h++)
+                if (column<C>(t, h * (D / 8)) < turned)
+                    turn_block(acc + h * (D / 2) + 4 * j, acc + h * (D / 2) + D / 4 + 4 * j, c0, c1);
+        }
+        if constexpr (C % D != 0)
+            if (column<C>(t, D / 8) < turned) {
+                int odd = t.col0 / C & 1;
+#pragma unroll
+                for (int j = 0; j < D / 32; j++) {
+                    int e = odd * (D / 4) + 8 * j;
+                    float4 c0 = *(const float4 *)(at0 + e), c1 = *(const float4 *)(at1 + e);
+                    turn_block(acc + D / 2 + 4 * j, acc + D / 2 + D / 8 + 4 * j, c0, c1);
+                }
+            }
+    }
+
+    /* Where W's row `col` of token `row` goes. */
+    __device__ static inline bf16 *home(const params &p, int row, int slot, int log2_B, int col) {
+        int head = col / D, kv = head - p.H, value = kv >= p.K;
+        if (kv < 0) return p.q + ((size_t)row * p.H) * D + col;
+        size_t block = ((size_t)(slot >> log2_B) * p.K + (kv - value * p.K)) * 2 + value;
+        return p.kv + ((block << log2_B) + (slot & (p.B - 1))) * D + col % D;
+    }
+
+    template <int C>
+    __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
+        static_assert(C % D == 0 || 2 * C == 3 * D, "a tile is whole heads or one and a half");
+        constexpr int R = gemm_round(C), P = gemm_panel(R);
+        add_bias<C>(acc, t, p.bias);
+        if constexpr (C % D == 0) norm<C>(acc, t, p);
+        rope<C>(acc, t, p);
+        int slot = p.slot[min(t.row0 + (t.lane & 15), t.M - 1)], log2_B = 31 - __clz(p.B);
+#pragma unroll
+        for (int half = 0; half < C / R; half++) {
+            __syncwarp();
+            gemm_out_put<R>(acc + half * (R / 2), t);
+            __syncwarp();
+#pragma unroll 4
+            for (int i = t.lane; i < 16 * (R / 8); i += 32) { /* 16-byte chunks, row by row */
+                int row = i / (R / 8), j = i % (R / 8), col = column<C>(t, half * (R / 8) + j);
+                int s = __shfl_sync(~0u, slot, row);
+                if (t.row0 + row >= t.M || col >= t.N) continue;
+                uint32_t byte = (uint32_t)(j / (P / 8) * (32 * P) + row * (2 * P) + j % (P / 8) * 16);
+                *(uint4 *)home(p, t.row0 + row, s, log2_B, col) = smem_load_16(t.out + (byte ^ (byte >> 7 & (P / 8 - 1)) << 4));
+            }
+        }
+    }
+#endif
+};
+
+/* Boxes that W's BN rows of a tile are loaded in: 1 (or one per CTA of a pair), or 6 quarters of heads. */
+template <class EPI, int BN> constexpr int gemm_w_boxes = 1;
+template <int D, int BN> constexpr int gemm_w_boxes<epi_qkv<D>, BN> = BN % D ? 6 : 1;
+
+#if HOPPER
+/* ---- Who works where ---- */
+
+struct gemm_maps {
+    const CUtensorMap *x, *w, *y;
+};
+struct gemm_cta {
+    gemm_job j;
+    gemm_maps map;
+    uint32_t ring, full, empty, sums, res; /* stages, barriers */
+    int part, row;            /* part of K; row of tiles in the unit */
+    int k0, n_k;              /* blocks of K */
+    int first, stride, units; /* units: first, first + stride ... */
+};
+
+/* a / b for a, b < 2^22, per_b = 1 / b: the rounded product is off by one at most. */
+__device__ static inline int gemm_divide(int a, int b, float per_b) {
+    int q = (int)((float)a * per_b), r = a - q * b;
+    return q + (r >= b) - (r < 0);
+}
+struct gemm_unit {
+    int m, n; /* tile indices */
+};
+__device__ static inline gemm_unit gemm_unit_at(const gemm_cta &c, int u) {
+    const gemm_job &j = c.j;
+    int size = j.group * j.tiles_n, g = gemm_divide(u, size, j.per_group), i = u - g * size, left = j.units_m - g * j.group;
+    int height = min(j.group, left), n = gemm_divide(i, height, left < j.group ? j.per_last : j.per_height);
+    return {(g * j.group + i - n * height) * j.mc + c.row, n};
+}
+
+struct gemm_ring {
+    int s, parity; /* the next stage and its phase */
+};
+template <int STAGES> __device__ static inline void gemm_next(gemm_ring &r) {
+    if (++r.s == STAGES) r.s = 0, r.parity ^= 1;
+}
+
+/* ---- The producers: one thread each of the warps of warpgroup 0 ---- */
+
+/* Warp 0 fetches W, in quarters of heads warps 2 and 3 help; W does not depend on the kernels ahead, so it starts at once.
+ * `who`: 0, 1, 2. */
+template <class EPI, int BN, int STAGES> __device__ static inline void gemm_produce_w(const gemm_cta &c, int who) {
+    constexpr int boxes = gemm_w_boxes<EPI, BN>, rows = BN / boxes;
+    uint16_t both = (uint16_t)(3 << c.part * 2);
+    gemm_ring r = {0, 0};
+    for (int u = c.first; u < c.units; u += c.stride) {
+        int n = gemm_unit_at(c, u).n;
+        for (int k = c.k0; k < c.k0 + c.n_k; k++) {
+            uint32_t full = c.full + 8 * r.s, at = c.ring + r.s * ((128 + BN) * 128) + 128 * 128;
+            mbar_wait(c.empty + 8 * r.s, r.parity ^ 1);
+            if (who == 0) mbar_expect_tx(full, BN * 128);
+            if constexpr (boxes == 1) {
+                if (c.j.mc == 1) tma_load_2d(at, c.map.w, full, k * 64, n * BN);
+                else tma_load_2d_multicast(at + c.row * (BN / 2 * 128), c.map.w, full, k * 64, n * BN + c.row * (BN / 2), both);
+            } else if (c.j.mc == 1) {
+                for (int q = who; q < 6; q += 3) tma_load_2d(at + q * rows * 128, c.map.w, full, k * 64, EPI::quarter(n, q));
+            } else {
+                int q = c.row * 3 + who;
+                tma_load_2d_multicast(at + q * rows * 128, c.map.w, full, k * 64, EPI::quarter(n, q), both);
+            }
+            gemm_next<STAGES>(r);
+        }
+    }
+}
+/* Warp 1 fetches x. */
+template <int BN, int STAGES> __device__ static inline void gemm_produce_x(const gemm_cta &c) {
+    gemm_ring r = {0, 0};
+    grid_wait();
+    for (int u = c.first; u < c.units; u += c.stride) {
+        gemm_unit t = gemm_unit_at(c, u);
+        if (u + c.stride >= c.units) grid_launch_dependents();
+        for (int k = c.k0; k < c.k0 + c.n_k; k++) {
+            uint32_t full = c.full + 8 * r.s;
+            mbar_wait(c.empty + 8 * r.s, r.parity ^ 1);
+            mbar_expect_tx(full, 128 * 128);
+            tma_load_2d(c.ring + r.s * ((128 + BN) * 128), c.map.x, full, k * 64, t.m * 128);
+            gemm_next<STAGES>(r);
+        }
+    }
+}
+
+/* ---- The consumers: two warpgroups ---- */
+
+/* This warpgroup has read stage s. */
+__device__ static inline void gemm_release(const gemm_cta &c, int s) {
+    int tid = threadIdx.x & 127;
+    if (c.j.mc == 1) {
+        if (tid == 0) mbar_arrive(c.empty + 8 * s);
+    } else if (tid < 2) mbar_arrive_remote_read(c.empty + 8 * s, c.part * 2 + tid);
+}
+
+/* The products of one tile. */
+template <class EPI, int BN, int C, int STAGES>
+__device__ static inline void gemm_multiply(float (&acc)[BN / 2], const gemm_cta &c, gemm_ring &r, int group, const gemm_tile &t,
+                                            const typename EPI::params &p) {
+    constexpr int stage_bytes = (128 + BN) * 128;
+    int last = 0;
+    for (int k = 0; k < c.n_k; k++) {
+        mbar_wait(c.full + 8 * r.s, r.parity);
+        uint32_t stage = c.ring + r.s * stage_bytes;
+        uint64_t a = wgmma_desc(stage + group * 64 * 128), b = wgmma_desc(stage + 128 * 128);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4; i++) wgmma_ss<BN>(acc, a + 2 * i, b + 2 * i, i || k);
+        wgmma_commit();
+        if (k == c.n_k / 2) EPI::template begin<C>(t, c.map.y, p);
+        if (k) {
+            wgmma_wait<1>();
+            gemm_release(c, last);
+        }
+        last = r.s;
+        gemm_next<STAGES>(r);
+    }
+    wgmma_wait<0>();
+    wgmma_keep(acc);
+    gemm_release(c, last);
+}
+
+/* Adds the partial sums of a cluster's SPLIT CTAs, always in the order of K; this CTA gets slice `part` of the columns. The
+ * slices of the others go from registers to send_at and from there to get_at in their CTAs: both [SPLIT-1][warpgroup][C/8][128
+ * threads] x 16 bytes; c.sums[warpgroup] counts the bytes that come. */
+template <int BN, int SPLIT>
+__device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&sum)[BN / SPLIT / 2], const gemm_cta &c,
+                                          uint32_t send_at, int group) {
+    constexpr int C = BN / SPLIT, bytes = C / 8 * 2048;
+    uint32_t get_at = send_at + 2 * (SPLIT - 1) * bytes;
+    int tid = threadIdx.x & 127, part = c.part;
+    float own[C / 2];
+#pragma unroll
+    for (int s = 0; s < SPLIT; s++)
+        if (s == part) {
+#pragma unroll
+            for (int i = 0; i < C / 2; i++) own[i] = acc[s * (C / 2) + i];
+        } else {
+#pragma unroll
+            for (int i = 0; i < C / 8; i++)
+                smem_store_floats(send_at + (2 * (s - (s > part)) + group) * bytes + i * 2048 + tid * 16, acc + s * (C / 2) + 4 * i);
+        }
+    fence_async_smem();
+    named_sync(2 + group, 128);
+    if (tid < SPLIT && tid != part)
+        bulk_to_peer(get_at + (2 * (part - (part > tid)) + group) * bytes, send_at + (2 * (tid - (tid > part)) + group) * bytes,
+                     bytes, c.sums + 8 * group, tid * c.j.mc + c.row);
+    mbar_wait(c.sums + 8 * group, 0);
+#pragma unroll
+    for (int i = 0; i < C / 2; i++) sum[i] = 0;
+#pragma unroll 1
+    for (int q = 0; q < SPLIT; q++) {
+        uint32_t from = get_at + (2 * (q - (q > part)) + group) * bytes + tid * 16;
+#pragma unroll
+        for (int i = 0; i < C / 8; i++) {
+            float *v = own + 4 * i, *to = sum + 4 * i;
+            uint4 other = q == part ? uint4{} : smem_load_16(from + i * 2048);
+            to[0] += q == part ? v[0] : __uint_as_float(other.x), to[1] += q == part ? v[1] : __uint_as_float(other.y);
+            to[2] += q == part ? v[2] : __uint_as_float(other.z), to[3] += q == part ? v[3] : __uint_as_float(other.w);
+        }
+    }
+}
+
+/* All units of one warpgroup. */
+template <class EPI, int BN, int SPLIT>
+__device__ static inline void gemm_consume(const gemm_cta &c, int group, const typename EPI::params &p) {
+    constexpr int C = BN / SPLIT;
+    typedef gemm_smem<BN, SPLIT, EPI::out(C)> L;
+    int warp = threadIdx.x / 32 - 4;
+    gemm_ring r = {0, 0};
+    uint32_t out = c.ring + L::out_at + warp * (L::out_bytes / 8);
+    gemm_tile t = {c.j.M, c.j.N, 0, 0, (int)threadIdx.x & 31, out, c.res + 8 * warp, 0};
+    grid_wait();
+    for (int u = c.first; u < c.units; u += c.stride, t.turn++) {
+        float acc[BN / 2];
+        gemm_unit at = gemm_unit_at(c, u);
+        t.row0 = at.m * 128 + warp * 16, t.col0 = at.n * BN + c.part * C;
+        gemm_multiply<EPI, BN, C, L::stages>(acc, c, r, group, t, p);
+        if constexpr (SPLIT == 1) EPI::template run<C>(acc, t, c.map.y, p);
+        else {
+            float sum[C / 2];
+            gemm_reduce<BN, SPLIT>(acc, sum, c, c.ring + L::sums_at, group);
+            EPI::template run<C>(sum, t, c.map.y, p);
+        }
+    }
+    if (t.lane == 0) tma_store_wait_read<0>();
+    __syncwarp();
+}
+#endif
+
+template <class EPI, int BN, int SPLIT>
+__global__ void __launch_bounds__(384, 1)
+gemm_kernel(const __grid_constant__ CUtensorMap mx, const __grid_constant__ CUtensorMap mw,
+            const __grid_constant__ CUtensorMap my, const __grid_constant__ gemm_job j,
+            const __grid_constant__ typename EPI::params p) {
+#if HOPPER
+    extern __shared__ char smem[];
+    typedef gemm_smem<BN, SPLIT, EPI::out(BN / SPLIT)> L;
+    int rank = cluster_rank(), part = rank / j.mc, per_cluster = j.mc * SPLIT, warp = threadIdx.x / 32;
+    int blocks = (j.K + 63) / 64, k0 = blocks * part / SPLIT, n_k = blocks * (part + 1) / SPLIT - k0;
+    uint32_t ring = (smem_at(smem) + 1023) & ~1023u, full = ring + L::bars_at, empty = full + 8 * L::stages;
+    uint32_t sums = empty + 8 * L::stages;
+    gemm_cta c = {j, {&mx, &mw, &my}, ring, full, empty, sums, sums + 16, part, rank - part * j.mc, k0, n_k,
+                  (int)blockIdx.x / per_cluster, (int)gridDim.x / per_cluster, j.units_m * j.tiles_n};
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < L::stages; s++) mbar_init(full + 8 * s, 2), mbar_init(empty + 8 * s, 2 * j.mc);
+        for (int w = 0; w < 8; w++) mbar_init(c.res + 8 * w, 1);
+        for (int g = 0; g < 2 && SPLIT > 1; g++) mbar_init(sums + 8 * g, 1), mbar_expect_tx(sums + 8 * g, L::sum_bytes / 2);
+        mbar_init_fence();
+    }
+    __syncwarp();
+    if (per_cluster > 1) cluster_meet();
+    else if (warp == 0) named_arrive(1, 384); /* need not wait for the others */
+    else named_sync(1, 384);
+    if (warp < 4) {
+        regs_give<40>();
+        if (warp == 1) {
+            if (elect_one()) gemm_produce_x<BN, L::stages>(c);
+        } else if (warp == 0 || gemm_w_boxes<EPI, BN> == 6) {
+            if (elect_one()) gemm_produce_w<EPI, BN, L::stages>(c, max(warp - 1, 0));
+        }
+        __syncwarp();
+    } else {
+        regs_take<232>();
+        gemm_consume<EPI, BN, SPLIT>(c, warp / 4 - 1, p);
+    }
+    if (per_cluster > 1) cluster_meet(); /* nobody leaves while a peer reads from it or tells it something */
+#else
+    __trap();
+#endif
+}
+
+/* ---- All instances, and the choice among them ---- */
+
+enum { GEMM_QKV64 = EPI_LOGITS + 1, GEMM_QKV128 }; /* kinds of epilogue behind those of enum epilogue */
+
+typedef struct gemm_variant {
+    int kind, bn, split;
+    int w_boxes;   /* gemm_w_boxes */
+    int out, smem; /* staged columns; bytes */
+    const void *kernel;
+} gemm_variant;
+
+#define GEMM_VARIANT(kind, EPI, BN, SPLIT)                                                                                    \
+    {kind, BN, SPLIT, gemm_w_boxes<EPI, BN>, EPI::out(BN / SPLIT),                                                       \
+     gemm_smem<BN, SPLIT, EPI::out(BN / SPLIT)>::bytes, (const void *)gemm_kernel<EPI, BN, SPLIT>}
+static const gemm_variant gemm_variants[] = {
+    GEMM_VARIANT(EPI_STORE, epi_store, 96, 1),
+    GEMM_VARIANT(EPI_STORE, epi_store, 128, 1),       GEMM_VARIANT(EPI_STORE, epi_store, 128, 2),
+    GEMM_VARIANT(EPI_STORE, epi_store, 128, 4),       GEMM_VARIANT(EPI_STORE, epi_store, 160, 1),
+    GEMM_VARIANT(EPI_STORE, epi_store, 192, 1),       GEMM_VARIANT(EPI_STORE, epi_store, 256, 1),
+    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 1), GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 2),
+    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 4), GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 192, 1),
+    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 256, 1), GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 128, 1),
+    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 160, 1),     GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 224, 1),
+    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 256, 1),     GEMM_VARIANT(EPI_LOGITS, epi_logits, 192, 1),
+    GEMM_VARIANT(EPI_LOGITS, epi_logits, 256, 1),     GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 96, 1),
+    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 128, 1),    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 128, 2),
+    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 192, 1),    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 256, 1),
+    GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 128, 1),  GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 192, 1),
+    GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 256, 1),
+};
+enum { N_GEMM_VARIANTS = sizeof gemm_variants / sizeof *gemm_variants };
+
+typedef struct gemm_plan {
+    const gemm_variant *v;
+    int mc, group;
+} gemm_plan;
+
+/* Estimated clocks of a variant. Constants from sweeps of all variants over the shapes of `toka bench ops` on an H100
+ * (test/gpu_gemm.cu sweep): a block of K costs 4 BN clocks of tensor core and about 45 of waiting, or the time L2 needs for
+ * it; with a long K the CTAs that read the same rows drift apart, so L2 gives less, and over several waves a shared W pays. A
+ * tile ends in an epilogue, a split one in the exchange of sums, and every wave of split ones starts from an empty ring. */
+static double gemm_cost(const toka_device *d, const gemm_variant *v, int mc, int M, int N, int K) {
+    int per_cluster = mc * v->split, units = ceil_div(M, 128 * mc) * ceil_div(N, v->bn);
+    int at_once = per_cluster == 4 ? d->n_quads : d->n_sms / per_cluster, waves = ceil_div(units, at_once);
+    double ctas = (double)min(units, at_once) * per_cluster, k = ceil_div(ceil_div(K, 64), v->split);
+    double math = 4.0 * v->bn + 45, l2 = (128.0 + v->bn / mc) * 128 * ctas / (K >= 4096 ? 6154 : 8192);
+    double tile = k * (l2 > math ? l2 : math) + 1500 + 4 * v->bn + (v->split > 1 ? 5000 : 0);
+    return waves * tile * (mc == 1 && waves > 1 && K >= 4096 ? 1.05 : 1) + (mc == 2 ? 300 : 0);
+}
+
+/* The cheapest variant of a kind; whole_heads: QK-norm follows. */
+static gemm_plan gemm_pick(const toka_device *d, int kind, int M, int N, int K, bool whole_heads) {
+    gemm_plan best = {.group = 8};
+    double least = 0;
+    for (int i = 0; i < N_GEMM_VARIANTS; i++)
+        for (int mc = 1; mc <= 2; mc++) {
+            const gemm_variant *v = &gemm_variants[i];
+            if (v->kind != kind || v->split > ceil_div(K, 64) || mc * v->split > 4 || (mc == 2 && M <= 128)) continue;
+            if (whole_heads && v->w_boxes > 1) continue;
+            double cost = gemm_cost(d, v, mc, M, N, K);
+            if (!best.v || cost < least) best.v = v, best.mc = mc, least = cost;
+        }
+    return best;
+}
+
+/* The map of a row-major bf16 matrix, read or written in boxes of box_rows x box_cols; box_cols 64, 32 or 16, swizzled over
+ * the box's row. */
+static CUtensorMap gemm_map(toka_device *d, const bf16 *p, int rows, int cols, int ld, int box_rows, int box_cols) {
+    CUtensorMap m;
+    cuuint64_t dims[2] = {(cuuint64_t)cols, (cuuint64_t)rows}, stride[1] = {(cuuint64_t)ld * 2};
+    cuuint32_t box[2] = {(cuuint32_t)box_cols, (cuuint32_t)box_rows}, step[2] = {1, 1};
+    CUtensorMapSwizzle swizzle = box_cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B
+                                 : box_cols == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_32B;
+    CUresult r = d->encode_map(&m, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void *)p, dims, stride, box, step,
+                               CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    latch(d, r ? cudaErrorInvalidValue : cudaSuccess, "tensor map of a GEMM");
+    return m;
+}
+
+/* Launches any instance: also the LM head's, whose epilogue stands in chapter 10. `params` is the epilogue's; a->y is used
+ * only where the instance stages output for it. */
+static void gemm_start(toka_device *d, gemm_plan plan, const gemm_args *a, const void *params) {
+    const gemm_variant *v = plan.v;
+    int M = a->M, N = a->w->N, K = a->w->K, cols = v->kind == EPI_SWIGLU ? N / 2 : N, per_cluster = plan.mc * v->split;
+    assert(M > 0 && N % 8 == 0 && K % 8 == 0 && a->ldx % 8 == 0 && (uintptr_t)a->x % 16 == 0 && (uintptr_t)a->w->p % 16 == 0);
+    gemm_job job = {M, N, K, ceil_div(M, 128 * plan.mc), ceil_div(N, v->bn), plan.group, plan.mc, 0, 0, 0};
+    int last = job.units_m % job.group ? job.units_m % job.group : job.group;
+    int units = job.units_m * job.tiles_n, clusters = v->split > 1 ? units : min(units, d->n_sms / per_cluster);
+    job.per_group = 1.0f / ((float)job.group * job.tiles_n), job.per_height = 1.0f / job.group, job.per_last = 1.0f / last;
+    assert(units < 1 << 22);
+    int w_rows = v->bn / (v->w_boxes > 1 ? v->w_boxes : plan.mc);
+    CUtensorMap mx = gemm_map(d, a->x, M, K, a->ldx, 128, 64), mw = gemm_map(d, a->w->p, N, K, K, w_rows, 64), my = mx;
+    if (v->out && a->y) {
+        assert(a->ldy % 8 == 0 && (uintptr_t)a->y % 16 == 0 && cols % 8 == 0);
+        my = gemm_map(d, a->y, M, cols, a->ldy, 16, gemm_panel(v->out));
+    }
+    cudaLaunchAttribute attr[2] = {};
+    attr[0].id = cudaLaunchAttributeClusterDimension;
+    attr[0].val.clusterDim.x = (unsigned)per_cluster, attr[0].val.clusterDim.y = attr[0].val.clusterDim.z = 1;
+    attr[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attr[1].val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t cfg = {};
+    cfg.gridDim = dim3((unsigned)(clusters * per_cluster)), cfg.blockDim = dim3(384), cfg.dynamicSmemBytes = (size_t)v->smem;
+    cfg.stream = d->stream, cfg.attrs = attr, cfg.numAttrs = 2;
+    void *args[] = {&mx, &mw, &my, &job, (void *)params};
+    if (d->error.code) return;
+    latch(d, cudaLaunchKernelExC(&cfg, v->kernel, args), "GEMM");
+}
+
+/* Once per device, before the first launch. */
+static void gemm_open(toka_device *d) {
+    for (int i = 0; i < N_GEMM_VARIANTS && d->hopper; i++) {
+        const gemm_variant *v = &gemm_variants[i];
+        latch(d, cudaFuncSetAttribute(v->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v->smem),
+              "shared memory of a GEMM");
+        if (v->split != 4 || d->n_quads) continue;
+        cudaLaunchAttribute four = {};
+        four.id = cudaLaunchAttributeClusterDimension;
+        four.val.clusterDim.x = 4, four.val.clusterDim.y = four.val.clusterDim.z = 1;
+        cudaLaunchConfig_t cfg = {};
+        cfg.gridDim = dim3(4), cfg.blockDim = dim3(384), cfg.dynamicSmemBytes = (size_t)v->smem;
+        cfg.attrs = &four, cfg.numAttrs = 1;
+        latch(d, cudaOccupancyMaxActiveClusters(&d->n_quads, v->kernel, &cfg), "clusters of a GEMM");
+    }
+}
+
+/* y = epilogue(x W^T), chapter 5's terms. */
+static void gemm_wgmma_by(toka_device *d, const gemm_args *a, gemm_plan plan) {
+    epi_store::params p = {a->w->bias, a->y, a->ldy}; /* epi_residual's too */
+    epi_logits::params f = {(float *)a->y, a->ldy};
+    assert(a->epi != EPI_SWIGLU || (!a->w->bias && a->w->N % 16 == 0));
+    assert(a->epi != EPI_LOGITS || (!a->w->bias && a->ldy % 2 == 0));
+    gemm_start(d, plan, a, a->epi == EPI_LOGITS ? (void *)&f : (void *)&p);
+}
+static void gemm_wgmma(toka_device *d, const gemm_args *a) {
+    gemm_wgmma_by(d, a, gemm_pick(d, a->epi, a->M, a->w->N, a->w->K, false));
+}
+
+/* q, K and V of M rows; head size D 64 or 128. */
+static gemm_plan gemm_qkv_pick(const toka_device *d, int M, const weight *w, const qkv_params *p) {
+    int heads = p->H + 2 * p->K;
+    return gemm_pick(d, w->N == 64 * heads ? GEMM_QKV64 : GEMM_QKV128, M, w->N, w->K, p->q_norm || p->k_norm);
+}
+/* Whether that beats EPI_STORE, whose tiles may be of more widths, and a kernel that reads and writes the result once more. */
+static bool gemm_qkv_pays(const toka_device *d, int M, const weight *w, const qkv_params *p) {
+    gemm_plan fused = gemm_qkv_pick(d, M, w, p), plain = gemm_pick(d, EPI_STORE, M, w->N, w->K, false);
+    double after = 4000 + 4.0 * M * w->N / 1500;
+    return gemm_cost(d, fused.v, fused.mc, M, w->N, w->K) < gemm_cost(d, plain.v, plain.mc, M, w->N, w->K) + after;
+}
+static void gemm_wgmma_qkv_by(toka_device *d, int M, const bf16 *x, int ldx, const weight *w, const qkv_params *p,
+                              gemm_plan plan) {
+    gemm_args a = {.M = M, .x = x, .ldx = ldx, .w = w};
+    int D = plan.v->kind == GEMM_QKV64 ? 64 : 128;
+    assert(w->N == (p->H + 2 * p->K) * D && (p->B & (p->B - 1)) == 0 && !(plan.v->w_boxes > 1 && (p->q_norm || p->k_norm)));
+    (void)D;
+    gemm_start(d, plan, &a, p);
+}
+static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const weight *w, const qkv_params *p) {
+    gemm_wgmma_qkv_by(d, M, x, ldx, w, p, gemm_qkv_pick(d, M, w, p));
+}
+
+/* ===========================================================================
+ * MARK: 7. GEMM for few rows, and the choice [kernel]
+ * =========================================================================== */
+
+/* ---- y[M][N] = x[M][K] W[N][K]^T for few rows, on wgmma with the sides swapped ----
+ *
+ * in, out as in chapter 5, not LOGITS; M <= ROWS (8, 16, 32, 64, 128).
+ * W is read once and is all that counts: 2NK bytes. So W is the 64-row operand of wgmma and the rows of x are its columns: D[n][m],
+ * of which a few rows waste little. A CTA has 64 rows of W, one consumer warpgroup and two producer warps, which keep a ring of
+ * slices of 64 columns of K in flight: 64 rows of W, 128 bytes each, then ROWS rows of x, both with the 128-byte swizzle; what lies
+ * outside the matrices arrives as zeros. The ring fills with W before grid_wait(), while the kernel ahead still runs, and is small
+ * enough for the CTAs of the next kernel to do the same beside this one.
+ * Where W has too few rows for all multiprocessors, `split` CTAs of a cluster share a tile's K. Each leaves its sums in its own
+ * shared memory; then each makes 1/split of the outputs, adding the parts in the order of K: bitwise repeatable.
+ *
+ * grid: tiles of 64 rows of W times split, in clusters of split; block: 192; shared: the ring, 108 KB at most.
+ * On an H100 it reads W at 95 to 99 % of what a plain read reaches where that takes 20 us or more; each launch costs about 3 us
+ * that nothing hides: the way of x, the sum over the cluster (its barriers fence to the whole GPU, 1 us each), the end of the grid.
+ * Tried and left: 128 rows of W a CTA (fewer reads of x, but two thirds of the speed where fewer multiprocessors then work);
+ * neighbouring tiles that fetch x together by multicast (gains only for the widest W at 128 rows); rings of 54 and 72 KB, for
+ * three kernels side by side (slower); fetching the start of the next kernel's W into the L2 cache (its ring holds that already);
+ * one producer for W and x (half the speed: its loop took longer than the copies). */
+
+enum { FEW_K = 64, FEW_N = 64, FEW_THREADS = 192, FEW_W = FEW_N * FEW_K * 2 /* bytes of W in a stage; x lies behind */ };
+enum { FEW_PITCH = FEW_N + 4 /* floats from row to row of the sums; + 4: the 32 lanes of a store meet 32 banks */ };
+template <int ROWS> struct few_ring {
+    enum { STAGE = FEW_W + ROWS * FEW_K * 2, FIT = 108 * 1024 / STAGE, STAGES = FIT < 12 ? FIT : 12 };
+    enum { SMEM = STAGES * (STAGE + 16) }; /* and a full and an empty barrier per stage */
+    static_assert(STAGES * STAGE >= ROWS * FEW_PITCH * 4, "the sums take the ring's place");
+};
+
+#if HOPPER
+typedef struct few_place { /* where a CTA works */
+    int n0, kb0, n_kb;     /* its rows of W, its slices of K */
+    int part, split;       /* its rank in the cluster, of how many */
+    uint32_t ring, full, empty;
+} few_place;
+
+template <int ROWS> __device__ static inline few_place few_where(uint32_t ring, int K, int split) {
+    int slices = (K + FEW_K - 1) / FEW_K;
+    few_place w;
+    w.part = (int)blockIdx.x % split, w.split = split, w.n0 = (int)blockIdx.x / split * FEW_N;
+    w.kb0 = slices * w.part / split, w.n_kb = slices * (w.part + 1) / split - w.kb0;
+    w.ring = ring, w.full = ring + few_ring<ROWS>::STAGES * few_ring<ROWS>::STAGE, w.empty = w.full + 8 * few_ring<ROWS>::STAGES;
+    return w;
+}
+
+/* One thread fetches W: as much as there is room for before the kernel ahead has ended. It also announces the bytes of x. */
+template <int ROWS> __device__ static inline void few_fetch_w(const CUtensorMap *map, const few_place &w) {
+    int s = 0, parity = 1;
+    for (int i = 0; i < w.n_kb; i++) {
+        mbar_wait(w.empty + 8 * s, parity);
+        mbar_expect_tx(w.full + 8 * s, few_ring<ROWS>::STAGE);
+        tma_load_2d_once(w.ring + s * few_ring<ROWS>::STAGE, map, w.full + 8 * s, (w.kb0 + i) * FEW_K, w.n0);
+        if (++s == few_ring<ROWS>::STAGES) s = 0, parity ^= 1;
+    }
+}
+/* Another fetches x. */
+template <int ROWS> __device__ static inline void few_fetch_x(const CUtensorMap *map, const few_place &w) {
+    int s = 0, parity = 0, ahead = min((int)few_ring<ROWS>::STAGES, w.n_kb);
+    uint32_t ring = w.ring + FEW_W;
+    tma_prefetch_map(map);
+    grid_wait();
+    for (int i = 0; i < ahead; i++) tma_load_2d(ring + i * few_ring<ROWS>::STAGE, map, w.full + 8 * i, (w.kb0 + i) * FEW_K, 0);
+    for (int i = ahead; i < w.n_kb; i++) {
+        mbar_wait(w.empty + 8 * s, parity);
+        tma_load_2d(ring + s * few_ring<ROWS>::STAGE, map, w.full + 8 * s, (w.kb0 + i) * FEW_K, 0);
+        if (++s == few_ring<ROWS>::STAGES) s = 0, parity ^= 1;
+    }
+}
+
+/* The warpgroup: acc[n][m] = its rows of W times x. Products of few columns come faster than one can be added to the one before:
+ * CHAINS sums go on side by side. */
+template <int ROWS, int CHAINS> __device__ static inline void few_multiply(float (&acc)[CHAINS][ROWS / 2], const few_place &w) {
+    int s = 0, parity = 0, last = 0;
+    for (int i = 0; i < w.n_kb; i++) {
+        uint32_t at = w.ring + s * few_ring<ROWS>::STAGE;
+        uint64_t a = wgmma_desc(at), b = wgmma_desc(at + FEW_W);
+        mbar_wait(w.full + 8 * s, parity);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < FEW_K / 16; k++) wgmma_ss<ROWS>(acc[k % CHAINS], a + 2 * k, b + 2 * k, 1);
+        wgmma_commit();
+        wgmma_wait<1>(); /* the slice before is done with */
+        if (i > 0 && threadIdx.x == 0) mbar_arrive(w.empty + 8 * last);
+        last = s;
+        if (++s == few_ring<ROWS>::STAGES) s = 0, parity ^= 1;
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int k = 0; k < CHAINS; k++) wgmma_keep(acc[k]);
+#pragma unroll
+    for (int i = 0; i < ROWS / 2 * (CHAINS - 1); i++) acc[0][i % (ROWS / 2)] += acc[1 + i / (ROWS / 2)][i % (ROWS / 2)];
+}
+
+/* ---- Its epilogue: 8 outputs of a row at a time, from the sums [M][FEW_PITCH] of all CTAs that share the tile ---- */
+
+/* The item-th piece of this thread: row *m and column *n of the tile's (gates and ups counted both). False: there is none. */
+__device__ static inline bool few_item(const gemm_call &c, const few_place &w, int item, int *m, int *n) {
+    int gated = c.epi == EPI_SWIGLU, per_row = FEW_N / 8 >> gated, n_items = c.M * per_row;
+    int i = n_items * w.part / w.split + item * FEW_THREADS + (int)threadIdx.x;
+    *m = i / per_row, *n = i % per_row * (8 << gated);
+    return i < n_items * (w.part + 1) / w.split && w.n0 + *n < c.N;
+}
+/* v = 8 columns at `at` of the parts of K, added in their order. */
+__device__ static inline void few_sum(float v[8], uint32_t at, int split) {
+    float4 a[8], b[8];
+    if (split == 1) a[0] = shared_load(at), b[0] = shared_load(at + 16);
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        if (i < split && split > 1) a[i] = cluster_load(at, i), b[i] = cluster_load(at + 16, i);
+    v[0] = a[0].x, v[1] = a[0].y, v[2] = a[0].z, v[3] = a[0].w, v[4] = b[0].x, v[5] = b[0].y, v[6] = b[0].z, v[7] = b[0].w;
+#pragma unroll
+    for (int i = 1; i < 8; i++) {
+        if (i >= split) continue;
+        v[0] += a[i].x, v[1] += a[i].y, v[2] += a[i].z, v[3] += a[i].w;
+        v[4] += b[i].x, v[5] += b[i].y, v[6] += b[i].z, v[7] += b[i].w;
+    }
+}
+__device__ static inline void few_bias(float v[8], const float *bias, int n) {
+    if (!bias) return;
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] += bias[n + i];
+}
+/* The sums of 8 outputs; SWIGLU's are final. */
+__device__ static inline void few_value(float v[8], const gemm_call &c, const few_place &w, int m, int n) {
+    uint32_t at = w.ring + (m * FEW_PITCH + n) * 4;
+    float up[8];
+    few_sum(v, at, w.split);
+    if (c.epi != EPI_SWIGLU) return;
+    few_sum(up, at + 32, w.split);
+    few_bias(v, c.bias, w.n0 + n);
+    few_bias(up, c.bias, w.n0 + n + 8);
+#pragma unroll
+    for (int k = 0; k < 8; k++) v[k] = silu(v[k]) * up[k];
+}
+__device__ static inline void few_put(float v[8], const gemm_call &c, const few_place &w, int m, int n, uint4 old) {
+    int gated = c.epi == EPI_SWIGLU;
+    if (!gated) few_bias(v, c.bias, w.n0 + n);
+    if (c.epi == EPI_RESIDUAL) {
+        v[0] += bf16_low(old.x), v[1] += bf16_high(old.x), v[2] += bf16_low(old.y), v[3] += bf16_high(old.y);
+        v[4] += bf16_low(old.z), v[5] += bf16_high(old.z), v[6] += bf16_low(old.w), v[7] += bf16_high(old.w);
+    }
+    *(uint4 *)(c.y + (size_t)m * c.ldy + (w.n0 + n >> gated)) =
+        make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+}
+#endif
+
+template <int ROWS>
+__global__ static void __launch_bounds__(FEW_THREADS, 2)
+gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_x, const gemm_call c,
+                int split) {
+#if HOPPER
+    constexpr int ITEMS = (ROWS * FEW_N / 8 + FEW_THREADS - 1) / FEW_THREADS;
+    extern __shared__ __align__(1024) char few_smem[];
+    few_place w = few_where<ROWS>(smem_at(few_smem), c.K, split);
+    int m, n, warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
+    uint4 old[ITEMS]; /* what a residual is added to is fetched ahead */
+    float v[ITEMS][8];
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < few_ring<ROWS>::STAGES; i++) mbar_init(w.full + 8 * i, 1), mbar_init(w.empty + 8 * i, 1);
+        mbar_init_fence();
+    }
+    __syncthreads();
+    grid_launch_dependents();
+    if (warp == 4 && lane == 0) few_fetch_w<ROWS>(&map_w, w);
+    if (warp == 5 && lane == 0) few_fetch_x<ROWS>(&map_x, w);
+    __syncwarp();
+    grid_wait();
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+        if (c.epi == EPI_RESIDUAL && few_item(c, w, i, &m, &n)) old[i] = *(uint4 *)(c.y + (size_t)m * c.ldy + w.n0 + n);
+    if (warp < 4) {
+        constexpr int CHAINS = ROWS <= 16 ? 4 : ROWS <= 64 ? 2 : 1;
+        float acc[CHAINS][ROWS / 2] = {}, *sums = (float *)few_smem + warp * 16 + lane / 4;
+        few_multiply<ROWS, CHAINS>(acc, w);
+        named_sync(1, 128); /* nobody reads the ring any more, and all that was to come has come */
+#pragma unroll
+        for (int i = 0; i < ROWS / 2; i++) sums[(i / 4 * 8 + lane % 4 * 2 + i % 2) * FEW_PITCH + i % 4 / 2 * 8] = acc[0][i];
+    }
+    if (split > 1) cluster_sync();
+    else __syncthreads();
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+        if (few_item(c, w, i, &m, &n)) few_value(v[i], c, w, m, n);
+    if (split > 1) cluster_arrive(); /* before the stores, which it would wait for */
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+        if (few_item(c, w, i, &m, &n)) few_put(v[i], c, w, m, n, old[i]);
+    if (split > 1) cluster_wait(); /* the others may still read this CTA's sums */
+#else
+    __trap();
+#endif
+}
+
+template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a, int split) {
+    gemm_call c = gemm_checked(a);
+    assert(c.M <= ROWS && split <= 8 && c.epi != EPI_LOGITS);
+    launch_dependent(d, "GEMM (few rows)", gemm_few_kernel<ROWS>, dim3((unsigned)(ceil_div(c.N, FEW_N) * split)), FEW_THREADS,
+                     few_ring<ROWS>::SMEM, split, gemm_map(d, c.w, c.N, c.K, c.K, FEW_N, FEW_K),
+                     gemm_map(d, c.x, c.M, c.K, c.ldx, ROWS, FEW_K), c, split);
+}
+/* How many CTAs share a tile's K. About one CTA per multiprocessor leaves room for the next kernel's beside it; each should have
+ * nine slices of K or more. */
+static int gemm_few_split(const toka_device *d, int N, int K) {
+    int tiles = ceil_div(N, FEW_N), slices = ceil_div(K, FEW_K), split = tiles <= d->n_sms ? 2 : 1;
+    while (split < 8 && tiles * split * 2 <= d->n_sms) split *= 2;
+    while (split > 1 && slices < 9 * split) split /= 2;
+    return split;
+}
+static void gemm_few(toka_device *d, const gemm_args *a) {
+    int split = gemm_few_split(d, a->w->N, a->w->K);
+    if (a->M <= 8) gemm_few_tile<8>(d, a, split);
+    else if (a->M <= 16) gemm_few_tile<16>(d, a, split);
+    else if (a->M <= 32) gemm_few_tile<32>(d, a, split);
+    else if (a->M <= 64) gemm_few_tile<64>(d, a, split);
+    else gemm_few_tile<128>(d, a, split);
+}
+
+/* ---- y[M][N] = x[M][K] W[N][K]^T for up to 16 rows and a small W, on mma.sync with the sides swapped ----
+ *
+ * in, out as in chapter 5, not LOGITS; M <= ROWS (8, 16).
+ * Where W is read in a few microseconds, what counts is the way from the end of the kernel ahead to the end of this one. Here it
+ * has no cluster and few steps: a CTA has only 16 rows of W, the side m16 of mma.sync, and all of K, of which its eight warps take
+ * slices of 64 columns by turns. Each warp has its own ring of slices, so that nobody waits for anybody until the eight sums meet
+ * in shared memory and are added in the order of the warps. The rings hold the whole K up to 2,048 columns (ROWS 8), and are filled
+ * with W before grid_wait(). A slice is 16 rows of W, then ROWS rows of x, 128 bytes each, 16-byte chunk c of row r at c ^ r%8.
+ *
+ * grid: 16 rows of W each; block: 256; shared: 96 KB; 2NK bytes. Rings of 48 KB for four CTAs a multiprocessor: slower but where
+ * many CTAs read little each, and there gemm_few is faster still. */
+
+enum { THIN_N = 16, THIN_K = 64, THIN_WARPS = 8, THIN_PITCH = THIN_N + 4 /* floats from row to row of the sums */ };
+template <int ROWS> struct thin_ring {
+    enum { STAGE = (THIN_N + ROWS) * THIN_K * 2, STAGES = 96 * 1024 / THIN_WARPS / STAGE, SMEM = THIN_WARPS * STAGES * STAGE };
+};
+
+/* R rows from row0 of a matrix [n_rows][ld], columns k0 .. k0+63 of K, by one warp. */
+template <int R>
+__device__ static inline void thin_load(uint32_t to, const bf16 *from, int row0, int n_rows, int ld, int k0, int K, int lane) {
+    int k = k0 + lane % 8 * 8;
+#pragma unroll
+    for (int r = lane / 8; r < R; r += 4) {
+        bool inside = row0 + r < n_rows && k < K;
+        cp_async_16(to + r * 128 + ((lane ^ r) % 8) * 16, inside ? from + (size_t)(row0 + r) * ld + k : from, inside ? 16 : 0);
+    }
+}
+/* acc[m block][.] += one slice. */
+template <int ROWS> __device__ static inline void thin_multiply(float acc[ROWS / 8][4], uint32_t at, int lane) {
+    uint32_t a[4][4], b[ROWS / 4][4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) ldmatrix_x4(a[k], at + lane % 16 * 128 + (((2 * k + lane / 16) ^ lane) % 8) * 16);
+#pragma unroll
+    for (int i = 0; i < ROWS / 8; i++) /* 8 rows of x, 32 columns at a time */
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+            ldmatrix_x4(b[2 * i + k], at + (THIN_N + 8 * i + lane % 8) * 128 + (((4 * k + lane / 8) ^ lane) % 8) * 16);
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+#pragma unroll
+        for (int i = 0; i < ROWS / 8; i++) mma_16816(acc[i], a[k], b[2 * i + k / 2] + k % 2 * 2);
+}
+
+template <int ROWS> __global__ static void __launch_bounds__(32 * THIN_WARPS, 2) gemm_thin_kernel(const gemm_call c) {
+    constexpr int STAGE = thin_ring<ROWS>::STAGE, STAGES = thin_ring<ROWS>::STAGES;
+    extern __shared__ __align__(128) char thin_smem[];
+    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, n0 = (int)blockIdx.x * THIN_N, step = THIN_WARPS * THIN_K;
+    uint32_t ring = smem_at(thin_smem) + warp * STAGES * STAGE;
+    float acc[ROWS / 8][4] = {}, *sums = (float *)thin_smem;
+    bool gated = c.epi == EPI_SWIGLU; /* then n is a gate's column, its up's is n + 8 */
+    int pairs = gated ? 4 : 8, m = (int)threadIdx.x / pairs, n = (int)threadIdx.x % pairs * 2;
+    bool puts = m < c.M && n0 + n < c.N;
+
+    grid_launch_dependents();
+#pragma unroll
+    for (int i = 0; i < STAGES; i++)
+        thin_load<THIN_N>(ring + i * STAGE, c.w, n0, c.N, c.K, warp * THIN_K + i * step, c.K, lane);
+    grid_wait();
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) {
+        thin_load<ROWS>(ring + i * STAGE + THIN_N * 128, c.x, 0, c.M, c.ldx, warp * THIN_K + i * step, c.K, lane);
+        cp_async_commit();
+    }
+    uint32_t old = puts ? gemm_old_pair(c, m, n0 + n) : 0;
+    for (int k = warp * THIN_K, s = 0; k < c.K; k += step) {
+        uint32_t at = ring + s * STAGE;
+        cp_async_wait<STAGES - 1>();
+        __syncwarp();
+        thin_multiply<ROWS>(acc, at, lane);
+        __syncwarp();
+        thin_load<THIN_N>(at, c.w, n0, c.N, c.K, k + STAGES * step, c.K, lane);
+        thin_load<ROWS>(at + THIN_N * 128, c.x, 0, c.M, c.ldx, k + STAGES * step, c.K, lane);
+        cp_async_commit();
+        if (++s == STAGES) s = 0;
+    }
+    cp_async_wait<0>();
+    __syncthreads(); /* the sums take the rings' place */
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i++)
+        sums[(warp * ROWS + i / 4 * 8 + lane % 4 * 2 + i % 2) * THIN_PITCH + lane / 4 + i % 4 / 2 * 8] = acc[i / 4][i % 4];
+    __syncthreads();
+    if (!puts) return;
+    float2 v = {}, up = {};
+#pragma unroll
+    for (int w = 0; w < THIN_WARPS; w++) {
+        const float *part = sums + (w * ROWS + m) * THIN_PITCH + n;
+        v.x += part[0], v.y += part[1];
+        if (gated) up.x += part[8], up.y += part[9];
+    }
+    if (gated) gemm_put_gated(c, m, n0 + n, v.x, v.y, up.x, up.y);
+    else gemm_put_pair(c, m, n0 + n, v.x, v.y, old);
+}
+
+template <int ROWS> static void gemm_thin_tile(toka_device *d, const gemm_args *a) {
+    gemm_call c = gemm_checked(a);
+    assert(c.M <= ROWS && c.epi != EPI_LOGITS);
+    launch_dependent(d, "GEMM (up to 16 rows)", gemm_thin_kernel<ROWS>, dim3((unsigned)ceil_div(c.N, THIN_N)), 32 * THIN_WARPS,
+                     thin_ring<ROWS>::SMEM, 1, c);
+}
+static void gemm_thin(toka_device *d, const gemm_args *a) {
+    if (a->M <= 8) gemm_thin_tile<8>(d, a);
+    else gemm_thin_tile<16>(d, a);
+}
+
+/* ---- The choice ---- */
+
+enum { FEW_MAX = 64 }; /* rows, up to which W is best the left side at every shape */
+
+/* Measured on an H100, November 2026, in chains of one GEMM over weights that no cache holds; shares of the time to read W.
+ * gemm_thin against gemm_few, 8 rows: 92 : 81 % (N x K 4096 x 4096), 83 : 77 (2048 x 8192), 72 : 62 (3072 x 2048), 55 : 52 (2048 x
+ * 2048), but 81 : 96 where many CTAs read little each (16384 x 2048); 16 rows: ahead up to two CTAs per multiprocessor.
+ * gemm_few against gemm_wgmma: ahead up to 64 rows (only LM heads lose 2 %); from 65 to 128 only where two CTAs to a tile fill most
+ * of the multiprocessors (128 rows: 59 : 41 for 4096 x 4096, 71 : 59 for 4096 x 14336). */
+static void gemm(toka_device *d, const gemm_args *a) {
+    int N = a->w->N, tiles = ceil_div(N, FEW_N), M = a->M;
+    bool thin = M <= 16 && (ceil_div(N, THIN_N) <= 2 * d->n_sms || (M <= 8 && a->w->K >= 4096));
+    bool fills = tiles * 2 <= d->n_sms && tiles * 8 >= d->n_sms * 3;
+    if (a->epi == EPI_LOGITS) d->hopper ? gemm_wgmma(d, a) : gemm_mma(d, a);
+    else if (thin || (!d->hopper && M <= 16)) gemm_thin(d, a);
+    else if (!d->hopper) gemm_mma(d, a);
+    else if (M <= FEW_MAX || (M <= 128 && fills)) gemm_few(d, a);
+    else gemm_wgmma(d, a);
+}
+
+/* ===========================================================================
+ * MARK: 8. Attention: the work list [host]
+ * Turns the spans of a step into lists of items that kernels take one by one: plain integers, made once per step, used by all
+ * layers. A query is one head of one row; the G query heads of a kv head read the same K and V, so they are counted together:
+ * query q of kv head h is row q / G, head h*G + q % G. An item is a run of queries of one span against a run of kv positions, for
+ * every kv head:
+ *
+ *      span with at most 16 queries  ->  one small item: a warp, bound by the bytes of K and V
+ *      span with more                ->  tiles of tile_q queries: a block, bound by the tensor cores
+ *
+ * A row that lies in several spans (shared prefix, own part) is done level by level, a level behind the other on the stream: its
+ * first span leaves a state (O and LSE, float32), the next begins with it, the last writes o. So nothing is merged twice, every
+ * row has one state no matter how many spans it lies in, and the order of sums is fixed.
+ *
+ * Few items do not fill the GPU: then kv ranges are cut (split-KV), the parts go to part_o and part_lse and one merge per row
+ * follows in the same level. The length of a part follows from the sum of kv positions in the level alone.
+ *
+ * What is expected of the spans: for each row they come in rising kv0, and of two spans that share a row the earlier one has all
+ * rows of the later one (a tree of intervals). Cost: O(spans + rows + pages in use); 8,192 sequences with a shared prefix: 0.15 to
+ * 0.3 ms.
+ * =========================================================================== */
+
+enum {
+    ATTN_TILE_Q = 64,    /* queries of a tile on mma.sync */
+    ATTN_SMALL_Q = 16,   /* queries of a small item, and the unit of the split-KV buffer */
+    ATTN_MIN_PART = 128, /* kv positions of a part of a small item, at least */
+    ATTN_WARPS = 16      /* small items that an SM works on at a time, roughly */
+};
+
+enum { ATTN_MAP_8, ATTN_MAP_16, ATTN_MAP_32, ATTN_MAP_64, ATTN_MAPS }; /* a layer's tensor maps, by rows of the box */
+enum { ATTN_SEED = 1, ATTN_TO_O = 2, ATTN_TO_STATE = 4, ATTN_SLOT = 3 /* shift */ }; /* attn_item.where; neither TO: a part */
+
+typedef struct attn_item {
+    int q0, nq;         /* queries row*G + g, for every kv head */
+    int kv0, kv1;       /* positions; kv0 is a multiple of B */
+    int page0;          /* of attn_plan.pages, page of kv0 */
+    int pos_lo, pos_hi; /* lowest and highest position of the rows */
+    int where;          /* ATTN_SEED: begin with the rows' state; ATTN_TO_O, ATTN_TO_STATE, or slot << ATTN_SLOT of part_o */
+} attn_item;
+
+typedef struct attn_merge { /* the n parts of one item, slot after slot, become one */
+    int q0, nq, slot, n, where;
+} attn_merge;
+
+typedef struct attn_level {
+    int tile0, n_tiles, small0, n_small, merge0, n_merges;
+    int merge_nq; /* most queries of a merge */
+} attn_level;
+
+typedef struct attn_span { /* of a toka_span, for the time of planning */
+    int level, page0, where;
+    bool small;
+} attn_span;
+
+struct attn_plan {
+    int G, small_rows, tile_q; /* query heads of a kv head; rows of a small span at most; queries of a tile */
+    int max_items, max_merges, max_spans, max_levels, max_slots;
+    bool hopper;                /* the kernels with tensor maps */
+    CUtensorMap *maps;          /* [L][ATTN_MAPS] or NULL */
+    size_t max_pages;
+    float *state_o, *state_lse; /* [T][H][D], [T][H]: base-2 LSE */
+    float *part_o, *part_lse;   /* [slots][K][16][D], [slots][K][16] */
+    attn_span *spans;           /* [max_spans] */
+    attn_level *levels;         /* [max_levels] */
+    uint16_t *row_level;        /* [max_tokens] levels that the row has behind it; while planning */
+    int n_levels, n_items, n_merges, n_slots;
+    attn_merge *merges;         /* [max_merges] this step's, on the host while planning ... */
+    attn_item *items;           /* ... in d->up ... */
+    const attn_item *dev_items; /* ... and on the device */
+    const attn_merge *dev_merges;
+    const int *dev_pages;
+};
+
+static inline int attn_min(int a, int b) { return a < b ? a : b; }
+static inline int attn_max(int a, int b) { return a > b ? a : b; }
+
+/* How much there may be of everything. */
+static void attn_sizes(const toka_device *d, attn_plan *p) {
+    const toka_shape *sh = d->shape;
+    int T = d->options.max_tokens, G = sh->H / sh->K, seq_pages = ceil_div(sh->max_len, sh->B);
+    int64_t pages = (int64_t)T * seq_pages;
+    p->hopper = d->hopper && sh->B >= 64 && sh->D >= 64 && sh->D <= 128 && d->kv_layer / sh->D < INT_MAX;
+    p->G = G, p->small_rows = ATTN_SMALL_Q / G;
+    p->tile_q = !p->hopper ? ATTN_TILE_Q : sh->D == 64 ? 192 : 128;
+    p->max_spans = 2 * T + 64;
+    p->max_levels = seq_pages + 1;
+    p->max_pages = (size_t)(pages < 1 << 24 ? pages : 1 << 24);
+    /* about twice what attn_small_part and attn_tile_part aim at; beyond, ranges stay whole */
+    p->max_slots = d->n_sms * (ATTN_WARPS + p->tile_q / ATTN_SMALL_Q) * 3 / 2 / sh->K + 64;
+    p->max_merges = 2 * p->max_slots;
+    p->max_items = p->max_spans + p->max_slots + 8 * ceil_div(T * G, p->tile_q);
+}
+
+/* Host memory of planning, in d->attn. shape, options, n_sms, hopper and kv_layer are set. */
+static void attn_plan_open(toka_device *d) {
+    const toka_shape *sh = d->shape;
+    attn_plan *p = (attn_plan *)calloc(1, sizeof *p);
+    if (!p) abort();
+    assert(sh->D % 8 == 0 && sh->D <= 256 && sh->H % sh->K == 0 && sh->B >= 16 && (sh->B & (sh->B - 1)) == 0);
+    d->attn = p;
+    attn_sizes(d, p);
+    p->spans = (attn_span *)malloc((size_t)p->max_spans * sizeof *p->spans);
+    p->levels = (attn_level *)malloc((size_t)p->max_levels * sizeof *p->levels);
+    p->merges = (attn_merge *)malloc((size_t)p->max_merges * sizeof *p->merges);
+    p->row_level = (uint16_t *)malloc((size_t)d->options.max_tokens * sizeof *p->row_level);
+    if (!p->spans || !p->levels || !p->merges || !p->row_level) abort();
+}
+
+static void attn_close(toka_device *d) { /* host memory; the device's goes with all blocks */
+    if (!d->attn) return;
+    free(d->attn->spans), free(d->attn->levels), free(d->attn->merges), free(d->attn->row_level), free(d->attn->maps);
+    free(d->attn);
+    d->attn = NULL;
+}
+
+/* Bytes of d->up that attn_plan_step takes at most. */
+static size_t attn_stage_bytes(const toka_device *d) {
+    const attn_plan *p = d->attn;
+    size_t lists = (size_t)p->max_items * sizeof(attn_item) + (size_t)p->max_merges * sizeof(attn_merge);
+    return lists + p->max_pages * sizeof(int) + 64;
+}
+
+/* Levels, and which span is the last of its rows. Those that end rows with a small item all go to the last level: one launch. */
+static void attn_plan_levels(toka_device *d, const toka_step *s) {
+    attn_plan *p = d->attn;
+    memset(p->row_level, 0, (size_t)s->T * sizeof *p->row_level);
+    p->n_levels = 0;
+    for (int i = 0; i < s->n_spans; i++) {
+        const toka_span *sp = &s->spans[i];
+        int level = p->row_level[sp->row0];
+        for (int r = sp->row0; r < sp->row0 + sp->n_rows; r++) {
+            assert(p->row_level[r] == level);
+            p->row_level[r] = (uint16_t)(level + 1);
+        }
+        p->spans[i].level = level, p->spans[i].small = sp->n_rows <= p->small_rows;
+        p->n_levels = attn_max(p->n_levels, level + 1);
+    }
+    assert(p->n_levels <= p->max_levels);
+    for (int i = 0; i < s->n_spans; i++) {
+        const toka_span *sp = &s->spans[i];
+        attn_span *a = &p->spans[i];
+        bool last = p->row_level[sp->row0] == a->level + 1;
+        a->where = (a->level ? ATTN_SEED : 0) | (last ? ATTN_TO_O : ATTN_TO_STATE);
+        if (last && a->small) a->level = p->n_levels - 1;
+    }
+}
+
+/* The page table entries of all spans, one behind the other. */
+static bool attn_plan_pages(toka_device *d, const toka_step *s) {
+    attn_plan *p = d->attn;
+    int64_t n = 0;
+    void *host;
+    int B = d->shape->B, shift = __builtin_ctz(B);
+    for (int i = 0; i < s->n_spans; i++) p->spans[i].page0 = (int)n, n += (s->spans[i].n_kv + B - 1) >> shift;
+    if (n > (int64_t)p->max_pages) {
+        d->error.code = TOKA_E_DEVICE;
+        snprintf(d->error.msg, sizeof d->error.msg, "GPU: attention: the step names %lld pages, there is room for %zu",
+                 (long long)n, p->max_pages);
+        return false;
+    }
+    p->dev_pages = (const int *)stage_room(&d->up, (size_t)n * sizeof(int), &host);
+    for (int i = 0; i < s->n_spans; i++) {
+        if (i + 8 < s->n_spans) __builtin_prefetch(s->pages + s->spans[i + 8].page0);
+        memcpy((int *)host + p->spans[i].page0, s->pages + s->spans[i].page0,
+               (size_t)((s->spans[i].n_kv + B - 1) >> shift) * sizeof(int));
+    }
+    return true;
+}
+
+/* How long the parts of small items are: as many as keep all warps at work, if all ranges were cut into parts. */
+static int attn_small_part(const toka_device *d, int64_t kv_positions) {
+    int64_t len = kv_positions * d->shape->K / (d->n_sms * ATTN_WARPS);
+    return len < ATTN_MIN_PART ? ATTN_MIN_PART : len < INT_MAX / 2 ? (int)len : INT_MAX / 2;
+}
+/* The same of tiles. They run one on an SM, in waves: the number of parts that makes waves times their length least, if it is a
+ * good deal less. More than two waves stay as they are. */
+static int attn_tile_part(const toka_device *d, int64_t kv_positions, int n_tiles) {
+    int items = n_tiles * d->shape->K, len = (int)(kv_positions / attn_max(n_tiles, 1)), best = 1;
+    if (items > 2 * d->n_sms) return INT_MAX / 2;
+    for (int n = 2; n <= len / (2 * ATTN_MIN_PART); n++)
+        if (20LL * ceil_div(items * n, d->n_sms) * best < 19LL * ceil_div(items * best, d->n_sms) * n) best = n;
+    return best == 1 ? INT_MAX / 2 : ceil_div(len, best);
+}
+
+/* n parts of `part` positions, and their merge. */
+static void attn_emit_parts(attn_plan *p, attn_level *l, const attn_item *item, int n, int part, int part_pages) {
+    p->merges[p->n_merges++] = attn_merge{item->q0, item->nq, p->n_slots, n, item->where};
+    l->merge_nq = attn_max(l->merge_nq, item->nq);
+    for (int i = 0; i < n; i++, p->n_slots += ceil_div(item->nq, ATTN_SMALL_Q)) {
+        attn_item *a = &p->items[p->n_items++];
+        *a = *item;
+        a->kv0 = item->kv0 + i * part, a->kv1 = attn_min(a->kv0 + part, item->kv1);
+        a->page0 = item->page0 + i * part_pages, a->where = p->n_slots << ATTN_SLOT;
+    }
+}
+
+/* One item, whole or in parts of about part_len positions. */
+static void attn_emit(toka_device *d, attn_level *l, const attn_item *item, int part_len) {
+    attn_plan *p = d->attn;
+    int len = item->kv1 - item->kv0;
+    if (len >= part_len + part_len / 2) {
+        int pages = ceil_div(ceil_div(len, (len + part_len / 2) / part_len), d->shape->B), part = pages * d->shape->B;
+        int n = ceil_div(len, part), slots = p->n_slots + n * ceil_div(item->nq, ATTN_SMALL_Q);
+        if (n > 1 && slots <= p->max_slots && p->n_items + n <= p->max_items && p->n_merges < p->max_merges) {
+            attn_emit_parts(p, l, item, n, part, pages);
+            return;
+        }
+    }
+    if (p->n_items < p->max_items) p->items[p->n_items] = *item;
+    p->n_items++;
+}
+
+/* The items of one span; the last rows, which see most, come first. */
+static void attn_emit_span(toka_device *d, const toka_step *s, int i, attn_level *l, int part_len) {
+    const toka_span *sp = &s->spans[i];
+    const attn_span *a = &d->attn->spans[i];
+    int G = d->attn->G, end = (sp->row0 + sp->n_rows) * G;
+    int tile = a->small ? ATTN_SMALL_Q : d->attn->tile_q, n = a->small ? 1 : ceil_div(sp->n_rows * G, tile);
+    for (int t = n - 1; t >= 0; t--) {
+        attn_item item = {.q0 = sp->row0 * G + t * tile, .kv0 = sp->kv0, .page0 = a->page0, .pos_lo = INT_MAX, .pos_hi = -1,
+                          .where = a->where};
+        item.nq = attn_min(tile, end - item.q0);
+        int r = a->small ? sp->row0 : item.q0 / G; /* 8,192 divisions less */
+        int last = a->small ? sp->row0 + sp->n_rows - 1 : (item.q0 + item.nq - 1) / G;
+        for (; r <= last; r++) {
+            item.pos_lo = attn_min(item.pos_lo, s->pos[r]);
+            item.pos_hi = attn_max(item.pos_hi, s->pos[r]);
+        }
+        item.kv1 = attn_max(sp->kv0, attn_min(sp->kv0 + sp->n_kv, item.pos_hi + 1));
+        attn_emit(d, l, &item, part_len);
+    }
+}
+
+/* All items of a level of one kind. */
+static void attn_plan_kind(toka_device *d, const toka_step *s, int level, bool small) {
+    attn_plan *p = d->attn;
+    int64_t work = 0;
+    int n = 0, part_len;
+    for (int i = 0; i < s->n_spans; i++) {
+        if (p->spans[i].level != level || p->spans[i].small != small) continue;
+        int tiles = small ? 1 : ceil_div(s->spans[i].n_rows * p->G, p->tile_q);
+        work += (int64_t)s->spans[i].n_kv * tiles, n += tiles;
+    }
+    part_len = small ? attn_small_part(d, work) : attn_tile_part(d, work, n);
+    for (int i = 0; work && i < s->n_spans; i++)
+        if (p->spans[i].level == level && p->spans[i].small == small) attn_emit_span(d, s, i, &p->levels[level], part_len);
+}
+
+/* Makes the lists of this step and puts them into d->up. Before stage_send. */
+static void attn_plan_step(toka_device *d, const toka_step *s) {
+    attn_plan *p = d->attn;
+    assert(s->n_spans <= p->max_spans && s->T <= d->options.max_tokens);
+    attn_plan_levels(d, s);
+    if (!attn_plan_pages(d, s)) return;
+    p->dev_items = (const attn_item *)stage_room(&d->up, (size_t)p->max_items * sizeof *p->items, (void **)&p->items);
+    p->n_items = p->n_merges = 0;
+    for (int i = 0; i < p->n_levels; i++) {
+        attn_level *l = &p->levels[i];
+        l->merge0 = p->n_merges, l->tile0 = p->n_items, l->merge_nq = p->n_slots = 0;
+        attn_plan_kind(d, s, i, false);
+        l->n_tiles = p->n_items - l->tile0, l->small0 = p->n_items;
+        attn_plan_kind(d, s, i, true);
+        l->n_small = p->n_items - l->small0, l->n_merges = p->n_merges - l->merge0;
+    }
+    d->up.used -= (size_t)(p->max_items - attn_min(p->n_items, p->max_items)) * sizeof *p->items;
+    p->dev_merges = (const attn_merge *)stage_put(&d->up, p->merges, (size_t)p->n_merges * sizeof *p->merges);
+    if (p->n_items <= p->max_items) return;
+    d->error.code = TOKA_E_DEVICE;
+    snprintf(d->error.msg, sizeof d->error.msg, "GPU: attention: the step has %d items of work, there is room for %d",
+             p->n_items, p->max_items);
+}
+
+/* ===========================================================================
+ * MARK: 9. Attention: the kernels [kernel]
+ * o[row][head] = sum over t of p[t] V[t], p = softmax over t of (q . K[t] / sqrt(D)), t the kv positions that the row sees; in
+ * pieces (items of chapter 8), each of which yields O = its own weighted mean and LSE = log2 of its sum of 2^score, with scores
+ * times log2(e)/sqrt(D), so that pieces join as
+ *
+ *      m = max(LSE1, LSE2), w = 2^(LSE - m):   O = (w1 O1 + w2 O2) / (w1 + w2),   LSE = m + log2(w1 + w2)
+ *
+ * A piece without any key has LSE = -inf and O = 0.
+ *
+ * Pages: K and V of a page and kv head are [B][D] rows as they come, so whoever stores a token writes plain rows. The copy engine
+ * swizzles them on their way to shared memory, by a tensor map over all pages of a layer as one matrix of rows of D; columns
+ * beyond D become 0. As decode reads at 95 % of what reading alone reaches, an image swizzled in memory could win nothing. B = 64:
+ * a block of 64 rows is what one copy takes and what the tiles are made of, and the page table stays short; smaller pages, down
+ * to 16, run on mma.sync.
+ *
+ * Measured on an H100 80GB (reading 2 GiB: 3.11 TB/s), 2026-11-21, H = 32, K = 8, `gpu_attn bench`, beside PyTorch 2.11's cuDNN:
+ *
+ *      kernel      case                                D = 64            D = 96            D = 128
+ *      attn_small  4096 sequences of 150..900          96 % of reading                     95 %
+ *                  64 sequences of 4096, in parts      92 %                                93 %
+ *      attn_wg     causal prefill of 4,096, TFLOP/s    406, cuDNN 385    409, cuDNN 401    500, cuDNN 538
+ *                  causal prefill of 16,384            472, cuDNN 444    455, cuDNN 455    544, cuDNN 593
+ *                  prefix of 896, 4,096 sequences      321               362               450
+ * =========================================================================== */
+
+typedef struct attn_args {
+    const bf16 *q;  /* [T][H][D] */
+    bf16 *o;        /* [T][H][D] */
+    const bf16 *kv; /* [page][K][K, V][B][D] of this layer */
+    const int *pages, *pos;
+    const attn_item *items;
+    float *state_o, *state_lse, *part_o, *part_lse;
+    int K, G, D, log2_B, window;
+    float scale; /* log2(e) / sqrt(D) */
+} attn_args;
+
+__device__ static inline float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ static inline float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+/* Where O and LSE of query q of kv head h go: index of a head in [T][H], or of a row of part_o. */
+__device__ static inline size_t attn_head_at(const attn_args &a, int q, int h) {
+    return (size_t)(q / a.G) * (a.K * a.G) + h * a.G + q % a.G;
+}
+__device__ static inline size_t attn_part_at(const attn_args &a, int slot, int i, int h) {
+    return ((size_t)(slot + i / ATTN_SMALL_Q) * a.K + h) * ATTN_SMALL_Q + i % ATTN_SMALL_Q;
+}
+
+/* How a finished query leaves: weights of what is in registers (`own`, 1 / sum included) and of the state it began with. */
+typedef struct attn_exit {
+    bf16 *o;                 /* one of the two: rows of D */
+    float *o32;
+    const float *seed;       /* or NULL */
+    float own, old;
+} attn_exit;
+
+/* LSE of the state that query i of the item begins with, -inf if none. All threads read it before one writes the new one. */
+__device__ static inline float attn_old_lse(const attn_args &a, const attn_item &it, int i, int h) {
+    return it.where & ATTN_SEED ? a.state_lse[attn_head_at(a, it.q0 + i, h)] : -INFINITY;
+}
+/* Query i of the item, with maximum m and sum l of its own keys and `old` of its state: writes LSE (thread `first` of those that
+ * hold the query) and says how O leaves. */
+__device__ static inline attn_exit attn_leave(const attn_args &a, const attn_item &it, int i, int h, float m, float l, float old,
+                                            bool first) {
+    attn_exit e = {};
+    float lse = l > 0 ? m + log2f(l) : -INFINITY;
+    e.own = l > 0 ? 1 / l : 0;
+    size_t at = attn_head_at(a, it.q0 + i, h);
+    if (!(it.where & (ATTN_TO_O | ATTN_TO_STATE))) {
+        size_t part = attn_part_at(a, it.where >> ATTN_SLOT, i, h);
+        if (first) a.part_lse[part] = lse;
+        e.o32 = a.part_o + part * a.D;
+        return e;
+    }
+    if (old > -INFINITY) {
+        float top = fmaxf(lse, old), w = ex2(lse - top), w_old = ex2(old - top), sum = w + w_old;
+        e.own *= w / sum, e.old = w_old / sum, lse = top + log2f(sum);
+        e.seed = a.state_o + at * a.D;
+    }
+    if (it.where & ATTN_TO_O) {
+        e.o = a.o + at * a.D;
+        return e;
+    }
+    e.o32 = a.state_o + at * a.D;
+    if (first) a.state_lse[at] = lse;
+    return e;
+}
+__device__ static inline void attn_leave_pair(const attn_exit &e, int col, float x, float y) { /* columns col, col + 1 */
+    x *= e.own, y *= e.own;
+    if (e.seed) {
+        float2 s = *(const float2 *)(e.seed + col);
+        x += e.old * s.x, y += e.old * s.y;
+    }
+    if (e.o) *(uint32_t *)(e.o + col) = pack_bf16(x, y);
+    else *(float2 *)(e.o32 + col) = make_float2(x, y);
+}
+
+/* ---- Items on mma.sync: any D, any card ----
+ * In: items (grid: item, kv head). Each warp of the block holds 16 queries of the item, all share the tiles of K and V.
+ * WARPS 1: small items; WARPS 4: tiles of 64 queries. DP: D rounded up to 64, 128 or 256; what is beyond D is zero and, in steps
+ * of 16, not computed. Shared: a ring of STAGES tiles of TOK positions of K and V (attn_piece_at). Bytes: K and V once per item;
+ * FLOPs: 4 * 16 * WARPS * D * kv.
+ * Why: m16n8k16 leaves P where PV wants its A operand, V is transposed on its way by ldmatrix, and nothing is synchronised beyond
+ * the block. */
+template <int DP, int WARPS> struct attn_tile_shape {
+    static constexpr int TOK = DP == 256 ? 16 : WARPS == 1 ? 2048 / DP : 64;
+    static constexpr int STAGES = WARPS == 1 ? 3 : 2;
+    static constexpr int BYTES = STAGES * 2 * TOK * DP * 2;
+};
+
+/* A tile in shared memory: panels of 64 columns, each [rows][64] in rows of 128 bytes, 16-byte pieces at piece ^ (row % 8): what
+ * the copy engine writes and wgmma reads with 128-byte swizzle; ldmatrix meets no bank twice. Element of a piece: */
+__device__ static inline int attn_piece_at(int rows, int row, int piece) {
+    return ((piece >> 3) * rows + row) * 64 + ((piece ^ row) & 7) * 8;
+}
+
+/* Positions kv .. kv+TOK-1 of K and V to stage memory; beyond kv1 and beyond D: zeros. */
+template <int DP, int WARPS>
+__device__ static inline void attn_load_tile(const attn_args &a, const attn_item &it, int h, int kv, bf16 *to) {
+    constexpr int TOK = attn_tile_shape<DP, WARPS>::TOK;
+    int pieces = (a.D + 15) / 16 * 2, page_mask = (1 << a.log2_B) - 1;
+    for (int i = threadIdx.x; i < 2 * TOK * pieces; i += WARPS * 32) {
+        int piece = i % pieces, r = i / pieces, row = r % TOK, is_v = r / TOK, t = kv + row - it.kv0;
+        bool there = kv + row < it.kv1 && piece * 8 < a.D;
+        const bf16 *from = a.kv;
+        if (there) {
+            size_t block = ((size_t)a.pages[it.page0 + (t >> a.log2_B)] * a.K + h) * 2 + is_v;
+            from += ((block << a.log2_B) + (t & page_mask)) * a.D + piece * 8;
+        }
+        cp_async_16(smem_at(to + is_v * TOK * DP + attn_piece_at(TOK, row, piece)), from, there ? 16 : 0);
+    }
+}
+
+/* s[8-column block][4] = Q K^T of one warp: 16 queries, TOK positions. */
+template <int DP, int TOK>
+__device__ static inline void attn_qk(float (&s)[TOK / 2], const uint32_t (&q)[DP / 16][4], const bf16 *k, int D) {
+    int lane = threadIdx.x % 32, row = (lane & 7) + (lane >> 4) * 8, piece = lane >> 3 & 1;
+#pragma unroll
+    for (int n = 0; n < TOK / 2; n++) s[n] = 0;
+#pragma unroll
+    for (int c = 0; c < DP / 16; c++) {
+        if (c * 16 >= D) break;
+#pragma unroll
+        for (int n = 0; n < TOK / 16; n++) {
+            uint32_t b[4];
+            ldmatrix_x4(b, smem_at(k + attn_piece_at(TOK, n * 16 + row, c * 2 + piece)));
+            mma_16816(s + 8 * n, q[c], b);
+            mma_16816(s + 8 * n + 4, q[c], b + 2);
+        }
+    }
+}
+
+/* P as the A operand of the second product. */
+template <int N> __device__ static inline void attn_pack(uint32_t (&p)[N / 8][4], const float (&s)[N]) {
+#pragma unroll
+    for (int n = 0; n < N / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) p[n][i] = pack_bf16(s[8 * n + 2 * i], s[8 * n + 2 * i + 1]);
+}
+
+/* acc[8-column block][4] += P V of one warp. */
+template <int DP, int TOK>
+__device__ static inline void attn_pv(float (&acc)[DP / 2], const float (&s)[TOK / 2], const bf16 *v, int D) {
+    int lane = threadIdx.x % 32, row = lane & 15, piece = lane >> 4;
+    uint32_t p[TOK / 16][4];
+    attn_pack(p, s);
+#pragma unroll
+    for (int n = 0; n < TOK / 16; n++)
+#pragma unroll
+        for (int c = 0; c < DP / 16; c++) {
+            if (c * 16 >= D) break;
+            uint32_t b[4];
+            ldmatrix_x4_trans(b, smem_at(v + attn_piece_at(TOK, n * 16 + row, c * 2 + piece)));
+            mma_16816(acc + 8 * c, p[n], b);
+            mma_16816(acc + 8 * c + 4, p[n], b + 2);
+        }
+}
+
+/* Scores of positions that a query must not see become -inf. i: the thread's first query; kv: position of column 0. */
+template <int N>
+__device__ static inline void attn_mask(const attn_args &a, const attn_item &it, float (&s)[N], int i, int kv) {
+    int from[2], to[2]; /* the first position seen and the first not seen */
+    kv += threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        int pos = i + 8 * r < it.nq ? a.pos[(it.q0 + i + 8 * r) / a.G] : -1;
+        from[r] = a.window ? pos - a.window + 1 : 0, to[r] = min(pos + 1, it.kv1);
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        int t = kv + j / 4 * 8 + (j & 1), r = j >> 1 & 1;
+        if (t < from[r] || t >= to[r]) s[j] = -INFINITY;
+    }
+}
+
+/* Online softmax of the thread's two queries (one, if `rows` is 1): s becomes 2^(scale s - m), m and l go on; fade is what the
+ * sums so far are to be multiplied by. */
+template <int N>
+__device__ static inline void attn_soften(float (&s)[N], float m[2], float l[2], float fade[2], float scale, int rows = 2) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        fade[r] = 1;
+        if (r >= rows) break;
+        float top = -INFINITY, sum = 0;
+#pragma unroll
+        for (int i = 0; i < N; i += 4) top = fmaxf(top, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
+        top = fmaxf(m[r], quad_max(top) * scale);
+        float base = top == -INFINITY ? 0 : top;
+        fade[r] = ex2(m[r] - base);
+#pragma unroll
+        for (int i = 0; i < N; i += 4) {
+            s[i + 2 * r] = ex2(fmaf(s[i + 2 * r], scale, -base));
+            s[i + 2 * r + 1] = ex2(fmaf(s[i + 2 * r + 1], scale, -base));
+            sum += s[i + 2 * r] + s[i + 2 * r + 1];
+        }
+        m[r] = top, l[r] = l[r] * fade[r] + sum;
+    }
+}
+template <int N> __device__ static inline void attn_fade(float (&acc)[N], const float fade[2]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) acc[i] *= fade[i >> 1 & 1];
+}
+
+/* First position that some row of the item sees through the window, down to a whole number of tiles from kv0. */
+__device__ static inline int attn_first(const attn_args &a, const attn_item &it, int tile) {
+    int first = a.window ? it.pos_lo - a.window + 1 - it.kv0 : 0;
+    return it.kv0 + (first > 0 ? first / tile * tile : 0);
+}
+/* Tiles x .. y-1 from `first` on are seen whole by all rows of the item: no mask. */
+__device__ static inline int2 attn_open_tiles(const attn_args &a, const attn_item &it, int first, int tile) {
+    int hidden = it.pos_hi - a.window - first; /* position, counted from `first`, that some row does not see any more */
+    return make_int2(a.window && hidden >= 0 ? hidden / tile + 1 : 0, max(0, min(it.pos_lo + 1, it.kv1) - first) / tile);
+}
+
+typedef struct attn_rows { /* a thread's two queries: i and i + 8 of the item */
+    int i;
+    float m[2], l[2];
+} attn_rows;
+
+/* All of a warp together. */
+template <int N> __device__ static inline void attn_rows_end(const attn_args &a, const attn_item &it, const attn_rows &w, int h,
+                                                             const float (&acc)[N]) {
+    int quad = threadIdx.x % 4;
+    float old[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+        if (w.i + 8 * r < it.nq) old[r] = attn_old_lse(a, it, w.i + 8 * r, h);
+    __syncwarp(); /* all have read it */
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float sum = quad_sum(w.l[r]);
+        if (w.i + 8 * r >= it.nq) continue;
+        attn_exit e = attn_leave(a, it, w.i + 8 * r, h, w.m[r], sum, old[r], quad == 0);
+#pragma unroll
+        for (int c = 0; c < N / 4; c++)
+            if (c * 8 < a.D) attn_leave_pair(e, c * 8 + quad * 2, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]);
+    }
+}
+
+/* The A operand of the first product, 16 queries of one warp, from global memory; what is not there is 0. */
+template <int DP>
+__device__ static inline void attn_load_q(const attn_args &a, const attn_item &it, int i, int h, uint32_t (&q)[DP / 16][4]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const bf16 *from = a.q + attn_head_at(a, it.q0 + i + 8 * r, h) * a.D + threadIdx.x % 4 * 2;
+        bool there = i + 8 * r < it.nq;
+#pragma unroll
+        for (int c = 0; c < DP / 8; c++)
+            q[c / 2][r + c % 2 * 2] = there && c * 8 < a.D ? *(const uint32_t *)(from + c * 8) : 0;
+    }
+}
+
+template <int DP, int WARPS> __global__ void __launch_bounds__(WARPS * 32, 1) attn_mma(const __grid_constant__ attn_args a) {
+    typedef attn_tile_shape<DP, WARPS> shape;
+    constexpr int TOK = shape::TOK, STAGES = shape::STAGES;
+    extern __shared__ __align__(1024) char attn_smem[];
+    bf16 *ring = (bf16 *)attn_smem;
+    grid_launch_dependents();
+    grid_wait();
+    const attn_item it = a.items[blockIdx.x / a.K];
+    int h = blockIdx.x % a.K, i0 = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+    int first = attn_first(a, it, TOK), n_tiles = it.kv1 > first ? (it.kv1 - first + TOK - 1) / TOK : 0;
+    int2 open = attn_open_tiles(a, it, first, TOK);
+    for (int i = 0; i < STAGES - 1; i++) {
+        if (i < n_tiles) attn_load_tile<DP, WARPS>(a, it, h, first + i * TOK, ring + i * 2 * TOK * DP);
+        cp_async_commit();
+    }
+    uint32_t q[DP / 16][4];
+    float acc[DP / 2] = {}, fade[2];
+    attn_rows w = {i0, {-INFINITY, -INFINITY}};
+    attn_load_q<DP>(a, it, i0, h, q);
+    for (int i = 0; i < n_tiles; i++) {
+        int next = i + STAGES - 1, kv = first + i * TOK;
+        if (next < n_tiles) attn_load_tile<DP, WARPS>(a, it, h, first + next * TOK, ring + next % STAGES * 2 * TOK * DP);
+        cp_async_commit();
+        cp_async_wait<STAGES - 1>();
+        if (WARPS > 1) __syncthreads();
+        else __syncwarp();
+        const bf16 *k = ring + i % STAGES * 2 * TOK * DP;
+        float s[TOK / 2];
+        attn_qk<DP, TOK>(s, q, k, a.D);
+        if (i < open.x || i >= open.y) attn_mask(a, it, s, w.i, kv);
+        attn_soften(s, w.m, w.l, fade, a.scale);
+        attn_fade(acc, fade);
+        attn_pv<DP, TOK>(acc, s, k + TOK * DP, a.D);
+        if (WARPS > 1) __syncthreads();
+        else __syncwarp();
+    }
+    attn_rows_end(a, it, w, h, acc);
+}
+
+template <int DP, int WARPS> static void attn_mma_launch(toka_device *d, const attn_args &a, int n) {
+    launch_dependent(d, "attention", attn_mma<DP, WARPS>, dim3((unsigned)(n * a.K)), WARPS * 32,
+                     attn_tile_shape<DP, WARPS>::BYTES, 1, a);
+}
+
+/* ---- Small items on Hopper: one warp, fed by the copy engine ----
+ * In and out as above. Grid: (item, kv head), 32 threads. Shared: STAGES tiles of TOK positions, K and V, each [panels][TOK][64].
+ * Bytes: K and V of the item's positions, rounded up to 8 positions; FLOPs: 4 * 16 * D * kv, of which G/16 are wanted.
+ * Why: the limit is the bytes of K and V, so what counts is that many are under way: 9 warps of 24 KB on an SM, none of which
+ * ever waits for another; the card itself hands the next item to the next free place. One lane asks for a tile with two or four
+ * copies, for the last one in pieces of 8 positions; the numbers of 32 pages lie in the lanes of the warp. */
+template <int DP, int TOK, int STAGES>
+__global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap whole,
+                                                 const __grid_constant__ CUtensorMap fine) {
+#if HOPPER
+    constexpr int HALF = TOK * DP; /* elements of K's or V's tile */
+    extern __shared__ __align__(1024) char attn_smem[];
+    __shared__ uint64_t full[STAGES];
+    bf16 *ring = (bf16 *)attn_smem;
+    const attn_item it = a.items[blockIdx.x / a.K];
+    int h = blockIdx.x % a.K, lane = threadIdx.x, first = attn_first(a, it, TOK), ids = 0, ids_at = -32;
+    int n_tiles = it.kv1 > first ? (it.kv1 - first + TOK - 1) / TOK : 0;
+    int2 open = attn_open_tiles(a, it, first, TOK);
+    if (lane == 0) {
+        for (int i = 0; i < STAGES; i++) mbar_init(smem_at(&full[i]), 1);
+        mbar_init_fence();
+    }
+    __syncwarp();
+    grid_launch_dependents();
+    auto ask = [&](int i) {
+        int t = first + i * TOK - it.kv0, n = min(TOK, it.kv1 - it.kv0 - t), page = t >> a.log2_B;
+        if (page - ids_at >= 32) ids_at = page, ids = a.pages[it.page0 + min(page + lane, (it.kv1 - it.kv0 - 1) >> a.log2_B)];
+        int row = ((__shfl_sync(~0u, ids, page - ids_at) * a.K + h) * 2 << a.log2_B) + (t & ((1 << a.log2_B) - 1));
+        if (lane) return;
+        uint32_t to = smem_at(ring + i % STAGES * 2 * HALF), bar = smem_at(&full[i % STAGES]);
+        int pieces = n == TOK ? 1 : (n + 7) / 8;
+        mbar_expect_tx(bar, 2 * DP * 2 * (n == TOK ? TOK : pieces * 8));
+        for (int v = 0; v < 2; v++)
+            for (int panel = 0; panel < DP / 64; panel++)
+                for (int j = 0; j < pieces; j++)
+                    tma_load_2d(to + (v * HALF + panel * TOK * 64 + j * 8 * 64) * 2, n == TOK ? &whole : &fine, bar, panel * 64,
+                                row + (v << a.log2_B) + j * 8);
+    };
+    grid_wait();
+    for (int i = 0; i < STAGES && i < n_tiles; i++) ask(i);
+    uint32_t q[DP / 16][4];
+    float acc[DP / 2] = {}, fade[2];
+    attn_rows w = {lane / 4, {-INFINITY, -INFINITY}};
+    attn_load_q<DP>(a, it, lane / 4, h, q);
+    int rows = it.nq > 8 ? 2 : 1;
+    for (int i = 0; i < n_tiles; i++) {
+        int kv = first + i * TOK, n = it.kv1 - kv;
+        bf16 *k = ring + i % STAGES * 2 * HALF;
+        float s[TOK / 2];
+        mbar_wait(smem_at(&full[i % STAGES]), i / STAGES & 1);
+        attn_qk<DP, TOK>(s, q, k, DP == 64 ? 64 : a.D);
+        if (n < TOK) { /* 0 times what lies behind the last position must be 0 */
+            for (int j = lane + n * (DP / 8); j < TOK * (DP / 8); j += 32)
+                *(uint4 *)(k + HALF + attn_piece_at(TOK, j / (DP / 8), j % (DP / 8))) = uint4{};
+            __syncwarp();
+        }
+        if (i < open.x || i >= open.y) attn_mask(a, it, s, w.i, kv);
+        attn_soften(s, w.m, w.l, fade, a.scale, rows);
+        attn_fade(acc, fade);
+        attn_pv<DP, TOK>(acc, s, k + HALF, DP == 64 ? 64 : a.D);
+        __syncwarp();
+        if (i + STAGES < n_tiles) ask(i + STAGES);
+    }
+    attn_rows_end(a, it, w, h, acc);
+#else
+    __trap();
+#endif
+}
+
+/* ---- Tiles on Hopper: wgmma, after FlashAttention-3 ----
+ * In and out as above. Grid: (item, kv head); WGS warpgroups of 64 queries each, and one of which a single warp works: it asks the
+ * copy engine for K and V. Shared: Q [panels][64 WGS][64] and STAGES tiles of N positions of K and of V, each [panels][N][64].
+ * FLOPs: 4 * 64 WGS * D * kv.
+ * Why: S = Q K^T of tile j is under way together with P V of tile j-1, and the softmax of j runs beside the latter; P goes from
+ * accumulators to the A operand within the registers. The warpgroups take turns in giving out products, so that one computes
+ * exponentials while the tensor cores work for another.
+ * Retired (H100, causal prefill of 4,096 rows at D = 64 / 128, where this one does 406 / 500 TFLOP/s): no warp of its own for
+ * loading, warp 0 asked between its products: 290 / 323; blocks that stay and take items in turn: 384 / 484, as the card deals
+ * out blocks of unequal length better. */
+template <int DP, int WGS, int N, int STAGES> struct attn_wg_shape {
+    static constexpr int PANELS = (DP + 63) / 64, THREADS = WGS * 128 + 128;
+    static constexpr int REGS = WGS == 2 ? 240 : 160, FEED_REGS = WGS == 2 ? 24 : 32;
+    static constexpr int Q = PANELS * WGS * 64 * 128, TILE = PANELS * N * 128, BYTES = Q + STAGES * 2 * TILE;
+};
+
+template <int DP, int N> __device__ static inline void attn_wg_qk(float (&s)[N / 2], uint32_t q, int q_panel, uint32_t k) {
+#if HOPPER
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < DP / 16; c++)
+        wgmma_ss<N>(s, wgmma_desc(q + c / 4 * q_panel) + c % 4 * 2, wgmma_desc(k + c / 4 * N * 128) + c % 4 * 2, c > 0);
+    wgmma_commit();
+#endif
+}
+template <int DP, int N>
+__device__ static inline void attn_wg_pv(float (&acc)[DP / 2], const uint32_t (&p)[N / 16][4], uint32_t v) {
+#if HOPPER
+    wgmma_fence();
+#pragma unroll
+    for (int n = 0; n < N / 16; n++) wgmma_rs<DP, 1>(acc, p[n], wgmma_desc_trans(v, N * 128) + n * 128, 1);
+    wgmma_commit();
+#endif
+}
+
+/* The feeding warp: K and V of all tiles, in the order in which they are used, in blocks of 64 positions; blocks behind the last
+ * position are left out. */
+template <int DP, int WGS, int N, int STAGES>
+__device__ static inline void attn_wg_feed(const attn_args &a, const CUtensorMap *map, const attn_item &it, int h, int first,
+                                           int n_tiles, uint32_t ks, uint32_t bars) {
+#if HOPPER
+    typedef attn_wg_shape<DP, WGS, N, STAGES> shape;
+    int lane = threadIdx.x % 32, last = it.kv1 - it.kv0 - 1;
+    int ids = 0, ids_at = -32; /* numbers of the pages ids_at .. ids_at+31, one per lane */
+    for (int i = 0; i < 2 * n_tiles; i++) { /* K0, K1, V0, K2, V1 ... */
+        int v = i == 2 * n_tiles - 1 || (i > 1 && i % 2 == 0), j = v ? (i - 1) / 2 : (i + 1) / 2, at = v * STAGES + j % STAGES;
+        int t = first + j * N - it.kv0, blocks = min(N / 64, (last - t) / 64 + 1);
+        uint32_t to = ks + at * shape::TILE, full = bars + 8 * at;
+        mbar_wait(full + 16 * STAGES, (j / STAGES & 1) ^ 1);
+        if (lane == 0) mbar_expect_tx(full, blocks * 64 * shape::PANELS * 128);
+        for (int b = 0; b < blocks; b++, t += 64, to += 64 * 128) {
+            int page = t >> a.log2_B;
+            if (page - ids_at >= 32 || page < ids_at) ids_at = page, ids = a.pages[it.page0 + min(page + lane, last >> a.log2_B)];
+            int row = (((__shfl_sync(~0u, ids, page - ids_at) * a.K + h) * 2 + v) << a.log2_B) + (t & ((1 << a.log2_B) - 1));
+            for (int panel = 0; panel < shape::PANELS && lane == 0; panel++)
+                tma_load_2d(to + panel * N * 128, map, full, panel * 64, row);
+        }
+    }
+#endif
+}
+
+/* Q of one warpgroup to shared memory, swizzled; what is not there is 0. */
+template <int DP, int WGS>
+__device__ static inline void attn_wg_load_q(const attn_args &a, const attn_item &it, int h, int wg, bf16 *to) {
+#if HOPPER
+    constexpr int PIECES = (DP + 63) / 64 * 8;
+    int piece = threadIdx.x % PIECES, row0 = wg * 64 + threadIdx.x % 128 / PIECES;
+    uint4 x[PIECES / 2];
+#pragma unroll
+    for (int i = 0; i < PIECES / 2; i++) {
+        int row = row0 + i * (128 / PIECES);
+        x[i] = uint4{};
+        if (row < it.nq && piece * 8 < a.D) x[i] = *(const uint4 *)(a.q + attn_head_at(a, it.q0 + row, h) * a.D + piece * 8);
+    }
+#pragma unroll
+    for (int i = 0; i < PIECES / 2; i++) *(uint4 *)(to + attn_piece_at(WGS * 64, row0 + i * (128 / PIECES), piece)) = x[i];
+    fence_async_smem();
+    named_sync(1 + wg, 128);
+#endif
+}
+
+/* Rows n .. N-1 of a tile of V become 0, as 0 times what lies there must be 0. By one warpgroup; another may do the same. */
+template <int DP, int N> __device__ static inline void attn_wg_clear(bf16 *v, int n, int wg) {
+#if HOPPER
+    for (int i = threadIdx.x % 128 + n * 8; i < N * 8; i += 128)
+        for (int panel = 0; panel < (DP + 63) / 64; panel++) *(uint4 *)(v + attn_piece_at(N, i / 8, panel * 8 + i % 8)) = uint4{};
+    fence_async_smem();
+    named_sync(1 + wg, 128);
+#endif
+}
+
+/* x is at least 0. ptxas would move the softmax behind the wgmma_wait that follows it, and nothing would run beside the product:
+ * a store that never happens, but has to wait for x and may not pass the wait. */
+__device__ static inline void attn_hold(float x, uint32_t at) {
+    asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.b32 [%1], %1;}" ::"f"(x), "r"(at) : "memory");
+}
+
+/* One warpgroup: its 64 queries against all tiles. */
+template <int DP, int WGS, int N, int STAGES>
+__device__ static inline void attn_wg_work(const attn_args &a, const attn_item &it, int h, int wg, int first, int n_tiles,
+                                           uint32_t qs, uint32_t full_k, char *smem) {
+#if HOPPER
+    typedef attn_wg_shape<DP, WGS, N, STAGES> shape;
+    int lane = threadIdx.x % 32, at = 0, parity = 0; /* of the tile that is next for P V */
+    uint32_t ks = qs + shape::Q, vs = ks + STAGES * shape::TILE, full_v = full_k + 8 * STAGES;
+    uint32_t empty_k = full_v + 8 * STAGES, empty_v = empty_k + 8 * STAGES;
+    attn_rows w = {wg * 64 + (int)threadIdx.x % 128 / 32 * 16 + lane / 4, {-INFINITY, -INFINITY}};
+    float s[N / 2], acc[DP / 2] = {}, fade[2];
+    uint32_t p[N / 16][4];
+    int2 open = attn_open_tiles(a, it, first, N);
+    auto soften = [&](int j) {
+        if (j < open.x || j >= open.y) attn_mask(a, it, s, w.i, first + j * N);
+        attn_soften(s, w.m, w.l, fade, a.scale);
+    };
+    attn_wg_load_q<DP, WGS>(a, it, h, wg, (bf16 *)smem);
+    qs += wg * 64 * 128;
+    if (n_tiles) {
+        mbar_wait(full_k, 0);
+        attn_wg_qk<DP, N>(s, qs, WGS * 64 * 128, ks);
+        wgmma_wait<0>();
+        wgmma_keep(s);
+        if (lane == 0) mbar_arrive(empty_k);
+        soften(0);
+        attn_pack(p, s);
+    }
+    if (wg == WGS - 1) named_arrive(1 + WGS, 256); /* the first turn is the first's */
+    for (int j = 1; j < n_tiles; j++) {
+        int was = at, was_parity = parity;
+        if (++at == STAGES) at = 0, parity ^= 1;
+        mbar_wait(full_k + 8 * at, parity);
+        named_sync(1 + WGS + wg, 256); /* this warpgroup's turn */
+        attn_wg_qk<DP, N>(s, qs, WGS * 64 * 128, ks + at * shape::TILE);
+        mbar_wait(full_v + 8 * was, was_parity);
+        attn_wg_pv<DP, N>(acc, p, vs + was * shape::TILE);
+        named_arrive(wg == WGS - 1 ? 1 + WGS : 2 + WGS + wg, 256);
+        wgmma_wait<1>();
+        wgmma_keep(s);
+        if (lane == 0) mbar_arrive(empty_k + 8 * at);
+        soften(j);
+        attn_hold(w.l[0] + w.l[1], empty_k);
+        wgmma_wait<0>();
+        wgmma_keep(acc);
+        if (lane == 0) mbar_arrive(empty_v + 8 * was);
+        attn_fade(acc, fade);
+        attn_pack(p, s);
+    }
+    if (n_tiles) {
+        int n = it.kv1 - first - (n_tiles - 1) * N;
+        mbar_wait(full_v + 8 * at, parity);
+        if (n < N) attn_wg_clear<DP, N>((bf16 *)(smem + shape::Q + (STAGES + at) * shape::TILE), n, wg);
+        attn_wg_pv<DP, N>(acc, p, vs + at * shape::TILE);
+        wgmma_wait<0>();
+        wgmma_keep(acc);
+    }
+    attn_rows_end(a, it, w, h, acc);
+#endif
+}
+
+template <int DP, int WGS, int N, int STAGES>
+__global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
+    attn_wg(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap map) {
+#if HOPPER
+    typedef attn_wg_shape<DP, WGS, N, STAGES> shape;
+    extern __shared__ __align__(1024) char attn_smem[];
+    __shared__ uint64_t bars[4 * STAGES]; /* full K, full V, empty K, empty V */
+    __shared__ attn_item it; /* not in registers, which are scarce */
+    uint32_t qs = smem_at(attn_smem), full_k = smem_at(bars);
+    int h = blockIdx.x % a.K;
+    if (threadIdx.x == 0) {
+        it = a.items[blockIdx.x / a.K];
+        for (int i = 0; i < 2 * STAGES; i++) mbar_init(full_k + 8 * i, 1), mbar_init(full_k + 8 * (2 * STAGES + i), 4 * WGS);
+        mbar_init_fence();
+    }
+    __syncthreads();
+    grid_launch_dependents();
+    grid_wait();
+    int first = attn_first(a, it, N), n_tiles = it.kv1 > first ? (it.kv1 - first + N - 1) / N : 0;
+    if (threadIdx.x < 128) {
+        regs_give<shape::FEED_REGS>();
+        if (threadIdx.x < 32) attn_wg_feed<DP, WGS, N, STAGES>(a, &map, it, h, first, n_tiles, qs + shape::Q, full_k);
+    } else {
+        regs_take<shape::REGS>();
+        attn_wg_work<DP, WGS, N, STAGES>(a, it, h, threadIdx.x / 128 - 1, first, n_tiles, qs, full_k, attn_smem);
+    }
+#else
+    __trap();
+#endif
+}
+
+template <int DP, int TOK, int STAGES>
+static void attn_small_launch(toka_device *d, const attn_args &a, int n, const CUtensorMap *map) {
+    launch_dependent(d, "attention", attn_small<DP, TOK, STAGES>, dim3((unsigned)(n * a.K)), 32, STAGES * 2 * TOK * DP * 2, 1, a,
+                     map[TOK == 16 ? ATTN_MAP_16 : TOK == 32 ? ATTN_MAP_32 : ATTN_MAP_64], map[ATTN_MAP_8]);
+}
+template <int DP, int WGS, int N, int STAGES>
+static void attn_wg_launch(toka_device *d, const attn_args &a, int n, const CUtensorMap *map) {
+    typedef attn_wg_shape<DP, WGS, N, STAGES> room;
+    launch_dependent(d, "attention", attn_wg<DP, WGS, N, STAGES>, dim3((unsigned)(n * a.K)), room::THREADS, room::BYTES, 1, a,
+                     map[ATTN_MAP_64]);
+}
+
+/* ---- Merge of the parts of split-KV ----
+ * In: merges (grid.x: merge, kv head; grid.y: query), n parts each. Out: as the item that was cut would have written. Block: 128
+ * threads; D/4 of them hold a row, so 128 / (D/4) parts are read at a time; the sums of these groups are added in a fixed order.
+ * Bytes: n * D * 4 per query.
+ * Retired: a warp per query and merge of an item one behind the other; 57 us where this one and the tiles together take 12. */
+__global__ static void __launch_bounds__(128) attn_join(const __grid_constant__ attn_args a, const attn_merge *merges) {
+    __shared__ float4 sums[128];
+    __shared__ float tops[4], weights[128];
+    const attn_merge me = merges[blockIdx.x / a.K];
+    int h = blockIdx.x % a.K, i = blockIdx.y;
+    int row = a.D / 4, groups = 128 / row, group = threadIdx.x / row, col = threadIdx.x % row * 4;
+    grid_launch_dependents();
+    grid_wait();
+    if (i >= me.nq) return;
+    size_t first = attn_part_at(a, me.slot, i, h), step = attn_part_at(a, (me.nq + ATTN_SMALL_Q - 1) / ATTN_SMALL_Q, 0, 0);
+    attn_item it = {};
+    it.q0 = me.q0, it.nq = me.nq, it.where = me.where;
+    float m = -INFINITY, l = 0, old = attn_old_lse(a, it, i, h);
+    float4 acc = {};
+    for (int j = threadIdx.x; j < me.n; j += 128) m = fmaxf(m, a.part_lse[first + j * step]);
+    for (int k = 16; k; k /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, k));
+    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = m;
+    __syncthreads(); /* all have read the old LSE too */
+    m = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
+#pragma unroll 4
+    for (int j = group; j < me.n; j += groups) {
+        if (group >= groups || m == -INFINITY) break;
+        float w = ex2(a.part_lse[first + j * step] - m);
+        float4 x = *(const float4 *)(a.part_o + (first + j * step) * a.D + col);
+        l += w, acc.x += w * x.x, acc.y += w * x.y, acc.z += w * x.z, acc.w += w * x.w;
+    }
+    sums[threadIdx.x] = acc, weights[threadIdx.x] = l;
+    __syncthreads();
+    if (group) return;
+    for (int j = 1; j < groups; j++) {
+        float4 x = sums[j * row + threadIdx.x];
+        l += weights[j * row], acc.x += x.x, acc.y += x.y, acc.z += x.z, acc.w += x.w;
+    }
+    attn_exit e = attn_leave(a, it, i, h, m, l, old, threadIdx.x == 0);
+    attn_leave_pair(e, col, acc.x, acc.y), attn_leave_pair(e, col + 2, acc.z, acc.w);
+}
+
+/* ---- The op ---- */
+
+/* Tensor maps of K and V, boxes of 64 columns and 8, 16, 32 and 64 rows, where the Hopper kernels can run. */
+static void attn_open_maps(toka_device *d) {
+    const toka_shape *sh = d->shape;
+    attn_plan *p = d->attn;
+    if (!p->hopper || d->error.code) return;
+    p->maps = (CUtensorMap *)aligned_alloc(64, (size_t)sh->L * ATTN_MAPS * sizeof *p->maps);
+    if (!p->maps) abort();
+    for (int i = 0; i < sh->L * ATTN_MAPS; i++) {
+        cuuint64_t size[2] = {(cuuint64_t)sh->D, d->kv_layer / sh->D}, stride = (cuuint64_t)sh->D * sizeof(bf16);
+        cuuint32_t box[2] = {64, 8u << i % ATTN_MAPS}, step[2] = {1, 1};
+        bf16 *kv = d->kv + (size_t)(i / ATTN_MAPS) * d->kv_layer;
+        CUresult code = d->encode_map(p->maps + i, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, kv, size, &stride, box, step,
+                                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        latch(d, code ? cudaErrorInvalidValue : cudaSuccess, "tensor map of the KV cache");
+    }
+}
+
+/* Takes all memory of attention. d->kv and stream are set beside what attn_plan_open wants. Failures are latched. */
+static void attn_open(toka_device *d) {
+    const toka_shape *sh = d->shape;
+    attn_plan_open(d);
+    attn_plan *p = d->attn;
+    size_t rows = (size_t)d->options.max_tokens * sh->H, parts = (size_t)p->max_slots * sh->K * ATTN_SMALL_Q;
+    p->state_o = (float *)dev_alloc(d, rows * sh->D * sizeof(float), "attention state");
+    p->state_lse = (float *)dev_alloc(d, rows * sizeof(float), "attention state");
+    p->part_o = (float *)dev_alloc(d, parts * sh->D * sizeof(float), "attention parts");
+    p->part_lse = (float *)dev_alloc(d, parts * sizeof(float), "attention parts");
+    attn_open_maps(d);
+}
+
+static void attn_launch_items(toka_device *d, int layer, attn_args a, int item0, int n, bool small) {
+    const attn_plan *p = d->attn;
+    const CUtensorMap *map = p->maps ? p->maps + ATTN_MAPS * layer : NULL;
+    if (!n) return;
+    a.items = p->dev_items + item0;
+    if (map && small) a.D <= 64 ? attn_small_launch<64, 32, 3>(d, a, n, map) : attn_small_launch<128, 16, 3>(d, a, n, map);
+    else if (map && a.D <= 64) attn_wg_launch<64, 3, 128, 3>(d, a, n, map);
+    else if (map && a.D <= 96) attn_wg_launch<96, 2, 128, 3>(d, a, n, map);
+    else if (map) attn_wg_launch<128, 2, 128, 3>(d, a, n, map);
+    else if (a.D <= 64) small ? attn_mma_launch<64, 1>(d, a, n) : attn_mma_launch<64, 4>(d, a, n);
+    else if (a.D <= 128) small ? attn_mma_launch<128, 1>(d, a, n) : attn_mma_launch<128, 4>(d, a, n);
+    else small ? attn_mma_launch<256, 1>(d, a, n) : attn_mma_launch<256, 4>(d, a, n);
+}
+
+/* q: [T][H][D], o: [T][H][D], both on the device, not the same. Pages and work lists are those of attn_plan_step. */
+static void attention(toka_device *d, const toka_step *s, int layer, const bf16 *q, bf16 *o) {
+    const toka_shape *sh = d->shape;
+    const attn_plan *p = d->attn;
+    attn_args a = {.q = q, .o = o, .kv = d->kv + (size_t)layer * d->kv_layer, .pages = p->dev_pages, .pos = d->rows.pos,
+                   .state_o = p->state_o, .state_lse = p->state_lse, .part_o = p->part_o, .part_lse = p->part_lse,
+                   .K = sh->K, .G = sh->H / sh->K, .D = sh->D, .log2_B = __builtin_ctz(sh->B),
+                   .window = d->layers[layer].window, .scale = (float)(M_LOG2E / sqrt((double)sh->D))};
+    (void)s;
+    if (d->error.code) return;
+    for (int i = 0; i < p->n_levels; i++) {
+        const attn_level *l = &p->levels[i];
+        attn_launch_items(d, layer, a, l->tile0, l->n_tiles, false);
+        attn_launch_items(d, layer, a, l->small0, l->n_small, true);
+        if (!l->n_merges) continue;
+        launch_dependent(d, "attention, parts", attn_join, dim3((unsigned)(l->n_merges * a.K), (unsigned)l->merge_nq), 128, 0, 1,
+                         a, p->dev_merges + l->merge0);
+    }
+}
+
+/* ===========================================================================
+ * MARK: 10. LM head and sampling [kernel]
+ * Chosen rows of x to tokens: the op norm_logits_sample. The order of work on a row and every rule (ties, NaN, -inf, what a filter keeps,
+ * the last resort) are those of chapter 15 of toka.c; only the draw is made another way, so that it needs no pass over stored
+ * logits:
+ *
+ *   group   the vocabulary is cut, by index alone, into blocks of 256 ids, and a block into four groups: ids with the same
+ *           (id / 2) % 4, which are the 64 columns that one thread owns of a row in a 64 x 256 tile of wgmma accumulators
+ *   key     log2(sum of the group's weights) + Gumbel noise, one number per (row, group). The group with the highest key is an
+ *           exact draw of a group: the maximum of Gumbel variables shifted by their log-weights
+ *   id      inside the group the inverse of the cumulative distribution, at a uniform number that all groups of a row share: only
+ *           one group wins, and which one does not depend on it
+ *
+ * Noise comes from Philox as in chapter 15: key = seed, counter = (sample, position, 1 + block, 0), word g for group g; lane 0 gives
+ * the uniform. So the draw is a pure function of (logits, parameters, seed, sample, position): not of the batch, the slot, the
+ * tile shape, nor of which kernel computed the logits. Logits, keys and sums are float32; uniforms use all 32 bits.
+ *
+ * Rows come in two kinds. A plain row (greedy, drawn at a temperature, or scored; no filter, list, penalty or top log-probabilities)
+ * needs nothing but its groups. A filtered row has its logits stored and worked over; what is left of them goes the same way. A step:
+ *
+ *   rmsnorm             x -> xn: wanted rows
+ *   LM head             xn -> parts, one samp_part per (row, block): on Hopper as the epilogue of the wgmma GEMM, where only filtered rows
+ *                       leave their logits; elsewhere all logits are stored (EPI_LOGITS) and samp_blocks_kernel reads them
+ *   samp_reduce_kernel  parts -> results, plain rows
+ *   samp_filter_kernel  parts and logits -> results, filtered rows: lists, penalties, top log-probabilities, the cut, the draw
+ * =========================================================================== */
+
+enum {
+    SAMP_BLOCK = 256,           /* ids of a block */
+    SAMP_OWN = 64,              /* of a group */
+    SAMP_SUB = 8,               /* ids summed together on the way to the group's sum */
+    SAMP_REDUCE_ROWS = 8,       /* rows of a reducing CTA, 32 threads each */
+    FILTER_THREADS = 256,
+    FILTER_WINDOW = 16384,      /* ids counted together for penalties; as bits, 524,288 ids of allowed_ids */
+    FILTER_BINS = 2048
+};
+#define SAMP_LOG2E 1.4426950408889634f
+#define SAMP_LN2 0.6931471805599453f
+#define SAMP_ONE 0x1p44f /* a weight of 1 in fixed point: sums of up to 2^18 weights are exact and come out the same in any order */
+
+typedef struct samp_ask { /* a toka_out_row, as all kernels need it: 32 bytes */
+    uint32_t key[2], sample, position; /* of Philox */
+    uint32_t u;                        /* the row's uniform */
+    float scale;                       /* log2(e) / temperature; 0: greedy */
+    int forced;                        /* >= 0: score this id */
+    uint32_t best;                     /* samp_key of the highest block key so far; 0: none, as it comes from the host */
+} samp_ask;
+
+typedef struct samp_part { /* what some ids of a row come to */
+    float max;             /* highest logit; -inf: none may be drawn */
+    float key;             /* the candidate's, less max * scale */
+    int id;                /* the candidate, INT_MAX: none */
+    float x;               /* its logit */
+    float sum, raw_sum;    /* of 2^((x - max) * scale), and the same at temperature 1 */
+} samp_part;
+
+typedef struct samp_result { /* what comes down for every row */
+    int id;
+    float logprob, sampled_logprob;
+} samp_result;
+
+typedef struct samp_best { /* and for rows that ask for top log-probabilities */
+    int ids[TOKA_MAX_LOGPROBS];
+    float logprobs[TOKA_MAX_LOGPROBS];
+} samp_best;
+
+typedef struct samp_filter { /* what a filtered row asks besides; lists are on the device */
+    const int *history, *bias_ids, *allowed, *forbidden;
+    const float *bias;
+    double min_p_drop;                       /* logits more than this below the best go: temperature * log(min_p); -inf: off */
+    float temperature, top_p;                /* 1: off */
+    float repetition, frequency, presence;   /* penalties */
+    int top_k;                               /* 0: off */
+    int n_top, best;                         /* ids wanted, and where in tops; 0: none */
+    int n_history, n_prompt, n_bias, n_allowed, n_forbidden, last_resort;
+} samp_filter;
+
+struct samp_plan {
+    int n_blocks, ldl;       /* ceil(V / 256); row stride of logits */
+    int chunk, part_rows;    /* rows whose logits, and whose parts, are held together */
+    float *logits;           /* [chunk][ldl] */
+    samp_part *parts;        /* [n_blocks][part_rows] */
+    samp_result *results;    /* [max_out], and the same pinned */
+    samp_result *results_host;
+    samp_best *tops, *tops_host;
+    stage lists;             /* filters of one chunk and their lists */
+    int *order;              /* [max_out] ask i is s->out[order[i]]; plain rows first */
+    /* of the step: */
+    samp_ask *ask;           /* device, [n_out] */
+    int *rows;               /* device, [n_out] of x */
+    int n_plain, n_tops;
+    bool window;             /* of the chunk: some row has lists or penalties */
+};
+
+/* ---- A group: 64 logits in one thread's registers ---- */
+
+/* Philox4x32-10, as samp_philox of toka.c. */
+__host__ __device__ static inline void philox(uint32_t c[4], uint32_t k0, uint32_t k1) {
+#pragma unroll
+    for (int round = 0; round < 10; round++) {
+        uint64_t a = (uint64_t)0xD2511F53u * c[0], b = (uint64_t)0xCD9E8D57u * c[2];
+        c[0] = (uint32_t)(b >> 32) ^ c[1] ^ k0;
+        c[2] = (uint32_t)(a >> 32) ^ c[3] ^ k1;
+        c[1] = (uint32_t)b;
+        c[3] = (uint32_t)a;
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+}
+
+/* log2 of an exponential variable: E = -ln(1 - v) with v uniform, the middle of one of 2^32 cells. Small v, where the high Gumbel
+ * keys come from, by the series, since 1 - v would round; the largest key is 32.9 ln 2 = 22.9. */
+__device__ static inline float samp_log2_exponential(uint32_t word) {
+    float v = __fmul_rn(__fadd_rn((float)word, 0.5f), 0x1p-32f), rest = __fmul_rn(__fadd_rn((float)~word, 0.5f), 0x1p-32f);
+    float series = __fmaf_rn(v, __fmaf_rn(v, __fmaf_rn(v, __fmaf_rn(v, __fmaf_rn(v, 1 / 6.0f, 0.2f), 0.25f), 1 / 3.0f), 0.5f), 1);
+    return lg2(v < 0.0625f ? __fmul_rn(v, series) : __fmul_rn(-SAMP_LN2, lg2(rest)));
+}
+
+/* Order-preserving map of floats to integers and back (-0 counts as +0). */
+__device__ static inline uint32_t samp_key(float x) {
+    uint32_t u = __float_as_uint(x + 0.0f);
+    return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
+__device__ static inline float samp_unkey(uint32_t key) {
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+__device__ static inline float samp_clean(float x) { return x > FLT_MAX ? FLT_MAX : x >= -FLT_MAX ? x : -INFINITY; }
+/* Which of the eight weights holds u's place. u's upper half counts from the far end: a place close to either end is known
+ * as finely as its 32 bits say. *target: u times the sum of all, from that end; on return what is left of it inside. */
+__device__ static inline int samp_place(const float (&w)[8], bool flip, float *target) {
+    int at = -1, last = 0;
+    float left = *target;
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        float wk = flip ? w[7 - k] : w[k];
+        if (wk > 0 && at < 0) last = flip ? 7 - k : k;
+        if (at < 0 && left < wk) at = last, *target = left;
+        left = __fsub_rn(left, wk);
+    }
+    return at < 0 ? last : at; /* rounding may lead past the end */
+}
+
+/* What a thread knows of its group. */
+typedef struct samp_group {
+    float max, sums[8], sum, raw_sum; /* of 2^(v * scale - top), by eight ids and of all; of all at temperature 1 */
+    float scale, top, down;           /* down: v is the logit, cleaned, less this, where `rough` */
+    int highest;                      /* which eight have the maximum first */
+    bool rough;
+} samp_group;
+
+__device__ static inline float samp_add_8(const float (&x)[8]) {
+    return __fadd_rn(__fadd_rn(__fadd_rn(x[0], x[1]), __fadd_rn(x[2], x[3])), __fadd_rn(__fadd_rn(x[4], x[5]), __fadd_rn(x[6], x[7])));
+}
+
+/* Rest of rounding base * scale: what the group's sums are too large by, in log2. */
+__device__ static inline float samp_rest(float base, float scale) { return __fmaf_rn(base, scale, -__fmul_rn(base, scale)); }
+
+/* v[2j + b]: logit of id0 + 8j + b. One multiply-add, ex2 and sum per id, twice if the temperature is
+ * not 1. Returns false if a NaN or infinity was among them, or the maximum is so
+ * high that rounding it when scaled would matter. UNROLL 8, or 1 for v in memory. */
+template <int UNROLL> __device__ static inline bool samp_add_up(const float (&v)[SAMP_OWN], float scale, samp_group &g) {
+    float raw[8], sums[8], top, raw_top, base;
+    g.max = -INFINITY, g.highest = 0, g.scale = scale;
+#pragma unroll UNROLL
+    for (int s = 0; s < 8; s++) {
+        float highest = v[8 * s];
+#pragma unroll UNROLL
+        for (int k = 1; k < 8; k++) highest = fmaxf(highest, v[8 * s + k]);
+        if (highest > g.max) g.max = highest, g.highest = s;
+    }
+    base = g.max > -INFINITY ? g.max : 0, top = __fmul_rn(base, scale), raw_top = __fmul_rn(base, SAMP_LOG2E);
+    if (scale != SAMP_LOG2E) {
+#pragma unroll UNROLL
+        for (int s = 0; s < 8; s++) {
+            raw[s] = ex2(__fmaf_rn(v[8 * s], SAMP_LOG2E, -raw_top));
+#pragma unroll UNROLL
+            for (int k = 1; k < 8; k++) raw[s] = __fadd_rn(raw[s], ex2(__fmaf_rn(v[8 * s + k], SAMP_LOG2E, -raw_top)));
+        }
+        g.raw_sum = samp_add_8(raw);
+    }
+#pragma unroll UNROLL
+    for (int s = 0; s < 8; s++) {
+        sums[s] = ex2(__fmaf_rn(v[8 * s], scale, -top));
+#pragma unroll UNROLL
+        for (int k = 1; k < 8; k++) sums[s] = __fadd_rn(sums[s], ex2(__fmaf_rn(v[8 * s + k], scale, -top)));
+    }
+    g.top = top, g.sum = samp_add_8(sums);
+    if (scale == SAMP_LOG2E) g.raw_sum = g.sum;
+#pragma unroll
+    for (int s = 0; s < 8; s++) g.sums[s] = sums[s];
+    return g.sum >= 0 && fabsf(top) < 0x1p23f && fabsf(raw_top) < 0x1p23f;
+}
+
+/* Where v[i] is, less id0. */
+__device__ static inline int samp_column(int i) { return i / 2 * 8 + i % 2; }
+
+/* Any v. Rare ones are worked over in a copy, so that v itself, which may be accumulators of wgmma, is only read: else the compiler would
+ * keep another 64 registers. */
+__device__ static inline samp_group samp_sums(const float (&v)[SAMP_OWN], float scale) {
+    samp_group g;
+    g.down = 0, g.rough = !samp_add_up<8>(v, scale, g);
+    if (g.rough) {
+        float copy[SAMP_OWN];
+#pragma unroll
+        for (int i = 0; i < SAMP_OWN; i++) copy[i] = v[i];
+        for (int round = 0; round < 2; round++) {
+#pragma unroll 1
+            for (int i = 0; i < SAMP_OWN; i++) copy[i] = __fsub_rn(samp_clean(copy[i]), g.down);
+            if (samp_add_up<1>(copy, scale, g) || round) break;
+            g.down = g.max;
+        }
+    }
+    return g;
+}
+
+/* The group's candidate: its id less id0, and *x = its v. own: place of the forced id in the group, -1: it is not here. */
+__device__ static inline int samp_candidate(const float (&v)[SAMP_OWN], const samp_group &g, const samp_ask &a, int own, float *x) {
+    bool flip = a.u >> 31, draw = a.forced < 0 && a.scale > 0;
+    float target = __fmul_rn(__fmul_rn(__fadd_rn((float)(flip ? ~a.u : a.u), 0.5f), 0x1p-32f), g.sum), y[8];
+    int sub = draw ? samp_place(g.sums, flip, &target) : a.forced < 0 ? g.highest : own / 8 & 7, at = own & 7;
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        y[k] = v[k];
+#pragma unroll
+        for (int s = 1; s < 8; s++) y[k] = sub == s ? v[8 * s + k] : y[k];
+        if (g.rough) y[k] = __fsub_rn(samp_clean(y[k]), g.down);
+    }
+    if (draw) {
+        float w[8];
+#pragma unroll
+        for (int k = 0; k < 8; k++) w[k] = ex2(__fmaf_rn(y[k], g.scale, -g.top));
+        at = samp_place(w, flip, &target);
+    } else if (a.forced < 0) {
+#pragma unroll
+        for (int k = 7; k >= 0; k--) at = y[k] == g.max ? k : at;
+    }
+    *x = y[0];
+#pragma unroll
+    for (int k = 1; k < 8; k++) *x = at == k ? y[k] : *x;
+    return 32 * sub + samp_column(at);
+}
+
+__device__ static inline float samp_quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ static inline float samp_quad_sum(float x) {
+    x = __fadd_rn(x, __shfl_xor_sync(~0u, x, 1));
+    return __fadd_rn(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+/* The part of a block, made by four lanes side by side that hold a group each (v as in samp_sums) and all return it; all lanes of the warp
+ * come. word: the group's noise. best: a key that some block of the row has reached, in log2, NaN: none known; a block whose key is
+ * certainly lower gets no candidate, which spares the search for its id, unless another row in the warp needs it. `inside` false: nothing
+ * is wanted of this row. The arithmetic is pinned down to the rounding, so that every kernel that inlines this draws alike. */
+__device__ static inline samp_part samp_block(const float (&v)[SAMP_OWN], const samp_ask &a, uint32_t word, int id0, float best, bool inside) {
+    bool forced = a.forced >= 0, draw = !forced && a.scale > 0;
+    samp_group g = samp_sums(v, draw ? a.scale : SAMP_LOG2E);
+    float base = g.max > -INFINITY ? g.max : 0;
+    float rest = samp_rest(base, g.scale), raw_rest = samp_rest(base, SAMP_LOG2E), max = __fadd_rn(g.max, g.down);
+    float key = draw ? __fsub_rn(__fsub_rn(lg2(g.sum), rest), samp_log2_exponential(word)) : 0, reached = __fmaf_rn(max, g.scale, key);
+    int rel = a.forced - id0, own = forced && rel >= 0 && rel < SAMP_BLOCK && (rel & 6) == 0 ? rel / 8 * 2 + rel % 2 : -1;
+    float enough = best - 0.01f - 1e-6f * fabsf(best), quad_max = samp_quad_max(max), high = quad_max > -INFINITY ? quad_max : 0;
+    float below = __fsub_rn(max, high);
+    samp_part p = {quad_max, -INFINITY, INT_MAX, -INFINITY, 0, 0};
+    p.sum = samp_quad_sum(__fmul_rn(g.sum, ex2(__fsub_rn(__fmul_rn(below, g.scale), rest))));
+    p.raw_sum = samp_quad_sum(__fmul_rn(g.raw_sum, ex2(__fsub_rn(__fmul_rn(below, SAMP_LOG2E), raw_rest))));
+    if (!__any_sync(~0u, inside && (forced ? own >= 0 : !(reached < enough)))) return p;
+
+    float x, rank = forced ? own >= 0 ? 1 : 0 : draw ? __fmaf_rn(below, g.scale, key) : max;
+    int id = id0 + samp_candidate(v, g, a, own, &x);
+    x = __fadd_rn(x, g.down);
+    if (forced ? own < 0 : max == -INFINITY) id = INT_MAX;
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2) {
+        float rank_b = __shfl_xor_sync(~0u, rank, lanes), x_b = __shfl_xor_sync(~0u, x, lanes);
+        int id_b = __shfl_xor_sync(~0u, id, lanes);
+        if (rank_b > rank || (rank_b == rank && id_b < id)) rank = rank_b, x = x_b, id = id_b;
+    }
+    p.key = rank, p.id = id, p.x = x;
+    return p;
+}
+
+__device__ static inline samp_part samp_nothing() { return samp_part{-INFINITY, -INFINITY, INT_MAX, -INFINITY, 0, 0}; }
+
+/* a and b, of the same row, become one: bitwise the same whichever comes first. */
+__device__ static inline samp_part samp_merge(const samp_part &a, const samp_part &b, const samp_ask &ask) {
+    float scale = ask.scale > 0 && ask.forced < 0 ? ask.scale : SAMP_LOG2E;
+    float max = fmaxf(a.max, b.max), base = fmaxf(max, -FLT_MAX), below_a = __fsub_rn(a.max, base), below_b = __fsub_rn(b.max, base);
+    float key_a = __fadd_rn(a.key, __fmul_rn(below_a, scale)), key_b = __fadd_rn(b.key, __fmul_rn(below_b, scale));
+    bool second = b.id < a.id; /* forced: only one has it. Else the tie */
+    if (ask.forced < 0) {
+        float rank_a = ask.scale > 0 ? key_a : a.max, rank_b = ask.scale > 0 ? key_b : b.max;
+        second = rank_b > rank_a || (rank_b == rank_a && second);
+    }
+    samp_part r = second ? b : a;
+    r.max = max, r.key = second ? key_b : key_a;
+    r.sum = __fadd_rn(__fmul_rn(a.sum, ex2(__fmul_rn(below_a, scale))), __fmul_rn(b.sum, ex2(__fmul_rn(below_b, scale))));
+    r.raw_sum = __fadd_rn(__fmul_rn(a.raw_sum, ex2(__fmul_rn(below_a, SAMP_LOG2E))),
+                          __fmul_rn(b.raw_sum, ex2(__fmul_rn(below_b, SAMP_LOG2E))));
+    return r;
+}
+
+/* Noise of group g of a block. */
+__device__ static inline uint32_t samp_noise(const samp_ask &a, int block, int g) {
+    uint32_t c[4] = {a.sample, a.position, 1 + (uint32_t)block, 0};
+    philox(c, a.key[0], a.key[1]);
+    return g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : c[3];
+}
+
+/* ---- Sums and maxima over a CTA ---- */
+
+struct op_max { template <class T> __device__ T operator()(T a, T b) const { return a > b ? a : b; } };
+struct op_add { template <class T> __device__ T operator()(T a, T b) const { return a + b; } };
+
+/* x of all threads, folded in a fixed order; every thread gets it. scratch: [33] in shared memory. */
+template <class T, class F> __device__ static inline T block_fold(T x, T *scratch, F op) {
+    int warp = (int)threadIdx.x / 32, warps = (int)blockDim.x / 32;
+    for (int lanes = 16; lanes; lanes /= 2) x = op(x, __shfl_xor_sync(~0u, x, lanes));
+    __syncthreads(); /* an earlier fold's result has been read */
+    if (threadIdx.x % 32 == 0) scratch[warp] = x;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int i = 1; i < warps; i++) x = op(x, scratch[i]);
+        scratch[32] = x;
+    }
+    __syncthreads();
+    return scratch[32];
+}
+
+/* ---- Stored logits to parts ----
+ *
+ * Without wgmma, the GEMM stores all logits first.
+ * in   logits float32 [n][ldl], ldl a multiple of 256      out  parts[block][ld], columns 0 .. n-1
+ * A thread loads what it would own in a wgmma tile: four threads side by side read 32 bytes, a warp eight blocks of a row.
+ * grid: (ceil(blocks / 32), n); block: 128. Reads V * 4 bytes a row, writes 24 bytes a block. */
+__global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask *ask, const float *logits, int ldl, int V,
+                                                                 samp_part *parts, int ld) {
+    int g = (int)threadIdx.x % 4, block = (int)(blockIdx.x * 32 + threadIdx.x / 4), id0 = block * SAMP_BLOCK + 2 * g;
+    int row = (int)blockIdx.y;
+    float v[SAMP_OWN];
+    grid_launch_dependents();
+    grid_wait();
+    const samp_ask a = ask[row];
+    bool inside = block * SAMP_BLOCK < V;
+    const float *from = logits + (size_t)row * ldl + id0;
+#pragma unroll
+    for (int j = 0; j < SAMP_OWN / 2; j++) {
+        float2 pair = inside ? *(const float2 *)(from + 8 * j) : float2{-INFINITY, -INFINITY};
+        v[2 * j] = id0 + 8 * j < V ? pair.x : -INFINITY;
+        v[2 * j + 1] = id0 + 8 * j + 1 < V ? pair.y : -INFINITY;
+    }
+    samp_part p = samp_block(v, a, samp_noise(a, block, g), id0, NAN, true);
+    if (inside && g == 0) parts[(size_t)block * ld + row] = p;
+}
+
+/* ---- The LM head's epilogue on wgmma (chapter 6) ----
+ *
+ * accumulators -> parts[block][ld], nothing else leaves the multiprocessor. A tile of 256 columns is a block, and a thread has two rows of one
+ * group. Per logit: maximum, multiply-add, ex2, sum, and at a temperature other than 1 the last three again. The 16 results a clock of
+ * the special function unit bound it: 128 x 256 / 16 = 2,048 clocks a tile for each of the two sums, beside 16 K for the products. One
+ * Philox call serves both rows of a thread: its four words are the noise of the row's four groups. The search for a group's id
+ * comes only where its key may be the row's highest so far (samp_ask.best), in a few per cent of the tiles of many rows.
+ *
+ * Retired: differences to the maximum, then a product, instead of one multiply-add, and a candidate from every group: LM head and sampling
+ * together against cuBLAS' LM head alone, H100, November 2026, temperature 1 / 0.6: 0.95 / 0.96 (V 128256, E 2048, 64 rows), 1.05 / 1.08
+ * (256), 1.03 / 1.06 (512), 1.06 / 1.12 (4096); 1.02 / 1.10 (E 4096, 4096 rows); 1.13 / 1.20, 1.23 / 1.31, 1.08 / 1.12 (V 151936,
+ * E 896; 256, 512, 4096 rows). Warpgroups started three blocks of K apart, so that one multiplies during the other's epilogue: no gain at
+ * temperature 1, 5 % slower at 0.6, where the epilogue outlasts what the ring holds.
+ * Logits of filtered rows are stored besides. */
+
+typedef struct samp_fused {
+    samp_ask *ask; /* [M]; `best` rises */
+    samp_part *parts;
+    float *logits; /* [M - stored][ldl]: those of rows from `stored` on */
+    int ld, ldl, V, stored;
+} samp_fused;
+
+struct epi_sample {
+    typedef samp_fused params;
+    __host__ __device__ static constexpr int out(int) { return 0; }
+#if HOPPER
+    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
+
+    /* One of this thread's two rows. */
+    __device__ static inline void row(float (&v)[SAMP_OWN], int row, const gemm_tile &t, const params &p, uint32_t word) {
+        int g = t.lane % 4, id0 = t.col0 + 2 * g;
+        samp_ask *ask = p.ask + min(row, t.M - 1);
+        const samp_ask a = *ask;
+        float before = samp_unkey(__ldcg(&ask->best));
+        samp_part part = samp_block(v, a, word, id0, before, row < t.M);
+        if (row >= t.M) return;
+        if (row >= p.stored) { /* each 32-byte sector is written by four lanes */
+            float2 *to = (float2 *)(p.logits + (size_t)(row - p.stored) * p.ldl + id0);
+#pragma unroll
+            for (int j = 0; j < SAMP_OWN / 2; j++) to[4 * j] = float2{v[2 * j], v[2 * j + 1]};
+        }
+        if (g == 0 && part.id != INT_MAX && a.forced < 0) {
+            float reached = a.scale > 0 ? part.max * a.scale + part.key : part.max * SAMP_LOG2E;
+            if (!(reached <= before)) atomicMax(&ask->best, samp_key(reached));
+        }
+        float2 piece = g == 0 ? float2{part.max, part.key} : g == 1 ? float2{__int_as_float(part.id), part.x} : float2{part.sum, part.raw_sum};
+        if (g < 3) ((float2 *)(p.parts + (size_t)(t.col0 / SAMP_BLOCK) * p.ld + row))[g] = piece;
+    }
+
+    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
+        static_assert(C == SAMP_BLOCK, "a tile's columns are one block");
+        if (t.row0 >= t.M || t.col0 >= p.V) return; /* the warp's */
+        int g = t.lane % 4, row0 = t.row0 + t.lane / 4;
+        const samp_ask *mine = p.ask + min(row0 + 8 * (g / 2), t.M - 1); /* lanes 0 and 1 of four make the first row's noise, */
+        uint32_t c[4] = {mine->sample, mine->position, 1 + (uint32_t)(t.col0 / SAMP_BLOCK), 0}; /* 2 and 3 the second's */
+        philox(c, mine->key[0], mine->key[1]);
+        uint32_t keep = g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : c[3], give = g < 2 ? g ? c[3] : c[2] : g == 2 ? c[0] : c[1];
+        uint32_t got = __shfl_xor_sync(~0u, give, 2), word = g < 2 ? keep : got; /* of the first row */
+        if (t.col0 + SAMP_BLOCK > p.V) {
+#pragma unroll
+            for (int i = 0; i < SAMP_BLOCK / 2; i++)
+                if (t.col0 + 2 * g + i / 4 * 8 + i % 2 >= p.V) acc[i] = -INFINITY;
+        }
+        float v[SAMP_OWN];
+#pragma unroll
+        for (int i = 0; i < SAMP_OWN; i++) v[i] = acc[i / 2 * 4 + i % 2];
+        row(v, row0, t, p, word);
+        asm volatile("" ::: "memory"); /* the second row's ask is loaded only now: no registers for both */
+#pragma unroll
+        for (int i = 0; i < SAMP_OWN; i++) v[i] = acc[i / 2 * 4 + 2 + i % 2];
+        row(v, row0 + 8, t, p, g < 2 ? got : keep);
+    }
+#endif
+};
+
+static const gemm_variant samp_head_variant = GEMM_VARIANT(0, epi_sample, 256, 1);
+
+/* ---- Parts to results ----
+ *
+ * in   parts [n_blocks][ld], columns 0 .. n-1, plain rows      out  results [n]
+ * A row's parts are merged in an order that the number of blocks alone fixes.
+ * grid: ceil(n / 8); block: 256, thread t merges blocks t/8, t/8 + 32 ... of row t%8. Reads 24 bytes a part. */
+__device__ static inline samp_result samp_finish(const samp_ask &a, const samp_part &p, float raw_max, float raw_log_sum, int last_resort) {
+    samp_result out = {p.id, p.x == -INFINITY ? -INFINITY : p.x - raw_max - raw_log_sum, 0};
+    if (a.forced >= 0) out.sampled_logprob = out.logprob;
+    else if (p.max == -INFINITY) out.id = last_resort, out.logprob = -INFINITY;
+    else if (a.scale > 0) out.sampled_logprob = ((p.x - p.max) * a.scale - log2f(p.sum)) * SAMP_LN2;
+    return out;
+}
+
+__global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_ask *ask, const samp_part *parts, int ld, int n_blocks, int n,
+                                                                 samp_result *results) {
+    __shared__ samp_part all[32][SAMP_REDUCE_ROWS];
+    int r = (int)threadIdx.x % SAMP_REDUCE_ROWS, k = (int)threadIdx.x / SAMP_REDUCE_ROWS, row = (int)blockIdx.x * SAMP_REDUCE_ROWS + r;
+    grid_launch_dependents();
+    grid_wait();
+    int from = min(row, n - 1);
+    const samp_ask a = ask[from];
+    samp_part p = samp_nothing();
+    for (int b = k; b < n_blocks; b += 32 * 4) {
+        samp_part next[4]; /* all on their way at once */
+#pragma unroll
+        for (int i = 0; i < 4; i++) next[i] = b + 32 * i < n_blocks ? parts[(size_t)(b + 32 * i) * ld + from] : samp_nothing();
+#pragma unroll
+        for (int i = 0; i < 4; i++) p = samp_merge(p, next[i], a);
+    }
+    all[k][r] = p;
+    for (int half = 16; half; half /= 2) {
+        __syncthreads();
+        if (k < half) all[k][r] = p = samp_merge(p, all[k + half][r], a);
+    }
+    if (k == 0 && row < n) results[row] = samp_finish(a, p, p.max, logf(p.raw_sum), 0);
+}
+
+/* ---- Filtered rows ----
+ *
+ * Steps 1 to 5 of chapter 15 on a stored row with its parts: top log-probabilities, bias, allowed and forbidden ids, penalties, the cut, the
+ * draw among what is left. Everything a filter keeps is the head of one order (logit falling, id rising), so a cut is a logit and the
+ * last id of it that stays.
+ * in   logits float32 [n][ldl], overwritten where lists and penalties say so; parts [n_blocks][ld], columns 0 .. n-1, of the raw logits
+ * out  results [n], tops
+ * The parts tell which blocks can have an id that counts (the k-th highest of the blocks' maxima bounds the k-th highest logit; top-p and min-p
+ * bound by weight), and only those are read: usually a few per cent, V * 4 bytes at most for each pass of a search. Lists and
+ * penalties change logits anywhere, so after them every block is read. Sums that decide are integers: no order of threads shows.
+ * grid: n; block: 256; shared: samp_filter_smem. */
+
+typedef unsigned long long samp_mass; /* weight in fixed point; also counts */
+
+typedef struct samp_dist { /* a row as a distribution */
+    const float *x;
+    const float *maxes;   /* [n_blocks] in shared memory: no logit of the block is higher */
+    int *list;            /* [n_list] of [n_blocks], rising: blocks that are looked at; in shared memory */
+    int V, n_blocks, n_list;
+    float max, scale, at; /* highest logit; log2(e) / temperature; the cut: kept are logits above it, ... */
+    int last;             /* ... and of those equal to it the ids up to this */
+} samp_dist;
+
+__device__ static inline bool samp_kept(const samp_dist &r, float x, int id) { return x > r.at || (x == r.at && id <= r.last); }
+__device__ static inline float samp_weight(float x, float base, float scale) { return ex2(__fmul_rn(__fsub_rn(x, base), scale)); }
+__device__ static inline samp_mass samp_mass_of(const samp_dist &r, float x) {
+    return (samp_mass)(samp_weight(x, r.max, r.scale) * SAMP_ONE);
+}
+
+/* each(logit, id) for all ids of the listed blocks; a warp takes two blocks at a time. */
+template <class F> __device__ static inline void samp_sweep(const samp_dist &r, F each) {
+    const int warps = FILTER_THREADS / 32;
+    int lane = (int)threadIdx.x % 32;
+    for (int i = (int)threadIdx.x / 32; i < r.n_list; i += 2 * warps) {
+        int id[2] = {r.list[i] * SAMP_BLOCK + 4 * lane, i + warps < r.n_list ? r.list[i + warps] * SAMP_BLOCK + 4 * lane : r.V};
+        float4 p[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            if (id[k / 2] < r.V) p[k] = *(const float4 *)(r.x + id[k / 2] + k % 2 * 128);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const float x[4] = {p[k].x, p[k].y, p[k].z, p[k].w};
+#pragma unroll
+            for (int c = 0; c < 4; c++)
+                if (id[k / 2] + k % 2 * 128 + c < r.V) each(samp_clean(x[c]), id[k / 2] + k % 2 * 128 + c);
+        }
+    }
+}
+
+/* Lists the blocks that may have a logit of `at` or more. */
+__device__ static void samp_look_at(samp_dist &r, float at) {
+    __shared__ int n;
+    int lane = (int)threadIdx.x, have = 0;
+    __syncthreads();
+    for (int from = 0; from < r.n_blocks && lane < 32; from += 32) {
+        bool in = from + lane < r.n_blocks && r.maxes[from + lane] >= at;
+        unsigned all = __ballot_sync(~0u, in);
+        if (in) r.list[have + __popc(all & ((1u << lane) - 1))] = from + lane;
+        have += __popc(all);
+    }
+    if (lane == 0) n = have;
+    __syncthreads();
+    r.n_list = n;
+}
+
+/* A bound of the k-th highest logit from below: the k-th highest of the blocks' maxima. */
+__device__ static float samp_bound(const samp_dist &r, int k) {
+    __shared__ float bound;
+    if (k > r.n_blocks) return -INFINITY;
+    __syncthreads();
+    for (int i = (int)threadIdx.x; i < r.n_blocks; i += FILTER_THREADS) {
+        float own = r.maxes[i];
+        int above = 0, upto = 0;
+        for (int j = 0; j < r.n_blocks; j++) above += r.maxes[j] > own, upto += r.maxes[j] >= own;
+        if (above < k && k <= upto) bound = own;
+    }
+    __syncthreads();
+    return bound;
+}
+
+/* Warp 0: the bin, from the top, at which the sum passes `want` (the lowest in use if none does), and the sum before it. */
+__device__ static inline void samp_find_bin(const samp_mass *bins, samp_mass want, samp_mass passed, int *bin, samp_mass *before) {
+    const int each = FILTER_BINS / 32;
+    int lane = (int)threadIdx.x, top = FILTER_BINS - 1 - lane * each, low = -1;
+    samp_mass own = 0, upto;
+    for (int i = 0; i < each; i++) {
+        own += bins[top - i];
+        if (bins[top - i]) low = top - i;
+    }
+    upto = own;
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+        samp_mass other = __shfl_up_sync(~0u, upto, lanes);
+        if (lane >= lanes) upto += other;
+    }
+    upto += passed;
+    unsigned reach = __ballot_sync(~0u, upto >= want && own), used = __ballot_sync(~0u, own > 0);
+    int chosen = reach ? __ffs((int)reach) - 1 : 31 - __clz((int)used);
+    if (lane != chosen) return;
+    passed = upto - own;
+    int b = top;
+    while (b > low && passed + bins[b] < want) passed += bins[b--];
+    *bin = b, *before = passed;
+}
+
+/* From the highest logit down, adds up 1 for each kept id (by_count) or its weight; returns the logit at which the sum reaches
+ * `want` (the lowest kept if it never does), *above: the sum before the first id of that logit. A radix search over the bits of
+ * the logit's key, 11 + 11 + 10. bins: [FILTER_BINS] in shared memory. The listed blocks keep at least one id. */
+__device__ static float samp_reach(const samp_dist &r, bool by_count, samp_mass want, samp_mass *bins, samp_mass *above) {
+    __shared__ int bin;
+    __shared__ samp_mass before;
+    uint32_t found = 0, known = 0;
+    *above = 0;
+    for (int pass = 0; pass < 3; pass++) {
+        int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0;
+        uint32_t mask = pass == 2 ? 1023u : 2047u;
+        __syncthreads();
+        for (int i = (int)threadIdx.x; i < FILTER_BINS; i += FILTER_THREADS) bins[i] = 0;
+        __syncthreads();
+        samp_sweep(r, [&](float x, int id) {
+            uint32_t key = samp_key(x);
+            if (!samp_kept(r, x, id) || (key & known) != found) return;
+            samp_mass add = by_count ? 1 : samp_mass_of(r, x);
+            if (add) atomicAdd(&bins[key >> shift & mask], add);
+        });
+        __syncthreads();
+        if (threadIdx.x < 32) samp_find_bin(bins, want, *above, &bin, &before);
+        __syncthreads();
+        found |= (uint32_t)bin << shift, known |= mask << shift;
+        *above = before;
+    }
+    return samp_unkey(found);
+}
+
+/* The n-th id, counted from 1, among those with logit `at`; INT_MAX if there are not that many. scratch: [33]. */
+__device__ static int samp_nth(const samp_dist &r, float at, samp_mass n, samp_mass *scratch) {
+    const int warps = FILTER_THREADS / 32;
+    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, each = (r.n_list + warps - 1) / warps; /* blocks of a warp */
+    int from = min(r.n_list, warp * each), to = min(r.n_list, from + each);
+    samp_mass before = 0, count = 0;
+    auto tied_of = [&](int i) { /* piece i of 32 ids; eight make a block */
+        int id = r.list[i / 8] * SAMP_BLOCK + i % 8 * 32 + lane;
+        return __ballot_sync(~0u, id < r.V && samp_clean(r.x[id]) == at);
+    };
+    for (int i = 8 * from; i < 8 * to; i++) count += (samp_mass)__popc(tied_of(i));
+    __syncthreads();
+    if (lane == 0) scratch[warp] = count;
+    if (threadIdx.x == 0) scratch[32] = INT_MAX;
+    __syncthreads();
+    for (int i = 0; i < warp; i++) before += scratch[i];
+    if (before < n && n <= before + count)
+        for (int i = 8 * from; i < 8 * to; i++) {
+            unsigned tied = tied_of(i);
+            if (tied >> lane & 1 && before + (samp_mass)__popc(tied & ((2u << lane) - 1)) == n)
+                scratch[32] = (samp_mass)(r.list[i / 8] * SAMP_BLOCK + i % 8 * 32 + lane);
+            before += (samp_mass)__popc(tied);
+        }
+    __syncthreads();
+    int nth = (int)scratch[32];
+    __syncthreads();
+    return nth;
+}
+
+/* The n best ids by logit, best first, of equal ones the lowest first. -inf counts too. */
+__device__ static void samp_top(samp_dist r, int n, float log_sum, samp_best *best, samp_mass *bins, samp_mass *scratch) {
+    __shared__ float x[TOKA_MAX_LOGPROBS];
+    __shared__ int ids[TOKA_MAX_LOGPROBS], have;
+    samp_mass above;
+    r.at = -INFINITY, r.last = INT_MAX;
+    samp_look_at(r, samp_bound(r, n));
+    float at = samp_reach(r, true, (samp_mass)n, bins, &above);
+    r.last = samp_nth(r, at, (samp_mass)n - above, scratch), r.at = at;
+    if (threadIdx.x == 0) have = 0;
+    __syncthreads();
+    samp_sweep(r, [&](float v, int id) {
+        if (!samp_kept(r, v, id)) return;
+        int i = atomicAdd(&have, 1); /* n of them, in any order */
+        x[i] = v, ids[i] = id;
+    });
+    __syncthreads();
+    if ((int)threadIdx.x < n) {
+        float v = x[threadIdx.x];
+        int id = ids[threadIdx.x], rank = 0;
+        for (int i = 0; i < n; i++) rank += x[i] > v || (x[i] == v && ids[i] < id);
+        best->ids[rank] = id;
+        best->logprobs[rank] = v == -INFINITY ? -INFINITY : v - r.max - log_sum;
+    }
+    __syncthreads();
+}
+
+/* logit_bias; an id named twice gets both, in the list's order. One warp, 32 entries at a time. */
+__device__ static void samp_bias(const samp_filter &f, float *x) {
+    int lane = (int)threadIdx.x;
+    for (int from = 0; from < f.n_bias; from += 32) {
+        int i = from + lane, id = i < f.n_bias ? f.bias_ids[i] : -1 - lane;
+        unsigned same = __match_any_sync(~0u, id);
+        if (id >= 0 && (same & ((1u << lane) - 1)) == 0) { /* the first of them does all */
+            float v = samp_clean(x[id]);
+            for (unsigned left = same; left; left &= left - 1) v = samp_clean(__fadd_rn(v, f.bias[from + __ffs((int)left) - 1]));
+            x[id] = v;
+        }
+        __threadfence_block();
+        __syncwarp();
+    }
+}
+
+/* Everything but allowed ids becomes -inf. bits: [FILTER_WINDOW], a bit per id. */
+__device__ static void samp_allow(const samp_filter &f, float *x, int V, uint32_t *bits) {
+    for (int from = 0; from < V; from += 32 * FILTER_WINDOW) {
+        int n = min(32 * FILTER_WINDOW, V - from);
+        for (int i = (int)threadIdx.x; i < FILTER_WINDOW; i += FILTER_THREADS) bits[i] = 0;
+        __syncthreads();
+        for (int i = (int)threadIdx.x; i < f.n_allowed; i += FILTER_THREADS) {
+            int at = f.allowed[i] - from;
+            if (at >= 0 && at < n) atomicOr(&bits[at / 32], 1u << at % 32);
+        }
+        __syncthreads();
+        for (int i = (int)threadIdx.x; i < n; i += FILTER_THREADS)
+            if (!(bits[i / 32] >> i % 32 & 1)) x[from + i] = -INFINITY;
+        __syncthreads();
+    }
+}
+
+/* Penalties, once for each id of the history: counts of a window of the vocabulary at a time. Bit 31: the id is there. */
+__device__ static void samp_penalties(const samp_filter &f, float *x, int V, uint32_t *counts) {
+    for (int from = 0; from < V; from += FILTER_WINDOW) {
+        int n = min((int)FILTER_WINDOW, V - from);
+        for (int i = (int)threadIdx.x; i < n; i += FILTER_THREADS) counts[i] = 0;
+        __syncthreads();
+        for (int i = (int)threadIdx.x; i < f.n_history; i += FILTER_THREADS) {
+            int at = f.history[i] - from;
+            if (at < 0 || at >= n) continue;
+            if (i >= f.n_prompt) atomicAdd(&counts[at], 1u);
+            atomicOr(&counts[at], 0x80000000u);
+        }
+        __syncthreads();
+        for (int i = (int)threadIdx.x; i < n; i += FILTER_THREADS) {
+            if (!counts[i]) continue;
+            float v = samp_clean(x[from + i]), count = (float)(counts[i] & 0x7fffffffu);
+            v = v < 0 ? __fmul_rn(v, f.repetition) : __fdiv_rn(v, f.repetition);
+            v = __fsub_rn(v, __fmul_rn(f.frequency, count));
+            if (count > 0) v = __fsub_rn(v, f.presence);
+            x[from + i] = samp_clean(v);
+        }
+        __syncthreads();
+    }
+}
+
+/* Step 2 of chapter 15. Afterwards maxes says nothing any more, and r.max is found anew. */
+__device__ static void samp_adjust(samp_dist &r, const samp_filter &f, float *x, float *maxes, uint32_t *window, float *scratch) {
+    __syncthreads();
+    if (threadIdx.x < 32) samp_bias(f, x);
+    __syncthreads();
+    if (f.n_allowed) samp_allow(f, x, r.V, window);
+    for (int i = (int)threadIdx.x; i < f.n_forbidden; i += FILTER_THREADS) /* end ids may lie outside the vocabulary */
+        if (f.forbidden[i] >= 0 && f.forbidden[i] < r.V) x[f.forbidden[i]] = -INFINITY;
+    __syncthreads();
+    if (f.n_history) samp_penalties(f, x, r.V, window);
+    for (int i = (int)threadIdx.x; i < r.n_blocks; i += FILTER_THREADS) maxes[i] = INFINITY;
+    samp_look_at(r, INFINITY);
+    float max = -INFINITY;
+    samp_sweep(r, [&](float v, int) { max = fmaxf(max, v); });
+    r.max = block_fold(max, scratch, op_max{});
+}
+
+/* Logits more than `drop` (<= 0) below the best go. */
+__device__ static void samp_min_p(samp_dist &r, double drop) {
+    float at = __double2float_ru(fmax((double)r.max + drop, -(double)FLT_MAX));
+    if (at > r.at) r.at = at, r.last = INT_MAX;
+}
+
+/* Keeps an id if those before it, from the highest down, have less than p of the mass. All weights up to a V-th of what may go can go
+ * at once, since V of them would not be too much: that leaves the search few ids. total: of what is kept so far. */
+__device__ static void samp_top_p(samp_dist &r, const samp_filter &f, samp_mass total, samp_mass *bins, samp_mass *scratch) {
+    samp_mass above, want = (samp_mass)ceil((double)f.top_p * (double)total);
+    double small = (1 - (double)f.top_p) * ((double)total / (double)SAMP_ONE) / r.V;
+    samp_min_p(r, small < 1 ? f.temperature * log(small) : 0);
+    samp_look_at(r, r.at);
+    float at = samp_reach(r, false, want, bins, &above);
+    samp_mass each = samp_mass_of(r, at), more = want > above ? want - above : 1;
+    r.last = samp_nth(r, at, each ? (more + each - 1) / each : 1, scratch), r.at = at;
+}
+
+/* Step 4 of chapter 15. sum: the row's weights, not used if `anew`. Returns whether anything was cut. */
+__device__ static bool samp_truncate(samp_dist &r, const samp_filter &f, float sum, bool anew, samp_mass *bins, samp_mass *scratch) {
+    samp_mass total = (samp_mass)(sum * SAMP_ONE), above;
+    if (f.top_k > 0) {
+        samp_look_at(r, samp_bound(r, f.top_k));
+        r.at = samp_reach(r, true, (samp_mass)f.top_k, bins, &above), r.last = INT_MAX;
+    }
+    if (f.top_p < 1 && (anew || f.top_k > 0)) {
+        total = 0;
+        samp_sweep(r, [&](float x, int id) { total += samp_kept(r, x, id) ? samp_mass_of(r, x) : 0; });
+        total = block_fold(total, scratch, op_add{});
+    }
+    if (f.top_p < 1) samp_top_p(r, f, total, bins, scratch);
+    if (f.min_p_drop > -INFINITY) samp_min_p(r, f.min_p_drop);
+    return f.top_k > 0 || f.top_p < 1 || f.min_p_drop > -INFINITY;
+}
+
+/* A part per thread to one for all, in a fixed order. all: [FILTER_THREADS] in shared memory. */
+__device__ static samp_part samp_fold(samp_part p, const samp_ask &a, samp_part *all) {
+    int t = (int)threadIdx.x;
+    __syncthreads();
+    all[t] = p;
+    for (int half = FILTER_THREADS / 2; half; half /= 2) {
+        __syncthreads();
+        if (t < half) all[t] = p = samp_merge(p, all[t + half], a);
+    }
+    __syncthreads();
+    return all[0];
+}
+
+/* Step 5 over the listed blocks: as samp_blocks_kernel, with what is cut off left out. */
+__device__ static samp_part samp_draw(const samp_dist &r, const samp_ask &a, samp_part *all) {
+    int g = (int)threadIdx.x % 4;
+    all[threadIdx.x] = samp_nothing(); /* this thread's so far, kept there to spare registers */
+    for (int from = (int)threadIdx.x / 32 * 8; from < r.n_list; from += FILTER_THREADS / 4) {
+        int i = from + (int)threadIdx.x % 32 / 4, block = r.list[min(i, r.n_list - 1)], id0 = block * SAMP_BLOCK + 2 * g;
+        float v[SAMP_OWN];
+#pragma unroll
+        for (int j = 0; j < SAMP_OWN / 2; j++) {
+            float2 pair = *(const float2 *)(r.x + id0 + 8 * j);
+            v[2 * j] = samp_clean(pair.x), v[2 * j + 1] = samp_clean(pair.y);
+        }
+#pragma unroll
+        for (int j = 0; j < SAMP_OWN; j++) {
+            int id = id0 + samp_column(j);
+            if (id >= r.V || !samp_kept(r, v[j], id)) v[j] = -INFINITY;
+        }
+        samp_part part = samp_block(v, a, samp_noise(a, block, g), id0, NAN, true);
+        if (i < r.n_list && g == 0) all[threadIdx.x] = samp_merge(all[threadIdx.x], part, a);
+    }
+    return samp_fold(all[threadIdx.x], a, all);
+}
+
+/* The raw logit at the picked id from the adjusted one, less the raw log-sum-exp: samp_unadjust of toka.c. */
+__device__ static float samp_undo(const samp_filter &f, int id, double x, float raw_max, float raw_log_sum, int *scratch) {
+    int seen = 0, count = 0;
+    for (int i = (int)threadIdx.x; i < f.n_history; i += FILTER_THREADS) {
+        bool hit = f.history[i] == id;
+        seen |= hit, count += hit && i >= f.n_prompt;
+    }
+    seen = block_fold(seen, scratch, op_max{});
+    count = block_fold(count, scratch, op_add{});
+    if (count) x += (double)f.frequency * count + f.presence;
+    if (seen) x = x < 0 ? x / f.repetition : x * f.repetition;
+    for (int i = 0; i < f.n_bias; i++)
+        if (f.bias_ids[i] == id) x -= f.bias[i];
+    x = fmin(x, (double)raw_max);
+    return x == -INFINITY ? -INFINITY : (float)(x - raw_max - raw_log_sum);
+}
+
+static size_t samp_filter_smem(int n_blocks, bool window) {
+    return FILTER_BINS * sizeof(samp_mass) + (size_t)n_blocks * 8 + (window ? FILTER_WINDOW * 4 : 0);
+}
+
+__global__ static void __launch_bounds__(FILTER_THREADS, 2) samp_filter_kernel(const samp_ask *ask, const samp_filter *filters, float *logits,
+                                                                            int ldl, int V, const samp_part *parts, int ld, int n_blocks,
+                                                                            samp_best *tops, samp_result *results) {
+    extern __shared__ __align__(16) samp_mass bins[]; /* [FILTER_BINS]; then maxes, list, window */
+    __shared__ samp_part all[FILTER_THREADS];
+    __shared__ samp_mass scratch[33];
+    float *maxes = (float *)(bins + FILTER_BINS), *x = logits + (size_t)blockIdx.x * ldl;
+    grid_launch_dependents();
+    grid_wait();
+    const samp_ask &a = ask[blockIdx.x];
+    const samp_filter &f = filters[blockIdx.x];
+    samp_part p = samp_nothing();
+    for (int b = (int)threadIdx.x; b < n_blocks; b += FILTER_THREADS) {
+        samp_part next = parts[(size_t)b * ld + blockIdx.x];
+        maxes[b] = next.max;
+        p = samp_merge(p, next, a);
+    }
+    p = samp_fold(p, a, all);
+    float raw_max = p.max, raw_log_sum = logf(p.raw_sum);
+    samp_dist r = {x, maxes, (int *)(maxes + n_blocks), V, n_blocks, 0, p.max, SAMP_LOG2E, -INFINITY, -1};
+    if (f.n_top) samp_top(r, f.n_top, raw_log_sum, tops + f.best, bins, scratch);
+    bool adjusted = a.forced < 0 && (f.n_bias || f.n_allowed || f.n_forbidden || f.n_history), cut = false;
+    if (adjusted) samp_adjust(r, f, x, maxes, (uint32_t *)(r.list + n_blocks), (float *)scratch);
+    if (a.forced < 0 && a.scale > 0 && r.max > -INFINITY) {
+        r.scale = a.scale;
+        cut = samp_truncate(r, f, p.sum, adjusted, bins, scratch);
+    }
+    if (cut || adjusted) {
+        samp_look_at(r, r.at);
+        p = samp_draw(r, a, all);
+    }
+    samp_result out = samp_finish(a, p, raw_max, raw_log_sum, f.last_resort);
+    if (adjusted) out.logprob = samp_undo(f, out.id, samp_clean(x[out.id]), raw_max, raw_log_sum, (int *)scratch);
+    if (threadIdx.x == 0) results[blockIdx.x] = out;
+}
+
+/* ---- The plan of a step ---- */
+
+enum { SAMP_LOGITS_BYTES = 320 << 20, SAMP_LIST_BYTES = 16 << 20, SAMP_PART_ROWS = 4096 };
+
+static size_t samp_stage_bytes(const toka_device *d) { return (size_t)d->options.max_out * (sizeof(samp_ask) + sizeof(int)) + 32; }
+
+static void *samp_pinned(toka_device *d, size_t bytes, const char *what) {
+    void *p = NULL;
+    if (!d->error.code) latch(d, cudaHostAlloc(&p, bytes, cudaHostAllocDefault), what);
+    return p;
+}
+
+/* Takes all memory of this chapter; failures are latched. Needs options, shape and n_sms. */
+static void samp_open(toka_device *d) {
+    samp_plan *p = (samp_plan *)calloc(1, sizeof *p);
+    size_t max_out = (size_t)d->options.max_out, V = (size_t)d->shape->V;
+    if (!p) abort();
+    d->samp = p;
+    p->n_blocks = ceil_div(d->shape->V, SAMP_BLOCK), p->ldl = p->n_blocks * SAMP_BLOCK;
+    size_t fit = SAMP_LOGITS_BYTES / ((size_t)p->ldl * sizeof(float));
+    p->chunk = (int)(fit < 8 ? 8 : fit > max_out ? max_out : fit > 256 ? fit & ~(size_t)255 : fit); /* whole tiles */
+    p->part_rows = (int)(max_out < SAMP_PART_ROWS ? max_out : SAMP_PART_ROWS);
+    if (p->part_rows < p->chunk) p->part_rows = p->chunk;
+    p->logits = (float *)dev_alloc(d, (size_t)p->chunk * (size_t)p->ldl * sizeof(float), "logits");
+    p->parts = (samp_part *)dev_alloc(d, (size_t)p->n_blocks * (size_t)p->part_rows * sizeof(samp_part), "parts of sampling");
+    p->results = (samp_result *)dev_alloc(d, max_out * sizeof(samp_result), "picks");
+    p->tops = (samp_best *)dev_alloc(d, max_out * sizeof(samp_best), "top log-probabilities");
+    p->results_host = (samp_result *)samp_pinned(d, max_out * sizeof(samp_result), "pinned picks");
+    p->tops_host = (samp_best *)samp_pinned(d, max_out * sizeof(samp_best), "pinned top log-probabilities");
+    p->order = (int *)malloc(max_out * sizeof(int));
+    if (!p->order) abort();
+    if (d->hopper)
+        latch(d, cudaFuncSetAttribute(samp_head_variant.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, samp_head_variant.smem), "LM head");
+    stage_open(d, &p->lists, (size_t)p->chunk * sizeof(samp_filter) + SAMP_LIST_BYTES + 4 * ((size_t)d->shape->max_len + 4 * V) + 64);
+}
+
+static void samp_close(toka_device *d) {
+    samp_plan *p = d->samp;
+    if (!p) return;
+    cudaFreeHost(p->results_host);
+    cudaFreeHost(p->tops_host);
+    cudaFreeHost(p->lists.host);
+    if (p->lists.sent) cudaEventDestroy(p->lists.sent);
+    free(p->order);
+    free(p);
+    d->samp = NULL;
+}
+
+static bool samp_penalized(const toka_sampling *s) {
+    return s->repetition_penalty != 1 || s->frequency_penalty != 0 || s->presence_penalty != 0;
+}
+static bool samp_filtered(const toka_out_row *row, int V) {
+    const toka_sampling *s = row->sampling;
+    if (!s) return false;
+    if (s->logprobs > 0) return true;
+    if (row->forced_id >= 0) return false;
+    if (s->n_bias || s->n_allowed || row->n_forbidden || samp_penalized(s)) return true;
+    return s->temperature > 0 && ((s->top_k > 0 && s->top_k < V) || s->top_p < 1 || s->min_p > 0);
+}
+
+/* Chooses which rows go which way and puts what all rows need into the stage, at the start of a step; lists follow chunk by chunk. */
+static void samp_plan_step(toka_device *d, const toka_step *s) {
+    samp_plan *p = d->samp;
+    samp_ask *ask;
+    int *rows;
+    assert(s->n_out <= d->options.max_out);
+    int n = 0, last = s->n_out;
+    for (int i = 0; i < s->n_out; i++) p->order[samp_filtered(&s->out[i], d->shape->V) ? --last : n++] = i;
+    p->n_plain = n, p->n_tops = 0;
+    p->ask = (samp_ask *)stage_room(&d->up, (size_t)s->n_out * sizeof *ask, (void **)&ask);
+    p->rows = (int *)stage_room(&d->up, (size_t)s->n_out * sizeof *rows, (void **)&rows);
+    for (int i = 0; i < s->n_out; i++) {
+        const toka_out_row *row = &s->out[p->order[i]];
+        const toka_sampling *how = row->sampling;
+        uint64_t seed = how ? how->seed : 0;
+        float T = how ? how->temperature : 0;
+        assert(row->row >= 0 && row->row < s->T && row->forced_id < d->shape->V && (how || row->forced_id >= 0));
+        double scale = T > 0 ? 1.4426950408889634 / T : 0;
+        uint32_t c[4] = {row->sample, row->position, 0, 0};
+        philox(c, (uint32_t)seed, (uint32_t)(seed >> 32));
+        rows[i] = row->row;
+        ask[i] = samp_ask{{(uint32_t)seed, (uint32_t)(seed >> 32)}, row->sample, row->position, c[0],
+                          scale > 3e38 ? 3e38f : (float)scale, row->forced_id < 0 ? -1 : row->forced_id, 0};
+    }
+}
+
+static bool samp_listed(const int32_t *list, int n, int32_t id) {
+    for (int i = 0; i < n; i++)
+        if (list[i] == id) return true;
+    return false;
+}
+/* The lowest id that is allowed and not among the first n_forbidden; V if there is none. */
+static int samp_lowest(const toka_out_row *row, int n_forbidden, int V) {
+    const toka_sampling *s = row->sampling;
+    int lowest = s->n_allowed ? V : 0;
+    for (int i = 0; i < s->n_allowed; i++) {
+        int id = s->allowed_ids[i];
+        if (id < lowest && !samp_listed(row->forbidden, n_forbidden, id)) lowest = id;
+    }
+    while (!s->n_allowed && lowest < V && samp_listed(row->forbidden, n_forbidden, lowest)) lowest++;
+    return lowest;
+}
+/* The pick when every logit is -inf; if all that is allowed is forbidden, the lowest allowed. */
+static int samp_last_resort(const toka_out_row *row, int V) {
+    int id = samp_lowest(row, row->n_forbidden, V);
+    return id < V ? id : samp_lowest(row, 0, V);
+}
+
+/* The part of the history that penalties look at. */
+static int samp_history_from(const toka_out_row *row) {
+    if (row->forced_id >= 0 || !samp_penalized(row->sampling)) return row->n_history;
+    return row->sampling->repetition_penalty == 1 ? row->n_prompt : 0;
+}
+
+static size_t samp_list_bytes(const toka_out_row *row) {
+    const toka_sampling *s = row->sampling;
+    return 4 * ((size_t)(row->n_history - samp_history_from(row)) + 2 * (size_t)s->n_bias + (size_t)s->n_allowed + (size_t)row->n_forbidden) +
+           5 * 16;
+}
+
+/* Fills in the filter of one row; lists that its request shares with the row before are sent once. */
+static void samp_fill(toka_device *d, const toka_out_row *row, const toka_out_row *before, const samp_filter *old, samp_filter *f) {
+    samp_plan *p = d->samp;
+    const toka_sampling *s = row->sampling;
+    int V = d->shape->V, from = samp_history_from(row), n_top = s->logprobs < TOKA_MAX_LOGPROBS ? s->logprobs : TOKA_MAX_LOGPROBS;
+    bool shared = before && before->sampling == s;
+    *f = samp_filter{};
+    f->history = (const int *)stage_put(&p->lists, row->history + from, (size_t)(row->n_history - from) * 4);
+    f->n_history = row->n_history - from, f->n_prompt = row->n_prompt > from ? row->n_prompt - from : 0;
+    f->bias_ids = shared ? old->bias_ids : (const int *)stage_put(&p->lists, s->bias_ids, (size_t)s->n_bias * 4);
+    f->bias = shared ? old->bias : (const float *)stage_put(&p->lists, s->bias_values, (size_t)s->n_bias * 4);
+    f->allowed = shared ? old->allowed : (const int *)stage_put(&p->lists, s->allowed_ids, (size_t)s->n_allowed * 4);
+    f->forbidden = (const int *)stage_put(&p->lists, row->forbidden, (size_t)row->n_forbidden * 4);
+    f->n_bias = s->n_bias, f->n_allowed = s->n_allowed, f->n_forbidden = row->n_forbidden;
+    f->last_resort = row->forced_id < 0 ? samp_last_resort(row, V) : 0;
+    f->temperature = s->temperature, f->top_p = s->top_p, f->top_k = s->top_k < V ? s->top_k : 0;
+    f->min_p_drop = s->min_p > 0 ? s->temperature * log((double)s->min_p) : -INFINITY;
+    f->repetition = s->repetition_penalty, f->frequency = s->frequency_penalty, f->presence = s->presence_penalty;
+    f->n_top = n_top < V ? n_top : V;
+    if (f->n_top) f->best = p->n_tops++;
+    p->window |= f->n_history || f->n_allowed;
+}
+
+/* Sends the filters of rows first .. of the plan: as many as fit, at most `most`. Returns how many; 0 after a failure. */
+static int samp_send_filters(toka_device *d, const toka_step *s, int first, int most, samp_filter **filters) {
+    samp_plan *p = d->samp;
+    samp_filter *f;
+    int n = 0;
+    stage_begin(d, &p->lists);
+    p->window = false;
+    *filters = (samp_filter *)stage_room(&p->lists, (size_t)most * sizeof *f, (void **)&f);
+    for (const toka_out_row *before = NULL; n < most; n++) {
+        const toka_out_row *row = &s->out[p->order[first + n]];
+        if (p->lists.used + samp_list_bytes(row) > p->lists.cap) break;
+        samp_fill(d, row, before, f + n - 1, f + n);
+        before = row;
+    }
+    if (!n && !d->error.code) {
+        d->error.code = TOKA_E_DEVICE;
+        snprintf(d->error.msg, sizeof d->error.msg, "GPU: one row's sampling lists take %zu bytes, expected at most %zu",
+                 samp_list_bytes(&s->out[p->order[first]]), p->lists.cap - p->lists.used);
+    }
+    stage_send(d, &p->lists);
+    return d->error.code ? 0 : n;
+}
+
+/* ---- The op ---- */
+
+/* Parts to results: rows first .. first+n-1 of the plan, whose parts are columns 0 .. n-1; the first n_plain are plain, the rest have filters, and
+ * their logits. */
+static void samp_finish_rows(toka_device *d, int first, int n, int n_plain, const samp_filter *filters, float *logits) {
+    samp_plan *p = d->samp;
+    const samp_ask *ask = p->ask + first;
+    samp_result *results = p->results + first;
+    if (n_plain)
+        launch_dependent(d, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n_plain, SAMP_REDUCE_ROWS)), 256, 0, 1, ask, p->parts,
+                         p->part_rows, p->n_blocks, n_plain, results);
+    if (n > n_plain)
+        launch_dependent(d, "filters", samp_filter_kernel, dim3((unsigned)(n - n_plain)), FILTER_THREADS,
+                         samp_filter_smem(p->n_blocks, p->window), 1, ask + n_plain, filters, logits, p->ldl, d->shape->V,
+                         p->parts + n_plain, p->part_rows, p->n_blocks, p->tops, results + n_plain);
+}
+
+/* The same for rows whose raw logits are stored, without parts yet. */
+static void samp_from_logits(toka_device *d, int first, int n, int n_plain, const samp_filter *filters) {
+    samp_plan *p = d->samp;
+    launch_dependent(d, "groups", samp_blocks_kernel, dim3((unsigned)ceil_div(p->n_blocks, 32), (unsigned)n), 128, 0, 1, p->ask + first,
+                     p->logits, p->ldl, d->shape->V, p->parts, p->part_rows);
+    samp_finish_rows(d, first, n, n_plain, filters, p->logits + (size_t)n_plain * (size_t)p->ldl);
+}
+
+/* The LM head over rows first .. first+n-1 with wgmma: parts of all, and the logits of those from `stored` on. */
+static void samp_head(toka_device *d, int first, int n, int stored) {
+    samp_plan *p = d->samp;
+    gemm_args a = {.M = n, .x = d->xn + (size_t)first * d->E, .ldx = d->E, .w = &d->lm_head};
+    samp_fused fused = {p->ask + first, p->parts, p->logits, p->part_rows, p->ldl, d->shape->V, stored};
+    gemm_plan plan = {&samp_head_variant, n > 128 ? 2 : 1, 8};
+    gemm_start(d, plan, &a, &fused);
+}
+
+/* Rows first .. first+n-1 from x to results. */
+static void samp_rows(toka_device *d, const toka_step *s, int first, int n, int n_plain, const samp_filter *filters) {
+    samp_plan *p = d->samp;
+    size_t V = (size_t)d->shape->V;
+    int stored = d->hopper && !s->logits ? n_plain : 0;
+    gemm_args product = {n, d->xn + (size_t)first * d->E, d->E, &d->lm_head, (bf16 *)p->logits, p->ldl, EPI_LOGITS};
+    if (d->hopper) samp_head(d, first, n, stored);
+    else gemm_mma(d, &product);
+    for (int i = 0; s->logits && i < n; i++)
+        latch(d, cudaMemcpyAsync(s->logits + (size_t)p->order[first + i] * V, p->logits + (size_t)i * p->ldl, V * sizeof(float),
+                                 cudaMemcpyDeviceToHost, d->stream), "logits");
+    if (d->hopper) samp_finish_rows(d, first, n, n_plain, filters, p->logits + (size_t)(n_plain - stored) * (size_t)p->ldl);
+    else samp_from_logits(d, first, n, n_plain, filters);
+}
+
+/* Brings the results down and into the caller's picks, in the caller's order. */
+static void samp_collect(toka_device *d, const toka_step *s, toka_pick *picks) {
+    samp_plan *p = d->samp;
+    size_t bytes = (size_t)s->n_out * sizeof(samp_result);
+    latch(d, cudaMemcpyAsync(p->results_host, p->results, bytes, cudaMemcpyDeviceToHost, d->stream), "picks");
+    if (p->n_tops)
+        latch(d, cudaMemcpyAsync(p->tops_host, p->tops, (size_t)p->n_tops * sizeof(samp_best), cudaMemcpyDeviceToHost, d->stream), "picks");
+    latch(d, cudaStreamSynchronize(d->stream), "step");
+    if (d->error.code) return;
+    for (int i = 0, best = 0; i < s->n_out; i++) {
+        const toka_sampling *how = s->out[p->order[i]].sampling;
+        toka_pick *pick = &picks[p->order[i]];
+        pick->id = p->results_host[i].id;
+        pick->logprob = p->results_host[i].logprob, pick->sampled_logprob = p->results_host[i].sampled_logprob;
+        pick->n_top = how ? min(min(how->logprobs, TOKA_MAX_LOGPROBS), d->shape->V) : 0;
+        if (!pick->n_top) continue;
+        const samp_best *b = &p->tops_host[best++];
+        memcpy(pick->top_ids, b->ids, sizeof b->ids);
+        memcpy(pick->top_logprobs, b->logprobs, sizeof b->logprobs);
+        for (int j = 0; j < pick->n_top; j++) /* the same figure in both places, also where undoing costs a rounding */
+            if (pick->top_ids[j] == pick->id) pick->logprob = pick->top_logprobs[j];
+    }
+}
+
+/* Everything up to the results, which stay on the device. As many rows at a time as there is room for parts, and for the logits of those that
+ * have to be stored; plain and filtered rows share a pass over the weights. */
+static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
+    samp_plan *p = d->samp;
+    int most = d->hopper && !s->logits ? p->part_rows : p->chunk;
+    assert(s->n_out <= d->options.max_tokens);
+    rmsnorm(d, x, p->rows, d->norm, d->xn, s->n_out);
+    for (int i = 0, n; i < s->n_out && !d->error.code; i += n) {
+        samp_filter *filters = NULL;
+        int n_plain = n = max(0, min(most, p->n_plain - i)), more = min(min(most - n, p->chunk), s->n_out - i - n);
+        if (more > 0) n += samp_send_filters(d, s, i + n, more, &filters);
+        if (!d->error.code) samp_rows(d, s, i, n, n_plain, filters);
+    }
+}
+
+/* The op. samp_plan_step has run and the stage has been sent. Uses d->xn. Waits for the stream. */
+static void norm_logits_sample(toka_device *d, const toka_step *s, const bf16 *x, toka_pick *picks) {
+    samp_launch(d, s, x);
+    samp_collect(d, s, picks);
+}
+
+/* ===========================================================================
+ * MARK: 11. The card, opening and closing [host]
+ * =========================================================================== */
+
+/* ---- The card ---- */
+
+/* What the driver says about GPU i in one line; 0 when there is none, with the reason in the line. */
+static int cuda_probe(int i, char *line, size_t bytes) {
+    int n = 0, driver = 0;
+    cudaDeviceProp p;
+    cudaError_t code = cudaGetDeviceCount(&n);
+    if (!code && i >= n) code = cudaErrorNoDevice;
+    if (!code) code = cudaGetDeviceProperties(&p, i);
+    cudaGetLastError();
+    if (code) {
+        snprintf(line, bytes, "%s", cudaGetErrorString(code));
+        return 0;
+    }
+    cudaDriverGetVersion(&driver);
+    bool runs = p.major >= 8;
+    snprintf(line, bytes, "%s, %.0f GB, %d multiprocessors, compute capability %d.%d, driver for CUDA %d.%d%s", p.name,
+             p.totalGlobalMem / 1e9, p.multiProcessorCount, p.major, p.minor, driver / 1000, driver % 1000 / 10,
+             runs ? "" : ": too old, 8.0 or later is needed");
+    return runs;
+}
+
+/* Which kernels can run, and the encoder of tensor maps from the driver (libcuda is not linked). */
+static void card_open(toka_device *d) {
+    cudaDeviceProp p;
+    latch(d, cudaSetDevice(d->ordinal), "cudaSetDevice");
+    latch(d, cudaGetDeviceProperties(&p, d->ordinal), "cudaGetDeviceProperties");
+    if (d->error.code) return;
+    d->arch = 10 * p.major + p.minor, d->n_sms = p.multiProcessorCount, d->hopper = d->arch == 90;
+    snprintf(d->about, sizeof d->about, "%s, %.0f GB, %s kernels", p.name, p.totalGlobalMem / 1e9, d->hopper ? "wgmma" : "mma.sync");
+    latch(d, cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    if (!d->hopper) return;
+    cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+    latch(d, cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void **)&d->encode_map, 12000, cudaEnableDefault, &found),
+          "cuTensorMapEncodeTiled");
+#else
+    latch(d, cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", (void **)&d->encode_map, cudaEnableDefault, &found),
+          "cuTensorMapEncodeTiled");
+#endif
+}
+
+/* ---- Memory, counted before it is taken ---- */
+
+static size_t weights_bytes(const toka_shape *s, const toka_weights *w) {
+    size_t n = (size_t)up_8(w->embed.rows) * up_8(w->embed.cols) * (w->lm_head.data != w->embed.data ? 2 : 1);
+    for (int i = 0; i < s->L; i++) {
+        const toka_layer *l = &w->layers[i];
+        const toka_tensor *t[] = {&l->q, &l->k, &l->v, &l->o, &l->gate, &l->up, &l->down};
+        for (const toka_tensor *m : t) n += (size_t)up_8(m->rows) * up_8(m->cols);
+    }
+    return n * sizeof(bf16);
+}
+
+/* What all but the weights and the KV pool takes, with what the driver and the libraries' code take. */
+static size_t scratch_bytes(const toka_shape *s, const toka_device_options *o) {
+    size_t heads = (size_t)(s->H + 2 * s->K) * s->D, row = 2 * (size_t)s->E + 2 * (size_t)s->H * s->D + heads + s->F;
+    return (size_t)o->max_tokens * row * sizeof(bf16) + (size_t)s->max_len * s->D / 2 * sizeof(float2) + ((size_t)1536 << 20);
+}
+
+/* Bytes that the KV pool may take on this card beside the model and a step of this size. Only asks. */
+static int64_t cuda_kv_bytes(const toka_shape *s, const toka_weights *w, const toka_device_options *o) {
+    size_t free_bytes = 0, total = 0;
+    cudaGetLastError();
+    if (cudaMemGetInfo(&free_bytes, &total)) return 0;
+    double share = o->memory_utilization > 0 ? o->memory_utilization : 0.9;
+    return (int64_t)(share * free_bytes) - (int64_t)weights_bytes(s, w) - (int64_t)scratch_bytes(s, o);
+}
+
+/* ---- Open and close ---- */
+
+static int cuda_check(const toka_device_options *o, const toka_shape *s, toka_err *e) {
+    e->code = 0;
+    if (s->D % 8 || s->D > 256)
+        snprintf(e->msg, sizeof e->msg, "GPU: head size %d, expected a multiple of 8 up to 256", s->D), e->code = TOKA_E_INPUT;
+    else if (o->max_tokens < 1 || o->max_out < 1 || o->n_pages < 1 || o->n_pages > INT_MAX / s->B)
+        snprintf(e->msg, sizeof e->msg, "GPU: %d tokens and %d outputs a step, %d pages: out of range", o->max_tokens, o->max_out,
+                 o->n_pages), e->code = TOKA_E_USE;
+    return e->code;
+}
+
+static void cuda_close(toka_device *d) {
+    if (!d) return;
+    if (d->stream) cudaStreamSynchronize(d->stream);
+    for (int i = 0; i < d->n_blocks; i++) cudaFree(d->blocks[i]);
+    cudaFreeHost(d->up.host);
+    if (d->up.sent) cudaEventDestroy(d->up.sent);
+    attn_close(d);
+    samp_close(d);
+    if (d->stream) cudaStreamDestroy(d->stream);
+    free(d->layers);
+    free(d->blocks);
+    free(d);
+}
+
+static void cuda_take_memory(toka_device *d) {
+    const toka_shape *s = d->shape;
+    size_t T = (size_t)d->options.max_tokens, HD = (size_t)(s->H + 2 * s->K) * s->D;
+    d->xn = (bf16 *)dev_alloc(d, T * d->E * sizeof(bf16), "activations");
+    d->qkv = (bf16 *)dev_alloc(d, T * HD * sizeof(bf16), "activations");
+    d->act = (bf16 *)dev_alloc(d, T * d->F * sizeof(bf16), "activations");
+    d->kv_layer = (size_t)d->options.n_pages * s->K * 2 * s->B * s->D;
+    d->kv = (bf16 *)dev_alloc(d, (size_t)s->L * d->kv_layer * sizeof(bf16), "KV cache");
+    if (!d->error.code) latch(d, cudaMemsetAsync(d->kv, 0, (size_t)s->L * d->kv_layer * sizeof(bf16), d->stream), "KV cache");
+    if (!d->error.code) attn_open(d);
+    if (!d->error.code) samp_open(d);
+    if (!d->error.code) stage_open(d, &d->up, 3 * T * sizeof(int) + attn_stage_bytes(d) + samp_stage_bytes(d) + 4096);
+}
+
+static int cuda_open(toka_device **out, const toka_device_options *o, const toka_shape *shape, const toka_weights *weights, toka_err *e) {
+    if (cuda_check(o, shape, e)) return e->code;
+    toka_device *d = (toka_device *)calloc(1, sizeof *d);
+    if (!d) abort();
+    d->options = *o, d->shape = shape, d->weights = weights;
+    d->E = up_8(shape->E), d->F = up_8(shape->F), d->V = up_8(shape->V);
+    const char *fault = getenv("TOKA_DEBUG_GPU_FAULT");
+    d->fault_in = fault ? atoi(fault) : 0;
+    card_open(d);
+    if (!d->error.code) gemm_open(d);
+    if (!d->error.code) weights_open(d);
+    if (!d->error.code) rope_open(d);
+    if (!d->error.code) cuda_take_memory(d);
+    if (!d->error.code) latch(d, cudaStreamSynchronize(d->stream), "opening the model");
+    if (d->error.code) {
+        *e = d->error;
+        cuda_close(d);
+        return e->code;
+    }
+    *out = d;
+    return 0;
+}
+
+static const char *cuda_describe(const toka_device *d) { return d->about; }
+
+static int cuda_status(toka_device *d, toka_err *e) {
+    if (d->error.code) *e = d->error;
+    return d->error.code;
+}
+static toka_dev cuda_alloc(toka_device *d, size_t bytes) { return toka_dev{(uint64_t)dev_alloc(d, bytes, "activations")}; }
+static void cuda_upload(toka_device *d, toka_dev to, const void *from, size_t bytes) {
+    latch(d, cudaMemcpyAsync((void *)to.at, from, bytes, cudaMemcpyHostToDevice, d->stream), "upload");
+    latch(d, cudaStreamSynchronize(d->stream), "upload");
+}
+static void cuda_download(toka_device *d, void *to, toka_dev from, size_t bytes) {
+    latch(d, cudaMemcpyAsync(to, (const void *)from.at, bytes, cudaMemcpyDeviceToHost, d->stream), "download");
+    latch(d, cudaStreamSynchronize(d->stream), "download");
+}
+
+/* ===========================================================================
+ * MARK: 12. Measuring the ops [host]
+ * `toka bench ops`: each op at the shapes of well-known models, inside a captured graph, on buffers that together are larger than the
+ * L2 cache and filled with random numbers. What the caller gets is time, arithmetic and bytes; it draws the table.
+ * =========================================================================== */
+
+enum { BENCH_CACHE_BYTES = 256 << 20, BENCH_MAX_SETS = 64, BENCH_REPLAYS = 15 };
+
+typedef struct bench {
+    toka_device *d;
+    toka_bench_fn *row;
+    void *user;
+} bench;
+
+/* Uniform in (-scale, scale), from a counter. */
+__global__ static void bench_fill_kernel(bf16 *p, size_t n, uint64_t seed, float scale) {
+    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+        uint64_t z = (seed << 40) + i * 0x9E3779B97F4A7C15ull;
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
+        z = (z ^ z >> 27) * 0x94D049BB133111EBull;
+        p[i] = __float2bfloat16(scale * ((float)(z >> 40) * 0x1p-23f - 1));
+    }
+}
+static bf16 *bench_random(toka_device *d, size_t n, float scale) {
+    bf16 *p = (bf16 *)dev_alloc(d, n * sizeof(bf16), "buffers");
+    if (!p) return NULL;
+    bench_fill_kernel<<<1024, 256, 0, d->stream>>>(p, n, (uint64_t)d->n_blocks, scale);
+    LAUNCHED(d, "random numbers");
+    return p;
+}
+static void bench_free(toka_device *d, int keep) { /* all blocks taken since there were `keep` */
+    latch(d, cudaStreamSynchronize(d->stream), "bench");
+    while (d->n_blocks > keep) cudaFree(d->blocks[--d->n_blocks]);
+}
+
+/* Median microseconds of op(arg, i): i = 0 .. per_graph-1 are captured once and replayed. */
+static double bench_time(toka_device *d, int per_graph, void (*op)(void *arg, int i), void *arg) {
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    cudaEvent_t at[2] = {NULL, NULL};
+    float ms[BENCH_REPLAYS] = {0};
+    op(arg, 0);
+    for (cudaEvent_t &e : at) latch(d, cudaEventCreate(&e), "bench");
+    latch(d, cudaStreamSynchronize(d->stream), "bench");
+    latch(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal), "capture");
+    for (int i = 0; i < per_graph; i++) op(arg, i);
+    latch(d, cudaStreamEndCapture(d->stream, &graph), "capture");
+    if (!d->error.code) latch(d, cudaGraphInstantiate(&exec, graph, 0), "capture");
+    for (int i = -3; i < BENCH_REPLAYS && !d->error.code; i++) {
+        latch(d, cudaEventRecord(at[0], d->stream), "bench");
+        latch(d, cudaGraphLaunch(exec, d->stream), "bench");
+        latch(d, cudaEventRecord(at[1], d->stream), "bench");
+        latch(d, cudaEventSynchronize(at[1]), "bench");
+        if (i >= 0) latch(d, cudaEventElapsedTime(&ms[i], at[0], at[1]), "bench");
+    }
+    if (exec) cudaGraphExecDestroy(exec);
+    if (graph) cudaGraphDestroy(graph);
+    for (cudaEvent_t e : at) cudaEventDestroy(e);
+    for (int i = 1; i < BENCH_REPLAYS; i++) /* insertion sort */
+        for (int j = i; j && ms[j] < ms[j - 1]; j--) {
+            float t = ms[j];
+            ms[j] = ms[j - 1], ms[j - 1] = t;
+        }
+    return ms[BENCH_REPLAYS / 2] * 1000.0 / per_graph;
+}
+
+/* ---- Read bandwidth: the ceiling of everything that is bound by memory ---- */
+
+__global__ static void __launch_bounds__(512) bench_read_kernel(const uint4 *p, size_t n, uint32_t *out) {
+    uint32_t sum = 0;
+    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+        uint4 v = __ldcs(p + i);
+        sum ^= v.x ^ v.y ^ v.z ^ v.w;
+    }
+    if (sum == 0x12345678u) *out = sum; /* keeps the loads; random data makes it rare, and harmless */
+}
+typedef struct bench_read_arg {
+    toka_device *d;
+    const uint4 *p;
+    size_t n;
+    uint32_t *out;
+} bench_read_arg;
+static void bench_read_op(void *arg, int) {
+    bench_read_arg *a = (bench_read_arg *)arg;
+    bench_read_kernel<<<a->d->n_sms * 4, 512, 0, a->d->stream>>>(a->p, a->n, a->out);
+}
+static void bench_read(bench *b) {
+    size_t n = (size_t)2 << 30;
+    int keep = b->d->n_blocks;
+    bench_read_arg a = {b->d, (const uint4 *)bench_random(b->d, n / 2, 1), n / 16, (uint32_t *)dev_alloc(b->d, 4, "buffers")};
+    if (!b->d->error.code) {
+        double us = bench_time(b->d, 1, bench_read_op, &a);
+        toka_bench_row r = {"read", "", "2 GiB", us, 0, (double)n};
+        b->row(b->user, &r);
+    }
+    bench_free(b->d, keep);
+}
+
+/* ---- GEMM ---- */
+
+typedef struct bench_shape { /* the matrices of a model: qkv, o, gate_up, down, lm_head as N x K follow from these */
+    const char *model;
+    int E, H, K, D, F, V;
+} bench_shape;
+static const bench_shape bench_shapes[] = {{"Llama-3.2-1B", 2048, 32, 8, 64, 8192, 128256},
+                                           {"Llama-3.1-8B", 4096, 32, 8, 128, 14336, 128256},
+                                           {"Llama-3.1-70B", 8192, 64, 8, 128, 28672, 0},
+                                           {"Qwen2.5-0.5B", 896, 14, 2, 64, 4864, 151936}};
+static const int bench_rows[] = {1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192};
+
+typedef struct bench_gemm_arg {
+    toka_device *d;
+    gemm_args g[BENCH_MAX_SETS];
+    int n;
+} bench_gemm_arg;
+static void bench_gemm_op(void *arg, int i) {
+    bench_gemm_arg *a = (bench_gemm_arg *)arg;
+    gemm(a->d, &a->g[i % a->n]);
+}
+static void bench_gemm(bench *b, const char *name, const char *model, int M, int N, int K, enum epilogue epi) {
+    toka_device *d = b->d;
+    int keep = d->n_blocks, ldy = epi == EPI_SWIGLU ? N / 2 : N;
+    size_t set = ((size_t)N * K + (size_t)M * K + (size_t)M * ldy) * sizeof(bf16);
+    bench_gemm_arg a = {};
+    weight w[BENCH_MAX_SETS];
+    a.d = d, a.n = (int)(BENCH_CACHE_BYTES / set) + 1;
+    if (a.n > BENCH_MAX_SETS) a.n = BENCH_MAX_SETS;
+    for (int i = 0; i < a.n; i++) {
+        w[i] = weight{bench_random(d, (size_t)N * K, sqrtf(3.0f / K)), NULL, N, K};
+        a.g[i] = gemm_args{M, bench_random(d, (size_t)M * K, 1.7f), K, &w[i], bench_random(d, (size_t)M * ldy, 1), ldy, epi};
+    }
+    if (!d->error.code) {
+        char shape[64];
+        double us = bench_time(d, a.n < 8 ? 8 : a.n, bench_gemm_op, &a);
+        snprintf(shape, sizeof shape, "M=%d %dx%d", M, N, K);
+        double bytes = ((double)N * K + (double)M * K + (double)M * ldy * (epi == EPI_RESIDUAL ? 2 : 1)) * sizeof(bf16);
+        toka_bench_row r = {name, model, shape, us, 2.0 * M * N * K, bytes};
+        b->row(b->user, &r);
+    }
+    bench_free(d, keep);
+}
+static void bench_gemms(bench *b) {
+    for (const bench_shape &s : bench_shapes)
+        for (int M : bench_rows) {
+            if (b->d->error.code) return;
+            bench_gemm(b, "qkv", s.model, M, (s.H + 2 * s.K) * s.D, s.E, EPI_STORE);
+            bench_gemm(b, "o", s.model, M, s.E, s.H * s.D, EPI_RESIDUAL);
+            bench_gemm(b, "gate_up", s.model, M, 2 * s.F, s.E, EPI_SWIGLU);
+            bench_gemm(b, "down", s.model, M, s.E, s.F, EPI_RESIDUAL);
+        }
+}
+
+/* ---- Attention ----
+ * A step of `seqs` sequences. Each feeds `rows` tokens, the last of `len`; the first `shared` positions are the same pages for all
+ * and one span, as chapter 14 of toka.c would make it. */
+
+typedef struct bench_step {
+    const char *name;
+    int seqs, rows, len, shared;
+} bench_step;
+static const bench_step bench_steps[] = {
+    {"decode", 4096, 1, 150, 0},      {"decode", 2048, 1, 900, 0},       {"decode", 64, 1, 4096, 0},
+    {"decode", 1, 1, 4096, 0},        {"shared decode", 4096, 1, 1050, 896}, {"prefill", 1, 4096, 4096, 0},
+    {"prefill", 1, 16384, 16384, 0},  {"prefill", 16, 512, 512, 0}};
+
+typedef struct bench_attn_arg {
+    toka_device *d;
+    toka_step s;
+    bf16 *q, *o;
+    int L;
+} bench_attn_arg;
+static void bench_attn_op(void *arg, int i) {
+    bench_attn_arg *a = (bench_attn_arg *)arg;
+    attention(a->d, &a->s, i % a->L, a->q, a->o);
+}
+
+/* Rows, pages and spans of the step in one block of host memory; returns the pages in use. */
+static int bench_plan(toka_step *s, const bench_step *b, int B, int **block) {
+    int T = b->seqs * b->rows, own = ceil_div(b->len - b->shared, B), common = b->shared / B, n = 0;
+    int *p = *block = (int *)calloc((size_t)(2 * T + common + b->seqs * own) * sizeof(int) + (size_t)(b->seqs + 1) * sizeof(toka_span), 1);
+    if (!p) abort();
+    int *pages = p + 2 * T;
+    toka_span *spans = (toka_span *)(pages + common + b->seqs * own);
+    *s = toka_step{.T = T, .ids = p, .pos = p + T, .slot = p, .pages = pages, .spans = spans};
+    for (; n < common + b->seqs * own; n++) pages[n] = (int)((n * 7919LL + 13) % (common + b->seqs * own)); /* anywhere */
+    if (common) spans[s->n_spans++] = toka_span{0, T, 0, 0, b->shared};
+    for (int q = 0; q < b->seqs; q++) {
+        spans[s->n_spans++] = toka_span{q * b->rows, b->rows, common + q * own, b->shared, b->len - b->shared};
+        for (int r = 0; r < b->rows; r++) p[T + q * b->rows + r] = b->len - b->rows + r;
+    }
+    return n;
+}
+
+static void bench_attention(bench *b, const bench_shape *m, const bench_step *step) {
+    toka_device *d = b->d;
+    toka_shape shape = {.L = 1, .H = m->H, .K = m->K, .D = m->D, .E = m->E, .F = m->F, .V = m->V, .B = toka_cuda.page_tok};
+    layer_weights layers[BENCH_MAX_SETS] = {};
+    bench_attn_arg a = {.d = d};
+    int keep = d->n_blocks, *block, n_pages = bench_plan(&a.s, step, shape.B, &block);
+    size_t heads = (size_t)a.s.T * m->H * m->D;
+    d->shape = &shape, d->layers = layers, d->options.max_tokens = a.s.T, d->options.n_pages = n_pages;
+    d->kv_layer = (size_t)n_pages * 2 * m->K * shape.B * m->D;
+    a.L = (int)(BENCH_CACHE_BYTES / (d->kv_layer * sizeof(bf16))) + 1;
+    if (a.L > BENCH_MAX_SETS) a.L = BENCH_MAX_SETS;
+    d->kv = bench_random(d, d->kv_layer * a.L, 1), a.q = bench_random(d, heads, 2), a.o = bench_random(d, heads, 1);
+    if (!d->error.code) attn_open(d);
+    if (!d->error.code) stage_open(d, &d->up, (size_t)a.s.T * sizeof(int) + attn_stage_bytes(d) + 4096);
+    if (!d->error.code) {
+        stage_begin(d, &d->up);
+        d->rows.T = a.s.T, d->rows.pos = (const int *)stage_put(&d->up, a.s.pos, (size_t)a.s.T * sizeof(int));
+        attn_plan_step(d, &a.s);
+        stage_send(d, &d->up);
+        char text[64];
+        double us = bench_time(d, a.L < 4 ? 4 : a.L, bench_attn_op, &a), seen = 0, T = a.s.T;
+        for (int r = 0; r < step->rows; r++) seen += (double)step->seqs * (step->len - r);
+        snprintf(text, sizeof text, step->shared ? "%d x %d, %d shared" : step->rows > 1 ? "%d x %d tokens" : "%d x %d", step->seqs,
+                 step->len, step->shared);
+        double kv = step->shared + (double)step->seqs * (step->len - step->shared);
+        toka_bench_row row = {step->name, m->model, text, us, 4.0 * m->H * m->D * seen,
+                              (kv * 2 * m->K * m->D + T * 2 * m->H * m->D) * sizeof(bf16)};
+        b->row(b->user, &row);
+    }
+    attn_close(d);
+    cudaFreeHost(d->up.host);
+    if (d->up.sent) cudaEventDestroy(d->up.sent);
+    d->up = stage{}, d->attn = NULL, d->layers = NULL;
+    bench_free(d, keep);
+    free(block);
+}
+
+/* ---- LM head with sampling: norm, logits, one draw a row at temperature 1; picks stay on the device ---- */
+
+typedef struct bench_head_arg {
+    toka_device *d;
+    toka_step s;
+    bf16 *x;
+} bench_head_arg;
+static void bench_head_op(void *arg, int) {
+    bench_head_arg *a = (bench_head_arg *)arg;
+    samp_launch(a->d, &a->s, a->x);
+}
+static void bench_head(bench *b, const bench_shape *m, int M) {
+    toka_device *d = b->d;
+    toka_shape shape = {.L = 1, .H = m->H, .K = m->K, .D = m->D, .E = m->E, .F = m->F, .V = m->V, .eps = 1e-5f};
+    toka_sampling sampling = {.temperature = 1, .top_p = 1, .repetition_penalty = 1};
+    toka_out_row *rows = (toka_out_row *)calloc((size_t)M, sizeof *rows);
+    bench_head_arg a = {.d = d};
+    int keep = d->n_blocks;
+    if (!rows) abort();
+    for (int i = 0; i < M; i++) rows[i] = toka_out_row{.row = i, .forced_id = -1, .position = (uint32_t)i, .sampling = &sampling};
+    a.s = toka_step{.T = M, .n_out = M, .out = rows};
+    d->shape = &shape, d->E = m->E, d->F = m->F, d->V = up_8(m->V), d->options.max_tokens = d->options.max_out = M;
+    d->lm_head = weight{bench_random(d, (size_t)d->V * m->E, sqrtf(3.0f / m->E)), NULL, d->V, m->E};
+    a.x = bench_random(d, (size_t)M * m->E, 1.7f), d->xn = bench_random(d, (size_t)M * m->E, 1.7f);
+    float *norm = vector_room(d, m->E);
+    if (norm) latch(d, cudaMemset(norm, 0x3F, (size_t)m->E * sizeof *norm), "bench"); /* 0.747 each */
+    d->norm = norm;
+    if (!d->error.code) samp_open(d);
+    if (!d->error.code) stage_open(d, &d->up, samp_stage_bytes(d) + 4096);
+    if (!d->error.code) {
+        stage_begin(d, &d->up);
+        samp_plan_step(d, &a.s);
+        stage_send(d, &d->up);
+        char text[64];
+        double us = bench_time(d, 3, bench_head_op, &a);
+        snprintf(text, sizeof text, "M=%d %dx%d", M, m->V, m->E);
+        toka_bench_row row = {"lm_head+sample", m->model, text, us, 2.0 * M * m->V * m->E,
+                              ((double)m->V * m->E + 2.0 * M * m->E) * sizeof(bf16)};
+        b->row(b->user, &row);
+    }
+    samp_close(d);
+    cudaFreeHost(d->up.host);
+    if (d->up.sent) cudaEventDestroy(d->up.sent);
+    d->up = stage{}, d->samp = NULL;
+    bench_free(d, keep);
+    free(rows);
+}
+
+/* Runs every measurement; row is told of each as it is done. */
+static int cuda_bench(toka_bench_fn *row, void *user, toka_err *e) {
+    toka_device *d = (toka_device *)calloc(1, sizeof *d);
+    if (!d) abort();
+    bench b = {d, row, user};
+    card_open(d);
+    if (!d->error.code) gemm_open(d);
+    if (!d->error.code) bench_read(&b);
+    for (int i = 0; i < 2; i++)
+        for (const bench_step &step : bench_steps)
+            if (!d->error.code) bench_attention(&b, &bench_shapes[i], &step);
+    for (const bench_shape &m : bench_shapes)
+        for (int M : bench_rows)
+            if (!d->error.code && m.V && M <= 4096) bench_head(&b, &m, M);
+    if (!d->error.code) bench_gemms(&b);
+    *e = d->error;
+    cuda_close(d);
+    return e->code;
+}
+
+/* ===========================================================================
+ * MARK: 13. The op table [host]
+ * =========================================================================== */
+
+/* ---- The ops. After a failure they do nothing: the engine learns of it from status() ---- */
+
+static bf16 *dev_bf16(toka_dev a) { return (bf16 *)a.at; }
+
+/* A kernel that fails as a bug or a broken card would, for the test of what happens then. */
+__global__ static void fault_kernel() { __trap(); }
+
+/* Begins the step: everything it needs goes up, in one transfer. */
+static void cuda_embed(toka_device *d, const toka_step *s, toka_dev x) {
+    if (d->error.code) return;
+    stage_begin(d, &d->up);
+    d->rows.T = s->T;
+    d->rows.ids = (const int *)stage_put(&d->up, s->ids, (size_t)s->T * sizeof(int));
+    d->rows.pos = (const int *)stage_put(&d->up, s->pos, (size_t)s->T * sizeof(int));
+    d->rows.slot = (const int *)stage_put(&d->up, s->slot, (size_t)s->T * sizeof(int));
+    attn_plan_step(d, s);
+    samp_plan_step(d, s);
+    stage_send(d, &d->up);
+    if (d->fault_in && !--d->fault_in) fault_kernel<<<1, 1, 0, d->stream>>>();
+    launch_dependent(d, "embedding", embed_kernel, dim3(s->T), 128, 0, 1, d->rows.ids, d->embed, dev_bf16(x), d->E);
+}
+
+static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q) {
+    if (d->error.code) return;
+    const toka_shape *sh = d->shape;
+    const layer_weights *l = &d->layers[layer];
+    rmsnorm(d, dev_bf16(x), NULL, l->attn_norm, d->xn, s->T);
+    qkv_params p = {l->qkv.bias, l->q_norm, l->k_norm, sh->eps, sh->H, sh->K, sh->B, d->rows.pos, d->rows.slot, d->rope,
+                    dev_bf16(q), d->kv + (size_t)layer * d->kv_layer};
+    if (d->hopper && s->T > FEW_MAX && (sh->D == 64 || sh->D == 128) && gemm_qkv_pays(d, s->T, &l->qkv, &p)) {
+        gemm_wgmma_qkv(d, s->T, d->xn, d->E, &l->qkv, &p); /* all in the epilogue */
+        return;
+    }
+    gemm_args g = {s->T, d->xn, d->E, &l->qkv, d->qkv, l->qkv.N, EPI_STORE};
+    gemm(d, &g);
+    rope_args a = {d->qkv, dev_bf16(q), d->kv + (size_t)layer * d->kv_layer, d->rows.pos, d->rows.slot, d->rope,
+                   l->q_norm, l->k_norm, s->T, sh->H, sh->K, sh->D, sh->B, sh->eps};
+    launch_dependent(d, "RoPE", rope_kernel, dim3(ceil_div(s->T * (sh->H + 2 * sh->K), 8)), 256, 0, 1, a);
+}
+
+static void cuda_attention(toka_device *d, const toka_step *s, int layer, toka_dev q, toka_dev o) {
+    if (!d->error.code) attention(d, s, layer, dev_bf16(q), dev_bf16(o));
+}
+
+static void cuda_out_residual(toka_device *d, const toka_step *s, int layer, toka_dev o, toka_dev x) {
+    if (d->error.code) return;
+    const weight *w = &d->layers[layer].o;
+    gemm_args g = {s->T, dev_bf16(o), w->K, w, dev_bf16(x), d->E, EPI_RESIDUAL};
+    gemm(d, &g);
+}
+
+static void cuda_norm_mlp_residual(toka_device *d, const toka_step *s, int layer, toka_dev x) {
+    if (d->error.code) return;
+    const layer_weights *l = &d->layers[layer];
+    rmsnorm(d, dev_bf16(x), NULL, l->mlp_norm, d->xn, s->T);
+    gemm_args up = {s->T, d->xn, d->E, &l->gate_up, d->act, d->F, EPI_SWIGLU};
+    gemm(d, &up);
+    gemm_args down = {s->T, d->act, d->F, &l->down, dev_bf16(x), d->E, EPI_RESIDUAL};
+    gemm(d, &down);
+}
+
+static void cuda_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks) {
+    if (!d->error.code) norm_logits_sample(d, s, dev_bf16(x), picks);
+}
+
+extern "C" const toka_backend toka_cuda = {
+    .name = "cuda",
+    .probe = cuda_probe,
+    .kv_bytes = cuda_kv_bytes,
+    .open = cuda_open,
+    .close = cuda_close,
+    .describe = cuda_describe,
+    .status = cuda_status,
+    .alloc = cuda_alloc,
+    .upload = cuda_upload,
+    .download = cuda_download,
+    .embed = cuda_embed,
+    .norm_qkv_rope_kv = cuda_norm_qkv_rope_kv,
+    .attention = cuda_attention,
+    .out_residual = cuda_out_residual,
+    .norm_mlp_residual = cuda_norm_mlp_residual,
+    .norm_logits_sample = cuda_norm_logits_sample,
+    .bench = cuda_bench,
+    .activation_bytes = sizeof(bf16),
+    .page_tok = 64,
+    .default_tokens = 8448, /* whole waves of 128-row tiles on 132 multiprocessors, for every N that is a multiple of 1,024 */
+    .default_seqs = 4096,
+    .merge_tok = 8, /* these three: how attention's time grows, measured on an H100 (chapter 9) */
+    .span_tok = 512,
+    .tile_rows = 32,
+};
