@@ -7731,9 +7731,9 @@ static bool sched_admit_fresh(sched *s, int id) {
     int q = s->free_slots[s->n_slots_free - 1], n = r->n_prompt;
     int m = r->n_started < r->n_alone ? 0 : kv_match(&s->kv, q, r->prompt, n);
     sched_seq *x = &s->seqs[q];
-    *x = (sched_seq){.request = id, .sample = r->n_started, .n_prompt = n, .n_known = n, .n_found = m * s->c.B, .limit = n + r->max_tokens,
-                     .ticket = x->ticket, .row_turn = x->row_turn, .class = {-1, 0}, .next_edge = n + s->pred.edge[1],
-                     .sibling = r->first, .sibling_prev = -1};
+    *x = (sched_seq){.request = id, .sample = r->n_started, .n_prompt = n, .n_known = n, .n_found = m * s->c.B,
+                     .limit = n + r->max_tokens, .ticket = x->ticket, .row_turn = x->row_turn, .class = {-1, 0},
+                     .next_edge = n + s->pred.edge[1], .sibling = r->first, .sibling_prev = -1};
     if (!r->exact) x->class = pred_find(&s->pred, r->class_key);
     sched_aim(s, q, n, m);
     if (!sched_fits(s, q, n, m)) return false;
@@ -10308,7 +10308,8 @@ static int eng_check_prompt(int V, int max_len, const int32_t *prompt, size_t n,
 }
 
 /* All that can be wrong with a request itself, for a vocabulary of V ids and sequences of max_len tokens. */
-static int eng_check(int V, int max_len, bool has_tok, const toka_request *r, const int32_t *prompt, size_t n_prompt, toka_err *e) {
+static int eng_check(int V, int max_len, bool has_tok, const toka_request *r, const int32_t *prompt, size_t n_prompt,
+                     toka_err *e) {
     const toka_sampling *s = &r->sampling;
     int code = eng_check_prompt(V, max_len, prompt, n_prompt, r->n != 0, e);
     if (code || (code = samp_check(s, V, e))) return code;
@@ -10454,8 +10455,8 @@ static void eng_forbid(eng *g, const eng_request *r, const sched_seq *x, toka_ou
     row->forbidden = f->p + from, row->n_forbidden = (int)(f->n - from);
 }
 
-/* The rows of prompts whose logits are wanted, behind the first n rows of g->out. The last row of a prompt is not among them: what
- * it yields is a token of the sample, or, if the sample is none, forced to be the prompt's last. */
+/* The rows of prompts whose logits are wanted, behind the first n rows of g->out. The last row of a prompt is not among them:
+ * what it yields is a token of the sample, or, if the sample is none, forced to be the prompt's last. */
 static int eng_places(eng *g, int n) {
     int row0 = 0;
     g->n_places = 0;
@@ -10521,8 +10522,8 @@ static bool eng_text(eng *g, int q, const eng_request *r, int32_t id, bool is_en
     return stopped;
 }
 
-/* The event for token number `at` of a prompt; before the second one that of the first, which has no logits. The last of a request
- * without samples ends it. False: the callback wants no more. */
+/* The event for token number `at` of a prompt; before the second one that of the first, which has no logits. The last of a
+ * request without samples ends it. False: the callback wants no more. */
 static bool eng_deliver_prompt(eng_request *r, int at, const toka_pick *pick, bool more, toka_finish finish) {
     toka_event ev = {.sample = TOKA_PROMPT, .id = r->prompt[0], .stop_id = -1, .stop_text = -1, .more = 1};
     bool go_on = true;
@@ -11000,7 +11001,8 @@ static int pub_template_context(const mf_model *files, str context, arena *a, bu
 }
 
 /* t: the model of that template, whose other template renders chats with tools; NULL: the template stands alone. */
-static int pub_render(const toka *t, const tmpl *chat, const mf_model *files, str context, const char *now, buf *out, toka_err *e) {
+static int pub_render(const toka *t, const tmpl *chat, const mf_model *files, str context, const char *now, buf *out,
+                      toka_err *e) {
     arena a = {0};
     buf text = {0};
     tmpl_time time = {0};
@@ -11010,7 +11012,8 @@ static int pub_render(const toka *t, const tmpl *chat, const mf_model *files, st
     const json *tools = code ? NULL : json_get(root, "tools");
     if (t && json_is(tools, JSON_ARRAY) && tools->n && (t->tool_chat || t->tool_error.code)) {
         chat = t->tool_chat;
-        if (!chat) code = fail(e, TOKA_E_INPUT, "the tool_use template of %s cannot be used: %.350s", files->name, t->tool_error.msg);
+        if (!chat)
+            code = fail(e, TOKA_E_INPUT, "the tool_use template of %s cannot be used: %.350s", files->name, t->tool_error.msg);
     }
     if (!code) code = tmpl_render(chat, root, time, tmpl_default_limits, out, e);
     buf_free(&text);
@@ -11527,9 +11530,9 @@ static void http_put_last_chunk(buf *b) { buf_c(b, "0\r\n\r\n"); }
  * choice in api_feed; where stop strings made the engine look at the text, the event's own text is taken.
  *
  * What always holds:
- *   - every field of a body is in api_fields: used, without effect here, or refused by name unless its value asks for nothing. One
- *     that is not there is reported or refused (api_model.strict);
- *   - what toka_submit would refuse for the request's own fault api_parse has refused, and the message begins with the field's name;
+ *   - every field of a body is in api_fields: used, without effect here, or refused by name unless its value asks for nothing.
+ *     One that is not there is reported or refused (api_model.strict);
+ *   - what toka_submit would refuse for the request's own fault api_parse has refused; the message begins with the field's name;
  *   - the chunks of a stream, put together, are the answer without streaming; a chunk has whole characters only;
  *   - without api_model.live the answer's bytes depend on the body, the serial and the model alone: no clock, no cache.
  * A call is used by one thread at a time, except that api_pack only reads it.
@@ -11628,14 +11631,15 @@ typedef struct api_call { /* caller's storage, zeroed, serial and created set; i
 
 enum api_use { API_USED, API_NO_EFFECT, API_REFUSED };
 enum api_kind { API_ANY, API_NUMBER, API_WHOLE, API_BOOL, API_TEXT, API_LIST, API_OBJECT };
-enum { API_C = 1 << API_COMPLETIONS, API_M = 1 << API_CHAT, API_T = 1 << API_TOKENIZE, API_D = 1 << API_DETOKENIZE, API_CM = API_C | API_M };
+enum { API_C = 1 << API_COMPLETIONS, API_M = 1 << API_CHAT, API_T = 1 << API_TOKENIZE, API_D = 1 << API_DETOKENIZE,
+       API_CM = API_C | API_M };
 
 typedef struct api_body { /* a body's fields, at their defaults or as given */
     float temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
     int64_t max_tokens, max_completion_tokens, min_tokens, top_k, n, best_of, seed, priority; /* -1: max_* not given */
     int64_t n_logprobs, top_logprobs, prompt_logprobs;                                        /* -1: not given */
-    int chat_logprobs, echo, stream, ignore_eos, include_stop, special, skip_special, generate, return_token_ids, return_packed, names_are_ids,
-        return_strs;
+    int chat_logprobs, echo, stream, ignore_eos, include_stop, special, skip_special, generate, return_token_ids, return_packed,
+        names_are_ids, return_strs;
     str model;
     const json *prompt, *messages, *tools, *tool_choice, *documents, *kwargs, *stop, *stop_ids, *allowed, *bias, *bad_words,
         *stream_options, *tokens; /* NULL: not given */
@@ -11949,7 +11953,8 @@ static int api_sampling(api_call *c, const api_body *b, toka_request *q, toka_er
     if (code) return code;
     if (b->best_of >= 0 && b->best_of != b->n) return API_UNSUPPORTED(c, "best_of other than n is not supported");
     if (!b->max_tokens) { /* nothing is drawn; the prompt is looked at */
-        if (!c->echo && !c->want_prompt_logprobs) return API_BAD("max_tokens: 0, expected 1 or more without echo or prompt_logprobs");
+        if (!c->echo && !c->want_prompt_logprobs)
+            return API_BAD("max_tokens: 0, expected 1 or more without echo or prompt_logprobs");
         q->n = 0, q->prompt_logprobs = 1, s->n_stop = 0, s->min_tokens = 0;
     }
     q->length_class = c->n < 16 ? 2 * (uint64_t)(uint32_t)s->max_tokens + c->chat + 1 : 0;
@@ -12044,7 +12049,8 @@ static int api_context(api_call *c, const api_body *body, buf *b, toka_err *e) {
     int code = 0;
     bool none = str_is(json_str(body->tool_choice), "none"), automatic = str_is(json_str(body->tool_choice), "auto");
     const json *messages = body->messages, *tools = none ? NULL : body->tools;
-    if (body->tool_choice && !none && !automatic) return API_UNSUPPORTED(c, "tool_choice is not supported, but for none and auto");
+    if (body->tool_choice && !none && !automatic)
+        return API_UNSUPPORTED(c, "tool_choice is not supported, but for none and auto");
     if (!messages || !messages->n) return API_BAD("messages: expected a list of messages");
     json_put_open(b, '{');
     json_put_key(b, "messages"), json_put_open(b, '[');
@@ -12053,7 +12059,8 @@ static int api_context(api_call *c, const api_body *body, buf *b, toka_err *e) {
     json_put_key(b, "add_generation_prompt"), json_put_bool(b, body->generate);
     if (tools) json_put_key(b, "tools"), json_put_value(b, tools);
     if (body->documents) json_put_key(b, "documents"), json_put_value(b, body->documents);
-    if (body->kwargs) JSON_MEMBERS(key, body->kwargs) json_put_str(b, json_str(key)), buf_char(b, ':'), json_put_value(b, key + 1);
+    if (body->kwargs)
+        JSON_MEMBERS(key, body->kwargs) json_put_str(b, json_str(key)), buf_char(b, ':'), json_put_value(b, key + 1);
     json_put_close(b, '}');
     return 0;
 }
@@ -12152,8 +12159,8 @@ static void api_blame(api_call *c, enum api_route route, const toka_err *e) {
     if (!f && (c->code || c->n_parts) && c->status == 400) c->param = c->chat ? "messages" : "prompt";
 }
 
-/* Reads a body, already JSON, into a call; nothing of it is needed after. 0, or a negative code with c->status, type, param, code and
- * unsupported set; in both cases api_free takes the call apart. Encodes text: not for the driving thread. */
+/* Reads a body, already JSON, into a call; nothing of it is needed after. 0, or a negative code with c->status, type, param,
+ * code and unsupported set; in both cases api_free takes the call apart. Encodes text: not for the driving thread. */
 static int api_parse_json(const api_model *m, enum api_route route, const json *body, api_call *c, toka_err *e) {
     c->m = m;
     int code = api_parse_fields(c, route, body, e);
@@ -12162,7 +12169,7 @@ static int api_parse_json(const api_model *m, enum api_route route, const json *
     return code;
 }
 
-UNUSED static int api_parse(const api_model *m, enum api_route route, str body, api_call *c, toka_err *e) {
+static int api_parse(const api_model *m, enum api_route route, str body, api_call *c, toka_err *e) {
     arena a = {0};
     const json *root = json_parse(&a, body, m->limits, e);
     int code = root ? api_parse_json(m, route, root, c, e) : e->code;
@@ -12202,7 +12209,8 @@ static void api_pack(const api_part *p, const toka_event *ev, buf *records) {
                     .finish = (uint8_t)ev->finish, .has_text = ev->text != NULL};
     size_t n = (size_t)ev->n_top;
     buf_put(records, &r, sizeof r);
-    if (n) buf_put(records, ev->top_ids, n * sizeof *ev->top_ids), buf_put(records, ev->top_logprobs, n * sizeof *ev->top_logprobs);
+    if (n) buf_put(records, ev->top_ids, n * sizeof *ev->top_ids);
+    if (n) buf_put(records, ev->top_logprobs, n * sizeof *ev->top_logprobs);
     if (r.n_text) buf_put(records, ev->text, ev->text_bytes);
 }
 
@@ -12292,8 +12300,8 @@ static void api_put_top(api_call *c, const api_tokens *t, size_t i, int n_top, b
     json_put_close(b, '}');
 }
 
-/* {"tokens":[..],"token_logprobs":[..],"top_logprobs":[..],"text_offset":[..]} of the tokens of two lists, one behind the other (the
- * first may be NULL: nothing is echoed). The first token of a prompt has null. Offsets count characters of the text from *offset. */
+/* {"tokens":[..],"token_logprobs":[..],"top_logprobs":[..],"text_offset":[..]} of the tokens of two lists, one behind the other
+ * (the first may be NULL: nothing is echoed). The first token of a prompt has null. Offsets count the text's characters. */
 static void api_put_text_logprobs(api_call *c, const api_tokens *echo, const api_tokens *t, int64_t *offset, buf *b) {
     const api_tokens *const lists[] = {echo, t};
     buf offsets = {0};
@@ -12635,8 +12643,8 @@ static void api_release(api_call *c, api_part *p, buf *out) {
     buf_clear(&p->waiting);
 }
 
-/* Whole records, in their order, to text; c->n_left is 0 when all is said. Streaming: chunks are appended to out, maybe none. Tokens
- * of a sample wait for those of the prompt, which stand before them in the stream; not if the call is broken. */
+/* Whole records, in their order, to text; c->n_left is 0 when all is said. Streaming: chunks are appended to out, maybe none.
+ * Tokens of a sample wait for those of the prompt, which stand before them in the stream; not if the call is broken. */
 static void api_feed(api_call *c, str records, buf *out) {
     size_t n;
     for (str rest; records.n; records = str_sub(records, n, records.n)) {
@@ -12682,12 +12690,13 @@ static void api_error(buf *out, int status, const char *message, const char *typ
 static int api_put_broken(const api_call *c, buf *out) {
     bool failed = c->broken == TOKA_FAILED;
     int status = failed ? 500 : 503;
-    api_error(out, status, failed ? "the device failed, nothing more can be computed" : "the request was cancelled", NULL, NULL, NULL);
+    const char *message = failed ? "the device failed, nothing more can be computed" : "the request was cancelled";
+    api_error(out, status, message, NULL, NULL, NULL);
     return status;
 }
 
-/* When n_left is 0: the answer, or the end of the stream. Returns the HTTP status of an answer that is not streamed: 200, or 500 if
- * the device failed, 503 if the call was cancelled; out has the error then. */
+/* When n_left is 0: the answer, or the end of the stream. Returns the HTTP status of an answer that is not streamed: 200, or 500
+ * if the device failed, 503 if the call was cancelled; out has the error then. */
 static int api_finish(api_call *c, buf *out) {
     assert(!c->n_left);
     int status = 200;
@@ -12722,7 +12731,7 @@ static void api_put_model(const api_model *m, const char *name, int64_t created,
 }
 
 /* /v1/models, or /v1/models/ID if id is not empty. False: there is no such model. */
-UNUSED static bool api_models(const api_model *m, str id, int64_t created, buf *out) {
+static bool api_models(const api_model *m, str id, int64_t created, buf *out) {
     for (int i = 0; i < m->n_names && id.n; i++)
         if (str_is(id, m->names[i])) return api_put_model(m, m->names[i], created, out), true;
     if (id.n) return false;
@@ -12771,7 +12780,8 @@ static int api_detokenize(api_call *c, const api_body *b, buf *out, toka_err *e)
 }
 
 /* A body of /tokenize or /detokenize answered at once. Fails as api_parse does. */
-UNUSED static int api_simple(const api_model *m, enum api_route route, str body, buf *out, toka_err *e, int *status, const char **param) {
+static int api_simple(const api_model *m, enum api_route route, str body, buf *out, toka_err *e, int *status,
+                      const char **param) {
     api_call c = {.m = m};
     api_body b;
     const json *root = json_parse(&c.a, body, m->limits, e);
@@ -12807,11 +12817,13 @@ UNUSED static int api_simple(const api_model *m, enum api_route route, str body,
  *     numbers (from standard input, which cannot be read twice: when it comes);
  *   - memory: the window of lines under way, and 24 bytes for each custom_id in a table at most 3/4 full, which knows ids
  *     by a hash of 128 bits. A line that was cancelled or that the device failed is not written: the next run does it.
- * run.lock guards the window, the writer's queue, the records that lines have for it, and run.e. A line's call is read by the driver
- * and belongs to the writer once the engine has it. Order of locks: run.lock before the engine's. Bodies and answers: chapter 21.
+ * run.lock guards the window, the writer's queue, the records that lines have for it, and run.e. A line's call is read by the
+ * driver and belongs to the writer once the engine has it. Order of locks: run.lock before the engine's. Bodies and answers:
+ * chapter 21.
  * =========================================================================== */
 
-enum { RUN_LINE_BYTES = 64 << 20, RUN_CHUNK_BYTES = 1 << 18, RUN_FLIGHT_BYTES = 256 << 20, RUN_FEW_LINES = 4, RUN_RECORD_BYTES = 1 << 12 };
+enum { RUN_LINE_BYTES = 64 << 20, RUN_CHUNK_BYTES = 1 << 18, RUN_FLIGHT_BYTES = 256 << 20, RUN_RECORD_BYTES = 1 << 12 };
+enum { RUN_FEW_LINES = 4 };
 static const json_limits run_limits = {128, RUN_LINE_BYTES};
 
 typedef struct run_options { /* what toka batch was asked to do */
@@ -13020,7 +13032,8 @@ static int run_form(run_line *line, const json *root, const json **body, enum ap
     *route = str_is(json_str(url), "/v1/chat/completions") ? API_CHAT : API_COMPLETIONS;
     if (method && !str_is(json_str(method), "POST")) return RUN_BAD(line, "method: expected POST");
     if (*route == API_COMPLETIONS && !str_is(json_str(url), "/v1/completions"))
-        return RUN_FAIL(line, "unsupported", "url: '%.*s', expected /v1/completions or /v1/chat/completions", STRF(json_str(url)));
+        return RUN_FAIL(line, "unsupported", "url: '%.*s', expected /v1/completions or /v1/chat/completions",
+                        STRF(json_str(url)));
     if (!json_is(*body, JSON_OBJECT)) return RUN_BAD(line, "body: expected a JSON object");
     JSON_MEMBERS(key, root) {
         str name = {key->s, key->n};

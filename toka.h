@@ -140,8 +140,8 @@ typedef struct toka_sampling {
     int n_bias;
     const int32_t *allowed_ids; /* only these ids may be drawn; n_allowed 0: all */
     int n_allowed;
-    const int32_t *bad_ids;     /* bad words: sequences of ids, one behind the other, of bad_lengths[i] >= 1 ids each. The last id of */
-    const int *bad_lengths;     /* one may not be drawn where the output ends in the ids before it */
+    const int32_t *bad_ids;     /* bad words: sequences of ids, one behind the other, of bad_lengths[i] >= 1 ids each. The last id */
+    const int *bad_lengths;     /* of one may not be drawn where the output ends in the ids before it */
     int n_bad;
 } toka_sampling;
 
@@ -155,10 +155,10 @@ typedef struct toka_request {
     size_t n_ids;
     int n; /* samples of this prompt, numbered from 0; 0: none, with prompt_logprobs */
     toka_sampling sampling;
-    int prompt_logprobs;   /* an event of sample TOKA_PROMPT for each token of the prompt, in order, before sample 0's first one */
+    int prompt_logprobs;   /* an event of sample TOKA_PROMPT for each token of the prompt, in order, before sample 0's first */
     int prompt_top;        /* and in them the top-k log-probabilities of each place */
     int keep_special;      /* special tokens stay in the text; those that end a sample never do */
-    int ids_only;          /* events have no text (NULL) unless stop strings make the engine look at it: the caller makes it from ids */
+    int ids_only;          /* events have no text (NULL), unless stop strings make the engine look at it: the caller makes it */
     int priority;          /* a head start in the queue, higher is earlier; 0 is usual */
     uint64_t length_class; /* requests with equal keys have outputs of like length; 0: this request's samples only */
 } toka_request;
@@ -185,7 +185,7 @@ typedef struct toka_event { /* one token of one sample; all pointers are valid d
     int32_t id;             /* the token; -1: none, the sample was cancelled or failed */
     float logprob;          /* log-softmax of the raw logits at id; 0 for the first token of a prompt, which has no logits */
     float sampled_logprob;  /* the same after penalties, temperature and truncation: the distribution drawn from */
-    int n_top;              /* = sampling.logprobs, prompt_top: the best ids by raw logit, best first; 0 for the first of a prompt */
+    int n_top;              /* = sampling.logprobs, prompt_top: the best ids by raw logit, best first; 0 at a prompt's first */
     const int32_t *top_ids;
     const float *top_logprobs;
     const char *text;       /* text that became certain with this token: whole characters, never part of a stop string */
@@ -198,8 +198,8 @@ typedef struct toka_event { /* one token of one sample; all pointers are valid d
 } toka_event;
 
 /* Called between steps, on the thread that drives the engine (in toka_run, toka_generate or toka_score), so it should be quick and
- * must not call them itself; toka_submit and toka_cancel are allowed. Every sample (n 0: the prompt) ends in exactly one event whose
- * finish is not TOKA_RUNNING. Returns 0 to go on; anything else cancels what is left of the request. */
+ * must not call them itself; toka_submit and toka_cancel are allowed. Every sample (n 0: the prompt) ends in exactly one event
+ * whose finish is not TOKA_RUNNING. Returns 0 to go on; anything else cancels what is left of the request. */
 typedef int toka_event_fn(void *user, const toka_event *event);
 
 typedef struct toka_usage {
@@ -239,7 +239,7 @@ typedef struct toka_stats { /* since toka_open, as of the last step */
 toka_stats toka_get_stats(toka *t);
 
 /* Log-probability of every token of a text given those before it: logprobs[i] for ids[i], i from 1; logprobs[0] is 0. logprobs:
- * caller's, n_ids floats. A request like others (n 0, prompt_logprobs), computed in chunks: never holds [tokens][vocabulary] in memory.
+ * caller's, n_ids floats. A request like others (n 0, prompt_logprobs), computed in chunks: never holds [tokens][vocabulary].
  * Errors and threads as toka_generate's. */
 int toka_score(toka *t, const int32_t *ids, size_t n_ids, float *logprobs, toka_err *e);
 
