@@ -378,6 +378,7 @@ def test_slow_reader_that_reads_gets_everything():
             data = json.dumps({**body, "stream": True})
             c.send(f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(data)}\r\n\r\n{data}")
             assert c.head()[0] == 200
+            s.wait_metric("num_requests_running", 8)
             s.wait_metric("num_requests_running", 0, 60)  # the engine does not wait for the reader
             got = b"".join(c.chunks())
         assert texts(got) == (want, True) and len(got) > 6 << 20  # more than all buffers between
