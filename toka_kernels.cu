@@ -14,8 +14,9 @@
  *
  * MEMORY. Everything is taken by cuda_open and cuda_alloc. Layouts:
  *
- *   weights     W [N][K] row-major bf16, as in the file; E, F and V are rounded up to multiples of 8 with zeros. q, k and v lie behind each other as one [(H+2K)*D][E]; gate and up are one
- *               [2F][E] in which 8 rows of gate and the same 8 of up take turns, so that silu(gate)*up meets in one thread
+ *   weights     W [N][K] row-major bf16, as in the file; E, F and V are rounded up to multiples of 8 with zeros. q, k and v lie
+ *               behind each other as one [(H+2K)*D][E]; gate and up are one [2F][E] in which 8 rows of gate and the same 8 of
+ *               up take turns, so that silu(gate)*up meets in one thread
  *   x           [T][E] bf16, E rounded up: zeros behind the model's own
  *   q, o        [T][H][D] bf16
  *   K and V     pool[layer][page][kv head][K, V][B tokens][D] bf16
@@ -23,6 +24,24 @@
  *
  * LETTERS as in toka.h: T tokens, S sequences, L layers, H query heads, K kv heads, D head size, E width, F mlp width, V vocabulary,
  * B tokens per page. In GEMMs y[M][N] = x[M][K] W[N][K]^T has its own M, N, K.
+ *
+ * KERNELS, and what they reach (NVIDIA H100 80GB HBM3, 2026-11-21; reads at 3.11 TB/s; test/results/gpu-h100.md says at which commit;
+ * `toka bench ops` measures them anew)
+ *
+ *   op                 kernel                shapes                       bound by     reaches
+ *   embed              embed_kernel          any                          copy         not measured
+ *   norms              rmsnorm_kernel        any E                        copy         not measured
+ *   qkv, o, gate_up,   gemm_kernel           M > 64, Hopper               arithmetic   0.98x cuBLAS over 73 shapes, M >= 512
+ *   down, logits       gemm_few_kernel       M <= 128, Hopper             W's bytes    85 % at M = 64, 70B: 83 to 96 %; 1B o: 35 %
+ *                      gemm_thin_kernel      M <= 16, any card            W's bytes    97 % (1B gate_up), 55 % (1B o) at M = 1
+ *                      gemm_mma_kernel       any M, any card              arithmetic   about 60 % of wgmma's rate
+ *   RoPE, KV append    in gemm_kernel (D 64, 128), rope_kernel else       copy         not measured
+ *   attention, decode  attn_small            <= 16 queries, Hopper        K, V bytes   96 % (D = 64), 95 % (D = 128)
+ *   prefill, shared    attn_wg               D 64, 96, 128, Hopper        arithmetic   472, 544 TFLOP/s at 16k (cuDNN 444, 593)
+ *   all of it          attn_mma              any D, any card              either       prefill half of attn_wg
+ *   parts of it        attn_join             split K and V                copy         not measured
+ *   LM head, sampling  gemm_kernel with epi_sample, samp_reduce_kernel    arithmetic   1.02 to 1.23x of cuBLAS's GEMM alone
+ *   filtered rows      samp_filter_kernel, samp_blocks_kernel, samp_undo_kernel        0.5 ms for a row, 1.5 ms for 256
  *
  * CONTENTS (build.sh checks it against the banners)
  *
