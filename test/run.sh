@@ -111,6 +111,25 @@ PY
     add $counts
 }
 
+# ---- The server under the sanitizers, against the same tests (clang: it can leave the model's arithmetic fast) ----
+
+server_san() {
+    local py=test/.venv/bin/python build="-std=c11 -g -O2 -fsanitize-ignorelist=test/fuzz.ignore -Wno-unused-function -DTOKA_MAIN"
+    if ! command -v clang >/dev/null || [ ! -x $py ]; then skip 5 "no clang, or no test/.venv yet"; return; fi
+    step "toka compiles (address, undefined)" clang $build -DTOKA_EMBED='"test/model"' -fsanitize=address,undefined \
+        -fno-sanitize-recover=undefined -o $B/toka_asan toka.c -lm -lpthread
+    step "server tests (address, undefined)" env ASAN_OPTIONS=quarantine_size_mb=2 TOKA_TEST_BINARY="$PWD/$B/toka_asan" $py \
+        -m pytest -q -p no:cacheprovider test/test_server.py
+    step "toka compiles (thread)" clang $build -DTOKA_EMBED='"test/model"' -fsanitize=thread -o $B/toka_tsan toka.c -lm -lpthread
+    rm -f $B/tsan.log.*
+    step "server tests (thread)" env TSAN_OPTIONS="log_path=$PWD/$B/tsan.log" TOKA_TEST_BINARY="$PWD/$B/toka_tsan" $py -m pytest -q \
+        -p no:cacheprovider test/test_server.py -k "sigterm or pipelining or disconnect or full_queue or leaks or keys or metrics or split"
+    step "no data race in the server" no_files $B/tsan.log.*
+}
+no_files() { # the pattern itself is what is left when nothing matches
+    [ ! -e "$1" ] || { cat "$@"; false; }
+}
+
 # ---- Fuzzers: a corpus kept in test/corpus, new findings go to test/.build ----
 
 fuzz_tests() {
@@ -189,6 +208,7 @@ wants san && unit tsan -g -O1 -fsanitize=thread -Wno-tsan engine: cpu_pool "toke
 wants gpu && gpu_tests
 [ "$WANT" = gpubuild ] && gpu_programs
 wants py && python_tests
+wants san && server_san
 wants fuzz && fuzz_tests
 echo "$passed passed, $failed failed, $skipped skipped"
 [ $failed = 0 ]
