@@ -302,7 +302,7 @@ def test_readme(tmp_path):
             if server:
                 server.terminate(), server.wait()
             server = start_example(text, port, tmp_path)
-        elif kind in ("sh", "python") and "caddy" not in text:
+        elif kind in ("sh", "python"):
             outputs.append(run_example(kind, text, tmp_path))
     server.terminate(), server.wait()
     curl, python, batches, bench, metrics, keys = outputs
@@ -311,6 +311,42 @@ def test_readme(tmp_path):
     assert batches.startswith("completed") and len(set(re.findall(r"^apples-\d+", batches, re.M))) == 100
     assert bench.count("Serving Benchmark Result") == 2 and bench.count("Failed requests:                         0") == 2
     assert "toka:generation_tokens_total" in metrics and '"object"' in keys
+
+
+def check_proxy(url):
+    """What must go through a proxy as it is: keys, streams as they come, uploads."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    api = openai.OpenAI(base_url=url + "/v1", api_key="k", http_client=openai.DefaultHttpxClient(verify=context))
+    for _ in range(100):
+        try:
+            assert api.models.list().data
+            break
+        except openai.APIConnectionError:
+            time.sleep(0.1)
+    times = []
+    for chunk in api.completions.create(model="embedded", prompt="Tom", max_tokens=300, stream=True, extra_body={"ignore_eos": True}):
+        times.append(time.time())
+    assert len(times) > 100 and times[-1] - times[0] > 0.01  # as they come, not at the end
+    data = os.urandom(3_000_000)
+    assert api.files.content(api.files.create(file=data, purpose="user_data").id).read() == data
+
+
+def test_readme_caddy(tmp_path):
+    if not shutil.which("caddy"):
+        pytest.skip("no caddy")
+    config = next(text for kind, text in examples() if kind == "caddyfile")
+    port, own = free_port(), {name: str(tmp_path) for name in ("HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME")}
+    with Server("--api-key", "k", files=str(tmp_path / "files")) as s:
+        config = config.replace("llm.example.org", f"localhost:{port}").replace("10210", str(s.address[1]))
+        options = "{\nskip_install_trust\nadmin off\nauto_https disable_redirects\n}\n"  # nothing outside of this folder changes
+        (tmp_path / "Caddyfile").write_text(options + config)
+        p = subprocess.Popen(["caddy", "run", "--config", tmp_path / "Caddyfile"], env={**ENV, **own}, stderr=subprocess.DEVNULL)
+        try:
+            check_proxy(f"https://localhost:{port}")
+        finally:
+            p.terminate()
+            p.wait()
 
 
 def test_readme_nginx(tmp_path):
@@ -327,21 +363,7 @@ def test_readme_nginx(tmp_path):
         (tmp_path / "nginx.conf").write_text(f"pid {tmp_path}/pid; error_log {tmp_path}/log; daemon off; user root; events {{}} http {{ access_log off; {config} }}")
         p = subprocess.Popen([nginx, "-c", tmp_path / "nginx.conf", "-p", tmp_path], stderr=subprocess.DEVNULL)
         try:
-            context = ssl.create_default_context()
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-            api = openai.OpenAI(base_url=f"https://127.0.0.1:{port}/v1", api_key="k", http_client=openai.DefaultHttpxClient(verify=context))
-            for _ in range(100):
-                try:
-                    assert api.models.list().data
-                    break
-                except openai.APIConnectionError:
-                    time.sleep(0.1)
-            times = []
-            for chunk in api.completions.create(model="embedded", prompt="Tom", max_tokens=300, stream=True, extra_body={"ignore_eos": True}):
-                times.append(time.time())
-            assert len(times) > 100 and times[-1] - times[0] > 0.01  # as they come, not at the end
-            data = os.urandom(3_000_000)
-            assert api.files.content(api.files.create(file=data, purpose="user_data").id).read() == data
+            check_proxy(f"https://localhost:{port}")
         finally:
             p.terminate()
             p.wait()
