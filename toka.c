@@ -10863,7 +10863,10 @@ static const toka_backend *pub_backend(const char *device) {
 
 static int pub_check_options(const toka_options *o, toka_err *e) {
     if (!o->model && !embedded_model) return fail(e, TOKA_E_USE, "no model given, and none is embedded in this build");
-    if (!pub_backend(o->device)) return fail(e, TOKA_E_USE, "device %s: this build has auto, %s", o->device, pub_devices);
+    char line[200];
+    const toka_backend *be = pub_backend(o->device);
+    if (!be) return fail(e, TOKA_E_USE, "device %s: this build has auto, %s", o->device, pub_devices);
+    if (!be->probe(0, line, sizeof line)) return fail(e, TOKA_E_DEVICE, "device %s: %s", be->name, line);
     if (o->n_threads < 0 || o->n_threads > 1024) return fail(e, TOKA_E_USE, "threads: %d, expected 0 to 1024", o->n_threads);
     if (o->max_model_len < 0) return fail(e, TOKA_E_USE, "max_model_len: %d, expected 0 or more", o->max_model_len);
     if (o->max_num_seqs < 0 || o->max_num_seqs > 65536)

@@ -4111,11 +4111,11 @@ static int cuda_probe(int i, char *line, size_t bytes) {
     if (!code && i >= n) code = cudaErrorNoDevice;
     if (!code) code = cudaGetDeviceProperties(&p, i);
     cudaGetLastError();
+    cudaDriverGetVersion(&driver);
     if (code) {
-        snprintf(line, bytes, "%s", cudaGetErrorString(code));
+        snprintf(line, bytes, "%s", driver ? cudaGetErrorString(code) : "no NVIDIA driver is installed");
         return 0;
     }
-    cudaDriverGetVersion(&driver);
     bool runs = p.major >= 8;
     snprintf(line, bytes, "%s, %.0f GB, %d multiprocessors, compute capability %d.%d, driver for CUDA %d.%d%s", p.name,
              p.totalGlobalMem / 1e9, p.multiProcessorCount, p.major, p.minor, driver / 1000, driver % 1000 / 10,

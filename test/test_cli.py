@@ -179,6 +179,23 @@ def test_help_names_every_flag():
         assert f"--{f}" in r.stdout.decode()
 
 
+def test_devices():
+    r = toka("devices")
+    assert r.returncode == 0 and re.search(rb"^cpu  .*kernels, \d+ cores?, ", r.stdout, re.M)
+    known, found = b"cuda" in toka("--version").stdout, re.search(rb"^cuda\S*  .*compute capability", r.stdout, re.M)
+    assert known == (b"cuda" in r.stdout)
+    if found:
+        pytest.skip("there is a GPU")
+    r = toka("-p", PROBLEM, "--device", "cuda")
+    assert r.stdout == b"" and r.stderr.count(b"\n") == 1
+    assert r.returncode == (2 if known else 1) and (b"device cuda: " in r.stderr)
+    r = toka("-p", PROBLEM)
+    assert r.returncode == 0 and (b"toka: no GPU (" in r.stderr) == known
+    r = toka("bench", "ops")
+    assert r.returncode == (2 if known else 1) and r.stderr.count(b"\n") == 1
+    assert toka("-p", PROBLEM, "--device", "tpu").returncode == 1
+
+
 def test_version():
     r = toka("--version")
     assert r.returncode == 0 and re.match(rb"toka \d+\.\d+\.\d+ ", r.stdout)
