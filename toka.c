@@ -18578,13 +18578,28 @@ static int cli_run_prompt(const cli *c, toka *t, toka_err *e) {
     return code;
 }
 
+/* A build for GPUs on a machine without says so, once, and goes on. */
+static void cli_note_device(const cli *c) {
+    char line[200];
+    bool any = !c->open.device || !strcmp(c->open.device, "auto");
+    if (any && !c->quiet && COUNT(pub_backends) > 1 && !pub_backends[0]->probe(0, line, sizeof line))
+        fprintf(stderr, "toka: no GPU (%s); using the CPU\n", line);
+}
+
+/* Opens what the flags say, for a command that runs a model. */
+static int cli_open(const cli *c, toka **t, toka_err *e) {
+    int code = c->dummy_weights ? run_dummy_open(t, &c->open, e) : toka_open(t, &c->open, e);
+    if (!code) cli_note_device(c);
+    return code;
+}
+
 static int cli_run_command(const cli *c, toka_err *e) {
     toka *t;
     if (c->chat && (c->raw || c->file || c->samples != 1))
         return fail(e, TOKA_E_USE, "--chat goes without --raw, --file and --samples");
     if (!c->prompt && !c->file && !c->chat && isatty(0))
         return fail(e, TOKA_E_USE, "no prompt: give -p TEXT, -f FILE, text on standard input, or --chat; see toka --help");
-    int code = toka_open(&t, &c->open, e);
+    int code = cli_open(c, &t, e);
     if (code) return code;
     code = c->chat ? cli_chat(c, t, e) : cli_run_prompt(c, t, e);
     toka_close(t);
@@ -18691,7 +18706,7 @@ static int cli_score(const cli *c, toka_err *e) {
     int32_t *v = NULL;
     size_t n = 0;
     float *logprobs = NULL;
-    int code = toka_open(&t, &c->open, e);
+    int code = cli_open(c, &t, e);
     if (!code) code = cli_read_prompt(c, &in, e);
     if (!code)
         code = toka_encode(t, buf_view(&in).p, in.n, TOKA_PARSE_SPECIAL | (c->no_special ? 0 : TOKA_ADD_SPECIAL), &v, &n, e);
@@ -18728,7 +18743,7 @@ static int cli_batch(const cli *c, toka_err *e) {
     if (!c->input || !c->output) return fail(e, TOKA_E_USE, "toka batch needs -i IN.jsonl and -o OUT.jsonl");
     if (c->samples < 1 || c->samples > ENG_MAX_N)
         return fail(e, TOKA_E_USE, "--samples: %d, expected 1 to %d", c->samples, ENG_MAX_N);
-    int code = toka_open(&t, &c->open, e);
+    int code = cli_open(c, &t, e);
     if (code) return code;
     run_options o = {.in = c->input, .out = c->output, .report = c->report, .now = c->now, .base = toka_request_default(),
                      .quiet = c->quiet, .interrupted = &cli_interrupted};
@@ -18743,7 +18758,7 @@ static int cli_bench_throughput(const cli *c, toka_err *e) {
     toka *t;
     if (!c->dataset) return fail(e, TOKA_E_USE, "toka bench throughput needs --dataset FILE");
     if (c->num_prompts < 0) return fail(e, TOKA_E_USE, "--num-prompts: %d, expected 0 or more", c->num_prompts);
-    int code = c->dummy_weights ? run_dummy_open(&t, &c->open, e) : toka_open(&t, &c->open, e);
+    int code = cli_open(c, &t, e);
     if (code) return code;
     run_bench_options o = {.dataset = c->dataset, .num_prompts = c->num_prompts, .base = toka_request_default(), .json = c->json,
                            .quiet = c->quiet, .interrupted = &cli_interrupted};
@@ -18833,13 +18848,6 @@ static int cli_devices(const cli *c, toka_err *e) {
     return code;
 }
 
-/* A build for GPUs on a machine without says so, once, and goes on. */
-static void cli_note_device(const cli *c) {
-    char line[200];
-    bool any = !c->open.device || !strcmp(c->open.device, "auto");
-    if (any && !c->quiet && COUNT(pub_backends) > 1 && !pub_backends[0]->probe(0, line, sizeof line))
-        fprintf(stderr, "toka: no GPU (%s); using the CPU\n", line);
-}
 
 /* Progress of opening a model, on a terminal only. */
 static void cli_progress(void *user, const char *what, double done) {
@@ -18947,7 +18955,6 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
     if ((code = cli_parse(&c, bit, argc - skip, argv + skip, e))) return code;
     if (c.help) return cli_help(e);
     if (c.version) return cli_version(e);
-    if (bit & FOR_OPENS) cli_note_device(&c);
     if (isatty(2) && !c.quiet) c.open.progress = cli_progress;
     return command(&c, e);
 }

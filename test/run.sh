@@ -97,7 +97,7 @@ python_tests() {
         skip 1 "python packages of test/requirements.txt cannot be installed"
         return
     fi
-    $py -m pytest -q -rs -p no:cacheprovider --junitxml=$B/pytest.xml test
+    TOKA_DEVICE=cpu $py -m pytest -q -rs -p no:cacheprovider --junitxml=$B/pytest.xml test
     local status=$? counts
     counts=$($py - $B/pytest.xml <<'PY'
 import sys, xml.etree.ElementTree as E

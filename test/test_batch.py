@@ -13,7 +13,7 @@ import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TOKA = os.environ.get("TOKA_BINARY", os.path.join(ROOT, "toka"))
-ENV = {k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}
+ENV = {**{k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}, "TOKA_DEVICE": "cpu"}
 PROBLEMS = [json.loads(line) for line in open(os.path.join(ROOT, "test/model/heldout.jsonl"))]
 SMALL = ["--max-model-len", "256", "--max-num-seqs", "32"]
 

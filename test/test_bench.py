@@ -6,7 +6,7 @@ import subprocess
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TOKA = os.environ.get("TOKA_BINARY", os.path.join(ROOT, "toka"))
-ENV = {k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}
+ENV = {**{k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}, "TOKA_DEVICE": "cpu"}
 
 
 def bench(*args, status=0):

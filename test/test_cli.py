@@ -16,7 +16,7 @@ PROBLEM = "Tom has 12 apples. He buys 7 more apples. How many apples does Tom ha
 def toka(*args, stdin="", env=None, timeout=120, cwd=ROOT):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}
     return subprocess.run([TOKA, *args], input=stdin.encode() if isinstance(stdin, str) else stdin, capture_output=True,
-                          env={**clean, **(env or {})}, timeout=timeout, cwd=cwd)
+                          env={**clean, "TOKA_DEVICE": "cpu", **(env or {})}, timeout=timeout, cwd=cwd)
 
 
 def last_number(text):
@@ -189,7 +189,7 @@ def test_devices():
     r = toka("-p", PROBLEM, "--device", "cuda")
     assert r.stdout == b"" and r.stderr.count(b"\n") == 1
     assert r.returncode == (2 if known else 1) and (b"device cuda: " in r.stderr)
-    r = toka("-p", PROBLEM)
+    r = toka("-p", PROBLEM, env={"TOKA_DEVICE": "auto"})
     assert r.returncode == 0 and (b"toka: no GPU (" in r.stderr) == known
     r = toka("bench", "ops")
     assert r.returncode == (2 if known else 1) and r.stderr.count(b"\n") == 1

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server import ROOT, TOKA, Server
 
 PROBLEMS = [json.loads(line)["prompt"] for line in open(os.path.join(ROOT, "test/model/heldout.jsonl"))]
-ENV = {k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}
+ENV = {**{k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}, "TOKA_DEVICE": "cpu"}
 
 
 @pytest.fixture(scope="module")
