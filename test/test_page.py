@@ -142,4 +142,4 @@ def test_page_shows_batches_and_asks_for_a_key(tmp_path, browser):
         browser.js("document.forms[0].key.value = 'secret'; document.forms[0].key.onchange()")
         browser.wait("document.getElementById('state').textContent == 'ready'")
         browser.wait("document.querySelector('#batches td:nth-child(2)')?.textContent == 'completed'")
-        assert browser.js("[...document.querySelectorAll('#batches td')].slice(2).map(x => x.textContent).join()") == "1,0,1"
+        browser.wait("[...document.querySelectorAll('#batches td')].slice(2).map(x => x.textContent).join() == '1,0,1'")
