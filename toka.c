@@ -58,7 +58,8 @@
  *
  * WHAT ALWAYS HOLDS.
  *   1. A row's result depends on its own tokens only: not on batch mates, chunks of prefill, threads, preemption or the cutting
- *      of attention into spans. Every sum over the model's width or over positions has one fixed order. (16; tests compare bytes)
+ *      of attention into spans. Every sum over the model's width or over positions has one fixed order. (16; tests compare bytes.
+ *      A GPU's sums depend on the tile shapes that the number of rows selects: there it holds to rounding)
  *   2. The random number of a token is a function of (seed, sample, position). With 1, a run can be repeated exactly. (15)
  *   3. No text leaves before it is certain: no half character, no beginning of a stop string. (6, 15)
  *   4. Weights are read where the file is mapped, in the file's type; all arithmetic is float32. (10, 16)
