@@ -8560,24 +8560,6 @@ static bool samp_listed(const int32_t *list, int n, int32_t id) {
     return false;
 }
 
-/* The lowest id that is allowed and not among the first n_forbidden of row->forbidden; V if there is none. */
-static int32_t samp_lowest(const toka_out_row *row, int n_forbidden, int V) {
-    const toka_sampling *s = row->sampling;
-    int32_t lowest = s->n_allowed ? V : 0;
-    for (int i = 0; i < s->n_allowed; i++) {
-        int32_t id = s->allowed_ids[i];
-        if (id < lowest && !samp_listed(row->forbidden, n_forbidden, id)) lowest = id;
-    }
-    while (!s->n_allowed && lowest < V && samp_listed(row->forbidden, n_forbidden, lowest)) lowest++;
-    return lowest;
-}
-
-/* The pick when every logit is -inf; if all that is allowed is forbidden, the lowest allowed. */
-static int32_t samp_last_resort(const toka_out_row *row, int V) {
-    int32_t id = samp_lowest(row, row->n_forbidden, V);
-    return id < V ? id : samp_lowest(row, 0, V);
-}
-
 /* ---- Step 4: the cut ---- */
 
 /* Which ids of a row may be drawn: logits above `at`, and of those equal to it the ids up to last_tied. */
@@ -8742,7 +8724,7 @@ static void samp_row(const toka_out_row *row, float *logits, int V, toka_pick *p
     samp_adjust(row, logits, V);
     float max = samp_max(logits, V);
     pick->sampled_logprob = 0;
-    pick->id = max == -INFINITY ? samp_last_resort(row, V) : samp_choose(row, logits, V, max, &pick->sampled_logprob);
+    pick->id = max == -INFINITY ? toka_last_resort(row, V) : samp_choose(row, logits, V, max, &pick->sampled_logprob);
     pick->logprob = samp_logprob(samp_unadjust(row, pick->id, logits[pick->id], norm.max), norm);
     for (int i = 0; i < pick->n_top; i++) /* the same figure in both places, also where undoing costs a rounding */
         if (pick->top_ids[i] == pick->id) pick->logprob = pick->top_logprobs[i];
@@ -18065,11 +18047,11 @@ static const cli_flag cli_flags[] = {
     {"threads", "t", "N", CLI_INT, AT(open.n_threads), FOR_OPENS, "CPU threads (default: one a core)"},
     {"max-model-len", "", "N", CLI_INT, AT(open.max_model_len), FOR_OPENS,
      "longest sequence in tokens (default: the model's, as memory allows)"},
-    {"max-num-seqs", "", "N", CLI_INT, AT(open.max_num_seqs), FOR_OPENS, "most samples running at once (default: 256)"},
+    {"max-num-seqs", "", "N", CLI_INT, AT(open.max_num_seqs), FOR_OPENS, "most samples running at once (default: 256, on a GPU 4096)"},
     {"kv-tokens", "", "N", CLI_INT64, AT(open.kv_tokens), FOR_OPENS,
      "size of the KV cache in tokens (default: as memory allows)"},
     {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens), FOR_OPENS,
-     "most tokens in one step (default: 512)"},
+     "most tokens in one step (default: 512, on a GPU 8448)"},
     {"no-enable-prefix-caching", "", "", CLI_BOOL, AT(open.no_prefix_caching), FOR_OPENS,
      "every sample computes and keeps its whole prompt by itself; to measure what sharing saves"},
     {NULL, NULL, NULL, 0, 0, 0, "Prompt"},

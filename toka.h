@@ -316,6 +316,21 @@ typedef struct toka_out_row {
     int n_forbidden;
 } toka_out_row;
 
+/* The id to pick where every logit is -inf: the lowest that is allowed and not forbidden; if all that is allowed is forbidden, the
+ * lowest allowed. Backends that sample by themselves call it, so that all answer alike. */
+static inline int32_t toka_last_resort(const toka_out_row *row, int V) {
+    const toka_sampling *s = row->sampling;
+    int32_t lowest = V, lowest_allowed = s->n_allowed ? V : 0;
+    for (int i = 0; i < (s->n_allowed ? s->n_allowed : V) && (s->n_allowed || lowest == V); i++) {
+        int32_t id = s->n_allowed ? s->allowed_ids[i] : i;
+        bool forbidden = false;
+        for (int j = 0; j < row->n_forbidden && !forbidden; j++) forbidden = row->forbidden[j] == id;
+        if (id < lowest_allowed) lowest_allowed = id;
+        if (id < lowest && !forbidden) lowest = id;
+    }
+    return lowest < V ? lowest : lowest_allowed;
+}
+
 typedef struct toka_pick { /* what came of a toka_out_row */
     int32_t id;
     float logprob, sampled_logprob;

@@ -2256,9 +2256,6 @@ struct attn_plan {
     const int *dev_pages;
 };
 
-static inline int attn_min(int a, int b) { return a < b ? a : b; }
-static inline int attn_max(int a, int b) { return a > b ? a : b; }
-
 /* How much there may be of everything. */
 static void attn_sizes(const toka_device *d, attn_plan *p) {
     const toka_shape *sh = d->shape;
@@ -2318,7 +2315,7 @@ static void attn_plan_levels(toka_device *d, const toka_step *s) {
             p->row_level[r] = (uint16_t)(level + 1);
         }
         p->spans[i].level = level, p->spans[i].small = sp->n_rows <= p->small_rows;
-        p->n_levels = attn_max(p->n_levels, level + 1);
+        p->n_levels = max(p->n_levels, level + 1);
     }
     assert(p->n_levels <= p->max_levels);
     for (int i = 0; i < s->n_spans; i++) {
@@ -2360,7 +2357,7 @@ static int attn_small_part(const toka_device *d, int64_t kv_positions) {
 /* The same of tiles. They run one on an SM, in waves: the number of parts that makes waves times their length least, if it is a
  * good deal less. More than two waves stay as they are. */
 static int attn_tile_part(const toka_device *d, int64_t kv_positions, int n_tiles) {
-    int items = n_tiles * d->shape->K, len = (int)(kv_positions / attn_max(n_tiles, 1)), best = 1;
+    int items = n_tiles * d->shape->K, len = (int)(kv_positions / max(n_tiles, 1)), best = 1;
     if (items > 2 * d->n_sms) return INT_MAX / 2;
     for (int n = 2; n <= len / (2 * ATTN_MIN_PART); n++)
         if (20LL * ceil_div(items * n, d->n_sms) * best < 19LL * ceil_div(items * best, d->n_sms) * n) best = n;
@@ -2370,11 +2367,11 @@ static int attn_tile_part(const toka_device *d, int64_t kv_positions, int n_tile
 /* n parts of `part` positions, and their merge. */
 static void attn_emit_parts(attn_plan *p, attn_level *l, const attn_item *item, int n, int part, int part_pages) {
     p->merges[p->n_merges++] = attn_merge{item->q0, item->nq, p->n_slots, n, item->where};
-    l->merge_nq = attn_max(l->merge_nq, item->nq);
+    l->merge_nq = max(l->merge_nq, item->nq);
     for (int i = 0; i < n; i++, p->n_slots += ceil_div(item->nq, ATTN_SMALL_Q)) {
         attn_item *a = &p->items[p->n_items++];
         *a = *item;
-        a->kv0 = item->kv0 + i * part, a->kv1 = attn_min(a->kv0 + part, item->kv1);
+        a->kv0 = item->kv0 + i * part, a->kv1 = min(a->kv0 + part, item->kv1);
         a->page0 = item->page0 + i * part_pages, a->where = p->n_slots << ATTN_SLOT;
     }
 }
@@ -2404,14 +2401,14 @@ static void attn_emit_span(toka_device *d, const toka_step *s, int i, attn_level
     for (int t = n - 1; t >= 0; t--) {
         attn_item item = {.q0 = sp->row0 * G + t * tile, .kv0 = sp->kv0, .page0 = a->page0, .pos_lo = INT_MAX, .pos_hi = -1,
                           .where = a->where};
-        item.nq = attn_min(tile, end - item.q0);
+        item.nq = min(tile, end - item.q0);
         int r = a->small ? sp->row0 : item.q0 / G; /* 8,192 divisions less */
         int last = a->small ? sp->row0 + sp->n_rows - 1 : (item.q0 + item.nq - 1) / G;
         for (; r <= last; r++) {
-            item.pos_lo = attn_min(item.pos_lo, s->pos[r]);
-            item.pos_hi = attn_max(item.pos_hi, s->pos[r]);
+            item.pos_lo = min(item.pos_lo, s->pos[r]);
+            item.pos_hi = max(item.pos_hi, s->pos[r]);
         }
-        item.kv1 = attn_max(sp->kv0, attn_min(sp->kv0 + sp->n_kv, item.pos_hi + 1));
+        item.kv1 = max(sp->kv0, min(sp->kv0 + sp->n_kv, item.pos_hi + 1));
         attn_emit(d, l, &item, part_len);
     }
 }
@@ -2447,7 +2444,7 @@ static void attn_plan_step(toka_device *d, const toka_step *s) {
         attn_plan_kind(d, s, i, true);
         l->n_small = p->n_items - l->small0, l->n_merges = p->n_merges - l->merge0;
     }
-    d->up.used -= (size_t)(p->max_items - attn_min(p->n_items, p->max_items)) * sizeof *p->items;
+    d->up.used -= (size_t)(p->max_items - min(p->n_items, p->max_items)) * sizeof *p->items;
     p->dev_merges = (const attn_merge *)stage_put(&d->up, p->merges, (size_t)p->n_merges * sizeof *p->merges);
     if (p->n_items <= p->max_items) return;
     d->error.code = TOKA_E_DEVICE;
@@ -3924,28 +3921,6 @@ static void samp_plan_step(toka_device *d, const toka_step *s) {
     }
 }
 
-static bool samp_listed(const int32_t *list, int n, int32_t id) {
-    for (int i = 0; i < n; i++)
-        if (list[i] == id) return true;
-    return false;
-}
-/* The lowest id that is allowed and not among the first n_forbidden; V if there is none. */
-static int samp_lowest(const toka_out_row *row, int n_forbidden, int V) {
-    const toka_sampling *s = row->sampling;
-    int lowest = s->n_allowed ? V : 0;
-    for (int i = 0; i < s->n_allowed; i++) {
-        int id = s->allowed_ids[i];
-        if (id < lowest && !samp_listed(row->forbidden, n_forbidden, id)) lowest = id;
-    }
-    while (!s->n_allowed && lowest < V && samp_listed(row->forbidden, n_forbidden, lowest)) lowest++;
-    return lowest;
-}
-/* The pick when every logit is -inf; if all that is allowed is forbidden, the lowest allowed. */
-static int samp_last_resort(const toka_out_row *row, int V) {
-    int id = samp_lowest(row, row->n_forbidden, V);
-    return id < V ? id : samp_lowest(row, 0, V);
-}
-
 /* The part of the history that penalties look at. */
 static int samp_history_from(const toka_out_row *row) {
     if (row->forced_id >= 0 || !samp_penalized(row->sampling)) return row->n_history;
@@ -3972,7 +3947,7 @@ static void samp_fill(toka_device *d, const toka_out_row *row, const toka_out_ro
     f->allowed = shared ? old->allowed : (const int *)stage_put(&p->lists, s->allowed_ids, (size_t)s->n_allowed * 4);
     f->forbidden = (const int *)stage_put(&p->lists, row->forbidden, (size_t)row->n_forbidden * 4);
     f->n_bias = s->n_bias, f->n_allowed = s->n_allowed, f->n_forbidden = row->n_forbidden;
-    f->last_resort = row->forced_id < 0 ? samp_last_resort(row, V) : 0;
+    f->last_resort = row->forced_id < 0 ? toka_last_resort(row, V) : 0;
     f->temperature = s->temperature, f->top_p = s->top_p, f->top_k = s->top_k < V ? s->top_k : 0;
     f->min_p_drop = s->min_p > 0 ? s->temperature * log((double)s->min_p) : -INFINITY;
     f->repetition = s->repetition_penalty, f->frequency = s->frequency_penalty, f->presence = s->presence_penalty;

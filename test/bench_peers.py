@@ -18,23 +18,14 @@ import sys
 import torch
 
 
-def torch_us(n, k, m, replays=9):
-    """Median microseconds of y[m][n] = x[m][k] w[n][k]^T."""
-    copies = min(24, 1 + (200 << 20) // (2 * (n * k + m * k + m * n)))
-    rows = []
-    for _ in range(copies):
-        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-        w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / math.sqrt(k)
-        rows.append((x, w, torch.empty(m, n, device="cuda", dtype=torch.bfloat16)))
-    calls = max(copies, min(200, int(1.5e-3 / (2.0 * m * n * k / 6e14 + 3e-6))) // copies * copies)
-    for x, w, y in rows:
-        torch.mm(x, w.t(), out=y)
+def graph_us(op, calls, replays):
+    """Median microseconds of op(i): `calls` of them captured in one graph, which is replayed."""
+    op(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(calls):
-            x, w, y = rows[i % copies]
-            torch.mm(x, w.t(), out=y)
+            op(i)
     times = []
     for i in range(replays + 3):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -44,8 +35,24 @@ def torch_us(n, k, m, replays=9):
         end.synchronize()
         if i >= 3:
             times.append(begin.elapsed_time(end) * 1e3 / calls)
-    del graph, rows
     return statistics.median(times)
+
+
+def torch_us(n, k, m, replays=9):
+    """Median microseconds of y[m][n] = x[m][k] w[n][k]^T."""
+    copies = min(24, 1 + (200 << 20) // (2 * (n * k + m * k + m * n)))
+    rows = []
+    for _ in range(copies):
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / math.sqrt(k)
+        rows.append((x, w, torch.empty(m, n, device="cuda", dtype=torch.bfloat16)))
+    calls = max(copies, min(200, int(1.5e-3 / (2.0 * m * n * k / 6e14 + 3e-6))) // copies * copies)
+
+    def product(i):
+        x, w, y = rows[i % copies]
+        torch.mm(x, w.t(), out=y)
+
+    return graph_us(product, calls, replays)
 
 
 def pairs(binary):

@@ -6,25 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-
-def time_us(op, repeats=8, replays=7):
-    """Median time of one call inside a captured graph."""
-    op()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            op()
-    times = []
-    for i in range(replays + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 3:
-            times.append(start.elapsed_time(end) * 1000 / repeats)
-    return sorted(times)[len(times) // 2]
+from bench_peers import graph_us
 
 
 def prefill(head, rows, heads=32, kv_heads=8):
@@ -35,7 +17,7 @@ def prefill(head, rows, heads=32, kv_heads=8):
         for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
             try:
                 with sdpa_kernel(backend):
-                    us = time_us(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv != heads))
+                    us = graph_us(lambda i: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv != heads), 8, 7)
             except RuntimeError:  # the backend does not take this shape
                 continue
             flops = 4 * heads * head * rows * (rows + 1) / 2

@@ -487,7 +487,7 @@ static void bench_plan() {
     printf(json ? "{\"op\":\"attention\",\"case\":\"work list of 8192 sequences\",\"us\":%.1f,\"bytes\":%zu}\n"
                 : "work list of 8192 sequences, one shared prefix: %.1f us of the host, %zu bytes up\n", best, st.d->up.used);
 }
-static void bench(bool decode, bool tiles) {
+static void bench_all(bool decode, bool tiles) {
     double ceiling = read_ceiling();
     printf(json ? "{\"op\":\"read\",\"gb_s\":%.1f}\n" : "reading 2 GiB: %.0f GB/s\n", ceiling);
     bench_plan();
@@ -516,7 +516,7 @@ int main(int argc, char **argv) {
     }
     if (argc > 1 && !strcmp(argv[1], "lists")) return test_lists(), gpu_report();
     gpu_device();
-    if (timings) bench(!only_tiles, !only_decode);
+    if (timings) bench_all(!only_tiles, !only_decode);
     else test_all(small);
     return gpu_report();
 }

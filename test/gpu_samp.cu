@@ -1,6 +1,6 @@
 /* gpu_samp.cu - chapter 10 against chapter 15 of toka.c: picks, kept sets and log-probabilities of random rows; the distribution of a million
  * draws; the op as a whole against float64. Link it with gpu_samp.c, compiled as C.
- *   gpu_samp            the tests        gpu_samp quick      few and small (for compute-sanitizer)        gpu_samp bench      times */
+ *   gpu_samp            the tests        gpu_samp small      few and small (for compute-sanitizer)        gpu_samp bench      times */
 #include "../toka_kernels.cu"
 
 #include "gpu.cuh"
@@ -528,7 +528,7 @@ int main(int argc, char **argv) {
         for (int M : {1, 64, 256, 1024}) bench_samp(128256, 2048, M, 0.6f, 0.95f);
         return 0;
     }
-    quick = argc > 1 && !strcmp(argv[1], "quick");
+    quick = argc > 1 && !strcmp(argv[1], "small");
     test_edges();
     for (int V : {1, 2, 9, 60, 255, 256, 257, 1000, 3000}) test_random(V, quick ? 64 : 640, gpu_seed + (uint64_t)V * 1000);
     if (!quick) test_random(151936, 128, gpu_seed);

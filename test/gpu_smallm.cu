@@ -1,6 +1,6 @@
 /* gpu_smallm.cu - the GEMMs of chapters 5 and 7 against a float64 reference: every tile forced, all epilogues, many row counts, the
  * shapes of real models and odd ones.
- *   gpu_smallm                  the tests             gpu_smallm quick, tiny   fewer shapes and rows (tiny: for compute-sanitizer)
+ *   gpu_smallm                  the tests             gpu_smallm quick, small  fewer shapes and rows (small: for compute-sanitizer)
  *   gpu_smallm bench [--json]   the choice's times    gpu_smallm sweep         every tile's times, for the choice */
 #include "../toka_kernels.cu"
 
@@ -277,7 +277,7 @@ int main(int argc, char **argv) {
         sweep(d);
         return d->error.code;
     }
-    bool tiny = !strcmp(what, "tiny"), quick = !strcmp(what, "quick");
+    bool tiny = !strcmp(what, "small"), quick = !strcmp(what, "quick");
     for (const shape &s : odd_shapes)
         if (!tiny || s.K == 24 || s.K == 1000) test_shape(d, s, tiny ? tiny_counts : quick ? quick_counts : row_counts);
     if (!quick && !tiny) {

@@ -160,7 +160,16 @@ gpu_program() { # NAME SOURCE...: compiled for GPU_ARCH, unless it is newer than
         -o "$B/$name" "$@" -lm -lpthread
 }
 gpu_programs() {
-    for source in test/gpu_*.cu; do gpu_program "$(basename "$source" .cu)" "$source"; done
+    local source name parts
+    for source in test/gpu_*.cu; do
+        name=$(basename "$source" .cu) parts=$source
+        if [ -f "test/$name.c" ]; then # its half in C
+            step "$name.c compiles" $CC -std=c11 -O2 -w -c "test/$name.c" -o "$B/$name.o"
+            parts="$source $B/$name.o"
+        fi
+        # shellcheck disable=SC2086
+        gpu_program "$name" $parts
+    done
     step "gpu_model compiles" $CC -std=c11 -O2 -DTOKA_WITH_CUDA '-DTOKA_EMBED="test/model"' -w -c test/gpu_model.c -o $B/gpu_model.o
     gpu_program gpu_model $B/gpu_model.o -x cu toka_kernels.cu
 }
