@@ -171,7 +171,7 @@ gpu_programs() {
         gpu_program "$name" $parts
     done
     step "gpu_model compiles" $CC -std=c11 -O2 -DTOKA_WITH_CUDA '-DTOKA_EMBED="test/model"' -w -c test/gpu_model.c -o $B/gpu_model.o
-    gpu_program gpu_model $B/gpu_model.o -x cu toka_kernels.cu
+    gpu_program gpu_model $B/gpu_model.o toka_kernels.cu
 }
 gpu_counts() { # NAME COMMAND...: a program whose last line is 'N passed, N failed, N skipped'
     local name=$1 line
