@@ -1824,7 +1824,7 @@ static void tok_piece(tok_enc *x, str s) {
         x->out->n += n;
     }
     size_t n = x->out->n - before;
-    if (slot && n <= TOK_SLOT_IDS) tok_remember(slot, key, s.n, x->out->p + before, n);
+    if (slot && n && n <= TOK_SLOT_IDS) tok_remember(slot, key, s.n, x->out->p + before, n);
 }
 
 /* ---- From text to pieces ---- */
