@@ -7125,7 +7125,8 @@ static int pred_length(pred *p, pred_of c, double luck) {
  *
  * Run-ahead: sched_plan does not need the tokens of earlier steps, only that they will come. n_planned counts the
  * tokens that exist or are under way, n_known those that sched_commit brought. Results of a sequence that ended, was
- * parked or cancelled meanwhile carry an old ticket and are refused.
+ * parked or cancelled meanwhile carry an old ticket and are refused. A request may say that its draws need to know all
+ * tokens before them (waits: penalties, bad words); its sequences rest in a step that comes before their last token did.
  *
  * What always holds (sched_check): the calendar at `now` is the number of held pages, and at every later step what a
  * simulation of all sequences finds; slots, lists and counts agree. Nothing is allocated in sched_plan and
@@ -7295,6 +7296,7 @@ typedef struct sched_job { /* what a request asks of the scheduler */
     int max_tokens;        /* output tokens, at least 1 */
     int min_tokens;        /* none ends before */
     bool exact;            /* every sample has max_tokens unless cancelled (ignore_eos and no stop) */
+    bool waits;            /* no run-ahead: a token is drawn only when those before it are known */
     int priority;          /* higher goes earlier */
     int n_alone;           /* the first so many samples find and share no pages: they compute every position */
     uint64_t class_key;    /* requests with equal keys have outputs of like length; 0: a class of its own if n > 1 */
@@ -7303,7 +7305,7 @@ typedef struct sched_job { /* what a request asks of the scheduler */
 typedef struct sched_request {
     int32_t *prompt; /* owned; NULL: this id is free */
     int n_prompt, n, max_tokens, min_tokens;
-    bool exact;
+    bool exact, waits;
     int n_alone;           /* as in sched_job */
     int n_started, n_live; /* samples that ever ran; of them not ended */
     int first;             /* its live sequences, linked by sibling */
@@ -7318,6 +7320,7 @@ typedef struct sched_seq { /* what every step touches comes first: one cache lin
     _Alignas(64) uint8_t state;
     bool yields;       /* this step: its last row gives a token */
     bool is_chunk;     /* this step: its rows are of a prompt (or of what was parked), not its newest token */
+    bool waits;        /* as in sched_job */
     int from, n_rows;  /* this step: positions from .. from+n_rows-1 */
     int n_cached;      /* positions whose K and V are planned */
     int n_planned;     /* tokens known or under way */
@@ -7582,7 +7585,7 @@ static int sched_submit(sched *s, const sched_job *j, toka_err *e) {
     sched_request *r = &s->requests[id];
     *r = (sched_request){.prompt = mem_alloc((size_t)j->n_prompt * sizeof(int32_t)), .n_prompt = j->n_prompt, .n = j->n,
                          .max_tokens = j->max_tokens, .min_tokens = MIN(j->min_tokens, j->max_tokens), .exact = j->exact,
-                         .n_alone = j->n_alone, .first = -1, .class_key = j->class_key};
+                         .waits = j->waits, .n_alone = j->n_alone, .first = -1, .class_key = j->class_key};
     memcpy(r->prompt, j->prompt, (size_t)j->n_prompt * sizeof(int32_t));
     if (!r->class_key && j->n > 1) r->class_key = ++s->own_class | (uint64_t)1 << 63;
     r->key = (s->now - (int64_t)priority * SCHED_PRIORITY) * (1 << 24) + MIN(s->n_arrived, (1 << 24) - 1);
@@ -7732,7 +7735,7 @@ static bool sched_admit_fresh(sched *s, int id) {
     int q = s->free_slots[s->n_slots_free - 1], n = r->n_prompt;
     int m = r->n_started < r->n_alone ? 0 : kv_match(&s->kv, q, r->prompt, n);
     sched_seq *x = &s->seqs[q];
-    *x = (sched_seq){.request = id, .sample = r->n_started, .n_prompt = n, .n_known = n, .n_found = m * s->c.B,
+    *x = (sched_seq){.request = id, .sample = r->n_started, .waits = r->waits, .n_prompt = n, .n_known = n, .n_found = m * s->c.B,
                      .limit = n + r->max_tokens, .ticket = x->ticket, .row_turn = x->row_turn, .class = {-1, 0},
                      .next_edge = n + s->pred.edge[1], .sibling = r->first, .sibling_prev = -1};
     if (!r->exact) x->class = pred_find(&s->pred, r->class_key);
@@ -7774,8 +7777,10 @@ static void sched_preempt(sched *s) { /* parks the newest */
 
 /* ---- One step ---- */
 
+static bool sched_rests(const sched_seq *x) { return x->waits && x->n_known < x->n_planned; }
+
 static bool sched_needs_page(const sched *s, const sched_seq *x) {
-    return x->state == SCHED_DECODE && x->n_planned < x->limit && x->n_cached % s->c.B == 0;
+    return x->state == SCHED_DECODE && x->n_planned < x->limit && x->n_cached % s->c.B == 0 && !sched_rests(x);
 }
 
 /* Writes the future anew where time has shown it wrong: a sequence at its expected end, a prefill that should be over.
@@ -7818,6 +7823,10 @@ static int sched_feed_decode(sched *s) {
     for (int q = 0; q < s->c.max_seqs; q++) {
         sched_seq *x = &s->seqs[q];
         if (x->state != SCHED_DECODE || x->n_planned >= x->limit) continue;
+        if (sched_rests(x)) {
+            sched_move(s, q, x->base + 1, x->expect); /* all of its future comes a step later */
+            continue;
+        }
         if (sched_needs_page(s, x)) {
             x->page = kv_grow(&s->kv, q);
             if (!s->requests[x->request].exact) sched_reconsider(s, q);
@@ -8118,7 +8127,7 @@ static void batch_rows(batch *b, const sched *s, int q) {
     int B = s->c.B, t = b->step.T;
     for (int p = x->from; p < x->from + x->n_rows; p++, t++) {
         int page = x->is_chunk ? row[p / B] : x->page; /* 8,192 reads all over the rows of pages would cost 0.4 ms */
-        b->ids[t] = p < x->n_known ? x->tokens[p] : -1;
+        b->ids[t] = p < x->n_known ? x->tokens[p] : -1 - q;
         b->pos[t] = p;
         b->slot[t] = page * B + p % B;
     }
@@ -8525,6 +8534,9 @@ static void samp_penalties(const toka_out_row *row, float *x, int V) {
 static bool samp_has_penalties(const toka_sampling *s) {
     return s->repetition_penalty != 1 || s->frequency_penalty != 0 || s->presence_penalty != 0;
 }
+
+/* Does what may be drawn depend on which tokens were drawn before? */
+static bool samp_needs_history(const toka_sampling *s) { return samp_has_penalties(s) || s->n_bad; }
 
 static void samp_adjust(const toka_out_row *row, float *x, int V) {
     const toka_sampling *s = row->sampling;
@@ -9507,6 +9519,7 @@ struct toka_device {
     float *k, *v;          /* [chunk][K*D] */
     float *gate, *up;      /* [chunk][ldf]; columns behind F stay zero */
     float *logits;         /* [out_chunk][V] */
+    int32_t *last;         /* [n_slots] the token drawn last for each slot */
     float *vec;            /* norm weights and biases of the running op in float32, [6][max(E, H*D)] */
     float *scratch;        /* per thread [scratch_n]: a panel of weights, or attention's rows */
     size_t scratch_n;
@@ -9664,8 +9677,10 @@ static void cpu_embed(toka_device *d, const toka_step *s, toka_dev x) {
     size_t E = (size_t)d->shape->E;
     assert(s->T <= d->options.max_tokens);
     for (int t = 0; t < s->T; t++) {
-        assert(s->ids[t] >= 0 && s->ids[t] < w->rows);
-        const char *from = (const char *)w->data + (size_t)s->ids[t] * E * cpu_dtype_bytes(w->dtype);
+        assert(s->ids[t] >= -d->options.n_slots);
+        int32_t id = s->ids[t] >= 0 ? s->ids[t] : d->last[-1 - s->ids[t]];
+        assert(id >= 0 && id < w->rows);
+        const char *from = (const char *)w->data + (size_t)id * E * cpu_dtype_bytes(w->dtype);
         d->kernels->unpack(cpu_at(x) + (size_t)t * E, from, w->dtype, (int)E);
     }
 }
@@ -9919,6 +9934,8 @@ static void cpu_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev 
         if (s->logits) memcpy(s->logits + (size_t)i0 * V, d->logits, (size_t)n * V * sizeof *d->logits);
         cpu_pick_job job = {d, s->out + i0, picks + i0};
         cpu_run(&d->pool, cpu_pick_item, &job, n, (int64_t)n * sh->V * 8);
+        for (int i = i0; i < i0 + n; i++)
+            if (s->out[i].slot >= 0 && s->out[i].slot < d->options.n_slots) d->last[s->out[i].slot] = picks[i].id;
     }
 }
 
@@ -9940,7 +9957,7 @@ static int cpu_check(const toka_device_options *o, const toka_shape *s, toka_err
         return fail(e, TOKA_E_INPUT, "CPU backend: head size %d, expected an even number up to %d", s->D, CPU_HEAD);
     if (s->H > INT_MAX / s->D) return fail(e, TOKA_E_INPUT, "CPU backend: %d heads of size %d are too many", s->H, s->D);
     if (o->max_tokens < 1 || o->max_out < 1 || o->n_pages < 1 || o->n_pages > INT_MAX / s->B || o->n_threads < 0 ||
-        o->n_threads > CPU_THREADS)
+        o->n_threads > CPU_THREADS || o->n_slots < 0)
         return fail(e, TOKA_E_USE, "CPU backend: %d tokens and %d outputs a step, %d pages, %d threads: out of range",
                     o->max_tokens, o->max_out, o->n_pages, o->n_threads);
     return 0;
@@ -9968,6 +9985,7 @@ static void cpu_take_memory(toka_device *d) {
     d->gate = cpu_zalloc(d, chunk, (size_t)d->ldf * sizeof(float));
     d->up = cpu_zalloc(d, chunk, (size_t)d->ldf * sizeof(float));
     d->logits = cpu_zalloc(d, (size_t)d->out_chunk, (size_t)s->V * sizeof(float));
+    d->last = cpu_zalloc(d, (size_t)d->options.n_slots, sizeof(int32_t));
     d->vec = cpu_zalloc(d, 6, (size_t)MAX(s->E, s->H * s->D) * sizeof(float));
     d->scratch = cpu_zalloc(d, (size_t)d->pool.n, d->scratch_n * sizeof(float));
 }
@@ -10387,7 +10405,7 @@ static void eng_enter(eng *g, eng_request *r) {
     int n_fed = r->score_only && r->n_prompt > 1 ? r->n_prompt - 1 : r->n_prompt; /* nothing comes behind the last token */
     int id = sched_submit(&g->s, &(sched_job){.prompt = r->prompt, .n_prompt = n_fed, .n = r->n, .max_tokens = s->max_tokens,
                                               .min_tokens = s->min_tokens, .exact = r->score_only || (!r->ends.n && !s->n_stop),
-                                              .n_alone = g->no_sharing ? r->n : r->scores, .priority = r->priority, .class_key = r->class_key}, &e);
+                                              .waits = samp_needs_history(s), .n_alone = g->no_sharing ? r->n : r->scores, .priority = r->priority, .class_key = r->class_key}, &e);
     if (id < 0) { /* cannot be: eng_check looked at the same limits; but a request must never hang */
         eng_end_all(g, r, TOKA_FAILED);
         return;

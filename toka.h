@@ -306,6 +306,7 @@ typedef struct toka_span {
 /* One row whose logits are wanted, and what to do with them. Plain data: pointers are host memory valid for the step. */
 typedef struct toka_out_row {
     int row;                       /* 0 .. T-1 */
+    int slot;                      /* of its sequence: the id becomes the slot's last token; -1: not kept */
     int32_t forced_id;             /* >= 0: score this id, draw nothing */
     uint32_t sample;               /* sample index and ... */
     uint32_t position;             /* ... position of the token to draw: the counter of the random number */
@@ -341,7 +342,7 @@ typedef struct toka_pick { /* what came of a toka_out_row */
 
 typedef struct toka_step {   /* one forward step, the plan as integers; host memory, valid until the step is done */
     int T, n_spans, n_out;
-    const int32_t *ids;      /* [T] */
+    const int32_t *ids;      /* [T]; -1 - q: the last token of slot q, which an earlier step drew and the device kept */
     const int32_t *pos;      /* [T] position of each token in its sequence */
     const int32_t *slot;     /* [T] page * B + offset: where its K and V are stored */
     const int32_t *pages;    /* page tables, spans point into it */
@@ -357,6 +358,7 @@ typedef struct toka_device_options {
     int max_tokens;  /* largest T of a step */
     int max_out;     /* largest n_out */
     int n_pages;     /* KV pages to hold */
+    int n_slots;     /* slots whose last tokens the device keeps; 0: none, all ids are given */
     double memory_utilization; /* CUDA: share of the free memory that may be taken; 0: 0.9 */
     void (*progress)(void *user, const char *what, double done); /* or NULL; done: 0 to 1; any thread, one at a time */
     void *user;

@@ -42,7 +42,7 @@ static void bt_check_spans(bt *t, const uint64_t *mem, int32_t *device) {
         CHECK(upto[r] == st->pos[r] + 1);
         CHECK(st->slot[r] == kv_row(&s->kv, row_q[r])[st->pos[r] / s->c.B] * s->c.B + st->pos[r] % s->c.B);
         int32_t id = device[(size_t)row_q[r] * (size_t)s->c.max_len + (size_t)st->pos[r]];
-        CHECK(st->ids[r] == id || (st->ids[r] == -1 && st->pos[r] >= s->seqs[row_q[r]].n_known));
+        CHECK(st->ids[r] == id || (st->ids[r] == -1 - row_q[r] && st->pos[r] >= s->seqs[row_q[r]].n_known));
         t->n_nested += n_spans[r] > 2;
     }
     t->n_shared += st->n_spans - t->b.n_seq;

@@ -78,6 +78,7 @@ static void smt_run(smt *m, int n_rows) {
         int n = x->from + x->n_rows;
         for (int p = 0; p < n; p++) CHECK(m->mem[kv_row(&s->kv, q)[p / B] * B + p % B] == smt_hash(t, p + 1));
         if (!x->yields) continue;
+        CHECK(!x->waits || x->n_known == n);
         bool end;
         t[n] = smt_draw(m, t, n, x->sample, &end);
         m->late[m->n_late++] = (smt_result){q, m->step, x->ticket, t[n]};
@@ -150,7 +151,7 @@ static int smt_submit(smt *m, uint64_t *rng, int n_prompt, int n, int max_tokens
     for (int i = 0; i < n_prompt; i++) prompt[i] = rnd(rng) % 6 ? 1 : 2;
     sched_job job = {.prompt = prompt, .n_prompt = n_prompt, .n = n, .max_tokens = max_tokens, .priority = priority};
     uint64_t dice = rnd(rng) % 16;
-    job.n_alone = dice == 0 ? n : dice == 1;
+    job.n_alone = dice == 0 ? n : dice == 1, job.waits = dice % 4 == 3;
     int id = sched_submit(&m->s, &job, &e);
     CHECK_MSG(id >= 0, "%s", e.msg);
     return id;
