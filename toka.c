@@ -10067,46 +10067,170 @@ const toka_backend toka_cpu = {
 
 /* ===========================================================================
  * MARK: 17. Model: the layer loop [os]
- * The transformer, once, over the backend's table: what runs on a CPU and on a GPU is this function. One step takes T tokens of
+ * The transformer, once, over the backend's table: what runs on a CPU and on a GPU is rank_step. One step takes T tokens of
  * any number of sequences, some prefilling, some decoding; the plan in toka_step says which is which, this loop does not care.
+ *
+ * A rank is a device with its part of the weights and a thread of its own, which opens it, runs step after step in the order
+ * in which they were posted, and closes it:
+ *
+ *     model_post --> ring of steps --> every rank: rank_step --> done --> model_wait        one thread posts and waits
+ *
+ * What always holds: a posted step, and all it points to, stays as it is until model_wait has returned for it; the first
+ * failure is kept, steps behind it are not run, and whoever waits gets it.
  * =========================================================================== */
 
-typedef struct model_run { /* a model's weights on a device, with the activations of one step */
-    const toka_backend *be;
+enum { MODEL_RING = 64 }; /* steps under way at most */
+
+typedef struct model_post_of { /* a step and where its picks go */
+    const toka_step *s;
+    toka_pick *picks;
+} model_post_of;
+
+typedef struct model_rank {
+    struct model *m;
+    toka_device_options options;
+    const toka_shape *shape;
+    const toka_weights *weights;
     toka_device *dev;
-    int L;
-    toka_dev x, q, o; /* [T][E], [T][H][D], [T][H][D] */
-} model_run;
+    toka_dev x, q, o; /* [T][E], [T][H][D], [T][H][D]: activations of one step */
+    pthread_t thread;
+    int64_t done;     /* under the lock: steps run, or skipped behind a failure */
+    double busy_s;    /* under the lock: time in steps */
+} model_rank;
 
-static int model_open(model_run *m, const toka_backend *be, const toka_device_options *o, const toka_shape *shape,
-                      const toka_weights *weights, toka_err *e) {
-    *m = (model_run){.be = be, .L = shape->L};
-    int code = be->open(&m->dev, o, shape, weights, e);
-    if (code) return code;
-    size_t heads = (size_t)o->max_tokens * shape->H * shape->D * be->activation_bytes;
-    m->x = be->alloc(m->dev, (size_t)o->max_tokens * (size_t)((shape->E + 7) / 8 * 8) * be->activation_bytes);
-    m->q = be->alloc(m->dev, heads);
-    m->o = be->alloc(m->dev, heads);
-    return be->status(m->dev, e);
-}
+typedef struct model {
+    const toka_backend *be;
+    model_rank *ranks; /* [n_ranks] of which so many run */
+    int n_ranks, n_open; /* n_open: of them tried to open their device */
+    pthread_mutex_t lock;
+    pthread_cond_t to_do, done; /* for ranks; for those who wait for them */
+    model_post_of ring[MODEL_RING];
+    int64_t posted;
+    bool closing;
+    toka_err broken; /* code 0: all devices work */
+} model;
 
-static void model_close(model_run *m) {
-    if (m->dev) m->be->close(m->dev);
-    *m = (model_run){0};
-}
-
-/* One forward step. picks: [s->n_out], filled when it returns 0. */
-static int model_step(model_run *m, const toka_step *s, toka_pick *picks, toka_err *e) {
-    const toka_backend *be = m->be;
-    be->embed(m->dev, s, m->x);
-    for (int layer = 0; layer < m->L; layer++) {
-        be->norm_qkv_rope_kv(m->dev, s, layer, m->x, m->q);
-        be->attention(m->dev, s, layer, m->q, m->o);
-        be->out_residual(m->dev, s, layer, m->o, m->x);
-        be->norm_mlp_residual(m->dev, s, layer, m->x);
+static void rank_step(model_rank *r, const toka_step *s, toka_pick *picks) {
+    const toka_backend *be = r->m->be;
+    be->embed(r->dev, s, r->x);
+    for (int layer = 0; layer < r->shape->L; layer++) {
+        be->norm_qkv_rope_kv(r->dev, s, layer, r->x, r->q);
+        be->attention(r->dev, s, layer, r->q, r->o);
+        be->out_residual(r->dev, s, layer, r->o, r->x);
+        be->norm_mlp_residual(r->dev, s, layer, r->x);
     }
-    if (s->n_out) be->norm_logits_sample(m->dev, s, m->x, picks);
-    return be->status(m->dev, e);
+    if (s->n_out) be->norm_logits_sample(r->dev, s, r->x, picks);
+}
+
+static int rank_open(model_rank *r, toka_err *e) {
+    const toka_backend *be = r->m->be;
+    const toka_shape *s = r->shape;
+    int code = be->open(&r->dev, &r->options, s, r->weights, e);
+    if (code) return code;
+    size_t tokens = (size_t)r->options.max_tokens, heads = tokens * (size_t)s->H * (size_t)s->D * be->activation_bytes;
+    r->x = be->alloc(r->dev, tokens * (size_t)((s->E + 7) / 8 * 8) * be->activation_bytes);
+    r->q = be->alloc(r->dev, heads);
+    r->o = be->alloc(r->dev, heads);
+    return be->status(r->dev, e);
+}
+
+/* Tells the others that this rank has come so far; with the lock held. */
+static void rank_report(model_rank *r, int code, const toka_err *e) {
+    model *m = r->m;
+    if (code && !m->broken.code) m->broken = *e;
+    pthread_cond_broadcast(&m->done);
+}
+
+static void *rank_run(void *arg) {
+    model_rank *r = arg;
+    model *m = r->m;
+    toka_err e;
+    int code = rank_open(r, &e);
+    pthread_mutex_lock(&m->lock);
+    m->n_open++;
+    rank_report(r, code, &e);
+    for (;;) {
+        while (r->done == m->posted && !m->closing) pthread_cond_wait(&m->to_do, &m->lock);
+        if (r->done == m->posted) break;
+        model_post_of job = m->ring[r->done % MODEL_RING];
+        bool skip = m->broken.code != 0;
+        pthread_mutex_unlock(&m->lock);
+        double t0 = os_now();
+        if (!skip) rank_step(r, job.s, job.picks);
+        code = skip ? 0 : m->be->status(r->dev, &e);
+        pthread_mutex_lock(&m->lock);
+        r->busy_s += os_now() - t0, r->done++;
+        rank_report(r, code, &e);
+    }
+    pthread_mutex_unlock(&m->lock);
+    if (r->dev) m->be->close(r->dev);
+    return NULL;
+}
+
+/* Ends the ranks when they have run what was posted. */
+static void model_close(model *m) {
+    if (!m->ranks) return;
+    pthread_mutex_lock(&m->lock);
+    m->closing = true;
+    pthread_cond_broadcast(&m->to_do);
+    pthread_mutex_unlock(&m->lock);
+    for (int i = 0; i < m->n_ranks; i++) pthread_join(m->ranks[i].thread, NULL);
+    pthread_mutex_destroy(&m->lock), pthread_cond_destroy(&m->to_do), pthread_cond_destroy(&m->done);
+    free(m->ranks);
+    *m = (model){0};
+}
+
+static int model_open(model *m, const toka_backend *be, const toka_device_options *o, const toka_shape *shape,
+                      const toka_weights *weights, toka_err *e) {
+    *m = (model){.be = be, .ranks = mem_zalloc(sizeof *m->ranks)};
+    pthread_mutex_init(&m->lock, NULL), pthread_cond_init(&m->to_do, NULL), pthread_cond_init(&m->done, NULL);
+    m->ranks[0] = (model_rank){.m = m, .options = *o, .shape = shape, .weights = weights};
+    int err = pthread_create(&m->ranks[0].thread, NULL, rank_run, &m->ranks[0]);
+    if (err) fail(&m->broken, TOKA_E_IO, "cannot start a thread: %s", strerror(err));
+    else m->n_ranks++;
+    pthread_mutex_lock(&m->lock);
+    while (m->n_open < m->n_ranks) pthread_cond_wait(&m->done, &m->lock);
+    pthread_mutex_unlock(&m->lock);
+    int code = m->broken.code;
+    if (!code) return 0;
+    *e = m->broken;
+    model_close(m);
+    return code;
+}
+
+/* Queues a step for all ranks. Returns its number, 1, 2, 3 ... picks: [s->n_out], filled when model_wait returns 0. */
+static int64_t model_post(model *m, const toka_step *s, toka_pick *picks) {
+    pthread_mutex_lock(&m->lock);
+    for (int i = 0; i < m->n_ranks; i++) assert(m->posted - m->ranks[i].done < MODEL_RING);
+    m->ring[m->posted % MODEL_RING] = (model_post_of){s, picks};
+    int64_t number = ++m->posted;
+    pthread_cond_broadcast(&m->to_do);
+    pthread_mutex_unlock(&m->lock);
+    return number;
+}
+
+/* Waits until no rank needs step `number` and those before it any more. */
+static int model_wait(model *m, int64_t number, toka_err *e) {
+    pthread_mutex_lock(&m->lock);
+    for (int i = 0; i < m->n_ranks; i++)
+        while (m->ranks[i].done < number) pthread_cond_wait(&m->done, &m->lock);
+    int code = m->broken.code;
+    if (code) *e = m->broken;
+    pthread_mutex_unlock(&m->lock);
+    return code;
+}
+
+/* One forward step, waited for. */
+UNUSED static int model_step(model *m, const toka_step *s, toka_pick *picks, toka_err *e) {
+    return model_wait(m, model_post(m, s, picks), e);
+}
+
+/* Seconds that the first rank spent in steps. */
+static double model_busy(model *m) {
+    pthread_mutex_lock(&m->lock);
+    double busy = m->ranks[0].busy_s;
+    pthread_mutex_unlock(&m->lock);
+    return busy;
 }
 
 /* ===========================================================================
@@ -10165,7 +10289,7 @@ typedef struct eng_place { /* a row whose logits say how likely token number `at
 } eng_place;
 
 typedef struct eng { /* pools are sized at open and never grow */
-    model_run m;
+    model m;
     const mf_model *files;
     const tok *tok; /* NULL: events carry no text */
     int max_len;
@@ -10906,7 +11030,7 @@ toka_info toka_get_info(const toka *t) {
     const toka_shape *s = &t->shape;
     return (toka_info){.model_name = t->files->name,
                        .architecture = t->files->architecture,
-                       .device = t->engine ? t->engine->m.be->describe(t->engine->m.dev) : "none",
+                       .device = t->engine ? t->engine->m.be->describe(t->engine->m.ranks[0].dev) : "none",
                        .n_parameters = t->files->n_parameters,
                        .n_layers = s->L,
                        .n_heads = s->H,
@@ -13619,8 +13743,8 @@ static run_report run_report_make(toka *t, double elapsed_s) {
         p.gflops = 2e-9 * (body * (double)s->rows + head * (double)s->output_tokens) / s->run_s;
     }
     if (t->engine->m.be == &toka_cpu && s->steps) {
-        p.most_gbs = 1e-9 * run_probe_rate(t->engine->m.dev, files->weight_bytes);
-        p.most_gflops = 1e-9 * run_probe_rate(t->engine->m.dev, 0);
+        p.most_gbs = 1e-9 * run_probe_rate(t->engine->m.ranks[0].dev, files->weight_bytes);
+        p.most_gflops = 1e-9 * run_probe_rate(t->engine->m.ranks[0].dev, 0);
         p.ceiling = MAX(p.read_gbs / p.most_gbs, p.gflops / p.most_gflops);
     }
     return p;
