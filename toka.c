@@ -7988,8 +7988,8 @@ UNUSED static const char *sched_check(const sched *s) {
 
 /* ===========================================================================
  * MARK: 14. Batch building and shared prefixes [pure]
- * In: what sched_plan decided. Out: the arrays of a toka_step (rows, slots, spans), the rows that yield a token, and
- * what a device that keeps the state of its slots needs to be told (batch_upload).
+ * In: what sched_plan decided. Out: a batch_step, which is a toka_step with its arrays (rows, slots, spans, pages) and the
+ * rows that yield a token; and what a device that keeps the state of its slots needs to be told (batch_upload).
  *
  * Rows stand in the order of chapter 11, so the rows of all sequences that share a page are side by side, and with lcp
  * (leading pages in common with the sequence before) the sharing is a tree of intervals, found with one stack in one
@@ -8009,9 +8009,11 @@ UNUSED static const char *sched_check(const sched *s) {
  * Only pages that lie before all rows of the run are shared, so a shared span needs no mask; rows of prefill chunks
  * take part like any others.
  *
- * What always holds: for each row the spans cover positions 0 .. p exactly once, in rising kv0; spans point straight
- * into the rows of pages of chapter 11, nothing is copied. No allocation after batch_init. Cost: O(rows + running
- * sequences).
+ * A step that was built owes nothing to the scheduler: the pages that its spans read are copied, those of a shared span
+ * once, those of each own span behind them. So any number of steps can be on their way while the next is planned.
+ *
+ * What always holds: for each row the spans cover positions 0 .. p exactly once, in rising kv0. No allocation after
+ * batch_init and batch_step_init. Cost: O(rows + running sequences + pages of their spans).
  * =========================================================================== */
 
 typedef struct batch_cost { /* of a backend's attention, in tokens of K and V read for one row */
@@ -8024,6 +8026,18 @@ typedef struct batch_out { /* a row that yields a token, and for whom: what sche
     int row, q;
     uint32_t ticket;
 } batch_out;
+
+/* A step as it was built, valid until its owner builds another one into it. Its first n_spans - n_seq spans are shared ones, then
+ * each sequence has one of its own. */
+typedef struct batch_step {
+    toka_step step;            /* all but out, n_out and logits, which are the engine's */
+    int32_t *ids, *pos, *slot; /* [max_tokens] */
+    int32_t *pages;            /* [max_seqs][most pages of one] so many if all of them are read by own spans */
+    toka_span *spans;          /* [2 * max_seqs] */
+    batch_out *outs;           /* [max_seqs] */
+    int *seq;                  /* [max_seqs] slots of the sequences with rows, in their order */
+    int n_pages, n_out, n_seq;
+} batch_step;
 
 /* What changed for a device that keeps for each slot its row of pages, length, last token and sampling parameters, and that
  * by itself adds 1 to a length, feeds the last token and stores a new one. Flat arrays, ready to be copied up. Most of what a
@@ -8067,15 +8081,10 @@ typedef struct batch_node { /* a run of rows with its shared pages, while the tr
     int q;     /* one that has the pages */
 } batch_node;
 
-typedef struct batch {
+typedef struct batch { /* what building a step takes: the tree of this one, and what the device was told by those before */
     batch_cost cost;
-    int32_t *ids, *pos, *slot; /* [max_tokens] */
-    toka_span *spans;          /* [2 * max_seqs] */
-    batch_out *outs;           /* [max_seqs] */
-    int n_out;
-    toka_step step;            /* all but out and logits, which are the engine's */
-    int *seq, *seq_node;       /* [max_seqs] sequences with rows, in order; the node each hangs on */
-    int n_seq, n_nodes, n_closed, depth;
+    int *seq_node;             /* [max_seqs] the node that each sequence of the step hangs on */
+    int n_nodes, n_closed, depth;
     batch_node *nodes;         /* [max_seqs + 1] 0: the root, no page */
     int *stack, *closed;       /* [max_seqs + 1] open nodes; nodes in the order in which they were closed, children first */
     uint32_t *sent_turn;       /* [max_seqs] what the device has: the version of the row, its pages (0: nothing), and which */
@@ -8086,11 +8095,28 @@ typedef struct batch {
     batch_upload up;
 } batch;
 
+static void batch_step_free(batch_step *d) {
+    free(d->ids), free(d->pos), free(d->slot), free(d->pages), free(d->spans), free(d->outs), free(d->seq);
+    *d = (batch_step){0};
+}
+
+/* Fails when there is not the memory for the pages of so many sequences of such a length; nothing is held then. */
+static int batch_step_init(batch_step *d, const sched *s, toka_err *e) {
+    size_t ns = (size_t)s->c.max_seqs, nt = (size_t)s->c.max_tokens, n_pages = ns * (size_t)s->kv.cap;
+    *d = (batch_step){.pages = n_pages <= INT_MAX ? mem_try(n_pages, sizeof *d->pages) : NULL}; /* touched as far as spans need */
+    if (!d->pages)
+        return fail(e, TOKA_E_MEMORY, "no memory for the pages that a step of %d sequences of up to %d tokens reads", s->c.max_seqs,
+                    s->c.max_len);
+    d->ids = mem_alloc(nt * sizeof *d->ids), d->pos = mem_alloc(nt * sizeof *d->pos), d->slot = mem_alloc(nt * sizeof *d->slot);
+    d->spans = mem_alloc(2 * ns * sizeof *d->spans), d->outs = mem_alloc(ns * sizeof *d->outs);
+    d->seq = mem_alloc(ns * sizeof *d->seq);
+    return 0;
+}
+
 static void batch_free(batch *b) {
     batch_upload *u = &b->up;
-    free(b->ids), free(b->pos), free(b->slot), free(b->spans), free(b->outs), free(b->seq), free(b->seq_node);
-    free(b->nodes), free(b->stack), free(b->closed), free(b->sent_turn), free(b->sent_pages);
-    free(b->sent_start);
+    free(b->seq_node), free(b->nodes), free(b->stack), free(b->closed);
+    free(b->sent_turn), free(b->sent_pages), free(b->sent_start);
     free(u->order), free(u->joins), free(u->join_pages), free(u->grown), free(u->chunks), free(u->chunk_ids);
     free(u->groups);
     *b = (batch){0};
@@ -8101,10 +8127,7 @@ static int batch_init(batch *b, const sched *s, batch_cost cost, toka_err *e) {
     size_t ns = (size_t)s->c.max_seqs, nt = (size_t)s->c.max_tokens;
     assert(s->c.max_seqs <= UINT16_MAX + 1 && cost.tile_rows > 0);
     *b = (batch){.cost = cost};
-    b->ids = mem_alloc(nt * sizeof *b->ids), b->pos = mem_alloc(nt * sizeof *b->pos);
-    b->slot = mem_alloc(nt * sizeof *b->slot);
-    b->spans = mem_alloc(2 * ns * sizeof *b->spans), b->outs = mem_alloc(ns * sizeof *b->outs);
-    b->seq = mem_alloc(ns * sizeof *b->seq), b->seq_node = mem_alloc(ns * sizeof *b->seq_node);
+    b->seq_node = mem_alloc(ns * sizeof *b->seq_node);
     b->nodes = mem_alloc((ns + 1) * sizeof *b->nodes), b->stack = mem_alloc((ns + 1) * sizeof *b->stack);
     b->closed = mem_alloc((ns + 1) * sizeof *b->closed);
     b->sent_turn = mem_zalloc(ns * sizeof *b->sent_turn), b->sent_pages = mem_zalloc(ns * sizeof *b->sent_pages);
@@ -8121,18 +8144,18 @@ static int batch_init(batch *b, const sched *s, batch_cost cost, toka_err *e) {
 
 /* ---- Rows ---- */
 
-static void batch_rows(batch *b, const sched *s, int q) {
+static void batch_rows(batch_step *d, const sched *s, int q) {
     const sched_seq *x = &s->seqs[q];
     const int *row = kv_row(&s->kv, q);
-    int B = s->c.B, t = b->step.T;
+    int B = s->c.B, t = d->step.T;
     for (int p = x->from; p < x->from + x->n_rows; p++, t++) {
-        int page = x->is_chunk ? row[p / B] : x->page; /* 8,192 reads all over the rows of pages would cost 0.4 ms */
-        b->ids[t] = p < x->n_known ? x->tokens[p] : -1 - q;
-        b->pos[t] = p;
-        b->slot[t] = page * B + p % B;
+        int page = x->is_chunk ? row[p / B] : x->page; /* its row of pages may not be in the cache yet */
+        d->ids[t] = p < x->n_known ? x->tokens[p] : -1 - q;
+        d->pos[t] = p;
+        d->slot[t] = page * B + p % B;
     }
-    b->step.T = t;
-    if (x->yields) b->outs[b->n_out++] = (batch_out){t - 1, q, x->ticket};
+    d->step.T = t;
+    if (x->yields) d->outs[d->n_out++] = (batch_out){t - 1, q, x->ticket};
 }
 
 static void batch_load(batch *b, const sched *s, int q) {
@@ -8185,10 +8208,10 @@ static void batch_hang(batch *b, int parent, int row0, int rows, int q) {
     n->rows += rows, n->reads += batch_reads(b, rows);
 }
 
-/* The next sequence has l pages in common with the one before it, sequence number e, so every run with more pages is
- * complete. The run that ended with e (first e alone, then the nodes that close) is hung below what is left open. */
-static void batch_next(batch *b, int l, int e, int row0, int rows) {
-    int child = -1, q = b->seq[e];
+/* The next sequence has l pages in common with the last one of d, whose rows begin at row0, so every run with more pages is
+ * complete. The run that ends with it (first it alone, then the nodes that close) is hung below what is left open. */
+static void batch_next(batch *b, const batch_step *d, int l, int row0) {
+    int child = -1, e = d->n_seq - 1, q = d->seq[e], rows = d->step.T - row0;
     for (;;) {
         int top = b->stack[b->depth - 1];
         if (b->nodes[top].lcp < l) {
@@ -8206,17 +8229,38 @@ static void batch_next(batch *b, int l, int e, int row0, int rows) {
     }
 }
 
-static void batch_share(batch *b, const sched *s, const batch_node *n, int from) { /* one span over all rows of the node */
+/* ---- Spans ---- */
+
+/* A span over n_rows rows, over n_kv positions of q's row of pages from page number `from` on. */
+static void batch_span(batch_step *d, const sched *s, int row0, int n_rows, int q, int from, int n_kv) {
+    int n = kv_pages_for(&s->kv, n_kv);
+    memcpy(d->pages + d->n_pages, kv_row(&s->kv, q) + from, (size_t)n * sizeof *d->pages);
+    d->spans[d->step.n_spans++] = (toka_span){row0, n_rows, d->n_pages, from * s->c.B, n_kv};
+    d->n_pages += n;
+}
+
+static void batch_share(batch *b, batch_step *d, const sched *s, const batch_node *n, int from) { /* one over all rows of the node */
     batch_upload *u = &b->up;
-    int page0 = (int)(kv_row(&s->kv, n->q) - s->kv.table) + from, B = s->c.B;
-    batch_group group = {n->row0, n->rows, from * B, (n->lcp - from) * B, n->q};
-    b->spans[b->step.n_spans++] = (toka_span){n->row0, n->rows, page0, from * B, (n->lcp - from) * B};
+    batch_group group = {n->row0, n->rows, from * s->c.B, (n->lcp - from) * s->c.B, n->q};
+    batch_span(d, s, group.row0, group.n_rows, group.q, from, group.n_kv);
     u->new_groups |= memcmp(&u->groups[u->n_groups], &group, sizeof group) != 0;
     u->groups[u->n_groups++] = group;
 }
 
-/* Decides from the top which nodes get a span; then every sequence its own, over what is not covered. */
-static void batch_spans(batch *b, const sched *s) {
+/* Every sequence's own span, over what no shared one covers. */
+static void batch_own_spans(const batch *b, batch_step *d, const sched *s) {
+    enum { AHEAD = 8 }; /* rows of pages lie far apart: they are asked for early */
+    for (int e = 0, row0 = 0; e < d->n_seq; e++) {
+        if (e + AHEAD < d->n_seq) __builtin_prefetch(kv_row(&s->kv, d->seq[e + AHEAD]) + b->nodes[b->seq_node[e + AHEAD]].cover);
+        const sched_seq *x = &s->seqs[d->seq[e]];
+        int from = b->nodes[b->seq_node[e]].cover;
+        batch_span(d, s, row0, x->n_rows, d->seq[e], from, x->from + x->n_rows - from * s->c.B);
+        row0 += x->n_rows;
+    }
+}
+
+/* Decides from the top which nodes get a span; then every sequence its own. */
+static void batch_spans(batch *b, batch_step *d, const sched *s) {
     const batch_cost *c = &b->cost;
     int n_groups = b->up.n_groups;
     b->up.n_groups = 0;
@@ -8225,45 +8269,44 @@ static void batch_spans(batch *b, const sched *s) {
         n->cover = b->nodes[n->parent].cover;
         int64_t saved = (int64_t)(n->reads - batch_reads(b, n->rows)) * (n->lcp - n->cover) * s->c.B;
         if (saved <= (int64_t)c->merge_tok * n->rows + c->span_tok) continue;
-        batch_share(b, s, n, n->cover);
+        batch_share(b, d, s, n, n->cover);
         n->cover = n->lcp;
     }
     b->up.new_groups |= n_groups != b->up.n_groups;
-    for (int e = 0, row0 = 0; e < b->n_seq; e++) {
-        const sched_seq *x = &s->seqs[b->seq[e]];
-        int from = b->nodes[b->seq_node[e]].cover, page0 = (int)(kv_row(&s->kv, b->seq[e]) - s->kv.table) + from;
-        b->spans[b->step.n_spans++] =
-            (toka_span){row0, x->n_rows, page0, from * s->c.B, x->from + x->n_rows - from * s->c.B};
-        row0 += x->n_rows;
-    }
+    batch_own_spans(b, d, s);
 }
 
-/* Builds the step that sched_plan just planned; valid until the next sched_ call. */
-static void batch_build(batch *b, const sched *s) {
+static void batch_begin(batch *b, batch_step *d) {
     batch_upload *u = &b->up;
-    int shared = 0, row0 = 0; /* pages in common with the sequence before in b->seq; its first row */
-    b->step = (toka_step){.ids = b->ids, .pos = b->pos, .slot = b->slot, .pages = s->kv.table, .spans = b->spans};
-    b->n_seq = b->n_out = b->n_nodes = b->n_closed = 0, b->depth = 1, b->stack[0] = 0;
+    d->step = (toka_step){.ids = d->ids, .pos = d->pos, .slot = d->slot, .pages = d->pages, .spans = d->spans};
+    d->n_seq = d->n_out = d->n_pages = b->n_nodes = b->n_closed = 0, b->depth = 1, b->stack[0] = 0;
     b->nodes[0] = (batch_node){0};
     u->n_joins = u->n_join_pages = u->n_params = u->n_grown = u->n_chunks = u->n_chunk_ids = 0;
     u->new_order = u->new_groups = false;
     b->whole = -1, b->common = b->near = 0;
+}
+
+/* Builds the step that sched_plan just planned. */
+static void batch_build(batch *b, batch_step *d, const sched *s) {
+    batch_upload *u = &b->up;
+    int shared = 0, row0 = 0; /* pages in common with the sequence before in d->seq; its first row */
+    batch_begin(b, d);
     for (int q = s->kv.seqs[s->c.max_seqs].next; q != s->c.max_seqs; q = s->kv.seqs[q].next) {
         const sched_seq *x = &s->seqs[q];
         b->common = MIN(b->common, s->kv.seqs[q].lcp), b->near = MIN(b->near, s->kv.seqs[q].lcp);
         shared = MIN(shared, s->kv.seqs[q].lcp); /* only pages before all rows of both */
         if (!x->n_rows) continue;
         shared = MIN(shared, x->from / s->c.B);
-        if (b->n_seq) batch_next(b, shared, b->n_seq - 1, row0, b->step.T - row0);
-        row0 = b->step.T, shared = x->from / s->c.B;
-        batch_tell(b, s, q, b->n_seq);
-        b->seq[b->n_seq++] = q;
-        batch_rows(b, s, q);
+        if (d->n_seq) batch_next(b, d, shared, row0);
+        row0 = d->step.T, shared = x->from / s->c.B;
+        batch_tell(b, s, q, d->n_seq);
+        d->seq[d->n_seq++] = q;
+        batch_rows(d, s, q);
     }
-    if (b->n_seq) batch_next(b, 0, b->n_seq - 1, row0, b->step.T - row0);
-    u->new_order |= u->n_order != b->n_seq;
-    u->n_order = b->n_seq;
-    batch_spans(b, s);
+    if (d->n_seq) batch_next(b, d, 0, row0);
+    u->new_order |= u->n_order != d->n_seq;
+    u->n_order = d->n_seq;
+    batch_spans(b, d, s);
 }
 
 /* Bytes that go up to a device for this step. */
@@ -10296,6 +10339,7 @@ typedef struct eng { /* pools are sized at open and never grow */
     bool no_sharing; /* every sample has pages and spans of its own */
     sched s;
     batch b;
+    batch_step built;         /* the step that runs */
     eng_slot *slots;          /* [max_seqs] */
     toka_out_row *out;        /* [max_tokens] the rows that yield a token, then those of scores */
     toka_pick *picks;         /* [max_tokens] */
@@ -10363,7 +10407,9 @@ static int eng_open(eng **out, const toka_backend *be, const mf_model *files, to
     code = model_open(&g->m, be, &d, shape, &files->weights, e);
     if (!code && !(code = sched_init(&g->s, &c, e)))
         code = batch_init(&g->b, &g->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows}, e);
+    if (!code) code = batch_step_init(&g->built, &g->s, e);
     if (code) {
+        batch_free(&g->b);
         sched_free(&g->s);
         model_close(&g->m);
         free(g);
@@ -10585,13 +10631,13 @@ static void eng_forbid(eng *g, const eng_request *r, const sched_seq *x, toka_ou
 static int eng_places(eng *g, int n) {
     int row0 = 0;
     g->n_places = 0;
-    for (int k = 0; k < g->b.n_seq; row0 += g->s.seqs[g->b.seq[k++]].n_rows) {
-        const sched_seq *x = &g->s.seqs[g->b.seq[k]];
+    for (int k = 0; k < g->built.n_seq; row0 += g->s.seqs[g->built.seq[k++]].n_rows) {
+        const sched_seq *x = &g->s.seqs[g->built.seq[k]];
         const eng_request *r = g->by_sched[x->request];
         if (!r->scores || x->sample || !x->is_chunk) continue;
         int end = MIN(x->from + x->n_rows, x->n_prompt - 1);
         for (int p = MAX(x->from, r->n_scored - 1); p < end; p++) {
-            g->places[g->n_places++] = (eng_place){g->b.seq[k], p + 1, x->ticket};
+            g->places[g->n_places++] = (eng_place){g->built.seq[k], p + 1, x->ticket};
             g->out[n++] = (toka_out_row){.row = row0 + p - x->from, .forced_id = r->prompt[p + 1], .sampling = &r->scoring};
         }
     }
@@ -10601,13 +10647,13 @@ static int eng_places(eng *g, int n) {
 /* The rows whose logits are wanted, from the batch's list of rows that yield a token. */
 static void eng_rows(eng *g) {
     size_t n_forbidden = 0;
-    for (int i = 0; i < g->b.n_out; i++) {
-        const eng_request *r = g->by_sched[g->s.seqs[g->b.outs[i].q].request];
+    for (int i = 0; i < g->built.n_out; i++) {
+        const eng_request *r = g->by_sched[g->s.seqs[g->built.outs[i].q].request];
         if (r->sampling.n_bad) n_forbidden += (size_t)r->sampling.n_bad + r->ends.n;
     }
     g->forbidden.n = 0, ids_reserve(&g->forbidden, n_forbidden);
-    for (int i = 0; i < g->b.n_out; i++) {
-        const batch_out *o = &g->b.outs[i];
+    for (int i = 0; i < g->built.n_out; i++) {
+        const batch_out *o = &g->built.outs[i];
         const sched_seq *x = &g->s.seqs[o->q];
         const eng_request *r = g->by_sched[x->request];
         g->out[i] = (toka_out_row){.row = o->row,
@@ -10620,7 +10666,7 @@ static void eng_rows(eng *g) {
                                    .n_history = x->n_known};
         eng_forbid(g, r, x, &g->out[i]);
     }
-    g->b.step.out = g->out, g->b.step.n_out = eng_places(g, g->b.n_out);
+    g->built.step.out = g->out, g->built.step.n_out = eng_places(g, g->built.n_out);
 }
 
 static bool eng_is_end(const eng_request *r, int32_t id) {
@@ -10665,9 +10711,9 @@ static bool eng_deliver_prompt(eng_request *r, int at, const toka_pick *pick, bo
 
 /* Does an event of r's come right behind that of yielding row i? */
 static bool eng_more(const eng *g, const eng_request *r, int i) {
-    for (i++; i < g->b.n_out; i++) {
-        const sched_seq *x = &g->s.seqs[g->b.outs[i].q];
-        if (x->ticket == g->b.outs[i].ticket) return g->by_sched[x->request] == r;
+    for (i++; i < g->built.n_out; i++) {
+        const sched_seq *x = &g->s.seqs[g->built.outs[i].q];
+        if (x->ticket == g->built.outs[i].ticket) return g->by_sched[x->request] == r;
     }
     return false;
 }
@@ -10706,14 +10752,14 @@ static void eng_commit_places(eng *g) {
         if (x->ticket != p->ticket) continue; /* a callback ended its request in this very loop */
         eng_request *r = g->by_sched[x->request];
         bool more = i + 1 < g->n_places && g->places[i + 1].q == p->q;
-        if (!eng_deliver_prompt(r, p->at, &g->picks[g->b.n_out + i], more, TOKA_RUNNING)) eng_end_all(g, r, TOKA_CANCELLED);
+        if (!eng_deliver_prompt(r, p->at, &g->picks[g->built.n_out + i], more, TOKA_RUNNING)) eng_end_all(g, r, TOKA_CANCELLED);
     }
 }
 
 static void eng_commit(eng *g) {
     eng_commit_places(g);
-    for (int i = 0; i < g->b.n_out; i++) {
-        const batch_out o = g->b.outs[i];
+    for (int i = 0; i < g->built.n_out; i++) {
+        const batch_out o = g->built.outs[i];
         sched_seq *x = &g->s.seqs[o.q];
         if (x->ticket != o.ticket) continue;
         eng_request *r = g->by_sched[x->request];
@@ -10732,10 +10778,10 @@ static void eng_commit(eng *g) {
 
 /* What the rows of this step attend to, all and in spans that several sequences share (the first of the batch). */
 static void eng_count_spans(eng *g) {
-    for (int i = 0; i < g->b.step.n_spans; i++) {
-        int64_t pairs = (int64_t)g->b.spans[i].n_rows * g->b.spans[i].n_kv;
+    for (int i = 0; i < g->built.step.n_spans; i++) {
+        int64_t pairs = (int64_t)g->built.spans[i].n_rows * g->built.spans[i].n_kv;
         g->stats.attended += pairs;
-        if (i < g->b.up.n_groups) g->stats.attended_shared += pairs;
+        if (i < g->built.step.n_spans - g->built.n_seq) g->stats.attended_shared += pairs;
     }
 }
 
@@ -10773,7 +10819,7 @@ static void eng_close(eng *g) { /* what is under way gets its last events, TOKA_
     if (!g) return;
     eng_end_everything(g, TOKA_CANCELLED);
     model_close(&g->m);
-    sched_free(&g->s), batch_free(&g->b);
+    sched_free(&g->s), batch_free(&g->b), batch_step_free(&g->built);
     free(g->slots), free(g->out), free(g->picks), free(g->places), free(g->by_sched), free(g->cancels);
     buf_free(&g->piece), buf_free(&g->text), ids_free(&g->forbidden);
     pthread_mutex_destroy(&g->lock), pthread_cond_destroy(&g->wake);
@@ -10790,10 +10836,10 @@ static void eng_step(eng *g) {
     }
     double t0 = os_now();
     int rows = sched_plan(&g->s);
-    batch_build(&g->b, &g->s);
+    batch_build(&g->b, &g->built, &g->s);
     eng_rows(g);
     double t1 = os_now();
-    int code = rows ? model_step(&g->m, &g->b.step, g->picks, &e) : 0;
+    int code = rows ? model_step(&g->m, &g->built.step, g->picks, &e) : 0;
     double t2 = os_now();
     if (code) {
         eng_break(g, &e);
@@ -16996,6 +17042,7 @@ typedef struct run_plan_late { /* rows whose tokens are still on their way */
 typedef struct run_plan {
     sched s;
     batch b;
+    batch_step built;
     run_plan_late late[RUN_PLAN_LAG];
     int *length;       /* [RUN_PLAN_SEQS] of the sequence in each slot, drawn when it starts */
     uint32_t *started; /* [RUN_PLAN_SEQS] ticket + 1 of that sequence */
@@ -17042,7 +17089,7 @@ static void run_plan_step(run_plan *t, int step) {
     double t0 = run_cpu_now();
     sched_plan(&t->s);
     double t1 = run_cpu_now();
-    batch_build(&t->b, &t->s);
+    batch_build(&t->b, &t->built, &t->s);
     double t2 = run_cpu_now();
     run_plan_late *l = &t->late[step % RUN_PLAN_LAG]; /* what was planned then comes back, the new takes its place */
     for (int i = 0; i < l->n; i++) {
@@ -17055,8 +17102,8 @@ static void run_plan_step(run_plan *t, int step) {
         t->n_out++;
         t->n_done += sched_commit(&t->s, o.q, o.ticket, token, n >= t->length[o.q]) == SCHED_DONE;
     }
-    l->n = t->b.n_out;
-    memcpy(l->out, t->b.outs, (size_t)l->n * sizeof *l->out);
+    l->n = t->built.n_out;
+    memcpy(l->out, t->built.outs, (size_t)l->n * sizeof *l->out);
     t->plan_s += t1 - t0, t->build_s += t2 - t1, t->commit_s += run_cpu_now() - t2;
 }
 
@@ -17065,6 +17112,7 @@ static int run_plan_open(run_plan *t, int n_pages, toka_err *e) {
     sched_config c = {.B = 16, .n_pages = n_pages, .max_seqs = RUN_PLAN_SEQS, .max_tokens = 32768, .max_len = 2048, .n_classes = 1024};
     int code = sched_init(&t->s, &c, e);
     if (!code) code = batch_init(&t->b, &t->s, (batch_cost){.merge_tok = 4, .span_tok = 64, .tile_rows = 64}, e);
+    if (!code) code = batch_step_init(&t->built, &t->s, e);
     t->length = mem_zalloc(RUN_PLAN_SEQS * sizeof(int)), t->started = mem_zalloc(RUN_PLAN_SEQS * sizeof(uint32_t));
     for (int i = 0; i < RUN_PLAN_LAG; i++) t->late[i].out = mem_alloc(RUN_PLAN_SEQS * sizeof(batch_out));
     return code;
@@ -17073,7 +17121,7 @@ static int run_plan_open(run_plan *t, int n_pages, toka_err *e) {
 static void run_plan_close(run_plan *t) {
     for (int i = 0; i < RUN_PLAN_LAG; i++) free(t->late[i].out);
     free(t->length), free(t->started);
-    batch_free(&t->b), sched_free(&t->s);
+    batch_step_free(&t->built), batch_free(&t->b), sched_free(&t->s);
 }
 
 static int run_compare_doubles(const void *a, const void *b) {

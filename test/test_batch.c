@@ -11,6 +11,8 @@ typedef struct bt_device { /* what a device would keep */
 typedef struct bt {
     smt m;
     batch b;
+    batch_step built, last;              /* this step; the one before, which is still on its way */
+    uint64_t last_hash;
     bt_device d;
     int64_t n_copied;                    /* slots loaded from another one */
     int64_t n_shared, n_nested, kv_read; /* shared spans; rows under two or more of them; tokens of K and V read */
@@ -18,12 +20,12 @@ typedef struct bt {
 
 /* Every row's spans: from 0 to its position without a gap, in rising order, and right content in every slot they name. */
 static void bt_check_spans(bt *t, const uint64_t *mem, int32_t *device) {
-    const toka_step *st = &t->b.step;
+    const toka_step *st = &t->built.step;
     const sched *s = &t->m.s;
     int *upto = mem_zalloc((size_t)st->T * sizeof *upto), *n_spans = mem_zalloc((size_t)st->T * sizeof *n_spans);
     int *row_q = mem_alloc((size_t)st->T * sizeof *row_q), row = 0;
-    for (int e = 0; e < t->b.n_seq; e++)
-        for (int i = 0; i < s->seqs[t->b.seq[e]].n_rows; i++) row_q[row++] = t->b.seq[e];
+    for (int e = 0; e < t->built.n_seq; e++)
+        for (int i = 0; i < s->seqs[t->built.seq[e]].n_rows; i++) row_q[row++] = t->built.seq[e];
     CHECK(row == st->T);
     for (int i = 0; i < st->n_spans && !check_failed; i++) {
         toka_span sp = st->spans[i];
@@ -45,7 +47,7 @@ static void bt_check_spans(bt *t, const uint64_t *mem, int32_t *device) {
         CHECK(st->ids[r] == id || (st->ids[r] == -1 - row_q[r] && st->pos[r] >= s->seqs[row_q[r]].n_known));
         t->n_nested += n_spans[r] > 2;
     }
-    t->n_shared += st->n_spans - t->b.n_seq;
+    t->n_shared += st->n_spans - t->built.n_seq;
     free(upto), free(n_spans), free(row_q);
 }
 
@@ -88,7 +90,7 @@ static void bt_device_step(bt *t) {
         for (int i = 0; i < u->n_order; i++) d->order[i] = u->order[i];
     if (u->new_order) d->n_order = u->n_order;
     if (u->new_groups) d->n_groups = u->n_groups, memcpy(d->groups, u->groups, (size_t)u->n_groups * sizeof *u->groups);
-    CHECK(d->n_order == t->b.n_seq && d->n_groups == t->b.step.n_spans - t->b.n_seq);
+    CHECK(d->n_order == t->built.n_seq && d->n_groups == t->built.step.n_spans - t->built.n_seq);
     for (int i = 0; i < d->n_order && !check_failed; i++) {
         int q = d->order[i], n = 1, from = d->length[q];
         bool is_chunk = chunk < u->n_chunks && u->chunks[chunk].at == i;
@@ -96,35 +98,52 @@ static void bt_device_step(bt *t) {
         CHECK(id + (is_chunk ? n : 0) <= u->n_chunk_ids);
         for (int k = 0; k < n; k++, row++) {
             int p = from + k;
-            CHECK(t->b.pos[row] == p && t->b.slot[row] == d->pages[q * cap + p / s->c.B] * s->c.B + p % s->c.B);
-            if (is_chunk) CHECK(t->b.ids[row] == u->chunk_ids[id++]);
+            CHECK(t->built.pos[row] == p && t->built.slot[row] == d->pages[q * cap + p / s->c.B] * s->c.B + p % s->c.B);
+            if (is_chunk) CHECK(t->built.ids[row] == u->chunk_ids[id++]);
         }
         d->length[q] = from + n;
         CHECK(d->n_pages[q] == s->kv.seqs[q].n_pages && d->sample[q] == s->seqs[q].sample);
         CHECK(d->params[q] == s->requests[s->seqs[q].request].prompt);
         CHECK(!memcmp(d->pages + q * cap, kv_row(&s->kv, q), (size_t)d->n_pages[q] * sizeof(int)));
     }
-    CHECK(row == t->b.step.T && chunk == u->n_chunks);
+    CHECK(row == t->built.step.T && chunk == u->n_chunks);
     for (int i = 0; i < d->n_groups; i++) {
         batch_group a = d->groups[i];
-        toka_span b = t->b.step.spans[i];
+        toka_span b = t->built.step.spans[i];
         const int *pages = d->pages + a.q * cap + a.kv0 / s->c.B;
         CHECK(a.row0 == b.row0 && a.n_rows == b.n_rows && a.kv0 == b.kv0 && a.n_kv == b.n_kv);
-        CHECK(!memcmp(pages, t->b.step.pages + b.page0, (size_t)(a.n_kv / s->c.B) * sizeof(int32_t)));
+        CHECK(!memcmp(pages, t->built.step.pages + b.page0, (size_t)(a.n_kv / s->c.B) * sizeof(int32_t)));
     }
+}
+
+/* All that is in a step. Its pages lie there span by span, without a gap. */
+static uint64_t bt_hash(const batch_step *d, int B) {
+    const toka_step *st = &d->step;
+    size_t T = (size_t)st->T * sizeof(int32_t);
+    int n_pages = 0;
+    for (int i = 0; i < st->n_spans; n_pages += (st->spans[i++].n_kv + B - 1) / B) CHECK(st->spans[i].page0 == n_pages);
+    CHECK(n_pages == d->n_pages);
+    uint64_t h = hash_bytes(st->ids, T) + hash_bytes(st->pos, T) * 3 + hash_bytes(st->slot, T) * 5;
+    h += hash_bytes(st->spans, (size_t)st->n_spans * sizeof *st->spans) * 7;
+    h += hash_bytes(st->pages, (size_t)n_pages * sizeof *st->pages) * 9;
+    return h + hash_bytes(d->outs, (size_t)d->n_out * sizeof *d->outs) * 11 + hash_bytes(d->seq, (size_t)d->n_seq * sizeof *d->seq);
 }
 
 static void bt_on_run(void *user, const uint64_t *mem, int32_t *device) {
     bt *t = user;
-    batch_build(&t->b, &t->m.s);
+    batch_step turn = t->last;
+    t->last = t->built, t->built = turn;
+    batch_build(&t->b, &t->built, &t->m.s);
+    CHECK(!t->last.step.T || bt_hash(&t->last, t->m.s.c.B) == t->last_hash); /* whatever was committed, planned and built since */
+    t->last_hash = bt_hash(&t->built, t->m.s.c.B);
     bt_check_spans(t, mem, device);
     bt_device_step(t);
     int n_yield = 0;
     for (int q = 0; q < t->m.s.c.max_seqs; q++) n_yield += t->m.s.seqs[q].n_rows && t->m.s.seqs[q].yields;
-    CHECK(n_yield == t->b.n_out);
-    for (int i = 0; i < t->b.n_out; i++) {
-        const sched_seq *x = &t->m.s.seqs[t->b.outs[i].q];
-        CHECK(x->yields && x->ticket == t->b.outs[i].ticket && t->b.pos[t->b.outs[i].row] == x->from + x->n_rows - 1);
+    CHECK(n_yield == t->built.n_out);
+    for (int i = 0; i < t->built.n_out; i++) {
+        const sched_seq *x = &t->m.s.seqs[t->built.outs[i].q];
+        CHECK(x->yields && x->ticket == t->built.outs[i].ticket && t->built.pos[t->built.outs[i].row] == x->from + x->n_rows - 1);
     }
 }
 
@@ -132,7 +151,8 @@ static bt *bt_open(sched_config c, batch_cost cost, int vocab, int end_one_in, i
     bt *t = mem_zalloc(sizeof *t);
     toka_err e;
     smt_open(&t->m, c, vocab, end_one_in, lag);
-    CHECK(!batch_init(&t->b, &t->m.s, cost, &e));
+    CHECK(!batch_init(&t->b, &t->m.s, cost, &e) && !batch_step_init(&t->built, &t->m.s, &e));
+    CHECK(!batch_step_init(&t->last, &t->m.s, &e));
     size_t n = (size_t)c.max_seqs;
     t->d.pages = mem_zalloc(n * (size_t)t->m.s.kv.cap * sizeof(int)), t->d.n_pages = mem_zalloc(n * sizeof(int));
     t->d.length = mem_zalloc(n * sizeof(int)), t->d.order = mem_zalloc(n * sizeof(int));
@@ -143,7 +163,7 @@ static bt *bt_open(sched_config c, batch_cost cost, int vocab, int end_one_in, i
 
 static void bt_close(bt *t) {
     free(t->d.pages), free(t->d.n_pages), free(t->d.length), free(t->d.order), free(t->d.params), free(t->d.sample);
-    batch_free(&t->b), smt_close(&t->m);
+    batch_free(&t->b), batch_step_free(&t->built), batch_step_free(&t->last), smt_close(&t->m);
     free(t);
 }
 
@@ -180,9 +200,9 @@ static void bt_each_page_once(void) {
         if (t->b.up.n_chunks) continue;
         int want = 0;
         char *seen = mem_zalloc(300);
-        for (int e = 0; e < t->b.n_seq; e++)
-            for (int k = 0, from = t->b.pos[e]; k <= from / 2; k++) { /* one row each; the last page may be half full */
-                int page = kv_row(&t->m.s.kv, t->b.seq[e])[k];
+        for (int e = 0; e < t->built.n_seq; e++)
+            for (int k = 0, from = t->built.pos[e]; k <= from / 2; k++) { /* one row each; the last page may be half full */
+                int page = kv_row(&t->m.s.kv, t->built.seq[e])[k];
                 if (!seen[page] || k == from / 2) want += k == from / 2 ? from % 2 + 1 : 2;
                 seen[page] = 1;
             }
@@ -209,11 +229,11 @@ static void bt_levels(void) {
             sched_submit(&t->m.s, &(sched_job){.prompt = prompt, .n_prompt = 300, .n = 16, .max_tokens = 40}, &e);
         }
         for (int i = 0; i < 3; i++) smt_step(&t->m, i == 2); /* no page is filled by generation yet */
-        CHECK(t->b.n_seq == 32);
+        CHECK(t->built.n_seq == 32);
         CHECK_MSG(t->b.up.n_groups == cases[k].n_spans, "case %d: %d groups", k, t->b.up.n_groups);
-        if (k == 0) CHECK(t->b.step.spans[0].n_rows == 32 && t->b.step.spans[0].n_kv == 96);
-        if (k == 0) CHECK(t->b.step.spans[1].n_rows == 16 && t->b.step.spans[1].n_kv == 192);
-        if (k == 1) CHECK(t->b.step.spans[0].n_rows == 16 && t->b.step.spans[0].n_kv == 288);
+        if (k == 0) CHECK(t->built.step.spans[0].n_rows == 32 && t->built.step.spans[0].n_kv == 96);
+        if (k == 0) CHECK(t->built.step.spans[1].n_rows == 16 && t->built.step.spans[1].n_kv == 192);
+        if (k == 1) CHECK(t->built.step.spans[0].n_rows == 16 && t->built.step.spans[0].n_kv == 288);
         CHECK(!t->b.up.new_order && !t->b.up.new_groups && !t->b.up.n_joins); /* nothing to tell */
         bt_close(t);
     }
