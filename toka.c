@@ -10106,6 +10106,7 @@ const toka_backend toka_cpu = {
     .merge_tok = 4,
     .span_tok = 32,
     .tile_rows = 8,
+    .n_ahead = 2,
 };
 
 /* ===========================================================================
@@ -10124,13 +10125,13 @@ const toka_backend toka_cpu = {
 
 enum { MODEL_RING = 64 }; /* steps under way at most */
 
-typedef struct model_post_of { /* a step and where its picks go */
+typedef struct model_job { /* a step and where its picks go */
     const toka_step *s;
     toka_pick *picks;
-} model_post_of;
+} model_job;
 
 typedef struct model_rank {
-    struct model *m;
+    struct model_run *m;
     toka_device_options options;
     const toka_shape *shape;
     const toka_weights *weights;
@@ -10141,17 +10142,17 @@ typedef struct model_rank {
     double busy_s;    /* under the lock: time in steps */
 } model_rank;
 
-typedef struct model {
+typedef struct model_run {
     const toka_backend *be;
     model_rank *ranks; /* [n_ranks] of which so many run */
     int n_ranks, n_open; /* n_open: of them tried to open their device */
     pthread_mutex_t lock;
     pthread_cond_t to_do, done; /* for ranks; for those who wait for them */
-    model_post_of ring[MODEL_RING];
+    model_job ring[MODEL_RING];
     int64_t posted;
     bool closing;
     toka_err broken; /* code 0: all devices work */
-} model;
+} model_run;
 
 static void rank_step(model_rank *r, const toka_step *s, toka_pick *picks) {
     const toka_backend *be = r->m->be;
@@ -10179,14 +10180,14 @@ static int rank_open(model_rank *r, toka_err *e) {
 
 /* Tells the others that this rank has come so far; with the lock held. */
 static void rank_report(model_rank *r, int code, const toka_err *e) {
-    model *m = r->m;
+    model_run *m = r->m;
     if (code && !m->broken.code) m->broken = *e;
     pthread_cond_broadcast(&m->done);
 }
 
 static void *rank_run(void *arg) {
     model_rank *r = arg;
-    model *m = r->m;
+    model_run *m = r->m;
     toka_err e;
     int code = rank_open(r, &e);
     pthread_mutex_lock(&m->lock);
@@ -10195,7 +10196,7 @@ static void *rank_run(void *arg) {
     for (;;) {
         while (r->done == m->posted && !m->closing) pthread_cond_wait(&m->to_do, &m->lock);
         if (r->done == m->posted) break;
-        model_post_of job = m->ring[r->done % MODEL_RING];
+        model_job job = m->ring[r->done % MODEL_RING];
         bool skip = m->broken.code != 0;
         pthread_mutex_unlock(&m->lock);
         double t0 = os_now();
@@ -10211,7 +10212,7 @@ static void *rank_run(void *arg) {
 }
 
 /* Ends the ranks when they have run what was posted. */
-static void model_close(model *m) {
+static void model_close(model_run *m) {
     if (!m->ranks) return;
     pthread_mutex_lock(&m->lock);
     m->closing = true;
@@ -10220,12 +10221,12 @@ static void model_close(model *m) {
     for (int i = 0; i < m->n_ranks; i++) pthread_join(m->ranks[i].thread, NULL);
     pthread_mutex_destroy(&m->lock), pthread_cond_destroy(&m->to_do), pthread_cond_destroy(&m->done);
     free(m->ranks);
-    *m = (model){0};
+    *m = (model_run){0};
 }
 
-static int model_open(model *m, const toka_backend *be, const toka_device_options *o, const toka_shape *shape,
+static int model_open(model_run *m, const toka_backend *be, const toka_device_options *o, const toka_shape *shape,
                       const toka_weights *weights, toka_err *e) {
-    *m = (model){.be = be, .ranks = mem_zalloc(sizeof *m->ranks)};
+    *m = (model_run){.be = be, .ranks = mem_zalloc(sizeof *m->ranks)};
     pthread_mutex_init(&m->lock, NULL), pthread_cond_init(&m->to_do, NULL), pthread_cond_init(&m->done, NULL);
     m->ranks[0] = (model_rank){.m = m, .options = *o, .shape = shape, .weights = weights};
     int err = pthread_create(&m->ranks[0].thread, NULL, rank_run, &m->ranks[0]);
@@ -10242,10 +10243,10 @@ static int model_open(model *m, const toka_backend *be, const toka_device_option
 }
 
 /* Queues a step for all ranks. Returns its number, 1, 2, 3 ... picks: [s->n_out], filled when model_wait returns 0. */
-static int64_t model_post(model *m, const toka_step *s, toka_pick *picks) {
+static int64_t model_post(model_run *m, const toka_step *s, toka_pick *picks) {
     pthread_mutex_lock(&m->lock);
     for (int i = 0; i < m->n_ranks; i++) assert(m->posted - m->ranks[i].done < MODEL_RING);
-    m->ring[m->posted % MODEL_RING] = (model_post_of){s, picks};
+    m->ring[m->posted % MODEL_RING] = (model_job){s, picks};
     int64_t number = ++m->posted;
     pthread_cond_broadcast(&m->to_do);
     pthread_mutex_unlock(&m->lock);
@@ -10253,7 +10254,7 @@ static int64_t model_post(model *m, const toka_step *s, toka_pick *picks) {
 }
 
 /* Waits until no rank needs step `number` and those before it any more. */
-static int model_wait(model *m, int64_t number, toka_err *e) {
+static int model_wait(model_run *m, int64_t number, toka_err *e) {
     pthread_mutex_lock(&m->lock);
     for (int i = 0; i < m->n_ranks; i++)
         while (m->ranks[i].done < number) pthread_cond_wait(&m->done, &m->lock);
@@ -10264,12 +10265,12 @@ static int model_wait(model *m, int64_t number, toka_err *e) {
 }
 
 /* One forward step, waited for. */
-UNUSED static int model_step(model *m, const toka_step *s, toka_pick *picks, toka_err *e) {
+UNUSED static int model_step(model_run *m, const toka_step *s, toka_pick *picks, toka_err *e) {
     return model_wait(m, model_post(m, s, picks), e);
 }
 
 /* Seconds that the first rank spent in steps. */
-static double model_busy(model *m) {
+static double model_busy(model_run *m) {
     pthread_mutex_lock(&m->lock);
     double busy = m->ranks[0].busy_s;
     pthread_mutex_unlock(&m->lock);
@@ -10281,21 +10282,27 @@ static double model_busy(model *m) {
  * Requests to steps to events. Any thread submits and cancels; one thread at a time drives:
  *
  *     eng_submit --> inbox --eng_take--> sched_submit (13)          any thread | the driver from here on
- *         +-> sched_plan (13) --> batch_build (14) --> eng_rows --> model_step (17) --> eng_commit --+
- *         +------------------------------------------------------------------------------------------+
+ *         +-> sched_plan (13) --> batch_build (14) --> eng_rows --> model_post (17) ... model_wait --> eng_commit --+
+ *         +---------------------------------------------------------------------------------------------------------+
  *
  * The driver is whoever needs a result: a thread in eng_drive runs steps until what it waits for is done, and the next one that
- * waits takes over. There is no hidden thread. Callbacks run on the driving thread, between steps.
+ * waits takes over. Callbacks run on the driving thread, between steps.
+ *
+ * Run-ahead. While the ranks (17) run a step, the driver plans the next: up to n_ahead steps fly, from their plan to their commit,
+ * each with arrays of its own (eng_flight). A step plans on the tokens of those before it, which only the device knows yet. What a
+ * sample that meanwhile ended, was parked or cancelled would still have drawn is thrown away; no result depends on n_ahead.
  *
  * What always holds:
  *   - eng.lock guards the inbox, the list of cancels, `driven`, `stopping`, the broken state and the copy of the statistics;
  *     everything else belongs to the driver;
  *   - every sample of an accepted request ends in exactly one event that is not TOKA_RUNNING;
+ *   - a request is freed when its last event went out and no step flies that has a row of it;
  *   - a step allocates nothing but what events carry (texts grow to their longest once).
  * =========================================================================== */
 
 #define ENG_MAX_N (1 << 20)       /* samples of one request */
 #define ENG_MAX_SAMPLES (1 << 28) /* of all requests under way */
+#define ENG_MAX_AHEAD 4
 
 typedef struct eng_request { /* from eng_submit until its last event */
     int64_t id;
@@ -10303,6 +10310,8 @@ typedef struct eng_request { /* from eng_submit until its last event */
     arena a;      /* all that follows by pointer */
     int32_t *prompt;
     int n_prompt, n, n_live;
+    int n_flying; /* rows of steps that fly and point to this request */
+    bool over;    /* it had its last event */
     bool *ended; /* [n] */
     toka_sampling sampling, scoring; /* scoring: of the prompt's places, only logprobs counts */
     bool scores;     /* the prompt's tokens are wanted, by sample 0, which computes them all */
@@ -10331,21 +10340,29 @@ typedef struct eng_place { /* a row whose logits say how likely token number `at
     uint32_t ticket;
 } eng_place;
 
+typedef struct eng_flight { /* a step from its plan to its commit: all that it reads is its own or of requests that wait for it */
+    batch_step b;
+    toka_out_row *out;    /* [max_tokens] the rows that yield a token, then those of scores */
+    toka_pick *picks;     /* [max_tokens] */
+    eng_request **whose;  /* [max_tokens] */
+    eng_place *places;    /* [max_tokens] */
+    int n_places;
+    ids known;            /* for rows with penalties or bad words: copies of their tokens, and ids that they may not draw */
+    int64_t number;       /* model_post's */
+    double plan_s;
+} eng_flight;
+
 typedef struct eng { /* pools are sized at open and never grow */
-    model m;
+    model_run m;
     const mf_model *files;
     const tok *tok; /* NULL: events carry no text */
     int max_len;
     bool no_sharing; /* every sample has pages and spans of its own */
     sched s;
     batch b;
-    batch_step built;         /* the step that runs */
+    eng_flight flights[ENG_MAX_AHEAD]; /* a ring: n_flying from number `first` on */
+    int n_ahead, first, n_flying;
     eng_slot *slots;          /* [max_seqs] */
-    toka_out_row *out;        /* [max_tokens] the rows that yield a token, then those of scores */
-    toka_pick *picks;         /* [max_tokens] */
-    eng_place *places;        /* [max_tokens] */
-    int n_places;
-    ids forbidden;            /* of this step's rows, where bad words are */
     eng_request **by_sched;   /* [cap_by_sched] of the scheduler's request ids */
     int cap_by_sched, n_live; /* requests that the scheduler has */
     buf piece, text;          /* text of one token; text that became certain */
@@ -10387,6 +10404,28 @@ static int eng_size(toka_shape *shape, int max_seqs, int asked_len, int64_t aske
     return 0;
 }
 
+static int eng_flight_init(eng_flight *f, const sched *s, toka_err *e) {
+    size_t n = (size_t)s->c.max_tokens;
+    int code = batch_step_init(&f->b, s, e);
+    if (code) return code;
+    f->out = mem_alloc(n * sizeof *f->out), f->picks = mem_alloc(n * sizeof *f->picks);
+    f->whose = mem_alloc(n * sizeof *f->whose), f->places = mem_alloc(n * sizeof *f->places);
+    return 0;
+}
+
+static void eng_free(eng *g) { /* the pools; also of an engine that was opened half way */
+    model_close(&g->m);
+    for (int i = 0; i < g->n_ahead; i++) {
+        eng_flight *f = &g->flights[i];
+        batch_step_free(&f->b), ids_free(&f->known);
+        free(f->out), free(f->picks), free(f->whose), free(f->places);
+    }
+    batch_free(&g->b), sched_free(&g->s);
+    free(g->slots), free(g->by_sched), free(g->cancels);
+    buf_free(&g->piece), buf_free(&g->text);
+    free(g);
+}
+
 /* shape: the model's, with B and max_len still to be set here; it must outlive the engine. */
 static int eng_open(eng **out, const toka_backend *be, const mf_model *files, toka_shape *shape, const tok *words,
                     const toka_options *o, toka_err *e) {
@@ -10395,7 +10434,7 @@ static int eng_open(eng **out, const toka_backend *be, const mf_model *files, to
     if (max_seqs > max_tokens) /* every running sample may want a row of the step */
         return fail(e, TOKA_E_USE, "max_num_batched_tokens: %d, expected at least max_num_seqs, %d", max_tokens, max_seqs);
     shape->B = be->page_tok;
-    toka_device_options d = {.n_threads = o->n_threads, .max_tokens = max_tokens, .max_out = max_tokens,
+    toka_device_options d = {.n_threads = o->n_threads, .max_tokens = max_tokens, .max_out = max_tokens, .n_slots = max_seqs,
                              .memory_utilization = o->gpu_memory_utilization, .progress = o->progress, .user = o->progress_user};
     int64_t room = o->kv_tokens ? 0 : be->kv_bytes(shape, &files->weights, &d);
     int code = eng_size(shape, max_seqs, o->max_model_len, o->kv_tokens, be, room, &n_pages, e);
@@ -10407,18 +10446,14 @@ static int eng_open(eng **out, const toka_backend *be, const mf_model *files, to
     code = model_open(&g->m, be, &d, shape, &files->weights, e);
     if (!code && !(code = sched_init(&g->s, &c, e)))
         code = batch_init(&g->b, &g->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows}, e);
-    if (!code) code = batch_step_init(&g->built, &g->s, e);
+    g->n_ahead = be->n_ahead;
+    for (int i = 0; i < g->n_ahead && !code; i++) code = eng_flight_init(&g->flights[i], &g->s, e);
     if (code) {
-        batch_free(&g->b);
-        sched_free(&g->s);
-        model_close(&g->m);
-        free(g);
+        eng_free(g);
         return code;
     }
     g->files = files, g->tok = words, g->max_len = shape->max_len, g->no_sharing = o->no_prefix_caching;
     g->slots = mem_zalloc((size_t)max_seqs * sizeof *g->slots);
-    g->out = mem_alloc((size_t)max_tokens * sizeof *g->out), g->picks = mem_alloc((size_t)max_tokens * sizeof *g->picks);
-    g->places = mem_alloc((size_t)max_tokens * sizeof *g->places);
     g->inbox_end = &g->inbox;
     g->stats.kv_pages = n_pages;
     pthread_mutex_init(&g->lock, NULL), pthread_cond_init(&g->wake, NULL);
@@ -10537,10 +10572,8 @@ static void eng_slot_close(eng *g, int q) {
     *slot = (eng_slot){0};
 }
 
-/* All events of r were delivered. */
-static void eng_finish(eng *g, eng_request *r) {
-    if (r->sched_id >= 0) g->by_sched[r->sched_id] = NULL, g->n_live--;
-    g->stats.requests_done++;
+/* Nothing points to r any more. */
+static void eng_release(eng *g, eng_request *r) {
     bool awaited = r->done != NULL; /* the one who waits for it frees it, maybe at once */
     pthread_mutex_lock(&g->lock);
     if (awaited) *r->done = true;
@@ -10548,6 +10581,14 @@ static void eng_finish(eng *g, eng_request *r) {
     pthread_cond_broadcast(&g->wake);
     pthread_mutex_unlock(&g->lock);
     if (!awaited) eng_request_free(r);
+}
+
+/* All events of r were delivered. */
+static void eng_finish(eng *g, eng_request *r) {
+    if (r->sched_id >= 0) g->by_sched[r->sched_id] = NULL, g->n_live--;
+    g->stats.requests_done++;
+    r->over = true;
+    if (!r->n_flying) eng_release(g, r);
 }
 
 /* Ends every sample that has not ended: cancelled, or failed with the device. */
@@ -10613,60 +10654,71 @@ static void eng_take(eng *g) {
 
 /* ---- One step ---- */
 
-/* Ids that sequence x may not draw now: those that end it too early, those that complete a bad word. Where there are bad words,
- * g->forbidden has room for them. */
-static void eng_forbid(eng *g, const eng_request *r, const sched_seq *x, toka_out_row *row) {
-    bool early = x->n_known - x->n_prompt < r->sampling.min_tokens;
+/* What a row looks at beside its logits: ids that end sequence x too early, those that complete a bad word, and, for penalties,
+ * all its tokens. f->known has room. */
+static void eng_known(eng_flight *f, const eng_request *r, const sched_seq *x, toka_out_row *row) {
+    ids *k = &f->known;
+    bool early = x->n_planned - 1 - x->n_prompt < r->sampling.min_tokens;
     row->forbidden = r->ends.p, row->n_forbidden = early ? (int)r->ends.n : 0;
-    if (!r->sampling.n_bad) return;
-    ids *f = &g->forbidden;
-    size_t from = f->n;
-    for (int i = 0; i < row->n_forbidden; i++) ids_push(f, r->ends.p[i]);
-    samp_bad_ids(&r->sampling, x->tokens + x->n_prompt, x->n_known - x->n_prompt, f);
-    row->forbidden = f->p + from, row->n_forbidden = (int)(f->n - from);
+    if (r->sampling.n_bad) {
+        size_t from = k->n;
+        for (int i = 0; i < row->n_forbidden; i++) ids_push(k, r->ends.p[i]);
+        samp_bad_ids(&r->sampling, x->tokens + x->n_prompt, x->n_known - x->n_prompt, k);
+        row->forbidden = k->p + from, row->n_forbidden = (int)(k->n - from);
+    }
+    if (samp_has_penalties(&r->sampling)) {
+        row->history = memcpy(k->p + k->n, x->tokens, (size_t)x->n_known * sizeof *k->p);
+        row->n_history = x->n_known, k->n += (size_t)x->n_known;
+    }
 }
 
-/* The rows of prompts whose logits are wanted, behind the first n rows of g->out. The last row of a prompt is not among them:
- * what it yields is a token of the sample, or, if the sample is none, forced to be the prompt's last. */
-static int eng_places(eng *g, int n) {
-    int row0 = 0;
-    g->n_places = 0;
-    for (int k = 0; k < g->built.n_seq; row0 += g->s.seqs[g->built.seq[k++]].n_rows) {
-        const sched_seq *x = &g->s.seqs[g->built.seq[k]];
+static void eng_known_room(eng *g, eng_flight *f) {
+    size_t room = 0;
+    for (int i = 0; i < f->b.n_out; i++) {
+        const sched_seq *x = &g->s.seqs[f->b.outs[i].q];
         const eng_request *r = g->by_sched[x->request];
+        if (x->waits) room += (size_t)r->sampling.n_bad + r->ends.n + (size_t)x->n_known;
+    }
+    f->known.n = 0, ids_reserve(&f->known, room);
+}
+
+/* The rows of prompts whose logits are wanted, behind the first n rows of f->out. The last row of a prompt is not among them:
+ * what it yields is a token of the sample, or, if the sample is none, forced to be the prompt's last. */
+static int eng_places(eng *g, eng_flight *f, int n) {
+    int row0 = 0;
+    f->n_places = 0;
+    for (int k = 0; k < f->b.n_seq; row0 += g->s.seqs[f->b.seq[k++]].n_rows) {
+        const sched_seq *x = &g->s.seqs[f->b.seq[k]];
+        eng_request *r = g->by_sched[x->request];
         if (!r->scores || x->sample || !x->is_chunk) continue;
         int end = MIN(x->from + x->n_rows, x->n_prompt - 1);
         for (int p = MAX(x->from, r->n_scored - 1); p < end; p++) {
-            g->places[g->n_places++] = (eng_place){g->built.seq[k], p + 1, x->ticket};
-            g->out[n++] = (toka_out_row){.row = row0 + p - x->from, .forced_id = r->prompt[p + 1], .sampling = &r->scoring};
+            f->places[f->n_places++] = (eng_place){f->b.seq[k], p + 1, x->ticket};
+            f->whose[n] = r, r->n_flying++;
+            f->out[n++] = (toka_out_row){.row = row0 + p - x->from, .slot = -1, .forced_id = r->prompt[p + 1], .sampling = &r->scoring};
         }
     }
     return n;
 }
 
 /* The rows whose logits are wanted, from the batch's list of rows that yield a token. */
-static void eng_rows(eng *g) {
-    size_t n_forbidden = 0;
-    for (int i = 0; i < g->built.n_out; i++) {
-        const eng_request *r = g->by_sched[g->s.seqs[g->built.outs[i].q].request];
-        if (r->sampling.n_bad) n_forbidden += (size_t)r->sampling.n_bad + r->ends.n;
-    }
-    g->forbidden.n = 0, ids_reserve(&g->forbidden, n_forbidden);
-    for (int i = 0; i < g->built.n_out; i++) {
-        const batch_out *o = &g->built.outs[i];
+static void eng_rows(eng *g, eng_flight *f) {
+    eng_known_room(g, f);
+    for (int i = 0; i < f->b.n_out; i++) {
+        const batch_out *o = &f->b.outs[i];
         const sched_seq *x = &g->s.seqs[o->q];
-        const eng_request *r = g->by_sched[x->request];
-        g->out[i] = (toka_out_row){.row = o->row,
+        eng_request *r = g->by_sched[x->request];
+        f->out[i] = (toka_out_row){.row = o->row,
+                                   .slot = o->q,
                                    .forced_id = r->score_only ? r->prompt[r->n_prompt - 1] : -1,
                                    .sample = (uint32_t)x->sample,
-                                   .position = (uint32_t)x->n_known,
+                                   .position = (uint32_t)x->n_planned - 1,
                                    .sampling = r->score_only ? &r->scoring : &r->sampling,
-                                   .history = x->tokens,
-                                   .n_prompt = x->n_prompt,
-                                   .n_history = x->n_known};
-        eng_forbid(g, r, x, &g->out[i]);
+                                   .n_prompt = x->n_prompt};
+        f->whose[i] = r, r->n_flying++;
+        if (!r->score_only) eng_known(f, r, x, &f->out[i]);
     }
-    g->built.step.out = g->out, g->built.step.n_out = eng_places(g, g->built.n_out);
+    f->b.step.out = f->out, f->b.step.n_out = eng_places(g, f, f->b.n_out);
 }
 
 static bool eng_is_end(const eng_request *r, int32_t id) {
@@ -10710,11 +10762,9 @@ static bool eng_deliver_prompt(eng_request *r, int at, const toka_pick *pick, bo
 }
 
 /* Does an event of r's come right behind that of yielding row i? */
-static bool eng_more(const eng *g, const eng_request *r, int i) {
-    for (i++; i < g->built.n_out; i++) {
-        const sched_seq *x = &g->s.seqs[g->built.outs[i].q];
-        if (x->ticket == g->built.outs[i].ticket) return g->by_sched[x->request] == r;
-    }
+static bool eng_more(const eng *g, const eng_flight *f, const eng_request *r, int i) {
+    for (i++; i < f->b.n_out; i++)
+        if (g->s.seqs[f->b.outs[i].q].ticket == f->b.outs[i].ticket) return f->whose[i] == r;
     return false;
 }
 
@@ -10745,51 +10795,48 @@ static bool eng_deliver(eng *g, eng_request *r, int q, const toka_pick *pick, bo
     return !r->fn || !r->fn(r->user, &ev);
 }
 
-static void eng_commit_places(eng *g) {
-    for (int i = 0; i < g->n_places; i++) {
-        const eng_place *p = &g->places[i];
-        const sched_seq *x = &g->s.seqs[p->q];
-        if (x->ticket != p->ticket) continue; /* a callback ended its request in this very loop */
-        eng_request *r = g->by_sched[x->request];
-        bool more = i + 1 < g->n_places && g->places[i + 1].q == p->q;
-        if (!eng_deliver_prompt(r, p->at, &g->picks[g->built.n_out + i], more, TOKA_RUNNING)) eng_end_all(g, r, TOKA_CANCELLED);
+static void eng_commit_places(eng *g, const eng_flight *f) {
+    for (int i = 0; i < f->n_places; i++) {
+        const eng_place *p = &f->places[i];
+        if (g->s.seqs[p->q].ticket != p->ticket) continue; /* it ended meanwhile, or in this very loop by a callback */
+        eng_request *r = f->whose[f->b.n_out + i];
+        bool more = i + 1 < f->n_places && f->places[i + 1].q == p->q;
+        if (!eng_deliver_prompt(r, p->at, &f->picks[f->b.n_out + i], more, TOKA_RUNNING)) eng_end_all(g, r, TOKA_CANCELLED);
     }
 }
 
-static void eng_commit(eng *g) {
-    eng_commit_places(g);
-    for (int i = 0; i < g->built.n_out; i++) {
-        const batch_out o = g->built.outs[i];
-        sched_seq *x = &g->s.seqs[o.q];
-        if (x->ticket != o.ticket) continue;
-        eng_request *r = g->by_sched[x->request];
+static void eng_commit(eng *g, const eng_flight *f) {
+    eng_commit_places(g, f);
+    for (int i = 0; i < f->b.n_out; i++) {
+        const batch_out o = f->b.outs[i];
+        if (g->s.seqs[o.q].ticket != o.ticket) continue;
+        eng_request *r = f->whose[i];
         bool ended = true, more = true;
         if (!r->score_only) {
-            more = eng_deliver(g, r, o.q, &g->picks[i], eng_more(g, r, i), &ended);
+            more = eng_deliver(g, r, o.q, &f->picks[i], eng_more(g, f, r, i), &ended);
         } else {
             r->ended[0] = true, r->n_live--;
-            eng_deliver_prompt(r, r->n_prompt - 1, &g->picks[i], false, TOKA_LENGTH);
+            eng_deliver_prompt(r, r->n_prompt - 1, &f->picks[i], false, TOKA_LENGTH);
         }
-        sched_commit(&g->s, o.q, o.ticket, g->picks[i].id, ended);
+        sched_commit(&g->s, o.q, o.ticket, f->picks[i].id, ended);
         if (!r->n_live) eng_finish(g, r);
         else if (!more) eng_end_all(g, r, TOKA_CANCELLED);
     }
 }
 
-/* What the rows of this step attend to, all and in spans that several sequences share (the first of the batch). */
-static void eng_count_spans(eng *g) {
-    for (int i = 0; i < g->built.step.n_spans; i++) {
-        int64_t pairs = (int64_t)g->built.spans[i].n_rows * g->built.spans[i].n_kv;
+/* What the rows of a step attend to, all and in spans that several sequences share (the first of the batch). */
+static void eng_count_spans(eng *g, const batch_step *b) {
+    for (int i = 0; i < b->step.n_spans; i++) {
+        int64_t pairs = (int64_t)b->spans[i].n_rows * b->spans[i].n_kv;
         g->stats.attended += pairs;
-        if (i < g->built.step.n_spans - g->built.n_seq) g->stats.attended_shared += pairs;
+        if (i < b->step.n_spans - b->n_seq) g->stats.attended_shared += pairs;
     }
 }
 
-/* After a step of so many rows that took so long to plan, run and commit: the statistics that others see. */
-static void eng_show(eng *g, int rows, double plan_s, double run_s, double commit_s) {
+/* Brings the statistics that others see up to date. */
+static void eng_show(eng *g) {
     toka_stats *s = &g->stats;
-    s->steps += rows > 0, s->rows += rows;
-    s->plan_s += plan_s, s->run_s += run_s, s->commit_s += commit_s;
+    s->run_s = model_busy(&g->m);
     s->running = g->s.n_running, s->waiting = g->s.n_waiting;
     s->prompt_tokens = g->s.n_prompt_tokens, s->prompt_tokens_shared = g->s.n_prompt_hits;
     s->preemptions = g->s.n_preempted;
@@ -10798,6 +10845,19 @@ static void eng_show(eng *g, int rows, double plan_s, double run_s, double commi
     g->shown = *s;
     for (const eng_request *r = g->inbox; r; r = r->next) g->shown.waiting += r->n;
     pthread_mutex_unlock(&g->lock);
+}
+
+/* The oldest step has come down: its rows let go of their requests. */
+static void eng_land(eng *g) {
+    eng_flight *f = &g->flights[g->first];
+    for (int i = 0; i < f->b.step.n_out; i++)
+        if (!--f->whose[i]->n_flying && f->whose[i]->over) eng_release(g, f->whose[i]);
+    g->first = (g->first + 1) % g->n_ahead, g->n_flying--;
+}
+
+static void eng_drop_flights(eng *g) { /* what they bring means nothing any more */
+    toka_err e;
+    for (; g->n_flying; eng_land(g)) model_wait(&g->m, g->flights[g->first].number, &e);
 }
 
 static void eng_end_everything(eng *g, toka_finish how) {
@@ -10811,43 +10871,56 @@ static void eng_break(eng *g, const toka_err *e) {
     pthread_mutex_lock(&g->lock);
     g->broken = *e;
     pthread_mutex_unlock(&g->lock);
+    eng_drop_flights(g);
     eng_end_everything(g, TOKA_FAILED);
-    eng_show(g, 0, 0, 0, 0);
+    eng_show(g);
 }
 
 static void eng_close(eng *g) { /* what is under way gets its last events, TOKA_CANCELLED, on this thread */
     if (!g) return;
+    eng_drop_flights(g);
     eng_end_everything(g, TOKA_CANCELLED);
-    model_close(&g->m);
-    sched_free(&g->s), batch_free(&g->b), batch_step_free(&g->built);
-    free(g->slots), free(g->out), free(g->picks), free(g->places), free(g->by_sched), free(g->cancels);
-    buf_free(&g->piece), buf_free(&g->text), ids_free(&g->forbidden);
     pthread_mutex_destroy(&g->lock), pthread_cond_destroy(&g->wake);
-    free(g);
+    eng_free(g);
 }
 
-
-static void eng_step(eng *g) {
-    toka_err e;
-    eng_take(g);
-    if (!g->n_live) {
-        eng_show(g, 0, 0, 0, 0); /* all that was there was cancelled */
-        return;
-    }
+/* Plans a step and posts it. False: nothing can run before a step that flies has landed. */
+static bool eng_plan(eng *g) {
+    eng_flight *f = &g->flights[(g->first + g->n_flying) % g->n_ahead];
     double t0 = os_now();
     int rows = sched_plan(&g->s);
-    batch_build(&g->b, &g->built, &g->s);
-    eng_rows(g);
-    double t1 = os_now();
-    int code = rows ? model_step(&g->m, &g->built.step, g->picks, &e) : 0;
-    double t2 = os_now();
-    if (code) {
+    if (rows) {
+        batch_build(&g->b, &f->b, &g->s);
+        eng_rows(g, f);
+        f->number = model_post(&g->m, &f->b.step, f->picks);
+        g->n_flying++;
+        eng_count_spans(g, &f->b);
+    }
+    g->stats.plan_s += os_now() - t0;
+    return rows > 0;
+}
+
+/* Waits for the oldest step and commits it. */
+static void eng_fetch(eng *g) {
+    const eng_flight *f = &g->flights[g->first];
+    toka_err e;
+    if (model_wait(&g->m, f->number, &e)) {
         eng_break(g, &e);
         return;
     }
-    eng_count_spans(g);
-    eng_commit(g);
-    eng_show(g, rows, t1 - t0, t2 - t1, os_now() - t2);
+    double t0 = os_now();
+    g->stats.steps++, g->stats.rows += f->b.step.T;
+    eng_commit(g, f);
+    eng_land(g);
+    g->stats.commit_s += os_now() - t0;
+    eng_show(g);
+}
+
+static void eng_step(eng *g) {
+    eng_take(g);
+    bool posted = g->n_live && g->n_flying < g->n_ahead && eng_plan(g);
+    if (g->n_flying && (!posted || g->n_flying == g->n_ahead)) eng_fetch(g);
+    else if (!posted) eng_show(g); /* all that was there was cancelled */
 }
 
 /* ---- Drive ---- */
@@ -10857,7 +10930,7 @@ static void eng_step(eng *g) {
 static int eng_drive(eng *g, const bool *done, bool forever, toka_err *e) {
     pthread_mutex_lock(&g->lock);
     while (!(done && *done)) {
-        bool idle = !g->driven && !g->n_live && !g->inbox && !g->n_cancels;
+        bool idle = !g->driven && !g->n_live && !g->n_flying && !g->inbox && !g->n_cancels;
         if (!g->driven && !done && (g->broken.code || (forever ? g->stopping : idle))) break;
         if (g->driven || idle) {
             pthread_cond_wait(&g->wake, &g->lock);
@@ -13782,7 +13855,7 @@ static run_report run_report_make(toka *t, double elapsed_s) {
     p.shared = s->prompt_tokens ? (double)s->prompt_tokens_shared / (double)s->prompt_tokens : 0;
     p.rows_per_step = s->steps ? (double)s->rows / (double)s->steps : 0;
     p.plan = s->plan_s / p.elapsed_s, p.run = s->run_s / p.elapsed_s, p.commit = s->commit_s / p.elapsed_s;
-    p.idle = MAX(0.0, 1 - p.plan - p.run - p.commit);
+    p.idle = MAX(0.0, 1 - p.run);
     if (s->run_s > 0) {
         double bytes = (double)files->weight_bytes * (body + head) / (double)files->n_parameters; /* no step reads all of embed */
         p.read_gbs = 1e-9 * bytes * (double)s->steps / s->run_s;
@@ -13801,10 +13874,10 @@ static void run_report_show(const run_report *p) {
     if (!s->steps) return;
     fprintf(stderr,
             "  prompt %lld tokens, %.1f %% from the prefix tree; output %lld tokens, %.1f tok/s; %.1f tok/s in all\n"
-            "  %lld steps of %.1f tokens, %lld preemptions; time: plan %.1f %%, run %.1f %%, commit %.1f %%, idle %.1f %%\n",
+            "  %lld steps of %.1f tokens, %lld preemptions; device busy %.1f %%, idle %.1f %%; beside it planning %.1f %%, events %.1f %%\n",
             (long long)s->prompt_tokens, 100 * p->shared, (long long)s->output_tokens, p->output_rate, p->total_rate,
-            (long long)s->steps, p->rows_per_step, (long long)s->preemptions, 100 * p->plan, 100 * p->run, 100 * p->commit,
-            100 * p->idle);
+            (long long)s->steps, p->rows_per_step, (long long)s->preemptions, 100 * p->run, 100 * p->idle, 100 * p->plan,
+            100 * p->commit);
     if (p->ceiling > 0)
         fprintf(stderr, "  weights were read at %.1f of %.1f GB/s and used at %.1f of %.1f GFLOP/s: %.0f %% of the ceiling\n",
                 p->read_gbs, p->most_gbs, p->gflops, p->most_gflops, 100 * p->ceiling);

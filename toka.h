@@ -234,7 +234,8 @@ typedef struct toka_stats { /* since toka_open, as of the last step */
     int64_t prompt_tokens;          /* of all samples that started */
     int64_t prompt_tokens_shared;   /* of these, found in the prefix tree: not computed again */
     int64_t attended, attended_shared; /* pairs of a row and a position it attends to; of these, in shared prefixes */
-    double plan_s, run_s, commit_s; /* where the time went: planning, the device, events */
+    double plan_s, run_s, commit_s; /* where the time went: planning, the device, events. Planning and events go on while the device
+                                       runs, where steps run ahead */
 } toka_stats;
 toka_stats toka_get_stats(toka *t);
 
@@ -399,6 +400,7 @@ typedef struct toka_backend {
     size_t activation_bytes; /* bytes of one element of x, q and o, and of K and V */
     int page_tok;            /* tokens of a KV page: toka_shape.B */
     int default_tokens, default_seqs; /* of a step, and running at once, where the user does not say */
+    int n_ahead;             /* steps that are posted before the oldest one's picks are looked at; 1: each is waited for */
     /* What attention costs here, in tokens of K and V read for one row; decides which shared prefixes become spans of their own:
      * merging one more partial result into a row, one more span, and how many rows one read of K and V serves. */
     int merge_tok, span_tok, tile_rows;

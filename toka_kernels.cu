@@ -4616,4 +4616,5 @@ extern "C" const toka_backend toka_cuda = {
     .merge_tok = 8, /* these three: how attention's time grows, measured on an H100 (chapter 9) */
     .span_tok = 512,
     .tile_rows = 32,
+    .n_ahead = 1,
 };

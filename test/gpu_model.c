@@ -88,7 +88,7 @@ static void fixture(const char *name) {
     float *got = mem_alloc((size_t)m->s.n_out * V * sizeof(float)), *want = mem_alloc((size_t)m->s.n_out * V * sizeof(float));
     memset(got, 0xFF, (size_t)m->s.n_out * V * sizeof(float));
     m->s.logits = got;
-    bool ran = g->s.c.n_pages >= 251 && model_step(&g->m, &m->s, g->picks, &e) == 0;
+    bool ran = g->s.c.n_pages >= 251 && model_step(&g->m, &m->s, g->flights[0].picks, &e) == 0;
     JSON_EACH(it, cases) {
         int n_at = int_array(json_get(it, "logit_positions"), at, 8);
         memcpy(want + (size_t)n_rows * V, bin.p + json_int(json_get(it, "logits_offset"), 0), (size_t)n_at * V * 4);
@@ -119,7 +119,7 @@ static int logits_main(int argc, char **argv) {
     float *logits = mem_alloc((size_t)n * V * sizeof(float));
     toka_step s = {.T = n, .n_spans = 1, .n_out = n, .ids = id.p, .pos = pos, .slot = slot, .pages = pages, .spans = &span, .out = out,
                    .logits = logits};
-    if (model_step(&t->engine->m, &s, t->engine->picks, &e)) return printf("%s\n", e.msg), 2;
+    if (model_step(&t->engine->m, &s, t->engine->flights[0].picks, &e)) return printf("%s\n", e.msg), 2;
     FILE *f = fopen(argv[4], "wb");
     bool ok = f && fwrite(logits, sizeof(float), (size_t)n * V, f) == (size_t)n * V;
     if (f) ok = fclose(f) == 0 && ok;

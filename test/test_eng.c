@@ -106,7 +106,7 @@ static void eng_check_logits(toka *t, const char *name, const json *cases, const
     }
     float *logits = mem_alloc((size_t)s.n_out * V * sizeof(float)), *want = mem_alloc((size_t)V * sizeof(float)), *row = logits;
     s.logits = logits;
-    CHECK(g->s.c.n_pages >= 251 && model_step(&g->m, &s, g->picks, &e) == 0);
+    CHECK(g->s.c.n_pages >= 251 && model_step(&g->m, &s, g->flights[0].picks, &e) == 0);
     int n_case = 0;
     JSON_EACH(it, cases) {
         const char *gold = bin + json_int(json_get(it, "logits_offset"), 0);
