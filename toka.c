@@ -6736,15 +6736,15 @@ static void kv_order_leave(kv_cache *k, int q) {
 /* ---- Rows ---- */
 
 /* Leading pages of the tree that hold tokens[0..]; the last token never counts, its row must be computed for its
- * logits. Writes them to the row of q, which is not open, and holds nothing. */
-static int kv_match(const kv_cache *k, int q, const int32_t *tokens, int n) {
-    int *row = kv_row(k, q), m = 0, at = k->root;
+ * logits. Writes them to `row`, that of a sequence which is not open, if not NULL; holds nothing. */
+static int kv_match(const kv_cache *k, int *row, const int32_t *tokens, int n) {
+    int m = 0, at = k->root;
     uint64_t h = k->pages[at].hash;
     for (; (m + 1) * k->B < n; m++) {
         h = kv_hash(k, h, tokens + (size_t)m * (size_t)k->B);
         at = kv_child(k, at, h, tokens + (size_t)m * (size_t)k->B);
         if (at < 0) break;
-        row[m] = at;
+        if (row) row[m] = at;
     }
     return m;
 }
@@ -7721,7 +7721,7 @@ static void sched_aim(sched *s, int q, int n, int m) {
 
 static bool sched_admit_parked(sched *s, int q) {
     sched_seq *x = &s->seqs[q];
-    int n = x->n_known, m = sched_alone(s, x) ? 0 : kv_match(&s->kv, q, x->tokens, n);
+    int n = x->n_known, m = sched_alone(s, x) ? 0 : kv_match(&s->kv, kv_row(&s->kv, q), x->tokens, n);
     sched_aim(s, q, n, m);
     if (!sched_fits(s, q, n, m)) return false;
     heap_remove(s->line, &s->parked, q);
@@ -7733,7 +7733,7 @@ static bool sched_admit_fresh(sched *s, int id) {
     if (!s->n_slots_free) return false;
     sched_request *r = &s->requests[id];
     int q = s->free_slots[s->n_slots_free - 1], n = r->n_prompt;
-    int m = r->n_started < r->n_alone ? 0 : kv_match(&s->kv, q, r->prompt, n);
+    int m = r->n_started < r->n_alone ? 0 : kv_match(&s->kv, kv_row(&s->kv, q), r->prompt, n);
     sched_seq *x = &s->seqs[q];
     *x = (sched_seq){.request = id, .sample = r->n_started, .waits = r->waits, .n_prompt = n, .n_known = n, .n_found = m * s->c.B,
                      .limit = n + r->max_tokens, .ticket = x->ticket, .row_turn = x->row_turn, .class = {-1, 0},
@@ -10130,6 +10130,11 @@ typedef struct model_job { /* a step and where its picks go */
     toka_pick *picks;
 } model_job;
 
+typedef struct model_bell { /* of all models that one thread waits for */
+    pthread_mutex_t lock;
+    pthread_cond_t done; /* some rank ran a step, or opened its device */
+} model_bell;
+
 typedef struct model_rank {
     struct model_run *m;
     toka_device_options options;
@@ -10146,8 +10151,8 @@ typedef struct model_run {
     const toka_backend *be;
     model_rank *ranks; /* [n_ranks] of which so many run */
     int n_ranks, n_open; /* n_open: of them tried to open their device */
-    pthread_mutex_t lock;
-    pthread_cond_t to_do, done; /* for ranks; for those who wait for them */
+    model_bell *bell;    /* its lock guards all that follows, and `done` and busy_s of the ranks */
+    pthread_cond_t to_do;
     model_job ring[MODEL_RING];
     int64_t posted;
     bool closing;
@@ -10182,7 +10187,7 @@ static int rank_open(model_rank *r, toka_err *e) {
 static void rank_report(model_rank *r, int code, const toka_err *e) {
     model_run *m = r->m;
     if (code && !m->broken.code) m->broken = *e;
-    pthread_cond_broadcast(&m->done);
+    pthread_cond_broadcast(&m->bell->done);
 }
 
 static void *rank_run(void *arg) {
@@ -10190,23 +10195,23 @@ static void *rank_run(void *arg) {
     model_run *m = r->m;
     toka_err e;
     int code = rank_open(r, &e);
-    pthread_mutex_lock(&m->lock);
+    pthread_mutex_lock(&m->bell->lock);
     m->n_open++;
     rank_report(r, code, &e);
     for (;;) {
-        while (r->done == m->posted && !m->closing) pthread_cond_wait(&m->to_do, &m->lock);
+        while (r->done == m->posted && !m->closing) pthread_cond_wait(&m->to_do, &m->bell->lock);
         if (r->done == m->posted) break;
         model_job job = m->ring[r->done % MODEL_RING];
         bool skip = m->broken.code != 0;
-        pthread_mutex_unlock(&m->lock);
+        pthread_mutex_unlock(&m->bell->lock);
         double t0 = os_now();
         if (!skip) rank_step(r, job.s, job.picks);
         code = skip ? 0 : m->be->status(r->dev, &e);
-        pthread_mutex_lock(&m->lock);
+        pthread_mutex_lock(&m->bell->lock);
         r->busy_s += os_now() - t0, r->done++;
         rank_report(r, code, &e);
     }
-    pthread_mutex_unlock(&m->lock);
+    pthread_mutex_unlock(&m->bell->lock);
     if (r->dev) m->be->close(r->dev);
     return NULL;
 }
@@ -10214,53 +10219,62 @@ static void *rank_run(void *arg) {
 /* Ends the ranks when they have run what was posted. */
 static void model_close(model_run *m) {
     if (!m->ranks) return;
-    pthread_mutex_lock(&m->lock);
+    pthread_mutex_lock(&m->bell->lock);
     m->closing = true;
     pthread_cond_broadcast(&m->to_do);
-    pthread_mutex_unlock(&m->lock);
+    pthread_mutex_unlock(&m->bell->lock);
     for (int i = 0; i < m->n_ranks; i++) pthread_join(m->ranks[i].thread, NULL);
-    pthread_mutex_destroy(&m->lock), pthread_cond_destroy(&m->to_do), pthread_cond_destroy(&m->done);
+    pthread_cond_destroy(&m->to_do);
     free(m->ranks);
     *m = (model_run){0};
 }
 
-static int model_open(model_run *m, const toka_backend *be, const toka_device_options *o, const toka_shape *shape,
-                      const toka_weights *weights, toka_err *e) {
-    *m = (model_run){.be = be, .ranks = mem_zalloc(sizeof *m->ranks)};
-    pthread_mutex_init(&m->lock, NULL), pthread_cond_init(&m->to_do, NULL), pthread_cond_init(&m->done, NULL);
+/* Starts the ranks, which open their devices side by side; model_ready waits for them. */
+static int model_start(model_run *m, const toka_backend *be, model_bell *bell, const toka_device_options *o, const toka_shape *shape,
+                       const toka_weights *weights, toka_err *e) {
+    *m = (model_run){.be = be, .bell = bell, .ranks = mem_zalloc(sizeof *m->ranks)};
+    pthread_cond_init(&m->to_do, NULL);
     m->ranks[0] = (model_rank){.m = m, .options = *o, .shape = shape, .weights = weights};
     int err = pthread_create(&m->ranks[0].thread, NULL, rank_run, &m->ranks[0]);
-    if (err) fail(&m->broken, TOKA_E_IO, "cannot start a thread: %s", strerror(err));
-    else m->n_ranks++;
-    pthread_mutex_lock(&m->lock);
-    while (m->n_open < m->n_ranks) pthread_cond_wait(&m->done, &m->lock);
-    pthread_mutex_unlock(&m->lock);
+    if (err) return fail(e, TOKA_E_IO, "cannot start a thread: %s", strerror(err));
+    m->n_ranks++;
+    return 0;
+}
+
+static int model_ready(model_run *m, toka_err *e) {
+    pthread_mutex_lock(&m->bell->lock);
+    while (m->n_open < m->n_ranks) pthread_cond_wait(&m->bell->done, &m->bell->lock);
     int code = m->broken.code;
-    if (!code) return 0;
-    *e = m->broken;
-    model_close(m);
+    if (code) *e = m->broken;
+    pthread_mutex_unlock(&m->bell->lock);
     return code;
 }
 
 /* Queues a step for all ranks. Returns its number, 1, 2, 3 ... picks: [s->n_out], filled when model_wait returns 0. */
 static int64_t model_post(model_run *m, const toka_step *s, toka_pick *picks) {
-    pthread_mutex_lock(&m->lock);
+    pthread_mutex_lock(&m->bell->lock);
     for (int i = 0; i < m->n_ranks; i++) assert(m->posted - m->ranks[i].done < MODEL_RING);
     m->ring[m->posted % MODEL_RING] = (model_job){s, picks};
     int64_t number = ++m->posted;
     pthread_cond_broadcast(&m->to_do);
-    pthread_mutex_unlock(&m->lock);
+    pthread_mutex_unlock(&m->bell->lock);
     return number;
 }
 
-/* Waits until no rank needs step `number` and those before it any more. */
-static int model_wait(model_run *m, int64_t number, toka_err *e) {
-    pthread_mutex_lock(&m->lock);
+/* With the bell's lock held: no rank needs step `number` and those before it any more. */
+static bool model_is_done(const model_run *m, int64_t number) {
     for (int i = 0; i < m->n_ranks; i++)
-        while (m->ranks[i].done < number) pthread_cond_wait(&m->done, &m->lock);
+        if (m->ranks[i].done < number) return false;
+    return true;
+}
+
+/* Waits until model_is_done. */
+static int model_wait(model_run *m, int64_t number, toka_err *e) {
+    pthread_mutex_lock(&m->bell->lock);
+    while (!model_is_done(m, number)) pthread_cond_wait(&m->bell->done, &m->bell->lock);
     int code = m->broken.code;
     if (code) *e = m->broken;
-    pthread_mutex_unlock(&m->lock);
+    pthread_mutex_unlock(&m->bell->lock);
     return code;
 }
 
@@ -10271,9 +10285,9 @@ UNUSED static int model_step(model_run *m, const toka_step *s, toka_pick *picks,
 
 /* Seconds that the first rank spent in steps. */
 static double model_busy(model_run *m) {
-    pthread_mutex_lock(&m->lock);
+    pthread_mutex_lock(&m->bell->lock);
     double busy = m->ranks[0].busy_s;
-    pthread_mutex_unlock(&m->lock);
+    pthread_mutex_unlock(&m->bell->lock);
     return busy;
 }
 
@@ -10292,6 +10306,9 @@ static double model_busy(model_run *m) {
  * each with arrays of its own (eng_flight). A step plans on the tokens of those before it, which only the device knows yet. What a
  * sample that meanwhile ended, was parked or cancelled would still have drawn is thrown away; no result depends on n_ahead.
  *
+ * Replicas. Each has the whole model on ranks of its own, its own pages and its own scheduler. A request goes to the one that would have
+ * the least left to do, in tokens, when it were done there: what it already computed of the prompt counts for it.
+ *
  * What always holds:
  *   - eng.lock guards the inbox, the list of cancels, `driven`, `stopping`, the broken state and the copy of the statistics;
  *     everything else belongs to the driver;
@@ -10306,7 +10323,9 @@ static double model_busy(model_run *m) {
 
 typedef struct eng_request { /* from eng_submit until its last event */
     int64_t id;
-    int sched_id; /* -1: still in the inbox */
+    struct eng_replica *home; /* NULL: still in the inbox */
+    int sched_id;
+    double work, work_each; /* tokens that it counts for at home, in all and for a sample; what ended does not count */
     arena a;      /* all that follows by pointer */
     int32_t *prompt;
     int n_prompt, n, n_live;
@@ -10352,12 +10371,9 @@ typedef struct eng_flight { /* a step from its plan to its commit: all that it r
     double plan_s;
 } eng_flight;
 
-typedef struct eng { /* pools are sized at open and never grow */
+typedef struct eng_replica {
+    struct eng *g;
     model_run m;
-    const mf_model *files;
-    const tok *tok; /* NULL: events carry no text */
-    int max_len;
-    bool no_sharing; /* every sample has pages and spans of its own */
     sched s;
     batch b;
     eng_flight flights[ENG_MAX_AHEAD]; /* a ring: n_flying from number `first` on */
@@ -10365,6 +10381,18 @@ typedef struct eng { /* pools are sized at open and never grow */
     eng_slot *slots;          /* [max_seqs] */
     eng_request **by_sched;   /* [cap_by_sched] of the scheduler's request ids */
     int cap_by_sched, n_live; /* requests that the scheduler has */
+    double work;              /* of them */
+} eng_replica;
+
+typedef struct eng { /* pools are sized at open and never grow */
+    const toka_backend *be;
+    const mf_model *files;
+    const tok *tok; /* NULL: events carry no text */
+    int max_len, max_seqs; /* max_seqs: of all replicas */
+    bool no_sharing; /* every sample has pages and spans of its own */
+    eng_replica *replicas;
+    int n_replicas, n_busy;   /* n_busy: requests and steps that they have */
+    model_bell bell;
     buf piece, text;          /* text of one token; text that became certain */
     toka_stats stats;         /* the driver's */
 
@@ -10413,16 +10441,34 @@ static int eng_flight_init(eng_flight *f, const sched *s, toka_err *e) {
     return 0;
 }
 
-static void eng_free(eng *g) { /* the pools; also of an engine that was opened half way */
-    model_close(&g->m);
-    for (int i = 0; i < g->n_ahead; i++) {
-        eng_flight *f = &g->flights[i];
+static void eng_replica_free(eng_replica *p) {
+    model_close(&p->m);
+    for (int i = 0; i < p->n_ahead; i++) {
+        eng_flight *f = &p->flights[i];
         batch_step_free(&f->b), ids_free(&f->known);
         free(f->out), free(f->picks), free(f->whose), free(f->places);
     }
-    batch_free(&g->b), sched_free(&g->s);
-    free(g->slots), free(g->by_sched), free(g->cancels);
+    batch_free(&p->b), sched_free(&p->s);
+    free(p->slots), free(p->by_sched);
+}
+
+/* All but the devices, which are still being opened. */
+static int eng_replica_init(eng_replica *p, const sched_config *c, toka_err *e) {
+    const toka_backend *be = p->g->be;
+    p->n_ahead = be->n_ahead;
+    p->slots = mem_zalloc((size_t)c->max_seqs * sizeof *p->slots);
+    int code = sched_init(&p->s, c, e);
+    if (!code) code = batch_init(&p->b, &p->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows}, e);
+    for (int i = 0; i < p->n_ahead && !code; i++) code = eng_flight_init(&p->flights[i], &p->s, e);
+    return code;
+}
+
+static void eng_free(eng *g) { /* also of an engine that was opened half way */
+    for (int i = 0; i < g->n_replicas; i++) eng_replica_free(&g->replicas[i]);
+    free(g->replicas), free(g->cancels);
     buf_free(&g->piece), buf_free(&g->text);
+    pthread_mutex_destroy(&g->lock), pthread_cond_destroy(&g->wake);
+    pthread_mutex_destroy(&g->bell.lock), pthread_cond_destroy(&g->bell.done);
     free(g);
 }
 
@@ -10434,6 +10480,7 @@ static int eng_open(eng **out, const toka_backend *be, const mf_model *files, to
     if (max_seqs > max_tokens) /* every running sample may want a row of the step */
         return fail(e, TOKA_E_USE, "max_num_batched_tokens: %d, expected at least max_num_seqs, %d", max_tokens, max_seqs);
     shape->B = be->page_tok;
+    int n_replicas = MAX(o->data_parallel_size, 1);
     toka_device_options d = {.n_threads = o->n_threads, .max_tokens = max_tokens, .max_out = max_tokens, .n_slots = max_seqs,
                              .memory_utilization = o->gpu_memory_utilization, .progress = o->progress, .user = o->progress_user};
     int64_t room = o->kv_tokens ? 0 : be->kv_bytes(shape, &files->weights, &d);
@@ -10443,20 +10490,23 @@ static int eng_open(eng **out, const toka_backend *be, const mf_model *files, to
     eng *g = mem_zalloc(sizeof *g);
     sched_config c = {.B = shape->B, .n_pages = n_pages, .max_seqs = max_seqs, .max_tokens = max_tokens, .max_len = shape->max_len,
                       .n_classes = 4096};
-    code = model_open(&g->m, be, &d, shape, &files->weights, e);
-    if (!code && !(code = sched_init(&g->s, &c, e)))
-        code = batch_init(&g->b, &g->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows}, e);
-    g->n_ahead = be->n_ahead;
-    for (int i = 0; i < g->n_ahead && !code; i++) code = eng_flight_init(&g->flights[i], &g->s, e);
+    g->be = be, g->files = files, g->tok = words, g->max_len = shape->max_len, g->no_sharing = o->no_prefix_caching;
+    g->inbox_end = &g->inbox;
+    pthread_mutex_init(&g->lock, NULL), pthread_cond_init(&g->wake, NULL);
+    pthread_mutex_init(&g->bell.lock, NULL), pthread_cond_init(&g->bell.done, NULL);
+    g->replicas = mem_zalloc((size_t)n_replicas * sizeof *g->replicas);
+    for (int i = 0; i < n_replicas && !code; i++) {
+        eng_replica *p = &g->replicas[g->n_replicas++];
+        p->g = g;
+        code = model_start(&p->m, be, &g->bell, &d, shape, &files->weights, e);
+        if (!code) code = eng_replica_init(p, &c, e);
+    }
+    for (int i = 0; i < n_replicas && !code; i++) code = model_ready(&g->replicas[i].m, e);
     if (code) {
         eng_free(g);
         return code;
     }
-    g->files = files, g->tok = words, g->max_len = shape->max_len, g->no_sharing = o->no_prefix_caching;
-    g->slots = mem_zalloc((size_t)max_seqs * sizeof *g->slots);
-    g->inbox_end = &g->inbox;
-    g->stats.kv_pages = n_pages;
-    pthread_mutex_init(&g->lock, NULL), pthread_cond_init(&g->wake, NULL);
+    g->max_seqs = n_replicas * max_seqs, g->stats.kv_pages = n_replicas * n_pages;
     *out = g;
     return 0;
 }
@@ -10478,7 +10528,7 @@ static eng_request *eng_request_new(const eng *g, const toka_request *r, const i
     toka_sampling *s = &q->sampling;
     arena *a = &q->a;
     *s = r->sampling;
-    q->sched_id = -1, q->n_prompt = n_prompt, q->n = q->n_live = MAX(r->n, 1), q->priority = r->priority;
+    q->n_prompt = n_prompt, q->n = q->n_live = MAX(r->n, 1), q->priority = r->priority;
     q->class_key = r->length_class, q->ids_only = r->ids_only, q->keep_special = r->keep_special;
     q->scores = r->prompt_logprobs, q->score_only = !r->n, q->scoring.logprobs = r->prompt_top;
     q->prompt = eng_copy(a, prompt, (size_t)n_prompt * sizeof *prompt);
@@ -10564,11 +10614,11 @@ static void eng_cancel(eng *g, int64_t id) {
 
 /* ---- Ends ---- */
 
-static void eng_slot_close(eng *g, int q) {
-    eng_slot *slot = &g->slots[q];
+static void eng_slot_close(eng_replica *p, int q) {
+    eng_slot *slot = &p->slots[q];
     if (!slot->open) return;
     stop_free(&slot->stop);
-    if (g->tok) tok_stream_free(&slot->stream);
+    if (p->g->tok) tok_stream_free(&slot->stream);
     *slot = (eng_slot){0};
 }
 
@@ -10585,7 +10635,8 @@ static void eng_release(eng *g, eng_request *r) {
 
 /* All events of r were delivered. */
 static void eng_finish(eng *g, eng_request *r) {
-    if (r->sched_id >= 0) g->by_sched[r->sched_id] = NULL, g->n_live--;
+    eng_replica *p = r->home;
+    if (p) p->by_sched[r->sched_id] = NULL, p->work -= r->work, p->n_live--, g->n_busy--;
     g->stats.requests_done++;
     r->over = true;
     if (!r->n_flying) eng_release(g, r);
@@ -10593,10 +10644,11 @@ static void eng_finish(eng *g, eng_request *r) {
 
 /* Ends every sample that has not ended: cancelled, or failed with the device. */
 static void eng_end_all(eng *g, eng_request *r, toka_finish how) {
-    if (r->sched_id >= 0) {
-        for (int q = 0; q < g->s.c.max_seqs; q++)
-            if (g->s.seqs[q].state != SCHED_FREE && g->s.seqs[q].request == r->sched_id) eng_slot_close(g, q);
-        sched_cancel(&g->s, r->sched_id);
+    eng_replica *p = r->home;
+    if (p) {
+        for (int q = 0; q < p->s.c.max_seqs; q++)
+            if (p->s.seqs[q].state != SCHED_FREE && p->s.seqs[q].request == r->sched_id) eng_slot_close(p, q);
+        sched_cancel(&p->s, r->sched_id);
     }
     int left = r->n_live;
     toka_event ev = {.id = -1, .text = r->ids_only ? NULL : "", .finish = how, .stop_id = -1, .stop_text = -1};
@@ -10610,24 +10662,50 @@ static void eng_end_all(eng *g, eng_request *r, toka_finish how) {
 
 /* ---- Take: the inbox to the scheduler ---- */
 
+/* Tokens that a sample of r will yet have, as far as p has seen such. */
+static double eng_expect(eng_replica *p, const eng_request *r) {
+    bool exact = r->score_only || (!r->ends.n && !r->sampling.n_stop);
+    return exact ? r->sampling.max_tokens : MIN(r->sampling.max_tokens, pred_length(&p->s.pred, (pred_of){-1, 0}, 0.5));
+}
+
+static int eng_alone(const eng *g, const eng_request *r) { /* samples that share no pages */
+    return g->no_sharing ? r->n : r->scores;
+}
+
+/* Chooses a home for r and counts its work there. */
+static void eng_route(eng *g, eng_request *r) {
+    double least = INFINITY;
+    int alone = eng_alone(g, r);
+    for (int i = 0; i < g->n_replicas; i++) {
+        eng_replica *p = &g->replicas[i];
+        int found = g->n_replicas > 1 && alone < r->n ? kv_match(&p->s.kv, NULL, r->prompt, r->n_prompt) * p->s.c.B : 0;
+        double prompt = alone * (double)r->n_prompt + (alone < r->n ? r->n_prompt - found : 0);
+        double work = r->n * eng_expect(p, r) + prompt;
+        if (p->work + work >= least) continue;
+        least = p->work + work;
+        r->home = p, r->work = work, r->work_each = work / r->n;
+    }
+    r->home->work += r->work, r->home->n_live++, g->n_busy++;
+}
+
 static void eng_enter(eng *g, eng_request *r) {
     const toka_sampling *s = &r->sampling;
     toka_err e;
+    eng_route(g, r);
+    eng_replica *p = r->home;
     int n_fed = r->score_only && r->n_prompt > 1 ? r->n_prompt - 1 : r->n_prompt; /* nothing comes behind the last token */
-    int id = sched_submit(&g->s, &(sched_job){.prompt = r->prompt, .n_prompt = n_fed, .n = r->n, .max_tokens = s->max_tokens,
-                                              .min_tokens = s->min_tokens, .exact = r->score_only || (!r->ends.n && !s->n_stop),
-                                              .waits = samp_needs_history(s), .n_alone = g->no_sharing ? r->n : r->scores, .priority = r->priority, .class_key = r->class_key}, &e);
-    if (id < 0) { /* cannot be: eng_check looked at the same limits; but a request must never hang */
-        eng_end_all(g, r, TOKA_FAILED);
-        return;
+    r->sched_id = sched_submit(&p->s, &(sched_job){.prompt = r->prompt, .n_prompt = n_fed, .n = r->n, .max_tokens = s->max_tokens,
+                                                   .min_tokens = s->min_tokens, .exact = r->score_only || (!r->ends.n && !s->n_stop),
+                                                   .waits = samp_needs_history(s), .n_alone = eng_alone(g, r),
+                                                   .priority = r->priority, .class_key = r->class_key}, &e);
+    assert(r->sched_id >= 0); /* eng_check looked at the same limits */
+    if (r->sched_id >= p->cap_by_sched) {
+        int cap = MAX(64, 2 * (r->sched_id + 1));
+        p->by_sched = mem_realloc(p->by_sched, (size_t)cap * sizeof *p->by_sched);
+        memset(p->by_sched + p->cap_by_sched, 0, (size_t)(cap - p->cap_by_sched) * sizeof *p->by_sched);
+        p->cap_by_sched = cap;
     }
-    if (id >= g->cap_by_sched) {
-        int cap = MAX(64, 2 * (id + 1));
-        g->by_sched = mem_realloc(g->by_sched, (size_t)cap * sizeof *g->by_sched);
-        memset(g->by_sched + g->cap_by_sched, 0, (size_t)(cap - g->cap_by_sched) * sizeof *g->by_sched);
-        g->cap_by_sched = cap;
-    }
-    g->by_sched[id] = r, r->sched_id = id, g->n_live++;
+    p->by_sched[r->sched_id] = r;
 }
 
 static int eng_by_id(const void *a, const void *b) {
@@ -10645,9 +10723,12 @@ static void eng_take(eng *g) {
     pthread_mutex_unlock(&g->lock);
     for (eng_request *next; r; r = next) next = r->next, eng_enter(g, r);
     if (n_cancels) qsort(cancels, n_cancels, sizeof *cancels, eng_by_id);
-    for (int k = 0; k < g->cap_by_sched && n_cancels; k++) {
-        eng_request *q = g->by_sched[k];
-        if (q && bsearch(&q->id, cancels, n_cancels, sizeof *cancels, eng_by_id)) eng_end_all(g, q, TOKA_CANCELLED);
+    for (int i = 0; i < g->n_replicas && n_cancels; i++) {
+        eng_replica *p = &g->replicas[i];
+        for (int k = 0; k < p->cap_by_sched; k++) {
+            eng_request *q = p->by_sched[k];
+            if (q && bsearch(&q->id, cancels, n_cancels, sizeof *cancels, eng_by_id)) eng_end_all(g, q, TOKA_CANCELLED);
+        }
     }
     free(cancels);
 }
@@ -10672,11 +10753,11 @@ static void eng_known(eng_flight *f, const eng_request *r, const sched_seq *x, t
     }
 }
 
-static void eng_known_room(eng *g, eng_flight *f) {
+static void eng_known_room(eng_replica *p, eng_flight *f) {
     size_t room = 0;
     for (int i = 0; i < f->b.n_out; i++) {
-        const sched_seq *x = &g->s.seqs[f->b.outs[i].q];
-        const eng_request *r = g->by_sched[x->request];
+        const sched_seq *x = &p->s.seqs[f->b.outs[i].q];
+        const eng_request *r = p->by_sched[x->request];
         if (x->waits) room += (size_t)r->sampling.n_bad + r->ends.n + (size_t)x->n_known;
     }
     f->known.n = 0, ids_reserve(&f->known, room);
@@ -10684,30 +10765,30 @@ static void eng_known_room(eng *g, eng_flight *f) {
 
 /* The rows of prompts whose logits are wanted, behind the first n rows of f->out. The last row of a prompt is not among them:
  * what it yields is a token of the sample, or, if the sample is none, forced to be the prompt's last. */
-static int eng_places(eng *g, eng_flight *f, int n) {
+static int eng_places(eng_replica *p, eng_flight *f, int n) {
     int row0 = 0;
     f->n_places = 0;
-    for (int k = 0; k < f->b.n_seq; row0 += g->s.seqs[f->b.seq[k++]].n_rows) {
-        const sched_seq *x = &g->s.seqs[f->b.seq[k]];
-        eng_request *r = g->by_sched[x->request];
+    for (int k = 0; k < f->b.n_seq; row0 += p->s.seqs[f->b.seq[k++]].n_rows) {
+        const sched_seq *x = &p->s.seqs[f->b.seq[k]];
+        eng_request *r = p->by_sched[x->request];
         if (!r->scores || x->sample || !x->is_chunk) continue;
         int end = MIN(x->from + x->n_rows, x->n_prompt - 1);
-        for (int p = MAX(x->from, r->n_scored - 1); p < end; p++) {
-            f->places[f->n_places++] = (eng_place){f->b.seq[k], p + 1, x->ticket};
+        for (int at = MAX(x->from, r->n_scored - 1); at < end; at++) {
+            f->places[f->n_places++] = (eng_place){f->b.seq[k], at + 1, x->ticket};
             f->whose[n] = r, r->n_flying++;
-            f->out[n++] = (toka_out_row){.row = row0 + p - x->from, .slot = -1, .forced_id = r->prompt[p + 1], .sampling = &r->scoring};
+            f->out[n++] = (toka_out_row){.row = row0 + at - x->from, .slot = -1, .forced_id = r->prompt[at + 1], .sampling = &r->scoring};
         }
     }
     return n;
 }
 
 /* The rows whose logits are wanted, from the batch's list of rows that yield a token. */
-static void eng_rows(eng *g, eng_flight *f) {
-    eng_known_room(g, f);
+static void eng_rows(eng_replica *p, eng_flight *f) {
+    eng_known_room(p, f);
     for (int i = 0; i < f->b.n_out; i++) {
         const batch_out *o = &f->b.outs[i];
-        const sched_seq *x = &g->s.seqs[o->q];
-        eng_request *r = g->by_sched[x->request];
+        const sched_seq *x = &p->s.seqs[o->q];
+        eng_request *r = p->by_sched[x->request];
         f->out[i] = (toka_out_row){.row = o->row,
                                    .slot = o->q,
                                    .forced_id = r->score_only ? r->prompt[r->n_prompt - 1] : -1,
@@ -10718,7 +10799,7 @@ static void eng_rows(eng *g, eng_flight *f) {
         f->whose[i] = r, r->n_flying++;
         if (!r->score_only) eng_known(f, r, x, &f->out[i]);
     }
-    f->b.step.out = f->out, f->b.step.n_out = eng_places(g, f, f->b.n_out);
+    f->b.step.out = f->out, f->b.step.n_out = eng_places(p, f, f->b.n_out);
 }
 
 static bool eng_is_end(const eng_request *r, int32_t id) {
@@ -10728,8 +10809,9 @@ static bool eng_is_end(const eng_request *r, int32_t id) {
 }
 
 /* Text of a new token into g->text, held back while it may begin a stop string. True: a stop string is complete. */
-static bool eng_text(eng *g, int q, const eng_request *r, int32_t id, bool is_end, bool armed, bool last) {
-    eng_slot *slot = &g->slots[q];
+static bool eng_text(eng_replica *p, int q, const eng_request *r, int32_t id, bool is_end, bool armed, bool last) {
+    eng *g = p->g;
+    eng_slot *slot = &p->slots[q];
     buf_clear(&g->text), buf_clear(&g->piece);
     if (!g->tok || (r->ids_only && !r->sampling.n_stop)) return false;
     if (!slot->open) {
@@ -10762,18 +10844,23 @@ static bool eng_deliver_prompt(eng_request *r, int at, const toka_pick *pick, bo
 }
 
 /* Does an event of r's come right behind that of yielding row i? */
-static bool eng_more(const eng *g, const eng_flight *f, const eng_request *r, int i) {
+static bool eng_more(const eng_replica *p, const eng_flight *f, const eng_request *r, int i) {
     for (i++; i < f->b.n_out; i++)
-        if (g->s.seqs[f->b.outs[i].q].ticket == f->b.outs[i].ticket) return f->whose[i] == r;
+        if (p->s.seqs[f->b.outs[i].q].ticket == f->b.outs[i].ticket) return f->whose[i] == r;
     return false;
 }
 
+static void eng_sample_over(eng_replica *p, eng_request *r) {
+    r->n_live--, r->work -= r->work_each, p->work -= r->work_each;
+}
+
 /* One pick becomes a token of its sequence and an event. False: the callback wants no more of this request. */
-static bool eng_deliver(eng *g, eng_request *r, int q, const toka_pick *pick, bool more, bool *ended) {
-    const sched_seq *x = &g->s.seqs[q];
+static bool eng_deliver(eng_replica *p, eng_request *r, int q, const toka_pick *pick, bool more, bool *ended) {
+    eng *g = p->g;
+    const sched_seq *x = &p->s.seqs[q];
     const toka_sampling *s = &r->sampling;
     bool armed = x->n_known + 1 - x->n_prompt >= s->min_tokens, full = x->n_known + 1 == x->limit;
-    bool is_end = eng_is_end(r, pick->id), stopped = eng_text(g, q, r, pick->id, is_end, armed, full);
+    bool is_end = eng_is_end(r, pick->id), stopped = eng_text(p, q, r, pick->id, is_end, armed, full);
     toka_event ev = {.sample = x->sample,
                      .id = pick->id,
                      .logprob = pick->logprob,
@@ -10785,42 +10872,42 @@ static bool eng_deliver(eng *g, eng_request *r, int q, const toka_pick *pick, bo
                      .text_bytes = g->text.n,
                      .finish = is_end || stopped ? TOKA_STOP : full ? TOKA_LENGTH : TOKA_RUNNING,
                      .stop_id = is_end ? pick->id : -1,
-                     .stop_text = stopped ? g->slots[q].stop.which : -1,
+                     .stop_text = stopped ? p->slots[q].stop.which : -1,
                      .n_cached = x->n_found,
                      .more = more};
     *ended = is_end || stopped;
-    if (ev.finish != TOKA_RUNNING) r->ended[x->sample] = true, r->n_live--, eng_slot_close(g, q);
+    if (ev.finish != TOKA_RUNNING) r->ended[x->sample] = true, eng_sample_over(p, r), eng_slot_close(p, q);
     r->usage.output_tokens++, g->stats.output_tokens++;
     if (!r->t_first) r->t_first = os_now();
     return !r->fn || !r->fn(r->user, &ev);
 }
 
-static void eng_commit_places(eng *g, const eng_flight *f) {
+static void eng_commit_places(eng_replica *p, const eng_flight *f) {
     for (int i = 0; i < f->n_places; i++) {
-        const eng_place *p = &f->places[i];
-        if (g->s.seqs[p->q].ticket != p->ticket) continue; /* it ended meanwhile, or in this very loop by a callback */
+        const eng_place *at = &f->places[i];
+        if (p->s.seqs[at->q].ticket != at->ticket) continue; /* it ended meanwhile, or in this very loop by a callback */
         eng_request *r = f->whose[f->b.n_out + i];
-        bool more = i + 1 < f->n_places && f->places[i + 1].q == p->q;
-        if (!eng_deliver_prompt(r, p->at, &f->picks[f->b.n_out + i], more, TOKA_RUNNING)) eng_end_all(g, r, TOKA_CANCELLED);
+        bool more = i + 1 < f->n_places && f->places[i + 1].q == at->q;
+        if (!eng_deliver_prompt(r, at->at, &f->picks[f->b.n_out + i], more, TOKA_RUNNING)) eng_end_all(p->g, r, TOKA_CANCELLED);
     }
 }
 
-static void eng_commit(eng *g, const eng_flight *f) {
-    eng_commit_places(g, f);
+static void eng_commit(eng_replica *p, const eng_flight *f) {
+    eng_commit_places(p, f);
     for (int i = 0; i < f->b.n_out; i++) {
         const batch_out o = f->b.outs[i];
-        if (g->s.seqs[o.q].ticket != o.ticket) continue;
+        if (p->s.seqs[o.q].ticket != o.ticket) continue;
         eng_request *r = f->whose[i];
         bool ended = true, more = true;
         if (!r->score_only) {
-            more = eng_deliver(g, r, o.q, &f->picks[i], eng_more(g, f, r, i), &ended);
+            more = eng_deliver(p, r, o.q, &f->picks[i], eng_more(p, f, r, i), &ended);
         } else {
-            r->ended[0] = true, r->n_live--;
+            r->ended[0] = true, eng_sample_over(p, r);
             eng_deliver_prompt(r, r->n_prompt - 1, &f->picks[i], false, TOKA_LENGTH);
         }
-        sched_commit(&g->s, o.q, o.ticket, f->picks[i].id, ended);
-        if (!r->n_live) eng_finish(g, r);
-        else if (!more) eng_end_all(g, r, TOKA_CANCELLED);
+        sched_commit(&p->s, o.q, o.ticket, f->picks[i].id, ended);
+        if (!r->n_live) eng_finish(p->g, r);
+        else if (!more) eng_end_all(p->g, r, TOKA_CANCELLED);
     }
 }
 
@@ -10836,11 +10923,15 @@ static void eng_count_spans(eng *g, const batch_step *b) {
 /* Brings the statistics that others see up to date. */
 static void eng_show(eng *g) {
     toka_stats *s = &g->stats;
-    s->run_s = model_busy(&g->m);
-    s->running = g->s.n_running, s->waiting = g->s.n_waiting;
-    s->prompt_tokens = g->s.n_prompt_tokens, s->prompt_tokens_shared = g->s.n_prompt_hits;
-    s->preemptions = g->s.n_preempted;
-    s->kv_pages_used = g->s.c.n_pages - kv_room(&g->s.kv);
+    s->run_s = 0, s->running = s->waiting = 0, s->prompt_tokens = s->prompt_tokens_shared = s->preemptions = 0, s->kv_pages_used = 0;
+    for (int i = 0; i < g->n_replicas; i++) {
+        eng_replica *p = &g->replicas[i];
+        s->run_s += model_busy(&p->m) / g->n_replicas;
+        s->running += p->s.n_running, s->waiting += p->s.n_waiting;
+        s->prompt_tokens += p->s.n_prompt_tokens, s->prompt_tokens_shared += p->s.n_prompt_hits;
+        s->preemptions += p->s.n_preempted;
+        s->kv_pages_used += p->s.c.n_pages - kv_room(&p->s.kv);
+    }
     pthread_mutex_lock(&g->lock);
     g->shown = *s;
     for (const eng_request *r = g->inbox; r; r = r->next) g->shown.waiting += r->n;
@@ -10848,22 +10939,23 @@ static void eng_show(eng *g) {
 }
 
 /* The oldest step has come down: its rows let go of their requests. */
-static void eng_land(eng *g) {
-    eng_flight *f = &g->flights[g->first];
+static void eng_land(eng_replica *p) {
+    eng_flight *f = &p->flights[p->first];
     for (int i = 0; i < f->b.step.n_out; i++)
-        if (!--f->whose[i]->n_flying && f->whose[i]->over) eng_release(g, f->whose[i]);
-    g->first = (g->first + 1) % g->n_ahead, g->n_flying--;
+        if (!--f->whose[i]->n_flying && f->whose[i]->over) eng_release(p->g, f->whose[i]);
+    p->first = (p->first + 1) % p->n_ahead, p->n_flying--, p->g->n_busy--;
 }
 
-static void eng_drop_flights(eng *g) { /* what they bring means nothing any more */
-    toka_err e;
-    for (; g->n_flying; eng_land(g)) model_wait(&g->m, g->flights[g->first].number, &e);
-}
-
+/* Ends all that is under way. What steps that fly will bring means nothing any more. */
 static void eng_end_everything(eng *g, toka_finish how) {
+    toka_err e;
     eng_take(g);
-    for (int k = 0; k < g->cap_by_sched; k++)
-        if (g->by_sched[k]) eng_end_all(g, g->by_sched[k], how);
+    for (int i = 0; i < g->n_replicas; i++) {
+        eng_replica *p = &g->replicas[i];
+        for (; p->n_flying; eng_land(p)) model_wait(&p->m, p->flights[p->first].number, &e);
+        for (int k = 0; k < p->cap_by_sched; k++)
+            if (p->by_sched[k]) eng_end_all(g, p->by_sched[k], how);
+    }
 }
 
 /* A device that failed fails every request; nothing more is taken. */
@@ -10871,56 +10963,75 @@ static void eng_break(eng *g, const toka_err *e) {
     pthread_mutex_lock(&g->lock);
     g->broken = *e;
     pthread_mutex_unlock(&g->lock);
-    eng_drop_flights(g);
     eng_end_everything(g, TOKA_FAILED);
     eng_show(g);
 }
 
 static void eng_close(eng *g) { /* what is under way gets its last events, TOKA_CANCELLED, on this thread */
     if (!g) return;
-    eng_drop_flights(g);
     eng_end_everything(g, TOKA_CANCELLED);
-    pthread_mutex_destroy(&g->lock), pthread_cond_destroy(&g->wake);
     eng_free(g);
 }
 
 /* Plans a step and posts it. False: nothing can run before a step that flies has landed. */
-static bool eng_plan(eng *g) {
-    eng_flight *f = &g->flights[(g->first + g->n_flying) % g->n_ahead];
+static bool eng_plan(eng_replica *p) {
+    eng_flight *f = &p->flights[(p->first + p->n_flying) % p->n_ahead];
     double t0 = os_now();
-    int rows = sched_plan(&g->s);
+    int rows = sched_plan(&p->s);
     if (rows) {
-        batch_build(&g->b, &f->b, &g->s);
-        eng_rows(g, f);
-        f->number = model_post(&g->m, &f->b.step, f->picks);
-        g->n_flying++;
-        eng_count_spans(g, &f->b);
+        batch_build(&p->b, &f->b, &p->s);
+        eng_rows(p, f);
+        f->number = model_post(&p->m, &f->b.step, f->picks);
+        p->n_flying++, p->g->n_busy++;
+        eng_count_spans(p->g, &f->b);
     }
-    g->stats.plan_s += os_now() - t0;
+    p->g->stats.plan_s += os_now() - t0;
     return rows > 0;
 }
 
-/* Waits for the oldest step and commits it. */
-static void eng_fetch(eng *g) {
-    const eng_flight *f = &g->flights[g->first];
+/* Commits the oldest step, which is done. */
+static void eng_fetch(eng_replica *p) {
+    eng *g = p->g;
+    const eng_flight *f = &p->flights[p->first];
     toka_err e;
-    if (model_wait(&g->m, f->number, &e)) {
+    if (model_wait(&p->m, f->number, &e)) {
         eng_break(g, &e);
         return;
     }
     double t0 = os_now();
     g->stats.steps++, g->stats.rows += f->b.step.T;
-    eng_commit(g, f);
-    eng_land(g);
+    eng_commit(p, f);
+    eng_land(p);
     g->stats.commit_s += os_now() - t0;
     eng_show(g);
 }
 
+/* A replica whose oldest step is done; waits for one if steps fly, else NULL. */
+static eng_replica *eng_landing(eng *g) {
+    eng_replica *found = NULL;
+    bool flying = true;
+    pthread_mutex_lock(&g->bell.lock);
+    while (!found && flying) {
+        flying = false;
+        for (int i = 0; i < g->n_replicas && !found; i++) {
+            eng_replica *p = &g->replicas[i];
+            flying |= p->n_flying > 0;
+            if (p->n_flying && model_is_done(&p->m, p->flights[p->first].number)) found = p;
+        }
+        if (!found && flying) pthread_cond_wait(&g->bell.done, &g->bell.lock);
+    }
+    pthread_mutex_unlock(&g->bell.lock);
+    return found;
+}
+
+/* Fills the replicas with steps, then commits one. */
 static void eng_step(eng *g) {
     eng_take(g);
-    bool posted = g->n_live && g->n_flying < g->n_ahead && eng_plan(g);
-    if (g->n_flying && (!posted || g->n_flying == g->n_ahead)) eng_fetch(g);
-    else if (!posted) eng_show(g); /* all that was there was cancelled */
+    for (int i = 0; i < g->n_replicas; i++)
+        for (eng_replica *p = &g->replicas[i]; p->n_live && p->n_flying < p->n_ahead && eng_plan(p);) {}
+    eng_replica *p = eng_landing(g);
+    if (p) eng_fetch(p);
+    else eng_show(g); /* all that was there was cancelled */
 }
 
 /* ---- Drive ---- */
@@ -10930,7 +11041,7 @@ static void eng_step(eng *g) {
 static int eng_drive(eng *g, const bool *done, bool forever, toka_err *e) {
     pthread_mutex_lock(&g->lock);
     while (!(done && *done)) {
-        bool idle = !g->driven && !g->n_live && !g->n_flying && !g->inbox && !g->n_cancels;
+        bool idle = !g->driven && !g->n_busy && !g->inbox && !g->n_cancels;
         if (!g->driven && !done && (g->broken.code || (forever ? g->stopping : idle))) break;
         if (g->driven || idle) {
             pthread_cond_wait(&g->wake, &g->lock);
@@ -11149,7 +11260,7 @@ toka_info toka_get_info(const toka *t) {
     const toka_shape *s = &t->shape;
     return (toka_info){.model_name = t->files->name,
                        .architecture = t->files->architecture,
-                       .device = t->engine ? t->engine->m.be->describe(t->engine->m.ranks[0].dev) : "none",
+                       .device = t->engine ? t->engine->be->describe(t->engine->replicas[0].m.ranks[0].dev) : "none",
                        .n_parameters = t->files->n_parameters,
                        .n_layers = s->L,
                        .n_heads = s->H,
@@ -13375,7 +13486,7 @@ static void run_stop(run_state *r, const toka_err *e) { /* with run.lock held; e
 
 /* Waits for room in the window: a few times the samples that run at once, and a few lines if each has many. False: stop. */
 static bool run_wait_for_room(run_state *r) {
-    int64_t most = 4 * (int64_t)r->t->engine->s.c.max_seqs;
+    int64_t most = 4 * (int64_t)r->t->engine->max_seqs;
     pthread_mutex_lock(&r->lock);
     while (!r->stopped && ((r->n_flight_samples >= most && r->n_flight_lines >= RUN_FEW_LINES) ||
                            (r->n_flight_bytes > RUN_FLIGHT_BYTES && r->n_flight_lines)))
@@ -13861,9 +13972,9 @@ static run_report run_report_make(toka *t, double elapsed_s) {
         p.read_gbs = 1e-9 * bytes * (double)s->steps / s->run_s;
         p.gflops = 2e-9 * (body * (double)s->rows + head * (double)s->output_tokens) / s->run_s;
     }
-    if (t->engine->m.be == &toka_cpu && s->steps) {
-        p.most_gbs = 1e-9 * run_probe_rate(t->engine->m.ranks[0].dev, files->weight_bytes);
-        p.most_gflops = 1e-9 * run_probe_rate(t->engine->m.ranks[0].dev, 0);
+    if (t->engine->be == &toka_cpu && s->steps) {
+        p.most_gbs = 1e-9 * run_probe_rate(t->engine->replicas[0].m.ranks[0].dev, files->weight_bytes);
+        p.most_gflops = 1e-9 * run_probe_rate(t->engine->replicas[0].m.ranks[0].dev, 0);
         p.ceiling = MAX(p.read_gbs / p.most_gbs, p.gflops / p.most_gflops);
     }
     return p;
@@ -16749,7 +16860,7 @@ static void srv_init_model(srv *s) {
     const srv_options *o = s->o;
     s->info = toka_get_info(s->t);
     s->name = o->n_names ? o->names[0] : s->info.model_name;
-    snprintf(s->fingerprint, sizeof s->fingerprint, "toka-%s-%s", TOKA_VERSION, s->t->engine->m.be->name);
+    snprintf(s->fingerprint, sizeof s->fingerprint, "toka-%s-%s", TOKA_VERSION, s->t->engine->be->name);
     toka_request base = toka_request_default();
     if (o->model_defaults) toka_request_model_defaults(s->t, &base);
     s->model = (api_model){.t = s->t, .names = o->n_names ? o->names : &s->name, .n_names = MAX(1, o->n_names), .name = s->name,
@@ -17087,7 +17198,7 @@ static int run_bench_throughput(toka *t, const run_bench_options *o, toka_err *e
     int code = run_bench_load(&b, e);
     if (!code) {
         double t0 = os_now();
-        for (int i = 0; i < 2 * t->engine->s.c.max_seqs; i++) run_bench_submit(&b);
+        for (int i = 0; i < 2 * t->engine->max_seqs; i++) run_bench_submit(&b);
         code = toka_run(t, false, e);
         if (!code && b.e.code) *e = b.e, code = e->code;
         run_report p = run_report_make(t, os_now() - t0);

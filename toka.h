@@ -62,6 +62,7 @@ typedef struct toka_options {
     int max_model_len;          /* longest sequence, tokens; 0: the model's own limit, lowered to what memory holds */
     int max_num_batched_tokens; /* most tokens in one forward step; 0: chosen by the backend */
     int max_num_seqs;           /* most sequences running at once; 0: chosen by the backend */
+    int data_parallel_size;     /* replicas of the model, each with devices, KV cache and running sequences of its own; 0: 1 */
     int64_t kv_tokens;          /* tokens that the KV cache holds; 0: as many as memory allows */
     bool no_prefix_caching;     /* no pages and no attention are shared, neither among samples nor among equal beginnings: every
                                    sample computes its whole prompt. Results are the same; it is there to measure what sharing saves */

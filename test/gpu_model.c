@@ -119,7 +119,7 @@ static int logits_main(int argc, char **argv) {
     float *logits = mem_alloc((size_t)n * V * sizeof(float));
     toka_step s = {.T = n, .n_spans = 1, .n_out = n, .ids = id.p, .pos = pos, .slot = slot, .pages = pages, .spans = &span, .out = out,
                    .logits = logits};
-    if (model_step(&t->engine->m, &s, t->engine->flights[0].picks, &e)) return printf("%s\n", e.msg), 2;
+    if (model_step(&t->engine->replicas[0].m, &s, t->engine->replicas[0].flights[0].picks, &e)) return printf("%s\n", e.msg), 2;
     FILE *f = fopen(argv[4], "wb");
     bool ok = f && fwrite(logits, sizeof(float), (size_t)n * V, f) == (size_t)n * V;
     if (f) ok = fclose(f) == 0 && ok;

@@ -106,7 +106,7 @@ static void eng_check_logits(toka *t, const char *name, const json *cases, const
     }
     float *logits = mem_alloc((size_t)s.n_out * V * sizeof(float)), *want = mem_alloc((size_t)V * sizeof(float)), *row = logits;
     s.logits = logits;
-    CHECK(g->s.c.n_pages >= 251 && model_step(&g->m, &s, g->flights[0].picks, &e) == 0);
+    CHECK(g->replicas[0].s.c.n_pages >= 251 && model_step(&g->replicas[0].m, &s, g->replicas[0].flights[0].picks, &e) == 0);
     int n_case = 0;
     JSON_EACH(it, cases) {
         const char *gold = bin + json_int(json_get(it, "logits_offset"), 0);
@@ -425,7 +425,7 @@ static void test_request_errors(void) {
     CHECK(toka_generate(t, &r, eng_collect, g, NULL, &e) == TOKA_E_CANCELLED && g->n_events == 9);
     CHECK(g->n_ended == 6 && g->n_cancelled == 6);
     eng_got_free(g);
-    CHECK(kv_room(&t->engine->s.kv) == t->engine->s.c.n_pages && !t->engine->n_live && !sched_check(&t->engine->s));
+    CHECK(kv_room(&t->engine->replicas[0].s.kv) == t->engine->replicas[0].s.c.n_pages && !t->engine->n_busy && !sched_check(&t->engine->replicas[0].s));
     g = eng_ask(t, NULL, wrong, 1, 2, &s, &code, &e);
     CHECK(code == 0 && g->n_ended == 2);
     eng_got_free(g);
@@ -471,7 +471,7 @@ static void test_threads(void) {
     }
     for (int i = 0; i < N; i++) CHECK(!pthread_join(thread[i], NULL) && arg[i].ok);
     toka_stats s = toka_get_stats(t);
-    CHECK(s.requests_done == 5 * N && !s.running && !s.waiting && !sched_check(&t->engine->s));
+    CHECK(s.requests_done == 5 * N && !s.running && !s.waiting && !sched_check(&t->engine->replicas[0].s));
     toka_close(t);
 }
 
@@ -516,7 +516,7 @@ static void test_submit_cancel(void) {
         CHECK_MSG(count[i][0] == SAMPLES, "request %d: %d ends", i, count[i][0]);
         CHECK(count[i][1] == SAMPLES || count[i][2] == TOKENS * SAMPLES || count[i][1] > 0);
     }
-    CHECK(kv_room(&t->engine->s.kv) == t->engine->s.c.n_pages && !sched_check(&t->engine->s));
+    CHECK(kv_room(&t->engine->replicas[0].s.kv) == t->engine->replicas[0].s.c.n_pages && !sched_check(&t->engine->replicas[0].s));
     toka_close(t);
 }
 
@@ -549,7 +549,7 @@ static void test_device_fault(void) {
     toka *t = eng_must_open(eng_model, 16, 64, 1);
     toka_backend faulty = toka_cpu;
     faulty.status = eng_faulty_status, eng_steps_left = 5;
-    t->engine->m.be = &faulty;
+    t->engine->replicas[0].m.be = &faulty;
     pthread_t thread[N];
     eng_thread arg[N];
     for (int i = 0; i < N; i++) {
@@ -606,7 +606,7 @@ static void test_batch_device_fault(void) {
         toka *t = eng_must_open(eng_model, 8, 64, 2);
         bool fault = run == 1 || run == 2;
         eng_steps_left = 14;
-        if (fault) t->engine->m.be = &faulty;
+        if (fault) t->engine->replicas[0].m.be = &faulty;
         int code = run_batch(t, &o, &e);
         CHECK_MSG(fault ? code == TOKA_E_DEVICE && strstr(e.msg, "injected fault") : !code, "run %d: %d, %s", run, code, e.msg);
         buf b = eng_read_lines(o.out, &n_lines);
@@ -664,6 +664,114 @@ static void test_text_goes_on(void) {
     toka_close(t);
 }
 
+/* An engine on the CPU with another run-ahead than its own. */
+static toka *eng_open_ahead(toka_options o, int n_ahead) {
+    static toka_backend be[ENG_MAX_AHEAD + 1];
+    toka *t;
+    toka_err e;
+    if (toka_open(&t, &o, &e)) printf("%s\n", e.msg), abort();
+    eng_close(t->engine);
+    be[n_ahead] = toka_cpu, be[n_ahead].n_ahead = n_ahead;
+    t->shape = t->files->shape;
+    if (eng_open(&t->engine, &be[n_ahead], t->files, &t->shape, t->tok, &o, &e)) printf("%s\n", e.msg), abort();
+    return t;
+}
+
+enum { AHEAD_REQUESTS = 6 };
+
+/* Requests of all kinds, together: with penalties, bad words, stop strings, scores of the prompt, few and many samples. */
+static void eng_ask_mixed(toka *t, eng_got **got, eng_scored *scores) {
+    static const char *const stop[] = {"6", " is"};
+    static const int32_t bad[] = {300, 7};
+    static const int lengths[] = {1, 1};
+    toka_err e;
+    int64_t id;
+    for (int i = 0; i < AHEAD_REQUESTS; i++) {
+        toka_request r = toka_request_default();
+        toka_sampling *s = &r.sampling;
+        const char *text = i % 2 ? "Tom has 12 apples and eats 3. How many are left?" : eng_problem;
+        r.text = text, r.text_bytes = strlen(text), r.n = i == 3 ? 20 : 1 + i;
+        s->max_tokens = 10 + 9 * i, s->temperature = i == 1 ? 0 : 1.5f, s->seed = (uint64_t)i;
+        if (i == 2) s->repetition_penalty = 1.6f, s->presence_penalty = 0.5f, s->min_tokens = 12;
+        if (i == 3) s->stop = stop, s->n_stop = 2, s->min_tokens = 3;
+        if (i == 4) s->bad_ids = bad, s->bad_lengths = lengths, s->n_bad = 2, s->frequency_penalty = 1;
+        const float wish = 9; /* it ends as soon as it may */
+        if (i == 5) s->min_tokens = 15, s->bias_ids = t->files->eos_ids, s->bias_values = &wish, s->n_bias = 1;
+        got[i] = mem_zalloc(sizeof **got);
+        CHECK(!toka_submit(t, &r, eng_collect, got[i], &id, &e));
+    }
+    toka_request r = toka_request_default();
+    r.text = eng_problem, r.text_bytes = strlen(eng_problem), r.n = 0, r.prompt_logprobs = 1;
+    CHECK(!toka_submit(t, &r, eng_on_score, scores, &id, &e));
+    CHECK_MSG(!toka_run(t, 0, &e), "%s", e.msg);
+}
+
+/* How many steps fly, and how many replicas there are, must not show in any token, text or log-probability. */
+static void test_ahead(void) {
+    static const int cases[][3] = {{1, 1, 0}, {2, 1, 0}, {4, 1, 0}, {2, 1, 192}, {4, 1, 192}, {1, 3, 0}, {2, 3, 192}, {4, 2, 0}};
+    eng_got *want[AHEAD_REQUESTS] = {0}, *got[AHEAD_REQUESTS];
+    float want_scores[512], scores[512];
+    int64_t preempted = 0;
+    for (int k = 0; k < COUNT(cases); k++) {
+        toka_options o = toka_options_default();
+        o.model = eng_model, o.n_threads = 1, o.max_num_seqs = 24, o.max_num_batched_tokens = 40, o.max_model_len = 160;
+        o.data_parallel_size = cases[k][1], o.kv_tokens = cases[k][2];
+        toka *t = eng_open_ahead(o, cases[k][0]);
+        eng_scored s = {k ? scores : want_scores, 0};
+        eng_ask_mixed(t, k ? got : want, &s);
+        CHECK(s.n > 20 && !memcmp(want_scores, s.logprobs, s.n * sizeof(float)));
+        for (int i = 0; i < AHEAD_REQUESTS && k; i++) {
+            CHECK(got[i]->n_ended == want[i]->n_ended && !got[i]->n_cancelled);
+            for (int j = 0; j < 64; j++) {
+                CHECK(want[i]->id[j].n == got[i]->id[j].n && !memcmp(want[i]->id[j].p, got[i]->id[j].p, got[i]->id[j].n * 4));
+                CHECK(!memcmp(want[i]->logprob[j], got[i]->logprob[j], sizeof got[i]->logprob[j]));
+                CHECK(!memcmp(want[i]->sampled[j], got[i]->sampled[j], sizeof got[i]->sampled[j]));
+                CHECK(want[i]->finish[j] == got[i]->finish[j] && str_eq(buf_view(&want[i]->text[j]), buf_view(&got[i]->text[j])));
+            }
+            eng_got_free(got[i]);
+        }
+        preempted += toka_get_stats(t).preemptions;
+        for (int i = 0; i < t->engine->n_replicas; i++) {
+            const eng_replica *p = &t->engine->replicas[i];
+            CHECK(!sched_check(&p->s) && kv_room(&p->s.kv) == p->s.c.n_pages && !p->n_live && !p->n_flying && fabs(p->work) < 1e-3);
+            CHECK(p->s.n_prompt_tokens > 0); /* each had a part of the work */
+        }
+        CHECK(!t->engine->n_busy && !t->engine->n_samples);
+        toka_close(t);
+    }
+    CHECK(preempted > 0);
+    for (int i = 0; i < AHEAD_REQUESTS; i++) eng_got_free(want[i]);
+}
+
+/* Equal work goes to all replicas alike; a prompt goes where it was computed before, unless that one has much more to do. */
+static void test_replicas(void) {
+    toka_options o = toka_options_default();
+    o.model = eng_model, o.n_threads = 1, o.max_num_seqs = 16, o.data_parallel_size = 4, o.max_model_len = 256;
+    toka *t = eng_open_ahead(o, 2);
+    eng_replica *p = t->engine->replicas;
+    toka_request r = toka_request_default();
+    toka_err e;
+    int64_t id, before[4];
+    int32_t prompt[100];
+    r.ids = prompt, r.n_ids = 100, r.sampling.max_tokens = 8, r.sampling.ignore_eos = 1;
+    for (int i = 0; i < 8; i++) {
+        for (int k = 0; k < 100; k++) prompt[k] = 5 + (i * 31 + k * (i + 1)) % 200;
+        CHECK(!toka_submit(t, &r, NULL, NULL, &id, &e));
+    }
+    CHECK(!toka_run(t, 0, &e));
+    for (int i = 0; i < 4; i++) CHECK_MSG((before[i] = p[i].s.n_prompt_tokens) == 200, "replica %d: %lld", i, (long long)before[i]);
+    for (int round = 0; round < 3; round++) { /* the prompt of number 7 again and again, alone */
+        CHECK(!toka_submit(t, &r, NULL, NULL, &id, &e) && !toka_run(t, 0, &e));
+    }
+    int n_moved = 0;
+    for (int i = 0; i < 4; i++) n_moved += p[i].s.n_prompt_tokens != before[i], before[i] = p[i].s.n_prompt_tokens;
+    CHECK(n_moved == 1 && toka_get_stats(t).prompt_tokens_shared >= 3 * 96);
+    for (int i = 0; i < 40; i++) CHECK(!toka_submit(t, &r, NULL, NULL, &id, &e)); /* a crowd does not stay at one place */
+    CHECK(!toka_run(t, 0, &e));
+    for (int i = 0; i < 4; i++) CHECK_MSG(p[i].s.n_prompt_tokens - before[i] >= 300, "replica %d: %lld", i, (long long)before[i]);
+    toka_close(t);
+}
+
 /* A pool far too small for all samples at once: they are preempted, and every token and log-probability is as without. */
 static void test_page_pressure(void) {
     toka_sampling s = eng_greedy(60);
@@ -679,7 +787,7 @@ static void test_page_pressure(void) {
         CHECK_MSG(!toka_open(&t, &o, &e), "%s", e.msg);
         s.ignore_eos = 0; /* lengths are guessed, and guessed wrong */
         eng_got *g = eng_ask_problem(t, str_c(eng_problem), 40, &s);
-        CHECK(g->n_ended == 40 && !sched_check(&t->engine->s));
+        CHECK(g->n_ended == 40 && !sched_check(&t->engine->replicas[0].s));
         for (int i = 0; i < 40 && want; i++) {
             CHECK(want->id[i].n == g->id[i].n && !memcmp(want->id[i].p, g->id[i].p, g->id[i].n * 4));
             CHECK(!memcmp(want->logprob[i], g->logprob[i], sizeof g->logprob[i]));
@@ -752,8 +860,8 @@ static void eng_check_parked_places(toka *t, const int32_t *v, int n, const floa
     CHECK(!toka_submit(t, &r, eng_on_place, g, &id, &e));
     for (int i = 1; !g->n_ended && i < 200; i++) {
         eng_step(t->engine);
-        if (i % 3 || t->engine->s.newest < 0 || i > 60) continue;
-        sched_preempt(&t->engine->s), n_parked++;
+        if (i % 3 || t->engine->replicas[0].s.newest < 0 || i > 60) continue;
+        sched_preempt(&t->engine->replicas[0].s), n_parked++;
     }
     CHECK(g->n_ended == 1 && n_parked > 2 && g->n == n && !memcmp(g->logprob, want, (size_t)n * sizeof *want));
     eng_places_free(g);
@@ -789,7 +897,7 @@ static void test_prompt_logprobs(void) {
                 CHECK(!toka_run(t, 0, &e) && count[0] == 6);
                 eng_places_free(g);
             }
-        CHECK(!sched_check(&t->engine->s) && kv_room(&t->engine->s.kv) == t->engine->s.c.n_pages);
+        CHECK(!sched_check(&t->engine->replicas[0].s) && kv_room(&t->engine->replicas[0].s.kv) == t->engine->replicas[0].s.c.n_pages);
         if (k) eng_check_parked_places(t, v, (int)n, want);
         toka_close(t);
     }
@@ -822,7 +930,7 @@ static void test_score_edges(void) {
     toka_request r = toka_request_default();
     r.ids = long_text, r.n_ids = 3, r.n = 0;
     CHECK(toka_generate(t, &r, NULL, NULL, NULL, &e) == TOKA_E_USE && strstr(e.msg, "n is 0"));
-    CHECK(!sched_check(&t->engine->s) && kv_room(&t->engine->s.kv) == t->engine->s.c.n_pages);
+    CHECK(!sched_check(&t->engine->replicas[0].s) && kv_room(&t->engine->replicas[0].s.kv) == t->engine->replicas[0].s.c.n_pages);
     free(long_text), free(lp);
     toka_close(t);
 }
@@ -944,6 +1052,8 @@ static const struct test eng_tests[] = {
     {"engine: closed and stopped", test_close_and_stop},
     {"engine: text goes on behind the prompt", test_text_goes_on},
     {"engine: page pressure changes nothing", test_page_pressure},
+    {"engine: run-ahead and replicas change nothing", test_ahead},
+    {"engine: requests find a replica", test_replicas},
     {"engine: one drives, one submits and cancels", test_submit_cancel},
     {"engine: log-probabilities of prompts", test_prompt_logprobs},
     {"engine: scores, short, long, cancelled", test_score_edges},

@@ -8,7 +8,7 @@
 
 /* Opens row q for n tokens if there is room; the number of pages found, or -1. */
 static int kvt_open(kv_cache *k, bool *open, int q, const int32_t *tokens, int n) {
-    int m = kv_match(k, q, tokens, n), need = kv_pages_for(k, n) - m;
+    int m = kv_match(k, kv_row(k, q), tokens, n), need = kv_pages_for(k, n) - m;
     for (int i = 0; i < m; i++) need += !k->pages[kv_row(k, q)[i]].ref;
     if (need > kv_room(k)) return -1;
     kv_open(k, q, tokens, n, m, false);
@@ -65,7 +65,7 @@ static void kvt_evict_in_order(void) {
     kvt_open(&k, open, 0, b, 5), kv_computed(&k, 0, 0, 5), kv_close(&k, 0), open[0] = false;
     CHECK(k.n_cached == 3);
     CHECK(kvt_open(&k, open, 0, c, 5) == 0); /* takes the two free pages and the oldest leaf: 2 2 */
-    CHECK(k.n_evicted == 1 && kv_match(&k, 1, a, 5) == 1 && kv_match(&k, 1, b, 5) == 2);
+    CHECK(k.n_evicted == 1 && kv_match(&k, kv_row(&k, 1), a, 5) == 1 && kv_match(&k, NULL, b, 5) == 2);
     KV_OK(&k, open);
     kv_close(&k, 0), open[0] = false;
     CHECK(kvt_open(&k, open, 0, c, 9) == 0 && k.n_evicted == 3); /* never computed: nothing of c was kept */
