@@ -10320,6 +10320,7 @@ static double model_busy(model_run *m) {
 #define ENG_MAX_N (1 << 20)       /* samples of one request */
 #define ENG_MAX_SAMPLES (1 << 28) /* of all requests under way */
 #define ENG_MAX_AHEAD 4
+#define ENG_MAX_REPLICAS 64
 
 typedef struct eng_request { /* from eng_submit until its last event */
     int64_t id;
@@ -11228,6 +11229,8 @@ static int pub_check_options(const toka_options *o, toka_err *e) {
         return fail(e, TOKA_E_USE, "max_num_seqs: %d, expected 0 to 65536", o->max_num_seqs);
     if (!(o->gpu_memory_utilization >= 0 && o->gpu_memory_utilization <= 1))
         return fail(e, TOKA_E_USE, "gpu_memory_utilization: %g, expected 0 to 1", o->gpu_memory_utilization);
+    if (o->data_parallel_size < 0 || o->data_parallel_size > ENG_MAX_REPLICAS)
+        return fail(e, TOKA_E_USE, "data_parallel_size: %d, expected 1 to %d", o->data_parallel_size, ENG_MAX_REPLICAS);
     if (o->kv_tokens < 0) return fail(e, TOKA_E_USE, "kv_tokens: %lld, expected 0 or more", (long long)o->kv_tokens);
     if (o->max_num_batched_tokens < 0 || o->max_num_batched_tokens > 65536)
         return fail(e, TOKA_E_USE, "max_num_batched_tokens: %d, expected 0 to 65536", o->max_num_batched_tokens);
@@ -18419,6 +18422,8 @@ static const cli_flag cli_flags[] = {
     {"gpu-memory-utilization", "", "X", CLI_FLOAT, AT(open.gpu_memory_utilization), FOR_OPENS,
      "share of the GPU's free memory to take (default: 0.9)"},
     {"threads", "t", "N", CLI_INT, AT(open.n_threads), FOR_OPENS, "CPU threads (default: one a core)"},
+    {"data-parallel-size", "", "N", CLI_INT, AT(open.data_parallel_size), FOR_OPENS,
+     "replicas of the model, each with its own KV cache and its own max-num-seqs (default: 1)"},
     {"max-model-len", "", "N", CLI_INT, AT(open.max_model_len), FOR_OPENS,
      "longest sequence in tokens (default: the model's, as memory allows)"},
     {"max-num-seqs", "", "N", CLI_INT, AT(open.max_num_seqs), FOR_OPENS, "most samples running at once (default: 256, on a GPU 4096)"},
