@@ -4613,8 +4613,8 @@ extern "C" const toka_backend toka_cuda = {
     .page_tok = 64,
     .default_tokens = 8448, /* whole waves of 128-row tiles on 132 multiprocessors, for every N that is a multiple of 1,024 */
     .default_seqs = 4096,
+    .n_ahead = 1,
     .merge_tok = 8, /* these three: how attention's time grows, measured on an H100 (chapter 9) */
     .span_tok = 512,
     .tile_rows = 32,
-    .n_ahead = 1,
 };
