@@ -407,6 +407,29 @@ typedef struct toka_backend {
     int merge_tok, span_tok, tile_rows;
 } toka_backend;
 
+/* ---- What a GPU's memory and steps are: the CUDA backend counts with these before it takes anything, `toka plan` for GPUs that are not
+ * there. ---- */
+
+enum { TOKA_GPU_PAGE_TOK = 64,
+       TOKA_GPU_TOKENS = 8448, /* of a step: whole waves of 128-row tiles on 132 multiprocessors, for every N that is a multiple of 1,024 */
+       TOKA_GPU_SEQS = 4096 };
+
+/* A matrix as bf16, rows and columns rounded up to 8 as they lie on the device; 0: not there. */
+static inline size_t toka_gpu_matrix_bytes(const toka_tensor *t) {
+    return ((size_t)t->rows + 7) / 8 * 8 * (((size_t)t->cols + 7) / 8 * 8) * 2;
+}
+static inline size_t toka_gpu_layer_bytes(const toka_layer *l) {
+    return toka_gpu_matrix_bytes(&l->q) + toka_gpu_matrix_bytes(&l->k) + toka_gpu_matrix_bytes(&l->v) + toka_gpu_matrix_bytes(&l->o) +
+           toka_gpu_matrix_bytes(&l->gate) + toka_gpu_matrix_bytes(&l->up) + toka_gpu_matrix_bytes(&l->down);
+}
+/* What all but the weights and the KV pool takes, with what the driver and the libraries' code take. */
+static inline size_t toka_gpu_scratch_bytes(const toka_shape *s, int max_tokens) {
+    size_t heads = (size_t)(s->H + 2 * s->K) * s->D, row = 2 * (size_t)s->E + 2 * (size_t)s->H * s->D + heads + s->F;
+    return (size_t)max_tokens * row * 2 + (size_t)s->max_len * s->D / 2 * 8 + ((size_t)1536 << 20);
+}
+/* Share of the free memory that is taken where nobody says. */
+static inline double toka_gpu_utilization(double asked) { return asked > 0 ? asked : 0.9; }
+
 extern const toka_backend toka_cpu;
 #ifdef TOKA_WITH_CUDA
 extern const toka_backend toka_cuda;

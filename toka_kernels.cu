@@ -4121,19 +4121,9 @@ static void card_open(toka_device *d) {
 /* ---- Memory, counted before it is taken ---- */
 
 static size_t weights_bytes(const toka_shape *s, const toka_weights *w) {
-    size_t n = (size_t)up_8(w->embed.rows) * up_8(w->embed.cols) * (w->lm_head.data != w->embed.data ? 2 : 1);
-    for (int i = 0; i < s->L; i++) {
-        const toka_layer *l = &w->layers[i];
-        const toka_tensor *t[] = {&l->q, &l->k, &l->v, &l->o, &l->gate, &l->up, &l->down};
-        for (const toka_tensor *m : t) n += (size_t)up_8(m->rows) * up_8(m->cols);
-    }
-    return n * sizeof(bf16);
-}
-
-/* What all but the weights and the KV pool takes, with what the driver and the libraries' code take. */
-static size_t scratch_bytes(const toka_shape *s, const toka_device_options *o) {
-    size_t heads = (size_t)(s->H + 2 * s->K) * s->D, row = 2 * (size_t)s->E + 2 * (size_t)s->H * s->D + heads + s->F;
-    return (size_t)o->max_tokens * row * sizeof(bf16) + (size_t)s->max_len * s->D / 2 * sizeof(float2) + ((size_t)1536 << 20);
+    size_t n = toka_gpu_matrix_bytes(&w->embed) * (w->lm_head.data != w->embed.data ? 2 : 1);
+    for (int i = 0; i < s->L; i++) n += toka_gpu_layer_bytes(&w->layers[i]);
+    return n;
 }
 
 /* Bytes that the KV pool may take on this card beside the model and a step of this size. Only asks. */
@@ -4141,8 +4131,8 @@ static int64_t cuda_kv_bytes(const toka_shape *s, const toka_weights *w, const t
     size_t free_bytes = 0, total = 0;
     cudaGetLastError();
     if (cudaMemGetInfo(&free_bytes, &total)) return 0;
-    double share = o->memory_utilization > 0 ? o->memory_utilization : 0.9;
-    return (int64_t)(share * free_bytes) - (int64_t)weights_bytes(s, w) - (int64_t)scratch_bytes(s, o);
+    return (int64_t)(toka_gpu_utilization(o->memory_utilization) * free_bytes) - (int64_t)weights_bytes(s, w) -
+           (int64_t)toka_gpu_scratch_bytes(s, o->max_tokens);
 }
 
 /* ---- Open and close ---- */
@@ -4610,9 +4600,9 @@ extern "C" const toka_backend toka_cuda = {
     .norm_logits_sample = cuda_norm_logits_sample,
     .bench = cuda_bench,
     .activation_bytes = sizeof(bf16),
-    .page_tok = 64,
-    .default_tokens = 8448, /* whole waves of 128-row tiles on 132 multiprocessors, for every N that is a multiple of 1,024 */
-    .default_seqs = 4096,
+    .page_tok = TOKA_GPU_PAGE_TOK,
+    .default_tokens = TOKA_GPU_TOKENS,
+    .default_seqs = TOKA_GPU_SEQS,
     .n_ahead = 1,
     .merge_tok = 8, /* these three: how attention's time grows, measured on an H100 (chapter 9) */
     .span_tok = 512,
