@@ -16957,8 +16957,9 @@ static int srv_run(const srv_options *o, toka_err *e) {
 
 /* ===========================================================================
  * MARK: 27. Bench and plan [os]
- * What the engine is worth, without a server: run_bench_throughput times a dataset whose samples are forced to given lengths, also
- * on dummy weights; run_bench_plan times chapters 11 to 14 alone.
+ * What the engine is worth, without a server: run_bench_throughput times a dataset whose samples are forced to given lengths,
+ * also on dummy weights; run_bench_plan (`toka bench plan`) times chapters 11 to 14 alone. plan_make is `toka plan`: what fits on
+ * which GPUs, and what that could reach at best, by arithmetic alone.
  * =========================================================================== */
 
 /* ---- Dummy weights: the shapes of a line of models.txt, filled with random numbers ---- */
@@ -17035,19 +17036,27 @@ static int run_dummy_weights(mf_model *m, toka_err *e) {
     return 0;
 }
 
+/* The line of models.txt with this name or hub id, in `a`; NULL: there is none. */
+static int run_find_known(const char *models_file, const char *model, arena *a, const mf_known **found, toka_err *e) {
+    mf_known *known;
+    int n, code = mf_models_open(models_file, a, &known, &n, e);
+    *found = NULL;
+    for (int i = 0; i < n && !code && !*found; i++)
+        if (!strcasecmp(known[i].name, model) || !strcmp(known[i].hub_id, model)) *found = &known[i];
+    return code;
+}
+
 /* A toka without any file: shapes of models.txt, random weights, no tokenizer. */
 static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
-    mf_known *known, *found = NULL;
-    int n, code = pub_check_options(o, e);
+    const mf_known *found = NULL;
+    int code = pub_check_options(o, e);
     if (code) return code;
     if (!o->model) return fail(e, TOKA_E_USE, "--dummy-weights needs -m NAME, a name of models.txt");
     toka *t = mem_zalloc(sizeof *t);
     mf_model *m = t->files = mem_zalloc(sizeof *m);
     m->tokenizer_json = m->tokenizer_config = m->chat_template = m->tool_template = STR("");
     m->bos_id = -1, m->defaults = mf_no_defaults;
-    code = mf_models_open(o->models_file, &m->a, &known, &n, e);
-    for (int i = 0; i < n && !code && !found; i++)
-        if (!strcmp(known[i].name, o->model) || !strcmp(known[i].hub_id, o->model)) found = &known[i];
+    code = run_find_known(o->models_file, o->model, &m->a, &found, e);
     if (!code && !found) code = fail(e, TOKA_E_USE, "%s: not a name of models.txt, which --dummy-weights needs", o->model);
     if (!code) {
         m->name = found->name, m->config = found->config, m->shape = t->shape = found->config.shape;
@@ -17383,6 +17392,532 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
     if (as_json && !*interrupted) printf("%s\n", b.p);
     buf_free(&b);
     return 0;
+}
+
+enum { RUN_PEAK_TFLOPS = 790 }; /* bf16, what an H100 or H200 sustains within its power limit (8192 cubed, random numbers) */
+
+/* ---- toka plan: what of a model fits on which split of how many GPUs, and what that could reach at best ----
+ *
+ * A split tp x pp x dp: dp replicas, each of pp stages that hold some of the layers, each stage of tp ranks that hold a part of
+ * every layer. Memory is counted by the GPU backend's own formulas (toka.h). Time is a roofline: the ops of a step follow one
+ * another, and each takes the longer of its arithmetic at the GPU's rate and its bytes at the GPU's bandwidth.
+ *
+ *     matrix products  2 FLOP a row and parameter; the rank's parameters are read once
+ *     attention        4 H D FLOP a row and position it sees; K and V of own tokens are read once a row, those of a prompt once
+ *                      for all samples of it that run
+ *     all-reduce       2 (tp-1)/tp of rows*E*2 bytes over the link, twice a layer and once behind the embedding
+ *     stages           the sequences of a replica go round in pp micro-batches; a stage takes the longer of its work and of
+ *                      sending rows*E*2 bytes on, and the slowest stage is waited for
+ *
+ * Each message costs PLAN_LATENCY beside. With that and 300 GB/s the ten all-reduces that were timed on 2 and 8 H200 (NCCL 2.28,
+ * NVLS off, 1 to 134 MB) come out within 20 %. What keeps a real run below: no op meets its roofline, host time and bubbles are
+ * left out, and lengths vary. What could lift it above: communication that overlaps with products. */
+
+enum { PLAN_MOST_GPUS = 128 };
+#define PLAN_LATENCY 40e-6         /* seconds of one all-reduce or send */
+#define PLAN_CONTEXT_BYTES 0x1p29  /* of a GPU's memory that are gone before the program asks what is free */
+
+typedef struct plan_gpu {
+    const char *name;
+    int arch;            /* compute capability times ten */
+    double memory;       /* bytes that the driver gives out in all */
+    double flops;        /* per second: dense bf16 products, float32 sums */
+    double read;         /* bytes per second */
+    double link;         /* bytes per second from one GPU of a host to another, one way */
+    const char *source;  /* of the last three */
+} plan_gpu;
+
+/* Measured rates are of the datasheet's 0.80 (products: the power limit), 0.85 and 0.93 (reads), 0.67 (link). */
+static const plan_gpu plan_gpus[] = {
+    {"B200", 100, 178.3 * 0x1p30, 2250e12, 8.00e12, 900e9, "datasheet"},
+    {"H200", 90, 139.8 * 0x1p30, RUN_PEAK_TFLOPS * 1e12, 4.10e12, 300e9, "measured"},
+    {"H100", 90, 79.1 * 0x1p30, RUN_PEAK_TFLOPS * 1e12, 3.11e12, 300e9, "measured, the link on H200s"},
+    {"A100-80G", 80, 79.1 * 0x1p30, 312e12, 2.04e12, 300e9, "datasheet"},
+    {"A100-40G", 80, 39.4 * 0x1p30, 312e12, 1.56e12, 300e9, "datasheet"},
+    {"L40S", 89, 44.4 * 0x1p30, 362e12, 0.86e12, 32e9, "datasheet"},
+    {"L4", 89, 22.0 * 0x1p30, 121e12, 0.30e12, 32e9, "datasheet"},
+    {"A10", 86, 22.0 * 0x1p30, 125e12, 0.60e12, 32e9, "datasheet"},
+    {"RTX-4090", 89, 23.6 * 0x1p30, 165e12, 1.01e12, 32e9, "datasheet"},
+    {"RTX-3090", 86, 23.6 * 0x1p30, 71e12, 0.94e12, 32e9, "datasheet"},
+};
+
+typedef struct plan_ask { /* what is asked; all checked by plan_check */
+    const mf_config *model;
+    const plan_gpu *gpu;
+    int gpus;
+    double utilization;
+    int max_len, max_seqs, max_tokens; /* of a sequence, of a replica, of a step */
+    int input, output, samples;        /* the workload: lengths of prompt and answer, answers to a prompt */
+} plan_ask;
+
+typedef struct plan_rank { /* one GPU of a replica */
+    toka_shape shape; /* its own part: H, K, F, V, L */
+    int l0;           /* its first layer */
+    bool first, last; /* stage: has the embedding; has the LM head */
+    int64_t weights, scratch, token_bytes; /* bytes; token_bytes: K and V of one token */
+    int64_t kv_tokens;                     /* that it has room for; less than 1: none */
+} plan_rank;
+
+typedef struct plan_load { /* of one step of one micro-batch, on average: so counts are fractions */
+    double rows;    /* through the layers */
+    double outputs; /* of these, those that draw a token */
+    double prompts; /* that are computed */
+} plan_load;
+
+typedef struct plan_time { /* seconds of one rank in one step, by what they go to; send overlaps the rest */
+    double weights, kv, tensor, link, send;
+} plan_time;
+
+typedef struct plan_rate { /* of all replicas */
+    int64_t running;       /* sequences */
+    double step_s, output, total; /* a step of every sequence; tokens per second drawn; and with those of prompts */
+    const char *bound;
+} plan_rate;
+
+typedef struct plan_split {
+    int tp, pp, dp;
+    bool fits;
+    int64_t weights, scratch, token_bytes; /* bytes, each of the rank that has most */
+    int64_t kv_tokens;                     /* of all replicas */
+    double at_len;                         /* sequences of the longest length that these hold */
+    plan_rate decode, work;
+} plan_split;
+
+/* ---- What a rank has ---- */
+
+/* Layers' worth of the LM head: its products over those of a layer. */
+static double plan_head_cost(const toka_shape *s) {
+    double E = s->E, layer = E * (s->H + 2.0 * s->K) * s->D + (double)s->H * s->D * E + 3 * E * s->F;
+    return E * s->V / layer;
+}
+
+/* The layers of one stage, so that the slowest stage is as fast as can be: the last has the LM head beside, the embedding costs
+ * nothing. Every stage has at least one. */
+static void plan_stage(const toka_shape *s, int pp, int stage, int *l0, int *n) {
+    double head = plan_head_cost(s), best = INFINITY;
+    int last = s->L, others = pp - 1;
+    for (int k = 1; k <= s->L - others && others; k++) {
+        double slowest = MAX(k + head, ceil((double)(s->L - k) / others));
+        if (slowest <= best) best = slowest, last = k;
+    }
+    int rest = s->L - last;
+    *l0 = stage < others ? (int)((int64_t)rest * stage / others) : rest;
+    *n = stage < others ? (int)((int64_t)rest * (stage + 1) / others) - *l0 : last;
+}
+
+/* Can the model be cut into so many ranks a stage, and so many stages? Kv heads are dealt out whole; where there are fewer than
+ * ranks, each is held by several, which share its query heads. */
+static int plan_check_split(const toka_shape *s, int tp, int pp, toka_err *e) {
+    if (pp > s->L) return fail(e, TOKA_E_USE, "pp %d: the model has %d layers", pp, s->L);
+    if (tp > s->F || tp > s->V) return fail(e, TOKA_E_USE, "tp %d: the MLP is %d wide, the vocabulary %d", tp, s->F, s->V);
+    if (tp <= s->K || (tp % s->K == 0 && s->H / s->K % (tp / s->K) == 0)) return 0;
+    return fail(e, TOKA_E_USE, "tp %d: the model has %d query heads and %d kv heads, which cannot be dealt out", tp, s->H, s->K);
+}
+
+static int plan_part(int n, int r, int tp) { return (int)((int64_t)n * (r + 1) / tp - (int64_t)n * r / tp); }
+
+/* The sizes of one layer's tensors; no data. */
+static toka_layer plan_layer(const mf_config *c, const toka_shape *s) {
+    toka_layer layer = {0};
+    for (int i = 0; i < COUNT(mf_layer_slots); i++) {
+        const mf_slot *slot = &mf_layer_slots[i];
+        if (slot->needs & ~c->features) continue;
+        toka_tensor *t = (toka_tensor *)(void *)((char *)&layer + slot->field);
+        t->rows = mf_product(slot->rows, s), t->cols = mf_product(slot->cols, s);
+    }
+    return layer;
+}
+
+/* Rank r of tp in stage `stage` of pp; the split passes plan_check_split. */
+static plan_rank plan_rank_of(const plan_ask *a, int tp, int pp, int stage, int r) {
+    const toka_shape *all = &a->model->shape;
+    plan_rank p = {.shape = *all, .first = !stage, .last = stage == pp - 1};
+    toka_shape *s = &p.shape;
+    plan_stage(all, pp, stage, &p.l0, &s->L);
+    s->K = tp <= all->K ? plan_part(all->K, r, tp) : 1;
+    s->H = tp <= all->K ? all->H / all->K * s->K : all->H / tp;
+    s->F = plan_part(all->F, r, tp), s->V = plan_part(all->V, r, tp);
+    toka_layer layer = plan_layer(a->model, s);
+    toka_tensor head = {.rows = s->V, .cols = s->E};
+    bool tied = !(a->model->features & MF_LM_HEAD);
+    int heads = p.first + p.last - (p.first && p.last && tied); /* embedding and LM head; tied they are one where they meet */
+    p.weights = (int64_t)toka_gpu_layer_bytes(&layer) * s->L + (int64_t)toka_gpu_matrix_bytes(&head) * heads;
+    p.scratch = (int64_t)toka_gpu_scratch_bytes(s, a->max_tokens); /* at the model's own length, as eng_open asks for it */
+    p.token_bytes = (int64_t)2 * s->L * s->K * s->D * 2;
+    int64_t room = (int64_t)(a->utilization * (a->gpu->memory - PLAN_CONTEXT_BYTES)) - p.weights - p.scratch;
+    p.kv_tokens = MIN((int64_t)a->max_seqs * a->max_len, room / p.token_bytes);
+    return p;
+}
+
+/* ---- How long it takes ---- */
+
+/* Seconds until every one of tp ranks has the sum of their messages; of sending one on to the next stage. */
+static double plan_reduce(const plan_gpu *g, int tp, double bytes) {
+    return PLAN_LATENCY + 2.0 * (tp - 1) / tp * bytes / g->link;
+}
+static double plan_send(const plan_gpu *g, double bytes) { return PLAN_LATENCY + bytes / g->link; }
+
+/* An op that does so much arithmetic on so many bytes: its seconds go to the tensor cores or to *memory, whichever is longer. */
+static void plan_op(const plan_gpu *g, double flop, double bytes, plan_time *t, double *memory) {
+    double arithmetic = flop / g->flops, reading = bytes / g->read;
+    *(arithmetic > reading ? &t->tensor : memory) += MAX(arithmetic, reading);
+}
+
+/* Attention of one layer. A row that draws sees on average half of its answer, and the prompt; a window cuts off what is far. */
+static void plan_attention(const plan_ask *a, const plan_rank *p, const plan_load *l, double window, plan_time *t) {
+    double prompt = a->input, own = a->output / 2.0, pairs = prompt * prompt / 2, running = ceil(l->outputs / a->samples);
+    if (window > 0) {
+        if (window < prompt) pairs = window * prompt - window * window / 2;
+        own = MIN(own, window), prompt = MIN(prompt, window - own);
+    }
+    double flop = 4.0 * p->shape.H * p->shape.D, bytes = 4.0 * p->shape.K * p->shape.D;
+    plan_op(a->gpu, flop * l->outputs * own, bytes * l->outputs * own, t, &t->kv);
+    plan_op(a->gpu, flop * l->outputs * prompt, bytes * running * prompt, t, &t->kv);
+    plan_op(a->gpu, flop * l->prompts * pairs, bytes * l->prompts * a->input, t, &t->kv);
+}
+
+static plan_time plan_rank_time(const plan_ask *a, const plan_rank *p, int tp, const plan_load *l) {
+    const plan_gpu *g = a->gpu;
+    plan_time t = {0};
+    toka_layer layer = plan_layer(a->model, &p->shape);
+    double layers = (double)toka_gpu_layer_bytes(&layer) * p->shape.L, head = p->last ? 2.0 * p->shape.V * p->shape.E : 0;
+    plan_op(g, l->rows * layers, layers, &t, &t.weights); /* bf16: as many bytes as FLOP of a row */
+    plan_op(g, l->outputs * head, head, &t, &t.weights);
+    for (int i = p->l0; i < p->l0 + p->shape.L; i++) plan_attention(a, p, l, a->model->window[i], &t);
+    double message = l->rows * p->shape.E * 2;
+    if (tp > 1) t.link = (2 * p->shape.L + p->first) * plan_reduce(g, tp, message);
+    if (!p->last) t.send = plan_send(g, message);
+    return t;
+}
+
+static double plan_work(const plan_time *t) { return t->weights + t->kv + t->tensor + t->link; }
+static double plan_seconds(const plan_time *t) { return MAX(plan_work(t), t->send); }
+
+/* What most of the time goes to. Weights that more sequences would share are the KV cache's fault, where it keeps those out. */
+static const char *plan_bound(const plan_time *t, bool kv_full) {
+    double most = MAX(MAX(t->weights, t->kv), MAX(t->tensor, t->link));
+    if (t->link == most || t->send > plan_work(t)) return "link";
+    if (t->tensor == most) return "tensor cores";
+    return t->kv == most ? "HBM, KV" : kv_full ? "KV capacity" : "HBM, weights";
+}
+
+/* Sequences that a replica keeps running: as many as KV tokens (full pages of a prompt are shared by its samples, of each answer
+ * half is there), the cap on sequences and the rows of a step allow. rows: a sequence's in a step, prompts included. */
+static int64_t plan_running(const plan_ask *a, int pp, int64_t kv_tokens, double rows, bool *kv_full) {
+    double shared = a->input / TOKA_GPU_PAGE_TOK * TOKA_GPU_PAGE_TOK;
+    double each = shared / a->samples + (a->input - shared) + a->output / 2.0 + TOKA_GPU_PAGE_TOK / 2.0;
+    double most = MIN((double)a->max_seqs, (double)a->max_tokens * pp / rows), fit = (double)kv_tokens / each;
+    *kv_full = fit < most;
+    return (int64_t)MAX(MIN(most, fit), 1.0);
+}
+
+/* prompts: with the prompts of sequences that take the places of those that ended, or decode alone. */
+static plan_rate plan_rate_of(const plan_ask *a, const plan_rank *ranks, const plan_split *s, bool prompts) {
+    bool kv_full;
+    double more = prompts ? (a->input - 1.0) / ((double)a->samples * a->output) : 0; /* rows of prompts for each row that draws */
+    int64_t n = plan_running(a, s->pp, s->kv_tokens / s->dp, 1 + more, &kv_full);
+    double part = (double)n / (double)MIN(n, (int64_t)s->pp); /* sequences of a micro-batch */
+    plan_load load = {part * (1 + more), part, prompts ? part / ((double)a->samples * a->output) : 0};
+    plan_time slowest = {0};
+    for (int i = 0; i < s->tp * s->pp; i++) {
+        plan_time t = plan_rank_time(a, &ranks[i], s->tp, &load);
+        if (plan_seconds(&t) > plan_seconds(&slowest)) slowest = t;
+    }
+    plan_rate r = {.running = n * s->dp, .step_s = plan_seconds(&slowest) * s->pp, .bound = plan_bound(&slowest, kv_full)};
+    r.output = (double)r.running / r.step_s;
+    r.total = prompts ? r.output * (1 + (double)a->input / ((double)a->samples * a->output)) : r.output;
+    return r;
+}
+
+/* A split that passes plan_check_split. It fits if a replica holds one sequence of the length that must be possible. */
+static plan_split plan_split_of(const plan_ask *a, int tp, int pp, int dp, int must_hold) {
+    plan_split s = {.tp = tp, .pp = pp, .dp = dp, .kv_tokens = INT64_MAX};
+    plan_rank ranks[PLAN_MOST_GPUS];
+    for (int i = 0; i < tp * pp; i++) {
+        const plan_rank *p = &ranks[i];
+        ranks[i] = plan_rank_of(a, tp, pp, i / tp, i % tp);
+        s.weights = MAX(s.weights, p->weights), s.scratch = MAX(s.scratch, p->scratch);
+        s.token_bytes = MAX(s.token_bytes, p->token_bytes), s.kv_tokens = MIN(s.kv_tokens, p->kv_tokens);
+    }
+    s.fits = s.kv_tokens >= must_hold;
+    s.kv_tokens = s.fits ? s.kv_tokens * dp : 0;
+    s.at_len = (double)s.kv_tokens / a->max_len;
+    if (s.fits) s.decode = plan_rate_of(a, ranks, &s, false), s.work = plan_rate_of(a, ranks, &s, true);
+    return s;
+}
+
+/* All splits of a->gpus that the model allows into out[PLAN_MOST_GPUS], small tp and then small pp first; their number. */
+static int plan_splits(const plan_ask *a, int must_hold, plan_split *out) {
+    toka_err e;
+    int n = 0;
+    for (int tp = 1; tp <= a->gpus; tp++)
+        for (int pp = 1; pp <= a->gpus / tp; pp++)
+            if (a->gpus % tp == 0 && a->gpus / tp % pp == 0 && !plan_check_split(&a->model->shape, tp, pp, &e))
+                out[n++] = plan_split_of(a, tp, pp, a->gpus / tp / pp, must_hold);
+    return n;
+}
+
+/* The split with the most output; one that is more cut up must be 2 % better. NULL: none fits. */
+static const plan_split *plan_best(const plan_split *s, int n) {
+    const plan_split *best = NULL;
+    for (int i = 0; i < n; i++)
+        if (s[i].fits && (!best || s[i].work.output > 1.02 * best->work.output)) best = &s[i];
+    return best;
+}
+
+/* The fewest GPUs of this kind that hold the model once; 0: not even PLAN_MOST_GPUS. */
+static int plan_least(plan_ask a, int must_hold) {
+    plan_split s[PLAN_MOST_GPUS];
+    for (a.gpus = 1; a.gpus <= PLAN_MOST_GPUS; a.gpus++)
+        if (plan_best(s, plan_splits(&a, must_hold, s))) return a.gpus;
+    return 0;
+}
+
+/* ---- What is asked ---- */
+
+typedef struct plan_options { /* of the command line; 0, NULL: not given */
+    const char *model, *models_file, *gpu;
+    int gpus, max_len, max_seqs, max_tokens, input, output, samples;
+    double utilization;
+    bool json;
+} plan_options;
+
+static bool plan_same_name(const char *a, const char *b) { /* "rtx 4090" is RTX-4090 */
+    for (;; a++, b++) {
+        while (*a && !isalnum((unsigned char)*a)) a++;
+        while (*b && !isalnum((unsigned char)*b)) b++;
+        if (tolower((unsigned char)*a) != tolower((unsigned char)*b)) return false;
+        if (!*a) return true;
+    }
+}
+
+static int plan_find_gpu(const char *name, const plan_gpu **out, toka_err *e) {
+    char names[200] = "";
+    for (int i = 0; i < COUNT(plan_gpus); i++) {
+        const plan_gpu *g = &plan_gpus[i];
+        if (plan_same_name(g->name, name)) return *out = g, 0;
+        size_t at = strlen(names);
+        snprintf(names + at, sizeof names - at, "%s%s", !i ? "" : i + 1 < COUNT(plan_gpus) ? ", " : " or ", g->name);
+    }
+    return fail(e, TOKA_E_USE, "--gpu: '%s', expected %s", name, names);
+}
+
+/* The flags into *a, where a->model stands already. *must_hold: tokens of the sequence that has to fit. */
+static int plan_check(const plan_options *o, plan_ask *a, int *must_hold, toka_err *e) {
+    const struct { const char *name; int value, least, most; } numbers[] = {
+        {"--gpus", o->gpus, 1, PLAN_MOST_GPUS}, {"--max-num-seqs", o->max_seqs, 0, 65536},
+        {"--max-num-batched-tokens", o->max_tokens, 0, 65536}, {"--samples", o->samples, 1, ENG_MAX_N},
+        {"--input-len", o->input, 1, 1 << 30}, {"--output-len", o->output, 1, 1 << 30}};
+    for (int i = 0; i < COUNT(numbers); i++)
+        if (numbers[i].value < numbers[i].least || numbers[i].value > numbers[i].most)
+            return fail(e, TOKA_E_USE, "%s: %d, expected %d to %d", numbers[i].name, numbers[i].value, numbers[i].least,
+                        numbers[i].most);
+    if (!(o->utilization >= 0 && o->utilization <= 1))
+        return fail(e, TOKA_E_USE, "--gpu-memory-utilization: %g, expected 0 to 1", o->utilization);
+    int limit = a->model->shape.max_len;
+    if (o->max_len < 0 || o->max_len > limit || o->max_len == 1)
+        return fail(e, TOKA_E_USE, "--max-model-len: %d, expected 2 to %d, the model's own limit", o->max_len, limit);
+    a->max_tokens = o->max_tokens ? o->max_tokens : MAX(TOKA_GPU_TOKENS, o->max_seqs); /* as eng_open does it */
+    a->max_seqs = o->max_seqs ? o->max_seqs : MIN(TOKA_GPU_SEQS, a->max_tokens);
+    if (a->max_seqs > a->max_tokens)
+        return fail(e, TOKA_E_USE, "--max-num-batched-tokens: %d, expected at least --max-num-seqs, %d", a->max_tokens,
+                    a->max_seqs);
+    a->max_len = o->max_len ? o->max_len : limit;
+    a->gpus = o->gpus, a->input = o->input, a->output = o->output, a->samples = o->samples;
+    a->utilization = toka_gpu_utilization(o->utilization);
+    if (o->input > a->max_len - o->output)
+        return fail(e, TOKA_E_USE, "--input-len %d and --output-len %d: expected at most %d in all, the longest sequence",
+                    o->input, o->output, a->max_len);
+    *must_hold = o->max_len ? a->max_len : o->input + o->output;
+    return plan_find_gpu(o->gpu, &a->gpu, e);
+}
+
+/* A name or hub id of models.txt needs no files; a folder, and a hub id in the cache, need config.json. *c and *name live in *m
+ * or *lines, which the caller gives back. */
+static int plan_find_model(const plan_options *o, mf_model **m, arena *lines, const mf_config **c, const char **name,
+                           toka_err *e) {
+    struct stat st;
+    const mf_known *known = NULL;
+    int code = o->model && stat(o->model, &st) ? run_find_known(o->models_file, o->model, lines, &known, e) : 0;
+    if (code) return code;
+    if (known) return *c = &known->config, *name = known->name, 0;
+    if ((code = mf_open_text(m, o->model, o->models_file, o->model ? NULL : embedded_model, e))) return code;
+    *c = &(*m)->config, *name = (*m)->name;
+    return 0;
+}
+
+/* ---- What is answered ---- */
+
+static const char *plan_commas(int64_t n, char z[32]) { /* 1,234,567; n at least 0 */
+    char digits[24];
+    int len = snprintf(digits, sizeof digits, "%lld", (long long)n), at = 0;
+    for (int i = 0; i < len; i++) {
+        if (i && (len - i) % 3 == 0) z[at++] = ',';
+        z[at++] = digits[i];
+    }
+    z[at] = 0;
+    return z;
+}
+static const char *plan_round(double x, char z[32]) { /* to three digits: a roofline knows no more */
+    double unit = x >= 1 ? pow(10, floor(log10(x)) - 2) : 1;
+    return plan_commas((int64_t)(floor(x / unit + 0.5) * unit + 0.5), z);
+}
+
+static void plan_put_flags(const plan_options *o, const plan_split *s, buf *b) {
+    const struct { const char *name; int value; } flags[] = {
+        {"tensor-parallel-size", s->tp}, {"pipeline-parallel-size", s->pp}, {"data-parallel-size", s->dp},
+        {"max-model-len", o->max_len}, {"max-num-seqs", o->max_seqs}, {"max-num-batched-tokens", o->max_tokens}};
+    for (int i = 0; i < COUNT(flags); i++)
+        if (flags[i].value > (i < 3)) buf_printf(b, "%s--%s %d", b->n ? " " : "", flags[i].name, flags[i].value);
+    if (o->utilization > 0) buf_printf(b, "%s--gpu-memory-utilization %g", b->n ? " " : "", o->utilization);
+}
+
+/* What of this can be run by this very program. */
+static void plan_put_today(const plan_ask *a, buf *b) {
+    const plan_gpu *g = a->gpu;
+    buf_printf(b, "toka %s ", TOKA_VERSION);
+    if (g->arch > 90)
+        buf_printf(b, "has no machine code for compute capability %d.%d: it cannot run on a %s", g->arch / 10, g->arch % 10,
+                   g->name);
+    else if (a->gpus > 1)
+        buf_printf(b, "runs a model on one GPU: a split over %d is arithmetic so far, nothing that it can run", a->gpus);
+    else
+        buf_printf(b, "runs a model on one GPU: this can be run %s",
+                   pub_backend("cuda") ? "by this build" : "by a build with the GPU half, which this is not");
+}
+
+static void plan_put_head(const plan_ask *a, const char *name, buf *b) {
+    char z[32], y[32];
+    const plan_gpu *g = a->gpu;
+    const mf_config *c = a->model;
+    double parameters = (double)mf_n_parameters(c);
+    buf_printf(b, "%s: %.3g B parameters, %.3g GB as bf16; %s bytes of K and V a token\n", name, 1e-9 * parameters,
+               2e-9 * parameters, plan_commas((int64_t)4 * c->shape.L * c->shape.K * c->shape.D, z));
+    buf_printf(b, "%d x %s: %.1f GiB, of which %g %% are taken; %.0f TFLOP/s, %.2f TB/s, link %.0f GB/s (%s)\n", a->gpus, g->name,
+               g->memory / 0x1p30, 100 * a->utilization, 1e-12 * g->flops, 1e-12 * g->read, 1e-9 * g->link, g->source);
+    buf_printf(b, "workload: %d tokens in, %d out, %d answer%s a prompt; ", a->input, a->output, a->samples,
+               a->samples > 1 ? "s" : "");
+    buf_printf(b, "a replica runs at most %s sequences, %s tokens a step\n\n", plan_commas(a->max_seqs, z),
+               plan_commas(a->max_tokens, y));
+}
+
+static void plan_put_row(const plan_split *s, buf *b) {
+    char kv[32], running[32], decode[32], output[32], total[32];
+    buf_printf(b, "%3d %3d %3d %8.1f %8.1f", s->tp, s->pp, s->dp, 1e-9 * (double)s->weights, 1e-9 * (double)s->scratch);
+    if (s->fits)
+        buf_printf(b, " %12s %9.1f %8s %10s  %-12s %10s %10s  %s\n", plan_commas(s->kv_tokens, kv), s->at_len,
+                   plan_commas(s->work.running, running), plan_round(s->decode.output, decode), s->decode.bound,
+                   plan_round(s->work.output, output), plan_round(s->work.total, total), s->work.bound);
+    else buf_c(b, "  does not fit\n");
+}
+
+/* Ways to cut the model up that it does not allow, a sentence each. */
+static void plan_put_refused(const plan_ask *a, bool as_json, buf *b) {
+    toka_err e;
+    for (int k = 1; k <= a->gpus; k++)
+        for (int i = 0; i < 2; i++) {
+            if (a->gpus % k || !plan_check_split(&a->model->shape, i ? 1 : k, i ? k : 1, &e)) continue;
+            if (as_json) json_put_str(b, str_c(e.msg));
+            else buf_printf(b, "not possible: %s\n", e.msg);
+        }
+}
+
+static void plan_put_text(const plan_options *o, const plan_ask *a, const char *name, const plan_split *s, int n, buf *b) {
+    char z[32], y[40];
+    buf flags = {0};
+    plan_put_head(a, name, b);
+    buf_printf(b, "%-11s %-17s %-31s %-23s %s\n", "split", "GB on a GPU", "on all", "decode alone", "the workload");
+    snprintf(y, sizeof y, "x%s", plan_commas(a->max_len, z));
+    buf_printf(b, "%3s %3s %3s %8s %8s %12s %9s %8s %10s  %-12s %10s %10s  %s\n", "tp", "pp", "dp", "weights", "scratch",
+               "KV tokens", y, "running", "tok/s", "bound", "out tok/s", "all tok/s", "bound");
+    for (int i = 0; i < n; i++) plan_put_row(&s[i], b);
+    plan_put_refused(a, false, b);
+    plan_put_flags(o, plan_best(s, n), &flags);
+    buf_printf(b, "\nrecommended: %s\n", flags.n ? flags.p : "no flags, the defaults do");
+    plan_put_today(a, b);
+    buf_char(b, '\n');
+    buf_free(&flags);
+}
+
+static void plan_put_json_rate(const char *name, const plan_rate *r, buf *b) {
+    json_put_key(b, name), json_put_open(b, '{');
+    json_put_key(b, "running"), json_put_int(b, r->running);
+    json_put_key(b, "step_ms"), json_put_num(b, 1e3 * r->step_s, true);
+    json_put_key(b, "output_tokens_per_second"), json_put_num(b, r->output, true);
+    json_put_key(b, "tokens_per_second"), json_put_num(b, r->total, true);
+    json_put_key(b, "bound"), json_put_str(b, str_c(r->bound));
+    json_put_close(b, '}');
+}
+
+static void plan_put_json_split(const plan_options *o, const plan_split *s, buf *b) {
+    const struct { const char *name; int64_t value; } numbers[] = {
+        {"tensor_parallel_size", s->tp}, {"pipeline_parallel_size", s->pp}, {"data_parallel_size", s->dp},
+        {"weight_bytes", s->weights}, {"scratch_bytes", s->scratch},
+        {"kv_bytes_per_token", s->token_bytes}, {"kv_tokens", s->kv_tokens}};
+    buf flags = {0};
+    json_put_open(b, '{');
+    for (int i = 0; i < COUNT(numbers); i++) json_put_key(b, numbers[i].name), json_put_int(b, numbers[i].value);
+    json_put_key(b, "fits"), json_put_bool(b, s->fits);
+    if (s->fits) {
+        plan_put_flags(o, s, &flags);
+        json_put_key(b, "sequences_of_max_model_len"), json_put_num(b, s->at_len, true);
+        plan_put_json_rate("decode", &s->decode, b), plan_put_json_rate("workload", &s->work, b);
+        json_put_key(b, "flags"), json_put_str(b, buf_view(&flags));
+    }
+    json_put_close(b, '}');
+    buf_free(&flags);
+}
+
+static void plan_put_json(const plan_options *o, const plan_ask *a, const char *name, const plan_split *s, int n, buf *b) {
+    const plan_gpu *g = a->gpu;
+    const struct { const char *name; double value; } rates[] = {
+        {"memory_bytes", g->memory}, {"flops", g->flops}, {"read_bytes_per_second", g->read}, {"link_bytes_per_second", g->link}};
+    const struct { const char *name; int64_t value; } asked[] = {
+        {"gpus", a->gpus}, {"n_parameters", mf_n_parameters(a->model)}, {"max_model_len", a->max_len},
+        {"max_num_seqs", a->max_seqs}, {"max_num_batched_tokens", a->max_tokens}, {"input_len", a->input},
+        {"output_len", a->output}, {"samples", a->samples}};
+    buf today = {0};
+    plan_put_today(a, &today);
+    json_put_open(b, '{');
+    json_put_key(b, "model"), json_put_str(b, str_c(name));
+    for (int i = 0; i < COUNT(asked); i++) json_put_key(b, asked[i].name), json_put_int(b, asked[i].value);
+    json_put_key(b, "gpu_memory_utilization"), json_put_num(b, a->utilization, false);
+    json_put_key(b, "gpu"), json_put_open(b, '{');
+    json_put_key(b, "name"), json_put_str(b, str_c(g->name));
+    for (int i = 0; i < COUNT(rates); i++) json_put_key(b, rates[i].name), json_put_int(b, (int64_t)rates[i].value);
+    json_put_key(b, "source"), json_put_str(b, str_c(g->source));
+    json_put_close(b, '}');
+    json_put_key(b, "splits"), json_put_open(b, '[');
+    for (int i = 0; i < n; i++) plan_put_json_split(o, &s[i], b);
+    json_put_close(b, ']');
+    json_put_key(b, "not_possible"), json_put_open(b, '['), plan_put_refused(a, true, b), json_put_close(b, ']');
+    json_put_key(b, "recommended"), plan_put_json_split(o, plan_best(s, n), b);
+    json_put_key(b, "note"), json_put_str(b, buf_view(&today));
+    json_put_close(b, '}'), buf_char(b, '\n');
+    buf_free(&today);
+}
+
+/* The table, or one JSON object, into *out. A model that does not fit is an error that says how many GPUs hold it. */
+static int plan_make(const plan_options *o, buf *out, toka_err *e) {
+    arena lines = {0};
+    mf_model *m = NULL;
+    plan_ask a = {0};
+    plan_split s[PLAN_MOST_GPUS];
+    const char *name = NULL;
+    int must_hold = 0, n = 0, code = plan_find_model(o, &m, &lines, &a.model, &name, e);
+    if (!code) code = plan_check(o, &a, &must_hold, e);
+    if (!code) n = plan_splits(&a, must_hold, s);
+    if (!code && !plan_best(s, n)) {
+        int least = plan_least(a, must_hold);
+        char tell[64] = "no number of them does that is tried here";
+        if (least) snprintf(tell, sizeof tell, "at least %d are needed", least);
+        code = fail(e, TOKA_E_USE,
+                    "%s: %.3g GB of weights and a sequence of %d tokens do not fit on %d x %s, however they are split; %s",
+                    name, 2e-9 * (double)mf_n_parameters(a.model), must_hold, a.gpus, a.gpu->name, tell);
+    }
+    if (!code) (o->json ? plan_put_json : plan_put_text)(o, &a, name, s, n, out);
+    mf_close(m), arena_free(&lines);
+    return code;
 }
 
 /* ===========================================================================
@@ -18390,6 +18925,7 @@ typedef struct cli { /* what the command line says */
     srv_options serve; /* of serve; likewise */
     cli_list api_keys, served_names;
     const char *api_key_file, *generation_config;
+    plan_options plan; /* of plan; likewise */
 } cli;
 
 enum cli_type { CLI_BOOL, CLI_INT, CLI_INT64, CLI_FLOAT, CLI_TEXT, CLI_LIST };
@@ -18404,7 +18940,7 @@ typedef struct cli_flag {
 } cli_flag;
 
 enum { FOR_RUN = 1, FOR_TOKENIZE = 2, FOR_TEMPLATE = 4, FOR_SCORE = 8, FOR_MODELS = 16, FOR_BATCH = 32, FOR_THROUGHPUT = 64,
-       FOR_PLAN = 128, FOR_SERVE = 256, FOR_BENCH_SERVE = 512, FOR_DEVICES = 1024, FOR_OPS = 2048, FOR_ANY = 4095,
+       FOR_BENCH_PLAN = 128, FOR_SERVE = 256, FOR_BENCH_SERVE = 512, FOR_DEVICES = 1024, FOR_OPS = 2048, FOR_PLAN = 4096, FOR_ANY = 8191,
        FOR_OPENS = FOR_RUN | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE,
        FOR_SAMPLES = FOR_RUN | FOR_BATCH | FOR_THROUGHPUT, FOR_READS = FOR_RUN | FOR_SCORE | FOR_TOKENIZE | FOR_TEMPLATE };
 
@@ -18412,24 +18948,25 @@ enum { FOR_RUN = 1, FOR_TOKENIZE = 2, FOR_TEMPLATE = 4, FOR_SCORE = 8, FOR_MODEL
 static const cli_flag cli_flags[] = {
     /* a row with field name NULL opens a group of --help */
     {NULL, NULL, NULL, 0, 0, 0, "Model"},
-    {"model", "m", "MODEL", CLI_TEXT, AT(open.model), FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE | FOR_BENCH_SERVE,
+    {"model", "m", "MODEL", CLI_TEXT, AT(open.model), FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE | FOR_BENCH_SERVE | FOR_PLAN,
      "folder, hub id in the local cache, or a name of models.txt (default: embedded); bench serve: the server's name for it"},
-    {"models-file", "", "FILE", CLI_TEXT, AT(open.models_file), FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE | FOR_MODELS,
+    {"models-file", "", "FILE", CLI_TEXT, AT(open.models_file), FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE | FOR_MODELS | FOR_PLAN,
      "the list of known models (default: models.txt beside toka or here)"},
     {"chat-template", "", "FILE", CLI_TEXT, AT(open.chat_template), FOR_RUN | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
      "Jinja template instead of the model's own"},
     {"device", "", "NAME", CLI_TEXT, AT(open.device), FOR_OPENS, "auto, cpu or cuda; auto takes a GPU if there is one"},
-    {"gpu-memory-utilization", "", "X", CLI_FLOAT, AT(open.gpu_memory_utilization), FOR_OPENS,
+    {"gpu-memory-utilization", "", "X", CLI_FLOAT, AT(open.gpu_memory_utilization), FOR_OPENS | FOR_PLAN,
      "share of the GPU's free memory to take (default: 0.9)"},
     {"threads", "t", "N", CLI_INT, AT(open.n_threads), FOR_OPENS, "CPU threads (default: one a core)"},
     {"data-parallel-size", "", "N", CLI_INT, AT(open.data_parallel_size), FOR_OPENS,
      "replicas of the model, each with its own KV cache and its own max-num-seqs (default: 1)"},
-    {"max-model-len", "", "N", CLI_INT, AT(open.max_model_len), FOR_OPENS,
+    {"max-model-len", "", "N", CLI_INT, AT(open.max_model_len), FOR_OPENS | FOR_PLAN,
      "longest sequence in tokens (default: the model's, as memory allows)"},
-    {"max-num-seqs", "", "N", CLI_INT, AT(open.max_num_seqs), FOR_OPENS, "most samples running at once (default: 256, on a GPU 4096)"},
+    {"max-num-seqs", "", "N", CLI_INT, AT(open.max_num_seqs), FOR_OPENS | FOR_PLAN,
+     "most samples running at once (default: 256, on a GPU 4096)"},
     {"kv-tokens", "", "N", CLI_INT64, AT(open.kv_tokens), FOR_OPENS,
      "size of the KV cache in tokens (default: as memory allows)"},
-    {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens), FOR_OPENS,
+    {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens), FOR_OPENS | FOR_PLAN,
      "most tokens in one step (default: 512, on a GPU 8448)"},
     {"no-enable-prefix-caching", "", "", CLI_BOOL, AT(open.no_prefix_caching), FOR_OPENS,
      "every sample computes and keeps its whole prompt by itself; to measure what sharing saves"},
@@ -18445,7 +18982,7 @@ static const cli_flag cli_flags[] = {
     {"max-tokens", "n", "N", CLI_INT, AT(max_tokens), FOR_RUN | FOR_BATCH,
      "output tokens at most (default: up to the model's length)"},
     {"min-tokens", "", "N", CLI_INT, AT(min_tokens), FOR_RUN | FOR_BATCH, "do not end before N tokens"},
-    {"samples", "", "N", CLI_INT, AT(samples), FOR_RUN | FOR_BATCH, "answers to the one prompt (default: 1)"},
+    {"samples", "", "N", CLI_INT, AT(samples), FOR_RUN | FOR_BATCH | FOR_PLAN, "answers to the one prompt (default: 1)"},
     {"temp", "", "T", CLI_FLOAT, AT(temperature), FOR_SAMPLES | FOR_BENCH_SERVE, "temperature; 0 is greedy"},
     {"top-p", "", "P", CLI_FLOAT, AT(top_p), FOR_SAMPLES, "keep the most likely tokens that add up to P"},
     {"top-k", "", "K", CLI_INT, AT(top_k), FOR_SAMPLES, "keep the K most likely tokens; 0 is off"},
@@ -18524,9 +19061,15 @@ static const cli_flag cli_flags[] = {
     {"keep-alive", "", "S", CLI_FLOAT, AT(serve.keep_alive), FOR_SERVE, "seconds between requests of a connection (default: 75)"},
     {"server-threads", "", "N", CLI_INT, AT(serve.n_workers), FOR_SERVE,
      "threads that tokenize requests and write answers (default: 2 to 8, by cores)"},
+    {NULL, NULL, NULL, 0, 0, 0, "Plan"},
+    {"gpus", "", "N", CLI_INT, AT(plan.gpus), FOR_PLAN, "how many GPUs of one host (default: 1)"},
+    {"gpu", "", "NAME", CLI_TEXT, AT(plan.gpu), FOR_PLAN,
+     "B200, H200, H100, A100-80G, A100-40G, L40S, L4, A10, RTX-4090 or RTX-3090 (default: H100)"},
+    {"input-len", "", "N", CLI_INT, AT(plan.input), FOR_PLAN, "tokens of a prompt (default: 715, a GSM8K problem with four examples)"},
+    {"output-len", "", "N", CLI_INT, AT(plan.output), FOR_PLAN, "tokens of an answer (default: 150)"},
     {NULL, NULL, NULL, 0, 0, 0, "Output"},
     {"logprobs", "", "K", CLI_INT, AT(logprobs), FOR_RUN, "log-probability of each token, and of the K best"},
-    {"json", "", "", CLI_BOOL, AT(json), FOR_RUN | FOR_SCORE | FOR_THROUGHPUT | FOR_PLAN | FOR_BENCH_SERVE | FOR_OPS,
+    {"json", "", "", CLI_BOOL, AT(json), FOR_RUN | FOR_SCORE | FOR_THROUGHPUT | FOR_BENCH_PLAN | FOR_PLAN | FOR_BENCH_SERVE | FOR_OPS,
      "one JSON object instead of text"},
     {"quiet", "q", "", CLI_BOOL, AT(quiet), FOR_OPENS | FOR_BENCH_SERVE, "no last line on standard error"},
     {"decode", "", "", CLI_BOOL, AT(decode), FOR_TOKENIZE, "tokenize: ids on standard input, text on standard output"},
@@ -18542,6 +19085,7 @@ static cli cli_default(void) {
                  .bench = {.endpoint = "/v1/completions", .input_len = 1024, .output_len = 128, .burstiness = 1, .ready_s = 60,
                            .metrics = "ttft,tpot,itl,e2el", .percentiles = "99"},
                  .generation_config = "auto",
+                 .plan = {.gpu = "H100", .gpus = 1, .input = 715, .output = 150},
                  .serve = {.max_queue = 65536, .max_body_bytes = 64 << 20, .max_upload_bytes = (int64_t)2 << 30, .read_timeout = 30,
                            .write_timeout = 60, .keep_alive = 75}};
 }
@@ -18576,9 +19120,10 @@ static const char cli_commands[] =
     "  toka models             the models of models.txt\n"
     "  toka devices            what this machine can run on\n"
     "  toka batch -i IN -o OUT a file of requests to a file of results; the same command goes on where it stopped\n"
+    "  toka plan [FLAGS]       what of a model fits on which GPUs, how to split it, what that could reach at best; needs no GPU\n"
     "  toka bench throughput   time a dataset, each sample forced to its length; prints what vllm bench throughput prints\n"
     "  toka bench serve        measure a server: request rate, concurrency, latencies; prints what vllm bench serve prints\n"
-    "  toka bench plan         time the planning of a step at 8,192 sequences, without a model\n"
+    "  toka bench plan         time the scheduler's own work in a step of 8,192 sequences, without a model (not: toka plan)\n"
     "  toka bench ops          time every kernel of the GPU at the shapes of known models\n";
 
 static int cli_help(toka_err *e) {
@@ -19145,8 +19690,6 @@ static int cli_bench_serve(const cli *c, toka_err *e) {
 
 /* ---- toka bench ops ---- */
 
-enum { RUN_PEAK_TFLOPS = 790 }; /* bf16, what an H100 or H200 sustains within its power limit (8192 cubed, random numbers) */
-
 typedef struct run_ops {
     bool json, first;
     double read; /* bytes per second: the first row */
@@ -19190,6 +19733,18 @@ static int cli_bench_ops(const cli *c, toka_err *e) {
 static int cli_bench_plan(const cli *c, toka_err *e) {
     int code = run_bench_plan(c->json, &cli_interrupted, e);
     return code ? code : cli_write(STR(""), e);
+}
+
+static int cli_plan(const cli *c, toka_err *e) {
+    const toka_options *open = &c->open;
+    plan_options o = c->plan;
+    buf b = {0};
+    o.model = open->model, o.models_file = open->models_file, o.max_len = open->max_model_len, o.max_seqs = open->max_num_seqs;
+    o.max_tokens = open->max_num_batched_tokens, o.utilization = open->gpu_memory_utilization, o.samples = c->samples, o.json = c->json;
+    int code = plan_make(&o, &b, e);
+    if (!code) code = cli_write(buf_view(&b), e);
+    buf_free(&b);
+    return code;
 }
 
 /* One line for each device that this build knows, and for a kind of which there is none the reason. */
@@ -19296,9 +19851,8 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
                     {"score", NULL, FOR_SCORE, cli_score}, {"models", NULL, FOR_MODELS, cli_models}, {"devices", NULL, FOR_DEVICES, cli_devices},
                     {"batch", NULL, FOR_BATCH, cli_batch}, {"serve", NULL, FOR_SERVE, cli_serve},
                     {"bench", "throughput", FOR_THROUGHPUT, cli_bench_throughput},
-                    {"bench", "serve", FOR_BENCH_SERVE, cli_bench_serve}, {"bench", "plan", FOR_PLAN, cli_bench_plan},
-                    {"bench", "ops", FOR_OPS, cli_bench_ops}};
-    static const char *const planned[] = {"plan"};
+                    {"bench", "serve", FOR_BENCH_SERVE, cli_bench_serve}, {"bench", "plan", FOR_BENCH_PLAN, cli_bench_plan},
+                    {"bench", "ops", FOR_OPS, cli_bench_ops}, {"plan", NULL, FOR_PLAN, cli_plan}};
     cli c = cli_default();
     int (*command)(const cli *, toka_err *) = cli_run_command;
     unsigned bit = FOR_RUN;
@@ -19309,8 +19863,6 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
         for (int i = 0; i < COUNT(commands); i++)
             if (!strcmp(argv[1], commands[i].name) && (!commands[i].second || !strcmp(second, commands[i].second)))
                 command = commands[i].main, bit = commands[i].bit, skip = commands[i].second ? 3 : 2;
-        for (int i = 0; i < COUNT(planned); i++)
-            if (!strcmp(argv[1], planned[i])) return fail(e, TOKA_E_USE, "toka %s is not in version %s", argv[1], TOKA_VERSION);
         if (!command && !strcmp(argv[1], "bench")) return fail(e, TOKA_E_USE, "toka bench: expected throughput, serve, plan or ops");
         if (!command) return fail(e, TOKA_E_USE, "%s: no such command; see toka --help", argv[1]);
     }

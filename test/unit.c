@@ -39,6 +39,9 @@
 #if __has_include("test_bs.c")
 #include "test_bs.c"
 #endif
+#if __has_include("test_plan.c")
+#include "test_plan.c"
+#endif
 #if __has_include("test_cpu.c")
 #include "test_cpu.c"
 #endif
@@ -88,6 +91,9 @@ static const struct test *const tables[] = {
 #endif
 #if __has_include("test_bs.c")
     bs_tests,
+#endif
+#if __has_include("test_plan.c")
+    plan_tests,
 #endif
 #if __has_include("test_cpu.c")
     cpu_tests,

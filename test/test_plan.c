@@ -1,0 +1,252 @@
+/* test_plan.c - `toka plan`: figures computed by hand, measured figures, and what must hold for every known model and split. */
+
+typedef struct plan_fix { /* the models of models.txt, and an ask with the program's defaults */
+    arena a;
+    mf_known *known;
+    int n;
+    plan_ask ask;
+} plan_fix;
+
+static plan_fix plan_fix_open(const char *model, const char *gpu) {
+    plan_fix f = {0};
+    toka_err e = {0};
+    const mf_known *found = NULL;
+    int must_hold;
+    CHECK(!mf_models_open("models.txt", &f.a, &f.known, &f.n, &e) && !run_find_known("models.txt", model, &f.a, &found, &e) && found);
+    f.ask.model = &found->config;
+    plan_options o = {.gpu = gpu, .gpus = 1, .input = 715, .output = 150, .samples = 1};
+    CHECK_MSG(!plan_check(&o, &f.ask, &must_hold, &e) && must_hold == 865, "%s", e.msg);
+    return f;
+}
+
+/* Elements of the norms and biases: the part of a model that plan, as the backend, leaves out. */
+static int64_t plan_vectors(const mf_config *c) {
+    int64_t n = 0;
+    for (int i = 0; i < COUNT(mf_layer_slots); i++)
+        if (!*mf_layer_slots[i].rows) n += mf_slot_size(&mf_layer_slots[i], c) * c->shape.L;
+    return n + c->shape.E;
+}
+
+static void plan_test_memory(void) {
+    plan_fix f = plan_fix_open("llama-3.2-1b", "H200");
+    plan_rank p = plan_rank_of(&f.ask, 1, 1, 0, 0);
+    /* layer 2048*2048 * 2 + 2*512*2048 + 3*2048*8192 = 60,817,408; 16 of them and 128256*2048, once: the head is tied; 2 bytes each */
+    CHECK(p.weights == 2471493632 && p.token_bytes == 2 * 16 * 8 * 64 * 2);
+    /* 8448 rows of 2*2048 + 2*32*64 + 48*64 + 8192 elements, a table of 131072 * 32 pairs of floats, 1.5 GiB */
+    CHECK(p.scratch == 8448 * 19456 * 2 + 131072 * 32 * 8 + 1610612736);
+    CHECK(p.kv_tokens == ((int64_t)(0.9 * (139.8 * 0x1p30 - 0x1p29)) - p.weights - p.scratch) / 32768);
+    arena_free(&f.a);
+
+    f = plan_fix_open("meta-llama/Llama-3.1-8B", "h200"); /* by hub id; untied */
+    CHECK(plan_rank_of(&f.ask, 1, 1, 0, 0).weights == 16059990016);
+    p = plan_rank_of(&f.ask, 2, 1, 0, 1);
+    /* half of each: 32 * (2048*4096 * 2 + 2*512*4096 + 3*7168*4096) + 2 * 64128*4096 */
+    CHECK(p.shape.H == 16 && p.shape.K == 4 && p.shape.F == 7168 && p.shape.V == 64128 && p.weights == 8029995008 && p.token_bytes == 65536);
+    arena_free(&f.a);
+
+    f = plan_fix_open("llama-3.1-70b", "H200");
+    CHECK(plan_rank_of(&f.ask, 1, 1, 0, 0).weights == 141104775168);
+    /* a layer is 855,638,016 elements, the embedding and the head 1,050,673,152 each, 1.23 layers: 6 x 10, 11 and 9 */
+    for (int stage = 0; stage < 8; stage++) {
+        p = plan_rank_of(&f.ask, 1, 8, stage, 0);
+        CHECK(p.l0 == 10 * stage + (stage == 7) && p.shape.L == (stage < 6 ? 10 : stage == 6 ? 11 : 9));
+        CHECK(p.weights == 2 * ((int64_t)p.shape.L * 855638016 + (stage == 0 || stage == 7 ? 1050673152 : 0)));
+    }
+    p = plan_rank_of(&f.ask, 8, 1, 0, 3);
+    CHECK(p.shape.H == 8 && p.shape.K == 1 && p.weights == 141104775168 / 8 && p.token_bytes == 327680 / 8);
+    p = plan_rank_of(&f.ask, 16, 1, 0, 3); /* 8 kv heads on 16 ranks */
+    CHECK(p.shape.H == 4 && p.shape.K == 1 && p.token_bytes == 327680 / 8);
+    arena_free(&f.a);
+
+    f = plan_fix_open("qwen2.5-0.5b", "L4"); /* 14 query heads, 2 kv heads */
+    p = plan_rank_of(&f.ask, 14, 1, 0, 0);
+    /* F 347 -> 352 and V 10852 -> 10856 rows: 24 * (64*896 * 2 + 2*64*896 + 3*352*896) + 10856*896 */
+    CHECK(p.shape.H == 1 && p.shape.K == 1 && p.shape.F == 347 && p.shape.V == 10852 && p.weights == 75880448);
+    arena_free(&f.a);
+}
+
+static void plan_test_allowed(void) {
+    static const struct { int H, K, tp; bool can; } cases[] = {{14, 2, 1, true}, {14, 2, 2, true}, {14, 2, 3, false}, {14, 2, 4, false},
+        {14, 2, 6, false}, {14, 2, 14, true}, {14, 2, 28, false}, {64, 8, 3, true}, {64, 8, 16, true}, {64, 8, 12, false}, {64, 8, 128, false},
+        {32, 32, 32, true}, {32, 32, 64, false}, {9, 3, 9, true}, {9, 3, 6, false}};
+    toka_err e;
+    for (int i = 0; i < COUNT(cases); i++) {
+        toka_shape s = {.L = 24, .H = cases[i].H, .K = cases[i].K, .D = 64, .E = 896, .F = 4864, .V = 1000};
+        bool can = !plan_check_split(&s, cases[i].tp, 1, &e);
+        CHECK_MSG(can == cases[i].can, "H %d K %d tp %d", s.H, s.K, cases[i].tp);
+        if (!can) CHECK(strstr(e.msg, "query heads") && strstr(e.msg, "kv heads"));
+        CHECK(plan_check_split(&s, 1, 25, &e) == TOKA_E_USE && !plan_check_split(&s, 1, 24, &e));
+    }
+}
+
+/* Layers without gap, heads and columns without loss, every byte of the model somewhere. */
+static void plan_check_cover(const plan_ask *a, int tp, int pp, int64_t whole) {
+    const toka_shape *all = &a->model->shape;
+    int64_t weights = 0;
+    int layer = 0;
+    for (int stage = 0; stage < pp; stage++) {
+        int H = 0, K = 0, F = 0, V = 0, L = 0;
+        for (int r = 0; r < tp; r++) {
+            plan_rank p = plan_rank_of(a, tp, pp, stage, r);
+            CHECK(p.l0 == layer && p.shape.L >= 1 && p.shape.H % p.shape.K == 0 && p.first == !stage && p.last == (stage == pp - 1));
+            H += p.shape.H, K += p.shape.K, F += p.shape.F, V += p.shape.V, L = p.shape.L, weights += p.weights;
+        }
+        CHECK(H == all->H && K == MAX(all->K, tp) && F == all->F && V == all->V);
+        layer += L;
+    }
+    CHECK(layer == all->L);
+    CHECK_MSG(weights >= whole && (tp * pp > 1 || weights == whole), "tp %d pp %d: %lld of %lld bytes", tp, pp, (long long)weights, (long long)whole);
+}
+
+static void plan_test_properties(void) {
+    plan_fix f = plan_fix_open("llama-3.1-8b", "H100");
+    toka_err e;
+    for (int m = 0; m < f.n; m++) {
+        f.ask.model = &f.known[m].config, f.ask.max_len = f.ask.model->shape.max_len;
+        int64_t whole = 2 * (mf_n_parameters(f.ask.model) - plan_vectors(f.ask.model)), by_tp = 0, by_pp = 0;
+        for (int n = 1; n <= 32; n++) {
+            for (int pp = 1; pp <= n; pp++)
+                if (n % pp == 0 && !plan_check_split(&f.ask.model->shape, n / pp, pp, &e)) plan_check_cover(&f.ask, n / pp, pp, whole);
+            for (int pp = 0; pp < 2; pp++) { /* more GPUs to a replica, one way or the other: never fewer tokens */
+                if (plan_check_split(&f.ask.model->shape, pp ? 1 : n, pp ? n : 1, &e)) continue;
+                plan_split s = plan_split_of(&f.ask, pp ? 1 : n, pp ? n : 1, 1, 865);
+                CHECK_MSG(s.kv_tokens >= (pp ? by_pp : by_tp), "%s: %d", f.known[m].name, n);
+                *(pp ? &by_pp : &by_tp) = s.kv_tokens;
+            }
+            plan_split one = plan_split_of(&f.ask, 1, 1, 1, 865), more = plan_split_of(&f.ask, 1, 1, n, 865); /* more replicas: in step */
+            CHECK(more.kv_tokens == n * one.kv_tokens && more.work.running == n * one.work.running);
+            CHECK(fabs(more.work.output - n * one.work.output) <= 1e-9 * more.work.output && more.decode.output >= one.decode.output);
+        }
+    }
+    arena_free(&f.a);
+}
+
+/* The stages: the slowest is as fast as any cut makes it, found by trying all for few layers. */
+static void plan_test_balance(void) {
+    for (int L = 1; L <= 12; L++)
+        for (int pp = 1; pp <= L; pp++)
+            for (int V = 0; V < 6; V++) {
+                toka_shape s = {.L = L, .H = 8, .K = 2, .D = 16, .E = 128, .F = 256, .V = V * 97000 + 1};
+                double head = plan_head_cost(&s), found = 0, best = INFINITY;
+                int next = 0, l0, n;
+                for (int i = 0; i < pp; i++) {
+                    plan_stage(&s, pp, i, &l0, &n);
+                    CHECK(l0 == next && n >= 1);
+                    next += n, found = MAX(found, n + (i == pp - 1 ? head : 0));
+                }
+                CHECK(next == L);
+                for (int last = 1; last <= L; last++) { /* the others share what is left as evenly as whole layers allow */
+                    int rest = L - last, most = pp > 1 ? (rest + pp - 2) / (pp - 1) : 0;
+                    if (pp > 1 ? rest >= pp - 1 : rest == 0) best = MIN(best, MAX(last + head, (double)most));
+                }
+                CHECK_MSG(found == best, "L %d pp %d head %g: %g, best %g", L, pp, head, found, best);
+            }
+}
+
+/* The engine sizes its cache by the same rule. */
+static void plan_test_engine(void) {
+    plan_fix f = plan_fix_open("llama-3.2-1b", "H100");
+    const toka_backend be = {.activation_bytes = 2};
+    toka_shape whole = f.ask.model->shape;
+    for (int seqs = 1; seqs < 5000; seqs *= 4) {
+        f.ask.max_seqs = seqs;
+        plan_rank p = plan_rank_of(&f.ask, 1, 1, 0, 0);
+        int64_t room = (int64_t)(0.9 * (f.ask.gpu->memory - PLAN_CONTEXT_BYTES)) - p.weights - p.scratch;
+        CHECK(p.kv_tokens == eng_kv_tokens(&whole, seqs, &be, room));
+    }
+    arena_free(&f.a);
+}
+
+static bool plan_near(double x, double want, double share) { return fabs(x - want) <= share * want; }
+
+static void plan_test_time(void) {
+    plan_fix f = plan_fix_open("llama-3.2-1b", "H200");
+    /* 4,096 samples, 900 tokens of prompt shared by 1,024 each, 150 own at a time: products 2 * 4096 * 1,235,746,816 at 790e12 = 12.815 ms,
+     * prompt 4 * 2048 * 4096 * 900 * 16 at 790e12 = 0.612 ms, own K and V 4096 * 150 * 32768 at 4.1e12 = 4.910 ms */
+    f.ask.input = 900, f.ask.output = 300, f.ask.samples = 1024;
+    plan_split s = plan_split_of(&f.ask, 1, 1, 1, 1200);
+    CHECK_MSG(plan_near(s.decode.step_s, 18.337e-3, 1e-3) && plan_near(s.decode.output, 4096 / 18.337e-3, 1e-3), "%g", s.decode.step_s);
+    CHECK(!strcmp(s.decode.bound, "tensor cores") && s.decode.running == 4096);
+    /* each with its own prompt: half of the KV cache is not enough for 4,096; reading K and V takes longest */
+    f.ask.samples = 1;
+    s = plan_split_of(&f.ask, 1, 1, 1, 1200);
+    CHECK(!strcmp(s.decode.bound, "HBM, KV") && s.decode.running == (int64_t)((double)s.kv_tokens / (900 + 150 + 32)));
+    /* one sequence: 2,471,493,632 bytes of weights and 16 layers of K and V of 715 + 75 tokens, at 4.1e12 */
+    f.ask.max_seqs = 1, f.ask.input = 715, f.ask.output = 150;
+    s = plan_split_of(&f.ask, 1, 1, 1, 865);
+    CHECK(plan_near(s.decode.step_s, (2471493632 + 790 * 32768.0) / 4.1e12, 1e-6) && !strcmp(s.decode.bound, "HBM, weights"));
+    /* in two stages it passes both in turn; in a step one of them works */
+    plan_split two = plan_split_of(&f.ask, 1, 2, 1, 865);
+    CHECK(two.decode.step_s > s.decode.step_s && two.decode.step_s < 1.5 * s.decode.step_s && two.decode.running == 1);
+    arena_free(&f.a);
+
+    f = plan_fix_open("mistral-7b-v0.1", "H200"); /* a window of 4,096 */
+    f.ask.input = 20000, f.ask.output = 2000, f.ask.max_seqs = 8;
+    plan_rank p = plan_rank_of(&f.ask, 1, 1, 0, 0);
+    plan_load l = {8, 8, 0};
+    plan_time t = plan_rank_time(&f.ask, &p, 1, &l);
+    CHECK(plan_near(t.kv, 8 * 4096 * 131072.0 / 4.1e12, 1e-6));
+    l.prompts = 1, t = plan_rank_time(&f.ask, &p, 1, &l); /* pairs: 4096 * 20000 - 4096^2 / 2 */
+    CHECK(plan_near(t.tensor, 4.0 * 4096 * (4096 * 20000.0 - 4096 * 2048) * 32 / 790e12, 1e-6));
+    arena_free(&f.a);
+
+    f = plan_fix_open("llama-3.1-70b", "L40S"); /* what little KV fits beside the weights keeps the batch small */
+    s = plan_split_of(&f.ask, 1, 8, 1, 865);
+    CHECK(!strcmp(s.decode.bound, "KV capacity") && s.decode.running < 1000);
+    s = plan_split_of(&f.ask, 8, 1, 1, 865); /* PCIe */
+    CHECK(!strcmp(s.work.bound, "link"));
+    arena_free(&f.a);
+}
+
+/* Against what ran: times of NCCL on 8 and 2 H200 (8192 bf16 a token), and the monkeys workload on an H100. */
+static void plan_test_measured(void) {
+    static const double tokens[] = {64, 256, 1024, 4096, 8192}, us[2][5] = {{54, 80, 166, 405, 767}, {53, 55, 92, 271, 534}};
+    plan_fix f = plan_fix_open("llama-3.2-1b", "H200");
+    for (int i = 0; i < 10; i++) {
+        double found = 1e6 * plan_reduce(f.ask.gpu, i < 5 ? 8 : 2, tokens[i % 5] * 16384);
+        CHECK_MSG(plan_near(found, us[i / 5][i % 5], 0.2), "%g tokens: %g us", tokens[i % 5], found);
+    }
+    CHECK(plan_near(1e6 * plan_send(f.ask.gpu, 1024 * 16384), 84, 0.2));
+    arena_free(&f.a);
+    f = plan_fix_open("llama-3.2-1b", "H100");
+    f.ask.samples = 96, f.ask.max_seqs = 8192;
+    plan_split s = plan_split_of(&f.ask, 1, 1, 1, 865);
+    CHECK_MSG(s.work.output > 128891 && s.work.output < 2 * 128891, "%g", s.work.output);
+    f.ask.max_seqs = 4096;
+    CHECK(plan_split_of(&f.ask, 1, 1, 1, 865).work.output > 123617);
+    arena_free(&f.a);
+}
+
+/* The search for splits, the choice, and how many GPUs are too few. */
+static void plan_test_choice(void) {
+    plan_fix f = plan_fix_open("llama-3.1-70b", "H100");
+    plan_split s[PLAN_MOST_GPUS];
+    f.ask.gpus = 8;
+    int n = plan_splits(&f.ask, 865, s);
+    CHECK(n == 10 && s[0].tp == 1 && s[0].pp == 1 && s[0].dp == 8 && !s[0].fits && s[9].tp == 8);
+    for (int i = 0; i < n; i++) CHECK(s[i].tp * s[i].pp * s[i].dp == 8 && (s[i].fits || !s[i].kv_tokens));
+    const plan_split *best = plan_best(s, n);
+    CHECK(best && best->fits);
+    for (int i = 0; i < n; i++) CHECK(!s[i].fits || s[i].work.output <= 1.02 * best->work.output);
+    f.ask.gpus = 2; /* 2 x (0.9 * 78.6 GiB - 2.4 GB) are 147 GB: the weights fit with a little KV, the whole length does not */
+    CHECK(plan_best(s, plan_splits(&f.ask, 865, s)) && !plan_best(s, plan_splits(&f.ask, 131072, s)));
+    CHECK(plan_least(f.ask, 865) == 2 && plan_least(f.ask, 131072) == 3 && f.ask.gpus == 2);
+    f.ask.gpus = 120, f.ask.model = &f.known[0].config;
+    CHECK(plan_splits(&f.ask, 865, s) <= PLAN_MOST_GPUS);
+    arena_free(&f.a);
+}
+
+static void plan_test_words(void) {
+    char z[32];
+    CHECK(!strcmp(plan_commas(0, z), "0") && !strcmp(plan_commas(999, z), "999") && !strcmp(plan_commas(1234567, z), "1,234,567"));
+    CHECK(!strcmp(plan_round(0.4, z), "0") && !strcmp(plan_round(7, z), "7") && !strcmp(plan_round(239912.3, z), "240,000"));
+    CHECK(!strcmp(plan_round(999.6, z), "1,000") && !strcmp(plan_round(28.04, z), "28") && !strcmp(plan_round(1234, z), "1,230"));
+    CHECK(plan_same_name("RTX-4090", "rtx 4090") && plan_same_name("A100-80G", "a10080g") && !plan_same_name("A100-80G", "A100"));
+    CHECK(!plan_same_name("H200", "") && !plan_same_name("L4", "L40S"));
+}
+
+static const struct test plan_tests[] = {{"plan: memory by hand", plan_test_memory}, {"plan: which splits a model allows", plan_test_allowed},
+                                         {"plan: every model and split", plan_test_properties}, {"plan: stages are balanced", plan_test_balance},
+                                         {"plan: KV as the engine sizes it", plan_test_engine}, {"plan: time by hand", plan_test_time},
+                                         {"plan: measured figures", plan_test_measured}, {"plan: choice", plan_test_choice},
+                                         {"plan: words", plan_test_words}, {NULL, NULL}};

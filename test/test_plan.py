@@ -1,0 +1,97 @@
+"""toka plan: the table, the JSON object, what it refuses, and the README's example. Run through test/run.sh."""
+import json
+import os
+import re
+import subprocess
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TOKA = os.environ.get("TOKA_BINARY", os.path.join(ROOT, "toka"))
+ENV = {k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}
+
+
+def plan(*args, status=0, cwd=ROOT):
+    r = subprocess.run([TOKA, "plan", *args], env=ENV, cwd=cwd, capture_output=True, timeout=60)
+    assert r.returncode == status, r.stderr.decode()
+    return r.stdout.decode(), r.stderr.decode()
+
+
+def test_readme():
+    with open(os.path.join(ROOT, "README.md")) as f:
+        command, output = re.search(r"```sh\n(./toka plan [^\n]*)\n```\n\n```text\n(.*?)```", f.read(), re.S).groups()
+    assert plan(*command.split()[2:])[0] == output
+
+
+def test_readme_share_of_the_measured_rate():
+    with open(os.path.join(ROOT, "README.md")) as f:
+        text = f.read()
+    share, flags = re.search(r"the 128,891 tok/s of the table above are (\d+) % of what it says\s+for `(.*?)`", text).groups()
+    best = json.loads(plan(*flags.split(), "--json")[0])["recommended"]
+    assert "| 128,891 |" in text and round(100 * 128891 / best["workload"]["output_tokens_per_second"]) == int(share)
+
+
+def test_table_and_object_say_the_same():
+    args = ["-m", "llama-3.1-8b", "--gpus", "4", "--gpu", "a100-40g", "--max-model-len", "8192", "--input-len", "1000", "--output-len", "500"]
+    rows = [line.split() for line in plan(*args)[0].splitlines() if re.match(r" +\d+ +\d+ +\d+ ", line)]
+    v = json.loads(plan(*args, "--json")[0])
+    assert len(rows) == len(v["splits"]) == 6 and v["gpu"]["source"] == "datasheet"
+    for row, s in zip(rows, v["splits"]):
+        assert [int(x) for x in row[:3]] == [s["tensor_parallel_size"], s["pipeline_parallel_size"], s["data_parallel_size"]]
+        assert row[3] == f"{s['weight_bytes'] / 1e9:.1f}" and row[5] == f"{s['kv_tokens']:,}"
+        assert row[6] == f"{s['kv_tokens'] / 8192:.1f}" and row[7] == f"{s['workload']['running']:,}"
+        assert s["workload"]["tokens_per_second"] == pytest.approx(3 * s["workload"]["output_tokens_per_second"])
+        assert s["workload"]["output_tokens_per_second"] * s["workload"]["step_ms"] == pytest.approx(1000 * s["workload"]["running"], rel=1e-5)
+    best = max(v["splits"], key=lambda s: s["workload"]["output_tokens_per_second"])
+    assert v["recommended"]["workload"]["output_tokens_per_second"] > best["workload"]["output_tokens_per_second"] / 1.03
+    assert "--max-model-len 8192" in v["recommended"]["flags"] and "one GPU" in v["note"]
+
+
+def test_a_folder_needs_no_weights(tmp_path):
+    with open(f"{ROOT}/test/model/config.json") as f:
+        config = json.load(f)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = ["--json", "--input-len", "100", "--output-len", "50"]
+    v, same = (json.loads(plan(*args, *more)[0]) for more in (["-m", str(tmp_path)], []))  # the model is the embedded one
+    assert v["n_parameters"] == same["n_parameters"] and v["splits"] == same["splits"]
+    assert plan("-m", str(tmp_path / "none"), status=1)[1].startswith("toka: ")
+
+
+def test_models_file(tmp_path):
+    (tmp_path / "m.txt").write_text("tiny nobody/tiny Qwen2ForCausalLM 2 64 4 2 16 96 500 untied 10000 default 1e-6 512 qkv_bias - sibling\n")
+    args = ["--models-file", str(tmp_path / "m.txt"), "--json", "--gpus", "8", "--input-len", "10", "--output-len", "10"]
+    v, by_id = (json.loads(plan("-m", m, *args)[0]) for m in ("tiny", "nobody/tiny"))
+    assert v == by_id and len(v["not_possible"]) == 3  # tp 8; pp 4 and 8 of 2 layers
+    assert {(s["tensor_parallel_size"], s["pipeline_parallel_size"]) for s in v["splits"]} == {(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)}
+
+
+def test_too_large_says_how_many_it_takes():
+    out, err = plan("-m", "llama-3.1-70b", "--gpu", "H100", status=1)
+    assert out == "" and err.count("\n") == 1
+    least = int(re.search(r"at least (\d+) are needed", err)[1])
+    plan("-m", "llama-3.1-70b", "--gpu", "H100", "--gpus", str(least))
+    assert 1 < least < 5
+    assert "no number" in plan("-m", "llama-3.1-70b", "--gpu", "L4", "--gpu-memory-utilization", "0.05", status=1)[1]
+
+
+@pytest.mark.parametrize("args, words", [
+    (["--gpu", "H300"], "expected B200, H200, H100, A100-80G"), (["-m", "no-such-model"], "no-such-model: no such folder"),
+    (["--gpus", "0"], "--gpus: 0"), (["--gpus", "1000"], "--gpus"), (["--max-model-len", "200000"], "131072"),
+    (["--input-len", "0"], "--input-len"), (["--output-len", "200000"], "longest sequence"), (["--samples", "0"], "--samples"),
+    (["--gpu-memory-utilization", "2"], "--gpu-memory-utilization"), (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "at least"),
+    (["--kv-tokens", "5"], "not for this command"), (["--max-num-seqs", "-1"], "--max-num-seqs"),
+])
+def test_refused(args, words):
+    model = [] if "-m" in args else ["-m", "llama-3.2-1b"]
+    out, err = plan(*model, *args, status=1)
+    assert out == "" and words in err and err.count("\n") == 1
+
+
+def test_help_lists_every_gpu():
+    text = subprocess.run([TOKA, "--help"], env=ENV, capture_output=True, timeout=60).stdout.decode()
+    names = re.split(", | or ", re.search(r"expected (.*)", plan("--gpu", "x", status=1)[1])[1])
+    assert len(names) > 7
+    for name in names:
+        assert re.search(rf"--gpu NAME .*{name}", text)
+        assert json.loads(plan("-m", "smollm2-135m", "--gpu", name, "--json")[0])["gpu"]["name"] == name
+    assert "toka plan" in text and "toka bench plan" in text
