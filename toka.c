@@ -5273,6 +5273,7 @@ static int tmpl_render(const tmpl *t, const json *context, tmpl_time now, tmpl_l
  *   config         mf_config_parse, mf_generation_parse, mf_tokenizer_config_parse: JSON text to structs
  *   safetensors    st_parse: a file to a list of tensors; st_index_parse: an index to a list of files; st_set: by name
  *   binding        mf_bind: names to the named fields of toka_layer, once, by two tables, every shape checked
+ *   ranks          mf_stage, mf_shard: a rank's part of a model that is spread over devices, as slices of the bound weights
  *   models.txt     mf_models_parse: the table of known models
  *   finding        mf_find: folder, name, hub cache
  *   opening        mf_open, mf_close
@@ -5550,7 +5551,7 @@ static int mf_set_dims(mf_config *c, const int64_t dim[MF_N_DIMS], const char *w
                     (long long)dim[MF_H], (long long)dim[MF_K]);
     toka_shape *s = &c->shape;
     s->L = (int)dim[MF_L], s->E = (int)dim[MF_E], s->H = (int)dim[MF_H], s->K = (int)dim[MF_K];
-    s->D = (int)dim[MF_D], s->F = (int)dim[MF_F], s->V = (int)dim[MF_V], s->max_len = (int)dim[MF_LEN];
+    s->D = (int)dim[MF_D], s->F = (int)dim[MF_F], s->V = s->V_all = (int)dim[MF_V], s->max_len = (int)dim[MF_LEN];
     return 0;
 }
 
@@ -6024,9 +6025,10 @@ static const mf_slot mf_layer_slots[] = {
     {"mlp.up_proj.weight", offsetof(toka_layer, up), "F", "E", 0},
     {"mlp.down_proj.weight", offsetof(toka_layer, down), "E", "F", 0},
 };
+enum { MF_EMBED, MF_NORM };
 static const mf_slot mf_model_slots[] = {
-    {"embed_tokens.weight", offsetof(toka_weights, embed), "V", "E", 0},
-    {"norm.weight", offsetof(toka_weights, norm), "", "E", 0},
+    [MF_EMBED] = {"embed_tokens.weight", offsetof(toka_weights, embed), "V", "E", 0},
+    [MF_NORM] = {"norm.weight", offsetof(toka_weights, norm), "", "E", 0},
 };
 static const mf_slot mf_lm_head_slot = {"lm_head.weight", offsetof(toka_weights, lm_head), "V", "E", MF_LM_HEAD};
 
@@ -6088,7 +6090,7 @@ static int mf_bind_one(mf_binder *b, const mf_slot *slot, const char *name, void
     }
     if (t->dtype->toka < 0) return fail(e, TOKA_E_INPUT, "%s: dtype %s, expected BF16, F16 or F32", name, t->dtype->name);
     if ((uintptr_t)t->data % 2) return fail(e, TOKA_E_INPUT, "%s: begins at an odd byte of %s", name, t->file);
-    *(toka_tensor *)((char *)base + slot->field) = (toka_tensor){t->data, (toka_dtype)t->dtype->toka, rows, cols};
+    *(toka_tensor *)((char *)base + slot->field) = (toka_tensor){t->data, (toka_dtype)t->dtype->toka, rows, cols, cols};
     b->n_parameters += (int64_t)rows * cols;
     b->weight_bytes += t->end - t->begin;
     return 0;
@@ -6118,6 +6120,105 @@ static int mf_bind(mf_binder *b, arena *a, toka_err *e) {
     if (st_set_get(b->set, head.suffix)) head.needs = 0;
     if ((code = mf_bind_one(b, &head, head.suffix, b->w, e)) != 0) return code;
     if (!b->w->lm_head.rows) b->w->lm_head = b->w->embed;
+    return 0;
+}
+
+/* ---- Ranks: which part of the model each has ---- */
+
+typedef struct mf_rank { /* a place in the grid of stages and tensor ranks; sizes at least 1 */
+    int tp_rank, tp_size, pp_rank, pp_size;
+} mf_rank;
+
+typedef struct mf_range { /* n of something, from `from` on */
+    int from, n;
+} mf_range;
+
+static mf_range mf_share(int n, int i, int parts) { /* part i of n things in order: all parts equal, or one apart */
+    int from = (int)((int64_t)n * i / parts);
+    return (mf_range){from, (int)((int64_t)n * (i + 1) / parts) - from};
+}
+
+/* The layers of stage i. Work per token, in multiply-adds: a layer E (H + 2K) D + H D E + 3 E F, the LM head E V, the embedding
+ * none. The last stage has the head and gets as many layers as keep the busiest stage least busy; the others share the rest
+ * evenly. pp_size <= L. */
+static mf_range mf_stage(const toka_shape *s, int i, int pp_size) {
+    const double head = (double)s->V_all * s->E;
+    const double layer = (double)s->E * ((2.0 * s->H + 2.0 * s->K) * s->D + 3.0 * s->F);
+    int others = pp_size - 1, last = s->L - others;
+    double least = INFINITY;
+    for (int n = last; others && n >= 1; n--) {
+        double busiest = MAX((s->L - n + others - 1) / others * layer, n * layer + head);
+        if (busiest < least) least = busiest, last = n;
+    }
+    return i < others ? mf_share(s->L - last, i, others) : (mf_range){s->L - last, last};
+}
+
+/* What a rank has of heads, kv heads, mlp columns and vocabulary. Where there are fewer kv heads than ranks, several ranks have
+ * the same one, and each some of its query heads. */
+typedef struct mf_part {
+    mf_range H, K, F, V;
+} mf_part;
+
+static int mf_part_of(const toka_shape *s, int tp_rank, int tp_size, mf_part *p, toka_err *e) {
+    const int G = s->H / s->K;
+    if (tp_size > s->F || tp_size > s->V)
+        return fail(e, TOKA_E_USE, "tensor parallel size %d: the model's mlp width is %d and its vocabulary %d, expected no more "
+                    "ranks", tp_size, s->F, s->V);
+    if (s->K < tp_size && (tp_size % s->K || G % (tp_size / s->K)))
+        return fail(e, TOKA_E_USE, "tensor parallel size %d: the model has %d heads and %d kv heads (H, K), expected at most %d "
+                    "ranks, or a multiple of K that divides H", tp_size, s->H, s->K, s->K);
+    p->K = s->K < tp_size ? (mf_range){tp_rank / (tp_size / s->K), 1} : mf_share(s->K, tp_rank, tp_size);
+    p->H = s->K < tp_size ? mf_share(s->H, tp_rank, tp_size) : (mf_range){p->K.from * G, p->K.n * G};
+    p->F = mf_share(s->F, tp_rank, tp_size), p->V = mf_share(s->V, tp_rank, tp_size);
+    return 0;
+}
+
+/* Of `size` rows or columns, described by letters as in mf_slot, those of the part: "KD" -> D for each of its kv heads. */
+static mf_range mf_part_range(const mf_part *p, const char *letters, int size, int D) {
+    switch (*letters) {
+    case 'H': return (mf_range){p->H.from * D, p->H.n * D};
+    case 'K': return (mf_range){p->K.from * D, p->K.n * D};
+    case 'F': return p->F;
+    case 'V': return p->V;
+    default: return (mf_range){0, size};
+    }
+}
+
+/* The part's slice of one tensor; the fields of `from` and `to` are those of the slot. */
+static void mf_slice(const mf_slot *slot, const mf_part *p, int D, const void *from, void *to) {
+    const toka_tensor *t = (const toka_tensor *)(const void *)((const char *)from + slot->field);
+    if (!t->rows) return;
+    mf_range rows = mf_part_range(p, slot->rows, t->rows, D), cols = mf_part_range(p, slot->cols, t->cols, D);
+    const size_t at = ((size_t)rows.from * (size_t)t->stride + (size_t)cols.from) * (t->dtype == TOKA_F32 ? 4 : 2);
+    *(toka_tensor *)(void *)((char *)to + slot->field) =
+        (toka_tensor){(const char *)t->data + at, t->dtype, rows.n, cols.n, t->stride};
+}
+
+/* The shape and the weights of one rank of a model of this shape: slices of `whole`, nothing is copied. The embedding is in the
+ * first stage only, the last norm and the LM head in the last. out->layers lives in `a`. Errors: TOKA_E_USE, it cannot be split
+ * so. */
+UNUSED static int mf_shard(const toka_shape *s, const toka_weights *whole, const mf_rank *r, arena *a, toka_shape *shape,
+                           toka_weights *out, toka_err *e) {
+    mf_part p;
+    assert(r->tp_rank >= 0 && r->tp_rank < r->tp_size && r->pp_rank >= 0 && r->pp_rank < r->pp_size && s->V == s->V_all);
+    if (r->pp_size > s->L)
+        return fail(e, TOKA_E_USE, "pipeline parallel size %d: the model has %d layers, expected at least one a stage", r->pp_size,
+                    s->L);
+    if (mf_part_of(s, r->tp_rank, r->tp_size, &p, e)) return e->code;
+    const mf_range layers = mf_stage(s, r->pp_rank, r->pp_size);
+    *shape = *s;
+    shape->L = layers.n, shape->H = p.H.n, shape->K = p.K.n, shape->F = p.F.n, shape->V = p.V.n, shape->v0 = p.V.from;
+    *out = (toka_weights){.layers = arena_zalloc(a, (size_t)layers.n * sizeof *out->layers)};
+    for (int l = 0; l < layers.n; l++) {
+        const toka_layer *from = &whole->layers[layers.from + l];
+        for (int i = 0; i < COUNT(mf_layer_slots); i++) mf_slice(&mf_layer_slots[i], &p, s->D, from, &out->layers[l]);
+        out->layers[l].window = from->window;
+    }
+    if (r->pp_rank == 0) mf_slice(&mf_model_slots[MF_EMBED], &p, s->D, whole, out);
+    if (r->pp_rank == r->pp_size - 1) {
+        mf_slice(&mf_model_slots[MF_NORM], &p, s->D, whole, out);
+        mf_slice(&mf_lm_head_slot, &p, s->D, whole, out);
+    }
     return 0;
 }
 
@@ -8918,7 +9019,8 @@ static void stop_free(stop_scan *s) {
  *     add up in order.
  *   - Attention walks the kv positions page by page in rising order and merges each page into a running softmax. Spans
  *     begin and end on page borders, so how they are cut changes nothing. What a row may not see adds an exact zero.
- *   - Threads share out whole results, never parts of one sum.
+ *   - Threads share out whole results, never parts of one sum. Tensor ranks do share sums over heads and mlp columns; their
+ *     parts are added in the order of the ranks. So another number of them rounds differently, as another set of kernels does.
  * Instruction sets differ in lanes and thus in rounding; one process uses one set.
  *
  * Products. Lanes lie along k because both x and w have k contiguous: one row of x (decode) streams w straight from memory,
@@ -8952,8 +9054,11 @@ enum {
     CPU_QUERIES = 32,         /* query rows (token, head of one kv head) that share one pass over K and V */
     CPU_THREADS = 1024,       /* most threads */
     CPU_SMALL = 60000,        /* multiply-adds below which waking a second thread costs more than it gives */
-    CPU_SPIN = 2000           /* looks at the pool's state before a thread sleeps; some 50 us */
+    CPU_SPIN = 2000,          /* looks at the pool's state before a thread sleeps; some 50 us */
+    CPU_RANKS = 64,           /* most ranks of a group */
+    CPU_LINK = 4              /* steps that a stage may be ahead of the next */
 };
+#define CPU_PATIENCE 30.0 /* seconds in which no rank gets on, until who waits gives up */
 
 /* Unrolls a loop of constant count wholly, so that its array of vectors becomes registers. */
 #ifdef __clang__
@@ -9441,6 +9546,7 @@ typedef struct cpu_pool {
     void *arg;
     pthread_mutex_t lock; /* guards the wait on `wake` */
     pthread_cond_t wake;
+    _Atomic uint64_t *progress; /* NULL, or counts the rounds for the other ranks to see */
 } cpu_pool;
 
 typedef struct cpu_worker {
@@ -9492,6 +9598,7 @@ static void *cpu_thread(void *arg) {
 
 /* Runs work(arg, thread, 0 .. n_items-1) and returns when all is done. cost: multiply-adds of it all, roughly. */
 static void cpu_run(cpu_pool *p, cpu_work *work, void *arg, int n_items, int64_t cost) {
+    if (p->progress) atomic_fetch_add(p->progress, 1);
     if (p->n == 1 || n_items <= 1 || cost < p->small) {
         for (int i = 0; i < n_items; i++) work(arg, 0, i);
         return;
@@ -9561,7 +9668,7 @@ struct toka_device {
     float *x;              /* [chunk][ldx] inputs of products; each row has zeros up to the next multiple of 16 */
     float *k, *v;          /* [chunk][K*D] */
     float *gate, *up;      /* [chunk][ldf]; columns behind F stay zero */
-    float *logits;         /* [out_chunk][V] */
+    float *logits;         /* [out_chunk][V_all]; with tp ranks the stage's, in which each fills its V columns */
     int32_t *last;         /* [n_slots] the token drawn last for each slot */
     float *vec;            /* norm weights and biases of the running op in float32, [6][max(E, H*D)] */
     float *scratch;        /* per thread [scratch_n]: a panel of weights, or attention's rows */
@@ -9571,6 +9678,9 @@ struct toka_device {
     size_t n_bytes; /* of all blocks */
     toka_err error; /* the first failure; code 0: none */
     char about[96];
+    toka_group *group; /* NULL: alone */
+    struct cpu_rank *rank; /* this one's place in it */
+    struct cpu_stage *stage;
 };
 
 static void *cpu_zalloc(toka_device *d, size_t n, size_t size) { /* n * size bytes of zeros; NULL latches the failure */
@@ -9590,6 +9700,297 @@ static void *cpu_zalloc(toka_device *d, size_t n, size_t size) { /* n * size byt
 }
 
 static float *cpu_at(toka_dev a) { return (float *)(uintptr_t)a.at; }
+
+/* ---- Ranks ----
+ * A group is the ranks of one model: stages x tp ranks, each a device with a thread of its own. All that they share is here. All
+ * waiting is for counters that only rise, so nobody has to reset one and nobody can mistake a round for another:
+ *     stage.came, stage.left   a meeting of the tp ranks is the n-th when came reaches n * tp_size; in it each may use the
+ *                              memory of the others, until left reaches n * tp_size
+ *     link.sent, link.taken    messages put into and taken out of the ring from a rank to the next stage's
+ *     drawn                    number of the last step whose drawn ids are in last[]
+ *
+ * A group that is broken stays so: nobody comes to a meeting any more, waits end, ops return at once. Counts are raised and the
+ * group is broken under one lock, so all ranks agree which meeting was the last to come about, and whoever is in it stays until
+ * all have left: nobody closes a device whose memory another reads.
+ *
+ * last[] is one table for all stages. A token of slot q that step k drew is read by a later step j; the next draw for q that
+ * could overwrite it is of step j or later, and by then all first ranks have embedded j (the step came through them). */
+
+enum cpu_wait { CPU_RUNS, CPU_WAITS_STAGE, CPU_WAITS_BEFORE, CPU_WAITS_NEXT, CPU_WAITS_DRAWN }; /* whom a rank waits for */
+
+typedef struct cpu_rank { /* what others look at when nobody gets on */
+    bool taken;                 /* a device has this place, or had it */
+    const char *_Atomic op;     /* that it is in, or was in last; NULL: none yet */
+    atomic_int waits;           /* enum cpu_wait */
+    _Atomic int64_t n_meetings; /* that it came to */
+} cpu_rank;
+
+typedef struct cpu_stage {
+    _Atomic int64_t came, left;
+    float *x[CPU_RANKS]; /* what each tp rank brought to the meeting, [rows][E] */
+    float *logits;       /* [out_chunk][V_all], in the last stage with tp ranks */
+    toka_pick *picks;    /* [out_chunk] */
+    float *wanted;       /* where the meeting's raw logits go, or NULL */
+} cpu_stage;
+
+typedef struct cpu_link { /* from a rank to the same tp rank of the next stage */
+    _Atomic int64_t sent, taken;
+    float *ring; /* [CPU_LINK][max_tokens][E] */
+    int rows[CPU_LINK];
+} cpu_link;
+
+struct toka_group {
+    int tp_size, pp_size;
+    double patience;           /* CPU_PATIENCE; tests have less */
+    cpu_rank ranks[CPU_RANKS]; /* [pp][tp] */
+    cpu_link links[CPU_RANKS]; /* [pp][tp] */
+    cpu_stage stages[CPU_RANKS];
+    int32_t *last;             /* [n_slots] with stages: the token drawn last for each slot */
+    int n_slots;
+    _Atomic int64_t drawn;
+    _Atomic uint64_t progress; /* changes while anybody gets on */
+    atomic_bool broken;
+    pthread_mutex_t lock;      /* guards what is set at open, rises of the counts, broken, error, sleepers */
+    pthread_cond_t changed;
+    int sleepers;
+    toka_err error;            /* why it is broken; code 0: it was told to end */
+};
+
+static void cpu_group_close(toka_group *g) {
+    if (!g) return;
+    for (int i = 0; i < g->tp_size * g->pp_size; i++) free(g->links[i].ring);
+    for (int i = 0; i < g->pp_size; i++) free(g->stages[i].logits), free(g->stages[i].picks);
+    free(g->last);
+    pthread_cond_destroy(&g->changed);
+    pthread_mutex_destroy(&g->lock);
+    free(g);
+}
+
+static int cpu_group_open(toka_group **out, int tp_size, int pp_size, toka_err *e) {
+    if (tp_size < 1 || pp_size < 1 || tp_size > CPU_RANKS / pp_size)
+        return fail(e, TOKA_E_USE, "CPU backend: %d stages of %d tensor ranks, expected 1 to %d ranks", pp_size, tp_size,
+                    CPU_RANKS);
+    toka_group *g = *out = mem_zalloc(sizeof *g);
+    pthread_condattr_t monotonic;
+    g->tp_size = tp_size, g->pp_size = pp_size, g->patience = CPU_PATIENCE;
+    pthread_mutex_init(&g->lock, NULL);
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&g->changed, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    return 0;
+}
+
+static void cpu_group_break(toka_group *g) { /* with the lock held */
+    atomic_store(&g->broken, true);
+    pthread_cond_broadcast(&g->changed);
+}
+
+static void cpu_group_abort(toka_group *g) {
+    pthread_mutex_lock(&g->lock);
+    cpu_group_break(g);
+    pthread_mutex_unlock(&g->lock);
+}
+
+static void cpu_rank_name(const toka_group *g, int i, char z[64]) {
+    snprintf(z, 64, "rank %d (stage %d, tensor rank %d)", i, i / g->tp_size, i % g->tp_size);
+}
+
+/* Whom rank i waits for; itself if that is none in particular. */
+static int cpu_rank_ahead(toka_group *g, int i) {
+    const int tp = g->tp_size, first = i / tp * tp;
+    switch (atomic_load(&g->ranks[i].waits)) {
+    case CPU_WAITS_BEFORE: return i - tp;
+    case CPU_WAITS_NEXT: return i + tp;
+    case CPU_WAITS_DRAWN: return (g->pp_size - 1) * tp;
+    }
+    for (int q = first; q < first + tp; q++)
+        if (atomic_load(&g->ranks[q].n_meetings) < atomic_load(&g->ranks[i].n_meetings)) return q;
+    return i;
+}
+
+/* Nobody got on for too long. To blame is who waits for nobody, at the end of the chain of those who wait. With the lock held. */
+static void cpu_group_blame(toka_device *d) {
+    toka_group *g = d->group;
+    const int me = (int)(d->rank - g->ranks), n = g->tp_size * g->pp_size;
+    int who = me;
+    char name[64], mine[64];
+    for (int i = 0; i < n && atomic_load(&g->ranks[who].waits); i++) who = cpu_rank_ahead(g, who);
+    const char *op = atomic_load(&g->ranks[who].op), *my_op = atomic_load(&d->rank->op);
+    cpu_rank_name(g, who, name), cpu_rank_name(g, me, mine);
+    if (atomic_load(&g->ranks[who].waits))
+        fail(&g->error, TOKA_E_DEVICE, "CPU backend: all ranks have waited for each other for %g s, %s in %s", g->patience, mine,
+             my_op);
+    else
+        fail(&g->error, TOKA_E_DEVICE, "CPU backend: %s has not moved for %g s, last seen in %s; %s waits for it in %s", name,
+             g->patience, op ? op : "no op", mine, my_op);
+    cpu_group_break(g);
+}
+
+/* Sleeps until something changed or a part of the patience is over; `quiet` adds up seconds without progress. They are counted in
+ * naps, not by the clock: a process that was stopped for a while has lost no patience. With the lock held. */
+static void cpu_group_nap(toka_group *g, uint64_t *seen, double *quiet) {
+    const double nap = MIN(0.1, g->patience / 8), until = os_now() + nap;
+    struct timespec t = {(time_t)until, (long)((until - floor(until)) * 1e9)};
+    g->sleepers++;
+    bool slept = pthread_cond_timedwait(&g->changed, &g->lock, &t) == ETIMEDOUT;
+    g->sleepers--;
+    uint64_t now = atomic_load(&g->progress);
+    *quiet = now == *seen ? *quiet + (slept ? nap : 0) : 0;
+    *seen = now;
+}
+
+/* Waits until *count has come to `want`. False: it has not, and the group is broken. */
+static bool cpu_group_wait(toka_device *d, enum cpu_wait whom, _Atomic int64_t *count, int64_t want) {
+    toka_group *g = d->group;
+    for (int i = 0; i < CPU_SPIN && atomic_load(count) < want && !atomic_load(&g->broken); i++) cpu_pause();
+    if (atomic_load(count) >= want) return true;
+    double quiet = 0;
+    uint64_t seen = 0;
+    pthread_mutex_lock(&g->lock);
+    atomic_store(&d->rank->waits, whom);
+    while (atomic_load(count) < want && !atomic_load(&g->broken)) {
+        cpu_group_nap(g, &seen, &quiet);
+        if (quiet >= g->patience && atomic_load(count) < want) cpu_group_blame(d);
+    }
+    atomic_store(&d->rank->waits, CPU_RUNS);
+    bool there = atomic_load(count) >= want;
+    pthread_mutex_unlock(&g->lock);
+    return there;
+}
+
+/* Raises a count, unless the group is broken and it is not one that must rise all the same. */
+static void cpu_group_raise(toka_group *g, _Atomic int64_t *count, int64_t by, bool always) {
+    pthread_mutex_lock(&g->lock);
+    if (always || !atomic_load(&g->broken)) {
+        atomic_fetch_add(count, by), atomic_fetch_add(&g->progress, 1);
+        if (g->sleepers) pthread_cond_broadcast(&g->changed);
+    }
+    pthread_mutex_unlock(&g->lock);
+}
+
+/* Every op begins here. False: the group is broken and there is nothing to do. */
+static bool cpu_enter(toka_device *d, const char *op) {
+    if (!d->group) return true;
+    if (atomic_load(&d->group->broken)) return false;
+    atomic_store(&d->rank->op, op);
+    atomic_fetch_add(&d->group->progress, 1);
+    return true;
+}
+
+/* A meeting of the stage's tp ranks. True: all are in it, and all will come to cpu_meet_end. */
+static bool cpu_meet(toka_device *d) {
+    const int64_t n = atomic_fetch_add(&d->rank->n_meetings, 1) + 1;
+    cpu_group_raise(d->group, &d->stage->came, 1, false);
+    return cpu_group_wait(d, CPU_WAITS_STAGE, &d->stage->came, n * d->group->tp_size);
+}
+
+/* Nobody in a meeting waits for anything but its end, so this ends also where the group is broken. */
+static void cpu_meet_end(toka_device *d) {
+    const int64_t all = atomic_load(&d->rank->n_meetings) * d->group->tp_size;
+    cpu_group_raise(d->group, &d->stage->left, 1, true);
+    while (!cpu_group_wait(d, CPU_WAITS_STAGE, &d->stage->left, all)) sched_yield();
+}
+
+/* What the devices of the group share is taken by the first that needs it. With the lock held. */
+static int cpu_group_memory(toka_device *d, toka_err *e) {
+    toka_group *g = d->group;
+    const toka_device_options *o = &d->options;
+    const bool last = o->pp_rank == g->pp_size - 1;
+    bool there = true;
+    if (!last) {
+        cpu_link *l = &g->links[d->rank - g->ranks];
+        there = (l->ring = mem_try((size_t)CPU_LINK * (size_t)o->max_tokens, (size_t)d->shape->E * sizeof *l->ring)) != NULL;
+    }
+    if (last && g->tp_size > 1) {
+        cpu_stage *st = d->stage;
+        if (!st->logits) st->logits = mem_try((size_t)d->out_chunk, (size_t)d->shape->V_all * sizeof *st->logits);
+        if (!st->picks) st->picks = mem_try((size_t)d->out_chunk, sizeof *st->picks);
+        there = there && st->logits && st->picks;
+        d->logits = st->logits;
+    }
+    if (g->pp_size > 1) {
+        if (!g->last) g->last = mem_try((size_t)o->n_slots, sizeof *g->last), g->n_slots = o->n_slots;
+        there = there && g->last;
+        d->last = g->last;
+    }
+    return there ? 0 : fail(e, TOKA_E_MEMORY, "CPU backend: no memory for what the ranks share");
+}
+
+/* Takes the device's place in its group. */
+static int cpu_group_join(toka_device *d, toka_err *e) {
+    toka_group *g = d->group;
+    const int i = d->options.pp_rank * g->tp_size + d->options.tp_rank;
+    int code;
+    char name[64];
+    pthread_mutex_lock(&g->lock);
+    d->rank = &g->ranks[i], d->stage = &g->stages[d->options.pp_rank];
+    cpu_rank_name(g, i, name);
+    if (d->rank->taken) code = fail(e, TOKA_E_USE, "CPU backend: %s has been there before", name);
+    else if (g->last && g->n_slots != d->options.n_slots)
+        code = fail(e, TOKA_E_USE, "CPU backend: %s has %d slots, expected %d as another rank", name, d->options.n_slots,
+                    g->n_slots);
+    else code = cpu_group_memory(d, e);
+    if (!code) d->rank->taken = true;
+    pthread_mutex_unlock(&g->lock);
+    return code;
+}
+
+/* ---- Ops: all_reduce, send, receive ---- */
+
+typedef struct cpu_reduce {
+    float **x; /* [tp] each rank's [rows][E] */
+    int tp_size, E;
+    int from, to; /* this rank sums these columns of every row */
+} cpu_reduce;
+
+static void cpu_reduce_item(void *arg, int thread, int row) {
+    const cpu_reduce *r = arg;
+    (void)thread;
+    for (int c = r->from; c < r->to; c += 64) {
+        float sum[64];
+        const size_t at = (size_t)row * (size_t)r->E + (size_t)c, n = (size_t)MIN(64, r->to - c);
+        memcpy(sum, r->x[0] + at, n * sizeof *sum);
+        for (int q = 1; q < r->tp_size; q++)
+            for (size_t i = 0; i < n; i++) sum[i] += r->x[q][at + i];
+        for (int q = 0; q < r->tp_size; q++) memcpy(r->x[q] + at, sum, n * sizeof *sum);
+    }
+}
+
+static void cpu_all_reduce(toka_device *d, toka_dev x, int rows) {
+    toka_group *g = d->group;
+    if (!g || g->tp_size == 1 || !cpu_enter(d, "all_reduce")) return;
+    const int E = d->shape->E, r = d->options.tp_rank;
+    d->stage->x[r] = cpu_at(x);
+    if (!cpu_meet(d)) return;
+    cpu_reduce job = {d->stage->x, g->tp_size, E, (int)((int64_t)E * r / g->tp_size), (int)((int64_t)E * (r + 1) / g->tp_size)};
+    cpu_run(&d->pool, cpu_reduce_item, &job, rows, (int64_t)rows * E);
+    cpu_meet_end(d);
+}
+
+static float *cpu_link_at(const toka_device *d, cpu_link *l, int64_t i) { /* place of message i in the ring */
+    return l->ring + (size_t)(i % CPU_LINK) * (size_t)d->options.max_tokens * (size_t)d->shape->E;
+}
+
+static void cpu_send(toka_device *d, toka_dev x, int rows) {
+    if (!cpu_enter(d, "send")) return;
+    cpu_link *l = &d->group->links[d->rank - d->group->ranks];
+    const int64_t i = atomic_load(&l->sent);
+    if (!cpu_group_wait(d, CPU_WAITS_NEXT, &l->taken, i + 1 - CPU_LINK)) return;
+    memcpy(cpu_link_at(d, l, i), cpu_at(x), (size_t)rows * (size_t)d->shape->E * sizeof(float));
+    l->rows[i % CPU_LINK] = rows;
+    cpu_group_raise(d->group, &l->sent, 1, false);
+}
+
+static void cpu_receive(toka_device *d, toka_dev x, int rows) {
+    if (!cpu_enter(d, "receive")) return;
+    cpu_link *l = &d->group->links[d->rank - d->group->ranks - d->group->tp_size];
+    const int64_t i = atomic_load(&l->taken);
+    if (!cpu_group_wait(d, CPU_WAITS_BEFORE, &l->sent, i + 1)) return;
+    assert(l->rows[i % CPU_LINK] == rows);
+    memcpy(cpu_at(x), cpu_link_at(d, l, i), (size_t)rows * (size_t)d->shape->E * sizeof(float));
+    cpu_group_raise(d->group, &l->taken, 1, false);
+}
 
 /* A vector weight in float32 in place `i` of the op's scratch; NULL if the tensor is absent. */
 static const float *cpu_vec(toka_device *d, int i, const toka_tensor *t) {
@@ -9618,7 +10019,7 @@ typedef struct cpu_product {
 static void cpu_product_direct(const cpu_product *p, int j, int n0, int n1) {
     const toka_tensor *w = p->w[j];
     const cpu_kernels *kn = p->d->kernels;
-    size_t size = cpu_dtype_bytes(w->dtype), row = size * (size_t)w->cols;
+    size_t size = cpu_dtype_bytes(w->dtype), row = size * (size_t)w->stride;
     cpu_tile t = {.ldx = p->ldx, .w_step = row, .ldy = p->ldy[j]};
     int columns = p->T == 1 ? 8 : 4;
     for (int n = n0; n < n1; n += columns)
@@ -9645,7 +10046,7 @@ static void cpu_product_panel(const cpu_product *p, int j, int n0, int n1, float
         t.k = cpu_up16(block), t.add = p->add || k;
         for (int n = n0; n < n1; n++) {
             float *to = panel + (size_t)(n - n0) * CPU_PANEL_LD;
-            kn->unpack(to, (const char *)w->data + size * ((size_t)n * (size_t)w->cols + (size_t)k), w->dtype, block);
+            kn->unpack(to, (const char *)w->data + size * ((size_t)n * (size_t)w->stride + (size_t)k), w->dtype, block);
             memset(to + block, 0, (size_t)(t.k - block) * sizeof *to);
         }
         for (int m = 0; m < p->T; m += kn->rows)
@@ -9717,14 +10118,18 @@ static void cpu_norm_run(cpu_norm n, int rows) { cpu_run(&n.d->pool, cpu_norm_it
 
 static void cpu_embed(toka_device *d, const toka_step *s, toka_dev x) {
     const toka_tensor *w = &d->weights->embed;
-    size_t E = (size_t)d->shape->E;
+    size_t E = (size_t)d->shape->E, row = (size_t)w->stride * cpu_dtype_bytes(w->dtype);
     assert(s->T <= d->options.max_tokens);
+    if (!cpu_enter(d, "embed")) return;
+    if (d->group && d->group->pp_size > 1 && !cpu_group_wait(d, CPU_WAITS_DRAWN, &d->group->drawn, s->needs)) return;
     for (int t = 0; t < s->T; t++) {
         assert(s->ids[t] >= -d->options.n_slots);
         int32_t id = s->ids[t] >= 0 ? s->ids[t] : d->last[-1 - s->ids[t]];
-        assert(id >= 0 && id < w->rows);
-        const char *from = (const char *)w->data + (size_t)id * E * cpu_dtype_bytes(w->dtype);
-        d->kernels->unpack(cpu_at(x) + (size_t)t * E, from, w->dtype, (int)E);
+        float *to = cpu_at(x) + (size_t)t * E;
+        assert(id >= 0 && id < d->shape->V_all);
+        id -= d->shape->v0;
+        if (id >= 0 && id < w->rows) d->kernels->unpack(to, (const char *)w->data + (size_t)id * row, w->dtype, (int)E);
+        else memset(to, 0, E * sizeof *to);
     }
 }
 
@@ -9785,6 +10190,7 @@ static void cpu_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, 
     const toka_shape *sh = d->shape;
     const toka_layer *l = &d->weights->layers[layer];
     size_t E = (size_t)sh->E, HD = (size_t)(sh->H * sh->D), KD = (size_t)(sh->K * sh->D);
+    if (!cpu_enter(d, "norm_qkv_rope_kv")) return;
     const float *norm = cpu_vec(d, 0, &l->attn_norm);
     cpu_rope r = {.d = d, .s = s, .layer = layer, .q_bias = cpu_vec(d, 1, &l->q_bias), .k_bias = cpu_vec(d, 2, &l->k_bias),
                   .v_bias = cpu_vec(d, 3, &l->v_bias), .q_norm = cpu_vec(d, 4, &l->q_norm),
@@ -9893,6 +10299,7 @@ static void cpu_attention_item(void *arg, int thread, int item) {
 
 static void cpu_attention(toka_device *d, const toka_step *s, int layer, toka_dev q, toka_dev o) {
     const toka_shape *sh = d->shape;
+    if (!cpu_enter(d, "attention")) return;
     int G = sh->H / sh->K, want = 4 * d->pool.n; /* items, so that threads end together */
     int most = MAX(1, CPU_QUERIES / G), tokens = (int)((int64_t)s->T * sh->K / want);
     cpu_attention_job a = {.d = d, .s = s, .layer = layer, .tokens = MIN(MAX(tokens, 1), most), .q = cpu_at(q),
@@ -9909,14 +10316,16 @@ static void cpu_attention(toka_device *d, const toka_step *s, int layer, toka_de
 static void cpu_out_residual(toka_device *d, const toka_step *s, int layer, toka_dev o, toka_dev x) {
     const toka_layer *l = &d->weights->layers[layer];
     int HD = d->shape->H * d->shape->D, E = d->shape->E;
-    const float *bias = cpu_vec(d, 0, &l->o_bias);
+    if (!cpu_enter(d, "out_residual")) return;
+    const bool first = d->options.tp_rank == 0; /* of those whose results are added up, one has the old x and the bias */
+    const float *bias = first ? cpu_vec(d, 0, &l->o_bias) : NULL;
     for (int t0 = 0; t0 < s->T; t0 += d->chunk) {
         int n = MIN(d->chunk, s->T - t0);
         float *y = cpu_at(x) + (size_t)t0 * (size_t)E;
         cpu_norm_run((cpu_norm){d, cpu_at(o) + (size_t)t0 * (size_t)HD, NULL, NULL, HD}, n);
         cpu_product p = {.d = d, .x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 1, .w = {&l->o}, .y = {y},
                          .ldy = {(size_t)E},
-                         .add = true};
+                         .add = first};
         cpu_product_run(&p);
         for (int i = 0; bias && i < n * E; i++) y[i] += bias[i % E];
     }
@@ -9934,6 +10343,7 @@ static void cpu_swiglu_item(void *arg, int thread, int t) {
 static void cpu_norm_mlp_residual(toka_device *d, const toka_step *s, int layer, toka_dev x) {
     const toka_layer *l = &d->weights->layers[layer];
     size_t E = (size_t)d->shape->E, ldf = (size_t)d->ldf;
+    if (!cpu_enter(d, "norm_mlp_residual")) return;
     const float *norm = cpu_vec(d, 0, &l->mlp_norm);
     for (int t0 = 0; t0 < s->T; t0 += d->chunk) {
         int n = MIN(d->chunk, s->T - t0);
@@ -9944,7 +10354,7 @@ static void cpu_norm_mlp_residual(toka_device *d, const toka_step *s, int layer,
         cpu_product_run(&in);
         cpu_run(&d->pool, cpu_swiglu_item, d, n, (int64_t)n * d->shape->F * 8);
         cpu_product out = {.d = d, .x = d->gate, .ldx = ldf, .T = n, .n_w = 1, .w = {&l->down}, .y = {y}, .ldy = {E},
-                           .add = true};
+                           .add = d->options.tp_rank == 0};
         cpu_product_run(&out);
     }
 }
@@ -9955,31 +10365,66 @@ typedef struct cpu_pick_job {
     toka_device *d;
     const toka_out_row *rows;
     toka_pick *picks;
+    float *logits, *wanted; /* [n][V_all]; wanted: raw logits for the step, or NULL */
+    int first, step;        /* item i is row first + i * step */
 } cpu_pick_job;
 
 static void cpu_pick_item(void *arg, int thread, int i) {
     const cpu_pick_job *p = arg;
     (void)thread;
-    samp_row(&p->rows[i], p->d->logits + (size_t)i * (size_t)p->d->shape->V, p->d->shape->V, &p->picks[i]);
+    const int V = p->d->shape->V_all, row = p->first + i * p->step;
+    float *logits = p->logits + (size_t)row * (size_t)V;
+    if (p->wanted) memcpy(p->wanted + (size_t)row * (size_t)V, logits, (size_t)V * sizeof *logits);
+    samp_row(&p->rows[row], logits, V, &p->picks[row]);
+}
+
+static void cpu_pick_run(cpu_pick_job *job, int n) {
+    const int items = (n - job->first + job->step - 1) / job->step;
+    cpu_run(&job->d->pool, cpu_pick_item, job, items, (int64_t)items * job->d->shape->V_all * 8);
+}
+
+/* Picks for n rows whose logits are there, or with tp ranks each rank's columns of them: each then takes some of the rows. */
+static void cpu_pick_rows(toka_device *d, const toka_out_row *rows, int n, float *wanted, toka_pick *picks) {
+    cpu_pick_job job = {d, rows, picks, d->logits, wanted, 0, 1};
+    cpu_stage *stage = d->stage;
+    if (!d->group || d->group->tp_size == 1) {
+        cpu_pick_run(&job, n);
+        return;
+    }
+    if (d->options.tp_rank == 0) stage->wanted = wanted;
+    if (!cpu_meet(d)) return;
+    job.picks = stage->picks, job.wanted = stage->wanted, job.first = d->options.tp_rank, job.step = d->group->tp_size;
+    cpu_pick_run(&job, n);
+    cpu_meet_end(d);
+    memcpy(picks, stage->picks, (size_t)n * sizeof *picks); /* nobody writes there before the next meeting */
+}
+
+/* The drawn ids become the last tokens of their slots; with stages tp rank 0 of the last stage tells the first. */
+static void cpu_keep_drawn(toka_device *d, const toka_step *s, const toka_pick *picks) {
+    toka_group *g = d->group;
+    const bool staged = g && g->pp_size > 1;
+    if (g && (atomic_load(&g->broken) || (staged && d->options.tp_rank))) return;
+    for (int i = 0; i < s->n_out; i++)
+        if (s->out[i].slot >= 0 && s->out[i].slot < d->options.n_slots) d->last[s->out[i].slot] = picks[i].id;
+    assert(!staged || s->number > atomic_load(&g->drawn));
+    if (staged) cpu_group_raise(g, &g->drawn, s->number - atomic_load(&g->drawn), false);
 }
 
 static void cpu_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks) {
     const toka_shape *sh = d->shape;
-    size_t V = (size_t)sh->V;
+    size_t V = (size_t)sh->V_all;
+    if (!cpu_enter(d, "norm_logits_sample")) return;
     const float *norm = cpu_vec(d, 0, &d->weights->norm);
     for (int i0 = 0; i0 < s->n_out; i0 += d->out_chunk) {
         int n = MIN(d->out_chunk, s->n_out - i0);
         for (int i = i0; i < i0 + n; i++) assert(s->out[i].row >= 0 && s->out[i].row < s->T);
         cpu_norm_run((cpu_norm){d, cpu_at(x), norm, s->out + i0, sh->E}, n);
         cpu_product p = {.d = d, .x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 1, .w = {&d->weights->lm_head},
-                         .y = {d->logits}, .ldy = {V}};
+                         .y = {d->logits + sh->v0}, .ldy = {V}};
         cpu_product_run(&p);
-        if (s->logits) memcpy(s->logits + (size_t)i0 * V, d->logits, (size_t)n * V * sizeof *d->logits);
-        cpu_pick_job job = {d, s->out + i0, picks + i0};
-        cpu_run(&d->pool, cpu_pick_item, &job, n, (int64_t)n * sh->V * 8);
-        for (int i = i0; i < i0 + n; i++)
-            if (s->out[i].slot >= 0 && s->out[i].slot < d->options.n_slots) d->last[s->out[i].slot] = picks[i].id;
+        cpu_pick_rows(d, s->out + i0, n, s->logits ? s->logits + (size_t)i0 * V : NULL, picks + i0);
     }
+    cpu_keep_drawn(d, s, picks);
 }
 
 /* ---- Open, close, memory ---- */
@@ -9999,10 +10444,17 @@ static int cpu_check(const toka_device_options *o, const toka_shape *s, toka_err
     if (s->D < 2 || s->D > CPU_HEAD || s->D % 2)
         return fail(e, TOKA_E_INPUT, "CPU backend: head size %d, expected an even number up to %d", s->D, CPU_HEAD);
     if (s->H > INT_MAX / s->D) return fail(e, TOKA_E_INPUT, "CPU backend: %d heads of size %d are too many", s->H, s->D);
+    if (s->v0 < 0 || s->v0 > s->V_all - s->V)
+        return fail(e, TOKA_E_INPUT, "CPU backend: %d ids from %d on, the vocabulary has %d", s->V, s->v0, s->V_all);
     if (o->max_tokens < 1 || o->max_out < 1 || o->n_pages < 1 || o->n_pages > INT_MAX / s->B || o->n_threads < 0 ||
         o->n_threads > CPU_THREADS || o->n_slots < 0)
         return fail(e, TOKA_E_USE, "CPU backend: %d tokens and %d outputs a step, %d pages, %d threads: out of range",
                     o->max_tokens, o->max_out, o->n_pages, o->n_threads);
+    const int tp = o->group ? o->group->tp_size : 1, pp = o->group ? o->group->pp_size : 1;
+    if (MAX(o->tp_size, 1) != tp || MAX(o->pp_size, 1) != pp || o->tp_rank < 0 || o->tp_rank >= tp || o->pp_rank < 0 ||
+        o->pp_rank >= pp)
+        return fail(e, TOKA_E_USE, "CPU backend: stage %d of %d, tensor rank %d of %d, expected a place among %d stages of %d tensor "
+                    "ranks", o->pp_rank, o->pp_size, o->tp_rank, o->tp_size, pp, tp);
     return 0;
 }
 
@@ -10013,7 +10465,7 @@ static void cpu_take_memory(toka_device *d) {
     d->ldx = cpu_up16(MAX(s->E, s->H * s->D)) + 16, d->ldf = cpu_up16(s->F) + 16;
     size_t token = ((size_t)d->ldx + 2 * KD + 2 * (size_t)d->ldf) * sizeof(float);
     d->chunk = (int)MIN((size_t)MIN(d->options.max_tokens, CPU_CHUNK), MAX(CPU_SCRATCH / token, 1));
-    d->out_chunk = (int)MIN((size_t)MIN(d->options.max_out, CPU_OUT_CHUNK), MAX(CPU_SCRATCH / 2 / ((size_t)s->V * 4), 1));
+    d->out_chunk = (int)MIN((size_t)MIN(d->options.max_out, CPU_OUT_CHUNK), MAX(CPU_SCRATCH / 2 / ((size_t)s->V_all * 4), 1));
     d->bp = cpu_up16(s->B), d->dp = cpu_up16(s->D);
     d->page_k = (size_t)s->K * D * (size_t)d->bp, d->page_v = (size_t)(s->K * s->B) * (size_t)d->dp;
     d->queries = MAX(CPU_QUERIES, s->H / s->K);
@@ -10027,8 +10479,9 @@ static void cpu_take_memory(toka_device *d) {
     d->v = cpu_zalloc(d, chunk, KD * sizeof(float));
     d->gate = cpu_zalloc(d, chunk, (size_t)d->ldf * sizeof(float));
     d->up = cpu_zalloc(d, chunk, (size_t)d->ldf * sizeof(float));
-    d->logits = cpu_zalloc(d, (size_t)d->out_chunk, (size_t)s->V * sizeof(float));
-    d->last = cpu_zalloc(d, (size_t)d->options.n_slots, sizeof(int32_t));
+    const bool alone = !d->group || d->group->tp_size == 1, last = !d->group || d->options.pp_rank == d->group->pp_size - 1;
+    if (alone && last) d->logits = cpu_zalloc(d, (size_t)d->out_chunk, (size_t)s->V_all * sizeof(float));
+    if (!d->group || d->group->pp_size == 1) d->last = cpu_zalloc(d, (size_t)d->options.n_slots, sizeof(int32_t));
     d->vec = cpu_zalloc(d, 6, (size_t)MAX(s->E, s->H * s->D) * sizeof(float));
     d->scratch = cpu_zalloc(d, (size_t)d->pool.n, d->scratch_n * sizeof(float));
 }
@@ -10037,13 +10490,17 @@ static int cpu_open(toka_device **out, const toka_device_options *o, const toka_
                     toka_err *e) {
     if (cpu_check(o, shape, e)) return e->code;
     toka_device *d = mem_zalloc(sizeof *d);
-    *d = (toka_device){.shape = shape, .weights = weights, .options = *o, .kernels = &cpu_sets[cpu_n_sets() - 1]};
-    if (cpu_pool_open(&d->pool, o->n_threads ? o->n_threads : os_n_cores(), e)) {
+    const int n_ranks = o->group ? o->group->tp_size * o->group->pp_size : 1;
+    *d = (toka_device){.shape = shape, .weights = weights, .options = *o, .kernels = &cpu_sets[cpu_n_sets() - 1],
+                       .group = o->group};
+    if (cpu_pool_open(&d->pool, o->n_threads ? o->n_threads : MAX(os_n_cores() / n_ranks, 1), e)) {
         free(d);
         return e->code;
     }
+    if (d->group) d->pool.progress = &d->group->progress;
     cpu_take_memory(d);
     snprintf(d->about, sizeof d->about, "CPU, %s, %d thread%s", d->kernels->name, d->pool.n, d->pool.n > 1 ? "s" : "");
+    if (!d->error.code && d->group) cpu_group_join(d, &d->error);
     if (d->error.code) {
         *e = d->error;
         cpu_close(d);
@@ -10067,7 +10524,20 @@ static int64_t cpu_kv_bytes(const toka_shape *shape, const toka_weights *weights
 
 static const char *cpu_describe(const toka_device *d) { return d->about; }
 
+/* The group's failure becomes the device's. */
+static void cpu_latch_group(toka_device *d) {
+    toka_group *g = d->group;
+    const char *op = atomic_load(&d->rank->op);
+    char name[64];
+    pthread_mutex_lock(&g->lock);
+    cpu_rank_name(g, (int)(d->rank - g->ranks), name);
+    if (g->error.code) d->error = g->error;
+    else fail(&d->error, TOKA_E_DEVICE, "CPU backend: the ranks were told to end; %s was in %s", name, op ? op : "no op");
+    pthread_mutex_unlock(&g->lock);
+}
+
 static int cpu_status(toka_device *d, toka_err *e) {
+    if (!d->error.code && d->group && atomic_load(&d->group->broken)) cpu_latch_group(d);
     if (d->error.code) *e = d->error;
     return d->error.code;
 }
@@ -10093,6 +10563,12 @@ const toka_backend toka_cpu = {
     .alloc = cpu_alloc,
     .upload = cpu_upload,
     .download = cpu_download,
+    .group_open = cpu_group_open,
+    .group_close = cpu_group_close,
+    .group_abort = cpu_group_abort,
+    .all_reduce = cpu_all_reduce,
+    .send = cpu_send,
+    .receive = cpu_receive,
     .embed = cpu_embed,
     .norm_qkv_rope_kv = cpu_norm_qkv_rope_kv,
     .attention = cpu_attention,
@@ -16995,7 +17471,7 @@ static void run_dummy_tensor(mf_model *m, const mf_slot *slot, void *base, char 
     uint16_t *p = (uint16_t *)(void *)*at;
     if (!n) return;
     int rows = mf_product(slot->rows, &m->shape), cols = mf_product(slot->cols, &m->shape);
-    *(toka_tensor *)(void *)((char *)base + slot->field) = (toka_tensor){p, TOKA_BF16, rows, cols};
+    *(toka_tensor *)(void *)((char *)base + slot->field) = (toka_tensor){p, TOKA_BF16, rows, cols, cols};
     *at += ((size_t)n * sizeof *p + 63) & ~(size_t)63;
     if (*slot->rows) {
         run_fill_part part[MOST];

@@ -264,10 +264,12 @@ typedef struct toka_dev { /* an address on a device; on the CPU a plain pointer.
 
 typedef enum toka_dtype { TOKA_BF16, TOKA_F16, TOKA_F32 } toka_dtype;
 
-typedef struct toka_tensor { /* a weight as it lies in the mapped file; rows 0: not there. 2-byte aligned at least, no more */
+typedef struct toka_tensor { /* a weight, or a slice of one, as it lies in the mapped file; rows 0: not there. 2-byte aligned at
+                                least, no more */
     const void *data;        /* [rows][cols] */
     toka_dtype dtype;
     int rows, cols;
+    int stride;              /* elements from row to row; cols where rows lie side by side */
 } toka_tensor;
 
 typedef struct toka_layer {
@@ -282,14 +284,18 @@ typedef struct toka_layer {
 } toka_layer;
 
 typedef struct toka_weights {
-    toka_tensor embed;    /* [V][E] */
-    toka_tensor norm;     /* [1][E] */
-    toka_tensor lm_head;  /* [V][E]; the embedding again if tied */
+    toka_tensor embed;    /* [V][E], in the first stage */
+    toka_tensor norm;     /* [1][E], in the last stage */
+    toka_tensor lm_head;  /* [V][E], in the last stage; the embedding again if tied */
     toka_layer *layers;   /* [L] */
 } toka_weights;
 
+/* Many ranks. A model that is spread over devices is a grid of pp stages x tp ranks. A stage has some of the layers, one behind
+ * another; its tp ranks have each some of the heads, of the MLP's columns and of the vocabulary. L, H, K, F and V are those of
+ * the rank; E, D, B and the rest are equal everywhere. A model on one device is one rank that has all. */
 typedef struct toka_shape {
     int L, H, K, D, E, F, V;
+    int v0, V_all;          /* the rank has the ids v0 .. v0+V-1 of V_all */
     int B;                  /* tokens per page */
     float eps;              /* of every RMSNorm */
     const float *rope_freq; /* [D/2] radians per position: every RoPE kind comes down to this table ... */
@@ -350,10 +356,13 @@ typedef struct toka_step {   /* one forward step, the plan as integers; host mem
     const int32_t *pages;    /* page tables, spans point into it */
     const toka_span *spans;  /* [n_spans] */
     const toka_out_row *out; /* [n_out] */
-    float *logits;           /* NULL, or [n_out][V] host float32: raw logits too (tests, tools) */
+    float *logits;           /* NULL, or [n_out][V_all] host float32: raw logits too (tests, tools) */
+    int64_t number;          /* with stages: 1, 2, 3 ... in the order in which the ranks run them */
+    int64_t needs;           /* with stages: ids -1 - q were drawn in step `needs` or before it, a step with n_out > 0; 0: none */
 } toka_step;
 
 typedef struct toka_device toka_device; /* a backend's own state */
+typedef struct toka_group toka_group;   /* what the ranks of one model share; a backend's own */
 
 typedef struct toka_device_options {
     int n_threads;   /* CPU */
@@ -361,6 +370,8 @@ typedef struct toka_device_options {
     int max_out;     /* largest n_out */
     int n_pages;     /* KV pages to hold */
     int n_slots;     /* slots whose last tokens the device keeps; 0: none, all ids are given */
+    toka_group *group; /* NULL: alone */
+    int tp_rank, tp_size, pp_rank, pp_size; /* place in the group; sizes 0 and 1 mean the same */
     double memory_utilization; /* CUDA: share of the free memory that may be taken; 0: 0.9 */
     void (*progress)(void *user, const char *what, double done); /* or NULL; done: 0 to 1; any thread, one at a time */
     void *user;
@@ -387,9 +398,22 @@ typedef struct toka_backend {
     toka_dev (*alloc)(toka_device *d, size_t bytes);             /* at open only; freed by close */
     void (*upload)(toka_device *d, toka_dev to, const void *from, size_t bytes);
     void (*download)(toka_device *d, void *to, toka_dev from, size_t bytes);
+    /* Ranks. Each rank is a device, driven by one thread; all run the same steps in the same order. An op that waits for other
+     * ranks gives up when the group is aborted or when nobody gets on for half a minute: then every device of the group latches
+     * a failure, with the rank and the op, and further ops do nothing. A device may be closed when its own thread is in no op,
+     * the group when its devices are. group_open NULL: this backend runs on one device only. */
+    int (*group_open)(toka_group **out, int tp_size, int pp_size, toka_err *e);
+    void (*group_close)(toka_group *g);
+    void (*group_abort)(toka_group *g);                         /* any thread */
+    void (*all_reduce)(toka_device *d, toka_dev x, int rows);   /* x [rows][E] = the sum over the stage's tp ranks, in order */
+    void (*send)(toka_device *d, toka_dev x, int rows);         /* x [rows][E] to the same tp rank of the next stage */
+    void (*receive)(toka_device *d, toka_dev x, int rows);      /* from the stage before */
     /* The transformer. x: [T][E] residual stream (with room for E rounded up to 8, where a backend wants to pad), q and o:
      * [T][H][D], in the backend's own activation type (float32 on the CPU, bf16 on CUDA); `layer` also picks the layer's K
-     * and V pages. */
+     * and V pages. With tp ranks, embed, out_residual and norm_mlp_residual leave in x this rank's part of a sum, and all_reduce
+     * must follow: embed has zeros for ids of other ranks; only tp rank 0 adds to the old x, and the bias. The logits are
+     * gathered, so that each tp rank has all picks; raw logits go to tp rank 0's step. With stages, embed is the first's and
+     * waits for the draws that its step needs; norm_logits_sample is the last's. */
     void (*embed)(toka_device *d, const toka_step *s, toka_dev x);                              /* x = embed[ids] */
     void (*norm_qkv_rope_kv)(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q); /* K, V to their slots */
     void (*attention)(toka_device *d, const toka_step *s, int layer, toka_dev q, toka_dev o);

@@ -580,6 +580,7 @@ typedef struct loader {
 
 static void load_add(loader *l, const toka_tensor *from, void *to, int stride, bool f32, int row0, bool by_turns) {
     if (!from->rows) return;
+    assert(from->stride == from->cols); /* no slices of columns: there is one rank */
     if (l->n_jobs == l->cap) {
         l->cap = l->cap ? 2 * l->cap : 256;
         l->jobs = (load_job *)realloc(l->jobs, (size_t)l->cap * sizeof *l->jobs);

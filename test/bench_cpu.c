@@ -8,7 +8,7 @@
 
 enum { BENCH_LAYERS = 4, BENCH_ROWS = 256, BENCH_PREFIX = 1008, BENCH_PREFILL = 512 };
 
-static toka_shape bench_shape = {.L = BENCH_LAYERS, .H = 32, .K = 8, .D = 64, .E = 2048, .F = 8192, .V = 32000, .B = 16,
+static toka_shape bench_shape = {.L = BENCH_LAYERS, .H = 32, .K = 8, .D = 64, .E = 2048, .F = 8192, .V = 32000, .V_all = 32000, .B = 16,
                                  .eps = 1e-5f, .rope_scale = 1, .max_len = 2048};
 static float bench_freq[32];
 static const char *const bench_types[] = {"bf16", "f16", "f32"};
@@ -31,7 +31,7 @@ typedef struct bench { /* one open model */
 } bench;
 
 static toka_tensor bench_tensor(bench *b, int rows, int cols, toka_dtype type) {
-    toka_tensor t = {b->bytes ? b->bytes + b->used : NULL, type, rows, cols};
+    toka_tensor t = {b->bytes ? b->bytes + b->used : NULL, type, rows, cols, cols};
     b->used += (size_t)rows * (size_t)cols * cpu_dtype_bytes(type);
     return t;
 }

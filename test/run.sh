@@ -212,7 +212,7 @@ gpu_tests() {
 wants build && build_tests
 wants unit && unit fast -O2
 wants san && unit san $SAN
-wants san && unit tsan -g -O1 -fsanitize=thread -Wno-tsan engine: cpu_pool "tokenizer: threads"
+wants san && unit tsan -g -O1 -fsanitize=thread -Wno-tsan engine: cpu_pool ranks_shapes ranks_lost ranks_abort "tokenizer: threads"
 [ -x ./toka ] || ./build.sh
 wants gpu && gpu_tests
 [ "$WANT" = gpubuild ] && gpu_programs

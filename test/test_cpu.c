@@ -57,7 +57,7 @@ static toka_tensor make_tensor(cpu_case *c, int rows, int cols, toka_dtype type,
         uint16_t h = type == TOKA_F16 ? to_half(f) : (uint16_t)(u >> 16);
         memcpy(p + 2 + i * size, type == TOKA_F32 ? (void *)&f : (void *)&h, size);
     }
-    return (toka_tensor){p + 2, type, rows, cols};
+    return (toka_tensor){p + 2, type, rows, cols, cols};
 }
 
 typedef struct cpu_sizes {
@@ -69,7 +69,7 @@ typedef struct cpu_sizes {
 
 static void case_open(cpu_case *c, cpu_sizes z, uint64_t seed) {
     *c = (cpu_case){.seed = seed};
-    c->sh = (toka_shape){.L = 2, .H = z.H, .K = z.K, .D = z.D, .E = z.E, .F = z.F, .V = z.V, .B = z.B, .eps = 1e-5f,
+    c->sh = (toka_shape){.L = 2, .H = z.H, .K = z.K, .D = z.D, .E = z.E, .F = z.F, .V = z.V, .V_all = z.V, .B = z.B, .eps = 1e-5f,
                          .rope_freq = c->freq, .rope_scale = z.extras ? 1.25f : 1.0f, .max_len = 1000};
     for (int i = 0; i < z.D / 2; i++) c->freq[i] = (float)pow(10000, -2.0 * i / z.D);
     int HD = z.H * z.D, KD = z.K * z.D;
@@ -464,7 +464,7 @@ static void test_cpu_unpack(void) {
         for (int type = TOKA_BF16; type <= TOKA_F16; type++)
             for (int off = 0; off < 3; off++) {
                 int n = 65536 - off - 7, wrong = 0;
-                toka_tensor t = {all + off, (toka_dtype)type, 1, n};
+                toka_tensor t = {all + off, (toka_dtype)type, 1, n, n};
                 cpu_sets[set].unpack(got, all + off, t.dtype, n);
                 for (int i = 0; i < n; i++) {
                     double want = ref_element(&t, (size_t)i);

@@ -45,6 +45,9 @@
 #if __has_include("test_cpu.c")
 #include "test_cpu.c"
 #endif
+#if __has_include("test_ranks.c")
+#include "test_ranks.c"
+#endif
 #if __has_include("test_eng.c")
 #include "test_eng.c"
 #endif
@@ -97,6 +100,9 @@ static const struct test *const tables[] = {
 #endif
 #if __has_include("test_cpu.c")
     cpu_tests,
+#endif
+#if __has_include("test_ranks.c")
+    ranks_tests,
 #endif
 #if __has_include("test_eng.c")
     eng_tests,

@@ -1,0 +1,614 @@
+/* test_ranks.c - models spread over ranks: which part each rank has (chapter 10), and that the ranks together compute what one
+ * computes alone (chapter 16): every fixture, every split that it allows, the same program of micro-batches. Then ranks that stay
+ * away, and groups that are told to end. */
+
+/* ---- Parts of a model: every element in exactly the ranks where it should be ---- */
+
+enum { RK_MOST = 16 }; /* ranks of a test */
+
+typedef struct rk_places { /* of each element of one tensor: in how many ranks of its stage it was found */
+    const toka_tensor *whole;
+    uint8_t *count;
+} rk_places;
+
+static void rk_count(rk_places *p, const toka_tensor *part) {
+    const toka_tensor *w = p->whole;
+    const size_t size = w->dtype == TOKA_F32 ? 4 : 2, all = (size_t)w->rows * (size_t)w->cols;
+    for (int r = 0; r < part->rows; r++)
+        for (int c = 0; c < part->cols; c++) {
+            const char *at = (const char *)part->data + size * ((size_t)r * (size_t)part->stride + (size_t)c);
+            const size_t i = (size_t)(at - (const char *)w->data) / size;
+            if (i < all) p->count[i]++;
+            else check_failed++;
+        }
+}
+
+/* One tensor of a stage in all tp ranks: each element in `times` of them, and the parts of the rank have `n` rows or columns. */
+static void rk_check_tensor(const char *what, const toka_tensor *whole, const toka_tensor *const *parts, int tp, int times) {
+    rk_places p = {whole, mem_zalloc((size_t)whole->rows * (size_t)whole->cols)};
+    int wrong = 0;
+    for (int r = 0; r < tp; r++) rk_count(&p, parts[r]);
+    for (size_t i = 0; i < (size_t)whole->rows * (size_t)whole->cols; i++) wrong += p.count[i] != times;
+    CHECK_MSG(!wrong, "%s: %d elements are not in %d of %d ranks", what, wrong, times, tp);
+    free(p.count);
+}
+
+static void rk_check_field(const char *what, const void *whole, void *const *parts, size_t field, int tp, int times) {
+    const toka_tensor *at[RK_MOST];
+    for (int r = 0; r < tp; r++) at[r] = (const toka_tensor *)(const void *)((const char *)parts[r] + field);
+    rk_check_tensor(what, (const toka_tensor *)(const void *)((const char *)whole + field), at, tp, times);
+}
+
+/* Independent of chapter 10's: may a model be split so? */
+static bool rk_splits(const toka_shape *s, int tp, int pp) {
+    bool heads = s->K >= tp || (tp % s->K == 0 && s->H / s->K % (tp / s->K) == 0);
+    return heads && s->F >= tp && s->V >= tp && s->L >= pp;
+}
+
+static void rk_check_parts(const toka_shape *s, const toka_weights *w, int tp, int pp) {
+    toka_shape shape[RK_MOST];
+    toka_weights part[RK_MOST];
+    toka_err e = {0};
+    arena a = {0};
+    int layers = 0;
+    for (int stage = 0; stage < pp; stage++) {
+        void *model[RK_MOST], *layer[RK_MOST];
+        int H = 0, V = 0, F = 0;
+        for (int r = 0; r < tp; r++) {
+            mf_rank rank = {r, tp, stage, pp};
+            int code = mf_shard(s, w, &rank, &a, &shape[r], &part[r], &e);
+            bool said = !code || (code == TOKA_E_USE && strstr(e.msg, "parallel size"));
+            CHECK_MSG(!code == rk_splits(s, tp, pp) && said, "%s", e.msg);
+            if (code) {
+                arena_free(&a);
+                return;
+            }
+            CHECK(shape[r].v0 == V && shape[r].V_all == s->V && shape[r].L == shape[0].L);
+            CHECK(tp > s->K ? shape[r].K == 1 && shape[r].H == s->H / tp : shape[r].H == s->H / s->K * shape[r].K);
+            H += shape[r].H, V += shape[r].V, F += shape[r].F;
+            model[r] = &part[r];
+        }
+        CHECK(H == s->H && V == s->V && F == s->F && shape[0].L >= 1);
+        for (int l = 0; l < shape[0].L; l++) {
+            const toka_layer *whole = &w->layers[layers + l];
+            const int kv = tp > s->K ? tp / s->K : 1;
+            for (int r = 0; r < tp; r++) {
+                layer[r] = &part[r].layers[l];
+                CHECK(part[r].layers[l].window == whole->window);
+            }
+#define RK_FIELD(name, times) rk_check_field(#name, whole, layer, offsetof(toka_layer, name), tp, times)
+            RK_FIELD(attn_norm, tp), RK_FIELD(mlp_norm, tp), RK_FIELD(q_norm, tp), RK_FIELD(k_norm, tp), RK_FIELD(o_bias, tp);
+            RK_FIELD(q, 1), RK_FIELD(q_bias, 1), RK_FIELD(o, 1), RK_FIELD(gate, 1), RK_FIELD(up, 1), RK_FIELD(down, 1);
+            RK_FIELD(k, kv), RK_FIELD(v, kv), RK_FIELD(k_bias, kv), RK_FIELD(v_bias, kv);
+#undef RK_FIELD
+        }
+        rk_check_field("embed", w, model, offsetof(toka_weights, embed), tp, stage == 0);
+        rk_check_field("norm", w, model, offsetof(toka_weights, norm), tp, stage == pp - 1 ? tp : 0);
+        rk_check_field("lm_head", w, model, offsetof(toka_weights, lm_head), tp, stage == pp - 1);
+        layers += shape[0].L;
+    }
+    CHECK(layers == s->L);
+    arena_free(&a);
+}
+
+static void test_ranks_parts(void) {
+    static const int heads[][2] = {{1, 1}, {8, 1}, {8, 2}, {6, 3}, {9, 3}, {12, 6}, {4, 4}};
+    for (int i = 0; i < COUNT(heads); i++) {
+        cpu_case c;
+        case_open(&c, (cpu_sizes){.H = heads[i][0], .K = heads[i][1], .D = 4, .E = 10, .F = 13, .V = 17, .B = 4, .extras = i & 1,
+                                  .type = (toka_dtype)(i % 3), .window = 3}, (uint64_t)i + 1);
+        for (int tp = 1; tp <= 9; tp++)
+            for (int pp = 1; pp <= 3; pp++) rk_check_parts(&c.sh, &c.w, tp, pp);
+        case_close(&c);
+    }
+}
+
+/* Layers: the busiest stage is as little busy as any cut makes it, by trying all numbers for the last. */
+static void test_ranks_stages(void) {
+    uint64_t seed = 5;
+    for (int turn = 0; turn < 300; turn++) {
+        toka_shape s = {.L = rnd_int(&seed, 1, 90), .H = 4, .K = 2, .D = 8, .E = 32, .F = rnd_int(&seed, 8, 200)};
+        s.V = s.V_all = rnd_int(&seed, 10, 9000);
+        const double layer = s.E * (2.0 * (s.H + s.K) * s.D + 3.0 * s.F), head = (double)s.V * s.E;
+        int pp = rnd_int(&seed, 1, MIN(s.L, 9)), at = 0;
+        double busiest = 0, least = INFINITY;
+        for (int i = 0; i < pp; i++) {
+            mf_range r = mf_stage(&s, i, pp);
+            CHECK(r.from == at && r.n >= 1);
+            at += r.n, busiest = MAX(busiest, r.n * layer + (i == pp - 1 ? head : 0));
+        }
+        for (int n = 1; n <= s.L - pp + 1; n++) {
+            int others = pp > 1 ? (s.L - n + pp - 2) / (pp - 1) : 0;
+            if (pp > 1 || n == s.L) least = MIN(least, MAX(others * layer, n * layer + head));
+        }
+        CHECK_MSG(at == s.L && busiest <= least * (1 + 1e-12), "L %d, %d stages: %g, could be %g", s.L, pp, busiest, least);
+    }
+    toka_shape big = {.L = 80, .H = 64, .K = 8, .D = 128, .E = 8192, .F = 28672, .V = 128256, .V_all = 128256}; /* Llama-3.1-70B */
+    CHECK(mf_stage(&big, 7, 8).n == 9 || mf_stage(&big, 7, 8).n == 8); /* the head is worth 1.2 layers */
+    CHECK(mf_stage(&big, 0, 8).n >= 10 && mf_stage(&big, 0, 8).n <= 11);
+}
+
+/* ---- A program of micro-batches, on one rank and on many ---- */
+
+enum { RK_SEQS = 5, RK_LEN = 40, RK_STEPS = 16, RK_ROWS = 64, RK_OUT = 8, RK_B = 4, RK_SEQ_PAGES = RK_LEN / RK_B };
+
+typedef struct rk_batch { /* a micro-batch: positions from .. to-1 of some sequences; a draw where draws[] */
+    int n, seq[RK_SEQS], from[RK_SEQS], to[RK_SEQS], draws[RK_SEQS];
+    int scored; /* index of the one whose second token is scored too, or -1 */
+} rk_batch;
+
+typedef struct rk_step { /* it as a toka_step, with all that this points to */
+    toka_step s;
+    int32_t ids[RK_ROWS], pos[RK_ROWS], slot[RK_ROWS], pages[RK_SEQS * RK_SEQ_PAGES];
+    toka_span spans[RK_SEQS];
+    toka_out_row out[RK_OUT];
+    toka_pick picks[RK_MOST][RK_OUT]; /* of each rank */
+    float *logits;                    /* [n_out][V] */
+} rk_step;
+
+typedef struct rk_world {
+    toka_shape sh;
+    const toka_weights *w;
+    rk_batch batch[RK_STEPS];
+    int n_prompt[RK_SEQS];
+    int32_t token[RK_SEQS][RK_LEN]; /* prompts, then what one rank drew */
+    int32_t allowed[40], bias_ids[2];
+    float bias[2];
+    toka_sampling sampling[RK_SEQS];
+    rk_step alone[RK_STEPS], step[RK_STEPS];
+    uint64_t seed;
+} rk_world;
+
+static void rk_add(rk_batch *b, int seq, int from, int to, int draws) {
+    b->seq[b->n] = seq, b->from[b->n] = from, b->to[b->n] = to, b->draws[b->n++] = draws;
+}
+
+/* A prefill in two parts (the first a micro-batch without outputs), prefills beside decodes, then decodes of two halves in
+ * turn. */
+static void rk_program(rk_world *w) {
+    const int *n = w->n_prompt;
+    int at[RK_SEQS] = {0};
+    for (int i = 0; i < RK_STEPS; i++) w->batch[i] = (rk_batch){.scored = -1};
+    rk_add(&w->batch[0], 0, 0, n[0] / 2, 0);
+    rk_add(&w->batch[1], 0, n[0] / 2, n[0], 1), rk_add(&w->batch[1], 1, 0, n[1], 1);
+    w->batch[1].scored = 1;
+    rk_add(&w->batch[2], 2, 0, n[2] - 1, 0);
+    rk_add(&w->batch[3], 0, n[0], n[0] + 1, 1), rk_add(&w->batch[3], 2, n[2] - 1, n[2], 1), rk_add(&w->batch[3], 3, 0, n[3], 1);
+    rk_add(&w->batch[4], 1, n[1], n[1] + 1, 1), rk_add(&w->batch[4], 4, 0, n[4], 1);
+    for (int q = 0; q < RK_SEQS; q++) at[q] = n[q] + (q < 2);
+    for (int i = 5; i < RK_STEPS; i++)
+        for (int q = i % 2 ? 0 : 3; q < (i % 2 ? 3 : RK_SEQS); q++) rk_add(&w->batch[i], q, at[q], at[q] + 1, 1), at[q]++;
+}
+
+static void rk_world_init(rk_world *w, const toka_shape *sh, const toka_weights *weights, uint64_t seed) {
+    *w = (rk_world){.sh = *sh, .w = weights, .seed = seed};
+    w->sh.B = RK_B;
+    for (int q = 0; q < RK_SEQS; q++) {
+        w->n_prompt[q] = rnd_int(&w->seed, 4, 12);
+        for (int p = 0; p < w->n_prompt[q]; p++) w->token[q][p] = rnd_int(&w->seed, 0, sh->V - 1);
+        toka_sampling *s = &w->sampling[q];
+        *s = toka_request_default().sampling;
+        s->seed = seed + 100 + (uint64_t)q, s->temperature = 0.8f;
+    }
+    toka_sampling *s = w->sampling;
+    s[0].temperature = 0, s[0].logprobs = 5;
+    s[1].top_k = 20, s[1].top_p = 0.9f;
+    s[2].repetition_penalty = 1.2f, s[2].presence_penalty = 0.5f, s[2].frequency_penalty = 0.3f, s[2].min_p = 0.05f;
+    s[3].logprobs = 3, s[3].temperature = 1;
+    for (int i = 0; i < COUNT(w->allowed); i++) w->allowed[i] = (i * 37 + 5) % sh->V;
+    for (int i = 0; i < 2; i++) w->bias_ids[i] = w->allowed[7 * i + 3], w->bias[i] = 2;
+    s[4].allowed_ids = w->allowed, s[4].n_allowed = COUNT(w->allowed);
+    s[4].bias_ids = w->bias_ids, s[4].bias_values = w->bias, s[4].n_bias = 2;
+    rk_program(w);
+}
+
+static void rk_world_free(rk_world *w) {
+    for (int i = 0; i < RK_STEPS; i++) free(w->alone[i].logits), free(w->step[i].logits);
+    free(w);
+}
+
+/* Micro-batch i as a step. by_slot: drawn tokens are named by their slot, else given. */
+static void rk_build(rk_world *w, int i, bool by_slot, rk_step *t) {
+    const rk_batch *b = &w->batch[i];
+    float *logits = t->logits;
+    *t = (rk_step){.logits = logits};
+    toka_step *s = &t->s;
+    int n_pages = 0;
+    for (int k = 0; k < b->n; k++) {
+        const int q = b->seq[k], row0 = s->T;
+        for (int p = b->from[k]; p < b->to[k]; p++, s->T++) {
+            t->ids[s->T] = p >= w->n_prompt[q] && by_slot ? -1 - q : w->token[q][p];
+            t->pos[s->T] = p, t->slot[s->T] = (q * RK_SEQ_PAGES + p / RK_B) * RK_B + p % RK_B;
+            if (p >= w->n_prompt[q] && by_slot)
+                for (int j = 0; j < i; j++)
+                    for (int m = 0; m < w->batch[j].n; m++)
+                        if (w->batch[j].seq[m] == q && w->batch[j].draws[m]) s->needs = MAX(s->needs, j + 1);
+        }
+        t->spans[s->n_spans++] = (toka_span){row0, s->T - row0, n_pages, 0, b->to[k]};
+        for (int p = 0; p < b->to[k]; p += RK_B) t->pages[n_pages++] = q * RK_SEQ_PAGES + p / RK_B;
+        if (b->scored == k) t->out[s->n_out++] = (toka_out_row){.row = row0, .slot = -1, .forced_id = w->token[q][1]};
+        if (b->draws[k])
+            t->out[s->n_out++] = (toka_out_row){.row = s->T - 1, .slot = q, .forced_id = -1, .sample = (uint32_t)q,
+                                                .position = (uint32_t)b->to[k], .sampling = &w->sampling[q], .history = w->token[q],
+                                                .n_prompt = w->n_prompt[q], .n_history = b->to[k], .forbidden = w->token[q],
+                                                .n_forbidden = 1};
+    }
+    assert(s->T <= RK_ROWS && s->n_out <= RK_OUT);
+    if (!t->logits) t->logits = mem_alloc((size_t)RK_OUT * (size_t)w->sh.V_all * sizeof *t->logits);
+    s->ids = t->ids, s->pos = t->pos, s->slot = t->slot, s->pages = t->pages, s->spans = t->spans, s->out = t->out;
+    s->logits = t->logits, s->number = i + 1;
+}
+
+typedef struct rk_rank { /* one rank with its thread */
+    toka_shape sh;
+    toka_weights w;
+    toka_device *d;
+    toka_dev x, q, o;
+    rk_step *steps;
+    mf_rank place;
+    int number, ops;
+    int away_after; /* ops, then it is never seen again; -1: stays */
+    int nap_us;     /* before each op */
+    toka_err error;
+    pthread_t thread;
+} rk_rank;
+
+static bool rk_goes_on(rk_rank *r) {
+    if (r->nap_us) usleep((useconds_t)r->nap_us);
+    return r->ops++ != r->away_after;
+}
+
+/* One step, as chapter 17 does it. False: this rank went away. */
+static bool rk_run_step(rk_rank *r, const toka_step *s, toka_pick *picks) {
+#define RK_OP(call) if (!rk_goes_on(r)) return false; else toka_cpu.call
+    if (r->place.pp_rank == 0) {
+        RK_OP(embed(r->d, s, r->x));
+        RK_OP(all_reduce(r->d, r->x, s->T));
+    } else {
+        RK_OP(receive(r->d, r->x, s->T));
+    }
+    for (int l = 0; l < r->sh.L; l++) {
+        RK_OP(norm_qkv_rope_kv(r->d, s, l, r->x, r->q));
+        RK_OP(attention(r->d, s, l, r->q, r->o));
+        RK_OP(out_residual(r->d, s, l, r->o, r->x));
+        RK_OP(all_reduce(r->d, r->x, s->T));
+        RK_OP(norm_mlp_residual(r->d, s, l, r->x));
+        RK_OP(all_reduce(r->d, r->x, s->T));
+    }
+    if (r->place.pp_rank < r->place.pp_size - 1) {
+        RK_OP(send(r->d, r->x, s->T));
+    } else if (s->n_out) {
+        RK_OP(norm_logits_sample(r->d, s, r->x, picks));
+    }
+#undef RK_OP
+    return true;
+}
+
+static void *rk_thread(void *arg) {
+    rk_rank *r = arg;
+    for (int i = 0; i < RK_STEPS; i++)
+        if (!rk_run_step(r, &r->steps[i].s, r->steps[i].picks[r->number]) || toka_cpu.status(r->d, &r->error)) break;
+    toka_cpu.close(r->d);
+    return NULL;
+}
+
+static void rk_rank_open(rk_rank *r, const rk_world *w, toka_group *g) {
+    toka_device_options o = {.n_threads = 1 + r->number % 2, .max_tokens = RK_ROWS, .max_out = RK_OUT, .n_slots = RK_SEQS,
+                             .n_pages = RK_SEQS * RK_SEQ_PAGES, .group = g, .tp_rank = r->place.tp_rank, .tp_size = r->place.tp_size,
+                             .pp_rank = r->place.pp_rank, .pp_size = r->place.pp_size};
+    toka_err e;
+    if (toka_cpu.open(&r->d, &o, &r->sh, &r->w, &e)) printf("%s\n", e.msg), abort();
+    size_t heads = (size_t)(RK_ROWS * r->sh.H * r->sh.D) * sizeof(float);
+    r->x = toka_cpu.alloc(r->d, (size_t)(RK_ROWS * w->sh.E) * sizeof(float));
+    r->q = toka_cpu.alloc(r->d, heads), r->o = toka_cpu.alloc(r->d, heads);
+    r->d->pool.small = 0, r->d->chunk = MIN(r->d->chunk, 7), r->d->out_chunk = 2; /* small, so that all loops go round */
+}
+
+static void rk_run_alone(rk_world *w) {
+    rk_rank r = {.sh = w->sh, .w = *w->w, .place = {0, 1, 0, 1}, .away_after = -1};
+    rk_rank_open(&r, w, NULL);
+    for (int i = 0; i < RK_STEPS; i++) {
+        rk_step *t = &w->alone[i];
+        rk_build(w, i, false, t);
+        rk_run_step(&r, &t->s, t->picks[0]);
+        for (int k = 0; k < t->s.n_out; k++)
+            if (t->out[k].slot >= 0) w->token[t->out[k].slot][t->out[k].position] = t->picks[0][k].id;
+    }
+    toka_cpu.close(r.d);
+}
+
+/* Threads for all ranks, each running the whole program at its own pace. ranks: [tp*pp], away_after and nap_us are set. */
+static void rk_start(rk_world *w, int tp, int pp, toka_group *g, rk_rank *ranks, arena *a) {
+    toka_err e;
+    for (int i = 0; i < tp * pp; i++) {
+        rk_rank *r = &ranks[i];
+        r->place = (mf_rank){i % tp, tp, i / tp, pp}, r->number = i, r->steps = w->step;
+        if (mf_shard(&w->sh, w->w, &r->place, a, &r->sh, &r->w, &e)) printf("%s\n", e.msg), abort();
+        rk_rank_open(r, w, g);
+    }
+    for (int i = 0; i < tp * pp; i++)
+        if (pthread_create(&ranks[i].thread, NULL, rk_thread, &ranks[i])) abort();
+}
+
+static void rk_compare_pick(const toka_pick *got, const toka_pick *want, const char *what, int step, int row) {
+    CHECK_MSG(got->id == want->id, "%s, step %d, row %d: id %d, alone %d", what, step, row, (int)got->id, (int)want->id);
+    CHECK_MSG(fabsf(got->logprob - want->logprob) < 1e-4 && fabsf(got->sampled_logprob - want->sampled_logprob) < 1e-4,
+              "%s, step %d, row %d: %g %g, alone %g %g", what, step, row, got->logprob, got->sampled_logprob, want->logprob,
+              want->sampled_logprob);
+    CHECK(got->n_top == want->n_top);
+    for (int i = 0; i < want->n_top; i++)
+        CHECK_MSG(got->top_ids[i] == want->top_ids[i] && fabsf(got->top_logprobs[i] - want->top_logprobs[i]) < 1e-4,
+                  "%s, step %d, row %d: top %d is %d, alone %d", what, step, row, i, (int)got->top_ids[i], (int)want->top_ids[i]);
+}
+
+static double rk_rel_l2(const float *got, const float *want, int n) {
+    double d = 0, all = 0;
+    for (int i = 0; i < n; i++) d += ((double)got[i] - want[i]) * ((double)got[i] - want[i]), all += (double)want[i] * want[i];
+    return sqrt(d / all);
+}
+
+static void rk_compare(const rk_world *w, int tp, int pp, const char *what) {
+    const int V = w->sh.V_all;
+    for (int i = 0; i < RK_STEPS; i++)
+        for (int k = 0; k < w->alone[i].s.n_out; k++) {
+            double err = rk_rel_l2(w->step[i].logits + (size_t)k * (size_t)V, w->alone[i].logits + (size_t)k * (size_t)V, V);
+            CHECK_MSG(err <= 1e-5, "%s, step %d, row %d: relative L2 %.3g", what, i, k, err); /* NaN fails */
+            for (int r = (pp - 1) * tp; r < pp * tp; r++) rk_compare_pick(&w->step[i].picks[r][k], &w->alone[i].picks[0][k], what, i, k);
+        }
+}
+
+/* The world over tp x pp ranks. by_slot: the host never sees a drawn id, and many micro-batches are under way. */
+static void rk_check_split(rk_world *w, int tp, int pp, bool by_slot, const char *name) {
+    rk_rank ranks[RK_MOST] = {0};
+    toka_group *g;
+    toka_err e;
+    arena a = {0};
+    char what[200];
+    snprintf(what, sizeof what, "%s, tp %d x pp %d%s", name, tp, pp, by_slot ? ", by slot" : "");
+    CHECK(toka_cpu.group_open(&g, tp, pp, &e) == 0);
+    for (int i = 0; i < RK_STEPS; i++) {
+        rk_build(w, i, by_slot, &w->step[i]);
+        for (size_t k = 0; k < (size_t)RK_OUT * (size_t)w->sh.V_all; k++) w->step[i].logits[k] = NAN;
+    }
+    for (int i = 0; i < tp * pp; i++) ranks[i].away_after = -1;
+    rk_start(w, tp, pp, g, ranks, &a);
+    for (int i = 0; i < tp * pp; i++) {
+        pthread_join(ranks[i].thread, NULL);
+        CHECK_MSG(!ranks[i].error.code, "%s: %s", what, ranks[i].error.msg);
+    }
+    rk_compare(w, tp, pp, what);
+    toka_cpu.group_close(g);
+    arena_free(&a);
+}
+
+/* All splits of a model; how many there were. */
+static int rk_check_model(const toka_shape *sh, const toka_weights *weights, uint64_t seed, const char *name) {
+    static const int splits[][2] = {{2, 1}, {3, 1}, {4, 1}, {1, 2}, {1, 3}, {1, 4}, {2, 2}, {3, 2}};
+    rk_world *w = mem_alloc(sizeof *w);
+    int n = 0;
+    rk_world_init(w, sh, weights, seed);
+    rk_run_alone(w);
+    for (int i = 0; i < COUNT(splits); i++) {
+        const int tp = splits[i][0], pp = splits[i][1];
+        if (!rk_splits(sh, tp, pp)) continue;
+        rk_check_split(w, tp, pp, true, name);
+        if (i % 2 == 0) rk_check_split(w, tp, pp, false, name);
+        n++;
+    }
+    rk_world_free(w);
+    return n;
+}
+
+static int rk_check_folder(const char *path) {
+    mf_model *m;
+    toka_err e;
+    if (mf_open(&m, path, NULL, NULL, &e)) printf("%s\n", e.msg), abort();
+    int n = rk_check_model(&m->shape, &m->weights, 7, path);
+    CHECK_MSG(n >= 1, "%s: no split", path);
+    mf_close(m);
+    return n;
+}
+
+static void test_ranks_fixtures(void) {
+    DIR *d = opendir("test/fixtures");
+    int models = 0, splits = 0;
+    CHECK(d != NULL);
+    for (struct dirent *it; d && (it = readdir(d));) {
+        char path[300];
+        if (it->d_name[0] == '.') continue;
+        snprintf(path, sizeof path, "test/fixtures/%s", it->d_name);
+        splits += rk_check_folder(path), models++;
+    }
+    if (d) closedir(d);
+    CHECK(models >= 12 && splits >= 40);
+    CHECK(rk_check_folder("test/model") == 6); /* 6 layers, 4 heads, 2 kv heads: all but three tensor ranks */
+}
+
+/* What no fixture has: biases and norms of heads under tensor ranks, uneven heads, kv heads in several ranks. */
+static void test_ranks_shapes(void) {
+    static const int heads[][2] = {{8, 2}, {12, 6}, {10, 5}, {12, 1}};
+    for (int i = 0; i < COUNT(heads); i++) {
+        cpu_case c;
+        char name[64];
+        snprintf(name, sizeof name, "%d heads, %d kv heads", heads[i][0], heads[i][1]);
+        case_open(&c, (cpu_sizes){.H = heads[i][0], .K = heads[i][1], .D = 8, .E = 72, .F = 101, .V = 131, .B = RK_B, .extras = 1,
+                                  .type = (toka_dtype)(i % 3), .window = i & 1 ? 5 : 0}, 40 + (uint64_t)i);
+        CHECK(rk_check_model(&c.sh, &c.w, 9, name) >= 3);
+        case_close(&c);
+    }
+}
+
+/* ---- Ranks that stay away ---- */
+
+typedef struct rk_lost { /* rank `who` goes away after so many ops; the others must end and say so */
+    int tp, pp, who, after;
+    bool by_slot;
+    const char *last, *waiting; /* the op it was seen in; one that another waits in, NULL: which depends on who wakes first */
+} rk_lost;
+
+static void rk_check_lost(rk_world *w, const rk_lost *l) {
+    rk_rank ranks[RK_MOST] = {0};
+    toka_group *g;
+    toka_err e;
+    arena a = {0};
+    char want[128], end[64] = "";
+    const int n = l->tp * l->pp;
+    for (int i = 0; i < RK_STEPS; i++) rk_build(w, i, l->by_slot, &w->step[i]);
+    CHECK(toka_cpu.group_open(&g, l->tp, l->pp, &e) == 0);
+    g->patience = 0.5;
+    for (int i = 0; i < n; i++) ranks[i].away_after = i == l->who ? l->after : -1;
+    double t0 = os_now();
+    rk_start(w, l->tp, l->pp, g, ranks, &a);
+    for (int i = 0; i < n; i++) pthread_join(ranks[i].thread, NULL);
+    CHECK_MSG(os_now() - t0 < 10, "took %g s", os_now() - t0);
+    snprintf(want, sizeof want, "rank %d (stage %d, tensor rank %d) has not moved for 0.5 s, last seen in %s;", l->who, l->who / l->tp,
+             l->who % l->tp, l->last);
+    if (l->waiting) snprintf(end, sizeof end, " waits for it in %s", l->waiting);
+    for (int i = 0; i < n; i++) {
+        const toka_err *err = &ranks[i].error;
+        if (i == l->who) continue;
+        bool said = strstr(err->msg, want) && str_ends(str_c(err->msg), str_c(end));
+        CHECK_MSG(err->code == TOKA_E_DEVICE && said, "rank %d: %s", i, err->msg);
+    }
+    toka_cpu.group_close(g);
+    arena_free(&a);
+}
+
+static void rk_check_all_lost(const toka_shape *sh, const toka_weights *weights, const rk_lost *lost, int n) {
+    rk_world *w = mem_alloc(sizeof *w);
+    rk_world_init(w, sh, weights, 3);
+    rk_run_alone(w);
+    for (int i = 0; i < n; i++) {
+        int before = check_failed;
+        rk_check_lost(w, &lost[i]);
+        CHECK_MSG(check_failed == before, "case %d, %d layers", i, sh->L);
+    }
+    rk_world_free(w);
+}
+
+/* Ops of a step, counted from 0. One stage of 2 layers: embed, all_reduce, 6 a layer, and the logits unless it is the first or
+ * third step, which have none. */
+static void test_ranks_lost(void) {
+    static const rk_lost two_layers[] = {
+        {2, 1, 1, 0, true, "no op", "all_reduce"},
+        {2, 1, 0, 5, true, "out_residual", "all_reduce"},
+        {3, 1, 2, 28, true, "all_reduce", "norm_logits_sample"},
+        {1, 2, 0, 1, true, "embed", "receive"},
+        {1, 2, 1, 0, false, "no op", "send"}, /* the ring fills */
+        {1, 2, 1, 37, true, "norm_mlp_residual", "embed"}, /* the first stage waits for what step 5 draws */
+        {2, 2, 3, 30, true, "norm_logits_sample", NULL},
+        {2, 2, 0, 3, true, "norm_qkv_rope_kv", NULL},
+    };
+    static const rk_lost six_layers[] = {
+        {1, 3, 1, 20, true, "norm_mlp_residual", NULL}, /* not the first stage, which may have nothing to do but wait */
+        {1, 4, 0, 30, false, "norm_qkv_rope_kv", NULL},
+    };
+    cpu_case c;
+    mf_model *m;
+    toka_err e;
+    case_open(&c, (cpu_sizes){.H = 4, .K = 4, .D = 8, .E = 24, .F = 40, .V = 61, .B = RK_B}, 77);
+    rk_check_all_lost(&c.sh, &c.w, two_layers, COUNT(two_layers));
+    case_close(&c);
+    if (mf_open(&m, "test/model", NULL, NULL, &e)) printf("%s\n", e.msg), abort();
+    rk_check_all_lost(&m->shape, &m->weights, six_layers, COUNT(six_layers));
+    mf_close(m);
+}
+
+static rk_world *rk_small_world(cpu_case *c) {
+    rk_world *w = mem_alloc(sizeof *w);
+    case_open(c, (cpu_sizes){.H = 4, .K = 4, .D = 8, .E = 24, .F = 40, .V = 61, .B = RK_B}, 77);
+    rk_world_init(w, &c->sh, &c->w, 3);
+    rk_run_alone(w);
+    for (int i = 0; i < RK_STEPS; i++) rk_build(w, i, true, &w->step[i]);
+    return w;
+}
+
+/* A rank that is slow is not lost, however long it takes in all. */
+static void test_ranks_slow(void) {
+    cpu_case c;
+    rk_world *w = rk_small_world(&c);
+    rk_rank ranks[4] = {0};
+    toka_group *g;
+    toka_err e;
+    arena a = {0};
+    CHECK(toka_cpu.group_open(&g, 2, 2, &e) == 0);
+    g->patience = 1;
+    for (int i = 0; i < 4; i++) ranks[i].away_after = -1;
+    ranks[1].nap_us = 15000;
+    double t0 = os_now();
+    rk_start(w, 2, 2, g, ranks, &a);
+    for (int i = 0; i < 4; i++) {
+        pthread_join(ranks[i].thread, NULL);
+        CHECK_MSG(!ranks[i].error.code, "%s", ranks[i].error.msg);
+    }
+    CHECK(os_now() - t0 > 2 * g->patience);
+    rk_compare(w, 2, 2, "slow");
+    toka_cpu.group_close(g);
+    arena_free(&a);
+    rk_world_free(w);
+    case_close(&c);
+}
+
+/* Told to end while one rank is away and the others wait: at once, with the op that each was in. */
+static void test_ranks_abort(void) {
+    cpu_case c;
+    rk_world *w = rk_small_world(&c);
+    for (int turn = 0; turn < 20; turn++) {
+        rk_rank ranks[4] = {0};
+        toka_group *g;
+        toka_err e;
+        arena a = {0};
+        CHECK(toka_cpu.group_open(&g, 2, 2, &e) == 0);
+        for (int i = 0; i < 4; i++) ranks[i].away_after = i == 1 ? 10 + turn : -1;
+        rk_start(w, 2, 2, g, ranks, &a);
+        usleep((useconds_t)(turn * 1000));
+        double t0 = os_now();
+        toka_cpu.group_abort(g);
+        for (int i = 0; i < 4; i++) pthread_join(ranks[i].thread, NULL);
+        CHECK(os_now() - t0 < 5);
+        for (int i = 0; i < 4; i++) {
+            char want[64];
+            snprintf(want, sizeof want, "told to end; rank %d (stage %d, tensor rank %d) was in ", i, i / 2, i % 2);
+            const toka_err *err = &ranks[i].error;
+            CHECK_MSG(i == 1 || (err->code == TOKA_E_DEVICE && strstr(err->msg, want)), "%s", err->msg);
+        }
+        toka_cpu.group_close(g);
+        arena_free(&a);
+    }
+    rk_world_free(w);
+    case_close(&c);
+}
+
+static void test_ranks_refuses(void) {
+    cpu_case c;
+    toka_group *g;
+    toka_device *d, *d2;
+    toka_err e;
+    toka_device_options o = {.n_threads = 1, .max_tokens = 8, .max_out = 8, .n_pages = 8, .tp_size = 2, .pp_size = 1};
+    case_open(&c, (cpu_sizes){.H = 2, .K = 1, .D = 8, .E = 16, .F = 16, .V = 20, .B = 4}, 3);
+    CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == TOKA_E_USE && strstr(e.msg, "expected a place among 1 stages of 1"));
+    CHECK(toka_cpu.group_open(&g, 0, 1, &e) == TOKA_E_USE && toka_cpu.group_open(&g, 9, 9, &e) == TOKA_E_USE);
+    CHECK(toka_cpu.group_open(&g, 2, 1, &e) == 0);
+    o.group = g, o.tp_rank = 2;
+    CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == TOKA_E_USE && strstr(e.msg, "tensor rank 2 of 2"));
+    o.tp_rank = 1;
+    CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == 0);
+    CHECK(toka_cpu.open(&d2, &o, &c.sh, &c.w, &e) == TOKA_E_USE && strstr(e.msg, "tensor rank 1) has been there before"));
+    toka_cpu.close(d);
+    toka_cpu.group_abort(g), toka_cpu.group_close(g), toka_cpu.group_close(NULL);
+    CHECK(toka_cpu.group_open(&g, 1, 2, &e) == 0);
+    o = (toka_device_options){.n_threads = 1, .max_tokens = 8, .max_out = 8, .n_pages = 8, .group = g, .pp_size = 2, .n_slots = 4};
+    CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == 0);
+    o.pp_rank = 1, o.n_slots = 5;
+    CHECK(toka_cpu.open(&d2, &o, &c.sh, &c.w, &e) == TOKA_E_USE && strstr(e.msg, "5 slots, expected 4"));
+    toka_cpu.close(d), toka_cpu.group_close(g);
+    c.sh.v0 = 1;
+    o = (toka_device_options){.n_threads = 1, .max_tokens = 8, .max_out = 8, .n_pages = 8};
+    CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == TOKA_E_INPUT && strstr(e.msg, "20 ids from 1 on"));
+    case_close(&c);
+}
+
+static const struct test ranks_tests[] = {{"ranks_parts", test_ranks_parts},       {"ranks_stages", test_ranks_stages},
+                                          {"ranks_fixtures", test_ranks_fixtures}, {"ranks_shapes", test_ranks_shapes},
+                                          {"ranks_lost", test_ranks_lost},         {"ranks_slow", test_ranks_slow},
+                                          {"ranks_abort", test_ranks_abort},       {"ranks_refuses", test_ranks_refuses}, {0}};
