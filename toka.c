@@ -6199,7 +6199,7 @@ static void mf_slice(const mf_slot *slot, const mf_part *p, int D, const void *f
  * so. */
 UNUSED static int mf_shard(const toka_shape *s, const toka_weights *whole, const mf_rank *r, arena *a, toka_shape *shape,
                            toka_weights *out, toka_err *e) {
-    mf_part p;
+    mf_part p = {0};
     assert(r->tp_rank >= 0 && r->tp_rank < r->tp_size && r->pp_rank >= 0 && r->pp_rank < r->pp_size && s->V == s->V_all);
     if (r->pp_size > s->L)
         return fail(e, TOKA_E_USE, "pipeline parallel size %d: the model has %d layers, expected at least one a stage", r->pp_size,
@@ -10518,8 +10518,8 @@ static int cpu_probe(int i, char *line, size_t bytes) {
 }
 
 static int64_t cpu_kv_bytes(const toka_shape *shape, const toka_weights *weights, const toka_device_options *o) {
-    (void)shape, (void)weights, (void)o;
-    return os_ram_bytes() / 4;
+    (void)shape, (void)weights;
+    return os_ram_bytes() / 4 / MAX(o->n_devices, 1);
 }
 
 static const char *cpu_describe(const toka_device *d) { return d->about; }
@@ -10591,15 +10591,20 @@ const toka_backend toka_cpu = {
  * any number of sequences, some prefilling, some decoding; the plan in toka_step says which is which, this loop does not care.
  *
  * A rank is a device with its part of the weights and a thread of its own, which opens it, runs step after step in the order
- * in which they were posted, and closes it:
+ * in which they were posted, and closes it. A model is a grid of ranks, stages of layers x tensor ranks (mf_shard of chapter 10);
+ * stages hand x on, tensor ranks sum it:
  *
  *     model_post --> ring of steps --> every rank: rank_step --> done --> model_wait        one thread posts and waits
  *
  * What always holds: a posted step, and all it points to, stays as it is until model_wait has returned for it; the first
- * failure is kept, steps behind it are not run, and whoever waits gets it.
+ * failure is kept and told to all ranks, steps behind it are not run, and whoever waits gets it. A rank that does not come back
+ * even then is lost: nothing that it may still look at is freed.
  * =========================================================================== */
 
-enum { MODEL_RING = 64 }; /* steps under way at most */
+enum {
+    MODEL_RING = 64,  /* steps under way at most */
+    MODEL_GRACE_S = 5 /* for ranks to come back after a failure */
+};
 
 typedef struct model_job { /* a step and where its picks go */
     const toka_step *s;
@@ -10614,55 +10619,68 @@ typedef struct model_bell { /* of all models that one thread waits for */
 typedef struct model_rank {
     struct model_run *m;
     toka_device_options options;
-    const toka_shape *shape;
-    const toka_weights *weights;
+    toka_shape shape;
+    toka_weights weights;
     toka_device *dev;
-    toka_dev x, q, o; /* [T][E], [T][H][D], [T][H][D]: activations of one step */
+    toka_dev x, q, o;  /* [T][E], [T][H][D], [T][H][D]: activations of one step */
+    toka_pick *unread; /* [max_out] picks of a rank that nobody asks for them */
     pthread_t thread;
-    int64_t done;     /* under the lock: steps run, or skipped behind a failure */
-    double busy_s;    /* under the lock: time in steps */
+    int64_t done;      /* under the lock: steps run, or skipped behind a failure */
+    double busy_s;     /* under the lock: time in steps */
 } model_rank;
 
 typedef struct model_run {
     const toka_backend *be;
-    model_rank *ranks; /* [n_ranks] of which so many run */
-    int n_ranks, n_open; /* n_open: of them tried to open their device */
+    toka_group *group; /* of more than one rank */
+    model_rank *ranks; /* [pp][tp] */
+    int tp, pp, n_ranks, n_started, n_open; /* n_open: of those started, tried to open their device */
+    arena a;             /* of the ranks' weights */
     model_bell *bell;    /* its lock guards all that follows, and `done` and busy_s of the ranks */
     pthread_cond_t to_do;
     model_job ring[MODEL_RING];
     int64_t posted;
-    bool closing;
+    bool closing, lost;
     toka_err broken; /* code 0: all devices work */
 } model_run;
 
+static void rank_sum(model_rank *r, int rows) {
+    if (r->m->tp > 1) r->m->be->all_reduce(r->dev, r->x, rows);
+}
+
 static void rank_step(model_rank *r, const toka_step *s, toka_pick *picks) {
     const toka_backend *be = r->m->be;
-    be->embed(r->dev, s, r->x);
-    for (int layer = 0; layer < r->shape->L; layer++) {
+    if (r->options.pp_rank == 0) be->embed(r->dev, s, r->x), rank_sum(r, s->T);
+    else be->receive(r->dev, r->x, s->T);
+    for (int layer = 0; layer < r->shape.L; layer++) {
         be->norm_qkv_rope_kv(r->dev, s, layer, r->x, r->q);
         be->attention(r->dev, s, layer, r->q, r->o);
-        be->out_residual(r->dev, s, layer, r->o, r->x);
-        be->norm_mlp_residual(r->dev, s, layer, r->x);
+        be->out_residual(r->dev, s, layer, r->o, r->x), rank_sum(r, s->T);
+        be->norm_mlp_residual(r->dev, s, layer, r->x), rank_sum(r, s->T);
     }
-    if (s->n_out) be->norm_logits_sample(r->dev, s, r->x, picks);
+    if (r->options.pp_rank < r->m->pp - 1) be->send(r->dev, r->x, s->T);
+    else if (s->n_out) be->norm_logits_sample(r->dev, s, r->x, r->options.tp_rank ? r->unread : picks);
 }
 
 static int rank_open(model_rank *r, toka_err *e) {
     const toka_backend *be = r->m->be;
-    const toka_shape *s = r->shape;
-    int code = be->open(&r->dev, &r->options, s, r->weights, e);
+    const toka_shape *s = &r->shape;
+    int code = be->open(&r->dev, &r->options, s, &r->weights, e);
     if (code) return code;
     size_t tokens = (size_t)r->options.max_tokens, heads = tokens * (size_t)s->H * (size_t)s->D * be->activation_bytes;
     r->x = be->alloc(r->dev, tokens * (size_t)((s->E + 7) / 8 * 8) * be->activation_bytes);
     r->q = be->alloc(r->dev, heads);
     r->o = be->alloc(r->dev, heads);
+    if (r->options.tp_rank) r->unread = mem_alloc((size_t)r->options.max_out * sizeof *r->unread);
     return be->status(r->dev, e);
 }
 
 /* Tells the others that this rank has come so far; with the lock held. */
 static void rank_report(model_rank *r, int code, const toka_err *e) {
     model_run *m = r->m;
-    if (code && !m->broken.code) m->broken = *e;
+    if (code && !m->broken.code) {
+        m->broken = *e;
+        if (m->group) m->be->group_abort(m->group);
+    }
     pthread_cond_broadcast(&m->bell->done);
 }
 
@@ -10692,34 +10710,61 @@ static void *rank_run(void *arg) {
     return NULL;
 }
 
-/* Ends the ranks when they have run what was posted. */
-static void model_close(model_run *m) {
-    if (!m->ranks) return;
-    pthread_mutex_lock(&m->bell->lock);
-    m->closing = true;
-    pthread_cond_broadcast(&m->to_do);
-    pthread_mutex_unlock(&m->bell->lock);
-    for (int i = 0; i < m->n_ranks; i++) pthread_join(m->ranks[i].thread, NULL);
-    pthread_cond_destroy(&m->to_do);
+/* Ends the ranks when they have run what was posted. False: one is lost, and all stays as it is. */
+static bool model_close(model_run *m) {
+    if (m->n_started) {
+        pthread_mutex_lock(&m->bell->lock);
+        m->closing = true;
+        pthread_cond_broadcast(&m->to_do);
+        pthread_mutex_unlock(&m->bell->lock);
+        for (int i = 0; i < m->n_started; i++)
+            if (m->lost) pthread_detach(m->ranks[i].thread);
+            else pthread_join(m->ranks[i].thread, NULL);
+        if (m->lost) return false;
+        pthread_cond_destroy(&m->to_do);
+    }
+    if (m->group) m->be->group_close(m->group);
+    for (int i = 0; i < m->n_ranks; i++) free(m->ranks[i].unread);
+    arena_free(&m->a);
     free(m->ranks);
     *m = (model_run){0};
+    return true;
 }
 
-/* Starts the ranks, which open their devices side by side; model_ready waits for them. */
-static int model_start(model_run *m, const toka_backend *be, model_bell *bell, const toka_device_options *o, const toka_shape *shape,
-                       const toka_weights *weights, toka_err *e) {
-    *m = (model_run){.be = be, .bell = bell, .ranks = mem_zalloc(sizeof *m->ranks)};
+/* Cuts a model into its ranks, which are started later. */
+static int model_cut(model_run *m, const toka_backend *be, const toka_shape *shape, const toka_weights *weights, int tp, int pp,
+                     toka_err *e) {
+    *m = (model_run){.be = be, .tp = tp, .pp = pp, .n_ranks = tp * pp, .ranks = mem_zalloc((size_t)(tp * pp) * sizeof *m->ranks)};
+    for (int i = 0; i < m->n_ranks; i++) {
+        model_rank *r = &m->ranks[i];
+        mf_rank at = {.tp_rank = i % tp, .tp_size = tp, .pp_rank = i / tp, .pp_size = pp};
+        r->m = m, r->options = (toka_device_options){.tp_rank = at.tp_rank, .tp_size = tp, .pp_rank = at.pp_rank, .pp_size = pp};
+        if (mf_shard(shape, weights, &at, &m->a, &r->shape, &r->weights, e)) return e->code;
+    }
+    return 0;
+}
+
+/* Starts the ranks, which open their devices side by side; model_ready waits for them. o: all but the place in the group. */
+static int model_start(model_run *m, model_bell *bell, const toka_device_options *o, int max_len, toka_err *e) {
+    m->bell = bell;
+    if (m->n_ranks > 1 && m->be->group_open(&m->group, m->tp, m->pp, e)) return e->code;
     pthread_cond_init(&m->to_do, NULL);
-    m->ranks[0] = (model_rank){.m = m, .options = *o, .shape = shape, .weights = weights};
-    int err = pthread_create(&m->ranks[0].thread, NULL, rank_run, &m->ranks[0]);
-    if (err) return fail(e, TOKA_E_IO, "cannot start a thread: %s", strerror(err));
-    m->n_ranks++;
+    for (int i = 0; i < m->n_ranks; i++) {
+        model_rank *r = &m->ranks[i];
+        toka_device_options place = r->options;
+        r->shape.max_len = max_len, r->options = *o, r->options.group = m->group;
+        r->options.tp_rank = place.tp_rank, r->options.tp_size = m->tp, r->options.pp_rank = place.pp_rank, r->options.pp_size = m->pp;
+        if (i) r->options.progress = NULL;
+        int err = pthread_create(&r->thread, NULL, rank_run, r);
+        if (err) return fail(e, TOKA_E_IO, "cannot start a thread: %s", strerror(err));
+        m->n_started++;
+    }
     return 0;
 }
 
 static int model_ready(model_run *m, toka_err *e) {
     pthread_mutex_lock(&m->bell->lock);
-    while (m->n_open < m->n_ranks) pthread_cond_wait(&m->bell->done, &m->bell->lock);
+    while (m->n_open < m->n_started) pthread_cond_wait(&m->bell->done, &m->bell->lock);
     int code = m->broken.code;
     if (code) *e = m->broken;
     pthread_mutex_unlock(&m->bell->lock);
@@ -10737,7 +10782,7 @@ static int64_t model_post(model_run *m, const toka_step *s, toka_pick *picks) {
     return number;
 }
 
-/* With the bell's lock held: no rank needs step `number` and those before it any more. */
+/* With the bell's lock held: no rank needs step `number`, and those before it, any more. */
 static bool model_is_done(const model_run *m, int64_t number) {
     for (int i = 0; i < m->n_ranks; i++)
         if (m->ranks[i].done < number) return false;
@@ -10746,8 +10791,12 @@ static bool model_is_done(const model_run *m, int64_t number) {
 
 /* Waits until model_is_done. */
 static int model_wait(model_run *m, int64_t number, toka_err *e) {
+    struct timespec until;
     pthread_mutex_lock(&m->bell->lock);
-    while (!model_is_done(m, number)) pthread_cond_wait(&m->bell->done, &m->bell->lock);
+    while (!model_is_done(m, number) && !m->broken.code) pthread_cond_wait(&m->bell->done, &m->bell->lock);
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += MODEL_GRACE_S;
+    while (!model_is_done(m, number) && !m->lost) m->lost = pthread_cond_timedwait(&m->bell->done, &m->bell->lock, &until) == ETIMEDOUT;
     int code = m->broken.code;
     if (code) *e = m->broken;
     pthread_mutex_unlock(&m->bell->lock);
@@ -10796,7 +10845,7 @@ static double model_busy(model_run *m) {
 #define ENG_MAX_N (1 << 20)       /* samples of one request */
 #define ENG_MAX_SAMPLES (1 << 28) /* of all requests under way */
 #define ENG_MAX_AHEAD 4
-#define ENG_MAX_REPLICAS 64
+#define ENG_MAX_SPLIT 64 /* replicas, stages, tensor ranks */
 
 typedef struct eng_request { /* from eng_submit until its last event */
     int64_t id;
@@ -10859,6 +10908,7 @@ typedef struct eng_replica {
     eng_request **by_sched;   /* [cap_by_sched] of the scheduler's request ids */
     int cap_by_sched, n_live; /* requests that the scheduler has */
     double work;              /* of them */
+    int64_t drawn;            /* number of the last step that draws */
 } eng_replica;
 
 typedef struct eng { /* pools are sized at open and never grow */
@@ -10893,13 +10943,12 @@ static int64_t eng_kv_tokens(const toka_shape *s, int max_seqs, const toka_backe
 }
 
 /* Sets shape->max_len and the number of pages, or fails when the length asked for does not fit. asked_kv 0: as memory allows;
- * room_bytes: of the device, for K and V. */
-static int eng_size(toka_shape *shape, int max_seqs, int asked_len, int64_t asked_kv, const toka_backend *be, int64_t room_bytes,
-                    int *n_pages, toka_err *e) {
+ * room: tokens for which the devices have memory. */
+static int eng_size(toka_shape *shape, int asked_len, int64_t asked_kv, int64_t room, int *n_pages, toka_err *e) {
     if (asked_len > shape->max_len || asked_len == 1)
         return fail(e, TOKA_E_USE, "max_model_len: %d, expected 2 to %d, the model's own limit", asked_len, shape->max_len);
     if (asked_len) shape->max_len = asked_len;
-    int64_t n_kv = asked_kv ? asked_kv : eng_kv_tokens(shape, max_seqs, be, room_bytes);
+    int64_t n_kv = asked_kv ? asked_kv : room;
     if (asked_len && n_kv < asked_len)
         return fail(e, asked_kv ? TOKA_E_USE : TOKA_E_MEMORY, "--max-model-len %d: %s %lld tokens of this model's KV cache", asked_len,
                     asked_kv ? "--kv-tokens asks for" : "memory holds", (long long)n_kv);
@@ -10919,7 +10968,6 @@ static int eng_flight_init(eng_flight *f, const sched *s, toka_err *e) {
 }
 
 static void eng_replica_free(eng_replica *p) {
-    model_close(&p->m);
     for (int i = 0; i < p->n_ahead; i++) {
         eng_flight *f = &p->flights[i];
         batch_step_free(&f->b), ids_free(&f->known);
@@ -10940,50 +10988,86 @@ static int eng_replica_init(eng_replica *p, const sched_config *c, toka_err *e) 
     return code;
 }
 
-static void eng_free(eng *g) { /* also of an engine that was opened half way */
+/* Also of an engine that was opened half way. False: a rank is lost, and what it may look at stays. */
+static bool eng_free(eng *g) {
+    bool all = true;
+    for (int i = 0; i < g->n_replicas; i++) all &= model_close(&g->replicas[i].m);
+    if (!all) return false;
     for (int i = 0; i < g->n_replicas; i++) eng_replica_free(&g->replicas[i]);
     free(g->replicas), free(g->cancels);
     buf_free(&g->piece), buf_free(&g->text);
     pthread_mutex_destroy(&g->lock), pthread_cond_destroy(&g->wake);
     pthread_mutex_destroy(&g->bell.lock), pthread_cond_destroy(&g->bell.done);
     free(g);
+    return true;
+}
+
+/* Tokens of KV for which every rank of a model has room. */
+static int64_t eng_room(const model_run *m, const toka_device_options *d, int max_len, int max_seqs) {
+    int64_t least = INT64_MAX;
+    for (int i = 0; i < m->n_ranks; i++) {
+        toka_shape s = m->ranks[i].shape;
+        s.max_len = max_len;
+        int64_t n = eng_kv_tokens(&s, max_seqs, m->be, m->be->kv_bytes(&s, &m->ranks[i].weights, d));
+        least = MIN(least, n);
+    }
+    return least;
+}
+
+static eng *eng_new(const toka_backend *be, const mf_model *files, const tok *words, const toka_options *o) {
+    eng *g = mem_zalloc(sizeof *g);
+    g->be = be, g->files = files, g->tok = words, g->no_sharing = o->no_prefix_caching;
+    g->inbox_end = &g->inbox;
+    pthread_mutex_init(&g->lock, NULL), pthread_cond_init(&g->wake, NULL);
+    pthread_mutex_init(&g->bell.lock, NULL), pthread_cond_init(&g->bell.done, NULL);
+    g->n_replicas = MAX(o->data_parallel_size, 1);
+    g->replicas = mem_zalloc((size_t)g->n_replicas * sizeof *g->replicas);
+    return g;
+}
+
+/* Cuts the model, sizes the KV cache, opens all devices. */
+static int eng_open_replicas(eng *g, toka_shape *shape, const toka_options *o, sched_config *c, toka_err *e) {
+    const int tp = MAX(o->tensor_parallel_size, 1), pp = MAX(o->pipeline_parallel_size, 1), n_devices = tp * pp * g->n_replicas;
+    const int n_threads = o->n_threads || n_devices == 1 ? o->n_threads : os_n_cores();
+    toka_device_options d = {.n_threads = n_devices > 1 ? MAX(n_threads / n_devices, 1) : n_threads, .max_tokens = c->max_tokens,
+                             .max_out = c->max_tokens, .n_slots = c->max_seqs, .n_devices = n_devices,
+                             .memory_utilization = o->gpu_memory_utilization, .progress = o->progress, .user = o->progress_user};
+    int code = 0;
+    if (n_devices > 1 && !g->be->group_open)
+        return fail(e, TOKA_E_USE, "%d devices for %d replicas of %d stages of %d tensor ranks: the %s backend runs on one so far, only "
+                    "--device cpu has ranks", n_devices, g->n_replicas, pp, tp, g->be->name);
+    for (int i = 0; i < g->n_replicas && !code; i++)
+        code = model_cut(&g->replicas[i].m, g->be, shape, &g->files->weights, tp, pp, e);
+    if (code) return code;
+    int64_t room = o->kv_tokens ? 0 : eng_room(&g->replicas[0].m, &d, o->max_model_len ? o->max_model_len : shape->max_len, c->max_seqs);
+    if ((code = eng_size(shape, o->max_model_len, o->kv_tokens, room, &c->n_pages, e))) return code;
+    d.n_pages = c->n_pages, c->max_len = shape->max_len;
+    for (int i = 0; i < g->n_replicas && !code; i++) {
+        eng_replica *p = &g->replicas[i];
+        p->g = g;
+        code = model_start(&p->m, &g->bell, &d, shape->max_len, e);
+        if (!code) code = eng_replica_init(p, c, e);
+    }
+    for (int i = 0; i < g->n_replicas && !code; i++) code = model_ready(&g->replicas[i].m, e);
+    return code;
 }
 
 /* shape: the model's, with B and max_len still to be set here; it must outlive the engine. */
 static int eng_open(eng **out, const toka_backend *be, const mf_model *files, toka_shape *shape, const tok *words,
                     const toka_options *o, toka_err *e) {
-    int max_tokens = o->max_num_batched_tokens ? o->max_num_batched_tokens : MAX(be->default_tokens, o->max_num_seqs), n_pages = 0;
+    int max_tokens = o->max_num_batched_tokens ? o->max_num_batched_tokens : MAX(be->default_tokens, o->max_num_seqs);
     int max_seqs = o->max_num_seqs ? o->max_num_seqs : MIN(be->default_seqs, max_tokens);
     if (max_seqs > max_tokens) /* every running sample may want a row of the step */
         return fail(e, TOKA_E_USE, "max_num_batched_tokens: %d, expected at least max_num_seqs, %d", max_tokens, max_seqs);
     shape->B = be->page_tok;
-    int n_replicas = MAX(o->data_parallel_size, 1);
-    toka_device_options d = {.n_threads = o->n_threads, .max_tokens = max_tokens, .max_out = max_tokens, .n_slots = max_seqs,
-                             .memory_utilization = o->gpu_memory_utilization, .progress = o->progress, .user = o->progress_user};
-    int64_t room = o->kv_tokens ? 0 : be->kv_bytes(shape, &files->weights, &d);
-    int code = eng_size(shape, max_seqs, o->max_model_len, o->kv_tokens, be, room, &n_pages, e);
-    if (code) return code;
-    d.n_pages = n_pages;
-    eng *g = mem_zalloc(sizeof *g);
-    sched_config c = {.B = shape->B, .n_pages = n_pages, .max_seqs = max_seqs, .max_tokens = max_tokens, .max_len = shape->max_len,
-                      .n_classes = 4096};
-    g->be = be, g->files = files, g->tok = words, g->max_len = shape->max_len, g->no_sharing = o->no_prefix_caching;
-    g->inbox_end = &g->inbox;
-    pthread_mutex_init(&g->lock, NULL), pthread_cond_init(&g->wake, NULL);
-    pthread_mutex_init(&g->bell.lock, NULL), pthread_cond_init(&g->bell.done, NULL);
-    g->replicas = mem_zalloc((size_t)n_replicas * sizeof *g->replicas);
-    for (int i = 0; i < n_replicas && !code; i++) {
-        eng_replica *p = &g->replicas[g->n_replicas++];
-        p->g = g;
-        code = model_start(&p->m, be, &g->bell, &d, shape, &files->weights, e);
-        if (!code) code = eng_replica_init(p, &c, e);
-    }
-    for (int i = 0; i < n_replicas && !code; i++) code = model_ready(&g->replicas[i].m, e);
+    sched_config c = {.B = shape->B, .max_seqs = max_seqs, .max_tokens = max_tokens, .n_classes = 4096};
+    eng *g = eng_new(be, files, words, o);
+    int code = eng_open_replicas(g, shape, o, &c, e);
     if (code) {
         eng_free(g);
         return code;
     }
-    g->max_seqs = n_replicas * max_seqs, g->stats.kv_pages = n_replicas * n_pages;
+    g->max_len = shape->max_len, g->max_seqs = g->n_replicas * max_seqs, g->stats.kv_pages = g->n_replicas * c.n_pages;
     *out = g;
     return 0;
 }
@@ -11444,10 +11528,17 @@ static void eng_break(eng *g, const toka_err *e) {
     eng_show(g);
 }
 
-static void eng_close(eng *g) { /* what is under way gets its last events, TOKA_CANCELLED, on this thread */
-    if (!g) return;
+/* What is under way gets its last events, TOKA_CANCELLED, on this thread. False: a rank is lost, which may look at the weights. */
+static bool eng_close(eng *g) {
+    if (!g) return true;
     eng_end_everything(g, TOKA_CANCELLED);
-    eng_free(g);
+    return eng_free(g);
+}
+
+/* For stages: the step's number, and that of the step whose draws it may have to wait for. */
+static void eng_number(eng_replica *p, toka_step *s) {
+    s->number = p->m.posted + 1, s->needs = p->drawn;
+    if (s->n_out) p->drawn = s->number;
 }
 
 /* Plans a step and posts it. False: nothing can run before a step that flies has landed. */
@@ -11458,6 +11549,7 @@ static bool eng_plan(eng_replica *p) {
     if (rows) {
         batch_build(&p->b, &f->b, &p->s);
         eng_rows(p, f);
+        eng_number(p, &f->b.step);
         f->number = model_post(&p->m, &f->b.step, f->picks);
         p->n_flying++, p->g->n_busy++;
         eng_count_spans(p->g, &f->b);
@@ -11705,8 +11797,12 @@ static int pub_check_options(const toka_options *o, toka_err *e) {
         return fail(e, TOKA_E_USE, "max_num_seqs: %d, expected 0 to 65536", o->max_num_seqs);
     if (!(o->gpu_memory_utilization >= 0 && o->gpu_memory_utilization <= 1))
         return fail(e, TOKA_E_USE, "gpu_memory_utilization: %g, expected 0 to 1", o->gpu_memory_utilization);
-    if (o->data_parallel_size < 0 || o->data_parallel_size > ENG_MAX_REPLICAS)
-        return fail(e, TOKA_E_USE, "data_parallel_size: %d, expected 1 to %d", o->data_parallel_size, ENG_MAX_REPLICAS);
+    if (o->data_parallel_size < 0 || o->data_parallel_size > ENG_MAX_SPLIT)
+        return fail(e, TOKA_E_USE, "data_parallel_size: %d, expected 1 to %d", o->data_parallel_size, ENG_MAX_SPLIT);
+    if (o->tensor_parallel_size < 0 || o->tensor_parallel_size > ENG_MAX_SPLIT)
+        return fail(e, TOKA_E_USE, "tensor_parallel_size: %d, expected 1 to %d", o->tensor_parallel_size, ENG_MAX_SPLIT);
+    if (o->pipeline_parallel_size < 0 || o->pipeline_parallel_size > ENG_MAX_SPLIT)
+        return fail(e, TOKA_E_USE, "pipeline_parallel_size: %d, expected 1 to %d", o->pipeline_parallel_size, ENG_MAX_SPLIT);
     if (o->kv_tokens < 0) return fail(e, TOKA_E_USE, "kv_tokens: %lld, expected 0 or more", (long long)o->kv_tokens);
     if (o->max_num_batched_tokens < 0 || o->max_num_batched_tokens > 65536)
         return fail(e, TOKA_E_USE, "max_num_batched_tokens: %d, expected 0 to 65536", o->max_num_batched_tokens);
@@ -11728,10 +11824,10 @@ int toka_open(toka **out, const toka_options *o, toka_err *e) {
 
 void toka_close(toka *t) {
     if (!t) return;
-    eng_close(t->engine);
+    bool done = eng_close(t->engine);
     tmpl_del(t->chat), tmpl_del(t->tool_chat);
     tok_del(t->tok);
-    if (t->files) mf_close(t->files);
+    if (t->files && done) mf_close(t->files);
     free(t);
 }
 
@@ -19434,6 +19530,10 @@ static const cli_flag cli_flags[] = {
     {"gpu-memory-utilization", "", "X", CLI_FLOAT, AT(open.gpu_memory_utilization), FOR_OPENS | FOR_PLAN,
      "share of the GPU's free memory to take (default: 0.9)"},
     {"threads", "t", "N", CLI_INT, AT(open.n_threads), FOR_OPENS, "CPU threads (default: one a core)"},
+    {"tensor-parallel-size", "", "N", CLI_INT, AT(open.tensor_parallel_size), FOR_OPENS,
+     "devices that share each layer's heads, columns and the vocabulary (default: 1)"},
+    {"pipeline-parallel-size", "", "N", CLI_INT, AT(open.pipeline_parallel_size), FOR_OPENS,
+     "stages of layers, each on devices of its own (default: 1)"},
     {"data-parallel-size", "", "N", CLI_INT, AT(open.data_parallel_size), FOR_OPENS,
      "replicas of the model, each with its own KV cache and its own max-num-seqs (default: 1)"},
     {"max-model-len", "", "N", CLI_INT, AT(open.max_model_len), FOR_OPENS | FOR_PLAN,

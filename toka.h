@@ -62,6 +62,8 @@ typedef struct toka_options {
     int max_model_len;          /* longest sequence, tokens; 0: the model's own limit, lowered to what memory holds */
     int max_num_batched_tokens; /* most tokens in one forward step; 0: chosen by the backend */
     int max_num_seqs;           /* most sequences running at once; 0: chosen by the backend */
+    int tensor_parallel_size;   /* devices that share each layer's heads and columns and the vocabulary; 0: 1 */
+    int pipeline_parallel_size; /* stages, each with some of the layers, on devices of their own; 0: 1 */
     int data_parallel_size;     /* replicas of the model, each with devices, KV cache and running sequences of its own; 0: 1 */
     int64_t kv_tokens;          /* tokens that the KV cache holds; 0: as many as memory allows */
     bool no_prefix_caching;     /* no pages and no attention are shared, neither among samples nor among equal beginnings: every
@@ -369,6 +371,7 @@ typedef struct toka_device_options {
     int max_tokens;  /* largest T of a step */
     int max_out;     /* largest n_out */
     int n_pages;     /* KV pages to hold */
+    int n_devices;   /* that this process opens beside one another, with this one; 0: 1. Those of one machine share its memory */
     int n_slots;     /* slots whose last tokens the device keeps; 0: none, all ids are given */
     toka_group *group; /* NULL: alone */
     int tp_rank, tp_size, pp_rank, pp_size; /* place in the group; sizes 0 and 1 mean the same */
