@@ -18896,7 +18896,7 @@ static int bs_load(bs *b, toka_err *e) {
 }
 
 static void bs_put_body(const bs *b, const bs_request *q, buf *out) {
-    str text = {b->texts.p + q->at, q->n};
+    str text = q->text ? (str){b->texts.p + q->at, q->n} : STR("");
     json_put_open(out, '{');
     json_put_key(out, "model"), json_put_str(out, str_c(b->model));
     if (bs_is_chat(b)) {

@@ -111,18 +111,57 @@ PY
     add $counts
 }
 
-# ---- The server under the sanitizers, against the same tests (clang: it can leave the model's arithmetic fast) ----
+# ---- The library under the sanitizers (clang: it can leave the model's arithmetic fast), for the soak and the server ----
+
+sanitized() { # NAME FLAGS...: $B/toka_NAME.o
+    local name=$1
+    shift
+    step "toka compiles ($name)" clang -std=c11 -g -O2 -fsanitize-ignorelist=test/fuzz.ignore -DTOKA_EMBED='"test/model"' "$@" -c toka.c \
+        -o "$B/toka_$name.o"
+}
+sanitize() {
+    if ! command -v clang >/dev/null; then skip 8 "no clang"; return; fi
+    sanitized asan -fsanitize=address,undefined -fno-sanitize-recover=undefined
+    sanitized tsan -fsanitize=thread
+    soak_san
+    server_san
+}
+
+# ---- Soak: an adversarial mix on the library, a part of it run again alone and compared ----
+
+soak() { # NAME: $B/soak_NAME, 15 seconds: the embedded model; smaller ones, for more turnover
+    local seed=1 model
+    for model in test/model test/fixtures/llama-tied "$TOKA_TEST_DATA/weights/stories260K"; do
+        if [ ! -d "$model" ]; then skip 1 "no public test data"; continue; fi
+        step "soak of $(basename "$model"), seed $seed ($1)" "$B/soak_$1" --model "$model" --seconds 5 --seed $seed
+        grep '^soak: seed' $B/log | sed 's/^/       /'
+        seed=$((seed + 1))
+    done
+}
+soak_tests() {
+    [ $B/toka.o -nt toka.c ] && [ $B/toka.o -nt toka.h ] || step "toka.c compiles as a library" $CC $WARN -O2 -c toka.c -o $B/toka.o
+    step "soak compiles" $CC $WARN -O2 -I. -o $B/soak_fast test/soak.c $B/toka.o -lm -lpthread
+    soak fast
+}
+soak_san() {
+    step "soak compiles (asan)" clang -std=c11 -g -O1 -I. -fsanitize=address,undefined -o $B/soak_asan test/soak.c $B/toka_asan.o -lm -lpthread
+    soak asan
+    step "soak compiles (tsan)" clang -std=c11 -g -O1 -I. -fsanitize=thread -o $B/soak_tsan test/soak.c $B/toka_tsan.o -lm -lpthread
+    soak tsan
+}
+
+# ---- The server under the sanitizers, against the same tests ----
 
 server_san() {
-    local py=test/.venv/bin/python build="-std=c11 -g -O2 -fsanitize-ignorelist=test/fuzz.ignore -Wno-unused-function -DTOKA_MAIN"
-    if ! command -v clang >/dev/null || [ ! -x $py ]; then skip 5 "no clang, or no test/.venv yet"; return; fi
-    step "toka compiles (address, undefined)" clang $build -DTOKA_EMBED='"test/model"' -fsanitize=address,undefined \
-        -fno-sanitize-recover=undefined -o $B/toka_asan toka.c -lm -lpthread
-    step "server tests (address, undefined)" env ASAN_OPTIONS=quarantine_size_mb=2 TOKA_TEST_BINARY="$PWD/$B/toka_asan" $py \
+    local py=test/.venv/bin/python
+    if [ ! -x $py ]; then skip 3 "no test/.venv yet"; return; fi
+    echo 'int toka_main(int, char **); int main(int argc, char **argv) { return toka_main(argc, argv); }' >$B/main.c
+    step "toka links (asan)" clang -fsanitize=address,undefined -o $B/toka_asan $B/main.c $B/toka_asan.o -lm -lpthread
+    step "server tests (asan)" env ASAN_OPTIONS=quarantine_size_mb=2 TOKA_TEST_BINARY="$PWD/$B/toka_asan" $py \
         -m pytest -q -p no:cacheprovider test/test_server.py
-    step "toka compiles (thread)" clang $build -DTOKA_EMBED='"test/model"' -fsanitize=thread -o $B/toka_tsan toka.c -lm -lpthread
+    step "toka links (tsan)" clang -fsanitize=thread -o $B/toka_tsan $B/main.c $B/toka_tsan.o -lm -lpthread
     rm -f $B/tsan.log.*
-    step "server tests (thread)" env TSAN_OPTIONS="log_path=$PWD/$B/tsan.log" TOKA_TEST_BINARY="$PWD/$B/toka_tsan" $py -m pytest -q \
+    step "server tests (tsan)" env TSAN_OPTIONS="log_path=$PWD/$B/tsan.log" TOKA_TEST_BINARY="$PWD/$B/toka_tsan" $py -m pytest -q \
         -p no:cacheprovider test/test_server.py -k "sigterm or pipelining or disconnect or full_queue or leaks or keys or metrics or split"
     step "no data race in the server" no_files $B/tsan.log.*
 }
@@ -211,13 +250,14 @@ gpu_tests() {
 
 wants build && build_tests
 wants unit && unit fast -O2
+wants unit && soak_tests
 wants san && unit san $SAN
 wants san && unit tsan -g -O1 -fsanitize=thread -Wno-tsan engine: cpu_pool ranks_shapes ranks_lost ranks_abort "tokenizer: threads"
 [ -x ./toka ] || ./build.sh
 wants gpu && gpu_tests
 [ "$WANT" = gpubuild ] && gpu_programs
 wants py && python_tests
-wants san && server_san
+wants san && sanitize
 wants fuzz && fuzz_tests
 echo "$passed passed, $failed failed, $skipped skipped"
 [ $failed = 0 ]

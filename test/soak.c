@@ -29,7 +29,8 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { SLOTS = 40, KEEP = 10, BIG = 4096, DOCS = 6, POND = 8, RECORDS = 1024, SUBMITTERS = 3, MAX_STOPS = 3, EXTREMES = 4 };
+enum { SLOTS = 40, KEEP = 6, BIG = 4096, DOCS = 6, POND = 8, RECORDS = 1024, SUBMITTERS = 3, MAX_STOPS = 3, EXTREMES = 4 };
+#define MIX 0.6 /* of the time; the rest is for running again */
 #define COUNT(a) ((int)(sizeof(a) / sizeof((a)[0])))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
@@ -129,6 +130,8 @@ typedef struct slot { /* a request under way */
     job j;
     outcome o;
     int n_events, n_live, n_cancelled, n_tokens, n_places;
+    bool over;     /* its callback said so: no token may come */
+    int patience;  /* so many events may still come; -1: no end to them */
     struct {
         int n;
         bool ended;
@@ -304,7 +307,7 @@ static void make_sampling(job *j, rng *r) {
     if (chance(r, 50)) make_stops(j, r);
     make_masks(j, r);
     int kind = below(r, 100);
-    j->r.n = kind < 50 ? 1 : kind < 80 ? between(r, 2, 8) : kind < 99 || chance(r, 60) ? between(r, 9, 60) : BIG;
+    j->r.n = kind < 50 ? 1 : kind < 86 ? between(r, 2, 8) : kind < 99 || chance(r, 60) ? between(r, 9, 60) : BIG;
     if (j->r.n == BIG && chance(r, 40)) s->max_tokens = 1, s->min_tokens = 0;
     if (chance(r, 10)) j->r.prompt_logprobs = 1, j->r.prompt_top = between(r, 0, 4);
     if (j->r.prompt_logprobs && chance(r, 40)) j->r.n = 0;
@@ -494,6 +497,8 @@ static bool check_event(slot *x, const toka_event *ev) {
     long long no = (long long)x->o.number;
     bool of_prompt = ev->sample == TOKA_PROMPT;
     x->n_events++;
+    EXPECT(!x->over || ev->id < 0 || !j->r.n, "request %lld: a token of sample %d after its callback ended it", no, ev->sample);
+    EXPECT(ev->id < 0 || x->patience < 0 || x->patience-- > 0, "request %lld: toka_cancel does not end it", no);
     if (of_prompt ? !j->r.prompt_logprobs : ev->sample < 0 || ev->sample >= j->r.n) {
         wrong("request %lld: an event of sample %d of %d", no, ev->sample, j->r.n);
         return false;
@@ -527,7 +532,7 @@ static void outcome_free(outcome *o) {
 static void slot_begin(slot *x, int64_t number) {
     x->o = (outcome){.number = number, .scored = x->j.how == SCORE};
     x->n_events = x->n_cancelled = x->n_tokens = x->n_places = 0;
-    x->n_live = MAX(x->j.r.n, 1);
+    x->n_live = MAX(x->j.r.n, 1), x->over = false, x->patience = -1;
     put(&x->o.prompt, x->j.prompt, (size_t)x->j.n_prompt * sizeof *x->j.prompt);
     if (!x->j.wrong) x->samples = need(calloc((size_t)x->n_live, sizeof *x->samples));
 }
@@ -597,7 +602,8 @@ static int on_event(void *user, const toka_event *ev) {
         rng r = stream(S.seed, 6, (uint64_t)number);
         ask(&r, false);
     }
-    if (cancel && !by_return) toka_cancel(S.t, id);
+    if (cancel && !by_return) toka_cancel(S.t, id), x->patience = x->j.n_prompt + 8 * x->n_live;
+    x->over |= cancel && by_return;
     if (ended && x->j.how == SUBMIT) slot_free(x, true);
     S.in_callback = false;
     return cancel && by_return;
@@ -867,7 +873,7 @@ static void all_again(int *n_same, int *n_again) {
     S.t = t; /* stop strings are made with it */
     rng r = stream(S.seed, 9, 0);
     int n = (int)MIN(S.n_ended, RECORDS);
-    for (double end = now() + S.seconds * 0.7; n && now() < end;) {
+    for (double end = now() + S.seconds * (1 - MIX); n && now() < end;) {
         int k = below(&r, n--);
         *n_same += again(t, &x, &S.records[k], S.exact), ++*n_again;
         outcome_free(&S.records[k]);
@@ -964,9 +970,9 @@ static void soak(memory *first, memory *last) {
     double began = now();
     for (int i = 0; i < COUNT(rests); i++) {
         S.pause = false;
-        double left = began + rests[i] * S.seconds - now();
+        double left = began + rests[i] * MIX * S.seconds - now();
         if (left > 0) usleep((useconds_t)(left * 1e6));
-        rest(i == 0 ? S.seconds : i % 2 ? 1 : 0.1);
+        rest(i % 2 ? 0.1 : 1); /* what takes longer is cancelled */
         *last = measure();
         if (!i) *first = *last;
     }
