@@ -11460,6 +11460,11 @@ static void eng_commit(eng_replica *p, const eng_flight *f) {
         if (p->s.seqs[o.q].ticket != o.ticket) continue;
         eng_request *r = f->whose[i];
         bool ended = true, more = true;
+        if (r->scores && !r->score_only && !r->n_scored && !p->s.seqs[o.q].sample && /* a prompt of one token has no place but this */
+            !eng_deliver_prompt(r, 0, NULL, true, TOKA_RUNNING)) {
+            eng_end_all(p->g, r, TOKA_CANCELLED);
+            continue;
+        }
         if (!r->score_only) {
             more = eng_deliver(p, r, o.q, &f->picks[i], eng_more(p, f, r, i), &ended);
         } else {

@@ -929,6 +929,9 @@ static void test_score_edges(void) {
         eng_places_got *g = eng_ask_places(t, long_text, n, 0, 0, 1, &code);
         CHECK(!code && g->n == n && g->n_ended == 1 && g->finish == TOKA_LENGTH);
         eng_places_free(g);
+        g = eng_ask_places(t, long_text, n, 3, 0, 2, &code); /* and with samples behind it */
+        CHECK(!code && g->n == n && g->n_ended == 3 && !g->n_samples_early && g->out[2].n == 2);
+        eng_places_free(g);
         for (int at = 1; at <= n; at += MAX(1, n / 2)) {
             toka_request r = {.ids = long_text, .n_ids = (size_t)n, .prompt_logprobs = 1, .sampling = {.top_p = 1, .repetition_penalty = 1}};
             g = mem_zalloc(sizeof *g);
