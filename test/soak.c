@@ -367,7 +367,6 @@ static void make_job(job *j, int64_t number, const vec *prompt) {
     make_life(j, &r_life);
     if (number < EXTREMES) make_extreme(j, (int)number);
     else if (chance(&r_life, 3)) make_wrong(j, &r_life);
-    if (j->n_prompt == 1 && j->r.n) j->r.prompt_logprobs = 0;
     if (j->how == SCORE) j->r.n = 0, j->r.prompt_logprobs = 1, j->r.ids = room, j->r.n_ids = (size_t)j->n_prompt;
 }
 
@@ -706,7 +705,8 @@ static void *driver(void *arg) {
 }
 
 static void check_stats(toka_stats s, toka_stats *before) {
-    EXPECT(s.running >= 0 && s.running <= MAX(S.o.max_num_seqs, 1), "%d samples run, at most %d may", s.running, S.o.max_num_seqs);
+    int most = S.o.max_num_seqs * S.o.data_parallel_size;
+    EXPECT(s.running >= 0 && s.running <= most, "%d samples run, at most %d may", s.running, most);
     EXPECT(s.waiting >= 0 && s.kv_pages_used >= 0 && s.kv_pages_used <= s.kv_pages, "%d wait, %d of %d pages", s.waiting, s.kv_pages_used, s.kv_pages);
     EXPECT(s.steps >= before->steps && s.rows >= before->rows && s.output_tokens >= before->output_tokens &&
                s.requests_done >= before->requests_done && s.preemptions >= before->preemptions && s.prompt_tokens >= before->prompt_tokens,
@@ -868,7 +868,7 @@ static void all_again(int *n_same, int *n_again) {
     toka_err e = {0};
     toka *t;
     slot x = {.j.prompt = need(calloc((size_t)S.info.max_model_len + 1, sizeof(int32_t)))};
-    o.kv_tokens = 0, o.max_num_seqs = 16, o.max_num_batched_tokens = 512, o.n_threads = 2, o.no_prefix_caching = true;
+    o.kv_tokens = 0, o.max_num_seqs = 16, o.max_num_batched_tokens = 512, o.n_threads = 2, o.data_parallel_size = 1, o.no_prefix_caching = true;
     if (toka_open(&t, &o, &e)) die(&e);
     S.t = t; /* stop strings are made with it */
     rng r = stream(S.seed, 9, 0);
@@ -891,6 +891,7 @@ static void choose(bool given_kv) {
     rng r = stream(S.seed, 10, 0);
     static const int lengths[] = {96, 160, 250, 333}, seqs[] = {5, 17, 30, 64, 200};
     toka_options *o = &S.o;
+    S.exact = !strcmp(o->device, "cpu");
     int length = lengths[below(&r, COUNT(lengths))], n_seqs = seqs[below(&r, COUNT(seqs))], extra = chance(&r, 50) ? between(&r, 0, 30) : 300;
     double times = chance(&r, 50) ? 1 : real(&r, 1, 4);
     if (!o->max_model_len) o->max_model_len = length;
@@ -898,9 +899,9 @@ static void choose(bool given_kv) {
     if (!o->max_num_batched_tokens) o->max_num_batched_tokens = o->max_num_seqs + extra;
     if (!given_kv) o->kv_tokens = (int64_t)(o->max_model_len * times);
     if (!o->n_threads) o->n_threads = between(&r, 1, 2);
+    if (!o->data_parallel_size) o->data_parallel_size = S.exact && chance(&r, 35) ? between(&r, 2, 3) : 1;
     o->no_prefix_caching |= chance(&r, 12);
     S.forever = chance(&r, 60), S.two_drivers = chance(&r, 40);
-    S.exact = !strcmp(o->device, "cpu");
     S.hang_s = 60;
 }
 
@@ -917,19 +918,21 @@ static void parse(int argc, char **argv) {
         else if (!strcmp(f, "--max-model-len")) S.o.max_model_len = atoi(v);
         else if (!strcmp(f, "--max-num-seqs")) S.o.max_num_seqs = atoi(v);
         else if (!strcmp(f, "--max-num-batched-tokens")) S.o.max_num_batched_tokens = atoi(v);
+        else if (!strcmp(f, "--data-parallel-size")) S.o.data_parallel_size = atoi(v);
         else if (!strcmp(f, "--threads")) S.o.n_threads = atoi(v);
         else argc = 0; /* says how, below */
     }
     if (argc % 2 == 0) {
         fputs("soak [--model DIR] [--device cpu|cuda] [--seconds S] [--seed N] [--kv-tokens N] [--max-model-len N] [--max-num-seqs N]\n"
-              "     [--max-num-batched-tokens N] [--threads N]\n", stderr);
+              "     [--max-num-batched-tokens N] [--data-parallel-size N] [--threads N]\n", stderr);
         exit(2);
     }
     choose(given_kv);
     snprintf(S.command, sizeof S.command,
-             "%s --model %s --device %s --seconds %g --seed %llu --kv-tokens %lld --max-model-len %d --max-num-seqs %d --max-num-batched-tokens %d --threads %d",
+             "%s --model %s --device %s --seconds %g --seed %llu --kv-tokens %lld --max-model-len %d --max-num-seqs %d --max-num-batched-tokens %d "
+             "--data-parallel-size %d --threads %d",
              argv[0], S.o.model, S.o.device, S.seconds, (unsigned long long)S.seed, (long long)S.o.kv_tokens, S.o.max_model_len,
-             S.o.max_num_seqs, S.o.max_num_batched_tokens, S.o.n_threads);
+             S.o.max_num_seqs, S.o.max_num_batched_tokens, S.o.data_parallel_size, S.o.n_threads);
 }
 
 static void start(void) {
@@ -1003,9 +1006,9 @@ int main(int argc, char **argv) {
     for (int i = 0; i < DOCS; i++) drop(&S.docs[i]);
     for (int i = 0; i < POND; i++) drop(&S.pond[i]);
     printf("soak: seed %llu: %lld requests, %lld samples, %lld tokens, %lld steps, %lld preemptions, %lld cancelled, %lld stopped, %lld refused; "
-           "%d of %d the same alone; heap %+.2f MB, resident %.1f to %.1f MB; %d wrong\n",
+           "%d replicas; %d of %d the same alone; heap %+.2f MB, resident %.1f to %.1f MB; %d wrong\n",
            (unsigned long long)S.seed, (long long)S.n_accepted, (long long)S.n_samples, (long long)S.n_tokens, (long long)s.steps,
-           (long long)s.preemptions, (long long)S.n_cancelled, (long long)S.n_stopped, (long long)S.n_refused, n_same, n_again,
+           (long long)s.preemptions, (long long)S.n_cancelled, (long long)S.n_stopped, (long long)S.n_refused, S.o.data_parallel_size, n_same, n_again,
            last.heap - first.heap, first.resident, last.resident, S.n_wrong);
     if (S.n_wrong) fprintf(stderr, "soak: again with: %s\n", S.command);
     return S.n_wrong != 0;
