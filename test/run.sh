@@ -120,7 +120,7 @@ sanitized() { # NAME FLAGS...: $B/toka_NAME.o
         -o "$B/toka_$name.o"
 }
 sanitize() {
-    if ! command -v clang >/dev/null; then skip 8 "no clang"; return; fi
+    if ! command -v clang >/dev/null; then skip 15 "no clang"; return; fi
     sanitized asan -fsanitize=address,undefined -fno-sanitize-recover=undefined
     sanitized tsan -fsanitize=thread
     soak_san
