@@ -54,7 +54,8 @@
  * ERRORS. A function that can fail returns 0 or a negative toka_code and fills the caller's toka_err with one sentence: what,
  * where, found, expected. Four classes, never mixed: a bug asserts; bad start-up input travels up to main, the only place that
  * prints and exits; a bad request fails that request; a device fault is latched by the device and fails all requests. What
- * comes from a file or a network is checked where it is read and is an error, never an assert.
+ * comes from a file or a network is checked where it is read and is an error, never an assert. To rehearse the last class, the
+ * environment can break a device: TOKA_DEBUG_FAULT=N fails its Nth step, TOKA_DEBUG_STALL=N (CPU) never returns from it.
  *
  * WHAT ALWAYS HOLDS.
  *   1. A row's result depends on its own tokens only: not on batch mates, chunks of prefill, threads, preemption or the cutting
@@ -9677,6 +9678,7 @@ struct toka_device {
     int n_blocks;
     size_t n_bytes; /* of all blocks */
     toka_err error; /* the first failure; code 0: none */
+    int fault_in, stall_in; /* debugging: so many steps from now one fails, or never returns; 0: none */
     char about[96];
     toka_group *group; /* NULL: alone */
     struct cpu_rank *rank; /* this one's place in it */
@@ -10116,12 +10118,26 @@ static void cpu_norm_run(cpu_norm n, int rows) { cpu_run(&n.d->pool, cpu_norm_it
 
 /* ---- Op: embed ---- */
 
+static int cpu_debug(const char *name) {
+    const char *value = getenv(name);
+    return value ? atoi(value) : 0;
+}
+
+/* A device that breaks, for the tests of what happens then. */
+static void cpu_break(toka_device *d) {
+    if (d->fault_in && !--d->fault_in) fail(&d->error, TOKA_E_DEVICE, "CPU backend: a step failed, as TOKA_DEBUG_FAULT wants it");
+    if (d->stall_in && !--d->stall_in)
+        for (;;) pause();
+}
+
+/* Begins the step. */
 static void cpu_embed(toka_device *d, const toka_step *s, toka_dev x) {
     const toka_tensor *w = &d->weights->embed;
     size_t E = (size_t)d->shape->E, row = (size_t)w->stride * cpu_dtype_bytes(w->dtype);
     assert(s->T <= d->options.max_tokens);
     if (!cpu_enter(d, "embed")) return;
     if (d->group && d->group->pp_size > 1 && !cpu_group_wait(d, CPU_WAITS_DRAWN, &d->group->drawn, s->needs)) return;
+    cpu_break(d);
     for (int t = 0; t < s->T; t++) {
         assert(s->ids[t] >= -d->options.n_slots);
         int32_t id = s->ids[t] >= 0 ? s->ids[t] : d->last[-1 - s->ids[t]];
@@ -10491,8 +10507,8 @@ static int cpu_open(toka_device **out, const toka_device_options *o, const toka_
     if (cpu_check(o, shape, e)) return e->code;
     toka_device *d = mem_zalloc(sizeof *d);
     const int n_ranks = o->group ? o->group->tp_size * o->group->pp_size : 1;
-    *d = (toka_device){.shape = shape, .weights = weights, .options = *o, .kernels = &cpu_sets[cpu_n_sets() - 1],
-                       .group = o->group};
+    *d = (toka_device){.shape = shape, .weights = weights, .options = *o, .kernels = &cpu_sets[cpu_n_sets() - 1], .group = o->group,
+                       .fault_in = cpu_debug("TOKA_DEBUG_FAULT"), .stall_in = cpu_debug("TOKA_DEBUG_STALL")};
     if (cpu_pool_open(&d->pool, o->n_threads ? o->n_threads : MAX(os_n_cores() / n_ranks, 1), e)) {
         free(d);
         return e->code;
@@ -14064,6 +14080,15 @@ static void run_stop(run_state *r, const toka_err *e) { /* with run.lock held; e
     pthread_cond_broadcast(&r->wake);
 }
 
+/* Why the device failed. False: it works. */
+static bool run_device_failed(run_state *r, toka_err *e) {
+    eng *g = r->t->engine;
+    pthread_mutex_lock(&g->lock);
+    *e = g->broken;
+    pthread_mutex_unlock(&g->lock);
+    return e->code != 0;
+}
+
 /* Waits for room in the window: a few times the samples that run at once, and a few lines if each has many. False: stop. */
 static bool run_wait_for_room(run_state *r) {
     int64_t most = 4 * (int64_t)r->t->engine->max_seqs;
@@ -14303,6 +14328,7 @@ static void run_write(run_state *r) {
         run_progress(r, terminal);
         pthread_mutex_lock(&r->lock);
         if (code) failed = true, run_stop(r, &e);
+        else if (ended && !whole && run_device_failed(r, &e)) run_stop(r, &e); /* where no more is read nobody else learns of it */
         if (ended) run_leave(r, line);
     }
     pthread_mutex_unlock(&r->lock);
@@ -14616,6 +14642,9 @@ static int run_lines(run_state *r, toka_err *e) {
     pthread_join(reader, NULL);
     if (writes) pthread_join(writer, NULL);
     if (r->e.code) *e = r->e;
+    if (r->e.code == TOKA_E_DEVICE && r->results.is_file)
+        fail(e, TOKA_E_DEVICE, "%.300s; %lld lines are written, the same command goes on from there", r->e.msg,
+             (long long)(r->n_before + r->n_written));
     return r->e.code;
 }
 
@@ -16056,7 +16085,6 @@ enum {
     SRV_SIMPLE_BYTES = 1 << 20,       /* body of requests that are not prompts or files */
     SRV_PIECE_BYTES = 1 << 20,        /* of an upload, handed to a worker */
     SRV_BODIES = 16,                  /* all bodies together may hold so often --max-body-bytes */
-    SRV_WEDGED_S = 120,               /* requests under way and no step for so long: /health says so */
     SRV_MAX_CHOICES = 1 << 16,        /* of a request */
     SRV_MAX_UNKNOWN = 64,             /* names of unknown fields that are reported */
 };
@@ -16075,6 +16103,7 @@ typedef struct srv_options { /* what toka serve was asked to do; strings are the
     int64_t max_body_bytes; /* of a prompt's request */
     int64_t max_upload_bytes;
     double read_timeout, write_timeout, keep_alive; /* seconds */
+    double step_timeout;    /* requests under way and no step for so many seconds: /health says so */
     int n_workers;
     bool model_defaults, strict, quiet; /* model_defaults: sampling as generation_config.json says */
     atomic_int *interrupted; /* 1: drain and return, 2: return at once */
@@ -16554,6 +16583,7 @@ static void srv_continue(srv_call *c, str records, bool last) {
         return;
     }
     api_feed(&c->api, records, &text);
+    if (last && c->api.broken && !c->head_sent) c->api.stream = false, buf_clear(&text); /* nothing is out: it can have a status */
     int status = last ? api_finish(&c->api, &text) : 0;
     if (!c->api.stream) {
         if (last) c->reply.status = status, c->reply.body = text, srv_publish_reply(c);
@@ -16645,7 +16675,7 @@ static void srv_health(srv *s, srv_call *c) {
     int phase = s->phase;
     if (phase == SRV_LOADING) srv_error(c, 503, "the model is loading");
     else if (phase == SRV_FAILED) srv_error(c, 503, "the engine has failed");
-    else if (s->wedged) srv_error(c, 503, "requests are under way, but the engine has made no step for %d s", SRV_WEDGED_S);
+    else if (s->wedged) srv_error(c, 503, "requests are under way, but the engine has made no step for %g s", s->o->step_timeout);
     else if (s->draining) srv_error(c, 503, "the server is shutting down");
     else buf_c(&c->reply.body, "{\"status\":\"ok\"}");
 }
@@ -16827,6 +16857,8 @@ enum {
     SRV_MAX_LISTENERS = 8,
     SRV_EVENTS = 256,           /* of one round */
     SRV_TICK_MS = 100,          /* signals and deadlines are looked at so often */
+    SRV_FAILED_S = 1,           /* a server whose engine fails tells everybody for so long before it hangs up ... */
+    SRV_FAILED_LAST_S = 5,      /* ... and ends after so long, whatever is still to be sent */
 };
 
 enum srv_conn_state { SRV_HEAD, SRV_BODY, SRV_PIECE, SRV_BUSY, SRV_LAST, SRV_LINGER };
@@ -17349,7 +17381,7 @@ static void srv_check_deadlines(srv *s) {
 static void srv_check_engine(srv *s, const toka_stats *t) {
     srv_loop *l = s->loop;
     if (!l->t_step || t->steps != l->last_steps || !(t->running + t->waiting)) l->last_steps = t->steps, l->t_step = l->now;
-    s->wedged = l->now - l->t_step > SRV_WEDGED_S;
+    s->wedged = l->now - l->t_step > s->o->step_timeout;
 }
 
 /* What the engine did since the last line; nothing if it did nothing. */
@@ -17412,12 +17444,15 @@ static void srv_run_loop(srv *s) {
     srv_loop *l = s->loop;
     struct epoll_event events[SRV_EVENTS];
     double t_failed = 0;
+    bool served = false;
     for (;;) {
         srv_round(s, events);
         int signals = *s->o->interrupted;
+        served |= s->phase == SRV_READY;
         if (s->phase == SRV_FAILED && !t_failed) t_failed = l->now;
-        if ((signals || t_failed) && !s->draining) srv_start_draining(s);
-        if (s->draining && (!l->conns || signals > 1 || (t_failed && l->now - t_failed > 5))) break;
+        bool told = t_failed && (!served || l->now - t_failed > SRV_FAILED_S);
+        if ((signals || told) && !s->draining) srv_start_draining(s);
+        if (s->draining && (!l->conns || signals > 1 || (t_failed && l->now - t_failed > SRV_FAILED_LAST_S))) break;
     }
     while (l->conns) srv_close(s, l->conns);
     srv_bury(l);
@@ -19640,6 +19675,8 @@ static const cli_flag cli_flags[] = {
     {"write-timeout", "", "S", CLI_FLOAT, AT(serve.write_timeout), FOR_SERVE,
      "seconds without a byte taken before a client is dropped (default: 60)"},
     {"keep-alive", "", "S", CLI_FLOAT, AT(serve.keep_alive), FOR_SERVE, "seconds between requests of a connection (default: 75)"},
+    {"step-timeout", "", "S", CLI_FLOAT, AT(serve.step_timeout), FOR_SERVE,
+     "seconds without a step, while there is work, until /health says that the engine hangs (default: 120)"},
     {"server-threads", "", "N", CLI_INT, AT(serve.n_workers), FOR_SERVE,
      "threads that tokenize requests and write answers (default: 2 to 8, by cores)"},
     {NULL, NULL, NULL, 0, 0, 0, "Plan"},
@@ -19668,7 +19705,7 @@ static cli cli_default(void) {
                  .generation_config = "auto",
                  .plan = {.gpu = "H100", .gpus = 1, .input = 715, .output = 150},
                  .serve = {.max_queue = 65536, .max_body_bytes = 64 << 20, .max_upload_bytes = (int64_t)2 << 30, .read_timeout = 30,
-                           .write_timeout = 60, .keep_alive = 75}};
+                           .write_timeout = 60, .keep_alive = 75, .step_timeout = 120}};
 }
 
 /* ---- Output: the first failed write to standard output ends the program with one sentence ---- */
@@ -20010,6 +20047,8 @@ static int cli_complete(const cli *c, toka *t, str prompt, int text_flags, buf *
         code = cli_write(STR("\n"), e);
     }
     if (!code) cli_show_logprobs(&run), cli_last_line(c, &u);
+    toka_err unused;
+    if (code && !run.e.code && c->samples == 1 && !c->json && run.samples[0].text.n) cli_write(STR("\n"), &unused); /* a line ends */
     if (answer) buf_clear(answer), buf_str(answer, buf_view(&run.samples[0].text));
     for (int i = 0; i < c->samples; i++) buf_free(&run.samples[i].text), buf_free(&run.samples[i].tokens);
     free(run.samples);
@@ -20384,8 +20423,8 @@ static int cli_check_serve(const cli *c, const srv_options *o, toka_err *e) {
     if (o->max_body_bytes < 1 || o->max_body_bytes > (int64_t)1 << 31)
         return fail(e, TOKA_E_USE, "--max-body-bytes: %lld, expected 1 to 2147483648", (long long)o->max_body_bytes);
     if (o->max_upload_bytes < 1) return fail(e, TOKA_E_USE, "--max-upload-bytes: %lld, expected 1 or more", (long long)o->max_upload_bytes);
-    if (o->read_timeout <= 0 || o->write_timeout <= 0 || o->keep_alive <= 0)
-        return fail(e, TOKA_E_USE, "--read-timeout, --write-timeout, --keep-alive: expected more than 0 seconds");
+    if (o->read_timeout <= 0 || o->write_timeout <= 0 || o->keep_alive <= 0 || o->step_timeout <= 0)
+        return fail(e, TOKA_E_USE, "--read-timeout, --write-timeout, --keep-alive, --step-timeout: expected more than 0 seconds");
     if (o->n_workers < 0 || o->n_workers > 64) return fail(e, TOKA_E_USE, "--server-threads: %d, expected 0 to 64", o->n_workers);
     for (int i = 0; i < c->api_keys.n; i++)
         if (!*c->api_keys.at[i]) return fail(e, TOKA_E_USE, "--api-key: it is empty");

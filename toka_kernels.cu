@@ -4182,7 +4182,7 @@ static int cuda_open(toka_device **out, const toka_device_options *o, const toka
     if (!d) abort();
     d->options = *o, d->shape = shape, d->weights = weights;
     d->E = up_8(shape->E), d->F = up_8(shape->F), d->V = up_8(shape->V);
-    const char *fault = getenv("TOKA_DEBUG_GPU_FAULT");
+    const char *fault = getenv("TOKA_DEBUG_FAULT");
     d->fault_in = fault ? atoi(fault) : 0;
     card_open(d);
     if (!d->error.code) gemm_open(d);

@@ -105,12 +105,12 @@ def test_faults(tmp):
     code, out, err = run("-p", "x", "--device", "cuda", "--kv-tokens", "200000000000")
     check(code in (1, 2) and err.count("\n") == 1 and "Traceback" not in err, f"no memory for the KV cache: exit {code}: {err.strip()}")
     for step in (1, 3):
-        code, out, err = run("-p", "Tom has 12 apples.", "--device", "cuda", env={"TOKA_DEBUG_GPU_FAULT": str(step)})
+        code, out, err = run("-p", "Tom has 12 apples.", "--device", "cuda", env={"TOKA_DEBUG_FAULT": str(step)})
         check(code == 2 and "GPU" in err and err.strip().count("\n") == 0, f"a kernel fails in step {step}: exit {code}: {err.strip()}")
     source, out = os.path.join(tmp, "fault.jsonl"), os.path.join(tmp, "fault-out.jsonl")
     open(source, "w").write("".join(json.dumps({"custom_id": str(i), "prompt": "Tom has", "max_tokens": 40}) + "\n" for i in range(300)))
     code, _, err = run("batch", "--device", "cuda", "--max-num-seqs", "64", "-i", source, "-o", out, "--quiet",
-                       env={"TOKA_DEBUG_GPU_FAULT": "30"})
+                       env={"TOKA_DEBUG_FAULT": "30"})
     n = sum(1 for _ in open(out)) if os.path.exists(out) else 0
     check(code == 2 and "GPU" in err, f"a kernel fails inside a batch: exit {code}, {n} lines written: {err.strip()}")
     code, _, err = run("batch", "--device", "cuda", "-i", source, "-o", out, "--quiet")

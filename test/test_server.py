@@ -565,7 +565,7 @@ def test_failures_at_start(tmp_path, server):
     code, log = run("--port", str(server.address[1]))
     assert code == 2 and "Address already in use" in log
     for flags, word in ((["--port", "70000"], "--port"), (["--generation-config", "x"], "auto or vllm"), (["--max-queue", "-1"], "--max-queue"),
-                        (["--read-timeout", "0"], "--read-timeout"), (["--api-key", ""], "--api-key"), (["--host", "no.such.host.invalid"], "--host"),
+                        (["--read-timeout", "0"], "--read-timeout"), (["--step-timeout", "0"], "--step-timeout"), (["--api-key", ""], "--api-key"), (["--host", "no.such.host.invalid"], "--host"),
                         (["--max-body-bytes", "0"], "--max-body-bytes"), (["--server-threads", "99"], "--server-threads")):
         code, log = run("--port", "0", *flags)
         assert code == 1 and word in log

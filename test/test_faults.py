@@ -1,0 +1,190 @@
+"""What happens when the device fails or hangs, a file is cut, a disk is full: whole programs, as a user meets them. Run through
+test/run.sh."""
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+
+import openai
+import pytest
+
+from server import ROOT, TOKA, Server, texts
+
+ENV = {**{k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}, "TOKA_DEVICE": "cpu"}
+PROMPT = "Tom has 12 apples. He buys 7 more apples. How many apples does Tom have now?"
+FAULT = "CPU backend: a step failed, as TOKA_DEBUG_FAULT wants it"
+ENDED = ("completed", "failed", "cancelled", "expired")
+
+
+def toka(*args, env=None, **more):
+    return subprocess.run([TOKA, *args], env={**ENV, **(env or {})}, cwd=ROOT, capture_output=True, text=True, timeout=120, **more)
+
+
+def lines(n, **body):
+    body = {"prompt": "Tom has", "max_tokens": 40, "temperature": 1, "ignore_eos": True, **body}
+    return "".join(json.dumps({"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": body}) + "\n" for i in range(n))
+
+
+def client(server):
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.address[1]}/v1", api_key="none", max_retries=0)
+
+
+def post(server, body):
+    """A connection with a request on it whose answer is still to be read."""
+    body = json.dumps(body)
+    return server.connect().send(f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n{body}")
+
+
+def start_batch(api, text):
+    f = api.files.create(file=("in.jsonl", text.encode()), purpose="batch")
+    return api.batches.create(input_file_id=f.id, endpoint="/v1/completions", completion_window="24h")
+
+
+def end_of_batch(api, id):
+    end = time.time() + 120
+    while (b := api.batches.retrieve(id)).status not in ENDED:
+        assert time.time() < end, b
+        time.sleep(0.03)
+    return b
+
+
+# ---- The device fails ----
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_prompt_on_a_device_that_fails(step):
+    r = toka("-p", PROMPT, "-n", "20", "--ignore-eos", env={"TOKA_DEBUG_FAULT": str(step)})
+    assert r.returncode == 2 and r.stderr == f"toka: {FAULT}\n"
+    assert not r.stdout or r.stdout.endswith("\n")
+    r = toka("-p", PROMPT, "--samples", "3", "--json", env={"TOKA_DEBUG_FAULT": str(step)})
+    assert r.returncode == 2 and r.stderr == f"toka: {FAULT}\n" and not r.stdout
+    assert toka("score", "-p", PROMPT, env={"TOKA_DEBUG_FAULT": "1"}).returncode == 2
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory):
+    """Results of a batch of 100 whose device works, sorted."""
+    out = tmp_path_factory.mktemp("calm") / "out.jsonl"
+    assert toka("batch", "-q", "-i", "-", "-o", str(out), input=lines(100)).returncode == 0
+    return sorted(out.read_text().splitlines())
+
+
+@pytest.mark.parametrize("step", [1, 2, 30, 100])
+def test_batch_on_a_device_that_fails(tmp_path, calm, step):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(lines(100))
+    command = ("batch", "-q", "--max-num-seqs", "16", "-i", str(source), "-o", str(out))
+    r = toka(*command, env={"TOKA_DEBUG_FAULT": str(step)})
+    n = len(out.read_text().splitlines())
+    assert r.returncode == 2 and r.stderr == f"toka: {FAULT}; {n} lines are written, the same command goes on from there\n"
+    assert n < 100 and (step < 100 or n)
+    assert toka(*command).returncode == 0
+    assert sorted(out.read_text().splitlines()) == calm
+
+
+def test_server_on_a_device_that_fails(tmp_path):
+    """Streams, whole answers, requests in the queue and a batch are under way when a step fails. Everybody is told, /health turns, the
+    server ends by itself, and the next one goes on with the batch."""
+    answers, healths = {}, []
+
+    def ask(s, i):
+        body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "n": 1 + i % 3, "stream": i % 2 == 0}
+        with s.connect() as c:
+            answers[i] = c.request("POST", "/v1/completions", body)
+            assert c.closed()
+
+    def watch(s):
+        try:
+            while True:
+                healths.append(s.get("/health").status)
+                time.sleep(0.02)
+        except (OSError, EOFError):  # nobody listens any more
+            healths.append(None)
+
+    with Server("--max-num-seqs", "24", env={"TOKA_DEBUG_FAULT": "300"}, files=str(tmp_path)) as s:
+        api = client(s)
+        batch = start_batch(api, lines(200))
+        threads = [threading.Thread(target=watch, args=(s,))] + [threading.Thread(target=ask, args=(s, i)) for i in range(30)]
+        for t in threads:
+            t.start()
+        began = time.time()
+        assert s.p.wait(60) == 2 and time.time() - began < 50
+        for t in threads:
+            t.join(10)
+            assert not t.is_alive()
+        assert s.read_log().endswith(f"toka: {FAULT}\n")
+    assert sorted(answers) == list(range(30))
+    for i, a in answers.items():
+        if i % 2:
+            assert a.status == 500 and "device failed" in a.error()["message"] and a.error()["type"] == "server_error"
+        elif a.status != 200:  # it waited for its first token
+            assert a.status == 500 and "device failed" in a.error()["message"] and a.headers["content-type"] == "application/json"
+        else:
+            events = a.body.decode().removesuffix("\n\n").split("\n\n")
+            assert events[-1] == "data: [DONE]"
+            error = json.loads(events[-2].removeprefix("data: "))["error"]
+            assert "device failed" in error["message"] and error["type"] == "server_error"
+            assert all("choices" in json.loads(e.removeprefix("data: ")) for e in events[:-2])
+    assert {a.status for i, a in answers.items() if i % 2 == 0} == {200, 500}
+    assert healths[0] == 200 and healths[-2:] == [503, None] and healths == sorted(healths, key=lambda h: h or 999)
+    with Server(files=str(tmp_path)) as s:
+        api = client(s)
+        b = end_of_batch(api, batch.id)
+        assert b.status == "completed" and b.request_counts.completed == b.request_counts.total == 200
+        ids = [json.loads(line)["custom_id"] for line in api.files.content(b.output_file_id).text.splitlines()]
+        assert sorted(ids) == sorted(f"r{i}" for i in range(200))
+
+
+@pytest.mark.parametrize("step", [1, 20])
+def test_small_batch_of_a_server_whose_device_fails(tmp_path, step):
+    """All of the batch is with the engine: nobody submits any more and learns of it that way."""
+    with Server(env={"TOKA_DEBUG_FAULT": str(step)}, files=str(tmp_path)) as s:
+        batch = start_batch(client(s), lines(5))
+        assert s.p.wait(30) == 2
+    with Server(files=str(tmp_path)) as s:
+        b = end_of_batch(client(s), batch.id)
+        assert (b.status, b.request_counts.completed, b.request_counts.failed, b.request_counts.total) == ("completed", 5, 0, 5)
+        ids = [json.loads(line)["custom_id"] for line in client(s).files.content(b.output_file_id).text.splitlines()]
+        assert sorted(ids) == [f"r{i}" for i in range(5)]
+
+
+# ---- A step never returns ----
+
+def test_engine_that_hangs(tmp_path):
+    """/health says so within --step-timeout and two ticks, not before; all that needs no engine goes on; two signals end the server."""
+    with Server("--step-timeout", "2", "--max-queue", "3", env={"TOKA_DEBUG_STALL": "20"}, files=str(tmp_path)) as s:
+        assert s.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 5}).status == 200
+        held = post(s, {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True})
+        assert held.head()[0] == 200
+        began = time.time()
+        while (a := s.get("/health")).status == 200:
+            assert time.time() - began < 4.5
+            time.sleep(0.02)
+        assert time.time() - began > 1.5 and a.status == 503 and "no step for 2 s" in a.error()["message"]
+        for path in ("/", "/version", "/metrics", "/v1/models", "/v1/files", "/v1/batches"):
+            assert s.get(path).status == 200
+        assert s.post("/tokenize", {"prompt": PROMPT}).json()["count"] > 5
+        batch = start_batch(client(s), lines(3))  # kept, for a server that works
+        waiting = [post(s, {"prompt": "x"}) for _ in range(3)]
+        s.wait_metric("http_requests_waiting", 3)
+        assert s.post("/v1/completions", {"prompt": "x"}).status == 429
+        for c in waiting:
+            c.close()
+        s.wait_metric("http_requests_waiting", 0)
+        s.p.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert s.p.poll() is None  # it waits for the answer under way
+        s.p.send_signal(signal.SIGTERM)
+        assert s.p.wait(5) != 0
+    with Server(files=str(tmp_path)) as s:
+        assert end_of_batch(client(s), batch.id).request_counts.completed == 3
+
+
+def test_idle_engine_does_not_hang():
+    with Server("--step-timeout", "0.5") as s:
+        for _ in range(15):
+            assert s.get("/health").status == 200
+            time.sleep(0.2)
