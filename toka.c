@@ -16086,6 +16086,8 @@ enum {
     SRV_PIECE_BYTES = 1 << 20,        /* of an upload, handed to a worker */
     SRV_BODIES = 16,                  /* all bodies together may hold so often --max-body-bytes */
     SRV_MAX_CHOICES = 1 << 16,        /* of a request */
+    SRV_PACE_S = 10,
+    SRV_MAX_RETRY_S = 60,
     SRV_MAX_UNKNOWN = 64,             /* names of unknown fields that are reported */
 };
 
@@ -16125,6 +16127,11 @@ typedef struct srv_metrics {
     int64_t first_tokens;  /* requests that got one */
 } srv_metrics;
 
+typedef struct srv_pace { /* how fast the queue moves, over the last SRV_PACE_S seconds or twice that */
+    double t[2];    /* looks at it: since the queue was last empty, and some time apart; 0: none yet */
+    int64_t left[2]; /* calls that had left it by then, with a first token or without */
+} srv_pace;
+
 enum srv_phase { SRV_LOADING, SRV_READY, SRV_FAILED }; /* of the engine */
 
 typedef struct srv {
@@ -16149,6 +16156,8 @@ typedef struct srv {
     bool stopping;        /* workers end */
     bool woken;           /* the loop knows that there is something in dirty */
     int n_waiting;        /* calls without a first token */
+    int64_t n_left;       /* calls that were among them */
+    srv_pace pace;
     srv_metrics m;
     buf unknown;          /* names of unknown fields reported, each with a line feed behind it */
     int n_unknown;
@@ -16318,7 +16327,7 @@ static void srv_call_free(srv_call *c) { /* the last reference is gone; any thre
 }
 
 static void srv_uncount(srv_call *c) {
-    if (c->counted) c->counted = false, c->s->n_waiting--;
+    if (c->counted) c->counted = false, c->s->n_waiting--, c->s->n_left++;
 }
 
 static bool srv_unref(srv_call *c, int n) { /* true: the caller frees it, after unlocking */
@@ -16427,6 +16436,30 @@ static void srv_publish_reply(srv_call *c) {
     buf made = {0};
     srv_put_reply(&made, c);
     srv_publish(c, &made, true);
+}
+
+/* ---- How long the queue is, in seconds ---- */
+
+/* A call enters a queue of n_waiting, from which `left` went so far. An empty one tells nothing of how fast a full one moves. */
+static void srv_pace_look(srv_pace *p, int n_waiting, int64_t left, double now) {
+    if (!n_waiting || !p->t[0]) p->t[0] = p->t[1] = now, p->left[0] = p->left[1] = left;
+    if (now - p->t[1] > SRV_PACE_S) p->t[0] = p->t[1], p->left[0] = p->left[1], p->t[1] = now, p->left[1] = left;
+}
+
+/* Seconds until all that wait have left at the pace of late, from 1 to SRV_MAX_RETRY_S. While none has left, as if one would now. */
+static int srv_pace_retry(const srv_pace *p, int n_waiting, int64_t left, double now) {
+    double seconds = n_waiting * MAX(now - p->t[0], 0.0) / (double)MAX(left - p->left[0], (int64_t)1);
+    return seconds < 1 ? 1 : seconds > SRV_MAX_RETRY_S ? SRV_MAX_RETRY_S : (int)ceil(seconds);
+}
+
+static void srv_put_retry(srv_call *c) { /* without the lock */
+    srv *s = c->s;
+    double now = os_now();
+    pthread_mutex_lock(&s->lock);
+    srv_pace_look(&s->pace, s->n_waiting, s->n_left, now);
+    int seconds = srv_pace_retry(&s->pace, s->n_waiting, s->n_left, now);
+    pthread_mutex_unlock(&s->lock);
+    buf_printf(&c->reply.headers, "Retry-After: %d\r\n", seconds);
 }
 
 /* ---- Events: the engine's thread ---- */
@@ -16571,7 +16604,7 @@ static void srv_put_stream_head(buf *b, srv_call *c) {
 static void srv_refuse(srv_call *c) { /* the engine did not take all parts */
     int status = c->refused.code == TOKA_E_USE ? 429 : 500;
     srv_error(c, status, "%s", c->refused.msg);
-    if (status == 429) buf_c(&c->reply.headers, "Retry-After: 1\r\n");
+    if (status == 429) srv_put_retry(c);
     srv_publish_reply(c);
 }
 
@@ -16823,14 +16856,14 @@ static bool srv_dispatch(srv *s, srv_call *c) {
     bool full = api && s->n_waiting >= s->o->max_queue;
     if (full) s->m.rejected++;
     else {
-        if (api) c->counted = true, s->n_waiting++;
+        if (api) srv_pace_look(&s->pace, s->n_waiting, s->n_left, c->t_start), c->counted = true, s->n_waiting++;
         c->want_piece = false;
         srv_push_ready(c);
     }
     pthread_mutex_unlock(&s->lock);
     if (!full) return false;
     srv_error(c, 429, "%d requests wait already, as many as --max-queue allows", s->o->max_queue);
-    buf_c(&c->reply.headers, "Retry-After: 1\r\n");
+    srv_put_retry(c);
     return true;
 }
 

@@ -276,23 +276,53 @@ static void test_srv_histogram(void) {
 
 static void test_srv_heartbeat(void) { /* wedged: work, and no step for a while */
     srv_loop l = {.now = 1e6};
-    srv s = {.loop = &l};
+    srv_options o = {.step_timeout = 120};
+    srv s = {.o = &o, .loop = &l};
     toka_stats t = {.waiting = 1}; /* the first look finds work and no step yet */
     srv_check_engine(&s, &t);
     CHECK(!s.wedged);
     t = (toka_stats){.steps = 5, .running = 1};
     srv_check_engine(&s, &t);
     CHECK(!s.wedged);
-    l.now += SRV_WEDGED_S + 1;
+    l.now += 119;
+    srv_check_engine(&s, &t);
+    CHECK(!s.wedged);
+    l.now += 2;
     srv_check_engine(&s, &t);
     CHECK(s.wedged);
     t.steps++;
     srv_check_engine(&s, &t);
     CHECK(!s.wedged);
     t.running = 0;
-    l.now += SRV_WEDGED_S + 1;
+    l.now += 121;
     srv_check_engine(&s, &t);
     CHECK(!s.wedged);
+}
+
+/* Retry-After: the queue's length over the rate at which it has been left since it was last empty, or for the last while. */
+static void test_srv_pace(void) {
+    srv_pace p = {{0}};
+    int64_t left = 1000; /* of earlier, idle hours */
+    double now = 5000;
+    srv_pace_look(&p, 0, left, now);
+    CHECK(srv_pace_retry(&p, 40, left, now) == 1 && srv_pace_retry(&p, 40, left, now + 0.09) == 4); /* nothing is known yet */
+    CHECK(srv_pace_retry(&p, 40, left, now + 100) == SRV_MAX_RETRY_S && srv_pace_retry(&p, 0, left, now + 100) == 1);
+    for (int i = 0; i < 600; i++) { /* a minute of a queue of 40 that is left 5 times in a second: 8 s */
+        now += 0.1, left += i % 2;
+        srv_pace_look(&p, 40, left, now);
+        int s = srv_pace_retry(&p, 40, left, now);
+        if (i > 10) CHECK_MSG(s == 8 || s == 9, "%d s after %d", s, i);
+    }
+    for (int i = 0; i < 250; i++) { /* ten times as fast: 0.8 s. What was before is forgotten */
+        now += 0.1, left += 5;
+        srv_pace_look(&p, 40, left, now);
+    }
+    CHECK(srv_pace_retry(&p, 40, left, now) == 1 && srv_pace_retry(&p, 390, left, now) == 8);
+    for (int i = 0; i < 250; i++) srv_pace_look(&p, 40, left, now += 0.1); /* a pause: nobody leaves */
+    CHECK(srv_pace_retry(&p, 40, left, now) == SRV_MAX_RETRY_S);
+    now += 3600;
+    srv_pace_look(&p, 0, left, now); /* empty for an hour, then a burst: the hour does not count */
+    CHECK(srv_pace_retry(&p, 100, left + 20, now + 0.5) == 3);
 }
 
 static const struct test http_tests[] = {{"http: head", test_http_head},
@@ -308,4 +338,5 @@ static const struct test http_tests[] = {{"http: head", test_http_head},
                                          {"server: origins", test_srv_origins},
                                          {"server: histogram", test_srv_histogram},
                                          {"server: heartbeat", test_srv_heartbeat},
+                                         {"server: pace", test_srv_pace},
                                          {NULL, NULL}};
