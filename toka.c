@@ -12597,7 +12597,7 @@ typedef struct api_body { /* a body's fields, at their defaults or as given */
     str model;
     const json *prompt, *messages, *tools, *tool_choice, *documents, *kwargs, *stop, *stop_ids, *allowed, *bias, *bad_words,
         *stream_options, *tokens; /* NULL: not given */
-    bool has_seed;
+    bool has_seed, has_max; /* max_tokens is the body's own word, no default */
 } api_body;
 
 typedef struct api_field {
@@ -12762,7 +12762,8 @@ static int api_read_body(api_call *c, enum api_route route, const json *body, ap
     }
     b->has_seed = json_is(json_get(body, "seed"), JSON_NUMBER);
     if (b->max_completion_tokens >= 0) b->max_tokens = b->max_completion_tokens;
-    if (b->max_tokens < 0) b->max_tokens = completion ? completion : -1;
+    b->has_max = b->max_tokens >= 0;
+    if (!b->has_max) b->max_tokens = completion ? completion : -1;
     return 0;
 }
 
@@ -13039,6 +13040,15 @@ static int api_encode(api_call *c, const api_body *b, const json *prompt, ids *o
     return code;
 }
 
+/* A default that is more than what the prompt leaves becomes that; what a body asks for is given or refused, as by OpenAI and vLLM. */
+static int api_check_room(api_call *c, const api_body *b, size_t n_prompt, toka_err *e) {
+    if (!b->has_max || n_prompt + (size_t)b->max_tokens <= (size_t)c->m->max_len) return 0;
+    c->code = "context_length_exceeded";
+    return API_BAD("%s: %lld behind a prompt of %zu tokens, expected at most %zu (max_model_len %d)",
+                   b->max_completion_tokens >= 0 ? "max_completion_tokens" : "max_tokens", (long long)b->max_tokens, n_prompt,
+                   (size_t)c->m->max_len - n_prompt, c->m->max_len);
+}
+
 static int api_part_init(api_call *c, const api_body *b, const toka_request *q, const json *prompt, toka_err *e) {
     int k = c->n_parts++;
     api_part *p = &c->parts[k];
@@ -13051,6 +13061,7 @@ static int api_part_init(api_call *c, const api_body *b, const toka_request *q, 
     c->n_prompt_tokens += (int64_t)p->prompt.n;
     if (p->prompt.n + (p->q.n != 0) > (size_t)c->m->max_len) c->code = "context_length_exceeded";
     code = eng_check(c->m->t->shape.V, c->m->max_len, c->m->t->tok != NULL, &p->q, p->prompt.p, p->prompt.n, e);
+    if (!code) code = api_check_room(c, b, p->prompt.n, e);
     if (!code && c->echo && json_is(prompt, JSON_ARRAY) && c->m->t->tok) { /* given as ids: its text is what they say */
         buf_clear(&c->shown);
         code = tok_decode(c->m->t->tok, p->prompt.p, p->prompt.n, 0, &c->shown, e);
@@ -19629,7 +19640,7 @@ static const cli_flag cli_flags[] = {
      "the template's clock, 'YYYY-MM-DD hh:mm:ss' (default: local time)"},
     {NULL, NULL, NULL, 0, 0, 0, "Sampling (defaults: the model's generation_config, else greedy)"},
     {"max-tokens", "n", "N", CLI_INT, AT(max_tokens), FOR_RUN | FOR_BATCH,
-     "output tokens at most (default: up to the model's length)"},
+     "output tokens at most, and what the model's length leaves (default: up to that)"},
     {"min-tokens", "", "N", CLI_INT, AT(min_tokens), FOR_RUN | FOR_BATCH, "do not end before N tokens"},
     {"samples", "", "N", CLI_INT, AT(samples), FOR_RUN | FOR_BATCH | FOR_PLAN, "answers to the one prompt (default: 1)"},
     {"temp", "", "T", CLI_FLOAT, AT(temperature), FOR_SAMPLES | FOR_BENCH_SERVE, "temperature; 0 is greedy"},

@@ -129,7 +129,7 @@ typedef struct toka_sampling {
     float presence_penalty;     /* 0: off; over the output */
     float frequency_penalty;    /* 0: off; over the output */
     uint64_t seed;              /* the draw is a pure function of (seed, sample index, position) */
-    int max_tokens;             /* output tokens at most; 0: what max_model_len leaves */
+    int max_tokens;             /* output tokens at most; 0, or more than that: what max_model_len leaves */
     int min_tokens;             /* no end token and no stop before this many */
     int ignore_eos;             /* go on past end-of-sequence ids */
     int logprobs;               /* top-k log-probabilities per token, 0: only the chosen token's; at most TOKA_MAX_LOGPROBS */
@@ -158,7 +158,8 @@ typedef struct toka_request {
     size_t n_ids;
     int n; /* samples of this prompt, numbered from 0; 0: none, with prompt_logprobs */
     toka_sampling sampling;
-    int prompt_logprobs;   /* an event of sample TOKA_PROMPT for each token of the prompt, in order, before sample 0's first */
+    int prompt_logprobs;   /* an event of sample TOKA_PROMPT for each token of the prompt, in order, before sample 0's first; that
+                              sample computes its whole prompt, whatever of it is in the prefix tree */
     int prompt_top;        /* and in them the top-k log-probabilities of each place */
     int keep_special;      /* special tokens stay in the text; those that end a sample never do */
     int ids_only;          /* events have no text (NULL), unless stop strings make the engine look at it: the caller makes it */

@@ -133,6 +133,16 @@ static void test_api_wrong_values(void) {
     buf_c(&b, "]}");
     api_refusal r = api_refuse(&m, API_COMPLETIONS, b.p);
     CHECK(r.status == 400 && !strcmp(r.code, "context_length_exceeded") && !strcmp(r.param, "prompt"));
+    r = api_refuse(&m, API_COMPLETIONS, "{\"prompt\":[5,6],\"max_tokens\":127}"); /* the length is 128 */
+    CHECK(r.status == 400 && !strcmp(r.code, "context_length_exceeded") && !strcmp(r.param, "max_tokens"));
+    CHECK(!strcmp(r.message, "max_tokens: 127 behind a prompt of 2 tokens, expected at most 126 (max_model_len 128)"));
+    CHECK(!api_refuse(&m, API_COMPLETIONS, "{\"prompt\":[5,6],\"max_tokens\":126}").status);
+    CHECK(api_refuse(&m, API_COMPLETIONS, "{\"prompt\":[[5],[5,6]],\"max_tokens\":127}").status == 400);
+    CHECK(!strcmp(api_refuse_value(&m, API_CHAT, "max_completion_tokens", "2000000000").param, "max_completion_tokens"));
+    buf_clear(&b), buf_c(&b, "{\"prompt\":[5");
+    for (int i = 1; i < 120; i++) buf_c(&b, ",5");
+    buf_c(&b, "]}");
+    CHECK(!api_refuse(&m, API_COMPLETIONS, b.p).status); /* the default of 16 becomes what is left */
     r = api_refuse_value(&m, API_CHAT, "model", "\"gpt\"");
     CHECK(r.status == 404 && !strcmp(r.code, "model_not_found") && !strcmp(r.param, "model"));
     CHECK(!api_refuse_value(&m, API_CHAT, "model", "\"other\"").status);

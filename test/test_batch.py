@@ -220,6 +220,7 @@ BAD = [("not json", "{\"prompt\": ", "invalid_json"), ("no object", "[1,2]", "in
        ("temperature", completion("x", "a", temperature="0"), "invalid_request"), ("stop", completion("x", "a", stop=[1]), "invalid_request"),
        ("logprobs", completion("x", "a", logprobs=1000), "invalid_request"),
        ("max_tokens", completion("x", "a", max_tokens=0), "invalid_request"),
+       ("max_tokens that do not fit", completion("x", "a", max_tokens=10**6), "invalid_request"),
        ("logit_bias", completion("x", "a", logit_bias={"x": 1}), "invalid_request"),
        ("stream", completion("x", "a", stream=True), "unsupported"), ("echo", chat("x", "a", echo=True), "unsupported"),
        ("suffix", completion("x", "a", suffix="b"), "unsupported"), ("best_of", completion("x", "a", best_of=3), "unsupported"),

@@ -131,6 +131,24 @@ def test_errors(api, server):
     assert api.completions.create(model="tiny", prompt="x", max_tokens=1).choices
 
 
+def test_length(api):
+    """What a body asks for is given or refused; a default becomes what is left."""
+    ids = [5] * 500
+    most = {m.id: m for m in api.models.list().data}["tiny"].max_model_len
+    for more in ({"max_tokens": most - 499}, {"max_tokens": 10**9}):
+        with pytest.raises(openai.BadRequestError, match=f"expected at most {most - 500} ") as e:
+            api.completions.create(model="tiny", prompt=ids, **more)
+        assert (e.value.param, e.value.code) == ("max_tokens", "context_length_exceeded")
+    for name in ("max_tokens", "max_completion_tokens"):
+        with pytest.raises(openai.BadRequestError) as e:
+            api.chat.completions.create(model="tiny", messages=user("x"), **{name: most})
+        assert (e.value.param, e.value.code) == (name, "context_length_exceeded")
+    answer = api.completions.create(model="tiny", prompt=ids, max_tokens=most - 500, extra_body={"ignore_eos": True})
+    assert answer.usage.completion_tokens == most - 500 and answer.choices[0].finish_reason == "length"
+    answer = api.completions.create(model="tiny", prompt=[5] * (most - 3), extra_body={"ignore_eos": True})
+    assert answer.usage.completion_tokens == 3 and answer.choices[0].finish_reason == "length"
+
+
 def test_async(later):
     async def run():
         async with later() as api:

@@ -138,7 +138,7 @@ def test_page_shows_batches_and_asks_for_a_key(tmp_path, browser):
         s.post("/v1/batches", {"input_file_id": f["id"], "endpoint": "/v1/completions", "completion_window": "24h"}, **key)
         browser.call("Page.navigate", url=url(s))
         browser.wait("document.getElementById('keys')?.hidden == false")
-        assert "key" in browser.js("document.getElementById('state').textContent").lower()
+        browser.wait("document.getElementById('state').textContent.toLowerCase().includes('key')")  # said a moment later
         browser.js("document.forms[0].key.value = 'secret'; document.forms[0].key.onchange()")
         browser.wait("document.getElementById('state').textContent == 'ready'")
         browser.wait("document.querySelector('#batches td:nth-child(2)')?.textContent == 'completed'")
