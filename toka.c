@@ -11204,7 +11204,7 @@ static void eng_release(eng *g, eng_request *r) {
     bool awaited = r->done != NULL; /* the one who waits for it frees it, maybe at once */
     pthread_mutex_lock(&g->lock);
     if (awaited) *r->done = true;
-    g->n_samples -= r->n;
+    g->n_samples -= r->n, g->shown.requests_done = g->stats.requests_done;
     pthread_cond_broadcast(&g->wake);
     pthread_mutex_unlock(&g->lock);
     if (!awaited) eng_request_free(r);
@@ -11454,7 +11454,7 @@ static bool eng_deliver(eng_replica *p, eng_request *r, int q, const toka_pick *
                      .more = more};
     *ended = is_end || stopped;
     if (ev.finish != TOKA_RUNNING) r->ended[x->sample] = true, eng_sample_over(p, r), eng_slot_close(p, q);
-    r->usage.output_tokens++, g->stats.output_tokens++;
+    r->usage.output_tokens++;
     if (!r->t_first) r->t_first = os_now();
     return !r->fn || !r->fn(r->user, &ev);
 }
@@ -11579,6 +11579,12 @@ static bool eng_plan(eng_replica *p) {
     return rows > 0;
 }
 
+/* The tokens that a step brings, also those of samples that a callback will end while it is committed. */
+static void eng_count_picks(eng_replica *p, const eng_flight *f) {
+    for (int i = 0; i < f->b.n_out; i++)
+        p->g->stats.output_tokens += p->s.seqs[f->b.outs[i].q].ticket == f->b.outs[i].ticket && !f->whose[i]->score_only;
+}
+
 /* Commits the oldest step, which is done. */
 static void eng_fetch(eng_replica *p) {
     eng *g = p->g;
@@ -11590,6 +11596,8 @@ static void eng_fetch(eng_replica *p) {
     }
     double t0 = os_now();
     g->stats.steps++, g->stats.rows += f->b.step.T;
+    eng_count_picks(p, f);
+    eng_show(g); /* before its events: who has a token finds it counted */
     eng_commit(p, f);
     eng_land(p);
     g->stats.commit_s += os_now() - t0;

@@ -202,7 +202,7 @@ typedef struct toka_event { /* one token of one sample; all pointers are valid d
 } toka_event;
 
 /* Called between steps, on the thread that drives the engine (in toka_run, toka_generate or toka_score), so it should be quick and
- * must not call them itself; toka_submit and toka_cancel are allowed. Every sample (n 0: the prompt) ends in exactly one event
+ * must not call them itself; toka_submit, toka_cancel and toka_get_stats are allowed. Every sample (n 0: the prompt) ends in exactly one event
  * whose finish is not TOKA_RUNNING. Returns 0 to go on; anything else cancels what is left of the request. */
 typedef int toka_event_fn(void *user, const toka_event *event);
 
@@ -230,7 +230,7 @@ int toka_run(toka *t, int forever, toka_err *e);
  * finish them, toka_close cancels them. Thread: any. */
 void toka_stop(toka *t);
 
-typedef struct toka_stats { /* since toka_open, as of the last step */
+typedef struct toka_stats { /* since toka_open, as of the last step. What had an event is counted before it */
     int running, waiting;           /* samples */
     int kv_pages, kv_pages_used;    /* of the KV pool; used: held by running samples */
     int64_t steps, rows;            /* forward steps; tokens that went through them */

@@ -1052,6 +1052,35 @@ static void test_bad_words(void) {
     toka_close(t);
 }
 
+typedef struct eng_counted { /* what statistics say while events come */
+    toka *t;
+    int64_t tokens;
+    int n_behind;
+} eng_counted;
+
+static int eng_count_now(void *user, const toka_event *ev) {
+    eng_counted *c = user;
+    c->tokens += ev->id >= 0;
+    c->n_behind += toka_get_stats(c->t).output_tokens < c->tokens;
+    return 0;
+}
+
+/* Who has a token finds it counted, and whose request has ended finds that counted. */
+static void test_statistics_are_not_behind(void) {
+    toka *t = eng_must_open("test/model", 8, 64, 2);
+    eng_counted c = {.t = t};
+    toka_err e = {0};
+    toka_request r = toka_request_default();
+    r.text = "Tom has", r.text_bytes = 7, r.n = 20, r.sampling.max_tokens = 9, r.sampling.ignore_eos = 1;
+    for (int i = 1; i <= 3; i++) {
+        CHECK(toka_generate(t, &r, eng_count_now, &c, NULL, &e) == 0);
+        toka_stats s = toka_get_stats(t);
+        CHECK(s.output_tokens == c.tokens && s.requests_done == i);
+    }
+    CHECK_MSG(c.tokens == 3 * 180 && !c.n_behind, "%lld tokens, %d times behind", (long long)c.tokens, c.n_behind);
+    toka_close(t);
+}
+
 static const struct test eng_tests[] = {
     {"fixtures: logits and greedy ids equal transformers", test_fixtures},
     {"real weights give the reference's text", test_real_weights},
@@ -1075,6 +1104,7 @@ static const struct test eng_tests[] = {
     {"engine: scores, short, long, cancelled", test_score_edges},
     {"engine: a score does not wait", test_score_does_not_wait},
     {"engine: runs of events", test_runs_of_events},
+    {"engine: statistics are not behind", test_statistics_are_not_behind},
     {"engine: events without text", test_ids_only},
     {"engine: bad words", test_bad_words},
     {0}};
