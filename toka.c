@@ -19766,10 +19766,22 @@ static atomic_int cli_interrupted; /* signals so far; lock-free, so a handler ma
 
 static void cli_on_signal(int sig) { (void)sig, cli_interrupted++; }
 
+/* Weights are read where the file is mapped: one that is cut short under us, or whose disk fails, shows here. */
+static void cli_on_lost_page(int sig, siginfo_t *info, void *context) {
+    static const char why[] = "toka: a file of the model can no longer be read: it was cut short, or its disk failed\n";
+    (void)sig, (void)context;
+    if (info->si_code != BUS_ADRERR && info->si_code != BUS_OBJERR) return; /* a bug: again, and without this handler */
+    ssize_t unused = write(2, why, sizeof why - 1);
+    (void)unused;
+    _exit(2);
+}
+
 static void cli_catch_signals(void) { /* the first Ctrl-C ends the text cleanly, the second ends the program */
     struct sigaction a = {.sa_handler = cli_on_signal, .sa_flags = (int)SA_RESETHAND};
+    struct sigaction bus = {.sa_sigaction = cli_on_lost_page, .sa_flags = (int)(SA_RESETHAND | SA_SIGINFO)};
     sigaction(SIGINT, &a, NULL);
     sigaction(SIGTERM, &a, NULL);
+    sigaction(SIGBUS, &bus, NULL);
     signal(SIGPIPE, SIG_IGN), signal(SIGXFSZ, SIG_IGN); /* a failed write says so itself */
 }
 

@@ -248,7 +248,7 @@ toka_stats toka_get_stats(toka *t);
  * Errors and threads as toka_generate's. */
 int toka_score(toka *t, const int32_t *ids, size_t n_ids, float *logprobs, toka_err *e);
 
-/* main() of the toka program. Returns the exit status: 0, 1, 2, or 130 after Ctrl-C. Installs handlers for SIGINT, SIGTERM and SIGPIPE,
+/* main() of the toka program. Returns the exit status: 0, 1, 2, or 130 after Ctrl-C. Installs handlers for SIGINT, SIGTERM, SIGPIPE and SIGBUS,
  * so it is for programs that are nothing else. */
 int toka_main(int argc, char **argv);
 

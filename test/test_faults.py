@@ -188,3 +188,87 @@ def test_idle_engine_does_not_hang():
         for _ in range(15):
             assert s.get("/health").status == 200
             time.sleep(0.2)
+
+
+# ---- Files that are cut, disks that are full ----
+
+def copy_model(folder):
+    shutil.copytree(os.path.join(ROOT, "test/model"), folder, ignore=shutil.ignore_patterns("make", "*.jsonl", "*.md"))
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json", "generation_config.json", "tokenizer_config.json"])
+def test_model_file_that_is_cut(tmp_path, name):
+    model = copy_model(tmp_path / "model")
+    size = os.path.getsize(os.path.join(model, name))
+    commands = ("-p", "x", "-n", "1"), ("batch", "-q", "-i", "/dev/null", "-o", "/dev/null"), ("serve", "--port", "0")
+    for left in (size - 2, size // 2, 8, 0):  # the last byte may be a line end
+        os.truncate(os.path.join(model, name), left)
+        for command in commands if left == size // 2 else commands[:1]:
+            r = toka(*command, "-m", model)
+            said = [line for line in r.stderr.splitlines() if "listening on" not in line]
+            assert r.returncode == 1 and len(said) == 1 and name in said[0], (left, command, r)
+
+
+def test_weights_that_are_cut_while_they_are_used(tmp_path):
+    """They are read where the file is mapped. One sentence and status 2; the batch goes on with whole weights."""
+    model, out = copy_model(tmp_path / "model"), tmp_path / "files"
+    with Server("-m", model, "--max-num-seqs", "16", files=str(out)) as s:
+        api = client(s)
+        batch = start_batch(api, lines(300))
+        while not api.batches.retrieve(batch.id).request_counts.completed:
+            assert s.p.poll() is None
+        os.truncate(os.path.join(model, "model.safetensors"), 5000)
+        assert s.p.wait(20) == 2
+        assert s.read_log().endswith("toka: a file of the model can no longer be read: it was cut short, or its disk failed\n")
+    shutil.copy(os.path.join(ROOT, "test/model/model.safetensors"), model)
+    with Server("-m", model, files=str(out)) as s:
+        b = end_of_batch(client(s), batch.id)
+        assert b.status == "completed" and b.request_counts.completed == 300
+        ids = [json.loads(line)["custom_id"] for line in client(s).files.content(b.output_file_id).text.splitlines()]
+        assert len(ids) == len(set(ids)) == 300
+
+
+def small_files(n):
+    """A prefix for a command that can write no file longer than n bytes: how a full disk looks without one."""
+    return ("bash", "-c", f'ulimit -f {n // 1024}; exec "$0" "$@"')
+
+
+def test_full_disk_of_a_server(tmp_path):
+    """An upload that does not fit leaves nothing behind; a batch whose results do not fit fails with what is done; all else goes on."""
+    with Server(files=str(tmp_path), prefix=small_files(128 << 10)) as s:
+        api = client(s)
+        with pytest.raises(openai.InternalServerError, match="File too large"):
+            api.files.create(file=("in.jsonl", b"x" * 200_000), purpose="batch")
+        assert sorted(os.listdir(tmp_path)) == ["lock"] and not list(api.files.list())
+        b = end_of_batch(api, start_batch(api, lines(500)).id)
+        assert b.status == "failed" and "File too large" in b.errors.data[0].message
+        done = [json.loads(line)["custom_id"] for line in api.files.content(b.output_file_id).text.splitlines()]
+        assert len(done) == len(set(done)) == b.request_counts.completed > 100
+        assert end_of_batch(api, start_batch(api, lines(10)).id).status == "completed"
+        assert s.get("/health").status == 200 and s.stop() == 0
+
+
+# ---- Clients that leave half ----
+
+def test_half_closed_connections():
+    """Who has sent all and waits for a short answer gets it; a half-closed connection under way looks like one that is gone, so that a
+    client that dies does not keep its samples."""
+    with Server() as s:
+        with s.connect() as c:
+            c.send("GET /health HTTP/1.1\r\nHost: h\r\n\r\nGET /version HTTP/1.1\r\nHost: h\r\n\r\n")
+            c.s.shutdown(socket.SHUT_WR)
+            assert c.answer().status == 200 and "version" in c.answer().json() and c.closed()
+        with post(s, {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "n": 50, "stream": True}) as c:
+            assert c.head()[0] == 200
+            c.s.shutdown(socket.SHUT_WR)
+            s.wait_metric("num_requests_running", 0, 5)
+            assert s.metric("kv_cache_usage_perc") == 0
+
+
+# ---- Keys that cannot be read ----
+
+def test_key_files(tmp_path):
+    for path, word in ((tmp_path / "none", "No such file"), (tmp_path, "not a regular file")):
+        r = toka("serve", "--port", "0", "--api-key-file", str(path))
+        assert r.returncode == 1 and str(path) in r.stderr and word in r.stderr and len(r.stderr.splitlines()) == 1
