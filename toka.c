@@ -8129,8 +8129,8 @@ typedef struct batch_out { /* a row that yields a token, and for whom: what sche
     uint32_t ticket;
 } batch_out;
 
-/* A step as it was built, valid until its owner builds another one into it. Its first n_spans - n_seq spans are shared ones, then
- * each sequence has one of its own. */
+/* A step as it was built, valid until its owner builds another one into it. Its first n_spans - n_seq spans are shared ones,
+ * then each sequence has one of its own. */
 typedef struct batch_step {
     toka_step step;            /* all but out, n_out and logits, which are the engine's */
     int32_t *ids, *pos, *slot; /* [max_tokens] */
@@ -8138,6 +8138,7 @@ typedef struct batch_step {
     toka_span *spans;          /* [2 * max_seqs] */
     batch_out *outs;           /* [max_seqs] */
     int *seq;                  /* [max_seqs] slots of the sequences with rows, in their order */
+    int *row0;                 /* [max_seqs + 1] first row of each; T */
     int n_pages, n_out, n_seq;
 } batch_step;
 
@@ -8162,6 +8163,7 @@ typedef struct batch_group { /* a shared span; its pages are those of slot q fro
 } batch_group;
 
 enum { BATCH_PARAM_BYTES = 64 };
+enum { BATCH_AHEAD = 8 }; /* sequences, and their rows of pages, lie far apart: they are asked for so many turns early */
 
 typedef struct batch_upload {
     uint16_t *order;     /* [n_order] slots in row order; sent if new_order */
@@ -8185,7 +8187,7 @@ typedef struct batch_node { /* a run of rows with its shared pages, while the tr
 
 typedef struct batch { /* what building a step takes: the tree of this one, and what the device was told by those before */
     batch_cost cost;
-    int *seq_node;             /* [max_seqs] the node that each sequence of the step hangs on */
+    int *seq_node, *seq_pages; /* [max_seqs] the node that each sequence of the step hangs on; pages that its rows see */
     int n_nodes, n_closed, depth;
     batch_node *nodes;         /* [max_seqs + 1] 0: the root, no page */
     int *stack, *closed;       /* [max_seqs + 1] open nodes; nodes in the order in which they were closed, children first */
@@ -8198,7 +8200,7 @@ typedef struct batch { /* what building a step takes: the tree of this one, and 
 } batch;
 
 static void batch_step_free(batch_step *d) {
-    free(d->ids), free(d->pos), free(d->slot), free(d->pages), free(d->spans), free(d->outs), free(d->seq);
+    free(d->ids), free(d->pos), free(d->slot), free(d->pages), free(d->spans), free(d->outs), free(d->seq), free(d->row0);
     *d = (batch_step){0};
 }
 
@@ -8211,13 +8213,13 @@ static int batch_step_init(batch_step *d, const sched *s, toka_err *e) {
                     s->c.max_len);
     d->ids = mem_alloc(nt * sizeof *d->ids), d->pos = mem_alloc(nt * sizeof *d->pos), d->slot = mem_alloc(nt * sizeof *d->slot);
     d->spans = mem_alloc(2 * ns * sizeof *d->spans), d->outs = mem_alloc(ns * sizeof *d->outs);
-    d->seq = mem_alloc(ns * sizeof *d->seq);
+    d->seq = mem_alloc(ns * sizeof *d->seq), d->row0 = mem_alloc((ns + 1) * sizeof *d->row0);
     return 0;
 }
 
 static void batch_free(batch *b) {
     batch_upload *u = &b->up;
-    free(b->seq_node), free(b->nodes), free(b->stack), free(b->closed);
+    free(b->seq_node), free(b->seq_pages), free(b->nodes), free(b->stack), free(b->closed);
     free(b->sent_turn), free(b->sent_pages), free(b->sent_start);
     free(u->order), free(u->joins), free(u->join_pages), free(u->grown), free(u->chunks), free(u->chunk_ids);
     free(u->groups);
@@ -8229,7 +8231,7 @@ static int batch_init(batch *b, const sched *s, batch_cost cost, toka_err *e) {
     size_t ns = (size_t)s->c.max_seqs, nt = (size_t)s->c.max_tokens;
     assert(s->c.max_seqs <= UINT16_MAX + 1 && cost.tile_rows > 0);
     *b = (batch){.cost = cost};
-    b->seq_node = mem_alloc(ns * sizeof *b->seq_node);
+    b->seq_node = mem_alloc(ns * sizeof *b->seq_node), b->seq_pages = mem_alloc(ns * sizeof *b->seq_pages);
     b->nodes = mem_alloc((ns + 1) * sizeof *b->nodes), b->stack = mem_alloc((ns + 1) * sizeof *b->stack);
     b->closed = mem_alloc((ns + 1) * sizeof *b->closed);
     b->sent_turn = mem_zalloc(ns * sizeof *b->sent_turn), b->sent_pages = mem_zalloc(ns * sizeof *b->sent_pages);
@@ -8246,18 +8248,21 @@ static int batch_init(batch *b, const sched *s, batch_cost cost, toka_err *e) {
 
 /* ---- Rows ---- */
 
-static void batch_rows(batch_step *d, const sched *s, int q) {
+/* The rows of q, the first in page number i of its row of pages. Returns how many pages they see. */
+static int batch_rows(batch_step *d, const sched *s, int q, int i) {
     const sched_seq *x = &s->seqs[q];
     const int *row = kv_row(&s->kv, q);
-    int B = s->c.B, t = d->step.T;
-    for (int p = x->from; p < x->from + x->n_rows; p++, t++) {
-        int page = x->is_chunk ? row[p / B] : x->page; /* its row of pages may not be in the cache yet */
+    int B = s->c.B, t = d->step.T, offset = x->from - i * B;
+    for (int p = x->from; p < x->from + x->n_rows; p++, t++, offset++) {
+        if (offset == B) offset = 0, i++;
+        int page = x->is_chunk ? row[i] : x->page; /* its row of pages may not be in the cache yet */
         d->ids[t] = p < x->n_known ? x->tokens[p] : -1 - q;
         d->pos[t] = p;
-        d->slot[t] = page * B + p % B;
+        d->slot[t] = page * B + offset;
     }
     d->step.T = t;
     if (x->yields) d->outs[d->n_out++] = (batch_out){t - 1, q, x->ticket};
+    return i + 1;
 }
 
 static void batch_load(batch *b, const sched *s, int q) {
@@ -8310,10 +8315,10 @@ static void batch_hang(batch *b, int parent, int row0, int rows, int q) {
     n->rows += rows, n->reads += batch_reads(b, rows);
 }
 
-/* The next sequence has l pages in common with the last one of d, whose rows begin at row0, so every run with more pages is
- * complete. The run that ends with it (first it alone, then the nodes that close) is hung below what is left open. */
-static void batch_next(batch *b, const batch_step *d, int l, int row0) {
-    int child = -1, e = d->n_seq - 1, q = d->seq[e], rows = d->step.T - row0;
+/* The next sequence has l pages in common with the last one of d, so every run with more pages is complete. The run that ends
+ * with it (first it alone, then the nodes that close) is hung below what is left open. */
+static void batch_next(batch *b, const batch_step *d, int l) {
+    int child = -1, e = d->n_seq - 1, q = d->seq[e], row0 = d->row0[e], rows = d->step.T - row0;
     for (;;) {
         int top = b->stack[b->depth - 1];
         if (b->nodes[top].lcp < l) {
@@ -8333,9 +8338,8 @@ static void batch_next(batch *b, const batch_step *d, int l, int row0) {
 
 /* ---- Spans ---- */
 
-/* A span over n_rows rows, over n_kv positions of q's row of pages from page number `from` on. */
-static void batch_span(batch_step *d, const sched *s, int row0, int n_rows, int q, int from, int n_kv) {
-    int n = kv_pages_for(&s->kv, n_kv);
+/* A span over n_rows rows, over n_kv positions in n pages of q's row of pages from number `from` on. */
+static void batch_span(batch_step *d, const sched *s, int row0, int n_rows, int q, int from, int n, int n_kv) {
     memcpy(d->pages + d->n_pages, kv_row(&s->kv, q) + from, (size_t)n * sizeof *d->pages);
     d->spans[d->step.n_spans++] = (toka_span){row0, n_rows, d->n_pages, from * s->c.B, n_kv};
     d->n_pages += n;
@@ -8344,20 +8348,17 @@ static void batch_span(batch_step *d, const sched *s, int row0, int n_rows, int 
 static void batch_share(batch *b, batch_step *d, const sched *s, const batch_node *n, int from) { /* one over all rows of the node */
     batch_upload *u = &b->up;
     batch_group group = {n->row0, n->rows, from * s->c.B, (n->lcp - from) * s->c.B, n->q};
-    batch_span(d, s, group.row0, group.n_rows, group.q, from, group.n_kv);
+    batch_span(d, s, group.row0, group.n_rows, group.q, from, n->lcp - from, group.n_kv);
     u->new_groups |= memcmp(&u->groups[u->n_groups], &group, sizeof group) != 0;
     u->groups[u->n_groups++] = group;
 }
 
 /* Every sequence's own span, over what no shared one covers. */
 static void batch_own_spans(const batch *b, batch_step *d, const sched *s) {
-    enum { AHEAD = 8 }; /* rows of pages lie far apart: they are asked for early */
-    for (int e = 0, row0 = 0; e < d->n_seq; e++) {
-        if (e + AHEAD < d->n_seq) __builtin_prefetch(kv_row(&s->kv, d->seq[e + AHEAD]) + b->nodes[b->seq_node[e + AHEAD]].cover);
-        const sched_seq *x = &s->seqs[d->seq[e]];
-        int from = b->nodes[b->seq_node[e]].cover;
-        batch_span(d, s, row0, x->n_rows, d->seq[e], from, x->from + x->n_rows - from * s->c.B);
-        row0 += x->n_rows;
+    for (int e = 0, far = BATCH_AHEAD; e < d->n_seq; e++, far++) {
+        if (far < d->n_seq) __builtin_prefetch(kv_row(&s->kv, d->seq[far]) + b->nodes[b->seq_node[far]].cover);
+        int from = b->nodes[b->seq_node[e]].cover, row0 = d->row0[e], end = d->row0[e + 1];
+        batch_span(d, s, row0, end - row0, d->seq[e], from, b->seq_pages[e] - from, d->pos[end - 1] + 1 - from * s->c.B);
     }
 }
 
@@ -8381,7 +8382,7 @@ static void batch_spans(batch *b, batch_step *d, const sched *s) {
 static void batch_begin(batch *b, batch_step *d) {
     batch_upload *u = &b->up;
     d->step = (toka_step){.ids = d->ids, .pos = d->pos, .slot = d->slot, .pages = d->pages, .spans = d->spans};
-    d->n_seq = d->n_out = d->n_pages = b->n_nodes = b->n_closed = 0, b->depth = 1, b->stack[0] = 0;
+    d->n_seq = d->n_out = d->n_pages = d->row0[0] = b->n_nodes = b->n_closed = 0, b->depth = 1, b->stack[0] = 0;
     b->nodes[0] = (batch_node){0};
     u->n_joins = u->n_join_pages = u->n_params = u->n_grown = u->n_chunks = u->n_chunk_ids = 0;
     u->new_order = u->new_groups = false;
@@ -8390,22 +8391,25 @@ static void batch_begin(batch *b, batch_step *d) {
 
 /* Builds the step that sched_plan just planned. */
 static void batch_build(batch *b, batch_step *d, const sched *s) {
+    const kv_seq *k = s->kv.seqs;
     batch_upload *u = &b->up;
-    int shared = 0, row0 = 0; /* pages in common with the sequence before in d->seq; its first row */
+    int shared = 0; /* pages in common with the sequence before in d->seq */
     batch_begin(b, d);
-    for (int q = s->kv.seqs[s->c.max_seqs].next; q != s->c.max_seqs; q = s->kv.seqs[q].next) {
+    for (int q = k[s->c.max_seqs].next; q != s->c.max_seqs; q = k[q].next) {
         const sched_seq *x = &s->seqs[q];
-        b->common = MIN(b->common, s->kv.seqs[q].lcp), b->near = MIN(b->near, s->kv.seqs[q].lcp);
-        shared = MIN(shared, s->kv.seqs[q].lcp); /* only pages before all rows of both */
+        int far = d->n_seq + BATCH_AHEAD, lcp = k[q].lcp;
+        if (far < u->n_order) __builtin_prefetch(&s->seqs[u->order[far]]), __builtin_prefetch(&k[u->order[far]]);
+        b->common = MIN(b->common, lcp), b->near = MIN(b->near, lcp);
+        shared = MIN(shared, lcp); /* only pages before all rows of both */
         if (!x->n_rows) continue;
-        shared = MIN(shared, x->from / s->c.B);
-        if (d->n_seq) batch_next(b, d, shared, row0);
-        row0 = d->step.T, shared = x->from / s->c.B;
+        int first = x->from / s->c.B;
+        if (d->n_seq) batch_next(b, d, MIN(shared, first));
+        shared = first;
         batch_tell(b, s, q, d->n_seq);
-        d->seq[d->n_seq++] = q;
-        batch_rows(d, s, q);
+        b->seq_pages[d->n_seq] = batch_rows(d, s, q, first);
+        d->seq[d->n_seq++] = q, d->row0[d->n_seq] = d->step.T;
     }
-    if (d->n_seq) batch_next(b, d, 0, row0);
+    if (d->n_seq) batch_next(b, d, 0);
     u->new_order |= u->n_order != d->n_seq;
     u->n_order = d->n_seq;
     batch_spans(b, d, s);

@@ -24,9 +24,11 @@ static void bt_check_spans(bt *t, const uint64_t *mem, int32_t *device) {
     const sched *s = &t->m.s;
     int *upto = mem_zalloc((size_t)st->T * sizeof *upto), *n_spans = mem_zalloc((size_t)st->T * sizeof *n_spans);
     int *row_q = mem_alloc((size_t)st->T * sizeof *row_q), row = 0;
-    for (int e = 0; e < t->built.n_seq; e++)
+    for (int e = 0; e < t->built.n_seq; e++) {
+        CHECK(t->built.row0[e] == row);
         for (int i = 0; i < s->seqs[t->built.seq[e]].n_rows; i++) row_q[row++] = t->built.seq[e];
-    CHECK(row == st->T);
+    }
+    CHECK(row == st->T && t->built.row0[t->built.n_seq] == row);
     for (int i = 0; i < st->n_spans && !check_failed; i++) {
         toka_span sp = st->spans[i];
         CHECK(sp.n_rows > 0 && sp.n_kv > 0 && sp.kv0 % s->c.B == 0 && sp.row0 >= 0 && sp.row0 + sp.n_rows <= st->T);
