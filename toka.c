@@ -8114,8 +8114,20 @@ UNUSED static const char *sched_check(const sched *s) {
  * A step that was built owes nothing to the scheduler: the pages that its spans read are copied, those of a shared span
  * once, those of each own span behind them. So any number of steps can be on their way while the next is planned.
  *
+ * For stages of a pipeline a step is cut into parts (batch_split), each a toka_step by itself, that run one behind the other
+ * on every stage. A row may only see K and V of earlier steps, of its own part and of parts before it. So a chunk may be cut
+ * anywhere, but not everything between a sequence that skips pages and one behind it that computes them in this very step:
+ *
+ *      rows   [ a  a  a  a ][ b  b  b  b ][ c  c  c  c ]     c computes pages 0-1, b skips them and computes 2-3, and
+ *                ^------------ no cut ------------------^      a, which has all four, skips both and computes 4-5
+ *
+ * It is not enough to look at the deepest page that two neighbours share: pages above it may have been computed by a third
+ * (here c's, which lie behind b's). A bond stands for one such sequence: from its first row to the last row whose pages it
+ * sees. Pages computed in this step are the end of every path, so a walk up from the first own page finds them and stops.
+ *
  * What always holds: for each row the spans cover positions 0 .. p exactly once, in rising kv0. No allocation after
- * batch_init and batch_step_init. Cost: O(rows + running sequences + pages of their spans).
+ * batch_init, batch_step_init and batch_parts_init. Cost: O(rows + running sequences + pages of their spans), and for
+ * batch_split O(rows + parts * spans).
  * =========================================================================== */
 
 typedef struct batch_cost { /* of a backend's attention, in tokens of K and V read for one row */
@@ -8129,6 +8141,10 @@ typedef struct batch_out { /* a row that yields a token, and for whom: what sche
     uint32_t ticket;
 } batch_out;
 
+typedef struct batch_bond { /* no cut between these rows, that is none with from < first row behind it < to */
+    int from, to;
+} batch_bond;
+
 /* A step as it was built, valid until its owner builds another one into it. Its first n_spans - n_seq spans are shared ones,
  * then each sequence has one of its own. */
 typedef struct batch_step {
@@ -8139,7 +8155,8 @@ typedef struct batch_step {
     batch_out *outs;           /* [max_seqs] */
     int *seq;                  /* [max_seqs] slots of the sequences with rows, in their order */
     int *row0;                 /* [max_seqs + 1] first row of each; T */
-    int n_pages, n_out, n_seq;
+    batch_bond *bonds;         /* [max_seqs] in rising `from` */
+    int n_pages, n_out, n_seq, n_bonds;
 } batch_step;
 
 /* What changed for a device that keeps for each slot its row of pages, length, last token and sampling parameters, and that
@@ -8185,6 +8202,26 @@ typedef struct batch_node { /* a run of rows with its shared pages, while the tr
     int q;     /* one that has the pages */
 } batch_node;
 
+typedef struct batch_weight { /* what the parts of a step are balanced by */
+    int64_t row, pair; /* a row in one layer; a position that it sees */
+} batch_weight;
+
+typedef struct batch_part { /* rows row0 .. row0+T-1 of a step, of sequences seq[seq0] .. seq[seq0+n_seq-1] */
+    toka_step step; /* its arrays are views of the whole step's; spans and out are copies with rows counted from row0 */
+    int row0, seq0, n_seq;
+    int out0; /* rows of out in the parts before it */
+} batch_part;
+
+enum { BATCH_MAX_PARTS = 16 };
+
+typedef struct batch_parts {
+    batch_part part[BATCH_MAX_PARTS]; /* [n] */
+    int n;
+    toka_span *spans;
+    toka_out_row *out; /* [max_tokens] part by part */
+    int *pick;         /* [max_tokens] the whole step's out row i is number pick[i] there, and so is what was picked for it */
+} batch_parts;
+
 typedef struct batch { /* what building a step takes: the tree of this one, and what the device was told by those before */
     batch_cost cost;
     int *seq_node, *seq_pages; /* [max_seqs] the node that each sequence of the step hangs on; pages that its rows see */
@@ -8194,6 +8231,8 @@ typedef struct batch { /* what building a step takes: the tree of this one, and 
     uint32_t *sent_turn;       /* [max_seqs] what the device has: the version of the row, its pages (0: nothing), and which */
     int *sent_pages;           /* admission of a sequence it was */
     uint32_t *sent_start;
+    int *writer;               /* [n_pages] number + 1 of the sequence that computes the page; all 0 between steps */
+    int64_t number, *sampled;  /* of the part numbered last; [max_seqs] of that which drew the slot's last token */
     int whole, common, near;   /* slot whose row is not made from another's in this upload, -1; leading pages that the next
                                 * row has in common with that; and with the row before it */
     batch_upload up;
@@ -8201,6 +8240,7 @@ typedef struct batch { /* what building a step takes: the tree of this one, and 
 
 static void batch_step_free(batch_step *d) {
     free(d->ids), free(d->pos), free(d->slot), free(d->pages), free(d->spans), free(d->outs), free(d->seq), free(d->row0);
+    free(d->bonds);
     *d = (batch_step){0};
 }
 
@@ -8214,13 +8254,14 @@ static int batch_step_init(batch_step *d, const sched *s, toka_err *e) {
     d->ids = mem_alloc(nt * sizeof *d->ids), d->pos = mem_alloc(nt * sizeof *d->pos), d->slot = mem_alloc(nt * sizeof *d->slot);
     d->spans = mem_alloc(2 * ns * sizeof *d->spans), d->outs = mem_alloc(ns * sizeof *d->outs);
     d->seq = mem_alloc(ns * sizeof *d->seq), d->row0 = mem_alloc((ns + 1) * sizeof *d->row0);
+    d->bonds = mem_alloc(ns * sizeof *d->bonds);
     return 0;
 }
 
 static void batch_free(batch *b) {
     batch_upload *u = &b->up;
     free(b->seq_node), free(b->seq_pages), free(b->nodes), free(b->stack), free(b->closed);
-    free(b->sent_turn), free(b->sent_pages), free(b->sent_start);
+    free(b->sent_turn), free(b->sent_pages), free(b->sent_start), free(b->writer), free(b->sampled);
     free(u->order), free(u->joins), free(u->join_pages), free(u->grown), free(u->chunks), free(u->chunk_ids);
     free(u->groups);
     *b = (batch){0};
@@ -8235,13 +8276,14 @@ static int batch_init(batch *b, const sched *s, batch_cost cost, toka_err *e) {
     b->nodes = mem_alloc((ns + 1) * sizeof *b->nodes), b->stack = mem_alloc((ns + 1) * sizeof *b->stack);
     b->closed = mem_alloc((ns + 1) * sizeof *b->closed);
     b->sent_turn = mem_zalloc(ns * sizeof *b->sent_turn), b->sent_pages = mem_zalloc(ns * sizeof *b->sent_pages);
-    b->sent_start = mem_zalloc(ns * sizeof *b->sent_start);
+    b->sent_start = mem_zalloc(ns * sizeof *b->sent_start), b->sampled = mem_zalloc(ns * sizeof *b->sampled);
+    b->writer = mem_try((size_t)s->c.n_pages, sizeof *b->writer);
     batch_upload *u = &b->up;
     u->order = mem_alloc(ns * sizeof *u->order), u->joins = mem_alloc(ns * sizeof *u->joins);
     u->join_pages = mem_try(ns * (size_t)s->kv.cap, sizeof *u->join_pages); /* touched as far as joins come */
     u->grown = mem_alloc(ns * sizeof *u->grown), u->chunks = mem_alloc(ns * sizeof *u->chunks);
     u->chunk_ids = mem_alloc(nt * sizeof *u->chunk_ids), u->groups = mem_zalloc(ns * sizeof *u->groups);
-    if (u->join_pages) return 0;
+    if (u->join_pages && b->writer) return 0;
     batch_free(b);
     return fail(e, TOKA_E_MEMORY, "no memory for the pages of %d sequences of up to %d tokens", s->c.max_seqs, s->c.max_len);
 }
@@ -8379,10 +8421,39 @@ static void batch_spans(batch *b, batch_step *d, const sched *s) {
     batch_own_spans(b, d, s);
 }
 
+/* ---- Bonds: which rows must not be parted ---- */
+
+static void batch_mark(batch *b, const batch_step *d, const sched *s, int e, int writer) { /* the pages that others may see */
+    const int *row = kv_row(&s->kv, d->seq[e]);
+    int end = MIN(b->seq_pages[e], s->kv.seqs[d->seq[e]].n_tree);
+    for (int i = d->pos[d->row0[e]] / s->c.B; i < end; i++) b->writer[row[i]] = writer;
+}
+
+/* The bond of sequence number e. From one writer of its path to the next, upwards. */
+static void batch_bind(const batch *b, batch_step *d, const sched *s, int e) {
+    const int *row = kv_row(&s->kv, d->seq[e]);
+    int B = s->c.B, i = d->pos[d->row0[e]] / B - 1, to = 0;
+    while (i >= 0 && b->writer[row[i]]) {
+        int first = d->row0[b->writer[row[i]] - 1]; /* row of the writer */
+        to = MAX(to, first + (i + 1) * B - d->pos[first]);
+        i = d->pos[first] / B - 1;
+    }
+    if (to > d->row0[e] + 1) d->bonds[d->n_bonds++] = (batch_bond){d->row0[e], to};
+}
+
+/* Only a sequence in prefill sees pages of this very step, and only such ones compute pages that others see. */
+static void batch_bonds(batch *b, batch_step *d, const sched *s) {
+    const batch_upload *u = &b->up;
+    if (u->n_chunks < 2) return;
+    for (int k = 0; k < u->n_chunks; k++) batch_mark(b, d, s, u->chunks[k].at, u->chunks[k].at + 1);
+    for (int k = 0; k < u->n_chunks; k++) batch_bind(b, d, s, u->chunks[k].at);
+    for (int k = 0; k < u->n_chunks; k++) batch_mark(b, d, s, u->chunks[k].at, 0);
+}
+
 static void batch_begin(batch *b, batch_step *d) {
     batch_upload *u = &b->up;
     d->step = (toka_step){.ids = d->ids, .pos = d->pos, .slot = d->slot, .pages = d->pages, .spans = d->spans};
-    d->n_seq = d->n_out = d->n_pages = d->row0[0] = b->n_nodes = b->n_closed = 0, b->depth = 1, b->stack[0] = 0;
+    d->n_seq = d->n_out = d->n_pages = d->n_bonds = d->row0[0] = b->n_nodes = b->n_closed = 0, b->depth = 1, b->stack[0] = 0;
     b->nodes[0] = (batch_node){0};
     u->n_joins = u->n_join_pages = u->n_params = u->n_grown = u->n_chunks = u->n_chunk_ids = 0;
     u->new_order = u->new_groups = false;
@@ -8413,6 +8484,118 @@ static void batch_build(batch *b, batch_step *d, const sched *s) {
     u->new_order |= u->n_order != d->n_seq;
     u->n_order = d->n_seq;
     batch_spans(b, d, s);
+    batch_bonds(b, d, s);
+}
+
+/* ---- Parts ---- */
+
+UNUSED static void batch_parts_free(batch_parts *p) {
+    free(p->spans), free(p->out), free(p->pick);
+    *p = (batch_parts){0};
+}
+
+/* Fails when there is not the memory for the spans of so many sequences; nothing is held then. */
+UNUSED static int batch_parts_init(batch_parts *p, const sched *s, toka_err *e) {
+    size_t ns = (size_t)s->c.max_seqs, nt = (size_t)s->c.max_tokens;
+    *p = (batch_parts){.spans = mem_try((BATCH_MAX_PARTS + 1) * (ns + 1), sizeof *p->spans)}; /* touched as far as parts share */
+    if (!p->spans) return fail(e, TOKA_E_MEMORY, "no memory for the parts of a step of %d sequences", s->c.max_seqs);
+    p->out = mem_alloc(nt * sizeof *p->out), p->pick = mem_alloc(nt * sizeof *p->pick);
+    return 0;
+}
+
+static int64_t batch_row_cost(const batch_step *d, batch_weight w, int row) { return w.row + w.pair * (d->pos[row] + 1); }
+
+/* First rows of up to n parts and T behind them into cut[n + 1]; returns how many parts. Each cut is the free place nearest to
+ * where the rest would be divided evenly. */
+static int batch_cuts(const batch_step *d, int n, batch_weight w, int *cut) {
+    int64_t total = 0, cost = 0, before = 0; /* of all rows; of those before c; of those before `free_row` */
+    int T = d->step.T, k = 0, reach = 0, bond = 0, free_row = 0;
+    for (int t = 0; t < T; t++) total += batch_row_cost(d, w, t);
+    int64_t target = total / n;
+    cut[0] = 0;
+    for (int c = 1; c <= T; c++) {
+        cost += batch_row_cost(d, w, c - 1);
+        for (; bond < d->n_bonds && d->bonds[bond].from < c; bond++) reach = MAX(reach, d->bonds[bond].to);
+        if (reach > c) continue;
+        while (k < n - 1 && cost >= target && cut[k] < c) {
+            bool back = free_row > cut[k] && target - before <= cost - target;
+            if (!back && c == T) break;
+            cut[++k] = back ? free_row : c;
+            target = back ? before : cost;
+            target += (total - target) / (n - k);
+        }
+        free_row = c, before = cost;
+    }
+    cut[k + 1] = T;
+    return T ? k + 1 : 0;
+}
+
+/* Adds what rows row0 .. end-1 have of a span: no position behind the last of these rows. */
+static void batch_clip(toka_step *a, toka_span *spans, const batch_step *d, const toka_span *sp, int row0, int end) {
+    int from = MAX(sp->row0, row0), to = MIN(sp->row0 + sp->n_rows, end);
+    if (from >= to) return;
+    spans[a->n_spans++] = (toka_span){from - row0, to - from, sp->page0, sp->kv0, MIN(sp->n_kv, d->pos[to - 1] + 1 - sp->kv0)};
+}
+
+/* A part of rows row0 .. end-1, the first of them of sequence number e; its spans go to `spans`. */
+static batch_part batch_part_of(const batch_step *d, toka_span *spans, int row0, int end, int e) {
+    const toka_step *s = &d->step;
+    const toka_span *own = s->spans + s->n_spans - d->n_seq;
+    batch_part p = {.row0 = row0, .seq0 = e};
+    p.step = (toka_step){.T = end - row0, .ids = s->ids + row0, .pos = s->pos + row0, .slot = s->slot + row0, .pages = s->pages,
+                         .spans = spans};
+    for (const toka_span *sp = s->spans; sp < own; sp++) batch_clip(&p.step, spans, d, sp, row0, end);
+    for (; e < d->n_seq && d->row0[e] < end; e++, p.n_seq++) batch_clip(&p.step, spans, d, own + e, row0, end);
+    return p;
+}
+
+/* The part with this row; k: one that it may be in or behind. */
+static int batch_find(const batch_parts *p, int row, int k) {
+    if (row < p->part[k].row0) k = 0;
+    while (k + 1 < p->n && row >= p->part[k + 1].row0) k++;
+    return k;
+}
+
+static void batch_part_outs(batch_parts *p, const toka_step *s) {
+    int n = 0;
+    for (int i = 0, k = 0; i < s->n_out; i++) k = batch_find(p, s->out[i].row, k), p->part[k].step.n_out++;
+    for (int k = 0; k < p->n; n += p->part[k++].step.n_out) p->part[k].out0 = n, p->part[k].step.out = p->out + n;
+    for (int k = 0; k < p->n; k++) p->part[k].step.n_out = 0;
+    for (int i = 0, k = 0; i < s->n_out; i++) {
+        k = batch_find(p, s->out[i].row, k);
+        batch_part *a = &p->part[k];
+        p->pick[i] = a->out0 + a->step.n_out++;
+        p->out[p->pick[i]] = s->out[i], p->out[p->pick[i]].row -= a->row0;
+    }
+}
+
+/* Numbers the parts on from those of the steps before; what each needs is the last one that drew a token it is fed. */
+static void batch_number(batch *b, batch_parts *p, const batch_step *d) {
+    for (int k = 0; k < p->n; k++) {
+        toka_step *a = &p->part[k].step;
+        a->number = ++b->number;
+        for (int t = 0; t < a->T; t++)
+            if (a->ids[t] < 0) a->needs = MAX(a->needs, b->sampled[-1 - a->ids[t]]);
+    }
+    for (int i = 0, k = 0; i < d->n_out; i++) {
+        k = batch_find(p, d->outs[i].row, k);
+        b->sampled[d->outs[i].q] = p->part[k].step.number;
+    }
+}
+
+/* Cuts a step, whose out rows the engine has filled in by now, into up to n parts that cost about the same, in their order; to be
+ * called once for every step that has rows, in the order in which they were built. The parts have no logits. They point into d,
+ * which stays as it is while they run. */
+UNUSED static void batch_split(batch *b, batch_parts *p, const batch_step *d, int n, batch_weight w) {
+    int cut[BATCH_MAX_PARTS + 1], e = 0, n_spans = 0;
+    assert(n > 0);
+    p->n = batch_cuts(d, MIN(n, BATCH_MAX_PARTS), w, cut);
+    for (int k = 0; k < p->n; n_spans += p->part[k++].step.n_spans) {
+        while (d->row0[e + 1] <= cut[k]) e++;
+        p->part[k] = batch_part_of(d, p->spans + n_spans, cut[k], cut[k + 1], e);
+    }
+    batch_part_outs(p, &d->step);
+    batch_number(b, p, d);
 }
 
 /* Bytes that go up to a device for this step. */

@@ -13,22 +13,21 @@ typedef struct bt {
     batch b;
     batch_step built, last;              /* this step; the one before, which is still on its way */
     uint64_t last_hash;
+    batch_parts parts;
+    toka_out_row *out;                   /* of the step: those that yield, and some more */
+    uint64_t rng;
+    int *drawn, n_drawn;                 /* slot of every draw so far, and number of its part */
+    int64_t n_bonds, n_parts, n_needs, n_halves, n_twice; /* bonds; parts; with needs; cuts in chunks; bonds over two writers */
     bt_device d;
     int64_t n_copied;                    /* slots loaded from another one */
     int64_t n_shared, n_nested, kv_read; /* shared spans; rows under two or more of them; tokens of K and V read */
 } bt;
 
-/* Every row's spans: from 0 to its position without a gap, in rising order, and right content in every slot they name. */
-static void bt_check_spans(bt *t, const uint64_t *mem, int32_t *device) {
-    const toka_step *st = &t->built.step;
+/* Every row's spans: from 0 to its position without a gap, in rising order, and right content in every slot they name. row_q:
+ * the slot of each row. Returns how many rows are under more than two spans. */
+static int bt_check_spans(bt *t, const toka_step *st, const int *row_q, const uint64_t *mem, int32_t *device) {
     const sched *s = &t->m.s;
-    int *upto = mem_zalloc((size_t)st->T * sizeof *upto), *n_spans = mem_zalloc((size_t)st->T * sizeof *n_spans);
-    int *row_q = mem_alloc((size_t)st->T * sizeof *row_q), row = 0;
-    for (int e = 0; e < t->built.n_seq; e++) {
-        CHECK(t->built.row0[e] == row);
-        for (int i = 0; i < s->seqs[t->built.seq[e]].n_rows; i++) row_q[row++] = t->built.seq[e];
-    }
-    CHECK(row == st->T && t->built.row0[t->built.n_seq] == row);
+    int *upto = mem_zalloc((size_t)st->T * sizeof *upto), *n_spans = mem_zalloc((size_t)st->T * sizeof *n_spans), n_nested = 0;
     for (int i = 0; i < st->n_spans && !check_failed; i++) {
         toka_span sp = st->spans[i];
         CHECK(sp.n_rows > 0 && sp.n_kv > 0 && sp.kv0 % s->c.B == 0 && sp.row0 >= 0 && sp.row0 + sp.n_rows <= st->T);
@@ -47,10 +46,153 @@ static void bt_check_spans(bt *t, const uint64_t *mem, int32_t *device) {
         CHECK(st->slot[r] == kv_row(&s->kv, row_q[r])[st->pos[r] / s->c.B] * s->c.B + st->pos[r] % s->c.B);
         int32_t id = device[(size_t)row_q[r] * (size_t)s->c.max_len + (size_t)st->pos[r]];
         CHECK(st->ids[r] == id || (st->ids[r] == -1 - row_q[r] && st->pos[r] >= s->seqs[row_q[r]].n_known));
-        t->n_nested += n_spans[r] > 2;
+        n_nested += n_spans[r] > 2;
     }
-    t->n_shared += st->n_spans - t->built.n_seq;
-    free(upto), free(n_spans), free(row_q);
+    free(upto), free(n_spans);
+    return n_nested;
+}
+
+/* The slot of each row of the step; to be freed. */
+static int *bt_row_q(bt *t) {
+    const batch_step *d = &t->built;
+    int *row_q = mem_alloc((size_t)d->step.T * sizeof *row_q), row = 0;
+    for (int e = 0; e < d->n_seq; e++) {
+        CHECK(d->row0[e] == row);
+        for (int i = 0; i < t->m.s.seqs[d->seq[e]].n_rows; i++) row_q[row++] = d->seq[e];
+    }
+    CHECK(row == d->step.T && d->row0[d->n_seq] == row);
+    return row_q;
+}
+
+/* ---- Parts ---- */
+
+/* May the step be cut before row c? Not if a row before it sees what a row behind it writes. */
+static bool bt_may_cut(const bt *t, const int *row_q, int c) {
+    const toka_step *st = &t->built.step;
+    int B = t->m.s.c.B;
+    for (int w = c; w < st->T; w++)
+        for (int r = 0; r < c; r++)
+            for (int p = 0; p <= st->pos[r]; p++)
+                if (kv_row(&t->m.s.kv, row_q[r])[p / B] * B + p % B == st->slot[w]) return false;
+    return true;
+}
+
+static void bt_check_bonds(bt *t, const int *row_q) {
+    const batch_step *d = &t->built;
+    for (int c = 1; c < d->step.T && !check_failed; c++) {
+        bool tied = false;
+        for (int i = 0; i < d->n_bonds; i++) tied |= d->bonds[i].from < c && c < d->bonds[i].to;
+        CHECK(tied == !bt_may_cut(t, row_q, c));
+    }
+    for (int i = 0; i < d->n_bonds; i++) {
+        CHECK(!i || d->bonds[i - 1].from < d->bonds[i].from);
+        int deepest = -1, from = d->bonds[i].from, q = row_q[from]; /* rows that write the last page it has from others */
+        int page = kv_row(&t->m.s.kv, q)[d->step.pos[from] / t->m.s.c.B - 1];
+        for (int r = 0; r < d->step.T; r++)
+            if (d->step.slot[r] / t->m.s.c.B == page) deepest = r;
+        t->n_twice += deepest >= 0 && deepest + 1 < d->bonds[i].to;
+    }
+    t->n_bonds += d->n_bonds;
+}
+
+/* Parts run one behind the other; each sees only what is written by then. */
+static void bt_check_order(const bt *t, const int *row_q) {
+    const toka_step *st = &t->built.step;
+    int B = t->m.s.c.B;
+    char *missing = mem_zalloc((size_t)t->m.s.c.n_pages * (size_t)B);
+    for (int r = 0; r < st->T; r++) missing[st->slot[r]] = 1;
+    for (int k = 0; k < t->parts.n && !check_failed; k++) {
+        const batch_part *a = &t->parts.part[k];
+        for (int r = 0; r < a->step.T; r++) missing[a->step.slot[r]] = 0;
+        for (int r = 0; r < a->step.T; r++)
+            for (int p = 0; p <= a->step.pos[r]; p++)
+                CHECK(!missing[kv_row(&t->m.s.kv, row_q[a->row0 + r])[p / B] * B + p % B]);
+    }
+    free(missing);
+}
+
+static void bt_check_balance(const bt *t, int n, batch_weight w) {
+    int64_t total = 0, most = 0;
+    const batch_step *d = &t->built;
+    for (int r = 0; r < d->step.T; r++) {
+        int64_t cost = w.row + w.pair * (d->step.pos[r] + 1);
+        total += cost, most = MAX(most, cost);
+    }
+    CHECK(t->parts.n >= 1 && t->parts.n <= n);
+    if (d->n_bonds) return;
+    CHECK(w.pair || t->parts.n == MIN(n, d->step.T));
+    for (int k = 0; k < t->parts.n; k++) {
+        const toka_step *a = &t->parts.part[k].step;
+        int64_t cost = 0;
+        for (int r = 0; r < a->T; r++) cost += w.row + w.pair * (a->pos[r] + 1);
+        CHECK_MSG(cost <= total / n + 2 * most, "part %d of %d: %lld of %lld", k, n, (long long)cost, (long long)total);
+    }
+}
+
+static void bt_check_outs(const bt *t, const batch_part *a) {
+    const toka_step *st = &t->built.step;
+    int n = 0;
+    for (int i = 0; i < st->n_out; i++) {
+        int k = t->parts.pick[i] - a->out0, row = st->out[i].row - a->row0;
+        CHECK((k >= 0 && k < a->step.n_out) == (row >= 0 && row < a->step.T));
+        if (k < 0 || k >= a->step.n_out) continue;
+        CHECK(a->step.out[k].row == row && a->step.out[k].slot == st->out[i].slot && a->step.out[k].position == st->out[i].position);
+        n++;
+    }
+    CHECK(n == a->step.n_out);
+}
+
+/* The number of the part that drew the tokens which this one is fed, the last of them; looked up in the log of all draws. */
+static void bt_check_needs(bt *t, const batch_part *a) {
+    int64_t needs = 0;
+    for (int r = 0; r < a->step.T; r++)
+        for (int i = t->n_drawn - 1; i >= 0 && a->step.ids[r] < 0; i--)
+            if (t->drawn[2 * i] == -1 - a->step.ids[r]) {
+                needs = MAX(needs, (int64_t)t->drawn[2 * i + 1]);
+                break;
+            }
+    CHECK(a->step.needs == needs && (!needs || needs < t->parts.part[0].step.number));
+    t->n_needs += needs > 0;
+}
+
+static void bt_check_parts(bt *t, const int *row_q, const uint64_t *mem, int32_t *device) {
+    static const batch_weight weights[] = {{1, 0}, {1000, 1}, {3, 7}, {0, 1}};
+    const batch_step *d = &t->built;
+    int n = 1 + (int)(rnd(&t->rng) % 6), row = 0;
+    batch_weight w = weights[rnd(&t->rng) % COUNT(weights)];
+    int64_t number = t->n_parts;
+    batch_split(&t->b, &t->parts, d, n, w);
+    for (int k = 0; k < t->parts.n && !check_failed; k++) {
+        const batch_part *a = &t->parts.part[k];
+        int end = row + a->step.T;
+        CHECK(a->row0 == row && a->step.T > 0 && end <= d->step.T && a->step.number == ++number);
+        CHECK(!memcmp(a->step.ids, d->ids + row, (size_t)a->step.T * sizeof *d->ids));
+        CHECK(d->seq[a->seq0] == row_q[row] && d->seq[a->seq0 + a->n_seq - 1] == row_q[end - 1] && a->n_seq > 0);
+        CHECK(d->row0[a->seq0 + a->n_seq] >= end);
+        bt_check_spans(t, &a->step, row_q + row, mem, device);
+        bt_check_outs(t, a), bt_check_needs(t, a);
+        row = end, t->n_halves += row < d->step.T && row_q[row] == row_q[row - 1];
+    }
+    CHECK(row == d->step.T);
+    bt_check_order(t, row_q), bt_check_balance(t, n, w);
+    t->n_parts = number;
+    for (int i = 0; i < d->n_out; i++)
+        for (int k = 0; k < t->parts.n; k++) {
+            int r = d->outs[i].row - t->parts.part[k].row0;
+            if (r < 0 || r >= t->parts.part[k].step.T) continue;
+            t->drawn = mem_realloc(t->drawn, (size_t)(t->n_drawn + 1) * 2 * sizeof *t->drawn);
+            t->drawn[2 * t->n_drawn] = d->outs[i].q, t->drawn[2 * t->n_drawn++ + 1] = (int)t->parts.part[k].step.number;
+        }
+}
+
+/* As an engine does: rows that yield, then others in rising order. */
+static void bt_out_rows(bt *t) {
+    batch_step *d = &t->built;
+    int n = 0;
+    for (; n < d->n_out; n++) t->out[n] = (toka_out_row){.row = d->outs[n].row, .slot = d->outs[n].q, .position = (uint32_t)n};
+    for (int r = 0; r < d->step.T && n < t->m.s.c.max_tokens; r++)
+        if (rnd(&t->rng) % 4 == 0) t->out[n] = (toka_out_row){.row = r, .slot = -1, .position = (uint32_t)n}, n++;
+    d->step.out = t->out, d->step.n_out = n;
 }
 
 /* Slots are loaded, first those that take nothing from others. */
@@ -138,7 +280,15 @@ static void bt_on_run(void *user, const uint64_t *mem, int32_t *device) {
     batch_build(&t->b, &t->built, &t->m.s);
     CHECK(!t->last.step.T || bt_hash(&t->last, t->m.s.c.B) == t->last_hash); /* whatever was committed, planned and built since */
     t->last_hash = bt_hash(&t->built, t->m.s.c.B);
-    bt_check_spans(t, mem, device);
+    int *row_q = bt_row_q(t);
+    t->n_nested += bt_check_spans(t, &t->built.step, row_q, mem, device);
+    t->n_shared += t->built.step.n_spans - t->built.n_seq;
+    int64_t kv_read = t->kv_read;
+    bt_out_rows(t);
+    if (t->m.s.c.max_tokens <= 24) bt_check_bonds(t, row_q); /* slow */
+    if (t->built.step.T) bt_check_parts(t, row_q, mem, device);
+    t->kv_read = kv_read;
+    free(row_q);
     bt_device_step(t);
     int n_yield = 0;
     for (int q = 0; q < t->m.s.c.max_seqs; q++) n_yield += t->m.s.seqs[q].n_rows && t->m.s.seqs[q].yields;
@@ -154,7 +304,8 @@ static bt *bt_open(sched_config c, batch_cost cost, int vocab, int end_one_in, i
     toka_err e;
     smt_open(&t->m, c, vocab, end_one_in, lag);
     CHECK(!batch_init(&t->b, &t->m.s, cost, &e) && !batch_step_init(&t->built, &t->m.s, &e));
-    CHECK(!batch_step_init(&t->last, &t->m.s, &e));
+    CHECK(!batch_step_init(&t->last, &t->m.s, &e) && !batch_parts_init(&t->parts, &t->m.s, &e));
+    t->out = mem_alloc((size_t)c.max_tokens * sizeof *t->out), t->rng = 7;
     size_t n = (size_t)c.max_seqs;
     t->d.pages = mem_zalloc(n * (size_t)t->m.s.kv.cap * sizeof(int)), t->d.n_pages = mem_zalloc(n * sizeof(int));
     t->d.length = mem_zalloc(n * sizeof(int)), t->d.order = mem_zalloc(n * sizeof(int));
@@ -164,14 +315,15 @@ static bt *bt_open(sched_config c, batch_cost cost, int vocab, int end_one_in, i
 }
 
 static void bt_close(bt *t) {
+    free(t->out), free(t->drawn);
     free(t->d.pages), free(t->d.n_pages), free(t->d.length), free(t->d.order), free(t->d.params), free(t->d.sample);
-    batch_free(&t->b), batch_step_free(&t->built), batch_step_free(&t->last), smt_close(&t->m);
+    batch_free(&t->b), batch_step_free(&t->built), batch_step_free(&t->last), batch_parts_free(&t->parts), smt_close(&t->m);
     free(t);
 }
 
 static void bt_random(void) {
     batch_cost costs[] = {{0, 0, 1 << 20}, {1, 0, 4}, {1, 4, 16}, {1000, 0, 64}};
-    int64_t n_shared = 0, n_nested = 0, n_copied = 0;
+    int64_t n_shared = 0, n_nested = 0, n_copied = 0, n_parts = 0, n_needs = 0, n_halves = 0;
     for (uint64_t seed = 1; seed <= 80 && !check_failed; seed++) {
         uint64_t rng = seed;
         sched_config c = {2, seed % 2 ? 60 : 12, 12, 16, 24, 8};
@@ -186,9 +338,11 @@ static void bt_random(void) {
         if (check_failed) printf("seed %d\n", (int)seed);
         CHECK(seed % 4 != 3 || !t->n_shared); /* merging that dear is never worth it */
         n_shared += t->n_shared, n_nested += t->n_nested, n_copied += t->n_copied;
+        n_parts += t->n_parts, n_needs += t->n_needs, n_halves += t->n_halves;
         bt_close(t);
     }
     CHECK_MSG(n_shared > 1000 && n_nested > 1000 && n_copied > 1000, "%d %d %d", (int)n_shared, (int)n_nested, (int)n_copied);
+    CHECK_MSG(n_parts > 10000 && n_needs > 3000 && n_halves > 1000, "%d %d %d", (int)n_parts, (int)n_needs, (int)n_halves);
 }
 
 /* With free merging every page is read once per step, however many hold it. */
@@ -211,6 +365,68 @@ static void bt_each_page_once(void) {
         free(seen);
         CHECK_MSG(t->kv_read == want, "step %d: %d tokens read, %d different ones", i, (int)t->kv_read, want);
     }
+    bt_close(t);
+}
+
+/* Families of prompts with common beginnings, queued behind one that takes the whole first step; some of those who would have
+ * computed a beginning for the others are cancelled before they could, or parked. */
+static void bt_random_bonds(void) {
+    int64_t n_bonds = 0, n_twice = 0;
+    for (uint64_t seed = 1; seed <= 300 && !check_failed; seed++) {
+        uint64_t rng = seed;
+        toka_err e;
+        bt *t = bt_open((sched_config){2, 80, 12, 24, 64, 8}, (batch_cost){(int)seed % 2, 0, 4}, 2, 8, (int)(seed % 3));
+        for (int wave = 0; wave < 12 && !check_failed; wave++) {
+            int32_t prompt[23];
+            for (int i = 0; i < 23; i++) prompt[i] = 100 + wave;
+            while (t->m.s.n_waiting) sched_cancel(&t->m.s, t->m.s.queued);
+            for (int q = 0; q < 12; q++) {
+                const sched_seq *x = &t->m.s.seqs[q];
+                if (x->state == SCHED_PREFILL || (x->state != SCHED_FREE && rnd(&rng) % 2)) sched_cancel(&t->m.s, x->request);
+            }
+            sched_submit(&t->m.s, &(sched_job){.prompt = prompt, .n_prompt = 23, .n = 1, .max_tokens = 1}, &e);
+            for (int k = 3 + (int)(rnd(&rng) % 8); k; k--) {
+                prompt[0] = 200 + wave;
+                for (int i = 1; i < 14; i++) prompt[i] = rnd(&rng) % 4 == 0;
+                int n = 3 + (int)(rnd(&rng) % 12);
+                sched_submit(&t->m.s, &(sched_job){.prompt = prompt, .n_prompt = n, .n = 1 + n % 2, .max_tokens = 2}, &e);
+            }
+            for (int i = 0; i < 4 && !check_failed; i++) {
+                smt_step(&t->m, false);
+                for (int k = (int)(rnd(&rng) % 8); k && i < 2; k--) {
+                    const sched_seq *x = &t->m.s.seqs[rnd(&rng) % 12];
+                    if (x->state == SCHED_PREFILL) sched_cancel(&t->m.s, x->request);
+                }
+                if (rnd(&rng) % 8 == 0 && t->m.s.newest >= 0) sched_preempt(&t->m.s);
+            }
+        }
+        if (check_failed) printf("seed %d\n", (int)seed);
+        n_bonds += t->n_bonds, n_twice += t->n_twice;
+        bt_close(t);
+    }
+    CHECK_MSG(n_bonds > 100 && n_twice > 30, "%d %d", (int)n_bonds, (int)n_twice);
+}
+
+/* u and x have pages 0 and 1 in common, v only page 0. The one that was to compute page 0 is cancelled, so v, which stands behind
+ * u and x, computes it in the step in which u computes page 1. What u and x share last is u's own, but no cut may part them. */
+static void bt_third_writer(void) {
+    bt *t = bt_open((sched_config){2, 100, 8, 24, 64, 8}, (batch_cost){0, 0, 1 << 20}, 1000, 1 << 30, 0);
+    sched *s = &t->m.s;
+    toka_err e;
+    int32_t z[25] = {9}, a[7] = {1, 1, 2, 2, 3, 3, 3}, v[7] = {1, 1, 5, 5, 5, 5, 5}, u[7] = {1, 1, 2, 2, 6, 6, 6}, x[7] = {1, 1, 2, 2, 7, 7, 7};
+    sched_submit(s, &(sched_job){.prompt = z, .n_prompt = 25, .n = 1, .max_tokens = 9}, &e); /* takes the whole first step */
+    int first = sched_submit(s, &(sched_job){.prompt = a, .n_prompt = 7, .n = 1, .max_tokens = 9}, &e);
+    int32_t *others[] = {v, u, x};
+    for (int i = 0; i < 3; i++) sched_submit(s, &(sched_job){.prompt = others[i], .n_prompt = 7, .n = 1, .max_tokens = 9}, &e);
+    smt_step(&t->m, false);
+    CHECK(s->n_running == 5 && t->built.step.T == 24);
+    sched_cancel(s, first);
+    smt_step(&t->m, false);
+    const batch_step *d = &t->built;
+    int at = d->row0[1]; /* behind z's last row: u, x, v */
+    CHECK(d->n_seq == 4 && d->n_bonds == 2 && d->row0[2] - at == 5 && d->row0[3] - at == 8 && d->step.T - at == 15);
+    CHECK(d->bonds[0].from == at && d->bonds[0].to == d->row0[3] + 2);
+    CHECK(d->bonds[1].from == d->row0[2] && d->bonds[1].to == d->row0[3] + 2);
     bt_close(t);
 }
 
@@ -244,4 +460,6 @@ static void bt_levels(void) {
 static const struct test batch_tests[] = {{"batch: random steps, spans and device", bt_random},
                                           {"batch: every page read once", bt_each_page_once},
                                           {"batch: levels by cost", bt_levels},
+                                          {"batch: random families, bonds", bt_random_bonds},
+                                          {"batch: a cut between two, a writer behind both", bt_third_writer},
                                           {0}};
