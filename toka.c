@@ -8489,13 +8489,13 @@ static void batch_build(batch *b, batch_step *d, const sched *s) {
 
 /* ---- Parts ---- */
 
-UNUSED static void batch_parts_free(batch_parts *p) {
+static void batch_parts_free(batch_parts *p) {
     free(p->spans), free(p->out), free(p->pick);
     *p = (batch_parts){0};
 }
 
 /* Fails when there is not the memory for the spans of so many sequences; nothing is held then. */
-UNUSED static int batch_parts_init(batch_parts *p, const sched *s, toka_err *e) {
+static int batch_parts_init(batch_parts *p, const sched *s, toka_err *e) {
     size_t ns = (size_t)s->c.max_seqs, nt = (size_t)s->c.max_tokens;
     *p = (batch_parts){.spans = mem_try((BATCH_MAX_PARTS + 1) * (ns + 1), sizeof *p->spans)}; /* touched as far as parts share */
     if (!p->spans) return fail(e, TOKA_E_MEMORY, "no memory for the parts of a step of %d sequences", s->c.max_seqs);
@@ -8586,7 +8586,7 @@ static void batch_number(batch *b, batch_parts *p, const batch_step *d) {
 /* Cuts a step, whose out rows the engine has filled in by now, into up to n parts that cost about the same, in their order; to be
  * called once for every step that has rows, in the order in which they were built. The parts have no logits. They point into d,
  * which stays as it is while they run. */
-UNUSED static void batch_split(batch *b, batch_parts *p, const batch_step *d, int n, batch_weight w) {
+static void batch_split(batch *b, batch_parts *p, const batch_step *d, int n, batch_weight w) {
     int cut[BATCH_MAX_PARTS + 1], e = 0, n_spans = 0;
     assert(n > 0);
     p->n = batch_cuts(d, MIN(n, BATCH_MAX_PARTS), w, cut);
@@ -11090,13 +11090,14 @@ typedef struct eng_place { /* a row whose logits say how likely token number `at
 
 typedef struct eng_flight { /* a step from its plan to its commit: all that it reads is its own or of requests that wait for it */
     batch_step b;
+    batch_parts parts;    /* of it, where there are stages */
     toka_out_row *out;    /* [max_tokens] the rows that yield a token, then those of scores */
-    toka_pick *picks;     /* [max_tokens] */
+    toka_pick *picks;     /* [max_tokens] as the parts' rows */
     eng_request **whose;  /* [max_tokens] */
     eng_place *places;    /* [max_tokens] */
     int n_places;
     ids known;            /* for rows with penalties or bad words: copies of their tokens, and ids that they may not draw */
-    int64_t number;       /* model_post's */
+    int64_t number;       /* model_post's, of the last part */
     double plan_s;
 } eng_flight;
 
@@ -11111,7 +11112,6 @@ typedef struct eng_replica {
     eng_request **by_sched;   /* [cap_by_sched] of the scheduler's request ids */
     int cap_by_sched, n_live; /* requests that the scheduler has */
     double work;              /* of them */
-    int64_t drawn;            /* number of the last step that draws */
 } eng_replica;
 
 typedef struct eng { /* pools are sized at open and never grow */
@@ -11161,9 +11161,10 @@ static int eng_size(toka_shape *shape, int asked_len, int64_t asked_kv, int64_t 
     return 0;
 }
 
-static int eng_flight_init(eng_flight *f, const sched *s, toka_err *e) {
+static int eng_flight_init(eng_flight *f, const sched *s, bool stages, toka_err *e) {
     size_t n = (size_t)s->c.max_tokens;
     int code = batch_step_init(&f->b, s, e);
+    if (!code && stages) code = batch_parts_init(&f->parts, s, e);
     if (code) return code;
     f->out = mem_alloc(n * sizeof *f->out), f->picks = mem_alloc(n * sizeof *f->picks);
     f->whose = mem_alloc(n * sizeof *f->whose), f->places = mem_alloc(n * sizeof *f->places);
@@ -11173,7 +11174,7 @@ static int eng_flight_init(eng_flight *f, const sched *s, toka_err *e) {
 static void eng_replica_free(eng_replica *p) {
     for (int i = 0; i < p->n_ahead; i++) {
         eng_flight *f = &p->flights[i];
-        batch_step_free(&f->b), ids_free(&f->known);
+        batch_step_free(&f->b), batch_parts_free(&f->parts), ids_free(&f->known);
         free(f->out), free(f->picks), free(f->whose), free(f->places);
     }
     batch_free(&p->b), sched_free(&p->s);
@@ -11183,11 +11184,11 @@ static void eng_replica_free(eng_replica *p) {
 /* All but the devices, which are still being opened. */
 static int eng_replica_init(eng_replica *p, const sched_config *c, toka_err *e) {
     const toka_backend *be = p->g->be;
-    p->n_ahead = be->n_ahead;
+    p->n_ahead = MAX(be->n_ahead, p->m.pp > 1 ? 2 : 1); /* stages have work while one step is committed */
     p->slots = mem_zalloc((size_t)c->max_seqs * sizeof *p->slots);
     int code = sched_init(&p->s, c, e);
     if (!code) code = batch_init(&p->b, &p->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows}, e);
-    for (int i = 0; i < p->n_ahead && !code; i++) code = eng_flight_init(&p->flights[i], &p->s, e);
+    for (int i = 0; i < p->n_ahead && !code; i++) code = eng_flight_init(&p->flights[i], &p->s, p->m.pp > 1, e);
     return code;
 }
 
@@ -11646,13 +11647,16 @@ static bool eng_deliver(eng_replica *p, eng_request *r, int q, const toka_pick *
     return !r->fn || !r->fn(r->user, &ev);
 }
 
+/* What came of row i of a step's out. */
+static const toka_pick *eng_pick(const eng_flight *f, int i) { return &f->picks[f->parts.n ? f->parts.pick[i] : i]; }
+
 static void eng_commit_places(eng_replica *p, const eng_flight *f) {
     for (int i = 0; i < f->n_places; i++) {
         const eng_place *at = &f->places[i];
         if (p->s.seqs[at->q].ticket != at->ticket) continue; /* it ended meanwhile, or in this very loop by a callback */
         eng_request *r = f->whose[f->b.n_out + i];
         bool more = i + 1 < f->n_places && f->places[i + 1].q == at->q;
-        if (!eng_deliver_prompt(r, at->at, &f->picks[f->b.n_out + i], more, TOKA_RUNNING)) eng_end_all(p->g, r, TOKA_CANCELLED);
+        if (!eng_deliver_prompt(r, at->at, eng_pick(f, f->b.n_out + i), more, TOKA_RUNNING)) eng_end_all(p->g, r, TOKA_CANCELLED);
     }
 }
 
@@ -11669,12 +11673,12 @@ static void eng_commit(eng_replica *p, const eng_flight *f) {
             continue;
         }
         if (!r->score_only) {
-            more = eng_deliver(p, r, o.q, &f->picks[i], eng_more(p, f, r, i), &ended);
+            more = eng_deliver(p, r, o.q, eng_pick(f, i), eng_more(p, f, r, i), &ended);
         } else {
             r->ended[0] = true, eng_sample_over(p, r);
-            eng_deliver_prompt(r, r->n_prompt - 1, &f->picks[i], false, TOKA_LENGTH);
+            eng_deliver_prompt(r, r->n_prompt - 1, eng_pick(f, i), false, TOKA_LENGTH);
         }
-        sched_commit(&p->s, o.q, o.ticket, f->picks[i].id, ended);
+        sched_commit(&p->s, o.q, o.ticket, eng_pick(f, i)->id, ended);
         if (!r->n_live) eng_finish(p->g, r);
         else if (!more) eng_end_all(p->g, r, TOKA_CANCELLED);
     }
@@ -11743,10 +11747,20 @@ static bool eng_close(eng *g) {
     return eng_free(g);
 }
 
-/* For stages: the step's number, and that of the step whose draws it may have to wait for. */
-static void eng_number(eng_replica *p, toka_step *s) {
-    s->number = p->m.posted + 1, s->needs = p->drawn;
-    if (s->n_out) p->drawn = s->number;
+/* Posts a step; for stages in parts, one more than there are stages, so that while the draws of one go back to the first stage the
+ * others have work. */
+static void eng_post(eng_replica *p, eng_flight *f) {
+    const toka_shape *s = &p->g->files->shape;
+    const int64_t HD = (int64_t)s->H * s->D, row = HD * s->E * 2 + (int64_t)s->E * (2 * s->K * s->D + 3 * s->F);
+    if (p->m.pp == 1) {
+        f->number = model_post(&p->m, &f->b.step, f->picks);
+        return;
+    }
+    batch_split(&p->b, &f->parts, &f->b, p->m.pp + 1, (batch_weight){row, 2 * HD});
+    for (int i = 0; i < f->parts.n; i++) {
+        const batch_part *part = &f->parts.part[i];
+        f->number = model_post(&p->m, &part->step, f->picks + part->out0);
+    }
 }
 
 /* Plans a step and posts it. False: nothing can run before a step that flies has landed. */
@@ -11757,8 +11771,7 @@ static bool eng_plan(eng_replica *p) {
     if (rows) {
         batch_build(&p->b, &f->b, &p->s);
         eng_rows(p, f);
-        eng_number(p, &f->b.step);
-        f->number = model_post(&p->m, &f->b.step, f->picks);
+        eng_post(p, f);
         p->n_flying++, p->g->n_busy++;
         eng_count_spans(p->g, &f->b);
     }
