@@ -18349,36 +18349,12 @@ typedef struct plan_split {
 
 /* ---- What a rank has ---- */
 
-/* Layers' worth of the LM head: its products over those of a layer. */
-static double plan_head_cost(const toka_shape *s) {
-    double E = s->E, layer = E * (s->H + 2.0 * s->K) * s->D + (double)s->H * s->D * E + 3 * E * s->F;
-    return E * s->V / layer;
-}
-
-/* The layers of one stage, so that the slowest stage is as fast as can be: the last has the LM head beside, the embedding costs
- * nothing. Every stage has at least one. */
-static void plan_stage(const toka_shape *s, int pp, int stage, int *l0, int *n) {
-    double head = plan_head_cost(s), best = INFINITY;
-    int last = s->L, others = pp - 1;
-    for (int k = 1; k <= s->L - others && others; k++) {
-        double slowest = MAX(k + head, ceil((double)(s->L - k) / others));
-        if (slowest <= best) best = slowest, last = k;
-    }
-    int rest = s->L - last;
-    *l0 = stage < others ? (int)((int64_t)rest * stage / others) : rest;
-    *n = stage < others ? (int)((int64_t)rest * (stage + 1) / others) - *l0 : last;
-}
-
-/* Can the model be cut into so many ranks a stage, and so many stages? Kv heads are dealt out whole; where there are fewer than
- * ranks, each is held by several, which share its query heads. */
+/* Can the model be cut into so many ranks a stage, and so many stages? */
 static int plan_check_split(const toka_shape *s, int tp, int pp, toka_err *e) {
-    if (pp > s->L) return fail(e, TOKA_E_USE, "pp %d: the model has %d layers", pp, s->L);
-    if (tp > s->F || tp > s->V) return fail(e, TOKA_E_USE, "tp %d: the MLP is %d wide, the vocabulary %d", tp, s->F, s->V);
-    if (tp <= s->K || (tp % s->K == 0 && s->H / s->K % (tp / s->K) == 0)) return 0;
-    return fail(e, TOKA_E_USE, "tp %d: the model has %d query heads and %d kv heads, which cannot be dealt out", tp, s->H, s->K);
+    mf_part part;
+    if (pp > s->L) return fail(e, TOKA_E_USE, "pipeline parallel size %d: the model has %d layers", pp, s->L);
+    return mf_part_of(s, 0, tp, &part, e);
 }
-
-static int plan_part(int n, int r, int tp) { return (int)((int64_t)n * (r + 1) / tp - (int64_t)n * r / tp); }
 
 /* The sizes of one layer's tensors; no data. */
 static toka_layer plan_layer(const mf_config *c, const toka_shape *s) {
@@ -18397,10 +18373,12 @@ static plan_rank plan_rank_of(const plan_ask *a, int tp, int pp, int stage, int 
     const toka_shape *all = &a->model->shape;
     plan_rank p = {.shape = *all, .first = !stage, .last = stage == pp - 1};
     toka_shape *s = &p.shape;
-    plan_stage(all, pp, stage, &p.l0, &s->L);
-    s->K = tp <= all->K ? plan_part(all->K, r, tp) : 1;
-    s->H = tp <= all->K ? all->H / all->K * s->K : all->H / tp;
-    s->F = plan_part(all->F, r, tp), s->V = plan_part(all->V, r, tp);
+    mf_range layers = mf_stage(all, stage, pp);
+    mf_part part;
+    int code = mf_part_of(all, r, tp, &part, &(toka_err){0});
+    assert(!code);
+    p.l0 = layers.from, s->L = layers.n;
+    s->H = part.H.n, s->K = part.K.n, s->F = part.F.n, s->V = part.V.n;
     toka_layer layer = plan_layer(a->model, s);
     toka_tensor head = {.rows = s->V, .cols = s->E};
     bool tied = !(a->model->features & MF_LM_HEAD);
