@@ -160,6 +160,18 @@ def test_bodies_too_long():
             assert c.answer().status == 413
 
 
+def test_echo_of_one_token(server):
+    """The shortest prompt, with its one token before those of each sample, streamed or not."""
+    body = {"prompt": [5], "max_tokens": 2, "n": 2, "temperature": 0, "logprobs": 1, "echo": True}
+    for stream in (False, True):
+        answer = server.post("/v1/completions", {**body, "stream": stream})
+        assert answer.status == 200
+        lines = answer.body.decode().split("\n\n") if stream else [answer.body.decode()]
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines if "{" in line]
+        values = {i: [v for c in chunks for x in c["choices"] if x["index"] == i for v in x["logprobs"]["token_logprobs"]] for i in (0, 1)}
+        assert values[0] == values[1] and len(values[0]) == 3 and values[0][0] is None and max(values[0][1:]) <= 0
+
+
 def test_content_types(server):
     assert server.post("/v1/completions", small(), Content_Type="text/plain").status == 415
     assert server.post("/v1/completions", small(), Content_Type="application/x-www-form-urlencoded").status == 415
