@@ -8118,12 +8118,13 @@ UNUSED static const char *sched_check(const sched *s) {
  * on every stage. A row may only see K and V of earlier steps, of its own part and of parts before it. So a chunk may be cut
  * anywhere, but not everything between a sequence that skips pages and one behind it that computes them in this very step:
  *
- *      rows   [ a  a  a  a ][ b  b  b  b ][ c  c  c  c ]     c computes pages 0-1, b skips them and computes 2-3, and
- *                ^------------ no cut ------------------^      a, which has all four, skips both and computes 4-5
+ *      rows   [ u  u  u  u ][ x  x  x ][ v  v  v  v ]      v computes page 0, u skips it and computes page 1, x skips both
+ *                ^---------- no cut -----------^
  *
- * It is not enough to look at the deepest page that two neighbours share: pages above it may have been computed by a third
- * (here c's, which lie behind b's). A bond stands for one such sequence: from its first row to the last row whose pages it
- * sees. Pages computed in this step are the end of every path, so a walk up from the first own page finds them and stops.
+ * A bond stands for a sequence and one behind it that computes the last page it skips: no cut behind the first row of the
+ * former that is before the last row of that page. That is enough, as whoever computes a page has such a bond to those who
+ * compute the pages above it. It would not be enough to ask of a cut who computes the last page that its neighbours share: u
+ * and x share page 1, which u computes, before the cut.
  *
  * What always holds: for each row the spans cover positions 0 .. p exactly once, in rising kv0. No allocation after
  * batch_init, batch_step_init and batch_parts_init. Cost: O(rows + running sequences + pages of their spans), and for
@@ -8429,16 +8430,13 @@ static void batch_mark(batch *b, const batch_step *d, const sched *s, int e, int
     for (int i = d->pos[d->row0[e]] / s->c.B; i < end; i++) b->writer[row[i]] = writer;
 }
 
-/* The bond of sequence number e. From one writer of its path to the next, upwards. */
+/* The bond of sequence number e, if it sees pages that one behind it computes. */
 static void batch_bind(const batch *b, batch_step *d, const sched *s, int e) {
-    const int *row = kv_row(&s->kv, d->seq[e]);
-    int B = s->c.B, i = d->pos[d->row0[e]] / B - 1, to = 0;
-    while (i >= 0 && b->writer[row[i]]) {
-        int first = d->row0[b->writer[row[i]] - 1]; /* row of the writer */
-        to = MAX(to, first + (i + 1) * B - d->pos[first]);
-        i = d->pos[first] / B - 1;
-    }
-    if (to > d->row0[e] + 1) d->bonds[d->n_bonds++] = (batch_bond){d->row0[e], to};
+    int B = s->c.B, n = d->pos[d->row0[e]] / B; /* pages before its own */
+    int writer = n ? b->writer[kv_row(&s->kv, d->seq[e])[n - 1]] - 1 : -1;
+    if (writer <= e) return;
+    int first = d->row0[writer];
+    d->bonds[d->n_bonds++] = (batch_bond){d->row0[e], first + n * B - d->pos[first]};
 }
 
 /* Only a sequence in prefill sees pages of this very step, and only such ones compute pages that others see. */
@@ -14864,6 +14862,9 @@ static int run_lines(run_state *r, toka_err *e) {
     if (r->e.code == TOKA_E_DEVICE && r->results.is_file)
         fail(e, TOKA_E_DEVICE, "%.300s; %lld lines are written, the same command goes on from there", r->e.msg,
              (long long)(r->n_before + r->n_written));
+    if (!r->e.code && !r->stopped && !*r->o->interrupted && r->n_before + r->n_written < r->n_lines)
+        return fail(e, TOKA_E_IO, "%s: it was cut while it was read, from %lld lines to %lld", r->in.name, (long long)r->n_lines,
+                    (long long)(r->n_before + r->n_written));
     return r->e.code;
 }
 

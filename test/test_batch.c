@@ -17,7 +17,7 @@ typedef struct bt {
     toka_out_row *out;                   /* of the step: those that yield, and some more */
     uint64_t rng;
     int *drawn, n_drawn;                 /* slot of every draw so far, and number of its part */
-    int64_t n_bonds, n_parts, n_needs, n_halves, n_twice; /* bonds; parts; with needs; cuts in chunks; bonds over two writers */
+    int64_t n_bonds, n_parts, n_needs, n_halves; /* bonds; parts; with needs; cuts in chunks */
     bt_device d;
     int64_t n_copied;                    /* slots loaded from another one */
     int64_t n_shared, n_nested, kv_read; /* shared spans; rows under two or more of them; tokens of K and V read */
@@ -84,14 +84,7 @@ static void bt_check_bonds(bt *t, const int *row_q) {
         for (int i = 0; i < d->n_bonds; i++) tied |= d->bonds[i].from < c && c < d->bonds[i].to;
         CHECK(tied == !bt_may_cut(t, row_q, c));
     }
-    for (int i = 0; i < d->n_bonds; i++) {
-        CHECK(!i || d->bonds[i - 1].from < d->bonds[i].from);
-        int deepest = -1, from = d->bonds[i].from, q = row_q[from]; /* rows that write the last page it has from others */
-        int page = kv_row(&t->m.s.kv, q)[d->step.pos[from] / t->m.s.c.B - 1];
-        for (int r = 0; r < d->step.T; r++)
-            if (d->step.slot[r] / t->m.s.c.B == page) deepest = r;
-        t->n_twice += deepest >= 0 && deepest + 1 < d->bonds[i].to;
-    }
+    for (int i = 1; i < d->n_bonds; i++) CHECK(d->bonds[i - 1].from < d->bonds[i].from);
     t->n_bonds += d->n_bonds;
 }
 
@@ -371,7 +364,7 @@ static void bt_each_page_once(void) {
 /* Families of prompts with common beginnings, queued behind one that takes the whole first step; some of those who would have
  * computed a beginning for the others are cancelled before they could, or parked. */
 static void bt_random_bonds(void) {
-    int64_t n_bonds = 0, n_twice = 0;
+    int64_t n_bonds = 0;
     for (uint64_t seed = 1; seed <= 300 && !check_failed; seed++) {
         uint64_t rng = seed;
         toka_err e;
@@ -401,10 +394,10 @@ static void bt_random_bonds(void) {
             }
         }
         if (check_failed) printf("seed %d\n", (int)seed);
-        n_bonds += t->n_bonds, n_twice += t->n_twice;
+        n_bonds += t->n_bonds;
         bt_close(t);
     }
-    CHECK_MSG(n_bonds > 100 && n_twice > 30, "%d %d", (int)n_bonds, (int)n_twice);
+    CHECK_MSG(n_bonds > 50, "%d", (int)n_bonds);
 }
 
 /* u and x have pages 0 and 1 in common, v only page 0. The one that was to compute page 0 is cancelled, so v, which stands behind
@@ -424,9 +417,8 @@ static void bt_third_writer(void) {
     smt_step(&t->m, false);
     const batch_step *d = &t->built;
     int at = d->row0[1]; /* behind z's last row: u, x, v */
-    CHECK(d->n_seq == 4 && d->n_bonds == 2 && d->row0[2] - at == 5 && d->row0[3] - at == 8 && d->step.T - at == 15);
+    CHECK(d->n_seq == 4 && d->n_bonds == 1 && d->row0[2] - at == 5 && d->row0[3] - at == 8 && d->step.T - at == 15);
     CHECK(d->bonds[0].from == at && d->bonds[0].to == d->row0[3] + 2);
-    CHECK(d->bonds[1].from == d->row0[2] && d->bonds[1].to == d->row0[3] + 2);
     bt_close(t);
 }
 

@@ -229,6 +229,24 @@ def test_weights_that_are_cut_while_they_are_used(tmp_path):
         assert len(ids) == len(set(ids)) == 300
 
 
+def test_input_that_is_cut_while_it_is_read(tmp_path):
+    """Not all of what the first pass counted is there: that is no success."""
+    source, out, n = tmp_path / "in.jsonl", tmp_path / "out.jsonl", 400
+    text = "".join(json.dumps({"custom_id": f"{i:02000}", "prompt": "Tom", "max_tokens": 20, "ignore_eos": True}) + "\n" for i in range(n))
+    source.write_text(text)  # more than is read at once
+    command = [TOKA, "batch", "-q", "--max-num-seqs", "2", "-i", str(source), "-o", str(out)]
+    p = subprocess.Popen(command, env=ENV, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not out.exists() or not out.stat().st_size:
+        assert p.poll() is None
+        time.sleep(0.005)
+    os.truncate(source, len(text) // n * 300)
+    err = p.communicate(timeout=60)[1]
+    assert p.returncode == 2 and "cut while it was read, from 400 lines to 300" in err and len(err.splitlines()) == 1
+    source.write_text(text)
+    assert subprocess.run(command, env=ENV, cwd=ROOT, timeout=60).returncode == 0
+    assert len({json.loads(line)["custom_id"] for line in open(out)}) == len(out.read_text().splitlines()) == n
+
+
 def small_files(n):
     """A prefix for a command that can write no file longer than n bytes: how a full disk looks without one."""
     return ("bash", "-c", f'ulimit -f {n // 1024}; exec "$0" "$@"')
