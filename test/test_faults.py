@@ -85,6 +85,18 @@ def test_batch_on_a_device_that_fails(tmp_path, calm, step):
     assert sorted(out.read_text().splitlines()) == calm
 
 
+@pytest.mark.parametrize("split", ["tensor", "pipeline", "data"])
+def test_batch_on_several_devices_that_fail(tmp_path, split):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(lines(60))
+    command = ("batch", "-q", "--max-num-seqs", "16", f"--{split}-parallel-size", "2", "-i", str(source), "-o", str(out))
+    r = toka(*command, env={"TOKA_DEBUG_FAULT": "60"})
+    assert r.returncode == 2 and r.stderr.startswith(f"toka: {FAULT}; ") and len(r.stderr.splitlines()) == 1
+    assert toka(*command).returncode == 0
+    ids = [json.loads(line)["custom_id"] for line in out.read_text().splitlines()]
+    assert len(ids) == len(set(ids)) == 60
+
+
 def test_server_on_a_device_that_fails(tmp_path):
     """Streams, whole answers, requests in the queue and a batch are under way when a step fails. Everybody is told, /health turns, the
     server ends by itself, and the next one goes on with the batch."""
