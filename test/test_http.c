@@ -301,7 +301,7 @@ static void test_srv_heartbeat(void) { /* wedged: work, and no step for a while 
 
 /* Retry-After: the queue's length over the rate at which it has been left since it was last empty, or for the last while. */
 static void test_srv_pace(void) {
-    srv_pace p = {{0}};
+    srv_pace p = {0};
     int64_t left = 1000; /* of earlier, idle hours */
     double now = 5000;
     srv_pace_look(&p, 0, left, now);
