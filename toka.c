@@ -6198,8 +6198,8 @@ static void mf_slice(const mf_slot *slot, const mf_part *p, int D, const void *f
 /* The shape and the weights of one rank of a model of this shape: slices of `whole`, nothing is copied. The embedding is in the
  * first stage only, the last norm and the LM head in the last. out->layers lives in `a`. Errors: TOKA_E_USE, it cannot be split
  * so. */
-UNUSED static int mf_shard(const toka_shape *s, const toka_weights *whole, const mf_rank *r, arena *a, toka_shape *shape,
-                           toka_weights *out, toka_err *e) {
+static int mf_shard(const toka_shape *s, const toka_weights *whole, const mf_rank *r, arena *a, toka_shape *shape,
+                    toka_weights *out, toka_err *e) {
     mf_part p = {0};
     assert(r->tp_rank >= 0 && r->tp_rank < r->tp_size && r->pp_rank >= 0 && r->pp_rank < r->pp_size && s->V == s->V_all);
     if (r->pp_size > s->L)
