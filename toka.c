@@ -11940,7 +11940,9 @@ static const mf_embedded *const embedded_model = embedded_files;
 static const mf_embedded *const embedded_model = NULL;
 #endif
 
-toka_options toka_options_default(void) { return (toka_options){.device = "auto"}; }
+toka_options toka_options_default(void) {
+    return (toka_options){.device = "auto", .tensor_parallel_size = 1, .pipeline_parallel_size = 1, .data_parallel_size = 1};
+}
 
 /* Parses a template file: Jinja, or a tokenizer_config.json (by its name) that has a template in it. `names` gets the special
  * tokens of the latter, for a template without a model. */
@@ -17692,7 +17694,7 @@ static void srv_round(srv *s, struct epoll_event *events) {
     srv_bury(l);
 }
 
-/* Until a signal and all answers are out, a second signal, or a failed engine. */
+/* Until a signal and all answers are out, or a failed engine. A second signal ends the program. */
 static void srv_run_loop(srv *s) {
     srv_loop *l = s->loop;
     struct epoll_event events[SRV_EVENTS];
@@ -17700,12 +17702,11 @@ static void srv_run_loop(srv *s) {
     bool served = false;
     for (;;) {
         srv_round(s, events);
-        int signals = *s->o->interrupted;
         served |= s->phase == SRV_READY;
         if (s->phase == SRV_FAILED && !t_failed) t_failed = l->now;
         bool told = t_failed && (!served || l->now - t_failed > SRV_FAILED_S);
-        if ((signals || told) && !s->draining) srv_start_draining(s);
-        if (s->draining && (!l->conns || signals > 1 || (t_failed && l->now - t_failed > SRV_FAILED_LAST_S))) break;
+        if ((*s->o->interrupted || told) && !s->draining) srv_start_draining(s);
+        if (s->draining && (!l->conns || (t_failed && l->now - t_failed > SRV_FAILED_LAST_S))) break;
     }
     while (l->conns) srv_close(s, l->conns);
     srv_bury(l);
@@ -19943,7 +19944,10 @@ static cli cli_default(void) {
 
 static atomic_int cli_interrupted; /* signals so far; lock-free, so a handler may count them */
 
-static void cli_on_signal(int sig) { (void)sig, cli_interrupted++; }
+static void cli_on_signal(int sig) { /* two of different kinds are two */
+    (void)sig;
+    if (cli_interrupted++) _exit(130);
+}
 
 /* Weights are read where the file is mapped: one that is cut short under us, or whose disk fails, shows here. */
 static void cli_on_lost_page(int sig, siginfo_t *info, void *context) {
@@ -20748,3 +20752,14 @@ int toka_main(int argc, char **argv) {
 #ifdef TOKA_MAIN
 int main(int argc, char **argv) { return toka_main(argc, argv); }
 #endif
+/* A library's caller may leave the sizes 0; who types one means a number. */
+static int cli_check_split(const toka_options *o, toka_err *e) {
+    const struct { const char *name; int n; } sizes[] = {{"tensor", o->tensor_parallel_size}, {"pipeline", o->pipeline_parallel_size},
+                                                         {"data", o->data_parallel_size}};
+    for (int i = 0; i < COUNT(sizes); i++)
+        if (sizes[i].n < 1 || sizes[i].n > ENG_MAX_SPLIT)
+            return fail(e, TOKA_E_USE, "--%s-parallel-size: %d, expected 1 to %d", sizes[i].name, sizes[i].n, ENG_MAX_SPLIT);
+    return 0;
+}
+
+    if ((code = cli_check_split(&c.open, e))) return code;
