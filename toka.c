@@ -18,10 +18,13 @@
  *         +-> sched_plan (13) ----------> which tokens of which sequences go into the next step; pages from kv_open (11),
  *         |                               lengths guessed by pred (12)
  *         |   batch_build (14) ---------> toka_step: T rows as integers, shared prefixes as spans of their own
- *         |   model_step (17) ----------> embed, then L times {norm_qkv_rope_kv, attention, out_residual,
- *         |       over toka_backend        norm_mlp_residual}, then norm_logits_sample: the table of toka.h,
- *         |       (16 is the CPU's)        which calls samp_row (15) on each row of logits
- *         +-- eng_commit (18) <---------- toka_pick: the id and its log-probability; sched_commit (13) files it
+ *         |   batch_split (14) ---------> its parts, where the model is cut into stages
+ *         |   model_post (17) ----------> every rank, on a thread of its own, runs rank_step: embed, then L times
+ *         |       over toka_backend        {norm_qkv_rope_kv, attention, out_residual, norm_mlp_residual}, then
+ *         |       (16 is the CPU's)        norm_logits_sample: the table of toka.h, which calls samp_row (15) on
+ *         |                                each row of logits; meanwhile the next step is planned
+ *         +-- eng_commit (18) <---------- model_wait (17): toka_pick, the id and its log-probability; sched_commit (13)
+ *                                         files it
  *     id --------------- tok_stream_put (6), stop_put (15) --> text that is certain --> toka_event --> the caller,
  *                                         who may be a person (29), a file of results (22) or another program (19);
  *                                         answers over HTTP are made from the ids by workers: api_feed (21, 25, 26)
@@ -46,7 +49,8 @@
  *   model   mf_model, tok, tmpl: immutable after toka_open, read by any thread
  *   engine  scheduler, pages, plans: sized at open; touched only by the thread that drives (eng_drive). Other threads reach it
  *           through an inbox under one lock
- *   device  activations, KV, scratch: taken at open by the backend; its threads run ops and return before the op does
+ *   device  activations, KV, scratch: taken at open by the backend, on the thread of its rank (17), which alone runs its ops; the
+ *           backend's threads help it and return before the op does
  *   server  one thread has all sockets, workers read bodies and make text, one drives the engine; calls go round by lists (25)
  *   event   pointers live during the callback; what is handed out by toka_encode and friends is malloc'ed for the caller
  * Names tell lifetimes: _open/_close for what holds system things, _init/_free for caller's storage, _new/_del for the heap.
@@ -55,7 +59,9 @@
  * where, found, expected. Four classes, never mixed: a bug asserts; bad start-up input travels up to main, the only place that
  * prints and exits; a bad request fails that request; a device fault is latched by the device and fails all requests. What
  * comes from a file or a network is checked where it is read and is an error, never an assert. To rehearse the last class, the
- * environment can break a device: TOKA_DEBUG_FAULT=N fails its Nth step, TOKA_DEBUG_STALL=N (CPU) never returns from it.
+ * environment can break a device: TOKA_DEBUG_FAULT=N fails its Nth step, TOKA_DEBUG_STALL=N (CPU) never returns from it. Of many
+ * ranks that is the first stage's, or rank R of every replica: N@R (CPU). TOKA_DEBUG_PATIENCE=S (CPU): ranks that do not get on
+ * for S seconds are given up, instead of 30.
  *
  * WHAT ALWAYS HOLDS.
  *   1. A row's result depends on its own tokens only: not on batch mates, chunks of prefill, threads, preemption or the cutting
@@ -9929,6 +9935,8 @@ typedef struct cpu_link { /* from a rank to the same tp rank of the next stage *
 struct toka_group {
     int tp_size, pp_size;
     double patience;           /* CPU_PATIENCE; tests have less */
+    double quiet;              /* cpu_group_watch's: seconds without progress, */
+    uint64_t seen;             /* since this one */
     cpu_rank ranks[CPU_RANKS]; /* [pp][tp] */
     cpu_link links[CPU_RANKS]; /* [pp][tp] */
     cpu_stage stages[CPU_RANKS];
@@ -9954,12 +9962,13 @@ static void cpu_group_close(toka_group *g) {
 }
 
 static int cpu_group_open(toka_group **out, int tp_size, int pp_size, toka_err *e) {
+    const char *patience = getenv("TOKA_DEBUG_PATIENCE");
     if (tp_size < 1 || pp_size < 1 || tp_size > CPU_RANKS / pp_size)
         return fail(e, TOKA_E_USE, "CPU backend: %d stages of %d tensor ranks, expected 1 to %d ranks", pp_size, tp_size,
                     CPU_RANKS);
     toka_group *g = *out = mem_zalloc(sizeof *g);
     pthread_condattr_t monotonic;
-    g->tp_size = tp_size, g->pp_size = pp_size, g->patience = CPU_PATIENCE;
+    g->tp_size = tp_size, g->pp_size = pp_size, g->patience = patience && atof(patience) > 0 ? atof(patience) : CPU_PATIENCE;
     pthread_mutex_init(&g->lock, NULL);
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
@@ -9996,22 +10005,36 @@ static int cpu_rank_ahead(toka_group *g, int i) {
     return i;
 }
 
-/* Nobody got on for too long. To blame is who waits for nobody, at the end of the chain of those who wait. With the lock held. */
-static void cpu_group_blame(toka_device *d) {
-    toka_group *g = d->group;
-    const int me = (int)(d->rank - g->ranks), n = g->tp_size * g->pp_size;
+/* Nobody got on for too long, as rank `me` saw. To blame is who waits for nobody, at the end of the chain of those who wait. With
+ * the lock held. */
+static void cpu_group_blame(toka_group *g, int me) {
+    const int n = g->tp_size * g->pp_size;
     int who = me;
     char name[64], mine[64];
     for (int i = 0; i < n && atomic_load(&g->ranks[who].waits); i++) who = cpu_rank_ahead(g, who);
-    const char *op = atomic_load(&g->ranks[who].op), *my_op = atomic_load(&d->rank->op);
+    const char *op = atomic_load(&g->ranks[who].op), *my_op = atomic_load(&g->ranks[me].op);
     cpu_rank_name(g, who, name), cpu_rank_name(g, me, mine);
     if (atomic_load(&g->ranks[who].waits))
         fail(&g->error, TOKA_E_DEVICE, "CPU backend: all ranks have waited for each other for %g s, %s in %s", g->patience, mine,
              my_op);
+    else if (who == me)
+        fail(&g->error, TOKA_E_DEVICE, "CPU backend: %s has not moved for %g s, last seen in %s", name, g->patience,
+             op ? op : "no op");
     else
         fail(&g->error, TOKA_E_DEVICE, "CPU backend: %s has not moved for %g s, last seen in %s; %s waits for it in %s", name,
              g->patience, op ? op : "no op", mine, my_op);
     cpu_group_break(g);
+}
+
+static int cpu_group_watch(toka_group *g, int who, double slept, toka_err *e) {
+    const uint64_t now = atomic_load(&g->progress);
+    int code = 0;
+    g->quiet = now == g->seen ? g->quiet + slept : 0, g->seen = now;
+    if (g->quiet < g->patience) return 0;
+    pthread_mutex_lock(&g->lock);
+    if (!atomic_load(&g->broken)) cpu_group_blame(g, who), *e = g->error, code = e->code;
+    pthread_mutex_unlock(&g->lock);
+    return code;
 }
 
 /* Sleeps until something changed or a part of the patience is over; `quiet` adds up seconds without progress. They are counted in
@@ -10038,7 +10061,7 @@ static bool cpu_group_wait(toka_device *d, enum cpu_wait whom, _Atomic int64_t *
     atomic_store(&d->rank->waits, whom);
     while (atomic_load(count) < want && !atomic_load(&g->broken)) {
         cpu_group_nap(g, &seen, &quiet);
-        if (quiet >= g->patience && atomic_load(count) < want) cpu_group_blame(d);
+        if (quiet >= g->patience && atomic_load(count) < want) cpu_group_blame(g, (int)(d->rank - g->ranks));
     }
     atomic_store(&d->rank->waits, CPU_RUNS);
     bool there = atomic_load(count) >= want;
@@ -10169,11 +10192,34 @@ static void cpu_send(toka_device *d, toka_dev x, int rows) {
     cpu_group_raise(d->group, &l->sent, 1, false);
 }
 
+/* The number in a variable of the environment that breaks a device with this place: "N", for the first stage, or "N@R". */
+static int cpu_debug(const char *name, const toka_device_options *o) {
+    const char *value = getenv(name), *at = value ? strchr(value, '@') : NULL;
+    if (!value || (at ? atoi(at + 1) != o->pp_rank * o->tp_size + o->tp_rank : o->pp_rank > 0)) return 0;
+    return atoi(value);
+}
+
+/* A device that breaks, for the tests of what happens then. */
+static void cpu_break(toka_device *d) {
+    if (d->fault_in && !--d->fault_in) {
+        char name[64], where[120] = "a step failed";
+        if (d->group) {
+            cpu_rank_name(d->group, (int)(d->rank - d->group->ranks), name);
+            snprintf(where, sizeof where, "%s: a step failed in %s", name, atomic_load(&d->rank->op));
+        }
+        fail(&d->error, TOKA_E_DEVICE, "CPU backend: %s, as TOKA_DEBUG_FAULT wants it", where);
+    }
+    if (d->stall_in && !--d->stall_in)
+        for (;;) pause();
+}
+
+/* Begins the step, but for the first stage's. */
 static void cpu_receive(toka_device *d, toka_dev x, int rows) {
     if (!cpu_enter(d, "receive")) return;
     cpu_link *l = &d->group->links[d->rank - d->group->ranks - d->group->tp_size];
     const int64_t i = atomic_load(&l->taken);
     if (!cpu_group_wait(d, CPU_WAITS_BEFORE, &l->sent, i + 1)) return;
+    cpu_break(d);
     assert(l->rows[i % CPU_LINK] == rows);
     memcpy(cpu_at(x), cpu_link_at(d, l, i), (size_t)rows * (size_t)d->shape->E * sizeof(float));
     cpu_group_raise(d->group, &l->taken, 1, false);
@@ -10302,18 +10348,6 @@ static void cpu_norm_item(void *arg, int thread, int t) {
 static void cpu_norm_run(cpu_norm n, int rows) { cpu_run(&n.d->pool, cpu_norm_item, &n, rows, (int64_t)rows * n.width); }
 
 /* ---- Op: embed ---- */
-
-static int cpu_debug(const char *name) {
-    const char *value = getenv(name);
-    return value ? atoi(value) : 0;
-}
-
-/* A device that breaks, for the tests of what happens then. */
-static void cpu_break(toka_device *d) {
-    if (d->fault_in && !--d->fault_in) fail(&d->error, TOKA_E_DEVICE, "CPU backend: a step failed, as TOKA_DEBUG_FAULT wants it");
-    if (d->stall_in && !--d->stall_in)
-        for (;;) pause();
-}
 
 /* Begins the step. */
 static void cpu_embed(toka_device *d, const toka_step *s, toka_dev x) {
@@ -10693,7 +10727,7 @@ static int cpu_open(toka_device **out, const toka_device_options *o, const toka_
     toka_device *d = mem_zalloc(sizeof *d);
     const int n_ranks = o->group ? o->group->tp_size * o->group->pp_size : 1;
     *d = (toka_device){.shape = shape, .weights = weights, .options = *o, .kernels = &cpu_sets[cpu_n_sets() - 1], .group = o->group,
-                       .fault_in = cpu_debug("TOKA_DEBUG_FAULT"), .stall_in = cpu_debug("TOKA_DEBUG_STALL")};
+                       .fault_in = cpu_debug("TOKA_DEBUG_FAULT", o), .stall_in = cpu_debug("TOKA_DEBUG_STALL", o)};
     if (cpu_pool_open(&d->pool, o->n_threads ? o->n_threads : MAX(os_n_cores() / n_ranks, 1), e)) {
         free(d);
         return e->code;
@@ -10767,6 +10801,7 @@ const toka_backend toka_cpu = {
     .group_open = cpu_group_open,
     .group_close = cpu_group_close,
     .group_abort = cpu_group_abort,
+    .group_watch = cpu_group_watch,
     .all_reduce = cpu_all_reduce,
     .send = cpu_send,
     .receive = cpu_receive,
@@ -10798,14 +10833,16 @@ const toka_backend toka_cpu = {
  *     model_post --> ring of steps --> every rank: rank_step --> done --> model_wait        one thread posts and waits
  *
  * What always holds: a posted step, and all it points to, stays as it is until model_wait has returned for it; the first
- * failure is kept and told to all ranks, steps behind it are not run, and whoever waits gets it. A rank that does not come back
- * even then is lost: nothing that it may still look at is freed.
+ * failure is kept and told to all ranks, steps behind it are not run, and whoever waits gets it. Who waits also watches: ranks
+ * of a group that do not get on are a failure. A rank that does not come back even then is lost: nothing that it may still look
+ * at is freed.
  * =========================================================================== */
 
 enum {
     MODEL_RING = 64,  /* steps under way at most */
     MODEL_GRACE_S = 5 /* for ranks to come back after a failure */
 };
+#define MODEL_NAP_S 0.25 /* so often who waits looks whether ranks get on */
 
 typedef struct model_job { /* a step and where its picks go */
     const toka_step *s;
@@ -10815,6 +10852,7 @@ typedef struct model_job { /* a step and where its picks go */
 typedef struct model_bell { /* of all models that one thread waits for */
     pthread_mutex_t lock;
     pthread_cond_t done; /* some rank ran a step, or opened its device */
+    double grace;        /* the waiting thread's: seconds that are left for ranks to come back after a failure */
 } model_bell;
 
 typedef struct model_rank {
@@ -10832,7 +10870,7 @@ typedef struct model_rank {
 
 typedef struct model_run {
     const toka_backend *be;
-    toka_group *group; /* of more than one rank */
+    toka_group *group; /* of more than one device, or NULL */
     model_rank *ranks; /* [pp][tp] */
     int tp, pp, n_ranks, n_started, n_open; /* n_open: of those started, tried to open their device */
     arena a;             /* of the ranks' weights */
@@ -10840,7 +10878,9 @@ typedef struct model_run {
     pthread_cond_t to_do;
     model_job ring[MODEL_RING];
     int64_t posted;
-    bool closing, lost;
+    bool closing;
+    double t_watched; /* the waiting thread's, as `lost` */
+    bool lost;
     toka_err broken; /* code 0: all devices work */
 } model_run;
 
@@ -10948,7 +10988,7 @@ static int model_cut(model_run *m, const toka_backend *be, const toka_shape *sha
 /* Starts the ranks, which open their devices side by side; model_ready waits for them. o: all but the place in the group. */
 static int model_start(model_run *m, model_bell *bell, const toka_device_options *o, int max_len, toka_err *e) {
     m->bell = bell;
-    if (m->n_ranks > 1 && m->be->group_open(&m->group, m->tp, m->pp, e)) return e->code;
+    if (MAX(m->n_ranks, o->n_devices) > 1 && m->be->group_open(&m->group, m->tp, m->pp, e)) return e->code;
     pthread_cond_init(&m->to_do, NULL);
     for (int i = 0; i < m->n_ranks; i++) {
         model_rank *r = &m->ranks[i];
@@ -10990,17 +11030,41 @@ static bool model_is_done(const model_run *m, int64_t number) {
     return true;
 }
 
+/* With the bell's lock held: looks after ranks that have step `number` to do. Where a group does not get on, the rank to blame is a
+ * failure, also when the others are done and none of them waits for it. A device that is the only one is waited for, however long. */
+static void model_watch(model_run *m, int64_t number) {
+    const double now = os_now(), slept = MIN(now - m->t_watched, MODEL_NAP_S); /* a process that was stopped loses no patience */
+    int who = 0;
+    toka_err e;
+    m->t_watched = now;
+    if (!m->group || m->broken.code || model_is_done(m, number)) return;
+    while (m->ranks[who].done >= number) who++;
+    int code = m->be->group_watch(m->group, who, slept, &e);
+    if (code) rank_report(&m->ranks[who], code, &e);
+}
+
+/* With the bell's lock held: until some rank has done something, or for a moment. */
+static void model_nap(model_bell *bell) {
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += (long)(MODEL_NAP_S * 1e9);
+    if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
+    pthread_cond_timedwait(&bell->done, &bell->lock, &until);
+}
+
 /* Waits until model_is_done. */
 static int model_wait(model_run *m, int64_t number, toka_err *e) {
-    struct timespec until;
-    pthread_mutex_lock(&m->bell->lock);
-    while (!model_is_done(m, number) && !m->broken.code) pthread_cond_wait(&m->bell->done, &m->bell->lock);
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_sec += MODEL_GRACE_S;
-    while (!model_is_done(m, number) && !m->lost) m->lost = pthread_cond_timedwait(&m->bell->done, &m->bell->lock, &until) == ETIMEDOUT;
+    model_bell *bell = m->bell;
+    pthread_mutex_lock(&bell->lock);
+    while (!model_is_done(m, number) && !m->broken.code) model_nap(bell), model_watch(m, number);
+    for (double t = os_now(); !model_is_done(m, number) && !m->lost; t = os_now()) {
+        model_nap(bell);
+        bell->grace -= MIN(os_now() - t, MODEL_NAP_S);
+        m->lost = bell->grace <= 0 && !model_is_done(m, number);
+    }
     int code = m->broken.code;
     if (code) *e = m->broken;
-    pthread_mutex_unlock(&m->bell->lock);
+    pthread_mutex_unlock(&bell->lock);
     return code;
 }
 
@@ -11039,7 +11103,7 @@ static double model_busy(model_run *m) {
  *   - eng.lock guards the inbox, the list of cancels, `driven`, `stopping`, the broken state and the copy of the statistics;
  *     everything else belongs to the driver;
  *   - every sample of an accepted request ends in exactly one event that is not TOKA_RUNNING;
- *   - a request is freed when its last event went out and no step flies that has a row of it;
+ *   - a request is freed when its last event went out and no step flies that has a row of it; never, if such a step's rank is lost;
  *   - a step allocates nothing but what events carry (texts grow to their longest once).
  * =========================================================================== */
 
@@ -11058,6 +11122,7 @@ typedef struct eng_request { /* from eng_submit until its last event */
     int n_prompt, n, n_live;
     int n_flying; /* rows of steps that fly and point to this request */
     bool over;    /* it had its last event */
+    bool kept;    /* a lost rank may still look at it: it is never freed */
     bool *ended; /* [n] */
     toka_sampling sampling, scoring; /* scoring: of the prompt's places, only logprobs counts */
     bool scores;     /* the prompt's tokens are wanted, by sample 0, which computes them all */
@@ -11120,6 +11185,7 @@ typedef struct eng { /* pools are sized at open and never grow */
     bool no_sharing; /* every sample has pages and spans of its own */
     eng_replica *replicas;
     int n_replicas, n_busy;   /* n_busy: requests and steps that they have */
+    int turn;                 /* the replica whose step is committed first, if it is done */
     model_bell bell;
     buf piece, text;          /* text of one token; text that became certain */
     toka_stats stats;         /* the driver's */
@@ -11222,6 +11288,7 @@ static eng *eng_new(const toka_backend *be, const mf_model *files, const tok *wo
     g->inbox_end = &g->inbox;
     pthread_mutex_init(&g->lock, NULL), pthread_cond_init(&g->wake, NULL);
     pthread_mutex_init(&g->bell.lock, NULL), pthread_cond_init(&g->bell.done, NULL);
+    g->bell.grace = MODEL_GRACE_S;
     g->n_replicas = MAX(o->data_parallel_size, 1);
     g->replicas = mem_zalloc((size_t)g->n_replicas * sizeof *g->replicas);
     return g;
@@ -11277,6 +11344,7 @@ static int eng_open(eng **out, const toka_backend *be, const mf_model *files, to
 /* ---- Submit and cancel: any thread ---- */
 
 static void eng_request_free(eng_request *r) {
+    if (r->kept) return;
     ids_free(&r->ends);
     arena a = r->a;
     arena_free(&a);
@@ -11712,8 +11780,11 @@ static void eng_show(eng *g) {
 /* The oldest step has come down: its rows let go of their requests. */
 static void eng_land(eng_replica *p) {
     eng_flight *f = &p->flights[p->first];
-    for (int i = 0; i < f->b.step.n_out; i++)
-        if (!--f->whose[i]->n_flying && f->whose[i]->over) eng_release(p->g, f->whose[i]);
+    for (int i = 0; i < f->b.step.n_out; i++) {
+        eng_request *r = f->whose[i];
+        r->kept |= p->m.lost;
+        if (!--r->n_flying && r->over) eng_release(p->g, r);
+    }
     p->first = (p->first + 1) % p->n_ahead, p->n_flying--, p->g->n_busy--;
 }
 
@@ -11789,7 +11860,9 @@ static void eng_fetch(eng_replica *p) {
     const eng_flight *f = &p->flights[p->first];
     toka_err e;
     if (model_wait(&p->m, f->number, &e)) {
-        eng_break(g, &e);
+        toka_err whole = e;
+        if (g->n_replicas > 1) fail(&whole, e.code, "replica %d: %.450s", (int)(p - g->replicas), e.msg);
+        eng_break(g, &whole);
         return;
     }
     double t0 = os_now();
@@ -11802,7 +11875,8 @@ static void eng_fetch(eng_replica *p) {
     eng_show(g);
 }
 
-/* A replica whose oldest step is done; waits for one if steps fly, else NULL. */
+/* A replica whose oldest step is done, or fails; waits for one if steps fly, else NULL. They take turns: one whose steps are always
+ * done first does not keep the others waiting. */
 static eng_replica *eng_landing(eng *g) {
     eng_replica *found = NULL;
     bool flying = true;
@@ -11810,13 +11884,17 @@ static eng_replica *eng_landing(eng *g) {
     while (!found && flying) {
         flying = false;
         for (int i = 0; i < g->n_replicas && !found; i++) {
-            eng_replica *p = &g->replicas[i];
-            flying |= p->n_flying > 0;
-            if (p->n_flying && model_is_done(&p->m, p->flights[p->first].number)) found = p;
+            eng_replica *p = &g->replicas[(g->turn + i) % g->n_replicas];
+            if (!p->n_flying) continue;
+            const int64_t number = p->flights[p->first].number;
+            flying = true;
+            model_watch(&p->m, number);
+            if (model_is_done(&p->m, number) || p->m.broken.code) found = p;
         }
-        if (!found && flying) pthread_cond_wait(&g->bell.done, &g->bell.lock);
+        if (!found && flying) model_nap(&g->bell);
     }
     pthread_mutex_unlock(&g->bell.lock);
+    if (found) g->turn = (int)(found - g->replicas + 1) % g->n_replicas;
     return found;
 }
 
@@ -20709,6 +20787,16 @@ static int cli_version(toka_err *e) {
     return code;
 }
 
+/* A library's caller may leave the sizes 0; who types one means a number. */
+static int cli_check_split(const toka_options *o, toka_err *e) {
+    const struct { const char *name; int n; } sizes[] = {{"tensor", o->tensor_parallel_size}, {"pipeline", o->pipeline_parallel_size},
+                                                         {"data", o->data_parallel_size}};
+    for (int i = 0; i < COUNT(sizes); i++)
+        if (sizes[i].n < 1 || sizes[i].n > ENG_MAX_SPLIT)
+            return fail(e, TOKA_E_USE, "--%s-parallel-size: %d, expected 1 to %d", sizes[i].name, sizes[i].n, ENG_MAX_SPLIT);
+    return 0;
+}
+
 static int cli_dispatch(int argc, char **argv, toka_err *e) {
     static const struct {
         const char *name, *second; /* "bench", "plan"; NULL: the command is one word */
@@ -20736,6 +20824,7 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
     if ((code = cli_parse(&c, bit, argc - skip, argv + skip, e))) return code;
     if (c.help) return cli_help(e);
     if (c.version) return cli_version(e);
+    if ((code = cli_check_split(&c.open, e))) return code;
     if (isatty(2) && !c.quiet) c.open.progress = cli_progress;
     return command(&c, e);
 }
@@ -20752,14 +20841,3 @@ int toka_main(int argc, char **argv) {
 #ifdef TOKA_MAIN
 int main(int argc, char **argv) { return toka_main(argc, argv); }
 #endif
-/* A library's caller may leave the sizes 0; who types one means a number. */
-static int cli_check_split(const toka_options *o, toka_err *e) {
-    const struct { const char *name; int n; } sizes[] = {{"tensor", o->tensor_parallel_size}, {"pipeline", o->pipeline_parallel_size},
-                                                         {"data", o->data_parallel_size}};
-    for (int i = 0; i < COUNT(sizes); i++)
-        if (sizes[i].n < 1 || sizes[i].n > ENG_MAX_SPLIT)
-            return fail(e, TOKA_E_USE, "--%s-parallel-size: %d, expected 1 to %d", sizes[i].name, sizes[i].n, ENG_MAX_SPLIT);
-    return 0;
-}
-
-    if ((code = cli_check_split(&c.open, e))) return code;

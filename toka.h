@@ -409,6 +409,10 @@ typedef struct toka_backend {
     int (*group_open)(toka_group **out, int tp_size, int pp_size, toka_err *e);
     void (*group_close)(toka_group *g);
     void (*group_abort)(toka_group *g);                         /* any thread */
+    /* For who waits for steps that all ranks have: called again and again, by one thread at a time. slept: seconds since the last
+     * call; who: a rank that is not done. When no rank got on for half a minute, ends the group and returns the error, which
+     * names the rank to blame. */
+    int (*group_watch)(toka_group *g, int who, double slept, toka_err *e);
     void (*all_reduce)(toka_device *d, toka_dev x, int rows);   /* x [rows][E] = the sum over the stage's tp ranks, in order */
     void (*send)(toka_device *d, toka_dev x, int rows);         /* x [rows][E] to the same tp rank of the next stage */
     void (*receive)(toka_device *d, toka_dev x, int rows);      /* from the stage before */
