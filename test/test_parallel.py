@@ -1,0 +1,364 @@
+"""Many ranks, whole programs: every way to cut a model over ranks on the CPU gives what one rank gives; ranks that fail, stall or are
+interrupted end the program. Run through test/run.sh."""
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+
+from server import ROOT, TOKA, Server, texts
+
+ENV = {**{k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}, "TOKA_DEVICE": "cpu"}
+PROMPT = "Tom has 12 apples. He buys 7 more apples. How many apples does Tom have now?"
+PATIENCE, GRACE = 2, 5  # seconds: TOKA_DEBUG_PATIENCE below, and for lost ranks to come back
+SAME = [(1, 2, 1), (1, 3, 1), (1, 4, 1), (1, 1, 2), (1, 1, 3), (1, 2, 2), (1, 6, 1)]  # bytes as from one rank
+NEAR = [(2, 1, 1), (4, 1, 1), (2, 2, 1), (4, 3, 1), (2, 1, 2), (2, 2, 2)]  # sums of parts: they round differently
+
+
+def split(tp, pp, dp):
+    sizes = {"tensor": tp, "pipeline": pp, "data": dp}
+    return [x for name, n in sizes.items() if n != 1 for x in (f"--{name}-parallel-size", str(n))]
+
+
+def toka(*args, env=None, status=0, **more):
+    r = subprocess.run([TOKA, *args], env={**ENV, **(env or {})}, cwd=ROOT, capture_output=True, text=True, timeout=150, **more)
+    assert r.returncode == status, r
+    return r
+
+
+def near(a, b, where=""):
+    """Equal, but for floats, which are log-probabilities."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        assert list(a) == list(b), where
+        for k in a:
+            near(a[k], b[k], f"{where}.{k}")
+    elif isinstance(a, list) and isinstance(b, list):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b)):
+            near(x, y, f"{where}[{i}]")
+    elif isinstance(a, float) and isinstance(b, float):
+        assert abs(a - b) < 1e-3, (where, a, b)
+    else:
+        assert a == b, where
+
+
+# ---- toka -p ----
+
+RUNS = [[], ["--temp", "1", "--seed", "7", "--samples", "3", "-n", "20"],
+        ["--json", "--logprobs", "3", "--temp", "1.5", "--seed", "3", "--samples", "2", "-n", "16", "--ignore-eos", "--repetition-penalty", "1.2"]]
+
+
+def said(run, at):
+    out = toka("-p", PROMPT, "-q", *run, *split(*at)).stdout
+    if "--json" not in run:
+        return out
+    v = json.loads(out)
+    for name in [k for k, x in v.items() if isinstance(x, float)]:  # times
+        del v[name]
+    assert v["samples"][0]["tokens"]
+    return v
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return [said(run, (1, 1, 1)) for run in RUNS]
+
+
+@pytest.mark.parametrize("at", SAME + NEAR, ids=str)
+def test_prompt(alone, at):
+    for run, want in zip(RUNS, alone):
+        got = said(run, at)
+        if at[0] == 1:
+            assert got == want
+        else:
+            near(got, want)
+
+
+# ---- toka batch ----
+
+def line(i, **body):
+    return {"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def embedded_lines():
+    """Prompts that share their beginnings, of many lengths, hot and greedy; stops, bans, scores, log-probabilities, prefill alone."""
+    for i in range(24):
+        prompt = f"Tom has {i} boxes with {i % 5} apples each. " * (1 + i % 4) + PROMPT
+        more = [{"n": 5, "temperature": 1.3, "stop": ["pp", " In"]}, {"logprobs": 5, "temperature": 1}, {"max_tokens": 1, "temperature": 0},
+                {"frequency_penalty": 0.5, "temperature": 0.8, "bad_words": [" the"], "ignore_eos": True}, {"prompt_logprobs": 2},
+                {"echo": True, "logprobs": 2}][i % 6]
+        yield line(i, **{"prompt": prompt, "max_tokens": 10 + 3 * i, "seed": i, **more})
+
+
+def fixture_lines(vocabulary):
+    for i in range(16):
+        yield line(i, prompt=[(7 * i + 3 * k) % vocabulary for k in range(1 + 11 * i % 60)], max_tokens=5 + i, n=1 + i % 3, seed=i,
+                   temperature=i % 2, logprobs=5, return_token_ids=True, ignore_eos=i % 4 == 0)
+
+
+def results(tmp_path, model, lines, at, *flags):
+    out = tmp_path / f"out-{'-'.join(map(str, at))}.jsonl"
+    text = "".join(json.dumps(x) + "\n" for x in lines)
+    toka("batch", "-q", *(["-m", model] if model else []), "-i", "-", "-o", str(out), *split(*at), *flags, input=text)
+    got = out.read_text().splitlines()
+    out.unlink()
+    assert len(got) == len(lines) and all('"error":null' in x for x in got)
+    return sorted(got, key=lambda x: json.loads(x)["custom_id"])
+
+
+def compare(tmp_path, model, lines, ats, *flags):
+    want = results(tmp_path, model, lines, (1, 1, 1), *flags)
+    for at in ats:
+        got = results(tmp_path, model, lines, at, *flags)
+        if at[0] == 1:
+            assert got == want, at
+        else:
+            for a, b in zip(got, want):
+                near(json.loads(a), json.loads(b), at)
+
+
+def test_batch(tmp_path):
+    compare(tmp_path, None, list(embedded_lines()), SAME + NEAR)
+
+
+def test_batch_that_is_short_of_pages(tmp_path):
+    """Samples are parked and go on later, in every replica."""
+    lines = [line(i, prompt=PROMPT, max_tokens=60 + i, n=4, temperature=1, seed=i, ignore_eos=True) for i in range(12)]
+    compare(tmp_path, None, lines, [(1, 3, 1), (1, 2, 2)], "--kv-tokens", "400", "--max-num-seqs", "16", "--max-model-len", "256",
+            "--max-num-batched-tokens", "24")
+
+
+@pytest.mark.parametrize("name", ["llama-bias", "llama-tied", "llama-odd", "mistral", "mistral-window", "qwen2", "qwen2-yarn-sharded", "qwen3"])
+def test_batch_of_every_architecture(tmp_path, name):
+    model = f"test/fixtures/{name}"
+    with open(os.path.join(ROOT, model, "config.json")) as f:
+        config = json.load(f)
+    H, K, L = (config[f"num_{k}"] for k in ("attention_heads", "key_value_heads", "hidden_layers"))
+    tps = [tp for tp in (2, 3, 7) if tp <= K or (tp % K == 0 and H // K % (tp // K) == 0)]
+    ats = [(1, L, 1), (1, 2, 2)] + [(tp, 1, 1) for tp in tps] + [(tp, L, 2) for tp in tps[:1]]
+    compare(tmp_path, model, list(fixture_lines(config["vocab_size"])), ats)
+
+
+# ---- toka serve ----
+
+def post(server, **body):
+    text = json.dumps(body)
+    return server.connect().send(f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(text)}\r\n\r\n{text}")
+
+
+def wait_gone(pid):
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("at", [(2, 2, 1), (1, 1, 2), (1, 2, 2)], ids=str)
+def test_server(at):
+    """Streams beside one another, clients that leave, figures, and an end in which nobody loses an answer."""
+    body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 1, "seed": 5, "n": 3, "ignore_eos": True}
+    with Server() as s:
+        want = [c["text"] for c in s.post("/v1/completions", body).json()["choices"]]
+    with Server(*split(*at), "--max-num-seqs", "16") as s:
+        for _ in range(3):
+            streams = [post(s, **body, stream=True) for _ in range(6)]
+            leavers = [post(s, prompt=f"{i} apples", max_tokens=800, ignore_eos=True, n=4, stream=True) for i in range(6)]
+            for c in leavers:
+                assert c.head()[0] == 200
+                next(c.chunks())
+                c.close()
+            for c in streams:
+                got, done = texts(c.answer().body)
+                assert done and [got[i] for i in range(3)] == want
+        s.wait_metric("num_requests_running", 0)
+        assert s.metric("num_requests_waiting") == 0 and s.metric("kv_cache_usage_perc") == 0
+        assert 3 * 6 * 90 <= s.metric("generation_tokens_total") < 3 * 6 * 90 + 3 * 24 * 800
+        assert s.get("/health").status == 200
+        slow = [post(s, **{**body, "max_tokens": 300}, stream=True) for _ in range(4)]
+        for c in slow:
+            assert c.head()[0] == 200
+        s.p.terminate()
+        for c in slow:
+            got, done = texts(b"".join(c.chunks()))
+            assert done and all(got[i].startswith(want[i]) for i in range(3))
+        assert s.p.wait(30) == 0
+        wait_gone(s.p.pid)
+
+
+# ---- toka bench throughput ----
+
+@pytest.mark.parametrize("at", [(1, 1, 2), (1, 2, 1), (2, 2, 2)], ids=str)
+def test_bench_throughput(tmp_path, at):
+    data = tmp_path / "d.jsonl"
+    data.write_text("".join(json.dumps({"prompt": PROMPT, "output_lengths": [1 + i, 30]}) + "\n" for i in range(20)))
+    v = json.loads(toka("bench", "throughput", "--dataset", str(data), "--json", *split(*at)).stdout)
+    assert (v["num_requests"], v["num_samples"], v["total_output_tokens"]) == (20, 40, 20 * 30 + 210)
+    assert v["tokens_per_second"] > 0
+
+
+# ---- What cannot be ----
+
+@pytest.mark.parametrize("flags, words", [
+    (["--tensor-parallel-size", "3"], "tensor parallel size 3: the model has 4 heads and 2 kv heads"),
+    (["--tensor-parallel-size", "8"], "tensor parallel size 8: the model has 4 heads and 2 kv heads"),
+    (["--pipeline-parallel-size", "7"], "pipeline parallel size 7: the model has 6 layers"),
+    *(([f"--{kind}-parallel-size", n], f"--{kind}-parallel-size: {n}, expected 1 to 64")
+      for kind in ("tensor", "pipeline", "data") for n in ("0", "-1", "65")),
+    (["--data-parallel-size", "two"], "--data-parallel-size: 'two' is not a whole number"),
+])
+def test_sizes_that_cannot_be(flags, words):
+    commands = ("-p", "x"), ("batch", "-i", "/dev/null", "-o", "/dev/null"), ("serve", "--port", "0", "--files-dir", "off")
+    for command in commands:
+        r = toka(*command, *flags, status=1)
+        errors = [x for x in r.stderr.splitlines() if "listening on" not in x]
+        assert not r.stdout and len(errors) == 1 and errors[0].startswith("toka: " + words)
+
+
+# ---- Ranks that fail, ranks that stall ----
+
+def breaking(kind, n):
+    return {f"TOKA_DEBUG_{kind}": n, **({"TOKA_DEBUG_PATIENCE": str(PATIENCE)} if kind == "STALL" else {})}
+
+
+def end_of(command, env, text=None):
+    """Standard error of a command that a broken rank ends, and seconds until then."""
+    t = time.time()
+    r = toka(*command, env=env, status=2, input=text)
+    assert len(r.stderr.splitlines()) == 1
+    return r.stderr, time.time() - t
+
+
+FAULTS = [("2@0", (2, 2, 1), r"rank 0 \(stage 0, tensor rank 0\): a step failed in embed"),
+          ("1@3", (2, 2, 1), r"rank 3 \(stage 1, tensor rank 1\): a step failed in receive"),
+          ("5@2", (1, 3, 1), r"rank 2 \(stage 2, tensor rank 0\): a step failed in receive"),
+          ("3", (2, 2, 1), r"rank [01] \(stage 0, tensor rank [01]\): a step failed in embed"),
+          ("2", (1, 1, 2), r"rank 0 \(stage 0, tensor rank 0\): a step failed in embed")]
+STALLS = [("2@0", (2, 2, 1), r"rank 0 \(stage 0, tensor rank 0\) has not moved for 2 s, last seen in embed"),
+          ("1@3", (2, 2, 1), r"rank 3 \(stage 1, tensor rank 1\) has not moved for 2 s, last seen in receive"),
+          ("1@1", (1, 2, 1), r"rank 1 \(stage 1, tensor rank 0\) has not moved for 2 s, last seen in receive"),
+          ("2", (1, 1, 2), r"replica [01]: CPU backend: rank 0 \(stage 0, tensor rank 0\) has not moved for 2 s, last seen in embed")]
+
+
+def small_batch(tmp_path):
+    text = "".join(json.dumps(line(i, prompt=PROMPT, max_tokens=40, ignore_eos=True, n=4)) + "\n" for i in range(20))
+    return ("batch", "-q", "--max-num-seqs", "8", "-i", "-", "-o", str(tmp_path / "out.jsonl")), text
+
+
+@pytest.mark.parametrize("n, at, words", FAULTS, ids=str)
+def test_rank_that_fails(tmp_path, n, at, words):
+    env, (batch, text) = breaking("FAULT", n), small_batch(tmp_path)
+    for command, given in (("-p", PROMPT, "-q", "--samples", "4", *split(*at)), None), ((*batch, *split(*at)), text):
+        err, seconds = end_of(command, env, given)
+        assert re.search(words, err) and seconds < 10
+
+
+@pytest.mark.parametrize("n, at, words", STALLS, ids=str)
+def test_rank_that_stalls(tmp_path, n, at, words):
+    env, (batch, text) = breaking("STALL", n), small_batch(tmp_path)
+    for command, given in (("-p", PROMPT, "-q", *split(*at)), None), ((*batch, *split(*at)), text):
+        err, seconds = end_of(command, env, given)
+        assert re.search(words, err) and PATIENCE * 0.7 < seconds < PATIENCE + GRACE + 5, (err, seconds)
+
+
+def test_stall_that_no_rank_waits_for():
+    """The last stage has the last step of all there is; the driver alone waits."""
+    err, seconds = end_of(("-p", PROMPT, "-n", "1", *split(1, 2, 1)), breaking("STALL", "1@1"))
+    assert "rank 1 (stage 1, tensor rank 0) has not moved for 2 s, last seen in receive" in err and seconds < PATIENCE + GRACE + 5
+
+
+@pytest.mark.parametrize("kind, n, at", [("FAULT", "30@2", (2, 2, 1)), ("STALL", "30@2", (2, 2, 1)), ("STALL", "20", (1, 1, 2))], ids=str)
+def test_server_with_a_rank_that_breaks(kind, n, at):
+    with Server(*split(*at), env=breaking(kind, n)) as s:
+        held = [post(s, prompt=PROMPT, max_tokens=900, ignore_eos=True, stream=i % 2 == 0) for i in range(6)]
+        t = time.time()
+        for i, c in enumerate(held):
+            a = c.answer()
+            assert b"device failed" in a.body and a.status in ((200, 500) if i % 2 == 0 else (500,))
+        assert s.p.wait(PATIENCE + GRACE + 8) == 2 and time.time() - t < PATIENCE + GRACE + 8
+        assert re.search(r"\ntoka: (replica \d: )?CPU backend: rank \d \(stage \d, tensor rank \d\)[^\n]* in (embed|receive)[^\n]*\n$", s.read_log())
+        wait_gone(s.p.pid)
+
+
+# ---- Signals ----
+
+def started(*args, env=None):
+    p = subprocess.Popen([TOKA, *args], env={**ENV, **(env or {})}, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return p
+
+
+def ended(p, seconds):
+    t = time.time()
+    p.communicate(timeout=60)
+    assert time.time() - t < seconds
+    return p.returncode
+
+
+@pytest.mark.parametrize("at", [(2, 2, 1), (1, 1, 3)], ids=str)
+def test_interrupt(tmp_path, at):
+    p = started("-p", PROMPT, "--ignore-eos", "-n", "900", "--samples", "50", "--temp", "1", *split(*at))
+    time.sleep(1)  # it has begun
+    assert p.poll() is None
+    p.send_signal(signal.SIGINT)
+    assert ended(p, 3) == 130
+    out = tmp_path / "out.jsonl"
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(line(i, prompt=PROMPT, max_tokens=200, ignore_eos=True)) + "\n" for i in range(2000)))
+    p = started("batch", "-q", "-i", str(source), "-o", str(out), *split(*at))
+    end = time.time() + 60
+    while not (out.exists() and out.stat().st_size):
+        assert time.time() < end and p.poll() is None
+        time.sleep(0.02)
+    p.send_signal(signal.SIGINT)
+    assert ended(p, 5) == 130
+    assert all(json.loads(x) for x in out.read_text().splitlines())
+
+
+STALLED = list(itertools.product([(1, 1, 1), (2, 2, 1)], [(signal.SIGINT, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)]))
+
+
+@pytest.mark.parametrize("at, signals", STALLED, ids=str)
+def test_second_signal_ends_at_once(tmp_path, at, signals):
+    """The device never comes back from its step, nobody's patience is over; the first signal asks, the second does not."""
+    env = {"TOKA_DEBUG_STALL": "2"}
+    source = tmp_path / "in.jsonl"
+    source.write_text(small_batch(tmp_path)[1])
+    for command in ("-p", PROMPT), ("batch", "-q", "-i", str(source), "-o", str(tmp_path / "out.jsonl")):
+        p = started(*command, *split(*at), env=env)
+        time.sleep(1)
+        p.send_signal(signals[0])
+        time.sleep(0.3)
+        assert p.poll() is None
+        p.send_signal(signals[1])
+        assert ended(p, 1.5) != 0
+    with Server(*split(*at), env=env) as s:
+        held = post(s, prompt=PROMPT, max_tokens=900, ignore_eos=True)
+        time.sleep(1)  # the step that stalls is under way
+        for n in signals:
+            assert s.p.poll() is None
+            s.p.send_signal(n)
+            time.sleep(0.3)
+        t = time.time()
+        assert s.p.wait(5) != 0 and time.time() - t < 1.5
+        held.close()
+
+
+# ---- The README ----
+
+def test_readme(tmp_path):
+    with open(os.path.join(ROOT, "README.md")) as f:
+        section = re.search(r"\n## Many ranks\n(.*?)\n## ", f.read(), re.S)[1]
+    examples = re.findall(r"```sh\n(.*?)```", section, re.S)
+    assert examples
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line(i, prompt=PROMPT, max_tokens=8)) + "\n" for i in range(5)))
+    (tmp_path / "toka").symlink_to(TOKA)
+    commands = [x.split("  #")[0].strip() for text in examples for x in text.splitlines()]
+    for command in commands:
+        if " serve" in command:
+            with Server(*command.split()[2:]) as s:
+                assert s.post("/v1/completions", {"prompt": PROMPT}).status == 200 and s.stop() == 0
+        else:
+            r = subprocess.run(["bash", "-e", "-c", command], env=ENV, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+            assert r.returncode == 0, (command, r)
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 5 and len(commands) >= 4
