@@ -10061,7 +10061,8 @@ static bool cpu_group_wait(toka_device *d, enum cpu_wait whom, _Atomic int64_t *
     atomic_store(&d->rank->waits, whom);
     while (atomic_load(count) < want && !atomic_load(&g->broken)) {
         cpu_group_nap(g, &seen, &quiet);
-        if (quiet >= g->patience && atomic_load(count) < want) cpu_group_blame(g, (int)(d->rank - g->ranks));
+        if (quiet >= g->patience && atomic_load(count) < want && !atomic_load(&g->broken)) /* the first verdict stays */
+            cpu_group_blame(g, (int)(d->rank - g->ranks));
     }
     atomic_store(&d->rank->waits, CPU_RUNS);
     bool there = atomic_load(count) >= want;
