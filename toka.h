@@ -234,7 +234,8 @@ typedef struct toka_stats { /* since toka_open, as of the last step. What had an
     int running, waiting;           /* samples */
     int kv_pages, kv_pages_used;    /* of the KV pool; used: held by running samples */
     int64_t steps, rows;            /* forward steps; tokens that went through them */
-    int64_t output_tokens, requests_done, preemptions;
+    int64_t output_tokens;          /* also those without an event, of samples that a callback ended in the middle of a step */
+    int64_t requests_done, preemptions;
     int64_t prompt_tokens;          /* of all samples that started */
     int64_t prompt_tokens_shared;   /* of these, found in the prefix tree: not computed again */
     int64_t attended, attended_shared; /* pairs of a row and a position it attends to; of these, in shared prefixes */
