@@ -20028,11 +20028,17 @@ static void cli_on_signal(int sig) { /* two of different kinds are two */
     if (cli_interrupted++) _exit(130);
 }
 
-/* Weights are read where the file is mapped: one that is cut short under us, or whose disk fails, shows here. */
+/* Weights are read where the file is mapped: one that is cut short under us, or whose disk fails, shows here, often in several
+ * threads at once. */
 static void cli_on_lost_page(int sig, siginfo_t *info, void *context) {
     static const char why[] = "toka: a file of the model can no longer be read: it was cut short, or its disk failed\n";
-    (void)sig, (void)context;
-    if (info->si_code != BUS_ADRERR && info->si_code != BUS_OBJERR) return; /* a bug: again, and without this handler */
+    static atomic_flag told = ATOMIC_FLAG_INIT;
+    (void)context;
+    if (info->si_code != BUS_ADRERR && info->si_code != BUS_OBJERR) { /* a bug: again, and without this handler */
+        signal(sig, SIG_DFL);
+        return;
+    }
+    while (atomic_flag_test_and_set(&told)) pause(); /* another thread is about to end the program */
     ssize_t unused = write(2, why, sizeof why - 1);
     (void)unused;
     _exit(2);
@@ -20040,7 +20046,7 @@ static void cli_on_lost_page(int sig, siginfo_t *info, void *context) {
 
 static void cli_catch_signals(void) { /* the first Ctrl-C ends the text cleanly, the second ends the program */
     struct sigaction a = {.sa_handler = cli_on_signal, .sa_flags = (int)SA_RESETHAND};
-    struct sigaction bus = {.sa_sigaction = cli_on_lost_page, .sa_flags = (int)(SA_RESETHAND | SA_SIGINFO)};
+    struct sigaction bus = {.sa_sigaction = cli_on_lost_page, .sa_flags = SA_SIGINFO};
     sigaction(SIGINT, &a, NULL);
     sigaction(SIGTERM, &a, NULL);
     sigaction(SIGBUS, &bus, NULL);
