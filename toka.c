@@ -10726,10 +10726,10 @@ static int cpu_open(toka_device **out, const toka_device_options *o, const toka_
                     toka_err *e) {
     if (cpu_check(o, shape, e)) return e->code;
     toka_device *d = mem_zalloc(sizeof *d);
-    const int n_ranks = o->group ? o->group->tp_size * o->group->pp_size : 1;
+    const int n_threads = o->n_threads ? o->n_threads : os_n_cores();
     *d = (toka_device){.shape = shape, .weights = weights, .options = *o, .kernels = &cpu_sets[cpu_n_sets() - 1], .group = o->group,
                        .fault_in = cpu_debug("TOKA_DEBUG_FAULT", o), .stall_in = cpu_debug("TOKA_DEBUG_STALL", o)};
-    if (cpu_pool_open(&d->pool, o->n_threads ? o->n_threads : MAX(os_n_cores() / n_ranks, 1), e)) {
+    if (cpu_pool_open(&d->pool, MAX(n_threads / MAX(o->n_devices, 1), 1), e)) {
         free(d);
         return e->code;
     }
@@ -11162,7 +11162,6 @@ typedef struct eng_flight { /* a step from its plan to its commit: all that it r
     int n_places;
     ids known;            /* for rows with penalties or bad words: copies of their tokens, and ids that they may not draw */
     int64_t number;       /* model_post's, of the last part */
-    double plan_s;
 } eng_flight;
 
 typedef struct eng_replica {
@@ -11298,9 +11297,8 @@ static eng *eng_new(const toka_backend *be, const mf_model *files, const tok *wo
 /* Cuts the model, sizes the KV cache, opens all devices. */
 static int eng_open_replicas(eng *g, toka_shape *shape, const toka_options *o, sched_config *c, toka_err *e) {
     const int tp = MAX(o->tensor_parallel_size, 1), pp = MAX(o->pipeline_parallel_size, 1), n_devices = tp * pp * g->n_replicas;
-    const int n_threads = o->n_threads || n_devices == 1 ? o->n_threads : os_n_cores();
-    toka_device_options d = {.n_threads = n_devices > 1 ? MAX(n_threads / n_devices, 1) : n_threads, .max_tokens = c->max_tokens,
-                             .max_out = c->max_tokens, .n_slots = c->max_seqs, .n_devices = n_devices,
+    toka_device_options d = {.n_threads = o->n_threads, .max_tokens = c->max_tokens, .max_out = c->max_tokens,
+                             .n_slots = c->max_seqs, .n_devices = n_devices,
                              .memory_utilization = o->gpu_memory_utilization, .progress = o->progress, .user = o->progress_user};
     int code = 0;
     if (n_devices > 1 && !g->be->group_open)
@@ -11598,9 +11596,8 @@ static void eng_known_room(eng_replica *p, eng_flight *f) {
 /* The rows of prompts whose logits are wanted, behind the first n rows of f->out. The last row of a prompt is not among them:
  * what it yields is a token of the sample, or, if the sample is none, forced to be the prompt's last. */
 static int eng_places(eng_replica *p, eng_flight *f, int n) {
-    int row0 = 0;
     f->n_places = 0;
-    for (int k = 0; k < f->b.n_seq; row0 += p->s.seqs[f->b.seq[k++]].n_rows) {
+    for (int k = 0; k < f->b.n_seq; k++) {
         const sched_seq *x = &p->s.seqs[f->b.seq[k]];
         eng_request *r = p->by_sched[x->request];
         if (!r->scores || x->sample || !x->is_chunk) continue;
@@ -11608,7 +11605,8 @@ static int eng_places(eng_replica *p, eng_flight *f, int n) {
         for (int at = MAX(x->from, r->n_scored - 1); at < end; at++) {
             f->places[f->n_places++] = (eng_place){f->b.seq[k], at + 1, x->ticket};
             f->whose[n] = r, r->n_flying++;
-            f->out[n++] = (toka_out_row){.row = row0 + at - x->from, .slot = -1, .forced_id = r->prompt[at + 1], .sampling = &r->scoring};
+            f->out[n++] = (toka_out_row){.row = f->b.row0[k] + at - x->from, .slot = -1, .forced_id = r->prompt[at + 1],
+                                         .sampling = &r->scoring};
         }
     }
     return n;

@@ -369,7 +369,7 @@ typedef struct toka_device toka_device; /* a backend's own state */
 typedef struct toka_group toka_group;   /* what the ranks of one model share; a backend's own */
 
 typedef struct toka_device_options {
-    int n_threads;   /* CPU */
+    int n_threads;   /* CPU: of all n_devices together; 0: one a core */
     int max_tokens;  /* largest T of a step */
     int max_out;     /* largest n_out */
     int n_pages;     /* KV pages to hold */
