@@ -14,20 +14,20 @@
  *     model folder ----- mf_open (10) ----> shape, weights (mapped, not copied), tokenizer.json, template, end ids
  *     messages --------- tmpl_render (9) -> prompt text
  *     text ------------- tok_encode (6) --> ids
- *     ids -------------- eng_submit (18) -> inbox -> sched_submit (13): a request of n samples in the queue
+ *     ids -------------- eng_submit (19) -> inbox -> sched_submit (13): a request of n samples in the queue
  *         +-> sched_plan (13) ----------> which tokens of which sequences go into the next step; pages from kv_open (11),
  *         |                               lengths guessed by pred (12)
  *         |   batch_build (14) ---------> toka_step: T rows as integers, shared prefixes as spans of their own
  *         |   batch_split (14) ---------> its parts, where the model is cut into stages
- *         |   model_post (17) ----------> every rank, on a thread of its own, runs rank_step: embed, then L times
+ *         |   model_post (18) ----------> every rank, on a thread of its own, runs rank_step: embed, then L times
  *         |       over toka_backend        {norm_qkv_rope_kv, attention, out_residual, norm_mlp_residual}, then
- *         |       (16 is the CPU's)        norm_logits_sample: the table of toka.h, which calls samp_row (15) on
+ *         |       (17 is the CPU's)        norm_logits_sample: the table of toka.h, which calls samp_row (15) on
  *         |                                each row of logits; meanwhile the next step is planned
- *         +-- eng_commit (18) <---------- model_wait (17): toka_pick, the id and its log-probability; sched_commit (13)
+ *         +-- eng_commit (19) <---------- model_wait (18): toka_pick, the id and its log-probability; sched_commit (13)
  *                                         files it
  *     id --------------- tok_stream_put (6), stop_put (15) --> text that is certain --> toka_event --> the caller,
- *                                         who may be a person (29), a file of results (22) or another program (19);
- *                                         answers over HTTP are made from the ids by workers: api_feed (21, 25, 26)
+ *                                         who may be a person (30), a file of results (23) or another program (20);
+ *                                         answers over HTTP are made from the ids by workers: api_feed (22, 26, 27)
  *
  * A step is planned as integers, run, and committed. Plans know no floats and no text; ops know no requests. That is what
  * lets the planning be tested without a model and the ops without an engine, and lets another device run the same plans.
@@ -49,9 +49,9 @@
  *   model   mf_model, tok, tmpl: immutable after toka_open, read by any thread
  *   engine  scheduler, pages, plans: sized at open; touched only by the thread that drives (eng_drive). Other threads reach it
  *           through an inbox under one lock
- *   device  activations, KV, scratch: taken at open by the backend, on the thread of its rank (17), which alone runs its ops; the
+ *   device  activations, KV, scratch: taken at open by the backend, on the thread of its rank (18), which alone runs its ops; the
  *           backend's threads help it and return before the op does
- *   server  one thread has all sockets, workers read bodies and make text, one drives the engine; calls go round by lists (25)
+ *   server  one thread has all sockets, workers read bodies and make text, one drives the engine; calls go round by lists (26)
  *   event   pointers live during the callback; what is handed out by toka_encode and friends is malloc'ed for the caller
  * Names tell lifetimes: _open/_close for what holds system things, _init/_free for caller's storage, _new/_del for the heap.
  *
@@ -65,11 +65,11 @@
  *
  * WHAT ALWAYS HOLDS.
  *   1. A row's result depends on its own tokens only: not on batch mates, chunks of prefill, threads, preemption or the cutting
- *      of attention into spans. Every sum over the model's width or over positions has one fixed order. (16; tests compare bytes.
- *      A GPU's sums depend on the tile shapes that the number of rows selects: there it holds to rounding)
+ *      of attention into spans. Every sum over the model's width or over positions has one fixed order. (16, 17; tests compare
+ *      bytes. A GPU's sums depend on the tile shapes that the number of rows selects: there it holds to rounding)
  *   2. The random number of a token is a function of (seed, sample, position). With 1, a run can be repeated exactly. (15)
  *   3. No text leaves before it is certain: no half character, no beginning of a stop string. (6, 15)
- *   4. Weights are read where the file is mapped, in the file's type; all arithmetic is float32. (10, 16)
+ *   4. Weights are read where the file is mapped, in the file's type; all arithmetic is float32. (10, 16, 17)
  *
  * LETTERS, equal in C, CUDA and README. T tokens of a step, S sequences, L layers, H query heads, K kv heads, D head size,
  * E model width, F mlp width, V vocabulary, B tokens per page. Prefixes name chapters: st_ and mf_ are chapter 10.
@@ -91,20 +91,21 @@
  *  13. Scheduler [pure]
  *  14. Batch building and shared prefixes [pure]
  *  15. Sampling and stops [pure]
- *  16. CPU backend [cpu]
- *  17. Model: the layer loop [os]
- *  18. Engine [os]
- *  19. Public API [os]
- *  20. HTTP [pure]
- *  21. OpenAI API [pure]
- *  22. Batch runner [os]
- *  23. Files and batches [os]
- *  24. Status page [pure]
- *  25. Server: requests and metrics [os]
- *  26. Server: connections [os]
- *  27. Bench and plan [os]
- *  28. Bench serve [os]
- *  29. Command line [os]
+ *  16. CPU kernels and threads [cpu]
+ *  17. CPU backend [cpu]
+ *  18. Model: the layer loop [os]
+ *  19. Engine [os]
+ *  20. Public API [os]
+ *  21. HTTP [pure]
+ *  22. OpenAI API [pure]
+ *  23. Batch runner [os]
+ *  24. Files and batches [os]
+ *  25. Status page [pure]
+ *  26. Server: requests and metrics [os]
+ *  27. Server: connections [os]
+ *  28. Bench and plan [os]
+ *  29. Bench serve [os]
+ *  30. Command line [os]
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* mmap flags, sched_getaffinity, memmem */
@@ -7239,7 +7240,7 @@ static int pred_length(pred *p, pred_of c, double luck) {
  * What always holds (sched_check): the calendar at `now` is the number of held pages, and at every later step what a
  * simulation of all sequences finds; slots, lists and counts agree. Nothing is allocated in sched_plan and
  * sched_commit: token buffers are taken in sched_submit. Cost: O(running) a step with a small constant, O(pages * log)
- * for one sequence's start or end. It does not know texts, stop strings, sampling or devices: the engine (chapter 18)
+ * for one sequence's start or end. It does not know texts, stop strings, sampling or devices: the engine (chapter 19)
  * says when a sequence ended.
  * =========================================================================== */
 
@@ -8641,7 +8642,7 @@ UNUSED static size_t batch_upload_bytes(const batch_upload *u) {
  * sampled_logprob is of the distribution drawn from (after step 4); a greedy pick has 0, the logarithm of 1; a forced id,
  * for which nothing is drawn, has its logprob.
  *
- * Not here: which ids end a sequence, counting tokens against min_tokens and max_tokens (chapter 18).
+ * Not here: which ids end a sequence, counting tokens against min_tokens and max_tokens (chapter 19).
  * =========================================================================== */
 
 #define SAMP_MAX_STOPS 256       /* stop strings of one request */
@@ -9200,27 +9201,21 @@ static void stop_free(stop_scan *s) {
 }
 
 /* ===========================================================================
- * MARK: 16. CPU backend [cpu]
- * The table of toka.h on the CPU: toka_cpu. In: one step's plan of integers, activations in float32, weights where they
- * lie in the mapped file (bf16, f16, f32). Out: the residual stream, K and V in their pages, picks. Sums are float32.
+ * MARK: 16. CPU kernels and threads [cpu]
+ * What the ops of a CPU are made of: the kernels of each instruction set (tiles of products, unpacking, and attention's two
+ * products and softmax), a pool of threads, products with weights, RMSNorm. In: activations in float32, weights where they lie
+ * in the mapped file (bf16, f16, f32). Out: float32. Sums are float32.
  *
- * What always holds: the bytes of a row's result depend on that row alone. Not on T or on the other rows of the step, not
- * on the number of threads, not on how a prompt was cut into chunks or the attention into spans. Three rules give that:
+ * What always holds: the bytes of a row's result depend on that row alone, not on the other rows of the call and not on the
+ * number of threads. Two rules give that:
  *   - A product y[t][n] = sum over k of x[t][k] w[n][k] has one order in every tile shape: k in blocks of kernels.block;
  *     in a block lane j of one vector sums the k with k % lanes == j in rising order; one fixed tree sums the lanes; blocks
  *     add up in order.
- *   - Attention walks the kv positions page by page in rising order and merges each page into a running softmax. Spans
- *     begin and end on page borders, so how they are cut changes nothing. What a row may not see adds an exact zero.
- *   - Threads share out whole results, never parts of one sum. Tensor ranks do share sums over heads and mlp columns; their
- *     parts are added in the order of the ranks. So another number of them rounds differently, as another set of kernels does.
+ *   - Threads share out whole results, never parts of one sum.
  * Instruction sets differ in lanes and thus in rounding; one process uses one set.
  *
  * Products. Lanes lie along k because both x and w have k contiguous: one row of x (decode) streams w straight from memory,
  * and many rows (prefill) use the same tile over a panel of w that was unpacked to float32 once and then stays in cache.
- *
- * K and V memory, per layer, page and kv head, so that lanes lie along the contiguous side in both uses:
- *     K [D][Bp]  transposed: one q element times 16 neighbour positions      Bp, Dp: B, D rounded up to 16;
- *     V [B][Dp]  one probability times 16 neighbour elements of a value      the rest of a line is zero
  *
  * Tried and not kept: a set of kernels for AVX512_BF16. Its products take x as bf16, so x = hi + lo (each row split in place) and two
  * products for one; results within 2e-6, bytes equal in every cut. It wins nowhere (one core, 2026-11; AVX-512 -> AVX512_BF16):
@@ -9230,7 +9225,7 @@ static void stop_free(stop_scan *s) {
  *     decode, the same, from memory                          13.0 to 13.5 -> 13.0 to 13.8 GB/s       not run
  *     decode of 1 / 4 / 12 rows, embedded model, in cache    2352 / 5440 / 6490 -> 2198 / 3402 / 3783 tok/s
  *
- * It does not: plan, free pages, check plans beyond cheap asserts, or draw tokens (samp_row of chapter 15 does).
+ * It does not: know of steps, layers, pages or ranks (chapter 17).
  * =========================================================================== */
 
 enum {
@@ -9239,18 +9234,9 @@ enum {
     /* floats from row to row; not a power of two, else all rows fall into the same cache sets */
     CPU_PANEL_LD = CPU_BLOCK + 16,
     CPU_DIRECT = 12,          /* up to this many rows of x, w is unpacked in registers each time */
-    CPU_CHUNK = 512,          /* tokens that go through one op's scratch at once */
-    CPU_OUT_CHUNK = 64,       /* rows of logits held at once */
-    CPU_SCRATCH = 128 << 20,  /* bytes that chunks are cut down to */
-    CPU_HEAD = 256,           /* largest D */
-    CPU_QUERIES = 32,         /* query rows (token, head of one kv head) that share one pass over K and V */
-    CPU_THREADS = 1024,       /* most threads */
     CPU_SMALL = 60000,        /* multiply-adds below which waking a second thread costs more than it gives */
-    CPU_SPIN = 2000,          /* looks at the pool's state before a thread sleeps; some 50 us */
-    CPU_RANKS = 64,           /* most ranks of a group */
-    CPU_LINK = 4              /* steps that a stage may be ahead of the next */
+    CPU_SPIN = 2000           /* looks at the pool's state before a thread sleeps; some 50 us */
 };
-#define CPU_PATIENCE 30.0 /* seconds in which no rank gets on, until who waits gives up */
 
 /* Unrolls a loop of constant count wholly, so that its array of vectors becomes registers. */
 #ifdef __clang__
@@ -9838,6 +9824,134 @@ static int cpu_pool_open(cpu_pool *p, int n, toka_err *e) {
     return 0;
 }
 
+/* ---- Products with weights ---- */
+
+/* y[j][t][n] (+)= x[t] . w[j][n] for up to three weights that take the same x. */
+typedef struct cpu_product {
+    const cpu_kernels *kernels;
+    cpu_pool *pool;
+    float *panels; /* [pool.n][panel_n] a panel of weights per thread, [CPU_PANEL][CPU_PANEL_LD] */
+    size_t panel_n;
+    const float *x; /* [T][ldx], zeros behind a row up to a multiple of 16 */
+    size_t ldx;
+    int T, n_w;
+    const toka_tensor *w[3];
+    float *y[3];
+    size_t ldy[3];
+    bool add;
+    int columns; /* of y per item; the items of the weights follow each other */
+} cpu_product;
+
+/* Columns n0 .. n1-1 straight from the weight as it lies in memory; needs cols % 16 == 0. */
+static void cpu_product_direct(const cpu_product *p, int j, int n0, int n1) {
+    const toka_tensor *w = p->w[j];
+    const cpu_kernels *kn = p->kernels;
+    size_t size = cpu_dtype_bytes(w->dtype), row = size * (size_t)w->stride;
+    cpu_tile t = {.ldx = p->ldx, .w_step = row, .ldy = p->ldy[j]};
+    int columns = p->T == 1 ? 8 : 4;
+    for (int n = n0; n < n1; n += columns)
+        for (int k = 0; k < w->cols; k += kn->block)
+            for (int m = 0; m < p->T; m += kn->rows) {
+                t.x = p->x + (size_t)m * p->ldx + k;
+                t.w = (const char *)w->data + (size_t)n * row + size * (size_t)k;
+                t.y = p->y[j] + (size_t)m * p->ldy[j] + n;
+                t.m = MIN(kn->rows, p->T - m), t.n = MIN(columns, n1 - n), t.k = MIN(kn->block, w->cols - k);
+                t.add = p->add || k, t.ahead = m == 0;
+                kn->tile[w->dtype](&t);
+            }
+}
+
+/* The same through a panel: [n1-n0][one block of k] unpacked to float32, then all rows of x over it. A tile of x (6 rows
+ * of a block) stays in the first cache level while the panel goes by from the second. */
+static void cpu_product_panel(const cpu_product *p, int j, int n0, int n1, float *panel) {
+    const toka_tensor *w = p->w[j];
+    const cpu_kernels *kn = p->kernels;
+    size_t size = cpu_dtype_bytes(w->dtype);
+    cpu_tile t = {.ldx = p->ldx, .w_step = CPU_PANEL_LD * sizeof *panel, .ldy = p->ldy[j]};
+    for (int k = 0; k < w->cols; k += kn->block) {
+        int block = MIN(kn->block, w->cols - k);
+        t.k = cpu_up16(block), t.add = p->add || k;
+        for (int n = n0; n < n1; n++) {
+            float *to = panel + (size_t)(n - n0) * CPU_PANEL_LD;
+            kn->unpack(to, (const char *)w->data + size * ((size_t)n * (size_t)w->stride + (size_t)k), w->dtype, block);
+            memset(to + block, 0, (size_t)(t.k - block) * sizeof *to);
+        }
+        for (int m = 0; m < p->T; m += kn->rows)
+            for (int n = n0; n < n1; n += 4) {
+                t.x = p->x + (size_t)m * p->ldx + k;
+                t.w = (const char *)(panel + (size_t)(n - n0) * CPU_PANEL_LD);
+                t.y = p->y[j] + (size_t)m * p->ldy[j] + n;
+                t.m = MIN(kn->rows, p->T - m), t.n = MIN(4, n1 - n);
+                kn->tile[TOKA_F32](&t);
+            }
+    }
+}
+
+static void cpu_product_item(void *arg, int thread, int item) {
+    const cpu_product *p = arg;
+    int j = 0, items;
+    for (; item >= (items = (p->w[j]->rows + p->columns - 1) / p->columns); j++) item -= items;
+    int n0 = item * p->columns, n1 = MIN(n0 + p->columns, p->w[j]->rows);
+    if (p->T <= CPU_DIRECT && p->w[j]->cols % 16 == 0) cpu_product_direct(p, j, n0, n1);
+    else cpu_product_panel(p, j, n0, n1, p->panels + (size_t)thread * p->panel_n);
+}
+
+static void cpu_product_run(cpu_product *p) {
+    int rows = 0, items = 0;
+    for (int j = 0; j < p->n_w; j++) rows += p->w[j]->rows;
+    int share = rows / (8 * p->pool->n) & ~3; /* a few items a thread, so that all end at about the same time */
+    p->columns = MIN(MAX(share, 8), CPU_PANEL);
+    for (int j = 0; j < p->n_w; j++) items += (p->w[j]->rows + p->columns - 1) / p->columns;
+    cpu_run(p->pool, cpu_product_item, p, items, (int64_t)p->T * rows * p->w[0]->cols);
+}
+
+/* ---- RMSNorm ---- */
+
+/* y = x * rsqrt(mean(x^2) + eps) * w; zeros behind y up to a multiple of 16 if pad. y may be x. */
+static void cpu_rmsnorm(float *y, const float *x, const float *w, int n, float eps, bool pad) {
+    float lane[16] = {0}, sum = 0;
+    int i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int j = 0; j < 16; j++) lane[j] += x[i + j] * x[i + j];
+    for (; i < n; i++) lane[i % 16] += x[i] * x[i];
+    for (int j = 0; j < 16; j++) sum += lane[j];
+    float scale = 1.0f / sqrtf(sum / (float)n + eps);
+    for (i = 0; i < n; i++) y[i] = x[i] * scale * w[i];
+    if (pad) memset(y + n, 0, (size_t)(cpu_up16(n) - n) * sizeof *y);
+}
+
+/* ===========================================================================
+ * MARK: 17. CPU backend [cpu]
+ * The table of toka.h on the CPU: toka_cpu. In: one step's plan of integers, activations in float32, weights in the mapped
+ * file. Out: the residual stream, K and V in their pages, picks.
+ *
+ * What always holds: the bytes of a row's result depend on that row alone. Not on T or on the other rows of the step, not
+ * on the number of threads, not on how a prompt was cut into chunks or the attention into spans. Chapter 16 gives that for
+ * products and threads; here:
+ *   - Attention walks the kv positions page by page in rising order and merges each page into a running softmax. Spans
+ *     begin and end on page borders, so how they are cut changes nothing. What a row may not see adds an exact zero.
+ *   - Tensor ranks do share sums over heads and mlp columns; their parts are added in the order of the ranks. So another
+ *     number of them rounds differently, as another set of kernels does.
+ *
+ * K and V memory, per layer, page and kv head, so that lanes lie along the contiguous side in both uses:
+ *     K [D][Bp]  transposed: one q element times 16 neighbour positions      Bp, Dp: B, D rounded up to 16;
+ *     V [B][Dp]  one probability times 16 neighbour elements of a value      the rest of a line is zero
+ *
+ * It does not: plan, free pages, check plans beyond cheap asserts, or draw tokens (samp_row of chapter 15 does).
+ * =========================================================================== */
+
+enum {
+    CPU_CHUNK = 512,          /* tokens that go through one op's scratch at once */
+    CPU_OUT_CHUNK = 64,       /* rows of logits held at once */
+    CPU_SCRATCH = 128 << 20,  /* bytes that chunks are cut down to */
+    CPU_HEAD = 256,           /* largest D */
+    CPU_QUERIES = 32,         /* query rows (token, head of one kv head) that share one pass over K and V */
+    CPU_THREADS = 1024,       /* most threads */
+    CPU_RANKS = 64,           /* most ranks of a group */
+    CPU_LINK = 4              /* steps that a stage may be ahead of the next */
+};
+#define CPU_PATIENCE 30.0 /* seconds in which no rank gets on, until who waits gives up */
+
 /* ---- The device ---- */
 
 typedef struct cpu_block { /* memory mapped zero; what is never touched costs nothing */
@@ -10234,98 +10348,7 @@ static const float *cpu_vec(toka_device *d, int i, const toka_tensor *t) {
     return to;
 }
 
-/* ---- Products with weights ---- */
-
-/* y[j][t][n] (+)= x[t] . w[j][n] for up to three weights that take the same x. */
-typedef struct cpu_product {
-    toka_device *d;
-    const float *x; /* [T][ldx], zeros behind a row up to a multiple of 16 */
-    size_t ldx;
-    int T, n_w;
-    const toka_tensor *w[3];
-    float *y[3];
-    size_t ldy[3];
-    bool add;
-    int columns; /* of y per item; the items of the weights follow each other */
-} cpu_product;
-
-/* Columns n0 .. n1-1 straight from the weight as it lies in memory; needs cols % 16 == 0. */
-static void cpu_product_direct(const cpu_product *p, int j, int n0, int n1) {
-    const toka_tensor *w = p->w[j];
-    const cpu_kernels *kn = p->d->kernels;
-    size_t size = cpu_dtype_bytes(w->dtype), row = size * (size_t)w->stride;
-    cpu_tile t = {.ldx = p->ldx, .w_step = row, .ldy = p->ldy[j]};
-    int columns = p->T == 1 ? 8 : 4;
-    for (int n = n0; n < n1; n += columns)
-        for (int k = 0; k < w->cols; k += kn->block)
-            for (int m = 0; m < p->T; m += kn->rows) {
-                t.x = p->x + (size_t)m * p->ldx + k;
-                t.w = (const char *)w->data + (size_t)n * row + size * (size_t)k;
-                t.y = p->y[j] + (size_t)m * p->ldy[j] + n;
-                t.m = MIN(kn->rows, p->T - m), t.n = MIN(columns, n1 - n), t.k = MIN(kn->block, w->cols - k);
-                t.add = p->add || k, t.ahead = m == 0;
-                kn->tile[w->dtype](&t);
-            }
-}
-
-/* The same through a panel: [n1-n0][one block of k] unpacked to float32, then all rows of x over it. A tile of x (6 rows
- * of a block) stays in the first cache level while the panel goes by from the second. */
-static void cpu_product_panel(const cpu_product *p, int j, int n0, int n1, float *panel) {
-    const toka_tensor *w = p->w[j];
-    const cpu_kernels *kn = p->d->kernels;
-    size_t size = cpu_dtype_bytes(w->dtype);
-    cpu_tile t = {.ldx = p->ldx, .w_step = CPU_PANEL_LD * sizeof *panel, .ldy = p->ldy[j]};
-    for (int k = 0; k < w->cols; k += kn->block) {
-        int block = MIN(kn->block, w->cols - k);
-        t.k = cpu_up16(block), t.add = p->add || k;
-        for (int n = n0; n < n1; n++) {
-            float *to = panel + (size_t)(n - n0) * CPU_PANEL_LD;
-            kn->unpack(to, (const char *)w->data + size * ((size_t)n * (size_t)w->stride + (size_t)k), w->dtype, block);
-            memset(to + block, 0, (size_t)(t.k - block) * sizeof *to);
-        }
-        for (int m = 0; m < p->T; m += kn->rows)
-            for (int n = n0; n < n1; n += 4) {
-                t.x = p->x + (size_t)m * p->ldx + k;
-                t.w = (const char *)(panel + (size_t)(n - n0) * CPU_PANEL_LD);
-                t.y = p->y[j] + (size_t)m * p->ldy[j] + n;
-                t.m = MIN(kn->rows, p->T - m), t.n = MIN(4, n1 - n);
-                kn->tile[TOKA_F32](&t);
-            }
-    }
-}
-
-static void cpu_product_item(void *arg, int thread, int item) {
-    const cpu_product *p = arg;
-    int j = 0, items;
-    for (; item >= (items = (p->w[j]->rows + p->columns - 1) / p->columns); j++) item -= items;
-    int n0 = item * p->columns, n1 = MIN(n0 + p->columns, p->w[j]->rows);
-    if (p->T <= CPU_DIRECT && p->w[j]->cols % 16 == 0) cpu_product_direct(p, j, n0, n1);
-    else cpu_product_panel(p, j, n0, n1, p->d->scratch + (size_t)thread * p->d->scratch_n);
-}
-
-static void cpu_product_run(cpu_product *p) {
-    int rows = 0, items = 0;
-    for (int j = 0; j < p->n_w; j++) rows += p->w[j]->rows;
-    int share = rows / (8 * p->d->pool.n) & ~3; /* a few items a thread, so that all end at about the same time */
-    p->columns = MIN(MAX(share, 8), CPU_PANEL);
-    for (int j = 0; j < p->n_w; j++) items += (p->w[j]->rows + p->columns - 1) / p->columns;
-    cpu_run(&p->d->pool, cpu_product_item, p, items, (int64_t)p->T * rows * p->w[0]->cols);
-}
-
 /* ---- Norms ---- */
-
-/* y = x * rsqrt(mean(x^2) + eps) * w; zeros behind y up to a multiple of 16 if pad. y may be x. */
-static void cpu_rmsnorm(float *y, const float *x, const float *w, int n, float eps, bool pad) {
-    float lane[16] = {0}, sum = 0;
-    int i = 0;
-    for (; i + 16 <= n; i += 16)
-        for (int j = 0; j < 16; j++) lane[j] += x[i + j] * x[i + j];
-    for (; i < n; i++) lane[i % 16] += x[i] * x[i];
-    for (int j = 0; j < 16; j++) sum += lane[j];
-    float scale = 1.0f / sqrtf(sum / (float)n + eps);
-    for (i = 0; i < n; i++) y[i] = x[i] * scale * w[i];
-    if (pad) memset(y + n, 0, (size_t)(cpu_up16(n) - n) * sizeof *y);
-}
 
 typedef struct cpu_norm { /* rows to d->x, normed, or just copied where w is NULL */
     toka_device *d;
@@ -10347,6 +10370,14 @@ static void cpu_norm_item(void *arg, int thread, int t) {
     memset(to + n->width, 0, (size_t)(cpu_up16(n->width) - n->width) * sizeof *to);
 }
 static void cpu_norm_run(cpu_norm n, int rows) { cpu_run(&n.d->pool, cpu_norm_item, &n, rows, (int64_t)rows * n.width); }
+
+/* ---- Products ---- */
+
+/* A product with this device's kernels, threads and scratch, which p leaves open. */
+static void cpu_multiply(toka_device *d, cpu_product p) {
+    p.kernels = d->kernels, p.pool = &d->pool, p.panels = d->scratch, p.panel_n = d->scratch_n;
+    cpu_product_run(&p);
+}
 
 /* ---- Op: embed ---- */
 
@@ -10435,9 +10466,9 @@ static void cpu_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, 
         int n = MIN(d->chunk, s->T - t0);
         r.t0 = t0, r.q = cpu_at(q) + (size_t)t0 * HD;
         cpu_norm_run((cpu_norm){d, cpu_at(x) + (size_t)t0 * E, norm, NULL, sh->E}, n);
-        cpu_product p = {.d = d, .x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 3, .w = {&l->q, &l->k, &l->v},
+        cpu_product p = {.x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 3, .w = {&l->q, &l->k, &l->v},
                          .y = {r.q, d->k, d->v}, .ldy = {HD, KD, KD}};
-        cpu_product_run(&p);
+        cpu_multiply(d, p);
         cpu_run(&d->pool, cpu_rope_item, &r, n, (int64_t)n * (int64_t)(HD + 2 * KD) * 4);
     }
 }
@@ -10559,10 +10590,10 @@ static void cpu_out_residual(toka_device *d, const toka_step *s, int layer, toka
         int n = MIN(d->chunk, s->T - t0);
         float *y = cpu_at(x) + (size_t)t0 * (size_t)E;
         cpu_norm_run((cpu_norm){d, cpu_at(o) + (size_t)t0 * (size_t)HD, NULL, NULL, HD}, n);
-        cpu_product p = {.d = d, .x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 1, .w = {&l->o}, .y = {y},
+        cpu_product p = {.x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 1, .w = {&l->o}, .y = {y},
                          .ldy = {(size_t)E},
                          .add = first};
-        cpu_product_run(&p);
+        cpu_multiply(d, p);
         for (int i = 0; bias && i < n * E; i++) y[i] += bias[i % E];
     }
 }
@@ -10585,13 +10616,13 @@ static void cpu_norm_mlp_residual(toka_device *d, const toka_step *s, int layer,
         int n = MIN(d->chunk, s->T - t0);
         float *y = cpu_at(x) + (size_t)t0 * E;
         cpu_norm_run((cpu_norm){d, y, norm, NULL, d->shape->E}, n);
-        cpu_product in = {.d = d, .x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 2, .w = {&l->gate, &l->up},
+        cpu_product in = {.x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 2, .w = {&l->gate, &l->up},
                           .y = {d->gate, d->up}, .ldy = {ldf, ldf}};
-        cpu_product_run(&in);
+        cpu_multiply(d, in);
         cpu_run(&d->pool, cpu_swiglu_item, d, n, (int64_t)n * d->shape->F * 8);
-        cpu_product out = {.d = d, .x = d->gate, .ldx = ldf, .T = n, .n_w = 1, .w = {&l->down}, .y = {y}, .ldy = {E},
+        cpu_product out = {.x = d->gate, .ldx = ldf, .T = n, .n_w = 1, .w = {&l->down}, .y = {y}, .ldy = {E},
                            .add = d->options.tp_rank == 0};
-        cpu_product_run(&out);
+        cpu_multiply(d, out);
     }
 }
 
@@ -10655,9 +10686,9 @@ static void cpu_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev 
         int n = MIN(d->out_chunk, s->n_out - i0);
         for (int i = i0; i < i0 + n; i++) assert(s->out[i].row >= 0 && s->out[i].row < s->T);
         cpu_norm_run((cpu_norm){d, cpu_at(x), norm, s->out + i0, sh->E}, n);
-        cpu_product p = {.d = d, .x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 1, .w = {&d->weights->lm_head},
+        cpu_product p = {.x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 1, .w = {&d->weights->lm_head},
                          .y = {d->logits + sh->v0}, .ldy = {V}};
-        cpu_product_run(&p);
+        cpu_multiply(d, p);
         cpu_pick_rows(d, s->out + i0, n, s->logits ? s->logits + (size_t)i0 * V : NULL, picks + i0);
     }
     cpu_keep_drawn(d, s, picks);
@@ -10823,7 +10854,7 @@ const toka_backend toka_cpu = {
 };
 
 /* ===========================================================================
- * MARK: 17. Model: the layer loop [os]
+ * MARK: 18. Model: the layer loop [os]
  * The transformer, once, over the backend's table: what runs on a CPU and on a GPU is rank_step. One step takes T tokens of
  * any number of sequences, some prefilling, some decoding; the plan in toka_step says which is which, this loop does not care.
  *
@@ -11083,17 +11114,17 @@ static double model_busy(model_run *m) {
 }
 
 /* ===========================================================================
- * MARK: 18. Engine [os]
+ * MARK: 19. Engine [os]
  * Requests to steps to events. Any thread submits and cancels; one thread at a time drives:
  *
  *     eng_submit --> inbox --eng_take--> sched_submit (13)          any thread | the driver from here on
- *         +-> sched_plan (13) --> batch_build (14) --> eng_rows --> model_post (17) ... model_wait --> eng_commit --+
+ *         +-> sched_plan (13) --> batch_build (14) --> eng_rows --> model_post (18) ... model_wait --> eng_commit --+
  *         +---------------------------------------------------------------------------------------------------------+
  *
  * The driver is whoever needs a result: a thread in eng_drive runs steps until what it waits for is done, and the next one that
  * waits takes over. Callbacks run on the driving thread, between steps.
  *
- * Run-ahead. While the ranks (17) run a step, the driver plans the next: up to n_ahead steps fly, from their plan to their commit,
+ * Run-ahead. While the ranks (18) run a step, the driver plans the next: up to n_ahead steps fly, from their plan to their commit,
  * each with arrays of its own (eng_flight). A step plans on the tokens of those before it, which only the device knows yet. What a
  * sample that meanwhile ended, was parked or cancelled would still have drawn is thrown away; no result depends on n_ahead.
  *
@@ -11980,7 +12011,7 @@ static int eng_score(eng *g, const int32_t *tokens, size_t n, float *logprobs, t
 }
 
 /* ===========================================================================
- * MARK: 19. Public API [os]
+ * MARK: 20. Public API [os]
  * What toka.h declares, documented there. Thin: opens the parts in order, hands arguments to their chapters, and turns what is
  * owned inside into what the caller frees.
  * =========================================================================== */
@@ -12330,7 +12361,7 @@ int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_e
 }
 
 /* ===========================================================================
- * MARK: 20. HTTP [pure]
+ * MARK: 21. HTTP [pure]
  * HTTP/1.1 (RFC 9110, 9112) as bytes in, structs out, and back. No sockets, no clock.
  *
  * Reading is three-valued: > 0 bytes used, 0 need more, < 0 bad, and its negative is the status to answer. Slices borrow from
@@ -12756,7 +12787,7 @@ static void http_put_chunk(buf *b, str data) {
 static void http_put_last_chunk(buf *b) { buf_c(b, "0\r\n\r\n"); }
 
 /* ===========================================================================
- * MARK: 21. OpenAI API [pure]
+ * MARK: 22. OpenAI API [pure]
  * Bodies of /v1/completions and /v1/chat/completions to requests of the engine, and the events of these to answers. The server
  * and the batch runner use the same functions, so a line of a file is answered as a body over HTTP is.
  *
@@ -14045,7 +14076,7 @@ static int api_simple(const api_model *m, enum api_route route, str body, buf *o
 }
 
 /* ===========================================================================
- * MARK: 22. Batch runner [os]
+ * MARK: 23. Batch runner [os]
  * A file of requests in, a file of results out, however long both are. Three threads, each with one job:
  *
  *     reader   run_read:  a line --run_identify, run_parse--> toka_submit       waits while the window is full
@@ -14069,7 +14100,7 @@ static int api_simple(const api_model *m, enum api_route route, str body, buf *o
  *     by a hash of 128 bits. A line that was cancelled or that the device failed is not written: the next run does it.
  * run.lock guards the window, the writer's queue, the records that lines have for it, and run.e. A line's call is read by the
  * driver and belongs to the writer once the engine has it. Order of locks: run.lock before the engine's. Bodies and answers:
- * chapter 21.
+ * chapter 22.
  * =========================================================================== */
 
 enum { RUN_LINE_BYTES = 64 << 20, RUN_CHUNK_BYTES = 1 << 18, RUN_FLIGHT_BYTES = 256 << 20, RUN_RECORD_BYTES = 1 << 12 };
@@ -14996,9 +15027,9 @@ static int run_served(toka *t, const run_options *o, bool *all, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 23. Files and batches [os]
+ * MARK: 24. Files and batches [os]
  * /v1/files and /v1/batches as OpenAI defines them, kept in one folder, so that a server that was killed at any moment goes on
- * where it stopped. What a batch does is chapter 22's: the lines of its input file run as those of `toka batch` do, and what is
+ * where it stopped. What a batch does is chapter 23's: the lines of its input file run as those of `toka batch` do, and what is
  * in its two output files is not done again.
  *
  *     lock             held by the one server that uses the folder
@@ -15054,7 +15085,7 @@ typedef struct fb_batch {
     char *metadata, *errors;   /* JSON: an object; a list of errors */
     bool has_out, has_err;     /* they are files now */
     atomic_llong total, completed, failed;
-    atomic_int stop;           /* asks chapter 22 to stop: cancelled, out of time, or the server ends */
+    atomic_int stop;           /* asks chapter 23 to stop: cancelled, out of time, or the server ends */
 } fb_batch;
 
 typedef struct fb_options {
@@ -16205,7 +16236,7 @@ static void fb_handle(fb_store *s, const http_request *r, str body, http_reply *
 static const char *fb_folder(const fb_store *s) { return s->why.code ? s->why.msg : s->path; }
 
 /* ===========================================================================
- * MARK: 24. Status page [pure]
+ * MARK: 25. Status page [pure]
  * What GET / answers: one page without an outside asset, which asks /metrics every second, /v1/batches every third, and streams
  * /v1/completions into its box. Everything a server says goes in as text, never as markup. A key is kept for the tab's life only.
  * =========================================================================== */
@@ -16358,13 +16389,13 @@ static const char srv_page[] =
     "</html>\n";
 
 /* ===========================================================================
- * MARK: 25. Server: requests and metrics [os]
+ * MARK: 26. Server: requests and metrics [os]
  * What a request is between its last byte in and its first byte out: routes, keys, the calls that workers carry to the engine
- * and back, and the numbers of /metrics. Chapter 26 has the sockets.
+ * and back, and the numbers of /metrics. Chapter 27 has the sockets.
  *
- *     loop (26) --srv_dispatch--> ready list --> worker: srv_begin: api_parse, toka_submit, or another handler
+ *     loop (27) --srv_dispatch--> ready list --> worker: srv_begin: api_parse, toka_submit, or another handler
  *                                                engine: srv_on_event: api_pack, nothing else --> ready list
- *     loop (26) <--dirty list <----------------- worker: srv_continue: api_feed, api_finish
+ *     loop (27) <--dirty list <----------------- worker: srv_continue: api_feed, api_finish
  *
  * The loop never parses JSON, waits or touches a disk; the engine's thread never makes text. A call is with at most one worker at
  * a time. Between the threads there is one lock, held for a few pointers at a time.
@@ -16462,7 +16493,7 @@ typedef struct srv {
     int n_unknown;
     toka_err e;           /* why the phase is SRV_FAILED */
 
-    struct srv_loop *loop; /* chapter 26 */
+    struct srv_loop *loop; /* chapter 27 */
     int wake_fd;          /* eventfd that wakes the loop */
 } srv;
 
@@ -17167,7 +17198,7 @@ static bool srv_dispatch(srv *s, srv_call *c) {
 }
 
 /* ===========================================================================
- * MARK: 26. Server: connections [os]
+ * MARK: 27. Server: connections [os]
  * One thread owns every socket and waits in epoll. A connection goes round:
  *
  *     SRV_HEAD --http_parse_head, srv_check--> SRV_BODY --http_body_read, srv_dispatch--> SRV_BUSY --the answer--> SRV_HEAD
@@ -17384,7 +17415,7 @@ static void srv_answer_last(srv *s, srv_conn *k, int status, const char *why) {
     srv_answer(s, k);
 }
 
-static const char *srv_why(int status) { /* of a status that chapter 20 gave */
+static const char *srv_why(int status) { /* of a status that chapter 21 gave */
     switch (status) {
     case 413: return "the body is longer than this server takes; see --max-body-bytes and --max-upload-bytes";
     case 414: return "the target is too long";
@@ -17899,7 +17930,7 @@ static int srv_run(const srv_options *o, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 27. Bench and plan [os]
+ * MARK: 28. Bench and plan [os]
  * What the engine is worth, without a server: run_bench_throughput times a dataset whose samples are forced to given lengths,
  * also on dummy weights; run_bench_plan (`toka bench plan`) times chapters 11 to 14 alone. plan_make is `toka plan`: what fits on
  * which GPUs, and what that could reach at best, by arithmetic alone.
@@ -18842,7 +18873,7 @@ static int plan_make(const plan_options *o, buf *out, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 28. Bench serve [os]
+ * MARK: 29. Bench serve [os]
  * A client that measures a server over HTTP: ours, or any that streams /v1/completions or /v1/chat/completions. Definitions,
  * names and printed lines are those of `vllm bench serve`:
  *
@@ -19816,7 +19847,7 @@ static int bs_bench(const bs_options *o, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 29. Command line [os]
+ * MARK: 30. Command line [os]
  * toka [COMMAND] [FLAGS]. Flags are one table (cli_flags): name, short form, environment name (TOKA_ and the flag's name in
  * capitals), help group, type and the field they fill. Results go to standard output, everything else to standard error. This
  * chapter alone prints and decides the exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C.

@@ -1,6 +1,6 @@
 /* toka_kernels.cu - toka's CUDA backend: every kernel is written here.  SPDX-License-Identifier: Apache-2.0
  *
- * WHAT IT IS. The second instance of `struct toka_backend` (toka.h); the first is chapter 16 of toka.c. It needs the CUDA runtime
+ * WHAT IT IS. The second instance of `struct toka_backend` (toka.h); the first is chapter 17 of toka.c. It needs the CUDA runtime
  * and nothing else. One binary holds code for sm_80, sm_89 and sm_90a: Hopper runs the wgmma and TMA kernels, older cards the
  * mma.sync kernels, which also run on Hopper and there serve the tests as a second opinion.
  *

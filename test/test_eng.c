@@ -1,4 +1,4 @@
-/* Tests of chapters 17 to 19: whole models against Hugging Face transformers, and how a request lives and ends. */
+/* Tests of chapters 18 to 20: whole models against Hugging Face transformers, and how a request lives and ends. */
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define ENG_SLOW 1 /* sanitizer build: fewer problems for the accuracy tests, fewer splits */

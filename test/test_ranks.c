@@ -1,5 +1,5 @@
 /* test_ranks.c - models spread over ranks: which part each rank has (chapter 10), and that the ranks together compute what one
- * computes alone (chapter 16): every fixture, every split that it allows, the same program of micro-batches. Then ranks that stay
+ * computes alone (chapter 17): every fixture, every split that it allows, the same program of micro-batches. Then ranks that stay
  * away, and groups that are told to end. */
 
 /* ---- Parts of a model: every element in exactly the ranks where it should be ---- */
@@ -259,7 +259,7 @@ static bool rk_goes_on(rk_rank *r) {
     return r->ops++ != r->away_after;
 }
 
-/* One step, as chapter 17 does it. False: this rank went away. */
+/* One step, as chapter 18 does it. False: this rank went away. */
 static bool rk_run_step(rk_rank *r, const toka_step *s, toka_pick *picks) {
 #define RK_OP(call) if (!rk_goes_on(r)) return false; else toka_cpu.call
     if (r->place.pp_rank == 0) {
