@@ -40,7 +40,7 @@ def batch(device, problems, n, temp, tmp, *flags):
     with open(source, "w") as f:
         for i, p in enumerate(problems):
             f.write(json.dumps({"custom_id": str(i), "messages": [{"role": "user", "content": p["prompt"]}], "n": n, "temperature": temp,
-                                "seed": 7}) + "\n")
+                                "seed": 1000 * n + i}) + "\n")  # samples of equal seeds would share their noise
     code, _, err = run("batch", "--device", device, "-i", source, "-o", out, *flags)
     if code:
         print(err)

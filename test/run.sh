@@ -210,8 +210,13 @@ gpu_programs() {
         # shellcheck disable=SC2086
         gpu_program "$name" $parts
     done
-    step "gpu_model compiles" $CC -std=c11 -O2 -DTOKA_WITH_CUDA '-DTOKA_EMBED="test/model"' -w -c test/gpu_model.c -o $B/gpu_model.o
-    gpu_program gpu_model $B/gpu_model.o toka_kernels.cu
+    for name in gpu_ops gpu_model; do # these include toka.c
+        step "$name.c compiles" $CC -std=c11 -O2 -DTOKA_WITH_CUDA '-DTOKA_EMBED="test/model"' -w -c test/$name.c -o $B/$name.o
+        [ -f $B/kernels.o ] && [ -z "$(find toka_kernels.cu toka.h -newer $B/kernels.o)" ] ||
+            step "toka_kernels.cu compiles" nvcc -std=c++20 -O3 -Xcompiler -fno-exceptions \
+                -gencode "arch=compute_$GPU_ARCH,code=sm_$GPU_ARCH" -c toka_kernels.cu -o $B/kernels.o
+        gpu_program $name $B/$name.o $B/kernels.o
+    done
 }
 gpu_counts() { # NAME COMMAND...: a program whose last line is 'N passed, N failed, N skipped'
     local name=$1 line
@@ -234,7 +239,9 @@ gpu_tests() {
         name=$(basename "$source" .cu)
         [ -x "$B/$name" ] && gpu_counts "$name" "$B/$name"
     done
-    [ -x $B/gpu_model ] && gpu_counts gpu_model $B/gpu_model
+    for name in gpu_ops gpu_model; do
+        [ -x $B/$name ] && gpu_counts $name $B/$name
+    done
     gpu_counts "the program on the GPU" python3 test/gpu_cli.py
     if python3 -c 'import torch, transformers' 2>/dev/null; then
         gpu_counts "against transformers" python3 test/gpu_hf.py $B/gpu_model

@@ -1,0 +1,238 @@
+/* gpu_ops.c - one op driver for both backends: every op of the transformer on the GPU against the CPU backend, one after another, each with
+ * equal inputs, on random weights and fresh random activations. Includes toka.c; linked with the object of toka_kernels.cu.
+ *
+ * The CPU computes in float32 and rounds nothing, so the difference is the GPU's rounding to bf16. It is told in units of one: how far the
+ * CPU's own result moves when it is rounded to bf16 once. Each op has few roundings, so each has a bound; a factor that is too large means
+ * a rounding too many, or something wrong. That is what sums over a whole model hide. */
+#include "../toka.c"
+
+static int n_passed, n_failed;
+static uint64_t rng_state;
+
+static uint64_t rng(void) {
+    uint64_t z = rng_state += 0x9E3779B97F4A7C15u;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return z ^ z >> 31;
+}
+static float normal(void) { /* sum of four uniforms: near enough */
+    float sum = 0;
+    for (int i = 0; i < 4; i++) sum += (float)(rng() >> 40) * 0x1p-24f - 0.5f;
+    return sum * 1.7320508f;
+}
+static uint16_t to_bf16(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
+}
+static float from_bf16(uint16_t b) {
+    uint32_t u = (uint32_t)b << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+/* ---- A layer of random weights ---- */
+
+typedef struct op_case {
+    const char *name;
+    int H, K, D, E, F, V;
+    bool bias, qk_norm;
+} op_case;
+
+static toka_tensor weight_new(int rows, int cols, float scale, float offset) {
+    uint16_t *p = mem_alloc((size_t)rows * cols * 2);
+    for (size_t i = 0; i < (size_t)rows * cols; i++) p[i] = to_bf16(offset + scale * normal());
+    return (toka_tensor){p, TOKA_BF16, rows, cols, cols};
+}
+static toka_layer layer_new(const op_case *c) {
+    int q = c->H * c->D, kv = c->K * c->D;
+    float e = 1 / sqrtf((float)c->E);
+    toka_layer l = {.attn_norm = weight_new(1, c->E, 0.2f, 1), .mlp_norm = weight_new(1, c->E, 0.2f, 1),
+                    .q = weight_new(q, c->E, e, 0), .k = weight_new(kv, c->E, e, 0), .v = weight_new(kv, c->E, e, 0),
+                    .o = weight_new(c->E, q, 1 / sqrtf((float)q), 0), .gate = weight_new(c->F, c->E, e, 0), .up = weight_new(c->F, c->E, e, 0),
+                    .down = weight_new(c->E, c->F, 1 / sqrtf((float)c->F), 0)};
+    if (c->bias) l.q_bias = weight_new(1, q, 0.5f, 0), l.k_bias = weight_new(1, kv, 0.5f, 0), l.v_bias = weight_new(1, kv, 0.5f, 0);
+    if (c->qk_norm) l.q_norm = weight_new(1, c->D, 0.2f, 1), l.k_norm = weight_new(1, c->D, 0.2f, 1);
+    return l;
+}
+static void layer_free(toka_layer *l) {
+    toka_tensor *t[] = {&l->attn_norm, &l->mlp_norm, &l->q, &l->k, &l->v, &l->q_bias, &l->k_bias, &l->v_bias, &l->q_norm, &l->k_norm,
+                        &l->o, &l->gate, &l->up, &l->down};
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++) free((void *)t[i]->data);
+}
+
+/* ---- Both backends, with a step of two sequences ---- */
+
+enum { CPU, GPU, MAX_T = 2048 };
+
+typedef struct both {
+    const op_case *c;
+    toka_shape shape[2];
+    float *rope;
+    toka_layer layer;
+    toka_weights weights;
+    toka_device *dev[2];
+    toka_dev x[2], q[2], o[2];
+    int32_t ids[MAX_T], pos[MAX_T], slot[2][MAX_T], pages[MAX_T];
+    toka_span spans[2];
+    toka_out_row out[MAX_T];
+    toka_pick picks[MAX_T];
+    toka_step s;
+} both;
+
+static const toka_backend *backends[2] = {&toka_cpu, &toka_cuda};
+
+static void both_open(both *b, const op_case *c) {
+    *b = (both){.c = c, .layer = layer_new(c)};
+    b->rope = mem_alloc((size_t)(c->D / 2) * sizeof *b->rope);
+    for (int i = 0; i < c->D / 2; i++) b->rope[i] = (float)pow(500000, -2.0 * i / c->D);
+    b->weights = (toka_weights){weight_new(c->V, c->E, 1, 0), weight_new(1, c->E, 0.2f, 1), weight_new(c->V, c->E, 1 / sqrtf((float)c->E), 0),
+                                &b->layer};
+    for (int i = 0; i < 2; i++) {
+        toka_err e = {0};
+        const toka_backend *be = backends[i];
+        size_t heads = (size_t)MAX_T * c->H * c->D * be->activation_bytes;
+        b->shape[i] = (toka_shape){.L = 1, .H = c->H, .K = c->K, .D = c->D, .E = c->E, .F = c->F, .V = c->V, .V_all = c->V, .B = be->page_tok,
+                                   .eps = 1e-5f, .rope_freq = b->rope, .rope_scale = 1, .max_len = MAX_T};
+        toka_device_options o = {.max_tokens = MAX_T, .max_out = MAX_T, .n_pages = MAX_T / be->page_tok + 2};
+        if (be->open(&b->dev[i], &o, &b->shape[i], &b->weights, &e)) printf("FAILED %s: %s\n", be->name, e.msg), exit(2);
+        b->x[i] = be->alloc(b->dev[i], (size_t)MAX_T * ((size_t)c->E + 7) / 8 * 8 * be->activation_bytes);
+        b->q[i] = be->alloc(b->dev[i], heads), b->o[i] = be->alloc(b->dev[i], heads);
+    }
+}
+static void both_close(both *b) {
+    for (int i = 0; i < 2; i++) backends[i]->close(b->dev[i]);
+    free((void *)b->weights.embed.data), free((void *)b->weights.norm.data), free((void *)b->weights.lm_head.data);
+    layer_free(&b->layer);
+    free(b->rope);
+}
+
+/* Rows 0 .. T1-1 are one sequence, the others a second. Pages and slots as backend i needs them. */
+static void both_plan(both *b, int i, int T) {
+    int B = backends[i]->page_tok, first = T > 3 ? T / 3 * 2 : T, n_pages = 0;
+    b->s = (toka_step){.T = T, .ids = b->ids, .pos = b->pos, .slot = b->slot[i], .pages = b->pages, .spans = b->spans, .out = b->out};
+    for (int at = 0; at < T; at += b->spans[b->s.n_spans - 1].n_rows) {
+        int n = at ? T - at : first;
+        b->spans[b->s.n_spans++] = (toka_span){at, n, n_pages, 0, n};
+        for (int p = 0; p < n; p++) {
+            if (p % B == 0) b->pages[n_pages] = MAX_T / B + 1 - n_pages, n_pages++;
+            b->pos[at + p] = p, b->slot[i][at + p] = b->pages[n_pages - 1] * B + p % B;
+        }
+    }
+    for (int t = 0; t < T; t++) b->out[t] = (toka_out_row){.row = t, .slot = -1, .forced_id = 0};
+}
+
+/* values: [rows][cols] float32, exact in bf16; to both. Rows on the GPU are `ld` apart. */
+static void both_put(both *b, const toka_dev to[2], const float *values, int rows, int cols, int ld) {
+    uint16_t *half = mem_zalloc((size_t)rows * ld * 2);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < cols; c++) half[(size_t)r * ld + c] = to_bf16(values[(size_t)r * cols + c]);
+    toka_cpu.upload(b->dev[CPU], to[CPU], values, (size_t)rows * cols * sizeof *values);
+    toka_cuda.upload(b->dev[GPU], to[GPU], half, (size_t)rows * ld * 2);
+    free(half);
+}
+/* The GPU's result as float32 [rows][cols], and the CPU's. */
+static void both_get(both *b, const toka_dev from[2], float *cpu, float *gpu, int rows, int cols, int ld) {
+    uint16_t *half = mem_alloc((size_t)rows * ld * 2);
+    toka_cpu.download(b->dev[CPU], cpu, from[CPU], (size_t)rows * cols * sizeof *cpu);
+    toka_cuda.download(b->dev[GPU], half, from[GPU], (size_t)rows * ld * 2);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < cols; c++) gpu[(size_t)r * cols + c] = from_bf16(half[(size_t)r * ld + c]);
+    free(half);
+}
+
+/* The GPU's distance from the CPU, in roundings; and the largest of a row. */
+static void compare(const both *b, const char *op, const float *cpu, const float *gpu, int rows, int cols, double bound) {
+    double far = 0, one = 0, worst = 0;
+    for (int r = 0; r < rows; r++) {
+        double d = 0, u = 0;
+        for (int c = 0; c < cols; c++) {
+            double want = cpu[(size_t)r * cols + c], got = gpu[(size_t)r * cols + c], once = from_bf16(to_bf16((float)want));
+            d += (got - want) * (got - want), u += (once - want) * (once - want);
+        }
+        if (!(d <= INFINITY)) d = INFINITY;
+        far += d, one += u, worst = fmax(worst, sqrt(d / u));
+    }
+    double ratio = sqrt(far / one);
+    bound *= 1 + 2 / sqrt((double)rows * cols); /* few elements scatter */
+    bool ok = ratio <= bound && worst <= 3 * bound;
+    ok ? n_passed++ : n_failed++;
+    if (!ok || getenv("TOKA_TEST_VERBOSE"))
+        printf("%s %s, %d rows: %s is off by %.2f roundings (at most %.2f), a row by %.2f\n", ok ? "ok    " : "FAILED", b->c->name, rows, op,
+               ratio, bound, worst);
+}
+
+static void op_run(both *b, int T) {
+    const op_case *c = b->c;
+    const int ld = (c->E + 7) / 8 * 8, heads = c->H * c->D, wide = MAX(MAX(c->E, heads), c->V);
+    float *in = mem_alloc((size_t)T * wide * 4), *cpu = mem_alloc((size_t)T * wide * 4), *gpu = mem_alloc((size_t)T * wide * 4);
+    toka_err e = {0};
+#define BOTH(op, ...) /* the plan names pages, which each backend has its own size of */ \
+    for (int i = 0; i < 2; i++) both_plan(b, i, T), b->s.logits = i ? gpu : cpu, backends[i]->op(b->dev[i], &b->s, __VA_ARGS__)
+#define FILL(n) \
+    for (size_t k = 0; k < (size_t)T * (n); k++) in[k] = from_bf16(to_bf16(normal()))
+    for (int t = 0; t < T; t++) b->ids[t] = (int32_t)(rng() % (uint64_t)c->V);
+    /* attention has the work lists of the step that embed began on the GPU, so a step's ops keep their order */
+    both_plan(b, CPU, T);
+    b->s.n_out = T;
+    for (int i = 0; i < 2; i++) both_plan(b, i, T), b->s.n_out = T, backends[i]->embed(b->dev[i], &b->s, b->x[i]);
+    both_get(b, b->x, cpu, gpu, T, c->E, ld);
+    bool same = !memcmp(cpu, gpu, (size_t)T * c->E * 4);
+    same ? n_passed++ : n_failed++;
+    if (!same) printf("FAILED %s, %d rows: embed is not exact\n", c->name, T);
+    FILL(c->E);
+    both_put(b, b->x, in, T, c->E, ld);
+    BOTH(norm_qkv_rope_kv, 0, b->x[i], b->q[i]);
+    both_get(b, b->q, cpu, gpu, T, heads, heads);
+    compare(b, "norm_qkv_rope_kv", cpu, gpu, T, heads, c->qk_norm ? 2.2 : 2.0);
+    both_put(b, b->q, gpu, T, heads, heads);
+    BOTH(attention, 0, b->q[i], b->o[i]);
+    both_get(b, b->o, cpu, gpu, T, heads, heads);
+    compare(b, "attention", cpu, gpu, T, heads, 2.5);
+    FILL(heads);
+    both_put(b, b->o, in, T, heads, heads);
+    FILL(c->E);
+    both_put(b, b->x, in, T, c->E, ld);
+    BOTH(out_residual, 0, b->o[i], b->x[i]);
+    both_get(b, b->x, cpu, gpu, T, c->E, ld);
+    compare(b, "out_residual", cpu, gpu, T, c->E, 1.1);
+    both_put(b, b->x, in, T, c->E, ld);
+    BOTH(norm_mlp_residual, 0, b->x[i]);
+    both_get(b, b->x, cpu, gpu, T, c->E, ld);
+    compare(b, "norm_mlp_residual", cpu, gpu, T, c->E, 1.6);
+    both_put(b, b->x, in, T, c->E, ld);
+    for (int i = 0; i < 2; i++) {
+        both_plan(b, i, T);
+        b->s.n_out = T, b->s.logits = i ? gpu : cpu;
+        backends[i]->norm_logits_sample(b->dev[i], &b->s, b->x[i], b->picks);
+    }
+    compare(b, "logits", cpu, gpu, T, c->V, 1.3);
+    for (int i = 0; i < 2; i++)
+        if (backends[i]->status(b->dev[i], &e)) printf("FAILED %s: %s\n", backends[i]->name, e.msg), exit(2);
+    free(in), free(cpu), free(gpu);
+}
+
+int main(int argc, char **argv) {
+    static const op_case cases[] = {
+        {"Llama-3.2-1B", 32, 8, 64, 2048, 8192, 1000, false, false}, {"Llama-3.1-8B, half as wide", 16, 4, 128, 2048, 7168, 520, false, false},
+        {"Qwen2.5-0.5B", 14, 2, 64, 896, 4864, 777, true, false},    {"Qwen3-0.6B", 16, 8, 128, 1024, 3072, 300, false, true},
+        {"head size 80", 6, 2, 80, 480, 1000, 259, true, true},      {"odd", 9, 1, 24, 51, 67, 259, true, false}};
+    static const int rows[] = {1, 2, 17, 64, 65, 130, 333, 1000, 2048};
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    const char *seed = getenv("TOKA_TEST_SEED");
+    uint64_t start = seed ? strtoull(seed, NULL, 10) : (uint64_t)now.tv_sec;
+    rng_state = start;
+    bool small = argc > 1 && !strcmp(argv[1], "small");
+    static both b;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        if (small && i != 4 && i != 5) continue;
+        both_open(&b, &cases[i]);
+        for (size_t k = 0; k < sizeof rows / sizeof *rows; k++)
+            if (!small || rows[k] <= 130) op_run(&b, rows[k]);
+        both_close(&b);
+    }
+    printf("%d passed, %d failed, 0 skipped (seed %llu)\n", n_passed, n_failed, (unsigned long long)start);
+    return n_failed != 0;
+}
