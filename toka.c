@@ -10862,7 +10862,10 @@ const toka_backend toka_cpu = {
  * in which they were posted, and closes it. A model is a grid of ranks, stages of layers x tensor ranks (mf_shard of chapter 10);
  * stages hand x on, tensor ranks sum it:
  *
- *     model_post --> ring of steps --> every rank: rank_step --> done --> model_wait        one thread posts and waits
+ *     model_post --> ring of steps --> every rank: rank_launch --> rank_finish --> done --> model_wait     one thread posts and waits
+ *
+ * On a device that works on its own a rank launches the next steps, up to the backend's n_ahead, before it waits for the oldest; and it
+ * waits only once somebody wants that one's picks, so that a step that is posted meanwhile is launched at once.
  *
  * What always holds: a posted step, and all it points to, stays as it is until model_wait has returned for it; the first
  * failure is kept and told to all ranks, steps behind it are not run, and whoever waits gets it. Who waits also watches: ranks
@@ -10896,8 +10899,10 @@ typedef struct model_rank {
     toka_dev x, q, o;  /* [T][E], [T][H][D], [T][H][D]: activations of one step */
     toka_pick *unread; /* [max_out] picks of a rank that nobody asks for them */
     pthread_t thread;
-    int64_t done;      /* under the lock: steps run, or skipped behind a failure */
-    double busy_s;     /* under the lock: time in steps */
+    int64_t launched, begun; /* steps; those behind a failure are launched, but not begun */
+    double t_busy;     /* since then a step is launched and not finished, or counted up to then */
+    int64_t done;      /* under the lock: steps finished, or skipped behind a failure */
+    double busy_s;     /* under the lock: time with a step launched and not finished */
 } model_rank;
 
 typedef struct model_run {
@@ -10909,7 +10914,7 @@ typedef struct model_run {
     model_bell *bell;    /* its lock guards all that follows, and `done` and busy_s of the ranks */
     pthread_cond_t to_do;
     model_job ring[MODEL_RING];
-    int64_t posted;
+    int64_t posted, awaited; /* awaited: somebody waits for the steps up to this one */
     bool closing;
     double t_watched; /* the waiting thread's, as `lost` */
     bool lost;
@@ -10922,6 +10927,7 @@ static void rank_sum(model_rank *r, int rows) {
 
 static void rank_step(model_rank *r, const toka_step *s, toka_pick *picks) {
     const toka_backend *be = r->m->be;
+    if (be->begin) be->begin(r->dev, s);
     if (r->options.pp_rank == 0) be->embed(r->dev, s, r->x), rank_sum(r, s->T);
     else be->receive(r->dev, r->x, s->T);
     for (int layer = 0; layer < r->shape.L; layer++) {
@@ -10932,6 +10938,7 @@ static void rank_step(model_rank *r, const toka_step *s, toka_pick *picks) {
     }
     if (r->options.pp_rank < r->m->pp - 1) be->send(r->dev, r->x, s->T);
     else if (s->n_out) be->norm_logits_sample(r->dev, s, r->x, r->options.tp_rank ? r->unread : picks);
+    if (be->end) be->end(r->dev, s);
 }
 
 static int rank_open(model_rank *r, toka_err *e) {
@@ -10957,6 +10964,37 @@ static void rank_report(model_rank *r, int code, const toka_err *e) {
     pthread_cond_broadcast(&m->bell->done);
 }
 
+/* Launches the next posted step, or skips it behind a failure; with the lock held, which it lets go of. */
+static void rank_launch(model_rank *r) {
+    model_run *m = r->m;
+    const model_job job = m->ring[r->launched % MODEL_RING];
+    const bool skip = m->broken.code != 0;
+    toka_err e;
+    pthread_mutex_unlock(&m->bell->lock);
+    if (r->launched == r->done) r->t_busy = os_now();
+    if (!skip) rank_step(r, job.s, job.picks), r->begun++;
+    const int code = skip ? 0 : m->be->status(r->dev, &e);
+    pthread_mutex_lock(&m->bell->lock);
+    r->launched++;
+    if (code) rank_report(r, code, &e);
+}
+
+/* Waits for the oldest step that was launched; with the lock held, which it lets go of. */
+static void rank_finish(model_rank *r) {
+    model_run *m = r->m;
+    const model_job job = m->ring[r->done % MODEL_RING];
+    const bool under_way = m->be->finish && r->done < r->begun;
+    toka_err e;
+    pthread_mutex_unlock(&m->bell->lock);
+    if (under_way) m->be->finish(r->dev, job.s);
+    const int code = under_way ? m->be->status(r->dev, &e) : 0;
+    const double now = os_now();
+    pthread_mutex_lock(&m->bell->lock);
+    r->busy_s += now - r->t_busy, r->t_busy = now, r->done++;
+    rank_report(r, code, &e);
+}
+
+/* Launches as far ahead as the device works on its own; waits for a step when it is wanted, or nothing more can be launched. */
 static void *rank_run(void *arg) {
     model_rank *r = arg;
     model_run *m = r->m;
@@ -10966,17 +11004,11 @@ static void *rank_run(void *arg) {
     m->n_open++;
     rank_report(r, code, &e);
     for (;;) {
-        while (r->done == m->posted && !m->closing) pthread_cond_wait(&m->to_do, &m->bell->lock);
-        if (r->done == m->posted) break;
-        model_job job = m->ring[r->done % MODEL_RING];
-        bool skip = m->broken.code != 0;
-        pthread_mutex_unlock(&m->bell->lock);
-        double t0 = os_now();
-        if (!skip) rank_step(r, job.s, job.picks);
-        code = skip ? 0 : m->be->status(r->dev, &e);
-        pthread_mutex_lock(&m->bell->lock);
-        r->busy_s += os_now() - t0, r->done++;
-        rank_report(r, code, &e);
+        const int64_t flying = r->launched - r->done, most = m->be->finish ? m->be->n_ahead : 1;
+        if (r->launched < m->posted && flying < most) rank_launch(r);
+        else if (flying && (flying == most || m->awaited > r->done || m->closing)) rank_finish(r);
+        else if (m->closing) break;
+        else pthread_cond_wait(&m->to_do, &m->bell->lock);
     }
     pthread_mutex_unlock(&m->bell->lock);
     if (r->dev) m->be->close(r->dev);
@@ -11055,6 +11087,13 @@ static int64_t model_post(model_run *m, const toka_step *s, toka_pick *picks) {
     return number;
 }
 
+/* With the bell's lock held: somebody waits for step `number`. */
+static void model_want(model_run *m, int64_t number) {
+    if (m->awaited >= number) return;
+    m->awaited = number;
+    pthread_cond_broadcast(&m->to_do);
+}
+
 /* With the bell's lock held: no rank needs step `number`, and those before it, any more. */
 static bool model_is_done(const model_run *m, int64_t number) {
     for (int i = 0; i < m->n_ranks; i++)
@@ -11088,6 +11127,7 @@ static void model_nap(model_bell *bell) {
 static int model_wait(model_run *m, int64_t number, toka_err *e) {
     model_bell *bell = m->bell;
     pthread_mutex_lock(&bell->lock);
+    model_want(m, number);
     while (!model_is_done(m, number) && !m->broken.code) model_nap(bell), model_watch(m, number);
     for (double t = os_now(); !model_is_done(m, number) && !m->lost; t = os_now()) {
         model_nap(bell);
@@ -11105,7 +11145,7 @@ UNUSED static int model_step(model_run *m, const toka_step *s, toka_pick *picks,
     return model_wait(m, model_post(m, s, picks), e);
 }
 
-/* Seconds that the first rank spent in steps. */
+/* Seconds in which the first rank had a step to do. */
 static double model_busy(model_run *m) {
     pthread_mutex_lock(&m->bell->lock);
     double busy = m->ranks[0].busy_s;
@@ -11918,7 +11958,7 @@ static eng_replica *eng_landing(eng *g) {
             if (!p->n_flying) continue;
             const int64_t number = p->flights[p->first].number;
             flying = true;
-            model_watch(&p->m, number);
+            model_want(&p->m, number), model_watch(&p->m, number);
             if (model_is_done(&p->m, number) || p->m.broken.code) found = p;
         }
         if (!found && flying) model_nap(&g->bell);

@@ -417,6 +417,14 @@ typedef struct toka_backend {
     void (*all_reduce)(toka_device *d, toka_dev x, int rows);   /* x [rows][E] = the sum over the stage's tp ranks, in order */
     void (*send)(toka_device *d, toka_dev x, int rows);         /* x [rows][E] to the same tp rank of the next stage */
     void (*receive)(toka_device *d, toka_dev x, int rows);      /* from the stage before */
+    /* Steps. Ops may return before their work is done; it is done in the order in which they were called. For each step, on the rank's
+     * thread: begin, the ops, end; later finish, step after step in the same order. A step, and the host memory that it names or that
+     * its picks go to, stays as it is from begin to the end of finish, which waits until the step is done: its picks are there then.
+     * At most n_ahead steps are begun and not finished. finish is called for each that was begun, also after a failure, and also on
+     * ranks that have no picks. All three NULL: an op's work is done when it returns. */
+    void (*begin)(toka_device *d, const toka_step *s);
+    void (*end)(toka_device *d, const toka_step *s);
+    void (*finish)(toka_device *d, const toka_step *s);
     /* The transformer. x: [T][E] residual stream (with room for E rounded up to 8, where a backend wants to pad), q and o:
      * [T][H][D], in the backend's own activation type (float32 on the CPU, bf16 on CUDA); `layer` also picks the layer's K
      * and V pages. With tp ranks, embed, out_residual and norm_mlp_residual leave in x this rank's part of a sum, and all_reduce
@@ -428,13 +436,14 @@ typedef struct toka_backend {
     void (*attention)(toka_device *d, const toka_step *s, int layer, toka_dev q, toka_dev o);
     void (*out_residual)(toka_device *d, const toka_step *s, int layer, toka_dev o, toka_dev x);     /* x += o W_o (+b) */
     void (*norm_mlp_residual)(toka_device *d, const toka_step *s, int layer, toka_dev x);  /* x += down(silu(gate)*up) */
-    void (*norm_logits_sample)(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks);    /* picks[n_out], host */
+    void (*norm_logits_sample)(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks); /* picks[n_out], host; see finish */
     /* Measures every op at the shapes of known models, without a model; the first row is the read bandwidth. NULL: not there. */
     int (*bench)(toka_bench_fn *row, void *user, toka_err *e);
     size_t activation_bytes; /* bytes of one element of x, q and o, and of K and V */
     int page_tok;            /* tokens of a KV page: toka_shape.B */
     int default_tokens, default_seqs; /* of a step, and running at once, where the user does not say */
-    int n_ahead;             /* steps that are posted before the oldest one's picks are looked at; 1: each is waited for */
+    int n_ahead;             /* steps that are posted before the oldest one's picks are looked at, and begun before it is finished; 1:
+                                each is waited for */
     /* What attention costs here, in tokens of K and V read for one row; decides which shared prefixes become spans of their own:
      * merging one more partial result into a row, one more span, and how many rows one read of K and V serves. */
     int merge_tok, span_tok, tile_rows;

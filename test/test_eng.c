@@ -1,5 +1,7 @@
 /* Tests of chapters 18 to 20: whole models against Hugging Face transformers, and how a request lives and ends. */
 
+#include "late.h"
+
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define ENG_SLOW 1 /* sanitizer build: fewer problems for the accuracy tests, fewer splits */
 #elif defined(__has_feature)
@@ -664,16 +666,17 @@ static void test_text_goes_on(void) {
     toka_close(t);
 }
 
-/* An engine on the CPU with another run-ahead than its own. */
-static toka *eng_open_ahead(toka_options o, int n_ahead) {
-    static toka_backend be[ENG_MAX_AHEAD + 1];
+/* An engine on the CPU with another run-ahead than its own; late: on a backend that works on its own. */
+static toka *eng_open_ahead(toka_options o, int n_ahead, bool late) {
+    static toka_backend be[2][ENG_MAX_AHEAD + 1];
+    toka_backend *b = &be[late][n_ahead];
     toka *t;
     toka_err e;
     if (toka_open(&t, &o, &e)) printf("%s\n", e.msg), abort();
     eng_close(t->engine);
-    be[n_ahead] = toka_cpu, be[n_ahead].n_ahead = n_ahead;
+    *b = late ? late_backend(n_ahead) : toka_cpu, b->n_ahead = n_ahead;
     t->shape = t->files->shape;
-    if (eng_open(&t->engine, &be[n_ahead], t->files, &t->shape, t->tok, &o, &e)) printf("%s\n", e.msg), abort();
+    if (eng_open(&t->engine, b, t->files, &t->shape, t->tok, &o, &e)) printf("%s\n", e.msg), abort();
     return t;
 }
 
@@ -717,9 +720,12 @@ static bool eng_close_to(const float *a, const float *b, size_t n, float most) {
 static void test_ahead(void) {
     static const struct {
         int n_ahead, dp, kv_tokens, tp, pp;
-    } cases[] = {{1, 1, 0, 1, 1}, {2, 1, 0, 1, 1}, {4, 1, 0, 1, 1},   {2, 1, 192, 1, 1}, {4, 1, 192, 1, 1}, {1, 3, 0, 1, 1}, {2, 3, 192, 1, 1},
-                 {4, 2, 0, 1, 1}, {2, 1, 0, 2, 1}, {4, 1, 192, 4, 1}, {1, 1, 0, 1, 2},   {2, 1, 0, 1, 3},   {4, 1, 192, 1, 4}, {2, 1, 192, 2, 2},
-                 {2, 2, 192, 2, 2}};
+        bool late;
+    } cases[] = {{1, 1, 0, 1, 1, false}, {2, 1, 0, 1, 1, false},   {4, 1, 0, 1, 1, false}, {2, 1, 192, 1, 1, false},
+                 {3, 1, 192, 1, 1, true}, {4, 1, 192, 1, 1, false}, {1, 3, 0, 1, 1, false}, {2, 3, 192, 1, 1, false},
+                 {2, 1, 0, 1, 1, true},  {4, 2, 0, 1, 1, false},   {2, 1, 0, 2, 1, false}, {4, 1, 192, 4, 1, false},
+                 {2, 1, 192, 2, 3, true}, {1, 1, 0, 1, 2, false},   {2, 1, 0, 1, 3, false}, {4, 1, 192, 1, 4, false},
+                 {2, 3, 192, 1, 1, true}, {1, 1, 0, 1, 1, true},    {2, 1, 192, 2, 2, false}, {2, 2, 192, 2, 2, false}};
     eng_got *want[AHEAD_REQUESTS] = {0}, *got[AHEAD_REQUESTS];
     float want_scores[512], scores[512];
     int64_t preempted = 0;
@@ -730,7 +736,8 @@ static void test_ahead(void) {
         o.data_parallel_size = cases[k].dp, o.kv_tokens = cases[k].kv_tokens;
         o.tensor_parallel_size = cases[k].tp, o.pipeline_parallel_size = cases[k].pp;
         const float most = cases[k].tp > 1 ? 1e-3f : 0;
-        toka *t = eng_open_ahead(o, cases[k].n_ahead);
+        toka *t = eng_open_ahead(o, cases[k].n_ahead, cases[k].late);
+        late_most = 0;
         eng_scored s = {k ? scores : want_scores, 0};
         eng_ask_mixed(t, k ? got : want, &s);
         CHECK(s.n > 20 && eng_close_to(want_scores, s.logprobs, s.n, most));
@@ -753,16 +760,48 @@ static void test_ahead(void) {
         }
         CHECK(!t->engine->n_busy && !t->engine->n_samples);
         toka_close(t);
+        CHECK_MSG(late_most == (cases[k].late ? cases[k].n_ahead : 0), "case %d: %d steps at once", k, late_most);
+        CHECK(!late_violations);
     }
     CHECK(preempted > 0);
     for (int i = 0; i < AHEAD_REQUESTS; i++) eng_got_free(want[i]);
+}
+
+/* A device that works on its own and fails while further steps are under way: all requests get the device's words, all steps come down. */
+static void test_ahead_fault(void) {
+    for (int step = 1; step < 12; step += 2) {
+        char text[16];
+        snprintf(text, sizeof text, "%d", step);
+        toka_options o = toka_options_default();
+        o.model = eng_model, o.n_threads = 1, o.max_num_seqs = 24, o.max_num_batched_tokens = 40, o.max_model_len = 160;
+        o.pipeline_parallel_size = step % 4 == 1 ? 2 : 1;
+        setenv("TOKA_DEBUG_FAULT", text, 1);
+        toka *t = eng_open_ahead(o, 1 + step % 3, true);
+        unsetenv("TOKA_DEBUG_FAULT");
+        eng_got *got[4];
+        toka_err e = {0};
+        int64_t id;
+        for (int i = 0; i < 4; i++) {
+            toka_request r = toka_request_default();
+            r.text = eng_problem, r.text_bytes = strlen(eng_problem), r.n = 5, r.sampling = eng_greedy(100), r.sampling.ignore_eos = 1;
+            got[i] = mem_zalloc(sizeof **got);
+            CHECK(!toka_submit(t, &r, eng_collect, got[i], &id, &e));
+        }
+        CHECK_MSG(toka_run(t, 0, &e) == TOKA_E_DEVICE && strstr(e.msg, "TOKA_DEBUG_FAULT"), "step %d: %s", step, e.msg);
+        for (int i = 0; i < 4; i++) {
+            CHECK_MSG(got[i]->n_ended == 5 && got[i]->n_cancelled == 5, "step %d: %d ended", step, got[i]->n_ended);
+            eng_got_free(got[i]);
+        }
+        toka_close(t);
+        CHECK(!late_violations);
+    }
 }
 
 /* Equal work goes to all replicas alike; a prompt goes where it was computed before, unless that one has much more to do. */
 static void test_replicas(void) {
     toka_options o = toka_options_default();
     o.model = eng_model, o.n_threads = 1, o.max_num_seqs = 16, o.data_parallel_size = 4, o.max_model_len = 256;
-    toka *t = eng_open_ahead(o, 2);
+    toka *t = eng_open_ahead(o, 2, false);
     eng_replica *p = t->engine->replicas;
     toka_request r = toka_request_default();
     toka_err e;
@@ -1100,6 +1139,7 @@ static const struct test eng_tests[] = {
     {"engine: text goes on behind the prompt", test_text_goes_on},
     {"engine: page pressure changes nothing", test_page_pressure},
     {"engine: run-ahead, replicas and ranks change nothing", test_ahead},
+    {"engine: a device fails, with steps under way", test_ahead_fault},
     {"engine: requests find a replica", test_replicas},
     {"engine: one drives, one submits and cancels", test_submit_cancel},
     {"engine: log-probabilities of prompts", test_prompt_logprobs},

@@ -1,0 +1,198 @@
+/* late.h - a backend that works on its own, as a GPU does: ops only queue their work, a thread of the device does it later with the CPU's
+ * ops, and picks are there once the step is finished. What chapter 17 must not do shows: a step that is finished out of turn, or changed or
+ * read too early (picks are poisoned until then; under TSan every access counts), more steps at once than n_ahead. */
+
+enum { LATE_DEVICES = 64, LATE_OPS = 4096, LATE_STEPS = 8 };
+
+typedef enum late_kind { LATE_SUM, LATE_SEND, LATE_RECEIVE, LATE_EMBED, LATE_QKV, LATE_ATTENTION, LATE_OUT, LATE_MLP, LATE_SAMPLE, LATE_END } late_kind;
+
+typedef struct late_op {
+    late_kind kind;
+    const toka_step *s;
+    int layer, rows;
+    toka_dev a, b;
+} late_op;
+
+typedef struct late_device {
+    toka_device *d;
+    pthread_t thread;
+    pthread_mutex_t lock; /* guards all that follows */
+    pthread_cond_t moved;
+    late_op ops[LATE_OPS];
+    int64_t n_put, n_done;
+    const toka_step *steps[LATE_STEPS]; /* begun and not finished: a ring */
+    toka_pick *to[LATE_STEPS], *drawn[LATE_STEPS];
+    int64_t begun, ended, worked, finished;
+    int most;  /* begun and not finished at once */
+    bool closing;
+    uint64_t rng;
+    toka_err error;
+} late_device;
+
+static late_device *late_devices[LATE_DEVICES];
+static pthread_mutex_t late_lock = PTHREAD_MUTEX_INITIALIZER;
+static int late_most;              /* of all devices since it was set to 0 */
+static atomic_int late_violations; /* of the rules of begin, end and finish */
+
+static late_device *late_of(const toka_device *d) {
+    late_device *found = NULL;
+    pthread_mutex_lock(&late_lock);
+    for (int i = 0; i < LATE_DEVICES && !found; i++)
+        if (late_devices[i] && late_devices[i]->d == d) found = late_devices[i];
+    pthread_mutex_unlock(&late_lock);
+    return found;
+}
+
+static void late_work(late_device *l, const late_op *op) {
+    toka_device *d = l->d;
+    switch (op->kind) {
+    case LATE_SUM: toka_cpu.all_reduce(d, op->a, op->rows); break;
+    case LATE_SEND: toka_cpu.send(d, op->a, op->rows); break;
+    case LATE_RECEIVE: toka_cpu.receive(d, op->a, op->rows); break;
+    case LATE_EMBED: toka_cpu.embed(d, op->s, op->a); break;
+    case LATE_QKV: toka_cpu.norm_qkv_rope_kv(d, op->s, op->layer, op->a, op->b); break;
+    case LATE_ATTENTION: toka_cpu.attention(d, op->s, op->layer, op->a, op->b); break;
+    case LATE_OUT: toka_cpu.out_residual(d, op->s, op->layer, op->a, op->b); break;
+    case LATE_MLP: toka_cpu.norm_mlp_residual(d, op->s, op->layer, op->a); break;
+    case LATE_SAMPLE: toka_cpu.norm_logits_sample(d, op->s, op->a, l->drawn[l->worked % LATE_STEPS]); break;
+    case LATE_END: break;
+    }
+}
+
+static void *late_thread(void *arg) {
+    late_device *l = arg;
+    pthread_mutex_lock(&l->lock);
+    for (;;) {
+        while (l->n_done == l->n_put && !l->closing) pthread_cond_wait(&l->moved, &l->lock);
+        if (l->n_done == l->n_put) break;
+        const late_op op = l->ops[l->n_done % LATE_OPS];
+        const useconds_t nap = op.kind == LATE_END ? (useconds_t)(rnd(&l->rng) % 400) : 0;
+        pthread_mutex_unlock(&l->lock);
+        if (nap) usleep(nap);
+        late_work(l, &op);
+        pthread_mutex_lock(&l->lock);
+        if (!l->error.code) toka_cpu.status(l->d, &l->error);
+        l->n_done++, l->worked += op.kind == LATE_END;
+        pthread_cond_broadcast(&l->moved);
+    }
+    pthread_mutex_unlock(&l->lock);
+    return NULL;
+}
+
+static void late_put(toka_device *d, late_op op) {
+    late_device *l = late_of(d);
+    pthread_mutex_lock(&l->lock);
+    assert(l->n_put - l->n_done < LATE_OPS);
+    late_violations += l->begun != l->ended + 1 || (op.s && op.s != l->steps[l->ended % LATE_STEPS]);
+    l->ops[l->n_put++ % LATE_OPS] = op;
+    pthread_cond_broadcast(&l->moved);
+    pthread_mutex_unlock(&l->lock);
+}
+
+static void late_begin(toka_device *d, const toka_step *s) {
+    late_device *l = late_of(d);
+    pthread_mutex_lock(&l->lock);
+    late_violations += l->begun != l->ended || l->begun - l->finished >= LATE_STEPS;
+    l->steps[l->begun % LATE_STEPS] = s, l->to[l->begun % LATE_STEPS] = NULL;
+    l->begun++;
+    l->most = MAX(l->most, (int)(l->begun - l->finished));
+    pthread_mutex_unlock(&l->lock);
+}
+
+static void late_end(toka_device *d, const toka_step *s) {
+    late_device *l = late_of(d);
+    late_put(d, (late_op){.kind = LATE_END, .s = s});
+    pthread_mutex_lock(&l->lock);
+    l->ended++;
+    pthread_mutex_unlock(&l->lock);
+}
+
+static void late_finish(toka_device *d, const toka_step *s) {
+    late_device *l = late_of(d);
+    pthread_mutex_lock(&l->lock);
+    const int i = (int)(l->finished % LATE_STEPS);
+    late_violations += l->finished >= l->ended || l->steps[i] != s;
+    while (l->worked <= l->finished) pthread_cond_wait(&l->moved, &l->lock);
+    if (l->to[i] && !l->error.code) memcpy(l->to[i], l->drawn[i], (size_t)s->n_out * sizeof *l->to[i]);
+    l->finished++;
+    pthread_mutex_unlock(&l->lock);
+}
+
+static int late_status(toka_device *d, toka_err *e) {
+    late_device *l = late_of(d);
+    pthread_mutex_lock(&l->lock);
+    const int code = l->error.code;
+    if (code) *e = l->error;
+    pthread_mutex_unlock(&l->lock);
+    return code;
+}
+
+static void late_all_reduce(toka_device *d, toka_dev x, int rows) { late_put(d, (late_op){.kind = LATE_SUM, .rows = rows, .a = x}); }
+static void late_send(toka_device *d, toka_dev x, int rows) { late_put(d, (late_op){.kind = LATE_SEND, .rows = rows, .a = x}); }
+static void late_receive(toka_device *d, toka_dev x, int rows) { late_put(d, (late_op){.kind = LATE_RECEIVE, .rows = rows, .a = x}); }
+static void late_embed(toka_device *d, const toka_step *s, toka_dev x) { late_put(d, (late_op){.kind = LATE_EMBED, .s = s, .a = x}); }
+static void late_qkv(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q) {
+    late_put(d, (late_op){LATE_QKV, s, layer, 0, x, q});
+}
+static void late_attention(toka_device *d, const toka_step *s, int layer, toka_dev q, toka_dev o) {
+    late_put(d, (late_op){LATE_ATTENTION, s, layer, 0, q, o});
+}
+static void late_out(toka_device *d, const toka_step *s, int layer, toka_dev o, toka_dev x) {
+    late_put(d, (late_op){LATE_OUT, s, layer, 0, o, x});
+}
+static void late_mlp(toka_device *d, const toka_step *s, int layer, toka_dev x) {
+    late_put(d, (late_op){.kind = LATE_MLP, .s = s, .layer = layer, .a = x});
+}
+static void late_sample(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks) {
+    late_device *l = late_of(d);
+    pthread_mutex_lock(&l->lock);
+    l->to[(l->begun - 1) % LATE_STEPS] = picks;
+    pthread_mutex_unlock(&l->lock);
+    memset(picks, 0x7E, (size_t)s->n_out * sizeof *picks);
+    late_put(d, (late_op){.kind = LATE_SAMPLE, .s = s, .a = x});
+}
+
+static int late_open(toka_device **out, const toka_device_options *o, const toka_shape *shape, const toka_weights *weights, toka_err *e) {
+    int code = toka_cpu.open(out, o, shape, weights, e), at = 0;
+    if (code) return code;
+    late_device *l = mem_zalloc(sizeof *l);
+    l->d = *out, l->rng = 88172645463325252u + (uint64_t)o->pp_rank;
+    pthread_mutex_init(&l->lock, NULL), pthread_cond_init(&l->moved, NULL);
+    for (int i = 0; i < LATE_STEPS; i++) l->drawn[i] = mem_alloc((size_t)o->max_out * sizeof *l->drawn[i]);
+    pthread_mutex_lock(&late_lock);
+    while (late_devices[at]) at++;
+    assert(at < LATE_DEVICES);
+    late_devices[at] = l;
+    pthread_mutex_unlock(&late_lock);
+    if (pthread_create(&l->thread, NULL, late_thread, l)) abort();
+    return 0;
+}
+
+static void late_close(toka_device *d) {
+    late_device *l = late_of(d);
+    pthread_mutex_lock(&l->lock);
+    l->closing = true;
+    pthread_cond_broadcast(&l->moved);
+    pthread_mutex_unlock(&l->lock);
+    pthread_join(l->thread, NULL);
+    late_violations += l->begun != l->ended || l->ended != l->finished; /* closing drains */
+    pthread_mutex_lock(&late_lock);
+    late_most = MAX(late_most, l->most);
+    for (int i = 0; i < LATE_DEVICES; i++)
+        if (late_devices[i] == l) late_devices[i] = NULL;
+    pthread_mutex_unlock(&late_lock);
+    for (int i = 0; i < LATE_STEPS; i++) free(l->drawn[i]);
+    toka_cpu.close(d);
+    free(l);
+}
+
+static toka_backend late_backend(int n_ahead) {
+    toka_backend be = toka_cpu;
+    be.open = late_open, be.close = late_close, be.status = late_status;
+    be.begin = late_begin, be.end = late_end, be.finish = late_finish;
+    be.all_reduce = late_all_reduce, be.send = late_send, be.receive = late_receive;
+    be.embed = late_embed, be.norm_qkv_rope_kv = late_qkv, be.attention = late_attention;
+    be.out_residual = late_out, be.norm_mlp_residual = late_mlp, be.norm_logits_sample = late_sample;
+    be.n_ahead = n_ahead;
+    return be;
+}
