@@ -4,9 +4,11 @@
  * and nothing else. One binary holds code for sm_80, sm_89 and sm_90a: Hopper runs the wgmma and TMA kernels, older cards the
  * mma.sync kernels, which also run on Hopper and there serve the tests as a second opinion.
  *
- * HOW A STEP RUNS. Plans are integers made on the host (toka.c chapters 13 and 14). `embed` copies what the step needs into one
+ * HOW A STEP RUNS. Plans are integers made on the host (toka.c chapters 13 and 14). `begin` copies what the step needs into one
  * pinned buffer and up in one transfer (struct stage), with the work lists of attention (chapter 8) and of sampling
- * (chapter 10); all other ops only launch kernels on one stream. `norm_logits_sample` ends the step: it waits for the picks.
+ * (chapter 10); the ops only launch kernels on one stream, and `end` puts an event behind them. So the next step can be begun while this one
+ * runs: what was drawn last for each slot stays on the device (toka_device.last), where `embed` of the next step finds it. `finish` waits
+ * for the event of the oldest step and hands out its picks. What a step needs on the host there is STEPS_AHEAD times.
  *
  * NUMBERS. Weights and activations are bf16, accumulators, norms, softmax and log-probabilities float32. The residual stream x is
  * bf16 between ops. Every sum has a fixed order, so a step repeated is equal to the bit; a row's result may differ by
@@ -90,12 +92,15 @@
 
 typedef __nv_bfloat16 bf16;
 
-/* Memory that goes up once per step: a pinned host buffer and a device buffer of the same layout. put() returns where the bytes
- * will lie on the device once stage_send has run. */
+enum { STEPS_AHEAD = 2 }; /* steps begun and not finished at most: one runs, the next waits behind it on the stream */
+
+/* Memory that goes up once per step: pinned host buffers that take turns, and a device buffer of the same layout. put() returns where
+ * the bytes will lie on the device once stage_send has run. */
 typedef struct stage {
-    char *host, *dev;
+    char *host[STEPS_AHEAD], *dev;
+    int turn; /* the host buffer that is being filled */
     size_t used, cap;
-    cudaEvent_t sent; /* host may be filled again */
+    cudaEvent_t sent[STEPS_AHEAD]; /* host buffer may be filled again */
 } stage;
 
 typedef struct weight { /* a matrix on the device; N and K are multiples of 8 */
@@ -144,6 +149,9 @@ struct toka_device {
     bf16 *xn, *qkv, *act;    /* scratch: [T][E] normed rows, [T][(H+2K)*D], [T][F] */
     stage up;
     step_rows rows;
+    int *last;               /* [n_slots] the id drawn last for each slot */
+    cudaEvent_t done[STEPS_AHEAD]; /* behind the steps begun and not finished: a ring, as samp_plan.down */
+    int newest, oldest;      /* places in it: of the step begun last, of the one finished last */
     attn_plan *attn;
     samp_plan *samp;
     void **blocks;           /* what cudaMalloc gave */
@@ -522,12 +530,21 @@ static void *dev_alloc(toka_device *d, size_t bytes, const char *what) {
 static void stage_open(toka_device *d, stage *s, size_t cap) {
     *s = stage{.cap = cap};
     s->dev = (char *)dev_alloc(d, cap, "step buffer");
-    if (d->error.code) return;
-    latch(d, cudaHostAlloc((void **)&s->host, cap, cudaHostAllocDefault), "pinned step buffer");
-    latch(d, cudaEventCreateWithFlags(&s->sent, cudaEventDisableTiming), "pinned step buffer");
+    for (int i = 0; i < STEPS_AHEAD && !d->error.code; i++) {
+        latch(d, cudaHostAlloc((void **)&s->host[i], cap, cudaHostAllocDefault), "pinned step buffer");
+        latch(d, cudaEventCreateWithFlags(&s->sent[i], cudaEventDisableTiming | cudaEventBlockingSync), "pinned step buffer");
+    }
 }
-static void stage_begin(toka_device *d, stage *s) { /* waits until the transfer before has left the host's buffer */
-    latch(d, cudaEventSynchronize(s->sent), "step upload");
+static void stage_close(stage *s) { /* what lies on the host */
+    for (int i = 0; i < STEPS_AHEAD; i++) {
+        cudaFreeHost(s->host[i]);
+        if (s->sent[i]) cudaEventDestroy(s->sent[i]);
+    }
+    *s = stage{};
+}
+static void stage_begin(toka_device *d, stage *s) { /* waits until the last transfer from the next host buffer has left it */
+    s->turn = (s->turn + 1) % STEPS_AHEAD;
+    latch(d, cudaEventSynchronize(s->sent[s->turn]), "step upload");
     s->used = 0;
 }
 
@@ -536,7 +553,7 @@ static void *stage_room(stage *s, size_t bytes, void **host) {
     size_t at = (s->used + 15) & ~(size_t)15;
     assert(at + bytes <= s->cap);
     s->used = at + bytes;
-    *host = s->host + at;
+    *host = s->host[s->turn] + at;
     return s->dev + at;
 }
 static void *stage_put(stage *s, const void *from, size_t bytes) {
@@ -545,8 +562,8 @@ static void *stage_put(stage *s, const void *from, size_t bytes) {
     return dev;
 }
 static void stage_send(toka_device *d, stage *s) {
-    latch(d, cudaMemcpyAsync(s->dev, s->host, s->used, cudaMemcpyHostToDevice, d->stream), "step upload");
-    latch(d, cudaEventRecord(s->sent, d->stream), "step upload");
+    latch(d, cudaMemcpyAsync(s->dev, s->host[s->turn], s->used, cudaMemcpyHostToDevice, d->stream), "step upload");
+    latch(d, cudaEventRecord(s->sent[s->turn], d->stream), "step upload");
 }
 
 /* ---- Weights: mapped file -> pinned buffers -> device ----
@@ -756,11 +773,13 @@ static void weights_open(toka_device *d) {
  * =========================================================================== */
 
 /* ---- embed ----
- * x[t][:] = E[ids[t]][:], bf16. Grid T, block 128, 16 bytes a thread and turn. Moves 2*T*E*2 bytes: copy speed. */
-__global__ static void __launch_bounds__(128) embed_kernel(const int *ids, const bf16 *table, bf16 *x, int E) {
+ * x[t][:] = E[ids[t]][:], bf16; an id -1 - q is the one drawn last for slot q. Grid T, block 128, 16 bytes a thread and turn. Moves
+ * 2*T*E*2 bytes: copy speed. */
+__global__ static void __launch_bounds__(128) embed_kernel(const int *ids, const int *last, const bf16 *table, bf16 *x, int E) {
     grid_launch_dependents();
     grid_wait();
-    const uint4 *from = (const uint4 *)(table + (size_t)ids[blockIdx.x] * E);
+    int id = ids[blockIdx.x];
+    const uint4 *from = (const uint4 *)(table + (size_t)(id < 0 ? last[-1 - id] : id) * E);
     uint4 *to = (uint4 *)(x + (size_t)blockIdx.x * E);
     for (int i = threadIdx.x; i < E / 8; i += blockDim.x) to[i] = from[i];
 }
@@ -3206,7 +3225,7 @@ typedef struct samp_ask { /* a toka_out_row, as all kernels need it: 32 bytes */
     uint32_t u;                        /* the row's uniform */
     float scale;                       /* log2(e) / temperature; 0: greedy */
     int forced;                        /* >= 0: score this id */
-    int unused;
+    int slot;                          /* >= 0: the id becomes this slot's last */
 } samp_ask;
 
 typedef struct samp_part { /* what some ids of a row come to */
@@ -3241,20 +3260,27 @@ typedef struct samp_filter { /* what a filtered row asks besides; lists are on t
     float raw_max, raw_log_sum;
 } samp_filter;
 
+typedef struct samp_down { /* what comes down of a step, until it is finished */
+    samp_result *results;  /* [max_out] pinned */
+    samp_best *tops;       /* [max_out] pinned */
+    int *order;            /* [max_out] ask i is s->out[order[i]]; plain rows first */
+    int n_tops;
+    toka_pick *picks;      /* the caller's; NULL: the step has none */
+} samp_down;
+
 struct samp_plan {
     int n_blocks, ldl;       /* ceil(V / 256); row stride of logits */
     int chunk, part_rows;    /* rows whose logits, and whose parts, are held together */
     float *logits;           /* [chunk][ldl] */
     samp_part *parts;        /* [n_blocks][part_rows] */
-    samp_result *results;    /* [max_out], and the same pinned */
-    samp_result *results_host;
-    samp_best *tops, *tops_host;
+    samp_result *results;    /* [max_out] */
+    samp_best *tops;         /* [max_out] */
     stage lists;             /* filters of one chunk and their lists */
-    int *order;              /* [max_out] ask i is s->out[order[i]]; plain rows first */
+    samp_down down[STEPS_AHEAD];
     /* of the step: */
     samp_ask *ask;           /* device, [n_out] */
     int *rows;               /* device, [n_out] of x */
-    int n_plain, n_tops;
+    int n_plain;
 };
 
 /* ---- A group: 64 logits in one thread's registers ---- */
@@ -3785,11 +3811,11 @@ static void samp_head(toka_device *d, int kind, const bf16 *x, int n, const void
 
 /* ---- Parts to results ----
  *
- * in   parts [n_blocks][ld], columns 0 .. n-1; filters [n] or NULL      out  results [n]
+ * in   parts [n_blocks][ld], columns 0 .. n-1; filters [n] or NULL      out  results [n]; last[slot] of the rows that have one
  * A row's parts are merged in an order that the number of blocks alone fixes.
  * grid: ceil(n / 8); block: 256, thread t merges blocks t/8, t/8 + 32 ... of row t%8. Reads 24 bytes a part. */
 __global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_ask *ask, const samp_filter *filters, const samp_part *parts,
-                                                                 int ld, int n_blocks, int n, samp_result *results) {
+                                                                 int ld, int n_blocks, int n, samp_result *results, int *last) {
     __shared__ samp_part all[32][SAMP_REDUCE_ROWS];
     int r = (int)threadIdx.x % SAMP_REDUCE_ROWS, k = (int)threadIdx.x / SAMP_REDUCE_ROWS, row = (int)blockIdx.x * SAMP_REDUCE_ROWS + r;
     grid_launch_dependents();
@@ -3811,6 +3837,7 @@ __global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_ask 
     else if (p.max == -INFINITY) out.id = filters ? filters[row].last_resort : 0, out.logprob = -INFINITY;
     else if (a.scale > 0) out.sampled_logprob = ((p.x - p.max) * a.scale - log2f(p.sum)) * SAMP_LN2;
     results[row] = out;
+    if (a.slot >= 0) last[a.slot] = out.id;
 }
 
 /* ---- Back to the raw logit ----
@@ -3868,10 +3895,12 @@ static void samp_open(toka_device *d) {
     p->parts = (samp_part *)dev_alloc(d, (size_t)p->n_blocks * (size_t)p->part_rows * sizeof(samp_part), "parts of sampling");
     p->results = (samp_result *)dev_alloc(d, max_out * sizeof(samp_result), "picks");
     p->tops = (samp_best *)dev_alloc(d, max_out * sizeof(samp_best), "top log-probabilities");
-    p->results_host = (samp_result *)samp_pinned(d, max_out * sizeof(samp_result), "pinned picks");
-    p->tops_host = (samp_best *)samp_pinned(d, max_out * sizeof(samp_best), "pinned top log-probabilities");
-    p->order = (int *)malloc(max_out * sizeof(int));
-    if (!p->order) abort();
+    for (samp_down &down : p->down) {
+        down.results = (samp_result *)samp_pinned(d, max_out * sizeof(samp_result), "pinned picks");
+        down.tops = (samp_best *)samp_pinned(d, max_out * sizeof(samp_best), "pinned top log-probabilities");
+        down.order = (int *)malloc(max_out * sizeof(int));
+        if (!down.order) abort();
+    }
     for (const gemm_variant &v : samp_variants)
         if (d->hopper) latch(d, cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v.smem), "LM head");
     stage_open(d, &p->lists, (size_t)p->chunk * sizeof(samp_filter) + SAMP_LIST_BYTES + 4 * ((size_t)d->shape->max_len + 4 * V) + 64);
@@ -3880,11 +3909,12 @@ static void samp_open(toka_device *d) {
 static void samp_close(toka_device *d) {
     samp_plan *p = d->samp;
     if (!p) return;
-    cudaFreeHost(p->results_host);
-    cudaFreeHost(p->tops_host);
-    cudaFreeHost(p->lists.host);
-    if (p->lists.sent) cudaEventDestroy(p->lists.sent);
-    free(p->order);
+    for (samp_down &down : p->down) {
+        cudaFreeHost(down.results);
+        cudaFreeHost(down.tops);
+        free(down.order);
+    }
+    stage_close(&p->lists);
     free(p);
     d->samp = NULL;
 }
@@ -3904,16 +3934,17 @@ static bool samp_filtered(const toka_out_row *row, int V) {
 /* Chooses which rows go which way and puts what all rows need into the stage, at the start of a step; lists follow chunk by chunk. */
 static void samp_plan_step(toka_device *d, const toka_step *s) {
     samp_plan *p = d->samp;
+    samp_down *down = &p->down[d->newest];
     samp_ask *ask;
     int *rows;
     assert(s->n_out <= d->options.max_out);
     int n = 0, last = s->n_out;
-    for (int i = 0; i < s->n_out; i++) p->order[samp_filtered(&s->out[i], d->shape->V) ? --last : n++] = i;
-    p->n_plain = n, p->n_tops = 0;
+    for (int i = 0; i < s->n_out; i++) down->order[samp_filtered(&s->out[i], d->shape->V) ? --last : n++] = i;
+    p->n_plain = n, down->n_tops = 0, down->picks = NULL;
     p->ask = (samp_ask *)stage_room(&d->up, (size_t)s->n_out * sizeof *ask, (void **)&ask);
     p->rows = (int *)stage_room(&d->up, (size_t)s->n_out * sizeof *rows, (void **)&rows);
     for (int i = 0; i < s->n_out; i++) {
-        const toka_out_row *row = &s->out[p->order[i]];
+        const toka_out_row *row = &s->out[down->order[i]];
         const toka_sampling *how = row->sampling;
         uint64_t seed = how ? how->seed : 0;
         float T = how ? how->temperature : 0;
@@ -3923,7 +3954,8 @@ static void samp_plan_step(toka_device *d, const toka_step *s) {
         philox(c, (uint32_t)seed, (uint32_t)(seed >> 32));
         rows[i] = row->row;
         ask[i] = samp_ask{{(uint32_t)seed, (uint32_t)(seed >> 32)}, row->sample, row->position, c[0],
-                          scale > 3e38 ? 3e38f : (float)scale, row->forced_id < 0 ? -1 : row->forced_id, 0};
+                          scale > 3e38 ? 3e38f : (float)scale, row->forced_id < 0 ? -1 : row->forced_id,
+                          row->slot < d->options.n_slots ? row->slot : -1};
     }
 }
 
@@ -3958,18 +3990,19 @@ static void samp_fill(toka_device *d, const toka_out_row *row, const toka_out_ro
     f->min_p_drop = s->min_p > 0 ? s->temperature * log((double)s->min_p) : -INFINITY;
     f->repetition = s->repetition_penalty, f->frequency = s->frequency_penalty, f->presence = s->presence_penalty;
     f->n_top = n_top < V ? n_top : V;
-    if (f->n_top) f->best = p->n_tops++;
+    if (f->n_top) f->best = p->down[d->newest].n_tops++;
 }
 
 /* Sends the filters of rows first .. of the plan: as many as fit, at most `most`. Returns how many; 0 after a failure. */
 static int samp_send_filters(toka_device *d, const toka_step *s, int first, int most, samp_filter **filters) {
     samp_plan *p = d->samp;
+    const int *order = p->down[d->newest].order;
     samp_filter *f;
     int n = 0;
     stage_begin(d, &p->lists);
     *filters = (samp_filter *)stage_room(&p->lists, (size_t)most * sizeof *f, (void **)&f);
     for (const toka_out_row *before = NULL; n < most; n++) {
-        const toka_out_row *row = &s->out[p->order[first + n]];
+        const toka_out_row *row = &s->out[order[first + n]];
         if (p->lists.used + samp_list_bytes(row) > p->lists.cap) break;
         samp_fill(d, row, before, f + n - 1, f + n);
         before = row;
@@ -3977,7 +4010,7 @@ static int samp_send_filters(toka_device *d, const toka_step *s, int first, int 
     if (!n && !d->error.code) {
         d->error.code = TOKA_E_DEVICE;
         snprintf(d->error.msg, sizeof d->error.msg, "GPU: one row's sampling lists take %zu bytes, expected at most %zu",
-                 samp_list_bytes(&s->out[p->order[first]]), p->lists.cap - p->lists.used);
+                 samp_list_bytes(&s->out[order[first]]), p->lists.cap - p->lists.used);
     }
     stage_send(d, &p->lists);
     return d->error.code ? 0 : n;
@@ -3988,7 +4021,7 @@ static int samp_send_filters(toka_device *d, const toka_step *s, int first, int 
 static void samp_reduce(toka_device *d, int first, int n, const samp_filter *filters) {
     samp_plan *p = d->samp;
     launch_dependent(d, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n, SAMP_REDUCE_ROWS)), 256, 0, 1, p->ask + first, filters,
-                     p->parts, p->part_rows, p->n_blocks, n, p->results + first);
+                     p->parts, p->part_rows, p->n_blocks, n, p->results + first, d->last);
 }
 
 /* Rows first .. first+n-1 of the plan, whose raw logits are stored, to results. filters: NULL for plain rows. */
@@ -4017,28 +4050,31 @@ static void samp_stored(toka_device *d, const toka_step *s, int first, int n, sa
     if (d->hopper) samp_head(d, SAMP_STORE, x, n, &store);
     else gemm_mma(d, &product);
     for (int i = 0; s->logits && i < n; i++)
-        latch(d, cudaMemcpyAsync(s->logits + (size_t)p->order[first + i] * V, p->logits + (size_t)i * p->ldl, V * sizeof(float),
+        latch(d, cudaMemcpyAsync(s->logits + (size_t)p->down[d->newest].order[first + i] * V, p->logits + (size_t)i * p->ldl, V * sizeof(float),
                                  cudaMemcpyDeviceToHost, d->stream), "logits");
     samp_from_logits(d, first, n, filters);
 }
 
-/* Brings the results down and into the caller's picks, in the caller's order. */
-static void samp_collect(toka_device *d, const toka_step *s, toka_pick *picks) {
+/* Queues the results' way down. */
+static void samp_bring(toka_device *d, const toka_step *s, toka_pick *picks) {
     samp_plan *p = d->samp;
-    size_t bytes = (size_t)s->n_out * sizeof(samp_result);
-    latch(d, cudaMemcpyAsync(p->results_host, p->results, bytes, cudaMemcpyDeviceToHost, d->stream), "picks");
-    if (p->n_tops)
-        latch(d, cudaMemcpyAsync(p->tops_host, p->tops, (size_t)p->n_tops * sizeof(samp_best), cudaMemcpyDeviceToHost, d->stream), "picks");
-    latch(d, cudaStreamSynchronize(d->stream), "step");
-    if (d->error.code) return;
-    for (int i = 0, best = 0; i < s->n_out; i++) {
-        const toka_sampling *how = s->out[p->order[i]].sampling;
-        toka_pick *pick = &picks[p->order[i]];
-        pick->id = p->results_host[i].id;
-        pick->logprob = p->results_host[i].logprob, pick->sampled_logprob = p->results_host[i].sampled_logprob;
+    samp_down *down = &p->down[d->newest];
+    size_t bytes = (size_t)s->n_out * sizeof(samp_result), top_bytes = (size_t)down->n_tops * sizeof(samp_best);
+    down->picks = picks;
+    latch(d, cudaMemcpyAsync(down->results, p->results, bytes, cudaMemcpyDeviceToHost, d->stream), "picks");
+    if (top_bytes) latch(d, cudaMemcpyAsync(down->tops, p->tops, top_bytes, cudaMemcpyDeviceToHost, d->stream), "picks");
+}
+
+/* What came down of a step that is done, into the caller's picks, in the caller's order. */
+static void samp_collect(toka_device *d, const toka_step *s, const samp_down *down) {
+    for (int i = 0, best = 0; down->picks && i < s->n_out; i++) {
+        const toka_sampling *how = s->out[down->order[i]].sampling;
+        toka_pick *pick = &down->picks[down->order[i]];
+        pick->id = down->results[i].id;
+        pick->logprob = down->results[i].logprob, pick->sampled_logprob = down->results[i].sampled_logprob;
         pick->n_top = how ? min(min(how->logprobs, TOKA_MAX_LOGPROBS), d->shape->V) : 0;
         if (!pick->n_top) continue;
-        const samp_best *b = &p->tops_host[best++];
+        const samp_best *b = &down->tops[best++];
         memcpy(pick->top_ids, b->ids, sizeof b->ids);
         memcpy(pick->top_logprobs, b->logprobs, sizeof b->logprobs);
         for (int j = 0; j < pick->n_top; j++) /* the same figure in both places, also where undoing costs a rounding */
@@ -4072,10 +4108,10 @@ static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
     }
 }
 
-/* The op. samp_plan_step has run and the stage has been sent. Uses d->xn. Waits for the stream. */
+/* The op. samp_plan_step has run and the stage has been sent. Uses d->xn. samp_collect follows when the stream has come so far. */
 static void norm_logits_sample(toka_device *d, const toka_step *s, const bf16 *x, toka_pick *picks) {
     samp_launch(d, s, x);
-    samp_collect(d, s, picks);
+    samp_bring(d, s, picks);
 }
 
 /* ===========================================================================
@@ -4157,8 +4193,9 @@ static void cuda_close(toka_device *d) {
     if (!d) return;
     if (d->stream) cudaStreamSynchronize(d->stream);
     for (int i = 0; i < d->n_blocks; i++) cudaFree(d->blocks[i]);
-    cudaFreeHost(d->up.host);
-    if (d->up.sent) cudaEventDestroy(d->up.sent);
+    stage_close(&d->up);
+    for (cudaEvent_t e : d->done)
+        if (e) cudaEventDestroy(e);
     attn_close(d);
     samp_close(d);
     if (d->stream) cudaStreamDestroy(d->stream);
@@ -4179,6 +4216,9 @@ static void cuda_take_memory(toka_device *d) {
     if (!d->error.code) attn_open(d);
     if (!d->error.code) samp_open(d);
     if (!d->error.code) stage_open(d, &d->up, 3 * T * sizeof(int) + attn_stage_bytes(d) + samp_stage_bytes(d) + 4096);
+    d->last = (int *)dev_alloc(d, (size_t)d->options.n_slots * sizeof(int), "last tokens");
+    for (cudaEvent_t &e : d->done)
+        if (!d->error.code) latch(d, cudaEventCreateWithFlags(&e, cudaEventDisableTiming | cudaEventBlockingSync), "events");
 }
 
 static int cuda_open(toka_device **out, const toka_device_options *o, const toka_shape *shape, const toka_weights *weights, toka_err *e) {
@@ -4445,9 +4485,8 @@ static void bench_attention(bench *b, const bench_shape *m, const bench_step *st
                    (kv * 2 * m->K * m->D + T * 2 * m->H * m->D) * sizeof(bf16));
     }
     attn_close(d);
-    cudaFreeHost(d->up.host);
-    if (d->up.sent) cudaEventDestroy(d->up.sent);
-    d->up = stage{}, d->attn = NULL, d->layers = NULL;
+    stage_close(&d->up);
+    d->attn = NULL, d->layers = NULL;
     bench_free(d, keep);
     free(block);
 }
@@ -4491,9 +4530,8 @@ static void bench_head(bench *b, const bench_shape *m, int M) {
         bench_tell(b, "lm_head+sample", m->model, text, us, 2.0 * M * m->V * m->E, ((double)m->V * m->E + 2.0 * M * m->E) * sizeof(bf16));
     }
     samp_close(d);
-    cudaFreeHost(d->up.host);
-    if (d->up.sent) cudaEventDestroy(d->up.sent);
-    d->up = stage{}, d->samp = NULL;
+    stage_close(&d->up);
+    d->samp = NULL;
     bench_free(d, keep);
     free(rows);
 }
@@ -4529,8 +4567,9 @@ static bf16 *dev_bf16(toka_dev a) { return (bf16 *)a.at; }
 /* A kernel that fails as a bug or a broken card would, for the test of what happens then. */
 __global__ static void fault_kernel() { __trap(); }
 
-/* Begins the step: everything it needs goes up, in one transfer. */
-static void cuda_embed(toka_device *d, const toka_step *s, toka_dev x) {
+/* Everything that the step needs goes up, in one transfer. */
+static void cuda_begin(toka_device *d, const toka_step *s) {
+    d->newest = (d->newest + 1) % STEPS_AHEAD;
     if (d->error.code) return;
     stage_begin(d, &d->up);
     d->rows.T = s->T;
@@ -4541,7 +4580,20 @@ static void cuda_embed(toka_device *d, const toka_step *s, toka_dev x) {
     samp_plan_step(d, s);
     stage_send(d, &d->up);
     if (d->fault_in && !--d->fault_in) fault_kernel<<<1, 1, 0, d->stream>>>();
-    launch_dependent(d, "embedding", embed_kernel, dim3(s->T), 128, 0, 1, d->rows.ids, d->embed, dev_bf16(x), d->E);
+}
+
+static void cuda_end(toka_device *d, const toka_step *) { latch(d, cudaEventRecord(d->done[d->newest], d->stream), "step"); }
+
+/* Also behind a failure: what was launched before it may still run. */
+static void cuda_finish(toka_device *d, const toka_step *s) {
+    d->oldest = (d->oldest + 1) % STEPS_AHEAD;
+    latch(d, cudaEventSynchronize(d->done[d->oldest]), "step");
+    if (!d->error.code) samp_collect(d, s, &d->samp->down[d->oldest]);
+}
+
+static void cuda_embed(toka_device *d, const toka_step *s, toka_dev x) {
+    if (!d->error.code)
+        launch_dependent(d, "embedding", embed_kernel, dim3(s->T), 128, 0, 1, d->rows.ids, d->last, d->embed, dev_bf16(x), d->E);
 }
 
 static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q) {
@@ -4598,6 +4650,9 @@ extern "C" const toka_backend toka_cuda = {
     .alloc = cuda_alloc,
     .upload = cuda_upload,
     .download = cuda_download,
+    .begin = cuda_begin,
+    .end = cuda_end,
+    .finish = cuda_finish,
     .embed = cuda_embed,
     .norm_qkv_rope_kv = cuda_norm_qkv_rope_kv,
     .attention = cuda_attention,
@@ -4609,7 +4664,7 @@ extern "C" const toka_backend toka_cuda = {
     .page_tok = TOKA_GPU_PAGE_TOK,
     .default_tokens = TOKA_GPU_TOKENS,
     .default_seqs = TOKA_GPU_SEQS,
-    .n_ahead = 1,
+    .n_ahead = STEPS_AHEAD,
     .merge_tok = 8, /* these three: how attention's time grows, measured on an H100 (chapter 9) */
     .span_tok = 512,
     .tile_rows = 32,

@@ -175,7 +175,7 @@ struct stand : host_step {
     ~stand() {
         attn_close(d);
         for (int i = 0; i < d->n_blocks; i++) cudaFree(d->blocks[i]);
-        cudaFreeHost(d->up.host);
+        stage_close(&d->up);
         d->n_blocks = 0, d->error.code = 0;
     }
 };
@@ -326,7 +326,7 @@ static void check_list(scene &s, bool share, bool hopper, bool want_parts, const
     d.shape = &h.shape, d.n_sms = 132, d.hopper = hopper, d.options.max_tokens = s.T, d.kv_layer = 1 << 20;
     attn_plan_open(&d);
     std::vector<char> up(attn_stage_bytes(&d) + 64);
-    d.up.host = d.up.dev = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d.up.cap = up.size() - 16;
+    d.up.host[0] = d.up.dev = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d.up.cap = up.size() - 16;
     attn_plan_step(&d, &h.step);
     list_check c = {h, d.attn, d.attn->dev_pages};
     int G = s.c.G, at = 0, left = 0;

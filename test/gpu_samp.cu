@@ -37,8 +37,7 @@ static toka_device *samp_device(int V, int E, int max_out) { /* lm_head and norm
 static void samp_device_close(toka_device *d) {
     GPU_OK(cudaStreamSynchronize(d->stream));
     samp_close(d);
-    cudaFreeHost(d->up.host);
-    cudaEventDestroy(d->up.sent);
+    stage_close(&d->up);
     for (int i = 0; i < d->n_blocks; i++) cudaFree(d->blocks[i]);
     free(d->blocks), d->blocks = NULL, d->n_blocks = 0;
 }
@@ -66,10 +65,12 @@ static std::vector<toka_pick> picks_of(toka_device *d, const std::vector<toka_ou
         if (!n) break;
         GPU_OK(cudaMemsetAsync(p->logits, 0xFF, (size_t)p->chunk * p->ldl * sizeof(float), d->stream));
         for (int j = 0; j < n; j++)
-            GPU_OK(cudaMemcpyAsync(p->logits + (size_t)j * p->ldl, logits[p->order[i + j]], V * sizeof(float), cudaMemcpyHostToDevice, d->stream));
+            GPU_OK(cudaMemcpyAsync(p->logits + (size_t)j * p->ldl, logits[p->down[d->newest].order[i + j]], V * sizeof(float), cudaMemcpyHostToDevice, d->stream));
         samp_from_logits(d, i, n, filters);
     }
-    samp_collect(d, &s, picks.data());
+    samp_bring(d, &s, picks.data());
+    GPU_OK(cudaStreamSynchronize(d->stream));
+    samp_collect(d, &s, &p->down[d->newest]);
     if (d->error.code) printf("FAILED %s\n", d->error.msg), exit(2);
     return picks;
 }
@@ -410,6 +411,24 @@ static std::vector<float> floats(const std::vector<bf16> &v) {
     return f;
 }
 
+/* The drawn ids are the last tokens of their slots, and the next step's embedding finds them there. table: [V][E]. */
+static void check_last(toka_device *d, const std::vector<toka_out_row> &rows, const std::vector<toka_pick> &picks, gpu_buf<int> &last,
+                       gpu_buf<bf16> &table) {
+    std::vector<int> got = last.host(), want(rows.size(), -1), ids;
+    size_t E = (size_t)d->E, wrong = 0;
+    for (size_t i = 0; i < rows.size(); i++)
+        if (rows[i].slot >= 0) want[(size_t)rows[i].slot] = picks[i].id, ids.push_back(i % 2 ? -1 - rows[i].slot : (int)i);
+    gpu_check(got == want && last.guards_hold(), "last tokens of %zu slots", want.size());
+    gpu_buf<int> dev_ids(ids.size());
+    gpu_buf<bf16> x(ids.size() * E);
+    dev_ids.set(ids);
+    embed_kernel<<<(unsigned)ids.size(), 128, 0, d->stream>>>(dev_ids.p(), last.p(), table.p(), x.p(), (int)E);
+    GPU_OK(cudaStreamSynchronize(d->stream));
+    std::vector<bf16> hx = x.host(), ht = table.host();
+    for (size_t i = 0; i < ids.size(); i++) wrong += memcmp(&hx[i * E], &ht[(size_t)(ids[i] < 0 ? want[(size_t)(-1 - ids[i])] : ids[i]) * E], 2 * E) != 0;
+    gpu_check(!wrong && x.guards_hold(), "embedding: %zu of %zu rows are wrong", wrong, ids.size());
+}
+
 static void test_op(int V, int E, int T, int n_out, bool all_logits) {
     toka_device *d = samp_device(V, E, std::max(T, n_out));
     size_t Ep = (size_t)d->E, Vp = (size_t)d->V;
@@ -425,9 +444,11 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
     std::vector<toka_out_row> rows;
     for (int i = 0; i < n_out; i++) {
         rows.push_back(drawn(&how[(size_t)i % 5], (uint32_t)i));
-        rows.back().row = (i * 7 + 3) % T;
+        rows.back().row = (i * 7 + 3) % T, rows.back().slot = i % 4 == 3 ? -1 : n_out - 1 - i;
         if (i % 6 == 5) rows.back().forced_id = i % V, rows.back().sampling = i % 12 == 5 ? NULL : rows.back().sampling;
     }
+    gpu_buf<int> last((size_t)n_out);
+    d->last = last.p(), d->options.n_slots = n_out;
     toka_step s = step_of(rows);
     std::vector<float> logits((size_t)n_out * (size_t)V, NAN);
     s.T = T;
@@ -439,9 +460,12 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
         samp_plan_step(d, &s);
         stage_send(d, &d->up);
         norm_logits_sample(d, &s, x.p(), to->data());
+        GPU_OK(cudaStreamSynchronize(d->stream));
+        samp_collect(d, &s, &d->samp->down[d->newest]);
         s.logits = NULL;
     }
     gpu_check(!d->error.code, "%s", d->error.msg);
+    check_last(d, rows, picks, last, w);
     for (int i = 0; i < n_out; i++) {
         std::vector<float> xn(Ep), z((size_t)V);
         const float *from = &hx[(size_t)rows[(size_t)i].row * Ep];
