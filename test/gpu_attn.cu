@@ -1,6 +1,6 @@
 /* gpu_attn.cu - attention on the GPU against float64 over the same bf16 inputs: lengths around every tile border, all kinds of
  * heads, trees of shared prefixes, windows, parts, with unused pages and unused ends of pages full of NaN; and the work list by
- * itself. Arguments: none, small, lists (needs no GPU), bench [decode|tiles] [--json]. */
+ * itself. Arguments: none, small, parts (long sequences only), lists (needs no GPU), bench [decode|tiles] [--json]. */
 #include "../toka_kernels.cu"
 #include "gpu.cuh"
 
@@ -280,11 +280,12 @@ struct list_check {
     std::vector<int> table; /* [row] where the row's pages begin in h.pages */
     std::vector<std::vector<char>> seen;
     std::vector<int> state; /* 0 none, 1 has a state, 2 done */
-    int bad = 0, parts = 0;
+    std::vector<int> when;  /* the last level that worked on the query: items of one level run side by side */
+    int bad = 0, parts = 0, now = 0;
     void leave(int q0, int nq, int where) {
         for (int q = q0; q < q0 + nq; q++) {
-            bad += state[q] != (where & ATTN_SEED ? 1 : 0);
-            state[q] = where & ATTN_TO_O ? 2 : 1;
+            bad += state[q] != (where & ATTN_SEED ? 1 : 0) || when[q] == now;
+            state[q] = where & ATTN_TO_O ? 2 : 1, when[q] = now;
         }
     }
     void item(const attn_item &it) {
@@ -318,6 +319,7 @@ struct list_check {
         }
         bad += slots != written;
         for (int m = l.merge0; m < l.merge0 + l.n_merges; m++) leave(p->merges[m].q0, p->merges[m].nq, p->merges[m].where);
+        now++;
     }
 };
 static void check_list(scene &s, bool share, bool hopper, bool want_parts, const char *name) {
@@ -335,7 +337,7 @@ static void check_list(scene &s, bool share, bool hopper, bool want_parts, const
         at += (int)x.pages.size() + 3;
     }
     for (int q = 0; q < s.T * G; q++) c.seen.emplace_back((size_t)h.pos[q / G] + 1, 0);
-    c.state.resize((size_t)s.T * G, 0);
+    c.state.resize((size_t)s.T * G, 0), c.when.resize((size_t)s.T * G, -1);
     for (int i = 0; i < d.attn->n_levels; i++) c.level(d.attn->levels[i]);
     for (int q = 0; q < s.T * G; q++) left += c.state[q] != 2 || std::count(c.seen[q].begin(), c.seen[q].end(), 0) != 0;
     gpu_check(!c.bad && !left && !d.error.code && (!want_parts || c.parts),
@@ -359,6 +361,23 @@ static void test_lists() {
                 check_list(tree, false, hopper, false, "a tree, unshared");
                 check_list(chunk, false, hopper, false, "a chunk");
             }
+}
+
+static void test_parts(int D) {
+    scene s({D, 2, 4, 64, 0}), t({D, 2, 4, 64, 0});
+    for (int n : {5000, 3000, 900, 17}) s.add(n, 1);
+    s.add(4000, 50);
+    check(s, "parts");
+    check(s, "logits of 50", 14);
+    check(s, "one key rules", 60);
+    grow(t, 1, 40, {}, 1, 30); /* parts of a shared prefix */
+    grow(t, 1, 1, {}, 1, 300);
+    check(t, "long prefix");
+    if (D != 64) return;
+    scene whole({D, 8, 1, 64, 0}); /* so much work that nothing is cut: items of more than 32 pages */
+    for (int i = 0; i < 240; i++) whole.add(2600 + i, 1);
+    for (int n : {2200, 2300, 2400}) whole.add(n, 2200);
+    check(whole, "many long sequences");
 }
 
 static void test_all(bool small) {
@@ -387,19 +406,7 @@ static void test_all(bool small) {
     if (small) return;
     for (int depth = 1; depth <= 3; depth++)
         for (int rows : {1, 3, 70}) test_tree(c, depth, 2, rows, 5), test_tree(w, depth, 2, rows, 5);
-    for (int D : {64, 80, 96, 128}) {
-        scene s({D, 2, 4, 64, 0});
-        for (int n : {5000, 3000, 900, 17}) s.add(n, 1); /* parts */
-        s.add(4000, 50);
-        check(s, "parts");
-        check(s, "logits of 50", 14);
-        check(s, "one key rules", 60);
-        scene t({D, 2, 4, 64, 0});
-        grow(t, 1, 40, {}, 1, 30); /* parts of a shared prefix */
-        grow(t, 1, 1, {}, 1, 300);
-        check(t, "long prefix");
-        test_repeat({D, 2, 4, 64, 0});
-    }
+    for (int D : {64, 80, 96, 128}) test_parts(D), test_repeat({D, 2, 4, 64, 0});
 }
 
 /* ---- Timings ---- */
@@ -517,6 +524,7 @@ int main(int argc, char **argv) {
     if (argc > 1 && !strcmp(argv[1], "lists")) return test_lists(), gpu_report();
     gpu_device();
     if (timings) bench_all(!only_tiles, !only_decode);
+    else if (argc > 1 && !strcmp(argv[1], "parts")) test_parts(64), test_parts(128);
     else test_all(small);
     return gpu_report();
 }

@@ -1,5 +1,5 @@
 /* gpu_gemm.cu - GEMM on wgmma: every instance and epilogue against float64, and its times.
- *   gpu_gemm               the checks; gpu_gemm small: a few launches of every instance, for compute-sanitizer
+ *   gpu_gemm               the checks; gpu_gemm small: a few launches of every instance, for compute-sanitizer; quick: a few more
  *   gpu_gemm bench         a table of times; bench --json one line of JSON per shape, bench --paced the next one at each line
  *   of input
  *                          (for test/bench_peers.py)
@@ -237,13 +237,13 @@ static void test_case(toka_device *d, const gemm_case &c) {
 /* ---- The tests ---- */
 
 /* Every instance, with and without a cluster, at shapes whose edges cut tiles, blocks of K and panels. */
-static void test_variants(toka_device *d, bool small) {
+static void test_variants(toka_device *d, const std::vector<int> &rows) { /* only shapes of so many rows; none given: all */
     static const int shapes[][3] = {{1, 128, 64},   {17, 256, 200},   {127, 384, 896}, {128, 128, 1024}, {129, 640, 72},
                                     {257, 896, 520}, {385, 1152, 256}, {513, 2176, 648}, {1025, 3072, 1024}};
     for (const gemm_variant &v : gemm_variants)
         for (const int *s : shapes)
             for (int mc = 1; mc <= 2; mc++) {
-                if (mc * v.split > 4 || (small && s[0] != 257)) continue;
+                if (mc * v.split > 4 || (!rows.empty() && !std::count(rows.begin(), rows.end(), s[0]))) continue;
                 int kblocks = ceil_div(s[2], 64), cut = v.kind < GEMM_QKV64 ? 48 : v.kind == GEMM_QKV64 ? 64 : 0;
                 if (v.split > kblocks || (v.kind == GEMM_QKV128 && s[1] < 384)) continue;
                 int N = s[1] - (s[1] > 384 ? cut : 0) + (v.kind == GEMM_QKV64 && s[1] == 128 ? 64 : 0);
@@ -400,8 +400,9 @@ int main(int argc, char **argv) {
     gemm_open(d);
     if (what == "bench") bench_table(d, argc > 2, argc > 2 && !strcmp(argv[2], "--paced"));
     else if (what == "sweep") sweep(d);
-    else if (what == "small") test_variants(d, true);
-    else test_variants(d, false), test_sweep(d), test_repeats(d);
+    else if (what == "small") test_variants(d, {257});
+    else if (what == "quick") test_variants(d, {129, 257});
+    else test_variants(d, {}), test_sweep(d), test_repeats(d);
     if (d->error.code) gpu_check(false, "%s", d->error.msg);
     return gpu_report();
 }

@@ -1,6 +1,6 @@
 /* gpu_model.c - whole models on the GPU. Includes toka.c; linked with the object of toka_kernels.cu. Run from the repository root.
  *
- *   gpu_model                 all fixtures and the embedded model: logits against the float64 reference, accuracy against the CPU
+ *   gpu_model [only NAME ...] all fixtures, or some of them: logits against the float64 reference
  *   gpu_model logits DIR IDS OUT [cpu]   prompt ids (text, blank between) of a model folder through one prefill step; raw float32
  *                             logits of every position to OUT (a tool for test/gpu_hf.py) */
 #include "../toka.c"
@@ -130,7 +130,9 @@ static int logits_main(int argc, char **argv) {
 int main(int argc, char **argv) {
     setvbuf(stdout, NULL, _IOLBF, 0);
     if (argc > 4 && !strcmp(argv[1], "logits")) return logits_main(argc, argv);
-    DIR *d = opendir("test/fixtures");
+    bool only = argc > 2 && !strcmp(argv[1], "only");
+    for (int i = 2; i < argc && only; i++) fixture(argv[i]);
+    DIR *d = only ? NULL : opendir("test/fixtures");
     for (struct dirent *it; d && (it = readdir(d));)
         if (it->d_name[0] != '.') fixture(it->d_name);
     if (d) closedir(d);

@@ -1,6 +1,7 @@
 /* gpu_samp.cu - chapter 10 against chapter 15 of toka.c: picks, kept sets and log-probabilities of random rows; the distribution of a million
  * draws; the op as a whole against float64. Link it with gpu_samp.c, compiled as C.
- *   gpu_samp            the tests        gpu_samp small      few and small (for compute-sanitizer)        gpu_samp bench      times */
+ *   gpu_samp            the tests        gpu_samp small      few and small (for compute-sanitizer)        gpu_samp bench      times
+ *   gpu_samp draws      distributions only */
 #include "../toka_kernels.cu"
 
 #include "gpu.cuh"
@@ -330,7 +331,7 @@ static void test_pairs() {
     samp_plan *plan = d->samp;
     GPU_OK(cudaMemcpyAsync(plan->logits, x.data(), (size_t)V * sizeof(float), cudaMemcpyHostToDevice, d->stream));
     int whole = plan->ldl;
-    for (int which = 0; which < 3; which++) {
+    for (int which = 0; which < 4; which++) {
         std::vector<int> seen((size_t)(V * V));
         for (int at = 0; at < n; at += 4096) {
             std::vector<toka_sampling> how(8192, s);
@@ -340,7 +341,7 @@ static void test_pairs() {
                 uint32_t number = (uint32_t)(2 * at + i);
                 rows.push_back(drawn(&how[(size_t)i], which == 0 ? number : 3));
                 rows.back().row = i, rows.back().sample = which == 1 ? number : 4;
-                how[(size_t)i].seed = which == 2 ? number : 11;
+                how[(size_t)i].seed = which == 2 ? number : which == 3 ? (uint64_t)number << 32 | 11 : 11;
             }
             toka_step st = step_of(rows);
             stage_begin(d, &d->up);
@@ -356,7 +357,7 @@ static void test_pairs() {
         double total = 0;
         for (int c : seen) total += c;
         double value = toka_test_g(seen.data(), p.data(), V * V, total);
-        gpu_check(value > 1e-6, "pairs by %s: p = %g", which == 0 ? "position" : which == 1 ? "sample" : "seed", value);
+        gpu_check(value > 1e-6, "pairs by %s: p = %g", which == 0 ? "position" : which == 1 ? "sample" : which == 2 ? "the seed" : "the seed's upper half", value);
     }
     samp_device_close(d);
 }
@@ -551,6 +552,10 @@ int main(int argc, char **argv) {
                 for (float T : {1.0f, 0.6f}) bench_samp(v[0], v[1], M, T, 1);
         for (int M : {1, 64, 256, 1024}) bench_samp(128256, 2048, M, 0.6f, 0.95f);
         return 0;
+    }
+    if (argc > 1 && !strcmp(argv[1], "draws")) {
+        test_pairs(), test_distributions(), test_tails();
+        return gpu_report();
     }
     quick = argc > 1 && !strcmp(argv[1], "small");
     test_edges();

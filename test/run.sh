@@ -62,6 +62,7 @@ build_tests() {
     if command -v c++ >/dev/null; then
         step "toka.h is C++ too" c++ -Wall -Wextra -Werror -fsyntax-only -x c++ toka.h
     fi
+    if command -v python3 >/dev/null; then step "the mutations of the GPU tests fit the kernels" python3 test/gpu_mutants.py check; fi
 }
 
 # ---- C unit tests, optimised and under the sanitizers ----
@@ -217,6 +218,8 @@ gpu_programs() {
                 -gencode "arch=compute_$GPU_ARCH,code=sm_$GPU_ARCH" -c toka_kernels.cu -o $B/kernels.o
         gpu_program $name $B/$name.o $B/kernels.o
     done
+    [ -x $B/mutants/mutants ] && [ -z "$(find toka_kernels.cu toka.h toka.c test/gpu* -newer $B/mutants/mutants)" ] ||
+        step "mutants of the kernels compile" env "GPU_ARCH=$GPU_ARCH" python3 test/gpu_mutants.py build
 }
 gpu_counts() { # NAME COMMAND...: a program whose last line is 'N passed, N failed, N skipped'
     local name=$1 line
@@ -243,6 +246,7 @@ gpu_tests() {
         [ -x $B/$name ] && gpu_counts $name $B/$name
     done
     gpu_counts "the program on the GPU" python3 test/gpu_cli.py
+    [ -x $B/mutants/mutants ] && gpu_counts "mutants of the kernels are caught" python3 test/gpu_mutants.py run
     if python3 -c 'import torch, transformers' 2>/dev/null; then
         gpu_counts "against transformers" python3 test/gpu_hf.py $B/gpu_model
     else skip 1 "no torch and transformers"; fi

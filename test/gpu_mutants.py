@@ -1,0 +1,385 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Deliberate mutations of toka_kernels.cu, each of which a GPU test must catch: the test of the tests.
+
+    python3 test/gpu_mutants.py check            no GPU, no nvcc: every mutation still fits the file, every kernel has one
+    GPU_ARCH=90a python3 test/gpu_mutants.py build [FOLDER]     one program that holds all mutants; needs nvcc, no GPU
+    python3 test/gpu_mutants.py run [FOLDER] [--jobs 6] [--only WORD]     on a GPU; without one: those that the CPU can tell
+    (FOLDER: test/.build/mutants; what `run` needs of it is the file `mutants`)
+
+A mutation replaces one piece of text, a bug that somebody might really write. All of them go into one copy of toka_kernels.cu, each behind
+a switch: `old` becomes `(mutant(7) ? (new) : (old))`. That copy and the op tests, gpu_model among them, are compiled into one program, and
+TOKA_TEST_MUTANT says which mutant it runs. With none, every test that is asked below must pass; with one, the test named there must end
+with status 1 and a FAILED line of the op that was mutated. A crash, a hang or a failure of something else does not count as caught.
+"""
+import argparse
+import concurrent.futures
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import namedtuple
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+KERNELS = os.path.join(ROOT, "toka_kernels.cu")
+PROGRAMS = ["gpu_attn", "gpu_gemm", "gpu_rows", "gpu_samp", "gpu_smallm"]
+
+# old: text that stands in the file once; the part between backticks (all of it if there are none) is replaced by new. A part that ends
+# with a semicolon is a statement, any other an expression. test: program and arguments. line: what the FAILED line must match.
+Mutant = namedtuple("Mutant", "name kernel old new test line")
+
+
+def group(kernel, test, line, *mutants):
+    """Mutants of one kernel (or host function) that the same test must catch: (name, old, new[, line])."""
+    return [Mutant(m[0], kernel, m[1], m[2], test, m[3] if len(m) > 3 else line) for m in mutants]
+
+
+MUTANTS = [
+    # ---- rows: weights, embedding, norms, RoPE ----
+    *group("load_place", "rows small", "load ",
+           ("the last element of a piece stays behind", "if (i >= n) return;", "if (i + 1 >= n) return;"),
+           ("a piece that begins inside a row begins a row", "c = (int)(`(at + i) % cols`);", "(at % 64 + i) % cols"),
+           ("turns of gate and up are off by a row", "`r / 8 * 16 + r % 8` : r)) * j.stride + c", "r / 8 * 16 + r % 7", "load .* by turns")),
+    *group("embed_kernel", "rows small", "embed ",
+           ("the last 16 bytes of a row", "i < E / 8; i += blockDim.x) `to[i] = from[i];`", "if (i + 1 < E / 8) to[i] = from[i];")),
+    *group("rmsnorm_kernel", "rows small", "norm ",
+           ("without epsilon", "rsqrtf(`block_sum_128(sum) * per_E + eps`)", "block_sum_128(sum) * per_E"),
+           ("chosen rows are taken in order", "(size_t)(`rows ? rows[blockIdx.x] : blockIdx.x`) * E", "blockIdx.x", "norm .*chosen"),
+           ("wrong element of the norm", "pack_bf16(f[6] * scale * b.z, f[7] * scale * `b.w`)", "b.z"),
+           ("one warp's sum is lost", "(part[0] + part[1]) + (part[2] + `part[3]`)", "0.0f")),
+    *group("rmsnorm", "rows small", "norm .*E=51", ("mean over the rounded-up width", "x, rows, w, y, d->E, `1.0f / d->shape->E`", "1.0f / d->E")),
+    *group("rope_table_kernel", "rows small", "RoPE table",
+           ("sine without the scale", "make_float2((float)c * scale, `(float)s * scale`)", "(float)s", "RoPE table .*scale 1.37"),
+           ("frequencies one further", "freq[`i % half`]", "(i + 1) % half")),
+    *group("rope_kernel", "rows small", "RoPE and pages",
+           ("sine with the wrong sign", "store_pair(to + half + i, `v * cs.x + u * cs.y`", "v * cs.x - u * cs.y"),
+           ("norm of the upper half", "hi[k] *= scale * norm[`half + i`]", "i", "RoPE and pages .*norm"),
+           ("q's norm for the first head of k", "const float *norm = `h < a.H` ? a.q_norm : a.k_norm;", "h <= a.H", "RoPE and pages .*norm"),
+           ("V is turned, too", "float4 cs = `h < a.H + a.K` ? *", "h <= a.H + a.K"),
+           ("the slot's place in its page", "(h >= a.H + a.K)) * a.B + `slot % a.B`) * a.D;", "slot % (a.B / 2)")),
+
+    # ---- GEMM ----
+    *group("gemm_mma_kernel", "smallm small", "mma (64|128)x",
+           ("the last slice of K where it is not whole", "int slices = `(c.K + MMA_K - 1) / MMA_K`;", "max(c.K / MMA_K, 1)"),
+           ("one row too many is written", "if (`m >= c.M`) continue;\n#pragma unroll\n        for (int j = 0; j < WN / 8; j++) {", "m > c.M"),
+           ("no residual in the last tile of columns", "v[0], v[1], `gemm_old_pair(c, m, n)`);\n            else if",
+            "n0 + WN >= c.N ? 0 : gemm_old_pair(c, m, n)", "mma (64|128)x\\S+ residual"),
+           ("the gate of the neighbour", "pack_bf16(silu(g0) * u0, silu(`g1`) * u1)", "g0", "mma (64|128)x\\S+ swiglu")),
+    *group("gemm_thin_kernel", "smallm small", "thin ",
+           ("the last warp's part of K", "for (int w = 0; `w < THIN_WARPS`; w++) {\n        const float *part", "w < THIN_WARPS - 1"),
+           ("the other column of up", "up.x += part[8], up.y += `part[9]`;", "part[8]", "thin \\d+ swiglu"),
+           ("one row too many is written", "bool puts = `m < c.M` && n0 + n < c.N;", "m <= c.M")),
+    *group("gemm_few_kernel", "smallm small", " \\d+/[1248] ",
+           ("the last slice of K", "w.n_kb = `slices * (w.part + 1) / split - w.kb0`;",
+            "slices * (w.part + 1) / split - w.kb0 - (w.part + 1 == split)"),
+           ("the last part of K is not added", "if (`i >= split`) continue;\n        v[0] += a[i].x", "i + 1 >= split", " \\d+/[248] "),
+           ("half a pair of the residual", "v[6] += bf16_low(old.w), v[7] += `bf16_high(old.w)`;", "bf16_low(old.w)", "/[1248] residual"),
+           ("up's bias", "few_bias(up, c.bias, `w.n0 + n + 8`);", "w.n0 + n", "/[1248] swiglu")),
+    *group("gemm_kernel", "gemm quick", "(store|residual) ",
+           ("store: bias of the neighbour", "int col = t.col0 + 8 * j;\n        if (col >= t.N) continue;\n        float2 b = *(const float2 *)(bias + `col`",
+            "max(col - 8, 0)", "(store|residual) .* bias"),
+           ("store: the last panel of columns", "if (`col0 + p * P < n_cols`) tma_store_2d", "col0 + (p + 1) * P < n_cols + P / 2"),
+           ("residual: none in the last row, right half", "y[i] = `r < t.M` && col < t.N ?", "r + 1 < t.M", "residual .*BN 256"),
+           ("residual: the first half's other row", "pack_bf16(v[2 * i] + bf16_low(r[i]), v[2 * i + 1] + bf16_high(`r[i]`))", "r[i ^ 1]", "residual "),
+           ("the last group of tiles is as high as the others", "n = gemm_divide(i, height, `left < j.group ? j.per_last : j.per_height`)",
+            "j.per_height", "M 257 .*group 8"),
+           ("split: sums of the neighbour", "to[3] += q == part ? v[3] : __uint_as_float(`other.w`);", "other.z", "split [24]"),
+           ("swiglu: the gate of the neighbour", "pack_bf16(one(v[0], v[4]), one(`v[1]`, v[5]))", "v[0]", "swiglu "),
+           ("logits: columns exchanged", "make_float2(acc[4 * j + 2], `acc[4 * j + 3]`);\n        }", "acc[4 * j + 1]", "logits "),
+           ("qkv: bias of the tile's first columns", "float2 b = *(const float2 *)(bias + col + 2 * (t.lane & 3));\n            acc[4 * j] += `b.x`, acc[4 * j + 1]",
+            "b.y", "qkv(64|128) .* bias"),
+           ("qkv: q's norm for the first head of k", "const float *w = `head < p.H` ? p.q_norm : p.k_norm;\n            if (!w", "head <= p.H", "qkv(64|128) .* norm"),
+           ("qkv: sine with the wrong sign", "a = x * cosine - y * sine, b = `y * cosine + x * sine`;", "y * cosine - x * sine", "qkv(64|128) "),
+           ("qkv: the position of another row", "const float2 *at1 = p.rope + (size_t)p.pos[`r1`]", "r0", "qkv(64|128) "),
+           ("qkv: the half head of a tile of quarters", "int e = `odd * (D / 4) + 8 * j`;", "odd * (D / 8) + 8 * j", "qkv(64|128) .*BN (96|192)"),
+           ("qkv: K and V to another row's slot", "int s = __shfl_sync(~0u, slot, `row`);", "row & 7", "qkv(64|128) "),
+           ("qkv: K takes V's place", "(kv - value * p.K)) * 2 + `value`;", "1 - value", "qkv(64|128) ")),
+    *group("gemm_kernel, epi_sample", "samp small", "row \\d+: (another time|id \\d+ logprob)",
+           ("an id behind the vocabulary can be drawn", "if (`id0 + i / 2 * 8 + i % 2 >= p.V`) v[i]", "id0 + i / 2 * 8 + i % 2 > p.V"),
+           ("noise of the other row", "row(acc, 1, t, p, `g < 2 ? got : keep`);", "g < 2 ? keep : got", "row \\d+: another time"),
+           ("wrong word of the noise", "keep = g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : `c[3]`, give", "c[2]", "row \\d+: another time"),
+           ("noise of the next block", "uint32_t c[4] = {mine.sample, mine.position, `1 + (uint32_t)(t.col0 / SAMP_BLOCK)`, 0};",
+            "2 + (uint32_t)(t.col0 / SAMP_BLOCK)", "row \\d+: another time")),
+
+    # ---- Attention ----
+    *group("attn_mma", "attn small", "(decode|prefill|tree) .*B=(16|32) ",
+           ("one position too far", "to[r] = `min(pos + 1, it.kv1)`;", "min(pos + 2, it.kv1)", "prefill .*B=(16|32) "),
+           ("the window ends a position late", "from[r] = a.window ? `pos - a.window + 1` : 0", "pos - a.window", "B=(16|32) window=70"),
+           ("a last tile of one position", "int first = attn_first(a, it, TOK), n_tiles = it.kv1 > first ? `(it.kv1 - first + TOK - 1) / TOK` : 0;",
+            "(it.kv1 - first + TOK - 2) / TOK"),
+           ("the last page is the one before", "a.pages[it.page0 + (`t >> a.log2_B`)] * a.K + h) * 2 + is_v;",
+            "kv + row + 1 == it.kv1 && t >> a.log2_B ? (t >> a.log2_B) - 1 : t >> a.log2_B"),
+           ("V of the next row", "ldmatrix_x4_trans(b, smem_at(v + attn_piece_at(TOK, `n * 16 + row`, c * 2 + piece)));", "n * 16 + (row ^ 1)")),
+    *group("attn_small", "attn small", "decode .*B=64 ",
+           ("a last tile of one position", "ids_at = -32;\n    int n_tiles = it.kv1 > first ? `(it.kv1 - first + TOK - 1) / TOK` : 0;",
+            "(it.kv1 - first + TOK - 2) / TOK"),
+           ("what lies behind the last position", "int j = `lane + n * (DP / 8)`; j < TOK * (DP / 8)", "lane + (n + 1) * (DP / 8)"),
+           ("the last page is the one before", "min(page + lane, `(it.kv1 - it.kv0 - 1) >> a.log2_B`)", "max((it.kv1 - it.kv0 - 1 >> a.log2_B) - 1, 0)")),
+    *group("attn_small", "attn parts", "many long ",
+           ("beyond 32 pages", "if (`page - ids_at >= 32`) ids_at = page, ids = a.pages[it.page0 + min(page + lane, (", "page - ids_at >= 32 + (ids_at >= 0)")),
+    *group("attn_wg", "attn small", "(prefill|tree) .*B=64 ",
+           ("a last tile of one position", "int first = attn_first(a, it, N), n_tiles = it.kv1 > first ? `(it.kv1 - first + N - 1) / N` : 0;",
+            "(it.kv1 - first + N - 2) / N"),
+           ("the last page is the one before", "ids = a.pages[it.page0 + min(page + lane, `last >> a.log2_B`)];", "max((last >> a.log2_B) - 1, 0)"),
+           ("what lies behind the last position", "int n = `it.kv1 - first - (n_tiles - 1) * N`;", "it.kv1 - first - (n_tiles - 1) * N + 1"),
+           ("the diagonal's tile has no mask", "if (j < open.x || `j >= open.y`) attn_mask(a, it, s, w.i, first + j * N);", "j > open.y")),
+    *group("attn_wg", "attn parts", "many long ",
+           ("beyond 32 pages", "if (`page - ids_at >= 32 || page < ids_at`) ids_at = page,", "page - ids_at >= 32 + (ids_at >= 0) || page < ids_at")),
+    *group("attn_leave", "attn small", "tree .* shared",
+           ("wrong factor in the merge with what a shared prefix left", "e.own *= w / sum, e.old = `w_old / sum`", "w_old / (1 + w_old)"),
+           ("the state's LSE without its new part", "lse = `top + log2f(sum)`;\n        e.seed", "old")),
+    *group("attn_join", "attn parts", "(parts|long prefix|logits of 50|one key rules) ",
+           ("weight of the wrong group", "l += weights[`j * row`], acc.x", "j"),
+           ("the last part", "for (int j = group; `j < me.n`; j += groups) {", "j + 1 < me.n"),
+           ("parts lie too close", "step = attn_part_at(a, `(me.nq + ATTN_SMALL_Q - 1) / ATTN_SMALL_Q`, 0, 0);", "me.nq / ATTN_SMALL_Q")),
+    *group("attn_plan_step", "attn lists", "work list of ",
+           ("a prefix's small span runs last", "if (`last && a->small`) a->level = p->n_levels - 1;", "a->small", "work list of a tree"),
+           ("a span's state is not begun with", "a->where = (`a->level` ? ATTN_SEED : 0)", "a->level > 1", "work list of a tree"),
+           ("the newest position", "min(sp->kv0 + sp->n_kv, `item.pos_hi + 1`));", "item.pos_hi"),
+           ("parts share a slot", "i < n; i++, p->n_slots += `ceil_div(item->nq, ATTN_SMALL_Q)`) {", "item->nq / ATTN_SMALL_Q"),
+           ("a merge without its last part", "attn_merge{item->q0, item->nq, p->n_slots, `n`, item->where}", "n - 1"),
+           ("parts begin on each other's pages", "a->page0 = item->page0 + `i * part_pages`", "i * (part_pages - 1)"),
+           ("the last page of a span", "p->spans[i].page0 = (int)n, n += `(s->spans[i].n_kv + B - 1) >> shift`;", "s->spans[i].n_kv >> shift")),
+
+    # ---- Sampling ----
+    *group("samp_filter_kernel", "samp small", "V \\d+, case \\d+",
+           ("one more than top-k", "samp_reach(r, true, `(samp_mass)f.top_k`, bins, &above)", "(samp_mass)f.top_k + 1"),
+           ("presence of prompt ids", "if (`count > 0`) v = __fsub_rn(v, f.presence);", "count >= 0"),
+           ("counts of prompt ids", "if (`i >= f.n_prompt`) atomicAdd(&counts[at], 1u);", "i + 1 >= f.n_prompt"),
+           ("the last forbidden id", "for (int i = (int)threadIdx.x; `i < f.n_forbidden`; i +=", "i + 1 < f.n_forbidden"),
+           ("order of equal top log-probabilities", "rank += x[i] > v || (x[i] == v && `ids[i] < id`);", "ids[i] > id", "edge .*top log-prob"),
+           ("bias is added once", "for (unsigned left = same; left; `left &= left - 1`) v = samp_clean", "left = 0", "V \\d+, case \\d+"),
+           ("min-p cuts too early", "float at = __double2float_ru(fmax(`(double)r.max + drop`,", "(double)r.max + 0.9 * drop", "V \\d+, case|undecided")),
+    *group("samp_blocks_kernel", "samp small", "(undecided|V \\d+)",
+           ("the last id that top-p keeps", "(v[i] == at && `id <= last`))) v[i] = -INFINITY;", "id < last", "(undecided|V \\d+, case)"),
+           ("the id behind an odd vocabulary", "v[2 * j + 1] = `id0 + 8 * j + 1 < V` ? pair.y", "id0 + 8 * j + 1 <= V", "V 259 .* another time|V 259 .* logprob")),
+    *group("samp_blocks_kernel", "samp draws", "(plain|temperature|flat|pairs|p-values)",
+           ("two groups share their noise", "return g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : `c[3]`;", "c[2]"),
+           ("the first block's noise is the row's uniform", "uint32_t c[4] = {a.sample, a.position, `1 + (uint32_t)block`, 0};", "(uint32_t)block"),
+           ("places in a group from one end only", "target = __fmul_rn(__fmul_rn(__fadd_rn((float)(`flip ? ~a.u : a.u`), 0.5f)", "a.u")),
+    *group("samp_merge", "samp small", "(edge|V \\d+)",
+           ("the higher of equal ids", "second = `rank_b > rank_a || (rank_b == rank_a && second)`;", "rank_b > rank_a || (rank_b == rank_a && !second)", "edge 6"),
+           ("wrong factor of the raw sum", "__fmul_rn(b.raw_sum, ex2(__fmul_rn(below_b, `SAMP_LOG2E`)))", "scale"),
+           ("wrong factor of the sum", "__fmul_rn(a.sum, ex2(__fmul_rn(below_a, `scale`)))", "SAMP_LOG2E")),
+    *group("samp_reduce_kernel", "samp small", "(edge|V \\d+)",
+           ("log-probability from the sum at the row's temperature", "p.x - p.max - logf(`p.raw_sum`), 0}", "p.sum")),
+    *group("samp_reduce_kernel", "samp draws", "flat|rare",
+           ("blocks from 16 on are left", "for (int half = `16`; half; half /= 2) {\n        __syncthreads();\n        if (k < half)", "8")),
+    *group("samp_undo_kernel", "samp small", "V \\d+, case \\d+.* logprob",
+           ("the penalty the wrong way", "if (seen) x = x < 0 ? x / f.repetition : `x * f.repetition`;", "x / f.repetition"),
+           ("presence is not undone", "if (count) x += `(double)f.frequency * count + f.presence`;", "(double)f.frequency * count"),
+           ("one bias of two", "if (f.bias_ids[i] == id) x -= `f.bias[i]`;", "f.bias[0]")),
+    *group("samp_collect", "samp small", "(edge|V \\d+)", ("picks in the order of the plan", "toka_pick *pick = &picks[`p->order[i]`];", "i")),
+    *group("samp_plan_step", "samp small", "V \\d+ E \\d+ row",
+           ("rows of x in the caller's order", "rows[i] = `row->row`;", "s->out[i].row")),
+    *group("samp_plan_step", "samp draws", "pairs by the seed's upper half",
+           ("the seed's upper half", "philox(c, (uint32_t)seed, `(uint32_t)(seed >> 32)`);", "0")),
+
+    # ---- The op table and the weights, by whole models ----
+    *group("weights_open", "model only qwen2 qwen3 mistral-window", "logits",
+           ("biases of k and v in q's place", "load_add(l, b[i], `bias + row`, b[i]->cols", "bias", "qwen2 "),
+           ("no window", "to->window = `from->window`;", "0", "mistral-window "),
+           ("q's norm for k", "to->k_norm = `weight_vector(d, &l, &from->k_norm)`;", "to->q_norm", "qwen3 ")),
+    *group("cuda_norm_mlp_residual", "model only qwen2", "qwen2 .*logits",
+           ("the other norm of the layer", "rmsnorm(d, dev_bf16(x), NULL, `l->mlp_norm`, d->xn, s->T);", "l->attn_norm")),
+]
+
+# kernels that compute nothing that a test could find wrong
+NO_RESULT = {"bench_fill_kernel", "bench_read_kernel", "fault_kernel"}
+
+
+# ---- The mutated copy ----
+
+SWITCH = """/* Made by test/gpu_mutants.py. */
+#include <cuda_runtime.h>
+static __constant__ int mutant_device;
+static int mutant_host;
+__host__ __device__ static inline bool mutant(int k) {
+#ifdef __CUDA_ARCH__
+    return mutant_device == k;
+#else
+    return mutant_host == k;
+#endif
+}
+"""
+MAIN = """
+extern "C" int model_main(int argc, char **argv);
+int main(int argc, char **argv) {
+    const char *which = getenv("TOKA_TEST_MUTANT");
+    mutant_host = which ? atoi(which) : 0;
+    cudaMemcpyToSymbol(mutant_device, &mutant_host, sizeof mutant_host);
+    cudaGetLastError(); /* without a GPU some tests still run */
+    std::string what = argc > 1 ? argv[1] : "";
+    int n = argc - 1;
+    char **v = argv + 1;
+    return %s: what == "model" ? model_main(n, v) : 3;
+}
+"""
+
+
+def place(text, m):
+    """Where the replaced part of a mutant lies: (from, to); or why there is no such place."""
+    parts = m.old.split("`")
+    if len(parts) not in (1, 3):
+        return f"{len(parts) - 1} backticks"
+    context = "".join(parts)
+    if text.count(context) != 1:
+        return f"its text stands in the file {text.count(context)} times"
+    at = text.index(context) + (len(parts[0]) if len(parts) == 3 else 0)
+    return at, at + len(parts[1] if len(parts) == 3 else context)
+
+
+def mutated(text):
+    """The copy with all mutants behind their switches, numbered from 1."""
+    places = sorted((*place(text, m), k, m) for k, m in enumerate(MUTANTS, 1))
+    out, end = [], 0
+    for a, b, k, m in places:
+        old = text[a:b]
+        if old.endswith(";"):
+            switched = f"{{ if (mutant({k})) {{ {m.new} }} else {{ {old} }} }}"
+        else:
+            switched = f"(mutant({k}) ? ({m.new}) : ({old}))"
+        out += [text[end:a], switched]
+        end = b
+    return SWITCH + "".join(out) + text[end:]
+
+
+def kernels_of(text):
+    """Names of all kernels."""
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
+    names = set()
+    for m in re.finditer(r"__global__\s+(?:static\s+)?void\s+", text):
+        rest = text[m.end():]
+        if rest.startswith("__launch_bounds__"):
+            depth = 0
+            for i, c in enumerate(rest):
+                depth += (c == "(") - (c == ")")
+                if c == ")" and depth == 0:
+                    rest = rest[i + 1:]
+                    break
+        names.add(re.match(r"\s*(\w+)", rest).group(1))
+    return names
+
+
+def check():
+    text, n_bad, last = open(KERNELS).read(), 0, None
+    results = [(f"{m.kernel}: {m.name}", place(text, m)) for m in MUTANTS]
+    spans = sorted((p, what) for what, p in results if isinstance(p, tuple))
+    for p, what in spans:
+        if last and p[0] < last[1]:
+            results.append((what, "overlaps the mutant before it"))
+        last = p
+    names = [(m.kernel, m.name) for m in MUTANTS]
+    results += [(f"{k}: {n}", "is there twice") for k, n in set(names) if names.count((k, n)) > 1]
+    covered = {re.match(r"\w+", m.kernel).group(0) for m in MUTANTS}
+    results += [(f"kernel {k}", "has no mutant" if k not in covered else (0, 0)) for k in sorted(kernels_of(text) - NO_RESULT)]
+    for what, found in results:
+        if isinstance(found, str):
+            n_bad += 1
+            print(f"FAILED {what}: {found}")
+    print(f"{len(results) - n_bad} passed, {n_bad} failed, 0 skipped")
+    return n_bad != 0
+
+
+def run_tool(*command):
+    p = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    if p.returncode:
+        sys.exit(p.stdout[-4000:] + f"gpu_mutants.py: {command[0]} ended with status {p.returncode}")
+
+
+def build(folder):
+    os.makedirs(folder, exist_ok=True)
+    arch, cc = os.environ.get("GPU_ARCH", "90a"), os.environ.get("CC", "cc")
+    tests = os.path.join(ROOT, "test")
+    source, c_source, program = (os.path.join(folder, n) for n in ("mutants.cu", "mutants.c", "mutants"))
+    text = mutated(open(KERNELS).read()).replace('#include "toka.h"', f'#include "{ROOT}/toka.h"')
+    text += f'\n#include "{tests}/gpu.cuh"\n#include <memory>\n'
+    for name in PROGRAMS:
+        body = re.sub(r'^#include .*$', "", open(os.path.join(tests, name + ".cu")).read(), flags=re.M)
+        text += f"\nnamespace {name} {{\n{re.sub(r'^int main[(]', 'static int run(', body, flags=re.M)}\n}}\n"
+    text += MAIN % " ".join(f'what == "{name[4:]}" ? {name}::run(n, v) :' for name in PROGRAMS).rstrip(":")
+    open(source, "w").write(text)
+    model = re.sub(r'^#include .*$', "", open(os.path.join(tests, "gpu_model.c")).read(), flags=re.M)
+    open(c_source, "w").write(f'#include "{tests}/gpu_samp.c"\n' + re.sub(r"^int main[(]", "int model_main(int, char **);\nint model_main(", model, flags=re.M))
+    run_tool(cc, "-std=c11", "-O2", "-w", "-DTOKA_WITH_CUDA", '-DTOKA_EMBED="test/model"', "-c", c_source, "-o", program + ".o")
+    run_tool("nvcc", "-std=c++20", "-O3", "-w", "-Xcompiler", "-fno-exceptions", "-gencode", f"arch=compute_{arch},code=sm_{arch}", "-o", program,
+             source, program + ".o", "-lm", "-lpthread")
+
+
+# ---- Running them ----
+
+def execute(program, test, number, timeout):
+    """Output and status (None: ran too long) of one test with one mutant; 0 is none."""
+    env = {**os.environ, "TOKA_TEST_MUTANT": str(number), "TOKA_TEST_SEED": "1"}
+    p = subprocess.Popen([program, *test.split()], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=ROOT)
+    try:
+        return p.communicate(timeout=timeout)[0], p.returncode
+    except subprocess.TimeoutExpired:
+        p.kill()
+        return p.communicate()[0], None
+
+
+def verdict(m, out, status):
+    """Why a mutant does not count as caught; empty if it does."""
+    if status is None:
+        return "hung"
+    lines = [line for line in out.splitlines() if line.startswith("FAILED")]
+    if status != 1:
+        return f"ended with status {status}: {(out.strip().splitlines() or [''])[-1]}"
+    if not any(re.search(m.line, line) for line in lines):
+        return f"{len(lines)} other lines failed, none matches '{m.line}': {(lines or [''])[0]}"
+    return ""
+
+
+def has_gpu():
+    try:
+        return subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout.startswith(b"GPU")
+    except OSError:
+        return False
+
+
+def run(folder, jobs, only, timeout):
+    program, gpu = os.path.join(folder, "mutants"), has_gpu()
+    passed = failed = skipped = 0
+    chosen = [(k, m) for k, m in enumerate(MUTANTS, 1) if only in f"{m.kernel}: {m.name} {m.test}"]
+    work = [(0, Mutant("as it is", t, "", "", t, "")) for t in sorted({m.test for _, m in chosen})] + chosen
+
+    def one(item):
+        k, m = item
+        if not gpu and m.test != "attn lists":
+            return item, "skipped", 0
+        begin = time.time()
+        out, status = execute(program, m.test, k, timeout)
+        bad = verdict(m, out, status) if k else "" if status == 0 else f"status {status}: {out[-1500:]}"
+        return item, bad, time.time() - begin
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        for (k, m), bad, took in pool.map(one, work):
+            if bad == "skipped":
+                skipped += 1
+                continue
+            passed, failed = passed + (not bad), failed + bool(bad)
+            print(f"{'FAILED' if bad else 'ok    '} {k:3} {m.kernel}: {m.name} [{m.test}, {took:.1f} s]{': ' if bad else ''}{bad}", flush=True)
+    print(f"{passed} passed, {failed} failed, {skipped} skipped")
+    return failed != 0
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("mode", choices=["check", "build", "run"])
+    p.add_argument("folder", nargs="?", default=os.path.join(ROOT, "test/.build/mutants"))
+    p.add_argument("--jobs", type=int, default=6, help="tests at a time")
+    p.add_argument("--only", default="", help="mutants whose kernel, name or test has this word")
+    p.add_argument("--timeout", type=float, default=90, help="seconds for one test")
+    a = p.parse_args()
+    folder = os.path.abspath(a.folder)
+    if a.mode == "check":
+        sys.exit(check())
+    if a.mode == "build":
+        sys.exit(build(folder))
+    sys.exit(run(folder, a.jobs, a.only, a.timeout))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+/* gpu_rows.cu - what chapters 3 and 4 do row by row, each kernel alone against float64: weights on their way to their places, embedding,
+ * RMSNorm, RoPE's table, QK-norm with RoPE and the way to the pages.
+ *   gpu_rows        the tests        gpu_rows small      fewer shapes (for compute-sanitizer) */
+#include "../toka_kernels.cu"
+
+#include "gpu.cuh"
+
+static bool quick;
+
+static void done(toka_device *d, const char *what) {
+    GPU_OK(cudaStreamSynchronize(d->stream));
+    if (d->error.code) gpu_check(false, "%s: %s", what, d->error.msg), exit(gpu_report());
+}
+template <class T> static bool same_bits(const std::vector<T> &a, const std::vector<T> &b) {
+    return a.size() == b.size() && !memcmp(a.data(), b.data(), a.size() * sizeof(T));
+}
+static std::vector<float> normals(size_t n, uint64_t seed, float scale) {
+    std::vector<float> v(n);
+    for (size_t i = 0; i < n; i++) v[i] = scale * gpu_normal(seed, i);
+    return v;
+}
+
+/* ---- Weights: one tensor in pieces whose ends lie anywhere in a row; every element is in its place, all others stay poisoned ---- */
+
+static const char *type_name(toka_dtype t) { return t == TOKA_F32 ? "f32" : t == TOKA_F16 ? "f16" : "bf16"; }
+
+static void test_load(toka_device *d, toka_dtype type, int rows, int cols, int stride, bool f32, bool by_turns, int row0) {
+    size_t n = (size_t)rows * cols, size = type == TOKA_F32 ? 4 : 2, n_to = (size_t)(row0 + (by_turns ? 2 : 1) * rows + 16) * stride;
+    std::vector<float> v = normals(n, gpu_seed * 100 + n, 1);
+    std::vector<char> raw(n * size);
+    for (size_t i = 0; i < n; i++)
+        if (type == TOKA_F32) memcpy(&raw[4 * i], &v[i], 4);
+        else if (type == TOKA_F16) {
+            __half h = __float2half(v[i]);
+            v[i] = __half2float(h), memcpy(&raw[2 * i], &h, 2);
+        } else {
+            bf16 b = __float2bfloat16(v[i]);
+            v[i] = __bfloat162float(b), memcpy(&raw[2 * i], &b, 2);
+        }
+    gpu_buf<bf16> to(n_to * (f32 ? 2 : 1));
+    gpu_buf<char> room(raw.size());
+    std::vector<char> host(raw.size());
+    toka_tensor t = {raw.data(), type, rows, cols, cols};
+    load_job j = {&t, to.p(), stride, f32, row0, by_turns};
+    for (size_t at = 0, step = 1; at < n; at += step, step = std::min(n - at, 7 * step + 3)) {
+        GPU_OK(load_piece(&j, at, step, host.data(), room.p(), d->stream));
+        GPU_OK(cudaStreamSynchronize(d->stream));
+    }
+    std::vector<bf16> got = to.host(), want(to.n);
+    memset((void *)want.data(), 0xFF, want.size() * sizeof(bf16));
+    for (size_t i = 0; i < n; i++) {
+        size_t r = i / (size_t)cols, at = (row0 + (by_turns ? r / 8 * 16 + r % 8 : r)) * (size_t)stride + i % (size_t)cols;
+        if (f32) memcpy((void *)&want[2 * at], &v[i], 4);
+        else want[at] = __float2bfloat16(v[i]);
+    }
+    gpu_check(same_bits(got, want) && to.guards_hold(), "load %s %dx%d, rows of %d %s%s from row %d", type_name(type), rows, cols,
+              stride, f32 ? "f32" : "bf16", by_turns ? " by turns" : "", row0);
+}
+static void test_loads(toka_device *d) {
+    for (toka_dtype type : {TOKA_BF16, TOKA_F16, TOKA_F32}) {
+        test_load(d, type, 1, 513, 513, true, false, 0); /* a norm or bias */
+        test_load(d, type, 40, 136, 136, false, false, 24);
+        test_load(d, type, 37, 51, 56, false, false, 5);
+        test_load(d, type, 24, 64, 64, false, true, 0);
+        test_load(d, type, 21, 51, 56, false, true, 8);
+    }
+}
+
+/* ---- Embedding ---- */
+
+static void test_embed(toka_device *d, int T, int E) {
+    const int V = 300;
+    gpu_buf<bf16> table((size_t)V * E), x((size_t)T * E);
+    gpu_buf<int> ids((size_t)T);
+    std::vector<int> id((size_t)T);
+    gpu_random(table, gpu_seed, 1);
+    for (int i = 0; i < T; i++) id[(size_t)i] = i == 1 ? V - 1 : (int)(gpu_mix(gpu_seed + i) % V);
+    ids.set(id);
+    GPU_OK(cudaDeviceSynchronize());
+    launch_dependent(d, "embedding", embed_kernel, dim3((unsigned)T), 128, 0, 1, ids.p(), table.p(), x.p(), E);
+    done(d, "embed");
+    std::vector<bf16> rows = table.host(), want;
+    for (int i : id) want.insert(want.end(), rows.begin() + (ptrdiff_t)i * E, rows.begin() + (ptrdiff_t)(i + 1) * E);
+    gpu_check(same_bits(x.host(), want) && x.guards_hold(), "embed T=%d E=%d", T, E);
+}
+
+/* ---- RMSNorm of rows of x, in order or chosen; E is the model's own width, what lies behind it up to a multiple of 8 is 0 ---- */
+
+static void test_norm(toka_device *d, int T, int E, bool chosen, float scale) {
+    toka_shape sh = {};
+    sh.E = E, sh.eps = 1e-5f;
+    d->shape = &sh, d->E = up_8(E);
+    size_t Ep = (size_t)d->E, n = 2 * (size_t)T;
+    std::vector<float> v = normals(n * Ep, gpu_seed + 5, scale), g = normals(Ep, gpu_seed + 6, 1);
+    std::vector<bf16> h(v.size());
+    std::vector<int> from((size_t)T);
+    for (size_t i = 0; i < v.size(); i++) h[i] = __float2bfloat16(i % Ep < (size_t)E ? v[i] : 0), v[i] = __bfloat162float(h[i]);
+    for (int t = 0; t < T; t++) from[(size_t)t] = chosen ? (t * 7 + 3) % (2 * T) : t;
+    gpu_buf<bf16> x(h.size()), y((size_t)T * Ep);
+    gpu_buf<float> w(Ep);
+    gpu_buf<int> rows((size_t)T);
+    x.set(h), w.set(g), rows.set(from);
+    rmsnorm(d, x.p(), chosen ? rows.p() : NULL, w.p(), y.p(), T);
+    done(d, "norm");
+    std::vector<bf16> got = y.host();
+    double worst = 0; /* in units of what is allowed: half a unit in the last place of bf16 and a little more */
+    for (size_t t = 0; t < (size_t)T; t++) {
+        const float *r = &v[(size_t)from[t] * Ep];
+        double sum = 0;
+        for (int e = 0; e < E; e++) sum += (double)r[e] * r[e];
+        for (size_t e = 0; e < Ep; e++) {
+            double want = r[e] / sqrt(sum / E + sh.eps) * g[e], over = fabs(__bfloat162float(got[t * Ep + e]) - want) / (fabs(want) * 0x1.02p-8 + 1e-30);
+            worst = over <= worst ? worst : over;
+        }
+    }
+    gpu_check(worst <= 1 && y.guards_hold(), "norm T=%d E=%d%s, x of %g: worst %.3g of what is allowed", T, E, chosen ? ", chosen rows" : "",
+              scale, worst);
+}
+
+/* ---- RoPE ---- */
+
+static void test_table(toka_device *d, int D, int max_len, float scale) {
+    toka_shape sh = {};
+    std::vector<float> freq((size_t)D / 2);
+    for (int i = 0; i < D / 2; i++) freq[(size_t)i] = (float)pow(10000, -2.0 * i / D);
+    sh.D = D, sh.max_len = max_len, sh.rope_freq = freq.data(), sh.rope_scale = scale, d->shape = &sh;
+    rope_open(d);
+    done(d, "RoPE table");
+    std::vector<float2> got((size_t)max_len * D / 2);
+    GPU_OK(cudaMemcpy(got.data(), d->rope, got.size() * sizeof(float2), cudaMemcpyDeviceToHost));
+    double worst = 0;
+    for (size_t i = 0; i < got.size(); i++) {
+        double a = (float)(i / ((size_t)D / 2)) * freq[i % ((size_t)D / 2)];
+        worst = std::max(worst, std::max(fabs(got[i].x - cos(a) * scale), fabs(got[i].y - sin(a) * scale)));
+    }
+    gpu_check(worst < 3e-7 * scale, "RoPE table D=%d, %d positions, scale %g: off by %.2g", D, max_len, scale, worst);
+    while (d->n_blocks) cudaFree(d->blocks[--d->n_blocks]);
+}
+
+/* What a head of token t becomes, in float64. in: [D], kind 0 q, 1 k, 2 v. */
+static std::vector<double> turned(const rope_args &a, const float *in, const float *norm, const float2 *table, int pos, int kind) {
+    std::vector<double> v(in, in + a.D);
+    double sum = 0;
+    for (double x : v) sum += x * x;
+    for (int i = 0; i < a.D && norm && kind < 2; i++) v[(size_t)i] *= norm[i] / sqrt(sum / a.D + a.eps);
+    for (int i = 0; i < a.D / 2 && kind < 2; i++) {
+        float2 c = table[(size_t)pos * a.D / 2 + i];
+        double x = v[(size_t)i], y = v[(size_t)(i + a.D / 2)];
+        v[(size_t)i] = x * c.x - y * c.y, v[(size_t)(i + a.D / 2)] = y * c.x + x * c.y;
+    }
+    return v;
+}
+static void test_rope(toka_device *d, int T, int H, int K, int D, int B, bool norm) {
+    const int max_len = 500, n_pages = T / B + 2, heads = H + 2 * K;
+    size_t n = (size_t)T * heads * D;
+    std::vector<float> v = normals(n, gpu_seed + D, 1), qn = normals(D, gpu_seed + 8, 1), kn = normals(D, gpu_seed + 9, 1);
+    std::vector<bf16> h(n);
+    for (size_t i = 0; i < n; i++) h[i] = __float2bfloat16(v[i]), v[i] = __bfloat162float(h[i]);
+    std::vector<float2> cs((size_t)max_len * D / 2);
+    std::vector<int> p((size_t)T), s((size_t)n_pages * B);
+    for (size_t i = 0; i < cs.size(); i++) cs[i] = {cosf(0.1f * i), sinf(0.1f * i)};
+    for (size_t i = 0; i < s.size(); i++) s[i] = (int)i;
+    for (size_t i = s.size() - 1; i > 0; i--) std::swap(s[i], s[gpu_mix(gpu_seed + i) % (i + 1)]);
+    for (int t = 0; t < T; t++) p[(size_t)t] = (int)(gpu_mix(gpu_seed * 3 + t) % max_len);
+    gpu_buf<bf16> qkv(n), q((size_t)T * H * D), kv((size_t)n_pages * B * 2 * K * D);
+    gpu_buf<float2> table(cs.size());
+    gpu_buf<float> q_norm(qn.size()), k_norm(kn.size());
+    gpu_buf<int> pos(p.size()), slot(s.size());
+    qkv.set(h), table.set(cs), q_norm.set(qn), k_norm.set(kn), pos.set(p), slot.set(s);
+    rope_args a = {qkv.p(), q.p(), kv.p(), pos.p(), slot.p(), table.p(), norm ? q_norm.p() : NULL, norm ? k_norm.p() : NULL,
+                   T, H, K, D, B, 1e-5f};
+    launch_dependent(d, "RoPE", rope_kernel, dim3((unsigned)ceil_div(T * heads, 8)), 256, 0, 1, a);
+    done(d, "RoPE");
+    std::vector<bf16> got_q = q.host(), got_kv = kv.host();
+    std::vector<char> written(got_kv.size());
+    double worst = 0;
+    size_t stray = 0;
+    for (int t = 0; t < T; t++)
+        for (int w = 0; w < heads; w++) {
+            int kind = w < H ? 0 : w < H + K ? 1 : 2, head = w - (kind == 0 ? 0 : kind == 1 ? H : H + K), at = s[(size_t)t];
+            std::vector<double> want = turned(a, &v[((size_t)t * heads + w) * D], norm ? (kind ? kn : qn).data() : NULL, cs.data(), p[(size_t)t], kind);
+            size_t to = kind ? ((((size_t)(at / B) * K + head) * 2 + (kind == 2)) * B + at % B) * D : ((size_t)t * H + head) * D;
+            for (int i = 0; i < D; i++) {
+                double e = fabs(__bfloat162float(kind ? got_kv[to + i] : got_q[to + i]) - want[(size_t)i]);
+                e /= fabs(want[(size_t)i]) * 0x1.02p-8 + 5e-6;
+                worst = e <= worst ? worst : e;
+                if (kind) written[to + i] = 1;
+            }
+        }
+    for (size_t i = 0; i < got_kv.size(); i++) stray += !written[i] && *(const uint16_t *)&got_kv[i] != 0xFFFF;
+    gpu_check(worst <= 1 && !stray && q.guards_hold() && kv.guards_hold(),
+              "RoPE and pages T=%d H=%d K=%d D=%d B=%d%s: worst %.3g of what is allowed, %zu stray", T, H, K, D, B, norm ? " norm" : "",
+              worst, stray);
+}
+
+int main(int argc, char **argv) {
+    toka_device *d = gpu_device();
+    quick = argc > 1 && !strcmp(argv[1], "small");
+    test_loads(d);
+    for (int E : {8, 56, 1024, 1032, 2048, 8200})
+        for (int T : {1, 3, 70}) test_embed(d, T, E);
+    for (int E : {1, 51, 64, 1023, 1032, 2048, 8200})
+        for (float scale : {1.0f, 1e-3f}) test_norm(d, 1, E, false, scale), test_norm(d, 37, E, true, scale);
+    test_table(d, 64, quick ? 100 : 40000, 1);
+    test_table(d, 24, 700, 1.37f);
+    const int Ds[] = {8, 24, 40, 64, 80, 128, 192, 256};
+    for (int D : Ds)
+        for (int norm = 0; norm < 2; norm++) {
+            test_rope(d, 1, 1, 1, D, 16, norm);
+            test_rope(d, quick ? 19 : 67, 6, 2, D, 64, norm);
+            if (!quick) test_rope(d, 300, 9, 3, D, 16, norm);
+        }
+    if (d->error.code) gpu_check(false, "%s", d->error.msg);
+    return gpu_report();
+}
