@@ -1,0 +1,286 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""One dataset through toka and through what else is installed, on the same GPU in the same run: output tokens per second and ratios.
+
+    python3 test/make_dataset.py monkeys m.jsonl --samples 96
+    python3 test/bench_peers_e2e.py m.jsonl [--model llama-3.2-1b] [--seconds 60] [--engines toka,vllm,hf-cb,hf-static] [-- TOKA FLAGS]
+
+A line of the dataset is {"prompt_token_ids": [...] or "prompt": "...", "output_lengths": [l1, l2, ...]} (text needs --tokenizer FILE). All
+engines get the same ids, the model's shape from models.txt with random weights in bf16, sampling at --temp, and every sample forced to
+its length: end-of-sequence is ignored. Each runs in a process of its own, one after the other.
+
+    toka        toka bench throughput --dummy-weights: the whole dataset
+    vllm        vLLM's offline API, prefix caching on, load_format dummy; as many samples as --vllm-rate times --seconds makes
+    hf-cb       transformers' continuous batching; what it has generated after --seconds counts, unfinished samples included
+    hf-static   transformers' generate() on left-padded batches of --hf-batch samples of similar length, until --seconds are over
+
+Peers that do less than all take the first lines of the file, whole lines. Times begin when the model is loaded and warm and end
+with the last token. An engine that is not installed is left out and named; one that fails is reported, and the exit status is 1.
+"""
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ENGINES = ["toka", "vllm", "hf-cb", "hf-static"]
+DEVICE = "cuda"
+PACKAGE = {"vllm": "vllm", "hf-cb": "transformers", "hf-static": "transformers"}
+
+
+def arguments():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("dataset")
+    p.add_argument("--model", default="llama-3.2-1b", help="a name of models.txt")
+    p.add_argument("--engines", default=",".join(ENGINES))
+    p.add_argument("--seconds", type=float, default=60, help="for each peer")
+    p.add_argument("--temp", type=float, default=0.6)
+    p.add_argument("--vllm-rate", type=float, default=25000, help="output tokens a second that vLLM is thought to reach, to size its part")
+    p.add_argument("--hf-batch", type=int, default=256)
+    p.add_argument("--hf-samples", type=int, default=4096, help="samples given to hf-cb at most")
+    p.add_argument("--tokenizer", help="tokenizer.json for lines of text")
+    p.add_argument("--json", action="store_true", help="one line of JSON per engine instead of the table")
+    p.add_argument("--inside", help=argparse.SUPPRESS)
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    return p.parse_args(sys.argv[1:at]), sys.argv[at + 1:]
+
+
+# ---- The work ----
+
+def read_dataset(path, tokenizer):
+    """[(ids, lengths)] of all lines."""
+    rows, encode = [], None
+    for line in open(path, encoding="utf-8"):
+        row = json.loads(line)
+        ids = row.get("prompt_token_ids")
+        if ids is None:
+            if encode is None:
+                if not tokenizer:
+                    sys.exit("bench_peers_e2e.py: the dataset has lines of text: --tokenizer FILE")
+                from tokenizers import Tokenizer
+                encode = Tokenizer.from_file(tokenizer).encode
+            ids = encode(row["prompt"]).ids
+        rows.append((ids, row["output_lengths"]))
+    return rows
+
+
+def samples(rows, n_out=float("inf"), n=float("inf")):
+    """[(ids, length)] of the first lines: whole ones, until they make n_out tokens; n samples at most."""
+    out, sum_out = [], 0
+    for ids, lengths in rows:
+        if out and sum_out >= n_out:
+            break
+        out += [(ids, length) for length in lengths]
+        sum_out += sum(lengths)
+    return out[:int(min(n, len(out)))]
+
+
+def longest(work):
+    return max(len(ids) + length for ids, length in work)
+
+
+def config_of(name):
+    """config.json of a model of models.txt, as transformers and vLLM read it."""
+    for line in open(os.path.join(ROOT, "models.txt"), encoding="utf-8"):
+        col = line.split("#")[0].split()
+        if col and col[0] == name:
+            break
+    else:
+        sys.exit(f"bench_peers_e2e.py: {name}: not in models.txt")
+    _, _, arch, L, E, H, K, D, F, V, tied, theta, rope, eps, max_len, extras, *_ = col
+    c = {"model_type": arch.removesuffix("ForCausalLM").lower(), "architectures": [arch], "num_hidden_layers": int(L), "hidden_size": int(E),
+         "num_attention_heads": int(H), "num_key_value_heads": int(K), "head_dim": int(D), "intermediate_size": int(F), "vocab_size": int(V),
+         "tie_word_embeddings": tied == "tied", "rope_theta": float(theta), "rms_norm_eps": float(eps), "max_position_embeddings": int(max_len),
+         "hidden_act": "silu", "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2}
+    kind, _, numbers = rope.partition(":")
+    names = {"default": [], "linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
+             "yarn": ["factor", "original_max_position_embeddings"]}[kind]
+    if names:
+        c["rope_scaling"] = {"rope_type": kind, **dict(zip(names, map(float, numbers.split(","))))}
+        if "original_max_position_embeddings" in names:
+            c["rope_scaling"]["original_max_position_embeddings"] = int(float(numbers.split(",")[-1]))
+    extras = {} if extras == "-" else dict((e.split("=") + [True])[:2] for e in extras.split(","))
+    c.update(attention_bias="qkv_bias" in extras and arch.startswith("Llama"))
+    if arch.startswith("Mistral"):
+        c["sliding_window"] = int(extras["window"]) if "window" in extras else None
+    return c
+
+
+def result(work_out, prompt, n, seconds, note):
+    return {"samples": n, "prompt_tokens": prompt, "output_tokens": work_out, "seconds": seconds, "output_tokens_per_second": work_out / seconds,
+            "note": note}
+
+
+# ---- The engines; each is called in a process of its own and returns a result ----
+
+def run_toka(a, rows, flags):
+    with tempfile.TemporaryDirectory() as tmp:
+        path = os.path.join(tmp, "dataset.jsonl")
+        with open(path, "w") as f:
+            for ids, lengths in rows:
+                f.write(json.dumps({"prompt_token_ids": ids, "output_lengths": lengths}) + "\n")
+        p = subprocess.run([os.path.join(ROOT, "toka"), "bench", "throughput", "--json", "--dummy-weights", "-m", a.model, "--dataset", path,
+                            "--temp", str(a.temp), *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    if p.returncode:
+        sys.exit(f"toka ended with status {p.returncode}")
+    v = json.loads(p.stdout)
+    return result(v["total_output_tokens"], v["total_prompt_tokens"], v["num_samples"], v["elapsed_time"],
+                  f"{100 * v['prefix_hit_share']:.1f} % of the prompts' tokens from the prefix tree, device idle {100 * v['idle_share']:.1f} %")
+
+
+def run_vllm(a, rows):
+    import vllm
+    work = samples(rows, a.vllm_rate * a.seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        json.dump(config_of(a.model), open(os.path.join(folder, "config.json"), "w"))
+        llm = vllm.LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", enable_prefix_caching=True,
+                       max_model_len=longest(work) + 1, gpu_memory_utilization=0.9)
+
+        def go(part):
+            params = [vllm.SamplingParams(temperature=a.temp, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in part]
+            outs = llm.generate([{"prompt_token_ids": ids} for ids, _ in part], params, use_tqdm=False)
+            return sum(len(o.outputs[0].token_ids) for o in outs)
+
+        go([([7] * 40, 8)] * 8)  # warm; a prompt that the work does not have
+        begin = time.time()
+        n_out = go(work)
+        took = time.time() - begin
+    if n_out != sum(n for _, n in work):
+        sys.exit(f"vLLM made {n_out} tokens, expected {sum(n for _, n in work)}")
+    return result(n_out, sum(len(ids) for ids, _ in work), len(work), took, f"vLLM {vllm.__version__}, prefix caching")
+
+
+def hf_model(a):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    with tempfile.TemporaryDirectory() as folder:
+        json.dump(config_of(a.model), open(os.path.join(folder, "config.json"), "w"))
+        config = AutoConfig.from_pretrained(folder)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(config).eval()
+    torch.set_default_dtype(torch.float32)
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    return model
+
+
+def hf_sampling(a, **more):
+    from transformers import GenerationConfig
+    return GenerationConfig(do_sample=True, temperature=a.temp, top_k=0, top_p=1.0, pad_token_id=0, **more)
+
+
+def run_hf_cb(a, rows):
+    import transformers
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+    work = samples(rows, n=a.hf_samples)
+    model = hf_model(a)
+    hints = WorkloadHints(max_prompt_length=max(len(ids) for ids, _ in work), max_generated_length=max(n for _, n in work), num_requests=len(work))
+    manager = model.init_continuous_batching(generation_config=hf_sampling(a, eos_token_id=-1, max_new_tokens=max(n for _, n in work)),
+                                             continuous_batching_config=ContinuousBatchingConfig(seed=0), workload_hints=hints)
+    manager.warmup()
+    manager.start()
+    begin = time.time()
+    for i, (ids, n) in enumerate(work):
+        manager.add_request(ids, request_id=str(i), max_new_tokens=n, eos_token_id=-1)
+    done = []
+    while len(done) < len(work) and time.time() - begin < a.seconds and manager.is_running():
+        one = manager.get_result(timeout=0.2)
+        if one is not None and one.is_finished():
+            done.append(one)
+    took = time.time() - begin
+    if any(o.error for o in done) or not (manager.is_running() or len(done) == len(work)):
+        sys.exit("transformers: " + str(next((o.error for o in done if o.error), "the generation thread ended")))
+    whole = len(done)
+    manager.stop(block=True, timeout=30, hard_stop=True)  # hands out what unfinished samples have so far
+    queue = manager.output_router.output_queue
+    while not queue.empty():
+        done.append(queue.get())
+    manager.destroy()
+    return result(sum(len(o.generated_tokens) for o in done), sum(len(o.prompt_ids) for o in done if o.generated_tokens), whole, took,
+                  f"transformers {transformers.__version__}, {whole} of {len(work)} samples were done, attention {model.config._attn_implementation}")
+
+
+def run_hf_static(a, rows):
+    import torch
+    import transformers
+    work = sorted(samples(rows, n=16 * a.hf_samples), key=lambda s: s[1])
+    batches = [work[i:i + a.hf_batch] for i in range(0, len(work), a.hf_batch)]
+    random.Random(0).shuffle(batches)
+    model = hf_model(a)
+
+    def go(batch, n):
+        width = max(len(ids) for ids, _ in batch)
+        ids = torch.tensor([[0] * (width - len(p)) + p for p, _ in batch], device=DEVICE)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in batch], device=DEVICE)
+        with torch.no_grad():
+            out = model.generate(ids, attention_mask=mask, generation_config=hf_sampling(a, max_new_tokens=n))
+        out = out.cpu()
+        if out.shape[1] != width + n:
+            sys.exit(f"transformers made {out.shape[1] - width} tokens a sample, expected {n}")
+
+    go(batches[0], 2)
+    n_out = n_prompt = n = 0
+    begin = time.time()
+    for batch in batches:
+        go(batch, max(length for _, length in batch))
+        n, n_out, n_prompt = n + len(batch), n_out + sum(length for _, length in batch), n_prompt + sum(len(p) for p, _ in batch)
+        if time.time() - begin > a.seconds:
+            break
+    return result(n_out, n_prompt, n, time.time() - begin, f"transformers {transformers.__version__}, batches of {a.hf_batch}, attention {model.config._attn_implementation}")
+
+
+# ---- All of them ----
+
+def gpu_name():
+    try:
+        p = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], stdout=subprocess.PIPE, text=True)
+        return p.stdout.strip().split("\n")[0] or "no GPU"
+    except OSError:
+        return "no GPU"
+
+
+def inside(a, flags):
+    rows = read_dataset(a.dataset, a.tokenizer)
+    run = {"toka": lambda: run_toka(a, rows, flags), "vllm": lambda: run_vllm(a, rows), "hf-cb": lambda: run_hf_cb(a, rows),
+           "hf-static": lambda: run_hf_static(a, rows)}[a.inside]
+    print("\nRESULT " + json.dumps(run()), flush=True)
+
+
+def main():
+    a, flags = arguments()
+    if a.inside:
+        return inside(a, flags)
+    found, failed = {}, []
+    if not a.json:
+        print(f"{datetime.date.today()}, {gpu_name()}, {a.model}, {os.path.basename(a.dataset)}")
+        print(f"{'engine':10} {'samples':>8} {'prompt tok':>11} {'output tok':>11} {'s':>7} {'output tok/s':>13} {'toka is':>9}")
+    for engine in a.engines.split(","):
+        if engine in PACKAGE and importlib.util.find_spec(PACKAGE[engine]) is None:
+            print(f"{engine:10} skipped: {PACKAGE[engine]} is not installed", file=sys.stderr if a.json else sys.stdout, flush=True)
+            continue
+        p = subprocess.run([sys.executable, os.path.abspath(__file__), "--inside", engine, *sys.argv[1:]], stdout=subprocess.PIPE, text=True)
+        line = next((line for line in p.stdout.splitlines() if line.startswith("RESULT ")), None)
+        if line is None:
+            failed.append(engine)
+            print(f"{engine:10} failed with status {p.returncode}: {(p.stdout.strip().splitlines() or [''])[-1]}", flush=True)
+            continue
+        r = found[engine] = json.loads(line[7:])
+        ratio = found["toka"]["output_tokens_per_second"] / r["output_tokens_per_second"] if "toka" in found else float("nan")
+        if a.json:
+            print(json.dumps({"engine": engine, "gpu": gpu_name(), "model": a.model, **r, "toka_over_this": ratio}), flush=True)
+        else:
+            print(f"{engine:10} {r['samples']:8,} {r['prompt_tokens']:11,} {r['output_tokens']:11,} {r['seconds']:7.1f} "
+                  f"{r['output_tokens_per_second']:13,.0f} {ratio:8.2f}x  {r['note']}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
