@@ -173,10 +173,13 @@ static void op_run(both *b, int T) {
 #define FILL(n) \
     for (size_t k = 0; k < (size_t)T * (n); k++) in[k] = from_bf16(to_bf16(normal()))
     for (int t = 0; t < T; t++) b->ids[t] = (int32_t)(rng() % (uint64_t)c->V);
-    /* attention has the work lists of the step that embed began on the GPU, so a step's ops keep their order */
-    both_plan(b, CPU, T);
-    b->s.n_out = T;
-    for (int i = 0; i < 2; i++) both_plan(b, i, T), b->s.n_out = T, backends[i]->embed(b->dev[i], &b->s, b->x[i]);
+    /* the GPU has the work lists of the step that begin was told of, so a step's ops keep their order */
+    for (int i = 0; i < 2; i++) {
+        both_plan(b, i, T);
+        b->s.n_out = T;
+        if (backends[i]->begin) backends[i]->begin(b->dev[i], &b->s);
+        backends[i]->embed(b->dev[i], &b->s, b->x[i]);
+    }
     both_get(b, b->x, cpu, gpu, T, c->E, ld);
     bool same = !memcmp(cpu, gpu, (size_t)T * c->E * 4);
     same ? n_passed++ : n_failed++;
@@ -206,6 +209,8 @@ static void op_run(both *b, int T) {
         both_plan(b, i, T);
         b->s.n_out = T, b->s.logits = i ? gpu : cpu;
         backends[i]->norm_logits_sample(b->dev[i], &b->s, b->x[i], b->picks);
+        if (backends[i]->end) backends[i]->end(b->dev[i], &b->s);
+        if (backends[i]->finish) backends[i]->finish(b->dev[i], &b->s);
     }
     compare(b, "logits", cpu, gpu, T, c->V, 1.3);
     for (int i = 0; i < 2; i++)
