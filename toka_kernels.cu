@@ -1569,13 +1569,16 @@ __device__ static inline void gemm_multiply(float (&acc)[BN / 2], const gemm_cta
                                             const typename EPI::params &p) {
     constexpr int stage_bytes = (128 + BN) * 128;
     int last = 0;
+    /* zeros, and not a first product that does not add: ptxas before 12.9 takes what the epilogue left in acc for its input (C7515) */
+#pragma unroll
+    for (int i = 0; i < BN / 2; i++) acc[i] = 0;
     for (int k = 0; k < c.n_k; k++) {
         mbar_wait(c.full + 8 * r.s, r.parity);
         uint32_t stage = c.ring + r.s * stage_bytes;
         uint64_t a = wgmma_desc(stage + group * 64 * 128), b = wgmma_desc(stage + 128 * 128);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; i++) wgmma_ss<BN>(acc, a + 2 * i, b + 2 * i, i || k);
+        for (int i = 0; i < 4; i++) wgmma_ss<BN>(acc, a + 2 * i, b + 2 * i, 1);
         wgmma_commit();
         if (k == c.n_k / 2) EPI::template begin<C>(t, c.map.y, p);
         if (k) {
