@@ -66,21 +66,25 @@ static void test_loads(toka_device *d) {
     }
 }
 
-/* ---- Embedding ---- */
+/* ---- Embedding: of ids, and of the last one of a slot ---- */
 
 static void test_embed(toka_device *d, int T, int E) {
-    const int V = 300;
+    const int V = 300, n_slots = 40;
     gpu_buf<bf16> table((size_t)V * E), x((size_t)T * E);
-    gpu_buf<int> ids((size_t)T);
-    std::vector<int> id((size_t)T);
+    gpu_buf<int> ids((size_t)T), last(n_slots);
+    std::vector<int> id((size_t)T), kept(n_slots);
     gpu_random(table, gpu_seed, 1);
-    for (int i = 0; i < T; i++) id[(size_t)i] = i == 1 ? V - 1 : (int)(gpu_mix(gpu_seed + i) % V);
-    ids.set(id);
+    for (int i = 0; i < n_slots; i++) kept[(size_t)i] = (int)(gpu_mix(gpu_seed * 5 + i) % V);
+    for (int i = 0; i < T; i++) id[(size_t)i] = i == 1 ? V - 1 : i % 3 == 2 ? -1 - i % n_slots : (int)(gpu_mix(gpu_seed + i) % V);
+    ids.set(id), last.set(kept);
     GPU_OK(cudaDeviceSynchronize());
-    launch_dependent(d, "embedding", embed_kernel, dim3((unsigned)T), 128, 0, 1, ids.p(), table.p(), x.p(), E);
+    launch_dependent(d, "embedding", embed_kernel, dim3((unsigned)T), 128, 0, 1, ids.p(), last.p(), table.p(), x.p(), E);
     done(d, "embed");
     std::vector<bf16> rows = table.host(), want;
-    for (int i : id) want.insert(want.end(), rows.begin() + (ptrdiff_t)i * E, rows.begin() + (ptrdiff_t)(i + 1) * E);
+    for (int i : id) {
+        ptrdiff_t at = i < 0 ? kept[(size_t)(-1 - i)] : i;
+        want.insert(want.end(), rows.begin() + at * E, rows.begin() + (at + 1) * E);
+    }
     gpu_check(same_bits(x.host(), want) && x.guards_hold(), "embed T=%d E=%d", T, E);
 }
 
