@@ -11141,7 +11141,7 @@ static int model_wait(model_run *m, int64_t number, toka_err *e) {
 }
 
 /* One forward step, waited for. */
-UNUSED static int model_step(model_run *m, const toka_step *s, toka_pick *picks, toka_err *e) {
+static int model_step(model_run *m, const toka_step *s, toka_pick *picks, toka_err *e) {
     return model_wait(m, model_post(m, s, picks), e);
 }
 
@@ -11365,6 +11365,28 @@ static eng *eng_new(const toka_backend *be, const mf_model *files, const tok *wo
     return g;
 }
 
+/* The largest step there can be, once, on made-up tokens: proves that it fits and that every part of it runs before the first request
+ * comes, and loads the code. What it leaves in the pages is nobody's. */
+static int eng_rehearse(eng_replica *p, const toka_shape *shape, const sched_config *c, toka_err *e) {
+    const int T = c->max_tokens, B = shape->B, len = MIN(T, shape->max_len), n_seqs = (T + len - 1) / len, seq_pages = (len + B - 1) / B;
+    const toka_request request = toka_request_default();
+    int32_t *id = mem_zalloc((size_t)T * 3 * sizeof *id), *pos = id + T, *slot = pos + T;
+    int32_t *pages = mem_alloc((size_t)n_seqs * (size_t)seq_pages * sizeof *pages);
+    toka_span *spans = mem_alloc((size_t)n_seqs * sizeof *spans);
+    toka_out_row *out = mem_zalloc((size_t)c->max_seqs * sizeof *out);
+    toka_pick *picks = mem_alloc((size_t)c->max_seqs * sizeof *picks);
+    toka_step s = {.T = T, .n_spans = n_seqs, .n_out = c->max_seqs, .ids = id, .pos = pos, .slot = slot, .pages = pages, .spans = spans,
+                   .out = out, .number = ++p->b.number};
+    for (int i = 0; i < n_seqs * seq_pages; i++) pages[i] = i % c->n_pages;
+    for (int i = 0; i < n_seqs; i++) spans[i] = (toka_span){i * len, MIN(len, T - i * len), i * seq_pages, 0, MIN(len, T - i * len)};
+    for (int i = 0; i < T; i++) pos[i] = i % len, slot[i] = pages[i / len * seq_pages + pos[i] / B] * B + pos[i] % B;
+    for (int i = 0; i < c->max_seqs; i++)
+        out[i] = (toka_out_row){.row = i, .slot = -1, .forced_id = -1, .sample = (uint32_t)i, .sampling = &request.sampling};
+    int code = model_step(&p->m, &s, picks, e);
+    free(id), free(pages), free(spans), free(out), free(picks);
+    return code;
+}
+
 /* Cuts the model, sizes the KV cache, opens all devices. */
 static int eng_open_replicas(eng *g, toka_shape *shape, const toka_options *o, sched_config *c, toka_err *e) {
     const int tp = MAX(o->tensor_parallel_size, 1), pp = MAX(o->pipeline_parallel_size, 1), n_devices = tp * pp * g->n_replicas;
@@ -11388,6 +11410,7 @@ static int eng_open_replicas(eng *g, toka_shape *shape, const toka_options *o, s
         if (!code) code = eng_replica_init(p, c, e);
     }
     for (int i = 0; i < g->n_replicas && !code; i++) code = model_ready(&g->replicas[i].m, e);
+    for (int i = 0; i < g->n_replicas && !code && g->be->rehearse; i++) code = eng_rehearse(&g->replicas[i], shape, c, e);
     return code;
 }
 

@@ -441,6 +441,7 @@ typedef struct toka_backend {
     int (*bench)(toka_bench_fn *row, void *user, toka_err *e);
     size_t activation_bytes; /* bytes of one element of x, q and o, and of K and V */
     int page_tok;            /* tokens of a KV page: toka_shape.B */
+    bool rehearse;           /* the largest step is run once at open: it shows that memory suffices, and loads the code */
     int default_tokens, default_seqs; /* of a step, and running at once, where the user does not say */
     int n_ahead;             /* steps that are posted before the oldest one's picks are looked at, and begun before it is finished; 1:
                                 each is waited for */
@@ -467,7 +468,8 @@ static inline size_t toka_gpu_layer_bytes(const toka_layer *l) {
 /* What all but the weights and the KV pool takes, with what the driver and the libraries' code take. */
 static inline size_t toka_gpu_scratch_bytes(const toka_shape *s, int max_tokens) {
     size_t heads = (size_t)(s->H + 2 * s->K) * s->D, row = 2 * (size_t)s->E + 2 * (size_t)s->H * s->D + heads + s->F;
-    return (size_t)max_tokens * row * 2 + (size_t)s->max_len * s->D / 2 * 8 + ((size_t)1536 << 20);
+    size_t attention = (size_t)s->H * (s->D + 1) * 4; /* of a row: what earlier spans left, float32 */
+    return (size_t)max_tokens * (row * 2 + attention) + (size_t)s->max_len * s->D / 2 * 8 + ((size_t)1536 << 20);
 }
 /* Share of the free memory that is taken where nobody says. */
 static inline double toka_gpu_utilization(double asked) { return asked > 0 ? asked : 0.9; }

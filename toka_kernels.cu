@@ -4668,6 +4668,7 @@ extern "C" const toka_backend toka_cuda = {
     .bench = cuda_bench,
     .activation_bytes = sizeof(bf16),
     .page_tok = TOKA_GPU_PAGE_TOK,
+    .rehearse = true,
     .default_tokens = TOKA_GPU_TOKENS,
     .default_seqs = TOKA_GPU_SEQS,
     .n_ahead = STEPS_AHEAD,

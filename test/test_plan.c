@@ -33,7 +33,7 @@ static void plan_test_memory(void) {
     /* layer 2048*2048 * 2 + 2*512*2048 + 3*2048*8192 = 60,817,408; 16 of them and 128256*2048, once: the head is tied; 2 bytes each */
     CHECK(p.weights == 2471493632 && p.token_bytes == 2 * 16 * 8 * 64 * 2);
     /* 8448 rows of 2*2048 + 2*32*64 + 48*64 + 8192 elements, a table of 131072 * 32 pairs of floats, 1.5 GiB */
-    CHECK(p.scratch == 8448 * 19456 * 2 + 131072 * 32 * 8 + 1610612736);
+    CHECK(p.scratch == 8448 * (19456 * 2 + 32 * 65 * 4) + 131072 * 32 * 8 + 1610612736);
     CHECK(p.kv_tokens == ((int64_t)(0.9 * (139.8 * 0x1p30 - 0x1p29)) - p.weights - p.scratch) / 32768);
     arena_free(&f.a);
 
