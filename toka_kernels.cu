@@ -863,7 +863,14 @@ typedef struct rope_args {
     const float *q_norm, *k_norm;
     int T, H, K, D, B;
     float eps;
+    bool by_turns; /* a head's elements lie as qkv_place says */
 } rope_args;
+
+/* Where element i of a head stands when 8 of its first half and the 8 that RoPE pairs them with take turns: in the rows of W that
+ * the fused GEMM reads (chapter 6), so that a pair meets in one thread and any 16 columns can be turned by themselves. */
+__host__ __device__ static inline int qkv_place(int i, int half) {
+    return i < half ? i / 8 * 16 + i % 8 : (i - half) / 8 * 16 + 8 + (i - half) % 8;
+}
 
 __device__ static inline void store_pair(bf16 *to, float a, float b) { *(uint32_t *)to = pack_bf16(a, b); }
 
@@ -878,7 +885,8 @@ __global__ static void __launch_bounds__(256) rope_kernel(rope_args a) {
 #pragma unroll
     for (int k = 0; k < 2; k++) {
         int i = 2 * lane + 64 * k;
-        uint32_t u = i < half ? *(const uint32_t *)(from + i) : 0, v = i < half ? *(const uint32_t *)(from + half + i) : 0;
+        int i0 = a.by_turns ? qkv_place(i, half) : i, i1 = i0 + (a.by_turns ? 8 : half);
+        uint32_t u = i < half ? *(const uint32_t *)(from + i0) : 0, v = i < half ? *(const uint32_t *)(from + i1) : 0;
         lo[2 * k] = bf16_low(u), lo[2 * k + 1] = bf16_high(u), hi[2 * k] = bf16_low(v), hi[2 * k + 1] = bf16_high(v);
     }
     const float *norm = h < a.H ? a.q_norm : a.k_norm;
@@ -1111,7 +1119,8 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  * slow. Three stages and 64 KB of staging at BN 256: 1,090 clocks a block, 1,265 in pairs. y of EPI_RESIDUAL as stages of the
  * ring: behind the last block it is waited for 2,400 clocks, ahead of the first it delays x. Sums exchanged by
  * st.shared::cluster between cluster barriers: 3.4 us, by bulk copies 1.4. One producer thread for all loads: each takes it 150
- * to 240 clocks, too slow for tiles in quarters of heads. Warpgroup 1 held one or two blocks behind warpgroup 0, to overlap
+ * to 240 clocks. W of QKV in the model's order, tiles of 1.5 heads fetched as six quarters of heads by three warps: 150 to 260
+ * clocks more a block than one box of rows that lie by turns. Warpgroup 1 held one or two blocks behind warpgroup 0, to overlap
  * epilogues: nothing gained.
  * =========================================================================== */
 
@@ -1129,7 +1138,7 @@ template <int BN, int SPLIT, int OUT> struct gemm_smem {
     static constexpr int out_bytes = 128 * OUT * 2;
     static constexpr int sum_bytes = 128 * (BN / SPLIT) * 4 * (SPLIT - 1);
     static constexpr int rest = 1024 + 256 + out_bytes + 2 * sum_bytes;
-    static constexpr int stages = (232448 - rest) / stage_bytes < 6 ? (232448 - rest) / stage_bytes : 6;
+    static constexpr int stages = (232448 - rest) / stage_bytes < 8 ? (232448 - rest) / stage_bytes : 8;
     static constexpr int bytes = rest + stages * stage_bytes;
     static constexpr int out_at = stages * stage_bytes, sums_at = out_at + out_bytes, bars_at = sums_at + 2 * sum_bytes;
 };
@@ -1148,6 +1157,7 @@ struct gemm_tile {
     uint32_t out;   /* the warp's staging: 16 rows of the epilogue's out(C) columns */
     uint32_t res;   /* barrier of what is loaded into it */
     int turn;       /* tiles before this one: parity of the barrier */
+    int pos[2], slot; /* epi_qkv: positions of the lane's two rows; slot of row row0 + lane % 16 */
 };
 
 #if HOPPER
@@ -1344,38 +1354,17 @@ struct qkv_params {
     bf16 *kv;                     /* the layer's pages: [page][K][K, V][B][D] */
 };
 
-/* A tile is whole heads, or (BN = 1.5 D) one head and half of another: RoPE's pairs (i, i + D/2) stay together when the halves
- * are quarters 0 and 2 or 1 and 3 of the head. Tiles 2a and 2a+1 so cover heads 3a, 3a+1, 3a+2: tile 2a has 3a and quarters 0,
- * 2 of 3a+1, tile 2a+1 has 3a+2 and quarters 1, 3 of 3a+1; W's rows are loaded by quarters then. No QK-norm there: it needs
- * the whole head.
- *
- * All arithmetic is float32 on the accumulators, rounded once. The bf16 rows go through the warp's staging, so that each
- * head's row leaves in whole 16-byte chunks, D/8 lanes side by side. */
+/* W's rows (and the bias) lie by turns, see qkv_place: a tile may begin and end anywhere in a head, its pairs are whole. Only QK-norm needs
+ * the whole head. All arithmetic is float32 on the accumulators, rounded once. The bf16 rows go through the warp's staging, so that
+ * each head's row leaves in 16-byte chunks, one panel's side by side. */
 template <int D> struct epi_qkv {
     typedef qkv_params params;
     __host__ __device__ static constexpr int out(int c) { return gemm_round(c); }
 #if HOPPER
-    /* W's row where quarter q of tile n begins (BN = 1.5 D): 0 to 3 the whole head, 4 and 5 the half one. */
-    __device__ static inline int quarter(int n, int q) {
-        int a = n >> 1, odd = n & 1;
-        return q < 4 ? (3 * a + 2 * odd) * D + q * (D / 4) : (3 * a + 1) * D + (odd + 2 * (q - 4)) * (D / 4);
-    }
-    /* W's row of the tile's block j of 8 columns. */
-    template <int C> __device__ static inline int column(const gemm_tile &t, int j) {
-        if constexpr (C % D == 0) return t.col0 + 8 * j;
-        else return quarter(t.col0 / C, j / (D / 32)) + j % (D / 32) * 8;
-    }
-    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
-
-    template <int C> __device__ static inline void add_bias(float (&acc)[C / 2], const gemm_tile &t, const float *bias) {
-        if (!bias) return;
-#pragma unroll
-        for (int j = 0; j < C / 8; j++) {
-            int col = column<C>(t, j);
-            if (col >= t.N) continue;
-            float2 b = *(const float2 *)(bias + col + 2 * (t.lane & 3));
-            acc[4 * j] += b.x, acc[4 * j + 1] += b.y, acc[4 * j + 2] += b.x, acc[4 * j + 3] += b.y;
-        }
+    template <int C> __device__ static inline void begin(gemm_tile &t, const CUtensorMap *, const params &p) {
+        int r = t.row0 + t.lane / 4, last = t.M - 1;
+        t.pos[0] = p.pos[min(r, last)], t.pos[1] = p.pos[min(r + 8, last)];
+        t.slot = p.slot[min(t.row0 + (t.lane & 15), last)];
     }
 
     template <int C> __device__ static inline void norm(float (&acc)[C / 2], const gemm_tile &t, const params &p) {
@@ -1393,7 +1382,7 @@ template <int D> struct epi_qkv {
             s0 = rsqrtf(s0 * (1.0f / D) + p.eps), s1 = rsqrtf(s1 * (1.0f / D) + p.eps);
 #pragma unroll
             for (int i = 0; i < D / 2; i += 4) {
-                float2 g = *(const float2 *)(w + 2 * i + 2 * (t.lane & 3));
+                float2 g = *(const float2 *)(w + i / 8 * 8 + i / 4 % 2 * (D / 2) + 2 * (t.lane & 3));
                 v[i] *= s0 * g.x, v[i + 1] *= s0 * g.y, v[i + 2] *= s1 * g.x, v[i + 3] *= s1 * g.y;
             }
         }
@@ -1403,74 +1392,92 @@ template <int D> struct epi_qkv {
         float x = a, y = b;
         a = x * cosine - y * sine, b = y * cosine + x * sine;
     }
-    /* Blocks a and b of 8 columns are elements e .. e+7 and e+D/2 .. of a head; at0, at1: the table at the thread's rows and
-     * columns. */
-    __device__ static inline void turn_block(float *a, float *b, float4 c0, float4 c1) {
-        turn(a[0], b[0], c0.x, c0.y), turn(a[1], b[1], c0.z, c0.w);
-        turn(a[2], b[2], c1.x, c1.y), turn(a[3], b[3], c1.z, c1.w);
+    /* Two rows of 8 pairs at v[0 .. 7]; c0, c1: cosines and sines of the lane's two pairs in either row. */
+    __device__ static inline void turn_block(float *v, float4 c0, float4 c1) {
+        turn(v[0], v[4], c0.x, c0.y), turn(v[1], v[5], c0.z, c0.w);
+        turn(v[2], v[6], c1.x, c1.y), turn(v[3], v[7], c1.z, c1.w);
     }
+    /* Whole heads share what is read of the table; else each 16 columns read their own. */
     template <int C> __device__ static inline void rope(float (&acc)[C / 2], const gemm_tile &t, const params &p) {
-        int r0 = min(t.row0 + t.lane / 4, t.M - 1), r1 = min(t.row0 + t.lane / 4 + 8, t.M - 1);
-        const float2 *at0 = p.rope + (size_t)p.pos[r0] * (D / 2) + 2 * (t.lane & 3);
-        const float2 *at1 = p.rope + (size_t)p.pos[r1] * (D / 2) + 2 * (t.lane & 3);
-        int turned = (p.H + p.K) * D;
+        constexpr int PER = C % D ? 1 : C / D, BLOCKS = C / 16 / PER;
+        const float2 *at0 = p.rope + (size_t)t.pos[0] * (D / 2) + 2 * (t.lane & 3);
+        const float2 *at1 = p.rope + (size_t)t.pos[1] * (D / 2) + 2 * (t.lane & 3);
+        int turned = (p.H + p.K) * D - t.col0; /* columns of this tile */
 #pragma unroll
-        for (int j = 0; j < D / 16; j++) {
-            float4 c0 = *(const float4 *)(at0 + 8 * j), c1 = *(const float4 *)(at1 + 8 * j);
+        for (int j = 0; j < BLOCKS; j++) {
+            int e = (t.col0 + 16 * j) % D / 2;
+            float4 c0 = *(const float4 *)(at0 + e), c1 = *(const float4 *)(at1 + e);
 #pragma unroll
-            for (int h = 0; h < C / D; h++)
-                if (column<C>(t, h * (D / 8)) < turned)
-                    turn_block(acc + h * (D / 2) + 4 * j, acc + h * (D / 2) + D / 4 + 4 * j, c0, c1);
+            for (int h = 0; h < PER; h++)
+                if (h * D + 16 * j < turned) turn_block(acc + h * (D / 2) + 8 * j, c0, c1);
         }
-        if constexpr (C % D != 0)
-            if (column<C>(t, D / 8) < turned) {
-                int odd = t.col0 / C & 1;
-#pragma unroll
-                for (int j = 0; j < D / 32; j++) {
-                    int e = odd * (D / 4) + 8 * j;
-                    float4 c0 = *(const float4 *)(at0 + e), c1 = *(const float4 *)(at1 + e);
-                    turn_block(acc + D / 2 + 4 * j, acc + D / 2 + D / 8 + 4 * j, c0, c1);
-                }
-            }
     }
 
-    /* Where W's row `col` of token `row` goes. */
-    __device__ static inline bf16 *home(const params &p, int row, int slot, int log2_B, int col) {
-        int head = col / D, kv = head - p.H, value = kv >= p.K;
-        if (kv < 0) return p.q + ((size_t)row * p.H) * D + col;
-        size_t block = ((size_t)(slot >> log2_B) * p.K + (kv - value * p.K)) * 2 + value;
-        return p.kv + ((block << log2_B) + (slot & (p.B - 1))) * D + col % D;
+    /* R staged columns from col0 on go to q and the pages, panel by panel: a lane has one chunk of 8 columns in every STEP-th row. */
+    template <int R> __device__ static inline void send(const gemm_tile &t, const params &p, int col0) {
+        constexpr int P = gemm_panel(R), STEP = 32 / (P / 8), N = 16 / STEP;
+        int j = t.lane % (P / 8), row = t.lane / (P / 8), log2_B = 31 - __clz(p.B);
+        size_t q_at[N], kv_at[N]; /* of the lane's rows, in units of D elements */
+        uint32_t from[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            int r = row + i * STEP, slot = __shfl_sync(~0u, t.slot, r);
+            q_at[i] = (size_t)(t.row0 + r) * p.H;
+            kv_at[i] = ((size_t)(slot >> log2_B) * (2 * p.K) << log2_B) + (slot & (p.B - 1));
+            uint32_t byte = (uint32_t)(r * (2 * P) + j * 16);
+            from[i] = t.out + (byte ^ (byte >> 7 & (P / 8 - 1)) << 4);
+        }
+#pragma unroll
+        for (int panel = 0; panel < R / P; panel++) {
+            int col = col0 + panel * P + 8 * j, head = col / D, kv = head - p.H, value = kv >= p.K;
+            int e = col % D / 16 * 8 + col / 8 % 2 * (D / 2);
+            if (col >= t.N) continue;
+            bf16 *to = kv < 0 ? p.q + (size_t)head * D + e : p.kv + ((size_t)((kv - value * p.K) * 2 + value) << log2_B) * D + e;
+#pragma unroll
+            for (int i = 0; i < N; i++)
+                if (t.row0 + row + i * STEP < t.M)
+                    *(uint4 *)(to + (kv < 0 ? q_at[i] : kv_at[i]) * D) = smem_load_16(from[i] + panel * 32 * P);
+        }
     }
 
     template <int C>
     __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
-        static_assert(C % D == 0 || 2 * C == 3 * D, "a tile is whole heads or one and a half");
-        constexpr int R = gemm_round(C), P = gemm_panel(R);
-        add_bias<C>(acc, t, p.bias);
+        constexpr int R = gemm_round(C);
+        gemm_add_bias<C>(acc, t, p.bias);
         if constexpr (C % D == 0) norm<C>(acc, t, p);
         rope<C>(acc, t, p);
-        int slot = p.slot[min(t.row0 + (t.lane & 15), t.M - 1)], log2_B = 31 - __clz(p.B);
 #pragma unroll
-        for (int half = 0; half < C / R; half++) {
+        for (int i = 0; i < C / R; i++) {
             __syncwarp();
-            gemm_out_put<R>(acc + half * (R / 2), t);
+            gemm_out_put<R>(acc + i * (R / 2), t);
             __syncwarp();
-#pragma unroll 4
-            for (int i = t.lane; i < 16 * (R / 8); i += 32) { /* 16-byte chunks, row by row */
-                int row = i / (R / 8), j = i % (R / 8), col = column<C>(t, half * (R / 8) + j);
-                int s = __shfl_sync(~0u, slot, row);
-                if (t.row0 + row >= t.M || col >= t.N) continue;
-                uint32_t byte = (uint32_t)(j / (P / 8) * (32 * P) + row * (2 * P) + j % (P / 8) * 16);
-                *(uint4 *)home(p, t.row0 + row, s, log2_B, col) = smem_load_16(t.out + (byte ^ (byte >> 7 & (P / 8 - 1)) << 4));
-            }
+            send<R>(t, p, t.col0 + i * R);
         }
     }
 #endif
 };
 
-/* Boxes that W's BN rows of a tile are loaded in: 1 (or one per CTA of a pair), or 6 quarters of heads. */
-template <class EPI, int BN> constexpr int gemm_w_boxes = 1;
-template <int D, int BN> constexpr int gemm_w_boxes<epi_qkv<D>, BN> = BN % D ? 6 : 1;
+/* Rows of q, k and v and their biases from the model's order to qkv_place's; once, in place. One CTA takes 64 columns of a head through
+ * shared memory. Grid (N / D, ceil(K / 64)), block 256; D at most 128, K a multiple of 8. */
+__global__ static void __launch_bounds__(256) qkv_order_kernel(bf16 *w, float *bias, int K, int D) {
+    __shared__ uint4 rows[128 * 8];
+    __shared__ float b[128];
+    bf16 *head = w + (size_t)blockIdx.x * D * K + blockIdx.y * 64;
+    int left = (K - (int)blockIdx.y * 64) / 8, i = (int)threadIdx.x;
+    for (int c = i; c < D * 8; c += 256)
+        if (c % 8 < left) rows[c] = *(uint4 *)(head + (size_t)(c / 8) * K + c % 8 * 8);
+    bool has_bias = bias && blockIdx.y == 0 && i < D;
+    if (has_bias) b[i] = bias[blockIdx.x * D + i];
+    __syncthreads();
+    for (int c = i; c < D * 8; c += 256)
+        if (c % 8 < left) *(uint4 *)(head + (size_t)qkv_place(c / 8, D / 2) * K + c % 8 * 8) = rows[c];
+    if (has_bias) bias[blockIdx.x * D + qkv_place(i, D / 2)] = b[i];
+}
+static bool qkv_fuses(const toka_device *d, int D) { return d->hopper && (D == 64 || D == 128); } /* then rows lie by turns */
+static void qkv_order(toka_device *d, const weight *w, int D) {
+    qkv_order_kernel<<<dim3((unsigned)(w->N / D), (unsigned)ceil_div(w->K, 64)), 256, 0, d->stream>>>(w->p, (float *)w->bias, w->K, D);
+    LAUNCHED(d, "order of q, k and v");
+}
 
 #if HOPPER
 /* ---- Who works where ---- */
@@ -1509,12 +1516,10 @@ template <int STAGES> __device__ static inline void gemm_next(gemm_ring &r) {
     if (++r.s == STAGES) r.s = 0, r.parity ^= 1;
 }
 
-/* ---- The producers: one thread each of the warps of warpgroup 0 ---- */
+/* ---- The producers: one thread each of two warps of warpgroup 0 ---- */
 
-/* Warp 0 fetches W, in quarters of heads warps 2 and 3 help; W does not depend on the kernels ahead, so it starts at once.
- * `who`: 0, 1, 2. */
-template <class EPI, int BN, int STAGES> __device__ static inline void gemm_produce_w(const gemm_cta &c, int who) {
-    constexpr int boxes = gemm_w_boxes<EPI, BN>, rows = BN / boxes;
+/* Warp 0 fetches W, which does not depend on the kernels ahead: it starts at once. */
+template <int BN, int STAGES> __device__ static inline void gemm_produce_w(const gemm_cta &c) {
     uint16_t both = (uint16_t)(3 << c.part * 2);
     gemm_ring r = {0, 0};
     for (int u = c.first; u < c.units; u += c.stride) {
@@ -1522,16 +1527,9 @@ template <class EPI, int BN, int STAGES> __device__ static inline void gemm_prod
         for (int k = c.k0; k < c.k0 + c.n_k; k++) {
             uint32_t full = c.full + 8 * r.s, at = c.ring + r.s * ((128 + BN) * 128) + 128 * 128;
             mbar_wait(c.empty + 8 * r.s, r.parity ^ 1);
-            if (who == 0) mbar_expect_tx(full, BN * 128);
-            if constexpr (boxes == 1) {
-                if (c.j.mc == 1) tma_load_2d(at, c.map.w, full, k * 64, n * BN);
-                else tma_load_2d_multicast(at + c.row * (BN / 2 * 128), c.map.w, full, k * 64, n * BN + c.row * (BN / 2), both);
-            } else if (c.j.mc == 1) {
-                for (int q = who; q < 6; q += 3) tma_load_2d(at + q * rows * 128, c.map.w, full, k * 64, EPI::quarter(n, q));
-            } else {
-                int q = c.row * 3 + who;
-                tma_load_2d_multicast(at + q * rows * 128, c.map.w, full, k * 64, EPI::quarter(n, q), both);
-            }
+            mbar_expect_tx(full, BN * 128);
+            if (c.j.mc == 1) tma_load_2d(at, c.map.w, full, k * 64, n * BN);
+            else tma_load_2d_multicast(at + c.row * (BN / 2 * 128), c.map.w, full, k * 64, n * BN + c.row * (BN / 2), both);
             gemm_next<STAGES>(r);
         }
     }
@@ -1565,7 +1563,7 @@ __device__ static inline void gemm_release(const gemm_cta &c, int s) {
 
 /* The products of one tile. */
 template <class EPI, int BN, int C, int STAGES>
-__device__ static inline void gemm_multiply(float (&acc)[BN / 2], const gemm_cta &c, gemm_ring &r, int group, const gemm_tile &t,
+__device__ static inline void gemm_multiply(float (&acc)[BN / 2], const gemm_cta &c, gemm_ring &r, int group, gemm_tile &t,
                                             const typename EPI::params &p) {
     constexpr int stage_bytes = (128 + BN) * 128;
     int last = 0;
@@ -1642,7 +1640,7 @@ __device__ static inline void gemm_consume(const gemm_cta &c, int group, const t
     int warp = threadIdx.x / 32 - 4;
     gemm_ring r = {0, 0};
     uint32_t out = c.ring + L::out_at + warp * (L::out_bytes / 8);
-    gemm_tile t = {c.j.M, c.j.N, 0, 0, (int)threadIdx.x & 31, out, c.res + 8 * warp, 0};
+    gemm_tile t = {c.j.M, c.j.N, 0, 0, (int)threadIdx.x & 31, out, c.res + 8 * warp, 0, {0, 0}, 0};
     grid_wait();
     for (int u = c.first; u < c.units; u += c.stride, t.turn++) {
         float acc[BN / 2];
@@ -1689,8 +1687,8 @@ gemm_kernel(const __grid_constant__ CUtensorMap mx, const __grid_constant__ CUte
         regs_give<40>();
         if (warp == 1) {
             if (elect_one()) gemm_produce_x<BN, L::stages>(c);
-        } else if (warp == 0 || gemm_w_boxes<EPI, BN> == 6) {
-            if (elect_one()) gemm_produce_w<EPI, BN, L::stages>(c, max(warp - 1, 0));
+        } else if (warp == 0) {
+            if (elect_one()) gemm_produce_w<BN, L::stages>(c);
         }
         __syncwarp();
     } else {
@@ -1709,29 +1707,31 @@ enum { GEMM_QKV64 = EPI_LOGITS + 1, GEMM_QKV128 }; /* kinds of epilogue behind t
 
 typedef struct gemm_variant {
     int kind, bn, split;
-    int w_boxes;   /* gemm_w_boxes */
     int out, smem; /* staged columns; bytes */
     const void *kernel;
 } gemm_variant;
 
 #define GEMM_VARIANT(kind, EPI, BN, SPLIT)                                                                                    \
-    {kind, BN, SPLIT, gemm_w_boxes<EPI, BN>, EPI::out(BN / SPLIT),                                                       \
+    {kind, BN, SPLIT, EPI::out(BN / SPLIT),                                                                              \
      gemm_smem<BN, SPLIT, EPI::out(BN / SPLIT)>::bytes, (const void *)gemm_kernel<EPI, BN, SPLIT>}
 static const gemm_variant gemm_variants[] = {
-    GEMM_VARIANT(EPI_STORE, epi_store, 96, 1),
-    GEMM_VARIANT(EPI_STORE, epi_store, 128, 1),       GEMM_VARIANT(EPI_STORE, epi_store, 128, 2),
-    GEMM_VARIANT(EPI_STORE, epi_store, 128, 4),       GEMM_VARIANT(EPI_STORE, epi_store, 160, 1),
-    GEMM_VARIANT(EPI_STORE, epi_store, 192, 1),       GEMM_VARIANT(EPI_STORE, epi_store, 256, 1),
-    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 1), GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 2),
-    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 4), GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 192, 1),
-    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 256, 1), GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 128, 1),
-    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 160, 1),     GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 224, 1),
-    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 256, 1),     GEMM_VARIANT(EPI_LOGITS, epi_logits, 192, 1),
-    GEMM_VARIANT(EPI_LOGITS, epi_logits, 256, 1),     GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 96, 1),
+    GEMM_VARIANT(EPI_STORE, epi_store, 64, 1),        GEMM_VARIANT(EPI_STORE, epi_store, 64, 2),
+    GEMM_VARIANT(EPI_STORE, epi_store, 96, 1),        GEMM_VARIANT(EPI_STORE, epi_store, 128, 1),
+    GEMM_VARIANT(EPI_STORE, epi_store, 128, 2),       GEMM_VARIANT(EPI_STORE, epi_store, 128, 4),
+    GEMM_VARIANT(EPI_STORE, epi_store, 160, 1),       GEMM_VARIANT(EPI_STORE, epi_store, 192, 1),
+    GEMM_VARIANT(EPI_STORE, epi_store, 256, 1),       GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 64, 1),
+    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 64, 2),  GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 1),
+    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 2), GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 4),
+    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 192, 1), GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 256, 1),
+    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 128, 1),     GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 160, 1),
+    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 224, 1),     GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 256, 1),
+    GEMM_VARIANT(EPI_LOGITS, epi_logits, 192, 1),     GEMM_VARIANT(EPI_LOGITS, epi_logits, 256, 1),
+    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 64, 1),     GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 96, 1),
     GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 128, 1),    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 128, 2),
     GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 192, 1),    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 256, 1),
-    GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 128, 1),  GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 192, 1),
-    GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 256, 1),
+    GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 96, 1),   GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 128, 1),
+    GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 128, 2),  GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 160, 1),
+    GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 192, 1),  GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 256, 1),
 };
 enum { N_GEMM_VARIANTS = sizeof gemm_variants / sizeof *gemm_variants };
 
@@ -1753,6 +1753,9 @@ static double gemm_cost(const toka_device *d, const gemm_variant *v, int mc, int
     return waves * tile * (mc == 1 && waves > 1 && K >= 4096 ? 1.05 : 1) + (mc == 2 ? 300 : 0);
 }
 
+/* Whether QK-norm can follow. */
+static bool gemm_holds_heads(const gemm_variant *v) { return v->bn / v->split % (v->kind == GEMM_QKV64 ? 64 : 128) == 0; }
+
 /* The cheapest variant of a kind; whole_heads: QK-norm follows. */
 static gemm_plan gemm_pick(const toka_device *d, int kind, int M, int N, int K, bool whole_heads) {
     gemm_plan best = {.group = 8};
@@ -1761,7 +1764,7 @@ static gemm_plan gemm_pick(const toka_device *d, int kind, int M, int N, int K, 
         for (int mc = 1; mc <= 2; mc++) {
             const gemm_variant *v = &gemm_variants[i];
             if (v->kind != kind || v->split > ceil_div(K, 64) || mc * v->split > 4 || (mc == 2 && M <= 128)) continue;
-            if (whole_heads && v->w_boxes > 1) continue;
+            if (whole_heads && !gemm_holds_heads(v)) continue;
             double cost = gemm_cost(d, v, mc, M, N, K);
             if (!best.v || cost < least) best.v = v, best.mc = mc, least = cost;
         }
@@ -1794,8 +1797,7 @@ static void gemm_start(toka_device *d, gemm_plan plan, const gemm_args *a, const
     int units = job.units_m * job.tiles_n, clusters = v->split > 1 ? units : min(units, d->n_sms / per_cluster);
     job.per_group = 1.0f / ((float)job.group * job.tiles_n), job.per_height = 1.0f / job.group, job.per_last = 1.0f / last;
     assert(units < 1 << 22);
-    int w_rows = v->bn / (v->w_boxes > 1 ? v->w_boxes : plan.mc);
-    CUtensorMap mx = gemm_map(d, a->x, M, K, a->ldx, 128, 64), mw = gemm_map(d, a->w->p, N, K, K, w_rows, 64), my = mx;
+    CUtensorMap mx = gemm_map(d, a->x, M, K, a->ldx, 128, 64), mw = gemm_map(d, a->w->p, N, K, K, v->bn / plan.mc, 64), my = mx;
     if (v->out && a->y) {
         assert(a->ldy % 8 == 0 && (uintptr_t)a->y % 16 == 0 && cols % 8 == 0);
         my = gemm_map(d, a->y, M, cols, a->ldy, 16, gemm_panel(v->out));
@@ -1857,7 +1859,7 @@ static void gemm_wgmma_qkv_by(toka_device *d, int M, const bf16 *x, int ldx, con
                               gemm_plan plan) {
     gemm_args a = {.M = M, .x = x, .ldx = ldx, .w = w};
     int D = plan.v->kind == GEMM_QKV64 ? 64 : 128;
-    assert(w->N == (p->H + 2 * p->K) * D && (p->B & (p->B - 1)) == 0 && !(plan.v->w_boxes > 1 && (p->q_norm || p->k_norm)));
+    assert(w->N == (p->H + 2 * p->K) * D && (p->B & (p->B - 1)) == 0 && ((!p->q_norm && !p->k_norm) || gemm_holds_heads(plan.v)));
     (void)D;
     gemm_start(d, plan, &a, p);
 }
@@ -2038,16 +2040,15 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
 #pragma unroll
     for (int i = 0; i < ITEMS; i++)
         if (c.epi == EPI_RESIDUAL && few_item(c, w, i, &m, &n)) old[i] = *(uint4 *)(c.y + (size_t)m * c.ldy + w.n0 + n);
-    if (warp < 4) {
-        constexpr int CHAINS = ROWS <= 16 ? 4 : ROWS <= 64 ? 2 : 1;
-        float acc[CHAINS][ROWS / 2] = {}, *sums = (float *)few_smem + warp * 16 + lane / 4;
-        few_multiply<ROWS, CHAINS>(acc, w);
-        named_sync(1, 128); /* nobody reads the ring any more, and all that was to come has come */
+    constexpr int CHAINS = ROWS <= 16 ? 4 : ROWS <= 64 ? 2 : 1;
+    float acc[CHAINS][ROWS / 2] = {}, *sums = (float *)few_smem + warp * 16 + lane / 4;
+    if (warp < 4) few_multiply<ROWS, CHAINS>(acc, w);
+    __syncthreads(); /* nobody reads the ring any more, and all that was to come has come */
 #pragma unroll
-        for (int i = 0; i < ROWS / 2; i++) sums[(i / 4 * 8 + lane % 4 * 2 + i % 2) * FEW_PITCH + i % 4 / 2 * 8] = acc[0][i];
-    }
+    for (int i = 0; i < ROWS / 2 && warp < 4; i++)
+        sums[(i / 4 * 8 + lane % 4 * 2 + i % 2) * FEW_PITCH + i % 4 / 2 * 8] = acc[0][i];
+    __syncthreads();
     if (split > 1) cluster_sync();
-    else __syncthreads();
 #pragma unroll
     for (int i = 0; i < ITEMS; i++)
         if (few_item(c, w, i, &m, &n)) few_value(v[i], c, w, m, n);
@@ -4238,6 +4239,7 @@ static int cuda_open(toka_device **out, const toka_device_options *o, const toka
     card_open(d);
     if (!d->error.code) gemm_open(d);
     if (!d->error.code) weights_open(d);
+    for (int i = 0; i < shape->L && qkv_fuses(d, shape->D) && !d->error.code; i++) qkv_order(d, &d->layers[i].qkv, shape->D);
     if (!d->error.code) rope_open(d);
     if (!d->error.code) cuda_take_memory(d);
     if (!d->error.code) latch(d, cudaStreamSynchronize(d->stream), "opening the model");
@@ -4609,14 +4611,14 @@ static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer,
     rmsnorm(d, dev_bf16(x), NULL, l->attn_norm, d->xn, s->T);
     qkv_params p = {l->qkv.bias, l->q_norm, l->k_norm, sh->eps, sh->H, sh->K, sh->B, d->rows.pos, d->rows.slot, d->rope,
                     dev_bf16(q), d->kv + (size_t)layer * d->kv_layer};
-    if (d->hopper && s->T > FEW_MAX && (sh->D == 64 || sh->D == 128) && gemm_qkv_pays(d, s->T, &l->qkv, &p)) {
+    if (qkv_fuses(d, sh->D) && s->T > FEW_MAX && gemm_qkv_pays(d, s->T, &l->qkv, &p)) {
         gemm_wgmma_qkv(d, s->T, d->xn, d->E, &l->qkv, &p); /* all in the epilogue */
         return;
     }
     gemm_args g = {s->T, d->xn, d->E, &l->qkv, d->qkv, l->qkv.N, EPI_STORE};
     gemm(d, &g);
     rope_args a = {d->qkv, dev_bf16(q), d->kv + (size_t)layer * d->kv_layer, d->rows.pos, d->rows.slot, d->rope,
-                   l->q_norm, l->k_norm, s->T, sh->H, sh->K, sh->D, sh->B, sh->eps};
+                   l->q_norm, l->k_norm, s->T, sh->H, sh->K, sh->D, sh->B, sh->eps, qkv_fuses(d, sh->D)};
     launch_dependent(d, "RoPE", rope_kernel, dim3(ceil_div(s->T * (sh->H + 2 * sh->K), 8)), 256, 0, 1, a);
 }
 

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """bench_peers.py - our GEMMs beside PyTorch's (cuBLAS) at the same shapes, on the same GPU, turn by turn.
 
-    python3 test/bench_peers.py PATH/TO/gpu_gemm [--json] [--min-M 256]
+    python3 test/bench_peers.py PATH/TO/gpu_gemm [SHAPE ...] [--json] [--min-M 256]
+
+SHAPE is part of a line like "Llama-3.1-8B qkv+ M=512;": without any, all shapes.
 
 For each shape the op test `gpu_gemm bench --paced` times ours and then this program times torch.mm: both as captured graphs of
 many calls over buffers that do not fit the L2 cache together, random data, median of replays. Ours includes its epilogue (the
@@ -55,10 +57,10 @@ def torch_us(n, k, m, replays=9):
     return graph_us(product, calls, replays)
 
 
-def pairs(binary):
+def pairs(binary, shapes):
     """Yields our JSON rows with torch's time in "torch_us"."""
     torch.zeros(1, device="cuda")
-    ours = subprocess.Popen([binary, "bench", "--paced"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    ours = subprocess.Popen([binary, "bench", "--paced", *shapes], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     while True:
         ours.stdin.write("\n")
         ours.stdin.flush()
@@ -77,6 +79,7 @@ def pairs(binary):
 def main():
     args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     args.add_argument("binary")
+    args.add_argument("shapes", nargs="*", help="parts of names")
     args.add_argument("--json", action="store_true", help="one line of JSON per shape")
     args.add_argument("--min-M", type=int, default=512, help="rows that count for the closing mean")
     a = args.parse_args()
@@ -85,7 +88,7 @@ def main():
     if not a.json:
         print("%-14s %-8s %7s %6s %6s %9s %8s %9s %6s  %s" % (
             "model", "GEMM", "N", "K", "M", "us", "TFLOP/s", "torch us", "ratio", "BN/split/mc"))
-    for r in pairs(a.binary):
+    for r in pairs(a.binary, a.shapes):
         if r["M"] >= a.min_M:
             ratios.append(r["ratio"])
         if a.json:
@@ -93,7 +96,7 @@ def main():
         else:
             print("%-14s %-8s %7d %6d %6d %9.2f %8.1f %9.2f %6.3f  %d/%d/%d" % (
                 r["model"], r["gemm"], r["N"], r["K"], r["M"], r["us"], r["tflops"], r["torch_us"], r["ratio"], r["bn"],
-                r["split"], r["mc"]), flush=True)
+                r["split"], r["mc"]) + (" apart" if r["apart"] else ""), flush=True)
     if ratios:
         print("# M >= %d: %d shapes, geometric mean %.3f, least %.3f" % (
             a.min_M, len(ratios), math.exp(statistics.fmean(map(math.log, ratios))), min(ratios)))

@@ -1,9 +1,10 @@
 /* gpu_gemm.cu - GEMM on wgmma: every instance and epilogue against float64, and its times.
- *   gpu_gemm               the checks; gpu_gemm small: a few launches of every instance, for compute-sanitizer; quick: a few more
- *   gpu_gemm bench         a table of times; bench --json one line of JSON per shape, bench --paced the next one at each line
- *   of input
- *                          (for test/bench_peers.py)
- *   gpu_gemm sweep         times of every instance at every shape of the table, from which gemm_cost was fitted */
+ *   gpu_gemm               the checks; gpu_gemm small: a few launches of every instance, for compute-sanitizer; quick: a few more;
+ *                          tiny: one of each at the least shape, for racecheck
+ *   gpu_gemm bench [--json, --paced] [SHAPE ...]   a table of times; --json one line of JSON per shape, --paced the next one at each
+ *                          line of input (for test/bench_peers.py). SHAPE is part of a line like "Llama-3.1-8B qkv+ M=512"
+ *   gpu_gemm sweep [SHAPE ...]   times of every instance, from which gemm_cost was fitted; from M = 4096 on other groups of units;
+ *                          for qkv+ also the plain product with rope_kernel behind it */
 #include "../toka_kernels.cu"
 #include "gpu.cuh"
 #include <memory>
@@ -39,6 +40,7 @@ struct ref_args { /* what the checks below need to say what y should be */
     const float *bias;
     int epi, D;
     qkv_params qkv;
+    bool twice; /* qkv was rounded to bf16 before norm and RoPE */
 };
 struct ref_result {
     unsigned long long wrong, seen;
@@ -63,6 +65,7 @@ __device__ static void ref_head(const ref_args &a, int i, int head, ref_result *
     const float *w = head < p.H ? p.q_norm : head < p.H + p.K ? p.k_norm : NULL;
     double v[256], slack[256], scale = 1;
     for (int e = 0; e < D; e++) v[e] = ref_sum(a, i, head * D + e), slack[e] = REF_SUM * a.size[(size_t)i * a.N + head * D + e];
+    for (int e = 0; e < D && a.twice; e++) slack[e] += 0x1.01p-8 * fabs(v[e]);
     if (w) {
         double sum = 0;
         for (int e = 0; e < D; e++) sum += v[e] * v[e];
@@ -140,8 +143,8 @@ static int case_cols(const gemm_case &c) { return c.kind == EPI_SWIGLU ? c.N / 2
 struct gemm_data {
     gemm_case c;
     int D, H, K, B = 16, ldx, ldy;
-    gpu_buf<bf16> x, w, y, before, q, kv;
-    gpu_buf<float> bias, q_norm, k_norm;
+    gpu_buf<bf16> x, w, y, before, q, kv, ordered; /* ordered: w as qkv_order leaves it */
+    gpu_buf<float> bias, ordered_bias, q_norm, k_norm;
     gpu_buf<float2> rope;
     gpu_buf<int> pos, slot;
     weight W;
@@ -151,9 +154,8 @@ struct gemm_data {
           H(D ? c_.N / D - 2 * kv_heads() : 0), K(kv_heads()),
           ldx(c_.K + c_.pad), ldy(case_cols(c_) + c_.pad), x((size_t)c_.M * ldx), w((size_t)c_.N * c_.K),
           y((size_t)c_.M * ldy * (c_.kind == EPI_LOGITS ? 2 : 1)),
-          before(y.n), q(D ? (size_t)c_.M * H * D : 1), kv(D ? (size_t)(c_.M / B + 2) * B * 2 * K * D : 1),
-          bias(c_.N), q_norm(256),
-          k_norm(256), rope(64 * 1024), pos(c_.M), slot(c_.M) {
+          before(y.n), q(D ? (size_t)c_.M * H * D : 1), kv(D ? (size_t)(c_.M / B + 2) * B * 2 * K * D : 1), ordered(D ? w.n : 1),
+          bias(c_.N), ordered_bias(c_.N), q_norm(256), k_norm(256), rope(64 * 1024), pos(c_.M), slot(c_.M) {
         static uint64_t n;
         uint64_t s = gpu_seed * 1000 + 10 * ++n;
         gpu_random(x, s, 1);
@@ -162,7 +164,12 @@ struct gemm_data {
         gpu_random(bias, s + 2, 1), gpu_random(q_norm, s + 3, 1), gpu_random(k_norm, s + 4, 1);
         W = {w.p(), c.bias ? bias.p() : NULL, c.N, c.K};
         gpu_random(before, s + 5, 1);
-        if (D) rows(s + 6);
+        if (!D) return;
+        GPU_OK(cudaMemcpy(ordered.p(), w.p(), w.n * 2, cudaMemcpyDeviceToDevice));
+        GPU_OK(cudaMemcpy(ordered_bias.p(), bias.p(), bias.n * 4, cudaMemcpyDeviceToDevice));
+        W = {ordered.p(), c.bias ? ordered_bias.p() : NULL, c.N, c.K};
+        qkv_order(gpu_device(), &W, D);
+        rows(s + 6);
     }
     int kv_heads() const {
         int heads = c.N / (c.kind == GEMM_QKV64 ? 64 : 128);
@@ -198,11 +205,20 @@ struct gemm_data {
         if (D) gemm_wgmma_qkv_by(d, M, x.p(), ldx, &W, &qkv, plan(d));
         else gemm_wgmma_by(d, &a, plan(d));
     }
-    bool guards() { return x.guards_hold() && w.guards_hold() && y.guards_hold() && q.guards_hold() && kv.guards_hold(); }
+    void launch_apart(toka_device *d, int M) { /* the plain product into y, then rope_kernel */
+        gemm_args a = {M, x.p(), ldx, &W, y.p(), c.N, EPI_STORE};
+        rope_args r = {y.p(), q.p(), kv.p(), pos.p(), slot.p(), rope.p(), qkv.q_norm, qkv.k_norm, M, H, K, D, B, qkv.eps, true};
+        gemm_wgmma(d, &a);
+        launch_dependent(d, "RoPE", rope_kernel, dim3(ceil_div(M * (H + 2 * K), 8)), 256, 0, 1, r);
+    }
+    bool guards() {
+        return x.guards_hold() && w.guards_hold() && y.guards_hold() && q.guards_hold() && kv.guards_hold() && ordered.guards_hold() &&
+               ordered_bias.guards_hold();
+    }
 };
 
 /* Compares rows of the last launch with the reference: all rows, or about 64 of them where that would take long. */
-static bool case_check(toka_device *d, gemm_data &g, int M, const char *what) {
+static bool case_check(toka_device *d, gemm_data &g, int M, const char *what, bool twice = false) {
     std::vector<int> list;
     bool all = (double)M * g.c.N * g.c.K < 4e9;
     for (int i = 0; i < M; i++)
@@ -214,7 +230,8 @@ static bool case_check(toka_device *d, gemm_data &g, int M, const char *what) {
     rows.set(list), r.set({ref_result{}});
     dim3 grid((unsigned)ceil_div(g.c.N, 16), (unsigned)ceil_div(n, 16));
     ref_gemm<<<grid, dim3(16, 16)>>>(g.x.p(), g.ldx, g.w.p(), rows.p(), n, g.c.N, g.c.K, acc.p(), size.p());
-    ref_args a = {acc.p(), size.p(), rows.p(), n, M, g.c.N, g.ldy, g.y.p(), g.before.p(), g.W.bias, g.c.kind, g.D, g.qkv};
+    ref_args a = {acc.p(), size.p(), rows.p(), n, M, g.c.N, g.ldy, g.y.p(), g.before.p(), g.c.bias ? g.bias.p() : NULL, g.c.kind, g.D, g.qkv,
+                  twice};
     ref_check<<<264, 256>>>(a, r.p());
     int wide = g.c.kind == EPI_LOGITS ? 2 : 1; /* floats as pairs of bf16 */
     if (!g.D && g.c.pad) ref_untouched<<<264, 256>>>(g.y.p(), M, wide * case_cols(g.c), wide * g.ldy, r.p());
@@ -232,13 +249,18 @@ static void test_case(toka_device *d, const gemm_case &c) {
     GPU_OK(cudaStreamSynchronize(d->stream));
     if (d->error.code) gpu_check(false, "%s", d->error.msg), exit(gpu_report());
     case_check(d, g, c.M, "");
+    if (!g.D || c.plan.v) return;
+    g.fresh();
+    g.launch_apart(d, c.M);
+    GPU_OK(cudaStreamSynchronize(d->stream));
+    case_check(d, g, c.M, "apart, ", true);
 }
 
 /* ---- The tests ---- */
 
 /* Every instance, with and without a cluster, at shapes whose edges cut tiles, blocks of K and panels. */
 static void test_variants(toka_device *d, const std::vector<int> &rows) { /* only shapes of so many rows; none given: all */
-    static const int shapes[][3] = {{1, 128, 64},   {17, 256, 200},   {127, 384, 896}, {128, 128, 1024}, {129, 640, 72},
+    static const int shapes[][3] = {{65, 384, 264}, {1, 128, 64},   {17, 256, 200},   {127, 384, 896}, {128, 128, 1024}, {129, 640, 72},
                                     {257, 896, 520}, {385, 1152, 256}, {513, 2176, 648}, {1025, 3072, 1024}};
     for (const gemm_variant &v : gemm_variants)
         for (const int *s : shapes)
@@ -247,7 +269,7 @@ static void test_variants(toka_device *d, const std::vector<int> &rows) { /* onl
                 int kblocks = ceil_div(s[2], 64), cut = v.kind < GEMM_QKV64 ? 48 : v.kind == GEMM_QKV64 ? 64 : 0;
                 if (v.split > kblocks || (v.kind == GEMM_QKV128 && s[1] < 384)) continue;
                 int N = s[1] - (s[1] > 384 ? cut : 0) + (v.kind == GEMM_QKV64 && s[1] == 128 ? 64 : 0);
-                bool bias = s[0] % 4 == 1 && v.kind != EPI_SWIGLU && v.kind != EPI_LOGITS, norm = s[0] % 3 == 0 && v.w_boxes == 1;
+                bool bias = s[0] % 4 == 1 && v.kind != EPI_SWIGLU && v.kind != EPI_LOGITS, norm = s[0] % 3 == 0 && gemm_holds_heads(&v);
                 gemm_case c = {s[0], N, s[2], v.kind, bias, norm, {&v, mc, s[0] > 500 ? 2 : 8}};
                 test_case(d, c);
             }
@@ -270,7 +292,7 @@ static void test_sweep(toka_device *d) {
 static void test_repeats(toka_device *d) {
     for (const gemm_variant &v : gemm_variants)
         for (int mc = 1; mc <= 2 && mc * v.split <= 4; mc++) {
-            gemm_case c = {641, 1920, 1088, v.kind, false, v.w_boxes == 1, {&v, mc, 3}};
+            gemm_case c = {641, 1920, 1088, v.kind, false, gemm_holds_heads(&v), {&v, mc, 3}};
             gemm_data g(c);
             std::vector<bf16> first[3], now[3];
             bool same = true;
@@ -325,10 +347,12 @@ struct bench_data {
     std::vector<std::unique_ptr<gpu_buf<bf16>>> x, w, y;
     gpu_buf<int> pos, slot;
     gpu_buf<float2> rope;
+    gpu_buf<bf16> scratch; /* [M][N], of a product that rope_kernel follows */
     std::vector<weight> W;
     qkv_params qkv = {};
     bench_data(const gemm_shape &r_, int M_)
-        : r(r_), M(M_), D(r_.kind == GEMM_QKV64 ? 64 : r_.kind == GEMM_QKV128 ? 128 : 0), pos(M_), slot(M_), rope(8192 * 64) {
+        : r(r_), M(M_), D(r_.kind == GEMM_QKV64 ? 64 : r_.kind == GEMM_QKV128 ? 128 : 0), pos(M_), slot(M_), rope(8192 * 64),
+          scratch(D ? (size_t)M_ * r_.N : 1) {
         size_t bytes = 2 * ((size_t)r.N * r.K + (size_t)M * r.K + (size_t)M * r.N);
         n = (int)std::min<size_t>(24, 1 + (200 << 20) / bytes);
         std::vector<int> p(M);
@@ -345,34 +369,52 @@ struct bench_data {
         int heads = D ? r.N / D : 0, kv = heads / 6;
         qkv = {NULL, NULL, NULL, 1e-5f, heads - 2 * kv, kv, 16, pos.p(), slot.p(), rope.p(), NULL, NULL};
     }
-    double us(toka_device *d, gemm_plan plan) {
+    /* One call with buffers b; apart: the plain product and rope_kernel. */
+    void call(toka_device *d, int b, gemm_plan plan, bool apart) {
+        gemm_args a = {M, x[b]->p(), r.K, &W[b], y[b]->p(), r.kind == EPI_SWIGLU ? r.N / 2 : r.N, (enum epilogue)r.kind};
+        if (!D) {
+            gemm_wgmma_by(d, &a, plan);
+            return;
+        }
+        qkv.q = y[b]->p(), qkv.kv = y[b]->p() + (size_t)M * qkv.H * D;
+        if (!apart) {
+            gemm_wgmma_qkv_by(d, M, x[b]->p(), r.K, &W[b], &qkv, plan);
+            return;
+        }
+        rope_args f = {scratch.p(), qkv.q, qkv.kv, qkv.pos, qkv.slot, qkv.rope, NULL, NULL, M, qkv.H, qkv.K, D, qkv.B, qkv.eps, true};
+        a.y = scratch.p(), a.epi = EPI_STORE;
+        gemm_wgmma(d, &a);
+        launch_dependent(d, "RoPE", rope_kernel, dim3(ceil_div(M * (qkv.H + 2 * qkv.K), 8)), 256, 0, 1, f);
+    }
+    double us(toka_device *d, gemm_plan plan, bool apart = false) {
         double flop = 2.0 * M * r.N * r.K;
         int per_graph = std::max(n, std::min(200, (int)(1.5e-3 / (flop / 6e14 + 3e-6)) / n * n));
-        return gpu_time_us(d->stream, per_graph, 9, [&](int i) {
-            int b = i % n, cols = r.kind == EPI_SWIGLU ? r.N / 2 : r.N;
-            gemm_args a = {M, x[b]->p(), r.K, &W[b], y[b]->p(), cols, (enum epilogue)r.kind};
-            if (D) {
-                qkv.q = y[b]->p(), qkv.kv = y[b]->p() + (size_t)M * qkv.H * D;
-                gemm_wgmma_qkv_by(d, M, x[b]->p(), r.K, &W[b], &qkv, plan);
-            } else gemm_wgmma_by(d, &a, plan);
-        });
+        return gpu_time_us(d->stream, per_graph, 9, [&](int i) { call(d, i % n, plan, apart); });
     }
 };
 static double bench_tflops(const gemm_shape &r, int M, double us) { return 2.0 * M * r.N * r.K / us * 1e-6; }
 
-static bool bench_has(const gemm_shape &r, int M) { return M <= 4096 || strcmp(r.gemm, "lm_head"); }
+static std::vector<std::string> bench_only; /* parts of names; empty: all */
+static bool bench_has(const gemm_shape &r, int M) {
+    std::string name = std::string(r.model) + " " + r.gemm + " M=" + std::to_string(M) + ";";
+    bool asked = bench_only.empty();
+    for (const std::string &part : bench_only) asked |= name.find(part) != std::string::npos;
+    return asked && (M <= 4096 || strcmp(r.gemm, "lm_head"));
+}
 static void bench_table(toka_device *d, bool json, bool paced) {
-    if (!json) printf("%-14s %-8s %7s %6s %6s %9s %8s  instance\n", "model", "GEMM", "N", "K", "M", "us", "TFLOP/s");
+    if (!json && !paced) printf("%-14s %-8s %7s %6s %6s %9s %8s  instance\n", "model", "GEMM", "N", "K", "M", "us", "TFLOP/s");
     for (const gemm_shape &r : gemm_shapes)
         for (int M : bench_M) {
             if (!bench_has(r, M) || (paced && getchar() == EOF)) continue;
             bench_data b(r, M);
             gemm_plan p = gemm_pick(d, r.kind, M, r.N, r.K, false);
-            double us = b.us(d, p);
-            printf(json ? "{\"model\":\"%s\",\"gemm\":\"%s\",\"N\":%d,\"K\":%d,\"M\":%d,\"us\":%.2f,\"tflops\":%.1f,\"bn\":%d,"
-                          "\"split\":%d,\"mc\":%d}\n"
-                        : "%-14s %-8s %7d %6d %6d %9.2f %8.1f  %d/%d/%d\n",
-                   r.model, r.gemm, r.N, r.K, M, us, bench_tflops(r, M, us), p.v->bn, p.v->split, p.mc);
+            bool apart = b.D && !gemm_qkv_pays(d, M, &b.W[0], &b.qkv);
+            if (apart) p = gemm_pick(d, EPI_STORE, M, r.N, r.K, false);
+            double us = b.us(d, p, apart);
+            printf(json || paced ? "{\"model\":\"%s\",\"gemm\":\"%s\",\"N\":%d,\"K\":%d,\"M\":%d,\"us\":%.2f,\"tflops\":%.1f,\"bn\":%d,"
+                                   "\"split\":%d,\"mc\":%d,\"apart\":%d}\n"
+                                 : "%-14s %-8s %7d %6d %6d %9.2f %8.1f  %d/%d/%d%.*s\n",
+                   r.model, r.gemm, r.N, r.K, M, us, bench_tflops(r, M, us), p.v->bn, p.v->split, p.mc, (json || paced ? 1 : 6) * apart, " apart");
             fflush(stdout);
         }
 }
@@ -389,6 +431,8 @@ static void sweep(toka_device *d) {
                     double us = b.us(d, {&v, mc, 8});
                     printf(" %s%d/%d/%d=%.2f", pick.v == &v && pick.mc == mc ? "*" : "", v.bn, v.split, mc, us);
                 }
+            for (int group = 2; group <= 32 && M >= 4096; group *= 2) printf(" group %d=%.2f", group, b.us(d, {pick.v, pick.mc, group}));
+            if (b.D) printf(" apart=%.2f%s", b.us(d, pick, true), gemm_qkv_pays(d, M, &b.W[0], &b.qkv) ? "" : "*");
             printf("\n");
             fflush(stdout);
         }
@@ -398,9 +442,17 @@ int main(int argc, char **argv) {
     toka_device *d = gpu_device();
     std::string what = argc > 1 ? argv[1] : "";
     gemm_open(d);
-    if (what == "bench") bench_table(d, argc > 2, argc > 2 && !strcmp(argv[2], "--paced"));
+    bool json = false, paced = false;
+    for (int i = 2; i < argc; i++) {
+        std::string a = argv[i];
+        if (a == "--json") json = true;
+        else if (a == "--paced") paced = true;
+        else bench_only.push_back(a);
+    }
+    if (what == "bench") bench_table(d, json, paced);
     else if (what == "sweep") sweep(d);
     else if (what == "small") test_variants(d, {257});
+    else if (what == "tiny") test_variants(d, {65});
     else if (what == "quick") test_variants(d, {129, 257});
     else test_variants(d, {}), test_sweep(d), test_repeats(d);
     if (d->error.code) gpu_check(false, "%s", d->error.msg);

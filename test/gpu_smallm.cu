@@ -1,7 +1,7 @@
 /* gpu_smallm.cu - the GEMMs of chapters 5 and 7 against a float64 reference: every tile forced, all epilogues, many row counts, the
  * shapes of real models and odd ones.
  *   gpu_smallm                  the tests             gpu_smallm quick, small  fewer shapes and rows (small: for compute-sanitizer)
- *   gpu_smallm bench [--json]   the choice's times    gpu_smallm sweep         every tile's times, for the choice */
+ *   gpu_smallm bench [--json]   the choice's times    gpu_smallm sweep ["NAME, ..."]   every tile's times, for the choice */
 #include "../toka_kernels.cu"
 
 #include "gpu.cuh"
@@ -249,10 +249,11 @@ static void time_gemm(toka_device *d, const char *only, bool json) {
         fflush(stdout);
     }
 }
-static void sweep(toka_device *d) {
+static void sweep(toka_device *d, const char *only) {
     double tbs = read_bandwidth(d);
     printf("reads %.2f TB/s; share of the time to read W\n", tbs);
     for (const shape &s : models) {
+        if (only && !strstr(only, s.name)) continue;
         timed_shape b(d, s.N, s.K);
         for (int M : {1, 8, 16, 32, 64, 96, 128}) {
             printf("%-18s M=%-3d", s.name, M);
@@ -274,7 +275,7 @@ int main(int argc, char **argv) {
         return d->error.code;
     }
     if (!strcmp(what, "sweep")) {
-        sweep(d);
+        sweep(d, argc > 2 ? argv[2] : NULL);
         return d->error.code;
     }
     bool tiny = !strcmp(what, "small"), quick = !strcmp(what, "quick");
