@@ -1873,7 +1873,7 @@ static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const 
 
 /* ---- y[M][N] = x[M][K] W[N][K]^T for few rows, on wgmma with the sides swapped ----
  *
- * in, out as in chapter 5, not LOGITS; M <= ROWS (8, 16, 32, 64, 128).
+ * in, out as in chapter 5; M <= ROWS (8, 16, 32, 64, 128), for LOGITS up to 64.
  * W is read once and is all that counts: 2NK bytes. So W is the 64-row operand of wgmma and the rows of x are its columns: D[n][m],
  * of which a few rows waste little. A CTA has 64 rows of W, one consumer warpgroup and two producer warps, which keep a ring of
  * slices of 64 columns of K in flight: 64 rows of W, 128 bytes each, then ROWS rows of x, both with the 128-byte swizzle; what lies
@@ -2013,6 +2013,10 @@ __device__ static inline void few_put(float v[8], const gemm_call &c, const few_
     *(uint4 *)(c.y + (size_t)m * c.ldy + (w.n0 + n >> gated)) =
         make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
 }
+__device__ static inline void few_put_logits(const float v[8], const gemm_call &c, const few_place &w, int m, int n) {
+    float4 *to = (float4 *)((float *)c.y + (size_t)m * c.ldy + w.n0 + n);
+    to[0] = make_float4(v[0], v[1], v[2], v[3]), to[1] = make_float4(v[4], v[5], v[6], v[7]);
+}
 #endif
 
 template <int ROWS>
@@ -2055,7 +2059,9 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
     if (split > 1) cluster_arrive(); /* before the stores, which it would wait for */
 #pragma unroll
     for (int i = 0; i < ITEMS; i++)
-        if (few_item(c, w, i, &m, &n)) few_put(v[i], c, w, m, n, old[i]);
+        if (!few_item(c, w, i, &m, &n)) continue;
+        else if (ROWS <= 64 && c.epi == EPI_LOGITS) few_put_logits(v[i], c, w, m, n); /* at 128 registers do not suffice */
+        else few_put(v[i], c, w, m, n, old[i]);
     if (split > 1) cluster_wait(); /* the others may still read this CTA's sums */
 #else
     __trap();
@@ -2064,7 +2070,7 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
 
 template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a, int split) {
     gemm_call c = gemm_checked(a);
-    assert(c.M <= ROWS && split <= 8 && c.epi != EPI_LOGITS);
+    assert(c.M <= ROWS && split <= 8 && (ROWS <= 64 || c.epi != EPI_LOGITS));
     launch_dependent(d, "GEMM (few rows)", gemm_few_kernel<ROWS>, dim3((unsigned)(ceil_div(c.N, FEW_N) * split)), FEW_THREADS,
                      few_ring<ROWS>::SMEM, split, gemm_map(d, c.w, c.N, c.K, c.K, FEW_N, FEW_K),
                      gemm_map(d, c.x, c.M, c.K, c.ldx, ROWS, FEW_K), c, split);
@@ -3203,26 +3209,27 @@ static void attention(toka_device *d, const toka_step *s, int layer, const bf16 
  * tile shape, nor of which kernel computed the logits. Logits, keys and sums are float32; uniforms use all 32 bits.
  *
  * Rows come in two kinds. A plain row (greedy, drawn at a temperature, or scored; no filter, list, penalty or top log-probabilities)
- * needs nothing but its groups. A filtered row has its logits stored and worked over first (samp_filter_kernel); what is left of
- * them then goes the same way. A step:
+ * needs nothing but its groups. A filtered row has its logits stored, too, and of these the few that can count are worked over;
+ * what is left of them goes the same way. A step:
  *
  *   rmsnorm             x -> xn: wanted rows
- *   GEMM, EPI_LOGITS    xn -> logits, a chunk of rows at a time
- *   samp_filter_kernel  filtered rows: lists, penalties, the cut, top log-probabilities
- *   samp_blocks_kernel  logits -> parts, one samp_part per (row, block)
- *   samp_reduce_kernel  parts -> picks
- *   samp_undo_kernel    rows with bias or penalties: back to the raw logit for logprob
+ *   LM head             xn -> parts, one samp_part per (row, block): on Hopper the epilogue of the wgmma GEMM, from which only filtered
+ *                       rows' logits leave. Up to SAMP_FEW rows, and on other cards, all logits are stored (EPI_LOGITS) and
+ *                       samp_blocks_kernel reads them
+ *   samp_reduce_kernel  parts -> results, plain rows
+ *   samp_filter_kernel  parts and logits -> results, filtered rows: lists, penalties, top log-probabilities, the cut, the draw
  * =========================================================================== */
 
 enum {
     SAMP_BLOCK = 256,           /* ids of a block */
     SAMP_OWN = 64,              /* of a group */
-    SAMP_SUB = 8,               /* ids summed together on the way to the group's sum */
     SAMP_REDUCE_ROWS = 8,       /* rows of a reducing CTA, 32 threads each */
-    FILTER_THREADS = 512,
+    FILTER_THREADS = 256,
     FILTER_WINDOW = 16384,      /* ids counted together for penalties; as bits, 524,288 ids of allowed_ids */
+    FILTER_NEAR = 8192,         /* ids that are gathered in shared memory */
     FILTER_BINS = 2048
 };
+enum { SAMP_BY_HAND = 4 }; /* of eight exponentials of the raw distribution */
 #define SAMP_LOG2E 1.4426950408889634f
 #define SAMP_LN2 0.6931471805599453f
 #define SAMP_ONE 0x1p44f /* a weight of 1 in fixed point: sums of up to 2^18 weights are exact and come out the same in any order */
@@ -3262,9 +3269,6 @@ typedef struct samp_filter { /* what a filtered row asks besides; lists are on t
     int top_k;                               /* 0: off */
     int n_top, best;                         /* ids wanted, and where in tops; 0: none */
     int n_history, n_prompt, n_bias, n_allowed, n_forbidden, last_resort;
-    float cut_at;                            /* from here on written by samp_filter_kernel: drawable are logits above this, */
-    int cut_last;                            /* and of those equal to it the ids up to this */
-    float raw_max, raw_log_sum;
 } samp_filter;
 
 typedef struct samp_down { /* what comes down of a step, until it is finished */
@@ -3280,6 +3284,7 @@ struct samp_plan {
     int chunk, part_rows;    /* rows whose logits, and whose parts, are held together */
     float *logits;           /* [chunk][ldl] */
     samp_part *parts;        /* [n_blocks][part_rows] */
+    uint32_t *reached;       /* [part_rows] samp_key of the highest key of the row so far; 0, none, between launches of the head */
     samp_result *results;    /* [max_out] */
     samp_best *tops;         /* [max_out] */
     stage lists;             /* filters of one chunk and their lists */
@@ -3313,10 +3318,30 @@ __device__ static inline float samp_log2_exponential(uint32_t word) {
     return lg2(v < 0.0625f ? __fmul_rn(v, series) : __fmul_rn(-SAMP_LN2, lg2(rest)));
 }
 
-__device__ static inline float samp_clean(float x) { return x > FLT_MAX ? FLT_MAX : x >= -FLT_MAX ? x : -INFINITY; }
-__device__ static inline float samp_weight(float x, float base, float scale) {
-    return ex2(__fmul_rn(__fsub_rn(x, base), scale));
+/* Order-preserving map of floats to integers and back (-0 counts as +0). */
+__device__ static inline uint32_t samp_key(float x) {
+    uint32_t u = __float_as_uint(x + 0.0f);
+    return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
+__device__ static inline float samp_unkey(uint32_t key) {
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+__device__ static inline float samp_clean(float x) { return x > FLT_MAX ? FLT_MAX : x >= -FLT_MAX ? x : -INFINITY; }
+
+/* 2^x for x <= 0 by multiplications and additions, relative error 2^-22; below 2^-127 nothing is left. The special function unit gives
+ * 16 results of ex2 a clock, the others 128: where two exponentials of each logit are wanted, some are made here. A number
+ * this large has no room for fractions, so adding it rounds; the polynomial is the best of degree 5 on -1/2 .. 1/2. */
+__device__ static inline float samp_ex2(float x) {
+    const float whole = 0x1.8p23f;
+    x = fmaxf(x, -127);
+    float n = __fadd_rn(x, whole), f = __fsub_rn(x, __fsub_rn(n, whole));
+    float p = __fmaf_rn(f, 0.001326472731307149f, 0.009671512991189957f);
+    p = __fmaf_rn(f, __fmaf_rn(f, __fmaf_rn(f, p, 0.05550733581185341f), 0.24022242426872253f), 0.6931470036506653f);
+    return __int_as_float(__float_as_int(__fmaf_rn(f, p, 1)) + (int)((uint32_t)__float_as_int(n) << 23));
+}
+/* Weight k of eight of the raw distribution, beside ex2 for the tempered one. */
+__device__ static inline float samp_raw(float x, int k) { return k < SAMP_BY_HAND ? samp_ex2(x) : ex2(x); }
 
 /* Which of the eight weights holds u's place. u's upper half counts from the far end: a place close to either end is known
  * as finely as its 32 bits say. *target: u times the sum of all, from that end; on return what is left of it inside. */
@@ -3333,71 +3358,150 @@ __device__ static inline int samp_place(const float (&w)[8], bool flip, float *t
     return at < 0 ? last : at; /* rounding may lead past the end */
 }
 
-/* The group's part. v[2j + b]: logit of id0 + 8j + b, overwritten if not clean; ids outside the vocabulary are -inf. word: the group's
- * noise. The arithmetic is pinned down to the rounding, so that every kernel that inlines this draws alike. */
-__device__ static inline samp_part samp_group(float (&v)[SAMP_OWN], const samp_ask &a, uint32_t word, int id0) {
-    float sums[8], max, base, sum, raw_sum, scale = a.scale > 0 && a.forced < 0 ? a.scale : SAMP_LOG2E;
-    int sub; /* of eight ids side by side; at first, where the maximum is */
-    for (;;) {
-        max = -INFINITY, sub = 0;
-#pragma unroll
-        for (int s = 0; s < 8; s++) {
-            float highest = v[8 * s];
-#pragma unroll
-            for (int k = 1; k < 8; k++) highest = fmaxf(highest, v[8 * s + k]);
-            if (highest > max) max = highest, sub = s;
-        }
-        base = fmaxf(max, -FLT_MAX);
-#pragma unroll
-        for (int s = 0; s < 8; s++) {
-            sums[s] = samp_weight(v[8 * s], base, scale);
-#pragma unroll
-            for (int k = 1; k < 8; k++) sums[s] = __fadd_rn(sums[s], samp_weight(v[8 * s + k], base, scale));
-        }
-        sum = __fadd_rn(__fadd_rn(__fadd_rn(sums[0], sums[1]), __fadd_rn(sums[2], sums[3])),
-                        __fadd_rn(__fadd_rn(sums[4], sums[5]), __fadd_rn(sums[6], sums[7])));
-        if (sum >= 0) break; /* else a NaN or +inf is among them */
-#pragma unroll
-        for (int i = 0; i < SAMP_OWN; i++) v[i] = samp_clean(v[i]);
-    }
-    raw_sum = sum;
-    if (scale != SAMP_LOG2E) {
-        float again = base; /* hides that the differences are the same: 64 of them would have to be kept */
-        asm volatile("" : "+f"(again));
-        raw_sum = 0;
-#pragma unroll
-        for (int i = 0; i < SAMP_OWN; i++) raw_sum = __fadd_rn(raw_sum, samp_weight(v[i], again, SAMP_LOG2E));
-    }
+/* What a thread knows of its group. */
+typedef struct samp_group {
+    float max, sums[8], sum, raw_sum; /* of 2^(v * scale - top), by eight ids and of all; of all at temperature 1 */
+    float scale, top, down;           /* down: v is the logit, cleaned, less this, where `rough` */
+    int highest;                      /* which eight have the maximum first */
+    bool rough;
+} samp_group;
 
-    int at = 0, rel = a.forced - id0;
-    bool flip = a.u >> 31, own = a.forced >= 0 && rel >= 0 && rel < SAMP_BLOCK && (rel & 6) == 0;
-    float target = __fmul_rn(__fmul_rn(__fadd_rn((float)(flip ? ~a.u : a.u), 0.5f), 0x1p-32f), sum);
-    if (a.forced >= 0) sub = own ? rel / 32 : 0;
-    else if (a.scale > 0) sub = samp_place(sums, flip, &target);
-    float y[8], x;
+__device__ static inline float samp_add_8(const float (&x)[8]) {
+    return __fadd_rn(__fadd_rn(__fadd_rn(x[0], x[1]), __fadd_rn(x[2], x[3])), __fadd_rn(__fadd_rn(x[4], x[5]), __fadd_rn(x[6], x[7])));
+}
+
+/* Rest of rounding base * scale: what the group's sums are too large by, in log2. */
+__device__ static inline float samp_rest(float base, float scale) { return __fmaf_rn(base, scale, -__fmul_rn(base, scale)); }
+
+/* v[2j + b]: logit of id0 + 8j + b. One multiply-add, ex2 and sum per id, twice if the temperature is not 1. Returns false if a NaN
+ * or infinity was among them, or the maximum is so high that rounding it when scaled would matter. UNROLL 8, or 1 for v in
+ * memory. */
+template <int UNROLL> __device__ static inline bool samp_add_up(const float (&v)[SAMP_OWN], float scale, samp_group &g) {
+    float raw[8], sums[8], top, raw_top, base;
+    g.max = -INFINITY, g.highest = 0, g.scale = scale;
+#pragma unroll UNROLL
+    for (int s = 0; s < 8; s++) {
+        float highest = v[8 * s];
+#pragma unroll UNROLL
+        for (int k = 1; k < 8; k++) highest = fmaxf(highest, v[8 * s + k]);
+        if (highest > g.max) g.max = highest, g.highest = s;
+    }
+    base = g.max > -INFINITY ? g.max : 0, top = __fmul_rn(base, scale), raw_top = __fmul_rn(base, SAMP_LOG2E);
+    if (scale != SAMP_LOG2E) {
+#pragma unroll UNROLL
+        for (int s = 0; s < 8; s++) {
+            raw[s] = samp_raw(__fmaf_rn(v[8 * s], SAMP_LOG2E, -raw_top), 0);
+#pragma unroll UNROLL
+            for (int k = 1; k < 8; k++) raw[s] = __fadd_rn(raw[s], samp_raw(__fmaf_rn(v[8 * s + k], SAMP_LOG2E, -raw_top), k));
+        }
+        g.raw_sum = samp_add_8(raw);
+    }
+#pragma unroll UNROLL
+    for (int s = 0; s < 8; s++) {
+        sums[s] = ex2(__fmaf_rn(v[8 * s], scale, -top));
+#pragma unroll UNROLL
+        for (int k = 1; k < 8; k++) sums[s] = __fadd_rn(sums[s], ex2(__fmaf_rn(v[8 * s + k], scale, -top)));
+    }
+    g.top = top, g.sum = samp_add_8(sums);
+    if (scale == SAMP_LOG2E) g.raw_sum = g.sum;
+#pragma unroll
+    for (int s = 0; s < 8; s++) g.sums[s] = sums[s];
+    return g.sum >= 0 && fabsf(top) < 0x1p23f && fabsf(raw_top) < 0x1p23f;
+}
+
+/* Where v[i] is, less id0. */
+__device__ static inline int samp_column(int i) { return i / 2 * 8 + i % 2; }
+
+/* Any v. Rare ones are worked over in a copy, so that v itself, which may be accumulators of wgmma, is only read: else the
+ * compiler would keep another 64 registers. */
+__device__ static inline samp_group samp_sums(const float (&v)[SAMP_OWN], float scale) {
+    samp_group g;
+    g.down = 0, g.rough = !samp_add_up<8>(v, scale, g);
+    if (g.rough) {
+        float copy[SAMP_OWN];
+#pragma unroll
+        for (int i = 0; i < SAMP_OWN; i++) copy[i] = v[i];
+        for (int round = 0; round < 2; round++) {
+#pragma unroll 1
+            for (int i = 0; i < SAMP_OWN; i++) copy[i] = __fsub_rn(samp_clean(copy[i]), g.down);
+            if (samp_add_up<1>(copy, scale, g) || round) break;
+            g.down = g.max;
+        }
+    }
+    return g;
+}
+
+/* The group's candidate: its id less id0, and *x = its v. own: place of the forced id in the group, -1: it is not here. */
+__device__ static inline int samp_candidate(const float (&v)[SAMP_OWN], const samp_group &g, const samp_ask &a, int own, float *x) {
+    bool flip = a.u >> 31, draw = a.forced < 0 && a.scale > 0;
+    float target = __fmul_rn(__fmul_rn(__fadd_rn((float)(flip ? ~a.u : a.u), 0.5f), 0x1p-32f), g.sum), y[8];
+    int sub = draw ? samp_place(g.sums, flip, &target) : a.forced < 0 ? g.highest : own / 8 & 7, at = own & 7;
 #pragma unroll
     for (int k = 0; k < 8; k++) {
         y[k] = v[k];
 #pragma unroll
         for (int s = 1; s < 8; s++) y[k] = sub == s ? v[8 * s + k] : y[k];
+        if (g.rough) y[k] = __fsub_rn(samp_clean(y[k]), g.down);
     }
-    if (a.forced >= 0) at = rel / 8 % 4 * 2 + rel % 2;
-    else if (a.scale > 0) {
+    if (draw) {
         float w[8];
 #pragma unroll
-        for (int k = 0; k < 8; k++) w[k] = samp_weight(y[k], base, scale);
+        for (int k = 0; k < 8; k++) w[k] = ex2(__fmaf_rn(y[k], g.scale, -g.top));
         at = samp_place(w, flip, &target);
-    } else {
+    } else if (a.forced < 0) {
 #pragma unroll
-        for (int k = 7; k >= 0; k--) at = y[k] == max ? k : at;
+        for (int k = 7; k >= 0; k--) at = y[k] == g.max ? k : at;
     }
-    x = y[0];
+    *x = y[0];
 #pragma unroll
-    for (int k = 1; k < 8; k++) x = at == k ? y[k] : x;
-    bool none = a.forced >= 0 ? !own : max == -INFINITY;
-    return samp_part{max, __fsub_rn(lg2(sum), samp_log2_exponential(word)), none ? INT_MAX : id0 + 32 * sub + at / 2 * 8 + at % 2,
-                     x, sum, raw_sum};
+    for (int k = 1; k < 8; k++) *x = at == k ? y[k] : *x;
+    return 32 * sub + samp_column(at);
 }
+
+__device__ static inline float samp_quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ static inline float samp_quad_sum(float x) {
+    x = __fadd_rn(x, __shfl_xor_sync(~0u, x, 1));
+    return __fadd_rn(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+/* The part of a block, made by four lanes side by side that hold a group each (v as in samp_sums) and all return it; all lanes of
+ * the warp come. word: the group's noise. best: a key that some block of the row has reached, in log2, NaN: none known; a block
+ * whose key is certainly lower gets no candidate, which spares the search for its id, unless another row in the warp needs it.
+ * `inside` false: nothing is wanted of this row. The arithmetic is pinned down to the rounding, so that every kernel that inlines
+ * this draws alike. */
+__device__ static inline samp_part samp_block(const float (&v)[SAMP_OWN], const samp_ask &a, uint32_t word, int id0, float best,
+                                                  bool inside) {
+    bool forced = a.forced >= 0, draw = !forced && a.scale > 0;
+    samp_group g = samp_sums(v, draw ? a.scale : SAMP_LOG2E);
+    float base = g.max > -INFINITY ? g.max : 0;
+    float rest = samp_rest(base, g.scale), raw_rest = samp_rest(base, SAMP_LOG2E), max = __fadd_rn(g.max, g.down);
+    float key = draw ? __fsub_rn(__fsub_rn(lg2(g.sum), rest), samp_log2_exponential(word)) : 0, reached = __fmaf_rn(max, g.scale, key);
+    int rel = a.forced - id0, own = forced && rel >= 0 && rel < SAMP_BLOCK && (rel & 6) == 0 ? rel / 8 * 2 + rel % 2 : -1;
+    float enough = best - 0.01f - 1e-6f * fabsf(best), quad_max = samp_quad_max(max), high = quad_max > -INFINITY ? quad_max : 0;
+    float below = __fsub_rn(max, high);
+    samp_part p = {quad_max, -INFINITY, INT_MAX, -INFINITY, 0, 0};
+    p.sum = samp_quad_sum(__fmul_rn(g.sum, ex2(__fsub_rn(__fmul_rn(below, g.scale), rest))));
+    p.raw_sum = samp_quad_sum(__fmul_rn(g.raw_sum, ex2(__fsub_rn(__fmul_rn(below, SAMP_LOG2E), raw_rest))));
+    if (!__any_sync(~0u, inside && (forced ? own >= 0 : !(reached < enough)))) return p;
+
+    float x, rank = forced ? own >= 0 ? 1 : 0 : draw ? __fmaf_rn(below, g.scale, key) : max;
+    int id = id0 + samp_candidate(v, g, a, own, &x);
+    x = __fadd_rn(x, g.down);
+    if (forced ? own < 0 : max == -INFINITY) id = INT_MAX;
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2) {
+        float rank_b = __shfl_xor_sync(~0u, rank, lanes), x_b = __shfl_xor_sync(~0u, x, lanes);
+        int id_b = __shfl_xor_sync(~0u, id, lanes);
+        if (rank_b > rank || (rank_b == rank && id_b < id)) rank = rank_b, x = x_b, id = id_b;
+    }
+    p.key = rank, p.id = id, p.x = x;
+    return p;
+}
+
+__device__ static inline samp_part samp_nothing() { return samp_part{-INFINITY, -INFINITY, INT_MAX, -INFINITY, 0, 0}; }
 
 /* a and b, of the same row, become one: bitwise the same whichever comes first. */
 __device__ static inline samp_part samp_merge(const samp_part &a, const samp_part &b, const samp_ask &ask) {
@@ -3415,18 +3519,6 @@ __device__ static inline samp_part samp_merge(const samp_part &a, const samp_par
     r.raw_sum = __fadd_rn(__fmul_rn(a.raw_sum, ex2(__fmul_rn(below_a, SAMP_LOG2E))),
                           __fmul_rn(b.raw_sum, ex2(__fmul_rn(below_b, SAMP_LOG2E))));
     return r;
-}
-
-__device__ static inline samp_part samp_shuffle(const samp_part &p, int lanes) { /* of lane ^ lanes */
-    return samp_part{__shfl_xor_sync(~0u, p.max, lanes), __shfl_xor_sync(~0u, p.key, lanes), __shfl_xor_sync(~0u, p.id, lanes),
-                     __shfl_xor_sync(~0u, p.x, lanes),   __shfl_xor_sync(~0u, p.sum, lanes),
-                     __shfl_xor_sync(~0u, p.raw_sum, lanes)};
-}
-
-/* The four groups of a block lie in four lanes side by side; on return each holds the block's part. All lanes of a warp call it. */
-__device__ static inline samp_part samp_quad(samp_part p, const samp_ask &a) {
-    p = samp_merge(p, samp_shuffle(p, 1), a);
-    return samp_merge(p, samp_shuffle(p, 2), a);
 }
 
 /* Noise of group g of a block. */
@@ -3456,45 +3548,290 @@ template <class T, class F> __device__ static inline T block_fold(T x, T *scratc
     return scratch[32];
 }
 
+/* ---- Stored logits to parts ----
+ *
+ * in   logits float32 [n][ldl], ldl a multiple of 256      out  parts[block][ld], columns 0 .. n-1
+ * A thread loads what it would own in a wgmma tile: four threads side by side read 32 bytes, a warp eight blocks of a row.
+ * grid: (ceil(blocks / 32), n); block: 128. Reads V * 4 bytes a row, writes 24 bytes a block. */
+__global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask *ask, const float *logits, int ldl, int V,
+                                                                 samp_part *parts, int ld) {
+    int g = (int)threadIdx.x % 4, block = (int)(blockIdx.x * 32 + threadIdx.x / 4), id0 = block * SAMP_BLOCK + 2 * g;
+    int row = (int)blockIdx.y;
+    float v[SAMP_OWN];
+    grid_launch_dependents();
+    grid_wait();
+    const samp_ask a = ask[row];
+    bool inside = block * SAMP_BLOCK < V;
+    const float *from = logits + (size_t)row * ldl + id0;
+#pragma unroll
+    for (int j = 0; j < SAMP_OWN / 2; j++) {
+        float2 pair = inside ? *(const float2 *)(from + 8 * j) : float2{-INFINITY, -INFINITY};
+        v[2 * j] = id0 + 8 * j < V ? pair.x : -INFINITY;
+        v[2 * j + 1] = id0 + 8 * j + 1 < V ? pair.y : -INFINITY;
+    }
+    samp_part p = samp_block(v, a, samp_noise(a, block, g), id0, NAN, true);
+    if (inside && g == 0) parts[(size_t)block * ld + row] = p;
+}
+
+/* ---- The LM head's epilogue on wgmma (chapter 6) ----
+ *
+ * Accumulators -> parts[block][ld]; nothing else leaves the multiprocessor but the logits of filtered rows. A tile of 256 columns is a
+ * block, and a thread has two rows of one group. Per logit: maximum, multiply-add, ex2, sum, and at a temperature other than 1 the
+ * last three again. The 16 results a clock of the special function unit bound it: 128 x 256 / 16 = 2,048 clocks a tile at
+ * temperature 1; at others half of the second exponentials are made by hand (samp_ex2), about 3,000, beside 16 K for the
+ * products. One Philox call serves both rows of a thread: its four words are the noise of the row's four groups. The search for
+ * a group's id comes only where its key may be the row's highest so far (reached), in about a tenth of the tiles.
+ *
+ * Retired: differences to the maximum, then a product, instead of one multiply-add, and a candidate from every group: LM head and
+ * sampling together against cuBLAS's LM head alone, H200, November 2026, temperature 1 / 0.6: 1.15 / 1.20 (V 151936, E 896, 512
+ * rows), 1.06 / 1.21 (1024), 1.18 / 1.24 (4096). Warpgroups started three blocks of K apart, so that one multiplies during the
+ * other's epilogue: no gain at temperature 1, 5 % slower at 0.6, where the epilogue outlasts what the ring holds. */
+
+typedef struct samp_fused {
+    const samp_ask *ask; /* [M] */
+    samp_part *parts;
+    uint32_t *reached; /* [M] */
+    float *logits;     /* [M - stored][ldl]: those of rows from `stored` on */
+    int ld, ldl, V, stored;
+} samp_fused;
+
+struct epi_sample {
+    typedef samp_fused params;
+    __host__ __device__ static constexpr int out(int) { return 0; }
+#if HOPPER
+    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
+
+    /* One of this thread's two rows. */
+    __device__ static inline void row(float (&v)[SAMP_OWN], int row, const gemm_tile &t, const params &p, uint32_t word) {
+        int g = t.lane % 4, id0 = t.col0 + 2 * g, at = min(row, t.M - 1);
+        const samp_ask a = p.ask[at];
+        float before = samp_unkey(__ldcg(p.reached + at));
+        samp_part part = samp_block(v, a, word, id0, before, row < t.M);
+        if (row >= t.M) return;
+        if (row >= p.stored) { /* each 32-byte sector is written by four lanes */
+            float2 *to = (float2 *)(p.logits + (size_t)(row - p.stored) * p.ldl + id0);
+#pragma unroll
+            for (int j = 0; j < SAMP_OWN / 2; j++) to[4 * j] = float2{v[2 * j], v[2 * j + 1]};
+        }
+        if (g == 0 && part.id != INT_MAX && a.forced < 0) {
+            float reached = a.scale > 0 ? part.max * a.scale + part.key : part.max * SAMP_LOG2E;
+            if (!(reached <= before)) atomicMax(p.reached + row, samp_key(reached));
+        }
+        float2 piece = g == 0   ? float2{part.max, part.key}
+                       : g == 1 ? float2{__int_as_float(part.id), part.x} : float2{part.sum, part.raw_sum};
+        if (g < 3) ((float2 *)(p.parts + (size_t)(t.col0 / SAMP_BLOCK) * p.ld + row))[g] = piece;
+    }
+
+    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
+        static_assert(C == SAMP_BLOCK, "a tile's columns are one block");
+        if (t.row0 >= t.M || t.col0 >= p.V) return; /* the warp's */
+        int g = t.lane % 4, row0 = t.row0 + t.lane / 4;
+        const samp_ask *mine = p.ask + min(row0 + 8 * (g / 2), t.M - 1); /* lanes 0 and 1 of four make the first row's noise, */
+        uint32_t c[4] = {mine->sample, mine->position, 1 + (uint32_t)(t.col0 / SAMP_BLOCK), 0}; /* 2 and 3 the second's */
+        philox(c, mine->key[0], mine->key[1]);
+        uint32_t keep = g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : c[3], give = g < 2 ? g ? c[3] : c[2] : g == 2 ? c[0] : c[1];
+        uint32_t got = __shfl_xor_sync(~0u, give, 2);
+        if (t.col0 + SAMP_BLOCK > p.V) {
+#pragma unroll
+            for (int i = 0; i < SAMP_BLOCK / 2; i++)
+                if (t.col0 + 2 * g + i / 4 * 8 + i % 2 >= p.V) acc[i] = -INFINITY;
+        }
+        float v[SAMP_OWN];
+#pragma unroll
+        for (int i = 0; i < SAMP_OWN; i++) v[i] = acc[i / 2 * 4 + i % 2];
+        row(v, row0, t, p, g < 2 ? keep : got);
+        asm volatile("" ::: "memory"); /* the second row's ask is loaded only now: no registers for both */
+#pragma unroll
+        for (int i = 0; i < SAMP_OWN; i++) v[i] = acc[i / 2 * 4 + 2 + i % 2];
+        row(v, row0 + 8, t, p, g < 2 ? got : keep);
+    }
+#endif
+};
+
+static const gemm_variant samp_head_variant = GEMM_VARIANT(0, epi_sample, 256, 1);
+
+/* ---- Parts to results ----
+ *
+ * in   parts [n_blocks][ld], columns 0 .. n-1, plain rows      out  results [n], last; reached is 0 again
+ * A row's parts are merged in an order that the number of blocks alone fixes.
+ * grid: ceil(n / 8); block: 256, thread t merges blocks t/8, t/8 + 32 ... of row t%8. Reads 24 bytes a part. */
+__device__ static inline samp_result samp_finish(const samp_ask &a, const samp_part &p, float raw_max, float raw_log_sum,
+                                                 int last_resort) {
+    samp_result out = {p.id, p.x == -INFINITY ? -INFINITY : p.x - raw_max - raw_log_sum, 0};
+    if (a.forced >= 0) out.sampled_logprob = out.logprob;
+    else if (p.max == -INFINITY) out.id = last_resort, out.logprob = -INFINITY;
+    else if (a.scale > 0) out.sampled_logprob = ((p.x - p.max) * a.scale - log2f(p.sum)) * SAMP_LN2;
+    return out;
+}
+
+__global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_ask *ask, const samp_part *parts, int ld, int n_blocks, int n,
+                                                                 uint32_t *reached, samp_result *results, int *last) {
+    __shared__ samp_part all[32][SAMP_REDUCE_ROWS];
+    int r = (int)threadIdx.x % SAMP_REDUCE_ROWS, k = (int)threadIdx.x / SAMP_REDUCE_ROWS, row = (int)blockIdx.x * SAMP_REDUCE_ROWS + r;
+    grid_launch_dependents();
+    grid_wait();
+    int from = min(row, n - 1);
+    const samp_ask a = ask[from];
+    samp_part p = samp_nothing();
+    for (int b = k; b < n_blocks; b += 32 * 4) {
+        samp_part next[4]; /* all on their way at once */
+#pragma unroll
+        for (int i = 0; i < 4; i++) next[i] = b + 32 * i < n_blocks ? parts[(size_t)(b + 32 * i) * ld + from] : samp_nothing();
+#pragma unroll
+        for (int i = 0; i < 4; i++) p = samp_merge(p, next[i], a);
+    }
+    all[k][r] = p;
+    for (int half = 16; half; half /= 2) {
+        __syncthreads();
+        if (k < half) all[k][r] = p = samp_merge(p, all[k + half][r], a);
+    }
+    if (k || row >= n) return;
+    samp_result out = samp_finish(a, p, p.max, logf(p.raw_sum), 0);
+    results[row] = out, reached[row] = 0;
+    if (a.slot >= 0) last[a.slot] = out.id;
+}
+
 /* ---- Filtered rows ----
  *
- * Steps 1, 2 and 4 of chapter 15 on one stored row: clean, raw log-sum-exp, top log-probabilities, bias, allowed and forbidden ids,
- * penalties, then the cut. Everything a filter keeps is the head of one order (logit falling, id rising), so the outcome is a logit
- * and the last id of it that stays.
- * in/out  logits float32 [n][ldl], row i of filters[i]: raw, then adjusted      out  filters[i].cut_*, raw_*; tops
- * grid: n; block: 512; shared: 64 KB. Reads the row about 4 times plainly, 3 times more for each of top-k, top-p and top
- * log-probabilities, from the L2 cache: V * 4 bytes a pass. Sums that decide are integers, so no order of threads shows. */
+ * Steps 1 to 5 of chapter 15 on a stored row with its parts: top log-probabilities, bias, allowed and forbidden ids, penalties,
+ * the cut, the draw among what is left. Everything a filter keeps is the head of one order (logit falling, id rising), so a cut
+ * is a logit and the last id of it that stays.
+ * in   logits float32 [n][ldl], overwritten where lists and penalties say so; parts [n_blocks][ld], columns 0 .. n-1, of the raw
+ *      logits      out  results [n], tops, last; reached is 0 again
+ * The parts tell which blocks can have an id that counts (the k-th highest of the blocks' maxima bounds the k-th highest logit,
+ * top-p and min-p bound by weight), and only those are read, usually a few per cent of the row. Their ids that can count are
+ * gathered in shared memory and searched there. Where they are too many, the bits of the logit that decide are found by sweeps
+ * over the blocks, eleven at a time, until what is left fits. Lists and penalties change logits anywhere: after them the maxima are made
+ * anew. Sums that decide are integers: no order of threads shows.
+ * grid: n; block: 256; shared: samp_filter_smem. */
+
+typedef unsigned long long samp_mass; /* weight in fixed point; also counts */
 
 typedef struct samp_dist { /* a row as a distribution */
-    float *x;
-    int V;
-    float max, scale, at; /* highest logit; log2(e) / temperature; the cut, as in samp_filter */
-    int last;
+    const float *x;
+    float *maxes;         /* [n_blocks] in shared memory: no logit of the block is higher */
+    int *list;            /* [n_list] of [n_blocks], rising: blocks that are looked at; in shared memory */
+    float *near;          /* [n_near] of [FILTER_NEAR] logits gathered from them, in any order, and their ids */
+    int *near_ids;
+    int V, n_blocks, n_list, n_near; /* n_near < 0: nothing is gathered */
+    uint32_t near_low, near_high;    /* gathered is what was kept and has a key in this range */
+    float max, scale, at; /* highest logit; log2(e) / temperature; the cut: kept are logits above it, ... */
+    int last;             /* ... and of those equal to it the ids up to this */
 } samp_dist;
-typedef unsigned long long samp_mass; /* weight in fixed point; also counts */
 
 __device__ static inline bool samp_kept(const samp_dist &r, float x, int id) { return x > r.at || (x == r.at && id <= r.last); }
 __device__ static inline samp_mass samp_mass_of(const samp_dist &r, float x) {
-    return (samp_mass)(samp_weight(x, r.max, r.scale) * SAMP_ONE);
+    return (samp_mass)(ex2(__fmul_rn(__fsub_rn(x, r.max), r.scale)) * SAMP_ONE);
 }
 
-/* Order-preserving map of floats to integers and back (-0 counts as +0). */
-__device__ static inline uint32_t samp_key(float x) {
-    uint32_t u = __float_as_uint(x + 0.0f);
-    return u & 0x80000000u ? ~u : u | 0x80000000u;
-}
-__device__ static inline float samp_unkey(uint32_t key) {
-    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+/* Sum over the CTA, in all threads. scratch: [FILTER_THREADS / 32] in shared memory. */
+__device__ static samp_mass samp_all(samp_mass x, samp_mass *scratch) {
+    const uint32_t low = (1u << 21) - 1;
+    samp_mass sum = __reduce_add_sync(~0u, (uint32_t)x & low);
+    sum += (samp_mass)__reduce_add_sync(~0u, (uint32_t)(x >> 21) & low) << 21;
+    sum += (samp_mass)__reduce_add_sync(~0u, (uint32_t)(x >> 42)) << 42;
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = sum;
+    __syncthreads();
+    sum = 0;
+    for (int i = 0; i < FILTER_THREADS / 32; i++) sum += scratch[i];
+    __syncthreads();
+    return sum;
 }
 
-/* Warp 0: the bin, from the top, at which the sum passes `want` (the lowest in use if none does), and the sum before it. */
-__device__ static inline void samp_find_bin(const samp_mass *bins, samp_mass want, samp_mass passed, int *bin, samp_mass *before) {
+/* each(logit, id) for all ids of the listed blocks; a warp takes two blocks at a time. */
+template <class F> __device__ static inline void samp_sweep(const samp_dist &r, F each) {
+    const int warps = FILTER_THREADS / 32;
+    int lane = (int)threadIdx.x % 32;
+    for (int i = (int)threadIdx.x / 32; i < r.n_list; i += 2 * warps) {
+        int id[2] = {r.list[i] * SAMP_BLOCK + 4 * lane, i + warps < r.n_list ? r.list[i + warps] * SAMP_BLOCK + 4 * lane : r.V};
+        float4 p[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            if (id[k / 2] + k % 2 * 128 < r.V) p[k] = *(const float4 *)(r.x + id[k / 2] + k % 2 * 128);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const float x[4] = {p[k].x, p[k].y, p[k].z, p[k].w};
+#pragma unroll
+            for (int c = 0; c < 4; c++)
+                if (id[k / 2] + k % 2 * 128 + c < r.V) each(samp_clean(x[c]), id[k / 2] + k % 2 * 128 + c);
+        }
+    }
+}
+/* The same for what is gathered, or else for the listed blocks. */
+template <class F> __device__ static inline void samp_each(const samp_dist &r, F each) {
+    if (r.n_near < 0) samp_sweep(r, each);
+    else
+        for (int i = (int)threadIdx.x; i < r.n_near; i += FILTER_THREADS) each(r.near[i], r.near_ids[i]);
+}
+
+/* Lists the blocks that may have a logit of `at` or more. */
+__device__ static void samp_look_at(samp_dist &r, float at) {
+    __shared__ int n;
+    int lane = (int)threadIdx.x, have = 0;
+    __syncthreads();
+    for (int from = 0; from < r.n_blocks && lane < 32; from += 32) {
+        bool in = from + lane < r.n_blocks && r.maxes[from + lane] >= at;
+        unsigned all = __ballot_sync(~0u, in);
+        if (in) r.list[have + __popc(all & ((1u << lane) - 1))] = from + lane;
+        have += __popc(all);
+    }
+    if (lane == 0) n = have;
+    __syncthreads();
+    r.n_list = n;
+}
+
+/* Gathers what is kept with a key in low .. high, unless it is gathered already; false if it is too much. Lists its blocks. */
+__device__ static bool samp_gather(samp_dist &r, uint32_t low, uint32_t high) {
+    __shared__ int n;
+    if (r.n_near >= 0 && r.near_low <= low && r.near_high >= high) return true;
+    if (threadIdx.x == 0) n = 0;
+    samp_look_at(r, samp_unkey(low)); /* its barriers are those of n, too */
+    samp_sweep(r, [&](float x, int id) {
+        uint32_t key = samp_key(x);
+        if (key < low || key > high || !samp_kept(r, x, id)) return;
+        int i = atomicAdd(&n, 1);
+        if (i < FILTER_NEAR) r.near[i] = x, r.near_ids[i] = id;
+    });
+    __syncthreads();
+    r.n_near = n <= FILTER_NEAR ? n : -1, r.near_low = low, r.near_high = high;
+    __syncthreads();
+    return r.n_near >= 0;
+}
+
+/* The highest key of low .. high from which on up the sum, with *over from beyond `high`, reaches `want`; low if there is none. *over
+ * becomes the sum beyond that key. sum(from, to): this thread's share of what lies in the range. */
+template <class F>
+__device__ static inline uint32_t samp_search(uint32_t low, uint32_t high, samp_mass want, samp_mass *over, samp_mass *scratch, F sum) {
+    while (low < high) {
+        uint32_t middle = high - (high - low) / 2;
+        samp_mass upper = samp_all(sum(middle, high), scratch);
+        if (*over + upper >= want) low = middle;
+        else high = middle - 1, *over += upper;
+    }
+    return low;
+}
+
+/* A bound of the k-th highest logit from below: the k-th highest of the blocks' maxima. */
+__device__ static float samp_bound(const samp_dist &r, int k, samp_mass *scratch) {
+    samp_mass over = 0;
+    if (k > r.n_blocks) return -INFINITY;
+    return samp_unkey(samp_search(samp_key(-INFINITY), samp_key(r.max), (samp_mass)k, &over, scratch, [&](uint32_t from, uint32_t to) {
+        samp_mass count = 0;
+        for (int i = (int)threadIdx.x; i < r.n_blocks; i += FILTER_THREADS) count += samp_key(r.maxes[i]) >= from && samp_key(r.maxes[i]) <= to;
+        return count;
+    }));
+}
+
+/* Warp 0: the bin, from the top, at which the sum passes `want` (the lowest in use if none does), and the sum before it. bins: the low,
+ * then the high halves. */
+__device__ static inline void samp_find_bin(const uint32_t *bins, samp_mass want, samp_mass passed, int *bin, samp_mass *before) {
     const int each = FILTER_BINS / 32;
     int lane = (int)threadIdx.x, top = FILTER_BINS - 1 - lane * each, low = -1;
     samp_mass own = 0, upto;
+    auto sum_of = [&](int b) { return (samp_mass)bins[FILTER_BINS + b] << 32 | bins[b]; };
     for (int i = 0; i < each; i++) {
-        own += bins[top - i];
-        if (bins[top - i]) low = top - i;
+        own += sum_of(top - i);
+        if (sum_of(top - i)) low = top - i;
     }
     upto = own;
     for (int lanes = 1; lanes < 32; lanes *= 2) {
@@ -3507,82 +3844,81 @@ __device__ static inline void samp_find_bin(const samp_mass *bins, samp_mass wan
     if (lane != chosen) return;
     passed = upto - own;
     int b = top;
-    while (b > low && passed + bins[b] < want) passed += bins[b--];
+    while (b > low && passed + sum_of(b) < want) passed += sum_of(b--);
     *bin = b, *before = passed;
 }
 
-/* From the highest logit down, adds up 1 for each kept id (by_count) or its weight; returns the logit at which the sum reaches
- * `want` (the lowest kept if it never does), *above: the sum before the first id of that logit. A radix search over the bits of
- * the logit's key, 11 + 11 + 10. bins: [FILTER_BINS] in shared memory. At least one id is kept. */
-__device__ static float samp_reach(const samp_dist &r, bool by_count, samp_mass want, samp_mass *bins, samp_mass *above) {
+__device__ static inline samp_mass samp_counts(const samp_dist &r, bool by_count, float x) { return by_count ? 1 : samp_mass_of(r, x); }
+
+/* One step of samp_search over the listed blocks, but of eleven bits: *low .. *high becomes the bin of it that has the key. */
+__device__ static void samp_narrow(const samp_dist &r, bool by_count, samp_mass want, uint32_t *low, uint32_t *high, samp_mass *over) {
     __shared__ int bin;
     __shared__ samp_mass before;
-    uint32_t found = 0, known = 0;
-    *above = 0;
-    for (int pass = 0; pass < 3; pass++) {
-        int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0;
-        uint32_t mask = pass == 2 ? 1023u : 2047u;
-        __syncthreads();
-        for (int i = (int)threadIdx.x; i < FILTER_BINS; i += FILTER_THREADS) bins[i] = 0;
-        __syncthreads();
-        for (int id = (int)threadIdx.x; id < r.V; id += FILTER_THREADS) {
-            float x = r.x[id];
-            uint32_t key = samp_key(x);
-            if (!samp_kept(r, x, id) || (key & known) != found) continue;
-            samp_mass add = by_count ? 1 : samp_mass_of(r, x);
-            if (add) atomicAdd(&bins[key >> shift & mask], add);
-        }
-        __syncthreads();
-        if (threadIdx.x < 32) samp_find_bin(bins, want, *above, &bin, &before);
-        __syncthreads();
-        found |= (uint32_t)bin << shift, known |= mask << shift;
-        *above = before;
-    }
-    return samp_unkey(found);
+    uint32_t *bins = (uint32_t *)r.near, from = *low, to = *high;
+    int shift = max(0, 21 - __clz((int)(to - from)));
+    for (int i = (int)threadIdx.x; i < 2 * FILTER_BINS; i += FILTER_THREADS) bins[i] = 0;
+    __syncthreads();
+    samp_sweep(r, [&](float x, int id) {
+        uint32_t key = samp_key(x);
+        if (key < from || key > to || !samp_kept(r, x, id)) return;
+        samp_mass add = samp_counts(r, by_count, x);
+        uint32_t *to_bin = &bins[(key - from) >> shift], old = atomicAdd(to_bin, (uint32_t)add);
+        uint32_t upper = (uint32_t)(add >> 32) + (old + (uint32_t)add < old);
+        if (upper) atomicAdd(to_bin + FILTER_BINS, upper);
+    });
+    __syncthreads();
+    if (threadIdx.x < 32) samp_find_bin(bins, want, *over, &bin, &before);
+    __syncthreads();
+    *low = from + ((uint32_t)bin << shift), *over = before;
+    *high = min(to, *low + ((1u << shift) - 1));
+    __syncthreads();
 }
 
-/* The n-th id, counted from 1, among those with logit `at`; INT_MAX if there are not that many. scratch: [33]. */
+/* From the highest logit down to `floor`, adds up 1 for each kept id (by_count) or its weight; returns the logit at which the sum reaches
+ * `want` (if it never does, a logit that none of them is below), *over: the sum before the first id of that logit. */
+__device__ static float samp_reach(samp_dist &r, bool by_count, samp_mass want, float floor, samp_mass *over, samp_mass *scratch) {
+    uint32_t low = samp_key(floor), high = samp_key(r.max);
+    *over = 0;
+    while (!samp_gather(r, low, high) && low < high) samp_narrow(r, by_count, want, &low, &high, over);
+    return samp_unkey(samp_search(low, high, want, over, scratch, [&](uint32_t from, uint32_t to) {
+        samp_mass sum = 0;
+        samp_each(r, [&](float x, int id) {
+            uint32_t key = samp_key(x);
+            if (key >= from && key <= to && samp_kept(r, x, id)) sum += samp_counts(r, by_count, x);
+        });
+        return sum;
+    }));
+}
+
+/* The n-th id, counted from 1, among those with logit `at`, which samp_reach has found; INT_MAX if there are not more than n. */
 __device__ static int samp_nth(const samp_dist &r, float at, samp_mass n, samp_mass *scratch) {
-    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, each = (r.V + FILTER_THREADS - 1) / FILTER_THREADS * 32;
-    int from = warp * each, to = min(r.V, from + each);
-    samp_mass count = 0, before = 0;
-    for (int id = from + lane; id < to; id += 32) count += r.x[id] == at;
-    for (int lanes = 16; lanes; lanes /= 2) count += __shfl_xor_sync(~0u, count, lanes);
-    __syncthreads();
-    if (lane == 0) scratch[warp] = count;
-    if (threadIdx.x == 0) scratch[32] = INT_MAX;
-    __syncthreads();
-    for (int i = 0; i < warp; i++) before += scratch[i];
-    if (before < n && n <= before + count) {
-        for (int id = from; id < to; id += 32) {
-            unsigned tied = __ballot_sync(~0u, id + lane < to && r.x[id + lane] == at);
-            bool here = tied >> lane & 1 && before + (samp_mass)__popc(tied & ((2u << lane) - 1)) == n;
-            if (here) scratch[32] = (samp_mass)(id + lane);
-            before += (samp_mass)__popc(tied);
-        }
-    }
-    __syncthreads();
-    int nth = (int)scratch[32];
-    __syncthreads();
-    return nth;
+    auto tied = [&](uint32_t from, uint32_t to) { /* ids ~to .. ~from */
+        samp_mass count = 0;
+        samp_each(r, [&](float x, int id) { count += x == at && ~(uint32_t)id >= from && ~(uint32_t)id <= to; });
+        return count;
+    };
+    samp_mass over = 0;
+    if (samp_all(tied(0, ~0u), scratch) <= n) return INT_MAX;
+    return (int)~samp_search(~(uint32_t)(r.V - 1), ~0u, n, &over, scratch, tied);
 }
 
 /* The n best ids by logit, best first, of equal ones the lowest first. -inf counts too. */
-__device__ static void samp_top(samp_dist r, int n, float log_sum, samp_best *best, samp_mass *bins, samp_mass *scratch) {
+__device__ static void samp_top(samp_dist r, int n, float log_sum, samp_best *best, samp_mass *scratch) {
     __shared__ float x[TOKA_MAX_LOGPROBS];
     __shared__ int ids[TOKA_MAX_LOGPROBS], have;
-    samp_mass above;
+    samp_mass over;
     r.at = -INFINITY, r.last = INT_MAX;
-    float at = samp_reach(r, true, (samp_mass)n, bins, &above);
-    r.last = samp_nth(r, at, (samp_mass)n - above, scratch), r.at = at;
+    float at = samp_reach(r, true, (samp_mass)n, samp_bound(r, n, scratch), &over, scratch);
+    int last = samp_nth(r, at, (samp_mass)n - over, scratch);
     if (threadIdx.x == 0) have = 0;
+    samp_gather(r, samp_key(at), samp_key(r.max));
+    r.at = at, r.last = last;
     __syncthreads();
-    for (int id = (int)threadIdx.x; id < r.V; id += FILTER_THREADS) {
-        float v = r.x[id];
-        if (!samp_kept(r, v, id)) continue;
+    samp_each(r, [&](float v, int id) {
+        if (!samp_kept(r, v, id)) return;
         int i = atomicAdd(&have, 1); /* n of them, in any order */
         x[i] = v, ids[i] = id;
-    }
+    });
     __syncthreads();
     if ((int)threadIdx.x < n) {
         float v = x[threadIdx.x];
@@ -3601,7 +3937,7 @@ __device__ static void samp_bias(const samp_filter &f, float *x) {
         int i = from + lane, id = i < f.n_bias ? f.bias_ids[i] : -1 - lane;
         unsigned same = __match_any_sync(~0u, id);
         if (id >= 0 && (same & ((1u << lane) - 1)) == 0) { /* the first of them does all */
-            float v = x[id];
+            float v = samp_clean(x[id]);
             for (unsigned left = same; left; left &= left - 1) v = samp_clean(__fadd_rn(v, f.bias[from + __ffs((int)left) - 1]));
             x[id] = v;
         }
@@ -3642,7 +3978,7 @@ __device__ static void samp_penalties(const samp_filter &f, float *x, int V, uin
         __syncthreads();
         for (int i = (int)threadIdx.x; i < n; i += FILTER_THREADS) {
             if (!counts[i]) continue;
-            float v = x[from + i], count = (float)(counts[i] & 0x7fffffffu);
+            float v = samp_clean(x[from + i]), count = (float)(counts[i] & 0x7fffffffu);
             v = v < 0 ? __fmul_rn(v, f.repetition) : __fdiv_rn(v, f.repetition);
             v = __fsub_rn(v, __fmul_rn(f.frequency, count));
             if (count > 0) v = __fsub_rn(v, f.presence);
@@ -3652,6 +3988,37 @@ __device__ static void samp_penalties(const samp_filter &f, float *x, int V, uin
     }
 }
 
+/* The blocks' maxima anew, and the row's. */
+__device__ static void samp_survey(samp_dist &r, samp_mass *scratch) {
+    int lane = (int)threadIdx.x % 32;
+    float max = -INFINITY;
+    for (int b = (int)threadIdx.x / 32; b < r.n_blocks; b += FILTER_THREADS / 32) {
+        float highest = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < SAMP_BLOCK / 32; i++) {
+            int id = b * SAMP_BLOCK + 32 * i + lane;
+            if (id < r.V) highest = fmaxf(highest, samp_clean(r.x[id]));
+        }
+        highest = samp_unkey(__reduce_max_sync(~0u, samp_key(highest)));
+        if (lane == 0) r.maxes[b] = highest;
+        max = fmaxf(max, highest);
+    }
+    r.max = block_fold(max, (float *)scratch, op_max{});
+}
+
+/* Step 2 of chapter 15. */
+__device__ static void samp_adjust(samp_dist &r, const samp_filter &f, float *x, uint32_t *window, samp_mass *scratch) {
+    __syncthreads();
+    if (threadIdx.x < 32) samp_bias(f, x);
+    __syncthreads();
+    if (f.n_allowed) samp_allow(f, x, r.V, window);
+    for (int i = (int)threadIdx.x; i < f.n_forbidden; i += FILTER_THREADS) /* end ids may lie outside the vocabulary */
+        if (f.forbidden[i] >= 0 && f.forbidden[i] < r.V) x[f.forbidden[i]] = -INFINITY;
+    __syncthreads();
+    if (f.n_history) samp_penalties(f, x, r.V, window);
+    samp_survey(r, scratch);
+}
+
 /* Logits more than `drop` (<= 0) below the best go. */
 __device__ static void samp_min_p(samp_dist &r, double drop) {
     float at = __double2float_ru(fmax((double)r.max + drop, -(double)FLT_MAX));
@@ -3659,225 +4026,143 @@ __device__ static void samp_min_p(samp_dist &r, double drop) {
 }
 
 /* Keeps an id if those before it, from the highest down, have less than p of the mass. All weights up to a V-th of what may go can go
- * at once, since V of them would not be too much: that leaves the search few ids. */
-__device__ static void samp_top_p(samp_dist &r, const samp_filter &f, samp_mass *bins, samp_mass *scratch) {
-    samp_mass total = 0, above;
-    for (int id = (int)threadIdx.x; id < r.V; id += FILTER_THREADS)
-        if (samp_kept(r, r.x[id], id)) total += samp_mass_of(r, r.x[id]);
-    total = block_fold(total, scratch, op_add{});
-    double p = f.top_p, small = (1 - p) * ((double)total / (double)SAMP_ONE) / r.V;
+ * at once, since V of them would not be too much: that leaves the search few ids. total: of what is kept so far. */
+__device__ static void samp_top_p(samp_dist &r, const samp_filter &f, samp_mass total, samp_mass *scratch) {
+    samp_mass over, want = (samp_mass)ceil((double)f.top_p * (double)total);
+    double small = (1 - (double)f.top_p) * ((double)total / (double)SAMP_ONE) / r.V;
     samp_min_p(r, small < 1 ? f.temperature * log(small) : 0);
-    samp_mass want = (samp_mass)ceil(p * (double)total);
-    float at = samp_reach(r, false, want, bins, &above);
-    samp_mass each = samp_mass_of(r, at), more = want > above ? want - above : 1;
+    float at = samp_reach(r, false, want, r.at, &over, scratch);
+    samp_mass each = samp_mass_of(r, at), more = want > over ? want - over : 1;
     r.last = samp_nth(r, at, each ? (more + each - 1) / each : 1, scratch), r.at = at;
 }
 
-__global__ static void __launch_bounds__(FILTER_THREADS) samp_filter_kernel(const samp_ask *ask, samp_filter *filters, float *logits,
-                                                                            int ldl, int V, samp_best *tops) {
-    extern __shared__ __align__(16) uint32_t window[]; /* [FILTER_WINDOW] counts or bits; later bins */
-    __shared__ samp_mass scratch[33];
-    samp_mass *bins = (samp_mass *)window;
-    grid_launch_dependents();
-    grid_wait();
-    samp_filter &f = filters[blockIdx.x];
-    const samp_ask a = ask[blockIdx.x];
-    samp_dist r = {logits + (size_t)blockIdx.x * ldl, V, -INFINITY, SAMP_LOG2E, -INFINITY, -1};
-    for (int id = (int)threadIdx.x; id < V; id += FILTER_THREADS) {
-        float x = samp_clean(r.x[id]);
-        r.x[id] = x;
-        r.max = fmaxf(r.max, x);
+/* Step 4 of chapter 15. sum: of the row's weights, not used if `anew`. Returns whether anything may be cut. */
+__device__ static bool samp_truncate(samp_dist &r, const samp_filter &f, float sum, bool anew, samp_mass *scratch) {
+    samp_mass total = (samp_mass)(sum * SAMP_ONE), over;
+    if (f.top_k > 0) {
+        float at = samp_reach(r, true, (samp_mass)f.top_k, samp_bound(r, f.top_k, scratch), &over, scratch);
+        r.at = at, r.last = INT_MAX;
     }
-    r.max = block_fold(r.max, (float *)scratch, op_max{});
-    float sum = 0, base = fmaxf(r.max, -FLT_MAX);
-    for (int id = (int)threadIdx.x; id < V; id += FILTER_THREADS) sum += samp_weight(r.x[id], base, SAMP_LOG2E);
-    float log_sum = (float)log(block_fold((double)sum, (double *)scratch, op_add{}));
-    if (threadIdx.x == 0) f.raw_max = r.max, f.raw_log_sum = log_sum;
-    if (f.n_top) samp_top(r, f.n_top, log_sum, tops + f.best, bins, scratch);
-    if (a.forced < 0) {
-        __syncthreads();
-        if (threadIdx.x < 32) samp_bias(f, r.x);
-        __syncthreads();
-        if (f.n_allowed) samp_allow(f, r.x, V, window);
-        for (int i = (int)threadIdx.x; i < f.n_forbidden; i += FILTER_THREADS)
-            if (f.forbidden[i] >= 0 && f.forbidden[i] < V) r.x[f.forbidden[i]] = -INFINITY;
-        __syncthreads();
-        if (f.n_history) samp_penalties(f, r.x, V, window);
-        r.max = -INFINITY;
-        for (int id = (int)threadIdx.x; id < V; id += FILTER_THREADS) r.max = fmaxf(r.max, r.x[id]);
-        r.max = block_fold(r.max, (float *)scratch, op_max{});
+    if (f.top_p < 1 && (anew || f.top_k > 0)) {
+        total = 0;
+        samp_gather(r, samp_key(r.at), samp_key(r.max));
+        samp_each(r, [&](float x, int id) { total += samp_kept(r, x, id) ? samp_mass_of(r, x) : 0; });
+        total = samp_all(total, scratch);
     }
-    if (a.forced < 0 && a.scale > 0 && r.max > -INFINITY) {
-        samp_mass above;
-        r.scale = a.scale;
-        if (f.top_k > 0) r.at = samp_reach(r, true, (samp_mass)f.top_k, bins, &above), r.last = INT_MAX;
-        if (f.top_p < 1) samp_top_p(r, f, bins, scratch);
-        if (f.min_p_drop > -INFINITY) samp_min_p(r, f.min_p_drop);
-    }
-    if (threadIdx.x == 0) f.cut_at = r.at, f.cut_last = r.last;
+    if (f.top_p < 1) samp_top_p(r, f, total, scratch);
+    if (f.min_p_drop > -INFINITY) samp_min_p(r, f.min_p_drop);
+    return f.top_k > 0 || f.top_p < 1 || f.min_p_drop > -INFINITY;
 }
 
-/* ---- Stored logits to parts ----
- *
- * in   logits float32 [n][ldl], ldl a multiple of 256; filters [n] or NULL      out  parts[block][ld], columns 0 .. n-1
- * A thread loads what it would own in a wgmma tile: four threads side by side read 32 bytes, a warp eight blocks of a row.
- * grid: (ceil(blocks / 32), n); block: 128. Reads V * 4 bytes a row, writes 24 bytes a block. */
-__global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask *ask, const samp_filter *filters, const float *logits,
-                                                                 int ldl, int V, samp_part *parts, int ld) {
-    int g = (int)threadIdx.x % 4, block = (int)(blockIdx.x * 32 + threadIdx.x / 4), id0 = block * SAMP_BLOCK + 2 * g;
-    int row = (int)blockIdx.y;
-    float v[SAMP_OWN];
-    grid_launch_dependents();
-    grid_wait();
-    const samp_ask a = ask[row];
-    bool inside = block * SAMP_BLOCK < V;
-    const float *from = logits + (size_t)row * ldl + id0;
-#pragma unroll
-    for (int j = 0; j < SAMP_OWN / 2; j++) {
-        float2 pair = inside ? *(const float2 *)(from + 8 * j) : float2{-INFINITY, -INFINITY};
-        v[2 * j] = id0 + 8 * j < V ? pair.x : -INFINITY;
-        v[2 * j + 1] = id0 + 8 * j + 1 < V ? pair.y : -INFINITY;
+/* A part per thread to one for all, in a fixed order. all: [FILTER_THREADS] in shared memory. */
+__device__ static samp_part samp_fold(samp_part p, const samp_ask &a, samp_part *all) {
+    int t = (int)threadIdx.x;
+    __syncthreads();
+    all[t] = p;
+    for (int half = FILTER_THREADS / 2; half; half /= 2) {
+        __syncthreads();
+        if (t < half) all[t] = p = samp_merge(p, all[t + half], a);
     }
-    if (filters && a.forced < 0 && a.scale > 0) {
-        float at = filters[row].cut_at;
-        int last = filters[row].cut_last;
-#pragma unroll
-        for (int i = 0; i < SAMP_OWN; i++) {
-            int id = id0 + i / 2 * 8 + i % 2;
-            if (!(v[i] > at || (v[i] == at && id <= last))) v[i] = -INFINITY;
-        }
-    }
-    samp_part p = samp_quad(samp_group(v, a, samp_noise(a, block, g), id0), a);
-    if (inside && g == 0) parts[(size_t)block * ld + row] = p;
+    __syncthreads();
+    return all[0];
 }
 
-/* ---- The LM head's epilogues on wgmma (chapter 6) ----
- *
- * epi_sample: accumulators -> parts[block][ld], nothing else leaves the multiprocessor. A tile of 256 columns is a block, and a thread has two
- * rows of one group. Per logit: maximum, difference, product, ex2, sum, and at a temperature other than 1 product, ex2, sum again: 2
- * of the special function unit's 16 results a clock make 2 x 128 x 256 / 16 = 4,096 clocks a tile, half at temperature 1. One Philox
- * call serves a thread's both rows: its four words are the noise of the row's four groups.
- * epi_logits (chapter 6): accumulators -> y float32 [M][ld], for filtered rows. */
-
-typedef struct samp_fused {
-    const samp_ask *ask; /* [M] */
-    samp_part *parts;
-    int ld, V;
-} samp_fused;
-
-struct epi_sample {
-    typedef samp_fused params;
-    __host__ __device__ static constexpr int out(int) { return 0; }
-#if HOPPER
-    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
-
-    /* Row `half` of this thread's two. */
-    __device__ static inline void row(const float (&acc)[SAMP_BLOCK / 2], int half, const gemm_tile &t, const params &p, uint32_t word) {
-        int g = t.lane % 4, id0 = t.col0 + 2 * g, row = t.row0 + t.lane / 4 + 8 * half;
-        const samp_ask a = p.ask[min(row, t.M - 1)];
+/* Step 5 over the listed blocks: as samp_blocks_kernel, with what is cut off left out. */
+__device__ static samp_part samp_draw(const samp_dist &r, const samp_ask &a, samp_part *all) {
+    int g = (int)threadIdx.x % 4;
+    all[threadIdx.x] = samp_nothing(); /* this thread's so far, kept there to spare registers */
+    for (int from = (int)threadIdx.x / 32 * 8; from < r.n_list; from += FILTER_THREADS / 4) {
+        int i = from + (int)threadIdx.x % 32 / 4, block = r.list[min(i, r.n_list - 1)], id0 = block * SAMP_BLOCK + 2 * g;
         float v[SAMP_OWN];
 #pragma unroll
-        for (int i = 0; i < SAMP_OWN; i++) v[i] = acc[i / 2 * 4 + 2 * half + i % 2];
-        if (t.col0 + SAMP_BLOCK > p.V) {
-#pragma unroll
-            for (int i = 0; i < SAMP_OWN; i++)
-                if (id0 + i / 2 * 8 + i % 2 >= p.V) v[i] = -INFINITY;
+        for (int j = 0; j < SAMP_OWN / 2; j++) {
+            float2 pair = *(const float2 *)(r.x + id0 + 8 * j);
+            v[2 * j] = samp_clean(pair.x), v[2 * j + 1] = samp_clean(pair.y);
         }
-        samp_part part = samp_quad(samp_group(v, a, word, id0), a);
-        float2 piece = g == 0 ? float2{part.max, part.key} : g == 1 ? float2{__int_as_float(part.id), part.x} : float2{part.sum, part.raw_sum};
-        if (row < t.M && g < 3) ((float2 *)(p.parts + (size_t)(t.col0 / SAMP_BLOCK) * p.ld + row))[g] = piece;
+#pragma unroll
+        for (int j = 0; j < SAMP_OWN; j++) {
+            int id = id0 + samp_column(j);
+            if (id >= r.V || !samp_kept(r, v[j], id)) v[j] = -INFINITY;
+        }
+        samp_part part = samp_block(v, a, samp_noise(a, block, g), id0, NAN, true);
+        if (i < r.n_list && g == 0) all[threadIdx.x] = samp_merge(all[threadIdx.x], part, a);
     }
-
-    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
-        static_assert(C == SAMP_BLOCK, "a tile's columns are one block");
-        if (t.row0 >= t.M || t.col0 >= p.V) return; /* the warp's */
-        int g = t.lane % 4; /* lanes 0 and 1 of four make the first row's noise, 2 and 3 the second's */
-        const samp_ask &mine = p.ask[min(t.row0 + t.lane / 4 + 8 * (g / 2), t.M - 1)];
-        uint32_t c[4] = {mine.sample, mine.position, 1 + (uint32_t)(t.col0 / SAMP_BLOCK), 0};
-        philox(c, mine.key[0], mine.key[1]);
-        uint32_t keep = g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : c[3], give = g < 2 ? g ? c[3] : c[2] : g == 2 ? c[0] : c[1];
-        uint32_t got = __shfl_xor_sync(~0u, give, 2);
-        row(acc, 0, t, p, g < 2 ? keep : got);
-        asm volatile("" ::: "memory"); /* the second row's ask is loaded only now: no registers for both */
-        row(acc, 1, t, p, g < 2 ? got : keep);
-    }
-#endif
-};
-
-typedef epi_logits::params samp_store;
-
-enum { SAMP_FUSED, SAMP_STORE };
-static const gemm_variant samp_variants[] = {GEMM_VARIANT(SAMP_FUSED, epi_sample, 256, 1), GEMM_VARIANT(SAMP_STORE, epi_logits, 256, 1)};
-
-/* Rows 0 .. n-1 of x times the LM head, through one of the two. */
-static void samp_head(toka_device *d, int kind, const bf16 *x, int n, const void *params) {
-    gemm_args a = {.M = n, .x = x, .ldx = d->E, .w = &d->lm_head};
-    gemm_plan plan = {&samp_variants[kind], n > 128 ? 2 : 1, 8};
-    gemm_start(d, plan, &a, params);
+    return samp_fold(all[threadIdx.x], a, all);
 }
 
-/* ---- Parts to results ----
- *
- * in   parts [n_blocks][ld], columns 0 .. n-1; filters [n] or NULL      out  results [n]; last[slot] of the rows that have one
- * A row's parts are merged in an order that the number of blocks alone fixes.
- * grid: ceil(n / 8); block: 256, thread t merges blocks t/8, t/8 + 32 ... of row t%8. Reads 24 bytes a part. */
-__global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_ask *ask, const samp_filter *filters, const samp_part *parts,
-                                                                 int ld, int n_blocks, int n, samp_result *results, int *last) {
-    __shared__ samp_part all[32][SAMP_REDUCE_ROWS];
-    int r = (int)threadIdx.x % SAMP_REDUCE_ROWS, k = (int)threadIdx.x / SAMP_REDUCE_ROWS, row = (int)blockIdx.x * SAMP_REDUCE_ROWS + r;
-    grid_launch_dependents();
-    grid_wait();
-    int from = min(row, n - 1);
-    const samp_ask a = ask[from];
-    samp_part p = {-INFINITY, -INFINITY, INT_MAX, -INFINITY, 0, 0};
-    for (int b = k; b < n_blocks; b += 32) p = samp_merge(p, parts[(size_t)b * ld + from], a);
-    all[k][r] = p;
-    for (int half = 16; half; half /= 2) {
-        __syncthreads();
-        if (k < half) all[k][r] = p = samp_merge(p, all[k + half][r], a);
-    }
-    if (k || row >= n) return;
-    samp_result out = {p.id, p.x - p.max - logf(p.raw_sum), 0};
-    if (filters) out.logprob = p.x - filters[row].raw_max - filters[row].raw_log_sum;
-    if (p.x == -INFINITY) out.logprob = -INFINITY;
-    if (a.forced >= 0) out.sampled_logprob = out.logprob;
-    else if (p.max == -INFINITY) out.id = filters ? filters[row].last_resort : 0, out.logprob = -INFINITY;
-    else if (a.scale > 0) out.sampled_logprob = ((p.x - p.max) * a.scale - log2f(p.sum)) * SAMP_LN2;
-    results[row] = out;
-    if (a.slot >= 0) last[a.slot] = out.id;
-}
-
-/* ---- Back to the raw logit ----
- *
- * logprob of the raw logit at the picked id, from the adjusted one: samp_unadjust of toka.c.
- * in   filters [n]      in/out  results [n]      grid: n; block: 256. Rows without bias and penalties leave at once. */
-__global__ static void __launch_bounds__(256) samp_undo_kernel(const samp_ask *ask, const samp_filter *filters, const float *logits, int ldl,
-                                                               samp_result *results) {
-    __shared__ int scratch[33];
-    grid_launch_dependents();
-    grid_wait();
-    const samp_filter &f = filters[blockIdx.x];
-    int id = results[blockIdx.x].id, seen = 0, count = 0;
-    if (ask[blockIdx.x].forced >= 0 || (!f.n_bias && !f.n_history)) return;
-    for (int i = (int)threadIdx.x; i < f.n_history; i += (int)blockDim.x) {
+/* The raw logit at the picked id from the adjusted one, less the raw log-sum-exp: samp_unadjust of toka.c. */
+__device__ static float samp_undo(const samp_filter &f, int id, double x, float raw_max, float raw_log_sum, int *scratch) {
+    int seen = 0, count = 0;
+    for (int i = (int)threadIdx.x; i < f.n_history; i += FILTER_THREADS) {
         bool hit = f.history[i] == id;
         seen |= hit, count += hit && i >= f.n_prompt;
     }
     seen = block_fold(seen, scratch, op_max{});
     count = block_fold(count, scratch, op_add{});
-    if (threadIdx.x) return;
-    double x = logits[(size_t)blockIdx.x * ldl + id];
     if (count) x += (double)f.frequency * count + f.presence;
     if (seen) x = x < 0 ? x / f.repetition : x * f.repetition;
     for (int i = 0; i < f.n_bias; i++)
         if (f.bias_ids[i] == id) x -= f.bias[i];
-    x = fmin(x, (double)f.raw_max);
-    results[blockIdx.x].logprob = x == -INFINITY ? -INFINITY : (float)(x - f.raw_max - f.raw_log_sum);
+    x = fmin(x, (double)raw_max);
+    return x == -INFINITY ? -INFINITY : (float)(x - raw_max - raw_log_sum);
+}
+
+typedef struct samp_filtering { /* rows 0 .. n-1 of a launch */
+    const samp_ask *ask;
+    const samp_filter *filters;
+    float *logits;
+    const samp_part *parts;
+    int ldl, ld, V, n_blocks;
+    uint32_t *reached;
+    samp_best *tops;
+    samp_result *results;
+    int *last;
+} samp_filtering;
+
+static size_t samp_filter_smem(int n_blocks) { return FILTER_WINDOW * sizeof(uint32_t) + (size_t)n_blocks * 2 * sizeof(float); }
+
+__global__ static void __launch_bounds__(FILTER_THREADS, 2) samp_filter_kernel(const __grid_constant__ samp_filtering s) {
+    extern __shared__ __align__(16) uint32_t window[]; /* [FILTER_WINDOW] counts or bits; or the gathered ids, or bins. Then maxes, list */
+    __shared__ samp_part all[FILTER_THREADS];
+    __shared__ samp_mass scratch[33];
+    static_assert(2 * FILTER_NEAR <= FILTER_WINDOW && 2 * FILTER_BINS <= FILTER_WINDOW, "they take its place");
+    float *maxes = (float *)(window + FILTER_WINDOW), *x = s.logits + (size_t)blockIdx.x * s.ldl;
+    grid_launch_dependents();
+    grid_wait();
+    const samp_ask &a = s.ask[blockIdx.x];
+    const samp_filter &f = s.filters[blockIdx.x];
+    samp_part p = samp_nothing();
+    for (int b = (int)threadIdx.x; b < s.n_blocks; b += FILTER_THREADS) {
+        samp_part next = s.parts[(size_t)b * s.ld + blockIdx.x];
+        maxes[b] = next.max;
+        p = samp_merge(p, next, a);
+    }
+    p = samp_fold(p, a, all);
+    float raw_max = p.max, raw_log_sum = logf(p.raw_sum);
+    samp_dist r = {x, maxes, (int *)(maxes + s.n_blocks), (float *)window, (int *)window + FILTER_NEAR, s.V, s.n_blocks, 0, -1, 0, 0,
+                   p.max, SAMP_LOG2E, -INFINITY, -1};
+    if (f.n_top) samp_top(r, f.n_top, raw_log_sum, s.tops + f.best, scratch);
+    bool adjusted = a.forced < 0 && (f.n_bias || f.n_allowed || f.n_forbidden || f.n_history), cut = false;
+    if (adjusted) samp_adjust(r, f, x, window, scratch);
+    if (a.forced < 0 && a.scale > 0 && r.max > -INFINITY) {
+        r.scale = a.scale;
+        cut = samp_truncate(r, f, p.sum, adjusted, scratch);
+    }
+    if (cut || adjusted) {
+        samp_look_at(r, r.at);
+        p = samp_draw(r, a, all);
+    }
+    samp_result out = samp_finish(a, p, raw_max, raw_log_sum, f.last_resort);
+    if (adjusted) out.logprob = samp_undo(f, out.id, samp_clean(x[out.id]), raw_max, raw_log_sum, (int *)scratch);
+    if (threadIdx.x) return;
+    s.results[blockIdx.x] = out, s.reached[blockIdx.x] = 0;
+    if (a.slot >= 0) s.last[a.slot] = out.id;
 }
 
 /* ---- The plan of a step ---- */
 
-enum { SAMP_LOGITS_BYTES = 192 << 20, SAMP_LIST_BYTES = 16 << 20, SAMP_PART_ROWS = 4096 };
+enum { SAMP_LOGITS_BYTES = 320 << 20, SAMP_LIST_BYTES = 16 << 20, SAMP_PART_ROWS = 4096 };
+enum { SAMP_FEW = 16 }; /* rows, up to which storing all logits with gemm_few is faster than tiles of 128 rows */
 
 static size_t samp_stage_bytes(const toka_device *d) { return (size_t)d->options.max_out * (sizeof(samp_ask) + sizeof(int)) + 32; }
 
@@ -3895,11 +4180,13 @@ static void samp_open(toka_device *d) {
     d->samp = p;
     p->n_blocks = ceil_div(d->shape->V, SAMP_BLOCK), p->ldl = p->n_blocks * SAMP_BLOCK;
     size_t fit = SAMP_LOGITS_BYTES / ((size_t)p->ldl * sizeof(float));
-    p->chunk = (int)(fit < 8 ? 8 : fit > max_out ? max_out : fit > 128 ? fit & ~(size_t)127 : fit);
+    p->chunk = (int)(fit < 8 ? 8 : fit > max_out ? max_out : fit > 256 ? fit & ~(size_t)255 : fit); /* whole tiles */
     p->part_rows = (int)(max_out < SAMP_PART_ROWS ? max_out : SAMP_PART_ROWS);
     if (p->part_rows < p->chunk) p->part_rows = p->chunk;
     p->logits = (float *)dev_alloc(d, (size_t)p->chunk * (size_t)p->ldl * sizeof(float), "logits");
     p->parts = (samp_part *)dev_alloc(d, (size_t)p->n_blocks * (size_t)p->part_rows * sizeof(samp_part), "parts of sampling");
+    p->reached = (uint32_t *)dev_alloc(d, (size_t)p->part_rows * sizeof(uint32_t), "keys of sampling");
+    if (!d->error.code) latch(d, cudaMemsetAsync(p->reached, 0, (size_t)p->part_rows * sizeof(uint32_t), d->stream), "keys of sampling");
     p->results = (samp_result *)dev_alloc(d, max_out * sizeof(samp_result), "picks");
     p->tops = (samp_best *)dev_alloc(d, max_out * sizeof(samp_best), "top log-probabilities");
     for (samp_down &down : p->down) {
@@ -3908,8 +4195,9 @@ static void samp_open(toka_device *d) {
         down.order = (int *)malloc(max_out * sizeof(int));
         if (!down.order) abort();
     }
-    for (const gemm_variant &v : samp_variants)
-        if (d->hopper) latch(d, cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v.smem), "LM head");
+    if (d->hopper)
+        latch(d, cudaFuncSetAttribute(samp_head_variant.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, samp_head_variant.smem),
+              "LM head");
     stage_open(d, &p->lists, (size_t)p->chunk * sizeof(samp_filter) + SAMP_LIST_BYTES + 4 * ((size_t)d->shape->max_len + 4 * V) + 64);
 }
 
@@ -4025,41 +4313,53 @@ static int samp_send_filters(toka_device *d, const toka_step *s, int first, int 
 
 /* ---- The op ---- */
 
-static void samp_reduce(toka_device *d, int first, int n, const samp_filter *filters) {
-    samp_plan *p = d->samp;
-    launch_dependent(d, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n, SAMP_REDUCE_ROWS)), 256, 0, 1, p->ask + first, filters,
-                     p->parts, p->part_rows, p->n_blocks, n, p->results + first, d->last);
-}
-
-/* Rows first .. first+n-1 of the plan, whose raw logits are stored, to results. filters: NULL for plain rows. */
-static void samp_from_logits(toka_device *d, int first, int n, samp_filter *filters) {
+/* Parts to results: rows first .. first+n-1 of the plan, whose parts are columns 0 .. n-1; the first n_plain are plain, the rest have
+ * filters, and their logits. */
+static void samp_finish_rows(toka_device *d, int first, int n, int n_plain, const samp_filter *filters, float *logits) {
     samp_plan *p = d->samp;
     const samp_ask *ask = p->ask + first;
     samp_result *results = p->results + first;
-    int V = d->shape->V;
-    if (filters)
-        launch_dependent(d, "filters", samp_filter_kernel, dim3((unsigned)n), FILTER_THREADS, FILTER_WINDOW * 4, 1, ask, filters,
-                         p->logits, p->ldl, V, p->tops);
-    launch_dependent(d, "groups", samp_blocks_kernel, dim3((unsigned)ceil_div(p->n_blocks, 32), (unsigned)n), 128, 0, 1, ask, filters,
-                     p->logits, p->ldl, V, p->parts, p->part_rows);
-    samp_reduce(d, first, n, filters);
-    if (filters)
-        launch_dependent(d, "log-probabilities", samp_undo_kernel, dim3((unsigned)n), 256, 0, 1, ask, filters, p->logits, p->ldl, results);
+    if (n_plain)
+        launch_dependent(d, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n_plain, SAMP_REDUCE_ROWS)), 256, 0, 1, ask, p->parts,
+                         p->part_rows, p->n_blocks, n_plain, p->reached, results, d->last);
+    if (n == n_plain) return;
+    samp_filtering rest = {ask + n_plain, filters, logits, p->parts + n_plain, p->ldl, p->part_rows, d->shape->V, p->n_blocks,
+                           p->reached + n_plain, p->tops, results + n_plain, d->last};
+    launch_dependent(d, "filters", samp_filter_kernel, dim3((unsigned)(n - n_plain)), FILTER_THREADS, samp_filter_smem(p->n_blocks), 1, rest);
 }
 
-/* Rows first .. first+n-1 of the plan by way of stored logits. */
-static void samp_stored(toka_device *d, const toka_step *s, int first, int n, samp_filter *filters) {
+/* The same for rows whose raw logits are stored, without parts yet. */
+static void samp_from_logits(toka_device *d, int first, int n, int n_plain, const samp_filter *filters) {
+    samp_plan *p = d->samp;
+    launch_dependent(d, "groups", samp_blocks_kernel, dim3((unsigned)ceil_div(p->n_blocks, 32), (unsigned)n), 128, 0, 1, p->ask + first,
+                     p->logits, p->ldl, d->shape->V, p->parts, p->part_rows);
+    samp_finish_rows(d, first, n, n_plain, filters, p->logits + (size_t)n_plain * (size_t)p->ldl);
+}
+
+/* The LM head over rows first .. first+n-1 with wgmma: parts of all, and the logits of those from `stored` on. */
+static void samp_head(toka_device *d, int first, int n, int stored) {
+    samp_plan *p = d->samp;
+    gemm_args a = {.M = n, .x = d->xn + (size_t)first * d->E, .ldx = d->E, .w = &d->lm_head};
+    samp_fused fused = {p->ask + first, p->parts, p->reached, p->logits, p->part_rows, p->ldl, d->shape->V, stored};
+    gemm_plan plan = {&samp_head_variant, n > 128 ? 2 : 1, 8};
+    gemm_start(d, plan, &a, &fused);
+}
+
+/* Rows first .. first+n-1 of the plan from d->xn to results; the first n_plain are plain. */
+static void samp_rows(toka_device *d, const toka_step *s, int first, int n, int n_plain, const samp_filter *filters) {
     samp_plan *p = d->samp;
     size_t V = (size_t)d->shape->V;
-    const bf16 *x = d->xn + (size_t)first * d->E;
-    gemm_args product = {n, x, d->E, &d->lm_head, (bf16 *)p->logits, p->ldl, EPI_LOGITS};
-    samp_store store = {p->logits, p->ldl};
-    if (d->hopper) samp_head(d, SAMP_STORE, x, n, &store);
+    bool fused = d->hopper && n > SAMP_FEW;
+    int stored = fused && !s->logits ? n_plain : 0;
+    gemm_args product = {n, d->xn + (size_t)first * d->E, d->E, &d->lm_head, (bf16 *)p->logits, p->ldl, EPI_LOGITS};
+    if (fused) samp_head(d, first, n, stored);
+    else if (d->hopper) gemm_few(d, &product);
     else gemm_mma(d, &product);
     for (int i = 0; s->logits && i < n; i++)
         latch(d, cudaMemcpyAsync(s->logits + (size_t)p->down[d->newest].order[first + i] * V, p->logits + (size_t)i * p->ldl, V * sizeof(float),
                                  cudaMemcpyDeviceToHost, d->stream), "logits");
-    samp_from_logits(d, first, n, filters);
+    if (fused) samp_finish_rows(d, first, n, n_plain, filters, p->logits + (size_t)(n_plain - stored) * (size_t)p->ldl);
+    else samp_from_logits(d, first, n, n_plain, filters);
 }
 
 /* Queues the results' way down. */
@@ -4089,29 +4389,18 @@ static void samp_collect(toka_device *d, const toka_step *s, const samp_down *do
     }
 }
 
-/* Rows first .. first+n-1 of the plan, plain ones, without storing their logits. */
-static void samp_unstored(toka_device *d, int first, int n) {
-    samp_plan *p = d->samp;
-    samp_fused fused = {p->ask + first, p->parts, p->part_rows, d->shape->V};
-    samp_head(d, SAMP_FUSED, d->xn + (size_t)first * d->E, n, &fused);
-    samp_reduce(d, first, n, NULL);
-}
-
-/* Everything up to the results, which stay on the device. */
+/* Everything up to the results, which stay on the device. As many rows at a time as there is room for parts, and for the logits of those
+ * that have to be stored; plain and filtered rows share a pass over the weights. */
 static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
     samp_plan *p = d->samp;
-    bool fused = d->hopper && !s->logits;
+    int most = d->hopper && !s->logits ? p->part_rows : p->chunk;
     assert(s->n_out <= d->options.max_tokens);
     rmsnorm(d, x, p->rows, d->norm, d->xn, s->n_out);
-    for (int i = 0, n; i < p->n_plain && !d->error.code; i += n) {
-        n = min(fused ? p->part_rows : p->chunk, p->n_plain - i);
-        if (fused) samp_unstored(d, i, n);
-        else samp_stored(d, s, i, n, NULL);
-    }
-    for (int i = p->n_plain, n; i < s->n_out && !d->error.code; i += n) {
-        samp_filter *filters;
-        n = samp_send_filters(d, s, i, min(p->chunk, s->n_out - i), &filters);
-        if (n) samp_stored(d, s, i, n, filters);
+    for (int i = 0, n; i < s->n_out && !d->error.code; i += n) {
+        samp_filter *filters = NULL;
+        int n_plain = n = max(0, min(most, p->n_plain - i)), more = min(min(most - n, p->chunk), s->n_out - i - n);
+        if (more > 0) n += samp_send_filters(d, s, i + n, more, &filters);
+        if (!d->error.code) samp_rows(d, s, i, n, n_plain, filters);
     }
 }
 
