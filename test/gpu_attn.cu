@@ -1,6 +1,6 @@
 /* gpu_attn.cu - attention on the GPU against float64 over the same bf16 inputs: lengths around every tile border, all kinds of
  * heads, trees of shared prefixes, windows, parts, with unused pages and unused ends of pages full of NaN; and the work list by
- * itself. Arguments: none, small, parts (long sequences only), lists (needs no GPU), bench [decode|tiles] [--json]. */
+ * itself. Arguments: none, small, tiny (for racecheck), parts (long sequences only), lists (needs no GPU), bench [decode|tiles] [--json]. */
 #include "../toka_kernels.cu"
 #include "gpu.cuh"
 
@@ -380,6 +380,18 @@ static void test_parts(int D) {
     check(whole, "many long sequences");
 }
 
+/* Every kernel once, with as little as makes it do all it does: for racecheck, under which "small" takes minutes. */
+static void test_tiny() {
+    for (int D : {64, 96, 128, 256}) {
+        scene s({D, 1, 4, 64, 0});
+        for (int n : {1, 70, 200}) s.add(n, 1);
+        s.add(130, 60);
+        s.add(1500, 1); /* in parts */
+        grow(s, 1, 2, {}, 1, 20);
+        check(s, "tiny");
+    }
+}
+
 static void test_all(bool small) {
     if (!small) test_lists();
     const int Ds[] = {8, 16, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256}, Gs[] = {1, 2, 3, 4, 5, 7, 8, 12};
@@ -524,6 +536,7 @@ int main(int argc, char **argv) {
     if (argc > 1 && !strcmp(argv[1], "lists")) return test_lists(), gpu_report();
     gpu_device();
     if (timings) bench_all(!only_tiles, !only_decode);
+    else if (argc > 1 && !strcmp(argv[1], "tiny")) test_tiny();
     else if (argc > 1 && !strcmp(argv[1], "parts")) test_parts(64), test_parts(128);
     else test_all(small);
     return gpu_report();
