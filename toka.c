@@ -10882,6 +10882,8 @@ enum {
 typedef struct model_job { /* a step and where its picks go */
     const toka_step *s;
     toka_pick *picks;
+    double begin, end; /* when the first rank's device ran it: seconds by its own clock, or the host's where it has none */
+    double launch_s;   /* that rank's thread called its ops */
 } model_job;
 
 typedef struct model_bell { /* of all models that one thread waits for */
@@ -10903,6 +10905,7 @@ typedef struct model_rank {
     double t_busy;     /* since then a step is launched and not finished, or counted up to then */
     int64_t done;      /* under the lock: steps finished, or skipped behind a failure */
     double busy_s;     /* under the lock: time with a step launched and not finished */
+    toka_times times;  /* under the lock: the device's own view, where it has one */
 } model_rank;
 
 typedef struct model_run {
@@ -10969,12 +10972,15 @@ static void rank_launch(model_rank *r) {
     model_run *m = r->m;
     const model_job job = m->ring[r->launched % MODEL_RING];
     const bool skip = m->broken.code != 0;
+    const double now = os_now();
     toka_err e;
     pthread_mutex_unlock(&m->bell->lock);
-    if (r->launched == r->done) r->t_busy = os_now();
+    if (r->launched == r->done) r->t_busy = now;
     if (!skip) rank_step(r, job.s, job.picks), r->begun++;
     const int code = skip ? 0 : m->be->status(r->dev, &e);
+    const double launch_s = os_now() - now;
     pthread_mutex_lock(&m->bell->lock);
+    if (r == m->ranks) m->ring[r->launched % MODEL_RING].begin = now, m->ring[r->launched % MODEL_RING].launch_s = launch_s;
     r->launched++;
     if (code) rank_report(r, code, &e);
 }
@@ -10983,13 +10989,18 @@ static void rank_launch(model_rank *r) {
 static void rank_finish(model_rank *r) {
     model_run *m = r->m;
     const model_job job = m->ring[r->done % MODEL_RING];
-    const bool under_way = m->be->finish && r->done < r->begun;
+    const bool under_way = m->be->finish && r->done < r->begun, timed = under_way && m->be->times;
+    toka_times times;
     toka_err e;
     pthread_mutex_unlock(&m->bell->lock);
     if (under_way) m->be->finish(r->dev, job.s);
     const int code = under_way ? m->be->status(r->dev, &e) : 0;
+    if (timed) m->be->times(r->dev, &times);
     const double now = os_now();
     pthread_mutex_lock(&m->bell->lock);
+    model_job *done = &m->ring[r->done % MODEL_RING];
+    if (timed) r->times = times;
+    if (r == m->ranks) done->begin = timed ? times.begin_s : done->begin, done->end = timed ? times.end_s : now;
     r->busy_s += now - r->t_busy, r->t_busy = now, r->done++;
     rank_report(r, code, &e);
 }
@@ -11080,7 +11091,7 @@ static int model_ready(model_run *m, toka_err *e) {
 static int64_t model_post(model_run *m, const toka_step *s, toka_pick *picks) {
     pthread_mutex_lock(&m->bell->lock);
     for (int i = 0; i < m->n_ranks; i++) assert(m->posted - m->ranks[i].done < MODEL_RING);
-    m->ring[m->posted % MODEL_RING] = (model_job){s, picks};
+    m->ring[m->posted % MODEL_RING] = (model_job){.s = s, .picks = picks};
     int64_t number = ++m->posted;
     pthread_cond_broadcast(&m->to_do);
     pthread_mutex_unlock(&m->bell->lock);
@@ -11143,6 +11154,22 @@ static int model_wait(model_run *m, int64_t number, toka_err *e) {
 /* One forward step, waited for. */
 static int model_step(model_run *m, const toka_step *s, toka_pick *picks, toka_err *e) {
     return model_wait(m, model_post(m, s, picks), e);
+}
+
+/* When the first rank's device ran the steps from number `first` to `last`, which are done, and how long they took to launch. */
+static void model_when(model_run *m, int64_t first, int64_t last, double *begin, double *end, double *launch_s) {
+    pthread_mutex_lock(&m->bell->lock);
+    *begin = m->ring[(first - 1) % MODEL_RING].begin, *end = m->ring[(last - 1) % MODEL_RING].end, *launch_s = 0;
+    for (int64_t i = first; i <= last; i++) *launch_s += m->ring[(i - 1) % MODEL_RING].launch_s;
+    pthread_mutex_unlock(&m->bell->lock);
+}
+
+/* The first rank's device's own view. False: it has none. */
+static bool model_times(model_run *m, toka_times *times) {
+    pthread_mutex_lock(&m->bell->lock);
+    *times = m->ranks[0].times;
+    pthread_mutex_unlock(&m->bell->lock);
+    return times->steps > 0;
 }
 
 /* Seconds in which the first rank had a step to do. */
@@ -11232,8 +11259,16 @@ typedef struct eng_flight { /* a step from its plan to its commit: all that it r
     eng_place *places;    /* [max_tokens] */
     int n_places;
     ids known;            /* for rows with penalties or bad words: copies of their tokens, and ids that they may not draw */
-    int64_t number;       /* model_post's, of the last part */
+    int64_t first, number; /* model_post's, of the first part and of the last */
+    double plan_s;
 } eng_flight;
+
+typedef struct eng_timing { /* of a step that was committed */
+    int64_t number; /* 1, 2, 3 ... over all replicas */
+    int replica, rows, out;
+    double begin, end, launch_s; /* seconds, see model_job */
+    double plan_s, commit_s;     /* of the driver */
+} eng_timing;
 
 typedef struct eng_replica {
     struct eng *g;
@@ -11260,6 +11295,8 @@ typedef struct eng { /* pools are sized at open and never grow */
     model_bell bell;
     buf piece, text;          /* text of one token; text that became certain */
     toka_stats stats;         /* the driver's */
+    void (*watch)(void *user, const eng_timing *step); /* told of each step, by the driver; or NULL. Set before there are requests */
+    void *watch_user;
 
     pthread_mutex_t lock;
     pthread_cond_t wake;      /* something was submitted, cancelled, finished, or nobody drives any more */
@@ -11915,13 +11952,14 @@ static void eng_post(eng_replica *p, eng_flight *f) {
     const toka_shape *s = &p->g->files->shape;
     const int64_t HD = (int64_t)s->H * s->D, row = HD * s->E * 2 + (int64_t)s->E * (2 * s->K * s->D + 3 * s->F);
     if (p->m.pp == 1) {
-        f->number = model_post(&p->m, &f->b.step, f->picks);
+        f->first = f->number = model_post(&p->m, &f->b.step, f->picks);
         return;
     }
     batch_split(&p->b, &f->parts, &f->b, p->m.pp + 1, (batch_weight){row, 2 * HD});
     for (int i = 0; i < f->parts.n; i++) {
         const batch_part *part = &f->parts.part[i];
         f->number = model_post(&p->m, &part->step, f->picks + part->out0);
+        if (!i) f->first = f->number;
     }
 }
 
@@ -11937,7 +11975,7 @@ static bool eng_plan(eng_replica *p) {
         p->n_flying++, p->g->n_busy++;
         eng_count_spans(p->g, &f->b);
     }
-    p->g->stats.plan_s += os_now() - t0;
+    f->plan_s = os_now() - t0, p->g->stats.plan_s += f->plan_s;
     return rows > 0;
 }
 
@@ -11945,6 +11983,14 @@ static bool eng_plan(eng_replica *p) {
 static void eng_count_picks(eng_replica *p, const eng_flight *f) {
     for (int i = 0; i < f->b.n_out; i++)
         p->g->stats.output_tokens += p->s.seqs[f->b.outs[i].q].ticket == f->b.outs[i].ticket && !f->whose[i]->score_only;
+}
+
+static void eng_tell(eng_replica *p, const eng_flight *f, double commit_s) {
+    eng *g = p->g;
+    eng_timing t = {.number = g->stats.steps, .replica = (int)(p - g->replicas), .rows = f->b.step.T, .out = f->b.step.n_out,
+                    .plan_s = f->plan_s, .commit_s = commit_s};
+    model_when(&p->m, f->first, f->number, &t.begin, &t.end, &t.launch_s);
+    g->watch(g->watch_user, &t);
 }
 
 /* Commits the oldest step, which is done. */
@@ -11964,7 +12010,9 @@ static void eng_fetch(eng_replica *p) {
     eng_show(g); /* before its events: who has a token finds it counted */
     eng_commit(p, f);
     eng_land(p);
-    g->stats.commit_s += os_now() - t0;
+    const double commit_s = os_now() - t0;
+    g->stats.commit_s += commit_s;
+    if (g->watch) eng_tell(p, f, commit_s);
     eng_show(g);
 }
 
@@ -14944,12 +14992,118 @@ static double run_probe_rate(toka_device *d, size_t bytes) {
     return rate;
 }
 
+/* ---- What GPUs can do: for the report here, and for `toka plan` and `toka bench ops` ---- */
+
+enum { RUN_PEAK_TFLOPS = 790 }; /* bf16, what an H100 or H200 sustains within its power limit (8192 cubed, random numbers) */
+
+typedef struct run_gpu {
+    const char *name;
+    int arch;            /* compute capability times ten */
+    double memory;       /* bytes that the driver gives out in all */
+    double flops;        /* per second: dense bf16 products, float32 sums */
+    double read;         /* bytes per second */
+    double link;         /* bytes per second from one GPU of a host to another, one way */
+    const char *source;  /* of the last three */
+} run_gpu;
+
+/* Measured rates are of the datasheet's 0.80 (products: the power limit), 0.85 and 0.93 (reads), 0.67 (link). */
+static const run_gpu run_gpus[] = {
+    {"B200", 100, 178.3 * 0x1p30, 2250e12, 8.00e12, 900e9, "datasheet"},
+    {"H200", 90, 139.8 * 0x1p30, RUN_PEAK_TFLOPS * 1e12, 4.10e12, 300e9, "measured"},
+    {"H100", 90, 79.1 * 0x1p30, RUN_PEAK_TFLOPS * 1e12, 3.11e12, 300e9, "measured, the link on H200s"},
+    {"A100-80G", 80, 79.1 * 0x1p30, 312e12, 2.04e12, 300e9, "datasheet"},
+    {"A100-40G", 80, 39.4 * 0x1p30, 312e12, 1.56e12, 300e9, "datasheet"},
+    {"L40S", 89, 44.4 * 0x1p30, 362e12, 0.86e12, 32e9, "datasheet"},
+    {"L4", 89, 22.0 * 0x1p30, 121e12, 0.30e12, 32e9, "datasheet"},
+    {"A10", 86, 22.0 * 0x1p30, 125e12, 0.60e12, 32e9, "datasheet"},
+    {"RTX-4090", 89, 23.6 * 0x1p30, 165e12, 1.01e12, 32e9, "datasheet"},
+    {"RTX-3090", 86, 23.6 * 0x1p30, 71e12, 0.94e12, 32e9, "datasheet"},
+};
+
+/* The GPU that a backend describes so, "NVIDIA H200, 150 GB, ...": its name stands there as words. NULL: not in the list. */
+static const run_gpu *run_gpu_of(const char *about) {
+    for (int i = 0; i < COUNT(run_gpus); i++) {
+        char name[32];
+        snprintf(name, sizeof name, " %s", run_gpus[i].name);
+        for (char *c = name; (c = strchr(c, '-'));) *c = ' ';
+        const char *at = strstr(about, name), *end = at ? at + strlen(name) : "x";
+        if (*end == ',' || *end == ' ') return &run_gpus[i];
+    }
+    return NULL;
+}
+
+/* ---- The report ---- */
+
 typedef struct run_report { /* what a batch was worth */
     double elapsed_s, output_rate, total_rate, shared, rows_per_step, plan, run, commit, idle; /* shares of elapsed_s */
     double read_gbs, gflops; /* weights read by the steps, arithmetic on them: 10^9 bytes and operations a second of run */
     double most_gbs, most_gflops, ceiling; /* what the machine can; the larger of the two shares. 0 on a GPU */
+    bool timed;        /* the first device has its own view: then run and idle are its, and the parts' seconds are of all its steps */
+    toka_times device;
+    const run_gpu *gpu; /* NULL: not in the list */
     toka_stats s;
 } run_report;
+
+static const char *const run_parts[TOKA_PARTS] = {"embed", "qkv", "attention", "out", "mlp", "head"};
+
+/* From the steps whose parts were timed to all of them. */
+static void run_report_device(run_report *p, toka *t) {
+    model_run *m = &t->engine->replicas[0].m;
+    toka_times *d = &p->device;
+    double timed_s = 0;
+    if (!model_times(m, d)) return;
+    p->timed = true, p->gpu = run_gpu_of(m->be->describe(m->ranks[0].dev));
+    p->run = d->busy_s / p->elapsed_s;
+    for (int i = 0; i < TOKA_PARTS; i++) timed_s += d->part[i].s;
+    for (int i = 0; i < TOKA_PARTS && timed_s > 0; i++) {
+        toka_part_times *part = &d->part[i];
+        const double all = d->busy_s / timed_s;
+        part->s *= all, part->flop *= all, part->bytes *= all;
+    }
+}
+
+static double run_rate(double amount, double s) { return s > 0 ? amount / s : 0; }
+
+/* A line for each part of a step: its share of the time, what it did a second, and of what the card can. */
+static void run_report_show_device(const run_report *p) {
+    const toka_times *d = &p->device;
+    const double apart = d->busy_s + d->idle_s;
+    fprintf(stderr, "  by the device's clock: %.2f ms a step, idle between steps %.2f %%", 1e3 * d->busy_s / (double)d->steps,
+            apart > 0 ? 100 * d->idle_s / apart : 0);
+    if (p->gpu)
+        fprintf(stderr, "; 100 %% is %.0f TFLOP/s and %.2f TB/s (%s, %s)", 1e-12 * p->gpu->flops, 1e-12 * p->gpu->read, p->gpu->name, p->gpu->source);
+    fputs("\n  part        of the time   TFLOP/s             TB/s\n", stderr);
+    for (int i = 0; i < TOKA_PARTS && d->n_timed; i++) {
+        const toka_part_times *part = &d->part[i];
+        const double flops = run_rate(part->flop, part->s), bytes = run_rate(part->bytes, part->s);
+        fprintf(stderr, "  %-10s %10.1f %%  %8.1f", run_parts[i], 100 * run_rate(part->s, d->busy_s), 1e-12 * flops);
+        if (p->gpu) fprintf(stderr, "  %5.1f %%  %7.3f  %5.1f %%\n", 100 * flops / p->gpu->flops, 1e-12 * bytes, 100 * bytes / p->gpu->read);
+        else fprintf(stderr, "           %7.3f\n", 1e-12 * bytes);
+    }
+}
+
+/* "device":{..}, where it has a view of its own; shares from 0 to 1. */
+static void run_report_put_device(buf *b, const run_report *p) {
+    const toka_times *d = &p->device;
+    if (!p->timed) return;
+    json_put_key(b, "device"), json_put_open(b, '{');
+    json_put_key(b, "steps"), json_put_int(b, d->steps);
+    json_put_key(b, "busy_s"), json_put_num(b, d->busy_s, true), json_put_key(b, "idle_s"), json_put_num(b, d->idle_s, true);
+    json_put_key(b, "steps_timed"), json_put_int(b, d->n_timed);
+    for (int i = 0; i < TOKA_PARTS; i++) {
+        const toka_part_times *part = &d->part[i];
+        const double flops = run_rate(part->flop, part->s), bytes = run_rate(part->bytes, part->s);
+        json_put_key(b, run_parts[i]), json_put_open(b, '{');
+        json_put_key(b, "time_share"), json_put_num(b, run_rate(part->s, d->busy_s), true);
+        json_put_key(b, "tflops"), json_put_num(b, 1e-12 * flops, true), json_put_key(b, "tbps"), json_put_num(b, 1e-12 * bytes, true);
+        if (p->gpu) {
+            json_put_key(b, "tensor_share"), json_put_num(b, flops / p->gpu->flops, true);
+            json_put_key(b, "memory_share"), json_put_num(b, bytes / p->gpu->read, true);
+        }
+        json_put_close(b, '}');
+    }
+    json_put_close(b, '}');
+}
 
 static run_report run_report_make(toka *t, double elapsed_s) {
     run_report p = {.s = toka_get_stats(t), .elapsed_s = MAX(elapsed_s, 1e-9)};
@@ -14962,6 +15116,7 @@ static run_report run_report_make(toka *t, double elapsed_s) {
     p.shared = s->prompt_tokens ? (double)s->prompt_tokens_shared / (double)s->prompt_tokens : 0;
     p.rows_per_step = s->steps ? (double)s->rows / (double)s->steps : 0;
     p.plan = s->plan_s / p.elapsed_s, p.run = s->run_s / p.elapsed_s, p.commit = s->commit_s / p.elapsed_s;
+    run_report_device(&p, t);
     p.idle = MAX(0.0, 1 - p.run);
     if (s->run_s > 0) {
         double bytes = (double)files->weight_bytes * (body + head) / (double)files->n_parameters; /* no step reads all of embed */
@@ -14988,6 +15143,7 @@ static void run_report_show(const run_report *p) {
     if (p->ceiling > 0)
         fprintf(stderr, "  weights were read at %.1f of %.1f GB/s and used at %.1f of %.1f GFLOP/s: %.0f %% of the ceiling\n",
                 p->read_gbs, p->most_gbs, p->gflops, p->most_gflops, 100 * p->ceiling);
+    if (p->timed) run_report_show_device(p);
 }
 
 /* The same as a JSON object, times in seconds, rates per second, shares from 0 to 1. */
@@ -15007,6 +15163,7 @@ static int run_report_write(const run_state *r, const run_report *p, toka_err *e
     json_put_open(&b, '{');
     for (int i = 0; i < COUNT(counts); i++) json_put_key(&b, counts[i].name), json_put_int(&b, counts[i].value);
     for (int i = 0; i < COUNT(numbers); i++) json_put_key(&b, numbers[i].name), json_put_num(&b, numbers[i].value, true);
+    run_report_put_device(&b, p);
     buf_c(&b, "}\n");
     FILE *f = fopen(r->o->report, "w");
     bool good = f && fwrite(b.p, 1, b.n, f) == b.n;
@@ -18110,6 +18267,7 @@ static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
 
 typedef struct run_bench_options {
     const char *dataset; /* lines {"prompt_token_ids": [..] or "prompt": "..", "output_lengths": [l1, ..]} */
+    const char *timeline; /* a line for each step goes there, or NULL */
     int num_prompts;     /* of its lines, 0: all */
     toka_request base;
     bool json, quiet;
@@ -18237,14 +18395,40 @@ static void run_bench_print(const run_bench_state *b, const run_report *p) {
     json_put_key(&out, "elapsed_time"), json_put_num(&out, s, false);
     for (int i = 0; i < COUNT(counts); i++) json_put_key(&out, counts[i].name), json_put_int(&out, counts[i].value);
     for (int i = 0; i < COUNT(numbers); i++) json_put_key(&out, numbers[i].name), json_put_num(&out, numbers[i].value, true);
+    run_report_put_device(&out, p);
     json_put_close(&out, '}');
     printf("%s\n", out.p);
     buf_free(&out);
 }
 
+/* ---- The timeline: a line for each step, so that it shows when the device waited for the host ---- */
+
+static void run_timeline_step(void *user, const eng_timing *t) {
+    fprintf(user, "%lld,%d,%d,%d,%.1f,%.1f,%.1f,%.1f,%.1f\n", (long long)t->number, t->replica, t->rows, t->out, 1e6 * t->begin, 1e6 * t->end,
+            1e6 * t->plan_s, 1e6 * t->launch_s, 1e6 * t->commit_s);
+}
+
+static int run_timeline_open(toka *t, const char *path, FILE **file, toka_err *e) {
+    *file = path ? fopen(path, "w") : NULL;
+    if (path && !*file) return fail(e, TOKA_E_IO, "--timeline: %s: %s", path, strerror(errno));
+    if (!path) return 0;
+    fputs("step,replica,rows,outputs,begin_us,end_us,plan_us,launch_us,commit_us\n", *file);
+    t->engine->watch = run_timeline_step, t->engine->watch_user = *file;
+    return 0;
+}
+
+static int run_timeline_close(FILE *file, const char *path, toka_err *e) {
+    if (!file) return 0;
+    bool good = !ferror(file);
+    good &= !fclose(file);
+    return good ? 0 : fail(e, TOKA_E_IO, "--timeline: %s: %s", path, strerror(errno));
+}
+
 static int run_bench_throughput(toka *t, const run_bench_options *o, toka_err *e) {
     run_bench_state b = {.o = o, .t = t};
+    FILE *timeline = NULL;
     int code = run_bench_load(&b, e);
+    if (!code) code = run_timeline_open(t, o->timeline, &timeline, e);
     if (!code) {
         double t0 = os_now();
         for (int i = 0; i < 2 * t->engine->max_seqs; i++) run_bench_submit(&b);
@@ -18253,6 +18437,8 @@ static int run_bench_throughput(toka *t, const run_bench_options *o, toka_err *e
         run_report p = run_report_make(t, os_now() - t0);
         if (!code && !*o->interrupted) run_bench_print(&b, &p);
         if (!code && !o->quiet) run_report_show(&p);
+        toka_err late;
+        if (run_timeline_close(timeline, o->timeline, &late) && !code) *e = late, code = late.code;
     }
     ids_free(&b.tokens);
     free(b.prompt), free(b.sample);
@@ -18431,8 +18617,6 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
     return 0;
 }
 
-enum { RUN_PEAK_TFLOPS = 790 }; /* bf16, what an H100 or H200 sustains within its power limit (8192 cubed, random numbers) */
-
 /* ---- toka plan: what of a model fits on which split of how many GPUs, and what that could reach at best ----
  *
  * A split tp x pp x dp: dp replicas, each of pp stages that hold some of the layers, each stage of tp ranks that hold a part of
@@ -18454,33 +18638,9 @@ enum { PLAN_MOST_GPUS = 128 };
 #define PLAN_LATENCY 40e-6         /* seconds of one all-reduce or send */
 #define PLAN_CONTEXT_BYTES 0x1p29  /* of a GPU's memory that are gone before the program asks what is free */
 
-typedef struct plan_gpu {
-    const char *name;
-    int arch;            /* compute capability times ten */
-    double memory;       /* bytes that the driver gives out in all */
-    double flops;        /* per second: dense bf16 products, float32 sums */
-    double read;         /* bytes per second */
-    double link;         /* bytes per second from one GPU of a host to another, one way */
-    const char *source;  /* of the last three */
-} plan_gpu;
-
-/* Measured rates are of the datasheet's 0.80 (products: the power limit), 0.85 and 0.93 (reads), 0.67 (link). */
-static const plan_gpu plan_gpus[] = {
-    {"B200", 100, 178.3 * 0x1p30, 2250e12, 8.00e12, 900e9, "datasheet"},
-    {"H200", 90, 139.8 * 0x1p30, RUN_PEAK_TFLOPS * 1e12, 4.10e12, 300e9, "measured"},
-    {"H100", 90, 79.1 * 0x1p30, RUN_PEAK_TFLOPS * 1e12, 3.11e12, 300e9, "measured, the link on H200s"},
-    {"A100-80G", 80, 79.1 * 0x1p30, 312e12, 2.04e12, 300e9, "datasheet"},
-    {"A100-40G", 80, 39.4 * 0x1p30, 312e12, 1.56e12, 300e9, "datasheet"},
-    {"L40S", 89, 44.4 * 0x1p30, 362e12, 0.86e12, 32e9, "datasheet"},
-    {"L4", 89, 22.0 * 0x1p30, 121e12, 0.30e12, 32e9, "datasheet"},
-    {"A10", 86, 22.0 * 0x1p30, 125e12, 0.60e12, 32e9, "datasheet"},
-    {"RTX-4090", 89, 23.6 * 0x1p30, 165e12, 1.01e12, 32e9, "datasheet"},
-    {"RTX-3090", 86, 23.6 * 0x1p30, 71e12, 0.94e12, 32e9, "datasheet"},
-};
-
 typedef struct plan_ask { /* what is asked; all checked by plan_check */
     const mf_config *model;
-    const plan_gpu *gpu;
+    const run_gpu *gpu;
     int gpus;
     double utilization;
     int max_len, max_seqs, max_tokens; /* of a sequence, of a replica, of a step */
@@ -18567,13 +18727,13 @@ static plan_rank plan_rank_of(const plan_ask *a, int tp, int pp, int stage, int 
 /* ---- How long it takes ---- */
 
 /* Seconds until every one of tp ranks has the sum of their messages; of sending one on to the next stage. */
-static double plan_reduce(const plan_gpu *g, int tp, double bytes) {
+static double plan_reduce(const run_gpu *g, int tp, double bytes) {
     return PLAN_LATENCY + 2.0 * (tp - 1) / tp * bytes / g->link;
 }
-static double plan_send(const plan_gpu *g, double bytes) { return PLAN_LATENCY + bytes / g->link; }
+static double plan_send(const run_gpu *g, double bytes) { return PLAN_LATENCY + bytes / g->link; }
 
 /* An op that does so much arithmetic on so many bytes: its seconds go to the tensor cores or to *memory, whichever is longer. */
-static void plan_op(const plan_gpu *g, double flop, double bytes, plan_time *t, double *memory) {
+static void plan_op(const run_gpu *g, double flop, double bytes, plan_time *t, double *memory) {
     double arithmetic = flop / g->flops, reading = bytes / g->read;
     *(arithmetic > reading ? &t->tensor : memory) += MAX(arithmetic, reading);
 }
@@ -18592,7 +18752,7 @@ static void plan_attention(const plan_ask *a, const plan_rank *p, const plan_loa
 }
 
 static plan_time plan_rank_time(const plan_ask *a, const plan_rank *p, int tp, const plan_load *l) {
-    const plan_gpu *g = a->gpu;
+    const run_gpu *g = a->gpu;
     plan_time t = {0};
     toka_layer layer = plan_layer(a->model, &p->shape);
     double layers = (double)toka_gpu_layer_bytes(&layer) * p->shape.L, head = p->last ? 2.0 * p->shape.V * p->shape.E : 0;
@@ -18706,13 +18866,13 @@ static bool plan_same_name(const char *a, const char *b) { /* "rtx 4090" is RTX-
     }
 }
 
-static int plan_find_gpu(const char *name, const plan_gpu **out, toka_err *e) {
+static int plan_find_gpu(const char *name, const run_gpu **out, toka_err *e) {
     char names[200] = "";
-    for (int i = 0; i < COUNT(plan_gpus); i++) {
-        const plan_gpu *g = &plan_gpus[i];
+    for (int i = 0; i < COUNT(run_gpus); i++) {
+        const run_gpu *g = &run_gpus[i];
         if (plan_same_name(g->name, name)) return *out = g, 0;
         size_t at = strlen(names);
-        snprintf(names + at, sizeof names - at, "%s%s", !i ? "" : i + 1 < COUNT(plan_gpus) ? ", " : " or ", g->name);
+        snprintf(names + at, sizeof names - at, "%s%s", !i ? "" : i + 1 < COUNT(run_gpus) ? ", " : " or ", g->name);
     }
     return fail(e, TOKA_E_USE, "--gpu: '%s', expected %s", name, names);
 }
@@ -18789,7 +18949,7 @@ static void plan_put_flags(const plan_options *o, const plan_split *s, buf *b) {
 
 /* What of this can be run by this very program. */
 static void plan_put_today(const plan_ask *a, buf *b) {
-    const plan_gpu *g = a->gpu;
+    const run_gpu *g = a->gpu;
     buf_printf(b, "toka %s ", TOKA_VERSION);
     if (g->arch > 90)
         buf_printf(b, "has no machine code for compute capability %d.%d: it cannot run on a %s", g->arch / 10, g->arch % 10,
@@ -18803,7 +18963,7 @@ static void plan_put_today(const plan_ask *a, buf *b) {
 
 static void plan_put_head(const plan_ask *a, const char *name, buf *b) {
     char z[32], y[32];
-    const plan_gpu *g = a->gpu;
+    const run_gpu *g = a->gpu;
     const mf_config *c = a->model;
     double parameters = (double)mf_n_parameters(c);
     buf_printf(b, "%s: %.3g B parameters, %.3g GB as bf16; %s bytes of K and V a token\n", name, 1e-9 * parameters,
@@ -18884,7 +19044,7 @@ static void plan_put_json_split(const plan_options *o, const plan_split *s, buf 
 }
 
 static void plan_put_json(const plan_options *o, const plan_ask *a, const char *name, const plan_split *s, int n, buf *b) {
-    const plan_gpu *g = a->gpu;
+    const run_gpu *g = a->gpu;
     const struct { const char *name; double value; } rates[] = {
         {"memory_bytes", g->memory}, {"flops", g->flops}, {"read_bytes_per_second", g->read}, {"link_bytes_per_second", g->link}};
     const struct { const char *name; int64_t value; } asked[] = {
@@ -19931,7 +20091,7 @@ typedef struct cli { /* what the command line says */
     int64_t seed;
     cli_list stop;
     bool include_stop, ignore_eos, raw, chat, json, quiet, decode, no_special, help, version;
-    const char *input, *output, *report, *dataset;
+    const char *input, *output, *report, *dataset, *timeline;
     int num_prompts;
     bool dummy_weights;
     const char *host, *request_rate;
@@ -20022,6 +20182,7 @@ static const cli_flag cli_flags[] = {
     {NULL, NULL, NULL, 0, 0, 0, "Bench"},
     {"dataset", "", "FILE", CLI_TEXT, AT(dataset), FOR_THROUGHPUT | FOR_BENCH_SERVE,
      "lines with prompt_token_ids or prompt, and output_lengths: a sample for each"},
+    {"timeline", "", "FILE", CLI_TEXT, AT(timeline), FOR_THROUGHPUT, "a line for each step, as CSV: when the device ran it, by its own clock"},
     {"num-prompts", "", "N", CLI_INT, AT(num_prompts), FOR_THROUGHPUT | FOR_BENCH_SERVE,
      "only the first N lines; bench serve without a dataset: so many requests (default: 1000)"},
     {"dummy-weights", "", "", CLI_BOOL, AT(dummy_weights), FOR_THROUGHPUT,
@@ -20711,7 +20872,7 @@ static int cli_bench_throughput(const cli *c, toka_err *e) {
     if (c->num_prompts < 0) return fail(e, TOKA_E_USE, "--num-prompts: %d, expected 0 or more", c->num_prompts);
     int code = cli_open(c, &t, e);
     if (code) return code;
-    run_bench_options o = {.dataset = c->dataset, .num_prompts = c->num_prompts, .base = toka_request_default(), .json = c->json,
+    run_bench_options o = {.dataset = c->dataset, .timeline = c->timeline, .num_prompts = c->num_prompts, .base = toka_request_default(), .json = c->json,
                            .quiet = c->quiet, .interrupted = &cli_interrupted};
     cli_sampling(c, t, &o.base);
     o.base.n = 1, o.base.sampling.logprobs = o.base.sampling.min_tokens = o.base.sampling.n_stop = 0;

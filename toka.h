@@ -382,6 +382,20 @@ typedef struct toka_device_options {
     void *user;
 } toka_device_options;
 
+/* What a device did by its own clock, since it was opened. Every so many steps one is run with the clock read between its ops, too; what
+ * these did is counted from the step's integers: bytes are the least that must move. */
+enum { TOKA_PART_EMBED, TOKA_PART_QKV, TOKA_PART_ATTENTION, TOKA_PART_OUT, TOKA_PART_MLP, TOKA_PART_HEAD, TOKA_PARTS };
+typedef struct toka_part_times {
+    double s, flop, bytes;
+} toka_part_times;
+typedef struct toka_times {
+    int64_t steps;
+    double busy_s, idle_s; /* in steps, their upload included; between one and the next */
+    double begin_s, end_s; /* of the step finished last, from the begin of the first */
+    int64_t n_timed;       /* steps whose parts were timed */
+    toka_part_times part[TOKA_PARTS];
+} toka_times;
+
 typedef struct toka_bench_row { /* one measurement of `toka bench ops` */
     const char *op, *model, *shape; /* valid during the call */
     double us, flop, bytes;         /* of one call of the op; bytes: the least that must move */
@@ -425,6 +439,7 @@ typedef struct toka_backend {
     void (*begin)(toka_device *d, const toka_step *s);
     void (*end)(toka_device *d, const toka_step *s);
     void (*finish)(toka_device *d, const toka_step *s);
+    void (*times)(toka_device *d, toka_times *times);            /* as of the last finish; NULL: the device has no clock */
     /* The transformer. x: [T][E] residual stream (with room for E rounded up to 8, where a backend wants to pad), q and o:
      * [T][H][D], in the backend's own activation type (float32 on the CPU, bf16 on CUDA); `layer` also picks the layer's K
      * and V pages. With tp ranks, embed, out_residual and norm_mlp_residual leave in x this rank's part of a sum, and all_reduce

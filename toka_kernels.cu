@@ -94,7 +94,7 @@ typedef __nv_bfloat16 bf16;
 
 /* Steps begun and not finished at most: one runs, the next waits behind it on the stream. NVIDIA H200, 1B, 2026-11-22, output tok/s with 1, 2
  * and 3 of them: 857, 926, 920 (1 sequence), 29,849, 31,754, 31,624 (64), 134,998, 145,261, 143,932 (8,192). */
-enum { STEPS_AHEAD = 2 };
+enum { STEPS_AHEAD = 2, STEP_RING = STEPS_AHEAD + 1 }; /* the ring still has the step before the oldest, whose end is a time */
 
 /* Memory that goes up once per step: pinned host buffers that take turns, and a device buffer of the same layout. put() returns where
  * the bytes will lie on the device once stage_send has run. */
@@ -122,6 +122,18 @@ typedef struct step_rows { /* the running step, on the device */
     int T;
     const int *ids, *pos, *slot; /* [T] */
 } step_rows;
+
+/* Events around the steps begun and not finished, in rings: `done` is what finish waits for (asleep: to spin for it gained nothing at 1 and
+ * 64 sequences). Every TIME_EVERY-th step has events between its ops, too. */
+enum { TIME_EVERY = 64 };
+typedef struct step_clock {
+    cudaEvent_t begun[STEP_RING], done[STEP_RING];
+    cudaEvent_t *at; /* [4 L + 2] behind the ops of the step whose parts are timed */
+    char *part;      /* [4 L + 2] of TOKA_PARTS: of which op */
+    int n_at, timed; /* timed: that step's place in the ring; -1: there is none */
+    int64_t n_begun;
+    toka_times t;
+} step_clock;
 
 struct attn_plan; /* chapter 8 */
 struct samp_plan; /* chapter 10 */
@@ -152,9 +164,8 @@ struct toka_device {
     stage up;
     step_rows rows;
     int *last;               /* [n_slots] the id drawn last for each slot */
-    cudaEvent_t done[STEPS_AHEAD]; /* behind the steps begun and not finished: a ring, as samp_plan.down. Waiting for one sleeps: to
-                                      spin for it gained nothing at 1 and 64 sequences */
-    int newest, oldest;      /* places in it: of the step begun last, of the one finished last */
+    step_clock clock;
+    int newest, oldest;      /* places in the rings of STEP_RING: of the step begun last, of the one finished last */
     attn_plan *attn;
     samp_plan *samp;
     void **blocks;           /* what cudaMalloc gave */
@@ -3288,7 +3299,7 @@ struct samp_plan {
     samp_result *results;    /* [max_out] */
     samp_best *tops;         /* [max_out] */
     stage lists;             /* filters of one chunk and their lists */
-    samp_down down[STEPS_AHEAD];
+    samp_down down[STEP_RING];
     /* of the step: */
     samp_ask *ask;           /* device, [n_out] */
     int *rows;               /* device, [n_out] of x */
@@ -4473,6 +4484,91 @@ static int64_t cuda_kv_bytes(const toka_shape *s, const toka_weights *w, const t
            (int64_t)toka_gpu_scratch_bytes(s, o->max_tokens);
 }
 
+/* ---- The device's own view of its time ---- */
+
+static void clock_open(toka_device *d) {
+    step_clock *c = &d->clock;
+    size_t n = 4 * (size_t)d->shape->L + 2;
+    c->timed = -1;
+    c->at = (cudaEvent_t *)calloc(n, sizeof *c->at), c->part = (char *)malloc(n);
+    if (!c->at || !c->part) abort();
+    for (int i = 0; i < STEP_RING; i++) {
+        latch(d, cudaEventCreate(&c->begun[i]), "events");
+        latch(d, cudaEventCreateWithFlags(&c->done[i], cudaEventBlockingSync), "events");
+    }
+    for (size_t i = 0; i < n; i++) latch(d, cudaEventCreate(&c->at[i]), "events");
+}
+static void clock_close(toka_device *d) {
+    step_clock *c = &d->clock;
+    for (int i = 0; i < STEP_RING; i++) {
+        if (c->begun[i]) cudaEventDestroy(c->begun[i]);
+        if (c->done[i]) cudaEventDestroy(c->done[i]);
+    }
+    for (int i = 0; c->at && i < 4 * d->shape->L + 2; i++)
+        if (c->at[i]) cudaEventDestroy(c->at[i]);
+    free(c->at), free(c->part);
+}
+
+/* FLOP and the least bytes of the parts of a step. */
+static void clock_count(toka_device *d, const toka_step *s) {
+    const toka_shape *sh = d->shape;
+    double T = s->T, E = sh->E, HD = (double)sh->H * sh->D, KD = (double)sh->K * sh->D, L = sh->L, pairs = 0, kv = 0;
+    for (int i = 0; i < s->n_spans; i++) {
+        const toka_span *sp = &s->spans[i];
+        kv += sp->n_kv;
+        for (int r = sp->row0; r < sp->row0 + sp->n_rows; r++) pairs += max(0, min(sp->n_kv, s->pos[r] + 1 - sp->kv0));
+    }
+    const toka_part_times add[TOKA_PARTS] = {
+        {0, 0, 4 * T * E},
+        {0, 2 * T * E * (HD + 2 * KD) * L, 2 * (E * (HD + 2 * KD) + T * (E + HD + 2 * KD)) * L},
+        {0, 4 * HD * pairs * L, (4 * KD * kv + 4 * T * HD) * L},
+        {0, 2 * T * E * HD * L, 2 * (E * HD + T * (HD + 2 * E)) * L},
+        {0, 6 * T * E * sh->F * L, 2 * (3 * E * sh->F + T * (2 * E + 2.0 * sh->F)) * L},
+        {0, 2.0 * s->n_out * E * sh->V, 2 * (s->n_out ? E * sh->V + s->n_out * E : 0)}};
+    for (int i = 0; i < TOKA_PARTS; i++) d->clock.t.part[i].flop += add[i].flop, d->clock.t.part[i].bytes += add[i].bytes;
+}
+
+/* Where a step begins. Two steps whose parts are timed are never under way at once. */
+static void clock_begin(toka_device *d, const toka_step *s) {
+    step_clock *c = &d->clock;
+    latch(d, cudaEventRecord(c->begun[d->newest], d->stream), "step");
+    if (c->n_begun++ % TIME_EVERY != TIME_EVERY / 2) return;
+    c->timed = d->newest, c->n_at = 0;
+    clock_count(d, s);
+}
+
+/* Behind an op. */
+static void clock_part(toka_device *d, int part) {
+    step_clock *c = &d->clock;
+    if (c->timed != d->newest) return;
+    c->part[c->n_at] = (char)part;
+    latch(d, cudaEventRecord(c->at[c->n_at++], d->stream), "step");
+}
+
+static double clock_between(toka_device *d, cudaEvent_t from, cudaEvent_t to) { /* seconds */
+    float ms = 0;
+    if (!d->error.code) latch(d, cudaEventElapsedTime(&ms, from, to), "step");
+    return ms * 1e-3;
+}
+
+/* The step at `oldest` is done. */
+static void clock_done(toka_device *d) {
+    step_clock *c = &d->clock;
+    toka_times *t = &c->t;
+    int i = d->oldest;
+    if (t->steps++) {
+        double idle = clock_between(d, c->done[(i + STEP_RING - 1) % STEP_RING], c->begun[i]);
+        t->idle_s += idle, t->begin_s = t->end_s + idle;
+    }
+    double busy = clock_between(d, c->begun[i], c->done[i]);
+    t->busy_s += busy, t->end_s = t->begin_s + busy;
+    if (c->timed != i) return;
+    for (int k = 0; k < c->n_at; k++) t->part[(int)c->part[k]].s += clock_between(d, k ? c->at[k - 1] : c->begun[i], c->at[k]);
+    t->n_timed++, c->timed = -1;
+}
+
+static void cuda_times(toka_device *d, toka_times *t) { *t = d->clock.t; }
+
 /* ---- Open and close ---- */
 
 static int cuda_check(const toka_device_options *o, const toka_shape *s, toka_err *e) {
@@ -4490,8 +4586,7 @@ static void cuda_close(toka_device *d) {
     if (d->stream) cudaStreamSynchronize(d->stream);
     for (int i = 0; i < d->n_blocks; i++) cudaFree(d->blocks[i]);
     stage_close(&d->up);
-    for (cudaEvent_t e : d->done)
-        if (e) cudaEventDestroy(e);
+    clock_close(d);
     attn_close(d);
     samp_close(d);
     if (d->stream) cudaStreamDestroy(d->stream);
@@ -4513,8 +4608,7 @@ static void cuda_take_memory(toka_device *d) {
     if (!d->error.code) samp_open(d);
     if (!d->error.code) stage_open(d, &d->up, 3 * T * sizeof(int) + attn_stage_bytes(d) + samp_stage_bytes(d) + 4096);
     d->last = (int *)dev_alloc(d, (size_t)d->options.n_slots * sizeof(int), "last tokens");
-    for (cudaEvent_t &e : d->done)
-        if (!d->error.code) latch(d, cudaEventCreateWithFlags(&e, cudaEventDisableTiming | cudaEventBlockingSync), "events");
+    if (!d->error.code) clock_open(d);
 }
 
 static int cuda_open(toka_device **out, const toka_device_options *o, const toka_shape *shape, const toka_weights *weights, toka_err *e) {
@@ -4866,7 +4960,7 @@ __global__ static void fault_kernel() { __trap(); }
 
 /* Everything that the step needs goes up, in one transfer. */
 static void cuda_begin(toka_device *d, const toka_step *s) {
-    d->newest = (d->newest + 1) % STEPS_AHEAD;
+    d->newest = (d->newest + 1) % STEP_RING;
     if (d->error.code) return;
     stage_begin(d, &d->up);
     d->rows.T = s->T;
@@ -4875,26 +4969,29 @@ static void cuda_begin(toka_device *d, const toka_step *s) {
     d->rows.slot = (const int *)stage_put(&d->up, s->slot, (size_t)s->T * sizeof(int));
     attn_plan_step(d, s);
     samp_plan_step(d, s);
+    clock_begin(d, s);
     stage_send(d, &d->up);
     if (d->fault_in && !--d->fault_in) fault_kernel<<<1, 1, 0, d->stream>>>();
 }
 
-static void cuda_end(toka_device *d, const toka_step *) { latch(d, cudaEventRecord(d->done[d->newest], d->stream), "step"); }
+static void cuda_end(toka_device *d, const toka_step *) { latch(d, cudaEventRecord(d->clock.done[d->newest], d->stream), "step"); }
 
 /* Also behind a failure: what was launched before it may still run. */
 static void cuda_finish(toka_device *d, const toka_step *s) {
-    d->oldest = (d->oldest + 1) % STEPS_AHEAD;
-    latch(d, cudaEventSynchronize(d->done[d->oldest]), "step");
-    if (!d->error.code) samp_collect(d, s, &d->samp->down[d->oldest]);
+    d->oldest = (d->oldest + 1) % STEP_RING;
+    latch(d, cudaEventSynchronize(d->clock.done[d->oldest]), "step");
+    if (d->error.code) return;
+    clock_done(d);
+    samp_collect(d, s, &d->samp->down[d->oldest]);
 }
 
 static void cuda_embed(toka_device *d, const toka_step *s, toka_dev x) {
-    if (!d->error.code)
-        launch_dependent(d, "embedding", embed_kernel, dim3(s->T), 128, 0, 1, d->rows.ids, d->last, d->embed, dev_bf16(x), d->E);
+    if (d->error.code) return;
+    launch_dependent(d, "embedding", embed_kernel, dim3(s->T), 128, 0, 1, d->rows.ids, d->last, d->embed, dev_bf16(x), d->E);
+    clock_part(d, TOKA_PART_EMBED);
 }
 
-static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q) {
-    if (d->error.code) return;
+static void norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q) {
     const toka_shape *sh = d->shape;
     const layer_weights *l = &d->layers[layer];
     rmsnorm(d, dev_bf16(x), NULL, l->attn_norm, d->xn, s->T);
@@ -4910,9 +5007,16 @@ static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer,
                    l->q_norm, l->k_norm, s->T, sh->H, sh->K, sh->D, sh->B, sh->eps, qkv_fuses(d, sh->D)};
     launch_dependent(d, "RoPE", rope_kernel, dim3(ceil_div(s->T * (sh->H + 2 * sh->K), 8)), 256, 0, 1, a);
 }
+static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q) {
+    if (d->error.code) return;
+    norm_qkv_rope_kv(d, s, layer, x, q);
+    clock_part(d, TOKA_PART_QKV);
+}
 
 static void cuda_attention(toka_device *d, const toka_step *s, int layer, toka_dev q, toka_dev o) {
-    if (!d->error.code) attention(d, s, layer, dev_bf16(q), dev_bf16(o));
+    if (d->error.code) return;
+    attention(d, s, layer, dev_bf16(q), dev_bf16(o));
+    clock_part(d, TOKA_PART_ATTENTION);
 }
 
 static void cuda_out_residual(toka_device *d, const toka_step *s, int layer, toka_dev o, toka_dev x) {
@@ -4920,6 +5024,7 @@ static void cuda_out_residual(toka_device *d, const toka_step *s, int layer, tok
     const weight *w = &d->layers[layer].o;
     gemm_args g = {s->T, dev_bf16(o), w->K, w, dev_bf16(x), d->E, EPI_RESIDUAL};
     gemm(d, &g);
+    clock_part(d, TOKA_PART_OUT);
 }
 
 static void cuda_norm_mlp_residual(toka_device *d, const toka_step *s, int layer, toka_dev x) {
@@ -4930,10 +5035,13 @@ static void cuda_norm_mlp_residual(toka_device *d, const toka_step *s, int layer
     gemm(d, &up);
     gemm_args down = {s->T, d->act, d->F, &l->down, dev_bf16(x), d->E, EPI_RESIDUAL};
     gemm(d, &down);
+    clock_part(d, TOKA_PART_MLP);
 }
 
 static void cuda_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks) {
-    if (!d->error.code) norm_logits_sample(d, s, dev_bf16(x), picks);
+    if (d->error.code) return;
+    norm_logits_sample(d, s, dev_bf16(x), picks);
+    clock_part(d, TOKA_PART_HEAD);
 }
 
 extern "C" const toka_backend toka_cuda = {
@@ -4950,6 +5058,7 @@ extern "C" const toka_backend toka_cuda = {
     .begin = cuda_begin,
     .end = cuda_end,
     .finish = cuda_finish,
+    .times = cuda_times,
     .embed = cuda_embed,
     .norm_qkv_rope_kv = cuda_norm_qkv_rope_kv,
     .attention = cuda_attention,

@@ -1,4 +1,5 @@
 """toka bench: what it prints, that every sample has its length, and that dummy weights need no file. Run through test/run.sh."""
+import csv
 import json
 import os
 import re
@@ -37,6 +38,18 @@ def test_throughput_prints_vllms_lines(tmp_path):
     assert (v["num_requests"], v["num_samples"], v["total_prompt_tokens"], v["total_output_tokens"]) == (2, 31, 83, 247)
     assert v["total_num_tokens"] == 330 and v["elapsed_time"] > 0 and v["prefix_hit_share"] > 0.5
     assert abs(v["tokens_per_second"] * v["elapsed_time"] - 330) < 1 and abs(v["requests_per_second"] * v["elapsed_time"] - 2) < 0.01
+
+
+def test_timeline(tmp_path):
+    d, path = dataset(tmp_path, [{"prompt_token_ids": ids(50), "output_lengths": [30] * 6}]), tmp_path / "steps.csv"
+    out, _ = bench("throughput", "-m", "test/model", "--dataset", d, "--timeline", str(path), "--json")
+    rows = list(csv.DictReader(open(path)))
+    assert [int(r["step"]) for r in rows] == list(range(1, json.loads(out)["steps"] + 1))
+    assert sum(int(r["outputs"]) for r in rows) >= 180 and rows[-1]["rows"] == rows[-1]["outputs"] == "6" and rows[0]["replica"] == "0"
+    times = [float(r[k]) for r in rows for k in ("begin_us", "end_us")]
+    assert times == sorted(times) and all(float(r["plan_us"]) > 0 and float(r["launch_us"]) > 0 and float(r["commit_us"]) > 0 for r in rows)
+    _, err = bench("throughput", "-m", "test/model", "--dataset", d, "--timeline", "/no/such/file", status=2)
+    assert "--timeline" in err
 
 
 def test_sharing_can_be_off(tmp_path):

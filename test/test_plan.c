@@ -220,6 +220,10 @@ static void plan_test_words(void) {
     CHECK(!strcmp(plan_round(0.4, z), "0") && !strcmp(plan_round(7, z), "7") && !strcmp(plan_round(239912.3, z), "240,000"));
     CHECK(!strcmp(plan_round(999.6, z), "1,000") && !strcmp(plan_round(28.04, z), "28") && !strcmp(plan_round(1234, z), "1,230"));
     CHECK(plan_same_name("RTX-4090", "rtx 4090") && plan_same_name("A100-80G", "a10080g") && !plan_same_name("A100-80G", "A100"));
+    CHECK(!strcmp(run_gpu_of("NVIDIA H200, 150 GB, wgmma kernels")->name, "H200"));
+    CHECK(!strcmp(run_gpu_of("NVIDIA H100 80GB HBM3, 85 GB, wgmma kernels")->name, "H100"));
+    CHECK(!strcmp(run_gpu_of("NVIDIA GeForce RTX 4090, 25 GB, mma.sync kernels")->name, "RTX-4090"));
+    CHECK(!run_gpu_of("NVIDIA GH200 480GB, 102 GB, wgmma kernels") && !run_gpu_of("CPU, avx512, 2 threads"));
     CHECK(!plan_same_name("H200", "") && !plan_same_name("L4", "L40S"));
 }
 
