@@ -11,10 +11,12 @@ its length: end-of-sequence is ignored. Each runs in a process of its own, one a
 
     toka        toka bench throughput --dummy-weights: the whole dataset
     vllm        vLLM's offline API, prefix caching on, load_format dummy; as many samples as --vllm-rate times --seconds makes
-    hf-cb       transformers' continuous batching; what it has generated after --seconds counts, unfinished samples included
-    hf-static   transformers' generate() on left-padded batches of --hf-batch samples of similar length, until --seconds are over
+    hf-cb       transformers' continuous batching; as many as --hf-rate times --seconds makes, and no longer than twice --seconds: what it
+                has generated then counts, unfinished samples included
+    hf-static   transformers' generate() on batches of up to --hf-batch samples with prompts of one length (so that nothing is padded)
+                and outputs of similar length, until --seconds are over
 
-Peers that do less than all take the first lines of the file, whole lines. Times begin when the model is loaded and warm and end
+Peers that do less than all take the first samples of the file. Times begin when the model is loaded and warm and end
 with the last token. An engine that is not installed is left out and named; one that fails is reported, and the exit status is 1.
 """
 import argparse
@@ -43,7 +45,7 @@ def arguments():
     p.add_argument("--temp", type=float, default=0.6)
     p.add_argument("--vllm-rate", type=float, default=25000, help="output tokens a second that vLLM is thought to reach, to size its part")
     p.add_argument("--hf-batch", type=int, default=256)
-    p.add_argument("--hf-samples", type=int, default=4096, help="samples given to hf-cb at most")
+    p.add_argument("--hf-rate", type=float, default=1000, help="the same of hf-cb")
     p.add_argument("--tokenizer", help="tokenizer.json for lines of text")
     p.add_argument("--json", action="store_true", help="one line of JSON per engine instead of the table")
     p.add_argument("--inside", help=argparse.SUPPRESS)
@@ -70,15 +72,16 @@ def read_dataset(path, tokenizer):
     return rows
 
 
-def samples(rows, n_out=float("inf"), n=float("inf")):
-    """[(ids, length)] of the first lines: whole ones, until they make n_out tokens; n samples at most."""
-    out, sum_out = [], 0
+def samples(rows, n_out=float("inf")):
+    """[(ids, length)] of the file's first samples, until they make n_out tokens."""
+    out = []
     for ids, lengths in rows:
-        if out and sum_out >= n_out:
-            break
-        out += [(ids, length) for length in lengths]
-        sum_out += sum(lengths)
-    return out[:int(min(n, len(out)))]
+        for length in lengths:
+            if n_out <= 0:
+                return out
+            out.append((ids, length))
+            n_out -= length
+    return out
 
 
 def longest(work):
@@ -180,7 +183,7 @@ def run_hf_cb(a, rows):
     import transformers
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
-    work = samples(rows, n=a.hf_samples)
+    work = samples(rows, a.hf_rate * a.seconds)
     model = hf_model(a)
     hints = WorkloadHints(max_prompt_length=max(len(ids) for ids, _ in work), max_generated_length=max(n for _, n in work), num_requests=len(work))
     manager = model.init_continuous_batching(generation_config=hf_sampling(a, eos_token_id=-1, max_new_tokens=max(n for _, n in work)),
@@ -191,7 +194,7 @@ def run_hf_cb(a, rows):
     for i, (ids, n) in enumerate(work):
         manager.add_request(ids, request_id=str(i), max_new_tokens=n, eos_token_id=-1)
     done = []
-    while len(done) < len(work) and time.time() - begin < a.seconds and manager.is_running():
+    while len(done) < len(work) and time.time() - begin < 2 * a.seconds and manager.is_running():
         one = manager.get_result(timeout=0.2)
         if one is not None and one.is_finished():
             done.append(one)
@@ -211,20 +214,22 @@ def run_hf_cb(a, rows):
 def run_hf_static(a, rows):
     import torch
     import transformers
-    work = sorted(samples(rows, n=16 * a.hf_samples), key=lambda s: s[1])
-    batches = [work[i:i + a.hf_batch] for i in range(0, len(work), a.hf_batch)]
+    by_length = {}
+    for s in samples(rows):
+        by_length.setdefault(len(s[0]), []).append(s)
+    batches = []
+    for same in by_length.values():
+        same.sort(key=lambda s: s[1])
+        batches += [same[i:i + a.hf_batch] for i in range(0, len(same), a.hf_batch)]
     random.Random(0).shuffle(batches)
     model = hf_model(a)
 
     def go(batch, n):
-        width = max(len(ids) for ids, _ in batch)
-        ids = torch.tensor([[0] * (width - len(p)) + p for p, _ in batch], device=DEVICE)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in batch], device=DEVICE)
+        ids = torch.tensor([ids for ids, _ in batch], device=DEVICE)
         with torch.no_grad():
-            out = model.generate(ids, attention_mask=mask, generation_config=hf_sampling(a, max_new_tokens=n))
-        out = out.cpu()
-        if out.shape[1] != width + n:
-            sys.exit(f"transformers made {out.shape[1] - width} tokens a sample, expected {n}")
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=hf_sampling(a, max_new_tokens=n)).cpu()
+        if out.shape[1] != ids.shape[1] + n:
+            sys.exit(f"transformers made {out.shape[1] - ids.shape[1]} tokens a sample, expected {n}")
 
     go(batches[0], 2)
     n_out = n_prompt = n = 0
@@ -234,7 +239,9 @@ def run_hf_static(a, rows):
         n, n_out, n_prompt = n + len(batch), n_out + sum(length for _, length in batch), n_prompt + sum(len(p) for p, _ in batch)
         if time.time() - begin > a.seconds:
             break
-    return result(n_out, n_prompt, n, time.time() - begin, f"transformers {transformers.__version__}, batches of {a.hf_batch}, attention {model.config._attn_implementation}")
+    return result(n_out, n_prompt, n, time.time() - begin,
+                  f"transformers {transformers.__version__}, batches of {min(map(len, batches))} to {max(map(len, batches))}, "
+                  f"attention {model.config._attn_implementation}")
 
 
 # ---- All of them ----

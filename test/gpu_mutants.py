@@ -151,7 +151,7 @@ MUTANTS = [
            ("the last forbidden id", "for (int i = (int)threadIdx.x; `i < f.n_forbidden`; i +=", "i + 1 < f.n_forbidden"),
            ("order of equal top log-probabilities", "rank += x[i] > v || (x[i] == v && `ids[i] < id`);", "ids[i] > id", "edge .*top log-prob"),
            ("bias is added once", "for (unsigned left = same; left; `left &= left - 1`) v = samp_clean", "left = 0", "V \\d+, case \\d+"),
-           ("min-p cuts too early", "float at = __double2float_ru(fmax(`(double)r.max + drop`,", "(double)r.max + 0.9 * drop", "V \\d+, case|undecided")),
+           ("min-p cuts too early", "float at = __double2float_ru(fmax(`(double)r.max + drop`,", "(double)r.max + 0.9 * drop")),
     *group("samp_blocks_kernel", "samp small", "(undecided|V \\d+)",
            ("the last id that top-p keeps", "(v[i] == at && `id <= last`))) v[i] = -INFINITY;", "id < last", "(undecided|V \\d+, case)"),
            ("the id behind an odd vocabulary", "v[2 * j + 1] = `id0 + 8 * j + 1 < V` ? pair.y", "id0 + 8 * j + 1 <= V", "V 259 .* another time|V 259 .* logprob")),
@@ -179,9 +179,9 @@ MUTANTS = [
            ("the seed's upper half", "philox(c, (uint32_t)seed, `(uint32_t)(seed >> 32)`);", "0")),
 
     # ---- The op table and the weights, by whole models ----
-    *group("weights_open", "model only qwen2 qwen3 mistral-window", "logits",
+    *group("weights_open", "model only qwen2 qwen3 mistral-short-window", "logits",
            ("biases of k and v in q's place", "load_add(l, b[i], `bias + row`, b[i]->cols", "bias", "qwen2 "),
-           ("no window", "to->window = `from->window`;", "0", "mistral-window "),
+           ("no window", "to->window = `from->window`;", "0", "mistral-short-window "),
            ("q's norm for k", "to->k_norm = `weight_vector(d, &l, &from->k_norm)`;", "to->q_norm", "qwen3 ")),
     *group("cuda_norm_mlp_residual", "model only qwen2", "qwen2 .*logits",
            ("the other norm of the layer", "rmsnorm(d, dev_bf16(x), NULL, `l->mlp_norm`, d->xn, s->T);", "l->attn_norm")),

@@ -117,6 +117,9 @@ FIXTURES = {
     # --- Mistral ------------------------------------------------------------------------------------------------------
     "mistral": (config(MISTRAL, E=72, H=3, K=1, F=100, V=263, D=80, dtype="bfloat16", rope_theta=50000.0,
                        sliding_window=None), [1, 15, 64, 300], {}),
+    # A window that ends inside a page and is shorter than most prompts.
+    "mistral-short-window": (config(MISTRAL, E=96, H=4, K=2, D=32, F=72, V=203, dtype="bfloat16", rope_theta=700.0, sliding_window=40),
+                             [1, 39, 40, 41, 64, 65, 128, 300], {}),
     # A window as long as the context changes nothing and has to be accepted. No head_dim: D = 128/2 = 64.
     "mistral-window": (config(MISTRAL, E=128, H=2, K=1, F=68, V=199, old=False, dtype="float16", sliding_window=512,
                               rope_parameters={"rope_type": "default", "rope_theta": 600.0}), [2, 65, 128], {}),

@@ -246,6 +246,7 @@ gpu_tests() {
         [ -x $B/$name ] && gpu_counts $name $B/$name
     done
     gpu_counts "the program on the GPU" python3 test/gpu_cli.py
+    gpu_counts "accuracy beside the CPU" python3 test/gpu_accuracy.py
     [ -x $B/mutants/mutants ] && gpu_counts "mutants of the kernels are caught" python3 test/gpu_mutants.py run
     if python3 -c 'import torch, transformers' 2>/dev/null; then
         gpu_counts "against transformers" python3 test/gpu_hf.py $B/gpu_model
