@@ -7237,6 +7237,10 @@ static int pred_length(pred *p, pred_of c, double luck) {
  * parked or cancelled meanwhile carry an old ticket and are refused. A request may say that its draws need to know all
  * tokens before them (waits: penalties, bad words); its sequences rest in a step that comes before their last token did.
  *
+ * Copies. Whole pages of a prompt are shared, by the tree; what is behind them lies in a page that each sample goes on in. One
+ * sample computes that tail, the others begin with a copy of its page (sched.copies, of pages that earlier steps computed) and
+ * compute only the prompt's last token. Who would have to compute what another is just computing waits a step for it.
+ *
  * What always holds (sched_check): the calendar at `now` is the number of held pages, and at every later step what a
  * simulation of all sequences finds; slots, lists and counts agree. Nothing is allocated in sched_plan and
  * sched_commit: token buffers are taken in sched_submit. Cost: O(running) a step with a small constant, O(pages * log)
@@ -7418,6 +7422,8 @@ typedef struct sched_request {
     int n_alone;           /* as in sched_job */
     int n_started, n_live; /* samples that ever ran; of them not ended */
     int first;             /* its live sequences, linked by sibling */
+    int donor;             /* one of them that is in decode, -1: none. Its pages have the whole prompt, from the step behind its prefill on */
+    int64_t fed;           /* the last step that computed any of its prompt */
     int64_t key;           /* order of the queue, smaller first */
     uint64_t class_key;
     int next_free;
@@ -7470,6 +7476,8 @@ typedef struct sched {
     sched_seq *seqs;         /* [max_seqs + 1]; the last is both ends of the prefill list */
     int *free_slots;
     int n_slots_free, n_running, n_decode;
+    toka_copy *copies;       /* [max_seqs] that the step planned last begins with */
+    int n_copies;
     int64_t guess2;          /* sum of sched_guess2 over running sequences */
     int64_t backlog, backlog_in; /* tokens still to prefill; all ever put in */
     heap_node *ends;         /* [n_pages + max_seqs]: pages of the tree and sequences (n_pages + q), by end */
@@ -7525,7 +7533,7 @@ static void sched_free(sched *s) {
     for (int i = 0; i < COUNT(s->spare); i++)
         while (s->spare[i]) free(sched_buffer_take(s, i));
     kv_free(&s->kv), pred_free(&s->pred);
-    free(s->cal.at), free(s->seqs), free(s->line), free(s->free_slots), free(s->ends), free(s->holders);
+    free(s->cal.at), free(s->seqs), free(s->line), free(s->free_slots), free(s->copies), free(s->ends), free(s->holders);
     free(s->requests), free(s->queue);
     *s = (sched){0};
 }
@@ -7543,7 +7551,7 @@ static int sched_init(sched *s, const sched_config *c, toka_err *e) {
     s->seqs = mem_check(aligned_alloc(64, (ns + 1) * sizeof *s->seqs));
     memset(s->seqs, 0, (ns + 1) * sizeof *s->seqs);
     s->line = mem_zalloc(ns * sizeof *s->line);
-    s->free_slots = mem_alloc(ns * sizeof(int));
+    s->free_slots = mem_alloc(ns * sizeof(int)), s->copies = mem_alloc(ns * sizeof *s->copies);
     s->ends = mem_try(np + ns, sizeof *s->ends), s->holders = mem_try(np, sizeof *s->holders);
     if (!s->cal.at || !s->ends || !s->holders) {
         sched_free(s);
@@ -7694,7 +7702,7 @@ static int sched_submit(sched *s, const sched_job *j, toka_err *e) {
     sched_request *r = &s->requests[id];
     *r = (sched_request){.prompt = mem_alloc((size_t)j->n_prompt * sizeof(int32_t)), .n_prompt = j->n_prompt, .n = j->n,
                          .max_tokens = j->max_tokens, .min_tokens = MIN(j->min_tokens, j->max_tokens), .exact = j->exact,
-                         .waits = j->waits, .n_alone = j->n_alone, .first = -1, .class_key = j->class_key};
+                         .waits = j->waits, .n_alone = j->n_alone, .first = -1, .donor = -1, .fed = -1, .class_key = j->class_key};
     memcpy(r->prompt, j->prompt, (size_t)j->n_prompt * sizeof(int32_t));
     if (!r->class_key && j->n > 1) r->class_key = ++s->own_class | (uint64_t)1 << 63;
     r->key = (s->now - (int64_t)priority * SCHED_PRIORITY) * (1 << 24) + MIN(s->n_arrived, (1 << 24) - 1);
@@ -7715,11 +7723,19 @@ static void sched_prefill_leave(sched *s, int q) {
     x->todo = 0;
 }
 
+/* q stops being the one whose pages have its request's prompt: another that is in decode takes its place. */
+static void sched_donor_leave(sched *s, int q) {
+    sched_request *r = &s->requests[s->seqs[q].request];
+    if (r->donor != q) return;
+    for (r->donor = r->first; r->donor >= 0; r->donor = s->seqs[r->donor].sibling)
+        if (r->donor != q && s->seqs[r->donor].state == SCHED_DECODE) return;
+}
+
 /* A running sequence gives its pages and its future back. */
 static void sched_stop(sched *s, int q) {
     sched_seq *x = &s->seqs[q];
     if (x->state == SCHED_PREFILL) sched_prefill_leave(s, q);
-    else s->n_decode--;
+    else s->n_decode--, sched_donor_leave(s, q);
     heap_remove(s->line, &s->newest, q);
     sched_own_now(s, q, -1);
     sched_detach(s, q, sched_tail(s, q));
@@ -7946,6 +7962,22 @@ static int sched_feed_decode(sched *s) {
     return n;
 }
 
+/* q has only its prompt's tail left to compute: takes a copy of it if another sample of the request has it, all but the last token.
+ * False: one is computing it in this step, q is better off waiting for that. */
+static bool sched_copy_tail(sched *s, int q) {
+    sched_seq *x = &s->seqs[q];
+    const sched_request *r = &s->requests[x->request];
+    int at = s->kv.seqs[q].n_tree;
+    bool fresh = x->n_known == x->n_prompt && x->from == at * s->c.B && x->n_known - x->from > 1 && !sched_alone(s, x);
+    if (!fresh) return true;
+    const sched_seq *donor = r->donor >= 0 ? &s->seqs[r->donor] : NULL;
+    if (!donor || (donor->is_chunk && donor->n_rows)) return r->fed != s->now;
+    s->copies[s->n_copies++] = (toka_copy){kv_row(&s->kv, r->donor)[at], kv_row(&s->kv, q)[at]};
+    s->n_prompt_hits += x->n_known - 1 - x->from;
+    x->from = x->n_known - 1;
+    return true;
+}
+
 /* Hands the rest of the step's tokens to the sequences in prefill, first come first served. */
 static int sched_feed_prefill(sched *s, int budget) {
     int n_fed = 0;
@@ -7953,6 +7985,8 @@ static int sched_feed_prefill(sched *s, int budget) {
         sched_seq *x = &s->seqs[q];
         next = x->prefill_next;
         x->from = kv_skip(&s->kv, q, x->n_cached);
+        if (!sched_copy_tail(s, q)) continue;
+        s->requests[x->request].fed = s->now;
         x->n_rows = MIN(x->n_known - x->from, budget - n_fed);
         x->is_chunk = true, x->yields = false;
         x->n_cached = x->from + x->n_rows, n_fed += x->n_rows;
@@ -7962,6 +7996,7 @@ static int sched_feed_prefill(sched *s, int budget) {
         if (x->n_cached < x->n_known) continue;
         sched_prefill_leave(s, q);
         x->state = SCHED_DECODE, x->yields = true, x->n_planned++, s->n_decode++;
+        if (s->requests[x->request].donor < 0) s->requests[x->request].donor = q;
         x->page = kv_row(&s->kv, q)[s->kv.seqs[q].n_pages - 1];
         int64_t base = s->now + 1 - x->n_known;
         if (base != x->base) sched_move(s, q, base, x->expect);
@@ -7971,7 +8006,7 @@ static int sched_feed_prefill(sched *s, int budget) {
 
 /* Plans the next step. Returns its number of rows; 0: nothing can run until something is submitted or committed. */
 static int sched_plan(sched *s) {
-    cal_step(&s->cal), s->now++;
+    cal_step(&s->cal), s->now++, s->n_copies = 0;
     int need = sched_review(s);
     while (need > kv_room(&s->kv)) {
         need -= sched_needs_page(s, &s->seqs[s->newest]);
@@ -8041,6 +8076,8 @@ static const char *sched_check_seq(const sched *s, int q) {
     }
     KV_MUST(x->end > s->now && x->end == x->base + x->expect - 1);
     KV_MUST(k->n_pages * s->c.B >= x->n_cached);
+    int donor = s->requests[x->request].donor;
+    KV_MUST(donor >= 0 ? s->seqs[donor].state == SCHED_DECODE && s->seqs[donor].request == x->request : x->state != SCHED_DECODE);
     KV_MUST(x->state != SCHED_DECODE || x->page == kv_row(&s->kv, q)[(x->n_cached - 1) / s->c.B]);
     if (x->state == SCHED_PREFILL) {
         KV_MUST(x->n_cached < x->n_known && x->base + x->n_known > s->now);
@@ -8164,6 +8201,7 @@ typedef struct batch_step {
     int *seq;                  /* [max_seqs] slots of the sequences with rows, in their order */
     int *row0;                 /* [max_seqs + 1] first row of each; T */
     batch_bond *bonds;         /* [max_seqs] in rising `from` */
+    toka_copy *copies;         /* [max_seqs] */
     int n_pages, n_out, n_seq, n_bonds;
 } batch_step;
 
@@ -8248,7 +8286,7 @@ typedef struct batch { /* what building a step takes: the tree of this one, and 
 
 static void batch_step_free(batch_step *d) {
     free(d->ids), free(d->pos), free(d->slot), free(d->pages), free(d->spans), free(d->outs), free(d->seq), free(d->row0);
-    free(d->bonds);
+    free(d->bonds), free(d->copies);
     *d = (batch_step){0};
 }
 
@@ -8262,7 +8300,7 @@ static int batch_step_init(batch_step *d, const sched *s, toka_err *e) {
     d->ids = mem_alloc(nt * sizeof *d->ids), d->pos = mem_alloc(nt * sizeof *d->pos), d->slot = mem_alloc(nt * sizeof *d->slot);
     d->spans = mem_alloc(2 * ns * sizeof *d->spans), d->outs = mem_alloc(ns * sizeof *d->outs);
     d->seq = mem_alloc(ns * sizeof *d->seq), d->row0 = mem_alloc((ns + 1) * sizeof *d->row0);
-    d->bonds = mem_alloc(ns * sizeof *d->bonds);
+    d->bonds = mem_alloc(ns * sizeof *d->bonds), d->copies = mem_alloc(ns * sizeof *d->copies);
     return 0;
 }
 
@@ -8486,6 +8524,8 @@ static void batch_build(batch *b, batch_step *d, const sched *s) {
         d->seq[d->n_seq++] = q, d->row0[d->n_seq] = d->step.T;
     }
     if (d->n_seq) batch_next(b, d, 0);
+    d->step.n_copies = s->n_copies, d->step.copies = d->copies;
+    memcpy(d->copies, s->copies, (size_t)s->n_copies * sizeof *d->copies);
     u->new_order |= u->n_order != d->n_seq;
     u->n_order = d->n_seq;
     batch_spans(b, d, s);
@@ -8599,6 +8639,7 @@ static void batch_split(batch *b, batch_parts *p, const batch_step *d, int n, ba
         while (d->row0[e + 1] <= cut[k]) e++;
         p->part[k] = batch_part_of(d, p->spans + n_spans, cut[k], cut[k + 1], e);
     }
+    p->part[0].step.n_copies = d->step.n_copies, p->part[0].step.copies = d->step.copies;
     batch_part_outs(p, &d->step);
     batch_number(b, p, d);
 }
@@ -10379,6 +10420,18 @@ static void cpu_multiply(toka_device *d, cpu_product p) {
     cpu_product_run(&p);
 }
 
+/* ---- Op: copy_pages ---- */
+
+static void cpu_copy_pages(toka_device *d, const toka_step *s) {
+    if (!cpu_enter(d, "copy_pages")) return;
+    for (int layer = 0; layer < d->shape->L; layer++)
+        for (int i = 0; i < s->n_copies; i++) {
+            size_t first = (size_t)layer * (size_t)d->options.n_pages, from = first + (size_t)s->copies[i].from, to = first + (size_t)s->copies[i].to;
+            memcpy(d->kv_k + to * d->page_k, d->kv_k + from * d->page_k, d->page_k * sizeof *d->kv_k);
+            memcpy(d->kv_v + to * d->page_v, d->kv_v + from * d->page_v, d->page_v * sizeof *d->kv_v);
+        }
+}
+
 /* ---- Op: embed ---- */
 
 /* Begins the step. */
@@ -10837,6 +10890,7 @@ const toka_backend toka_cpu = {
     .all_reduce = cpu_all_reduce,
     .send = cpu_send,
     .receive = cpu_receive,
+    .copy_pages = cpu_copy_pages,
     .embed = cpu_embed,
     .norm_qkv_rope_kv = cpu_norm_qkv_rope_kv,
     .attention = cpu_attention,
@@ -10931,6 +10985,7 @@ static void rank_sum(model_rank *r, int rows) {
 static void rank_step(model_rank *r, const toka_step *s, toka_pick *picks) {
     const toka_backend *be = r->m->be;
     if (be->begin) be->begin(r->dev, s);
+    if (s->n_copies) be->copy_pages(r->dev, s);
     if (r->options.pp_rank == 0) be->embed(r->dev, s, r->x), rank_sum(r, s->T);
     else be->receive(r->dev, r->x, s->T);
     for (int layer = 0; layer < r->shape.L; layer++) {

@@ -352,6 +352,10 @@ typedef struct toka_pick { /* what came of a toka_out_row */
     float top_logprobs[TOKA_MAX_LOGPROBS];
 } toka_pick;
 
+typedef struct toka_copy { /* a whole KV page, in all layers */
+    int32_t from, to;
+} toka_copy;
+
 typedef struct toka_step {   /* one forward step, the plan as integers; host memory, valid until the step is done */
     int T, n_spans, n_out;
     const int32_t *ids;      /* [T]; -1 - q: the last token of slot q, which an earlier step drew and the device kept */
@@ -359,6 +363,8 @@ typedef struct toka_step {   /* one forward step, the plan as integers; host mem
     const int32_t *slot;     /* [T] page * B + offset: where its K and V are stored */
     const int32_t *pages;    /* page tables, spans point into it */
     const toka_span *spans;  /* [n_spans] */
+    int n_copies;
+    const toka_copy *copies; /* [n_copies] done before any K or V of this step is stored; no page is in both columns, none twice in `to` */
     const toka_out_row *out; /* [n_out] */
     float *logits;           /* NULL, or [n_out][V_all] host float32: raw logits too (tests, tools) */
     int64_t number;          /* with stages: 1, 2, 3 ... in the order in which the ranks run them */
@@ -440,6 +446,7 @@ typedef struct toka_backend {
     void (*end)(toka_device *d, const toka_step *s);
     void (*finish)(toka_device *d, const toka_step *s);
     void (*times)(toka_device *d, toka_times *times);            /* as of the last finish; NULL: the device has no clock */
+    void (*copy_pages)(toka_device *d, const toka_step *s); /* s->copies, of this rank's layers; before all other ops of the step */
     /* The transformer. x: [T][E] residual stream (with room for E rounded up to 8, where a backend wants to pad), q and o:
      * [T][H][D], in the backend's own activation type (float32 on the CPU, bf16 on CUDA); `layer` also picks the layer's K
      * and V pages. With tp ranks, embed, out_residual and norm_mlp_residual leave in x this rank's part of a sum, and all_reduce

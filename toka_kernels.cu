@@ -121,6 +121,7 @@ typedef struct layer_weights {
 typedef struct step_rows { /* the running step, on the device */
     int T;
     const int *ids, *pos, *slot; /* [T] */
+    const toka_copy *copies;
 } step_rows;
 
 /* Events around the steps begun and not finished, in rings: `done` is what finish waits for (asleep: to spin for it gained nothing at 1 and
@@ -785,6 +786,18 @@ static void weights_open(toka_device *d) {
 /* ===========================================================================
  * MARK: 4. Embedding, norms, RoPE [kernel]
  * =========================================================================== */
+
+/* ---- Copies of KV pages ----
+ * pool[layer][to] = pool[layer][from], 16 bytes a thread and turn. Grid (copies, layers), block 256. Moves 2 * page bytes: copy speed. */
+__global__ static void __launch_bounds__(256) copy_pages_kernel(const toka_copy *copies, bf16 *kv, size_t layer, int page) {
+    grid_launch_dependents();
+    grid_wait();
+    toka_copy c = copies[blockIdx.x];
+    bf16 *pool = kv + blockIdx.y * layer;
+    const uint4 *from = (const uint4 *)(pool + (size_t)c.from * page);
+    uint4 *to = (uint4 *)(pool + (size_t)c.to * page);
+    for (int i = threadIdx.x; i < page / 8; i += 256) to[i] = from[i];
+}
 
 /* ---- embed ----
  * x[t][:] = E[ids[t]][:], bf16; an id -1 - q is the one drawn last for slot q. Grid T, block 128, 16 bytes a thread and turn. Moves
@@ -4606,7 +4619,7 @@ static void cuda_take_memory(toka_device *d) {
     if (!d->error.code) latch(d, cudaMemsetAsync(d->kv, 0, (size_t)s->L * d->kv_layer * sizeof(bf16), d->stream), "KV cache");
     if (!d->error.code) attn_open(d);
     if (!d->error.code) samp_open(d);
-    if (!d->error.code) stage_open(d, &d->up, 3 * T * sizeof(int) + attn_stage_bytes(d) + samp_stage_bytes(d) + 4096);
+    if (!d->error.code) stage_open(d, &d->up, T * (3 * sizeof(int) + sizeof(toka_copy)) + attn_stage_bytes(d) + samp_stage_bytes(d) + 4096);
     d->last = (int *)dev_alloc(d, (size_t)d->options.n_slots * sizeof(int), "last tokens");
     if (!d->error.code) clock_open(d);
 }
@@ -4967,6 +4980,7 @@ static void cuda_begin(toka_device *d, const toka_step *s) {
     d->rows.ids = (const int *)stage_put(&d->up, s->ids, (size_t)s->T * sizeof(int));
     d->rows.pos = (const int *)stage_put(&d->up, s->pos, (size_t)s->T * sizeof(int));
     d->rows.slot = (const int *)stage_put(&d->up, s->slot, (size_t)s->T * sizeof(int));
+    d->rows.copies = (const toka_copy *)stage_put(&d->up, s->copies, (size_t)s->n_copies * sizeof *s->copies);
     attn_plan_step(d, s);
     samp_plan_step(d, s);
     clock_begin(d, s);
@@ -4983,6 +4997,13 @@ static void cuda_finish(toka_device *d, const toka_step *s) {
     if (d->error.code) return;
     clock_done(d);
     samp_collect(d, s, &d->samp->down[d->oldest]);
+}
+
+static void cuda_copy_pages(toka_device *d, const toka_step *s) {
+    const toka_shape *sh = d->shape;
+    if (!d->error.code)
+        launch_dependent(d, "copies of pages", copy_pages_kernel, dim3((unsigned)s->n_copies, (unsigned)sh->L), 256, 0, 1, d->rows.copies,
+                         d->kv, d->kv_layer, sh->K * 2 * sh->B * sh->D);
 }
 
 static void cuda_embed(toka_device *d, const toka_step *s, toka_dev x) {
@@ -5059,6 +5080,7 @@ extern "C" const toka_backend toka_cuda = {
     .end = cuda_end,
     .finish = cuda_finish,
     .times = cuda_times,
+    .copy_pages = cuda_copy_pages,
     .embed = cuda_embed,
     .norm_qkv_rope_kv = cuda_norm_qkv_rope_kv,
     .attention = cuda_attention,

@@ -4,7 +4,7 @@
 
 enum { LATE_DEVICES = 64, LATE_OPS = 4096, LATE_STEPS = 8 };
 
-typedef enum late_kind { LATE_SUM, LATE_SEND, LATE_RECEIVE, LATE_EMBED, LATE_QKV, LATE_ATTENTION, LATE_OUT, LATE_MLP, LATE_SAMPLE, LATE_END } late_kind;
+typedef enum late_kind { LATE_SUM, LATE_SEND, LATE_RECEIVE, LATE_COPY, LATE_EMBED, LATE_QKV, LATE_ATTENTION, LATE_OUT, LATE_MLP, LATE_SAMPLE, LATE_END } late_kind;
 
 typedef struct late_op {
     late_kind kind;
@@ -49,6 +49,7 @@ static void late_work(late_device *l, const late_op *op) {
     case LATE_SUM: toka_cpu.all_reduce(d, op->a, op->rows); break;
     case LATE_SEND: toka_cpu.send(d, op->a, op->rows); break;
     case LATE_RECEIVE: toka_cpu.receive(d, op->a, op->rows); break;
+    case LATE_COPY: toka_cpu.copy_pages(d, op->s); break;
     case LATE_EMBED: toka_cpu.embed(d, op->s, op->a); break;
     case LATE_QKV: toka_cpu.norm_qkv_rope_kv(d, op->s, op->layer, op->a, op->b); break;
     case LATE_ATTENTION: toka_cpu.attention(d, op->s, op->layer, op->a, op->b); break;
@@ -130,6 +131,7 @@ static int late_status(toka_device *d, toka_err *e) {
 static void late_all_reduce(toka_device *d, toka_dev x, int rows) { late_put(d, (late_op){.kind = LATE_SUM, .rows = rows, .a = x}); }
 static void late_send(toka_device *d, toka_dev x, int rows) { late_put(d, (late_op){.kind = LATE_SEND, .rows = rows, .a = x}); }
 static void late_receive(toka_device *d, toka_dev x, int rows) { late_put(d, (late_op){.kind = LATE_RECEIVE, .rows = rows, .a = x}); }
+static void late_copy(toka_device *d, const toka_step *s) { late_put(d, (late_op){.kind = LATE_COPY, .s = s}); }
 static void late_embed(toka_device *d, const toka_step *s, toka_dev x) { late_put(d, (late_op){.kind = LATE_EMBED, .s = s, .a = x}); }
 static void late_qkv(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q) {
     late_put(d, (late_op){LATE_QKV, s, layer, 0, x, q});
@@ -191,6 +193,7 @@ static toka_backend late_backend(int n_ahead) {
     be.open = late_open, be.close = late_close, be.status = late_status;
     be.begin = late_begin, be.end = late_end, be.finish = late_finish;
     be.all_reduce = late_all_reduce, be.send = late_send, be.receive = late_receive;
+    be.copy_pages = late_copy;
     be.embed = late_embed, be.norm_qkv_rope_kv = late_qkv, be.attention = late_attention;
     be.out_residual = late_out, be.norm_mlp_residual = late_mlp, be.norm_logits_sample = late_sample;
     be.n_ahead = n_ahead;

@@ -23,7 +23,7 @@ typedef struct smt {
     smt_result *late;      /* those on their way, oldest first */
     int n_late, step;
     char *written;         /* [n_pages * B] in this step */
-    int64_t n_tokens, n_done;
+    int64_t n_tokens, n_done, n_copies;
 } smt;
 
 static uint64_t smt_hash(const int32_t *t, int n) { return hash_bytes(t, (size_t)n * sizeof *t); }
@@ -53,11 +53,24 @@ static void smt_close(smt *m) {
 
 static int32_t *smt_device(smt *m, int q) { return m->device + (size_t)q * (size_t)m->s.c.max_len; }
 
+/* The copies that the planned step begins with. */
+static void smt_copy(smt *m) {
+    const sched *s = &m->s;
+    size_t B = (size_t)s->c.B;
+    for (int i = 0; i < s->n_copies; i++) {
+        toka_copy c = s->copies[i];
+        for (int k = 0; k < s->n_copies; k++) CHECK(s->copies[k].from != c.to && (k == i || s->copies[k].to != c.to));
+        memcpy(m->mem + (size_t)c.to * B, m->mem + (size_t)c.from * B, B * sizeof *m->mem);
+    }
+    m->n_copies += s->n_copies;
+}
+
 /* Runs the planned step: all rows write, then all rows read, as attention does. */
 static void smt_run(smt *m, int n_rows) {
     sched *s = &m->s;
     int B = s->c.B, rows = 0;
     memset(m->written, 0, (size_t)s->c.n_pages * (size_t)B);
+    smt_copy(m);
     for (int q = 0; q < s->c.max_seqs; q++) {
         sched_seq *x = &s->seqs[q];
         if (x->state == SCHED_FREE || !x->n_rows) continue;
@@ -332,7 +345,8 @@ static void smt_repeats(void) { /* n samples of one prompt, twice, at page borde
             m.s.requests[id].n_alone = 0;
             for (int i = 0; i < 100 && m.n_done < done + 32; i++) smt_step(&m, true);
             CHECK(m.n_done == done + 32 && m.s.n_preempted == 0);
-            CHECK(m.s.n_prompt_hits - hits == (n_prompt - 1) / 2 * 2 * (31 + again));
+            CHECK(m.s.n_prompt_hits - hits == (n_prompt - 1) / 2 * 2 * again + (n_prompt - 1) * 31);
+            CHECK((m.n_copies > 0) == (n_prompt > 1 && n_prompt % 2 == 0)); /* an odd one's last token is alone in its page */
         }
         smt_close(&m);
     }
