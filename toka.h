@@ -388,7 +388,7 @@ typedef struct toka_device_options {
     void *user;
 } toka_device_options;
 
-/* What a device did by its own clock, since it was opened. Every so many steps one is run with the clock read between its ops, too; what
+/* What a device did by its own clock, since its first step, the rehearsal. Every so many steps one is run with the clock read between its ops, too; what
  * these did is counted from the step's integers: bytes are the least that must move. */
 enum { TOKA_PART_EMBED, TOKA_PART_QKV, TOKA_PART_ATTENTION, TOKA_PART_OUT, TOKA_PART_MLP, TOKA_PART_HEAD, TOKA_PARTS };
 typedef struct toka_part_times {
@@ -397,7 +397,7 @@ typedef struct toka_part_times {
 typedef struct toka_times {
     int64_t steps;
     double busy_s, idle_s; /* in steps, their upload included; between one and the next */
-    double begin_s, end_s; /* of the step finished last, from the begin of the first */
+    double begin_s, end_s; /* of the step finished last, from the begin of the first that counts */
     int64_t n_timed;       /* steps whose parts were timed */
     toka_part_times part[TOKA_PARTS];
 } toka_times;

@@ -132,7 +132,7 @@ typedef struct step_clock {
     cudaEvent_t *at; /* [4 L + 2] behind the ops of the step whose parts are timed */
     char *part;      /* [4 L + 2] of TOKA_PARTS: of which op */
     int n_at, timed; /* timed: that step's place in the ring; -1: there is none */
-    int64_t n_begun;
+    int64_t n_begun, n_done;
     toka_times t;
 } step_clock;
 
@@ -4569,6 +4569,7 @@ static void clock_done(toka_device *d) {
     step_clock *c = &d->clock;
     toka_times *t = &c->t;
     int i = d->oldest;
+    if (!c->n_done++) return; /* the rehearsal */
     if (t->steps++) {
         double idle = clock_between(d, c->done[(i + STEP_RING - 1) % STEP_RING], c->begun[i]);
         t->idle_s += idle, t->begin_s = t->end_s + idle;
