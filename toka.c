@@ -6161,6 +6161,15 @@ static mf_range mf_stage(const toka_shape *s, int i, int pp_size) {
     return i < others ? mf_share(s->L - last, i, others) : (mf_range){s->L - last, last};
 }
 
+/* Part i of the vocabulary. Where it is large enough, parts begin at whole blocks: those of ids that a GPU's sampling has one random
+ * number for. */
+static mf_range mf_share_ids(int V, int i, int parts) {
+    const int block = V >= parts * TOKA_ID_BLOCK ? TOKA_ID_BLOCK : 1;
+    mf_range r = mf_share((V + block - 1) / block, i, parts);
+    r.from *= block, r.n = MIN(r.n * block, V - r.from);
+    return r;
+}
+
 /* What a rank has of heads, kv heads, mlp columns and vocabulary. Where there are fewer kv heads than ranks, several ranks have
  * the same one, and each some of its query heads. */
 typedef struct mf_part {
@@ -6177,7 +6186,7 @@ static int mf_part_of(const toka_shape *s, int tp_rank, int tp_size, mf_part *p,
                     "ranks, or a multiple of K that divides H", tp_size, s->H, s->K, s->K);
     p->K = s->K < tp_size ? (mf_range){tp_rank / (tp_size / s->K), 1} : mf_share(s->K, tp_rank, tp_size);
     p->H = s->K < tp_size ? mf_share(s->H, tp_rank, tp_size) : (mf_range){p->K.from * G, p->K.n * G};
-    p->F = mf_share(s->F, tp_rank, tp_size), p->V = mf_share(s->V, tp_rank, tp_size);
+    p->F = mf_share(s->F, tp_rank, tp_size), p->V = mf_share_ids(s->V, tp_rank, tp_size);
     return 0;
 }
 
@@ -11084,6 +11093,7 @@ static void *rank_run(void *arg) {
 /* Ends the ranks when they have run what was posted. False: one is lost, and all stays as it is. */
 static bool model_close(model_run *m) {
     if (m->n_started) {
+        if (m->n_started < m->n_ranks) m->be->group_abort(m->group); /* nobody waits for those that never came */
         pthread_mutex_lock(&m->bell->lock);
         m->closing = true;
         pthread_cond_broadcast(&m->to_do);
@@ -11115,7 +11125,8 @@ static int model_cut(model_run *m, const toka_backend *be, const toka_shape *sha
     return 0;
 }
 
-/* Starts the ranks, which open their devices side by side; model_ready waits for them. o: all but the place in the group. */
+/* Starts the ranks, which open their devices side by side; model_ready waits for them. o: all but the place in the group; the first
+ * rank's index. */
 static int model_start(model_run *m, model_bell *bell, const toka_device_options *o, int max_len, toka_err *e) {
     m->bell = bell;
     if (MAX(m->n_ranks, o->n_devices) > 1 && m->be->group_open(&m->group, m->tp, m->pp, e)) return e->code;
@@ -11125,6 +11136,7 @@ static int model_start(model_run *m, model_bell *bell, const toka_device_options
         toka_device_options place = r->options;
         r->shape.max_len = max_len, r->options = *o, r->options.group = m->group;
         r->options.tp_rank = place.tp_rank, r->options.tp_size = m->tp, r->options.pp_rank = place.pp_rank, r->options.pp_size = m->pp;
+        r->options.index += i;
         if (i) r->options.progress = NULL;
         int err = pthread_create(&r->thread, NULL, rank_run, r);
         if (err) return fail(e, TOKA_E_IO, "cannot start a thread: %s", strerror(err));
@@ -11433,13 +11445,16 @@ static bool eng_free(eng *g) {
     return true;
 }
 
-/* Tokens of KV for which every rank of a model has room. */
-static int64_t eng_room(const model_run *m, const toka_device_options *d, int max_len, int max_seqs) {
+/* Tokens of KV for which every rank of every replica has room. */
+static int64_t eng_room(const eng *g, toka_device_options d, int max_len, int max_seqs) {
     int64_t least = INT64_MAX;
-    for (int i = 0; i < m->n_ranks; i++) {
-        toka_shape s = m->ranks[i].shape;
+    for (d.index = 0; d.index < d.n_devices; d.index++) {
+        const model_run *m = &g->replicas[d.index / (d.n_devices / g->n_replicas)].m;
+        const model_rank *r = &m->ranks[d.index % m->n_ranks];
+        toka_shape s = r->shape;
         s.max_len = max_len;
-        int64_t n = eng_kv_tokens(&s, max_seqs, m->be, m->be->kv_bytes(&s, &m->ranks[i].weights, d));
+        d.tp_size = m->tp, d.pp_size = m->pp, d.tp_rank = r->options.tp_rank, d.pp_rank = r->options.pp_rank;
+        int64_t n = eng_kv_tokens(&s, max_seqs, m->be, m->be->kv_bytes(&s, &r->weights, &d));
         least = MIN(least, n);
     }
     return least;
@@ -11486,18 +11501,18 @@ static int eng_open_replicas(eng *g, toka_shape *shape, const toka_options *o, s
                              .n_slots = c->max_seqs, .n_devices = n_devices,
                              .memory_utilization = o->gpu_memory_utilization, .progress = o->progress, .user = o->progress_user};
     int code = 0;
-    if (n_devices > 1 && !g->be->group_open)
-        return fail(e, TOKA_E_USE, "%d devices for %d replicas of %d stages of %d tensor ranks: the %s backend runs on one so far, only "
-                    "--device cpu has ranks", n_devices, g->n_replicas, pp, tp, g->be->name);
+    if (g->be->count && n_devices > g->be->count())
+        return fail(e, TOKA_E_DEVICE, "%d replica%s of %d stage%s of %d tensor rank%s: %d GPUs are needed, this process sees %d",
+                    g->n_replicas, g->n_replicas > 1 ? "s" : "", pp, pp > 1 ? "s" : "", tp, tp > 1 ? "s" : "", n_devices, g->be->count());
     for (int i = 0; i < g->n_replicas && !code; i++)
         code = model_cut(&g->replicas[i].m, g->be, shape, &g->files->weights, tp, pp, e);
     if (code) return code;
-    int64_t room = o->kv_tokens ? 0 : eng_room(&g->replicas[0].m, &d, o->max_model_len ? o->max_model_len : shape->max_len, c->max_seqs);
+    int64_t room = o->kv_tokens ? 0 : eng_room(g, d, o->max_model_len ? o->max_model_len : shape->max_len, c->max_seqs);
     if ((code = eng_size(shape, o->max_model_len, o->kv_tokens, room, &c->n_pages, e))) return code;
     d.n_pages = c->n_pages, c->max_len = shape->max_len;
     for (int i = 0; i < g->n_replicas && !code; i++) {
         eng_replica *p = &g->replicas[i];
-        p->g = g;
+        p->g = g, d.index = i * tp * pp;
         code = model_start(&p->m, &g->bell, &d, shape->max_len, e);
         if (!code) code = eng_replica_init(p, c, e);
     }

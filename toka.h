@@ -297,9 +297,12 @@ typedef struct toka_weights {
 /* Many ranks. A model that is spread over devices is a grid of pp stages x tp ranks. A stage has some of the layers, one behind
  * another; its tp ranks have each some of the heads, of the MLP's columns and of the vocabulary. L, H, K, F and V are those of
  * the rank; E, D, B and the rest are equal everywhere. A model on one device is one rank that has all. */
+enum { TOKA_ID_BLOCK = 256 };
+
 typedef struct toka_shape {
     int L, H, K, D, E, F, V;
-    int v0, V_all;          /* the rank has the ids v0 .. v0+V-1 of V_all */
+    int v0, V_all;          /* the rank has the ids v0 .. v0+V-1 of V_all; v0 is a multiple of TOKA_ID_BLOCK where V_all is that many
+                               for each tp rank */
     int B;                  /* tokens per page */
     float eps;              /* of every RMSNorm */
     const float *rope_freq; /* [D/2] radians per position: every RoPE kind comes down to this table ... */
@@ -380,6 +383,7 @@ typedef struct toka_device_options {
     int max_out;     /* largest n_out */
     int n_pages;     /* KV pages to hold */
     int n_devices;   /* that this process opens beside one another, with this one; 0: 1. Those of one machine share its memory */
+    int index;       /* of this one among them */
     int n_slots;     /* slots whose last tokens the device keeps; 0: none, all ids are given */
     toka_group *group; /* NULL: alone */
     int tp_rank, tp_size, pp_rank, pp_size; /* place in the group; sizes 0 and 1 mean the same */
@@ -412,7 +416,10 @@ typedef struct toka_backend {
     const char *name;
     /* Describes device number i of this kind in one line. Returns 0 when there is none that can be used, with the reason in line. */
     int (*probe)(int i, char *line, size_t bytes);
-    /* Bytes that the KV pool may take beside all the rest of this model and a step of this size (n_pages is not looked at). */
+    /* Devices of this kind that one process can use beside one another; NULL: as many as it wants. */
+    int (*count)(void);
+    /* Bytes that the KV pool may take beside all the rest of this model and a step of this size, on the device that `o` names (n_pages
+     * and the group are not looked at). */
     int64_t (*kv_bytes)(const toka_shape *shape, const toka_weights *weights, const toka_device_options *o);
     /* Takes all memory; keeps `shape` and `weights` by pointer, they outlive the device. */
     int (*open)(toka_device **out, const toka_device_options *o, const toka_shape *shape, const toka_weights *weights,
@@ -424,9 +431,9 @@ typedef struct toka_backend {
     void (*upload)(toka_device *d, toka_dev to, const void *from, size_t bytes);
     void (*download)(toka_device *d, void *to, toka_dev from, size_t bytes);
     /* Ranks. Each rank is a device, driven by one thread; all run the same steps in the same order. An op that waits for other
-     * ranks gives up when the group is aborted or when nobody gets on for half a minute: then every device of the group latches
-     * a failure, with the rank and the op, and further ops do nothing. A device may be closed when its own thread is in no op,
-     * the group when its devices are. group_open NULL: this backend runs on one device only. */
+     * ranks, and open, where the ranks meet, give up when the group is aborted; the op also when nobody gets on for half a minute: then
+     * every device of the group latches a failure, with the rank and the op, and further ops do nothing. A device may be closed when
+     * its own thread is in no op, the group when its devices are. */
     int (*group_open)(toka_group **out, int tp_size, int pp_size, toka_err *e);
     void (*group_close)(toka_group *g);
     void (*group_abort)(toka_group *g);                         /* any thread */
