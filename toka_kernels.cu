@@ -590,7 +590,7 @@ static void stage_send(toka_device *d, stage *s) {
 
 enum { LOAD_THREADS = 8, LOAD_BYTES = 8 << 20 };
 
-typedef struct load_job { /* one tensor and where it goes */
+typedef struct load_job { /* one tensor, or slice of one, and where it goes */
     const toka_tensor *from;
     void *to;      /* matrices bf16 [.][stride], vectors float32 */
     int stride;    /* columns of the target: those of the tensor rounded up */
@@ -612,7 +612,6 @@ typedef struct loader {
 
 static void load_add(loader *l, const toka_tensor *from, void *to, int stride, bool f32, int row0, bool by_turns) {
     if (!from->rows) return;
-    assert(from->stride == from->cols); /* no slices of columns: there is one rank */
     if (l->n_jobs == l->cap) {
         l->cap = l->cap ? 2 * l->cap : 256;
         l->jobs = (load_job *)realloc(l->jobs, (size_t)l->cap * sizeof *l->jobs);
@@ -635,14 +634,16 @@ __global__ static void __launch_bounds__(256) load_place(const void *raw, size_t
     else ((bf16 *)j.to)[to] = __float2bfloat16(v);
 }
 
-/* Takes the next piece; false: none is left, or something failed. */
+/* Takes the next piece, of a slice of columns whole rows; false: none is left, or something failed. */
 static bool load_next(loader *l, load_job *job, size_t *at, size_t *n) {
     pthread_mutex_lock(&l->lock);
     bool more = l->job < l->n_jobs && !l->error.code;
     if (more) {
         *job = l->jobs[l->job], *at = l->at;
-        size_t size = job->from->dtype == TOKA_F32 ? 4 : 2, all = (size_t)job->from->rows * job->from->cols;
-        *n = all - *at < LOAD_BYTES / size ? all - *at : LOAD_BYTES / size;
+        const toka_tensor *t = job->from;
+        size_t size = t->dtype == TOKA_F32 ? 4 : 2, all = (size_t)t->rows * t->cols, most = LOAD_BYTES / size;
+        if (t->rows > 1 && t->stride != t->cols) most -= most % t->cols;
+        *n = all - *at < most ? all - *at : most;
         l->at += *n, l->done += *n * size;
         if (l->at == all) l->job++, l->at = 0;
         if (l->d->options.progress) l->d->options.progress(l->d->options.user, "loading weights", (double)l->done / l->bytes);
@@ -651,9 +652,18 @@ static bool load_next(loader *l, load_job *job, size_t *at, size_t *n) {
     return more;
 }
 
+/* Elements at .. at+n-1 of a tensor, from the mapped file. */
+static void load_read(const toka_tensor *t, size_t at, size_t n, char *to) {
+    size_t size = t->dtype == TOKA_F32 ? 4 : 2, cols = (size_t)t->cols;
+    const char *data = (const char *)t->data;
+    if (t->rows == 1 || t->stride == t->cols) memcpy(to, data + at * size, n * size);
+    else
+        for (size_t i = 0; i < n; i += cols) memcpy(to + i * size, data + (at + i) / cols * t->stride * size, cols * size);
+}
+
 static cudaError_t load_piece(const load_job *j, size_t at, size_t n, char *host, char *dev, cudaStream_t stream) {
     size_t size = j->from->dtype == TOKA_F32 ? 4 : 2;
-    memcpy(host, (const char *)j->from->data + at * size, n * size);
+    load_read(j->from, at, n, host);
     if (j->from->dtype == TOKA_BF16 && !j->f32 && !j->by_turns && j->stride == j->from->cols)
         return cudaMemcpyAsync((bf16 *)j->to + (size_t)j->row0 * j->stride + at, host, n * size, cudaMemcpyHostToDevice, stream);
     cudaError_t code = cudaMemcpyAsync(dev, host, n * size, cudaMemcpyHostToDevice, stream);
@@ -699,8 +709,9 @@ static void *load_thread(void *arg) {
 static void load_run(loader *l) {
     pthread_t threads[LOAD_THREADS];
     int n = 0;
+    const int n_threads = l->d->options.n_devices > 4 ? LOAD_THREADS / 2 : LOAD_THREADS; /* several devices load side by side */
     pthread_mutex_init(&l->lock, NULL);
-    while (n < LOAD_THREADS && !pthread_create(&threads[n], NULL, load_thread, l)) n++;
+    while (n < n_threads && !pthread_create(&threads[n], NULL, load_thread, l)) n++;
     if (!n) load_thread(l);
     for (int i = 0; i < n; i++) pthread_join(threads[i], NULL);
     pthread_mutex_destroy(&l->lock);
