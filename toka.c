@@ -59,9 +59,9 @@
  * where, found, expected. Four classes, never mixed: a bug asserts; bad start-up input travels up to main, the only place that
  * prints and exits; a bad request fails that request; a device fault is latched by the device and fails all requests. What
  * comes from a file or a network is checked where it is read and is an error, never an assert. To rehearse the last class, the
- * environment can break a device: TOKA_DEBUG_FAULT=N fails its Nth step, TOKA_DEBUG_STALL=N (CPU) never returns from it. Of many
- * ranks that is the first stage's, or rank R of every replica: N@R (CPU). TOKA_DEBUG_PATIENCE=S (CPU): ranks that do not get on
- * for S seconds are given up, instead of 30.
+ * environment can break a device: TOKA_DEBUG_FAULT=N fails its Nth step, TOKA_DEBUG_STALL=N never returns from it. Of many
+ * ranks that is the first stage's, or rank R of every replica: N@R. TOKA_DEBUG_PATIENCE=S: ranks that do not get on for S seconds
+ * are given up, instead of 30. And TOKA_DEBUG_SHARE_GPU=1 puts all ranks on one GPU, to rehearse without several.
  *
  * WHAT ALWAYS HOLDS.
  *   1. A row's result depends on its own tokens only: not on batch mates, chunks of prefill, threads, preemption or the cutting
@@ -18787,7 +18787,7 @@ static plan_rank plan_rank_of(const plan_ask *a, int tp, int pp, int stage, int 
     bool tied = !(a->model->features & MF_LM_HEAD);
     int heads = p.first + p.last - (p.first && p.last && tied); /* embedding and LM head; tied they are one where they meet */
     p.weights = (int64_t)toka_gpu_layer_bytes(&layer) * s->L + (int64_t)toka_gpu_matrix_bytes(&head) * heads;
-    p.scratch = (int64_t)toka_gpu_scratch_bytes(s, a->max_tokens); /* at the model's own length, as eng_open asks for it */
+    p.scratch = (int64_t)toka_gpu_scratch_bytes(s, a->max_tokens) + (int64_t)toka_gpu_group_bytes(s, a->max_tokens, tp, pp); /* at the model's own length, as eng_open asks for it */
     p.token_bytes = (int64_t)2 * s->L * s->K * s->D * 2;
     int64_t room = (int64_t)(a->utilization * (a->gpu->memory - PLAN_CONTEXT_BYTES)) - p.weights - p.scratch;
     p.kv_tokens = MIN((int64_t)a->max_seqs * a->max_len, room / p.token_bytes);
@@ -19025,9 +19025,9 @@ static void plan_put_today(const plan_ask *a, buf *b) {
         buf_printf(b, "has no machine code for compute capability %d.%d: it cannot run on a %s", g->arch / 10, g->arch % 10,
                    g->name);
     else if (a->gpus > 1)
-        buf_printf(b, "runs a model on one GPU: a split over %d is arithmetic so far, nothing that it can run", a->gpus);
+        buf_printf(b, "runs such splits over the GPUs of one host; two H200 are the most that it was measured on");
     else
-        buf_printf(b, "runs a model on one GPU: this can be run %s",
+        buf_printf(b, "runs this %s",
                    pub_backend("cuda") ? "by this build" : "by a build with the GPU half, which this is not");
 }
 

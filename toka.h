@@ -483,6 +483,7 @@ typedef struct toka_backend {
  * there. ---- */
 
 enum { TOKA_GPU_PAGE_TOK = 64,
+       TOKA_GPU_LINK = 3,      /* messages between two stages that are under way */
        TOKA_GPU_TOKENS = 8448, /* of a step: whole waves of 128-row tiles on 132 multiprocessors, for every N that is a multiple of 1,024 */
        TOKA_GPU_SEQS = 4096 };
 
@@ -499,6 +500,11 @@ static inline size_t toka_gpu_scratch_bytes(const toka_shape *s, int max_tokens)
     size_t heads = (size_t)(s->H + 2 * s->K) * s->D, row = 2 * (size_t)s->E + 2 * (size_t)s->H * s->D + heads + s->F;
     size_t attention = (size_t)s->H * (s->D + 1) * 4; /* of a row: what earlier spans left, float32 */
     return (size_t)max_tokens * (row * 2 + attention) + (size_t)s->max_len * s->D / 2 * 8 + ((size_t)1536 << 20);
+}
+/* And what ranks need for one another: sums and samples of a stage's tensor ranks, messages between stages. */
+static inline size_t toka_gpu_group_bytes(const toka_shape *s, int max_tokens, int tp, int pp) {
+    size_t x = (size_t)max_tokens * (((size_t)s->E + 7) / 8 * 8) * 2;
+    return (tp > 1 ? x + ((size_t)256 << 20) : 0) + (pp > 1 ? (TOKA_GPU_LINK + 1) * x : 0);
 }
 /* Share of the free memory that is taken where nobody says. */
 static inline double toka_gpu_utilization(double asked) { return asked > 0 ? asked : 0.9; }

@@ -6,7 +6,7 @@
  *
  * HOW A STEP RUNS. Plans are integers made on the host (toka.c chapters 13 and 14). `begin` copies what the step needs into one
  * pinned buffer and up in one transfer (struct stage), with the work lists of attention (chapter 8) and of sampling
- * (chapter 10); the ops only launch kernels on one stream, and `end` puts an event behind them. So the next step can be begun while this one
+ * (chapter 11); the ops only launch kernels on one stream, and `end` puts an event behind them. So the next step can be begun while this one
  * runs: what was drawn last for each slot stays on the device (toka_device.last), where `embed` of the next step finds it. `finish` waits
  * for the event of the oldest step and hands out its picks. What a step needs on the host there is STEPS_AHEAD times.
  *
@@ -42,6 +42,7 @@
  *   prefill, shared    attn_wg               D 64, 96, 128, Hopper        arithmetic   472, 544 TFLOP/s at 16k (cuDNN 444, 593)
  *   all of it          attn_mma              any D, any card              either       prefill half of attn_wg
  *   parts of it        attn_join             split K and V                copy         not measured
+ *   sums over ranks    one_shot_kernel, two_shot_kernel                   links        285 GB/s of two H200's 450; 6.2 us at least
  *   LM head, sampling  gemm_kernel with epi_sample, samp_reduce_kernel    arithmetic   1.02 to 1.23x of cuBLAS's GEMM alone
  *   filtered rows      samp_filter_kernel, samp_blocks_kernel, samp_undo_kernel        0.5 ms for a row, 1.5 ms for 256
  *
@@ -56,10 +57,11 @@
  *   7. GEMM for few rows, and the choice [kernel]
  *   8. Attention: the work list [host]
  *   9. Attention: the kernels [kernel]
- *  10. LM head and sampling [kernel]
- *  11. The card, opening and closing [host]
- *  12. Measuring the ops [host]
- *  13. The op table [host]
+ *  10. Ranks: groups and transfers [kernel]
+ *  11. LM head and sampling [kernel]
+ *  12. The card, opening and closing [host]
+ *  13. Measuring the ops [host]
+ *  14. The op table [host]
  */
 #define TOKA_INTERNAL
 #define TOKA_WITH_CUDA
@@ -75,10 +77,13 @@
 #include <limits.h>
 #include <math.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
+#include <unistd.h>
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #define HOPPER 1 /* bodies that need sm_90a; elsewhere they compile to a trap and are never launched */
@@ -137,7 +142,20 @@ typedef struct step_clock {
 } step_clock;
 
 struct attn_plan; /* chapter 8 */
-struct samp_plan; /* chapter 10 */
+struct samp_plan; /* chapter 11 */
+struct group_rank; /* chapter 10 */
+
+enum { MEET_RANKS = 8 }; /* tensor ranks of a stage, at most */
+
+struct meet_line; /* chapter 10 */
+typedef struct meeting { /* what a kernel needs to meet the same kernel of other ranks (chapter 10) */
+    int me, n;
+    unsigned *count;              /* own, [MEET_CTAS] */
+    volatile int *over;           /* host memory: the group is broken */
+    volatile unsigned *trace;     /* host memory: number of the meeting that CTA 0 came to, and that it left */
+    meet_line *lines[MEET_RANKS]; /* of each rank [MEET_CTAS][MEET_RANKS] */
+    char *inbox[MEET_RANKS];      /* of each rank: group_inbox_bytes */
+} meeting;
 
 struct toka_device {
     toka_device_options options;
@@ -171,19 +189,27 @@ struct toka_device {
     samp_plan *samp;
     void **blocks;           /* what cudaMalloc gave */
     int n_blocks;
-    int fault_in;            /* debugging: this many steps from now a kernel fails; 0: none */
+    int fault_in, stall_in;  /* debugging: this many steps from now a kernel fails, or never ends; 0: none */
     struct {
         const void *kernel;
         size_t smem;
     } prepared[64];          /* by launch_prepare */
     int n_prepared;
+    toka_group *group;       /* NULL: alone */
+    group_rank *rank;        /* this one's place in it */
+    char where[72];          /* "rank 1 (stage 0, tensor rank 1): ", or nothing */
+    meeting meet;            /* with tensor ranks */
+    int meet_ctas;
+    unsigned op_at;          /* meetings enqueued when an op was last noted in rank->ops */
+    cudaStream_t copies;     /* with stages: what goes to other ranks */
+    cudaEvent_t drawn;       /* tp rank 0 of the last stage: the table of last tokens can be sent */
 };
 
 /* Latches the first failure; later ones are its consequences. */
 static void latch(toka_device *d, cudaError_t code, const char *what) {
     if (code == cudaSuccess || d->error.code) return;
     d->error.code = code == cudaErrorMemoryAllocation ? TOKA_E_MEMORY : TOKA_E_DEVICE;
-    snprintf(d->error.msg, sizeof d->error.msg, "GPU: %s: %s", what, cudaGetErrorString(code));
+    snprintf(d->error.msg, sizeof d->error.msg, "GPU: %s%s: %s", d->where, what, cudaGetErrorString(code));
 }
 #define LAUNCHED(d, what) latch(d, cudaGetLastError(), what) /* behind every <<<>>> */
 
@@ -227,6 +253,12 @@ static void launch_dependent(toka_device *d, const char *what, void (*kernel)(P.
         config.numAttrs++;
     }
     latch(d, cudaLaunchKernelExC(&config, (const void *)kernel, pointers), what);
+}
+
+/* For tests with one GPU: all ranks on GPU 0. */
+static bool gpu_is_shared(void) {
+    const char *value = getenv("TOKA_DEBUG_SHARE_GPU");
+    return value && atoi(value);
 }
 
 static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -527,7 +559,7 @@ static void *dev_alloc(toka_device *d, size_t bytes, const char *what) {
         cudaGetLastError();
         cudaMemGetInfo(&free_bytes, &total);
         d->error.code = TOKA_E_MEMORY;
-        snprintf(d->error.msg, sizeof d->error.msg, "GPU: %s: %.2f GB asked for, %.2f of %.2f GB are free", what, bytes / 1e9,
+        snprintf(d->error.msg, sizeof d->error.msg, "GPU: %s%s: %.2f GB asked for, %.2f of %.2f GB are free", d->where, what, bytes / 1e9,
                  free_bytes / 1e9, total / 1e9);
         return NULL;
     }
@@ -642,6 +674,7 @@ static bool load_next(loader *l, load_job *job, size_t *at, size_t *n) {
         *job = l->jobs[l->job], *at = l->at;
         const toka_tensor *t = job->from;
         size_t size = t->dtype == TOKA_F32 ? 4 : 2, all = (size_t)t->rows * t->cols, most = LOAD_BYTES / size;
+        assert(most >= (size_t)t->cols || t->rows == 1);
         if (t->rows > 1 && t->stride != t->cols) most -= most % t->cols;
         *n = all - *at < most ? all - *at : most;
         l->at += *n, l->done += *n * size;
@@ -787,7 +820,7 @@ static void weights_open(toka_device *d) {
         to->attn_norm = weight_vector(d, &l, &from->attn_norm), to->mlp_norm = weight_vector(d, &l, &from->mlp_norm);
         to->q_norm = weight_vector(d, &l, &from->q_norm), to->k_norm = weight_vector(d, &l, &from->k_norm);
         to->qkv = weight_qkv(d, &l, from), to->gate_up = weight_gate_up(d, &l, from);
-        to->o = weight_plain(d, &l, &from->o, &from->o_bias), to->down = weight_plain(d, &l, &from->down, NULL);
+        to->o = weight_plain(d, &l, &from->o, d->options.tp_rank ? NULL : &from->o_bias), to->down = weight_plain(d, &l, &from->down, NULL);
         to->window = from->window;
     }
     if (d->error.code) free(l.jobs);
@@ -811,15 +844,16 @@ __global__ static void __launch_bounds__(256) copy_pages_kernel(const toka_copy 
 }
 
 /* ---- embed ----
- * x[t][:] = E[ids[t]][:], bf16; an id -1 - q is the one drawn last for slot q. Grid T, block 128, 16 bytes a thread and turn. Moves
- * 2*T*E*2 bytes: copy speed. */
-__global__ static void __launch_bounds__(128) embed_kernel(const int *ids, const int *last, const bf16 *table, bf16 *x, int E) {
+ * x[t][:] = E[ids[t] - v0][:], bf16, zeros for an id that is not among the table's V; an id -1 - q is the one drawn last for slot q.
+ * Grid T, block 128, 16 bytes a thread and turn. Moves 2*T*E*2 bytes: copy speed. */
+__global__ static void __launch_bounds__(128) embed_kernel(const int *ids, const int *last, const bf16 *table, int v0, int V, bf16 *x,
+                                                           int E) {
     grid_launch_dependents();
     grid_wait();
-    int id = ids[blockIdx.x];
-    const uint4 *from = (const uint4 *)(table + (size_t)(id < 0 ? last[-1 - id] : id) * E);
+    int id = ids[blockIdx.x], row = (id < 0 ? last[-1 - id] : id) - v0;
+    const uint4 *from = (const uint4 *)(table + (size_t)row * E);
     uint4 *to = (uint4 *)(x + (size_t)blockIdx.x * E);
-    for (int i = threadIdx.x; i < E / 8; i += blockDim.x) to[i] = from[i];
+    for (int i = threadIdx.x; i < E / 8; i += blockDim.x) to[i] = row >= 0 && row < V ? from[i] : make_uint4(0, 0, 0, 0);
 }
 
 /* ---- RMSNorm ----
@@ -1821,7 +1855,7 @@ static CUtensorMap gemm_map(toka_device *d, const bf16 *p, int rows, int cols, i
     return m;
 }
 
-/* Launches any instance: also the LM head's, whose epilogue stands in chapter 10. `params` is the epilogue's; a->y is used
+/* Launches any instance: also the LM head's, whose epilogue stands in chapter 11. `params` is the epilogue's; a->y is used
  * only where the instance stages output for it. */
 static void gemm_start(toka_device *d, gemm_plan plan, const gemm_args *a, const void *params) {
     const gemm_variant *v = plan.v;
@@ -3227,7 +3261,717 @@ static void attention(toka_device *d, const toka_step *s, int layer, const bf16 
 }
 
 /* ===========================================================================
- * MARK: 10. LM head and sampling [kernel]
+ * MARK: 10. Ranks: groups and transfers [kernel]
+ * What the ranks of a model share, each a GPU with a thread of its own in this process: sums over the tensor ranks of a stage, x from a
+ * stage to the next, drawn ids from the last stage to the first. No op waits for a GPU; where it needs what another rank does it
+ * enqueues that its GPU waits.
+ *
+ *   meeting    CTA b of a kernel and CTA b of the same kernel on the stage's other ranks. Each writes what it has into the memory of the
+ *              others, then raises a count in their mailboxes (st.release.sys) and waits until the counts in its own have come as far
+ *              (ld.acquire.sys). Counts only rise. Every kernel that meets has the same number of CTAs, so all CTAs of a rank have
+ *              met equally often between kernels
+ *   sum        one-shot: each rank pushes its x to all others, meets, adds up in the order of the ranks. Two-shot: each pushes to rank q
+ *              the q-th part of its x, meets, adds up its own part, pushes the sum into everybody's x, meets. In float32, rounded
+ *              once, the same bits on every rank. One-shot has one meeting, two-shot moves 2/n of the bytes
+ *   link       x goes into the sender's outbox on its compute stream, from there by a copy engine (its copy stream) into one of
+ *              the receiver's TOKA_GPU_LINK slots, and into x on the receiver's compute stream. Events say when a slot is full, and
+ *              when it is free. So a stage computes on while its result travels, and may be some steps ahead of the next
+ *   draws      the last stage has the table of the last token of each slot and sends all of it, behind each step that draws, to the first
+ *              stage's ranks, with an event per step; embed of a step that `needs` step k waits for k's. A copy may already
+ *              contain what a later step m drew for slot q: a step that reads what q had before is not later than m, and by the time m
+ *              draws all first ranks have embedded m
+ *
+ * Double buffering. What one-shot (and the exchange of samples in chapter 11) writes into the others' memory goes to half c % 2, c the number
+ * of the meeting. Who writes there again is at meeting c + 2 or later, so behind meeting c + 1, which is another kernel's: all
+ * ranks had ended the kernel of meeting c when they came to it. Two-shot writes to a rank again only behind its second meeting.
+ *
+ * Why nothing waits for ever. Order all pieces of work by step, within a step by stage, within a stage as the op loop has them (all ranks
+ * of a stage run the same ops). A thread waits only for another's enqueueing: receive of step j at stage s for send of j at s - 1; send of
+ * j at s for receive of j - TOKA_GPU_LINK at s + 1; embed of j for the draws of step `needs` < j. A GPU waits for the same, and in a
+ * meeting for the same op of its stage. Each waits for what is earlier in the order, or for its equals that wait for earlier ones; so
+ * of all that is not done the first can go on. A kernel that spins holds some multiprocessors of its own GPU, of which nobody needs
+ * any to come to the meeting. Where a debugging variable puts all ranks on one GPU the kernels that meet are small enough to
+ * leave room, and start their dependents only when they have met.
+ *
+ * Failure. `over` lies in host memory that all GPUs see: whoever spins looks at it now and then and leaves; threads that wait are woken,
+ * ops return at once. So after group_abort the streams run empty, with results that nobody reads. Who hangs is found from what the
+ * kernels that meet leave in `trace`, from events, and from where the threads are (group_blame).
+ * =========================================================================== */
+
+enum {
+    GROUP_RANKS = 64,
+    MEET_CTAS = 96,             /* of every kernel that meets */
+    MEET_SHARED_CTAS = 8,       /* where ranks share a GPU */
+    MEET_THREADS = 512,
+    MEET_OPS = 1024,            /* more than there are meetings in all steps under way */
+    ONE_SHOT_BYTES = 1 << 20,   /* largest message that goes in one shot */
+    EXCHANGE_BYTES = 4096 * 24, /* parts of rows that one rank sends to another at once (chapter 11) */
+    DRAW_EVENTS = 128           /* more than there are steps under way */
+};
+#define GROUP_PATIENCE 30.0 /* seconds in which no rank gets on, until who waits gives up */
+
+typedef struct meet_line { /* mail from one CTA to its namesake on another rank */
+    unsigned count;        /* meetings that it came to */
+    unsigned unused;
+    unsigned long long x;  /* its rank's x */
+} meet_line;
+
+enum group_waits { GROUP_RUNS, GROUP_WAITS_OPEN, GROUP_WAITS_BEFORE, GROUP_WAITS_NEXT, GROUP_WAITS_DRAWN, GROUP_WAITS_CLOSE };
+
+typedef struct group_rank { /* what others know of a rank */
+    toka_device *d;         /* from the time it joined until it closes */
+    int ordinal;
+    meet_line *lines;
+    char *inbox, *slots;    /* slots: [TOKA_GPU_LINK] messages from the stage before */
+    int *last;              /* the first stage's table of drawn ids */
+    float *logits;          /* the last stage's */
+    /* for who looks whom to blame; under the lock, but for what is written by atomic stores: */
+    enum group_waits waits; /* of its thread */
+    const char *op;         /* that its thread is in, or was in last */
+    const char *ops[MEET_OPS]; /* [i % MEET_OPS]: the first op behind meeting i */
+    unsigned n_meetings;    /* enqueued */
+    int64_t asks;           /* steps for which its GPU was told to wait for another rank: for a message, or for draws */
+    cudaEvent_t asked[TOKA_GPU_LINK]; /* [i % TOKA_GPU_LINK] the GPU has come to the wait; more than there are steps under way */
+    int64_t needs[TOKA_GPU_LINK]; /* the step whose draws it waits for there */
+} group_rank;
+
+typedef struct group_link { /* from a rank to the same tp rank of the next stage */
+    int64_t sent, taken;    /* messages that were enqueued to be sent, and to be taken; each raised by one thread, under the lock */
+    int rows[TOKA_GPU_LINK];
+    bf16 *outbox;
+    cudaEvent_t ready;      /* the outbox is full */
+    cudaEvent_t sent_at[TOKA_GPU_LINK], taken_at[TOKA_GPU_LINK];
+} group_link;
+
+struct toka_group {
+    int tp_size, pp_size;
+    double patience, quiet; /* quiet: group_watch's seconds without progress, since `seen` */
+    uint64_t seen, progress; /* progress: changes while threads get on */
+    group_rank ranks[GROUP_RANKS]; /* [pp][tp] */
+    group_link links[GROUP_RANKS];
+    int n_joined, n_leaving;
+    int64_t drawn;          /* the last step whose draws were enqueued to be sent; */
+    cudaEvent_t drawn_at[DRAW_EVENTS]; /* [step % DRAW_EVENTS] they have arrived */
+    int *over;              /* host memory that GPUs see, as meeting.over ... */
+    unsigned *trace;        /* ... and .trace, [ranks][2] */
+    char about[200];
+    bool broken, hangs;     /* hangs: a GPU did not end its work, and may still look at what the group has */
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    toka_err error;         /* why it is broken; code 0: it was told to end */
+};
+
+static int tp_size(const toka_device *d) { return d->group ? d->group->tp_size : 1; }
+static int pp_size(const toka_device *d) { return d->group ? d->group->pp_size : 1; }
+static bool first_stage(const toka_device *d) { return d->options.pp_rank == 0; }
+static bool last_stage(const toka_device *d) { return d->options.pp_rank == pp_size(d) - 1; }
+
+/* ---- Meetings ---- */
+
+__device__ static inline void st_release_sys(unsigned *to, unsigned v) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
+}
+__device__ static inline unsigned ld_acquire_sys(const unsigned *from) {
+    unsigned v;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+    return v;
+}
+
+/* The meeting number c of this CTA: what any CTA in it wrote before, all threads of all of them see behind it. The others learn x. False: the
+ * group is broken, and they may not have come. All threads call it. */
+__device__ static __forceinline__ bool meet(const meeting &m, unsigned c, const void *x) {
+    const int q = (int)threadIdx.x, b = (int)blockIdx.x;
+    int over = 0;
+    __syncthreads();
+    if (b == 0 && q == 0) m.trace[0] = c;
+    if (q < m.n && q != m.me) {
+        meet_line *to = m.lines[q] + b * MEET_RANKS + m.me;
+        const meet_line *from = m.lines[m.me] + b * MEET_RANKS + q;
+        *(volatile unsigned long long *)&to->x = (unsigned long long)x;
+        st_release_sys(&to->count, c);
+        for (unsigned spins = 1; (int)(ld_acquire_sys(&from->count) - c) < 0 && !over; spins++) over = spins % 1024 == 0 && *m.over;
+    }
+    over = __syncthreads_or(over);
+    if (b == 0 && q == 0) m.trace[1] = c;
+    return !over;
+}
+/* What rank q told in the last meeting; only thread q may ask. */
+__device__ static inline uint4 *meet_x(const meeting &m, int q) {
+    return (uint4 *)*(volatile unsigned long long *)&m.lines[m.me][blockIdx.x * MEET_RANKS + q].x;
+}
+__device__ static inline unsigned meet_count(const meeting &m) { return m.count[blockIdx.x]; }
+__device__ static inline void meet_done(const meeting &m, unsigned c) { /* c: the last one of the kernel */
+    if (threadIdx.x == 0) m.count[blockIdx.x] = c;
+}
+
+/* ---- all_reduce ----
+ *
+ * in/out  x bf16, n vectors of 8, at the same place in the op order on every rank of the stage
+ * grid: MEET_CTAS, block: 512. One-shot pushes (ranks - 1) * bytes over each GPU's links, two-shot 2 (ranks - 1) / ranks of them; memory
+ * of its own GPU moves about ten times as fast. 4096 columns on two H200 (NVLink, 18 links each; 2026-11-22): 1 to 8 rows 6.2 us, 64 rows
+ * 7.6, 256 rows 15, 1024 rows 37, 4096 rows 118 (285 GB/s); NCCL 2.x there, without multicast: 17.6, 21, 27, 46 and 141, more at
+ * every size, so it is not needed. With 48 CTAs 132 us at 4096 rows; one shot of 2 MB 15.9 us, two 15.3. */
+
+typedef struct sum_8 { /* eight sums in float32 */
+    float v[8];
+} sum_8;
+__device__ static inline void sum_add(sum_8 &s, uint4 x) {
+    float f[8];
+    unpack_8(x, f);
+#pragma unroll
+    for (int i = 0; i < 8; i++) s.v[i] += f[i];
+}
+__device__ static inline uint4 sum_round(const sum_8 &s) {
+    return make_uint4(pack_bf16(s.v[0], s.v[1]), pack_bf16(s.v[2], s.v[3]), pack_bf16(s.v[4], s.v[5]), pack_bf16(s.v[6], s.v[7]));
+}
+
+/* Part `who` of the halves c % 2 of a rank's inbox. */
+__device__ static inline uint4 *one_shot_box(const meeting &m, int rank, unsigned c, int who) {
+    return (uint4 *)m.inbox[rank] + ((size_t)(c & 1) * m.n + who) * (ONE_SHOT_BYTES / 16);
+}
+__global__ static void __launch_bounds__(MEET_THREADS, 1) one_shot_kernel(meeting m, uint4 *x, int n) {
+    const int first = (int)(blockIdx.x * MEET_THREADS + threadIdx.x), stride = (int)gridDim.x * MEET_THREADS;
+    grid_wait();
+    const unsigned c = meet_count(m) + 1;
+    for (int i = first; i < n; i += stride) {
+        const uint4 own = x[i];
+        for (int q = 0; q < m.n; q++)
+            if (q != m.me) one_shot_box(m, q, c, m.me)[i] = own;
+    }
+    meet(m, c, x);
+    grid_launch_dependents();
+    for (int i = first; i < n; i += stride) {
+        sum_8 sum = {};
+        for (int q = 0; q < m.n; q++) sum_add(sum, q == m.me ? x[i] : __ldcg(one_shot_box(m, m.me, c, q) + i));
+        x[i] = sum_round(sum);
+    }
+    meet_done(m, c);
+}
+
+enum { TWO_SHOT_TURN = 4 }; /* vectors that a thread has under way */
+
+/* Of the part that this rank adds up, `share` vectors at most, n of them in x: with the parts that the others sent, into everybody's x. */
+__device__ static inline void two_shot_add(const meeting &m, const uint4 *box, uint4 *const *x, int share, int at, int n) {
+    const int first = (int)(blockIdx.x * MEET_THREADS + threadIdx.x), stride = (int)gridDim.x * MEET_THREADS;
+    for (int i = first; i < n; i += TWO_SHOT_TURN * stride) {
+        sum_8 sum[TWO_SHOT_TURN] = {};
+        for (int q = 0; q < m.n; q++) {
+            const uint4 *from = q == m.me ? x[m.me] + at : box + (size_t)q * share;
+#pragma unroll
+            for (int k = 0; k < TWO_SHOT_TURN; k++)
+                if (i + k * stride < n) sum_add(sum[k], __ldcg(from + i + k * stride));
+        }
+        for (int q = 0; q < m.n; q++)
+#pragma unroll
+            for (int k = 0; k < TWO_SHOT_TURN; k++)
+                if (i + k * stride < n) x[q][at + i + k * stride] = sum_round(sum[k]);
+    }
+}
+__global__ static void __launch_bounds__(MEET_THREADS, 1) two_shot_kernel(meeting m, uint4 *x, int n) {
+    __shared__ uint4 *everybody[MEET_RANKS];
+    const int first = (int)(blockIdx.x * MEET_THREADS + threadIdx.x), stride = (int)gridDim.x * MEET_THREADS;
+    const int share = (n + m.n - 1) / m.n;
+    const size_t box = (size_t)2 * m.n * (ONE_SHOT_BYTES / 16); /* in the inbox, behind the other's */
+    grid_wait();
+    const unsigned c = meet_count(m) + 1;
+    for (int turn = 1; turn < m.n; turn++) { /* each begins with another one */
+        const int q = (m.me + turn) % m.n, at = q * share, size = min(share, n - at);
+        uint4 *to = (uint4 *)m.inbox[q] + box + (size_t)m.me * share;
+        for (int i = first; i < size; i += TWO_SHOT_TURN * stride) {
+            uint4 v[TWO_SHOT_TURN];
+#pragma unroll
+            for (int k = 0; k < TWO_SHOT_TURN; k++)
+                if (i + k * stride < size) v[k] = x[at + i + k * stride];
+#pragma unroll
+            for (int k = 0; k < TWO_SHOT_TURN; k++)
+                if (i + k * stride < size) to[i + k * stride] = v[k];
+        }
+    }
+    const bool all = meet(m, c, x);
+    if ((int)threadIdx.x < m.n)
+        everybody[threadIdx.x] = (int)threadIdx.x == m.me ? x : meet_x(m, (int)threadIdx.x);
+    __syncthreads();
+    if (all) two_shot_add(m, (uint4 *)m.inbox[m.me] + box, everybody, share, m.me * share, min(share, n - m.me * share));
+    meet(m, c + 1, x);
+    grid_launch_dependents();
+    meet_done(m, c + 1);
+}
+
+/* Does a message go in one shot? Its time is (n - 1) B / rate + t, that of two shots 2 (n - 1) / n B / rate + 2 t, with t of 2.8 us and
+ * a rate of 285 GB/s on two H200. There the bytes are equal, but where copies count the second meeting is cheaper from 1.5 MB on. */
+static bool one_shot_pays(int n, size_t bytes) {
+    const size_t two = (size_t)(n - 1) * (n - 2) * bytes, one = (size_t)n * 800000; /* n > 2: n (n - 1) (1 - 2 / n) B <= n t rate */
+    return bytes <= ONE_SHOT_BYTES && two <= one;
+}
+
+static size_t group_inbox_bytes(const toka_device *d, size_t *parts) {
+    const size_t n = (size_t)tp_size(d), x = (size_t)d->options.max_tokens * d->E * sizeof(bf16);
+    *parts = 2 * n * ONE_SHOT_BYTES + x + n * 16; /* the exchange of samples is behind the boxes of the sums */
+    return *parts + 2 * n * (last_stage(d) ? EXCHANGE_BYTES : 0);
+}
+
+/* ---- A group's life ---- */
+
+static void group_close(toka_group *g) {
+    if (!g || g->hangs) return;
+    if (g->over) cudaFreeHost(g->over);
+    pthread_cond_destroy(&g->changed);
+    pthread_mutex_destroy(&g->lock);
+    free(g);
+}
+
+static int group_open(toka_group **out, int tp, int pp, toka_err *e) {
+    const char *patience = getenv("TOKA_DEBUG_PATIENCE");
+    e->code = 0;
+    if (tp < 1 || pp < 1 || tp > MEET_RANKS || tp * pp > GROUP_RANKS) {
+        e->code = TOKA_E_USE;
+        snprintf(e->msg, sizeof e->msg, "GPU: %d stages of %d tensor ranks, expected at most %d ranks a stage and %d in all", pp, tp, MEET_RANKS,
+                 GROUP_RANKS);
+        return e->code;
+    }
+    toka_group *g = (toka_group *)calloc(1, sizeof *g);
+    if (!g) abort();
+    pthread_condattr_t monotonic;
+    g->tp_size = tp, g->pp_size = pp, g->patience = patience && atof(patience) > 0 ? atof(patience) : GROUP_PATIENCE;
+    pthread_mutex_init(&g->lock, NULL);
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&g->changed, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    const size_t bytes = sizeof(int) * 16 + sizeof(unsigned) * 2 * (size_t)(tp * pp);
+    cudaError_t code = cudaHostAlloc((void **)&g->over, bytes, cudaHostAllocPortable | cudaHostAllocMapped);
+    if (code) {
+        e->code = TOKA_E_DEVICE;
+        snprintf(e->msg, sizeof e->msg, "GPU: memory that the ranks share: %s", cudaGetErrorString(code));
+        group_close(g);
+        return e->code;
+    }
+    memset(g->over, 0, bytes);
+    g->trace = (unsigned *)(g->over + 16);
+    *out = g;
+    return 0;
+}
+
+static bool group_is_broken(toka_group *g) { return __atomic_load_n(&g->broken, __ATOMIC_ACQUIRE); }
+static void group_break(toka_group *g) { /* with the lock held */
+    __atomic_store_n(&g->broken, true, __ATOMIC_RELEASE);
+    *(volatile int *)g->over = 1;
+    pthread_cond_broadcast(&g->changed);
+}
+static void group_abort(toka_group *g) {
+    pthread_mutex_lock(&g->lock);
+    group_break(g);
+    pthread_mutex_unlock(&g->lock);
+}
+
+static void group_rank_name(const toka_group *g, int i, char z[64]) {
+    snprintf(z, 64, "rank %d (stage %d, tensor rank %d)", i, i / g->tp_size, i % g->tp_size);
+}
+
+/* ---- Who hangs ---- */
+
+static unsigned group_trace(const toka_group *g, int i, int which) { return ((volatile unsigned *)g->trace)[2 * i + which]; }
+
+/* Has what the event marks not happened yet? One of a GPU that failed has. */
+static bool group_pending(cudaEvent_t e) { return cudaEventQuery(e) == cudaErrorNotReady; }
+
+/* Whom rank i waits for, its thread or its GPU; i itself: nobody. With the lock held, as the next two. */
+static int group_ahead(toka_group *g, int i) {
+    const int tp = g->tp_size, stage = i / tp, last = (g->pp_size - 1) * tp;
+    const group_rank *r = &g->ranks[i];
+    const unsigned came = group_trace(g, i, 0);
+    if (came != group_trace(g, i, 1)) /* its GPU is in a meeting; to those who have not come */
+        for (int q = stage * tp; q < (stage + 1) * tp; q++)
+            if ((int)(group_trace(g, q, 0) - came) < 0) return q;
+    for (int64_t k = r->asks < TOKA_GPU_LINK ? 0 : r->asks - TOKA_GPU_LINK; k < r->asks; k++) { /* it has come there, and does not get on */
+        const int at = (int)(k % TOKA_GPU_LINK);
+        if (group_pending(r->asked[at])) continue;
+        if (stage > 0 && group_pending(g->links[i - tp].taken_at[at])) return i - tp;
+        if (stage == 0 && group_pending(g->drawn_at[r->needs[at] % DRAW_EVENTS])) return last;
+    }
+    switch (r->waits) {
+    case GROUP_WAITS_BEFORE: return i - tp;
+    case GROUP_WAITS_NEXT: return i + tp;
+    case GROUP_WAITS_DRAWN: return last;
+    default: return i;
+    }
+}
+
+/* The op that a rank's GPU is in, as far as can be told: the first one behind the last meeting it left. */
+static const char *group_op(toka_group *g, int i) {
+    group_rank *r = &g->ranks[i];
+    const unsigned came = group_trace(g, i, 0), left = group_trace(g, i, 1);
+    const char *op = __atomic_load_n(&r->op, __ATOMIC_ACQUIRE), *behind = __atomic_load_n(&r->ops[left % MEET_OPS], __ATOMIC_ACQUIRE);
+    if (came != left) return "all_reduce";
+    if (g->tp_size > 1 && left < r->n_meetings && behind) return behind;
+    return op ? op : "no op";
+}
+
+/* Nobody got on for too long. To blame is who waits for nobody, at the end of the chain of those who wait, seen from rank `me`. */
+static void group_blame(toka_group *g, int me) {
+    const int n = g->tp_size * g->pp_size;
+    int who = me, next;
+    char name[64], mine[64];
+    for (int i = 0; i < n && (next = group_ahead(g, who)) != who; i++) who = next;
+    group_rank_name(g, who, name), group_rank_name(g, me, mine);
+    g->error.code = TOKA_E_DEVICE;
+    if (group_ahead(g, who) != who)
+        snprintf(g->error.msg, sizeof g->error.msg, "GPU: all ranks have waited for each other for %g s, %s in %s", g->patience, mine,
+                 group_op(g, me));
+    else if (who == me)
+        snprintf(g->error.msg, sizeof g->error.msg, "GPU: %s has not moved for %g s, last seen in %s", name, g->patience, group_op(g, who));
+    else
+        snprintf(g->error.msg, sizeof g->error.msg, "GPU: %s has not moved for %g s, last seen in %s; %s waits for it in %s", name,
+                 g->patience, group_op(g, who), mine, group_op(g, me));
+    group_break(g);
+}
+
+/* Has any thread or GPU moved since `seen`? */
+static bool group_moved(toka_group *g, uint64_t *seen) {
+    uint64_t now = __atomic_load_n(&g->progress, __ATOMIC_ACQUIRE) << 20;
+    for (int i = 0; i < g->tp_size * g->pp_size; i++) now += group_trace(g, i, 0) + group_trace(g, i, 1);
+    const bool moved = now != *seen;
+    *seen = now;
+    return moved;
+}
+
+static int group_watch(toka_group *g, int who, double slept, toka_err *e) {
+    int code = 0;
+    g->quiet = group_moved(g, &g->seen) ? 0 : g->quiet + slept;
+    if (g->quiet < g->patience) return 0;
+    pthread_mutex_lock(&g->lock);
+    if (!g->broken) group_blame(g, who), *e = g->error, code = e->code;
+    pthread_mutex_unlock(&g->lock);
+    return code;
+}
+
+/* ---- Threads that wait for threads ---- */
+
+static void group_raise(toka_group *g, int64_t *count, int64_t to) {
+    pthread_mutex_lock(&g->lock);
+    *count = to;
+    __atomic_fetch_add(&g->progress, 1, __ATOMIC_RELEASE);
+    pthread_cond_broadcast(&g->changed);
+    pthread_mutex_unlock(&g->lock);
+}
+
+/* Sleeps until something changed, 0.1 s at most; true: it was that long. With the lock held. */
+static bool group_nap(toka_group *g) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    t.tv_nsec += 100000000;
+    if (t.tv_nsec >= 1000000000) t.tv_sec++, t.tv_nsec -= 1000000000;
+    return pthread_cond_timedwait(&g->changed, &g->lock, &t) != 0;
+}
+
+/* Waits until *count has come to `want`. False: it has not, and the group is broken. */
+static bool group_wait(toka_device *d, enum group_waits whom, const int64_t *count, int64_t want) {
+    toka_group *g = d->group;
+    uint64_t seen = 0;
+    double quiet = 0;
+    pthread_mutex_lock(&g->lock);
+    d->rank->waits = whom;
+    while (*count < want && !g->broken) {
+        const bool slept = group_nap(g);
+        quiet = group_moved(g, &seen) ? 0 : quiet + slept * 0.1;
+        if (quiet >= g->patience && *count < want && !g->broken) group_blame(g, (int)(d->rank - g->ranks));
+    }
+    d->rank->waits = GROUP_RUNS;
+    const bool there = *count >= want && !g->broken;
+    pthread_mutex_unlock(&g->lock);
+    return there;
+}
+
+/* Every op begins here; NULL: it has no name. False: the device or the group has failed and there is nothing to do. */
+static bool op_begins(toka_device *d, const char *op) {
+    if (d->error.code) return false;
+    if (!d->group) return true;
+    if (group_is_broken(d->group)) return false;
+    if (!op) return true;
+    const char **behind = &d->rank->ops[d->rank->n_meetings % MEET_OPS];
+    if (d->op_at != d->rank->n_meetings) d->op_at = d->rank->n_meetings, __atomic_store_n(behind, op, __ATOMIC_RELEASE);
+    __atomic_store_n(&d->rank->op, op, __ATOMIC_RELEASE);
+    __atomic_fetch_add(&d->group->progress, 1, __ATOMIC_RELEASE);
+    return true;
+}
+
+/* The stream waits for another rank's event; draws of step `needs`, or 0: a message. The step begins, as far as time is counted, behind
+ * that: what the GPU waits is a pipeline's bubble. */
+static void group_ask(toka_device *d, cudaEvent_t event, int64_t needs) {
+    group_rank *r = d->rank;
+    const int at = (int)(r->asks % TOKA_GPU_LINK);
+    latch(d, cudaEventRecord(r->asked[at], d->stream), "wait for a rank");
+    pthread_mutex_lock(&d->group->lock);
+    r->needs[at] = needs, r->asks++;
+    pthread_mutex_unlock(&d->group->lock);
+    latch(d, cudaStreamWaitEvent(d->stream, event, 0), "wait for a rank");
+    latch(d, cudaEventRecord(d->clock.begun[d->newest], d->stream), "step");
+}
+
+/* A kernel with meetings. */
+template <class... P>
+static void launch_meeting(toka_device *d, const char *what, int meetings, void (*kernel)(meeting, P...), typename as_declared<P>::type... args) {
+    launch_dependent(d, what, kernel, dim3((unsigned)d->meet_ctas), MEET_THREADS, 0, 1, d->meet, args...);
+    d->rank->n_meetings += (unsigned)meetings;
+}
+
+/* ---- Opening: a rank joins ---- */
+
+static cudaEvent_t group_event(toka_device *d) {
+    cudaEvent_t e = NULL;
+    if (!d->error.code) latch(d, cudaEventCreateWithFlags(&e, cudaEventDisableTiming), "an event");
+    return e;
+}
+
+/* What this rank has for the others. */
+static void group_take_memory(toka_device *d) {
+    toka_group *g = d->group;
+    group_rank *r = d->rank;
+    const size_t x = (size_t)d->options.max_tokens * d->E * sizeof(bf16);
+    if (g->tp_size > 1) {
+        size_t parts, bytes = group_inbox_bytes(d, &parts), lines = (size_t)MEET_CTAS * MEET_RANKS * sizeof(meet_line);
+        r->inbox = (char *)dev_alloc(d, bytes, "room for sums");
+        r->lines = (meet_line *)dev_alloc(d, lines, "room for sums");
+        d->meet.count = (unsigned *)dev_alloc(d, MEET_CTAS * sizeof(unsigned), "room for sums");
+        if (d->error.code) return;
+        latch(d, cudaMemsetAsync(r->lines, 0, lines, d->stream), "room for sums");
+        latch(d, cudaMemsetAsync(d->meet.count, 0, MEET_CTAS * sizeof(unsigned), d->stream), "room for sums");
+    }
+    r->last = d->last;
+    if (g->pp_size > 1) latch(d, cudaStreamCreateWithFlags(&d->copies, cudaStreamNonBlocking), "cudaStreamCreate");
+    for (cudaEvent_t &e : r->asked)
+        if (g->pp_size > 1) e = group_event(d);
+    if (!first_stage(d)) {
+        group_link *l = &g->links[r - g->ranks - g->tp_size];
+        r->slots = (char *)dev_alloc(d, TOKA_GPU_LINK * x, "room for messages");
+        for (cudaEvent_t &e : l->taken_at) e = group_event(d);
+    }
+    if (!last_stage(d)) {
+        group_link *l = &g->links[r - g->ranks];
+        l->outbox = (bf16 *)dev_alloc(d, x, "room for messages");
+        l->ready = group_event(d);
+        for (cudaEvent_t &e : l->sent_at) e = group_event(d);
+    }
+    if (last_stage(d) && g->pp_size > 1 && d->options.tp_rank == 0) {
+        d->drawn = group_event(d);
+        for (cudaEvent_t &e : g->drawn_at) e = group_event(d);
+    }
+}
+
+/* What it took besides memory. */
+static void group_free(toka_device *d) {
+    toka_group *g = d->group;
+    const int i = (int)(d->rank - g->ranks);
+    cudaEvent_t none = NULL;
+    auto end = [&](cudaEvent_t &e) {
+        if (e) cudaEventDestroy(e);
+        e = none;
+    };
+    if (!first_stage(d))
+        for (cudaEvent_t &e : g->links[i - g->tp_size].taken_at) end(e);
+    if (!last_stage(d)) {
+        end(g->links[i].ready);
+        for (cudaEvent_t &e : g->links[i].sent_at) end(e);
+    }
+    for (cudaEvent_t &e : d->rank->asked) end(e);
+    if (d->drawn)
+        for (cudaEvent_t &e : g->drawn_at) end(e);
+    end(d->drawn);
+    if (d->copies) cudaStreamDestroy(d->copies);
+}
+
+/* Lets this GPU reach the memory of those that it meets or sends to. */
+static void group_reach(toka_device *d) {
+    toka_group *g = d->group;
+    for (int i = 0; i < g->tp_size * g->pp_size && !d->error.code; i++) {
+        const int other = g->ranks[i].ordinal;
+        int can = other == d->ordinal;
+        if (!can) latch(d, cudaDeviceCanAccessPeer(&can, d->ordinal, other), "peer access");
+        if (can && other != d->ordinal) {
+            cudaError_t code = cudaDeviceEnablePeerAccess(other, 0);
+            if (code != cudaErrorPeerAccessAlreadyEnabled) latch(d, code, "peer access");
+            cudaGetLastError();
+        }
+        if (can || i / g->tp_size != d->options.pp_rank || d->error.code) continue;
+        d->error.code = TOKA_E_DEVICE;
+        snprintf(d->error.msg, sizeof d->error.msg, "GPU: GPUs %d and %d cannot reach each other's memory (no peer access), which tensor ranks "
+                 "need; --pipeline-parallel-size and --data-parallel-size do not", d->ordinal, other);
+    }
+}
+
+/* "4 x NVIDIA H200, 150 GB each": all GPUs that this process opens. */
+static void group_describe(toka_device *d) {
+    toka_group *g = d->group;
+    const int n = d->options.n_devices;
+    int peers = 1;
+    for (int i = 0; i < g->tp_size * g->pp_size; i++) {
+        int can = g->ranks[i].ordinal == d->ordinal;
+        if (!can) cudaDeviceCanAccessPeer(&can, d->ordinal, g->ranks[i].ordinal);
+        peers &= can;
+    }
+    snprintf(g->about, sizeof g->about, "%d x %s%s%s", n, d->about, gpu_is_shared() ? ", all ranks on GPU 0" : "",
+             g->tp_size * g->pp_size == 1 ? "" : peers ? ", peer access" : ", no peer access: messages go through the host");
+}
+
+/* Takes the device's place in its group, waits until all ranks have theirs, and finds what they have. Last step of opening. */
+static void group_join(toka_device *d) {
+    toka_group *g = d->group;
+    const int tp = g->tp_size, first = d->options.pp_rank * tp;
+    pthread_mutex_lock(&g->lock);
+    d->rank->d = d, d->rank->waits = GROUP_WAITS_OPEN, g->n_joined++;
+    pthread_cond_broadcast(&g->changed);
+    while (g->n_joined < tp * g->pp_size && !g->broken) group_nap(g);
+    d->rank->waits = GROUP_RUNS;
+    if (g->broken && g->error.code) d->error = g->error;
+    else if (g->broken) {
+        d->error.code = TOKA_E_DEVICE;
+        snprintf(d->error.msg, sizeof d->error.msg, "GPU: %sthe ranks were told to end while they opened", d->where);
+    }
+    pthread_mutex_unlock(&g->lock);
+    if (!d->error.code) group_reach(d);
+    d->meet.me = d->options.tp_rank, d->meet.n = tp, d->meet.over = g->over, d->meet.trace = g->trace + 2 * (d->rank - g->ranks);
+    for (int q = 0; q < tp; q++) d->meet.lines[q] = g->ranks[first + q].lines, d->meet.inbox[q] = g->ranks[first + q].inbox;
+    d->meet_ctas = gpu_is_shared() ? MEET_SHARED_CTAS : MEET_CTAS;
+    if (first == 0 && d->options.tp_rank == 0) group_describe(d);
+}
+
+/* The place of a device that is about to be opened. */
+static void group_place(toka_device *d) {
+    toka_group *g = d->group = d->options.group;
+    const int i = d->options.pp_rank * g->tp_size + d->options.tp_rank;
+    assert(i < g->tp_size * g->pp_size && d->options.tp_rank < g->tp_size && !g->ranks[i].d);
+    d->rank = &g->ranks[i], d->rank->ordinal = d->ordinal, d->op_at = ~0u;
+    char name[64];
+    group_rank_name(g, i, name);
+    snprintf(d->where, sizeof d->where, "%s: ", name);
+}
+
+/* ---- Failure, and closing ---- */
+
+/* A rank that cannot open ends the others, too, which wait for it. */
+static void group_fail(toka_group *g, const toka_err *e) {
+    pthread_mutex_lock(&g->lock);
+    if (!g->error.code) g->error = *e;
+    group_break(g);
+    pthread_mutex_unlock(&g->lock);
+}
+
+/* The group's failure becomes the device's. */
+static void group_latch(toka_device *d) {
+    toka_group *g = d->group;
+    char name[64];
+    pthread_mutex_lock(&g->lock);
+    d->error = g->error;
+    if (!g->error.code) {
+        group_rank_name(g, (int)(d->rank - g->ranks), name);
+        d->error.code = TOKA_E_DEVICE;
+        snprintf(d->error.msg, sizeof d->error.msg, "GPU: the ranks were told to end; %s was in %s", name, d->rank->op ? d->rank->op : "no op");
+    }
+    pthread_mutex_unlock(&g->lock);
+}
+
+/* Waits for an event of this rank's stream, or until the group is broken: another rank may be why it never comes. */
+static void group_sync(toka_device *d, cudaEvent_t event) {
+    cudaError_t code;
+    for (int turn = 0; (code = cudaEventQuery(event)) == cudaErrorNotReady && !group_is_broken(d->group); turn++)
+        if (turn < 64) sched_yield();
+        else usleep(20);
+    if (code != cudaErrorNotReady) latch(d, code, "step");
+    __atomic_fetch_add(&d->group->progress, 1, __ATOMIC_RELEASE);
+}
+
+/* Before anything of a device is freed: it, and all ranks that joined, have ended what they do with one another's memory. False: this one's
+ * GPU does not end. Others are not waited for for ever: one may be lost. */
+static bool group_leave(toka_device *d) {
+    toka_group *g = d->group;
+    bool ends = true;
+    for (cudaStream_t stream : {d->stream, d->copies})
+        for (int ms = 0; ends && stream && cudaStreamQuery(stream) == cudaErrorNotReady; ms += group_is_broken(g))
+            ends = ms < 2000, usleep(1000);
+    pthread_mutex_lock(&g->lock);
+    if (d->rank->d) g->n_leaving++;
+    pthread_cond_broadcast(&g->changed);
+    for (int naps = 0; d->rank->d && g->n_leaving < g->n_joined && naps < (g->broken ? 10 : 100);) naps += group_nap(g);
+    pthread_mutex_unlock(&g->lock);
+    if (!ends) {
+        g->hangs = true;
+        return false;
+    }
+    group_free(d);
+    return true;
+}
+
+/* ---- Ops: all_reduce, send, receive ---- */
+
+static void cuda_all_reduce(toka_device *d, toka_dev x, int rows) {
+    const size_t bytes = (size_t)rows * d->E * sizeof(bf16);
+    if (tp_size(d) == 1 || !op_begins(d, "all_reduce")) return;
+    const bool once = one_shot_pays(d->meet.n, bytes);
+    launch_meeting(d, "all-reduce", once ? 1 : 2, once ? one_shot_kernel : two_shot_kernel, (uint4 *)x.at, (int)(bytes / 16));
+}
+
+static void cuda_send(toka_device *d, toka_dev x, int rows) {
+    if (!op_begins(d, "send")) return;
+    toka_group *g = d->group;
+    group_link *l = &g->links[d->rank - g->ranks];
+    const group_rank *to = d->rank + g->tp_size;
+    const size_t bytes = (size_t)rows * d->E * sizeof(bf16), room = (size_t)d->options.max_tokens * d->E * sizeof(bf16);
+    const int64_t i = l->sent;
+    const int at = (int)(i % TOKA_GPU_LINK);
+    if (i) latch(d, cudaStreamWaitEvent(d->stream, l->sent_at[(i - 1) % TOKA_GPU_LINK], 0), "send");
+    latch(d, cudaMemcpyAsync(l->outbox, (const void *)x.at, bytes, cudaMemcpyDeviceToDevice, d->stream), "send");
+    latch(d, cudaEventRecord(l->ready, d->stream), "send");
+    if (!group_wait(d, GROUP_WAITS_NEXT, &l->taken, i + 1 - TOKA_GPU_LINK)) return;
+    latch(d, cudaStreamWaitEvent(d->copies, l->ready, 0), "send");
+    if (i >= TOKA_GPU_LINK) latch(d, cudaStreamWaitEvent(d->copies, l->taken_at[at], 0), "send");
+    latch(d, cudaMemcpyPeerAsync(to->slots + at * room, to->ordinal, l->outbox, d->ordinal, bytes, d->copies), "send");
+    latch(d, cudaEventRecord(l->sent_at[at], d->copies), "send");
+    l->rows[at] = rows;
+    group_raise(g, &l->sent, i + 1);
+}
+
+static void cuda_receive(toka_device *d, toka_dev x, int rows) {
+    if (!op_begins(d, "receive")) return;
+    toka_group *g = d->group;
+    group_link *l = &g->links[d->rank - g->ranks - g->tp_size];
+    const size_t bytes = (size_t)rows * d->E * sizeof(bf16), room = (size_t)d->options.max_tokens * d->E * sizeof(bf16);
+    const int64_t i = l->taken;
+    const int at = (int)(i % TOKA_GPU_LINK);
+    if (!group_wait(d, GROUP_WAITS_BEFORE, &l->sent, i + 1)) return;
+    assert(l->rows[at] == rows);
+    group_ask(d, l->sent_at[at], 0);
+    latch(d, cudaMemcpyAsync((void *)x.at, d->rank->slots + at * room, bytes, cudaMemcpyDeviceToDevice, d->stream), "receive");
+    latch(d, cudaEventRecord(l->taken_at[at], d->stream), "receive");
+    group_raise(g, &l->taken, i + 1);
+}
+
+/* ---- Draws, from the last stage to the first ---- */
+
+/* Behind the sampling of a step: the table of drawn ids to the first stage. */
+static void group_send_drawn(toka_device *d, const toka_step *s) {
+    toka_group *g = d->group;
+    if (pp_size(d) == 1 || d->options.tp_rank || d->error.code || group_is_broken(g)) return;
+    latch(d, cudaEventRecord(d->drawn, d->stream), "drawn ids");
+    latch(d, cudaStreamWaitEvent(d->copies, d->drawn, 0), "drawn ids");
+    for (int r = 0; r < g->tp_size; r++)
+        latch(d, cudaMemcpyPeerAsync(g->ranks[r].last, g->ranks[r].ordinal, d->last, d->ordinal,
+                                     (size_t)d->options.n_slots * sizeof(int), d->copies), "drawn ids");
+    latch(d, cudaEventRecord(g->drawn_at[s->number % DRAW_EVENTS], d->copies), "drawn ids");
+    group_raise(g, &g->drawn, s->number);
+}
+
+/* Before a step is embedded: what it needs has been drawn. False: it never will. */
+static bool group_wait_drawn(toka_device *d, const toka_step *s) {
+    toka_group *g = d->group;
+    if (pp_size(d) == 1 || !s->needs) return true;
+    assert(s->number - s->needs < DRAW_EVENTS);
+    if (!group_wait(d, GROUP_WAITS_DRAWN, &g->drawn, s->needs)) return false;
+    group_ask(d, g->drawn_at[s->needs % DRAW_EVENTS], s->needs);
+    return !d->error.code;
+}
+
+/* ===========================================================================
+ * MARK: 11. LM head and sampling [kernel]
  * Chosen rows of x to tokens: the op norm_logits_sample. The order of work on a row and every rule (ties, NaN, -inf, what a filter keeps,
  * the last resort) are those of chapter 15 of toka.c; only the draw is made another way, so that it needs no pass over stored
  * logits:
@@ -3315,10 +4059,15 @@ typedef struct samp_down { /* what comes down of a step, until it is finished */
 } samp_down;
 
 struct samp_plan {
-    int n_blocks, ldl;       /* ceil(V / 256); row stride of logits */
+    int n_blocks, ldl;       /* ceil(V_all / 256); row stride of logits */
     int chunk, part_rows;    /* rows whose logits, and whose parts, are held together */
     float *logits;           /* [chunk][ldl] */
     samp_part *parts;        /* [n_blocks][part_rows] */
+    float *own;              /* [chunk][own_ldl] logits of the rank's own ids; alone: logits */
+    int own_blocks, own_ldl;
+    bool whole_blocks;       /* the ranks' ids begin at blocks, so each rank can make the parts of its own */
+    samp_part *merged;       /* with tensor ranks: [part_rows] what the rank's own ids come to */
+    size_t exchange;         /* where in the inbox the others' are */
     uint32_t *reached;       /* [part_rows] samp_key of the highest key of the row so far; 0, none, between launches of the head */
     samp_result *results;    /* [max_out] */
     samp_best *tops;         /* [max_out] */
@@ -3585,10 +4334,10 @@ template <class T, class F> __device__ static inline T block_fold(T x, T *scratc
 
 /* ---- Stored logits to parts ----
  *
- * in   logits float32 [n][ldl], ldl a multiple of 256      out  parts[block][ld], columns 0 .. n-1
+ * in   logits float32 [n][ldl] of the V ids from v0 on, ldl and v0 multiples of 256      out  parts[block][ld], columns 0 .. n-1
  * A thread loads what it would own in a wgmma tile: four threads side by side read 32 bytes, a warp eight blocks of a row.
  * grid: (ceil(blocks / 32), n); block: 128. Reads V * 4 bytes a row, writes 24 bytes a block. */
-__global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask *ask, const float *logits, int ldl, int V,
+__global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask *ask, const float *logits, int ldl, int v0, int V,
                                                                  samp_part *parts, int ld) {
     int g = (int)threadIdx.x % 4, block = (int)(blockIdx.x * 32 + threadIdx.x / 4), id0 = block * SAMP_BLOCK + 2 * g;
     int row = (int)blockIdx.y;
@@ -3604,7 +4353,7 @@ __global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask 
         v[2 * j] = id0 + 8 * j < V ? pair.x : -INFINITY;
         v[2 * j + 1] = id0 + 8 * j + 1 < V ? pair.y : -INFINITY;
     }
-    samp_part p = samp_block(v, a, samp_noise(a, block, g), id0, NAN, true);
+    samp_part p = samp_block(v, a, samp_noise(a, v0 / SAMP_BLOCK + block, g), v0 + id0, NAN, true);
     if (inside && g == 0) parts[(size_t)block * ld + row] = p;
 }
 
@@ -3627,7 +4376,7 @@ typedef struct samp_fused {
     samp_part *parts;
     uint32_t *reached; /* [M] */
     float *logits;     /* [M - stored][ldl]: those of rows from `stored` on */
-    int ld, ldl, V, stored;
+    int ld, ldl, v0, V, stored; /* columns are the ids v0 .. v0+V-1 */
 } samp_fused;
 
 struct epi_sample {
@@ -3641,7 +4390,7 @@ struct epi_sample {
         int g = t.lane % 4, id0 = t.col0 + 2 * g, at = min(row, t.M - 1);
         const samp_ask a = p.ask[at];
         float before = samp_unkey(__ldcg(p.reached + at));
-        samp_part part = samp_block(v, a, word, id0, before, row < t.M);
+        samp_part part = samp_block(v, a, word, p.v0 + id0, before, row < t.M);
         if (row >= t.M) return;
         if (row >= p.stored) { /* each 32-byte sector is written by four lanes */
             float2 *to = (float2 *)(p.logits + (size_t)(row - p.stored) * p.ldl + id0);
@@ -3662,7 +4411,7 @@ struct epi_sample {
         if (t.row0 >= t.M || t.col0 >= p.V) return; /* the warp's */
         int g = t.lane % 4, row0 = t.row0 + t.lane / 4;
         const samp_ask *mine = p.ask + min(row0 + 8 * (g / 2), t.M - 1); /* lanes 0 and 1 of four make the first row's noise, */
-        uint32_t c[4] = {mine->sample, mine->position, 1 + (uint32_t)(t.col0 / SAMP_BLOCK), 0}; /* 2 and 3 the second's */
+        uint32_t c[4] = {mine->sample, mine->position, 1 + (uint32_t)((p.v0 + t.col0) / SAMP_BLOCK), 0}; /* 2 and 3 the second's */
         philox(c, mine->key[0], mine->key[1]);
         uint32_t keep = g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : c[3], give = g < 2 ? g ? c[3] : c[2] : g == 2 ? c[0] : c[1];
         uint32_t got = __shfl_xor_sync(~0u, give, 2);
@@ -3687,7 +4436,8 @@ static const gemm_variant samp_head_variant = GEMM_VARIANT(0, epi_sample, 256, 1
 
 /* ---- Parts to results ----
  *
- * in   parts [n_blocks][ld], columns 0 .. n-1, plain rows      out  results [n], last; reached is 0 again
+ * in   parts [n_blocks][ld], columns 0 .. n-1, plain rows      out  merged [n], or if that is NULL results [n] and last; reached is 0
+ * again
  * A row's parts are merged in an order that the number of blocks alone fixes.
  * grid: ceil(n / 8); block: 256, thread t merges blocks t/8, t/8 + 32 ... of row t%8. Reads 24 bytes a part. */
 __device__ static inline samp_result samp_finish(const samp_ask &a, const samp_part &p, float raw_max, float raw_log_sum,
@@ -3699,8 +4449,15 @@ __device__ static inline samp_result samp_finish(const samp_ask &a, const samp_p
     return out;
 }
 
+/* What all ids of a plain row come to is its result. */
+__device__ static inline void samp_settle(const samp_ask &a, const samp_part &p, int row, samp_result *results, int *last) {
+    samp_result out = samp_finish(a, p, p.max, logf(p.raw_sum), 0);
+    results[row] = out;
+    if (a.slot >= 0) last[a.slot] = out.id;
+}
+
 __global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_ask *ask, const samp_part *parts, int ld, int n_blocks, int n,
-                                                                 uint32_t *reached, samp_result *results, int *last) {
+                                                                 uint32_t *reached, samp_part *merged, samp_result *results, int *last) {
     __shared__ samp_part all[32][SAMP_REDUCE_ROWS];
     int r = (int)threadIdx.x % SAMP_REDUCE_ROWS, k = (int)threadIdx.x / SAMP_REDUCE_ROWS, row = (int)blockIdx.x * SAMP_REDUCE_ROWS + r;
     grid_launch_dependents();
@@ -3721,9 +4478,58 @@ __global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_ask 
         if (k < half) all[k][r] = p = samp_merge(p, all[k + half][r], a);
     }
     if (k || row >= n) return;
-    samp_result out = samp_finish(a, p, p.max, logf(p.raw_sum), 0);
-    results[row] = out, reached[row] = 0;
-    if (a.slot >= 0) last[a.slot] = out.id;
+    reached[row] = 0;
+    if (merged) merged[row] = p;
+    else samp_settle(a, p, row, results, last);
+}
+
+/* ---- Tensor ranks: one part a row from each, or whole rows of logits ----
+ *
+ * Plain rows: each rank sends what its own ids come to and merges what all sent, in the order of the ranks: 24 bytes a row. Filtered rows
+ * need all logits: each rank pushes its columns into the others' rows and goes on as if it were alone. Two meetings there: before it
+ * writes, all must be done with the rows before. */
+
+__global__ static void __launch_bounds__(MEET_THREADS, 1) samp_exchange_kernel(meeting m, size_t at, const samp_ask *ask,
+                                                                               const samp_part *merged, int n, samp_result *results,
+                                                                               int *last) {
+    const int first = (int)(blockIdx.x * MEET_THREADS + threadIdx.x), stride = (int)gridDim.x * MEET_THREADS;
+    grid_wait();
+    const unsigned c = meet_count(m) + 1;
+    const size_t half = (size_t)(c & 1) * m.n;
+    for (int row = first; row < n; row += stride)
+        for (int q = 0; q < m.n; q++)
+            if (q != m.me) ((samp_part *)(m.inbox[q] + at + (half + m.me) * EXCHANGE_BYTES))[row] = merged[row];
+    meet(m, c, NULL);
+    grid_launch_dependents();
+    for (int row = first; row < n; row += stride) {
+        const samp_ask a = ask[row];
+        samp_part all = samp_nothing();
+        for (int q = 0; q < m.n; q++) {
+            const samp_part p = q == m.me ? merged[row] : ((samp_part *)(m.inbox[m.me] + at + (half + q) * EXCHANGE_BYTES))[row];
+            all = q ? samp_merge(all, p, a) : p;
+        }
+        samp_settle(a, all, row, results, last);
+    }
+    meet_done(m, c);
+}
+
+typedef struct samp_everybody { /* each rank's samp_plan.logits */
+    float *logits[MEET_RANKS];
+} samp_everybody;
+
+__global__ static void __launch_bounds__(MEET_THREADS, 1) samp_gather_kernel(meeting m, samp_everybody to, int ldl, const float *own,
+                                                                             int own_ldl, int v0, int V, int n) {
+    grid_wait();
+    const unsigned c = meet_count(m) + 1;
+    meet(m, c, NULL);
+    for (int row = (int)blockIdx.x; row < n; row += (int)gridDim.x)
+        for (int id = (int)threadIdx.x; id < V; id += MEET_THREADS) {
+            const float x = own[(size_t)row * own_ldl + id];
+            for (int q = 0; q < m.n; q++) to.logits[q][(size_t)row * ldl + v0 + id] = x;
+        }
+    meet(m, c + 1, NULL);
+    grid_launch_dependents();
+    meet_done(m, c + 1);
 }
 
 /* ---- Filtered rows ----
@@ -4197,6 +5003,7 @@ __global__ static void __launch_bounds__(FILTER_THREADS, 2) samp_filter_kernel(c
 /* ---- The plan of a step ---- */
 
 enum { SAMP_LOGITS_BYTES = 320 << 20, SAMP_LIST_BYTES = 16 << 20, SAMP_PART_ROWS = 4096 };
+static_assert(SAMP_PART_ROWS * sizeof(samp_part) <= EXCHANGE_BYTES && (int)SAMP_BLOCK == (int)TOKA_ID_BLOCK, "as chapter 10 and the ranks' parts have it");
 enum { SAMP_FEW = 16 }; /* rows, up to which storing all logits with gemm_few is faster than tiles of 128 rows */
 
 static size_t samp_stage_bytes(const toka_device *d) { return (size_t)d->options.max_out * (sizeof(samp_ask) + sizeof(int)) + 32; }
@@ -4210,18 +5017,25 @@ static void *samp_pinned(toka_device *d, size_t bytes, const char *what) {
 /* Takes all memory of this chapter; failures are latched. Needs options, shape and n_sms. */
 static void samp_open(toka_device *d) {
     samp_plan *p = (samp_plan *)calloc(1, sizeof *p);
-    size_t max_out = (size_t)d->options.max_out, V = (size_t)d->shape->V;
+    size_t max_out = (size_t)d->options.max_out, V = (size_t)d->shape->V_all;
+    const bool ranks = tp_size(d) > 1;
     if (!p) abort();
     d->samp = p;
-    p->n_blocks = ceil_div(d->shape->V, SAMP_BLOCK), p->ldl = p->n_blocks * SAMP_BLOCK;
+    p->n_blocks = ceil_div(d->shape->V_all, SAMP_BLOCK), p->ldl = p->n_blocks * SAMP_BLOCK;
+    p->own_blocks = ceil_div(d->shape->V, SAMP_BLOCK), p->own_ldl = p->own_blocks * SAMP_BLOCK;
+    p->whole_blocks = !ranks || d->shape->V_all >= tp_size(d) * SAMP_BLOCK;
     size_t fit = SAMP_LOGITS_BYTES / ((size_t)p->ldl * sizeof(float));
     p->chunk = (int)(fit < 8 ? 8 : fit > max_out ? max_out : fit > 256 ? fit & ~(size_t)255 : fit); /* whole tiles */
     p->part_rows = (int)(max_out < SAMP_PART_ROWS ? max_out : SAMP_PART_ROWS);
+    if (ranks && p->chunk > SAMP_PART_ROWS) p->chunk = SAMP_PART_ROWS;
     if (p->part_rows < p->chunk) p->part_rows = p->chunk;
     p->logits = (float *)dev_alloc(d, (size_t)p->chunk * (size_t)p->ldl * sizeof(float), "logits");
     p->parts = (samp_part *)dev_alloc(d, (size_t)p->n_blocks * (size_t)p->part_rows * sizeof(samp_part), "parts of sampling");
     p->reached = (uint32_t *)dev_alloc(d, (size_t)p->part_rows * sizeof(uint32_t), "keys of sampling");
     if (!d->error.code) latch(d, cudaMemsetAsync(p->reached, 0, (size_t)p->part_rows * sizeof(uint32_t), d->stream), "keys of sampling");
+    p->own = ranks ? (float *)dev_alloc(d, (size_t)p->chunk * (size_t)p->own_ldl * sizeof(float), "logits") : p->logits;
+    if (ranks) p->merged = (samp_part *)dev_alloc(d, (size_t)p->part_rows * sizeof(samp_part), "parts of sampling");
+    if (ranks) group_inbox_bytes(d, &p->exchange), d->rank->logits = p->logits;
     p->results = (samp_result *)dev_alloc(d, max_out * sizeof(samp_result), "picks");
     p->tops = (samp_best *)dev_alloc(d, max_out * sizeof(samp_best), "top log-probabilities");
     for (samp_down &down : p->down) {
@@ -4269,7 +5083,7 @@ static void samp_plan_step(toka_device *d, const toka_step *s) {
     int *rows;
     assert(s->n_out <= d->options.max_out);
     int n = 0, last = s->n_out;
-    for (int i = 0; i < s->n_out; i++) down->order[samp_filtered(&s->out[i], d->shape->V) ? --last : n++] = i;
+    for (int i = 0; i < s->n_out; i++) down->order[samp_filtered(&s->out[i], d->shape->V_all) ? --last : n++] = i;
     p->n_plain = n, down->n_tops = 0, down->picks = NULL;
     p->ask = (samp_ask *)stage_room(&d->up, (size_t)s->n_out * sizeof *ask, (void **)&ask);
     p->rows = (int *)stage_room(&d->up, (size_t)s->n_out * sizeof *rows, (void **)&rows);
@@ -4278,7 +5092,7 @@ static void samp_plan_step(toka_device *d, const toka_step *s) {
         const toka_sampling *how = row->sampling;
         uint64_t seed = how ? how->seed : 0;
         float T = how ? how->temperature : 0;
-        assert(row->row >= 0 && row->row < s->T && row->forced_id < d->shape->V && (how || row->forced_id >= 0));
+        assert(row->row >= 0 && row->row < s->T && row->forced_id < d->shape->V_all && (how || row->forced_id >= 0));
         double scale = T > 0 ? 1.4426950408889634 / T : 0;
         uint32_t c[4] = {row->sample, row->position, 0, 0};
         philox(c, (uint32_t)seed, (uint32_t)(seed >> 32));
@@ -4305,7 +5119,7 @@ static size_t samp_list_bytes(const toka_out_row *row) {
 static void samp_fill(toka_device *d, const toka_out_row *row, const toka_out_row *before, const samp_filter *old, samp_filter *f) {
     samp_plan *p = d->samp;
     const toka_sampling *s = row->sampling;
-    int V = d->shape->V, from = samp_history_from(row), n_top = s->logprobs < TOKA_MAX_LOGPROBS ? s->logprobs : TOKA_MAX_LOGPROBS;
+    int V = d->shape->V_all, from = samp_history_from(row), n_top = s->logprobs < TOKA_MAX_LOGPROBS ? s->logprobs : TOKA_MAX_LOGPROBS;
     bool shared = before && before->sampling == s;
     *f = samp_filter{};
     f->history = (const int *)stage_put(&p->lists, row->history + from, (size_t)(row->n_history - from) * 4);
@@ -4356,9 +5170,9 @@ static void samp_finish_rows(toka_device *d, int first, int n, int n_plain, cons
     samp_result *results = p->results + first;
     if (n_plain)
         launch_dependent(d, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n_plain, SAMP_REDUCE_ROWS)), 256, 0, 1, ask, p->parts,
-                         p->part_rows, p->n_blocks, n_plain, p->reached, results, d->last);
+                         p->part_rows, p->n_blocks, n_plain, p->reached, NULL, results, d->last);
     if (n == n_plain) return;
-    samp_filtering rest = {ask + n_plain, filters, logits, p->parts + n_plain, p->ldl, p->part_rows, d->shape->V, p->n_blocks,
+    samp_filtering rest = {ask + n_plain, filters, logits, p->parts + n_plain, p->ldl, p->part_rows, d->shape->V_all, p->n_blocks,
                            p->reached + n_plain, p->tops, results + n_plain, d->last};
     launch_dependent(d, "filters", samp_filter_kernel, dim3((unsigned)(n - n_plain)), FILTER_THREADS, samp_filter_smem(p->n_blocks), 1, rest);
 }
@@ -4367,34 +5181,67 @@ static void samp_finish_rows(toka_device *d, int first, int n, int n_plain, cons
 static void samp_from_logits(toka_device *d, int first, int n, int n_plain, const samp_filter *filters) {
     samp_plan *p = d->samp;
     launch_dependent(d, "groups", samp_blocks_kernel, dim3((unsigned)ceil_div(p->n_blocks, 32), (unsigned)n), 128, 0, 1, p->ask + first,
-                     p->logits, p->ldl, d->shape->V, p->parts, p->part_rows);
+                     p->logits, p->ldl, 0, d->shape->V_all, p->parts, p->part_rows);
     samp_finish_rows(d, first, n, n_plain, filters, p->logits + (size_t)n_plain * (size_t)p->ldl);
+}
+
+/* Plain rows of tensor ranks: the parts of each rank's own ids to results; !there: from the logits of these. */
+static void samp_exchange(toka_device *d, int first, int n, bool there) {
+    samp_plan *p = d->samp;
+    const samp_ask *ask = p->ask + first;
+    if (!there)
+        launch_dependent(d, "groups", samp_blocks_kernel, dim3((unsigned)ceil_div(p->own_blocks, 32), (unsigned)n), 128, 0, 1, ask, p->own,
+                         p->own_ldl, d->shape->v0, d->shape->V, p->parts, p->part_rows);
+    launch_dependent(d, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n, SAMP_REDUCE_ROWS)), 256, 0, 1, ask, p->parts, p->part_rows,
+                     p->own_blocks, n, p->reached, p->merged, p->results + first, d->last);
+    launch_meeting(d, "picks", 1, samp_exchange_kernel, p->exchange, ask, p->merged, n, p->results + first, d->last);
+}
+
+/* Logits of n rows, which each tensor rank has for its own ids from row `from` of p->own on, to everybody's p->logits. */
+static void samp_gather_ranks(toka_device *d, int from, int n) {
+    samp_plan *p = d->samp;
+    samp_everybody to = {};
+    for (int q = 0; q < tp_size(d); q++) to.logits[q] = d->rank[q - d->options.tp_rank].logits;
+    launch_meeting(d, "logits of all ranks", 2, samp_gather_kernel, to, p->ldl, p->own + (size_t)from * (size_t)p->own_ldl, p->own_ldl,
+                   d->shape->v0, d->shape->V, n);
 }
 
 /* The LM head over rows first .. first+n-1 with wgmma: parts of all, and the logits of those from `stored` on. */
 static void samp_head(toka_device *d, int first, int n, int stored) {
     samp_plan *p = d->samp;
     gemm_args a = {.M = n, .x = d->xn + (size_t)first * d->E, .ldx = d->E, .w = &d->lm_head};
-    samp_fused fused = {p->ask + first, p->parts, p->reached, p->logits, p->part_rows, p->ldl, d->shape->V, stored};
+    samp_fused fused = {p->ask + first, p->parts, p->reached, p->own, p->part_rows, p->own_ldl, d->shape->v0, d->shape->V, stored};
     gemm_plan plan = {&samp_head_variant, n > 128 ? 2 : 1, 8};
     gemm_start(d, plan, &a, &fused);
 }
 
-/* Rows first .. first+n-1 of the plan from d->xn to results; the first n_plain are plain. */
+/* The raw logits of n rows that a test wants, from p->logits. */
+static void samp_show(toka_device *d, const toka_step *s, int first, int n) {
+    samp_plan *p = d->samp;
+    const size_t V = (size_t)d->shape->V_all;
+    for (int i = 0; s->logits && !d->options.tp_rank && i < n; i++)
+        latch(d, cudaMemcpyAsync(s->logits + (size_t)p->down[d->newest].order[first + i] * V, p->logits + (size_t)i * p->ldl, V * sizeof(float),
+                                 cudaMemcpyDeviceToHost, d->stream), "logits");
+}
+
+/* Rows first .. first+n-1 of the plan from d->xn to results; the first n_plain are plain. Of tensor ranks each has its own ids: plain
+ * rows go by samp_exchange, unless blocks straddle ranks or the logits are wanted; the others by gathered logits. */
 static void samp_rows(toka_device *d, const toka_step *s, int first, int n, int n_plain, const samp_filter *filters) {
     samp_plan *p = d->samp;
-    size_t V = (size_t)d->shape->V;
-    bool fused = d->hopper && n > SAMP_FEW;
-    int stored = fused && !s->logits ? n_plain : 0;
-    gemm_args product = {n, d->xn + (size_t)first * d->E, d->E, &d->lm_head, (bf16 *)p->logits, p->ldl, EPI_LOGITS};
+    const bool ranks = tp_size(d) > 1, fused = d->hopper && n > SAMP_FEW;
+    const int apart = !ranks || s->logits || !p->whole_blocks ? 0 : n_plain; /* rows that are exchanged */
+    const int stored = fused && !s->logits && (!ranks || p->whole_blocks) ? n_plain : 0;
+    gemm_args product = {n, d->xn + (size_t)first * d->E, d->E, &d->lm_head, (bf16 *)p->own, p->own_ldl, EPI_LOGITS};
     if (fused) samp_head(d, first, n, stored);
     else if (d->hopper) gemm_few(d, &product);
     else gemm_mma(d, &product);
-    for (int i = 0; s->logits && i < n; i++)
-        latch(d, cudaMemcpyAsync(s->logits + (size_t)p->down[d->newest].order[first + i] * V, p->logits + (size_t)i * p->ldl, V * sizeof(float),
-                                 cudaMemcpyDeviceToHost, d->stream), "logits");
-    if (fused) samp_finish_rows(d, first, n, n_plain, filters, p->logits + (size_t)(n_plain - stored) * (size_t)p->ldl);
-    else samp_from_logits(d, first, n, n_plain, filters);
+    if (apart) samp_exchange(d, first, apart, fused);
+    if (apart == n && ranks) return;
+    if (ranks) samp_gather_ranks(d, apart - stored, n - apart);
+    samp_show(d, s, first, n);
+    if (ranks && fused) latch(d, cudaMemsetAsync(p->reached, 0, (size_t)p->part_rows * sizeof *p->reached, d->stream), "keys of sampling");
+    if (fused && !ranks) samp_finish_rows(d, first, n, n_plain, filters, p->logits + (size_t)(n_plain - stored) * (size_t)p->ldl);
+    else samp_from_logits(d, first + apart, n - apart, n_plain - apart, filters);
 }
 
 /* Queues the results' way down. */
@@ -4414,7 +5261,7 @@ static void samp_collect(toka_device *d, const toka_step *s, const samp_down *do
         toka_pick *pick = &down->picks[down->order[i]];
         pick->id = down->results[i].id;
         pick->logprob = down->results[i].logprob, pick->sampled_logprob = down->results[i].sampled_logprob;
-        pick->n_top = how ? min(min(how->logprobs, TOKA_MAX_LOGPROBS), d->shape->V) : 0;
+        pick->n_top = how ? min(min(how->logprobs, TOKA_MAX_LOGPROBS), d->shape->V_all) : 0;
         if (!pick->n_top) continue;
         const samp_best *b = &down->tops[best++];
         memcpy(pick->top_ids, b->ids, sizeof b->ids);
@@ -4428,7 +5275,7 @@ static void samp_collect(toka_device *d, const toka_step *s, const samp_down *do
  * that have to be stored; plain and filtered rows share a pass over the weights. */
 static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
     samp_plan *p = d->samp;
-    int most = d->hopper && !s->logits ? p->part_rows : p->chunk;
+    int most = d->hopper && !s->logits && p->whole_blocks ? p->part_rows : p->chunk;
     assert(s->n_out <= d->options.max_tokens);
     rmsnorm(d, x, p->rows, d->norm, d->xn, s->n_out);
     for (int i = 0, n; i < s->n_out && !d->error.code; i += n) {
@@ -4443,13 +5290,21 @@ static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
 static void norm_logits_sample(toka_device *d, const toka_step *s, const bf16 *x, toka_pick *picks) {
     samp_launch(d, s, x);
     samp_bring(d, s, picks);
+    group_send_drawn(d, s);
 }
 
 /* ===========================================================================
- * MARK: 11. The card, opening and closing [host]
+ * MARK: 12. The card, opening and closing [host]
  * =========================================================================== */
 
 /* ---- The card ---- */
+
+static int cuda_count(void) {
+    int n = 0;
+    if (cudaGetDeviceCount(&n)) n = 0;
+    cudaGetLastError();
+    return gpu_is_shared() && n ? GROUP_RANKS : n;
+}
 
 /* What the driver says about GPU i in one line; 0 when there is none, with the reason in the line. */
 static int cuda_probe(int i, char *line, size_t bytes) {
@@ -4493,6 +5348,8 @@ static void card_open(toka_device *d) {
 
 /* ---- Memory, counted before it is taken ---- */
 
+static int cuda_ordinal(const toka_device_options *o) { return gpu_is_shared() ? 0 : o->index; }
+
 static size_t weights_bytes(const toka_shape *s, const toka_weights *w) {
     size_t n = toka_gpu_matrix_bytes(&w->embed) * (w->lm_head.data != w->embed.data ? 2 : 1);
     for (int i = 0; i < s->L; i++) n += toka_gpu_layer_bytes(&w->layers[i]);
@@ -4503,9 +5360,10 @@ static size_t weights_bytes(const toka_shape *s, const toka_weights *w) {
 static int64_t cuda_kv_bytes(const toka_shape *s, const toka_weights *w, const toka_device_options *o) {
     size_t free_bytes = 0, total = 0;
     cudaGetLastError();
-    if (cudaMemGetInfo(&free_bytes, &total)) return 0;
+    if (cudaSetDevice(cuda_ordinal(o)) || cudaMemGetInfo(&free_bytes, &total)) return 0;
+    if (gpu_is_shared() && o->n_devices > 1) free_bytes /= (size_t)o->n_devices;
     return (int64_t)(toka_gpu_utilization(o->memory_utilization) * free_bytes) - (int64_t)weights_bytes(s, w) -
-           (int64_t)toka_gpu_scratch_bytes(s, o->max_tokens);
+           (int64_t)toka_gpu_scratch_bytes(s, o->max_tokens) - (int64_t)toka_gpu_group_bytes(s, o->max_tokens, o->tp_size, o->pp_size);
 }
 
 /* ---- The device's own view of its time ---- */
@@ -4608,6 +5466,7 @@ static int cuda_check(const toka_device_options *o, const toka_shape *s, toka_er
 
 static void cuda_close(toka_device *d) {
     if (!d) return;
+    if (d->group && !group_leave(d)) return; /* its GPU hangs: what that may touch stays */
     if (d->stream) cudaStreamSynchronize(d->stream);
     for (int i = 0; i < d->n_blocks; i++) cudaFree(d->blocks[i]);
     stage_close(&d->up);
@@ -4630,10 +5489,18 @@ static void cuda_take_memory(toka_device *d) {
     d->kv = (bf16 *)dev_alloc(d, (size_t)s->L * d->kv_layer * sizeof(bf16), "KV cache");
     if (!d->error.code) latch(d, cudaMemsetAsync(d->kv, 0, (size_t)s->L * d->kv_layer * sizeof(bf16), d->stream), "KV cache");
     if (!d->error.code) attn_open(d);
-    if (!d->error.code) samp_open(d);
+    if (!d->error.code && last_stage(d)) samp_open(d);
     if (!d->error.code) stage_open(d, &d->up, T * (3 * sizeof(int) + sizeof(toka_copy)) + attn_stage_bytes(d) + samp_stage_bytes(d) + 4096);
     d->last = (int *)dev_alloc(d, (size_t)d->options.n_slots * sizeof(int), "last tokens");
     if (!d->error.code) clock_open(d);
+    if (!d->error.code && d->group) group_take_memory(d);
+}
+
+/* The number in a variable of the environment that breaks a device with this place: "N", for the first stage, or "N@R". */
+static int cuda_debug(const char *name, const toka_device_options *o) {
+    const char *value = getenv(name), *at = value ? strchr(value, '@') : NULL;
+    if (!value || (at ? atoi(at + 1) != o->pp_rank * (o->tp_size > 1 ? o->tp_size : 1) + o->tp_rank : o->pp_rank > 0)) return 0;
+    return atoi(value);
 }
 
 static int cuda_open(toka_device **out, const toka_device_options *o, const toka_shape *shape, const toka_weights *weights, toka_err *e) {
@@ -4641,9 +5508,9 @@ static int cuda_open(toka_device **out, const toka_device_options *o, const toka
     toka_device *d = (toka_device *)calloc(1, sizeof *d);
     if (!d) abort();
     d->options = *o, d->shape = shape, d->weights = weights;
-    d->E = up_8(shape->E), d->F = up_8(shape->F), d->V = up_8(shape->V);
-    const char *fault = getenv("TOKA_DEBUG_FAULT");
-    d->fault_in = fault ? atoi(fault) : 0;
+    d->E = up_8(shape->E), d->F = up_8(shape->F), d->V = up_8(shape->V), d->ordinal = cuda_ordinal(o);
+    d->fault_in = cuda_debug("TOKA_DEBUG_FAULT", o), d->stall_in = cuda_debug("TOKA_DEBUG_STALL", o);
+    if (o->group) group_place(d);
     card_open(d);
     if (!d->error.code) gemm_open(d);
     if (!d->error.code) weights_open(d);
@@ -4651,8 +5518,10 @@ static int cuda_open(toka_device **out, const toka_device_options *o, const toka
     if (!d->error.code) rope_open(d);
     if (!d->error.code) cuda_take_memory(d);
     if (!d->error.code) latch(d, cudaStreamSynchronize(d->stream), "opening the model");
+    if (!d->error.code && d->group) group_join(d);
     if (d->error.code) {
         *e = d->error;
+        if (d->group) group_fail(d->group, e);
         cuda_close(d);
         return e->code;
     }
@@ -4660,9 +5529,10 @@ static int cuda_open(toka_device **out, const toka_device_options *o, const toka
     return 0;
 }
 
-static const char *cuda_describe(const toka_device *d) { return d->about; }
+static const char *cuda_describe(const toka_device *d) { return d->group ? d->group->about : d->about; }
 
 static int cuda_status(toka_device *d, toka_err *e) {
+    if (!d->error.code && d->group && group_is_broken(d->group)) group_latch(d);
     if (d->error.code) *e = d->error;
     return d->error.code;
 }
@@ -4677,7 +5547,7 @@ static void cuda_download(toka_device *d, void *to, toka_dev from, size_t bytes)
 }
 
 /* ===========================================================================
- * MARK: 12. Measuring the ops [host]
+ * MARK: 13. Measuring the ops [host]
  * `toka bench ops`: each op at the shapes of well-known models, inside a captured graph, on buffers that together are larger than the
  * L2 cache and filled with random numbers. What the caller gets is time, arithmetic and bytes; it draws the table.
  * =========================================================================== */
@@ -4920,7 +5790,7 @@ static void bench_head_op(void *arg, int) {
 }
 static void bench_head(bench *b, const bench_shape *m, int M) {
     toka_device *d = b->d;
-    toka_shape shape = {.L = 1, .H = m->H, .K = m->K, .D = m->D, .E = m->E, .F = m->F, .V = m->V, .eps = 1e-5f};
+    toka_shape shape = {.L = 1, .H = m->H, .K = m->K, .D = m->D, .E = m->E, .F = m->F, .V = m->V, .V_all = m->V, .eps = 1e-5f};
     toka_sampling sampling = {.temperature = 1, .top_p = 1, .repetition_penalty = 1};
     toka_out_row *rows = (toka_out_row *)calloc((size_t)M, sizeof *rows);
     bench_head_arg a = {.d = d};
@@ -4973,7 +5843,7 @@ static int cuda_bench(toka_bench_fn *row, void *user, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 13. The op table [host]
+ * MARK: 14. The op table [host]
  * =========================================================================== */
 
 /* ---- The ops. After a failure they do nothing: the engine learns of it from status() ---- */
@@ -4983,10 +5853,20 @@ static bf16 *dev_bf16(toka_dev a) { return (bf16 *)a.at; }
 /* A kernel that fails as a bug or a broken card would, for the test of what happens then. */
 __global__ static void fault_kernel() { __trap(); }
 
+/* One that does not end before the group does; alone never. */
+__global__ static void stall_kernel(volatile int *over) {
+    while (!over || !*over) {}
+}
+
+static void cuda_break(toka_device *d) {
+    if (d->fault_in && !--d->fault_in) fault_kernel<<<1, 1, 0, d->stream>>>();
+    if (d->stall_in && !--d->stall_in) stall_kernel<<<1, 1, 0, d->stream>>>(d->group ? d->group->over : NULL);
+}
+
 /* Everything that the step needs goes up, in one transfer. */
 static void cuda_begin(toka_device *d, const toka_step *s) {
     d->newest = (d->newest + 1) % STEP_RING;
-    if (d->error.code) return;
+    if (!op_begins(d, NULL)) return;
     stage_begin(d, &d->up);
     d->rows.T = s->T;
     d->rows.ids = (const int *)stage_put(&d->up, s->ids, (size_t)s->T * sizeof(int));
@@ -4994,10 +5874,10 @@ static void cuda_begin(toka_device *d, const toka_step *s) {
     d->rows.slot = (const int *)stage_put(&d->up, s->slot, (size_t)s->T * sizeof(int));
     d->rows.copies = (const toka_copy *)stage_put(&d->up, s->copies, (size_t)s->n_copies * sizeof *s->copies);
     attn_plan_step(d, s);
-    samp_plan_step(d, s);
+    if (d->samp) samp_plan_step(d, s);
     clock_begin(d, s);
     stage_send(d, &d->up);
-    if (d->fault_in && !--d->fault_in) fault_kernel<<<1, 1, 0, d->stream>>>();
+    cuda_break(d);
 }
 
 static void cuda_end(toka_device *d, const toka_step *) { latch(d, cudaEventRecord(d->clock.done[d->newest], d->stream), "step"); }
@@ -5005,22 +5885,24 @@ static void cuda_end(toka_device *d, const toka_step *) { latch(d, cudaEventReco
 /* Also behind a failure: what was launched before it may still run. */
 static void cuda_finish(toka_device *d, const toka_step *s) {
     d->oldest = (d->oldest + 1) % STEP_RING;
-    latch(d, cudaEventSynchronize(d->clock.done[d->oldest]), "step");
-    if (d->error.code) return;
+    if (d->group) group_sync(d, d->clock.done[d->oldest]);
+    else latch(d, cudaEventSynchronize(d->clock.done[d->oldest]), "step");
+    if (d->error.code || (d->group && group_is_broken(d->group))) return;
     clock_done(d);
-    samp_collect(d, s, &d->samp->down[d->oldest]);
+    if (d->samp) samp_collect(d, s, &d->samp->down[d->oldest]);
 }
 
 static void cuda_copy_pages(toka_device *d, const toka_step *s) {
     const toka_shape *sh = d->shape;
-    if (!d->error.code)
-        launch_dependent(d, "copies of pages", copy_pages_kernel, dim3((unsigned)s->n_copies, (unsigned)sh->L), 256, 0, 1, d->rows.copies,
-                         d->kv, d->kv_layer, sh->K * 2 * sh->B * sh->D);
+    if (!op_begins(d, "copy_pages")) return;
+    launch_dependent(d, "copies of pages", copy_pages_kernel, dim3((unsigned)s->n_copies, (unsigned)sh->L), 256, 0, 1, d->rows.copies, d->kv,
+                     d->kv_layer, sh->K * 2 * sh->B * sh->D);
 }
 
 static void cuda_embed(toka_device *d, const toka_step *s, toka_dev x) {
-    if (d->error.code) return;
-    launch_dependent(d, "embedding", embed_kernel, dim3(s->T), 128, 0, 1, d->rows.ids, d->last, d->embed, dev_bf16(x), d->E);
+    if (!op_begins(d, "embed") || !group_wait_drawn(d, s)) return;
+    launch_dependent(d, "embedding", embed_kernel, dim3(s->T), 128, 0, 1, d->rows.ids, d->last, d->embed, d->shape->v0, d->shape->V,
+                     dev_bf16(x), d->E);
     clock_part(d, TOKA_PART_EMBED);
 }
 
@@ -5041,38 +5923,41 @@ static void norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, toka
     launch_dependent(d, "RoPE", rope_kernel, dim3(ceil_div(s->T * (sh->H + 2 * sh->K), 8)), 256, 0, 1, a);
 }
 static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q) {
-    if (d->error.code) return;
+    if (!op_begins(d, "norm_qkv_rope_kv")) return;
     norm_qkv_rope_kv(d, s, layer, x, q);
     clock_part(d, TOKA_PART_QKV);
 }
 
 static void cuda_attention(toka_device *d, const toka_step *s, int layer, toka_dev q, toka_dev o) {
-    if (d->error.code) return;
+    if (!op_begins(d, "attention")) return;
     attention(d, s, layer, dev_bf16(q), dev_bf16(o));
     clock_part(d, TOKA_PART_ATTENTION);
 }
 
+/* Of the tensor ranks, whose results are added up, one has the old x. */
+static enum epilogue rest_epilogue(const toka_device *d) { return d->options.tp_rank ? EPI_STORE : EPI_RESIDUAL; }
+
 static void cuda_out_residual(toka_device *d, const toka_step *s, int layer, toka_dev o, toka_dev x) {
-    if (d->error.code) return;
+    if (!op_begins(d, "out_residual")) return;
     const weight *w = &d->layers[layer].o;
-    gemm_args g = {s->T, dev_bf16(o), w->K, w, dev_bf16(x), d->E, EPI_RESIDUAL};
+    gemm_args g = {s->T, dev_bf16(o), w->K, w, dev_bf16(x), d->E, rest_epilogue(d)};
     gemm(d, &g);
     clock_part(d, TOKA_PART_OUT);
 }
 
 static void cuda_norm_mlp_residual(toka_device *d, const toka_step *s, int layer, toka_dev x) {
-    if (d->error.code) return;
+    if (!op_begins(d, "norm_mlp_residual")) return;
     const layer_weights *l = &d->layers[layer];
     rmsnorm(d, dev_bf16(x), NULL, l->mlp_norm, d->xn, s->T);
     gemm_args up = {s->T, d->xn, d->E, &l->gate_up, d->act, d->F, EPI_SWIGLU};
     gemm(d, &up);
-    gemm_args down = {s->T, d->act, d->F, &l->down, dev_bf16(x), d->E, EPI_RESIDUAL};
+    gemm_args down = {s->T, d->act, d->F, &l->down, dev_bf16(x), d->E, rest_epilogue(d)};
     gemm(d, &down);
     clock_part(d, TOKA_PART_MLP);
 }
 
 static void cuda_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks) {
-    if (d->error.code) return;
+    if (!op_begins(d, "norm_logits_sample")) return;
     norm_logits_sample(d, s, dev_bf16(x), picks);
     clock_part(d, TOKA_PART_HEAD);
 }
@@ -5080,6 +5965,7 @@ static void cuda_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev
 extern "C" const toka_backend toka_cuda = {
     .name = "cuda",
     .probe = cuda_probe,
+    .count = cuda_count,
     .kv_bytes = cuda_kv_bytes,
     .open = cuda_open,
     .close = cuda_close,
@@ -5088,6 +5974,13 @@ extern "C" const toka_backend toka_cuda = {
     .alloc = cuda_alloc,
     .upload = cuda_upload,
     .download = cuda_download,
+    .group_open = group_open,
+    .group_close = group_close,
+    .group_abort = group_abort,
+    .group_watch = group_watch,
+    .all_reduce = cuda_all_reduce,
+    .send = cuda_send,
+    .receive = cuda_receive,
     .begin = cuda_begin,
     .end = cuda_end,
     .finish = cuda_finish,

@@ -42,7 +42,7 @@ MUTANTS = [
            ("a piece that begins inside a row begins a row", "c = (int)(`(at + i) % cols`);", "(at % 64 + i) % cols"),
            ("turns of gate and up are off by a row", "`r / 8 * 16 + r % 8` : r)) * j.stride + c", "r / 8 * 16 + r % 7", "load .* by turns")),
     *group("embed_kernel", "rows small", "embed ",
-           ("the last 16 bytes of a row", "i < E / 8; i += blockDim.x) `to[i] = from[i];`", "if (i + 1 < E / 8) to[i] = from[i];"),
+           ("the last 16 bytes of a row", "i < E / 8; i += blockDim.x) `to[i] = row >= 0`", "if (i + 1 < E / 8) to[i] = row >= 0"),
            ("the last token of the slot before", "(id < 0 ? last[`-1 - id`] : id)", "max(-2 - id, 0)")),
     *group("rmsnorm_kernel", "rows small", "norm ",
            ("without epsilon", "rsqrtf(`block_sum_128(sum) * per_E + eps`)", "block_sum_128(sum) * per_E"),
@@ -100,8 +100,8 @@ MUTANTS = [
            ("an id behind the vocabulary can be drawn", "if (`id0 + i / 2 * 8 + i % 2 >= p.V`) v[i]", "id0 + i / 2 * 8 + i % 2 > p.V"),
            ("noise of the other row", "row(acc, 1, t, p, `g < 2 ? got : keep`);", "g < 2 ? keep : got", "row \\d+: another time"),
            ("wrong word of the noise", "keep = g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : `c[3]`, give", "c[2]", "row \\d+: another time"),
-           ("noise of the next block", "uint32_t c[4] = {mine.sample, mine.position, `1 + (uint32_t)(t.col0 / SAMP_BLOCK)`, 0};",
-            "2 + (uint32_t)(t.col0 / SAMP_BLOCK)", "row \\d+: another time")),
+           ("noise of the next block", "uint32_t c[4] = {mine->sample, mine->position, `1 + (uint32_t)((p.v0 + t.col0) / SAMP_BLOCK)`, 0};",
+            "2 + (uint32_t)((p.v0 + t.col0) / SAMP_BLOCK)", "row \\d+: another time")),
 
     # ---- Attention ----
     *group("attn_mma", "attn small", "(decode|prefill|tree) .*B=(16|32) ",
@@ -187,8 +187,9 @@ MUTANTS = [
            ("the other norm of the layer", "rmsnorm(d, dev_bf16(x), NULL, `l->mlp_norm`, d->xn, s->T);", "l->attn_norm")),
 ]
 
-# kernels that compute nothing that a test could find wrong
-NO_RESULT = {"bench_fill_kernel", "bench_read_kernel", "fault_kernel"}
+# kernels that compute nothing that a test could find wrong; and those of several ranks, which none of these tests starts (gpu_ranks.c does)
+NO_RESULT = {"bench_fill_kernel", "bench_read_kernel", "fault_kernel", "stall_kernel",
+             "one_shot_kernel", "two_shot_kernel", "samp_exchange_kernel", "samp_gather_kernel"}
 
 
 # ---- The mutated copy ----

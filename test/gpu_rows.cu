@@ -66,9 +66,9 @@ static void test_loads(toka_device *d) {
     }
 }
 
-/* ---- Embedding: of ids, and of the last one of a slot ---- */
+/* ---- Embedding: of ids, and of the last one of a slot; the table has n ids from v0 on, others become zeros ---- */
 
-static void test_embed(toka_device *d, int T, int E) {
+static void test_embed(toka_device *d, int T, int E, int v0, int n) {
     const int V = 300, n_slots = 40;
     gpu_buf<bf16> table((size_t)V * E), x((size_t)T * E);
     gpu_buf<int> ids((size_t)T), last(n_slots);
@@ -78,14 +78,15 @@ static void test_embed(toka_device *d, int T, int E) {
     for (int i = 0; i < T; i++) id[(size_t)i] = i == 1 ? V - 1 : i % 3 == 2 ? -1 - i % n_slots : (int)(gpu_mix(gpu_seed + i) % V);
     ids.set(id), last.set(kept);
     GPU_OK(cudaDeviceSynchronize());
-    launch_dependent(d, "embedding", embed_kernel, dim3((unsigned)T), 128, 0, 1, ids.p(), last.p(), table.p(), x.p(), E);
+    launch_dependent(d, "embedding", embed_kernel, dim3((unsigned)T), 128, 0, 1, ids.p(), last.p(), table.p() + (size_t)v0 * E, v0, n, x.p(), E);
     done(d, "embed");
     std::vector<bf16> rows = table.host(), want;
     for (int i : id) {
         ptrdiff_t at = i < 0 ? kept[(size_t)(-1 - i)] : i;
-        want.insert(want.end(), rows.begin() + at * E, rows.begin() + (at + 1) * E);
+        if (at < v0 || at >= v0 + n) want.insert(want.end(), (size_t)E, __float2bfloat16(0));
+        else want.insert(want.end(), rows.begin() + at * E, rows.begin() + (at + 1) * E);
     }
-    gpu_check(same_bits(x.host(), want) && x.guards_hold(), "embed T=%d E=%d", T, E);
+    gpu_check(same_bits(x.host(), want) && x.guards_hold(), "embed T=%d E=%d, ids %d to %d", T, E, v0, v0 + n - 1);
 }
 
 /* ---- RMSNorm of rows of x, in order or chosen; E is the model's own width, what lies behind it up to a multiple of 8 is 0 ---- */
@@ -202,7 +203,7 @@ int main(int argc, char **argv) {
     quick = argc > 1 && !strcmp(argv[1], "small");
     test_loads(d);
     for (int E : {8, 56, 1024, 1032, 2048, 8200})
-        for (int T : {1, 3, 70}) test_embed(d, T, E);
+        for (int T : {1, 3, 70}) test_embed(d, T, E, 0, 300), test_embed(d, T, E, 100, 130);
     for (int E : {1, 51, 64, 1023, 1032, 2048, 8200})
         for (float scale : {1.0f, 1e-3f}) test_norm(d, 1, E, false, scale), test_norm(d, 37, E, true, scale);
     test_table(d, 64, quick ? 100 : 40000, 1);

@@ -25,7 +25,7 @@ static toka_shape shape;
 static toka_device *samp_device(int V, int E, int max_out) { /* lm_head and norm are the caller's to set */
     toka_device *d = gpu_device();
     shape = toka_shape{};
-    shape.V = V, shape.E = E, shape.eps = 1e-5f, shape.max_len = 4096;
+    shape.V = shape.V_all = V, shape.E = E, shape.eps = 1e-5f, shape.max_len = 4096;
     d->shape = &shape, d->E = up_8(E), d->V = up_8(V);
     d->options = toka_device_options{};
     d->options.max_tokens = d->options.max_out = max_out;
@@ -462,7 +462,7 @@ static void check_last(toka_device *d, const std::vector<toka_out_row> &rows, co
     gpu_buf<int> dev_ids(ids.size());
     gpu_buf<bf16> x(ids.size() * E);
     dev_ids.set(ids);
-    embed_kernel<<<(unsigned)ids.size(), 128, 0, d->stream>>>(dev_ids.p(), last.p(), table.p(), x.p(), (int)E);
+    embed_kernel<<<(unsigned)ids.size(), 128, 0, d->stream>>>(dev_ids.p(), last.p(), table.p(), 0, (int)(table.n / E), x.p(), (int)E);
     GPU_OK(cudaStreamSynchronize(d->stream));
     std::vector<bf16> hx = x.host(), ht = table.host();
     for (size_t i = 0; i < ids.size(); i++) wrong += memcmp(&hx[i * E], &ht[(size_t)(ids[i] < 0 ? want[(size_t)(-1 - ids[i])] : ids[i]) * E], 2 * E) != 0;

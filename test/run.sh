@@ -211,7 +211,7 @@ gpu_programs() {
         # shellcheck disable=SC2086
         gpu_program "$name" $parts
     done
-    for name in gpu_ops gpu_model; do # these include toka.c
+    for name in gpu_ops gpu_model gpu_ranks; do # these include toka.c
         step "$name.c compiles" $CC -std=c11 -O2 -DTOKA_WITH_CUDA '-DTOKA_EMBED="test/model"' -w -c test/$name.c -o $B/$name.o
         [ -f $B/kernels.o ] && [ -z "$(find toka_kernels.cu toka.h -newer $B/kernels.o)" ] ||
             step "toka_kernels.cu compiles" nvcc -std=c++20 -O3 -Xcompiler -fno-exceptions \
@@ -232,6 +232,12 @@ gpu_counts() { # NAME COMMAND...: a program whose last line is 'N passed, N fail
     # shellcheck disable=SC2046
     add $(echo "$line" | tr -dc '0-9 ' | cut -d' ' -f1-5)
 }
+gpu_ranks() { # over all GPUs that there are; where there is one, all ranks on it
+    local share=()
+    [ "$(nvidia-smi -L | wc -l)" -gt 1 ] || share=(TOKA_DEBUG_SHARE_GPU=1 CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32)
+    [ -x $B/gpu_ranks ] && gpu_counts gpu_ranks env "${share[@]}" $B/gpu_ranks
+    gpu_counts "the program on several GPUs" env "${share[@]}" python3 test/gpu_ranks.py
+}
 gpu_tests() {
     if ! ./toka devices | grep -q '^cuda.*compute capability'; then skip 1 "no GPU"; return; fi
     GPU_ARCH=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
@@ -247,6 +253,7 @@ gpu_tests() {
     done
     gpu_counts "the program on the GPU" python3 test/gpu_cli.py
     gpu_counts "accuracy beside the CPU" python3 test/gpu_accuracy.py
+    gpu_ranks
     [ -x $B/mutants/mutants ] && gpu_counts "mutants of the kernels are caught" python3 test/gpu_mutants.py run
     if python3 -c 'import torch, transformers' 2>/dev/null; then
         gpu_counts "against transformers" python3 test/gpu_hf.py $B/gpu_model

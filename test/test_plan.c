@@ -40,8 +40,8 @@ static void plan_test_memory(void) {
     f = plan_fix_open("meta-llama/Llama-3.1-8B", "h200"); /* by hub id; untied */
     CHECK(plan_rank_of(&f.ask, 1, 1, 0, 0).weights == 16059990016);
     p = plan_rank_of(&f.ask, 2, 1, 0, 1);
-    /* half of each: 32 * (2048*4096 * 2 + 2*512*4096 + 3*7168*4096) + 2 * 64128*4096 */
-    CHECK(p.shape.H == 16 && p.shape.K == 4 && p.shape.F == 7168 && p.shape.V == 64128 && p.weights == 8029995008 && p.token_bytes == 65536);
+    /* half of each: 32 * (2048*4096 * 2 + 2*512*4096 + 3*7168*4096) + 2 * 64256*4096: 251 of 501 blocks of ids */
+    CHECK(p.shape.H == 16 && p.shape.K == 4 && p.shape.F == 7168 && p.shape.V == 64256 && p.weights == 8032092160 && p.token_bytes == 65536);
     arena_free(&f.a);
 
     f = plan_fix_open("llama-3.1-70b", "H200");
@@ -53,15 +53,16 @@ static void plan_test_memory(void) {
         CHECK(p.weights == 2 * ((int64_t)p.shape.L * 855638016 + (stage == 0 || stage == 7 ? 1050673152 : 0)));
     }
     p = plan_rank_of(&f.ask, 8, 1, 0, 3);
-    CHECK(p.shape.H == 8 && p.shape.K == 1 && p.weights == 141104775168 / 8 && p.token_bytes == 327680 / 8);
+    /* of the vocabulary 63 of 501 blocks: 16,128 ids, 96 more than an eighth */
+    CHECK(p.shape.H == 8 && p.shape.K == 1 && p.weights == 141104775168 / 8 + 2 * 2 * 96 * 8192 && p.token_bytes == 327680 / 8);
     p = plan_rank_of(&f.ask, 16, 1, 0, 3); /* 8 kv heads on 16 ranks */
     CHECK(p.shape.H == 4 && p.shape.K == 1 && p.token_bytes == 327680 / 8);
     arena_free(&f.a);
 
     f = plan_fix_open("qwen2.5-0.5b", "L4"); /* 14 query heads, 2 kv heads */
     p = plan_rank_of(&f.ask, 14, 1, 0, 0);
-    /* F 347 -> 352 and V 10852 -> 10856 rows: 24 * (64*896 * 2 + 2*64*896 + 3*352*896) + 10856*896 */
-    CHECK(p.shape.H == 1 && p.shape.K == 1 && p.shape.F == 347 && p.shape.V == 10852 && p.weights == 75880448);
+    /* F 347 -> 352, V 42 of 594 blocks: 24 * (64*896 * 2 + 2*64*896 + 3*352*896) + 10752*896 */
+    CHECK(p.shape.H == 1 && p.shape.K == 1 && p.shape.F == 347 && p.shape.V == 10752 && p.weights == 75694080);
     arena_free(&f.a);
 }
 

@@ -44,7 +44,7 @@ def test_table_and_object_say_the_same():
         assert s["workload"]["output_tokens_per_second"] * s["workload"]["step_ms"] == pytest.approx(1000 * s["workload"]["running"], rel=1e-5)
     best = max(v["splits"], key=lambda s: s["workload"]["output_tokens_per_second"])
     assert v["recommended"]["workload"]["output_tokens_per_second"] > best["workload"]["output_tokens_per_second"] / 1.03
-    assert "--max-model-len 8192" in v["recommended"]["flags"] and "one GPU" in v["note"]
+    assert "--max-model-len 8192" in v["recommended"]["flags"] and "splits over the GPUs" in v["note"]
 
 
 def test_a_folder_needs_no_weights(tmp_path):

@@ -1,0 +1,409 @@
+/* gpu_ranks.c - models over several GPUs. Includes toka.c; linked with the object of toka_kernels.cu. Run from the repository root.
+ *
+ *   gpu_ranks              sums over ranks against the host's; then every fixture and the embedded model under every split that there are
+ *                          GPUs for, against one GPU. With TOKA_DEBUG_SHARE_GPU=1 all ranks are on GPU 0
+ *   gpu_ranks bench [N]    microseconds of sums over N GPUs (2), and NCCL's where libnccl.so.2 is found */
+#include "../toka.c"
+#include "check.h"
+#include <dlfcn.h>
+
+int cudaSetDevice(int device); /* of the runtime that is linked in; a launch wants the stream's device */
+
+static int n_passed, n_failed, n_skipped;
+
+static bool verdict(bool ok, const char *fmt, ...) {
+    va_list ap;
+    va_start(ap, fmt);
+    ok ? n_passed++ : n_failed++;
+    printf("%s ", ok ? "ok    " : "FAILED"), vprintf(fmt, ap), puts("");
+    va_end(ap);
+    return ok;
+}
+
+typedef struct split {
+    int tp, pp, dp;
+} split;
+
+static toka *open_split(const char *model, split at, toka_err *e) {
+    toka *t = NULL;
+    toka_options o = toka_options_default();
+    o.model = model, o.device = "cuda", o.max_num_seqs = 64, o.max_num_batched_tokens = 2048, o.kv_tokens = 64 * 256;
+    o.tensor_parallel_size = at.tp, o.pipeline_parallel_size = at.pp, o.data_parallel_size = at.dp;
+    if (toka_open(&t, &o, e)) return NULL;
+    return t;
+}
+
+static double rel_l2(const float *a, const float *b, int n) {
+    double d = 0, r = 0;
+    for (int i = 0; i < n; i++) d += ((double)a[i] - b[i]) * ((double)a[i] - b[i]), r += (double)b[i] * b[i];
+    return sqrt(d / r);
+}
+
+static int rnd_in(uint64_t *seed, int from, int to) { return from + (int)(rnd(seed) % (uint64_t)(to - from + 1)); }
+
+/* ---- Sums: an op of the table, on threads of its own ---- */
+
+enum { SUM_CALLS = 7 };
+
+typedef struct summer {
+    toka_device *d;
+    int rank, device, E, n_calls, rows[SUM_CALLS];
+    toka_dev x;
+    uint16_t *host; /* [rows][E] bf16: before the first, and behind the last call */
+    double us;
+    pthread_t thread;
+    pthread_barrier_t *start;
+} summer;
+
+static uint16_t to_bf16(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
+}
+static float from_bf16(uint16_t b) {
+    uint32_t u = (uint32_t)b << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+static void *sum_thread(void *arg) {
+    summer *s = arg;
+    const size_t bytes = (size_t)s->rows[0] * (size_t)s->E * 2;
+    cudaSetDevice(s->device);
+    toka_cuda.upload(s->d, s->x, s->host, bytes);
+    for (int turn = 0; turn < 2; turn++) { /* the first warms up, where it is timed */
+        pthread_barrier_wait(s->start);
+        const double t0 = os_now();
+        for (int i = 0; i < s->n_calls; i++) toka_cuda.all_reduce(s->d, s->x, s->rows[i % SUM_CALLS]);
+        toka_cuda.download(s->d, s->host, s->x, bytes);
+        s->us = (os_now() - t0) * 1e6 / s->n_calls;
+        if (s->n_calls <= SUM_CALLS) break;
+    }
+    return NULL;
+}
+
+/* Runs the calls on all ranks of a model that is open and idle. */
+static void sum_run(toka *t, summer *s, int n) {
+    pthread_barrier_t start;
+    pthread_barrier_init(&start, NULL, (unsigned)n);
+    for (int i = 0; i < n; i++) {
+        model_rank *r = &t->engine->replicas[0].m.ranks[i];
+        s[i].d = r->dev, s[i].x = r->x, s[i].rank = i, s[i].device = getenv("TOKA_DEBUG_SHARE_GPU") ? 0 : i, s[i].start = &start;
+        if (pthread_create(&s[i].thread, NULL, sum_thread, &s[i])) abort();
+    }
+    for (int i = 0; i < n; i++) pthread_join(s[i].thread, NULL);
+    pthread_barrier_destroy(&start);
+}
+
+/* Rows beyond those of a call stay as they are: each call sums fewer rows than the one before, so a row has had as many sums as calls
+ * had it. Values are small whole numbers, so all sums are exact up to where bf16 rounds, and the host knows every bit. */
+static void sums(int n) {
+    toka_err e = {0};
+    toka *t = open_split("test/model", (split){n, 1, 1}, &e);
+    if (!t) {
+        verdict(false, "sums over %d ranks: %s", n, e.msg);
+        return;
+    }
+    static const int rows[SUM_CALLS] = {2048, 2047, 1000, 300, 33, 2, 1};
+    const int E = (t->shape.E + 7) / 8 * 8, all = rows[0] * E;
+    summer s[8] = {0};
+    uint64_t seed = 3;
+    float *want = mem_zalloc((size_t)all * sizeof *want);
+    for (int i = 0; i < n; i++) {
+        s[i].E = E, s[i].n_calls = SUM_CALLS, s[i].host = mem_alloc((size_t)all * 2);
+        memcpy(s[i].rows, rows, sizeof rows);
+        for (int k = 0; k < all; k++) s[i].host[k] = to_bf16((float)rnd_in(&seed, -60, 60) / 4), want[k] += from_bf16(s[i].host[k]);
+    }
+    sum_run(t, s, n);
+    int wrong = 0;
+    for (int k = 0; k < all; k++) {
+        float v = from_bf16(to_bf16(want[k]));
+        for (int call = 1; call < SUM_CALLS && k < rows[call] * E; call++) { /* all have the same now */
+            float sum = 0;
+            for (int i = 0; i < n; i++) sum += v;
+            v = from_bf16(to_bf16(sum));
+        }
+        for (int i = 0; i < n; i++) wrong += from_bf16(s[i].host[k]) != v;
+    }
+    verdict(!wrong, "sums over %d ranks: %d of %d values differ", n, wrong, n * all);
+    for (int i = 0; i < n; i++) free(s[i].host);
+    free(want);
+    toka_close(t);
+}
+
+/* ---- Whole models ---- */
+
+static int int_array(const json *array, int32_t *out, int cap) {
+    int n = 0;
+    JSON_EACH(it, array) if (n < cap) out[n++] = (int32_t)json_int(it, -1);
+    return n;
+}
+
+enum { PROMPTS = 8, PROMPT = 96, ANSWER = 24, TOPS = 5, KINDS = 4 };
+
+typedef struct answer { /* to one request: its first sample */
+    int n, n_scored;
+    int32_t ids[ANSWER], tops[ANSWER][TOPS];
+    float logprobs[ANSWER], top_logprobs[ANSWER][TOPS], scores[PROMPT];
+} answer;
+
+typedef struct answers {
+    int n_prompts, n_ids[PROMPTS];
+    int32_t ids[PROMPTS][PROMPT];
+    answer a[KINDS][PROMPTS];
+    float *logits; /* [sum of n_ids][V]: all prompts in one step, by forced rows */
+    int n_rows, V;
+} answers;
+
+static int on_event(void *user, const toka_event *ev) {
+    answer *a = user;
+    if (ev->sample == TOKA_PROMPT) a->scores[a->n_scored++] = ev->logprob;
+    if (ev->sample || ev->id < 0 || a->n == ANSWER) return 0;
+    a->ids[a->n] = ev->id, a->logprobs[a->n] = ev->logprob;
+    memcpy(a->tops[a->n], ev->top_ids, (size_t)MIN(ev->n_top, TOPS) * 4);
+    memcpy(a->top_logprobs[a->n++], ev->top_logprobs, (size_t)MIN(ev->n_top, TOPS) * 4);
+    return 0;
+}
+
+/* Greedy; drawn and scored; drawn with everything that filters; greedy with log-probabilities, more samples than fit at once. */
+static void ask(toka_request *r, int kind, int i) {
+    static const int32_t bias_ids[] = {5, 11};
+    static const float bias[] = {1.5f, -2};
+    toka_sampling *s = &r->sampling;
+    s->temperature = kind == 0 || kind == 3 ? 0 : 1, s->seed = (uint64_t)(100 * kind + i), s->max_tokens = ANSWER, s->ignore_eos = 1;
+    if (kind == 1) r->prompt_logprobs = 1;
+    if (kind == 2) s->top_k = 40, s->top_p = 0.95f, s->repetition_penalty = 1.1f, s->bias_ids = bias_ids, s->bias_values = bias, s->n_bias = 2;
+    if (kind >= 2) s->logprobs = TOPS;
+    r->n = kind == 3 ? 3 : 1;
+}
+
+static int answer_all(toka *t, answers *w, toka_err *e) {
+    for (int kind = 0; kind < KINDS; kind++)
+        for (int i = 0; i < w->n_prompts; i++) {
+            toka_request r = toka_request_default();
+            int64_t id;
+            r.ids = w->ids[i], r.n_ids = (size_t)w->n_ids[i], r.ids_only = 1;
+            ask(&r, kind, i);
+            w->a[kind][i] = (answer){0};
+            if (toka_submit(t, &r, on_event, &w->a[kind][i], &id, e)) return e->code;
+        }
+    return toka_run(t, 0, e);
+}
+
+/* All prompts in one step, raw logits of every position. */
+static int logits_of(toka *t, answers *w, toka_err *e) {
+    const int B = t->shape.B, V = t->shape.V, cap = PROMPTS * PROMPT;
+    int32_t *ints = mem_zalloc((size_t)cap * 4 * sizeof *ints), *pos = ints + cap, *slot = pos + cap, *pages = slot + cap;
+    toka_out_row *out = mem_zalloc((size_t)cap * sizeof *out);
+    toka_span spans[PROMPTS];
+    int n_pages = 0;
+    toka_step s = {.ids = ints, .pos = pos, .slot = slot, .pages = pages, .spans = spans, .out = out, .number = 2};
+    for (int i = 0; i < cap; i++) pages[i] = i;
+    for (int i = 0; i < w->n_prompts; i++) {
+        spans[s.n_spans++] = (toka_span){s.T, w->n_ids[i], n_pages, 0, w->n_ids[i]};
+        for (int p = 0; p < w->n_ids[i]; p++, s.T++) {
+            ints[s.T] = w->ids[i][p], pos[s.T] = p, slot[s.T] = (n_pages + p / B) * B + p % B;
+            out[s.T] = (toka_out_row){.row = s.T, .forced_id = 0, .slot = -1};
+        }
+        n_pages += (w->n_ids[i] + B - 1) / B;
+    }
+    s.n_out = w->n_rows = s.T, w->V = V;
+    s.logits = w->logits = mem_alloc((size_t)s.T * (size_t)V * sizeof(float));
+    memset(w->logits, 0xFF, (size_t)s.T * (size_t)V * sizeof(float));
+    toka_pick *picks = mem_alloc((size_t)s.T * sizeof *picks);
+    int code = model_step(&t->engine->replicas[0].m, &s, picks, e);
+    free(picks), free(ints), free(out);
+    return code;
+}
+
+static double worst_score(const answers *a, const answers *b) {
+    double worst = 0;
+    for (int i = 0; i < a->n_prompts; i++) {
+        const answer *x = &a->a[1][i], *y = &b->a[1][i];
+        if (x->n_scored != a->n_ids[i] || y->n_scored != x->n_scored) return NAN;
+        for (int k = 0; k < x->n_scored; k++) worst = fmax(worst, fabs((double)x->scores[k] - y->scores[k]));
+    }
+    return worst;
+}
+
+/* Tokens up to the first that differs; *off: how far the best log-probabilities are apart there. */
+static int same_tokens(const answer *x, const answer *y, double *off) {
+    int k = 0;
+    while (k < x->n && k < y->n && x->ids[k] == y->ids[k]) {
+        for (int i = 0; i < TOPS; i++) *off = fmax(*off, fabs((double)x->top_logprobs[k][i] - y->top_logprobs[k][i]));
+        k++;
+    }
+    if (x->n != ANSWER || y->n != ANSWER) *off = INFINITY;
+    return k;
+}
+
+/* Stages and replicas compute what one GPU computes, to the bit where the kernels are the same; tensor ranks round differently. */
+static void compare(const char *name, split at, const answers *got, const answers *want) {
+    const bool ranks = at.tp > 1;
+    const double bound = ranks ? 2.5e-2 : 2e-2, near = 0.25; /* fixtures are small and lively: see gpu_model.c */
+    double l2 = rel_l2(got->logits, want->logits, got->n_rows * got->V), scores = worst_score(got, want), off = 0;
+    bool exact = !memcmp(got->logits, want->logits, (size_t)got->n_rows * (size_t)got->V * sizeof(float));
+    int same[KINDS] = {0}, most = got->n_prompts * ANSWER;
+    bool alike = true;
+    for (int kind = 0; kind < KINDS; kind++) {
+        for (int i = 0; i < got->n_prompts; i++) same[kind] += same_tokens(&got->a[kind][i], &want->a[kind][i], &off);
+        alike &= same[kind] * 100 >= most * (ranks ? 20 : 50);
+    }
+    verdict(l2 <= bound && scores <= near && off <= near && alike && (ranks || exact),
+            "%-20s tp %d pp %d dp %d: logits %.1e, scores %.1e, tops %.1e, same tokens %d %d %d %d of %d", name, at.tp, at.pp, at.dp, l2, scores, off,
+            same[0], same[1], same[2], same[3], most);
+}
+
+static void read_prompts(const char *path, answers *w) {
+    arena a = {0};
+    toka_err e = {0};
+    char file[300];
+    snprintf(file, sizeof file, "%s/golden.json", path);
+    FILE *f = fopen(file, "rb");
+    uint64_t seed = 9;
+    if (f) {
+        fclose(f);
+        str text = read_copy(file);
+        const json *cases = json_get(json_parse(&a, text, json_trusted, &e), "cases");
+        JSON_EACH(it, cases)
+            if (w->n_prompts < PROMPTS) w->n_ids[w->n_prompts] = int_array(json_get(it, "prompt_ids"), w->ids[w->n_prompts], PROMPT), w->n_prompts++;
+        free((void *)text.p);
+    } else {
+        for (int i = 0; i < 4; i++, w->n_prompts++)
+            for (int k = 0; k < 20 + 17 * i; k++) w->ids[i][w->n_ids[i]++] = rnd_in(&seed, 3, 500);
+    }
+    arena_free(&a);
+}
+
+static bool run(const char *path, split at, const answers *prompts, answers *w) {
+    toka_err e = {0};
+    memcpy(w->n_ids, prompts->n_ids, sizeof w->n_ids), memcpy(w->ids, prompts->ids, sizeof w->ids), w->n_prompts = prompts->n_prompts;
+    w->logits = NULL;
+    toka *t = open_split(path, at, &e);
+    bool ok = t && !answer_all(t, w, &e);
+    if (t) toka_close(t);
+    t = ok ? open_split(path, at, &e) : NULL;
+    ok = t && !logits_of(t, w, &e);
+    if (t) toka_close(t);
+    if (!ok) printf("%s, tp %d pp %d dp %d: %s\n", path, at.tp, at.pp, at.dp, e.msg);
+    return ok;
+}
+
+static bool splits(const char *path, split at) {
+    mf_model *m;
+    toka_err e;
+    arena a = {0};
+    toka_shape s;
+    toka_weights w;
+    if (mf_open(&m, path, NULL, NULL, &e)) return false;
+    mf_rank r = {.tp_size = at.tp, .pp_size = at.pp};
+    bool ok = !mf_shard(&m->shape, &m->weights, &r, &a, &s, &w, &e);
+    arena_free(&a), mf_close(m);
+    return ok;
+}
+
+static void model(const char *path, int n_gpus) {
+    static const split at[] = {{2, 1, 1}, {1, 2, 1}, {1, 1, 2}, {4, 1, 1}, {1, 4, 1}, {2, 2, 1}, {3, 1, 1}};
+    answers *prompts = mem_zalloc(sizeof *prompts), *alone = mem_zalloc(sizeof *alone), *w = mem_zalloc(sizeof *w);
+    const char *name = strrchr(path, '/') + 1;
+    read_prompts(path, prompts);
+    if (!run(path, (split){1, 1, 1}, prompts, alone)) verdict(false, "%s on one GPU", name);
+    for (int i = 0; i < COUNT(at) && alone->logits; i++) {
+        if (!splits(path, at[i])) continue;
+        if (at[i].tp * at[i].pp * at[i].dp > n_gpus) {
+            n_skipped++;
+            continue;
+        }
+        if (run(path, at[i], prompts, w)) compare(name, at[i], w, alone);
+        else verdict(false, "%s", name);
+        free(w->logits);
+    }
+    free(alone->logits), free(prompts), free(alone), free(w);
+}
+
+/* ---- bench ---- */
+
+typedef struct nccl { /* what is needed of its interface */
+    int (*init_all)(void **comms, int n, const int *devices), (*start)(void), (*end)(void);
+    int (*all_reduce)(const void *from, void *to, size_t n, int type, int op, void *comm, void *stream);
+} nccl;
+
+static bool nccl_find(nccl *f) {
+    void *lib = dlopen("libnccl.so.2", RTLD_NOW);
+    if (!lib) return false;
+    setenv("NCCL_NVLS_ENABLE", "0", 0);
+    *(void **)&f->init_all = dlsym(lib, "ncclCommInitAll"), *(void **)&f->all_reduce = dlsym(lib, "ncclAllReduce");
+    *(void **)&f->start = dlsym(lib, "ncclGroupStart"), *(void **)&f->end = dlsym(lib, "ncclGroupEnd");
+    return f->init_all && f->all_reduce && f->start && f->end;
+}
+
+int cudaStreamCreateWithFlags(void **stream, unsigned flags);
+int cudaStreamSynchronize(void *stream);
+
+/* Microseconds of one sum by NCCL: both GPUs driven by this thread, 100 sums in a row. */
+static double nccl_time(const nccl *f, void **comms, void **streams, const summer *s, int n, size_t count) {
+    double us = 0;
+    for (int turn = 0; turn < 2; turn++) {
+        const double t0 = os_now();
+        for (int i = 0; i < 100; i++) {
+            f->start();
+            for (int r = 0; r < n; r++)
+                f->all_reduce((void *)(uintptr_t)s[r].x.at, (void *)(uintptr_t)s[r].x.at, count, 9, 0, comms[r], streams[r]); /* bf16, sum */
+            f->end();
+        }
+        for (int r = 0; r < n; r++) cudaSetDevice(r), cudaStreamSynchronize(streams[r]);
+        us = (os_now() - t0) * 1e4;
+    }
+    return us;
+}
+
+static int bench(int n) {
+    static const int sizes[] = {1, 8, 64, 128, 256, 512, 1024, 2048, 4096};
+    static const int devices[] = {0, 1, 2, 3, 4, 5, 6, 7};
+    toka_err e = {0};
+    toka_options o = toka_options_default();
+    toka *t;
+    nccl f = {0};
+    void *comms[8], *streams[8];
+    o.model = "test/model", o.device = "cuda", o.tensor_parallel_size = n, o.kv_tokens = 65536, o.max_num_batched_tokens = 65536;
+    if (toka_open(&t, &o, &e)) return printf("%s\n", e.msg), 2;
+    const int E = (t->shape.E + 7) / 8 * 8;
+    bool have = nccl_find(&f) && !f.init_all(comms, n, devices);
+    for (int r = 0; r < n && have; r++) cudaSetDevice(r), cudaStreamCreateWithFlags(&streams[r], 1);
+    printf("%s; width %d here, tokens as if it were 4096\n", toka_get_info(t).device, E);
+    for (int i = 0; i < COUNT(sizes); i++) {
+        const int rows = (int)((int64_t)sizes[i] * 4096 / E);
+        summer s[8] = {0};
+        for (int r = 0; r < n; r++) {
+            s[r].E = E, s[r].n_calls = 200, s[r].host = mem_zalloc((size_t)rows * (size_t)E * 2);
+            for (int k = 0; k < SUM_CALLS; k++) s[r].rows[k] = rows;
+        }
+        sum_run(t, s, n);
+        double other = have ? nccl_time(&f, comms, streams, s, n, (size_t)rows * (size_t)E) : NAN, us = s[0].us;
+        double gb = (double)rows * E * 2 * 2 * (n - 1) / n / 1e3;
+        printf("%5d tokens x 4096, %8.2f MB: own %8.1f us (%5.1f GB/s of bus), NCCL %8.1f us (%5.1f)\n", sizes[i], (double)rows * E * 2 / 1e6, us,
+               gb / us, other, gb / other);
+        for (int r = 0; r < n; r++) free(s[r].host);
+    }
+    toka_close(t);
+    return 0;
+}
+
+int main(int argc, char **argv) {
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    if (argc > 1 && !strcmp(argv[1], "bench")) return bench(argc > 2 ? atoi(argv[2]) : 2);
+    const int n_gpus = toka_cuda.count();
+    for (int n = 2; n <= MIN(n_gpus, 4); n++)
+        if (splits("test/model", (split){n, 1, 1})) sums(n);
+    model("test/model", n_gpus);
+    DIR *d = opendir("test/fixtures");
+    for (struct dirent *it; d && (it = readdir(d));) {
+        char path[300];
+        snprintf(path, sizeof path, "test/fixtures/%s", it->d_name);
+        if (it->d_name[0] != '.' && (argc < 2 || strstr(argv[1], it->d_name))) model(path, n_gpus);
+    }
+    if (d) closedir(d);
+    printf("%d passed, %d failed, %d skipped\n", n_passed, n_failed, n_skipped);
+    return n_failed != 0;
+}
