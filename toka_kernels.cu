@@ -33,9 +33,9 @@
  *   op                 kernel                shapes                       bound by     reaches
  *   embed              embed_kernel          any                          copy         not measured
  *   norms              rmsnorm_kernel        any E                        copy         not measured
- *   qkv, o, gate_up,   gemm_kernel           M > 64, Hopper               arithmetic   0.98x cuBLAS over 73 shapes, M >= 512
- *   down, logits       gemm_few_kernel       M <= 128, Hopper             W's bytes    85 % at M = 64, 70B: 83 to 96 %; 1B o: 35 %
- *                      gemm_thin_kernel      M <= 16, any card            W's bytes    97 % (1B gate_up), 55 % (1B o) at M = 1
+ *   qkv, o, gate_up,   gemm_kernel           M > 64, Hopper               arithmetic   H200: 0.99x cuBLAS over 73 shapes, M >= 512
+ *   down, logits       gemm_few_kernel       M <= 128, Hopper             W's bytes    H200, M = 64: 78 % (1B gate_up), 37 % (1B o)
+ *                      gemm_thin_kernel      M <= 16, any card            W's bytes    H200, M = 1: 97 % (8B down), 61 % (1B o)
  *                      gemm_mma_kernel       any M, any card              arithmetic   about 60 % of wgmma's rate
  *   RoPE, KV append    in gemm_kernel (D 64, 128), rope_kernel else       copy         not measured
  *   attention, decode  attn_small            <= 16 queries, Hopper        K, V bytes   96 % (D = 64), 95 % (D = 128)
@@ -407,23 +407,11 @@ __device__ static inline int cluster_rank() {
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
     return r;
 }
-__device__ static inline void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 __device__ static inline float4 shared_load(uint32_t at) { /* 16 bytes */
     float4 v;
     asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
     return v;
 }
-/* 16 bytes from the same offset of CTA `cta`'s shared memory. */
-__device__ static inline float4 cluster_load(uint32_t at, int cta) {
-    float4 v;
-    asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %4, %5; ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [r];}"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at), "r"(cta) : "memory");
-    return v;
-}
-__device__ static inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ static inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ static inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ static inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> __device__ static inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
@@ -518,9 +506,9 @@ __device__ static inline uint64_t wgmma_desc_trans(uint32_t at, int panel_bytes)
     return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(panel_bytes >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
 /* All threads of the cluster meet; orders no memory (barrier.cluster.arrive.release costs a fence of the whole GPU). */
-__device__ static inline void cluster_meet() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
+__device__ static inline void cluster_meet_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ static inline void cluster_meet_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+__device__ static inline void cluster_meet() { cluster_meet_arrive(), cluster_meet_wait(); }
 /* n bytes of this CTA's shared memory to the offset `to` of CTA `cta` of the cluster; its barrier at offset `bar` is told. */
 __device__ static inline void bulk_to_peer(uint32_t to, uint32_t from, int n, uint32_t bar, int cta) {
     asm volatile("{.reg .b32 t, b; mapa.shared::cluster.u32 t, %0, %4; mapa.shared::cluster.u32 b, %3, %4;\n"
@@ -1182,7 +1170,8 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  * Measured on an H100, 2026-11-21, clocks per block of K: BN 128 505 to 530 (tensor cores alone 512), BN 256 1,020 to 1,040
  * (1,024). A launch costs about 3 us around that: 0.6 until the kernel ahead is seen to have ended, 1.2 for the first x, the
  * last epilogue and its store. torch.mm's (cuBLAS) time over ours, test/bench_peers.py, 73 shapes with M >= 512: geometric mean
- * 0.98; above 600 TFLOP/s both are held by the card's power.
+ * 0.98; above 600 TFLOP/s both are held by the card's power. H200, 2026-11-22: 0.99; the fused QKV, RoPE and pages included, 0.90
+ * (1B, M = 512) to 1.04 of the bare product. One shape repeated gives +-5 %, and 12 % where the run lasts (70B gate_up, M = 8192).
  *
  * Retired: releasing a stage of the peer by mbarrier.arrive.release.cluster: a fence of the whole GPU each time, pairs twice as
  * slow. Three stages and 64 KB of staging at BN 256: 1,090 clocks a block, 1,265 in pairs. y of EPI_RESIDUAL as stages of the
@@ -1226,8 +1215,10 @@ struct gemm_tile {
     uint32_t out;   /* the warp's staging: 16 rows of the epilogue's out(C) columns */
     uint32_t res;   /* barrier of what is loaded into it */
     int turn;       /* tiles before this one: parity of the barrier */
-    int pos[2], slot; /* epi_qkv: positions of the lane's two rows; slot of row row0 + lane % 16 */
 };
+/* What an epilogue fetches while the products run and keeps in registers. */
+template <class EPI, int C> struct gemm_held {};
+template <class EPI, int C> constexpr bool gemm_holds = sizeof(gemm_held<EPI, C>) > 1;
 
 #if HOPPER
 /* ---- The staged output ---- */
@@ -1281,7 +1272,8 @@ template <int C> __device__ static inline void gemm_add_bias(float (&acc)[C / 2]
 /* ---- Epilogues: a type with
  *        params      what the kernel takes as its last argument
  *        out(C)      columns to stage at a time of C columns of accumulators
- *        begin<C>    runs in the middle of a tile's products: not before, its loads would delay the first stages
+ *        begin<C>    runs in the middle of a tile's products: not before, its loads would delay the first stages; epilogues that
+ *                    hold something have a later<C>, too, which may wait for what begin<C> has asked for
  *        run<C>      takes the accumulators of C columns; all 32 lanes come, also where rows or columns are beyond the edge
  *        ---- */
 
@@ -1426,14 +1418,35 @@ struct qkv_params {
 /* W's rows (and the bias) lie by turns, see qkv_place: a tile may begin and end anywhere in a head, its pairs are whole. Only QK-norm needs
  * the whole head. All arithmetic is float32 on the accumulators, rounded once. The bf16 rows go through the warp's staging, so that
  * each head's row leaves in 16-byte chunks, one panel's side by side. */
+template <int D> struct epi_qkv;
+template <int D, int C> struct gemm_held<epi_qkv<D>, C> {
+    static constexpr int blocks = (C < D ? C : D) / 16; /* the table's values repeat from head to head */
+    static constexpr bool early = C + D <= 320;         /* there are registers for them */
+    int pos[2], slot; /* positions of the lane's two rows; slot of row row0 + lane % 16 */
+    float4 table[early ? blocks : 1][2]; /* cosines and sines of the lane's two pairs, in either row, of each 16 columns */
+};
+
 template <int D> struct epi_qkv {
     typedef qkv_params params;
+    template <int C> using held = gemm_held<epi_qkv<D>, C>;
     __host__ __device__ static constexpr int out(int c) { return gemm_round(c); }
 #if HOPPER
-    template <int C> __device__ static inline void begin(gemm_tile &t, const CUtensorMap *, const params &p) {
+    template <int C> __device__ static inline void begin(const gemm_tile &t, held<C> &h, const params &p) {
         int r = t.row0 + t.lane / 4, last = t.M - 1;
-        t.pos[0] = p.pos[min(r, last)], t.pos[1] = p.pos[min(r + 8, last)];
-        t.slot = p.slot[min(t.row0 + (t.lane & 15), last)];
+        h.pos[0] = p.pos[min(r, last)], h.pos[1] = p.pos[min(r + 8, last)];
+        h.slot = p.slot[min(t.row0 + (t.lane & 15), last)];
+    }
+    template <int C> __device__ static inline void look_up(float4 to[2], int j, const gemm_tile &t, const held<C> &h, const params &p) {
+        int e = (t.col0 + 16 * j) % D / 2 + 2 * (t.lane & 3);
+#pragma unroll
+        for (int i = 0; i < 2; i++) to[i] = *(const float4 *)(p.rope + (size_t)h.pos[i] * (D / 2) + e);
+    }
+    template <int C> __device__ static inline void later(const gemm_tile &t, held<C> &h, const params &p) {
+        if constexpr (held<C>::early) {
+            if (t.col0 >= (p.H + p.K) * D) return;
+#pragma unroll
+            for (int j = 0; j < held<C>::blocks; j++) look_up<C>(h.table[j], j, t, h, p);
+        }
     }
 
     template <int C> __device__ static inline void norm(float (&acc)[C / 2], const gemm_tile &t, const params &p) {
@@ -1466,31 +1479,28 @@ template <int D> struct epi_qkv {
         turn(v[0], v[4], c0.x, c0.y), turn(v[1], v[5], c0.z, c0.w);
         turn(v[2], v[6], c1.x, c1.y), turn(v[3], v[7], c1.z, c1.w);
     }
-    /* Whole heads share what is read of the table; else each 16 columns read their own. */
-    template <int C> __device__ static inline void rope(float (&acc)[C / 2], const gemm_tile &t, const params &p) {
-        constexpr int PER = C % D ? 1 : C / D, BLOCKS = C / 16 / PER;
-        const float2 *at0 = p.rope + (size_t)t.pos[0] * (D / 2) + 2 * (t.lane & 3);
-        const float2 *at1 = p.rope + (size_t)t.pos[1] * (D / 2) + 2 * (t.lane & 3);
+    template <int C> __device__ static inline void rope(float (&acc)[C / 2], const gemm_tile &t, held<C> &h, const params &p) {
         int turned = (p.H + p.K) * D - t.col0; /* columns of this tile */
 #pragma unroll
-        for (int j = 0; j < BLOCKS; j++) {
-            int e = (t.col0 + 16 * j) % D / 2;
-            float4 c0 = *(const float4 *)(at0 + e), c1 = *(const float4 *)(at1 + e);
+        for (int j = 0; j < held<C>::blocks; j++) {
+            float4 *c = h.table[held<C>::early ? j : 0];
+            if (!held<C>::early) look_up<C>(c, j, t, h, p);
 #pragma unroll
-            for (int h = 0; h < PER; h++)
-                if (h * D + 16 * j < turned) turn_block(acc + h * (D / 2) + 8 * j, c0, c1);
+            for (int b = j; b < C / 16; b += D / 16)
+                if (16 * b < turned) turn_block(acc + 8 * b, c[0], c[1]);
         }
     }
 
-    /* R staged columns from col0 on go to q and the pages, panel by panel: a lane has one chunk of 8 columns in every STEP-th row. */
-    template <int R> __device__ static inline void send(const gemm_tile &t, const params &p, int col0) {
+    /* R staged columns from col0 on go to q and the pages, panel by panel: a lane has one chunk of 8 columns in every STEP-th row. slot0:
+     * that of row row0 + lane % 16. */
+    template <int R> __device__ static inline void send(const gemm_tile &t, int slot0, const params &p, int col0) {
         constexpr int P = gemm_panel(R), STEP = 32 / (P / 8), N = 16 / STEP;
         int j = t.lane % (P / 8), row = t.lane / (P / 8), log2_B = 31 - __clz(p.B);
         size_t q_at[N], kv_at[N]; /* of the lane's rows, in units of D elements */
         uint32_t from[N];
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            int r = row + i * STEP, slot = __shfl_sync(~0u, t.slot, r);
+            int r = row + i * STEP, slot = __shfl_sync(~0u, slot0, r);
             q_at[i] = (size_t)(t.row0 + r) * p.H;
             kv_at[i] = ((size_t)(slot >> log2_B) * (2 * p.K) << log2_B) + (slot & (p.B - 1));
             uint32_t byte = (uint32_t)(r * (2 * P) + j * 16);
@@ -1510,17 +1520,17 @@ template <int D> struct epi_qkv {
     }
 
     template <int C>
-    __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
+    __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, held<C> &h, const params &p) {
         constexpr int R = gemm_round(C);
         gemm_add_bias<C>(acc, t, p.bias);
         if constexpr (C % D == 0) norm<C>(acc, t, p);
-        rope<C>(acc, t, p);
+        rope<C>(acc, t, h, p);
 #pragma unroll
         for (int i = 0; i < C / R; i++) {
             __syncwarp();
             gemm_out_put<R>(acc + i * (R / 2), t);
             __syncwarp();
-            send<R>(t, p, t.col0 + i * R);
+            send<R>(t, h.slot, p, t.col0 + i * R);
         }
     }
 #endif
@@ -1632,8 +1642,8 @@ __device__ static inline void gemm_release(const gemm_cta &c, int s) {
 
 /* The products of one tile. */
 template <class EPI, int BN, int C, int STAGES>
-__device__ static inline void gemm_multiply(float (&acc)[BN / 2], const gemm_cta &c, gemm_ring &r, int group, gemm_tile &t,
-                                            const typename EPI::params &p) {
+__device__ static inline void gemm_multiply(float (&acc)[BN / 2], const gemm_cta &c, gemm_ring &r, int group, const gemm_tile &t,
+                                            gemm_held<EPI, C> &h, const typename EPI::params &p) {
     constexpr int stage_bytes = (128 + BN) * 128;
     int last = 0;
     /* zeros, and not a first product that does not add: ptxas before 12.9 takes what the epilogue left in acc for its input (C7515) */
@@ -1647,7 +1657,10 @@ __device__ static inline void gemm_multiply(float (&acc)[BN / 2], const gemm_cta
 #pragma unroll
         for (int i = 0; i < 4; i++) wgmma_ss<BN>(acc, a + 2 * i, b + 2 * i, 1);
         wgmma_commit();
-        if (k == c.n_k / 2) EPI::template begin<C>(t, c.map.y, p);
+        if constexpr (gemm_holds<EPI, C>) {
+            if (k == c.n_k / 2) EPI::template begin<C>(t, h, p);
+            if (k == c.n_k * 3 / 4) EPI::template later<C>(t, h, p);
+        } else if (k == c.n_k / 2) EPI::template begin<C>(t, c.map.y, p);
         if (k) {
             wgmma_wait<1>();
             gemm_release(c, last);
@@ -1701,6 +1714,13 @@ __device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&su
     }
 }
 
+template <class EPI, int C>
+__device__ static inline void gemm_end(float (&acc)[C / 2], const gemm_tile &t, gemm_held<EPI, C> &h, const gemm_cta &c,
+                                       const typename EPI::params &p) {
+    if constexpr (gemm_holds<EPI, C>) EPI::template run<C>(acc, t, h, p);
+    else EPI::template run<C>(acc, t, c.map.y, p);
+}
+
 /* All units of one warpgroup. */
 template <class EPI, int BN, int SPLIT>
 __device__ static inline void gemm_consume(const gemm_cta &c, int group, const typename EPI::params &p) {
@@ -1709,18 +1729,19 @@ __device__ static inline void gemm_consume(const gemm_cta &c, int group, const t
     int warp = threadIdx.x / 32 - 4;
     gemm_ring r = {0, 0};
     uint32_t out = c.ring + L::out_at + warp * (L::out_bytes / 8);
-    gemm_tile t = {c.j.M, c.j.N, 0, 0, (int)threadIdx.x & 31, out, c.res + 8 * warp, 0, {0, 0}, 0};
+    gemm_tile t = {c.j.M, c.j.N, 0, 0, (int)threadIdx.x & 31, out, c.res + 8 * warp, 0};
     grid_wait();
     for (int u = c.first; u < c.units; u += c.stride, t.turn++) {
         float acc[BN / 2];
         gemm_unit at = gemm_unit_at(c, u);
         t.row0 = at.m * 128 + warp * 16, t.col0 = at.n * BN + c.part * C;
-        gemm_multiply<EPI, BN, C, L::stages>(acc, c, r, group, t, p);
-        if constexpr (SPLIT == 1) EPI::template run<C>(acc, t, c.map.y, p);
+        gemm_held<EPI, C> h;
+        gemm_multiply<EPI, BN, C, L::stages>(acc, c, r, group, t, h, p);
+        if constexpr (SPLIT == 1) gemm_end<EPI, C>(acc, t, h, c, p);
         else {
             float sum[C / 2];
             gemm_reduce<BN, SPLIT>(acc, sum, c, c.ring + L::sums_at, group);
-            EPI::template run<C>(sum, t, c.map.y, p);
+            gemm_end<EPI, C>(sum, t, h, c, p);
         }
     }
     if (t.lane == 0) tma_store_wait_read<0>();
@@ -1809,16 +1830,18 @@ typedef struct gemm_plan {
     int mc, group;
 } gemm_plan;
 
-/* Estimated clocks of a variant. Constants from sweeps of all variants over the shapes of `toka bench ops` on an H100
- * (test/gpu_gemm.cu sweep): a block of K costs 4 BN clocks of tensor core and about 45 of waiting, or the time L2 needs for
- * it; with a long K the CTAs that read the same rows drift apart, so L2 gives less, and over several waves a shared W pays. A
- * tile ends in an epilogue, a split one in the exchange of sums, and every wave of split ones starts from an empty ring. */
+/* Estimated clocks of a variant. Constants from sweeps of all variants over the shapes of `toka bench ops` on an H100 and an H200
+ * (test/gpu_gemm.cu sweep): a block of K costs 4 BN clocks of tensor core and about 45 of waiting, or the time L2 needs for it, or
+ * that of 64 bytes a clock into a multiprocessor; with a long K the CTAs that read the same rows drift apart, so L2 gives less, and
+ * over several waves a shared W pays. A tile ends in an epilogue, a split one in the exchange of sums, and every wave of split ones
+ * starts from an empty ring. */
 static double gemm_cost(const toka_device *d, const gemm_variant *v, int mc, int M, int N, int K) {
     int per_cluster = mc * v->split, units = ceil_div(M, 128 * mc) * ceil_div(N, v->bn);
     int at_once = per_cluster == 4 ? d->n_quads : d->n_sms / per_cluster, waves = ceil_div(units, at_once);
     double ctas = (double)min(units, at_once) * per_cluster, k = ceil_div(ceil_div(K, 64), v->split);
-    double math = 4.0 * v->bn + 45, l2 = (128.0 + v->bn / mc) * 128 * ctas / (K >= 4096 ? 6154 : 8192);
-    double tile = k * (l2 > math ? l2 : math) + 1500 + 4 * v->bn + (v->split > 1 ? 5000 : 0);
+    double math = 4.0 * v->bn + 45, l2 = (128.0 + v->bn / mc) * 128 * ctas / (K >= 4096 ? 6154 : 8192), port = (128.0 + v->bn) * 2;
+    double block = l2 > math ? l2 : math, tile = k * (block > port ? block : port) + 1500 + 4 * v->bn;
+    if (v->split > 1) tile += 1000 + 31 * v->bn;
     return waves * tile * (mc == 1 && waves > 1 && K >= 4096 ? 1.05 : 1) + (mc == 2 ? 300 : 0);
 }
 
@@ -1948,38 +1971,53 @@ static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const 
  * slices of 64 columns of K in flight: 64 rows of W, 128 bytes each, then ROWS rows of x, both with the 128-byte swizzle; what lies
  * outside the matrices arrives as zeros. The ring fills with W before grid_wait(), while the kernel ahead still runs, and is small
  * enough for the CTAs of the next kernel to do the same beside this one.
- * Where W has too few rows for all multiprocessors, `split` CTAs of a cluster share a tile's K. Each leaves its sums in its own
- * shared memory; then each makes 1/split of the outputs, adding the parts in the order of K: bitwise repeatable.
+ * Where W has too few rows for all multiprocessors, `split` CTAs of a cluster share a tile's K. Each gets the sums of 1/split of the rows
+ * of x from all others by bulk copies between their shared memories, adds the parts in the order of K (bitwise repeatable) and puts
+ * them out.
  *
- * grid: tiles of 64 rows of W times split, in clusters of split; block: 192; shared: the ring, 108 KB at most.
- * On an H100 it reads W at 95 to 99 % of what a plain read reaches where that takes 20 us or more; each launch costs about 3 us
- * that nothing hides: the way of x, the sum over the cluster (its barriers fence to the whole GPU, 1 us each), the end of the grid.
- * Tried and left: 128 rows of W a CTA (fewer reads of x, but two thirds of the speed where fewer multiprocessors then work);
- * neighbouring tiles that fetch x together by multicast (gains only for the widest W at 128 rows); rings of 54 and 72 KB, for
- * three kernels side by side (slower); fetching the start of the next kernel's W into the L2 cache (its ring holds that already);
- * one producer for W and x (half the speed: its loop took longer than the copies). */
+ * grid: tiles of 64 rows of W times split, in clusters of split; block: 192; shared: the ring, 112 KB at most.
+ * On an H200 (2026-11-22) it reads W at 95 to 99 % of what a plain read reaches where that takes 20 us or more and x has few rows. In
+ * a chain each launch costs about 2.5 us that nothing hides: 1 from the last CTA's end until grid_wait() returns in the next kernel,
+ * 0.3 to 0.5 for the first x, the sum over the cluster, the stores and the end.
+ * Retired: sums left in shared memory between cluster barriers and read from there (the barriers fence to the whole GPU): 2 to 3 us
+ * for the sum instead of 1. Slices of W and of x in rings of their own, so that more of W is fetched ahead: 1 us slower up to 32 rows,
+ * for the thread that fetches x then also says how many bytes come, and 5 % where K is long. 128 rows of W a CTA (fewer reads of x,
+ * but two thirds of the speed where fewer multiprocessors then work); neighbouring tiles that fetch x together by multicast (gains
+ * only for the widest W at 128 rows); rings of 54 and 72 KB, for three kernels side by side (slower); fetching the start of the
+ * next kernel's W into the L2 cache (its ring holds that already); one producer for W and x (half the speed: its loop took longer
+ * than the copies). */
 
 enum { FEW_K = 64, FEW_N = 64, FEW_THREADS = 192, FEW_W = FEW_N * FEW_K * 2 /* bytes of W in a stage; x lies behind */ };
-enum { FEW_PITCH = FEW_N + 4 /* floats from row to row of the sums; + 4: the 32 lanes of a store meet 32 banks */ };
+enum { FEW_ROW = FEW_N * 4 /* bytes of sums of a row of x */ };
 template <int ROWS> struct few_ring {
-    enum { STAGE = FEW_W + ROWS * FEW_K * 2, FIT = 108 * 1024 / STAGE, STAGES = FIT < 12 ? FIT : 12 };
-    enum { SMEM = STAGES * (STAGE + 16) }; /* and a full and an empty barrier per stage */
-    static_assert(STAGES * STAGE >= ROWS * FEW_PITCH * 4, "the sums take the ring's place");
+    enum { STAGE = FEW_W + ROWS * FEW_K * 2, FIT = 112 * 1024 / STAGE, STAGES = FIT < 12 ? FIT : 12 };
+    enum { SMEM = STAGES * (STAGE + 16) + 16 }; /* barriers: full and empty per stage, ready, sums */
+    static_assert(STAGES * STAGE >= 2 * ROWS * FEW_ROW, "the sums take the ring's place, and what comes from the others, too");
 };
 
 #if HOPPER
 typedef struct few_place { /* where a CTA works */
     int n0, kb0, n_kb;     /* its rows of W, its slices of K */
     int part, split;       /* its rank in the cluster, of how many */
+    int m0, rows;          /* rows of x whose sums it adds up and puts out */
     uint32_t ring, full, empty;
+    uint32_t ready, sums;  /* barriers: the others' rings are free; their sums have come */
 } few_place;
 
-template <int ROWS> __device__ static inline few_place few_where(uint32_t ring, int K, int split) {
+/* Rows of x that part `part` puts out; *m0 their first. */
+__device__ static inline int few_rows(int M, int part, int split, int *m0) {
+    int each = (M + split - 1) / split;
+    *m0 = each * part;
+    return max(min(each, M - *m0), 0);
+}
+template <int ROWS> __device__ static inline few_place few_where(uint32_t ring, int M, int K, int split) {
     int slices = (K + FEW_K - 1) / FEW_K;
     few_place w;
     w.part = (int)blockIdx.x % split, w.split = split, w.n0 = (int)blockIdx.x / split * FEW_N;
     w.kb0 = slices * w.part / split, w.n_kb = slices * (w.part + 1) / split - w.kb0;
     w.ring = ring, w.full = ring + few_ring<ROWS>::STAGES * few_ring<ROWS>::STAGE, w.empty = w.full + 8 * few_ring<ROWS>::STAGES;
+    w.ready = w.empty + 8 * few_ring<ROWS>::STAGES, w.sums = w.ready + 8;
+    w.rows = few_rows(M, w.part, split, &w.m0);
     return w;
 }
 
@@ -2031,28 +2069,42 @@ template <int ROWS, int CHAINS> __device__ static inline void few_multiply(float
     for (int i = 0; i < ROWS / 2 * (CHAINS - 1); i++) acc[0][i % (ROWS / 2)] += acc[1 + i / (ROWS / 2)][i % (ROWS / 2)];
 }
 
-/* ---- Its epilogue: 8 outputs of a row at a time, from the sums [M][FEW_PITCH] of all CTAs that share the tile ---- */
+/* ---- The sums meet ----
+ *
+ * Sums lie as [rows][FEW_N] floats, of row m the groups of 8 exchanged so that the 32 lanes of a store meet 32 banks: own ones of all
+ * rows at the start of the ring, behind them those of this CTA's rows that come from the other parts. */
+
+__device__ static inline uint32_t few_sum_at(int m, int n) { return (uint32_t)(m * FEW_ROW + (n ^ (m >> 1 & 3) << 3) * 4); }
+
+/* What the others send comes here; `from` is the sender's part. */
+template <int ROWS> __device__ static inline uint32_t few_guest(const few_place &w, int from, int part, int rows) {
+    return w.ring + ROWS * FEW_ROW + (uint32_t)((from - (from > part)) * rows * FEW_ROW);
+}
+/* Thread t < split sends part t's rows, once all others have said that their rings are free. Behind a barrier of all threads. */
+template <int ROWS> __device__ static inline void few_send(const few_place &w, int M, int t) {
+    int m0, rows = few_rows(M, t, w.split, &m0);
+    if (t == w.part) return;
+    mbar_wait(w.ready, 0);
+    if (rows) bulk_to_peer(few_guest<ROWS>(w, w.part, t, rows), w.ring + m0 * FEW_ROW, rows * FEW_ROW, w.sums, t);
+}
+
+/* ---- Its epilogue: 8 outputs of a row at a time ---- */
 
 /* The item-th piece of this thread: row *m and column *n of the tile's (gates and ups counted both). False: there is none. */
 __device__ static inline bool few_item(const gemm_call &c, const few_place &w, int item, int *m, int *n) {
-    int gated = c.epi == EPI_SWIGLU, per_row = FEW_N / 8 >> gated, n_items = c.M * per_row;
-    int i = n_items * w.part / w.split + item * FEW_THREADS + (int)threadIdx.x;
-    *m = i / per_row, *n = i % per_row * (8 << gated);
-    return i < n_items * (w.part + 1) / w.split && w.n0 + *n < c.N;
+    int gated = c.epi == EPI_SWIGLU, per_row_log2 = 3 - gated, i = item * FEW_THREADS + (int)threadIdx.x;
+    *m = w.m0 + (i >> per_row_log2), *n = (i & (1 << per_row_log2) - 1) * (8 << gated);
+    return i < w.rows << per_row_log2 && w.n0 + *n < c.N;
 }
-/* v = 8 columns at `at` of the parts of K, added in their order. */
-__device__ static inline void few_sum(float v[8], uint32_t at, int split) {
-    float4 a[8], b[8];
-    if (split == 1) a[0] = shared_load(at), b[0] = shared_load(at + 16);
+/* v = columns n .. n+7 of row m, the parts of K added in their order. */
+template <int ROWS> __device__ static inline void few_sum(float v[8], const few_place &w, int m, int n) {
+#pragma unroll 1
+    for (int q = 0; q < w.split; q++) {
+        uint32_t at = q == w.part ? w.ring + few_sum_at(m, n) : few_guest<ROWS>(w, q, w.part, w.rows) + few_sum_at(m, n) - w.m0 * FEW_ROW;
+        float4 a = shared_load(at), b = shared_load(at + 16);
+        float from[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
-    for (int i = 0; i < 8; i++)
-        if (i < split && split > 1) a[i] = cluster_load(at, i), b[i] = cluster_load(at + 16, i);
-    v[0] = a[0].x, v[1] = a[0].y, v[2] = a[0].z, v[3] = a[0].w, v[4] = b[0].x, v[5] = b[0].y, v[6] = b[0].z, v[7] = b[0].w;
-#pragma unroll
-    for (int i = 1; i < 8; i++) {
-        if (i >= split) continue;
-        v[0] += a[i].x, v[1] += a[i].y, v[2] += a[i].z, v[3] += a[i].w;
-        v[4] += b[i].x, v[5] += b[i].y, v[6] += b[i].z, v[7] += b[i].w;
+        for (int i = 0; i < 8; i++) v[i] = q ? v[i] + from[i] : from[i];
     }
 }
 __device__ static inline void few_bias(float v[8], const float *bias, int n) {
@@ -2061,12 +2113,11 @@ __device__ static inline void few_bias(float v[8], const float *bias, int n) {
     for (int i = 0; i < 8; i++) v[i] += bias[n + i];
 }
 /* The sums of 8 outputs; SWIGLU's are final. */
-__device__ static inline void few_value(float v[8], const gemm_call &c, const few_place &w, int m, int n) {
-    uint32_t at = w.ring + (m * FEW_PITCH + n) * 4;
+template <int ROWS> __device__ static inline void few_value(float v[8], const gemm_call &c, const few_place &w, int m, int n) {
     float up[8];
-    few_sum(v, at, w.split);
+    few_sum<ROWS>(v, w, m, n);
     if (c.epi != EPI_SWIGLU) return;
-    few_sum(up, at + 32, w.split);
+    few_sum<ROWS>(up, w, m, n + 8);
     few_bias(v, c.bias, w.n0 + n);
     few_bias(up, c.bias, w.n0 + n + 8);
 #pragma unroll
@@ -2095,17 +2146,20 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
 #if HOPPER
     constexpr int ITEMS = (ROWS * FEW_N / 8 + FEW_THREADS - 1) / FEW_THREADS;
     extern __shared__ __align__(1024) char few_smem[];
-    few_place w = few_where<ROWS>(smem_at(few_smem), c.K, split);
-    int m, n, warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
+    few_place w = few_where<ROWS>(smem_at(few_smem), c.M, c.K, split);
+    int m, n, tid = (int)threadIdx.x, warp = tid / 32, lane = tid % 32;
     uint4 old[ITEMS]; /* what a residual is added to is fetched ahead */
-    float v[ITEMS][8];
 
-    if (threadIdx.x == 0) {
+    if (tid == 0) {
         for (int i = 0; i < few_ring<ROWS>::STAGES; i++) mbar_init(w.full + 8 * i, 1), mbar_init(w.empty + 8 * i, 1);
+        mbar_init(w.ready, max(split - 1, 1)), mbar_init(w.sums, 1);
         mbar_init_fence();
     }
     __syncthreads();
     grid_launch_dependents();
+    if (tid == 0) mbar_expect_tx(w.sums, (split - 1) * w.rows * FEW_ROW);
+    __syncwarp();
+    if (split > 1) cluster_meet_arrive(); /* the others may know that the barriers are there */
     if (warp == 4 && lane == 0) few_fetch_w<ROWS>(&map_w, w);
     if (warp == 5 && lane == 0) few_fetch_x<ROWS>(&map_x, w);
     __syncwarp();
@@ -2114,24 +2168,34 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
     for (int i = 0; i < ITEMS; i++)
         if (c.epi == EPI_RESIDUAL && few_item(c, w, i, &m, &n)) old[i] = *(uint4 *)(c.y + (size_t)m * c.ldy + w.n0 + n);
     constexpr int CHAINS = ROWS <= 16 ? 4 : ROWS <= 64 ? 2 : 1;
-    float acc[CHAINS][ROWS / 2] = {}, *sums = (float *)few_smem + warp * 16 + lane / 4;
+    float acc[CHAINS][ROWS / 2] = {};
     if (warp < 4) few_multiply<ROWS, CHAINS>(acc, w);
     __syncthreads(); /* nobody reads the ring any more, and all that was to come has come */
+    if (split > 1) {
+        cluster_meet_wait();
+        if (tid < split && tid != w.part) mbar_arrive_remote_read(w.ready, tid);
+    }
 #pragma unroll
     for (int i = 0; i < ROWS / 2 && warp < 4; i++)
-        sums[(i / 4 * 8 + lane % 4 * 2 + i % 2) * FEW_PITCH + i % 4 / 2 * 8] = acc[0][i];
+        *(float *)(few_smem + few_sum_at(i / 4 * 8 + lane % 4 * 2 + i % 2, warp * 16 + lane / 4 + i % 4 / 2 * 8)) = acc[0][i];
+    if (split > 1) fence_async_smem();
     __syncthreads();
-    if (split > 1) cluster_sync();
+    if (split > 1) {
+        if (tid < split) few_send<ROWS>(w, c.M, tid);
+        mbar_wait(w.sums, 0);
+        __syncwarp();
+        cluster_meet_arrive();
+    }
 #pragma unroll
-    for (int i = 0; i < ITEMS; i++)
-        if (few_item(c, w, i, &m, &n)) few_value(v[i], c, w, m, n);
-    if (split > 1) cluster_arrive(); /* before the stores, which it would wait for */
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++)
+    for (int i = 0; i < ITEMS; i++) {
+        float v[8];
         if (!few_item(c, w, i, &m, &n)) continue;
-        else if (ROWS <= 64 && c.epi == EPI_LOGITS) few_put_logits(v[i], c, w, m, n); /* at 128 registers do not suffice */
-        else few_put(v[i], c, w, m, n, old[i]);
-    if (split > 1) cluster_wait(); /* the others may still read this CTA's sums */
+        few_value<ROWS>(v, c, w, m, n);
+        if (ROWS <= 64 && c.epi == EPI_LOGITS) few_put_logits(v, c, w, m, n); /* at 128 registers do not suffice */
+        else few_put(v, c, w, m, n, old[i]);
+    }
+    __syncwarp();
+    if (split > 1) cluster_meet_wait(); /* the others may still read this CTA's sums */
 #else
     __trap();
 #endif
@@ -2144,13 +2208,13 @@ template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a
                      few_ring<ROWS>::SMEM, split, gemm_map(d, c.w, c.N, c.K, c.K, FEW_N, FEW_K),
                      gemm_map(d, c.x, c.M, c.K, c.ldx, ROWS, FEW_K), c, split);
 }
-/* How many CTAs share a tile's K. About one CTA per multiprocessor leaves room for the next kernel's beside it; each should have
- * nine slices of K or more. */
+/* How many CTAs share a tile's K: until there are about as many as multiprocessors, but each has four slices of K or more. Where somewhat
+ * more tiles than multiprocessors would leave many of these idle, a long K is halved. */
 static int gemm_few_split(const toka_device *d, int N, int K) {
-    int tiles = ceil_div(N, FEW_N), slices = ceil_div(K, FEW_K), split = tiles <= d->n_sms ? 2 : 1;
-    while (split < 8 && tiles * split * 2 <= d->n_sms) split *= 2;
-    while (split > 1 && slices < 9 * split) split /= 2;
-    return split;
+    int tiles = ceil_div(N, FEW_N), slices = ceil_div(K, FEW_K), split = 1;
+    while (split < 8 && tiles * split * 10 < d->n_sms * 9) split *= 2;
+    while (split > 1 && slices < 4 * split) split /= 2;
+    return tiles > d->n_sms && 2 * tiles < 3 * d->n_sms && slices >= 64 ? 2 : split;
 }
 static void gemm_few(toka_device *d, const gemm_args *a) {
     int split = gemm_few_split(d, a->w->N, a->w->K);
@@ -2168,7 +2232,8 @@ static void gemm_few(toka_device *d, const gemm_args *a) {
  * has no cluster and few steps: a CTA has only 16 rows of W, the side m16 of mma.sync, and all of K, of which its eight warps take
  * slices of 64 columns by turns. Each warp has its own ring of slices, so that nobody waits for anybody until the eight sums meet
  * in shared memory and are added in the order of the warps. The rings hold the whole K up to 2,048 columns (ROWS 8), and are filled
- * with W before grid_wait(). A slice is 16 rows of W, then ROWS rows of x, 128 bytes each, 16-byte chunk c of row r at c ^ r%8.
+ * with W before grid_wait(). Behind K nothing is fetched: zeros take as long as columns (0.5 to 1 us). A slice is 16 rows of W, then
+ * ROWS rows of x, 128 bytes each, 16-byte chunk c of row r at c ^ r%8.
  *
  * grid: 16 rows of W each; block: 256; shared: 96 KB; 2NK bytes. Rings of 48 KB for four CTAs a multiprocessor: slower but where
  * many CTAs read little each, and there gemm_few is faster still. */
@@ -2231,8 +2296,10 @@ template <int ROWS> __global__ static void __launch_bounds__(32 * THIN_WARPS, 2)
         __syncwarp();
         thin_multiply<ROWS>(acc, at, lane);
         __syncwarp();
-        thin_load<THIN_N>(at, c.w, n0, c.N, c.K, k + STAGES * step, c.K, lane);
-        thin_load<ROWS>(at + THIN_N * 128, c.x, 0, c.M, c.ldx, k + STAGES * step, c.K, lane);
+        if (k + STAGES * step < c.K) { /* zeros cost as much as columns */
+            thin_load<THIN_N>(at, c.w, n0, c.N, c.K, k + STAGES * step, c.K, lane);
+            thin_load<ROWS>(at + THIN_N * 128, c.x, 0, c.M, c.ldx, k + STAGES * step, c.K, lane);
+        }
         cp_async_commit();
         if (++s == STAGES) s = 0;
     }
@@ -2269,19 +2336,24 @@ static void gemm_thin(toka_device *d, const gemm_args *a) {
 
 enum { FEW_MAX = 64 }; /* rows, up to which W is best the left side at every shape */
 
-/* Measured on an H100, November 2026, in chains of one GEMM over weights that no cache holds; shares of the time to read W.
- * gemm_thin against gemm_few, 8 rows: 92 : 81 % (N x K 4096 x 4096), 83 : 77 (2048 x 8192), 72 : 62 (3072 x 2048), 55 : 52 (2048 x
- * 2048), but 81 : 96 where many CTAs read little each (16384 x 2048); 16 rows: ahead up to two CTAs per multiprocessor.
- * gemm_few against gemm_wgmma: ahead up to 64 rows (only LM heads lose 2 %); from 65 to 128 only where two CTAs to a tile fill most
- * of the multiprocessors (128 rows: 59 : 41 for 4096 x 4096, 71 : 59 for 4096 x 14336). */
+/* Measured on an H200, 2026-11-22, in chains of one GEMM over weights that no cache holds; shares of the time to read W.
+ * gemm_thin against gemm_few, 8 rows: 86 : 71 % (N x K 4096 x 4096), 77 : 67 (2048 x 8192), 68 : 59 (3072 x 2048), 56 : 56 (2048 x
+ * 2048), but 76 : 87 where many CTAs read little each (16384 x 2048); 16 rows, whose rings hold 1,536 columns: 78 : 71, 62 : 67, 63 : 57,
+ * 48 : 54, 72 : 87.
+ * gemm_few against gemm_wgmma: ahead up to 64 rows (only LM heads lose 2 %); 128 rows: 48 : 61 (4096 x 4096), 59 : 76 (4096 x 14336), 61
+ * : 59 (6144 x 4096), 60 : 76 (10240 x 8192), but 42 : 33 (2048 x 8192), where two CTAs to a tile fill half of the multiprocessors. */
+static bool gemm_is_thin(const toka_device *d, const gemm_args *a) {
+    int ctas = ceil_div(a->w->N, THIN_N), K = a->w->K;
+    if (a->M <= 8) return ctas <= 2 * d->n_sms || K >= 4096;
+    return a->M <= 16 && ctas <= 2 * d->n_sms && (ctas > d->n_sms || K <= 1536);
+}
 static void gemm(toka_device *d, const gemm_args *a) {
-    int N = a->w->N, tiles = ceil_div(N, FEW_N), M = a->M;
-    bool thin = M <= 16 && (ceil_div(N, THIN_N) <= 2 * d->n_sms || (M <= 8 && a->w->K >= 4096));
-    bool fills = tiles * 2 <= d->n_sms && tiles * 8 >= d->n_sms * 3;
+    int M = a->M;
+    bool few = M <= FEW_MAX || (M <= 128 && 4 * ceil_div(a->w->N, FEW_N) <= d->n_sms && a->w->K >= 4096);
     if (a->epi == EPI_LOGITS) d->hopper ? gemm_wgmma(d, a) : gemm_mma(d, a);
-    else if (thin || (!d->hopper && M <= 16)) gemm_thin(d, a);
+    else if (gemm_is_thin(d, a) || (!d->hopper && M <= 16)) gemm_thin(d, a);
     else if (!d->hopper) gemm_mma(d, a);
-    else if (M <= FEW_MAX || (M <= 128 && fills)) gemm_few(d, a);
+    else if (few) gemm_few(d, a);
     else gemm_wgmma(d, a);
 }
 
