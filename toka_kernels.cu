@@ -4077,10 +4077,8 @@ enum {
     SAMP_REDUCE_ROWS = 8,       /* rows of a reducing CTA, 32 threads each */
     FILTER_THREADS = 256,
     FILTER_WINDOW = 16384,      /* ids counted together for penalties; as bits, 524,288 ids of allowed_ids */
-    FILTER_NEAR = 8192,         /* ids that are gathered in shared memory */
-    FILTER_BINS = 2048
+    FILTER_NEAR = 8192          /* ids that are gathered in shared memory */
 };
-enum { SAMP_BY_HAND = 4 }; /* of eight exponentials of the raw distribution */
 #define SAMP_LOG2E 1.4426950408889634f
 #define SAMP_LN2 0.6931471805599453f
 #define SAMP_ONE 0x1p44f /* a weight of 1 in fixed point: sums of up to 2^18 weights are exact and come out the same in any order */
@@ -4185,20 +4183,6 @@ __device__ static inline float samp_unkey(uint32_t key) {
 
 __device__ static inline float samp_clean(float x) { return x > FLT_MAX ? FLT_MAX : x >= -FLT_MAX ? x : -INFINITY; }
 
-/* 2^x for x <= 0 by multiplications and additions, relative error 2^-22; below 2^-127 nothing is left. The special function unit gives
- * 16 results of ex2 a clock, the others 128: where two exponentials of each logit are wanted, some are made here. A number
- * this large has no room for fractions, so adding it rounds; the polynomial is the best of degree 5 on -1/2 .. 1/2. */
-__device__ static inline float samp_ex2(float x) {
-    const float whole = 0x1.8p23f;
-    x = fmaxf(x, -127);
-    float n = __fadd_rn(x, whole), f = __fsub_rn(x, __fsub_rn(n, whole));
-    float p = __fmaf_rn(f, 0.001326472731307149f, 0.009671512991189957f);
-    p = __fmaf_rn(f, __fmaf_rn(f, __fmaf_rn(f, p, 0.05550733581185341f), 0.24022242426872253f), 0.6931470036506653f);
-    return __int_as_float(__float_as_int(__fmaf_rn(f, p, 1)) + (int)((uint32_t)__float_as_int(n) << 23));
-}
-/* Weight k of eight of the raw distribution, beside ex2 for the tempered one. */
-__device__ static inline float samp_raw(float x, int k) { return k < SAMP_BY_HAND ? samp_ex2(x) : ex2(x); }
-
 /* Which of the eight weights holds u's place. u's upper half counts from the far end: a place close to either end is known
  * as finely as its 32 bits say. *target: u times the sum of all, from that end; on return what is left of it inside. */
 __device__ static inline int samp_place(const float (&w)[8], bool flip, float *target) {
@@ -4246,9 +4230,9 @@ template <int UNROLL> __device__ static inline bool samp_add_up(const float (&v)
     if (scale != SAMP_LOG2E) {
 #pragma unroll UNROLL
         for (int s = 0; s < 8; s++) {
-            raw[s] = samp_raw(__fmaf_rn(v[8 * s], SAMP_LOG2E, -raw_top), 0);
+            raw[s] = ex2(__fmaf_rn(v[8 * s], SAMP_LOG2E, -raw_top));
 #pragma unroll UNROLL
-            for (int k = 1; k < 8; k++) raw[s] = __fadd_rn(raw[s], samp_raw(__fmaf_rn(v[8 * s + k], SAMP_LOG2E, -raw_top), k));
+            for (int k = 1; k < 8; k++) raw[s] = __fadd_rn(raw[s], ex2(__fmaf_rn(v[8 * s + k], SAMP_LOG2E, -raw_top)));
         }
         g.raw_sum = samp_add_8(raw);
     }
@@ -4455,7 +4439,11 @@ struct epi_sample {
     typedef samp_fused params;
     __host__ __device__ static constexpr int out(int) { return 0; }
 #if HOPPER
-    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
+    /* What is asked of the warp's 16 rows, into the L1 cache. */
+    template <int C> __device__ static inline void begin(const gemm_tile &t, const CUtensorMap *, const params &p) {
+        uint32_t unused;
+        asm volatile("ld.global.ca.u32 %0, [%1];" : "=r"(unused) : "l"(p.ask + min(t.row0 + t.lane / 2, t.M - 1)));
+    }
 
     /* One of this thread's two rows. */
     __device__ static inline void row(float (&v)[SAMP_OWN], int row, const gemm_tile &t, const params &p, uint32_t word) {
@@ -4614,7 +4602,7 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) samp_gather_kernel(mee
  * The parts tell which blocks can have an id that counts (the k-th highest of the blocks' maxima bounds the k-th highest logit,
  * top-p and min-p bound by weight), and only those are read, usually a few per cent of the row. Their ids that can count are
  * gathered in shared memory and searched there. Where they are too many, the bits of the logit that decide are found by sweeps
- * over the blocks, eleven at a time, until what is left fits. Lists and penalties change logits anywhere: after them the maxima are made
+ * over the blocks, eight at a time, until what is left fits. Lists and penalties change logits anywhere: after them the maxima are made
  * anew. Sums that decide are integers: no order of threads shows.
  * grid: n; block: 256; shared: samp_filter_smem. */
 
@@ -4651,24 +4639,34 @@ __device__ static samp_mass samp_all(samp_mass x, samp_mass *scratch) {
     return sum;
 }
 
-/* each(logit, id) for all ids of the listed blocks; a warp takes two blocks at a time. */
-template <class F> __device__ static inline void samp_sweep(const samp_dist &r, F each) {
-    const int warps = FILTER_THREADS / 32;
+/* each(logits of four ids side by side, the first of them) for the listed blocks; a warp takes SWEEP blocks at a time. All lanes come each
+ * time; an id may be V or more. */
+template <class F> __device__ static inline void samp_sweep_4(const samp_dist &r, F each) {
+    const int SWEEP = 4, warps = FILTER_THREADS / 32;
     int lane = (int)threadIdx.x % 32;
-    for (int i = (int)threadIdx.x / 32; i < r.n_list; i += 2 * warps) {
-        int id[2] = {r.list[i] * SAMP_BLOCK + 4 * lane, i + warps < r.n_list ? r.list[i + warps] * SAMP_BLOCK + 4 * lane : r.V};
-        float4 p[4];
+    for (int i = (int)threadIdx.x / 32; i < r.n_list; i += SWEEP * warps) {
+        int id[2 * SWEEP];
+        float4 p[2 * SWEEP];
 #pragma unroll
-        for (int k = 0; k < 4; k++)
-            if (id[k / 2] + k % 2 * 128 < r.V) p[k] = *(const float4 *)(r.x + id[k / 2] + k % 2 * 128);
+        for (int k = 0; k < 2 * SWEEP; k++) {
+            int at = i + k / 2 * warps;
+            id[k] = at < r.n_list ? r.list[at] * SAMP_BLOCK + k % 2 * 128 + 4 * lane : r.V;
+            if (id[k] < r.V) p[k] = *(const float4 *)(r.x + id[k]);
+        }
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const float x[4] = {p[k].x, p[k].y, p[k].z, p[k].w};
-#pragma unroll
-            for (int c = 0; c < 4; c++)
-                if (id[k / 2] + k % 2 * 128 + c < r.V) each(samp_clean(x[c]), id[k / 2] + k % 2 * 128 + c);
+        for (int k = 0; k < 2 * SWEEP; k++) {
+            const float x[4] = {samp_clean(p[k].x), samp_clean(p[k].y), samp_clean(p[k].z), samp_clean(p[k].w)};
+            each(x, id[k]);
         }
     }
+}
+/* each(logit, id) for all ids of the listed blocks. */
+template <class F> __device__ static inline void samp_sweep(const samp_dist &r, F each) {
+    samp_sweep_4(r, [&](const float (&x)[4], int id) {
+#pragma unroll
+        for (int c = 0; c < 4; c++)
+            if (id + c < r.V) each(x[c], id + c);
+    });
 }
 /* The same for what is gathered, or else for the listed blocks. */
 template <class F> __device__ static inline void samp_each(const samp_dist &r, F each) {
@@ -4696,14 +4694,29 @@ __device__ static void samp_look_at(samp_dist &r, float at) {
 /* Gathers what is kept with a key in low .. high, unless it is gathered already; false if it is too much. Lists its blocks. */
 __device__ static bool samp_gather(samp_dist &r, uint32_t low, uint32_t high) {
     __shared__ int n;
+    int lane = (int)threadIdx.x % 32;
     if (r.n_near >= 0 && r.near_low <= low && r.near_high >= high) return true;
     if (threadIdx.x == 0) n = 0;
     samp_look_at(r, samp_unkey(low)); /* its barriers are those of n, too */
-    samp_sweep(r, [&](float x, int id) {
-        uint32_t key = samp_key(x);
-        if (key < low || key > high || !samp_kept(r, x, id)) return;
-        int i = atomicAdd(&n, 1);
-        if (i < FILTER_NEAR) r.near[i] = x, r.near_ids[i] = id;
+    float least = samp_unkey(low), most = samp_unkey(high);
+    samp_sweep_4(r, [&](const float (&x)[4], int id) {
+        int own[4], upto, at = 0;
+#pragma unroll
+        for (int c = 0; c < 4; c++) own[c] = id + c < r.V && x[c] >= least && x[c] <= most && samp_kept(r, x[c], id + c);
+        int count = upto = own[0] + own[1] + own[2] + own[3];
+        if (!__any_sync(~0u, count)) return;
+#pragma unroll
+        for (int lanes = 1; lanes < 32; lanes *= 2) {
+            int other = __shfl_up_sync(~0u, upto, lanes);
+            if (lane >= lanes) upto += other;
+        }
+        if (lane == 31) at = atomicAdd(&n, upto);
+        at = __shfl_sync(~0u, at, 31) + upto - count;
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            if (own[c] && at < FILTER_NEAR) r.near[at] = x[c], r.near_ids[at] = id + c;
+            at += own[c];
+        }
     });
     __syncthreads();
     r.n_near = n <= FILTER_NEAR ? n : -1, r.near_low = low, r.near_high = high;
@@ -4711,16 +4724,55 @@ __device__ static bool samp_gather(samp_dist &r, uint32_t low, uint32_t high) {
     return r.n_near >= 0;
 }
 
-/* The highest key of low .. high from which on up the sum, with *over from beyond `high`, reaches `want`; low if there is none. *over
- * becomes the sum beyond that key. sum(from, to): this thread's share of what lies in the range. */
+/* One step of a search from above, of eight bits: each(add) calls add(key, mass) for what this thread has; only keys in *low .. *high
+ * count. The range becomes the 256th part of it with the highest key from which on up the sum, with *over from beyond the
+ * range, reaches `want`, or the lowest part with any mass if there is none; *over becomes the sum beyond the new range. */
 template <class F>
-__device__ static inline uint32_t samp_search(uint32_t low, uint32_t high, samp_mass want, samp_mass *over, samp_mass *scratch, F sum) {
-    while (low < high) {
-        uint32_t middle = high - (high - low) / 2;
-        samp_mass upper = samp_all(sum(middle, high), scratch);
-        if (*over + upper >= want) low = middle;
-        else high = middle - 1, *over += upper;
+__device__ static inline void samp_narrow(uint32_t *low, uint32_t *high, samp_mass want, samp_mass *over, samp_mass *scratch, F each) {
+    __shared__ uint32_t bins[2][FILTER_THREADS]; /* low and high halves, the highest part first */
+    __shared__ int found;
+    __shared__ samp_mass before;
+    uint32_t from = *low, to = *high, t = threadIdx.x;
+    int shift = max(0, 24 - __clz((int)(to - from))), lane = (int)t % 32;
+    bins[0][t] = bins[1][t] = 0;
+    if (t == 0) found = -1, before = 0;
+    __syncthreads();
+    each([&](uint32_t key, samp_mass mass) {
+        if (key < from || key > to) return;
+        uint32_t bin = FILTER_THREADS - 1 - (key - from >> shift), old = atomicAdd(&bins[0][bin], (uint32_t)mass);
+        uint32_t upper = (uint32_t)(mass >> 32) + (old + (uint32_t)mass < old);
+        if (upper) atomicAdd(&bins[1][bin], upper);
+    });
+    __syncthreads();
+    samp_mass own = (samp_mass)bins[1][t] << 32 | bins[0][t], upto = own;
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+        samp_mass other = __shfl_up_sync(~0u, upto, lanes);
+        if (lane >= lanes) upto += other;
     }
+    if (lane == 31) scratch[t / 32] = upto;
+    __syncthreads();
+    upto += *over;
+    for (uint32_t i = 0; i < t / 32; i++) upto += scratch[i];
+    bool last = t == FILTER_THREADS - 1;
+    if (own && upto >= want && upto - own < want) found = (int)t, before = upto - own;
+    if (last && upto < want) found = -2;
+    __syncthreads();
+    if (found == -2) { /* the lowest in use: the one that reaches the sum of all */
+        if (last) scratch[0] = upto;
+        __syncthreads();
+        if (own && upto == scratch[0]) found = (int)t, before = upto - own;
+        __syncthreads();
+    }
+    uint32_t bin = (uint32_t)max(found, 0);
+    *low = from + (FILTER_THREADS - 1 - bin << shift), *over = before;
+    *high = min(to, *low + ((1u << shift) - 1));
+    __syncthreads();
+}
+
+/* The key to which samp_narrow narrows low .. high in the end. */
+template <class F>
+__device__ static inline uint32_t samp_search(uint32_t low, uint32_t high, samp_mass want, samp_mass *over, samp_mass *scratch, F each) {
+    while (low < high) samp_narrow(&low, &high, want, over, scratch, each);
     return low;
 }
 
@@ -4728,91 +4780,39 @@ __device__ static inline uint32_t samp_search(uint32_t low, uint32_t high, samp_
 __device__ static float samp_bound(const samp_dist &r, int k, samp_mass *scratch) {
     samp_mass over = 0;
     if (k > r.n_blocks) return -INFINITY;
-    return samp_unkey(samp_search(samp_key(-INFINITY), samp_key(r.max), (samp_mass)k, &over, scratch, [&](uint32_t from, uint32_t to) {
-        samp_mass count = 0;
-        for (int i = (int)threadIdx.x; i < r.n_blocks; i += FILTER_THREADS) count += samp_key(r.maxes[i]) >= from && samp_key(r.maxes[i]) <= to;
-        return count;
+    return samp_unkey(samp_search(samp_key(-INFINITY), samp_key(r.max), (samp_mass)k, &over, scratch, [&](auto add) {
+        for (int i = (int)threadIdx.x; i < r.n_blocks; i += FILTER_THREADS) add(samp_key(r.maxes[i]), 1);
     }));
-}
-
-/* Warp 0: the bin, from the top, at which the sum passes `want` (the lowest in use if none does), and the sum before it. bins: the low,
- * then the high halves. */
-__device__ static inline void samp_find_bin(const uint32_t *bins, samp_mass want, samp_mass passed, int *bin, samp_mass *before) {
-    const int each = FILTER_BINS / 32;
-    int lane = (int)threadIdx.x, top = FILTER_BINS - 1 - lane * each, low = -1;
-    samp_mass own = 0, upto;
-    auto sum_of = [&](int b) { return (samp_mass)bins[FILTER_BINS + b] << 32 | bins[b]; };
-    for (int i = 0; i < each; i++) {
-        own += sum_of(top - i);
-        if (sum_of(top - i)) low = top - i;
-    }
-    upto = own;
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-        samp_mass other = __shfl_up_sync(~0u, upto, lanes);
-        if (lane >= lanes) upto += other;
-    }
-    upto += passed;
-    unsigned reach = __ballot_sync(~0u, upto >= want && own), used = __ballot_sync(~0u, own > 0);
-    int chosen = reach ? __ffs((int)reach) - 1 : 31 - __clz((int)used);
-    if (lane != chosen) return;
-    passed = upto - own;
-    int b = top;
-    while (b > low && passed + sum_of(b) < want) passed += sum_of(b--);
-    *bin = b, *before = passed;
-}
-
-__device__ static inline samp_mass samp_counts(const samp_dist &r, bool by_count, float x) { return by_count ? 1 : samp_mass_of(r, x); }
-
-/* One step of samp_search over the listed blocks, but of eleven bits: *low .. *high becomes the bin of it that has the key. */
-__device__ static void samp_narrow(const samp_dist &r, bool by_count, samp_mass want, uint32_t *low, uint32_t *high, samp_mass *over) {
-    __shared__ int bin;
-    __shared__ samp_mass before;
-    uint32_t *bins = (uint32_t *)r.near, from = *low, to = *high;
-    int shift = max(0, 21 - __clz((int)(to - from)));
-    for (int i = (int)threadIdx.x; i < 2 * FILTER_BINS; i += FILTER_THREADS) bins[i] = 0;
-    __syncthreads();
-    samp_sweep(r, [&](float x, int id) {
-        uint32_t key = samp_key(x);
-        if (key < from || key > to || !samp_kept(r, x, id)) return;
-        samp_mass add = samp_counts(r, by_count, x);
-        uint32_t *to_bin = &bins[(key - from) >> shift], old = atomicAdd(to_bin, (uint32_t)add);
-        uint32_t upper = (uint32_t)(add >> 32) + (old + (uint32_t)add < old);
-        if (upper) atomicAdd(to_bin + FILTER_BINS, upper);
-    });
-    __syncthreads();
-    if (threadIdx.x < 32) samp_find_bin(bins, want, *over, &bin, &before);
-    __syncthreads();
-    *low = from + ((uint32_t)bin << shift), *over = before;
-    *high = min(to, *low + ((1u << shift) - 1));
-    __syncthreads();
 }
 
 /* From the highest logit down to `floor`, adds up 1 for each kept id (by_count) or its weight; returns the logit at which the sum reaches
- * `want` (if it never does, a logit that none of them is below), *over: the sum before the first id of that logit. */
+ * `want` (the lowest of them if it never does), *over: the sum before the first id of that logit. */
 __device__ static float samp_reach(samp_dist &r, bool by_count, samp_mass want, float floor, samp_mass *over, samp_mass *scratch) {
     uint32_t low = samp_key(floor), high = samp_key(r.max);
+    bool fits = false;
     *over = 0;
-    while (!samp_gather(r, low, high) && low < high) samp_narrow(r, by_count, want, &low, &high, over);
-    return samp_unkey(samp_search(low, high, want, over, scratch, [&](uint32_t from, uint32_t to) {
-        samp_mass sum = 0;
-        samp_each(r, [&](float x, int id) {
-            uint32_t key = samp_key(x);
-            if (key >= from && key <= to && samp_kept(r, x, id)) sum += samp_counts(r, by_count, x);
+    while (low < high) {
+        if (!fits) fits = samp_gather(r, low, high);
+        samp_narrow(&low, &high, want, over, scratch, [&](auto add) {
+            samp_each(r, [&](float x, int id) {
+                if (samp_kept(r, x, id)) add(samp_key(x), by_count ? 1 : samp_mass_of(r, x));
+            });
         });
-        return sum;
-    }));
+    }
+    samp_gather(r, low, high); /* all of that logit are there for samp_nth, or their blocks listed */
+    return samp_unkey(low);
 }
 
 /* The n-th id, counted from 1, among those with logit `at`, which samp_reach has found; INT_MAX if there are not more than n. */
 __device__ static int samp_nth(const samp_dist &r, float at, samp_mass n, samp_mass *scratch) {
-    auto tied = [&](uint32_t from, uint32_t to) { /* ids ~to .. ~from */
-        samp_mass count = 0;
-        samp_each(r, [&](float x, int id) { count += x == at && ~(uint32_t)id >= from && ~(uint32_t)id <= to; });
-        return count;
-    };
-    samp_mass over = 0;
-    if (samp_all(tied(0, ~0u), scratch) <= n) return INT_MAX;
-    return (int)~samp_search(~(uint32_t)(r.V - 1), ~0u, n, &over, scratch, tied);
+    samp_mass count = 0, over = 0;
+    samp_each(r, [&](float x, int) { count += x == at; });
+    if (samp_all(count, scratch) <= n) return INT_MAX;
+    return (int)~samp_search(~(uint32_t)(r.V - 1), ~0u, n, &over, scratch, [&](auto add) {
+        samp_each(r, [&](float x, int id) {
+            if (x == at) add(~(uint32_t)id, 1);
+        });
+    });
 }
 
 /* The n best ids by logit, best first, of equal ones the lowest first. -inf counts too. */
@@ -5035,10 +5035,11 @@ typedef struct samp_filtering { /* rows 0 .. n-1 of a launch */
 static size_t samp_filter_smem(int n_blocks) { return FILTER_WINDOW * sizeof(uint32_t) + (size_t)n_blocks * 2 * sizeof(float); }
 
 __global__ static void __launch_bounds__(FILTER_THREADS, 2) samp_filter_kernel(const __grid_constant__ samp_filtering s) {
-    extern __shared__ __align__(16) uint32_t window[]; /* [FILTER_WINDOW] counts or bits; or the gathered ids, or bins. Then maxes, list */
+    extern __shared__ __align__(16) uint32_t window[]; /* [FILTER_WINDOW] counts or bits, or the gathered ids; then maxes, list */
     __shared__ samp_part all[FILTER_THREADS];
     __shared__ samp_mass scratch[33];
-    static_assert(2 * FILTER_NEAR <= FILTER_WINDOW && 2 * FILTER_BINS <= FILTER_WINDOW, "they take its place");
+    static_assert(FILTER_THREADS == 256, "samp_narrow: eight bits");
+    static_assert(2 * FILTER_NEAR <= FILTER_WINDOW, "they take its place");
     float *maxes = (float *)(window + FILTER_WINDOW), *x = s.logits + (size_t)blockIdx.x * s.ldl;
     grid_launch_dependents();
     grid_wait();
