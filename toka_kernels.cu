@@ -4065,8 +4065,8 @@ static bool group_wait_drawn(toka_device *d, const toka_step *s) {
  *
  *   rmsnorm             x -> xn: wanted rows
  *   LM head             xn -> parts, one samp_part per (row, block): on Hopper the epilogue of the wgmma GEMM, from which only filtered
- *                       rows' logits leave. Up to SAMP_FEW rows, and on other cards, all logits are stored (EPI_LOGITS) and
- *                       samp_blocks_kernel reads them
+ *                       rows' logits leave. Up to SAMP_FEW rows, on other cards, and where the caller wants them, all logits are
+ *                       stored (EPI_LOGITS) and samp_blocks_kernel reads them
  *   samp_reduce_kernel  parts -> results, plain rows
  *   samp_filter_kernel  parts and logits -> results, filtered rows: lists, penalties, top log-probabilities, the cut, the draw
  * =========================================================================== */
@@ -4439,11 +4439,7 @@ struct epi_sample {
     typedef samp_fused params;
     __host__ __device__ static constexpr int out(int) { return 0; }
 #if HOPPER
-    /* What is asked of the warp's 16 rows, into the L1 cache. */
-    template <int C> __device__ static inline void begin(const gemm_tile &t, const CUtensorMap *, const params &p) {
-        uint32_t unused;
-        asm volatile("ld.global.ca.u32 %0, [%1];" : "=r"(unused) : "l"(p.ask + min(t.row0 + t.lane / 2, t.M - 1)));
-    }
+    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
 
     /* One of this thread's two rows. */
     __device__ static inline void row(float (&v)[SAMP_OWN], int row, const gemm_tile &t, const params &p, uint32_t word) {
@@ -4651,7 +4647,7 @@ template <class F> __device__ static inline void samp_sweep_4(const samp_dist &r
         for (int k = 0; k < 2 * SWEEP; k++) {
             int at = i + k / 2 * warps;
             id[k] = at < r.n_list ? r.list[at] * SAMP_BLOCK + k % 2 * 128 + 4 * lane : r.V;
-            if (id[k] < r.V) p[k] = *(const float4 *)(r.x + id[k]);
+            p[k] = id[k] < r.V ? *(const float4 *)(r.x + id[k]) : float4{};
         }
 #pragma unroll
         for (int k = 0; k < 2 * SWEEP; k++) {
@@ -4699,8 +4695,10 @@ __device__ static bool samp_gather(samp_dist &r, uint32_t low, uint32_t high) {
     if (threadIdx.x == 0) n = 0;
     samp_look_at(r, samp_unkey(low)); /* its barriers are those of n, too */
     float least = samp_unkey(low), most = samp_unkey(high);
+    bool full = false;
     samp_sweep_4(r, [&](const float (&x)[4], int id) {
         int own[4], upto, at = 0;
+        if (full) return;
 #pragma unroll
         for (int c = 0; c < 4; c++) own[c] = id + c < r.V && x[c] >= least && x[c] <= most && samp_kept(r, x[c], id + c);
         int count = upto = own[0] + own[1] + own[2] + own[3];
@@ -4711,7 +4709,7 @@ __device__ static bool samp_gather(samp_dist &r, uint32_t low, uint32_t high) {
             if (lane >= lanes) upto += other;
         }
         if (lane == 31) at = atomicAdd(&n, upto);
-        at = __shfl_sync(~0u, at, 31) + upto - count;
+        at = __shfl_sync(~0u, at, 31), full = at > FILTER_NEAR, at += upto - count;
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             if (own[c] && at < FILTER_NEAR) r.near[at] = x[c], r.near_ids[at] = id + c;
@@ -4765,7 +4763,7 @@ __device__ static inline void samp_narrow(uint32_t *low, uint32_t *high, samp_ma
     }
     uint32_t bin = (uint32_t)max(found, 0);
     *low = from + (FILTER_THREADS - 1 - bin << shift), *over = before;
-    *high = min(to, *low + ((1u << shift) - 1));
+    *high = *low + min(to - *low, (1u << shift) - 1);
     __syncthreads();
 }
 
@@ -4938,13 +4936,26 @@ __device__ static void samp_min_p(samp_dist &r, double drop) {
     if (at > r.at) r.at = at, r.last = INT_MAX;
 }
 
+/* A logit that the one at which the sum of weights reaches `want` does not lie below: usually few ids have that much together, so the
+ * best 32 or 256 blocks tell already. */
+__device__ static float samp_floor(samp_dist &r, samp_mass want, samp_mass *scratch) {
+    for (int k = 32; k < r.n_blocks && !(r.n_near >= 0 && r.near_low <= samp_key(r.at)); k *= 8) {
+        samp_mass sum = 0;
+        float at = samp_bound(r, k, scratch);
+        if (at <= r.at || !samp_gather(r, samp_key(at), samp_key(r.max))) break;
+        samp_each(r, [&](float x, int id) { sum += samp_kept(r, x, id) ? samp_mass_of(r, x) : 0; });
+        if (samp_all(sum, scratch) >= want) return at;
+    }
+    return r.at;
+}
+
 /* Keeps an id if those before it, from the highest down, have less than p of the mass. All weights up to a V-th of what may go can go
  * at once, since V of them would not be too much: that leaves the search few ids. total: of what is kept so far. */
 __device__ static void samp_top_p(samp_dist &r, const samp_filter &f, samp_mass total, samp_mass *scratch) {
     samp_mass over, want = (samp_mass)ceil((double)f.top_p * (double)total);
     double small = (1 - (double)f.top_p) * ((double)total / (double)SAMP_ONE) / r.V;
     samp_min_p(r, small < 1 ? f.temperature * log(small) : 0);
-    float at = samp_reach(r, false, want, r.at, &over, scratch);
+    float at = samp_reach(r, false, want, samp_floor(r, want, scratch), &over, scratch);
     samp_mass each = samp_mass_of(r, at), more = want > over ? want - over : 1;
     r.last = samp_nth(r, at, each ? (more + each - 1) / each : 1, scratch), r.at = at;
 }
@@ -5301,13 +5312,13 @@ static void samp_show(toka_device *d, const toka_step *s, int first, int n) {
  * rows go by samp_exchange, unless blocks straddle ranks or the logits are wanted; the others by gathered logits. */
 static void samp_rows(toka_device *d, const toka_step *s, int first, int n, int n_plain, const samp_filter *filters) {
     samp_plan *p = d->samp;
-    const bool ranks = tp_size(d) > 1, fused = d->hopper && n > SAMP_FEW;
+    const bool ranks = tp_size(d) > 1, fused = d->hopper && !s->logits && n > SAMP_FEW;
     const int apart = !ranks || s->logits || !p->whole_blocks ? 0 : n_plain; /* rows that are exchanged */
-    const int stored = fused && !s->logits && (!ranks || p->whole_blocks) ? n_plain : 0;
+    const int stored = fused && (!ranks || p->whole_blocks) ? n_plain : 0;
     gemm_args product = {n, d->xn + (size_t)first * d->E, d->E, &d->lm_head, (bf16 *)p->own, p->own_ldl, EPI_LOGITS};
     if (fused) samp_head(d, first, n, stored);
-    else if (d->hopper) gemm_few(d, &product);
-    else gemm_mma(d, &product);
+    else if (d->hopper && n <= SAMP_FEW) gemm_few(d, &product);
+    else gemm(d, &product);
     if (apart) samp_exchange(d, first, apart, fused);
     if (apart == n && ranks) return;
     if (ranks) samp_gather_ranks(d, apart - stored, n - apart);
