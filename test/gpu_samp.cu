@@ -1,7 +1,7 @@
 /* gpu_samp.cu - chapter 10 against chapter 15 of toka.c: picks, kept sets and log-probabilities of random rows; the distribution of a million
  * draws; the op as a whole against float64. Link it with gpu_samp.c, compiled as C.
  *   gpu_samp            the tests        gpu_samp small      few and small (for compute-sanitizer)        gpu_samp bench      times
- *   gpu_samp draws      distributions only */
+ *   gpu_samp draws      distributions only        gpu_samp tiny       fewer still (for racecheck) */
 #include "../toka_kernels.cu"
 
 #include "gpu.cuh"
@@ -598,7 +598,14 @@ int main(int argc, char **argv) {
         test_pairs(), test_distributions(), test_tails();
         return gpu_report();
     }
-    quick = argc > 1 && !strcmp(argv[1], "small");
+    quick = argc > 1 && (!strcmp(argv[1], "small") || !strcmp(argv[1], "tiny"));
+    if (quick && argv[1][0] == 't') {
+        for (int V : {257, 3000}) test_random(V, 64, gpu_seed);
+        test_wide();
+        test_op(259, 51, 7, 7, true);
+        test_op(1000, 256, 40, 33, true);
+        return gpu_report();
+    }
     test_edges();
     for (int V : {1, 2, 9, 60, 255, 256, 257, 1000, 3000}) test_random(V, quick ? 64 : 640, gpu_seed + (uint64_t)V * 1000);
     if (!quick) test_random(151936, 128, gpu_seed);
