@@ -4,7 +4,7 @@
 
     python3 test/gpu_mutants.py check            no GPU, no nvcc: every mutation still fits the file, every kernel has one
     GPU_ARCH=90a python3 test/gpu_mutants.py build [FOLDER]     one program that holds all mutants; needs nvcc, no GPU
-    python3 test/gpu_mutants.py run [FOLDER] [--jobs 6] [--only WORD]     on a GPU; without one: those that the CPU can tell
+    python3 test/gpu_mutants.py run [FOLDER] [--jobs 6] [--only EXPRESSION]     on a GPU; without one: those that the CPU can tell
     (FOLDER: test/.build/mutants; what `run` needs of it is the file `mutants`)
 
 A mutation replaces one piece of text, a bug that somebody might really write. All of them go into one copy of toka_kernels.cu, each behind
@@ -41,6 +41,9 @@ MUTANTS = [
            ("the last element of a piece stays behind", "if (i >= n) return;", "if (i + 1 >= n) return;"),
            ("a piece that begins inside a row begins a row", "c = (int)(`(at + i) % cols`);", "(at % 64 + i) % cols"),
            ("turns of gate and up are off by a row", "`r / 8 * 16 + r % 8` : r)) * j.stride + c", "r / 8 * 16 + r % 7", "load .* by turns")),
+    *group("copy_pages_kernel", "rows small", "copies of pages",
+           ("the page of another layer", "bf16 *pool = kv + `blockIdx.y * layer`;", "0 * layer"),
+           ("the last 16 bytes", "i < `page / 8`; i += 256) to[i] = from[i];", "page / 8 - 1")),
     *group("embed_kernel", "rows small", "embed ",
            ("the last 16 bytes of a row", "i < E / 8; i += blockDim.x) `to[i] = row >= 0`", "if (i + 1 < E / 8) to[i] = row >= 0"),
            ("the last token of the slot before", "(id < 0 ? last[`-1 - id`] : id)", "max(-2 - id, 0)")),
@@ -57,7 +60,6 @@ MUTANTS = [
            ("sine with the wrong sign", "store_pair(to + half + i, `v * cs.x + u * cs.y`", "v * cs.x - u * cs.y"),
            ("norm of the upper half", "hi[k] *= scale * norm[`half + i`]", "i", "RoPE and pages .*norm"),
            ("q's norm for the first head of k", "const float *norm = `h < a.H` ? a.q_norm : a.k_norm;", "h <= a.H", "RoPE and pages .*norm"),
-           ("the second half of rows that lie by turns", "i1 = i0 + (a.by_turns ? `8` : half);", "half", "RoPE and pages .*by turns"),
            ("V is turned, too", "float4 cs = `h < a.H + a.K` ? *", "h <= a.H + a.K"),
            ("the slot's place in its page", "(h >= a.H + a.K)) * a.B + `slot % a.B`) * a.D;", "slot % (a.B / 2)")),
 
@@ -90,6 +92,7 @@ MUTANTS = [
            ("swiglu: the gate of the neighbour", "pack_bf16(one(v[0], v[4]), one(`v[1]`, v[5]))", "v[0]", "swiglu "),
            ("logits: columns exchanged", "make_float2(acc[4 * j + 2], `acc[4 * j + 3]`);\n        }", "acc[4 * j + 1]", "logits "),
            ("qkv: q's norm for the first head of k", "const float *w = `head < p.H` ? p.q_norm : p.k_norm;\n            if (!w", "head <= p.H", "qkv(64|128) .* norm"),
+           ("qkv: the norm's lower half for both", "(w + i / 8 * 8 + `i / 4 % 2 * (D / 2)` + 2 * (t.lane & 3))", "0", "qkv(64|128) .* norm"),
            ("qkv: sine with the wrong sign", "a = x * cosine - y * sine, b = `y * cosine + x * sine`;", "y * cosine - x * sine", "qkv(64|128) "),
            ("qkv: the position of another row", "h.pos[1] = p.pos[`min(r + 8, last)`];", "min(r, last)", "qkv(64|128) "),
            ("qkv: a tile that begins inside a head turns as one that does not", "int e = `(t.col0 + 16 * j) % D / 2` + 2 * (t.lane & 3);", "16 * j % D / 2",
@@ -97,22 +100,15 @@ MUTANTS = [
            ("qkv: K and V to another row's slot", "slot = __shfl_sync(~0u, slot0, `r`);", "r & 7", "qkv(64|128) "),
            ("qkv: K takes V's place", "(size_t)((kv - value * p.K) * 2 + `value`) << log2_B", "1 - value", "qkv(64|128) ")),
     *group("qkv_order_kernel", "gemm quick", "qkv(64|128) ",
-           ("the rows keep their order", "head + (size_t)`qkv_place(c / 8, D / 2)` * K", "(c / 8)"),
-           ("the bias keeps its order", "bias[blockIdx.x * D + `qkv_place(i, D / 2)`] = b[i];", "i", "qkv(64|128) .* bias")),
-    *group("gemm_kernel, epi_sample", "samp small", "row \\d+: (another time|id \\d+ logprob)",
+           ("the last 8 columns of 64", "int left = `(K - (int)blockIdx.y * 64) / 8`, i", "(K - (int)blockIdx.y * 64 - 8) / 8"),
+           ("biases stay", "bias[blockIdx.x * D + `qkv_place(i, D / 2)`] = b[i];", "i", "qkv(64|128) .* bias"),
+           ("neighbouring rows exchanged", "head + (size_t)qkv_place(`c / 8`, D / 2) * K", "c / 8 ^ 1")),
+    *group("gemm_kernel, epi_sample", "samp small", "row \\d+: (another time|id \\d+ logprob|-?\\d+ from stored)",
            ("an id behind the vocabulary can be drawn", "if (`t.col0 + 2 * g + i / 4 * 8 + i % 2 >= p.V`) acc[i]", "t.col0 + 2 * g + i / 4 * 8 + i % 2 > p.V"),
-           ("noise of the other row", "row(v, row0 + 8, t, p, `g < 2 ? got : keep`);", "g < 2 ? keep : got", "row \\d+: another time"),
-           ("wrong word of the noise", "keep = g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : `c[3]`, give", "c[2]", "row \\d+: another time"),
-<<<<<<< HEAD
-           ("noise of the next block", "uint32_t c[4] = {mine->sample, mine->position, `1 + (uint32_t)((p.v0 + t.col0) / SAMP_BLOCK)`, 0};",
-            "2 + (uint32_t)((p.v0 + t.col0) / SAMP_BLOCK)", "row \\d+: another time")),
-=======
-           ("noise of the next block", "uint32_t c[4] = {mine->sample, mine->position, `1 + (uint32_t)(t.col0 / SAMP_BLOCK)`, 0};",
-            "2 + (uint32_t)(t.col0 / SAMP_BLOCK)", "row \\d+: another time"),
-           ("a key that no group has reached", "atomicMax(p.reached + row, `samp_key(reached)`);", "samp_key(reached + 9)", "row \\d+: another time")),
-    *group("gemm_few_kernel, logits", "samp small", "V 259 .* (logit|logprob)",
-           ("a logit twice", "to[1] = make_float4(v[4], v[5], `v[6]`, v[7]);", "v[7]")),
->>>>>>> 6f4c25c (LM head and sampling: top-p looks at the best blocks first; ties at the end of the range of ids; stored logits check the fused ones again; mutants follow)
+           ("noise of the other row", "row(v, row0 + 8, t, p, `g < 2 ? got : keep`);", "g < 2 ? keep : got"),
+           ("wrong word of the noise", "keep = g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : `c[3]`, give", "c[2]"),
+           ("noise of the next block", "mine->position, `1 + (uint32_t)((p.v0 + t.col0) / SAMP_BLOCK)`, 0};", "2 + (uint32_t)((p.v0 + t.col0) / SAMP_BLOCK)"),
+           ("a block that is only a little ahead is passed over", "float enough = `best - 0.01f - 1e-6f * fabsf(best)`,", "best + 1")),
 
     # ---- Attention ----
     *group("attn_mma", "attn small", "(decode|prefill|tree) .*B=(16|32) ",
@@ -156,21 +152,17 @@ MUTANTS = [
 
     # ---- Sampling ----
     *group("samp_filter_kernel", "samp small", "V \\d+, case \\d+",
-           ("one more than top-k", "samp_reach(r, true, `(samp_mass)f.top_k`, samp_bound(r, f.top_k", "(samp_mass)f.top_k + 1"),
+           ("one more than top-k", "samp_reach(r, true, `(samp_mass)f.top_k`, samp_bound(r", "(samp_mass)f.top_k + 1"),
+           ("the last id that a filter keeps", "return x > r.at || (x == r.at && `id <= r.last`); }", "id < r.last"),
+           ("a block whose best is the cut itself", "in = from + lane < r.n_blocks && `r.maxes[from + lane] >= at`;", "r.maxes[from + lane] > at"),
            ("presence of prompt ids", "if (`count > 0`) v = __fsub_rn(v, f.presence);", "count >= 0"),
            ("counts of prompt ids", "if (`i >= f.n_prompt`) atomicAdd(&counts[at], 1u);", "i + 1 >= f.n_prompt"),
            ("the last forbidden id", "for (int i = (int)threadIdx.x; `i < f.n_forbidden`; i +=", "i + 1 < f.n_forbidden"),
            ("order of equal top log-probabilities", "rank += x[i] > v || (x[i] == v && `ids[i] < id`);", "ids[i] > id", "edge .*top log-prob"),
            ("bias is added once", "for (unsigned left = same; left; `left &= left - 1`) v = samp_clean", "left = 0", "V \\d+, case \\d+"),
-           ("min-p cuts too early", "float at = __double2float_ru(fmax(`(double)r.max + drop`,", "(double)r.max + 0.9 * drop"),
-           ("the last of equal ids", "return x > r.at || (x == r.at && `id <= r.last`);", "id < r.last", "(edge|wide|undecided|V \\d+, case)"),
-           ("less than p", "want = (samp_mass)ceil(`(double)f.top_p * (double)total`);", "0.9 * (double)f.top_p * (double)total",
-            "(wide|undecided|V \\d+, case)"),
-           ("the penalty the wrong way", "if (seen) x = x < 0 ? x / f.repetition : `x * f.repetition`;", "x / f.repetition"),
-           ("presence is not undone", "if (count) x += `(double)f.frequency * count + f.presence`;", "(double)f.frequency * count"),
-           ("one bias of two", "if (f.bias_ids[i] == id) x -= `f.bias[i]`;", "f.bias[0]")),
-    *group("samp_blocks_kernel", "samp small", "(undecided|V \\d+)",
-           ("the id behind an odd vocabulary", "v[2 * j + 1] = `id0 + 8 * j + 1 < V` ? pair.y", "id0 + 8 * j + 1 <= V", "V 259 .* another time|V 259 .* logprob")),
+           ("min-p cuts too early", "float at = __double2float_ru(fmax(`(double)r.max + drop`,", "(double)r.max + 0.9 * drop")),
+    *group("samp_blocks_kernel", "samp small", "V 259 .* from stored",
+           ("the id behind an odd vocabulary", "v[2 * j + 1] = `id0 + 8 * j + 1 < V` ? pair.y", "id0 + 8 * j + 1 <= V")),
     *group("samp_blocks_kernel", "samp draws", "(plain|temperature|flat|pairs|p-values)",
            ("two groups share their noise", "return g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : `c[3]`;", "c[2]"),
            ("the first block's noise is the row's uniform", "uint32_t c[4] = {a.sample, a.position, `1 + (uint32_t)block`, 0};", "(uint32_t)block"),
@@ -180,10 +172,14 @@ MUTANTS = [
            ("wrong factor of the raw sum", "__fmul_rn(b.raw_sum, ex2(__fmul_rn(below_b, `SAMP_LOG2E`)))", "scale"),
            ("wrong factor of the sum", "__fmul_rn(a.sum, ex2(__fmul_rn(below_a, `scale`)))", "SAMP_LOG2E")),
     *group("samp_reduce_kernel", "samp small", "(edge|V \\d+)",
-           ("log-probability from the sum at the row's temperature", "samp_finish(a, p, p.max, logf(`p.raw_sum`), 0)", "p.sum"),
+           ("log-probability from the sum at the row's temperature", "samp_finish(a, p, p.max, logf(`p.raw_sum`), 0);", "p.sum"),
            ("slot 0 does not learn its last token", "if (`a.slot >= 0`) last[a.slot] = out.id;", "a.slot > 0", "last tokens of ")),
     *group("samp_reduce_kernel", "samp draws", "flat|rare",
            ("blocks from 16 on are left", "for (int half = `16`; half; half /= 2) {\n        __syncthreads();\n        if (k < half)", "8")),
+    *group("samp_undo", "samp small", "V \\d+, case \\d+.* logprob",
+           ("the penalty the wrong way", "if (seen) x = x < 0 ? x / f.repetition : `x * f.repetition`;", "x / f.repetition"),
+           ("presence is not undone", "if (count) x += `(double)f.frequency * count + f.presence`;", "(double)f.frequency * count"),
+           ("one bias of two", "if (f.bias_ids[i] == id) x -= `f.bias[i]`;", "f.bias[0]")),
     *group("samp_collect", "samp small", "(edge|V \\d+)", ("picks in the order of the plan", "toka_pick *pick = &down->picks[`down->order[i]`];", "i")),
     *group("samp_plan_step", "samp small", "V \\d+ E \\d+ row",
            ("rows of x in the caller's order", "rows[i] = `row->row`;", "s->out[i].row")),
@@ -357,7 +353,7 @@ def has_gpu():
 def run(folder, jobs, only, timeout):
     program, gpu = os.path.join(folder, "mutants"), has_gpu()
     passed = failed = skipped = 0
-    chosen = [(k, m) for k, m in enumerate(MUTANTS, 1) if only in f"{m.kernel}: {m.name} {m.test}"]
+    chosen = [(k, m) for k, m in enumerate(MUTANTS, 1) if re.search(only, f"{m.kernel}: {m.name} [{m.test}]")]
     work = [(0, Mutant("as it is", t, "", "", t, "")) for t in sorted({m.test for _, m in chosen})] + chosen
 
     def one(item):
@@ -385,7 +381,7 @@ def main():
     p.add_argument("mode", choices=["check", "build", "run"])
     p.add_argument("folder", nargs="?", default=os.path.join(ROOT, "test/.build/mutants"))
     p.add_argument("--jobs", type=int, default=6, help="tests at a time")
-    p.add_argument("--only", default="", help="mutants whose kernel, name or test has this word")
+    p.add_argument("--only", default="", help="mutants whose 'kernel: name [test]' matches this expression")
     p.add_argument("--timeout", type=float, default=90, help="seconds for one test")
     a = p.parse_args()
     folder = os.path.abspath(a.folder)

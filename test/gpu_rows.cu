@@ -89,6 +89,24 @@ static void test_embed(toka_device *d, int T, int E, int v0, int n) {
     gpu_check(same_bits(x.host(), want) && x.guards_hold(), "embed T=%d E=%d, ids %d to %d", T, E, v0, v0 + n - 1);
 }
 
+/* ---- Copies of KV pages: those named, in every layer, and no others ---- */
+
+static void test_copies(toka_device *d, int L, int n_pages, int page) {
+    size_t layer = (size_t)n_pages * page;
+    gpu_buf<bf16> kv(L * layer);
+    gpu_buf<toka_copy> copies(3);
+    std::vector<toka_copy> c = {{0, n_pages - 1}, {3, 1}, {0, 2}};
+    std::vector<bf16> want(L * layer);
+    for (size_t i = 0; i < want.size(); i++) want[i] = __float2bfloat16((float)(gpu_mix(gpu_seed + i) % 1000));
+    kv.set(want), copies.set(c);
+    GPU_OK(cudaDeviceSynchronize());
+    for (int l = 0; l < L; l++)
+        for (toka_copy k : c) std::copy_n(want.begin() + (ptrdiff_t)(l * layer + (size_t)k.from * page), page, want.begin() + (ptrdiff_t)(l * layer + (size_t)k.to * page));
+    launch_dependent(d, "copies", copy_pages_kernel, dim3(3, (unsigned)L), 256, 0, 1, copies.p(), kv.p(), layer, page);
+    done(d, "copies of pages");
+    gpu_check(same_bits(kv.host(), want) && kv.guards_hold(), "copies of pages, %d layers, %d of %d elements", L, n_pages, page);
+}
+
 /* ---- RMSNorm of rows of x, in order or chosen; E is the model's own width, what lies behind it up to a multiple of 8 is 0 ---- */
 
 static void test_norm(toka_device *d, int T, int E, bool chosen, float scale) {
@@ -205,6 +223,7 @@ int main(int argc, char **argv) {
     toka_device *d = gpu_device();
     quick = argc > 1 && !strcmp(argv[1], "small");
     test_loads(d);
+    test_copies(d, 1, 4, 16 * 2 * 64), test_copies(d, 5, 9, 2 * 2 * 64 * 80);
     for (int E : {8, 56, 1024, 1032, 2048, 8200})
         for (int T : {1, 3, 70}) test_embed(d, T, E, 0, 300), test_embed(d, T, E, 100, 130);
     for (int E : {1, 51, 64, 1023, 1032, 2048, 8200})

@@ -531,6 +531,13 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
             gpu_check(z[(size_t)p.id] == (float)best, "V %d E %d row %d: greedy id %d", V, E, i, p.id);
         gpu_check(same_pick(p, again[(size_t)i]), "V %d E %d row %d: another time %d for %d", V, E, i, again[(size_t)i].id, p.id);
     }
+    if (all_logits) { /* the same logits by way of stored ones, whichever kernel made the parts before */
+        std::vector<const float *> stored;
+        for (int i = 0; i < n_out; i++) stored.push_back(&logits[(size_t)i * (size_t)V]), rows[(size_t)i].row = i;
+        again = picks_of(d, rows, stored);
+        for (size_t i = 0; i < rows.size(); i++)
+            gpu_check(same_pick(picks[i], again[i]), "V %d E %d row %zu: %d from stored logits for %d", V, E, i, again[i].id, picks[i].id);
+    }
     samp_device_close(d);
 }
 
@@ -616,6 +623,7 @@ int main(int argc, char **argv) {
     test_distributions();
     test_tails();
     test_op(259, 51, 7, 7, true);
+    test_op(259, 51, 40, 33, true);
     test_op(1000, 256, 40, 33, true);
     test_op(1000, 256, 300, 300, false);
     test_op(1000, 256, 16, 16, true);
