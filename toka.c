@@ -7247,8 +7247,8 @@ static int pred_length(pred *p, pred_of c, double luck) {
  * tokens before them (waits: penalties, bad words); its sequences rest in a step that comes before their last token did.
  *
  * Copies. Whole pages of a prompt are shared, by the tree; what is behind them lies in a page that each sample goes on in. One
- * sample computes that tail, the others begin with a copy of its page (sched.copies, of pages that earlier steps computed) and
- * compute only the prompt's last token. Who would have to compute what another is just computing waits a step for it.
+ * computes that tail; others with the same tokens, of its request or not, begin with a copy of its page (sched.copies, of pages that
+ * earlier steps computed) and compute only the last token. Who would have to compute what another is just computing waits a step.
  *
  * What always holds (sched_check): the calendar at `now` is the number of held pages, and at every later step what a
  * simulation of all sequences finds; slots, lists and counts agree. Nothing is allocated in sched_plan and
@@ -7431,8 +7431,6 @@ typedef struct sched_request {
     int n_alone;           /* as in sched_job */
     int n_started, n_live; /* samples that ever ran; of them not ended */
     int first;             /* its live sequences, linked by sibling */
-    int donor;             /* one of them that is in decode, -1: none. Its pages have the whole prompt, from the step behind its prefill on */
-    int64_t fed;           /* the last step that computed any of its prompt */
     int64_t key;           /* order of the queue, smaller first */
     uint64_t class_key;
     int next_free;
@@ -7468,6 +7466,7 @@ typedef struct sched_seq { /* what every step touches comes first: one cache lin
     uint32_t started;  /* number of its last admission */
     int sibling_prev, sibling;      /* live sequences of its request; -1 ends */
     int todo;          /* in prefill: tokens counted in sched.backlog */
+    int tail, heir;    /* where in sched.tails it is or may come to be, who took the last copy from it; -1: nowhere, nobody */
     int64_t mark;      /* in prefill: tokens put into the backlog up to its own */
     int prefill_prev, prefill_next; /* first come first served; ends at max_seqs */
 } sched_seq;
@@ -7486,6 +7485,7 @@ typedef struct sched {
     int *free_slots;
     int n_slots_free, n_running, n_decode;
     toka_copy *copies;       /* [max_seqs] that the step planned last begins with */
+    int *tails;              /* [n_pages + 1] by the last page in the tree, n_pages for none: who was last fed what is behind it; -1, or stale */
     int n_copies;
     int64_t guess2;          /* sum of sched_guess2 over running sequences */
     int64_t backlog, backlog_in; /* tokens still to prefill; all ever put in */
@@ -7542,7 +7542,7 @@ static void sched_free(sched *s) {
     for (int i = 0; i < COUNT(s->spare); i++)
         while (s->spare[i]) free(sched_buffer_take(s, i));
     kv_free(&s->kv), pred_free(&s->pred);
-    free(s->cal.at), free(s->seqs), free(s->line), free(s->free_slots), free(s->copies), free(s->ends), free(s->holders);
+    free(s->cal.at), free(s->seqs), free(s->line), free(s->free_slots), free(s->copies), free(s->tails), free(s->ends), free(s->holders);
     free(s->requests), free(s->queue);
     *s = (sched){0};
 }
@@ -7562,12 +7562,14 @@ static int sched_init(sched *s, const sched_config *c, toka_err *e) {
     s->line = mem_zalloc(ns * sizeof *s->line);
     s->free_slots = mem_alloc(ns * sizeof(int)), s->copies = mem_alloc(ns * sizeof *s->copies);
     s->ends = mem_try(np + ns, sizeof *s->ends), s->holders = mem_try(np, sizeof *s->holders);
-    if (!s->cal.at || !s->ends || !s->holders) {
+    s->tails = mem_try(np + 1, sizeof *s->tails);
+    if (!s->cal.at || !s->ends || !s->holders || !s->tails) {
         sched_free(s);
         return fail(e, TOKA_E_MEMORY, "no memory for the tables of %d pages of KV and %d sequences of up to %d tokens", c->n_pages,
                     c->max_seqs, c->max_len);
     }
-    for (int p = 0; p < c->n_pages; p++) s->holders[p] = -1;
+    for (int p = 0; p < c->n_pages; p++) s->holders[p] = s->tails[p] = -1;
+    s->tails[c->n_pages] = -1;
     for (int q = c->max_seqs - 1; q >= 0; q--) s->free_slots[s->n_slots_free++] = q;
     s->seqs[c->max_seqs].prefill_prev = s->seqs[c->max_seqs].prefill_next = c->max_seqs;
     return 0;
@@ -7711,7 +7713,7 @@ static int sched_submit(sched *s, const sched_job *j, toka_err *e) {
     sched_request *r = &s->requests[id];
     *r = (sched_request){.prompt = mem_alloc((size_t)j->n_prompt * sizeof(int32_t)), .n_prompt = j->n_prompt, .n = j->n,
                          .max_tokens = j->max_tokens, .min_tokens = MIN(j->min_tokens, j->max_tokens), .exact = j->exact,
-                         .waits = j->waits, .n_alone = j->n_alone, .first = -1, .donor = -1, .fed = -1, .class_key = j->class_key};
+                         .waits = j->waits, .n_alone = j->n_alone, .first = -1, .class_key = j->class_key};
     memcpy(r->prompt, j->prompt, (size_t)j->n_prompt * sizeof(int32_t));
     if (!r->class_key && j->n > 1) r->class_key = ++s->own_class | (uint64_t)1 << 63;
     r->key = (s->now - (int64_t)priority * SCHED_PRIORITY) * (1 << 24) + MIN(s->n_arrived, (1 << 24) - 1);
@@ -7732,19 +7734,12 @@ static void sched_prefill_leave(sched *s, int q) {
     x->todo = 0;
 }
 
-/* q stops being the one whose pages have its request's prompt: another that is in decode takes its place. */
-static void sched_donor_leave(sched *s, int q) {
-    sched_request *r = &s->requests[s->seqs[q].request];
-    if (r->donor != q) return;
-    for (r->donor = r->first; r->donor >= 0; r->donor = s->seqs[r->donor].sibling)
-        if (r->donor != q && s->seqs[r->donor].state == SCHED_DECODE) return;
-}
-
 /* A running sequence gives its pages and its future back. */
 static void sched_stop(sched *s, int q) {
     sched_seq *x = &s->seqs[q];
     if (x->state == SCHED_PREFILL) sched_prefill_leave(s, q);
-    else s->n_decode--, sched_donor_leave(s, q);
+    else s->n_decode--;
+    if (x->tail >= 0 && s->tails[x->tail] == q) s->tails[x->tail] = x->heir;
     heap_remove(s->line, &s->newest, q);
     sched_own_now(s, q, -1);
     sched_detach(s, q, sched_tail(s, q));
@@ -7834,6 +7829,7 @@ static void sched_start(sched *s, int q, int n, int m) {
     kv_open(&s->kv, q, x->tokens, n, m, sched_alone(s, x));
     sched_attach(s, q, false);
     x->state = SCHED_PREFILL;
+    x->tail = x->heir = -1;
     x->started = ++s->n_started, x->row_turn++;
     x->n_cached = 0, x->n_planned = n, x->next_fill = (s->kv.seqs[q].n_tree + 1) * s->c.B;
     x->todo = n - m * s->c.B, s->backlog += x->todo, s->backlog_in += x->todo, x->mark = s->backlog_in;
@@ -7971,17 +7967,33 @@ static int sched_feed_decode(sched *s) {
     return n;
 }
 
-/* q has only its prompt's tail left to compute: takes a copy of it if another sample of the request has it, all but the last token.
- * False: one is computing it in this step, q is better off waiting for that. */
+/* The sequence that was last fed what is behind q's pages in the tree, if it has q's tokens there; -1: there is none. */
+static int sched_tail_twin(const sched *s, int q) {
+    const sched_seq *x = &s->seqs[q];
+    int at = s->kv.seqs[q].n_tree, above = at ? kv_row(&s->kv, q)[at - 1] : s->c.n_pages, twin = s->tails[above];
+    if (twin < 0 || twin == q) return -1;
+    const sched_seq *y = &s->seqs[twin];
+    if ((y->state != SCHED_PREFILL && y->state != SCHED_DECODE) || y->n_known < x->n_known || y->n_cached < x->n_known - 1) return -1;
+    if (at && (s->kv.seqs[twin].n_pages <= at || kv_row(&s->kv, twin)[at - 1] != above)) return -1;
+    size_t first = (size_t)at * (size_t)s->c.B;
+    return memcmp(y->tokens + first, x->tokens + first, ((size_t)x->n_known - first) * sizeof *x->tokens) ? -1 : twin;
+}
+
+/* q, whose rows begin at x->from: where only what is behind its pages in the tree is left to compute, and another sequence has it, it
+ * takes a copy of that, all but the last token. False: the other computes it in this very step, q is better off waiting for that. */
 static bool sched_copy_tail(sched *s, int q) {
     sched_seq *x = &s->seqs[q];
-    const sched_request *r = &s->requests[x->request];
-    int at = s->kv.seqs[q].n_tree;
-    bool fresh = x->n_known == x->n_prompt && x->from == at * s->c.B && x->n_known - x->from > 1 && !sched_alone(s, x);
-    if (!fresh) return true;
-    const sched_seq *donor = r->donor >= 0 ? &s->seqs[r->donor] : NULL;
-    if (!donor || (donor->is_chunk && donor->n_rows)) return r->fed != s->now;
-    s->copies[s->n_copies++] = (toka_copy){kv_row(&s->kv, r->donor)[at], kv_row(&s->kv, q)[at]};
+    int at = s->kv.seqs[q].n_tree, above = at ? kv_row(&s->kv, q)[at - 1] : s->c.n_pages;
+    if (x->from != at * s->c.B || sched_alone(s, x)) return true;
+    int twin = x->n_known - x->from > 1 ? sched_tail_twin(s, q) : -1;
+    if (twin >= 0 && s->seqs[twin].is_chunk && s->seqs[twin].n_rows) return false;
+    x->tail = above;
+    if (twin < 0) {
+        s->tails[above] = q;
+        return true;
+    }
+    s->seqs[twin].heir = q;
+    s->copies[s->n_copies++] = (toka_copy){kv_row(&s->kv, twin)[at], kv_row(&s->kv, q)[at]};
     s->n_prompt_hits += x->n_known - 1 - x->from;
     x->from = x->n_known - 1;
     return true;
@@ -7995,7 +8007,6 @@ static int sched_feed_prefill(sched *s, int budget) {
         next = x->prefill_next;
         x->from = kv_skip(&s->kv, q, x->n_cached);
         if (!sched_copy_tail(s, q)) continue;
-        s->requests[x->request].fed = s->now;
         x->n_rows = MIN(x->n_known - x->from, budget - n_fed);
         x->is_chunk = true, x->yields = false;
         x->n_cached = x->from + x->n_rows, n_fed += x->n_rows;
@@ -8005,7 +8016,6 @@ static int sched_feed_prefill(sched *s, int budget) {
         if (x->n_cached < x->n_known) continue;
         sched_prefill_leave(s, q);
         x->state = SCHED_DECODE, x->yields = true, x->n_planned++, s->n_decode++;
-        if (s->requests[x->request].donor < 0) s->requests[x->request].donor = q;
         x->page = kv_row(&s->kv, q)[s->kv.seqs[q].n_pages - 1];
         int64_t base = s->now + 1 - x->n_known;
         if (base != x->base) sched_move(s, q, base, x->expect);
@@ -8085,8 +8095,6 @@ static const char *sched_check_seq(const sched *s, int q) {
     }
     KV_MUST(x->end > s->now && x->end == x->base + x->expect - 1);
     KV_MUST(k->n_pages * s->c.B >= x->n_cached);
-    int donor = s->requests[x->request].donor;
-    KV_MUST(donor >= 0 ? s->seqs[donor].state == SCHED_DECODE && s->seqs[donor].request == x->request : x->state != SCHED_DECODE);
     KV_MUST(x->state != SCHED_DECODE || x->page == kv_row(&s->kv, q)[(x->n_cached - 1) / s->c.B]);
     if (x->state == SCHED_PREFILL) {
         KV_MUST(x->n_cached < x->n_known && x->base + x->n_known > s->now);

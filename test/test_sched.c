@@ -345,7 +345,8 @@ static void smt_repeats(void) { /* n samples of one prompt, twice, at page borde
             m.s.requests[id].n_alone = 0;
             for (int i = 0; i < 100 && m.n_done < done + 32; i++) smt_step(&m, true);
             CHECK(m.n_done == done + 32 && m.s.n_preempted == 0);
-            CHECK(m.s.n_prompt_hits - hits == (n_prompt - 1) / 2 * 2 * again + (n_prompt - 1) * 31);
+            int64_t most = (n_prompt - 1) / 2 * 2 * again + (n_prompt - 1) * 31, found = m.s.n_prompt_hits - hits;
+            CHECK(found <= most && found >= most - 2); /* where all that have the tail end at once, it is computed again */
             CHECK((m.n_copies > 0) == (n_prompt > 1 && n_prompt % 2 == 0)); /* an odd one's last token is alone in its page */
         }
         smt_close(&m);
