@@ -5314,13 +5314,13 @@ static void samp_show(toka_device *d, const toka_step *s, int first, int n) {
  * rows go by samp_exchange, unless blocks straddle ranks or the logits are wanted; the others by gathered logits. */
 static void samp_rows(toka_device *d, const toka_step *s, int first, int n, int n_plain, const samp_filter *filters) {
     samp_plan *p = d->samp;
-    const bool ranks = tp_size(d) > 1, fused = d->hopper && n > SAMP_FEW;
+    const bool ranks = tp_size(d) > 1, fused = d->hopper && !s->logits && n > SAMP_FEW;
     const int apart = !ranks || s->logits || !p->whole_blocks ? 0 : n_plain; /* rows that are exchanged */
-    const int stored = fused && !s->logits && (!ranks || p->whole_blocks) ? n_plain : 0;
+    const int stored = fused && (!ranks || p->whole_blocks) ? n_plain : 0;
     gemm_args product = {n, d->xn + (size_t)first * d->E, d->E, &d->lm_head, (bf16 *)p->own, p->own_ldl, EPI_LOGITS};
     if (fused) samp_head(d, first, n, stored);
-    else if (d->hopper) gemm_few(d, &product);
-    else gemm_mma(d, &product);
+    else if (d->hopper && n <= SAMP_FEW) gemm_few(d, &product);
+    else gemm(d, &product);
     if (apart) samp_exchange(d, first, apart, fused);
     if (apart == n && ranks) return;
     if (ranks) samp_gather_ranks(d, apart - stored, n - apart);
