@@ -16798,7 +16798,8 @@ typedef struct srv {
 typedef struct srv_part { /* one engine request of a call: the `user` of its events */
     struct srv_call *call;
     api_part *part;
-    int n_left;  /* samples that have not ended; the engine's thread */
+    int n_left;  /* samples that have not ended; the engine's thread, as what follows */
+    bool *begun; /* [n] samples that had a token */
 } srv_part;
 
 enum srv_stage { SRV_NEW, SRV_RUNNING, SRV_ENDED };
@@ -16821,7 +16822,7 @@ typedef struct srv_call { /* one HTTP request and its answer */
     srv_part *parts;               /* [api.n_parts] */
     toka_err refused;              /* the engine's word when it did not take a part; code 0: it took all */
     buf fresh;                     /* records of this step; the engine's thread */
-    int fresh_tokens;
+    int fresh_tokens, fresh_first; /* first of their samples */
 
     int refs;                      /* (lock), all that follows too */
     enum srv_stage stage;
@@ -17101,10 +17102,10 @@ static void srv_count_tokens(srv_call *c, double now) {
         m->first_tokens++;
         c->t_first = now;
         srv_observe(&m->ttft, now - c->t_start, 1);
-    } else {
-        srv_observe(&m->itl, now - c->t_last, c->fresh_tokens);
+    } else if (c->fresh_tokens > c->fresh_first) {
+        srv_observe(&m->itl, now - c->t_last, c->fresh_tokens - c->fresh_first);
     }
-    c->t_last = now, c->n_tokens += c->fresh_tokens, c->fresh_tokens = 0;
+    c->t_last = now, c->n_tokens += c->fresh_tokens, c->fresh_tokens = c->fresh_first = 0;
 }
 
 static void srv_count_end(srv_call *c, double now) { /* the last event of the last part */
@@ -17123,7 +17124,10 @@ static int srv_on_event(void *user, const toka_event *ev) {
     srv_call *c = p->call;
     srv *s = c->s;
     api_pack(p->part, ev, &c->fresh);
-    c->fresh_tokens += ev->sample >= 0 && ev->id >= 0;
+    if (ev->sample >= 0 && ev->id >= 0) {
+        c->fresh_tokens++, c->fresh_first += !p->begun[ev->sample];
+        p->begun[ev->sample] = true;
+    }
     bool ended = ev->finish != TOKA_RUNNING;
     p->n_left -= ended;
     if (ev->more && p->n_left && !ended) return 0;
@@ -17179,12 +17183,15 @@ static uint64_t srv_serial(srv *s, int which) { /* splitmix64's mixing of a coun
 static void srv_submit(srv *s, srv_call *c) {
     int n = c->api.n_parts, i;
     bool gone = false;
+    for (i = 0; i < n; i++) {
+        int samples = MAX(1, c->api.parts[i].q.n);
+        c->parts[i] = (srv_part){c, &c->api.parts[i], samples, arena_zalloc(&c->a, (size_t)samples * sizeof(bool))};
+    }
     pthread_mutex_lock(&s->lock);
     c->n_open = n, c->refs += n, c->stage = SRV_RUNNING;
     pthread_mutex_unlock(&s->lock);
     for (i = 0; i < n && !gone; i++) {
         api_part *part = &c->api.parts[i];
-        c->parts[i] = (srv_part){c, part, MAX(1, part->q.n)};
         if (toka_submit(s->t, &part->q, srv_on_event, &c->parts[i], &part->engine_id, &c->refused)) break;
         c->refused.code = 0;
         pthread_mutex_lock(&s->lock);
