@@ -27,24 +27,25 @@
  * LETTERS as in toka.h: T tokens, S sequences, L layers, H query heads, K kv heads, D head size, E width, F mlp width, V vocabulary,
  * B tokens per page. In GEMMs y[M][N] = x[M][K] W[N][K]^T has its own M, N, K.
  *
- * KERNELS, and what they reach (NVIDIA H100 80GB HBM3, 2026-11-21; reads at 3.11 TB/s; test/results/gpu-h100.md says at which commit;
- * `toka bench ops` measures them anew)
+ * KERNELS, and what they reach (NVIDIA H200, 2026-11-22; reads at 4.4 TB/s; test/results/gpu-h200.md has the whole tables, and at which
+ * commit; `toka bench ops` measures them anew)
  *
  *   op                 kernel                shapes                       bound by     reaches
+ *   copies of pages    copy_pages_kernel     any                          copy         not measured
  *   embed              embed_kernel          any                          copy         not measured
  *   norms              rmsnorm_kernel        any E                        copy         not measured
- *   qkv, o, gate_up,   gemm_kernel           M > 64, Hopper               arithmetic   H200: 0.99x cuBLAS over 73 shapes, M >= 512
- *   down, logits       gemm_few_kernel       M <= 128, Hopper             W's bytes    H200, M = 64: 78 % (1B gate_up), 37 % (1B o)
- *                      gemm_thin_kernel      M <= 16, any card            W's bytes    H200, M = 1: 97 % (8B down), 61 % (1B o)
- *                      gemm_mma_kernel       any M, any card              arithmetic   about 60 % of wgmma's rate
+ *   qkv, o, gate_up,   gemm_kernel           M > 64, Hopper               arithmetic   1.00x cuBLAS over 73 shapes, M >= 512
+ *   down, logits       gemm_few_kernel       M <= 128, Hopper             W's bytes    M = 64: 80 % (1B gate_up), 37 % (1B o)
+ *                      gemm_thin_kernel      M <= 16, any card            W's bytes    M = 1: 97 % (8B down), 60 % (1B o)
+ *                      gemm_mma_kernel       any M, any card              arithmetic   about 60 % of wgmma's rate (H100)
  *   RoPE, KV append    in gemm_kernel (D 64, 128), rope_kernel else       copy         not measured
- *   attention, decode  attn_small            <= 16 queries, Hopper        K, V bytes   96 % (D = 64), 95 % (D = 128)
- *   prefill, shared    attn_wg               D 64, 96, 128, Hopper        arithmetic   472, 544 TFLOP/s at 16k (cuDNN 444, 593)
- *   all of it          attn_mma              any D, any card              either       prefill half of attn_wg
+ *   attention, decode  attn_small            <= 16 queries, Hopper        K, V bytes   84 % (64 x 4,096) to 100 % (2,048 x 900)
+ *   prefill, shared    attn_wg               D 64, 96, 128, Hopper        arithmetic   465, 526 TFLOP/s at 16k (cuDNN 437, 571)
+ *   all of it          attn_mma              any D, any card              either       prefill half of attn_wg (H100)
  *   parts of it        attn_join             split K and V                copy         not measured
  *   sums over ranks    one_shot_kernel, two_shot_kernel                   links        285 GB/s of two H200's 450; 6.2 us at least
- *   LM head, sampling  gemm_kernel with epi_sample, samp_reduce_kernel    arithmetic   1.02 to 1.23x of cuBLAS's GEMM alone
- *   filtered rows      samp_filter_kernel, samp_blocks_kernel, samp_undo_kernel        0.5 ms for a row, 1.5 ms for 256
+ *   LM head, sampling  gemm_kernel with epi_sample, samp_reduce_kernel    arithmetic   0.91 to 1.18x of cuBLAS's GEMM alone
+ *   filtered rows      samp_filter_kernel, samp_blocks_kernel             either       top_p: 0.23 ms for a row, 1.8 ms for 1,024
  *
  * CONTENTS (build.sh checks it against the banners)
  *
@@ -813,6 +814,7 @@ static void weights_open(toka_device *d) {
         to->o = weight_plain(d, &l, &from->o, d->options.tp_rank ? NULL : &from->o_bias), to->down = weight_plain(d, &l, &from->down, NULL);
         to->window = from->window;
     }
+    latch(d, cudaStreamSynchronize(cudaStreamLegacy), "weights"); /* the zeros are there before what goes on top of them */
     if (d->error.code) free(l.jobs);
     else load_run(&l);
 }
