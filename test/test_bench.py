@@ -45,7 +45,9 @@ def test_timeline(tmp_path):
     out, _ = bench("throughput", "-m", "test/model", "--dataset", d, "--timeline", str(path), "--json")
     rows = list(csv.DictReader(open(path)))
     assert [int(r["step"]) for r in rows] == list(range(1, json.loads(out)["steps"] + 1))
-    assert sum(int(r["outputs"]) for r in rows) >= 180 and rows[-1]["rows"] == rows[-1]["outputs"] == "6" and rows[0]["replica"] == "0"
+    assert sum(int(r["outputs"]) for r in rows) >= 180 and rows[0]["replica"] == "0"
+    # some samples begin a step later, with a copy of what the first computed, so the last steps have fewer
+    assert rows[-1]["rows"] == rows[-1]["outputs"] and max(int(r["outputs"]) for r in rows) == 6
     times = [float(r[k]) for r in rows for k in ("begin_us", "end_us")]
     assert times == sorted(times) and all(float(r["plan_us"]) > 0 and float(r["launch_us"]) > 0 and float(r["commit_us"]) > 0 for r in rows)
     _, err = bench("throughput", "-m", "test/model", "--dataset", d, "--timeline", "/no/such/file", status=2)
