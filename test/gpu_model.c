@@ -5,17 +5,7 @@
  *                             logits of every position to OUT (a tool for test/gpu_hf.py) */
 #include "../toka.c"
 #include "check.h"
-
-static int n_passed, n_failed;
-
-static bool verdict(bool ok, const char *fmt, ...) {
-    va_list ap;
-    va_start(ap, fmt);
-    ok ? n_passed++ : n_failed++;
-    printf("%s ", ok ? "ok    " : "FAILED"), vprintf(fmt, ap), puts("");
-    va_end(ap);
-    return ok;
-}
+#include "gpu_host.h"
 
 static toka *must_open(const char *model, const char *device, int max_seqs, int max_tokens) {
     toka_err e = {0};

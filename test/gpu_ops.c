@@ -5,8 +5,8 @@
  * CPU's own result moves when it is rounded to bf16 once. Each op has few roundings, so each has a bound; a factor that is too large means
  * a rounding too many, or something wrong. That is what sums over a whole model hide. */
 #include "../toka.c"
+#include "gpu_host.h"
 
-static int n_passed, n_failed;
 static uint64_t rng_state;
 
 static uint64_t rng(void) {
@@ -19,17 +19,6 @@ static float normal(void) { /* sum of four uniforms: near enough */
     float sum = 0;
     for (int i = 0; i < 4; i++) sum += (float)(rng() >> 40) * 0x1p-24f - 0.5f;
     return sum * 1.7320508f;
-}
-static uint16_t to_bf16(float f) {
-    uint32_t u;
-    memcpy(&u, &f, 4);
-    return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
-}
-static float from_bf16(uint16_t b) {
-    uint32_t u = (uint32_t)b << 16;
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
 }
 
 /* ---- A layer of random weights ---- */

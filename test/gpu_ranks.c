@@ -5,20 +5,12 @@
  *   gpu_ranks bench [N]    microseconds of sums over N GPUs (2), and NCCL's where libnccl.so.2 is found */
 #include "../toka.c"
 #include "check.h"
+#include "gpu_host.h"
 #include <dlfcn.h>
 
 int cudaSetDevice(int device); /* of the runtime that is linked in; a launch wants the stream's device */
 
-static int n_passed, n_failed, n_skipped;
-
-static bool verdict(bool ok, const char *fmt, ...) {
-    va_list ap;
-    va_start(ap, fmt);
-    ok ? n_passed++ : n_failed++;
-    printf("%s ", ok ? "ok    " : "FAILED"), vprintf(fmt, ap), puts("");
-    va_end(ap);
-    return ok;
-}
+static int n_skipped;
 
 typedef struct split {
     int tp, pp, dp;
@@ -54,18 +46,6 @@ typedef struct summer {
     pthread_t thread;
     pthread_barrier_t *start;
 } summer;
-
-static uint16_t to_bf16(float f) {
-    uint32_t u;
-    memcpy(&u, &f, 4);
-    return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
-}
-static float from_bf16(uint16_t b) {
-    uint32_t u = (uint32_t)b << 16;
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
-}
 
 static void *sum_thread(void *arg) {
     summer *s = arg;
