@@ -7967,10 +7967,11 @@ static int sched_feed_decode(sched *s) {
     return n;
 }
 
-/* The sequence that was last fed what is behind q's pages in the tree, if it has q's tokens there; -1: there is none. */
-static int sched_tail_twin(const sched *s, int q) {
+/* The sequence that was last fed what is behind q's `at` pages in the tree, the last of which is `above`, if it has q's tokens there;
+ * -1: there is none. */
+static int sched_tail_twin(const sched *s, int q, int at, int above) {
     const sched_seq *x = &s->seqs[q];
-    int at = s->kv.seqs[q].n_tree, above = at ? kv_row(&s->kv, q)[at - 1] : s->c.n_pages, twin = s->tails[above];
+    int twin = s->tails[above];
     if (twin < 0 || twin == q) return -1;
     const sched_seq *y = &s->seqs[twin];
     if ((y->state != SCHED_PREFILL && y->state != SCHED_DECODE) || y->n_known < x->n_known || y->n_cached < x->n_known - 1) return -1;
@@ -7985,7 +7986,7 @@ static bool sched_copy_tail(sched *s, int q) {
     sched_seq *x = &s->seqs[q];
     int at = s->kv.seqs[q].n_tree, above = at ? kv_row(&s->kv, q)[at - 1] : s->c.n_pages;
     if (x->from != at * s->c.B || sched_alone(s, x)) return true;
-    int twin = x->n_known - x->from > 1 ? sched_tail_twin(s, q) : -1;
+    int twin = x->n_known - x->from > 1 ? sched_tail_twin(s, q, at, above) : -1;
     if (twin >= 0 && s->seqs[twin].is_chunk && s->seqs[twin].n_rows) return false;
     x->tail = above;
     if (twin < 0) {
