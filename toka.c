@@ -6147,10 +6147,10 @@ static mf_range mf_share(int n, int i, int parts) { /* part i of n things in ord
 }
 
 /* The layers of stage i. Work per token, in multiply-adds: a layer E (H + 2K) D + H D E + 3 E F, the LM head E V, the embedding
- * none. The last stage has the head and gets as many layers as keep the busiest stage least busy; the others share the rest
- * evenly. pp_size <= L. */
+ * none. Of the rows of a step about a third draw and go through the head, where prompts and answers mix. The last stage has it and
+ * gets as many layers as keep the busiest stage least busy; the others share the rest evenly. pp_size <= L. */
 static mf_range mf_stage(const toka_shape *s, int i, int pp_size) {
-    const double head = (double)s->V_all * s->E;
+    const double head = (double)s->V_all * s->E / 3;
     const double layer = (double)s->E * ((2.0 * s->H + 2.0 * s->K) * s->D + 3.0 * s->F);
     int others = pp_size - 1, last = s->L - others;
     double least = INFINITY;
@@ -7486,7 +7486,9 @@ typedef struct sched {
     int n_slots_free, n_running, n_decode;
     toka_copy *copies;       /* [max_seqs] that the step planned last begins with */
     int *tails;              /* [n_pages + 1] by the last page in the tree, n_pages for none: who was last fed what is behind it; -1, or stale */
-    int n_copies;
+    int n_copies, n_fed;
+    int *fed;                /* [max_seqs] who gets rows of a prompt in the step planned last, in that order: one that skips pages which
+                                are computed in this very step comes behind who computes them */
     int64_t guess2;          /* sum of sched_guess2 over running sequences */
     int64_t backlog, backlog_in; /* tokens still to prefill; all ever put in */
     heap_node *ends;         /* [n_pages + max_seqs]: pages of the tree and sequences (n_pages + q), by end */
@@ -7543,7 +7545,7 @@ static void sched_free(sched *s) {
         while (s->spare[i]) free(sched_buffer_take(s, i));
     kv_free(&s->kv), pred_free(&s->pred);
     free(s->cal.at), free(s->seqs), free(s->line), free(s->free_slots), free(s->copies), free(s->tails), free(s->ends), free(s->holders);
-    free(s->requests), free(s->queue);
+    free(s->requests), free(s->queue), free(s->fed);
     *s = (sched){0};
 }
 
@@ -7561,6 +7563,7 @@ static int sched_init(sched *s, const sched_config *c, toka_err *e) {
     memset(s->seqs, 0, (ns + 1) * sizeof *s->seqs);
     s->line = mem_zalloc(ns * sizeof *s->line);
     s->free_slots = mem_alloc(ns * sizeof(int)), s->copies = mem_alloc(ns * sizeof *s->copies);
+    s->fed = mem_alloc(ns * sizeof *s->fed);
     s->ends = mem_try(np + ns, sizeof *s->ends), s->holders = mem_try(np, sizeof *s->holders);
     s->tails = mem_try(np + 1, sizeof *s->tails);
     if (!s->cal.at || !s->ends || !s->holders || !s->tails) {
@@ -8011,6 +8014,7 @@ static int sched_feed_prefill(sched *s, int budget) {
         x->n_rows = MIN(x->n_known - x->from, budget - n_fed);
         x->is_chunk = true, x->yields = false;
         x->n_cached = x->from + x->n_rows, n_fed += x->n_rows;
+        s->fed[s->n_fed++] = q;
         kv_computed(&s->kv, q, x->from, x->n_cached);
         int left = MIN(x->todo, x->n_known - x->n_cached);
         s->backlog -= x->todo - left, x->todo = left;
@@ -8026,7 +8030,7 @@ static int sched_feed_prefill(sched *s, int budget) {
 
 /* Plans the next step. Returns its number of rows; 0: nothing can run until something is submitted or committed. */
 static int sched_plan(sched *s) {
-    cal_step(&s->cal), s->now++, s->n_copies = 0;
+    cal_step(&s->cal), s->now++, s->n_copies = s->n_fed = 0;
     int need = sched_review(s);
     while (need > kv_room(&s->kv)) {
         need -= sched_needs_page(s, &s->seqs[s->newest]);
@@ -8176,20 +8180,23 @@ UNUSED static const char *sched_check(const sched *s) {
  * A step that was built owes nothing to the scheduler: the pages that its spans read are copied, those of a shared span
  * once, those of each own span behind them. So any number of steps can be on their way while the next is planned.
  *
- * For stages of a pipeline a step is cut into parts (batch_split), each a toka_step by itself, that run one behind the other
- * on every stage. A row may only see K and V of earlier steps, of its own part and of parts before it. So a chunk may be cut
- * anywhere, but not everything between a sequence that skips pages and one behind it that computes them in this very step:
+ * For stages of a pipeline a step is cut into parts, each a toka_step by itself (batch_split), that run one behind the other on
+ * every stage. A sequence that draws in part k cannot be fed again before part k has gone through all stages, so a stage idles
+ * unless so many parts as there are stages lie between. Hence lanes: a sequence in decode has its rows in the same part of every step,
+ * and begins in that in which its prompt ended. Prompts fill the lanes up to one level of cost, which spreads those that end in them
+ * evenly, too. Where that does not suffice, a sequence moves to the next lane of its step, or the one before.
  *
- *      rows   [ u  u  u  u ][ x  x  x ][ v  v  v  v ]      v computes page 0, u skips it and computes page 1, x skips both
- *                ^---------- no cut -----------^
+ *      step N      [ a b | prompts c ][ d e | prompts f ][ g | prompts h   ]       c, f and h end here
+ *      step N + 1  [ a b c | prompts ][ d e f | prompts ][ g h | prompts   ]
  *
- * A bond stands for a sequence and one behind it that computes the last page it skips: no cut behind the first row of the
- * former that is before the last row of that page. That is enough, as whoever computes a page has such a bond to those who
- * compute the pages above it. It would not be enough to ask of a cut who computes the last page that its neighbours share: u
- * and x share page 1, which u computes, before the cut.
+ * So with one part more than there are stages what a part needs is one part's time old; with as many it has just been drawn. The
+ * one more costs another reading of the weights, nothing where a part has rows enough (BATCH_FREE_ROWS).
+ *
+ * A row may only see K and V of earlier steps, of its own part and of parts before it. Only prompts see what this very step computes,
+ * and they fill the lanes in the order in which the scheduler fed them; one may go on in the next lane.
  *
  * What always holds: for each row the spans cover positions 0 .. p exactly once, in rising kv0. No allocation after
- * batch_init, batch_step_init and batch_parts_init. Cost: O(rows + running sequences + pages of their spans), and for
+ * batch_init, batch_step_init and batch_parts_init. Cost: O(rows + parts * running sequences + pages of their spans), and for
  * batch_split O(rows + parts * spans).
  * =========================================================================== */
 
@@ -8204,23 +8211,26 @@ typedef struct batch_out { /* a row that yields a token, and for whom: what sche
     uint32_t ticket;
 } batch_out;
 
-typedef struct batch_bond { /* no cut between these rows, that is none with from < first row behind it < to */
-    int from, to;
-} batch_bond;
+enum { BATCH_MAX_PARTS = 16,
+       BATCH_FREE_ROWS = 256 }; /* from so many rows on the time of a part is that of its rows; of fewer, that of reading the weights */
+
+typedef struct batch_weight { /* what the parts of a step are balanced by */
+    int64_t row, pair, read; /* a row in one layer; a position that it sees; in a row of its own, which reads that for itself */
+} batch_weight;
 
 /* A step as it was built, valid until its owner builds another one into it. Its first n_spans - n_seq spans are shared ones,
- * then each sequence has one of its own. */
+ * then each sequence has one of its own; one whose rows are in several parts stands there several times. */
 typedef struct batch_step {
     toka_step step;            /* all but out, n_out and logits, which are the engine's */
     int32_t *ids, *pos, *slot; /* [max_tokens] */
-    int32_t *pages;            /* [max_seqs][most pages of one] so many if all of them are read by own spans */
-    toka_span *spans;          /* [2 * max_seqs] */
+    int32_t *pages;            /* [max_entries][most pages of one] so many if all of them are read by own spans */
+    toka_span *spans;          /* [2 * max_entries] */
     batch_out *outs;           /* [max_seqs] */
-    int *seq;                  /* [max_seqs] slots of the sequences with rows, in their order */
-    int *row0;                 /* [max_seqs + 1] first row of each; T */
-    batch_bond *bonds;         /* [max_seqs] in rising `from` */
+    int *seq;                  /* [max_entries] slots of the sequences with rows, part by part in their order */
+    int *row0;                 /* [max_entries + 1] first row of each; T */
     toka_copy *copies;         /* [max_seqs] */
-    int n_pages, n_out, n_seq, n_bonds;
+    int n_pages, n_out, n_seq, n_parts;
+    int seq0[BATCH_MAX_PARTS + 1]; /* [n_parts + 1] first entry of seq in each part; n_seq */
 } batch_step;
 
 /* What changed for a device that keeps for each slot its row of pages, length, last token and sampling parameters, and that
@@ -8266,17 +8276,16 @@ typedef struct batch_node { /* a run of rows with its shared pages, while the tr
     int q;     /* one that has the pages */
 } batch_node;
 
-typedef struct batch_weight { /* what the parts of a step are balanced by */
-    int64_t row, pair; /* a row in one layer; a position that it sees */
-} batch_weight;
+typedef struct batch_item { /* rows that a sequence has in one part */
+    int q, from, n_rows, lane;
+    int lcp; /* leading pages that all its rows and those of the item before it in this lane see */
+} batch_item;
 
 typedef struct batch_part { /* rows row0 .. row0+T-1 of a step, of sequences seq[seq0] .. seq[seq0+n_seq-1] */
     toka_step step; /* its arrays are views of the whole step's; spans and out are copies with rows counted from row0 */
     int row0, seq0, n_seq;
     int out0; /* rows of out in the parts before it */
 } batch_part;
-
-enum { BATCH_MAX_PARTS = 16 };
 
 typedef struct batch_parts {
     batch_part part[BATCH_MAX_PARTS]; /* [n] */
@@ -8288,14 +8297,20 @@ typedef struct batch_parts {
 
 typedef struct batch { /* what building a step takes: the tree of this one, and what the device was told by those before */
     batch_cost cost;
-    int *seq_node, *seq_pages; /* [max_seqs] the node that each sequence of the step hangs on; pages that its rows see */
+    int *seq_node, *seq_pages; /* [max_entries] the node that each sequence of the step hangs on; pages that its rows see */
     int n_nodes, n_closed, depth;
-    batch_node *nodes;         /* [max_seqs + 1] 0: the root, no page */
-    int *stack, *closed;       /* [max_seqs + 1] open nodes; nodes in the order in which they were closed, children first */
+    batch_node *nodes;         /* [max_entries + 1] 0: the root, no page */
+    int *stack, *closed;       /* [max_entries + 1] open nodes; nodes in the order in which they were closed, children first */
     uint32_t *sent_turn;       /* [max_seqs] what the device has: the version of the row, its pages (0: nothing), and which */
     int *sent_pages;           /* admission of a sequence it was */
     uint32_t *sent_start;
-    int *writer;               /* [n_pages] number + 1 of the sequence that computes the page; all 0 between steps */
+    int stages, free_rows;     /* parts are wanted for so many stages; 1: a step is its only part. BATCH_FREE_ROWS, in tests fewer */
+    batch_weight weight;
+    int n_lanes, n_items;      /* of this step; before it is built, of the one before */
+    uint8_t *lane;             /* [max_seqs] of a sequence in decode: its lane; of one with a chunk in this step: that of its last row */
+    int cut_q[BATCH_MAX_PARTS], cut_at[BATCH_MAX_PARTS]; /* [n_lanes] whose chunk goes on in the next lane, from which position; -1 */
+    batch_item *items;         /* [max_entries] in the order of chapter 11 */
+    int *sorted;               /* [max_entries] the same lane by lane */
     int64_t number, *sampled;  /* of the part numbered last; [max_seqs] of that which drew the slot's last token */
     int whole, common, near;   /* slot whose row is not made from another's in this upload, -1; leading pages that the next
                                 * row has in common with that; and with the row before it */
@@ -8304,13 +8319,16 @@ typedef struct batch { /* what building a step takes: the tree of this one, and 
 
 static void batch_step_free(batch_step *d) {
     free(d->ids), free(d->pos), free(d->slot), free(d->pages), free(d->spans), free(d->outs), free(d->seq), free(d->row0);
-    free(d->bonds), free(d->copies);
+    free(d->copies);
     *d = (batch_step){0};
 }
 
+/* Sequences with rows in one part of a step: prompts go on in the next lane at its end only. */
+static int batch_max_entries(const sched *s) { return s->c.max_seqs + BATCH_MAX_PARTS; }
+
 /* Fails when there is not the memory for the pages of so many sequences of such a length; nothing is held then. */
 static int batch_step_init(batch_step *d, const sched *s, toka_err *e) {
-    size_t ns = (size_t)s->c.max_seqs, nt = (size_t)s->c.max_tokens, n_pages = ns * (size_t)s->kv.cap;
+    size_t ns = (size_t)batch_max_entries(s), nt = (size_t)s->c.max_tokens, n_pages = ns * (size_t)s->kv.cap;
     *d = (batch_step){.pages = n_pages <= INT_MAX ? mem_try(n_pages, sizeof *d->pages) : NULL}; /* touched as far as spans need */
     if (!d->pages)
         return fail(e, TOKA_E_MEMORY, "no memory for the pages that a step of %d sequences of up to %d tokens reads", s->c.max_seqs,
@@ -8318,14 +8336,15 @@ static int batch_step_init(batch_step *d, const sched *s, toka_err *e) {
     d->ids = mem_alloc(nt * sizeof *d->ids), d->pos = mem_alloc(nt * sizeof *d->pos), d->slot = mem_alloc(nt * sizeof *d->slot);
     d->spans = mem_alloc(2 * ns * sizeof *d->spans), d->outs = mem_alloc(ns * sizeof *d->outs);
     d->seq = mem_alloc(ns * sizeof *d->seq), d->row0 = mem_alloc((ns + 1) * sizeof *d->row0);
-    d->bonds = mem_alloc(ns * sizeof *d->bonds), d->copies = mem_alloc(ns * sizeof *d->copies);
+    d->copies = mem_alloc(ns * sizeof *d->copies);
     return 0;
 }
 
 static void batch_free(batch *b) {
     batch_upload *u = &b->up;
     free(b->seq_node), free(b->seq_pages), free(b->nodes), free(b->stack), free(b->closed);
-    free(b->sent_turn), free(b->sent_pages), free(b->sent_start), free(b->writer), free(b->sampled);
+    free(b->sent_turn), free(b->sent_pages), free(b->sent_start), free(b->sampled);
+    free(b->lane), free(b->items), free(b->sorted);
     free(u->order), free(u->joins), free(u->join_pages), free(u->grown), free(u->chunks), free(u->chunk_ids);
     free(u->groups);
     *b = (batch){0};
@@ -8333,41 +8352,41 @@ static void batch_free(batch *b) {
 
 /* Fails when there is not the memory for rows of pages of such a length; nothing is held then. */
 static int batch_init(batch *b, const sched *s, batch_cost cost, toka_err *e) {
-    size_t ns = (size_t)s->c.max_seqs, nt = (size_t)s->c.max_tokens;
+    size_t ns = (size_t)s->c.max_seqs, nt = (size_t)s->c.max_tokens, ne = (size_t)batch_max_entries(s);
     assert(s->c.max_seqs <= UINT16_MAX + 1 && cost.tile_rows > 0);
-    *b = (batch){.cost = cost};
-    b->seq_node = mem_alloc(ns * sizeof *b->seq_node), b->seq_pages = mem_alloc(ns * sizeof *b->seq_pages);
-    b->nodes = mem_alloc((ns + 1) * sizeof *b->nodes), b->stack = mem_alloc((ns + 1) * sizeof *b->stack);
-    b->closed = mem_alloc((ns + 1) * sizeof *b->closed);
+    *b = (batch){.cost = cost, .stages = 1, .free_rows = BATCH_FREE_ROWS};
+    b->seq_node = mem_alloc(ne * sizeof *b->seq_node), b->seq_pages = mem_alloc(ne * sizeof *b->seq_pages);
+    b->nodes = mem_alloc((ne + 1) * sizeof *b->nodes), b->stack = mem_alloc((ne + 1) * sizeof *b->stack);
+    b->closed = mem_alloc((ne + 1) * sizeof *b->closed);
     b->sent_turn = mem_zalloc(ns * sizeof *b->sent_turn), b->sent_pages = mem_zalloc(ns * sizeof *b->sent_pages);
     b->sent_start = mem_zalloc(ns * sizeof *b->sent_start), b->sampled = mem_zalloc(ns * sizeof *b->sampled);
-    b->writer = mem_try((size_t)s->c.n_pages, sizeof *b->writer);
+    b->lane = mem_zalloc(ns), b->items = mem_alloc(ne * sizeof *b->items), b->sorted = mem_alloc(ne * sizeof *b->sorted);
     batch_upload *u = &b->up;
-    u->order = mem_alloc(ns * sizeof *u->order), u->joins = mem_alloc(ns * sizeof *u->joins);
+    u->order = mem_alloc(ne * sizeof *u->order), u->joins = mem_alloc(ns * sizeof *u->joins);
     u->join_pages = mem_try(ns * (size_t)s->kv.cap, sizeof *u->join_pages); /* touched as far as joins come */
-    u->grown = mem_alloc(ns * sizeof *u->grown), u->chunks = mem_alloc(ns * sizeof *u->chunks);
-    u->chunk_ids = mem_alloc(nt * sizeof *u->chunk_ids), u->groups = mem_zalloc(ns * sizeof *u->groups);
-    if (u->join_pages && b->writer) return 0;
+    u->grown = mem_alloc(ns * sizeof *u->grown), u->chunks = mem_alloc(ne * sizeof *u->chunks);
+    u->chunk_ids = mem_alloc(nt * sizeof *u->chunk_ids), u->groups = mem_zalloc(ne * sizeof *u->groups);
+    if (u->join_pages) return 0;
     batch_free(b);
     return fail(e, TOKA_E_MEMORY, "no memory for the pages of %d sequences of up to %d tokens", s->c.max_seqs, s->c.max_len);
 }
 
 /* ---- Rows ---- */
 
-/* The rows of q, the first in page number i of its row of pages. Returns how many pages they see. */
-static int batch_rows(batch_step *d, const sched *s, int q, int i) {
-    const sched_seq *x = &s->seqs[q];
-    const int *row = kv_row(&s->kv, q);
-    int B = s->c.B, t = d->step.T, offset = x->from - i * B;
-    for (int p = x->from; p < x->from + x->n_rows; p++, t++, offset++) {
+/* The rows of an item. Returns how many pages they see. */
+static int batch_rows(batch_step *d, const sched *s, const batch_item *it) {
+    const sched_seq *x = &s->seqs[it->q];
+    const int *row = kv_row(&s->kv, it->q);
+    int B = s->c.B, t = d->step.T, i = it->from / B, offset = it->from - i * B, end = it->from + it->n_rows;
+    for (int p = it->from; p < end; p++, t++, offset++) {
         if (offset == B) offset = 0, i++;
         int page = x->is_chunk ? row[i] : x->page; /* its row of pages may not be in the cache yet */
-        d->ids[t] = p < x->n_known ? x->tokens[p] : -1 - q;
+        d->ids[t] = p < x->n_known ? x->tokens[p] : -1 - it->q;
         d->pos[t] = p;
         d->slot[t] = page * B + offset;
     }
     d->step.T = t;
-    if (x->yields) d->outs[d->n_out++] = (batch_out){t - 1, q, x->ticket};
+    if (x->yields && end == x->from + x->n_rows) d->outs[d->n_out++] = (batch_out){t - 1, it->q, x->ticket};
     return i + 1;
 }
 
@@ -8385,29 +8404,168 @@ static void batch_load(batch *b, const sched *s, int q) {
     b->sent_turn[q] = x->row_turn, b->sent_start[q] = x->started;
 }
 
-static void batch_feed(batch *b, const sched_seq *x, int at) { /* a chunk of a prompt: samples of one request have the same */
+static void batch_feed(batch *b, const sched_seq *x, const batch_item *it, int at) { /* samples of one request have equal chunks */
     batch_upload *u = &b->up;
     const batch_chunk *last = u->n_chunks ? &u->chunks[u->n_chunks - 1] : NULL;
-    size_t bytes = (size_t)x->n_rows * sizeof(int32_t);
+    size_t bytes = (size_t)it->n_rows * sizeof(int32_t);
     int first = u->n_chunk_ids;
-    if (last && last->n_rows == x->n_rows && !memcmp(u->chunk_ids + last->ids, x->tokens + x->from, bytes)) first = last->ids;
-    else memcpy(u->chunk_ids + first, x->tokens + x->from, bytes), u->n_chunk_ids += x->n_rows;
-    u->chunks[u->n_chunks++] = (batch_chunk){at, x->from, x->n_rows, first};
+    if (last && last->n_rows == it->n_rows && !memcmp(u->chunk_ids + last->ids, x->tokens + it->from, bytes)) first = last->ids;
+    else memcpy(u->chunk_ids + first, x->tokens + it->from, bytes), u->n_chunk_ids += it->n_rows;
+    u->chunks[u->n_chunks++] = (batch_chunk){at, it->from, it->n_rows, first};
 }
 
-/* What the device does not know yet of q, which is sequence number `at` of the order. */
-static void batch_tell(batch *b, const sched *s, int q, int at) {
+/* What the device does not know yet of the pages of q. */
+static void batch_tell(batch *b, const sched *s, int q) {
     batch_upload *u = &b->up;
     const sched_seq *x = &s->seqs[q];
     int n = s->kv.seqs[q].n_pages;
     bool copied = false;
-    if (at >= u->n_order || u->order[at] != q) u->new_order = true;
-    u->order[at] = (uint16_t)q;
     if (b->sent_turn[q] != x->row_turn) batch_load(b, s, q), copied = u->joins[u->n_joins - 1].n_from > 0;
     else if (n > b->sent_pages[q]) u->grown[u->n_grown++] = (batch_grown){q, kv_row(&s->kv, q)[n - 1]};
     b->sent_pages[q] = n, b->near = INT_MAX;
     if (!copied) b->whole = q, b->common = INT_MAX;
-    if (x->is_chunk) batch_feed(b, x, at);
+}
+
+/* ---- Lanes ---- */
+
+static int64_t batch_row_cost(batch_weight w, int pos) { return w.row + w.pair * (pos + 1); }
+static int64_t batch_decode_cost(batch_weight w, const sched_seq *x) { return batch_row_cost(w, x->from) + w.read * (x->from + 1); }
+
+/* Up to which cost lanes are filled when `more` is to be spread over them: none that is above it gets any. */
+static int64_t batch_level(const int64_t *cost, int n, int64_t more) {
+    for (int64_t level = INT64_MAX;;) {
+        int64_t sum = more;
+        int m = 0;
+        for (int k = 0; k < n; k++)
+            if (cost[k] <= level) sum += cost[k], m++;
+        if ((sum + m - 1) / m >= level) return level;
+        level = (sum + m - 1) / m;
+    }
+}
+
+/* Costs of the lanes and, in *more, of all chunks. Returns the rows of the step. */
+static int batch_weigh(batch *b, const sched *s, int64_t *cost, int64_t *more) {
+    int rows = 0;
+    memset(cost, 0, BATCH_MAX_PARTS * sizeof *cost), *more = 0;
+    for (int q = 0; q < s->c.max_seqs; q++) {
+        const sched_seq *x = &s->seqs[q];
+        if (!x->n_rows) continue;
+        rows += x->n_rows;
+        if (!x->is_chunk) cost[b->lane[q]] += batch_decode_cost(b->weight, x);
+        for (int p = x->from; x->is_chunk && p < x->from + x->n_rows; p++) *more += batch_row_cost(b->weight, p);
+    }
+    return rows;
+}
+
+/* What lanes above the mean have too much goes to those beside them: how much of lane k to the next and to the one before. */
+static void batch_flows(int64_t *cost, int n, int64_t mean, int64_t *next, int64_t *before) {
+    int64_t own[BATCH_MAX_PARTS];
+    for (int k = 0; k < n; k++) own[k] = cost[k], next[k] = before[k] = 0;
+    for (int k = 0; k < n - 1; k++) next[k] = MAX(0, MIN(cost[k] - mean, own[k])), cost[k] -= next[k], cost[k + 1] += next[k];
+    for (int k = n - 1; k > 0; k--) {
+        before[k] = MAX(0, MIN(cost[k] - mean, own[k] - next[k]));
+        cost[k] -= before[k], cost[k - 1] += before[k];
+    }
+}
+
+/* Sequences in decode go from lanes above the mean to those beside them. n_before: lanes of the step before, in which they drew. A lane
+ * in which that cannot have gone through all stages is entered only to be rid of an eighth too much: that costs the first stage
+ * one part's time, once. Returns in cost what the lanes have then. */
+static void batch_even(batch *b, const sched *s, int n, int n_before, int64_t mean, int64_t *cost) {
+    int64_t next[BATCH_MAX_PARTS], before[BATCH_MAX_PARTS];
+    bool pays[BATCH_MAX_PARTS];
+    batch_flows(cost, n, mean, next, before);
+    for (int k = 0; k < n; k++) pays[k] = before[k] > mean / 8, cost[k] = 0;
+    for (int q = s->kv.seqs[s->c.max_seqs].next; q != s->c.max_seqs; q = s->kv.seqs[q].next) {
+        const sched_seq *x = &s->seqs[q];
+        if (!x->n_rows || x->is_chunk) continue;
+        const int least = b->lane[q] + b->stages - n_before;
+        const int64_t c = batch_decode_cost(b->weight, x);
+        int k = MIN(MAX((int)b->lane[q], least), n - 1);
+        if (next[k] >= c) next[k++] -= c;
+        else if (before[k] >= c && (k > least || pays[k])) before[k--] -= c;
+        b->lane[q] = (uint8_t)k, cost[k] += c;
+    }
+}
+
+/* Chunks, which cost `more` in all, fill the lanes up to one level, in the order in which they were fed. */
+static void batch_fill(batch *b, const sched *s, int n, int64_t more, int64_t *cost) {
+    int64_t level = batch_level(cost, n, more);
+    int k = 0;
+    for (int i = 0; i < s->n_fed; i++) {
+        const int q = s->fed[i];
+        const sched_seq *x = &s->seqs[q];
+        for (int p = x->from; p < x->from + x->n_rows; p++) {
+            const int64_t c = batch_row_cost(b->weight, p);
+            while (k < n - 1 && cost[k] + c / 2 > level) {
+                if (p > x->from) b->cut_q[k] = q, b->cut_at[k] = p;
+                k++, level = batch_level(cost + k, n - k, more);
+            }
+            cost[k] += c, more -= c;
+        }
+        b->lane[q] = (uint8_t)k;
+    }
+}
+
+/* Decides which rows of the step go into which lane. */
+static void batch_lanes(batch *b, const sched *s) {
+    int64_t cost[BATCH_MAX_PARTS], more, all;
+    const int n_before = b->n_lanes;
+    b->n_lanes = 1, b->cut_q[0] = -1;
+    if (b->stages == 1) return;
+    const int rows = batch_weigh(b, s, cost, &more);
+    const int n = MIN(MIN(b->stages + (rows >= (b->stages + 1) * b->free_rows), BATCH_MAX_PARTS), MAX(rows, 1));
+    all = more;
+    for (int k = 0; k < BATCH_MAX_PARTS; k++) all += cost[k];
+    for (int k = n; k < BATCH_MAX_PARTS; k++) cost[n - 1] += cost[k];
+    batch_even(b, s, n, n_before, all / n, cost);
+    for (int k = 0; k < n; k++) b->cut_q[k] = -1;
+    batch_fill(b, s, n, more, cost);
+    b->n_lanes = n;
+}
+
+/* ---- Items ---- */
+
+/* What q has in this step: one item for each lane. since: [n_lanes] leading pages in common with the last item of each. */
+static void batch_put(batch *b, const sched *s, int q, int *since) {
+    const sched_seq *x = &s->seqs[q];
+    int k = b->lane[q], from = x->from, end = x->from + x->n_rows;
+    while (k > 0 && b->cut_q[k - 1] == q) k--;
+    for (; from < end; k++) {
+        const int to = b->cut_q[k] == q ? b->cut_at[k] : end, first = from / s->c.B;
+        if (to == from) continue; /* a lane that was full */
+        b->items[b->n_items++] = (batch_item){q, from, to - from, k, MIN(since[k], first)};
+        since[k] = first, from = to;
+    }
+}
+
+/* All items in the order of chapter 11, and what the device must know of their sequences. */
+static void batch_items(batch *b, const sched *s) {
+    const kv_seq *k = s->kv.seqs;
+    int since[BATCH_MAX_PARTS] = {0};
+    b->n_items = 0;
+    for (int q = k[s->c.max_seqs].next; q != s->c.max_seqs; q = k[q].next) {
+        int far = b->n_items + BATCH_AHEAD, lcp = k[q].lcp;
+        if (far < b->up.n_order) __builtin_prefetch(&s->seqs[b->up.order[far]]), __builtin_prefetch(&k[b->up.order[far]]);
+        b->common = MIN(b->common, lcp), b->near = MIN(b->near, lcp);
+        for (int i = 0; i < b->n_lanes; i++) since[i] = MIN(since[i], lcp); /* only pages before all rows of both */
+        if (!s->seqs[q].n_rows) continue;
+        batch_tell(b, s, q);
+        batch_put(b, s, q, since);
+    }
+}
+
+/* Numbers of the items lane by lane, in their order. Lanes without any are left out. */
+static void batch_sort(batch *b, batch_step *d) {
+    int at[BATCH_MAX_PARTS + 1] = {0};
+    for (int i = 0; i < b->n_items; i++) at[b->items[i].lane + 1]++;
+    d->n_parts = 0;
+    for (int k = 0; k < b->n_lanes; k++) {
+        if (at[k + 1]) d->seq0[d->n_parts++] = at[k];
+        at[k + 1] += at[k];
+    }
+    d->seq0[d->n_parts] = b->n_items;
+    for (int i = 0; i < b->n_items; i++) b->sorted[at[b->items[i].lane]++] = i;
 }
 
 /* ---- The tree of intervals ---- */
@@ -8485,61 +8643,41 @@ static void batch_spans(batch *b, batch_step *d, const sched *s) {
     batch_own_spans(b, d, s);
 }
 
-/* ---- Bonds: which rows must not be parted ---- */
-
-static void batch_mark(batch *b, const batch_step *d, const sched *s, int e, int writer) { /* the pages that others may see */
-    const int *row = kv_row(&s->kv, d->seq[e]);
-    int end = MIN(b->seq_pages[e], s->kv.seqs[d->seq[e]].n_tree);
-    for (int i = d->pos[d->row0[e]] / s->c.B; i < end; i++) b->writer[row[i]] = writer;
-}
-
-/* The bond of sequence number e, if it sees pages that one behind it computes. */
-static void batch_bind(const batch *b, batch_step *d, const sched *s, int e) {
-    int B = s->c.B, n = d->pos[d->row0[e]] / B; /* pages before its own */
-    int writer = n ? b->writer[kv_row(&s->kv, d->seq[e])[n - 1]] - 1 : -1;
-    if (writer <= e) return;
-    int first = d->row0[writer];
-    d->bonds[d->n_bonds++] = (batch_bond){d->row0[e], first + n * B - d->pos[first]};
-}
-
-/* Only a sequence in prefill sees pages of this very step, and only such ones compute pages that others see. */
-static void batch_bonds(batch *b, batch_step *d, const sched *s) {
-    const batch_upload *u = &b->up;
-    if (u->n_chunks < 2) return;
-    for (int k = 0; k < u->n_chunks; k++) batch_mark(b, d, s, u->chunks[k].at, u->chunks[k].at + 1);
-    for (int k = 0; k < u->n_chunks; k++) batch_bind(b, d, s, u->chunks[k].at);
-    for (int k = 0; k < u->n_chunks; k++) batch_mark(b, d, s, u->chunks[k].at, 0);
-}
+/* ---- A step ---- */
 
 static void batch_begin(batch *b, batch_step *d) {
     batch_upload *u = &b->up;
     d->step = (toka_step){.ids = d->ids, .pos = d->pos, .slot = d->slot, .pages = d->pages, .spans = d->spans};
-    d->n_seq = d->n_out = d->n_pages = d->n_bonds = d->row0[0] = b->n_nodes = b->n_closed = 0, b->depth = 1, b->stack[0] = 0;
+    d->n_seq = d->n_out = d->n_pages = d->row0[0] = b->n_nodes = b->n_closed = 0, b->depth = 1, b->stack[0] = 0;
     b->nodes[0] = (batch_node){0};
     u->n_joins = u->n_join_pages = u->n_params = u->n_grown = u->n_chunks = u->n_chunk_ids = 0;
     u->new_order = u->new_groups = false;
     b->whole = -1, b->common = b->near = 0;
 }
 
+/* The rows of an item, behind those that d has. apart: they share no spans with these. */
+static void batch_add(batch *b, batch_step *d, const sched *s, const batch_item *it, bool apart) {
+    batch_upload *u = &b->up;
+    const int e = d->n_seq;
+    if (e) batch_next(b, d, apart ? 0 : it->lcp);
+    if (e >= u->n_order || u->order[e] != it->q) u->new_order = true;
+    u->order[e] = (uint16_t)it->q;
+    if (s->seqs[it->q].is_chunk) batch_feed(b, &s->seqs[it->q], it, e);
+    b->seq_pages[e] = batch_rows(d, s, it);
+    d->seq[d->n_seq++] = it->q, d->row0[d->n_seq] = d->step.T;
+}
+
 /* Builds the step that sched_plan just planned. */
 static void batch_build(batch *b, batch_step *d, const sched *s) {
-    const kv_seq *k = s->kv.seqs;
     batch_upload *u = &b->up;
-    int shared = 0; /* pages in common with the sequence before in d->seq */
     batch_begin(b, d);
-    for (int q = k[s->c.max_seqs].next; q != s->c.max_seqs; q = k[q].next) {
-        const sched_seq *x = &s->seqs[q];
-        int far = d->n_seq + BATCH_AHEAD, lcp = k[q].lcp;
-        if (far < u->n_order) __builtin_prefetch(&s->seqs[u->order[far]]), __builtin_prefetch(&k[u->order[far]]);
-        b->common = MIN(b->common, lcp), b->near = MIN(b->near, lcp);
-        shared = MIN(shared, lcp); /* only pages before all rows of both */
-        if (!x->n_rows) continue;
-        int first = x->from / s->c.B;
-        if (d->n_seq) batch_next(b, d, MIN(shared, first));
-        shared = first;
-        batch_tell(b, s, q, d->n_seq);
-        b->seq_pages[d->n_seq] = batch_rows(d, s, q, first);
-        d->seq[d->n_seq++] = q, d->row0[d->n_seq] = d->step.T;
+    batch_lanes(b, s);
+    batch_items(b, s);
+    batch_sort(b, d);
+    for (int i = 0, part = 0; i < b->n_items; i++) {
+        const bool apart = i == d->seq0[part];
+        part += apart;
+        batch_add(b, d, s, &b->items[b->sorted[i]], apart);
     }
     if (d->n_seq) batch_next(b, d, 0);
     d->step.n_copies = s->n_copies, d->step.copies = d->copies;
@@ -8547,7 +8685,6 @@ static void batch_build(batch *b, batch_step *d, const sched *s) {
     u->new_order |= u->n_order != d->n_seq;
     u->n_order = d->n_seq;
     batch_spans(b, d, s);
-    batch_bonds(b, d, s);
 }
 
 /* ---- Parts ---- */
@@ -8559,56 +8696,25 @@ static void batch_parts_free(batch_parts *p) {
 
 /* Fails when there is not the memory for the spans of so many sequences; nothing is held then. */
 static int batch_parts_init(batch_parts *p, const sched *s, toka_err *e) {
-    size_t ns = (size_t)s->c.max_seqs, nt = (size_t)s->c.max_tokens;
-    *p = (batch_parts){.spans = mem_try((BATCH_MAX_PARTS + 1) * (ns + 1), sizeof *p->spans)}; /* touched as far as parts share */
+    size_t ne = (size_t)batch_max_entries(s), nt = (size_t)s->c.max_tokens;
+    *p = (batch_parts){.spans = mem_try(2 * ne, sizeof *p->spans)};
     if (!p->spans) return fail(e, TOKA_E_MEMORY, "no memory for the parts of a step of %d sequences", s->c.max_seqs);
     p->out = mem_alloc(nt * sizeof *p->out), p->pick = mem_alloc(nt * sizeof *p->pick);
     return 0;
 }
 
-static int64_t batch_row_cost(const batch_step *d, batch_weight w, int row) { return w.row + w.pair * (d->pos[row] + 1); }
-
-/* First rows of up to n parts and T behind them into cut[n + 1]; returns how many parts. Each cut is the free place nearest to
- * where the rest would be divided evenly. */
-static int batch_cuts(const batch_step *d, int n, batch_weight w, int *cut) {
-    int64_t total = 0, cost = 0, before = 0; /* of all rows; of those before c; of those before `free_row` */
-    int T = d->step.T, k = 0, reach = 0, bond = 0, free_row = 0;
-    for (int t = 0; t < T; t++) total += batch_row_cost(d, w, t);
-    int64_t target = total / n;
-    cut[0] = 0;
-    for (int c = 1; c <= T; c++) {
-        cost += batch_row_cost(d, w, c - 1);
-        for (; bond < d->n_bonds && d->bonds[bond].from < c; bond++) reach = MAX(reach, d->bonds[bond].to);
-        if (reach > c) continue;
-        while (k < n - 1 && cost >= target && cut[k] < c) {
-            bool back = free_row > cut[k] && target - before <= cost - target;
-            if (!back && c == T) break;
-            cut[++k] = back ? free_row : c;
-            target = back ? before : cost;
-            target += (total - target) / (n - k);
-        }
-        free_row = c, before = cost;
-    }
-    cut[k + 1] = T;
-    return T ? k + 1 : 0;
-}
-
-/* Adds what rows row0 .. end-1 have of a span: no position behind the last of these rows. */
-static void batch_clip(toka_step *a, toka_span *spans, const batch_step *d, const toka_span *sp, int row0, int end) {
-    int from = MAX(sp->row0, row0), to = MIN(sp->row0 + sp->n_rows, end);
-    if (from >= to) return;
-    spans[a->n_spans++] = (toka_span){from - row0, to - from, sp->page0, sp->kv0, MIN(sp->n_kv, d->pos[to - 1] + 1 - sp->kv0)};
-}
-
-/* A part of rows row0 .. end-1, the first of them of sequence number e; its spans go to `spans`. */
-static batch_part batch_part_of(const batch_step *d, toka_span *spans, int row0, int end, int e) {
+/* The part of entries e .. end-1 of the step's; its spans go to `spans`. */
+static batch_part batch_part_of(const batch_step *d, toka_span *spans, int e, int end) {
     const toka_step *s = &d->step;
     const toka_span *own = s->spans + s->n_spans - d->n_seq;
-    batch_part p = {.row0 = row0, .seq0 = e};
-    p.step = (toka_step){.T = end - row0, .ids = s->ids + row0, .pos = s->pos + row0, .slot = s->slot + row0, .pages = s->pages,
+    const int row0 = d->row0[e], row_end = d->row0[end];
+    batch_part p = {.row0 = row0, .seq0 = e, .n_seq = end - e};
+    p.step = (toka_step){.T = row_end - row0, .ids = s->ids + row0, .pos = s->pos + row0, .slot = s->slot + row0, .pages = s->pages,
                          .spans = spans};
-    for (const toka_span *sp = s->spans; sp < own; sp++) batch_clip(&p.step, spans, d, sp, row0, end);
-    for (; e < d->n_seq && d->row0[e] < end; e++, p.n_seq++) batch_clip(&p.step, spans, d, own + e, row0, end);
+    for (const toka_span *sp = s->spans; sp < own; sp++)
+        if (sp->row0 >= row0 && sp->row0 < row_end) spans[p.step.n_spans++] = *sp;
+    memcpy(spans + p.step.n_spans, own + e, (size_t)p.n_seq * sizeof *spans), p.step.n_spans += p.n_seq;
+    for (int i = 0; i < p.step.n_spans; i++) spans[i].row0 -= row0;
     return p;
 }
 
@@ -8646,17 +8752,13 @@ static void batch_number(batch *b, batch_parts *p, const batch_step *d) {
     }
 }
 
-/* Cuts a step, whose out rows the engine has filled in by now, into up to n parts that cost about the same, in their order; to be
- * called once for every step that has rows, in the order in which they were built. The parts have no logits. They point into d,
- * which stays as it is while they run. */
-static void batch_split(batch *b, batch_parts *p, const batch_step *d, int n, batch_weight w) {
-    int cut[BATCH_MAX_PARTS + 1], e = 0, n_spans = 0;
-    assert(n > 0);
-    p->n = batch_cuts(d, MIN(n, BATCH_MAX_PARTS), w, cut);
-    for (int k = 0; k < p->n; n_spans += p->part[k++].step.n_spans) {
-        while (d->row0[e + 1] <= cut[k]) e++;
-        p->part[k] = batch_part_of(d, p->spans + n_spans, cut[k], cut[k + 1], e);
-    }
+/* Cuts a step, whose out rows the engine has filled in by now, into its parts; to be called once for every step that has rows, in the
+ * order in which they were built. The parts have no logits. They point into d, which stays as it is while they run. */
+static void batch_split(batch *b, batch_parts *p, const batch_step *d) {
+    int n_spans = 0;
+    p->n = d->n_parts;
+    for (int k = 0; k < p->n; n_spans += p->part[k++].step.n_spans)
+        p->part[k] = batch_part_of(d, p->spans + n_spans, d->seq0[k], d->seq0[k + 1]);
     p->part[0].step.n_copies = d->step.n_copies, p->part[0].step.copies = d->step.copies;
     batch_part_outs(p, &d->step);
     batch_number(b, p, d);
@@ -11240,10 +11342,10 @@ static void model_when(model_run *m, int64_t first, int64_t last, double *begin,
     pthread_mutex_unlock(&m->bell->lock);
 }
 
-/* The first rank's device's own view. False: it has none. */
-static bool model_times(model_run *m, toka_times *times) {
+/* What the device of a stage's first rank saw itself. False: it has no clock. */
+static bool model_times(model_run *m, int stage, toka_times *times) {
     pthread_mutex_lock(&m->bell->lock);
-    *times = m->ranks[0].times;
+    *times = m->ranks[stage * m->tp].times;
     pthread_mutex_unlock(&m->bell->lock);
     return times->steps > 0;
 }
@@ -11429,6 +11531,13 @@ static void eng_replica_free(eng_replica *p) {
     free(p->slots), free(p->by_sched);
 }
 
+/* What rows cost in a layer, in multiply-adds. A position that a row reads for itself is counted as what a GPU computes in the time that
+ * K and V of it take to come: 100 for each byte. */
+static batch_weight eng_weight(const toka_shape *s) {
+    const int64_t HD = (int64_t)s->H * s->D, KD = (int64_t)s->K * s->D;
+    return (batch_weight){.row = s->E * (2 * HD + 2 * KD + 3 * (int64_t)s->F), .pair = 2 * HD, .read = 100 * 4 * KD};
+}
+
 /* All but the devices, which are still being opened. */
 static int eng_replica_init(eng_replica *p, const sched_config *c, toka_err *e) {
     const toka_backend *be = p->g->be;
@@ -11436,6 +11545,7 @@ static int eng_replica_init(eng_replica *p, const sched_config *c, toka_err *e) 
     p->slots = mem_zalloc((size_t)c->max_seqs * sizeof *p->slots);
     int code = sched_init(&p->s, c, e);
     if (!code) code = batch_init(&p->b, &p->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows}, e);
+    if (!code) p->b.stages = p->m.pp, p->b.weight = eng_weight(&p->g->files->shape);
     for (int i = 0; i < p->n_ahead && !code; i++) code = eng_flight_init(&p->flights[i], &p->s, p->m.pp > 1, e);
     return code;
 }
@@ -11811,11 +11921,11 @@ static int eng_places(eng_replica *p, eng_flight *f, int n) {
         const sched_seq *x = &p->s.seqs[f->b.seq[k]];
         eng_request *r = p->by_sched[x->request];
         if (!r->scores || x->sample || !x->is_chunk) continue;
-        int end = MIN(x->from + x->n_rows, x->n_prompt - 1);
-        for (int at = MAX(x->from, r->n_scored - 1); at < end; at++) {
+        const int row0 = f->b.row0[k], from = f->b.pos[row0], end = MIN(from + f->b.row0[k + 1] - row0, x->n_prompt - 1);
+        for (int at = MAX(from, r->n_scored - 1); at < end; at++) {
             f->places[f->n_places++] = (eng_place){f->b.seq[k], at + 1, x->ticket};
             f->whose[n] = r, r->n_flying++;
-            f->out[n++] = (toka_out_row){.row = f->b.row0[k] + at - x->from, .slot = -1, .forced_id = r->prompt[at + 1],
+            f->out[n++] = (toka_out_row){.row = row0 + at - from, .slot = -1, .forced_id = r->prompt[at + 1],
                                          .sampling = &r->scoring};
         }
     }
@@ -12025,16 +12135,13 @@ static bool eng_close(eng *g) {
     return eng_free(g);
 }
 
-/* Posts a step; for stages in parts, one more than there are stages, so that while the draws of one go back to the first stage the
- * others have work. */
+/* Posts a step; for stages in parts. */
 static void eng_post(eng_replica *p, eng_flight *f) {
-    const toka_shape *s = &p->g->files->shape;
-    const int64_t HD = (int64_t)s->H * s->D, row = HD * s->E * 2 + (int64_t)s->E * (2 * s->K * s->D + 3 * s->F);
     if (p->m.pp == 1) {
         f->first = f->number = model_post(&p->m, &f->b.step, f->picks);
         return;
     }
-    batch_split(&p->b, &f->parts, &f->b, p->m.pp + 1, (batch_weight){row, 2 * HD});
+    batch_split(&p->b, &f->parts, &f->b);
     for (int i = 0; i < f->parts.n; i++) {
         const batch_part *part = &f->parts.part[i];
         f->number = model_post(&p->m, &part->step, f->picks + part->out0);
@@ -15119,6 +15226,8 @@ typedef struct run_report { /* what a batch was worth */
     double most_gbs, most_gflops, ceiling; /* what the machine can; the larger of the two shares. 0 on a GPU */
     bool timed;        /* the first device has its own view: then run and idle are its, and the parts' seconds are of all its steps */
     toka_times device;
+    double idle_of[ENG_MAX_SPLIT]; /* [n_stages] share of the time that each stage of the first replica had nothing to do, by its device */
+    int n_stages;
     const run_gpu *gpu; /* NULL: not in the list */
     toka_stats s;
 } run_report;
@@ -15130,9 +15239,14 @@ static void run_report_device(run_report *p, toka *t) {
     model_run *m = &t->engine->replicas[0].m;
     toka_times *d = &p->device;
     double timed_s = 0;
-    if (!model_times(m, d)) return;
+    if (!model_times(m, 0, d)) return;
     p->timed = true, p->gpu = run_gpu_of(m->be->describe(m->ranks[0].dev));
     p->run = d->busy_s / p->elapsed_s;
+    for (p->n_stages = 0; p->n_stages < m->pp; p->n_stages++) {
+        toka_times own = {0};
+        model_times(m, p->n_stages, &own);
+        p->idle_of[p->n_stages] = own.busy_s > 0 ? own.idle_s / (own.busy_s + own.idle_s) : 0;
+    }
     for (int i = 0; i < TOKA_PARTS; i++) timed_s += d->part[i].s;
     for (int i = 0; i < TOKA_PARTS && timed_s > 0; i++) {
         toka_part_times *part = &d->part[i];
@@ -15151,6 +15265,12 @@ static void run_report_show_device(const run_report *p) {
             apart > 0 ? 100 * d->idle_s / apart : 0);
     if (p->gpu)
         fprintf(stderr, "; 100 %% is %.0f TFLOP/s and %.2f TB/s (%s, %s)", 1e-12 * p->gpu->flops, 1e-12 * p->gpu->read, p->gpu->name, p->gpu->source);
+    if (p->n_stages > 1) {
+        double least = 1;
+        fputs("\n  idle by stage:", stderr);
+        for (int i = 0; i < p->n_stages; i++) fprintf(stderr, " %.2f %%", 100 * p->idle_of[i]), least = MIN(least, p->idle_of[i]);
+        fprintf(stderr, "; bubble (of the busiest) %.2f %%; what follows is of the first", 100 * least);
+    }
     fputs("\n  part        of the time   TFLOP/s             TB/s\n", stderr);
     for (int i = 0; i < TOKA_PARTS && d->n_timed; i++) {
         const toka_part_times *part = &d->part[i];
@@ -15169,6 +15289,9 @@ static void run_report_put_device(buf *b, const run_report *p) {
     json_put_key(b, "steps"), json_put_int(b, d->steps);
     json_put_key(b, "busy_s"), json_put_num(b, d->busy_s, true), json_put_key(b, "idle_s"), json_put_num(b, d->idle_s, true);
     json_put_key(b, "steps_timed"), json_put_int(b, d->n_timed);
+    json_put_key(b, "idle_by_stage"), json_put_open(b, '[');
+    for (int i = 0; i < p->n_stages; i++) json_put_num(b, p->idle_of[i], true);
+    json_put_close(b, ']');
     for (int i = 0; i < TOKA_PARTS; i++) {
         const toka_part_times *part = &d->part[i];
         const double flops = run_rate(part->flop, part->s), bytes = run_rate(part->bytes, part->s);

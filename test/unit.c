@@ -48,6 +48,9 @@
 #if __has_include("test_ranks.c")
 #include "test_ranks.c"
 #endif
+#if __has_include("test_pipe.c")
+#include "test_pipe.c"
+#endif
 #if __has_include("test_eng.c")
 #include "test_eng.c"
 #endif
@@ -103,6 +106,9 @@ static const struct test *const tables[] = {
 #endif
 #if __has_include("test_ranks.c")
     ranks_tests,
+#endif
+#if __has_include("test_pipe.c")
+    pipe_tests,
 #endif
 #if __has_include("test_eng.c")
     eng_tests,
