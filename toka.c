@@ -7257,7 +7257,8 @@ static int pred_length(pred *p, pred_of c, double luck) {
  * says when a sequence ended.
  * =========================================================================== */
 
-enum { SCHED_PRIORITY = 1024 }; /* steps of head start for one level of priority */
+enum { SCHED_PRIORITY = 1024, /* steps of head start for one level of priority */
+       SCHED_TAIL_WAYS = 4 }; /* prompts whose tails the table tells apart where their hashes are equal */
 
 /* ---- Pairing heap (Fredman et al., 1986) ----
  * The greatest (key, tie) is on top; insert and raise O(1), remove O(log) amortised. Links are in an array of nodes, a heap
@@ -7466,7 +7467,7 @@ typedef struct sched_seq { /* what every step touches comes first: one cache lin
     uint32_t started;  /* number of its last admission */
     int sibling_prev, sibling;      /* live sequences of its request; -1 ends */
     int todo;          /* in prefill: tokens counted in sched.backlog */
-    int tail, heir;    /* where in sched.tails it is or may come to be, who took the last copy from it; -1: nowhere, nobody */
+    int tail, heir;    /* its places in sched.tails begin there, who took the last copy from it; -1: nowhere, nobody */
     int64_t mark;      /* in prefill: tokens put into the backlog up to its own */
     int prefill_prev, prefill_next; /* first come first served; ends at max_seqs */
 } sched_seq;
@@ -7485,7 +7486,8 @@ typedef struct sched {
     int *free_slots;
     int n_slots_free, n_running, n_decode;
     toka_copy *copies;       /* [max_seqs] that the step planned last begins with */
-    int *tails;              /* [n_pages + 1] by the last page in the tree, n_pages for none: who was last fed what is behind it; -1, or stale */
+    int *tails;              /* [n_tails][SCHED_TAIL_WAYS] by hash of all tokens: who was fed what is behind the pages in the tree; -1, or stale */
+    int n_tails;             /* power of two */
     int n_copies, n_fed;
     int *fed;                /* [max_seqs] who gets rows of a prompt in the step planned last, in that order: one that skips pages which
                                 are computed in this very step comes behind who computes them */
@@ -7565,14 +7567,15 @@ static int sched_init(sched *s, const sched_config *c, toka_err *e) {
     s->free_slots = mem_alloc(ns * sizeof(int)), s->copies = mem_alloc(ns * sizeof *s->copies);
     s->fed = mem_alloc(ns * sizeof *s->fed);
     s->ends = mem_try(np + ns, sizeof *s->ends), s->holders = mem_try(np, sizeof *s->holders);
-    s->tails = mem_try(np + 1, sizeof *s->tails);
-    if (!s->cal.at || !s->ends || !s->holders || !s->tails) {
+    for (s->n_tails = 1; s->n_tails < c->max_seqs;) s->n_tails *= 2;
+    s->tails = mem_alloc((size_t)s->n_tails * SCHED_TAIL_WAYS * sizeof *s->tails);
+    if (!s->cal.at || !s->ends || !s->holders) {
         sched_free(s);
         return fail(e, TOKA_E_MEMORY, "no memory for the tables of %d pages of KV and %d sequences of up to %d tokens", c->n_pages,
                     c->max_seqs, c->max_len);
     }
-    for (int p = 0; p < c->n_pages; p++) s->holders[p] = s->tails[p] = -1;
-    s->tails[c->n_pages] = -1;
+    for (int p = 0; p < c->n_pages; p++) s->holders[p] = -1;
+    for (int i = 0; i < s->n_tails * SCHED_TAIL_WAYS; i++) s->tails[i] = -1;
     for (int q = c->max_seqs - 1; q >= 0; q--) s->free_slots[s->n_slots_free++] = q;
     s->seqs[c->max_seqs].prefill_prev = s->seqs[c->max_seqs].prefill_next = c->max_seqs;
     return 0;
@@ -7742,7 +7745,8 @@ static void sched_stop(sched *s, int q) {
     sched_seq *x = &s->seqs[q];
     if (x->state == SCHED_PREFILL) sched_prefill_leave(s, q);
     else s->n_decode--;
-    if (x->tail >= 0 && s->tails[x->tail] == q) s->tails[x->tail] = x->heir;
+    for (int i = x->tail; x->tail >= 0 && i < x->tail + SCHED_TAIL_WAYS; i++)
+        if (s->tails[i] == q) s->tails[i] = x->heir;
     heap_remove(s->line, &s->newest, q);
     sched_own_now(s, q, -1);
     sched_detach(s, q, sched_tail(s, q));
@@ -7970,31 +7974,52 @@ static int sched_feed_decode(sched *s) {
     return n;
 }
 
-/* The sequence that was last fed what is behind q's `at` pages in the tree, the last of which is `above`, if it has q's tokens there;
- * -1: there is none. */
-static int sched_tail_twin(const sched *s, int q, int at, int above) {
+/* Where in sched.tails they are who have q's tokens, of which `at` pages are in the tree. */
+static int sched_tail_places(const sched *s, int q, int at) {
     const sched_seq *x = &s->seqs[q];
-    int twin = s->tails[above];
-    if (twin < 0 || twin == q) return -1;
-    const sched_seq *y = &s->seqs[twin];
-    if ((y->state != SCHED_PREFILL && y->state != SCHED_DECODE) || y->n_known < x->n_known || y->n_cached < x->n_known - 1) return -1;
-    if (at && (s->kv.seqs[twin].n_pages <= at || kv_row(&s->kv, twin)[at - 1] != above)) return -1;
     size_t first = (size_t)at * (size_t)s->c.B;
-    return memcmp(y->tokens + first, x->tokens + first, ((size_t)x->n_known - first) * sizeof *x->tokens) ? -1 : twin;
+    int above = at ? kv_row(&s->kv, q)[at - 1] : s->kv.root;
+    uint64_t h = s->kv.pages[above].hash ^ hash_bytes(x->tokens + first, ((size_t)x->n_known - first) * sizeof *x->tokens);
+    return (int)((h * 0x9E3779B97F4A7C15u) >> 32 & (uint64_t)(s->n_tails - 1)) * SCHED_TAIL_WAYS;
+}
+
+/* Was y fed q's tokens, which lie on the same `at` pages of the tree and behind them? */
+static bool sched_is_twin(const sched *s, const sched_seq *x, int q, int twin, int at) {
+    const sched_seq *y = &s->seqs[twin];
+    if ((y->state != SCHED_PREFILL && y->state != SCHED_DECODE) || y->n_known < x->n_known || y->n_cached < x->n_known - 1) return false;
+    if (at && (s->kv.seqs[twin].n_pages <= at || kv_row(&s->kv, twin)[at - 1] != kv_row(&s->kv, q)[at - 1])) return false;
+    size_t first = (size_t)at * (size_t)s->c.B;
+    return !memcmp(y->tokens + first, x->tokens + first, ((size_t)x->n_known - first) * sizeof *x->tokens);
+}
+
+static int sched_tail_twin(const sched *s, int q, int at) { /* one of those, or -1 */
+    const sched_seq *x = &s->seqs[q];
+    for (int i = x->tail; i < x->tail + SCHED_TAIL_WAYS; i++)
+        if (s->tails[i] >= 0 && s->tails[i] != q && sched_is_twin(s, x, q, s->tails[i], at)) return s->tails[i];
+    return -1;
+}
+
+static void sched_tail_keep(sched *s, int q) { /* in the place of one that is stale, if there is one */
+    int first = s->seqs[q].tail, i = first;
+    while (i < first + SCHED_TAIL_WAYS && s->tails[i] >= 0 && s->tails[i] != q && s->seqs[s->tails[i]].tail == first) i++;
+    s->tails[i < first + SCHED_TAIL_WAYS ? i : first + q % SCHED_TAIL_WAYS] = q;
 }
 
 /* q, whose rows begin at x->from: where only what is behind its pages in the tree is left to compute, and another sequence has it, it
  * takes a copy of that, all but the last token. False: the other computes it in this very step, q is better off waiting for that. */
 static bool sched_copy_tail(sched *s, int q) {
     sched_seq *x = &s->seqs[q];
-    int at = s->kv.seqs[q].n_tree, above = at ? kv_row(&s->kv, q)[at - 1] : s->c.n_pages;
+    int at = s->kv.seqs[q].n_tree;
     if (x->from != at * s->c.B || sched_alone(s, x)) return true;
-    int twin = x->n_known - x->from > 1 ? sched_tail_twin(s, q, at, above) : -1;
-    if (twin >= 0 && s->seqs[twin].is_chunk && s->seqs[twin].n_rows) return false;
-    x->tail = above;
+    if (x->tail < 0) x->tail = sched_tail_places(s, q, at);
+    int twin = x->n_known - x->from > 1 ? sched_tail_twin(s, q, at) : -1;
     if (twin < 0) {
-        s->tails[above] = q;
+        sched_tail_keep(s, q);
         return true;
+    }
+    if (s->seqs[twin].is_chunk && s->seqs[twin].n_rows) {
+        s->backlog -= x->todo - 1, x->todo = 1; /* all that it will compute */
+        return false;
     }
     s->seqs[twin].heir = q;
     s->copies[s->n_copies++] = (toka_copy){kv_row(&s->kv, twin)[at], kv_row(&s->kv, q)[at]};

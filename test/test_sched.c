@@ -397,6 +397,28 @@ static void smt_cold_start(void) { /* the monkeys shape, nothing known yet: the 
     sched_free(&s);
 }
 
+/* Many prompts that part behind the same page, each asked for many times: one computes a tail, all others copy it a step later. */
+static void smt_tails_of_many_prompts(void) {
+    enum { PROMPTS = 60, TIMES = 12, N = PROMPTS * TIMES };
+    sched s;
+    toka_err e;
+    int32_t prompt[40];
+    int64_t n_copies = 0;
+    CHECK(!sched_init(&s, &(sched_config){16, 8 * N, N, 8 * N, 256, 16}, &e));
+    for (int i = 0; i < N; i++) {
+        for (int k = 0; k < 40; k++) prompt[k] = k < 32 ? k : 1000 + 8 * (i / TIMES) + k;
+        CHECK(sched_submit(&s, &(sched_job){.prompt = prompt, .n_prompt = 40, .n = 1, .max_tokens = 64, .exact = true}, &e) >= 0);
+    }
+    for (int i = 0; i < 8 && s.n_decode < N; i++) {
+        sched_plan(&s);
+        n_copies += s.n_copies;
+        CHECK(!sched_check(&s));
+    }
+    /* the very first computes from the beginning, and nobody looks at it */
+    CHECK_MSG(s.n_decode == N && n_copies >= N - PROMPTS - 1, "%d of %d decode, %lld copies", s.n_decode, N, (long long)n_copies);
+    sched_free(&s);
+}
+
 static const struct test sched_tests[] = {{"sched: random, 5 pages, calendar = simulation", smt_random_tiny},
                                           {"sched: random, small pools, calendar = simulation", smt_random_small},
                                           {"sched: preemptions keep every token", smt_thousands_of_preemptions},
@@ -409,4 +431,5 @@ static const struct test sched_tests[] = {{"sched: random, 5 pages, calendar = s
                                           {"sched: parked, back in chunks", smt_parked_in_chunks},
                                           {"sched: parked hold all slots", smt_parked_hold_all_slots},
                                           {"sched: cold start fills the batch", smt_cold_start},
+                                          {"sched: tails of many prompts", smt_tails_of_many_prompts},
                                           {0}};
