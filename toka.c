@@ -8185,8 +8185,8 @@ UNUSED static const char *sched_check(const sched *s) {
  * rows that yield a token; and what a device that keeps the state of its slots needs to be told (batch_upload).
  *
  * Rows stand in the order of chapter 11, so the rows of all sequences that share a page are side by side, and with lcp
- * (leading pages in common with the sequence before) the sharing is a tree of intervals, found with one stack in one
- * pass:
+ * (leading tokens in common with the sequence before; here in pages) the sharing is a tree of intervals, found with one
+ * stack in one pass:
  *
  *      lcp      0   3   3   2   5   0          a node: a run of rows and the pages they all have
  *      rows   [ a   b   c   d   e ] f               [a b c d e] pages 0-1
@@ -8199,8 +8199,11 @@ UNUSED static const char *sched_check(const sched *s) {
  *
  *      worth it:  (reads by the children - reads together) * tokens  >  merge_tok * rows + span_tok
  *
- * Only pages that lie before all rows of the run are shared, so a shared span needs no mask; rows of prefill chunks
- * take part like any others.
+ * Only what lies before all rows of the run is shared, so a shared span needs no mask; rows of prefill chunks take part
+ * like any others. A prompt rarely ends with a page: each sample has a page of its own with a copy of the prompt's tail.
+ * Those of one request that are past it read the tail from the page of the first of them, as part of the shared span, so
+ * an own span may begin within a page. (Prompts of 706 tokens, answers of 150, pages of 64: a quarter of all own reads. Where
+ * a page is 16 tokens that is little, and the CPU's sums go page by page: it asks for none.)
  *
  * A step that was built owes nothing to the scheduler: the pages that its spans read are copied, those of a shared span
  * once, those of each own span behind them. So any number of steps can be on their way while the next is planned.
@@ -8229,6 +8232,7 @@ typedef struct batch_cost { /* of a backend's attention, in tokens of K and V re
     int merge_tok; /* merging one more partial result into a row */
     int span_tok;  /* one more span */
     int tile_rows; /* rows that one read of K and V serves */
+    int cut_tok;   /* a span may begin within a page, at a multiple of this; 0: no */
 } batch_cost;
 
 typedef struct batch_out { /* a row that yields a token, and for whom: what sched_commit wants to know */
@@ -8248,7 +8252,7 @@ typedef struct batch_weight { /* what the parts of a step are balanced by */
 typedef struct batch_step {
     toka_step step;            /* all but out, n_out and logits, which are the engine's */
     int32_t *ids, *pos, *slot; /* [max_tokens] */
-    int32_t *pages;            /* [max_entries][most pages of one] so many if all of them are read by own spans */
+    int32_t *pages;            /* [max_entries][most pages of one + 1] so many if own spans read all, and of each group one twice */
     toka_span *spans;          /* [2 * max_entries] */
     batch_out *outs;           /* [max_seqs] */
     int *seq;                  /* [max_entries] slots of the sequences with rows, part by part in their order */
@@ -8293,12 +8297,12 @@ typedef struct batch_upload {
     bool new_order, new_groups;
 } batch_upload;
 
-typedef struct batch_node { /* a run of rows with its shared pages, while the tree is built */
+typedef struct batch_node { /* a run of rows with its shared tokens, while the tree is built */
     int lcp, row0, rows;
-    int reads; /* of its pages, if each child reads them by itself */
+    int reads; /* of these, if each child reads them by itself */
     int parent;
-    int cover; /* leading pages that shared spans cover, this node's included */
-    int q;     /* one that has the pages */
+    int cover; /* leading tokens that shared spans cover, this node's included */
+    int q;     /* one that has them */
 } batch_node;
 
 typedef struct batch_item { /* rows that a sequence has in one part */
@@ -8353,7 +8357,7 @@ static int batch_max_entries(const sched *s) { return s->c.max_seqs + BATCH_MAX_
 
 /* Fails when there is not the memory for the pages of so many sequences of such a length; nothing is held then. */
 static int batch_step_init(batch_step *d, const sched *s, toka_err *e) {
-    size_t ns = (size_t)batch_max_entries(s), nt = (size_t)s->c.max_tokens, n_pages = ns * (size_t)s->kv.cap;
+    size_t ns = (size_t)batch_max_entries(s), nt = (size_t)s->c.max_tokens, n_pages = ns * ((size_t)s->kv.cap + 1);
     *d = (batch_step){.pages = n_pages <= INT_MAX ? mem_try(n_pages, sizeof *d->pages) : NULL}; /* touched as far as spans need */
     if (!d->pages)
         return fail(e, TOKA_E_MEMORY, "no memory for the pages that a step of %d sequences of up to %d tokens reads", s->c.max_seqs,
@@ -8604,7 +8608,16 @@ static void batch_hang(batch *b, int parent, int row0, int rows, int q) {
     n->rows += rows, n->reads += batch_reads(b, rows);
 }
 
-/* The next sequence has l pages in common with the last one of d, so every run with more pages is complete. The run that ends
+/* Leading tokens before all rows of both that an item has in common with the one before it. */
+static int batch_common(const batch *b, const batch_step *d, const sched *s, const batch_item *it) {
+    const int e = d->n_seq - 1, cut = b->cost.cut_tok;
+    const sched_seq *x = &s->seqs[it->q];
+    int prompt = x->n_prompt - 1; /* the last token of which is the first row of every sample */
+    bool past = cut && x->request == s->seqs[d->seq[e]].request && MIN(it->from, d->pos[d->row0[e]]) >= prompt;
+    return past && it->lcp == prompt / s->c.B ? prompt / cut * cut : it->lcp * s->c.B;
+}
+
+/* The next sequence has l tokens in common with the last one of d, so every run with more is complete. The run that ends
  * with it (first it alone, then the nodes that close) is hung below what is left open. */
 static void batch_next(batch *b, const batch_step *d, int l) {
     int child = -1, e = d->n_seq - 1, q = d->seq[e], row0 = d->row0[e], rows = d->step.T - row0;
@@ -8627,17 +8640,18 @@ static void batch_next(batch *b, const batch_step *d, int l) {
 
 /* ---- Spans ---- */
 
-/* A span over n_rows rows, over n_kv positions in n pages of q's row of pages from number `from` on. */
-static void batch_span(batch_step *d, const sched *s, int row0, int n_rows, int q, int from, int n, int n_kv) {
-    memcpy(d->pages + d->n_pages, kv_row(&s->kv, q) + from, (size_t)n * sizeof *d->pages);
-    d->spans[d->step.n_spans++] = (toka_span){row0, n_rows, d->n_pages, from * s->c.B, n_kv};
+/* A span over n_rows rows, over positions from .. to-1 of q. */
+static void batch_span(batch_step *d, const sched *s, int row0, int n_rows, int q, int from, int to) {
+    int first = from / s->c.B, n = kv_pages_for(&s->kv, to) - first;
+    memcpy(d->pages + d->n_pages, kv_row(&s->kv, q) + first, (size_t)n * sizeof *d->pages);
+    d->spans[d->step.n_spans++] = (toka_span){row0, n_rows, d->n_pages, from, to - from};
     d->n_pages += n;
 }
 
 static void batch_share(batch *b, batch_step *d, const sched *s, const batch_node *n, int from) { /* one over all rows of the node */
     batch_upload *u = &b->up;
-    batch_group group = {n->row0, n->rows, from * s->c.B, (n->lcp - from) * s->c.B, n->q};
-    batch_span(d, s, group.row0, group.n_rows, group.q, from, n->lcp - from, group.n_kv);
+    batch_group group = {n->row0, n->rows, from, n->lcp - from, n->q};
+    batch_span(d, s, n->row0, n->rows, n->q, from, n->lcp);
     u->new_groups |= memcmp(&u->groups[u->n_groups], &group, sizeof group) != 0;
     u->groups[u->n_groups++] = group;
 }
@@ -8645,9 +8659,9 @@ static void batch_share(batch *b, batch_step *d, const sched *s, const batch_nod
 /* Every sequence's own span, over what no shared one covers. */
 static void batch_own_spans(const batch *b, batch_step *d, const sched *s) {
     for (int e = 0, far = BATCH_AHEAD; e < d->n_seq; e++, far++) {
-        if (far < d->n_seq) __builtin_prefetch(kv_row(&s->kv, d->seq[far]) + b->nodes[b->seq_node[far]].cover);
-        int from = b->nodes[b->seq_node[e]].cover, row0 = d->row0[e], end = d->row0[e + 1];
-        batch_span(d, s, row0, end - row0, d->seq[e], from, b->seq_pages[e] - from, d->pos[end - 1] + 1 - from * s->c.B);
+        if (far < d->n_seq) __builtin_prefetch(kv_row(&s->kv, d->seq[far]) + b->nodes[b->seq_node[far]].cover / s->c.B);
+        int row0 = d->row0[e], end = d->row0[e + 1];
+        batch_span(d, s, row0, end - row0, d->seq[e], b->nodes[b->seq_node[e]].cover, d->pos[end - 1] + 1);
     }
 }
 
@@ -8659,7 +8673,7 @@ static void batch_spans(batch *b, batch_step *d, const sched *s) {
     for (int i = b->n_closed - 1; i >= 0; i--) {
         batch_node *n = &b->nodes[b->closed[i]];
         n->cover = b->nodes[n->parent].cover;
-        int64_t saved = (int64_t)(n->reads - batch_reads(b, n->rows)) * (n->lcp - n->cover) * s->c.B;
+        int64_t saved = (int64_t)(n->reads - batch_reads(b, n->rows)) * (n->lcp - n->cover);
         if (saved <= (int64_t)c->merge_tok * n->rows + c->span_tok) continue;
         batch_share(b, d, s, n, n->cover);
         n->cover = n->lcp;
@@ -8684,7 +8698,7 @@ static void batch_begin(batch *b, batch_step *d) {
 static void batch_add(batch *b, batch_step *d, const sched *s, const batch_item *it, bool apart) {
     batch_upload *u = &b->up;
     const int e = d->n_seq;
-    if (e) batch_next(b, d, apart ? 0 : it->lcp);
+    if (e) batch_next(b, d, apart ? 0 : batch_common(b, d, s, it));
     if (e >= u->n_order || u->order[e] != it->q) u->new_order = true;
     u->order[e] = (uint16_t)it->q;
     if (s->seqs[it->q].is_chunk) batch_feed(b, &s->seqs[it->q], it, e);
@@ -11569,7 +11583,7 @@ static int eng_replica_init(eng_replica *p, const sched_config *c, toka_err *e) 
     p->n_ahead = MAX(be->n_ahead, p->m.pp > 1 ? 2 : 1); /* stages have work while one step is committed */
     p->slots = mem_zalloc((size_t)c->max_seqs * sizeof *p->slots);
     int code = sched_init(&p->s, c, e);
-    if (!code) code = batch_init(&p->b, &p->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows}, e);
+    if (!code) code = batch_init(&p->b, &p->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows, be->cut_tok}, e);
     if (!code) p->b.stages = p->m.pp, p->b.weight = eng_weight(&p->g->files->shape);
     for (int i = 0; i < p->n_ahead && !code; i++) code = eng_flight_init(&p->flights[i], &p->s, p->m.pp > 1, e);
     return code;

@@ -311,9 +311,9 @@ typedef struct toka_shape {
 } toka_shape;
 
 /* One piece of attention work: rows row0 .. row0+n_rows-1 of this step against kv positions kv0 .. kv0+n_kv-1, found in
- * pages[page0], pages[page0+1] ... A row at position p sees only kv positions <= p. Many sequences that share a prefix are one
+ * pages[page0], the page of kv0, pages[page0+1] ... A row at position p sees only kv positions <= p. Many sequences that share a prefix are one
  * span over that prefix (their rows lie side by side) plus one span each for their own part. For each row the spans cover
- * positions 0 .. p exactly once, in rising kv0. kv0 is a multiple of B. */
+ * positions 0 .. p exactly once, in rising kv0. kv0 lies within a page only where the backend allows it. */
 typedef struct toka_span {
     int row0, n_rows, page0, kv0, n_kv;
 } toka_span;
@@ -477,6 +477,7 @@ typedef struct toka_backend {
     /* What attention costs here, in tokens of K and V read for one row; decides which shared prefixes become spans of their own:
      * merging one more partial result into a row, one more span, and how many rows one read of K and V serves. */
     int merge_tok, span_tok, tile_rows;
+    int cut_tok; /* a span may begin within a page, at a multiple of this; 0: no */
 } toka_backend;
 
 /* ---- What a GPU's memory and steps are: the CUDA backend counts with these before it takes anything, `toka plan` for GPUs that are not

@@ -2395,7 +2395,8 @@ enum { ATTN_MAP_8, ATTN_MAP_16, ATTN_MAP_32, ATTN_MAP_64, ATTN_MAPS }; /* a laye
 enum { ATTN_SEED = 1, ATTN_TO_O = 2, ATTN_TO_STATE = 4, ATTN_SLOT = 3 /* shift */ }; /* attn_item.where; neither TO: a part */
 
 typedef struct attn_item {
-    int q0, nq;         /* queries row*G + g, for every kv head */
+    int q0;             /* queries row*G + g, for every kv head ... */
+    short nq, skip;     /* ... so many; the positions kv0 .. kv0+skip-1 are another span's */
     int kv0, kv1;       /* positions; kv0 is a multiple of B */
     int page0;          /* of attn_plan.pages, page of kv0 */
     int pos_lo, pos_hi; /* lowest and highest position of the rows */
@@ -2439,7 +2440,7 @@ struct attn_plan {
 static void attn_sizes(const toka_device *d, attn_plan *p) {
     const toka_shape *sh = d->shape;
     int T = d->options.max_tokens, G = sh->H / sh->K, seq_pages = ceil_div(sh->max_len, sh->B);
-    int64_t pages = (int64_t)T * seq_pages;
+    int64_t pages = (int64_t)T * (seq_pages + 1); /* a group's tail is read from one more */
     p->hopper = d->hopper && sh->B >= 64 && sh->D >= 64 && sh->D <= 128 && d->kv_layer / sh->D < INT_MAX;
     p->G = G, p->small_rows = ATTN_SMALL_Q / G;
     p->tile_q = !p->hopper ? ATTN_TILE_Q : sh->D == 64 ? 192 : 128;
@@ -2512,7 +2513,8 @@ static bool attn_plan_pages(toka_device *d, const toka_step *s) {
     int64_t n = 0;
     void *host;
     int B = d->shape->B, shift = __builtin_ctz(B);
-    for (int i = 0; i < s->n_spans; i++) p->spans[i].page0 = (int)n, n += (s->spans[i].n_kv + B - 1) >> shift;
+    auto span_pages = [&](const toka_span *sp) { return ((sp->kv0 & (B - 1)) + sp->n_kv + B - 1) >> shift; };
+    for (int i = 0; i < s->n_spans; i++) p->spans[i].page0 = (int)n, n += span_pages(&s->spans[i]);
     if (n > (int64_t)p->max_pages) {
         d->error.code = TOKA_E_DEVICE;
         snprintf(d->error.msg, sizeof d->error.msg, "GPU: attention: the step names %lld pages, there is room for %zu",
@@ -2523,7 +2525,7 @@ static bool attn_plan_pages(toka_device *d, const toka_step *s) {
     for (int i = 0; i < s->n_spans; i++) {
         if (i + 8 < s->n_spans) __builtin_prefetch(s->pages + s->spans[i + 8].page0);
         memcpy((int *)host + p->spans[i].page0, s->pages + s->spans[i].page0,
-               (size_t)((s->spans[i].n_kv + B - 1) >> shift) * sizeof(int));
+               (size_t)span_pages(&s->spans[i]) * sizeof(int));
     }
     return true;
 }
@@ -2554,7 +2556,7 @@ static void attn_emit_parts(attn_plan *p, attn_level *l, const attn_item *item, 
     for (int i = 0; i < n; i++, p->n_slots += ceil_div(item->nq, ATTN_SMALL_Q)) {
         attn_item *a = &p->items[p->n_items++];
         *a = *item;
-        a->kv0 = item->kv0 + i * part, a->kv1 = min(a->kv0 + part, item->kv1);
+        a->kv0 = item->kv0 + i * part, a->kv1 = min(a->kv0 + part, item->kv1), a->skip = i ? 0 : item->skip;
         a->page0 = item->page0 + i * part_pages, a->where = p->n_slots << ATTN_SLOT;
     }
 }
@@ -2579,12 +2581,12 @@ static void attn_emit(toka_device *d, attn_level *l, const attn_item *item, int 
 static void attn_emit_span(toka_device *d, const toka_step *s, int i, attn_level *l, int part_len) {
     const toka_span *sp = &s->spans[i];
     const attn_span *a = &d->attn->spans[i];
-    int G = d->attn->G, end = (sp->row0 + sp->n_rows) * G;
+    int G = d->attn->G, end = (sp->row0 + sp->n_rows) * G, skip = sp->kv0 & (d->shape->B - 1);
     int tile = a->small ? ATTN_SMALL_Q : d->attn->tile_q, n = a->small ? 1 : ceil_div(sp->n_rows * G, tile);
     for (int t = n - 1; t >= 0; t--) {
-        attn_item item = {.q0 = sp->row0 * G + t * tile, .kv0 = sp->kv0, .page0 = a->page0, .pos_lo = INT_MAX, .pos_hi = -1,
-                          .where = a->where};
-        item.nq = min(tile, end - item.q0);
+        attn_item item = {.q0 = sp->row0 * G + t * tile, .skip = (short)skip, .kv0 = sp->kv0 - skip, .page0 = a->page0,
+                          .pos_lo = INT_MAX, .pos_hi = -1, .where = a->where};
+        item.nq = (short)min(tile, end - item.q0);
         int r = a->small ? sp->row0 : item.q0 / G; /* 8,192 divisions less */
         int last = a->small ? sp->row0 + sp->n_rows - 1 : (item.q0 + item.nq - 1) / G;
         for (; r <= last; r++) {
@@ -2827,7 +2829,7 @@ __device__ static inline void attn_mask(const attn_args &a, const attn_item &it,
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         int pos = i + 8 * r < it.nq ? a.pos[(it.q0 + i + 8 * r) / a.G] : -1;
-        from[r] = a.window ? pos - a.window + 1 : 0, to[r] = min(pos + 1, it.kv1);
+        from[r] = max(it.kv0 + it.skip, a.window ? pos - a.window + 1 : 0), to[r] = min(pos + 1, it.kv1);
     }
 #pragma unroll
     for (int j = 0; j < N; j++) {
@@ -2864,15 +2866,16 @@ template <int N> __device__ static inline void attn_fade(float (&acc)[N], const 
     for (int i = 0; i < N; i++) acc[i] *= fade[i >> 1 & 1];
 }
 
-/* First position that some row of the item sees through the window, down to a whole number of tiles from kv0. */
+/* First position that some row of the item sees, down to a whole number of tiles from kv0. */
 __device__ static inline int attn_first(const attn_args &a, const attn_item &it, int tile) {
-    int first = a.window ? it.pos_lo - a.window + 1 - it.kv0 : 0;
-    return it.kv0 + (first > 0 ? first / tile * tile : 0);
+    int first = max((int)it.skip, a.window ? it.pos_lo - a.window + 1 - it.kv0 : 0);
+    return it.kv0 + first / tile * tile;
 }
 /* Tiles x .. y-1 from `first` on are seen whole by all rows of the item: no mask. */
 __device__ static inline int2 attn_open_tiles(const attn_args &a, const attn_item &it, int first, int tile) {
-    int hidden = it.pos_hi - a.window - first; /* position, counted from `first`, that some row does not see any more */
-    return make_int2(a.window && hidden >= 0 ? hidden / tile + 1 : 0, max(0, min(it.pos_lo + 1, it.kv1) - first) / tile);
+    /* the last position, counted from `first`, that some row does not see, as it is another span's or behind the window */
+    int hidden = max(it.kv0 + it.skip - 1, a.window ? it.pos_hi - a.window : -1) - first;
+    return make_int2(hidden >= 0 ? hidden / tile + 1 : 0, max(0, min(it.pos_lo + 1, it.kv1) - first) / tile);
 }
 
 typedef struct attn_rows { /* a thread's two queries: i and i + 8 of the item */
@@ -2959,7 +2962,7 @@ template <int DP, int WARPS> static void attn_mma_launch(toka_device *d, const a
 
 /* ---- Small items on Hopper: one warp, fed by the copy engine ----
  * In and out as above. Grid: (item, kv head), 32 threads. Shared: STAGES tiles of TOK positions, K and V, each [panels][TOK][64].
- * Bytes: K and V of the item's positions, rounded up to 8 positions; FLOPs: 4 * 16 * D * kv, of which G/16 are wanted.
+ * Bytes: K and V of the item's positions, rounded up to 8 positions at both ends; FLOPs: 4 * 16 * D * kv, of which G/16 are wanted.
  * Why: the limit is the bytes of K and V, so what counts is that many are under way: 9 warps of 24 KB on an SM, none of which
  * ever waits for another; the card itself hands the next item to the next free place. One lane asks for a tile with two or four
  * copies, for the last one in pieces of 8 positions; the numbers of 32 pages lie in the lanes of the warp. */
@@ -2987,12 +2990,13 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
         int row = ((__shfl_sync(~0u, ids, page - ids_at) * a.K + h) * 2 << a.log2_B) + (t & ((1 << a.log2_B) - 1));
         if (lane) return;
         uint32_t to = smem_at(ring + i % STAGES * 2 * HALF), bar = smem_at(&full[i % STAGES]);
-        int pieces = n == TOK ? 1 : (n + 7) / 8;
-        mbar_expect_tx(bar, 2 * DP * 2 * (n == TOK ? TOK : pieces * 8));
+        int from = max(0, it.skip - t) / 8, pieces = (n + 7) / 8;
+        bool is_whole = n == TOK && !from;
+        mbar_expect_tx(bar, 2 * DP * 2 * (pieces - from) * 8);
         for (int v = 0; v < 2; v++)
             for (int panel = 0; panel < DP / 64; panel++)
-                for (int j = 0; j < pieces; j++)
-                    tma_load_2d(to + (v * HALF + panel * TOK * 64 + j * 8 * 64) * 2, n == TOK ? &whole : &fine, bar, panel * 64,
+                for (int j = from; j < (is_whole ? 1 : pieces); j++)
+                    tma_load_2d(to + (v * HALF + panel * TOK * 64 + j * 8 * 64) * 2, is_whole ? &whole : &fine, bar, panel * 64,
                                 row + (v << a.log2_B) + j * 8);
     };
     grid_wait();
@@ -3008,9 +3012,12 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
         float s[TOK / 2];
         mbar_wait(smem_at(&full[i % STAGES]), i / STAGES & 1);
         attn_qk<DP, TOK>(s, q, k, DP == 64 ? 64 : a.D);
-        if (n < TOK) { /* 0 times what lies behind the last position must be 0 */
-            for (int j = lane + n * (DP / 8); j < TOK * (DP / 8); j += 32)
-                *(uint4 *)(k + HALF + attn_piece_at(TOK, j / (DP / 8), j % (DP / 8))) = uint4{};
+        int from = max(0, it.kv0 + it.skip - kv) / 8 * 8;
+        if (n < TOK || from) { /* 0 times what lies around the positions asked for must be 0 */
+            for (int j = lane; j < TOK * (DP / 8); j += 32)
+                if (j / (DP / 8) < from || j / (DP / 8) >= n)
+                    *(uint4 *)(k + HALF + attn_piece_at(TOK, j / (DP / 8), j % (DP / 8))) = uint4{};
+            fence_async_smem(); /* the copy engine will write there again */
             __syncwarp();
         }
         if (i < open.x || i >= open.y) attn_mask(a, it, s, w.i, kv);
@@ -6090,4 +6097,5 @@ extern "C" const toka_backend toka_cuda = {
     .merge_tok = 8, /* these three: how attention's time grows, measured on an H100 (chapter 9) */
     .span_tok = 512,
     .tile_rows = 32,
+    .cut_tok = 8, /* what a copy to attn_small fetches at least */
 };

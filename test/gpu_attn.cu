@@ -9,6 +9,7 @@ typedef struct shape_case { int D, K, G, B, window; } shape_case;
 struct seq { /* positions 0 .. len-1 known, the last `rows` of them are this step's */
     std::vector<int> pages;
     int len, rows, row0;
+    int like, from, upto; /* positions from .. upto-1 are on an own page, a copy of that of sequence `like`; upto 0: none */
 };
 
 /* A step's worth of sequences, its pages, and its spans with prefixes shared or not. */
@@ -25,7 +26,7 @@ struct scene {
         return v;
     }
     void add(int len, int rows, const std::vector<int> &prefix = {}) {
-        seq q = {prefix, len, rows, T};
+        seq q = {prefix, len, rows, T, 0, 0, 0};
         std::vector<int> own = take(ceil_div(len, c.B) - (int)prefix.size());
         q.pages.insert(q.pages.end(), own.begin(), own.end());
         T += rows;
@@ -34,6 +35,13 @@ struct scene {
     void share(int first_seq, int n_seqs, int from_page, int n) {
         int row0 = seqs[first_seq].row0, end = seqs[first_seq + n_seqs - 1].row0 + seqs[first_seq + n_seqs - 1].rows;
         shared.push_back({row0, end - row0, first_seq, from_page * c.B, n * c.B});
+    }
+    /* the span made last goes on for n positions, into pages that each of its sequences has a copy of */
+    void share_tail(int first_seq, int n_seqs, int n) {
+        toka_span &sp = shared.back();
+        int from = sp.kv0 + sp.n_kv;
+        sp.n_kv += n;
+        for (int i = first_seq + 1; i < first_seq + n_seqs; i++) seqs[i].like = first_seq, seqs[i].from = from, seqs[i].upto = from + n;
     }
 };
 
@@ -68,13 +76,15 @@ struct host_step {
     }
 };
 
-__global__ static void fill_slots(bf16 *kv, const int *slots, int n, int K, int D, int log2_B, uint64_t seed, float scale) {
+/* Slot .x gets what is random for slot .y. */
+__global__ static void fill_slots(bf16 *kv, const int2 *slots, int n, int K, int D, int log2_B, uint64_t seed, float scale) {
+    auto at = [=](int slot, int j) {
+        int page = slot >> log2_B, off = slot & ((1 << log2_B) - 1);
+        return ((((size_t)page * K * 2 + j / D) << log2_B) + off) * D + j % D;
+    };
     for (int i = blockIdx.x; i < n; i += gridDim.x)
-        for (int j = threadIdx.x; j < K * 2 * D; j += blockDim.x) {
-            int page = slots[i] >> log2_B, off = slots[i] & ((1 << log2_B) - 1);
-            size_t at = ((((size_t)page * K * 2 + j / D) << log2_B) + off) * D + j % D;
-            kv[at] = __float2bfloat16(scale * gpu_normal(seed, at));
-        }
+        for (int j = threadIdx.x; j < K * 2 * D; j += blockDim.x)
+            kv[at(slots[i].x, j)] = __float2bfloat16(scale * gpu_normal(seed, at(slots[i].y, j)));
 }
 
 /* One block per row and head, in float64. tables: [row][n_table] pages. */
@@ -131,10 +141,14 @@ struct stand : host_step {
     stand(scene &s, bool share, float q_scale, int seed)
         : host_step(s, share, seed), sc(s), kv((size_t)(s.n_pages + 1) * s.c.K * 2 * s.c.B * s.c.D),
           q((size_t)s.T * s.c.K * s.c.G * s.c.D), o(q.n) {
-        std::vector<int> slots;
+        std::vector<int2> slots;
         for (seq &x : s.seqs)
-            for (int i = 0; i < x.len; i++) slots.push_back(order[x.pages[i / s.c.B]] * s.c.B + i % s.c.B);
-        gpu_buf<int> dev_slots(slots.size());
+            for (int i = 0; i < x.len; i++) {
+                const seq &like = i >= x.from && i < x.upto ? s.seqs[x.like] : x;
+                auto slot = [&](const seq &y) { return order[y.pages[i / s.c.B]] * s.c.B + i % s.c.B; };
+                slots.push_back({slot(x), slot(like)});
+            }
+        gpu_buf<int2> dev_slots(slots.size());
         dev_slots.set(slots);
         fill_slots<<<1024, 128>>>(kv.p(), dev_slots.p(), (int)slots.size(), s.c.K, s.c.D, __builtin_ctz(s.c.B), seed, 1);
         gpu_random(q, seed + 1, q_scale);
@@ -226,6 +240,25 @@ static void grow(scene &s, int depth, int pages, const std::vector<int> &prefix,
     s.share(first, n_seqs, (int)prefix.size(), pages);
     last = s.shared.back(), s.shared.pop_back(), s.shared[at] = last;
 }
+/* Samples of prompts that do not end with a page: all but the last level of spans end, and the own ones begin, within one. */
+static void add_tails(scene &s, int rows) {
+    int n = 0;
+    for (int tail : {1, 7, 8, 15}) {
+        std::vector<int> prefix = s.take(n % 3);
+        int first = (int)s.seqs.size(), n_pages = n++ % 3, B = s.c.B;
+        tail = tail * B / 16 + (B > 16);
+        for (int len : {1, 2, 9, 33, 64, 130, 899}) s.add(n_pages * B + tail + std::max(len, rows), rows, prefix);
+        s.share(first, 7, 0, n_pages), s.share_tail(first, 7, tail);
+    }
+}
+static void test_tails(shape_case c) {
+    for (int rows : {1, 3, 40}) {
+        scene s(c);
+        s.add(100, 1);
+        add_tails(s, rows);
+        check(s, rows == 1 ? "tails" : rows == 3 ? "tails, 3 rows" : "tails, 40 rows");
+    }
+}
 static void test_decode(shape_case c) {
     scene s(c);
     for (int n : lengths) s.add(n, 1);
@@ -278,6 +311,7 @@ struct list_check {
     const attn_plan *p;
     const int *pages; /* as uploaded */
     std::vector<int> table; /* [row] where the row's pages begin in h.pages */
+    std::vector<int> tail, twin; /* [row] the positions below `tail` are read from pages that begin there */
     std::vector<std::vector<char>> seen;
     std::vector<int> state; /* 0 none, 1 has a state, 2 done */
     std::vector<int> when;  /* the last level that worked on the query: items of one level run side by side */
@@ -293,9 +327,9 @@ struct list_check {
         for (int q = it.q0; q < it.q0 + it.nq; q++) {
             int row = q / G, end = std::min(it.kv1, h.pos[row] + 1);
             lo = std::min(lo, h.pos[row]), hi = std::max(hi, h.pos[row]);
-            for (int t = it.kv0; t < end; t++) {
+            for (int t = it.kv0 + it.skip; t < end; t++) {
                 bad += seen[q][t]++ != 0;
-                bad += pages[it.page0 + (t - it.kv0) / h.shape.B] != h.pages[table[row] + t / h.shape.B];
+                bad += pages[it.page0 + (t - it.kv0) / h.shape.B] != h.pages[(t < tail[row] ? twin : table)[row] + t / h.shape.B];
             }
         }
         bad += lo != it.pos_lo || hi != it.pos_hi || it.kv0 % h.shape.B || it.kv1 > hi + 1;
@@ -334,6 +368,8 @@ static void check_list(scene &s, bool share, bool hopper, bool want_parts, const
     int G = s.c.G, at = 0, left = 0;
     for (seq &x : s.seqs) {
         c.table.insert(c.table.end(), (size_t)x.rows, at);
+        c.tail.insert(c.tail.end(), (size_t)x.rows, share ? x.upto : 0);
+        c.twin.insert(c.twin.end(), (size_t)x.rows, x.upto ? c.table[s.seqs[x.like].row0] : at);
         at += (int)x.pages.size() + 3;
     }
     for (int q = 0; q < s.T * G; q++) c.seen.emplace_back((size_t)h.pos[q / G] + 1, 0);
@@ -350,6 +386,9 @@ static void test_lists() {
         for (int D : {40, 64})
             for (bool hopper : {false, true}) {
                 scene few({D, 2, G, 64, 0}), many({D, 2, G, 64, 0}), tree({D, 2, G, 64, 0}), chunk({D, 2, G, 64, 0});
+                scene tails({D, 2, G, 64, 0});
+                add_tails(tails, 1), add_tails(tails, 5);
+                check_list(tails, true, hopper, false, "prompts that end within a page");
                 for (int n : {5000, 3000, 900, 17}) few.add(n, 1);
                 few.add(4000, 50);
                 for (int i = 0; i < 700; i++) many.add(41 + i * 37 % 400, 1 + i % 90 / 88 * 40);
@@ -388,6 +427,7 @@ static void test_tiny() {
         s.add(130, 60);
         s.add(1500, 1); /* in parts */
         grow(s, 1, 2, {}, 1, 20);
+        add_tails(s, 1);
         check(s, "tiny");
     }
 }
@@ -403,14 +443,15 @@ static void test_all(bool small) {
         test_decode(c);
         test_prefill(c);
         test_tree(c, 1 + n % 3, 3, 1, 6);
+        test_tails(c);
         c.window = 70;
-        test_prefill(c), test_decode(c);
+        test_prefill(c), test_decode(c), test_tails(c);
     }
     for (int G : Gs) {
         if (small) break;
         for (int D : {64, 128}) {
             shape_case c = {D, 3, G, 64, 0};
-            test_decode(c), test_prefill(c), test_tree(c, 2, 5, 1, 40);
+            test_decode(c), test_prefill(c), test_tree(c, 2, 5, 1, 40), test_tails(c);
         }
     }
     shape_case c = {64, 2, 4, 64, 0}, wide = {128, 1, 24, 64, 0}, w = {128, 2, 4, 64, 100};
@@ -506,6 +547,46 @@ static void bench_plan() {
     printf(json ? "{\"op\":\"attention\",\"case\":\"work list of 8192 sequences\",\"us\":%.1f,\"bytes\":%zu}\n"
                 : "work list of 8192 sequences, one shared prefix: %.1f us of the host, %zu bytes up\n", best, st.d->up.used);
 }
+/* The steady state of 8,192 samples of eight prompts: 704 positions in common of which `tail` are no whole page, and own parts as
+ * old as samples that end between 16 and 512, log-normal around 138, are on average: 88 positions. With the levels by themselves. */
+static void bench_samples(int D, int n, int pages, int tail, bool share_tail, double ceiling) {
+    scene s({D, 8, 4, 64, 0});
+    char what[80];
+    double own = 0, shared = 0;
+    for (int g = 0; g < 8; g++) {
+        std::vector<int> prefix = s.take(pages);
+        for (int i = 0; i < n / 8; i++) {
+            double len, age;
+            for (uint64_t k = (uint64_t)(g * n + i) * 64;; k += 2) { /* those that live long are met more often */
+                len = std::max(16.0, std::min(512.0, 138 * exp(0.4 * gpu_normal(3, k)))), age = 512 * gpu_uniform(4, k);
+                if (age < len) break;
+            }
+            s.add(pages * 64 + tail + 1 + (int)age, 1, prefix), own += 1 + (int)age;
+        }
+        s.share(g * (n / 8), n / 8, 0, pages);
+        if (share_tail) s.share_tail(g * (n / 8), n / 8, tail);
+    }
+    shared = (double)n * (pages * 64 + (share_tail ? tail : 0)), own += share_tail ? 0 : (double)n * tail;
+    stand st(s, true, 1.5f, 5);
+    attn_plan *p = st.d->attn;
+    attn_level levels[2] = {p->levels[0], p->levels[1]};
+    double rest = n * 32.0 * D; /* elements of Q, O, a state */
+    snprintf(what, sizeof what, "%d samples, tail of %d%s", n, tail, share_tail ? " shared" : "");
+    double us = gpu_time_us(st.d->stream, 4, 7, [&](int) { st.run(); });
+    if (st.ok(what)) say(what, D, us, own * 8 * D * 4 + rest * 4, (own + shared) * 32 * D * 4, ceiling);
+    p->n_levels = 1;
+    us = gpu_time_us(st.d->stream, 4, 7, [&](int) { st.run(); });
+    if (st.ok(what)) say("    shared part alone", D, us, rest * 6, shared * 32 * D * 4, ceiling);
+    p->levels[0] = levels[1];
+    us = gpu_time_us(st.d->stream, 4, 7, [&](int) { st.run(); });
+    if (st.ok(what)) say("    own parts alone", D, us, own * 8 * D * 4 + rest * 8, own * 32 * D * 4, ceiling);
+}
+static void bench_samples_all() {
+    double ceiling = read_ceiling();
+    printf(json ? "{\"op\":\"read\",\"gb_s\":%.1f}\n" : "reading 2 GiB: %.0f GB/s\n", ceiling);
+    for (bool share_tail : {false, true}) bench_samples(64, 8192, 10, 35, share_tail, ceiling);
+    bench_samples(64, 7168, 10, 35, true, ceiling);
+}
 static void bench_all(bool decode, bool tiles) {
     double ceiling = read_ceiling();
     printf(json ? "{\"op\":\"read\",\"gb_s\":%.1f}\n" : "reading 2 GiB: %.0f GB/s\n", ceiling);
@@ -528,14 +609,16 @@ static void bench_all(bool decode, bool tiles) {
 }
 
 int main(int argc, char **argv) {
-    bool small = false, timings = false, only_tiles = false, only_decode = false;
+    bool small = false, timings = false, only_tiles = false, only_decode = false, samples = false;
     for (int i = 1; i < argc; i++) {
         small |= !strcmp(argv[i], "small"), timings |= !strcmp(argv[i], "bench"), json |= !strcmp(argv[i], "--json");
         only_tiles |= !strcmp(argv[i], "tiles"), only_decode |= !strcmp(argv[i], "decode");
+        samples |= !strcmp(argv[i], "samples");
     }
     if (argc > 1 && !strcmp(argv[1], "lists")) return test_lists(), gpu_report();
     gpu_device();
-    if (timings) bench_all(!only_tiles, !only_decode);
+    if (timings && samples) bench_samples_all();
+    else if (timings) bench_all(!only_tiles, !only_decode);
     else if (argc > 1 && !strcmp(argv[1], "tiny")) test_tiny();
     else if (argc > 1 && !strcmp(argv[1], "parts")) test_parts(64), test_parts(128);
     else test_all(small);

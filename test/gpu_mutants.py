@@ -113,7 +113,9 @@ MUTANTS = [
     # ---- Attention ----
     *group("attn_mma", "attn small", "(decode|prefill|tree) .*B=(16|32) ",
            ("one position too far", "to[r] = `min(pos + 1, it.kv1)`;", "min(pos + 2, it.kv1)", "prefill .*B=(16|32) "),
-           ("the window ends a position late", "from[r] = a.window ? `pos - a.window + 1` : 0", "pos - a.window", "B=(16|32) window=70"),
+           ("the window ends a position late", "from[r] = max(it.kv0 + it.skip, a.window ? `pos - a.window + 1` : 0)", "pos - a.window",
+            "B=(16|32) window=70"),
+           ("positions that another span has had", "from[r] = max(`it.kv0 + it.skip`, a.window", "it.kv0", "tails.* B=(16|32) .*shared"),
            ("a last tile of one position", "int first = attn_first(a, it, TOK), n_tiles = it.kv1 > first ? `(it.kv1 - first + TOK - 1) / TOK` : 0;",
             "(it.kv1 - first + TOK - 2) / TOK"),
            ("the last page is the one before", "a.pages[it.page0 + (`t >> a.log2_B`)] * a.K + h) * 2 + is_v;",
@@ -122,7 +124,9 @@ MUTANTS = [
     *group("attn_small", "attn small", "decode .*B=64 ",
            ("a last tile of one position", "ids_at = -32;\n    int n_tiles = it.kv1 > first ? `(it.kv1 - first + TOK - 1) / TOK` : 0;",
             "(it.kv1 - first + TOK - 2) / TOK"),
-           ("what lies behind the last position", "int j = `lane + n * (DP / 8)`; j < TOK * (DP / 8)", "lane + (n + 1) * (DP / 8)"),
+           ("what lies behind the last position", "if (j / (DP / 8) < from || `j / (DP / 8) >= n`)", "j / (DP / 8) > n"),
+           ("the first eight positions where not all are its own", "int from = `max(0, it.skip - t) / 8`, pieces", "(max(0, it.skip - t) + 7) / 8",
+            "tails.* B=64 .*shared"),
            ("the last page is the one before", "min(page + lane, `(it.kv1 - it.kv0 - 1) >> a.log2_B`)", "max((it.kv1 - it.kv0 - 1 >> a.log2_B) - 1, 0)")),
     *group("attn_small", "attn parts", "many long ",
            ("beyond 32 pages", "if (`page - ids_at >= 32`) ids_at = page, ids = a.pages[it.page0 + min(page + lane, (", "page - ids_at >= 32 + (ids_at >= 0)")),
@@ -148,7 +152,7 @@ MUTANTS = [
            ("parts share a slot", "i < n; i++, p->n_slots += `ceil_div(item->nq, ATTN_SMALL_Q)`) {", "item->nq / ATTN_SMALL_Q"),
            ("a merge without its last part", "attn_merge{item->q0, item->nq, p->n_slots, `n`, item->where}", "n - 1"),
            ("parts begin on each other's pages", "a->page0 = item->page0 + `i * part_pages`", "i * (part_pages - 1)"),
-           ("the last page of a span", "p->spans[i].page0 = (int)n, n += `(s->spans[i].n_kv + B - 1) >> shift`;", "s->spans[i].n_kv >> shift")),
+           ("the last page of a span", "return `((sp->kv0 & (B - 1)) + sp->n_kv + B - 1) >> shift`;", "(sp->n_kv + B - 1) >> shift")),
 
     # ---- Sampling ----
     *group("samp_filter_kernel", "samp small", "V \\d+, case \\d+",
