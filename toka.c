@@ -11168,6 +11168,7 @@ static int rank_open(model_rank *r, toka_err *e) {
     r->q = be->alloc(r->dev, heads);
     r->o = be->alloc(r->dev, heads);
     if (r->options.tp_rank) r->unread = mem_alloc((size_t)r->options.max_out * sizeof *r->unread);
+    for (const toka_step *graph; be->capture && (graph = be->capture(r->dev));) rank_step(r, graph, NULL);
     return be->status(r->dev, e);
 }
 
@@ -11657,7 +11658,8 @@ static int eng_open_replicas(eng *g, toka_shape *shape, const toka_options *o, s
     const int tp = MAX(o->tensor_parallel_size, 1), pp = MAX(o->pipeline_parallel_size, 1), n_devices = tp * pp * g->n_replicas;
     toka_device_options d = {.n_threads = o->n_threads, .max_tokens = c->max_tokens, .max_out = c->max_tokens,
                              .n_slots = c->max_seqs, .n_devices = n_devices,
-                             .memory_utilization = o->gpu_memory_utilization, .progress = o->progress, .user = o->progress_user};
+                             .memory_utilization = o->gpu_memory_utilization, .eager = o->enforce_eager,
+                             .progress = o->progress, .user = o->progress_user};
     int code = 0;
     if (g->be->count && n_devices > g->be->count())
         return fail(e, TOKA_E_DEVICE, "%d replica%s of %d stage%s of %d tensor rank%s: %d GPUs are needed, this process sees %d",
@@ -15267,6 +15269,7 @@ typedef struct run_report { /* what a batch was worth */
     toka_times device;
     double idle_of[ENG_MAX_SPLIT]; /* [n_stages] share of the time that each stage of the first replica had nothing to do, by its device */
     int n_stages;
+    const char *about; /* the device in words */
     const run_gpu *gpu; /* NULL: not in the list */
     toka_stats s;
 } run_report;
@@ -15279,7 +15282,7 @@ static void run_report_device(run_report *p, toka *t) {
     toka_times *d = &p->device;
     double timed_s = 0;
     if (!model_times(m, 0, d)) return;
-    p->timed = true, p->gpu = run_gpu_of(m->be->describe(m->ranks[0].dev));
+    p->timed = true, p->about = m->be->describe(m->ranks[0].dev), p->gpu = run_gpu_of(p->about);
     p->run = d->busy_s / p->elapsed_s;
     for (p->n_stages = 0; p->n_stages < m->pp; p->n_stages++) {
         toka_times own = {0};
@@ -15300,7 +15303,8 @@ static double run_rate(double amount, double s) { return s > 0 ? amount / s : 0;
 static void run_report_show_device(const run_report *p) {
     const toka_times *d = &p->device;
     const double apart = d->busy_s + d->idle_s;
-    fprintf(stderr, "  by the device's clock: %.2f ms a step, idle between steps %.2f %%", 1e3 * d->busy_s / (double)d->steps,
+    fprintf(stderr, "  %s; %.1f %% of the steps were graphs\n", p->about, 100 * run_rate((double)d->graphs, (double)d->steps));
+    fprintf(stderr, "  by the device's clock: %.3f ms a step, idle between steps %.2f %%", 1e3 * d->busy_s / (double)d->steps,
             apart > 0 ? 100 * d->idle_s / apart : 0);
     if (p->gpu)
         fprintf(stderr, "; 100 %% is %.0f TFLOP/s and %.2f TB/s (%s, %s)", 1e-12 * p->gpu->flops, 1e-12 * p->gpu->read, p->gpu->name, p->gpu->source);
@@ -15325,7 +15329,7 @@ static void run_report_put_device(buf *b, const run_report *p) {
     const toka_times *d = &p->device;
     if (!p->timed) return;
     json_put_key(b, "device"), json_put_open(b, '{');
-    json_put_key(b, "steps"), json_put_int(b, d->steps);
+    json_put_key(b, "steps"), json_put_int(b, d->steps), json_put_key(b, "steps_graphs"), json_put_int(b, d->graphs);
     json_put_key(b, "busy_s"), json_put_num(b, d->busy_s, true), json_put_key(b, "idle_s"), json_put_num(b, d->idle_s, true);
     json_put_key(b, "steps_timed"), json_put_int(b, d->n_timed);
     json_put_key(b, "idle_by_stage"), json_put_open(b, '[');
@@ -20395,6 +20399,8 @@ static const cli_flag cli_flags[] = {
      "size of the KV cache in tokens (default: as memory allows)"},
     {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens), FOR_OPENS | FOR_PLAN,
      "most tokens in one step (default: 512, on a GPU 8448)"},
+    {"enforce-eager", "", "", CLI_BOOL, AT(open.enforce_eager), FOR_OPENS,
+     "on a GPU: no step is captured as a CUDA graph; to measure what they gain"},
     {"no-enable-prefix-caching", "", "", CLI_BOOL, AT(open.no_prefix_caching), FOR_OPENS,
      "every sample computes and keeps its whole prompt by itself; to measure what sharing saves"},
     {NULL, NULL, NULL, 0, 0, 0, "Prompt"},

@@ -68,6 +68,7 @@ typedef struct toka_options {
     int64_t kv_tokens;          /* tokens that the KV cache holds; 0: as many as memory allows */
     bool no_prefix_caching;     /* no pages and no attention are shared, neither among samples nor among equal beginnings: every
                                    sample computes its whole prompt. Results are the same; it is there to measure what sharing saves */
+    bool enforce_eager;         /* on a GPU: no step is captured as a CUDA graph, all are launched kernel by kernel */
     double gpu_memory_utilization; /* share of the GPU's free memory that may be taken, in (0,1]; 0: 0.9 */
     void (*progress)(void *user, const char *what, double done); /* told while toka_open works, or NULL; done: 0 to 1. Any thread,
                                                                     one at a time */
@@ -388,6 +389,7 @@ typedef struct toka_device_options {
     toka_group *group; /* NULL: alone */
     int tp_rank, tp_size, pp_rank, pp_size; /* place in the group; sizes 0 and 1 mean the same */
     double memory_utilization; /* CUDA: share of the free memory that may be taken; 0: 0.9 */
+    bool eager;                /* CUDA: nothing is captured, all steps are launched kernel by kernel */
     void (*progress)(void *user, const char *what, double done); /* or NULL; done: 0 to 1; any thread, one at a time */
     void *user;
 } toka_device_options;
@@ -399,7 +401,7 @@ typedef struct toka_part_times {
     double s, flop, bytes;
 } toka_part_times;
 typedef struct toka_times {
-    int64_t steps;
+    int64_t steps, graphs; /* all, and those that were CUDA graphs */
     double busy_s, idle_s; /* in steps, their upload included; between one and the next */
     double begin_s, end_s; /* of the step finished last, from the begin of the first that counts */
     int64_t n_timed;       /* steps whose parts were timed */
@@ -452,6 +454,9 @@ typedef struct toka_backend {
     void (*begin)(toka_device *d, const toka_step *s);
     void (*end)(toka_device *d, const toka_step *s);
     void (*finish)(toka_device *d, const toka_step *s);
+    /* The next step to go through begin, ops and end, ahead of the first real one, so that it is captured: it runs nothing and is not
+     * finished. NULL: that was all; no entry: nothing is captured. */
+    const toka_step *(*capture)(toka_device *d);
     void (*times)(toka_device *d, toka_times *times);            /* as of the last finish; NULL: the device has no clock */
     void (*copy_pages)(toka_device *d, const toka_step *s); /* s->copies, of this rank's layers; before all other ops of the step */
     /* The transformer. x: [T][E] residual stream (with room for E rounded up to 8, where a backend wants to pad), q and o:

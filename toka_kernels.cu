@@ -8,7 +8,8 @@
  * pinned buffer and up in one transfer (struct stage), with the work lists of attention (chapter 8) and of sampling
  * (chapter 11); the ops only launch kernels on one stream, and `end` puts an event behind them. So the next step can be begun while this one
  * runs: what was drawn last for each slot stays on the device (toka_device.last), where `embed` of the next step finds it. `finish` waits
- * for the event of the oldest step and hands out its picks. What a step needs on the host there is STEPS_AHEAD times.
+ * for the event of the oldest step and hands out its picks. What a step needs on the host there is STEPS_AHEAD times. Decode steps of few
+ * rows are graphs, captured at open: then the ops launch nothing, and the last of them launches the graph (chapter 14).
  *
  * NUMBERS. Weights and activations are bf16, accumulators, norms, softmax and log-probabilities float32. The residual stream x is
  * bf16 between ops. Every sum has a fixed order, so a step repeated is equal to the bit; a row's result may differ by
@@ -144,6 +145,31 @@ typedef struct step_clock {
     toka_times t;
 } step_clock;
 
+/* Decode steps of few rows are graphs, captured at open (chapter 14): one for each size, up to which steps are filled with rows that are
+ * nobody's, and each pattern of attention's launches. Before a graph runs, its attention kernels get the grids and arguments of the step's
+ * work list; for all others the size says what they do, and what varies lies at fixed places in the stage. */
+enum { GRAPH_ROWS = 64, GRAPH_SIZES = 7, GRAPH_PATTERNS = 14 };
+enum graph_attention { GRAPH_LAUNCHES, GRAPH_KEEPS, GRAPH_RENEWS }; /* what becomes of a kernel: see launch_dependent */
+typedef struct step_graph {
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;  /* NULL: not captured */
+    cudaGraphNode_t *attn; /* [n_attn] in the order of their launches */
+    int n_attn;
+} step_graph;
+typedef struct step_graphs {
+    bool capturing;            /* the step that is begun is captured */
+    enum graph_attention role; /* of the kernels that are launched now */
+    step_graph *now;           /* of the step that is begun; NULL: it is launched kernel by kernel */
+    int at;                    /* its next attention kernel */
+    int next, n;               /* the next to capture; captured */
+    double seconds;            /* that it took */
+    int64_t n_run;             /* steps that were graphs */
+    toka_step step;            /* the step that is begun, filled up; its rows: */
+    int ids[GRAPH_ROWS], pos[GRAPH_ROWS], slot[GRAPH_ROWS];
+    toka_out_row out[GRAPH_ROWS];
+    step_graph all[GRAPH_SIZES * GRAPH_PATTERNS];
+} step_graphs;
+
 struct attn_plan; /* chapter 8 */
 struct samp_plan; /* chapter 11 */
 struct group_rank; /* chapter 10 */
@@ -187,6 +213,8 @@ struct toka_device {
     step_rows rows;
     int *last;               /* [n_slots] the id drawn last for each slot */
     step_clock clock;
+    step_graphs graphs;
+    const toka_step *step;   /* the one that is begun, as it runs: filled up to a graph's size, if it is one */
     int newest, oldest;      /* places in the rings of STEP_RING: of the step begun last, of the one finished last */
     attn_plan *attn;
     samp_plan *samp;
@@ -230,6 +258,29 @@ static void launch_prepare(toka_device *d, const char *what, const void *kernel,
     if (i == d->n_prepared) d->n_prepared++;
 }
 
+/* A kernel of attention in a graph: remembered when it is captured, given new arguments before it is replayed. */
+static void graph_keep(toka_device *d) {
+    cudaStreamCaptureStatus status;
+    const cudaGraphNode_t *last;
+    const cudaGraphEdgeData *edges;
+    size_t n = 0;
+#if CUDART_VERSION >= 13000
+    latch(d, cudaStreamGetCaptureInfo(d->stream, &status, NULL, NULL, &last, &edges, &n), "capture");
+#else
+    latch(d, cudaStreamGetCaptureInfo_v3(d->stream, &status, NULL, NULL, &last, &edges, &n), "capture");
+#endif
+    assert(d->error.code || n == 1);
+    if (!d->error.code) d->graphs.now->attn[d->graphs.now->n_attn++] = *last;
+}
+static void graph_renew(toka_device *d, const cudaLaunchConfig_t *config, const void *kernel, void **arguments) {
+    step_graph *g = d->graphs.now;
+    cudaKernelNodeParams p = {};
+    p.func = (void *)kernel, p.gridDim = config->gridDim, p.blockDim = config->blockDim;
+    p.sharedMemBytes = (unsigned)config->dynamicSmemBytes, p.kernelParams = arguments;
+    assert(d->graphs.at < g->n_attn);
+    latch(d, cudaGraphExecKernelNodeSetParams(g->exec, g->attn[d->graphs.at++], &p), "attention");
+}
+
 template <class T> struct as_declared { typedef T type; }; /* keeps a parameter out of template deduction */
 
 /* Launches a kernel in clusters of `cluster` CTAs, with `smem` bytes of dynamic shared memory. On Hopper it may start while the kernel
@@ -255,7 +306,9 @@ static void launch_dependent(toka_device *d, const char *what, void (*kernel)(P.
         attributes[config.numAttrs].val.clusterDim = {(unsigned)cluster, 1, 1};
         config.numAttrs++;
     }
-    latch(d, cudaLaunchKernelExC(&config, (const void *)kernel, pointers), what);
+    if (d->graphs.role == GRAPH_RENEWS) graph_renew(d, &config, (const void *)kernel, pointers);
+    else latch(d, cudaLaunchKernelExC(&config, (const void *)kernel, pointers), what);
+    if (d->graphs.role == GRAPH_KEEPS && !d->error.code) graph_keep(d);
 }
 
 /* For tests with one GPU: all ranks on GPU 0. */
@@ -5366,7 +5419,7 @@ static void samp_collect(toka_device *d, const toka_step *s, const samp_down *do
     }
 }
 
-/* Everything up to the results, which stay on the device. As many rows at a time as there is room for parts, and for the logits of those
+/* The op up to the results, which stay on the device; samp_plan_step has run and the stage has been sent. Uses d->xn. As many rows at a time as there is room for parts, and for the logits of those
  * that have to be stored; plain and filtered rows share a pass over the weights. */
 static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
     samp_plan *p = d->samp;
@@ -5379,13 +5432,6 @@ static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
         if (more > 0) n += samp_send_filters(d, s, i + n, more, &filters);
         if (!d->error.code) samp_rows(d, s, i, n, n_plain, filters);
     }
-}
-
-/* The op. samp_plan_step has run and the stage has been sent. Uses d->xn. samp_collect follows when the stream has come so far. */
-static void norm_logits_sample(toka_device *d, const toka_step *s, const bf16 *x, toka_pick *picks) {
-    samp_launch(d, s, x);
-    samp_bring(d, s, picks);
-    group_send_drawn(d, s);
 }
 
 /* ===========================================================================
@@ -5505,11 +5551,15 @@ static void clock_count(toka_device *d, const toka_step *s) {
     for (int i = 0; i < TOKA_PARTS; i++) d->clock.t.part[i].flop += add[i].flop, d->clock.t.part[i].bytes += add[i].bytes;
 }
 
+static bool clock_is_due(const toka_device *d) { return d->clock.n_begun % TIME_EVERY == TIME_EVERY / 2; } /* to time the next step's parts */
+
 /* Where a step begins. Two steps whose parts are timed are never under way at once. */
 static void clock_begin(toka_device *d, const toka_step *s) {
     step_clock *c = &d->clock;
     latch(d, cudaEventRecord(c->begun[d->newest], d->stream), "step");
-    if (c->n_begun++ % TIME_EVERY != TIME_EVERY / 2) return;
+    const bool due = clock_is_due(d);
+    c->n_begun++;
+    if (!due) return;
     c->timed = d->newest, c->n_at = 0;
     clock_count(d, s);
 }
@@ -5545,7 +5595,7 @@ static void clock_done(toka_device *d) {
     t->n_timed++, c->timed = -1;
 }
 
-static void cuda_times(toka_device *d, toka_times *t) { *t = d->clock.t; }
+static void cuda_times(toka_device *d, toka_times *t) { *t = d->clock.t, t->graphs = d->graphs.n_run; }
 
 /* ---- Open and close ---- */
 
@@ -5553,10 +5603,18 @@ static int cuda_check(const toka_device_options *o, const toka_shape *s, toka_er
     e->code = 0;
     if (s->D % 8 || s->D > 256)
         snprintf(e->msg, sizeof e->msg, "GPU: head size %d, expected a multiple of 8 up to 256", s->D), e->code = TOKA_E_INPUT;
-    else if (o->max_tokens < 1 || o->max_out < 1 || o->n_pages < 1 || o->n_pages > INT_MAX / s->B)
+    else if (o->max_tokens < 1 || o->max_out < 1 || o->n_pages < 1 || o->n_pages >= INT_MAX / s->B)
         snprintf(e->msg, sizeof e->msg, "GPU: %d tokens and %d outputs a step, %d pages: out of range", o->max_tokens, o->max_out,
                  o->n_pages), e->code = TOKA_E_USE;
     return e->code;
+}
+
+static void graphs_close(toka_device *d) {
+    for (step_graph &g : d->graphs.all) {
+        if (g.exec) cudaGraphExecDestroy(g.exec);
+        if (g.graph) cudaGraphDestroy(g.graph);
+        free(g.attn);
+    }
 }
 
 static void cuda_close(toka_device *d) {
@@ -5565,6 +5623,7 @@ static void cuda_close(toka_device *d) {
     if (d->stream) cudaStreamSynchronize(d->stream);
     for (int i = 0; i < d->n_blocks; i++) cudaFree(d->blocks[i]);
     stage_close(&d->up);
+    graphs_close(d);
     clock_close(d);
     attn_close(d);
     samp_close(d);
@@ -5580,7 +5639,7 @@ static void cuda_take_memory(toka_device *d) {
     d->xn = (bf16 *)dev_alloc(d, T * d->E * sizeof(bf16), "activations");
     d->qkv = (bf16 *)dev_alloc(d, T * HD * sizeof(bf16), "activations");
     d->act = (bf16 *)dev_alloc(d, T * d->F * sizeof(bf16), "activations");
-    d->kv_layer = (size_t)d->options.n_pages * s->K * 2 * s->B * s->D;
+    d->kv_layer = (size_t)(d->options.n_pages + 1) * s->K * 2 * s->B * s->D; /* the last page is for rows that are nobody's */
     d->kv = (bf16 *)dev_alloc(d, (size_t)s->L * d->kv_layer * sizeof(bf16), "KV cache");
     if (!d->error.code) latch(d, cudaMemsetAsync(d->kv, 0, (size_t)s->L * d->kv_layer * sizeof(bf16), d->stream), "KV cache");
     if (!d->error.code) attn_open(d);
@@ -5958,24 +6017,156 @@ static void cuda_break(toka_device *d) {
     if (d->stall_in && !--d->stall_in) stall_kernel<<<1, 1, 0, d->stream>>>(d->group ? d->group->over : NULL);
 }
 
-/* Everything that the step needs goes up, in one transfer. */
-static void cuda_begin(toka_device *d, const toka_step *s) {
-    d->newest = (d->newest + 1) % STEP_RING;
-    if (!op_begins(d, NULL)) return;
+/* As op_begins; also false where the step's graph has the op. */
+static bool op_launches(toka_device *d, const char *op) { return op_begins(d, op) && (!d->graphs.now || d->graphs.capturing); }
+
+/* ---- Captured steps ----
+ *
+ * A step is a graph if each of its rows is decoded and drawn without filters, and if attention's launches, level by level, make one of
+ * these patterns: a level of single sequences, or one of shared prefixes before it. What sizes between need is the next size: its rows
+ * beyond the step's are of token 0, see no keys, leave theirs in a page of nobody's, and their draws are kept nowhere. All kernels
+ * treat up to 8, 16, 32 and 64 rows in the same way, so that a row's result does not depend on whether its step is a graph. Filled up or
+ * not, to capture runs nothing: the plan is made up. Ranks of one model meet by counts that the host keeps, so theirs are not captured. */
+
+enum { GRAPH_TILES = 1, GRAPH_SMALL = 2, GRAPH_MERGES = 4 };
+static const int graph_sizes[GRAPH_SIZES] = {1, 2, 4, 8, 16, 32, GRAPH_ROWS};
+static const unsigned char graph_patterns[GRAPH_PATTERNS][2] = {{2, 0}, {6, 0}, {2, 2}, {2, 6}, {6, 2}, {6, 6}, {1, 2},
+                                                                {1, 6}, {5, 2}, {5, 6}, {3, 2}, {3, 6}, {7, 2}, {7, 6}};
+
+static unsigned char graph_level(const attn_plan *p, int i) {
+    if (i >= p->n_levels) return 0;
+    const attn_level *l = &p->levels[i];
+    return (l->n_tiles ? GRAPH_TILES : 0) | (l->n_small ? GRAPH_SMALL : 0) | (l->n_merges ? GRAPH_MERGES : 0);
+}
+
+/* Rows `from` .. T-1 of d->graphs.step, which are nobody's. */
+static void graph_fill(toka_device *d, int from, int T) {
+    static const toka_sampling nobody = {.top_p = 1, .repetition_penalty = 1};
+    step_graphs *g = &d->graphs;
+    for (int i = from; i < T; i++) {
+        g->ids[i] = g->pos[i] = 0, g->slot[i] = d->options.n_pages * d->shape->B;
+        g->out[i] = toka_out_row{.row = i, .slot = -1, .forced_id = -1, .sampling = &nobody};
+    }
+    g->step.T = g->step.n_out = T;
+    g->step.ids = g->ids, g->step.pos = g->pos, g->step.slot = g->slot, g->step.out = g->out;
+}
+
+/* The place in graph_sizes of the graphs that the step may be run by; -1: none. */
+static int graph_size(const toka_device *d, const toka_step *s) {
+    int size = 0;
+    if (!d->graphs.n || s->n_out != s->T || s->T > GRAPH_ROWS || s->logits) return -1;
+    for (int i = 0; i < s->n_out; i++)
+        if (samp_filtered(&s->out[i], d->shape->V_all)) return -1;
+    while (graph_sizes[size] < s->T) size++;
+    return d->graphs.all[size * GRAPH_PATTERNS].exec ? size : -1;
+}
+
+/* The step filled up to that size. */
+static const toka_step *graph_step(toka_device *d, const toka_step *s, int size) {
+    step_graphs *g = &d->graphs;
+    g->step = *s;
+    memcpy(g->ids, s->ids, (size_t)s->T * sizeof *g->ids);
+    memcpy(g->pos, s->pos, (size_t)s->T * sizeof *g->pos);
+    memcpy(g->slot, s->slot, (size_t)s->T * sizeof *g->slot);
+    memcpy(g->out, s->out, (size_t)s->n_out * sizeof *g->out);
+    graph_fill(d, s->T, graph_sizes[size]);
+    return &g->step;
+}
+
+/* Of that size the one with the pattern that attention's plan has; NULL: it was not captured. */
+static step_graph *graph_of(toka_device *d, int size) {
+    for (int i = 0; i < GRAPH_PATTERNS && d->attn->n_levels <= 2; i++) {
+        step_graph *g = &d->graphs.all[size * GRAPH_PATTERNS + i];
+        if (g->exec && graph_patterns[i][0] == graph_level(d->attn, 0) && graph_patterns[i][1] == graph_level(d->attn, 1)) return g;
+    }
+    return NULL;
+}
+
+/* The next step to be captured. Patterns that cannot be with so few rows are left out, and all where the user or ranks forbid it. */
+static const toka_step *cuda_capture(toka_device *d) {
+    step_graphs *g = &d->graphs;
+    const int most = min(d->options.max_tokens, d->options.max_out);
+    for (; !d->options.eager && tp_size(d) * pp_size(d) == 1 && !d->error.code && g->next < GRAPH_SIZES * GRAPH_PATTERNS; g->next++) {
+        const int T = graph_sizes[g->next / GRAPH_PATTERNS];
+        const unsigned char *pattern = graph_patterns[g->next % GRAPH_PATTERNS];
+        if (T > most) break;
+        if ((pattern[1] && T == 1) || (pattern[0] & GRAPH_TILES && T <= d->attn->small_rows)) continue;
+        g->now = &g->all[g->next++], g->capturing = true;
+        g->step = toka_step{};
+        graph_fill(d, 0, T);
+        return &g->step;
+    }
+    if (g->n) {
+        size_t at = strlen(d->about);
+        snprintf(d->about + at, sizeof d->about - at, ", %d graphs captured in %.2f s", g->n, g->seconds);
+    }
+    return NULL;
+}
+
+/* Everything that the step needs, rows and sampling first: where those lie depends on the number of rows alone. */
+static void step_plan(toka_device *d, const toka_step *s) {
     stage_begin(d, &d->up);
-    d->rows.T = s->T;
+    d->step = s, d->rows.T = s->T;
     d->rows.ids = (const int *)stage_put(&d->up, s->ids, (size_t)s->T * sizeof(int));
     d->rows.pos = (const int *)stage_put(&d->up, s->pos, (size_t)s->T * sizeof(int));
     d->rows.slot = (const int *)stage_put(&d->up, s->slot, (size_t)s->T * sizeof(int));
+    if (d->samp) samp_plan_step(d, s);
     d->rows.copies = (const toka_copy *)stage_put(&d->up, s->copies, (size_t)s->n_copies * sizeof *s->copies);
     attn_plan_step(d, s);
-    if (d->samp) samp_plan_step(d, s);
-    clock_begin(d, s);
-    stage_send(d, &d->up);
-    cuda_break(d);
 }
 
-static void cuda_end(toka_device *d, const toka_step *) { latch(d, cudaEventRecord(d->clock.done[d->newest], d->stream), "step"); }
+static void graph_begin(toka_device *d, const toka_step *s) {
+    step_graph *g = d->graphs.now;
+    attn_plan *p = d->attn;
+    const unsigned char *pattern = graph_patterns[(g - d->graphs.all) % GRAPH_PATTERNS];
+    step_plan(d, s);
+    p->n_levels = pattern[1] ? 2 : 1;
+    for (int i = 0; i < p->n_levels; i++)
+        p->levels[i] = attn_level{.n_tiles = (pattern[i] & GRAPH_TILES) != 0, .n_small = (pattern[i] & GRAPH_SMALL) != 0,
+                                  .n_merges = (pattern[i] & GRAPH_MERGES) != 0, .merge_nq = 1};
+    g->attn = (cudaGraphNode_t *)malloc((size_t)d->shape->L * 6 * sizeof *g->attn);
+    if (!g->attn) abort();
+    latch(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeRelaxed), "capture");
+}
+static void graph_end(toka_device *d) {
+    step_graph *g = d->graphs.now;
+    latch(d, cudaStreamEndCapture(d->stream, &g->graph), "capture");
+    if (!d->error.code) latch(d, cudaGraphInstantiate(&g->exec, g->graph, 0), "capture");
+    if (!d->error.code) latch(d, cudaGraphUpload(g->exec, d->stream), "capture");
+    d->graphs.capturing = false, d->graphs.now = NULL, d->graphs.n++;
+}
+
+static double seconds_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void cuda_begin(toka_device *d, const toka_step *s) {
+    if (d->graphs.capturing) {
+        d->graphs.seconds -= seconds_now();
+        graph_begin(d, s);
+        return;
+    }
+    d->newest = (d->newest + 1) % STEP_RING;
+    d->graphs.now = NULL;
+    if (!op_begins(d, NULL)) return;
+    const int size = clock_is_due(d) ? -1 : graph_size(d, s);
+    step_plan(d, size < 0 ? s : graph_step(d, s, size));
+    clock_begin(d, s);
+    stage_send(d, &d->up); /* in one transfer */
+    cuda_break(d);
+    if (size >= 0) d->graphs.now = graph_of(d, size), d->graphs.at = 0;
+    d->graphs.n_run += d->graphs.now != NULL;
+}
+
+static void cuda_end(toka_device *d, const toka_step *) {
+    if (d->graphs.capturing) {
+        graph_end(d);
+        d->graphs.seconds += seconds_now();
+    } else
+        latch(d, cudaEventRecord(d->clock.done[d->newest], d->stream), "step");
+}
 
 /* Also behind a failure: what was launched before it may still run. */
 static void cuda_finish(toka_device *d, const toka_step *s) {
@@ -5989,13 +6180,14 @@ static void cuda_finish(toka_device *d, const toka_step *s) {
 
 static void cuda_copy_pages(toka_device *d, const toka_step *s) {
     const toka_shape *sh = d->shape;
-    if (!op_begins(d, NULL)) return; /* the step is seen in what follows */
+    if (!op_begins(d, NULL)) return; /* the step is seen in what follows; ahead of a graph */
     launch_dependent(d, "copies of pages", copy_pages_kernel, dim3((unsigned)s->n_copies, (unsigned)sh->L), 256, 0, 1, d->rows.copies, d->kv,
                      d->kv_layer, sh->K * 2 * sh->B * sh->D);
 }
 
 static void cuda_embed(toka_device *d, const toka_step *s, toka_dev x) {
-    if (!op_begins(d, "embed") || !group_wait_drawn(d, s)) return;
+    if (!op_launches(d, "embed") || !group_wait_drawn(d, s)) return;
+    s = d->step;
     launch_dependent(d, "embedding", embed_kernel, dim3(s->T), 128, 0, 1, d->rows.ids, d->last, d->embed, d->shape->v0, d->shape->V,
                      dev_bf16(x), d->E);
     clock_part(d, TOKA_PART_EMBED);
@@ -6018,14 +6210,17 @@ static void norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, toka
     launch_dependent(d, "RoPE", rope_kernel, dim3(ceil_div(s->T * (sh->H + 2 * sh->K), 8)), 256, 0, 1, a);
 }
 static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q) {
-    if (!op_begins(d, "norm_qkv_rope_kv")) return;
+    if (!op_launches(d, "norm_qkv_rope_kv")) return;
+    s = d->step;
     norm_qkv_rope_kv(d, s, layer, x, q);
     clock_part(d, TOKA_PART_QKV);
 }
 
 static void cuda_attention(toka_device *d, const toka_step *s, int layer, toka_dev q, toka_dev o) {
     if (!op_begins(d, "attention")) return;
-    attention(d, s, layer, dev_bf16(q), dev_bf16(o));
+    d->graphs.role = d->graphs.capturing ? GRAPH_KEEPS : d->graphs.now ? GRAPH_RENEWS : GRAPH_LAUNCHES;
+    attention(d, d->step, layer, dev_bf16(q), dev_bf16(o));
+    d->graphs.role = GRAPH_LAUNCHES;
     clock_part(d, TOKA_PART_ATTENTION);
 }
 
@@ -6033,7 +6228,8 @@ static void cuda_attention(toka_device *d, const toka_step *s, int layer, toka_d
 static enum epilogue rest_epilogue(const toka_device *d) { return d->options.tp_rank ? EPI_STORE : EPI_RESIDUAL; }
 
 static void cuda_out_residual(toka_device *d, const toka_step *s, int layer, toka_dev o, toka_dev x) {
-    if (!op_begins(d, "out_residual")) return;
+    if (!op_launches(d, "out_residual")) return;
+    s = d->step;
     const weight *w = &d->layers[layer].o;
     gemm_args g = {s->T, dev_bf16(o), w->K, w, dev_bf16(x), d->E, rest_epilogue(d)};
     gemm(d, &g);
@@ -6041,7 +6237,8 @@ static void cuda_out_residual(toka_device *d, const toka_step *s, int layer, tok
 }
 
 static void cuda_norm_mlp_residual(toka_device *d, const toka_step *s, int layer, toka_dev x) {
-    if (!op_begins(d, "norm_mlp_residual")) return;
+    if (!op_launches(d, "norm_mlp_residual")) return;
+    s = d->step;
     const layer_weights *l = &d->layers[layer];
     rmsnorm(d, dev_bf16(x), NULL, l->mlp_norm, d->xn, s->T);
     gemm_args up = {s->T, d->xn, d->E, &l->gate_up, d->act, d->F, EPI_SWIGLU};
@@ -6053,7 +6250,11 @@ static void cuda_norm_mlp_residual(toka_device *d, const toka_step *s, int layer
 
 static void cuda_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks) {
     if (!op_begins(d, "norm_logits_sample")) return;
-    norm_logits_sample(d, s, dev_bf16(x), picks);
+    if (d->graphs.now && !d->graphs.capturing) latch(d, cudaGraphLaunch(d->graphs.now->exec, d->stream), "step");
+    else samp_launch(d, d->step, dev_bf16(x));
+    if (d->graphs.capturing) return;
+    samp_bring(d, s, picks);
+    group_send_drawn(d, s);
     clock_part(d, TOKA_PART_HEAD);
 }
 
@@ -6079,6 +6280,7 @@ extern "C" const toka_backend toka_cuda = {
     .begin = cuda_begin,
     .end = cuda_end,
     .finish = cuda_finish,
+    .capture = cuda_capture,
     .times = cuda_times,
     .copy_pages = cuda_copy_pages,
     .embed = cuda_embed,

@@ -499,7 +499,8 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
         stage_begin(d, &d->up);
         samp_plan_step(d, &s);
         stage_send(d, &d->up);
-        norm_logits_sample(d, &s, x.p(), to->data());
+        samp_launch(d, &s, x.p());
+        samp_bring(d, &s, to->data());
         GPU_OK(cudaStreamSynchronize(d->stream));
         samp_collect(d, &s, &d->samp->down[d->newest]);
         s.logits = NULL;

@@ -2,7 +2,7 @@
  * ops, and picks are there once the step is finished. What chapter 17 must not do shows: a step that is finished out of turn, or changed or
  * read too early (picks are poisoned until then; under TSan every access counts), more steps at once than n_ahead. */
 
-enum { LATE_DEVICES = 64, LATE_OPS = 4096, LATE_STEPS = 8 };
+enum { LATE_DEVICES = 64, LATE_OPS = 4096, LATE_STEPS = 8, LATE_CAPTURED = 3 };
 
 typedef enum late_kind { LATE_SUM, LATE_SEND, LATE_RECEIVE, LATE_COPY, LATE_EMBED, LATE_QKV, LATE_ATTENTION, LATE_OUT, LATE_MLP, LATE_SAMPLE, LATE_END } late_kind;
 
@@ -24,6 +24,7 @@ typedef struct late_device {
     toka_pick *to[LATE_STEPS], *drawn[LATE_STEPS];
     int64_t begun, ended, worked, finished;
     int most;  /* begun and not finished at once */
+    int n_captured, captured_ops; /* steps that were captured; ops since the capture of one began, -1: none is being captured */
     bool closing;
     uint64_t rng;
     toka_err error;
@@ -83,6 +84,11 @@ static void *late_thread(void *arg) {
 static void late_put(toka_device *d, late_op op) {
     late_device *l = late_of(d);
     pthread_mutex_lock(&l->lock);
+    if (l->captured_ops >= 0) { /* it runs nothing */
+        l->captured_ops++;
+        pthread_mutex_unlock(&l->lock);
+        return;
+    }
     assert(l->n_put - l->n_done < LATE_OPS);
     late_violations += l->begun != l->ended + 1 || (op.s && op.s != l->steps[l->ended % LATE_STEPS]);
     l->ops[l->n_put++ % LATE_OPS] = op;
@@ -90,8 +96,20 @@ static void late_put(toka_device *d, late_op op) {
     pthread_mutex_unlock(&l->lock);
 }
 
+/* Steps to be captured, before the first real one. */
+static const toka_step *late_capture(toka_device *d) {
+    static const toka_step step = {.T = 1, .n_out = 1};
+    late_device *l = late_of(d);
+    late_violations += l->begun != 0 || l->captured_ops >= 0;
+    if (l->n_captured++ == LATE_CAPTURED) return NULL;
+    l->captured_ops = 0;
+    return &step;
+}
+
 static void late_begin(toka_device *d, const toka_step *s) {
     late_device *l = late_of(d);
+    if (l->captured_ops >= 0) return;
+    late_violations += l->n_captured != LATE_CAPTURED + 1;
     pthread_mutex_lock(&l->lock);
     late_violations += l->begun != l->ended || l->begun - l->finished >= LATE_STEPS;
     l->steps[l->begun % LATE_STEPS] = s, l->to[l->begun % LATE_STEPS] = NULL;
@@ -102,6 +120,11 @@ static void late_begin(toka_device *d, const toka_step *s) {
 
 static void late_end(toka_device *d, const toka_step *s) {
     late_device *l = late_of(d);
+    if (l->captured_ops >= 0) { /* embed, send or receive or the head, four a layer, sums if they are wanted */
+        late_violations += l->captured_ops < 2 + 4 * d->shape->L;
+        l->captured_ops = -1;
+        return;
+    }
     late_put(d, (late_op){.kind = LATE_END, .s = s});
     pthread_mutex_lock(&l->lock);
     l->ended++;
@@ -148,9 +171,8 @@ static void late_mlp(toka_device *d, const toka_step *s, int layer, toka_dev x) 
 static void late_sample(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks) {
     late_device *l = late_of(d);
     pthread_mutex_lock(&l->lock);
-    l->to[(l->begun - 1) % LATE_STEPS] = picks;
+    if (l->captured_ops < 0) l->to[(l->begun - 1) % LATE_STEPS] = picks, memset(picks, 0x7E, (size_t)s->n_out * sizeof *picks);
     pthread_mutex_unlock(&l->lock);
-    memset(picks, 0x7E, (size_t)s->n_out * sizeof *picks);
     late_put(d, (late_op){.kind = LATE_SAMPLE, .s = s, .a = x});
 }
 
@@ -158,7 +180,7 @@ static int late_open(toka_device **out, const toka_device_options *o, const toka
     int code = toka_cpu.open(out, o, shape, weights, e), at = 0;
     if (code) return code;
     late_device *l = mem_zalloc(sizeof *l);
-    l->d = *out, l->rng = 88172645463325252u + (uint64_t)o->pp_rank;
+    l->d = *out, l->captured_ops = -1, l->rng = 88172645463325252u + (uint64_t)o->pp_rank;
     pthread_mutex_init(&l->lock, NULL), pthread_cond_init(&l->moved, NULL);
     for (int i = 0; i < LATE_STEPS; i++) l->drawn[i] = mem_alloc((size_t)o->max_out * sizeof *l->drawn[i]);
     pthread_mutex_lock(&late_lock);
@@ -191,7 +213,7 @@ static void late_close(toka_device *d) {
 static toka_backend late_backend(int n_ahead) {
     toka_backend be = toka_cpu;
     be.open = late_open, be.close = late_close, be.status = late_status;
-    be.begin = late_begin, be.end = late_end, be.finish = late_finish;
+    be.capture = late_capture, be.begin = late_begin, be.end = late_end, be.finish = late_finish;
     be.all_reduce = late_all_reduce, be.send = late_send, be.receive = late_receive;
     be.copy_pages = late_copy;
     be.embed = late_embed, be.norm_qkv_rope_kv = late_qkv, be.attention = late_attention;
