@@ -171,9 +171,9 @@ static int answer_all(toka *t, answers *w, toka_err *e) {
     return toka_run(t, 0, e);
 }
 
-/* All prompts in one step, raw logits of every position. */
-static int logits_of(toka *t, answers *w, toka_err *e) {
-    const int B = t->shape.B, V = t->shape.V, cap = PROMPTS * PROMPT;
+/* Prompts, and behind them the answers of a kind (-1: none), in one step: raw logits of every position. The caller's to free. */
+static int logits_of(toka *t, answers *w, int kind, float **logits, toka_err *e) {
+    const int B = t->shape.B, V = t->shape.V, cap = PROMPTS * (PROMPT + ANSWER);
     int32_t *ints = mem_zalloc((size_t)cap * 4 * sizeof *ints), *pos = ints + cap, *slot = pos + cap, *pages = slot + cap;
     toka_out_row *out = mem_zalloc((size_t)cap * sizeof *out);
     toka_span spans[PROMPTS];
@@ -181,20 +181,68 @@ static int logits_of(toka *t, answers *w, toka_err *e) {
     toka_step s = {.ids = ints, .pos = pos, .slot = slot, .pages = pages, .spans = spans, .out = out, .number = 2};
     for (int i = 0; i < cap; i++) pages[i] = i;
     for (int i = 0; i < w->n_prompts; i++) {
-        spans[s.n_spans++] = (toka_span){s.T, w->n_ids[i], n_pages, 0, w->n_ids[i]};
-        for (int p = 0; p < w->n_ids[i]; p++, s.T++) {
-            ints[s.T] = w->ids[i][p], pos[s.T] = p, slot[s.T] = (n_pages + p / B) * B + p % B;
+        const int n = w->n_ids[i] + (kind < 0 ? 0 : ANSWER);
+        spans[s.n_spans++] = (toka_span){s.T, n, n_pages, 0, n};
+        for (int p = 0; p < n; p++, s.T++) {
+            ints[s.T] = p < w->n_ids[i] ? w->ids[i][p] : w->a[kind][i].ids[p - w->n_ids[i]];
+            pos[s.T] = p, slot[s.T] = (n_pages + p / B) * B + p % B;
             out[s.T] = (toka_out_row){.row = s.T, .forced_id = 0, .slot = -1};
         }
-        n_pages += (w->n_ids[i] + B - 1) / B;
+        n_pages += (n + B - 1) / B;
     }
-    s.n_out = w->n_rows = s.T, w->V = V;
-    s.logits = w->logits = mem_alloc((size_t)s.T * (size_t)V * sizeof(float));
-    memset(w->logits, 0xFF, (size_t)s.T * (size_t)V * sizeof(float));
+    s.n_out = s.T;
+    if (kind < 0) w->n_rows = s.T, w->V = V;
+    s.logits = *logits = mem_alloc((size_t)s.T * (size_t)V * sizeof(float));
+    memset(*logits, 0xFF, (size_t)s.T * (size_t)V * sizeof(float));
     toka_pick *picks = mem_alloc((size_t)s.T * sizeof *picks);
     int code = model_step(&t->engine->replicas[0].m, &s, picks, e);
     free(picks), free(ints), free(out);
     return code;
+}
+
+/* Can logits that are off by rounding, a relative `off`, draw token k of an answer? *tie: these very logits do not. */
+static bool may_draw(const answers *w, int kind, int i, int k, const float *logits, int V, double off, bool *tie) {
+    const answer *a = &w->a[kind][i];
+    toka_request r = toka_request_default();
+    int32_t history[PROMPT + ANSWER];
+    const int n = w->n_ids[i];
+    uint64_t seed = 1 + (uint64_t)k;
+    double rms = 0;
+    ask(&r, kind, i);
+    memcpy(history, w->ids[i], (size_t)n * sizeof *history), memcpy(history + n, a->ids, (size_t)k * sizeof *history);
+    const toka_out_row row = {.slot = -1, .forced_id = -1, .position = (uint32_t)(n + k), .sampling = &r.sampling, .history = history, .n_prompt = n,
+                              .n_history = n + k};
+    float *x = mem_alloc((size_t)V * sizeof *x);
+    toka_pick pick = {.id = -1};
+    for (int v = 0; v < V; v++) rms += (double)logits[v] * logits[v] / V;
+    for (int turn = 0; turn < 400 && pick.id != a->ids[k]; turn++) { /* the first time as they are */
+        for (int v = 0; v < V; v++) x[v] = logits[v] + (turn ? (float)(off * sqrt(3 * rms) * (rnd_in(&seed, -1000, 1000) / 1e3)) : 0);
+        samp_row(&row, x, V, &pick);
+        *tie = turn > 0;
+    }
+    free(x);
+    return pick.id == a->ids[k];
+}
+
+/* Every token of every answer against what one GPU, t, computes for its prefix in one step: steps of other sizes round differently, so a
+ * token is right that those logits draw when they are off by so much. Counts those that need it, and those that are wrong. */
+static int check_tokens(toka *t, answers *w, double off, int *n_ties, int *n_wrong, toka_err *e) {
+    const int V = t->shape.V;
+    *n_ties = *n_wrong = 0;
+    for (int kind = 0; kind < KINDS; kind++) {
+        float *logits;
+        int code = logits_of(t, w, kind, &logits, e);
+        for (int i = 0, row = 0; i < w->n_prompts && !code; row += w->n_ids[i] + ANSWER, i++)
+            for (int k = 0; k < ANSWER; k++) {
+                bool tie = false;
+                const int at = row + w->n_ids[i] - 1 + k;
+                if (!may_draw(w, kind, i, k, logits + (size_t)at * (size_t)V, V, off, &tie)) ++*n_wrong;
+                else *n_ties += tie;
+            }
+        free(logits);
+        if (code) return code;
+    }
+    return 0;
 }
 
 static double worst_score(const answers *a, const answers *b) {
@@ -218,21 +266,21 @@ static int same_tokens(const answer *x, const answer *y, double *off) {
     return k;
 }
 
-/* Stages and replicas compute what one GPU computes, to the bit where the kernels are the same; tensor ranks round differently. */
-static void compare(const char *name, split at, const answers *got, const answers *want) {
+/* Stages and replicas compute what one GPU computes, to the bit where the kernels are the same: in a step of the same rows. Tensor ranks
+ * round differently. How long answers stay the same is shown, but says little: a near tie, once, and they part. */
+static void compare(const char *name, split at, toka *one, answers *got, const answers *want) {
     const bool ranks = at.tp > 1;
     const double bound = ranks ? 2.5e-2 : 2e-2, near = 0.25; /* fixtures are small and lively: see gpu_model.c */
     double l2 = rel_l2(got->logits, want->logits, got->n_rows * got->V), scores = worst_score(got, want), off = 0;
     bool exact = !memcmp(got->logits, want->logits, (size_t)got->n_rows * (size_t)got->V * sizeof(float));
-    int same[KINDS] = {0}, most = got->n_prompts * ANSWER;
-    bool alike = true;
-    for (int kind = 0; kind < KINDS; kind++) {
+    int same[KINDS] = {0}, most = got->n_prompts * ANSWER, n_ties, n_wrong;
+    toka_err e;
+    for (int kind = 0; kind < KINDS; kind++)
         for (int i = 0; i < got->n_prompts; i++) same[kind] += same_tokens(&got->a[kind][i], &want->a[kind][i], &off);
-        alike &= same[kind] * 100 >= most * (ranks ? 20 : 50);
-    }
-    verdict(l2 <= bound && scores <= near && off <= near && alike && (ranks || exact),
-            "%-20s tp %d pp %d dp %d: logits %.1e, scores %.1e, tops %.1e, same tokens %d %d %d %d of %d", name, at.tp, at.pp, at.dp, l2, scores, off,
-            same[0], same[1], same[2], same[3], most);
+    const bool ran = off < INFINITY && !check_tokens(one, got, bound, &n_ties, &n_wrong, &e);
+    verdict(ran && !n_wrong && l2 <= bound && scores <= near && off <= near && (ranks || exact),
+            "%-20s tp %d pp %d dp %d: logits %.1e, scores %.1e, tops %.1e, %d near ties and %d wrong of %d tokens, same %d %d %d %d of %d", name, at.tp,
+            at.pp, at.dp, l2, scores, off, ran ? n_ties : -1, ran ? n_wrong : -1, KINDS * most, same[0], same[1], same[2], same[3], most);
 }
 
 static void read_prompts(const char *path, answers *w) {
@@ -264,7 +312,7 @@ static bool run(const char *path, split at, const answers *prompts, answers *w) 
     bool ok = t && !answer_all(t, w, &e);
     if (t) toka_close(t);
     t = ok ? open_split(path, at, &e) : NULL;
-    ok = t && !logits_of(t, w, &e);
+    ok = t && !logits_of(t, w, -1, &w->logits, &e);
     if (t) toka_close(t);
     if (!ok) printf("%s, tp %d pp %d dp %d: %s\n", path, at.tp, at.pp, at.dp, e.msg);
     return ok;
@@ -288,17 +336,22 @@ static void model(const char *path, int n_gpus) {
     answers *prompts = mem_zalloc(sizeof *prompts), *alone = mem_zalloc(sizeof *alone), *w = mem_zalloc(sizeof *w);
     const char *name = strrchr(path, '/') + 1;
     read_prompts(path, prompts);
-    if (!run(path, (split){1, 1, 1}, prompts, alone)) verdict(false, "%s on one GPU", name);
-    for (int i = 0; i < COUNT(at) && alone->logits; i++) {
+    toka_err e = {0};
+    int n_ties, n_wrong;
+    toka *one = run(path, (split){1, 1, 1}, prompts, alone) ? open_split(path, (split){1, 1, 1}, &e) : NULL;
+    if (!one || check_tokens(one, alone, 2e-2, &n_ties, &n_wrong, &e)) verdict(false, "%s on one GPU: %s", name, e.msg);
+    else verdict(!n_wrong, "%-20s one GPU: %d near ties and %d wrong tokens", name, n_ties, n_wrong);
+    for (int i = 0; i < COUNT(at) && one; i++) {
         if (!splits(path, at[i])) continue;
         if (at[i].tp * at[i].pp * at[i].dp > n_gpus) {
             n_skipped++;
             continue;
         }
-        if (run(path, at[i], prompts, w)) compare(name, at[i], w, alone);
+        if (run(path, at[i], prompts, w)) compare(name, at[i], one, w, alone);
         else verdict(false, "%s", name);
         free(w->logits);
     }
+    if (one) toka_close(one);
     free(alone->logits), free(prompts), free(alone), free(w);
 }
 
