@@ -3457,6 +3457,8 @@ enum group_waits { GROUP_RUNS, GROUP_WAITS_OPEN, GROUP_WAITS_BEFORE, GROUP_WAITS
 typedef struct group_rank { /* what others know of a rank */
     toka_device *d;         /* from the time it joined until it closes */
     int ordinal;
+    bool reaches;           /* other ranks' memory: what breaks their GPUs breaks this one */
+    bool told;              /* its error says so */
     meet_line *lines;
     char *inbox, *slots;    /* slots: [TOKA_GPU_LINK] messages from the stage before */
     int *last;              /* the first stage's table of drawn ids */
@@ -3923,6 +3925,7 @@ static void group_reach(toka_device *d) {
         const int other = g->ranks[i].ordinal;
         int can = other == d->ordinal;
         if (!can) latch(d, cudaDeviceCanAccessPeer(&can, d->ordinal, other), "peer access");
+        d->rank->reaches |= can && &g->ranks[i] != d->rank;
         if (can && other != d->ordinal) {
             cudaError_t code = cudaDeviceEnablePeerAccess(other, 0);
             if (code != cudaErrorPeerAccessAlreadyEnabled) latch(d, code, "peer access");
@@ -4004,6 +4007,28 @@ static void group_latch(toka_device *d) {
         snprintf(d->error.msg, sizeof d->error.msg, "GPU: the ranks were told to end; %s was in %s", name, d->rank->op ? d->rank->op : "no op");
     }
     pthread_mutex_unlock(&g->lock);
+}
+
+/* A GPU that faults takes those along that reach its memory, and the rank that looks first has the error: not always the one at fault.
+ * What is known beside that: who had not come to a meeting that others of its stage had come to. */
+static void group_doubt(toka_device *d) {
+    toka_group *g = d->group;
+    group_rank *r = d->rank;
+    const int me = (int)(r - g->ranks), first = me / g->tp_size * g->tp_size;
+    const cudaError_t code = d->stream ? cudaStreamQuery(d->stream) : cudaSuccess;
+    if (r->told || !r->reaches || code == cudaSuccess || code == cudaErrorNotReady) return;
+    int behind = first, n_ahead = 0;
+    char name[64];
+    for (int q = first; q < first + g->tp_size; q++)
+        if ((int)(group_trace(g, q, 0) - group_trace(g, behind, 0)) < 0) behind = q;
+    for (int q = first; q < first + g->tp_size; q++) n_ahead += group_trace(g, q, 0) != group_trace(g, behind, 0);
+    const bool known = n_ahead > 0 && n_ahead == g->tp_size - 1;
+    r->told = true;
+    if (known && behind == me) return;
+    const size_t n = strlen(d->error.msg);
+    group_rank_name(g, behind, name);
+    snprintf(d->error.msg + n, sizeof d->error.msg - n, "; it may be another rank's fault, GPUs that reach each other's memory fail together%s%s%s",
+             known ? ": " : "", known ? name : "", known ? " is behind, the others waited for it" : "");
 }
 
 /* Waits for an event of this rank's stream, or until the group is broken: another rank may be why it never comes. */
@@ -5687,6 +5712,7 @@ static const char *cuda_describe(const toka_device *d) { return d->group ? d->gr
 
 static int cuda_status(toka_device *d, toka_err *e) {
     if (!d->error.code && d->group && group_is_broken(d->group)) group_latch(d);
+    else if (d->error.code && d->group) group_doubt(d);
     if (d->error.code) *e = d->error;
     return d->error.code;
 }
