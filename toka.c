@@ -8241,7 +8241,7 @@ typedef struct batch_out { /* a row that yields a token, and for whom: what sche
 } batch_out;
 
 enum { BATCH_MAX_PARTS = 16,
-       BATCH_FREE_ROWS = 256 }; /* from so many rows on the time of a part is that of its rows; of fewer, that of reading the weights */
+       BATCH_FREE_ROWS = 128 }; /* with so many rows a part may take longer than reading the weights; of fewer, one part less is faster */
 
 typedef struct batch_weight { /* what the parts of a step are balanced by */
     int64_t row, pair, read; /* a row in one layer; a position that it sees; in a row of its own, which reads that for itself */
