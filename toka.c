@@ -11288,7 +11288,7 @@ static int model_start(model_run *m, model_bell *bell, const toka_device_options
         r->shape.max_len = max_len, r->options = *o, r->options.group = m->group;
         r->options.tp_rank = place.tp_rank, r->options.tp_size = m->tp, r->options.pp_rank = place.pp_rank, r->options.pp_size = m->pp;
         r->options.index += i;
-        if (i) r->options.progress = NULL;
+        if (r->options.index) r->options.progress = NULL;
         int err = pthread_create(&r->thread, NULL, rank_run, r);
         if (err) return fail(e, TOKA_E_IO, "cannot start a thread: %s", strerror(err));
         m->n_started++;
@@ -11501,12 +11501,21 @@ typedef struct eng_replica {
     double work;              /* of them */
 } eng_replica;
 
+typedef struct eng_start { /* what opening is at, and what each phase took; one thread at a time */
+    const char *what[6];
+    double s[6], since; /* seconds; since: os_now() where the last phase began */
+    int n;
+    void (*progress)(void *user, const char *what, double done); /* or NULL */
+    void *user;
+} eng_start;
+
 typedef struct eng { /* pools are sized at open and never grow */
     const toka_backend *be;
     const mf_model *files;
     const tok *tok; /* NULL: events carry no text */
     int max_len, max_seqs; /* max_seqs: of all replicas */
     bool no_sharing; /* every sample has pages and spans of its own */
+    eng_start start;
     eng_replica *replicas;
     int n_replicas, n_busy;   /* n_busy: requests and steps that they have */
     int turn;                 /* the replica whose step is committed first, if it is done */
@@ -11528,6 +11537,19 @@ typedef struct eng { /* pools are sized at open and never grow */
 } eng;
 
 /* ---- Open and close ---- */
+
+/* A toka_device_options' progress: a phase that has another name than the one before ends that one. */
+static void eng_phase(void *start, const char *what, double done) {
+    eng_start *p = start;
+    const double now = os_now();
+    if (!p->n || strcmp(p->what[p->n - 1], what)) {
+        assert(p->n < COUNT(p->what));
+        if (p->n) p->s[p->n - 1] = now - p->since;
+        p->what[p->n++] = what, p->since = now;
+    }
+    if (done >= 1) p->s[p->n - 1] = now - p->since;
+    if (p->progress) p->progress(p->user, what, done);
+}
 
 /* Tokens of KV to hold: every sequence at full length if that is small, else what the device has room for. */
 static int64_t eng_kv_tokens(const toka_shape *s, int max_seqs, const toka_backend *be, int64_t room_bytes) {
@@ -11626,6 +11648,7 @@ static eng *eng_new(const toka_backend *be, const mf_model *files, const tok *wo
     pthread_mutex_init(&g->lock, NULL), pthread_cond_init(&g->wake, NULL);
     pthread_mutex_init(&g->bell.lock, NULL), pthread_cond_init(&g->bell.done, NULL);
     g->bell.grace = MODEL_GRACE_S;
+    g->start.progress = o->progress, g->start.user = o->progress_user;
     g->n_replicas = MAX(o->data_parallel_size, 1);
     g->replicas = mem_zalloc((size_t)g->n_replicas * sizeof *g->replicas);
     return g;
@@ -11659,8 +11682,9 @@ static int eng_open_replicas(eng *g, toka_shape *shape, const toka_options *o, s
     toka_device_options d = {.n_threads = o->n_threads, .max_tokens = c->max_tokens, .max_out = c->max_tokens,
                              .n_slots = c->max_seqs, .n_devices = n_devices,
                              .memory_utilization = o->gpu_memory_utilization, .eager = o->enforce_eager,
-                             .progress = o->progress, .user = o->progress_user};
+                             .progress = eng_phase, .user = &g->start};
     int code = 0;
+    eng_phase(&g->start, "opening the device", 0);
     if (g->be->count && n_devices > g->be->count())
         return fail(e, TOKA_E_DEVICE, "%d replica%s of %d stage%s of %d tensor rank%s: %d GPUs are needed, this process sees %d",
                     g->n_replicas, g->n_replicas > 1 ? "s" : "", pp, pp > 1 ? "s" : "", tp, tp > 1 ? "s" : "", n_devices, g->be->count());
@@ -11677,6 +11701,7 @@ static int eng_open_replicas(eng *g, toka_shape *shape, const toka_options *o, s
         if (!code) code = eng_replica_init(p, c, e);
     }
     for (int i = 0; i < g->n_replicas && !code; i++) code = model_ready(&g->replicas[i].m, e);
+    if (g->be->rehearse) eng_phase(&g->start, "the largest step", 0);
     for (int i = 0; i < g->n_replicas && !code && g->be->rehearse; i++) code = eng_rehearse(&g->replicas[i], shape, c, e);
     return code;
 }
@@ -11692,6 +11717,7 @@ static int eng_open(eng **out, const toka_backend *be, const mf_model *files, to
     sched_config c = {.B = shape->B, .max_seqs = max_seqs, .max_tokens = max_tokens, .n_classes = 4096};
     eng *g = eng_new(be, files, words, o);
     int code = eng_open_replicas(g, shape, o, &c, e);
+    if (g->start.n) eng_phase(&g->start, g->start.what[g->start.n - 1], 1);
     if (code) {
         eng_free(g);
         return code;
@@ -12360,6 +12386,7 @@ struct toka {
     tok *tok;         /* NULL: the folder has no tokenizer.json */
     tmpl *chat;       /* NULL: no chat template */
     tmpl *tool_chat;  /* the model's template for chats with tools, NULL: it has none of its own */
+    double find_s, files_s;          /* seconds that finding a device and reading files (not yet the weights) took */
     toka_err chat_error, tool_error; /* why the model's own templates could not be parsed; code 0: they could, or there is none */
     eng *engine;
 };
@@ -12486,9 +12513,12 @@ static int pub_check_options(const toka_options *o, toka_err *e) {
 
 int toka_open(toka **out, const toka_options *o, toka_err *e) {
     toka *t;
+    const double began = os_now();
     *out = NULL;
     int code = pub_check_options(o, e);
+    const double found = os_now();
     if (code || (code = pub_open_text(&t, o, true, e))) return code;
+    t->find_s = found - began, t->files_s = os_now() - found;
     if ((code = eng_open(&t->engine, pub_backend(o->device), t->files, &t->shape, t->tok, o, e))) {
         toka_close(t);
         return code;
@@ -12523,6 +12553,18 @@ toka_info toka_get_info(const toka *t) {
                        .bos_id = t->files->bos_id,
                        .eos_id = t->files->n_eos_ids ? t->files->eos_ids[0] : -1,
                        .has_chat_template = t->chat != NULL};
+}
+
+/* "NAME on DEVICE, loaded in 1.23 s: files 0.10 s, ...; KV cache N tokens, X sequences of Y tokens" */
+static void pub_put_start(const toka *t, const char *name, buf *b) {
+    const eng_start *p = &t->engine->start;
+    const double kv = (double)t->engine->stats.kv_pages * t->shape.B;
+    double all = t->find_s + t->files_s;
+    for (int i = 0; i < p->n; i++) all += p->s[i];
+    buf_printf(b, "%s on %s, loaded in %.2f s: finding the device %.2f, reading files %.2f", name, toka_get_info(t).device, all, t->find_s,
+               t->files_s);
+    for (int i = 0; i < p->n; i++) buf_printf(b, ", %s %.2f", p->what[i], p->s[i]);
+    buf_printf(b, "; KV cache %.0f tokens, %.1f sequences of %d tokens", kv, kv / t->shape.max_len, t->shape.max_len);
 }
 
 static int pub_need_tokenizer(const toka *t, toka_err *e) {
@@ -18320,15 +18362,15 @@ static void srv_init_model(srv *s) {
 }
 
 static int srv_load(srv *s, toka_err *e) {
-    double t0 = os_now();
+    buf line = {0};
     int code = toka_open(&s->t, &s->o->open, e);
     if (code) return code;
     srv_init_model(s);
     fb_options fb = {.dir = s->o->files_dir, .t = s->t, .m = &s->model};
     if ((code = fb_open(&s->files, &fb, e))) return code;
-    int64_t kv = (int64_t)s->t->engine->stats.kv_pages * s->t->shape.B;
-    fprintf(stderr, "toka: %s on %s, loaded in %.1f s; KV cache %lld tokens, %.1f sequences of %d tokens\n", s->name,
-            s->info.device, os_now() - t0, (long long)kv, (double)kv / s->info.max_model_len, s->info.max_model_len);
+    pub_put_start(s->t, s->name, &line);
+    fprintf(stderr, "toka: %s\n", line.p);
+    buf_free(&line);
     srv_say_defaults(s);
     fprintf(stderr, "toka: files of batches: %s\n", fb_folder(s->files));
     return 0;
@@ -20342,7 +20384,7 @@ typedef struct cli { /* what the command line says */
     double temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty; /* NAN: not given */
     int64_t seed;
     cli_list stop;
-    bool include_stop, ignore_eos, raw, chat, json, quiet, decode, no_special, help, version;
+    bool include_stop, ignore_eos, raw, chat, json, quiet, verbose, decode, no_special, help, version;
     const char *input, *output, *report, *dataset, *timeline;
     int num_prompts;
     bool dummy_weights;
@@ -20507,6 +20549,8 @@ static const cli_flag cli_flags[] = {
     {"logprobs", "", "K", CLI_INT, AT(logprobs), FOR_RUN, "log-probability of each token, and of the K best"},
     {"json", "", "", CLI_BOOL, AT(json), FOR_RUN | FOR_SCORE | FOR_THROUGHPUT | FOR_BENCH_PLAN | FOR_PLAN | FOR_BENCH_SERVE | FOR_OPS,
      "one JSON object instead of text"},
+    {"verbose", "v", "", CLI_BOOL, AT(verbose), FOR_RUN | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT,
+     "on standard error: the device, seconds that each part of the start took, tokens of KV cache (serve says so anyway)"},
     {"quiet", "q", "", CLI_BOOL, AT(quiet), FOR_OPENS | FOR_BENCH_SERVE, "no last line on standard error"},
     {"decode", "", "", CLI_BOOL, AT(decode), FOR_TOKENIZE, "tokenize: ids on standard input, text on standard output"},
     {"no-special", "", "", CLI_BOOL, AT(no_special), FOR_TOKENIZE | FOR_SCORE,
@@ -20954,9 +20998,13 @@ static void cli_note_device(const cli *c) {
 
 /* Opens what the flags say, for a command that runs a model. */
 static int cli_open(const cli *c, toka **t, toka_err *e) {
+    buf line = {0};
     int code = c->dummy_weights ? run_dummy_open(t, &c->open, e) : toka_open(t, &c->open, e);
-    if (!code) cli_note_device(c);
-    return code;
+    if (code) return code;
+    cli_note_device(c);
+    if (c->verbose) pub_put_start(*t, (*t)->files->name, &line), fprintf(stderr, "toka: %s\n", line.p);
+    buf_free(&line);
+    return 0;
 }
 
 static int cli_run_command(const cli *c, toka_err *e) {
@@ -21228,7 +21276,7 @@ static int cli_devices(const cli *c, toka_err *e) {
 /* Progress of opening a model, on a terminal only. */
 static void cli_progress(void *user, const char *what, double done) {
     (void)user;
-    fprintf(stderr, done < 1 ? "\r%s %3.0f %%" : "\r%s %3.0f %%\r\033[K", what, 100 * done);
+    fprintf(stderr, done < 1 ? "\r\033[K%s %3.0f %%" : "\r\033[K", what, 100 * done);
 }
 
 /* ---- toka serve ---- */

@@ -5661,6 +5661,7 @@ static void cuda_close(toka_device *d) {
 static void cuda_take_memory(toka_device *d) {
     const toka_shape *s = d->shape;
     size_t T = (size_t)d->options.max_tokens, HD = (size_t)(s->H + 2 * s->K) * s->D;
+    if (d->options.progress) d->options.progress(d->options.user, "taking memory", 0);
     d->xn = (bf16 *)dev_alloc(d, T * d->E * sizeof(bf16), "activations");
     d->qkv = (bf16 *)dev_alloc(d, T * HD * sizeof(bf16), "activations");
     d->act = (bf16 *)dev_alloc(d, T * d->F * sizeof(bf16), "activations");
