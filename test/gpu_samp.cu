@@ -542,6 +542,42 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
     samp_device_close(d);
 }
 
+/* A vocabulary of more tiles than there are multiprocessors: later blocks know a key that earlier ones reached, and pass over what cannot
+ * win. 17 rows: the last one's warp has no other row that might need the block. Against the stored logits' way, which passes over none. */
+static void test_waves() {
+    const int V = 70000, E = 64, n = SAMP_FEW + 1;
+    toka_device *d = samp_device(V, E, n);
+    gpu_buf<bf16> x((size_t)n * E), w((size_t)V * E);
+    gpu_buf<float> norm(E);
+    gpu_buf<int> last(1);
+    gpu_random(x, gpu_seed + 1, 1), gpu_random(w, gpu_seed + 2, 3 / sqrtf((float)E)), gpu_random(norm, gpu_seed + 3, 1);
+    GPU_OK(cudaDeviceSynchronize());
+    d->norm = norm.p(), d->lm_head = weight{w.p(), NULL, V, E}, d->last = last.p(), d->options.n_slots = 1;
+    std::vector<float> logits((size_t)n * V);
+    std::vector<const float *> stored;
+    for (int i = 0; i < n; i++) stored.push_back(&logits[(size_t)i * V]);
+    toka_sampling how = plain(1);
+    for (int k = 0; k <= 32; k++) { /* 0: brings the logits */
+        std::vector<toka_out_row> rows;
+        for (int i = 0; i < n; i++) rows.push_back(drawn(&how, (uint32_t)(k * n + i))), rows.back().row = i;
+        toka_step s = step_of(rows);
+        std::vector<toka_pick> picks((size_t)n), again;
+        s.logits = k ? NULL : logits.data();
+        stage_begin(d, &d->up);
+        samp_plan_step(d, &s);
+        stage_send(d, &d->up);
+        norm_logits_sample(d, &s, x.p(), picks.data());
+        GPU_OK(cudaStreamSynchronize(d->stream));
+        samp_collect(d, &s, &d->samp->down[d->newest]);
+        gpu_check(!d->error.code, "%s", d->error.msg);
+        again = picks_of(d, rows, stored);
+        for (int i = 0; i < n; i++)
+            gpu_check(same_pick(picks[(size_t)i], again[(size_t)i]), "V %d E %d row %d, draw %d: %d from stored logits for %d", V, E, i, k,
+                      again[(size_t)i].id, picks[(size_t)i].id);
+    }
+    samp_device_close(d);
+}
+
 /* ---- Times ---- */
 
 static void bench_samp(int V, int E, int n_out, float T, float top_p, int top_k) {
@@ -630,5 +666,6 @@ int main(int argc, char **argv) {
     test_op(1000, 256, 16, 16, true);
     test_op(520, 64, 70, 65, true);
     if (!quick) test_op(32000, 512, 20, 12, true);
+    test_waves();
     return gpu_report();
 }
