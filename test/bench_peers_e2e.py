@@ -3,7 +3,7 @@
 """One dataset through toka and through what else is installed, on the same GPU in the same run: output tokens per second and ratios.
 
     python3 test/make_dataset.py monkeys m.jsonl --samples 96
-    python3 test/bench_peers_e2e.py m.jsonl [--model llama-3.2-1b] [--seconds 60] [--engines toka,vllm,hf-cb,hf-static] [-- TOKA FLAGS]
+    python3 test/bench_peers_e2e.py m.jsonl [--model llama-3.2-1b] [--seconds 60] [--engines toka,vllm,toka-part,hf-cb,hf-static] [-- TOKA FLAGS]
 
 A line of the dataset is {"prompt_token_ids": [...] or "prompt": "...", "output_lengths": [l1, l2, ...]} (text needs --tokenizer FILE). All
 engines get the same ids, the model's shape from models.txt with random weights in bf16, sampling at --temp, and every sample forced to
@@ -11,13 +11,16 @@ its length: end-of-sequence is ignored. Each runs in a process of its own, one a
 
     toka        toka bench throughput --dummy-weights: the whole dataset
     vllm        vLLM's offline API, prefix caching on, load_format dummy; as many samples as --vllm-rate times --seconds makes
-    hf-cb       transformers' continuous batching; as many as --hf-rate times --seconds makes, and no longer than twice --seconds: what it
-                has generated then counts, unfinished samples included
+    toka-part   toka on the samples that hf-cb gets
+    hf-cb       transformers' continuous batching, its own choice of everything but --hf-batch-tokens: --hf-samples samples, one of each
+                line of the file in turn, from the first to the last token of them all; where that takes over twice --seconds, what it has
+                generated until then counts, unfinished samples included, and the note says so
     hf-static   transformers' generate() on batches of up to --hf-batch samples with prompts of one length (so that nothing is padded)
                 and outputs of similar length, until --seconds are over
 
-Peers that do less than all take the first samples of the file. Times begin when the model is loaded and warm and end
-with the last token. An engine that is not installed is left out and named; one that fails is reported, and the exit status is 1.
+vLLM takes the first samples of the file, if not all. Times begin when the model is loaded and warm and end with the last token. A
+ratio is that of toka on the same samples where that ran, else that of toka on the whole file. An engine that is not installed is left
+out and named; one that fails is reported, and the exit status is 1.
 """
 import argparse
 import datetime
@@ -31,7 +34,7 @@ import tempfile
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-ENGINES = ["toka", "vllm", "hf-cb", "hf-static"]
+ENGINES = ["toka", "vllm", "toka-part", "hf-cb", "hf-static"]
 DEVICE = "cuda"
 PACKAGE = {"vllm": "vllm", "hf-cb": "transformers", "hf-static": "transformers"}
 
@@ -45,7 +48,8 @@ def arguments():
     p.add_argument("--temp", type=float, default=0.6)
     p.add_argument("--vllm-rate", type=float, default=25000, help="output tokens a second that vLLM is thought to reach, to size its part")
     p.add_argument("--hf-batch", type=int, default=256)
-    p.add_argument("--hf-rate", type=float, default=1000, help="the same of hf-cb")
+    p.add_argument("--hf-samples", type=int, default=96, help="for hf-cb and toka-part")
+    p.add_argument("--hf-batch-tokens", type=int, help="tokens of a step of hf-cb; without: what transformers takes by itself")
     p.add_argument("--tokenizer", help="tokenizer.json for lines of text")
     p.add_argument("--json", action="store_true", help="one line of JSON per engine instead of the table")
     p.add_argument("--inside", help=argparse.SUPPRESS)
@@ -82,6 +86,12 @@ def samples(rows, n_out=float("inf")):
             out.append((ids, length))
             n_out -= length
     return out
+
+
+def in_turn(rows, n):
+    """[(ids, length)]: the first sample of each line, then the second of each ... until they are n."""
+    most = max(len(lengths) for _, lengths in rows)
+    return [(ids, lengths[k]) for k in range(most) for ids, lengths in rows if k < len(lengths)][:n]
 
 
 def longest(work):
@@ -121,6 +131,13 @@ def result(work_out, prompt, n, seconds, note):
 
 
 # ---- The engines; each is called in a process of its own and returns a result ----
+
+def run_toka_part(a, rows, flags):
+    part = {}
+    for ids, length in in_turn(rows, a.hf_samples):
+        part.setdefault(tuple(ids), []).append(length)
+    return run_toka(a, [(list(ids), lengths) for ids, lengths in part.items()], flags)
+
 
 def run_toka(a, rows, flags):
     with tempfile.TemporaryDirectory() as tmp:
@@ -179,28 +196,36 @@ def hf_sampling(a, **more):
     return GenerationConfig(do_sample=True, temperature=a.temp, top_k=0, top_p=1.0, pad_token_id=0, **more)
 
 
-def run_hf_cb(a, rows):
-    import transformers
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
-    from transformers.generation.continuous_batching.utils import WorkloadHints
-    work = samples(rows, a.hf_rate * a.seconds)
-    model = hf_model(a)
-    hints = WorkloadHints(max_prompt_length=max(len(ids) for ids, _ in work), max_generated_length=max(n for _, n in work), num_requests=len(work))
-    manager = model.init_continuous_batching(generation_config=hf_sampling(a, eos_token_id=-1, max_new_tokens=max(n for _, n in work)),
-                                             continuous_batching_config=ContinuousBatchingConfig(seed=0), workload_hints=hints)
-    manager.warmup()
-    manager.start()
-    begin = time.time()
+def hf_cb_go(manager, work, name, limit):
+    """Runs the samples, for at most `limit` seconds: outputs that ended, and the seconds."""
+    begin, done = time.time(), []
     for i, (ids, n) in enumerate(work):
-        manager.add_request(ids, request_id=str(i), max_new_tokens=n, eos_token_id=-1)
-    done = []
-    while len(done) < len(work) and time.time() - begin < 2 * a.seconds and manager.is_running():
+        manager.add_request(ids, request_id=f"{name}{i}", max_new_tokens=n, eos_token_id=-1)
+    while len(done) < len(work) and time.time() - begin < limit and manager.is_running():
         one = manager.get_result(timeout=0.2)
         if one is not None and one.is_finished():
             done.append(one)
     took = time.time() - begin
     if any(o.error for o in done) or not (manager.is_running() or len(done) == len(work)):
         sys.exit("transformers: " + str(next((o.error for o in done if o.error), "the generation thread ended")))
+    return done, took
+
+
+def run_hf_cb(a, rows):
+    import transformers
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+    work = in_turn(rows, a.hf_samples)
+    model = hf_model(a)
+    hints = WorkloadHints(max_prompt_length=max(len(ids) for ids, _ in work), max_generated_length=max(n for _, n in work), num_requests=len(work))
+    manager = model.init_continuous_batching(generation_config=hf_sampling(a, eos_token_id=-1, max_new_tokens=max(n for _, n in work)),
+                                             continuous_batching_config=ContinuousBatchingConfig(seed=0, max_batch_tokens=a.hf_batch_tokens),
+                                             workload_hints=hints)
+    manager.warmup()
+    manager.start()
+    r = random.Random(0)
+    hf_cb_go(manager, [([r.randrange(3, 1000) for _ in ids], 8) for ids, _ in work[:16]], "warm", 60)  # prompts that the work does not have
+    done, took = hf_cb_go(manager, work, "", 2 * a.seconds)
     whole = len(done)
     manager.stop(block=True, timeout=30, hard_stop=True)  # hands out what unfinished samples have so far
     queue = manager.output_router.output_queue
@@ -256,7 +281,7 @@ def gpu_name():
 
 def inside(a, flags):
     rows = read_dataset(a.dataset, a.tokenizer)
-    run = {"toka": lambda: run_toka(a, rows, flags), "vllm": lambda: run_vllm(a, rows), "hf-cb": lambda: run_hf_cb(a, rows),
+    run = {"toka": lambda: run_toka(a, rows, flags), "toka-part": lambda: run_toka_part(a, rows, flags), "vllm": lambda: run_vllm(a, rows), "hf-cb": lambda: run_hf_cb(a, rows),
            "hf-static": lambda: run_hf_static(a, rows)}[a.inside]
     print("\nRESULT " + json.dumps(run()), flush=True)
 
@@ -280,7 +305,8 @@ def main():
             print(f"{engine:10} failed with status {p.returncode}: {(p.stdout.strip().splitlines() or [''])[-1]}", flush=True)
             continue
         r = found[engine] = json.loads(line[7:])
-        ratio = found["toka"]["output_tokens_per_second"] / r["output_tokens_per_second"] if "toka" in found else float("nan")
+        ours = found.get("toka-part" if engine == "hf-cb" and "toka-part" in found else "toka")
+        ratio = ours["output_tokens_per_second"] / r["output_tokens_per_second"] if ours else float("nan")
         if a.json:
             print(json.dumps({"engine": engine, "gpu": gpu_name(), "model": a.model, **r, "toka_over_this": ratio}), flush=True)
         else:
