@@ -6,15 +6,17 @@
 #   GPU_ARCH=90a test/run.sh gpubuild   only compiles the GPU's tests, on a machine without one
 #
 # Environment: FUZZ_SECONDS   time for each fuzzer (10)
+#              GPU_JOBS        programs side by side on the GPU, where no time is measured (the cores, at most 12)
 #              TOKA_TEST_DATA  folder of the public test data (../shared/data); tests that need it are skipped without it
 # Needs a C compiler. With clang: fuzzers too. With python3 and a package index (or pytest, tokenizers, numpy and jinja2 already
 # there): comparisons with Hugging Face tokenizers and jinja2, in a virtual environment under test/.venv. With nvcc: the CUDA file
 # is built for all architectures; with a GPU too: the tests of every kernel and of whole models on it.
 set -u
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 export TOKA_TEST_DATA=${TOKA_TEST_DATA:-../shared/data}
 CC=${CC:-cc}
 FUZZ_SECONDS=${FUZZ_SECONDS:-10}
+GPU_JOBS=${GPU_JOBS:-$(($(nproc) > 12 ? 12 : $(nproc) > 2 ? $(nproc) : 2))}
 WANT=${1:-all}
 B=test/.build
 WARN="-std=c11 -Wall -Wextra -Wshadow -Wvla -Wmissing-prototypes -Wstrict-prototypes -Wconversion -Wno-sign-conversion
@@ -193,81 +195,119 @@ fuzz_tests() {
 
 # ---- The GPU: every op against float64, whole models against the reference, under compute-sanitizer too ----
 
-gpu_program() { # NAME SOURCE...: compiled for GPU_ARCH, unless it is newer than all it is made of
-    local name=$1
-    shift
-    [ -x "$B/$name" ] && [ -z "$(find toka_kernels.cu toka.h toka.c test/gpu* -newer "$B/$name")" ] && return
-    step "$name compiles" nvcc -std=c++20 -O3 -Xcompiler -fno-exceptions -gencode "arch=compute_$GPU_ARCH,code=sm_$GPU_ARCH" \
-        -o "$B/$name" "$@" -lm -lpthread
+gpu_n=0
+gpu_job() { # KIND NAME SECONDS COMMAND...: runs it beside others; KIND counts: its last line is 'N passed, N failed, N skipped'; one: it is a test
+    local at=$B/jobs/$gpu_n kind=$1 limit=$3
+    gpu_n=$((gpu_n + 1))
+    mkdir -p $B/jobs && echo "$kind $2" >"$at.name" && rm -f "$at.end"
+    shift 3
+    while [ "$(jobs -rp | wc -l)" -ge "$GPU_JOBS" ]; do wait -n; done
+    {
+        SECONDS=0
+        if [ "$limit" = 0 ]; then "$@"; else timeout "$limit" "$@"; fi >"$at.log" 2>&1
+        echo "$? $SECONDS" >"$at.end"
+    } &
+}
+gpu_collect() { # waits for all jobs, and counts them in the order in which they were given
+    local i kind name status took line
+    wait
+    for ((i = 0; i < gpu_n; i++)); do
+        read -r kind name <"$B/jobs/$i.name"
+        read -r status took <"$B/jobs/$i.end"
+        line=$(grep -E '^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped' "$B/jobs/$i.log" | tail -1)
+        if grep -q 'Device not supported' "$B/jobs/$i.log"; then skip 1 "$name: compute-sanitizer does not know this device"
+        elif [ $kind = one ]; then
+            [ "$status" = 0 ] || tail -40 "$B/jobs/$i.log"
+            result "$name ($took s)" "$status"
+        else
+            grep -v '^ok ' "$B/jobs/$i.log" | tail -40 | sed "s/^/       /"
+            echo "       $name: $took s"
+            if [ -z "$line" ]; then result "$name ends (exit $status)" 1; continue; fi
+            # shellcheck disable=SC2046
+            add $(echo "$line" | tr -dc '0-9 ' | cut -d' ' -f1-5)
+        fi
+    done
+    gpu_n=0
+}
+gpu_is_new() { # FILE...: all are there, and newer than what they are made of
+    local file
+    for file in "$@"; do [ -f "$B/$file" ] && [ -z "$(find toka_kernels.cu toka.h toka.c test/gpu* test/soak.c -newer "$B/$file")" ] || return; done
+}
+gpu_make() { # FILE: a test program for GPU_ARCH
+    local nvcc="nvcc -std=c++20 -O3 -Xcompiler -fno-exceptions -gencode arch=compute_$GPU_ARCH,code=sm_$GPU_ARCH"
+    local c="$CC -std=c11 -O2 -w -I. -DTOKA_WITH_CUDA" half=
+    case $1 in
+    kernels.o) $nvcc -c toka_kernels.cu -o $B/kernels.o ;;
+    mutants/mutants) GPU_ARCH=$GPU_ARCH python3 test/gpu_mutants.py build ;;
+    gpu_ops | gpu_model | gpu_ranks) # these include toka.c
+        $c -c "test/$1.c" -o "$B/$1.o" && $nvcc -o "$B/$1" "$B/$1.o" $B/kernels.o -lm -lpthread ;;
+    soak_gpu) $c -c toka.c -o $B/toka_gpu.o && $c -c test/soak.c -o $B/soak.o && $nvcc -o $B/soak_gpu $B/soak.o $B/toka_gpu.o $B/kernels.o -lm -lpthread ;;
+    *)
+        if [ -f "test/$1.c" ]; then half="$B/$1.o" && $c -c "test/$1.c" -o "$half" || return; fi
+        $nvcc -o "$B/$1" "test/$1.cu" $half -lm -lpthread ;;
+    esac
 }
 gpu_programs() {
-    local source name parts
-    for source in test/gpu_*.cu; do
-        name=$(basename "$source" .cu) parts=$source
-        if [ -f "test/$name.c" ]; then # its half in C
-            step "$name.c compiles" $CC -std=c11 -O2 -w -c "test/$name.c" -o "$B/$name.o"
-            parts="$source $B/$name.o"
-        fi
-        # shellcheck disable=SC2086
-        gpu_program "$name" $parts
-    done
-    for name in gpu_ops gpu_model gpu_ranks; do # these include toka.c
-        step "$name.c compiles" $CC -std=c11 -O2 -DTOKA_WITH_CUDA '-DTOKA_EMBED="test/model"' -w -c test/$name.c -o $B/$name.o
-        [ -f $B/kernels.o ] && [ -z "$(find toka_kernels.cu toka.h -newer $B/kernels.o)" ] ||
-            step "toka_kernels.cu compiles" nvcc -std=c++20 -O3 -Xcompiler -fno-exceptions \
-                -gencode "arch=compute_$GPU_ARCH,code=sm_$GPU_ARCH" -c toka_kernels.cu -o $B/kernels.o
-        gpu_program $name $B/$name.o $B/kernels.o
-    done
-    [ -x $B/mutants/mutants ] && [ -z "$(find toka_kernels.cu toka.h toka.c test/gpu* -newer $B/mutants/mutants)" ] ||
-        step "mutants of the kernels compile" env "GPU_ARCH=$GPU_ARCH" python3 test/gpu_mutants.py build
+    local name with_kernels="gpu_ops gpu_model gpu_ranks soak_gpu" apart
+    apart=$(cd test && for name in gpu_*.cu; do echo "${name%.cu}"; done)
+    # shellcheck disable=SC2086
+    gpu_is_new $with_kernels kernels.o || apart="kernels.o $apart"
+    for name in mutants/mutants $apart; do gpu_is_new $name || gpu_job one "$name compiles" 0 gpu_make $name; done
+    gpu_collect
+    for name in $with_kernels; do gpu_is_new $name || gpu_job one "$name compiles" 0 gpu_make $name; done
+    gpu_collect
 }
-gpu_counts() { # NAME COMMAND...: a program whose last line is 'N passed, N failed, N skipped'
-    local name=$1 line
-    shift
-    timeout 600 "$@" >$B/log 2>&1
-    local status=$?
-    line=$(grep -E '^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped' $B/log | tail -1)
-    grep -v '^ok ' $B/log | tail -40
-    if [ -z "$line" ]; then result "$name ends (exit $status)" 1; return; fi
-    # shellcheck disable=SC2046
-    add $(echo "$line" | tr -dc '0-9 ' | cut -d' ' -f1-5)
+gpu_sanitize() {
+    local source name tool size
+    if ! command -v compute-sanitizer >/dev/null; then skip 1 "no compute-sanitizer"; return; fi
+    for tool in racecheck memcheck synccheck; do
+        for source in test/gpu_*.cu; do
+            name=$(basename "$source" .cu) size=small
+            [ $tool = racecheck ] && grep -q '"tiny"' "$source" && size=tiny # racecheck takes minutes for what takes seconds
+            gpu_job one "$name, $tool" 300 compute-sanitizer --tool $tool --error-exitcode 9 "$B/$name" $size
+        done
+    done
 }
-gpu_ranks() { # over all GPUs that there are; where there is one, all ranks on it
+gpu_soak() { # NAME SEED FLAGS...
+    local model=$1 seed=$2
+    shift 2
+    gpu_job one "soak of $(basename "$model"), seed $seed" 300 $B/soak_gpu --device cuda --model "$model" --seconds 15 --seed "$seed" "$@"
+}
+gpu_beside() { # all that may run beside other programs on the GPU, the longest first
+    local source name
+    gpu_job counts "mutants of the kernels are caught" 600 python3 test/gpu_mutants.py run
+    gpu_sanitize
+    gpu_job counts "accuracy beside the CPU" 600 python3 test/gpu_accuracy.py
+    gpu_job counts "the program on the GPU" 600 python3 test/gpu_cli.py
+    if python3 -c 'import torch, transformers' 2>/dev/null; then
+        gpu_job counts "against transformers" 600 python3 test/gpu_hf.py $B/gpu_model
+    else skip 1 "no torch and transformers"; fi
+    gpu_soak test/model 1
+    gpu_soak test/model 2 --kv-tokens 40000 --max-model-len 1024 --max-num-seqs 512
+    gpu_soak test/fixtures/llama-tied 3
+    for source in test/gpu_*.cu test/gpu_ops.c test/gpu_model.c; do
+        [ "$source" != test/gpu_samp.c ] || continue
+        name=$(basename "${source%.*}")
+        gpu_job counts "$name" 600 "$B/$name"
+    done
+    gpu_collect
+}
+gpu_ranks() { # over all GPUs that there are; where there is one, all ranks on it. Ranks that wait for each other are given up after some time
     local share=()
     [ "$(nvidia-smi -L | wc -l)" -gt 1 ] || share=(TOKA_DEBUG_SHARE_GPU=1 CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32)
-    [ -x $B/gpu_ranks ] && gpu_counts gpu_ranks env "${share[@]}" $B/gpu_ranks
-    gpu_counts "the program on several GPUs" env "${share[@]}" python3 test/gpu_ranks.py
+    gpu_job counts gpu_ranks 600 env "${share[@]}" $B/gpu_ranks
+    gpu_job counts "the program on several GPUs" 600 env "${share[@]}" python3 test/gpu_ranks.py
+    gpu_collect
 }
 gpu_tests() {
     if ! ./toka devices | grep -q '^cuda.*compute capability'; then skip 1 "no GPU"; return; fi
     GPU_ARCH=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
     [ "$GPU_ARCH" = 90 ] && GPU_ARCH=90a
     gpu_programs
-    for source in test/gpu_*.cu; do
-        local name size
-        name=$(basename "$source" .cu)
-        [ -x "$B/$name" ] && gpu_counts "$name" "$B/$name"
-    done
-    for name in gpu_ops gpu_model; do
-        [ -x $B/$name ] && gpu_counts $name $B/$name
-    done
-    gpu_counts "the program on the GPU" python3 test/gpu_cli.py
-    gpu_counts "accuracy beside the CPU" python3 test/gpu_accuracy.py
+    gpu_job counts "start to first token" 300 python3 test/gpu_start.py # alone: a time
+    gpu_collect
     gpu_ranks
-    [ -x $B/mutants/mutants ] && gpu_counts "mutants of the kernels are caught" python3 test/gpu_mutants.py run
-    if python3 -c 'import torch, transformers' 2>/dev/null; then
-        gpu_counts "against transformers" python3 test/gpu_hf.py $B/gpu_model
-    else skip 1 "no torch and transformers"; fi
-    if command -v compute-sanitizer >/dev/null; then
-        for source in test/gpu_*.cu; do
-            name=$(basename "$source" .cu)
-            for tool in memcheck racecheck synccheck; do
-                size=small
-                [ $tool = racecheck ] && grep -q '"tiny"' "$source" && size=tiny # racecheck takes minutes for what takes seconds
-                step "$name, $tool" timeout 120 compute-sanitizer --tool $tool --error-exitcode 9 "$B/$name" $size
-            done
-        done
-    else skip 1 "no compute-sanitizer"; fi
+    gpu_beside
 }
 
 wants build && build_tests
