@@ -664,7 +664,7 @@ static void stage_send(toka_device *d, stage *s) {
  * stream, with the kernel that converts and places. There is no second copy on the host beyond those buffers. Bound by the slower
  * of page cache and bus. */
 
-enum { LOAD_THREADS = 8, LOAD_BYTES = 8 << 20 };
+enum { LOAD_THREADS = 8, LOAD_BYTES = 2 << 20 };
 
 typedef struct load_job { /* one tensor, or slice of one, and where it goes */
     const toka_tensor *from;
