@@ -34,12 +34,12 @@
  *   op                 kernel                shapes                       bound by     reaches
  *   copies of pages    copy_pages_kernel     any                          copy         not measured
  *   embed              embed_kernel          any                          copy         not measured
- *   norms              rmsnorm_kernel        any E                        copy         not measured
+ *   norms              rmsnorm_kernel        any E; up to 8 rows: GEMMs   copy         not measured
  *   qkv, o, gate_up,   gemm_kernel           M > 64, Hopper               arithmetic   1.00x cuBLAS over 73 shapes, M >= 512
  *   down, logits       gemm_few_kernel       M <= 128, Hopper             W's bytes    M = 64: 80 % (1B gate_up), 37 % (1B o)
  *                      gemm_thin_kernel      M <= 16, any card            W's bytes    M = 1: 97 % (8B down), 60 % (1B o)
  *                      gemm_mma_kernel       any M, any card              arithmetic   about 60 % of wgmma's rate (H100)
- *   RoPE, KV append    in gemm_kernel (D 64, 128), rope_kernel else       copy         not measured
+ *   RoPE, KV append    in gemm_kernel, gemm_thin_kernel (D 64, 128), rope_kernel else  copy  not measured
  *   attention, decode  attn_small            <= 16 queries, Hopper        K, V bytes   84 % (64 x 4,096) to 100 % (2,048 x 900)
  *   prefill, shared    attn_wg               D 64, 96, 128, Hopper        arithmetic   465, 526 TFLOP/s at 16k (cuDNN 437, 571)
  *   all of it          attn_mma              any D, any card              either       prefill half of attn_wg (H100)
@@ -209,6 +209,8 @@ struct toka_device {
     bf16 *kv;                /* pool */
     size_t kv_layer;         /* elements of one layer */
     bf16 *xn, *qkv, *act;    /* scratch: [T][E] normed rows, [T][(H+2K)*D], [T][F] */
+    float *squares;          /* scratch: [FOLD_ROWS][E/16] */
+    bool folded;             /* the op before has left what the norm of the next one needs (chapter 5) */
     stage up;
     step_rows rows;
     int *last;               /* [n_slots] the id drawn last for each slot */
@@ -430,6 +432,10 @@ __device__ static inline void tma_load_2d_multicast(uint32_t to, const CUtensorM
                                                     uint16_t mask) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
                  " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "h"(mask) : "memory");
+}
+/* n bytes, a multiple of 16, to the L2 cache. */
+__device__ static inline void bulk_prefetch(const void *from, int n) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(n) : "memory");
 }
 __device__ static inline void tma_store_2d(const CUtensorMap *m, uint32_t from, int c0, int c1) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];"
@@ -903,8 +909,10 @@ __global__ static void __launch_bounds__(128) embed_kernel(const int *ids, const
 
 /* ---- RMSNorm ----
  * y[t][i] = x[r][i] * w[i] / sqrt(mean(x[r]^2) + eps), r = rows ? rows[t] : t. x, y bf16 [.][E], w float32, one rounding at the end.
- * Grid T, block 128; the row is read twice, the second time from L1. Reads 2*T*E, writes 2*T*E bytes: copy speed. Sums: each
- * thread over its own elements, then a tree over lanes and warps: one order for every T. */
+ * Grid T, block 128; what w and x a thread needs first it holds in registers, w from before the kernel ahead has ended; more is read
+ * twice. Reads 2*T*E, writes 2*T*E bytes: copy speed. Sums: each thread over its own elements, then a tree over lanes and warps: one
+ * order for every T. */
+enum { NORM_HELD = 4 }; /* runs of 8 columns a thread holds: E up to 4,096 */
 __device__ static inline float block_sum_128(float v) { /* to all threads */
     __shared__ float part[4];
     for (int s = 16; s; s >>= 1) v += __shfl_xor_sync(~0u, v, s);
@@ -917,26 +925,44 @@ __device__ static inline void unpack_8(uint4 v, float f[8]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) f[2 * i] = bf16_low(w[i]), f[2 * i + 1] = bf16_high(w[i]);
 }
+__device__ static inline float norm_square(uint4 v, float sum) {
+    float f[8];
+    unpack_8(v, f);
+#pragma unroll
+    for (int j = 0; j < 8; j++) sum += f[j] * f[j];
+    return sum;
+}
+__device__ static inline uint4 norm_scaled(uint4 v, float scale, float4 a, float4 b) {
+    float f[8];
+    unpack_8(v, f);
+    return make_uint4(pack_bf16(f[0] * scale * a.x, f[1] * scale * a.y), pack_bf16(f[2] * scale * a.z, f[3] * scale * a.w),
+                      pack_bf16(f[4] * scale * b.x, f[5] * scale * b.y), pack_bf16(f[6] * scale * b.z, f[7] * scale * b.w));
+}
 __global__ static void __launch_bounds__(128) rmsnorm_kernel(const bf16 *x, const int *rows, const float *w, bf16 *y, int E,
                                                             float per_E, float eps) { /* E rounded up; 1 / the model's own */
+    const int n = E / 8, t = (int)threadIdx.x;
+    const float4 *g = (const float4 *)w;
+    float4 held[NORM_HELD][2] = {};
+    uint4 v[NORM_HELD] = {};
+    float sum = 0;
     grid_launch_dependents();
+#pragma unroll
+    for (int k = 0; k < NORM_HELD; k++)
+        if (t + 128 * k < n) held[k][0] = g[2 * (t + 128 * k)], held[k][1] = g[2 * (t + 128 * k) + 1];
     grid_wait();
     const uint4 *from = (const uint4 *)(x + (size_t)(rows ? rows[blockIdx.x] : blockIdx.x) * E);
     uint4 *to = (uint4 *)(y + (size_t)blockIdx.x * E);
-    float f[8], sum = 0;
-    for (int i = threadIdx.x; i < E / 8; i += 128) {
-        unpack_8(from[i], f);
 #pragma unroll
-        for (int j = 0; j < 8; j++) sum += f[j] * f[j];
-    }
+    for (int k = 0; k < NORM_HELD; k++)
+        if (t + 128 * k < n) v[k] = from[t + 128 * k];
+#pragma unroll
+    for (int k = 0; k < NORM_HELD; k++) sum = norm_square(v[k], sum);
+    for (int i = t + 128 * NORM_HELD; i < n; i += 128) sum = norm_square(from[i], sum);
     float scale = rsqrtf(block_sum_128(sum) * per_E + eps);
-    for (int i = threadIdx.x; i < E / 8; i += 128) {
-        const float4 *g = (const float4 *)w + 2 * i;
-        float4 a = g[0], b = g[1];
-        unpack_8(from[i], f);
-        to[i] = make_uint4(pack_bf16(f[0] * scale * a.x, f[1] * scale * a.y), pack_bf16(f[2] * scale * a.z, f[3] * scale * a.w),
-                           pack_bf16(f[4] * scale * b.x, f[5] * scale * b.y), pack_bf16(f[6] * scale * b.z, f[7] * scale * b.w));
-    }
+#pragma unroll
+    for (int k = 0; k < NORM_HELD; k++)
+        if (t + 128 * k < n) to[t + 128 * k] = norm_scaled(v[k], scale, held[k][0], held[k][1]);
+    for (int i = t + 128 * NORM_HELD; i < n; i += 128) to[i] = norm_scaled(from[i], scale, g[2 * i], g[2 * i + 1]);
 }
 static void rmsnorm(toka_device *d, const bf16 *x, const int *rows, const float *w, bf16 *y, int n_rows) {
     launch_dependent(d, "RMSNorm", rmsnorm_kernel, dim3(n_rows), 128, 0, 1, x, rows, w, y, d->E, 1.0f / d->shape->E, d->shape->eps);
@@ -967,8 +993,8 @@ static void rope_open(toka_device *d) {
 /* ---- QK-norm, RoPE, K and V to their pages ----
  * qkv[t] = {q [H][D], k [K][D], v [K][D]} bf16, biases added. Each head of q and k: RMSNorm over D where the model has it, then the
  * pair (i, i + D/2) turned by the angle of pos[t]. q goes to q[t][h], k and v to the page of slot[t]. All in float32.
- * One warp a head: lane l has the pairs 2l, 2l+1, 2l+64 ..., so a warp reads 128 bytes of each half at once. Grid
- * T*(H+2K)/8, block 256. Moves 4*T*(H+2K)*D bytes: copy speed. D/2 is even, D at most 256. */
+ * One warp a head: lane l has the pairs 2l, 2l+1, 2l+64 ..., so a warp reads 128 bytes of each half at once. Positions, slots and the table
+ * are no kernel's work of this step and are read before the one ahead has ended. Grid T*(H+2K)/8, block 256. Moves 4*T*(H+2K)*D bytes: copy speed. D/2 is even, D at most 256. */
 typedef struct rope_args {
     const bf16 *qkv;
     bf16 *q, *kv; /* kv: the layer's pool */
@@ -989,10 +1015,18 @@ __host__ __device__ static inline int qkv_place(int i, int half) {
 __device__ static inline void store_pair(bf16 *to, float a, float b) { *(uint32_t *)to = pack_bf16(a, b); }
 
 __global__ static void __launch_bounds__(256) rope_kernel(rope_args a) {
-    grid_launch_dependents();
-    grid_wait();
     int heads = a.H + 2 * a.K, w = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
     int t = w / heads, h = w % heads, half = a.D / 2;
+    float4 turn[2] = {make_float4(1, 0, 1, 0), make_float4(1, 0, 1, 0)}; /* cosines and sines */
+    grid_launch_dependents();
+    if (t < a.T && h < a.H + a.K) {
+        const float2 *table = a.table + (size_t)a.pos[t] * half;
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+            if (2 * lane + 64 * k < half) turn[k] = *(const float4 *)(table + 2 * lane + 64 * k);
+    }
+    int slot = t < a.T ? a.slot[t] : 0;
+    grid_wait();
     if (t >= a.T) return;
     const bf16 *from = a.qkv + (size_t)w * a.D;
     float lo[4], hi[4], sum = 0;
@@ -1015,14 +1049,14 @@ __global__ static void __launch_bounds__(256) rope_kernel(rope_args a) {
             if (i < half) lo[k] *= scale * norm[i], hi[k] *= scale * norm[half + i];
         }
     }
-    int slot = a.slot[t], kv_head = h < a.H + a.K ? h - a.H : h - a.H - a.K;
+    int kv_head = h < a.H + a.K ? h - a.H : h - a.H - a.K;
     bf16 *to = h < a.H ? a.q + ((size_t)t * a.H + h) * a.D
                        : a.kv + ((((size_t)(slot / a.B) * a.K + kv_head) * 2 + (h >= a.H + a.K)) * a.B + slot % a.B) * a.D;
 #pragma unroll
     for (int k = 0; k < 2; k++) {
         int i = 2 * lane + 64 * k;
         if (i >= half) break;
-        float4 cs = h < a.H + a.K ? *(const float4 *)(a.table + (size_t)a.pos[t] * half + i) : make_float4(1, 0, 1, 0);
+        float4 cs = turn[k];
         float u = lo[2 * k], v = hi[2 * k], y = lo[2 * k + 1], z = hi[2 * k + 1];
         store_pair(to + i, u * cs.x - v * cs.y, y * cs.z - z * cs.w);
         store_pair(to + half + i, v * cs.x + u * cs.y, z * cs.z + y * cs.w);
@@ -1038,7 +1072,8 @@ enum epilogue {
     EPI_STORE,    /* y = acc + bias, bf16 [M][N] */
     EPI_RESIDUAL, /* y += acc + bias, bf16 [M][N]; the sum in float32, rounded once */
     EPI_SWIGLU,   /* W is gate and up by turns of 8 rows: y[M][N/2] = silu(gate) * up in float32, rounded once */
-    EPI_LOGITS    /* y = acc, float32 [M][N]; y points to floats */
+    EPI_LOGITS,   /* y = acc, float32 [M][N]; y points to floats */
+    EPI_QKV       /* W is q, k and v by turns (qkv_place): RoPE, then q and the pages of K and V; gemm_thin only */
 };
 
 typedef struct gemm_args {
@@ -1049,7 +1084,51 @@ typedef struct gemm_args {
     bf16 *y;       /* row stride ldy */
     int ldy;
     enum epilogue epi;
+    const float *norm;            /* RESIDUAL of gemm_thin, M <= 8, or NULL: the weights of the norm that y goes through next. What it needs
+                                     is left in d->xn and d->squares ... */
+    bool folded;                  /* ... where the next GEMM of up to 8 rows finds it: x is d->xn */
+    const struct qkv_params *qkv; /* of EPI_QKV */
 } gemm_args;
+
+/* ---- RMSNorm without a kernel of its own, for up to 8 rows ----
+ * norm(x) W^T = (x w) W^T / rms(x): the GEMM that makes x leaves x w, too, and the sums of squares of its columns, 16 by 16; the one that
+ * takes it multiplies what it puts out by 1 / rms. A kernel less in the chain is worth more than what all CTAs add up anew. */
+enum { FOLD_ROWS = 8, FOLD_N = 16, FOLD_HELD = 8 /* in registers: E up to 4,096 */ };
+typedef struct norm_fold {
+    const float *w;     /* [E] of the norm that follows; NULL: none */
+    bf16 *xw;           /* [M][E] */
+    float *squares;     /* [M][n] */
+    const float *given; /* [M][n], those of x; NULL: x is no norm's */
+    int n;
+    float per_E, eps;
+} norm_fold;
+
+/* What a lane adds up for 1 / rms of row m: asked for ahead of the products ... */
+typedef struct fold_part {
+    float sum[FOLD_HELD]; /* in the order of their columns */
+} fold_part;
+__device__ static inline fold_part fold_begin(const norm_fold &f, int m, int lane) {
+    fold_part p = {};
+#pragma unroll
+    for (int k = 0; k < FOLD_HELD; k++)
+        if (lane + 32 * k < f.n) p.sum[k] = f.given[m * f.n + lane + 32 * k];
+    return p;
+}
+/* ... and needed behind them. To the whole warp, in one order. */
+__device__ static inline float fold_end(const norm_fold &f, int m, int lane, const fold_part &p) {
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < FOLD_HELD; k++) sum += p.sum[k];
+    for (int i = lane + 32 * FOLD_HELD; i < f.n; i += 32) sum += f.given[m * f.n + i];
+    for (int s = 16; s; s >>= 1) sum += __shfl_xor_sync(~0u, sum, s);
+    return rsqrtf(sum * f.per_E + f.eps);
+}
+static norm_fold fold_of(const toka_device *d, const gemm_args *a) {
+    const int n = ceil_div(d->E, FOLD_N);
+    if (!a->norm && !a->folded) return norm_fold{};
+    assert(a->M <= FOLD_ROWS && (!a->norm || a->w->N == d->E));
+    return norm_fold{a->norm, d->xn, d->squares, a->folded ? d->squares : NULL, n, 1.0f / d->shape->E, d->shape->eps};
+}
 
 /* ---- Epilogues, shared by all GEMMs ---- */
 
@@ -1059,6 +1138,7 @@ typedef struct gemm_call { /* gemm_args as a kernel takes them */
     bf16 *y;
     int M, N, K, ldx, ldy;
     enum epilogue epi;
+    norm_fold fold;
 } gemm_call;
 
 __device__ static inline float silu(float x) { return x / (1 + ex2(-1.4426950408889634f * x)); }
@@ -1470,6 +1550,7 @@ struct qkv_params {
     const float2 *rope;           /* [max_len][D/2] cosine and sine */
     bf16 *q;                      /* [T][H][D] */
     bf16 *kv;                     /* the layer's pages: [page][K][K, V][B][D] */
+    int D;                        /* where the type does not say it */
 };
 
 /* W's rows (and the bias) lie by turns, see qkv_place: a tile may begin and end anywhere in a head, its pairs are whole. Only QK-norm needs
@@ -2170,11 +2251,15 @@ __device__ static inline void few_bias(float v[8], const float *bias, int n) {
     for (int i = 0; i < 8; i++) v[i] += bias[n + i];
 }
 /* The sums of 8 outputs; SWIGLU's are final. */
-template <int ROWS> __device__ static inline void few_value(float v[8], const gemm_call &c, const few_place &w, int m, int n) {
+template <int ROWS> __device__ static inline void few_value(float v[8], const gemm_call &c, const few_place &w, int m, int n, float scale) {
     float up[8];
     few_sum<ROWS>(v, w, m, n);
+#pragma unroll
+    for (int k = 0; k < 8; k++) v[k] *= scale;
     if (c.epi != EPI_SWIGLU) return;
     few_sum<ROWS>(up, w, m, n + 8);
+#pragma unroll
+    for (int k = 0; k < 8; k++) up[k] *= scale;
     few_bias(v, c.bias, w.n0 + n);
     few_bias(up, c.bias, w.n0 + n + 8);
 #pragma unroll
@@ -2206,6 +2291,7 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
     few_place w = few_where<ROWS>(smem_at(few_smem), c.M, c.K, split);
     int m, n, tid = (int)threadIdx.x, warp = tid / 32, lane = tid % 32;
     uint4 old[ITEMS]; /* what a residual is added to is fetched ahead */
+    __shared__ float scales[FOLD_ROWS];
 
     if (tid == 0) {
         for (int i = 0; i < few_ring<ROWS>::STAGES; i++) mbar_init(w.full + 8 * i, 1), mbar_init(w.empty + 8 * i, 1);
@@ -2224,9 +2310,16 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
 #pragma unroll
     for (int i = 0; i < ITEMS; i++)
         if (c.epi == EPI_RESIDUAL && few_item(c, w, i, &m, &n)) old[i] = *(uint4 *)(c.y + (size_t)m * c.ldy + w.n0 + n);
+    fold_part squares = {};
+    if (ROWS == FOLD_ROWS && c.fold.given && warp < c.M) squares = fold_begin(c.fold, warp, lane);
     constexpr int CHAINS = ROWS <= 16 ? 4 : ROWS <= 64 ? 2 : 1;
     float acc[CHAINS][ROWS / 2] = {};
     if (warp < 4) few_multiply<ROWS, CHAINS>(acc, w);
+    for (int i = warp; ROWS == FOLD_ROWS && c.fold.given && i < c.M; i += FEW_THREADS / 32) {
+        if (i > warp) squares = fold_begin(c.fold, i, lane);
+        float scale = fold_end(c.fold, i, lane, squares);
+        if (lane == 0) scales[i] = scale;
+    }
     __syncthreads(); /* nobody reads the ring any more, and all that was to come has come */
     if (split > 1) {
         cluster_meet_wait();
@@ -2247,7 +2340,7 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
     for (int i = 0; i < ITEMS; i++) {
         float v[8];
         if (!few_item(c, w, i, &m, &n)) continue;
-        few_value<ROWS>(v, c, w, m, n);
+        few_value<ROWS>(v, c, w, m, n, ROWS == FOLD_ROWS && c.fold.given ? scales[m] : 1);
         if (ROWS <= 64 && c.epi == EPI_LOGITS) few_put_logits(v, c, w, m, n); /* at 128 registers do not suffice */
         else few_put(v, c, w, m, n, old[i]);
     }
@@ -2260,7 +2353,8 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
 
 template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a, int split) {
     gemm_call c = gemm_checked(a);
-    assert(c.M <= ROWS && split <= 8 && (ROWS <= 64 || c.epi != EPI_LOGITS));
+    c.fold = fold_of(d, a);
+    assert(c.M <= ROWS && split <= 8 && (ROWS <= 64 || c.epi != EPI_LOGITS) && c.epi != EPI_QKV && !a->norm);
     launch_dependent(d, "GEMM (few rows)", gemm_few_kernel<ROWS>, dim3((unsigned)(ceil_div(c.N, FEW_N) * split)), FEW_THREADS,
                      few_ring<ROWS>::SMEM, split, gemm_map(d, c.w, c.N, c.K, c.K, FEW_N, FEW_K),
                      gemm_map(d, c.x, c.M, c.K, c.ldx, ROWS, FEW_K), c, split);
@@ -2284,7 +2378,8 @@ static void gemm_few(toka_device *d, const gemm_args *a) {
 
 /* ---- y[M][N] = x[M][K] W[N][K]^T for up to 16 rows and a small W, on mma.sync with the sides swapped ----
  *
- * in, out as in chapter 5, not LOGITS; M <= ROWS (8, 16).
+ * in, out as in chapter 5, not LOGITS; M <= ROWS (8, 16). What a chain of a few rows needs beside the products it does itself: RoPE and
+ * the pages of K and V (EPI_QKV), the norms (norm_fold).
  * Where W is read in a few microseconds, what counts is the way from the end of the kernel ahead to the end of this one. Here it
  * has no cluster and few steps: a CTA has only 16 rows of W, the side m16 of mma.sync, and all of K, of which its eight warps take
  * slices of 64 columns by turns. Each warp has its own ring of slices, so that nobody waits for anybody until the eight sums meet
@@ -2326,13 +2421,47 @@ template <int ROWS> __device__ static inline void thin_multiply(float acc[ROWS /
         for (int i = 0; i < ROWS / 8; i++) mma_16816(acc[i], a[k], b[2 * i + k / 2] + k % 2 * 2);
 }
 
-template <int ROWS> __global__ static void __launch_bounds__(32 * THIN_WARPS, 2) gemm_thin_kernel(const gemm_call c) {
+/* Columns n and n+1 of row m with RESIDUAL, and what the norm that follows needs of them: w, its two weights. All threads come; the 8 of
+ * a row lie side by side. */
+__device__ static inline void thin_put_normed(const gemm_call &c, bool puts, int m, int n, float2 v, uint32_t old, float2 w) {
+    uint32_t y = 0;
+    if (puts) {
+        if (c.bias) v.x += c.bias[n], v.y += c.bias[n + 1];
+        y = pack_bf16(v.x + bf16_low(old), v.y + bf16_high(old));
+        *(uint32_t *)(c.y + (size_t)m * c.ldy + n) = y;
+        *(uint32_t *)(c.fold.xw + (size_t)m * c.N + n) = pack_bf16(bf16_low(y) * w.x, bf16_high(y) * w.y);
+    }
+    float sum = bf16_low(y) * bf16_low(y) + bf16_high(y) * bf16_high(y);
+    for (int s = 4; s; s >>= 1) sum += __shfl_xor_sync(~0u, sum, s);
+    if (threadIdx.x % 8 == 0 && m < c.M) c.fold.squares[m * c.fold.n + (int)blockIdx.x] = sum;
+}
+
+/* EPI_QKV: the pairs of element i and i + D/2, and of the next two, of a head of row m: where they go and how they are turned. Reads
+ * nothing that a kernel of the step writes. */
+typedef struct thin_pair {
+    bf16 *to;
+    float4 turn; /* cosine, sine of either */
+} thin_pair;
+__device__ static inline thin_pair thin_pair_at(const qkv_params &p, int m, int n) { /* n: a column of the first half, by turns */
+    int h = n / p.D, i = n % p.D / 16 * 8 + n % 8, slot = p.slot[m], kv_head = h < p.H + p.K ? h - p.H : h - p.H - p.K;
+    size_t row = h < p.H ? (size_t)m * p.H + h : (((size_t)(slot / p.B) * p.K + kv_head) * 2 + (h >= p.H + p.K)) * p.B + slot % p.B;
+    float4 turn = h < p.H + p.K ? *(const float4 *)(p.rope + (size_t)p.pos[m] * (p.D / 2) + i) : make_float4(1, 0, 1, 0);
+    return thin_pair{(h < p.H ? p.q : p.kv) + row * p.D + i, turn};
+}
+__device__ static inline void thin_put_turned(const thin_pair &p, int half, float2 a, float2 b) {
+    float4 t = p.turn;
+    store_pair(p.to, a.x * t.x - b.x * t.y, a.y * t.z - b.y * t.w);
+    store_pair(p.to + half, b.x * t.x + a.x * t.y, b.y * t.z + a.y * t.w);
+}
+
+template <int ROWS> __global__ static void __launch_bounds__(32 * THIN_WARPS, 2) gemm_thin_kernel(const gemm_call c, const qkv_params p) {
     constexpr int STAGE = thin_ring<ROWS>::STAGE, STAGES = thin_ring<ROWS>::STAGES;
     extern __shared__ __align__(128) char thin_smem[];
     int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, n0 = (int)blockIdx.x * THIN_N, step = THIN_WARPS * THIN_K;
     uint32_t ring = smem_at(thin_smem) + warp * STAGES * STAGE;
     float acc[ROWS / 8][4] = {}, *sums = (float *)thin_smem;
-    bool gated = c.epi == EPI_SWIGLU; /* then n is a gate's column, its up's is n + 8 */
+    __shared__ float scales[THIN_WARPS];
+    bool turns = c.epi == EPI_QKV, gated = turns || c.epi == EPI_SWIGLU; /* then n is a gate's column, its up's is n + 8 */
     int pairs = gated ? 4 : 8, m = (int)threadIdx.x / pairs, n = (int)threadIdx.x % pairs * 2;
     bool puts = m < c.M && n0 + n < c.N;
 
@@ -2340,6 +2469,10 @@ template <int ROWS> __global__ static void __launch_bounds__(32 * THIN_WARPS, 2)
 #pragma unroll
     for (int i = 0; i < STAGES; i++)
         thin_load<THIN_N>(ring + i * STAGE, c.w, n0, c.N, c.K, warp * THIN_K + i * step, c.K, lane);
+    thin_pair pair = {};
+    float2 w = {};
+    if (puts && turns) pair = thin_pair_at(p, m, n0 + n);
+    if (puts && c.fold.w) w = *(const float2 *)(c.fold.w + n0 + n);
     grid_wait();
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
@@ -2347,6 +2480,9 @@ template <int ROWS> __global__ static void __launch_bounds__(32 * THIN_WARPS, 2)
         cp_async_commit();
     }
     uint32_t old = puts ? gemm_old_pair(c, m, n0 + n) : 0;
+    bool scales_row = c.fold.given && warp < c.M; /* this warp sees to row `warp` */
+    fold_part squares = {};
+    if (scales_row) squares = fold_begin(c.fold, warp, lane);
     for (int k = warp * THIN_K, s = 0; k < c.K; k += step) {
         uint32_t at = ring + s * STAGE;
         cp_async_wait<STAGES - 1>();
@@ -2361,28 +2497,39 @@ template <int ROWS> __global__ static void __launch_bounds__(32 * THIN_WARPS, 2)
         if (++s == STAGES) s = 0;
     }
     cp_async_wait<0>();
+    if (scales_row) {
+        float scale = fold_end(c.fold, warp, lane, squares);
+        if (lane == 0) scales[warp] = scale;
+    }
     __syncthreads(); /* the sums take the rings' place */
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++)
         sums[(warp * ROWS + i / 4 * 8 + lane % 4 * 2 + i % 2) * THIN_PITCH + lane / 4 + i % 4 / 2 * 8] = acc[i / 4][i % 4];
     __syncthreads();
-    if (!puts) return;
+    if (!puts && !c.fold.w) return;
     float2 v = {}, up = {};
 #pragma unroll
-    for (int w = 0; w < THIN_WARPS; w++) {
-        const float *part = sums + (w * ROWS + m) * THIN_PITCH + n;
+    for (int i = 0; i < THIN_WARPS && puts; i++) {
+        const float *part = sums + (i * ROWS + m) * THIN_PITCH + n;
         v.x += part[0], v.y += part[1];
         if (gated) up.x += part[8], up.y += part[9];
     }
-    if (gated) gemm_put_gated(c, m, n0 + n, v.x, v.y, up.x, up.y);
+    if (puts && c.fold.given) v.x *= scales[m], v.y *= scales[m], up.x *= scales[m], up.y *= scales[m];
+    if (c.fold.w) {
+        thin_put_normed(c, puts, m, n0 + n, v, old, w);
+    } else if (turns) {
+        if (c.bias) v.x += c.bias[n0 + n], v.y += c.bias[n0 + n + 1], up.x += c.bias[n0 + n + 8], up.y += c.bias[n0 + n + 9];
+        thin_put_turned(pair, p.D / 2, v, up);
+    } else if (gated) gemm_put_gated(c, m, n0 + n, v.x, v.y, up.x, up.y);
     else gemm_put_pair(c, m, n0 + n, v.x, v.y, old);
 }
 
 template <int ROWS> static void gemm_thin_tile(toka_device *d, const gemm_args *a) {
     gemm_call c = gemm_checked(a);
-    assert(c.M <= ROWS && c.epi != EPI_LOGITS);
+    c.fold = fold_of(d, a);
+    assert(c.M <= ROWS && c.epi != EPI_LOGITS && (!a->norm || c.epi == EPI_RESIDUAL) && (c.epi != EPI_QKV || a->qkv));
     launch_dependent(d, "GEMM (up to 16 rows)", gemm_thin_kernel<ROWS>, dim3((unsigned)ceil_div(c.N, THIN_N)), 32 * THIN_WARPS,
-                     thin_ring<ROWS>::SMEM, 1, c);
+                     thin_ring<ROWS>::SMEM, 1, c, a->qkv ? *a->qkv : qkv_params{});
 }
 static void gemm_thin(toka_device *d, const gemm_args *a) {
     if (a->M <= 8) gemm_thin_tile<8>(d, a);
@@ -3052,6 +3199,12 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
                     tma_load_2d(to + (v * HALF + panel * TOK * 64 + j * 8 * 64) * 2, is_whole ? &whole : &fine, bar, panel * 64,
                                 row + (v << a.log2_B) + j * 8);
     };
+    if (n_tiles) { /* no kernel of the step writes page tables; K and V may still change, but in the cache they do no harm */
+        int t = first - it.kv0, last = it.kv1 - it.kv0 - 1, in_page = t & ((1 << a.log2_B) - 1);
+        ids_at = t >> a.log2_B, ids = a.pages[it.page0 + min(ids_at + lane, last >> a.log2_B)];
+        size_t row = (((size_t)__shfl_sync(~0u, ids, 0) * a.K + h) * 2 + lane % 2 << a.log2_B) + in_page;
+        if (lane < 2) bulk_prefetch(a.kv + row * a.D, min((1 << a.log2_B) - in_page, last + 1 - t) * a.D * 2);
+    }
     grid_wait();
     for (int i = 0; i < STAGES && i < n_tiles; i++) ask(i);
     uint32_t q[DP / 16][4];
@@ -5665,6 +5818,7 @@ static void cuda_take_memory(toka_device *d) {
     d->xn = (bf16 *)dev_alloc(d, T * d->E * sizeof(bf16), "activations");
     d->qkv = (bf16 *)dev_alloc(d, T * HD * sizeof(bf16), "activations");
     d->act = (bf16 *)dev_alloc(d, T * d->F * sizeof(bf16), "activations");
+    d->squares = (float *)dev_alloc(d, FOLD_ROWS * (size_t)ceil_div(d->E, FOLD_N) * sizeof(float), "activations");
     d->kv_layer = (size_t)(d->options.n_pages + 1) * s->K * 2 * s->B * s->D; /* the last page is for rows that are nobody's */
     d->kv = (bf16 *)dev_alloc(d, (size_t)s->L * d->kv_layer * sizeof(bf16), "KV cache");
     if (!d->error.code) latch(d, cudaMemsetAsync(d->kv, 0, (size_t)s->L * d->kv_layer * sizeof(bf16), d->stream), "KV cache");
@@ -5719,6 +5873,7 @@ static int cuda_status(toka_device *d, toka_err *e) {
 }
 static toka_dev cuda_alloc(toka_device *d, size_t bytes) { return toka_dev{(uint64_t)dev_alloc(d, bytes, "activations")}; }
 static void cuda_upload(toka_device *d, toka_dev to, const void *from, size_t bytes) {
+    d->folded = false;
     latch(d, cudaMemcpyAsync((void *)to.at, from, bytes, cudaMemcpyHostToDevice, d->stream), "upload");
     latch(d, cudaStreamSynchronize(d->stream), "upload");
 }
@@ -6220,17 +6375,34 @@ static void cuda_embed(toka_device *d, const toka_step *s, toka_dev x) {
     clock_part(d, TOKA_PART_EMBED);
 }
 
+/* The norm of the op that follows can be folded into this GEMM (chapter 5); fold_take: the op before has done so. */
+static const float *fold_norm(toka_device *d, const gemm_args *g, const float *norm) {
+    d->folded = g->M <= FOLD_ROWS && tp_size(d) == 1 && gemm_is_thin(d, g);
+    return d->folded ? norm : NULL;
+}
+static bool fold_take(toka_device *d) {
+    const bool folded = d->folded;
+    d->folded = false;
+    return folded;
+}
+
 static void norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q) {
     const toka_shape *sh = d->shape;
     const layer_weights *l = &d->layers[layer];
-    rmsnorm(d, dev_bf16(x), NULL, l->attn_norm, d->xn, s->T);
+    const bool folded = fold_take(d);
+    if (!folded) rmsnorm(d, dev_bf16(x), NULL, l->attn_norm, d->xn, s->T);
     qkv_params p = {l->qkv.bias, l->q_norm, l->k_norm, sh->eps, sh->H, sh->K, sh->B, d->rows.pos, d->rows.slot, d->rope,
-                    dev_bf16(q), d->kv + (size_t)layer * d->kv_layer};
+                    dev_bf16(q), d->kv + (size_t)layer * d->kv_layer, sh->D};
     if (qkv_fuses(d, sh->D) && s->T > FEW_MAX && gemm_qkv_pays(d, s->T, &l->qkv, &p)) {
         gemm_wgmma_qkv(d, s->T, d->xn, d->E, &l->qkv, &p); /* all in the epilogue */
         return;
     }
-    gemm_args g = {s->T, d->xn, d->E, &l->qkv, d->qkv, l->qkv.N, EPI_STORE};
+    gemm_args g = {s->T, d->xn, d->E, &l->qkv, d->qkv, l->qkv.N, EPI_STORE, NULL, folded};
+    if (qkv_fuses(d, sh->D) && !p.q_norm && !p.k_norm && gemm_is_thin(d, &g)) {
+        g.epi = EPI_QKV, g.qkv = &p;
+        gemm_thin(d, &g);
+        return;
+    }
     gemm(d, &g);
     rope_args a = {d->qkv, dev_bf16(q), d->kv + (size_t)layer * d->kv_layer, d->rows.pos, d->rows.slot, d->rope,
                    l->q_norm, l->k_norm, s->T, sh->H, sh->K, sh->D, sh->B, sh->eps, qkv_fuses(d, sh->D)};
@@ -6259,6 +6431,7 @@ static void cuda_out_residual(toka_device *d, const toka_step *s, int layer, tok
     s = d->step;
     const weight *w = &d->layers[layer].o;
     gemm_args g = {s->T, dev_bf16(o), w->K, w, dev_bf16(x), d->E, rest_epilogue(d)};
+    g.norm = fold_norm(d, &g, d->layers[layer].mlp_norm);
     gemm(d, &g);
     clock_part(d, TOKA_PART_OUT);
 }
@@ -6267,10 +6440,12 @@ static void cuda_norm_mlp_residual(toka_device *d, const toka_step *s, int layer
     if (!op_launches(d, "norm_mlp_residual")) return;
     s = d->step;
     const layer_weights *l = &d->layers[layer];
-    rmsnorm(d, dev_bf16(x), NULL, l->mlp_norm, d->xn, s->T);
-    gemm_args up = {s->T, d->xn, d->E, &l->gate_up, d->act, d->F, EPI_SWIGLU};
+    const bool folded = fold_take(d);
+    if (!folded) rmsnorm(d, dev_bf16(x), NULL, l->mlp_norm, d->xn, s->T);
+    gemm_args up = {s->T, d->xn, d->E, &l->gate_up, d->act, d->F, EPI_SWIGLU, NULL, folded};
     gemm(d, &up);
     gemm_args down = {s->T, d->act, d->F, &l->down, dev_bf16(x), d->E, rest_epilogue(d)};
+    if (layer + 1 < d->shape->L) down.norm = fold_norm(d, &down, d->layers[layer + 1].attn_norm);
     gemm(d, &down);
     clock_part(d, TOKA_PART_MLP);
 }

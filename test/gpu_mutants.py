@@ -60,7 +60,7 @@ MUTANTS = [
            ("sine with the wrong sign", "store_pair(to + half + i, `v * cs.x + u * cs.y`", "v * cs.x - u * cs.y"),
            ("norm of the upper half", "hi[k] *= scale * norm[`half + i`]", "i", "RoPE and pages .*norm"),
            ("q's norm for the first head of k", "const float *norm = `h < a.H` ? a.q_norm : a.k_norm;", "h <= a.H", "RoPE and pages .*norm"),
-           ("V is turned, too", "float4 cs = `h < a.H + a.K` ? *", "h <= a.H + a.K"),
+           ("V is turned, too", "if (t < a.T && `h < a.H + a.K`) {", "h <= a.H + a.K"),
            ("the slot's place in its page", "(h >= a.H + a.K)) * a.B + `slot % a.B`) * a.D;", "slot % (a.B / 2)")),
 
     # ---- GEMM ----
@@ -71,7 +71,7 @@ MUTANTS = [
             "n0 + WN >= c.N ? 0 : gemm_old_pair(c, m, n)", "mma (64|128)x\\S+ residual"),
            ("the gate of the neighbour", "pack_bf16(silu(g0) * u0, silu(`g1`) * u1)", "g0", "mma (64|128)x\\S+ swiglu")),
     *group("gemm_thin_kernel", "smallm small", "thin ",
-           ("the last warp's part of K", "for (int w = 0; `w < THIN_WARPS`; w++) {\n        const float *part", "w < THIN_WARPS - 1"),
+           ("the last warp's part of K", "for (int i = 0; `i < THIN_WARPS` && puts; i++) {", "i < THIN_WARPS - 1"),
            ("the other column of up", "up.x += part[8], up.y += `part[9]`;", "part[8]", "thin \\d+ swiglu"),
            ("one row too many is written", "bool puts = `m < c.M` && n0 + n < c.N;", "m <= c.M")),
     *group("gemm_few_kernel", "smallm small", " \\d+/[1248] ",

@@ -181,6 +181,45 @@ static void test_repeats(toka_device *d, const shape &s, int M) {
     }
 }
 
+/* A norm without a kernel: x += product, then norm(x) goes into the next product; relative L2 distance from float64 of each, which starts
+ * from what is in memory. */
+static void test_fold(toka_device *d, int E, int K, int N, int M, bool gated, bool few) {
+    toka_shape shape = {.E = E, .eps = 0.01f};
+    gpu_buf<bf16> x((size_t)M * K), w((size_t)E * K), y((size_t)M * E), next((size_t)N * E), xn((size_t)FOLD_ROWS * E), out((size_t)M * N);
+    gpu_buf<float> norm((size_t)E), bias((size_t)N), squares((size_t)FOLD_ROWS * ceil_div(E, FOLD_N));
+    weight W = {w.p(), NULL, E, K}, V = {next.p(), bias.p(), N, E};
+    gpu_random(x, gpu_seed, 1), gpu_random(w, gpu_seed + 1, 0.1f / sqrtf((float)K)), gpu_random(y, gpu_seed + 2, 0.1f);
+    gpu_random(next, gpu_seed + 3, 1 / sqrtf((float)E)), gpu_random(norm, gpu_seed + 4, 1), gpu_random(bias, gpu_seed + 5, 0.5f);
+    GPU_OK(cudaDeviceSynchronize());
+    d->shape = &shape, d->E = E, d->xn = xn.p(), d->squares = squares.p();
+    gemm_args first = {M, x.p(), K, &W, y.p(), E, EPI_RESIDUAL, norm.p()};
+    gemm_args second = {M, d->xn, E, &V, out.p(), gated ? N / 2 : N, gated ? EPI_SWIGLU : EPI_STORE, NULL, true};
+    gemm_thin(d, &first);
+    few ? gemm_few(d, &second) : gemm_thin(d, &second);
+    GPU_OK(cudaStreamSynchronize(d->stream));
+    std::vector<bf16> h = y.host(), v = next.host(), got = out.host();
+    std::vector<float> g = norm.host(), b = bias.host();
+    double off = 0, all = 0;
+    for (int m = 0; m < M; m++) {
+        std::vector<double> normed((size_t)E), sums((size_t)N);
+        double squared = 0;
+        for (int k = 0; k < E; k++) squared += pow((double)__bfloat162float(h[(size_t)m * E + k]), 2);
+        for (int k = 0; k < E; k++) normed[k] = __bfloat162float(h[(size_t)m * E + k]) * (double)g[k] / sqrt(squared / E + shape.eps);
+        for (int n = 0; n < N; n++) {
+            sums[n] = b[n];
+            for (int k = 0; k < E; k++) sums[n] += normed[k] * __bfloat162float(v[(size_t)n * E + k]);
+        }
+        for (int n = 0; n < second.ldy; n++) {
+            double gate = sums[gated ? n / 8 * 16 + n % 8 : n];
+            double want = gated ? gate / (1 + exp(-gate)) * sums[n / 8 * 16 + n % 8 + 8] : gate;
+            off += pow(want - (double)__bfloat162float(got[(size_t)m * second.ldy + n]), 2), all += want * want;
+        }
+    }
+    gpu_check(sqrt(off / all) < 4e-3, "fold E=%d N=%d M=%d%s%s: relative L2 %.2e %s", E, N, M, gated ? " swiglu" : "", few ? " few" : "",
+              sqrt(off / all), d->error.msg);
+    d->shape = NULL, d->xn = NULL, d->squares = NULL;
+}
+
 /* ---- Timing ---- */
 
 __global__ static void read_all(const uint4 *p, size_t n, uint32_t *out) {
@@ -281,6 +320,11 @@ int main(int argc, char **argv) {
     bool tiny = !strcmp(what, "small"), quick = !strcmp(what, "quick");
     for (const shape &s : odd_shapes)
         if (!tiny || s.K == 24 || s.K == 1000) test_shape(d, s, tiny ? tiny_counts : quick ? quick_counts : row_counts);
+    for (int M : {1, 3, 8})
+        for (int i = 0; i < (d->hopper ? 4 : 2); i++) {
+            test_fold(d, 1000, 264, 96, M, i % 2, i / 2);
+            test_fold(d, 2048, 512, 208, M, i % 2, i / 2);
+        }
     if (!quick && !tiny) {
         for (const shape &s : models) test_shape(d, s, row_counts);
         for (int M : {1, 16, 64, 128, 257}) test_repeats(d, {"repeats", 2048, 2048}, M);
