@@ -491,7 +491,7 @@ typedef struct toka_backend {
 enum { TOKA_GPU_PAGE_TOK = 64,
        TOKA_GPU_LINK = 3,      /* messages between two stages that are under way */
        TOKA_GPU_TOKENS = 8448, /* of a step: whole waves of 128-row tiles on 132 multiprocessors, for every N that is a multiple of 1,024 */
-       TOKA_GPU_SEQS = 4096 };
+       TOKA_GPU_SEQS = 8192 };
 
 /* A matrix as bf16, rows and columns rounded up to 8 as they lie on the device; 0: not there. */
 static inline size_t toka_gpu_matrix_bytes(const toka_tensor *t) {
