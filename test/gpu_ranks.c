@@ -200,6 +200,41 @@ static int logits_of(toka *t, answers *w, int kind, float **logits, toka_err *e)
     return code;
 }
 
+/* log2 of the weights of the ids of group g of block b; -INFINITY: none may be drawn. */
+static double group_weight(const samp_dist *d, int b, int g) {
+    double sum = 0;
+    for (int id = 256 * b; id < MIN(256 * (b + 1), d->V); id++)
+        if (id / 2 % 4 == g && samp_kept(d, id)) sum += samp_weight(d, d->x[id]);
+    return log2(sum);
+}
+
+/* The id that a GPU draws from raw logits x [V], which are overwritten: chapter 11 of toka_kernels.cu, in double. */
+static int32_t gpu_draw(const toka_out_row *row, float *x, int V) {
+    const toka_sampling *s = row->sampling;
+    double best = -INFINITY, passed = 0;
+    int block = 0, group = 0;
+    int32_t id = -1;
+    for (int i = 0; i < V; i++) x[i] = samp_clean(x[i]);
+    samp_adjust(row, x, V);
+    samp_dist d = {.x = x, .V = V, .max = samp_max(x, V), .scale = 1 / (double)MAX(s->temperature, 1e-9f), .cut = {-INFINITY, -1}};
+    for (int i = 0; i < V && s->temperature == 0; i++)
+        if (x[i] == (float)d.max) return i;
+    samp_truncate(&d, s);
+    for (int b = 0; b < (V + 255) / 256; b++) {
+        uint32_t c[4] = {row->sample, row->position, (uint32_t)b + 1, 0};
+        samp_philox(c, (uint32_t)s->seed, (uint32_t)(s->seed >> 32));
+        for (int g = 0; g < 4; g++) {
+            const double key = group_weight(&d, b, g) - log2(-log1p(-(c[g] + 0.5) * 0x1p-32));
+            if (key > best) best = key, block = b, group = g;
+        }
+    }
+    const uint32_t word = (uint32_t)samp_random(s->seed, row->sample, row->position, 0);
+    const double u = (word + 0.5) * 0x1p-32 * exp2(group_weight(&d, block, group));
+    for (int i = 256 * block; i < MIN(256 * (block + 1), V) && passed <= u; i++)
+        if (i / 2 % 4 == group && samp_kept(&d, i)) id = i, passed += samp_weight(&d, x[i]);
+    return id;
+}
+
 /* Can logits that are off by rounding, a relative `off`, draw token k of an answer? *tie: these very logits do not. */
 static bool may_draw(const answers *w, int kind, int i, int k, const float *logits, int V, double off, bool *tie) {
     const answer *a = &w->a[kind][i];
@@ -213,15 +248,14 @@ static bool may_draw(const answers *w, int kind, int i, int k, const float *logi
     const toka_out_row row = {.slot = -1, .forced_id = -1, .position = (uint32_t)(n + k), .sampling = &r.sampling, .history = history, .n_prompt = n,
                               .n_history = n + k};
     float *x = mem_alloc((size_t)V * sizeof *x);
-    toka_pick pick = {.id = -1};
+    int32_t id = -1;
     for (int v = 0; v < V; v++) rms += (double)logits[v] * logits[v] / V;
-    for (int turn = 0; turn < 400 && pick.id != a->ids[k]; turn++) { /* the first time as they are */
+    for (int turn = 0; turn < 400 && id != a->ids[k]; turn++) { /* the first time as they are */
         for (int v = 0; v < V; v++) x[v] = logits[v] + (turn ? (float)(off * sqrt(3 * rms) * (rnd_in(&seed, -1000, 1000) / 1e3)) : 0);
-        samp_row(&row, x, V, &pick);
-        *tie = turn > 0;
+        id = gpu_draw(&row, x, V), *tie = turn > 0;
     }
     free(x);
-    return pick.id == a->ids[k];
+    return id == a->ids[k];
 }
 
 /* Every token of every answer against what one GPU, t, computes for its prefix in one step: steps of other sizes round differently, so a
