@@ -16,7 +16,7 @@ its length: end-of-sequence is ignored. Each runs in a process of its own, one a
                 line of the file in turn, from the first to the last token of them all; where that takes over twice --seconds, what it has
                 generated until then counts, unfinished samples included, and the note says so
     hf-static   transformers' generate() on batches of up to --hf-batch samples with prompts of one length (so that nothing is padded)
-                and outputs of similar length, until --seconds are over
+                and outputs of similar length, the largest first, until --seconds are over
 
 vLLM takes the first samples of the file, if not all. Times begin when the model is loaded and warm and end with the last token. A
 ratio is that of toka on the same samples where that ran, else that of toka on the whole file. An engine that is not installed is left
@@ -246,7 +246,7 @@ def run_hf_static(a, rows):
     for same in by_length.values():
         same.sort(key=lambda s: s[1])
         batches += [same[i:i + a.hf_batch] for i in range(0, len(same), a.hf_batch)]
-    random.Random(0).shuffle(batches)
+    batches.sort(key=len, reverse=True)  # it is fastest on large ones
     model = hf_model(a)
 
     def go(batch, n):

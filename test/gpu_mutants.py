@@ -296,6 +296,7 @@ def check():
         if isinstance(found, str):
             n_bad += 1
             print(f"FAILED {what}: {found}")
+    print(f"{len(MUTANTS)} mutants, {len(covered)} kernels and functions of the host")
     print(f"{len(results) - n_bad} passed, {n_bad} failed, 0 skipped")
     return n_bad != 0
 
