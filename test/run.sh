@@ -195,7 +195,7 @@ fuzz_tests() {
 
 # ---- The GPU: every op against float64, whole models against the reference, under compute-sanitizer too ----
 
-gpu_n=0
+gpu_n=0 gpu_counted=0 # jobs begun, and those whose results were counted
 gpu_job() { # KIND NAME SECONDS COMMAND...: runs it beside others; KIND counts: its last line is 'N passed, N failed, N skipped'; one: it is a test
     local at=$B/jobs/$gpu_n kind=$1 limit=$3
     gpu_n=$((gpu_n + 1))
@@ -208,10 +208,10 @@ gpu_job() { # KIND NAME SECONDS COMMAND...: runs it beside others; KIND counts: 
         echo "$? $SECONDS" >"$at.end"
     } &
 }
-gpu_collect() { # waits for all jobs, and counts them in the order in which they were given
+gpu_collect() { # waits for all jobs, and counts them in the order in which they were given; their logs stay in test/.build/jobs
     local i kind name status took line
     wait
-    for ((i = 0; i < gpu_n; i++)); do
+    for ((i = gpu_counted; i < gpu_n; i++)); do
         read -r kind name <"$B/jobs/$i.name"
         read -r status took <"$B/jobs/$i.end"
         line=$(grep -E '^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped' "$B/jobs/$i.log" | tail -1)
@@ -227,7 +227,7 @@ gpu_collect() { # waits for all jobs, and counts them in the order in which they
             add $(echo "$line" | tr -dc '0-9 ' | cut -d' ' -f1-5)
         fi
     done
-    gpu_n=0
+    gpu_counted=$gpu_n
 }
 gpu_is_new() { # FILE...: all are there, and newer than what they are made of
     local file
@@ -275,7 +275,7 @@ gpu_soak() { # NAME SEED FLAGS...
 }
 gpu_beside() { # all that may run beside other programs on the GPU, the longest first
     local source name
-    gpu_job counts "mutants of the kernels are caught" 600 python3 test/gpu_mutants.py run
+    gpu_job counts "mutants of the kernels are caught" 600 python3 test/gpu_mutants.py run --timeout 200
     gpu_sanitize
     gpu_job counts "accuracy beside the CPU" 600 python3 test/gpu_accuracy.py
     gpu_job counts "the program on the GPU" 600 python3 test/gpu_cli.py
