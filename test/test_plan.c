@@ -142,7 +142,7 @@ static void plan_test_time(void) {
     plan_fix f = plan_fix_open("llama-3.2-1b", "H200");
     /* 4,096 samples, 900 tokens of prompt shared by 1,024 each, 150 own at a time: products 2 * 4096 * 1,235,746,816 at 790e12 = 12.815 ms,
      * prompt 4 * 2048 * 4096 * 900 * 16 at 790e12 = 0.612 ms, own K and V 4096 * 150 * 32768 at 4.1e12 = 4.910 ms */
-    f.ask.input = 900, f.ask.output = 300, f.ask.samples = 1024;
+    f.ask.input = 900, f.ask.output = 300, f.ask.samples = 1024, f.ask.max_seqs = 4096;
     plan_split s = plan_split_of(&f.ask, 1, 1, 1, 1200);
     CHECK_MSG(plan_near(s.decode.step_s, 18.337e-3, 1e-3) && plan_near(s.decode.output, 4096 / 18.337e-3, 1e-3), "%g", s.decode.step_s);
     CHECK(!strcmp(s.decode.bound, "tensor cores") && s.decode.running == 4096);
