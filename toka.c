@@ -11682,15 +11682,16 @@ static int eng_open_replicas(eng *g, toka_shape *shape, const toka_options *o, s
     toka_device_options d = {.n_threads = o->n_threads, .max_tokens = c->max_tokens, .max_out = c->max_tokens,
                              .n_slots = c->max_seqs, .n_devices = n_devices,
                              .memory_utilization = o->gpu_memory_utilization, .eager = o->enforce_eager,
-                             .progress = eng_phase, .user = &g->start};
+                             .progress = o->progress, .user = o->progress_user};
     int code = 0;
-    eng_phase(&g->start, "opening the device", 0);
     if (g->be->count && n_devices > g->be->count())
         return fail(e, TOKA_E_DEVICE, "%d replica%s of %d stage%s of %d tensor rank%s: %d GPUs are needed, this process sees %d",
                     g->n_replicas, g->n_replicas > 1 ? "s" : "", pp, pp > 1 ? "s" : "", tp, tp > 1 ? "s" : "", n_devices, g->be->count());
     for (int i = 0; i < g->n_replicas && !code; i++)
         code = model_cut(&g->replicas[i].m, g->be, shape, &g->files->weights, tp, pp, e);
     if (code) return code;
+    d.progress = eng_phase, d.user = &g->start;
+    eng_phase(&g->start, "opening the device", 0);
     int64_t room = o->kv_tokens ? 0 : eng_room(g, d, o->max_model_len ? o->max_model_len : shape->max_len, c->max_seqs);
     if ((code = eng_size(shape, o->max_model_len, o->kv_tokens, room, &c->n_pages, e))) return code;
     d.n_pages = c->n_pages, c->max_len = shape->max_len;
@@ -12555,16 +12556,13 @@ toka_info toka_get_info(const toka *t) {
                        .has_chat_template = t->chat != NULL};
 }
 
-/* "NAME on DEVICE, loaded in 1.23 s: files 0.10 s, ...; KV cache N tokens, X sequences of Y tokens" */
-static void pub_put_start(const toka *t, const char *name, buf *b) {
+/* "opened in 1.23 s: finding the device 0.10, reading files 0.05, ..." */
+static void pub_put_start(const toka *t, buf *b) {
     const eng_start *p = &t->engine->start;
-    const double kv = (double)t->engine->stats.kv_pages * t->shape.B;
     double all = t->find_s + t->files_s;
     for (int i = 0; i < p->n; i++) all += p->s[i];
-    buf_printf(b, "%s on %s, loaded in %.2f s: finding the device %.2f, reading files %.2f", name, toka_get_info(t).device, all, t->find_s,
-               t->files_s);
+    buf_printf(b, "opened in %.2f s: finding the device %.2f, reading files %.2f", all, t->find_s, t->files_s);
     for (int i = 0; i < p->n; i++) buf_printf(b, ", %s %.2f", p->what[i], p->s[i]);
-    buf_printf(b, "; KV cache %.0f tokens, %.1f sequences of %d tokens", kv, kv / t->shape.max_len, t->shape.max_len);
 }
 
 static int pub_need_tokenizer(const toka *t, toka_err *e) {
@@ -18362,15 +18360,15 @@ static void srv_init_model(srv *s) {
 }
 
 static int srv_load(srv *s, toka_err *e) {
-    buf line = {0};
+    double t0 = os_now();
     int code = toka_open(&s->t, &s->o->open, e);
     if (code) return code;
     srv_init_model(s);
     fb_options fb = {.dir = s->o->files_dir, .t = s->t, .m = &s->model};
     if ((code = fb_open(&s->files, &fb, e))) return code;
-    pub_put_start(s->t, s->name, &line);
-    fprintf(stderr, "toka: %s\n", line.p);
-    buf_free(&line);
+    int64_t kv = (int64_t)s->t->engine->stats.kv_pages * s->t->shape.B;
+    fprintf(stderr, "toka: %s on %s, loaded in %.1f s; KV cache %lld tokens, %.1f sequences of %d tokens\n", s->name,
+            s->info.device, os_now() - t0, (long long)kv, (double)kv / s->info.max_model_len, s->info.max_model_len);
     srv_say_defaults(s);
     fprintf(stderr, "toka: files of batches: %s\n", fb_folder(s->files));
     return 0;
@@ -18381,7 +18379,10 @@ static void *srv_engine(void *arg) { /* opens the model, then drives it until to
     pthread_setname_np(pthread_self(), "toka-engine"); /* the device's threads inherit it */
     int code = srv_load(s, &s->e);
     if (!code) {
-        fprintf(stderr, "toka: ready\n");
+        buf line = {0};
+        pub_put_start(s->t, &line);
+        fprintf(stderr, "toka: %s\ntoka: ready\n", line.p);
+        buf_free(&line);
         s->phase = SRV_READY;
         code = toka_run(s->t, true, &s->e);
     }
@@ -21002,7 +21003,12 @@ static int cli_open(const cli *c, toka **t, toka_err *e) {
     int code = c->dummy_weights ? run_dummy_open(t, &c->open, e) : toka_open(t, &c->open, e);
     if (code) return code;
     cli_note_device(c);
-    if (c->verbose) pub_put_start(*t, (*t)->files->name, &line), fprintf(stderr, "toka: %s\n", line.p);
+    if (c->verbose) {
+        const double kv = (double)(*t)->engine->stats.kv_pages * (*t)->shape.B, len = (*t)->shape.max_len;
+        pub_put_start(*t, &line);
+        fprintf(stderr, "toka: %s on %s, KV cache %.0f tokens, %.1f sequences of %.0f tokens; %s\n", (*t)->files->name, toka_get_info(*t).device, kv,
+                kv / len, len, line.p);
+    }
     buf_free(&line);
     return 0;
 }

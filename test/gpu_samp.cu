@@ -572,7 +572,7 @@ static void test_waves() {
         gpu_check(!d->error.code, "%s", d->error.msg);
         again = picks_of(d, rows, stored);
         for (int i = 0; i < n; i++)
-            gpu_check(same_pick(picks[(size_t)i], again[(size_t)i]), "V %d E %d row %d, draw %d: %d from stored logits for %d", V, E, i, k,
+            gpu_check(same_pick(picks[(size_t)i], again[(size_t)i]), "V %d E %d draw %d row %d: %d from stored logits for %d", V, E, k, i,
                       again[(size_t)i].id, picks[(size_t)i].id);
     }
     samp_device_close(d);

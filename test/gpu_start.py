@@ -156,7 +156,7 @@ def start(a, folder):
 
 def show(what, run, size):
     first, all_s, _, err = run
-    line = next((x for x in err.splitlines() if " loaded in " in x), "")
+    line = next((x for x in err.splitlines() if "opened in " in x), "")
     load = re.search(r"loading weights ([\d.]+)", line)
     rate = f", weights at {size / 1e9 / max(float(load[1]), 0.01):.1f} GB/s" if load else ""
     print(f"       {what}: first token after {first:.2f} s, ended after {all_s:.2f} s{rate}\n       {line}", flush=True)
