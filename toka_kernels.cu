@@ -3162,9 +3162,11 @@ template <int DP, int WARPS> static void attn_mma_launch(toka_device *d, const a
 /* ---- Small items on Hopper: one warp, fed by the copy engine ----
  * In and out as above. Grid: (item, kv head), 32 threads. Shared: STAGES tiles of TOK positions, K and V, each [panels][TOK][64].
  * Bytes: K and V of the item's positions, rounded up to 8 positions at both ends; FLOPs: 4 * 16 * D * kv, of which G/16 are wanted.
- * Why: the limit is the bytes of K and V, so what counts is that many are under way: 9 warps of 24 KB on an SM, none of which
- * ever waits for another; the card itself hands the next item to the next free place. One lane asks for a tile with two or four
- * copies, for the last one in pieces of 8 positions; the numbers of 32 pages lie in the lanes of the warp. */
+ * Why: the limit is the bytes of K and V, so what counts is that many are under way: 9 or 13 warps of 24 or 16 KB on an SM, none of
+ * which ever waits for another; the card itself hands the next item to the next free place. One lane asks for a tile with two or four
+ * copies, for the first and the last one in pieces of 8 positions; the numbers of 32 pages lie in the lanes of the warp. At D = 64 more
+ * warps help more than longer rings, as what an item costs beside its bytes is waiting: 8,192 samples with 88 positions of their own in
+ * 454 us with two stages, 555 with three, 687 with four (H200; 398, 432 and 513 of them without a state to begin with). */
 template <int DP, int TOK, int STAGES>
 __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap whole,
                                                  const __grid_constant__ CUtensorMap fine) {
@@ -3519,7 +3521,7 @@ static void attn_launch_items(toka_device *d, int layer, attn_args a, int item0,
     const CUtensorMap *map = p->maps ? p->maps + ATTN_MAPS * layer : NULL;
     if (!n) return;
     a.items = p->dev_items + item0;
-    if (map && small) a.D <= 64 ? attn_small_launch<64, 32, 3>(d, a, n, map) : attn_small_launch<128, 16, 3>(d, a, n, map);
+    if (map && small) a.D <= 64 ? attn_small_launch<64, 32, 2>(d, a, n, map) : attn_small_launch<128, 16, 3>(d, a, n, map);
     else if (map && a.D <= 64) attn_wg_launch<64, 3, 128, 3>(d, a, n, map);
     else if (map && a.D <= 96) attn_wg_launch<96, 2, 128, 3>(d, a, n, map);
     else if (map) attn_wg_launch<128, 2, 128, 3>(d, a, n, map);
