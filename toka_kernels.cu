@@ -474,6 +474,7 @@ __device__ static inline float4 shared_load(uint32_t at) { /* 16 bytes */
     asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
     return v;
 }
+__device__ static inline void shared_store(uint32_t at, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory"); }
 __device__ static inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ static inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> __device__ static inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
@@ -576,6 +577,17 @@ __device__ static inline void bulk_to_peer(uint32_t to, uint32_t from, int n, ui
     asm volatile("{.reg .b32 t, b; mapa.shared::cluster.u32 t, %0, %4; mapa.shared::cluster.u32 b, %3, %4;\n"
                  "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [t], [%1], %2, [b];}"
                  ::"r"(to), "r"(from), "r"(n), "r"(bar), "r"(cta) : "memory");
+}
+/* The address of `at` in CTA `cta` of the cluster. */
+__device__ static inline uint32_t peer_at(uint32_t at, int cta) {
+    uint32_t r;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(at), "r"(cta));
+    return r;
+}
+/* 16 bytes from registers to a peer_at address; the barrier `bar` of the same CTA, a peer_at address too, is told. */
+__device__ static inline void send_to_peer(uint32_t to, const float v[4], uint32_t bar) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
+                 ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(bar) : "memory");
 }
 __device__ static inline void smem_store_16(uint32_t at, uint4 v) {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
@@ -1297,8 +1309,7 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  * fill.
  *
  * SPLIT > 1: few tiles. The CTAs of a cluster share one tile and each takes a part of K; then each gets BN/SPLIT columns of all
- * partial sums by bulk copies between their shared memories, adds them in order of K and runs the epilogue on them. One unit
- * per cluster.
+ * partial sums from the others' registers, adds them in order of K and runs the epilogue on them. One unit per cluster.
  *
  * FLOPs 2MNK; L2 to shared memory (128 + BN/mc) K 2 bytes per tile. Any M >= 1; N a multiple of 8 (EPI_SWIGLU 16), K of 8: TMA
  * reads zeros beyond the edges and stores nothing there. Grid: min(units, multiprocessors / cluster) clusters; block 384; shared:
@@ -1313,7 +1324,7 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  * Retired: releasing a stage of the peer by mbarrier.arrive.release.cluster: a fence of the whole GPU each time, pairs twice as
  * slow. Three stages and 64 KB of staging at BN 256: 1,090 clocks a block, 1,265 in pairs. y of EPI_RESIDUAL as stages of the
  * ring: behind the last block it is waited for 2,400 clocks, ahead of the first it delays x. Sums exchanged by
- * st.shared::cluster between cluster barriers: 3.4 us, by bulk copies 1.4. One producer thread for all loads: each takes it 150
+ * st.shared::cluster between cluster barriers: 3.4 us, by bulk copies 1.4, by st.async now 0.9 (parts of 128 columns). One producer thread for all loads: each takes it 150
  * to 240 clocks. W of QKV in the model's order, tiles of 1.5 heads fetched as six quarters of heads by three warps: 150 to 260
  * clocks more a block than one box of rows that lie by turns. Warpgroup 1 held one or two blocks behind warpgroup 0, to overlap
  * epilogues: nothing gained.
@@ -1327,15 +1338,15 @@ struct gemm_job { /* what the kernel is told */
 };
 
 /* Shared memory of one instance, from a multiple of 1,024 on: the ring; staging of OUT columns (0: none); with SPLIT > 1
- * partial sums for the other CTAs, then those that come from them; barriers full[stages], empty[stages], sums[2], res[8]. */
+ * partial sums that come from the other CTAs; barriers full[stages], empty[stages], sums[2], res[8]. */
 template <int BN, int SPLIT, int OUT> struct gemm_smem {
     static constexpr int stage_bytes = (128 + BN) * 128;
     static constexpr int out_bytes = 128 * OUT * 2;
     static constexpr int sum_bytes = 128 * (BN / SPLIT) * 4 * (SPLIT - 1);
-    static constexpr int rest = 1024 + 256 + out_bytes + 2 * sum_bytes;
+    static constexpr int rest = 1024 + 256 + out_bytes + sum_bytes;
     static constexpr int stages = (232448 - rest) / stage_bytes < 8 ? (232448 - rest) / stage_bytes : 8;
     static constexpr int bytes = rest + stages * stage_bytes;
-    static constexpr int out_at = stages * stage_bytes, sums_at = out_at + out_bytes, bars_at = sums_at + 2 * sum_bytes;
+    static constexpr int out_at = stages * stage_bytes, sums_at = out_at + out_bytes, bars_at = sums_at + sum_bytes;
 };
 
 /* Output of C columns is staged in rounds of this many, so that staging leaves room for four stages. */
@@ -1560,7 +1571,9 @@ template <int D> struct epi_qkv;
 template <int D, int C> struct gemm_held<epi_qkv<D>, C> {
     static constexpr int blocks = (C < D ? C : D) / 16; /* the table's values repeat from head to head */
     static constexpr bool early = C + D <= 320;         /* there are registers for them */
+    static constexpr int panel = gemm_panel(gemm_round(C)) / 8, step = 32 / panel, chunks = 16 / step; /* see send */
     int pos[2], slot; /* positions of the lane's two rows; slot of row row0 + lane % 16 */
+    uint32_t q_at[chunks], kv_at[chunks]; /* where the lane's rows lie in q and in the pages, in units of D elements */
     float4 table[early ? blocks : 1][2]; /* cosines and sines of the lane's two pairs, in either row, of each 16 columns */
 };
 
@@ -1580,6 +1593,13 @@ template <int D> struct epi_qkv {
         for (int i = 0; i < 2; i++) to[i] = *(const float4 *)(p.rope + (size_t)h.pos[i] * (D / 2) + e);
     }
     template <int C> __device__ static inline void later(const gemm_tile &t, held<C> &h, const params &p) {
+        int log2_B = 31 - __clz(p.B);
+#pragma unroll
+        for (int i = 0; i < held<C>::chunks; i++) {
+            int r = t.lane / held<C>::panel + i * held<C>::step, slot = __shfl_sync(~0u, h.slot, r);
+            h.q_at[i] = (uint32_t)((t.row0 + r) * p.H);
+            h.kv_at[i] = ((uint32_t)(slot >> log2_B) * (uint32_t)(2 * p.K) << log2_B) + (uint32_t)(slot & (p.B - 1));
+        }
         if constexpr (held<C>::early) {
             if (t.col0 >= (p.H + p.K) * D) return;
 #pragma unroll
@@ -1629,31 +1649,23 @@ template <int D> struct epi_qkv {
         }
     }
 
-    /* R staged columns from col0 on go to q and the pages, panel by panel: a lane has one chunk of 8 columns in every STEP-th row. slot0:
-     * that of row row0 + lane % 16. */
-    template <int R> __device__ static inline void send(const gemm_tile &t, int slot0, const params &p, int col0) {
-        constexpr int P = gemm_panel(R), STEP = 32 / (P / 8), N = 16 / STEP;
+    /* R staged columns from col0 on go to q and the pages, panel by panel: a lane has one chunk of 8 columns in every step-th row. */
+    template <int C, int R> __device__ static inline void send(const gemm_tile &t, const held<C> &h, const params &p, int col0) {
+        constexpr int P = gemm_panel(R);
         int j = t.lane % (P / 8), row = t.lane / (P / 8), log2_B = 31 - __clz(p.B);
-        size_t q_at[N], kv_at[N]; /* of the lane's rows, in units of D elements */
-        uint32_t from[N];
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            int r = row + i * STEP, slot = __shfl_sync(~0u, slot0, r);
-            q_at[i] = (size_t)(t.row0 + r) * p.H;
-            kv_at[i] = ((size_t)(slot >> log2_B) * (2 * p.K) << log2_B) + (slot & (p.B - 1));
-            uint32_t byte = (uint32_t)(r * (2 * P) + j * 16);
-            from[i] = t.out + (byte ^ (byte >> 7 & (P / 8 - 1)) << 4);
-        }
 #pragma unroll
         for (int panel = 0; panel < R / P; panel++) {
             int col = col0 + panel * P + 8 * j, head = col / D, kv = head - p.H, value = kv >= p.K;
             int e = col % D / 16 * 8 + col / 8 % 2 * (D / 2);
-            if (col >= t.N) continue;
-            bf16 *to = kv < 0 ? p.q + (size_t)head * D + e : p.kv + ((size_t)((kv - value * p.K) * 2 + value) << log2_B) * D + e;
+            uint32_t first = kv < 0 ? (uint32_t)head : (uint32_t)((kv - value * p.K) * 2 + value) << log2_B;
+            bf16 *to = (kv < 0 ? p.q : p.kv) + e;
 #pragma unroll
-            for (int i = 0; i < N; i++)
-                if (t.row0 + row + i * STEP < t.M)
-                    *(uint4 *)(to + (kv < 0 ? q_at[i] : kv_at[i]) * D) = smem_load_16(from[i] + panel * 32 * P);
+            for (int i = 0; i < held<C>::chunks; i++) {
+                uint32_t byte = (uint32_t)((row + i * held<C>::step) * (2 * P) + j * 16);
+                uint32_t from = t.out + panel * 32 * P + (byte ^ (byte >> 7 & (P / 8 - 1)) << 4);
+                if (col < t.N && t.row0 + row + i * held<C>::step < t.M)
+                    *(uint4 *)(to + (size_t)(first + (kv < 0 ? h.q_at[i] : h.kv_at[i])) * D) = smem_load_16(from);
+            }
         }
     }
 
@@ -1668,7 +1680,7 @@ template <int D> struct epi_qkv {
             __syncwarp();
             gemm_out_put<R>(acc + i * (R / 2), t);
             __syncwarp();
-            send<R>(t, h.slot, p, t.col0 + i * R);
+            send<C, R>(t, h, p, t.col0 + i * R);
         }
     }
 #endif
@@ -1812,13 +1824,12 @@ __device__ static inline void gemm_multiply(float (&acc)[BN / 2], const gemm_cta
 }
 
 /* Adds the partial sums of a cluster's SPLIT CTAs, always in the order of K; this CTA gets slice `part` of the columns. The
- * slices of the others go from registers to send_at and from there to get_at in their CTAs: both [SPLIT-1][warpgroup][C/8][128
- * threads] x 16 bytes; c.sums[warpgroup] counts the bytes that come. */
+ * slices of the others go from registers to get_at in their CTAs: [SPLIT-1][warpgroup][C/8][128 threads] x 16 bytes;
+ * c.sums[warpgroup] counts the bytes that come. */
 template <int BN, int SPLIT>
 __device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&sum)[BN / SPLIT / 2], const gemm_cta &c,
-                                          uint32_t send_at, int group) {
+                                          uint32_t get_at, int group) {
     constexpr int C = BN / SPLIT, bytes = C / 8 * 2048;
-    uint32_t get_at = send_at + 2 * (SPLIT - 1) * bytes;
     int tid = threadIdx.x & 127, part = c.part;
     float own[C / 2];
 #pragma unroll
@@ -1827,15 +1838,11 @@ __device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&su
 #pragma unroll
             for (int i = 0; i < C / 2; i++) own[i] = acc[s * (C / 2) + i];
         } else {
+            int cta = s * c.j.mc + c.row;
+            uint32_t to = peer_at(get_at + (2 * (part - (part > s)) + group) * bytes + tid * 16, cta), bar = peer_at(c.sums + 8 * group, cta);
 #pragma unroll
-            for (int i = 0; i < C / 8; i++)
-                smem_store_floats(send_at + (2 * (s - (s > part)) + group) * bytes + i * 2048 + tid * 16, acc + s * (C / 2) + 4 * i);
+            for (int i = 0; i < C / 8; i++) send_to_peer(to + i * 2048, acc + s * (C / 2) + 4 * i, bar);
         }
-    fence_async_smem();
-    named_sync(2 + group, 128);
-    if (tid < SPLIT && tid != part)
-        bulk_to_peer(get_at + (2 * (part - (part > tid)) + group) * bytes, send_at + (2 * (tid - (tid > part)) + group) * bytes,
-                     bytes, c.sums + 8 * group, tid * c.j.mc + c.row);
     mbar_wait(c.sums + 8 * group, 0);
 #pragma unroll
     for (int i = 0; i < C / 2; i++) sum[i] = 0;
@@ -1951,6 +1958,7 @@ static const gemm_variant gemm_variants[] = {
     GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 64, 2),  GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 1),
     GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 2), GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 4),
     GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 192, 1), GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 256, 1),
+    GEMM_VARIANT(EPI_STORE, epi_store, 64, 4),        GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 64, 4),
     GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 128, 1),     GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 160, 1),
     GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 224, 1),     GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 256, 1),
     GEMM_VARIANT(EPI_LOGITS, epi_logits, 192, 1),     GEMM_VARIANT(EPI_LOGITS, epi_logits, 256, 1),
