@@ -2742,10 +2742,11 @@ static bool attn_fits_both(const toka_device *d, const toka_step *s, int i) {
     return true;
 }
 
-/* Which spans attn_both does: all that it can, if they make two items for every SM and no layer has a window. */
+/* Which spans attn_both does: all that it can, if they make two items for every SM and no layer has a window. Not in small steps, which
+ * may be graphs: these know the launches of levels only. */
 static void attn_plan_both(toka_device *d, const toka_step *s) {
     attn_plan *p = d->attn;
-    bool wanted = p->has_both;
+    bool wanted = p->has_both && s->T > GRAPH_ROWS;
     p->n_both = 0;
     for (int i = 0; i < d->shape->L && d->layers; i++) wanted = wanted && !d->layers[i].window;
     for (int i = 0; i < s->n_spans; i++) {
