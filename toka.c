@@ -8611,10 +8611,10 @@ static void batch_hang(batch *b, int parent, int row0, int rows, int q) {
 /* Leading tokens before all rows of both that an item has in common with the one before it. */
 static int batch_common(const batch *b, const batch_step *d, const sched *s, const batch_item *it) {
     const int e = d->n_seq - 1, cut = b->cost.cut_tok;
-    const sched_seq *x = &s->seqs[it->q];
+    const sched_seq *x = &s->seqs[it->q], *y = &s->seqs[d->seq[e]];
     int prompt = x->n_prompt - 1; /* the last token of which is the first row of every sample */
-    bool past = cut && x->request == s->seqs[d->seq[e]].request && MIN(it->from, d->pos[d->row0[e]]) >= prompt;
-    return past && it->lcp == prompt / s->c.B ? prompt / cut * cut : it->lcp * s->c.B;
+    bool past = x->request == y->request && MIN(it->from, d->pos[d->row0[e]]) >= prompt;
+    return cut && past && !sched_alone(s, x) && !sched_alone(s, y) && it->lcp == prompt / s->c.B ? prompt / cut * cut : it->lcp * s->c.B;
 }
 
 /* The next sequence has l tokens in common with the last one of d, so every run with more is complete. The run that ends

@@ -436,9 +436,23 @@ static void bt_levels(void) {
     }
 }
 
+/* Samples that are to share nothing do not share the tail of a short prompt either. */
+static void bt_alone(void) {
+    for (int alone = 0; alone < 2; alone++) {
+        bt *t = bt_open((sched_config){16, 400, 64, 2048, 400, 8}, (batch_cost){0, 0, 1 << 20, 1}, 1000, 1 << 30, 0, 1);
+        int32_t prompt[10] = {1, 2, 3};
+        toka_err e;
+        sched_submit(&t->m.s, &(sched_job){.prompt = prompt, .n_prompt = 10, .n = 8, .max_tokens = 40, .n_alone = alone * 8}, &e);
+        for (int i = 0; i < 3; i++) smt_step(&t->m, false);
+        CHECK_MSG(t->built.n_seq == 8 && t->b.up.n_groups == !alone, "alone %d: %d groups", alone, t->b.up.n_groups);
+        bt_close(t);
+    }
+}
+
 static const struct test batch_tests[] = {{"batch: random steps, spans and device", bt_random},
                                           {"batch: every page read once", bt_each_page_once},
                                           {"batch: levels by cost", bt_levels},
+                                          {"batch: samples alone", bt_alone},
                                           {"batch: random families, parts", bt_random_families},
                                           {"batch: two that skip pages, a writer behind both", bt_third_writer},
                                           {0}};
