@@ -7469,6 +7469,7 @@ typedef struct sched_seq { /* what every step touches comes first: one cache lin
     int todo;          /* in prefill: tokens counted in sched.backlog */
     int tail, heir;    /* its places in sched.tails begin there, who took the last copy from it; -1: nowhere, nobody */
     int64_t mark;      /* in prefill: tokens put into the backlog up to its own */
+    uint32_t alike;    /* sequences with the same number have the same prompt; 0: not known */
     int prefill_prev, prefill_next; /* first come first served; ends at max_seqs */
 } sched_seq;
 
@@ -7836,7 +7837,7 @@ static void sched_start(sched *s, int q, int n, int m) {
     kv_open(&s->kv, q, x->tokens, n, m, sched_alone(s, x));
     sched_attach(s, q, false);
     x->state = SCHED_PREFILL;
-    x->tail = x->heir = -1;
+    x->tail = x->heir = -1, x->alike = 0;
     x->started = ++s->n_started, x->row_turn++;
     x->n_cached = 0, x->n_planned = n, x->next_fill = (s->kv.seqs[q].n_tree + 1) * s->c.B;
     x->todo = n - m * s->c.B, s->backlog += x->todo, s->backlog_in += x->todo, x->mark = s->backlog_in;
@@ -8015,6 +8016,7 @@ static bool sched_copy_tail(sched *s, int q) {
     int twin = x->n_known - x->from > 1 ? sched_tail_twin(s, q, at) : -1;
     if (twin < 0) {
         sched_tail_keep(s, q);
+        x->alike = x->started;
         return true;
     }
     if (s->seqs[twin].is_chunk && s->seqs[twin].n_rows) {
@@ -8022,6 +8024,7 @@ static bool sched_copy_tail(sched *s, int q) {
         return false;
     }
     s->seqs[twin].heir = q;
+    x->alike = s->seqs[twin].n_prompt == x->n_prompt ? s->seqs[twin].alike : x->started;
     s->copies[s->n_copies++] = (toka_copy){kv_row(&s->kv, twin)[at], kv_row(&s->kv, q)[at]};
     s->n_prompt_hits += x->n_known - 1 - x->from;
     x->from = x->n_known - 1;
@@ -8613,7 +8616,8 @@ static int batch_common(const batch *b, const batch_step *d, const sched *s, con
     const int e = d->n_seq - 1, cut = b->cost.cut_tok;
     const sched_seq *x = &s->seqs[it->q], *y = &s->seqs[d->seq[e]];
     int prompt = x->n_prompt - 1; /* the last token of which is the first row of every sample */
-    bool past = x->request == y->request && MIN(it->from, d->pos[d->row0[e]]) >= prompt;
+    bool alike = x->request == y->request || (x->alike && x->alike == y->alike);
+    bool past = alike && MIN(it->from, d->pos[d->row0[e]]) >= prompt;
     return cut && past && !sched_alone(s, x) && !sched_alone(s, y) && it->lcp == prompt / s->c.B ? prompt / cut * cut : it->lcp * s->c.B;
 }
 

@@ -449,10 +449,24 @@ static void bt_alone(void) {
     }
 }
 
+/* So do requests that ask for the same, and only those. */
+static void bt_alike(void) {
+    bt *t = bt_open((sched_config){16, 400, 64, 2048, 400, 8}, (batch_cost){0, 0, 1 << 20, 1}, 1000, 1 << 30, 0, 1);
+    for (int i = 0; i < 24; i++) { /* three prompts that part in their second page, eight times each */
+        int32_t prompt[28] = {[20] = i / 8};
+        toka_err e;
+        sched_submit(&t->m.s, &(sched_job){.prompt = prompt, .n_prompt = 28, .n = 1, .max_tokens = 40}, &e);
+    }
+    for (int i = 0; i < 4; i++) smt_step(&t->m, false);
+    CHECK_MSG(t->built.n_seq == 24 && t->b.up.n_groups == 4, "%d groups", t->b.up.n_groups); /* the first page and three tails */
+    bt_close(t);
+}
+
 static const struct test batch_tests[] = {{"batch: random steps, spans and device", bt_random},
                                           {"batch: every page read once", bt_each_page_once},
                                           {"batch: levels by cost", bt_levels},
                                           {"batch: samples alone", bt_alone},
+                                          {"batch: requests alike", bt_alike},
                                           {"batch: random families, parts", bt_random_families},
                                           {"batch: two that skip pages, a writer behind both", bt_third_writer},
                                           {0}};
