@@ -566,7 +566,8 @@ static void test_waves() {
         stage_begin(d, &d->up);
         samp_plan_step(d, &s);
         stage_send(d, &d->up);
-        norm_logits_sample(d, &s, x.p(), picks.data());
+        samp_launch(d, &s, x.p());
+        samp_bring(d, &s, picks.data());
         GPU_OK(cudaStreamSynchronize(d->stream));
         samp_collect(d, &s, &d->samp->down[d->newest]);
         gpu_check(!d->error.code, "%s", d->error.msg);
