@@ -2111,7 +2111,7 @@ static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const 
 
 /* ---- y[M][N] = x[M][K] W[N][K]^T for few rows, on wgmma with the sides swapped ----
  *
- * in, out as in chapter 5; M <= ROWS (8, 16, 32, 64, 128), for LOGITS up to 64.
+ * in, out as in chapter 5; M <= ROWS (8, 16, 32, 64).
  * W is read once and is all that counts: 2NK bytes. So W is the 64-row operand of wgmma and the rows of x are its columns: D[n][m],
  * of which a few rows waste little. A CTA has 64 rows of W, one consumer warpgroup and two producer warps, which keep a ring of
  * slices of 64 columns of K in flight: 64 rows of W, 128 bytes each, then ROWS rows of x, both with the 128-byte swizzle; what lies
@@ -2134,36 +2134,36 @@ static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const 
  * than the copies). */
 
 enum { FEW_K = 64, FEW_N = 64, FEW_THREADS = 192, FEW_W = FEW_N * FEW_K * 2 /* bytes of W in a stage; x lies behind */ };
-enum { FEW_ROW = FEW_N * 4 /* bytes of sums of a row of x */ };
+enum { FEW_ROW = FEW_N * 4 /* bytes of sums of a row of x */, FEW_BLOCK = 8 * FEW_ROW /* of 8 rows */, FEW_STAGES = 12 /* at most */ };
 template <int ROWS> struct few_ring {
-    enum { STAGE = FEW_W + ROWS * FEW_K * 2, FIT = 112 * 1024 / STAGE, STAGES = FIT < 12 ? FIT : 12 };
-    enum { SMEM = STAGES * (STAGE + 16) + 16 }; /* barriers: full and empty per stage, ready, sums */
-    static_assert(STAGES * STAGE >= 2 * ROWS * FEW_ROW, "the sums take the ring's place, and what comes from the others, too");
+    enum { STAGE = FEW_W + ROWS * FEW_K * 2, BARS = 16 * FEW_STAGES + 16 /* full and empty per stage, sums */ };
+    static_assert(3 * STAGE >= 2 * ROWS * FEW_ROW, "a part's own sums take the ring's place, and what is put out, too");
 };
+/* What comes from the other parts, for up to `rows` rows of x; stages of the ring beside it. */
+__host__ __device__ constexpr int few_guests(int rows, int split) { return (split - 1) * ((rows + 8 * split - 1) / (8 * split)) * FEW_BLOCK; }
+template <int ROWS> __host__ __device__ constexpr int few_stages(int split) {
+    int fit = (112 * 1024 - few_guests(ROWS, split)) / few_ring<ROWS>::STAGE;
+    return fit < FEW_STAGES ? fit : FEW_STAGES;
+}
 
 #if HOPPER
 typedef struct few_place { /* where a CTA works */
     int n0, kb0, n_kb;     /* its rows of W, its slices of K */
     int part, split;       /* its rank in the cluster, of how many */
-    int m0, rows;          /* rows of x whose sums it adds up and puts out */
-    uint32_t ring, full, empty;
-    uint32_t ready, sums;  /* barriers: the others' rings are free; their sums have come */
+    int each, m0, rows;    /* blocks of 8 rows of x whose sums a part adds up and puts out; this one's rows */
+    int stages;
+    uint32_t ring, guests, full, empty;
+    uint32_t sums;         /* barrier: those of the others have come */
 } few_place;
 
-/* Rows of x that part `part` puts out; *m0 their first. */
-__device__ static inline int few_rows(int M, int part, int split, int *m0) {
-    int each = (M + split - 1) / split;
-    *m0 = each * part;
-    return max(min(each, M - *m0), 0);
-}
 template <int ROWS> __device__ static inline few_place few_where(uint32_t ring, int M, int K, int split) {
     int slices = (K + FEW_K - 1) / FEW_K;
     few_place w;
     w.part = (int)blockIdx.x % split, w.split = split, w.n0 = (int)blockIdx.x / split * FEW_N;
     w.kb0 = slices * w.part / split, w.n_kb = slices * (w.part + 1) / split - w.kb0;
-    w.ring = ring, w.full = ring + few_ring<ROWS>::STAGES * few_ring<ROWS>::STAGE, w.empty = w.full + 8 * few_ring<ROWS>::STAGES;
-    w.ready = w.empty + 8 * few_ring<ROWS>::STAGES, w.sums = w.ready + 8;
-    w.rows = few_rows(M, w.part, split, &w.m0);
+    w.stages = few_stages<ROWS>(split), w.ring = ring, w.guests = ring + w.stages * few_ring<ROWS>::STAGE;
+    w.full = w.guests + few_guests(ROWS, split), w.empty = w.full + 8 * FEW_STAGES, w.sums = w.empty + 8 * FEW_STAGES;
+    w.each = (M + 8 * split - 1) / (8 * split), w.m0 = 8 * w.each * w.part, w.rows = max(min(8 * w.each, M - w.m0), 0);
     return w;
 }
 
@@ -2174,12 +2174,12 @@ template <int ROWS> __device__ static inline void few_fetch_w(const CUtensorMap 
         mbar_wait(w.empty + 8 * s, parity);
         mbar_expect_tx(w.full + 8 * s, few_ring<ROWS>::STAGE);
         tma_load_2d_once(w.ring + s * few_ring<ROWS>::STAGE, map, w.full + 8 * s, (w.kb0 + i) * FEW_K, w.n0);
-        if (++s == few_ring<ROWS>::STAGES) s = 0, parity ^= 1;
+        if (++s == w.stages) s = 0, parity ^= 1;
     }
 }
 /* Another fetches x. */
 template <int ROWS> __device__ static inline void few_fetch_x(const CUtensorMap *map, const few_place &w) {
-    int s = 0, parity = 0, ahead = min((int)few_ring<ROWS>::STAGES, w.n_kb);
+    int s = 0, parity = 0, ahead = min(w.stages, w.n_kb);
     uint32_t ring = w.ring + FEW_W;
     tma_prefetch_map(map);
     grid_wait();
@@ -2187,7 +2187,7 @@ template <int ROWS> __device__ static inline void few_fetch_x(const CUtensorMap 
     for (int i = ahead; i < w.n_kb; i++) {
         mbar_wait(w.empty + 8 * s, parity);
         tma_load_2d(ring + s * few_ring<ROWS>::STAGE, map, w.full + 8 * s, (w.kb0 + i) * FEW_K, 0);
-        if (++s == few_ring<ROWS>::STAGES) s = 0, parity ^= 1;
+        if (++s == w.stages) s = 0, parity ^= 1;
     }
 }
 
@@ -2206,7 +2206,7 @@ template <int ROWS, int CHAINS> __device__ static inline void few_multiply(float
         wgmma_wait<1>(); /* the slice before is done with */
         if (i > 0 && threadIdx.x == 0) mbar_arrive(w.empty + 8 * last);
         last = s;
-        if (++s == few_ring<ROWS>::STAGES) s = 0, parity ^= 1;
+        if (++s == w.stages) s = 0, parity ^= 1;
     }
     wgmma_wait<0>();
 #pragma unroll
@@ -2217,21 +2217,51 @@ template <int ROWS, int CHAINS> __device__ static inline void few_multiply(float
 
 /* ---- The sums meet ----
  *
- * Sums lie as [rows][FEW_N] floats, of row m the groups of 8 exchanged so that the 32 lanes of a store meet 32 banks: own ones of all
- * rows at the start of the ring, behind them those of this CTA's rows that come from the other parts. */
+ * Block j is 8 rows of x, 64 of W: acc[4j .. 4j+3] of 128 threads. A part gets the others' of its own blocks as [sender][block][thread] x 16
+ * bytes, in room that is nothing else's: nobody need say that he is ready. What is put out lies as [rows][FEW_N] floats, of row m
+ * the groups of 8 exchanged so that the 32 lanes of a store meet 32 banks. */
 
 __device__ static inline uint32_t few_sum_at(int m, int n) { return (uint32_t)(m * FEW_ROW + (n ^ (m >> 1 & 3) << 3) * 4); }
 
-/* What the others send comes here; `from` is the sender's part. */
-template <int ROWS> __device__ static inline uint32_t few_guest(const few_place &w, int from, int part, int rows) {
-    return w.ring + ROWS * FEW_ROW + (uint32_t)((from - (from > part)) * rows * FEW_ROW);
+__device__ static inline uint32_t few_guest(const few_place &w, int from, int to) {
+    return w.guests + (uint32_t)((from - (from > to)) * w.each * FEW_BLOCK) + threadIdx.x * 16;
 }
-/* Thread t < split sends part t's rows, once all others have said that their rings are free. Behind a barrier of all threads. */
-template <int ROWS> __device__ static inline void few_send(const few_place &w, int M, int t) {
-    int m0, rows = few_rows(M, t, w.split, &m0);
-    if (t == w.part) return;
-    mbar_wait(w.ready, 0);
-    if (rows) bulk_to_peer(few_guest<ROWS>(w, w.part, t, rows), w.ring + m0 * FEW_ROW, rows * FEW_ROW, w.sums, t);
+/* To each other part its blocks. */
+template <int ROWS> __device__ static inline void few_send(const float (&acc)[ROWS / 2], const few_place &w, int M) {
+    int to = 0, first = 0;
+#pragma unroll
+    for (int j = 0; j < ROWS / 8; j++) {
+        if (j == first + w.each) to++, first = j;
+        if (to != w.part && 8 * j < M)
+            send_to_peer(peer_at(few_guest(w, w.part, to) + (j - first) * FEW_BLOCK, to), acc + 4 * j, peer_at(w.sums, to));
+    }
+}
+/* Four sums of block j of this part's to where they are put out from. */
+__device__ static inline void few_stage(const few_place &w, int j, const float v[4]) {
+    int lane = (int)threadIdx.x % 32, n = (int)threadIdx.x / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 4; i++) shared_store(w.ring + few_sum_at(j * 8 + lane % 4 * 2 + i % 2, n + i / 2 * 8), v[i]);
+}
+/* This part's blocks, the parts of K added in their order. Its own lie where the ring was. */
+template <int ROWS> __device__ static inline void few_add(const float (&acc)[ROWS / 2], const few_place &w) {
+    uint32_t own = w.ring + ROWS * FEW_ROW + threadIdx.x * 16;
+    int first = w.part * w.each;
+#pragma unroll
+    for (int j = 0; j < ROWS / 8; j++) {
+        if (w.split == 1) few_stage(w, j, acc + 4 * j);
+        else if (j >= first && j < first + w.each) smem_store_floats(own + (j - first) * FEW_BLOCK, acc + 4 * j);
+    }
+    if (w.split == 1) return;
+    mbar_wait(w.sums, 0);
+    for (int j = 0; 8 * j < w.rows; j++) {
+        float v[4] = {};
+#pragma unroll 4
+        for (int q = 0; q < w.split; q++) {
+            float4 p = shared_load((q == w.part ? own : few_guest(w, q, w.part)) + j * FEW_BLOCK);
+            v[0] += p.x, v[1] += p.y, v[2] += p.z, v[3] += p.w;
+        }
+        few_stage(w, j, v);
+    }
 }
 
 /* ---- Its epilogue: 8 outputs of a row at a time ---- */
@@ -2242,16 +2272,11 @@ __device__ static inline bool few_item(const gemm_call &c, const few_place &w, i
     *m = w.m0 + (i >> per_row_log2), *n = (i & (1 << per_row_log2) - 1) * (8 << gated);
     return i < w.rows << per_row_log2 && w.n0 + *n < c.N;
 }
-/* v = columns n .. n+7 of row m, the parts of K added in their order. */
-template <int ROWS> __device__ static inline void few_sum(float v[8], const few_place &w, int m, int n) {
-#pragma unroll 1
-    for (int q = 0; q < w.split; q++) {
-        uint32_t at = q == w.part ? w.ring + few_sum_at(m, n) : few_guest<ROWS>(w, q, w.part, w.rows) + few_sum_at(m, n) - w.m0 * FEW_ROW;
-        float4 a = shared_load(at), b = shared_load(at + 16);
-        float from[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-        for (int i = 0; i < 8; i++) v[i] = q ? v[i] + from[i] : from[i];
-    }
+/* v = columns n .. n+7 of row m. */
+__device__ static inline void few_sum(float v[8], const few_place &w, int m, int n) {
+    uint32_t at = w.ring + few_sum_at(m - w.m0, n);
+    float4 a = shared_load(at), b = shared_load(at + 16);
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
 __device__ static inline void few_bias(float v[8], const float *bias, int n) {
     if (!bias) return;
@@ -2259,13 +2284,13 @@ __device__ static inline void few_bias(float v[8], const float *bias, int n) {
     for (int i = 0; i < 8; i++) v[i] += bias[n + i];
 }
 /* The sums of 8 outputs; SWIGLU's are final. */
-template <int ROWS> __device__ static inline void few_value(float v[8], const gemm_call &c, const few_place &w, int m, int n, float scale) {
+__device__ static inline void few_value(float v[8], const gemm_call &c, const few_place &w, int m, int n, float scale) {
     float up[8];
-    few_sum<ROWS>(v, w, m, n);
+    few_sum(v, w, m, n);
 #pragma unroll
     for (int k = 0; k < 8; k++) v[k] *= scale;
     if (c.epi != EPI_SWIGLU) return;
-    few_sum<ROWS>(up, w, m, n + 8);
+    few_sum(up, w, m, n + 8);
 #pragma unroll
     for (int k = 0; k < 8; k++) up[k] *= scale;
     few_bias(v, c.bias, w.n0 + n);
@@ -2302,14 +2327,13 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
     __shared__ float scales[FOLD_ROWS];
 
     if (tid == 0) {
-        for (int i = 0; i < few_ring<ROWS>::STAGES; i++) mbar_init(w.full + 8 * i, 1), mbar_init(w.empty + 8 * i, 1);
-        mbar_init(w.ready, max(split - 1, 1)), mbar_init(w.sums, 1);
+        for (int i = 0; i < w.stages; i++) mbar_init(w.full + 8 * i, 1), mbar_init(w.empty + 8 * i, 1);
+        mbar_init(w.sums, 1);
         mbar_init_fence();
+        mbar_expect_tx(w.sums, (split - 1) * ((w.rows + 7) / 8) * FEW_BLOCK);
     }
     __syncthreads();
     grid_launch_dependents();
-    if (tid == 0) mbar_expect_tx(w.sums, (split - 1) * w.rows * FEW_ROW);
-    __syncwarp();
     if (split > 1) cluster_meet_arrive(); /* the others may know that the barriers are there */
     if (warp == 4 && lane == 0) few_fetch_w<ROWS>(&map_w, w);
     if (warp == 5 && lane == 0) few_fetch_x<ROWS>(&map_x, w);
@@ -2320,7 +2344,7 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
         if (c.epi == EPI_RESIDUAL && few_item(c, w, i, &m, &n)) old[i] = *(uint4 *)(c.y + (size_t)m * c.ldy + w.n0 + n);
     fold_part squares = {};
     if (ROWS == FOLD_ROWS && c.fold.given && warp < c.M) squares = fold_begin(c.fold, warp, lane);
-    constexpr int CHAINS = ROWS <= 16 ? 4 : ROWS <= 64 ? 2 : 1;
+    constexpr int CHAINS = ROWS <= 16 ? 4 : 2;
     float acc[CHAINS][ROWS / 2] = {};
     if (warp < 4) few_multiply<ROWS, CHAINS>(acc, w);
     for (int i = warp; ROWS == FOLD_ROWS && c.fold.given && i < c.M; i += FEW_THREADS / 32) {
@@ -2328,32 +2352,25 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
         float scale = fold_end(c.fold, i, lane, squares);
         if (lane == 0) scales[i] = scale;
     }
-    __syncthreads(); /* nobody reads the ring any more, and all that was to come has come */
+    __syncwarp();
     if (split > 1) {
         cluster_meet_wait();
-        if (tid < split && tid != w.part) mbar_arrive_remote_read(w.ready, tid);
+        if (warp < 4) few_send<ROWS>(acc[0], w, c.M);
     }
-#pragma unroll
-    for (int i = 0; i < ROWS / 2 && warp < 4; i++)
-        *(float *)(few_smem + few_sum_at(i / 4 * 8 + lane % 4 * 2 + i % 2, warp * 16 + lane / 4 + i % 4 / 2 * 8)) = acc[0][i];
-    if (split > 1) fence_async_smem();
+    __syncthreads(); /* nobody reads the ring any more, and all that was to come has come */
+    if (warp < 4) few_add<ROWS>(acc[0], w);
     __syncthreads();
-    if (split > 1) {
-        if (tid < split) few_send<ROWS>(w, c.M, tid);
-        mbar_wait(w.sums, 0);
-        __syncwarp();
-        cluster_meet_arrive();
-    }
+    if (split > 1) cluster_meet_arrive(); /* all that was sent to this part has come */
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
         float v[8];
         if (!few_item(c, w, i, &m, &n)) continue;
-        few_value<ROWS>(v, c, w, m, n, ROWS == FOLD_ROWS && c.fold.given ? scales[m] : 1);
-        if (ROWS <= 64 && c.epi == EPI_LOGITS) few_put_logits(v, c, w, m, n); /* at 128 registers do not suffice */
+        few_value(v, c, w, m, n, ROWS == FOLD_ROWS && c.fold.given ? scales[m] : 1);
+        if (c.epi == EPI_LOGITS) few_put_logits(v, c, w, m, n);
         else few_put(v, c, w, m, n, old[i]);
     }
     __syncwarp();
-    if (split > 1) cluster_meet_wait(); /* the others may still read this CTA's sums */
+    if (split > 1) cluster_meet_wait(); /* and what it has sent */
 #else
     __trap();
 #endif
@@ -2362,9 +2379,10 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
 template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a, int split) {
     gemm_call c = gemm_checked(a);
     c.fold = fold_of(d, a);
-    assert(c.M <= ROWS && split <= 8 && (ROWS <= 64 || c.epi != EPI_LOGITS) && c.epi != EPI_QKV && !a->norm);
+    assert(c.M <= ROWS && split <= 8 && c.epi != EPI_QKV && !a->norm);
     launch_dependent(d, "GEMM (few rows)", gemm_few_kernel<ROWS>, dim3((unsigned)(ceil_div(c.N, FEW_N) * split)), FEW_THREADS,
-                     few_ring<ROWS>::SMEM, split, gemm_map(d, c.w, c.N, c.K, c.K, FEW_N, FEW_K),
+                     few_stages<ROWS>(split) * few_ring<ROWS>::STAGE + few_guests(ROWS, split) + few_ring<ROWS>::BARS, split,
+                     gemm_map(d, c.w, c.N, c.K, c.K, FEW_N, FEW_K),
                      gemm_map(d, c.x, c.M, c.K, c.ldx, ROWS, FEW_K), c, split);
 }
 /* How many CTAs share a tile's K: until there are about as many as multiprocessors, but each has four slices of K or more. Where somewhat
@@ -2380,8 +2398,7 @@ static void gemm_few(toka_device *d, const gemm_args *a) {
     if (a->M <= 8) gemm_few_tile<8>(d, a, split);
     else if (a->M <= 16) gemm_few_tile<16>(d, a, split);
     else if (a->M <= 32) gemm_few_tile<32>(d, a, split);
-    else if (a->M <= 64) gemm_few_tile<64>(d, a, split);
-    else gemm_few_tile<128>(d, a, split);
+    else gemm_few_tile<64>(d, a, split);
 }
 
 /* ---- y[M][N] = x[M][K] W[N][K]^T for up to 16 rows and a small W, on mma.sync with the sides swapped ----
@@ -2552,20 +2569,20 @@ enum { FEW_MAX = 64 }; /* rows, up to which W is best the left side at every sha
  * gemm_thin against gemm_few, 8 rows: 86 : 71 % (N x K 4096 x 4096), 77 : 67 (2048 x 8192), 68 : 59 (3072 x 2048), 56 : 56 (2048 x
  * 2048), but 76 : 87 where many CTAs read little each (16384 x 2048); 16 rows, whose rings hold 1,536 columns: 78 : 71, 62 : 67, 63 : 57,
  * 48 : 54, 72 : 87.
+ * Where thin has CTAs for less than half of the multiprocessors and K is long: 42 : 62 (896 x 4864, 8 rows), but thin brings the norm
+ * behind it along.
  * gemm_few against gemm_wgmma: ahead up to 64 rows (only LM heads lose 2 %); 128 rows: 48 : 61 (4096 x 4096), 59 : 76 (4096 x 14336), 61
- * : 59 (6144 x 4096), 60 : 76 (10240 x 8192), but 42 : 33 (2048 x 8192), where two CTAs to a tile fill half of the multiprocessors. */
+ * : 59 (6144 x 4096), 60 : 76 (10240 x 8192), 35 : 45 (2048 x 8192), 24 : 28 (896 x 4864). */
 static bool gemm_is_thin(const toka_device *d, const gemm_args *a) {
     int ctas = ceil_div(a->w->N, THIN_N), K = a->w->K;
     if (a->M <= 8) return ctas <= 2 * d->n_sms || K >= 4096;
     return a->M <= 16 && ctas <= 2 * d->n_sms && (ctas > d->n_sms || K <= 1536);
 }
 static void gemm(toka_device *d, const gemm_args *a) {
-    int M = a->M;
-    bool few = M <= FEW_MAX || (M <= 128 && 4 * ceil_div(a->w->N, FEW_N) <= d->n_sms && a->w->K >= 4096);
     if (a->epi == EPI_LOGITS) d->hopper ? gemm_wgmma(d, a) : gemm_mma(d, a);
-    else if (gemm_is_thin(d, a) || (!d->hopper && M <= 16)) gemm_thin(d, a);
+    else if (gemm_is_thin(d, a) || (!d->hopper && a->M <= 16)) gemm_thin(d, a);
     else if (!d->hopper) gemm_mma(d, a);
-    else if (few) gemm_few(d, a);
+    else if (a->M <= FEW_MAX) gemm_few(d, a);
     else gemm_wgmma(d, a);
 }
 

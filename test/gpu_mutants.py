@@ -77,7 +77,7 @@ MUTANTS = [
     *group("gemm_few_kernel", "smallm small", " \\d+/[1248] ",
            ("the last slice of K", "w.n_kb = `slices * (w.part + 1) / split - w.kb0`;",
             "slices * (w.part + 1) / split - w.kb0 - (w.part + 1 == split)"),
-           ("the last part of K is not added", "for (int q = 0; `q < w.split`; q++) {\n        uint32_t at = q == w.part", "q < w.split - (w.split > 1)", " \\d+/[248] "),
+           ("the last part of K is not added", "for (int q = 0; `q < w.split`; q++) {\n            float4 p", "q < w.split - 1", " \\d+/[248] "),
            ("half a pair of the residual", "v[6] += bf16_low(old.w), v[7] += `bf16_high(old.w)`;", "bf16_low(old.w)", "/[1248] residual"),
            ("up's bias", "few_bias(up, c.bias, `w.n0 + n + 8`);", "w.n0 + n", "/[1248] swiglu")),
     *group("gemm_kernel", "gemm quick", "(store|residual) ",

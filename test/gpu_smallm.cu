@@ -20,7 +20,7 @@ template <int ROWS, int SPLIT> static void few(toka_device *d, const gemm_args *
 #define FEW(rows, split) {#rows "/" #split, rows, true, false, few<rows, split>}
 #define FEW_SPLITS(rows) FEW(rows, 1), FEW(rows, 2), FEW(rows, 4), FEW(rows, 8)
 static const variant variants[] = {
-    FEW_SPLITS(8), FEW_SPLITS(16), FEW_SPLITS(32), FEW_SPLITS(64), FEW_SPLITS(128),
+    FEW_SPLITS(8), FEW_SPLITS(16), FEW_SPLITS(32), FEW_SPLITS(64),
     {"thin 8", 8, false, false, gemm_thin_tile<8>}, {"thin 16", 16, false, false, gemm_thin_tile<16>},
     {"mma 128x128", INT_MAX, false, false, gemm_mma_tile<128, 128, 64, 32>},
     {"mma 64x64", INT_MAX, false, false, gemm_mma_tile<64, 64, 32, 32>},
