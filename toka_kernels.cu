@@ -4671,7 +4671,7 @@ static bool group_wait_drawn(toka_device *d, const toka_step *s) {
 enum {
     SAMP_BLOCK = 256,           /* ids of a block */
     SAMP_OWN = 64,              /* of a group */
-    SAMP_REDUCE_ROWS = 8,       /* rows of a reducing CTA, 32 threads each */
+    SAMP_REDUCE_ROWS = 4,       /* rows of a reducing CTA, 64 threads each */
     FILTER_THREADS = 256,
     FILTER_WINDOW = 16384,      /* ids counted together for penalties; as bits, 524,288 ids of allowed_ids */
     FILTER_NEAR = 8192          /* ids that are gathered in shared memory */
@@ -4904,30 +4904,44 @@ __device__ static inline float samp_quad_sum(float x) {
     return __fadd_rn(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-/* The part of a block, made by four lanes side by side that hold a group each (v as in samp_sums) and all return it; all lanes of
- * the warp come. word: the group's noise. best: a key that some block of the row has reached, in log2, NaN: none known; a block
- * whose key is certainly lower gets no candidate, which spares the search for its id, unless another row in the warp needs it.
- * `inside` false: nothing is wanted of this row. The arithmetic is pinned down to the rounding, so that every kernel that inlines
- * this draws alike. */
-__device__ static inline samp_part samp_block(const float (&v)[SAMP_OWN], const samp_ask &a, uint32_t word, int id0, float best,
-                                                  bool inside) {
-    bool forced = a.forced >= 0, draw = !forced && a.scale > 0;
-    samp_group g = samp_sums(v, draw ? a.scale : SAMP_LOG2E);
-    float base = g.max > -INFINITY ? g.max : 0;
-    float rest = samp_rest(base, g.scale), raw_rest = samp_rest(base, SAMP_LOG2E), max = __fadd_rn(g.max, g.down);
-    float key = draw ? __fsub_rn(__fsub_rn(lg2(g.sum), rest), samp_log2_exponential(word)) : 0, reached = __fmaf_rn(max, g.scale, key);
-    int rel = a.forced - id0, own = forced && rel >= 0 && rel < SAMP_BLOCK && (rel & 6) == 0 ? rel / 8 * 2 + rel % 2 : -1;
-    float enough = best - 0.01f - 1e-6f * fabsf(best), quad_max = samp_quad_max(max), high = quad_max > -INFINITY ? quad_max : 0;
-    float below = __fsub_rn(max, high);
-    samp_part p = {quad_max, -INFINITY, INT_MAX, -INFINITY, 0, 0};
-    p.sum = samp_quad_sum(__fmul_rn(g.sum, ex2(__fsub_rn(__fmul_rn(below, g.scale), rest))));
-    p.raw_sum = samp_quad_sum(__fmul_rn(g.raw_sum, ex2(__fsub_rn(__fmul_rn(below, SAMP_LOG2E), raw_rest))));
-    if (!__any_sync(~0u, inside && (forced ? own >= 0 : !(reached < enough)))) return p;
+/* A block on its way to its part: what one of its four lanes knows. */
+typedef struct samp_weight {
+    samp_part p;
+    float max, below, key; /* the group's maximum, less the block's, scaled noise and sum */
+    int own;               /* place of the forced id in the group, -1: it is not here */
+    bool draw, forced, wanted;
+} samp_weight;
 
-    float x, rank = forced ? own >= 0 ? 1 : 0 : draw ? __fmaf_rn(below, g.scale, key) : max;
-    int id = id0 + samp_candidate(v, g, a, own, &x);
+/* word: the group's noise. best: a key that some block of the row has reached, in log2, NaN: none known; a block whose key is certainly
+ * lower is not wanted. `inside` false: nothing is wanted of this row. */
+__device__ static inline samp_weight samp_weigh(const samp_group &g, const samp_ask &a, uint32_t word, int id0, float best, bool inside) {
+    samp_weight w;
+    w.forced = a.forced >= 0, w.draw = !w.forced && a.scale > 0;
+    float base = g.max > -INFINITY ? g.max : 0;
+    float rest = samp_rest(base, g.scale), raw_rest = samp_rest(base, SAMP_LOG2E);
+    w.max = __fadd_rn(g.max, g.down);
+    w.key = w.draw ? __fsub_rn(__fsub_rn(lg2(g.sum), rest), samp_log2_exponential(word)) : 0;
+    float reached = __fmaf_rn(w.max, g.scale, w.key);
+    int rel = a.forced - id0;
+    w.own = w.forced && rel >= 0 && rel < SAMP_BLOCK && (rel & 6) == 0 ? rel / 8 * 2 + rel % 2 : -1;
+    float enough = best - 0.01f - 1e-6f * fabsf(best), quad_max = samp_quad_max(w.max), high = quad_max > -INFINITY ? quad_max : 0;
+    w.below = __fsub_rn(w.max, high);
+    w.p = samp_part{quad_max, -INFINITY, INT_MAX, -INFINITY, 0, 0};
+    w.p.sum = samp_quad_sum(__fmul_rn(g.sum, ex2(__fsub_rn(__fmul_rn(w.below, g.scale), rest))));
+    w.p.raw_sum = samp_quad_sum(__fmul_rn(g.raw_sum, ex2(__fsub_rn(__fmul_rn(w.below, SAMP_LOG2E), raw_rest))));
+    w.wanted = inside && (w.forced ? w.own >= 0 : !(reached < enough));
+    return w;
+}
+/* The part of a block, which four lanes side by side hold a group of each (v as in samp_sums) and all return. It gets a candidate where
+ * that is wanted of it or of another row in the warp: else the search for its id is spared. The arithmetic is pinned down to the
+ * rounding, so that every kernel that inlines this draws alike. */
+__device__ static inline samp_part samp_choose(const float (&v)[SAMP_OWN], const samp_group &g, const samp_ask &a, int id0, const samp_weight &w) {
+    samp_part p = w.p;
+    if (!__any_sync(~0u, w.wanted)) return p;
+    float x, rank = w.forced ? w.own >= 0 ? 1 : 0 : w.draw ? __fmaf_rn(w.below, g.scale, w.key) : w.max;
+    int id = id0 + samp_candidate(v, g, a, w.own, &x);
     x = __fadd_rn(x, g.down);
-    if (forced ? own < 0 : max == -INFINITY) id = INT_MAX;
+    if (w.forced ? w.own < 0 : w.max == -INFINITY) id = INT_MAX;
 #pragma unroll
     for (int lanes = 1; lanes < 4; lanes *= 2) {
         float rank_b = __shfl_xor_sync(~0u, rank, lanes), x_b = __shfl_xor_sync(~0u, x, lanes);
@@ -4936,6 +4950,13 @@ __device__ static inline samp_part samp_block(const float (&v)[SAMP_OWN], const 
     }
     p.key = rank, p.id = id, p.x = x;
     return p;
+}
+/* The scale of the weights that count: for scores those at temperature 1. */
+__device__ static inline float samp_scale(const samp_ask &a) { return a.forced < 0 && a.scale > 0 ? a.scale : SAMP_LOG2E; }
+/* All of it, where no other block's key is known. */
+__device__ static inline samp_part samp_block(const float (&v)[SAMP_OWN], const samp_ask &a, uint32_t word, int id0) {
+    const samp_group g = samp_sums(v, samp_scale(a));
+    return samp_choose(v, g, a, id0, samp_weigh(g, a, word, id0, NAN, true));
 }
 
 __device__ static inline samp_part samp_nothing() { return samp_part{-INFINITY, -INFINITY, INT_MAX, -INFINITY, 0, 0}; }
@@ -5006,7 +5027,7 @@ __global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask 
         v[2 * j] = id0 + 8 * j < V ? pair.x : -INFINITY;
         v[2 * j + 1] = id0 + 8 * j + 1 < V ? pair.y : -INFINITY;
     }
-    samp_part p = samp_block(v, a, samp_noise(a, v0 / SAMP_BLOCK + block, g), v0 + id0, NAN, true);
+    samp_part p = samp_block(v, a, samp_noise(a, v0 / SAMP_BLOCK + block, g), v0 + id0);
     if (inside && g == 0) parts[(size_t)block * ld + row] = p;
 }
 
@@ -5015,14 +5036,16 @@ __global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask 
  * Accumulators -> parts[block][ld]; nothing else leaves the multiprocessor but the logits of filtered rows. A tile of 256 columns is a
  * block, and a thread has two rows of one group. Per logit: maximum, multiply-add, ex2, sum, and at a temperature other than 1 the
  * last three again. The 16 results a clock of the special function unit bound it: 128 x 256 / 16 = 2,048 clocks a tile at
- * temperature 1; at others half of the second exponentials are made by hand (samp_ex2), about 3,000, beside 16 K for the
- * products. One Philox call serves both rows of a thread: its four words are the noise of the row's four groups. The search for
- * a group's id comes only where its key may be the row's highest so far (reached), in about a tenth of the tiles.
+ * temperature 1, twice that at others, beside 16 K for the products. What is asked of the rows is fetched and the noise made
+ * beside the products; one Philox call serves both rows of a thread: its four words are the noise of the row's four groups.
+ * The search for a group's id comes only where its key may be the row's highest so far (reached), in about a tenth of the tiles.
  *
  * Retired: differences to the maximum, then a product, instead of one multiply-add, and a candidate from every group: LM head and
  * sampling together against cuBLAS's LM head alone, H200, November 2026, temperature 1 / 0.6: 1.15 / 1.20 (V 151936, E 896, 512
  * rows), 1.06 / 1.21 (1024), 1.18 / 1.24 (4096). Warpgroups started three blocks of K apart, so that one multiplies during the
- * other's epilogue: no gain at temperature 1, 5 % slower at 0.6, where the epilogue outlasts what the ring holds. */
+ * other's epilogue: no gain at temperature 1, 5 % slower at 0.6, where the epilogue outlasts what the ring holds. Half of the second exponentials by a polynomial on the other units,
+ * ten instructions each: 3 % slower (V 151936, 512 rows): there are not that many free. One loop over both rows, for half
+ * the code: 1 % slower. */
 
 typedef struct samp_fused {
     const samp_ask *ask; /* [M] */
@@ -5032,18 +5055,42 @@ typedef struct samp_fused {
     int ld, ldl, v0, V, stored; /* columns are the ids v0 .. v0+V-1 */
 } samp_fused;
 
+struct epi_sample;
+template <int C> struct gemm_held<epi_sample, C> {
+    uint4 noise;   /* Philox's key, sample and position of one row of this thread; then the noise of both: x, y */
+    uint4 how[2];  /* the other half of samp_ask of both rows: u, scale, forced */
+};
+
 struct epi_sample {
     typedef samp_fused params;
+    template <int C> using held = gemm_held<epi_sample, C>;
     __host__ __device__ static constexpr int out(int) { return 0; }
 #if HOPPER
-    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
+    /* Lanes 0 and 1 of four make the first row's noise, 2 and 3 the second's. */
+    template <int C> __device__ static inline void begin(const gemm_tile &t, held<C> &h, const params &p) {
+        const uint4 *ask = (const uint4 *)p.ask;
+        int first = min(t.row0 + t.lane / 4, t.M - 1), second = min(t.row0 + t.lane / 4 + 8, t.M - 1);
+        h.noise = ask[2 * (t.lane % 4 < 2 ? first : second)], h.how[0] = ask[2 * first + 1], h.how[1] = ask[2 * second + 1];
+    }
+    template <int C> __device__ static inline void later(const gemm_tile &t, held<C> &h, const params &p) {
+        int g = t.lane % 4;
+        uint32_t c[4] = {h.noise.z, h.noise.w, 1 + (uint32_t)((p.v0 + t.col0) / SAMP_BLOCK), 0};
+        philox(c, h.noise.x, h.noise.y);
+        uint32_t keep = g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : c[3], give = g < 2 ? g ? c[3] : c[2] : g == 2 ? c[0] : c[1];
+        uint32_t got = __shfl_xor_sync(~0u, give, 2);
+        h.noise.x = g < 2 ? keep : got, h.noise.y = g < 2 ? got : keep;
+    }
 
-    /* One of this thread's two rows. */
-    __device__ static inline void row(float (&v)[SAMP_OWN], int row, const gemm_tile &t, const params &p, uint32_t word) {
-        int g = t.lane % 4, id0 = t.col0 + 2 * g, at = min(row, t.M - 1);
-        const samp_ask a = p.ask[at];
-        float before = samp_unkey(__ldcg(p.reached + at));
-        samp_part part = samp_block(v, a, word, p.v0 + id0, before, row < t.M);
+    __device__ static inline samp_ask ask_of(uint4 how) {
+        return samp_ask{.u = how.x, .scale = __uint_as_float(how.y), .forced = (int)how.z};
+    }
+    __device__ static inline float reached(int row, const gemm_tile &t, const params &p) {
+        return samp_unkey(__ldcg(p.reached + min(row, t.M - 1)));
+    }
+    /* One of this thread's two rows is put out. */
+    __device__ static inline void put(const float (&v)[SAMP_OWN], int row, const gemm_tile &t, const params &p, const samp_ask &a, float before,
+                                      const samp_part &part) {
+        int g = t.lane % 4, id0 = t.col0 + 2 * g;
         if (row >= t.M) return;
         if (row >= p.stored) { /* each 32-byte sector is written by four lanes */
             float2 *to = (float2 *)(p.logits + (size_t)(row - p.stored) * p.ldl + id0);
@@ -5059,28 +5106,27 @@ struct epi_sample {
         if (g < 3) ((float2 *)(p.parts + (size_t)(t.col0 / SAMP_BLOCK) * p.ld + row))[g] = piece;
     }
 
-    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
+    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, held<C> &h, const params &p) {
         static_assert(C == SAMP_BLOCK, "a tile's columns are one block");
         if (t.row0 >= t.M || t.col0 >= p.V) return; /* the warp's */
         int g = t.lane % 4, row0 = t.row0 + t.lane / 4;
-        const samp_ask *mine = p.ask + min(row0 + 8 * (g / 2), t.M - 1); /* lanes 0 and 1 of four make the first row's noise, */
-        uint32_t c[4] = {mine->sample, mine->position, 1 + (uint32_t)((p.v0 + t.col0) / SAMP_BLOCK), 0}; /* 2 and 3 the second's */
-        philox(c, mine->key[0], mine->key[1]);
-        uint32_t keep = g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : c[3], give = g < 2 ? g ? c[3] : c[2] : g == 2 ? c[0] : c[1];
-        uint32_t got = __shfl_xor_sync(~0u, give, 2);
         if (t.col0 + SAMP_BLOCK > p.V) {
 #pragma unroll
             for (int i = 0; i < SAMP_BLOCK / 2; i++)
                 if (t.col0 + 2 * g + i / 4 * 8 + i % 2 >= p.V) acc[i] = -INFINITY;
         }
-        float v[SAMP_OWN];
+        float v[SAMP_OWN], other[SAMP_OWN];
 #pragma unroll
-        for (int i = 0; i < SAMP_OWN; i++) v[i] = acc[i / 2 * 4 + i % 2];
-        row(v, row0, t, p, g < 2 ? keep : got);
-        asm volatile("" ::: "memory"); /* the second row's ask is loaded only now: no registers for both */
-#pragma unroll
-        for (int i = 0; i < SAMP_OWN; i++) v[i] = acc[i / 2 * 4 + 2 + i % 2];
-        row(v, row0 + 8, t, p, g < 2 ? got : keep);
+        for (int i = 0; i < SAMP_OWN; i++) v[i] = acc[i / 2 * 4 + i % 2], other[i] = acc[i / 2 * 4 + 2 + i % 2];
+        /* Both rows' sums, then what comes of either side by side: chains of few instructions that wait for each other. */
+        const samp_ask a = ask_of(h.how[0]), b = ask_of(h.how[1]);
+        float before_a = reached(row0, t, p), before_b = reached(row0 + 8, t, p);
+        const samp_group of_a = samp_sums(v, samp_scale(a)), of_b = samp_sums(other, samp_scale(b));
+        int id0 = p.v0 + t.col0 + 2 * g;
+        samp_weight w = samp_weigh(of_a, a, h.noise.x, id0, before_a, row0 < t.M);
+        samp_weight x = samp_weigh(of_b, b, h.noise.y, id0, before_b, row0 + 8 < t.M);
+        put(v, row0, t, p, a, before_a, samp_choose(v, of_a, a, id0, w));
+        put(other, row0 + 8, t, p, b, before_b, samp_choose(other, of_b, b, id0, x));
     }
 #endif
 };
@@ -5092,7 +5138,7 @@ static const gemm_variant samp_head_variant = GEMM_VARIANT(0, epi_sample, 256, 1
  * in   parts [n_blocks][ld], columns 0 .. n-1, plain rows      out  merged [n], or if that is NULL results [n] and last; reached is 0
  * again
  * A row's parts are merged in an order that the number of blocks alone fixes.
- * grid: ceil(n / 8); block: 256, thread t merges blocks t/8, t/8 + 32 ... of row t%8. Reads 24 bytes a part. */
+ * grid: ceil(n / 4); block: 256, thread t merges blocks t/4, t/4 + 64 ... of row t%4. Reads 24 bytes a part. */
 __device__ static inline samp_result samp_finish(const samp_ask &a, const samp_part &p, float raw_max, float raw_log_sum,
                                                  int last_resort) {
     samp_result out = {p.id, p.x == -INFINITY ? -INFINITY : p.x - raw_max - raw_log_sum, 0};
@@ -5111,22 +5157,24 @@ __device__ static inline void samp_settle(const samp_ask &a, const samp_part &p,
 
 __global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_ask *ask, const samp_part *parts, int ld, int n_blocks, int n,
                                                                  uint32_t *reached, samp_part *merged, samp_result *results, int *last) {
-    __shared__ samp_part all[32][SAMP_REDUCE_ROWS];
+    constexpr int LANES = 256 / SAMP_REDUCE_ROWS, AHEAD = 5;
+    __shared__ samp_part all[LANES][SAMP_REDUCE_ROWS];
     int r = (int)threadIdx.x % SAMP_REDUCE_ROWS, k = (int)threadIdx.x / SAMP_REDUCE_ROWS, row = (int)blockIdx.x * SAMP_REDUCE_ROWS + r;
     grid_launch_dependents();
     grid_wait();
     int from = min(row, n - 1);
     const samp_ask a = ask[from];
     samp_part p = samp_nothing();
-    for (int b = k; b < n_blocks; b += 32 * 4) {
-        samp_part next[4]; /* all on their way at once */
+    for (int b = k; b < n_blocks; b += LANES * AHEAD) {
+        samp_part next[AHEAD]; /* all on their way at once */
 #pragma unroll
-        for (int i = 0; i < 4; i++) next[i] = b + 32 * i < n_blocks ? parts[(size_t)(b + 32 * i) * ld + from] : samp_nothing();
+        for (int i = 0; i < AHEAD; i++)
+            next[i] = b + LANES * i < n_blocks ? parts[(size_t)(b + LANES * i) * ld + from] : samp_nothing();
 #pragma unroll
-        for (int i = 0; i < 4; i++) p = samp_merge(p, next[i], a);
+        for (int i = 0; i < AHEAD; i++) p = samp_merge(p, next[i], a);
     }
     all[k][r] = p;
-    for (int half = 16; half; half /= 2) {
+    for (int half = LANES / 2; half; half /= 2) {
         __syncthreads();
         if (k < half) all[k][r] = p = samp_merge(p, all[k + half][r], a);
     }
@@ -5605,7 +5653,7 @@ __device__ static samp_part samp_draw(const samp_dist &r, const samp_ask &a, sam
             int id = id0 + samp_column(j);
             if (id >= r.V || !samp_kept(r, v[j], id)) v[j] = -INFINITY;
         }
-        samp_part part = samp_block(v, a, samp_noise(a, block, g), id0, NAN, true);
+        samp_part part = samp_block(v, a, samp_noise(a, block, g), id0);
         if (i < r.n_list && g == 0) all[threadIdx.x] = samp_merge(all[threadIdx.x], part, a);
     }
     return samp_fold(all[threadIdx.x], a, all);

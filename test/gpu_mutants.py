@@ -105,10 +105,10 @@ MUTANTS = [
            ("neighbouring rows exchanged", "head + (size_t)qkv_place(`c / 8`, D / 2) * K", "c / 8 ^ 1")),
     *group("gemm_kernel, epi_sample", "samp small", "row \\d+: (another time|id \\d+ logprob|-?\\d+ from stored)",
            ("an id behind the vocabulary can be drawn", "if (`t.col0 + 2 * g + i / 4 * 8 + i % 2 >= p.V`) acc[i]", "t.col0 + 2 * g + i / 4 * 8 + i % 2 > p.V"),
-           ("noise of the other row", "row(v, row0 + 8, t, p, `g < 2 ? got : keep`);", "g < 2 ? keep : got"),
+           ("noise of the other row", "h.noise.y = `g < 2 ? got : keep`;", "g < 2 ? keep : got"),
            ("wrong word of the noise", "keep = g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : `c[3]`, give", "c[2]"),
-           ("noise of the next block", "mine->position, `1 + (uint32_t)((p.v0 + t.col0) / SAMP_BLOCK)`, 0};", "2 + (uint32_t)((p.v0 + t.col0) / SAMP_BLOCK)"),
-           ("a block that is only a little ahead is passed over", "float enough = `best - 0.01f - 1e-6f * fabsf(best)`,", "best + 1")),
+           ("noise of the next block", "h.noise.w, `1 + (uint32_t)((p.v0 + t.col0) / SAMP_BLOCK)`, 0};", "2 + (uint32_t)((p.v0 + t.col0) / SAMP_BLOCK)"),
+           ("a block that is only a little ahead is passed over", "float enough = `best - 0.01f - 1e-6f * fabsf(best)`,", "best + 1", "V 70000 .* from stored")),
 
     # ---- Attention ----
     *group("attn_mma", "attn small", "(decode|prefill|tree) .*B=(16|32) ",
@@ -185,7 +185,7 @@ MUTANTS = [
            ("log-probability from the sum at the row's temperature", "samp_finish(a, p, p.max, logf(`p.raw_sum`), 0);", "p.sum"),
            ("slot 0 does not learn its last token", "if (`a.slot >= 0`) last[a.slot] = out.id;", "a.slot > 0", "last tokens of ")),
     *group("samp_reduce_kernel", "samp draws", "flat|rare",
-           ("blocks from 16 on are left", "for (int half = `16`; half; half /= 2) {\n        __syncthreads();\n        if (k < half)", "8")),
+           ("blocks from 32 on are left", "for (int half = `LANES / 2`; half; half /= 2) {\n        __syncthreads();\n        if (k < half)", "LANES / 4")),
     *group("samp_undo", "samp small", "V \\d+, case \\d+.* logprob",
            ("the penalty the wrong way", "if (seen) x = x < 0 ? x / f.repetition : `x * f.repetition`;", "x / f.repetition"),
            ("presence is not undone", "if (count) x += `(double)f.frequency * count + f.presence`;", "(double)f.frequency * count"),
