@@ -36,7 +36,7 @@
  *   embed              embed_kernel          any                          copy         not measured
  *   norms              rmsnorm_kernel        any E; up to 8 rows: GEMMs   copy         not measured
  *   qkv, o, gate_up,   gemm_kernel           M > 64, Hopper               arithmetic   1.00x cuBLAS over 73 shapes, M >= 512
- *   down, logits       gemm_few_kernel       M <= 128, Hopper             W's bytes    M = 64: 80 % (1B gate_up), 37 % (1B o)
+ *   down, logits       gemm_few_kernel       M <= 64, Hopper              W's bytes    M = 64: 80 % (1B gate_up), 37 % (1B o)
  *                      gemm_thin_kernel      M <= 16, any card            W's bytes    M = 1: 97 % (8B down), 60 % (1B o)
  *                      gemm_mma_kernel       any M, any card              arithmetic   about 60 % of wgmma's rate (H100)
  *   RoPE, KV append    in gemm_kernel, gemm_thin_kernel (D 64, 128), rope_kernel else  copy  not measured
@@ -2118,18 +2118,19 @@ static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const 
  * outside the matrices arrives as zeros. The ring fills with W before grid_wait(), while the kernel ahead still runs, and is small
  * enough for the CTAs of the next kernel to do the same beside this one.
  * Where W has too few rows for all multiprocessors, `split` CTAs of a cluster share a tile's K. Each gets the sums of 1/split of the rows
- * of x from all others by bulk copies between their shared memories, adds the parts in the order of K (bitwise repeatable) and puts
- * them out.
+ * of x from the registers of all others, adds the parts in the order of K (bitwise repeatable) and puts them out.
  *
- * grid: tiles of 64 rows of W times split, in clusters of split; block: 192; shared: the ring, 112 KB at most.
+ * grid: tiles of 64 rows of W times split, in clusters of split; block: 192; shared: the ring and what comes, 112 KB at most.
  * On an H200 (2026-11-22) it reads W at 95 to 99 % of what a plain read reaches where that takes 20 us or more and x has few rows. In
  * a chain each launch costs about 2.5 us that nothing hides: 1 from the last CTA's end until grid_wait() returns in the next kernel,
  * 0.3 to 0.5 for the first x, the sum over the cluster, the stores and the end.
  * Retired: sums left in shared memory between cluster barriers and read from there (the barriers fence to the whole GPU): 2 to 3 us
- * for the sum instead of 1. Slices of W and of x in rings of their own, so that more of W is fetched ahead: 1 us slower up to 32 rows,
- * for the thread that fetches x then also says how many bytes come, and 5 % where K is long. 128 rows of W a CTA (fewer reads of x,
- * but two thirds of the speed where fewer multiprocessors then work); neighbouring tiles that fetch x together by multicast (gains
- * only for the widest W at 128 rows); rings of 54 and 72 KB, for three kernels side by side (slower); fetching the start of the
+ * for the sum instead of 1. Bulk copies of the sums, into the peers' rings, which first must say that they are free, or into this room:
+ * as fast or 2 to 4 % slower (64 rows). Slices of W and of x in rings of their own, so that more of W is fetched ahead: 1 us slower
+ * up to 32 rows, for the thread that fetches x then also says how many bytes come, and 5 % where K is long. 128 rows of x (24 to 35 %
+ * of the bandwidth where gemm_wgmma has 28 to 45). 128 rows of W a CTA (fewer reads of x,
+ * but two thirds of the speed where fewer multiprocessors then work); neighbouring tiles, two or four, that fetch x together by multicast
+ * (as fast at best); rings of 54 and 72 KB, for three kernels side by side (slower); fetching the start of the
  * next kernel's W into the L2 cache (its ring holds that already); one producer for W and x (half the speed: its loop took longer
  * than the copies). */
 
