@@ -40,7 +40,7 @@
  *                      gemm_thin_kernel      M <= 16, any card            W's bytes    M = 1: 97 % (8B down), 60 % (1B o)
  *                      gemm_mma_kernel       any M, any card              arithmetic   about 60 % of wgmma's rate (H100)
  *   RoPE, KV append    in gemm_kernel, gemm_thin_kernel (D 64, 128), rope_kernel else  copy  not measured
- *   attention, decode  attn_small            <= 16 queries, Hopper        K, V bytes   84 % (64 x 4,096) to 100 % (2,048 x 900)
+ *   attention, decode  attn_small, attn_gang <= 16 queries, Hopper        K, V bytes   84 % (64 x 4,096) to 100 % (2,048 x 900)
  *   samples of prompts attn_both             D 64, Hopper                 K, V bytes   62 % (8,192 of 88 own, 675 shared positions)
  *   prefill, shared    attn_wg               D 64, 96, 128, Hopper        arithmetic   465, 526 TFLOP/s at 16k (cuDNN 437, 571)
  *   all of it          attn_mma              any D, any card              either       prefill half of attn_wg (H100)
@@ -148,7 +148,7 @@ typedef struct step_clock {
 /* Decode steps of few rows are graphs, captured at open (chapter 14): one for each size, up to which steps are filled with rows that are
  * nobody's, and each pattern of attention's launches. Before a graph runs, its attention kernels get the grids and arguments of the step's
  * work list; for all others the size says what they do, and what varies lies at fixed places in the stage. */
-enum { GRAPH_ROWS = 64, GRAPH_SIZES = 7, GRAPH_PATTERNS = 14 };
+enum { GRAPH_ROWS = 64, GRAPH_SIZES = 7, GRAPH_PATTERNS = 24 };
 enum graph_attention { GRAPH_LAUNCHES, GRAPH_KEEPS, GRAPH_RENEWS }; /* what becomes of a kernel: see launch_dependent */
 typedef struct step_graph {
     cudaGraph_t graph;
@@ -246,13 +246,14 @@ static void latch(toka_device *d, cudaError_t code, const char *what) {
 }
 #define LAUNCHED(d, what) latch(d, cudaGetLastError(), what) /* behind every <<<>>> */
 
-/* Before a kernel's first launch on a device: leave for `smem` bytes of dynamic shared memory. On Hopper all kernels ask for the largest
+/* Before a kernel's first launch on a device: leave for `smem` bytes of dynamic shared memory, which is needed beyond 48 KB of that and
+ * what the kernel declares. On Hopper all kernels ask for the largest
  * share of shared memory, for a multiprocessor must run empty to change it, and then no kernel could start beside another. */
 static void launch_prepare(toka_device *d, const char *what, const void *kernel, size_t smem) {
     int i = 0, cap = sizeof d->prepared / sizeof *d->prepared;
     while (i < d->n_prepared && d->prepared[i].kernel != kernel) i++;
     if (i < d->n_prepared && smem <= d->prepared[i].smem) return;
-    if (smem > 48 * 1024) latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem), what);
+    if (smem > 40 * 1024) latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem), what);
     if (d->hopper)
         latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), what);
     if (i == cap) return; /* not remembered: set each time */
@@ -2605,7 +2606,8 @@ static void gemm(toka_device *d, const gemm_args *a) {
  * spans (attn_both).
  *
  * Few items do not fill the GPU: then kv ranges are cut (split-KV), the parts go to part_o and part_lse and one merge per row
- * follows in the same level. The length of a part follows from the sum of kv positions in the level alone.
+ * follows in the same level. The length of a part follows from the sum of kv positions in the level alone. Small items of which none
+ * is cut into more than ATTN_GANG parts are worked on by gangs on Hopper: a block for each, a warp for each part, and they meet there.
  *
  * What is expected of the spans: for each row they come in rising kv0, and of two spans that share a row the earlier one has all
  * rows of the later one (a tree of intervals). Cost: O(spans + rows + pages in use); 8,192 sequences with a shared prefix: 0.15 to
@@ -2619,7 +2621,10 @@ enum {
     ATTN_BOTH_ROWS = 32, ATTN_BOTH_Q = 128, /* rows and queries of an item of attn_both, at most */
     ATTN_BOTH_OWN = 1024,                   /* own positions of such a row, at most: a warp does them one behind the other */
     ATTN_JOIN_START = 250, /* what it takes to merge parts of tiles at all, in kv positions */
-    ATTN_WARPS = 16      /* small items that an SM works on at a time, roughly */
+    ATTN_WARPS = 16,     /* small items that an SM works on at a time, roughly */
+    ATTN_GANG = 8,       /* warps of a gang at most, */
+    ATTN_GANG_PART = 64, /* and kv positions for each, at least, */
+    ATTN_GANG_MOST = 512 /* and at most where there are few sequences */
 };
 
 enum { ATTN_MAP_8, ATTN_MAP_16, ATTN_MAP_32, ATTN_MAP_64, ATTN_MAPS }; /* a layer's tensor maps, by rows of the box */
@@ -2635,13 +2640,15 @@ typedef struct attn_item {
                          * attn_both: number << ATTN_SLOT of the first row's own item */
 } attn_item;
 
-typedef struct attn_merge { /* the n parts of one item, slot after slot, become one */
+typedef struct attn_merge { /* the n parts of one item, slot after slot, become one; a gang's: items from `slot` of the level's small ones on */
     int q0, nq, slot, n, where;
 } attn_merge;
 
 typedef struct attn_level {
     int tile0, n_tiles, small0, n_small, merge0, n_merges;
     int merge_nq; /* most queries of a merge */
+    int gang0, n_gangs, gang_warps; /* of the merges, those that are gangs; then small items are theirs alone. Most parts of one */
+    int gang_part;                  /* kv positions of a part of a gang; 0: there are none; while planning */
 } attn_level;
 
 typedef struct attn_span { /* of a toka_span, for the time of planning */
@@ -2839,10 +2846,36 @@ static void attn_emit_parts(attn_plan *p, attn_level *l, const attn_item *item, 
     }
 }
 
+/* How long the parts of gangs are; 0: there are to be none. n items, the longest of `most` positions. */
+static int attn_gang_part(const toka_device *d, int64_t kv_positions, int n, int most) {
+    const attn_plan *p = d->attn;
+    int B = d->shape->B, part = (int)(kv_positions * d->shape->K / (d->n_sms * ATTN_WARPS));
+    part = max(ATTN_GANG_PART, ceil_div(min(part, ATTN_GANG_MOST), B) * B);
+    if (n * d->shape->K <= d->n_sms) part = max(part, ceil_div(ceil_div(most, ATTN_GANG), B) * B);
+    bool fits = part <= ATTN_GANG_MOST && most > part && most <= part * ATTN_GANG && n <= p->max_merges - p->n_merges;
+    return p->hopper && !p->n_both && fits && n * ATTN_GANG <= p->max_items - p->n_items ? part : 0;
+}
+static void attn_emit_gang(const toka_device *d, attn_level *l, const attn_item *item, int part) {
+    attn_plan *p = d->attn;
+    int n = max(1, ceil_div(item->kv1 - item->kv0, part));
+    p->merges[p->n_merges++] = attn_merge{item->q0, item->nq, p->n_items - l->small0, n, item->where};
+    l->n_gangs++, l->gang_warps = max(l->gang_warps, n);
+    for (int i = 0; i < n; i++) {
+        attn_item *a = &p->items[p->n_items++];
+        *a = *item;
+        a->kv0 = item->kv0 + i * part, a->kv1 = min(a->kv0 + part, item->kv1), a->skip = i ? 0 : item->skip;
+        a->page0 = item->page0 + i * (part / d->shape->B);
+    }
+}
+
 /* One item, whole or in parts of about part_len positions. */
 static void attn_emit(toka_device *d, attn_level *l, const attn_item *item, int part_len) {
     attn_plan *p = d->attn;
     int len = item->kv1 - item->kv0;
+    if (l->gang_part) {
+        attn_emit_gang(d, l, item, l->gang_part);
+        return;
+    }
     if (len >= part_len + part_len / 2) {
         int pages = ceil_div(ceil_div(len, (len + part_len / 2) / part_len), d->shape->B), part = pages * d->shape->B;
         int n = ceil_div(len, part), slots = p->n_slots + n * ceil_div(item->nq, ATTN_SMALL_Q);
@@ -2888,12 +2921,14 @@ static void attn_emit_span(toka_device *d, const toka_step *s, int i, attn_level
 static void attn_plan_kind(toka_device *d, const toka_step *s, int level, bool small) {
     attn_plan *p = d->attn;
     int64_t work = 0;
-    int n = 0, part_len;
+    int n = 0, most = 0, part_len;
     for (int i = 0; i < s->n_spans; i++) {
         if (p->spans[i].level != level || p->spans[i].small != small || p->spans[i].both) continue;
         int tiles = small ? 1 : ceil_div(s->spans[i].n_rows * p->G, p->tile_q);
         work += (int64_t)s->spans[i].n_kv * tiles, n += tiles;
+        most = max(most, s->spans[i].n_kv + (s->spans[i].kv0 & (d->shape->B - 1)));
     }
+    p->levels[level].gang_part = small ? attn_gang_part(d, work, n, most) : 0;
     part_len = small ? attn_small_part(d, work) : attn_tile_part(d, work, n);
     for (int i = 0; work && i < s->n_spans; i++)
         if (p->spans[i].level == level && p->spans[i].small == small && !p->spans[i].both) attn_emit_span(d, s, i, &p->levels[level], part_len);
@@ -2935,11 +2970,12 @@ static void attn_plan_step(toka_device *d, const toka_step *s) {
     p->n_items = p->n_merges = 0;
     for (int i = 0; i < p->n_levels; i++) {
         attn_level *l = &p->levels[i];
-        l->merge0 = p->n_merges, l->tile0 = p->n_items, l->merge_nq = p->n_slots = 0;
+        *l = attn_level{.tile0 = p->n_items, .merge0 = p->n_merges};
+        p->n_slots = 0;
         attn_plan_kind(d, s, i, false);
-        l->n_tiles = p->n_items - l->tile0, l->small0 = p->n_items;
+        l->n_tiles = p->n_items - l->tile0, l->small0 = p->n_items, l->gang0 = p->n_merges;
         attn_plan_kind(d, s, i, true);
-        l->n_small = p->n_items - l->small0, l->n_merges = p->n_merges - l->merge0;
+        l->n_small = l->n_gangs ? 0 : p->n_items - l->small0, l->n_merges = p->n_merges - l->merge0 - l->n_gangs;
     }
     attn_plan_both_items(d, s);
     d->up.used -= (size_t)(p->max_items - min(p->n_items, p->max_items)) * sizeof *p->items;
@@ -3282,16 +3318,13 @@ template <int DP, int WARPS> static void attn_mma_launch(toka_device *d, const a
  * copies, for the first and the last one in pieces of 8 positions; the numbers of 32 pages lie in the lanes of the warp. At D = 64 more
  * warps help more than longer rings, as what an item costs beside its bytes is waiting: 8,192 samples with 88 positions of their own in
  * 454 us with two stages, 555 with three, 687 with four (H200; 398, 432 and 513 of them without a state to begin with). */
-template <int DP, int TOK, int STAGES>
-__global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap whole,
-                                                 const __grid_constant__ CUtensorMap fine) {
 #if HOPPER
+/* One warp's work, up to what leaves it. full: [STAGES] barriers. */
+template <int DP, int TOK, int STAGES>
+__device__ static inline void attn_small_work(const attn_args &a, const attn_item &it, int h, const CUtensorMap *whole, const CUtensorMap *fine,
+                                              bf16 *ring, uint64_t *full, attn_rows &w, float (&acc)[DP / 2]) {
     constexpr int HALF = TOK * DP; /* elements of K's or V's tile */
-    extern __shared__ __align__(1024) char attn_smem[];
-    __shared__ uint64_t full[STAGES];
-    bf16 *ring = (bf16 *)attn_smem;
-    const attn_item it = a.items[blockIdx.x / a.K];
-    int h = blockIdx.x % a.K, lane = threadIdx.x, first = attn_first(a, it, TOK), ids = 0, ids_at = -32;
+    int lane = threadIdx.x % 32, first = attn_first(a, it, TOK), ids = 0, ids_at = -32;
     int n_tiles = it.kv1 > first ? (it.kv1 - first + TOK - 1) / TOK : 0;
     int2 open = attn_open_tiles(a, it, first, TOK);
     if (lane == 0) {
@@ -3312,7 +3345,7 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
         for (int v = 0; v < 2; v++)
             for (int panel = 0; panel < DP / 64; panel++)
                 for (int j = from; j < (is_whole ? 1 : pieces); j++)
-                    tma_load_2d(to + (v * HALF + panel * TOK * 64 + j * 8 * 64) * 2, is_whole ? &whole : &fine, bar, panel * 64,
+                    tma_load_2d(to + (v * HALF + panel * TOK * 64 + j * 8 * 64) * 2, is_whole ? whole : fine, bar, panel * 64,
                                 row + (v << a.log2_B) + j * 8);
     };
     if (n_tiles) { /* no kernel of the step writes page tables; K and V may still change, but in the cache they do no harm */
@@ -3324,8 +3357,8 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
     grid_wait();
     for (int i = 0; i < STAGES && i < n_tiles; i++) ask(i);
     uint32_t q[DP / 16][4];
-    float acc[DP / 2] = {}, fade[2];
-    attn_rows w = {lane / 4, {-INFINITY, -INFINITY}};
+    float fade[2];
+    w = attn_rows{lane / 4, {-INFINITY, -INFINITY}};
     attn_load_q<DP>(a, it, lane / 4, h, q);
     int rows = it.nq > 8 ? 2 : 1;
     for (int i = 0; i < n_tiles; i++) {
@@ -3349,7 +3382,80 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
         __syncwarp();
         if (i + STAGES < n_tiles) ask(i + STAGES);
     }
-    attn_rows_end(a, it, w, h, acc);
+}
+#endif
+
+template <int DP, int TOK, int STAGES>
+__global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap whole,
+                                                 const __grid_constant__ CUtensorMap fine) {
+#if HOPPER
+    extern __shared__ __align__(1024) char attn_smem[];
+    __shared__ uint64_t full[STAGES];
+    const attn_item it = a.items[blockIdx.x / a.K];
+    attn_rows w;
+    float acc[DP / 2] = {};
+    attn_small_work<DP, TOK, STAGES>(a, it, blockIdx.x % a.K, &whole, &fine, (bf16 *)attn_smem, full, w, acc);
+    attn_rows_end(a, it, w, blockIdx.x % a.K, acc);
+#else
+    __trap();
+#endif
+}
+
+/* ---- Gangs: the parts of a small item in one block ----
+ * In: gangs (grid: gang, kv head), n parts each, a warp for each; items: the level's small ones. Out as above. Shared: STAGES tiles a warp;
+ * its sums take their place. Why: with few sequences each launch counts (3 us of attn_join in a layer, H200), and parts that
+ * meet in shared memory need none. Sums: in the order of the parts. */
+template <int DP, int TOK, int STAGES>
+__global__ void __launch_bounds__(32 * ATTN_GANG, 1) attn_gang(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap whole,
+                                                               const __grid_constant__ CUtensorMap fine, const attn_merge *gangs) {
+#if HOPPER
+    constexpr int RING = STAGES * 2 * TOK * DP; /* elements */
+    static_assert(RING * sizeof(bf16) >= ATTN_SMALL_Q * DP * sizeof(float), "sums take the ring's place");
+    extern __shared__ __align__(1024) char attn_smem[];
+    __shared__ uint64_t full[ATTN_GANG][STAGES];
+    __shared__ float2 marks[ATTN_GANG][ATTN_SMALL_Q]; /* maximum and sum of each query */
+    const attn_merge me = gangs[blockIdx.x / a.K];
+    int h = blockIdx.x % a.K, warp = threadIdx.x / 32, quad = threadIdx.x % 4;
+    if (warp < me.n) {
+        const attn_item it = a.items[me.slot + warp];
+        attn_rows w;
+        float acc[DP / 2] = {}, *sums = (float *)((bf16 *)attn_smem + warp * RING);
+        attn_small_work<DP, TOK, STAGES>(a, it, h, &whole, &fine, (bf16 *)attn_smem + warp * RING, full[warp], w, acc);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float sum = quad_sum(w.l[r]);
+            if (quad == 0) marks[warp][w.i + 8 * r] = float2{w.m[r], sum};
+#pragma unroll
+            for (int c = 0; c < DP / 8; c++)
+                *(float2 *)(sums + (w.i + 8 * r) * DP + c * 8 + quad * 2) = make_float2(acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]);
+        }
+    } else {
+        grid_launch_dependents();
+        grid_wait();
+    }
+    __syncthreads();
+    attn_item it = {};
+    it.q0 = me.q0, it.nq = (short)me.nq, it.where = me.where;
+    for (int at = 0; at < me.nq; at += blockDim.x / 16) { /* 16 threads a query */
+        int i = at + threadIdx.x / 16, col = threadIdx.x % 16 * 2;
+        bool there = i < me.nq;
+        float old = there ? attn_old_lse(a, it, i, h) : -INFINITY, m = -INFINITY, l = 0;
+        __syncwarp(); /* all have read it */
+        if (!there) continue;
+        for (int j = 0; j < me.n; j++) m = fmaxf(m, marks[j][i].x);
+        float base = m == -INFINITY ? 0 : m;
+        for (int j = 0; j < me.n; j++) l += marks[j][i].y * ex2(marks[j][i].x - base);
+        attn_exit e = attn_leave(a, it, i, h, m, l, old, col == 0);
+        for (; col < a.D; col += 32) {
+            float x = 0, y = 0;
+            for (int j = 0; j < me.n; j++) {
+                float2 v = *(const float2 *)((const float *)((bf16 *)attn_smem + j * RING) + i * DP + col);
+                float fade = ex2(marks[j][i].x - base);
+                x += fade * v.x, y += fade * v.y;
+            }
+            attn_leave_pair(e, col, x, y);
+        }
+    }
 #else
     __trap();
 #endif
@@ -3784,6 +3890,12 @@ static void attn_small_launch(toka_device *d, const attn_args &a, int n, const C
     launch_dependent(d, "attention", attn_small<DP, TOK, STAGES>, dim3((unsigned)(n * a.K)), 32, STAGES * 2 * TOK * DP * 2, 1, a,
                      map[TOK == 16 ? ATTN_MAP_16 : TOK == 32 ? ATTN_MAP_32 : ATTN_MAP_64], map[ATTN_MAP_8]);
 }
+template <int DP, int TOK, int STAGES>
+static void attn_gang_launch(toka_device *d, const attn_args &a, const attn_level *l, const CUtensorMap *map) {
+    launch_dependent(d, "attention", attn_gang<DP, TOK, STAGES>, dim3((unsigned)(l->n_gangs * a.K)), 32 * l->gang_warps,
+                     (size_t)l->gang_warps * STAGES * 2 * TOK * DP * 2, 1, a, map[TOK == 16 ? ATTN_MAP_16 : ATTN_MAP_32], map[ATTN_MAP_8],
+                     d->attn->dev_merges + l->gang0);
+}
 template <int DP, int WGS, int N, int STAGES>
 static void attn_wg_launch(toka_device *d, const attn_args &a, int n, const CUtensorMap *map) {
     typedef attn_wg_shape<DP, WGS, N, STAGES> room;
@@ -3880,6 +3992,13 @@ static void attn_launch_items(toka_device *d, int layer, attn_args a, int item0,
     else small ? attn_mma_launch<256, 1>(d, a, n) : attn_mma_launch<256, 4>(d, a, n);
 }
 
+static void attn_launch_gangs(toka_device *d, int layer, attn_args a, const attn_level *l) {
+    const attn_plan *p = d->attn;
+    const CUtensorMap *map = p->maps + ATTN_MAPS * layer;
+    a.items = p->dev_items + l->small0;
+    a.D <= 64 ? attn_gang_launch<64, 32, 2>(d, a, l, map) : attn_gang_launch<128, 16, 2>(d, a, l, map);
+}
+
 /* q: [T][H][D], o: [T][H][D], both on the device, not the same. Pages and work lists are those of attn_plan_step. */
 static void attention(toka_device *d, const toka_step *s, int layer, const bf16 *q, bf16 *o) {
     const toka_shape *sh = d->shape;
@@ -3894,6 +4013,7 @@ static void attention(toka_device *d, const toka_step *s, int layer, const bf16 
         const attn_level *l = &p->levels[i];
         attn_launch_items(d, layer, a, l->tile0, l->n_tiles, false);
         attn_launch_items(d, layer, a, l->small0, l->n_small, true);
+        if (l->n_gangs) attn_launch_gangs(d, layer, a, l);
         if (!l->n_merges) continue;
         launch_dependent(d, "attention, parts", attn_join, dim3((unsigned)(l->n_merges * a.K), (unsigned)l->merge_nq), 128, 0, 1,
                          a, p->dev_merges + l->merge0);
@@ -6617,15 +6737,17 @@ static bool op_launches(toka_device *d, const char *op) { return op_begins(d, op
  * What a graph gains: launches that lie closer, 50 to 60 us of 100 to 150. NVIDIA H200, 2026-11-22, 1B, us a step with graphs and without: 954,
  * 1,020 (1 row), 980, 1,034 (8), 1,341, 1,393 (64); larger steps gain 1 % (512) and nothing (8,192) and are not captured. */
 
-enum { GRAPH_TILES = 1, GRAPH_SMALL = 2, GRAPH_MERGES = 4 };
+enum { GRAPH_TILES = 1, GRAPH_SMALL = 2, GRAPH_MERGES = 4, GRAPH_GANGS = 8 };
 static const int graph_sizes[GRAPH_SIZES] = {1, 2, 4, 8, 16, 32, GRAPH_ROWS};
-static const unsigned char graph_patterns[GRAPH_PATTERNS][2] = {{2, 0}, {6, 0}, {2, 2}, {2, 6}, {6, 2}, {6, 6}, {1, 2},
-                                                                {1, 6}, {5, 2}, {5, 6}, {3, 2}, {3, 6}, {7, 2}, {7, 6}};
+static const unsigned char graph_patterns[GRAPH_PATTERNS][2] = {
+    {2, 0}, {6, 0}, {8, 0}, {2, 2}, {2, 6}, {2, 8}, {8, 2}, {8, 6}, {8, 8}, {1, 2},  {1, 6},  {1, 8},
+    {5, 2}, {5, 6}, {5, 8}, {3, 2}, {3, 6}, {3, 8}, {9, 2}, {9, 6}, {9, 8}, {13, 2}, {13, 6}, {13, 8}};
 
 static unsigned char graph_level(const attn_plan *p, int i) {
     if (i >= p->n_levels) return 0;
     const attn_level *l = &p->levels[i];
-    return (l->n_tiles ? GRAPH_TILES : 0) | (l->n_small ? GRAPH_SMALL : 0) | (l->n_merges ? GRAPH_MERGES : 0);
+    return (l->n_tiles ? GRAPH_TILES : 0) | (l->n_small ? GRAPH_SMALL : 0) | (l->n_merges ? GRAPH_MERGES : 0) |
+           (l->n_gangs ? GRAPH_GANGS : 0);
 }
 
 /* Rows `from` .. T-1 of d->graphs.step, which are nobody's. */
@@ -6664,7 +6786,7 @@ static const toka_step *graph_step(toka_device *d, const toka_step *s, int size)
 
 /* Of that size the one with the pattern that attention's plan has; NULL: it was not captured. */
 static step_graph *graph_of(toka_device *d, int size) {
-    for (int i = 0; i < GRAPH_PATTERNS && d->attn->n_levels <= 2; i++) {
+    for (int i = 0; i < GRAPH_PATTERNS && d->attn->n_levels <= 2 && !d->attn->n_both; i++) {
         step_graph *g = &d->graphs.all[size * GRAPH_PATTERNS + i];
         if (g->exec && graph_patterns[i][0] == graph_level(d->attn, 0) && graph_patterns[i][1] == graph_level(d->attn, 1)) return g;
     }
@@ -6680,6 +6802,7 @@ static const toka_step *cuda_capture(toka_device *d) {
         const unsigned char *pattern = graph_patterns[g->next % GRAPH_PATTERNS];
         if (T > most) break;
         if ((pattern[1] && T == 1) || (pattern[0] & GRAPH_TILES && T <= d->attn->small_rows)) continue;
+        if ((pattern[0] | pattern[1]) & GRAPH_GANGS && !d->attn->hopper) continue;
         g->now = &g->all[g->next++], g->capturing = true;
         g->step = toka_step{};
         graph_fill(d, 0, T);
@@ -6712,7 +6835,8 @@ static void graph_begin(toka_device *d, const toka_step *s) {
     p->n_levels = pattern[1] ? 2 : 1;
     for (int i = 0; i < p->n_levels; i++)
         p->levels[i] = attn_level{.n_tiles = (pattern[i] & GRAPH_TILES) != 0, .n_small = (pattern[i] & GRAPH_SMALL) != 0,
-                                  .n_merges = (pattern[i] & GRAPH_MERGES) != 0, .merge_nq = 1};
+                                  .n_merges = (pattern[i] & GRAPH_MERGES) != 0, .merge_nq = 1,
+                                  .n_gangs = (pattern[i] & GRAPH_GANGS) != 0, .gang_warps = ATTN_GANG};
     g->attn = (cudaGraphNode_t *)malloc((size_t)d->shape->L * 6 * sizeof *g->attn);
     if (!g->attn) abort();
     latch(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeRelaxed), "capture");

@@ -384,6 +384,16 @@ struct list_check {
         }
         bad += slots != written;
         for (int m = l.merge0; m < l.merge0 + l.n_merges; m++) leave(p->merges[m].q0, p->merges[m].nq, p->merges[m].where);
+        for (int m = l.gang0; m < l.gang0 + l.n_gangs; m++) {
+            const attn_merge &me = p->merges[m];
+            bad += me.n < 1 || me.n > l.gang_warps || l.gang_warps > ATTN_GANG || l.n_small;
+            for (int i = 0; i < me.n; i++, parts++) {
+                const attn_item &it = p->items[l.small0 + me.slot + i];
+                bad += it.q0 != me.q0 || it.nq != me.nq;
+                item(it);
+            }
+            leave(me.q0, me.nq, me.where);
+        }
         now++;
     }
     void both() { /* each item, and its rows' own ones */
