@@ -166,7 +166,7 @@ static int64_t g_run(const char *path, bool eager, g_step *steps, toka_err *e) {
         if (number > 2 && model_wait(m, number - 2, e)) number = -1;
     }
     if (number >= 0 && model_wait(m, number, e)) number = -1;
-    model_times(m, &times);
+    model_times(m, 0, &times);
     toka_close(t);
     return number < 0 ? -1 : times.graphs;
 }
