@@ -11386,10 +11386,10 @@ static void model_when(model_run *m, int64_t first, int64_t last, double *begin,
     pthread_mutex_unlock(&m->bell->lock);
 }
 
-/* What the device of a stage's first rank saw itself. False: it has no clock. */
-static bool model_times(model_run *m, int stage, toka_times *times) {
+/* A rank's device's own view. False: it has none. */
+static bool model_times(model_run *m, int rank, toka_times *times) {
     pthread_mutex_lock(&m->bell->lock);
-    *times = m->ranks[stage * m->tp].times;
+    *times = m->ranks[rank].times;
     pthread_mutex_unlock(&m->bell->lock);
     return times->steps > 0;
 }
@@ -15303,7 +15303,39 @@ static const run_gpu *run_gpu_of(const char *about) {
     return NULL;
 }
 
+/* ---- The start ---- */
+
+static toka_memory run_most_memory(const toka *t) { /* on any device; zeros: not known */
+    const eng *g = t->engine;
+    toka_memory most = {0}, m;
+    for (int i = 0; i < g->n_replicas && g->be->memory; i++)
+        for (int rank = 0; rank < g->replicas[i].m.n_ranks; rank++) {
+            g->be->memory(g->replicas[i].m.ranks[rank].dev, &m);
+            most.weights = MAX(most.weights, m.weights), most.kv = MAX(most.kv, m.kv), most.rest = MAX(most.rest, m.rest);
+        }
+    return most;
+}
+
+/* What runs where, and for how many tokens there is room. While no step is under way. */
+static void run_say_start(const toka *t, const char *name, double load_s) {
+    const toka_info info = toka_get_info(t);
+    const toka_memory m = run_most_memory(t);
+    const int64_t kv = (int64_t)t->engine->stats.kv_pages * t->shape.B;
+    fprintf(stderr, "toka: %s on %s, loaded in %.1f s; KV cache %lld tokens, %.1f sequences of %d tokens", name, info.device, load_s,
+            (long long)kv, (double)kv / info.max_model_len, info.max_model_len);
+    if (m.weights)
+        fprintf(stderr, "; GB on a GPU: weights %.3f, KV %.3f, all else %.3f", 1e-9 * (double)m.weights, 1e-9 * (double)m.kv,
+                1e-9 * (double)m.rest);
+    fputc('\n', stderr);
+}
+
 /* ---- The report ---- */
+
+enum { RUN_RANKS = 64 }; /* that are told of */
+typedef struct run_rank {
+    int replica, stage, tensor;
+    double idle, sums, messages; /* shares of its time: between steps, and in them in what ranks are to one another */
+} run_rank;
 
 typedef struct run_report { /* what a batch was worth */
     double elapsed_s, output_rate, total_rate, shared, rows_per_step, plan, run, commit, idle; /* shares of elapsed_s */
@@ -15311,28 +15343,20 @@ typedef struct run_report { /* what a batch was worth */
     double most_gbs, most_gflops, ceiling; /* what the machine can; the larger of the two shares. 0 on a GPU */
     bool timed;        /* the first device has its own view: then run and idle are its, and the parts' seconds are of all its steps */
     toka_times device;
-    double idle_of[ENG_MAX_SPLIT]; /* [n_stages] share of the time that each stage of the first replica had nothing to do, by its device */
-    int n_stages;
     const char *about; /* the device in words */
     const run_gpu *gpu; /* NULL: not in the list */
+    int n_ranks;        /* whose devices have a view of their own; one alone is told by `device` */
+    run_rank ranks[RUN_RANKS];
     toka_stats s;
 } run_report;
 
-static const char *const run_parts[TOKA_PARTS] = {"embed", "qkv", "attention", "out", "mlp", "head"};
+static const char *const run_parts[TOKA_PARTS] = {"embed", "qkv", "attention", "out", "mlp", "head", "sums", "messages"};
+
+static double run_rate(double amount, double s) { return s > 0 ? amount / s : 0; }
 
 /* From the steps whose parts were timed to all of them. */
-static void run_report_device(run_report *p, toka *t) {
-    model_run *m = &t->engine->replicas[0].m;
-    toka_times *d = &p->device;
+static void run_report_parts(toka_times *d) {
     double timed_s = 0;
-    if (!model_times(m, 0, d)) return;
-    p->timed = true, p->about = m->be->describe(m->ranks[0].dev), p->gpu = run_gpu_of(p->about);
-    p->run = d->busy_s / p->elapsed_s;
-    for (p->n_stages = 0; p->n_stages < m->pp; p->n_stages++) {
-        toka_times own = {0};
-        model_times(m, p->n_stages, &own);
-        p->idle_of[p->n_stages] = own.busy_s > 0 ? own.idle_s / (own.busy_s + own.idle_s) : 0;
-    }
     for (int i = 0; i < TOKA_PARTS; i++) timed_s += d->part[i].s;
     for (int i = 0; i < TOKA_PARTS && timed_s > 0; i++) {
         toka_part_times *part = &d->part[i];
@@ -15341,7 +15365,30 @@ static void run_report_device(run_report *p, toka *t) {
     }
 }
 
-static double run_rate(double amount, double s) { return s > 0 ? amount / s : 0; }
+static void run_report_rank(run_report *p, model_run *m, int replica, int rank) {
+    toka_times d;
+    if (p->n_ranks == RUN_RANKS || !model_times(m, rank, &d)) return;
+    run_report_parts(&d);
+    const double apart = d.busy_s + d.idle_s;
+    p->ranks[p->n_ranks++] = (run_rank){replica, rank / m->tp, rank % m->tp, run_rate(d.idle_s, apart),
+                                        run_rate(d.part[TOKA_PART_SUMS].s, apart), run_rate(d.part[TOKA_PART_MESSAGES].s, apart)};
+    if (p->n_ranks == 1) p->device = d;
+}
+
+static void run_report_device(run_report *p, toka *t) {
+    const eng *g = t->engine;
+    const model_run *m = &g->replicas[0].m;
+    for (int i = 0; i < g->n_replicas; i++)
+        for (int rank = 0; rank < g->replicas[i].m.n_ranks; rank++) run_report_rank(p, &g->replicas[i].m, i, rank);
+    if (!p->n_ranks) return;
+    p->timed = true, p->about = m->be->describe(m->ranks[0].dev), p->gpu = run_gpu_of(p->about);
+    p->run = p->device.busy_s / p->elapsed_s;
+}
+
+/* Bytes a second that a part can move at most: over the links, or out of the device's memory. */
+static double run_part_most(const run_report *p, int part) {
+    return part == TOKA_PART_SUMS || part == TOKA_PART_MESSAGES ? p->gpu->link : p->gpu->read;
+}
 
 /* A line for each part of a step: its share of the time, what it did a second, and of what the card can. */
 static void run_report_show_device(const run_report *p) {
@@ -15352,19 +15399,35 @@ static void run_report_show_device(const run_report *p) {
             apart > 0 ? 100 * d->idle_s / apart : 0);
     if (p->gpu)
         fprintf(stderr, "; 100 %% is %.0f TFLOP/s and %.2f TB/s (%s, %s)", 1e-12 * p->gpu->flops, 1e-12 * p->gpu->read, p->gpu->name, p->gpu->source);
-    if (p->n_stages > 1) {
-        double least = 1;
-        fputs("\n  idle by stage:", stderr);
-        for (int i = 0; i < p->n_stages; i++) fprintf(stderr, " %.2f %%", 100 * p->idle_of[i]), least = MIN(least, p->idle_of[i]);
-        fprintf(stderr, "; bubble (of the busiest) %.2f %%; what follows is of the first", 100 * least);
-    }
     fputs("\n  part        of the time   TFLOP/s             TB/s\n", stderr);
     for (int i = 0; i < TOKA_PARTS && d->n_timed; i++) {
         const toka_part_times *part = &d->part[i];
         const double flops = run_rate(part->flop, part->s), bytes = run_rate(part->bytes, part->s);
+        if (i > TOKA_PART_HEAD && part->s <= 0) continue; /* alone */
         fprintf(stderr, "  %-10s %10.1f %%  %8.1f", run_parts[i], 100 * run_rate(part->s, d->busy_s), 1e-12 * flops);
-        if (p->gpu) fprintf(stderr, "  %5.1f %%  %7.3f  %5.1f %%\n", 100 * flops / p->gpu->flops, 1e-12 * bytes, 100 * bytes / p->gpu->read);
+        if (p->gpu)
+            fprintf(stderr, "  %5.1f %%  %7.3f  %5.1f %%%s\n", 100 * flops / p->gpu->flops, 1e-12 * bytes, 100 * bytes / run_part_most(p, i),
+                    i > TOKA_PART_HEAD ? " of the link" : "");
         else fprintf(stderr, "           %7.3f\n", 1e-12 * bytes);
+    }
+}
+
+/* The least share of its time that a rank had nothing to do: stages that wait although their work is equal, a pipeline's bubble. */
+static double run_report_bubble(const run_report *p) {
+    double least = p->n_ranks ? 1 : 0;
+    for (int i = 0; i < p->n_ranks; i++) least = MIN(least, p->ranks[i].idle);
+    return least;
+}
+
+/* A line for each rank: shares of all its time, idle between steps included. The parts above are the first one's. */
+static void run_report_show_ranks(const run_report *p) {
+    if (p->n_ranks < 2) return;
+    fprintf(stderr, "  idle of the busiest rank, with stages the bubble: %.2f %%\n", 100 * run_report_bubble(p));
+    fputs("  replica  stage  tensor rank       idle       sums   messages\n", stderr);
+    for (int i = 0; i < p->n_ranks; i++) {
+        const run_rank *r = &p->ranks[i];
+        fprintf(stderr, "  %7d  %5d  %11d  %7.2f %%  %7.2f %%  %7.2f %%\n", r->replica, r->stage, r->tensor, 100 * r->idle, 100 * r->sums,
+                100 * r->messages);
     }
 }
 
@@ -15376,9 +15439,6 @@ static void run_report_put_device(buf *b, const run_report *p) {
     json_put_key(b, "steps"), json_put_int(b, d->steps), json_put_key(b, "steps_graphs"), json_put_int(b, d->graphs);
     json_put_key(b, "busy_s"), json_put_num(b, d->busy_s, true), json_put_key(b, "idle_s"), json_put_num(b, d->idle_s, true);
     json_put_key(b, "steps_timed"), json_put_int(b, d->n_timed);
-    json_put_key(b, "idle_by_stage"), json_put_open(b, '[');
-    for (int i = 0; i < p->n_stages; i++) json_put_num(b, p->idle_of[i], true);
-    json_put_close(b, ']');
     for (int i = 0; i < TOKA_PARTS; i++) {
         const toka_part_times *part = &d->part[i];
         const double flops = run_rate(part->flop, part->s), bytes = run_rate(part->bytes, part->s);
@@ -15387,11 +15447,22 @@ static void run_report_put_device(buf *b, const run_report *p) {
         json_put_key(b, "tflops"), json_put_num(b, 1e-12 * flops, true), json_put_key(b, "tbps"), json_put_num(b, 1e-12 * bytes, true);
         if (p->gpu) {
             json_put_key(b, "tensor_share"), json_put_num(b, flops / p->gpu->flops, true);
-            json_put_key(b, "memory_share"), json_put_num(b, bytes / p->gpu->read, true);
+            json_put_key(b, i > TOKA_PART_HEAD ? "link_share" : "memory_share"), json_put_num(b, bytes / run_part_most(p, i), true);
         }
         json_put_close(b, '}');
     }
-    json_put_close(b, '}');
+    json_put_key(b, "bubble_share"), json_put_num(b, run_report_bubble(p), true);
+    json_put_key(b, "ranks"), json_put_open(b, '[');
+    for (int i = 0; i < p->n_ranks; i++) {
+        const run_rank *r = &p->ranks[i];
+        json_put_open(b, '{');
+        json_put_key(b, "replica"), json_put_int(b, r->replica), json_put_key(b, "stage"), json_put_int(b, r->stage);
+        json_put_key(b, "tensor_rank"), json_put_int(b, r->tensor), json_put_key(b, "idle_share"), json_put_num(b, r->idle, true);
+        json_put_key(b, "sums_share"), json_put_num(b, r->sums, true);
+        json_put_key(b, "messages_share"), json_put_num(b, r->messages, true);
+        json_put_close(b, '}');
+    }
+    json_put_close(b, ']'), json_put_close(b, '}');
 }
 
 static run_report run_report_make(toka *t, double elapsed_s) {
@@ -15432,7 +15503,7 @@ static void run_report_show(const run_report *p) {
     if (p->ceiling > 0)
         fprintf(stderr, "  weights were read at %.1f of %.1f GB/s and used at %.1f of %.1f GFLOP/s: %.0f %% of the ceiling\n",
                 p->read_gbs, p->most_gbs, p->gflops, p->most_gflops, 100 * p->ceiling);
-    if (p->timed) run_report_show_device(p);
+    if (p->timed) run_report_show_device(p), run_report_show_ranks(p);
 }
 
 /* The same as a JSON object, times in seconds, rates per second, shares from 0 to 1. */
@@ -18370,9 +18441,7 @@ static int srv_load(srv *s, toka_err *e) {
     srv_init_model(s);
     fb_options fb = {.dir = s->o->files_dir, .t = s->t, .m = &s->model};
     if ((code = fb_open(&s->files, &fb, e))) return code;
-    int64_t kv = (int64_t)s->t->engine->stats.kv_pages * s->t->shape.B;
-    fprintf(stderr, "toka: %s on %s, loaded in %.1f s; KV cache %lld tokens, %.1f sequences of %d tokens\n", s->name,
-            s->info.device, os_now() - t0, (long long)kv, (double)kv / s->info.max_model_len, s->info.max_model_len);
+    run_say_start(s->t, s->name, os_now() - t0);
     srv_say_defaults(s);
     fprintf(stderr, "toka: files of batches: %s\n", fb_folder(s->files));
     return 0;
@@ -18507,11 +18576,17 @@ static void run_dummy_tensor(mf_model *m, const mf_slot *slot, void *base, char 
     }
 }
 
+/* The first layers up to so many bytes have numbers of their own, which no cache holds; the others are these again, so that a large
+ * model is there in seconds. A device keeps a copy for each. */
+enum { RUN_DUMMY_BYTES = 2000000000 };
+
 static int run_dummy_weights(mf_model *m, toka_err *e) {
-    int L = m->shape.L;
-    size_t pad = (size_t)(COUNT(mf_layer_slots) * L + COUNT(mf_model_slots) + 1) * 64;
+    const int L = m->shape.L;
+    size_t pad = (size_t)(COUNT(mf_layer_slots) * L + COUNT(mf_model_slots) + 1) * 64, layer_bytes = 0;
     m->n_parameters = mf_n_parameters(&m->config), m->weight_bytes = (size_t)m->n_parameters * 2;
-    size_t bytes = m->weight_bytes + pad;
+    for (int i = 0; i < COUNT(mf_layer_slots); i++) layer_bytes += (size_t)mf_slot_size(&mf_layer_slots[i], &m->config) * 2;
+    const int own = (int)MIN((size_t)L, RUN_DUMMY_BYTES / layer_bytes + 1);
+    size_t bytes = m->weight_bytes - (size_t)(L - own) * layer_bytes + pad;
     char *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at == MAP_FAILED || (int64_t)bytes > os_ram_bytes())
         return fail(e, TOKA_E_MEMORY, "%s: %zu bytes of dummy weights do not fit", m->name, m->weight_bytes);
@@ -18520,8 +18595,9 @@ static int run_dummy_weights(mf_model *m, toka_err *e) {
     m->weights.layers = arena_zalloc(&m->a, (size_t)L * sizeof *m->weights.layers);
     for (int i = 0; i < COUNT(mf_model_slots); i++) run_dummy_tensor(m, &mf_model_slots[i], &m->weights, &at);
     for (int layer = 0; layer < L; layer++) {
-        for (int i = 0; i < COUNT(mf_layer_slots); i++)
+        for (int i = 0; i < COUNT(mf_layer_slots) && layer < own; i++)
             run_dummy_tensor(m, &mf_layer_slots[i], &m->weights.layers[layer], &at);
+        if (layer >= own) m->weights.layers[layer] = m->weights.layers[layer % own];
         m->weights.layers[layer].window = m->config.window[layer];
     }
     run_dummy_tensor(m, &mf_lm_head_slot, &m->weights, &at);
@@ -18569,6 +18645,7 @@ typedef struct run_bench_options {
     const char *timeline; /* a line for each step goes there, or NULL */
     int num_prompts;     /* of its lines, 0: all */
     toka_request base;
+    double load_s;       /* that opening took */
     bool json, quiet;
     atomic_int *interrupted;
 } run_bench_options;
@@ -18731,6 +18808,7 @@ static int run_bench_throughput(toka *t, const run_bench_options *o, toka_err *e
     if (!code) {
         double t0 = os_now();
         for (int i = 0; i < 2 * t->engine->max_seqs; i++) run_bench_submit(&b);
+        if (!b.e.code && !o->quiet) run_say_start(t, toka_get_info(t).model_name, o->load_s);
         code = toka_run(t, false, e);
         if (!code && b.e.code) *e = b.e, code = e->code;
         run_report p = run_report_make(t, os_now() - t0);
@@ -21182,10 +21260,11 @@ static int cli_bench_throughput(const cli *c, toka_err *e) {
     toka *t;
     if (!c->dataset) return fail(e, TOKA_E_USE, "toka bench throughput needs --dataset FILE");
     if (c->num_prompts < 0) return fail(e, TOKA_E_USE, "--num-prompts: %d, expected 0 or more", c->num_prompts);
+    const double t0 = os_now();
     int code = cli_open(c, &t, e);
     if (code) return code;
-    run_bench_options o = {.dataset = c->dataset, .timeline = c->timeline, .num_prompts = c->num_prompts, .base = toka_request_default(), .json = c->json,
-                           .quiet = c->quiet, .interrupted = &cli_interrupted};
+    run_bench_options o = {.dataset = c->dataset, .timeline = c->timeline, .num_prompts = c->num_prompts, .base = toka_request_default(),
+                           .load_s = os_now() - t0, .json = c->json, .quiet = c->quiet, .interrupted = &cli_interrupted};
     cli_sampling(c, t, &o.base);
     o.base.n = 1, o.base.sampling.logprobs = o.base.sampling.min_tokens = o.base.sampling.n_stop = 0;
     code = run_bench_throughput(t, &o, e);

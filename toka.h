@@ -396,17 +396,26 @@ typedef struct toka_device_options {
 
 /* What a device did by its own clock, since its first step, the rehearsal. Every so many steps one is run with the clock read between its ops, too; what
  * these did is counted from the step's integers: bytes are the least that must move. */
-enum { TOKA_PART_EMBED, TOKA_PART_QKV, TOKA_PART_ATTENTION, TOKA_PART_OUT, TOKA_PART_MLP, TOKA_PART_HEAD, TOKA_PARTS };
+enum {
+    TOKA_PART_EMBED, TOKA_PART_QKV, TOKA_PART_ATTENTION, TOKA_PART_OUT, TOKA_PART_MLP, TOKA_PART_HEAD,
+    TOKA_PART_SUMS,     /* over tensor ranks, with what it waits for them; bytes: that leave over its links */
+    TOKA_PART_MESSAGES, /* from stage to stage: putting x in and taking it out; bytes: the same */
+    TOKA_PARTS
+};
 typedef struct toka_part_times {
     double s, flop, bytes;
 } toka_part_times;
 typedef struct toka_times {
     int64_t steps, graphs; /* all, and those that were CUDA graphs */
-    double busy_s, idle_s; /* in steps, their upload included; between one and the next */
+    double busy_s, idle_s; /* in steps, their upload included; between one and the next: with stages, the bubble */
     double begin_s, end_s; /* of the step finished last, from the begin of the first that counts */
     int64_t n_timed;       /* steps whose parts were timed */
     toka_part_times part[TOKA_PARTS];
 } toka_times;
+
+typedef struct toka_memory { /* of one device, in bytes: what the model takes, the KV pool, and all else that is gone since it was opened */
+    int64_t weights, kv, rest;
+} toka_memory;
 
 typedef struct toka_bench_row { /* one measurement of `toka bench ops` */
     const char *op, *model, *shape; /* valid during the call */
@@ -428,6 +437,7 @@ typedef struct toka_backend {
                 toka_err *e);
     void (*close)(toka_device *d);
     const char *(*describe)(const toka_device *d);               /* one line: what it runs on */
+    void (*memory)(const toka_device *d, toka_memory *m);        /* any thread, while no step is under way; NULL: not known */
     int (*status)(toka_device *d, toka_err *e);                  /* 0, or the first failure since open */
     toka_dev (*alloc)(toka_device *d, size_t bytes);             /* at open only; freed by close */
     void (*upload)(toka_device *d, toka_dev to, const void *from, size_t bytes);

@@ -138,9 +138,9 @@ typedef struct step_rows { /* the running step, on the device */
 enum { TIME_EVERY = 64 };
 typedef struct step_clock {
     cudaEvent_t begun[STEP_RING], done[STEP_RING];
-    cudaEvent_t *at; /* [4 L + 2] behind the ops of the step whose parts are timed */
-    char *part;      /* [4 L + 2] of TOKA_PARTS: of which op */
-    int n_at, timed; /* timed: that step's place in the ring; -1: there is none */
+    cudaEvent_t *at; /* [cap_at] behind the ops of the step whose parts are timed */
+    char *part;      /* [cap_at] of TOKA_PARTS: of which op */
+    int n_at, cap_at, timed; /* timed: that step's place in the ring; -1: there is none */
     int64_t n_begun, n_done;
     toka_times t;
 } step_clock;
@@ -220,6 +220,8 @@ struct toka_device {
     int newest, oldest;      /* places in the rings of STEP_RING: of the step begun last, of the one finished last */
     attn_plan *attn;
     samp_plan *samp;
+    size_t free_at_open;     /* bytes of the GPU that were free then */
+    int64_t weight_bytes;    /* that the model takes */
     void **blocks;           /* what cudaMalloc gave */
     int n_blocks;
     int fault_in, stall_in;  /* debugging: this many steps from now a kernel fails, or never ends; 0: none */
@@ -245,6 +247,15 @@ static void latch(toka_device *d, cudaError_t code, const char *what) {
     snprintf(d->error.msg, sizeof d->error.msg, "GPU: %s%s: %s", d->where, what, cudaGetErrorString(code));
 }
 #define LAUNCHED(d, what) latch(d, cudaGetLastError(), what) /* behind every <<<>>> */
+
+/* Behind an op, or a part of one, of a step whose parts are timed (chapter 12). */
+static void clock_part(toka_device *d, int part) {
+    step_clock *c = &d->clock;
+    if (c->timed != d->newest || d->error.code) return;
+    assert(c->n_at < c->cap_at);
+    c->part[c->n_at] = (char)part;
+    latch(d, cudaEventRecord(c->at[c->n_at++], d->stream), "step");
+}
 
 /* Before a kernel's first launch on a device: leave for `smem` bytes of dynamic shared memory, which is needed beyond 48 KB of that and
  * what the kernel declares. On Hopper all kernels ask for the largest
@@ -821,13 +832,14 @@ static void load_run(loader *l) {
 static weight weight_room(toka_device *d, int rows, int cols) {
     weight w = {NULL, NULL, up_8(rows), up_8(cols)};
     size_t bytes = (size_t)w.N * w.K * sizeof(bf16);
-    w.p = (bf16 *)dev_alloc(d, bytes, "weights");
+    w.p = (bf16 *)dev_alloc(d, bytes, "weights"), d->weight_bytes += (int64_t)bytes;
     if (w.p && (w.N > rows || w.K > cols)) latch(d, cudaMemset(w.p, 0, bytes), "weights");
     return w;
 }
 /* n floats rounded up to 8, zeros until something is loaded. */
 static float *vector_room(toka_device *d, int n) {
     float *p = (float *)dev_alloc(d, (size_t)up_8(n) * sizeof(float), "weights");
+    d->weight_bytes += (int64_t)up_8(n) * (int64_t)sizeof(float);
     if (p) latch(d, cudaMemset(p, 0, (size_t)up_8(n) * sizeof(float)), "weights");
     return p;
 }
@@ -4698,6 +4710,7 @@ static void cuda_all_reduce(toka_device *d, toka_dev x, int rows) {
     if (tp_size(d) == 1 || !op_begins(d, "all_reduce")) return;
     const bool once = one_shot_pays(d->meet.n, bytes);
     launch_meeting(d, "all-reduce", once ? 1 : 2, once ? one_shot_kernel : two_shot_kernel, (uint4 *)x.at, (int)(bytes / 16));
+    clock_part(d, TOKA_PART_SUMS);
 }
 
 static void cuda_send(toka_device *d, toka_dev x, int rows) {
@@ -4718,6 +4731,7 @@ static void cuda_send(toka_device *d, toka_dev x, int rows) {
     latch(d, cudaEventRecord(l->sent_at[at], d->copies), "send");
     l->rows[at] = rows;
     group_raise(g, &l->sent, i + 1);
+    clock_part(d, TOKA_PART_MESSAGES);
 }
 
 static void cuda_receive(toka_device *d, toka_dev x, int rows) {
@@ -4733,6 +4747,7 @@ static void cuda_receive(toka_device *d, toka_dev x, int rows) {
     latch(d, cudaMemcpyAsync((void *)x.at, d->rank->slots + at * room, bytes, cudaMemcpyDeviceToDevice, d->stream), "receive");
     latch(d, cudaEventRecord(l->taken_at[at], d->stream), "receive");
     group_raise(g, &l->taken, i + 1);
+    clock_part(d, TOKA_PART_MESSAGES);
 }
 
 /* ---- Draws, from the last stage to the first ---- */
@@ -6178,6 +6193,7 @@ static void card_open(toka_device *d) {
     d->arch = 10 * p.major + p.minor, d->n_sms = p.multiProcessorCount, d->hopper = d->arch == 90;
     snprintf(d->about, sizeof d->about, "%s, %.0f GB, %s kernels", p.name, p.totalGlobalMem / 1e9, d->hopper ? "wgmma" : "mma.sync");
     latch(d, cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    latch(d, cudaMemGetInfo(&d->free_at_open, &p.totalGlobalMem), "cudaMemGetInfo");
     if (!d->hopper) return;
     cudaDriverEntryPointQueryResult found;
 #if CUDART_VERSION >= 12050
@@ -6213,8 +6229,8 @@ static int64_t cuda_kv_bytes(const toka_shape *s, const toka_weights *w, const t
 
 static void clock_open(toka_device *d) {
     step_clock *c = &d->clock;
-    size_t n = 4 * (size_t)d->shape->L + 2;
-    c->timed = -1;
+    size_t n = 12 * (size_t)d->shape->L + 8; /* every op, in two halves and with their sums (chapter 10) */
+    c->timed = -1, c->cap_at = (int)n;
     c->at = (cudaEvent_t *)calloc(n, sizeof *c->at), c->part = (char *)malloc(n);
     if (!c->at || !c->part) abort();
     for (int i = 0; i < STEP_RING; i++) {
@@ -6229,7 +6245,7 @@ static void clock_close(toka_device *d) {
         if (c->begun[i]) cudaEventDestroy(c->begun[i]);
         if (c->done[i]) cudaEventDestroy(c->done[i]);
     }
-    for (int i = 0; c->at && i < 4 * d->shape->L + 2; i++)
+    for (int i = 0; c->at && i < c->cap_at; i++)
         if (c->at[i]) cudaEventDestroy(c->at[i]);
     free(c->at), free(c->part);
 }
@@ -6249,7 +6265,9 @@ static void clock_count(toka_device *d, const toka_step *s) {
         {0, 4 * HD * pairs * L, (4 * KD * kv + 4 * T * HD) * L},
         {0, 2 * T * E * HD * L, 2 * (E * HD + T * (HD + 2 * E)) * L},
         {0, 6 * T * E * sh->F * L, 2 * (3 * E * sh->F + T * (2 * E + 2.0 * sh->F)) * L},
-        {0, 2.0 * s->n_out * E * sh->V, 2 * (s->n_out ? E * sh->V + s->n_out * E : 0)}};
+        {0, 2.0 * s->n_out * E * sh->V, 2 * (s->n_out ? E * sh->V + s->n_out * E : 0)},
+        {0, 0, 4 * T * E * (1 - 1.0 / tp_size(d)) * (2 * L + first_stage(d))},
+        {0, 0, last_stage(d) ? 0 : 2 * T * E}};
     for (int i = 0; i < TOKA_PARTS; i++) d->clock.t.part[i].flop += add[i].flop, d->clock.t.part[i].bytes += add[i].bytes;
 }
 
@@ -6264,14 +6282,6 @@ static void clock_begin(toka_device *d, const toka_step *s) {
     if (!due) return;
     c->timed = d->newest, c->n_at = 0;
     clock_count(d, s);
-}
-
-/* Behind an op. */
-static void clock_part(toka_device *d, int part) {
-    step_clock *c = &d->clock;
-    if (c->timed != d->newest) return;
-    c->part[c->n_at] = (char)part;
-    latch(d, cudaEventRecord(c->at[c->n_at++], d->stream), "step");
 }
 
 static double clock_between(toka_device *d, cudaEvent_t from, cudaEvent_t to) { /* seconds */
@@ -6298,6 +6308,13 @@ static void clock_done(toka_device *d) {
 }
 
 static void cuda_times(toka_device *d, toka_times *t) { *t = d->clock.t, t->graphs = d->graphs.n_run; }
+
+static void cuda_memory(const toka_device *d, toka_memory *m) {
+    size_t free_bytes = 0, total;
+    if (cudaSetDevice(d->ordinal) || cudaMemGetInfo(&free_bytes, &total)) cudaGetLastError();
+    m->weights = d->weight_bytes, m->kv = (int64_t)d->shape->L * (int64_t)d->kv_layer * (int64_t)sizeof(bf16);
+    m->rest = (int64_t)d->free_at_open - (int64_t)free_bytes - m->weights - m->kv;
+}
 
 /* ---- Open and close ---- */
 
@@ -6999,6 +7016,7 @@ extern "C" const toka_backend toka_cuda = {
     .open = cuda_open,
     .close = cuda_close,
     .describe = cuda_describe,
+    .memory = cuda_memory,
     .status = cuda_status,
     .alloc = cuda_alloc,
     .upload = cuda_upload,
