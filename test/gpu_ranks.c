@@ -10,6 +10,8 @@
 
 int cudaSetDevice(int device); /* of the runtime that is linked in; a launch wants the stream's device */
 
+enum { HALVES = 2048, MOST_ROWS = 3072 }; /* steps of so many rows are summed in halves; the largest here */
+
 static int n_skipped;
 
 typedef struct split {
@@ -19,7 +21,7 @@ typedef struct split {
 static toka *open_split(const char *model, split at, toka_err *e) {
     toka *t = NULL;
     toka_options o = toka_options_default();
-    o.model = model, o.device = "cuda", o.max_num_seqs = 64, o.max_num_batched_tokens = 2048, o.kv_tokens = 64 * 256;
+    o.model = model, o.device = "cuda", o.max_num_seqs = 64, o.max_num_batched_tokens = MOST_ROWS, o.kv_tokens = 64 * 256;
     o.tensor_parallel_size = at.tp, o.pipeline_parallel_size = at.pp, o.data_parallel_size = at.dp;
     if (toka_open(&t, &o, e)) return NULL;
     return t;
@@ -132,7 +134,7 @@ typedef struct answers {
     int n_prompts, n_ids[PROMPTS];
     int32_t ids[PROMPTS][PROMPT];
     answer a[KINDS][PROMPTS];
-    float *logits; /* [sum of n_ids][V]: all prompts in one step, by forced rows */
+    float *logits; /* [n_rows][V]: all prompts in one step, by forced rows, then so many copies of them that there are halves */
     int n_rows, V;
 } answers;
 
@@ -171,17 +173,18 @@ static int answer_all(toka *t, answers *w, toka_err *e) {
     return toka_run(t, 0, e);
 }
 
-/* Prompts, and behind them the answers of a kind (-1: none), in one step: raw logits of every position. The caller's to free. */
-static int logits_of(toka *t, answers *w, int kind, float **logits, toka_err *e) {
-    const int B = t->shape.B, V = t->shape.V, cap = PROMPTS * (PROMPT + ANSWER);
+/* Prompts, and behind them the answers of a kind (-1: none), some times over in one step: raw logits of every position, behind those of *n_rows
+ * that are in *logits, NULL at first. The caller's to free. */
+static int logits_of(toka *t, const answers *w, int kind, int copies, float **logits, int *n_rows, toka_err *e) {
+    const int B = t->shape.B, V = t->shape.V, cap = MOST_ROWS;
     int32_t *ints = mem_zalloc((size_t)cap * 4 * sizeof *ints), *pos = ints + cap, *slot = pos + cap, *pages = slot + cap;
     toka_out_row *out = mem_zalloc((size_t)cap * sizeof *out);
-    toka_span spans[PROMPTS];
+    toka_span *spans = mem_alloc((size_t)(copies * w->n_prompts) * sizeof *spans);
     int n_pages = 0;
-    toka_step s = {.ids = ints, .pos = pos, .slot = slot, .pages = pages, .spans = spans, .out = out, .number = 2};
+    toka_step s = {.ids = ints, .pos = pos, .slot = slot, .pages = pages, .spans = spans, .out = out, .number = *n_rows ? 3 : 2};
     for (int i = 0; i < cap; i++) pages[i] = i;
-    for (int i = 0; i < w->n_prompts; i++) {
-        const int n = w->n_ids[i] + (kind < 0 ? 0 : ANSWER);
+    for (int k = 0; k < copies * w->n_prompts; k++) {
+        const int i = k % w->n_prompts, n = w->n_ids[i] + (kind < 0 ? 0 : ANSWER);
         spans[s.n_spans++] = (toka_span){s.T, n, n_pages, 0, n};
         for (int p = 0; p < n; p++, s.T++) {
             ints[s.T] = p < w->n_ids[i] ? w->ids[i][p] : w->a[kind][i].ids[p - w->n_ids[i]];
@@ -190,13 +193,13 @@ static int logits_of(toka *t, answers *w, int kind, float **logits, toka_err *e)
         }
         n_pages += (n + B - 1) / B;
     }
-    s.n_out = s.T;
-    if (kind < 0) w->n_rows = s.T, w->V = V;
-    s.logits = *logits = mem_alloc((size_t)s.T * (size_t)V * sizeof(float));
-    memset(*logits, 0xFF, (size_t)s.T * (size_t)V * sizeof(float));
+    const size_t before = (size_t)*n_rows * (size_t)V, more = (size_t)s.T * (size_t)V;
+    s.n_out = s.T, *n_rows += s.T;
+    *logits = mem_realloc(*logits, (before + more) * sizeof(float)), s.logits = *logits + before;
+    memset(s.logits, 0xFF, more * sizeof(float));
     toka_pick *picks = mem_alloc((size_t)s.T * sizeof *picks);
     int code = model_step(&t->engine->replicas[0].m, &s, picks, e);
-    free(picks), free(ints), free(out);
+    free(picks), free(ints), free(out), free(spans);
     return code;
 }
 
@@ -264,8 +267,8 @@ static int check_tokens(toka *t, answers *w, double off, int *n_ties, int *n_wro
     const int V = t->shape.V;
     *n_ties = *n_wrong = 0;
     for (int kind = 0; kind < KINDS; kind++) {
-        float *logits;
-        int code = logits_of(t, w, kind, &logits, e);
+        float *logits = NULL;
+        int n_rows = 0, code = logits_of(t, w, kind, 1, &logits, &n_rows, e);
         for (int i = 0, row = 0; i < w->n_prompts && !code; row += w->n_ids[i] + ANSWER, i++)
             for (int k = 0; k < ANSWER; k++) {
                 bool tie = false;
@@ -341,12 +344,13 @@ static void read_prompts(const char *path, answers *w) {
 static bool run(const char *path, split at, const answers *prompts, answers *w) {
     toka_err e = {0};
     memcpy(w->n_ids, prompts->n_ids, sizeof w->n_ids), memcpy(w->ids, prompts->ids, sizeof w->ids), w->n_prompts = prompts->n_prompts;
-    w->logits = NULL;
+    w->logits = NULL, w->n_rows = 0;
     toka *t = open_split(path, at, &e);
     bool ok = t && !answer_all(t, w, &e);
     if (t) toka_close(t);
     t = ok ? open_split(path, at, &e) : NULL;
-    ok = t && !logits_of(t, w, -1, &w->logits, &e);
+    ok = t && !logits_of(t, w, -1, 1, &w->logits, &w->n_rows, &e) && !logits_of(t, w, -1, HALVES / w->n_rows + 1, &w->logits, &w->n_rows, &e);
+    if (t) w->V = t->shape.V;
     if (t) toka_close(t);
     if (!ok) printf("%s, tp %d pp %d dp %d: %s\n", path, at.tp, at.pp, at.dp, e.msg);
     return ok;
