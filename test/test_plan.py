@@ -95,3 +95,15 @@ def test_help_lists_every_gpu():
         assert re.search(rf"--gpu NAME .*{name}", text)
         assert json.loads(plan("-m", "smollm2-135m", "--gpu", name, "--json")[0])["gpu"]["name"] == name
     assert "toka plan" in text and "toka bench plan" in text
+
+
+def test_plan_check(tmp_path):
+    """test/plan_check.py on start-up lines as a run would print them."""
+    s = next(s for s in json.loads(plan("-m", "llama-3.1-8b", "--gpus", "2", "--gpu", "H200", "--json")[0])["splits"]
+             if s["tensor_parallel_size"] == 2)
+    script, log = os.path.join(ROOT, "test", "plan_check.py"), tmp_path / "log"
+    for kv, weights, rest, status in ((1, 1, 0.8, 0), (0.9, 1, 0.8, 1), (1, 1.02, 0.8, 1), (1, 1, 1.1, 1)):
+        log.write_text(f"toka: llama-3.1-8b on 2 x NVIDIA H200, 150 GB, loaded in 3.1 s; KV cache {int(s['kv_tokens'] * kv)} tokens, 1.0 sequences of 1 "
+                       f"tokens; GB on a GPU: weights {s['weight_bytes'] * weights / 1e9:.3f}, KV 1.000, all else {s['scratch_bytes'] * rest / 1e9:.3f}\n")
+        r = subprocess.run(["python3", script, f"llama-3.1-8b:tp=2,pp=1:{log}"], env={**ENV, "TOKA_BINARY": TOKA}, cwd=ROOT, capture_output=True)
+        assert r.returncode == status, r.stdout.decode() + r.stderr.decode()
