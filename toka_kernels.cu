@@ -4294,33 +4294,51 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) two_shot_kernel(meetin
  *
  * op                   compute stream                                  copy stream
  * out_residual         GEMM A, GEMM B                                  A's parts while B is computed
- * norm_mlp_residual    add A, norm, MLP of A, add B, norm, MLP of B    B's parts under the MLP of A, A's under that of B
- * norm_qkv_rope_kv     add A, norm, QKV of A, add B, norm, QKV of B    B's parts under QKV of A
+ * norm_mlp_residual    add, norm A; MLP A; add, norm B; MLP B            B's parts under the MLP of A, A's under that of B
+ * norm_qkv_rope_kv     add, norm A; QKV A; add, norm B; QKV B            B's parts under QKV of A
  * attention            all rows: those of A may need what B stores
  *
  * A box for each other rank and turn of two, as large as x. What goes into one again is sent two sums later, behind two adds of either
  * half: by the meeting of the one between, all have ended the add that read it.
  *
- * in/out  x: n vectors of 8 of a half. `box`: its place in the box of the first of the others; `each` vectors from box to box
- * grid: MEET_CTAS, block: 512. Sent are (ranks - 1) * bytes by every rank, over its own links, hidden or not; the add moves (ranks + 1) *
- * bytes of its own memory. */
-__global__ static void __launch_bounds__(MEET_THREADS, 1) add_kernel(meeting m, uint4 *x, int n, const uint4 *box, size_t each) {
-    const int first = (int)(blockIdx.x * MEET_THREADS + threadIdx.x), stride = (int)gridDim.x * MEET_THREADS;
+ * in/out  x bf16 [rows][E] of a half. `box`: their place in the box of the first of the others; `each` elements from box to box
+ * out     y, if there is w: their RMSNorm, summed in rmsnorm_kernel's order: the same bits
+ * grid: MEET_CTAS, block: 512, of which 128 threads work on a row. Sent are (ranks - 1) * bytes by every rank, over its own links, hidden
+ * or not; the add moves (ranks + 2) * bytes of its own memory. */
+__global__ static void __launch_bounds__(MEET_THREADS, 1) add_kernel(meeting m, bf16 *x, int rows, const bf16 *box, size_t each, const float *w,
+                                                                      bf16 *y, int E, float per_E, float eps) {
+    __shared__ float part[2][MEET_THREADS / 128][4];
+    const int group = (int)threadIdx.x / 128, t = (int)threadIdx.x % 128, groups = (int)gridDim.x * (MEET_THREADS / 128);
     grid_wait();
     const unsigned c = meet_count(m) + 1;
     meet(m, c, x);
     grid_launch_dependents();
-    for (int i = first; i < n; i += TWO_SHOT_TURN * stride) {
-        sum_8 sum[TWO_SHOT_TURN] = {};
-        for (int q = 0; q < m.n; q++) {
-            const uint4 *from = q == m.me ? x : box + (size_t)(q - (q > m.me)) * each;
+    for (int row = (int)blockIdx.x * (MEET_THREADS / 128) + group, turn = 0; row < rows; row += groups, turn ^= 1) {
+        uint4 *own = (uint4 *)(x + (size_t)row * E);
+        float squares = 0;
+        for (int i = t; i < E / 8; i += TWO_SHOT_TURN * 128) {
+            sum_8 sum[TWO_SHOT_TURN] = {};
+            for (int q = 0; q < m.n; q++) {
+                const uint4 *from = q == m.me ? own : (const uint4 *)(box + (size_t)(q - (q > m.me)) * each + (size_t)row * E);
 #pragma unroll
-            for (int k = 0; k < TWO_SHOT_TURN; k++)
-                if (i + k * stride < n) sum_add(sum[k], __ldcg(from + i + k * stride));
+                for (int k = 0; k < TWO_SHOT_TURN; k++)
+                    if (i + k * 128 < E / 8) sum_add(sum[k], __ldcg(from + i + k * 128));
+            }
+#pragma unroll
+            for (int k = 0; k < TWO_SHOT_TURN; k++) {
+                const uint4 v = sum_round(sum[k]);
+                if (i + k * 128 >= E / 8) break;
+                own[i + k * 128] = v;
+                squares = norm_square(v, squares);
+            }
         }
-#pragma unroll
-        for (int k = 0; k < TWO_SHOT_TURN; k++)
-            if (i + k * stride < n) x[i + k * stride] = sum_round(sum[k]);
+        if (!w) continue;
+        for (int lanes = 16; lanes; lanes >>= 1) squares += __shfl_xor_sync(~0u, squares, lanes);
+        float *sums = part[turn][group];
+        if (t % 32 == 0) sums[t / 32] = squares;
+        asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); /* the row's threads; part[turn] is read before they meet at the next */
+        const float scale = rsqrtf((sums[0] + sums[1] + (sums[2] + sums[3])) * per_E + eps);
+        for (int i = t; i < E / 8; i += 128) ((uint4 *)(y + (size_t)row * E))[i] = norm_scaled(own[i], scale, ((const float4 *)w)[2 * i], ((const float4 *)w)[2 * i + 1]);
     }
     meet_done(m, c);
 }
@@ -4786,19 +4804,20 @@ static void half_send(toka_device *d, toka_dev x, int T, int row, int rows) {
     latch(d, cudaEventRecord(h->sent[half], d->copies), "sum");
 }
 
-/* Before a half of x is read: it is the sum. */
-static void half_add(toka_device *d, int half) {
+/* Before a half of x is read: it is the sum; with w, its RMSNorm is in xn. False: nothing is under way, and nothing was done. */
+static bool half_add(toka_device *d, int half, const float *w) {
     sum_halves *h = &d->halves;
     const int first = half_first(d, h->T), row = half ? first : 0, rows = half ? h->T - first : first, me = d->meet.me;
-    if (!h->under_way[half] || d->error.code) return;
+    if (!h->under_way[half] || d->error.code) return false;
     h->under_way[half] = false;
     latch(d, cudaStreamWaitEvent(d->stream, h->sent[half], 0), "sum");
-    launch_meeting(d, "sum", 1, add_kernel, (uint4 *)(h->x + (size_t)row * d->E), rows * d->E / 8,
-                   (const uint4 *)half_box(d, half, me, me == 0, row), (size_t)d->options.max_tokens * d->E / 8);
+    launch_meeting(d, "sum", 1, add_kernel, h->x + (size_t)row * d->E, rows, (const bf16 *)half_box(d, half, me, me == 0, row),
+                   (size_t)d->options.max_tokens * d->E, w, d->xn, d->E, 1.0f / d->shape->E, d->shape->eps);
     d->op_at = d->rank->n_meetings, __atomic_store_n(&d->rank->ops[d->op_at % MEET_OPS], d->rank->op, __ATOMIC_RELEASE);
     clock_part(d, TOKA_PART_SUMS);
+    return true;
 }
-static void half_add_both(toka_device *d) { half_add(d, 0), half_add(d, 1); }
+static void half_add_both(toka_device *d) { half_add(d, 0, NULL), half_add(d, 1, NULL); }
 
 static void cuda_all_reduce(toka_device *d, toka_dev x, int rows) {
     const size_t bytes = (size_t)rows * d->E * sizeof(bf16);
@@ -7043,7 +7062,7 @@ static void norm_qkv_rope_kv(toka_device *d, int row, int n, int layer, toka_dev
     const int *pos = d->rows.pos + row, *slot = d->rows.slot + row;
     bf16 *q = dev_bf16(to) + (size_t)row * sh->H * sh->D;
     const bool folded = fold_take(d);
-    if (!folded) rmsnorm(d, dev_bf16(x) + (size_t)row * d->E, NULL, l->attn_norm, d->xn, n);
+    if (!folded && !half_add(d, row > 0, l->attn_norm)) rmsnorm(d, dev_bf16(x) + (size_t)row * d->E, NULL, l->attn_norm, d->xn, n);
     qkv_params p = {l->qkv.bias, l->q_norm, l->k_norm, sh->eps, sh->H, sh->K, sh->B, pos, slot, d->rope,
                     q, d->kv + (size_t)layer * d->kv_layer, sh->D};
     if (qkv_fuses(d, sh->D) && n > FEW_MAX && gemm_qkv_pays(d, n, &l->qkv, &p)) {
@@ -7065,7 +7084,7 @@ static void norm_mlp_residual(toka_device *d, int row, int n, int layer, toka_de
     const layer_weights *l = &d->layers[layer];
     bf16 *at = dev_bf16(x) + (size_t)row * d->E;
     const bool folded = fold_take(d);
-    if (!folded) rmsnorm(d, at, NULL, l->mlp_norm, d->xn, n);
+    if (!folded && !half_add(d, row > 0, l->mlp_norm)) rmsnorm(d, at, NULL, l->mlp_norm, d->xn, n);
     gemm_args up = {n, d->xn, d->E, &l->gate_up, d->act, d->F, EPI_SWIGLU, NULL, folded};
     gemm(d, &up);
     gemm_args down = {n, d->act, d->F, &l->down, at, d->E, rest_epilogue(d)};
@@ -7081,7 +7100,6 @@ static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer,
     if (!op_launches(d, "norm_qkv_rope_kv")) return;
     s = d->step;
     FOR_HALVES(d, s->T, row, n) {
-        half_add(d, row > 0);
         norm_qkv_rope_kv(d, row, n, layer, x, q);
         clock_part(d, TOKA_PART_QKV);
     }
@@ -7112,7 +7130,6 @@ static void cuda_norm_mlp_residual(toka_device *d, const toka_step *s, int layer
     if (!op_launches(d, "norm_mlp_residual")) return;
     s = d->step;
     FOR_HALVES(d, s->T, row, n) {
-        half_add(d, row > 0);
         norm_mlp_residual(d, row, n, layer, x);
         half_send(d, x, s->T, row, n);
         clock_part(d, TOKA_PART_MLP);
