@@ -4338,7 +4338,10 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) add_kernel(meeting m, 
         if (t % 32 == 0) sums[t / 32] = squares;
         asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); /* the row's threads; part[turn] is read before they meet at the next */
         const float scale = rsqrtf((sums[0] + sums[1] + (sums[2] + sums[3])) * per_E + eps);
-        for (int i = t; i < E / 8; i += 128) ((uint4 *)(y + (size_t)row * E))[i] = norm_scaled(own[i], scale, ((const float4 *)w)[2 * i], ((const float4 *)w)[2 * i + 1]);
+        for (int i = t; i < E / 8; i += 128) {
+            const float4 *g = (const float4 *)w + 2 * i;
+            ((uint4 *)(y + (size_t)row * E))[i] = norm_scaled(own[i], scale, g[0], g[1]);
+        }
     }
     meet_done(m, c);
 }
