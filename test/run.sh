@@ -231,7 +231,9 @@ gpu_collect() { # waits for all jobs, and counts them in the order in which they
 }
 gpu_is_new() { # FILE...: all are there, and newer than what they are made of
     local file
-    for file in "$@"; do [ -f "$B/$file" ] && [ -z "$(find toka_kernels.cu toka.h toka.c test/gpu* test/soak.c -newer "$B/$file")" ] || return; done
+    for file in "$@"; do
+        [ -f "$B/$file" ] && [ -z "$(find toka_kernels.cu toka.h toka.c test/gpu*.[ch]* test/soak.c test/gpu_mutants.py -newer "$B/$file")" ] || return
+    done
 }
 gpu_make() { # FILE: a test program for GPU_ARCH
     local nvcc="nvcc -std=c++20 -O3 -Xcompiler -fno-exceptions -gencode arch=compute_$GPU_ARCH,code=sm_$GPU_ARCH"
