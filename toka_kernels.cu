@@ -3696,7 +3696,7 @@ struct attn_both_shape {
 
 typedef struct attn_hubs { /* hub i % 2: the states of the block's item number i, on their way from the shared part to the own ones */
     float *o;             /* [2][ATTN_BOTH_Q][ATTN_HUB_ROW], and then [ATTN_BOTH_Q] LSE */
-    uint32_t full, empty; /* two barriers each: an arrival a thread that writes; a row that has been read */
+    uint32_t full, empty; /* two barriers each: an arrival a thread that writes; a thread of those that read, when its warp has left */
 } attn_hubs;
 __device__ static inline float *attn_hub(const attn_hubs &hubs, int round) { return hubs.o + (round & 1) * (attn_both_shape::HUB / 4); }
 
@@ -3726,7 +3726,6 @@ __device__ static inline void attn_hub_put(const attn_args &a, const attn_item &
 struct attn_own_feed {
     const attn_args &a;
     const CUtensorMap *whole, *fine;
-    const attn_hubs &hubs;
     int n_jobs, rows; /* pairs of item and kv head; rows of an item, at most */
     int *tickets;     /* of the block */
     int4 *drawn;      /* [4] in shared memory: number of the item in this block, row in it, first and last position */
@@ -3740,10 +3739,7 @@ struct attn_own_feed {
             int job = blockIdx.x + round * gridDim.x;
             if (job >= n_jobs) return false;
             const attn_item &it = a.items[job / a.K];
-            if (r * a.G >= it.nq) { /* the item has fewer rows */
-                mbar_arrive(hubs.empty + 8 * (round & 1));
-                continue;
-            }
+            if (r * a.G >= it.nq) continue; /* the item has fewer rows */
             const attn_item &own = a.items[(it.where >> ATTN_SLOT) + r];
             t = own.skip & -ATTN_OWN_TOK, end = own.kv1 - own.kv0, at = job % a.K;
             ids = a.pages[own.page0 + min(lane, (end - 1) >> a.log2_B)];
@@ -3816,14 +3812,24 @@ __device__ static inline void attn_own_end(const attn_args &a, const attn_item &
 #pragma unroll
         for (int c = 0; c < 8; c++) attn_leave_pair(e, c * 8 + lane % 4 * 2, acc[4 * c], acc[4 * c + 1]);
     }
-    mbar_arrive(hubs.empty + 8 * (round & 1));
 #endif
 }
 
-/* One warp: its rows, tile by tile. */
-__device__ static inline void attn_own_work(attn_own_feed &feed, bf16 *ring) {
+/* A warp has read all that it will of the hubs before number `to`; it left those before `left` already. Each is left once by every warp,
+ * rows or not, and only when all have left the one that was in its place before: an arrival would count for that otherwise. */
+__device__ static inline void attn_hubs_leave(const attn_hubs &hubs, int &left, int to) {
+    for (; left < to; left++) {
+        mbar_wait(hubs.empty + 8 * (left & 1), (left >> 1 & 1) ^ 1);
+        mbar_arrive(hubs.empty + 8 * (left & 1));
+    }
+}
+
+/* One warp: its rows, tile by tile. When one is done, the next is drawn already, for its first tile was asked for; else there is none. */
+__device__ static inline void attn_own_work(attn_own_feed &feed, const attn_hubs &hubs, bf16 *ring) {
 #if HOPPER
     const attn_args &a = feed.a;
+    const int n_hubs = (feed.n_jobs - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
+    int left = 0;
     for (int i = 0; i < ATTN_OWN_STAGES; i++) feed.ask();
     for (int k = 0, used = 0; k < feed.n_drawn; k++) {
         const int4 row = feed.drawn[k % 4];
@@ -3845,8 +3851,10 @@ __device__ static inline void attn_own_work(attn_own_feed &feed, bf16 *ring) {
             __syncwarp();
             feed.ask();
         }
-        attn_own_end(a, it, row.y, h, acc, m[0], l[0], feed.hubs, row.x);
+        attn_own_end(a, it, row.y, h, acc, m[0], l[0], hubs, row.x);
+        if (k + 1 < feed.n_drawn) attn_hubs_leave(hubs, left, feed.drawn[(k + 1) % 4].x);
     }
+    attn_hubs_leave(hubs, left, n_hubs);
 #endif
 }
 
@@ -3876,7 +3884,7 @@ __global__ static void __launch_bounds__(attn_both_shape::THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * STAGES; i++) mbar_init(full_k + 8 * i, 1), mbar_init(full_k + 8 * (2 * STAGES + i), 4 * WGS);
         for (int i = 0; i < OWN; i++) mbar_init(own_full + 8 * i, 1);
-        for (int i = 0; i < 2; i++) mbar_init(hubs.full + 8 * i, WGS * 128), mbar_init(hubs.empty + 8 * i, rows * 32);
+        for (int i = 0; i < 2; i++) mbar_init(hubs.full + 8 * i, WGS * 128), mbar_init(hubs.empty + 8 * i, ATTN_OWN_WARPS * 32);
         tickets = 0;
         mbar_init_fence();
     }
@@ -3894,9 +3902,9 @@ __global__ static void __launch_bounds__(attn_both_shape::THREADS, 1)
         regs_take<144>();
         int own = warp < 4 ? warp - 2 : warp - 10; /* warps 2, 3 and 12 .. 15; warp 1 has nothing to do */
         char *ring = attn_smem + shape::OWN_AT + own * shape::OWN_RING;
-        attn_own_feed feed = {a, &map32, &map8, hubs, n * a.K, rows, &tickets, drawn[max(own, 0)], smem_at(ring),
+        attn_own_feed feed = {a, &map32, &map8, n * a.K, rows, &tickets, drawn[max(own, 0)], smem_at(ring),
                               own_full + 8 * ATTN_OWN_STAGES * own};
-        if (own >= 0) attn_own_work(feed, (bf16 *)ring);
+        if (own >= 0) attn_own_work(feed, hubs, (bf16 *)ring);
         if (warp == 0)
             attn_both_items(a, n, [&](const attn_item &it, int h, int first, int n_tiles, int before, int) {
                 attn_wg_feed<64, WGS, N, STAGES>(a, &map64, it, h, first, n_tiles, before, qs + shape::shared::Q, full_k);

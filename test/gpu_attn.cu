@@ -241,6 +241,13 @@ static void grow(scene &s, int depth, int pages, const std::vector<int> &prefix,
     s.share(first, n_seqs, (int)prefix.size(), pages);
     last = s.shared.back(), s.shared.pop_back(), s.shared[at] = last;
 }
+/* As on a card with so few multiprocessors that nothing is cut up to keep them busy. */
+template <class Test> static void few_sms(const Test &test) {
+    int n_sms = gpu_device()->n_sms;
+    gpu_device()->n_sms = 2;
+    test();
+    gpu_device()->n_sms = n_sms;
+}
 /* n samples of a prompt of so many pages and `tail` positions, with up to `most` positions of their own. */
 static void add_samples(scene &s, int n, int pages, int tail, int most) {
     std::vector<int> prefix = s.take(pages);
@@ -257,6 +264,11 @@ static void test_samples(int G, int rows) {
     add_samples(s, rows, 0, 40, 700);
     s.add(70, 1);
     check(s, "samples");
+    few_sms([=] { /* many items a block, most of which have fewer rows than they could */
+        scene t({64, 8, G, 64, 0});
+        for (int i = 0; i < 40; i++) add_samples(t, 2 + i * 11 % 40, 1 + i % 3, i % 2 * 9, 1 + i % 5 * 90);
+        check(t, "samples of many prompts");
+    });
     if (G != 4) return;
     scene deep({64, 8, G, 64, 0}); /* behind a level that all share */
     std::vector<int> head = deep.take(3);
@@ -477,6 +489,11 @@ static void test_parts(int D) {
     for (int i = 0; i < 240; i++) whole.add(2600 + i, 1);
     for (int n : {2200, 2300, 2400}) whole.add(n, 2200);
     check(whole, "many long sequences");
+    few_sms([] { /* nor by gangs, as one is too long for them */
+        scene s({64, 8, 1, 64, 0});
+        for (int i = 0; i < 20; i++) s.add(2200 + 120 * i, 1);
+        check(s, "many long sequences on few multiprocessors");
+    });
 }
 
 /* Every kernel once, with as little as makes it do all it does: for racecheck, under which "small" takes minutes. */
@@ -490,12 +507,11 @@ static void test_tiny() {
         add_tails(s, 1);
         check(s, "tiny");
     }
-    scene s({64, 2, 4, 64, 0});
-    int n_sms = gpu_device()->n_sms;
-    for (int i = 0; i < 3; i++) add_samples(s, 34, 1, 7, 9 + i * 70);
-    gpu_device()->n_sms = 2; /* so that attn_both takes them, several a block */
-    check(s, "tiny samples");
-    gpu_device()->n_sms = n_sms;
+    few_sms([] { /* so that attn_both takes them, several a block */
+        scene s({64, 2, 4, 64, 0});
+        for (int i = 0; i < 3; i++) add_samples(s, 34, 1, 7, 9 + i * 70);
+        check(s, "tiny samples");
+    });
 }
 
 static void test_all(bool small) {
@@ -513,6 +529,12 @@ static void test_all(bool small) {
         c.window = 70;
         test_prefill(c), test_decode(c), test_tails(c);
     }
+    for (int D : {64, 128})
+        few_sms([=] { /* items that are whole, and short enough that no gang is made for them */
+            scene s({D, 2, 4, 64, 0});
+            for (int i = 0; i < 22; i++) s.add(1 + 23 * i, 1);
+            check(s, "decode on few multiprocessors");
+        });
     for (int G : Gs) {
         if (small) break;
         for (int D : {64, 128}) {

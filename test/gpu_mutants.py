@@ -153,7 +153,7 @@ MUTANTS = [
     *group("attn_gang", "attn parts", "(parts|long prefix|logits of 50|one key rules) ",
            ("the last part", "for (int j = 0; `j < me.n`; j++) {\n                float2 v", "j < max(me.n - 1, 1)"),
            ("the second warp's maximum for all", "float fade = ex2(`marks[j][i].x` - base);", "marks[min(1, me.n - 1)][i].x")),
-    *group("attn_emit_gang", "attn lists", "work list of few",
+    *group("attn_emit_gang", "attn lists", "work list of (few|prompts)",
            ("parts lie a page apart", "a->page0 = item->page0 + i * `(part / d->shape->B)`;", "1")),
     *group("attn_join", "attn parts", "(parts|long prefix|logits of 50|one key rules) ",
            ("weight of the wrong group", "l += weights[`j * row`], acc.x", "j"),
