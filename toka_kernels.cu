@@ -2633,8 +2633,7 @@ enum {
     ATTN_JOIN_START = 250, /* what it takes to merge parts of tiles at all, in kv positions */
     ATTN_WARPS = 16,     /* small items that an SM works on at a time, roughly */
     ATTN_GANG = 8,       /* warps of a gang at most, */
-    ATTN_GANG_PART = 64, /* and kv positions for each, at least, */
-    ATTN_GANG_MOST = 512 /* and at most where there are few sequences */
+    ATTN_GANG_PART = 64, /* and kv positions for each, at least */
 };
 
 enum { ATTN_MAP_8, ATTN_MAP_16, ATTN_MAP_32, ATTN_MAP_64, ATTN_MAPS }; /* a layer's tensor maps, by rows of the box */
@@ -2809,13 +2808,15 @@ static void attn_emit_parts(attn_plan *p, attn_level *l, const attn_item *item, 
     }
 }
 
-/* How long the parts of gangs are; 0: there are to be none. n items, the longest of `most` positions. */
+/* How long the parts of gangs are; 0: there are to be none. n items, the longest of `most` positions. A warp is at it too long where it
+ * has many: one sequence of 4,096 positions, 512 a warp, takes 20 us at D = 64 and 64 us at D = 128 (8 kv heads, H200), where parts that
+ * all SMs share, and attn_join, take 9 and 17. */
 static int attn_gang_part(const toka_device *d, int64_t kv_positions, int n, int most) {
     const attn_plan *p = d->attn;
-    int B = d->shape->B, part = (int)(kv_positions * d->shape->K / (d->n_sms * ATTN_WARPS));
-    part = max(ATTN_GANG_PART, ceil_div(min(part, ATTN_GANG_MOST), B) * B);
+    int B = d->shape->B, part = (int)(kv_positions * d->shape->K / (d->n_sms * ATTN_WARPS)), longest = d->shape->D <= 64 ? 128 : 64;
+    part = max(ATTN_GANG_PART, ceil_div(min(part, longest), B) * B);
     if (n * d->shape->K <= d->n_sms) part = max(part, ceil_div(ceil_div(most, ATTN_GANG), B) * B);
-    bool fits = part <= ATTN_GANG_MOST && most > part && most <= part * ATTN_GANG && n <= p->max_merges - p->n_merges;
+    bool fits = part <= longest && most > part && most <= part * ATTN_GANG && n <= p->max_merges - p->n_merges;
     return p->hopper && fits && n * ATTN_GANG <= p->max_items - p->n_items ? part : 0;
 }
 static void attn_emit_gang(const toka_device *d, attn_level *l, const attn_item *item, int part) {
