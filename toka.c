@@ -7748,6 +7748,7 @@ static void sched_stop(sched *s, int q) {
     else s->n_decode--;
     for (int i = x->tail; x->tail >= 0 && i < x->tail + SCHED_TAIL_WAYS; i++)
         if (s->tails[i] == q) s->tails[i] = x->heir;
+    x->tail = -1; /* whose heir it is puts it there no more */
     heap_remove(s->line, &s->newest, q);
     sched_own_now(s, q, -1);
     sched_detach(s, q, sched_tail(s, q));
@@ -8187,7 +8188,7 @@ UNUSED static const char *sched_check(const sched *s) {
  * In: what sched_plan decided. Out: a batch_step, which is a toka_step with its arrays (rows, slots, spans, pages) and the
  * rows that yield a token; and what a device that keeps the state of its slots needs to be told (batch_upload).
  *
- * Rows stand in the order of chapter 11, so the rows of all sequences that share a page are side by side, and with lcp
+ * Rows of a part stand in the order of chapter 11, so the rows of all sequences that share a page are side by side, and with lcp
  * (leading tokens in common with the sequence before; here in pages) the sharing is a tree of intervals, found with one
  * stack in one pass:
  *
@@ -8204,7 +8205,7 @@ UNUSED static const char *sched_check(const sched *s) {
  *
  * Only what lies before all rows of the run is shared, so a shared span needs no mask; rows of prefill chunks take part
  * like any others. A prompt rarely ends with a page: each sample has a page of its own with a copy of the prompt's tail.
- * Those of one request that are past it read the tail from the page of the first of them, as part of the shared span, so
+ * Those with one prompt (sched_seq.alike) that are past it read the tail from the page of the first of them, as part of the shared span, so
  * an own span may begin within a page. (Prompts of 706 tokens, answers of 150, pages of 64: a quarter of all own reads. Where
  * a page is 16 tokens that is little, and the CPU's sums go page by page: it asks for none.)
  *
@@ -11706,7 +11707,7 @@ static int eng_open_replicas(eng *g, toka_shape *shape, const toka_options *o, s
         if (!code) code = eng_replica_init(p, c, e);
     }
     for (int i = 0; i < g->n_replicas && !code; i++) code = model_ready(&g->replicas[i].m, e);
-    if (g->be->rehearse) eng_phase(&g->start, "the largest step", 0);
+    if (!code && g->be->rehearse) eng_phase(&g->start, "the largest step", 0);
     for (int i = 0; i < g->n_replicas && !code && g->be->rehearse; i++) code = eng_rehearse(&g->replicas[i], shape, c, e);
     return code;
 }
@@ -18589,7 +18590,7 @@ static int run_dummy_weights(mf_model *m, toka_err *e) {
     size_t bytes = m->weight_bytes - (size_t)(L - own) * layer_bytes + pad;
     char *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at == MAP_FAILED || (int64_t)bytes > os_ram_bytes())
-        return fail(e, TOKA_E_MEMORY, "%s: %zu bytes of dummy weights do not fit", m->name, m->weight_bytes);
+        return fail(e, TOKA_E_MEMORY, "%s: %zu bytes of dummy weights do not fit", m->name, bytes);
     m->maps = mem_alloc(sizeof *m->maps);
     m->maps[m->n_maps++] = (str){at, bytes};
     m->weights.layers = arena_zalloc(&m->a, (size_t)L * sizeof *m->weights.layers);
@@ -18806,9 +18807,9 @@ static int run_bench_throughput(toka *t, const run_bench_options *o, toka_err *e
     int code = run_bench_load(&b, e);
     if (!code) code = run_timeline_open(t, o->timeline, &timeline, e);
     if (!code) {
+        if (!o->quiet) run_say_start(t, toka_get_info(t).model_name, o->load_s);
         double t0 = os_now();
         for (int i = 0; i < 2 * t->engine->max_seqs; i++) run_bench_submit(&b);
-        if (!b.e.code && !o->quiet) run_say_start(t, toka_get_info(t).model_name, o->load_s);
         code = toka_run(t, false, e);
         if (!code && b.e.code) *e = b.e, code = e->code;
         run_report p = run_report_make(t, os_now() - t0);
@@ -19094,7 +19095,8 @@ static plan_rank plan_rank_of(const plan_ask *a, int tp, int pp, int stage, int 
     bool tied = !(a->model->features & MF_LM_HEAD);
     int heads = p.first + p.last - (p.first && p.last && tied); /* embedding and LM head; tied they are one where they meet */
     p.weights = (int64_t)toka_gpu_layer_bytes(&layer) * s->L + (int64_t)toka_gpu_matrix_bytes(&head) * heads;
-    p.scratch = (int64_t)toka_gpu_scratch_bytes(s, a->max_tokens) + (int64_t)toka_gpu_group_bytes(s, a->max_tokens, tp, pp); /* at the model's own length, as eng_open asks for it */
+    /* at the model's own length, as eng_open asks for it */
+    p.scratch = (int64_t)toka_gpu_scratch_bytes(s, a->max_tokens) + (int64_t)toka_gpu_group_bytes(s, a->max_tokens, tp, pp);
     p.token_bytes = (int64_t)2 * s->L * s->K * s->D * 2;
     int64_t room = (int64_t)(a->utilization * (a->gpu->memory - PLAN_CONTEXT_BYTES)) - p.weights - p.scratch;
     p.kv_tokens = MIN((int64_t)a->max_seqs * a->max_len, room / p.token_bytes);
@@ -20522,7 +20524,7 @@ static const cli_flag cli_flags[] = {
     {"max-model-len", "", "N", CLI_INT, AT(open.max_model_len), FOR_OPENS | FOR_PLAN,
      "longest sequence in tokens (default: the model's, as memory allows)"},
     {"max-num-seqs", "", "N", CLI_INT, AT(open.max_num_seqs), FOR_OPENS | FOR_PLAN,
-     "most samples running at once (default: 256, on a GPU 4096)"},
+     "most samples running at once (default: 256, on a GPU 8192)"},
     {"kv-tokens", "", "N", CLI_INT64, AT(open.kv_tokens), FOR_OPENS,
      "size of the KV cache in tokens (default: as memory allows)"},
     {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens), FOR_OPENS | FOR_PLAN,

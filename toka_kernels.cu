@@ -1022,7 +1022,8 @@ static void rope_open(toka_device *d) {
  * qkv[t] = {q [H][D], k [K][D], v [K][D]} bf16, biases added. Each head of q and k: RMSNorm over D where the model has it, then the
  * pair (i, i + D/2) turned by the angle of pos[t]. q goes to q[t][h], k and v to the page of slot[t]. All in float32.
  * One warp a head: lane l has the pairs 2l, 2l+1, 2l+64 ..., so a warp reads 128 bytes of each half at once. Positions, slots and the table
- * are no kernel's work of this step and are read before the one ahead has ended. Grid T*(H+2K)/8, block 256. Moves 4*T*(H+2K)*D bytes: copy speed. D/2 is even, D at most 256. */
+ * are no kernel's work of this step and are read before the one ahead has ended. Grid T*(H+2K)/8, block 256. Moves 4*T*(H+2K)*D bytes: copy
+ * speed. D/2 is even, D at most 256. */
 typedef struct rope_args {
     const bf16 *qkv;
     bf16 *q, *kv; /* kv: the layer's pool */
@@ -1340,7 +1341,8 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  * Retired: releasing a stage of the peer by mbarrier.arrive.release.cluster: a fence of the whole GPU each time, pairs twice as
  * slow. Three stages and 64 KB of staging at BN 256: 1,090 clocks a block, 1,265 in pairs. y of EPI_RESIDUAL as stages of the
  * ring: behind the last block it is waited for 2,400 clocks, ahead of the first it delays x. Sums exchanged by
- * st.shared::cluster between cluster barriers: 3.4 us, by bulk copies 1.4, by st.async now 0.9 (parts of 128 columns). One producer thread for all loads: each takes it 150
+ * st.shared::cluster between cluster barriers: 3.4 us, by bulk copies 1.4, by st.async now 0.9 (parts of 128 columns). One producer thread
+ * for all loads: each takes it 150
  * to 240 clocks. W of QKV in the model's order, tiles of 1.5 heads fetched as six quarters of heads by three warps: 150 to 260
  * clocks more a block than one box of rows that lie by turns. Warpgroup 1 held one or two blocks behind warpgroup 0, to overlap
  * epilogues: nothing gained.
@@ -2618,8 +2620,9 @@ static void gemm(toka_device *d, const gemm_args *a) {
  * row has one state no matter how many spans it lies in, and the order of sums is fixed.
  *
  * Few items do not fill the GPU: then kv ranges are cut (split-KV), the parts go to part_o and part_lse and one merge per row
- * follows in the same level. The length of a part follows from the sum of kv positions in the level alone. Small items of which none
- * is cut into more than ATTN_GANG parts are worked on by gangs on Hopper: a block for each, a warp for each part, and they meet there.
+ * follows in the same level. The length of a part follows from the sum of kv positions in the level alone. Where no small item of a
+ * level needs more than ATTN_GANG short parts (attn_gang_part), and some need two, gangs work on them on Hopper: a block for each item,
+ * a warp for each part, and they meet there.
  *
  * What is expected of the spans: for each row they come in rising kv0, and of two spans that share a row the earlier one has all
  * rows of the later one (a tree of intervals). Cost: O(spans + rows + pages in use); 8,192 sequences with a shared prefix: 0.15 to
@@ -2814,7 +2817,7 @@ static void attn_emit_parts(attn_plan *p, attn_level *l, const attn_item *item, 
 static int attn_gang_part(const toka_device *d, int64_t kv_positions, int n, int most) {
     const attn_plan *p = d->attn;
     int B = d->shape->B, part = (int)(kv_positions * d->shape->K / (d->n_sms * ATTN_WARPS)), longest = d->shape->D <= 64 ? 128 : 64;
-    part = max(ATTN_GANG_PART, ceil_div(min(part, longest), B) * B);
+    part = max(max((int)ATTN_GANG_PART, B), ceil_div(min(part, longest), B) * B);
     if (n * d->shape->K <= d->n_sms) part = max(part, ceil_div(ceil_div(most, ATTN_GANG), B) * B);
     bool fits = part <= longest && most > part && most <= part * ATTN_GANG && n <= p->max_merges - p->n_merges;
     return p->hopper && fits && n * ATTN_GANG <= p->max_items - p->n_items ? part : 0;
@@ -4963,7 +4966,8 @@ __global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask 
  * Retired: differences to the maximum, then a product, instead of one multiply-add, and a candidate from every group: LM head and
  * sampling together against cuBLAS's LM head alone, H200, November 2026, temperature 1 / 0.6: 1.15 / 1.20 (V 151936, E 896, 512
  * rows), 1.06 / 1.21 (1024), 1.18 / 1.24 (4096). Warpgroups started three blocks of K apart, so that one multiplies during the
- * other's epilogue: no gain at temperature 1, 5 % slower at 0.6, where the epilogue outlasts what the ring holds. Half of the second exponentials by a polynomial on the other units,
+ * other's epilogue: no gain at temperature 1, 5 % slower at 0.6, where the epilogue outlasts what the ring holds. Half of the second
+ * exponentials by a polynomial on the other units,
  * ten instructions each: 3 % slower (V 151936, 512 rows): there are not that many free. One loop over both rows, for half
  * the code: 1 % slower. */
 
@@ -5921,7 +5925,8 @@ static void samp_collect(toka_device *d, const toka_step *s, const samp_down *do
     }
 }
 
-/* The op up to the results, which stay on the device; samp_plan_step has run and the stage has been sent. Uses d->xn. As many rows at a time as there is room for parts, and for the logits of those
+/* The op up to the results, which stay on the device; samp_plan_step has run and the stage has been sent. Uses d->xn. As many rows at a
+ * time as there is room for parts, and for the logits of those
  * that have to be stored; plain and filtered rows share a pass over the weights. */
 static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
     samp_plan *p = d->samp;

@@ -36,8 +36,10 @@ def planned(model, tp, pp, flags, gpu):
     out = subprocess.run([TOKA, "plan", "-m", model, "--gpus", str(tp * pp), "--gpu", gpu, "--json", *flags], capture_output=True, text=True)
     if out.returncode:
         sys.exit(out.stderr.strip())
-    at = next(s for s in json.loads(out.stdout)["splits"]
-              if (s["tensor_parallel_size"], s["pipeline_parallel_size"], s["data_parallel_size"]) == (tp, pp, 1))
+    at = next((s for s in json.loads(out.stdout)["splits"]
+               if (s["tensor_parallel_size"], s["pipeline_parallel_size"], s["data_parallel_size"]) == (tp, pp, 1)), None)
+    if not at:
+        sys.exit(f"toka plan knows no split tp {tp} pp {pp} of {model}")
     return {"weights": at["weight_bytes"] / 1e9, "KV tokens": at["kv_tokens"], "all else": at["scratch_bytes"] / 1e9}
 
 

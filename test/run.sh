@@ -213,7 +213,8 @@ gpu_collect() { # waits for all jobs, and counts them in the order in which they
     wait
     for ((i = gpu_counted; i < gpu_n; i++)); do
         read -r kind name <"$B/jobs/$i.name"
-        read -r status took <"$B/jobs/$i.end"
+        status=1 took=0 # of a job that was killed before it could say
+        [ ! -f "$B/jobs/$i.end" ] || read -r status took <"$B/jobs/$i.end"
         line=$(grep -E '^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped' "$B/jobs/$i.log" | tail -1)
         if grep -q 'Device not supported' "$B/jobs/$i.log"; then skip 1 "$name: compute-sanitizer does not know this device"
         elif [ $kind = one ]; then
@@ -238,6 +239,7 @@ gpu_is_new() { # FILE...: all are there, and newer than what they are made of
 gpu_make() { # FILE: a test program for GPU_ARCH
     local nvcc="nvcc -std=c++20 -O3 -Xcompiler -fno-exceptions -gencode arch=compute_$GPU_ARCH,code=sm_$GPU_ARCH"
     local c="$CC -std=c11 -O2 -w -I. -DTOKA_WITH_CUDA" half=
+    rm -f "$B/$1" # nobody runs an old one where this fails
     case $1 in
     kernels.o) $nvcc -c toka_kernels.cu -o $B/kernels.o ;;
     mutants/mutants) GPU_ARCH=$GPU_ARCH python3 test/gpu_mutants.py build ;;
