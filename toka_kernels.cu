@@ -41,6 +41,7 @@
  *                      gemm_mma_kernel       any M, any card              arithmetic   about 60 % of wgmma's rate (H100)
  *   RoPE, KV append    in gemm_kernel, gemm_thin_kernel (D 64, 128), rope_kernel else  copy  not measured
  *   attention, decode  attn_small, attn_gang <= 16 queries, Hopper        K, V bytes   84 % (64 x 4,096) to 100 % (2,048 x 900)
+ *   samples of prompts attn_both             D 64, Hopper                 K, V bytes   62 % (8,192 of 88 own, 675 shared positions)
  *   prefill, shared    attn_wg               D 64, 96, 128, Hopper        arithmetic   465, 526 TFLOP/s at 16k (cuDNN 437, 571)
  *   all of it          attn_mma              any D, any card              either       prefill half of attn_wg (H100)
  *   parts of it        attn_join             split K and V                copy         not measured
@@ -593,6 +594,12 @@ __device__ static inline uint64_t wgmma_desc_trans(uint32_t at, int panel_bytes)
 __device__ static inline void cluster_meet_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ static inline void cluster_meet_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 __device__ static inline void cluster_meet() { cluster_meet_arrive(), cluster_meet_wait(); }
+/* n bytes of this CTA's shared memory to the offset `to` of CTA `cta` of the cluster; its barrier at offset `bar` is told. */
+__device__ static inline void bulk_to_peer(uint32_t to, uint32_t from, int n, uint32_t bar, int cta) {
+    asm volatile("{.reg .b32 t, b; mapa.shared::cluster.u32 t, %0, %4; mapa.shared::cluster.u32 b, %3, %4;\n"
+                 "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [t], [%1], %2, [b];}"
+                 ::"r"(to), "r"(from), "r"(n), "r"(bar), "r"(cta) : "memory");
+}
 /* The address of `at` in CTA `cta` of the cluster. */
 __device__ static inline uint32_t peer_at(uint32_t at, int cta) {
     uint32_t r;
@@ -2619,6 +2626,9 @@ static void gemm(toka_device *d, const gemm_args *a) {
  * first span leaves a state (O and LSE, float32), the next begins with it, the last writes o. So nothing is merged twice, every
  * row has one state no matter how many spans it lies in, and the order of sums is fixed.
  *
+ * Many rows that have one span together and then each its own, as in decoding samples of a prompt, need no level: one kernel does both
+ * spans (attn_both).
+ *
  * Few items do not fill the GPU: then kv ranges are cut (split-KV), the parts go to part_o and part_lse and one merge per row
  * follows in the same level. The length of a part follows from the sum of kv positions in the level alone. Where no small item of a
  * level needs more than ATTN_GANG short parts (attn_gang_part), and some need two, gangs work on them on Hopper: a block for each item,
@@ -2633,6 +2643,8 @@ enum {
     ATTN_TILE_Q = 64,    /* queries of a tile on mma.sync */
     ATTN_SMALL_Q = 16,   /* queries of a small item, and the unit of the split-KV buffer */
     ATTN_MIN_PART = 128, /* kv positions of a part of a small item, at least */
+    ATTN_BOTH_ROWS = 32, ATTN_BOTH_Q = 128, /* rows and queries of an item of attn_both, at most */
+    ATTN_BOTH_OWN = 1024,                   /* own positions of such a row, at most: a warp does them one behind the other */
     ATTN_JOIN_START = 250, /* what it takes to merge parts of tiles at all, in kv positions */
     ATTN_WARPS = 16,     /* small items that an SM works on at a time, roughly */
     ATTN_GANG = 8,       /* warps of a gang at most, */
@@ -2648,7 +2660,8 @@ typedef struct attn_item {
     int kv0, kv1;       /* positions; kv0 is a multiple of B */
     int page0;          /* of attn_plan.pages, page of kv0 */
     int pos_lo, pos_hi; /* lowest and highest position of the rows */
-    int where;          /* ATTN_SEED: begin with the rows' state; ATTN_TO_O, ATTN_TO_STATE, or slot << ATTN_SLOT of part_o */
+    int where;          /* ATTN_SEED: begin with the rows' state; ATTN_TO_O, ATTN_TO_STATE, or slot << ATTN_SLOT of part_o; of
+                         * attn_both: number << ATTN_SLOT of the first row's own item */
 } attn_item;
 
 typedef struct attn_merge { /* the n parts of one item, slot after slot, become one; a gang's: items from `slot` of the level's small ones on */
@@ -2664,13 +2677,14 @@ typedef struct attn_level {
 
 typedef struct attn_span { /* of a toka_span, for the time of planning */
     int level, page0, where;
-    bool small;
+    bool small, both;
 } attn_span;
 
 struct attn_plan {
     int G, small_rows, tile_q; /* query heads of a kv head; rows of a small span at most; queries of a tile */
     int max_items, max_merges, max_spans, max_levels, max_slots;
     bool hopper;                /* the kernels with tensor maps */
+    bool has_both;              /* attn_both too */
     CUtensorMap *maps;          /* [L][ATTN_MAPS] or NULL */
     size_t max_pages;
     float *state_o, *state_lse; /* [T][H][D], [T][H]: base-2 LSE */
@@ -2678,7 +2692,9 @@ struct attn_plan {
     attn_span *spans;           /* [max_spans] */
     attn_level *levels;         /* [max_levels] */
     uint16_t *row_level;        /* [max_tokens] levels that the row has behind it; while planning */
+    int *row_span;              /* [max_tokens] the last span of the row */
     int n_levels, n_items, n_merges, n_slots;
+    int both0, n_both;          /* items of attn_both; behind them their rows' own */
     attn_merge *merges;         /* [max_merges] this step's, on the host while planning ... */
     attn_item *items;           /* ... in d->up ... */
     const attn_item *dev_items; /* ... and on the device */
@@ -2692,6 +2708,7 @@ static void attn_sizes(const toka_device *d, attn_plan *p) {
     int T = d->options.max_tokens, G = sh->H / sh->K, seq_pages = ceil_div(sh->max_len, sh->B);
     int64_t pages = (int64_t)T * (seq_pages + 1); /* a group's tail is read from one more */
     p->hopper = d->hopper && sh->B >= 64 && sh->D >= 64 && sh->D <= 128 && d->kv_layer / sh->D < INT_MAX;
+    p->has_both = p->hopper && sh->D == 64 && G <= 8;
     p->G = G, p->small_rows = ATTN_SMALL_Q / G;
     p->tile_q = !p->hopper ? ATTN_TILE_Q : sh->D == 64 ? 192 : 128;
     p->max_spans = 2 * T + 64;
@@ -2700,7 +2717,7 @@ static void attn_sizes(const toka_device *d, attn_plan *p) {
     /* about twice what attn_small_part and attn_tile_part aim at; beyond, ranges stay whole */
     p->max_slots = d->n_sms * (ATTN_WARPS + p->tile_q / ATTN_SMALL_Q) * 3 / 2 / sh->K + 64;
     p->max_merges = 2 * p->max_slots;
-    p->max_items = p->max_spans + p->max_slots + 8 * ceil_div(T * G, p->tile_q);
+    p->max_items = p->max_spans + p->max_slots + 12 * ceil_div(T * G, p->tile_q);
 }
 
 /* Host memory of planning, in d->attn. shape, options, n_sms, hopper and kv_layer are set. */
@@ -2715,12 +2732,14 @@ static void attn_plan_open(toka_device *d) {
     p->levels = (attn_level *)malloc((size_t)p->max_levels * sizeof *p->levels);
     p->merges = (attn_merge *)malloc((size_t)p->max_merges * sizeof *p->merges);
     p->row_level = (uint16_t *)malloc((size_t)d->options.max_tokens * sizeof *p->row_level);
-    if (!p->spans || !p->levels || !p->merges || !p->row_level) abort();
+    p->row_span = (int *)malloc((size_t)d->options.max_tokens * sizeof *p->row_span);
+    if (!p->spans || !p->levels || !p->merges || !p->row_level || !p->row_span) abort();
 }
 
 static void attn_close(toka_device *d) { /* host memory; the device's goes with all blocks */
     if (!d->attn) return;
-    free(d->attn->spans), free(d->attn->levels), free(d->attn->merges), free(d->attn->row_level), free(d->attn->maps);
+    free(d->attn->spans), free(d->attn->levels), free(d->attn->merges), free(d->attn->maps);
+    free(d->attn->row_level), free(d->attn->row_span);
     free(d->attn);
     d->attn = NULL;
 }
@@ -2742,7 +2761,7 @@ static void attn_plan_levels(toka_device *d, const toka_step *s) {
         int level = p->row_level[sp->row0];
         for (int r = sp->row0; r < sp->row0 + sp->n_rows; r++) {
             assert(p->row_level[r] == level);
-            p->row_level[r] = (uint16_t)(level + 1);
+            p->row_level[r] = (uint16_t)(level + 1), p->row_span[r] = i;
         }
         p->spans[i].level = level, p->spans[i].small = sp->n_rows <= p->small_rows;
         p->n_levels = max(p->n_levels, level + 1);
@@ -2754,6 +2773,41 @@ static void attn_plan_levels(toka_device *d, const toka_step *s) {
         bool last = p->row_level[sp->row0] == a->level + 1;
         a->where = (a->level ? ATTN_SEED : 0) | (last ? ATTN_TO_O : ATTN_TO_STATE);
         if (last && a->small) a->level = p->n_levels - 1;
+    }
+}
+
+static int attn_both_rows(const attn_plan *p) { return min((int)ATTN_BOTH_ROWS, ATTN_BOTH_Q / p->G); }
+
+/* Can attn_both do this span and the rows' own? */
+static bool attn_fits_both(const toka_device *d, const toka_step *s, int i) {
+    const attn_plan *p = d->attn;
+    const toka_span *sp = &s->spans[i];
+    if (p->spans[i].small || p->spans[i].where & ATTN_TO_O) return false;
+    for (int r = sp->row0; r < sp->row0 + sp->n_rows; r++) {
+        const toka_span *own = &s->spans[p->row_span[r]];
+        if (p->row_level[r] != p->spans[i].level + 2 || own->n_rows > 1 || own->n_kv > ATTN_BOTH_OWN) return false;
+        if (s->pos[r] < sp->kv0 + sp->n_kv) return false;
+    }
+    return true;
+}
+
+/* Which spans attn_both does: all that it can, if they make two items for every SM and no layer has a window. Not in small steps, which
+ * may be graphs: these know the launches of levels only. */
+static void attn_plan_both(toka_device *d, const toka_step *s) {
+    attn_plan *p = d->attn;
+    bool wanted = p->has_both && s->T > GRAPH_ROWS;
+    p->n_both = 0;
+    for (int i = 0; i < d->shape->L && d->layers; i++) wanted = wanted && !d->layers[i].window;
+    for (int i = 0; i < s->n_spans; i++) {
+        p->spans[i].both = wanted && attn_fits_both(d, s, i);
+        if (p->spans[i].both) p->n_both += ceil_div(s->spans[i].n_rows, attn_both_rows(p));
+    }
+    if (p->n_both * d->shape->K < 2 * d->n_sms) p->n_both = 0;
+    for (int i = 0; i < s->n_spans; i++) {
+        attn_span *a = &p->spans[i];
+        if (a->small) continue;
+        a->both = a->both && p->n_both;
+        for (int r = s->spans[i].row0; a->both && r < s->spans[i].row0 + s->spans[i].n_rows; r++) p->spans[p->row_span[r]].both = true;
     }
 }
 
@@ -2799,6 +2853,11 @@ static int attn_tile_part(const toka_device *d, int64_t kv_positions, int n_tile
     return best == 1 ? INT_MAX / 2 : (int)((len + best - 1) / best);
 }
 
+static void attn_add(attn_plan *p, const attn_item *item) { /* too many: attn_plan_step says so */
+    if (p->n_items < p->max_items) p->items[p->n_items] = *item;
+    p->n_items++;
+}
+
 /* n parts of `part` positions, and their merge. */
 static void attn_emit_parts(attn_plan *p, attn_level *l, const attn_item *item, int n, int part, int part_pages) {
     p->merges[p->n_merges++] = attn_merge{item->q0, item->nq, p->n_slots, n, item->where};
@@ -2820,7 +2879,7 @@ static int attn_gang_part(const toka_device *d, int64_t kv_positions, int n, int
     part = max(max((int)ATTN_GANG_PART, B), ceil_div(min(part, longest), B) * B);
     if (n * d->shape->K <= d->n_sms) part = max(part, ceil_div(ceil_div(most, ATTN_GANG), B) * B);
     bool fits = part <= longest && most > part && most <= part * ATTN_GANG && n <= p->max_merges - p->n_merges;
-    return p->hopper && fits && n * ATTN_GANG <= p->max_items - p->n_items ? part : 0;
+    return p->hopper && !p->n_both && fits && n * ATTN_GANG <= p->max_items - p->n_items ? part : 0;
 }
 static void attn_emit_gang(const toka_device *d, attn_level *l, const attn_item *item, int part) {
     attn_plan *p = d->attn;
@@ -2851,27 +2910,35 @@ static void attn_emit(toka_device *d, attn_level *l, const attn_item *item, int 
             return;
         }
     }
-    if (p->n_items < p->max_items) p->items[p->n_items] = *item;
-    p->n_items++;
+    attn_add(p, item);
+}
+
+/* nq queries of a span from q0 on, those of rows row .. last, uncut. */
+static attn_item attn_item_of(const toka_device *d, const toka_step *s, int i, int q0, int nq, int row, int last) {
+    const toka_span *sp = &s->spans[i];
+    const attn_span *a = &d->attn->spans[i];
+    int skip = sp->kv0 & (d->shape->B - 1);
+    attn_item item = {.q0 = q0, .nq = (short)nq, .skip = (short)skip, .kv0 = sp->kv0 - skip, .page0 = a->page0, .pos_lo = INT_MAX,
+                      .pos_hi = -1, .where = a->where};
+    for (int r = row; r <= last; r++) {
+        item.pos_lo = min(item.pos_lo, s->pos[r]);
+        item.pos_hi = max(item.pos_hi, s->pos[r]);
+    }
+    item.kv1 = max(sp->kv0, min(sp->kv0 + sp->n_kv, item.pos_hi + 1));
+    return item;
 }
 
 /* The items of one span; the last rows, which see most, come first. */
 static void attn_emit_span(toka_device *d, const toka_step *s, int i, attn_level *l, int part_len) {
     const toka_span *sp = &s->spans[i];
-    const attn_span *a = &d->attn->spans[i];
-    int G = d->attn->G, end = (sp->row0 + sp->n_rows) * G, skip = sp->kv0 & (d->shape->B - 1);
-    int tile = a->small ? ATTN_SMALL_Q : d->attn->tile_q, n = a->small ? 1 : ceil_div(sp->n_rows * G, tile);
+    bool small = d->attn->spans[i].small;
+    int G = d->attn->G, end = (sp->row0 + sp->n_rows) * G;
+    int tile = small ? ATTN_SMALL_Q : d->attn->tile_q, n = small ? 1 : ceil_div(sp->n_rows * G, tile);
     for (int t = n - 1; t >= 0; t--) {
-        attn_item item = {.q0 = sp->row0 * G + t * tile, .skip = (short)skip, .kv0 = sp->kv0 - skip, .page0 = a->page0,
-                          .pos_lo = INT_MAX, .pos_hi = -1, .where = a->where};
-        item.nq = (short)min(tile, end - item.q0);
-        int r = a->small ? sp->row0 : item.q0 / G; /* 8,192 divisions less */
-        int last = a->small ? sp->row0 + sp->n_rows - 1 : (item.q0 + item.nq - 1) / G;
-        for (; r <= last; r++) {
-            item.pos_lo = min(item.pos_lo, s->pos[r]);
-            item.pos_hi = max(item.pos_hi, s->pos[r]);
-        }
-        item.kv1 = max(sp->kv0, min(sp->kv0 + sp->n_kv, item.pos_hi + 1));
+        int q0 = sp->row0 * G + t * tile, nq = min(tile, end - q0);
+        int row = small ? sp->row0 : q0 / G; /* 8,192 divisions less */
+        int last = small ? sp->row0 + sp->n_rows - 1 : (q0 + nq - 1) / G;
+        attn_item item = attn_item_of(d, s, i, q0, nq, row, last);
         attn_emit(d, l, &item, part_len);
     }
 }
@@ -2882,7 +2949,7 @@ static void attn_plan_kind(toka_device *d, const toka_step *s, int level, bool s
     int64_t work = 0;
     int n = 0, most = 0, part_len;
     for (int i = 0; i < s->n_spans; i++) {
-        if (p->spans[i].level != level || p->spans[i].small != small) continue;
+        if (p->spans[i].level != level || p->spans[i].small != small || p->spans[i].both) continue;
         int tiles = small ? 1 : ceil_div(s->spans[i].n_rows * p->G, p->tile_q);
         work += (int64_t)s->spans[i].n_kv * tiles, n += tiles;
         most = max(most, s->spans[i].n_kv + (s->spans[i].kv0 & (d->shape->B - 1)));
@@ -2890,7 +2957,32 @@ static void attn_plan_kind(toka_device *d, const toka_step *s, int level, bool s
     p->levels[level].gang_part = small ? attn_gang_part(d, work, n, most) : 0;
     part_len = small ? attn_small_part(d, work) : attn_tile_part(d, work, n);
     for (int i = 0; work && i < s->n_spans; i++)
-        if (p->spans[i].level == level && p->spans[i].small == small) attn_emit_span(d, s, i, &p->levels[level], part_len);
+        if (p->spans[i].level == level && p->spans[i].small == small && !p->spans[i].both) attn_emit_span(d, s, i, &p->levels[level], part_len);
+}
+
+/* The items of attn_both, and then those of their rows. */
+static void attn_plan_both_items(toka_device *d, const toka_step *s) {
+    attn_plan *p = d->attn;
+    int G = p->G, most = attn_both_rows(p), own = p->n_both;
+    p->both0 = p->n_items;
+    for (int i = 0; i < s->n_spans && p->n_both; i++) {
+        const toka_span *sp = &s->spans[i];
+        if (!p->spans[i].both || p->spans[i].small) continue;
+        for (int row = sp->row0, end = row + sp->n_rows, n; row < end; row += n, own += n) {
+            n = min(most, end - row);
+            attn_item item = attn_item_of(d, s, i, row * G, n * G, row, row + n - 1);
+            item.where |= own << ATTN_SLOT;
+            attn_add(p, &item);
+        }
+    }
+    for (int i = 0; i < s->n_spans && p->n_both; i++) {
+        const toka_span *sp = &s->spans[i];
+        if (!p->spans[i].both || p->spans[i].small) continue;
+        for (int row = sp->row0; row < sp->row0 + sp->n_rows; row++) {
+            attn_item item = attn_item_of(d, s, p->row_span[row], row * G, G, row, row);
+            attn_add(p, &item);
+        }
+    }
 }
 
 /* Makes the lists of this step and puts them into d->up. Before stage_send. */
@@ -2898,6 +2990,7 @@ static void attn_plan_step(toka_device *d, const toka_step *s) {
     attn_plan *p = d->attn;
     assert(s->n_spans <= p->max_spans && s->T <= d->options.max_tokens);
     attn_plan_levels(d, s);
+    attn_plan_both(d, s);
     if (!attn_plan_pages(d, s)) return;
     p->dev_items = (const attn_item *)stage_room(&d->up, (size_t)p->max_items * sizeof *p->items, (void **)&p->items);
     p->n_items = p->n_merges = 0;
@@ -2910,6 +3003,7 @@ static void attn_plan_step(toka_device *d, const toka_step *s) {
         attn_plan_kind(d, s, i, true);
         l->n_small = l->n_gangs ? 0 : p->n_items - l->small0, l->n_merges = p->n_merges - l->merge0 - l->n_gangs;
     }
+    attn_plan_both_items(d, s);
     d->up.used -= (size_t)(p->max_items - min(p->n_items, p->max_items)) * sizeof *p->items;
     p->dev_merges = (const attn_merge *)stage_put(&d->up, p->merges, (size_t)p->n_merges * sizeof *p->merges);
     if (p->n_items <= p->max_items) return;
@@ -2978,6 +3072,7 @@ typedef struct attn_exit {
     float *o32;
     const float *seed;       /* or NULL */
     float own, old;
+    float lse;               /* of all */
 } attn_exit;
 
 /* LSE of the state that query i of the item begins with, -inf if none. All threads read it before one writes the new one. */
@@ -2990,7 +3085,7 @@ __device__ static inline attn_exit attn_leave(const attn_args &a, const attn_ite
                                             bool first) {
     attn_exit e = {};
     float lse = l > 0 ? m + log2f(l) : -INFINITY;
-    e.own = l > 0 ? 1 / l : 0;
+    e.own = l > 0 ? 1 / l : 0, e.lse = lse;
     size_t at = attn_head_at(a, it.q0 + i, h);
     if (!(it.where & (ATTN_TO_O | ATTN_TO_STATE))) {
         size_t part = attn_part_at(a, it.where >> ATTN_SLOT, i, h);
@@ -3000,7 +3095,7 @@ __device__ static inline attn_exit attn_leave(const attn_args &a, const attn_ite
     }
     if (old > -INFINITY) {
         float top = fmaxf(lse, old), w = ex2(lse - top), w_old = ex2(old - top), sum = w + w_old;
-        e.own *= w / sum, e.old = w_old / sum, lse = top + log2f(sum);
+        e.own *= w / sum, e.old = w_old / sum, e.lse = lse = top + log2f(sum);
         e.seed = a.state_o + at * a.D;
     }
     if (it.where & ATTN_TO_O) {
@@ -3428,19 +3523,20 @@ __device__ static inline void attn_wg_pv(float (&acc)[DP / 2], const uint32_t (&
 }
 
 /* The feeding warp: K and V of all tiles, in the order in which they are used, in blocks of 64 positions; blocks behind the last
- * position are left out. */
+ * position are left out. `before`: tiles that have gone through the ring. */
 template <int DP, int WGS, int N, int STAGES>
 __device__ static inline void attn_wg_feed(const attn_args &a, const CUtensorMap *map, const attn_item &it, int h, int first,
-                                           int n_tiles, uint32_t ks, uint32_t bars) {
+                                           int n_tiles, int before, uint32_t ks, uint32_t bars) {
 #if HOPPER
     typedef attn_wg_shape<DP, WGS, N, STAGES> shape;
     int lane = threadIdx.x % 32, last = it.kv1 - it.kv0 - 1;
     int ids = 0, ids_at = -32; /* numbers of the pages ids_at .. ids_at+31, one per lane */
     for (int i = 0; i < 2 * n_tiles; i++) { /* K0, K1, V0, K2, V1 ... */
-        int v = i == 2 * n_tiles - 1 || (i > 1 && i % 2 == 0), j = v ? (i - 1) / 2 : (i + 1) / 2, at = v * STAGES + j % STAGES;
+        int v = i == 2 * n_tiles - 1 || (i > 1 && i % 2 == 0), j = v ? (i - 1) / 2 : (i + 1) / 2, turn = before + j;
+        int at = v * STAGES + turn % STAGES;
         int t = first + j * N - it.kv0, blocks = min(N / 64, (last - t) / 64 + 1);
         uint32_t to = ks + at * shape::TILE, full = bars + 8 * at;
-        mbar_wait(full + 16 * STAGES, (j / STAGES & 1) ^ 1);
+        mbar_wait(full + 16 * STAGES, (turn / STAGES & 1) ^ 1);
         if (lane == 0) mbar_expect_tx(full, blocks * 64 * shape::PANELS * 128);
         for (int b = 0; b < blocks; b++, t += 64, to += 64 * 128) {
             int page = t >> a.log2_B;
@@ -3489,13 +3585,13 @@ __device__ static inline void attn_hold(float x, uint32_t at) {
     asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.b32 [%1], %1;}" ::"f"(x), "r"(at) : "memory");
 }
 
-/* One warpgroup: its 64 queries against all tiles. */
-template <int DP, int WGS, int N, int STAGES>
-__device__ static inline void attn_wg_work(const attn_args &a, const attn_item &it, int h, int wg, int first, int n_tiles,
-                                           uint32_t qs, uint32_t full_k, char *smem) {
+/* One warpgroup: its 64 queries against all tiles. end(rows, acc) says what becomes of the sums. */
+template <int DP, int WGS, int N, int STAGES, class End>
+__device__ static inline void attn_wg_work(const attn_args &a, const attn_item &it, int h, int wg, int first, int n_tiles, int before,
+                                           uint32_t qs, uint32_t full_k, char *smem, const End &end) {
 #if HOPPER
     typedef attn_wg_shape<DP, WGS, N, STAGES> shape;
-    int lane = threadIdx.x % 32, at = 0, parity = 0; /* of the tile that is next for P V */
+    int lane = threadIdx.x % 32, at = before % STAGES, parity = before / STAGES & 1; /* of the tile that is next for P V */
     uint32_t ks = qs + shape::Q, vs = ks + STAGES * shape::TILE, full_v = full_k + 8 * STAGES;
     uint32_t empty_k = full_v + 8 * STAGES, empty_v = empty_k + 8 * STAGES;
     attn_rows w = {wg * 64 + (int)threadIdx.x % 128 / 32 * 16 + lane / 4, {-INFINITY, -INFINITY}};
@@ -3509,15 +3605,15 @@ __device__ static inline void attn_wg_work(const attn_args &a, const attn_item &
     attn_wg_load_q<DP, WGS>(a, it, h, wg, (bf16 *)smem);
     qs += wg * 64 * 128;
     if (n_tiles) {
-        mbar_wait(full_k, 0);
-        attn_wg_qk<DP, N>(s, qs, WGS * 64 * 128, ks);
+        mbar_wait(full_k + 8 * at, parity);
+        attn_wg_qk<DP, N>(s, qs, WGS * 64 * 128, ks + at * shape::TILE);
         wgmma_wait<0>();
         wgmma_keep(s);
-        if (lane == 0) mbar_arrive(empty_k);
+        if (lane == 0) mbar_arrive(empty_k + 8 * at);
         soften(0);
         attn_pack(p, s);
     }
-    if (wg == WGS - 1) named_arrive(1 + WGS, 256); /* the first turn is the first's */
+    if (wg == WGS - 1 && !before) named_arrive(1 + WGS, 256); /* the first turn is the first's */
     for (int j = 1; j < n_tiles; j++) {
         int was = at, was_parity = parity;
         if (++at == STAGES) at = 0, parity ^= 1;
@@ -3545,8 +3641,9 @@ __device__ static inline void attn_wg_work(const attn_args &a, const attn_item &
         attn_wg_pv<DP, N>(acc, p, vs + at * shape::TILE);
         wgmma_wait<0>();
         wgmma_keep(acc);
+        if (lane == 0) mbar_arrive(empty_v + 8 * at);
     }
-    attn_rows_end(a, it, w, h, acc);
+    end(w, acc);
 #endif
 }
 
@@ -3571,10 +3668,252 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
     int first = attn_first(a, it, N), n_tiles = it.kv1 > first ? (it.kv1 - first + N - 1) / N : 0;
     if (threadIdx.x < 128) {
         regs_give<shape::FEED_REGS>();
-        if (threadIdx.x < 32) attn_wg_feed<DP, WGS, N, STAGES>(a, &map, it, h, first, n_tiles, qs + shape::Q, full_k);
+        if (threadIdx.x < 32) attn_wg_feed<DP, WGS, N, STAGES>(a, &map, it, h, first, n_tiles, 0, qs + shape::Q, full_k);
     } else {
         regs_take<shape::REGS>();
-        attn_wg_work<DP, WGS, N, STAGES>(a, it, h, threadIdx.x / 128 - 1, first, n_tiles, qs, full_k, attn_smem);
+        attn_wg_work<DP, WGS, N, STAGES>(a, it, h, threadIdx.x / 128 - 1, first, n_tiles, 0, qs, full_k, attn_smem,
+                                         [&](const attn_rows &w, const float(&acc)[DP / 2]) { attn_rows_end(a, it, w, h, acc); });
+    }
+#else
+    __trap();
+#endif
+}
+
+/* ---- A shared prefix and what its rows have of their own, in one block, on Hopper; D = 64 ----
+ * In: items (n of them, then the own items of their rows, one a row), each 128 queries at most of 32 rows at most against a span that
+ * all of them see; the next and last span of each row is its own. Out: o. Grid: a block an SM, which takes every gridDim'th pair of item
+ * and kv head. One warp feeds two warpgroups with the shared K and V as in attn_wg; six warps take own parts, as in attn_small, row by
+ * row as they come free. Bytes: K and V of the own positions; FLOPs: 4 * 128 * 64 * shared positions.
+ * Why: the shared part is bound by the tensor cores, own parts by the bytes, so side by side both cost what the longer one costs
+ * alone. And the state between them never leaves the SM: it waits in shared memory (a hub) until the row's own sums are done.
+ * Measured on an H200 (`gpu_attn bench samples`: 8,192 samples of eight prompts, 675 positions shared, 88 on average of their own):
+ * 532 us, where attn_wg takes 165 and attn_small 451 behind it. Retired: every fourth row to each of four warps, and one hub: 652, and
+ * no less with seven warps, as all wait for the longest of their rows before the next item's can end. */
+enum { ATTN_OWN_TOK = 32, ATTN_OWN_STAGES = 2, ATTN_OWN_WARPS = 6, ATTN_HUB_ROW = 72 /* floats; quads of eight rows meet no bank twice */ };
+struct attn_both_shape {
+    static constexpr int WGS = 2, N = 64, STAGES = 2, THREADS = 512;
+    typedef attn_wg_shape<64, WGS, N, STAGES> shared;
+    static constexpr int OWN_TILE = ATTN_OWN_TOK * 64 * 2, OWN_RING = ATTN_OWN_STAGES * 2 * OWN_TILE; /* bytes of K or V; of a warp */
+    static constexpr int HUB = ATTN_BOTH_Q * (ATTN_HUB_ROW + 1) * 4;
+    static constexpr int OWN_AT = shared::BYTES, HUB_AT = OWN_AT + ATTN_OWN_WARPS * OWN_RING, BYTES = HUB_AT + 2 * HUB;
+};
+
+typedef struct attn_hubs { /* hub i % 2: the states of the block's item number i, on their way from the shared part to the own ones */
+    float *o;             /* [2][ATTN_BOTH_Q][ATTN_HUB_ROW], and then [ATTN_BOTH_Q] LSE */
+    uint32_t full, empty; /* two barriers each: an arrival a thread that writes; a thread of those that read, when its warp has left */
+} attn_hubs;
+__device__ static inline float *attn_hub(const attn_hubs &hubs, int round) { return hubs.o + (round & 1) * (attn_both_shape::HUB / 4); }
+
+/* A warp of the shared part leaves its queries of the block's item number `round`. */
+__device__ static inline void attn_hub_put(const attn_args &a, const attn_item &it, const attn_rows &w, int h, const float (&acc)[32],
+                                           const attn_hubs &hubs, int round) {
+#if HOPPER
+    int quad = threadIdx.x % 4;
+    float *hub = attn_hub(hubs, round);
+    mbar_wait(hubs.empty + 8 * (round & 1), (round >> 1 & 1) ^ 1);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        int i = w.i + 8 * r;
+        float sum = quad_sum(w.l[r]);
+        if (i >= it.nq) continue;
+        attn_exit e = attn_leave(a, it, i, h, w.m[r], sum, attn_old_lse(a, it, i, h), false);
+        e.o32 = hub + i * ATTN_HUB_ROW;
+        if (quad == 0) hub[ATTN_BOTH_Q * ATTN_HUB_ROW + i] = e.lse;
+#pragma unroll
+        for (int c = 0; c < 8; c++) attn_leave_pair(e, c * 8 + quad * 2, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]);
+    }
+    mbar_arrive(hubs.full + 8 * (round & 1));
+#endif
+}
+
+/* The rows that a warp does: it draws them from all of the block's, in their order, and asks for their tiles one behind the other. */
+struct attn_own_feed {
+    const attn_args &a;
+    const CUtensorMap *whole, *fine;
+    int n_jobs, rows; /* pairs of item and kv head; rows of an item, at most */
+    int *tickets;     /* of the block */
+    int4 *drawn;      /* [4] in shared memory: number of the item in this block, row in it, first and last position */
+    uint32_t ring, full;
+    int n_drawn, n_asked; /* rows, tiles */
+    int t, end, at, ids;  /* the row drawn last: its next tile, and where that ends; kv head; its page number `lane` */
+    __device__ inline bool draw() {
+#if HOPPER
+        for (int lane = threadIdx.x % 32;;) {
+            int ticket = __shfl_sync(~0u, lane ? 0 : atomicAdd(tickets, 1), 0), round = ticket / rows, r = ticket % rows;
+            int job = blockIdx.x + round * gridDim.x;
+            if (job >= n_jobs) return false;
+            const attn_item &it = a.items[job / a.K];
+            if (r * a.G >= it.nq) continue; /* the item has fewer rows */
+            const attn_item &own = a.items[(it.where >> ATTN_SLOT) + r];
+            t = own.skip & -ATTN_OWN_TOK, end = own.kv1 - own.kv0, at = job % a.K;
+            ids = a.pages[own.page0 + min(lane, (end - 1) >> a.log2_B)];
+            if (lane == 0) drawn[n_drawn % 4] = make_int4(round, r, own.skip, end);
+            __syncwarp();
+            n_drawn++;
+            return true;
+        }
+#else
+        return false;
+#endif
+    }
+    __device__ inline void ask() {
+#if HOPPER
+        if (t >= end && !draw()) return;
+        int skip = drawn[(n_drawn - 1) % 4].z, from = max(0, skip - t) / 8, pieces = (min((int)ATTN_OWN_TOK, end - t) + 7) / 8;
+        int row = ((__shfl_sync(~0u, ids, t >> a.log2_B) * a.K + at) * 2 << a.log2_B) + (t & ((1 << a.log2_B) - 1));
+        if (threadIdx.x % 32 == 0) {
+            int slot = n_asked % ATTN_OWN_STAGES;
+            uint32_t to = ring + slot * 2 * attn_both_shape::OWN_TILE, bar = full + 8 * slot;
+            bool all = !from && end - t >= ATTN_OWN_TOK;
+            mbar_expect_tx(bar, 2 * 128 * (pieces - from) * 8);
+            for (int v = 0; v < 2; v++)
+                for (int j = from; j < (all ? 1 : pieces); j++)
+                    tma_load_2d(to + v * attn_both_shape::OWN_TILE + j * 8 * 128, all ? whole : fine, bar, 0, row + (v << a.log2_B) + j * 8);
+        }
+        n_asked++, t += ATTN_OWN_TOK;
+#endif
+    }
+};
+
+/* Scores of columns that are not positions from .. to-1 become -inf; t: position of column 0. And V's rows there 0. */
+__device__ static inline void attn_own_trim(float (&s)[ATTN_OWN_TOK / 2], bf16 *v, int t, int from, int to) {
+#if HOPPER
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < ATTN_OWN_TOK / 2; j++) {
+        int at = t + j / 4 * 8 + lane % 4 * 2 + (j & 1);
+        if (at < from || at >= to) s[j] = -INFINITY;
+    }
+    for (int j = lane; j < ATTN_OWN_TOK * 8; j += 32)
+        if (t + j / 8 < from || t + j / 8 >= to) *(uint4 *)(v + attn_piece_at(ATTN_OWN_TOK, j / 8, j % 8)) = uint4{};
+    fence_async_smem(); /* the copy engine will write there again */
+    __syncwarp();
+#endif
+}
+
+/* Query lane/4 of a row, the half of the A operand that is not 0. */
+__device__ static inline void attn_own_q(const attn_args &a, int row, int h, uint32_t (&q)[4][4]) {
+    const bf16 *from = a.q + (((size_t)row * a.K + h) * a.G + threadIdx.x % 32 / 4) * 64 + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int c = 0; c < 8; c++) {
+        q[c / 2][c % 2 * 2] = threadIdx.x % 32 / 4 < a.G ? *(const uint32_t *)(from + c * 8) : 0;
+        q[c / 2][c % 2 * 2 + 1] = 0;
+    }
+}
+
+/* The row's sums join its state and leave as o. */
+__device__ static inline void attn_own_end(const attn_args &a, const attn_item &it, int r, int h, const float (&acc)[32], float m, float l,
+                                           const attn_hubs &hubs, int round) {
+#if HOPPER
+    int lane = threadIdx.x % 32, i = r * a.G + lane / 4;
+    const float *hub = attn_hub(hubs, round);
+    float sum = quad_sum(l);
+    mbar_wait(hubs.full + 8 * (round & 1), round >> 1 & 1);
+    if (lane / 4 < a.G) {
+        attn_item me = {.q0 = it.q0, .where = ATTN_SEED | ATTN_TO_O};
+        attn_exit e = attn_leave(a, me, i, h, m, sum, hub[ATTN_BOTH_Q * ATTN_HUB_ROW + i], false);
+        if (e.seed) e.seed = hub + i * ATTN_HUB_ROW;
+#pragma unroll
+        for (int c = 0; c < 8; c++) attn_leave_pair(e, c * 8 + lane % 4 * 2, acc[4 * c], acc[4 * c + 1]);
+    }
+#endif
+}
+
+/* A warp has read all that it will of the hubs before number `to`; it left those before `left` already. Each is left once by every warp,
+ * rows or not, and only once it is full: who waited for none of the one before in its place would take that for this one. */
+__device__ static inline void attn_hubs_leave(const attn_hubs &hubs, int &left, int to) {
+    for (; left < to; left++) {
+        mbar_wait(hubs.full + 8 * (left & 1), left >> 1 & 1);
+        mbar_arrive(hubs.empty + 8 * (left & 1));
+    }
+}
+
+/* One warp: its rows, tile by tile. When one is done, the next is drawn already, for its first tile was asked for; else there is none. */
+__device__ static inline void attn_own_work(attn_own_feed &feed, const attn_hubs &hubs, bf16 *ring) {
+#if HOPPER
+    const attn_args &a = feed.a;
+    const int n_hubs = (feed.n_jobs - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
+    int left = 0;
+    for (int i = 0; i < ATTN_OWN_STAGES; i++) feed.ask();
+    for (int k = 0, used = 0; k < feed.n_drawn; k++) {
+        const int4 row = feed.drawn[k % 4];
+        int job = blockIdx.x + row.x * gridDim.x, h = job % a.K, from = row.z, to = row.w;
+        const attn_item &it = a.items[job / a.K];
+        uint32_t q[4][4];
+        float acc[32] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {}, fade[2];
+        attn_own_q(a, it.q0 / a.G + row.y, h, q);
+        for (int t = from & -ATTN_OWN_TOK; t < to; t += ATTN_OWN_TOK, used++) {
+            int slot = used % ATTN_OWN_STAGES;
+            bf16 *kt = ring + slot * attn_both_shape::OWN_TILE, *vt = kt + attn_both_shape::OWN_TILE / 2;
+            float s[ATTN_OWN_TOK / 2];
+            mbar_wait(feed.full + 8 * slot, used / ATTN_OWN_STAGES & 1);
+            attn_qk<64, ATTN_OWN_TOK>(s, q, kt, 64);
+            if (t < from || t + ATTN_OWN_TOK > to) attn_own_trim(s, vt, t, from, to);
+            attn_soften(s, m, l, fade, a.scale, 1);
+            attn_fade(acc, fade);
+            attn_pv<64, ATTN_OWN_TOK>(acc, s, vt, 64);
+            __syncwarp();
+            feed.ask();
+        }
+        attn_hubs_leave(hubs, left, row.x); /* those in which it has no rows */
+        attn_own_end(a, it, row.y, h, acc, m[0], l[0], hubs, row.x);
+        if (k + 1 == feed.n_drawn || feed.drawn[(k + 1) % 4].x > row.x) attn_hubs_leave(hubs, left, row.x + 1);
+    }
+    attn_hubs_leave(hubs, left, n_hubs);
+#endif
+}
+
+/* The two warpgroups and the warp that feeds them go through the block's items. */
+template <class Work> __device__ static inline void attn_both_items(const attn_args &a, int n, const Work &work) {
+    for (int j = blockIdx.x, tiles = 0, round = 0; j < n * a.K; j += gridDim.x, round++) {
+        const attn_item &it = a.items[j / a.K];
+        int first = attn_first(a, it, attn_both_shape::N), n_tiles = (it.kv1 - first + attn_both_shape::N - 1) / attn_both_shape::N;
+        work(it, j % a.K, first, n_tiles, tiles, round);
+        tiles += n_tiles;
+    }
+}
+
+__global__ static void __launch_bounds__(attn_both_shape::THREADS, 1)
+    attn_both(const __grid_constant__ attn_args a, int n, const __grid_constant__ CUtensorMap map64,
+              const __grid_constant__ CUtensorMap map32, const __grid_constant__ CUtensorMap map8) {
+#if HOPPER
+    typedef attn_both_shape shape;
+    constexpr int WGS = shape::WGS, N = shape::N, STAGES = shape::STAGES, OWN = ATTN_OWN_STAGES * ATTN_OWN_WARPS;
+    extern __shared__ __align__(1024) char attn_smem[];
+    __shared__ uint64_t bars[4 * STAGES + OWN + 4];
+    __shared__ int4 drawn[ATTN_OWN_WARPS][4];
+    __shared__ int tickets;
+    uint32_t qs = smem_at(attn_smem), full_k = smem_at(bars), own_full = full_k + 32 * STAGES, meet = own_full + 8 * OWN;
+    attn_hubs hubs = {(float *)(attn_smem + shape::HUB_AT), meet, meet + 16};
+    int role = threadIdx.x / 128, warp = threadIdx.x / 32, rows = min((int)ATTN_BOTH_ROWS, ATTN_BOTH_Q / a.G);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2 * STAGES; i++) mbar_init(full_k + 8 * i, 1), mbar_init(full_k + 8 * (2 * STAGES + i), 4 * WGS);
+        for (int i = 0; i < OWN; i++) mbar_init(own_full + 8 * i, 1);
+        for (int i = 0; i < 2; i++) mbar_init(hubs.full + 8 * i, WGS * 128), mbar_init(hubs.empty + 8 * i, ATTN_OWN_WARPS * 32);
+        tickets = 0;
+        mbar_init_fence();
+    }
+    __syncthreads();
+    grid_launch_dependents();
+    grid_wait();
+    if (role == 1 || role == 2) {
+        regs_give<112>();
+        attn_both_items(a, n, [&](const attn_item &it, int h, int first, int n_tiles, int before, int round) {
+            attn_wg_work<64, WGS, N, STAGES>(a, it, h, role - 1, first, n_tiles, before, qs, full_k, attn_smem,
+                                             [&](const attn_rows &w, const float(&acc)[32]) { attn_hub_put(a, it, w, h, acc, hubs, round); });
+            named_sync(role, 128); /* Q has been read */
+        });
+    } else {
+        regs_take<144>();
+        int own = warp < 4 ? warp - 2 : warp - 10; /* warps 2, 3 and 12 .. 15; warp 1 has nothing to do */
+        char *ring = attn_smem + shape::OWN_AT + own * shape::OWN_RING;
+        attn_own_feed feed = {a, &map32, &map8, n * a.K, rows, &tickets, drawn[max(own, 0)], smem_at(ring),
+                              own_full + 8 * ATTN_OWN_STAGES * own};
+        if (own >= 0) attn_own_work(feed, hubs, (bf16 *)ring);
+        if (warp == 0)
+            attn_both_items(a, n, [&](const attn_item &it, int h, int first, int n_tiles, int before, int) {
+                attn_wg_feed<64, WGS, N, STAGES>(a, &map64, it, h, first, n_tiles, before, qs + shape::shared::Q, full_k);
+            });
     }
 #else
     __trap();
@@ -3714,6 +4053,11 @@ static void attention(toka_device *d, const toka_step *s, int layer, const bf16 
         launch_dependent(d, "attention, parts", attn_join, dim3((unsigned)(l->n_merges * a.K), (unsigned)l->merge_nq), 128, 0, 1,
                          a, p->dev_merges + l->merge0);
     }
+    if (!p->n_both) return;
+    const CUtensorMap *map = p->maps + ATTN_MAPS * layer;
+    a.items = p->dev_items + p->both0;
+    launch_dependent(d, "attention", attn_both, dim3((unsigned)min(d->n_sms, p->n_both * a.K)), attn_both_shape::THREADS,
+                     attn_both_shape::BYTES, 1, a, p->n_both, map[ATTN_MAP_64], map[ATTN_MAP_32], map[ATTN_MAP_8]);
 }
 
 /* ===========================================================================
@@ -6593,7 +6937,7 @@ static const toka_step *graph_step(toka_device *d, const toka_step *s, int size)
 
 /* Of that size the one with the pattern that attention's plan has; NULL: it was not captured. */
 static step_graph *graph_of(toka_device *d, int size) {
-    for (int i = 0; i < GRAPH_PATTERNS && d->attn->n_levels <= 2; i++) {
+    for (int i = 0; i < GRAPH_PATTERNS && d->attn->n_levels <= 2 && !d->attn->n_both; i++) {
         step_graph *g = &d->graphs.all[size * GRAPH_PATTERNS + i];
         if (g->exec && graph_patterns[i][0] == graph_level(d->attn, 0) && graph_patterns[i][1] == graph_level(d->attn, 1)) return g;
     }

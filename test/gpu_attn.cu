@@ -1,6 +1,7 @@
 /* gpu_attn.cu - attention on the GPU against float64 over the same bf16 inputs: lengths around every tile border, all kinds of
  * heads, trees of shared prefixes, windows, parts, with unused pages and unused ends of pages full of NaN; and the work list by
- * itself. Arguments: none, small, tiny (for racecheck), parts (long sequences only), lists (needs no GPU), bench [decode|tiles] [--json]. */
+ * itself. Arguments: none, small, tiny (for racecheck), parts (long sequences only), samples (of a prompt),
+ * lists (needs no GPU), bench [decode|tiles|samples] [--json]. */
 #include "../toka_kernels.cu"
 #include "gpu.cuh"
 
@@ -255,7 +256,7 @@ static void add_samples(scene &s, int n, int pages, int tail, int most) {
     s.share(first, n, 0, pages);
     if (tail) s.share_tail(first, n, tail);
 }
-/* Many samples of few prompts, and few of many. */
+/* What attn_both is for: so many samples that it is chosen. */
 static void test_samples(int G, int rows) {
     scene s({64, 8, G, 64, 0});
     s.add(500, 1), s.add(90, 20);
@@ -263,7 +264,7 @@ static void test_samples(int G, int rows) {
     add_samples(s, rows, 0, 40, 700);
     s.add(70, 1);
     check(s, "samples");
-    few_sms([=] {
+    few_sms([=] { /* many items a block, most of which have fewer rows than they could */
         scene t({64, 8, G, 64, 0});
         for (int i = 0; i < 40; i++) add_samples(t, 2 + i * 11 % 40, 1 + i % 3, i % 2 * 9, 1 + i % 5 * 90);
         check(t, "samples of many prompts");
@@ -407,8 +408,22 @@ struct list_check {
         }
         now++;
     }
+    void both() { /* each item, and its rows' own ones */
+        const attn_item *items = p->items + p->both0;
+        for (int i = 0; i < p->n_both; i++) {
+            const attn_item &it = items[i];
+            int G = h.shape.H / h.shape.K;
+            bad += it.nq % G || it.nq > ATTN_BOTH_Q || it.nq / G > ATTN_BOTH_ROWS;
+            item(it), leave(it.q0, it.nq, it.where);
+            for (int r = 0; r < it.nq / G; r++) {
+                const attn_item &own = items[(it.where >> ATTN_SLOT) + r];
+                bad += own.q0 != it.q0 + r * G || own.nq != G;
+                now++, item(own), leave(own.q0, own.nq, own.where), now--;
+            }
+        }
+    }
 };
-static void check_list(scene &s, bool share, bool hopper, bool want_parts, const char *name) {
+static void check_list(scene &s, bool share, bool hopper, bool want_parts, const char *name, bool want_both = false) {
     host_step h(s, share, 99);
     toka_device d = {};
     d.shape = &h.shape, d.n_sms = 132, d.hopper = hopper, d.options.max_tokens = s.T, d.kv_layer = 1 << 20;
@@ -427,6 +442,8 @@ static void check_list(scene &s, bool share, bool hopper, bool want_parts, const
     for (int q = 0; q < s.T * G; q++) c.seen.emplace_back((size_t)h.pos[q / G] + 1, 0);
     c.state.resize((size_t)s.T * G, 0), c.when.resize((size_t)s.T * G, -1);
     for (int i = 0; i < d.attn->n_levels; i++) c.level(d.attn->levels[i]);
+    c.both();
+    gpu_check(!want_both || d.attn->n_both, "work list of %s G=%d D=%d: nothing for attn_both", name, G, s.c.D);
     for (int q = 0; q < s.T * G; q++) left += c.state[q] != 2 || std::count(c.seen[q].begin(), c.seen[q].end(), 0) != 0;
     gpu_check(!c.bad && !left && !d.error.code && (!want_parts || c.parts),
               "work list of %s G=%d D=%d: %d wrong, %d queries left, %d parts%s", name, G, s.c.D, c.bad, left, c.parts,
@@ -440,6 +457,9 @@ static void test_lists() {
                 scene few({D, 2, G, 64, 0}), many({D, 2, G, 64, 0}), tree({D, 2, G, 64, 0}), chunk({D, 2, G, 64, 0});
                 scene tails({D, 2, G, 64, 0});
                 add_tails(tails, 1), add_tails(tails, 5);
+                scene samples({D, 8, G, 64, 0});
+                for (int i = 0; i < 5; i++) add_samples(samples, 300 + i, i, 9 * i, 1 + i * 30);
+                check_list(samples, true, hopper, false, "samples", hopper && D == 64 && G <= 8);
                 check_list(tails, true, hopper, false, "prompts that end within a page");
                 for (int n : {5000, 3000, 900, 17}) few.add(n, 1);
                 few.add(4000, 50);
@@ -487,7 +507,7 @@ static void test_tiny() {
         add_tails(s, 1);
         check(s, "tiny");
     }
-    few_sms([] {
+    few_sms([] { /* so that attn_both takes them, several a block */
         scene s({64, 2, 4, 64, 0});
         for (int i = 0; i < 3; i++) add_samples(s, 34, 1, 7, 9 + i * 70);
         check(s, "tiny samples");
@@ -524,7 +544,7 @@ static void test_all(bool small) {
     }
     shape_case c = {64, 2, 4, 64, 0}, wide = {128, 1, 24, 64, 0}, w = {128, 2, 4, 64, 100};
     test_decode(wide), test_prefill(wide);
-    for (int G : {1, 3, 4, 8}) test_samples(G, small ? 40 : 300 + G);
+    for (int G : {1, 3, 4, 8}) test_samples(G, small ? 290 : 300 + G);
     if (small) return;
     for (int depth = 1; depth <= 3; depth++)
         for (int rows : {1, 3, 70}) test_tree(c, depth, 2, rows, 5), test_tree(w, depth, 2, rows, 5);
@@ -638,11 +658,15 @@ static void bench_samples(int D, int n, int pages, int tail, bool share_tail, do
     shared = (double)n * (pages * 64 + (share_tail ? tail : 0)), own += share_tail ? 0 : (double)n * tail;
     stand st(s, true, 1.5f, 5);
     attn_plan *p = st.d->attn;
-    attn_level levels[2] = {p->levels[0], p->levels[1]};
     double rest = n * 32.0 * D; /* elements of Q, O, a state */
     snprintf(what, sizeof what, "%d samples, tail of %d%s", n, tail, share_tail ? " shared" : "");
     double us = gpu_time_us(st.d->stream, 4, 7, [&](int) { st.run(); });
     if (st.ok(what)) say(what, D, us, own * 8 * D * 4 + rest * 4, (own + shared) * 32 * D * 4, ceiling);
+    p->has_both = false;
+    st.plan();
+    attn_level levels[2] = {p->levels[0], p->levels[1]};
+    us = gpu_time_us(st.d->stream, 4, 7, [&](int) { st.run(); });
+    if (st.ok(what)) say("    in two kernels", D, us, own * 8 * D * 4 + rest * 10, (own + shared) * 32 * D * 4, ceiling);
     p->n_levels = 1;
     us = gpu_time_us(st.d->stream, 4, 7, [&](int) { st.run(); });
     if (st.ok(what)) say("    shared part alone", D, us, rest * 6, shared * 32 * D * 4, ceiling);
@@ -689,7 +713,9 @@ int main(int argc, char **argv) {
     if (timings && samples) bench_samples_all();
     else if (timings) bench_all(!only_tiles, !only_decode);
     else if (argc > 1 && !strcmp(argv[1], "tiny")) test_tiny();
-    else if (argc > 1 && !strcmp(argv[1], "parts")) test_parts(64), test_parts(128);
+    else if (samples) {
+        for (int G : {1, 3, 4, 8}) test_samples(G, 300 + G);
+    } else if (argc > 1 && !strcmp(argv[1], "parts")) test_parts(64), test_parts(128);
     else test_all(small);
     return gpu_report();
 }
