@@ -3822,10 +3822,12 @@ __device__ static inline void attn_own_end(const attn_args &a, const attn_item &
 /* A warp has read all that it will of the hubs before number `to`; it left those before `left` already. Each is left once by every warp,
  * rows or not, and only once it is full: who waited for none of the one before in its place would take that for this one. */
 __device__ static inline void attn_hubs_leave(const attn_hubs &hubs, int &left, int to) {
+#if HOPPER
     for (; left < to; left++) {
         mbar_wait(hubs.full + 8 * (left & 1), left >> 1 & 1);
         mbar_arrive(hubs.empty + 8 * (left & 1));
     }
+#endif
 }
 
 /* One warp: its rows, tile by tile. When one is done, the next is drawn already, for its first tile was asked for; else there is none. */
