@@ -2776,7 +2776,12 @@ static void attn_plan_levels(toka_device *d, const toka_step *s) {
     }
 }
 
-static int attn_both_rows(const attn_plan *p) { return min((int)ATTN_BOTH_ROWS, ATTN_BOTH_Q / p->G); }
+/* log2 of the rows of an item at most. */
+static int attn_both_log2_rows(const attn_plan *p) {
+    int n = 0;
+    while (2 << n <= ATTN_BOTH_ROWS && 2 * p->G << n <= ATTN_BOTH_Q) n++;
+    return n;
+}
 
 /* Can attn_both do this span and the rows' own? */
 static bool attn_fits_both(const toka_device *d, const toka_step *s, int i) {
@@ -2800,7 +2805,7 @@ static void attn_plan_both(toka_device *d, const toka_step *s) {
     for (int i = 0; i < d->shape->L && d->layers; i++) wanted = wanted && !d->layers[i].window;
     for (int i = 0; i < s->n_spans; i++) {
         p->spans[i].both = wanted && attn_fits_both(d, s, i);
-        if (p->spans[i].both) p->n_both += ceil_div(s->spans[i].n_rows, attn_both_rows(p));
+        if (p->spans[i].both) p->n_both += ceil_div(s->spans[i].n_rows, 1 << attn_both_log2_rows(p));
     }
     if (p->n_both * d->shape->K < 2 * d->n_sms) p->n_both = 0;
     for (int i = 0; i < s->n_spans; i++) {
@@ -2963,7 +2968,7 @@ static void attn_plan_kind(toka_device *d, const toka_step *s, int level, bool s
 /* The items of attn_both, and then those of their rows. */
 static void attn_plan_both_items(toka_device *d, const toka_step *s) {
     attn_plan *p = d->attn;
-    int G = p->G, most = attn_both_rows(p), own = p->n_both;
+    int G = p->G, most = 1 << attn_both_log2_rows(p), own = p->n_both;
     p->both0 = p->n_items;
     for (int i = 0; i < s->n_spans && p->n_both; i++) {
         const toka_span *sp = &s->spans[i];
@@ -3079,31 +3084,35 @@ typedef struct attn_exit {
 __device__ static inline float attn_old_lse(const attn_args &a, const attn_item &it, int i, int h) {
     return it.where & ATTN_SEED ? a.state_lse[attn_head_at(a, it.q0 + i, h)] : -INFINITY;
 }
+/* What sums of maximum m and sum l of keys, and a state of LSE `old`, count for in the sum of both. */
+__device__ static inline attn_exit attn_weigh(float m, float l, float old) {
+    attn_exit e = {};
+    e.own = l > 0 ? 1 / l : 0, e.lse = l > 0 ? m + log2f(l) : -INFINITY;
+    if (old == -INFINITY) return e;
+    float top = fmaxf(e.lse, old), w = ex2(e.lse - top), w_old = ex2(old - top), sum = w + w_old;
+    e.own *= w / sum, e.old = w_old / sum, e.lse = top + log2f(sum);
+    return e;
+}
 /* Query i of the item, with maximum m and sum l of its own keys and `old` of its state: writes LSE (thread `first` of those that
  * hold the query) and says how O leaves. */
 __device__ static inline attn_exit attn_leave(const attn_args &a, const attn_item &it, int i, int h, float m, float l, float old,
                                             bool first) {
-    attn_exit e = {};
-    float lse = l > 0 ? m + log2f(l) : -INFINITY;
-    e.own = l > 0 ? 1 / l : 0, e.lse = lse;
+    bool is_part = !(it.where & (ATTN_TO_O | ATTN_TO_STATE));
+    attn_exit e = attn_weigh(m, l, is_part ? -INFINITY : old);
     size_t at = attn_head_at(a, it.q0 + i, h);
-    if (!(it.where & (ATTN_TO_O | ATTN_TO_STATE))) {
+    if (is_part) {
         size_t part = attn_part_at(a, it.where >> ATTN_SLOT, i, h);
-        if (first) a.part_lse[part] = lse;
+        if (first) a.part_lse[part] = e.lse;
         e.o32 = a.part_o + part * a.D;
         return e;
     }
-    if (old > -INFINITY) {
-        float top = fmaxf(lse, old), w = ex2(lse - top), w_old = ex2(old - top), sum = w + w_old;
-        e.own *= w / sum, e.old = w_old / sum, e.lse = lse = top + log2f(sum);
-        e.seed = a.state_o + at * a.D;
-    }
+    if (old > -INFINITY) e.seed = a.state_o + at * a.D;
     if (it.where & ATTN_TO_O) {
         e.o = a.o + at * a.D;
         return e;
     }
     e.o32 = a.state_o + at * a.D;
-    if (first) a.state_lse[at] = lse;
+    if (first) a.state_lse[at] = e.lse;
     return e;
 }
 __device__ static inline void attn_leave_pair(const attn_exit &e, int col, float x, float y) { /* columns col, col + 1 */
@@ -3689,20 +3698,21 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
  * Measured on an H200 (`gpu_attn bench samples`: 8,192 samples of eight prompts, 675 positions shared, 88 on average of their own):
  * 532 us, where attn_wg takes 165 and attn_small 451 behind it. Retired: every fourth row to each of four warps, and one hub: 652, and
  * no less with seven warps, as all wait for the longest of their rows before the next item's can end. */
-enum { ATTN_OWN_TOK = 32, ATTN_OWN_STAGES = 2, ATTN_OWN_WARPS = 6, ATTN_HUB_ROW = 72 /* floats; quads of eight rows meet no bank twice */ };
+enum { ATTN_OWN_TOK = 32, ATTN_OWN_STAGES = 2, ATTN_OWN_WARPS = 7 };
 struct attn_both_shape {
     static constexpr int WGS = 2, N = 64, STAGES = 2, THREADS = 512;
     typedef attn_wg_shape<64, WGS, N, STAGES> shared;
     static constexpr int OWN_TILE = ATTN_OWN_TOK * 64 * 2, OWN_RING = ATTN_OWN_STAGES * 2 * OWN_TILE; /* bytes of K or V; of a warp */
-    static constexpr int HUB = ATTN_BOTH_Q * (ATTN_HUB_ROW + 1) * 4;
+    static constexpr int HUB = ATTN_BOTH_Q * (64 + 1) * 4;
     static constexpr int OWN_AT = shared::BYTES, HUB_AT = OWN_AT + ATTN_OWN_WARPS * OWN_RING, BYTES = HUB_AT + 2 * HUB;
 };
 
 typedef struct attn_hubs { /* hub i % 2: the states of the block's item number i, on their way from the shared part to the own ones */
-    float *o;             /* [2][ATTN_BOTH_Q][ATTN_HUB_ROW], and then [ATTN_BOTH_Q] LSE */
+    float *o;             /* [2][ATTN_BOTH_Q][64], and then [ATTN_BOTH_Q] LSE; column c of query i at attn_hub_at */
     uint32_t full, empty; /* two barriers each: an arrival a thread that writes; a thread of those that read, when its warp has left */
 } attn_hubs;
 __device__ static inline float *attn_hub(const attn_hubs &hubs, int round) { return hubs.o + (round & 1) * (attn_both_shape::HUB / 4); }
+__device__ static inline int attn_hub_at(int i, int c) { return i * 64 + (c ^ i % 8 * 8); } /* quads of eight queries meet no bank twice */
 
 /* A warp of the shared part leaves its queries of the block's item number `round`. */
 __device__ static inline void attn_hub_put(const attn_args &a, const attn_item &it, const attn_rows &w, int h, const float (&acc)[32],
@@ -3717,37 +3727,53 @@ __device__ static inline void attn_hub_put(const attn_args &a, const attn_item &
         float sum = quad_sum(w.l[r]);
         if (i >= it.nq) continue;
         attn_exit e = attn_leave(a, it, i, h, w.m[r], sum, attn_old_lse(a, it, i, h), false);
-        e.o32 = hub + i * ATTN_HUB_ROW;
-        if (quad == 0) hub[ATTN_BOTH_Q * ATTN_HUB_ROW + i] = e.lse;
+        if (quad == 0) hub[ATTN_BOTH_Q * 64 + i] = e.lse;
 #pragma unroll
-        for (int c = 0; c < 8; c++) attn_leave_pair(e, c * 8 + quad * 2, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]);
+        for (int c = 0; c < 8; c++) {
+            int col = c * 8 + quad * 2;
+            float2 sums = {acc[4 * c + 2 * r] * e.own, acc[4 * c + 2 * r + 1] * e.own};
+            if (e.seed) sums.x += e.old * e.seed[col], sums.y += e.old * e.seed[col + 1];
+            *(float2 *)(hub + attn_hub_at(i, col)) = sums;
+        }
     }
     mbar_arrive(hubs.full + 8 * (round & 1));
 #endif
 }
 
-/* The rows that a warp does: it draws them from all of the block's, in their order, and asks for their tiles one behind the other. */
+typedef struct attn_own_row {
+    int round, query;    /* number of the item in this block; the row's first query in it */
+    int at;              /* of its queries in q and in o, elements */
+    unsigned short from, to; /* positions, counted from its first page's */
+} attn_own_row;
+
+/* The rows that a warp does: it draws them from all of the block's, in their order, and asks for their tiles one behind the other. All of
+ * it is time in which the warp computes nothing, so no divisions for a row, and a tile is one copy of K and one of V. */
 struct attn_own_feed {
     const attn_args &a;
-    const CUtensorMap *whole, *fine;
-    int n_jobs, rows; /* pairs of item and kv head; rows of an item, at most */
-    int *tickets;     /* of the block */
-    int4 *drawn;      /* [4] in shared memory: number of the item in this block, row in it, first and last position */
+    const CUtensorMap *map32, *map16, *map8;
+    int n_jobs, log2_rows; /* pairs of item and kv head; rows of an item, at most */
+    int *tickets;          /* of the block */
+    attn_own_row *drawn;   /* [4] in shared memory */
     uint32_t ring, full;
-    int n_drawn, n_asked; /* rows, tiles */
-    int t, end, at, ids;  /* the row drawn last: its next tile, and where that ends; kv head; its page number `lane` */
+    int round, own, nq, h;      /* the item that the row drawn last is of; the first of its rows' own items; its queries; kv head */
+    int n_drawn, n_asked;       /* rows, tiles */
+    int t, from, end, page_ids; /* the row drawn last: its next tile, and where it begins and ends; its page number `lane` */
     __device__ inline bool draw() {
 #if HOPPER
         for (int lane = threadIdx.x % 32;;) {
-            int ticket = __shfl_sync(~0u, lane ? 0 : atomicAdd(tickets, 1), 0), round = ticket / rows, r = ticket % rows;
-            int job = blockIdx.x + round * gridDim.x;
-            if (job >= n_jobs) return false;
-            const attn_item &it = a.items[job / a.K];
-            if (r * a.G >= it.nq) continue; /* the item has fewer rows */
-            const attn_item &own = a.items[(it.where >> ATTN_SLOT) + r];
-            t = own.skip & -ATTN_OWN_TOK, end = own.kv1 - own.kv0, at = job % a.K;
-            ids = a.pages[own.page0 + min(lane, (end - 1) >> a.log2_B)];
-            if (lane == 0) drawn[n_drawn % 4] = make_int4(round, r, own.skip, end);
+            int ticket = __shfl_sync(~0u, lane ? 0 : atomicAdd(tickets, 1), 0), n = ticket >> log2_rows, r = ticket & (1 << log2_rows) - 1;
+            if (n != round) {
+                int job = blockIdx.x + n * gridDim.x;
+                if (job >= n_jobs) return false;
+                const attn_item &it = a.items[job / a.K];
+                round = n, h = job % a.K, own = it.where >> ATTN_SLOT, nq = it.nq;
+            }
+            if (r * a.G >= nq) continue; /* the item has fewer rows */
+            const attn_item &it = a.items[own + r];
+            from = it.skip, end = it.kv1 - it.kv0, t = from & -ATTN_OWN_TOK;
+            page_ids = a.pages[it.page0 + min(lane, (end - 1) >> a.log2_B)];
+            if (lane == 0)
+                drawn[n_drawn % 4] = attn_own_row{n, r * a.G, (it.q0 * a.K + h * a.G) * 64, (unsigned short)from, (unsigned short)end};
             __syncwarp();
             n_drawn++;
             return true;
@@ -3759,16 +3785,16 @@ struct attn_own_feed {
     __device__ inline void ask() {
 #if HOPPER
         if (t >= end && !draw()) return;
-        int skip = drawn[(n_drawn - 1) % 4].z, from = max(0, skip - t) / 8, pieces = (min((int)ATTN_OWN_TOK, end - t) + 7) / 8;
-        int row = ((__shfl_sync(~0u, ids, t >> a.log2_B) * a.K + at) * 2 << a.log2_B) + (t & ((1 << a.log2_B) - 1));
+        int row = ((__shfl_sync(~0u, page_ids, t >> a.log2_B) * a.K + h) * 2 << a.log2_B) + (t & (1 << a.log2_B) - 1);
+        int first = max(0, from - t) >> 3, pieces = min(ATTN_OWN_TOK / 8, (end - t + 7) >> 3) - first; /* of 8 positions */
+        if (pieces == 3) first = 0, pieces = 4; /* one more does no harm, as it is in the same page */
         if (threadIdx.x % 32 == 0) {
             int slot = n_asked % ATTN_OWN_STAGES;
-            uint32_t to = ring + slot * 2 * attn_both_shape::OWN_TILE, bar = full + 8 * slot;
-            bool all = !from && end - t >= ATTN_OWN_TOK;
-            mbar_expect_tx(bar, 2 * 128 * (pieces - from) * 8);
-            for (int v = 0; v < 2; v++)
-                for (int j = from; j < (all ? 1 : pieces); j++)
-                    tma_load_2d(to + v * attn_both_shape::OWN_TILE + j * 8 * 128, all ? whole : fine, bar, 0, row + (v << a.log2_B) + j * 8);
+            uint32_t to = ring + slot * 2 * attn_both_shape::OWN_TILE + first * 1024, bar = full + 8 * slot;
+            const CUtensorMap *map = pieces == 4 ? map32 : pieces == 2 ? map16 : map8;
+            mbar_expect_tx(bar, pieces * 2048);
+            tma_load_2d(to, map, bar, 0, row + first * 8);
+            tma_load_2d(to + attn_both_shape::OWN_TILE, map, bar, 0, row + first * 8 + (1 << a.log2_B));
         }
         n_asked++, t += ATTN_OWN_TOK;
 #endif
@@ -3792,8 +3818,8 @@ __device__ static inline void attn_own_trim(float (&s)[ATTN_OWN_TOK / 2], bf16 *
 }
 
 /* Query lane/4 of a row, the half of the A operand that is not 0. */
-__device__ static inline void attn_own_q(const attn_args &a, int row, int h, uint32_t (&q)[4][4]) {
-    const bf16 *from = a.q + (((size_t)row * a.K + h) * a.G + threadIdx.x % 32 / 4) * 64 + threadIdx.x % 4 * 2;
+__device__ static inline void attn_own_q(const attn_args &a, int at, uint32_t (&q)[4][4]) {
+    const bf16 *from = a.q + at + threadIdx.x % 32 / 4 * 64 + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int c = 0; c < 8; c++) {
         q[c / 2][c % 2 * 2] = threadIdx.x % 32 / 4 < a.G ? *(const uint32_t *)(from + c * 8) : 0;
@@ -3802,19 +3828,21 @@ __device__ static inline void attn_own_q(const attn_args &a, int row, int h, uin
 }
 
 /* The row's sums join its state and leave as o. */
-__device__ static inline void attn_own_end(const attn_args &a, const attn_item &it, int r, int h, const float (&acc)[32], float m, float l,
-                                           const attn_hubs &hubs, int round) {
+__device__ static inline void attn_own_end(const attn_args &a, const attn_own_row &row, const float (&acc)[32], float m, float l,
+                                           const attn_hubs &hubs) {
 #if HOPPER
-    int lane = threadIdx.x % 32, i = r * a.G + lane / 4;
-    const float *hub = attn_hub(hubs, round);
+    int g = threadIdx.x % 32 / 4, i = row.query + g, quad = threadIdx.x % 4;
+    const float *hub = attn_hub(hubs, row.round);
     float sum = quad_sum(l);
-    mbar_wait(hubs.full + 8 * (round & 1), round >> 1 & 1);
-    if (lane / 4 < a.G) {
-        attn_item me = {.q0 = it.q0, .where = ATTN_SEED | ATTN_TO_O};
-        attn_exit e = attn_leave(a, me, i, h, m, sum, hub[ATTN_BOTH_Q * ATTN_HUB_ROW + i], false);
-        if (e.seed) e.seed = hub + i * ATTN_HUB_ROW;
+    mbar_wait(hubs.full + 8 * (row.round & 1), row.round >> 1 & 1);
+    if (g >= a.G) return;
+    attn_exit e = attn_weigh(m, sum, hub[ATTN_BOTH_Q * 64 + i]);
+    bf16 *o = a.o + row.at + g * 64;
 #pragma unroll
-        for (int c = 0; c < 8; c++) attn_leave_pair(e, c * 8 + lane % 4 * 2, acc[4 * c], acc[4 * c + 1]);
+    for (int c = 0; c < 8; c++) {
+        int col = c * 8 + quad * 2;
+        float2 old = *(const float2 *)(hub + attn_hub_at(i, col));
+        *(uint32_t *)(o + col) = pack_bf16(acc[4 * c] * e.own + e.old * old.x, acc[4 * c + 1] * e.own + e.old * old.y);
     }
 #endif
 }
@@ -3838,13 +3866,11 @@ __device__ static inline void attn_own_work(attn_own_feed &feed, const attn_hubs
     int left = 0;
     for (int i = 0; i < ATTN_OWN_STAGES; i++) feed.ask();
     for (int k = 0, used = 0; k < feed.n_drawn; k++) {
-        const int4 row = feed.drawn[k % 4];
-        int job = blockIdx.x + row.x * gridDim.x, h = job % a.K, from = row.z, to = row.w;
-        const attn_item &it = a.items[job / a.K];
+        const attn_own_row row = feed.drawn[k % 4];
         uint32_t q[4][4];
         float acc[32] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {}, fade[2];
-        attn_own_q(a, it.q0 / a.G + row.y, h, q);
-        for (int t = from & -ATTN_OWN_TOK; t < to; t += ATTN_OWN_TOK, used++) {
+        attn_own_q(a, row.at, q);
+        for (int from = row.from, to = row.to, t = from & -ATTN_OWN_TOK; t < to; t += ATTN_OWN_TOK, used++) {
             int slot = used % ATTN_OWN_STAGES;
             bf16 *kt = ring + slot * attn_both_shape::OWN_TILE, *vt = kt + attn_both_shape::OWN_TILE / 2;
             float s[ATTN_OWN_TOK / 2];
@@ -3857,9 +3883,9 @@ __device__ static inline void attn_own_work(attn_own_feed &feed, const attn_hubs
             __syncwarp();
             feed.ask();
         }
-        attn_hubs_leave(hubs, left, row.x); /* those in which it has no rows */
-        attn_own_end(a, it, row.y, h, acc, m[0], l[0], hubs, row.x);
-        if (k + 1 == feed.n_drawn || feed.drawn[(k + 1) % 4].x > row.x) attn_hubs_leave(hubs, left, row.x + 1);
+        attn_hubs_leave(hubs, left, row.round); /* those in which it has no rows */
+        attn_own_end(a, row, acc, m[0], l[0], hubs);
+        if (k + 1 == feed.n_drawn || feed.drawn[(k + 1) % 4].round > row.round) attn_hubs_leave(hubs, left, row.round + 1);
     }
     attn_hubs_leave(hubs, left, n_hubs);
 #endif
@@ -3876,18 +3902,19 @@ template <class Work> __device__ static inline void attn_both_items(const attn_a
 }
 
 __global__ static void __launch_bounds__(attn_both_shape::THREADS, 1)
-    attn_both(const __grid_constant__ attn_args a, int n, const __grid_constant__ CUtensorMap map64,
-              const __grid_constant__ CUtensorMap map32, const __grid_constant__ CUtensorMap map8) {
+    attn_both(const __grid_constant__ attn_args a, int n, int log2_rows, const __grid_constant__ CUtensorMap map64,
+              const __grid_constant__ CUtensorMap map32, const __grid_constant__ CUtensorMap map16,
+              const __grid_constant__ CUtensorMap map8) {
 #if HOPPER
     typedef attn_both_shape shape;
     constexpr int WGS = shape::WGS, N = shape::N, STAGES = shape::STAGES, OWN = ATTN_OWN_STAGES * ATTN_OWN_WARPS;
     extern __shared__ __align__(1024) char attn_smem[];
     __shared__ uint64_t bars[4 * STAGES + OWN + 4];
-    __shared__ int4 drawn[ATTN_OWN_WARPS][4];
+    __shared__ attn_own_row drawn[ATTN_OWN_WARPS][4];
     __shared__ int tickets;
     uint32_t qs = smem_at(attn_smem), full_k = smem_at(bars), own_full = full_k + 32 * STAGES, meet = own_full + 8 * OWN;
     attn_hubs hubs = {(float *)(attn_smem + shape::HUB_AT), meet, meet + 16};
-    int role = threadIdx.x / 128, warp = threadIdx.x / 32, rows = min((int)ATTN_BOTH_ROWS, ATTN_BOTH_Q / a.G);
+    int role = threadIdx.x / 128, warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * STAGES; i++) mbar_init(full_k + 8 * i, 1), mbar_init(full_k + 8 * (2 * STAGES + i), 4 * WGS);
         for (int i = 0; i < OWN; i++) mbar_init(own_full + 8 * i, 1);
@@ -3907,10 +3934,10 @@ __global__ static void __launch_bounds__(attn_both_shape::THREADS, 1)
         });
     } else {
         regs_take<144>();
-        int own = warp < 4 ? warp - 2 : warp - 10; /* warps 2, 3 and 12 .. 15; warp 1 has nothing to do */
+        int own = warp < 4 ? warp - 1 : warp - 9; /* warps 1, 2, 3 and 12 .. 15 */
         char *ring = attn_smem + shape::OWN_AT + own * shape::OWN_RING;
-        attn_own_feed feed = {a, &map32, &map8, n * a.K, rows, &tickets, drawn[max(own, 0)], smem_at(ring),
-                              own_full + 8 * ATTN_OWN_STAGES * own};
+        attn_own_feed feed = {a, &map32, &map16, &map8, n * a.K, log2_rows, &tickets, drawn[max(own, 0)], smem_at(ring),
+                              own_full + 8 * ATTN_OWN_STAGES * own, -1};
         if (own >= 0) attn_own_work(feed, hubs, (bf16 *)ring);
         if (warp == 0)
             attn_both_items(a, n, [&](const attn_item &it, int h, int first, int n_tiles, int before, int) {
@@ -4059,7 +4086,8 @@ static void attention(toka_device *d, const toka_step *s, int layer, const bf16 
     const CUtensorMap *map = p->maps + ATTN_MAPS * layer;
     a.items = p->dev_items + p->both0;
     launch_dependent(d, "attention", attn_both, dim3((unsigned)min(d->n_sms, p->n_both * a.K)), attn_both_shape::THREADS,
-                     attn_both_shape::BYTES, 1, a, p->n_both, map[ATTN_MAP_64], map[ATTN_MAP_32], map[ATTN_MAP_8]);
+                     attn_both_shape::BYTES, 1, a, p->n_both, attn_both_log2_rows(p), map[ATTN_MAP_64], map[ATTN_MAP_32],
+                     map[ATTN_MAP_16], map[ATTN_MAP_8]);
 }
 
 /* ===========================================================================
