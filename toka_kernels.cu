@@ -41,7 +41,7 @@
  *                      gemm_mma_kernel       any M, any card              arithmetic   about 60 % of wgmma's rate (H100)
  *   RoPE, KV append    in gemm_kernel, gemm_thin_kernel (D 64, 128), rope_kernel else  copy  not measured
  *   attention, decode  attn_small, attn_gang <= 16 queries, Hopper        K, V bytes   84 % (64 x 4,096) to 100 % (2,048 x 900)
- *   samples of prompts attn_both             D 64, Hopper                 K, V bytes   62 % (8,192 of 88 own, 675 shared positions)
+ *   samples of prompts attn_both             D 64, Hopper                 K, V bytes   75 % (8,192 of 88 own, 675 shared positions)
  *   prefill, shared    attn_wg               D 64, 96, 128, Hopper        arithmetic   465, 526 TFLOP/s at 16k (cuDNN 437, 571)
  *   all of it          attn_mma              any D, any card              either       prefill half of attn_wg (H100)
  *   parts of it        attn_join             split K and V                copy         not measured
@@ -2787,7 +2787,7 @@ static int attn_both_log2_rows(const attn_plan *p) {
 static bool attn_fits_both(const toka_device *d, const toka_step *s, int i) {
     const attn_plan *p = d->attn;
     const toka_span *sp = &s->spans[i];
-    if (p->spans[i].small || p->spans[i].where & ATTN_TO_O) return false;
+    if (p->spans[i].where & ATTN_TO_O || !sp->n_kv) return false;
     for (int r = sp->row0; r < sp->row0 + sp->n_rows; r++) {
         const toka_span *own = &s->spans[p->row_span[r]];
         if (p->row_level[r] != p->spans[i].level + 2 || own->n_rows > 1 || own->n_kv > ATTN_BOTH_OWN) return false;
@@ -2795,24 +2795,33 @@ static bool attn_fits_both(const toka_device *d, const toka_step *s, int i) {
     }
     return true;
 }
+/* Or is it the only one of its only row? */
+static bool attn_alone(const toka_device *d, const toka_step *s, int i) {
+    return s->spans[i].n_rows == 1 && d->attn->row_level[s->spans[i].row0] == 1 && s->spans[i].n_kv <= ATTN_BOTH_OWN;
+}
 
-/* Which spans attn_both does: all that it can, if they make two items for every SM and no layer has a window. Not in small steps, which
- * may be graphs: these know the launches of levels only. */
+/* Which spans attn_both does: all that it can, if they make two items for every SM and no layer has a window. A few rows that share little
+ * or nothing ride along: for themselves they would cost a launch or four more. Not in small steps, which may be graphs: these know the
+ * launches of levels only. */
 static void attn_plan_both(toka_device *d, const toka_step *s) {
     attn_plan *p = d->attn;
+    int n_large = 0, n_few = 0; /* items */
     bool wanted = p->has_both && s->T > GRAPH_ROWS;
-    p->n_both = 0;
     for (int i = 0; i < d->shape->L && d->layers; i++) wanted = wanted && !d->layers[i].window;
     for (int i = 0; i < s->n_spans; i++) {
-        p->spans[i].both = wanted && attn_fits_both(d, s, i);
-        if (p->spans[i].both) p->n_both += ceil_div(s->spans[i].n_rows, 1 << attn_both_log2_rows(p));
+        attn_span *a = &p->spans[i];
+        a->both = wanted && (attn_fits_both(d, s, i) || attn_alone(d, s, i));
+        if (a->both && a->small) n_few++;
+        else if (a->both) n_large += ceil_div(s->spans[i].n_rows, 1 << attn_both_log2_rows(p));
     }
-    if (p->n_both * d->shape->K < 2 * d->n_sms) p->n_both = 0;
+    bool any = n_large * d->shape->K >= 2 * d->n_sms, few = any && n_few * 4 <= n_large;
+    p->n_both = any ? n_large + few * n_few : 0;
     for (int i = 0; i < s->n_spans; i++) {
         attn_span *a = &p->spans[i];
-        if (a->small) continue;
-        a->both = a->both && p->n_both;
-        for (int r = s->spans[i].row0; a->both && r < s->spans[i].row0 + s->spans[i].n_rows; r++) p->spans[p->row_span[r]].both = true;
+        if ((a->where & ATTN_TO_O) && (a->where & ATTN_SEED)) continue; /* it goes with the one before it */
+        a->both = a->both && (a->small ? few : any);
+        for (int r = s->spans[i].row0; !(a->where & ATTN_TO_O) && r < s->spans[i].row0 + s->spans[i].n_rows; r++)
+            p->spans[p->row_span[r]].both = a->both && p->row_level[r] == a->level + 2;
     }
 }
 
@@ -2965,24 +2974,31 @@ static void attn_plan_kind(toka_device *d, const toka_step *s, int level, bool s
         if (p->spans[i].level == level && p->spans[i].small == small && !p->spans[i].both) attn_emit_span(d, s, i, &p->levels[level], part_len);
 }
 
-/* The items of attn_both, and then those of their rows. */
+/* Is it a span that items of attn_both are made of, not that of a row which belongs to one of them? */
+static bool attn_leads_both(const attn_plan *p, int i) {
+    return p->spans[i].both && !((p->spans[i].where & ATTN_TO_O) && (p->spans[i].where & ATTN_SEED));
+}
+
+/* The items of attn_both, and then those of their rows. Rows by themselves, which take longest, come first: the shared part of their
+ * items is empty. */
 static void attn_plan_both_items(toka_device *d, const toka_step *s) {
     attn_plan *p = d->attn;
     int G = p->G, most = 1 << attn_both_log2_rows(p), own = p->n_both;
     p->both0 = p->n_items;
-    for (int i = 0; i < s->n_spans && p->n_both; i++) {
+    for (int i = s->n_spans - 1; i >= 0 && p->n_both; i--) {
         const toka_span *sp = &s->spans[i];
-        if (!p->spans[i].both || p->spans[i].small) continue;
+        if (!attn_leads_both(p, i)) continue;
         for (int row = sp->row0, end = row + sp->n_rows, n; row < end; row += n, own += n) {
             n = min(most, end - row);
             attn_item item = attn_item_of(d, s, i, row * G, n * G, row, row + n - 1);
             item.where |= own << ATTN_SLOT;
+            if (item.where & ATTN_TO_O) item.kv1 = item.kv0, item.skip = 0;
             attn_add(p, &item);
         }
     }
-    for (int i = 0; i < s->n_spans && p->n_both; i++) {
+    for (int i = s->n_spans - 1; i >= 0 && p->n_both; i--) {
         const toka_span *sp = &s->spans[i];
-        if (!p->spans[i].both || p->spans[i].small) continue;
+        if (!attn_leads_both(p, i)) continue;
         for (int row = sp->row0; row < sp->row0 + sp->n_rows; row++) {
             attn_item item = attn_item_of(d, s, p->row_span[row], row * G, G, row, row);
             attn_add(p, &item);
@@ -3689,15 +3705,17 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
 }
 
 /* ---- A shared prefix and what its rows have of their own, in one block, on Hopper; D = 64 ----
- * In: items (n of them, then the own items of their rows, one a row), each 128 queries at most of 32 rows at most against a span that
- * all of them see; the next and last span of each row is its own. Out: o. Grid: a block an SM, which takes every gridDim'th pair of item
- * and kv head. One warp feeds two warpgroups with the shared K and V as in attn_wg; six warps take own parts, as in attn_small, row by
- * row as they come free. Bytes: K and V of the own positions; FLOPs: 4 * 128 * 64 * shared positions.
+ * In: items (n of them, then the own items of their rows, one a row), each 128 queries at most of 1 << log2_rows rows at most against a
+ * span that all of them see, or of one row against none; the next and last span of each row is its own. Out: o. Grid: a block an SM, which
+ * takes every gridDim'th pair of item and kv head. One warp feeds two warpgroups with the shared K and V as in attn_wg; seven warps take
+ * own parts, as in attn_small, row by row as they come free. Bytes: K and V of the own positions; FLOPs: 4 * 128 * 64 * shared positions.
  * Why: the shared part is bound by the tensor cores, own parts by the bytes, so side by side both cost what the longer one costs
  * alone. And the state between them never leaves the SM: it waits in shared memory (a hub) until the row's own sums are done.
  * Measured on an H200 (`gpu_attn bench samples`: 8,192 samples of eight prompts, 675 positions shared, 88 on average of their own):
- * 532 us, where attn_wg takes 165 and attn_small 451 behind it. Retired: every fourth row to each of four warps, and one hub: 652, and
- * no less with seven warps, as all wait for the longest of their rows before the next item's can end. */
+ * 449 us, where attn_wg takes 165 and attn_small 451 behind it. A warp of own parts has few rows under way, so what it does between tiles
+ * counts: with six warps, copies in loops over pieces of 8 positions and three divisions a row it was 541, and waited for bytes in a
+ * tenth of its time; now in a fourth. Rows that share little as launches of their own: 448 us where it is 414 (29 prompts).
+ * Retired: every fourth row to each of four warps, and one hub: 652. A row looked up while the one before it is worked on: no gain. */
 enum { ATTN_OWN_TOK = 32, ATTN_OWN_STAGES = 2, ATTN_OWN_WARPS = 7 };
 struct attn_both_shape {
     static constexpr int WGS = 2, N = 64, STAGES = 2, THREADS = 512;
@@ -3745,6 +3763,15 @@ typedef struct attn_own_row {
     int at;              /* of its queries in q and in o, elements */
     unsigned short from, to; /* positions, counted from its first page's */
 } attn_own_row;
+
+/* An item of a row by itself has no shared part. */
+__device__ static inline void attn_hub_put_none(const attn_item &it, const attn_hubs &hubs, int round) {
+#if HOPPER
+    mbar_wait(hubs.empty + 8 * (round & 1), (round >> 1 & 1) ^ 1);
+    if ((int)threadIdx.x - 128 < it.nq) attn_hub(hubs, round)[ATTN_BOTH_Q * 64 + threadIdx.x - 128] = -INFINITY;
+    mbar_arrive(hubs.full + 8 * (round & 1));
+#endif
+}
 
 /* The rows that a warp does: it draws them from all of the block's, in their order, and asks for their tiles one behind the other. All of
  * it is time in which the warp computes nothing, so no divisions for a row, and a tile is one copy of K and one of V. */
@@ -3841,7 +3868,7 @@ __device__ static inline void attn_own_end(const attn_args &a, const attn_own_ro
 #pragma unroll
     for (int c = 0; c < 8; c++) {
         int col = c * 8 + quad * 2;
-        float2 old = *(const float2 *)(hub + attn_hub_at(i, col));
+        float2 old = e.old > 0 ? *(const float2 *)(hub + attn_hub_at(i, col)) : float2{};
         *(uint32_t *)(o + col) = pack_bf16(acc[4 * c] * e.own + e.old * old.x, acc[4 * c + 1] * e.own + e.old * old.y);
     }
 #endif
@@ -3928,6 +3955,7 @@ __global__ static void __launch_bounds__(attn_both_shape::THREADS, 1)
     if (role == 1 || role == 2) {
         regs_give<112>();
         attn_both_items(a, n, [&](const attn_item &it, int h, int first, int n_tiles, int before, int round) {
+            if (!n_tiles) return attn_hub_put_none(it, hubs, round);
             attn_wg_work<64, WGS, N, STAGES>(a, it, h, role - 1, first, n_tiles, before, qs, full_k, attn_smem,
                                              [&](const attn_rows &w, const float(&acc)[32]) { attn_hub_put(a, it, w, h, acc, hubs, round); });
             named_sync(role, 128); /* Q has been read */

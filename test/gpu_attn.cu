@@ -414,7 +414,7 @@ struct list_check {
             const attn_item &it = items[i];
             int G = h.shape.H / h.shape.K;
             bad += it.nq % G || it.nq > ATTN_BOTH_Q || it.nq / G > ATTN_BOTH_ROWS;
-            item(it), leave(it.q0, it.nq, it.where);
+            if (!(it.where & ATTN_TO_O)) item(it), leave(it.q0, it.nq, it.where); /* else a row by itself */
             for (int r = 0; r < it.nq / G; r++) {
                 const attn_item &own = items[(it.where >> ATTN_SLOT) + r];
                 bad += own.q0 != it.q0 + r * G || own.nq != G;
@@ -458,7 +458,7 @@ static void test_lists() {
                 scene tails({D, 2, G, 64, 0});
                 add_tails(tails, 1), add_tails(tails, 5);
                 scene samples({D, 8, G, 64, 0});
-                for (int i = 0; i < 5; i++) add_samples(samples, 300 + i, i, 9 * i, 1 + i * 30);
+                for (int i = 0; i < 5; i++) add_samples(samples, 300 + i, i, 9 * i + 1, 1 + i * 30);
                 check_list(samples, true, hopper, false, "samples", hopper && D == 64 && G <= 8);
                 check_list(tails, true, hopper, false, "prompts that end within a page");
                 for (int n : {5000, 3000, 900, 17}) few.add(n, 1);
@@ -638,28 +638,34 @@ static void bench_plan() {
 }
 /* The steady state of 8,192 samples of eight prompts: 704 positions in common of which `tail` are no whole page, and own parts as
  * old as samples that end between 16 and 512, log-normal around 138, are on average: 88 positions. With the levels by themselves. */
-static void bench_samples(int D, int n, int pages, int tail, bool share_tail, double ceiling) {
+static void bench_samples(int D, const std::vector<int> &groups, int pages, int tail, bool share_tail, double ceiling) {
     scene s({D, 8, 4, 64, 0});
     char what[80];
     double own = 0, shared = 0;
-    for (int g = 0; g < 8; g++) {
+    for (int rows : groups) {
         std::vector<int> prefix = s.take(pages);
-        for (int i = 0; i < n / 8; i++) {
+        int first = (int)s.seqs.size();
+        for (int i = 0; i < rows; i++) {
             double len, age;
-            for (uint64_t k = (uint64_t)(g * n + i) * 64;; k += 2) { /* those that live long are met more often */
+            for (uint64_t k = (uint64_t)s.seqs.size() * 64;; k += 2) { /* those that live long are met more often */
                 len = std::max(16.0, std::min(512.0, 138 * exp(0.4 * gpu_normal(3, k)))), age = 512 * gpu_uniform(4, k);
                 if (age < len) break;
             }
             s.add(pages * 64 + tail + 1 + (int)age, 1, prefix), own += 1 + (int)age;
         }
-        s.share(g * (n / 8), n / 8, 0, pages);
-        if (share_tail) s.share_tail(g * (n / 8), n / 8, tail);
+        if (rows == 1) {
+            own += pages * 64 + tail;
+            continue;
+        }
+        s.share(first, rows, 0, pages);
+        if (share_tail) s.share_tail(first, rows, tail);
+        shared += (double)rows * (pages * 64 + (share_tail ? tail : 0)), own += share_tail ? 0 : (double)rows * tail;
     }
-    shared = (double)n * (pages * 64 + (share_tail ? tail : 0)), own += share_tail ? 0 : (double)n * tail;
+    int n = s.T;
     stand st(s, true, 1.5f, 5);
     attn_plan *p = st.d->attn;
     double rest = n * 32.0 * D; /* elements of Q, O, a state */
-    snprintf(what, sizeof what, "%d samples, tail of %d%s", n, tail, share_tail ? " shared" : "");
+    snprintf(what, sizeof what, "%d samples of %zu prompts, tail of %d%s", n, groups.size(), tail, share_tail ? " shared" : "");
     double us = gpu_time_us(st.d->stream, 4, 7, [&](int) { st.run(); });
     if (st.ok(what)) say(what, D, us, own * 8 * D * 4 + rest * 4, (own + shared) * 32 * D * 4, ceiling);
     p->has_both = false;
@@ -677,8 +683,11 @@ static void bench_samples(int D, int n, int pages, int tail, bool share_tail, do
 static void bench_samples_all() {
     double ceiling = read_ceiling();
     printf(json ? "{\"op\":\"read\",\"gb_s\":%.1f}\n" : "reading 2 GiB: %.0f GB/s\n", ceiling);
-    for (bool share_tail : {false, true}) bench_samples(64, 8192, 10, 35, share_tail, ceiling);
-    bench_samples(64, 7168, 10, 35, true, ceiling);
+    std::vector<int> eight(8, 1024); /* and what a running job of 1,024 samples a prompt comes to: they end one by one */
+    std::vector<int> running = {1023, 1023, 1008, 947, 830, 707, 537, 380, 311, 234, 156, 88, 61, 62, 42, 24, 14, 13, 8, 4, 4, 3, 2};
+    for (int i = 0; i < 6; i++) running.push_back(1);
+    for (bool share_tail : {false, true}) bench_samples(64, eight, 10, 35, share_tail, ceiling);
+    bench_samples(64, running, 10, 35, true, ceiling);
 }
 static void bench_all(bool decode, bool tiles) {
     double ceiling = read_ceiling();

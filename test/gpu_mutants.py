@@ -150,7 +150,7 @@ MUTANTS = [
            ("the hub of the other item", "return hubs.o + `(round & 1)` * (attn_both_shape::HUB / 4);", "0")),
     *group("attn_leave", "attn small", "tree .* shared",
            ("wrong factor in the merge with what a shared prefix left", "e.own *= w / sum, e.old = `w_old / sum`", "w_old / (1 + w_old)"),
-           ("the state's LSE without its new part", "lse = `top + log2f(sum)`;\n        e.seed", "old")),
+           ("the state's LSE without its new part", "e.lse = `top + log2f(sum)`;", "old")),
     *group("attn_gang", "attn parts", "(parts|long prefix|logits of 50|one key rules) ",
            ("the last part", "for (int j = 0; `j < me.n`; j++) {\n                float2 v", "j < max(me.n - 1, 1)"),
            ("the second warp's maximum for all", "float fade = ex2(`marks[j][i].x` - base);", "marks[min(1, me.n - 1)][i].x")),
