@@ -143,7 +143,7 @@ MUTANTS = [
            ("beyond 32 pages", "if (`page - ids_at >= 32 || page < ids_at`) ids_at = page,", "page - ids_at >= 32 + (ids_at >= 0) || page < ids_at")),
     *group("attn_both", "attn samples", "samples",
            ("what lies behind the last position", "if (`t < from || t + ATTN_OWN_TOK > to`) attn_own_trim", "t < from"),
-           ("the state of the row before", "const float2 *)(hub + attn_hub_at(`i`, col));", "max(i - a.G, 0)"),
+           ("the state of the row before", "const float2 *)(hub + attn_hub_at(`i`, col)) : float2{};", "max(i - a.G, 0)"),
            ("rows that were drawn are not done", "for (int k = 0, used = 0; `k < feed.n_drawn`; k++) {", "k + 1 < feed.n_drawn"),
            ("the page is the first one's", "__shfl_sync(~0u, page_ids, `t >> a.log2_B`) * a.K + h", "0"),
            ("three pieces come as two", "if (pieces == 3) `first = 0, pieces = 4`;", "pieces = 2"),
