@@ -1,7 +1,8 @@
 /* gpu_ranks.c - models over several GPUs. Includes toka.c; linked with the object of toka_kernels.cu. Run from the repository root.
  *
- *   gpu_ranks              sums over ranks against the host's; then every fixture and the embedded model under every split that there are
- *                          GPUs for, against one GPU. With TOKA_DEBUG_SHARE_GPU=1 all ranks are on GPU 0
+ *   gpu_ranks              sums over ranks against the host's; then every fixture, the embedded model, and a made-up one that eight ranks
+ *                          can share, under every split that there are GPUs for, against one GPU. With TOKA_DEBUG_SHARE_GPU=1 all
+ *                          ranks, at most four, are on GPU 0
  *   gpu_ranks bench [N]    microseconds of sums over N GPUs (2), and NCCL's where libnccl.so.2 is found */
 #include "../toka.c"
 #include "check.h"
@@ -18,12 +19,24 @@ typedef struct split {
     int tp, pp, dp;
 } split;
 
+#define EIGHT "made-up/eight" /* 8 layers, 8 kv heads, random weights */
+static char eight_file[] = "/tmp/gpu_ranks_XXXXXX";
+
+static void eight_write(void) {
+    FILE *f = fdopen(mkstemp(eight_file), "w");
+    if (!f) abort();
+    fputs("eight " EIGHT " LlamaForCausalLM 8 512 16 8 64 1024 2100 untied 10000 default 1e-5 4096 - - config\n", f);
+    fclose(f);
+}
+
 static toka *open_split(const char *model, split at, toka_err *e) {
     toka *t = NULL;
     toka_options o = toka_options_default();
+    const bool made_up = !strcmp(model, EIGHT);
+    if (made_up) o.models_file = eight_file;
     o.model = model, o.device = "cuda", o.max_num_seqs = 64, o.max_num_batched_tokens = MOST_ROWS, o.kv_tokens = 64 * 256;
     o.tensor_parallel_size = at.tp, o.pipeline_parallel_size = at.pp, o.data_parallel_size = at.dp;
-    if (toka_open(&t, &o, e)) return NULL;
+    if (made_up ? run_dummy_open(&t, &o, e) : toka_open(&t, &o, e)) return NULL;
     return t;
 }
 
@@ -82,7 +95,7 @@ static void sum_run(toka *t, summer *s, int n) {
  * had it. Values are small whole numbers, so all sums are exact up to where bf16 rounds, and the host knows every bit. */
 static void sums(int n) {
     toka_err e = {0};
-    toka *t = open_split("test/model", (split){n, 1, 1}, &e);
+    toka *t = open_split(EIGHT, (split){n, 1, 1}, &e);
     if (!t) {
         verdict(false, "sums over %d ranks: %s", n, e.msg);
         return;
@@ -362,6 +375,7 @@ static bool splits(const char *path, split at) {
     arena a = {0};
     toka_shape s;
     toka_weights w;
+    if (!strcmp(path, EIGHT)) return 8 % at.tp == 0 && at.pp <= 8;
     if (mf_open(&m, path, NULL, NULL, &e)) return false;
     mf_rank r = {.tp_size = at.tp, .pp_size = at.pp};
     bool ok = !mf_shard(&m->shape, &m->weights, &r, &a, &s, &w, &e);
@@ -370,7 +384,8 @@ static bool splits(const char *path, split at) {
 }
 
 static void model(const char *path, int n_gpus) {
-    static const split at[] = {{2, 1, 1}, {1, 2, 1}, {1, 1, 2}, {4, 1, 1}, {1, 4, 1}, {2, 2, 1}, {3, 1, 1}};
+    static const split at[] = {{2, 1, 1}, {1, 2, 1}, {1, 1, 2}, {4, 1, 1}, {1, 4, 1}, {2, 2, 1}, {2, 1, 2}, {1, 2, 2}, {3, 1, 1},
+                               {8, 1, 1}, {1, 8, 1}, {4, 2, 1}, {2, 4, 1}, {2, 2, 2}};
     answers *prompts = mem_zalloc(sizeof *prompts), *alone = mem_zalloc(sizeof *alone), *w = mem_zalloc(sizeof *w);
     const char *name = strrchr(path, '/') + 1;
     read_prompts(path, prompts);
@@ -464,10 +479,11 @@ static int bench(int n) {
 int main(int argc, char **argv) {
     setvbuf(stdout, NULL, _IOLBF, 0);
     if (argc > 1 && !strcmp(argv[1], "bench")) return bench(argc > 2 ? atoi(argv[2]) : 2);
-    const int n_gpus = toka_cuda.count();
-    for (int n = 2; n <= MIN(n_gpus, 4); n++)
-        if (splits("test/model", (split){n, 1, 1})) sums(n);
-    model("test/model", n_gpus);
+    const int n_gpus = getenv("TOKA_DEBUG_SHARE_GPU") ? 4 : toka_cuda.count();
+    eight_write();
+    for (int n = 2; n <= MIN(n_gpus, 8); n *= 2) sums(n);
+    model("test/model", n_gpus), model(EIGHT, n_gpus);
+    unlink(eight_file);
     DIR *d = opendir("test/fixtures");
     for (struct dirent *it; d && (it = readdir(d));) {
         char path[300];
