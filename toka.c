@@ -360,6 +360,9 @@ static double os_now(void) { /* seconds on a clock that never steps back */
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+/* The program was told to end, by a signal: a device that then takes so many seconds more for its step is given up. 0: it was not. */
+static atomic_int os_ends_in;
+
 static int os_n_cores(void) { /* cores this process may use */
     cpu_set_t set;
     if (sched_getaffinity(0, sizeof set, &set) == 0) return MAX(1, CPU_COUNT(&set));
@@ -11137,7 +11140,9 @@ typedef struct model_run {
     model_job ring[MODEL_RING];
     int64_t posted, awaited; /* awaited: somebody waits for the steps up to this one */
     bool closing;
-    double t_watched; /* the waiting thread's, as `lost` */
+    double t_watched; /* the waiting thread's, as all below */
+    int64_t watched;  /* the step it waits for, */
+    double late_s;    /* and for how long since the program was told to end */
     bool lost;
     toka_err broken; /* code 0: all devices work */
 } model_run;
@@ -11336,15 +11341,20 @@ static bool model_is_done(const model_run *m, int64_t number) {
 }
 
 /* With the bell's lock held: looks after ranks that have step `number` to do. Where a group does not get on, the rank to blame is a
- * failure, also when the others are done and none of them waits for it. A device that is the only one is waited for, however long. */
+ * failure, also when the others are done and none of them waits for it. A device that is the only one is waited for, however long, but
+ * by a program that was told to end. */
 static void model_watch(model_run *m, int64_t number) {
     const double now = os_now(), slept = MIN(now - m->t_watched, MODEL_NAP_S); /* a process that was stopped loses no patience */
-    int who = 0;
+    const int ends_in = atomic_load(&os_ends_in);
+    int who = 0, code = 0;
     toka_err e;
     m->t_watched = now;
-    if (!m->group || m->broken.code || model_is_done(m, number)) return;
+    if (m->watched != number) m->watched = number, m->late_s = 0;
+    if (m->broken.code || model_is_done(m, number)) return;
     while (m->ranks[who].done >= number) who++;
-    int code = m->be->group_watch(m->group, who, slept, &e);
+    if (m->group) code = m->be->group_watch(m->group, who, slept, &e);
+    else if (ends_in && (m->late_s += slept) > ends_in)
+        code = fail(&e, TOKA_E_DEVICE, "the device has not ended its step in %d s since the program was told to end", ends_in);
     if (code) rank_report(&m->ranks[who], code, &e);
 }
 
@@ -17016,7 +17026,7 @@ typedef struct srv_options { /* what toka serve was asked to do; strings are the
     int64_t max_body_bytes; /* of a prompt's request */
     int64_t max_upload_bytes;
     double read_timeout, write_timeout, keep_alive; /* seconds */
-    double step_timeout;    /* requests under way and no step for so many seconds: /health says so */
+    double step_timeout;    /* requests under way and no step for so many seconds: /health says so; a server told to end ends */
     int n_workers;
     bool model_defaults, strict, quiet; /* model_defaults: sampling as generation_config.json says */
     atomic_int *interrupted; /* 1: drain and return, 2: return at once */
@@ -20626,7 +20636,7 @@ static const cli_flag cli_flags[] = {
      "seconds without a byte taken before a client is dropped (default: 60)"},
     {"keep-alive", "", "S", CLI_FLOAT, AT(serve.keep_alive), FOR_SERVE, "seconds between requests of a connection (default: 75)"},
     {"step-timeout", "", "S", CLI_FLOAT, AT(serve.step_timeout), FOR_SERVE,
-     "seconds without a step, while there is work, until /health says that the engine hangs (default: 120)"},
+     "seconds without a step, while there is work, until /health says that the engine hangs, and SIGTERM ends it (default: 120)"},
     {"server-threads", "", "N", CLI_INT, AT(serve.n_workers), FOR_SERVE,
      "threads that tokenize requests and write answers (default: 2 to 8, by cores)"},
     {NULL, NULL, NULL, 0, 0, 0, "Plan"},
@@ -20662,11 +20672,13 @@ static cli cli_default(void) {
 
 /* ---- Output: the first failed write to standard output ends the program with one sentence ---- */
 
-static atomic_int cli_interrupted; /* signals so far; lock-free, so a handler may count them */
+static atomic_int cli_interrupted;    /* signals so far; lock-free, so a handler may count them */
+static atomic_int cli_patience_s = 10; /* of the first one, with a device that hangs */
 
 static void cli_on_signal(int sig) { /* two of different kinds are two */
     (void)sig;
     if (cli_interrupted++) _exit(130);
+    os_ends_in = cli_patience_s;
 }
 
 /* Weights are read where the file is mapped: one that is cut short under us, or whose disk fails, shows here, often in several
@@ -21426,7 +21438,7 @@ static int cli_serve(const cli *c, toka_err *e) {
     o.names = c->served_names.at, o.n_names = c->served_names.n;
     o.model_defaults = !strcmp(c->generation_config, "auto");
     if (!o.n_workers) o.n_workers = MIN(8, MAX(2, os_n_cores() / 4));
-    o.interrupted = &cli_interrupted;
+    o.interrupted = &cli_interrupted, cli_patience_s = (int)MAX(1, MIN(o.step_timeout, INT_MAX));
     if (!code) code = srv_run(&o, e);
     if (!code && cli_interrupted == 1) cli_interrupted = 0; /* a server is ended by a signal: that is no failure */
     arena_free(&a);
@@ -21492,6 +21504,7 @@ int toka_main(int argc, char **argv) {
     cli_catch_signals();
     int code = cli_dispatch(argc, argv, &e);
     if (code && !(cli_interrupted && code == TOKA_E_CANCELLED)) fprintf(stderr, "toka: %s\n", e.msg);
+    if (cli_interrupted && code == TOKA_E_DEVICE) fflush(NULL), _exit(130); /* what exit() tears down, a lost rank may be in */
     if (cli_interrupted) return 130;
     return !code ? 0 : code == TOKA_E_USE || code == TOKA_E_INPUT ? 1 : 2;
 }

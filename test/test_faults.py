@@ -197,6 +197,21 @@ def test_engine_that_hangs(tmp_path):
         assert end_of_batch(client(s), batch.id).request_counts.completed == 3
 
 
+def test_one_signal_ends_an_engine_that_hangs():
+    """What was told to end gives its device up: after 10 s, a server after --step-timeout, and 5 s more for the device to come back."""
+    env = {**ENV, "TOKA_DEBUG_STALL": "3"}
+    p = subprocess.Popen([TOKA, "-p", PROMPT, "-q", "-n", "40", "--ignore-eos"], env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    with Server("--step-timeout", "1", env={"TOKA_DEBUG_STALL": "3"}) as s:
+        held = post(s, {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True})
+        time.sleep(1)
+        began = time.time()
+        p.send_signal(signal.SIGINT), s.p.send_signal(signal.SIGTERM)
+        assert s.p.wait(12) != 0 and time.time() - began > 1
+        held.close()
+    assert p.poll() is None and p.wait(20) == 130 and time.time() - began > 9
+    assert p.stderr.read() == "toka: the device has not ended its step in 10 s since the program was told to end\n"
+
+
 def test_idle_engine_does_not_hang():
     with Server("--step-timeout", "0.5") as s:
         for _ in range(15):
