@@ -11628,17 +11628,19 @@ static int eng_replica_init(eng_replica *p, const sched_config *c, toka_err *e) 
 }
 
 /* Also of an engine that was opened half way. False: a rank is lost, and what it may look at stays. */
-static bool eng_free(eng *g) {
+static bool eng_close_ranks(eng *g) {
     bool all = true;
     for (int i = 0; i < g->n_replicas; i++) all &= model_close(&g->replicas[i].m);
-    if (!all) return false;
+    return all;
+}
+
+static void eng_free(eng *g) { /* its ranks are closed */
     for (int i = 0; i < g->n_replicas; i++) eng_replica_free(&g->replicas[i]);
     free(g->replicas), free(g->cancels);
     buf_free(&g->piece), buf_free(&g->text);
     pthread_mutex_destroy(&g->lock), pthread_cond_destroy(&g->wake);
     pthread_mutex_destroy(&g->bell.lock), pthread_cond_destroy(&g->bell.done);
     free(g);
-    return true;
 }
 
 /* Tokens of KV for which every rank of every replica has room. */
@@ -11733,9 +11735,10 @@ static int eng_open(eng **out, const toka_backend *be, const mf_model *files, to
     sched_config c = {.B = shape->B, .max_seqs = max_seqs, .max_tokens = max_tokens, .n_classes = 4096};
     eng *g = eng_new(be, files, words, o);
     int code = eng_open_replicas(g, shape, o, &c, e);
-    if (g->start.n) eng_phase(&g->start, g->start.what[g->start.n - 1], 1);
+    const bool lost = code && !eng_close_ranks(g); /* behind it none tells of a phase any more */
+    if (g->start.n && !lost) eng_phase(&g->start, g->start.what[g->start.n - 1], 1);
     if (code) {
-        eng_free(g);
+        if (!lost) eng_free(g);
         return code;
     }
     g->max_len = shape->max_len, g->max_seqs = g->n_replicas * max_seqs, g->stats.kv_pages = g->n_replicas * c.n_pages;
@@ -12215,7 +12218,9 @@ static void eng_break(eng *g, const toka_err *e) {
 static bool eng_close(eng *g) {
     if (!g) return true;
     eng_end_everything(g, TOKA_CANCELLED);
-    return eng_free(g);
+    if (!eng_close_ranks(g)) return false;
+    eng_free(g);
+    return true;
 }
 
 /* Posts a step; for stages in parts. */

@@ -1122,6 +1122,47 @@ static void test_statistics_are_not_behind(void) {
     toka_close(t);
 }
 
+/* A backend that takes its time to load, and where the group of the second replica cannot be opened. */
+static int eng_slow_open(toka_device **out, const toka_device_options *o, const toka_shape *s, const toka_weights *w, toka_err *e) {
+    for (int i = 0; i < 20 && o->progress; i++) {
+        o->progress(o->user, i < 10 ? "loading weights" : "taking memory", i / 20.0);
+        usleep(2000);
+    }
+    return toka_cpu.open(out, o, s, w, e);
+}
+static int eng_one_group(toka_group **out, int tp, int pp, toka_err *e) {
+    static int n;
+    return n++ ? fail(e, TOKA_E_DEVICE, "no second group") : toka_cpu.group_open(out, tp, pp, e);
+}
+
+typedef struct eng_told { /* of phases, by who opens */
+    atomic_int at_once;
+    int n, n_over, n_behind; /* in all; that it is over; behind that */
+} eng_told;
+static void eng_tell_phase(void *user, const char *what, double done) {
+    eng_told *t = user;
+    CHECK_MSG(!atomic_fetch_add(&t->at_once, 1), "two threads tell of %s at once", what);
+    usleep(500);
+    t->n++, t->n_behind += t->n_over > 0, t->n_over += done >= 1;
+    atomic_fetch_sub(&t->at_once, 1);
+}
+
+/* While the first replica's ranks load: phases are told by one thread at a time, and none behind the end. Thread sanitizer sees more. */
+static void test_open_that_fails(void) {
+    toka_backend be = toka_cpu;
+    toka_options o = toka_options_default();
+    eng_told told = {0};
+    toka *t = eng_must_open(eng_model, 4, 16, 1);
+    toka_err e = {0};
+    be.open = eng_slow_open, be.group_open = eng_one_group;
+    o.tensor_parallel_size = o.data_parallel_size = 2, o.max_num_seqs = 4, o.progress = eng_tell_phase, o.progress_user = &told;
+    eng *g;
+    t->shape = t->files->shape;
+    CHECK(eng_open(&g, &be, t->files, &t->shape, t->tok, &o, &e) == TOKA_E_DEVICE && !strcmp(e.msg, "no second group"));
+    CHECK_MSG(told.n > 20 && told.n_over == 1 && !told.n_behind, "%d told, %d ends, %d behind", told.n, told.n_over, told.n_behind);
+    toka_close(t);
+}
+
 static const struct test eng_tests[] = {
     {"fixtures: logits and greedy ids equal transformers", test_fixtures},
     {"real weights give the reference's text", test_real_weights},
@@ -1136,6 +1177,7 @@ static const struct test eng_tests[] = {
     {"engine: a device that fails", test_device_fault},
     {"batch: a device that fails, and the run that goes on", test_batch_device_fault},
     {"engine: closed and stopped", test_close_and_stop},
+    {"engine: an open that fails while ranks load", test_open_that_fails},
     {"engine: text goes on behind the prompt", test_text_goes_on},
     {"engine: page pressure changes nothing", test_page_pressure},
     {"engine: run-ahead, replicas and ranks change nothing", test_ahead},
