@@ -18662,7 +18662,7 @@ typedef struct run_bench_options {
     int num_prompts;     /* of its lines, 0: all */
     toka_request base;
     double load_s;       /* that opening took */
-    bool json, quiet;
+    bool json, quiet, said; /* said: what run_say_start says */
     atomic_int *interrupted;
 } run_bench_options;
 
@@ -18825,7 +18825,7 @@ static int run_bench_throughput(toka *t, const run_bench_options *o, toka_err *e
         double t0 = os_now();
         for (int i = 0; i < 2 * t->engine->max_seqs; i++) run_bench_submit(&b);
         double said = os_now();
-        if (!b.e.code && !o->quiet) run_say_start(t, toka_get_info(t).model_name, o->load_s);
+        if (!b.e.code && !o->quiet && !o->said) run_say_start(t, toka_get_info(t).model_name, o->load_s);
         t0 += os_now() - said; /* asking the devices is not part of the run */
         code = toka_run(t, false, e);
         if (!code && b.e.code) *e = b.e, code = e->code;
@@ -21106,14 +21106,14 @@ static void cli_note_device(const cli *c) {
 /* Opens what the flags say, for a command that runs a model. */
 static int cli_open(const cli *c, toka **t, toka_err *e) {
     buf line = {0};
+    const double t0 = os_now();
     int code = c->dummy_weights ? run_dummy_open(t, &c->open, e) : toka_open(t, &c->open, e);
     if (code) return code;
     cli_note_device(c);
     if (c->verbose) {
-        const double kv = (double)(*t)->engine->stats.kv_pages * (*t)->shape.B, len = (*t)->shape.max_len;
         pub_put_start(*t, &line);
-        fprintf(stderr, "toka: %s on %s, KV cache %.0f tokens, %.1f sequences of %.0f tokens; %s\n", (*t)->files->name, toka_get_info(*t).device, kv,
-                kv / len, len, line.p);
+        run_say_start(*t, (*t)->files->name, os_now() - t0);
+        fprintf(stderr, "toka: %s\n", line.p);
     }
     buf_free(&line);
     return 0;
@@ -21288,7 +21288,8 @@ static int cli_bench_throughput(const cli *c, toka_err *e) {
     int code = cli_open(c, &t, e);
     if (code) return code;
     run_bench_options o = {.dataset = c->dataset, .timeline = c->timeline, .num_prompts = c->num_prompts, .base = toka_request_default(),
-                           .load_s = os_now() - t0, .json = c->json, .quiet = c->quiet, .interrupted = &cli_interrupted};
+                           .load_s = os_now() - t0, .json = c->json, .quiet = c->quiet, .said = c->verbose,
+                           .interrupted = &cli_interrupted};
     cli_sampling(c, t, &o.base);
     o.base.n = 1, o.base.sampling.logprobs = o.base.sampling.min_tokens = o.base.sampling.n_stop = 0;
     code = run_bench_throughput(t, &o, e);

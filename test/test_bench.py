@@ -32,6 +32,8 @@ def test_throughput_prints_vllms_lines(tmp_path):
     lines = out.splitlines()
     assert re.fullmatch(r"Throughput: [\d.]+ requests/s, [\d.]+ total tokens/s, [\d.]+ output tokens/s", lines[0])
     assert re.match(r"toka: \S+ on .*, loaded in [\d.]+ s; KV cache \d+ tokens, 8\.0 sequences of \d+ tokens\n", err)
+    _, err = bench("throughput", "-m", "test/model", "--dataset", d, "-v")
+    assert err.count("KV cache ") == 1 and err.count("\ntoka: opened in ") == 1  # the start is told once
     n_prompt = int(re.fullmatch(r"Total num prompt tokens:  (\d+)", lines[1])[1])
     assert 83 < n_prompt < 90 and lines[2:] == ["Total num output tokens:  251"]
     out, _ = bench("throughput", "-m", "test/model", "--dataset", d, "--num-prompts", "2", "--json", "--temp", "0.6")
