@@ -19056,7 +19056,7 @@ typedef struct plan_load { /* of one step of one micro-batch, on average: so cou
     double prompts; /* that are computed */
 } plan_load;
 
-typedef struct plan_time { /* seconds of one rank in one step, by what they go to; send overlaps the rest */
+typedef struct plan_time { /* seconds of one rank in one step, by what they go to; link: sums, all of them; send overlaps the rest */
     double weights, kv, tensor, link, send;
 } plan_time;
 
@@ -19159,7 +19159,8 @@ static plan_time plan_rank_time(const plan_ask *a, const plan_rank *p, int tp, c
     const bool halves = toka_gpu_in_halves(tp, (int)l->rows);
     const int sums = 2 * p->shape.L;
     if (tp > 1) t.link = ((halves ? 0 : sums) + p->first) * plan_reduce(g, tp, message);
-    if (halves) t.kv += sums * (tp + 1) * message / g->read, t.send = sums * (tp - 1) * message / g->link; /* parts go beside, are added here */
+    if (halves) /* parts go beside, are added here */
+        t.link += sums * (tp + 1) * message / g->read, t.send = sums * (tp - 1) * message / g->link;
     if (!p->last) t.send += plan_send(g, message);
     return t;
 }
