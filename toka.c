@@ -8506,7 +8506,8 @@ static void batch_flows(int64_t *cost, int n, int64_t mean, int64_t *next, int64
 
 /* Sequences in decode go from lanes above the mean to those beside them. n_before: lanes of the step before, in which they drew. A lane
  * in which that cannot have gone through all stages is entered only to be rid of an eighth too much: that costs the first stage
- * one part's time, once. Returns in cost what the lanes have then. */
+ * one part's time, once. Where there are fewer lanes than stages the first stage waits for every part, and they stay where they are.
+ * Returns in cost what the lanes have then. */
 static void batch_even(batch *b, const sched *s, int n, int n_before, int64_t mean, int64_t *cost) {
     int64_t next[BATCH_MAX_PARTS], before[BATCH_MAX_PARTS];
     bool pays[BATCH_MAX_PARTS];
@@ -8515,7 +8516,7 @@ static void batch_even(batch *b, const sched *s, int n, int n_before, int64_t me
     for (int q = s->kv.seqs[s->c.max_seqs].next; q != s->c.max_seqs; q = s->kv.seqs[q].next) {
         const sched_seq *x = &s->seqs[q];
         if (!x->n_rows || x->is_chunk) continue;
-        const int least = b->lane[q] + b->stages - n_before;
+        const int least = b->lane[q] + MIN(b->stages - n_before, 0);
         const int64_t c = batch_decode_cost(b->weight, x);
         int k = MIN(MAX((int)b->lane[q], least), n - 1);
         if (next[k] >= c) next[k++] -= c;
