@@ -15704,6 +15704,7 @@ typedef struct fb_store {
     fb_batch *running;
     int64_t last_us; /* of the newest id */
     bool stopping, started;
+    bool unread_batch; /* the folder has a batch's record that could not be read */
     pthread_t worker;
 } fb_store;
 
@@ -16092,27 +16093,33 @@ static void fb_load(fb_store *s, const char *name) {
     fb_id id;
     arena a = {0};
     toka_err e;
-    char path[4096];
+    buf path = {0};
     if (str_ends(stem, STR(".part"))) unlinkat(s->dir, name, 0);
     if (!str_ends(stem, STR(".json"))) return;
     stem.n -= 5;
     bool file = fb_read_id(stem, "file-", &id);
     if (!file && !fb_read_id(stem, "batch_", &id)) return;
-    snprintf(path, sizeof path, "%s/%s", s->path, name);
-    if (os_map(path, &text, &e)) return;
-    const json *root = json_parse(&a, text, json_trusted, &e);
+    buf_printf(&path, "%s/%s", s->path, name);
+    bool read = !os_map(path.p, &text, &e);
+    const json *root = read ? json_parse(&a, text, json_trusted, &e) : NULL;
     bool good = root && (file ? fb_load_file(s, &id, root) : fb_load_batch(s, &id, root));
-    if (!good) fprintf(stderr, "toka serve: %s: not a record of ours, left alone\n", path);
+    if (!good) fprintf(stderr, "toka serve: %s: not a record that can be read, left alone with what it names\n", path.p);
+    s->unread_batch |= !good && !file;
     char us[17] = {0};
     memcpy(us, strpbrk(id.z, "-_") + 1, 16);
     s->last_us = MAX(s->last_us, (int64_t)(strtoull(us, NULL, 16) & INT64_MAX));
-    arena_free(&a), os_unmap(text);
+    if (read) os_unmap(text);
+    arena_free(&a), buf_free(&path);
 }
 
-/* Contents that no record names: of a crash between two steps. Unfinished batches own theirs. */
+/* Contents that no record names: of a crash between two steps. Unfinished batches own theirs, and so may one whose record could not
+ * be read. */
 static void fb_sweep(fb_store *s, const char *name) {
     fb_id id;
-    if (!fb_read_id(str_c(name), "file-", &id) || fb_find_file(s, &id)) return;
+    char record[64];
+    if (s->unread_batch || !fb_read_id(str_c(name), "file-", &id) || fb_find_file(s, &id)) return;
+    snprintf(record, sizeof record, "%s.json", id.z);
+    if (!faccessat(s->dir, record, F_OK, 0)) return;
     for (size_t i = 0; i < s->n_batches; i++) {
         const fb_batch *b = s->batches[i];
         if (!fb_has_ended(b) && (!strcmp(b->out.z, id.z) || !strcmp(b->err.z, id.z))) return;

@@ -431,6 +431,7 @@ static void fb_test_leftovers(void) {
         "\"toka\":{\"output\":\"file-00000000000000070000000000000000\",\"errors\":\"file-00000000000000080000000000000000\"}}");
     fbt_write(&f, "file-00000000000000070000000000000000", "{\"whole\":1}\n{\"to");
     fbt_write(&f, "file-00000000000000080000000000000000", "");
+    fbt_write(&f, "file-00000000000000040000000000000000", "of a record that cannot be read");
     fbt_open(&f);
     const json *root = NULL;
     for (int i = 0; i < 500 && !fbt_is(root, "status", "cancelled"); i++)
@@ -444,6 +445,12 @@ static void fb_test_leftovers(void) {
     CHECK(!fbt_there(&f, "file-00000000000000010000000000000000.part") &&
           !fbt_there(&f, "file-00000000000000020000000000000000"));
     CHECK(!fbt_there(&f, "file-00000000000000080000000000000000") && fbt_there(&f, "notes.txt"));
+    CHECK(fbt_there(&f, "file-00000000000000040000000000000000"));
+    fb_close(f.s);
+    fbt_write(&f, "batch_00000000000000090000000000000000.json", "{\"id\":"); /* it alone knows whose results these are */
+    fbt_write(&f, "file-000000000000000a0000000000000000", "{\"whole\":1}\n");
+    fbt_open(&f);
+    CHECK(fbt_there(&f, "file-000000000000000a0000000000000000"));
     fbt_free(&f);
 }
 
