@@ -489,6 +489,12 @@ static int utf8_len(const char *p, const char *end) {
     return n;
 }
 
+static int64_t utf8_count(str s) { /* characters that begin in it */
+    int64_t n = 0;
+    for (size_t i = 0; i < s.n; i++) n += (s.p[i] & 0xC0) != 0x80;
+    return n;
+}
+
 /* Writes code point c as UTF-8 to p (room for 4); returns its bytes. */
 static int utf8_put(char *p, uint32_t c) {
     if (c < 0x80) return p[0] = (char)c, 1;
@@ -3680,11 +3686,6 @@ static bool tmpl_bad_type(tmpl_run *r, const char *what, tval v) {
 
 /* ---- Text of values ---- */
 
-static int tmpl_len_cp(str s) { /* code points */
-    int n = 0;
-    for (size_t i = 0; i < s.n; i++) n += (s.p[i] & 0xC0) != 0x80;
-    return n;
-}
 static size_t tmpl_cp_bytes(str s, int64_t n) { /* bytes of the first n code points of s, at most all */
     size_t i = 0;
     while (i < s.n && n-- > 0)
@@ -3979,7 +3980,7 @@ static bool tmpl_walk(tmpl_run *r, tval v, tmpl_items **out) {
         v.list->n = 0;
         return true;
     case TV_STR:
-        if (!(*out = tmpl_new_items(r, (size_t)tmpl_len_cp(tv_text(v))))) return false;
+        if (!(*out = tmpl_new_items(r, (size_t)utf8_count(tv_text(v))))) return false;
         for (size_t i = 0, n, at = 0; i < (*out)->n; i++, at += n) {
             n = tmpl_cp_bytes((str){v.s + at, v.n - at}, 1);
             (*out)->v[i] = tv_str((str){v.s + at, n});
@@ -3992,7 +3993,7 @@ static bool tmpl_walk(tmpl_run *r, tval v, tmpl_items **out) {
 static int64_t tmpl_length(tval v) { /* len(v), -1 if it has none */
     switch (v.type) {
     case TV_UNDEFINED: return 0;
-    case TV_STR: return tmpl_len_cp(tv_text(v));
+    case TV_STR: return utf8_count(tv_text(v));
     case TV_LIST: case TV_TUPLE: return (int64_t)v.list->n;
     case TV_DICT: return (int64_t)v.dict->n;
     default: return -1;
@@ -4289,7 +4290,7 @@ static bool tmpl_f_affix(tmpl_run *r, tmpl_args *c, tval *out) { /* startswith, 
 static bool tmpl_f_find(tmpl_run *r, tmpl_args *c, tval *out) {
     if (c->a[0].type != TV_STR) return tmpl_bad_type(r, "find", c->a[0]);
     ptrdiff_t at = str_find(tv_text(c->self), tv_text(c->a[0]), 0);
-    return *out = tv_int(at < 0 ? -1 : tmpl_len_cp((str){c->self.s, (size_t)at})), tmpl_work(r, c->self.n);
+    return *out = tv_int(at < 0 ? -1 : utf8_count((str){c->self.s, (size_t)at})), tmpl_work(r, c->self.n);
 }
 
 static bool tmpl_f_safe(tmpl_run *r, tmpl_args *c, tval *out) {
@@ -13942,12 +13943,6 @@ static str api_token_text(api_call *c, int32_t id, str *bytes) {
     return buf_view(&c->shown);
 }
 
-static int64_t api_characters(str bytes) { /* that begin in it */
-    int64_t n = 0;
-    for (size_t i = 0; i < bytes.n; i++) n += ((unsigned char)bytes.p[i] & 0xC0) != 0x80;
-    return n;
-}
-
 static void api_put_logprob(buf *b, float logprob) { /* OpenAI's way to say: impossible */
     json_put_num(b, logprob == -INFINITY ? -9999 : logprob, true);
 }
@@ -13992,7 +13987,7 @@ static void api_put_text_logprobs(api_call *c, const api_tokens *echo, const api
         for (size_t i = 0; lists[l] && i < api_tokens_n(lists[l]); i++) {
             json_put_str(b, api_token_text(c, api_token_at(lists[l], i, 0)->id, &bytes));
             json_put_int(&offsets, *offset);
-            *offset += api_characters(bytes);
+            *offset += utf8_count(bytes);
         }
     json_put_close(b, ']');
     json_put_key(b, "token_logprobs"), json_put_open(b, '[');
@@ -16524,7 +16519,8 @@ static void fb_content(const fb_store *s, const fb_file *f, http_reply *reply) {
         return;
     }
     reply->type = "application/octet-stream";
-    reply->fd = fd, reply->fd_bytes = f->bytes;
+    if (f->bytes) reply->fd = fd, reply->fd_bytes = f->bytes;
+    else close(fd); /* of nothing there is nothing to send */
     buf_c(&reply->headers, "Content-Disposition: attachment; filename=\"");
     for (const char *c = f->name; *c; c++) buf_char(&reply->headers, isalnum((unsigned char)*c) || strchr(".-_", *c) ? *c : '_');
     buf_c(&reply->headers, "\"\r\nX-Content-Type-Options: nosniff\r\n");
@@ -16574,7 +16570,8 @@ static int64_t fb_read_window(str s) {
 static bool fb_check_metadata(const json *v) {
     if (!v || v->type == JSON_NULL) return true;
     if (v->type != JSON_OBJECT || v->n > 16) return false;
-    JSON_MEMBERS(key, v) if (key->n > 64 || key[1].type != JSON_STRING || key[1].n > 4 * 512) return false;
+    JSON_MEMBERS(key, v)
+        if (utf8_count(json_str(key)) > 64 || key[1].type != JSON_STRING || utf8_count(json_str(key + 1)) > 512) return false;
     return true;
 }
 

@@ -201,7 +201,7 @@ static const json *fbt_call(fbt *f, enum http_method method, const char *target,
     r.headers[r.n_headers++] = (http_header){STR("Content-Type"), STR("multipart/form-data; boundary=b")};
     fbt_clear(f);
     fb_handle(f->s, &r, str_c(body), &f->reply);
-    if (f->reply.fd_bytes) return NULL;
+    if (f->reply.fd_bytes || f->reply.type) return NULL;
     const json *root = json_parse(&f->a, arena_str(&f->a, buf_view(&f->reply.body)), json_trusted, &e);
     CHECK_MSG(root != NULL, "%s: %s", target, e.msg);
     CHECK((f->reply.status == 200) == !json_get(root, "error"));
@@ -232,6 +232,13 @@ static const char *fbt_path(fbt *f, const char *fmt, const char *id) {
 }
 static bool fbt_is(const json *root, const char *name, const char *text) { return str_is(json_str(json_get(root, name)), text); }
 
+static void fbt_write(const fbt *f, const char *name, const char *text) {
+    char path[256];
+    snprintf(path, sizeof path, "%s/%s", f->dir, name);
+    FILE *out = fopen(path, "w");
+    CHECK(out && fputs(text, out) >= 0 && !fclose(out));
+}
+
 static void fb_test_files(void) {
     fbt f;
     fbt_init(&f);
@@ -255,7 +262,27 @@ static void fb_test_files(void) {
     CHECK(fbt_is(fbt_call(&f, HTTP_DELETE, fbt_path(&f, "/v1/files/%s", id), ""), "id", id));
     fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/files/%s", id), "");
     CHECK(f.reply.status == 404);
+    id = fbt_upload(&f, "batch", "lost with the disk's last second");
+    fb_close(f.s), fbt_write(&f, id, ""), fbt_open(&f);
+    fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/files/%s/content", id), "");
+    CHECK(f.reply.status == 200 && !f.reply.body.n && !f.reply.fd_bytes && !f.reply.fd); /* who sends it would not close a file */
     fbt_free(&f);
+}
+
+static void fb_test_metadata(void) {
+    buf b = {0};
+    toka_err e;
+    for (int i = 0; i < 8; i++) { /* ASCII or two bytes a character; a name or a value; as long as may be or one more */
+        const int chars = (i & 2 ? 64 : 512) + (i & 1);
+        const char *character = i & 4 ? "\xC3\xA4" : "a";
+        arena a = {0};
+        buf_clear(&b), buf_c(&b, i & 2 ? "{\"" : "{\"k\":\"");
+        for (int k = 0; k < chars; k++) buf_c(&b, character);
+        buf_c(&b, i & 2 ? "\":\"v\"}" : "\"}");
+        CHECK_MSG(fb_check_metadata(json_parse(&a, buf_view(&b), json_trusted, &e)) == !(i & 1), "case %d", i);
+        arena_free(&a);
+    }
+    buf_free(&b);
 }
 
 static void fb_test_paging(void) {
@@ -395,12 +422,6 @@ static void fb_test_failed_batch(void) {
     fbt_free(&f);
 }
 
-static void fbt_write(const fbt *f, const char *name, const char *text) {
-    char path[256];
-    snprintf(path, sizeof path, "%s/%s", f->dir, name);
-    FILE *out = fopen(path, "w");
-    CHECK(out && fputs(text, out) >= 0 && !fclose(out));
-}
 static bool fbt_there(const fbt *f, const char *name) {
     char path[256];
     snprintf(path, sizeof path, "%s/%s", f->dir, name);
@@ -482,6 +503,7 @@ static const struct test fb_tests[] = {{"files: forms in any pieces", fb_test_fo
                                        {"files: ids", fb_test_ids},
                                        {"files: completion windows", fb_test_window},
                                        {"files: upload, read, delete", fb_test_files},
+                                       {"files: metadata", fb_test_metadata},
                                        {"files: lists by pages", fb_test_paging},
                                        {"files: routes and refusals", fb_test_routes},
                                        {"files: a batch that fails", fb_test_failed_batch},
