@@ -351,7 +351,7 @@ static void arena_free(arena *a) {
 
 /* ===========================================================================
  * MARK: 3. OS shell [os]
- * Every system call that is not a socket: files, clock, cores. Thin, so that the chapters above stay pure.
+ * Every system call that is not a socket: files, clock, cores, threads. Thin, so that the chapters above stay pure.
  * =========================================================================== */
 
 static double os_now(void) { /* seconds on a clock that never steps back */
@@ -379,6 +379,25 @@ static int64_t os_ram_bytes(void) { /* memory that this process may take: the ma
     if (f && fscanf(f, "%lld", &max) == 1 && max > 0) bytes = MIN(bytes, (int64_t)max); /* "max": no limit */
     if (f) fclose(f);
     return bytes;
+}
+
+/* Starts a thread, for pthread_join. */
+static int os_thread(pthread_t *t, void *(*run)(void *), void *arg, toka_err *e) {
+    int err = pthread_create(t, NULL, run, arg); /* errno knows nothing of it */
+    return err ? fail(e, TOKA_E_IO, "cannot start a thread: %s", strerror(err)) : 0;
+}
+
+static void os_cond_init(pthread_cond_t *c) { /* for os_cond_wait: it counts by os_now's clock */
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(c, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+}
+static bool os_cond_wait(pthread_cond_t *c, pthread_mutex_t *lock, double seconds) { /* false: they are over */
+    const double until = os_now() + seconds;
+    struct timespec t = {(time_t)until, (long)((until - floor(until)) * 1e9)};
+    return pthread_cond_timedwait(c, lock, &t) != ETIMEDOUT;
 }
 
 /* Maps a whole regular file read-only. An empty file gives {"",0}. Undo with os_unmap. A path that leads nowhere is
@@ -10291,13 +10310,8 @@ static int cpu_group_open(toka_group **out, int tp_size, int pp_size, toka_err *
         return fail(e, TOKA_E_USE, "CPU backend: %d stages of %d tensor ranks, expected 1 to %d ranks", pp_size, tp_size,
                     CPU_RANKS);
     toka_group *g = *out = mem_zalloc(sizeof *g);
-    pthread_condattr_t monotonic;
     g->tp_size = tp_size, g->pp_size = pp_size, g->patience = patience && atof(patience) > 0 ? atof(patience) : CPU_PATIENCE;
-    pthread_mutex_init(&g->lock, NULL);
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&g->changed, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    pthread_mutex_init(&g->lock, NULL), os_cond_init(&g->changed);
     return 0;
 }
 
@@ -10364,10 +10378,9 @@ static int cpu_group_watch(toka_group *g, int who, double slept, toka_err *e) {
 /* Sleeps until something changed or a part of the patience is over; `quiet` adds up seconds without progress. They are counted in
  * naps, not by the clock: a process that was stopped for a while has lost no patience. With the lock held. */
 static void cpu_group_nap(toka_group *g, uint64_t *seen, double *quiet) {
-    const double nap = MIN(0.1, g->patience / 8), until = os_now() + nap;
-    struct timespec t = {(time_t)until, (long)((until - floor(until)) * 1e9)};
+    const double nap = MIN(0.1, g->patience / 8);
     g->sleepers++;
-    bool slept = pthread_cond_timedwait(&g->changed, &g->lock, &t) == ETIMEDOUT;
+    bool slept = !os_cond_wait(&g->changed, &g->lock, nap);
     g->sleepers--;
     uint64_t now = atomic_load(&g->progress);
     *quiet = now == *seen ? *quiet + (slept ? nap : 0) : 0;
@@ -11301,8 +11314,7 @@ static int model_start(model_run *m, model_bell *bell, const toka_device_options
         r->options.tp_rank = place.tp_rank, r->options.tp_size = m->tp, r->options.pp_rank = place.pp_rank, r->options.pp_size = m->pp;
         r->options.index += i;
         if (r->options.index) r->options.progress = NULL;
-        int err = pthread_create(&r->thread, NULL, rank_run, r);
-        if (err) return fail(e, TOKA_E_IO, "cannot start a thread: %s", strerror(err));
+        if (os_thread(&r->thread, rank_run, r, e)) return e->code;
         m->n_started++;
     }
     return 0;
@@ -11361,13 +11373,7 @@ static void model_watch(model_run *m, int64_t number) {
 }
 
 /* With the bell's lock held: until some rank has done something, or for a moment. */
-static void model_nap(model_bell *bell) {
-    struct timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_nsec += (long)(MODEL_NAP_S * 1e9);
-    if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
-    pthread_cond_timedwait(&bell->done, &bell->lock, &until);
-}
+static void model_nap(model_bell *bell) { os_cond_wait(&bell->done, &bell->lock, MODEL_NAP_S); }
 
 /* Waits until model_is_done. */
 static int model_wait(model_run *m, int64_t number, toka_err *e) {
@@ -11665,7 +11671,7 @@ static eng *eng_new(const toka_backend *be, const mf_model *files, const tok *wo
     g->be = be, g->files = files, g->tok = words, g->no_sharing = o->no_prefix_caching;
     g->inbox_end = &g->inbox;
     pthread_mutex_init(&g->lock, NULL), pthread_cond_init(&g->wake, NULL);
-    pthread_mutex_init(&g->bell.lock, NULL), pthread_cond_init(&g->bell.done, NULL);
+    pthread_mutex_init(&g->bell.lock, NULL), os_cond_init(&g->bell.done);
     g->bell.grace = MODEL_GRACE_S;
     g->start.progress = o->progress, g->start.user = o->progress_user;
     g->n_replicas = MAX(o->data_parallel_size, 1);
@@ -15009,11 +15015,7 @@ static run_line *run_wait_for_line(run_state *r, buf *ready) {
         line->queued = false;
         return line;
     }
-    struct timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_nsec += 200000000;
-    if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
-    pthread_cond_timedwait(&r->wake, &r->lock, &until);
+    os_cond_wait(&r->wake, &r->lock, 0.2);
     return NULL;
 }
 
@@ -15550,9 +15552,9 @@ static int run_report_write(const run_state *r, const run_report *p, toka_err *e
 static int run_lines(run_state *r, toka_err *e) {
     pthread_t reader, writer;
     toka_err why;
-    if (pthread_create(&reader, NULL, run_read, r)) return fail(e, TOKA_E_IO, "cannot start a thread: %s", strerror(errno));
-    bool writes = !pthread_create(&writer, NULL, run_write_alone, r);
-    int code = writes ? toka_run(r->t, true, &why) : fail(&why, TOKA_E_IO, "cannot start a thread: %s", strerror(errno));
+    if (os_thread(&reader, run_read, r, e)) return e->code;
+    bool writes = !os_thread(&writer, run_write_alone, r, &why);
+    int code = writes ? toka_run(r->t, true, &why) : why.code;
     if (code) {
         pthread_mutex_lock(&r->lock);
         run_stop(r, &why);
@@ -15575,7 +15577,7 @@ static void run_init(run_state *r, toka *t, const run_options *o) {
     r->t_shown = r->t0;
     r->queue_end = &r->queue;
     run_models(r);
-    pthread_mutex_init(&r->lock, NULL), pthread_cond_init(&r->wake, NULL);
+    pthread_mutex_init(&r->lock, NULL), os_cond_init(&r->wake);
 }
 
 static int run_batch(toka *t, const run_options *o, toka_err *e) {
@@ -15606,9 +15608,8 @@ static int run_served(toka *t, const run_options *o, bool *all, toka_err *e) {
     pthread_t reader;
     run_init(&r, t, o);
     int code = run_open(&r, e);
-    if (!code && pthread_create(&reader, NULL, run_read, &r)) {
-        code = fail(e, TOKA_E_IO, "cannot start a thread: %s", strerror(errno));
-    } else if (!code) {
+    if (!code) code = os_thread(&reader, run_read, &r, e);
+    if (!code) {
         run_write(&r);
         pthread_join(reader, NULL);
         if (r.e.code) *e = r.e, code = e->code;
@@ -16157,7 +16158,7 @@ static int fb_take_folder(fb_store *s, toka_err *e) {
         usleep(100000); /* one that was killed a moment ago holds it until the system has taken it apart */
     }
     if ((code = fb_each_entry(s, fb_load, e)) || (code = fb_each_entry(s, fb_sweep, e))) return code;
-    if (pthread_create(&s->worker, NULL, fb_work, s)) return fail(e, TOKA_E_IO, "cannot start a thread: %s", strerror(errno));
+    if (os_thread(&s->worker, fb_work, s, e)) return e->code;
     s->started = true;
     return 0;
 }
@@ -18484,10 +18485,6 @@ static void *srv_engine(void *arg) { /* opens the model, then drives it until to
     return NULL;
 }
 
-static int srv_start_thread(pthread_t *t, void *(*fn)(void *), srv *s, toka_err *e) {
-    return pthread_create(t, NULL, fn, s) ? fail(e, TOKA_E_IO, "cannot start a thread") : 0;
-}
-
 static int srv_open(srv *s, srv_loop *l, toka_err *e) {
     l->epoll = epoll_create1(EPOLL_CLOEXEC), s->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     if (l->epoll < 0 || s->wake_fd < 0) return fail(e, TOKA_E_IO, "epoll: %s", strerror(errno));
@@ -18519,9 +18516,9 @@ static int srv_run(const srv_options *o, toka_err *e) {
     pthread_mutex_init(&s.lock, NULL), pthread_cond_init(&s.work, NULL);
     srv_metrics_init(&s.m);
     int code = srv_open(&s, &l, e);
-    bool driven = !code && !(code = srv_start_thread(&engine, srv_engine, &s, e));
+    bool driven = !code && !(code = os_thread(&engine, srv_engine, &s, e));
     for (int n = MIN(o->n_workers, COUNT(workers)); !code && n_workers < n; n_workers += !code)
-        code = srv_start_thread(&workers[n_workers], srv_worker, &s, e);
+        code = os_thread(&workers[n_workers], srv_worker, &s, e);
     if (!code) srv_run_loop(&s);
     while (driven && s.phase == SRV_LOADING) usleep(10000); /* a second signal ends the program meanwhile */
     if (s.files) fb_close(s.files);

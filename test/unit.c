@@ -3,123 +3,30 @@
 #include "../toka.c"
 #include "check.h"
 
-#if __has_include("test_json.c")
+#include "test_base.c"
 #include "test_json.c"
-#endif
-#if __has_include("test_unicode.c")
 #include "test_unicode.c"
-#endif
-#if __has_include("test_tok.c")
 #include "test_tok.c"
-#endif
-#if __has_include("test_tmpl.c")
 #include "test_tmpl.c"
-#endif
-#if __has_include("test_mf.c")
 #include "test_mf.c"
-#endif
-#if __has_include("test_samp.c")
 #include "test_samp.c"
-#endif
-#if __has_include("test_kv.c")
 #include "test_kv.c"
-#endif
-#if __has_include("test_pred.c")
 #include "test_pred.c"
-#endif
-#if __has_include("test_sched.c")
 #include "test_sched.c"
-#endif
-#if __has_include("test_batch.c")
 #include "test_batch.c"
-#endif
-#if __has_include("test_fb.c")
 #include "test_fb.c"
-#endif
-#if __has_include("test_bs.c")
 #include "test_bs.c"
-#endif
-#if __has_include("test_plan.c")
 #include "test_plan.c"
-#endif
-#if __has_include("test_cpu.c")
 #include "test_cpu.c"
-#endif
-#if __has_include("test_ranks.c")
 #include "test_ranks.c"
-#endif
-#if __has_include("test_pipe.c")
 #include "test_pipe.c"
-#endif
-#if __has_include("test_eng.c")
 #include "test_eng.c"
-#endif
-#if __has_include("test_http.c")
 #include "test_http.c"
-#endif
-#if __has_include("test_api.c")
 #include "test_api.c"
-#endif
 
 static const struct test *const tables[] = {
-#if __has_include("test_json.c")
-    json_tests,
-#endif
-#if __has_include("test_unicode.c")
-    unicode_tests,
-#endif
-#if __has_include("test_tok.c")
-    tok_tests,
-#endif
-#if __has_include("test_tmpl.c")
-    tmpl_tests,
-#endif
-#if __has_include("test_mf.c")
-    mf_tests,
-#endif
-#if __has_include("test_samp.c")
-    samp_tests,
-#endif
-#if __has_include("test_kv.c")
-    kv_tests,
-#endif
-#if __has_include("test_pred.c")
-    pred_tests,
-#endif
-#if __has_include("test_sched.c")
-    sched_tests,
-#endif
-#if __has_include("test_batch.c")
-    batch_tests,
-#endif
-#if __has_include("test_fb.c")
-    fb_tests,
-#endif
-#if __has_include("test_bs.c")
-    bs_tests,
-#endif
-#if __has_include("test_plan.c")
-    plan_tests,
-#endif
-#if __has_include("test_cpu.c")
-    cpu_tests,
-#endif
-#if __has_include("test_ranks.c")
-    ranks_tests,
-#endif
-#if __has_include("test_pipe.c")
-    pipe_tests,
-#endif
-#if __has_include("test_eng.c")
-    eng_tests,
-#endif
-#if __has_include("test_http.c")
-    http_tests,
-#endif
-#if __has_include("test_api.c")
-    api_tests,
-#endif
-    NULL};
+    base_tests, json_tests, unicode_tests, tok_tests, tmpl_tests, mf_tests, samp_tests, kv_tests, pred_tests, sched_tests,
+    batch_tests, fb_tests, bs_tests, plan_tests, cpu_tests, ranks_tests, pipe_tests, eng_tests, http_tests, api_tests, NULL};
 
 static bool wanted(const char *name, int argc, char **argv) {
     for (int i = 1; i < argc; i++)
