@@ -1352,15 +1352,15 @@ static str uni_nfc(const uni *u, str s, int version, buf *b) {
  * merges of one long piece, O(n log n). Nothing in a tokenizer.json can make it crash or take more than a constant times
  * its size.
  *
- * Not here: training, offsets, pairs of texts, truncation and padding (they are read over), dropout. Of
- * tokenizer_config.json nothing is used, as `tokenizers` alone does not know it either.
+ * Not here: training, offsets, pairs of texts, truncation and padding (they are read over), dropout; and
+ * tokenizer_config.json, which `tokenizers` alone does not know either.
  * =========================================================================== */
 
 #define TOK_FAIL(...) fail(e, TOKA_E_INPUT, "tokenizer.json: " __VA_ARGS__) /* in a function with a parameter e */
 
 typedef struct tok tok;
 
-static int tok_load(tok **out, str tokenizer_json, str config_json, toka_err *e);
+static int tok_load(tok **out, str tokenizer_json, toka_err *e);
 static void tok_del(tok *t);
 
 /* ---- Patterns that cut text into pieces ---- */
@@ -1641,7 +1641,6 @@ struct tok {
     str meta_mark;
     bool meta_drop; /* the first token loses its marks */
 };
-
 
 /* ---- The two hash tables ---- */
 
@@ -2667,12 +2666,10 @@ static int tok_load_root(tok *t, const json *root, toka_err *e) {
     return 0;
 }
 
-/* Reads tokenizer.json. config_json, the text of tokenizer_config.json or nothing, is for what may come: nothing in it
- * changes what Hugging Face `tokenizers` does. Both texts may go away after. *out is the caller's until tok_del. */
-static int tok_load(tok **out, str tokenizer_json, str config_json, toka_err *e) {
+/* Reads the text of tokenizer.json, which may go away after. *out is the caller's until tok_del. */
+static int tok_load(tok **out, str tokenizer_json, toka_err *e) {
     arena a = {0};
     toka_err why;
-    (void)config_json;
     *out = NULL;
     const json *root = json_parse(&a, tokenizer_json, json_trusted, &why);
     if (!root) {
@@ -3618,7 +3615,7 @@ typedef struct tmpl_limits { /* what one render may use */
     int depth;               /* expressions, statements, macros, values inside one another */
     size_t output_bytes;     /* longest text, of the output as of anything on the way; at most 1 GiB */
 } tmpl_limits;
-UNUSED static const tmpl_limits tmpl_default_limits = {50 * 1000 * 1000, 400, (size_t)32 << 20};
+static const tmpl_limits tmpl_default_limits = {50 * 1000 * 1000, 400, (size_t)32 << 20};
 
 #define TMPL_MEMORY(limits) (((size_t)64 << 20) + 8 * (limits).output_bytes) /* all values of one render, bytes */
 
@@ -4920,7 +4917,7 @@ static bool tmpl_eval_args(tmpl_run *r, const tmpl_node *chain, tmpl_args *c) {
     return true;
 }
 
-/* Sets the parameters of a macro or call block in the scope just made for it. */
+/* Sets the parameters of a macro in the scope just made for it. */
 static bool tmpl_bind_params(tmpl_run *r, const tmpl_args *c, const tmpl_node *macro) {
     int n = 0, used_named = 0;
     for (const tmpl_node *p = macro->b; p; p = p->next, n++) {
@@ -5366,7 +5363,6 @@ typedef struct mf_model { /* immutable after mf_open */
     char *name;           /* the folder's last part, the hub id or the name of models.txt */
     char *folder;         /* NULL: embedded */
     char *hub_id;         /* NULL: given as a folder, or embedded */
-    char architecture[64];
     mf_config config;
     toka_shape shape;     /* = config.shape */
     toka_weights weights; /* tensors point into the maps */
@@ -5376,9 +5372,6 @@ typedef struct mf_model { /* immutable after mf_open */
     str chat_template;    /* Jinja source; empty: none */
     str tool_template;    /* the one for chats with tools, where the model has two; empty: none */
     char *bos_token, *eos_token, *pad_token, *unk_token; /* texts for the template, NULL: none */
-    int32_t bos_id;       /* -1: none */
-    int32_t *eos_ids;
-    int n_eos_ids;
     mf_defaults defaults;
     const mf_embedded *embedded; /* not NULL: where files come from, instead of folder */
     str *maps;            /* heap; what mf_close unmaps */
@@ -6267,7 +6260,6 @@ static int mf_shard(const toka_shape *s, const toka_weights *whole, const mf_ran
 typedef struct mf_known {
     char *name, *hub_id;
     char *family;   /* of the chat template: llama3, chatml ...; "-" for a base model */
-    char *verified; /* how the line was checked */
     mf_config config;
 } mf_known;
 
@@ -6365,7 +6357,7 @@ static int mf_known_read(const str col[MF_N_COLS], const char *where, arena *a, 
     for (int i = 0; i < c->shape.L; i++) c->window[i] = (int)window;
     mf_finish_rope(c, a);
     k->name = arena_cstr(a, col[MF_COL_NAME]), k->hub_id = arena_cstr(a, col[MF_COL_HUB]);
-    k->family = arena_cstr(a, col[MF_COL_FAMILY]), k->verified = arena_cstr(a, col[MF_COL_VERIFIED]);
+    k->family = arena_cstr(a, col[MF_COL_FAMILY]);
     return 0;
 }
 
@@ -6568,10 +6560,7 @@ static int mf_open_configs(mf_model *m, toka_err *e) {
     if (m->tokenizer_config.n && mf_tokenizer_config_parse(m->tokenizer_config, where, &m->a, m, e)) return e->code;
     if (mf_file(m, "chat_template.jinja", false, where, &text, e)) return e->code;
     if (text.n) m->chat_template = text, m->tool_template = STR("");
-    const mf_config *c = &m->config;
-    snprintf(m->architecture, sizeof m->architecture, "%s", c->arch->name);
-    m->shape = c->shape;
-    m->bos_id = c->bos_id, m->eos_ids = c->eos_ids, m->n_eos_ids = c->n_eos_ids;
+    m->shape = m->config.shape;
     return 0;
 }
 
@@ -6641,7 +6630,6 @@ static int mf_open_text(mf_model **out, const char *model, const char *models_fi
     mf_model *m = *out = mem_zalloc(sizeof *m);
     int code = 0;
     m->tokenizer_json = m->tokenizer_config = m->chat_template = m->tool_template = STR("");
-    m->config.bos_id = m->bos_id = -1;
     m->defaults = mf_no_defaults;
     if (model) code = mf_find(m, model, models_file, e);
     else if (embedded && embedded->name) m->embedded = embedded, m->name = arena_cstr(&m->a, STR("embedded"));
@@ -7398,7 +7386,7 @@ static void cal_change(calendar *c, int64_t t, int v) {
     while ((i >>= 1) && c->at[i].most != CAL_STALE) c->at[i].most = CAL_STALE;
 }
 
-/* v more pages in steps from .. to-1. */
+/* v more pages in steps from .. to-1; where `to` comes first, v fewer in to .. from-1. */
 static void cal_add(calendar *c, int64_t from, int64_t to, int v) { cal_change(c, from, v), cal_change(c, to, -v); }
 
 static cal_node cal_join(cal_node a, cal_node b) { return (cal_node){a.sum + b.sum, MAX(a.most, a.sum + b.most)}; }
@@ -7636,8 +7624,7 @@ static void sched_lift(sched *s, int p, bool account) {
         int64_t old = s->ends[p].key, new = s->holders[p] >= 0 ? s->ends[s->holders[p]].key : 0;
         if (old == new) break;
         if (n && account && (old != was || new != is)) {
-            if (is > was) cal_add(&s->cal, was, is, n);
-            else cal_add(&s->cal, is, was, -n);
+            cal_add(&s->cal, was, is, n);
             n = 0;
         }
         was = old, is = new, n++;
@@ -7651,10 +7638,7 @@ static void sched_lift(sched *s, int p, bool account) {
         else heap_rekey(s->ends, &s->holders[parent], p, new);
         p = parent;
     }
-    if (n && account) {
-        if (is > was) cal_add(&s->cal, was, is, n);
-        else cal_add(&s->cal, is, was, -n);
-    }
+    if (n && account) cal_add(&s->cal, was, is, n);
 }
 
 static void sched_attach(sched *s, int q, bool account) {
@@ -11790,7 +11774,8 @@ static eng_request *eng_request_new(const eng *g, const toka_request *r, const i
     s->stop = stop;
     if (!s->max_tokens || s->max_tokens > g->max_len - n_prompt) s->max_tokens = g->max_len - n_prompt;
     if (q->score_only) s->max_tokens = 1, s->n_stop = 0;
-    for (int i = 0; i < g->files->n_eos_ids && !s->ignore_eos; i++) ids_push(&q->ends, g->files->eos_ids[i]);
+    const mf_config *c = &g->files->config;
+    for (int i = 0; i < c->n_eos_ids && !s->ignore_eos; i++) ids_push(&q->ends, c->eos_ids[i]);
     for (int i = 0; i < s->n_stop_ids; i++) ids_push(&q->ends, s->stop_ids[i]);
     q->t_submit = os_now();
     q->usage.prompt_tokens = n_prompt;
@@ -12046,12 +12031,6 @@ static void eng_rows(eng_replica *p, eng_flight *f) {
     f->b.step.out = f->out, f->b.step.n_out = eng_places(p, f, f->b.n_out);
 }
 
-static bool eng_is_end(const eng_request *r, int32_t id) {
-    for (size_t i = 0; i < r->ends.n; i++)
-        if (r->ends.p[i] == id) return true;
-    return false;
-}
-
 /* Text of a new token into g->text, held back while it may begin a stop string. True: a stop string is complete. */
 static bool eng_text(eng_replica *p, int q, const eng_request *r, int32_t id, bool is_end, bool armed, bool last) {
     eng *g = p->g;
@@ -12104,7 +12083,7 @@ static bool eng_deliver(eng_replica *p, eng_request *r, int q, const toka_pick *
     const sched_seq *x = &p->s.seqs[q];
     const toka_sampling *s = &r->sampling;
     bool armed = x->n_known + 1 - x->n_prompt >= s->min_tokens, full = x->n_known + 1 == x->limit;
-    bool is_end = eng_is_end(r, pick->id), stopped = eng_text(p, q, r, pick->id, is_end, armed, full);
+    bool is_end = samp_listed(r->ends.p, (int)r->ends.n, pick->id), stopped = eng_text(p, q, r, pick->id, is_end, armed, full);
     toka_event ev = {.sample = x->sample,
                      .id = pick->id,
                      .logprob = pick->logprob,
@@ -12484,7 +12463,7 @@ static int pub_need_template(const toka *t, toka_err *e) {
 static int pub_open_text(toka **out, const toka_options *o, bool weights, toka_err *e) {
     toka *t = mem_zalloc(sizeof *t);
     int code = (weights ? mf_open : mf_open_text)(&t->files, o->model, o->models_file, o->model ? NULL : embedded_model, e);
-    if (!code && t->files->tokenizer_json.n) code = tok_load(&t->tok, t->files->tokenizer_json, t->files->tokenizer_config, e);
+    if (!code && t->files->tokenizer_json.n) code = tok_load(&t->tok, t->files->tokenizer_json, e);
     if (!code) code = pub_open_template(t, o->chat_template, e);
     if (code) {
         toka_close(t);
@@ -12567,8 +12546,9 @@ void toka_close(toka *t) {
 
 toka_info toka_get_info(const toka *t) {
     const toka_shape *s = &t->shape;
+    const mf_config *c = &t->files->config;
     return (toka_info){.model_name = t->files->name,
-                       .architecture = t->files->architecture,
+                       .architecture = c->arch->name,
                        .device = t->engine ? t->engine->be->describe(t->engine->replicas[0].m.ranks[0].dev) : "none",
                        .n_parameters = t->files->n_parameters,
                        .n_layers = s->L,
@@ -12579,8 +12559,8 @@ toka_info toka_get_info(const toka *t) {
                        .mlp_width = s->F,
                        .vocab_size = s->V,
                        .max_model_len = s->max_len,
-                       .bos_id = t->files->bos_id,
-                       .eos_id = t->files->n_eos_ids ? t->files->eos_ids[0] : -1,
+                       .bos_id = c->bos_id,
+                       .eos_id = c->n_eos_ids ? c->eos_ids[0] : -1,
                        .has_chat_template = t->chat != NULL};
 }
 
@@ -14916,7 +14896,6 @@ static void *run_read(void *user) {
 
 static void run_put_key_id(buf *b, const char *name, const char *head, run_key key) {
     json_put_key(b, name);
-    json_comma(b);
     buf_printf(b, "\"%s%016llx%016llx\"", head, (unsigned long long)key.hi, (unsigned long long)key.lo);
 }
 
@@ -15955,7 +15934,7 @@ static void fb_put_batch(const fb_batch *x, buf *b) {
     json_put_key(b, "object"), json_put_str(b, STR("batch"));
     json_put_key(b, "endpoint"), json_put_str(b, x->chat ? STR("/v1/chat/completions") : STR("/v1/completions"));
     json_put_key(b, "model"), json_put_str(b, str_c(x->model));
-    json_put_key(b, "errors"), json_comma(b);
+    json_put_key(b, "errors");
     if (x->errors) buf_printf(b, "{\"object\":\"list\",\"data\":%s}", x->errors);
     else buf_c(b, "null");
     json_put_key(b, "input_file_id"), json_put_str(b, str_c(x->input.z));
@@ -15975,7 +15954,7 @@ static void fb_put_batch(const fb_batch *x, buf *b) {
     json_put_key(b, "completed"), json_put_int(b, x->completed);
     json_put_key(b, "failed"), json_put_int(b, x->failed);
     json_put_close(b, '}');
-    json_put_key(b, "metadata"), json_comma(b), buf_c(b, x->metadata ? x->metadata : "null");
+    json_put_key(b, "metadata"), buf_c(b, x->metadata ? x->metadata : "null");
 }
 
 /* Writes a record: whole, on disk, and then in the old one's place. */
@@ -17056,7 +17035,6 @@ typedef struct srv_metrics {
     double finished[5];    /* samples, by toka_finish */
     double statuses[6];    /* answers, by hundreds */
     int64_t rejected;      /* with 429 */
-    int64_t first_tokens;  /* requests that got one */
 } srv_metrics;
 
 typedef struct srv_pace { /* how fast the queue moves, over the last SRV_PACE_S seconds or twice that */
@@ -17403,7 +17381,6 @@ static void srv_count_tokens(srv_call *c, double now) {
     if (!c->fresh_tokens) return;
     if (!c->t_first) {
         srv_uncount(c);
-        m->first_tokens++;
         c->t_first = now;
         srv_observe(&m->ttft, now - c->t_start, 1);
     } else if (c->fresh_tokens > c->fresh_first) {
@@ -18642,12 +18619,11 @@ static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
     toka *t = mem_zalloc(sizeof *t);
     mf_model *m = t->files = mem_zalloc(sizeof *m);
     m->tokenizer_json = m->tokenizer_config = m->chat_template = m->tool_template = STR("");
-    m->bos_id = -1, m->defaults = mf_no_defaults;
+    m->defaults = mf_no_defaults;
     code = run_find_known(o->models_file, o->model, &m->a, &found, e);
     if (!code && !found) code = fail(e, TOKA_E_USE, "%s: not a name of models.txt, which --dummy-weights needs", o->model);
     if (!code) {
         m->name = found->name, m->config = found->config, m->shape = t->shape = found->config.shape;
-        snprintf(m->architecture, sizeof m->architecture, "%s", m->config.arch->name);
         code = run_dummy_weights(m, e);
     }
     if (!code) code = eng_open(&t->engine, pub_backend(o->device), m, &t->shape, NULL, o, e);
@@ -20868,15 +20844,10 @@ static const char *cli_finish_name(toka_finish f) {
 
 /* The text of one token as it stands inside a text, as a JSON string. */
 static void cli_put_token_text(buf *b, const tok *words, int32_t id) {
-    tok_stream s;
-    buf text = {0};
-    tok_stream_init(&s, words, 0);
-    tok_stream_follow(&s, -1);
-    tok_stream_put(&s, id, &text);
-    tok_stream_end(&s, &text);
-    tok_stream_free(&s);
-    json_put_str(b, buf_view(&text));
-    buf_free(&text);
+    buf bytes = {0}, text = {0};
+    tok_bytes(words, id, &bytes);
+    json_put_str(b, uni_repair(buf_view(&bytes), &text));
+    buf_free(&bytes), buf_free(&text);
 }
 
 /* {"id":..,"token":"..","logprob":..,"sampled_logprob":..,"top":[{"id":..,"token":"..","logprob":..} ..]} */
@@ -21195,7 +21166,7 @@ static int cli_template(const cli *c, toka_err *e) {
 
 /* Lines "logprob id token", the total on standard error; or one JSON object. */
 static int cli_put_scores(const cli *c, const toka *t, const int32_t *v, size_t n, const float *logprobs, toka_err *e) {
-    buf out = {0}, quoted = {0};
+    buf out = {0};
     double sum = 0;
     if (c->json) json_put_open(&out, '{'), json_put_key(&out, "tokens"), json_put_open(&out, '[');
     for (size_t i = 0; i < n; i++) {
@@ -21210,10 +21181,7 @@ static int cli_put_scores(const cli *c, const toka *t, const int32_t *v, size_t 
             json_put_close(&out, '}');
         } else {
             buf_printf(&out, "%10.5f %7d ", logprobs[i], (int)v[i]);
-            buf_clear(&quoted);
-            cli_put_token_text(&quoted, t->tok, v[i]);
-            buf_str(&out, buf_view(&quoted));
-            buf_char(&out, '\n');
+            cli_put_token_text(&out, t->tok, v[i]), buf_char(&out, '\n');
         }
     }
     double perplexity = n > 1 ? exp(-sum / (double)(n - 1)) : 1;
@@ -21225,7 +21193,7 @@ static int cli_put_scores(const cli *c, const toka *t, const int32_t *v, size_t 
     }
     int code = cli_write(buf_view(&out), e);
     if (!code && !c->quiet) fprintf(stderr, "%zu tokens, log-probability %.5f, perplexity %.4f\n", n, sum, perplexity);
-    buf_free(&out), buf_free(&quoted);
+    buf_free(&out);
     return code;
 }
 
@@ -21388,7 +21356,6 @@ static int cli_devices(const cli *c, toka_err *e) {
     buf_free(&b);
     return code;
 }
-
 
 /* Progress of opening a model, on a terminal only. */
 static void cli_progress(void *user, const char *what, double done) {

@@ -355,7 +355,7 @@ static void test_api_golden_whole(void) {
                "\"prompt_logprobs\":[null,{\"21\":{\"logprob\":-0.5,\"rank\":null,\"decoded_token\":\"2\"}}]}],"
                API_USAGE("2", "2", "4", "2"));
     m.live = false, f.stops = false;
-    api_fake special = {.id = {20, m.t->files->eos_ids[0], 21}, .n = 3};
+    api_fake special = {.id = {20, m.t->files->config.eos_ids[0], 21}, .n = 3};
     buf kept = {0}, plain = {0};
     api_answer(&m, API_COMPLETIONS, "{\"prompt\":[5],\"skip_special_tokens\":false}", &special, &kept);
     api_answer(&m, API_COMPLETIONS, "{\"prompt\":[5]}", &special, &plain);

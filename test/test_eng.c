@@ -339,7 +339,7 @@ static void test_request_ends(void) {
     g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
     CHECK((int)g->id[0].n >= longer);
     for (int i = 0; i < longer - 1; i++)
-        for (int k = 0; k < t->files->n_eos_ids; k++) CHECK(g->id[0].p[i] != t->files->eos_ids[k]);
+        for (int k = 0; k < t->files->config.n_eos_ids; k++) CHECK(g->id[0].p[i] != t->files->config.eos_ids[k]);
     eng_got_free(g);
     s = eng_greedy(longer), s.ignore_eos = 1;
     g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
@@ -699,7 +699,7 @@ static void eng_ask_mixed(toka *t, eng_got **got, eng_scored *scores) {
         if (i == 3) s->stop = stop, s->n_stop = 2, s->min_tokens = 3;
         if (i == 4) s->bad_ids = bad, s->bad_lengths = lengths, s->n_bad = 2, s->frequency_penalty = 1;
         const float wish = 9; /* it ends as soon as it may */
-        if (i == 5) s->min_tokens = 15, s->bias_ids = t->files->eos_ids, s->bias_values = &wish, s->n_bias = 1;
+        if (i == 5) s->min_tokens = 15, s->bias_ids = t->files->config.eos_ids, s->bias_values = &wish, s->n_bias = 1;
         got[i] = mem_zalloc(sizeof **got);
         CHECK(!toka_submit(t, &r, eng_collect, got[i], &id, &e));
     }

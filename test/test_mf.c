@@ -443,7 +443,7 @@ static void test_mf_safetensors(void) {
             CHECK((const char *)m->weights.embed.data == file + m->maps[m->n_maps - 1].n - 2 * MFT_PARAMETERS);
             CHECK(m->weights.layers[1].down.rows == 8 && m->weights.layers[1].down.cols == 6);
             CHECK(m->weights.norm.rows == 1 && m->weights.norm.cols == 8 && m->weights.layers[0].q_bias.rows == 0);
-            CHECK(strcmp(m->name, strrchr(folder, '/') + 1) == 0 && strcmp(m->architecture, "LlamaForCausalLM") == 0);
+            CHECK(strcmp(m->name, strrchr(folder, '/') + 1) == 0 && strcmp(m->config.arch->name, "LlamaForCausalLM") == 0);
         }
         if (m && s->config_to && strstr(s->config_to, "tie")) {
             CHECK(m->weights.lm_head.data == m->weights.embed.data);
@@ -747,7 +747,7 @@ static void test_mf_data(void) {
                        models[i].max_len));
         CHECK(m->n_parameters == models[i].n && m->weight_bytes == 4 * (size_t)models[i].n);
         CHECK(m->weights.lm_head.data == m->weights.embed.data && m->weights.embed.dtype == TOKA_F32);
-        CHECK(m->bos_id == 1 && m->n_eos_ids == 1 && m->eos_ids[0] == 2 && m->tokenizer_json.n > 1000);
+        CHECK(m->config.bos_id == 1 && m->config.n_eos_ids == 1 && m->config.eos_ids[0] == 2 && m->tokenizer_json.n > 1000);
         mf_close(m);
     }
 }
