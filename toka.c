@@ -225,6 +225,17 @@ __attribute__((format(printf, 3, 4))) static int fail(toka_err *e, int code, con
     return code;
 }
 
+/* Is a number of a flag, an option or a request within its limits? INT_MAX, INT64_MAX as the highest: there is none. */
+static int check_int(const char *name, int64_t v, int64_t low, int64_t high, toka_err *e) {
+    if (v >= low && v <= high) return 0;
+    if (high == INT_MAX || high == INT64_MAX) return fail(e, TOKA_E_USE, "%s: %lld, expected %lld or more", name, (long long)v, (long long)low);
+    return fail(e, TOKA_E_USE, "%s: %lld, expected %lld to %lld", name, (long long)v, (long long)low, (long long)high);
+}
+static int check_range(const char *name, double v, double low, double high, bool open_low, toka_err *e) {
+    if (v >= low && v <= high && !(open_low && v == low)) return 0; /* NaN fails the first comparison */
+    return fail(e, TOKA_E_USE, "%s: %g, expected %s%g to %g", name, v, open_low ? "more than " : "", low, high);
+}
+
 /* ---- Slices ---- */
 
 #define STR(literal) ((str){"" literal, sizeof(literal) - 1})
@@ -243,6 +254,26 @@ static ptrdiff_t str_find(str s, str needle, size_t from) {
     if (!needle.n) return (ptrdiff_t)from;
     const char *at = memmem(s.p + from, s.n - from, needle.p, needle.n);
     return at ? at - s.p : -1;
+}
+
+/* Cuts the text up to the next `sep` off *rest, with it; false where nothing is left. */
+static bool str_next(str *rest, char sep, str *part) {
+    const char *at = rest->n ? memchr(rest->p, sep, rest->n) : NULL;
+    size_t n = at ? (size_t)(at - rest->p) : rest->n;
+    if (!rest->n) return false;
+    *part = str_sub(*rest, 0, n), *rest = str_sub(*rest, MIN(n + 1, rest->n), rest->n);
+    return true;
+}
+
+static int hex_digit(char c) { /* -1: it is none */
+    return c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10 : -1;
+}
+
+/* Spreads a counter over all 64 bits (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014: splitmix64). */
+static uint64_t hash_mix(uint64_t z) {
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return z ^ z >> 31;
 }
 
 /* 64-bit hash of bytes, for tables in memory only (not stable across versions, not against attackers). */
@@ -334,6 +365,7 @@ static void *arena_alloc(arena *a, size_t n) {
     return a->blocks->bytes + at;
 }
 static void *arena_zalloc(arena *a, size_t n) { return memset(arena_alloc(a, n), 0, n); }
+static void *arena_copy(arena *a, const void *p, size_t n) { return n ? memcpy(arena_alloc(a, n), p, n) : NULL; }
 static char *arena_cstr(arena *a, str s) { /* copy with a NUL behind it */
     char *p = arena_alloc(a, s.n + 1);
     if (s.n) memcpy(p, s.p, s.n);
@@ -528,7 +560,7 @@ static int json_hex4(json_reader *r) { /* four hex digits at p, -1 if not */
     int v = 0;
     if (r->end - r->p < 4) return -1;
     for (int i = 0; i < 4; i++) {
-        int c = r->p[i], d = c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10 : -1;
+        int d = hex_digit(r->p[i]);
         if (d < 0) return -1;
         v = v * 16 + d;
     }
@@ -823,6 +855,11 @@ static void json_put_key(buf *b, const char *name) { json_put_str(b, str_c(name)
 static void json_put_int(buf *b, int64_t i) { json_comma(b), buf_printf(b, "%lld", (long long)i); }
 static void json_put_bool(buf *b, bool v) { json_comma(b), buf_c(b, v ? "true" : "false"); }
 static void json_put_null(buf *b) { json_comma(b), buf_c(b, "null"); }
+static void json_put_text_or_null(buf *b, const char *name, const char *value) { /* a member */
+    json_put_key(b, name);
+    if (value) json_put_str(b, str_c(value));
+    else json_put_null(b);
+}
 
 /* The shortest decimal that reads back as the same double (is_float: the same float); null for what JSON cannot say.
  * 15 (6) digits survive a double (float) of the normal range, so shorter ones need no trial there: %g drops final zeros. */
@@ -2600,10 +2637,9 @@ static void tok_decode_bytes(tok *t) {
     for (int i = 0; i < t->n_ids; i++) {
         str s = t->text[i];
         if (s.n != 6 || !str_starts(s, STR("<0x")) || s.p[5] != '>') continue;
-        if (!isxdigit((unsigned char)s.p[3]) || !isxdigit((unsigned char)s.p[4])) continue;
-        char hex[3] = {s.p[3], s.p[4], 0}, *byte = arena_alloc(&t->mem, 1);
-        *byte = (char)strtol(hex, NULL, 16);
-        t->text[i] = (str){byte, 1};
+        int high = hex_digit(s.p[3]), low = hex_digit(s.p[4]);
+        if (high < 0 || low < 0) continue;
+        t->text[i] = tok_keep(t, (str){(char[]){(char)(high << 4 | low)}, 1});
         t->flag[i] |= TOK_BYTE;
     }
 }
@@ -2917,8 +2953,7 @@ static bool tmpl_escape(tmpl_lexer *x, str s, size_t *i, buf *out) {
     if (k) return buf_char(out, to[k - from]), true;
     if (!digits) return buf_put(out, s.p + *i - 2, 2), true;
     uint32_t u = 0;
-    for (; digits && *i < s.n && isxdigit((unsigned char)s.p[*i]); digits--, ++*i)
-        u = u << 4 | (uint32_t)(isdigit((unsigned char)s.p[*i]) ? s.p[*i] - '0' : (s.p[*i] | 32) - 'a' + 10);
+    for (; digits && *i < s.n && hex_digit(s.p[*i]) >= 0; digits--) u = u << 4 | (uint32_t)hex_digit(s.p[(*i)++]);
     if (digits || u > 0x10FFFF) return tmpl_syntax(x->e, x->line, "wrong \\%c escape in a string", c);
     if (u >= 0xD800 && u <= 0xDFFF) u = 0xFFFD;
     return buf_put(out, utf8, (size_t)utf8_put(utf8, u)), true;
@@ -6311,10 +6346,8 @@ static bool mf_known_rope(str s, mf_rope *r) {
 static bool mf_known_extras(str s, mf_config *c, double *window) {
     static const char *const names[] = {"qkv_bias", "o_bias", "qk_norm"};
     *window = 0;
-    for (size_t from = 0; from <= s.n && !str_is(s, "-");) {
-        ptrdiff_t comma = str_find(s, STR(","), from);
-        str word = str_sub(s, from, comma < 0 ? s.n : (size_t)comma);
-        from += word.n + 1;
+    if (str_is(s, "-")) return true;
+    for (str word; str_next(&s, ',', &word);) {
         int i = 0;
         while (i < COUNT(names) && !str_is(word, names[i])) i++;
         if (i < COUNT(names)) c->features |= 1u << i;
@@ -6380,10 +6413,8 @@ static int mf_models_parse(str text, arena *a, mf_known **list, int *n, toka_err
     mf_known *known = *list = arena_zalloc(a, cap * sizeof *known);
     *n = 0;
     *e = (toka_err){0};
-    for (size_t from = 0, line = 1; from < text.n; line++) {
-        ptrdiff_t newline = str_find(text, STR("\n"), from);
-        str s = str_sub(text, from, newline < 0 ? text.n : (size_t)newline), col[MF_N_COLS];
-        from += s.n + 1;
+    str s, col[MF_N_COLS];
+    for (size_t line = 1; str_next(&text, '\n', &s); line++) {
         ptrdiff_t comment = str_find(s, STR("#"), 0);
         if (comment >= 0) s.n = (size_t)comment;
         int n_cols = mf_split(s, col);
@@ -8867,17 +8898,6 @@ UNUSED static size_t batch_upload_bytes(const batch_upload *u) {
 
 /* ---- Checking parameters ---- */
 
-static int samp_check_range(const char *name, double v, double low, double high, bool open_low, toka_err *e) {
-    if (v >= low && v <= high && !(open_low && v == low)) return 0; /* NaN fails the first comparison */
-    return fail(e, TOKA_E_USE, "%s: %g, expected %s%g to %g", name, v, open_low ? "more than " : "", low, high);
-}
-
-static int samp_check_int(const char *name, int v, int low, int high, toka_err *e) {
-    if (v >= low && v <= high) return 0;
-    if (high == INT_MAX) return fail(e, TOKA_E_USE, "%s: %d, expected %d or more", name, v, low);
-    return fail(e, TOKA_E_USE, "%s: %d, expected %d to %d", name, v, low, high);
-}
-
 static int samp_check_ids(const char *name, const int32_t *id, int n, int V, toka_err *e) {
     if (n < 0) return fail(e, TOKA_E_USE, "%s: %d entries, expected 0 or more", name, n);
     if (n && !id) return fail(e, TOKA_E_USE, "%s: no ids given, expected %d", name, n);
@@ -8917,22 +8937,22 @@ static int samp_check_bad(const toka_sampling *s, int V, toka_err *e) {
 
 /* Checks ranges; V: vocabulary. The message names field, value and what is allowed. The ranges are OpenAI's and vLLM's. */
 static int samp_check(const toka_sampling *s, int V, toka_err *e) {
-    if (samp_check_range("temperature", s->temperature, 0, FLT_MAX, false, e)) return e->code;
-    if (samp_check_range("top_p", s->top_p, 0, 1, true, e)) return e->code;
-    if (samp_check_range("min_p", s->min_p, 0, 1, false, e)) return e->code;
-    if (samp_check_int("top_k", s->top_k, -1, INT_MAX, e)) return e->code;
-    if (samp_check_range("repetition_penalty", s->repetition_penalty, 0, FLT_MAX, true, e)) return e->code;
-    if (samp_check_range("presence_penalty", s->presence_penalty, -2, 2, false, e)) return e->code;
-    if (samp_check_range("frequency_penalty", s->frequency_penalty, -2, 2, false, e)) return e->code;
-    if (samp_check_int("max_tokens", s->max_tokens, 0, INT_MAX, e)) return e->code;
-    if (samp_check_int("min_tokens", s->min_tokens, 0, s->max_tokens ? s->max_tokens : INT_MAX, e)) return e->code;
-    if (samp_check_int("logprobs", s->logprobs, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
+    if (check_range("temperature", s->temperature, 0, FLT_MAX, false, e)) return e->code;
+    if (check_range("top_p", s->top_p, 0, 1, true, e)) return e->code;
+    if (check_range("min_p", s->min_p, 0, 1, false, e)) return e->code;
+    if (check_int("top_k", s->top_k, -1, INT_MAX, e)) return e->code;
+    if (check_range("repetition_penalty", s->repetition_penalty, 0, FLT_MAX, true, e)) return e->code;
+    if (check_range("presence_penalty", s->presence_penalty, -2, 2, false, e)) return e->code;
+    if (check_range("frequency_penalty", s->frequency_penalty, -2, 2, false, e)) return e->code;
+    if (check_int("max_tokens", s->max_tokens, 0, INT_MAX, e)) return e->code;
+    if (check_int("min_tokens", s->min_tokens, 0, s->max_tokens ? s->max_tokens : INT_MAX, e)) return e->code;
+    if (check_int("logprobs", s->logprobs, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
     if (samp_check_ids("stop_token_ids", s->stop_ids, s->n_stop_ids, V, e)) return e->code;
     if (samp_check_ids("allowed_token_ids", s->allowed_ids, s->n_allowed, V, e)) return e->code;
     if (samp_check_ids("logit_bias", s->bias_ids, s->n_bias, V, e)) return e->code;
     if (s->n_bias && !s->bias_values) return fail(e, TOKA_E_USE, "logit_bias: no values given, expected %d", s->n_bias);
     for (int i = 0; i < s->n_bias; i++)
-        if (samp_check_range("logit_bias", s->bias_values[i], -100, 100, false, e)) return e->code;
+        if (check_range("logit_bias", s->bias_values[i], -100, 100, false, e)) return e->code;
     return samp_check_bad(s, V, e) ? e->code : samp_check_stops(s, e);
 }
 
@@ -11748,8 +11768,6 @@ static void eng_request_free(eng_request *r) {
     free(r);
 }
 
-static void *eng_copy(arena *a, const void *p, size_t n) { return n ? memcpy(arena_alloc(a, n), p, n) : NULL; }
-
 /* A copy of the request that owns all it points to. */
 static eng_request *eng_request_new(const eng *g, const toka_request *r, const int32_t *prompt, int n_prompt) {
     eng_request *q = mem_zalloc(sizeof *q);
@@ -11759,16 +11777,16 @@ static eng_request *eng_request_new(const eng *g, const toka_request *r, const i
     q->n_prompt = n_prompt, q->n = q->n_live = MAX(r->n, 1), q->priority = r->priority;
     q->class_key = r->length_class, q->ids_only = r->ids_only, q->keep_special = r->keep_special;
     q->scores = r->prompt_logprobs, q->score_only = !r->n, q->scoring.logprobs = r->prompt_top;
-    q->prompt = eng_copy(a, prompt, (size_t)n_prompt * sizeof *prompt);
+    q->prompt = arena_copy(a, prompt, (size_t)n_prompt * sizeof *prompt);
     q->ended = arena_zalloc(a, (size_t)q->n);
-    s->stop_ids = eng_copy(a, s->stop_ids, (size_t)s->n_stop_ids * sizeof *s->stop_ids);
-    s->bias_ids = eng_copy(a, s->bias_ids, (size_t)s->n_bias * sizeof *s->bias_ids);
-    s->bias_values = eng_copy(a, s->bias_values, (size_t)s->n_bias * sizeof *s->bias_values);
-    s->allowed_ids = eng_copy(a, s->allowed_ids, (size_t)s->n_allowed * sizeof *s->allowed_ids);
+    s->stop_ids = arena_copy(a, s->stop_ids, (size_t)s->n_stop_ids * sizeof *s->stop_ids);
+    s->bias_ids = arena_copy(a, s->bias_ids, (size_t)s->n_bias * sizeof *s->bias_ids);
+    s->bias_values = arena_copy(a, s->bias_values, (size_t)s->n_bias * sizeof *s->bias_values);
+    s->allowed_ids = arena_copy(a, s->allowed_ids, (size_t)s->n_allowed * sizeof *s->allowed_ids);
     int n_bad_ids = 0;
     for (int i = 0; i < s->n_bad; i++) n_bad_ids += s->bad_lengths[i];
-    s->bad_ids = eng_copy(a, s->bad_ids, (size_t)n_bad_ids * sizeof *s->bad_ids);
-    s->bad_lengths = eng_copy(a, s->bad_lengths, (size_t)s->n_bad * sizeof *s->bad_lengths);
+    s->bad_ids = arena_copy(a, s->bad_ids, (size_t)n_bad_ids * sizeof *s->bad_ids);
+    s->bad_lengths = arena_copy(a, s->bad_lengths, (size_t)s->n_bad * sizeof *s->bad_lengths);
     const char **stop = s->n_stop ? arena_alloc(a, (size_t)s->n_stop * sizeof *stop) : NULL;
     for (int i = 0; i < s->n_stop; i++) stop[i] = arena_cstr(a, str_c(s->stop[i]));
     s->stop = stop;
@@ -11799,7 +11817,7 @@ static int eng_check(int V, int max_len, bool has_tok, const toka_request *r, co
     int code = eng_check_prompt(V, max_len, prompt, n_prompt, r->n != 0, e);
     if (code || (code = samp_check(s, V, e))) return code;
     if (r->n < !r->prompt_logprobs || r->n > ENG_MAX_N) return fail(e, TOKA_E_USE, "n is %d, expected 1 to %d", r->n, ENG_MAX_N);
-    if (samp_check_int("prompt_logprobs", r->prompt_top, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
+    if (check_int("prompt_logprobs", r->prompt_top, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
     if (s->n_stop && !has_tok) return fail(e, TOKA_E_USE, "stop strings need a tokenizer, this model has none");
     return 0;
 }
@@ -12501,22 +12519,15 @@ static int pub_check_options(const toka_options *o, toka_err *e) {
     const toka_backend *be = pub_backend(o->device);
     if (!be) return fail(e, TOKA_E_USE, "device %s: this build has auto, %s", o->device, pub_devices);
     if (!be->probe(0, line, sizeof line)) return fail(e, TOKA_E_DEVICE, "device %s: %s", be->name, line);
-    if (o->n_threads < 0 || o->n_threads > 1024) return fail(e, TOKA_E_USE, "threads: %d, expected 0 to 1024", o->n_threads);
-    if (o->max_model_len < 0) return fail(e, TOKA_E_USE, "max_model_len: %d, expected 0 or more", o->max_model_len);
-    if (o->max_num_seqs < 0 || o->max_num_seqs > 65536)
-        return fail(e, TOKA_E_USE, "max_num_seqs: %d, expected 0 to 65536", o->max_num_seqs);
-    if (!(o->gpu_memory_utilization >= 0 && o->gpu_memory_utilization <= 1))
-        return fail(e, TOKA_E_USE, "gpu_memory_utilization: %g, expected 0 to 1", o->gpu_memory_utilization);
-    if (o->data_parallel_size < 0 || o->data_parallel_size > ENG_MAX_SPLIT)
-        return fail(e, TOKA_E_USE, "data_parallel_size: %d, expected 1 to %d", o->data_parallel_size, ENG_MAX_SPLIT);
-    if (o->tensor_parallel_size < 0 || o->tensor_parallel_size > ENG_MAX_SPLIT)
-        return fail(e, TOKA_E_USE, "tensor_parallel_size: %d, expected 1 to %d", o->tensor_parallel_size, ENG_MAX_SPLIT);
-    if (o->pipeline_parallel_size < 0 || o->pipeline_parallel_size > ENG_MAX_SPLIT)
-        return fail(e, TOKA_E_USE, "pipeline_parallel_size: %d, expected 1 to %d", o->pipeline_parallel_size, ENG_MAX_SPLIT);
-    if (o->kv_tokens < 0) return fail(e, TOKA_E_USE, "kv_tokens: %lld, expected 0 or more", (long long)o->kv_tokens);
-    if (o->max_num_batched_tokens < 0 || o->max_num_batched_tokens > 65536)
-        return fail(e, TOKA_E_USE, "max_num_batched_tokens: %d, expected 0 to 65536", o->max_num_batched_tokens);
-    return 0;
+    if (check_int("threads", o->n_threads, 0, 1024, e)) return e->code;
+    if (check_int("max_model_len", o->max_model_len, 0, INT_MAX, e)) return e->code;
+    if (check_int("max_num_seqs", o->max_num_seqs, 0, 65536, e)) return e->code;
+    if (check_int("max_num_batched_tokens", o->max_num_batched_tokens, 0, 65536, e)) return e->code;
+    if (check_int("kv_tokens", o->kv_tokens, 0, INT64_MAX, e)) return e->code;
+    if (check_int("data_parallel_size", o->data_parallel_size, 0, ENG_MAX_SPLIT, e)) return e->code;
+    if (check_int("tensor_parallel_size", o->tensor_parallel_size, 0, ENG_MAX_SPLIT, e)) return e->code;
+    if (check_int("pipeline_parallel_size", o->pipeline_parallel_size, 0, ENG_MAX_SPLIT, e)) return e->code;
+    return check_range("gpu_memory_utilization", o->gpu_memory_utilization, 0, 1, false, e);
 }
 
 int toka_open(toka **out, const toka_options *o, toka_err *e) {
@@ -12797,10 +12808,6 @@ static bool http_is_token(unsigned char c) { /* RFC 9110 5.6.2 */
     return (c >= '0' && c <= '9') || ((c | 32) >= 'a' && (c | 32) <= 'z') || (c && strchr("!#$%&'*+-.^_`|~", c));
 }
 
-static int http_hex(char c) { /* -1: no hex digit */
-    return c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10 : -1;
-}
-
 static char http_lower(char c) { return c >= 'A' && c <= 'Z' ? (char)(c + 32) : c; }
 
 static bool http_same(str a, const char *lower) { /* without regard to case */
@@ -12819,12 +12826,7 @@ static str http_trim(str s) {
 
 /* The next element of a comma-separated list; false at its end. */
 static bool http_next(str *list, str *element) {
-    if (!list->n) return false;
-    ptrdiff_t comma = str_find(*list, STR(","), 0);
-    size_t n = comma < 0 ? list->n : (size_t)comma;
-    *element = http_trim(str_sub(*list, 0, n));
-    *list = str_sub(*list, MIN(n + 1, list->n), list->n);
-    return true;
+    return str_next(list, ',', element) && (*element = http_trim(*element), true);
 }
 
 /* Appends s with %xx decoded (plus: and '+' as a space, as in queries). False: a broken escape, or a zero byte. */
@@ -12832,7 +12834,7 @@ static bool http_decode(str s, bool plus, buf *out) {
     for (size_t i = 0; i < s.n; i++) {
         char c = s.p[i];
         if (c == '%') {
-            int hi = i + 2 < s.n ? http_hex(s.p[i + 1]) : -1, lo = i + 2 < s.n ? http_hex(s.p[i + 2]) : -1;
+            int hi = i + 2 < s.n ? hex_digit(s.p[i + 1]) : -1, lo = i + 2 < s.n ? hex_digit(s.p[i + 2]) : -1;
             if (hi < 0 || lo < 0) return false;
             c = (char)(hi << 4 | lo);
             i += 2;
@@ -12862,10 +12864,7 @@ static int http_count(const http_request *r, const char *lower) {
 
 /* Appends the decoded value of a query's field. False: absent, or broken. */
 static bool http_query(const http_request *r, const char *name, buf *out) {
-    for (str rest = r->query; rest.n;) {
-        ptrdiff_t amp = str_find(rest, STR("&"), 0);
-        str field = str_sub(rest, 0, amp < 0 ? rest.n : (size_t)amp);
-        rest = str_sub(rest, MIN(field.n + 1, rest.n), rest.n);
+    for (str rest = r->query, field; str_next(&rest, '&', &field);) {
         ptrdiff_t eq = str_find(field, STR("="), 0);
         if (str_is(str_sub(field, 0, eq < 0 ? field.n : (size_t)eq), name))
             return http_decode(eq < 0 ? STR("") : str_sub(field, (size_t)eq + 1, field.n), true, out);
@@ -13054,9 +13053,9 @@ static int http_body_init(http_body *b, const http_request *r, int64_t limit) {
 static int http_chunk_size(http_body *b, str line) {
     size_t n = 0;
     int64_t size = 0;
-    while (n < line.n && http_hex(line.p[n]) >= 0) {
+    while (n < line.n && hex_digit(line.p[n]) >= 0) {
         if (size > INT64_MAX >> 8) return 413;
-        size = size << 4 | http_hex(line.p[n++]);
+        size = size << 4 | hex_digit(line.p[n++]);
     }
     if (!n || (n < line.n && line.p[n] != ';')) return 400;
     for (size_t i = n; i < line.n; i++)
@@ -13486,11 +13485,7 @@ static int api_id_list(const json *v, const char *name, ids *out, toka_err *e) {
 static int api_ids(api_call *c, const json *v, const char *name, const int32_t **out, int *n, toka_err *e) {
     ids list = {0};
     int code = v ? api_id_list(v, name, &list, e) : 0;
-    if (!code && v) {
-        int32_t *copy = arena_alloc(&c->a, list.n * sizeof *copy);
-        if (list.n) memcpy(copy, list.p, list.n * sizeof *copy);
-        *out = copy, *n = (int)list.n;
-    }
+    if (!code && v) *out = arena_copy(&c->a, list.p, list.n * sizeof *list.p), *n = (int)list.n;
     ids_free(&list);
     return code;
 }
@@ -13560,10 +13555,7 @@ static int api_bad_words(api_call *c, const json *v, toka_sampling *s, toka_err 
         if (code) break;
         n += lengths[n + 1] ? 2 : 1;
     }
-    if (!code) {
-        int32_t *copy = arena_alloc(&c->a, list.n * sizeof *copy);
-        s->bad_ids = memcpy(copy, list.p, list.n * sizeof *copy), s->bad_lengths = lengths, s->n_bad = n;
-    }
+    if (!code) s->bad_ids = arena_copy(&c->a, list.p, list.n * sizeof *list.p), s->bad_lengths = lengths, s->n_bad = n;
     ids_free(&list);
     return code;
 }
@@ -13584,12 +13576,9 @@ static int api_logprobs(api_call *c, const api_body *b, toka_request *q, toka_er
     return 0;
 }
 
-/* The seed of a body that has none: splitmix64's mixing of the seed of all and what is the call's own. */
+/* The seed of a body that has none, of the seed of all and what is the call's own. */
 static uint64_t api_seed(uint64_t seed, const uint64_t serial[2]) {
-    uint64_t z = serial[1] ^ (serial[0] + 0x9E3779B97F4A7C15u * (seed + 1));
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
-    return z ^ z >> 31;
+    return hash_mix(serial[1] ^ (serial[0] + 0x9E3779B97F4A7C15u * (seed + 1)));
 }
 
 static int api_sampling(api_call *c, const api_body *b, toka_request *q, toka_err *e) {
@@ -14332,19 +14321,13 @@ static const char *api_error_type(int status) {
     }
 }
 
-static void api_put_text_or_null(buf *b, const char *name, const char *value) {
-    json_put_key(b, name);
-    if (value) json_put_str(b, str_c(value));
-    else json_put_null(b);
-}
-
 /* {"error":{"message","type","param","code"}}. type NULL: by status; param and code may be NULL. */
 static void api_error(buf *out, int status, const char *message, const char *type, const char *param, const char *code) {
     json_put_open(out, '{');
     json_put_key(out, "error"), json_put_open(out, '{');
-    api_put_text_or_null(out, "message", message);
-    api_put_text_or_null(out, "type", type ? type : api_error_type(status));
-    api_put_text_or_null(out, "param", param), api_put_text_or_null(out, "code", code);
+    json_put_text_or_null(out, "message", message);
+    json_put_text_or_null(out, "type", type ? type : api_error_type(status));
+    json_put_text_or_null(out, "param", param), json_put_text_or_null(out, "code", code);
     buf_c(out, "}}");
 }
 
@@ -15777,9 +15760,7 @@ static size_t fb_form_scan(fb_form *f, str in, str *data, enum fb_form_event *ev
 
 static bool fb_form_headers(fb_form *f) { /* head is whole: lines, each with CR LF */
     static const char disposition[] = "content-disposition:";
-    for (str rest = buf_view(&f->head), line; rest.n; rest = str_sub(rest, MIN(line.n + 1, rest.n), rest.n)) {
-        const char *feed = memchr(rest.p, '\n', rest.n);
-        line = str_sub(rest, 0, feed ? (size_t)(feed - rest.p) : rest.n);
+    for (str rest = buf_view(&f->head), line; str_next(&rest, '\n', &line);) {
         if (line.n < sizeof disposition - 1 || strncasecmp(line.p, disposition, sizeof disposition - 1)) continue;
         f->is_file = fb_parameter(line, "filename", &f->filename);
         return fb_parameter(line, "name", &f->name);
@@ -15915,12 +15896,6 @@ static void fb_put_file(const fb_file *f, buf *b) {
     json_put_close(b, '}');
 }
 
-static void fb_put_id_or_null(buf *b, const char *name, bool there, const fb_id *id) {
-    json_put_key(b, name);
-    if (there) json_put_str(b, str_c(id->z));
-    else json_put_null(b);
-}
-
 /* A batch object without its closing brace. */
 static void fb_put_batch(const fb_batch *x, buf *b) {
     static const struct {
@@ -15940,8 +15915,8 @@ static void fb_put_batch(const fb_batch *x, buf *b) {
     json_put_key(b, "input_file_id"), json_put_str(b, str_c(x->input.z));
     json_put_key(b, "completion_window"), json_put_str(b, str_c(x->window));
     json_put_key(b, "status"), json_put_str(b, str_c(fb_status_names[x->status]));
-    fb_put_id_or_null(b, "output_file_id", x->has_out, &x->out);
-    fb_put_id_or_null(b, "error_file_id", x->has_err, &x->err);
+    json_put_text_or_null(b, "output_file_id", x->has_out ? x->out.z : NULL);
+    json_put_text_or_null(b, "error_file_id", x->has_err ? x->err.z : NULL);
     json_put_key(b, "created_at"), json_put_int(b, x->at[FB_VALIDATING]);
     json_put_key(b, "expires_at"), json_put_int(b, x->expires_at);
     for (int i = 0; i < COUNT(times); i++) {
@@ -16201,10 +16176,7 @@ static void fb_put_error(buf *list, const char *code, int64_t line, const char *
     json_put_key(list, "line");
     if (line) json_put_int(list, line);
     else json_put_null(list);
-    json_put_key(list, "message"), json_put_str(list, str_c(message));
-    json_put_key(list, "param");
-    if (param) json_put_str(list, str_c(param));
-    else json_put_null(list);
+    json_put_text_or_null(list, "message", message), json_put_text_or_null(list, "param", param);
     json_put_close(list, '}');
 }
 
@@ -16443,12 +16415,7 @@ static bool fb_read_after(const fb_store *s, const http_request *r, bool batches
 
 static void fb_end_list(buf *b, const char *first, const char *last, bool more) {
     json_put_close(b, ']');
-    json_put_key(b, "first_id");
-    if (first) json_put_str(b, str_c(first));
-    else json_put_null(b);
-    json_put_key(b, "last_id");
-    if (last) json_put_str(b, str_c(last));
-    else json_put_null(b);
+    json_put_text_or_null(b, "first_id", first), json_put_text_or_null(b, "last_id", last);
     json_put_key(b, "has_more"), json_put_bool(b, more);
     json_put_close(b, '}');
 }
@@ -17453,11 +17420,8 @@ static void srv_unknown(void *user, str name) {
     buf_free(&line);
 }
 
-static uint64_t srv_serial(srv *s, int which) { /* splitmix64's mixing of a counter and this process' random number */
-    uint64_t z = s->random[which] + 0x9E3779B97F4A7C15u * (uint64_t)++s->n_serial;
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
-    return z ^ z >> 31;
+static uint64_t srv_serial(srv *s, int which) { /* of a counter and this process' random number */
+    return hash_mix(s->random[which] + 0x9E3779B97F4A7C15u * (uint64_t)++s->n_serial);
 }
 
 /* Hands the parts to the engine. Those it did not get, after an error or because the client is gone, will have no events. */
@@ -18528,13 +18492,11 @@ typedef struct run_fill_part { /* elements from .. to of one matrix */
     float scale;
 } run_fill_part;
 
-/* Uniform in (-scale, scale) as bf16, four from each number of a counter-based generator (splitmix64's mixing). */
+/* Uniform in (-scale, scale) as bf16, four from each number of a counter-based generator. */
 static void *run_fill_random(void *user) {
     const run_fill_part *f = user;
     for (int64_t i = f->from; i < f->to; i += 4) {
-        uint64_t z = (f->stream << 40) + (uint64_t)i / 4 * 0x9E3779B97F4A7C15u;
-        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
-        z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+        uint64_t z = hash_mix((f->stream << 40) + (uint64_t)i / 4 * 0x9E3779B97F4A7C15u);
         for (int k = 0; k < 4 && i + k < f->to; k++, z >>= 16) {
             float x = ((float)(z & 0xFFFF) * 0x1p-15f - (1 - 0x1p-16f)) * f->scale;
             uint32_t bits;
@@ -20990,7 +20952,7 @@ static int cli_complete(const cli *c, toka *t, str prompt, int text_flags, buf *
     r.sampling.temperature = t->files->defaults.do_sample ? 1 : 0; /* without a word from anyone, greedy */
     cli_sampling(c, t, &r);
     r.text = prompt.p, r.text_bytes = prompt.n, r.text_flags = text_flags;
-    if (c->samples < 1 || c->samples > 1 << 20) return fail(e, TOKA_E_USE, "--samples: %d, expected 1 to 1048576", c->samples);
+    if (check_int("--samples", c->samples, 1, ENG_MAX_N, e)) return e->code;
     cli_run run = {.c = c, .t = t, .samples = mem_zalloc((size_t)c->samples * sizeof(cli_sample))};
     for (int i = 0; i < c->samples; i++) run.samples[i].stop_id = -1;
     int code = toka_generate(t, &r, cli_on_event, &run, &u, e);
@@ -21238,8 +21200,7 @@ static int cli_models(const cli *c, toka_err *e) {
 static int cli_batch(const cli *c, toka_err *e) {
     toka *t;
     if (!c->input || !c->output) return fail(e, TOKA_E_USE, "toka batch needs -i IN.jsonl and -o OUT.jsonl");
-    if (c->samples < 1 || c->samples > ENG_MAX_N)
-        return fail(e, TOKA_E_USE, "--samples: %d, expected 1 to %d", c->samples, ENG_MAX_N);
+    if (check_int("--samples", c->samples, 1, ENG_MAX_N, e)) return e->code;
     int code = cli_open(c, &t, e);
     if (code) return code;
     run_options o = {.in = c->input, .out = c->output, .report = c->report, .now = c->now, .base = toka_request_default(),
@@ -21254,7 +21215,7 @@ static int cli_batch(const cli *c, toka_err *e) {
 static int cli_bench_throughput(const cli *c, toka_err *e) {
     toka *t;
     if (!c->dataset) return fail(e, TOKA_E_USE, "toka bench throughput needs --dataset FILE");
-    if (c->num_prompts < 0) return fail(e, TOKA_E_USE, "--num-prompts: %d, expected 0 or more", c->num_prompts);
+    if (check_int("--num-prompts", c->num_prompts, 0, INT_MAX, e)) return e->code;
     const double t0 = os_now();
     int code = cli_open(c, &t, e);
     if (code) return code;
@@ -21372,10 +21333,8 @@ static int cli_read_keys(const char *path, arena *a, const char **keys, int *n, 
     str text;
     int code = os_map(path, &text, e), before = *n;
     if (code) return code;
-    for (str rest = text; rest.n && !code;) {
-        ptrdiff_t feed = str_find(rest, STR("\n"), 0);
-        str line = http_trim(str_sub(rest, 0, feed < 0 ? rest.n : (size_t)feed));
-        rest = feed < 0 ? STR("") : str_sub(rest, (size_t)feed + 1, rest.n);
+    for (str rest = text, line; !code && str_next(&rest, '\n', &line);) {
+        line = http_trim(line);
         if (str_ends(line, STR("\r"))) line.n--;
         if (!line.n) continue;
         if (*n == CLI_MAX_KEYS) code = fail(e, TOKA_E_INPUT, "--api-key-file %s: more than %d keys", path, CLI_MAX_KEYS);
@@ -21387,16 +21346,15 @@ static int cli_read_keys(const char *path, arena *a, const char **keys, int *n, 
 }
 
 static int cli_check_serve(const cli *c, const srv_options *o, toka_err *e) {
-    if (c->port < 0 || c->port > 65535) return fail(e, TOKA_E_USE, "--port: %d, expected 0 to 65535", c->port);
+    if (check_int("--port", c->port, 0, 65535, e)) return e->code;
     if (strcmp(c->generation_config, "auto") && strcmp(c->generation_config, "vllm"))
         return fail(e, TOKA_E_USE, "--generation-config: '%s', expected auto or vllm", c->generation_config);
-    if (o->max_queue < 0) return fail(e, TOKA_E_USE, "--max-queue: %d, expected 0 or more", o->max_queue);
-    if (o->max_body_bytes < 1 || o->max_body_bytes > (int64_t)1 << 31)
-        return fail(e, TOKA_E_USE, "--max-body-bytes: %lld, expected 1 to 2147483648", (long long)o->max_body_bytes);
-    if (o->max_upload_bytes < 1) return fail(e, TOKA_E_USE, "--max-upload-bytes: %lld, expected 1 or more", (long long)o->max_upload_bytes);
+    if (check_int("--max-queue", o->max_queue, 0, INT_MAX, e)) return e->code;
+    if (check_int("--max-body-bytes", o->max_body_bytes, 1, (int64_t)1 << 31, e)) return e->code;
+    if (check_int("--max-upload-bytes", o->max_upload_bytes, 1, INT64_MAX, e)) return e->code;
+    if (check_int("--server-threads", o->n_workers, 0, 64, e)) return e->code;
     if (o->read_timeout <= 0 || o->write_timeout <= 0 || o->keep_alive <= 0 || o->step_timeout <= 0)
         return fail(e, TOKA_E_USE, "--read-timeout, --write-timeout, --keep-alive, --step-timeout: expected more than 0 seconds");
-    if (o->n_workers < 0 || o->n_workers > 64) return fail(e, TOKA_E_USE, "--server-threads: %d, expected 0 to 64", o->n_workers);
     for (int i = 0; i < c->api_keys.n; i++)
         if (!*c->api_keys.at[i]) return fail(e, TOKA_E_USE, "--api-key: it is empty");
     return 0;
@@ -21435,12 +21393,9 @@ static int cli_version(toka_err *e) {
 
 /* A library's caller may leave the sizes 0; who types one means a number. */
 static int cli_check_split(const toka_options *o, toka_err *e) {
-    const struct { const char *name; int n; } sizes[] = {{"tensor", o->tensor_parallel_size}, {"pipeline", o->pipeline_parallel_size},
-                                                         {"data", o->data_parallel_size}};
-    for (int i = 0; i < COUNT(sizes); i++)
-        if (sizes[i].n < 1 || sizes[i].n > ENG_MAX_SPLIT)
-            return fail(e, TOKA_E_USE, "--%s-parallel-size: %d, expected 1 to %d", sizes[i].name, sizes[i].n, ENG_MAX_SPLIT);
-    return 0;
+    if (check_int("--tensor-parallel-size", o->tensor_parallel_size, 1, ENG_MAX_SPLIT, e)) return e->code;
+    if (check_int("--pipeline-parallel-size", o->pipeline_parallel_size, 1, ENG_MAX_SPLIT, e)) return e->code;
+    return check_int("--data-parallel-size", o->data_parallel_size, 1, ENG_MAX_SPLIT, e);
 }
 
 static int cli_dispatch(int argc, char **argv, toka_err *e) {
