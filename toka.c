@@ -14506,7 +14506,8 @@ typedef struct run_input { /* lines of a file */
     size_t at, n;
     int64_t number; /* of the line last read, from 1 */
     buf text;
-    bool too_long; /* the line is cut at RUN_LINE_BYTES */
+    size_t most;   /* bytes of a line */
+    bool too_long; /* the line had more, and is cut */
 } run_input;
 
 typedef struct run_line { /* from its reading to its writing */
@@ -14580,7 +14581,7 @@ static void run_table_set(run_table *t, run_seen *s, uint64_t state) { t->n += !
 /* ---- Lines of a file ---- */
 
 static void run_input_init(run_input *r, int fd, const char *name, atomic_int *interrupted) {
-    *r = (run_input){.fd = fd, .name = name, .interrupted = interrupted, .chunk = mem_alloc(RUN_CHUNK_BYTES)};
+    *r = (run_input){.fd = fd, .name = name, .most = RUN_LINE_BYTES, .interrupted = interrupted, .chunk = mem_alloc(RUN_CHUNK_BYTES)};
 }
 static void run_input_free(run_input *r) { free(r->chunk), buf_free(&r->text); }
 
@@ -14610,7 +14611,7 @@ static int run_next_line(run_input *r, str *line, bool *whole, toka_err *e) {
         if (code < 0) return code;
         if (!code) break;
         const char *p = r->chunk + r->at, *feed = memchr(p, '\n', r->n - r->at);
-        size_t n = feed ? (size_t)(feed - p) : r->n - r->at, room = RUN_LINE_BYTES - r->text.n;
+        size_t n = feed ? (size_t)(feed - p) : r->n - r->at, room = r->most - r->text.n;
         r->too_long |= n > room;
         buf_put(&r->text, p, MIN(n, room));
         r->at += n + (feed != NULL);
@@ -15050,6 +15051,7 @@ static int run_scan_output(run_state *r, run_sink *to, atomic_llong *count, toka
     buf id = {0}, kept = {0};
     if (count) *count = 0;
     run_input_init(&in, to->fd, to->path, r->o->interrupted);
+    in.most = json_trusted.max_bytes; /* a result has all samples of a request */
     while ((code = run_next_line(&in, &line, &whole, e)) > 0) {
         arena a = {0};
         if (bad.p) {

@@ -286,6 +286,21 @@ def test_files_that_cannot_be(tmp_path):
     assert "line 2" in err and "my thesis" in precious.read_text()
 
 
+def test_a_result_longer_than_any_request(tmp_path):
+    """A line of thousands of samples: the next run must know it, in the middle of the file and at its end."""
+    source, out = write_lines(tmp_path / "in.jsonl", [completion(k, "x", max_tokens=2) for k in "abc"]), tmp_path / "out.jsonl"
+    for n, k in enumerate("ab"):
+        with open(out, "a") as f:
+            f.write(json.dumps({"custom_id": k, "response": {"body": "x" * (65 << 20)}, "error": None}) + "\n")
+        before = out.stat().st_size
+        if n == 0:
+            shorter = write_lines(tmp_path / "shorter.jsonl", [completion("a", "x", max_tokens=2)])
+            _, err = batch("-i", shorter, "-o", str(out), *SMALL)
+            assert "cut off" not in err and out.stat().st_size == before
+    _, err = batch("-i", source, "-o", str(out), *SMALL)
+    assert "2 were done before" in err and [json.loads(line)["custom_id"] for line in open(out)] == ["a", "b", "c"]
+
+
 def test_one_writer_at_a_time(tmp_path):
     source = write_lines(tmp_path / "in.jsonl", [completion(f"a{i}", "x", max_tokens=200, ignore_eos=True) for i in range(500)])
     first = start("-i", source, "-o", str(tmp_path / "out.jsonl"), *SMALL)
