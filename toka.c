@@ -13446,6 +13446,18 @@ static int api_unknown(const api_model *m, str name, toka_err *e) {
     return 0;
 }
 
+/* Unknown fields are told of once for each name, as long as 4 KB hold the names in *seen. True: now; *shown: the name as JSON, cut. */
+static bool api_is_news(buf *seen, str name, buf *shown) {
+    enum { MOST_BYTES = 4096 };
+    buf entry = {0};
+    json_put_str(shown, str_sub(name, 0, MIN(name.n, (size_t)100)));
+    buf_printf(&entry, "\n%s\n", shown->p); /* a JSON text has no line feed */
+    bool news = seen->n < MOST_BYTES && str_find(buf_view(seen), buf_view(&entry), 0) < 0;
+    if (news) buf_str(seen, buf_view(&entry));
+    buf_free(&entry);
+    return news;
+}
+
 static int api_read_body(api_call *c, enum api_route route, const json *body, api_body *b, toka_err *e) {
     const toka_sampling *s = &c->m->base.sampling;
     int completion = s->max_tokens || route == API_CHAT ? s->max_tokens : c->m->completion_tokens, code = 0;
@@ -14539,7 +14551,7 @@ typedef struct run_state { /* a batch under way */
     run_sink results, errors; /* errors.fd -1: error records go to results */
     int64_t n_lines, n_before; /* lines of the input, -1: not known; of these, done by earlier runs */
     api_model models[2]; /* what bodies are read against: [1] those that stand in OpenAI's batch lines */
-    buf warned;        /* names of unknown fields that were reported, each with a line feed behind it */
+    buf warned;        /* api_is_news' */
     double t0, t_shown;
     int64_t n_written, n_errors;
 
@@ -14644,21 +14656,12 @@ static void run_identify(const json *root, int64_t number, buf *id) {
     else buf_printf(id, "line-%lld", (long long)number);
 }
 
-/* Once for each name, as long as 4 KB hold them. */
 static void run_warn(void *user, str name) {
-    enum { MOST_BYTES = 4096 };
     run_state *r = user;
-    buf entry = {0};
-    buf_printf(&entry, "\n%.*s\n", STRF(name));
-    if (!r->warned.n) buf_char(&r->warned, '\n');
-    if (str_find(buf_view(&r->warned), buf_view(&entry), 0) < 0 && r->warned.n < MOST_BYTES) {
-        buf_put(&r->warned, entry.p + 1, entry.n - 1);
-        buf_clear(&entry);
-        json_put_str(&entry, str_sub(name, 0, MIN(name.n, (size_t)100)));
-        fprintf(stderr, "toka batch: line %lld: unknown field %s is ignored, on all other lines too\n",
-                (long long)r->in.number, entry.p);
-    }
-    buf_free(&entry);
+    buf shown = {0};
+    if (api_is_news(&r->warned, name, &shown))
+        fprintf(stderr, "toka batch: line %lld: unknown field %s is ignored, on all other lines too\n", (long long)r->in.number, shown.p);
+    buf_free(&shown);
 }
 
 /* Fails the line with one of the codes of an error record. */
@@ -15645,6 +15648,11 @@ typedef struct fb_batch {
     atomic_int stop;           /* asks chapter 23 to stop: cancelled, out of time, or the server ends */
 } fb_batch;
 
+typedef struct fb_table { /* pointers to structs that begin with their fb_id, the oldest first; ids of one table have one prefix */
+    void **at;
+    size_t n, cap;
+} fb_table;
+
 typedef struct fb_options {
     const char *dir;    /* folder; NULL: $XDG_DATA_HOME/toka/files or ~/.local/share/toka/files; "off": none */
     toka *t;            /* somebody else drives it until fb_close has returned */
@@ -15658,9 +15666,7 @@ typedef struct fb_store {
     int dir, locked; /* descriptors, -1 before the folder is there */
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    fb_file *files;  /* [n_files] oldest first, as are batches */
-    fb_batch **batches;
-    size_t n_files, cap_files, n_batches, cap_batches;
+    fb_table files, batches; /* of fb_file, of fb_batch */
     fb_batch *running;
     int64_t last_us; /* of the newest id */
     bool stopping, started;
@@ -15831,53 +15837,36 @@ static bool fb_read_id(str text, const char *prefix, fb_id *id) {
     return true;
 }
 
-/* Index of the first entry whose id's digits are not below; ids of one table have one prefix. */
-static size_t fb_file_at(const fb_store *s, const fb_id *id) {
-    size_t lo = 0, hi = s->n_files;
+/* Index of the first entry whose id is not below. */
+static size_t fb_place(const fb_table *t, const fb_id *id) {
+    size_t lo = 0, hi = t->n;
     while (lo < hi) {
         size_t mid = lo + (hi - lo) / 2;
-        if (strcmp(s->files[mid].id.z, id->z) < 0) lo = mid + 1;
+        if (strcmp(((const fb_id *)t->at[mid])->z, id->z) < 0) lo = mid + 1;
         else hi = mid;
     }
     return lo;
 }
-static size_t fb_batch_at(const fb_store *s, const fb_id *id) {
-    size_t lo = 0, hi = s->n_batches;
-    while (lo < hi) {
-        size_t mid = lo + (hi - lo) / 2;
-        if (strcmp(s->batches[mid]->id.z, id->z) < 0) lo = mid + 1;
-        else hi = mid;
+static void *fb_find(const fb_table *t, const fb_id *id) { /* NULL: there is none */
+    size_t i = fb_place(t, id);
+    return i < t->n && !strcmp(((const fb_id *)t->at[i])->z, id->z) ? t->at[i] : NULL;
+}
+static void fb_insert(fb_table *t, void *entry) {
+    size_t i = fb_place(t, entry);
+    if (t->n == t->cap) {
+        t->cap = MAX((size_t)64, 2 * t->cap);
+        t->at = mem_realloc(t->at, t->cap * sizeof *t->at);
     }
-    return lo;
-}
-static fb_file *fb_find_file(const fb_store *s, const fb_id *id) {
-    size_t i = fb_file_at(s, id);
-    return i < s->n_files && !strcmp(s->files[i].id.z, id->z) ? &s->files[i] : NULL;
-}
-static fb_batch *fb_find_batch(const fb_store *s, const fb_id *id) {
-    size_t i = fb_batch_at(s, id);
-    return i < s->n_batches && !strcmp(s->batches[i]->id.z, id->z) ? s->batches[i] : NULL;
+    memmove(&t->at[i + 1], &t->at[i], (t->n++ - i) * sizeof *t->at);
+    t->at[i] = entry;
 }
 
-static void fb_insert_file(fb_store *s, fb_file f) {
-    size_t i = fb_file_at(s, &f.id);
-    if (s->n_files == s->cap_files) {
-        s->cap_files = MAX((size_t)64, 2 * s->cap_files);
-        s->files = mem_realloc(s->files, s->cap_files * sizeof *s->files);
-    }
-    memmove(&s->files[i + 1], &s->files[i], (s->n_files++ - i) * sizeof *s->files);
-    s->files[i] = f;
+static fb_file *fb_file_new(const fb_id *id, int64_t bytes, int64_t created_at, char *name, const char *purpose) { /* takes name */
+    fb_file *f = mem_alloc(sizeof *f);
+    *f = (fb_file){*id, bytes, created_at, name, purpose};
+    return f;
 }
-static void fb_insert_batch(fb_store *s, fb_batch *b) {
-    size_t i = fb_batch_at(s, &b->id);
-    if (s->n_batches == s->cap_batches) {
-        s->cap_batches = MAX((size_t)64, 2 * s->cap_batches);
-        s->batches = mem_realloc(s->batches, s->cap_batches * sizeof *s->batches);
-    }
-    memmove(&s->batches[i + 1], &s->batches[i], (s->n_batches++ - i) * sizeof *s->batches);
-    s->batches[i] = b;
-}
-
+static void fb_file_del(fb_file *f) { free(f->name), free(f); }
 static void fb_batch_del(fb_batch *b) { free(b->model), free(b->metadata), free(b->errors), free(b); }
 
 static const char *fb_purpose(str name) { /* NULL: unknown */
@@ -15994,8 +15983,8 @@ static bool fb_load_file(fb_store *s, const fb_id *id, const json *root) {
     struct stat st;
     const char *purpose = fb_purpose(json_str(json_get(root, "purpose")));
     if (!purpose || fstatat(s->dir, id->z, &st, AT_SYMLINK_NOFOLLOW) || !S_ISREG(st.st_mode)) return false;
-    fb_insert_file(s, (fb_file){*id, (int64_t)st.st_size, json_int(json_get(root, "created_at"), 0),
-                                fb_copy(json_str(json_get(root, "filename"))), purpose});
+    char *name = fb_copy(json_str(json_get(root, "filename")));
+    fb_insert(&s->files, fb_file_new(id, (int64_t)st.st_size, json_int(json_get(root, "created_at"), 0), name, purpose));
     return true;
 }
 
@@ -16035,7 +16024,7 @@ static bool fb_load_batch(fb_store *s, const fb_id *id, const json *root) {
     b->total = json_int(json_get(counts, "total"), 0);
     b->completed = json_int(json_get(counts, "completed"), 0);
     b->failed = json_int(json_get(counts, "failed"), 0);
-    fb_insert_batch(s, b);
+    fb_insert(&s->batches, b);
     return true;
 }
 
@@ -16069,11 +16058,11 @@ static void fb_load(fb_store *s, const char *name) {
 static void fb_sweep(fb_store *s, const char *name) {
     fb_id id;
     char record[64];
-    if (s->unread_batch || !fb_read_id(str_c(name), "file-", &id) || fb_find_file(s, &id)) return;
+    if (s->unread_batch || !fb_read_id(str_c(name), "file-", &id) || fb_find(&s->files, &id)) return;
     snprintf(record, sizeof record, "%s.json", id.z);
     if (!faccessat(s->dir, record, F_OK, 0)) return;
-    for (size_t i = 0; i < s->n_batches; i++) {
-        const fb_batch *b = s->batches[i];
+    for (size_t i = 0; i < s->batches.n; i++) {
+        const fb_batch *b = s->batches.at[i];
         if (!fb_has_ended(b) && (!strcmp(b->out.z, id.z) || !strcmp(b->err.z, id.z))) return;
     }
     unlinkat(s->dir, name, 0);
@@ -16143,12 +16132,12 @@ static void fb_close(fb_store *s) {
     pthread_cond_broadcast(&s->wake);
     pthread_mutex_unlock(&s->lock);
     if (s->started) pthread_join(s->worker, NULL);
-    for (size_t i = 0; i < s->n_files; i++) free(s->files[i].name);
-    for (size_t i = 0; i < s->n_batches; i++) fb_batch_del(s->batches[i]);
+    for (size_t i = 0; i < s->files.n; i++) fb_file_del(s->files.at[i]);
+    for (size_t i = 0; i < s->batches.n; i++) fb_batch_del(s->batches.at[i]);
     if (s->locked >= 0) close(s->locked);
     if (s->dir >= 0) close(s->dir);
     pthread_mutex_destroy(&s->lock), pthread_cond_destroy(&s->wake);
-    free(s->files), free(s->batches), free(s->path), free(s);
+    free(s->files.at), free(s->batches.at), free(s->path), free(s);
 }
 
 /* A folder that was asked for must be usable. The default one is made when first needed. */
@@ -16277,7 +16266,7 @@ static void fb_cut_torn(int fd) {
 static bool fb_publish(fb_store *s, const fb_batch *b, const fb_id *id, const char *kind) {
     struct stat st;
     toka_err e;
-    if (fb_find_file(s, id)) return true; /* published before a crash */
+    if (fb_find(&s->files, id)) return true; /* published before a crash */
     int fd = openat(s->dir, id->z, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
     if (fd < 0) return false;
     fb_cut_torn(fd);
@@ -16286,9 +16275,9 @@ static bool fb_publish(fb_store *s, const fb_batch *b, const fb_id *id, const ch
     if (!any) return unlinkat(s->dir, id->z, 0), false;
     buf name = {0};
     buf_printf(&name, "%s_%s.jsonl", b->id.z, kind);
-    fb_file f = {*id, (int64_t)st.st_size, fb_now(), name.p, "batch_output"};
-    if (fb_save_file(s, &f, &e)) fprintf(stderr, "toka serve: %s: %s\n", id->z, e.msg);
-    fb_insert_file(s, f);
+    fb_file *f = fb_file_new(id, (int64_t)st.st_size, fb_now(), name.p, "batch_output");
+    if (fb_save_file(s, f, &e)) fprintf(stderr, "toka serve: %s: %s\n", id->z, e.msg);
+    fb_insert(&s->files, f);
     return true;
 }
 
@@ -16337,8 +16326,8 @@ static void fb_step_run(fb_store *s, fb_batch *b) {
 
 /* The oldest batch that there is something to do for. With store.lock held. */
 static fb_batch *fb_next(const fb_store *s) {
-    for (size_t i = 0; i < s->n_batches; i++) {
-        fb_batch *b = s->batches[i];
+    for (size_t i = 0; i < s->batches.n; i++) {
+        fb_batch *b = s->batches.at[i];
         bool ours = !strcmp(b->model, s->o.m->names[0]) || b->status == FB_CANCELLING || b->status == FB_FINALIZING;
         if (!fb_has_ended(b) && ours) return b;
     }
@@ -16401,15 +16390,11 @@ static bool fb_read_limit(const http_request *r, int most, int otherwise, size_t
 }
 
 /* ?after=ID. False: the reply says why. *at: index of the entry behind which to go on, or n. */
-static bool fb_read_after(const fb_store *s, const http_request *r, bool batches, size_t *at, http_reply *reply) {
+static bool fb_read_after(const fb_table *t, const char *prefix, const http_request *r, size_t *at, http_reply *reply) {
     buf text = {0};
     fb_id id;
-    bool given = http_query(r, "after", &text), good = true;
-    *at = batches ? s->n_batches : s->n_files;
-    if (given && (good = fb_read_id(buf_view(&text), batches ? "batch_" : "file-", &id))) {
-        *at = batches ? fb_batch_at(s, &id) : fb_file_at(s, &id);
-        good = batches ? fb_find_batch(s, &id) != NULL : fb_find_file(s, &id) != NULL;
-    }
+    bool given = http_query(r, "after", &text), good = !given || (fb_read_id(buf_view(&text), prefix, &id) && fb_find(t, &id));
+    *at = given && good ? fb_place(t, &id) : t->n;
     if (!good) fb_error(reply, 400, "after", NULL, "after: expected the id of an entry of this list");
     buf_free(&text);
     return good;
@@ -16430,11 +16415,12 @@ static void fb_list_files(const fb_store *s, const http_request *r, http_reply *
     bool more = false, by_purpose = http_query(r, "purpose", &purpose), ordered = http_query(r, "order", &order);
     bool asc = ordered && str_is(buf_view(&order), "asc"), good = !ordered || asc || str_is(buf_view(&order), "desc");
     if (!good) fb_error(reply, 400, "order", NULL, "order: expected asc or desc");
-    if (good && fb_read_after(s, r, false, &at, reply) && fb_read_limit(r, 10000, 10000, &limit, reply)) {
+    if (good && fb_read_after(&s->files, "file-", r, &at, reply) && fb_read_limit(r, 10000, 10000, &limit, reply)) {
         buf_c(&reply->body, "{\"object\":\"list\",\"data\":[");
-        size_t left = asc ? s->n_files - (at == s->n_files ? 0 : at + 1) : at;
+        const fb_table *t = &s->files;
+        size_t left = asc ? t->n - (at == t->n ? 0 : at + 1) : at;
         for (size_t k = 0; k < left && !more; k++) {
-            const fb_file *f = &s->files[asc ? s->n_files - left + k : left - 1 - k];
+            const fb_file *f = t->at[asc ? t->n - left + k : left - 1 - k];
             if (by_purpose && !str_is(buf_view(&purpose), f->purpose)) continue;
             if ((more = n == limit)) break;
             fb_put_file(f, &reply->body);
@@ -16448,12 +16434,13 @@ static void fb_list_files(const fb_store *s, const http_request *r, http_reply *
 /* GET /v1/batches: newest first. */
 static void fb_list_batches(const fb_store *s, const http_request *r, http_reply *reply) {
     size_t limit, at, n = 0;
-    if (!fb_read_after(s, r, true, &at, reply) || !fb_read_limit(r, 100, 20, &limit, reply)) return;
-    const char *first = at ? s->batches[at - 1]->id.z : NULL, *last = NULL;
+    if (!fb_read_after(&s->batches, "batch_", r, &at, reply) || !fb_read_limit(r, 100, 20, &limit, reply)) return;
+    const char *first = NULL, *last = NULL;
     buf_c(&reply->body, "{\"object\":\"list\",\"data\":[");
     for (; n < limit && at; n++) {
-        fb_put_batch(s->batches[--at], &reply->body), json_put_close(&reply->body, '}');
-        last = s->batches[at]->id.z;
+        const fb_batch *b = s->batches.at[--at];
+        fb_put_batch(b, &reply->body), json_put_close(&reply->body, '}');
+        first = n ? first : b->id.z, last = b->id.z;
     }
     fb_end_list(&reply->body, first, last, at > 0);
 }
@@ -16478,8 +16465,8 @@ static void fb_content(const fb_store *s, const fb_file *f, http_reply *reply) {
 static void fb_delete(fb_store *s, fb_file *f, http_reply *reply) {
     char record[64];
     fb_id id = f->id;
-    for (size_t i = 0; i < s->n_batches; i++) {
-        const fb_batch *b = s->batches[i];
+    for (size_t i = 0; i < s->batches.n; i++) {
+        const fb_batch *b = s->batches.at[i];
         bool uses = !strcmp(b->input.z, id.z) || !strcmp(b->out.z, id.z) || !strcmp(b->err.z, id.z);
         if (!fb_has_ended(b) && uses) {
             toka_err e;
@@ -16496,8 +16483,9 @@ static void fb_delete(fb_store *s, fb_file *f, http_reply *reply) {
         return;
     }
     unlinkat(s->dir, id.z, 0);
-    free(f->name);
-    memmove(f, f + 1, (size_t)(s->files + s->n_files-- - (f + 1)) * sizeof *f);
+    size_t at = fb_place(&s->files, &id);
+    memmove(&s->files.at[at], &s->files.at[at + 1], (--s->files.n - at) * sizeof *s->files.at);
+    fb_file_del(f);
     buf_printf(&reply->body, "{\"id\":\"%s\",\"object\":\"file\",\"deleted\":true}", id.z);
 }
 
@@ -16538,7 +16526,7 @@ static const char *fb_read_batch(const fb_store *s, const json *root, fb_batch *
         return *message = "metadata: expected at most 16 texts of 512 characters under names of 64", "metadata";
     if (expires && expires->type != JSON_NULL) return *message = "output_expires_after is not supported", "output_expires_after";
     bool named = fb_read_id(json_str(json_get(root, "input_file_id")), "file-", &b->input);
-    const fb_file *input = named ? fb_find_file(s, &b->input) : NULL;
+    const fb_file *input = named ? fb_find(&s->files, &b->input) : NULL;
     if (!input) return *message = "input_file_id: no such file", "input_file_id";
     if (strcmp(input->purpose, "batch")) return *message = "input_file_id: the file's purpose is not batch", "input_file_id";
     memcpy(b->window, window.p, window.n);
@@ -16553,13 +16541,13 @@ static void fb_create(fb_store *s, str body, http_reply *reply) {
     fb_batch *b = mem_zalloc(sizeof *b);
     const json *root = json_parse(&a, body, fb_limits, &e);
     if (!root) message = e.msg;
-    else if (s->n_batches >= FB_MAX_BATCHES) message = "there are too many batches; remove records of old ones from the folder";
+    else if (s->batches.n >= FB_MAX_BATCHES) message = "there are too many batches; remove records of old ones from the folder";
     else wrong = fb_read_batch(s, root, b, &message);
     if (!wrong) {
         b->id = fb_new_id(s, "batch_"), b->out = fb_new_id(s, "file-"), b->err = fb_new_id(s, "file-");
         b->model = mem_check(strdup(s->o.m->names[0])), b->metadata = fb_text(json_get(root, "metadata"));
         if (!fb_save_batch(s, b, &e)) {
-            fb_insert_batch(s, b);
+            fb_insert(&s->batches, b);
             fb_put_batch(b, &reply->body), json_put_close(&reply->body, '}');
             b = NULL; /* the table's */
             pthread_cond_broadcast(&s->wake);
@@ -16608,7 +16596,7 @@ static fb_upload *fb_upload_open(fb_store *s, str content_type, http_reply *repl
     bool form = fb_form_init(&u->form, content_type);
     pthread_mutex_lock(&s->lock);
     int code = form ? fb_attach(s, &e) : 0;
-    bool full = s->n_files >= FB_MAX_FILES;
+    bool full = s->files.n >= FB_MAX_FILES;
     u->id = fb_new_id(s, "file-");
     pthread_mutex_unlock(&s->lock);
     char part[64];
@@ -16678,19 +16666,19 @@ static void fb_upload_keep(fb_upload *u, const char *purpose, http_reply *reply)
     fb_store *s = u->store;
     char part[64];
     toka_err e;
-    fb_file f = {u->id, u->bytes, fb_now(), u->name.p, purpose};
+    fb_file *f = fb_file_new(&u->id, u->bytes, fb_now(), fb_copy(buf_view(&u->name)), purpose);
     snprintf(part, sizeof part, "%s.part", u->id.z);
     int code = 0;
     if (fsync(u->fd) || renameat(s->dir, part, s->dir, u->id.z)) code = fail(&e, TOKA_E_IO, "%s: %s", s->path, strerror(errno));
-    if (!code) code = fb_save_file(s, &f, &e);
+    if (!code) code = fb_save_file(s, f, &e);
     if (code) {
         unlinkat(s->dir, u->id.z, 0);
+        fb_file_del(f);
         fb_failed(reply, &e);
         return;
     }
-    u->name.p = NULL; /* the table's */
-    fb_insert_file(s, f);
-    fb_put_file(&f, &reply->body);
+    fb_insert(&s->files, f);
+    fb_put_file(f, &reply->body);
 }
 
 /* whole: the body has ended, the reply gets the answer. Else it was refused or the client is gone: nothing is kept. Frees u. */
@@ -16727,7 +16715,7 @@ static void fb_method(http_reply *reply, const char *allowed) {
 static void fb_route_file(fb_store *s, const http_request *r, str id_text, str verb, http_reply *reply) {
     bool get = r->method == HTTP_GET || r->method == HTTP_HEAD;
     fb_id id;
-    fb_file *f = fb_read_id(id_text, "file-", &id) ? fb_find_file(s, &id) : NULL;
+    fb_file *f = fb_read_id(id_text, "file-", &id) ? fb_find(&s->files, &id) : NULL;
     if (!f || (verb.n && !str_is(verb, "/content"))) fb_not_found(reply, "file", id_text);
     else if (verb.n && get) fb_content(s, f, reply);
     else if (verb.n) fb_method(reply, "GET, HEAD");
@@ -16739,7 +16727,7 @@ static void fb_route_file(fb_store *s, const http_request *r, str id_text, str v
 static void fb_route_batch(fb_store *s, const http_request *r, str id_text, str verb, http_reply *reply) {
     bool get = r->method == HTTP_GET || r->method == HTTP_HEAD;
     fb_id id;
-    fb_batch *b = fb_read_id(id_text, "batch_", &id) ? fb_find_batch(s, &id) : NULL;
+    fb_batch *b = fb_read_id(id_text, "batch_", &id) ? fb_find(&s->batches, &id) : NULL;
     if (!b || (verb.n && !str_is(verb, "/cancel"))) fb_not_found(reply, "batch", id_text);
     else if (verb.n && r->method == HTTP_POST) fb_cancel(s, b, reply);
     else if (verb.n) fb_method(reply, "POST");
@@ -16968,7 +16956,6 @@ enum {
     SRV_MAX_CHOICES = 1 << 16,        /* of a request */
     SRV_PACE_S = 10,
     SRV_MAX_RETRY_S = 60,
-    SRV_MAX_UNKNOWN = 64,             /* names of unknown fields that are reported */
 };
 
 typedef struct srv_options { /* what toka serve was asked to do; strings are the caller's */
@@ -17038,8 +17025,7 @@ typedef struct srv {
     int64_t n_left;       /* calls that were among them */
     srv_pace pace;
     srv_metrics m;
-    buf unknown;          /* names of unknown fields reported, each with a line feed behind it */
-    int n_unknown;
+    buf unknown;          /* api_is_news' */
     toka_err e;           /* why the phase is SRV_FAILED */
 
     struct srv_loop *loop; /* chapter 27 */
@@ -17403,23 +17389,14 @@ static int srv_on_event(void *user, const toka_event *ev) {
 
 /* ---- Completions: workers ---- */
 
-/* An unknown field of some body, each name once. Names are what a client sent: shown short and as plain ASCII. */
 static void srv_unknown(void *user, str name) {
     srv *s = user;
-    buf line = {0};
-    for (size_t i = 0; i < MIN(name.n, (size_t)60); i++) buf_char(&line, name.p[i] > ' ' && name.p[i] < 0x7F ? name.p[i] : '?');
-    buf_char(&line, '\n');
+    buf shown = {0};
     pthread_mutex_lock(&s->lock);
-    bool known = s->n_unknown >= SRV_MAX_UNKNOWN;
-    for (str rest = buf_view(&s->unknown); rest.n && !known;) {
-        size_t n = (size_t)str_find(rest, STR("\n"), 0) + 1;
-        known = str_eq(str_sub(rest, 0, n), buf_view(&line));
-        rest = str_sub(rest, n, rest.n);
-    }
-    if (!known) s->n_unknown++, buf_str(&s->unknown, buf_view(&line));
+    bool news = api_is_news(&s->unknown, name, &shown);
     pthread_mutex_unlock(&s->lock);
-    if (!known) fprintf(stderr, "toka: a request has an unknown field, ignored from here on: %s", line.p);
-    buf_free(&line);
+    if (news) fprintf(stderr, "toka: a request has an unknown field, ignored from here on: %s\n", shown.p);
+    buf_free(&shown);
 }
 
 static uint64_t srv_serial(srv *s, int which) { /* of a counter and this process' random number */
@@ -18625,7 +18602,33 @@ typedef struct run_bench_state {
     toka_err e;
 } run_bench_state;
 
-static int run_bench_line(run_bench_state *b, const json *root, int64_t number, toka_err *e) {
+/* Every line of a file but the empty ones, `most` at most, as JSON; one that is none, or that `take` refuses, ends it. */
+typedef int run_take_fn(void *user, const json *root, int64_t number, toka_err *e);
+static int run_dataset(const char *path, int64_t most, atomic_int *interrupted, run_take_fn *take, void *user, toka_err *e) {
+    run_input in;
+    str line;
+    int64_t n = 0;
+    int code = 0, fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return fail(e, TOKA_E_INPUT, "%s: %s", path, strerror(errno));
+    run_input_init(&in, fd, path, interrupted);
+    while (n < most && (code = run_next_line(&in, &line, NULL, e)) > 0) {
+        arena a = {0};
+        toka_err why;
+        if (run_is_blank(line)) continue;
+        const json *root = json_parse(&a, line, run_limits, &why);
+        code = root ? take(user, root, in.number, e)
+                    : fail(e, TOKA_E_INPUT, "%s: line %lld: %.400s", path, (long long)in.number, why.msg);
+        arena_free(&a), n++;
+        if (code) break;
+    }
+    if (!code && !n) code = fail(e, TOKA_E_INPUT, "%s: no lines", path);
+    run_input_free(&in);
+    close(fd);
+    return code;
+}
+
+static int run_bench_line(void *user, const json *root, int64_t number, toka_err *e) {
+    run_bench_state *b = user;
     const json *prompt = json_get(root, "prompt_token_ids"), *text = json_get(root, "prompt");
     const json *lengths = json_get(root, "output_lengths");
     if (b->n_prompts + 1 >= b->cap_prompts) {
@@ -18659,30 +18662,6 @@ static int run_bench_line(run_bench_state *b, const json *root, int64_t number, 
     }
     b->prompt[++b->n_prompts] = b->tokens.n;
     return 0;
-}
-
-static int run_bench_load(run_bench_state *b, toka_err *e) {
-    run_input in;
-    str line;
-    int code = 0, most = b->o->num_prompts ? b->o->num_prompts : INT_MAX - 1;
-    int fd = open(b->o->dataset, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return fail(e, TOKA_E_INPUT, "%s: %s", b->o->dataset, strerror(errno));
-    run_input_init(&in, fd, b->o->dataset, b->o->interrupted);
-    while (b->n_prompts < most && (code = run_next_line(&in, &line, NULL, e)) > 0) {
-        arena a = {0};
-        toka_err why;
-        const json *root = run_is_blank(line) ? NULL : json_parse(&a, line, run_limits, &why);
-        code = 0;
-        if (root) code = run_bench_line(b, root, in.number, e);
-        else if (!run_is_blank(line))
-            code = fail(e, TOKA_E_INPUT, "%s: line %lld: %s", b->o->dataset, (long long)in.number, why.msg);
-        arena_free(&a);
-        if (code) break;
-    }
-    if (!code && !b->n_prompts) code = fail(e, TOKA_E_INPUT, "%s: no lines", b->o->dataset);
-    run_input_free(&in);
-    close(fd);
-    return code;
 }
 
 static int run_bench_event(void *user, const toka_event *ev);
@@ -18761,7 +18740,7 @@ static int run_timeline_close(FILE *file, const char *path, toka_err *e) {
 static int run_bench_throughput(toka *t, const run_bench_options *o, toka_err *e) {
     run_bench_state b = {.o = o, .t = t};
     FILE *timeline = NULL;
-    int code = run_bench_load(&b, e);
+    int code = run_dataset(o->dataset, o->num_prompts ? o->num_prompts : INT_MAX - 1, o->interrupted, run_bench_line, &b, e);
     if (!code) code = run_timeline_open(t, o->timeline, &timeline, e);
     if (!code) {
         double t0 = os_now();
@@ -19790,7 +19769,8 @@ static int bs_random_prompts(bs *b, toka_err *e) {
 
 /* A line of the dataset: {"prompt_token_ids" or "prompt", and "output_lengths": a request for each, or "output_tokens", or
  * neither}. */
-static int bs_dataset_line(bs *b, const json *root, int64_t number, toka_err *e) {
+static int bs_dataset_line(void *user, const json *root, int64_t number, toka_err *e) {
+    bs *b = user;
     const json *list = json_get(root, "prompt_token_ids"), *text = json_get(root, "prompt"),
                *lengths = json_get(root, "output_lengths");
     bs_request q = {.text = json_is(text, JSON_STRING) && !list};
@@ -19810,34 +19790,10 @@ static int bs_dataset_line(bs *b, const json *root, int64_t number, toka_err *e)
         *bs_add(b, 0) = q;
         return 0;
     }
-    if (!json_is(lengths, JSON_ARRAY))
+    if (!json_is(lengths, JSON_ARRAY) || !lengths->n)
         return fail(e, TOKA_E_INPUT, "%s: line %lld: output_lengths: expected a list", b->o->dataset, (long long)number);
     JSON_EACH(it, lengths) q.max_tokens = (int)MIN(json_int(it, 0), INT_MAX), *bs_add(b, 0) = q;
     return 0;
-}
-
-static int bs_load(bs *b, toka_err *e) {
-    run_input in;
-    str line;
-    int code = 0, fd = open(b->o->dataset, O_RDONLY | O_CLOEXEC);
-    int64_t n_lines = 0;
-    if (fd < 0) return fail(e, TOKA_E_INPUT, "%s: %s", b->o->dataset, strerror(errno));
-    run_input_init(&in, fd, b->o->dataset, b->o->interrupted);
-    while ((!b->o->num_prompts || n_lines < b->o->num_prompts) && (code = run_next_line(&in, &line, NULL, e)) > 0) {
-        arena a = {0};
-        toka_err why;
-        bool blank = run_is_blank(line);
-        const json *root = blank ? NULL : json_parse(&a, line, run_limits, &why);
-        code = 0, n_lines += !blank;
-        if (root) code = bs_dataset_line(b, root, in.number, e);
-        else if (!blank) code = fail(e, TOKA_E_INPUT, "%s: line %lld: %s", b->o->dataset, (long long)in.number, why.msg);
-        arena_free(&a);
-        if (code) break;
-    }
-    if (!code && !b->n) code = fail(e, TOKA_E_INPUT, "%s: no lines", b->o->dataset);
-    run_input_free(&in);
-    close(fd);
-    return code;
 }
 
 static void bs_put_body(const bs *b, const bs_request *q, buf *out) {
@@ -20371,7 +20327,8 @@ static int bs_prepare(bs *b, toka_err *e) {
     if (!code) code = bs_read_extra(b, e);
     if (!code) code = bs_resolve(b, e);
     if (!code) code = bs_wait_ready(b, e);
-    if (!code) code = b->o->dataset ? bs_load(b, e) : bs_random_prompts(b, e);
+    const int64_t most = b->o->num_prompts ? b->o->num_prompts : INT64_MAX;
+    if (!code) code = b->o->dataset ? run_dataset(b->o->dataset, most, b->o->interrupted, bs_dataset_line, b, e) : bs_random_prompts(b, e);
     if (!code && b->n > INT_MAX / 2) code = fail(e, TOKA_E_USE, "%lld requests, expected fewer", (long long)b->n);
     if (!code) bs_draw_times(b);
     return code;
