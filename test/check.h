@@ -8,6 +8,8 @@ struct test {
     void (*run)(void);
 };
 
+#define UNUSED __attribute__((unused)) /* not every program of tests calls everything */
+
 static int check_failed, check_skipped; /* of the running test */
 static const char *check_why = "";
 

@@ -2,6 +2,7 @@
  *   unit [NAME ...]   runs all tests, or those whose name contains one of the words; run it from the repository root. */
 #include "../toka.c"
 #include "check.h"
+#include "state.h"
 
 #include "test_base.c"
 #include "test_json.c"
