@@ -1,4 +1,6 @@
 /* gpu_host.h - what the GPU tests that include toka.c share: counting verdicts, bf16 on the host. After ../toka.c. */
+#include "check.h"
+
 static int n_passed, n_failed;
 
 /* One comparison, told in a line. */
