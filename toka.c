@@ -12473,7 +12473,7 @@ static int pub_parse_now(const char *now, tmpl_time *out, toka_err *e) {
         time_t clock = time(NULL);
         localtime_r(&clock, &tm);
     } else {
-        int n = sscanf(now, "%d-%d-%d %d:%d:%d%c", &tm.tm_year, &tm.tm_mon, &tm.tm_mday, &tm.tm_hour, &tm.tm_min, &tm.tm_sec, &extra);
+        int n = sscanf(now, "%4d-%2d-%2d %2d:%2d:%2d%c", &tm.tm_year, &tm.tm_mon, &tm.tm_mday, &tm.tm_hour, &tm.tm_min, &tm.tm_sec, &extra);
         struct tm want = tm;
         tm.tm_year -= 1900, tm.tm_mon -= 1;
         struct tm made = tm;
