@@ -15735,8 +15735,8 @@ static void fb_put_file(const fb_file *f, buf *b) {
     json_put_close(b, '}');
 }
 
-/* A batch object without its closing brace. */
-static void fb_put_batch(const fb_batch *x, buf *b) {
+/* A batch object; on disk it also says which files will have its results. */
+static void fb_put_batch(const fb_batch *x, bool on_disk, buf *b) {
     static const struct {
         const char *name;
         enum fb_status status;
@@ -15769,6 +15769,13 @@ static void fb_put_batch(const fb_batch *x, buf *b) {
     json_put_key(b, "failed"), json_put_int(b, x->failed);
     json_put_close(b, '}');
     json_put_key(b, "metadata"), buf_c(b, x->metadata ? x->metadata : "null");
+    if (on_disk) {
+        json_put_key(b, "toka"), json_put_open(b, '{');
+        json_put_key(b, "output"), json_put_str(b, str_c(x->out.z));
+        json_put_key(b, "errors"), json_put_str(b, str_c(x->err.z));
+        json_put_close(b, '}');
+    }
+    json_put_close(b, '}');
 }
 
 /* Writes a record: whole, on disk, and then in the old one's place. */
@@ -15798,11 +15805,7 @@ static int fb_save_file(fb_store *s, const fb_file *f, toka_err *e) {
 
 static int fb_save_batch(fb_store *s, const fb_batch *x, toka_err *e) {
     buf b = {0};
-    fb_put_batch(x, &b);
-    json_put_key(&b, "toka"), json_put_open(&b, '{');
-    json_put_key(&b, "output"), json_put_str(&b, str_c(x->out.z));
-    json_put_key(&b, "errors"), json_put_str(&b, str_c(x->err.z));
-    buf_c(&b, "}}");
+    fb_put_batch(x, true, &b);
     int code = fb_save(s, &x->id, buf_view(&b), e);
     buf_free(&b);
     return code;
@@ -16207,20 +16210,19 @@ static void *fb_work(void *user) {
 
 /* ---- Answers ---- */
 
-static void fb_error(http_reply *reply, int status, const char *param, const char *code, const char *message) {
+__attribute__((format(printf, 4, 5))) static void fb_error(http_reply *reply, int status, const char *param, const char *fmt, ...) {
+    char message[sizeof((toka_err *)0)->msg];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(message, sizeof message, fmt, ap);
+    va_end(ap);
     reply->status = status;
     buf_clear(&reply->body);
-    api_error(&reply->body, status, message, NULL, param, code);
-}
-
-static void fb_not_found(http_reply *reply, const char *what, str id) {
-    toka_err e;
-    fail(&e, TOKA_E_USE, "no such %s: '%.*s'", what, STRF(id));
-    fb_error(reply, 404, "id", NULL, e.msg);
+    api_error(&reply->body, status, message, NULL, param, NULL);
 }
 
 static void fb_failed(http_reply *reply, const toka_err *e) { /* the folder's fault, not the client's */
-    fb_error(reply, e->code == TOKA_E_USE ? 503 : 500, NULL, NULL, e->msg);
+    fb_error(reply, e->code == TOKA_E_USE ? 503 : 500, NULL, "%s", e->msg);
 }
 
 /* ?limit=, of which OpenAI's most is cut to ours. False: the reply says why. */
@@ -16232,7 +16234,7 @@ static bool fb_read_limit(const http_request *r, int most, int otherwise, size_t
     long v = given && text.n ? strtol(text.p, &end, 10) : 0;
     bool good = !given || (end && !*end && isdigit((unsigned char)*text.p) && v >= 1);
     if (given && good) *limit = (size_t)MIN(v, (long)most);
-    if (!good) fb_error(reply, 400, "limit", NULL, "limit: expected a number of at least 1");
+    if (!good) fb_error(reply, 400, "limit", "limit: expected a number of at least 1");
     buf_free(&text);
     return good;
 }
@@ -16243,7 +16245,7 @@ static bool fb_read_after(const fb_table *t, const char *prefix, const http_requ
     fb_id id;
     bool given = http_query(r, "after", &text), good = !given || (fb_read_id(buf_view(&text), prefix, &id) && fb_find(t, &id));
     *at = given && good ? fb_place(t, &id) : t->n;
-    if (!good) fb_error(reply, 400, "after", NULL, "after: expected the id of an entry of this list");
+    if (!good) fb_error(reply, 400, "after", "after: expected the id of an entry of this list");
     buf_free(&text);
     return good;
 }
@@ -16262,7 +16264,7 @@ static void fb_list_files(const fb_store *s, const http_request *r, http_reply *
     const char *first = NULL, *last = NULL;
     bool more = false, by_purpose = http_query(r, "purpose", &purpose), ordered = http_query(r, "order", &order);
     bool asc = ordered && str_is(buf_view(&order), "asc"), good = !ordered || asc || str_is(buf_view(&order), "desc");
-    if (!good) fb_error(reply, 400, "order", NULL, "order: expected asc or desc");
+    if (!good) fb_error(reply, 400, "order", "order: expected asc or desc");
     if (good && fb_read_after(&s->files, "file-", r, &at, reply) && fb_read_limit(r, 10000, 10000, &limit, reply)) {
         buf_c(&reply->body, "{\"object\":\"list\",\"data\":[");
         const fb_table *t = &s->files;
@@ -16287,7 +16289,7 @@ static void fb_list_batches(const fb_store *s, const http_request *r, http_reply
     buf_c(&reply->body, "{\"object\":\"list\",\"data\":[");
     for (; n < limit && at; n++) {
         const fb_batch *b = s->batches.at[--at];
-        fb_put_batch(b, &reply->body), json_put_close(&reply->body, '}');
+        fb_put_batch(b, false, &reply->body);
         first = n ? first : b->id.z, last = b->id.z;
     }
     fb_end_list(&reply->body, first, last, at > 0);
@@ -16297,9 +16299,7 @@ static void fb_list_batches(const fb_store *s, const http_request *r, http_reply
 static void fb_content(const fb_store *s, const fb_file *f, http_reply *reply) {
     int fd = openat(s->dir, f->id.z, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
     if (fd < 0) {
-        toka_err e;
-        fail(&e, TOKA_E_IO, "%s: %s", f->id.z, strerror(errno));
-        fb_failed(reply, &e);
+        fb_error(reply, 500, NULL, "%s: %s", f->id.z, strerror(errno));
         return;
     }
     reply->type = "application/octet-stream";
@@ -16317,17 +16317,13 @@ static void fb_delete(fb_store *s, fb_file *f, http_reply *reply) {
         const fb_batch *b = s->batches.at[i];
         bool uses = !strcmp(b->input.z, id.z) || !strcmp(b->out.z, id.z) || !strcmp(b->err.z, id.z);
         if (!fb_has_ended(b) && uses) {
-            toka_err e;
-            fail(&e, TOKA_E_USE, "%s belongs to %s, which has not ended", id.z, b->id.z);
-            fb_error(reply, 409, "id", NULL, e.msg);
+            fb_error(reply, 409, "id", "%s belongs to %s, which has not ended", id.z, b->id.z);
             return;
         }
     }
     snprintf(record, sizeof record, "%s.json", id.z);
     if (unlinkat(s->dir, record, 0) || fsync(s->dir)) { /* the record first: contents alone are swept at the next start */
-        toka_err e;
-        fail(&e, TOKA_E_IO, "%s: %s", s->path, strerror(errno));
-        fb_failed(reply, &e);
+        fb_error(reply, 500, NULL, "%s: %s", s->path, strerror(errno));
         return;
     }
     unlinkat(s->dir, id.z, 0);
@@ -16396,14 +16392,14 @@ static void fb_create(fb_store *s, str body, http_reply *reply) {
         b->model = mem_check(strdup(s->o.m->names[0])), b->metadata = fb_text(json_get(root, "metadata"));
         if (!fb_save_batch(s, b, &e)) {
             fb_insert(&s->batches, b);
-            fb_put_batch(b, &reply->body), json_put_close(&reply->body, '}');
+            fb_put_batch(b, false, &reply->body);
             b = NULL; /* the table's */
             pthread_cond_broadcast(&s->wake);
         } else {
             fb_failed(reply, &e);
         }
     } else {
-        fb_error(reply, 400, *wrong ? wrong : NULL, NULL, message);
+        fb_error(reply, 400, *wrong ? wrong : NULL, "%s", message);
     }
     if (b) fb_batch_del(b);
     arena_free(&a);
@@ -16411,15 +16407,13 @@ static void fb_create(fb_store *s, str body, http_reply *reply) {
 
 static void fb_cancel(fb_store *s, fb_batch *b, http_reply *reply) {
     if (b->status != FB_VALIDATING && b->status != FB_IN_PROGRESS && b->status != FB_CANCELLING) {
-        toka_err e;
-        fail(&e, TOKA_E_USE, "a batch that is %s cannot be cancelled", fb_status_names[b->status]);
-        fb_error(reply, 409, "id", NULL, e.msg);
+        fb_error(reply, 409, "id", "a batch that is %s cannot be cancelled", fb_status_names[b->status]);
         return;
     }
     fb_enter(s, b, FB_CANCELLING);
     b->stop = 1;
     if (b != s->running) fb_finish(s, b, FB_CANCELLED);
-    fb_put_batch(b, &reply->body), json_put_close(&reply->body, '}');
+    fb_put_batch(b, false, &reply->body);
 }
 
 /* ---- Uploads ---- */
@@ -16455,23 +16449,19 @@ static fb_upload *fb_upload_open(fb_store *s, str content_type, http_reply *repl
         code = fail(&e, TOKA_E_IO, "%s: %s", s->path, strerror(errno));
     }
     fb_upload_close(u, false, reply);
-    if (!form) fb_error(reply, 400, NULL, NULL, "Content-Type: expected multipart/form-data with a boundary");
+    if (!form) fb_error(reply, 400, NULL, "Content-Type: expected multipart/form-data with a boundary");
     else if (code) fb_failed(reply, &e);
-    else fb_error(reply, 400, NULL, NULL, "there are too many files; delete some");
+    else fb_error(reply, 400, NULL, "there are too many files; delete some");
     return NULL;
 }
 
 static bool fb_upload_write(fb_upload *u, str data, http_reply *reply) {
     u->bytes += (int64_t)data.n;
-    if (u->bytes > FB_FILE_BYTES) return fb_error(reply, 413, "file", NULL, "file: longer than 4 GiB"), false;
+    if (u->bytes > FB_FILE_BYTES) return fb_error(reply, 413, "file", "file: longer than 4 GiB"), false;
     while (data.n) {
         ssize_t n = write(u->fd, data.p, data.n);
         if (n < 0 && errno == EINTR) continue;
-        if (n < 0) {
-            toka_err e;
-            fail(&e, TOKA_E_IO, "%s: %s", u->store->path, strerror(errno));
-            return fb_failed(reply, &e), false;
-        }
+        if (n < 0) return fb_error(reply, 500, NULL, "%s: %s", u->store->path, strerror(errno)), false;
         data = str_sub(data, (size_t)n, data.n);
     }
     return true;
@@ -16483,7 +16473,7 @@ static bool fb_upload_part(fb_upload *u, http_reply *reply) {
     u->in_file = str_is(name, "file"), u->in_purpose = str_is(name, "purpose");
     const char *wrong = str_starts(name, STR("expires_after")) ? "expires_after" : u->in_file && u->has_file ? "file" : NULL;
     if (wrong)
-        return fb_error(reply, 400, wrong, NULL, u->in_file ? "file: given twice" : "expires_after is not supported"), false;
+        return fb_error(reply, 400, wrong, "%s", u->in_file ? "file: given twice" : "expires_after is not supported"), false;
     if (u->in_file) {
         str path = buf_view(&u->form.filename);
         while (memchr(path.p, '/', path.n)) path = str_sub(path, 1, path.n);
@@ -16499,7 +16489,7 @@ static bool fb_upload_put(fb_upload *u, str piece, http_reply *reply) {
     for (size_t used; piece.n; piece = str_sub(piece, used, piece.n)) {
         str data;
         enum fb_form_event event = fb_form_take(&u->form, piece, &used, &data);
-        if (event == FB_FORM_BAD) return fb_error(reply, 400, NULL, NULL, "the body is not a multipart form"), false;
+        if (event == FB_FORM_BAD) return fb_error(reply, 400, NULL, "the body is not a multipart form"), false;
         if (event == FB_FORM_PART && !fb_upload_part(u, reply)) return false;
         if (event == FB_FORM_DATA && u->in_file && !fb_upload_write(u, data, reply)) return false;
         if (event == FB_FORM_DATA && u->in_purpose) buf_put(&u->purpose, data.p, MIN(data.n, (size_t)64));
@@ -16540,10 +16530,10 @@ static void fb_upload_close(fb_upload *u, bool whole, http_reply *reply) {
         bool ours = purpose && !strcmp(purpose, "batch_output"); /* to make */
         fsync(u->fd); /* what takes long is done before others have to wait; fb_upload_keep asks again and looks at the answer */
         pthread_mutex_lock(&s->lock);
-        if (!u->whole) fb_error(reply, 400, NULL, NULL, "the body ends before its form does");
-        else if (!u->has_file) fb_error(reply, 400, "file", NULL, "file: missing");
-        else if (!u->bytes) fb_error(reply, 400, "file", NULL, "file: it is empty");
-        else if (!purpose || ours) fb_error(reply, 400, "purpose", NULL, "purpose: missing or unknown");
+        if (!u->whole) fb_error(reply, 400, NULL, "the body ends before its form does");
+        else if (!u->has_file) fb_error(reply, 400, "file", "file: missing");
+        else if (!u->bytes) fb_error(reply, 400, "file", "file: it is empty");
+        else if (!purpose || ours) fb_error(reply, 400, "purpose", "purpose: missing or unknown");
         else fb_upload_keep(u, purpose, reply);
         pthread_mutex_unlock(&s->lock);
     }
@@ -16556,7 +16546,7 @@ static void fb_upload_close(fb_upload *u, bool whole, http_reply *reply) {
 
 static void fb_method(http_reply *reply, const char *allowed) {
     buf_printf(&reply->headers, "Allow: %s\r\n", allowed);
-    fb_error(reply, 405, NULL, NULL, "this method is not for this path");
+    fb_error(reply, 405, NULL, "this method is not for this path");
 }
 
 /* /v1/files/{id} and /v1/files/{id}/content. With store.lock held. */
@@ -16564,7 +16554,7 @@ static void fb_route_file(fb_store *s, const http_request *r, str id_text, str v
     bool get = r->method == HTTP_GET || r->method == HTTP_HEAD;
     fb_id id;
     fb_file *f = fb_read_id(id_text, "file-", &id) ? fb_find(&s->files, &id) : NULL;
-    if (!f || (verb.n && !str_is(verb, "/content"))) fb_not_found(reply, "file", id_text);
+    if (!f || (verb.n && !str_is(verb, "/content"))) fb_error(reply, 404, "id", "no such file: '%.*s'", STRF(id_text));
     else if (verb.n && get) fb_content(s, f, reply);
     else if (verb.n) fb_method(reply, "GET, HEAD");
     else if (get) fb_put_file(f, &reply->body);
@@ -16576,10 +16566,10 @@ static void fb_route_batch(fb_store *s, const http_request *r, str id_text, str 
     bool get = r->method == HTTP_GET || r->method == HTTP_HEAD;
     fb_id id;
     fb_batch *b = fb_read_id(id_text, "batch_", &id) ? fb_find(&s->batches, &id) : NULL;
-    if (!b || (verb.n && !str_is(verb, "/cancel"))) fb_not_found(reply, "batch", id_text);
+    if (!b || (verb.n && !str_is(verb, "/cancel"))) fb_error(reply, 404, "id", "no such batch: '%.*s'", STRF(id_text));
     else if (verb.n && r->method == HTTP_POST) fb_cancel(s, b, reply);
     else if (verb.n) fb_method(reply, "POST");
-    else if (get) fb_put_batch(b, &reply->body), json_put_close(&reply->body, '}');
+    else if (get) fb_put_batch(b, false, &reply->body);
     else fb_method(reply, "GET, HEAD");
 }
 
@@ -16608,7 +16598,7 @@ static void fb_handle(fb_store *s, const http_request *r, str body, http_reply *
     toka_err e;
     pthread_mutex_lock(&s->lock);
     if (s->why.code) fb_failed(reply, &s->why);
-    else if (body.n > FB_BODY_BYTES) fb_error(reply, 413, NULL, NULL, "the body is longer than 1 MiB");
+    else if (body.n > FB_BODY_BYTES) fb_error(reply, 413, NULL, "the body is longer than 1 MiB");
     else if (rest.n && files) fb_route_file(s, r, id, verb, reply);
     else if (rest.n) fb_route_batch(s, r, id, verb, reply);
     else if (get) (files ? fb_list_files : fb_list_batches)(s, r, reply);
