@@ -12624,6 +12624,7 @@ enum {
 };
 
 enum http_method { HTTP_GET, HTTP_HEAD, HTTP_POST, HTTP_DELETE, HTTP_OPTIONS, HTTP_OTHER };
+static const char *const http_methods[HTTP_OTHER] = {"GET", "HEAD", "POST", "DELETE", "OPTIONS"};
 
 typedef struct http_header { /* the name as sent, the value without white space around it */
     str name, value;
@@ -12731,9 +12732,8 @@ static ptrdiff_t http_line(str in, str *line) {
 }
 
 static enum http_method http_parse_method(str s) {
-    static const char *const names[] = {"GET", "HEAD", "POST", "DELETE", "OPTIONS"};
-    for (int i = 0; i < COUNT(names); i++)
-        if (str_is(s, names[i])) return (enum http_method)i;
+    for (int i = 0; i < HTTP_OTHER; i++)
+        if (str_is(s, http_methods[i])) return (enum http_method)i;
     return HTTP_OTHER;
 }
 
@@ -12828,16 +12828,15 @@ static int http_check_host(const http_request *r) {
     return 0;
 }
 
-static int http_check_connection(http_request *r) {
+static void http_read_connection(http_request *r) { /* "close" goes before "keep-alive" */
+    bool closes = false;
     r->keep_alive = r->minor > 0;
     for (int i = 0; i < r->n_headers; i++) {
         str list = r->headers[i].value, word;
         if (!http_same(r->headers[i].name, "connection")) continue;
-        while (http_next(&list, &word))
-            if (http_same(word, "close")) return r->keep_alive = false, 0; /* goes before keep-alive */
-            else if (http_same(word, "keep-alive")) r->keep_alive = true;
+        while (http_next(&list, &word)) r->keep_alive |= http_same(word, "keep-alive"), closes |= http_same(word, "close");
     }
-    return 0;
+    r->keep_alive &= !closes;
 }
 
 static int http_check_expect(http_request *r) {
@@ -12871,9 +12870,9 @@ static ptrdiff_t http_parse_head(str in, http_request *r) {
         code = n_lines ? http_parse_header(line, &r->headers[r->n_headers++]) : http_parse_request_line(line, r);
         if (code) return -code;
     }
-    if ((code = http_check_host(r)) || (code = http_check_length(r)) || (code = http_check_coding(r)) ||
-        (code = http_check_connection(r)) || (code = http_check_expect(r)))
+    if ((code = http_check_host(r)) || (code = http_check_length(r)) || (code = http_check_coding(r)) || (code = http_check_expect(r)))
         return -code;
+    http_read_connection(r);
     return at;
 }
 
@@ -15540,8 +15539,7 @@ typedef struct fb_form {
     char mark[4 + 70]; /* CR LF - - boundary: what ends a part */
     size_t n_mark, matched; /* of it, at the end of what was taken so far */
     buf head;           /* headers of the part */
-    buf name, filename; /* of the part */
-    bool is_file;       /* it has a filename */
+    buf name, filename; /* of the part; filename empty: none */
 } fb_form;
 
 enum { FB_HEAD_BYTES = 8192 };
@@ -15618,7 +15616,7 @@ static bool fb_form_headers(fb_form *f) { /* head is whole: lines, each with CR 
     static const char disposition[] = "content-disposition:";
     for (str rest = buf_view(&f->head), line; str_next(&rest, '\n', &line);) {
         if (line.n < sizeof disposition - 1 || strncasecmp(line.p, disposition, sizeof disposition - 1)) continue;
-        f->is_file = fb_parameter(line, "filename", &f->filename);
+        buf_clear(&f->filename), fb_parameter(line, "filename", &f->filename);
         return fb_parameter(line, "name", &f->name);
     }
     return false;
@@ -17492,12 +17490,10 @@ static str srv_origin(const srv_options *o, const http_request *r) {
 }
 
 static void srv_put_allow(buf *b, const char *name, unsigned methods) {
-    static const char *const names[] = {"GET", "HEAD", "POST", "DELETE", "OPTIONS"};
-    bool any = false;
     buf_printf(b, "%s: ", name);
-    for (int i = 0; i < COUNT(names); i++)
-        if (methods & 1u << i || i == HTTP_OPTIONS) buf_printf(b, any ? ", %s" : "%s", names[i]), any = true;
-    buf_c(b, "\r\n");
+    for (int i = 0; i < HTTP_OPTIONS; i++)
+        if (methods & 1u << i) buf_printf(b, "%s, ", http_methods[i]);
+    buf_printf(b, "%s\r\n", http_methods[HTTP_OPTIONS]);
 }
 
 /* OPTIONS: what may be done here; a browser's question before it sends a request from an allowed origin. */
@@ -18620,7 +18616,6 @@ typedef struct run_plan {
     int *length;       /* [RUN_PLAN_SEQS] of the sequence in each slot, drawn when it starts */
     uint32_t *started; /* [RUN_PLAN_SEQS] ticket + 1 of that sequence */
     uint64_t rng;
-    int64_t n_out, n_done;
     double plan_s, build_s, commit_s;
 } run_plan;
 
@@ -18672,8 +18667,7 @@ static void run_plan_step(run_plan *t, int step) {
         if (t->started[o.q] != x->ticket + 1) t->started[o.q] = x->ticket + 1, t->length[o.q] = run_plan_length(t);
         int n = x->n_known - x->n_prompt + 1;
         int32_t token = (int32_t)((t->rng + (uint64_t)o.q * 0x9E3779B9u + (uint64_t)n) % 100000);
-        t->n_out++;
-        t->n_done += sched_commit(&t->s, o.q, o.ticket, token, n >= t->length[o.q]) == SCHED_DONE;
+        sched_commit(&t->s, o.q, o.ticket, token, n >= t->length[o.q]);
     }
     l->n = t->built.n_out;
     memcpy(l->out, t->built.outs, (size_t)l->n * sizeof *l->out);
