@@ -6300,24 +6300,18 @@ typedef struct mf_known {
 enum { MF_COL_NAME, MF_COL_HUB, MF_COL_ARCH, MF_COL_DIMS /* mf_dims without max_len */, MF_COL_TIED = MF_COL_DIMS + MF_LEN,
        MF_COL_THETA, MF_COL_ROPE, MF_COL_EPS, MF_COL_LEN, MF_COL_EXTRAS, MF_COL_FAMILY, MF_COL_VERIFIED, MF_N_COLS };
 
-/* Up to `most` numbers with commas between them; their count, or -1. */
+/* Up to `most` numbers, none negative, with commas between them; their count, or -1. */
 static int mf_numbers(str s, double *out, int most) {
     int n = 0;
-    for (size_t from = 0; from <= s.n; n++) {
-        ptrdiff_t comma = str_find(s, STR(","), from);
-        size_t to = comma < 0 ? s.n : (size_t)comma;
-        char z[32], *end;
-        if (n == most || to == from || to - from >= sizeof z || !isdigit((unsigned char)s.p[from])) return -1;
-        memcpy(z, s.p + from, to - from);
-        z[to - from] = 0;
-        for (char *d = z; *d; d++)
-            if (!isdigit((unsigned char)*d) && !strchr(".e-", *d)) return -1;
-            else if (*d == '.') *d = *localeconv()->decimal_point;
-        out[n] = strtod(z, &end);
-        if (*end) return -1;
-        from = to + 1;
+    arena a = {0};
+    toka_err e;
+    bool good = !str_ends(s, STR(","));
+    for (str word; good && str_next(&s, ',', &word); n++) {
+        const json *v = n < most ? json_parse(&a, word, json_trusted, &e) : NULL;
+        good = v && (out[n] = json_num(v, -1)) >= 0;
     }
-    return n;
+    arena_free(&a);
+    return good && n ? n : -1;
 }
 
 /* "default", "linear:F", "llama3:F,LOW,HIGH,ORIGINAL", "yarn:F,ORIGINAL" */
@@ -12451,18 +12445,18 @@ int toka_encode(const toka *t, const char *text, size_t text_bytes, int flags, i
     return 0;
 }
 
+static int pub_give(buf *b, int code, char **text, size_t *text_bytes) { /* to the caller, unless it failed */
+    buf_put(b, "", 0); /* never NULL */
+    if (code) buf_free(b);
+    else *text = b->p, *text_bytes = b->n;
+    return code;
+}
+
 int toka_decode(const toka *t, const int32_t *in, size_t n_ids, int flags, char **text, size_t *text_bytes, toka_err *e) {
     buf b = {0};
     int code = pub_need_tokenizer(t, e);
     if (!code) code = tok_decode(t->tok, in, n_ids, flags, &b, e);
-    if (code) {
-        buf_free(&b);
-        return code;
-    }
-    buf_put(&b, "", 0); /* never NULL */
-    *text = b.p;
-    *text_bytes = b.n;
-    return 0;
+    return pub_give(&b, code, text, text_bytes);
 }
 
 /* "YYYY-MM-DD hh:mm:ss" or NULL for the local time now. */
@@ -12539,16 +12533,9 @@ static int pub_render(const toka *t, const tmpl *chat, const mf_model *files, st
 int toka_apply_chat_template(const toka *t, const char *context, size_t context_bytes, const char *now, char **text,
                              size_t *text_bytes, toka_err *e) {
     buf b = {0};
-    if (pub_need_template(t, e)) return e->code;
-    int code = pub_render(t, t->chat, t->files, (str){context, context_bytes}, now, &b, e);
-    if (code) {
-        buf_free(&b);
-        return code;
-    }
-    buf_put(&b, "", 0);
-    *text = b.p;
-    *text_bytes = b.n;
-    return 0;
+    int code = pub_need_template(t, e);
+    if (!code) code = pub_render(t, t->chat, t->files, (str){context, context_bytes}, now, &b, e);
+    return pub_give(&b, code, text, text_bytes);
 }
 
 toka_request toka_request_default(void) {
