@@ -18344,8 +18344,10 @@ static int run_dummy_weights(mf_model *m, toka_err *e) {
     for (int i = 0; i < COUNT(mf_layer_slots); i++) layer_bytes += (size_t)mf_slot_size(&mf_layer_slots[i], &m->config) * 2;
     const int own = (int)MIN((size_t)L, RUN_DUMMY_BYTES / layer_bytes + 1);
     size_t bytes = m->weight_bytes - (size_t)(L - own) * layer_bytes + pad;
-    char *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (at == MAP_FAILED || (int64_t)bytes > os_ram_bytes())
+    char *at = MAP_FAILED;
+    if ((int64_t)bytes <= os_ram_bytes())
+        at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED)
         return fail(e, TOKA_E_MEMORY, "%s: %zu bytes of dummy weights do not fit", m->name, bytes);
     m->maps = mem_alloc(sizeof *m->maps);
     m->maps[m->n_maps++] = (str){at, bytes};
