@@ -929,19 +929,6 @@ __global__ static void __launch_bounds__(256) copy_pages_kernel(const toka_copy 
     for (int i = threadIdx.x; i < page / 8; i += 256) to[i] = from[i];
 }
 
-/* ---- embed ----
- * x[t][:] = E[ids[t] - v0][:], bf16, zeros for an id that is not among the table's V; an id -1 - q is the one drawn last for slot q.
- * Grid T, block 128, 16 bytes a thread and turn. Moves 2*T*E*2 bytes: copy speed. */
-__global__ static void __launch_bounds__(128) embed_kernel(const int *ids, const int *last, const bf16 *table, int v0, int V, bf16 *x,
-                                                           int E) {
-    grid_launch_dependents();
-    grid_wait();
-    int id = ids[blockIdx.x], row = (id < 0 ? last[-1 - id] : id) - v0;
-    const uint4 *from = (const uint4 *)(table + (size_t)row * E);
-    uint4 *to = (uint4 *)(x + (size_t)blockIdx.x * E);
-    for (int i = threadIdx.x; i < E / 8; i += blockDim.x) to[i] = row >= 0 && row < V ? from[i] : make_uint4(0, 0, 0, 0);
-}
-
 /* ---- RMSNorm ----
  * y[t][i] = x[r][i] * w[i] / sqrt(mean(x[r]^2) + eps), r = rows ? rows[t] : t. x, y bf16 [.][E], w float32, one rounding at the end.
  * Grid T, block 128; what w and x a thread needs first it holds in registers, w from before the kernel ahead has ended; more is read
@@ -1001,6 +988,55 @@ __global__ static void __launch_bounds__(128) rmsnorm_kernel(const bf16 *x, cons
 }
 static void rmsnorm(toka_device *d, const bf16 *x, const int *rows, const float *w, bf16 *y, int n_rows) {
     launch_dependent(d, "RMSNorm", rmsnorm_kernel, dim3(n_rows), 128, 0, 1, x, rows, w, y, d->E, 1.0f / d->shape->E, d->shape->eps);
+}
+
+/* ---- RMSNorm without a kernel of its own, for up to 8 rows ----
+ * norm(x) W^T = (x w) W^T / rms(x): the kernel that makes x leaves x w, too, and the sums of squares of its columns, 16 by 16; the GEMM that
+ * takes it multiplies what it puts out by 1 / rms. A kernel less in the chain is worth more than what all CTAs add up anew. */
+enum { FOLD_ROWS = 8, FOLD_N = 16, FOLD_HELD = 8 /* in registers: E up to 4,096 */ };
+typedef struct norm_fold {
+    const float *w;     /* [E] of the norm that follows; NULL: none */
+    bf16 *xw;           /* [M][E] */
+    float *squares;     /* [M][n] */
+    const float *given; /* [M][n], those of x; NULL: x is no norm's */
+    int n;
+    float per_E, eps;
+} norm_fold;
+static norm_fold fold_for(const toka_device *d, const float *w, bool given) {
+    if (!w && !given) return norm_fold{};
+    return norm_fold{w, d->xn, d->squares, given ? d->squares : NULL, ceil_div(d->E, FOLD_N), 1.0f / d->shape->E, d->shape->eps};
+}
+/* The op before has done its part of it. */
+static bool fold_take(toka_device *d) {
+    const bool folded = d->folded;
+    d->folded = false;
+    return folded;
+}
+
+/* ---- embed ----
+ * x[t][:] = E[ids[t] - v0][:], bf16, zeros for an id that is not among the table's V; an id -1 - q is the one drawn last for slot q.
+ * fold.w: and what the norm that follows needs.
+ * Grid T, block 128, 32 bytes a thread and turn. Moves 2*T*E*2 bytes: copy speed. */
+__global__ static void __launch_bounds__(128) embed_kernel(const int *ids, const int *last, const bf16 *table, int v0, int V, bf16 *x,
+                                                           int E, const norm_fold fold) {
+    grid_launch_dependents();
+    grid_wait();
+    int id = ids[blockIdx.x], row = (id < 0 ? last[-1 - id] : id) - v0;
+    const uint4 *from = (const uint4 *)(table + (size_t)row * E);
+    const float4 *w = (const float4 *)fold.w;
+    const size_t to = (size_t)blockIdx.x * (E / 8);
+    for (int k = threadIdx.x; k * FOLD_N < E; k += blockDim.x) {
+        float sum = 0;
+#pragma unroll
+        for (int i = 2 * k; i < 2 * k + 2; i++) {
+            if (i == E / 8) break;
+            const uint4 v = row >= 0 && row < V ? from[i] : make_uint4(0, 0, 0, 0);
+            ((uint4 *)x)[to + i] = v;
+            sum = norm_square(v, sum);
+            if (w) ((uint4 *)fold.xw)[to + i] = norm_scaled(v, 1, w[2 * i], w[2 * i + 1]);
+        }
+        if (w) fold.squares[blockIdx.x * fold.n + k] = sum;
+    }
 }
 
 /* ---- RoPE ---- */
@@ -1126,19 +1162,6 @@ typedef struct gemm_args {
     const struct qkv_params *qkv; /* of EPI_QKV */
 } gemm_args;
 
-/* ---- RMSNorm without a kernel of its own, for up to 8 rows ----
- * norm(x) W^T = (x w) W^T / rms(x): the GEMM that makes x leaves x w, too, and the sums of squares of its columns, 16 by 16; the one that
- * takes it multiplies what it puts out by 1 / rms. A kernel less in the chain is worth more than what all CTAs add up anew. */
-enum { FOLD_ROWS = 8, FOLD_N = 16, FOLD_HELD = 8 /* in registers: E up to 4,096 */ };
-typedef struct norm_fold {
-    const float *w;     /* [E] of the norm that follows; NULL: none */
-    bf16 *xw;           /* [M][E] */
-    float *squares;     /* [M][n] */
-    const float *given; /* [M][n], those of x; NULL: x is no norm's */
-    int n;
-    float per_E, eps;
-} norm_fold;
-
 /* What a lane adds up for 1 / rms of row m: asked for ahead of the products ... */
 typedef struct fold_part {
     float sum[FOLD_HELD]; /* in the order of their columns */
@@ -1160,10 +1183,8 @@ __device__ static inline float fold_end(const norm_fold &f, int m, int lane, con
     return rsqrtf(sum * f.per_E + f.eps);
 }
 static norm_fold fold_of(const toka_device *d, const gemm_args *a) {
-    const int n = ceil_div(d->E, FOLD_N);
-    if (!a->norm && !a->folded) return norm_fold{};
-    assert(a->M <= FOLD_ROWS && (!a->norm || a->w->N == d->E));
-    return norm_fold{a->norm, d->xn, d->squares, a->folded ? d->squares : NULL, n, 1.0f / d->shape->E, d->shape->eps};
+    assert((!a->norm && !a->folded) || (a->M <= FOLD_ROWS && (!a->norm || a->w->N == d->E)));
+    return fold_for(d, a->norm, a->folded);
 }
 
 /* ---- Epilogues, shared by all GEMMs ---- */
@@ -6287,7 +6308,7 @@ static void samp_rows(toka_device *d, const toka_step *s, int first, int n, int 
     const bool ranks = tp_size(d) > 1, fused = d->hopper && !s->logits && n > SAMP_FEW;
     const int apart = !ranks || s->logits || !p->whole_blocks ? 0 : n_plain; /* rows that are exchanged */
     const int stored = fused && (!ranks || p->whole_blocks) ? n_plain : 0;
-    gemm_args product = {n, d->xn + (size_t)first * d->E, d->E, &d->lm_head, (bf16 *)p->own, p->own_ldl, EPI_LOGITS};
+    gemm_args product = {n, d->xn + (size_t)first * d->E, d->E, &d->lm_head, (bf16 *)p->own, p->own_ldl, EPI_LOGITS, NULL, fold_take(d)};
     if (fused) samp_head(d, first, n, stored);
     else if (d->hopper && n <= SAMP_FEW) gemm_few(d, &product);
     else gemm(d, &product);
@@ -6334,7 +6355,7 @@ static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
     samp_plan *p = d->samp;
     int most = d->hopper && !s->logits && p->whole_blocks ? p->part_rows : p->chunk;
     assert(s->n_out <= d->options.max_tokens);
-    rmsnorm(d, x, p->rows, d->norm, d->xn, s->n_out);
+    if (!d->folded) rmsnorm(d, x, p->rows, d->norm, d->xn, s->n_out);
     for (int i = 0, n; i < s->n_out && !d->error.code; i += n) {
         samp_filter *filters = NULL;
         int n_plain = n = max(0, min(most, p->n_plain - i)), more = min(min(most - n, p->chunk), s->n_out - i - n);
@@ -6976,7 +6997,7 @@ static int graph_size(const toka_device *d, const toka_step *s) {
     int size = 0;
     if (!d->graphs.n || s->n_out != s->T || s->T > GRAPH_ROWS || s->logits) return -1;
     for (int i = 0; i < s->n_out; i++)
-        if (samp_filtered(&s->out[i], d->shape->V_all)) return -1;
+        if (s->out[i].row != i || samp_filtered(&s->out[i], d->shape->V_all)) return -1;
     while (graph_sizes[size] < s->T) size++;
     return d->graphs.all[size * GRAPH_PATTERNS].exec ? size : -1;
 }
@@ -7115,20 +7136,22 @@ static enum epilogue rest_epilogue(const toka_device *d) { return d->options.tp_
 static void cuda_embed(toka_device *d, const toka_step *s, toka_dev x) {
     if (!op_launches(d, "embed") || !group_wait_drawn(d, s)) return;
     s = d->step;
+    d->folded = s->T <= FOLD_ROWS && tp_size(d) == 1;
     launch_dependent(d, "embedding", embed_kernel, dim3(s->T), 128, 0, 1, d->rows.ids, d->last, d->embed, d->shape->v0, d->shape->V,
-                     dev_bf16(x), d->E);
+                     dev_bf16(x), d->E, fold_for(d, d->folded ? d->layers->attn_norm : NULL, false));
     clock_part(d, TOKA_PART_EMBED);
 }
 
-/* The norm of the op that follows can be folded into this GEMM (chapter 5); fold_take: the op before has done so. */
+/* The norm of the op that follows can be folded into this GEMM (chapter 4). */
 static const float *fold_norm(toka_device *d, const gemm_args *g, const float *norm) {
     d->folded = g->M <= FOLD_ROWS && tp_size(d) == 1 && gemm_is_thin(d, g);
     return d->folded ? norm : NULL;
 }
-static bool fold_take(toka_device *d) {
-    const bool folded = d->folded;
-    d->folded = false;
-    return folded;
+/* The rows that are drawn are all, in their order; then the norm before the LM head can be folded, too. */
+static bool fold_draws(const toka_device *d, const toka_step *s) {
+    bool all = d->hopper && d->samp && s->T <= FOLD_ROWS && s->n_out == s->T && d->samp->n_plain == s->n_out && s->n_out <= d->samp->chunk;
+    for (int i = 0; all && i < s->n_out; i++) all = s->out[i].row == i;
+    return all;
 }
 
 /* Rows row .. row+n-1, as the next two. */
@@ -7165,6 +7188,7 @@ static void norm_mlp_residual(toka_device *d, int row, int n, int layer, toka_de
     gemm(d, &up);
     gemm_args down = {n, d->act, d->F, &l->down, at, d->E, rest_epilogue(d)};
     if (layer + 1 < d->shape->L) down.norm = fold_norm(d, &down, d->layers[layer + 1].attn_norm);
+    else if (fold_draws(d, d->step)) down.norm = fold_norm(d, &down, d->norm);
     gemm(d, &down);
 }
 

@@ -45,7 +45,7 @@ MUTANTS = [
            ("the page of another layer", "bf16 *pool = kv + `blockIdx.y * layer`;", "0 * layer"),
            ("the last 16 bytes", "i < `page / 8`; i += 256) to[i] = from[i];", "page / 8 - 1")),
     *group("embed_kernel", "rows small", "embed ",
-           ("the last 16 bytes of a row", "i < E / 8; i += blockDim.x) to[i] = `row >= 0` && row < V", "row >= 0 && i + 1 < E / 8"),
+           ("the last 16 bytes of a row", "const uint4 v = `row >= 0` && row < V", "row >= 0 && i + 1 < E / 8"),
            ("the last token of the slot before", "(id < 0 ? last[`-1 - id`] : id)", "max(-2 - id, 0)")),
     *group("rmsnorm_kernel", "rows small", "norm ",
            ("without epsilon", "rsqrtf(`block_sum_128(sum) * per_E + eps`)", "block_sum_128(sum) * per_E"),

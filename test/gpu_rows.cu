@@ -78,7 +78,8 @@ static void test_embed(toka_device *d, int T, int E, int v0, int n) {
     for (int i = 0; i < T; i++) id[(size_t)i] = i == 1 ? V - 1 : i % 3 == 2 ? -1 - i % n_slots : (int)(gpu_mix(gpu_seed + i) % V);
     ids.set(id), last.set(kept);
     GPU_OK(cudaDeviceSynchronize());
-    launch_dependent(d, "embedding", embed_kernel, dim3((unsigned)T), 128, 0, 1, ids.p(), last.p(), table.p() + (size_t)v0 * E, v0, n, x.p(), E);
+    launch_dependent(d, "embedding", embed_kernel, dim3((unsigned)T), 128, 0, 1, ids.p(), last.p(), table.p() + (size_t)v0 * E, v0, n, x.p(), E,
+                     norm_fold{});
     done(d, "embed");
     std::vector<bf16> rows = table.host(), want;
     for (int i : id) {

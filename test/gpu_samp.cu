@@ -462,7 +462,7 @@ static void check_last(toka_device *d, const std::vector<toka_out_row> &rows, co
     gpu_buf<int> dev_ids(ids.size());
     gpu_buf<bf16> x(ids.size() * E);
     dev_ids.set(ids);
-    embed_kernel<<<(unsigned)ids.size(), 128, 0, d->stream>>>(dev_ids.p(), last.p(), table.p(), 0, (int)(table.n / E), x.p(), (int)E);
+    embed_kernel<<<(unsigned)ids.size(), 128, 0, d->stream>>>(dev_ids.p(), last.p(), table.p(), 0, (int)(table.n / E), x.p(), (int)E, norm_fold{});
     GPU_OK(cudaStreamSynchronize(d->stream));
     std::vector<bf16> hx = x.host(), ht = table.host();
     for (size_t i = 0; i < ids.size(); i++) wrong += memcmp(&hx[i * E], &ht[(size_t)(ids[i] < 0 ? want[(size_t)(-1 - ids[i])] : ids[i]) * E], 2 * E) != 0;
