@@ -2670,6 +2670,7 @@ enum {
     ATTN_WARPS = 16,     /* small items that an SM works on at a time, roughly */
     ATTN_GANG = 8,       /* warps of a gang at most, */
     ATTN_GANG_PART = 64, /* and kv positions for each, at least */
+    ATTN_EARLY_ROWS = 8, /* of a step whose K and V are fetched early, at most */
 };
 
 enum { ATTN_MAP_8, ATTN_MAP_16, ATTN_MAP_32, ATTN_MAP_64, ATTN_MAPS }; /* a layer's tensor maps, by rows of the box */
@@ -2721,6 +2722,7 @@ struct attn_plan {
     const attn_item *dev_items; /* ... and on the device */
     const attn_merge *dev_merges;
     const int *dev_pages;
+    bool early;                 /* attn_is_early */
 };
 
 /* How much there may be of everything. */
@@ -3027,9 +3029,24 @@ static void attn_plan_both_items(toka_device *d, const toka_step *s) {
     }
 }
 
+/* Whether a row of few finds all K and V but its own in place before the step's first kernel starts: then they are fetched ahead of q.
+ * No other row of the step stores into its pages, and none of them is a copy that the step makes. */
+static bool attn_is_early(const toka_device *d, const toka_step *s) {
+    const int B = d->shape->B;
+    if (s->T > ATTN_EARLY_ROWS || s->n_copies || !s->slot) return false;
+    for (int i = 0; i < s->n_spans; i++) {
+        const toka_span *sp = &s->spans[i];
+        for (int r = 0; r < s->T; r++)
+            for (int p = 0; p < ((sp->kv0 & (B - 1)) + sp->n_kv + B - 1) / B; p++)
+                if (s->pages[sp->page0 + p] == s->slot[r] / B && (r != sp->row0 || sp->n_rows > 1)) return false;
+    }
+    return true;
+}
+
 /* Makes the lists of this step and puts them into d->up. Before stage_send. */
 static void attn_plan_step(toka_device *d, const toka_step *s) {
     attn_plan *p = d->attn;
+    p->early = attn_is_early(d, s);
     assert(s->n_spans <= p->max_spans && s->T <= d->options.max_tokens);
     attn_plan_levels(d, s);
     attn_plan_both(d, s);
@@ -3089,6 +3106,7 @@ typedef struct attn_args {
     float *state_o, *state_lse, *part_o, *part_lse;
     int K, G, D, log2_B, window;
     float scale; /* log2(e) / sqrt(D) */
+    bool early;  /* attn_is_early */
 } attn_args;
 
 __device__ static inline float quad_max(float x) {
@@ -3420,14 +3438,24 @@ __device__ static inline void attn_small_work(const attn_args &a, const attn_ite
                     tma_load_2d(to + (v * HALF + panel * TOK * 64 + j * 8 * 64) * 2, is_whole ? whole : fine, bar, panel * 64,
                                 row + (v << a.log2_B) + j * 8);
     };
+    const int t = first - it.kv0, last = it.kv1 - it.kv0 - 1, in_page = t & ((1 << a.log2_B) - 1);
+    const bool renews = a.early && n_tiles && n_tiles <= STAGES && it.kv1 == it.pos_hi + 1; /* its last row is asked for too early */
+    int page = 0; /* of the last position */
     if (n_tiles) { /* no kernel of the step writes page tables; K and V may still change, but in the cache they do no harm */
-        int t = first - it.kv0, last = it.kv1 - it.kv0 - 1, in_page = t & ((1 << a.log2_B) - 1);
         ids_at = t >> a.log2_B, ids = a.pages[it.page0 + min(ids_at + lane, last >> a.log2_B)];
-        size_t row = (((size_t)__shfl_sync(~0u, ids, 0) * a.K + h) * 2 + lane % 2 << a.log2_B) + in_page;
-        if (lane < 2) bulk_prefetch(a.kv + row * a.D, min((1 << a.log2_B) - in_page, last + 1 - t) * a.D * 2);
+        int of = lane / 2 % 2, from = of ? (t | ((1 << a.log2_B) - 1)) + 1 : t; /* two pages, as a gang's warps have at most */
+        size_t row = (((size_t)__shfl_sync(~0u, ids, of) * a.K + h) * 2 + lane % 2 << a.log2_B) + (of ? 0 : in_page);
+        if (lane < (a.early ? 4 : 2) && from <= last)
+            bulk_prefetch(a.kv + row * a.D, min((1 << a.log2_B) - (of ? 0 : in_page), last + 1 - from) * a.D * 2);
+        page = __shfl_sync(~0u, ids, min((last >> a.log2_B) - ids_at, 31));
     }
+    for (int i = 0; a.early && i < STAGES && i < n_tiles; i++) ask(i);
     grid_wait();
-    for (int i = 0; i < STAGES && i < n_tiles; i++) ask(i);
+    for (int i = 0; !a.early && i < STAGES && i < n_tiles; i++) ask(i);
+    uint4 fresh = {};
+    const int is_v = lane / (DP / 8), piece = lane % (DP / 8);
+    if (renews && is_v < 2 && piece * 8 < a.D)
+        fresh = *(const uint4 *)(a.kv + (((((size_t)page * a.K + h) * 2 + is_v) << a.log2_B) + (last & ((1 << a.log2_B) - 1))) * a.D + piece * 8);
     uint32_t q[DP / 16][4];
     float fade[2];
     w = attn_rows{lane / 4, {-INFINITY, -INFINITY}};
@@ -3438,6 +3466,10 @@ __device__ static inline void attn_small_work(const attn_args &a, const attn_ite
         bf16 *k = ring + i % STAGES * 2 * HALF;
         float s[TOK / 2];
         mbar_wait(smem_at(&full[i % STAGES]), i / STAGES & 1);
+        if (renews && i == n_tiles - 1) {
+            if (is_v < 2) *(uint4 *)(k + is_v * HALF + attn_piece_at(TOK, n - 1, piece)) = fresh;
+            __syncwarp();
+        }
         attn_qk<DP, TOK>(s, q, k, DP == 64 ? 64 : a.D);
         int from = max(0, it.kv0 + it.skip - kv) / 8 * 8;
         if (n < TOK || from) { /* 0 times what lies around the positions asked for must be 0 */
@@ -3514,16 +3546,20 @@ __global__ void __launch_bounds__(32 * ATTN_GANG, 1) attn_gang(const __grid_cons
         float old = there ? attn_old_lse(a, it, i, h) : -INFINITY, m = -INFINITY, l = 0;
         __syncwarp(); /* all have read it */
         if (!there) continue;
-        for (int j = 0; j < me.n; j++) m = fmaxf(m, marks[j][i].x);
+        float2 part[ATTN_GANG];
+#pragma unroll
+        for (int j = 0; j < ATTN_GANG; j++) part[j] = j < me.n ? marks[j][i] : make_float2(-INFINITY, 0), m = fmaxf(m, part[j].x);
         float base = m == -INFINITY ? 0 : m;
-        for (int j = 0; j < me.n; j++) l += marks[j][i].y * ex2(marks[j][i].x - base);
+#pragma unroll
+        for (int j = 0; j < ATTN_GANG; j++) part[j].x = ex2(part[j].x - base), l += part[j].y * part[j].x;
         attn_exit e = attn_leave(a, it, i, h, m, l, old, col == 0);
         for (; col < a.D; col += 32) {
             float x = 0, y = 0;
-            for (int j = 0; j < me.n; j++) {
+#pragma unroll
+            for (int j = 0; j < ATTN_GANG; j++) {
+                if (j >= me.n) break;
                 float2 v = *(const float2 *)((const float *)((bf16 *)attn_smem + j * RING) + i * DP + col);
-                float fade = ex2(marks[j][i].x - base);
-                x += fade * v.x, y += fade * v.y;
+                x += part[j].x * v.x, y += part[j].x * v.y;
             }
             attn_leave_pair(e, col, x, y);
         }
@@ -4119,7 +4155,7 @@ static void attention(toka_device *d, const toka_step *s, int layer, const bf16 
     attn_args a = {.q = q, .o = o, .kv = d->kv + (size_t)layer * d->kv_layer, .pages = p->dev_pages, .pos = d->rows.pos,
                    .state_o = p->state_o, .state_lse = p->state_lse, .part_o = p->part_o, .part_lse = p->part_lse,
                    .K = sh->K, .G = sh->H / sh->K, .D = sh->D, .log2_B = __builtin_ctz(sh->B),
-                   .window = d->layers[layer].window, .scale = (float)(M_LOG2E / sqrt((double)sh->D))};
+                   .window = d->layers[layer].window, .scale = (float)(M_LOG2E / sqrt((double)sh->D)), .early = p->early};
     (void)s;
     if (d->error.code) return;
     for (int i = 0; i < p->n_levels; i++) {
@@ -5504,7 +5540,7 @@ __device__ static inline void samp_settle(const samp_ask &a, const samp_part &p,
 
 __global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_ask *ask, const samp_part *parts, int ld, int n_blocks, int n,
                                                                  uint32_t *reached, samp_part *merged, samp_result *results, int *last) {
-    constexpr int LANES = 256 / SAMP_REDUCE_ROWS, AHEAD = 5;
+    constexpr int LANES = 256 / SAMP_REDUCE_ROWS, AHEAD = 10;
     __shared__ samp_part all[LANES][SAMP_REDUCE_ROWS];
     int r = (int)threadIdx.x % SAMP_REDUCE_ROWS, k = (int)threadIdx.x / SAMP_REDUCE_ROWS, row = (int)blockIdx.x * SAMP_REDUCE_ROWS + r;
     grid_launch_dependents();

@@ -48,7 +48,7 @@ struct scene {
 
 /* The arrays of a scene's step. Page i of the scene lies in page order[i]; page n_pages is NaN and stands behind every table. */
 struct host_step {
-    std::vector<int> order, pos, pages;
+    std::vector<int> order, pos, slot, pages;
     std::vector<toka_span> spans;
     toka_shape shape = {};
     toka_step step = {};
@@ -57,7 +57,7 @@ struct host_step {
         for (int i = 0; i < s.n_pages; i++) order[i] = i;
         for (int i = s.n_pages - 1; i > 0; i--) std::swap(order[i], order[gpu_mix(seed + i) % (i + 1)]);
         for (seq &x : s.seqs) {
-            for (int i = 0; i < x.rows; i++) pos.push_back(x.len - x.rows + i);
+            for (int i = x.len - x.rows; i < x.len; i++) pos.push_back(i), slot.push_back(order[x.pages[i / s.c.B]] * s.c.B + i % s.c.B);
             shape.max_len = std::max(shape.max_len, x.len);
             first.push_back((int)pages.size());
             for (int pg : x.pages) pages.push_back(order[pg]);
@@ -73,7 +73,7 @@ struct host_step {
         for (size_t i = 0; i < s.seqs.size(); i++)
             spans.push_back({s.seqs[i].row0, s.seqs[i].rows, first[i] + cover[i] / s.c.B, cover[i], s.seqs[i].len - cover[i]});
         shape.H = s.c.K * s.c.G, shape.K = s.c.K, shape.D = s.c.D, shape.B = s.c.B, shape.L = 1;
-        step.T = s.T, step.pos = pos.data(), step.pages = pages.data(), step.spans = spans.data(), step.n_spans = (int)spans.size();
+        step.T = s.T, step.pos = pos.data(), step.slot = slot.data(), step.pages = pages.data(), step.spans = spans.data(), step.n_spans = (int)spans.size();
     }
 };
 
@@ -86,6 +86,18 @@ __global__ static void fill_slots(bf16 *kv, const int2 *slots, int n, int K, int
     for (int i = blockIdx.x; i < n; i += gridDim.x)
         for (int j = threadIdx.x; j < K * 2 * D; j += blockDim.x)
             kv[at(slots[i].x, j)] = __float2bfloat16(scale * gpu_normal(seed, at(slots[i].y, j)));
+}
+
+/* The same late, as a kernel ahead that takes its time. */
+__global__ static void late_slots(bf16 *kv, const int2 *slots, int n, int K, int D, int log2_B, uint64_t seed) {
+    grid_launch_dependents();
+    grid_wait();
+    for (long long until = clock64() + 50000; clock64() < until;) {}
+    for (int j = threadIdx.x; j < K * 2 * D; j += blockDim.x) {
+        int page = slots[blockIdx.x].x >> log2_B, off = slots[blockIdx.x].x & ((1 << log2_B) - 1);
+        size_t at = ((((size_t)page * K * 2 + j / D) << log2_B) + off) * D + j % D;
+        kv[at] = __float2bfloat16(gpu_normal(seed, at));
+    }
 }
 
 /* One block per row and head, in float64. tables: [row][n_table] pages. */
@@ -168,6 +180,19 @@ struct stand : host_step {
         GPU_OK(cudaStreamSynchronize(d->stream));
     }
     void run() { attention(d, &step, 0, q.p(), o.p()); }
+    /* K and V of the step's own rows are NaN until attention may have begun. */
+    void run_late() {
+        std::vector<int2> at;
+        for (int i : slot) at.push_back({i, i});
+        gpu_buf<int2> dev((size_t)sc.T);
+        dev.set(at);
+        fill_slots<<<16, 128>>>(kv.p(), dev.p(), sc.T, sc.c.K, sc.c.D, __builtin_ctz(sc.c.B), 1, NAN);
+        GPU_OK(cudaDeviceSynchronize());
+        launch_dependent(d, "late rows", late_slots, dim3((unsigned)sc.T), 128, 0, 1, kv.p(), dev.p(), sc.T, sc.c.K, sc.c.D,
+                         __builtin_ctz(sc.c.B), (uint64_t)gpu_seed);
+        run();
+        GPU_OK(cudaDeviceSynchronize());
+    }
     bool ok(const char *what) {
         GPU_OK(cudaStreamSynchronize(d->stream));
         return gpu_check(!d->error.code, "%s: %s", what, d->error.msg);
@@ -195,7 +220,7 @@ struct stand : host_step {
     }
 };
 
-static void check(scene &s, const char *name, float q_scale = 1.5f) {
+static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = false) {
     std::vector<double> want;
     char what[200];
     for (int share = s.shared.empty() ? 0 : 1; share >= 0; share--) {
@@ -203,7 +228,7 @@ static void check(scene &s, const char *name, float q_scale = 1.5f) {
         snprintf(what, sizeof what, "%s D=%d K=%d G=%d B=%d window=%d%s", name, s.c.D, s.c.K, s.c.G, s.c.B, s.c.window,
                  s.shared.empty() ? "" : share ? " shared" : " unshared");
         st.o.poison();
-        st.run();
+        late ? st.run_late() : st.run();
         if (!st.ok(what)) continue;
         want = st.wanted();
         std::vector<bf16> got = st.o.host();
@@ -306,6 +331,26 @@ static void test_decode(shape_case c) {
     scene s(c);
     for (int n : lengths) s.add(n, 1);
     check(s, "decode");
+}
+/* Few rows, whose K and V are fetched before the kernel ahead has stored the newest; the last scene has rows that see each other's. */
+static void test_late(shape_case c) {
+    for (int len : lengths) {
+        scene s(c);
+        s.add(len, 1);
+        check(s, "late rows, one", 1.5f, true);
+    }
+    for (int i = 0; i < 3; i++) {
+        scene s(c);
+        for (int n = 0; n < 8; n++) s.add(i ? lengths[(n * 7 + i) % 18] : 640 - n * 9, 1);
+        check(s, "late rows, eight", 1.5f, true);
+    }
+    scene shared(c), other(c);
+    shared.add(130, 1);
+    add_samples(shared, 4, 2, 5, 90);
+    check(shared, "late rows, samples", 1.5f, true);
+    std::vector<int> page = other.take(1);
+    other.add(c.B, 1, page), other.add(c.B + 1, 1, page), other.add(c.B + 4, 4, page);
+    check(other, "late rows of others", 1.5f, true);
 }
 static void test_prefill(shape_case c) { /* whole prompts, chunks behind earlier pages, and decode rows beside them */
     scene s(c);
@@ -524,6 +569,7 @@ static void test_all(bool small) {
         if (small && D != 64 && D != 80 && D != 128 && D != 256) continue;
         test_decode(c);
         test_prefill(c);
+        if (n % 3 == 1 || D == 64 || D == 128) test_late({D, 2, c.G, 64, 0});
         test_tree(c, 1 + n % 3, 3, 1, 6);
         test_tails(c);
         c.window = 70;
