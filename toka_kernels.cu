@@ -1056,7 +1056,8 @@ static void rope_open(toka_device *d) {
     float *freq = (float *)dev_alloc(d, (size_t)half * sizeof(float), "RoPE");
     d->rope = (float2 *)dev_alloc(d, n * sizeof *d->rope, "RoPE table");
     if (d->error.code) return;
-    latch(d, cudaMemcpy(freq, d->shape->rope_freq, (size_t)half * sizeof *freq, cudaMemcpyHostToDevice), "RoPE");
+    /* on the stream of its reader: the default stream may still be at a copy from pageable memory when cudaMemcpy returns */
+    latch(d, cudaMemcpyAsync(freq, d->shape->rope_freq, (size_t)half * sizeof *freq, cudaMemcpyHostToDevice, d->stream), "RoPE");
     rope_table_kernel<<<1024, 256, 0, d->stream>>>(d->rope, freq, d->shape->rope_scale, half, n);
     LAUNCHED(d, "RoPE table");
 }
