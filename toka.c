@@ -6196,17 +6196,22 @@ static mf_range mf_share(int n, int i, int parts) { /* part i of n things in ord
     return (mf_range){from, (int)((int64_t)n * (i + 1) / parts) - from};
 }
 
-/* The layers of stage i. Work per token, in multiply-adds: a layer E (H + 2K) D + H D E + 3 E F, the LM head E V, the embedding
- * none. Of the rows of a step about a third draw and go through the head, where prompts and answers mix. The last stage has it and
- * gets as many layers as keep the busiest stage least busy; the others share the rest evenly. pp_size <= L. */
+/* How long the busiest stage takes when the last one has n of L layers, in layers; a token that draws takes `head` more there. */
+static double mf_busiest(int L, int others, int n, double head) { return MAX((L - n + others - 1) / others, n + head); }
+
+/* The layers of stage i. Work per token, in multiply-adds: a layer E (H + 2K) D + H D E + 3 E F, the LM head E V, the embedding none.
+ * Layers are dealt out once, but beside them the head is worth a fifth of that in conversations, where as many tokens draw, and two
+ * thirds where a prompt has many answers: all tokens draw, but layers read K and V, too. The last stage, which has the head, gets as
+ * many layers as let as much work of the one kind and of the other take least time, which the busiest stage sets; the others share the
+ * rest evenly. Llama-3.1-8B on two H200, 17 + 15 layers instead of 16 + 16: conversations 2.4 % slower, many answers 3.8 % faster;
+ * 2026-11-22. pp_size <= L. */
 static mf_range mf_stage(const toka_shape *s, int i, int pp_size) {
-    const double head = (double)s->V_all * s->E / 3;
-    const double layer = (double)s->E * ((2.0 * s->H + 2.0 * s->K) * s->D + 3.0 * s->F);
+    const double layer = (double)s->E * ((2.0 * s->H + 2.0 * s->K) * s->D + 3.0 * s->F), head = (double)s->V_all * s->E / layer;
     int others = pp_size - 1, last = s->L - others;
     double least = INFINITY;
     for (int n = last; others && n >= 1; n--) {
-        double busiest = MAX((s->L - n + others - 1) / others * layer, n * layer + head);
-        if (busiest < least) least = busiest, last = n;
+        double takes = mf_busiest(s->L, others, n, head / 5) + mf_busiest(s->L, others, n, head * 2 / 3);
+        if (takes < least) least = takes, last = n;
     }
     return i < others ? mf_share(s->L - last, i, others) : (mf_range){s->L - last, last};
 }

@@ -46,7 +46,7 @@ static void plan_test_memory(void) {
 
     f = plan_fix_open("llama-3.1-70b", "H200");
     CHECK(plan_rank_of(&f.ask, 1, 1, 0, 0).weights == 141104775168);
-    /* a layer is 855,638,016 elements, the embedding and the head 1,050,673,152 each; a third of that is 0.4 layers */
+    /* a layer is 855,638,016 elements, the embedding and the head 1,050,673,152 each */
     for (int stage = 0; stage < 8; stage++) {
         p = plan_rank_of(&f.ask, 1, 8, stage, 0);
         CHECK(p.l0 == 10 * stage && p.shape.L == 10);
