@@ -19102,7 +19102,7 @@ static void plan_put_today(const plan_ask *a, buf *b) {
         buf_printf(b, "has no machine code for compute capability %d.%d: it cannot run on a %s", g->arch / 10, g->arch % 10,
                    g->name);
     else if (a->gpus > 1)
-        buf_printf(b, "runs such splits over the GPUs of one host; two H200 are the most that it was measured on");
+        buf_printf(b, "runs such splits over the GPUs of one host; four H200 are the most that it was measured on");
     else
         buf_printf(b, "runs this %s",
                    pub_backend("cuda") ? "by this build" : "by a build with the GPU half, which this is not");

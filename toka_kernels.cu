@@ -46,7 +46,7 @@
  *   all of it          attn_mma              any D, any card              either       prefill half of attn_wg (H100)
  *   parts of it        attn_join             split K and V                copy         not measured
  *   sums over ranks    one_shot_kernel, two_shot_kernel                   links        285 GB/s of two H200's 450; 6.2 us at least
- *                      copy engines, add_kernel  many rows                links        beside the GEMMs; no gain over two GPUs
+ *                      copy engines, add_kernel  many rows, two ranks     links        beside the GEMMs; no gain over two GPUs
  *   LM head, sampling  gemm_kernel with epi_sample, samp_reduce_kernel    arithmetic   0.91 to 1.18x of cuBLAS's GEMM alone
  *   filtered rows      samp_filter_kernel, samp_blocks_kernel             either       top_p: 0.23 ms for a row, 1.8 ms for 1,024
  *
