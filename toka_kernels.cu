@@ -8,8 +8,8 @@
  * pinned buffer and up in one transfer (struct stage), with the work lists of attention (chapter 8) and of sampling
  * (chapter 11); the ops only launch kernels on one stream, and `end` puts an event behind them. So the next step can be begun while this one
  * runs: what was drawn last for each slot stays on the device (toka_device.last), where `embed` of the next step finds it. `finish` waits
- * for the event of the oldest step and hands out its picks. What a step needs on the host there is STEPS_AHEAD times. Decode steps of few
- * rows are graphs, captured at open: then the ops launch nothing, and the last of them launches the graph (chapter 14).
+ * for the event of the oldest step and hands out its picks. What a step needs on the host there is STEPS_AHEAD times. Decode steps of up
+ * to 1,024 rows are graphs, captured at open: then the ops launch nothing, and the last of them launches the graph (chapter 14).
  *
  * NUMBERS. Weights and activations are bf16, accumulators, norms, softmax and log-probabilities float32. The residual stream x is
  * bf16 between ops. Every sum has a fixed order, so a step repeated is equal to the bit; a row's result may differ by
@@ -146,10 +146,10 @@ typedef struct step_clock {
     toka_times t;
 } step_clock;
 
-/* Decode steps of few rows are graphs, captured at open (chapter 14): one for each size, up to which steps are filled with rows that are
- * nobody's, and each pattern of attention's launches. Before a graph runs, its attention kernels get the grids and arguments of the step's
+/* Decode steps are graphs, captured at open (chapter 14): one for each size, up to which steps are filled with rows that are nobody's, and each
+ * number of launches that attention may need in a layer. Before a graph runs, its attention nodes become the kernels of the step's
  * work list; for all others the size says what they do, and what varies lies at fixed places in the stage. */
-enum { GRAPH_ROWS = 64, GRAPH_SIZES = 7, GRAPH_PATTERNS = 24 };
+enum { GRAPH_ROWS = 1024, GRAPH_SIZES = 15, GRAPH_ATTENTIONS = 6 };
 enum graph_attention { GRAPH_LAUNCHES, GRAPH_KEEPS, GRAPH_RENEWS }; /* what becomes of a kernel: see launch_dependent */
 typedef struct step_graph {
     cudaGraph_t graph;
@@ -164,11 +164,12 @@ typedef struct step_graphs {
     int at;                    /* its next attention kernel */
     int next, n;               /* the next to capture; captured */
     double seconds;            /* that it took */
+    size_t free_before;        /* bytes of the GPU, before the first was captured */
     int64_t n_run;             /* steps that were graphs */
     toka_step step;            /* the step that is begun, filled up; its rows: */
     int ids[GRAPH_ROWS], pos[GRAPH_ROWS], slot[GRAPH_ROWS];
     toka_out_row out[GRAPH_ROWS];
-    step_graph all[GRAPH_SIZES * GRAPH_PATTERNS];
+    step_graph all[GRAPH_SIZES * GRAPH_ATTENTIONS]; /* [size][launches - 1] */
 } step_graphs;
 
 struct attn_plan; /* chapter 8 */
@@ -200,7 +201,7 @@ struct toka_device {
     const toka_shape *shape;
     const toka_weights *weights;
     toka_err error; /* the first failure; code 0: none */
-    char about[200];
+    char about[320];
     int E, F, V;             /* of the shape, rounded up to multiples of 8: what lies behind is 0 */
     int ordinal;             /* of the GPU */
     int arch, n_sms;         /* 80, 89, 90 ...; multiprocessors */
@@ -234,6 +235,7 @@ struct toka_device {
     void **blocks;           /* what cudaMalloc gave */
     int n_blocks;
     int fault_in, stall_in;  /* debugging: this many steps from now a kernel fails, or never ends; 0: none */
+    int capture_fails;       /* debugging: this many captures from now; 0: none */
     struct {
         const void *kernel;
         size_t smem;
@@ -282,7 +284,15 @@ static void launch_prepare(toka_device *d, const char *what, const void *kernel,
     if (i == d->n_prepared) d->n_prepared++;
 }
 
-/* A kernel of attention in a graph: remembered when it is captured, given new arguments before it is replayed. */
+/* The step that is begun is run by a graph, launched at its end: until then its ops launch nothing. */
+static bool graph_runs(const toka_device *d) { return d->graphs.now && !d->graphs.capturing; }
+
+/* Behind the last op that the step's graph has, if there is one: then it runs. */
+static void graph_launch(toka_device *d) {
+    if (graph_runs(d) && !d->error.code) latch(d, cudaGraphLaunch(d->graphs.now->exec, d->stream), "step");
+}
+
+/* A kernel of attention in a graph: remembered when it is captured, made another one with other arguments before it is replayed. */
 static void graph_keep(toka_device *d) {
     cudaStreamCaptureStatus status;
     const cudaGraphNode_t *last;
@@ -2137,7 +2147,7 @@ static gemm_plan gemm_qkv_pick(const toka_device *d, int M, const weight *w, con
 /* Whether that beats EPI_STORE, whose tiles may be of more widths, and a kernel that reads and writes the result once more. */
 static bool gemm_qkv_pays(const toka_device *d, int M, const weight *w, const qkv_params *p) {
     gemm_plan fused = gemm_qkv_pick(d, M, w, p), plain = gemm_pick(d, EPI_STORE, M, w->N, w->K, false);
-    double after = 4000 + 4.0 * M * w->N / 1500;
+    double after = 4000 + 4.0 * ceil_div(M, 128) * 128 * w->N / 1500; /* in whole tiles, as all of it: the choice is the same for each M of one */
     return gemm_cost(d, fused.v, fused.mc, M, w->N, w->K) < gemm_cost(d, plain.v, plain.mc, M, w->N, w->K) + after;
 }
 static void gemm_wgmma_qkv_by(toka_device *d, int M, const bf16 *x, int ldx, const weight *w, const qkv_params *p,
@@ -2825,12 +2835,11 @@ static bool attn_alone(const toka_device *d, const toka_step *s, int i) {
 }
 
 /* Which spans attn_both does: all that it can, if they make two items for every SM and no layer has a window. A few rows that share little
- * or nothing ride along: for themselves they would cost a launch or four more. Not in small steps, which may be graphs: these know the
- * launches of levels only. */
+ * or nothing ride along: for themselves they would cost a launch or four more. */
 static void attn_plan_both(toka_device *d, const toka_step *s) {
     attn_plan *p = d->attn;
     int n_large = 0, n_few = 0; /* items */
-    bool wanted = p->has_both && s->T > GRAPH_ROWS;
+    bool wanted = p->has_both;
     for (int i = 0; i < d->shape->L && d->layers; i++) wanted = wanted && !d->layers[i].window;
     for (int i = 0; i < s->n_spans; i++) {
         attn_span *a = &p->spans[i];
@@ -4149,6 +4158,16 @@ static void attn_launch_gangs(toka_device *d, int layer, attn_args a, const attn
     a.D <= 64 ? attn_gang_launch<64, 32, 2>(d, a, l, map) : attn_gang_launch<128, 16, 2>(d, a, l, map);
 }
 
+/* Kernels that `attention` launches for the plan. */
+static int attn_launches(const attn_plan *p) {
+    int n = p->n_both > 0;
+    for (int i = 0; i < p->n_levels; i++) {
+        const attn_level *l = &p->levels[i];
+        n += (l->n_tiles > 0) + (l->n_small > 0) + (l->n_gangs > 0) + (l->n_merges > 0);
+    }
+    return n;
+}
+
 /* q: [T][H][D], o: [T][H][D], both on the device, not the same. Pages and work lists are those of attn_plan_step. */
 static void attention(toka_device *d, const toka_step *s, int layer, const bf16 *q, bf16 *o) {
     const toka_shape *sh = d->shape;
@@ -4276,7 +4295,7 @@ struct toka_group {
     cudaEvent_t drawn_at[DRAW_EVENTS]; /* [step % DRAW_EVENTS] they have arrived */
     int *over;              /* host memory that GPUs see, as meeting.over ... */
     unsigned *trace;        /* ... and .trace, [ranks][2] */
-    char about[200];
+    char about[320];
     bool broken, hangs;     /* hangs: a GPU did not end its work, and may still look at what the group has */
     pthread_mutex_t lock;
     pthread_cond_t changed;
@@ -6583,6 +6602,7 @@ static void graphs_close(toka_device *d) {
         if (g.exec) cudaGraphExecDestroy(g.exec);
         if (g.graph) cudaGraphDestroy(g.graph);
         free(g.attn);
+        g = step_graph{};
     }
 }
 
@@ -6635,6 +6655,7 @@ static int cuda_open(toka_device **out, const toka_device_options *o, const toka
     d->options = *o, d->shape = shape, d->weights = weights;
     d->E = up_8(shape->E), d->F = up_8(shape->F), d->V = up_8(shape->V), d->ordinal = cuda_ordinal(o);
     d->fault_in = cuda_debug("TOKA_DEBUG_FAULT", o), d->stall_in = cuda_debug("TOKA_DEBUG_STALL", o);
+    d->capture_fails = cuda_debug("TOKA_DEBUG_CAPTURE", o);
     if (o->group) group_place(d);
     card_open(d);
     if (!d->error.code) gemm_open(d);
@@ -6991,31 +7012,32 @@ static void cuda_break(toka_device *d) {
 }
 
 /* As op_begins; also false where the step's graph has the op. */
-static bool op_launches(toka_device *d, const char *op) { return op_begins(d, op) && (!d->graphs.now || d->graphs.capturing); }
+static bool op_launches(toka_device *d, const char *op) { return op_begins(d, op) && !graph_runs(d); }
 
 /* ---- Captured steps ----
  *
- * A step is a graph if each of its rows is decoded and drawn without filters, and if attention's launches, level by level, make one of
- * these patterns: a level of single sequences, or one of shared prefixes before it. What sizes between need is the next size: its rows
+ * A step is a graph if each of its rows draws, and does so without filters. What sizes between need is the next size: its rows
  * beyond the step's are of token 0, see no keys, leave theirs in a page of nobody's, and their draws are kept nowhere. All kernels
- * treat up to 8, 16, 32 and 64 rows in the same way, so that a row's result does not depend on whether its step is a graph. To capture runs
- * nothing: the plan is made up. Ranks of one model meet by counts that the host keeps, so theirs are not captured.
+ * treat up to 8, 16, 32 and 64 rows in the same way, and each further 128, so that a row's result does not depend on whether its step is a
+ * graph; and as a tile of a GEMM has 128 rows, those that fill it up cost nothing. To capture runs nothing: the plan is made up.
  *
- * What a graph gains: launches that lie closer, 50 to 60 us of 100 to 150. NVIDIA H200, 2026-11-22, 1B, us a step with graphs and without: 954,
- * 1,020 (1 row), 980, 1,034 (8), 1,341, 1,393 (64); larger steps gain 1 % (512) and nothing (8,192) and are not captured. */
+ * A graph has so many attention nodes a layer, and each becomes whatever kernel the step's work list has there, with its grid: so one graph
+ * serves all lengths, groups and levels of shared prefixes that need so many launches. Grids are set from the host, which the GPU does not wait
+ * for, and fit the lists; kernels that read from the device how much there is would be launched for the most there can be.
+ *
+ * Ranks of one model capture none.
+ *
+ * What a graph gains: launches that lie closer, 40 to 50 us a step of 16 layers up to 512 rows and 100 from 768 on; and the host is busy for 60 to
+ * 250 us a step instead of 500 to 800. NVIDIA H200, 2026-11-22, 1B, every other step a graph, us a step with and without; apart: each sequence
+ * has its own prompt of 128, samples: of 16 prompts of 520:
+ *
+ *      rows        64             96             128            256            384            512            768            1,024
+ *      apart       1,279  1,322   1,496  1,546   1,577  1,624   2,138  2,177   2,966  3,008   3,470  3,518   4,903  5,004   5,761  5,882
+ *      samples     1,706  1,798   2,034  2,092   1,785  1,832   2,161  2,192   2,915  2,951   3,156  3,196   4,469  4,570   5,163  5,278
+ *
+ * 192 rows, as 256: 2,009 and 2,303, 2,101 and 2,385. With 8,192 rows nothing is gained. To capture the 86 graphs takes 0.11 to 0.18 s and 36 MB. */
 
-enum { GRAPH_TILES = 1, GRAPH_SMALL = 2, GRAPH_MERGES = 4, GRAPH_GANGS = 8 };
-static const int graph_sizes[GRAPH_SIZES] = {1, 2, 4, 8, 16, 32, GRAPH_ROWS};
-static const unsigned char graph_patterns[GRAPH_PATTERNS][2] = {
-    {2, 0}, {6, 0}, {8, 0}, {2, 2}, {2, 6}, {2, 8}, {8, 2}, {8, 6}, {8, 8}, {1, 2},  {1, 6},  {1, 8},
-    {5, 2}, {5, 6}, {5, 8}, {3, 2}, {3, 6}, {3, 8}, {9, 2}, {9, 6}, {9, 8}, {13, 2}, {13, 6}, {13, 8}};
-
-static unsigned char graph_level(const attn_plan *p, int i) {
-    if (i >= p->n_levels) return 0;
-    const attn_level *l = &p->levels[i];
-    return (l->n_tiles ? GRAPH_TILES : 0) | (l->n_small ? GRAPH_SMALL : 0) | (l->n_merges ? GRAPH_MERGES : 0) |
-           (l->n_gangs ? GRAPH_GANGS : 0);
-}
+static const int graph_sizes[GRAPH_SIZES] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, GRAPH_ROWS};
 
 /* Rows `from` .. T-1 of d->graphs.step, which are nobody's. */
 static void graph_fill(toka_device *d, int from, int T) {
@@ -7036,84 +7058,125 @@ static int graph_size(const toka_device *d, const toka_step *s) {
     for (int i = 0; i < s->n_out; i++)
         if (s->out[i].row != i || samp_filtered(&s->out[i], d->shape->V_all)) return -1;
     while (graph_sizes[size] < s->T) size++;
-    return d->graphs.all[size * GRAPH_PATTERNS].exec ? size : -1;
+    return d->graphs.all[size * GRAPH_ATTENTIONS].exec ? size : -1;
 }
 
-/* The step filled up to that size. */
-static const toka_step *graph_step(toka_device *d, const toka_step *s, int size) {
+/* The step filled up to T rows. */
+static const toka_step *graph_step(toka_device *d, const toka_step *s, int T) {
     step_graphs *g = &d->graphs;
     g->step = *s;
     memcpy(g->ids, s->ids, (size_t)s->T * sizeof *g->ids);
     memcpy(g->pos, s->pos, (size_t)s->T * sizeof *g->pos);
     memcpy(g->slot, s->slot, (size_t)s->T * sizeof *g->slot);
     memcpy(g->out, s->out, (size_t)s->n_out * sizeof *g->out);
-    graph_fill(d, s->T, graph_sizes[size]);
+    graph_fill(d, s->T, T);
     return &g->step;
 }
 
-/* Of that size the one with the pattern that attention's plan has; NULL: it was not captured. */
+/* Of that size the one with as many launches of attention as its plan has; NULL: there is none. */
 static step_graph *graph_of(toka_device *d, int size) {
-    for (int i = 0; i < GRAPH_PATTERNS && d->attn->n_levels <= 2 && !d->attn->n_both; i++) {
-        step_graph *g = &d->graphs.all[size * GRAPH_PATTERNS + i];
-        if (g->exec && graph_patterns[i][0] == graph_level(d->attn, 0) && graph_patterns[i][1] == graph_level(d->attn, 1)) return g;
-    }
-    return NULL;
+    const int n = attn_launches(d->attn);
+    if (n < 1 || n > GRAPH_ATTENTIONS) return NULL;
+    step_graph *g = &d->graphs.all[size * GRAPH_ATTENTIONS + n - 1];
+    return g->exec ? g : NULL;
 }
 
-/* The next step to be captured. Patterns that cannot be with so few rows are left out, and all where the user or ranks forbid it. */
+static size_t graph_free_bytes(void) {
+    size_t free_bytes = 0, total;
+    if (cudaMemGetInfo(&free_bytes, &total)) cudaGetLastError();
+    return free_bytes;
+}
+
+/* Adds to what describe says. */
+static void graph_say(toka_device *d, const char *fmt, ...) {
+    va_list args;
+    char *about = d->group ? d->group->about : d->about;
+    if (d->group) pthread_mutex_lock(&d->group->lock);
+    size_t at = strlen(about);
+    va_start(args, fmt);
+    vsnprintf(about + at, sizeof d->about - at, fmt, args);
+    va_end(args);
+    if (d->group) pthread_mutex_unlock(&d->group->lock);
+}
+
+/* The next step to be captured: sizes up to what max_num_seqs rows are filled up to. One row has no more than a kernel and its merge. */
 static const toka_step *cuda_capture(toka_device *d) {
     step_graphs *g = &d->graphs;
     const int most = min(d->options.max_tokens, d->options.max_out);
-    for (; !d->options.eager && tp_size(d) * pp_size(d) == 1 && !d->error.code && g->next < GRAPH_SIZES * GRAPH_PATTERNS; g->next++) {
-        const int T = graph_sizes[g->next / GRAPH_PATTERNS];
-        const unsigned char *pattern = graph_patterns[g->next % GRAPH_PATTERNS];
-        if (T > most) break;
-        if ((pattern[1] && T == 1) || (pattern[0] & GRAPH_TILES && T <= d->attn->small_rows)) continue;
-        if ((pattern[0] | pattern[1]) & GRAPH_GANGS && !d->attn->hopper) continue;
+    if (!g->next) g->free_before = graph_free_bytes();
+    for (; !d->options.eager && tp_size(d) * pp_size(d) == 1 && !d->error.code && g->next < GRAPH_SIZES * GRAPH_ATTENTIONS; g->next++) {
+        const int size = g->next / GRAPH_ATTENTIONS, T = graph_sizes[size];
+        if (T > most || (size && graph_sizes[size - 1] >= d->options.n_slots)) break;
+        if (T == 1 && g->next % GRAPH_ATTENTIONS > 1) continue;
         g->now = &g->all[g->next++], g->capturing = true;
         g->step = toka_step{};
         graph_fill(d, 0, T);
         return &g->step;
     }
-    if (g->n) {
-        size_t at = strlen(d->about);
-        snprintf(d->about + at, sizeof d->about - at, ", %d graphs captured in %.2f s", g->n, g->seconds);
-    }
+    const size_t free_now = graph_free_bytes(), took = g->free_before > free_now ? g->free_before - free_now : 0;
+    if (g->n) graph_say(d, ", %d graphs captured in %.2f s, %.0f MB", g->n, g->seconds, took / 1e6);
     return NULL;
 }
 
-/* Everything that the step needs, rows and sampling first: where those lie depends on the number of rows alone. */
-static void step_plan(toka_device *d, const toka_step *s) {
-    stage_begin(d, &d->up);
-    d->step = s, d->rows.T = s->T;
+/* Bytes of the stage that rows and sampling take. */
+static size_t step_rows_bytes(const toka_device *d, int T, int n_out) {
+    auto whole = [](size_t bytes) { return (bytes + 15) & ~(size_t)15; };
+    return 3 * whole((size_t)T * sizeof(int)) + (d->samp ? whole((size_t)n_out * sizeof(samp_ask)) + whole((size_t)n_out * sizeof(int)) : 0);
+}
+
+/* Everything that the step needs into the stage, rows and sampling first: where those lie depends on the number of rows alone. size: up to which
+ * of graph_sizes it is filled up, if there is a graph that fits attention's plan; -1: there is none. */
+static void step_plan(toka_device *d, const toka_step *s, int size) {
+    const int T = size < 0 ? s->T : graph_sizes[size];
+    d->up.used = step_rows_bytes(d, T, size < 0 ? s->n_out : T);
+    attn_plan_step(d, s);
+    d->rows.copies = (const toka_copy *)stage_put(&d->up, s->copies, (size_t)s->n_copies * sizeof *s->copies);
+    d->graphs.now = size < 0 ? NULL : graph_of(d, size);
+    if (d->graphs.now) s = graph_step(d, s, T);
+    const size_t end = d->up.used;
+    d->up.used = 0, d->step = s, d->rows.T = s->T;
     d->rows.ids = (const int *)stage_put(&d->up, s->ids, (size_t)s->T * sizeof(int));
     d->rows.pos = (const int *)stage_put(&d->up, s->pos, (size_t)s->T * sizeof(int));
     d->rows.slot = (const int *)stage_put(&d->up, s->slot, (size_t)s->T * sizeof(int));
     if (d->samp) samp_plan_step(d, s);
-    d->rows.copies = (const toka_copy *)stage_put(&d->up, s->copies, (size_t)s->n_copies * sizeof *s->copies);
-    attn_plan_step(d, s);
+    assert(d->up.used <= step_rows_bytes(d, s->T, s->n_out));
+    d->up.used = end;
 }
 
+/* In place of attention's kernels, which are not known yet, are some: three a level. */
 static void graph_begin(toka_device *d, const toka_step *s) {
     step_graph *g = d->graphs.now;
     attn_plan *p = d->attn;
-    const unsigned char *pattern = graph_patterns[(g - d->graphs.all) % GRAPH_PATTERNS];
-    step_plan(d, s);
-    p->n_levels = pattern[1] ? 2 : 1;
+    const int n = (int)(g - d->graphs.all) % GRAPH_ATTENTIONS + 1;
+    stage_begin(d, &d->up);
+    step_plan(d, s, -1);
+    d->graphs.now = g;
+    p->n_levels = ceil_div(n, 3);
     for (int i = 0; i < p->n_levels; i++)
-        p->levels[i] = attn_level{.n_tiles = (pattern[i] & GRAPH_TILES) != 0, .n_small = (pattern[i] & GRAPH_SMALL) != 0,
-                                  .n_merges = (pattern[i] & GRAPH_MERGES) != 0, .merge_nq = 1,
-                                  .n_gangs = (pattern[i] & GRAPH_GANGS) != 0, .gang_warps = ATTN_GANG};
-    g->attn = (cudaGraphNode_t *)malloc((size_t)d->shape->L * 6 * sizeof *g->attn);
+        p->levels[i] = attn_level{.n_tiles = n > 3 * i, .n_small = n > 3 * i + 1, .n_merges = n > 3 * i + 2, .merge_nq = 1};
+    g->attn = (cudaGraphNode_t *)malloc((size_t)d->shape->L * (size_t)n * sizeof *g->attn);
     if (!g->attn) abort();
     latch(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeRelaxed), "capture");
+    if (d->capture_fails && !--d->capture_fails) latch(d, cudaStreamSynchronize(d->stream), "capture"); /* which a capture forbids */
+}
+/* A capture failed: there are to be no graphs, and no failure, if the device works. */
+static void graphs_give_up(toka_device *d) {
+    const toka_err why = d->error;
+    graphs_close(d);
+    d->graphs.n = 0, d->graphs.next = GRAPH_SIZES * GRAPH_ATTENTIONS, d->folded = false;
+    cudaGetLastError();
+    d->error.code = 0;
+    latch(d, cudaStreamSynchronize(d->stream), "capture");
+    graph_say(d, ", no graphs (%s)", why.msg);
 }
 static void graph_end(toka_device *d) {
     step_graph *g = d->graphs.now;
-    latch(d, cudaStreamEndCapture(d->stream, &g->graph), "capture");
+    const cudaError_t code = cudaStreamEndCapture(d->stream, &g->graph); /* also behind a failure */
+    latch(d, code, "capture");
     if (!d->error.code) latch(d, cudaGraphInstantiate(&g->exec, g->graph, 0), "capture");
     if (!d->error.code) latch(d, cudaGraphUpload(g->exec, d->stream), "capture");
     d->graphs.capturing = false, d->graphs.now = NULL, d->graphs.n++;
+    if (d->error.code) graphs_give_up(d);
 }
 
 static double seconds_now(void) {
@@ -7129,15 +7192,13 @@ static void cuda_begin(toka_device *d, const toka_step *s) {
         return;
     }
     d->newest = (d->newest + 1) % STEP_RING;
-    d->graphs.now = NULL;
     if (!op_begins(d, NULL)) return;
-    const int size = clock_is_due(d) ? -1 : graph_size(d, s);
-    step_plan(d, size < 0 ? s : graph_step(d, s, size));
+    stage_begin(d, &d->up);
+    step_plan(d, s, clock_is_due(d) ? -1 : graph_size(d, s));
     clock_begin(d, s);
     stage_send(d, &d->up); /* in one transfer */
     cuda_break(d);
-    if (size >= 0) d->graphs.now = graph_of(d, size), d->graphs.at = 0;
-    d->graphs.n_run += d->graphs.now != NULL;
+    d->graphs.at = 0, d->graphs.n_run += d->graphs.now != NULL;
 }
 
 static void cuda_end(toka_device *d, const toka_step *) {
@@ -7147,6 +7208,7 @@ static void cuda_end(toka_device *d, const toka_step *) {
         return;
     }
     half_add_both(d); /* of a step without outputs */
+    d->graphs.now = NULL;
     latch(d, cudaEventRecord(d->clock.done[d->newest], d->stream), "step");
 }
 
@@ -7244,7 +7306,7 @@ static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer,
 
 static void cuda_attention(toka_device *d, const toka_step *s, int layer, toka_dev q, toka_dev o) {
     if (!op_begins(d, "attention")) return;
-    d->graphs.role = d->graphs.capturing ? GRAPH_KEEPS : d->graphs.now ? GRAPH_RENEWS : GRAPH_LAUNCHES;
+    d->graphs.role = graph_runs(d) ? GRAPH_RENEWS : d->graphs.capturing ? GRAPH_KEEPS : GRAPH_LAUNCHES;
     attention(d, d->step, layer, dev_bf16(q), dev_bf16(o));
     d->graphs.role = GRAPH_LAUNCHES;
     clock_part(d, TOKA_PART_ATTENTION);
@@ -7276,9 +7338,9 @@ static void cuda_norm_mlp_residual(toka_device *d, const toka_step *s, int layer
 static void cuda_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks) {
     if (!op_begins(d, "norm_logits_sample")) return;
     half_add_both(d);
-    if (d->graphs.now && !d->graphs.capturing) latch(d, cudaGraphLaunch(d->graphs.now->exec, d->stream), "step");
-    else samp_launch(d, d->step, dev_bf16(x));
+    if (!graph_runs(d)) samp_launch(d, d->step, dev_bf16(x));
     if (d->graphs.capturing) return;
+    graph_launch(d);
     samp_bring(d, s, picks);
     group_send_drawn(d, s);
     clock_part(d, TOKA_PART_HEAD);

@@ -519,6 +519,56 @@ static void test_lists() {
             }
 }
 
+/* ---- Which steps are graphs: no GPU needed ---- */
+
+/* A step is filled up to a graph's size where there is a graph with as many launches of attention, and left as it is where there is none. */
+static void check_filling(scene &s, bool share, int size, int launches) {
+    host_step h(s, share, 7);
+    std::vector<int> ids((size_t)s.T, 3), slot((size_t)s.T, 65);
+    std::vector<toka_out_row> out((size_t)s.T);
+    toka_device *d = (toka_device *)calloc(1, sizeof *d);
+    d->shape = &h.shape, d->n_sms = 132, d->options.max_tokens = 512, d->options.n_pages = 1000, d->kv_layer = 1 << 20;
+    h.step.ids = ids.data(), h.step.slot = slot.data(), h.step.out = out.data(), h.step.n_out = s.T;
+    attn_plan_open(d);
+    std::vector<char> up(attn_stage_bytes(d) + 8192);
+    d->up.host[0] = d->up.dev = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d->up.cap = up.size() - 16;
+    for (int n = 1; n <= GRAPH_ATTENTIONS; n++) {
+        step_graph *g = &d->graphs.all[size * GRAPH_ATTENTIONS + n - 1];
+        g->exec = (cudaGraphExec_t)d;
+        step_plan(d, &h.step, size);
+        const bool fits = n == launches;
+        int wrong = d->rows.T != (fits ? graph_sizes[size] : s.T) || d->graphs.now != (fits ? g : NULL) || d->step->T != d->rows.T;
+        for (int i = 0; i < d->rows.T; i++)
+            wrong += d->rows.ids[i] != (i < s.T ? 3 : 0) || d->rows.pos[i] != (i < s.T ? h.pos[i] : 0) || d->rows.slot[i] != (i < s.T ? 65 : 64000);
+        list_check c = {h, d->attn, d->attn->dev_pages};
+        wrong += (const char *)c.pages < (const char *)(d->rows.slot + d->rows.T);
+        gpu_check(!wrong, "graphs: %d rows, %d launches, a graph with %d of %d rows: %d wrong", s.T, launches, n, graph_sizes[size], wrong);
+        g->exec = NULL;
+    }
+    attn_close(d);
+    free(d);
+}
+/* The largest size that is captured. */
+static int most_captured(int n_slots, int max_tokens) {
+    toka_shape shape = {.B = 64};
+    toka_device *d = (toka_device *)calloc(1, sizeof *d);
+    int most = 0;
+    d->shape = &shape, d->options.max_tokens = d->options.max_out = max_tokens, d->options.n_slots = n_slots;
+    for (const toka_step *s; (s = cuda_capture(d));) most = s->T;
+    free(d);
+    return most;
+}
+static void test_graphs() {
+    scene few({64, 2, 4, 64, 0}), tree({64, 2, 4, 64, 0});
+    for (int n : {50, 30, 90, 17, 40}) few.add(n, 1);
+    grow(tree, 2, 1, {}, 1, 12);
+    check_filling(few, false, 3, 1);
+    check_filling(tree, true, 6, 4); /* tiles, tiles, small items, their parts */
+    gpu_check(most_captured(64, 512) == 64 && most_captured(65, 512) == 128 && most_captured(1, 512) == 1 && most_captured(100, 100) == 64,
+              "graphs: sizes that cannot be, or some are left out: %d %d %d %d", most_captured(64, 512), most_captured(65, 512), most_captured(1, 512),
+              most_captured(100, 100));
+}
+
 static void test_parts(int D) {
     scene s({D, 2, 4, 64, 0}), t({D, 2, 4, 64, 0});
     for (int n : {5000, 3000, 900, 17}) s.add(n, 1);
@@ -560,7 +610,7 @@ static void test_tiny() {
 }
 
 static void test_all(bool small) {
-    if (!small) test_lists();
+    if (!small) test_lists(), test_graphs();
     const int Ds[] = {8, 16, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256}, Gs[] = {1, 2, 3, 4, 5, 7, 8, 12};
     int n = 0;
     for (int D : Ds) {
@@ -763,7 +813,7 @@ int main(int argc, char **argv) {
         only_tiles |= !strcmp(argv[i], "tiles"), only_decode |= !strcmp(argv[i], "decode");
         samples |= !strcmp(argv[i], "samples");
     }
-    if (argc > 1 && !strcmp(argv[1], "lists")) return test_lists(), gpu_report();
+    if (argc > 1 && !strcmp(argv[1], "lists")) return test_lists(), test_graphs(), gpu_report();
     gpu_device();
     if (timings && samples) bench_samples_all();
     else if (timings) bench_all(!only_tiles, !only_decode);

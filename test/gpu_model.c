@@ -6,6 +6,7 @@
 #include "../toka.c"
 #include "check.h"
 #include "gpu_host.h"
+#include "gpu_graphs.h"
 
 static toka *must_open(const char *model, const char *device, int max_seqs, int max_tokens) {
     toka_err e = {0};
@@ -92,101 +93,11 @@ static void fixture(const char *name) {
     arena_free(&a);
 }
 
-/* ---- Steps as graphs ----
- * A script of steps, posted two at a time as the engine does, once with graphs and once without. Sequences of which each has a page in
- * common with its group and some of its own are decoded in changing company, feed what was drawn for them, end and begin anew;
- * what they find in their pages, zeros at first, is the same in both. */
-
-enum { G_SEQS = 96, G_GROUP = 12, G_STEPS = 60, G_OWN = 4 /* pages */, G_LEN = 320 };
-
-typedef struct g_step {
-    int32_t id[G_SEQS], pos[G_SEQS], slot[G_SEQS], pages[6 * G_SEQS];
-    toka_span spans[2 * G_SEQS];
-    toka_out_row out[G_SEQS];
-    toka_copy copy;
-    toka_pick picks[G_SEQS];
-    int n_pages;
-    toka_step s;
-} g_step;
-
-typedef struct g_seq { /* its next position; it has drawn something */
-    int len;
-    bool drew;
-} g_seq;
-
-static void g_span(g_step *g, int row0, int n_rows, int kv0, int n_kv, int seq, int B) {
-    g->spans[g->s.n_spans++] = (toka_span){row0, n_rows, g->n_pages, kv0, n_kv};
-    for (int p = kv0 / B; p * B < kv0 + n_kv; p++) g->pages[g->n_pages++] = p ? 8 + seq * G_OWN + p - 1 : seq / G_GROUP;
-}
-
-/* Rows of sequences `from` .. to-1. mode % 4: 0 nothing shared, 1 groups have a span, 2 only groups of more than two. mode / 4: every so
- * many steps a row is drawn with top-p, or page is copied, for which there is no graph, or the step comes behind it. */
-static void g_fill(g_step *g, g_seq *seqs, const toka_sampling *how, int from, int to, int mode, int B) {
-    g->s = (toka_step){.ids = g->id, .pos = g->pos, .slot = g->slot, .pages = g->pages, .spans = g->spans, .out = g->out};
-    for (int i = from, end; i < to; i = end) {
-        for (end = i; end < to && end / G_GROUP == i / G_GROUP;) end++;
-        const bool shared = mode % 4 == 1 ? end - i > 1 : mode % 4 == 2 && end - i > 2;
-        if (shared) g_span(g, i - from, end - i, 0, B, i, B);
-        for (int q = i; q < end; q++) {
-            int row = q - from, len = seqs[q].len;
-            g_span(g, row, 1, shared ? B : 0, len + 1 - (shared ? B : 0), q, B);
-            g->id[row] = seqs[q].drew ? -1 - q : 5 + q, g->pos[row] = len;
-            g->slot[row] = (8 + q * G_OWN + len / B - 1) * B + len % B;
-            g->out[row] = (toka_out_row){.row = row, .slot = q, .forced_id = -1, .sample = (uint32_t)q, .position = (uint32_t)len,
-                                         .sampling = &how[mode / 4 == 1 && row == 1 ? 2 : q % 2]};
-            if (++seqs[q].len == G_LEN - q) seqs[q] = (g_seq){.len = B};
-            else seqs[q].drew = true;
-        }
-    }
-    g->s.T = g->s.n_out = to - from;
-    if (mode / 4 == 2) g->copy = (toka_copy){8 + from * G_OWN, 8 + G_SEQS * G_OWN}, g->s.copies = &g->copy, g->s.n_copies = 1;
-}
-
-/* Runs the script; returns how many steps were graphs, -1: it failed. */
-static int64_t g_run(const char *path, bool eager, g_step *steps, toka_err *e) {
-    static const int sizes[] = {1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96};
-    const toka_sampling how[] = {{.temperature = 1, .top_p = 1, .repetition_penalty = 1, .seed = 7},
-                                 {.top_p = 1, .repetition_penalty = 1},
-                                 {.temperature = 1, .top_p = 0.9, .repetition_penalty = 1, .seed = 9}};
-    toka_options o = toka_options_default();
-    o.model = path, o.device = "cuda", o.max_num_seqs = 128, o.max_num_batched_tokens = 512, o.kv_tokens = 64 * 512, o.enforce_eager = eager;
-    toka *t = NULL;
-    if (toka_open(&t, &o, e)) return -1;
-    model_run *m = &t->engine->replicas[0].m;
-    g_seq seqs[G_SEQS];
-    toka_times times = {0};
-    uint64_t rng = 1;
-    for (int i = 0; i < G_SEQS; i++) seqs[i] = (g_seq){.len = t->shape.B + i * 37 % 150};
-    int64_t number = 0;
-    for (int i = 0; i < G_STEPS && number >= 0; i++) {
-        rng = rng * 6364136223846793005u + 1442695040888963407u;
-        int n = sizes[i % 20], from = (int)((rng >> 33) % (uint64_t)(G_SEQS - n + 1));
-        g_fill(&steps[i], seqs, how, from, from + n, i % 3 + (i % 7 == 3 ? 4 : i % 11 == 5 ? 8 : 0), t->shape.B);
-        number = model_post(m, &steps[i].s, steps[i].picks);
-        if (number > 2 && model_wait(m, number - 2, e)) number = -1;
-    }
-    if (number >= 0 && model_wait(m, number, e)) number = -1;
-    model_times(m, 0, &times);
-    toka_close(t);
-    return number < 0 ? -1 : times.graphs;
-}
-
 static void graphs(const char *name) {
     char path[300];
-    toka_err e = {0};
+    toka_options o = g_options(path);
     snprintf(path, sizeof path, "test/fixtures/%s", name);
-    g_step *with = mem_zalloc(G_STEPS * sizeof *with), *without = mem_zalloc(G_STEPS * sizeof *without);
-    const int64_t n = g_run(path, false, with, &e), none = n < 0 ? n : g_run(path, true, without, &e);
-    int different = 0, rows = 0, kept = 0;
-    for (int i = 0; i < G_STEPS && none == 0; i++)
-        for (int k = 0; k < with[i].s.n_out; k++, rows++) {
-            const toka_pick *a = &with[i].picks[k], *b = &without[i].picks[k];
-            kept += a->logprob < 0;
-            different += a->id != b->id || memcmp(&a->logprob, &b->logprob, 4) || memcmp(&a->sampled_logprob, &b->sampled_logprob, 4);
-        }
-    verdict(n >= G_STEPS / 2 && none == 0 && kept > rows / 2 && !different, "%-22s graphs: %d of %d steps, %d of %d picks differ from those of single launches %s",
-            name, (int)n, G_STEPS, different, rows, e.msg);
-    free(with), free(without);
+    g_compare(name, &o);
 }
 
 /* ---- logits DIR IDS OUT ---- */
@@ -219,6 +130,8 @@ int main(int argc, char **argv) {
     if (argc > 4 && !strcmp(argv[1], "logits")) return logits_main(argc, argv);
     bool only = argc > 2 && !strcmp(argv[1], "only");
     for (int i = 2; i < argc && only; i++) fixture(argv[i]), graphs(argv[i]);
+    toka_options o = g_options("test/model");
+    if (!only) g_failing("test/model", &o, "3");
     DIR *d = only ? NULL : opendir("test/fixtures");
     for (struct dirent *it; d && (it = readdir(d));)
         if (it->d_name[0] != '.') fixture(it->d_name), graphs(it->d_name);

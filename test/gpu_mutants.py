@@ -217,6 +217,8 @@ MUTANTS = [
            ("q's norm for k", "to->k_norm = `weight_vector(d, &l, &from->k_norm)`;", "to->q_norm", "qwen3 ")),
     *group("graph_fill", "model only qwen2", "graphs",
            ("rows of nobody's write to page 0", "g->slot[i] = `d->options.n_pages * d->shape->B`;", "0")),
+    *group("graph_step", "model only qwen2", "graphs",
+           ("rows have the positions of the step before", "memcpy(g->pos, s->pos, (size_t)`s->T` * sizeof *g->pos);", "0")),
     *group("graph_renew", "model only qwen2", "graphs",
            ("a graph keeps its grid of attention", "p.gridDim = `config->gridDim`,", "dim3((unsigned)d->shape->K)")),
     *group("norm_mlp_residual", "model only qwen2", "qwen2 .*logits",
@@ -344,7 +346,7 @@ def build(folder):
     text += MAIN % " ".join(f'what == "{name[4:]}" ? {name}::run(n, v) :' for name in PROGRAMS).rstrip(":")
     open(source, "w").write(text)
     model = re.sub(r'^#include .*$', "", open(os.path.join(tests, "gpu_model.c")).read(), flags=re.M)
-    open(c_source, "w").write(f'#include "{tests}/gpu_samp.c"\n#include "{tests}/gpu_host.h"\n' + re.sub(r"^int main[(]", "int model_main(int, char **);\nint model_main(", model, flags=re.M))
+    open(c_source, "w").write(f'#include "{tests}/gpu_samp.c"\n#include "{tests}/gpu_host.h"\n#include "{tests}/gpu_graphs.h"\n' + re.sub(r"^int main[(]", "int model_main(int, char **);\nint model_main(", model, flags=re.M))
     run_tool(cc, "-std=c11", "-O2", "-w", "-DTOKA_WITH_CUDA", '-DTOKA_EMBED="test/model"', "-c", c_source, "-o", program + ".o")
     run_tool("nvcc", "-std=c++20", "-O3", "-w", "-Xcompiler", "-fno-exceptions", "-gencode", f"arch=compute_{arch},code=sm_{arch}", "-o", program,
              source, program + ".o", "-lm", "-lpthread")

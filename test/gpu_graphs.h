@@ -1,0 +1,131 @@
+/* gpu_graphs.h - steps as graphs: a script of steps, posted two at a time as the engine does, once with graphs and once without. Sequences that
+ * have a page in common with 48 and one with 12, and some of their own, are decoded in changing company, feed what was drawn for them, end and
+ * begin anew; what they find in their pages, zeros at first, is the same in both. After ../toka.c and gpu_host.h. */
+
+enum { G_SEQS = 288, G_FAMILY = 48, G_GROUP = 12, G_STEPS = 104, G_OWN = 4 /* pages */, G_LEN = 360 };
+enum { G_SHARED = G_SEQS / G_FAMILY + G_SEQS / G_GROUP };
+
+typedef struct g_step {
+    int32_t id[G_SEQS], pos[G_SEQS], slot[G_SEQS], pages[7 * G_SEQS];
+    toka_span spans[3 * G_SEQS];
+    toka_out_row out[G_SEQS];
+    toka_copy copy;
+    toka_pick picks[G_SEQS];
+    int n_pages;
+    toka_step s;
+} g_step;
+
+typedef struct g_seq { /* its next position; it has drawn something */
+    int len;
+    bool drew;
+} g_seq;
+
+static int g_page(int seq, int p) {
+    return p > 1 ? G_SHARED + seq * G_OWN + p - 2 : p ? G_SEQS / G_FAMILY + seq / G_GROUP : seq / G_FAMILY;
+}
+static void g_span(g_step *g, int row0, int n_rows, int kv0, int n_kv, int seq, int B) {
+    g->spans[g->s.n_spans++] = (toka_span){row0, n_rows, g->n_pages, kv0, n_kv};
+    for (int p = kv0 / B; p * B < kv0 + n_kv; p++) g->pages[g->n_pages++] = g_page(seq, p);
+}
+/* Spans of page p for the rows that have it in common, where they are more than `than`. */
+static void g_share(g_step *g, int from, int to, int p, int each, int than, int B) {
+    for (int i = from, end; i < to; i = end) {
+        for (end = i; end < to && end / each == i / each;) end++;
+        if (end - i > than) g_span(g, i - from, end - i, p * B, B, i, B);
+    }
+}
+
+/* Rows of sequences `from` .. to-1. mode % 4: 0 nothing shared, 1 groups have a span for both pages, 2 only groups of more than two, 3 families and
+ * groups have one each. mode / 4: every so many steps a row is drawn with top-p, for which there is no graph, or a page is copied. */
+static void g_fill(g_step *g, g_seq *seqs, const toka_sampling *how, int from, int to, int mode, int B) {
+    const int shared = mode % 4, than = shared == 2 ? 2 : 1;
+    g->s = (toka_step){.ids = g->id, .pos = g->pos, .slot = g->slot, .pages = g->pages, .spans = g->spans, .out = g->out};
+    if (shared == 3) g_share(g, from, to, 0, G_FAMILY, 0, B), g_share(g, from, to, 1, G_GROUP, 0, B);
+    for (int i = from, end; i < to; i = end) {
+        for (end = i; end < to && end / G_GROUP == i / G_GROUP;) end++;
+        const bool group = shared && shared < 3 && end - i > than;
+        if (group) g_span(g, i - from, end - i, 0, 2 * B, i, B);
+        for (int q = i; q < end; q++) {
+            const int row = q - from, len = seqs[q].len, at = group || shared == 3 ? 2 * B : 0;
+            g_span(g, row, 1, at, len + 1 - at, q, B);
+            g->id[row] = seqs[q].drew ? -1 - q : 5 + q % 200, g->pos[row] = len;
+            g->slot[row] = g_page(q, len / B) * B + len % B;
+            g->out[row] = (toka_out_row){.row = row, .slot = q, .forced_id = -1, .sample = (uint32_t)q, .position = (uint32_t)len,
+                                         .sampling = &how[mode / 4 == 1 && row == 1 ? 2 : q % 2]};
+            if (++seqs[q].len == G_LEN - q % 90) seqs[q] = (g_seq){.len = 2 * B};
+            else seqs[q].drew = true;
+        }
+    }
+    g->s.T = g->s.n_out = to - from;
+    if (mode / 4 == 2) g->copy = (toka_copy){G_SHARED + from * G_OWN, G_SHARED + G_SEQS * G_OWN}, g->s.copies = &g->copy, g->s.n_copies = 1;
+}
+
+static toka_options g_options(const char *model) {
+    toka_options o = toka_options_default();
+    o.model = model, o.device = "cuda", o.max_num_seqs = G_SEQS, o.max_num_batched_tokens = 512, o.kv_tokens = 64 * (G_SHARED + G_SEQS * G_OWN + 8);
+    return o;
+}
+
+/* Runs the script; returns how many steps were graphs on the first rank, -1: it failed. about: [200] what describe says, or NULL. */
+static int64_t g_run(const toka_options *o, g_step *steps, char *about, toka_err *e) {
+    static const int sizes[] = {1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 128, 129, 200, 256, 257, 288};
+    static const toka_sampling how[] = {{.temperature = 1, .top_p = 1, .repetition_penalty = 1, .seed = 7},
+                                        {.top_p = 1, .repetition_penalty = 1},
+                                        {.temperature = 1, .top_p = 0.9, .repetition_penalty = 1, .seed = 9}};
+    toka *t = NULL;
+    if (toka_open(&t, o, e)) return -1;
+    if (about) snprintf(about, 200, "%s", toka_get_info(t).device);
+    model_run *m = &t->engine->replicas[0].m;
+    g_seq seqs[G_SEQS];
+    toka_times times = {0};
+    uint64_t rng = 1;
+    for (int i = 0; i < G_SEQS; i++) seqs[i] = (g_seq){.len = 2 * t->shape.B + i * 37 % 100};
+    int64_t first = 0, number = 1;
+    for (int i = 0; i < G_STEPS && number > 0; i++) {
+        rng = rng * 6364136223846793005u + 1442695040888963407u;
+        int n = sizes[i / 2 % COUNT(sizes)], from = (int)((rng >> 33) % (uint64_t)(G_SEQS - n + 1));
+        g_fill(&steps[i], seqs, how, from, from + n, i % 4 + (i % 7 == 3 ? 4 : i % 11 == 5 ? 8 : 0), t->shape.B);
+        steps[i].s.number = i + 2, steps[i].s.needs = i ? i + 1 : 0; /* the first was the rehearsal */
+        number = model_post(m, &steps[i].s, steps[i].picks);
+        if (!i) first = number;
+        if (number > first + 1 && model_wait(m, number - 2, e)) number = 0;
+    }
+    if (number > 0 && model_wait(m, number, e)) number = 0;
+    model_times(m, 0, &times);
+    toka_close(t);
+    return number > 0 ? times.graphs : -1;
+}
+
+/* The script with graphs against the same without. */
+static void g_compare(const char *name, toka_options *o) {
+    toka_err e = {0};
+    char about[200] = "";
+    g_step *with = mem_zalloc(G_STEPS * sizeof *with), *without = mem_zalloc(G_STEPS * sizeof *without);
+    o->enforce_eager = false;
+    const int64_t n = g_run(o, with, about, &e);
+    o->enforce_eager = true;
+    const int64_t none = n < 0 ? n : g_run(o, without, NULL, &e);
+    int different = 0, rows = 0, kept = 0;
+    for (int i = 0; i < G_STEPS && none == 0; i++)
+        for (int k = 0; k < with[i].s.n_out; k++, rows++) {
+            const toka_pick *a = &with[i].picks[k], *b = &without[i].picks[k];
+            kept += a->logprob < 0;
+            different += a->id != b->id || memcmp(&a->logprob, &b->logprob, 4) || memcmp(&a->sampled_logprob, &b->sampled_logprob, 4);
+        }
+    verdict(n >= G_STEPS * 3 / 4 && none == 0 && kept > rows / 2 && !different,
+            "%-22s graphs: %d of %d steps, %d of %d picks differ from those of single launches; %s %s", name, (int)n, G_STEPS, different, rows,
+            strstr(about, "graph") ? strstr(about, "graph") - 3 : about, e.msg);
+    free(with), free(without);
+}
+
+/* A capture that fails, the `which`th, leaves the device without graphs, and says so. */
+UNUSED static void g_failing(const char *name, const toka_options *o, const char *which) {
+    toka_err e = {0};
+    g_step *steps = mem_zalloc(G_STEPS * sizeof *steps);
+    char about[200] = "";
+    setenv("TOKA_DEBUG_CAPTURE", which, 1);
+    const int64_t n = g_run(o, steps, about, &e);
+    unsetenv("TOKA_DEBUG_CAPTURE");
+    verdict(n == 0 && strstr(about, "no graphs (GPU: "), "%-22s a capture that fails: %d graphs; %s %s", name, (int)n, about, e.msg);
+    free(steps);
+}
