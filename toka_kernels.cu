@@ -156,6 +156,7 @@ typedef struct step_graph {
     cudaGraphExec_t exec;  /* NULL: not captured */
     cudaGraphNode_t *attn; /* [n_attn] in the order of their launches */
     int n_attn;
+    int meetings;          /* of ranks, in the last op (chapter 10) */
 } step_graph;
 typedef struct step_graphs {
     bool capturing;            /* the step that is begun is captured */
@@ -4296,6 +4297,7 @@ struct toka_group {
     int *over;              /* host memory that GPUs see, as meeting.over ... */
     unsigned *trace;        /* ... and .trace, [ranks][2] */
     char about[320];
+    bool no_graphs;         /* a rank could not capture its own */
     bool broken, hangs;     /* hangs: a GPU did not end its work, and may still look at what the group has */
     pthread_mutex_t lock;
     pthread_cond_t changed;
@@ -4686,7 +4688,7 @@ static bool op_begins(toka_device *d, const char *op) {
     if (d->error.code) return false;
     if (!d->group) return true;
     if (group_is_broken(d->group)) return false;
-    if (!op) return true;
+    if (!op || d->graphs.capturing) return true;
     const char **behind = &d->rank->ops[d->rank->n_meetings % MEET_OPS];
     if (d->op_at != d->rank->n_meetings) d->op_at = d->rank->n_meetings, __atomic_store_n(behind, op, __ATOMIC_RELEASE);
     __atomic_store_n(&d->rank->op, op, __ATOMIC_RELEASE);
@@ -4707,11 +4709,12 @@ static void group_ask(toka_device *d, cudaEvent_t event, int64_t needs) {
     latch(d, cudaEventRecord(d->clock.begun[d->newest], d->stream), "step");
 }
 
-/* A kernel with meetings. */
+/* A kernel with meetings. Graphs may hold it, as the GPU counts; the host's count is for group_blame, and is raised as graphs are launched. */
 template <class... P>
 static void launch_meeting(toka_device *d, const char *what, int meetings, void (*kernel)(meeting, P...), typename as_declared<P>::type... args) {
-    launch_dependent(d, what, kernel, dim3((unsigned)d->meet_ctas), MEET_THREADS, 0, 1, d->meet, args...);
-    d->rank->n_meetings += (unsigned)meetings;
+    if (!graph_runs(d)) launch_dependent(d, what, kernel, dim3((unsigned)d->meet_ctas), MEET_THREADS, 0, 1, d->meet, args...);
+    if (d->graphs.capturing) d->graphs.now->meetings += meetings;
+    else d->rank->n_meetings += (unsigned)meetings;
 }
 
 /* ---- Opening: a rank joins ---- */
@@ -4971,7 +4974,7 @@ static bool half_add(toka_device *d, int half, const float *w) {
 static void half_add_both(toka_device *d) { half_add(d, 0, NULL), half_add(d, 1, NULL); }
 
 static void cuda_all_reduce(toka_device *d, toka_dev x, int rows) {
-    const size_t bytes = (size_t)rows * d->E * sizeof(bf16);
+    const size_t bytes = (size_t)(d->graphs.now ? d->step->T : rows) * d->E * sizeof(bf16);
     if (tp_size(d) == 1 || d->halves.under_way[0] || !op_begins(d, "all_reduce")) return;
     const bool once = one_shot_pays(d->meet.n, bytes);
     launch_meeting(d, "all-reduce", once ? 1 : 2, once ? one_shot_kernel : two_shot_kernel, (uint4 *)x.at, (int)(bytes / 16));
@@ -4979,8 +4982,9 @@ static void cuda_all_reduce(toka_device *d, toka_dev x, int rows) {
 }
 
 static void cuda_send(toka_device *d, toka_dev x, int rows) {
-    if (!op_begins(d, "send")) return;
+    if (!op_begins(d, "send") || d->graphs.capturing) return;
     half_add_both(d);
+    graph_launch(d);
     toka_group *g = d->group;
     group_link *l = &g->links[d->rank - g->ranks];
     const group_rank *to = d->rank + g->tp_size;
@@ -5001,7 +5005,7 @@ static void cuda_send(toka_device *d, toka_dev x, int rows) {
 }
 
 static void cuda_receive(toka_device *d, toka_dev x, int rows) {
-    if (!op_begins(d, "receive")) return;
+    if (!op_begins(d, "receive") || d->graphs.capturing) return;
     toka_group *g = d->group;
     group_link *l = &g->links[d->rank - g->ranks - g->tp_size];
     const size_t bytes = (size_t)rows * d->E * sizeof(bf16), room = (size_t)d->options.max_tokens * d->E * sizeof(bf16);
@@ -7025,7 +7029,8 @@ static bool op_launches(toka_device *d, const char *op) { return op_begins(d, op
  * serves all lengths, groups and levels of shared prefixes that need so many launches. Grids are set from the host, which the GPU does not wait
  * for, and fit the lists; kernels that read from the device how much there is would be launched for the most there can be.
  *
- * Ranks of one model capture none.
+ * Tensor ranks meet by counts that their GPUs keep, so sums are in the graphs; the choice between graph and launches is the same on all ranks
+ * of a stage, as it follows from the step. Messages of a pipeline, and what waits for other stages, lie before and behind the graph.
  *
  * What a graph gains: launches that lie closer, 40 to 50 us a step of 16 layers up to 512 rows and 100 from 768 on; and the host is busy for 60 to
  * 250 us a step instead of 500 to 800. NVIDIA H200, 2026-11-22, 1B, every other step a graph, us a step with and without; apart: each sequence
@@ -7055,8 +7060,9 @@ static void graph_fill(toka_device *d, int from, int T) {
 static int graph_size(const toka_device *d, const toka_step *s) {
     int size = 0;
     if (!d->graphs.n || s->n_out != s->T || s->T > GRAPH_ROWS || s->logits) return -1;
+    if (d->group && __atomic_load_n(&d->group->no_graphs, __ATOMIC_ACQUIRE)) return -1;
     for (int i = 0; i < s->n_out; i++)
-        if (s->out[i].row != i || samp_filtered(&s->out[i], d->shape->V_all)) return -1;
+        if (s->out[i].row != i || (last_stage(d) && samp_filtered(&s->out[i], d->shape->V_all))) return -1;
     while (graph_sizes[size] < s->T) size++;
     return d->graphs.all[size * GRAPH_ATTENTIONS].exec ? size : -1;
 }
@@ -7104,7 +7110,7 @@ static const toka_step *cuda_capture(toka_device *d) {
     step_graphs *g = &d->graphs;
     const int most = min(d->options.max_tokens, d->options.max_out);
     if (!g->next) g->free_before = graph_free_bytes();
-    for (; !d->options.eager && tp_size(d) * pp_size(d) == 1 && !d->error.code && g->next < GRAPH_SIZES * GRAPH_ATTENTIONS; g->next++) {
+    for (; !d->options.eager && !d->error.code && g->next < GRAPH_SIZES * GRAPH_ATTENTIONS; g->next++) {
         const int size = g->next / GRAPH_ATTENTIONS, T = graph_sizes[size];
         if (T > most || (size && graph_sizes[size - 1] >= d->options.n_slots)) break;
         if (T == 1 && g->next % GRAPH_ATTENTIONS > 1) continue;
@@ -7114,7 +7120,7 @@ static const toka_step *cuda_capture(toka_device *d) {
         return &g->step;
     }
     const size_t free_now = graph_free_bytes(), took = g->free_before > free_now ? g->free_before - free_now : 0;
-    if (g->n) graph_say(d, ", %d graphs captured in %.2f s, %.0f MB", g->n, g->seconds, took / 1e6);
+    if (g->n && (!d->group || d->rank == d->group->ranks)) graph_say(d, ", %d graphs captured in %.2f s, %.0f MB", g->n, g->seconds, took / 1e6);
     return NULL;
 }
 
@@ -7159,7 +7165,8 @@ static void graph_begin(toka_device *d, const toka_step *s) {
     latch(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeRelaxed), "capture");
     if (d->capture_fails && !--d->capture_fails) latch(d, cudaStreamSynchronize(d->stream), "capture"); /* which a capture forbids */
 }
-/* A capture failed: there are to be no graphs, and no failure, if the device works. */
+/* A capture failed: there are to be no graphs, and no failure, if the device works. Of ranks none uses its graphs then, as their steps must
+ * be alike; all have captured theirs before the first real step. */
 static void graphs_give_up(toka_device *d) {
     const toka_err why = d->error;
     graphs_close(d);
@@ -7167,7 +7174,7 @@ static void graphs_give_up(toka_device *d) {
     cudaGetLastError();
     d->error.code = 0;
     latch(d, cudaStreamSynchronize(d->stream), "capture");
-    graph_say(d, ", no graphs (%s)", why.msg);
+    if (!d->group || !__atomic_exchange_n(&d->group->no_graphs, true, __ATOMIC_ACQ_REL)) graph_say(d, ", no graphs (%s)", why.msg);
 }
 static void graph_end(toka_device *d) {
     step_graph *g = d->graphs.now;
@@ -7233,7 +7240,7 @@ static void cuda_copy_pages(toka_device *d, const toka_step *s) {
 static enum epilogue rest_epilogue(const toka_device *d) { return d->options.tp_rank ? EPI_STORE : EPI_RESIDUAL; }
 
 static void cuda_embed(toka_device *d, const toka_step *s, toka_dev x) {
-    if (!op_launches(d, "embed") || !group_wait_drawn(d, s)) return;
+    if (!op_begins(d, "embed") || !group_wait_drawn(d, s) || graph_runs(d)) return;
     s = d->step;
     d->folded = s->T <= FOLD_ROWS && tp_size(d) == 1;
     launch_dependent(d, "embedding", embed_kernel, dim3(s->T), 128, 0, 1, d->rows.ids, d->last, d->embed, d->shape->v0, d->shape->V,
@@ -7338,9 +7345,11 @@ static void cuda_norm_mlp_residual(toka_device *d, const toka_step *s, int layer
 static void cuda_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks) {
     if (!op_begins(d, "norm_logits_sample")) return;
     half_add_both(d);
+    if (d->graphs.capturing) d->graphs.now->meetings = 0;
     if (!graph_runs(d)) samp_launch(d, d->step, dev_bf16(x));
     if (d->graphs.capturing) return;
     graph_launch(d);
+    if (graph_runs(d) && d->rank) d->rank->n_meetings += (unsigned)d->graphs.now->meetings;
     samp_bring(d, s, picks);
     group_send_drawn(d, s);
     clock_part(d, TOKA_PART_HEAD);

@@ -118,7 +118,7 @@ static void g_compare(const char *name, toka_options *o) {
     free(with), free(without);
 }
 
-/* A capture that fails, the `which`th, leaves the device without graphs, and says so. */
+/* A capture that fails, as `which` has it ("3", or "3@1": the third of rank 1), leaves all ranks without graphs, and says so. */
 UNUSED static void g_failing(const char *name, const toka_options *o, const char *which) {
     toka_err e = {0};
     g_step *steps = mem_zalloc(G_STEPS * sizeof *steps);

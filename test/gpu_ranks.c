@@ -7,6 +7,7 @@
 #include "../toka.c"
 #include "check.h"
 #include "gpu_host.h"
+#include "gpu_graphs.h"
 #include <dlfcn.h>
 
 int cudaSetDevice(int device); /* of the runtime that is linked in; a launch wants the stream's device */
@@ -383,6 +384,16 @@ static bool splits(const char *path, split at) {
     return ok;
 }
 
+/* Steps as graphs under a split, beside the same launched one by one. */
+static void graphs(const char *path, split at) {
+    char name[80];
+    toka_options o = g_options(path);
+    o.tensor_parallel_size = at.tp, o.pipeline_parallel_size = at.pp;
+    snprintf(name, sizeof name, "%.40s tp %d pp %d", strrchr(path, '/') + 1, at.tp, at.pp);
+    g_compare(name, &o);
+    if (at.tp == 2 && at.pp == 1) o.enforce_eager = false, g_failing(name, &o, "3@1");
+}
+
 static void model(const char *path, int n_gpus) {
     static const split at[] = {{2, 1, 1}, {1, 2, 1}, {1, 1, 2}, {4, 1, 1}, {1, 4, 1}, {2, 2, 1}, {2, 1, 2}, {1, 2, 2}, {3, 1, 1},
                                {8, 1, 1}, {1, 8, 1}, {4, 2, 1}, {2, 4, 1}, {2, 2, 2}};
@@ -402,6 +413,7 @@ static void model(const char *path, int n_gpus) {
         }
         if (run(path, at[i], prompts, w)) compare(name, at[i], one, w, alone);
         else verdict(false, "%s", name);
+        if (at[i].dp == 1) graphs(path, at[i]);
         free(w->logits);
     }
     if (one) toka_close(one);
