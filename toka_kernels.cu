@@ -403,6 +403,15 @@ __device__ static inline void ldmatrix_x4_trans(uint32_t r[4], uint32_t at) {
 __device__ static inline void cp_async_16(uint32_t to, const void *from, int n) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(n) : "memory");
 }
+/* The same for what is read once, with policy l2_once(): it leaves the L2 cache first. */
+__device__ static inline void cp_async_16_once(uint32_t to, const void *from, int n, uint64_t policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(n), "l"(policy) : "memory");
+}
+__device__ static inline uint64_t l2_once() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
 __device__ static inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ static inline void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
@@ -2189,7 +2198,9 @@ static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const 
  * of the bandwidth where gemm_wgmma has 28 to 45). 128 rows of W a CTA (fewer reads of x,
  * but two thirds of the speed where fewer multiprocessors then work); neighbouring tiles, two or four, that fetch x together by multicast
  * (as fast at best); rings of 54 and 72 KB, for three kernels side by side (slower); fetching the start of the
- * next kernel's W into the L2 cache (its ring holds that already); one producer for W and x (half the speed: its loop took longer
+ * next kernel's W into the L2 cache (its ring holds that already), or the rest of a CTA's own while it waits for x (1B, one row, a step: 813
+ * us; 8 KB of each every 0.25 us 820, all at once 832; what the next kernel needs first, behind the last of its own, 821 to 827: the L2 cache
+ * gives hardly more bytes than memory does); one producer for W and x (half the speed: its loop took longer
  * than the copies). */
 
 enum { FEW_K = 64, FEW_N = 64, FEW_THREADS = 192, FEW_W = FEW_N * FEW_K * 2 /* bytes of W in a stage; x lies behind */ };
@@ -2469,7 +2480,9 @@ static void gemm_few(toka_device *d, const gemm_args *a) {
  * slices of 64 columns by turns. Each warp has its own ring of slices, so that nobody waits for anybody until the eight sums meet
  * in shared memory and are added in the order of the warps. The rings hold the whole K up to 2,048 columns (ROWS 8), and are filled
  * with W before grid_wait(). Behind K nothing is fetched: zeros take as long as columns (0.5 to 1 us). A slice is 16 rows of W, then
- * ROWS rows of x, 128 bytes each, 16-byte chunk c of row r at c ^ r%8.
+ * ROWS rows of x, 128 bytes each, 16-byte chunk c of row r at c ^ r%8. That W leaves the L2 cache first gains 3 % of a step (1B, one row, H200,
+ * 2026-11-22: 799 -> 777 us; 8 rows 837 -> 819), for then everything else stays there.
+ * Retired: x from the L2 cache to registers, and six stages of W instead of four of both: 785 us, and 980 with 8 rows.
  *
  * grid: 16 rows of W each; block: 256; shared: 96 KB; 2NK bytes. Rings of 48 KB for four CTAs a multiprocessor: slower but where
  * many CTAs read little each, and there gemm_few is faster still. */
@@ -2479,14 +2492,21 @@ template <int ROWS> struct thin_ring {
     enum { STAGE = (THIN_N + ROWS) * THIN_K * 2, STAGES = 96 * 1024 / THIN_WARPS / STAGE, SMEM = THIN_WARPS * STAGES * STAGE };
 };
 
-/* R rows from row0 of a matrix [n_rows][ld], columns k0 .. k0+63 of K, by one warp. */
-template <int R>
-__device__ static inline void thin_load(uint32_t to, const bf16 *from, int row0, int n_rows, int ld, int k0, int K, int lane) {
+/* W's rows row0 .. row0+15, columns k0 .. k0+63 of K, by one warp; and those columns of x. */
+__device__ static inline void thin_load_w(uint32_t to, const gemm_call &c, int row0, int k0, int lane, uint64_t once) {
     int k = k0 + lane % 8 * 8;
 #pragma unroll
-    for (int r = lane / 8; r < R; r += 4) {
-        bool inside = row0 + r < n_rows && k < K;
-        cp_async_16(to + r * 128 + ((lane ^ r) % 8) * 16, inside ? from + (size_t)(row0 + r) * ld + k : from, inside ? 16 : 0);
+    for (int r = lane / 8; r < THIN_N; r += 4) {
+        bool inside = row0 + r < c.N && k < c.K;
+        cp_async_16_once(to + r * 128 + ((lane ^ r) % 8) * 16, inside ? c.w + (size_t)(row0 + r) * c.K + k : c.w, inside ? 16 : 0, once);
+    }
+}
+template <int ROWS> __device__ static inline void thin_load_x(uint32_t to, const gemm_call &c, int k0, int lane) {
+    int k = k0 + lane % 8 * 8;
+#pragma unroll
+    for (int r = lane / 8; r < ROWS; r += 4) {
+        bool inside = r < c.M && k < c.K;
+        cp_async_16(to + r * 128 + ((lane ^ r) % 8) * 16, inside ? c.x + (size_t)r * c.ldx + k : c.x, inside ? 16 : 0);
     }
 }
 /* acc[m block][.] += one slice. */
@@ -2543,6 +2563,7 @@ template <int ROWS> __global__ static void __launch_bounds__(32 * THIN_WARPS, 2)
     extern __shared__ __align__(128) char thin_smem[];
     int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, n0 = (int)blockIdx.x * THIN_N, step = THIN_WARPS * THIN_K;
     uint32_t ring = smem_at(thin_smem) + warp * STAGES * STAGE;
+    const uint64_t once = l2_once(); /* x, K and V and instructions stay in the cache */
     float acc[ROWS / 8][4] = {}, *sums = (float *)thin_smem;
     __shared__ float scales[THIN_WARPS];
     bool turns = c.epi == EPI_QKV, gated = turns || c.epi == EPI_SWIGLU; /* then n is a gate's column, its up's is n + 8 */
@@ -2552,7 +2573,7 @@ template <int ROWS> __global__ static void __launch_bounds__(32 * THIN_WARPS, 2)
     grid_launch_dependents();
 #pragma unroll
     for (int i = 0; i < STAGES; i++)
-        thin_load<THIN_N>(ring + i * STAGE, c.w, n0, c.N, c.K, warp * THIN_K + i * step, c.K, lane);
+        thin_load_w(ring + i * STAGE, c, n0, warp * THIN_K + i * step, lane, once);
     thin_pair pair = {};
     float2 w = {};
     if (puts && turns) pair = thin_pair_at(p, m, n0 + n);
@@ -2560,7 +2581,7 @@ template <int ROWS> __global__ static void __launch_bounds__(32 * THIN_WARPS, 2)
     grid_wait();
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
-        thin_load<ROWS>(ring + i * STAGE + THIN_N * 128, c.x, 0, c.M, c.ldx, warp * THIN_K + i * step, c.K, lane);
+        thin_load_x<ROWS>(ring + i * STAGE + THIN_N * 128, c, warp * THIN_K + i * step, lane);
         cp_async_commit();
     }
     uint32_t old = puts ? gemm_old_pair(c, m, n0 + n) : 0;
@@ -2574,8 +2595,8 @@ template <int ROWS> __global__ static void __launch_bounds__(32 * THIN_WARPS, 2)
         thin_multiply<ROWS>(acc, at, lane);
         __syncwarp();
         if (k + STAGES * step < c.K) { /* zeros cost as much as columns */
-            thin_load<THIN_N>(at, c.w, n0, c.N, c.K, k + STAGES * step, c.K, lane);
-            thin_load<ROWS>(at + THIN_N * 128, c.x, 0, c.M, c.ldx, k + STAGES * step, c.K, lane);
+            thin_load_w(at, c, n0, k + STAGES * step, lane, once);
+            thin_load_x<ROWS>(at + THIN_N * 128, c, k + STAGES * step, lane);
         }
         cp_async_commit();
         if (++s == STAGES) s = 0;
