@@ -107,7 +107,8 @@ typedef __nv_bfloat16 bf16;
 enum { STEPS_AHEAD = 2, STEP_RING = STEPS_AHEAD + 1 }; /* the ring still has the step before the oldest, whose end is a time */
 
 /* Memory that goes up once per step: pinned host buffers that take turns, and a device buffer of the same layout. put() returns where
- * the bytes will lie on the device once stage_send has run. */
+ * the bytes will lie on the device once stage_send has run. A step brings all that it needs, 9 KB for 64 sequences, 726 KB for 8,192: 2.9 and
+ * 16 us (H200). Sampling parameters kept by slot made that 496 KB, and steps of few rows 2 us longer: one trip to memory more. */
 typedef struct stage {
     char *host[STEPS_AHEAD], *dev;
     int turn; /* the host buffer that is being filled */
