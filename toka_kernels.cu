@@ -1391,11 +1391,15 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  * Retired: releasing a stage of the peer by mbarrier.arrive.release.cluster: a fence of the whole GPU each time, pairs twice as
  * slow. Three stages and 64 KB of staging at BN 256: 1,090 clocks a block, 1,265 in pairs. y of EPI_RESIDUAL as stages of the
  * ring: behind the last block it is waited for 2,400 clocks, ahead of the first it delays x. Sums exchanged by
- * st.shared::cluster between cluster barriers: 3.4 us, by bulk copies 1.4, by st.async now 0.9 (parts of 128 columns). One producer thread
- * for all loads: each takes it 150
- * to 240 clocks. W of QKV in the model's order, tiles of 1.5 heads fetched as six quarters of heads by three warps: 150 to 260
- * clocks more a block than one box of rows that lie by turns. Warpgroup 1 held one or two blocks behind warpgroup 0, to overlap
- * epilogues: nothing gained.
+ * st.shared::cluster between cluster barriers: 3.4 us, by bulk copies 1.4, by st.async now 0.9 (parts of 128 columns). One
+ * producer thread for all loads: each takes it 150 to 240 clocks. W of QKV in the model's order, tiles of 1.5 heads fetched as
+ * six quarters of heads by three warps: 150 to 260 clocks more a block than one box of rows that lie by turns. Warpgroup 1 held
+ * one or two blocks behind warpgroup 0, to overlap epilogues: nothing gained. For o of the 1B model at M = 512 (H200, 9.6 us):
+ * two CTAs a multiprocessor, so that the next kernel's W is fetched beside this one, 12.3 (its four stages hold 1.2 us of the
+ * way from L2, of which the products keep two); each column of tiles from another block of K on, 12.8 (CTAs no longer ask for
+ * the same lines together); x shared by two tiles side by side, 10.4; the rest of W or x fetched into L2 ahead, 12.4 and 10.1;
+ * descriptors fetched ahead, 9.6 to 10.0. Sums pass from CTA to CTA while the next columns are multiplied: not tried, 96 KB a
+ * CTA take longer than the products (12 KB take 1.3 us).
  * =========================================================================== */
 
 struct gemm_job { /* what the kernel is told */
@@ -2027,8 +2031,9 @@ static const gemm_variant gemm_variants[] = {
     GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 2), GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 4),
     GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 192, 1), GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 256, 1),
     GEMM_VARIANT(EPI_STORE, epi_store, 64, 4),        GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 64, 4),
-    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 128, 1),     GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 160, 1),
-    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 224, 1),     GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 256, 1),
+    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 96, 1),      GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 128, 1),
+    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 160, 1),     GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 224, 1),
+    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 256, 1),
     GEMM_VARIANT(EPI_LOGITS, epi_logits, 192, 1),     GEMM_VARIANT(EPI_LOGITS, epi_logits, 256, 1),
     GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 64, 1),     GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 96, 1),
     GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 128, 1),    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 128, 2),
@@ -2192,17 +2197,20 @@ static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const 
  * On an H200 (2026-11-22) it reads W at 95 to 99 % of what a plain read reaches where that takes 20 us or more and x has few rows. In
  * a chain each launch costs about 2.5 us that nothing hides: 1 from the last CTA's end until grid_wait() returns in the next kernel,
  * 0.3 to 0.5 for the first x, the sum over the cluster, the stores and the end.
- * Retired: sums left in shared memory between cluster barriers and read from there (the barriers fence to the whole GPU): 2 to 3 us
- * for the sum instead of 1. Bulk copies of the sums, into the peers' rings, which first must say that they are free, or into this room:
- * as fast or 2 to 4 % slower (64 rows). Slices of W and of x in rings of their own, so that more of W is fetched ahead: 1 us slower
- * up to 32 rows, for the thread that fetches x then also says how many bytes come, and 5 % where K is long. 128 rows of x (24 to 35 %
- * of the bandwidth where gemm_wgmma has 28 to 45). 128 rows of W a CTA (fewer reads of x,
- * but two thirds of the speed where fewer multiprocessors then work); neighbouring tiles, two or four, that fetch x together by multicast
- * (as fast at best); rings of 54 and 72 KB, for three kernels side by side (slower); fetching the start of the
- * next kernel's W into the L2 cache (its ring holds that already), or the rest of a CTA's own while it waits for x (1B, one row, a step: 813
- * us; 8 KB of each every 0.25 us 820, all at once 832; what the next kernel needs first, behind the last of its own, 821 to 827: the L2 cache
- * gives hardly more bytes than memory does); one producer for W and x (half the speed: its loop took longer
- * than the copies). */
+ * Retired: sums left in shared memory between cluster barriers and read from there (the barriers fence to the whole GPU): 2 to
+ * 3 us for the sum instead of 1. Bulk copies of the sums, into the peers' rings, which first must say that they are free, or
+ * into this room: as fast or 2 to 4 % slower (64 rows). Slices of W and of x in rings of their own, so that more of W is
+ * fetched ahead: 1 us slower up to 32 rows, for the thread that fetches x then also says how many bytes come, and 5 % where K
+ * is long. 128 rows of x (24 to 35 % of the bandwidth where gemm_wgmma has 28 to 45). 128 rows of W a CTA (fewer reads of x,
+ * but two thirds of the speed where fewer multiprocessors then work); neighbouring tiles, two or four, that fetch x together by
+ * multicast (as fast at best); rings of 54 and 72 KB, for three kernels side by side (slower); fetching the start of the next
+ * kernel's W into the L2 cache (its ring holds that already), or the rest of a CTA's own while it waits for x (1B, one row, a step:
+ * 813 us; 8 KB of each every 0.25 us 820, all at once 832; what the next kernel needs first, behind the last of its own, 821 to 827:
+ * the L2 cache gives hardly more bytes than memory does); each tile from another slice of K on (2 to 20 % slower: CTAs no
+ * longer read the same x together); the first x asked for by four warps, four sums side by side from 32 rows on (0 to 4 %
+ * slower); slices of 128 columns, fetched as two boxes or as one of three dimensions (as fast up to 32 rows, 64 rows 5 to 11 %
+ * slower); x as the 64 rows, 16 or 32 rows of W and all of K, so that no sums meet (6.5 us for 5.3: o of the 1B model, 64 rows;
+ * 7.2 for 6.0: qkv); one producer for W and x (half the speed: its loop took longer than the copies). */
 
 enum { FEW_K = 64, FEW_N = 64, FEW_THREADS = 192, FEW_W = FEW_N * FEW_K * 2 /* bytes of W in a stage; x lies behind */ };
 enum { FEW_ROW = FEW_N * 4 /* bytes of sums of a row of x */, FEW_BLOCK = 8 * FEW_ROW /* of 8 rows */, FEW_STAGES = 12 /* at most */ };
