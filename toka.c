@@ -11,23 +11,23 @@
  *
  * HOW DATA FLOWS, with the chapter that does it:
  *
- *     model folder ----- mf_open (10) ----> shape, weights (mapped, not copied), tokenizer.json, template, end ids
- *     messages --------- tmpl_render (9) -> prompt text
+ *     model folder ----- mf_open (13) ----> shape, weights (mapped, not copied), tokenizer.json, template, end ids
+ *     messages --------- tmpl_render (10) -> prompt text
  *     text ------------- tok_encode (6) --> ids
- *     ids -------------- eng_submit (19) -> inbox -> sched_submit (13): a request of n samples in the queue
- *         +-> sched_plan (13) ----------> which tokens of which sequences go into the next step; pages from kv_open (11),
- *         |                               lengths guessed by pred (12)
- *         |   batch_build (14) ---------> toka_step: T rows as integers, shared prefixes as spans of their own
- *         |   batch_split (14) ---------> its parts, where the model is cut into stages
- *         |   model_post (18) ----------> every rank, on a thread of its own, runs rank_step: embed, then L times
+ *     ids -------------- eng_submit (22) -> inbox -> sched_submit (16): a request of n samples in the queue
+ *         +-> sched_plan (16) ----------> which tokens of which sequences go into the next step; pages from kv_open (14),
+ *         |                               lengths guessed by pred (15)
+ *         |   batch_build (17) ---------> toka_step: T rows as integers, shared prefixes as spans of their own
+ *         |   batch_split (17) ---------> its parts, where the model is cut into stages
+ *         |   model_post (21) ----------> every rank, on a thread of its own, runs rank_step: embed, then L times
  *         |       over toka_backend        {norm_qkv_rope_kv, attention, out_residual, norm_mlp_residual}, then
- *         |       (17 is the CPU's)        norm_logits_sample: the table of toka.h, which calls samp_row (15) on
+ *         |       (20 is the CPU's)        norm_logits_sample: the table of toka.h, which calls samp_row (18) on
  *         |                                each row of logits; meanwhile the next step is planned
- *         +-- eng_commit (19) <---------- model_wait (18): toka_pick, the id and its log-probability; sched_commit (13)
+ *         +-- eng_commit (22) <---------- model_wait (21): toka_pick, the id and its log-probability; sched_commit (16)
  *                                         files it
- *     id --------------- tok_stream_put (6), stop_put (15) --> text that is certain --> toka_event --> the caller,
- *                                         who may be a person (30), a file of results (23) or another program (20);
- *                                         answers over HTTP are made from the ids by workers: api_feed (22, 26, 27)
+ *     id --------------- tok_stream_put (6), stop_put (18) --> text that is certain --> toka_event --> the caller,
+ *                                         who may be a person (34), a file of results (27) or another program (23);
+ *                                         answers over HTTP are made from the ids by workers: api_feed (26, 30, 31)
  *
  * A step is planned as integers, run, and committed. Plans know no floats and no text; ops know no requests. That is what
  * lets the planning be tested without a model and the ops without an engine, and lets another device run the same plans.
@@ -49,9 +49,9 @@
  *   model   mf_model, tok, tmpl: immutable after toka_open, read by any thread
  *   engine  scheduler, pages, plans: sized at open; touched only by the thread that drives (eng_drive). Other threads reach it
  *           through an inbox under one lock
- *   device  activations, KV, scratch: taken at open by the backend, on the thread of its rank (18), which alone runs its ops; the
+ *   device  activations, KV, scratch: taken at open by the backend, on the thread of its rank (21), which alone runs its ops; the
  *           backend's threads help it and return before the op does
- *   server  one thread has all sockets, workers read bodies and make text, one drives the engine; calls go round by lists (26)
+ *   server  one thread has all sockets, workers read bodies and make text, one drives the engine; calls go round by lists (30)
  *   event   pointers live during the callback; what is handed out by toka_encode and friends is malloc'ed for the caller
  * Names tell lifetimes: _open/_close for what holds system things, _init/_free for caller's storage, _new/_del for the heap.
  *
@@ -68,12 +68,12 @@
  *   1. A row's result depends on its own tokens only: not on batch mates, chunks of prefill, threads, preemption or the cutting
  *      of attention into spans. Every sum over the model's width or over positions has one fixed order. (16, 17; tests compare
  *      bytes. A GPU's sums depend on the tile shapes that the number of rows selects: there it holds to rounding)
- *   2. The random number of a token is a function of (seed, sample, position). With 1, a run can be repeated exactly. (15)
- *   3. No text leaves before it is certain: no half character, no beginning of a stop string. (6, 15)
- *   4. Weights are read where the file is mapped, in the file's type; all arithmetic is float32. (10, 16, 17)
+ *   2. The random number of a token is a function of (seed, sample, position). With 1, a run can be repeated exactly. (18)
+ *   3. No text leaves before it is certain: no half character, no beginning of a stop string. (6, 18)
+ *   4. Weights are read where the file is mapped, in the file's type; all arithmetic is float32. (12, 19, 20)
  *
  * LETTERS, equal in C, CUDA and README. T tokens of a step, S sequences, L layers, H query heads, K kv heads, D head size,
- * E model width, F mlp width, V vocabulary, B tokens per page. Prefixes name chapters: st_ and mf_ are chapter 10.
+ * E model width, F mlp width, V vocabulary, B tokens per page. Prefixes name chapters: st_ and mf_ are chapters 11 to 13.
  *
  * CONTENTS (build.sh checks it against the banners; to read one chapter: sed -n '/MARK: 4\./,/MARK: 5\./p' toka.c)
  *
@@ -83,30 +83,34 @@
  *   4. JSON [pure]
  *   5. Unicode [pure]
  *   6. Tokenizer [pure]
- *   7. Chat template: parser [pure]
- *   8. Chat template: values [pure]
- *   9. Chat template: evaluation [pure]
- *  10. Model files [os]
- *  11. KV pages and prefix tree [pure]
- *  12. Length predictor [pure]
- *  13. Scheduler [pure]
- *  14. Batch building and shared prefixes [pure]
- *  15. Sampling and stops [pure]
- *  16. CPU kernels and threads [cpu]
- *  17. CPU backend [cpu]
- *  18. Model: the layer loop [os]
- *  19. Engine [os]
- *  20. Public API [os]
- *  21. HTTP [pure]
- *  22. OpenAI API [pure]
- *  23. Batch runner [os]
- *  24. Files and batches [os]
- *  25. Status page [pure]
- *  26. Server: requests and metrics [os]
- *  27. Server: connections [os]
- *  28. Bench and plan [os]
- *  29. Bench serve [os]
- *  30. Command line [os]
+ *   7. Tokenizer: loading [pure]
+ *   8. Chat template: parser [pure]
+ *   9. Chat template: values [pure]
+ *  10. Chat template: evaluation [pure]
+ *  11. Model files: configs [pure]
+ *  12. Model files: weights [pure]
+ *  13. Model files: finding and opening [os]
+ *  14. KV pages and prefix tree [pure]
+ *  15. Length predictor [pure]
+ *  16. Scheduler [pure]
+ *  17. Batch building and shared prefixes [pure]
+ *  18. Sampling and stops [pure]
+ *  19. CPU kernels and threads [cpu]
+ *  20. CPU backend [cpu]
+ *  21. Model: the layer loop [os]
+ *  22. Engine [os]
+ *  23. Public API [os]
+ *  24. HTTP [pure]
+ *  25. OpenAI API: requests [pure]
+ *  26. OpenAI API: answers [pure]
+ *  27. Batch runner [os]
+ *  28. Files and batches [os]
+ *  29. Status page [pure]
+ *  30. Server: requests and metrics [os]
+ *  31. Server: connections [os]
+ *  32. Bench and plan [os]
+ *  33. Bench serve [os]
+ *  34. Command line [os]
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* mmap flags, sched_getaffinity, memmem */
@@ -1393,8 +1397,6 @@ static str uni_nfc(const uni *u, str s, int version, buf *b) {
  * tokenizer_config.json, which `tokenizers` alone does not know either.
  * =========================================================================== */
 
-#define TOK_FAIL(...) fail(e, TOKA_E_INPUT, "tokenizer.json: " __VA_ARGS__) /* in a function with a parameter e */
-
 typedef struct tok tok;
 
 static int tok_load(tok **out, str tokenizer_json, toka_err *e);
@@ -2210,7 +2212,17 @@ static void tok_bytes(const tok *t, int32_t id, buf *out) {
     else buf_str(out, t->text[id]);
 }
 
-/* ---- Loading: vocabulary and merges ---- */
+/* ===========================================================================
+ * MARK: 7. Tokenizer: loading [pure]
+ * The text of tokenizer.json to a tok, part by part: vocabulary and merges, added tokens, then what stands around the model (normalizer,
+ * pre-tokenizer, post-processor, decoder); tok_load goes through them in the order in which each needs those before it.
+ *
+ * The file is anybody's: every table is bounded, every id looked at, and what is not known becomes one sentence that quotes it.
+ * =========================================================================== */
+
+#define TOK_FAIL(...) fail(e, TOKA_E_INPUT, "tokenizer.json: " __VA_ARGS__) /* in a function with a parameter e */
+
+/* ---- Vocabulary and merges ---- */
 
 /* The byte that a character of the byte-level alphabet stands for, -1: it is not in it. Printable characters of Latin-1
  * stand for themselves, the 68 other bytes are U+0100 .. U+0143 in their order. */
@@ -2389,7 +2401,7 @@ static int tok_load_merges(tok *t, const json *merges, toka_err *e) {
     return 0;
 }
 
-/* ---- Loading: added tokens ---- */
+/* ---- Added tokens: their places in the vocabulary ---- */
 
 static int tok_by_text(const void *a, const void *b) {
     const struct tok_text *x = a, *y = b;
@@ -2446,7 +2458,7 @@ static int tok_load_added(tok *t, const json *list, size_t n_vocab, toka_err *e)
     return 0;
 }
 
-/* ---- Loading: what stands around the model ---- */
+/* ---- What stands around the model ---- */
 
 static str tok_type(const json *v) { return json_str(json_get(v, "type")); }
 static int tok_unsupported(toka_err *e, const char *where, str what) {
@@ -2668,7 +2680,7 @@ static int tok_load_decoder(tok *t, const json *v, toka_err *e) {
     return tok_unsupported(e, "decoder in this place:", type);
 }
 
-/* ---- Loading: the whole ---- */
+/* ---- The whole ---- */
 
 static int tok_load_model(tok *t, const json *root, toka_err *e) {
     const json *model = json_get(root, "model"), *vocab = json_get(model, "vocab");
@@ -2736,7 +2748,7 @@ static void tok_del(tok *t) {
 }
 
 /* ===========================================================================
- * MARK: 7. Chat template: parser [pure]
+ * MARK: 8. Chat template: parser [pure]
  * The Jinja that chat templates are written in, as Hugging Face sets it up: trim_blocks and lstrip_blocks on, autoescape
  * off, break and continue, the `generation` tag. This chapter goes from source to tree; the next one has the values that a
  * render works on, the one behind it walks the tree.
@@ -3558,7 +3570,7 @@ static int tmpl_parse(tmpl **out, str source, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 8. Chat template: values [pure]
+ * MARK: 9. Chat template: values [pure]
  * What a render works on: values, the budget that every step is charged to, and what the language can do with values
  * without knowing of variables: their text, equality and order, dicts, JSON in and out, elements, operators, the filters
  * and methods of texts. Results are Python's; where Python raises, these functions fail.
@@ -4407,7 +4419,7 @@ static bool tmpl_f_number(tmpl_run *r, tmpl_args *c, tval *out) { /* default; op
 }
 
 /* ===========================================================================
- * MARK: 9. Chat template: evaluation [pure]
+ * MARK: 10. Chat template: evaluation [pure]
  * tmpl_render walks the parser's tree with a context (a JSON object) and appends the text to a buf; results are those
  * of Python's Jinja2 3.1 as Hugging Face's apply_chat_template sets it up, byte for byte, and where Jinja raises, this
  * mostly fails.
@@ -5326,29 +5338,19 @@ static int tmpl_render(const tmpl *t, const json *context, tmpl_time now, tmpl_l
 }
 
 /* ===========================================================================
- * MARK: 10. Model files [os]
- * In: what the user calls a model (a folder in Hugging Face layout, a hub id, a name of models.txt, or nothing: the files
- * embedded in the program). Out: an mf_model, immutable from then on: the shape, the RoPE table, every weight as a pointer
- * into the mapped file, the tokenizer's files, the template's source, the end ids and the sampling defaults.
+ * MARK: 11. Model files: configs [pure]
+ * In: the JSON beside a model's weights. Out: an mf_config, the shape with its RoPE table and the end ids; the sampling defaults; what
+ * the chat template sees of the tokenizer.
  *
- * In the order of the text:
  *   RoPE           mf_rope_table: every kind of RoPE as one table of frequencies and one factor
  *   config         mf_config_parse, mf_generation_parse, mf_tokenizer_config_parse: JSON text to structs
- *   safetensors    st_parse: a file to a list of tensors; st_index_parse: an index to a list of files; st_set: by name
- *   binding        mf_bind: names to the named fields of toka_layer, once, by two tables, every shape checked
- *   ranks          mf_stage, mf_shard: a rank's part of a model that is spread over devices, as slices of the bound weights
- *   models.txt     mf_models_parse: the table of known models
- *   finding        mf_find: folder, name, hub cache
- *   opening        mf_open, mf_close
- * All but the last two (and st_set's heap) are pure functions of their text, which is how the fuzzers drive them.
  *
- * What always holds after mf_open: every number of the shape lies within mf_dims' limits, D is even and H a multiple of K;
- * every tensor the layer loop will touch has exactly the shape that the letters say, lies inside its file and is 2-byte
- * aligned; no data page of a weight was read. A file is hostile until checked: what is wrong with it becomes one sentence.
+ * What always holds of a shape: every number lies within mf_dims' limits, D is even and H a multiple of K. A file is hostile until
+ * checked: what is wrong with it becomes one sentence.
  *
  * Where the files leave a choice it follows transformers 5: fields that are ignored there are ignored, what is defaulted
  * there is defaulted. It refuses what toka would compute differently: other architectures and RoPE kinds, quantized
- * weights, experts, biases in the MLP. It does not download, convert or write anything.
+ * weights, experts, biases in the MLP.
  * =========================================================================== */
 
 typedef enum mf_rope_kind { MF_ROPE_DEFAULT, MF_ROPE_LINEAR, MF_ROPE_LLAMA3, MF_ROPE_YARN } mf_rope_kind;
@@ -5868,6 +5870,19 @@ static int mf_tokenizer_config_parse(str text, const char *where, arena *a, mf_m
     return e->code;
 }
 
+/* ===========================================================================
+ * MARK: 12. Model files: weights [pure]
+ * In: the bytes of safetensors files, and a shape. Out: every weight as a pointer into them, by the named fields of toka_layer and
+ * toka_weights; and of these the slices that a rank has.
+ *
+ *   safetensors    st_parse: a file to a list of tensors; st_index_parse: an index to a list of files; st_set: by name
+ *   binding        mf_bind: names to the named fields of toka_layer, once, by two tables, every shape checked
+ *   ranks          mf_stage, mf_shard: a rank's part of a model that is spread over devices, as slices of the bound weights
+ *
+ * What always holds after mf_bind: every tensor that the layer loop will touch has exactly the shape that the letters say, lies
+ * inside its file and is 2-byte aligned; no data page of a weight was read.
+ * =========================================================================== */
+
 /* ---- safetensors ----
  * A file is: 8 bytes, little-endian, the length of the header; the header, a JSON object padded with spaces; the data.
  * The header maps each tensor's name to {"dtype", "shape", "data_offsets": [begin, end]}, offsets counted from the data's
@@ -6295,6 +6310,19 @@ static int mf_shard(const toka_shape *s, const toka_weights *whole, const mf_ran
     return 0;
 }
 
+/* ===========================================================================
+ * MARK: 13. Model files: finding and opening [os]
+ * In: what the user calls a model (a folder in Hugging Face layout, a hub id, a name of models.txt, or nothing: the files
+ * embedded in the program). Out: an mf_model, immutable from then on: shape, weights as pointers into mapped files, the tokenizer's
+ * files, the template's source, the end ids and the sampling defaults.
+ *
+ *   models.txt     mf_models_parse: the table of known models
+ *   finding        mf_find: folder, name, hub cache
+ *   opening        mf_open, mf_close
+ *
+ * It does not download, convert or write anything.
+ * =========================================================================== */
+
 /* ---- models.txt: the known models, a line each, columns separated by spaces, "-" for none; # begins a comment ---- */
 
 typedef struct mf_known {
@@ -6682,7 +6710,7 @@ static int mf_open(mf_model **out, const char *model, const char *models_file, c
 }
 
 /* ===========================================================================
- * MARK: 11. KV pages and prefix tree [pure]
+ * MARK: 14. KV pages and prefix tree [pure]
  * Who holds which page of the KV cache, and which pages hold the same tokens.
  *
  * A page has room for the K and V of B tokens. A sequence (slot q) holds a row of pages, page i for positions i*B ..
@@ -6707,7 +6735,7 @@ static int mf_open(mf_model **out, const char *model, const char *models_file, c
  * any other holder may vanish.
  *
  * Rows are also kept in an order in which the holders of every page lie side by side, with the number of pages that
- * each row has in common with the one before it (lcp): chapter 14 reads the groups that share a prefix from that.
+ * each row has in common with the one before it (lcp): chapter 17 reads the groups that share a prefix from that.
  *
  * What always holds (kv_check of test/state.h): ref = number of rows with the page; a held or ready page's parent is held or ready too;
  * a page is in the LRU list if it is in the tree, unheld and without children; an unheld page of the tree is ready.
@@ -6984,7 +7012,7 @@ static enum kv_filled kv_fill(kv_cache *k, int q, const int32_t *tokens) {
 }
 
 /* ===========================================================================
- * MARK: 12. Length predictor [pure]
+ * MARK: 15. Length predictor [pure]
  * How long will this output get? In: the lengths of outputs so far, the running ones included. Out: the distribution of the
  * length of an output that has c tokens already.
  *
@@ -7000,7 +7028,7 @@ static enum kv_filled kv_fill(kv_cache *k, int q, const int32_t *tokens) {
  * but does not trust in short answers.
  *
  * One number for a sequence would not do. If each were given the mean, none would end before the mean: the sum of many
- * over time, which is what chapter 13 wants, comes out far too high for the next steps and too low later. So each
+ * over time, which is what chapter 16 wants, comes out far too high for the next steps and too low later. So each
  * sequence draws its length from the distribution (pred_length of an evenly spread number), and the sum over many is
  * right at every step.
  *
@@ -7164,7 +7192,7 @@ static int pred_length(pred *p, pred_of c, double luck) {
 }
 
 /* ===========================================================================
- * MARK: 13. Scheduler [pure]
+ * MARK: 16. Scheduler [pure]
  * Which tokens of which sequences go into the next step. In: requests (a prompt, n samples of it, limits), one
  * sched_plan per step, one sched_commit per token that came out. Out: for every running sequence the rows of this step.
  *
@@ -7181,7 +7209,7 @@ static int pred_length(pred *p, pred_of c, double luck) {
  * equal ones are first come first served, parked sequences before fresh ones. A priority is a head start, not a rank:
  * nothing waits forever.
  *
- * The whole future. Each sequence has an expected length (chapter 12) and, since a sequence in decode computes one
+ * The whole future. Each sequence has an expected length (chapter 15) and, since a sequence in decode computes one
  * position a step, a line: position x is computed in step base + x. So its pages are known for every later step: page k
  * is taken in step base + k*B and all go in step end = base + expected length - 1 (the last token is never fed). A page
  * of the tree is held until the latest end of its holders, and counted once. The calendar holds the sum for every step
@@ -7209,7 +7237,7 @@ static int pred_length(pred *p, pred_of c, double luck) {
  * What always holds (sched_check of test/state.h): the calendar at `now` is the number of held pages, and at every later step what a
  * simulation of all sequences finds; slots, lists and counts agree. Nothing is allocated in sched_plan and
  * sched_commit: token buffers are taken in sched_submit. Cost: O(running) a step with a small constant, O(pages * log)
- * for one sequence's start or end. It does not know texts, stop strings, sampling or devices: the engine (chapter 19)
+ * for one sequence's start or end. It does not know texts, stop strings, sampling or devices: the engine (chapter 22)
  * says when a sequence ended.
  * =========================================================================== */
 
@@ -7408,7 +7436,7 @@ typedef struct sched_seq { /* what every step touches comes first: one cache lin
     uint32_t ticket;   /* changes when it is parked or ends: results with another one are late */
     int64_t end;       /* the step in which its pages are expected to go */
     int32_t *tokens;   /* [limit] prompt, then output */
-    int next_edge;     /* tokens with which it reaches the next bucket of chapter 12 */
+    int next_edge;     /* tokens with which it reaches the next bucket of chapter 15 */
     int next_fill;     /* tokens, known and cached, with which its next page may enter the tree */
     uint32_t row_turn; /* changes when its row of pages was replaced: a device has to reload it */
     int page;          /* in decode: the page of position n_cached - 1 */
@@ -8070,11 +8098,11 @@ static enum sched_result sched_commit(sched *s, int q, uint32_t ticket, int32_t 
 }
 
 /* ===========================================================================
- * MARK: 14. Batch building and shared prefixes [pure]
+ * MARK: 17. Batch building and shared prefixes [pure]
  * In: what sched_plan decided. Out: a batch_step, which is a toka_step with its arrays (rows, slots, spans, pages) and the
  * rows that yield a token; and what a device that keeps the state of its slots needs to be told (batch_upload).
  *
- * Rows of a part stand in the order of chapter 11, so the rows of all sequences that share a page are side by side, and with lcp
+ * Rows of a part stand in the order of chapter 14, so the rows of all sequences that share a page are side by side, and with lcp
  * (leading tokens in common with the sequence before; here in pages) the sharing is a tree of intervals, found with one
  * stack in one pass:
  *
@@ -8228,7 +8256,7 @@ typedef struct batch { /* what building a step takes: the tree of this one, and 
     int n_lanes, n_items;      /* of this step; before it is built, of the one before */
     uint8_t *lane;             /* [max_seqs] of a sequence in decode: its lane; of one with a chunk in this step: that of its last row */
     int cut_q[BATCH_MAX_PARTS], cut_at[BATCH_MAX_PARTS]; /* [n_lanes] whose chunk goes on in the next lane, from which position; -1 */
-    batch_item *items;         /* [max_entries] in the order of chapter 11 */
+    batch_item *items;         /* [max_entries] in the order of chapter 14 */
     int *sorted;               /* [max_entries] the same lane by lane */
     int64_t number, *sampled;  /* of the part numbered last; [max_seqs] of that which drew the slot's last token */
     int whole, common, near;   /* slot whose row is not made from another's in this upload, -1; leading pages that the next
@@ -8459,7 +8487,7 @@ static void batch_put(batch *b, const sched *s, int q, int *since) {
     }
 }
 
-/* All items in the order of chapter 11, and what the device must know of their sequences. */
+/* All items in the order of chapter 14, and what the device must know of their sequences. */
 static void batch_items(batch *b, const sched *s) {
     const kv_seq *k = s->kv.seqs;
     int since[BATCH_MAX_PARTS] = {0};
@@ -8707,7 +8735,7 @@ static size_t batch_upload_bytes(const batch_upload *u) {
 }
 
 /* ===========================================================================
- * MARK: 15. Sampling and stops [pure]
+ * MARK: 18. Sampling and stops [pure]
  * In: one row of raw logits [V] and what its request asks for. Out: a token id with its log-probabilities. And: the text of
  * the tokens in pieces; out: the text that is certain, and the word that a stop string was completed.
  *
@@ -8734,7 +8762,7 @@ static size_t batch_upload_bytes(const batch_upload *u) {
  * sampled_logprob is of the distribution drawn from (after step 4); a greedy pick has 0, the logarithm of 1; a forced id,
  * for which nothing is drawn, has its logprob.
  *
- * Not here: which ids end a sequence, counting tokens against min_tokens and max_tokens (chapter 19).
+ * Not here: which ids end a sequence, counting tokens against min_tokens and max_tokens (chapter 22).
  * =========================================================================== */
 
 #define SAMP_MAX_STOPS 256       /* stop strings of one request */
@@ -9282,7 +9310,7 @@ static void stop_free(stop_scan *s) {
 }
 
 /* ===========================================================================
- * MARK: 16. CPU kernels and threads [cpu]
+ * MARK: 19. CPU kernels and threads [cpu]
  * What the ops of a CPU are made of: the kernels of each instruction set (tiles of products, unpacking, and attention's two
  * products and softmax), a pool of threads, products with weights, RMSNorm. In: activations in float32, weights where they lie
  * in the mapped file (bf16, f16, f32). Out: float32. Sums are float32.
@@ -9306,7 +9334,7 @@ static void stop_free(stop_scan *s) {
  *     decode, the same, from memory                          13.0 to 13.5 -> 13.0 to 13.8 GB/s       not run
  *     decode of 1 / 4 / 12 rows, embedded model, in cache    2352 / 5440 / 6490 -> 2198 / 3402 / 3783 tok/s
  *
- * It does not: know of steps, layers, pages or ranks (chapter 17).
+ * It does not: know of steps, layers, pages or ranks (chapter 20).
  * =========================================================================== */
 
 enum {
@@ -10002,12 +10030,12 @@ static void cpu_rmsnorm(float *y, const float *x, const float *w, int n, float e
 }
 
 /* ===========================================================================
- * MARK: 17. CPU backend [cpu]
+ * MARK: 20. CPU backend [cpu]
  * The table of toka.h on the CPU: toka_cpu. In: one step's plan of integers, activations in float32, weights in the mapped
  * file. Out: the residual stream, K and V in their pages, picks.
  *
  * What always holds: the bytes of a row's result depend on that row alone. Not on T or on the other rows of the step, not
- * on the number of threads, not on how a prompt was cut into chunks or the attention into spans. Chapter 16 gives that for
+ * on the number of threads, not on how a prompt was cut into chunks or the attention into spans. Chapter 19 gives that for
  * products and threads; here:
  *   - Attention walks the kv positions page by page in rising order and merges each page into a running softmax. Spans
  *     begin and end on page borders, so how they are cut changes nothing. What a row may not see adds an exact zero.
@@ -10018,7 +10046,7 @@ static void cpu_rmsnorm(float *y, const float *x, const float *w, int n, float e
  *     K [D][Bp]  transposed: one q element times 16 neighbour positions      Bp, Dp: B, D rounded up to 16;
  *     V [B][Dp]  one probability times 16 neighbour elements of a value      the rest of a line is zero
  *
- * It does not: plan, free pages, check plans beyond cheap asserts, or draw tokens (samp_row of chapter 15 does).
+ * It does not: plan, free pages, check plans beyond cheap asserts, or draw tokens (samp_row of chapter 18 does).
  * =========================================================================== */
 
 enum {
@@ -10942,12 +10970,12 @@ const toka_backend toka_cpu = {
 };
 
 /* ===========================================================================
- * MARK: 18. Model: the layer loop [os]
+ * MARK: 21. Model: the layer loop [os]
  * The transformer, once, over the backend's table: what runs on a CPU and on a GPU is rank_step. One step takes T tokens of
  * any number of sequences, some prefilling, some decoding; the plan in toka_step says which is which, this loop does not care.
  *
  * A rank is a device with its part of the weights and a thread of its own, which opens it, runs step after step in the order
- * in which they were posted, and closes it. A model is a grid of ranks, stages of layers x tensor ranks (mf_shard of chapter 10);
+ * in which they were posted, and closes it. A model is a grid of ranks, stages of layers x tensor ranks (mf_shard of chapter 12);
  * stages hand x on, tensor ranks sum it:
  *
  *     model_post --> ring of steps --> every rank: rank_launch --> rank_finish --> done --> model_wait     one thread posts and waits
@@ -11274,17 +11302,17 @@ static double model_busy(model_run *m) {
 }
 
 /* ===========================================================================
- * MARK: 19. Engine [os]
+ * MARK: 22. Engine [os]
  * Requests to steps to events. Any thread submits and cancels; one thread at a time drives:
  *
- *     eng_submit --> inbox --eng_take--> sched_submit (13)          any thread | the driver from here on
- *         +-> sched_plan (13) --> batch_build (14) --> eng_rows --> model_post (18) ... model_wait --> eng_commit --+
+ *     eng_submit --> inbox --eng_take--> sched_submit (16)          any thread | the driver from here on
+ *         +-> sched_plan (16) --> batch_build (17) --> eng_rows --> model_post (21) ... model_wait --> eng_commit --+
  *         +---------------------------------------------------------------------------------------------------------+
  *
  * The driver is whoever needs a result: a thread in eng_drive runs steps until what it waits for is done, and the next one that
  * waits takes over. Callbacks run on the driving thread, between steps.
  *
- * Run-ahead. While the ranks (18) run a step, the driver plans the next: up to n_ahead steps fly, from their plan to their commit,
+ * Run-ahead. While the ranks (21) run a step, the driver plans the next: up to n_ahead steps fly, from their plan to their commit,
  * each with arrays of its own (eng_flight). A step plans on the tokens of those before it, which only the device knows yet. What a
  * sample that meanwhile ended, was parked or cancelled would still have drawn is thrown away; no result depends on n_ahead.
  *
@@ -12249,7 +12277,7 @@ static int eng_score(eng *g, const int32_t *tokens, size_t n, float *logprobs, t
 }
 
 /* ===========================================================================
- * MARK: 20. Public API [os]
+ * MARK: 23. Public API [os]
  * What toka.h declares, documented there. Thin: opens the parts in order, hands arguments to their chapters, and turns what is
  * owned inside into what the caller frees.
  * =========================================================================== */
@@ -12599,7 +12627,7 @@ int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_e
 }
 
 /* ===========================================================================
- * MARK: 21. HTTP [pure]
+ * MARK: 24. HTTP [pure]
  * HTTP/1.1 (RFC 9110, 9112) as bytes in, structs out, and back. No sockets, no clock.
  *
  * Reading is three-valued: > 0 bytes used, 0 need more, < 0 bad, and its negative is the status to answer. Slices borrow from
@@ -13012,7 +13040,7 @@ static void http_put_chunk(buf *b, str data) {
 static void http_put_last_chunk(buf *b) { buf_c(b, "0\r\n\r\n"); }
 
 /* ===========================================================================
- * MARK: 22. OpenAI API [pure]
+ * MARK: 25. OpenAI API: requests [pure]
  * Bodies of /v1/completions and /v1/chat/completions to requests of the engine, and the events of these to answers. The server
  * and the batch runner use the same functions, so a line of a file is answered as a body over HTTP is.
  *
@@ -13699,6 +13727,12 @@ static void api_free(api_call *c) {
     c->choices = NULL, c->parts = NULL, c->n_choices = c->n_parts = 0;
 }
 
+/* ===========================================================================
+ * MARK: 26. OpenAI API: answers [pure]
+ * From events to bodies, the second half of the picture above: records, tokens and choices as JSON, chunks of a stream, errors; and what
+ * needs no engine: the list of models, tokenize, detokenize.
+ * =========================================================================== */
+
 /* ---- Records: events as bytes ---- */
 
 typedef struct api_record { /* followed by its alternatives (id, logprob) and its text */
@@ -14291,7 +14325,7 @@ static int api_simple(const api_model *m, enum api_route route, str body, buf *o
 }
 
 /* ===========================================================================
- * MARK: 23. Batch runner [os]
+ * MARK: 27. Batch runner [os]
  * A file of requests in, a file of results out, however long both are. Three threads, each with one job:
  *
  *     reader   run_read:  a line --run_identify, run_parse--> toka_submit       waits while the window is full
@@ -14315,7 +14349,7 @@ static int api_simple(const api_model *m, enum api_route route, str body, buf *o
  *     by a hash of 128 bits. A line that was cancelled or that the device failed is not written: the next run does it.
  * run.lock guards the window, the writer's queue, the records that lines have for it, and run.e. A line's call is read by the
  * driver and belongs to the writer once the engine has it. Order of locks: run.lock before the engine's. Bodies and answers:
- * chapter 22.
+ * chapters 25 and 26.
  * =========================================================================== */
 
 enum { RUN_LINE_BYTES = 64 << 20, RUN_CHUNK_BYTES = 1 << 18, RUN_FLIGHT_BYTES = 256 << 20, RUN_RECORD_BYTES = 1 << 12 };
@@ -15427,9 +15461,9 @@ static int run_served(toka *t, const run_options *o, bool *all, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 24. Files and batches [os]
+ * MARK: 28. Files and batches [os]
  * /v1/files and /v1/batches as OpenAI defines them, kept in one folder, so that a server that was killed at any moment goes on
- * where it stopped. What a batch does is chapter 23's: the lines of its input file run as those of `toka batch` do, and what is
+ * where it stopped. What a batch does is chapter 27's: the lines of its input file run as those of `toka batch` do, and what is
  * in its two output files is not done again.
  *
  *     lock             held by the one server that uses the folder
@@ -15485,7 +15519,7 @@ typedef struct fb_batch {
     char *metadata, *errors;   /* JSON: an object; a list of errors */
     bool has_out, has_err;     /* they are files now */
     atomic_llong total, completed, failed;
-    atomic_int stop;           /* asks chapter 23 to stop: cancelled, out of time, or the server ends */
+    atomic_int stop;           /* asks chapter 27 to stop: cancelled, out of time, or the server ends */
 } fb_batch;
 
 typedef struct fb_table { /* pointers to structs that begin with their fb_id, the oldest first; ids of one table have one prefix */
@@ -16603,7 +16637,7 @@ static void fb_handle(fb_store *s, const http_request *r, str body, http_reply *
 static const char *fb_folder(const fb_store *s) { return s->why.code ? s->why.msg : s->path; }
 
 /* ===========================================================================
- * MARK: 25. Status page [pure]
+ * MARK: 29. Status page [pure]
  * What GET / answers: one page without an outside asset, which asks /metrics every second, /v1/batches every third, and streams
  * /v1/completions into its box. Everything a server says goes in as text, never as markup. A key is kept for the tab's life only.
  * =========================================================================== */
@@ -16756,13 +16790,13 @@ static const char srv_page[] =
     "</html>\n";
 
 /* ===========================================================================
- * MARK: 26. Server: requests and metrics [os]
+ * MARK: 30. Server: requests and metrics [os]
  * What a request is between its last byte in and its first byte out: routes, keys, the calls that workers carry to the engine
- * and back, and the numbers of /metrics. Chapter 27 has the sockets.
+ * and back, and the numbers of /metrics. Chapter 31 has the sockets.
  *
- *     loop (27) --srv_dispatch--> ready list --> worker: srv_begin: api_parse, toka_submit, or another handler
+ *     loop (31) --srv_dispatch--> ready list --> worker: srv_begin: api_parse, toka_submit, or another handler
  *                                                engine: srv_on_event: api_pack, nothing else --> ready list
- *     loop (27) <--dirty list <----------------- worker: srv_continue: api_feed, api_finish
+ *     loop (31) <--dirty list <----------------- worker: srv_continue: api_feed, api_finish
  *
  * The loop never parses JSON, waits or touches a disk; the engine's thread never makes text. A call is with at most one worker at
  * a time. Between the threads there is one lock, held for a few pointers at a time.
@@ -16857,7 +16891,7 @@ typedef struct srv {
     buf unknown;          /* api_is_news' */
     toka_err e;           /* why the phase is SRV_FAILED */
 
-    struct srv_loop *loop; /* chapter 27 */
+    struct srv_loop *loop; /* chapter 31 */
     int wake_fd;          /* eventfd that wakes the loop */
 } srv;
 
@@ -17554,7 +17588,7 @@ static bool srv_dispatch(srv *s, srv_call *c) {
 }
 
 /* ===========================================================================
- * MARK: 27. Server: connections [os]
+ * MARK: 31. Server: connections [os]
  * One thread owns every socket and waits in epoll. A connection goes round:
  *
  *     SRV_HEAD --http_parse_head, srv_check--> SRV_BODY --http_body_read, srv_dispatch--> SRV_BUSY --the answer--> SRV_HEAD
@@ -17771,7 +17805,7 @@ static void srv_answer_last(srv *s, srv_conn *k, int status, const char *why) {
     srv_answer(s, k);
 }
 
-static const char *srv_why(int status) { /* of a status that chapter 21 gave */
+static const char *srv_why(int status) { /* of a status that chapter 24 gave */
     switch (status) {
     case 413: return "the body is longer than this server takes; see --max-body-bytes and --max-upload-bytes";
     case 414: return "the target is too long";
@@ -18283,9 +18317,9 @@ static int srv_run(const srv_options *o, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 28. Bench and plan [os]
+ * MARK: 32. Bench and plan [os]
  * What the engine is worth, without a server: run_bench_throughput times a dataset whose samples are forced to given lengths,
- * also on dummy weights; run_bench_plan (`toka bench plan`) times chapters 11 to 14 alone. plan_make is `toka plan`: what fits on
+ * also on dummy weights; run_bench_plan (`toka bench plan`) times chapters 14 to 17 alone. plan_make is `toka plan`: what fits on
  * which GPUs, and what that could reach at best, by arithmetic alone.
  * =========================================================================== */
 
@@ -19244,7 +19278,7 @@ static int plan_make(const plan_options *o, buf *out, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 29. Bench serve [os]
+ * MARK: 33. Bench serve [os]
  * A client that measures a server over HTTP: ours, or any that streams /v1/completions or /v1/chat/completions. Definitions,
  * names and printed lines are those of `vllm bench serve`:
  *
@@ -20196,7 +20230,7 @@ static int bs_bench(const bs_options *o, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 30. Command line [os]
+ * MARK: 34. Command line [os]
  * toka [COMMAND] [FLAGS]. Flags are one table (cli_flags): name, short form, environment name (TOKA_ and the flag's name in
  * capitals), help group, type and the field they fill. Results go to standard output, everything else to standard error. This
  * chapter alone prints and decides the exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C.

@@ -1,15 +1,15 @@
 /* toka_kernels.cu - toka's CUDA backend: every kernel is written here.  SPDX-License-Identifier: Apache-2.0
  *
- * WHAT IT IS. The second instance of `struct toka_backend` (toka.h); the first is chapter 17 of toka.c. It needs the CUDA runtime
+ * WHAT IT IS. The second instance of `struct toka_backend` (toka.h); the first is chapter 20 of toka.c. It needs the CUDA runtime
  * and nothing else. One binary holds code for sm_80, sm_89 and sm_90a: Hopper runs the wgmma and TMA kernels, older cards the
  * mma.sync kernels, which also run on Hopper and there serve the tests as a second opinion.
  *
- * HOW A STEP RUNS. Plans are integers made on the host (toka.c chapters 13 and 14). `begin` copies what the step needs into one
+ * HOW A STEP RUNS. Plans are integers made on the host (toka.c chapters 16 and 17). `begin` copies what the step needs into one
  * pinned buffer and up in one transfer (struct stage), with the work lists of attention (chapter 8) and of sampling
  * (chapter 11); the ops only launch kernels on one stream, and `end` puts an event behind them. So the next step can be begun while this one
  * runs: what was drawn last for each slot stays on the device (toka_device.last), where `embed` of the next step finds it. `finish` waits
  * for the event of the oldest step and hands out its picks. What a step needs on the host there is STEPS_AHEAD times. Decode steps of up
- * to 1,024 rows are graphs, captured at open: then the ops launch nothing, and the last of them launches the graph (chapter 14).
+ * to 1,024 rows are graphs, captured at open: then the ops launch nothing, and the last of them launches the graph (chapter 15).
  *
  * NUMBERS. Weights and activations are bf16, accumulators, norms, softmax and log-probabilities float32. The residual stream x is
  * bf16 between ops. Every sum has a fixed order, so a step repeated is equal to the bit; a row's result may differ by
@@ -62,10 +62,11 @@
  *   8. Attention: the work list [host]
  *   9. Attention: the kernels [kernel]
  *  10. Ranks: groups and transfers [kernel]
- *  11. LM head and sampling [kernel]
- *  12. The card, opening and closing [host]
- *  13. Measuring the ops [host]
- *  14. The op table [host]
+ *  11. LM head, and sampling of plain rows [kernel]
+ *  12. Sampling of filtered rows, and the op [kernel]
+ *  13. The card, opening and closing [host]
+ *  14. Measuring the ops [host]
+ *  15. The op table [host]
  */
 #define TOKA_INTERNAL
 #define TOKA_WITH_CUDA
@@ -147,7 +148,7 @@ typedef struct step_clock {
     toka_times t;
 } step_clock;
 
-/* Decode steps are graphs, captured at open (chapter 14): one for each size, up to which steps are filled with rows that are nobody's, and each
+/* Decode steps are graphs, captured at open (chapter 15): one for each size, up to which steps are filled with rows that are nobody's, and each
  * number of launches that attention may need in a layer. Before a graph runs, its attention nodes become the kernels of the step's
  * work list; for all others the size says what they do, and what varies lies at fixed places in the stage. */
 enum { GRAPH_ROWS = 1024, GRAPH_SIZES = 15, GRAPH_ATTENTIONS = 6 };
@@ -262,7 +263,7 @@ static void latch(toka_device *d, cudaError_t code, const char *what) {
 }
 #define LAUNCHED(d, what) latch(d, cudaGetLastError(), what) /* behind every <<<>>> */
 
-/* Behind an op, or a part of one, of a step whose parts are timed (chapter 12). */
+/* Behind an op, or a part of one, of a step whose parts are timed (chapter 13). */
 static void clock_part(toka_device *d, int part) {
     step_clock *c = &d->clock;
     if (c->timed != d->newest || d->error.code) return;
@@ -5076,9 +5077,9 @@ static bool group_wait_drawn(toka_device *d, const toka_step *s) {
 }
 
 /* ===========================================================================
- * MARK: 11. LM head and sampling [kernel]
+ * MARK: 11. LM head, and sampling of plain rows [kernel]
  * Chosen rows of x to tokens: the op norm_logits_sample. The order of work on a row and every rule (ties, NaN, -inf, what a filter keeps,
- * the last resort) are those of chapter 15 of toka.c; only the draw is made another way, so that it needs no pass over stored
+ * the last resort) are those of chapter 18 of toka.c; only the draw is made another way, so that it needs no pass over stored
  * logits:
  *
  *   group   the vocabulary is cut, by index alone, into blocks of 256 ids, and a block into four groups: ids with the same
@@ -5088,7 +5089,7 @@ static bool group_wait_drawn(toka_device *d, const toka_step *s) {
  *   id      inside the group the inverse of the cumulative distribution, at a uniform number that all groups of a row share: only
  *           one group wins, and which one does not depend on it
  *
- * Noise comes from Philox as in chapter 15: key = seed, counter = (sample, position, 1 + block, 0), word g for group g; lane 0 gives
+ * Noise comes from Philox as in chapter 18: key = seed, counter = (sample, position, 1 + block, 0), word g for group g; lane 0 gives
  * the uniform. So the draw is a pure function of (logits, parameters, seed, sample, position): not of the batch, the slot, the
  * tile shape, nor of which kernel computed the logits. Logits, keys and sums are float32; uniforms use all 32 bits.
  *
@@ -5670,9 +5671,9 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) samp_gather_kernel(mee
     meet_done(m, c + 1);
 }
 
-/* ---- Filtered rows ----
- *
- * Steps 1 to 5 of chapter 15 on a stored row with its parts: top log-probabilities, bias, allowed and forbidden ids, penalties,
+/* ===========================================================================
+ * MARK: 12. Sampling of filtered rows, and the op [kernel]
+ * Steps 1 to 5 of chapter 18 of toka.c on a stored row with its parts: top log-probabilities, bias, allowed and forbidden ids, penalties,
  * the cut, the draw among what is left. Everything a filter keeps is the head of one order (logit falling, id rising), so a cut
  * is a logit and the last id of it that stays.
  * in   logits float32 [n][ldl], overwritten where lists and penalties say so; parts [n_blocks][ld], columns 0 .. n-1, of the raw
@@ -5682,7 +5683,8 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) samp_gather_kernel(mee
  * gathered in shared memory and searched there. Where they are too many, the bits of the logit that decide are found by sweeps
  * over the blocks, eight at a time, until what is left fits. Lists and penalties change logits anywhere: after them the maxima are made
  * anew. Sums that decide are integers: no order of threads shows.
- * grid: n; block: 256; shared: samp_filter_smem. */
+ * grid: n; block: 256; shared: samp_filter_smem.
+ * =========================================================================== */
 
 typedef unsigned long long samp_mass; /* weight in fixed point; also counts */
 
@@ -5999,7 +6001,7 @@ __device__ static void samp_survey(samp_dist &r, samp_mass *scratch) {
     r.max = block_fold(max, (float *)scratch, op_max{});
 }
 
-/* Step 2 of chapter 15. */
+/* Step 2 of chapter 18. */
 __device__ static void samp_adjust(samp_dist &r, const samp_filter &f, float *x, uint32_t *window, samp_mass *scratch) {
     __syncthreads();
     if (threadIdx.x < 32) samp_bias(f, x);
@@ -6042,7 +6044,7 @@ __device__ static void samp_top_p(samp_dist &r, const samp_filter &f, samp_mass 
     r.last = samp_nth(r, at, each ? (more + each - 1) / each : 1, scratch), r.at = at;
 }
 
-/* Step 4 of chapter 15. sum: of the row's weights, not used if `anew`. Returns whether anything may be cut. */
+/* Step 4 of chapter 18. sum: of the row's weights, not used if `anew`. Returns whether anything may be cut. */
 __device__ static bool samp_truncate(samp_dist &r, const samp_filter &f, float sum, bool anew, samp_mass *scratch) {
     samp_mass total = (samp_mass)(sum * SAMP_ONE), over;
     if (f.top_k > 0) {
@@ -6455,7 +6457,7 @@ static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
 }
 
 /* ===========================================================================
- * MARK: 12. The card, opening and closing [host]
+ * MARK: 13. The card, opening and closing [host]
  * =========================================================================== */
 
 /* ---- The card ---- */
@@ -6729,7 +6731,7 @@ static void cuda_download(toka_device *d, void *to, toka_dev from, size_t bytes)
 }
 
 /* ===========================================================================
- * MARK: 13. Measuring the ops [host]
+ * MARK: 14. Measuring the ops [host]
  * `toka bench ops`: each op at the shapes of well-known models, inside a captured graph, on buffers that together are larger than the
  * L2 cache and filled with random numbers. What the caller gets is time, arithmetic and bytes; it draws the table.
  * =========================================================================== */
@@ -6884,7 +6886,7 @@ static void bench_gemms(bench *b) {
 
 /* ---- Attention ----
  * A step of `seqs` sequences. Each feeds `rows` tokens, the last of `len`; the first `shared` positions are the same pages for all
- * and one span, as chapter 14 of toka.c would make it. */
+ * and one span, as chapter 17 of toka.c would make it. */
 
 typedef struct bench_step {
     const char *name;
@@ -7025,7 +7027,7 @@ static int cuda_bench(toka_bench_fn *row, void *user, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 14. The op table [host]
+ * MARK: 15. The op table [host]
  * =========================================================================== */
 
 /* ---- The ops. After a failure they do nothing: the engine learns of it from status() ---- */

@@ -225,7 +225,7 @@ static double group_weight(const samp_dist *d, int b, int g) {
     return log2(sum);
 }
 
-/* The id that a GPU draws from raw logits x [V], which are overwritten: chapter 11 of toka_kernels.cu, in double. */
+/* The id that a GPU draws from raw logits x [V], which are overwritten: chapters 11 and 12 of toka_kernels.cu, in double. */
 static int32_t gpu_draw(const toka_out_row *row, float *x, int V) {
     const toka_sampling *s = row->sampling;
     double best = -INFINITY, passed = 0;

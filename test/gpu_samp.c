@@ -1,4 +1,4 @@
-/* gpu_samp.c - the CPU's sampling (chapter 15 of toka.c) and its random cases, for gpu_samp.cu to compare with: those are C, and this
+/* gpu_samp.c - the CPU's sampling (chapter 18 of toka.c) and its random cases, for gpu_samp.cu to compare with: those are C, and this
  * file lets C++ call them. */
 #include "../toka.c"
 

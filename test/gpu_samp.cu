@@ -1,4 +1,4 @@
-/* gpu_samp.cu - chapter 10 against chapter 15 of toka.c: picks, kept sets and log-probabilities of random rows; the distribution of a million
+/* gpu_samp.cu - chapters 11 and 12 against chapter 18 of toka.c: picks, kept sets and log-probabilities of random rows; the distribution of a million
  * draws; the op as a whole against float64. Link it with gpu_samp.c, compiled as C.
  *   gpu_samp            the tests        gpu_samp small      few and small (for compute-sanitizer)        gpu_samp bench      times
  *   gpu_samp draws      distributions only        gpu_samp tiny       fewer still (for racecheck) */

@@ -1,5 +1,5 @@
 /* late.h - a backend that works on its own, as a GPU does: ops only queue their work, a thread of the device does it later with the CPU's
- * ops, and picks are there once the step is finished. What chapter 17 must not do shows: a step that is finished out of turn, or changed or
+ * ops, and picks are there once the step is finished. What chapter 20 must not do shows: a step that is finished out of turn, or changed or
  * read too early (picks are poisoned until then; under TSan every access counts), more steps at once than n_ahead. */
 
 enum { LATE_DEVICES = 64, LATE_OPS = 4096, LATE_STEPS = 8, LATE_CAPTURED = 3 };

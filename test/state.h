@@ -1,4 +1,4 @@
-/* state.h - what always holds of the KV pages and of the scheduler (chapters 11 and 13), checked over their whole state: NULL, or what
+/* state.h - what always holds of the KV pages and of the scheduler (chapters 14 and 16), checked over their whole state: NULL, or what
  * is wrong. Costs O(everything). */
 
 #define KV_MUST(cond) \

@@ -1,4 +1,4 @@
-/* Tests of chapter 22: every field of a body with every wrong type, answers byte for byte, streams against whole answers, characters
+/* Tests of chapters 25 and 26: every field of a body with every wrong type, answers byte for byte, streams against whole answers, characters
  * cut into tokens. Events are made up here; the model is only its tokenizer and template. */
 
 static toka *api_text_model(void) {

@@ -1,4 +1,4 @@
-/* test_cpu.c - chapters 16 and 17 against plain float64 mathematics, op by op, for every instruction set this machine has.
+/* test_cpu.c - chapters 19 and 20 against plain float64 mathematics, op by op, for every instruction set this machine has.
  *
  * A random model of odd sizes is made in memory (weights at odd 2-byte addresses, exact heap blocks, so that ASan sees any
  * over-read). Every op runs on poisoned outputs with guard bands around them, K and V start as NaN, pages are dealt at

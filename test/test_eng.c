@@ -1,4 +1,4 @@
-/* Tests of chapters 18 to 20: whole models against Hugging Face transformers, and how a request lives and ends. */
+/* Tests of chapters 21 to 23: whole models against Hugging Face transformers, and how a request lives and ends. */
 
 #include "late.h"
 

@@ -1,4 +1,4 @@
-/* test_http.c - chapter 21: heads and bodies at every split, refusals, decoding, dates. */
+/* test_http.c - chapter 24: heads and bodies at every split, refusals, decoding, dates. */
 
 static str http_str(const char *z) { return str_c(z); }
 
@@ -228,7 +228,7 @@ static void test_http_answers(void) {
     buf_free(&b);
 }
 
-/* ---- Chapter 26: what needs no socket ---- */
+/* ---- Chapter 30: what needs no socket ---- */
 
 static void test_srv_keys(void) {
     static const char *const keys[] = {"secret", "other-key"};

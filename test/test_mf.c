@@ -1,4 +1,4 @@
-/* test_mf.c - chapter 10: RoPE tables, config.json, safetensors, the index, the hub cache, models.txt. The files that must
+/* test_mf.c - chapters 11 to 13: RoPE tables, config.json, safetensors, the index, the hub cache, models.txt. The files that must
  * be refused are made here: a tiny Llama in a temporary folder with one thing wrong, and the message is looked at. */
 
 /* ---- RoPE tables: float64 values of the published formulas, computed apart from toka with numpy at D = 16 ----

@@ -1,5 +1,5 @@
-/* test_ranks.c - models spread over ranks: which part each rank has (chapter 10), and that the ranks together compute what one
- * computes alone (chapter 17): every fixture, every split that it allows, the same program of micro-batches. Then ranks that stay
+/* test_ranks.c - models spread over ranks: which part each rank has (chapter 12), and that the ranks together compute what one
+ * computes alone (chapter 20): every fixture, every split that it allows, the same program of micro-batches. Then ranks that stay
  * away, and groups that are told to end. */
 
 /* ---- Parts of a model: every element in exactly the ranks where it should be ---- */
@@ -39,7 +39,7 @@ static void rk_check_field(const char *what, const void *whole, void *const *par
     rk_check_tensor(what, (const toka_tensor *)(const void *)((const char *)whole + field), at, tp, times);
 }
 
-/* Independent of chapter 10's: may a model be split so? */
+/* Independent of chapter 12's: may a model be split so? */
 static bool rk_splits(const toka_shape *s, int tp, int pp) {
     bool heads = s->K >= tp || (tp % s->K == 0 && s->H / s->K % (tp / s->K) == 0);
     return heads && s->F >= tp && s->V >= tp && s->L >= pp;
@@ -263,7 +263,7 @@ static bool rk_goes_on(rk_rank *r) {
     return r->ops++ != r->away_after;
 }
 
-/* One step, as chapter 18 does it. False: this rank went away. */
+/* One step, as chapter 21 does it. False: this rank went away. */
 static bool rk_run_step(rk_rank *r, const toka_step *s, toka_pick *picks) {
 #define RK_OP(call) if (!rk_goes_on(r)) return false; else toka_cpu.call
     if (r->place.pp_rank == 0) {

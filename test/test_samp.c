@@ -1,4 +1,4 @@
-/* test_samp.c - chapter 15 against a naive sampler (full sort, double, as Hugging Face's warpers) and naive text search. */
+/* test_samp.c - chapter 18 against a naive sampler (full sort, double, as Hugging Face's warpers) and naive text search. */
 
 /* ---- A naive sampler ---- */
 

@@ -1,4 +1,4 @@
-/* test_tmpl.c - chapters 7 to 9: templates of real models against Python's Jinja2, own small cases, limits. */
+/* test_tmpl.c - chapters 8 to 10: templates of real models against Python's Jinja2, own small cases, limits. */
 
 static const tmpl_time tmpl_test_now = {2025 - 1900, 6, 4, 12, 34, 56, 5, 184}; /* 2025-07-04 12:34:56, a Friday */
 

@@ -1,4 +1,4 @@
-/* test_tok.c - chapter 6. Equality with Hugging Face on much text and on odd settings is test_tokenizer_hf.py's work; here
+/* test_tok.c - chapters 6 and 7. Equality with Hugging Face on much text and on odd settings is test_tokenizer_hf.py's work; here
  * are the published vectors, what must hold for any text, worst cases, and what is refused. */
 
 static tok *tok_test_open(const char *folder) { /* NULL: no public data */

@@ -1,4 +1,4 @@
-"""Chapter 6 (tokenizer) against Hugging Face `tokenizers` on much and odd text.   pytest -s test/test_tokenizer_hf.py
+"""Chapters 6 and 7 (tokenizer) against Hugging Face `tokenizers` on much and odd text.   pytest -s test/test_tokenizer_hf.py
 
 Needs the packages pytest and tokenizers, a C compiler, and the public data (TOKA_TEST_DATA, default ../shared/data).
 Both sides get the same documents. Bytes that are not UTF-8 reach HF through bytes.decode(errors="replace").
