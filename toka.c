@@ -59,10 +59,10 @@
  * where, found, expected. Four classes, never mixed: a bug asserts; bad start-up input travels up to main, the only place that
  * prints and exits; a bad request fails that request; a device fault is latched by the device and fails all requests. What
  * comes from a file or a network is checked where it is read and is an error, never an assert. To rehearse the last class, the
- * environment can break a device: TOKA_DEBUG_FAULT=N fails its Nth step, TOKA_DEBUG_STALL=N never returns from it, TOKA_DEBUG_CAPTURE=N
- * fails the Nth capture of a CUDA graph. Of many ranks that is the first stage's, or rank R of every replica: N@R. TOKA_DEBUG_PATIENCE=S:
- * ranks that do not get on for S seconds are given up, instead of 30. And TOKA_DEBUG_SHARE_GPU=1 puts all ranks on one GPU, to rehearse
- * without several.
+ * environment can break a device: TOKA_DEBUG_FAULT=N fails its Nth step, TOKA_DEBUG_STALL=N never returns from it,
+ * TOKA_DEBUG_CAPTURE=N fails the Nth capture of a CUDA graph. Of many ranks that is the first stage's, or rank R of every replica:
+ * N@R. TOKA_DEBUG_PATIENCE=S: ranks that do not get on for S seconds are given up, instead of 30. And TOKA_DEBUG_SHARE_GPU=1 puts
+ * all ranks on one GPU, to rehearse without several.
  *
  * WHAT ALWAYS HOLDS.
  *   1. A row's result depends on its own tokens only: not on batch mates, chunks of prefill, threads, preemption or the cutting
@@ -232,7 +232,8 @@ __attribute__((format(printf, 3, 4))) static int fail(toka_err *e, int code, con
 /* Is a number of a flag, an option or a request within its limits? INT_MAX, INT64_MAX as the highest: there is none. */
 static int check_int(const char *name, int64_t v, int64_t low, int64_t high, toka_err *e) {
     if (v >= low && v <= high) return 0;
-    if (high == INT_MAX || high == INT64_MAX) return fail(e, TOKA_E_USE, "%s: %lld, expected %lld or more", name, (long long)v, (long long)low);
+    if (high == INT_MAX || high == INT64_MAX)
+        return fail(e, TOKA_E_USE, "%s: %lld, expected %lld or more", name, (long long)v, (long long)low);
     return fail(e, TOKA_E_USE, "%s: %lld, expected %lld to %lld", name, (long long)v, (long long)low, (long long)high);
 }
 static int check_range(const char *name, double v, double low, double high, bool open_low, toka_err *e) {
@@ -396,7 +397,8 @@ static double os_now(void) { /* seconds on a clock that never steps back */
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* The program was told to end, by a signal: a device that then takes so many seconds more for its step is given up. 0: it was not. */
+/* The program was told to end, by a signal: a device that then takes so many seconds more for its step is given up. 0: it was
+ * not. */
 static atomic_int os_ends_in;
 
 static int os_n_cores(void) { /* cores this process may use */
@@ -2214,8 +2216,9 @@ static void tok_bytes(const tok *t, int32_t id, buf *out) {
 
 /* ===========================================================================
  * MARK: 7. Tokenizer: loading [pure]
- * The text of tokenizer.json to a tok, part by part: vocabulary and merges, added tokens, then what stands around the model (normalizer,
- * pre-tokenizer, post-processor, decoder); tok_load goes through them in the order in which each needs those before it.
+ * The text of tokenizer.json to a tok, part by part: vocabulary and merges, added tokens, then what stands around the model
+ * (normalizer, pre-tokenizer, post-processor, decoder); tok_load goes through them in the order in which each needs those before
+ * it.
  *
  * The file is anybody's: every table is bounded, every id looked at, and what is not known becomes one sentence that quotes it.
  * =========================================================================== */
@@ -5339,8 +5342,8 @@ static int tmpl_render(const tmpl *t, const json *context, tmpl_time now, tmpl_l
 
 /* ===========================================================================
  * MARK: 11. Model files: configs [pure]
- * In: the JSON beside a model's weights. Out: an mf_config, the shape with its RoPE table and the end ids; the sampling defaults; what
- * the chat template sees of the tokenizer.
+ * In: the JSON beside a model's weights. Out: an mf_config, the shape with its RoPE table and the end ids; the sampling defaults;
+ * what the chat template sees of the tokenizer.
  *
  *   RoPE           mf_rope_table: every kind of RoPE as one table of frequencies and one factor
  *   config         mf_config_parse, mf_generation_parse, mf_tokenizer_config_parse: JSON text to structs
@@ -6215,12 +6218,12 @@ static mf_range mf_share(int n, int i, int parts) { /* part i of n things in ord
 /* How long the busiest stage takes when the last one has n of L layers, in layers; a token that draws takes `head` more there. */
 static double mf_busiest(int L, int others, int n, double head) { return MAX((L - n + others - 1) / others, n + head); }
 
-/* The layers of stage i. Work per token, in multiply-adds: a layer E (H + 2K) D + H D E + 3 E F, the LM head E V, the embedding none.
- * Layers are dealt out once, but beside them the head is worth a fifth of that in conversations, where as many tokens draw, and two
- * thirds where a prompt has many answers: all tokens draw, but layers read K and V, too. The last stage, which has the head, gets as
- * many layers as let as much work of the one kind and of the other take least time, which the busiest stage sets; the others share the
- * rest evenly. Llama-3.1-8B on two H200, 17 + 15 layers instead of 16 + 16: conversations 2.4 % slower, many answers 3.8 % faster;
- * 2026-11-22. pp_size <= L. */
+/* The layers of stage i. Work per token, in multiply-adds: a layer E (H + 2K) D + H D E + 3 E F, the LM head E V, the embedding
+ * none. Layers are dealt out once, but beside them the head is worth a fifth of that in conversations, where as many tokens draw,
+ * and two thirds where a prompt has many answers: all tokens draw, but layers read K and V, too. The last stage, which has the
+ * head, gets as many layers as let as much work of the one kind and of the other take least time, which the busiest stage sets;
+ * the others share the rest evenly. Llama-3.1-8B on two H200, 17 + 15 layers instead of 16 + 16: conversations 2.4 % slower, many
+ * answers 3.8 % faster; 2026-11-22. pp_size <= L. */
 static mf_range mf_stage(const toka_shape *s, int i, int pp_size) {
     const double layer = (double)s->E * ((2.0 * s->H + 2.0 * s->K) * s->D + 3.0 * s->F), head = (double)s->V_all * s->E / layer;
     int others = pp_size - 1, last = s->L - others;
@@ -6232,8 +6235,8 @@ static mf_range mf_stage(const toka_shape *s, int i, int pp_size) {
     return i < others ? mf_share(s->L - last, i, others) : (mf_range){s->L - last, last};
 }
 
-/* Part i of the vocabulary. Where it is large enough, parts begin at whole blocks: those of ids that a GPU's sampling has one random
- * number for. */
+/* Part i of the vocabulary. Where it is large enough, parts begin at whole blocks: those of ids that a GPU's sampling has one
+ * random number for. */
 static mf_range mf_share_ids(int V, int i, int parts) {
     const int block = V >= parts * TOKA_ID_BLOCK ? TOKA_ID_BLOCK : 1;
     mf_range r = mf_share((V + block - 1) / block, i, parts);
@@ -6313,8 +6316,8 @@ static int mf_shard(const toka_shape *s, const toka_weights *whole, const mf_ran
 /* ===========================================================================
  * MARK: 13. Model files: finding and opening [os]
  * In: what the user calls a model (a folder in Hugging Face layout, a hub id, a name of models.txt, or nothing: the files
- * embedded in the program). Out: an mf_model, immutable from then on: shape, weights as pointers into mapped files, the tokenizer's
- * files, the template's source, the end ids and the sampling defaults.
+ * embedded in the program). Out: an mf_model, immutable from then on: shape, weights as pointers into mapped files, the
+ * tokenizer's files, the template's source, the end ids and the sampling defaults.
  *
  *   models.txt     mf_models_parse: the table of known models
  *   finding        mf_find: folder, name, hub cache
@@ -6737,8 +6740,8 @@ static int mf_open(mf_model **out, const char *model, const char *models_file, c
  * Rows are also kept in an order in which the holders of every page lie side by side, with the number of pages that
  * each row has in common with the one before it (lcp): chapter 17 reads the groups that share a prefix from that.
  *
- * What always holds (kv_check of test/state.h): ref = number of rows with the page; a held or ready page's parent is held or ready too;
- * a page is in the LRU list if it is in the tree, unheld and without children; an unheld page of the tree is ready.
+ * What always holds (kv_check of test/state.h): ref = number of rows with the page; a held or ready page's parent is held or ready
+ * too; a page is in the LRU list if it is in the tree, unheld and without children; an unheld page of the tree is ready.
  * Nothing is allocated after kv_init. Cost: O(pages of the row) for kv_open and kv_close, O(1) for the rest.
  * =========================================================================== */
 
@@ -7231,11 +7234,12 @@ static int pred_length(pred *p, pred_of c, double luck) {
  * tokens before them (waits: penalties, bad words); its sequences rest in a step that comes before their last token did.
  *
  * Copies. Whole pages of a prompt are shared, by the tree; what is behind them lies in a page that each sample goes on in. One
- * computes that tail; others with the same tokens, of its request or not, begin with a copy of its page (sched.copies, of pages that
- * earlier steps computed) and compute only the last token. Who would have to compute what another is just computing waits a step.
+ * computes that tail; others with the same tokens, of its request or not, begin with a copy of its page (sched.copies, of pages
+ * that earlier steps computed) and compute only the last token. Who would have to compute what another is just computing waits a
+ * step.
  *
- * What always holds (sched_check of test/state.h): the calendar at `now` is the number of held pages, and at every later step what a
- * simulation of all sequences finds; slots, lists and counts agree. Nothing is allocated in sched_plan and
+ * What always holds (sched_check of test/state.h): the calendar at `now` is the number of held pages, and at every later step what
+ * a simulation of all sequences finds; slots, lists and counts agree. Nothing is allocated in sched_plan and
  * sched_commit: token buffers are taken in sched_submit. Cost: O(running) a step with a small constant, O(pages * log)
  * for one sequence's start or end. It does not know texts, stop strings, sampling or devices: the engine (chapter 22)
  * says when a sequence ended.
@@ -7471,11 +7475,12 @@ typedef struct sched {
     int *free_slots;
     int n_slots_free, n_running, n_decode;
     toka_copy *copies;       /* [max_seqs] that the step planned last begins with */
-    int *tails;              /* [n_tails][SCHED_TAIL_WAYS] by hash of all tokens: who was fed what is behind the pages in the tree; -1, or stale */
+    int *tails;              /* [n_tails][SCHED_TAIL_WAYS] by hash of all tokens: who was fed what is behind the pages in the tree;
+                                -1, or stale */
     int n_tails;             /* power of two */
     int n_copies, n_fed;
-    int *fed;                /* [max_seqs] who gets rows of a prompt in the step planned last, in that order: one that skips pages which
-                                are computed in this very step comes behind who computes them */
+    int *fed;                /* [max_seqs] who gets rows of a prompt in the step planned last, in that order: one that skips pages
+                                which are computed in this very step comes behind who computes them */
     int64_t guess2;          /* sum of sched_guess2 over running sequences */
     int64_t backlog, backlog_in; /* tokens still to prefill; all ever put in */
     heap_node *ends;         /* [n_pages + max_seqs]: pages of the tree and sequences (n_pages + q), by end */
@@ -7531,8 +7536,8 @@ static void sched_free(sched *s) {
     for (int i = 0; i < COUNT(s->spare); i++)
         while (s->spare[i]) free(sched_buffer_take(s, i));
     kv_free(&s->kv), pred_free(&s->pred);
-    free(s->cal.at), free(s->seqs), free(s->line), free(s->free_slots), free(s->copies), free(s->tails), free(s->ends), free(s->holders);
-    free(s->requests), free(s->queue), free(s->fed);
+    free(s->cal.at), free(s->seqs), free(s->line), free(s->free_slots), free(s->copies), free(s->tails);
+    free(s->ends), free(s->holders), free(s->requests), free(s->queue), free(s->fed);
     *s = (sched){0};
 }
 
@@ -7968,7 +7973,8 @@ static int sched_tail_places(const sched *s, int q, int at) {
 /* Was y fed q's tokens, which lie on the same `at` pages of the tree and behind them? */
 static bool sched_is_twin(const sched *s, const sched_seq *x, int q, int twin, int at) {
     const sched_seq *y = &s->seqs[twin];
-    if ((y->state != SCHED_PREFILL && y->state != SCHED_DECODE) || y->n_known < x->n_known || y->n_cached < x->n_known - 1) return false;
+    if ((y->state != SCHED_PREFILL && y->state != SCHED_DECODE) || y->n_known < x->n_known || y->n_cached < x->n_known - 1)
+        return false;
     if (at && (s->kv.seqs[twin].n_pages <= at || kv_row(&s->kv, twin)[at - 1] != kv_row(&s->kv, q)[at - 1])) return false;
     size_t first = (size_t)at * (size_t)s->c.B;
     return !memcmp(y->tokens + first, x->tokens + first, ((size_t)x->n_known - first) * sizeof *x->tokens);
@@ -7987,8 +7993,9 @@ static void sched_tail_keep(sched *s, int q) { /* in the place of one that is st
     s->tails[i < first + SCHED_TAIL_WAYS ? i : first + q % SCHED_TAIL_WAYS] = q;
 }
 
-/* q, whose rows begin at x->from: where only what is behind its pages in the tree is left to compute, and another sequence has it, it
- * takes a copy of that, all but the last token. False: the other computes it in this very step, q is better off waiting for that. */
+/* q, whose rows begin at x->from: where only what is behind its pages in the tree is left to compute, and another sequence has it,
+ * it takes a copy of that, all but the last token. False: the other computes it in this very step, q is better off waiting for
+ * that. */
 static bool sched_copy_tail(sched *s, int q) {
     sched_seq *x = &s->seqs[q];
     int at = s->kv.seqs[q].n_tree;
@@ -9326,8 +9333,9 @@ static void stop_free(stop_scan *s) {
  * Products. Lanes lie along k because both x and w have k contiguous: one row of x (decode) streams w straight from memory,
  * and many rows (prefill) use the same tile over a panel of w that was unpacked to float32 once and then stays in cache.
  *
- * Tried and not kept: a set of kernels for AVX512_BF16. Its products take x as bf16, so x = hi + lo (each row split in place) and two
- * products for one; results within 2e-6, bytes equal in every cut. It wins nowhere (one core, 2026-11; AVX-512 -> AVX512_BF16):
+ * Tried and not kept: a set of kernels for AVX512_BF16. Its products take x as bf16, so x = hi + lo (each row split in place) and
+ * two products for one; results within 2e-6, bytes equal in every cut. It wins nowhere (one core, 2026-11; AVX-512 ->
+ * AVX512_BF16):
  *                                                            Xeon with AMX                           EPYC Zen 4
  *     multiply-adds/s, registers only, two products for one  88 G -> 21 G                            59 G -> 58 G
  *     prefill of 512 tokens, layers of Llama-3.2-1B          118 -> 37 GFLOP/s                       not run
@@ -10106,8 +10114,9 @@ static void *cpu_zalloc(toka_device *d, size_t n, size_t size) { /* n * size byt
     if (!__builtin_mul_overflow(n, size, &bytes) && bytes <= left && d->n_blocks < COUNT(d->blocks))
         p = mmap(NULL, MAX(bytes, (size_t)1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) {
-        if (!d->error.code) fail(&d->error, TOKA_E_MEMORY, "CPU backend: no memory for %zu x %zu bytes beside %zu MB; the machine has %zu MB", n,
-                                     size, d->n_bytes >> 20, ram >> 20);
+        if (!d->error.code)
+            fail(&d->error, TOKA_E_MEMORY, "CPU backend: no memory for %zu x %zu bytes beside %zu MB; the machine has %zu MB", n,
+                 size, d->n_bytes >> 20, ram >> 20);
         return NULL;
     }
     d->blocks[d->n_blocks++] = (cpu_block){p, MAX(bytes, (size_t)1)};
@@ -10488,7 +10497,8 @@ static void cpu_copy_pages(toka_device *d, const toka_step *s) {
     if (!cpu_enter(d, "copy_pages")) return;
     for (int layer = 0; layer < d->shape->L; layer++)
         for (int i = 0; i < s->n_copies; i++) {
-            size_t first = (size_t)layer * (size_t)d->options.n_pages, from = first + (size_t)s->copies[i].from, to = first + (size_t)s->copies[i].to;
+            size_t first = (size_t)layer * (size_t)d->options.n_pages, from = first + (size_t)s->copies[i].from;
+            size_t to = first + (size_t)s->copies[i].to;
             memcpy(d->kv_k + to * d->page_k, d->kv_k + from * d->page_k, d->page_k * sizeof *d->kv_k);
             memcpy(d->kv_v + to * d->page_v, d->kv_v + from * d->page_v, d->page_v * sizeof *d->kv_v);
         }
@@ -10835,8 +10845,8 @@ static int cpu_check(const toka_device_options *o, const toka_shape *s, toka_err
     const int tp = o->group ? o->group->tp_size : 1, pp = o->group ? o->group->pp_size : 1;
     if (MAX(o->tp_size, 1) != tp || MAX(o->pp_size, 1) != pp || o->tp_rank < 0 || o->tp_rank >= tp || o->pp_rank < 0 ||
         o->pp_rank >= pp)
-        return fail(e, TOKA_E_USE, "CPU backend: stage %d of %d, tensor rank %d of %d, expected a place among %d stages of %d tensor "
-                    "ranks", o->pp_rank, o->pp_size, o->tp_rank, o->tp_size, pp, tp);
+        return fail(e, TOKA_E_USE, "CPU backend: stage %d of %d, tensor rank %d of %d, expected a place among %d stages of %d "
+                    "tensor ranks", o->pp_rank, o->pp_size, o->tp_rank, o->tp_size, pp, tp);
     return 0;
 }
 
@@ -10873,8 +10883,9 @@ static int cpu_open(toka_device **out, const toka_device_options *o, const toka_
     if (cpu_check(o, shape, e)) return e->code;
     toka_device *d = mem_zalloc(sizeof *d);
     const int n_threads = o->n_threads ? o->n_threads : os_n_cores();
-    *d = (toka_device){.shape = shape, .weights = weights, .options = *o, .kernels = &cpu_sets[cpu_n_sets() - 1], .group = o->group,
-                       .fault_in = cpu_debug("TOKA_DEBUG_FAULT", o), .stall_in = cpu_debug("TOKA_DEBUG_STALL", o)};
+    *d = (toka_device){.shape = shape, .weights = weights, .options = *o, .kernels = &cpu_sets[cpu_n_sets() - 1],
+                       .group = o->group, .fault_in = cpu_debug("TOKA_DEBUG_FAULT", o),
+                       .stall_in = cpu_debug("TOKA_DEBUG_STALL", o)};
     if (cpu_pool_open(&d->pool, MAX(n_threads / MAX(o->n_devices, 1), 1), e)) {
         free(d);
         return e->code;
@@ -11316,14 +11327,15 @@ static double model_busy(model_run *m) {
  * each with arrays of its own (eng_flight). A step plans on the tokens of those before it, which only the device knows yet. What a
  * sample that meanwhile ended, was parked or cancelled would still have drawn is thrown away; no result depends on n_ahead.
  *
- * Replicas. Each has the whole model on ranks of its own, its own pages and its own scheduler. A request goes to the one that would have
- * the least left to do, in tokens, when it were done there: what it already computed of the prompt counts for it.
+ * Replicas. Each has the whole model on ranks of its own, its own pages and its own scheduler. A request goes to the one that
+ * would have the least left to do, in tokens, when it were done there: what it already computed of the prompt counts for it.
  *
  * What always holds:
  *   - eng.lock guards the inbox, the list of cancels, `driven`, `stopping`, the broken state and the copy of the statistics;
  *     everything else belongs to the driver;
  *   - every sample of an accepted request ends in exactly one event that is not TOKA_RUNNING;
- *   - a request is freed when its last event went out and no step flies that has a row of it; never, if such a step's rank is lost;
+ *   - a request is freed when its last event went out and no step flies that has a row of it; never, if such a step's rank is
+ *     lost;
  *   - a step allocates nothing but what events carry (texts grow to their longest once).
  * =========================================================================== */
 
@@ -11425,7 +11437,8 @@ typedef struct eng { /* pools are sized at open and never grow */
     model_bell bell;
     buf piece, text;          /* text of one token; text that became certain */
     toka_stats stats;         /* the driver's */
-    void (*watch)(void *user, const eng_timing *step); /* told of each step, by the driver; or NULL. Set before there are requests */
+    /* told of each step, by the driver; or NULL. Set before there are requests */
+    void (*watch)(void *user, const eng_timing *step);
     void *watch_user;
 
     pthread_mutex_t lock;
@@ -11468,8 +11481,8 @@ static int eng_size(toka_shape *shape, int asked_len, int64_t asked_kv, int64_t 
     if (asked_len) shape->max_len = asked_len;
     int64_t n_kv = asked_kv ? asked_kv : room;
     if (asked_len && n_kv < asked_len)
-        return fail(e, asked_kv ? TOKA_E_USE : TOKA_E_MEMORY, "--max-model-len %d: %s %lld tokens of this model's KV cache", asked_len,
-                    asked_kv ? "--kv-tokens asks for" : "memory holds", (long long)n_kv);
+        return fail(e, asked_kv ? TOKA_E_USE : TOKA_E_MEMORY, "--max-model-len %d: %s %lld tokens of this model's KV cache",
+                    asked_len, asked_kv ? "--kv-tokens asks for" : "memory holds", (long long)n_kv);
     shape->max_len = (int)MIN(n_kv, (int64_t)shape->max_len);
     if (shape->max_len < 2) return fail(e, TOKA_E_MEMORY, "not enough memory for the KV cache of one sequence");
     *n_pages = (int)MIN((n_kv + shape->B - 1) / shape->B, (int64_t)INT_MAX / shape->B);
@@ -11496,8 +11509,8 @@ static void eng_replica_free(eng_replica *p) {
     free(p->slots), free(p->by_sched);
 }
 
-/* What rows cost in a layer, in multiply-adds. A position that a row reads for itself is counted as what a GPU computes in the time that
- * K and V of it take to come: 100 for each byte. */
+/* What rows cost in a layer, in multiply-adds. A position that a row reads for itself is counted as what a GPU computes in the
+ * time that K and V of it take to come: 100 for each byte. */
 static batch_weight eng_weight(const toka_shape *s) {
     const int64_t HD = (int64_t)s->H * s->D, KD = (int64_t)s->K * s->D;
     return (batch_weight){.row = s->E * (2 * HD + 2 * KD + 3 * (int64_t)s->F), .pair = 2 * HD, .read = 100 * 4 * KD};
@@ -11559,20 +11572,22 @@ static eng *eng_new(const toka_backend *be, const mf_model *files, const tok *wo
     return g;
 }
 
-/* The largest step there can be, once, on made-up tokens: proves that it fits and that every part of it runs before the first request
- * comes, and loads the code. What it leaves in the pages is nobody's. */
+/* The largest step there can be, once, on made-up tokens: proves that it fits and that every part of it runs before the first
+ * request comes, and loads the code. What it leaves in the pages is nobody's. */
 static int eng_rehearse(eng_replica *p, const toka_shape *shape, const sched_config *c, toka_err *e) {
-    const int T = c->max_tokens, B = shape->B, len = MIN(T, shape->max_len), n_seqs = (T + len - 1) / len, seq_pages = (len + B - 1) / B;
+    const int T = c->max_tokens, B = shape->B, len = MIN(T, shape->max_len), n_seqs = (T + len - 1) / len;
+    const int seq_pages = (len + B - 1) / B;
     const toka_request request = toka_request_default();
     int32_t *id = mem_zalloc((size_t)T * 3 * sizeof *id), *pos = id + T, *slot = pos + T;
     int32_t *pages = mem_alloc((size_t)n_seqs * (size_t)seq_pages * sizeof *pages);
     toka_span *spans = mem_alloc((size_t)n_seqs * sizeof *spans);
     toka_out_row *out = mem_zalloc((size_t)c->max_seqs * sizeof *out);
     toka_pick *picks = mem_alloc((size_t)c->max_seqs * sizeof *picks);
-    toka_step s = {.T = T, .n_spans = n_seqs, .n_out = c->max_seqs, .ids = id, .pos = pos, .slot = slot, .pages = pages, .spans = spans,
-                   .out = out, .number = ++p->b.number};
+    toka_step s = {.T = T, .n_spans = n_seqs, .n_out = c->max_seqs, .ids = id, .pos = pos, .slot = slot, .pages = pages,
+                   .spans = spans, .out = out, .number = ++p->b.number};
     for (int i = 0; i < n_seqs * seq_pages; i++) pages[i] = i % c->n_pages;
-    for (int i = 0; i < n_seqs; i++) spans[i] = (toka_span){i * len, MIN(len, T - i * len), i * seq_pages, 0, MIN(len, T - i * len)};
+    for (int i = 0; i < n_seqs; i++)
+        spans[i] = (toka_span){i * len, MIN(len, T - i * len), i * seq_pages, 0, MIN(len, T - i * len)};
     for (int i = 0; i < T; i++) pos[i] = i % len, slot[i] = pages[i / len * seq_pages + pos[i] / B] * B + pos[i] % B;
     for (int i = 0; i < c->max_seqs; i++)
         out[i] = (toka_out_row){.row = i, .slot = -1, .forced_id = -1, .sample = (uint32_t)i, .sampling = &request.sampling};
@@ -11591,7 +11606,8 @@ static int eng_open_replicas(eng *g, toka_shape *shape, const toka_options *o, s
     int code = 0;
     if (g->be->count && n_devices > g->be->count())
         return fail(e, TOKA_E_DEVICE, "%d replica%s of %d stage%s of %d tensor rank%s: %d GPUs are needed, this process sees %d",
-                    g->n_replicas, g->n_replicas > 1 ? "s" : "", pp, pp > 1 ? "s" : "", tp, tp > 1 ? "s" : "", n_devices, g->be->count());
+                    g->n_replicas, g->n_replicas > 1 ? "s" : "", pp, pp > 1 ? "s" : "", tp, tp > 1 ? "s" : "", n_devices,
+                    g->be->count());
     for (int i = 0; i < g->n_replicas && !code; i++)
         code = model_cut(&g->replicas[i].m, g->be, shape, &g->files->weights, tp, pp, e);
     if (code) return code;
@@ -11708,7 +11724,8 @@ static int eng_submit(eng *g, const toka_request *r, const int32_t *prompt, size
     pthread_mutex_lock(&g->lock);
     if ((code = g->broken.code)) *e = g->broken;
     else if (g->n_samples + q->n > ENG_MAX_SAMPLES)
-        code = fail(e, TOKA_E_USE, "%lld samples are waiting or running, at most %d may be", (long long)g->n_samples, ENG_MAX_SAMPLES);
+        code = fail(e, TOKA_E_USE, "%lld samples are waiting or running, at most %d may be", (long long)g->n_samples,
+                    ENG_MAX_SAMPLES);
     else {
         q->id = *id = ++g->next_id;
         g->n_samples += q->n;
@@ -11818,7 +11835,8 @@ static void eng_enter(eng *g, eng_request *r) {
     eng_replica *p = r->home;
     int n_fed = r->score_only && r->n_prompt > 1 ? r->n_prompt - 1 : r->n_prompt; /* nothing comes behind the last token */
     r->sched_id = sched_submit(&p->s, &(sched_job){.prompt = r->prompt, .n_prompt = n_fed, .n = r->n, .max_tokens = s->max_tokens,
-                                                   .min_tokens = s->min_tokens, .exact = r->score_only || (!r->ends.n && !s->n_stop),
+                                                   .min_tokens = s->min_tokens,
+                                                   .exact = r->score_only || (!r->ends.n && !s->n_stop),
                                                    .waits = samp_needs_history(s), .n_alone = eng_alone(g, r),
                                                    .priority = r->priority, .class_key = r->class_key}, &e);
     assert(r->sched_id >= 0); /* eng_check looked at the same limits */
@@ -12019,7 +12037,8 @@ static void eng_commit(eng_replica *p, const eng_flight *f) {
         if (p->s.seqs[o.q].ticket != o.ticket) continue;
         eng_request *r = f->whose[i];
         bool ended = true, more = true;
-        if (r->scores && !r->score_only && !r->n_scored && !p->s.seqs[o.q].sample && /* a prompt of one token has no place but this */
+        /* a prompt of one token has no place but this */
+        if (r->scores && !r->score_only && !r->n_scored && !p->s.seqs[o.q].sample &&
             !eng_deliver_prompt(r, 0, NULL, true, TOKA_RUNNING)) {
             eng_end_all(p->g, r, TOKA_CANCELLED);
             continue;
@@ -12048,7 +12067,8 @@ static void eng_count_spans(eng *g, const batch_step *b) {
 /* Brings the statistics that others see up to date. */
 static void eng_show(eng *g) {
     toka_stats *s = &g->stats;
-    s->run_s = 0, s->running = s->waiting = 0, s->prompt_tokens = s->prompt_tokens_shared = s->preemptions = 0, s->kv_pages_used = 0;
+    s->run_s = 0, s->running = s->waiting = 0, s->prompt_tokens = s->prompt_tokens_shared = s->preemptions = 0;
+    s->kv_pages_used = 0;
     for (int i = 0; i < g->n_replicas; i++) {
         eng_replica *p = &g->replicas[i];
         s->run_s += model_busy(&p->m) / g->n_replicas;
@@ -12171,8 +12191,8 @@ static void eng_fetch(eng_replica *p) {
     eng_show(g);
 }
 
-/* A replica whose oldest step is done, or fails; waits for one if steps fly, else NULL. They take turns: one whose steps are always
- * done first does not keep the others waiting. */
+/* A replica whose oldest step is done, or fails; waits for one if steps fly, else NULL. They take turns: one whose steps are
+ * always done first does not keep the others waiting. */
 static eng_replica *eng_landing(eng *g) {
     eng_replica *found = NULL;
     bool flying = true;
@@ -12501,7 +12521,8 @@ static int pub_parse_now(const char *now, tmpl_time *out, toka_err *e) {
         time_t clock = time(NULL);
         localtime_r(&clock, &tm);
     } else {
-        int n = sscanf(now, "%4d-%2d-%2d %2d:%2d:%2d%c", &tm.tm_year, &tm.tm_mon, &tm.tm_mday, &tm.tm_hour, &tm.tm_min, &tm.tm_sec, &extra);
+        int n = sscanf(now, "%4d-%2d-%2d %2d:%2d:%2d%c", &tm.tm_year, &tm.tm_mon, &tm.tm_mday, &tm.tm_hour, &tm.tm_min, &tm.tm_sec,
+                       &extra);
         struct tm want = tm;
         tm.tm_year -= 1900, tm.tm_mon -= 1;
         struct tm made = tm;
@@ -12891,7 +12912,8 @@ static ptrdiff_t http_parse_head(str in, http_request *r) {
         code = n_lines ? http_parse_header(line, &r->headers[r->n_headers++]) : http_parse_request_line(line, r);
         if (code) return -code;
     }
-    if ((code = http_check_host(r)) || (code = http_check_length(r)) || (code = http_check_coding(r)) || (code = http_check_expect(r)))
+    if ((code = http_check_host(r)) || (code = http_check_length(r)) || (code = http_check_coding(r)) ||
+        (code = http_check_expect(r)))
         return -code;
     http_read_connection(r);
     return at;
@@ -13314,7 +13336,8 @@ static int api_unknown(const api_model *m, str name, toka_err *e) {
     return 0;
 }
 
-/* Unknown fields are told of once for each name, as long as 4 KB hold the names in *seen. True: now; *shown: the name as JSON, cut. */
+/* Unknown fields are told of once for each name, as long as 4 KB hold the names in *seen. True: now; *shown: the name as JSON,
+ * cut. */
 static bool api_is_news(buf *seen, str name, buf *shown) {
     enum { MOST_BYTES = 4096 };
     buf entry = {0};
@@ -13611,7 +13634,8 @@ static int api_encode(api_call *c, const api_body *b, const json *prompt, ids *o
     return code;
 }
 
-/* A default that is more than what the prompt leaves becomes that; what a body asks for is given or refused, as by OpenAI and vLLM. */
+/* A default that is more than what the prompt leaves becomes that; what a body asks for is given or refused, as by OpenAI and
+ * vLLM. */
 static int api_check_room(api_call *c, const api_body *b, size_t n_prompt, toka_err *e) {
     if (!b->has_max || n_prompt + (size_t)b->max_tokens <= (size_t)c->m->max_len) return 0;
     c->code = "context_length_exceeded";
@@ -13729,8 +13753,8 @@ static void api_free(api_call *c) {
 
 /* ===========================================================================
  * MARK: 26. OpenAI API: answers [pure]
- * From events to bodies, the second half of the picture above: records, tokens and choices as JSON, chunks of a stream, errors; and what
- * needs no engine: the list of models, tokenize, detokenize.
+ * From events to bodies, the second half of the picture above: records, tokens and choices as JSON, chunks of a stream, errors;
+ * and what needs no engine: the list of models, tokenize, detokenize.
  * =========================================================================== */
 
 /* ---- Records: events as bytes ---- */
@@ -14467,7 +14491,8 @@ static void run_table_set(run_table *t, run_seen *s, uint64_t state) { t->n += !
 /* ---- Lines of a file ---- */
 
 static void run_input_init(run_input *r, int fd, const char *name, atomic_int *interrupted) {
-    *r = (run_input){.fd = fd, .name = name, .most = RUN_LINE_BYTES, .interrupted = interrupted, .chunk = mem_alloc(RUN_CHUNK_BYTES)};
+    *r = (run_input){.fd = fd, .name = name, .most = RUN_LINE_BYTES, .interrupted = interrupted,
+                     .chunk = mem_alloc(RUN_CHUNK_BYTES)};
 }
 static void run_input_free(run_input *r) { free(r->chunk), buf_free(&r->text); }
 
@@ -14534,7 +14559,8 @@ static void run_warn(void *user, str name) {
     run_state *r = user;
     buf shown = {0};
     if (api_is_news(&r->warned, name, &shown))
-        fprintf(stderr, "toka batch: line %lld: unknown field %s is ignored, on all other lines too\n", (long long)r->in.number, shown.p);
+        fprintf(stderr, "toka batch: line %lld: unknown field %s is ignored, on all other lines too\n", (long long)r->in.number,
+                shown.p);
     buf_free(&shown);
 }
 
@@ -15176,8 +15202,8 @@ static void run_say_start(const toka *t, const char *name, double load_s) {
     const toka_info info = toka_get_info(t);
     const toka_memory m = run_most_memory(t);
     const int64_t kv = (int64_t)t->engine->stats.kv_pages * t->shape.B;
-    fprintf(stderr, "toka: %s on %s, loaded in %.1f s; KV cache %lld tokens, %.1f sequences of %d tokens", name, info.device, load_s,
-            (long long)kv, (double)kv / info.max_model_len, info.max_model_len);
+    fprintf(stderr, "toka: %s on %s, loaded in %.1f s; KV cache %lld tokens, %.1f sequences of %d tokens", name, info.device,
+            load_s, (long long)kv, (double)kv / info.max_model_len, info.max_model_len);
     if (m.weights)
         fprintf(stderr, "; GB on a GPU: weights %.3f, KV %.3f, all else %.3f", 1e-9 * (double)m.weights, 1e-9 * (double)m.kv,
                 1e-9 * (double)m.rest);
@@ -15196,7 +15222,8 @@ typedef struct run_report { /* what a batch was worth */
     double elapsed_s, output_rate, total_rate, shared, rows_per_step, plan, run, commit, idle; /* shares of elapsed_s */
     double read_gbs, gflops; /* weights read by the steps, arithmetic on them: 10^9 bytes and operations a second of run */
     double most_gbs, most_gflops, ceiling; /* what the machine can; the larger of the two shares. 0 on a GPU */
-    bool timed;        /* the first device has its own view: then run and idle are its, and the parts' seconds are of all its steps */
+    bool timed;        /* the first device has its own view: then run and idle are its, and the parts' seconds are of all its
+                          steps */
     toka_times device;
     const char *about; /* the device in words */
     const run_gpu *gpu; /* NULL: not in the list */
@@ -15253,7 +15280,8 @@ static void run_report_show_device(const run_report *p) {
     fprintf(stderr, "  by the device's clock: %.3f ms a step, idle between steps %.2f %%", 1e3 * d->busy_s / (double)d->steps,
             apart > 0 ? 100 * d->idle_s / apart : 0);
     if (p->gpu)
-        fprintf(stderr, "; 100 %% is %.0f TFLOP/s and %.2f TB/s (%s, %s)", 1e-12 * p->gpu->flops, 1e-12 * p->gpu->read, p->gpu->name, p->gpu->source);
+        fprintf(stderr, "; 100 %% is %.0f TFLOP/s and %.2f TB/s (%s, %s)", 1e-12 * p->gpu->flops, 1e-12 * p->gpu->read,
+                p->gpu->name, p->gpu->source);
     fputs("\n  part        of the time   TFLOP/s             TB/s\n", stderr);
     for (int i = 0; i < TOKA_PARTS && d->n_timed; i++) {
         const toka_part_times *part = &d->part[i];
@@ -15261,13 +15289,14 @@ static void run_report_show_device(const run_report *p) {
         if (i > TOKA_PART_HEAD && part->s <= 0) continue; /* alone */
         fprintf(stderr, "  %-10s %10.1f %%  %8.1f", run_parts[i], 100 * run_rate(part->s, d->busy_s), 1e-12 * flops);
         if (p->gpu)
-            fprintf(stderr, "  %5.1f %%  %7.3f  %5.1f %%%s\n", 100 * flops / p->gpu->flops, 1e-12 * bytes, 100 * bytes / run_part_most(p, i),
-                    i > TOKA_PART_HEAD ? " of the link" : "");
+            fprintf(stderr, "  %5.1f %%  %7.3f  %5.1f %%%s\n", 100 * flops / p->gpu->flops, 1e-12 * bytes,
+                    100 * bytes / run_part_most(p, i), i > TOKA_PART_HEAD ? " of the link" : "");
         else fprintf(stderr, "           %7.3f\n", 1e-12 * bytes);
     }
 }
 
-/* The least share of its time that a rank had nothing to do: stages that wait although their work is equal, a pipeline's bubble. */
+/* The least share of its time that a rank had nothing to do: stages that wait although their work is equal, a pipeline's
+ * bubble. */
 static double run_report_bubble(const run_report *p) {
     double least = p->n_ranks ? 1 : 0;
     for (int i = 0; i < p->n_ranks; i++) least = MIN(least, p->ranks[i].idle);
@@ -15281,8 +15310,8 @@ static void run_report_show_ranks(const run_report *p) {
     fputs("  replica  stage  tensor rank       idle       sums   messages\n", stderr);
     for (int i = 0; i < p->n_ranks; i++) {
         const run_rank *r = &p->ranks[i];
-        fprintf(stderr, "  %7d  %5d  %11d  %7.2f %%  %7.2f %%  %7.2f %%\n", r->replica, r->stage, r->tensor, 100 * r->idle, 100 * r->sums,
-                100 * r->messages);
+        fprintf(stderr, "  %7d  %5d  %11d  %7.2f %%  %7.2f %%  %7.2f %%\n", r->replica, r->stage, r->tensor, 100 * r->idle,
+                100 * r->sums, 100 * r->messages);
     }
 }
 
@@ -15299,10 +15328,12 @@ static void run_report_put_device(buf *b, const run_report *p) {
         const double flops = run_rate(part->flop, part->s), bytes = run_rate(part->bytes, part->s);
         json_put_key(b, run_parts[i]), json_put_open(b, '{');
         json_put_key(b, "time_share"), json_put_num(b, run_rate(part->s, d->busy_s), true);
-        json_put_key(b, "tflops"), json_put_num(b, 1e-12 * flops, true), json_put_key(b, "tbps"), json_put_num(b, 1e-12 * bytes, true);
+        json_put_key(b, "tflops"), json_put_num(b, 1e-12 * flops, true);
+        json_put_key(b, "tbps"), json_put_num(b, 1e-12 * bytes, true);
         if (p->gpu) {
             json_put_key(b, "tensor_share"), json_put_num(b, flops / p->gpu->flops, true);
-            json_put_key(b, i > TOKA_PART_HEAD ? "link_share" : "memory_share"), json_put_num(b, bytes / run_part_most(p, i), true);
+            json_put_key(b, i > TOKA_PART_HEAD ? "link_share" : "memory_share");
+            json_put_num(b, bytes / run_part_most(p, i), true);
         }
         json_put_close(b, '}');
     }
@@ -15351,7 +15382,8 @@ static void run_report_show(const run_report *p) {
     if (!s->steps) return;
     fprintf(stderr,
             "  prompt %lld tokens, %.1f %% from the prefix tree; output %lld tokens, %.1f tok/s; %.1f tok/s in all\n"
-            "  %lld steps of %.1f tokens, %lld preemptions; device busy %.1f %%, idle %.1f %%; beside it planning %.1f %%, events %.1f %%\n",
+            "  %lld steps of %.1f tokens, %lld preemptions; device busy %.1f %%, idle %.1f %%; beside it planning %.1f %%, "
+            "events %.1f %%\n",
             (long long)s->prompt_tokens, 100 * p->shared, (long long)s->output_tokens, p->output_rate, p->total_rate,
             (long long)s->steps, p->rows_per_step, (long long)s->preemptions, 100 * p->run, 100 * p->idle, 100 * p->plan,
             100 * p->commit);
@@ -15929,8 +15961,8 @@ static void fb_load(fb_store *s, const char *name) {
     arena_free(&a), buf_free(&path);
 }
 
-/* Contents that no record names: of a crash between two steps. Unfinished batches own theirs, and so may one whose record could not
- * be read. */
+/* Contents that no record names: of a crash between two steps. Unfinished batches own theirs, and so may one whose record could
+ * not be read. */
 static void fb_sweep(fb_store *s, const char *name) {
     fb_id id;
     char record[64];
@@ -16235,7 +16267,8 @@ static void *fb_work(void *user) {
 
 /* ---- Answers ---- */
 
-__attribute__((format(printf, 4, 5))) static void fb_error(http_reply *reply, int status, const char *param, const char *fmt, ...) {
+__attribute__((format(printf, 4, 5)))
+static void fb_error(http_reply *reply, int status, const char *param, const char *fmt, ...) {
     char message[sizeof((toka_err *)0)->msg];
     va_list ap;
     va_start(ap, fmt);
@@ -17175,7 +17208,8 @@ static void srv_pace_look(srv_pace *p, int n_waiting, int64_t left, double now) 
     if (now - p->t[1] > SRV_PACE_S) p->t[0] = p->t[1], p->left[0] = p->left[1], p->t[1] = now, p->left[1] = left;
 }
 
-/* Seconds until all that wait have left at the pace of late, from 1 to SRV_MAX_RETRY_S. While none has left, as if one would now. */
+/* Seconds until all that wait have left at the pace of late, from 1 to SRV_MAX_RETRY_S. While none has left, as if one would
+ * now. */
 static int srv_pace_retry(const srv_pace *p, int n_waiting, int64_t left, double now) {
     double seconds = n_waiting * MAX(now - p->t[0], 0.0) / (double)MAX(left - p->left[0], (int64_t)1);
     return seconds < 1 ? 1 : seconds > SRV_MAX_RETRY_S ? SRV_MAX_RETRY_S : (int)ceil(seconds);
@@ -18373,8 +18407,8 @@ static void run_dummy_tensor(mf_model *m, const mf_slot *slot, void *base, char 
     }
 }
 
-/* The first layers up to so many bytes have numbers of their own, which no cache holds; the others are these again, so that a large
- * model is there in seconds. A device keeps a copy for each. */
+/* The first layers up to so many bytes have numbers of their own, which no cache holds; the others are these again, so that a
+ * large model is there in seconds. A device keeps a copy for each. */
 enum { RUN_DUMMY_BYTES = 2000000000 };
 
 static int run_dummy_weights(mf_model *m, toka_err *e) {
@@ -18580,8 +18614,8 @@ static void run_bench_print(const run_bench_state *b, const run_report *p) {
 /* ---- The timeline: a line for each step, so that it shows when the device waited for the host ---- */
 
 static void run_timeline_step(void *user, const eng_timing *t) {
-    fprintf(user, "%lld,%d,%d,%d,%.1f,%.1f,%.1f,%.1f,%.1f\n", (long long)t->number, t->replica, t->rows, t->out, 1e6 * t->begin, 1e6 * t->end,
-            1e6 * t->plan_s, 1e6 * t->launch_s, 1e6 * t->commit_s);
+    fprintf(user, "%lld,%d,%d,%d,%.1f,%.1f,%.1f,%.1f,%.1f\n", (long long)t->number, t->replica, t->rows, t->out, 1e6 * t->begin,
+            1e6 * t->end, 1e6 * t->plan_s, 1e6 * t->launch_s, 1e6 * t->commit_s);
 }
 
 static int run_timeline_open(toka *t, const char *path, FILE **file, toka_err *e) {
@@ -18705,7 +18739,8 @@ static void run_plan_step(run_plan *t, int step) {
 
 static int run_plan_open(run_plan *t, int n_pages, toka_err *e) {
     *t = (run_plan){.rng = 12345};
-    sched_config c = {.B = 16, .n_pages = n_pages, .max_seqs = RUN_PLAN_SEQS, .max_tokens = 32768, .max_len = 2048, .n_classes = 1024};
+    sched_config c = {.B = 16, .n_pages = n_pages, .max_seqs = RUN_PLAN_SEQS, .max_tokens = 32768, .max_len = 2048,
+                      .n_classes = 1024};
     int code = sched_init(&t->s, &c, e);
     if (!code) code = batch_init(&t->b, &t->s, (batch_cost){.merge_tok = 4, .span_tok = 64, .tile_rows = 64}, e);
     if (!code) code = batch_step_init(&t->built, &t->s, e);
@@ -18784,8 +18819,8 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
         if (as_json) continue;
         printf("%s: %.3f ms a step (plan %.3f, build %.3f, commit %.3f; p50 %.3f, p99 %.3f), %.0f bytes up (most %.0f)\n",
                c->name, c->ms, c->plan_ms, c->build_ms, c->commit_ms, c->p50, c->p99, c->bytes, c->most_bytes);
-        printf("  %d steps, %.0f sequences running, %lld preemptions; before that %d steps from empty to full, at most %.1f ms and "
-               "%.0f bytes\n", c->steps, c->running, (long long)c->n_preempted, RUN_PLAN_START, c->start_ms, c->start_bytes);
+        printf("  %d steps, %.0f sequences running, %lld preemptions; before that %d steps from empty to full, at most %.1f ms "
+               "and %.0f bytes\n", c->steps, c->running, (long long)c->n_preempted, RUN_PLAN_START, c->start_ms, c->start_bytes);
         fflush(stdout);
     }
     json_put_close(&b, ']'), json_put_close(&b, '}');
@@ -18838,7 +18873,8 @@ typedef struct plan_load { /* of one step of one micro-batch, on average: so cou
     double prompts; /* that are computed */
 } plan_load;
 
-typedef struct plan_time { /* seconds of one rank in one step, by what they go to; link: sums, all of them; send overlaps the rest */
+typedef struct plan_time { /* seconds of one rank in one step, by what they go to; link: sums, all of them; send overlaps the
+                              rest */
     double weights, kv, tensor, link, send;
 } plan_time;
 
@@ -20189,7 +20225,8 @@ static int bs_prepare(bs *b, toka_err *e) {
     if (!code) code = bs_resolve(b, e);
     if (!code) code = bs_wait_ready(b, e);
     const int64_t most = b->o->num_prompts ? b->o->num_prompts : INT64_MAX;
-    if (!code) code = b->o->dataset ? run_dataset(b->o->dataset, most, b->o->interrupted, bs_dataset_line, b, e) : bs_random_prompts(b, e);
+    if (!code && b->o->dataset) code = run_dataset(b->o->dataset, most, b->o->interrupted, bs_dataset_line, b, e);
+    if (!code && !b->o->dataset) code = bs_random_prompts(b, e);
     if (!code && b->n > INT_MAX / 2) code = fail(e, TOKA_E_USE, "%lld requests, expected fewer", (long long)b->n);
     if (!code) bs_draw_times(b);
     return code;
@@ -20275,8 +20312,8 @@ typedef struct cli_flag {
 } cli_flag;
 
 enum { FOR_RUN = 1, FOR_TOKENIZE = 2, FOR_TEMPLATE = 4, FOR_SCORE = 8, FOR_MODELS = 16, FOR_BATCH = 32, FOR_THROUGHPUT = 64,
-       FOR_BENCH_PLAN = 128, FOR_SERVE = 256, FOR_BENCH_SERVE = 512, FOR_DEVICES = 1024, FOR_OPS = 2048, FOR_PLAN = 4096, FOR_ANY = 8191,
-       FOR_OPENS = FOR_RUN | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE,
+       FOR_BENCH_PLAN = 128, FOR_SERVE = 256, FOR_BENCH_SERVE = 512, FOR_DEVICES = 1024, FOR_OPS = 2048, FOR_PLAN = 4096,
+       FOR_ANY = 8191, FOR_OPENS = FOR_RUN | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE,
        FOR_SAMPLES = FOR_RUN | FOR_BATCH | FOR_THROUGHPUT, FOR_READS = FOR_RUN | FOR_SCORE | FOR_TOKENIZE | FOR_TEMPLATE };
 
 #define AT(field) offsetof(cli, field)
@@ -20335,7 +20372,8 @@ static const cli_flag cli_flags[] = {
     {"seed", "", "N", CLI_INT64, AT(seed), FOR_SAMPLES | FOR_BENCH_SERVE, "same seed, same text (default: 0)"},
     {"stop", "", "TEXT", CLI_LIST, AT(stop), FOR_RUN | FOR_BATCH, "end before this text; may be given up to 16 times"},
     {"include-stop", "", "", CLI_BOOL, AT(include_stop), FOR_RUN | FOR_BATCH, "the stop text stays in the output"},
-    {"ignore-eos", "", "", CLI_BOOL, AT(ignore_eos), FOR_RUN | FOR_BATCH | FOR_BENCH_SERVE, "go on past the end-of-sequence token"},
+    {"ignore-eos", "", "", CLI_BOOL, AT(ignore_eos), FOR_RUN | FOR_BATCH | FOR_BENCH_SERVE,
+     "go on past the end-of-sequence token"},
     {NULL, NULL, NULL, 0, 0, 0, "Batch (the sampling flags are defaults for lines that do not say)"},
     {"input-file", "i", "FILE", CLI_TEXT, AT(input), FOR_BATCH, "requests, one JSON object a line; - is standard input"},
     {"output-file", "o", "FILE", CLI_TEXT, AT(output), FOR_BATCH,
@@ -20344,7 +20382,8 @@ static const cli_flag cli_flags[] = {
     {NULL, NULL, NULL, 0, 0, 0, "Bench"},
     {"dataset", "", "FILE", CLI_TEXT, AT(dataset), FOR_THROUGHPUT | FOR_BENCH_SERVE,
      "lines with prompt_token_ids or prompt, and output_lengths: a sample for each"},
-    {"timeline", "", "FILE", CLI_TEXT, AT(timeline), FOR_THROUGHPUT, "a line for each step, as CSV: when the device ran it, by its own clock"},
+    {"timeline", "", "FILE", CLI_TEXT, AT(timeline), FOR_THROUGHPUT,
+     "a line for each step, as CSV: when the device ran it, by its own clock"},
     {"num-prompts", "", "N", CLI_INT, AT(num_prompts), FOR_THROUGHPUT | FOR_BENCH_SERVE,
      "only the first N lines; bench serve without a dataset: so many requests (default: 1000)"},
     {"dummy-weights", "", "", CLI_BOOL, AT(dummy_weights), FOR_THROUGHPUT,
@@ -20375,7 +20414,8 @@ static const cli_flag cli_flags[] = {
     {"percentile-metrics", "", "LIST", CLI_TEXT, AT(bench.metrics), FOR_BENCH_SERVE,
      "which blocks to print (default: ttft,tpot,itl,e2el)"},
     {"metric-percentiles", "", "LIST", CLI_TEXT, AT(bench.percentiles), FOR_BENCH_SERVE, "percentiles in them (default: 99)"},
-    {"save-detailed", "", "", CLI_BOOL, AT(bench.detailed), FOR_BENCH_SERVE, "with --json: arrays with the figures of each request"},
+    {"save-detailed", "", "", CLI_BOOL, AT(bench.detailed), FOR_BENCH_SERVE,
+     "with --json: arrays with the figures of each request"},
     {NULL, NULL, NULL, 0, 0, 0, "Server"},
     {"host", "", "ADDRESS", CLI_TEXT, AT(host), FOR_SERVE | FOR_BENCH_SERVE,
      "address the server listens on or is found at (default: 127.0.0.1)"},
@@ -20409,11 +20449,13 @@ static const cli_flag cli_flags[] = {
     {"gpus", "", "N", CLI_INT, AT(plan.gpus), FOR_PLAN, "how many GPUs of one host (default: 1)"},
     {"gpu", "", "NAME", CLI_TEXT, AT(plan.gpu), FOR_PLAN,
      "B200, H200, H100, A100-80G, A100-40G, L40S, L4, A10, RTX-4090 or RTX-3090 (default: H100)"},
-    {"input-len", "", "N", CLI_INT, AT(plan.input), FOR_PLAN, "tokens of a prompt (default: 715, a GSM8K problem with four examples)"},
+    {"input-len", "", "N", CLI_INT, AT(plan.input), FOR_PLAN,
+     "tokens of a prompt (default: 715, a GSM8K problem with four examples)"},
     {"output-len", "", "N", CLI_INT, AT(plan.output), FOR_PLAN, "tokens of an answer (default: 150)"},
     {NULL, NULL, NULL, 0, 0, 0, "Output"},
     {"logprobs", "", "K", CLI_INT, AT(logprobs), FOR_RUN, "log-probability of each token, and of the K best"},
-    {"json", "", "", CLI_BOOL, AT(json), FOR_RUN | FOR_SCORE | FOR_THROUGHPUT | FOR_BENCH_PLAN | FOR_PLAN | FOR_BENCH_SERVE | FOR_OPS,
+    {"json", "", "", CLI_BOOL, AT(json),
+     FOR_RUN | FOR_SCORE | FOR_THROUGHPUT | FOR_BENCH_PLAN | FOR_PLAN | FOR_BENCH_SERVE | FOR_OPS,
      "one JSON object instead of text"},
     {"verbose", "v", "", CLI_BOOL, AT(verbose), FOR_RUN | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT,
      "on standard error: the device, seconds that each part of the start took, tokens of KV cache (serve says so anyway)"},
@@ -20426,14 +20468,15 @@ static const cli_flag cli_flags[] = {
 };
 
 static cli cli_default(void) {
-    return (cli){.open = toka_options_default(), .samples = 1, .top_k = INT_MIN, .logprobs = INT_MIN, .temperature = NAN, .top_p = NAN,
-                 .min_p = NAN, .repetition_penalty = NAN, .presence_penalty = NAN, .frequency_penalty = NAN, .host = "127.0.0.1", .port = 10210,
+    return (cli){.open = toka_options_default(), .samples = 1, .top_k = INT_MIN, .logprobs = INT_MIN, .temperature = NAN,
+                 .top_p = NAN, .min_p = NAN, .repetition_penalty = NAN, .presence_penalty = NAN, .frequency_penalty = NAN,
+                 .host = "127.0.0.1", .port = 10210,
                  .bench = {.endpoint = "/v1/completions", .input_len = 1024, .output_len = 128, .burstiness = 1, .ready_s = 60,
                            .metrics = "ttft,tpot,itl,e2el", .percentiles = "99"},
                  .generation_config = "auto",
                  .plan = {.gpu = "H100", .gpus = 1, .input = 715, .output = 150},
-                 .serve = {.max_queue = 65536, .max_body_bytes = 64 << 20, .max_upload_bytes = (int64_t)2 << 30, .read_timeout = 30,
-                           .write_timeout = 60, .keep_alive = 75, .step_timeout = 120}};
+                 .serve = {.max_queue = 65536, .max_body_bytes = 64 << 20, .max_upload_bytes = (int64_t)2 << 30,
+                           .read_timeout = 30, .write_timeout = 60, .keep_alive = 75, .step_timeout = 120}};
 }
 
 /* ---- Output: the first failed write to standard output ends the program with one sentence ---- */
@@ -20732,8 +20775,8 @@ static int cli_render(const cli *c, const toka *t, const buf *messages, buf *out
 static void cli_last_line(const cli *c, const toka_usage *u) {
     if (c->quiet) return;
     double rate = u->decode_s > 0 ? (double)MAX(u->output_tokens - 1, 0) / u->decode_s : 0;
-    fprintf(stderr, "prompt %lld tokens, generated %lld tokens, %.1f tok/s, first token after %.0f ms\n", (long long)u->prompt_tokens,
-            (long long)u->output_tokens, rate, 1e3 * u->prefill_s);
+    fprintf(stderr, "prompt %lld tokens, generated %lld tokens, %.1f tok/s, first token after %.0f ms\n",
+            (long long)u->prompt_tokens, (long long)u->output_tokens, rate, 1e3 * u->prefill_s);
 }
 
 static void cli_put_result(buf *b, const cli_run *r, const toka_usage *u) {
@@ -20794,7 +20837,8 @@ static int cli_complete(const cli *c, toka *t, str prompt, int text_flags, buf *
     }
     if (!code) cli_show_logprobs(&run), cli_last_line(c, &u);
     toka_err unused;
-    if (code && !run.e.code && c->samples == 1 && !c->json && run.samples[0].text.n) cli_write(STR("\n"), &unused); /* a line ends */
+    /* a line ends */
+    if (code && !run.e.code && c->samples == 1 && !c->json && run.samples[0].text.n) cli_write(STR("\n"), &unused);
     if (answer) buf_clear(answer), buf_str(answer, buf_view(&run.samples[0].text));
     for (int i = 0; i < c->samples; i++) buf_free(&run.samples[i].text), buf_free(&run.samples[i].tokens);
     free(run.samples);
@@ -21009,8 +21053,8 @@ static int cli_models(const cli *c, toka_err *e) {
         char *folder = NULL;
         const char *here = mf_find_hub(known[i].hub_id, NULL, &folder, &a, &absent) ? "" : "in the hub cache";
         if (!i) buf_printf(&out, "%-28s %-44s %9s  %-8s %s\n", "name", "hub id", "weights", "template", "here");
-        buf_printf(&out, "%-28s %-44s %7.2f B  %-8s %s\n", known[i].name, known[i].hub_id, 1e-9 * (double)mf_n_parameters(&known[i].config),
-                   known[i].family, here);
+        buf_printf(&out, "%-28s %-44s %7.2f B  %-8s %s\n", known[i].name, known[i].hub_id,
+                   1e-9 * (double)mf_n_parameters(&known[i].config), known[i].family, here);
     }
     if (!code) code = cli_write(buf_view(&out), e);
     arena_free(&a), buf_free(&out);
@@ -21039,9 +21083,9 @@ static int cli_bench_throughput(const cli *c, toka_err *e) {
     const double t0 = os_now();
     int code = cli_open(c, &t, e);
     if (code) return code;
-    run_bench_options o = {.dataset = c->dataset, .timeline = c->timeline, .num_prompts = c->num_prompts, .base = toka_request_default(),
-                           .load_s = os_now() - t0, .json = c->json, .quiet = c->quiet, .said = c->verbose,
-                           .interrupted = &cli_interrupted};
+    run_bench_options o = {.dataset = c->dataset, .timeline = c->timeline, .num_prompts = c->num_prompts,
+                           .base = toka_request_default(), .load_s = os_now() - t0, .json = c->json, .quiet = c->quiet,
+                           .said = c->verbose, .interrupted = &cli_interrupted};
     cli_sampling(c, t, &o.base);
     o.base.n = 1, o.base.sampling.logprobs = o.base.sampling.min_tokens = o.base.sampling.n_stop = 0;
     code = run_bench_throughput(t, &o, e);
@@ -21053,7 +21097,8 @@ static int cli_bench_serve(const cli *c, toka_err *e) {
     bs_options o = c->bench;
     char *end = NULL;
     o.request_rate = c->request_rate ? strtod(c->request_rate, &end) : (double)INFINITY; /* strtod reads "inf" too */
-    if (end && (end == c->request_rate || *end)) return fail(e, TOKA_E_USE, "--request-rate: '%s' is not a number", c->request_rate);
+    if (end && (end == c->request_rate || *end))
+        return fail(e, TOKA_E_USE, "--request-rate: '%s' is not a number", c->request_rate);
     o.host = c->host, o.port = c->port, o.model = c->open.model, o.dataset = c->dataset, o.num_prompts = c->num_prompts;
     o.temperature = isnan(c->temperature) ? 0 : c->temperature, o.seed = (uint64_t)c->seed, o.ignore_eos = c->ignore_eos;
     o.json = c->json, o.quiet = c->quiet, o.interrupted = &cli_interrupted;
@@ -21076,10 +21121,14 @@ static void run_ops_row(void *user, const toka_bench_row *r) {
     double floor_s = MAX(r->flop / (RUN_PEAK_TFLOPS * 1e12), r->bytes / o->read);
     const char *bound = r->flop / (RUN_PEAK_TFLOPS * 1e12) > r->bytes / o->read ? "arithmetic" : "memory";
     if (o->json)
-        printf("%s\n  {\"op\":\"%s\",\"model\":\"%s\",\"shape\":\"%s\",\"us\":%.3f,\"tflops\":%.2f,\"tbps\":%.4f,\"share\":%.4f,\"bound\":\"%s\"}",
-               o->first ? "[" : ",", r->op, r->model, r->shape, r->us, r->flop / s * 1e-12, r->bytes / s * 1e-12, floor_s / s, bound);
+        printf("%s\n  {\"op\":\"%s\",\"model\":\"%s\",\"shape\":\"%s\",\"us\":%.3f,"
+               "\"tflops\":%.2f,\"tbps\":%.4f,\"share\":%.4f,\"bound\":\"%s\"}",
+               o->first ? "[" : ",", r->op, r->model, r->shape, r->us, r->flop / s * 1e-12, r->bytes / s * 1e-12, floor_s / s,
+               bound);
     else {
-        if (o->first) printf("%-16s %-14s %-28s %10s %9s %7s %7s  %s\n", "op", "model", "shape", "us", "TFLOP/s", "TB/s", "share", "bound by");
+        if (o->first)
+            printf("%-16s %-14s %-28s %10s %9s %7s %7s  %s\n", "op", "model", "shape", "us", "TFLOP/s", "TB/s", "share",
+                   "bound by");
         printf("%-16s %-14s %-28s %10.2f %9.1f %7.3f %6.1f%%  %s\n", r->op, r->model, r->shape, r->us, r->flop / s * 1e-12,
                r->bytes / s * 1e-12, 100 * floor_s / s, bound);
     }
@@ -21113,7 +21162,8 @@ static int cli_plan(const cli *c, toka_err *e) {
     plan_options o = c->plan;
     buf b = {0};
     o.model = open->model, o.models_file = open->models_file, o.max_len = open->max_model_len, o.max_seqs = open->max_num_seqs;
-    o.max_tokens = open->max_num_batched_tokens, o.utilization = open->gpu_memory_utilization, o.samples = c->samples, o.json = c->json;
+    o.max_tokens = open->max_num_batched_tokens, o.utilization = open->gpu_memory_utilization, o.samples = c->samples;
+    o.json = c->json;
     int code = plan_make(&o, &b, e);
     if (!code) code = cli_write(buf_view(&b), e);
     buf_free(&b);
@@ -21204,7 +21254,8 @@ static int cli_version(toka_err *e) {
     char line[200];
     buf_printf(&b, "toka %s (device:", TOKA_VERSION);
     for (int i = 0; i < COUNT(pub_backends); i++)
-        buf_printf(&b, "%s %s%s", i ? "," : "", pub_backends[i]->name, pub_backends[i]->probe(0, line, sizeof line) ? "" : " (none found)");
+        buf_printf(&b, "%s %s%s", i ? "," : "", pub_backends[i]->name,
+                   pub_backends[i]->probe(0, line, sizeof line) ? "" : " (none found)");
     buf_printf(&b, "%s)\n", embedded_model ? "; with the embedded model" : "");
     int code = cli_write(buf_view(&b), e);
     buf_free(&b);
@@ -21224,7 +21275,8 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
         unsigned bit;
         int (*main)(const cli *, toka_err *);
     } commands[] = {{"tokenize", NULL, FOR_TOKENIZE, cli_tokenize}, {"template", NULL, FOR_TEMPLATE, cli_template},
-                    {"score", NULL, FOR_SCORE, cli_score}, {"models", NULL, FOR_MODELS, cli_models}, {"devices", NULL, FOR_DEVICES, cli_devices},
+                    {"score", NULL, FOR_SCORE, cli_score}, {"models", NULL, FOR_MODELS, cli_models},
+                    {"devices", NULL, FOR_DEVICES, cli_devices},
                     {"batch", NULL, FOR_BATCH, cli_batch}, {"serve", NULL, FOR_SERVE, cli_serve},
                     {"bench", "throughput", FOR_THROUGHPUT, cli_bench_throughput},
                     {"bench", "serve", FOR_BENCH_SERVE, cli_bench_serve}, {"bench", "plan", FOR_BENCH_PLAN, cli_bench_plan},
@@ -21239,7 +21291,8 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
         for (int i = 0; i < COUNT(commands); i++)
             if (!strcmp(argv[1], commands[i].name) && (!commands[i].second || !strcmp(second, commands[i].second)))
                 command = commands[i].main, bit = commands[i].bit, skip = commands[i].second ? 3 : 2;
-        if (!command && !strcmp(argv[1], "bench")) return fail(e, TOKA_E_USE, "toka bench: expected throughput, serve, plan or ops");
+        if (!command && !strcmp(argv[1], "bench"))
+            return fail(e, TOKA_E_USE, "toka bench: expected throughput, serve, plan or ops");
         if (!command) return fail(e, TOKA_E_USE, "%s: no such command; see toka --help", argv[1]);
     }
     if ((code = cli_parse(&c, bit, argc - skip, argv + skip, e))) return code;

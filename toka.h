@@ -67,7 +67,8 @@ typedef struct toka_options {
     int data_parallel_size;     /* replicas of the model, each with devices, KV cache and running sequences of its own; 0: 1 */
     int64_t kv_tokens;          /* tokens that the KV cache holds; 0: as many as memory allows */
     bool no_prefix_caching;     /* no pages and no attention are shared, neither among samples nor among equal beginnings: every
-                                   sample computes its whole prompt. Results are the same; it is there to measure what sharing saves */
+                                   sample computes its whole prompt. Results are the same; it is there to measure what sharing
+                                   saves */
     bool enforce_eager;         /* on a GPU: no step is captured as a CUDA graph, all are launched kernel by kernel */
     double gpu_memory_utilization; /* share of the GPU's free memory that may be taken, in (0,1]; 0: 0.9 */
     void (*progress)(void *user, const char *what, double done); /* told while toka_open works, or NULL; done: 0 to 1. Any thread,
@@ -144,7 +145,8 @@ typedef struct toka_sampling {
     int n_bias;
     const int32_t *allowed_ids; /* only these ids may be drawn; n_allowed 0: all */
     int n_allowed;
-    const int32_t *bad_ids;     /* bad words: sequences of ids, one behind the other, of bad_lengths[i] >= 1 ids each. The last id */
+    const int32_t *bad_ids;     /* bad words: sequences of ids, one behind the other, of bad_lengths[i] >= 1 ids each. The last
+                                   id */
     const int *bad_lengths;     /* of one may not be drawn where the output ends in the ids before it */
     int n_bad;
 } toka_sampling;
@@ -203,8 +205,8 @@ typedef struct toka_event { /* one token of one sample; all pointers are valid d
 } toka_event;
 
 /* Called between steps, on the thread that drives the engine (in toka_run, toka_generate or toka_score), so it should be quick and
- * must not call them itself; toka_submit, toka_cancel and toka_get_stats are allowed. Every sample (n 0: the prompt) ends in exactly one event
- * whose finish is not TOKA_RUNNING. Returns 0 to go on; anything else cancels what is left of the request. */
+ * must not call them itself; toka_submit, toka_cancel and toka_get_stats are allowed. Every sample (n 0: the prompt) ends in
+ * exactly one event whose finish is not TOKA_RUNNING. Returns 0 to go on; anything else cancels what is left of the request. */
 typedef int toka_event_fn(void *user, const toka_event *event);
 
 typedef struct toka_usage {
@@ -213,8 +215,9 @@ typedef struct toka_usage {
 } toka_usage;
 
 /* Runs one request to its end, beside all others that are under way. usage may be NULL; it stays as it was if the request is
- * refused. Errors: TOKA_E_USE, TOKA_E_INPUT, TOKA_E_CANCELLED (by the callback or toka_cancel), all of which leave the toka usable,
- * and TOKA_E_DEVICE. Thread: any, also several at once; whoever waits drives the engine for all, so fn may run on another's thread. */
+ * refused. Errors: TOKA_E_USE, TOKA_E_INPUT, TOKA_E_CANCELLED (by the callback or toka_cancel), all of which leave the toka
+ * usable, and TOKA_E_DEVICE. Thread: any, also several at once; whoever waits drives the engine for all, so fn may run on
+ * another's thread. */
 int toka_generate(toka *t, const toka_request *request, toka_event_fn *fn, void *user, toka_usage *usage, toka_err *e);
 
 /* Queues a request; all it points to is copied. Events come while some thread drives. *id is for toka_cancel. Thread: any. */
@@ -223,8 +226,8 @@ int toka_submit(toka *t, const toka_request *request, toka_event_fn *fn, void *u
 /* Ends a request in whatever state it is, with TOKA_CANCELLED events; nothing happens if it has ended. Thread: any. */
 void toka_cancel(toka *t, int64_t id);
 
-/* Drives the engine until all requests have ended; forever: until toka_stop. Returns TOKA_E_DEVICE when the device failed; all requests
- * have had their events then. Thread: any; a second one waits for the first. */
+/* Drives the engine until all requests have ended; forever: until toka_stop. Returns TOKA_E_DEVICE when the device failed; all
+ * requests have had their events then. Thread: any; a second one waits for the first. */
 int toka_run(toka *t, int forever, toka_err *e);
 
 /* Ends every toka_run(forever), also one that is yet to begin: there is none after this. Requests stay; toka_run(t, 0, e) would
@@ -240,8 +243,8 @@ typedef struct toka_stats { /* since toka_open, as of the last step. What had an
     int64_t prompt_tokens;          /* of all samples that started */
     int64_t prompt_tokens_shared;   /* of these, found in the prefix tree: not computed again */
     int64_t attended, attended_shared; /* pairs of a row and a position it attends to; of these, in shared prefixes */
-    double plan_s, run_s, commit_s; /* where the time went: planning, the device, events. Planning and events go on while the device
-                                       runs, where steps run ahead */
+    double plan_s, run_s, commit_s; /* where the time went: planning, the device, events. Planning and events go on while the
+                                       device runs, where steps run ahead */
 } toka_stats;
 toka_stats toka_get_stats(toka *t);
 
@@ -250,8 +253,8 @@ toka_stats toka_get_stats(toka *t);
  * Errors and threads as toka_generate's. */
 int toka_score(toka *t, const int32_t *ids, size_t n_ids, float *logprobs, toka_err *e);
 
-/* main() of the toka program. Returns the exit status: 0, 1, 2, or 130 after Ctrl-C. Installs handlers for SIGINT, SIGTERM, SIGPIPE and SIGBUS,
- * so it is for programs that are nothing else. */
+/* main() of the toka program. Returns the exit status: 0, 1, 2, or 130 after Ctrl-C. Installs handlers for SIGINT, SIGTERM,
+ * SIGPIPE and SIGBUS, so it is for programs that are nothing else. */
 int toka_main(int argc, char **argv);
 
 /* ============================================================================================================= */
@@ -302,8 +305,8 @@ enum { TOKA_ID_BLOCK = 256 };
 
 typedef struct toka_shape {
     int L, H, K, D, E, F, V;
-    int v0, V_all;          /* the rank has the ids v0 .. v0+V-1 of V_all; v0 is a multiple of TOKA_ID_BLOCK where V_all is that many
-                               for each tp rank */
+    int v0, V_all;          /* the rank has the ids v0 .. v0+V-1 of V_all; v0 is a multiple of TOKA_ID_BLOCK where V_all is that
+                               many for each tp rank */
     int B;                  /* tokens per page */
     float eps;              /* of every RMSNorm */
     const float *rope_freq; /* [D/2] radians per position: every RoPE kind comes down to this table ... */
@@ -312,9 +315,9 @@ typedef struct toka_shape {
 } toka_shape;
 
 /* One piece of attention work: rows row0 .. row0+n_rows-1 of this step against kv positions kv0 .. kv0+n_kv-1, found in
- * pages[page0], the page of kv0, pages[page0+1] ... A row at position p sees only kv positions <= p. Many sequences that share a prefix are one
- * span over that prefix (their rows lie side by side) plus one span each for their own part. For each row the spans cover
- * positions 0 .. p exactly once, in rising kv0. kv0 lies within a page only where the backend allows it. */
+ * pages[page0], the page of kv0, pages[page0+1] ... A row at position p sees only kv positions <= p. Many sequences that share a
+ * prefix are one span over that prefix (their rows lie side by side) plus one span each for their own part. For each row the spans
+ * cover positions 0 .. p exactly once, in rising kv0. kv0 lies within a page only where the backend allows it. */
 typedef struct toka_span {
     int row0, n_rows, page0, kv0, n_kv;
 } toka_span;
@@ -368,7 +371,8 @@ typedef struct toka_step {   /* one forward step, the plan as integers; host mem
     const int32_t *pages;    /* page tables, spans point into it */
     const toka_span *spans;  /* [n_spans] */
     int n_copies;
-    const toka_copy *copies; /* [n_copies] done before any K or V of this step is stored; no page is in both columns, none twice in `to` */
+    const toka_copy *copies; /* [n_copies] done before any K or V of this step is stored; no page is in both columns, none twice in
+                                `to` */
     const toka_out_row *out; /* [n_out] */
     float *logits;           /* NULL, or [n_out][V_all] host float32: raw logits too (tests, tools) */
     int64_t number;          /* with stages: 1, 2, 3 ... in the order in which the ranks run them */
@@ -394,8 +398,8 @@ typedef struct toka_device_options {
     void *user;
 } toka_device_options;
 
-/* What a device did by its own clock, since its first step, the rehearsal. Every so many steps one is run with the clock read between its ops, too; what
- * these did is counted from the step's integers: bytes are the least that must move. */
+/* What a device did by its own clock, since its first step, the rehearsal. Every so many steps one is run with the clock read
+ * between its ops, too; what these did is counted from the step's integers: bytes are the least that must move. */
 enum {
     TOKA_PART_EMBED, TOKA_PART_QKV, TOKA_PART_ATTENTION, TOKA_PART_OUT, TOKA_PART_MLP, TOKA_PART_HEAD,
     TOKA_PART_SUMS,     /* over tensor ranks, with what it waits for them; bytes: that leave over its links */
@@ -413,7 +417,8 @@ typedef struct toka_times {
     toka_part_times part[TOKA_PARTS];
 } toka_times;
 
-typedef struct toka_memory { /* of one device, in bytes: what the model takes, the KV pool, and all else that is gone since it was opened */
+typedef struct toka_memory { /* of one device, in bytes: what the model takes, the KV pool, and all else that is gone since it was
+                                opened */
     int64_t weights, kv, rest;
 } toka_memory;
 
@@ -425,12 +430,13 @@ typedef void toka_bench_fn(void *user, const toka_bench_row *row);
 
 typedef struct toka_backend {
     const char *name;
-    /* Describes device number i of this kind in one line. Returns 0 when there is none that can be used, with the reason in line. */
+    /* Describes device number i of this kind in one line. Returns 0 when there is none that can be used, with the reason in
+     * line. */
     int (*probe)(int i, char *line, size_t bytes);
     /* Devices of this kind that one process can use beside one another; NULL: as many as it wants. */
     int (*count)(void);
-    /* Bytes that the KV pool may take beside all the rest of this model and a step of this size, on the device that `o` names (n_pages
-     * and the group are not looked at). */
+    /* Bytes that the KV pool may take beside all the rest of this model and a step of this size, on the device that `o` names
+     * (n_pages and the group are not looked at). */
     int64_t (*kv_bytes)(const toka_shape *shape, const toka_weights *weights, const toka_device_options *o);
     /* Takes all memory; keeps `shape` and `weights` by pointer, they outlive the device. */
     int (*open)(toka_device **out, const toka_device_options *o, const toka_shape *shape, const toka_weights *weights,
@@ -443,9 +449,9 @@ typedef struct toka_backend {
     void (*upload)(toka_device *d, toka_dev to, const void *from, size_t bytes);
     void (*download)(toka_device *d, void *to, toka_dev from, size_t bytes);
     /* Ranks. Each rank is a device, driven by one thread; all run the same steps in the same order. An op that waits for other
-     * ranks, and open, where the ranks meet, give up when the group is aborted; the op also when nobody gets on for half a minute: then
-     * every device of the group latches a failure, with the rank and the op, and further ops do nothing. A device may be closed when
-     * its own thread is in no op, the group when its devices are. */
+     * ranks, and open, where the ranks meet, give up when the group is aborted; the op also when nobody gets on for half a minute:
+     * then every device of the group latches a failure, with the rank and the op, and further ops do nothing. A device may be
+     * closed when its own thread is in no op, the group when its devices are. */
     int (*group_open)(toka_group **out, int tp_size, int pp_size, toka_err *e);
     void (*group_close)(toka_group *g);
     void (*group_abort)(toka_group *g);                         /* any thread */
@@ -456,19 +462,20 @@ typedef struct toka_backend {
     void (*all_reduce)(toka_device *d, toka_dev x, int rows);   /* x [rows][E] = the sum over the stage's tp ranks, in order */
     void (*send)(toka_device *d, toka_dev x, int rows);         /* x [rows][E] to the same tp rank of the next stage */
     void (*receive)(toka_device *d, toka_dev x, int rows);      /* from the stage before */
-    /* Steps. Ops may return before their work is done; it is done in the order in which they were called. For each step, on the rank's
-     * thread: begin, the ops, end; later finish, step after step in the same order. A step, and the host memory that it names or that
-     * its picks go to, stays as it is from begin to the end of finish, which waits until the step is done: its picks are there then.
-     * At most n_ahead steps are begun and not finished. finish is called for each that was begun, also after a failure, and also on
-     * ranks that have no picks. All three NULL: an op's work is done when it returns. */
+    /* Steps. Ops may return before their work is done; it is done in the order in which they were called. For each step, on the
+     * rank's thread: begin, the ops, end; later finish, step after step in the same order. A step, and the host memory that it
+     * names or that its picks go to, stays as it is from begin to the end of finish, which waits until the step is done: its picks
+     * are there then. At most n_ahead steps are begun and not finished. finish is called for each that was begun, also after a
+     * failure, and also on ranks that have no picks. All three NULL: an op's work is done when it returns. */
     void (*begin)(toka_device *d, const toka_step *s);
     void (*end)(toka_device *d, const toka_step *s);
     void (*finish)(toka_device *d, const toka_step *s);
-    /* The next step to go through begin, ops and end, ahead of the first real one, so that it is captured: it runs nothing and is not
-     * finished. NULL: that was all; no entry: nothing is captured. */
+    /* The next step to go through begin, ops and end, ahead of the first real one, so that it is captured: it runs nothing and is
+     * not finished. NULL: that was all; no entry: nothing is captured. */
     const toka_step *(*capture)(toka_device *d);
     void (*times)(toka_device *d, toka_times *times);            /* as of the last finish; NULL: the device has no clock */
-    void (*copy_pages)(toka_device *d, const toka_step *s); /* s->copies, of this rank's layers; before all other ops of the step */
+    /* s->copies, of this rank's layers; before all other ops of the step */
+    void (*copy_pages)(toka_device *d, const toka_step *s);
     /* The transformer. x: [T][E] residual stream (with room for E rounded up to 8, where a backend wants to pad), q and o:
      * [T][H][D], in the backend's own activation type (float32 on the CPU, bf16 on CUDA); `layer` also picks the layer's K
      * and V pages. With tp ranks, embed, out_residual and norm_mlp_residual leave in x this rank's part of a sum, and all_reduce
@@ -480,27 +487,29 @@ typedef struct toka_backend {
     void (*attention)(toka_device *d, const toka_step *s, int layer, toka_dev q, toka_dev o);
     void (*out_residual)(toka_device *d, const toka_step *s, int layer, toka_dev o, toka_dev x);     /* x += o W_o (+b) */
     void (*norm_mlp_residual)(toka_device *d, const toka_step *s, int layer, toka_dev x);  /* x += down(silu(gate)*up) */
-    void (*norm_logits_sample)(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks); /* picks[n_out], host; see finish */
+    /* picks[n_out], host; see finish */
+    void (*norm_logits_sample)(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks);
     /* Measures every op at the shapes of known models, without a model; the first row is the read bandwidth. NULL: not there. */
     int (*bench)(toka_bench_fn *row, void *user, toka_err *e);
     size_t activation_bytes; /* bytes of one element of x, q and o, and of K and V */
     int page_tok;            /* tokens of a KV page: toka_shape.B */
     bool rehearse;           /* the largest step is run once at open: it shows that memory suffices, and loads the code */
     int default_tokens, default_seqs; /* of a step, and running at once, where the user does not say */
-    int n_ahead;             /* steps that are posted before the oldest one's picks are looked at, and begun before it is finished; 1:
-                                each is waited for */
+    int n_ahead;             /* steps that are posted before the oldest one's picks are looked at, and begun before it is finished;
+                                1: each is waited for */
     /* What attention costs here, in tokens of K and V read for one row; decides which shared prefixes become spans of their own:
      * merging one more partial result into a row, one more span, and how many rows one read of K and V serves. */
     int merge_tok, span_tok, tile_rows;
     int cut_tok; /* a span may begin within a page, at a multiple of this; 0: no */
 } toka_backend;
 
-/* ---- What a GPU's memory and steps are: the CUDA backend counts with these before it takes anything, `toka plan` for GPUs that are not
- * there. ---- */
+/* ---- What a GPU's memory and steps are: the CUDA backend counts with these before it takes anything, `toka plan` for GPUs that
+ * are not there. ---- */
 
 enum { TOKA_GPU_PAGE_TOK = 64,
        TOKA_GPU_LINK = 3,      /* messages between two stages that are under way */
-       TOKA_GPU_TOKENS = 8448, /* of a step: whole waves of 128-row tiles on 132 multiprocessors, for every N that is a multiple of 1,024 */
+       /* of a step: whole waves of 128-row tiles on 132 multiprocessors, for every N that is a multiple of 1,024 */
+       TOKA_GPU_TOKENS = 8448,
        TOKA_GPU_SEQS = 8192 };
 
 /* A matrix as bf16, rows and columns rounded up to 8 as they lie on the device; 0: not there. */
@@ -508,8 +517,9 @@ static inline size_t toka_gpu_matrix_bytes(const toka_tensor *t) {
     return ((size_t)t->rows + 7) / 8 * 8 * (((size_t)t->cols + 7) / 8 * 8) * 2;
 }
 static inline size_t toka_gpu_layer_bytes(const toka_layer *l) {
-    return toka_gpu_matrix_bytes(&l->q) + toka_gpu_matrix_bytes(&l->k) + toka_gpu_matrix_bytes(&l->v) + toka_gpu_matrix_bytes(&l->o) +
-           toka_gpu_matrix_bytes(&l->gate) + toka_gpu_matrix_bytes(&l->up) + toka_gpu_matrix_bytes(&l->down);
+    return toka_gpu_matrix_bytes(&l->q) + toka_gpu_matrix_bytes(&l->k) + toka_gpu_matrix_bytes(&l->v) +
+           toka_gpu_matrix_bytes(&l->o) + toka_gpu_matrix_bytes(&l->gate) + toka_gpu_matrix_bytes(&l->up) +
+           toka_gpu_matrix_bytes(&l->down);
 }
 /* What all but the weights and the KV pool takes, with what the driver and the libraries' code take. */
 static inline size_t toka_gpu_scratch_bytes(const toka_shape *s, int max_tokens) {
@@ -517,9 +527,9 @@ static inline size_t toka_gpu_scratch_bytes(const toka_shape *s, int max_tokens)
     size_t attention = (size_t)s->H * (s->D + 1) * 4; /* of a row: what earlier spans left, float32 */
     return (size_t)max_tokens * (row * 2 + attention) + (size_t)s->max_len * s->D / 2 * 8 + ((size_t)1536 << 20);
 }
-/* Do tp ranks take a step of so many rows in two halves, of which one is summed while the other is computed? Then each sends all it has to
- * each of the others, tp - 1 messages a sum, where two shots are 2 (tp - 1) / tp: only over two that is no more. Llama-3.1-70B over four H200,
- * prompts beside answers: 14,382 tok/s in halves, 15,410 without; 2026-11-22. */
+/* Do tp ranks take a step of so many rows in two halves, of which one is summed while the other is computed? Then each sends all
+ * it has to each of the others, tp - 1 messages a sum, where two shots are 2 (tp - 1) / tp: only over two that is no more.
+ * Llama-3.1-70B over four H200, prompts beside answers: 14,382 tok/s in halves, 15,410 without; 2026-11-22. */
 static inline int toka_gpu_in_halves(int tp, int rows) { return tp == 2 && rows >= 2048; }
 /* And what ranks need for one another: sums and samples of a stage's tensor ranks, messages between stages. */
 static inline size_t toka_gpu_group_bytes(const toka_shape *s, int max_tokens, int tp, int pp) {
