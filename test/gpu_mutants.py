@@ -126,11 +126,11 @@ MUTANTS = [
            ("V of the next row", "ldmatrix_x4_trans(b, smem_at(v + attn_piece_at(TOK, `n * 16 + row`, c * 2 + piece)));", "n * 16 + (row ^ 1)")),
     *group("attn_small", "attn small", "decode .*B=64 ",
            ("a last tile of one position", "ids_at = -32;\n    int n_tiles = it.kv1 > first ? `(it.kv1 - first + TOK - 1) / TOK` : 0;",
-            "(it.kv1 - first + TOK - 2) / TOK"),
+            "(it.kv1 - first + TOK - 2 + a.early) / TOK"), # where rows are early, the newest is put into the last tile
            ("what lies behind the last position", "if (j / (DP / 8) < from || `j / (DP / 8) >= n`)", "j / (DP / 8) > n"),
            ("the first eight positions where not all are its own", "int from = `max(0, it.skip - t) / 8`, pieces", "(max(0, it.skip - t) + 7) / 8",
             "tails.* B=64 .*shared"),
-           ("the last page is the one before", "min(page + lane, `(it.kv1 - it.kv0 - 1) >> a.log2_B`)", "max((it.kv1 - it.kv0 - 1 >> a.log2_B) - 1, 0)")),
+           ("the last page is the one before", "min(ids_at + lane, `last >> a.log2_B`)];\n        int of", "max((last >> a.log2_B) - 1, 0)")),
     *group("attn_small", "attn small", "late rows",
            ("the newest V as it was before", "if (`is_v < 2`) *(uint4 *)(k + is_v * HALF", "is_v == 0"),
            ("the newest row is that of the part before", "`it.kv1 == it.pos_hi + 1`; /* its last row", "false")),

@@ -413,7 +413,7 @@ static void model(const char *path, int n_gpus) {
         }
         if (run(path, at[i], prompts, w)) compare(name, at[i], one, w, alone);
         else verdict(false, "%s", name);
-        if (at[i].dp == 1) graphs(path, at[i]);
+        if (at[i].dp == 1 && strcmp(path, EIGHT)) graphs(path, at[i]); /* opened from a folder */
         free(w->logits);
     }
     if (one) toka_close(one);
