@@ -5,11 +5,12 @@
  * mma.sync kernels, which also run on Hopper and there serve the tests as a second opinion.
  *
  * HOW A STEP RUNS. Plans are integers made on the host (toka.c chapters 16 and 17). `begin` copies what the step needs into one
- * pinned buffer and up in one transfer (struct stage), with the work lists of attention (chapter 8) and of sampling
- * (chapter 11); the ops only launch kernels on one stream, and `end` puts an event behind them. So the next step can be begun while this one
- * runs: what was drawn last for each slot stays on the device (toka_device.last), where `embed` of the next step finds it. `finish` waits
- * for the event of the oldest step and hands out its picks. What a step needs on the host there is STEPS_AHEAD times. Decode steps of up
- * to 1,024 rows are graphs, captured at open: then the ops launch nothing, and the last of them launches the graph (chapter 15).
+ * pinned buffer and up in one transfer (struct stage), with the work lists of attention (chapter 8) and of sampling (chapter 11);
+ * the ops only launch kernels on one stream, and `end` puts an event behind them. So the next step can be begun while this one
+ * runs: what was drawn last for each slot stays on the device (toka_device.last), where `embed` of the next step finds it.
+ * `finish` waits for the event of the oldest step and hands out its picks. What a step needs on the host there is STEPS_AHEAD
+ * times. Decode steps of up to 1,024 rows are graphs, captured at open: then the ops launch nothing, and the last of them launches
+ * the graph (chapter 15).
  *
  * NUMBERS. Weights and activations are bf16, accumulators, norms, softmax and log-probabilities float32. The residual stream x is
  * bf16 between ops. Every sum has a fixed order, so a step repeated is equal to the bit; a row's result may differ by
@@ -25,11 +26,11 @@
  *   K and V     pool[layer][page][kv head][K, V][B tokens][D] bf16
  *   norms       float32
  *
- * LETTERS as in toka.h: T tokens, S sequences, L layers, H query heads, K kv heads, D head size, E width, F mlp width, V vocabulary,
- * B tokens per page. In GEMMs y[M][N] = x[M][K] W[N][K]^T has its own M, N, K.
+ * LETTERS as in toka.h: T tokens, S sequences, L layers, H query heads, K kv heads, D head size, E width, F mlp width, V
+ * vocabulary, B tokens per page. In GEMMs y[M][N] = x[M][K] W[N][K]^T has its own M, N, K.
  *
- * KERNELS, and what they reach (NVIDIA H200, 2026-11-22; reads at 4.4 TB/s; test/results/gpu-h200.md has the whole tables, and at which
- * commit; `toka bench ops` measures them anew)
+ * KERNELS, and what they reach (NVIDIA H200, 2026-11-22; reads at 4.4 TB/s; test/results/gpu-h200.md has the whole tables, and at
+ * which commit; `toka bench ops` measures them anew)
  *
  *   op                 kernel                shapes                       bound by     reaches
  *   copies of pages    copy_pages_kernel     any                          copy         not measured
@@ -102,14 +103,15 @@
 
 typedef __nv_bfloat16 bf16;
 
-/* Steps begun and not finished at most: one runs, the next waits behind it on the stream. NVIDIA H200, 1B, 2026-11-22, output tok/s with 1, 2
- * and 3 of them: 857, 926, 920 (1 sequence), 29,849, 31,754, 31,624 (64), 134,998, 145,261, 143,932 (8,192). The host's 0.5 to 0.9 ms of
- * launching is hidden. */
+/* Steps begun and not finished at most: one runs, the next waits behind it on the stream. NVIDIA H200, 1B, 2026-11-22, output
+ * tok/s with 1, 2 and 3 of them: 857, 926, 920 (1 sequence), 29,849, 31,754, 31,624 (64), 134,998, 145,261, 143,932 (8,192). The
+ * host's 0.5 to 0.9 ms of launching is hidden. */
 enum { STEPS_AHEAD = 2, STEP_RING = STEPS_AHEAD + 1 }; /* the ring still has the step before the oldest, whose end is a time */
 
-/* Memory that goes up once per step: pinned host buffers that take turns, and a device buffer of the same layout. put() returns where
- * the bytes will lie on the device once stage_send has run. A step brings all that it needs, 9 KB for 64 sequences, 726 KB for 8,192: 2.9 and
- * 16 us (H200). Sampling parameters kept by slot made that 496 KB, and steps of few rows 2 us longer: one trip to memory more. */
+/* Memory that goes up once per step: pinned host buffers that take turns, and a device buffer of the same layout. put() returns
+ * where the bytes will lie on the device once stage_send has run. A step brings all that it needs, 9 KB for 64 sequences, 726 KB
+ * for 8,192: 2.9 and 16 us (H200). Sampling parameters kept by slot made that 496 KB, and steps of few rows 2 us longer: one trip
+ * to memory more. */
 typedef struct stage {
     char *host[STEPS_AHEAD], *dev;
     int turn; /* the host buffer that is being filled */
@@ -136,8 +138,8 @@ typedef struct step_rows { /* the running step, on the device */
     const toka_copy *copies;
 } step_rows;
 
-/* Events around the steps begun and not finished, in rings: `done` is what finish waits for (asleep: to spin for it gained nothing at 1 and
- * 64 sequences). Every TIME_EVERY-th step has events between its ops, too. */
+/* Events around the steps begun and not finished, in rings: `done` is what finish waits for (asleep: to spin for it gained nothing
+ * at 1 and 64 sequences). Every TIME_EVERY-th step has events between its ops, too. */
 enum { TIME_EVERY = 64 };
 typedef struct step_clock {
     cudaEvent_t begun[STEP_RING], done[STEP_RING];
@@ -148,9 +150,10 @@ typedef struct step_clock {
     toka_times t;
 } step_clock;
 
-/* Decode steps are graphs, captured at open (chapter 15): one for each size, up to which steps are filled with rows that are nobody's, and each
- * number of launches that attention may need in a layer. Before a graph runs, its attention nodes become the kernels of the step's
- * work list; for all others the size says what they do, and what varies lies at fixed places in the stage. */
+/* Decode steps are graphs, captured at open (chapter 15): one for each size, up to which steps are filled with rows that are
+ * nobody's, and each number of launches that attention may need in a layer. Before a graph runs, its attention nodes become the
+ * kernels of the step's work list; for all others the size says what they do, and what varies lies at fixed places in the
+ * stage. */
 enum { GRAPH_ROWS = 1024, GRAPH_SIZES = 15, GRAPH_ATTENTIONS = 6 };
 enum graph_attention { GRAPH_LAUNCHES, GRAPH_KEEPS, GRAPH_RENEWS }; /* what becomes of a kernel: see launch_dependent */
 typedef struct step_graph {
@@ -272,9 +275,9 @@ static void clock_part(toka_device *d, int part) {
     latch(d, cudaEventRecord(c->at[c->n_at++], d->stream), "step");
 }
 
-/* Before a kernel's first launch on a device: leave for `smem` bytes of dynamic shared memory, which is needed beyond 48 KB of that and
- * what the kernel declares. On Hopper all kernels ask for the largest
- * share of shared memory, for a multiprocessor must run empty to change it, and then no kernel could start beside another. */
+/* Before a kernel's first launch on a device: leave for `smem` bytes of dynamic shared memory, which is needed beyond 48 KB of
+ * that and what the kernel declares. On Hopper all kernels ask for the largest share of shared memory, for a multiprocessor must
+ * run empty to change it, and then no kernel could start beside another. */
 static void launch_prepare(toka_device *d, const char *what, const void *kernel, size_t smem) {
     int i = 0, cap = sizeof d->prepared / sizeof *d->prepared;
     while (i < d->n_prepared && d->prepared[i].kernel != kernel) i++;
@@ -295,7 +298,8 @@ static void graph_launch(toka_device *d) {
     if (graph_runs(d) && !d->error.code) latch(d, cudaGraphLaunch(d->graphs.now->exec, d->stream), "step");
 }
 
-/* A kernel of attention in a graph: remembered when it is captured, made another one with other arguments before it is replayed. */
+/* A kernel of attention in a graph: remembered when it is captured, made another one with other arguments before it is
+ * replayed. */
 static void graph_keep(toka_device *d) {
     cudaStreamCaptureStatus status;
     const cudaGraphNode_t *last;
@@ -320,8 +324,8 @@ static void graph_renew(toka_device *d, const cudaLaunchConfig_t *config, const 
 
 template <class T> struct as_declared { typedef T type; }; /* keeps a parameter out of template deduction */
 
-/* Launches a kernel in clusters of `cluster` CTAs, with `smem` bytes of dynamic shared memory. On Hopper it may start while the kernel
- * ahead still runs, so in every chain each thread that touches what an earlier kernel wrote, or writes what one reads, must
+/* Launches a kernel in clusters of `cluster` CTAs, with `smem` bytes of dynamic shared memory. On Hopper it may start while the
+ * kernel ahead still runs, so in every chain each thread that touches what an earlier kernel wrote, or writes what one reads, must
  * have passed grid_wait(); and each kernel must call it, also one that needs nothing, for "the one ahead has ended" says nothing
  * about those before it. Only what no kernel of the stream writes, weights above all, may be read earlier. */
 template <class... P>
@@ -443,8 +447,8 @@ __device__ static inline void mbar_arrive(uint32_t bar) {
 __device__ static inline void mbar_expect_tx(uint32_t bar, int bytes) { /* arrives too */
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
-/* At the barrier of the same offset in CTA `cta` of the cluster, to say that reads of wgmma have ended. Makes no writes visible there:
- * .release.cluster would, by a fence that costs as much as a block of products. */
+/* At the barrier of the same offset in CTA `cta` of the cluster, to say that reads of wgmma have ended. Makes no writes visible
+ * there: .release.cluster would, by a fence that costs as much as a block of products. */
 __device__ static inline void mbar_arrive_remote_read(uint32_t bar, int cta) {
     asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [r];}"
                  ::"r"(bar), "r"(cta) : "memory");
@@ -607,8 +611,8 @@ template <int N> __device__ static inline void wgmma_keep(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]));
 }
-/* Matrix descriptor of b for TRANS_B: rows of 64 columns in 128 bytes with 128-byte swizzle, base aligned to 1,024 bytes; 8 rows every
- * 1,024 bytes; panels of 64 columns lie `panel_bytes` apart. The next 16 rows are 2,048 bytes on: + 128. */
+/* Matrix descriptor of b for TRANS_B: rows of 64 columns in 128 bytes with 128-byte swizzle, base aligned to 1,024 bytes; 8 rows
+ * every 1,024 bytes; panels of 64 columns lie `panel_bytes` apart. The next 16 rows are 2,048 bytes on: + 128. */
 __device__ static inline uint64_t wgmma_desc_trans(uint32_t at, int panel_bytes) {
     return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(panel_bytes >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
@@ -701,7 +705,8 @@ static void stage_begin(toka_device *d, stage *s) { /* waits until the last tran
     s->used = 0;
 }
 
-/* Room for `bytes`, 16-byte aligned: *host to fill, and the address on the device. The caller has sized the stage so that it fits. */
+/* Room for `bytes`, 16-byte aligned: *host to fill, and the address on the device. The caller has sized the stage so that it
+ * fits. */
 static void *stage_room(stage *s, size_t bytes, void **host) {
     size_t at = (s->used + 15) & ~(size_t)15;
     assert(at + bytes <= s->cap);
@@ -721,8 +726,8 @@ static void stage_send(toka_device *d, stage *s) {
 
 /* ---- Weights: mapped file -> pinned buffers -> device ----
  *
- * A piece is a run of elements of one tensor. LOAD_THREADS workers take pieces in turn; each copies from the mapped file (where the
- * page faults happen, so that several are under way) into one of its two pinned buffers and queues the transfer on its own
+ * A piece is a run of elements of one tensor. LOAD_THREADS workers take pieces in turn; each copies from the mapped file (where
+ * the page faults happen, so that several are under way) into one of its two pinned buffers and queues the transfer on its own
  * stream, with the kernel that converts and places. There is no second copy on the host beyond those buffers. Bound by the slower
  * of page cache and bus. */
 
@@ -940,7 +945,8 @@ static void weights_open(toka_device *d) {
  * =========================================================================== */
 
 /* ---- Copies of KV pages ----
- * pool[layer][to] = pool[layer][from], 16 bytes a thread and turn. Grid (copies, layers), block 256. Moves 2 * page bytes: copy speed. */
+ * pool[layer][to] = pool[layer][from], 16 bytes a thread and turn. Grid (copies, layers), block 256. Moves 2 * page bytes: copy
+ * speed. */
 __global__ static void __launch_bounds__(256) copy_pages_kernel(const toka_copy *copies, bf16 *kv, size_t layer, int page) {
     grid_launch_dependents();
     grid_wait();
@@ -952,10 +958,10 @@ __global__ static void __launch_bounds__(256) copy_pages_kernel(const toka_copy 
 }
 
 /* ---- RMSNorm ----
- * y[t][i] = x[r][i] * w[i] / sqrt(mean(x[r]^2) + eps), r = rows ? rows[t] : t. x, y bf16 [.][E], w float32, one rounding at the end.
- * Grid T, block 128; what w and x a thread needs first it holds in registers, w from before the kernel ahead has ended; more is read
- * twice. Reads 2*T*E, writes 2*T*E bytes: copy speed. Sums: each thread over its own elements, then a tree over lanes and warps: one
- * order for every T. */
+ * y[t][i] = x[r][i] * w[i] / sqrt(mean(x[r]^2) + eps), r = rows ? rows[t] : t. x, y bf16 [.][E], w float32, one rounding at the
+ * end. Grid T, block 128; what w and x a thread needs first it holds in registers, w from before the kernel ahead has ended; more
+ * is read twice. Reads 2*T*E, writes 2*T*E bytes: copy speed. Sums: each thread over its own elements, then a tree over lanes and
+ * warps: one order for every T. */
 enum { NORM_HELD = 4 }; /* runs of 8 columns a thread holds: E up to 4,096 */
 __device__ static inline float block_sum_128(float v) { /* to all threads */
     __shared__ float part[4];
@@ -1013,8 +1019,9 @@ static void rmsnorm(toka_device *d, const bf16 *x, const int *rows, const float 
 }
 
 /* ---- RMSNorm without a kernel of its own, for up to 8 rows ----
- * norm(x) W^T = (x w) W^T / rms(x): the kernel that makes x leaves x w, too, and the sums of squares of its columns, 16 by 16; the GEMM that
- * takes it multiplies what it puts out by 1 / rms. A kernel less in the chain is worth more than what all CTAs add up anew. */
+ * norm(x) W^T = (x w) W^T / rms(x): the kernel that makes x leaves x w, too, and the sums of squares of its columns, 16 by 16; the
+ * GEMM that takes it multiplies what it puts out by 1 / rms. A kernel less in the chain is worth more than what all CTAs add up
+ * anew. */
 enum { FOLD_ROWS = 8, FOLD_N = 16, FOLD_HELD = 8 /* in registers: E up to 4,096 */ };
 typedef struct norm_fold {
     const float *w;     /* [E] of the norm that follows; NULL: none */
@@ -1036,9 +1043,9 @@ static bool fold_take(toka_device *d) {
 }
 
 /* ---- embed ----
- * x[t][:] = E[ids[t] - v0][:], bf16, zeros for an id that is not among the table's V; an id -1 - q is the one drawn last for slot q.
- * fold.w: and what the norm that follows needs.
- * Grid T, block 128, 32 bytes a thread and turn. Moves 2*T*E*2 bytes: copy speed. */
+ * x[t][:] = E[ids[t] - v0][:], bf16, zeros for an id that is not among the table's V; an id -1 - q is the one drawn last for slot
+ * q. fold.w: and what the norm that follows needs. Grid T, block 128, 32 bytes a thread and turn. Moves 2*T*E*2 bytes: copy
+ * speed. */
 __global__ static void __launch_bounds__(128) embed_kernel(const int *ids, const int *last, const bf16 *table, int v0, int V, bf16 *x,
                                                            int E, const norm_fold fold) {
     grid_launch_dependents();
@@ -1085,11 +1092,11 @@ static void rope_open(toka_device *d) {
 }
 
 /* ---- QK-norm, RoPE, K and V to their pages ----
- * qkv[t] = {q [H][D], k [K][D], v [K][D]} bf16, biases added. Each head of q and k: RMSNorm over D where the model has it, then the
- * pair (i, i + D/2) turned by the angle of pos[t]. q goes to q[t][h], k and v to the page of slot[t]. All in float32.
- * One warp a head: lane l has the pairs 2l, 2l+1, 2l+64 ..., so a warp reads 128 bytes of each half at once. Positions, slots and the table
- * are no kernel's work of this step and are read before the one ahead has ended. Grid T*(H+2K)/8, block 256. Moves 4*T*(H+2K)*D bytes: copy
- * speed. D/2 is even, D at most 256. */
+ * qkv[t] = {q [H][D], k [K][D], v [K][D]} bf16, biases added. Each head of q and k: RMSNorm over D where the model has it, then
+ * the pair (i, i + D/2) turned by the angle of pos[t]. q goes to q[t][h], k and v to the page of slot[t]. All in float32. One warp
+ * a head: lane l has the pairs 2l, 2l+1, 2l+64 ..., so a warp reads 128 bytes of each half at once. Positions, slots and the table
+ * are no kernel's work of this step and are read before the one ahead has ended. Grid T*(H+2K)/8, block 256. Moves 4*T*(H+2K)*D
+ * bytes: copy speed. D/2 is even, D at most 256. */
 typedef struct rope_args {
     const bf16 *qkv;
     bf16 *q, *kv; /* kv: the layer's pool */
@@ -1253,9 +1260,9 @@ static gemm_call gemm_checked(const gemm_args *a) {
 /* ---- y[M][N] = x[M][K] W[N][K]^T on mma.sync m16n8k16 ----
  *
  * in   x bf16 [M][ldx], W bf16 [N][K], bias float32 [N] or NULL; any M, N and K multiples of 8      out  y, see enum epilogue
- * One CTA makes a tile of BM x BN, its warps WM x WN each. K goes by in slices of 32 through a ring of four stages that cp.async fills;
- * rows and columns outside the matrices are filled with zeros. A stage is BM rows of x, then BN rows of W, 64 bytes each, and
- * the 16-byte chunk c of row r lies at c ^ (r/2 % 4): eight rows that ldmatrix fetches together fall into eight different
+ * One CTA makes a tile of BM x BN, its warps WM x WN each. K goes by in slices of 32 through a ring of four stages that cp.async
+ * fills; rows and columns outside the matrices are filled with zeros. A stage is BM rows of x, then BN rows of W, 64 bytes each,
+ * and the 16-byte chunk c of row r lies at c ^ (r/2 % 4): eight rows that ldmatrix fetches together fall into eight different
  * groups of banks. CTAs walk down 8 tiles of M before the next tile of N, so that the x and W of a wave fit the L2 cache.
  *
  * grid: tiles; block: 32 threads per warp tile; shared: 4 * (BM + BN) * 64 bytes; 2MNK FLOP. 128 x 128 with warps of 64 x 32 keeps
@@ -1637,9 +1644,9 @@ struct qkv_params {
     int D;                        /* where the type does not say it */
 };
 
-/* W's rows (and the bias) lie by turns, see qkv_place: a tile may begin and end anywhere in a head, its pairs are whole. Only QK-norm needs
- * the whole head. All arithmetic is float32 on the accumulators, rounded once. The bf16 rows go through the warp's staging, so that
- * each head's row leaves in 16-byte chunks, one panel's side by side. */
+/* W's rows (and the bias) lie by turns, see qkv_place: a tile may begin and end anywhere in a head, its pairs are whole. Only
+ * QK-norm needs the whole head. All arithmetic is float32 on the accumulators, rounded once. The bf16 rows go through the warp's
+ * staging, so that each head's row leaves in 16-byte chunks, one panel's side by side. */
 template <int D> struct epi_qkv;
 template <int D, int C> struct gemm_held<epi_qkv<D>, C> {
     static constexpr int blocks = (C < D ? C : D) / 16; /* the table's values repeat from head to head */
@@ -1759,8 +1766,8 @@ template <int D> struct epi_qkv {
 #endif
 };
 
-/* Rows of q, k and v and their biases from the model's order to qkv_place's; once, in place. One CTA takes 64 columns of a head through
- * shared memory. Grid (N / D, ceil(K / 64)), block 256; D at most 128, K a multiple of 8. */
+/* Rows of q, k and v and their biases from the model's order to qkv_place's; once, in place. One CTA takes 64 columns of a head
+ * through shared memory. Grid (N / D, ceil(K / 64)), block 256; D at most 128, K a multiple of 8. */
 __global__ static void __launch_bounds__(256) qkv_order_kernel(bf16 *w, float *bias, int K, int D) {
     __shared__ uint4 rows[128 * 8];
     __shared__ float b[128];
@@ -2052,9 +2059,9 @@ typedef struct gemm_plan {
 
 /* Estimated clocks of a variant. Constants from sweeps of all variants over the shapes of `toka bench ops` on an H100 and an H200
  * (test/gpu_gemm.cu sweep): a block of K costs 4 BN clocks of tensor core and about 45 of waiting, or the time L2 needs for it, or
- * that of 64 bytes a clock into a multiprocessor; with a long K the CTAs that read the same rows drift apart, so L2 gives less, and
- * over several waves a shared W pays. A tile ends in an epilogue, a split one in the exchange of sums, and every wave of split ones
- * starts from an empty ring. */
+ * that of 64 bytes a clock into a multiprocessor; with a long K the CTAs that read the same rows drift apart, so L2 gives less,
+ * and over several waves a shared W pays. A tile ends in an epilogue, a split one in the exchange of sums, and every wave of split
+ * ones starts from an empty ring. */
 static double gemm_cost(const toka_device *d, const gemm_variant *v, int mc, int M, int N, int K) {
     int per_cluster = mc * v->split, units = ceil_div(M, 128 * mc) * ceil_div(N, v->bn);
     int at_once = per_cluster == 4 ? d->n_quads : d->n_sms / per_cluster, waves = ceil_div(units, at_once);
@@ -2185,33 +2192,32 @@ static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const 
 
 /* ---- y[M][N] = x[M][K] W[N][K]^T for few rows, on wgmma with the sides swapped ----
  *
- * in, out as in chapter 5; M <= ROWS (8, 16, 32, 64).
- * W is read once and is all that counts: 2NK bytes. So W is the 64-row operand of wgmma and the rows of x are its columns: D[n][m],
- * of which a few rows waste little. A CTA has 64 rows of W, one consumer warpgroup and two producer warps, which keep a ring of
- * slices of 64 columns of K in flight: 64 rows of W, 128 bytes each, then ROWS rows of x, both with the 128-byte swizzle; what lies
- * outside the matrices arrives as zeros. The ring fills with W before grid_wait(), while the kernel ahead still runs, and is small
- * enough for the CTAs of the next kernel to do the same beside this one.
- * Where W has too few rows for all multiprocessors, `split` CTAs of a cluster share a tile's K. Each gets the sums of 1/split of the rows
- * of x from the registers of all others, adds the parts in the order of K (bitwise repeatable) and puts them out.
+ * in, out as in chapter 5; M <= ROWS (8, 16, 32, 64). W is read once and is all that counts: 2NK bytes. So W is the 64-row operand
+ * of wgmma and the rows of x are its columns: D[n][m], of which a few rows waste little. A CTA has 64 rows of W, one consumer
+ * warpgroup and two producer warps, which keep a ring of slices of 64 columns of K in flight: 64 rows of W, 128 bytes each, then
+ * ROWS rows of x, both with the 128-byte swizzle; what lies outside the matrices arrives as zeros. The ring fills with W before
+ * grid_wait(), while the kernel ahead still runs, and is small enough for the CTAs of the next kernel to do the same beside this
+ * one. Where W has too few rows for all multiprocessors, `split` CTAs of a cluster share a tile's K. Each gets the sums of 1/split
+ * of the rows of x from the registers of all others, adds the parts in the order of K (bitwise repeatable) and puts them out.
  *
- * grid: tiles of 64 rows of W times split, in clusters of split; block: 192; shared: the ring and what comes, 112 KB at most.
- * On an H200 (2026-11-22) it reads W at 95 to 99 % of what a plain read reaches where that takes 20 us or more and x has few rows. In
- * a chain each launch costs about 2.5 us that nothing hides: 1 from the last CTA's end until grid_wait() returns in the next kernel,
- * 0.3 to 0.5 for the first x, the sum over the cluster, the stores and the end.
- * Retired: sums left in shared memory between cluster barriers and read from there (the barriers fence to the whole GPU): 2 to
- * 3 us for the sum instead of 1. Bulk copies of the sums, into the peers' rings, which first must say that they are free, or
- * into this room: as fast or 2 to 4 % slower (64 rows). Slices of W and of x in rings of their own, so that more of W is
- * fetched ahead: 1 us slower up to 32 rows, for the thread that fetches x then also says how many bytes come, and 5 % where K
- * is long. 128 rows of x (24 to 35 % of the bandwidth where gemm_wgmma has 28 to 45). 128 rows of W a CTA (fewer reads of x,
- * but two thirds of the speed where fewer multiprocessors then work); neighbouring tiles, two or four, that fetch x together by
- * multicast (as fast at best); rings of 54 and 72 KB, for three kernels side by side (slower); fetching the start of the next
- * kernel's W into the L2 cache (its ring holds that already), or the rest of a CTA's own while it waits for x (1B, one row, a step:
- * 813 us; 8 KB of each every 0.25 us 820, all at once 832; what the next kernel needs first, behind the last of its own, 821 to 827:
- * the L2 cache gives hardly more bytes than memory does); each tile from another slice of K on (2 to 20 % slower: CTAs no
- * longer read the same x together); the first x asked for by four warps, four sums side by side from 32 rows on (0 to 4 %
- * slower); slices of 128 columns, fetched as two boxes or as one of three dimensions (as fast up to 32 rows, 64 rows 5 to 11 %
- * slower); x as the 64 rows, 16 or 32 rows of W and all of K, so that no sums meet (6.5 us for 5.3: o of the 1B model, 64 rows;
- * 7.2 for 6.0: qkv); one producer for W and x (half the speed: its loop took longer than the copies). */
+ * grid: tiles of 64 rows of W times split, in clusters of split; block: 192; shared: the ring and what comes, 112 KB at most. On
+ * an H200 (2026-11-22) it reads W at 95 to 99 % of what a plain read reaches where that takes 20 us or more and x has few rows. In
+ * a chain each launch costs about 2.5 us that nothing hides: 1 from the last CTA's end until grid_wait() returns in the next
+ * kernel, 0.3 to 0.5 for the first x, the sum over the cluster, the stores and the end. Retired: sums left in shared memory
+ * between cluster barriers and read from there (the barriers fence to the whole GPU): 2 to 3 us for the sum instead of 1. Bulk
+ * copies of the sums, into the peers' rings, which first must say that they are free, or into this room: as fast or 2 to 4 %
+ * slower (64 rows). Slices of W and of x in rings of their own, so that more of W is fetched ahead: 1 us slower up to 32 rows, for
+ * the thread that fetches x then also says how many bytes come, and 5 % where K is long. 128 rows of x (24 to 35 % of the
+ * bandwidth where gemm_wgmma has 28 to 45). 128 rows of W a CTA (fewer reads of x, but two thirds of the speed where fewer
+ * multiprocessors then work); neighbouring tiles, two or four, that fetch x together by multicast (as fast at best); rings of 54
+ * and 72 KB, for three kernels side by side (slower); fetching the start of the next kernel's W into the L2 cache (its ring holds
+ * that already), or the rest of a CTA's own while it waits for x (1B, one row, a step: 813 us; 8 KB of each every 0.25 us 820, all
+ * at once 832; what the next kernel needs first, behind the last of its own, 821 to 827: the L2 cache gives hardly more bytes than
+ * memory does); each tile from another slice of K on (2 to 20 % slower: CTAs no longer read the same x together); the first x
+ * asked for by four warps, four sums side by side from 32 rows on (0 to 4 % slower); slices of 128 columns, fetched as two boxes
+ * or as one of three dimensions (as fast up to 32 rows, 64 rows 5 to 11 % slower); x as the 64 rows, 16 or 32 rows of W and all of
+ * K, so that no sums meet (6.5 us for 5.3: o of the 1B model, 64 rows; 7.2 for 6.0: qkv); one producer for W and x (half the
+ * speed: its loop took longer than the copies). */
 
 enum { FEW_K = 64, FEW_N = 64, FEW_THREADS = 192, FEW_W = FEW_N * FEW_K * 2 /* bytes of W in a stage; x lies behind */ };
 enum { FEW_ROW = FEW_N * 4 /* bytes of sums of a row of x */, FEW_BLOCK = 8 * FEW_ROW /* of 8 rows */, FEW_STAGES = 12 /* at most */ };
@@ -2297,9 +2303,9 @@ template <int ROWS, int CHAINS> __device__ static inline void few_multiply(float
 
 /* ---- The sums meet ----
  *
- * Block j is 8 rows of x, 64 of W: acc[4j .. 4j+3] of 128 threads. A part gets the others' of its own blocks as [sender][block][thread] x 16
- * bytes, in room that is nothing else's: nobody need say that he is ready. What is put out lies as [rows][FEW_N] floats, of row m
- * the groups of 8 exchanged so that the 32 lanes of a store meet 32 banks. */
+ * Block j is 8 rows of x, 64 of W: acc[4j .. 4j+3] of 128 threads. A part gets the others' of its own blocks as
+ * [sender][block][thread] x 16 bytes, in room that is nothing else's: nobody need say that he is ready. What is put out lies as
+ * [rows][FEW_N] floats, of row m the groups of 8 exchanged so that the 32 lanes of a store meet 32 banks. */
 
 __device__ static inline uint32_t few_sum_at(int m, int n) { return (uint32_t)(m * FEW_ROW + (n ^ (m >> 1 & 3) << 3) * 4); }
 
@@ -2465,8 +2471,8 @@ template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a
                      gemm_map(d, c.w, c.N, c.K, c.K, FEW_N, FEW_K),
                      gemm_map(d, c.x, c.M, c.K, c.ldx, ROWS, FEW_K), c, split);
 }
-/* How many CTAs share a tile's K: until there are about as many as multiprocessors, but each has four slices of K or more. Where somewhat
- * more tiles than multiprocessors would leave many of these idle, a long K is halved. */
+/* How many CTAs share a tile's K: until there are about as many as multiprocessors, but each has four slices of K or more. Where
+ * somewhat more tiles than multiprocessors would leave many of these idle, a long K is halved. */
 static int gemm_few_split(const toka_device *d, int N, int K) {
     int tiles = ceil_div(N, FEW_N), slices = ceil_div(K, FEW_K), split = 1;
     while (split < 8 && tiles * split * 10 < d->n_sms * 9) split *= 2;
@@ -2483,16 +2489,16 @@ static void gemm_few(toka_device *d, const gemm_args *a) {
 
 /* ---- y[M][N] = x[M][K] W[N][K]^T for up to 16 rows and a small W, on mma.sync with the sides swapped ----
  *
- * in, out as in chapter 5, not LOGITS; M <= ROWS (8, 16). What a chain of a few rows needs beside the products it does itself: RoPE and
- * the pages of K and V (EPI_QKV), the norms (norm_fold).
- * Where W is read in a few microseconds, what counts is the way from the end of the kernel ahead to the end of this one. Here it
- * has no cluster and few steps: a CTA has only 16 rows of W, the side m16 of mma.sync, and all of K, of which its eight warps take
- * slices of 64 columns by turns. Each warp has its own ring of slices, so that nobody waits for anybody until the eight sums meet
- * in shared memory and are added in the order of the warps. The rings hold the whole K up to 2,048 columns (ROWS 8), and are filled
- * with W before grid_wait(). Behind K nothing is fetched: zeros take as long as columns (0.5 to 1 us). A slice is 16 rows of W, then
- * ROWS rows of x, 128 bytes each, 16-byte chunk c of row r at c ^ r%8. That W leaves the L2 cache first gains 3 % of a step (1B, one row, H200,
- * 2026-11-22: 799 -> 777 us; 8 rows 837 -> 819), for then everything else stays there.
- * Retired: x from the L2 cache to registers, and six stages of W instead of four of both: 785 us, and 980 with 8 rows.
+ * in, out as in chapter 5, not LOGITS; M <= ROWS (8, 16). What a chain of a few rows needs beside the products it does itself:
+ * RoPE and the pages of K and V (EPI_QKV), the norms (norm_fold). Where W is read in a few microseconds, what counts is the way
+ * from the end of the kernel ahead to the end of this one. Here it has no cluster and few steps: a CTA has only 16 rows of W, the
+ * side m16 of mma.sync, and all of K, of which its eight warps take slices of 64 columns by turns. Each warp has its own ring of
+ * slices, so that nobody waits for anybody until the eight sums meet in shared memory and are added in the order of the warps. The
+ * rings hold the whole K up to 2,048 columns (ROWS 8), and are filled with W before grid_wait(). Behind K nothing is fetched:
+ * zeros take as long as columns (0.5 to 1 us). A slice is 16 rows of W, then ROWS rows of x, 128 bytes each, 16-byte chunk c of
+ * row r at c ^ r%8. That W leaves the L2 cache first gains 3 % of a step (1B, one row, H200, 2026-11-22: 799 -> 777 us; 8 rows 837
+ * -> 819), for then everything else stays there. Retired: x from the L2 cache to registers, and six stages of W instead of four of
+ * both: 785 us, and 980 with 8 rows.
  *
  * grid: 16 rows of W each; block: 256; shared: 96 KB; 2NK bytes. Rings of 48 KB for four CTAs a multiprocessor: slower but where
  * many CTAs read little each, and there gemm_few is faster still. */
@@ -2535,8 +2541,8 @@ template <int ROWS> __device__ static inline void thin_multiply(float acc[ROWS /
         for (int i = 0; i < ROWS / 8; i++) mma_16816(acc[i], a[k], b[2 * i + k / 2] + k % 2 * 2);
 }
 
-/* Columns n and n+1 of row m with RESIDUAL, and what the norm that follows needs of them: w, its two weights. All threads come; the 8 of
- * a row lie side by side. */
+/* Columns n and n+1 of row m with RESIDUAL, and what the norm that follows needs of them: w, its two weights. All threads come;
+ * the 8 of a row lie side by side. */
 __device__ static inline void thin_put_normed(const gemm_call &c, bool puts, int m, int n, float2 v, uint32_t old, float2 w) {
     uint32_t y = 0;
     if (puts) {
@@ -2550,8 +2556,8 @@ __device__ static inline void thin_put_normed(const gemm_call &c, bool puts, int
     if (threadIdx.x % 8 == 0 && m < c.M) c.fold.squares[m * c.fold.n + (int)blockIdx.x] = sum;
 }
 
-/* EPI_QKV: the pairs of element i and i + D/2, and of the next two, of a head of row m: where they go and how they are turned. Reads
- * nothing that a kernel of the step writes. */
+/* EPI_QKV: the pairs of element i and i + D/2, and of the next two, of a head of row m: where they go and how they are turned.
+ * Reads nothing that a kernel of the step writes. */
 typedef struct thin_pair {
     bf16 *to;
     float4 turn; /* cosine, sine of either */
@@ -2655,14 +2661,13 @@ static void gemm_thin(toka_device *d, const gemm_args *a) {
 
 enum { FEW_MAX = 64 }; /* rows, up to which W is best the left side at every shape */
 
-/* Measured on an H200, 2026-11-22, in chains of one GEMM over weights that no cache holds; shares of the time to read W.
- * gemm_thin against gemm_few, 8 rows: 86 : 71 % (N x K 4096 x 4096), 77 : 67 (2048 x 8192), 68 : 59 (3072 x 2048), 56 : 56 (2048 x
- * 2048), but 76 : 87 where many CTAs read little each (16384 x 2048); 16 rows, whose rings hold 1,536 columns: 78 : 71, 62 : 67, 63 : 57,
- * 48 : 54, 72 : 87.
- * Where thin has CTAs for less than half of the multiprocessors and K is long: 42 : 62 (896 x 4864, 8 rows), but thin brings the norm
- * behind it along.
- * gemm_few against gemm_wgmma: ahead up to 64 rows (only LM heads lose 2 %); 128 rows: 48 : 61 (4096 x 4096), 59 : 76 (4096 x 14336), 61
- * : 59 (6144 x 4096), 60 : 76 (10240 x 8192), 35 : 45 (2048 x 8192), 24 : 28 (896 x 4864). */
+/* Measured on an H200, 2026-11-22, in chains of one GEMM over weights that no cache holds; shares of the time to read W. gemm_thin
+ * against gemm_few, 8 rows: 86 : 71 % (N x K 4096 x 4096), 77 : 67 (2048 x 8192), 68 : 59 (3072 x 2048), 56 : 56 (2048 x 2048),
+ * but 76 : 87 where many CTAs read little each (16384 x 2048); 16 rows, whose rings hold 1,536 columns: 78 : 71, 62 : 67, 63 : 57,
+ * 48 : 54, 72 : 87. Where thin has CTAs for less than half of the multiprocessors and K is long: 42 : 62 (896 x 4864, 8 rows), but
+ * thin brings the norm behind it along. gemm_few against gemm_wgmma: ahead up to 64 rows (only LM heads lose 2 %); 128 rows: 48 :
+ * 61 (4096 x 4096), 59 : 76 (4096 x 14336), 61 : 59 (6144 x 4096), 60 : 76 (10240 x 8192), 35 : 45 (2048 x 8192), 24 : 28 (896 x
+ * 4864). */
 static bool gemm_is_thin(const toka_device *d, const gemm_args *a) {
     int ctas = ceil_div(a->w->N, THIN_N), K = a->w->K;
     if (a->M <= 8) return ctas <= 2 * d->n_sms || K >= 4096;
@@ -2866,8 +2871,8 @@ static bool attn_alone(const toka_device *d, const toka_step *s, int i) {
     return s->spans[i].n_rows == 1 && d->attn->row_level[s->spans[i].row0] == 1 && s->spans[i].n_kv <= ATTN_BOTH_OWN;
 }
 
-/* Which spans attn_both does: all that it can, if they make two items for every SM and no layer has a window. A few rows that share little
- * or nothing ride along: for themselves they would cost a launch or four more. */
+/* Which spans attn_both does: all that it can, if they make two items for every SM and no layer has a window. A few rows that
+ * share little or nothing ride along: for themselves they would cost a launch or four more. */
 static void attn_plan_both(toka_device *d, const toka_step *s) {
     attn_plan *p = d->attn;
     int n_large = 0, n_few = 0; /* items */
@@ -2918,9 +2923,10 @@ static int attn_small_part(const toka_device *d, int64_t kv_positions) {
     int64_t len = kv_positions * d->shape->K / (d->n_sms * ATTN_WARPS);
     return len < ATTN_MIN_PART ? ATTN_MIN_PART : len < INT_MAX / 2 ? (int)len : INT_MAX / 2;
 }
-/* The same of tiles. They run one on an SM, in waves: the number of parts for which waves times their length, and the merge, take least.
- * In kv positions of a tile a merge costs ATTN_JOIN_START, one for every ten queries and one for every 70 parts of a query (H200:
- * 33,792 queries in two parts 50 us, 3,072 queries in 33 parts 15 us more than in 8). More than two waves stay as they are. */
+/* The same of tiles. They run one on an SM, in waves: the number of parts for which waves times their length, and the merge, take
+ * least. In kv positions of a tile a merge costs ATTN_JOIN_START, one for every ten queries and one for every 70 parts of a query
+ * (H200: 33,792 queries in two parts 50 us, 3,072 queries in 33 parts 15 us more than in 8). More than two waves stay as they
+ * are. */
 static int attn_tile_part(const toka_device *d, int64_t kv_positions, int n_tiles) {
     int64_t items = (int64_t)n_tiles * d->shape->K, len = kv_positions / max(n_tiles, 1), best = 1;
     int64_t queries = items * d->attn->tile_q, least = (items + d->n_sms - 1) / d->n_sms * len;
@@ -2949,9 +2955,9 @@ static void attn_emit_parts(attn_plan *p, attn_level *l, const attn_item *item, 
     }
 }
 
-/* How long the parts of gangs are; 0: there are to be none. n items, the longest of `most` positions. A warp is at it too long where it
- * has many: one sequence of 4,096 positions, 512 a warp, takes 20 us at D = 64 and 64 us at D = 128 (8 kv heads, H200), where parts that
- * all SMs share, and attn_join, take 9 and 17. */
+/* How long the parts of gangs are; 0: there are to be none. n items, the longest of `most` positions. A warp is at it too long
+ * where it has many: one sequence of 4,096 positions, 512 a warp, takes 20 us at D = 64 and 64 us at D = 128 (8 kv heads, H200),
+ * where parts that all SMs share, and attn_join, take 9 and 17. */
 static int attn_gang_part(const toka_device *d, int64_t kv_positions, int n, int most) {
     const attn_plan *p = d->attn;
     int B = d->shape->B, part = (int)(kv_positions * d->shape->K / (d->n_sms * ATTN_WARPS)), longest = d->shape->D <= 64 ? 128 : 64;
@@ -3044,8 +3050,8 @@ static bool attn_leads_both(const attn_plan *p, int i) {
     return p->spans[i].both && !((p->spans[i].where & ATTN_TO_O) && (p->spans[i].where & ATTN_SEED));
 }
 
-/* The items of attn_both, and then those of their rows. Rows by themselves, which take longest, come first: the shared part of their
- * items is empty. */
+/* The items of attn_both, and then those of their rows. Rows by themselves, which take longest, come first: the shared part of
+ * their items is empty. */
 static void attn_plan_both_items(toka_device *d, const toka_step *s) {
     attn_plan *p = d->attn;
     int G = p->G, most = 1 << attn_both_log2_rows(p), own = p->n_both;
@@ -3071,8 +3077,8 @@ static void attn_plan_both_items(toka_device *d, const toka_step *s) {
     }
 }
 
-/* Whether a row of few finds all K and V but its own in place before the step's first kernel starts: then they are fetched ahead of q.
- * No other row of the step stores into its pages, and none of them is a copy that the step makes. */
+/* Whether a row of few finds all K and V but its own in place before the step's first kernel starts: then they are fetched ahead
+ * of q. No other row of the step stores into its pages, and none of them is a copy that the step makes. */
 static bool attn_is_early(const toka_device *d, const toka_step *s) {
     const int B = d->shape->B;
     if (s->T > ATTN_EARLY_ROWS || s->n_copies || !s->slot) return false;
@@ -3444,12 +3450,13 @@ template <int DP, int WARPS> static void attn_mma_launch(toka_device *d, const a
 
 /* ---- Small items on Hopper: one warp, fed by the copy engine ----
  * In and out as above. Grid: (item, kv head), 32 threads. Shared: STAGES tiles of TOK positions, K and V, each [panels][TOK][64].
- * Bytes: K and V of the item's positions, rounded up to 8 positions at both ends; FLOPs: 4 * 16 * D * kv, of which G/16 are wanted.
- * Why: the limit is the bytes of K and V, so what counts is that many are under way: 9 or 13 warps of 24 or 16 KB on an SM, none of
- * which ever waits for another; the card itself hands the next item to the next free place. One lane asks for a tile with two or four
- * copies, for the first and the last one in pieces of 8 positions; the numbers of 32 pages lie in the lanes of the warp. At D = 64 more
- * warps help more than longer rings, as what an item costs beside its bytes is waiting: 8,192 samples with 88 positions of their own in
- * 454 us with two stages, 555 with three, 687 with four (H200; 398, 432 and 513 of them without a state to begin with). */
+ * Bytes: K and V of the item's positions, rounded up to 8 positions at both ends; FLOPs: 4 * 16 * D * kv, of which G/16 are
+ * wanted. Why: the limit is the bytes of K and V, so what counts is that many are under way: 9 or 13 warps of 24 or 16 KB on an
+ * SM, none of which ever waits for another; the card itself hands the next item to the next free place. One lane asks for a tile
+ * with two or four copies, for the first and the last one in pieces of 8 positions; the numbers of 32 pages lie in the lanes of
+ * the warp. At D = 64 more warps help more than longer rings, as what an item costs beside its bytes is waiting: 8,192 samples
+ * with 88 positions of their own in 454 us with two stages, 555 with three, 687 with four (H200; 398, 432 and 513 of them without
+ * a state to begin with). */
 #if HOPPER
 /* One warp's work, up to what leaves it. full: [STAGES] barriers. */
 template <int DP, int TOK, int STAGES>
@@ -3548,9 +3555,9 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
 }
 
 /* ---- Gangs: the parts of a small item in one block ----
- * In: gangs (grid: gang, kv head), n parts each, a warp for each; items: the level's small ones. Out as above. Shared: STAGES tiles a warp;
- * its sums take their place. Why: with few sequences each launch counts (3 us of attn_join in a layer, H200), and parts that
- * meet in shared memory need none. Sums: in the order of the parts. */
+ * In: gangs (grid: gang, kv head), n parts each, a warp for each; items: the level's small ones. Out as above. Shared: STAGES
+ * tiles a warp; its sums take their place. Why: with few sequences each launch counts (3 us of attn_join in a layer, H200), and
+ * parts that meet in shared memory need none. Sums: in the order of the parts. */
 template <int DP, int TOK, int STAGES>
 __global__ void __launch_bounds__(32 * ATTN_GANG, 1) attn_gang(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap whole,
                                                                const __grid_constant__ CUtensorMap fine, const attn_merge *gangs) {
@@ -3804,17 +3811,18 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
 }
 
 /* ---- A shared prefix and what its rows have of their own, in one block, on Hopper; D = 64 ----
- * In: items (n of them, then the own items of their rows, one a row), each 128 queries at most of 1 << log2_rows rows at most against a
- * span that all of them see, or of one row against none; the next and last span of each row is its own. Out: o. Grid: a block an SM, which
- * takes every gridDim'th pair of item and kv head. One warp feeds two warpgroups with the shared K and V as in attn_wg; seven warps take
- * own parts, as in attn_small, row by row as they come free. Bytes: K and V of the own positions; FLOPs: 4 * 128 * 64 * shared positions.
- * Why: the shared part is bound by the tensor cores, own parts by the bytes, so side by side both cost what the longer one costs
- * alone. And the state between them never leaves the SM: it waits in shared memory (a hub) until the row's own sums are done.
- * Measured on an H200 (`gpu_attn bench samples`: 8,192 samples of eight prompts, 675 positions shared, 88 on average of their own):
- * 449 us, where attn_wg takes 165 and attn_small 451 behind it. A warp of own parts has few rows under way, so what it does between tiles
- * counts: with six warps, copies in loops over pieces of 8 positions and three divisions a row it was 541, and waited for bytes in a
- * tenth of its time; now in a fourth. Rows that share little as launches of their own: 448 us where it is 414 (29 prompts).
- * Retired: every fourth row to each of four warps, and one hub: 652. A row looked up while the one before it is worked on: no gain. */
+ * In: items (n of them, then the own items of their rows, one a row), each 128 queries at most of 1 << log2_rows rows at most
+ * against a span that all of them see, or of one row against none; the next and last span of each row is its own. Out: o. Grid: a
+ * block an SM, which takes every gridDim'th pair of item and kv head. One warp feeds two warpgroups with the shared K and V as in
+ * attn_wg; seven warps take own parts, as in attn_small, row by row as they come free. Bytes: K and V of the own positions; FLOPs:
+ * 4 * 128 * 64 * shared positions. Why: the shared part is bound by the tensor cores, own parts by the bytes, so side by side both
+ * cost what the longer one costs alone. And the state between them never leaves the SM: it waits in shared memory (a hub) until
+ * the row's own sums are done. Measured on an H200 (`gpu_attn bench samples`: 8,192 samples of eight prompts, 675 positions
+ * shared, 88 on average of their own): 449 us, where attn_wg takes 165 and attn_small 451 behind it. A warp of own parts has few
+ * rows under way, so what it does between tiles counts: with six warps, copies in loops over pieces of 8 positions and three
+ * divisions a row it was 541, and waited for bytes in a tenth of its time; now in a fourth. Rows that share little as launches of
+ * their own: 448 us where it is 414 (29 prompts). Retired: every fourth row to each of four warps, and one hub: 652. A row looked
+ * up while the one before it is worked on: no gain. */
 enum { ATTN_OWN_TOK = 32, ATTN_OWN_STAGES = 2, ATTN_OWN_WARPS = 7 };
 struct attn_both_shape {
     static constexpr int WGS = 2, N = 64, STAGES = 2, THREADS = 512;
@@ -3872,8 +3880,8 @@ __device__ static inline void attn_hub_put_none(const attn_item &it, const attn_
 #endif
 }
 
-/* The rows that a warp does: it draws them from all of the block's, in their order, and asks for their tiles one behind the other. All of
- * it is time in which the warp computes nothing, so no divisions for a row, and a tile is one copy of K and one of V. */
+/* The rows that a warp does: it draws them from all of the block's, in their order, and asks for their tiles one behind the other.
+ * All of it is time in which the warp computes nothing, so no divisions for a row, and a tile is one copy of K and one of V. */
 struct attn_own_feed {
     const attn_args &a;
     const CUtensorMap *map32, *map16, *map8;
@@ -3973,8 +3981,8 @@ __device__ static inline void attn_own_end(const attn_args &a, const attn_own_ro
 #endif
 }
 
-/* A warp has read all that it will of the hubs before number `to`; it left those before `left` already. Each is left once by every warp,
- * rows or not, and only once it is full: who waited for none of the one before in its place would take that for this one. */
+/* A warp has read all that it will of the hubs before number `to`; it left those before `left` already. Each is left once by every
+ * warp, rows or not, and only once it is full: who waited for none of the one before in its place would take that for this one. */
 __device__ static inline void attn_hubs_leave(const attn_hubs &hubs, int &left, int to) {
 #if HOPPER
     for (; left < to; left++) {
@@ -3984,7 +3992,8 @@ __device__ static inline void attn_hubs_leave(const attn_hubs &hubs, int &left, 
 #endif
 }
 
-/* One warp: its rows, tile by tile. When one is done, the next is drawn already, for its first tile was asked for; else there is none. */
+/* One warp: its rows, tile by tile. When one is done, the next is drawn already, for its first tile was asked for; else there is
+ * none. */
 __device__ static inline void attn_own_work(attn_own_feed &feed, const attn_hubs &hubs, bf16 *ring) {
 #if HOPPER
     const attn_args &a = feed.a;
@@ -4351,8 +4360,8 @@ __device__ static inline unsigned ld_acquire_sys(const unsigned *from) {
     return v;
 }
 
-/* The meeting number c of this CTA: what any CTA in it wrote before, all threads of all of them see behind it. The others learn x. False: the
- * group is broken, and they may not have come. All threads call it. */
+/* The meeting number c of this CTA: what any CTA in it wrote before, all threads of all of them see behind it. The others learn x.
+ * False: the group is broken, and they may not have come. All threads call it. */
 __device__ static __forceinline__ bool meet(const meeting &m, unsigned c, const void *x) {
     const int q = (int)threadIdx.x, b = (int)blockIdx.x;
     int over = 0;
@@ -4381,10 +4390,10 @@ __device__ static inline void meet_done(const meeting &m, unsigned c) { /* c: th
 /* ---- all_reduce ----
  *
  * in/out  x bf16, n vectors of 8, at the same place in the op order on every rank of the stage
- * grid: MEET_CTAS, block: 512. One-shot pushes (ranks - 1) * bytes over each GPU's links, two-shot 2 (ranks - 1) / ranks of them; memory
- * of its own GPU moves about ten times as fast. 4096 columns on two H200 (NVLink, 18 links each; 2026-11-22): 1 to 8 rows 6.2 us, 64 rows
- * 7.6, 256 rows 15, 1024 rows 37, 4096 rows 118 (285 GB/s); NCCL 2.x there, without multicast: 17.6, 21, 27, 46 and 141, more at
- * every size, so it is not needed. With 48 CTAs 132 us at 4096 rows; one shot of 2 MB 15.9 us, two 15.3. */
+ * grid: MEET_CTAS, block: 512. One-shot pushes (ranks - 1) * bytes over each GPU's links, two-shot 2 (ranks - 1) / ranks of them;
+ * memory of its own GPU moves about ten times as fast. 4096 columns on two H200 (NVLink, 18 links each; 2026-11-22): 1 to 8 rows
+ * 6.2 us, 64 rows 7.6, 256 rows 15, 1024 rows 37, 4096 rows 118 (285 GB/s); NCCL 2.x there, without multicast: 17.6, 21, 27, 46
+ * and 141, more at every size, so it is not needed. With 48 CTAs 132 us at 4096 rows; one shot of 2 MB 15.9 us, two 15.3. */
 
 typedef struct sum_8 { /* eight sums in float32 */
     float v[8];
@@ -4424,7 +4433,8 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) one_shot_kernel(meetin
 
 enum { TWO_SHOT_TURN = 4 }; /* vectors that a thread has under way */
 
-/* Of the part that this rank adds up, `share` vectors at most, n of them in x: with the parts that the others sent, into everybody's x. */
+/* Of the part that this rank adds up, `share` vectors at most, n of them in x: with the parts that the others sent, into
+ * everybody's x. */
 __device__ static inline void two_shot_add(const meeting &m, const uint4 *box, uint4 *const *x, int share, int at, int n) {
     const int first = (int)(blockIdx.x * MEET_THREADS + threadIdx.x), stride = (int)gridDim.x * MEET_THREADS;
     for (int i = first; i < n; i += TWO_SHOT_TURN * stride) {
@@ -4479,13 +4489,13 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) two_shot_kernel(meetin
  * norm_qkv_rope_kv     add, norm A; QKV A; add, norm B; QKV B            B's parts under QKV of A
  * attention            all rows: those of A may need what B stores
  *
- * A box for each other rank and turn of two, as large as x. What goes into one again is sent two sums later, behind two adds of either
- * half: by the meeting of the one between, all have ended the add that read it.
+ * A box for each other rank and turn of two, as large as x. What goes into one again is sent two sums later, behind two adds of
+ * either half: by the meeting of the one between, all have ended the add that read it.
  *
  * in/out  x bf16 [rows][E] of a half. `box`: their place in the box of the first of the others; `each` elements from box to box
  * out     y, if there is w: their RMSNorm, summed in rmsnorm_kernel's order: the same bits
- * grid: MEET_CTAS, block: 512, of which 128 threads work on a row. Sent are (ranks - 1) * bytes by every rank, over its own links, hidden
- * or not; the add moves (ranks + 2) * bytes of its own memory. */
+ * grid: MEET_CTAS, block: 512, of which 128 threads work on a row. Sent are (ranks - 1) * bytes by every rank, over its own links,
+ * hidden or not; the add moves (ranks + 2) * bytes of its own memory. */
 __global__ static void __launch_bounds__(MEET_THREADS, 1) add_kernel(meeting m, bf16 *x, int rows, const bf16 *box, size_t each, const float *w,
                                                                       bf16 *y, int E, float per_E, float eps) {
     __shared__ float part[2][MEET_THREADS / 128][4];
@@ -4527,8 +4537,9 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) add_kernel(meeting m, 
     meet_done(m, c);
 }
 
-/* Does a message go in one shot? Its time is (n - 1) B / rate + t, that of two shots 2 (n - 1) / n B / rate + 2 t, with t of 2.8 us and
- * a rate of 285 GB/s on two H200. There the bytes are equal, but where copies count the second meeting is cheaper from 1.5 MB on. */
+/* Does a message go in one shot? Its time is (n - 1) B / rate + t, that of two shots 2 (n - 1) / n B / rate + 2 t, with t of 2.8
+ * us and a rate of 285 GB/s on two H200. There the bytes are equal, but where copies count the second meeting is cheaper from 1.5
+ * MB on. */
 static bool one_shot_pays(int n, size_t bytes) {
     const size_t two = (size_t)(n - 1) * (n - 2) * bytes, one = (size_t)n * 800000; /* n > 2: n (n - 1) (1 - 2 / n) B <= n t rate */
     return bytes <= ONE_SHOT_BYTES && two <= one;
@@ -4727,8 +4738,8 @@ static bool op_begins(toka_device *d, const char *op) {
     return true;
 }
 
-/* The stream waits for another rank's event; draws of step `needs`, or 0: a message. The step begins, as far as time is counted, behind
- * that: what the GPU waits is a pipeline's bubble. */
+/* The stream waits for another rank's event; draws of step `needs`, or 0: a message. The step begins, as far as time is counted,
+ * behind that: what the GPU waits is a pipeline's bubble. */
 static void group_ask(toka_device *d, cudaEvent_t event, int64_t needs) {
     group_rank *r = d->rank;
     const int at = (int)(r->asks % TOKA_GPU_LINK);
@@ -4740,7 +4751,8 @@ static void group_ask(toka_device *d, cudaEvent_t event, int64_t needs) {
     latch(d, cudaEventRecord(d->clock.begun[d->newest], d->stream), "step");
 }
 
-/* A kernel with meetings. Graphs may hold it, as the GPU counts; the host's count is for group_blame, and is raised as graphs are launched. */
+/* A kernel with meetings. Graphs may hold it, as the GPU counts; the host's count is for group_blame, and is raised as graphs are
+ * launched. */
 template <class... P>
 static void launch_meeting(toka_device *d, const char *what, int meetings, void (*kernel)(meeting, P...), typename as_declared<P>::type... args) {
     if (!graph_runs(d)) launch_dependent(d, what, kernel, dim3((unsigned)d->meet_ctas), MEET_THREADS, 0, 1, d->meet, args...);
@@ -4906,8 +4918,8 @@ static void group_latch(toka_device *d) {
     pthread_mutex_unlock(&g->lock);
 }
 
-/* A GPU that faults takes those along that reach its memory, and the rank that looks first has the error: not always the one at fault.
- * What is known beside that: who had not come to a meeting that others of its stage had come to. */
+/* A GPU that faults takes those along that reach its memory, and the rank that looks first has the error: not always the one at
+ * fault. What is known beside that: who had not come to a meeting that others of its stage had come to. */
 static void group_doubt(toka_device *d) {
     toka_group *g = d->group;
     group_rank *r = d->rank;
@@ -4938,8 +4950,8 @@ static void group_sync(toka_device *d, cudaEvent_t event) {
     __atomic_fetch_add(&d->group->progress, 1, __ATOMIC_RELEASE);
 }
 
-/* Before anything of a device is freed: it, and all ranks that joined, have ended what they do with one another's memory. False: this one's
- * GPU does not end. Others are not waited for for ever: one may be lost. */
+/* Before anything of a device is freed: it, and all ranks that joined, have ended what they do with one another's memory. False:
+ * this one's GPU does not end. Others are not waited for for ever: one may be lost. */
 static bool group_leave(toka_device *d) {
     toka_group *g = d->group;
     bool ends = true;
@@ -5247,8 +5259,8 @@ __device__ static inline float samp_add_8(const float (&x)[8]) {
 /* Rest of rounding base * scale: what the group's sums are too large by, in log2. */
 __device__ static inline float samp_rest(float base, float scale) { return __fmaf_rn(base, scale, -__fmul_rn(base, scale)); }
 
-/* v[2j + b]: logit of id0 + 8j + b. One multiply-add, ex2 and sum per id, twice if the temperature is not 1. Returns false if a NaN
- * or infinity was among them, or the maximum is so high that rounding it when scaled would matter. UNROLL 8, or 1 for v in
+/* v[2j + b]: logit of id0 + 8j + b. One multiply-add, ex2 and sum per id, twice if the temperature is not 1. Returns false if a
+ * NaN or infinity was among them, or the maximum is so high that rounding it when scaled would matter. UNROLL 8, or 1 for v in
  * memory. */
 template <int UNROLL> __device__ static inline bool samp_add_up(const float (&v)[SAMP_OWN], float scale, samp_group &g) {
     float raw[8], sums[8], top, raw_top, base;
@@ -5349,8 +5361,8 @@ typedef struct samp_weight {
     bool draw, forced, wanted;
 } samp_weight;
 
-/* word: the group's noise. best: a key that some block of the row has reached, in log2, NaN: none known; a block whose key is certainly
- * lower is not wanted. `inside` false: nothing is wanted of this row. */
+/* word: the group's noise. best: a key that some block of the row has reached, in log2, NaN: none known; a block whose key is
+ * certainly lower is not wanted. `inside` false: nothing is wanted of this row. */
 __device__ static inline samp_weight samp_weigh(const samp_group &g, const samp_ask &a, uint32_t word, int id0, float best, bool inside) {
     samp_weight w;
     w.forced = a.forced >= 0, w.draw = !w.forced && a.scale > 0;
@@ -5369,9 +5381,9 @@ __device__ static inline samp_weight samp_weigh(const samp_group &g, const samp_
     w.wanted = inside && (w.forced ? w.own >= 0 : !(reached < enough));
     return w;
 }
-/* The part of a block, which four lanes side by side hold a group of each (v as in samp_sums) and all return. It gets a candidate where
- * that is wanted of it or of another row in the warp: else the search for its id is spared. The arithmetic is pinned down to the
- * rounding, so that every kernel that inlines this draws alike. */
+/* The part of a block, which four lanes side by side hold a group of each (v as in samp_sums) and all return. It gets a candidate
+ * where that is wanted of it or of another row in the warp: else the search for its id is spared. The arithmetic is pinned down to
+ * the rounding, so that every kernel that inlines this draws alike. */
 __device__ static inline samp_part samp_choose(const float (&v)[SAMP_OWN], const samp_group &g, const samp_ask &a, int id0, const samp_weight &w) {
     samp_part p = w.p;
     if (!__any_sync(~0u, w.wanted)) return p;
@@ -5470,20 +5482,19 @@ __global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask 
 
 /* ---- The LM head's epilogue on wgmma (chapter 6) ----
  *
- * Accumulators -> parts[block][ld]; nothing else leaves the multiprocessor but the logits of filtered rows. A tile of 256 columns is a
- * block, and a thread has two rows of one group. Per logit: maximum, multiply-add, ex2, sum, and at a temperature other than 1 the
- * last three again. The 16 results a clock of the special function unit bound it: 128 x 256 / 16 = 2,048 clocks a tile at
+ * Accumulators -> parts[block][ld]; nothing else leaves the multiprocessor but the logits of filtered rows. A tile of 256 columns
+ * is a block, and a thread has two rows of one group. Per logit: maximum, multiply-add, ex2, sum, and at a temperature other than
+ * 1 the last three again. The 16 results a clock of the special function unit bound it: 128 x 256 / 16 = 2,048 clocks a tile at
  * temperature 1, twice that at others, beside 16 K for the products. What is asked of the rows is fetched and the noise made
- * beside the products; one Philox call serves both rows of a thread: its four words are the noise of the row's four groups.
- * The search for a group's id comes only where its key may be the row's highest so far (reached), in about a tenth of the tiles.
+ * beside the products; one Philox call serves both rows of a thread: its four words are the noise of the row's four groups. The
+ * search for a group's id comes only where its key may be the row's highest so far (reached), in about a tenth of the tiles.
  *
  * Retired: differences to the maximum, then a product, instead of one multiply-add, and a candidate from every group: LM head and
  * sampling together against cuBLAS's LM head alone, H200, November 2026, temperature 1 / 0.6: 1.15 / 1.20 (V 151936, E 896, 512
  * rows), 1.06 / 1.21 (1024), 1.18 / 1.24 (4096). Warpgroups started three blocks of K apart, so that one multiplies during the
- * other's epilogue: no gain at temperature 1, 5 % slower at 0.6, where the epilogue outlasts what the ring holds. Half of the second
- * exponentials by a polynomial on the other units,
- * ten instructions each: 3 % slower (V 151936, 512 rows): there are not that many free. One loop over both rows, for half
- * the code: 1 % slower. */
+ * other's epilogue: no gain at temperature 1, 5 % slower at 0.6, where the epilogue outlasts what the ring holds. Half of the
+ * second exponentials by a polynomial on the other units, ten instructions each: 3 % slower (V 151936, 512 rows): there are not
+ * that many free. One loop over both rows, for half the code: 1 % slower. */
 
 typedef struct samp_fused {
     const samp_ask *ask; /* [M] */
@@ -5624,9 +5635,9 @@ __global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_ask 
 
 /* ---- Tensor ranks: one part a row from each, or whole rows of logits ----
  *
- * Plain rows: each rank sends what its own ids come to and merges what all sent, in the order of the ranks: 24 bytes a row. Filtered rows
- * need all logits: each rank pushes its columns into the others' rows and goes on as if it were alone. Two meetings there: before it
- * writes, all must be done with the rows before. */
+ * Plain rows: each rank sends what its own ids come to and merges what all sent, in the order of the ranks: 24 bytes a row.
+ * Filtered rows need all logits: each rank pushes its columns into the others' rows and goes on as if it were alone. Two meetings
+ * there: before it writes, all must be done with the rows before. */
 
 __global__ static void __launch_bounds__(MEET_THREADS, 1) samp_exchange_kernel(meeting m, size_t at, const samp_ask *ask,
                                                                                const samp_part *merged, int n, samp_result *results,
@@ -5719,8 +5730,8 @@ __device__ static samp_mass samp_all(samp_mass x, samp_mass *scratch) {
     return sum;
 }
 
-/* each(logits of four ids side by side, the first of them) for the listed blocks; a warp takes SWEEP blocks at a time. All lanes come each
- * time; an id may be V or more. */
+/* each(logits of four ids side by side, the first of them) for the listed blocks; a warp takes SWEEP blocks at a time. All lanes
+ * come each time; an id may be V or more. */
 template <class F> __device__ static inline void samp_sweep_4(const samp_dist &r, F each) {
     const int SWEEP = 4, warps = FILTER_THREADS / 32;
     int lane = (int)threadIdx.x % 32;
@@ -5806,8 +5817,8 @@ __device__ static bool samp_gather(samp_dist &r, uint32_t low, uint32_t high) {
     return r.n_near >= 0;
 }
 
-/* One step of a search from above, of eight bits: each(add) calls add(key, mass) for what this thread has; only keys in *low .. *high
- * count. The range becomes the 256th part of it with the highest key from which on up the sum, with *over from beyond the
+/* One step of a search from above, of eight bits: each(add) calls add(key, mass) for what this thread has; only keys in *low ..
+ * *high count. The range becomes the 256th part of it with the highest key from which on up the sum, with *over from beyond the
  * range, reaches `want`, or the lowest part with any mass if there is none; *over becomes the sum beyond the new range. */
 template <class F>
 __device__ static inline void samp_narrow(uint32_t *low, uint32_t *high, samp_mass want, samp_mass *over, samp_mass *scratch, F each) {
@@ -5867,8 +5878,8 @@ __device__ static float samp_bound(const samp_dist &r, int k, samp_mass *scratch
     }));
 }
 
-/* From the highest logit down to `floor`, adds up 1 for each kept id (by_count) or its weight; returns the logit at which the sum reaches
- * `want` (the lowest of them if it never does), *over: the sum before the first id of that logit. */
+/* From the highest logit down to `floor`, adds up 1 for each kept id (by_count) or its weight; returns the logit at which the sum
+ * reaches `want` (the lowest of them if it never does), *over: the sum before the first id of that logit. */
 __device__ static float samp_reach(samp_dist &r, bool by_count, samp_mass want, float floor, samp_mass *over, samp_mass *scratch) {
     uint32_t low = samp_key(floor), high = samp_key(r.max);
     bool fits = false;
@@ -6020,8 +6031,8 @@ __device__ static void samp_min_p(samp_dist &r, double drop) {
     if (at > r.at) r.at = at, r.last = INT_MAX;
 }
 
-/* A logit that the one at which the sum of weights reaches `want` does not lie below: usually few ids have that much together, so the
- * best 32 or 256 blocks tell already. */
+/* A logit that the one at which the sum of weights reaches `want` does not lie below: usually few ids have that much together, so
+ * the best 32 or 256 blocks tell already. */
 __device__ static float samp_floor(samp_dist &r, samp_mass want, samp_mass *scratch) {
     for (int k = 32; k < r.n_blocks && !(r.n_near >= 0 && r.near_low <= samp_key(r.at)); k *= 8) {
         samp_mass sum = 0;
@@ -6033,8 +6044,8 @@ __device__ static float samp_floor(samp_dist &r, samp_mass want, samp_mass *scra
     return r.at;
 }
 
-/* Keeps an id if those before it, from the highest down, have less than p of the mass. All weights up to a V-th of what may go can go
- * at once, since V of them would not be too much: that leaves the search few ids. total: of what is kept so far. */
+/* Keeps an id if those before it, from the highest down, have less than p of the mass. All weights up to a V-th of what may go can
+ * go at once, since V of them would not be too much: that leaves the search few ids. total: of what is kept so far. */
 __device__ static void samp_top_p(samp_dist &r, const samp_filter &f, samp_mass total, samp_mass *scratch) {
     samp_mass over, want = (samp_mass)ceil((double)f.top_p * (double)total);
     double small = (1 - (double)f.top_p) * ((double)total / (double)SAMP_ONE) / r.V;
@@ -6244,7 +6255,8 @@ static bool samp_filtered(const toka_out_row *row, int V) {
     return s->temperature > 0 && ((s->top_k > 0 && s->top_k < V) || s->top_p < 1 || s->min_p > 0);
 }
 
-/* Chooses which rows go which way and puts what all rows need into the stage, at the start of a step; lists follow chunk by chunk. */
+/* Chooses which rows go which way and puts what all rows need into the stage, at the start of a step; lists follow chunk by
+ * chunk. */
 static void samp_plan_step(toka_device *d, const toka_step *s) {
     samp_plan *p = d->samp;
     samp_down *down = &p->down[d->newest];
@@ -6331,8 +6343,8 @@ static int samp_send_filters(toka_device *d, const toka_step *s, int first, int 
 
 /* ---- The op ---- */
 
-/* Parts to results: rows first .. first+n-1 of the plan, whose parts are columns 0 .. n-1; the first n_plain are plain, the rest have
- * filters, and their logits. */
+/* Parts to results: rows first .. first+n-1 of the plan, whose parts are columns 0 .. n-1; the first n_plain are plain, the rest
+ * have filters, and their logits. */
 static void samp_finish_rows(toka_device *d, int first, int n, int n_plain, const samp_filter *filters, float *logits) {
     samp_plan *p = d->samp;
     const samp_ask *ask = p->ask + first;
@@ -6393,8 +6405,8 @@ static void samp_show(toka_device *d, const toka_step *s, int first, int n) {
                                  cudaMemcpyDeviceToHost, d->stream), "logits");
 }
 
-/* Rows first .. first+n-1 of the plan from d->xn to results; the first n_plain are plain. Of tensor ranks each has its own ids: plain
- * rows go by samp_exchange, unless blocks straddle ranks or the logits are wanted; the others by gathered logits. */
+/* Rows first .. first+n-1 of the plan from d->xn to results; the first n_plain are plain. Of tensor ranks each has its own ids:
+ * plain rows go by samp_exchange, unless blocks straddle ranks or the logits are wanted; the others by gathered logits. */
 static void samp_rows(toka_device *d, const toka_step *s, int first, int n, int n_plain, const samp_filter *filters) {
     samp_plan *p = d->samp;
     const bool ranks = tp_size(d) > 1, fused = d->hopper && !s->logits && n > SAMP_FEW;
@@ -6440,9 +6452,9 @@ static void samp_collect(toka_device *d, const toka_step *s, const samp_down *do
     }
 }
 
-/* The op up to the results, which stay on the device; samp_plan_step has run and the stage has been sent. Uses d->xn. As many rows at a
- * time as there is room for parts, and for the logits of those
- * that have to be stored; plain and filtered rows share a pass over the weights. */
+/* The op up to the results, which stay on the device; samp_plan_step has run and the stage has been sent. Uses d->xn. As many rows
+ * at a time as there is room for parts, and for the logits of those that have to be stored; plain and filtered rows share a pass
+ * over the weights. */
 static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
     samp_plan *p = d->samp;
     int most = d->hopper && !s->logits && p->whole_blocks ? p->part_rows : p->chunk;
@@ -7054,25 +7066,29 @@ static bool op_launches(toka_device *d, const char *op) { return op_begins(d, op
  *
  * A step is a graph if each of its rows draws, and does so without filters. What sizes between need is the next size: its rows
  * beyond the step's are of token 0, see no keys, leave theirs in a page of nobody's, and their draws are kept nowhere. All kernels
- * treat up to 8, 16, 32 and 64 rows in the same way, and each further 128, so that a row's result does not depend on whether its step is a
- * graph; and as a tile of a GEMM has 128 rows, those that fill it up cost nothing. To capture runs nothing: the plan is made up.
+ * treat up to 8, 16, 32 and 64 rows in the same way, and each further 128, so that a row's result does not depend on whether its
+ * step is a graph; and as a tile of a GEMM has 128 rows, those that fill it up cost nothing. To capture runs nothing: the plan is
+ * made up.
  *
- * A graph has so many attention nodes a layer, and each becomes whatever kernel the step's work list has there, with its grid: so one graph
- * serves all lengths, groups and levels of shared prefixes that need so many launches. Grids are set from the host, which the GPU does not wait
- * for, and fit the lists; kernels that read from the device how much there is would be launched for the most there can be.
+ * A graph has so many attention nodes a layer, and each becomes whatever kernel the step's work list has there, with its grid: so
+ * one graph serves all lengths, groups and levels of shared prefixes that need so many launches. Grids are set from the host,
+ * which the GPU does not wait for, and fit the lists; kernels that read from the device how much there is would be launched for
+ * the most there can be.
  *
- * Tensor ranks meet by counts that their GPUs keep, so sums are in the graphs; the choice between graph and launches is the same on all ranks
- * of a stage, as it follows from the step. Messages of a pipeline, and what waits for other stages, lie before and behind the graph.
+ * Tensor ranks meet by counts that their GPUs keep, so sums are in the graphs; the choice between graph and launches is the same
+ * on all ranks of a stage, as it follows from the step. Messages of a pipeline, and what waits for other stages, lie before and
+ * behind the graph.
  *
- * What a graph gains: launches that lie closer, 40 to 50 us a step of 16 layers up to 512 rows and 100 from 768 on; and the host is busy for 60 to
- * 250 us a step instead of 500 to 800. NVIDIA H200, 2026-11-22, 1B, every other step a graph, us a step with and without; apart: each sequence
- * has its own prompt of 128, samples: of 16 prompts of 520:
+ * What a graph gains: launches that lie closer, 40 to 50 us a step of 16 layers up to 512 rows and 100 from 768 on; and the host
+ * is busy for 60 to 250 us a step instead of 500 to 800. NVIDIA H200, 2026-11-22, 1B, every other step a graph, us a step with and
+ * without; apart: each sequence has its own prompt of 128, samples: of 16 prompts of 520:
  *
  *      rows        64             96             128            256            384            512            768            1,024
  *      apart       1,279  1,322   1,496  1,546   1,577  1,624   2,138  2,177   2,966  3,008   3,470  3,518   4,903  5,004   5,761  5,882
  *      samples     1,706  1,798   2,034  2,092   1,785  1,832   2,161  2,192   2,915  2,951   3,156  3,196   4,469  4,570   5,163  5,278
  *
- * 192 rows, as 256: 2,009 and 2,303, 2,101 and 2,385. With 8,192 rows nothing is gained. To capture the 86 graphs takes 0.11 to 0.18 s and 36 MB. */
+ * 192 rows, as 256: 2,009 and 2,303, 2,101 and 2,385. With 8,192 rows nothing is gained. To capture the 86 graphs takes 0.11 to
+ * 0.18 s and 36 MB. */
 
 static const int graph_sizes[GRAPH_SIZES] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, GRAPH_ROWS};
 
@@ -7137,7 +7153,8 @@ static void graph_say(toka_device *d, const char *fmt, ...) {
     if (d->group) pthread_mutex_unlock(&d->group->lock);
 }
 
-/* The next step to be captured: sizes up to what max_num_seqs rows are filled up to. One row has no more than a kernel and its merge. */
+/* The next step to be captured: sizes up to what max_num_seqs rows are filled up to. One row has no more than a kernel and its
+ * merge. */
 static const toka_step *cuda_capture(toka_device *d) {
     step_graphs *g = &d->graphs;
     const int most = min(d->options.max_tokens, d->options.max_out);
@@ -7162,8 +7179,8 @@ static size_t step_rows_bytes(const toka_device *d, int T, int n_out) {
     return 3 * whole((size_t)T * sizeof(int)) + (d->samp ? whole((size_t)n_out * sizeof(samp_ask)) + whole((size_t)n_out * sizeof(int)) : 0);
 }
 
-/* Everything that the step needs into the stage, rows and sampling first: where those lie depends on the number of rows alone. size: up to which
- * of graph_sizes it is filled up, if there is a graph that fits attention's plan; -1: there is none. */
+/* Everything that the step needs into the stage, rows and sampling first: where those lie depends on the number of rows alone.
+ * size: up to which of graph_sizes it is filled up, if there is a graph that fits attention's plan; -1: there is none. */
 static void step_plan(toka_device *d, const toka_step *s, int size) {
     const int T = size < 0 ? s->T : graph_sizes[size];
     d->up.used = step_rows_bytes(d, T, size < 0 ? s->n_out : T);
@@ -7197,8 +7214,8 @@ static void graph_begin(toka_device *d, const toka_step *s) {
     latch(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeRelaxed), "capture");
     if (d->capture_fails && !--d->capture_fails) latch(d, cudaStreamSynchronize(d->stream), "capture"); /* which a capture forbids */
 }
-/* A capture failed: there are to be no graphs, and no failure, if the device works. Of ranks none uses its graphs then, as their steps must
- * be alike; all have captured theirs before the first real step. */
+/* A capture failed: there are to be no graphs, and no failure, if the device works. Of ranks none uses its graphs then, as their
+ * steps must be alike; all have captured theirs before the first real step. */
 static void graphs_give_up(toka_device *d) {
     const toka_err why = d->error;
     graphs_close(d);
