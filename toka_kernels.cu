@@ -620,12 +620,6 @@ __device__ static inline uint64_t wgmma_desc_trans(uint32_t at, int panel_bytes)
 __device__ static inline void cluster_meet_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ static inline void cluster_meet_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 __device__ static inline void cluster_meet() { cluster_meet_arrive(), cluster_meet_wait(); }
-/* n bytes of this CTA's shared memory to the offset `to` of CTA `cta` of the cluster; its barrier at offset `bar` is told. */
-__device__ static inline void bulk_to_peer(uint32_t to, uint32_t from, int n, uint32_t bar, int cta) {
-    asm volatile("{.reg .b32 t, b; mapa.shared::cluster.u32 t, %0, %4; mapa.shared::cluster.u32 b, %3, %4;\n"
-                 "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [t], [%1], %2, [b];}"
-                 ::"r"(to), "r"(from), "r"(n), "r"(bar), "r"(cta) : "memory");
-}
 /* The address of `at` in CTA `cta` of the cluster. */
 __device__ static inline uint32_t peer_at(uint32_t at, int cta) {
     uint32_t r;
@@ -4210,14 +4204,13 @@ static int attn_launches(const attn_plan *p) {
 }
 
 /* q: [T][H][D], o: [T][H][D], both on the device, not the same. Pages and work lists are those of attn_plan_step. */
-static void attention(toka_device *d, const toka_step *s, int layer, const bf16 *q, bf16 *o) {
+static void attention(toka_device *d, int layer, const bf16 *q, bf16 *o) {
     const toka_shape *sh = d->shape;
     const attn_plan *p = d->attn;
     attn_args a = {.q = q, .o = o, .kv = d->kv + (size_t)layer * d->kv_layer, .pages = p->dev_pages, .pos = d->rows.pos,
                    .state_o = p->state_o, .state_lse = p->state_lse, .part_o = p->part_o, .part_lse = p->part_lse,
                    .K = sh->K, .G = sh->H / sh->K, .D = sh->D, .log2_B = __builtin_ctz(sh->B),
                    .window = d->layers[layer].window, .scale = (float)(M_LOG2E / sqrt((double)sh->D)), .early = p->early};
-    (void)s;
     if (d->error.code) return;
     for (int i = 0; i < p->n_levels; i++) {
         const attn_level *l = &p->levels[i];
@@ -6917,7 +6910,7 @@ typedef struct bench_attn_arg {
 } bench_attn_arg;
 static void bench_attn_op(void *arg, int i) {
     bench_attn_arg *a = (bench_attn_arg *)arg;
-    attention(a->d, &a->s, i % a->L, a->q, a->o);
+    attention(a->d, i % a->L, a->q, a->o);
 }
 
 /* Rows, pages and spans of the step in one block of host memory; returns the pages in use. */
@@ -7360,10 +7353,10 @@ static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer,
     }
 }
 
-static void cuda_attention(toka_device *d, const toka_step *s, int layer, toka_dev q, toka_dev o) {
+static void cuda_attention(toka_device *d, const toka_step *, int layer, toka_dev q, toka_dev o) {
     if (!op_begins(d, "attention")) return;
     d->graphs.role = graph_runs(d) ? GRAPH_RENEWS : d->graphs.capturing ? GRAPH_KEEPS : GRAPH_LAUNCHES;
-    attention(d, d->step, layer, dev_bf16(q), dev_bf16(o));
+    attention(d, layer, dev_bf16(q), dev_bf16(o));
     d->graphs.role = GRAPH_LAUNCHES;
     clock_part(d, TOKA_PART_ATTENTION);
 }

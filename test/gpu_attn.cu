@@ -179,7 +179,7 @@ struct stand : host_step {
         stage_send(d, &d->up);
         GPU_OK(cudaStreamSynchronize(d->stream));
     }
-    void run() { attention(d, &step, 0, q.p(), o.p()); }
+    void run() { attention(d, 0, q.p(), o.p()); }
     /* K and V of the step's own rows are NaN until attention may have begun. */
     void run_late() {
         std::vector<int2> at;
