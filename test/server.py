@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import time
@@ -47,14 +48,29 @@ class Server:
         with self.connect() as c:
             return c.request("POST", path, body, **headers)
 
-    def metric(self, name):
+    def metric(self, name, label=""):
+        """Of many series the first whose labels hold `label`."""
         text = self.get("/metrics").body.decode()
-        return float(re.search(rf"^toka:{name}{{[^}}]*}} (\S+)$", text, re.M)[1])
+        return float(re.search(rf"^toka:{name}{{[^}}]*{label}[^}}]*}} (\S+)$", text, re.M)[1])
 
-    def wait_metric(self, name, want, seconds=20):
+    def wait_metric(self, name, want, seconds=60, label=""):
+        """`want` must be a value that stays: this process may sleep for seconds while the server goes on."""
         end = time.time() + seconds
-        while (v := self.metric(name)) != want:
+        while (v := self.metric(name, label)) != want:
             assert time.time() < end, f"{name} is {v}, waited for {want}"
+            time.sleep(0.02)
+
+    def wait_known(self, want):
+        """Until the server has seen `want` samples in all, but for those that were cancelled."""
+        parts = [rf"{x}{{" for x in ("num_requests_running", "num_requests_waiting")]
+        parts += [rf'request_success_total{{[^}}]*finished_reason="{x}"' for x in ("stop", "length")]
+        end = time.time() + 60
+        while True:
+            text = self.get("/metrics").body.decode()
+            known = sum(float(re.search(rf"^toka:{x}[^}}]*}} (\S+)$", text, re.M)[1]) for x in parts)
+            if known == want:
+                return
+            assert time.time() < end, f"{known} samples, waited for {want}"
             time.sleep(0.02)
 
     def n_fds(self):
@@ -78,6 +94,18 @@ class Server:
             self.p.wait()
         if not self.p.stderr.closed:
             self.p.stderr.close()
+
+
+def wait_handlers(p):
+    """Until process p handles SIGINT and SIGTERM by itself."""
+    end, both = time.time() + 60, 1 << signal.SIGINT - 1 | 1 << signal.SIGTERM - 1
+    while True:
+        with open(f"/proc/{p.pid}/status") as f:
+            caught = re.search(r"SigCgt:\s*(\w+)", f.read())
+        if caught and int(caught[1], 16) & both == both:
+            return
+        assert p.poll() is None and time.time() < end
+        time.sleep(0.01)
 
 
 class Answer:

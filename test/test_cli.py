@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from server import wait_handlers
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TOKA = os.path.join(ROOT, "toka")
 PROBLEM = "Tom has 12 apples. He buys 7 more apples. How many apples does Tom have now?"
@@ -217,9 +219,10 @@ def test_command_line_goes_before_environment():
 
 def test_ctrl_c_while_waiting_for_input():
     p = subprocess.Popen([TOKA], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    time.sleep(0.7)
+    wait_handlers(p)
+    time.sleep(0.2)
     p.send_signal(signal.SIGINT)
-    out, err = p.communicate(timeout=5)
+    out, err = p.communicate(timeout=60)
     assert p.returncode == 130 and out == b"" and err == b""
 
 
@@ -272,8 +275,9 @@ def test_reader_that_leaves():
 
 def test_ctrl_c_ends_cleanly():
     p = subprocess.Popen([TOKA, "--raw", "--ignore-eos", "--samples", "4000", "--json", "-p", "Tom"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_handlers(p)
     time.sleep(1.5)
     p.send_signal(signal.SIGINT)
-    out, err = p.communicate(timeout=30)
+    out, err = p.communicate(timeout=60)
     assert p.returncode == 130 and b"prompt" in err
     assert json.loads(out)["samples"][0]["finish_reason"] in ("cancelled", "length", "stop")

@@ -172,11 +172,13 @@ def test_async(later):
 
 
 def test_leaving_a_stream_frees_it(api, server):
-    stream = api.completions.create(model="tiny", prompt=PROBLEMS[0], max_tokens=900, n=8, temperature=2, stream=True, extra_body={"ignore_eos": True})
+    stream = api.completions.create(model="tiny", prompt=PROBLEMS[0], max_tokens=900, n=2000, temperature=2, stream=True, extra_body={"ignore_eos": True})
     next(iter(stream))
-    server.wait_metric("num_requests_running", 8)  # what /metrics says is that of the last whole step
+    server.wait_metric("num_requests_running", 256)  # what /metrics says is that of the last whole step
+    before = server.metric("request_success_total", 'finished_reason="abort"')
     stream.close()
     server.wait_metric("num_requests_running", 0)
+    assert server.metric("request_success_total", 'finished_reason="abort"') > before + 256
 
 
 def test_keys():

@@ -360,7 +360,7 @@ def test_slow_clients_are_dropped_and_others_served():
             time.sleep(0.1)
         for c in drips + bodies:
             assert c.answer().status == 408 and c.closed()
-        assert time.time() - start < 8
+        assert time.time() - start < 40
         assert idle.closed()  # no second request came
         for c in drips + bodies + [idle]:
             c.close()
@@ -370,11 +370,11 @@ def test_slow_clients_are_dropped_and_others_served():
 def test_slow_reader_is_dropped():
     with Server("--write-timeout", "1", "--max-num-seqs", "64") as s:
         with s.connect(rcvbuf=4096) as c:
-            body = json.dumps({**LONG, "n": 256, "stream": True, "logprobs": 5})
+            body = json.dumps({**LONG, "n": 2000, "stream": True, "logprobs": 5})
             c.send(f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n{body}")
             assert c.head()[0] == 200
-            s.wait_metric("num_requests_waiting", 192)
-            s.wait_metric("num_requests_waiting", 0, 60)  # nothing is read: dropped and cancelled
+            s.wait_metric("request_success_total", 2000, label='finished_reason="abort"')  # nothing is read: dropped and cancelled
+            s.wait_metric("num_requests_waiting", 0)
             s.wait_metric("num_requests_running", 0)
             with pytest.raises((EOFError, ConnectionResetError)):
                 for _ in c.chunks():
@@ -390,8 +390,7 @@ def test_slow_reader_that_reads_gets_everything():
             data = json.dumps({**body, "stream": True})
             c.send(f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(data)}\r\n\r\n{data}")
             assert c.head()[0] == 200
-            s.wait_metric("num_requests_running", 8)
-            s.wait_metric("num_requests_running", 0, 60)  # the engine does not wait for the reader
+            s.wait_metric("generation_tokens_total", 2 * 8 * 900)  # the engine does not wait for the reader
             got = b"".join(c.chunks())
         assert texts(got) == (want, True) and len(got) > 6 << 20  # more than all buffers between
 
@@ -399,28 +398,31 @@ def test_slow_reader_that_reads_gets_everything():
 def test_disconnect_cancels_running_queued_and_half_done():
     with Server("--max-num-seqs", "4") as s:
         kv_free = s.metric("kv_cache_usage_perc")
-        running = [s.connect().send(raw_post(json.dumps({**LONG, "n": 2, "stream": i == 0}))) for i in range(2)]
-        s.wait_metric("num_requests_running", 4)
+        aborted = dict(name="request_success_total", label='finished_reason="abort"')
+        running = [s.connect().send(raw_post(json.dumps({**LONG, "n": 1000, "stream": i == 0}))) for i in range(2)]
+        s.wait_known(2000)
         queued = [s.connect().send(raw_post(json.dumps(LONG))) for _ in range(3)]
-        s.wait_metric("num_requests_waiting", 3)
+        s.wait_known(2003)
         for c in queued:
             c.close()
-        s.wait_metric("num_requests_waiting", 0, 5)
+        s.wait_metric(**aborted, want=3)
         assert s.metric("num_requests_running") == 4
         for c in running:
             c.close()
-        s.wait_metric("num_requests_running", 0, 5)
-        many = s.connect().send(raw_post(json.dumps({"prompt": PROBLEM, "max_tokens": 60, "ignore_eos": True, "n": 200, "stream": True})))
-        s.wait_metric("num_requests_waiting", 196)
-        end = time.time() + 30
-        while s.metric("num_requests_waiting") > 180 and time.time() < end:  # some samples are done
-            time.sleep(0.02)
-        many.close()
-        s.wait_metric("num_requests_waiting", 0, 5)
-        s.wait_metric("num_requests_running", 0, 5)
-        assert s.metric("kv_cache_usage_perc") == kv_free == 0
-        text = s.get("/metrics").body.decode()
-        assert int(re.search(r'finished_reason="abort"} (\d+)', text)[1]) > 150
+        s.wait_metric("num_requests_waiting", 0)
+        s.wait_metric("num_requests_running", 0)
+        assert s.metric(**aborted) > 1500
+        with s.connect() as many:
+            many.send(raw_post(json.dumps({"prompt": PROBLEM, "max_tokens": 60, "ignore_eos": True, "n": 2000, "stream": True})))
+            before = s.metric(**aborted)
+            done = s.metric("request_success_total", 'finished_reason="length"')
+            end = time.time() + 60
+            while s.metric("request_success_total", 'finished_reason="length"') < done + 5:  # some samples are done
+                assert time.time() < end
+                time.sleep(0.02)
+        s.wait_metric("num_requests_waiting", 0)
+        s.wait_metric("num_requests_running", 0)
+        assert s.metric("kv_cache_usage_perc") == kv_free == 0 and s.metric(**aborted) > before
         assert s.post("/v1/completions", small()).status == 200
 
 
@@ -428,7 +430,7 @@ def test_disconnect_cancels_running_queued_and_half_done():
 
 def test_full_queue():
     with Server("--max-queue", "2", "--max-num-seqs", "1") as s:
-        first = s.connect().send(raw_post(json.dumps({**LONG, "stream": True})))
+        first = s.connect().send(raw_post(json.dumps({**LONG, "n": 1000, "stream": True})))
         assert first.head()[0] == 200  # it has a first token
         waiting = [s.connect().send(raw_post(json.dumps(LONG))) for _ in range(2)]
         s.wait_metric("http_requests_waiting", 2)
@@ -454,7 +456,7 @@ def test_no_descriptors_left():
         assert held[0].request("GET", "/health").status == 200
         for c in held:
             c.close()
-        end = time.time() + 10
+        end = time.time() + 60
         while True:
             try:
                 assert s.get("/health").status == 200
@@ -476,7 +478,7 @@ def test_no_descriptor_leaks(server):
                 c.send(raw_post(json.dumps(LONG)))
             else:
                 c.send("GET /he")
-    end = time.time() + 10
+    end = time.time() + 60
     while server.n_fds() > before and time.time() < end:
         time.sleep(0.05)
     assert server.n_fds() <= before
@@ -512,41 +514,44 @@ def test_keys(tmp_path):
 def test_sigterm_lets_answers_finish():
     with Server("--max-num-seqs", "2") as s:
         want = s.post("/v1/completions", small(200, ignore_eos=True)).json()["choices"][0]["text"]
+        ahead = s.connect().send(raw_post(json.dumps({**LONG, "n": 1000, "stream": True})))  # the others wait until it leaves
+        assert ahead.head()[0] == 200
         idle = s.connect()
         assert idle.request("GET", "/health").status == 200
         streams = [s.connect().send(raw_post(json.dumps(small(200, ignore_eos=True, stream=True)))) for _ in range(6)]
         whole = s.connect().send(raw_post(json.dumps(small(200, ignore_eos=True))))
-        assert streams[0].head()[0] == 200
-        s.wait_metric("num_requests_waiting", 5)
+        s.wait_known(1 + 1000 + 7)
         s.p.send_signal(signal.SIGTERM)
         assert idle.closed()
         with pytest.raises(OSError):  # nobody new
             for _ in range(100):
                 s.connect().close()
                 time.sleep(0.02)
-        assert texts(b"".join(streams[0].chunks())) == ({0: want}, True)
-        for c in streams[1:]:
+        next(ahead.chunks())
+        assert s.p.poll() is None
+        ahead.close()
+        for c in streams:
             assert texts(c.answer().body) == ({0: want}, True)
             assert c.closed()
         assert whole.answer().json()["choices"][0]["text"] == want
-        assert s.p.wait(10) == 0
+        assert s.p.wait(60) == 0
 
 
 def test_second_sigterm_ends_at_once():
     with Server() as s:
-        c = s.connect().send(raw_post(json.dumps({**LONG, "n": 500, "stream": True})))
+        c = s.connect().send(raw_post(json.dumps({**LONG, "n": 4000, "stream": True})))
         assert c.head()[0] == 200
         s.p.send_signal(signal.SIGTERM)
         time.sleep(0.5)
         assert s.p.poll() is None
         s.p.send_signal(signal.SIGTERM)
-        assert s.p.wait(5) != 0
+        assert s.p.wait(20) != 0
 
 
 def test_ctrl_c_is_graceful_too():
     with Server() as s:
         s.p.send_signal(signal.SIGINT)
-        assert s.p.wait(10) == 0
+        assert s.p.wait(60) == 0
 
 
 def test_503_while_loading(tmp_path):
@@ -556,15 +561,18 @@ def test_503_while_loading(tmp_path):
             os.symlink(os.path.join(model, name), tmp_path / name)
     with open(os.path.join(model, "tokenizer.json"), "rb") as f, open(tmp_path / "tokenizer.json", "wb") as g:
         g.write(f.read() + b" " * 500_000_000)  # white space takes a while to read
-    with Server("-m", str(tmp_path), wait=False) as s:
-        a = s.get("/health")
-        assert a.status == 503 and a.error()["type"] == "unavailable_error" and int(a.headers["retry-after"]) >= 1
-        assert s.post("/v1/completions", small()).status == 503
-        assert s.get("/v1/models").status == s.get("/metrics").status == 503
-        assert s.get("/version").status == s.get("/").status == 200
-        assert "ready\n" not in s.log
-        s.wait_for("ready\n", 120)
-        assert s.get("/health").status == 200 and s.post("/v1/completions", small()).status == 200
+    for _ in range(5):  # times that this process may have slept while the server read on
+        with Server("-m", str(tmp_path), wait=False) as s:
+            a = s.get("/health")
+            others = [s.post("/v1/completions", small()), s.get("/v1/models"), s.get("/metrics")]
+            assert s.get("/version").status == s.get("/").status == 200
+            early = "ready\n" not in s.read_log()
+            s.wait_for("ready\n", 120)
+            assert s.get("/health").status == 200 and s.post("/v1/completions", small()).status == 200
+        if early:
+            break
+    assert early and [b.status for b in others] == [503] * 3
+    assert a.status == 503 and a.error()["type"] == "unavailable_error" and int(a.headers["retry-after"]) >= 1
     os.remove(tmp_path / "tokenizer.json")
 
 
@@ -712,7 +720,7 @@ def test_status_line():
     with Server() as s:
         with s.connect() as c:
             c.send(raw_post(json.dumps({**LONG, "n": 2000, "stream": True})))
-            s.wait_for(r"prefill \d+ tok/s, decode [1-9]\d* tok/s, running 256, waiting \d+, KV [\d.]+%, prefix hits [\d.]+%, shared [\d.]+%", 20)
+            s.wait_for(r"prefill \d+ tok/s, decode [1-9]\d* tok/s, running 256, waiting \d+, KV [\d.]+%, prefix hits [\d.]+%, shared [\d.]+%")
         assert s.stop() == 0
     with Server("-q") as s:
         s.post("/v1/completions", small(100))
