@@ -42,7 +42,7 @@
  *                      gemm_mma_kernel       any M, any card              arithmetic   about 60 % of wgmma's rate (H100)
  *   RoPE, KV append    in gemm_kernel, gemm_thin_kernel (D 64, 128), rope_kernel else  copy  not measured
  *   attention, decode  attn_small, attn_gang <= 16 queries, Hopper        K, V bytes   84 % (64 x 4,096) to 100 % (2,048 x 900)
- *   samples of prompts attn_both             D 64, Hopper                 K, V bytes   75 % (8,192 of 88 own, 675 shared positions)
+ *   samples of prompts attn_both             D 64, Hopper                 K, V bytes   75 % (8,192 of 88 own, 675 shared)
  *   prefill, shared    attn_wg               D 64, 96, 128, Hopper        arithmetic   465, 526 TFLOP/s at 16k (cuDNN 437, 571)
  *   all of it          attn_mma              any D, any card              either       prefill half of attn_wg (H100)
  *   parts of it        attn_join             split K and V                copy         not measured
@@ -283,8 +283,8 @@ static void launch_prepare(toka_device *d, const char *what, const void *kernel,
     while (i < d->n_prepared && d->prepared[i].kernel != kernel) i++;
     if (i < d->n_prepared && smem <= d->prepared[i].smem) return;
     if (smem > 40 * 1024) latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem), what);
-    if (d->hopper)
-        latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), what);
+    const cudaFuncAttribute share = cudaFuncAttributePreferredSharedMemoryCarveout;
+    if (d->hopper) latch(d, cudaFuncSetAttribute(kernel, share, cudaSharedmemCarveoutMaxShared), what);
     if (i == cap) return; /* not remembered: set each time */
     d->prepared[i].kernel = kernel, d->prepared[i].smem = smem;
     if (i == d->n_prepared) d->n_prepared++;
@@ -411,7 +411,8 @@ __device__ static inline void cp_async_16(uint32_t to, const void *from, int n) 
 }
 /* The same for what is read once, with policy l2_once(): it leaves the L2 cache first. */
 __device__ static inline void cp_async_16_once(uint32_t to, const void *from, int n, uint64_t policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(n), "l"(policy) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
+                 ::"r"(to), "l"(from), "r"(n), "l"(policy) : "memory");
 }
 __device__ static inline uint64_t l2_once() {
     uint64_t policy;
@@ -522,10 +523,14 @@ __device__ static inline float4 shared_load(uint32_t at) { /* 16 bytes */
     asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
     return v;
 }
-__device__ static inline void shared_store(uint32_t at, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory"); }
+__device__ static inline void shared_store(uint32_t at, float v) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
+}
 __device__ static inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ static inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> __device__ static inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+template <int N> __device__ static inline void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
 
 /* Matrix descriptor of a K-major tile in 128-byte rows with 128-byte swizzle, base aligned to 1,024 bytes: 8 rows every 1,024
  * bytes. The next 16 columns are 32 bytes on: + 2. */
@@ -595,7 +600,8 @@ template <int N, int TRANS_B = 0> __device__ static inline void wgmma_ss(float (
     WG_SS(256, 128, 128, 129, 130, 131);
 }
 /* a from registers. */
-template <int N, int TRANS_B> __device__ static inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int scale_d) {
+template <int N, int TRANS_B>
+__device__ static inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int scale_d) {
     static_assert(N == 64 || N == 80 || N == 96 || N == 128 || N == 160 || N == 192 || N == 224 || N == 256);
     WG_RS(64, 32, 32, 33, 34, 35, 36, 37, 38);
     WG_RS(80, 40, 40, 41, 42, 43, 44, 45, 46);
@@ -663,8 +669,8 @@ static void *dev_alloc(toka_device *d, size_t bytes, const char *what) {
         cudaGetLastError();
         cudaMemGetInfo(&free_bytes, &total);
         d->error.code = TOKA_E_MEMORY;
-        snprintf(d->error.msg, sizeof d->error.msg, "GPU: %s%s: %.2f GB asked for, %.2f of %.2f GB are free", d->where, what, bytes / 1e9,
-                 free_bytes / 1e9, total / 1e9);
+        snprintf(d->error.msg, sizeof d->error.msg, "GPU: %s%s: %.2f GB asked for, %.2f of %.2f GB are free", d->where, what,
+                 bytes / 1e9, free_bytes / 1e9, total / 1e9);
         return NULL;
     }
     latch(d, code, what);
@@ -759,7 +765,8 @@ static void load_add(loader *l, const toka_tensor *from, void *to, int stride, b
 }
 
 /* Elements at .. at+n-1 of a tensor, in raw: converted to the target's type and put into its rows. A thread an element. */
-__global__ static void __launch_bounds__(256) load_place(const void *raw, size_t at, size_t n, int cols, toka_dtype type, load_job j) {
+__global__ static void __launch_bounds__(256) load_place(const void *raw, size_t at, size_t n, int cols, toka_dtype type,
+                                                         load_job j) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     int r = (int)((at + i) / cols), c = (int)((at + i) % cols);
@@ -926,7 +933,8 @@ static void weights_open(toka_device *d) {
         to->attn_norm = weight_vector(d, &l, &from->attn_norm), to->mlp_norm = weight_vector(d, &l, &from->mlp_norm);
         to->q_norm = weight_vector(d, &l, &from->q_norm), to->k_norm = weight_vector(d, &l, &from->k_norm);
         to->qkv = weight_qkv(d, &l, from), to->gate_up = weight_gate_up(d, &l, from);
-        to->o = weight_plain(d, &l, &from->o, d->options.tp_rank ? NULL : &from->o_bias), to->down = weight_plain(d, &l, &from->down, NULL);
+        to->o = weight_plain(d, &l, &from->o, d->options.tp_rank ? NULL : &from->o_bias);
+        to->down = weight_plain(d, &l, &from->down, NULL);
         to->window = from->window;
     }
     latch(d, cudaStreamSynchronize(cudaStreamLegacy), "weights"); /* the zeros are there before what goes on top of them */
@@ -1009,7 +1017,8 @@ __global__ static void __launch_bounds__(128) rmsnorm_kernel(const bf16 *x, cons
     for (int i = t + 128 * NORM_HELD; i < n; i += 128) to[i] = norm_scaled(from[i], scale, g[2 * i], g[2 * i + 1]);
 }
 static void rmsnorm(toka_device *d, const bf16 *x, const int *rows, const float *w, bf16 *y, int n_rows) {
-    launch_dependent(d, "RMSNorm", rmsnorm_kernel, dim3(n_rows), 128, 0, 1, x, rows, w, y, d->E, 1.0f / d->shape->E, d->shape->eps);
+    const float per_E = 1.0f / d->shape->E;
+    launch_dependent(d, "RMSNorm", rmsnorm_kernel, dim3(n_rows), 128, 0, 1, x, rows, w, y, d->E, per_E, d->shape->eps);
 }
 
 /* ---- RMSNorm without a kernel of its own, for up to 8 rows ----
@@ -1040,8 +1049,8 @@ static bool fold_take(toka_device *d) {
  * x[t][:] = E[ids[t] - v0][:], bf16, zeros for an id that is not among the table's V; an id -1 - q is the one drawn last for slot
  * q. fold.w: and what the norm that follows needs. Grid T, block 128, 32 bytes a thread and turn. Moves 2*T*E*2 bytes: copy
  * speed. */
-__global__ static void __launch_bounds__(128) embed_kernel(const int *ids, const int *last, const bf16 *table, int v0, int V, bf16 *x,
-                                                           int E, const norm_fold fold) {
+__global__ static void __launch_bounds__(128) embed_kernel(const int *ids, const int *last, const bf16 *table, int v0, int V,
+                                                           bf16 *x, int E, const norm_fold fold) {
     grid_launch_dependents();
     grid_wait();
     int id = ids[blockIdx.x], row = (id < 0 ? last[-1 - id] : id) - v0;
@@ -1180,8 +1189,8 @@ typedef struct gemm_args {
     bf16 *y;       /* row stride ldy */
     int ldy;
     enum epilogue epi;
-    const float *norm;            /* RESIDUAL of gemm_thin, M <= 8, or NULL: the weights of the norm that y goes through next. What it needs
-                                     is left in d->xn and d->squares ... */
+    const float *norm;            /* RESIDUAL of gemm_thin, M <= 8, or NULL: the weights of the norm that y goes through next. What
+                                     it needs is left in d->xn and d->squares ... */
     bool folded;                  /* ... where the next GEMM of up to 8 rows finds it: x is d->xn */
     const struct qkv_params *qkv; /* of EPI_QKV */
 } gemm_args;
@@ -1661,7 +1670,8 @@ template <int D> struct epi_qkv {
         h.pos[0] = p.pos[min(r, last)], h.pos[1] = p.pos[min(r + 8, last)];
         h.slot = p.slot[min(t.row0 + (t.lane & 15), last)];
     }
-    template <int C> __device__ static inline void look_up(float4 to[2], int j, const gemm_tile &t, const held<C> &h, const params &p) {
+    template <int C>
+    __device__ static inline void look_up(float4 to[2], int j, const gemm_tile &t, const held<C> &h, const params &p) {
         int e = (t.col0 + 16 * j) % D / 2 + 2 * (t.lane & 3);
 #pragma unroll
         for (int i = 0; i < 2; i++) to[i] = *(const float4 *)(p.rope + (size_t)h.pos[i] * (D / 2) + e);
@@ -1723,7 +1733,8 @@ template <int D> struct epi_qkv {
         }
     }
 
-    /* R staged columns from col0 on go to q and the pages, panel by panel: a lane has one chunk of 8 columns in every step-th row. */
+    /* R staged columns from col0 on go to q and the pages, panel by panel: a lane has one chunk of 8 columns in every step-th
+     * row. */
     template <int C, int R> __device__ static inline void send(const gemm_tile &t, const held<C> &h, const params &p, int col0) {
         constexpr int P = gemm_panel(R);
         int j = t.lane % (P / 8), row = t.lane / (P / 8), log2_B = 31 - __clz(p.B);
@@ -1778,7 +1789,8 @@ __global__ static void __launch_bounds__(256) qkv_order_kernel(bf16 *w, float *b
 }
 static bool qkv_fuses(const toka_device *d, int D) { return d->hopper && (D == 64 || D == 128); } /* then rows lie by turns */
 static void qkv_order(toka_device *d, const weight *w, int D) {
-    qkv_order_kernel<<<dim3((unsigned)(w->N / D), (unsigned)ceil_div(w->K, 64)), 256, 0, d->stream>>>(w->p, (float *)w->bias, w->K, D);
+    const dim3 grid((unsigned)(w->N / D), (unsigned)ceil_div(w->K, 64));
+    qkv_order_kernel<<<grid, 256, 0, d->stream>>>(w->p, (float *)w->bias, w->K, D);
     LAUNCHED(d, "order of q, k and v");
 }
 
@@ -1870,7 +1882,8 @@ __device__ static inline void gemm_multiply(float (&acc)[BN / 2], const gemm_cta
                                             gemm_held<EPI, C> &h, const typename EPI::params &p) {
     constexpr int stage_bytes = (128 + BN) * 128;
     int last = 0;
-    /* zeros, and not a first product that does not add: ptxas before 12.9 takes what the epilogue left in acc for its input (C7515) */
+    /* zeros, and not a first product that does not add: ptxas before 12.9 takes what the epilogue left in acc for its input
+     * (C7515) */
 #pragma unroll
     for (int i = 0; i < BN / 2; i++) acc[i] = 0;
     for (int k = 0; k < c.n_k; k++) {
@@ -1913,7 +1926,8 @@ __device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&su
             for (int i = 0; i < C / 2; i++) own[i] = acc[s * (C / 2) + i];
         } else {
             int cta = s * c.j.mc + c.row;
-            uint32_t to = peer_at(get_at + (2 * (part - (part > s)) + group) * bytes + tid * 16, cta), bar = peer_at(c.sums + 8 * group, cta);
+            uint32_t to = peer_at(get_at + (2 * (part - (part > s)) + group) * bytes + tid * 16, cta);
+            uint32_t bar = peer_at(c.sums + 8 * group, cta);
 #pragma unroll
             for (int i = 0; i < C / 8; i++) send_to_peer(to + i * 2048, acc + s * (C / 2) + 4 * i, bar);
         }
@@ -2165,7 +2179,8 @@ static gemm_plan gemm_qkv_pick(const toka_device *d, int M, const weight *w, con
 /* Whether that beats EPI_STORE, whose tiles may be of more widths, and a kernel that reads and writes the result once more. */
 static bool gemm_qkv_pays(const toka_device *d, int M, const weight *w, const qkv_params *p) {
     gemm_plan fused = gemm_qkv_pick(d, M, w, p), plain = gemm_pick(d, EPI_STORE, M, w->N, w->K, false);
-    double after = 4000 + 4.0 * ceil_div(M, 128) * 128 * w->N / 1500; /* in whole tiles, as all of it: the choice is the same for each M of one */
+    /* in whole tiles, as all of it: the choice is the same for each M of one */
+    double after = 4000 + 4.0 * ceil_div(M, 128) * 128 * w->N / 1500;
     return gemm_cost(d, fused.v, fused.mc, M, w->N, w->K) < gemm_cost(d, plain.v, plain.mc, M, w->N, w->K) + after;
 }
 static void gemm_wgmma_qkv_by(toka_device *d, int M, const bf16 *x, int ldx, const weight *w, const qkv_params *p,
@@ -2214,13 +2229,16 @@ static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const 
  * speed: its loop took longer than the copies). */
 
 enum { FEW_K = 64, FEW_N = 64, FEW_THREADS = 192, FEW_W = FEW_N * FEW_K * 2 /* bytes of W in a stage; x lies behind */ };
-enum { FEW_ROW = FEW_N * 4 /* bytes of sums of a row of x */, FEW_BLOCK = 8 * FEW_ROW /* of 8 rows */, FEW_STAGES = 12 /* at most */ };
+enum { FEW_ROW = FEW_N * 4 /* bytes of sums of a row of x */, FEW_BLOCK = 8 * FEW_ROW /* of 8 rows */ };
+enum { FEW_STAGES = 12 /* at most */ };
 template <int ROWS> struct few_ring {
     enum { STAGE = FEW_W + ROWS * FEW_K * 2, BARS = 16 * FEW_STAGES + 16 /* full and empty per stage, sums */ };
     static_assert(3 * STAGE >= 2 * ROWS * FEW_ROW, "a part's own sums take the ring's place, and what is put out, too");
 };
 /* What comes from the other parts, for up to `rows` rows of x; stages of the ring beside it. */
-__host__ __device__ constexpr int few_guests(int rows, int split) { return (split - 1) * ((rows + 8 * split - 1) / (8 * split)) * FEW_BLOCK; }
+__host__ __device__ constexpr int few_guests(int rows, int split) {
+    return (split - 1) * ((rows + 8 * split - 1) / (8 * split)) * FEW_BLOCK;
+}
 template <int ROWS> __host__ __device__ constexpr int few_stages(int split) {
     int fit = (112 * 1024 - few_guests(ROWS, split)) / few_ring<ROWS>::STAGE;
     return fit < FEW_STAGES ? fit : FEW_STAGES;
@@ -2508,7 +2526,8 @@ __device__ static inline void thin_load_w(uint32_t to, const gemm_call &c, int r
 #pragma unroll
     for (int r = lane / 8; r < THIN_N; r += 4) {
         bool inside = row0 + r < c.N && k < c.K;
-        cp_async_16_once(to + r * 128 + ((lane ^ r) % 8) * 16, inside ? c.w + (size_t)(row0 + r) * c.K + k : c.w, inside ? 16 : 0, once);
+        cp_async_16_once(to + r * 128 + ((lane ^ r) % 8) * 16, inside ? c.w + (size_t)(row0 + r) * c.K + k : c.w,
+                         inside ? 16 : 0, once);
     }
 }
 template <int ROWS> __device__ static inline void thin_load_x(uint32_t to, const gemm_call &c, int k0, int lane) {
@@ -2558,7 +2577,8 @@ typedef struct thin_pair {
 } thin_pair;
 __device__ static inline thin_pair thin_pair_at(const qkv_params &p, int m, int n) { /* n: a column of the first half, by turns */
     int h = n / p.D, i = n % p.D / 16 * 8 + n % 8, slot = p.slot[m], kv_head = h < p.H + p.K ? h - p.H : h - p.H - p.K;
-    size_t row = h < p.H ? (size_t)m * p.H + h : (((size_t)(slot / p.B) * p.K + kv_head) * 2 + (h >= p.H + p.K)) * p.B + slot % p.B;
+    size_t row = h < p.H ? (size_t)m * p.H + h
+                         : (((size_t)(slot / p.B) * p.K + kv_head) * 2 + (h >= p.H + p.K)) * p.B + slot % p.B;
     float4 turn = h < p.H + p.K ? *(const float4 *)(p.rope + (size_t)p.pos[m] * (p.D / 2) + i) : make_float4(1, 0, 1, 0);
     return thin_pair{(h < p.H ? p.q : p.kv) + row * p.D + i, turn};
 }
@@ -2568,7 +2588,8 @@ __device__ static inline void thin_put_turned(const thin_pair &p, int half, floa
     store_pair(p.to + half, b.x * t.x + a.x * t.y, b.y * t.z + a.y * t.w);
 }
 
-template <int ROWS> __global__ static void __launch_bounds__(32 * THIN_WARPS, 2) gemm_thin_kernel(const gemm_call c, const qkv_params p) {
+template <int ROWS>
+__global__ static void __launch_bounds__(32 * THIN_WARPS, 2) gemm_thin_kernel(const gemm_call c, const qkv_params p) {
     constexpr int STAGE = thin_ring<ROWS>::STAGE, STAGES = thin_ring<ROWS>::STAGES;
     extern __shared__ __align__(128) char thin_smem[];
     int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, n0 = (int)blockIdx.x * THIN_N, step = THIN_WARPS * THIN_K;
@@ -2689,13 +2710,13 @@ static void gemm(toka_device *d, const gemm_args *a) {
  * first span leaves a state (O and LSE, float32), the next begins with it, the last writes o. So nothing is merged twice, every
  * row has one state no matter how many spans it lies in, and the order of sums is fixed.
  *
- * Many rows that have one span together and then each its own, as in decoding samples of a prompt, need no level: one kernel does both
- * spans (attn_both).
+ * Many rows that have one span together and then each its own, as in decoding samples of a prompt, need no level: one kernel
+ * does both spans (attn_both).
  *
  * Few items do not fill the GPU: then kv ranges are cut (split-KV), the parts go to part_o and part_lse and one merge per row
- * follows in the same level. The length of a part follows from the sum of kv positions in the level alone. Where no small item of a
- * level needs more than ATTN_GANG short parts (attn_gang_part), and some need two, gangs work on them on Hopper: a block for each item,
- * a warp for each part, and they meet there.
+ * follows in the same level. The length of a part follows from the sum of kv positions in the level alone. Where no small item
+ * of a level needs more than ATTN_GANG short parts (attn_gang_part), and some need two, gangs work on them on Hopper: a block
+ * for each item, a warp for each part, and they meet there.
  *
  * What is expected of the spans: for each row they come in rising kv0, and of two spans that share a row the earlier one has all
  * rows of the later one (a tree of intervals). Cost: O(spans + rows + pages in use); 8,192 sequences with a shared prefix: 0.15 to
@@ -2728,8 +2749,10 @@ typedef struct attn_item {
                          * attn_both: number << ATTN_SLOT of the first row's own item */
 } attn_item;
 
-typedef struct attn_merge { /* the n parts of one item, slot after slot, become one; a gang's: items from `slot` of the level's small ones on */
-    int q0, nq, slot, n, where;
+typedef struct attn_merge { /* the n parts of one item become one */
+    int q0, nq;
+    int slot, n; /* parts lie in slot after slot from this one on; a gang's are items, of the level's small ones */
+    int where;
 } attn_merge;
 
 typedef struct attn_level {
@@ -2926,7 +2949,8 @@ static int attn_tile_part(const toka_device *d, int64_t kv_positions, int n_tile
     int64_t queries = items * d->attn->tile_q, least = (items + d->n_sms - 1) / d->n_sms * len;
     if (items > 2 * d->n_sms) return INT_MAX / 2;
     for (int64_t n = 2; n <= len / (2 * ATTN_MIN_PART); n++) {
-        int64_t cost = (items * n + d->n_sms - 1) / d->n_sms * ((len + n - 1) / n) + ATTN_JOIN_START + queries / 10 + queries * n / 70;
+        int64_t waves = (items * n + d->n_sms - 1) / d->n_sms, join = ATTN_JOIN_START + queries / 10 + queries * n / 70;
+        int64_t cost = waves * ((len + n - 1) / n) + join;
         if (cost < least) best = n, least = cost;
     }
     return best == 1 ? INT_MAX / 2 : (int)((len + best - 1) / best);
@@ -2954,7 +2978,8 @@ static void attn_emit_parts(attn_plan *p, attn_level *l, const attn_item *item, 
  * where parts that all SMs share, and attn_join, take 9 and 17. */
 static int attn_gang_part(const toka_device *d, int64_t kv_positions, int n, int most) {
     const attn_plan *p = d->attn;
-    int B = d->shape->B, part = (int)(kv_positions * d->shape->K / (d->n_sms * ATTN_WARPS)), longest = d->shape->D <= 64 ? 128 : 64;
+    int B = d->shape->B, longest = d->shape->D <= 64 ? 128 : 64;
+    int part = (int)(kv_positions * d->shape->K / (d->n_sms * ATTN_WARPS));
     part = max(max((int)ATTN_GANG_PART, B), ceil_div(min(part, longest), B) * B);
     if (n * d->shape->K <= d->n_sms) part = max(part, ceil_div(ceil_div(most, ATTN_GANG), B) * B);
     bool fits = part <= longest && most > part && most <= part * ATTN_GANG && n <= p->max_merges - p->n_merges;
@@ -3035,8 +3060,10 @@ static void attn_plan_kind(toka_device *d, const toka_step *s, int level, bool s
     }
     p->levels[level].gang_part = small ? attn_gang_part(d, work, n, most) : 0;
     part_len = small ? attn_small_part(d, work) : attn_tile_part(d, work, n);
-    for (int i = 0; work && i < s->n_spans; i++)
-        if (p->spans[i].level == level && p->spans[i].small == small && !p->spans[i].both) attn_emit_span(d, s, i, &p->levels[level], part_len);
+    for (int i = 0; work && i < s->n_spans; i++) {
+        const attn_span *a = &p->spans[i];
+        if (a->level == level && a->small == small && !a->both) attn_emit_span(d, s, i, &p->levels[level], part_len);
+    }
 }
 
 /* Is it a span that items of attn_both are made of, not that of a row which belongs to one of them? */
@@ -3454,8 +3481,9 @@ template <int DP, int WARPS> static void attn_mma_launch(toka_device *d, const a
 #if HOPPER
 /* One warp's work, up to what leaves it. full: [STAGES] barriers. */
 template <int DP, int TOK, int STAGES>
-__device__ static inline void attn_small_work(const attn_args &a, const attn_item &it, int h, const CUtensorMap *whole, const CUtensorMap *fine,
-                                              bf16 *ring, uint64_t *full, attn_rows &w, float (&acc)[DP / 2]) {
+__device__ static inline void attn_small_work(const attn_args &a, const attn_item &it, int h, const CUtensorMap *whole,
+                                              const CUtensorMap *fine, bf16 *ring, uint64_t *full, attn_rows &w,
+                                              float (&acc)[DP / 2]) {
     constexpr int HALF = TOK * DP; /* elements of K's or V's tile */
     int lane = threadIdx.x % 32, first = attn_first(a, it, TOK), ids = 0, ids_at = -32;
     int n_tiles = it.kv1 > first ? (it.kv1 - first + TOK - 1) / TOK : 0;
@@ -3482,7 +3510,8 @@ __device__ static inline void attn_small_work(const attn_args &a, const attn_ite
                                 row + (v << a.log2_B) + j * 8);
     };
     const int t = first - it.kv0, last = it.kv1 - it.kv0 - 1, in_page = t & ((1 << a.log2_B) - 1);
-    const bool renews = a.early && n_tiles && n_tiles <= STAGES && it.kv1 == it.pos_hi + 1; /* its last row is asked for too early */
+    /* its last row is asked for too early */
+    const bool renews = a.early && n_tiles && n_tiles <= STAGES && it.kv1 == it.pos_hi + 1;
     int page = 0; /* of the last position */
     if (n_tiles) { /* no kernel of the step writes page tables; K and V may still change, but in the cache they do no harm */
         ids_at = t >> a.log2_B, ids = a.pages[it.page0 + min(ids_at + lane, last >> a.log2_B)];
@@ -3497,8 +3526,10 @@ __device__ static inline void attn_small_work(const attn_args &a, const attn_ite
     for (int i = 0; !a.early && i < STAGES && i < n_tiles; i++) ask(i);
     uint4 fresh = {};
     const int is_v = lane / (DP / 8), piece = lane % (DP / 8);
-    if (renews && is_v < 2 && piece * 8 < a.D)
-        fresh = *(const uint4 *)(a.kv + (((((size_t)page * a.K + h) * 2 + is_v) << a.log2_B) + (last & ((1 << a.log2_B) - 1))) * a.D + piece * 8);
+    if (renews && is_v < 2 && piece * 8 < a.D) {
+        const size_t row = ((((size_t)page * a.K + h) * 2 + is_v) << a.log2_B) + (last & ((1 << a.log2_B) - 1));
+        fresh = *(const uint4 *)(a.kv + row * a.D + piece * 8);
+    }
     uint32_t q[DP / 16][4];
     float fade[2];
     w = attn_rows{lane / 4, {-INFINITY, -INFINITY}};
@@ -3553,8 +3584,9 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
  * tiles a warp; its sums take their place. Why: with few sequences each launch counts (3 us of attn_join in a layer, H200), and
  * parts that meet in shared memory need none. Sums: in the order of the parts. */
 template <int DP, int TOK, int STAGES>
-__global__ void __launch_bounds__(32 * ATTN_GANG, 1) attn_gang(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap whole,
-                                                               const __grid_constant__ CUtensorMap fine, const attn_merge *gangs) {
+__global__ void __launch_bounds__(32 * ATTN_GANG, 1)
+    attn_gang(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap whole,
+              const __grid_constant__ CUtensorMap fine, const attn_merge *gangs) {
 #if HOPPER
     constexpr int RING = STAGES * 2 * TOK * DP; /* elements */
     static_assert(RING * sizeof(bf16) >= ATTN_SMALL_Q * DP * sizeof(float), "sums take the ring's place");
@@ -3573,8 +3605,10 @@ __global__ void __launch_bounds__(32 * ATTN_GANG, 1) attn_gang(const __grid_cons
             float sum = quad_sum(w.l[r]);
             if (quad == 0) marks[warp][w.i + 8 * r] = float2{w.m[r], sum};
 #pragma unroll
-            for (int c = 0; c < DP / 8; c++)
-                *(float2 *)(sums + (w.i + 8 * r) * DP + c * 8 + quad * 2) = make_float2(acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]);
+            for (int c = 0; c < DP / 8; c++) {
+                const float2 pair = {acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]};
+                *(float2 *)(sums + (w.i + 8 * r) * DP + c * 8 + quad * 2) = pair;
+            }
         }
     } else {
         grid_launch_dependents();
@@ -3712,8 +3746,8 @@ __device__ static inline void attn_hold(float x, uint32_t at) {
 
 /* One warpgroup: its 64 queries against all tiles. end(rows, acc) says what becomes of the sums. */
 template <int DP, int WGS, int N, int STAGES, class End>
-__device__ static inline void attn_wg_work(const attn_args &a, const attn_item &it, int h, int wg, int first, int n_tiles, int before,
-                                           uint32_t qs, uint32_t full_k, char *smem, const End &end) {
+__device__ static inline void attn_wg_work(const attn_args &a, const attn_item &it, int h, int wg, int first, int n_tiles,
+                                           int before, uint32_t qs, uint32_t full_k, char *smem, const End &end) {
 #if HOPPER
     typedef attn_wg_shape<DP, WGS, N, STAGES> shape;
     int lane = threadIdx.x % 32, at = before % STAGES, parity = before / STAGES & 1; /* of the tile that is next for P V */
@@ -3821,21 +3855,27 @@ enum { ATTN_OWN_TOK = 32, ATTN_OWN_STAGES = 2, ATTN_OWN_WARPS = 7 };
 struct attn_both_shape {
     static constexpr int WGS = 2, N = 64, STAGES = 2, THREADS = 512;
     typedef attn_wg_shape<64, WGS, N, STAGES> shared;
-    static constexpr int OWN_TILE = ATTN_OWN_TOK * 64 * 2, OWN_RING = ATTN_OWN_STAGES * 2 * OWN_TILE; /* bytes of K or V; of a warp */
+    static constexpr int OWN_TILE = ATTN_OWN_TOK * 64 * 2;         /* bytes of K or V */
+    static constexpr int OWN_RING = ATTN_OWN_STAGES * 2 * OWN_TILE; /* of a warp */
     static constexpr int HUB = ATTN_BOTH_Q * (64 + 1) * 4;
     static constexpr int OWN_AT = shared::BYTES, HUB_AT = OWN_AT + ATTN_OWN_WARPS * OWN_RING, BYTES = HUB_AT + 2 * HUB;
 };
 
-typedef struct attn_hubs { /* hub i % 2: the states of the block's item number i, on their way from the shared part to the own ones */
-    float *o;             /* [2][ATTN_BOTH_Q][64], and then [ATTN_BOTH_Q] LSE; column c of query i at attn_hub_at */
-    uint32_t full, empty; /* two barriers each: an arrival a thread that writes; a thread of those that read, when its warp has left */
+/* hub i % 2: the states of the block's item number i, on their way from the shared part to the own ones */
+typedef struct attn_hubs {
+    float *o;       /* [2][ATTN_BOTH_Q][64], and then [ATTN_BOTH_Q] LSE; column c of query i at attn_hub_at */
+    uint32_t full;  /* two barriers: an arrival a thread that writes; */
+    uint32_t empty; /* and two: a thread of those that read, when its warp has left */
 } attn_hubs;
-__device__ static inline float *attn_hub(const attn_hubs &hubs, int round) { return hubs.o + (round & 1) * (attn_both_shape::HUB / 4); }
-__device__ static inline int attn_hub_at(int i, int c) { return i * 64 + (c ^ i % 8 * 8); } /* quads of eight queries meet no bank twice */
+__device__ static inline float *attn_hub(const attn_hubs &hubs, int round) {
+    return hubs.o + (round & 1) * (attn_both_shape::HUB / 4);
+}
+/* Quads of eight queries meet no bank twice. */
+__device__ static inline int attn_hub_at(int i, int c) { return i * 64 + (c ^ i % 8 * 8); }
 
 /* A warp of the shared part leaves its queries of the block's item number `round`. */
-__device__ static inline void attn_hub_put(const attn_args &a, const attn_item &it, const attn_rows &w, int h, const float (&acc)[32],
-                                           const attn_hubs &hubs, int round) {
+__device__ static inline void attn_hub_put(const attn_args &a, const attn_item &it, const attn_rows &w, int h,
+                                           const float (&acc)[32], const attn_hubs &hubs, int round) {
 #if HOPPER
     int quad = threadIdx.x % 4;
     float *hub = attn_hub(hubs, round);
@@ -3883,13 +3923,14 @@ struct attn_own_feed {
     int *tickets;          /* of the block */
     attn_own_row *drawn;   /* [4] in shared memory */
     uint32_t ring, full;
-    int round, own, nq, h;      /* the item that the row drawn last is of; the first of its rows' own items; its queries; kv head */
+    int round, own, nq, h; /* the item that the row drawn last is of; the first of its rows' own items; its queries; kv head */
     int n_drawn, n_asked;       /* rows, tiles */
     int t, from, end, page_ids; /* the row drawn last: its next tile, and where it begins and ends; its page number `lane` */
     __device__ inline bool draw() {
 #if HOPPER
         for (int lane = threadIdx.x % 32;;) {
-            int ticket = __shfl_sync(~0u, lane ? 0 : atomicAdd(tickets, 1), 0), n = ticket >> log2_rows, r = ticket & (1 << log2_rows) - 1;
+            int ticket = __shfl_sync(~0u, lane ? 0 : atomicAdd(tickets, 1), 0);
+            int n = ticket >> log2_rows, r = ticket & (1 << log2_rows) - 1;
             if (n != round) {
                 int job = blockIdx.x + n * gridDim.x;
                 if (job >= n_jobs) return false;
@@ -3901,7 +3942,8 @@ struct attn_own_feed {
             from = it.skip, end = it.kv1 - it.kv0, t = from & -ATTN_OWN_TOK;
             page_ids = a.pages[it.page0 + min(lane, (end - 1) >> a.log2_B)];
             if (lane == 0)
-                drawn[n_drawn % 4] = attn_own_row{n, r * a.G, (it.q0 * a.K + h * a.G) * 64, (unsigned short)from, (unsigned short)end};
+                drawn[n_drawn % 4] = attn_own_row{n, r * a.G, (it.q0 * a.K + h * a.G) * 64, (unsigned short)from,
+                                                  (unsigned short)end};
             __syncwarp();
             n_drawn++;
             return true;
@@ -4024,7 +4066,8 @@ __device__ static inline void attn_own_work(attn_own_feed &feed, const attn_hubs
 template <class Work> __device__ static inline void attn_both_items(const attn_args &a, int n, const Work &work) {
     for (int j = blockIdx.x, tiles = 0, round = 0; j < n * a.K; j += gridDim.x, round++) {
         const attn_item &it = a.items[j / a.K];
-        int first = attn_first(a, it, attn_both_shape::N), n_tiles = (it.kv1 - first + attn_both_shape::N - 1) / attn_both_shape::N;
+        constexpr int N = attn_both_shape::N;
+        int first = attn_first(a, it, N), n_tiles = (it.kv1 - first + N - 1) / N;
         work(it, j % a.K, first, n_tiles, tiles, round);
         tiles += n_tiles;
     }
@@ -4058,8 +4101,8 @@ __global__ static void __launch_bounds__(attn_both_shape::THREADS, 1)
         regs_give<112>();
         attn_both_items(a, n, [&](const attn_item &it, int h, int first, int n_tiles, int before, int round) {
             if (!n_tiles) return attn_hub_put_none(it, hubs, round);
-            attn_wg_work<64, WGS, N, STAGES>(a, it, h, role - 1, first, n_tiles, before, qs, full_k, attn_smem,
-                                             [&](const attn_rows &w, const float(&acc)[32]) { attn_hub_put(a, it, w, h, acc, hubs, round); });
+            auto put = [&](const attn_rows &w, const float(&acc)[32]) { attn_hub_put(a, it, w, h, acc, hubs, round); };
+            attn_wg_work<64, WGS, N, STAGES>(a, it, h, role - 1, first, n_tiles, before, qs, full_k, attn_smem, put);
             named_sync(role, 128); /* Q has been read */
         });
     } else {
@@ -4087,8 +4130,8 @@ static void attn_small_launch(toka_device *d, const attn_args &a, int n, const C
 template <int DP, int TOK, int STAGES>
 static void attn_gang_launch(toka_device *d, const attn_args &a, const attn_level *l, const CUtensorMap *map) {
     launch_dependent(d, "attention", attn_gang<DP, TOK, STAGES>, dim3((unsigned)(l->n_gangs * a.K)), 32 * l->gang_warps,
-                     (size_t)l->gang_warps * STAGES * 2 * TOK * DP * 2, 1, a, map[TOK == 16 ? ATTN_MAP_16 : ATTN_MAP_32], map[ATTN_MAP_8],
-                     d->attn->dev_merges + l->gang0);
+                     (size_t)l->gang_warps * STAGES * 2 * TOK * DP * 2, 1, a, map[TOK == 16 ? ATTN_MAP_16 : ATTN_MAP_32],
+                     map[ATTN_MAP_8], d->attn->dev_merges + l->gang0);
 }
 template <int DP, int WGS, int N, int STAGES>
 static void attn_wg_launch(toka_device *d, const attn_args &a, int n, const CUtensorMap *map) {
@@ -4231,43 +4274,44 @@ static void attention(toka_device *d, int layer, const bf16 *q, bf16 *o) {
 
 /* ===========================================================================
  * MARK: 10. Ranks: groups and transfers [kernel]
- * What the ranks of a model share, each a GPU with a thread of its own in this process: sums over the tensor ranks of a stage, x from a
- * stage to the next, drawn ids from the last stage to the first. No op waits for a GPU; where it needs what another rank does it
- * enqueues that its GPU waits.
+ * What the ranks of a model share, each a GPU with a thread of its own in this process: sums over the tensor ranks of a stage, x
+ * from a stage to the next, drawn ids from the last stage to the first. No op waits for a GPU; where it needs what another rank
+ * does it enqueues that its GPU waits.
  *
- *   meeting    CTA b of a kernel and CTA b of the same kernel on the stage's other ranks. Each writes what it has into the memory of the
- *              others, then raises a count in their mailboxes (st.release.sys) and waits until the counts in its own have come as far
- *              (ld.acquire.sys). Counts only rise. Every kernel that meets has the same number of CTAs, so all CTAs of a rank have
- *              met equally often between kernels
- *   sum        one-shot: each rank pushes its x to all others, meets, adds up in the order of the ranks. Two-shot: each pushes to rank q
- *              the q-th part of its x, meets, adds up its own part, pushes the sum into everybody's x, meets. In float32, rounded
- *              once, the same bits on every rank. One-shot has one meeting, two-shot moves 2/n of the bytes
- *   halves     a step of many rows: behind each op that leaves parts of a sum its rows go in two halves, and while one is computed, parts of
- *              the other go into everybody's boxes by copy engine, which needs no multiprocessor. Who reads x next adds up first,
- *              behind a meeting: one-shot with its push taken out
+ *   meeting    CTA b of a kernel and CTA b of the same kernel on the stage's other ranks. Each writes what it has into the memory
+ *              of the others, then raises a count in their mailboxes (st.release.sys) and waits until the counts in its own have
+ *              come as far (ld.acquire.sys). Counts only rise. Every kernel that meets has the same number of CTAs, so all CTAs of
+ *              a rank have met equally often between kernels
+ *   sum        one-shot: each rank pushes its x to all others, meets, adds up in the order of the ranks. Two-shot: each pushes to
+ *              rank q the q-th part of its x, meets, adds up its own part, pushes the sum into everybody's x, meets. In float32,
+ *              rounded once, the same bits on every rank. One-shot has one meeting, two-shot moves 2/n of the bytes
+ *   halves     a step of many rows: behind each op that leaves parts of a sum its rows go in two halves, and while one is
+ *              computed, parts of the other go into everybody's boxes by copy engine, which needs no multiprocessor. Who reads x
+ *              next adds up first, behind a meeting: one-shot with its push taken out
  *   link       x goes into the sender's outbox on its compute stream, from there by a copy engine (its copy stream) into one of
- *              the receiver's TOKA_GPU_LINK slots, and into x on the receiver's compute stream. Events say when a slot is full, and
- *              when it is free. So a stage computes on while its result travels, and may be some steps ahead of the next
- *   draws      the last stage has the table of the last token of each slot and sends all of it, behind each step that draws, to the first
- *              stage's ranks, with an event per step; embed of a step that `needs` step k waits for k's. A copy may already
- *              contain what a later step m drew for slot q: a step that reads what q had before is not later than m, and by the time m
- *              draws all first ranks have embedded m
+ *              the receiver's TOKA_GPU_LINK slots, and into x on the receiver's compute stream. Events say when a slot is full,
+ *              and when it is free. So a stage computes on while its result travels, and may be some steps ahead of the next
+ *   draws      the last stage has the table of the last token of each slot and sends all of it, behind each step that draws, to
+ *              the first stage's ranks, with an event per step; embed of a step that `needs` step k waits for k's. A copy may
+ *              already contain what a later step m drew for slot q: a step that reads what q had before is not later than m, and
+ *              by the time m draws all first ranks have embedded m
  *
- * Double buffering. What one-shot (and the exchange of samples in chapter 11) writes into the others' memory goes to half c % 2, c the number
- * of the meeting. Who writes there again is at meeting c + 2 or later, so behind meeting c + 1, which is another kernel's: all
- * ranks had ended the kernel of meeting c when they came to it. Two-shot writes to a rank again only behind its second meeting.
+ * Double buffering. What one-shot (and the exchange of samples in chapter 11) writes into the others' memory goes to half c % 2,
+ * c the number of the meeting. Who writes there again is at meeting c + 2 or later, so behind meeting c + 1, which is another
+ * kernel's: all ranks had ended the kernel of meeting c when they came to it. Two-shot writes to a rank again only behind its
+ * second meeting.
  *
- * Why nothing waits for ever. Order all pieces of work by step, within a step by stage, within a stage as the op loop has them (all ranks
- * of a stage run the same ops). A thread waits only for another's enqueueing: receive of step j at stage s for send of j at s - 1; send of
- * j at s for receive of j - TOKA_GPU_LINK at s + 1; embed of j for the draws of step `needs` < j. A GPU waits for the same, and in a
- * meeting for the same op of its stage. Each waits for what is earlier in the order, or for its equals that wait for earlier ones; so
- * of all that is not done the first can go on. A kernel that spins holds some multiprocessors of its own GPU, of which nobody needs
- * any to come to the meeting. Where a debugging variable puts all ranks on one GPU the kernels that meet are small enough to
- * leave room, and start their dependents only when they have met.
+ * Why nothing waits for ever. Order all pieces of work by step, within a step by stage, within a stage as the op loop has them
+ * (all ranks of a stage run the same ops). A thread waits only for another's enqueueing: receive of step j at stage s for send of
+ * j at s - 1; send of j at s for receive of j - TOKA_GPU_LINK at s + 1; embed of j for the draws of step `needs` < j. A GPU waits
+ * for the same, and in a meeting for the same op of its stage. Each waits for what is earlier in the order, or for its equals that
+ * wait for earlier ones; so of all that is not done the first can go on. A kernel that spins holds some multiprocessors of its own
+ * GPU, of which nobody needs any to come to the meeting. Where a debugging variable puts all ranks on one GPU the kernels that
+ * meet are small enough to leave room, and start their dependents only when they have met.
  *
- * Failure. `over` lies in host memory that all GPUs see: whoever spins looks at it now and then and leaves; threads that wait are woken,
- * ops return at once. So after group_abort the streams run empty, with results that nobody reads. Who hangs is found from what the
- * kernels that meet leave in `trace`, from events, and from where the threads are (group_blame).
+ * Failure. `over` lies in host memory that all GPUs see: whoever spins looks at it now and then and leaves; threads that wait are
+ * woken, ops return at once. So after group_abort the streams run empty, with results that nobody reads. Who hangs is found from
+ * what the kernels that meet leave in `trace`, from events, and from where the threads are (group_blame).
  * =========================================================================== */
 
 enum {
@@ -4311,7 +4355,7 @@ typedef struct group_rank { /* what others know of a rank */
 } group_rank;
 
 typedef struct group_link { /* from a rank to the same tp rank of the next stage */
-    int64_t sent, taken;    /* messages that were enqueued to be sent, and to be taken; each raised by one thread, under the lock */
+    int64_t sent, taken;    /* messages enqueued to be sent, and to be taken; each raised by one thread, under the lock */
     int rows[TOKA_GPU_LINK];
     bf16 *outbox;
     cudaEvent_t ready;      /* the outbox is full */
@@ -4365,7 +4409,8 @@ __device__ static __forceinline__ bool meet(const meeting &m, unsigned c, const 
         const meet_line *from = m.lines[m.me] + b * MEET_RANKS + q;
         *(volatile unsigned long long *)&to->x = (unsigned long long)x;
         st_release_sys(&to->count, c);
-        for (unsigned spins = 1; (int)(ld_acquire_sys(&from->count) - c) < 0 && !over; spins++) over = spins % 1024 == 0 && *m.over;
+        for (unsigned spins = 1; (int)(ld_acquire_sys(&from->count) - c) < 0 && !over; spins++)
+            over = spins % 1024 == 0 && *m.over;
     }
     over = __syncthreads_or(over);
     if (b == 0 && q == 0) m.trace[1] = c;
@@ -4489,8 +4534,8 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) two_shot_kernel(meetin
  * out     y, if there is w: their RMSNorm, summed in rmsnorm_kernel's order: the same bits
  * grid: MEET_CTAS, block: 512, of which 128 threads work on a row. Sent are (ranks - 1) * bytes by every rank, over its own links,
  * hidden or not; the add moves (ranks + 2) * bytes of its own memory. */
-__global__ static void __launch_bounds__(MEET_THREADS, 1) add_kernel(meeting m, bf16 *x, int rows, const bf16 *box, size_t each, const float *w,
-                                                                      bf16 *y, int E, float per_E, float eps) {
+__global__ static void __launch_bounds__(MEET_THREADS, 1) add_kernel(meeting m, bf16 *x, int rows, const bf16 *box, size_t each,
+                                                                     const float *w, bf16 *y, int E, float per_E, float eps) {
     __shared__ float part[2][MEET_THREADS / 128][4];
     const int group = (int)threadIdx.x / 128, t = (int)threadIdx.x % 128, groups = (int)gridDim.x * (MEET_THREADS / 128);
     grid_wait();
@@ -4520,7 +4565,8 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) add_kernel(meeting m, 
         for (int lanes = 16; lanes; lanes >>= 1) squares += __shfl_xor_sync(~0u, squares, lanes);
         float *sums = part[turn][group];
         if (t % 32 == 0) sums[t / 32] = squares;
-        asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); /* the row's threads; part[turn] is read before they meet at the next */
+        /* the row's threads; part[turn] is read before they meet at the next */
+        asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
         const float scale = rsqrtf((sums[0] + sums[1] + (sums[2] + sums[3])) * per_E + eps);
         for (int i = t; i < E / 8; i += 128) {
             const float4 *g = (const float4 *)w + 2 * i;
@@ -4534,7 +4580,8 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) add_kernel(meeting m, 
  * us and a rate of 285 GB/s on two H200. There the bytes are equal, but where copies count the second meeting is cheaper from 1.5
  * MB on. */
 static bool one_shot_pays(int n, size_t bytes) {
-    const size_t two = (size_t)(n - 1) * (n - 2) * bytes, one = (size_t)n * 800000; /* n > 2: n (n - 1) (1 - 2 / n) B <= n t rate */
+    /* n > 2: n (n - 1) (1 - 2 / n) B <= n t rate */
+    const size_t two = (size_t)(n - 1) * (n - 2) * bytes, one = (size_t)n * 800000;
     return bytes <= ONE_SHOT_BYTES && two <= one;
 }
 
@@ -4561,8 +4608,8 @@ static int group_open(toka_group **out, int tp, int pp, toka_err *e) {
     e->code = 0;
     if (tp < 1 || pp < 1 || tp > MEET_RANKS || tp * pp > GROUP_RANKS) {
         e->code = TOKA_E_USE;
-        snprintf(e->msg, sizeof e->msg, "GPU: %d stages of %d tensor ranks, expected at most %d ranks a stage and %d in all", pp, tp, MEET_RANKS,
-                 GROUP_RANKS);
+        snprintf(e->msg, sizeof e->msg, "GPU: %d stages of %d tensor ranks, expected at most %d ranks a stage and %d in all", pp,
+                 tp, MEET_RANKS, GROUP_RANKS);
         return e->code;
     }
     toka_group *g = (toka_group *)calloc(1, sizeof *g);
@@ -4619,7 +4666,8 @@ static int group_ahead(toka_group *g, int i) {
     if (came != group_trace(g, i, 1)) /* its GPU is in a meeting; to those who have not come */
         for (int q = stage * tp; q < (stage + 1) * tp; q++)
             if ((int)(group_trace(g, q, 0) - came) < 0) return q;
-    for (int64_t k = r->asks < TOKA_GPU_LINK ? 0 : r->asks - TOKA_GPU_LINK; k < r->asks; k++) { /* it has come there, and does not get on */
+    for (int64_t k = r->asks < TOKA_GPU_LINK ? 0 : r->asks - TOKA_GPU_LINK; k < r->asks; k++) {
+        /* it has come there, and does not get on */
         const int at = (int)(k % TOKA_GPU_LINK);
         if (group_pending(r->asked[at])) continue;
         if (stage > 0 && group_pending(g->links[i - tp].taken_at[at])) return i - tp;
@@ -4637,7 +4685,8 @@ static int group_ahead(toka_group *g, int i) {
 static const char *group_op(toka_group *g, int i) {
     group_rank *r = &g->ranks[i];
     const unsigned came = group_trace(g, i, 0), left = group_trace(g, i, 1);
-    const char *op = __atomic_load_n(&r->op, __ATOMIC_ACQUIRE), *behind = __atomic_load_n(&r->ops[left % MEET_OPS], __ATOMIC_ACQUIRE);
+    const char *op = __atomic_load_n(&r->op, __ATOMIC_ACQUIRE);
+    const char *behind = __atomic_load_n(&r->ops[left % MEET_OPS], __ATOMIC_ACQUIRE);
     if (came != left) return "all_reduce";
     if (g->tp_size > 1 && left < r->n_meetings && behind) return behind;
     return op ? op : "no op";
@@ -4652,10 +4701,11 @@ static void group_blame(toka_group *g, int me) {
     group_rank_name(g, who, name), group_rank_name(g, me, mine);
     g->error.code = TOKA_E_DEVICE;
     if (group_ahead(g, who) != who)
-        snprintf(g->error.msg, sizeof g->error.msg, "GPU: all ranks have waited for each other for %g s, %s in %s", g->patience, mine,
-                 group_op(g, me));
+        snprintf(g->error.msg, sizeof g->error.msg, "GPU: all ranks have waited for each other for %g s, %s in %s", g->patience,
+                 mine, group_op(g, me));
     else if (who == me)
-        snprintf(g->error.msg, sizeof g->error.msg, "GPU: %s has not moved for %g s, last seen in %s", name, g->patience, group_op(g, who));
+        snprintf(g->error.msg, sizeof g->error.msg, "GPU: %s has not moved for %g s, last seen in %s", name, g->patience,
+                 group_op(g, who));
     else
         snprintf(g->error.msg, sizeof g->error.msg, "GPU: %s has not moved for %g s, last seen in %s; %s waits for it in %s", name,
                  g->patience, group_op(g, who), mine, group_op(g, me));
@@ -4747,7 +4797,8 @@ static void group_ask(toka_device *d, cudaEvent_t event, int64_t needs) {
 /* A kernel with meetings. Graphs may hold it, as the GPU counts; the host's count is for group_blame, and is raised as graphs are
  * launched. */
 template <class... P>
-static void launch_meeting(toka_device *d, const char *what, int meetings, void (*kernel)(meeting, P...), typename as_declared<P>::type... args) {
+static void launch_meeting(toka_device *d, const char *what, int meetings, void (*kernel)(meeting, P...),
+                           typename as_declared<P>::type... args) {
     if (!graph_runs(d)) launch_dependent(d, what, kernel, dim3((unsigned)d->meet_ctas), MEET_THREADS, 0, 1, d->meet, args...);
     if (d->graphs.capturing) d->graphs.now->meetings += meetings;
     else d->rank->n_meetings += (unsigned)meetings;
@@ -4767,7 +4818,8 @@ static void group_take_memory(toka_device *d) {
     group_rank *r = d->rank;
     const size_t x = (size_t)d->options.max_tokens * d->E * sizeof(bf16);
     if (g->tp_size > 1) {
-        size_t halves, parts, bytes = group_inbox_bytes(d, &halves, &parts), lines = (size_t)MEET_CTAS * MEET_RANKS * sizeof(meet_line);
+        size_t halves, parts, bytes = group_inbox_bytes(d, &halves, &parts);
+        size_t lines = (size_t)MEET_CTAS * MEET_RANKS * sizeof(meet_line);
         r->inbox = (char *)dev_alloc(d, bytes, "room for sums");
         r->lines = (meet_line *)dev_alloc(d, lines, "room for sums");
         d->meet.count = (unsigned *)dev_alloc(d, MEET_CTAS * sizeof(unsigned), "room for sums");
@@ -4777,7 +4829,8 @@ static void group_take_memory(toka_device *d) {
     }
     r->last = d->last;
     if (g->tp_size * g->pp_size > 1) latch(d, cudaStreamCreateWithFlags(&d->copies, cudaStreamNonBlocking), "cudaStreamCreate");
-    for (int half = 0; half < 2 && g->tp_size > 1; half++) d->halves.ready[half] = group_event(d), d->halves.sent[half] = group_event(d);
+    for (int half = 0; half < 2 && g->tp_size > 1; half++)
+        d->halves.ready[half] = group_event(d), d->halves.sent[half] = group_event(d);
     for (cudaEvent_t &e : r->asked)
         if (g->pp_size > 1) e = group_event(d);
     if (!first_stage(d)) {
@@ -4835,8 +4888,8 @@ static void group_reach(toka_device *d) {
         }
         if (can || i / g->tp_size != d->options.pp_rank || d->error.code) continue;
         d->error.code = TOKA_E_DEVICE;
-        snprintf(d->error.msg, sizeof d->error.msg, "GPU: GPUs %d and %d cannot reach each other's memory (no peer access), which tensor ranks "
-                 "need; --pipeline-parallel-size and --data-parallel-size do not", d->ordinal, other);
+        snprintf(d->error.msg, sizeof d->error.msg, "GPU: GPUs %d and %d cannot reach each other's memory (no peer access), which "
+                 "tensor ranks need; --pipeline-parallel-size and --data-parallel-size do not", d->ordinal, other);
     }
 }
 
@@ -4906,7 +4959,8 @@ static void group_latch(toka_device *d) {
     if (!g->error.code) {
         group_rank_name(g, (int)(d->rank - g->ranks), name);
         d->error.code = TOKA_E_DEVICE;
-        snprintf(d->error.msg, sizeof d->error.msg, "GPU: the ranks were told to end; %s was in %s", name, d->rank->op ? d->rank->op : "no op");
+        snprintf(d->error.msg, sizeof d->error.msg, "GPU: the ranks were told to end; %s was in %s", name,
+                 d->rank->op ? d->rank->op : "no op");
     }
     pthread_mutex_unlock(&g->lock);
 }
@@ -4929,7 +4983,8 @@ static void group_doubt(toka_device *d) {
     if (known && behind == me) return;
     const size_t n = strlen(d->error.msg);
     group_rank_name(g, behind, name);
-    snprintf(d->error.msg + n, sizeof d->error.msg - n, "; it may be another rank's fault, GPUs that reach each other's memory fail together%s%s%s",
+    snprintf(d->error.msg + n, sizeof d->error.msg - n,
+             "; it may be another rank's fault, GPUs that reach each other's memory fail together%s%s%s",
              known ? ": " : "", known ? name : "", known ? " is behind, the others waited for it" : "");
 }
 
@@ -4986,9 +5041,10 @@ static void half_send(toka_device *d, toka_dev x, int T, int row, int rows) {
     h->x = (bf16 *)x.at, h->T = T, h->turn[half]++, h->under_way[half] = true;
     latch(d, cudaEventRecord(h->ready[half], d->stream), "sum");
     latch(d, cudaStreamWaitEvent(d->copies, h->ready[half], 0), "sum");
+    const bf16 *from = h->x + (size_t)row * d->E;
     for (int turn = 1; turn < n; turn++) { /* each begins with another one */
         const int q = (d->meet.me + turn) % n;
-        latch(d, cudaMemcpyPeerAsync(half_box(d, half, q, d->meet.me, row), d->group->ranks[first + q].ordinal, h->x + (size_t)row * d->E, d->ordinal,
+        latch(d, cudaMemcpyPeerAsync(half_box(d, half, q, d->meet.me, row), d->group->ranks[first + q].ordinal, from, d->ordinal,
                                      (size_t)rows * d->E * sizeof(bf16), d->copies), "sum");
     }
     latch(d, cudaEventRecord(h->sent[half], d->copies), "sum");
@@ -5083,9 +5139,9 @@ static bool group_wait_drawn(toka_device *d, const toka_step *s) {
 
 /* ===========================================================================
  * MARK: 11. LM head, and sampling of plain rows [kernel]
- * Chosen rows of x to tokens: the op norm_logits_sample. The order of work on a row and every rule (ties, NaN, -inf, what a filter keeps,
- * the last resort) are those of chapter 18 of toka.c; only the draw is made another way, so that it needs no pass over stored
- * logits:
+ * Chosen rows of x to tokens: the op norm_logits_sample. The order of work on a row and every rule (ties, NaN, -inf, what a filter
+ * keeps, the last resort) are those of chapter 18 of toka.c; only the draw is made another way, so that it needs no pass over
+ * stored logits:
  *
  *   group   the vocabulary is cut, by index alone, into blocks of 256 ids, and a block into four groups: ids with the same
  *           (id / 2) % 4, which are the 64 columns that one thread owns of a row in a 64 x 256 tile of wgmma accumulators
@@ -5094,18 +5150,18 @@ static bool group_wait_drawn(toka_device *d, const toka_step *s) {
  *   id      inside the group the inverse of the cumulative distribution, at a uniform number that all groups of a row share: only
  *           one group wins, and which one does not depend on it
  *
- * Noise comes from Philox as in chapter 18: key = seed, counter = (sample, position, 1 + block, 0), word g for group g; lane 0 gives
- * the uniform. So the draw is a pure function of (logits, parameters, seed, sample, position): not of the batch, the slot, the
- * tile shape, nor of which kernel computed the logits. Logits, keys and sums are float32; uniforms use all 32 bits.
+ * Noise comes from Philox as in chapter 18: key = seed, counter = (sample, position, 1 + block, 0), word g for group g; lane 0
+ * gives the uniform. So the draw is a pure function of (logits, parameters, seed, sample, position): not of the batch, the slot,
+ * the tile shape, nor of which kernel computed the logits. Logits, keys and sums are float32; uniforms use all 32 bits.
  *
- * Rows come in two kinds. A plain row (greedy, drawn at a temperature, or scored; no filter, list, penalty or top log-probabilities)
- * needs nothing but its groups. A filtered row has its logits stored, too, and of these the few that can count are worked over;
- * what is left of them goes the same way. A step:
+ * Rows come in two kinds. A plain row (greedy, drawn at a temperature, or scored; no filter, list, penalty or top
+ * log-probabilities) needs nothing but its groups. A filtered row has its logits stored, too, and of these the few that can count
+ * are worked over; what is left of them goes the same way. A step:
  *
  *   rmsnorm             x -> xn: wanted rows
- *   LM head             xn -> parts, one samp_part per (row, block): on Hopper the epilogue of the wgmma GEMM, from which only filtered
- *                       rows' logits leave. Up to SAMP_FEW rows, on other cards, and where the caller wants them, all logits are
- *                       stored (EPI_LOGITS) and samp_blocks_kernel reads them
+ *   LM head             xn -> parts, one samp_part per (row, block): on Hopper the epilogue of the wgmma GEMM, from which only
+ *                       filtered rows' logits leave. Up to SAMP_FEW rows, on other cards, and where the caller wants them, all
+ *                       logits are stored (EPI_LOGITS) and samp_blocks_kernel reads them
  *   samp_reduce_kernel  parts -> results, plain rows
  *   samp_filter_kernel  parts and logits -> results, filtered rows: lists, penalties, top log-probabilities, the cut, the draw
  * =========================================================================== */
@@ -5120,7 +5176,8 @@ enum {
 };
 #define SAMP_LOG2E 1.4426950408889634f
 #define SAMP_LN2 0.6931471805599453f
-#define SAMP_ONE 0x1p44f /* a weight of 1 in fixed point: sums of up to 2^18 weights are exact and come out the same in any order */
+/* a weight of 1 in fixed point: sums of up to 2^18 weights are exact and come out the same in any order */
+#define SAMP_ONE 0x1p44f
 
 typedef struct samp_ask { /* a toka_out_row, as all kernels need it: 32 bytes */
     uint32_t key[2], sample, position; /* of Philox */
@@ -5246,7 +5303,9 @@ typedef struct samp_group {
 } samp_group;
 
 __device__ static inline float samp_add_8(const float (&x)[8]) {
-    return __fadd_rn(__fadd_rn(__fadd_rn(x[0], x[1]), __fadd_rn(x[2], x[3])), __fadd_rn(__fadd_rn(x[4], x[5]), __fadd_rn(x[6], x[7])));
+    float low = __fadd_rn(__fadd_rn(x[0], x[1]), __fadd_rn(x[2], x[3]));
+    float high = __fadd_rn(__fadd_rn(x[4], x[5]), __fadd_rn(x[6], x[7]));
+    return __fadd_rn(low, high);
 }
 
 /* Rest of rounding base * scale: what the group's sums are too large by, in log2. */
@@ -5311,7 +5370,8 @@ __device__ static inline samp_group samp_sums(const float (&v)[SAMP_OWN], float 
 }
 
 /* The group's candidate: its id less id0, and *x = its v. own: place of the forced id in the group, -1: it is not here. */
-__device__ static inline int samp_candidate(const float (&v)[SAMP_OWN], const samp_group &g, const samp_ask &a, int own, float *x) {
+__device__ static inline int samp_candidate(const float (&v)[SAMP_OWN], const samp_group &g, const samp_ask &a, int own,
+                                            float *x) {
     bool flip = a.u >> 31, draw = a.forced < 0 && a.scale > 0;
     float target = __fmul_rn(__fmul_rn(__fadd_rn((float)(flip ? ~a.u : a.u), 0.5f), 0x1p-32f), g.sum), y[8];
     int sub = draw ? samp_place(g.sums, flip, &target) : a.forced < 0 ? g.highest : own / 8 & 7, at = own & 7;
@@ -5356,7 +5416,8 @@ typedef struct samp_weight {
 
 /* word: the group's noise. best: a key that some block of the row has reached, in log2, NaN: none known; a block whose key is
  * certainly lower is not wanted. `inside` false: nothing is wanted of this row. */
-__device__ static inline samp_weight samp_weigh(const samp_group &g, const samp_ask &a, uint32_t word, int id0, float best, bool inside) {
+__device__ static inline samp_weight samp_weigh(const samp_group &g, const samp_ask &a, uint32_t word, int id0, float best,
+                                                bool inside) {
     samp_weight w;
     w.forced = a.forced >= 0, w.draw = !w.forced && a.scale > 0;
     float base = g.max > -INFINITY ? g.max : 0;
@@ -5377,7 +5438,8 @@ __device__ static inline samp_weight samp_weigh(const samp_group &g, const samp_
 /* The part of a block, which four lanes side by side hold a group of each (v as in samp_sums) and all return. It gets a candidate
  * where that is wanted of it or of another row in the warp: else the search for its id is spared. The arithmetic is pinned down to
  * the rounding, so that every kernel that inlines this draws alike. */
-__device__ static inline samp_part samp_choose(const float (&v)[SAMP_OWN], const samp_group &g, const samp_ask &a, int id0, const samp_weight &w) {
+__device__ static inline samp_part samp_choose(const float (&v)[SAMP_OWN], const samp_group &g, const samp_ask &a, int id0,
+                                               const samp_weight &w) {
     samp_part p = w.p;
     if (!__any_sync(~0u, w.wanted)) return p;
     float x, rank = w.forced ? w.own >= 0 ? 1 : 0 : w.draw ? __fmaf_rn(w.below, g.scale, w.key) : w.max;
@@ -5406,7 +5468,8 @@ __device__ static inline samp_part samp_nothing() { return samp_part{-INFINITY, 
 /* a and b, of the same row, become one: bitwise the same whichever comes first. */
 __device__ static inline samp_part samp_merge(const samp_part &a, const samp_part &b, const samp_ask &ask) {
     float scale = ask.scale > 0 && ask.forced < 0 ? ask.scale : SAMP_LOG2E;
-    float max = fmaxf(a.max, b.max), base = fmaxf(max, -FLT_MAX), below_a = __fsub_rn(a.max, base), below_b = __fsub_rn(b.max, base);
+    float max = fmaxf(a.max, b.max), base = fmaxf(max, -FLT_MAX);
+    float below_a = __fsub_rn(a.max, base), below_b = __fsub_rn(b.max, base);
     float key_a = __fadd_rn(a.key, __fmul_rn(below_a, scale)), key_b = __fadd_rn(b.key, __fmul_rn(below_b, scale));
     bool second = b.id < a.id; /* forced: only one has it. Else the tie */
     if (ask.forced < 0) {
@@ -5530,8 +5593,8 @@ struct epi_sample {
         return samp_unkey(__ldcg(p.reached + min(row, t.M - 1)));
     }
     /* One of this thread's two rows is put out. */
-    __device__ static inline void put(const float (&v)[SAMP_OWN], int row, const gemm_tile &t, const params &p, const samp_ask &a, float before,
-                                      const samp_part &part) {
+    __device__ static inline void put(const float (&v)[SAMP_OWN], int row, const gemm_tile &t, const params &p, const samp_ask &a,
+                                      float before, const samp_part &part) {
         int g = t.lane % 4, id0 = t.col0 + 2 * g;
         if (row >= t.M) return;
         if (row >= p.stored) { /* each 32-byte sector is written by four lanes */
@@ -5577,8 +5640,8 @@ static const gemm_variant samp_head_variant = GEMM_VARIANT(0, epi_sample, 256, 1
 
 /* ---- Parts to results ----
  *
- * in   parts [n_blocks][ld], columns 0 .. n-1, plain rows      out  merged [n], or if that is NULL results [n] and last; reached is 0
- * again
+ * in   parts [n_blocks][ld], columns 0 .. n-1, plain rows
+ * out  merged [n], or if that is NULL results [n] and last; reached is 0 again
  * A row's parts are merged in an order that the number of blocks alone fixes.
  * grid: ceil(n / 4); block: 256, thread t merges blocks t/4, t/4 + 64 ... of row t%4. Reads 24 bytes a part. */
 __device__ static inline samp_result samp_finish(const samp_ask &a, const samp_part &p, float raw_max, float raw_log_sum,
@@ -5597,11 +5660,13 @@ __device__ static inline void samp_settle(const samp_ask &a, const samp_part &p,
     if (a.slot >= 0) last[a.slot] = out.id;
 }
 
-__global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_ask *ask, const samp_part *parts, int ld, int n_blocks, int n,
-                                                                 uint32_t *reached, samp_part *merged, samp_result *results, int *last) {
+__global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_ask *ask, const samp_part *parts, int ld, int n_blocks,
+                                                                 int n, uint32_t *reached, samp_part *merged,
+                                                                 samp_result *results, int *last) {
     constexpr int LANES = 256 / SAMP_REDUCE_ROWS, AHEAD = 10;
     __shared__ samp_part all[LANES][SAMP_REDUCE_ROWS];
-    int r = (int)threadIdx.x % SAMP_REDUCE_ROWS, k = (int)threadIdx.x / SAMP_REDUCE_ROWS, row = (int)blockIdx.x * SAMP_REDUCE_ROWS + r;
+    int r = (int)threadIdx.x % SAMP_REDUCE_ROWS, k = (int)threadIdx.x / SAMP_REDUCE_ROWS;
+    int row = (int)blockIdx.x * SAMP_REDUCE_ROWS + r;
     grid_launch_dependents();
     grid_wait();
     int from = min(row, n - 1);
@@ -5633,8 +5698,8 @@ __global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_ask 
  * there: before it writes, all must be done with the rows before. */
 
 __global__ static void __launch_bounds__(MEET_THREADS, 1) samp_exchange_kernel(meeting m, size_t at, const samp_ask *ask,
-                                                                               const samp_part *merged, int n, samp_result *results,
-                                                                               int *last) {
+                                                                               const samp_part *merged, int n,
+                                                                               samp_result *results, int *last) {
     const int first = (int)(blockIdx.x * MEET_THREADS + threadIdx.x), stride = (int)gridDim.x * MEET_THREADS;
     grid_wait();
     const unsigned c = meet_count(m) + 1;
@@ -5660,8 +5725,8 @@ typedef struct samp_everybody { /* each rank's samp_plan.logits */
     float *logits[MEET_RANKS];
 } samp_everybody;
 
-__global__ static void __launch_bounds__(MEET_THREADS, 1) samp_gather_kernel(meeting m, samp_everybody to, int ldl, const float *own,
-                                                                             int own_ldl, int v0, int V, int n) {
+__global__ static void __launch_bounds__(MEET_THREADS, 1) samp_gather_kernel(meeting m, samp_everybody to, int ldl,
+                                                                             const float *own, int own_ldl, int v0, int V, int n) {
     grid_wait();
     const unsigned c = meet_count(m) + 1;
     meet(m, c, NULL);
@@ -5677,16 +5742,17 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) samp_gather_kernel(mee
 
 /* ===========================================================================
  * MARK: 12. Sampling of filtered rows, and the op [kernel]
- * Steps 1 to 5 of chapter 18 of toka.c on a stored row with its parts: top log-probabilities, bias, allowed and forbidden ids, penalties,
- * the cut, the draw among what is left. Everything a filter keeps is the head of one order (logit falling, id rising), so a cut
- * is a logit and the last id of it that stays.
+ * Steps 1 to 5 of chapter 18 of toka.c on a stored row with its parts: top log-probabilities, bias, allowed and forbidden ids,
+ * penalties, the cut, the draw among what is left. Everything a filter keeps is the head of one order (logit falling, id rising),
+ * so a cut is a logit and the last id of it that stays.
  * in   logits float32 [n][ldl], overwritten where lists and penalties say so; parts [n_blocks][ld], columns 0 .. n-1, of the raw
- *      logits      out  results [n], tops, last; reached is 0 again
+ *      logits
+ * out  results [n], tops, last; reached is 0 again
  * The parts tell which blocks can have an id that counts (the k-th highest of the blocks' maxima bounds the k-th highest logit,
  * top-p and min-p bound by weight), and only those are read, usually a few per cent of the row. Their ids that can count are
  * gathered in shared memory and searched there. Where they are too many, the bits of the logit that decide are found by sweeps
- * over the blocks, eight at a time, until what is left fits. Lists and penalties change logits anywhere: after them the maxima are made
- * anew. Sums that decide are integers: no order of threads shows.
+ * over the blocks, eight at a time, until what is left fits. Lists and penalties change logits anywhere: after them the maxima are
+ * made anew. Sums that decide are integers: no order of threads shows.
  * grid: n; block: 256; shared: samp_filter_smem.
  * =========================================================================== */
 
@@ -5814,7 +5880,8 @@ __device__ static bool samp_gather(samp_dist &r, uint32_t low, uint32_t high) {
  * *high count. The range becomes the 256th part of it with the highest key from which on up the sum, with *over from beyond the
  * range, reaches `want`, or the lowest part with any mass if there is none; *over becomes the sum beyond the new range. */
 template <class F>
-__device__ static inline void samp_narrow(uint32_t *low, uint32_t *high, samp_mass want, samp_mass *over, samp_mass *scratch, F each) {
+__device__ static inline void samp_narrow(uint32_t *low, uint32_t *high, samp_mass want, samp_mass *over, samp_mass *scratch,
+                                          F each) {
     __shared__ uint32_t bins[2][FILTER_THREADS]; /* low and high halves, the highest part first */
     __shared__ int found;
     __shared__ samp_mass before;
@@ -5857,7 +5924,8 @@ __device__ static inline void samp_narrow(uint32_t *low, uint32_t *high, samp_ma
 
 /* The key to which samp_narrow narrows low .. high in the end. */
 template <class F>
-__device__ static inline uint32_t samp_search(uint32_t low, uint32_t high, samp_mass want, samp_mass *over, samp_mass *scratch, F each) {
+__device__ static inline uint32_t samp_search(uint32_t low, uint32_t high, samp_mass want, samp_mass *over, samp_mass *scratch,
+                                              F each) {
     while (low < high) samp_narrow(&low, &high, want, over, scratch, each);
     return low;
 }
@@ -6152,8 +6220,8 @@ __global__ static void __launch_bounds__(FILTER_THREADS, 2) samp_filter_kernel(c
     }
     p = samp_fold(p, a, all);
     float raw_max = p.max, raw_log_sum = logf(p.raw_sum);
-    samp_dist r = {x, maxes, (int *)(maxes + s.n_blocks), (float *)window, (int *)window + FILTER_NEAR, s.V, s.n_blocks, 0, -1, 0, 0,
-                   p.max, SAMP_LOG2E, -INFINITY, -1};
+    samp_dist r = {x, maxes, (int *)(maxes + s.n_blocks), (float *)window, (int *)window + FILTER_NEAR, s.V, s.n_blocks, 0, -1, 0,
+                   0, p.max, SAMP_LOG2E, -INFINITY, -1};
     if (f.n_top) samp_top(r, f.n_top, raw_log_sum, s.tops + f.best, scratch);
     bool adjusted = a.forced < 0 && (f.n_bias || f.n_allowed || f.n_forbidden || f.n_history), cut = false;
     if (adjusted) samp_adjust(r, f, x, window, scratch);
@@ -6175,7 +6243,8 @@ __global__ static void __launch_bounds__(FILTER_THREADS, 2) samp_filter_kernel(c
 /* ---- The plan of a step ---- */
 
 enum { SAMP_LOGITS_BYTES = 320 << 20, SAMP_LIST_BYTES = 16 << 20, SAMP_PART_ROWS = 4096 };
-static_assert(SAMP_PART_ROWS * sizeof(samp_part) <= EXCHANGE_BYTES && (int)SAMP_BLOCK == (int)TOKA_ID_BLOCK, "as chapter 10 and the ranks' parts have it");
+static_assert(SAMP_PART_ROWS * sizeof(samp_part) <= EXCHANGE_BYTES, "as chapter 10 has it");
+static_assert((int)SAMP_BLOCK == (int)TOKA_ID_BLOCK, "as the ranks' parts have it");
 enum { SAMP_FEW = 16 }; /* rows, up to which storing all logits with gemm_few is faster than tiles of 128 rows */
 
 static size_t samp_stage_bytes(const toka_device *d) { return (size_t)d->options.max_out * (sizeof(samp_ask) + sizeof(int)) + 32; }
@@ -6184,6 +6253,12 @@ static void *samp_pinned(toka_device *d, size_t bytes, const char *what) {
     void *p = NULL;
     if (!d->error.code) latch(d, cudaHostAlloc(&p, bytes, cudaHostAllocDefault), what);
     return p;
+}
+
+/* No row has reached any key. */
+static void samp_forget(toka_device *d) {
+    samp_plan *p = d->samp;
+    latch(d, cudaMemsetAsync(p->reached, 0, (size_t)p->part_rows * sizeof *p->reached, d->stream), "keys of sampling");
 }
 
 /* Takes all memory of this chapter; failures are latched. Needs options, shape and n_sms. */
@@ -6204,7 +6279,7 @@ static void samp_open(toka_device *d) {
     p->logits = (float *)dev_alloc(d, (size_t)p->chunk * (size_t)p->ldl * sizeof(float), "logits");
     p->parts = (samp_part *)dev_alloc(d, (size_t)p->n_blocks * (size_t)p->part_rows * sizeof(samp_part), "parts of sampling");
     p->reached = (uint32_t *)dev_alloc(d, (size_t)p->part_rows * sizeof(uint32_t), "keys of sampling");
-    if (!d->error.code) latch(d, cudaMemsetAsync(p->reached, 0, (size_t)p->part_rows * sizeof(uint32_t), d->stream), "keys of sampling");
+    if (!d->error.code) samp_forget(d);
     p->own = ranks ? (float *)dev_alloc(d, (size_t)p->chunk * (size_t)p->own_ldl * sizeof(float), "logits") : p->logits;
     if (ranks) p->merged = (samp_part *)dev_alloc(d, (size_t)p->part_rows * sizeof(samp_part), "parts of sampling");
     size_t halves;
@@ -6217,10 +6292,10 @@ static void samp_open(toka_device *d) {
         down.order = (int *)malloc(max_out * sizeof(int));
         if (!down.order) abort();
     }
-    if (d->hopper)
-        latch(d, cudaFuncSetAttribute(samp_head_variant.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, samp_head_variant.smem),
-              "LM head");
-    stage_open(d, &p->lists, (size_t)p->chunk * sizeof(samp_filter) + SAMP_LIST_BYTES + 4 * ((size_t)d->shape->max_len + 4 * V) + 64);
+    const gemm_variant *h = &samp_head_variant;
+    if (d->hopper) latch(d, cudaFuncSetAttribute(h->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, h->smem), "LM head");
+    const size_t longest = 4 * ((size_t)d->shape->max_len + 4 * V); /* lists of a row */
+    stage_open(d, &p->lists, (size_t)p->chunk * sizeof(samp_filter) + SAMP_LIST_BYTES + longest + 64);
 }
 
 static void samp_close(toka_device *d) {
@@ -6285,15 +6360,16 @@ static int samp_history_from(const toka_out_row *row) {
 
 static size_t samp_list_bytes(const toka_out_row *row) {
     const toka_sampling *s = row->sampling;
-    return 4 * ((size_t)(row->n_history - samp_history_from(row)) + 2 * (size_t)s->n_bias + (size_t)s->n_allowed + (size_t)row->n_forbidden) +
-           5 * 16;
+    const size_t history = (size_t)(row->n_history - samp_history_from(row));
+    return 4 * (history + 2 * (size_t)s->n_bias + (size_t)s->n_allowed + (size_t)row->n_forbidden) + 5 * 16;
 }
 
 /* Fills in the filter of one row; lists that its request shares with the row before are sent once. */
-static void samp_fill(toka_device *d, const toka_out_row *row, const toka_out_row *before, const samp_filter *old, samp_filter *f) {
+static void samp_fill(toka_device *d, const toka_out_row *row, const toka_out_row *before, const samp_filter *old,
+                      samp_filter *f) {
     samp_plan *p = d->samp;
     const toka_sampling *s = row->sampling;
-    int V = d->shape->V_all, from = samp_history_from(row), n_top = s->logprobs < TOKA_MAX_LOGPROBS ? s->logprobs : TOKA_MAX_LOGPROBS;
+    int V = d->shape->V_all, from = samp_history_from(row);
     bool shared = before && before->sampling == s;
     *f = samp_filter{};
     f->history = (const int *)stage_put(&p->lists, row->history + from, (size_t)(row->n_history - from) * 4);
@@ -6307,7 +6383,7 @@ static void samp_fill(toka_device *d, const toka_out_row *row, const toka_out_ro
     f->temperature = s->temperature, f->top_p = s->top_p, f->top_k = s->top_k < V ? s->top_k : 0;
     f->min_p_drop = s->min_p > 0 ? s->temperature * log((double)s->min_p) : -INFINITY;
     f->repetition = s->repetition_penalty, f->frequency = s->frequency_penalty, f->presence = s->presence_penalty;
-    f->n_top = n_top < V ? n_top : V;
+    f->n_top = min(min(s->logprobs, TOKA_MAX_LOGPROBS), V);
     if (f->n_top) f->best = p->down[d->newest].n_tops++;
 }
 
@@ -6343,19 +6419,20 @@ static void samp_finish_rows(toka_device *d, int first, int n, int n_plain, cons
     const samp_ask *ask = p->ask + first;
     samp_result *results = p->results + first;
     if (n_plain)
-        launch_dependent(d, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n_plain, SAMP_REDUCE_ROWS)), 256, 0, 1, ask, p->parts,
-                         p->part_rows, p->n_blocks, n_plain, p->reached, NULL, results, d->last);
+        launch_dependent(d, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n_plain, SAMP_REDUCE_ROWS)), 256, 0, 1, ask,
+                         p->parts, p->part_rows, p->n_blocks, n_plain, p->reached, NULL, results, d->last);
     if (n == n_plain) return;
     samp_filtering rest = {ask + n_plain, filters, logits, p->parts + n_plain, p->ldl, p->part_rows, d->shape->V_all, p->n_blocks,
                            p->reached + n_plain, p->tops, results + n_plain, d->last};
-    launch_dependent(d, "filters", samp_filter_kernel, dim3((unsigned)(n - n_plain)), FILTER_THREADS, samp_filter_smem(p->n_blocks), 1, rest);
+    launch_dependent(d, "filters", samp_filter_kernel, dim3((unsigned)(n - n_plain)), FILTER_THREADS,
+                     samp_filter_smem(p->n_blocks), 1, rest);
 }
 
 /* The same for rows whose raw logits are stored, without parts yet. */
 static void samp_from_logits(toka_device *d, int first, int n, int n_plain, const samp_filter *filters) {
     samp_plan *p = d->samp;
-    launch_dependent(d, "groups", samp_blocks_kernel, dim3((unsigned)ceil_div(p->n_blocks, 32), (unsigned)n), 128, 0, 1, p->ask + first,
-                     p->logits, p->ldl, 0, d->shape->V_all, p->parts, p->part_rows);
+    launch_dependent(d, "groups", samp_blocks_kernel, dim3((unsigned)ceil_div(p->n_blocks, 32), (unsigned)n), 128, 0, 1,
+                     p->ask + first, p->logits, p->ldl, 0, d->shape->V_all, p->parts, p->part_rows);
     samp_finish_rows(d, first, n, n_plain, filters, p->logits + (size_t)n_plain * (size_t)p->ldl);
 }
 
@@ -6364,10 +6441,10 @@ static void samp_exchange(toka_device *d, int first, int n, bool there) {
     samp_plan *p = d->samp;
     const samp_ask *ask = p->ask + first;
     if (!there)
-        launch_dependent(d, "groups", samp_blocks_kernel, dim3((unsigned)ceil_div(p->own_blocks, 32), (unsigned)n), 128, 0, 1, ask, p->own,
-                         p->own_ldl, d->shape->v0, d->shape->V, p->parts, p->part_rows);
-    launch_dependent(d, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n, SAMP_REDUCE_ROWS)), 256, 0, 1, ask, p->parts, p->part_rows,
-                     p->own_blocks, n, p->reached, p->merged, p->results + first, d->last);
+        launch_dependent(d, "groups", samp_blocks_kernel, dim3((unsigned)ceil_div(p->own_blocks, 32), (unsigned)n), 128, 0, 1, ask,
+                         p->own, p->own_ldl, d->shape->v0, d->shape->V, p->parts, p->part_rows);
+    launch_dependent(d, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n, SAMP_REDUCE_ROWS)), 256, 0, 1, ask, p->parts,
+                     p->part_rows, p->own_blocks, n, p->reached, p->merged, p->results + first, d->last);
     launch_meeting(d, "picks", 1, samp_exchange_kernel, p->exchange, ask, p->merged, n, p->results + first, d->last);
 }
 
@@ -6376,8 +6453,8 @@ static void samp_gather_ranks(toka_device *d, int from, int n) {
     samp_plan *p = d->samp;
     samp_everybody to = {};
     for (int q = 0; q < tp_size(d); q++) to.logits[q] = d->rank[q - d->options.tp_rank].logits;
-    launch_meeting(d, "logits of all ranks", 2, samp_gather_kernel, to, p->ldl, p->own + (size_t)from * (size_t)p->own_ldl, p->own_ldl,
-                   d->shape->v0, d->shape->V, n);
+    launch_meeting(d, "logits of all ranks", 2, samp_gather_kernel, to, p->ldl, p->own + (size_t)from * (size_t)p->own_ldl,
+                   p->own_ldl, d->shape->v0, d->shape->V, n);
 }
 
 /* The LM head over rows first .. first+n-1 with wgmma: parts of all, and the logits of those from `stored` on. */
@@ -6393,9 +6470,11 @@ static void samp_head(toka_device *d, int first, int n, int stored) {
 static void samp_show(toka_device *d, const toka_step *s, int first, int n) {
     samp_plan *p = d->samp;
     const size_t V = (size_t)d->shape->V_all;
-    for (int i = 0; s->logits && !d->options.tp_rank && i < n; i++)
-        latch(d, cudaMemcpyAsync(s->logits + (size_t)p->down[d->newest].order[first + i] * V, p->logits + (size_t)i * p->ldl, V * sizeof(float),
-                                 cudaMemcpyDeviceToHost, d->stream), "logits");
+    for (int i = 0; s->logits && !d->options.tp_rank && i < n; i++) {
+        float *to = s->logits + (size_t)p->down[d->newest].order[first + i] * V;
+        const float *from = p->logits + (size_t)i * p->ldl;
+        latch(d, cudaMemcpyAsync(to, from, V * sizeof(float), cudaMemcpyDeviceToHost, d->stream), "logits");
+    }
 }
 
 /* Rows first .. first+n-1 of the plan from d->xn to results; the first n_plain are plain. Of tensor ranks each has its own ids:
@@ -6405,7 +6484,8 @@ static void samp_rows(toka_device *d, const toka_step *s, int first, int n, int 
     const bool ranks = tp_size(d) > 1, fused = d->hopper && !s->logits && n > SAMP_FEW;
     const int apart = !ranks || s->logits || !p->whole_blocks ? 0 : n_plain; /* rows that are exchanged */
     const int stored = fused && (!ranks || p->whole_blocks) ? n_plain : 0;
-    gemm_args product = {n, d->xn + (size_t)first * d->E, d->E, &d->lm_head, (bf16 *)p->own, p->own_ldl, EPI_LOGITS, NULL, fold_take(d)};
+    gemm_args product = {n, d->xn + (size_t)first * d->E, d->E, &d->lm_head, (bf16 *)p->own, p->own_ldl, EPI_LOGITS};
+    product.folded = fold_take(d);
     if (fused) samp_head(d, first, n, stored);
     else if (d->hopper && n <= SAMP_FEW) gemm_few(d, &product);
     else gemm(d, &product);
@@ -6413,7 +6493,7 @@ static void samp_rows(toka_device *d, const toka_step *s, int first, int n, int 
     if (apart == n && ranks) return;
     if (ranks) samp_gather_ranks(d, apart - stored, n - apart);
     samp_show(d, s, first, n);
-    if (ranks && fused) latch(d, cudaMemsetAsync(p->reached, 0, (size_t)p->part_rows * sizeof *p->reached, d->stream), "keys of sampling");
+    if (ranks && fused) samp_forget(d);
     if (fused && !ranks) samp_finish_rows(d, first, n, n_plain, filters, p->logits + (size_t)(n_plain - stored) * (size_t)p->ldl);
     else samp_from_logits(d, first + apart, n - apart, n_plain - apart, filters);
 }
@@ -6501,7 +6581,8 @@ static void card_open(toka_device *d) {
     latch(d, cudaGetDeviceProperties(&p, d->ordinal), "cudaGetDeviceProperties");
     if (d->error.code) return;
     d->arch = 10 * p.major + p.minor, d->n_sms = p.multiProcessorCount, d->hopper = d->arch == 90;
-    snprintf(d->about, sizeof d->about, "%s, %.0f GB, %s kernels", p.name, p.totalGlobalMem / 1e9, d->hopper ? "wgmma" : "mma.sync");
+    snprintf(d->about, sizeof d->about, "%s, %.0f GB, %s kernels", p.name, p.totalGlobalMem / 1e9,
+             d->hopper ? "wgmma" : "mma.sync");
     latch(d, cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking), "cudaStreamCreate");
     latch(d, cudaMemGetInfo(&d->free_at_open, &p.totalGlobalMem), "cudaMemGetInfo");
     if (!d->hopper) return;
@@ -6531,8 +6612,9 @@ static int64_t cuda_kv_bytes(const toka_shape *s, const toka_weights *w, const t
     cudaGetLastError();
     if (cudaSetDevice(cuda_ordinal(o)) || cudaMemGetInfo(&free_bytes, &total)) return 0;
     if (gpu_is_shared() && o->n_devices > 1) free_bytes /= (size_t)o->n_devices;
-    return (int64_t)(toka_gpu_utilization(o->memory_utilization) * free_bytes) - (int64_t)weights_bytes(s, w) -
-           (int64_t)toka_gpu_scratch_bytes(s, o->max_tokens) - (int64_t)toka_gpu_group_bytes(s, o->max_tokens, o->tp_size, o->pp_size);
+    const size_t scratch = toka_gpu_scratch_bytes(s, o->max_tokens);
+    const size_t group = toka_gpu_group_bytes(s, o->max_tokens, o->tp_size, o->pp_size);
+    return (int64_t)(toka_gpu_utilization(o->memory_utilization) * free_bytes) - (int64_t)(weights_bytes(s, w) + scratch + group);
 }
 
 /* ---- The device's own view of its time ---- */
@@ -6581,7 +6663,8 @@ static void clock_count(toka_device *d, const toka_step *s) {
     for (int i = 0; i < TOKA_PARTS; i++) d->clock.t.part[i].flop += add[i].flop, d->clock.t.part[i].bytes += add[i].bytes;
 }
 
-static bool clock_is_due(const toka_device *d) { return d->clock.n_begun % TIME_EVERY == TIME_EVERY / 2; } /* to time the next step's parts */
+/* To time the next step's parts. */
+static bool clock_is_due(const toka_device *d) { return d->clock.n_begun % TIME_EVERY == TIME_EVERY / 2; }
 
 /* Where a step begins. Two steps whose parts are timed are never under way at once. */
 static void clock_begin(toka_device *d, const toka_step *s) {
@@ -6676,7 +6759,8 @@ static void cuda_take_memory(toka_device *d) {
     if (!d->error.code) latch(d, cudaMemsetAsync(d->kv, 0, (size_t)s->L * d->kv_layer * sizeof(bf16), d->stream), "KV cache");
     if (!d->error.code) attn_open(d);
     if (!d->error.code && last_stage(d)) samp_open(d);
-    if (!d->error.code) stage_open(d, &d->up, T * (3 * sizeof(int) + sizeof(toka_copy)) + attn_stage_bytes(d) + samp_stage_bytes(d) + 4096);
+    const size_t rows = T * (3 * sizeof(int) + sizeof(toka_copy));
+    if (!d->error.code) stage_open(d, &d->up, rows + attn_stage_bytes(d) + samp_stage_bytes(d) + 4096);
     d->last = (int *)dev_alloc(d, (size_t)d->options.n_slots * sizeof(int), "last tokens");
     if (!d->error.code) clock_open(d);
     if (!d->error.code && d->group) group_take_memory(d);
@@ -6689,7 +6773,8 @@ static int cuda_debug(const char *name, const toka_device_options *o) {
     return atoi(value);
 }
 
-static int cuda_open(toka_device **out, const toka_device_options *o, const toka_shape *shape, const toka_weights *weights, toka_err *e) {
+static int cuda_open(toka_device **out, const toka_device_options *o, const toka_shape *shape, const toka_weights *weights,
+                     toka_err *e) {
     if (cuda_check(o, shape, e)) return e->code;
     toka_device *d = (toka_device *)calloc(1, sizeof *d);
     if (!d) abort();
@@ -6737,8 +6822,8 @@ static void cuda_download(toka_device *d, void *to, toka_dev from, size_t bytes)
 
 /* ===========================================================================
  * MARK: 14. Measuring the ops [host]
- * `toka bench ops`: each op at the shapes of well-known models, inside a captured graph, on buffers that together are larger than the
- * L2 cache and filled with random numbers. What the caller gets is time, arithmetic and bytes; it draws the table.
+ * `toka bench ops`: each op at the shapes of well-known models, inside a captured graph, on buffers that together are larger than
+ * the L2 cache and filled with random numbers. What the caller gets is time, arithmetic and bytes; it draws the table.
  * =========================================================================== */
 
 enum { BENCH_CACHE_BYTES = 256 << 20, BENCH_MAX_SETS = 64, BENCH_REPLAYS = 15 };
@@ -6916,7 +7001,8 @@ static void bench_attn_op(void *arg, int i) {
 /* Rows, pages and spans of the step in one block of host memory; returns the pages in use. */
 static int bench_plan(toka_step *s, const bench_step *b, int B, int **block) {
     int T = b->seqs * b->rows, own = ceil_div(b->len - b->shared, B), common = b->shared / B, n = 0;
-    int *p = *block = (int *)calloc((size_t)(2 * T + common + b->seqs * own) * sizeof(int) + (size_t)(b->seqs + 1) * sizeof(toka_span), 1);
+    size_t ints = (size_t)(2 * T + common + b->seqs * own) * sizeof(int);
+    int *p = *block = (int *)calloc(ints + (size_t)(b->seqs + 1) * sizeof(toka_span), 1);
     if (!p) abort();
     int *pages = p + 2 * T;
     toka_span *spans = (toka_span *)(pages + common + b->seqs * own);
@@ -6932,7 +7018,8 @@ static int bench_plan(toka_step *s, const bench_step *b, int B, int **block) {
 
 static void bench_attention(bench *b, const bench_shape *m, const bench_step *step) {
     toka_device *d = b->d;
-    toka_shape shape = {.H = m->H, .K = m->K, .D = m->D, .E = m->E, .F = m->F, .V = m->V, .B = toka_cuda.page_tok, .max_len = step->len};
+    toka_shape shape = {.H = m->H, .K = m->K, .D = m->D, .E = m->E, .F = m->F, .V = m->V};
+    shape.B = toka_cuda.page_tok, shape.max_len = step->len;
     layer_weights layers[BENCH_MAX_SETS] = {};
     bench_attn_arg a = {.d = d};
     int keep = d->n_blocks, *block, n_pages = bench_plan(&a.s, step, shape.B, &block);
@@ -6953,8 +7040,8 @@ static void bench_attention(bench *b, const bench_shape *m, const bench_step *st
         char text[64];
         double us = bench_time(d, a.L < 4 ? 4 : a.L, bench_attn_op, &a), seen = 0, T = a.s.T;
         for (int r = 0; r < step->rows; r++) seen += (double)step->seqs * (step->len - r);
-        snprintf(text, sizeof text, step->shared ? "%d x %d, %d shared" : step->rows > 1 ? "%d x %d tokens" : "%d x %d", step->seqs,
-                 step->len, step->shared);
+        snprintf(text, sizeof text, step->shared ? "%d x %d, %d shared" : step->rows > 1 ? "%d x %d tokens" : "%d x %d",
+                 step->seqs, step->len, step->shared);
         double kv = step->shared + (double)step->seqs * (step->len - step->shared);
         bench_tell(b, step->name, m->model, text, us, 4.0 * m->H * m->D * seen,
                    (kv * 2 * m->K * m->D + T * 2 * m->H * m->D) * sizeof(bf16));
@@ -7002,7 +7089,8 @@ static void bench_head(bench *b, const bench_shape *m, int M) {
         char text[64];
         double us = bench_time(d, 3, bench_head_op, &a);
         snprintf(text, sizeof text, "M=%d %dx%d", M, m->V, m->E);
-        bench_tell(b, "lm_head+sample", m->model, text, us, 2.0 * M * m->V * m->E, ((double)m->V * m->E + 2.0 * M * m->E) * sizeof(bf16));
+        bench_tell(b, "lm_head+sample", m->model, text, us, 2.0 * M * m->V * m->E,
+                   ((double)m->V * m->E + 2.0 * M * m->E) * sizeof(bf16));
     }
     samp_close(d);
     stage_close(&d->up);
@@ -7076,9 +7164,9 @@ static bool op_launches(toka_device *d, const char *op) { return op_begins(d, op
  * is busy for 60 to 250 us a step instead of 500 to 800. NVIDIA H200, 2026-11-22, 1B, every other step a graph, us a step with and
  * without; apart: each sequence has its own prompt of 128, samples: of 16 prompts of 520:
  *
- *      rows        64             96             128            256            384            512            768            1,024
- *      apart       1,279  1,322   1,496  1,546   1,577  1,624   2,138  2,177   2,966  3,008   3,470  3,518   4,903  5,004   5,761  5,882
- *      samples     1,706  1,798   2,034  2,092   1,785  1,832   2,161  2,192   2,915  2,951   3,156  3,196   4,469  4,570   5,163  5,278
+ *      rows     64            96            128           256           384           512           768           1,024
+ *      apart    1,279  1,322  1,496  1,546  1,577  1,624  2,138  2,177  2,966  3,008  3,470  3,518  4,903  5,004  5,761  5,882
+ *      samples  1,706  1,798  2,034  2,092  1,785  1,832  2,161  2,192  2,915  2,951  3,156  3,196  4,469  4,570  5,163  5,278
  *
  * 192 rows, as 256: 2,009 and 2,303, 2,101 and 2,385. With 8,192 rows nothing is gained. To capture the 86 graphs takes 0.11 to
  * 0.18 s and 36 MB. */
@@ -7162,14 +7250,16 @@ static const toka_step *cuda_capture(toka_device *d) {
         return &g->step;
     }
     const size_t free_now = graph_free_bytes(), took = g->free_before > free_now ? g->free_before - free_now : 0;
-    if (g->n && (!d->group || d->rank == d->group->ranks)) graph_say(d, ", %d graphs captured in %.2f s, %.0f MB", g->n, g->seconds, took / 1e6);
+    if (g->n && (!d->group || d->rank == d->group->ranks))
+        graph_say(d, ", %d graphs captured in %.2f s, %.0f MB", g->n, g->seconds, took / 1e6);
     return NULL;
 }
 
 /* Bytes of the stage that rows and sampling take. */
 static size_t step_rows_bytes(const toka_device *d, int T, int n_out) {
     auto whole = [](size_t bytes) { return (bytes + 15) & ~(size_t)15; };
-    return 3 * whole((size_t)T * sizeof(int)) + (d->samp ? whole((size_t)n_out * sizeof(samp_ask)) + whole((size_t)n_out * sizeof(int)) : 0);
+    size_t draws = d->samp ? whole((size_t)n_out * sizeof(samp_ask)) + whole((size_t)n_out * sizeof(int)) : 0;
+    return 3 * whole((size_t)T * sizeof(int)) + draws;
 }
 
 /* Everything that the step needs into the stage, rows and sampling first: where those lie depends on the number of rows alone.
@@ -7205,7 +7295,8 @@ static void graph_begin(toka_device *d, const toka_step *s) {
     g->attn = (cudaGraphNode_t *)malloc((size_t)d->shape->L * (size_t)n * sizeof *g->attn);
     if (!g->attn) abort();
     latch(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeRelaxed), "capture");
-    if (d->capture_fails && !--d->capture_fails) latch(d, cudaStreamSynchronize(d->stream), "capture"); /* which a capture forbids */
+    if (d->capture_fails && !--d->capture_fails)
+        latch(d, cudaStreamSynchronize(d->stream), "capture"); /* which a capture forbids */
 }
 /* A capture failed: there are to be no graphs, and no failure, if the device works. Of ranks none uses its graphs then, as their
  * steps must be alike; all have captured theirs before the first real step. */
@@ -7274,8 +7365,8 @@ static void cuda_finish(toka_device *d, const toka_step *s) {
 static void cuda_copy_pages(toka_device *d, const toka_step *s) {
     const toka_shape *sh = d->shape;
     if (!op_begins(d, NULL)) return; /* the step is seen in what follows; ahead of a graph */
-    launch_dependent(d, "copies of pages", copy_pages_kernel, dim3((unsigned)s->n_copies, (unsigned)sh->L), 256, 0, 1, d->rows.copies, d->kv,
-                     d->kv_layer, sh->K * 2 * sh->B * sh->D);
+    launch_dependent(d, "copies of pages", copy_pages_kernel, dim3((unsigned)s->n_copies, (unsigned)sh->L), 256, 0, 1,
+                     d->rows.copies, d->kv, d->kv_layer, sh->K * 2 * sh->B * sh->D);
 }
 
 /* Of the tensor ranks, whose results are added up, one has the old x. */
@@ -7285,8 +7376,8 @@ static void cuda_embed(toka_device *d, const toka_step *s, toka_dev x) {
     if (!op_begins(d, "embed") || !group_wait_drawn(d, s) || graph_runs(d)) return;
     s = d->step;
     d->folded = s->T <= FOLD_ROWS && tp_size(d) == 1;
-    launch_dependent(d, "embedding", embed_kernel, dim3(s->T), 128, 0, 1, d->rows.ids, d->last, d->embed, d->shape->v0, d->shape->V,
-                     dev_bf16(x), d->E, fold_for(d, d->folded ? d->layers->attn_norm : NULL, false));
+    launch_dependent(d, "embedding", embed_kernel, dim3(s->T), 128, 0, 1, d->rows.ids, d->last, d->embed, d->shape->v0,
+                     d->shape->V, dev_bf16(x), d->E, fold_for(d, d->folded ? d->layers->attn_norm : NULL, false));
     clock_part(d, TOKA_PART_EMBED);
 }
 
@@ -7297,7 +7388,8 @@ static const float *fold_norm(toka_device *d, const gemm_args *g, const float *n
 }
 /* The rows that are drawn are all, in their order; then the norm before the LM head can be folded, too. */
 static bool fold_draws(const toka_device *d, const toka_step *s) {
-    bool all = d->hopper && d->samp && s->T <= FOLD_ROWS && s->n_out == s->T && d->samp->n_plain == s->n_out && s->n_out <= d->samp->chunk;
+    bool all = d->hopper && d->samp && s->T <= FOLD_ROWS && s->n_out == s->T && d->samp->n_plain == s->n_out &&
+               s->n_out <= d->samp->chunk;
     for (int i = 0; all && i < s->n_out; i++) all = s->out[i].row == i;
     return all;
 }
