@@ -11448,7 +11448,7 @@ typedef struct eng { /* pools are sized at open and never grow */
     int n_cancels, cap_cancels;
     int64_t next_id, n_samples; /* n_samples: of all requests not finished */
     bool driven, stopping;
-    toka_err broken;          /* code 0: the device works */
+    toka_err broken;          /* why nothing more is taken: the device failed, or it is being closed; code 0: it is taken */
     toka_stats shown;         /* copy of stats after each step */
 } eng;
 
@@ -12115,9 +12115,13 @@ static void eng_break(eng *g, const toka_err *e) {
     eng_show(g);
 }
 
-/* What is under way gets its last events, TOKA_CANCELLED, on this thread. False: a rank is lost, which may look at the weights. */
+/* What is under way gets its last events, TOKA_CANCELLED, on this thread; a callback that submits then is refused. False: a rank is
+ * lost, which may look at the weights. */
 static bool eng_close(eng *g) {
     if (!g) return true;
+    pthread_mutex_lock(&g->lock);
+    if (!g->broken.code) fail(&g->broken, TOKA_E_CANCELLED, "the model is being closed");
+    pthread_mutex_unlock(&g->lock);
     eng_end_everything(g, TOKA_CANCELLED);
     if (!eng_close_ranks(g)) return false;
     eng_free(g);
@@ -12270,10 +12274,10 @@ static int eng_generate(eng *g, const toka_request *r, const int32_t *prompt, si
     *usage = q->usage;
     double now = os_now();
     usage->prefill_s = (q->t_first ? q->t_first : now) - q->t_submit, usage->decode_s = q->t_first ? now - q->t_first : 0;
-    bool cancelled = q->n_live > 0;
+    const bool whole = !q->n_live;
     eng_request_free(q);
-    if (!code && cancelled) return fail(e, TOKA_E_CANCELLED, "cancelled");
-    return code;
+    if (whole) return 0; /* also where a step behind its last one failed */
+    return code ? code : fail(e, TOKA_E_CANCELLED, "cancelled");
 }
 
 /* ---- Score ---- */

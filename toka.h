@@ -84,7 +84,7 @@ toka_options toka_options_default(void);
 int toka_open(toka **out, const toka_options *options, toka_err *e);
 
 /* Frees everything; NULL is allowed. No call on t may be under way. Requests that have not ended get their last events,
- * TOKA_CANCELLED, on this thread. */
+ * TOKA_CANCELLED, on this thread; a toka_submit in their callbacks is refused, with TOKA_E_CANCELLED. */
 void toka_close(toka *t);
 
 /* What was opened; the strings live as long as t. */

@@ -630,8 +630,46 @@ static void test_batch_device_fault(void) {
     CHECK(!unlink(in) && !unlink(out) && !unlink(clean) && !rmdir(folder));
 }
 
+/* The request ends well where all its events came, however soon behind them a step fails; else with the device's words. */
+static void test_fault_behind_the_end(void) {
+    const toka_sampling s = eng_greedy(0); /* it ends by itself: the step behind its last flies by then */
+    int n_whole = 0;
+    for (int step = 1; n_whole < 3 && step < 100; step++) {
+        char text[16];
+        toka_err e = {0};
+        int code;
+        snprintf(text, sizeof text, "%d", step);
+        setenv("TOKA_DEBUG_FAULT", text, 1);
+        toka *t = eng_must_open(eng_model, 4, 64, 1);
+        unsetenv("TOKA_DEBUG_FAULT");
+        eng_got *g = eng_ask(t, eng_problem, NULL, 0, 1, &s, &code, &e);
+        CHECK_MSG(code == (g->n_cancelled ? TOKA_E_DEVICE : 0), "step %d: %d", step, code);
+        CHECK(g->n_ended == 1 && (g->n_cancelled || g->finish[0] == TOKA_STOP));
+        n_whole += !g->n_cancelled;
+        eng_got_free(g);
+        toka_close(t);
+    }
+    CHECK(n_whole == 3);
+}
+
+typedef struct eng_again { /* a request that is asked again when it is cancelled */
+    toka *t;
+    int n_ended, n_refused;
+} eng_again;
+
+static int eng_ask_again(void *user, const toka_event *ev) {
+    eng_again *a = user;
+    toka_request r = toka_request_default();
+    toka_err e = {0};
+    int64_t id;
+    a->n_ended += ev->finish != TOKA_RUNNING;
+    if (ev->finish == TOKA_CANCELLED) a->n_refused += toka_submit(a->t, &r, eng_ask_again, a, &id, &e) == TOKA_E_CANCELLED;
+    return 0;
+}
+
 static void test_close_and_stop(void) {
     toka *t = eng_must_open(eng_model, 4, 16, 1);
+    eng_again again = {.t = t};
     int32_t prompt[] = {5, 6, 7};
     int count[2][3] = {0};
     int64_t id;
@@ -643,8 +681,10 @@ static void test_close_and_stop(void) {
     CHECK(!toka_run(t, 1, &e) && count[0][0] == 0); /* stopped before it began */
     CHECK(!toka_run(t, 0, &e) && count[0][0] == 2 && count[0][1] == 0);
     CHECK(!toka_submit(t, &r, eng_count, count[1], &id, &e));
+    CHECK(!toka_submit(t, &r, eng_ask_again, &again, &id, &e));
     toka_close(t);
     CHECK(count[1][0] == 2 && count[1][1] == 2);
+    CHECK(again.n_ended == 2 && again.n_refused == 2); /* what was taken then would never end */
 }
 
 /* A completion goes on where the prompt ended: prompt and output side by side are the text of all ids. */
@@ -1176,6 +1216,7 @@ static const struct test eng_tests[] = {
     {"engine: six threads at once", test_threads},
     {"engine: a device that fails", test_device_fault},
     {"batch: a device that fails, and the run that goes on", test_batch_device_fault},
+    {"engine: a step fails behind a request's end", test_fault_behind_the_end},
     {"engine: closed and stopped", test_close_and_stop},
     {"engine: an open that fails while ranks load", test_open_that_fails},
     {"engine: text goes on behind the prompt", test_text_goes_on},
