@@ -11484,8 +11484,9 @@ static int eng_size(toka_shape *shape, int asked_len, int64_t asked_kv, int64_t 
         return fail(e, asked_kv ? TOKA_E_USE : TOKA_E_MEMORY, "--max-model-len %d: %s %lld tokens of this model's KV cache",
                     asked_len, asked_kv ? "--kv-tokens asks for" : "memory holds", (long long)n_kv);
     shape->max_len = (int)MIN(n_kv, (int64_t)shape->max_len);
+    if (shape->max_len < 2 && asked_kv) return check_int("kv_tokens", asked_kv, 2, INT64_MAX, e);
     if (shape->max_len < 2) return fail(e, TOKA_E_MEMORY, "not enough memory for the KV cache of one sequence");
-    *n_pages = (int)MIN((n_kv + shape->B - 1) / shape->B, (int64_t)INT_MAX / shape->B);
+    *n_pages = (int)MIN((n_kv - 1) / shape->B + 1, (int64_t)INT_MAX / shape->B);
     return 0;
 }
 
@@ -11646,6 +11647,7 @@ static int eng_open(eng **out, const toka_backend *be, const mf_model *files, to
         return code;
     }
     g->max_len = shape->max_len, g->max_seqs = g->n_replicas * max_seqs, g->stats.kv_pages = g->n_replicas * c.n_pages;
+    g->shown = g->stats;
     *out = g;
     return 0;
 }

@@ -1151,6 +1151,7 @@ static void test_statistics_are_not_behind(void) {
     toka *t = eng_must_open("test/model", 8, 64, 2);
     eng_counted c = {.t = t};
     toka_err e = {0};
+    CHECK(toka_get_stats(t).kv_pages > 0 && !toka_get_stats(t).steps); /* before the first step */
     toka_request r = toka_request_default();
     r.text = "Tom has", r.text_bytes = 7, r.n = 20, r.sampling.max_tokens = 9, r.sampling.ignore_eos = 1;
     for (int i = 1; i <= 3; i++) {
@@ -1203,6 +1204,21 @@ static void test_open_that_fails(void) {
     toka_close(t);
 }
 
+/* A KV cache of any size that can be asked for. */
+static void test_kv_sizes(void) {
+    static const struct {
+        int64_t asked;
+        int code, len, pages;
+    } cases[] = {{1, TOKA_E_USE, 0, 0}, {2, 0, 2, 1}, {16, 0, 16, 1}, {17, 0, 17, 2}, {999, 0, 96, 63},
+                 {(int64_t)INT_MAX + 1, 0, 96, INT_MAX / 16}, {INT64_MAX, 0, 96, INT_MAX / 16}};
+    for (int i = 0; i < COUNT(cases); i++) {
+        toka_shape s = {.B = 16, .max_len = 96};
+        toka_err e;
+        int n = 0, code = eng_size(&s, 0, cases[i].asked, 0, &n, &e);
+        CHECK_MSG(code == cases[i].code && n == cases[i].pages && (code || s.max_len == cases[i].len), "case %d: %d, %d pages", i, code, n);
+    }
+}
+
 static const struct test eng_tests[] = {
     {"fixtures: logits and greedy ids equal transformers", test_fixtures},
     {"real weights give the reference's text", test_real_weights},
@@ -1218,6 +1234,7 @@ static const struct test eng_tests[] = {
     {"batch: a device that fails, and the run that goes on", test_batch_device_fault},
     {"engine: a step fails behind a request's end", test_fault_behind_the_end},
     {"engine: closed and stopped", test_close_and_stop},
+    {"engine: sizes of the KV cache", test_kv_sizes},
     {"engine: an open that fails while ranks load", test_open_that_fails},
     {"engine: text goes on behind the prompt", test_text_goes_on},
     {"engine: page pressure changes nothing", test_page_pressure},
