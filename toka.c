@@ -11696,7 +11696,7 @@ static eng_request *eng_request_new(const eng *g, const toka_request *r, const i
 
 static int eng_check_prompt(int V, int max_len, const int32_t *prompt, size_t n, int need, toka_err *e) {
     if (!n) return fail(e, TOKA_E_USE, "the prompt has no tokens");
-    if (n + (size_t)need > (size_t)max_len)
+    if (n > (size_t)(max_len - need))
         return fail(e, TOKA_E_USE, "the prompt has %zu tokens; at most %d fit (max_model_len %d)", n, max_len - need, max_len);
     for (size_t i = 0; i < n; i++)
         if (prompt[i] < 0 || prompt[i] >= V)

@@ -415,6 +415,8 @@ static void test_request_errors(void) {
     CHECK(code == TOKA_E_USE && strstr(e.msg, "token 1"));
     eng_got_free(eng_ask(t, NULL, much, (size_t)n_long, 1, &s, &code, &e));
     CHECK(code == TOKA_E_USE && strstr(e.msg, "max_model_len"));
+    eng_got_free(eng_ask(t, NULL, wrong, SIZE_MAX, 1, &s, &code, &e));
+    CHECK(code == TOKA_E_USE && strstr(e.msg, "max_model_len"));
     eng_got_free(eng_ask(t, NULL, wrong, 1, 0, &s, &code, &e));
     CHECK(code == TOKA_E_USE);
     bad.top_p = 2;
