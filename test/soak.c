@@ -943,7 +943,7 @@ static void choose(bool given_kv) {
 
 static void parse(int argc, char **argv) {
     bool given_kv = false;
-    S.o = toka_options_default(), S.o.device = "cpu", S.o.model = "test/model", S.seconds = 15, S.seed = 1;
+    S.o = toka_options_default(), S.o.device = "cpu", S.o.model = "test/model", S.o.data_parallel_size = 0, S.seconds = 15, S.seed = 1;
     for (int i = 1; i + 1 < argc; i += 2) {
         const char *f = argv[i], *v = argv[i + 1];
         if (!strcmp(f, "--model")) S.o.model = v;
