@@ -121,7 +121,7 @@ int toka_apply_chat_template(const toka *t, const char *context, size_t context_
 /* ---- Requests ------------------------------------------------------------------------------------------------ */
 
 /* Sampling parameters. Order of work on a row of logits, as Hugging Face's: logit_bias, allowed ids, repetition, presence and
- * frequency penalty, min_tokens (end ids forbidden), temperature, top-k, top-p, min-p, draw. */
+ * frequency penalty, min_tokens and bad words (ids forbidden), temperature, top-k, top-p, min-p, draw. */
 typedef struct toka_sampling {
     float temperature;          /* 0: greedy, the highest logit, lowest id on a tie */
     float top_p;                /* in (0,1]; 1: off */
@@ -145,9 +145,9 @@ typedef struct toka_sampling {
     int n_bias;
     const int32_t *allowed_ids; /* only these ids may be drawn; n_allowed 0: all */
     int n_allowed;
-    const int32_t *bad_ids;     /* bad words: sequences of ids, one behind the other, of bad_lengths[i] >= 1 ids each. The last
-                                   id */
-    const int *bad_lengths;     /* of one may not be drawn where the output ends in the ids before it */
+    const int32_t *bad_ids;     /* bad words: sequences of ids, one behind the other, of bad_lengths[i] >= 1 ids each. The last id
+                                   of one may not be drawn where the output ends in the ids before it */
+    const int *bad_lengths;
     int n_bad;
 } toka_sampling;
 
@@ -195,7 +195,8 @@ typedef struct toka_event { /* one token of one sample; all pointers are valid d
     int n_top;              /* = sampling.logprobs, prompt_top: the best ids by raw logit, best first; 0 at a prompt's first */
     const int32_t *top_ids;
     const float *top_logprobs;
-    const char *text;       /* text that became certain with this token: whole characters, never part of a stop string */
+    const char *text;       /* text that became certain with this token: whole characters, never part of a stop string. May be NULL
+                               where text_bytes is 0: of prompts there is none */
     size_t text_bytes;
     toka_finish finish;
     int stop_id;            /* the id that ended it, -1 if none */
@@ -220,7 +221,8 @@ typedef struct toka_usage {
  * another's thread. */
 int toka_generate(toka *t, const toka_request *request, toka_event_fn *fn, void *user, toka_usage *usage, toka_err *e);
 
-/* Queues a request; all it points to is copied. Events come while some thread drives. *id is for toka_cancel. Thread: any. */
+/* Queues a request; all it points to is copied. Events come while some thread drives. *id is for toka_cancel. Errors: TOKA_E_USE,
+ * TOKA_E_INPUT; TOKA_E_DEVICE if the device has failed. Thread: any. */
 int toka_submit(toka *t, const toka_request *request, toka_event_fn *fn, void *user, int64_t *id, toka_err *e);
 
 /* Ends a request in whatever state it is, with TOKA_CANCELLED events; nothing happens if it has ended. Thread: any. */
