@@ -7019,10 +7019,10 @@ static enum kv_filled kv_fill(kv_cache *k, int q, const int32_t *tokens) {
  * How long will this output get? In: the lengths of outputs so far, the running ones included. Out: the distribution of the
  * length of an output that has c tokens already.
  *
- * Lengths fall into buckets that grow by a quarter each. For every bucket a table counts the sequences that reached it
- * (at_risk) and those that ended in it; ended / at_risk is the chance to end there (a discrete Kaplan-Meier hazard), and
- * survival is the product of 1 - hazard. Running sequences count in every bucket they reached, so the short ones, which end
- * first, do not make the rest look short; those cut off by max_tokens or cancelled count as reached, not as ended.
+ * Lengths fall into buckets that grow by a quarter each, the last has the rest. For every bucket a table counts the sequences
+ * that reached it (at_risk) and those that ended in it; ended / at_risk is the chance to end there (a discrete Kaplan-Meier
+ * hazard), and survival is the product of 1 - hazard. Running sequences count in every bucket they reached, so the short ones,
+ * which end first, do not make the rest look short; those cut off by max_tokens or cancelled count as reached, not as ended.
  *
  * A class is a set of requests whose lengths are alike: the samples of one prompt, or requests given the same key. Its
  * hazards are drawn toward those of all classes together as if PRED_OF_ALL more sequences had been seen, and those
@@ -7093,6 +7093,7 @@ static void pred_refresh(const pred *p, pred_table *t, const pred_table *all) {
 static void pred_init(pred *p, int n_classes, int n_running) {
     *p = (pred){.n_places = (n_classes + PRED_WAYS - 1) / PRED_WAYS * PRED_WAYS, .memory = MAX(4096.0, 8.0 * n_running)};
     for (int i = 0; i < PRED_N; i++) p->edge[i + 1] = p->edge[i] + MAX(1, p->edge[i] / 4);
+    p->edge[PRED_N] = INT_MAX / 2; /* the last bucket has all the rest: no sequence is that long (chapter 16) */
     for (int i = 0; i < PRED_N; i++) {
         double a = 1 + p->edge[i] / 192.0, b = 1 + p->edge[i + 1] / 192.0;
         p->prior[i] = (float)(1 - a * a / (b * b));
@@ -7546,9 +7547,10 @@ static int sched_init(sched *s, const sched_config *c, toka_err *e) {
     assert(c->max_tokens >= c->max_seqs && c->max_len > 1);
     size_t np = (size_t)c->n_pages, ns = (size_t)c->max_seqs;
     *s = (sched){.c = *c, .parked = -1, .newest = -1, .free_request = -1, .queued = -1};
-    bool fits = kv_init(&s->kv, c->B, c->n_pages, c->max_seqs, c->max_len);
+    bool fits = c->max_len < 1 << 29 /* the calendar counts in int */ &&
+                kv_init(&s->kv, c->B, c->n_pages, c->max_seqs, c->max_len);
     pred_init(&s->pred, c->n_classes, c->max_seqs);
-    for (s->cal.n = 4; s->cal.n < 2 * (int64_t)c->max_len + 2; s->cal.n *= 2) {} /* as long a prefill delay as a sequence */
+    for (s->cal.n = 4; fits && s->cal.n < 2 * c->max_len + 2; s->cal.n *= 2) {} /* as long a prefill delay as a sequence */
     s->cal.at = fits ? mem_try((size_t)s->cal.n * 2, sizeof *s->cal.at) : NULL;
     static_assert(offsetof(sched_seq, n_prompt) == 64, "one cache line");
     s->seqs = mem_check(aligned_alloc(64, (ns + 1) * sizeof *s->seqs));

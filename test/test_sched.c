@@ -330,6 +330,8 @@ static void smt_no_memory(void) { /* 1 TB for rows of pages */
     toka_err e;
     sched_config c = {16, 100, 65536, 65536, 1 << 26, 8};
     CHECK(sched_init(&s, &c, &e) == TOKA_E_MEMORY && strstr(e.msg, "65536 sequences of up to 67108864 tokens"));
+    c = (sched_config){1 << 20, 4, 1, 1, 1 << 30, 8}; /* few pages, but a future of 2^31 steps */
+    CHECK(sched_init(&s, &c, &e) == TOKA_E_MEMORY && strstr(e.msg, "1 sequences of up to 1073741824 tokens"));
     sched_free(&s); /* nothing is there, and that is fine */
 }
 
@@ -419,6 +421,24 @@ static void smt_tails_of_many_prompts(void) {
     sched_free(&s);
 }
 
+/* One answer that is longer than all lengths that buckets of their own tell apart. */
+static void smt_longest_answer(void) {
+    enum { N = 2000000 };
+    sched s;
+    toka_err e;
+    const int32_t prompt = 1;
+    CHECK(!sched_init(&s, &(sched_config){1 << 14, N / (1 << 14) + 1, 1, 1, N + 1, 4}, &e));
+    CHECK(sched_submit(&s, &(sched_job){.prompt = &prompt, .n_prompt = 1, .n = 1, .max_tokens = N, .class_key = 5}, &e) == 0);
+    for (int i = 1; i <= N && !check_failed; i++) {
+        CHECK(sched_plan(&s) == 1);
+        CHECK(sched_commit(&s, 0, s.seqs[0].ticket, i, i == N) == (i == N ? SCHED_DONE : SCHED_ON));
+        CHECK(s.seqs[0].bucket < PRED_N);
+    }
+    CHECK(s.pred.all.at_risk[PRED_N - 1] == 1 && s.pred.all.ended[PRED_N - 1] == 1 && s.pred.all.ended[0] == 0);
+    CHECK(pred_survival(&s.pred, (pred_of){-1, 0}, 1 << 29) > 0);
+    sched_free(&s);
+}
+
 static const struct test sched_tests[] = {{"sched: random, 5 pages, calendar = simulation", smt_random_tiny},
                                           {"sched: random, small pools, calendar = simulation", smt_random_small},
                                           {"sched: preemptions keep every token", smt_thousands_of_preemptions},
@@ -432,4 +452,5 @@ static const struct test sched_tests[] = {{"sched: random, 5 pages, calendar = s
                                           {"sched: parked hold all slots", smt_parked_hold_all_slots},
                                           {"sched: cold start fills the batch", smt_cold_start},
                                           {"sched: tails of many prompts", smt_tails_of_many_prompts},
+                                          {"sched: the longest answer", smt_longest_answer},
                                           {0}};
