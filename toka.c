@@ -5827,7 +5827,8 @@ static int mf_generation_parse(str text, const char *where, arena *a, mf_config 
     mf_read_ids(r, "eos_token_id", c->shape.V, a, &c->eos_ids, &c->n_eos_ids);
     d->has_do_sample = mf_field(r, "do_sample"), d->do_sample = mf_bool(r, "do_sample", false);
     d->has_temperature = mf_field(r, "temperature"), d->temperature = (float)mf_num(r, "temperature", 1, 0, 1e3);
-    d->has_top_p = mf_field(r, "top_p"), d->top_p = (float)mf_num(r, "top_p", 1, 0, 1);
+    d->has_top_p = mf_field(r, "top_p");
+    d->top_p = MAX((float)mf_num(r, "top_p", 1, 0, 1), FLT_MIN); /* 0 leaves the best one, as in transformers */
     d->has_min_p = mf_field(r, "min_p"), d->min_p = (float)mf_num(r, "min_p", 0, 0, 1);
     d->has_repetition_penalty = mf_field(r, "repetition_penalty");
     d->repetition_penalty = (float)mf_num(r, "repetition_penalty", 1, 1e-3, 1e3);

@@ -204,6 +204,7 @@ static void test_mf_generation(void) {
     CHECK(d.has_top_k && d.top_k == 20 && d.has_repetition_penalty && d.repetition_penalty == 1.05f && !d.has_min_p);
     CHECK(mf_generation_parse(STR("{}"), "g", &a, &c, &d, &e) == 0);
     CHECK(c.bos_id == 3 && c.n_eos_ids == 2 && !d.has_top_k && !d.has_temperature && d.temperature == 1 && d.top_p == 1);
+    CHECK(mf_generation_parse(STR("{\"top_p\":0}"), "g", &a, &c, &d, &e) == 0 && d.has_top_p && d.top_p > 0 && d.top_p < 1e-30f);
     CHECK(mf_generation_parse(STR("{\"temperature\":-1}"), "g", &a, &c, &d, &e) && strstr(e.msg, "temperature is -1"));
     CHECK(mf_generation_parse(STR("{\"eos_token_id\":{}}"), "g", &a, &c, &d, &e) &&
           strstr(e.msg, "eos_token_id is an object"));
