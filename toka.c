@@ -17928,16 +17928,21 @@ static bool srv_read_body(srv *s, srv_conn *k) {
     return true;
 }
 
+/* So much is still to be sent that the next request waits for it. */
+static bool srv_is_behind(const srv_conn *k) { return k->file_left || k->out.n - k->out_at >= SRV_MAX_UNSENT; }
+
 /* Everything that the bytes at hand allow; sends what came of it. */
 static void srv_advance(srv *s, srv_conn *k) {
-    bool more = true;
-    while (more && !k->closed) {
+    for (bool more = true; more && !k->closed;) {
+        bool behind = srv_is_behind(k);
         more = false;
-        if (k->state == SRV_HEAD && k->out.n - k->out_at < SRV_MAX_UNSENT && !k->file_left) more = srv_read_head(s, k);
+        if (k->state == SRV_HEAD && !behind) more = srv_read_head(s, k);
         else if (k->state == SRV_BODY) more = srv_read_body(s, k);
+        if (more) continue;
+        srv_send(s, k);
+        more = behind && !srv_is_behind(k); /* nothing else might ever ask for the request that waited */
     }
     if (k->in_at == k->in.n) buf_free(&k->in), k->in_at = 0;
-    srv_send(s, k);
     if (!k->eof || k->closed) return;
     bool generating = k->call && k->call->route && k->call->route->work == srv_begin_api;
     if (k->state == SRV_BODY || k->state == SRV_PIECE || k->state == SRV_LINGER || generating) srv_close(s, k);

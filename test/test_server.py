@@ -96,6 +96,19 @@ def test_keep_alive_and_pipelining(server):
         assert [("status" in k) for k in kinds] == [i % 4 > 0 for i in range(40)]
 
 
+def test_pipelining_behind_long_answers(tmp_path):
+    """A request that waits until a file, or much text, before it is sent."""
+    with Server(files=str(tmp_path)) as s, s.connect() as c:
+        data = b'{"custom_id":"x"}\n' * 3000
+        form = b"--b\r\nContent-Disposition: form-data; name=purpose\r\n\r\nbatch\r\n" \
+               b"--b\r\nContent-Disposition: form-data; name=file; filename=x\r\n\r\n%s\r\n--b--" % data
+        file = s.post("/v1/files", form, Content_Type="multipart/form-data; boundary=b").json()["id"]
+        c.send(f"GET /v1/files/{file}/content HTTP/1.1\r\nHost: h\r\n\r\n" * 3)
+        assert [c.answer().body for _ in range(3)] == [data] * 3
+        c.send(raw_post(json.dumps(small(16, n=100, logprobs=30, ignore_eos=True))) + "GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
+        assert len(c.answer().body) > 256 << 10 and c.answer().json() == {"status": "ok"}
+
+
 def test_stream_then_next_request_on_the_same_connection(server):
     with server.connect() as c:
         want = c.request("POST", "/v1/completions", small(20)).json()["choices"][0]["text"]
