@@ -17699,7 +17699,8 @@ static bool srv_unsent(const srv_conn *k) { return k->out_at < k->out.n || k->fi
 
 static void srv_want(srv *s, srv_conn *k) { /* tells epoll what to look for */
     bool reads = !k->eof && (k->state == SRV_LINGER || k->in.n - k->in_at < SRV_READ_BYTES);
-    unsigned events = (reads ? EPOLLIN : 0u) | (k->eof ? 0u : (unsigned)EPOLLRDHUP) | (srv_unsent(k) ? EPOLLOUT : 0u);
+    bool leaves = !k->eof && k->state != SRV_PIECE; /* an upload may have been sent whole */
+    unsigned events = (reads ? EPOLLIN : 0u) | (leaves ? (unsigned)EPOLLRDHUP : 0u) | (srv_unsent(k) ? EPOLLOUT : 0u);
     if (k->closed || events == k->events) return;
     k->events = events;
     epoll_ctl(s->loop->epoll, EPOLL_CTL_MOD, k->fd, &(struct epoll_event){.events = events, .data.ptr = k});
@@ -17945,9 +17946,8 @@ static void srv_advance(srv *s, srv_conn *k) {
     if (k->in_at == k->in.n) buf_free(&k->in), k->in_at = 0;
     if (!k->eof || k->closed) return;
     bool generating = k->call && k->call->route && k->call->route->work == srv_begin_api;
-    if (k->state == SRV_BODY || k->state == SRV_PIECE || k->state == SRV_LINGER || generating) srv_close(s, k);
-    else if (k->state == SRV_HEAD && srv_unsent(k)) k->state = SRV_LAST;
-    else if (k->state == SRV_HEAD) srv_close(s, k);
+    bool answered = k->state == SRV_HEAD && !srv_unsent(k);
+    if (k->state == SRV_BODY || k->state == SRV_LINGER || generating || answered) srv_close(s, k);
 }
 
 static void srv_receive(srv *s, srv_conn *k) {

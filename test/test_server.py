@@ -109,6 +109,25 @@ def test_pipelining_behind_long_answers(tmp_path):
         assert len(c.answer().body) > 256 << 10 and c.answer().json() == {"status": "ok"}
 
 
+def test_a_client_that_has_sent_all_gets_its_answers(tmp_path):
+    """Half-closed connections: an upload in pieces, and more pipelined files than the socket takes at once."""
+    data = b'{"custom_id":"x"}\n' * 500_000
+    form = b"--b\r\nContent-Disposition: form-data; name=purpose\r\n\r\nbatch\r\n" \
+           b"--b\r\nContent-Disposition: form-data; name=file; filename=x\r\n\r\n%s\r\n--b--" % data
+    with Server(files=str(tmp_path)) as s:
+        with s.connect() as c:
+            c.send("POST /v1/files HTTP/1.1\r\nHost: h\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+                   f"Content-Length: {len(form)}\r\n\r\n").send(form)
+            c.s.shutdown(socket.SHUT_WR)
+            file = c.answer().json()["id"]
+            assert c.closed()
+        with s.connect(rcvbuf=4096) as c:
+            c.send(f"GET /v1/files/{file}/content HTTP/1.1\r\nHost: h\r\n\r\n" * 3)
+            c.s.shutdown(socket.SHUT_WR)
+            assert [c.answer().body == data for _ in range(3)] == [True] * 3 and c.closed()
+        s.wait_metric("http_connections", 1)
+
+
 def test_stream_then_next_request_on_the_same_connection(server):
     with server.connect() as c:
         want = c.request("POST", "/v1/completions", small(20)).json()["choices"][0]["text"]
