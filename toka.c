@@ -17376,8 +17376,8 @@ static void srv_refuse(srv_call *c) { /* the engine did not take all parts */
 /* Records to text. last: there will be none after these. */
 static void srv_continue(srv_call *c, str records, bool last) {
     buf text = {0}, made = {0};
-    if (last && c->refused.code) {
-        srv_refuse(c);
+    if (c->refused.code) { /* what the other parts made until they were cancelled is not told */
+        if (last) srv_refuse(c);
         return;
     }
     api_feed(&c->api, records, &text);

@@ -670,6 +670,24 @@ static void test_api_small_routes(void) {
     buf_free(&out);
 }
 
+/* Chapter 30: the engine took one part of two, and that had a token before it was cancelled: one answer goes out. */
+static void test_api_refused_part(void) {
+    api_model m = api_test_model();
+    srv s = {.wake_fd = -1};
+    http_request r = {.minor = 1};
+    srv_call c = {.s = &s, .req = &r, .refs = 1, .stage = SRV_RUNNING, .gone = true, .refused = {.code = TOKA_E_DEVICE, .msg = "it broke"}};
+    buf records = {0};
+    pthread_mutex_init(&s.lock, NULL);
+    api_must_parse(&m, API_COMPLETIONS, "{\"prompt\":[\"Tom\",\"Ann\"],\"stream\":true}", &c.api);
+    api_put_event(&c.api.parts[0], 0, &(api_fake){{20, 21}, 2, false}, 0, &records);
+    srv_continue(&c, buf_view(&records), false);
+    CHECK(!c.out.n && !c.head_sent);
+    srv_continue(&c, STR(""), true);
+    CHECK(c.done && str_starts(buf_view(&c.out), STR("HTTP/1.1 500 ")));
+    buf_free(&records), buf_free(&c.out), api_free(&c.api);
+    pthread_mutex_destroy(&s.lock);
+}
+
 static const struct test api_tests[] = {
     {"api: every field, every wrong type", test_api_wrong_types},
     {"api: wrong values", test_api_wrong_values},
@@ -684,5 +702,6 @@ static const struct test api_tests[] = {
     {"api: bytes of tokens", test_api_bytes},
     {"api: packed arrays", test_api_packed},
     {"api: broken calls", test_api_broken},
+    {"api: a refused part", test_api_refused_part},
     {"api: tokenize, models, errors", test_api_small_routes},
     {NULL, NULL}};
