@@ -17732,12 +17732,17 @@ static void srv_bury(srv_loop *l) {
 
 /* ---- Sending ---- */
 
+static void srv_forget(buf *b, size_t *at) { /* the bytes before *at */
+    if (*at) memmove(b->p, b->p + *at, b->n - *at), b->n -= *at, *at = 0;
+}
+
 /* Bytes for the socket; takes `made`. */
 static void srv_append(srv_conn *k, buf *made) {
     if (k->out_at == k->out.n) {
         buf_free(&k->out);
         k->out = *made, k->out_at = 0;
     } else {
+        if (k->out_at > k->out.n / 2) srv_forget(&k->out, &k->out_at); /* a stream may never be sent up to its last byte */
         buf_str(&k->out, buf_view(made));
         buf_free(made);
     }
@@ -17965,7 +17970,7 @@ static void srv_receive(srv *s, srv_conn *k) {
         if (k->state == SRV_LINGER) {
             if (!n || (k->lingered += n) > SRV_LINGER_BYTES) srv_close(s, k);
         } else {
-            if (k->in_at) memmove(k->in.p, k->in.p + k->in_at, k->in.n - k->in_at), k->in.n -= k->in_at, k->in_at = 0;
+            srv_forget(&k->in, &k->in_at);
             buf_put(&k->in, l->scratch, (size_t)n);
             srv_advance(s, k);
         }

@@ -325,6 +325,25 @@ static void test_srv_pace(void) {
     CHECK(srv_pace_retry(&p, 100, left + 20, now + 0.5) == 3);
 }
 
+/* A reader who never catches up: what it has taken does not stay. */
+static void test_srv_append(void) {
+    srv_conn k = {0};
+    char line[1000];
+    size_t sent = 0, most = 0;
+    for (int i = 0; i < 10000; i++) {
+        buf made = {0};
+        memset(line, 'a' + i % 26, sizeof line);
+        buf_put(&made, line, sizeof line);
+        srv_append(&k, &made);
+        for (int n = i < 100 ? 0 : 1000; n > 0; n--, k.out_at++, sent++) /* 100 lines behind */
+            if (k.out.p[k.out_at] != (char)('a' + sent / 1000 % 26)) check_failed++;
+        most = MAX(most, k.out.cap);
+    }
+    CHECK(k.out.n - k.out_at == 100000);
+    CHECK_MSG(most < 1 << 20, "%zu bytes", most);
+    buf_free(&k.out);
+}
+
 static const struct test http_tests[] = {{"http: head", test_http_head},
                                          {"http: head at every split", test_http_head_splits},
                                          {"http: refused heads", test_http_refused},
@@ -339,4 +358,5 @@ static const struct test http_tests[] = {{"http: head", test_http_head},
                                          {"server: histogram", test_srv_histogram},
                                          {"server: heartbeat", test_srv_heartbeat},
                                          {"server: pace", test_srv_pace},
+                                         {"server: a slow reader", test_srv_append},
                                          {NULL, NULL}};
