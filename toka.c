@@ -18537,6 +18537,7 @@ static int run_dataset(const char *path, int64_t most, atomic_int *interrupted, 
         arena_free(&a), n++;
         if (code) break;
     }
+    if (*interrupted) code = fail(e, TOKA_E_CANCELLED, "interrupted"); /* whatever a line that was cut looked like */
     if (!code && !n) code = fail(e, TOKA_E_INPUT, "%s: no lines", path);
     run_input_free(&in);
     close(fd);
@@ -18565,7 +18566,7 @@ static int run_bench_line(void *user, const json *root, int64_t number, toka_err
                     b->o->dataset, (long long)number);
     JSON_EACH(it, lengths) {
         int64_t length = json_int(it, 0);
-        if (length < 1 || n + length > b->t->shape.max_len)
+        if (length < 1 || length > b->t->shape.max_len - n)
             return fail(e, TOKA_E_INPUT, "%s: line %lld: a prompt of %lld tokens and an output of %lld, expected at least 1 "
                         "and at most %d in all", b->o->dataset, (long long)number, (long long)n, (long long)length,
                         b->t->shape.max_len);

@@ -3,6 +3,7 @@ import csv
 import json
 import os
 import re
+import signal
 import subprocess
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -85,6 +86,23 @@ def test_refused(tmp_path):
         assert len(err.strip().splitlines()) == 1
     for args in ([], ["throughput"], ["nothing"], ["throughput", "--dataset", "/no/such"]):
         bench(*args, status=1)
+
+
+def test_lengths_without_end(tmp_path):
+    for length in (1023, 2 ** 31, 2 ** 63 - 3, 2 ** 63 - 1):
+        _, err = bench("throughput", "--dataset", dataset(tmp_path, [{"prompt_token_ids": [1, 2], "output_lengths": [1, length]}]), status=1)
+        assert f"line 1: a prompt of 2 tokens and an output of {length}, expected" in err
+
+
+def test_interrupted_while_reading(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    p = subprocess.Popen([TOKA, "bench", "throughput", "--dataset", str(tmp_path / "fifo")], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with open(tmp_path / "fifo", "w") as f:
+        f.write('{"prompt')  # of a line that does not end
+        f.flush()
+        p.send_signal(signal.SIGINT)
+        out, err = p.communicate(timeout=60)
+    assert p.returncode == 130 and out + err == b""
 
 
 def test_plan():
