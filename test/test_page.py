@@ -100,20 +100,32 @@ def test_page(tmp_path, browser):
         browser.js("document.forms[0].requestSubmit()")
         browser.wait("document.getElementById('answer').textContent.includes('The answer is 12.')")
         browser.wait("/^\\d+ \\+ \\d+ tokens, [\\d.]+ s$/.test(document.getElementById('usage').textContent)")
-        # a long one can be stopped, which frees what it held
+        # a long one can be stopped, which frees what it held; the page itself does so at the first text, or it might have ended
         browser.js("document.forms[0].max_tokens.value = 900; document.forms[0].temperature.value = 3; "
-                   "document.forms[0].prompt.value = '<b>Tom</b>'; document.forms[0].requestSubmit()")
-        browser.wait("document.getElementById('answer').textContent.length > 20 && document.querySelector('button').textContent == 'Stop'")
-        browser.js("document.forms[0].requestSubmit()")
+                   "document.forms[0].prompt.value = '<b>Tom</b>'; const plain = fetch; "
+                   "window.fetch = (at, o) => plain(at, o.body ? { ...o, body: o.body.replace('{', '{\"ignore_eos\":true,') } : o); "
+                   "new Promise(done => { const box = document.getElementById('answer'), watch = new MutationObserver(() => { "
+                   "  if (!box.textContent) return; watch.disconnect(); window.fetch = plain; "
+                   "  const button = document.querySelector('button').textContent; document.forms[0].requestSubmit(); done(button); }); "
+                   "  watch.observe(box, { childList: true, characterData: true, subtree: true }); document.forms[0].requestSubmit(); })"
+                   ".then(button => window.stopped = button)")
+        assert browser.js("stopped") == "Stop"
         browser.wait("document.querySelector('button').textContent == 'Run'")
         s.wait_metric("num_requests_running", 0)
 
         # load shows in the tiles and in the plot
-        load = threading.Thread(target=s.post, args=("/v1/completions", {"prompt": "Tom", "n": 300, "max_tokens": 200, "temperature": 2, "ignore_eos": True}))
+        seen = threading.Event()
+
+        def ask():
+            while not seen.is_set():
+                s.post("/v1/completions", {"prompt": "Tom", "n": 300, "max_tokens": 200, "temperature": 2, "ignore_eos": True})
+
+        load = threading.Thread(target=ask, daemon=True)
         load.start()
         browser.wait("Number(document.querySelector('#tiles b').textContent) > 0")
         browser.wait("Number(document.querySelectorAll('#tiles b')[2].textContent.replaceAll(',', '')) > 0")
         browser.wait("document.getElementById('out').getAttribute('points').split(' ').length >= 5")
+        seen.set()
         for scheme in ("dark", "light"):
             browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
             shades = json.loads(browser.js("JSON.stringify([getComputedStyle(document.documentElement).backgroundColor, getComputedStyle(document.body).color])"))
