@@ -8793,6 +8793,12 @@ static int samp_check_ids(const char *name, const int32_t *id, int n, int V, tok
     return 0;
 }
 
+/* A list on which each id needs to stand but once: a GPU has room for so many, and a longer list would be its failure. */
+static int samp_check_list(const char *name, const int32_t *id, int n, int V, toka_err *e) {
+    if (n > V) return fail(e, TOKA_E_USE, "%s: %d ids, expected at most %d, the size of the vocabulary", name, n, V);
+    return samp_check_ids(name, id, n, V, e);
+}
+
 static int samp_check_stops(const toka_sampling *s, toka_err *e) {
     if (s->n_stop < 0 || s->n_stop > SAMP_MAX_STOPS)
         return fail(e, TOKA_E_USE, "stop: %d texts, expected at most %d", s->n_stop, SAMP_MAX_STOPS);
@@ -8833,9 +8839,9 @@ static int samp_check(const toka_sampling *s, int V, toka_err *e) {
     if (check_int("max_tokens", s->max_tokens, 0, INT_MAX, e)) return e->code;
     if (check_int("min_tokens", s->min_tokens, 0, s->max_tokens ? s->max_tokens : INT_MAX, e)) return e->code;
     if (check_int("logprobs", s->logprobs, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
-    if (samp_check_ids("stop_token_ids", s->stop_ids, s->n_stop_ids, V, e)) return e->code;
-    if (samp_check_ids("allowed_token_ids", s->allowed_ids, s->n_allowed, V, e)) return e->code;
-    if (samp_check_ids("logit_bias", s->bias_ids, s->n_bias, V, e)) return e->code;
+    if (samp_check_list("stop_token_ids", s->stop_ids, s->n_stop_ids, V, e)) return e->code;
+    if (samp_check_list("allowed_token_ids", s->allowed_ids, s->n_allowed, V, e)) return e->code;
+    if (samp_check_list("logit_bias", s->bias_ids, s->n_bias, V, e)) return e->code;
     if (s->n_bias && !s->bias_values) return fail(e, TOKA_E_USE, "logit_bias: no values given, expected %d", s->n_bias);
     for (int i = 0; i < s->n_bias; i++)
         if (check_range("logit_bias", s->bias_values[i], -100, 100, false, e)) return e->code;

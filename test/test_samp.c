@@ -548,6 +548,7 @@ static void test_samp_check(void) {
     toka_sampling good = samp_plain();
     CHECK(samp_check(&good, 100, &e) == 0);
     const char *longest = memset(mem_zalloc(SAMP_MAX_STOP_BYTES + 2), 'x', SAMP_MAX_STOP_BYTES + 1);
+    const int32_t many[101] = {0};
 #define BAD(message, ...) \
     do { \
         toka_sampling s = good; \
@@ -573,6 +574,9 @@ static void test_samp_check(void) {
     BAD("stop_token_ids: -4 entries, expected 0 or more", s.n_stop_ids = -4);
     BAD("allowed_token_ids[0]: id -1, expected 0 to 99", s.allowed_ids = (int32_t[]){-1}, s.n_allowed = 1);
     BAD("allowed_token_ids: no ids given, expected 3", s.n_allowed = 3);
+    BAD("allowed_token_ids: 101 ids, expected at most 100, the size of the vocabulary", s.allowed_ids = many, s.n_allowed = 101);
+    BAD("stop_token_ids: 101 ids, expected at most 100, the size of the vocabulary", s.stop_ids = many, s.n_stop_ids = 101);
+    BAD("logit_bias: 101 ids, expected at most 100, the size of the vocabulary", s.bias_ids = many, s.n_bias = 101);
     BAD("logit_bias[0]: id 100, expected 0 to 99", s.bias_ids = (int32_t[]){100}, s.n_bias = 1);
     BAD("logit_bias: no values given, expected 1", s.bias_ids = (int32_t[]){1}, s.n_bias = 1);
     BAD("logit_bias: 101, expected -100 to 100", s.bias_ids = (int32_t[]){1}, s.bias_values = (float[]){101}, s.n_bias = 1);
@@ -589,7 +593,7 @@ static void test_samp_check(void) {
     toka_sampling s = good; /* the edges that are allowed */
     s.temperature = 0, s.top_p = 1e-9f, s.min_p = 1, s.top_k = -1, s.logprobs = 32, s.min_tokens = s.max_tokens = 5;
     s.stop = (const char *[]){"\xED\x95\x9C", "x"}, s.n_stop = 2, s.presence_penalty = -2, s.stop_ids = (int32_t[]){0, 99};
-    s.n_stop_ids = 2;
+    s.n_stop_ids = 2, s.allowed_ids = many, s.n_allowed = 100;
     CHECK(samp_check(&s, 100, &e) == 0);
     free((void *)longest);
 }
