@@ -7444,10 +7444,10 @@ typedef struct sched_seq { /* what every step touches comes first: one cache lin
     int32_t *tokens;   /* [limit] prompt, then output */
     int next_edge;     /* tokens with which it reaches the next bucket of chapter 15 */
     int next_fill;     /* tokens, known and cached, with which its next page may enter the tree */
-    uint32_t row_turn; /* changes when its row of pages was replaced: a device has to reload it */
     int page;          /* in decode: the page of position n_cached - 1 */
+    int n_prompt;
 
-    int n_prompt, request, sample;
+    int request, sample;
     int n_found;       /* positions found in the tree when it first started */
     int expect;        /* tokens it will have, prompt and output; end = base + expect - 1 */
     int64_t base;      /* position x is computed in step base + x */
@@ -7553,7 +7553,7 @@ static int sched_init(sched *s, const sched_config *c, toka_err *e) {
     pred_init(&s->pred, c->n_classes, c->max_seqs);
     for (s->cal.n = 4; fits && s->cal.n < 2 * c->max_len + 2; s->cal.n *= 2) {} /* as long a prefill delay as a sequence */
     s->cal.at = fits ? mem_try((size_t)s->cal.n * 2, sizeof *s->cal.at) : NULL;
-    static_assert(offsetof(sched_seq, n_prompt) == 64, "one cache line");
+    static_assert(offsetof(sched_seq, request) == 64, "one cache line");
     s->seqs = mem_check(aligned_alloc(64, (ns + 1) * sizeof *s->seqs));
     memset(s->seqs, 0, (ns + 1) * sizeof *s->seqs);
     s->line = mem_zalloc(ns * sizeof *s->line);
@@ -7827,7 +7827,7 @@ static void sched_start(sched *s, int q, int n, int m) {
     sched_attach(s, q, false);
     x->state = SCHED_PREFILL;
     x->tail = x->heir = -1, x->alike = 0;
-    x->started = ++s->n_started, x->row_turn++;
+    x->started = ++s->n_started;
     x->n_cached = 0, x->n_planned = n, x->next_fill = (s->kv.seqs[q].n_tree + 1) * s->c.B;
     x->todo = n - m * s->c.B, s->backlog += x->todo, s->backlog_in += x->todo, x->mark = s->backlog_in;
     x->prefill_next = s->c.max_seqs, x->prefill_prev = s->seqs[s->c.max_seqs].prefill_prev;
@@ -7863,8 +7863,8 @@ static bool sched_admit_fresh(sched *s, int id) {
     int m = r->n_started < r->n_alone ? 0 : kv_match(&s->kv, kv_row(&s->kv, q), r->prompt, n);
     sched_seq *x = &s->seqs[q];
     *x = (sched_seq){.request = id, .sample = r->n_started, .waits = r->waits, .n_prompt = n, .n_known = n, .n_found = m * s->c.B,
-                     .limit = n + r->max_tokens, .ticket = x->ticket, .row_turn = x->row_turn, .class = {-1, 0},
-                     .next_edge = n + s->pred.edge[1], .sibling = r->first, .sibling_prev = -1};
+                     .limit = n + r->max_tokens, .ticket = x->ticket, .class = {-1, 0}, .next_edge = n + s->pred.edge[1],
+                     .sibling = r->first, .sibling_prev = -1};
     if (!r->exact) x->class = pred_find(&s->pred, r->class_key);
     sched_aim(s, q, n, m);
     if (!sched_fits(s, q, n, m)) return false;
@@ -8079,7 +8079,7 @@ static void sched_fill(sched *s, int q) {
             cal_add(&s->cal, s->now, x->end, -1);
             if (tail >= 0) heap_remove(s->ends, &s->holders[tail], node); /* below its end there is the twin's now */
             sched_attach(s, q, true);
-            x->row_turn++, x->page = kv_row(&s->kv, q)[k->n_pages - 1];
+            x->page = kv_row(&s->kv, q)[k->n_pages - 1];
         }
     }
     x->next_fill = k->stray ? INT_MAX : (k->n_tree + 1) * s->c.B;
@@ -8110,7 +8110,7 @@ static enum sched_result sched_commit(sched *s, int q, uint32_t ticket, int32_t 
 /* ===========================================================================
  * MARK: 17. Batch building and shared prefixes [pure]
  * In: what sched_plan decided. Out: a batch_step, which is a toka_step with its arrays (rows, slots, spans, pages) and the
- * rows that yield a token; and what a device that keeps the state of its slots needs to be told (batch_upload).
+ * rows that yield a token.
  *
  * Rows of a part stand in the order of chapter 14, so the rows of all sequences that share a page are side by side, and with lcp
  * (leading tokens in common with the sequence before; here in pages) the sharing is a tree of intervals, found with one
@@ -8190,40 +8190,7 @@ typedef struct batch_step {
     int seq0[BATCH_MAX_PARTS + 1]; /* [n_parts + 1] first entry of seq in each part; n_seq */
 } batch_step;
 
-/* What changed for a device that keeps for each slot its row of pages, length, last token and sampling parameters, and that
- * by itself adds 1 to a length, feeds the last token and stores a new one. Flat arrays, ready to be copied up. Most of what a
- * slot is loaded with, another slot has: the pages of the prompt and, among samples of one request, all parameters but the
- * number of the sample. So it says from which. A slot that others take from takes nothing itself in the same step: a
- * device first loads those with from -1, then, in any order, the rest. */
-typedef struct batch_join { /* a slot is loaded anew */
-    int32_t q, n_pages, length, limit, sample;
-    int32_t from, n_from; /* its first n_from pages are those of slot `from`; -1, 0: none. The others are in join_pages */
-    int32_t params_of;    /* slot with the same parameters, which may be q; -1: they come along, BATCH_PARAM_BYTES of the engine's */
-} batch_join;
-typedef struct batch_grown { /* slot q has one page more at its end */
-    int32_t q, page;
-} batch_grown;
-typedef struct batch_chunk { /* sequence number `at` of the order feeds n_rows known tokens, not its last one */
-    int32_t at, from, n_rows, ids; /* ids: where they begin in chunk_ids; equal ones are there once */
-} batch_chunk;
-typedef struct batch_group { /* a shared span; its pages are those of slot q from position kv0 on */
-    int32_t row0, n_rows, kv0, n_kv, q;
-} batch_group;
-
-enum { BATCH_PARAM_BYTES = 64 };
 enum { BATCH_AHEAD = 8 }; /* sequences, and their rows of pages, lie far apart: they are asked for so many turns early */
-
-typedef struct batch_upload {
-    uint16_t *order;     /* [n_order] slots in row order; sent if new_order */
-    batch_join *joins;   /* [n_joins] */
-    int32_t *join_pages;
-    batch_grown *grown;
-    batch_chunk *chunks;
-    int32_t *chunk_ids;
-    batch_group *groups; /* [n_groups] in the order of the step's spans; sent if new_groups */
-    int n_order, n_joins, n_join_pages, n_params, n_grown, n_chunks, n_chunk_ids, n_groups;
-    bool new_order, new_groups;
-} batch_upload;
 
 typedef struct batch_node { /* a run of rows with its shared tokens, while the tree is built */
     int lcp, row0, rows;
@@ -8252,15 +8219,12 @@ typedef struct batch_parts {
     int *pick;         /* [max_tokens] the whole step's out row i is number pick[i] there, and so is what was picked for it */
 } batch_parts;
 
-typedef struct batch { /* what building a step takes: the tree of this one, and what the device was told by those before */
+typedef struct batch { /* what building a step takes: the tree of this one, and who drew what in those before */
     batch_cost cost;
-    int *seq_node, *seq_pages; /* [max_entries] the node that each sequence of the step hangs on; pages that its rows see */
+    int *seq_node;             /* [max_entries] the node that each sequence of the step hangs on */
     int n_nodes, n_closed, depth;
     batch_node *nodes;         /* [max_entries + 1] 0: the root, no page */
     int *stack, *closed;       /* [max_entries + 1] open nodes; nodes in the order in which they were closed, children first */
-    uint32_t *sent_turn;       /* [max_seqs] what the device has: the version of the row, its pages (0: nothing), and which */
-    int *sent_pages;           /* admission of a sequence it was */
-    uint32_t *sent_start;
     int stages, free_rows;     /* parts are wanted for so many stages; 1: a step is its only part. BATCH_FREE_ROWS, in tests fewer */
     batch_weight weight;
     int n_lanes, n_items;      /* of this step; before it is built, of the one before */
@@ -8269,9 +8233,6 @@ typedef struct batch { /* what building a step takes: the tree of this one, and 
     batch_item *items;         /* [max_entries] in the order of chapter 14 */
     int *sorted;               /* [max_entries] the same lane by lane */
     int64_t number, *sampled;  /* of the part numbered last; [max_seqs] of that which drew the slot's last token */
-    int whole, common, near;   /* slot whose row is not made from another's in this upload, -1; leading pages that the next
-                                * row has in common with that; and with the row before it */
-    batch_upload up;
 } batch;
 
 static void batch_step_free(batch_step *d) {
@@ -8298,40 +8259,25 @@ static int batch_step_init(batch_step *d, const sched *s, toka_err *e) {
 }
 
 static void batch_free(batch *b) {
-    batch_upload *u = &b->up;
-    free(b->seq_node), free(b->seq_pages), free(b->nodes), free(b->stack), free(b->closed);
-    free(b->sent_turn), free(b->sent_pages), free(b->sent_start), free(b->sampled);
-    free(b->lane), free(b->items), free(b->sorted);
-    free(u->order), free(u->joins), free(u->join_pages), free(u->grown), free(u->chunks), free(u->chunk_ids);
-    free(u->groups);
+    free(b->seq_node), free(b->nodes), free(b->stack), free(b->closed);
+    free(b->sampled), free(b->lane), free(b->items), free(b->sorted);
     *b = (batch){0};
 }
 
-/* Fails when there is not the memory for rows of pages of such a length; nothing is held then. */
-static int batch_init(batch *b, const sched *s, batch_cost cost, toka_err *e) {
-    size_t ns = (size_t)s->c.max_seqs, nt = (size_t)s->c.max_tokens, ne = (size_t)batch_max_entries(s);
-    assert(s->c.max_seqs <= UINT16_MAX + 1 && cost.tile_rows > 0);
+static void batch_init(batch *b, const sched *s, batch_cost cost) {
+    size_t ns = (size_t)s->c.max_seqs, ne = (size_t)batch_max_entries(s);
+    assert(cost.tile_rows > 0);
     *b = (batch){.cost = cost, .stages = 1, .free_rows = BATCH_FREE_ROWS};
-    b->seq_node = mem_alloc(ne * sizeof *b->seq_node), b->seq_pages = mem_alloc(ne * sizeof *b->seq_pages);
-    b->nodes = mem_alloc((ne + 1) * sizeof *b->nodes), b->stack = mem_alloc((ne + 1) * sizeof *b->stack);
-    b->closed = mem_alloc((ne + 1) * sizeof *b->closed);
-    b->sent_turn = mem_zalloc(ns * sizeof *b->sent_turn), b->sent_pages = mem_zalloc(ns * sizeof *b->sent_pages);
-    b->sent_start = mem_zalloc(ns * sizeof *b->sent_start), b->sampled = mem_zalloc(ns * sizeof *b->sampled);
+    b->seq_node = mem_alloc(ne * sizeof *b->seq_node), b->nodes = mem_alloc((ne + 1) * sizeof *b->nodes);
+    b->stack = mem_alloc((ne + 1) * sizeof *b->stack), b->closed = mem_alloc((ne + 1) * sizeof *b->closed);
+    b->sampled = mem_zalloc(ns * sizeof *b->sampled);
     b->lane = mem_zalloc(ns), b->items = mem_alloc(ne * sizeof *b->items), b->sorted = mem_alloc(ne * sizeof *b->sorted);
-    batch_upload *u = &b->up;
-    u->order = mem_alloc(ne * sizeof *u->order), u->joins = mem_alloc(ns * sizeof *u->joins);
-    u->join_pages = mem_try(ns * (size_t)s->kv.cap, sizeof *u->join_pages); /* touched as far as joins come */
-    u->grown = mem_alloc(ns * sizeof *u->grown), u->chunks = mem_alloc(ne * sizeof *u->chunks);
-    u->chunk_ids = mem_alloc(nt * sizeof *u->chunk_ids), u->groups = mem_zalloc(ne * sizeof *u->groups);
-    if (u->join_pages) return 0;
-    batch_free(b);
-    return fail(e, TOKA_E_MEMORY, "no memory for the pages of %d sequences of up to %d tokens", s->c.max_seqs, s->c.max_len);
 }
 
 /* ---- Rows ---- */
 
-/* The rows of an item. Returns how many pages they see. */
-static int batch_rows(batch_step *d, const sched *s, const batch_item *it) {
+/* The rows of an item, behind those that d has. */
+static void batch_rows(batch_step *d, const sched *s, const batch_item *it) {
     const sched_seq *x = &s->seqs[it->q];
     const int *row = kv_row(&s->kv, it->q);
     int B = s->c.B, t = d->step.T, i = it->from / B, offset = it->from - i * B, end = it->from + it->n_rows;
@@ -8344,43 +8290,6 @@ static int batch_rows(batch_step *d, const sched *s, const batch_item *it) {
     }
     d->step.T = t;
     if (x->yields && end == x->from + x->n_rows) d->outs[d->n_out++] = (batch_out){t - 1, it->q, x->ticket};
-    return i + 1;
-}
-
-static void batch_load(batch *b, const sched *s, int q) {
-    batch_upload *u = &b->up;
-    const sched_seq *x = &s->seqs[q];
-    bool best = b->whole >= 0 && b->near <= b->common; /* else this one goes up whole, for those behind it to take from */
-    int n = s->kv.seqs[q].n_pages, n_from = best ? MIN(b->common, n) : 0, from = n_from ? b->whole : -1, params_of = -1;
-    if (b->sent_start[q] == x->started) params_of = q; /* only its row is another */
-    else if (n_from && s->seqs[from].request == x->request) params_of = from;
-    u->n_params += params_of < 0;
-    u->joins[u->n_joins++] = (batch_join){q, n, x->from, x->limit, x->sample, from, n_from, params_of};
-    memcpy(u->join_pages + u->n_join_pages, kv_row(&s->kv, q) + n_from, (size_t)(n - n_from) * sizeof(int32_t));
-    u->n_join_pages += n - n_from;
-    b->sent_turn[q] = x->row_turn, b->sent_start[q] = x->started;
-}
-
-static void batch_feed(batch *b, const sched_seq *x, const batch_item *it, int at) { /* samples of one request have equal chunks */
-    batch_upload *u = &b->up;
-    const batch_chunk *last = u->n_chunks ? &u->chunks[u->n_chunks - 1] : NULL;
-    size_t bytes = (size_t)it->n_rows * sizeof(int32_t);
-    int first = u->n_chunk_ids;
-    if (last && last->n_rows == it->n_rows && !memcmp(u->chunk_ids + last->ids, x->tokens + it->from, bytes)) first = last->ids;
-    else memcpy(u->chunk_ids + first, x->tokens + it->from, bytes), u->n_chunk_ids += it->n_rows;
-    u->chunks[u->n_chunks++] = (batch_chunk){at, it->from, it->n_rows, first};
-}
-
-/* What the device does not know yet of the pages of q. */
-static void batch_tell(batch *b, const sched *s, int q) {
-    batch_upload *u = &b->up;
-    const sched_seq *x = &s->seqs[q];
-    int n = s->kv.seqs[q].n_pages;
-    bool copied = false;
-    if (b->sent_turn[q] != x->row_turn) batch_load(b, s, q), copied = u->joins[u->n_joins - 1].n_from > 0;
-    else if (n > b->sent_pages[q]) u->grown[u->n_grown++] = (batch_grown){q, kv_row(&s->kv, q)[n - 1]};
-    b->sent_pages[q] = n, b->near = INT_MAX;
-    if (!copied) b->whole = q, b->common = INT_MAX;
 }
 
 /* ---- Lanes ---- */
@@ -8497,19 +8406,17 @@ static void batch_put(batch *b, const sched *s, int q, int *since) {
     }
 }
 
-/* All items in the order of chapter 14, and what the device must know of their sequences. */
+/* All items in the order of chapter 14, which is nearly that of the step before. */
 static void batch_items(batch *b, const sched *s) {
     const kv_seq *k = s->kv.seqs;
+    const int n_before = b->n_items;
     int since[BATCH_MAX_PARTS] = {0};
     b->n_items = 0;
     for (int q = k[s->c.max_seqs].next; q != s->c.max_seqs; q = k[q].next) {
-        int far = b->n_items + BATCH_AHEAD, lcp = k[q].lcp;
-        if (far < b->up.n_order) __builtin_prefetch(&s->seqs[b->up.order[far]]), __builtin_prefetch(&k[b->up.order[far]]);
-        b->common = MIN(b->common, lcp), b->near = MIN(b->near, lcp);
-        for (int i = 0; i < b->n_lanes; i++) since[i] = MIN(since[i], lcp); /* only pages before all rows of both */
-        if (!s->seqs[q].n_rows) continue;
-        batch_tell(b, s, q);
-        batch_put(b, s, q, since);
+        const int far = b->n_items + BATCH_AHEAD;
+        if (far < n_before) __builtin_prefetch(&s->seqs[b->items[far].q]), __builtin_prefetch(&k[b->items[far].q]);
+        for (int i = 0; i < b->n_lanes; i++) since[i] = MIN(since[i], k[q].lcp); /* only pages before all rows of both */
+        if (s->seqs[q].n_rows) batch_put(b, s, q, since);
     }
 }
 
@@ -8578,14 +8485,6 @@ static void batch_span(batch_step *d, const sched *s, int row0, int n_rows, int 
     d->n_pages += n;
 }
 
-static void batch_share(batch *b, batch_step *d, const sched *s, const batch_node *n, int from) { /* one over all rows of the node */
-    batch_upload *u = &b->up;
-    batch_group group = {n->row0, n->rows, from, n->lcp - from, n->q};
-    batch_span(d, s, n->row0, n->rows, n->q, from, n->lcp);
-    u->new_groups |= memcmp(&u->groups[u->n_groups], &group, sizeof group) != 0;
-    u->groups[u->n_groups++] = group;
-}
-
 /* Every sequence's own span, over what no shared one covers. */
 static void batch_own_spans(const batch *b, batch_step *d, const sched *s) {
     for (int e = 0, far = BATCH_AHEAD; e < d->n_seq; e++, far++) {
@@ -8598,47 +8497,34 @@ static void batch_own_spans(const batch *b, batch_step *d, const sched *s) {
 /* Decides from the top which nodes get a span; then every sequence its own. */
 static void batch_spans(batch *b, batch_step *d, const sched *s) {
     const batch_cost *c = &b->cost;
-    int n_groups = b->up.n_groups;
-    b->up.n_groups = 0;
     for (int i = b->n_closed - 1; i >= 0; i--) {
         batch_node *n = &b->nodes[b->closed[i]];
         n->cover = b->nodes[n->parent].cover;
         int64_t saved = (int64_t)(n->reads - batch_reads(b, n->rows)) * (n->lcp - n->cover);
         if (saved <= (int64_t)c->merge_tok * n->rows + c->span_tok) continue;
-        batch_share(b, d, s, n, n->cover);
+        batch_span(d, s, n->row0, n->rows, n->q, n->cover, n->lcp);
         n->cover = n->lcp;
     }
-    b->up.new_groups |= n_groups != b->up.n_groups;
     batch_own_spans(b, d, s);
 }
 
 /* ---- A step ---- */
 
 static void batch_begin(batch *b, batch_step *d) {
-    batch_upload *u = &b->up;
     d->step = (toka_step){.ids = d->ids, .pos = d->pos, .slot = d->slot, .pages = d->pages, .spans = d->spans};
     d->n_seq = d->n_out = d->n_pages = d->row0[0] = b->n_nodes = b->n_closed = 0, b->depth = 1, b->stack[0] = 0;
     b->nodes[0] = (batch_node){0};
-    u->n_joins = u->n_join_pages = u->n_params = u->n_grown = u->n_chunks = u->n_chunk_ids = 0;
-    u->new_order = u->new_groups = false;
-    b->whole = -1, b->common = b->near = 0;
 }
 
 /* The rows of an item, behind those that d has. apart: they share no spans with these. */
 static void batch_add(batch *b, batch_step *d, const sched *s, const batch_item *it, bool apart) {
-    batch_upload *u = &b->up;
-    const int e = d->n_seq;
-    if (e) batch_next(b, d, apart ? 0 : batch_common(b, d, s, it));
-    if (e >= u->n_order || u->order[e] != it->q) u->new_order = true;
-    u->order[e] = (uint16_t)it->q;
-    if (s->seqs[it->q].is_chunk) batch_feed(b, &s->seqs[it->q], it, e);
-    b->seq_pages[e] = batch_rows(d, s, it);
+    if (d->n_seq) batch_next(b, d, apart ? 0 : batch_common(b, d, s, it));
+    batch_rows(d, s, it);
     d->seq[d->n_seq++] = it->q, d->row0[d->n_seq] = d->step.T;
 }
 
 /* Builds the step that sched_plan just planned. */
 static void batch_build(batch *b, batch_step *d, const sched *s) {
-    batch_upload *u = &b->up;
     batch_begin(b, d);
     batch_lanes(b, s);
     batch_items(b, s);
@@ -8651,8 +8537,6 @@ static void batch_build(batch *b, batch_step *d, const sched *s) {
     if (d->n_seq) batch_next(b, d, 0);
     d->step.n_copies = s->n_copies, d->step.copies = d->copies;
     memcpy(d->copies, s->copies, (size_t)s->n_copies * sizeof *d->copies);
-    u->new_order |= u->n_order != d->n_seq;
-    u->n_order = d->n_seq;
     batch_spans(b, d, s);
 }
 
@@ -8731,17 +8615,6 @@ static void batch_split(batch *b, batch_parts *p, const batch_step *d) {
     p->part[0].step.n_copies = d->step.n_copies, p->part[0].step.copies = d->step.copies;
     batch_part_outs(p, &d->step);
     batch_number(b, p, d);
-}
-
-/* Bytes that go up to a device for this step. */
-static size_t batch_upload_bytes(const batch_upload *u) {
-    size_t n = (size_t)u->n_joins * sizeof *u->joins + (size_t)u->n_params * BATCH_PARAM_BYTES;
-    n += (size_t)u->n_join_pages * sizeof *u->join_pages;
-    n += (size_t)u->n_grown * sizeof *u->grown;
-    n += (size_t)u->n_chunks * sizeof *u->chunks + (size_t)u->n_chunk_ids * sizeof *u->chunk_ids;
-    if (u->new_order) n += (size_t)u->n_order * sizeof *u->order;
-    if (u->new_groups) n += (size_t)u->n_groups * sizeof *u->groups;
-    return n;
 }
 
 /* ===========================================================================
@@ -11532,8 +11405,10 @@ static int eng_replica_init(eng_replica *p, const sched_config *c, toka_err *e) 
     p->n_ahead = MAX(be->n_ahead, p->m.pp > 1 ? 2 : 1); /* stages have work while one step is committed */
     p->slots = mem_zalloc((size_t)c->max_seqs * sizeof *p->slots);
     int code = sched_init(&p->s, c, e);
-    if (!code) code = batch_init(&p->b, &p->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows, be->cut_tok}, e);
-    if (!code) p->b.stages = p->m.pp, p->b.weight = eng_weight(&p->g->files->shape);
+    if (!code) {
+        batch_init(&p->b, &p->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows, be->cut_tok});
+        p->b.stages = p->m.pp, p->b.weight = eng_weight(&p->g->files->shape);
+    }
     for (int i = 0; i < p->n_ahead && !code; i++) code = eng_flight_init(&p->flights[i], &p->s, p->m.pp > 1, e);
     return code;
 }
@@ -18712,8 +18587,8 @@ typedef struct run_plan_case { /* what is measured, and what came of it */
     const char *name;
     int extra, n_pages; /* further requests of one sample queued behind; pages of 16 tokens */
     int steps;
-    double ms, plan_ms, build_ms, commit_ms, p50, p99, bytes, most_bytes, running;
-    double start_ms, start_bytes; /* most of one of the first RUN_PLAN_START steps, which fill the empty machine */
+    double ms, plan_ms, build_ms, commit_ms, p50, p99, running;
+    double start_ms; /* most of one of the first RUN_PLAN_START steps, which fill the empty machine */
     int64_t n_preempted;
 } run_plan_case;
 
@@ -18768,7 +18643,7 @@ static int run_plan_open(run_plan *t, int n_pages, toka_err *e) {
     sched_config c = {.B = 16, .n_pages = n_pages, .max_seqs = RUN_PLAN_SEQS, .max_tokens = 32768, .max_len = 2048,
                       .n_classes = 1024};
     int code = sched_init(&t->s, &c, e);
-    if (!code) code = batch_init(&t->b, &t->s, (batch_cost){.merge_tok = 4, .span_tok = 64, .tile_rows = 64}, e);
+    if (!code) batch_init(&t->b, &t->s, (batch_cost){.merge_tok = 4, .span_tok = 64, .tile_rows = 64});
     if (!code) code = batch_step_init(&t->built, &t->s, e);
     t->length = mem_zalloc(RUN_PLAN_SEQS * sizeof(int)), t->started = mem_zalloc(RUN_PLAN_SEQS * sizeof(uint32_t));
     for (int i = 0; i < RUN_PLAN_LAG; i++) t->late[i].out = mem_alloc(RUN_PLAN_SEQS * sizeof(batch_out));
@@ -18797,18 +18672,14 @@ static int run_plan_measure(run_plan_case *c, atomic_int *interrupted, toka_err 
         if (i == RUN_PLAN_START) t.plan_s = t.build_s = t.commit_s = 0;
         double t0 = run_cpu_now();
         run_plan_step(&t, i);
-        double took = (run_cpu_now() - t0) * 1e3, bytes = (double)batch_upload_bytes(&t.b.up);
-        if (i < RUN_PLAN_START) {
-            c->start_ms = MAX(c->start_ms, took), c->start_bytes = MAX(c->start_bytes, bytes);
-            continue;
-        }
-        ms[n++] = took, c->ms += took, c->bytes += bytes, c->running += t.s.n_running;
-        c->most_bytes = MAX(c->most_bytes, bytes);
+        double took = (run_cpu_now() - t0) * 1e3;
+        if (i < RUN_PLAN_START) c->start_ms = MAX(c->start_ms, took);
+        else ms[n++] = took, c->ms += took, c->running += t.s.n_running;
     }
     qsort(ms, (size_t)n, sizeof *ms, run_compare_doubles);
     c->steps = n, c->n_preempted = t.s.n_preempted;
     if (n) {
-        c->ms /= n, c->bytes /= n, c->running /= n, c->p50 = ms[n / 2], c->p99 = ms[n * 99 / 100];
+        c->ms /= n, c->running /= n, c->p50 = ms[n / 2], c->p99 = ms[n * 99 / 100];
         c->plan_ms = t.plan_s * 1e3 / n, c->build_ms = t.build_s * 1e3 / n, c->commit_ms = t.commit_s * 1e3 / n;
     }
     free(ms);
@@ -18819,8 +18690,7 @@ static int run_plan_measure(run_plan_case *c, atomic_int *interrupted, toka_err 
 static void run_plan_json(buf *b, const run_plan_case *c) {
     const struct { const char *name; double value; } numbers[] = {
         {"ms_per_step", c->ms}, {"plan_ms", c->plan_ms}, {"build_ms", c->build_ms}, {"commit_ms", c->commit_ms},
-        {"p50_ms", c->p50}, {"p99_ms", c->p99}, {"upload_bytes_per_step", c->bytes}, {"most_upload_bytes", c->most_bytes},
-        {"mean_running", c->running}, {"most_start_ms", c->start_ms}, {"most_start_bytes", c->start_bytes}};
+        {"p50_ms", c->p50}, {"p99_ms", c->p99}, {"mean_running", c->running}, {"most_start_ms", c->start_ms}};
     for (int i = 0; i < COUNT(numbers); i++) json_put_key(b, numbers[i].name), json_put_num(b, numbers[i].value, true);
     json_put_key(b, "steps"), json_put_int(b, c->steps);
     json_put_key(b, "preemptions"), json_put_int(b, c->n_preempted);
@@ -18843,10 +18713,10 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
         run_plan_json(&b, c);
         json_put_close(&b, '}');
         if (as_json) continue;
-        printf("%s: %.3f ms a step (plan %.3f, build %.3f, commit %.3f; p50 %.3f, p99 %.3f), %.0f bytes up (most %.0f)\n",
-               c->name, c->ms, c->plan_ms, c->build_ms, c->commit_ms, c->p50, c->p99, c->bytes, c->most_bytes);
-        printf("  %d steps, %.0f sequences running, %lld preemptions; before that %d steps from empty to full, at most %.1f ms "
-               "and %.0f bytes\n", c->steps, c->running, (long long)c->n_preempted, RUN_PLAN_START, c->start_ms, c->start_bytes);
+        printf("%s: %.3f ms a step (plan %.3f, build %.3f, commit %.3f; p50 %.3f, p99 %.3f)\n", c->name, c->ms, c->plan_ms,
+               c->build_ms, c->commit_ms, c->p50, c->p99);
+        printf("  %d steps, %.0f sequences running, %lld preemptions; before that %d steps from empty to full, at most %.1f ms\n",
+               c->steps, c->running, (long long)c->n_preempted, RUN_PLAN_START, c->start_ms);
         fflush(stdout);
     }
     json_put_close(&b, ']'), json_put_close(&b, '}');

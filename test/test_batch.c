@@ -1,12 +1,4 @@
-/* test_batch.c - steps and shared spans, read as attention reads them by the machine of test_sched.c, and by a device that
- * knows only the uploads. */
-
-typedef struct bt_device { /* what a device would keep */
-    int *pages, *n_pages, *length, *order, n_order, n_groups;
-    const int32_t **params; /* of the request whose sampling parameters the slot has: its prompt stands for them */
-    int *sample;
-    batch_group groups[512];
-} bt_device;
+/* test_batch.c - steps and shared spans, read as attention reads them by the machine of test_sched.c. */
 
 typedef struct bt {
     smt m;
@@ -18,12 +10,11 @@ typedef struct bt {
     uint64_t rng;
     int *drawn, n_drawn;                 /* slot of every draw so far, and number of its part */
     int64_t n_parts, n_needs, n_halves;  /* parts; with needs; chunks that go on in the next one */
-    bt_device d;
-    int64_t n_copied;                    /* slots loaded from another one */
     int64_t n_shared, n_nested, kv_read; /* shared spans; rows under two or more of them; tokens of K and V read */
     int64_t n_within;                    /* spans that begin within a page */
 } bt;
 
+static int bt_groups(const bt *t) { return t->built.step.n_spans - t->built.n_seq; } /* shared spans of the step */
 static int bt_span_pages(const toka_span *sp, int B) { return (sp->kv0 + sp->n_kv + B - 1) / B - sp->kv0 / B; }
 
 /* Every row's spans: from 0 to its position without a gap, in rising order, and right content in every slot they name. row_q:
@@ -174,71 +165,6 @@ static void bt_out_rows(bt *t) {
     d->step.out = t->out, d->step.n_out = n;
 }
 
-/* Slots are loaded, first those that take nothing from others. */
-static void bt_device_join(bt *t) {
-    const batch_upload *u = &t->b.up;
-    const sched *s = &t->m.s;
-    bt_device *d = &t->d;
-    int cap = s->kv.cap;
-    for (int copies = 0; copies < 2; copies++) {
-        int at = 0, n_params = 0;
-        for (int i = 0; i < u->n_joins; i++) {
-            batch_join j = u->joins[i];
-            int rest = j.n_pages - j.n_from;
-            n_params += j.params_of < 0;
-            CHECK((j.from < 0) == (j.n_from == 0) && rest >= 0 && j.from != j.q && (j.params_of < 0 || j.params_of == j.q ||
-                                                                                    j.params_of == j.from));
-            if ((j.from >= 0) == copies) {
-                d->n_pages[j.q] = j.n_pages, d->length[j.q] = j.length, d->sample[j.q] = j.sample;
-                if (copies) memcpy(d->pages + j.q * cap, d->pages + j.from * cap, (size_t)j.n_from * sizeof(int));
-                memcpy(d->pages + j.q * cap + j.n_from, u->join_pages + at, (size_t)rest * sizeof(int));
-                d->params[j.q] = j.params_of < 0 ? s->requests[s->seqs[j.q].request].prompt : d->params[j.params_of];
-                t->n_copied += copies;
-            }
-            at += rest;
-        }
-        CHECK(at == u->n_join_pages && n_params == u->n_params);
-    }
-}
-
-/* The device takes the upload and works out the same rows and spans. */
-static void bt_device_step(bt *t) {
-    const batch_upload *u = &t->b.up;
-    const sched *s = &t->m.s;
-    bt_device *d = &t->d;
-    int cap = s->kv.cap, row = 0, chunk = 0, id = 0;
-    bt_device_join(t);
-    for (int i = 0; i < u->n_grown; i++) d->pages[u->grown[i].q * cap + d->n_pages[u->grown[i].q]++] = u->grown[i].page;
-    if (u->new_order)
-        for (int i = 0; i < u->n_order; i++) d->order[i] = u->order[i];
-    if (u->new_order) d->n_order = u->n_order;
-    if (u->new_groups) d->n_groups = u->n_groups, memcpy(d->groups, u->groups, (size_t)u->n_groups * sizeof *u->groups);
-    CHECK(d->n_order == t->built.n_seq && d->n_groups == t->built.step.n_spans - t->built.n_seq);
-    for (int i = 0; i < d->n_order && !check_failed; i++) {
-        int q = d->order[i], n = 1, from = d->length[q];
-        bool is_chunk = chunk < u->n_chunks && u->chunks[chunk].at == i;
-        if (is_chunk) n = u->chunks[chunk].n_rows, from = u->chunks[chunk].from, id = u->chunks[chunk++].ids;
-        CHECK(id + (is_chunk ? n : 0) <= u->n_chunk_ids);
-        for (int k = 0; k < n; k++, row++) {
-            int p = from + k;
-            CHECK(t->built.pos[row] == p && t->built.slot[row] == d->pages[q * cap + p / s->c.B] * s->c.B + p % s->c.B);
-            if (is_chunk) CHECK(t->built.ids[row] == u->chunk_ids[id++]);
-        }
-        d->length[q] = from + n;
-        CHECK(d->n_pages[q] == s->kv.seqs[q].n_pages && d->sample[q] == s->seqs[q].sample);
-        CHECK(d->params[q] == s->requests[s->seqs[q].request].prompt);
-        CHECK(!memcmp(d->pages + q * cap, kv_row(&s->kv, q), (size_t)d->n_pages[q] * sizeof(int)));
-    }
-    CHECK(row == t->built.step.T && chunk == u->n_chunks);
-    for (int i = 0; i < d->n_groups; i++) {
-        batch_group a = d->groups[i];
-        toka_span b = t->built.step.spans[i];
-        const int *pages = d->pages + a.q * cap + a.kv0 / s->c.B;
-        CHECK(a.row0 == b.row0 && a.n_rows == b.n_rows && a.kv0 == b.kv0 && a.n_kv == b.n_kv);
-        CHECK(!memcmp(pages, t->built.step.pages + b.page0, (size_t)bt_span_pages(&b, s->c.B) * sizeof(int32_t)));
-    }
-}
-
 /* All that is in a step. Its pages lie there span by span, without a gap. */
 static uint64_t bt_hash(const batch_step *d, int B) {
     const toka_step *st = &d->step;
@@ -261,13 +187,12 @@ static void bt_on_run(void *user, const uint64_t *mem, int32_t *device) {
     t->last_hash = bt_hash(&t->built, t->m.s.c.B);
     int *row_q = bt_row_q(t);
     t->n_nested += bt_check_spans(t, &t->built.step, row_q, mem, device);
-    t->n_shared += t->built.step.n_spans - t->built.n_seq;
+    t->n_shared += bt_groups(t);
     int64_t kv_read = t->kv_read;
     bt_out_rows(t);
     if (t->built.step.T) bt_check_parts(t, row_q, mem, device);
     t->kv_read = kv_read;
     free(row_q);
-    bt_device_step(t);
     int n_yield = 0;
     for (int q = 0; q < t->m.s.c.max_seqs; q++) n_yield += t->m.s.seqs[q].n_rows && t->m.s.seqs[q].yields;
     CHECK(n_yield == t->built.n_out);
@@ -282,28 +207,23 @@ static bt *bt_open(sched_config c, batch_cost cost, int vocab, int end_one_in, i
     bt *t = mem_zalloc(sizeof *t);
     toka_err e;
     smt_open(&t->m, c, vocab, end_one_in, lag);
-    CHECK(!batch_init(&t->b, &t->m.s, cost, &e) && !batch_step_init(&t->built, &t->m.s, &e));
-    CHECK(!batch_step_init(&t->last, &t->m.s, &e) && !batch_parts_init(&t->parts, &t->m.s, &e));
+    CHECK(!batch_step_init(&t->built, &t->m.s, &e) && !batch_step_init(&t->last, &t->m.s, &e) && !batch_parts_init(&t->parts, &t->m.s, &e));
+    batch_init(&t->b, &t->m.s, cost);
     t->b.stages = stages, t->b.free_rows = stages, t->b.weight = weights[(stages + lag) % COUNT(weights)];
     t->out = mem_alloc((size_t)c.max_tokens * sizeof *t->out), t->rng = 7;
-    size_t n = (size_t)c.max_seqs + BATCH_MAX_PARTS;
-    t->d.pages = mem_zalloc(n * (size_t)t->m.s.kv.cap * sizeof(int)), t->d.n_pages = mem_zalloc(n * sizeof(int));
-    t->d.length = mem_zalloc(n * sizeof(int)), t->d.order = mem_zalloc(n * sizeof(int));
-    t->d.params = mem_zalloc(n * sizeof *t->d.params), t->d.sample = mem_zalloc(n * sizeof(int));
     t->m.on_run = bt_on_run, t->m.on_run_user = t;
     return t;
 }
 
 static void bt_close(bt *t) {
     free(t->out), free(t->drawn);
-    free(t->d.pages), free(t->d.n_pages), free(t->d.length), free(t->d.order), free(t->d.params), free(t->d.sample);
     batch_free(&t->b), batch_step_free(&t->built), batch_step_free(&t->last), batch_parts_free(&t->parts), smt_close(&t->m);
     free(t);
 }
 
 static void bt_random(void) {
     batch_cost costs[] = {{0, 0, 1 << 20, 1}, {1, 0, 4, 0}, {1, 4, 16, 2}, {1000, 0, 64, 1}};
-    int64_t n_shared = 0, n_nested = 0, n_within = 0, n_copied = 0, n_parts = 0, n_needs = 0, n_halves = 0;
+    int64_t n_shared = 0, n_nested = 0, n_within = 0, n_parts = 0, n_needs = 0, n_halves = 0;
     for (uint64_t seed = 1; seed <= 80 && !check_failed; seed++) {
         uint64_t rng = seed;
         sched_config c = {seed % 3 ? 2 : 4, seed % 2 ? 60 : 12, 12, 16, 24, 8};
@@ -317,12 +237,11 @@ static void bt_random(void) {
         }
         if (check_failed) printf("seed %d\n", (int)seed);
         CHECK(seed % 4 != 3 || !t->n_shared); /* merging that dear is never worth it */
-        n_shared += t->n_shared, n_nested += t->n_nested, n_within += t->n_within, n_copied += t->n_copied;
+        n_shared += t->n_shared, n_nested += t->n_nested, n_within += t->n_within;
         n_parts += t->n_parts, n_needs += t->n_needs, n_halves += t->n_halves;
         bt_close(t);
     }
-    CHECK_MSG(n_shared > 1000 && n_nested > 1000 && n_copied > 1000, "%d %d %d", (int)n_shared, (int)n_nested, (int)n_copied);
-    CHECK_MSG(n_within > 1000, "%d", (int)n_within);
+    CHECK_MSG(n_shared > 1000 && n_nested > 1000 && n_within > 1000, "%d %d %d", (int)n_shared, (int)n_nested, (int)n_within);
     CHECK_MSG(n_parts > 10000 && n_needs > 3000 && n_halves > 1000, "%d %d %d", (int)n_parts, (int)n_needs, (int)n_halves);
 }
 
@@ -334,7 +253,7 @@ static void bt_each_page_once(void) {
     for (int i = 0; i < 19 && !check_failed; i++) {
         t->kv_read = 0;
         smt_step(&t->m, false);
-        if (t->b.up.n_chunks) continue;
+        if (t->m.s.n_fed) continue;
         int want = 0;
         char *seen = mem_zalloc(300);
         for (int e = 0; e < t->built.n_seq; e++)
@@ -425,13 +344,12 @@ static void bt_levels(void) {
         }
         for (int i = 0; i < 3; i++) smt_step(&t->m, i == 2); /* no page is filled by generation yet */
         CHECK(t->built.n_seq == 32);
-        CHECK_MSG(t->b.up.n_groups == cases[k].n_spans, "case %d: %d groups", k, t->b.up.n_groups);
+        CHECK_MSG(bt_groups(t) == cases[k].n_spans, "case %d: %d groups", k, bt_groups(t));
         if (k == 0) CHECK(t->built.step.spans[0].n_rows == 32 && t->built.step.spans[0].n_kv == 96);
         if (k == 0) CHECK(t->built.step.spans[1].n_rows == 16 && t->built.step.spans[1].n_kv == 192);
         if (k == 1) CHECK(t->built.step.spans[0].n_rows == 16 && t->built.step.spans[0].n_kv == 288);
         if (k == 5) CHECK(t->built.step.spans[1].n_kv == 200 && t->built.step.spans[3].kv0 == 296); /* of 299 tokens and the last */
         if (k == 6) CHECK(t->built.step.spans[0].n_kv == 299 && t->built.step.spans[2].kv0 == 299);
-        CHECK(!t->b.up.new_order && !t->b.up.new_groups && !t->b.up.n_joins); /* nothing to tell */
         bt_close(t);
     }
 }
@@ -444,7 +362,7 @@ static void bt_alone(void) {
         toka_err e;
         sched_submit(&t->m.s, &(sched_job){.prompt = prompt, .n_prompt = 10, .n = 8, .max_tokens = 40, .n_alone = alone * 8}, &e);
         for (int i = 0; i < 3; i++) smt_step(&t->m, false);
-        CHECK_MSG(t->built.n_seq == 8 && t->b.up.n_groups == !alone, "alone %d: %d groups", alone, t->b.up.n_groups);
+        CHECK_MSG(t->built.n_seq == 8 && bt_groups(t) == !alone, "alone %d: %d groups", alone, bt_groups(t));
         bt_close(t);
     }
 }
@@ -458,11 +376,11 @@ static void bt_alike(void) {
         sched_submit(&t->m.s, &(sched_job){.prompt = prompt, .n_prompt = 28, .n = 1, .max_tokens = 40}, &e);
     }
     for (int i = 0; i < 4; i++) smt_step(&t->m, false);
-    CHECK_MSG(t->built.n_seq == 24 && t->b.up.n_groups == 4, "%d groups", t->b.up.n_groups); /* the first page and three tails */
+    CHECK_MSG(t->built.n_seq == 24 && bt_groups(t) == 4, "%d groups", bt_groups(t)); /* the first page and three tails */
     bt_close(t);
 }
 
-static const struct test batch_tests[] = {{"batch: random steps, spans and device", bt_random},
+static const struct test batch_tests[] = {{"batch: random steps and spans", bt_random},
                                           {"batch: every page read once", bt_each_page_once},
                                           {"batch: levels by cost", bt_levels},
                                           {"batch: samples alone", bt_alone},

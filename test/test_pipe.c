@@ -103,7 +103,8 @@ static pipe_sim *pipe_open(const pipe_model *m, const pipe_load *l) {
     pipe_sim *p = mem_zalloc(sizeof *p);
     sched_config c = {64, 1 << 14, l->max_seqs, l->max_tokens, 2048, 8};
     toka_err e;
-    CHECK(!sched_init(&p->s, &c, &e) && !batch_init(&p->b, &p->s, (batch_cost){8, 512, 32, 8}, &e) && !batch_parts_init(&p->parts, &p->s, &e));
+    CHECK(!sched_init(&p->s, &c, &e) && !batch_parts_init(&p->parts, &p->s, &e));
+    batch_init(&p->b, &p->s, (batch_cost){8, 512, 32, 8});
     for (int i = 0; i < PIPE_AHEAD; i++) CHECK(!batch_step_init(&p->step[i], &p->s, &e));
     p->b.stages = m->stages, p->b.weight = m->weight;
     p->out = mem_alloc((size_t)c.max_tokens * sizeof *p->out), p->drawn = mem_zalloc(PIPE_PARTS * sizeof *p->drawn);
