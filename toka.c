@@ -17938,6 +17938,9 @@ static void srv_full(srv *s, int fd) {
     (void)unused;
     close(fd);
     buf_free(&b), buf_free(&body);
+    pthread_mutex_lock(&s->lock);
+    s->m.statuses[5]++;
+    pthread_mutex_unlock(&s->lock);
 }
 
 static void srv_accept(srv *s, int listener) {
@@ -18093,7 +18096,10 @@ static void srv_tick(srv *s) {
     l->t_second = l->now;
     srv_check_deadlines(s);
     if (!s->draining) srv_set_accepting(s, true);
-    if (s->phase != SRV_READY) return;
+    if (s->phase != SRV_READY) {
+        l->t_status = l->now; /* the first line's rates begin with the engine */
+        return;
+    }
     toka_stats t = toka_get_stats(s->t);
     srv_check_engine(s, &t);
     if (l->now - l->t_status >= 5) srv_status_line(s, &t);
@@ -18224,7 +18230,7 @@ static void srv_free(srv *s, srv_loop *l) {
 
 /* toka serve. Returns 0 after a signal, when all answers are out. */
 static int srv_run(const srv_options *o, toka_err *e) {
-    srv_loop l = {.scratch = mem_alloc(SRV_READ_BYTES), .now = os_now()};
+    srv_loop l = {.scratch = mem_alloc(SRV_READ_BYTES), .now = os_now(), .t_status = os_now()};
     srv s = {.o = o, .loop = &l, .started = (int64_t)time(NULL), .ready_end = &s.ready};
     pthread_t engine, workers[64];
     int n_workers = 0;

@@ -299,6 +299,13 @@ static void test_srv_heartbeat(void) { /* wedged: work, and no step for a while 
     CHECK(!s.wedged);
 }
 
+static void test_srv_tick(void) { /* rates of the status line count from the engine's start, not from the machine's */
+    srv_loop l = {.now = 1e6};
+    srv s = {.loop = &l, .phase = SRV_LOADING};
+    srv_tick(&s);
+    CHECK(l.t_status == 1e6);
+}
+
 /* Retry-After: the queue's length over the rate at which it has been left since it was last empty, or for the last while. */
 static void test_srv_pace(void) {
     srv_pace p = {0};
@@ -357,6 +364,7 @@ static const struct test http_tests[] = {{"http: head", test_http_head},
                                          {"server: origins", test_srv_origins},
                                          {"server: histogram", test_srv_histogram},
                                          {"server: heartbeat", test_srv_heartbeat},
+                                         {"server: first status line", test_srv_tick},
                                          {"server: pace", test_srv_pace},
                                          {"server: a slow reader", test_srv_append},
                                          {NULL, NULL}};

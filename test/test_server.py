@@ -498,6 +498,19 @@ def test_no_descriptors_left():
                 time.sleep(0.05)
 
 
+def test_connections_too_many_count_as_answers():
+    with Server(prefix=("bash", "-c", 'ulimit -n 150; exec "$0" "$@"')) as s:
+        held = [s.connect() for _ in range(150 - 64)]
+        assert held[0].request("GET", "/health").status == 200
+        for _ in range(3):
+            with s.connect() as c:
+                assert c.answer().status == 503
+        for c in held[1:]:
+            c.close()
+        text = held[0].request("GET", "/metrics").body.decode()
+        assert re.search(r'^toka:http_responses_total{.*code="5xx"} 3$', text, re.M)
+
+
 def test_no_descriptor_leaks(server):
     server.get("/health")
     time.sleep(0.2)
