@@ -4399,14 +4399,27 @@ static bool tmpl_f_tojson(tmpl_run *r, tmpl_args *c, tval *out) { /* ensure_asci
     return tmpl_finish(r, &b, tmpl_put_json(r, &b, c->self, &style, 0), out);
 }
 
-/* Text that JSON has as a number as a TV_INT or TV_FLOAT. *out stays as it is if it is none. */
+/* Text that Python's int or float takes (but nan and infinities) as a TV_INT or TV_FLOAT. *out stays as it is if it is none.
+ * What JSON writes in another way becomes JSON first: +1, 007, 1_000, .5, 5. */
 static bool tmpl_parse_number(tmpl_run *r, str s, tval *out) {
     toka_err e;
     arena a = {0};
+    buf b = {0};
     if (!tmpl_work(r, s.n)) return false;
-    const json *number = json_parse(&a, tmpl_trim(s, true, true), json_trusted, &e);
+    s = tmpl_trim(s, true, true);
+    if (str_starts(s, STR("+")) && !str_starts(s, STR("+-"))) s = str_sub(s, 1, s.n);
+    size_t first = str_starts(s, STR("-")); /* digit */
+    for (size_t i = 0; i < s.n; i++) {
+        char c = s.p[i], next = i + 1 < s.n ? s.p[i + 1] : 0;
+        bool behind = i && isdigit((unsigned char)s.p[i - 1]), before = isdigit((unsigned char)next);
+        if ((c == '_' && behind && before) || (c == '0' && b.n == first && (before || next == '_'))) continue;
+        if (c == '.' && !behind && before) buf_char(&b, '0');
+        buf_char(&b, c);
+        if (c == '.' && behind && !before) buf_char(&b, '0');
+    }
+    const json *number = json_parse(&a, buf_view(&b), json_trusted, &e);
     if (json_is(number, JSON_NUMBER)) *out = number->exact ? tv_int(number->i) : tv_float(number->f);
-    arena_free(&a);
+    arena_free(&a), buf_free(&b);
     return true;
 }
 
