@@ -4329,7 +4329,16 @@ static bool tmpl_f_split(tmpl_run *r, tmpl_args *c, tval *out) { /* sep maxsplit
     if (!l) return false;
     for (n = at = 0; tmpl_next_part(s, blank ? NULL : &sep, &at, &part); n++) l->v[n] = tv_str(part);
     *out = tv_list(TV_LIST, l);
-    if (n <= most) return true;
+    if (c->op && !blank) { /* "aaa" has as many "aa" from the end, but others */
+        size_t from = s.n, end = s.n;
+        for (size_t i = n - 1; i > 0; i--, end = from -= sep.n) {
+            for (; !str_ends(str_sub(s, 0, from), sep); from--)
+                if (!tmpl_work(r, sep.n)) return false;
+            l->v[i] = tv_str(str_sub(s, from, end));
+        }
+        l->v[0] = tv_str(str_sub(s, 0, end));
+    }
+    if (n < most) return true;
     if (!c->op) { /* the last part is all that is left */
         l->n = most;
         l->v[most - 1] = tv_str((str){l->v[most - 1].s, (size_t)(s.p + s.n - l->v[most - 1].s)});
