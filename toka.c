@@ -4165,15 +4165,15 @@ static bool tmpl_int_op(tmpl_run *r, int op, int64_t a, int64_t b, tval *out) {
 
 static bool tmpl_float_op(tmpl_run *r, int op, double a, double b, tval *out) {
     if ((op == '/' || op == OP_FLOOR || op == '%') && b == 0) return tmpl_fail(r, "division by zero");
+    double rest = fmod(a, b), whole = (a - rest) / b; /* fmod is exact, a / b is not: 1.0 // 0.1 is 9 */
+    if (rest != 0 && (rest < 0) != (b < 0)) rest += b, whole -= 1; /* the remainder has b's sign */
     switch (op) {
     case '+': a += b; break;
     case '-': a -= b; break;
     case '*': a *= b; break;
     case '/': a /= b; break;
-    case OP_FLOOR: a = floor(a / b); break;
-    default:
-        a = fmod(a, b);
-        if (a != 0 && (a < 0) != (b < 0)) a += b;
+    case OP_FLOOR: a = copysign(round(whole), a / b); break;
+    default: a = copysign(rest, b);
     }
     return *out = tv_float(a), true;
 }
