@@ -4684,7 +4684,7 @@ static bool tmpl_is(tval v, int test) { /* a number of the word list below */
     case 10: return v.type == TV_DICT;
     case 11: return v.type == TV_UNDEFINED || (v.type >= TV_STR && v.type <= TV_GENERATOR);
     case 12: return v.type == TV_UNDEFINED || (v.type >= TV_STR && v.type <= TV_DICT);
-    default: return v.type >= TV_MACRO;
+    default: return v.type == TV_UNDEFINED || v.type >= TV_LOOP; /* whether a call of these would do is another matter */
     }
 }
 
@@ -5249,19 +5249,20 @@ static bool tmpl_loop_settle(tmpl_run *r, tmpl_loop *l) {
 }
 
 static bool tmpl_loop_attr(tmpl_run *r, tmpl_loop *l, str name, tval *out) {
-    int which = tmpl_word_index("index index0 first previtem last nextitem length revindex revindex0", name);
-    if (which > 3 && !tmpl_loop_settle(r, l)) return false;
+    int which = tmpl_word_index("index index0 first previtem depth0 depth last nextitem length revindex revindex0", name);
+    if (which > 5 && !tmpl_loop_settle(r, l)) return false;
     int64_t left = (int64_t)(l->items->n - l->at);
     switch (which) {
     case 0: *out = tv_int(l->index0 + 1); break;
     case 1: *out = tv_int(l->index0); break;
     case 2: *out = tv_bool(l->index0 == 0); break;
     case 3: *out = l->index0 ? l->before : tv_undefined(name, TV_LOOP); break;
-    case 4: *out = tv_bool(!left); break;
-    case 5: *out = left ? l->items->v[l->at] : tv_undefined(name, TV_LOOP); break;
-    case 6: *out = tv_int(l->index0 + 1 + left); break;
-    case 7: *out = tv_int(left + 1); break;
-    case 8: *out = tv_int(left); break;
+    case 4: case 5: *out = tv_int(which == 5); break; /* of recursion, which there is none of */
+    case 6: *out = tv_bool(!left); break;
+    case 7: *out = left ? l->items->v[l->at] : tv_undefined(name, TV_LOOP); break;
+    case 8: *out = tv_int(l->index0 + 1 + left); break;
+    case 9: *out = tv_int(left + 1); break;
+    case 10: *out = tv_int(left); break;
     default: break;
     }
     return true;
