@@ -2962,14 +2962,15 @@ static bool tmpl_escape(tmpl_lexer *x, str s, size_t *i, buf *out) {
     static const char from[] = "\\'\"abfnrtv", to[] = "\\'\"\a\b\f\n\r\t\v";
     char c = s.p[*i + 1], utf8[4];
     const char *k = c ? strchr(from, c) : NULL;
-    int digits = c == 'x' ? 2 : c == 'u' ? 4 : c == 'U' ? 8 : 0;
-    *i += 2;
+    bool octal = c >= '0' && c <= '7'; /* one to three digits; of the others all */
+    int digits = octal ? 3 : c == 'x' ? 2 : c == 'u' ? 4 : c == 'U' ? 8 : 0, base = octal ? 8 : 16, v;
+    *i += octal ? 1 : 2;
     if (c == '\n') return true;
     if (k) return buf_char(out, to[k - from]), true;
     if (!digits) return buf_put(out, s.p + *i - 2, 2), true;
     uint32_t u = 0;
-    for (; digits && *i < s.n && hex_digit(s.p[*i]) >= 0; digits--) u = u << 4 | (uint32_t)hex_digit(s.p[(*i)++]);
-    if (digits || u > 0x10FFFF) return tmpl_syntax(x->e, x->line, "wrong \\%c escape in a string", c);
+    for (; digits && *i < s.n && (v = hex_digit(s.p[*i])) >= 0 && v < base; digits--, ++*i) u = u * (uint32_t)base + (uint32_t)v;
+    if ((digits && !octal) || u > 0x10FFFF) return tmpl_syntax(x->e, x->line, "wrong \\%c escape in a string", c);
     if (u >= 0xD800 && u <= 0xDFFF) u = 0xFFFD;
     return buf_put(out, utf8, (size_t)utf8_put(utf8, u)), true;
 }
@@ -3000,9 +3001,10 @@ static size_t tmpl_digits(const tmpl_lexer *x, size_t at) {
 static void tmpl_number(tmpl_lexer *x) {
     size_t end = tmpl_digits(x, x->at);
     int type = TT_INT;
-    if (tmpl_char(x, end) == '.' && isdigit((unsigned char)tmpl_char(x, end + 1)))
+    bool member = x->src.p[x->at - 1] == '.'; /* a.0.1 is (a.0).1 */
+    if (!member && tmpl_char(x, end) == '.' && isdigit((unsigned char)tmpl_char(x, end + 1)))
         end = tmpl_digits(x, end + 1), type = TT_FLOAT;
-    if ((tmpl_char(x, end) | 32) == 'e') {
+    if (!member && (tmpl_char(x, end) | 32) == 'e') {
         size_t power = end + 1 + (tmpl_char(x, end + 1) == '+' || tmpl_char(x, end + 1) == '-');
         if (isdigit((unsigned char)tmpl_char(x, power))) end = tmpl_digits(x, power), type = TT_FLOAT;
     }
@@ -4295,7 +4297,7 @@ static bool tmpl_f_replace(tmpl_run *r, tmpl_args *c, tval *out) { /* old new co
     str s = tv_text(v[0]), old = tv_text(v[1]);
     buf b = {0};
     bool ok = tmpl_work(r, s.n) && (old.n || tmpl_fail(r, "replace: empty text"));
-    int64_t count = tv_is_integer(c->a[2]) ? c->a[2].i : -1; /* negative: all */
+    int64_t count = tv_is_integer(c->a[2]) ? MAX(c->a[2].i, -1) : -1; /* -1: all */
     for (ptrdiff_t at; ok && count-- != 0 && (at = str_find(s, old, 0)) >= 0;) {
         ok = tmpl_put(r, &b, str_sub(s, 0, (size_t)at)) && tmpl_put(r, &b, tv_text(v[2]));
         s = str_sub(s, (size_t)at + old.n, s.n);
