@@ -14337,7 +14337,7 @@ typedef struct run_input { /* lines of a file */
 
 typedef struct run_line { /* from its reading to its writing */
     struct run_state *run;
-    char *custom_id;
+    str custom_id; /* owned */
     run_key key;
     api_call call;
     size_t bytes;       /* of the input line */
@@ -14420,7 +14420,7 @@ static int run_fill(run_input *r, toka_err *e) {
         if (ready == 0 || (ready < 0 && errno == EINTR)) continue;
         ssize_t n = read(r->fd, r->chunk, RUN_CHUNK_BYTES);
         if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
-        if (n < 0) return fail(e, TOKA_E_IO, "%s: %s", r->name, strerror(errno));
+        if (n < 0) return fail(e, errno == EISDIR ? TOKA_E_INPUT : TOKA_E_IO, "%s: %s", r->name, strerror(errno));
         r->at = 0, r->n = (size_t)n;
         return n > 0;
     }
@@ -14434,7 +14434,7 @@ static int run_next_line(run_input *r, str *line, bool *whole, toka_err *e) {
     r->too_long = false;
     while (!found) {
         int code = r->at < r->n ? 1 : run_fill(r, e);
-        if (code < 0) return code;
+        if (code < 0 || (!code && *r->interrupted)) return code; /* half a line is none */
         if (!code) break;
         const char *p = r->chunk + r->at, *feed = memchr(p, '\n', r->n - r->at);
         size_t n = feed ? (size_t)(feed - p) : r->n - r->at, room = r->most - r->text.n;
@@ -14539,14 +14539,14 @@ static void run_models(run_state *r) {
 static run_line *run_line_new(run_state *r, str id, run_key key, size_t bytes) {
     run_line *line = mem_zalloc(sizeof *line);
     line->run = r, line->key = key, line->bytes = bytes;
-    line->custom_id = mem_check(strndup(id.p, id.n));
+    line->custom_id = (str){memcpy(mem_alloc(id.n), id.p, id.n), id.n};
     return line;
 }
 
 static void run_line_free(run_line *line) {
     api_free(&line->call);
     buf_free(&line->fresh), buf_free(&line->ready);
-    free(line->custom_id), free(line->message);
+    free((char *)line->custom_id.p), free(line->message);
     free(line);
 }
 
@@ -14705,7 +14705,7 @@ static void run_put_key_id(buf *b, const char *name, const char *head, run_key k
 static void run_put_result(run_line *line, buf *b) {
     json_put_open(b, '{');
     run_put_key_id(b, "id", "batch_req_", line->key);
-    json_put_key(b, "custom_id"), json_put_str(b, str_c(line->custom_id));
+    json_put_key(b, "custom_id"), json_put_str(b, line->custom_id);
     json_put_key(b, "response");
     bool refused = line->run->errors.fd >= 0 && line->call.status; /* as OpenAI writes what a server refused */
     if (line->error && !refused) {
@@ -14757,11 +14757,17 @@ static void run_progress(run_state *r, bool terminal) {
 
 /* ---- Writer ---- */
 
-/* All bytes in one write() where the system takes them so. */
+/* All bytes in one write() where the system takes them so. A pipe gets so many as do not wait for its reader, who may never come:
+ * then Ctrl-C gets through. */
 static int run_write_all(run_state *r, run_sink *to, str s, toka_err *e) {
     for (size_t at = 0; at < s.n;) {
-        ssize_t n = write(to->fd, s.p + at, s.n - at);
-        if (n < 0 && errno == EINTR) continue;
+        struct pollfd p = {.fd = to->fd, .events = POLLOUT};
+        if (!to->is_file && poll(&p, 1, 200) <= 0) {
+            if (*r->o->interrupted) return fail(e, TOKA_E_CANCELLED, "%s: interrupted", to->path);
+            continue;
+        }
+        ssize_t n = write(to->fd, s.p + at, to->is_file ? s.n - at : MIN(s.n - at, (size_t)PIPE_BUF));
+        if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
         if (n < 0) {
             int why = errno;
             if (at && to->is_file && ftruncate(to->fd, to->bytes)) errno = why; /* else the next run cuts it */
@@ -14879,7 +14885,7 @@ static int run_scan_output(run_state *r, run_sink *to, atomic_llong *count, toka
         }
         if (whole && run_read_result(line, &a, &id)) {
             run_table_set(&r->seen, run_table_at(&r->seen, run_hash(buf_view(&id))), 1);
-            at += (int64_t)line.n + 1;
+            at += (int64_t)in.text.n + 1;
             if (count) ++*count;
         } else { /* fine if it is the last */
             buf_clear(&kept), buf_put(&kept, line.p, MIN(line.n, (size_t)16));
@@ -14889,7 +14895,7 @@ static int run_scan_output(run_state *r, run_sink *to, atomic_llong *count, toka
     }
     if (!code && *r->o->interrupted)
         code = fail(e, TOKA_E_CANCELLED, "%s: interrupted", to->path); /* the last line was cut by that */
-    if (!code && bad.p && !at && bad.n && bad.p[0] != '{')
+    if (!code && bad.p && !at && memcmp(bad.p, "{\"id\":\"batch_req", bad.n)) /* somebody's file of one line */
         code = fail(e, TOKA_E_INPUT, "%s: not a result file of toka batch; give another -o", to->path);
     if (!code && bad.p && ftruncate(to->fd, at)) code = fail(e, TOKA_E_IO, "%s: %s", to->path, strerror(errno));
     if (!code && bad.p && !r->o->quiet) fprintf(stderr, "toka batch: %s: the torn last line was cut off\n", to->path);
@@ -14898,16 +14904,25 @@ static int run_scan_output(run_state *r, run_sink *to, atomic_llong *count, toka
     return code;
 }
 
+static int run_cannot_open(const char *path, toka_err *e) { /* EINTR: a named pipe without another side, and Ctrl-C */
+    return fail(e, errno == EINTR ? TOKA_E_CANCELLED : TOKA_E_INPUT, "%s: %s", path, strerror(errno));
+}
+
+static bool run_is_same(int fd, const struct stat *file) {
+    struct stat st;
+    return !fstat(fd, &st) && st.st_dev == file->st_dev && st.st_ino == file->st_ino;
+}
+
 static int run_open_output(run_state *r, run_sink *to, const char *path, atomic_llong *count, toka_err *e) {
-    struct stat st, in;
+    struct stat st;
     *to = (run_sink){.path = path, .fd = 1};
     if (!strcmp(path, "-")) return 0;
-    to->fd = open(path, O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, r->o->errors ? 0600 : 0666);
-    if (to->fd < 0) to->fd = open(path, O_WRONLY | O_APPEND | O_CLOEXEC); /* a pipe, a device */
-    if (to->fd < 0 || fstat(to->fd, &st)) return fail(e, TOKA_E_INPUT, "%s: %s", path, strerror(errno));
+    /* a pipe, a device: only to write, or we would be the reader who is missed */
+    int how = !stat(path, &st) && !S_ISREG(st.st_mode) ? O_WRONLY : O_RDWR | O_CREAT;
+    to->fd = open(path, how | O_APPEND | O_CLOEXEC, r->o->errors ? 0600 : 0666);
+    if (to->fd < 0 || fstat(to->fd, &st)) return run_cannot_open(path, e);
     if (!(to->is_file = S_ISREG(st.st_mode))) return 0;
-    if (!fstat(r->in.fd, &in) && in.st_dev == st.st_dev && in.st_ino == st.st_ino)
-        return fail(e, TOKA_E_USE, "%s is the input and the output", path);
+    if (run_is_same(r->in.fd, &st)) return fail(e, TOKA_E_USE, "%s is the input and the output", path);
     struct flock whole_file = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
     for (int tries = 0; fcntl(to->fd, F_SETLK, &whole_file) && (errno == EACCES || errno == EAGAIN); tries++) {
         if (tries == 30 || atomic_load(r->o->interrupted))
@@ -14953,13 +14968,17 @@ static int run_scan_input(run_state *r, toka_err *e) {
 }
 
 static int run_open(run_state *r, toka_err *e) {
+    struct stat report;
     bool standard = !strcmp(r->o->in, "-");
     int fd = standard ? 0 : open(r->o->in, O_RDONLY | O_CLOEXEC);
     r->results.fd = r->errors.fd = -1;
     run_input_init(&r->in, fd, standard ? "standard input" : r->o->in, r->o->interrupted);
-    if (fd < 0) return fail(e, TOKA_E_INPUT, "%s: %s", r->o->in, strerror(errno));
+    if (fd < 0) return run_cannot_open(r->o->in, e);
     int code = run_open_output(r, &r->results, r->o->out, r->o->completed, e);
     if (!code && r->o->errors) code = run_open_output(r, &r->errors, r->o->errors, r->o->failed, e);
+    if (!code && r->o->report && !stat(r->o->report, &report) && S_ISREG(report.st_mode) &&
+        (run_is_same(fd, &report) || run_is_same(r->results.fd, &report)))
+        code = fail(e, TOKA_E_USE, "%s is the report and the input or the output", r->o->report);
     return code ? code : run_scan_input(r, e);
 }
 
@@ -20998,7 +21017,8 @@ static int cli_batch(const cli *c, toka_err *e) {
                      .quiet = c->quiet, .interrupted = &cli_interrupted};
     cli_sampling(c, t, &o.base);
     o.base.sampling.logprobs = 0;
-    code = run_batch(t, &o, e);
+    code = samp_check(&o.base.sampling, t->shape.V, e); /* else every line would have its error, and none be done again */
+    if (!code) code = run_batch(t, &o, e);
     toka_close(t);
     return code;
 }
@@ -21209,6 +21229,7 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
                     {"bench", "serve", FOR_BENCH_SERVE, cli_bench_serve}, {"bench", "plan", FOR_BENCH_PLAN, cli_bench_plan},
                     {"bench", "ops", FOR_OPS, cli_bench_ops}, {"plan", NULL, FOR_PLAN, cli_plan}};
     cli c = cli_default();
+    tmpl_time now;
     int (*command)(const cli *, toka_err *) = cli_run_command;
     unsigned bit = FOR_RUN;
     int skip = argc > 1 && argv[1][0] != '-' ? 2 : 1, code;
@@ -21225,13 +21246,20 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
     if ((code = cli_parse(&c, bit, argc - skip, argv + skip, e))) return code;
     if (c.help) return cli_help(e);
     if (c.version) return cli_version(e);
-    if ((code = cli_check_split(&c.open, e))) return code;
+    if ((code = cli_check_split(&c.open, e)) || (code = pub_parse_now(c.now, &now, e))) return code;
     if (isatty(2) && !c.quiet) c.open.progress = cli_progress;
     return command(&c, e);
 }
 
+/* Where standard input, output or error is closed, none of our files becomes it; what is done to it fails as before. */
+static void cli_keep_standard(void) {
+    for (int fd = 0; fd < 3; fd++)
+        if (fcntl(fd, F_GETFD) < 0) open("/dev/null", fd ? O_RDONLY : O_WRONLY);
+}
+
 int toka_main(int argc, char **argv) {
     toka_err e = {0};
+    cli_keep_standard();
     cli_catch_signals();
     int code = cli_dispatch(argc, argv, &e);
     if (code && !(cli_interrupted && code == TOKA_E_CANCELLED)) fprintf(stderr, "toka: %s\n", e.msg);

@@ -33,9 +33,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (code) {
         line->message = mem_check(strdup(e.msg));
         buf_clear(&once);
-        run_put_result(line, &once); /* an error record is a line of ours */
+        run_put_result(line, &once); /* an error record is a line of ours, and says whose */
         str text = str_sub(buf_view(&once), 0, once.n - 1);
-        if (memchr(text.p, '\n', text.n) || !run_read_result(text, &a, &id)) abort();
+        if (memchr(text.p, '\n', text.n) || !run_read_result(text, &a, &id) || !str_eq(buf_view(&id), line->custom_id)) abort();
     }
     run_line_free(line), arena_free(&a);
     buf_free(&id), buf_free(&once), buf_free(&twice), buf_free(&r.warned);

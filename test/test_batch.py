@@ -252,7 +252,7 @@ def test_harmless_and_unknown_fields(tmp_path):
 
 
 def test_odd_lines_and_ids(tmp_path):
-    odd = 'q "\\ \u00e9\u4e2d\U0001f600 \u0001'
+    odd = 'q "\\ \u00e9\u4e2d\U0001f600 \u0001 \0 end'
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"\xef\xbb\xbf" + json.dumps(completion(odd, "Tom", max_tokens=2)).encode() + b"\r\n\n  \n" +
                        json.dumps({"prompt": "Tom", "max_tokens": 2}).encode() + b"\nnot json \xff\n" +
@@ -277,10 +277,15 @@ def test_files_that_cannot_be(tmp_path):
     precious = tmp_path / "precious.txt"
     precious.write_text("my thesis\n")
     for args in (["-i", source], ["-o", source], ["-i", source, "-o", source], ["-i", "/no/such", "-o", str(tmp_path / "o")],
+                 ["-q", "-i", str(tmp_path), "-o", str(tmp_path / "o")],
                  ["-i", source, "-o", "/no/such/out"], ["-i", source, "-o", str(precious)], ["-i", source, "-o", "o", "-p", "x"]):
         _, err = batch(*args, status=1)
         assert len(err.strip().splitlines()) == 1
     assert precious.read_text() == "my thesis\n"
+    for text in ('{"my": "thesis"}\n', '{"my": "thesis"}', '{"id":"batch_7"}\n'):  # one line, that begins as a result does
+        precious.write_text(text)
+        _, err = batch("-i", source, "-o", str(precious), status=1)
+        assert "not a result file" in err and precious.read_text() == text
     precious.write_text('{"custom_id":"a","response":null,"error":null}\nmy thesis\nmore\n')
     _, err = batch("-i", source, "-o", str(precious), status=1)
     assert "line 2" in err and "my thesis" in precious.read_text()
@@ -314,6 +319,24 @@ def test_one_writer_at_a_time(tmp_path):
     assert "another toka batch" in err
 
 
+def test_a_report_in_place_of_the_results(tmp_path):
+    source, out = write_lines(tmp_path / "in.jsonl", [completion("a", "Tom", max_tokens=1)]), tmp_path / "out.jsonl"
+    for report in (source, out, out):  # the second time it does not exist yet
+        _, err = batch("-i", source, "-o", str(out), "--report", str(report), status=1)
+        assert "is the report and" in err
+        batch("-i", source, "-o", str(out))
+        assert list(read_results(out)) == ["a"] and "Tom" in open(source).read()
+
+
+@pytest.mark.parametrize("flags, words", [(["--temp", "-1"], "temperature"), (["--max-tokens", "-5"], "max_tokens"),
+                                          (["--min-tokens", "9", "-n", "5"], "min_tokens"), (["--stop", ""], "stop[0]"),
+                                          (["--now", "soon"], "now")])
+def test_flags_that_no_line_could_have(tmp_path, flags, words):
+    source = write_lines(tmp_path / "in.jsonl", [completion("a", "Tom")])
+    _, err = batch("-i", source, "-o", str(tmp_path / "out.jsonl"), *flags, status=1)
+    assert words in err and not (tmp_path / "out.jsonl").exists()
+
+
 # ---- Standard input and output ----
 
 def test_pipes(tmp_path):
@@ -325,6 +348,41 @@ def test_pipes(tmp_path):
     assert "lines 3 and 6" in err and len(read_results(tmp_path / "o.jsonl")) == 5
     _, err = batch("-i", "-", "-o", str(tmp_path / "o.jsonl"), *SMALL, stdin=lines.encode())
     assert "0 lines" in err and len((tmp_path / "o.jsonl").read_text().splitlines()) == 5
+
+
+def test_named_pipes(tmp_path):
+    fifo, out = str(tmp_path / "fifo"), tmp_path / "out.jsonl"
+    os.mkfifo(fifo)
+    source = write_lines(tmp_path / "in.jsonl", [completion(f"a{i}", "Tom", n=50, max_tokens=50, ignore_eos=True) for i in range(40)])
+    with start("-i", source, "-o", fifo, *SMALL) as p:  # all of it
+        assert len([json.loads(line) for line in open(fifo)]) == 40
+        p.communicate()
+        assert p.returncode == 0
+    with start("-q", "-i", source, "-o", fifo, *SMALL) as p:  # a reader that leaves
+        with open(fifo) as f:
+            f.readline()
+        assert b"Broken pipe" in p.stderr.read() and p.wait() == 2
+    with start("-q", "-i", source, "-o", fifo, *SMALL) as p, open(fifo) as f:  # one that does not read on
+        f.read(1)
+        p.send_signal(signal.SIGINT)
+        assert p.stderr.read() == b"" and p.wait() == 130
+    with start("-q", "-i", fifo, "-o", str(out), *SMALL) as p, open(fifo, "w") as f:  # Ctrl-C in the middle of a line
+        f.write(json.dumps({"prompt": "Tom", "max_tokens": 1}) + '\n{"prompt":')
+        f.flush()
+        while not out.exists() or not out.stat().st_size:
+            assert p.poll() is None
+            time.sleep(0.01)
+        p.send_signal(signal.SIGINT)
+        assert p.wait() == 130
+    assert list(read_results(out)) == ["line-1"]
+
+
+def test_closed_standard_error(tmp_path):
+    """No file of ours gets its number, or the progress would be written into it."""
+    source, out = write_lines(tmp_path / "in.jsonl", [completion("a", "Tom", max_tokens=1)]), tmp_path / "out.jsonl"
+    subprocess.run([TOKA, "batch", "-m", "test/model", "-i", "-", "-o", str(out)], env=ENV, cwd=ROOT, stdin=open(source),
+                   preexec_fn=lambda: os.close(2), check=True)
+    assert len(out.read_text().splitlines()) == 1 and list(read_results(out)) == ["a"]
 
 
 # ---- The same bytes however it runs ----
@@ -425,12 +483,13 @@ def test_killed_at_50_moments(uninterrupted, tmp_path):
 def test_every_torn_end_is_cut(uninterrupted, tmp_path):
     source, want, _ = uninterrupted
     whole = "\n".join(want[:3]) + "\n"
-    for tail in (want[3], want[3][:1], want[3][:-1], want[3][:40] + "\n", "\0\0\0", "{"):
+    for mark, tail in (("", want[3]), ("", want[3][:1]), ("", want[3][:-1]), ("", want[3][:40] + "\n"), ("", "\0\0\0"), ("", "{"),
+                       ("\ufeff", "{")):  # an editor leaves a mark
         out = tmp_path / "out.jsonl"
-        out.write_text(whole + tail)
+        out.write_text(mark + whole + tail)
         first = write_lines(tmp_path / "in.jsonl", [completion("new", "Tom", max_tokens=1)])
         _, err = batch("-i", first, "-o", str(out))
-        lines = out.read_text().splitlines()
+        lines = out.read_text().removeprefix(mark).splitlines()
         assert lines[:3] == want[:3] and len(lines) == 4 and json.loads(lines[3])["custom_id"] == "new" and "torn" in err
     out.write_text(want[3][:50])
     batch("-i", first, "-o", str(out))

@@ -475,6 +475,25 @@ static void fb_test_leftovers(void) {
     fbt_free(&f);
 }
 
+/* Told to stop in the middle of a line: its beginning is no line. One at the end of the file is. */
+static void fb_test_half_line(void) {
+    toka_err e;
+    str line;
+    int ends[2];
+    CHECK(!pipe(ends));
+    for (int stop = 0; stop < 2; stop++) {
+        atomic_int stopped = stop;
+        run_input in;
+        run_input_init(&in, ends[0], "pipe", &stopped);
+        if (!stop) CHECK(write(ends[1], "b", 1) == 1 && !close(ends[1]));
+        memcpy(in.chunk, "whole\nhalf", 10), in.n = 10;
+        CHECK(run_next_line(&in, &line, NULL, &e) == 1 && str_is(line, "whole"));
+        CHECK(run_next_line(&in, &line, NULL, &e) == !stop && (stop || str_is(line, "halfb")));
+        run_input_free(&in);
+    }
+    close(ends[0]);
+}
+
 static void fb_test_torn(void) {
     static const char *const texts[] = {"", "a\n", "a", "a\nb", "a\n\nb\nccc", "\n"};
     static const int64_t left[] = {0, 2, 0, 2, 5, 1};
@@ -508,5 +527,6 @@ static const struct test fb_tests[] = {{"files: forms in any pieces", fb_test_fo
                                        {"files: routes and refusals", fb_test_routes},
                                        {"files: a batch that fails", fb_test_failed_batch},
                                        {"files: what a crash leaves", fb_test_leftovers},
+                                       {"files: half a line", fb_test_half_line},
                                        {"files: torn last lines", fb_test_torn},
                                        {NULL, NULL}};
