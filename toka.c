@@ -15802,12 +15802,16 @@ static int fb_save_batch(fb_store *s, const fb_batch *x, toka_err *e) {
     return code;
 }
 
+static void fb_set(fb_batch *b, enum fb_status status) {
+    b->status = status;
+    if (!b->at[status]) b->at[status] = fb_now();
+}
+
 /* Into a state, now, on disk too. With store.lock held. What cannot be written is told on standard error and written with the
  * next. */
 static void fb_enter(fb_store *s, fb_batch *b, enum fb_status status) {
     toka_err e;
-    b->status = status;
-    if (!b->at[status]) b->at[status] = fb_now();
+    fb_set(b, status);
     if (fb_save_batch(s, b, &e)) fprintf(stderr, "toka serve: %s: %s\n", b->id.z, e.msg);
 }
 
@@ -15877,11 +15881,14 @@ static void fb_load(fb_store *s, const char *name) {
     arena a = {0};
     toka_err e;
     buf path = {0};
-    if (str_ends(stem, STR(".part"))) unlinkat(s->dir, name, 0);
-    if (!str_ends(stem, STR(".json"))) return;
-    stem.n -= 5;
+    bool part = str_ends(stem, STR(".part"));
+    stem.n -= part ? 5 : 0;
+    bool record = str_ends(stem, STR(".json"));
+    stem.n -= record ? 5 : 0;
     bool file = fb_read_id(stem, "file-", &id);
-    if (!file && !fb_read_id(stem, "batch_", &id)) return;
+    if (!file && !fb_read_id(stem, "batch_", &id)) return; /* not ours */
+    if (part) unlinkat(s->dir, name, 0);
+    if (part || !record) return;
     buf_printf(&path, "%s/%s", s->path, name);
     bool read = !os_map(path.p, &text, &e);
     const json *root = read ? json_parse(&a, text, json_trusted, &e) : NULL;
@@ -16057,10 +16064,9 @@ static void fb_validate(fb_store *s, fb_batch *b, buf *errors) {
     int n_errors = 0, got = 0;
     int64_t total = 0;
     int fd = openat(s->dir, b->input.z, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
-    if (fd < 0) {
-        fb_put_error(errors, "file_not_found", 0, "input_file_id", "the input file is gone");
-        return;
-    }
+    if (fd < 0 && errno == ENOENT) fb_put_error(errors, "file_not_found", 0, "input_file_id", "the input file is gone");
+    else if (fd < 0) fb_put_error(errors, "server_error", 0, "input_file_id", strerror(errno));
+    if (fd < 0) return;
     run_input_init(&in, fd, b->input.z, &b->stop);
     while (total <= FB_MAX_LINES && n_errors < FB_MAX_ERRORS && (got = run_next_line(&in, &line, NULL, &e)) > 0) {
         if (!in.too_long && run_is_blank(line)) continue;
@@ -16097,36 +16103,42 @@ static void fb_cut_torn(int fd) {
     while (end > 0) {
         off_t from = MAX((off_t)0, end - (off_t)sizeof block);
         ssize_t n = pread(fd, block, (size_t)(end - from), from);
-        const char *feed = n == end - from ? memrchr(block, '\n', (size_t)n) : NULL;
+        if (n != end - from) return; /* what cannot be read is not cut */
+        const char *feed = memrchr(block, '\n', (size_t)n);
         end = feed ? from + (feed - block) + 1 : from;
-        if (feed || n < 0) break;
+        if (feed) break;
     }
     if (ftruncate(fd, end)) fprintf(stderr, "toka serve: a torn last line: %s\n", strerror(errno));
 }
 
-/* One of the two output files: a file from now on, if there is anything in it. With store.lock held. */
-static bool fb_publish(fb_store *s, const fb_batch *b, const fb_id *id, const char *kind) {
+/* One of the two output files: a file from now on, if there is anything in it; *has says so. False: it is not on disk as one, what
+ * failed is told on standard error. With store.lock held. */
+static bool fb_publish(fb_store *s, const fb_batch *b, const fb_id *id, const char *kind, bool *has) {
     struct stat st;
     toka_err e;
-    if (fb_find(&s->files, id)) return true; /* published before a crash */
+    if ((*has = fb_find(&s->files, id) != NULL)) return true; /* published before a crash */
     int fd = openat(s->dir, id->z, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
-    if (fd < 0) return false;
-    fb_cut_torn(fd);
-    bool any = !fsync(fd) && !fstat(fd, &st) && st.st_size;
-    close(fd);
-    if (!any) return unlinkat(s->dir, id->z, 0), false;
+    if (fd >= 0) fb_cut_torn(fd);
+    bool kept = fd >= 0 && !fsync(fd);
+    int why = errno;
+    if (fd >= 0) close(fd);
+    if (fstatat(s->dir, id->z, &st, AT_SYMLINK_NOFOLLOW)) return errno == ENOENT; /* nothing was written */
+    if (!kept) fprintf(stderr, "toka serve: %s: %s\n", id->z, strerror(why));
+    if (kept && !st.st_size) unlinkat(s->dir, id->z, 0);
+    if (!(*has = st.st_size > 0)) return kept;
     buf name = {0};
     buf_printf(&name, "%s_%s.jsonl", b->id.z, kind);
     fb_file *f = fb_file_new(id, (int64_t)st.st_size, fb_now(), name.p, "batch_output");
-    if (fb_save_file(s, f, &e)) fprintf(stderr, "toka serve: %s: %s\n", id->z, e.msg);
+    if (kept && fb_save_file(s, f, &e)) kept = false, fprintf(stderr, "toka serve: %s: %s\n", id->z, e.msg);
     fb_insert(&s->files, f);
-    return true;
+    return kept;
 }
 
-/* To its end. With store.lock held. */
+/* To its end. On disk it has not ended before its files are files: the next start would sweep them. With store.lock held. */
 static void fb_finish(fb_store *s, fb_batch *b, enum fb_status end) {
-    b->has_out = fb_publish(s, b, &b->out, "output"), b->has_err = fb_publish(s, b, &b->err, "error");
-    fb_enter(s, b, end);
+    bool out = fb_publish(s, b, &b->out, "output", &b->has_out), err = fb_publish(s, b, &b->err, "error", &b->has_err);
+    if (out && err) fb_enter(s, b, end);
+    else fb_set(b, end);
 }
 
 static void fb_fail(fb_store *s, fb_batch *b, str errors) { /* with store.lock held */

@@ -232,6 +232,13 @@ static const char *fbt_path(fbt *f, const char *fmt, const char *id) {
 }
 static bool fbt_is(const json *root, const char *name, const char *text) { return str_is(json_str(json_get(root, name)), text); }
 
+/* The batch once it has this status: every batch here gets to its end, however long that takes. */
+static const json *fbt_await(fbt *f, const char *id, const char *status) {
+    const json *root;
+    while (!fbt_is(root = fbt_call(f, HTTP_GET, fbt_path(f, "/v1/batches/%s", id), ""), "status", status)) usleep(2000);
+    return root;
+}
+
 static void fbt_write(const fbt *f, const char *name, const char *text) {
     char path[256];
     snprintf(path, sizeof path, "%s/%s", f->dir, name);
@@ -388,8 +395,7 @@ static void fb_test_failed_batch(void) {
     CHECK(fbt_is(root, "status", "validating") && fbt_is(json_get(root, "metadata"), "k", "v") &&
           fbt_is(root, "input_file_id", file));
     CHECK(json_int(json_get(root, "expires_at"), 0) == json_int(json_get(root, "created_at"), 0) + 3600);
-    for (int i = 0; i < 500 && !fbt_is(root, "status", "failed"); i++)
-        usleep(2000), root = fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/batches/%s", id), "");
+    root = fbt_await(&f, id, "failed");
     static const struct {
         const char *code;
         int line;
@@ -412,8 +418,7 @@ static void fb_test_failed_batch(void) {
         fbt_call(&f, HTTP_POST, "/v1/batches",
                  fbt_path(&f, "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"1h\"}", blank));
     const char *empty = arena_cstr(&f.a, json_str(json_get(root, "id")));
-    for (int i = 0; i < 500 && !fbt_is(root, "status", "failed"); i++)
-        usleep(2000), root = fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/batches/%s", empty), "");
+    root = fbt_await(&f, empty, "failed");
     CHECK(fbt_is(json_at(json_get(json_get(root, "errors"), "data"), 0), "code", "empty_batch"));
     root = fbt_call(&f, HTTP_GET, "/v1/batches?limit=1", "");
     CHECK(fbt_is(root, "first_id", empty) && json_true(json_get(root, "has_more")));
@@ -442,7 +447,7 @@ static void fb_test_leftovers(void) {
     fbt_write(&f, "file-00000000000000020000000000000000", "contents without a record");
     fbt_write(&f, "file-00000000000000030000000000000000.json", "{\"purpose\":\"batch\"}"); /* a record without contents */
     fbt_write(&f, "file-00000000000000040000000000000000.json", "{\"purp");
-    fbt_write(&f, "notes.txt", "somebody's");
+    fbt_write(&f, "notes.txt", "somebody's"), fbt_write(&f, "download.part", "somebody's"), fbt_write(&f, "x.json.part", "too");
     fbt_write(
         &f, "batch_00000000000000050000000000000000.json", /* killed while it was being cancelled, in the middle of a line */
         "{\"id\":\"x\",\"endpoint\":\"/v1/"
@@ -454,10 +459,8 @@ static void fb_test_leftovers(void) {
     fbt_write(&f, "file-00000000000000080000000000000000", "");
     fbt_write(&f, "file-00000000000000040000000000000000", "of a record that cannot be read");
     fbt_open(&f);
-    const json *root = NULL;
-    for (int i = 0; i < 500 && !fbt_is(root, "status", "cancelled"); i++)
-        usleep(2000), root = fbt_call(&f, HTTP_GET, "/v1/batches/batch_00000000000000050000000000000000", "");
-    CHECK(fbt_is(root, "status", "cancelled") && fbt_is(root, "output_file_id", "file-00000000000000070000000000000000"));
+    const json *root = fbt_await(&f, "batch_00000000000000050000000000000000", "cancelled");
+    CHECK(fbt_is(root, "output_file_id", "file-00000000000000070000000000000000"));
     CHECK(json_is(json_get(root, "error_file_id"), JSON_NULL) && json_int(json_get(root, "created_at"), 0) == 5);
     fbt_call(&f, HTTP_GET, "/v1/files/file-00000000000000070000000000000000/content", "");
     CHECK(f.reply.fd_bytes == 12);
@@ -465,7 +468,8 @@ static void fb_test_leftovers(void) {
     CHECK(json_get(root, "data")->n == 2 && fbt_is(root, "first_id", id)); /* ids of 1970 are the oldest */
     CHECK(!fbt_there(&f, "file-00000000000000010000000000000000.part") &&
           !fbt_there(&f, "file-00000000000000020000000000000000"));
-    CHECK(!fbt_there(&f, "file-00000000000000080000000000000000") && fbt_there(&f, "notes.txt"));
+    CHECK(!fbt_there(&f, "file-00000000000000080000000000000000") && fbt_there(&f, "notes.txt") &&
+          fbt_there(&f, "download.part") && fbt_there(&f, "x.json.part"));
     CHECK(fbt_there(&f, "file-00000000000000040000000000000000"));
     fb_close(f.s);
     fbt_write(&f, "batch_00000000000000090000000000000000.json", "{\"id\":"); /* it alone knows whose results these are */
@@ -492,6 +496,36 @@ static void fb_test_half_line(void) {
         run_input_free(&in);
     }
     close(ends[0]);
+}
+
+/* The batch has results, and the record of their file cannot be written: whatever is done next, they stay. */
+static void fb_test_unpublished(void) {
+    fbt f;
+    char part[64];
+    fbt_init(&f);
+    fb_batch b = {.status = FB_FINALIZING, .model = "m"};
+    pthread_mutex_lock(&f.s->lock);
+    b.id = fb_new_id(f.s, "batch_"), b.input = fb_new_id(f.s, "file-");
+    b.out = fb_new_id(f.s, "file-"), b.err = fb_new_id(f.s, "file-");
+    toka_err e;
+    CHECK(!fb_save_batch(f.s, &b, &e));
+    fbt_write(&f, b.out.z, "result\n");
+    snprintf(part, sizeof part, "%s.json.part", b.out.z);
+    CHECK(!mkdirat(f.s->dir, part, 0700));
+    fb_finish(f.s, &b, FB_COMPLETED);
+    CHECK(b.status == FB_COMPLETED && b.has_out && !b.has_err && fb_find(&f.s->files, &b.out)); /* for as long as this server lives */
+    CHECK(!unlinkat(f.s->dir, part, AT_REMOVEDIR));
+    pthread_mutex_unlock(&f.s->lock);
+    for (int round = 0; round < 2; round++) {
+        fb_close(f.s), fbt_open(&f);
+        fbt_await(&f, b.id.z, "completed");
+        const json *root = fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/files/%s", b.out.z), "");
+        CHECK(f.reply.status == 200 && json_int(json_get(root, "bytes"), 0) == 7);
+    }
+    b.out = fb_new_id(f.s, "file-");
+    CHECK(!mkfifoat(f.s->dir, b.out.z, 0600)); /* stands for a disk that fails: nobody can fsync it */
+    CHECK(!fb_publish(f.s, &b, &b.out, "output", &b.has_out) && fbt_there(&f, b.out.z));
+    fbt_free(&f);
 }
 
 static void fb_test_torn(void) {
@@ -528,5 +562,6 @@ static const struct test fb_tests[] = {{"files: forms in any pieces", fb_test_fo
                                        {"files: a batch that fails", fb_test_failed_batch},
                                        {"files: what a crash leaves", fb_test_leftovers},
                                        {"files: half a line", fb_test_half_line},
+                                       {"files: results that cannot be published", fb_test_unpublished},
                                        {"files: torn last lines", fb_test_torn},
                                        {NULL, NULL}};
