@@ -7474,6 +7474,7 @@ typedef struct sched_seq { /* what every step touches comes first: one cache lin
 
     int request, sample;
     int n_found;       /* positions found in the tree when it first started */
+    bool again;        /* it was parked: its prompt is counted already */
     int expect;        /* tokens it will have, prompt and output; end = base + expect - 1 */
     int64_t base;      /* position x is computed in step base + x */
     double luck;       /* share of its class that gets longer than it is expected to get; 0: not drawn */
@@ -7526,7 +7527,8 @@ typedef struct sched {
     int n_buffers[32], demand[32];
     uint64_t epoch, failed_epoch; /* changes with every start and end; when the head did not fit */
     int64_t failed_step;
-    int64_t n_preempted, n_repredicted, n_prompt_tokens, n_prompt_hits; /* since open */
+    int64_t n_preempted, n_repredicted; /* since open ... */
+    int64_t n_prompt_tokens, n_prompt_hits; /* ... of all that started, each once; of these, those it need not compute */
 } sched;
 
 /* ---- Token buffers ---- */
@@ -7860,7 +7862,7 @@ static void sched_start(sched *s, int q, int n, int m) {
     heap_put(s->line, &s->newest, q, s->requests[x->request].key, x->started);
     s->n_running++, s->epoch++;
     s->guess2 += sched_guess2(s, x);
-    s->n_prompt_tokens += n, s->n_prompt_hits += m * s->c.B;
+    if (!x->again) s->n_prompt_tokens += n, s->n_prompt_hits += m * s->c.B;
 }
 
 /* Where q's line would lie if it started now, with m pages found. */
@@ -7922,7 +7924,7 @@ static void sched_admit(sched *s) {
 static void sched_preempt(sched *s) { /* parks the newest */
     int q = s->newest;
     sched_stop(s, q);
-    s->seqs[q].state = SCHED_PARKED;
+    s->seqs[q].state = SCHED_PARKED, s->seqs[q].again = true;
     heap_put(s->line, &s->parked, q, -s->requests[s->seqs[q].request].key, -s->seqs[q].started);
     s->n_preempted++;
 }
@@ -8042,7 +8044,7 @@ static bool sched_copy_tail(sched *s, int q) {
     s->seqs[twin].heir = q;
     x->alike = s->seqs[twin].n_prompt == x->n_prompt ? s->seqs[twin].alike : x->started;
     s->copies[s->n_copies++] = (toka_copy){kv_row(&s->kv, twin)[at], kv_row(&s->kv, q)[at]};
-    s->n_prompt_hits += x->n_known - 1 - x->from;
+    if (!x->again) s->n_prompt_hits += x->n_known - 1 - x->from;
     x->from = x->n_known - 1;
     return true;
 }

@@ -368,6 +368,7 @@ static void smt_parked_in_chunks(void) {
         smt_step(&m, true);
     }
     CHECK(m.n_done == 1 && m.n_tokens == 12 && m.s.n_preempted == 1);
+    CHECK_MSG(m.s.n_prompt_tokens == 9, "%d", (int)m.s.n_prompt_tokens); /* what is computed again does not count again */
     smt_close(&m);
 }
 
