@@ -19263,7 +19263,7 @@ static int plan_make(const plan_options *o, buf *out, toka_err *e) {
     if (!code && !plan_best(s, n)) {
         int least = plan_least(a, must_hold);
         char tell[64] = "no number of them does that is tried here";
-        if (least) snprintf(tell, sizeof tell, "at least %d are needed", least);
+        if (least) snprintf(tell, sizeof tell, least > a.gpus ? "at least %d are needed" : "on %d of them they do", least);
         code = fail(e, TOKA_E_USE,
                     "%s: %.3g GB of weights and a sequence of %d tokens do not fit on %d x %s, however they are split; %s",
                     name, 2e-9 * (double)mf_n_parameters(a.model), must_hold, a.gpus, a.gpu->name, tell);

@@ -72,6 +72,7 @@ def test_too_large_says_how_many_it_takes():
     least = int(re.search(r"at least (\d+) are needed", err)[1])
     plan("-m", "llama-3.1-70b", "--gpu", "H100", "--gpus", str(least))
     assert 1 < least < 5
+    assert re.search(r"97 x L4, however they are split; on \d of them they do", plan("-m", "llama-3.1-70b", "--gpu", "L4", "--gpus", "97", status=1)[1])
     assert "no number" in plan("-m", "llama-3.1-70b", "--gpu", "L4", "--gpu-memory-utilization", "0.05", status=1)[1]
 
 
