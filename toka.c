@@ -16728,7 +16728,7 @@ static const char srv_page[] =
     "    $('state').textContent = 'ready';\n"
     "    if (polls++ % 3 == 0) call('v1/batches?limit=5').then(a => a.json()).then(a => showBatches(a.data)).catch(() => {});\n"
     "  } catch (e) {\n"
-    "    $('state').textContent = e.message;\n"
+    "    $('state').textContent = e.message, model = ''; // the next server may have another\n"
     "  }\n"
     "  setTimeout(poll, 1000);\n"
     "};\n"

@@ -96,6 +96,11 @@ def test_page(tmp_path, browser):
         browser.wait("document.getElementById('state')?.textContent == 'ready'")
         assert browser.js("document.getElementById('model').textContent") == "embedded"
 
+        # after a server that did not answer it asks again which model there is
+        browser.js("{ const real = fetch; window.fetch = (at, o) => at != 'metrics' ? real(at, o) : "
+                   "(window.fetch = real, Promise.reject(Error('gone'))) } model = 'another'")
+        browser.wait("model == 'embedded'")
+
         # a prompt streams into the box
         browser.js("document.forms[0].requestSubmit()")
         browser.wait("document.getElementById('answer').textContent.includes('The answer is 12.')")
@@ -118,7 +123,7 @@ def test_page(tmp_path, browser):
 
         def ask():
             while not seen.is_set():
-                s.post("/v1/completions", {"prompt": "Tom", "n": 300, "max_tokens": 200, "temperature": 2, "ignore_eos": True})
+                s.post("/v1/completions", {"prompt": "Tom", "n": 30, "max_tokens": 200, "temperature": 2, "ignore_eos": True})
 
         load = threading.Thread(target=ask, daemon=True)
         load.start()
