@@ -18025,8 +18025,8 @@ static void srv_accept(srv *s, int listener) {
 static int srv_listen_unix(srv *s, const char *path, toka_err *e) {
     struct sockaddr_un a = {.sun_family = AF_UNIX};
     struct stat st;
-    if (strlen(path) >= sizeof a.sun_path)
-        return fail(e, TOKA_E_USE, "--uds %s: longer than %zu bytes", path, sizeof a.sun_path - 1);
+    if (!*path || strlen(path) >= sizeof a.sun_path)
+        return fail(e, TOKA_E_USE, "--uds '%s': %zu bytes, expected 1 to %zu", path, strlen(path), sizeof a.sun_path - 1);
     strcpy(a.sun_path, path);
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (fd < 0) return fail(e, TOKA_E_IO, "--uds %s: %s", path, strerror(errno));

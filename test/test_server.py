@@ -655,6 +655,12 @@ def test_unix_socket(tmp_path):
     assert r.returncode == 2 and (tmp_path / "file").read_text() == "x"
 
 
+def test_unix_socket_paths(tmp_path):
+    for path in ("", str(tmp_path / ("x" * 108))):
+        r = subprocess.run([TOKA, "serve", "--uds", path, "--files-dir", "off"], capture_output=True, timeout=60)
+        assert r.returncode == 1 and b"%d bytes, expected 1 to 107" % len(path) in r.stderr
+
+
 def test_generation_config():
     with Server() as s:
         assert "defaults from generation_config.json: temperature 0" in s.log
