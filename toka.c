@@ -18776,7 +18776,7 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
         json_put_key(&b, "name"), json_put_str(&b, str_c(c->name));
         run_plan_json(&b, c);
         json_put_close(&b, '}');
-        if (as_json) continue;
+        if (as_json || *interrupted) continue;
         printf("%s: %.3f ms a step (plan %.3f, build %.3f, commit %.3f; p50 %.3f, p99 %.3f)\n", c->name, c->ms, c->plan_ms,
                c->build_ms, c->commit_ms, c->p50, c->p99);
         printf("  %d steps, %.0f sequences running, %lld preemptions; before that %d steps from empty to full, at most %.1f ms\n",

@@ -6,6 +6,8 @@ import re
 import signal
 import subprocess
 
+from server import wait_handlers
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TOKA = os.environ.get("TOKA_BINARY", os.path.join(ROOT, "toka"))
 ENV = {**{k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}, "TOKA_DEVICE": "cpu"}
@@ -103,6 +105,15 @@ def test_interrupted_while_reading(tmp_path):
         p.send_signal(signal.SIGINT)
         out, err = p.communicate(timeout=60)
     assert p.returncode == 130 and out + err == b""
+
+
+def test_plan_interrupted():
+    """A case that was cut short has no figures."""
+    p = subprocess.Popen([TOKA, "bench", "plan"], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_handlers(p)
+    p.send_signal(signal.SIGINT)
+    out, err = p.communicate(timeout=60)
+    assert err == b"" and p.returncode == 130 and set(re.findall(rb"\n  (\d+) steps", out)) <= {b"1000"}
 
 
 def test_plan():
