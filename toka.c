@@ -17040,11 +17040,17 @@ static void srv_uncount(srv_call *c) {
     if (c->counted) c->counted = false, c->s->n_waiting--, c->s->n_left++;
 }
 
-static bool srv_unref(srv_call *c, int n) { /* true: the caller frees it, after unlocking */
-    assert(c->refs >= n);
-    c->refs -= n;
-    if (!c->refs) srv_uncount(c);
+static bool srv_unref(srv_call *c) { /* true: the caller frees it, after unlocking */
+    assert(c->refs > 0);
+    if (!--c->refs) srv_uncount(c);
     return !c->refs;
+}
+
+static void srv_release(srv_call *c) { /* without the lock */
+    pthread_mutex_lock(&c->s->lock);
+    bool last = srv_unref(c);
+    pthread_mutex_unlock(&c->s->lock);
+    if (last) srv_call_free(c);
 }
 
 static bool srv_wants_work(const srv_call *c) {
@@ -17080,10 +17086,7 @@ static void srv_abandon(srv_call *c) {
     pthread_mutex_unlock(&s->lock);
     c->conn = NULL;
     for (int i = 0; i < n; i++) toka_cancel(s->t, c->api.parts[i].engine_id);
-    pthread_mutex_lock(&s->lock);
-    bool last = srv_unref(c, 1);
-    pthread_mutex_unlock(&s->lock);
-    if (last) srv_call_free(c);
+    srv_release(c);
 }
 
 /* ---- Answers ---- */
@@ -17226,7 +17229,7 @@ static int srv_on_event(void *user, const toka_event *ev) {
     }
     if (c->records.n > SRV_MAX_RECORDS && c->stalled && !c->overflow) c->overflow = true, srv_push_dirty(c);
     if (srv_wants_work(c)) srv_push_ready(c);
-    last = last && srv_unref(c, 1);
+    last = last && srv_unref(c);
     pthread_mutex_unlock(&s->lock);
     if (last) srv_call_free(c);
     return 0;
@@ -17396,7 +17399,7 @@ static void *srv_worker(void *arg) {
         c->queued = false;
         if (c->want_piece && !c->gone) srv_push_dirty(c);
         if (srv_wants_work(c)) srv_push_ready(c);
-        if (srv_unref(c, 1)) {
+        if (srv_unref(c)) {
             pthread_mutex_unlock(&s->lock);
             srv_call_free(c);
             pthread_mutex_lock(&s->lock);
@@ -17770,10 +17773,9 @@ static void srv_end_call(srv *s, srv_conn *k) {
     pthread_mutex_lock(&s->lock);
     s->m.statuses[MIN(MAX(c->reply.status / 100, 0), 5)]++;
     c->stage = SRV_ENDED;
-    bool last = srv_unref(c, 1);
     pthread_mutex_unlock(&s->lock);
     k->call = NULL, c->conn = NULL;
-    if (last) srv_call_free(c);
+    srv_release(c);
     srv_enter(s, k, keep ? SRV_HEAD : SRV_LAST);
     k->in_seen = 0;
 }
@@ -17949,10 +17951,7 @@ static void srv_take(srv *s, srv_call *c) {
         srv_advance(s, k);
         srv_want(s, k);
     }
-    pthread_mutex_lock(&s->lock);
-    bool last = srv_unref(c, 1);
-    pthread_mutex_unlock(&s->lock);
-    if (last) srv_call_free(c);
+    srv_release(c);
 }
 
 static void srv_take_all(srv *s) {
