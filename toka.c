@@ -2881,10 +2881,10 @@ static int tmpl_word_index(const char *words, str word) {
     return -1;
 }
 
-/* Bytes of the white space character at s[i], 0 if it is none. The set is Python's str.isspace. */
+/* Bytes of the white space character at s[i], 0 if it is none or i is inside of a character. The set is Python's str.isspace. */
 static size_t tmpl_space(str s, size_t i) {
     int n;
-    if (i >= s.n) return 0;
+    if (i >= s.n || (s.p[i] & 0xC0) == 0x80) return 0;
     uint32_t c = uni_next(s.p + i, &n);
     bool space = (c >= 9 && c <= 13) || (c >= 0x1C && c <= 0x20) || c == 0x85 || c == 0xA0 || c == 0x1680 ||
                  (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F || c == 0x3000;
@@ -3050,7 +3050,7 @@ static bool tmpl_tag(tmpl_lexer *x, char closer) {
             tmpl_number(x);
         } else if (isalpha(c) || c == '_' || c >= 0x80) {
             end = x->at;
-            while (isalnum((unsigned char)tmpl_char(x, end)) || tmpl_char(x, end) == '_' || tmpl_char(x, end) & 0x80) end++;
+            while (isalnum(c) || c == '_' || (c >= 0x80 && !tmpl_space(x->src, end))) c = (unsigned char)tmpl_char(x, ++end);
             tmpl_push(x, TT_NAME, 0, str_sub(x->src, x->at, end));
             x->at = end;
         } else if (c == '"' || c == '\'' ? !tmpl_string(x) : !tmpl_sign(x)) {
