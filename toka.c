@@ -12710,7 +12710,7 @@ static int http_parse_target(http_request *r) {
     str t = r->target;
     if (t.n > HTTP_MAX_TARGET) return 414;
     for (size_t i = 0; i < t.n; i++)
-        if ((unsigned char)t.p[i] <= ' ' || (unsigned char)t.p[i] >= 0x7F) return 400;
+        if ((unsigned char)t.p[i] <= ' ' || (unsigned char)t.p[i] >= 0x7F || t.p[i] == '#') return 400; /* #: clients keep it */
     size_t scheme = 0;
     if (http_same(str_sub(t, 0, MIN(t.n, (size_t)7)), "http://")) scheme = 7;
     if (http_same(str_sub(t, 0, MIN(t.n, (size_t)8)), "https://")) scheme = 8;
@@ -12718,16 +12718,15 @@ static int http_parse_target(http_request *r) {
         size_t at = scheme;
         while (at < t.n && t.p[at] != '/' && t.p[at] != '?') at++;
         if (at == scheme) return 400;
-        t = at < t.n && t.p[at] == '/' ? str_sub(t, at, t.n) : STR("/");
+        t = str_sub(t, at, t.n);
     } else if (str_is(t, "*")) {
         if (r->method != HTTP_OPTIONS) return 400;
     } else if (!t.n || t.p[0] != '/') {
         return 400;
     }
-    ptrdiff_t end = str_find(t, STR("#"), 0); /* no client should send a fragment */
-    if (end >= 0) return 400;
     ptrdiff_t mark = str_find(t, STR("?"), 0);
     r->path = str_sub(t, 0, mark < 0 ? t.n : (size_t)mark);
+    if (!r->path.n) r->path = STR("/"); /* of "http://host?query" */
     r->query = mark < 0 ? STR("") : str_sub(t, (size_t)mark + 1, t.n);
     return 0;
 }

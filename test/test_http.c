@@ -26,6 +26,7 @@ static void test_http_head(void) {
     CHECK(http_parse_head(http_str("GET / HTTP/1.1\r\nHost:\r\nConnection: keep-alive, CLOSE\r\n\r\n"), &r) > 0 && !r.keep_alive);
     CHECK(http_parse_head(http_str("GET http://h:8/p?q HTTP/1.1\r\nHost: h\r\n\r\n"), &r) > 0 && str_is(r.path, "/p") && str_is(r.query, "q"));
     CHECK(http_parse_head(http_str("GET HTTP://h HTTP/1.1\r\nHost: h\r\n\r\n"), &r) > 0 && str_is(r.path, "/"));
+    CHECK(http_parse_head(http_str("GET http://h?q HTTP/1.1\r\nHost: h\r\n\r\n"), &r) > 0 && str_is(r.path, "/") && str_is(r.query, "q"));
     CHECK(http_parse_head(http_str("OPTIONS * HTTP/1.1\r\nHost: h\r\n\r\n"), &r) > 0 && str_is(r.path, "*"));
     CHECK(http_parse_head(http_str("BREW / HTTP/1.7\r\nHost: h\r\nTransfer-Encoding: Chunked\r\nExpect: 100-Continue\r\n\r\n"), &r) > 0);
     CHECK(r.method == HTTP_OTHER && r.minor == 1 && r.chunked && r.expects_continue);
@@ -57,7 +58,7 @@ static void test_http_refused(void) {
         {400, "GET / http/1.1\r\n"}, {400, "GET / HTTP/1\r\n"}, {400, "GET / HTTP/1.10\r\n"}, {505, "GET / HTTP/2.0\r\n"},
         {505, "GET / HTTP/0.9\r\n"}, {400, "G@T / HTTP/1.1\r\n"}, {400, "\x16\x03\x01\x02"}, {400, "{\"a\":1}"},
         {400, "GET x HTTP/1.1\r\n"}, {400, "GET * HTTP/1.1\r\n"}, {400, "CONNECT a:1 HTTP/1.1\r\n"}, {400, "GET http:// HTTP/1.1\r\n"},
-        {400, "GET /\x80 HTTP/1.1\r\n"}, {400, "GET /\x7F HTTP/1.1\r\n"}, {400, "GET /a\tb HTTP/1.1\r\n"}, {400, "GET /#f HTTP/1.1\r\n"},
+        {400, "GET /\x80 HTTP/1.1\r\n"}, {400, "GET /\x7F HTTP/1.1\r\n"}, {400, "GET /a\tb HTTP/1.1\r\n"}, {400, "GET /#f HTTP/1.1\r\n"}, {400, "GET http://h#f HTTP/1.1\r\n"},
         {400, "GET / HTTP/1.1\r\n\r\n"}, {400, "GET / HTTP/1.1\r\n" HOST HOST "\r\n"}, {400, "GET / HTTP/1.1\r\nHost: a b\r\n\r\n"},
         {400, "GET / HTTP/1.1\r\nHost: a/b\r\n\r\n"}, {400, "GET / HTTP/1.0\r\n" HOST HOST "\r\n"},
         {400, "GET / HTTP/1.1\r\n" HOST "A : b\r\n\r\n"}, {400, "GET / HTTP/1.1\r\n" HOST "A: b\r\n c\r\n\r\n"},
