@@ -13470,14 +13470,15 @@ static int api_put_parts(api_call *c, const json *parts, buf *b, toka_err *e) {
     return texts ? 0 : API_UNSUPPORTED(c, "messages: content other than text is not supported");
 }
 
-/* The calls that an assistant made, whose arguments came as JSON in a text: templates want the object. */
+/* The calls that an assistant made, whose arguments came as JSON in a text: templates want the object, also for none. */
 static void api_put_tool_call(api_call *c, const json *v, buf *b) {
     toka_err ignored;
     json_put_open(b, '{');
     JSON_MEMBERS(key, v) {
         json_put_str(b, json_str(key)), buf_char(b, ':');
-        bool arguments = str_is(json_str(key), "arguments") && key[1].type == JSON_STRING;
-        const json *parsed = arguments ? json_parse(&c->a, json_str(key + 1), c->m->limits, &ignored) : NULL;
+        bool arguments = str_is(json_str(key), "arguments") && (key[1].type == JSON_STRING || key[1].type == JSON_NULL);
+        str text = json_str(key + 1);
+        const json *parsed = arguments ? json_parse(&c->a, text.n ? text : STR("{}"), c->m->limits, &ignored) : NULL;
         if (str_is(json_str(key), "function") && key[1].type == JSON_OBJECT) api_put_tool_call(c, key + 1, b);
         else json_put_value(b, json_is(parsed, JSON_OBJECT) ? parsed : key + 1);
     }
@@ -13491,8 +13492,9 @@ static int api_put_message(api_call *c, const json *m, buf *b, toka_err *e) {
     json_put_open(b, '{');
     JSON_MEMBERS(key, m) {
         str name = json_str(key);
+        bool content = str_is(name, "content"), no_calls = str_is(name, "tool_calls") && key[1].type == JSON_ARRAY && !key[1].n;
+        if (no_calls || (!content && key[1].type == JSON_NULL)) continue; /* templates ask whether a message has tool_calls */
         json_put_str(b, name), buf_char(b, ':');
-        bool content = str_is(name, "content");
         if (content && key[1].type != JSON_STRING && key[1].type != JSON_NULL && key[1].type != JSON_ARRAY)
             return API_BAD("messages: a content is a text or a list of parts");
         if (content && key[1].type == JSON_ARRAY) {

@@ -243,6 +243,13 @@ static void test_api_context(void) {
                       "{\"messages\":[{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[{\"id\":\"x\",\"function\":{\"name\":\"f\","
                       "\"arguments\":{\"a\":[1,{}]}}},{\"function\":{\"name\":\"g\",\"arguments\":\"broken\"}}]}],"
                       "\"add_generation_prompt\":false}");
+    /* what clients send back of an answer */
+    api_check_context("{\"messages\":[{\"role\":\"assistant\",\"content\":\"a\",\"refusal\":null,\"tool_calls\":null},"
+                      "{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[]},{\"role\":\"assistant\",\"tool_calls\":["
+                      "{\"function\":{\"name\":\"f\",\"arguments\":\"\"}},{\"function\":{\"name\":\"g\",\"arguments\":null}}]}]}",
+                      "{\"messages\":[{\"role\":\"assistant\",\"content\":\"a\"},{\"role\":\"assistant\",\"content\":null},"
+                      "{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{\"name\":\"f\",\"arguments\":{}}},"
+                      "{\"function\":{\"name\":\"g\",\"arguments\":{}}}]}],\"add_generation_prompt\":true}");
 }
 
 /* A model with two templates renders a chat with tools by the second. */
