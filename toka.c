@@ -13511,11 +13511,12 @@ static int api_put_message(api_call *c, const json *m, buf *b, toka_err *e) {
     return 0;
 }
 
-/* What the chat template gets, as a JSON object. tool_choice "none": it sees no tools. */
+/* What the chat template gets, as a JSON object. tool_choice "none": it sees no tools; an empty list is none, too: templates would
+ * ask for calls. */
 static int api_context(api_call *c, const api_body *body, buf *b, toka_err *e) {
     int code = 0;
     bool none = str_is(json_str(body->tool_choice), "none"), automatic = str_is(json_str(body->tool_choice), "auto");
-    const json *messages = body->messages, *tools = none ? NULL : body->tools;
+    const json *messages = body->messages, *tools = none || !body->tools || !body->tools->n ? NULL : body->tools;
     if (body->tool_choice && !none && !automatic)
         return API_UNSUPPORTED(c, "tool_choice is not supported, but for none and auto");
     if (!messages || !messages->n) return API_BAD("messages: expected a list of messages");

@@ -243,6 +243,8 @@ static void test_api_context(void) {
                       "{\"messages\":[{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[{\"id\":\"x\",\"function\":{\"name\":\"f\","
                       "\"arguments\":{\"a\":[1,{}]}}},{\"function\":{\"name\":\"g\",\"arguments\":\"broken\"}}]}],"
                       "\"add_generation_prompt\":false}");
+    api_check_context("{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"tools\":[]}",
+                      "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"add_generation_prompt\":true}");
     /* what clients send back of an answer */
     api_check_context("{\"messages\":[{\"role\":\"assistant\",\"content\":\"a\",\"refusal\":null,\"tool_calls\":null},"
                       "{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[]},{\"role\":\"assistant\",\"tool_calls\":["
