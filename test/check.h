@@ -57,4 +57,10 @@ UNUSED static double rnd_unit(uint64_t *s) { return (double)(rnd(s) >> 11) * 0x1
 UNUSED static double rnd_normal(uint64_t *s) {
     return sqrt(-2 * log(1 - rnd_unit(s))) * cos(6.283185307179586 * rnd_unit(s));
 }
+
+UNUSED static double cpu_now(void) { /* seconds of this thread; a busy machine does not count */
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
 #endif

@@ -184,12 +184,6 @@ static void tok_test_roundtrip(void) {
     tok_test_roundtrip_of("weights/stories260K", false);
 }
 
-static double tok_test_cpu(void) { /* seconds of this thread; a busy machine does not count */
-    struct timespec t;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 /* Eight times the text takes about eight times the time: the ratio of the best of two stays below 32 (n log n gives 10,
  * n * n gives 64), for each shape of text. */
 static void tok_test_worst(void) {
@@ -207,10 +201,10 @@ static void tok_test_worst(void) {
             while (text.n < 1 << 17) buf_c(&text, unit[u]);
             for (int i = 0; i < 4; i++) {
                 size_t n = i % 2 ? text.n : text.n / 8 / strlen(unit[u]) * strlen(unit[u]);
-                double t0 = tok_test_cpu();
+                double t0 = cpu_now();
                 v.n = 0;
                 CHECK(!tok_encode(t, (str){text.p, n}, 0, &v, &e));
-                best[i % 2] = MIN(best[i % 2], tok_test_cpu() - t0);
+                best[i % 2] = MIN(best[i % 2], cpu_now() - t0);
             }
             CHECK_MSG(best[1] < 32 * best[0] + 0.005, "%s, \"%s\": %.4f s, eight times: %.4f s", folders[f], unit[u],
                       best[0], best[1]);

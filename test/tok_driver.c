@@ -3,10 +3,11 @@
  *                                            for each, 4 bytes of count and then the ids on standard output
  *   tok_driver TOKENIZER.json decode FLAGS   the other way round
  *   tok_driver TOKENIZER.json stream FLAGS   as decode, but id by id; fails if a step ends inside a character
- *   tok_driver TOKENIZER.json time PASSES    encodes all documents so many times on one thread; prints the seconds that
- *                                            loading took, and each pass
+ *   tok_driver TOKENIZER.json time PASSES    encodes all documents so many times on one thread; prints the seconds of CPU
+ *                                            that loading took, and each pass
  * Numbers are 32-bit little endian. */
 #include "../toka.c"
+#include "check.h"
 
 static buf input;
 
@@ -35,7 +36,7 @@ static void encode(const tok *t, int flags) {
         out.n = 0;
         if (tok_encode(t, doc, flags, &out, &e)) stop(e.msg);
         put32((uint32_t)out.n);
-        fwrite(out.p, sizeof *out.p, out.n, stdout);
+        if (out.n) fwrite(out.p, sizeof *out.p, out.n, stdout);
     }
     ids_free(&out);
 }
@@ -47,7 +48,7 @@ static void decode(const tok *t, int flags, bool stream) {
     for (size_t at = 0; next_document(&at, &doc);) {
         size_t n = doc.n / sizeof(int32_t);
         int32_t *id = mem_alloc(doc.n);
-        memcpy(id, doc.p, doc.n);
+        if (doc.n) memcpy(id, doc.p, doc.n);
         buf_clear(&text);
         if (!stream && tok_decode(t, id, n, flags, &text, &e)) stop(e.msg);
         tok_stream s;
@@ -60,7 +61,7 @@ static void decode(const tok *t, int flags, bool stream) {
         }
         tok_stream_free(&s);
         put32((uint32_t)text.n);
-        fwrite(text.p, 1, text.n, stdout);
+        fwrite(buf_view(&text).p, 1, text.n, stdout);
         free(id);
     }
     buf_free(&text);
@@ -72,9 +73,9 @@ int main(int argc, char **argv) {
     tok *t;
     if (argc != 4) stop("TOKENIZER.json encode|decode|stream|time NUMBER");
     if (os_map(argv[1], &file, &e)) stop(e.msg);
-    double t0 = os_now();
+    double t0 = cpu_now();
     if (tok_load(&t, file, &e)) stop(e.msg);
-    double loaded = os_now() - t0;
+    double loaded = cpu_now() - t0;
     os_unmap(file);
     if (os_read_all(0, "standard input", SIZE_MAX, &input, &e)) stop(e.msg);
     if (!strcmp(argv[2], "encode")) encode(t, atoi(argv[3]));
@@ -83,10 +84,10 @@ int main(int argc, char **argv) {
         for (int i = 0; i < atoi(argv[3]); i++) {
             ids out = {0};
             str doc;
-            t0 = os_now();
+            t0 = cpu_now();
             for (size_t at = 0; next_document(&at, &doc); out.n = 0)
                 if (tok_encode(t, doc, TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, &out, &e)) stop(e.msg);
-            printf(" %.6f", os_now() - t0);
+            printf(" %.6f", cpu_now() - t0);
             ids_free(&out);
         }
         puts("");
