@@ -2712,6 +2712,7 @@ static int tok_load_root(tok *t, const json *root, toka_err *e) {
     if (tok_load_each(t, json_get(root, "post_processor"), "processors", 0, tok_load_post, e)) return e->code;
     t->growth = 1;
     if (tok_load_each(t, json_get(root, "decoder"), "decoders", 0, tok_load_decoder, e)) return e->code;
+    if (t->decoder == TOK_JOIN && json_is(json_get(root, "decoder"), JSON_OBJECT)) t->decoder = TOK_CHAIN; /* of no decoders */
     if (t->byte_level && t->decoder != TOK_BYTES)
         return tok_unsupported(e, "with a ByteLevel pre-tokenizer the decoder", tok_type(json_get(root, "decoder")));
     return 0;

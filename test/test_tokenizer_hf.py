@@ -682,6 +682,7 @@ def test_decoders(driver, tmp_path):
         {"type": "Fuse"},
         {"type": "ByteFallback"},
         replace,
+        {"type": "Sequence", "decoders": []},
         {"type": "Sequence", "decoders": [replace, {"type": "Fuse"}]},
         {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": "a", "start": 3, "stop": 0}]},
         {"type": "Metaspace", "replacement": "\u2581", "add_prefix_space": True, "prepend_scheme": "always"},
