@@ -13,7 +13,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const json *v = json_parse(&a, (str){(const char *)data, size}, limits, &e);
     if (!v && (e.code != TOKA_E_INPUT || !strstr(e.msg, "JSON: "))) abort();
     if (v) {
-        json_rewrite(&b, v);
+        json_put_value(&b, v);
         const json *w = json_parse(&a, buf_view(&b), limits, &e);
         if (!w || !json_same(v, w)) abort();
     }

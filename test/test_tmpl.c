@@ -35,7 +35,7 @@ static void tmpl_golden_context(buf *b, const json *row, const json *context) {
     json_put_key(b, "tools"), json_put_null(b), json_put_key(b, "documents"), json_put_null(b);
     json_put_key(b, "bos_token"), json_put_str(b, json_str(json_get(row, "bos_token")));
     json_put_key(b, "eos_token"), json_put_str(b, json_str(json_get(row, "eos_token")));
-    JSON_MEMBERS(key, context) json_put_str(b, json_str(key)), buf_char(b, ':'), json_rewrite(b, key + 1);
+    JSON_MEMBERS(key, context) json_put_str(b, json_str(key)), buf_char(b, ':'), json_put_value(b, key + 1);
     json_put_close(b, '}');
 }
 
@@ -96,7 +96,7 @@ static void test_tmpl_cases(void) {
     const json *table = json_parse(&a, text, json_trusted, &e);
     buf context = {0};
     CHECK_MSG(table, "%s", e.msg);
-    if (table) json_rewrite(&context, json_get(table, "context"));
+    if (table) json_put_value(&context, json_get(table, "context"));
     int n = 0;
     if (table) JSON_EACH(it, json_get(table, "cases")) {
         buf out = {0};
