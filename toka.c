@@ -1651,8 +1651,7 @@ struct tok {
     tok_index keys, names;
     tok_merge *merges;
     uint32_t merge_mask;
-    uint64_t *joins; /* set of pairs of characters that some merge puts side by side; NULL: not to be cut there */
-    uint32_t join_mask;
+    uint64_t *joins; /* [merge_mask + 1] set of pairs of characters that some merge puts side by side; NULL: cut nowhere */
     tok_slot *slots;
 
     tok_added *added;
@@ -1725,8 +1724,8 @@ static uint32_t tok_rank(const tok *t, int32_t a, int32_t b, int32_t *id) { /* U
 
 static uint64_t *tok_join_place(const tok *t, uint32_t a, uint32_t b) {
     uint64_t key = ((uint64_t)a << 32 | b) + 1;
-    uint32_t i = (uint32_t)(key * 0x9E3779B97F4A7C15u >> 32) & t->join_mask;
-    while (t->joins[i] && t->joins[i] != key) i = (i + 1) & t->join_mask;
+    uint32_t i = (uint32_t)(key * 0x9E3779B97F4A7C15u >> 32) & t->merge_mask;
+    while (t->joins[i] && t->joins[i] != key) i = (i + 1) & t->merge_mask;
     return &t->joins[i];
 }
 
@@ -2379,8 +2378,7 @@ static int tok_load_merges(tok *t, const json *merges, toka_err *e) {
     t->merges = mem_alloc(((size_t)t->merge_mask + 1) * sizeof *t->merges);
     memset(t->merges, 0xFF, ((size_t)t->merge_mask + 1) * sizeof *t->merges);
     bool joins = !t->byte_level && !t->ignore_merges && (t->all_bytes || t->unk >= 0); /* else characters may vanish */
-    t->join_mask = t->merge_mask;
-    if (joins) t->joins = mem_zalloc(((size_t)t->join_mask + 1) * sizeof *t->joins);
+    if (joins) t->joins = mem_zalloc(((size_t)t->merge_mask + 1) * sizeof *t->joins);
     uint32_t rank = 0;
     buf both = {0};
     JSON_EACH(m, merges) {
