@@ -226,7 +226,7 @@ struct toka_device {
     size_t kv_layer;         /* elements of one layer */
     bf16 *xn, *qkv, *act;    /* scratch: [T][E] normed rows, [T][(H+2K)*D], [T][F] */
     float *squares;          /* scratch: [FOLD_ROWS][E/16] */
-    bool folded;             /* the op before has left what the norm of the next one needs (chapter 5) */
+    bool folded;             /* the op before has left what the norm of the next one needs (chapter 4) */
     stage up;
     step_rows rows;
     int *last;               /* [n_slots] the id drawn last for each slot */
@@ -1390,8 +1390,8 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  * partial sums from the others' registers, adds them in order of K and runs the epilogue on them. One unit per cluster.
  *
  * FLOPs 2MNK; L2 to shared memory (128 + BN/mc) K 2 bytes per tile. Any M >= 1; N a multiple of 8 (EPI_SWIGLU 16), K of 8: TMA
- * reads zeros beyond the edges and stores nothing there. Grid: min(units, multiprocessors / cluster) clusters; block 384; shared:
- * gemm_smem.
+ * reads zeros beyond the edges and stores nothing there. Grid: min(units, multiprocessors / cluster) clusters, or with SPLIT > 1
+ * one for each unit; block 384; shared: gemm_smem.
  *
  * Measured on an H100, 2026-11-21, clocks per block of K: BN 128 505 to 530 (tensor cores alone 512), BN 256 1,020 to 1,040
  * (1,024). A launch costs about 3 us around that: 0.6 until the kernel ahead is seen to have ended, 1.2 for the first x, the
@@ -2743,7 +2743,7 @@ typedef struct attn_item {
     int q0;             /* queries row*G + g, for every kv head ... */
     short nq, skip;     /* ... so many; the positions kv0 .. kv0+skip-1 are another span's */
     int kv0, kv1;       /* positions; kv0 is a multiple of B */
-    int page0;          /* of attn_plan.pages, page of kv0 */
+    int page0;          /* of attn_plan.dev_pages, page of kv0 */
     int pos_lo, pos_hi; /* lowest and highest position of the rows */
     int where;          /* ATTN_SEED: begin with the rows' state; ATTN_TO_O, ATTN_TO_STATE, or slot << ATTN_SLOT of part_o; of
                          * attn_both: number << ATTN_SLOT of the first row's own item */
@@ -5351,7 +5351,8 @@ template <int UNROLL> __device__ static inline bool samp_add_up(const float (&v)
 __device__ static inline int samp_column(int i) { return i / 2 * 8 + i % 2; }
 
 /* Any v. Rare ones are worked over in a copy, so that v itself, which may be accumulators of wgmma, is only read: else the
- * compiler would keep another 64 registers. */
+ * compiler would keep another 64 registers. The copy, and sums of eight where loops are not unrolled, are the stack frame of 320
+ * bytes that ptxas reports for kernels which inline this; only those rare ones touch it. */
 __device__ static inline samp_group samp_sums(const float (&v)[SAMP_OWN], float scale) {
     samp_group g;
     g.down = 0, g.rough = !samp_add_up<8>(v, scale, g);
