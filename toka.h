@@ -58,14 +58,15 @@ typedef struct toka_options {
     const char *models_file;    /* models.txt, to resolve names; NULL: beside the program, or ./models.txt */
     const char *chat_template;  /* file with a Jinja template that replaces the model's own, or NULL */
     const char *device;         /* "auto", "cpu" or "cuda" */
-    int n_threads;              /* CPU backend's threads; 0: one a core */
+    int n_threads;              /* CPU backend's threads, of all its devices together, at most 1,024; 0: one a core */
     int max_model_len;          /* longest sequence, tokens; 0: the model's own limit, lowered to what memory holds */
     int max_num_batched_tokens; /* most tokens in one forward step; 0: chosen by the backend */
     int max_num_seqs;           /* most sequences running at once; 0: chosen by the backend */
     int tensor_parallel_size;   /* devices that share each layer's heads and columns and the vocabulary; 0: 1 */
     int pipeline_parallel_size; /* stages, each with some of the layers, on devices of their own; 0: 1 */
-    int data_parallel_size;     /* replicas of the model, each with devices, KV cache and running sequences of its own; 0: 1 */
-    int64_t kv_tokens;          /* tokens that the KV cache holds; 0: as many as memory allows */
+    int data_parallel_size;     /* replicas of the model, each with devices, steps, running sequences and a KV cache of its own,
+                                   of the sizes given here; 0: 1 */
+    int64_t kv_tokens;          /* tokens that the KV cache holds, 2 or more; 0: as many as memory allows */
     bool no_prefix_caching;     /* no pages and no attention are shared, neither among samples nor among equal beginnings: every
                                    sample computes its whole prompt. Results are the same; it is there to measure what sharing
                                    saves */
@@ -128,8 +129,8 @@ typedef struct toka_sampling {
     float min_p;                /* in [0,1]; 0: off */
     int top_k;                  /* 0 or -1: off */
     float repetition_penalty;   /* > 0; 1: off; over prompt and output */
-    float presence_penalty;     /* 0: off; over the output */
-    float frequency_penalty;    /* 0: off; over the output */
+    float presence_penalty;     /* -2 to 2; 0: off; over the output */
+    float frequency_penalty;    /* -2 to 2; 0: off; over the output */
     uint64_t seed;              /* the draw is a pure function of (seed, sample index, position) */
     int max_tokens;             /* output tokens at most; 0, or more than that: what max_model_len leaves */
     int min_tokens;             /* no end token and no stop before this many */
@@ -137,10 +138,11 @@ typedef struct toka_sampling {
     int logprobs;               /* top-k log-probabilities per token, 0: only the chosen token's; at most TOKA_MAX_LOGPROBS */
     const int32_t *stop_ids;    /* end after any of these ids */
     int n_stop_ids;
-    const char *const *stop;    /* end when any of these texts appears, also across token borders */
+    const char *const *stop;    /* end when any of these texts appears, also across token borders; at most 256, of 1 to 4,096
+                                   bytes */
     int n_stop;
     int include_stop;           /* the stop string itself stays in the text */
-    const int32_t *bias_ids;    /* logit_bias: bias_values[i] is added to logit bias_ids[i] */
+    const int32_t *bias_ids;    /* logit_bias: bias_values[i], -100 to 100, is added to logit bias_ids[i] */
     const float *bias_values;
     int n_bias;
     const int32_t *allowed_ids; /* only these ids may be drawn; n_allowed 0: all */
@@ -159,7 +161,7 @@ typedef struct toka_request {
     int text_flags;
     const int32_t *ids; /* ... or as ids, if not NULL */
     size_t n_ids;
-    int n; /* samples of this prompt, numbered from 0; 0: none, with prompt_logprobs */
+    int n; /* samples of this prompt, numbered from 0, at most 1 << 20; 0: none, with prompt_logprobs */
     toka_sampling sampling;
     int prompt_logprobs;   /* an event of sample TOKA_PROMPT for each token of the prompt, in order, before sample 0's first; that
                               sample computes its whole prompt, whatever of it is in the prefix tree */
@@ -255,8 +257,8 @@ toka_stats toka_get_stats(toka *t);
  * Errors and threads as toka_generate's. */
 int toka_score(toka *t, const int32_t *ids, size_t n_ids, float *logprobs, toka_err *e);
 
-/* main() of the toka program. Returns the exit status: 0, 1, 2, or 130 after Ctrl-C. Installs handlers for SIGINT, SIGTERM,
- * SIGPIPE and SIGBUS, so it is for programs that are nothing else. */
+/* main() of the toka program. Returns the exit status: 0, 1, 2, or 130 after Ctrl-C. Installs handlers for SIGINT, SIGTERM
+ * and SIGBUS and ignores SIGPIPE and SIGXFSZ, so it is for programs that are nothing else. */
 int toka_main(int argc, char **argv);
 
 /* ============================================================================================================= */
