@@ -18881,8 +18881,8 @@ static plan_rank plan_rank_of(const plan_ask *a, int tp, int pp, int stage, int 
     toka_shape *s = &p.shape;
     mf_range layers = mf_stage(all, stage, pp);
     mf_part part;
-    int code = mf_part_of(all, r, tp, &part, &(toka_err){0});
-    assert(!code);
+    const int code = mf_part_of(all, r, tp, &part, &(toka_err){0});
+    assert(!code), (void)code;
     p.l0 = layers.from, s->L = layers.n;
     s->H = part.H.n, s->K = part.K.n, s->F = part.F.n, s->V = part.V.n;
     toka_layer layer = plan_layer(a->model, s);

@@ -56,6 +56,7 @@ build_tests() {
     step "build.sh builds ./toka without a warning" ./build.sh
     step "build.sh leaves nothing but the binary" only_the_binary
     step "toka.c compiles alone as a library" $CC $WARN -O2 -c toka.c -o $B/toka.o
+    step "and without asserts" $CC $WARN -O2 -DNDEBUG -fsyntax-only toka.c
     step "a program that only includes toka.h links it" $CC $WARN -I. test/example.c $B/toka.o -lm -lpthread -o $B/example
     step "and runs" $B/example test/model "Tom has 12 apples."
     if command -v clang >/dev/null; then
