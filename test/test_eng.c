@@ -1035,9 +1035,18 @@ static void test_score_edges(void) {
 }
 
 static atomic_int eng_n_ended;
+static atomic_bool eng_held, eng_stands; /* the driver is to stand still in an event, however little time the test gets; it does */
 static int eng_count_ends(void *user, const toka_event *ev) {
     (void)user;
+    for (; eng_held; eng_stands = true) usleep(100);
+    eng_stands = false;
     if (ev->finish != TOKA_RUNNING) atomic_fetch_add(&eng_n_ended, 1);
+    return 0;
+}
+static int eng_hold_at_end(void *user, const toka_event *ev) {
+    if (ev->finish == TOKA_RUNNING) return 0;
+    eng_held = true;
+    atomic_fetch_add((atomic_int *)user, 1);
     return 0;
 }
 
@@ -1051,12 +1060,21 @@ static void test_score_does_not_wait(void) {
     pthread_t driver;
     toka_request r = toka_request_default();
     r.ids = prompt, r.n_ids = 4, r.n = 6, r.sampling = eng_greedy(t->shape.max_len - 4), r.sampling.ignore_eos = 1;
+    atomic_int n_scored = 0;
     eng_n_ended = 0;
+    eng_held = true;
     CHECK(!toka_submit(t, &r, eng_count_ends, NULL, &id, &e));
     CHECK(!pthread_create(&driver, NULL, eng_run_forever, t));
-    for (int i = 0; i < 5; i++) CHECK(!toka_score(t, prompt, 6, lp, &e));
+    for (int i = 0; i < 5; i++) {
+        while (!eng_stands && eng_n_ended < 6) usleep(100);
+        toka_request score = {.ids = prompt, .n_ids = 6, .prompt_logprobs = 1, .sampling = {.top_p = 1, .repetition_penalty = 1}};
+        int64_t unused;
+        CHECK(!toka_submit(t, &score, eng_hold_at_end, &n_scored, &unused, &e));
+        for (eng_held = false; n_scored <= i;) usleep(100);
+    }
     CHECK_MSG(eng_n_ended == 0, "%d samples ended before the score", (int)eng_n_ended);
     toka_cancel(t, id);
+    eng_held = false;
     CHECK(!toka_score(t, prompt, 6, lp, &e));
     toka_stop(t);
     CHECK(!pthread_join(driver, NULL));

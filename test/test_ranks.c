@@ -467,7 +467,7 @@ static void rk_check_lost(rk_world *w, const rk_lost *l) {
     double t0 = os_now();
     rk_start(w, l->tp, l->pp, g, ranks, &a);
     for (int i = 0; i < n; i++) pthread_join(ranks[i].thread, NULL);
-    CHECK_MSG(os_now() - t0 < 20, "took %g s", os_now() - t0);
+    CHECK_MSG(os_now() - t0 < 100, "took %g s", os_now() - t0);
     snprintf(want, sizeof want, "rank %d (stage %d, tensor rank %d) has not moved for 2 s, last seen in %s;", l->who, l->who / l->tp,
              l->who % l->tp, l->last);
     if (l->waiting) snprintf(end, sizeof end, " waits for it in %s", l->waiting);
@@ -573,7 +573,7 @@ static void test_ranks_abort(void) {
         double t0 = os_now();
         toka_cpu.group_abort(g);
         for (int i = 0; i < 4; i++) pthread_join(ranks[i].thread, NULL);
-        CHECK(os_now() - t0 < 5);
+        CHECK(os_now() - t0 < CPU_PATIENCE / 2); /* nobody sat it out */
         for (int i = 0; i < 4; i++) {
             char want[64];
             snprintf(want, sizeof want, "told to end; rank %d (stage %d, tensor rank %d) was in ", i, i / 2, i % 2);
