@@ -8374,7 +8374,7 @@ static void batch_even(batch *b, const sched *s, int n, int n_before, int64_t me
         if (!x->n_rows || x->is_chunk) continue;
         const int least = b->lane[q] + MIN(b->stages - n_before, 0);
         const int64_t c = batch_decode_cost(b->weight, x);
-        int k = MIN(MAX((int)b->lane[q], least), n - 1);
+        int k = MIN((int)b->lane[q], n - 1);
         if (next[k] >= c) next[k++] -= c;
         else if (before[k] >= c && (k > least || pays[k])) before[k--] -= c;
         b->lane[q] = (uint8_t)k, cost[k] += c;
@@ -8665,7 +8665,7 @@ static void batch_split(batch *b, batch_parts *p, const batch_step *d) {
  *   - A drawn id has a positive probability; sums are in double, a probability is off by less than 1e-11 of itself.
  *   - No malloc, no state: the row is worked on in place, stack use stays under 100 KB. Any number of threads.
  *   - When nothing may be drawn (every logit is -inf after step 2) the pick is the lowest id that is allowed and not
- *     forbidden, with sampled_logprob 0.
+ *     forbidden, with sampled_logprob 0 and logprob -inf.
  * logprob is of the raw logits (step 1), -inf where the logit is. Step 2 overwrites a raw logit; for the picked id it is
  * recomputed by undoing the adjustments, exact to the rounding of the adjusted logit (4e-6 when |logit| < 64).
  * sampled_logprob is of the distribution drawn from (after step 4); a greedy pick has 0, the logarithm of 1; a forced id,
