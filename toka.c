@@ -6804,7 +6804,6 @@ typedef struct kv_cache {
     kv_seq *seqs;      /* [n_seqs + 1]; the last one is both ends of the order */
     int *table;        /* [n_seqs][stride] */
     int64_t tick;
-    int64_t n_evicted; /* since kv_init */
 } kv_cache;
 
 static void kv_free(kv_cache *k) {
@@ -6919,7 +6918,7 @@ static int kv_take(kv_cache *k) {
         assert(p != k->root);
         kv_lru_cut(k, p);
         kv_leave(k, p);
-        k->n_cached--, k->n_evicted++;
+        k->n_cached--;
     }
     k->pages[p].ref = 1, k->pages[p].ready = false;
     return p;
@@ -8231,10 +8230,9 @@ typedef struct batch_item { /* rows that a sequence has in one part */
     int lcp; /* leading pages that all its rows and those of the item before it in this lane see */
 } batch_item;
 
-typedef struct batch_part { /* rows row0 .. row0+T-1 of a step, of sequences seq[seq0] .. seq[seq0+n_seq-1] */
+typedef struct batch_part { /* rows row0 .. row0+T-1 of a step */
     toka_step step; /* its arrays are views of the whole step's; spans and out are copies with rows counted from row0 */
-    int row0, seq0, n_seq;
-    int out0; /* rows of out in the parts before it */
+    int row0, out0; /* out0: rows of out in the parts before it */
 } batch_part;
 
 typedef struct batch_parts {
@@ -8587,12 +8585,12 @@ static batch_part batch_part_of(const batch_step *d, toka_span *spans, int e, in
     const toka_step *s = &d->step;
     const toka_span *own = s->spans + s->n_spans - d->n_seq;
     const int row0 = d->row0[e], row_end = d->row0[end];
-    batch_part p = {.row0 = row0, .seq0 = e, .n_seq = end - e};
+    batch_part p = {.row0 = row0};
     p.step = (toka_step){.T = row_end - row0, .ids = s->ids + row0, .pos = s->pos + row0, .slot = s->slot + row0, .pages = s->pages,
                          .spans = spans};
     for (const toka_span *sp = s->spans; sp < own; sp++)
         if (sp->row0 >= row0 && sp->row0 < row_end) spans[p.step.n_spans++] = *sp;
-    memcpy(spans + p.step.n_spans, own + e, (size_t)p.n_seq * sizeof *spans), p.step.n_spans += p.n_seq;
+    memcpy(spans + p.step.n_spans, own + e, (size_t)(end - e) * sizeof *spans), p.step.n_spans += end - e;
     for (int i = 0; i < p.step.n_spans; i++) spans[i].row0 -= row0;
     return p;
 }

@@ -133,8 +133,7 @@ static void bt_check_parts(bt *t, const int *row_q, const uint64_t *mem, int32_t
         int end = row + a->step.T;
         CHECK(a->row0 == row && a->step.T > 0 && end <= d->step.T && a->step.number == ++number);
         CHECK(!memcmp(a->step.ids, d->ids + row, (size_t)a->step.T * sizeof *d->ids));
-        CHECK(d->seq[a->seq0] == row_q[row] && d->seq[a->seq0 + a->n_seq - 1] == row_q[end - 1] && a->n_seq > 0);
-        CHECK(d->row0[a->seq0 + a->n_seq] == end);
+        CHECK(d->seq[d->seq0[k]] == row_q[row] && d->seq[d->seq0[k + 1] - 1] == row_q[end - 1] && d->row0[d->seq0[k + 1]] == end);
         bt_check_spans(t, &a->step, row_q + row, mem, device);
         bt_check_outs(t, a), bt_check_needs(t, a);
         row = end;
