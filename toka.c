@@ -890,6 +890,7 @@ static void json_put_num(buf *b, double f, bool is_float) {
 
 /* A value that was read, as text again. Recursion is as deep as the reader's limits let it be. */
 static void json_put_value(buf *b, const json *v) {
+    const size_t from = b->n;
     switch (v->type) {
     case JSON_NULL: json_put_null(b); break;
     case JSON_FALSE: json_put_bool(b, false); break;
@@ -898,6 +899,7 @@ static void json_put_value(buf *b, const json *v) {
     case JSON_NUMBER:
         if (v->exact) json_put_int(b, v->i);
         else json_put_num(b, v->f, false);
+        if (!v->exact && !strpbrk(b->p + from, ".e")) buf_c(b, ".0"); /* 1.0 stays one that was not written as an integer */
         break;
     case JSON_ARRAY:
         json_put_open(b, '[');

@@ -245,6 +245,9 @@ static void test_api_context(void) {
                       "\"add_generation_prompt\":false}");
     api_check_context("{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"tools\":[]}",
                       "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"add_generation_prompt\":true}");
+    api_check_context("{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"tools\":[{\"a\":1.0,\"b\":[0.0,-0.0,1e2,1],\"c\":0.5,\"d\":1E20}]}",
+                      "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"add_generation_prompt\":true,\"tools\":[{\"a\":1.0,"
+                      "\"b\":[0.0,-0.0,100.0,1],\"c\":0.5,\"d\":1e+20}]}"); /* 1.0 is another text than 1 */
     /* what clients send back of an answer */
     api_check_context("{\"messages\":[{\"role\":\"assistant\",\"content\":\"a\",\"refusal\":null,\"tool_calls\":null},"
                       "{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[]},{\"role\":\"assistant\",\"tool_calls\":["
