@@ -4708,7 +4708,7 @@ static bool tmpl_apply_test(tmpl_run *r, str name, const tmpl_args *c, tval *out
     if (str_is(name, "sameas") && self.type != c->pos[0].type) return *out = tv_bool(false), true;
     if (comparison >= 0) return tmpl_binary(r, ops[comparison], self, c->pos[0], out);
     if (!tmpl_binary(r, '%', self, division == 2 ? c->pos[0] : tv_int(2), &rest)) return false;
-    return *out = tv_bool(tv_true(rest) == (division == 1)), true;
+    return *out = tv_bool(tv_double(rest) == (division == 1)), true;
 }
 
 /* ---- Global functions ---- */
