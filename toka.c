@@ -4460,7 +4460,8 @@ static bool tmpl_f_number(tmpl_run *r, tmpl_args *c, tval *out) { /* default; op
  * the render. A chain of scopes holds the variables of loop bodies, macros and blocks; a value cannot be changed.
  *
  * Not as in Python: map, select and the like work at once, not when walked; loop.last and loop.length put the condition of
- * the loop to all that is left; letter case is known for ASCII and Latin-1; only `+` knows of safe texts.
+ * the loop to all that is left; letter case is known for ASCII and Latin-1; only `+` knows of safe texts; a variable of the
+ * context is there until the template's level sets one of its name (Jinja has none in loops and macros before that).
  * =========================================================================== */
 
 typedef struct tmpl_var {
@@ -13845,7 +13846,7 @@ static void api_put_chat_logprobs(api_call *c, const api_tokens *t, buf *b) {
 
 /* vLLM's form: [null, {"ID":{"logprob":..,"rank":..,"decoded_token":".."} ..} ..], the token itself first. rank: 1 is the most
  * likely; null where it is behind the alternatives. */
-static void api_put_prompt_logprobs(api_call *c, const api_tokens *t, int n_top, buf *b) {
+static void api_put_prompt_logprobs(api_call *c, const api_tokens *t, buf *b) {
     json_put_key(b, "prompt_logprobs"), json_put_open(b, '[');
     for (size_t i = 0; i < api_tokens_n(t); i++) {
         const api_token *self = api_token_at(t, i, 0);
@@ -13855,7 +13856,7 @@ static void api_put_prompt_logprobs(api_call *c, const api_tokens *t, int n_top,
         else json_put_open(b, '{');
         for (int k = 1; k <= t->n_top && !rank; k++)
             if (api_token_at(t, i, (size_t)k)->id == self->id) rank = k;
-        for (int k = 0; i && k <= n_top; k++) {
+        for (int k = 0; i && k <= t->n_top; k++) {
             const api_token *v = api_token_at(t, i, (size_t)k);
             if (v->id < 0 || (k && k == rank)) continue;
             json_comma(b), buf_printf(b, "\"%d\":{", (int)v->id);
@@ -13958,7 +13959,7 @@ static void api_put_prompt(api_call *c, api_part *p, buf *b) {
         return;
     }
     if (c->want_ids) api_put_ids(b, "prompt_token_ids", p->prompt.p, p->prompt.n);
-    if (c->want_prompt_logprobs) api_put_prompt_logprobs(c, &p->scored, MIN(c->n_prompt_top, p->scored.n_top), b);
+    if (c->want_prompt_logprobs) api_put_prompt_logprobs(c, &p->scored, b);
 }
 
 static void api_put_choice(api_call *c, int index, buf *b) {
