@@ -224,8 +224,11 @@ __attribute__((format(printf, 3, 4))) static int fail(toka_err *e, int code, con
     e->code = code;
     vsnprintf(e->msg, sizeof e->msg, fmt, ap);
     va_end(ap);
-    for (char *c = e->msg; *c; c++)
-        if ((unsigned char)*c < 0x20 || *c == 0x7F) *c = '?'; /* a name out of a hostile file must not steer a terminal */
+    for (unsigned char *c = (unsigned char *)e->msg; *c; c++) { /* a name out of a hostile file must not steer a terminal */
+        bool c1 = c[0] == 0xC2 && c[1] >= 0x80 && c[1] < 0xA0; /* U+0080 .. U+009F, as two bytes */
+        if (c1) *c++ = '?';
+        if (c1 || *c < 0x20 || *c == 0x7F) *c = '?';
+    }
     return code;
 }
 

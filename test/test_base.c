@@ -1,4 +1,11 @@
-/* test_base.c - the OS shell: why a thread could not be started, and waits that the wall clock does not reach. */
+/* test_base.c - messages that steer no terminal; the OS shell: why a thread could not be started, and waits that the wall clock does
+ * not reach. */
+
+static void base_test_message(void) {
+    toka_err e;
+    fail(&e, TOKA_E_USE, "%s", "a\x1B[2J\x7F\n\xC2\x9B" "2J\xC2\x80|\xC3\x9B\xC2\xA0\xE2\x82\xAC\xC2"); /* U+009B is CSI: ESC [ */
+    CHECK_MSG(!strcmp(e.msg, "a?[2J????2J??|\xC3\x9B\xC2\xA0\xE2\x82\xAC\xC2"), "%s", e.msg);
+}
 
 static void *base_thread(void *arg) { return arg; }
 
@@ -32,4 +39,5 @@ static void base_test_wait(void) {
 }
 
 static const struct test base_tests[] = {
-    {"os: a thread that cannot start", base_test_thread}, {"os: a wait with an end", base_test_wait}, {NULL, NULL}};
+    {"base: a message's control characters", base_test_message}, {"os: a thread that cannot start", base_test_thread},
+    {"os: a wait with an end", base_test_wait}, {NULL, NULL}};
