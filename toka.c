@@ -2250,6 +2250,12 @@ static bool tok_unmap(str s, buf *out) {
     return true;
 }
 
+/* Appends what encode matches for a token of this text; false: nothing. */
+static bool tok_key(const tok *t, str text, buf *out) {
+    if (t->byte_level) return tok_unmap(text, out);
+    return buf_str(out, text), true;
+}
+
 /* model.vocab: every id is a number within limits. *largest: of them (-1 before), *bytes: all contents together. */
 static int tok_check_vocab(const json *vocab, int64_t *largest, size_t *bytes, toka_err *e) {
     if (!json_is(vocab, JSON_OBJECT)) return TOK_FAIL("model.vocab: an object was expected");
@@ -2282,9 +2288,8 @@ static int tok_load_vocab(tok *t, const json *vocab, const json *added, toka_err
         size_t from = raw.n;
         if (t->flag[id]) return TOK_FAIL("model.vocab: id %d stands there twice", id);
         t->flag[id] = TOK_KNOWN;
-        bool mapped = !t->byte_level || tok_unmap(json_str(key), &raw);
-        if (!mapped) raw.n = from;
-        if (!mapped || !t->byte_level) buf_str(&raw, json_str(key));
+        bool mapped = tok_key(t, json_str(key), &raw);
+        if (!mapped) raw.n = from, buf_str(&raw, json_str(key));
         t->text[id] = (str){raw.p + from, raw.n - from};
         (mapped ? t->key : t->name)[id] = t->text[id];
         if (!tok_index_add(mapped ? &t->keys : &t->names, id))
@@ -2296,9 +2301,8 @@ static int tok_load_vocab(tok *t, const json *vocab, const json *added, toka_err
 /* Id of a token's exact content, added tokens first; -1: none. */
 static int32_t tok_id(const tok *t, str content) {
     int32_t id = tok_find(&t->names, content);
-    if (id >= 0 || !t->byte_level) return id >= 0 ? id : tok_find(&t->keys, content);
     buf raw = {0};
-    if (tok_unmap(content, &raw)) id = tok_find(&t->keys, buf_view(&raw));
+    if (id < 0 && tok_key(t, content, &raw)) id = tok_find(&t->keys, buf_view(&raw));
     buf_free(&raw);
     return id;
 }
@@ -2356,10 +2360,9 @@ static int tok_merge_parts(const tok *t, const json *m, uint32_t rank, buf *both
         a = str_sub(line, 0, at), b = str_sub(line, at + 1, line.n);
     }
     buf_clear(both);
-    bool known = t->byte_level ? tok_unmap(a, both) : (buf_str(both, a), true);
+    bool known = tok_key(t, a, both);
     *cut = both->n;
-    known = known && (t->byte_level ? tok_unmap(b, both) : (buf_str(both, b), true));
-    if (!known) return TOK_FAIL("model.merges[%u]: a part is not in the vocabulary", rank);
+    if (!known || !tok_key(t, b, both)) return TOK_FAIL("model.merges[%u]: a part is not in the vocabulary", rank);
     return 0;
 }
 

@@ -1,5 +1,5 @@
-/* test_base.c - messages that steer no terminal; the OS shell: why a thread could not be started, and waits that the wall clock does
- * not reach. */
+/* test_base.c - messages that steer no terminal; the OS shell: why a thread could not be started, and waits that the wall clock
+ * does not reach. */
 
 static void base_test_message(void) {
     toka_err e;

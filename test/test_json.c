@@ -358,9 +358,10 @@ static double json_seconds(str s) { /* to parse it */
 static void test_json_linear(void) {
     static const struct {
         const char *head, *unit, *tail;
-    } shapes[] = {{"[0", ",0", "]"}, {"[0", ",[]", "]"}, {"{\"a\":0", ",\"a\":\"b\"", "}"}, {"[0", ",\"\\n\"", "]"}, {"\"", "a", "\""},
-                  {"\"", "\\n", "\""}, {"\"", "\\ud83d\\ude00", "\""}, {"\"", "\\ud83d", "\""}, {"\"\\n", "\xC3\xA9", "\""},
-                  {"\"", "\xF0\x9F\xA6\x99", "\""}, {"[", " ", "]"}, {"0.", "1", ""}, {"0.", "0", "1"}, {"[0", ",1e9", "]"}};
+    } shapes[] = {{"[0", ",0", "]"}, {"[0", ",[]", "]"}, {"{\"a\":0", ",\"a\":\"b\"", "}"}, {"[0", ",\"\\n\"", "]"},
+                  {"\"", "a", "\""}, {"\"", "\\n", "\""}, {"\"", "\\ud83d\\ude00", "\""}, {"\"", "\\ud83d", "\""},
+                  {"\"\\n", "\xC3\xA9", "\""}, {"\"", "\xF0\x9F\xA6\x99", "\""},
+                  {"[", " ", "]"}, {"0.", "1", ""}, {"0.", "0", "1"}, {"[0", ",1e9", "]"}};
     for (int i = 0; i < COUNT(shapes); i++) {
         buf text[2] = {{0}, {0}};
         double best[2] = {1e9, 1e9};
@@ -371,7 +372,8 @@ static void test_json_linear(void) {
             buf_c(b, shapes[i].tail);
             best[k % 2] = MIN(best[k % 2], json_seconds(buf_view(b)));
         }
-        CHECK_MSG(best[1] < 32 * best[0] + 0.005, "%s%s..: %.4f s, eight times: %.4f s", shapes[i].head, shapes[i].unit, best[0], best[1]);
+        CHECK_MSG(best[1] < 32 * best[0] + 0.005, "%s%s..: %.4f s, eight times: %.4f s", shapes[i].head, shapes[i].unit, best[0],
+                  best[1]);
         buf_free(&text[0]), buf_free(&text[1]);
     }
 }
