@@ -16787,8 +16787,9 @@ static const char srv_page[] =
  *                                                engine: srv_on_event: api_pack, nothing else --> ready list
  *     loop (31) <--dirty list <----------------- worker: srv_continue: api_feed, api_finish
  *
- * The loop never parses JSON, waits or touches a disk; the engine's thread never makes text. A call is with at most one worker at
- * a time. Between the threads there is one lock, held for a few pointers at a time.
+ * The loop never parses JSON or waits, and touches a disk only to send a file or to drop an upload that broke off; the engine's
+ * thread never makes text. A call is with at most one worker at a time. Between the threads there is one lock, held for a few
+ * pointers at a time.
  *
  * What always holds:
  *   - srv.lock guards the lists, the metrics and the fields of a call marked (lock); a call is freed when its last reference
