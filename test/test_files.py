@@ -22,9 +22,14 @@ def client(server, **more):
     return openai.OpenAI(base_url=f"http://127.0.0.1:{server.address[1]}/v1", api_key="none", max_retries=0, **more)
 
 
-def lines(n, tokens=3, endpoint="/v1/completions", **body):
-    return "".join(json.dumps({"custom_id": f"r{i}", "method": "POST", "url": endpoint,
+def lines(n, tokens=3, endpoint="/v1/completions", name="r", **body):
+    return "".join(json.dumps({"custom_id": f"{name}{i}", "method": "POST", "url": endpoint,
                                "body": {"prompt": f"Tom has {i}", "max_tokens": tokens, "temperature": 1, **body}}) + "\n" for i in range(n))
+
+
+def endless(n=10_000):
+    """Requests of which some are soon answered, and the rest are not before the test is over."""
+    return lines(20, 1) + lines(n - 20, 500, name="long", ignore_eos=True)
 
 
 def start(api, text, endpoint="/v1/completions", window="24h", **more):
@@ -32,13 +37,21 @@ def start(api, text, endpoint="/v1/completions", window="24h", **more):
     return api.batches.create(input_file_id=f.id, endpoint=endpoint, completion_window=window, **more)
 
 
-def wait(api, batch, until=("completed", "failed", "cancelled", "expired"), seconds=120):
-    end = time.time() + seconds
-    while batch.status not in until:
-        assert time.time() < end, batch
+def wait(api, batch, until=lambda b: b.status in ("completed", "failed", "cancelled", "expired")):
+    """However long it takes: a batch that does not get on for two minutes has failed, whatever the machine."""
+    moved, seen = time.time(), None
+    while not until(batch):
+        if seen != (seen := (batch.status, batch.request_counts)):
+            moved = time.time()
+        assert time.time() < moved + 120, batch
         time.sleep(0.03)
         batch = api.batches.retrieve(batch.id)
     return batch
+
+
+def begin(api, batch):
+    """Until the first of its requests is answered."""
+    return wait(api, batch, lambda b: b.request_counts.completed)
 
 
 def results(api, file_id):
@@ -122,28 +135,24 @@ def test_killed_at_any_moment(tmp_path):
     text = lines(n, 2)
     with serve(tmp_path / "calm") as s:
         api = client(s)
-        b = wait(api, start(api, text), seconds=300)
+        b = wait(api, start(api, text))
         assert counts(b) == (n, n, 0)
         calm = sorted(api.files.content(b.output_file_id).text.splitlines())
-    seen = 0
-    for kill in range(4):
-        with serve(tmp_path / "killed") as s:
+    seen = kills = runs = 0
+    while kills < 3:
+        with serve(tmp_path / f"killed{runs}") as s:
             api = client(s)
-            b = start(api, text) if not kill else api.batches.list().data[0]
-            if kill == 3:
-                break
+            b = api.batches.retrieve(b.id) if kills else start(api, text)
             goal = seen + n // 4 + rng.randrange(n // 20)
-            while b.request_counts.completed < goal:
-                assert b.status in ("validating", "in_progress") and s.p.poll() is None
-                time.sleep(0.01)
-                b = api.batches.retrieve(b.id)
+            b = wait(api, b, lambda b: b.request_counts.completed >= goal)
             s.p.send_signal(signal.SIGKILL)
             s.p.wait()
-            assert seen < b.request_counts.completed < n
-            seen = b.request_counts.completed
-    with serve(tmp_path / "killed") as s:
+        seen, kills = b.request_counts.completed, kills + 1
+        if seen >= n * 0.95:  # this process slept while the server did all of it: once more, in another folder
+            seen, kills, runs = 0, 0, runs + 1
+    with serve(tmp_path / f"killed{runs}") as s:
         api = client(s)
-        b = wait(api, api.batches.retrieve(b.id), seconds=300)
+        b = wait(api, api.batches.retrieve(b.id))
         assert b.status == "completed" and counts(b) == (n, n, 0) and b.error_file_id is None
         assert sorted(api.files.content(b.output_file_id).text.splitlines()) == calm
 
@@ -173,23 +182,37 @@ def test_killed_often(tmp_path):
 def test_ended_gracefully(tmp_path):
     with serve(tmp_path) as s:
         api = client(s)
-        b = start(api, lines(3000))
-        while not b.request_counts.completed:
-            b = api.batches.retrieve(b.id)
-        began = time.time()
-        assert s.stop() == 0 and time.time() - began < 10  # it does not wait for the batch
+        b, long = start(api, lines(3000)), start(api, endless())
+        begin(api, b)
+        assert s.stop() == 0
     with serve(tmp_path) as s:
         api = client(s)
         b = wait(api, api.batches.retrieve(b.id))
         assert counts(b) == (3000, 3000, 0) and len({r["custom_id"] for r in results(api, b.output_file_id)}) == 3000
+        assert api.batches.cancel(long.id).status in ("cancelling", "cancelled")  # nobody waited for it
+
+
+def test_ended_while_it_looks_at_the_input(tmp_path):
+    """Half a line that it had read then is not a line that is wrong."""
+    n = 60_000
+    with serve(tmp_path) as s:
+        f = client(s).files.create(file=("in.jsonl", lines(n).encode()), purpose="batch")
+    for _ in range(4):
+        with serve(tmp_path) as s:
+            b = client(s).batches.create(input_file_id=f.id, endpoint="/v1/completions", completion_window="24h")
+            assert s.stop() == 0
+    with serve(tmp_path) as s:
+        api = client(s)
+        for b in api.batches.list():
+            assert b.status in ("validating", "in_progress") and b.errors is None
+            api.batches.cancel(b.id)
 
 
 def test_cancel(tmp_path):
     with serve(tmp_path) as s:
         api = client(s)
-        first, second = start(api, lines(10_000, 30)), start(api, lines(10))
-        while not first.request_counts.completed:
-            first = api.batches.retrieve(first.id)
+        first, second = start(api, endless()), start(api, lines(10))
+        first = begin(api, first)
         assert api.batches.retrieve(second.id).status == "validating"  # one at a time
         third = api.batches.cancel(start(api, lines(5)).id)
         assert third.status == "cancelled" and third.cancelling_at and third.cancelled_at and third.output_file_id is None
@@ -205,22 +228,22 @@ def test_cancel(tmp_path):
 
 
 def test_out_of_time(tmp_path):
-    n = 10_000
+    n, out, seconds = 10_000, [], 2
     with serve(tmp_path) as s:
         api = client(s)
-        b = wait(api, start(api, lines(n, 8, ignore_eos=True), window="4s"))
-        assert b.status == "expired" and b.expired_at >= b.expires_at == b.created_at + 4
-        out, err = results(api, b.output_file_id), results(api, b.error_file_id)
+        while not out and seconds < 1000:  # on a slow machine a first answer takes its time
+            seconds *= 2
+            b = wait(api, start(api, endless(n), window=f"{seconds}s"))
+            assert b.status == "expired" and b.expired_at >= b.expires_at == b.created_at + seconds
+            out, err = results(api, b.output_file_id), results(api, b.error_file_id)
         assert len(out) + len(err) == n == len({r["custom_id"] for r in out + err}) and counts(b) == (n, len(out), len(err))
         assert out and err and {(r["response"], r["error"]["code"]) for r in err} == {(None, "batch_expired")}
 
 
 def test_another_model(tmp_path):
-    with serve(tmp_path, "--served-model-name", "one") as s:
+    with serve(tmp_path, "--served-model-name", "one", env={"TOKA_DEBUG_STALL": "40"}) as s:  # so that it does not get to its end
         api = client(s)
-        b = start(api, lines(1500, 20))
-        while not b.request_counts.completed:
-            b = api.batches.retrieve(b.id)
+        b = begin(api, start(api, lines(1500, 20)))
         s.p.kill()
     with serve(tmp_path, "--served-model-name", "two") as s:  # it is not this model's
         api = client(s)
@@ -233,17 +256,12 @@ def test_another_model(tmp_path):
 def test_clients_that_wait_go_first(tmp_path):
     with serve(tmp_path) as s:
         api = client(s)
-        b = start(api, lines(5000, 60))
-        while not b.request_counts.completed:
-            b = api.batches.retrieve(b.id)
-        times = []
-        for i in range(5):
-            began = time.time()
+        text = "".join(lines(100, 1 + 37 * i % 80, name=f"r{i}-", ignore_eos=True) for i in range(40))  # places become free one by one
+        b = begin(api, start(api, text))
+        for i in range(15):  # behind those requests of the batch that the engine has, each would wait for a thousand
             api.completions.create(model="embedded", prompt="Tom", max_tokens=1)
-            times.append(time.time() - began)
         b = api.batches.retrieve(b.id)
-        assert b.status == "in_progress" and b.request_counts.completed < 5000
-        assert sorted(times)[2] < 5
+        assert b.status == "in_progress" and b.request_counts.completed < 4000
         api.batches.cancel(b.id)
 
 
