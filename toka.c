@@ -19384,7 +19384,9 @@ static void bs_draw_times(bs *b) {
     double rate = b->o->request_rate, sum = 0;
     if (!isfinite(rate)) return;
     for (int64_t i = 0; i < b->n; i++) b->requests[i].due = sum += isfinite(b->o->burstiness) ? bs_gamma(b, b->o->burstiness) : 1;
-    for (int64_t i = 0; i < b->n; i++) b->requests[i].due *= (double)b->n / rate / sum;
+    const bool drawn = sum > 0 && isfinite(sum); /* else all gaps are 0 or without end, by rounding: equal ones then */
+    for (int64_t i = 0; i < b->n; i++)
+        b->requests[i].due = drawn ? b->requests[i].due * ((double)b->n / rate / sum) : (double)(i + 1) / rate;
 }
 
 /* ---- Reading a response ---- */
@@ -19468,7 +19470,8 @@ static void bs_reply_free(bs_reply *r) {
 static int bs_resolve(bs *b, toka_err *e) {
     const char *url = b->o->base_url, *p = url;
     char port[8];
-    int n = b->o->port, code;
+    long n = b->o->port;
+    int code;
     snprintf(b->host, sizeof b->host, "%s", b->o->host);
     if (url) {
         bool plain = !strncmp(url, "http://", 7);
@@ -19478,15 +19481,15 @@ static int bs_resolve(bs *b, toka_err *e) {
             return fail(e, TOKA_E_USE, "--base-url: '%s', expected http://HOST[:PORT] (no TLS)", url);
         snprintf(b->host, sizeof b->host, "%.*s", (int)host, p);
         p += host;
-        if (*p == ':') n = (int)strtol(p + 1, (char **)(void *)&p, 10);
+        if (*p == ':') n = strtol(p + 1, (char **)(void *)&p, 10);
         size_t tail = strlen(p);
         while (tail && p[tail - 1] == '/') tail--;
         if ((*p && *p != '/') || tail >= sizeof b->prefix)
             return fail(e, TOKA_E_USE, "--base-url: '%s', expected http://HOST[:PORT] (no TLS)", url);
         snprintf(b->prefix, sizeof b->prefix, "%.*s", (int)tail, p);
     }
-    if (n < 1 || n > 65535) return fail(e, TOKA_E_USE, "port %d: expected 1 to 65535", n);
-    snprintf(port, sizeof port, "%d", n);
+    if (n < 1 || n > 65535) return fail(e, TOKA_E_USE, "port %ld: expected 1 to 65535", n);
+    snprintf(port, sizeof port, "%d", (int)n);
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *found = NULL;
     if ((code = getaddrinfo(b->host, port, &hints, &found))) return fail(e, TOKA_E_USE, "%s: %s", b->host, gai_strerror(code));
     memcpy(&b->address, found->ai_addr, found->ai_addrlen), b->address_bytes = found->ai_addrlen;
@@ -19610,11 +19613,17 @@ static int bs_random_prompts(bs *b, toka_err *e) {
                     o->input_len, o->output_len, o->prefix_len, r);
     if (!bs_is_chat(b)) bs_learn_vocabulary(b);
     bool text = !b->vocabulary.n;
+    const int64_t n = o->num_prompts ? o->num_prompts : 1000;
+    const double tokens = o->prefix_len + ceil(o->input_len * (1 + r)), ram = (double)os_ram_bytes();
+    const double bytes = 2 * (double)n * (sizeof(bs_request) + tokens * (text ? 9 : sizeof(int32_t))); /* what grows is copied */
+    if (bytes > ram)
+        return fail(e, TOKA_E_USE, "%lld prompts of up to %.0f tokens take %.0f GB of memory, there are %.0f", (long long)n,
+                    tokens, 1e-9 * bytes, 1e-9 * ram);
     size_t prefix_at = text ? b->texts.n : b->tokens.n;
-    for (int64_t i = 0; i < (o->num_prompts ? o->num_prompts : 1000); i++) {
+    for (int64_t i = 0; i < n; i++) {
         int64_t in = MAX(1, bs_between(b, (int64_t)floor(o->input_len * (1 - r)), (int64_t)ceil(o->input_len * (1 + r))));
         int64_t out = MAX(1, bs_between(b, (int64_t)floor(o->output_len * (1 - r)), (int64_t)ceil(o->output_len * (1 + r))));
-        bs_request *q = bs_add(b, (int)out);
+        bs_request *q = bs_add(b, (int)MIN(out, INT_MAX));
         q->text = text, q->at = text ? b->texts.n : b->tokens.n;
         if (text) {
             bs_put_words(b, o->prefix_len + in, &b->texts);
@@ -20169,6 +20178,7 @@ static int bs_read_extra(bs *b, toka_err *e) {
 static int bs_warm_up(bs *b, toka_err *e) { /* the first prompt, as often as asked for; it fails with the first that failed */
     int64_t n = b->n;
     bs_request first = b->requests[0];
+    first.due = 0;
     for (int i = 0; i < b->o->num_warmups; i++) *bs_add(b, 0) = first;
     b->n = n;
     int code = bs_run(b, n, n + b->o->num_warmups, e);
@@ -20195,7 +20205,9 @@ static int bs_prepare(bs *b, toka_err *e) {
     const int64_t most = b->o->num_prompts ? b->o->num_prompts : INT64_MAX;
     if (!code && b->o->dataset) code = run_dataset(b->o->dataset, most, b->o->interrupted, bs_dataset_line, b, e);
     if (!code && !b->o->dataset) code = bs_random_prompts(b, e);
-    if (!code && b->n > INT_MAX / 2) code = fail(e, TOKA_E_USE, "%lld requests, expected fewer", (long long)b->n);
+    const int64_t all = b->n + b->o->num_warmups;
+    if (!code && (all > INT_MAX / 2 || 2.0 * (double)all * sizeof(bs_request) > (double)os_ram_bytes()))
+        code = fail(e, TOKA_E_USE, "%lld requests, expected fewer", (long long)all);
     if (!code) bs_draw_times(b);
     return code;
 }

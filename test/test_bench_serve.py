@@ -3,6 +3,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import subprocess
 import threading
 import time
@@ -272,12 +273,26 @@ def test_waits_for_the_server():
     assert r.returncode == 2 and b"refused" in r.stderr and time.monotonic() - started < 5
 
 
+def test_warm_ups_do_not_wait_for_their_turn():
+    with Fake() as fake:
+        p = subprocess.Popen([TOKA, "bench", "serve", "--port", str(fake.port), "--num-prompts", "1", "--random-input-len", "5",
+                              "--request-rate", "0.0001", "--num-warmups", "2"], env=ENV, stderr=subprocess.PIPE)
+        end = time.monotonic() + 60
+        while len(fake.requests) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        p.send_signal(signal.SIGINT)
+        p.communicate()
+        assert p.returncode == 130 and len(fake.requests) == 2
+
+
 @pytest.mark.parametrize("args", [["--request-rate", "0"], ["--request-rate", "fast"], ["--burstiness", "0"], ["--goodput", "ttft"],
                                   ["--goodput", "itl:3"], ["--goodput", "ttft:x"], ["--percentile-metrics", "ttft,speed"],
                                   ["--metric-percentiles", "101"], ["--base-url", "https://x"], ["--base-url", "http://:1"],
                                   ["--base-url", "http://x:99999"], ["--port", "0"], ["--extra-body", "[1]"], ["--endpoint", "v1"],
                                   ["--random-range-ratio", "1"], ["--random-input-len", "0"], ["--max-concurrency", "-1"],
-                                  ["--dataset", "/nowhere"]])
+                                  ["--dataset", "/nowhere"], ["--base-url", "http://127.0.0.1:4294977506"],
+                                  ["--random-input-len", "2147483647"], ["--num-prompts", "2147483647"],
+                                  ["--num-prompts", "1", "--random-input-len", "1", "--num-warmups", "2147483647"]])
 def test_refused(args):
     with Fake() as fake:
         r = subprocess.run([TOKA, "bench", "serve", "--port", str(fake.port), *args], env=ENV, cwd=ROOT, capture_output=True)

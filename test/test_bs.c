@@ -26,6 +26,19 @@ static void bs_test_arrivals(void) {
     }
 }
 
+/* Shapes at which every gap rounds to nothing or to infinity: the times are still times. */
+static void bs_test_extreme_shapes(void) {
+    static const double shapes[] = {1e-300, 1e308};
+    for (int i = 0; i < COUNT(shapes); i++) {
+        bs_options o = {.request_rate = 50, .burstiness = shapes[i], .seed = 3};
+        bs b = {.o = &o};
+        for (int k = 0; k < 10; k++) bs_add(&b, 1);
+        bs_draw_times(&b);
+        for (int k = 0; k < 10; k++) CHECK_MSG(fabs(b.requests[k].due - (k + 1) / 50.0) < 1e-9, "shape %g: %g", shapes[i], b.requests[k].due);
+        free(b.requests);
+    }
+}
+
 /* Body and state of a response given in pieces of `step` bytes. */
 static enum bs_state bst_read(str text, size_t step, buf *out, bs_reply *r) {
     *r = (bs_reply){0};
@@ -115,6 +128,7 @@ static void bs_test_figures(void) {
 }
 
 static const struct test bs_tests[] = {{"bench serve: arrivals", bs_test_arrivals},
+                                       {"bench serve: arrival times of extreme shapes", bs_test_extreme_shapes},
                                        {"bench serve: responses in any pieces", bs_test_replies},
                                        {"bench serve: figures", bs_test_figures},
                                        {NULL, NULL}};
