@@ -20831,6 +20831,7 @@ static int cli_read_line(buf *line, bool *more, toka_err *e) {
     buf_clear(line);
     while (!cli_interrupted && (ch = getchar()) != EOF && ch != '\n') buf_char(line, (char)ch);
     *more = !cli_interrupted && (ch == '\n' || line->n);
+    if (ch == '\n' && line->n && line->p[line->n - 1] == '\r') line->n--;
     if (ch == EOF && ferror(stdin) && !cli_interrupted) return fail(e, TOKA_E_IO, "standard input: %s", strerror(errno));
     return 0;
 }
@@ -20923,7 +20924,7 @@ static int cli_parse_ids(str text, ids *out, toka_err *e) {
         errno = 0;
         long v = strtol(p, &next, 10);
         if (next == p || errno || v < 0 || v > INT32_MAX || (next < end && !isspace((unsigned char)*next)))
-            return fail(e, TOKA_E_INPUT, "standard input: not a token id at byte %td", p - text.p);
+            return fail(e, TOKA_E_INPUT, "--decode: not a token id at byte %td", p - text.p);
         ids_push(out, (int32_t)v);
         p = next;
     }

@@ -94,6 +94,8 @@ def test_chat_keeps_history():
     assert r.returncode == 0 and len(lines) >= 2
     first, second = re.findall(r"prompt (\d+) tokens", r.stderr.decode())
     assert int(second) > 1.5 * int(first)
+    dos = toka("--chat", stdin=f"{PROBLEM}\r\n\r\n{PROBLEM.replace('12', '20')}\r\n")
+    assert dos.stdout == r.stdout and re.findall(r"prompt (\d+) tokens", dos.stderr.decode()) == [first, second]
 
 
 def test_raw_completes_text():
@@ -113,8 +115,8 @@ def test_tokenize_round_trip(text):
 
 
 def test_tokenize_refuses_words():
-    r = toka("tokenize", "--decode", stdin="1 2 x")
-    assert r.returncode == 1 and b"byte 4" in r.stderr
+    for r in (toka("tokenize", "--decode", stdin="1 2 x"), toka("tokenize", "--decode", "-p", "1 2 x")):
+        assert r.returncode == 1 and r.stderr == b"toka: --decode: not a token id at byte 4\n"
 
 
 def test_template_file_needs_no_model(tmp_path):
