@@ -341,18 +341,24 @@ typedef struct toka_out_row {
 } toka_out_row;
 
 /* The id to pick where every logit is -inf: the lowest that is allowed and not forbidden; if all that is allowed is forbidden, the
- * lowest allowed. Backends that sample by themselves call it, so that all answer alike. */
+ * lowest allowed. Backends that sample by themselves call it, so that all answer alike. Lists may be as long as the vocabulary: a
+ * window of ids at a time. */
 static inline int32_t toka_last_resort(const toka_out_row *row, int V) {
+    enum { WINDOW = 1024 };
     const toka_sampling *s = row->sampling;
-    int32_t lowest = V, lowest_allowed = s->n_allowed ? V : 0;
-    for (int i = 0; i < (s->n_allowed ? s->n_allowed : V) && (s->n_allowed || lowest == V); i++) {
-        int32_t id = s->n_allowed ? s->allowed_ids[i] : i;
-        bool forbidden = false;
-        for (int j = 0; j < row->n_forbidden && !forbidden; j++) forbidden = row->forbidden[j] == id;
-        if (id < lowest_allowed) lowest_allowed = id;
-        if (id < lowest && !forbidden) lowest = id;
+    bool allowed[WINDOW], forbidden[WINDOW];
+    int32_t lowest = s->n_allowed ? V : 0;
+    for (int i = 0; i < s->n_allowed; i++) lowest = s->allowed_ids[i] < lowest ? s->allowed_ids[i] : lowest;
+    for (int from = lowest; from < V; from += WINDOW) {
+        for (int i = 0; i < WINDOW; i++) allowed[i] = !s->n_allowed, forbidden[i] = false;
+        for (int i = 0; i < s->n_allowed; i++)
+            if (s->allowed_ids[i] >= from && s->allowed_ids[i] - from < WINDOW) allowed[s->allowed_ids[i] - from] = true;
+        for (int i = 0; i < row->n_forbidden; i++) /* a model's end ids may lie outside its vocabulary */
+            if (row->forbidden[i] >= from && row->forbidden[i] - from < WINDOW) forbidden[row->forbidden[i] - from] = true;
+        for (int i = 0; i < WINDOW && from + i < V; i++)
+            if (allowed[i] && !forbidden[i]) return from + i;
     }
-    return lowest < V ? lowest : lowest_allowed;
+    return lowest;
 }
 
 typedef struct toka_pick { /* what came of a toka_out_row */

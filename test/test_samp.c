@@ -541,6 +541,39 @@ static void test_samp_pure(void) { /* a draw depends on its own counter only; ot
     for (int i = 0; i < 3; i++) CHECK_MSG(same[i] < 10, "%d of %d", same[i], n); /* by chance about 0.3 */
 }
 
+/* ---- The last resort ---- */
+
+static int32_t samp_lowest(const toka_out_row *row, int V, bool any) { /* allowed and not forbidden; any: forbidden or not */
+    for (int32_t id = 0; id < V; id++) {
+        bool in = !row->sampling->n_allowed, out = false;
+        for (int i = 0; i < row->sampling->n_allowed; i++) in |= row->sampling->allowed_ids[i] == id;
+        for (int i = 0; i < row->n_forbidden; i++) out |= row->forbidden[i] == id;
+        if (in && (any || !out)) return id;
+    }
+    return any ? 0 : samp_lowest(row, V, true);
+}
+
+static void test_samp_last_resort(void) {
+    enum { V = 128256 };
+    uint64_t rng = 1;
+    int32_t *all = mem_alloc(V * sizeof *all), forbidden[40], allowed[40];
+    for (int turn = 0; turn < 2000; turn++) {
+        const int n = 1 + (int)(rnd(&rng) % 3000), near = turn % 2 ? n : MIN(n, 30);
+        toka_sampling s = {.allowed_ids = allowed, .n_allowed = turn % 3 ? (int)(rnd(&rng) % 40) : 0};
+        toka_out_row row = {.sampling = &s, .forbidden = forbidden, .n_forbidden = (int)(rnd(&rng) % 40)};
+        for (int i = 0; i < 40; i++) allowed[i] = (int32_t)(rnd(&rng) % (uint64_t)near);
+        for (int i = 0; i < 40; i++) forbidden[i] = (int32_t)(rnd(&rng) % (uint64_t)(near + 2)) - 1; /* not all are in it */
+        CHECK(toka_last_resort(&row, n) == samp_lowest(&row, n, false));
+    }
+    for (int i = 0; i < V; i++) all[i] = V - 1 - i; /* pairs of them are 16 thousand million */
+    toka_sampling s = {.allowed_ids = all, .n_allowed = V};
+    toka_out_row row = {.sampling = &s, .forbidden = all, .n_forbidden = V};
+    CHECK(toka_last_resort(&row, V) == 0);
+    row.forbidden++, row.n_forbidden--;
+    CHECK(toka_last_resort(&row, V) == V - 1);
+    free(all);
+}
+
 /* ---- Parameters ---- */
 
 static void test_samp_check(void) {
@@ -739,6 +772,7 @@ static const struct test samp_tests[] = {
     {"samp_g", test_samp_g},
     {"samp_g_blocks", test_samp_g_blocks},
     {"samp_pairs", test_samp_pairs},
+    {"samp_last_resort", test_samp_last_resort},
     {"samp_check", test_samp_check},
     {"stop_random", test_stop_random},
     {"stop_cases", test_stop_cases},
