@@ -10904,10 +10904,10 @@ const toka_backend toka_cpu = {
  * in which they were posted, and closes it. A model is a grid of ranks, stages of layers x tensor ranks (mf_shard of chapter 12);
  * stages hand x on, tensor ranks sum it:
  *
- *     model_post --> ring of steps --> every rank: rank_launch --> rank_finish --> done --> model_wait     one thread posts and waits
+ *     model_post --> ring of steps --> every rank: rank_launch --> rank_finish --> done --> model_wait  one thread posts and waits
  *
- * On a device that works on its own a rank launches the next steps, up to the backend's n_ahead, before it waits for the oldest; and it
- * waits only once somebody wants that one's picks, so that a step that is posted meanwhile is launched at once.
+ * On a device that works on its own a rank launches the next steps, up to the backend's n_ahead, before it waits for the oldest;
+ * and it waits only once somebody wants that one's picks, so that a step that is posted meanwhile is launched at once.
  *
  * What always holds: a posted step, and all it points to, stays as it is until model_wait has returned for it; the first
  * failure is kept and told to all ranks, steps behind it are not run, and whoever waits gets it. Who waits also watches: ranks
@@ -11107,8 +11107,8 @@ static int model_cut(model_run *m, const toka_backend *be, const toka_shape *sha
     return 0;
 }
 
-/* Starts the ranks, which open their devices side by side; model_ready waits for them. o: all but the place in the group; the first
- * rank's index. */
+/* Starts the ranks, which open their devices side by side; model_ready waits for them. o: all but the place in the group; the
+ * first rank's index. */
 static int model_start(model_run *m, model_bell *bell, const toka_device_options *o, int max_len, toka_err *e) {
     m->bell = bell;
     if (MAX(m->n_ranks, o->n_devices) > 1 && m->be->group_open(&m->group, m->tp, m->pp, e)) return e->code;
@@ -11117,7 +11117,8 @@ static int model_start(model_run *m, model_bell *bell, const toka_device_options
         model_rank *r = &m->ranks[i];
         toka_device_options place = r->options;
         r->shape.max_len = max_len, r->options = *o, r->options.group = m->group;
-        r->options.tp_rank = place.tp_rank, r->options.tp_size = m->tp, r->options.pp_rank = place.pp_rank, r->options.pp_size = m->pp;
+        r->options.tp_rank = place.tp_rank, r->options.tp_size = m->tp;
+        r->options.pp_rank = place.pp_rank, r->options.pp_size = m->pp;
         r->options.index += i;
         if (r->options.index) r->options.progress = NULL;
         if (os_thread(&r->thread, rank_run, r, e)) return e->code;
@@ -11160,9 +11161,9 @@ static bool model_is_done(const model_run *m, int64_t number) {
     return true;
 }
 
-/* With the bell's lock held: looks after ranks that have step `number` to do. Where a group does not get on, the rank to blame is a
- * failure, also when the others are done and none of them waits for it. A device that is the only one is waited for, however long, but
- * by a program that was told to end. */
+/* With the bell's lock held: looks after ranks that have step `number` to do. Where a group does not get on, the rank to blame is
+ * a failure, also when the others are done and none of them waits for it. A device that is the only one is waited for, however
+ * long, but by a program that was told to end. */
 static void model_watch(model_run *m, int64_t number) {
     const double now = os_now(), slept = MIN(now - m->t_watched, MODEL_NAP_S); /* a process that was stopped loses no patience */
     const int ends_in = atomic_load(&os_ends_in);
@@ -12034,8 +12035,8 @@ static void eng_break(eng *g, const toka_err *e) {
     eng_show(g);
 }
 
-/* What is under way gets its last events, TOKA_CANCELLED, on this thread; a callback that submits then is refused. False: a rank is
- * lost, which may look at the weights. */
+/* What is under way gets its last events, TOKA_CANCELLED, on this thread; a callback that submits then is refused. False: a rank
+ * is lost, which may look at the weights. */
 static bool eng_close(eng *g) {
     if (!g) return true;
     pthread_mutex_lock(&g->lock);
