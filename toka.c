@@ -8161,20 +8161,21 @@ static enum sched_result sched_commit(sched *s, int q, uint32_t ticket, int32_t 
  *
  *      worth it:  (reads by the children - reads together) * tokens  >  merge_tok * rows + span_tok
  *
- * Only what lies before all rows of the run is shared, so a shared span needs no mask; rows of prefill chunks take part
- * like any others. A prompt rarely ends with a page: each sample has a page of its own with a copy of the prompt's tail.
- * Those with one prompt (sched_seq.alike) that are past it read the tail from the page of the first of them, as part of the shared span, so
- * an own span may begin within a page. (Prompts of 706 tokens, answers of 150, pages of 64: a quarter of all own reads. Where
- * a page is 16 tokens that is little, and the CPU's sums go page by page: it asks for none.)
+ * Only what lies before all rows of the run is shared, so a shared span needs no mask; rows of prefill chunks take part like
+ * any others. A prompt rarely ends with a page: each sample has a page of its own with a copy of the prompt's tail. Those with
+ * one prompt (sched_seq.alike) that are past it read the tail from the page of the first of them, as part of the shared span,
+ * so an own span may begin within a page. (Prompts of 706 tokens, answers of 150, pages of 64: a quarter of all own reads.
+ * Where a page is 16 tokens that is little, and the CPU's sums go page by page: it asks for none.)
  *
  * A step that was built owes nothing to the scheduler: the pages that its spans read are copied, those of a shared span
  * once, those of each own span behind them. So any number of steps can be on their way while the next is planned.
  *
- * For stages of a pipeline a step is cut into parts, each a toka_step by itself (batch_split), that run one behind the other on
- * every stage. A sequence that draws in part k cannot be fed again before part k has gone through all stages, so a stage idles
- * unless so many parts as there are stages lie between. Hence lanes: a sequence in decode has its rows in the same part of every step,
- * and begins in that in which its prompt ended. Prompts fill the lanes up to one level of cost, which spreads those that end in them
- * evenly, too. Where that does not suffice, a sequence moves to the next lane of its step, or the one before.
+ * For stages of a pipeline a step is cut into parts, each a toka_step by itself (batch_split), that run one behind the other
+ * on every stage. A sequence that draws in part k cannot be fed again before part k has gone through all stages, so a stage
+ * idles unless so many parts as there are stages lie between. Hence lanes: a sequence in decode has its rows in the same part
+ * of every step, and begins in that in which its prompt ended. Prompts fill the lanes up to one level of cost, which spreads
+ * those that end in them evenly, too. Where that does not suffice, a sequence moves to the next lane of its step, or the one
+ * before.
  *
  *      step N      [ a b | prompts c ][ d e | prompts f ][ g | prompts h   ]       c, f and h end here
  *      step N + 1  [ a b c | prompts ][ d e f | prompts ][ g h | prompts   ]
@@ -8182,8 +8183,8 @@ static enum sched_result sched_commit(sched *s, int q, uint32_t ticket, int32_t 
  * So with one part more than there are stages what a part needs is one part's time old; with as many it has just been drawn. The
  * one more costs another reading of the weights, nothing where a part has rows enough (BATCH_FREE_ROWS).
  *
- * A row may only see K and V of earlier steps, of its own part and of parts before it. Only prompts see what this very step computes,
- * and they fill the lanes in the order in which the scheduler fed them; one may go on in the next lane.
+ * A row may only see K and V of earlier steps, of its own part and of parts before it. Only prompts see what this very step
+ * computes, and they fill the lanes in the order in which the scheduler fed them; one may go on in the next lane.
  *
  * What always holds: for each row the spans cover positions 0 .. p exactly once, in rising kv0. No allocation after
  * batch_init, batch_step_init and batch_parts_init. Cost: O(rows + parts * running sequences + pages of their spans), and for
@@ -8203,7 +8204,7 @@ typedef struct batch_out { /* a row that yields a token, and for whom: what sche
 } batch_out;
 
 enum { BATCH_MAX_PARTS = 16,
-       BATCH_FREE_ROWS = 128 }; /* with so many rows a part may take longer than reading the weights; of fewer, one part less is faster */
+       BATCH_FREE_ROWS = 128 }; /* so many rows may take longer than reading the weights; of fewer, one part less is faster */
 
 typedef struct batch_weight { /* what the parts of a step are balanced by */
     int64_t row, pair, read; /* a row in one layer; a position that it sees; in a row of its own, which reads that for itself */
@@ -8214,7 +8215,7 @@ typedef struct batch_weight { /* what the parts of a step are balanced by */
 typedef struct batch_step {
     toka_step step;            /* all but out, n_out and logits, which are the engine's */
     int32_t *ids, *pos, *slot; /* [max_tokens] */
-    int32_t *pages;            /* [max_entries][most pages of one + 1] so many if own spans read all, and of each group one twice */
+    int32_t *pages;            /* [max_entries][most pages of one + 1] if own spans read all, and of each group one twice */
     toka_span *spans;          /* [2 * max_entries] */
     batch_out *outs;           /* [max_seqs] */
     int *seq;                  /* [max_entries] slots of the sequences with rows, part by part in their order */
@@ -8258,11 +8259,12 @@ typedef struct batch { /* what building a step takes: the tree of this one, and 
     int n_nodes, n_closed, depth;
     batch_node *nodes;         /* [max_entries + 1] 0: the root, no page */
     int *stack, *closed;       /* [max_entries + 1] open nodes; nodes in the order in which they were closed, children first */
-    int stages, free_rows;     /* parts are wanted for so many stages; 1: a step is its only part. BATCH_FREE_ROWS, in tests fewer */
+    int stages, free_rows;     /* parts are wanted for so many stages; 1: a step is its only part. BATCH_FREE_ROWS or fewer */
     batch_weight weight;
     int n_lanes, n_items;      /* of this step; before it is built, of the one before */
-    uint8_t *lane;             /* [max_seqs] of a sequence in decode: its lane; of one with a chunk in this step: that of its last row */
-    int cut_q[BATCH_MAX_PARTS], cut_at[BATCH_MAX_PARTS]; /* [n_lanes] whose chunk goes on in the next lane, from which position; -1 */
+    uint8_t *lane;             /* [max_seqs] of a sequence in decode its lane, of one with a chunk in this step its last row's */
+    int cut_q[BATCH_MAX_PARTS]; /* [n_lanes] whose chunk goes on in the next lane, -1: nobody's */
+    int cut_at[BATCH_MAX_PARTS]; /* from which position */
     batch_item *items;         /* [max_entries] in the order of chapter 14 */
     int *sorted;               /* [max_entries] the same lane by lane */
     int64_t number, *sampled;  /* of the part numbered last; [max_seqs] of that which drew the slot's last token */
@@ -8282,8 +8284,8 @@ static int batch_step_init(batch_step *d, const sched *s, toka_err *e) {
     size_t ns = (size_t)batch_max_entries(s), nt = (size_t)s->c.max_tokens, n_pages = ns * ((size_t)s->kv.cap + 1);
     *d = (batch_step){.pages = n_pages <= INT_MAX ? mem_try(n_pages, sizeof *d->pages) : NULL}; /* touched as far as spans need */
     if (!d->pages)
-        return fail(e, TOKA_E_MEMORY, "no memory for the pages that a step of %d sequences of up to %d tokens reads", s->c.max_seqs,
-                    s->c.max_len);
+        return fail(e, TOKA_E_MEMORY, "no memory for the pages that a step of %d sequences of up to %d tokens reads",
+                    s->c.max_seqs, s->c.max_len);
     d->ids = mem_alloc(nt * sizeof *d->ids), d->pos = mem_alloc(nt * sizeof *d->pos), d->slot = mem_alloc(nt * sizeof *d->slot);
     d->spans = mem_alloc(2 * ns * sizeof *d->spans), d->outs = mem_alloc(ns * sizeof *d->outs);
     d->seq = mem_alloc(ns * sizeof *d->seq), d->row0 = mem_alloc((ns + 1) * sizeof *d->row0);
@@ -8328,7 +8330,9 @@ static void batch_rows(batch_step *d, const sched *s, const batch_item *it) {
 /* ---- Lanes ---- */
 
 static int64_t batch_row_cost(batch_weight w, int pos) { return w.row + w.pair * (pos + 1); }
-static int64_t batch_decode_cost(batch_weight w, const sched_seq *x) { return batch_row_cost(w, x->from) + w.read * (x->from + 1); }
+static int64_t batch_decode_cost(batch_weight w, const sched_seq *x) {
+    return batch_row_cost(w, x->from) + w.read * (x->from + 1);
+}
 
 /* Up to which cost lanes are filled when `more` is to be spread over them: none that is above it gets any. */
 static int64_t batch_level(const int64_t *cost, int n, int64_t more) {
@@ -8367,10 +8371,10 @@ static void batch_flows(int64_t *cost, int n, int64_t mean, int64_t *next, int64
     }
 }
 
-/* Sequences in decode go from lanes above the mean to those beside them. n_before: lanes of the step before, in which they drew. A lane
- * in which that cannot have gone through all stages is entered only to be rid of an eighth too much: that costs the first stage
- * one part's time, once. Where there are fewer lanes than stages the first stage waits for every part, and they stay where they are.
- * Returns in cost what the lanes have then. */
+/* Sequences in decode go from lanes above the mean to those beside them. n_before: lanes of the step before, in which they drew. A
+ * lane in which that cannot have gone through all stages is entered only to be rid of an eighth too much: that costs the first
+ * stage one part's time, once. Where there are fewer lanes than stages the first stage waits for every part, and they stay where
+ * they are. Returns in cost what the lanes have then. */
 static void batch_even(batch *b, const sched *s, int n, int n_before, int64_t mean, int64_t *cost) {
     int64_t next[BATCH_MAX_PARTS], before[BATCH_MAX_PARTS];
     bool pays[BATCH_MAX_PARTS];
@@ -8484,7 +8488,8 @@ static int batch_common(const batch *b, const batch_step *d, const sched *s, con
     int prompt = x->n_prompt - 1; /* the last token of which is the first row of every sample */
     bool alike = x->request == y->request || (x->alike && x->alike == y->alike);
     bool past = alike && MIN(it->from, d->pos[d->row0[e]]) >= prompt;
-    return cut && past && !sched_alone(s, x) && !sched_alone(s, y) && it->lcp == prompt / s->c.B ? prompt / cut * cut : it->lcp * s->c.B;
+    bool tail = cut && past && !sched_alone(s, x) && !sched_alone(s, y) && it->lcp == prompt / s->c.B;
+    return tail ? prompt / cut * cut : it->lcp * s->c.B;
 }
 
 /* The next sequence has l tokens in common with the last one of d, so every run with more is complete. The run that ends
@@ -8595,8 +8600,8 @@ static batch_part batch_part_of(const batch_step *d, toka_span *spans, int e, in
     const toka_span *own = s->spans + s->n_spans - d->n_seq;
     const int row0 = d->row0[e], row_end = d->row0[end];
     batch_part p = {.row0 = row0};
-    p.step = (toka_step){.T = row_end - row0, .ids = s->ids + row0, .pos = s->pos + row0, .slot = s->slot + row0, .pages = s->pages,
-                         .spans = spans};
+    p.step = (toka_step){.T = row_end - row0, .ids = s->ids + row0, .pos = s->pos + row0, .slot = s->slot + row0,
+                         .pages = s->pages, .spans = spans};
     for (const toka_span *sp = s->spans; sp < own; sp++)
         if (sp->row0 >= row0 && sp->row0 < row_end) spans[p.step.n_spans++] = *sp;
     memcpy(spans + p.step.n_spans, own + e, (size_t)(end - e) * sizeof *spans), p.step.n_spans += end - e;
@@ -8638,8 +8643,8 @@ static void batch_number(batch *b, batch_parts *p, const batch_step *d) {
     }
 }
 
-/* Cuts a step, whose out rows the engine has filled in by now, into its parts; to be called once for every step that has rows, in the
- * order in which they were built. The parts have no logits. They point into d, which stays as it is while they run. */
+/* Cuts a step, whose out rows the engine has filled in by now, into its parts; to be called once for every step that has rows, in
+ * the order in which they were built. The parts have no logits. They point into d, which stays as it is while they run. */
 static void batch_split(batch *b, batch_parts *p, const batch_step *d) {
     int n_spans = 0;
     p->n = d->n_parts;
