@@ -392,7 +392,7 @@ def test_slow_clients_are_dropped_and_others_served():
             time.sleep(0.1)
         for c in drips + bodies:
             assert c.answer().status == 408 and c.closed()
-        assert time.time() - start < 40
+        assert time.time() - start < 25  # the default of --read-timeout is 30
         assert idle.closed()  # no second request came
         for c in drips + bodies + [idle]:
             c.close()
@@ -405,9 +405,13 @@ def test_slow_reader_is_dropped():
             body = json.dumps({**LONG, "n": 2000, "stream": True, "logprobs": 5})
             c.send(f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n{body}")
             assert c.head()[0] == 200
-            s.wait_metric("request_success_total", 2000, label='finished_reason="abort"')  # nothing is read: dropped and cancelled
+            end = time.time() + 60
+            while not s.metric("request_success_total", 'finished_reason="abort"'):  # nothing is read: dropped and cancelled
+                assert time.time() < end
+                time.sleep(0.02)
             s.wait_metric("num_requests_waiting", 0)
             s.wait_metric("num_requests_running", 0)
+            assert s.metric("request_success_total", 'finished_reason="abort"') > 1000
             with pytest.raises((EOFError, ConnectionResetError)):
                 for _ in c.chunks():
                     pass
