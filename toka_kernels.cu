@@ -6555,7 +6555,16 @@ static int cuda_count(void) {
     return gpu_is_shared() && n ? GROUP_RANKS : n;
 }
 
-/* What the driver says about GPU i in one line; 0 when there is none, with the reason in the line. */
+/* Has this program code for that compute capability? Code for x.y runs on x.z, z >= y; that for 9.0, the only one of its kind,
+ * is sm_90a's. There is no PTX in it that a driver could translate for others. */
+static bool cuda_has_code(int major, int minor) {
+    static const int archs[] = {__CUDA_ARCH_LIST__}; /* 100 x + 10 y */
+    for (int arch : archs)
+        if (arch / 100 == major && arch / 10 % 10 <= minor) return true;
+    return false;
+}
+
+/* What the driver says about GPU i in one line; 0 when there is none that can be used, with the reason in the line. */
 static int cuda_probe(int i, char *line, size_t bytes) {
     int n = 0, driver = 0;
     cudaDeviceProp p;
@@ -6568,11 +6577,15 @@ static int cuda_probe(int i, char *line, size_t bytes) {
         snprintf(line, bytes, "%s", driver ? cudaGetErrorString(code) : "no NVIDIA driver is installed");
         return 0;
     }
-    bool runs = p.major >= 8;
-    snprintf(line, bytes, "%s, %.0f GB, %d multiprocessors, compute capability %d.%d, driver for CUDA %d.%d%s", p.name,
-             p.totalGlobalMem / 1e9, p.multiProcessorCount, p.major, p.minor, driver / 1000, driver % 1000 / 10,
-             runs ? "" : ": too old, 8.0 or later is needed");
-    return runs;
+    int n_chars = snprintf(line, bytes, "%s, %.0f GB, %d multiprocessors, compute capability %d.%d, driver for CUDA %d.%d", p.name,
+                           p.totalGlobalMem / 1e9, p.multiProcessorCount, p.major, p.minor, driver / 1000, driver % 1000 / 10);
+    if (cuda_has_code(p.major, p.minor)) return 1;
+    size_t at = min((size_t)n_chars, bytes);
+    if (p.major < 8) snprintf(line + at, bytes - at, ": too old, 8.0 or later is needed");
+    else
+        snprintf(line + at, bytes - at, ": ARCHS=%d%d%s ./build.sh makes a program for it, this one is not", p.major, p.minor,
+                 p.major == 9 ? "a" : "");
+    return 0;
 }
 
 /* Which kernels can run, and the encoder of tensor maps from the driver (libcuda is not linked). */
