@@ -2781,6 +2781,7 @@ struct attn_plan {
     uint16_t *row_level;        /* [max_tokens] levels that the row has behind it; while planning */
     int *row_span;              /* [max_tokens] the last span of the row */
     int n_levels, n_items, n_merges, n_slots;
+    int n_whole;                /* items to come, if none of them is cut: what is cut leaves room for them */
     int both0, n_both;          /* items of attn_both; behind them their rows' own */
     attn_merge *merges;         /* [max_merges] this step's, on the host while planning ... */
     attn_item *items;           /* ... in d->up ... */
@@ -2805,7 +2806,11 @@ static void attn_sizes(const toka_device *d, attn_plan *p) {
     /* about twice what attn_small_part and attn_tile_part aim at; beyond, ranges stay whole */
     p->max_slots = d->n_sms * (ATTN_WARPS + p->tile_q / ATTN_SMALL_Q) * 3 / 2 / sh->K + 64;
     p->max_merges = 2 * p->max_slots;
-    p->max_items = p->max_spans + p->max_slots + 12 * ceil_div(T * G, p->tile_q);
+    /* Levels of all rows, at most: a span that chapter 17 shares saves more than merge_tok positions for each of its R rows, so
+     * where r rows leave a chain of them behind g positions, r g > merge_tok R; then the sum of R is at most
+     * T sqrt(max_len / merge_tok). */
+    const int levels = 12 + (int)sqrt((double)sh->max_len / toka_cuda.merge_tok);
+    p->max_items = p->max_spans + p->max_slots + levels * ceil_div(T * G, p->tile_q);
 }
 
 /* Host memory of planning, in d->attn. shape, options, n_sms, hopper and kv_layer are set. */
@@ -2983,7 +2988,7 @@ static int attn_gang_part(const toka_device *d, int64_t kv_positions, int n, int
     part = max(max((int)ATTN_GANG_PART, B), ceil_div(min(part, longest), B) * B);
     if (n * d->shape->K <= d->n_sms) part = max(part, ceil_div(ceil_div(most, ATTN_GANG), B) * B);
     bool fits = part <= longest && most > part && most <= part * ATTN_GANG && n <= p->max_merges - p->n_merges;
-    return p->hopper && !p->n_both && fits && n * ATTN_GANG <= p->max_items - p->n_items ? part : 0;
+    return p->hopper && !p->n_both && fits && n * ATTN_GANG <= p->max_items - p->n_items - (p->n_whole - n) ? part : 0;
 }
 static void attn_emit_gang(const toka_device *d, attn_level *l, const attn_item *item, int part) {
     attn_plan *p = d->attn;
@@ -3002,6 +3007,7 @@ static void attn_emit_gang(const toka_device *d, attn_level *l, const attn_item 
 static void attn_emit(toka_device *d, attn_level *l, const attn_item *item, int part_len) {
     attn_plan *p = d->attn;
     int len = item->kv1 - item->kv0;
+    p->n_whole--;
     if (l->gang_part) {
         attn_emit_gang(d, l, item, l->gang_part);
         return;
@@ -3009,7 +3015,8 @@ static void attn_emit(toka_device *d, attn_level *l, const attn_item *item, int 
     if (len >= part_len + part_len / 2) {
         int pages = ceil_div(ceil_div(len, (len + part_len / 2) / part_len), d->shape->B), part = pages * d->shape->B;
         int n = ceil_div(len, part), slots = p->n_slots + n * ceil_div(item->nq, ATTN_SMALL_Q);
-        if (n > 1 && slots <= p->max_slots && p->n_items + n <= p->max_items && p->n_merges < p->max_merges) {
+        bool fits = slots <= p->max_slots && p->n_items + n <= p->max_items - p->n_whole && p->n_merges < p->max_merges;
+        if (n > 1 && fits) {
             attn_emit_parts(p, l, item, n, part, pages);
             return;
         }
@@ -3032,13 +3039,18 @@ static attn_item attn_item_of(const toka_device *d, const toka_step *s, int i, i
     return item;
 }
 
+/* Into how many items a span goes, if none is cut. */
+static int attn_span_items(const attn_plan *p, const toka_step *s, int i) {
+    return p->spans[i].small ? 1 : ceil_div(s->spans[i].n_rows * p->G, p->tile_q);
+}
+
 /* The items of one span; the last rows, which see most, come first. */
 static void attn_emit_span(toka_device *d, const toka_step *s, int i, attn_level *l, int part_len) {
     const toka_span *sp = &s->spans[i];
     bool small = d->attn->spans[i].small;
     int G = d->attn->G, end = (sp->row0 + sp->n_rows) * G;
-    int tile = small ? ATTN_SMALL_Q : d->attn->tile_q, n = small ? 1 : ceil_div(sp->n_rows * G, tile);
-    for (int t = n - 1; t >= 0; t--) {
+    int tile = small ? ATTN_SMALL_Q : d->attn->tile_q;
+    for (int t = attn_span_items(d->attn, s, i) - 1; t >= 0; t--) {
         int q0 = sp->row0 * G + t * tile, nq = min(tile, end - q0);
         int row = small ? sp->row0 : q0 / G; /* 8,192 divisions less */
         int last = small ? sp->row0 + sp->n_rows - 1 : (q0 + nq - 1) / G;
@@ -3054,7 +3066,7 @@ static void attn_plan_kind(toka_device *d, const toka_step *s, int level, bool s
     int n = 0, most = 0, part_len;
     for (int i = 0; i < s->n_spans; i++) {
         if (p->spans[i].level != level || p->spans[i].small != small || p->spans[i].both) continue;
-        int tiles = small ? 1 : ceil_div(s->spans[i].n_rows * p->G, p->tile_q);
+        int tiles = attn_span_items(p, s, i);
         work += (int64_t)s->spans[i].n_kv * tiles, n += tiles;
         most = max(most, s->spans[i].n_kv + (s->spans[i].kv0 & (d->shape->B - 1)));
     }
@@ -3121,7 +3133,9 @@ static void attn_plan_step(toka_device *d, const toka_step *s) {
     attn_plan_both(d, s);
     if (!attn_plan_pages(d, s)) return;
     p->dev_items = (const attn_item *)stage_room(&d->up, (size_t)p->max_items * sizeof *p->items, (void **)&p->items);
-    p->n_items = p->n_merges = 0;
+    p->n_items = p->n_merges = 0, p->n_whole = p->n_both;
+    for (int i = 0; i < s->n_spans; i++)
+        p->n_whole += attn_leads_both(p, i) ? s->spans[i].n_rows : p->spans[i].both ? 0 : attn_span_items(p, s, i);
     for (int i = 0; i < p->n_levels; i++) {
         attn_level *l = &p->levels[i];
         *l = attn_level{.tile0 = p->n_items, .merge0 = p->n_merges};

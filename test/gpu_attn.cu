@@ -468,16 +468,18 @@ struct list_check {
         }
     }
 };
-static void check_list(scene &s, bool share, bool hopper, bool want_parts, const char *name, bool want_both = false) {
+static void check_list(scene &s, bool share, bool hopper, bool want_parts, const char *name, bool want_both = false,
+                       int n_sms = 132) {
     host_step h(s, share, 99);
     toka_device d = {};
-    d.shape = &h.shape, d.n_sms = 132, d.hopper = hopper, d.options.max_tokens = s.T, d.kv_layer = 1 << 20;
+    d.shape = &h.shape, d.n_sms = n_sms, d.hopper = hopper, d.options.max_tokens = s.T, d.kv_layer = 1 << 20;
     attn_plan_open(&d);
     std::vector<char> up(attn_stage_bytes(&d) + 64);
     d.up.host[0] = d.up.dev = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d.up.cap = up.size() - 16;
     attn_plan_step(&d, &h.step);
     list_check c = {h, d.attn, d.attn->dev_pages};
     int G = s.c.G, at = 0, left = 0;
+    if (d.error.code) d.attn->n_levels = d.attn->n_both = 0; /* the list was not finished */
     for (seq &x : s.seqs) {
         c.table.insert(c.table.end(), (size_t)x.rows, at);
         c.tail.insert(c.tail.end(), (size_t)x.rows, share ? x.upto : 0);
@@ -495,6 +497,16 @@ static void check_list(scene &s, bool share, bool hopper, bool want_parts, const
               d.error.code ? d.error.msg : "");
     attn_close(&d);
 }
+/* `turns` prefixes of a chain, `pages` longer each, and `each` rows that go on from every one of them, for `own` positions. */
+static void add_chain(scene &s, int turns, int pages, int each, int own) {
+    std::vector<int> prefix;
+    for (int i = 0; i < turns; i++) {
+        std::vector<int> more = s.take(pages);
+        prefix.insert(prefix.end(), more.begin(), more.end());
+        for (int k = 0; k < each; k++) s.add((int)prefix.size() * s.c.B + own, 1, prefix);
+    }
+    for (int i = 0; i < turns; i++) s.share(i * each, (turns - i) * each, i * pages, pages);
+}
 static void test_lists() {
     for (int G : {1, 4, 24})
         for (int D : {40, 64})
@@ -505,6 +517,10 @@ static void test_lists() {
                 scene samples({D, 8, G, 64, 0});
                 for (int i = 0; i < 5; i++) add_samples(samples, 300 + i, i, 9 * i + 1, 1 + i * 30);
                 check_list(samples, true, hopper, false, "samples", hopper && D == 64 && G <= 8);
+                scene turns({D, 2, G, 64, 0}), far({D, 2, G, 64, 0});
+                add_chain(turns, 100, 1, 2, 5), add_chain(far, 8, 128, 1, 2001);
+                check_list(turns, true, hopper, false, "many levels");
+                check_list(far, true, hopper, true, "many levels in parts", false, 8);
                 check_list(tails, true, hopper, false, "prompts that end within a page");
                 for (int n : {5000, 3000, 900, 17}) few.add(n, 1);
                 few.add(4000, 50);
