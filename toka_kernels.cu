@@ -2988,7 +2988,7 @@ static int attn_gang_part(const toka_device *d, int64_t kv_positions, int n, int
     part = max(max((int)ATTN_GANG_PART, B), ceil_div(min(part, longest), B) * B);
     if (n * d->shape->K <= d->n_sms) part = max(part, ceil_div(ceil_div(most, ATTN_GANG), B) * B);
     bool fits = part <= longest && most > part && most <= part * ATTN_GANG && n <= p->max_merges - p->n_merges;
-    return p->hopper && !p->n_both && fits && n * ATTN_GANG <= p->max_items - p->n_items - (p->n_whole - n) ? part : 0;
+    return p->hopper && fits && n * ATTN_GANG <= p->max_items - p->n_items - (p->n_whole - n) ? part : 0;
 }
 static void attn_emit_gang(const toka_device *d, attn_level *l, const attn_item *item, int part) {
     attn_plan *p = d->attn;
