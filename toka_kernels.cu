@@ -5740,8 +5740,9 @@ typedef struct samp_everybody { /* each rank's samp_plan.logits */
     float *logits[MEET_RANKS];
 } samp_everybody;
 
-__global__ static void __launch_bounds__(MEET_THREADS, 1) samp_gather_kernel(meeting m, samp_everybody to, int ldl,
-                                                                             const float *own, int own_ldl, int v0, int V, int n) {
+__global__ static void __launch_bounds__(MEET_THREADS, 1)
+    samp_gather_kernel(meeting m, const __grid_constant__ samp_everybody to, int ldl, const float *own, int own_ldl, int v0, int V,
+                       int n) {
     grid_wait();
     const unsigned c = meet_count(m) + 1;
     meet(m, c, NULL);
