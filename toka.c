@@ -18948,12 +18948,8 @@ static plan_time plan_rank_time(const plan_ask *a, const plan_rank *p, int tp, c
     plan_op(g, l->outputs * head, head, &t, &t.weights);
     for (int i = p->l0; i < p->l0 + p->shape.L; i++) plan_attention(a, p, l, a->model->window[i], &t);
     double message = l->rows * p->shape.E * 2;
-    const bool halves = toka_gpu_in_halves(tp, (int)l->rows);
-    const int sums = 2 * p->shape.L;
-    if (tp > 1) t.link = ((halves ? 0 : sums) + p->first) * plan_reduce(g, tp, message);
-    if (halves) /* parts go beside, are added here */
-        t.link += sums * (tp + 1) * message / g->read, t.send = sums * (tp - 1) * message / g->link;
-    if (!p->last) t.send += plan_send(g, message);
+    if (tp > 1) t.link = (2 * p->shape.L + p->first) * plan_reduce(g, tp, message);
+    if (!p->last) t.send = plan_send(g, message);
     return t;
 }
 

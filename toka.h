@@ -537,15 +537,10 @@ static inline size_t toka_gpu_scratch_bytes(const toka_shape *s, int max_tokens)
     size_t attention = (size_t)s->H * (s->D + 1) * 4; /* of a row: what earlier spans left, float32 */
     return (size_t)max_tokens * (row * 2 + attention) + (size_t)s->max_len * s->D / 2 * 8 + ((size_t)1536 << 20);
 }
-/* Do tp ranks take a step of so many rows in two halves, of which one is summed while the other is computed? Then each sends all
- * it has to each of the others, tp - 1 messages a sum, where two shots are 2 (tp - 1) / tp: only over two that is no more.
- * Llama-3.1-70B over four H200, prompts beside answers: 14,382 tok/s in halves, 15,410 without; 2026-11-22. */
-static inline int toka_gpu_in_halves(int tp, int rows) { return tp == 2 && rows >= 2048; }
 /* And what ranks need for one another: sums and samples of a stage's tensor ranks, messages between stages. */
 static inline size_t toka_gpu_group_bytes(const toka_shape *s, int max_tokens, int tp, int pp) {
     size_t x = (size_t)max_tokens * (((size_t)s->E + 7) / 8 * 8) * 2;
-    return (tp > 1 ? x + ((size_t)256 << 20) : 0) + (toka_gpu_in_halves(tp, max_tokens) ? 2 * (size_t)(tp - 1) * x : 0) +
-           (pp > 1 ? (TOKA_GPU_LINK + 1) * x : 0);
+    return (tp > 1 ? x + ((size_t)256 << 20) : 0) + (pp > 1 ? (TOKA_GPU_LINK + 1) * x : 0);
 }
 /* Share of the free memory that is taken where nobody says. */
 static inline double toka_gpu_utilization(double asked) { return asked > 0 ? asked : 0.9; }

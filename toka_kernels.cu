@@ -47,7 +47,6 @@
  *   all of it          attn_mma              any D, any card              either       prefill half of attn_wg (H100)
  *   parts of it        attn_join             split K and V                copy         not measured
  *   sums over ranks    one_shot_kernel, two_shot_kernel                   links        285 GB/s of two H200's 450; 6.2 us at least
- *                      copy engines, add_kernel  many rows, two ranks     links        beside the GEMMs; no gain over two GPUs
  *   LM head, sampling  gemm_kernel with epi_sample, samp_reduce_kernel    arithmetic   0.91 to 1.18x of cuBLAS's GEMM alone
  *   filtered rows      samp_filter_kernel, samp_blocks_kernel             either       top_p: 0.23 ms for a row, 1.8 ms for 1,024
  *
@@ -194,14 +193,6 @@ typedef struct meeting { /* what a kernel needs to meet the same kernel of other
     char *inbox[MEET_RANKS];      /* of each rank: group_inbox_bytes */
 } meeting;
 
-typedef struct sum_halves { /* sums that go on beside the compute stream (chapter 10) */
-    bf16 *x;                /* [T][E] */
-    int T;                  /* rows of the two halves */
-    bool under_way[2];      /* a half's parts are sent; in x it has this rank's */
-    unsigned turn[2];       /* such sums so far of each half: boxes take turns */
-    cudaEvent_t ready[2], sent[2]; /* halves of x can be sent; have been, to everybody */
-} sum_halves;
-
 struct toka_device {
     toka_device_options options;
     const toka_shape *shape;
@@ -253,8 +244,7 @@ struct toka_device {
     meeting meet;            /* with tensor ranks */
     int meet_ctas;
     unsigned op_at;          /* meetings enqueued when an op was last noted in rank->ops */
-    sum_halves halves;
-    cudaStream_t copies;     /* with ranks: what goes to others by copy engine */
+    cudaStream_t copies;     /* with stages: what goes to others by copy engine */
     cudaEvent_t drawn;       /* tp rank 0 of the last stage: the table of last tokens can be sent */
 };
 
@@ -4299,9 +4289,6 @@ static void attention(toka_device *d, int layer, const bf16 *q, bf16 *o) {
  *   sum        one-shot: each rank pushes its x to all others, meets, adds up in the order of the ranks. Two-shot: each pushes to
  *              rank q the q-th part of its x, meets, adds up its own part, pushes the sum into everybody's x, meets. In float32,
  *              rounded once, the same bits on every rank. One-shot has one meeting, two-shot moves 2/n of the bytes
- *   halves     a step of many rows: behind each op that leaves parts of a sum its rows go in two halves, and while one is
- *              computed, parts of the other go into everybody's boxes by copy engine, which needs no multiprocessor. Who reads x
- *              next adds up first, behind a meeting: one-shot with its push taken out
  *   link       x goes into the sender's outbox on its compute stream, from there by a copy engine (its copy stream) into one of
  *              the receiver's TOKA_GPU_LINK slots, and into x on the receiver's compute stream. Events say when a slot is full,
  *              and when it is free. So a stage computes on while its result travels, and may be some steps ahead of the next
@@ -4333,7 +4320,6 @@ enum {
     MEET_CTAS = 96,             /* of every kernel that meets */
     MEET_SHARED_CTAS = 8,       /* where ranks share a GPU */
     MEET_THREADS = 512,
-    HALF_TILE = 128,            /* a first half is a multiple of these rows */
     MEET_OPS = 1024,            /* more than there are meetings in all steps under way */
     ONE_SHOT_BYTES = 1 << 20,   /* largest message that goes in one shot */
     EXCHANGE_BYTES = 4096 * 24, /* parts of rows that one rank sends to another at once (chapter 11) */
@@ -4533,63 +4519,6 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) two_shot_kernel(meetin
     meet_done(m, c + 1);
 }
 
-/* ---- Sums in halves ----
- *
- * op                   compute stream                                  copy stream
- * out_residual         GEMM A, GEMM B                                  A's parts while B is computed
- * norm_mlp_residual    add, norm A; MLP A; add, norm B; MLP B            B's parts under the MLP of A, A's under that of B
- * norm_qkv_rope_kv     add, norm A; QKV A; add, norm B; QKV B            B's parts under QKV of A
- * attention            all rows: those of A may need what B stores
- *
- * A box for each other rank and turn of two, as large as x. What goes into one again is sent two sums later, behind two adds of
- * either half: by the meeting of the one between, all have ended the add that read it.
- *
- * in/out  x bf16 [rows][E] of a half. `box`: their place in the box of the first of the others; `each` elements from box to box
- * out     y, if there is w: their RMSNorm, summed in rmsnorm_kernel's order: the same bits
- * grid: MEET_CTAS, block: 512, of which 128 threads work on a row. Sent are (ranks - 1) * bytes by every rank, over its own links,
- * hidden or not; the add moves (ranks + 2) * bytes of its own memory. */
-__global__ static void __launch_bounds__(MEET_THREADS, 1) add_kernel(meeting m, bf16 *x, int rows, const bf16 *box, size_t each,
-                                                                     const float *w, bf16 *y, int E, float per_E, float eps) {
-    __shared__ float part[2][MEET_THREADS / 128][4];
-    const int group = (int)threadIdx.x / 128, t = (int)threadIdx.x % 128, groups = (int)gridDim.x * (MEET_THREADS / 128);
-    grid_wait();
-    const unsigned c = meet_count(m) + 1;
-    meet(m, c, x);
-    grid_launch_dependents();
-    for (int row = (int)blockIdx.x * (MEET_THREADS / 128) + group, turn = 0; row < rows; row += groups, turn ^= 1) {
-        uint4 *own = (uint4 *)(x + (size_t)row * E);
-        float squares = 0;
-        for (int i = t; i < E / 8; i += TWO_SHOT_TURN * 128) {
-            sum_8 sum[TWO_SHOT_TURN] = {};
-            for (int q = 0; q < m.n; q++) {
-                const uint4 *from = q == m.me ? own : (const uint4 *)(box + (size_t)(q - (q > m.me)) * each + (size_t)row * E);
-#pragma unroll
-                for (int k = 0; k < TWO_SHOT_TURN; k++)
-                    if (i + k * 128 < E / 8) sum_add(sum[k], __ldcg(from + i + k * 128));
-            }
-#pragma unroll
-            for (int k = 0; k < TWO_SHOT_TURN; k++) {
-                const uint4 v = sum_round(sum[k]);
-                if (i + k * 128 >= E / 8) break;
-                own[i + k * 128] = v;
-                squares = norm_square(v, squares);
-            }
-        }
-        if (!w) continue;
-        for (int lanes = 16; lanes; lanes >>= 1) squares += __shfl_xor_sync(~0u, squares, lanes);
-        float *sums = part[turn][group];
-        if (t % 32 == 0) sums[t / 32] = squares;
-        /* the row's threads; part[turn] is read before they meet at the next */
-        asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
-        const float scale = rsqrtf((sums[0] + sums[1] + (sums[2] + sums[3])) * per_E + eps);
-        for (int i = t; i < E / 8; i += 128) {
-            const float4 *g = (const float4 *)w + 2 * i;
-            ((uint4 *)(y + (size_t)row * E))[i] = norm_scaled(own[i], scale, g[0], g[1]);
-        }
-    }
-    meet_done(m, c);
-}
-
 /* Does a message go in one shot? Its time is (n - 1) B / rate + t, that of two shots 2 (n - 1) / n B / rate + 2 t, with t of 2.8
  * us and a rate of 285 GB/s on two H200. There the bytes are equal, but where copies count the second meeting is cheaper from 1.5
  * MB on. */
@@ -4599,11 +4528,10 @@ static bool one_shot_pays(int n, size_t bytes) {
     return bytes <= ONE_SHOT_BYTES && two <= one;
 }
 
-/* In an inbox: boxes of one-shot, of two-shot, of halves, then from *parts on the exchange of samples. */
-static size_t group_inbox_bytes(const toka_device *d, size_t *halves, size_t *parts) {
-    const size_t n = (size_t)tp_size(d), x = (size_t)d->options.max_tokens * d->E * sizeof(bf16);
-    *halves = 2 * n * ONE_SHOT_BYTES + x + n * 16;
-    *parts = *halves + (toka_gpu_in_halves(tp_size(d), d->options.max_tokens) ? 2 * (n - 1) * x : 0);
+/* In an inbox: boxes of one-shot, of two-shot, then from *parts on the exchange of samples. */
+static size_t group_inbox_bytes(const toka_device *d, size_t *parts) {
+    const size_t n = (size_t)tp_size(d);
+    *parts = 2 * n * ONE_SHOT_BYTES + (size_t)d->options.max_tokens * d->E * sizeof(bf16) + n * 16;
     return *parts + 2 * n * (last_stage(d) ? EXCHANGE_BYTES : 0);
 }
 
@@ -4832,7 +4760,7 @@ static void group_take_memory(toka_device *d) {
     group_rank *r = d->rank;
     const size_t x = (size_t)d->options.max_tokens * d->E * sizeof(bf16);
     if (g->tp_size > 1) {
-        size_t halves, parts, bytes = group_inbox_bytes(d, &halves, &parts);
+        size_t parts, bytes = group_inbox_bytes(d, &parts);
         size_t lines = (size_t)MEET_CTAS * MEET_RANKS * sizeof(meet_line);
         r->inbox = (char *)dev_alloc(d, bytes, "room for sums");
         r->lines = (meet_line *)dev_alloc(d, lines, "room for sums");
@@ -4842,9 +4770,7 @@ static void group_take_memory(toka_device *d) {
         latch(d, cudaMemsetAsync(d->meet.count, 0, MEET_CTAS * sizeof(unsigned), d->stream), "room for sums");
     }
     r->last = d->last;
-    if (g->tp_size * g->pp_size > 1) latch(d, cudaStreamCreateWithFlags(&d->copies, cudaStreamNonBlocking), "cudaStreamCreate");
-    for (int half = 0; half < 2 && g->tp_size > 1; half++)
-        d->halves.ready[half] = group_event(d), d->halves.sent[half] = group_event(d);
+    if (g->pp_size > 1) latch(d, cudaStreamCreateWithFlags(&d->copies, cudaStreamNonBlocking), "cudaStreamCreate");
     for (cudaEvent_t &e : r->asked)
         if (g->pp_size > 1) e = group_event(d);
     if (!first_stage(d)) {
@@ -4880,7 +4806,6 @@ static void group_free(toka_device *d) {
         for (cudaEvent_t &e : g->links[i].sent_at) end(e);
     }
     for (cudaEvent_t &e : d->rank->asked) end(e);
-    for (int half = 0; half < 2; half++) end(d->halves.ready[half]), end(d->halves.sent[half]);
     if (d->drawn)
         for (cudaEvent_t &e : g->drawn_at) end(e);
     end(d->drawn);
@@ -5035,53 +4960,9 @@ static bool group_leave(toka_device *d) {
 
 /* ---- Ops: all_reduce, send, receive ---- */
 
-static int half_first(const toka_device *d, int T) { /* rows of the first half, all T where there are none */
-    return toka_gpu_in_halves(tp_size(d), T) ? ceil_div(T / 2, HALF_TILE) * HALF_TILE : T;
-}
-
-/* Where row `row` of what rank `from` has of this half's sum lies at rank `to`. */
-static char *half_box(const toka_device *d, int half, int to, int from, int row) {
-    size_t halves, parts, x = (size_t)d->options.max_tokens * d->E * sizeof(bf16);
-    group_inbox_bytes(d, &halves, &parts);
-    const size_t box = (size_t)(d->halves.turn[half] & 1) * (d->meet.n - 1) + from - (from > to);
-    return d->meet.inbox[to] + halves + box * x + (size_t)row * d->E * sizeof(bf16);
-}
-
-/* Behind what computed rows row .. row+rows-1 of T as this rank's parts of a sum: if they are a half, to the others with them. */
-static void half_send(toka_device *d, toka_dev x, int T, int row, int rows) {
-    sum_halves *h = &d->halves;
-    const int half = row > 0, n = d->meet.n, first = d->options.pp_rank * n;
-    if (half_first(d, T) == T || d->error.code) return;
-    h->x = (bf16 *)x.at, h->T = T, h->turn[half]++, h->under_way[half] = true;
-    latch(d, cudaEventRecord(h->ready[half], d->stream), "sum");
-    latch(d, cudaStreamWaitEvent(d->copies, h->ready[half], 0), "sum");
-    const bf16 *from = h->x + (size_t)row * d->E;
-    for (int turn = 1; turn < n; turn++) { /* each begins with another one */
-        const int q = (d->meet.me + turn) % n;
-        latch(d, cudaMemcpyPeerAsync(half_box(d, half, q, d->meet.me, row), d->group->ranks[first + q].ordinal, from, d->ordinal,
-                                     (size_t)rows * d->E * sizeof(bf16), d->copies), "sum");
-    }
-    latch(d, cudaEventRecord(h->sent[half], d->copies), "sum");
-}
-
-/* Before a half of x is read: it is the sum; with w, its RMSNorm is in xn. False: nothing is under way, and nothing was done. */
-static bool half_add(toka_device *d, int half, const float *w) {
-    sum_halves *h = &d->halves;
-    const int first = half_first(d, h->T), row = half ? first : 0, rows = half ? h->T - first : first, me = d->meet.me;
-    if (!h->under_way[half] || d->error.code) return false;
-    h->under_way[half] = false;
-    latch(d, cudaStreamWaitEvent(d->stream, h->sent[half], 0), "sum");
-    launch_meeting(d, "sum", 1, add_kernel, h->x + (size_t)row * d->E, rows, (const bf16 *)half_box(d, half, me, me == 0, row),
-                   (size_t)d->options.max_tokens * d->E, w, d->xn, d->E, 1.0f / d->shape->E, d->shape->eps);
-    d->op_at = d->rank->n_meetings, __atomic_store_n(&d->rank->ops[d->op_at % MEET_OPS], d->rank->op, __ATOMIC_RELEASE);
-    clock_part(d, TOKA_PART_SUMS);
-    return true;
-}
-static void half_add_both(toka_device *d) { half_add(d, 0, NULL), half_add(d, 1, NULL); }
-
 static void cuda_all_reduce(toka_device *d, toka_dev x, int rows) {
     const size_t bytes = (size_t)(d->graphs.now ? d->step->T : rows) * d->E * sizeof(bf16);
-    if (tp_size(d) == 1 || d->halves.under_way[0] || !op_begins(d, "all_reduce")) return;
+    if (tp_size(d) == 1 || !op_begins(d, "all_reduce")) return;
     const bool once = one_shot_pays(d->meet.n, bytes);
     launch_meeting(d, "all-reduce", once ? 1 : 2, once ? one_shot_kernel : two_shot_kernel, (uint4 *)x.at, (int)(bytes / 16));
     clock_part(d, TOKA_PART_SUMS);
@@ -5089,7 +4970,6 @@ static void cuda_all_reduce(toka_device *d, toka_dev x, int rows) {
 
 static void cuda_send(toka_device *d, toka_dev x, int rows) {
     if (!op_begins(d, "send") || d->graphs.capturing) return;
-    half_add_both(d);
     graph_launch(d);
     toka_group *g = d->group;
     group_link *l = &g->links[d->rank - g->ranks];
@@ -6298,8 +6178,7 @@ static void samp_open(toka_device *d) {
     if (!d->error.code) samp_forget(d);
     p->own = ranks ? (float *)dev_alloc(d, (size_t)p->chunk * (size_t)p->own_ldl * sizeof(float), "logits") : p->logits;
     if (ranks) p->merged = (samp_part *)dev_alloc(d, (size_t)p->part_rows * sizeof(samp_part), "parts of sampling");
-    size_t halves;
-    if (ranks) group_inbox_bytes(d, &halves, &p->exchange), d->rank->logits = p->logits;
+    if (ranks) group_inbox_bytes(d, &p->exchange), d->rank->logits = p->logits;
     p->results = (samp_result *)dev_alloc(d, max_out * sizeof(samp_result), "picks");
     p->tops = (samp_best *)dev_alloc(d, max_out * sizeof(samp_best), "top log-probabilities");
     for (samp_down &down : p->down) {
@@ -6650,7 +6529,7 @@ static int64_t cuda_kv_bytes(const toka_shape *s, const toka_weights *w, const t
 
 static void clock_open(toka_device *d) {
     step_clock *c = &d->clock;
-    size_t n = 12 * (size_t)d->shape->L + 8; /* every op, in two halves and with their sums (chapter 10) */
+    size_t n = 6 * (size_t)d->shape->L + 8; /* every op, with sums and messages (chapter 10) */
     c->timed = -1, c->cap_at = (int)n;
     c->at = (cudaEvent_t *)calloc(n, sizeof *c->at), c->part = (char *)malloc(n);
     if (!c->at || !c->part) abort();
@@ -7376,7 +7255,6 @@ static void cuda_end(toka_device *d, const toka_step *) {
         d->graphs.seconds += seconds_now();
         return;
     }
-    half_add_both(d); /* of a step without outputs */
     d->graphs.now = NULL;
     latch(d, cudaEventRecord(d->clock.done[d->newest], d->stream), "step");
 }
@@ -7423,16 +7301,14 @@ static bool fold_draws(const toka_device *d, const toka_step *s) {
     return all;
 }
 
-/* Rows row .. row+n-1, as the next two. */
-static void norm_qkv_rope_kv(toka_device *d, int row, int n, int layer, toka_dev x, toka_dev to) {
+static void norm_qkv_rope_kv(toka_device *d, int n, int layer, const bf16 *x, bf16 *q) {
     const toka_shape *sh = d->shape;
     const layer_weights *l = &d->layers[layer];
-    const int *pos = d->rows.pos + row, *slot = d->rows.slot + row;
-    bf16 *q = dev_bf16(to) + (size_t)row * sh->H * sh->D;
+    const step_rows *rows = &d->rows;
+    bf16 *kv = d->kv + (size_t)layer * d->kv_layer;
     const bool folded = fold_take(d);
-    if (!folded && !half_add(d, row > 0, l->attn_norm)) rmsnorm(d, dev_bf16(x) + (size_t)row * d->E, NULL, l->attn_norm, d->xn, n);
-    qkv_params p = {l->qkv.bias, l->q_norm, l->k_norm, sh->eps, sh->H, sh->K, sh->B, pos, slot, d->rope,
-                    q, d->kv + (size_t)layer * d->kv_layer, sh->D};
+    if (!folded) rmsnorm(d, x, NULL, l->attn_norm, d->xn, n);
+    qkv_params p = {l->qkv.bias, l->q_norm, l->k_norm, sh->eps, sh->H, sh->K, sh->B, rows->pos, rows->slot, d->rope, q, kv, sh->D};
     if (qkv_fuses(d, sh->D) && n > FEW_MAX && gemm_qkv_pays(d, n, &l->qkv, &p)) {
         gemm_wgmma_qkv(d, n, d->xn, d->E, &l->qkv, &p); /* all in the epilogue */
         return;
@@ -7444,34 +7320,14 @@ static void norm_qkv_rope_kv(toka_device *d, int row, int n, int layer, toka_dev
         return;
     }
     gemm(d, &g);
-    rope_args a = {d->qkv, q, d->kv + (size_t)layer * d->kv_layer, pos, slot, d->rope,
+    rope_args a = {d->qkv, q, kv, rows->pos, rows->slot, d->rope,
                    l->q_norm, l->k_norm, n, sh->H, sh->K, sh->D, sh->B, sh->eps, qkv_fuses(d, sh->D)};
     launch_dependent(d, "RoPE", rope_kernel, dim3(ceil_div(n * (sh->H + 2 * sh->K), 8)), 256, 0, 1, a);
 }
-static void norm_mlp_residual(toka_device *d, int row, int n, int layer, toka_dev x) {
-    const layer_weights *l = &d->layers[layer];
-    bf16 *at = dev_bf16(x) + (size_t)row * d->E;
-    const bool folded = fold_take(d);
-    if (!folded && !half_add(d, row > 0, l->mlp_norm)) rmsnorm(d, at, NULL, l->mlp_norm, d->xn, n);
-    gemm_args up = {n, d->xn, d->E, &l->gate_up, d->act, d->F, EPI_SWIGLU, NULL, folded};
-    gemm(d, &up);
-    gemm_args down = {n, d->act, d->F, &l->down, at, d->E, rest_epilogue(d)};
-    if (layer + 1 < d->shape->L) down.norm = fold_norm(d, &down, d->layers[layer + 1].attn_norm);
-    else if (fold_draws(d, d->step)) down.norm = fold_norm(d, &down, d->norm);
-    gemm(d, &down);
-}
-
-/* The rows of a step that go through an op at once: all, or those of a half (chapter 10). */
-#define FOR_HALVES(d, T, row, n) \
-    for (int row = 0, n = half_first(d, T); row < (T); row += n, n = (T) - row)
-
-static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q) {
+static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *, int layer, toka_dev x, toka_dev q) {
     if (!op_launches(d, "norm_qkv_rope_kv")) return;
-    s = d->step;
-    FOR_HALVES(d, s->T, row, n) {
-        norm_qkv_rope_kv(d, row, n, layer, x, q);
-        clock_part(d, TOKA_PART_QKV);
-    }
+    norm_qkv_rope_kv(d, d->step->T, layer, dev_bf16(x), dev_bf16(q));
+    clock_part(d, TOKA_PART_QKV);
 }
 
 static void cuda_attention(toka_device *d, const toka_step *, int layer, toka_dev q, toka_dev o) {
@@ -7482,32 +7338,32 @@ static void cuda_attention(toka_device *d, const toka_step *, int layer, toka_de
     clock_part(d, TOKA_PART_ATTENTION);
 }
 
-static void cuda_out_residual(toka_device *d, const toka_step *s, int layer, toka_dev o, toka_dev x) {
+static void cuda_out_residual(toka_device *d, const toka_step *, int layer, toka_dev o, toka_dev x) {
     if (!op_launches(d, "out_residual")) return;
-    s = d->step;
     const weight *w = &d->layers[layer].o;
-    FOR_HALVES(d, s->T, row, n) {
-        gemm_args g = {n, dev_bf16(o) + (size_t)row * w->K, w->K, w, dev_bf16(x) + (size_t)row * d->E, d->E, rest_epilogue(d)};
-        g.norm = fold_norm(d, &g, d->layers[layer].mlp_norm);
-        gemm(d, &g);
-        half_send(d, x, s->T, row, n);
-    }
+    gemm_args g = {d->step->T, dev_bf16(o), w->K, w, dev_bf16(x), d->E, rest_epilogue(d)};
+    g.norm = fold_norm(d, &g, d->layers[layer].mlp_norm);
+    gemm(d, &g);
     clock_part(d, TOKA_PART_OUT);
 }
 
-static void cuda_norm_mlp_residual(toka_device *d, const toka_step *s, int layer, toka_dev x) {
+static void cuda_norm_mlp_residual(toka_device *d, const toka_step *, int layer, toka_dev x) {
     if (!op_launches(d, "norm_mlp_residual")) return;
-    s = d->step;
-    FOR_HALVES(d, s->T, row, n) {
-        norm_mlp_residual(d, row, n, layer, x);
-        half_send(d, x, s->T, row, n);
-        clock_part(d, TOKA_PART_MLP);
-    }
+    const layer_weights *l = &d->layers[layer];
+    const int n = d->step->T;
+    const bool folded = fold_take(d);
+    if (!folded) rmsnorm(d, dev_bf16(x), NULL, l->mlp_norm, d->xn, n);
+    gemm_args up = {n, d->xn, d->E, &l->gate_up, d->act, d->F, EPI_SWIGLU, NULL, folded};
+    gemm(d, &up);
+    gemm_args down = {n, d->act, d->F, &l->down, dev_bf16(x), d->E, rest_epilogue(d)};
+    if (layer + 1 < d->shape->L) down.norm = fold_norm(d, &down, d->layers[layer + 1].attn_norm);
+    else if (fold_draws(d, d->step)) down.norm = fold_norm(d, &down, d->norm);
+    gemm(d, &down);
+    clock_part(d, TOKA_PART_MLP);
 }
 
 static void cuda_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks) {
     if (!op_begins(d, "norm_logits_sample")) return;
-    half_add_both(d);
     if (d->graphs.capturing) d->graphs.now->meetings = 0;
     if (!graph_runs(d)) samp_launch(d, d->step, dev_bf16(x));
     if (d->graphs.capturing) return;

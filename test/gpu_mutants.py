@@ -221,13 +221,13 @@ MUTANTS = [
            ("rows have the positions of the step before", "memcpy(g->pos, s->pos, (size_t)`s->T` * sizeof *g->pos);", "0")),
     *group("graph_renew", "model only qwen2", "graphs",
            ("a graph keeps its grid of attention", "p.gridDim = `config->gridDim`,", "dim3((unsigned)d->shape->K)")),
-    *group("norm_mlp_residual", "model only qwen2", "qwen2 .*logits",
-           ("the other norm of the layer", "rmsnorm(d, at, NULL, `l->mlp_norm`, d->xn, n);", "l->attn_norm")),
+    *group("cuda_norm_mlp_residual", "model only qwen2", "qwen2 .*logits",
+           ("the other norm of the layer", "rmsnorm(d, dev_bf16(x), NULL, `l->mlp_norm`, d->xn, n);", "l->attn_norm")),
 ]
 
 # kernels that compute nothing that a test could find wrong; and those of several ranks, which none of these tests starts (gpu_ranks.c does)
 NO_RESULT = {"bench_fill_kernel", "bench_read_kernel", "fault_kernel", "stall_kernel",
-             "one_shot_kernel", "two_shot_kernel", "add_kernel", "samp_exchange_kernel", "samp_gather_kernel"}
+             "one_shot_kernel", "two_shot_kernel", "samp_exchange_kernel", "samp_gather_kernel"}
 
 
 # ---- The mutated copy ----

@@ -12,7 +12,7 @@
 
 int cudaSetDevice(int device); /* of the runtime that is linked in; a launch wants the stream's device */
 
-enum { HALVES = 2048, MOST_ROWS = 3072 }; /* steps of so many rows are summed in halves; the largest here */
+enum { MANY_ROWS = 2048, MOST_ROWS = 3072 }; /* of a step whose sums are large; the largest here */
 
 static int n_skipped;
 
@@ -148,7 +148,7 @@ typedef struct answers {
     int n_prompts, n_ids[PROMPTS];
     int32_t ids[PROMPTS][PROMPT];
     answer a[KINDS][PROMPTS];
-    float *logits; /* [n_rows][V]: all prompts in one step, by forced rows, then so many copies of them that there are halves */
+    float *logits; /* [n_rows][V]: all prompts in one step, by forced rows, then many copies of them */
     int n_rows, V;
 } answers;
 
@@ -363,7 +363,7 @@ static bool run(const char *path, split at, const answers *prompts, answers *w) 
     bool ok = t && !answer_all(t, w, &e);
     if (t) toka_close(t);
     t = ok ? open_split(path, at, &e) : NULL;
-    ok = t && !logits_of(t, w, -1, 1, &w->logits, &w->n_rows, &e) && !logits_of(t, w, -1, HALVES / w->n_rows + 1, &w->logits, &w->n_rows, &e);
+    ok = t && !logits_of(t, w, -1, 1, &w->logits, &w->n_rows, &e) && !logits_of(t, w, -1, MANY_ROWS / w->n_rows + 1, &w->logits, &w->n_rows, &e);
     if (t) w->V = t->shape.V;
     if (t) toka_close(t);
     if (!ok) printf("%s, tp %d pp %d dp %d: %s\n", path, at.tp, at.pp, at.dp, e.msg);
