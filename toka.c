@@ -18812,13 +18812,14 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
  *     matrix products  2 FLOP a row and parameter; the rank's parameters are read once
  *     attention        4 H D FLOP a row and position it sees; K and V of own tokens are read once a row, those of a prompt once
  *                      for all samples of it that run
- *     all-reduce       2 (tp-1)/tp of rows*E*2 bytes over the link, twice a layer and once behind the embedding
+ *     all-reduce       2 (tp-1)/tp of rows*E*2 bytes over the link, twice a layer and once behind the embedding; on Hopper half
+ *                      of a layer's leave beside the products, from TOKA_GPU_SCATTER_ROWS rows on
  *     stages           the sequences of a replica go round in pp micro-batches; a stage takes the longer of its work and of
  *                      sending rows*E*2 bytes on, and the slowest stage is waited for
  *
  * Each message costs PLAN_LATENCY beside. With that and 300 GB/s the ten all-reduces that were timed on 2 and 8 H200 (NCCL 2.28,
  * NVLS off, 1 to 134 MB) come out within 20 %. What keeps a real run below: no op meets its roofline, host time and bubbles are
- * left out, and lengths vary. What could lift it above: communication that overlaps with products. */
+ * left out, and lengths vary. */
 
 enum { PLAN_MOST_GPUS = 128 };
 #define PLAN_LATENCY 40e-6         /* seconds of one all-reduce or send */
@@ -18948,8 +18949,10 @@ static plan_time plan_rank_time(const plan_ask *a, const plan_rank *p, int tp, c
     plan_op(g, l->outputs * head, head, &t, &t.weights);
     for (int i = p->l0; i < p->l0 + p->shape.L; i++) plan_attention(a, p, l, a->model->window[i], &t);
     double message = l->rows * p->shape.E * 2;
-    if (tp > 1) t.link = (2 * p->shape.L + p->first) * plan_reduce(g, tp, message);
-    if (!p->last) t.send = plan_send(g, message);
+    const int sums = 2 * p->shape.L;
+    const double beside = g->arch == 90 && l->rows >= TOKA_GPU_SCATTER_ROWS ? (tp - 1.0) / tp * message / g->link : 0;
+    if (tp > 1) t.link = (sums + p->first) * plan_reduce(g, tp, message) - sums * beside, t.send = sums * beside;
+    if (!p->last) t.send += plan_send(g, message);
     return t;
 }
 

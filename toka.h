@@ -412,7 +412,8 @@ typedef struct toka_device_options {
  * between its ops, too; what these did is counted from the step's integers: bytes are the least that must move. */
 enum {
     TOKA_PART_EMBED, TOKA_PART_QKV, TOKA_PART_ATTENTION, TOKA_PART_OUT, TOKA_PART_MLP, TOKA_PART_HEAD,
-    TOKA_PART_SUMS,     /* over tensor ranks, with what it waits for them; bytes: that leave over its links */
+    TOKA_PART_SUMS,     /* over tensor ranks, with what it waits for them; bytes: that leave over its links, but those that
+                           leave beside the products */
     TOKA_PART_MESSAGES, /* from stage to stage: putting x in and taking it out; bytes: the same */
     TOKA_PARTS
 };
@@ -518,6 +519,7 @@ typedef struct toka_backend {
 
 enum { TOKA_GPU_PAGE_TOK = 64,
        TOKA_GPU_LINK = 3,      /* messages between two stages that are under way */
+       TOKA_GPU_SCATTER_ROWS = 1024, /* from so many rows on products on Hopper send sums over tensor ranks on their way */
        /* of a step: whole waves of 128-row tiles on 132 multiprocessors, for every N that is a multiple of 1,024 */
        TOKA_GPU_TOKENS = 8448,
        TOKA_GPU_SEQS = 8192 };

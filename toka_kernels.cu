@@ -47,6 +47,7 @@
  *   all of it          attn_mma              any D, any card              either       prefill half of attn_wg (H100)
  *   parts of it        attn_join             split K and V                copy         not measured
  *   sums over ranks    one_shot_kernel, two_shot_kernel                   links        285 GB/s of two H200's 450; 6.2 us at least
+ *     of many rows     gemm_kernel with epi_scatter, sum_norm_kernel      links        255 GB/s for the half not behind products
  *   LM head, sampling  gemm_kernel with epi_sample, samp_reduce_kernel    arithmetic   0.91 to 1.18x of cuBLAS's GEMM alone
  *   filtered rows      samp_filter_kernel, samp_blocks_kernel             either       top_p: 0.23 ms for a row, 1.8 ms for 1,024
  *
@@ -244,6 +245,7 @@ struct toka_device {
     meeting meet;            /* with tensor ranks */
     int meet_ctas;
     unsigned op_at;          /* meetings enqueued when an op was last noted in rank->ops */
+    bf16 *scattered;         /* x without a sum, whose parts lie in boxes (chapter 10), or NULL */
     cudaStream_t copies;     /* with stages: what goes to others by copy engine */
     cudaEvent_t drawn;       /* tp rank 0 of the last stage: the table of last tokens can be sent */
 };
@@ -484,6 +486,7 @@ __device__ static inline void tma_store_commit() { asm volatile("cp.async.bulk.c
 template <int N> __device__ static inline void tma_store_wait_read() { /* shared memory may be written again */
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
+__device__ static inline void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); } /* it is written */
 /* Ordinary stores to shared memory become visible to wgmma and the copy engine; each writing thread, before the barrier. */
 __device__ static inline void fence_async_smem() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -1400,7 +1403,9 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  * way from L2, of which the products keep two); each column of tiles from another block of K on, 12.8 (CTAs no longer ask for
  * the same lines together); x shared by two tiles side by side, 10.4; the rest of W or x fetched into L2 ahead, 12.4 and 10.1;
  * descriptors fetched ahead, 9.6 to 10.0. Sums pass from CTA to CTA while the next columns are multiplied: not tried, 96 KB a
- * CTA take longer than the products (12 KB take 1.3 us).
+ * CTA take longer than the products (12 KB take 1.3 us). Norms without a kernel also for many rows, as chapter 4 has it for few
+ * (EPI_RESIDUAL leaves y w, too, and squares; SwiGLU and QKV scale): 8,192 samples of the 1B model 0.2 % faster, 512 1 % slower,
+ * 128 3.6 %: staging each tile twice takes as long as the norm, which is launched before the kernel ahead has ended.
  * =========================================================================== */
 
 struct gemm_job { /* what the kernel is told */
@@ -1520,6 +1525,29 @@ struct epi_store { /* y = acc + bias */
     }
 #endif
 };
+
+/* y is this rank's part of a sum over tensor ranks: rows q share .. (q + 1) share - 1 go to rank q, which adds them up, while the
+ * products of other tiles run. */
+struct epi_scatter {
+    struct params {
+        CUtensorMap to[MEET_RANKS]; /* a box [share][N] at each rank; boxes of 16 rows */
+        const float *bias;          /* or NULL */
+        int share;                  /* a multiple of 16, so that a warp's rows go to one rank */
+    };
+    __host__ __device__ static constexpr int out(int c) { return gemm_round(c); }
+#if HOPPER
+    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
+    template <int C>
+    __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
+        const int q = t.row0 / p.share;
+        gemm_tile at = t;
+        at.row0 -= q * p.share, at.M -= q * p.share;
+        epi_store::run<C>(acc, at, p.to + q, {p.bias, NULL, 0});
+    }
+#endif
+};
+template <class EPI> constexpr bool gemm_far = false; /* y may be in another GPU's memory */
+template <> constexpr bool gemm_far<epi_scatter> = true;
 
 /* y += acc + bias. The first out(C) columns of y come into the staging by TMA while the products run, the others into
  * registers while the first are added. */
@@ -1967,7 +1995,10 @@ __device__ static inline void gemm_consume(const gemm_cta &c, int group, const t
             gemm_end<EPI, C>(sum, t, h, c, p);
         }
     }
-    if (t.lane == 0) tma_store_wait_read<0>();
+    if (t.lane == 0) {
+        if constexpr (gemm_far<EPI>) tma_store_wait();
+        else tma_store_wait_read<0>();
+    }
     __syncwarp();
 }
 #endif
@@ -2016,7 +2047,7 @@ gemm_kernel(const __grid_constant__ CUtensorMap mx, const __grid_constant__ CUte
 
 /* ---- All instances, and the choice among them ---- */
 
-enum { GEMM_QKV64 = EPI_LOGITS + 1, GEMM_QKV128 }; /* kinds of epilogue behind those of enum epilogue */
+enum { GEMM_QKV64 = EPI_LOGITS + 1, GEMM_QKV128, GEMM_SCATTER }; /* kinds of epilogue behind those of enum epilogue */
 
 typedef struct gemm_variant {
     int kind, bn, split;
@@ -2047,6 +2078,8 @@ static const gemm_variant gemm_variants[] = {
     GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 96, 1),   GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 128, 1),
     GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 128, 2),  GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 160, 1),
     GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 192, 1),  GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 256, 1),
+    GEMM_VARIANT(GEMM_SCATTER, epi_scatter, 128, 1),  GEMM_VARIANT(GEMM_SCATTER, epi_scatter, 192, 1),
+    GEMM_VARIANT(GEMM_SCATTER, epi_scatter, 256, 1),
 };
 enum { N_GEMM_VARIANTS = sizeof gemm_variants / sizeof *gemm_variants };
 
@@ -2183,6 +2216,20 @@ static void gemm_wgmma_qkv_by(toka_device *d, int M, const bf16 *x, int ldx, con
 }
 static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const weight *w, const qkv_params *p) {
     gemm_wgmma_qkv_by(d, M, x, ldx, w, p, gemm_qkv_pick(d, M, w, p));
+}
+
+/* x W^T, whose rows go to n boxes, `share` to each (see epi_scatter); a->y and a->epi are not used. */
+static void gemm_wgmma_scatter_by(toka_device *d, const gemm_args *a, bf16 *const *boxes, int n, int share, gemm_plan plan) {
+    const int M = a->M, N = a->w->N;
+    epi_scatter::params p = {};
+    assert(n <= MEET_RANKS && share % 16 == 0 && n * share >= M);
+    for (int q = 0; q < n && q * share < M; q++) /* the last box may get less, and those behind it nothing */
+        p.to[q] = gemm_map(d, boxes[q], min(share, M - q * share), N, N, 16, gemm_panel(plan.v->out));
+    p.bias = a->w->bias, p.share = share;
+    gemm_start(d, plan, a, &p);
+}
+static void gemm_wgmma_scatter(toka_device *d, const gemm_args *a, bf16 *const *boxes, int n, int share) {
+    gemm_wgmma_scatter_by(d, a, boxes, n, share, gemm_pick(d, GEMM_SCATTER, a->M, a->w->N, a->w->K, false));
 }
 
 /* ===========================================================================
@@ -4289,6 +4336,8 @@ static void attention(toka_device *d, int layer, const bf16 *q, bf16 *o) {
  *   sum        one-shot: each rank pushes its x to all others, meets, adds up in the order of the ranks. Two-shot: each pushes to
  *              rank q the q-th part of its x, meets, adds up its own part, pushes the sum into everybody's x, meets. In float32,
  *              rounded once, the same bits on every rank. One-shot has one meeting, two-shot moves 2/n of the bytes
+ *   scatter    sums of many rows, on Hopper: two-shot, whose first push is the GEMM's epilogue and hides behind its products. Rank
+ *              q adds up the q-th part of the rows, x of which it alone keeps, and pushes what is read next, their norm
  *   link       x goes into the sender's outbox on its compute stream, from there by a copy engine (its copy stream) into one of
  *              the receiver's TOKA_GPU_LINK slots, and into x on the receiver's compute stream. Events say when a slot is full,
  *              and when it is free. So a stage computes on while its result travels, and may be some steps ahead of the next
@@ -4519,6 +4568,62 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) two_shot_kernel(meetin
     meet_done(m, c + 1);
 }
 
+/* ---- A sum that the GEMM has scattered, and the norm behind it ----
+ *
+ * in      parts: this rank's boxes [ranks][share][E] bf16, one part of the sum in each; x bf16 [.][E], of which rows
+ *         me * share .. + n - 1 are this rank's: without the sum
+ * out     those rows of x with the sum, in float32, rounded once; y of everybody [.][E]: their RMSNorm, summed in rmsnorm_kernel's
+ *         order. Without w: x of everybody
+ * grid: MEET_CTAS, block: 512, of which 128 threads work on a row. A GPU sends (ranks - 1) / ranks of the bytes of x, half of what
+ * two shots send, and reads and writes 3 / ranks + 1 of them. Two H200, 8,448 rows of 4,096: 136 us, of which 95 at the 365 GB/s
+ * that such stores reach there. Rows made in shared memory that leave by bulk copies, and 128 CTAs: no faster. */
+__global__ static void __launch_bounds__(MEET_THREADS, 1) sum_norm_kernel(meeting m, uint4 *x, uint4 *y, const uint4 *parts,
+                                                                          int share, int n, const float *w, int E, float per_E,
+                                                                          float eps) {
+    __shared__ float squares_of[2][MEET_THREADS / 128][4];
+    __shared__ uint4 *everybody[MEET_RANKS];
+    const int group = (int)threadIdx.x / 128, t = (int)threadIdx.x % 128, groups = (int)gridDim.x * (MEET_THREADS / 128);
+    const int each = E / 8;
+    grid_wait();
+    const unsigned c = meet_count(m) + 1;
+    if (!meet(m, c, y)) n = 0;
+    if ((int)threadIdx.x < m.n) everybody[threadIdx.x] = (int)threadIdx.x == m.me ? y : meet_x(m, (int)threadIdx.x);
+    __syncthreads();
+    for (int row = (int)blockIdx.x * (MEET_THREADS / 128) + group, turn = 0; row < n; row += groups, turn ^= 1) {
+        const size_t at = ((size_t)m.me * share + row) * each;
+        float squares = 0;
+        for (int i = t; i < each; i += TWO_SHOT_TURN * 128) {
+            sum_8 sum[TWO_SHOT_TURN] = {};
+            for (int q = -1; q < m.n; q++) {
+                const uint4 *from = q < 0 ? x + at : parts + ((size_t)q * share + row) * each;
+#pragma unroll
+                for (int k = 0; k < TWO_SHOT_TURN; k++)
+                    if (i + k * 128 < each) sum_add(sum[k], __ldcg(from + i + k * 128));
+            }
+#pragma unroll
+            for (int k = 0; k < TWO_SHOT_TURN; k++) {
+                const uint4 v = sum_round(sum[k]);
+                if (i + k * 128 >= each) break;
+                x[at + i + k * 128] = v;
+                squares = norm_square(v, squares);
+            }
+        }
+        for (int lanes = 16; lanes; lanes >>= 1) squares += __shfl_xor_sync(~0u, squares, lanes);
+        float *sums = squares_of[turn][group];
+        if (t % 32 == 0) sums[t / 32] = squares;
+        named_sync(1 + group, 128); /* the row's threads, who have read squares_of[turn] before they come here for the next row */
+        const float scale = rsqrtf((sums[0] + sums[1] + (sums[2] + sums[3])) * per_E + eps);
+        for (int i = t; i < each; i += 128) {
+            const float4 *g = (const float4 *)w + 2 * i;
+            const uint4 v = w ? norm_scaled(x[at + i], scale, g[0], g[1]) : x[at + i];
+            for (int q = 0; q < m.n; q++) everybody[q][at + i] = v;
+        }
+    }
+    meet(m, c + 1, y);
+    grid_launch_dependents();
+    meet_done(m, c + 1);
+}
+
 /* Does a message go in one shot? Its time is (n - 1) B / rate + t, that of two shots 2 (n - 1) / n B / rate + 2 t, with t of 2.8
  * us and a rate of 285 GB/s on two H200. There the bytes are equal, but where copies count the second meeting is cheaper from 1.5
  * MB on. */
@@ -4528,10 +4633,10 @@ static bool one_shot_pays(int n, size_t bytes) {
     return bytes <= ONE_SHOT_BYTES && two <= one;
 }
 
-/* In an inbox: boxes of one-shot, of two-shot, then from *parts on the exchange of samples. */
+/* In an inbox: boxes of one-shot; of two-shot, or of scattered sums; then from *parts on the exchange of samples. */
 static size_t group_inbox_bytes(const toka_device *d, size_t *parts) {
     const size_t n = (size_t)tp_size(d);
-    *parts = 2 * n * ONE_SHOT_BYTES + (size_t)d->options.max_tokens * d->E * sizeof(bf16) + n * 16;
+    *parts = 2 * n * ONE_SHOT_BYTES + ((size_t)d->options.max_tokens + 16 * n) * d->E * sizeof(bf16);
     return *parts + 2 * n * (last_stage(d) ? EXCHANGE_BYTES : 0);
 }
 
@@ -4960,16 +5065,49 @@ static bool group_leave(toka_device *d) {
 
 /* ---- Ops: all_reduce, send, receive ---- */
 
+static bool sum_scatters(const toka_device *d, int rows) {
+    const int n = tp_size(d);
+    return n > 1 && d->hopper && rows >= TOKA_GPU_SCATTER_ROWS && !one_shot_pays(n, (size_t)rows * d->E * sizeof(bf16));
+}
+/* y = x W^T on the way to a sum over tensor ranks: in boxes of the ranks that add it up. False: nothing was done. */
+static bool sum_scatter(toka_device *d, const gemm_args *a) {
+    const int n = tp_size(d), share = ceil_div(a->M, 16 * n) * 16;
+    if (!sum_scatters(d, a->M)) return false;
+    bf16 *boxes[MEET_RANKS];
+    for (int q = 0; q < n; q++)
+        boxes[q] = (bf16 *)(d->meet.inbox[q] + (size_t)2 * n * ONE_SHOT_BYTES) + (size_t)d->meet.me * share * d->E;
+    gemm_wgmma_scatter(d, a, boxes, n, share);
+    d->scattered = a->y;
+    return true;
+}
+/* Before x is read: it has the sum, each rank its own rows, and its norm by w is in xn; without w the sum is in everybody's x.
+ * False: x has it already, and nothing was done. */
+static bool sum_norm(toka_device *d, const float *w) {
+    if (!d->scattered) return false;
+    const int n = tp_size(d), T = d->step->T, share = ceil_div(T, 16 * n) * 16, rows = min(share, T - d->meet.me * share);
+    bf16 *x = d->scattered;
+    d->scattered = NULL;
+    launch_meeting(d, "sum", 2, sum_norm_kernel, (uint4 *)x, w ? (uint4 *)d->xn : (uint4 *)x,
+                   (const uint4 *)(d->meet.inbox[d->meet.me] + (size_t)2 * n * ONE_SHOT_BYTES), share, rows, w, d->E,
+                   1.0f / d->shape->E, d->shape->eps);
+    if (!d->graphs.capturing)
+        d->op_at = d->rank->n_meetings, __atomic_store_n(&d->rank->ops[d->op_at % MEET_OPS], d->rank->op, __ATOMIC_RELEASE);
+    clock_part(d, TOKA_PART_SUMS);
+    return true;
+}
+
 static void cuda_all_reduce(toka_device *d, toka_dev x, int rows) {
     const size_t bytes = (size_t)(d->graphs.now ? d->step->T : rows) * d->E * sizeof(bf16);
-    if (tp_size(d) == 1 || !op_begins(d, "all_reduce")) return;
+    if (tp_size(d) == 1 || !op_begins(d, "all_reduce") || d->scattered) return; /* see sum_norm */
     const bool once = one_shot_pays(d->meet.n, bytes);
     launch_meeting(d, "all-reduce", once ? 1 : 2, once ? one_shot_kernel : two_shot_kernel, (uint4 *)x.at, (int)(bytes / 16));
     clock_part(d, TOKA_PART_SUMS);
 }
 
 static void cuda_send(toka_device *d, toka_dev x, int rows) {
-    if (!op_begins(d, "send") || d->graphs.capturing) return;
+    if (!op_begins(d, "send")) return;
+    sum_norm(d, NULL);
+    if (d->graphs.capturing) return;
     graph_launch(d);
     toka_group *g = d->group;
     group_link *l = &g->links[d->rank - g->ranks];
@@ -6554,6 +6692,7 @@ static void clock_close(toka_device *d) {
 static void clock_count(toka_device *d, const toka_step *s) {
     const toka_shape *sh = d->shape;
     double T = s->T, E = sh->E, HD = (double)sh->H * sh->D, KD = (double)sh->K * sh->D, L = sh->L, pairs = 0, kv = 0;
+    double sums = sum_scatters(d, s->T) ? L : 2 * L; /* half of their bytes leave with the products */
     for (int i = 0; i < s->n_spans; i++) {
         const toka_span *sp = &s->spans[i];
         kv += sp->n_kv;
@@ -6566,7 +6705,7 @@ static void clock_count(toka_device *d, const toka_step *s) {
         {0, 2 * T * E * HD * L, 2 * (E * HD + T * (HD + 2 * E)) * L},
         {0, 6 * T * E * sh->F * L, 2 * (3 * E * sh->F + T * (2 * E + 2.0 * sh->F)) * L},
         {0, 2.0 * s->n_out * E * sh->V, 2 * (s->n_out ? E * sh->V + s->n_out * E : 0)},
-        {0, 0, 4 * T * E * (1 - 1.0 / tp_size(d)) * (2 * L + first_stage(d))},
+        {0, 0, 4 * T * E * (1 - 1.0 / tp_size(d)) * (sums + first_stage(d))},
         {0, 0, last_stage(d) ? 0 : 2 * T * E}};
     for (int i = 0; i < TOKA_PARTS; i++) d->clock.t.part[i].flop += add[i].flop, d->clock.t.part[i].bytes += add[i].bytes;
 }
@@ -7250,6 +7389,7 @@ static void cuda_begin(toka_device *d, const toka_step *s) {
 }
 
 static void cuda_end(toka_device *d, const toka_step *) {
+    sum_norm(d, NULL); /* of a step without outputs */
     if (d->graphs.capturing) {
         graph_end(d);
         d->graphs.seconds += seconds_now();
@@ -7307,7 +7447,7 @@ static void norm_qkv_rope_kv(toka_device *d, int n, int layer, const bf16 *x, bf
     const step_rows *rows = &d->rows;
     bf16 *kv = d->kv + (size_t)layer * d->kv_layer;
     const bool folded = fold_take(d);
-    if (!folded) rmsnorm(d, x, NULL, l->attn_norm, d->xn, n);
+    if (!folded && !sum_norm(d, l->attn_norm)) rmsnorm(d, x, NULL, l->attn_norm, d->xn, n);
     qkv_params p = {l->qkv.bias, l->q_norm, l->k_norm, sh->eps, sh->H, sh->K, sh->B, rows->pos, rows->slot, d->rope, q, kv, sh->D};
     if (qkv_fuses(d, sh->D) && n > FEW_MAX && gemm_qkv_pays(d, n, &l->qkv, &p)) {
         gemm_wgmma_qkv(d, n, d->xn, d->E, &l->qkv, &p); /* all in the epilogue */
@@ -7343,7 +7483,7 @@ static void cuda_out_residual(toka_device *d, const toka_step *, int layer, toka
     const weight *w = &d->layers[layer].o;
     gemm_args g = {d->step->T, dev_bf16(o), w->K, w, dev_bf16(x), d->E, rest_epilogue(d)};
     g.norm = fold_norm(d, &g, d->layers[layer].mlp_norm);
-    gemm(d, &g);
+    if (!sum_scatter(d, &g)) gemm(d, &g);
     clock_part(d, TOKA_PART_OUT);
 }
 
@@ -7352,18 +7492,19 @@ static void cuda_norm_mlp_residual(toka_device *d, const toka_step *, int layer,
     const layer_weights *l = &d->layers[layer];
     const int n = d->step->T;
     const bool folded = fold_take(d);
-    if (!folded) rmsnorm(d, dev_bf16(x), NULL, l->mlp_norm, d->xn, n);
+    if (!folded && !sum_norm(d, l->mlp_norm)) rmsnorm(d, dev_bf16(x), NULL, l->mlp_norm, d->xn, n);
     gemm_args up = {n, d->xn, d->E, &l->gate_up, d->act, d->F, EPI_SWIGLU, NULL, folded};
     gemm(d, &up);
     gemm_args down = {n, d->act, d->F, &l->down, dev_bf16(x), d->E, rest_epilogue(d)};
     if (layer + 1 < d->shape->L) down.norm = fold_norm(d, &down, d->layers[layer + 1].attn_norm);
     else if (fold_draws(d, d->step)) down.norm = fold_norm(d, &down, d->norm);
-    gemm(d, &down);
+    if (!sum_scatter(d, &down)) gemm(d, &down);
     clock_part(d, TOKA_PART_MLP);
 }
 
 static void cuda_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks) {
     if (!op_begins(d, "norm_logits_sample")) return;
+    sum_norm(d, NULL);
     if (d->graphs.capturing) d->graphs.now->meetings = 0;
     if (!graph_runs(d)) samp_launch(d, d->step, dev_bf16(x));
     if (d->graphs.capturing) return;

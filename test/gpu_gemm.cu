@@ -124,14 +124,14 @@ __global__ static void ref_untouched(const bf16 *y, int M, int cols, int ldy, re
 /* ---- One case ---- */
 
 struct gemm_case {
-    int M, N, K, kind;      /* enum epilogue or GEMM_QKV64, GEMM_QKV128 */
+    int M, N, K, kind;      /* enum epilogue or GEMM_QKV64, GEMM_QKV128, GEMM_SCATTER */
     bool bias, norm;        /* norm: QK-norm */
     gemm_plan plan;         /* v NULL: as gemm_pick says */
     int pad = 8;            /* columns beyond the rows of x and y, never to be read or written */
 };
 
 static std::string case_name(const gemm_case &c, const gemm_plan &p) {
-    static const char *const kinds[] = {"store", "residual", "swiglu", "logits", "qkv64", "qkv128"};
+    static const char *const kinds[] = {"store", "residual", "swiglu", "logits", "qkv64", "qkv128", "scatter"};
     char s[200];
     snprintf(s, sizeof s, "%s M %d N %d K %d%s%s: BN %d split %d mc %d group %d", kinds[c.kind], c.M, c.N, c.K,
              c.bias ? " bias" : "", c.norm ? " norm" : "", p.v ? p.v->bn : 0, p.v ? p.v->split : 0, p.mc, p.group);
@@ -203,7 +203,14 @@ struct gemm_data {
     void launch(toka_device *d, int M) {
         gemm_args a = {M, x.p(), ldx, &W, y.p(), ldy, (enum epilogue)c.kind};
         if (D) gemm_wgmma_qkv_by(d, M, x.p(), ldx, &W, &qkv, plan(d));
+        else if (c.kind == GEMM_SCATTER) launch_scattered(d, M, &a);
         else gemm_wgmma_by(d, &a, plan(d));
+    }
+    void launch_scattered(toka_device *d, int M, const gemm_args *a) { /* to three boxes one behind the other */
+        int share = ceil_div(M, 48) * 16;
+        bf16 *boxes[3];
+        for (int i = 0; i < 3; i++) boxes[i] = y.p() + (size_t)i * share * ldy;
+        gemm_wgmma_scatter_by(d, a, boxes, 3, share, plan(d));
     }
     void launch_apart(toka_device *d, int M) { /* the plain product into y, then rope_kernel */
         gemm_args a = {M, x.p(), ldx, &W, y.p(), c.N, EPI_STORE};
@@ -271,13 +278,14 @@ static void test_variants(toka_device *d, const std::vector<int> &rows) { /* onl
                 int N = s[1] - (s[1] > 384 ? cut : 0) + (v.kind == GEMM_QKV64 && s[1] == 128 ? 64 : 0);
                 bool bias = s[0] % 4 == 1 && v.kind != EPI_SWIGLU && v.kind != EPI_LOGITS, norm = s[0] % 3 == 0 && gemm_holds_heads(&v);
                 gemm_case c = {s[0], N, s[2], v.kind, bias, norm, {&v, mc, s[0] > 500 ? 2 : 8}};
+                if (v.kind == GEMM_SCATTER) c.pad = 0, c.norm = false;
                 test_case(d, c);
             }
 }
 /* Every instance once, at one small shape; only the last result of a kind is checked. */
 static void test_tiny(toka_device *d) {
-    for (int kind = EPI_STORE; kind <= GEMM_QKV128; kind++) {
-        gemm_data g({129, 384, 264, kind, kind == EPI_STORE || kind >= GEMM_QKV64, false, {}});
+    for (int kind = EPI_STORE; kind <= GEMM_SCATTER; kind++) {
+        gemm_data g({129, 384, 264, kind, kind == EPI_STORE || kind >= GEMM_QKV64, false, {}, kind == GEMM_SCATTER ? 0 : 8});
         for (const gemm_variant &v : gemm_variants)
             for (int mc = 1; v.kind == kind && mc <= 2 && mc * v.split <= 4; mc++) {
                 g.c.plan = {&v, mc, 8};
@@ -306,7 +314,7 @@ static void test_sweep(toka_device *d) {
 static void test_repeats(toka_device *d) {
     for (const gemm_variant &v : gemm_variants)
         for (int mc = 1; mc <= 2 && mc * v.split <= 4; mc++) {
-            gemm_case c = {641, 1920, 1088, v.kind, false, gemm_holds_heads(&v), {&v, mc, 3}};
+            gemm_case c = {641, 1920, 1088, v.kind, false, gemm_holds_heads(&v), {&v, mc, 3}, v.kind == GEMM_SCATTER ? 0 : 8};
             gemm_data g(c);
             std::vector<bf16> first[3], now[3];
             bool same = true;

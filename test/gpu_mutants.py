@@ -93,6 +93,7 @@ MUTANTS = [
             "j.per_height", "M 257 .*group 8"),
            ("split: sums of the neighbour", "to[3] += q == part ? v[3] : __uint_as_float(`other.w`);", "other.z", "split [24]"),
            ("swiglu: the gate of the neighbour", "pack_bf16(one(v[0], v[4]), one(`v[1]`, v[5]))", "v[0]", "swiglu "),
+           ("scatter: a share's first rows go to the rank before", "const int q = `t.row0 / p.share`;", "max(t.row0 - 16, 0) / p.share", "scatter "),
            ("logits: columns exchanged", "make_float2(acc[4 * j + 2], `acc[4 * j + 3]`);\n        }", "acc[4 * j + 1]", "logits "),
            ("qkv: q's norm for the first head of k", "const float *w = `head < p.H` ? p.q_norm : p.k_norm;\n            if (!w", "head <= p.H", "qkv(64|128) .* norm"),
            ("qkv: the norm's lower half for both", "(w + i / 8 * 8 + `i / 4 % 2 * (D / 2)` + 2 * (t.lane & 3))", "0", "qkv(64|128) .* norm"),
@@ -227,7 +228,7 @@ MUTANTS = [
 
 # kernels that compute nothing that a test could find wrong; and those of several ranks, which none of these tests starts (gpu_ranks.c does)
 NO_RESULT = {"bench_fill_kernel", "bench_read_kernel", "fault_kernel", "stall_kernel",
-             "one_shot_kernel", "two_shot_kernel", "samp_exchange_kernel", "samp_gather_kernel"}
+             "one_shot_kernel", "two_shot_kernel", "sum_norm_kernel", "samp_exchange_kernel", "samp_gather_kernel"}
 
 
 # ---- The mutated copy ----

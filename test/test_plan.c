@@ -169,11 +169,18 @@ static void plan_test_time(void) {
     CHECK(plan_near(t.tensor, 4.0 * 4096 * (4096 * 20000.0 - 4096 * 2048) * 32 / 790e12, 1e-6));
     arena_free(&f.a);
 
-    f = plan_fix_open("llama-3.2-1b", "H200"); /* sums over tensor ranks */
+    f = plan_fix_open("llama-3.2-1b", "H200"); /* sums over tensor ranks: of many rows half of a layer's go beside the products */
     f.ask.input = 315, f.ask.output = 120;
     p = plan_rank_of(&f.ask, 2, 1, 0, 0), l = (plan_load){4096, 4096, 0}, t = plan_rank_time(&f.ask, &p, 2, &l);
     CHECK(plan_near(t.kv, 4096 * 375 * 16384.0 / 4.1e12, 1e-6));
-    CHECK(plan_near(t.link, 33 * plan_reduce(f.ask.gpu, 2, 4096 * 4096.0), 1e-6));
+    CHECK(plan_near(t.send, 32 * 4096 * 4096 * 0.5 / 300e9, 1e-6));
+    CHECK(plan_near(t.link + t.send, 33 * plan_reduce(f.ask.gpu, 2, 4096 * 4096.0), 1e-6));
+    l = (plan_load){1023, 1023, 0}, t = plan_rank_time(&f.ask, &p, 2, &l);
+    CHECK(t.send == 0 && plan_near(t.link, 33 * plan_reduce(f.ask.gpu, 2, 1023 * 4096.0), 1e-6));
+    arena_free(&f.a);
+    f = plan_fix_open("llama-3.2-1b", "A100-80G"); /* no Hopper */
+    p = plan_rank_of(&f.ask, 2, 1, 0, 0), l = (plan_load){4096, 4096, 0}, t = plan_rank_time(&f.ask, &p, 2, &l);
+    CHECK(t.send == 0);
     arena_free(&f.a);
 
     f = plan_fix_open("llama-3.1-70b", "L40S"); /* what little KV fits beside the weights keeps the batch small */
