@@ -14889,7 +14889,7 @@ static int run_scan_output(run_state *r, run_sink *to, atomic_llong *count, toka
     int64_t at = 0;
     int code;
     buf id = {0}, kept = {0};
-    if (count) *count = 0;
+    long long n_lines = 0;
     run_input_init(&in, to->fd, to->path, r->o->interrupted);
     in.most = json_trusted.max_bytes; /* a result has all samples of a request */
     while ((code = run_next_line(&in, &line, &whole, e)) > 0) {
@@ -14902,7 +14902,7 @@ static int run_scan_output(run_state *r, run_sink *to, atomic_llong *count, toka
         if (whole && run_read_result(line, &a, &id)) {
             run_table_set(&r->seen, run_table_at(&r->seen, run_hash(buf_view(&id))), 1);
             at += (int64_t)in.text.n + 1;
-            if (count) ++*count;
+            n_lines++;
         } else { /* fine if it is the last */
             buf_clear(&kept), buf_put(&kept, line.p, MIN(line.n, (size_t)16));
             bad = buf_view(&kept);
@@ -14914,6 +14914,7 @@ static int run_scan_output(run_state *r, run_sink *to, atomic_llong *count, toka
     if (!code && bad.p && !at && memcmp(bad.p, "{\"id\":\"batch_req", bad.n)) /* somebody's file of one line */
         code = fail(e, TOKA_E_INPUT, "%s: not a result file of toka batch; give another -o", to->path);
     if (!code && bad.p && ftruncate(to->fd, at)) code = fail(e, TOKA_E_IO, "%s: %s", to->path, strerror(errno));
+    if (!code && count) *count = n_lines; /* all at once: somebody looks at it meanwhile */
     if (!code && bad.p && !r->o->quiet) fprintf(stderr, "toka batch: %s: the torn last line was cut off\n", to->path);
     to->bytes = at;
     run_input_free(&in), buf_free(&id), buf_free(&kept);
@@ -15856,6 +15857,18 @@ static int fb_read_status(const json *root) { /* -1: none of ours */
     return -1;
 }
 
+/* Whole lines of an output file: what earlier servers did of a batch, whose record does not say so before its end. */
+static int64_t fb_count_lines(const fb_store *s, const fb_id *id) {
+    char block[16384];
+    int64_t lines = 0;
+    ssize_t n;
+    int fd = openat(s->dir, id->z, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    while (fd >= 0 && ((n = read(fd, block, sizeof block)) > 0 || (n < 0 && errno == EINTR)))
+        for (ssize_t i = 0; i < n; i++) lines += block[i] == '\n';
+    if (fd >= 0) close(fd);
+    return lines;
+}
+
 static bool fb_load_batch(fb_store *s, const fb_id *id, const json *root) {
     const json *own = json_get(root, "toka"), *counts = json_get(root, "request_counts");
     str window = json_str(json_get(root, "completion_window"));
@@ -15884,8 +15897,8 @@ static bool fb_load_batch(fb_store *s, const fb_id *id, const json *root) {
     b->has_out = json_is(json_get(root, "output_file_id"), JSON_STRING),
     b->has_err = json_is(json_get(root, "error_file_id"), JSON_STRING);
     b->total = json_int(json_get(counts, "total"), 0);
-    b->completed = json_int(json_get(counts, "completed"), 0);
-    b->failed = json_int(json_get(counts, "failed"), 0);
+    b->completed = fb_has_ended(b) ? json_int(json_get(counts, "completed"), 0) : fb_count_lines(s, &b->out);
+    b->failed = fb_has_ended(b) ? json_int(json_get(counts, "failed"), 0) : fb_count_lines(s, &b->err);
     fb_insert(&s->batches, b);
     return true;
 }

@@ -3,6 +3,7 @@ servers that are killed at any moment. Run through test/run.sh."""
 import json
 import os
 import random
+import shutil
 import signal
 import time
 
@@ -240,17 +241,39 @@ def test_out_of_time(tmp_path):
         assert out and err and {(r["response"], r["error"]["code"]) for r in err} == {(None, "batch_expired")}
 
 
-def test_another_model(tmp_path):
-    with serve(tmp_path, "--served-model-name", "one", env={"TOKA_DEBUG_STALL": "40"}) as s:  # so that it does not get to its end
+def left_behind(folder, text):
+    """A batch that a server of model "one" did not get to the end of when it was killed."""
+    with serve(folder, "--served-model-name", "one", env={"TOKA_DEBUG_STALL": "40"}) as s:
         api = client(s)
-        b = begin(api, start(api, lines(1500, 20)))
+        b = begin(api, start(api, text))
         s.p.kill()
+    return b
+
+
+def test_another_model(tmp_path):
+    b = left_behind(tmp_path, lines(1500, 20))
     with serve(tmp_path, "--served-model-name", "two") as s:  # it is not this model's
         api = client(s)
         done = wait(api, start(api, lines(5)))
         assert done.status == "completed" and done.model == "two" and api.batches.retrieve(b.id).status == "in_progress"
     with serve(tmp_path, "--served-model-name", "one") as s:
         assert counts(wait(client(s), b)) == (1500, 1500, 0)
+
+
+def test_cancelled_by_another_model(tmp_path):
+    """What the killed server wrote is counted, though no record of it says so."""
+    b = left_behind(tmp_path, endless())
+    for name in "two", "one":  # the model that nobody asked, and its own before it goes on
+        shutil.copytree(tmp_path, folder := str(tmp_path) + name)
+        with serve(folder, "--served-model-name", name) as s:
+            api = client(s)
+            assert api.batches.retrieve(b.id).request_counts.completed >= b.request_counts.completed
+            api.batches.cancel(b.id)
+            b2 = wait(api, b, lambda b: b.status == "cancelled")
+            done = results(api, b2.output_file_id)
+            assert counts(b2) == (10_000, len(done), 0) and len(done) >= b.request_counts.completed
+        with serve(folder, "--served-model-name", name) as s:
+            assert counts(client(s).batches.retrieve(b.id)) == counts(b2)
 
 
 def test_clients_that_wait_go_first(tmp_path):
