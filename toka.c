@@ -15498,7 +15498,7 @@ typedef struct fb_batch {
     char window[16];           /* completion_window as given: "24h" */
     int64_t at[FB_STATUSES];   /* when it came into each state, unix seconds; 0: never. at[FB_VALIDATING]: created */
     int64_t expires_at;
-    char *model;               /* that it was made for: another does not run it */
+    char *model;               /* that it was made for: another does not run it, but ends it when its time is up */
     char *metadata, *errors;   /* JSON: an object; a list of errors */
     bool has_out, has_err;     /* they are files now */
     atomic_llong total, completed, failed;
@@ -16024,7 +16024,7 @@ static int fb_open(fb_store **out, const fb_options *o, toka_err *e) {
     bool off = o->dir && !strcmp(o->dir, "off");
     int code = 0;
     s->o = *o, s->dir = s->locked = -1;
-    pthread_mutex_init(&s->lock, NULL), pthread_cond_init(&s->wake, NULL);
+    pthread_mutex_init(&s->lock, NULL), os_cond_init(&s->wake);
     s->path = off ? NULL : o->dir ? mem_check(strdup(o->dir)) : fb_default_folder();
     const char *why = off ? "--files-dir off" : "no HOME, and no --files-dir";
     if (!s->path) fail(&s->why, TOKA_E_USE, "this server keeps no files: %s", why);
@@ -16207,12 +16207,16 @@ static void fb_step_run(fb_store *s, fb_batch *b) {
     pthread_mutex_unlock(&s->lock);
 }
 
-/* The oldest batch that there is something to do for. With store.lock held. */
-static fb_batch *fb_next(const fb_store *s) {
+/* The oldest batch that there is something to do for; another model's, once its time is up. *others: there are
+ * some whose time is not up. With store.lock held. */
+static fb_batch *fb_next(const fb_store *s, bool *others) {
+    *others = false;
     for (size_t i = 0; i < s->batches.n; i++) {
         fb_batch *b = s->batches.at[i];
+        if (fb_has_ended(b)) continue;
         bool ours = !strcmp(b->model, s->o.m->names[0]) || b->status == FB_CANCELLING || b->status == FB_FINALIZING;
-        if (!fb_has_ended(b) && ours) return b;
+        if (ours || fb_now() >= b->expires_at) return b;
+        *others = true;
     }
     return NULL;
 }
@@ -16221,8 +16225,11 @@ static void *fb_work(void *user) {
     fb_store *s = user;
     pthread_mutex_lock(&s->lock);
     while (!s->stopping) {
-        fb_batch *b = s->running = fb_next(s);
-        if (!b) {
+        bool others;
+        fb_batch *b = s->running = fb_next(s, &others);
+        if (!b && others) {
+            os_cond_wait(&s->wake, &s->lock, 1); /* their time may be up by then */
+        } else if (!b) {
             pthread_cond_wait(&s->wake, &s->lock);
         } else if (b->status == FB_FINALIZING) {
             fb_finish(s, b, FB_COMPLETED);

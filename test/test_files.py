@@ -276,6 +276,19 @@ def test_cancelled_by_another_model(tmp_path):
             assert counts(client(s).batches.retrieve(b.id)) == counts(b2)
 
 
+def test_out_of_time_under_another_model(tmp_path):
+    """Nobody may ever serve its model again: what is left of it becomes errors all the same."""
+    b = left_behind(tmp_path, endless())
+    record = tmp_path / f"{b.id}.json"
+    record.write_text(record.read_text().replace(str(b.expires_at), str(int(time.time()) + 2)))
+    with serve(tmp_path, "--served-model-name", "two") as s:
+        api = client(s)
+        b = wait(api, api.batches.retrieve(b.id))
+        out, err = results(api, b.output_file_id), results(api, b.error_file_id)
+        assert b.status == "expired" and counts(b) == (10_000, len(out), len(err)) and out and len(out) + len(err) == 10_000
+        assert {r["error"]["code"] for r in err} == {"batch_expired"}
+
+
 def test_clients_that_wait_go_first(tmp_path):
     with serve(tmp_path) as s:
         api = client(s)
