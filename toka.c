@@ -441,13 +441,16 @@ static bool os_cond_wait(pthread_cond_t *c, pthread_mutex_t *lock, double second
     return pthread_cond_timedwait(c, lock, &t) != ETIMEDOUT;
 }
 
+/* Did an open fail for what the system is short of, whatever the path? It may be there later. */
+static bool os_is_short(int err) { return err == EMFILE || err == ENFILE || err == ENOMEM; }
+
 /* Maps a whole regular file read-only. An empty file gives {"",0}. Undo with os_unmap. A path that leads nowhere is
  * TOKA_E_INPUT: it came from a user or a file. TOKA_E_IO is left to what the system itself could not do. */
 static int os_map(const char *path, str *out, toka_err *e) {
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO in a file's place must not hang */
     struct stat st;
     if (fd < 0) {
-        bool system = errno == EIO || errno == EMFILE || errno == ENFILE || errno == ENOMEM;
+        bool system = errno == EIO || os_is_short(errno);
         return fail(e, system ? TOKA_E_IO : TOKA_E_INPUT, "%s: %s", path, strerror(errno));
     }
     if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
@@ -14325,6 +14328,10 @@ typedef struct run_options { /* what toka batch was asked to do */
     atomic_llong *completed, *failed; /* lines written so far, results and errors, by earlier runs too; may be NULL */
 } run_options;
 
+enum run_end { RUN_NOT_YET, /* the system could not open its files now */
+               RUN_PART,    /* it was stopped, or failed on the way */
+               RUN_ALL };   /* every line has its result or error */
+
 typedef struct run_key { /* FNV-1a of 128 bits, the same on every machine */
     uint64_t hi, lo;
 } run_key;
@@ -14922,7 +14929,8 @@ static int run_scan_output(run_state *r, run_sink *to, atomic_llong *count, toka
 }
 
 static int run_cannot_open(const char *path, toka_err *e) { /* EINTR: a named pipe without another side, and Ctrl-C */
-    return fail(e, errno == EINTR ? TOKA_E_CANCELLED : TOKA_E_INPUT, "%s: %s", path, strerror(errno));
+    int code = errno == EINTR ? TOKA_E_CANCELLED : os_is_short(errno) ? TOKA_E_IO : TOKA_E_INPUT;
+    return fail(e, code, "%s: %s", path, strerror(errno));
 }
 
 static bool run_is_same(int fd, const struct stat *file) {
@@ -15425,20 +15433,21 @@ static int run_batch(toka *t, const run_options *o, toka_err *e) {
     return code;
 }
 
-/* The same where somebody else drives the engine, on the caller's thread. *all: every line has its result or error. */
-static int run_served(toka *t, const run_options *o, bool *all, toka_err *e) {
+/* The same where somebody else drives the engine, on the caller's thread. *end: how far it came. */
+static int run_served(toka *t, const run_options *o, enum run_end *end, toka_err *e) {
     run_state r;
     toka_err late;
     pthread_t reader;
     run_init(&r, t, o);
     int code = run_open(&r, e);
     if (!code) code = os_thread(&reader, run_read, &r, e);
+    *end = code == TOKA_E_IO ? RUN_NOT_YET : RUN_PART;
     if (!code) {
         run_write(&r);
         pthread_join(reader, NULL);
         if (r.e.code) *e = r.e, code = e->code;
     }
-    *all = !code && !r.stopped && !*o->interrupted;
+    if (!code && !r.stopped && !*o->interrupted) *end = RUN_ALL;
     if (run_close(&r, &late) && !code) *e = late, code = late.code;
     return code;
 }
@@ -15501,6 +15510,7 @@ typedef struct fb_batch {
     char *model;               /* that it was made for: another does not run it, but ends it when its time is up */
     char *metadata, *errors;   /* JSON: an object; a list of errors */
     bool has_out, has_err;     /* they are files now */
+    bool waits;                /* for what the system is short of; it was told */
     atomic_llong total, completed, failed;
     atomic_int stop;           /* asks chapter 27 to stop: cancelled, out of time, or the server ends */
 } fb_batch;
@@ -16084,8 +16094,8 @@ static void fb_validate_line(fb_batch *b, run_table *seen, const run_input *in, 
     arena_free(&a);
 }
 
-/* Reads the input once. Fills b->total, and the list of what is wrong. */
-static void fb_validate(fb_store *s, fb_batch *b, buf *errors) {
+/* Reads the input once. Fills b->total, and the list of what is wrong. Fails where the system cannot open it now. */
+static int fb_validate(fb_store *s, fb_batch *b, buf *errors, toka_err *why) {
     run_table seen = {0};
     run_input in;
     str line;
@@ -16093,9 +16103,10 @@ static void fb_validate(fb_store *s, fb_batch *b, buf *errors) {
     int n_errors = 0, got = 0;
     int64_t total = 0;
     int fd = openat(s->dir, b->input.z, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    if (fd < 0 && os_is_short(errno)) return fail(why, TOKA_E_IO, "%s: %s", b->input.z, strerror(errno));
     if (fd < 0 && errno == ENOENT) fb_put_error(errors, "file_not_found", 0, "input_file_id", "the input file is gone");
     else if (fd < 0) fb_put_error(errors, "server_error", 0, "input_file_id", strerror(errno));
-    if (fd < 0) return;
+    if (fd < 0) return 0;
     run_input_init(&in, fd, b->input.z, &b->stop);
     while (total <= FB_MAX_LINES && n_errors < FB_MAX_ERRORS && (got = run_next_line(&in, &line, NULL, &e)) > 0) {
         if (!in.too_long && run_is_blank(line)) continue;
@@ -16108,10 +16119,11 @@ static void fb_validate(fb_store *s, fb_batch *b, buf *errors) {
     b->total = total;
     run_input_free(&in), free(seen.at);
     close(fd);
+    return 0;
 }
 
-/* Runs what is not done yet. expired: every such line becomes an error. *all: nothing is left. */
-static int fb_run_lines(fb_store *s, fb_batch *b, bool expired, bool *all, toka_err *e) {
+/* Runs what is not done yet. expired: every such line becomes an error. */
+static int fb_run_lines(fb_store *s, fb_batch *b, bool expired, enum run_end *end, toka_err *e) {
     buf in = {0}, out = {0}, err = {0};
     buf_printf(&in, "%s/%s", s->path, b->input.z), buf_printf(&out, "%s/%s", s->path, b->out.z);
     buf_printf(&err, "%s/%s", s->path, b->err.z);
@@ -16120,7 +16132,7 @@ static int fb_run_lines(fb_store *s, fb_batch *b, bool expired, bool *all, toka_
                      .interrupted = &b->stop, .until = expired ? 0 : b->expires_at, .expired = expired,
                      .completed = &b->completed, .failed = &b->failed};
     o.base.priority = FB_PRIORITY;
-    int code = run_served(s->o.t, &o, all, e);
+    int code = run_served(s->o.t, &o, end, e);
     buf_free(&in), buf_free(&out), buf_free(&err);
     return code;
 }
@@ -16177,11 +16189,21 @@ static void fb_fail(fb_store *s, fb_batch *b, str errors) { /* with store.lock h
     fb_finish(s, b, FB_FAILED);
 }
 
+/* What the system is short of now, descriptors or threads, is not the batch's fault: its step is done again in a second. With
+ * store.lock held. */
+static void fb_step_again(fb_store *s, fb_batch *b, const toka_err *why) {
+    if (!b->waits) fprintf(stderr, "toka serve: %s waits: %s\n", b->id.z, why->msg);
+    b->waits = true;
+    if (!s->stopping) os_cond_wait(&s->wake, &s->lock, 1);
+}
+
 static void fb_step_validate(fb_store *s, fb_batch *b) {
     buf errors = {0};
-    fb_validate(s, b, &errors);
+    toka_err e;
+    int code = fb_validate(s, b, &errors, &e);
     pthread_mutex_lock(&s->lock);
-    if (errors.n && b->status == FB_VALIDATING) fb_fail(s, b, buf_view(&errors));
+    if (code) fb_step_again(s, b, &e);
+    else if (errors.n && b->status == FB_VALIDATING) fb_fail(s, b, buf_view(&errors));
     else if (b->status == FB_VALIDATING && !b->stop) fb_enter(s, b, FB_IN_PROGRESS);
     pthread_mutex_unlock(&s->lock);
     buf_free(&errors);
@@ -16190,17 +16212,20 @@ static void fb_step_validate(fb_store *s, fb_batch *b) {
 /* A device that failed is not the batch's fault: it goes on with the next server. */
 static void fb_step_run(fb_store *s, fb_batch *b) {
     toka_err e;
-    bool all = false, expired = fb_now() >= b->expires_at;
-    int code = fb_run_lines(s, b, expired, &all, &e);
+    enum run_end end;
+    bool expired = fb_now() >= b->expires_at;
+    int code = fb_run_lines(s, b, expired, &end, &e);
     pthread_mutex_lock(&s->lock);
     if (code == TOKA_E_DEVICE) {
         s->stopping = true;
+    } else if (end == RUN_NOT_YET) {
+        fb_step_again(s, b, &e);
     } else if (b->status == FB_IN_PROGRESS && code && !b->stop) {
         buf error = {0};
         fb_put_error(&error, "server_error", 0, NULL, e.msg);
         fb_fail(s, b, buf_view(&error));
         buf_free(&error);
-    } else if (b->status == FB_IN_PROGRESS && all) {
+    } else if (b->status == FB_IN_PROGRESS && end == RUN_ALL) {
         if (expired) fb_finish(s, b, FB_EXPIRED);
         else fb_enter(s, b, FB_FINALIZING);
     }

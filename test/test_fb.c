@@ -372,6 +372,33 @@ static void fb_test_routes(void) {
     fbt_free(&f);
 }
 
+/* Without a descriptor for the input it waits, and looks at it later. */
+static void fb_test_no_descriptors(void) {
+    fbt f;
+    struct rlimit limit, none;
+    bool waits = false;
+    fbt_init(&f);
+    const char *file = fbt_upload(&f, "batch", "{");
+    const char *body =
+        fbt_path(&f, "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"1h\"}", file);
+    CHECK(!getrlimit(RLIMIT_NOFILE, &limit));
+    none = limit, none.rlim_cur = 0;
+    pthread_mutex_lock(&f.s->lock); /* before the worker looks at it */
+    fbt_clear(&f), fb_create(f.s, str_c(body), &f.reply);
+    const fb_batch *b = f.s->batches.at[0];
+    const char *id = fbt_path(&f, "%s", b->id.z);
+    CHECK(!setrlimit(RLIMIT_NOFILE, &none));
+    while (!waits && b->status == FB_VALIDATING) {
+        pthread_mutex_unlock(&f.s->lock), usleep(2000), pthread_mutex_lock(&f.s->lock);
+        waits = b->waits;
+    }
+    CHECK(waits && !setrlimit(RLIMIT_NOFILE, &limit));
+    pthread_mutex_unlock(&f.s->lock);
+    const json *errors = json_get(json_get(fbt_await(&f, id, "failed"), "errors"), "data");
+    CHECK(errors->n == 1 && fbt_is(json_at(errors, 0), "code", "invalid_json_line"));
+    fbt_free(&f);
+}
+
 /* A batch whose input is none: every fault is told, with its line. */
 static void fb_test_failed_batch(void) {
     fbt f;
@@ -560,6 +587,7 @@ static const struct test fb_tests[] = {{"files: forms in any pieces", fb_test_fo
                                        {"files: lists by pages", fb_test_paging},
                                        {"files: routes and refusals", fb_test_routes},
                                        {"files: a batch that fails", fb_test_failed_batch},
+                                       {"files: no descriptors left", fb_test_no_descriptors},
                                        {"files: what a crash leaves", fb_test_leftovers},
                                        {"files: half a line", fb_test_half_line},
                                        {"files: results that cannot be published", fb_test_unpublished},

@@ -3,6 +3,7 @@ servers that are killed at any moment. Run through test/run.sh."""
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import time
@@ -287,6 +288,25 @@ def test_out_of_time_under_another_model(tmp_path):
         out, err = results(api, b.output_file_id), results(api, b.error_file_id)
         assert b.status == "expired" and counts(b) == (10_000, len(out), len(err)) and out and len(out) + len(err) == 10_000
         assert {r["error"]["code"] for r in err} == {"batch_expired"}
+
+
+def test_no_descriptors(tmp_path):
+    """A batch that cannot open its files now does it later."""
+    with serve(tmp_path) as s:
+        api = client(s)
+        f = api.files.create(file=("in.jsonl", lines(30).encode()), purpose="batch")
+        with s.connect() as c:
+            new = {"input_file_id": f.id, "endpoint": "/v1/completions", "completion_window": "24h"}
+            c.request("GET", "/v1/batches")
+            limits = resource.prlimit(s.p.pid, resource.RLIMIT_NOFILE)
+            used = {int(n) for n in os.listdir(f"/proc/{s.p.pid}/fd")}
+            one_left = min(n for n in range(4096) if n not in used) + 1
+            resource.prlimit(s.p.pid, resource.RLIMIT_NOFILE, (one_left, limits[1]))
+            b = c.request("POST", "/v1/batches", new).json()  # one is enough for records and to look at the input
+            s.wait_for("Too many open files")
+            assert c.request("GET", f"/v1/batches/{b['id']}").json()["status"] == "in_progress"
+            resource.prlimit(s.p.pid, resource.RLIMIT_NOFILE, limits)
+        assert counts(wait(api, api.batches.retrieve(b["id"]))) == (30, 30, 0)
 
 
 def test_clients_that_wait_go_first(tmp_path):
