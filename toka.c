@@ -14992,8 +14992,21 @@ static int run_scan_input(run_state *r, toka_err *e) {
     return 0;
 }
 
+/* That the report can be written is known before anything runs. */
+static int run_check_report(const run_state *r, toka_err *e) {
+    const char *path = r->o->report;
+    struct stat st;
+    bool there = !stat(path, &st), regular = there && S_ISREG(st.st_mode);
+    if (regular && (run_is_same(r->in.fd, &st) || run_is_same(r->results.fd, &st)))
+        return fail(e, TOKA_E_USE, "%s is the report and the input or the output", path);
+    if (there && !regular && !S_ISDIR(st.st_mode)) return 0; /* a pipe: its reader may come later */
+    int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+    if (fd < 0) return run_cannot_open(path, e);
+    close(fd);
+    return 0;
+}
+
 static int run_open(run_state *r, toka_err *e) {
-    struct stat report;
     bool standard = !strcmp(r->o->in, "-");
     int fd = standard ? 0 : open(r->o->in, O_RDONLY | O_CLOEXEC);
     r->results.fd = r->errors.fd = -1;
@@ -15001,9 +15014,7 @@ static int run_open(run_state *r, toka_err *e) {
     if (fd < 0) return run_cannot_open(r->o->in, e);
     int code = run_open_output(r, &r->results, r->o->out, r->o->completed, e);
     if (!code && r->o->errors) code = run_open_output(r, &r->errors, r->o->errors, r->o->failed, e);
-    if (!code && r->o->report && !stat(r->o->report, &report) && S_ISREG(report.st_mode) &&
-        (run_is_same(fd, &report) || run_is_same(r->results.fd, &report)))
-        code = fail(e, TOKA_E_USE, "%s is the report and the input or the output", r->o->report);
+    if (!code && r->o->report) code = run_check_report(r, e);
     return code ? code : run_scan_input(r, e);
 }
 

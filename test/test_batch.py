@@ -319,6 +319,15 @@ def test_one_writer_at_a_time(tmp_path):
     assert "another toka batch" in err
 
 
+def test_a_report_that_cannot_be_written(tmp_path):
+    """Nothing runs for it."""
+    source, out = write_lines(tmp_path / "in.jsonl", [completion("a", "Tom", max_tokens=2)]), tmp_path / "out.jsonl"
+    for report in (tmp_path, tmp_path / "none" / "report.json"):
+        _, err = batch("-i", source, "-o", str(out), "--report", str(report), status=1)
+        assert str(report) in err and out.read_text() == ""
+    batch("-i", source, "-o", str(out), "--report", "/dev/null")
+
+
 def test_a_report_in_place_of_the_results(tmp_path):
     source, out = write_lines(tmp_path / "in.jsonl", [completion("a", "Tom", max_tokens=1)]), tmp_path / "out.jsonl"
     for report in (source, out, out):  # the second time it does not exist yet
