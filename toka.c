@@ -15395,16 +15395,17 @@ static int run_report_write(const run_state *r, const run_report *p, toka_err *e
 static int run_lines(run_state *r, toka_err *e) {
     pthread_t reader, writer;
     toka_err why;
-    if (os_thread(&reader, run_read, r, e)) return e->code;
-    bool writes = !os_thread(&writer, run_write_alone, r, &why);
-    int code = writes ? toka_run(r->t, true, &why) : why.code;
+    if (os_thread(&writer, run_write_alone, r, e)) return e->code; /* first: it alone ends what the reader begins */
+    bool reads = !os_thread(&reader, run_read, r, &why);
+    int code = reads ? toka_run(r->t, true, &why) : why.code;
     if (code) {
         pthread_mutex_lock(&r->lock);
         run_stop(r, &why);
+        r->read_all |= !reads;
         pthread_mutex_unlock(&r->lock);
     }
-    pthread_join(reader, NULL);
-    if (writes) pthread_join(writer, NULL);
+    if (reads) pthread_join(reader, NULL);
+    pthread_join(writer, NULL);
     if (r->e.code) *e = r->e;
     if (r->e.code == TOKA_E_DEVICE && r->results.is_file)
         fail(e, TOKA_E_DEVICE, "%.300s; %lld lines are written, the same command goes on from there", r->e.msg,

@@ -632,6 +632,33 @@ static void test_batch_device_fault(void) {
     CHECK(!unlink(in) && !unlink(out) && !unlink(clean) && !rmdir(folder));
 }
 
+/* A batch whose threads the system does not start, the first or the second of them: nothing of it is left in the engine. */
+static void test_batch_no_threads(void) {
+    enum { N = 200 };
+    char folder[] = "/tmp/toka_threads_XXXXXX", in[64], out[64];
+    CHECK(mkdtemp(folder) != NULL);
+    snprintf(in, sizeof in, "%s/in.jsonl", folder), snprintf(out, sizeof out, "%s/out.jsonl", folder);
+    FILE *f = fopen(in, "w");
+    for (int i = 0; i < N && f; i++) fprintf(f, "{\"prompt\":\"Tom has %d apples\",\"max_tokens\":2}\n", i);
+    CHECK(f && !fclose(f));
+    run_options o = {.in = in, .out = out, .base = toka_request_default(), .quiet = true, .interrupted = &eng_never};
+    for (int left = 0; left < 3; left++) {
+        toka *t = eng_must_open(eng_model, 8, 64, 1);
+        toka_err e = {0};
+        unit_threads_left = left;
+        int code = run_batch(t, &o, &e);
+        unit_threads_left = -1;
+        CHECK_MSG(left < 2 ? code == TOKA_E_IO && strstr(e.msg, "cannot start a thread") : !code, "%d: %d, %s", left, code, e.msg);
+        CHECK(!t->engine->n_busy && !t->engine->inbox);
+        int n_lines;
+        buf b = eng_read_lines(out, &n_lines);
+        CHECK_MSG(n_lines == (left < 2 ? 0 : N), "%d: %d lines", left, n_lines);
+        buf_free(&b);
+        toka_close(t);
+    }
+    CHECK(!unlink(in) && !unlink(out) && !rmdir(folder));
+}
+
 /* The request ends well where all its events came, however soon behind them a step fails; else with the device's words. */
 static void test_fault_behind_the_end(void) {
     const toka_sampling s = eng_greedy(0); /* it ends by itself: the step behind its last flies by then */
@@ -1252,6 +1279,7 @@ static const struct test eng_tests[] = {
     {"engine: six threads at once", test_threads},
     {"engine: a device that fails", test_device_fault},
     {"batch: a device that fails, and the run that goes on", test_batch_device_fault},
+    {"batch: threads that do not start", test_batch_no_threads},
     {"engine: a step fails behind a request's end", test_fault_behind_the_end},
     {"engine: closed and stopped", test_close_and_stop},
     {"engine: sizes of the KV cache", test_kv_sizes},
