@@ -19407,8 +19407,7 @@ typedef struct bs_conn {
 
 typedef struct bs { /* the whole of it */
     const bs_options *o;
-    struct sockaddr_storage address;
-    socklen_t address_bytes;
+    struct addrinfo *addresses, *address; /* of the server's name; the one that answers */
     char host[256], prefix[256], model[256];
     const char *key; /* OPENAI_API_KEY or NULL */
     str extra;       /* what stands between the braces of --extra-body */
@@ -19552,10 +19551,10 @@ static int bs_resolve(bs *b, toka_err *e) {
     }
     if (n < 1 || n > 65535) return fail(e, TOKA_E_USE, "port %ld: expected 1 to 65535", n);
     snprintf(port, sizeof port, "%d", (int)n);
-    struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *found = NULL;
-    if ((code = getaddrinfo(b->host, port, &hints, &found))) return fail(e, TOKA_E_USE, "%s: %s", b->host, gai_strerror(code));
-    memcpy(&b->address, found->ai_addr, found->ai_addrlen), b->address_bytes = found->ai_addrlen;
-    freeaddrinfo(found);
+    struct addrinfo hints = {.ai_socktype = SOCK_STREAM};
+    code = getaddrinfo(b->host, port, &hints, &b->addresses);
+    if (code) return fail(e, TOKA_E_USE, "%s: %s", b->host, gai_strerror(code));
+    b->address = b->addresses;
     return 0;
 }
 
@@ -19575,11 +19574,11 @@ static int bs_call(const bs *b, const char *path, str body, buf *answer, toka_er
     buf out = {0}, in = {0};
     bs_reply r = {0};
     struct timeval wait = {.tv_sec = SECONDS};
-    int code = 0, fd = socket(b->address.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    int code = 0, fd = socket(b->address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
     buf_clear(answer);
     setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &wait, sizeof wait), setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &wait, sizeof wait);
     bs_put_request(b, path, body, &out);
-    if (fd < 0 || connect(fd, (const struct sockaddr *)&b->address, b->address_bytes))
+    if (fd < 0 || connect(fd, b->address->ai_addr, b->address->ai_addrlen))
         code = fail(e, TOKA_E_IO, "%s: %s", b->host, strerror(errno));
     for (size_t at = 0; at < out.n && !code;) {
         ssize_t n = send(fd, out.p + at, out.n - at, MSG_NOSIGNAL);
@@ -19603,13 +19602,19 @@ static int bs_call(const bs *b, const char *path, str body, buf *answer, toka_er
     return code;
 }
 
-/* Asks for the list of models until the server answers; takes the first for its name if none was given. */
+/* Asks for the list of models until the server answers, at all addresses of its name in turn; takes the first for its name if none
+ * was given. */
 static int bs_wait_ready(bs *b, toka_err *e) {
     buf answer = {0};
     arena a = {0};
     double until = os_now() + b->o->ready_s, told = 0;
     int code;
     while ((code = bs_call(b, "/v1/models", (str){0}, &answer, e)) != 200) {
+        if (code < 0 && !*b->o->interrupted && b->address->ai_next) {
+            b->address = b->address->ai_next;
+            continue;
+        }
+        b->address = code < 0 ? b->addresses : b->address;
         if (code > 0) fail(e, TOKA_E_IO, "%s/v1/models: HTTP status %d: %.*s", b->host, code, STRF(buf_view(&answer)));
         if (os_now() > until || *b->o->interrupted || (code > 0 && code != 503)) break;
         if (!told++ && !b->o->quiet) fprintf(stderr, "toka bench: waiting for the server: %s\n", e->msg);
@@ -19779,12 +19784,12 @@ static void bs_end(bs *b, bs_conn *c, const char *error) {
 
 static bool bs_connect(bs *b, bs_conn *c) {
     int on = 1;
-    c->fd = socket(b->address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    c->fd = socket(b->address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (c->fd < 0) return false;
     setsockopt(c->fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     struct epoll_event ev = {.events = EPOLLIN | EPOLLOUT | EPOLLET, .data.ptr = c};
     if (epoll_ctl(b->epoll, EPOLL_CTL_ADD, c->fd, &ev)) return false;
-    return !connect(c->fd, (const struct sockaddr *)&b->address, b->address_bytes) || errno == EINPROGRESS;
+    return !connect(c->fd, b->address->ai_addr, b->address->ai_addrlen) || errno == EINPROGRESS;
 }
 
 /* As much of the request as the socket takes. */
@@ -20304,6 +20309,7 @@ static int bs_bench(const bs_options *o, toka_err *e) {
     for (int64_t i = 0; i < b.n; i++) buf_free(&b.requests[i].gaps), free(b.requests[i].error);
     for (int k = 0; k < BS_METRICS; k++) free(r.series[k].v);
     if (b.epoll >= 0) close(b.epoll);
+    if (b.addresses) freeaddrinfo(b.addresses);
     free(b.requests), ids_free(&b.tokens), ids_free(&b.vocabulary), buf_free(&b.texts);
     return code;
 }

@@ -127,8 +127,46 @@ static void bs_test_figures(void) {
     free(b.requests);
 }
 
+static void *bs_test_answer(void *listener) { /* one connection: the list of models */
+    static const char answer[] = "HTTP/1.1 200 OK\r\nContent-Length: 24\r\n\r\n{\"data\":[{\"id\":\"tiny\"}]}";
+    char request[4096];
+    int fd = accept(*(int *)listener, NULL, NULL);
+    CHECK(fd >= 0 && recv(fd, request, sizeof request, 0) > 0);
+    CHECK(send(fd, answer, sizeof answer - 1, MSG_NOSIGNAL) == sizeof answer - 1 && !close(fd));
+    return NULL;
+}
+
+/* A name with two addresses of which the first is refused, as localhost where the server listens on 127.0.0.1 alone. */
+static void bs_test_addresses(void) {
+    struct sockaddr_in at[2] = {{.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}}};
+    struct addrinfo list[2] = {{0}};
+    int fd[2];
+    at[1] = at[0];
+    for (int i = 0; i < 2; i++) { /* the first listens not */
+        socklen_t n = sizeof at[i];
+        fd[i] = socket(AF_INET, SOCK_STREAM, 0);
+        CHECK(!bind(fd[i], (struct sockaddr *)&at[i], n) && !getsockname(fd[i], (struct sockaddr *)&at[i], &n));
+        list[i] = (struct addrinfo){.ai_family = AF_INET, .ai_socktype = SOCK_STREAM, .ai_addr = (struct sockaddr *)&at[i], .ai_addrlen = n};
+    }
+    CHECK(!listen(fd[1], 1));
+    list[0].ai_next = &list[1];
+    atomic_int interrupted = 0;
+    bs_options o = {.interrupted = &interrupted, .quiet = true};
+    bs b = {.o = &o, .host = "two.test", .addresses = list, .address = list};
+    toka_err e = {0};
+    pthread_t server;
+    CHECK(!pthread_create(&server, NULL, bs_test_answer, &fd[1]));
+    int code = bs_wait_ready(&b, &e);
+    CHECK_MSG(!code && b.address == &list[1] && !strcmp(b.model, "tiny"), "%d: %s", code, e.msg);
+    if (code) shutdown(fd[1], SHUT_RDWR); /* nobody comes */
+    CHECK(!pthread_join(server, NULL) && !close(fd[0]) && !close(fd[1]));
+    list[0].ai_next = NULL, b.address = list;
+    CHECK(bs_wait_ready(&b, &e) == TOKA_E_IO); /* nor does one that has nobody to ask wait for ever */
+}
+
 static const struct test bs_tests[] = {{"bench serve: arrivals", bs_test_arrivals},
                                        {"bench serve: arrival times of extreme shapes", bs_test_extreme_shapes},
                                        {"bench serve: responses in any pieces", bs_test_replies},
                                        {"bench serve: figures", bs_test_figures},
+                                       {"bench serve: a name of several addresses", bs_test_addresses},
                                        {NULL, NULL}};
