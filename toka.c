@@ -20626,8 +20626,9 @@ static int cli_set(cli *c, const cli_flag *f, const char *value, const char *sho
     }
     case CLI_INT: case CLI_INT64: {
         long long v = strtoll(value, &end, 10);
-        bool small = f->type == CLI_INT64 || (v >= INT_MIN && v <= INT_MAX);
-        if (end == value || *end || errno || !small) return fail(e, TOKA_E_USE, "%s: '%s' is not a whole number", shown, value);
+        const long long low = f->type == CLI_INT ? INT_MIN : INT64_MIN, high = f->type == CLI_INT ? INT_MAX : INT64_MAX;
+        if (end == value || *end) return fail(e, TOKA_E_USE, "%s: '%s' is not a whole number", shown, value);
+        if (errno || v < low || v > high) return fail(e, TOKA_E_USE, "%s: %s, expected %lld to %lld", shown, value, low, high);
         if (f->type == CLI_INT) *(int *)(void *)field = (int)v;
         else *(int64_t *)(void *)field = v;
     }

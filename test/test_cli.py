@@ -241,6 +241,8 @@ def test_tokenize_needs_no_weights(tmp_path):
 
 @pytest.mark.parametrize("args, words", [
     (["--nonsense"], "--nonsense"), (["bogus"], "bogus"), (["-n"], "needs a value"), (["-n", "x", "-p", "a"], "whole number"),
+    (["-n", "9999999999", "-p", "a"], "-n: 9999999999, expected -2147483648 to 2147483647"),
+    (["--seed", "9" * 30, "-p", "a"], "expected -9223372036854775808 to 9223372036854775807"),
     (["--temp", "hot", "-p", "a"], "not a number"), (["--temp", "-1", "-p", "a"], "temperature"), (["--top-p", "2", "-p", "a"], "top_p"),
     (["-m", "/does/not/exist", "-p", "a"], "/does/not/exist"), (["-f", "/does/not/exist"], "/does/not/exist"),
     (["-p", "a", "-f", "b"], "exclude"), (["--device", "tpu", "-p", "a"], "tpu"), (["-p", "a", "--samples", "0"], "--samples"),
