@@ -6522,14 +6522,15 @@ static int mf_models_open(const char *models_file, arena *a, mf_known **list, in
     return code;
 }
 
-/* The hub cache's folder, as huggingface_hub finds it. */
+/* The hub cache's folder, as huggingface_hub finds it: "~/" in front of any of them is $HOME too. */
 static void mf_hub_cache(buf *out) {
     static const char *const from[][2] = {{"HF_HUB_CACHE", ""}, {"HUGGINGFACE_HUB_CACHE", ""}, {"HF_HOME", "/hub"},
                                           {"XDG_CACHE_HOME", "/huggingface/hub"}, {"HOME", "/.cache/huggingface/hub"}};
     for (int i = 0; i < COUNT(from); i++) {
-        const char *value = getenv(from[i][0]);
+        const char *value = getenv(from[i][0]), *home = getenv("HOME");
         if (!value || !*value) continue;
-        buf_c(out, value), buf_c(out, from[i][1]);
+        bool tilde = home && value[0] == '~' && (!value[1] || value[1] == '/');
+        buf_c(out, tilde ? home : ""), buf_c(out, value + tilde), buf_c(out, from[i][1]);
         return;
     }
     buf_c(out, ".cache/huggingface/hub");

@@ -615,6 +615,8 @@ static void test_mf_find(void) {
         strcat(id, "@abc123");
         CHECK(!*mft_find_says(id, NULL, id));
     }
+    setenv("HOME", root, 1), setenv("HF_HUB_CACHE", "~/0", 1); /* as a shell has not expanded it in an environment file */
+    CHECK_MSG(!*mft_find_says("org/tiny-0", NULL, "org/tiny-0"), "%s", mft_find_says("org/tiny-0", NULL, "org/tiny-0"));
     CHECK(strstr(mft_find_says("org/tiny-0@abc124", NULL, ""), "get it with: hf download org/tiny-0 --revision abc124"));
     CHECK(strstr(mft_find_says("org/none", NULL, ""), "/0; get it with: hf download org/none"));
     CHECK(strstr(mft_find_says("org/../x", NULL, ""), "not a hub id"));
