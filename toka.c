@@ -819,6 +819,12 @@ static bool json_true(const json *v) { return json_is(v, JSON_TRUE); }
 static double json_num(const json *v, double otherwise) {
     return !json_is(v, JSON_NUMBER) ? otherwise : v->exact ? (double)v->i : v->f;
 }
+/* A whole number, which may be written as 3.0. */
+static bool json_whole(const json *v, int64_t *out) {
+    if (!json_is(v, JSON_NUMBER) || (!v->exact && !(v->f == floor(v->f) && fabs(v->f) < 0x1p53))) return false;
+    *out = v->exact ? v->i : (int64_t)v->f;
+    return true;
+}
 static int64_t json_int(const json *v, int64_t otherwise) { return json_is(v, JSON_NUMBER) && v->exact ? v->i : otherwise; }
 
 static const json *json_get(const json *object, const char *name) {
@@ -5543,8 +5549,8 @@ static const json *mf_field(const mf_reader *r, const char *name) { /* NULL if a
 static int64_t mf_int(mf_reader *r, const char *name, int64_t otherwise) {
     const json *v = mf_field(r, name);
     if (!v) return otherwise;
-    if (v->type == JSON_NUMBER && v->exact) return v->i;
-    return mf_bad(r, name, v, "a whole number"), otherwise;
+    int64_t i;
+    return json_whole(v, &i) ? i : (mf_bad(r, name, v, "a whole number"), otherwise);
 }
 static double mf_num(mf_reader *r, const char *name, double otherwise, double min, double max) {
     const json *v = mf_field(r, name);
@@ -13227,12 +13233,9 @@ static bool api_is_harmless(const api_field *f, const json *v) {
     return same;
 }
 
-/* A whole number may be written as 3.0. */
 static int api_read_whole(const api_field *f, const json *v, int64_t *out, toka_err *e) {
-    double d = json_num(v, NAN);
-    bool whole = v->type == JSON_NUMBER && (v->exact || (d == floor(d) && fabs(d) < 0x1p53));
-    if (!whole) return API_BAD("%s: expected a whole number", f->name);
-    int64_t i = v->exact ? v->i : (int64_t)d;
+    int64_t i;
+    if (!json_whole(v, &i)) return API_BAD("%s: expected a whole number", f->name);
     if (i < f->low || i > f->high)
         return API_BAD("%s: %lld, expected %lld to %lld", f->name, (long long)i, (long long)f->low, (long long)f->high);
     *out = i;

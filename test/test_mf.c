@@ -164,6 +164,8 @@ static void test_mf_config_fields(void) {
         CHECK(c.shape.K == 16 && c.shape.D == 256 && c.features == (MF_QKV_BIAS | MF_O_BIAS) && c.rope.theta == 777);
         CHECK(c.n_eos_ids == 2 && c.eos_ids[0] == 5 && c.eos_ids[1] == 7 && c.bos_id == -1);
     }
+    if (mft_config(M_LLAMA ",\"hidden_size\":64.0,\"num_attention_heads\":4,\"max_position_embeddings\":1.31072e5}", NULL, &a, &c))
+        CHECK(c.shape.E == 64 && c.shape.D == 16 && c.shape.max_len == 131072); /* as a program wrote it that divides */
     if (mft_config("{\"architectures\":[\"MistralForCausalLM\"],\"num_key_value_heads\":null,\"sliding_window\":null,"
                    "\"attention_bias\":true}", NULL, &a, &c))
         CHECK(c.shape.K == 32 && c.window[0] == 0 && c.features == MF_LM_HEAD);
