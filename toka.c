@@ -7194,13 +7194,18 @@ static void pred_reach(pred *p, pred_of c, int bucket) {
     if (t && t->at_risk[0] > p->memory) pred_halve(t);
 }
 
+/* Where it was halved since it counted that a sequence reached the bucket, less than all of that is left to take back. */
+static void pred_leave(pred_table *t, int bucket, float unseen, bool cut) {
+    t->ended[bucket] += !cut, t->at_risk[bucket] = MAX(t->at_risk[bucket] - unseen, 0.0f), t->n_events++;
+}
+
 /* A sequence that reached `bucket` is gone with `length` tokens: ended by itself, or cut off (max_tokens, cancelled). */
 static void pred_end(pred *p, pred_of c, int bucket, int length, bool cut) {
     pred_table *t = pred_table_of(p, c);
     float width = (float)(p->edge[bucket + 1] - p->edge[bucket]);
     float unseen = cut ? 1 - (float)(length - p->edge[bucket]) / width : 0; /* part of the bucket it was not watched in */
-    p->all.ended[bucket] += !cut, p->all.at_risk[bucket] -= unseen, p->all.n_events++;
-    if (t) t->ended[bucket] += !cut, t->at_risk[bucket] -= unseen, t->n_events++;
+    pred_leave(&p->all, bucket, unseen, cut);
+    if (t) pred_leave(t, bucket, unseen, cut);
 }
 
 /* ---- The question ---- */

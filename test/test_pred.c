@@ -127,10 +127,27 @@ static void prt_many_classes(void) { /* more classes than places: handles of tho
     pred_free(&p);
 }
 
+/* Long ones that are all cancelled after the table was halved: where they were, nothing is known; not that nobody ends there. */
+static void prt_halved(void) {
+    enum { LONG = 1000, BUCKET = 30 };
+    const pred_of none = {-1, 0};
+    pred p;
+    pred_init(&p, 8, 64);
+    for (int i = 0; i < LONG; i++)
+        for (int b = 0; b <= BUCKET; b++) pred_reach(&p, none, b);
+    while (p.all.at_risk[BUCKET] > LONG / 5) prt_feed(&p, none, 3, 1024);
+    for (int i = 0; i < LONG; i++) pred_end(&p, none, BUCKET, p.edge[BUCKET], true);
+    const pred_table *t = pred_fresh(&p, none);
+    CHECK_MSG(t->at_risk[BUCKET] == 0, "%g", t->at_risk[BUCKET]);
+    CHECK_MSG(fabs(t->survival[BUCKET + 1] / t->survival[BUCKET] - (1 - p.prior[BUCKET])) < 1e-3, "%g", t->survival[BUCKET + 1] / t->survival[BUCKET]);
+    pred_free(&p);
+}
+
 static const struct test pred_tests[] = {{"pred: cold start", prt_cold},
                                          {"pred: learns a lognormal", prt_learns},
                                          {"pred: censoring does not bias", prt_censored},
                                          {"pred: survivors count", prt_survivors},
                                          {"pred: classes differ", prt_classes},
                                          {"pred: more classes than places", prt_many_classes},
+                                         {"pred: a mass cancel after halving", prt_halved},
                                          {0}};
