@@ -359,6 +359,13 @@ struct arena_block {
     _Alignas(16) char bytes[];
 };
 
+/* Takes a block that was allocated apart, all of it used; the newest keeps its room. */
+static void arena_take(arena *a, struct arena_block *b) {
+    if (!a->blocks) a->used = b->cap;
+    struct arena_block **place = a->blocks ? &a->blocks->older : &a->blocks;
+    b->older = *place, *place = b;
+}
+
 static void *arena_alloc(arena *a, size_t n) {
     size_t at = (a->used + 15) & ~(size_t)15;
     if (!a->blocks || n > a->blocks->cap || at > a->blocks->cap - n) {
@@ -513,7 +520,8 @@ static const json_limits json_trusted = {512, (size_t)1 << 31}; /* for a model's
 typedef struct json_reader {
     const char *p, *start, *end; /* next byte, first byte, one past the last */
     arena *a;                    /* unescaped strings, and the nodes in the end */
-    json *nodes;                 /* growing */
+    struct arena_block *block;   /* that has the nodes, growing: the arena's in the end, for they may be many times the text */
+    json *nodes;
     size_t n, cap;
     size_t open; /* 1 + index of the innermost open container, 0: none. Its .skip holds the next outer `open` meanwhile */
     int depth;
@@ -526,11 +534,14 @@ static bool json_fail(json_reader *r, const char *what) {
     return false;
 }
 
+static void json_resize(json_reader *r, size_t cap) {
+    r->block = mem_realloc(r->block, sizeof *r->block + cap * sizeof *r->nodes);
+    r->block->cap = cap * sizeof *r->nodes;
+    r->nodes = (json *)(void *)r->block->bytes, r->cap = cap;
+}
+
 static json *json_node(json_reader *r, int type) {
-    if (r->n == r->cap) {
-        r->cap = MAX(r->cap * 2, (size_t)64);
-        r->nodes = mem_realloc(r->nodes, r->cap * sizeof *r->nodes);
-    }
+    if (r->n == r->cap) json_resize(r, MAX(r->cap * 2, (size_t)64));
     json *v = &r->nodes[r->n++];
     *v = (json){.type = (uint8_t)type};
     return v;
@@ -797,10 +808,10 @@ static const json *json_parse(arena *a, str text, json_limits limits, toka_err *
         fail(e, TOKA_E_INPUT, "JSON: %zu bytes, at most %zu are taken", text.n, max_bytes);
         return NULL;
     }
-    json *root = NULL;
-    if (json_document(&r)) root = memcpy(arena_alloc(a, r.n * sizeof *root), r.nodes, r.n * sizeof *root);
-    free(r.nodes);
-    return root;
+    if (!json_document(&r)) return free(r.block), NULL;
+    json_resize(&r, r.n);
+    arena_take(a, r.block);
+    return r.nodes;
 }
 
 /* ---- Walking ---- */

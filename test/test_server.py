@@ -178,6 +178,22 @@ def test_expect(server):
         assert c.answer().status == 413 and c.closed()
 
 
+@pytest.mark.skipif("TOKA_TEST_BINARY" in os.environ, reason="sanitizers take memory of their own")
+def test_memory_of_a_body_of_many_values():
+    """A value takes 16 bytes while its body is read, and not twice that, whatever the body is."""
+    def most(s):
+        with open(f"/proc/{s.p.pid}/status") as f:
+            return int(re.search(r"VmHWM:\s*(\d+)", f.read())[1]) << 10
+
+    n = 4 << 20
+    body = b'{"prompt":"Tom","max_tokens":1,"unknown":[' + b"0," * n + b"0]}"
+    with Server() as s:
+        s.post("/v1/completions", {"prompt": "Tom", "max_tokens": 1})
+        before = most(s)
+        assert s.post("/v1/completions", body).status == 200
+        assert most(s) - before < len(body) + 16 * n * 1.5 + (16 << 20)
+
+
 def test_bodies_too_long():
     with Server("--max-body-bytes", "2000") as s:
         assert s.post("/v1/completions", small(1)).status == 200
