@@ -13251,6 +13251,9 @@ static bool api_is_harmless(const api_field *f, const json *v) {
 
 static int api_read_whole(const api_field *f, const json *v, int64_t *out, toka_err *e) {
     int64_t i;
+    const double d = json_num(v, 0);
+    if (!json_whole(v, &i) && fabs(d) >= 0x1p53) /* all of them are whole; which one it was is not known */
+        return API_BAD("%s: %g, expected %lld to %lld", f->name, d, (long long)f->low, (long long)f->high);
     if (!json_whole(v, &i)) return API_BAD("%s: expected a whole number", f->name);
     if (i < f->low || i > f->high)
         return API_BAD("%s: %lld, expected %lld to %lld", f->name, (long long)i, (long long)f->low, (long long)f->high);

@@ -139,6 +139,8 @@ static void test_api_wrong_values(void) {
     CHECK(!api_refuse(&m, API_COMPLETIONS, "{\"prompt\":[5,6],\"max_tokens\":126}").status);
     CHECK(api_refuse(&m, API_COMPLETIONS, "{\"prompt\":[[5],[5,6]],\"max_tokens\":127}").status == 400);
     CHECK(!strcmp(api_refuse_value(&m, API_CHAT, "max_completion_tokens", "2000000000").param, "max_completion_tokens"));
+    r = api_refuse_value(&m, API_COMPLETIONS, "seed", "9223372036854775808"); /* whole it is */
+    CHECK_MSG(!strcmp(r.message, "seed: 9.22337e+18, expected -9223372036854775808 to 9223372036854775807"), "%s", r.message);
     buf_clear(&b), buf_c(&b, "{\"prompt\":[5");
     for (int i = 1; i < 120; i++) buf_c(&b, ",5");
     buf_c(&b, "]}");
