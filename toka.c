@@ -11906,7 +11906,7 @@ static bool eng_text(eng_replica *p, int q, const eng_request *r, int32_t id, bo
         tok_stream_follow(&slot->stream, r->prompt[r->n_prompt - 1]);
         slot->open = true;
     }
-    if (!is_end) tok_stream_put(&slot->stream, id, &g->piece);
+    if (!is_end || r->sampling.include_stop) tok_stream_put(&slot->stream, id, &g->piece);
     if (last || is_end) tok_stream_end(&slot->stream, &g->piece);
     bool stopped = stop_put(&slot->stop, buf_view(&g->piece), armed, &g->text);
     if (!stopped && (last || is_end)) stop_end(&slot->stop, &g->text);
@@ -14134,7 +14134,7 @@ static void api_feed_sample(api_call *c, api_part *p, const api_record *r, str r
     }
     if (r->has_text) buf_put(to, rest.p + rest.n - r->n_text, r->n_text);
     else if (c->m->t->tok && r->id >= 0) {
-        if (r->stop_id < 0) tok_stream_put(&x->stream, r->id, to);
+        if (r->stop_id < 0 || p->q.sampling.include_stop) tok_stream_put(&x->stream, r->id, to);
         if (r->finish != TOKA_RUNNING) tok_stream_end(&x->stream, to);
     }
     if (r->finish != TOKA_RUNNING) api_end_choice(c, x, r);
@@ -20442,7 +20442,7 @@ static const cli_flag cli_flags[] = {
     {"frequency-penalty", "", "X", CLI_FLOAT, AT(frequency_penalty), FOR_SAMPLES, "the same, for each time they occurred"},
     {"seed", "", "N", CLI_INT64, AT(seed), FOR_SAMPLES | FOR_BENCH_SERVE, "same seed, same text (default: 0)"},
     {"stop", "", "TEXT", CLI_LIST, AT(stop), FOR_RUN | FOR_BATCH, "end before this text; may be given up to 16 times"},
-    {"include-stop", "", "", CLI_BOOL, AT(include_stop), FOR_RUN | FOR_BATCH, "the stop text stays in the output"},
+    {"include-stop", "", "", CLI_BOOL, AT(include_stop), FOR_RUN | FOR_BATCH, "what ended it, text or id, stays in the output"},
     {"ignore-eos", "", "", CLI_BOOL, AT(ignore_eos), FOR_RUN | FOR_BATCH | FOR_BENCH_SERVE,
      "go on past the end-of-sequence token"},
     {NULL, NULL, NULL, 0, 0, 0, "Batch (the sampling flags are defaults for lines that do not say)"},

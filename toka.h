@@ -141,7 +141,7 @@ typedef struct toka_sampling {
     const char *const *stop;    /* end when any of these texts appears, also across token borders; at most 256, of 1 to 4,096
                                    bytes */
     int n_stop;
-    int include_stop;           /* the stop string itself stays in the text */
+    int include_stop;           /* the stop string itself stays in the text, or the text of the id that ends it */
     const int32_t *bias_ids;    /* logit_bias: bias_values[i], -100 to 100, is added to logit bias_ids[i] */
     const float *bias_values;
     int n_bias;
@@ -166,7 +166,7 @@ typedef struct toka_request {
     int prompt_logprobs;   /* an event of sample TOKA_PROMPT for each token of the prompt, in order, before sample 0's first; that
                               sample computes its whole prompt, whatever of it is in the prefix tree */
     int prompt_top;        /* and in them the top-k log-probabilities of each place */
-    int keep_special;      /* special tokens stay in the text; those that end a sample never do */
+    int keep_special;      /* special tokens stay in the text; those that end a sample only with include_stop */
     int ids_only;          /* events have no text (NULL), unless stop strings make the engine look at it: the caller makes it */
     int priority;          /* a head start in the queue, higher is earlier; 0 is usual */
     uint64_t length_class; /* requests with equal keys have outputs of like length; 0: this request's samples only */

@@ -175,10 +175,15 @@ def test_sampling_fields(tmp_path):
     assert texts(r["kept"])[0] == plain.split("answer")[0] + "answer"
     assert body(r["long"])["usage"]["completion_tokens"] == 60 and body(r["least"])["usage"]["completion_tokens"] >= 55
     first, second = body(r["ids"])["choices"][0]["token_ids"][:2]
+    kept = {"include_stop_str_in_output": True, **greedy}
     r = run(tmp_path, [completion("end", p, stop_token_ids=[second], return_token_ids=True, **greedy),
+                       completion("shown", p, stop_token_ids=[second], return_token_ids=True, **kept),
+                       completion("special", p, **kept), completion("all", p, skip_special_tokens=False, **kept),
                        completion("bias", p, logit_bias={str(first): -100}, return_token_ids=True, **greedy),
                        completion("only", p, allowed_token_ids=[second], return_token_ids=True, temperature=1, max_tokens=5)])
-    assert body(r["end"])["choices"][0]["token_ids"] == [first, second]
+    assert body(r["end"])["choices"][0]["token_ids"] == body(r["shown"])["choices"][0]["token_ids"] == [first, second]
+    assert texts(r["end"])[0] != texts(r["shown"])[0] == plain[:len(texts(r["shown"])[0])]  # with the text of `second`
+    assert texts(r["special"])[0] == plain and texts(r["all"])[0].startswith(plain + "<")  # </s> or what it is called
     assert body(r["bias"])["choices"][0]["token_ids"][0] != first
     assert body(r["only"])["choices"][0]["token_ids"] == [second] * 5
 

@@ -332,6 +332,11 @@ static void test_request_ends(void) {
     s = eng_greedy(0), s.stop_ids = &whole->id[0].p[3], s.n_stop_ids = 1; /* stop id: its text is not shown */
     g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
     CHECK(g->finish[0] == TOKA_STOP && g->stop_id[0] == whole->id[0].p[3] && g->id[0].n <= 4);
+    size_t n_before = g->text[0].n;
+    eng_got_free(g);
+    s.include_stop = 1; /* but where it is asked for */
+    g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
+    CHECK(g->stop_id[0] == whole->id[0].p[3] && g->text[0].n > n_before && str_starts(text, buf_view(&g->text[0])));
     eng_got_free(g);
 
     int longer = (int)whole->id[0].n + 6; /* min_tokens and ignore_eos go past the natural end */
