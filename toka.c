@@ -11377,6 +11377,7 @@ typedef struct eng { /* pools are sized at open and never grow */
     const tok *tok; /* NULL: events carry no text */
     int max_len, max_seqs; /* max_seqs: of all replicas */
     bool no_sharing; /* every sample has pages and spans of its own */
+    bool lost;       /* it failed to open, and a rank that did not come back has it */
     eng_start start;
     eng_replica *replicas;
     int n_replicas, n_busy;   /* n_busy: requests and steps that they have */
@@ -11527,22 +11528,26 @@ static eng *eng_new(const toka_backend *be, const mf_model *files, const tok *wo
 static int eng_rehearse(eng_replica *p, const toka_shape *shape, const sched_config *c, toka_err *e) {
     const int T = c->max_tokens, B = shape->B, len = MIN(T, shape->max_len), n_seqs = (T + len - 1) / len;
     const int seq_pages = (len + B - 1) / B;
-    const toka_request request = toka_request_default();
+    struct {
+        toka_request request;
+        toka_step s;
+    } *all = mem_zalloc(sizeof *all);
     int32_t *id = mem_zalloc((size_t)T * 3 * sizeof *id), *pos = id + T, *slot = pos + T;
     int32_t *pages = mem_alloc((size_t)n_seqs * (size_t)seq_pages * sizeof *pages);
     toka_span *spans = mem_alloc((size_t)n_seqs * sizeof *spans);
     toka_out_row *out = mem_zalloc((size_t)c->max_seqs * sizeof *out);
     toka_pick *picks = mem_alloc((size_t)c->max_seqs * sizeof *picks);
-    toka_step s = {.T = T, .n_spans = n_seqs, .n_out = c->max_seqs, .ids = id, .pos = pos, .slot = slot, .pages = pages,
-                   .spans = spans, .out = out, .number = ++p->b.number};
+    all->request = toka_request_default();
+    all->s = (toka_step){.T = T, .n_spans = n_seqs, .n_out = c->max_seqs, .ids = id, .pos = pos, .slot = slot, .pages = pages,
+                         .spans = spans, .out = out, .number = ++p->b.number};
     for (int i = 0; i < n_seqs * seq_pages; i++) pages[i] = i % c->n_pages;
     for (int i = 0; i < n_seqs; i++)
         spans[i] = (toka_span){i * len, MIN(len, T - i * len), i * seq_pages, 0, MIN(len, T - i * len)};
     for (int i = 0; i < T; i++) pos[i] = i % len, slot[i] = pages[i / len * seq_pages + pos[i] / B] * B + pos[i] % B;
     for (int i = 0; i < c->max_seqs; i++)
-        out[i] = (toka_out_row){.row = i, .slot = -1, .forced_id = -1, .sample = (uint32_t)i, .sampling = &request.sampling};
-    int code = model_step(&p->m, &s, picks, e);
-    free(id), free(pages), free(spans), free(out), free(picks);
+        out[i] = (toka_out_row){.row = i, .slot = -1, .forced_id = -1, .sample = (uint32_t)i, .sampling = &all->request.sampling};
+    int code = model_step(&p->m, &all->s, picks, e);
+    if (!p->m.lost) free(id), free(pages), free(spans), free(out), free(picks), free(all); /* else it may still look at them */
     return code;
 }
 
@@ -11578,7 +11583,8 @@ static int eng_open_replicas(eng *g, toka_shape *shape, const toka_options *o, s
     return code;
 }
 
-/* shape: the model's, with B and max_len still to be set here; it must outlive the engine. */
+/* shape: the model's, with B and max_len still to be set here; it must outlive the engine. Where it fails and a rank is lost, *out
+ * is an engine all the same, which eng_close tells so. */
 static int eng_open(eng **out, const toka_backend *be, const mf_model *files, toka_shape *shape, const tok *words,
                     const toka_options *o, toka_err *e) {
     int max_tokens = o->max_num_batched_tokens ? o->max_num_batched_tokens : MAX(be->default_tokens, o->max_num_seqs);
@@ -11593,6 +11599,7 @@ static int eng_open(eng **out, const toka_backend *be, const mf_model *files, to
     if (g->start.n && !lost) eng_phase(&g->start, g->start.what[g->start.n - 1], 1);
     if (code) {
         if (!lost) eng_free(g);
+        else g->lost = true, *out = g;
         return code;
     }
     g->max_len = shape->max_len, g->max_seqs = g->n_replicas * max_seqs, g->stats.kv_pages = g->n_replicas * c.n_pages;
@@ -12069,7 +12076,7 @@ static void eng_break(eng *g, const toka_err *e) {
 /* What is under way gets its last events, TOKA_CANCELLED, on this thread; a callback that submits then is refused. False: a rank
  * is lost, which may look at the weights. */
 static bool eng_close(eng *g) {
-    if (!g) return true;
+    if (!g || g->lost) return !g;
     pthread_mutex_lock(&g->lock);
     if (!g->broken.code) fail(&g->broken, TOKA_E_CANCELLED, "the model is being closed");
     pthread_mutex_unlock(&g->lock);

@@ -1256,6 +1256,26 @@ static void test_open_that_fails(void) {
     toka_close(t);
 }
 
+/* A rank that hangs in the largest step, at open: what it may still look at stays, the files too. */
+static void test_open_that_hangs(void) {
+    toka_backend be = toka_cpu;
+    toka_options o = toka_options_default();
+    toka *t = eng_must_open("test/fixtures/llama-tied", 4, 16, 1);
+    toka_err e = {0};
+    static const mf_model *files;
+    files = t->files;
+    eng_close(t->engine);
+    be.rehearse = true, o.max_num_seqs = 4, o.tensor_parallel_size = 2;
+    t->shape = files->shape, t->engine = NULL;
+    setenv("TOKA_DEBUG_STALL", "1", 1), setenv("TOKA_DEBUG_PATIENCE", "1", 1);
+    int code = eng_open(&t->engine, &be, files, &t->shape, t->tok, &o, &e);
+    unsetenv("TOKA_DEBUG_STALL"), unsetenv("TOKA_DEBUG_PATIENCE");
+    CHECK_MSG(code == TOKA_E_DEVICE && t->engine, "%d: %s", code, e.msg);
+    toka_close(t);
+    const volatile char *weights = files->weights.embed.data;
+    CHECK(weights[0] == weights[0]);
+}
+
 /* A KV cache of any size that can be asked for. */
 static void test_kv_sizes(void) {
     static const struct {
@@ -1289,6 +1309,7 @@ static const struct test eng_tests[] = {
     {"engine: closed and stopped", test_close_and_stop},
     {"engine: sizes of the KV cache", test_kv_sizes},
     {"engine: an open that fails while ranks load", test_open_that_fails},
+    {"engine: an open that hangs", test_open_that_hangs},
     {"engine: text goes on behind the prompt", test_text_goes_on},
     {"engine: page pressure changes nothing", test_page_pressure},
     {"engine: run-ahead, replicas and ranks change nothing", test_ahead},
