@@ -8705,7 +8705,8 @@ static void batch_split(batch *b, batch_parts *p, const batch_step *d) {
  *   - When nothing may be drawn (every logit is -inf after step 2) the pick is the lowest id that is allowed and not
  *     forbidden, with sampled_logprob 0 and logprob -inf.
  * logprob is of the raw logits (step 1), -inf where the logit is. Step 2 overwrites a raw logit; for the picked id it is
- * recomputed by undoing the adjustments, exact to the rounding of the adjusted logit (4e-6 when |logit| < 64).
+ * recomputed by undoing the adjustments, exact to the rounding of the adjusted logit (4e-6 when |logit| < 64). Where the request
+ * wants none it is NAN, and spared.
  * sampled_logprob is of the distribution drawn from (after step 4); a greedy pick has 0, the logarithm of 1; a forced id,
  * for which nothing is drawn, has its logprob.
  *
@@ -8775,7 +8776,7 @@ static int samp_check(const toka_sampling *s, int V, toka_err *e) {
     if (check_range("frequency_penalty", s->frequency_penalty, -2, 2, false, e)) return e->code;
     if (check_int("max_tokens", s->max_tokens, 0, INT_MAX, e)) return e->code;
     if (check_int("min_tokens", s->min_tokens, 0, s->max_tokens ? s->max_tokens : INT_MAX, e)) return e->code;
-    if (check_int("logprobs", s->logprobs, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
+    if (check_int("logprobs", s->logprobs, TOKA_NO_LOGPROBS, TOKA_MAX_LOGPROBS, e)) return e->code;
     if (samp_check_list("stop_token_ids", s->stop_ids, s->n_stop_ids, V, e)) return e->code;
     if (samp_check_list("allowed_token_ids", s->allowed_ids, s->n_allowed, V, e)) return e->code;
     if (samp_check_list("logit_bias", s->bias_ids, s->n_bias, V, e)) return e->code;
@@ -9123,7 +9124,8 @@ static void samp_row(const toka_out_row *row, float *logits, int V, toka_pick *p
     const toka_sampling *s = row->sampling;
     assert(V > 0 && row->forced_id < V && (s || row->forced_id >= 0));
     for (int i = 0; i < V; i++) logits[i] = samp_clean(logits[i]);
-    samp_norm norm = {.max = samp_max(logits, V)};
+    const bool wanted = toka_wants_logprob(row);
+    samp_norm norm = {.max = wanted ? samp_max(logits, V) : -INFINITY};
     if (norm.max > -INFINITY) norm.log_sum = log(samp_sum(logits, V, norm.max, 1));
     pick->n_top = 0;
     if (s && s->logprobs > 0) samp_top(logits, V, MIN(MIN(s->logprobs, TOKA_MAX_LOGPROBS), V), norm, pick);
@@ -9136,7 +9138,7 @@ static void samp_row(const toka_out_row *row, float *logits, int V, toka_pick *p
     float max = samp_max(logits, V);
     pick->sampled_logprob = 0;
     pick->id = max == -INFINITY ? toka_last_resort(row, V) : samp_choose(row, logits, V, max, &pick->sampled_logprob);
-    pick->logprob = samp_logprob(samp_unadjust(row, pick->id, logits[pick->id], norm.max), norm);
+    pick->logprob = wanted ? samp_logprob(samp_unadjust(row, pick->id, logits[pick->id], norm.max), norm) : NAN;
     for (int i = 0; i < pick->n_top; i++) /* the same figure in both places, also where undoing costs a rounding */
         if (pick->top_ids[i] == pick->id) pick->logprob = pick->top_logprobs[i];
 }

@@ -135,7 +135,8 @@ typedef struct toka_sampling {
     int max_tokens;             /* output tokens at most; 0, or more than that: what max_model_len leaves */
     int min_tokens;             /* no end token and no stop before this many */
     int ignore_eos;             /* go on past end-of-sequence ids */
-    int logprobs;               /* top-k log-probabilities per token, 0: only the chosen token's; at most TOKA_MAX_LOGPROBS */
+    int logprobs;               /* top-k log-probabilities per token, at most TOKA_MAX_LOGPROBS; 0: only the chosen token's;
+                                   TOKA_NO_LOGPROBS: not even that, which spares work. What is drawn does not depend on it */
     const int32_t *stop_ids;    /* end after any of these ids */
     int n_stop_ids;
     const char *const *stop;    /* end when any of these texts appears, also across token borders; at most 256, of 1 to 4,096
@@ -153,7 +154,8 @@ typedef struct toka_sampling {
     int n_bad;
 } toka_sampling;
 
-#define TOKA_MAX_LOGPROBS 32 /* cap of toka_sampling.logprobs and toka_request.prompt_top */
+#define TOKA_MAX_LOGPROBS 32  /* cap of toka_sampling.logprobs and toka_request.prompt_top */
+#define TOKA_NO_LOGPROBS (-1) /* toka_sampling.logprobs: event.logprob is not looked at */
 
 typedef struct toka_request {
     const char *text; /* prompt as text, special tokens in it recognised if text_flags says so ... */
@@ -192,9 +194,11 @@ enum { TOKA_PROMPT = -1 }; /* the sample of events for tokens of the prompt */
 typedef struct toka_event { /* one token of one sample; all pointers are valid during the callback only */
     int sample;             /* 0 .. n-1, or TOKA_PROMPT */
     int32_t id;             /* the token; -1: none, the sample was cancelled or failed */
-    float logprob;          /* log-softmax of the raw logits at id; 0 for the first token of a prompt, which has no logits */
-    float sampled_logprob;  /* the same after penalties, temperature and truncation: the distribution drawn from */
-    int n_top;              /* = sampling.logprobs, prompt_top: the best ids by raw logit, best first; 0 at a prompt's first */
+    float logprob;          /* log-softmax of the raw logits at id; 0 for the first token of a prompt, which has no logits; NAN for
+                               a token drawn with TOKA_NO_LOGPROBS, so that nobody takes it for one */
+    float sampled_logprob;  /* the same after penalties, temperature and truncation: the distribution drawn from. Always there */
+    int n_top;              /* = sampling.logprobs, prompt_top: the best ids by raw logit, best first; 0 at a prompt's first, and
+                               with TOKA_NO_LOGPROBS */
     const int32_t *top_ids;
     const float *top_logprobs;
     const char *text;       /* text that became certain with this token: whole characters, never part of a stop string. May be NULL
@@ -339,6 +343,9 @@ typedef struct toka_out_row {
     const int32_t *forbidden;      /* ids that may not be drawn now (end ids before min_tokens) */
     int n_forbidden;
 } toka_out_row;
+
+/* Is the pick's logprob wanted? Else it is NAN. Of a forced id it always is. */
+static inline bool toka_wants_logprob(const toka_out_row *row) { return row->forced_id >= 0 || row->sampling->logprobs >= 0; }
 
 /* The id to pick where every logit is -inf: the lowest that is allowed and not forbidden; if all that is allowed is forbidden, the
  * lowest allowed. Backends that sample by themselves call it, so that all answer alike. Lists may be as long as the vocabulary: a

@@ -5204,7 +5204,9 @@ enum {
     SAMP_REDUCE_ROWS = 4,       /* rows of a reducing CTA, 64 threads each */
     FILTER_THREADS = 256,
     FILTER_WINDOW = 16384,      /* ids counted together for penalties; as bits, 524,288 ids of allowed_ids */
-    FILTER_NEAR = 8192          /* ids that are gathered in shared memory */
+    FILTER_NEAR = 8192,         /* ids that are gathered in shared memory */
+    SAMP_DRAW = -1,             /* samp_ask.forced: nothing is forced */
+    SAMP_DRAW_ONLY = -2         /* nor is the raw log-probability wanted */
 };
 #define SAMP_LOG2E 1.4426950408889634f
 #define SAMP_LN2 0.6931471805599453f
@@ -5215,7 +5217,7 @@ typedef struct samp_ask { /* a toka_out_row, as all kernels need it: 32 bytes */
     uint32_t key[2], sample, position; /* of Philox */
     uint32_t u;                        /* the row's uniform */
     float scale;                       /* log2(e) / temperature; 0: greedy */
-    int forced;                        /* >= 0: score this id */
+    int forced;                        /* >= 0: score this id; else SAMP_DRAW or SAMP_DRAW_ONLY */
     int slot;                          /* >= 0: the id becomes this slot's last */
 } samp_ask;
 
@@ -5224,7 +5226,7 @@ typedef struct samp_part { /* what some ids of a row come to */
     float key;             /* the candidate's, less max * scale */
     int id;                /* the candidate, INT_MAX: none */
     float x;               /* its logit */
-    float sum, raw_sum;    /* of 2^((x - max) * scale), and the same at temperature 1 */
+    float sum, raw_sum;    /* of 2^((x - max) * scale), and the same at temperature 1, where that is wanted */
 } samp_part;
 
 typedef struct samp_result { /* what comes down for every row */
@@ -5328,7 +5330,7 @@ __device__ static inline int samp_place(const float (&w)[8], bool flip, float *t
 
 /* What a thread knows of its group. */
 typedef struct samp_group {
-    float max, sums[8], sum, raw_sum; /* of 2^(v * scale - top), by eight ids and of all; of all at temperature 1 */
+    float max, sums[8], sum, raw_sum; /* of 2^(v * scale - top), by eight ids and of all; of all at temperature 1, if wanted */
     float scale, top, down;           /* down: v is the logit, cleaned, less this, where `rough` */
     int highest;                      /* which eight have the maximum first */
     bool rough;
@@ -5343,10 +5345,11 @@ __device__ static inline float samp_add_8(const float (&x)[8]) {
 /* Rest of rounding base * scale: what the group's sums are too large by, in log2. */
 __device__ static inline float samp_rest(float base, float scale) { return __fmaf_rn(base, scale, -__fmul_rn(base, scale)); }
 
-/* v[2j + b]: logit of id0 + 8j + b. One multiply-add, ex2 and sum per id, twice if the temperature is not 1. Returns false if a
- * NaN or infinity was among them, or the maximum is so high that rounding it when scaled would matter. UNROLL 8, or 1 for v in
- * memory. */
-template <int UNROLL> __device__ static inline bool samp_add_up(const float (&v)[SAMP_OWN], float scale, samp_group &g) {
+/* v[2j + b]: logit of id0 + 8j + b. One multiply-add, ex2 and sum per id, twice if the raw sum is apart. Returns false if a NaN or
+ * infinity was among them, or the maximum is so high that rounding it when scaled, here or at temperature 1, would matter: `apart`
+ * or not makes no difference. UNROLL 8, or 1 for v in memory. */
+template <int UNROLL>
+__device__ static inline bool samp_add_up(const float (&v)[SAMP_OWN], float scale, bool apart, samp_group &g) {
     float raw[8], sums[8], top, raw_top, base;
     g.max = -INFINITY, g.highest = 0, g.scale = scale;
 #pragma unroll UNROLL
@@ -5357,7 +5360,7 @@ template <int UNROLL> __device__ static inline bool samp_add_up(const float (&v)
         if (highest > g.max) g.max = highest, g.highest = s;
     }
     base = g.max > -INFINITY ? g.max : 0, top = __fmul_rn(base, scale), raw_top = __fmul_rn(base, SAMP_LOG2E);
-    if (scale != SAMP_LOG2E) {
+    if (apart) {
 #pragma unroll UNROLL
         for (int s = 0; s < 8; s++) {
             raw[s] = ex2(__fmaf_rn(v[8 * s], SAMP_LOG2E, -raw_top));
@@ -5373,7 +5376,7 @@ template <int UNROLL> __device__ static inline bool samp_add_up(const float (&v)
         for (int k = 1; k < 8; k++) sums[s] = __fadd_rn(sums[s], ex2(__fmaf_rn(v[8 * s + k], scale, -top)));
     }
     g.top = top, g.sum = samp_add_8(sums);
-    if (scale == SAMP_LOG2E) g.raw_sum = g.sum;
+    if (!apart) g.raw_sum = g.sum;
 #pragma unroll
     for (int s = 0; s < 8; s++) g.sums[s] = sums[s];
     return g.sum >= 0 && fabsf(top) < 0x1p23f && fabsf(raw_top) < 0x1p23f;
@@ -5382,12 +5385,13 @@ template <int UNROLL> __device__ static inline bool samp_add_up(const float (&v)
 /* Where v[i] is, less id0. */
 __device__ static inline int samp_column(int i) { return i / 2 * 8 + i % 2; }
 
-/* Any v. Rare ones are worked over in a copy, so that v itself, which may be accumulators of wgmma, is only read: else the
- * compiler would keep another 64 registers. The copy, and sums of eight where loops are not unrolled, are the stack frame of 320
- * bytes that ptxas reports for kernels which inline this; only those rare ones touch it. */
-__device__ static inline samp_group samp_sums(const float (&v)[SAMP_OWN], float scale) {
+/* Any v. apart: the raw sum is wanted and another one. Rare v are worked over in a copy, so that v itself, which may be
+ * accumulators of wgmma, is only read: else the compiler would keep another 64 registers. The copy, and sums of eight where loops
+ * are not unrolled, are the stack frame of 320 bytes that ptxas reports for kernels which inline this; only those rare ones touch
+ * it. */
+__device__ static inline samp_group samp_sums(const float (&v)[SAMP_OWN], float scale, bool apart) {
     samp_group g;
-    g.down = 0, g.rough = !samp_add_up<8>(v, scale, g);
+    g.down = 0, g.rough = !samp_add_up<8>(v, scale, apart, g);
     if (g.rough) {
         float copy[SAMP_OWN];
 #pragma unroll
@@ -5395,7 +5399,7 @@ __device__ static inline samp_group samp_sums(const float (&v)[SAMP_OWN], float 
         for (int round = 0; round < 2; round++) {
 #pragma unroll 1
             for (int i = 0; i < SAMP_OWN; i++) copy[i] = __fsub_rn(samp_clean(copy[i]), g.down);
-            if (samp_add_up<1>(copy, scale, g) || round) break;
+            if (samp_add_up<1>(copy, scale, apart, g) || round) break;
             g.down = g.max;
         }
     }
@@ -5490,9 +5494,13 @@ __device__ static inline samp_part samp_choose(const float (&v)[SAMP_OWN], const
 }
 /* The scale of the weights that count: for scores those at temperature 1. */
 __device__ static inline float samp_scale(const samp_ask &a) { return a.forced < 0 && a.scale > 0 ? a.scale : SAMP_LOG2E; }
+/* Is the raw sum wanted, and another one? */
+__device__ static inline bool samp_apart(const samp_ask &a) {
+    return a.forced == SAMP_DRAW && a.scale > 0 && a.scale != SAMP_LOG2E;
+}
 /* All of it, where no other block's key is known. */
-__device__ static inline samp_part samp_block(const float (&v)[SAMP_OWN], const samp_ask &a, uint32_t word, int id0) {
-    const samp_group g = samp_sums(v, samp_scale(a));
+__device__ static inline samp_part samp_block(const float (&v)[SAMP_OWN], const samp_ask &a, bool apart, uint32_t word, int id0) {
+    const samp_group g = samp_sums(v, samp_scale(a), apart);
     return samp_choose(v, g, a, id0, samp_weigh(g, a, word, id0, NAN, true));
 }
 
@@ -5565,18 +5573,19 @@ __global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask 
         v[2 * j] = id0 + 8 * j < V ? pair.x : -INFINITY;
         v[2 * j + 1] = id0 + 8 * j + 1 < V ? pair.y : -INFINITY;
     }
-    samp_part p = samp_block(v, a, samp_noise(a, v0 / SAMP_BLOCK + block, g), v0 + id0);
+    samp_part p = samp_block(v, a, samp_apart(a), samp_noise(a, v0 / SAMP_BLOCK + block, g), v0 + id0);
     if (inside && g == 0) parts[(size_t)block * ld + row] = p;
 }
 
 /* ---- The LM head's epilogue on wgmma (chapter 6) ----
  *
  * Accumulators -> parts[block][ld]; nothing else leaves the multiprocessor but the logits of filtered rows. A tile of 256 columns
- * is a block, and a thread has two rows of one group. Per logit: maximum, multiply-add, ex2, sum, and at a temperature other than
- * 1 the last three again. The 16 results a clock of the special function unit bound it: 128 x 256 / 16 = 2,048 clocks a tile at
- * temperature 1, twice that at others, beside 16 K for the products. What is asked of the rows is fetched and the noise made
- * beside the products; one Philox call serves both rows of a thread: its four words are the noise of the row's four groups. The
- * search for a group's id comes only where its key may be the row's highest so far (reached), in about a tenth of the tiles.
+ * is a block, and a thread has two rows of one group. Per logit: maximum, multiply-add, ex2, sum, and the last three again if the
+ * raw log-probability is asked for at a temperature other than 1, by any of the eight rows that a warp works over side by side.
+ * The 16 results a clock of the special function unit bound it: 128 x 256 / 16 = 2,048 clocks a tile, twice that with the second
+ * ones, beside 16 K for the products. What is asked of the rows is fetched and the noise made beside the products; one Philox
+ * call serves both rows of a thread: its four words are the noise of the row's four groups. The search for a group's id comes
+ * only where its key may be the row's highest so far (reached), in about a tenth of the tiles.
  *
  * Retired: differences to the maximum, then a product, instead of one multiply-add, and a candidate from every group: LM head and
  * sampling together against cuBLAS's LM head alone, H200, November 2026, temperature 1 / 0.6: 1.15 / 1.20 (V 151936, E 896, 512
@@ -5659,7 +5668,7 @@ struct epi_sample {
         /* Both rows' sums, then what comes of either side by side: chains of few instructions that wait for each other. */
         const samp_ask a = ask_of(h.how[0]), b = ask_of(h.how[1]);
         float before_a = reached(row0, t, p), before_b = reached(row0 + 8, t, p);
-        const samp_group of_a = samp_sums(v, samp_scale(a)), of_b = samp_sums(other, samp_scale(b));
+        const samp_group of_a = samp_sums(v, samp_scale(a), samp_apart(a)), of_b = samp_sums(other, samp_scale(b), samp_apart(b));
         int id0 = p.v0 + t.col0 + 2 * g;
         samp_weight w = samp_weigh(of_a, a, h.noise.x, id0, before_a, row0 < t.M);
         samp_weight x = samp_weigh(of_b, b, h.noise.y, id0, before_b, row0 + 8 < t.M);
@@ -6181,7 +6190,7 @@ __device__ static samp_part samp_fold(samp_part p, const samp_ask &a, samp_part 
     return all[0];
 }
 
-/* Step 5 over the listed blocks: as samp_blocks_kernel, with what is cut off left out. */
+/* Step 5 over the listed blocks: as samp_blocks_kernel, with what is cut off left out, and no raw sums: those are known. */
 __device__ static samp_part samp_draw(const samp_dist &r, const samp_ask &a, samp_part *all) {
     int g = (int)threadIdx.x % 4;
     all[threadIdx.x] = samp_nothing(); /* this thread's so far, kept there to spare registers */
@@ -6198,7 +6207,7 @@ __device__ static samp_part samp_draw(const samp_dist &r, const samp_ask &a, sam
             int id = id0 + samp_column(j);
             if (id >= r.V || !samp_kept(r, v[j], id)) v[j] = -INFINITY;
         }
-        samp_part part = samp_block(v, a, samp_noise(a, block, g), id0);
+        samp_part part = samp_block(v, a, false, samp_noise(a, block, g), id0);
         if (i < r.n_list && g == 0) all[threadIdx.x] = samp_merge(all[threadIdx.x], part, a);
     }
     return samp_fold(all[threadIdx.x], a, all);
@@ -6268,7 +6277,8 @@ __global__ static void __launch_bounds__(FILTER_THREADS, 2) samp_filter_kernel(c
         p = samp_draw(r, a, all);
     }
     samp_result out = samp_finish(a, p, raw_max, raw_log_sum, f.last_resort);
-    if (adjusted) out.logprob = samp_undo(f, out.id, samp_clean(x[out.id]), raw_max, raw_log_sum, (int *)scratch);
+    if (adjusted && a.forced == SAMP_DRAW)
+        out.logprob = samp_undo(f, out.id, samp_clean(x[out.id]), raw_max, raw_log_sum, (int *)scratch);
     if (threadIdx.x) return;
     s.results[blockIdx.x] = out, s.reached[blockIdx.x] = 0;
     if (a.slot >= 0) s.last[a.slot] = out.id;
@@ -6356,6 +6366,8 @@ static bool samp_filtered(const toka_out_row *row, int V) {
     return s->temperature > 0 && ((s->top_k > 0 && s->top_k < V) || s->top_p < 1 || s->min_p > 0);
 }
 
+static int samp_n_top(const toka_sampling *s, int V) { return max(0, min(min(s->logprobs, TOKA_MAX_LOGPROBS), V)); }
+
 /* Chooses which rows go which way and puts what all rows need into the stage, at the start of a step; lists follow chunk by
  * chunk. */
 static void samp_plan_step(toka_device *d, const toka_step *s) {
@@ -6380,7 +6392,8 @@ static void samp_plan_step(toka_device *d, const toka_step *s) {
         philox(c, (uint32_t)seed, (uint32_t)(seed >> 32));
         rows[i] = row->row;
         ask[i] = samp_ask{{(uint32_t)seed, (uint32_t)(seed >> 32)}, row->sample, row->position, c[0],
-                          scale > 3e38 ? 3e38f : (float)scale, row->forced_id < 0 ? -1 : row->forced_id,
+                          scale > 3e38 ? 3e38f : (float)scale,
+                          row->forced_id >= 0 ? row->forced_id : toka_wants_logprob(row) ? SAMP_DRAW : SAMP_DRAW_ONLY,
                           row->slot < d->options.n_slots ? row->slot : -1};
     }
 }
@@ -6416,7 +6429,7 @@ static void samp_fill(toka_device *d, const toka_out_row *row, const toka_out_ro
     f->temperature = s->temperature, f->top_p = s->top_p, f->top_k = s->top_k < V ? s->top_k : 0;
     f->min_p_drop = s->min_p > 0 ? s->temperature * log((double)s->min_p) : -INFINITY;
     f->repetition = s->repetition_penalty, f->frequency = s->frequency_penalty, f->presence = s->presence_penalty;
-    f->n_top = min(min(s->logprobs, TOKA_MAX_LOGPROBS), V);
+    f->n_top = samp_n_top(s, V);
     if (f->n_top) f->best = p->down[d->newest].n_tops++;
 }
 
@@ -6544,11 +6557,12 @@ static void samp_bring(toka_device *d, const toka_step *s, toka_pick *picks) {
 /* What came down of a step that is done, into the caller's picks, in the caller's order. */
 static void samp_collect(toka_device *d, const toka_step *s, const samp_down *down) {
     for (int i = 0, best = 0; down->picks && i < s->n_out; i++) {
-        const toka_sampling *how = s->out[down->order[i]].sampling;
+        const toka_out_row *row = &s->out[down->order[i]];
         toka_pick *pick = &down->picks[down->order[i]];
         pick->id = down->results[i].id;
-        pick->logprob = down->results[i].logprob, pick->sampled_logprob = down->results[i].sampled_logprob;
-        pick->n_top = how ? min(min(how->logprobs, TOKA_MAX_LOGPROBS), d->shape->V_all) : 0;
+        pick->logprob = toka_wants_logprob(row) ? down->results[i].logprob : NAN;
+        pick->sampled_logprob = down->results[i].sampled_logprob;
+        pick->n_top = row->sampling ? samp_n_top(row->sampling, d->shape->V_all) : 0;
         if (!pick->n_top) continue;
         const samp_best *b = &down->tops[best++];
         memcpy(pick->top_ids, b->ids, sizeof b->ids);

@@ -51,7 +51,7 @@ static void g_fill(g_step *g, g_seq *seqs, const toka_sampling *how, int from, i
             g->id[row] = seqs[q].drew ? -1 - q : 5 + q % 200, g->pos[row] = len;
             g->slot[row] = g_page(q, len / B) * B + len % B;
             g->out[row] = (toka_out_row){.row = row, .slot = q, .forced_id = -1, .sample = (uint32_t)q, .position = (uint32_t)len,
-                                         .sampling = &how[mode / 4 == 1 && row == 1 ? 2 : q % 2]};
+                                         .sampling = &how[mode / 4 == 1 && row == 1 ? 2 : q % 8 == 6 ? 3 : q % 2]};
             if (++seqs[q].len == G_LEN - q % 90) seqs[q] = (g_seq){.len = 2 * B};
             else seqs[q].drew = true;
         }
@@ -69,9 +69,10 @@ static toka_options g_options(const char *model) {
 /* Runs the script; returns how many steps were graphs on the first rank, -1: it failed. about: [200] what describe says, or NULL. */
 static int64_t g_run(const toka_options *o, g_step *steps, char *about, toka_err *e) {
     static const int sizes[] = {1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 128, 129, 200, 256, 257, 288};
-    static const toka_sampling how[] = {{.temperature = 1, .top_p = 1, .repetition_penalty = 1, .seed = 7},
+    static const toka_sampling how[] = {{.temperature = 0.7, .top_p = 1, .repetition_penalty = 1, .seed = 7},
                                         {.top_p = 1, .repetition_penalty = 1},
-                                        {.temperature = 1, .top_p = 0.9, .repetition_penalty = 1, .seed = 9}};
+                                        {.temperature = 1, .top_p = 0.9, .repetition_penalty = 1, .seed = 9},
+                                        {.temperature = 0.7, .top_p = 1, .repetition_penalty = 1, .seed = 7, .logprobs = TOKA_NO_LOGPROBS}};
     toka *t = NULL;
     if (toka_open(&t, o, e)) return -1;
     if (about) snprintf(about, 200, "%s", toka_get_info(t).device);

@@ -82,6 +82,26 @@ static bool same_pick(const toka_pick &a, const toka_pick &b) {
            !memcmp(a.top_ids, b.top_ids, (size_t)a.n_top * 4) && !memcmp(a.top_logprobs, b.top_logprobs, (size_t)a.n_top * 4);
 }
 
+/* The same rows, of which those that `none` names want no log-probability. */
+struct bare_rows {
+    std::vector<toka_sampling> how;
+    std::vector<toka_out_row> rows;
+    template <class F> bare_rows(const std::vector<toka_out_row> &from, F none) : how(from.size()), rows(from) {
+        for (size_t i = 0; i < rows.size(); i++) {
+            if (!rows[i].sampling || !none(i)) continue;
+            how[i] = *rows[i].sampling, how[i].logprobs = TOKA_NO_LOGPROBS, rows[i].sampling = &how[i];
+        }
+    }
+    void check(const char *what, const std::vector<toka_pick> &got, const std::vector<toka_pick> &want) const {
+        for (size_t i = 0; i < rows.size(); i++) {
+            toka_pick p = want[i]; /* of rows without top log-probabilities: with them the parts are merged in another order */
+            if (!toka_wants_logprob(&rows[i])) p.logprob = NAN;
+            gpu_check(same_pick(got[i], p), "%s, row %zu: %d (%g, %g) where some want no log-probability, else %d (%g, %g)", what, i,
+                      got[i].id, got[i].logprob, got[i].sampled_logprob, p.id, p.logprob, p.sampled_logprob);
+        }
+    }
+};
+
 /* ---- Random rows, all filters, against the CPU ---- */
 
 static int unsure, compared; /* rows where rounding decides what a filter keeps */
@@ -126,6 +146,16 @@ static void check_row(const char *what, const toka_test_case &c, int V, const to
     gpu_check(close_to(got.logprob, want.logprob, undone ? 5e-5 : 1e-5), "%s: logprob %g for %g", what, got.logprob, want.logprob);
 }
 
+/* No draw changes when its log-probability, or that of others, is not wanted. */
+static void check_bare(toka_device *d, std::vector<toka_out_row> rows, const std::vector<const float *> &logits) {
+    std::vector<toka_sampling> how(rows.size());
+    for (size_t i = 0; i < rows.size(); i++)
+        if (rows[i].sampling) how[i] = *rows[i].sampling, how[i].logprobs = 0, rows[i].sampling = &how[i];
+    std::vector<toka_pick> want = picks_of(d, rows, logits);
+    bare_rows some(rows, [](size_t i) { return i % 3 == 1; }), all(rows, [](size_t) { return true; });
+    some.check("some", picks_of(d, some.rows, logits), want), all.check("all", picks_of(d, all.rows, logits), want);
+}
+
 static void test_random(int V, int n, uint64_t seed0) {
     toka_device *d = samp_device(V, 8, 64);
     for (int from = 0; from < n; from += 64) {
@@ -150,6 +180,7 @@ static void test_random(int V, int n, uint64_t seed0) {
             gpu_check(same_pick(picks[i], again[i]), "%s: another time another pick", what);
             gpu_check(same_pick(picks[i], other[rows.size() - 1 - i]), "%s: in another order another pick", what);
         }
+        check_bare(d, rows, logits);
         if (gpu_failed > 20) break;
     }
     samp_device_close(d);
@@ -200,6 +231,7 @@ static void test_edges() {
         snprintf(what, sizeof what, "edge %d, sampling %d, forced %d", (int)i / 24, (int)i / 3 % 8, rows[i].forced_id);
         check_row(what, cases[i], V, picks[i]);
     }
+    check_bare(d, rows, logits);
     for (int t = 0; t < 100; t++) {
         std::vector<toka_pick> again = picks_of(d, rows, logits);
         bool same = true;
@@ -493,8 +525,10 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
     std::vector<float> logits((size_t)n_out * (size_t)V, NAN);
     s.T = T;
     if (all_logits) s.logits = logits.data();
-    std::vector<toka_pick> picks(rows.size()), again(rows.size());
-    for (std::vector<toka_pick> *to : {&picks, &again}) {
+    bare_rows some(rows, [](size_t i) { return i % 5 < 4 && i % 7 < 3; }), all(rows, [](size_t i) { return i % 5 < 4; });
+    std::vector<toka_pick> picks(rows.size()), again(rows.size()), picks_some(rows.size()), picks_all(rows.size());
+    for (std::vector<toka_pick> *to : {&picks, &again, &picks_some, &picks_all}) {
+        s.out = to == &picks_some ? some.rows.data() : to == &picks_all ? all.rows.data() : rows.data();
         GPU_OK(cudaMemset(d->samp->logits, 0xFF, (size_t)d->samp->chunk * (size_t)d->samp->ldl * sizeof(float)));
         stage_begin(d, &d->up);
         samp_plan_step(d, &s);
@@ -507,6 +541,7 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
     }
     gpu_check(!d->error.code, "%s", d->error.msg);
     check_last(d, rows, picks, last, w);
+    some.check("op", picks_some, picks), all.check("op", picks_all, picks);
     for (int i = 0; i < n_out; i++) {
         std::vector<float> xn(Ep), z((size_t)V);
         const float *from = &hx[(size_t)rows[(size_t)i].row * Ep];
@@ -581,14 +616,14 @@ static void test_waves() {
 
 /* ---- Times ---- */
 
-static void bench_samp(int V, int E, int n_out, float T, float top_p, int top_k) {
+static void bench_samp(int V, int E, int n_out, float T, int logprobs, float top_p, int top_k) {
     toka_device *d = samp_device(V, E, n_out);
     gpu_buf<bf16> x((size_t)n_out * (size_t)E), w((size_t)V * (size_t)E);
     gpu_buf<float> norm((size_t)E);
     gpu_random(x, 1, 1), gpu_random(w, 2, 3 / sqrtf((float)E)), gpu_random(norm, 3, 1);
     d->norm = norm.p(), d->lm_head = weight{w.p(), NULL, V, E};
     toka_sampling how = plain(T);
-    how.top_p = top_p, how.top_k = top_k;
+    how.top_p = top_p, how.top_k = top_k, how.logprobs = logprobs;
     std::vector<toka_out_row> rows;
     for (int i = 0; i < n_out; i++) rows.push_back(drawn(&how, (uint32_t)i)), rows.back().row = i;
     toka_step s = step_of(rows);
@@ -619,8 +654,8 @@ static void bench_samp(int V, int E, int n_out, float T, float top_p, int top_k)
             us = std::min(us, ms * 1000.0);
         }
     }
-    printf("V %6d  E %4d  rows %4d  T %.1f  top_p %.2f  top_k %2d  %9.1f us  (planned in %.1f us)%s\n", V, E, n_out, T, top_p, top_k, us, plan,
-           d->error.code ? d->error.msg : "");
+    printf("V %6d  E %4d  rows %4d  T %.1f  log-probabilities %-3s  top_p %.2f  top_k %2d  %9.1f us  (planned in %.1f us)%s\n", V, E, n_out, T,
+           logprobs < 0 ? "no" : "yes", top_p, top_k, us, plan, d->error.code ? d->error.msg : "");
     samp_device_close(d);
 }
 
@@ -633,10 +668,10 @@ int main(int argc, char **argv) {
         const int shapes[][2] = {{128256, 2048}, {128256, 4096}, {151936, 896}};
         for (const int *v : shapes)
             for (int M : {1, 8, 16, 64, 128, 256, 512, 1024, 4096})
-                for (float T : {1.0f, 0.6f}) bench_samp(v[0], v[1], M, T, 1, 0);
+                for (int kind : {0, 1, 2}) bench_samp(v[0], v[1], M, kind ? 0.6f : 1.0f, kind == 2 ? TOKA_NO_LOGPROBS : 0, 1, 0);
         for (int M : {1, 16, 64, 256, 1024, 4096})
-            for (int top_k : {0, 20}) bench_samp(128256, 2048, M, 0.6f, 0.95f, top_k);
-        for (int M : {1, 64, 1024}) bench_samp(128256, 2048, M, 1, 0.95f, 0);
+            for (int top_k : {0, 20}) bench_samp(128256, 2048, M, 0.6f, 0, 0.95f, top_k);
+        for (int M : {1, 64, 1024}) bench_samp(128256, 2048, M, 1, 0, 0.95f, 0);
         return 0;
     }
     if (argc > 1 && !strcmp(argv[1], "draws")) {

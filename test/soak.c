@@ -305,7 +305,7 @@ static void make_sampling(job *j, rng *r) {
     if (chance(r, 20)) s->repetition_penalty = real(r, 0.7, 1.6);
     if (chance(r, 20)) s->presence_penalty = real(r, -2, 2);
     if (chance(r, 20)) s->frequency_penalty = real(r, -2, 2);
-    if (chance(r, 20)) s->logprobs = between(r, 1, 6);
+    if (chance(r, 40)) s->logprobs = chance(r, 50) ? TOKA_NO_LOGPROBS : between(r, 1, 6);
     if (chance(r, 15)) s->ignore_eos = 1;
     s->max_tokens = chance(r, 12) ? 1 : chance(r, 40) ? between(r, 2, 30) : chance(r, 40) ? between(r, 30, 120) : 0;
     if (chance(r, 20)) s->min_tokens = between(r, 0, s->max_tokens ? s->max_tokens : 40);
@@ -415,10 +415,12 @@ static bool is_plain_greedy(const toka_sampling *s) {
            !s->n_bias && !s->n_allowed && !s->n_bad && !s->min_tokens;
 }
 
-static void check_numbers(const slot *x, const toka_event *ev, int n_top) {
+/* asked: top log-probabilities, or TOKA_NO_LOGPROBS. */
+static void check_numbers(const slot *x, const toka_event *ev, int asked) {
+    const int n_top = MAX(asked, 0);
     long long no = (long long)x->o.number;
     EXPECT(ev->n_top == MIN(n_top, S.info.vocab_size), "request %lld: %d best ids, asked %d", no, ev->n_top, n_top);
-    EXPECT(ev->logprob <= 1e-4f && ev->sampled_logprob <= 1e-4f, "request %lld: logprob %g, sampled %g", no, ev->logprob,
+    EXPECT((asked < 0 ? isnan(ev->logprob) : ev->logprob <= 1e-4f) && ev->sampled_logprob <= 1e-4f, "request %lld: logprob %g, sampled %g", no, ev->logprob,
            ev->sampled_logprob);
     for (int i = 0; i < ev->n_top; i++) {
         EXPECT(ev->top_ids[i] >= 0 && ev->top_ids[i] < S.info.vocab_size, "request %lld: a best id is %d", no, ev->top_ids[i]);

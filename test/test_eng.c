@@ -377,7 +377,16 @@ static void test_reproducible(void) {
     int differ = 0;
     for (int i = 1; i < 12; i++) differ += !str_eq(buf_view(&first->text[i]), buf_view(&first->text[0]));
     CHECK(differ > 0); /* samples are not copies of each other */
-    eng_got_free(first);
+    toka *t = eng_must_open(eng_model, 7, 64, 2); /* whoever asks for no log-probability gets none, and the same draws */
+    s.logprobs = TOKA_NO_LOGPROBS;
+    eng_got *g = eng_ask_problem(t, str_c(eng_problem), 12, &s);
+    for (int i = 0; i < 12; i++) {
+        CHECK(first->id[i].n == g->id[i].n && !memcmp(first->id[i].p, g->id[i].p, g->id[i].n * 4));
+        CHECK(!memcmp(first->sampled[i], g->sampled[i], sizeof g->sampled[i]) && g->n_top == 0);
+        for (size_t k = 0; k < g->id[i].n; k++) CHECK(isnan(g->logprob[i][k]) && !isnan(first->logprob[i][k]));
+    }
+    toka_close(t);
+    eng_got_free(g), eng_got_free(first);
 }
 
 static void test_greedy_samples_equal(void) {

@@ -235,6 +235,18 @@ static void test_samp_exp(void) {
 
 /* ---- Against the naive sampler ---- */
 
+/* What is asked besides does not change the draw: not the top log-probabilities, nor that none at all is wanted. */
+static void check_bare(const samp_case *c, const toka_pick *pick, uint64_t seed) {
+    for (int n = TOKA_NO_LOGPROBS; n <= 0; n++) {
+        samp_case bare = *c;
+        bare.s.logprobs = n;
+        const toka_pick got = pick_of(&bare);
+        CHECK_MSG(got.id == pick->id && !memcmp(&got.sampled_logprob, &pick->sampled_logprob, 4) && !got.n_top,
+                  "seed %llu: %d (%g) for %d (%g)", (unsigned long long)seed, got.id, got.sampled_logprob, pick->id, pick->sampled_logprob);
+        CHECK_MSG(!isnan(got.logprob) == !n, "seed %llu: %g", (unsigned long long)seed, got.logprob);
+    }
+}
+
 /* Checks one case: the kept set, the pick and every log-probability. Returns false if rounding decides the set. */
 static bool check_case(const samp_case *c, uint64_t seed) {
     samp_ref r = ref_new(c);
@@ -243,6 +255,7 @@ static bool check_case(const samp_case *c, uint64_t seed) {
     CHECK_MSG(pick.id >= 0 && pick.id < c->V, "seed %llu: id %d", (unsigned long long)seed, pick.id);
     CHECK_MSG(close_to(pick.logprob, r.raw_logprob[pick.id], 1e-5), "seed %llu: %g for %g", (unsigned long long)seed,
               pick.logprob, r.raw_logprob[pick.id]);
+    check_bare(c, &pick, seed);
     int n_top = MIN(c->s.logprobs, c->V);
     CHECK(pick.n_top == n_top);
     for (int i = 0; i < n_top; i++) {
@@ -363,6 +376,9 @@ static void test_samp_forced(void) {
     samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &pick); /* with parameters: top log-probabilities, still no draw */
     CHECK(pick.id == 2 && pick.n_top == 2 && pick.top_ids[0] == 1 && pick.top_ids[1] == 0);
     CHECK(close_to(pick.top_logprobs[1], 1 - lse, 1e-6));
+    s.logprobs = TOKA_NO_LOGPROBS; /* that is for draws */
+    samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &pick);
+    CHECK(pick.n_top == 0 && close_to(pick.logprob, 0.5 - lse, 1e-6) && pick.sampled_logprob == pick.logprob);
 }
 
 /* ---- By distribution ---- */
@@ -602,7 +618,8 @@ static void test_samp_check(void) {
     BAD("max_tokens: -1, expected 0 or more", s.max_tokens = -1);
     BAD("min_tokens: -1, expected 0 or more", s.min_tokens = -1);
     BAD("min_tokens: 9, expected 0 to 8", s.min_tokens = 9, s.max_tokens = 8);
-    BAD("logprobs: 33, expected 0 to 32", s.logprobs = 33);
+    BAD("logprobs: 33, expected -1 to 32", s.logprobs = 33);
+    BAD("logprobs: -2, expected -1 to 32", s.logprobs = -2);
     BAD("stop_token_ids[1]: id 100, expected 0 to 99", s.stop_ids = (int32_t[]){99, 100}, s.n_stop_ids = 2);
     BAD("stop_token_ids: -4 entries, expected 0 or more", s.n_stop_ids = -4);
     BAD("allowed_token_ids[0]: id -1, expected 0 to 99", s.allowed_ids = (int32_t[]){-1}, s.n_allowed = 1);
@@ -627,6 +644,8 @@ static void test_samp_check(void) {
     s.temperature = 0, s.top_p = 1e-9f, s.min_p = 1, s.top_k = -1, s.logprobs = 32, s.min_tokens = s.max_tokens = 5;
     s.stop = (const char *[]){"\xED\x95\x9C", "x"}, s.n_stop = 2, s.presence_penalty = -2, s.stop_ids = (int32_t[]){0, 99};
     s.n_stop_ids = 2, s.allowed_ids = many, s.n_allowed = 100;
+    CHECK(samp_check(&s, 100, &e) == 0);
+    s.logprobs = TOKA_NO_LOGPROBS;
     CHECK(samp_check(&s, 100, &e) == 0);
     free((void *)longest);
 }
