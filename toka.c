@@ -13433,7 +13433,8 @@ static int api_logprobs(api_call *c, const api_body *b, toka_request *q, toka_er
     int64_t k = c->chat ? b->top_logprobs : b->n_logprobs;
     if (c->chat && k > 0 && !b->chat_logprobs) return API_BAD("top_logprobs needs logprobs: true");
     c->want_logprobs = c->chat ? b->chat_logprobs != 0 : k >= 0;
-    q->sampling.logprobs = c->n_top = c->want_logprobs ? (int)MAX(k, 0) : 0;
+    c->n_top = c->want_logprobs ? (int)MAX(k, 0) : 0;
+    q->sampling.logprobs = c->want_logprobs || c->packed ? c->n_top : TOKA_NO_LOGPROBS;
     c->want_prompt_logprobs = b->prompt_logprobs >= 0;
     c->n_prompt_top = (int)MAX(b->prompt_logprobs, 0);
     if (c->echo && c->want_logprobs) c->n_prompt_top = MAX(c->n_prompt_top, c->n_top);
@@ -20829,7 +20830,7 @@ static void cli_sampling(const cli *c, const toka *t, toka_request *r) {
     s->min_tokens = c->min_tokens;
     s->ignore_eos = c->ignore_eos;
     s->include_stop = c->include_stop;
-    s->logprobs = c->logprobs == INT_MIN ? 0 : c->logprobs;
+    s->logprobs = c->logprobs >= 0 ? c->logprobs : c->json ? 0 : TOKA_NO_LOGPROBS;
     s->stop = c->stop.at;
     s->n_stop = c->stop.n;
     r->n = c->samples;
@@ -20897,6 +20898,7 @@ static int cli_complete(const cli *c, toka *t, str prompt, int text_flags, buf *
     cli_sampling(c, t, &r);
     r.text = prompt.p, r.text_bytes = prompt.n, r.text_flags = text_flags;
     if (check_int("--samples", c->samples, 1, ENG_MAX_N, e)) return e->code;
+    if (c->logprobs != INT_MIN && check_int("--logprobs", c->logprobs, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
     cli_run run = {.c = c, .t = t, .samples = mem_zalloc((size_t)c->samples * sizeof(cli_sample))};
     for (int i = 0; i < c->samples; i++) run.samples[i].stop_id = -1;
     int code = toka_generate(t, &r, cli_on_event, &run, &u, e);
@@ -21170,7 +21172,7 @@ static int cli_bench_throughput(const cli *c, toka_err *e) {
                            .base = toka_request_default(), .load_s = os_now() - t0, .json = c->json, .quiet = c->quiet,
                            .said = c->verbose, .interrupted = &cli_interrupted};
     cli_sampling(c, t, &o.base);
-    o.base.n = 1, o.base.sampling.logprobs = o.base.sampling.min_tokens = o.base.sampling.n_stop = 0;
+    o.base.n = 1, o.base.sampling.min_tokens = o.base.sampling.n_stop = 0, o.base.sampling.logprobs = TOKA_NO_LOGPROBS;
     code = run_bench_throughput(t, &o, e);
     toka_close(t);
     return code ? code : cli_write(STR(""), e);

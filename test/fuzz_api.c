@@ -37,7 +37,7 @@ static void answer(api_call *c, const uint8_t *data, size_t size) {
         }
         for (ev.sample = 0; ev.sample < p->q.n; ev.sample++)
             for (int i = 0; i < 3; i++) {
-                ev.id = ev.sample < 8 ? data[(size_t)(i + ev.sample) % size] * 8 : -1, ev.n_top = ev.id < 0 ? 0 : p->q.sampling.logprobs;
+                ev.id = ev.sample < 8 ? data[(size_t)(i + ev.sample) % size] * 8 : -1, ev.n_top = ev.id < 0 ? 0 : MAX(p->q.sampling.logprobs, 0);
                 ev.finish = ev.id < 0 ? TOKA_CANCELLED : i == 2 ? TOKA_LENGTH : TOKA_RUNNING;
                 ev.text = p->q.sampling.n_stop ? "ab" : NULL, ev.text_bytes = 2;
                 api_pack(p, &ev, &records);

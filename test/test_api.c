@@ -199,6 +199,32 @@ static void test_api_requests(void) {
     api_free(&c);
 }
 
+/* The engine is asked for log-probabilities by calls that show them, and by no others. */
+static void test_api_asks(void) {
+    static const struct {
+        enum api_route route;
+        const char *fields;
+        int logprobs;
+    } asks[] = {{API_COMPLETIONS, "", TOKA_NO_LOGPROBS}, {API_COMPLETIONS, ",\"logprobs\":null", TOKA_NO_LOGPROBS},
+                {API_COMPLETIONS, ",\"logprobs\":0", 0}, {API_COMPLETIONS, ",\"logprobs\":3", 3},
+                {API_COMPLETIONS, ",\"return_token_ids\":true,\"stream\":true", TOKA_NO_LOGPROBS},
+                {API_COMPLETIONS, ",\"return_packed\":true", 0}, {API_COMPLETIONS, ",\"return_packed\":true,\"logprobs\":2", 2},
+                {API_COMPLETIONS, ",\"prompt_logprobs\":2,\"echo\":true", TOKA_NO_LOGPROBS}, {API_CHAT, "", TOKA_NO_LOGPROBS},
+                {API_CHAT, ",\"logprobs\":false", TOKA_NO_LOGPROBS}, {API_CHAT, ",\"logprobs\":true", 0},
+                {API_CHAT, ",\"logprobs\":true,\"top_logprobs\":4", 4}, {API_CHAT, ",\"return_packed\":true", 0}};
+    api_model m = api_test_model();
+    for (int i = 0; i < COUNT(asks); i++) {
+        api_call c = {.serial = {1, 2}};
+        toka_err e;
+        buf b = {0};
+        buf_printf(&b, "{%s%s}", asks[i].route == API_CHAT ? "\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}]" : "\"prompt\":[5]",
+                   asks[i].fields);
+        CHECK(!api_parse(&m, asks[i].route, buf_view(&b), &c, &e));
+        CHECK_MSG(c.parts[0].q.sampling.logprobs == asks[i].logprobs, "%s: %d", b.p, c.parts[0].q.sampling.logprobs);
+        api_free(&c), buf_free(&b);
+    }
+}
+
 /* Each word in the spellings that vLLM forbids: as it is, and behind a space if that is other ids, as many. */
 static void test_api_bad_words(void) {
     api_model m = api_test_model();
@@ -287,8 +313,9 @@ static void api_put_event(const api_part *p, int sample, const api_fake *f, int 
     bool last = i + 1 == (f ? f->n : (int)p->prompt.n);
     toka_event ev = {.sample = sample, .id = f ? f->id[i] : p->prompt.p[i], .logprob = -(float)(i + 1) / 4, .sampled_logprob = -(float)i / 8,
                      .top_ids = top_ids, .top_logprobs = top, .stop_id = -1, .stop_text = -1, .n_cached = 2};
-    ev.n_top = f ? p->q.sampling.logprobs : i ? p->q.prompt_top : 0;
+    ev.n_top = f ? MAX(p->q.sampling.logprobs, 0) : i ? p->q.prompt_top : 0;
     for (int k = 0; k < ev.n_top; k++) top_ids[k] = ev.id + k, top[k] = ev.logprob - (float)k;
+    if (f && p->q.sampling.logprobs < 0) ev.logprob = NAN; /* not to be shown */
     if (f && last) ev.finish = f->stops ? TOKA_STOP : TOKA_LENGTH, ev.stop_id = f->stops ? ev.id : -1;
     if (!f && last && !p->q.n) ev.finish = TOKA_LENGTH;
     api_pack(p, &ev, records);
@@ -707,6 +734,7 @@ static const struct test api_tests[] = {
     {"api: wrong values", test_api_wrong_values},
     {"api: unknown fields", test_api_unknown_fields},
     {"api: bodies to requests", test_api_requests},
+    {"api: who asks for log-probabilities", test_api_asks},
     {"api: bad words", test_api_bad_words},
     {"api: what templates get", test_api_context},
     {"api: template for tools", test_api_tool_template},

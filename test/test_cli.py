@@ -247,7 +247,7 @@ def test_tokenize_needs_no_weights(tmp_path):
     (["-m", "/does/not/exist", "-p", "a"], "/does/not/exist"), (["-f", "/does/not/exist"], "/does/not/exist"),
     (["-p", "a", "-f", "b"], "exclude"), (["--device", "tpu", "-p", "a"], "tpu"), (["-p", "a", "--samples", "0"], "--samples"),
     (["tokenize", "--json"], "--json"), (["score", "--temp", "1", "-p", "a"], "--temp"), (["--decode", "-p", "a"], "--decode"),
-    (["--chat", "--raw"], "--raw"), (["--top-k", "-2", "-p", "a"], "top_k"), (["--logprobs", "-5", "-p", "a"], "logprobs"),
+    (["--chat", "--raw"], "--raw"), (["--top-k", "-2", "-p", "a"], "top_k"), (["--logprobs", "-5", "-p", "a"], "logprobs"), (["--logprobs", "-1", "-p", "a"], "logprobs"),
     (["--logprobs", "33", "-p", "a"], "logprobs"), (["-f", "/"], "directory"), (["--max-model-len", "100000", "-p", "a"], "1024"),
     (["--max-num-batched-tokens", "8", "--max-num-seqs", "9", "-p", "a"], "max_num_batched_tokens"), (["bench"], "throughput"),
     (["--stop", "", "-p", "a"], "stop[0]"), (["-m", "test/fixtures/qwen2", "-p", "a"], "tokenizer"),
