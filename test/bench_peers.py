@@ -6,9 +6,9 @@
 SHAPE is part of a line like "Llama-3.1-8B qkv+ M=512;": without any, all shapes.
 
 For each shape the op test `gpu_gemm bench --paced` times ours and then this program times torch.mm: both as captured graphs of
-many calls over buffers that do not fit the L2 cache together, random data, median of replays. Ours includes its epilogue (the
-residual, SwiGLU; for qkv+ RoPE and the KV append), torch's is the bare product with bf16 output. The ratio is torch's time over
-ours: above 1 ours is faster.
+many calls over buffers that do not fit the L2 cache together, random data, median of replays. Ours of gate_up includes SwiGLU, of
+down and o+ the residual, of qkv+ RoPE and the KV append; torch's is the bare product with bf16 output. The ratio is torch's time
+over ours: above 1 ours is faster.
 """
 import argparse
 import json

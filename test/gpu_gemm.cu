@@ -346,20 +346,20 @@ static void test_repeats(toka_device *d) {
 
 /* ---- Times ---- */
 
-/* qkv+: with RoPE and the way to the pages. */
+/* qkv+: with RoPE and the way to the pages; o+ (and down): with what it is added to. */
 struct gemm_shape { const char *model, *gemm; int N, K, kind; };
 static const gemm_shape gemm_shapes[] = {
-    {"Llama-3.2-1B", "qkv", 3072, 2048, EPI_STORE},       {"Llama-3.2-1B", "qkv+", 3072, 2048, GEMM_QKV64},
-    {"Llama-3.2-1B", "o", 2048, 2048, EPI_RESIDUAL},
-    {"Llama-3.2-1B", "gate_up", 16384, 2048, EPI_SWIGLU}, {"Llama-3.2-1B", "down", 2048, 8192, EPI_RESIDUAL},
-    {"Llama-3.2-1B", "lm_head", 128256, 2048, EPI_STORE}, {"Llama-3.1-8B", "qkv", 6144, 4096, EPI_STORE},
-    {"Llama-3.1-8B", "qkv+", 6144, 4096, GEMM_QKV128},
-    {"Llama-3.1-8B", "o", 4096, 4096, EPI_RESIDUAL},      {"Llama-3.1-8B", "gate_up", 28672, 4096, EPI_SWIGLU},
-    {"Llama-3.1-8B", "down", 4096, 14336, EPI_RESIDUAL},  {"Llama-3.1-8B", "lm_head", 128256, 4096, EPI_STORE},
-    {"Llama-3.1-70B", "qkv", 10240, 8192, EPI_STORE},
-    {"Llama-3.1-70B", "qkv+", 10240, 8192, GEMM_QKV128},   {"Llama-3.1-70B", "o", 8192, 8192, EPI_RESIDUAL},
-    {"Llama-3.1-70B", "gate_up", 57344, 8192, EPI_SWIGLU}, {"Llama-3.1-70B", "down", 8192, 28672, EPI_RESIDUAL},
-    {"Qwen2.5-0.5B", "gate_up", 9728, 896, EPI_SWIGLU},   {"Qwen2.5-0.5B", "lm_head", 151936, 896, EPI_STORE}};
+    {"Llama-3.2-1B", "qkv", 3072, 2048, EPI_STORE},             {"Llama-3.2-1B", "qkv+", 3072, 2048, GEMM_QKV64},
+    {"Llama-3.2-1B", "o", 2048, 2048, EPI_STORE},               {"Llama-3.2-1B", "o+", 2048, 2048, EPI_RESIDUAL},
+    {"Llama-3.2-1B", "gate_up", 16384, 2048, EPI_SWIGLU},       {"Llama-3.2-1B", "down", 2048, 8192, EPI_RESIDUAL},
+    {"Llama-3.2-1B", "lm_head", 128256, 2048, EPI_STORE},       {"Llama-3.1-8B", "qkv", 6144, 4096, EPI_STORE},
+    {"Llama-3.1-8B", "qkv+", 6144, 4096, GEMM_QKV128},          {"Llama-3.1-8B", "o", 4096, 4096, EPI_STORE},
+    {"Llama-3.1-8B", "o+", 4096, 4096, EPI_RESIDUAL},           {"Llama-3.1-8B", "gate_up", 28672, 4096, EPI_SWIGLU},
+    {"Llama-3.1-8B", "down", 4096, 14336, EPI_RESIDUAL},        {"Llama-3.1-8B", "lm_head", 128256, 4096, EPI_STORE},
+    {"Llama-3.1-70B", "qkv", 10240, 8192, EPI_STORE},           {"Llama-3.1-70B", "qkv+", 10240, 8192, GEMM_QKV128},
+    {"Llama-3.1-70B", "o", 8192, 8192, EPI_STORE},              {"Llama-3.1-70B", "o+", 8192, 8192, EPI_RESIDUAL},
+    {"Llama-3.1-70B", "gate_up", 57344, 8192, EPI_SWIGLU},      {"Llama-3.1-70B", "down", 8192, 28672, EPI_RESIDUAL},
+    {"Qwen2.5-0.5B", "gate_up", 9728, 896, EPI_SWIGLU},         {"Qwen2.5-0.5B", "lm_head", 151936, 896, EPI_STORE}};
 static const int bench_M[] = {256, 512, 1024, 4096, 8192};
 
 /* Buffers of one shape, as many as do not fit L2 together. */
