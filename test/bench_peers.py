@@ -2,8 +2,10 @@
 """bench_peers.py - our GEMMs beside PyTorch's (cuBLAS) at the same shapes, on the same GPU, turn by turn.
 
     python3 test/bench_peers.py PATH/TO/gpu_gemm [SHAPE ...] [--json] [--min-M 256]
+    ./toka bench ops --json >ops.json; python3 test/bench_peers.py --ops ops.json
 
-SHAPE is part of a line like "Llama-3.1-8B qkv+ M=512;": without any, all shapes.
+SHAPE is part of a line like "Llama-3.1-8B qkv+ M=512;": without any, all shapes. --ops takes our times of 1 to 128 rows from there, each with
+what it does for the model, and times torch's product.
 
 For each shape the op test `gpu_gemm bench --paced` times ours and then this program times torch.mm: both as captured graphs of
 many calls over buffers that do not fit the L2 cache together, random data, median of replays. Ours of gate_up includes SwiGLU, of
@@ -13,6 +15,7 @@ over ours: above 1 ours is faster.
 import argparse
 import json
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -76,14 +79,35 @@ def pairs(binary, shapes):
         sys.exit("bench_peers.py: %s ended with status %d: %s" % (binary, ours.returncode, line))
 
 
+def few(path):
+    """Few rows: torch beside a table of `toka bench ops --json`."""
+    rows = json.load(open(path))
+    print("# read bandwidth %.2f TB/s; shares are of the time that this takes for W, x and y" % rows[0]["tbps"])
+    print("%-14s %-8s %7s %6s %4s %9s %6s %9s %6s %6s" % ("model", "GEMM", "N", "K", "M", "us", "share", "torch us", "share", "ratio"))
+    for r in rows:
+        shape = re.fullmatch(r"M=(\d+) (\d+)x(\d+)", r["shape"])
+        if r["op"] not in ("qkv", "o", "gate_up", "down") or not shape or int(shape[1]) > 128:
+            continue
+        m, n, k = map(int, shape.groups())
+        us = torch_us(n, k, m)
+        print("%-14s %-8s %7d %6d %4d %9.2f %5.0f%% %9.2f %5.0f%% %6.3f" % (
+            r["model"], r["op"], n, k, m, r["us"], 100 * r["share"], us, 100 * r["share"] * r["us"] / us, us / r["us"]), flush=True)
+
+
 def main():
     args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    args.add_argument("binary")
+    args.add_argument("binary", nargs="?")
+    args.add_argument("--ops", metavar="FILE", help="few rows, ours from `toka bench ops --json`")
     args.add_argument("shapes", nargs="*", help="parts of names")
     args.add_argument("--json", action="store_true", help="one line of JSON per shape")
     args.add_argument("--min-M", type=int, default=512, help="rows that count for the closing mean")
     a = args.parse_args()
     print("# %s, torch %s, CUDA %s" % (torch.cuda.get_device_name(), torch.__version__, torch.version.cuda))
+    if a.ops:
+        few(a.ops)
+        return
+    if not a.binary:
+        args.error("expected PATH/TO/gpu_gemm or --ops FILE")
     ratios = []
     if not a.json:
         print("%-14s %-8s %7s %6s %6s %9s %8s %9s %6s  %s" % (
