@@ -4370,7 +4370,7 @@ enum {
     MEET_SHARED_CTAS = 8,       /* where ranks share a GPU */
     MEET_THREADS = 512,
     MEET_OPS = 1024,            /* more than there are meetings in all steps under way */
-    ONE_SHOT_BYTES = 1 << 20,   /* largest message that goes in one shot */
+    ONE_SHOT_BYTES = 1 << 20,   /* largest message that goes in one shot; less than TOKA_GPU_SCATTER: then a sum has two meetings */
     EXCHANGE_BYTES = 4096 * 24, /* parts of rows that one rank sends to another at once (chapter 11) */
     DRAW_EVENTS = 128           /* more than there are steps under way */
 };
@@ -5066,8 +5066,7 @@ static bool group_leave(toka_device *d) {
 /* ---- Ops: all_reduce, send, receive ---- */
 
 static bool sum_scatters(const toka_device *d, int rows) {
-    const int n = tp_size(d);
-    return n > 1 && d->hopper && rows >= TOKA_GPU_SCATTER_ROWS && !one_shot_pays(n, (size_t)rows * d->E * sizeof(bf16));
+    return tp_size(d) > 1 && d->hopper && rows > FEW_MAX && (size_t)rows * d->E * sizeof(bf16) >= TOKA_GPU_SCATTER;
 }
 /* y = x W^T on the way to a sum over tensor ranks: in boxes of the ranks that add it up. False: nothing was done. */
 static bool sum_scatter(toka_device *d, const gemm_args *a) {

@@ -74,7 +74,7 @@ static int64_t g_run(const toka_options *o, g_step *steps, char *about, toka_err
                                         {.temperature = 1, .top_p = 0.9, .repetition_penalty = 1, .seed = 9},
                                         {.temperature = 0.7, .top_p = 1, .repetition_penalty = 1, .seed = 7, .logprobs = TOKA_NO_LOGPROBS}};
     toka *t = NULL;
-    if (toka_open(&t, o, e)) return -1;
+    if (o->models_file ? run_dummy_open(&t, o, e) : toka_open(&t, o, e)) return -1;
     if (about) snprintf(about, 200, "%s", toka_get_info(t).device);
     model_run *m = &t->engine->replicas[0].m;
     g_seq seqs[G_SEQS];

@@ -1,8 +1,8 @@
 /* gpu_ranks.c - models over several GPUs. Includes toka.c; linked with the object of toka_kernels.cu. Run from the repository root.
  *
- *   gpu_ranks              sums over ranks against the host's; then every fixture, the embedded model, and a made-up one that eight ranks
- *                          can share, under every split that there are GPUs for, against one GPU. With TOKA_DEBUG_SHARE_GPU=1 all
- *                          ranks, at most four, are on GPU 0
+ *   gpu_ranks              sums over ranks against the host's; then every fixture, the embedded model, and made-up ones (one that eight
+ *                          ranks can share, a wide one), under every split that there are GPUs for, against one GPU. With
+ *                          TOKA_DEBUG_SHARE_GPU=1 all ranks, at most four, are on GPU 0
  *   gpu_ranks bench [N]    microseconds of sums over N GPUs (2), and NCCL's where libnccl.so.2 is found */
 #include "../toka.c"
 #include "check.h"
@@ -20,24 +20,27 @@ typedef struct split {
     int tp, pp, dp;
 } split;
 
-#define EIGHT "made-up/eight" /* 8 layers, 8 kv heads, random weights */
-static char eight_file[] = "/tmp/gpu_ranks_XXXXXX";
+/* Random weights. 8 layers, 8 kv heads; so wide that products scatter sums of 256 rows, which are graphs, too. */
+#define EIGHT "made-up/eight"
+#define WIDE "made-up/wide"
+static char models_file[] = "/tmp/gpu_ranks_XXXXXX";
 
-static void eight_write(void) {
-    FILE *f = fdopen(mkstemp(eight_file), "w");
+static void models_write(void) {
+    FILE *f = fdopen(mkstemp(models_file), "w");
     if (!f) abort();
-    fputs("eight " EIGHT " LlamaForCausalLM 8 512 16 8 64 1024 2100 untied 10000 default 1e-5 4096 - - config\n", f);
+    fputs("eight " EIGHT " LlamaForCausalLM 8 512 16 8 64 1024 2100 untied 10000 default 1e-5 4096 - - config\n"
+          "wide " WIDE " LlamaForCausalLM 2 8192 16 8 64 512 2100 untied 10000 default 1e-5 4096 - - config\n", f);
     fclose(f);
 }
+static bool made_up(const char *model) { return !strcmp(model, EIGHT) || !strcmp(model, WIDE); }
 
 static toka *open_split(const char *model, split at, toka_err *e) {
     toka *t = NULL;
     toka_options o = toka_options_default();
-    const bool made_up = !strcmp(model, EIGHT);
-    if (made_up) o.models_file = eight_file;
+    if (made_up(model)) o.models_file = models_file;
     o.model = model, o.device = "cuda", o.max_num_seqs = 64, o.max_num_batched_tokens = MOST_ROWS, o.kv_tokens = 64 * 256;
     o.tensor_parallel_size = at.tp, o.pipeline_parallel_size = at.pp, o.data_parallel_size = at.dp;
-    if (made_up ? run_dummy_open(&t, &o, e) : toka_open(&t, &o, e)) return NULL;
+    if (made_up(model) ? run_dummy_open(&t, &o, e) : toka_open(&t, &o, e)) return NULL;
     return t;
 }
 
@@ -377,6 +380,7 @@ static bool splits(const char *path, split at) {
     toka_shape s;
     toka_weights w;
     if (!strcmp(path, EIGHT)) return 8 % at.tp == 0 && at.pp <= 8;
+    if (!strcmp(path, WIDE)) return at.tp > 1 && 8 % at.tp == 0 && at.pp * at.dp == 1;
     if (mf_open(&m, path, NULL, NULL, &e)) return false;
     mf_rank r = {.tp_size = at.tp, .pp_size = at.pp};
     bool ok = !mf_shard(&m->shape, &m->weights, &r, &a, &s, &w, &e);
@@ -388,6 +392,7 @@ static bool splits(const char *path, split at) {
 static void graphs(const char *path, split at) {
     char name[80];
     toka_options o = g_options(path);
+    if (made_up(path)) o.models_file = models_file;
     o.tensor_parallel_size = at.tp, o.pipeline_parallel_size = at.pp;
     snprintf(name, sizeof name, "%.40s tp %d pp %d", strrchr(path, '/') + 1, at.tp, at.pp);
     g_compare(name, &o);
@@ -413,7 +418,7 @@ static void model(const char *path, int n_gpus) {
         }
         if (run(path, at[i], prompts, w)) compare(name, at[i], one, w, alone);
         else verdict(false, "%s", name);
-        if (at[i].dp == 1 && strcmp(path, EIGHT)) graphs(path, at[i]); /* opened from a folder */
+        if (at[i].dp == 1 && strcmp(path, EIGHT)) graphs(path, at[i]);
         free(w->logits);
     }
     if (one) toka_close(one);
@@ -492,10 +497,10 @@ int main(int argc, char **argv) {
     setvbuf(stdout, NULL, _IOLBF, 0);
     if (argc > 1 && !strcmp(argv[1], "bench")) return bench(argc > 2 ? atoi(argv[2]) : 2);
     const int n_gpus = getenv("TOKA_DEBUG_SHARE_GPU") ? 4 : toka_cuda.count();
-    eight_write();
+    models_write();
     for (int n = 2; n <= MIN(n_gpus, 8); n *= 2) sums(n);
-    model("test/model", n_gpus), model(EIGHT, n_gpus);
-    unlink(eight_file);
+    model("test/model", n_gpus), model(EIGHT, n_gpus), model(WIDE, n_gpus);
+    unlink(models_file);
     DIR *d = opendir("test/fixtures");
     for (struct dirent *it; d && (it = readdir(d));) {
         char path[300];

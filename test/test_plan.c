@@ -175,7 +175,7 @@ static void plan_test_time(void) {
     CHECK(plan_near(t.kv, 4096 * 375 * 16384.0 / 4.1e12, 1e-6));
     CHECK(plan_near(t.send, 32 * 4096 * 4096 * 0.5 / 300e9, 1e-6));
     CHECK(plan_near(t.link + t.send, 33 * plan_reduce(f.ask.gpu, 2, 4096 * 4096.0), 1e-6));
-    l = (plan_load){1023, 1023, 0}, t = plan_rank_time(&f.ask, &p, 2, &l);
+    l = (plan_load){1023, 1023, 0}, t = plan_rank_time(&f.ask, &p, 2, &l); /* less than 4 MB */
     CHECK(t.send == 0 && plan_near(t.link, 33 * plan_reduce(f.ask.gpu, 2, 1023 * 4096.0), 1e-6));
     arena_free(&f.a);
     f = plan_fix_open("llama-3.2-1b", "A100-80G"); /* no Hopper */
