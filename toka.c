@@ -2788,7 +2788,7 @@ static void tok_del(tok *t) {
  *
  * Always: the parser nests at most TMPL_NESTING deep, so that its recursion is bounded; every error says
  * "template line N: " and names the construct. Source and texts are UTF-8.
- * Not here, and an error: include, import, extends, block, raw, with, call, do, recursive loops, *args, the operator **,
+ * Not here, and an error: include, import, extends, block, with, call, do, recursive loops, *args, the operator **,
  * neighbouring strings as one, integers beyond 64 bits. A filter or test that is not known is an error when it runs.
  * =========================================================================== */
 
@@ -3086,6 +3086,28 @@ static bool tmpl_tag(tmpl_lexer *x, char closer) {
     }
 }
 
+/* Behind the name of a tag that has nothing else, where its end may stand; 0: it is another tag. */
+static size_t tmpl_named_tag(const tmpl_lexer *x, size_t at, const char *name) {
+    at = tmpl_skip_space(x->src, at);
+    return tmpl_sees(x, at, name) ? tmpl_skip_space(x->src, at + strlen(name)) : 0;
+}
+
+/* Behind "{%": if it is a raw block, its text as it is. *is: it is one. (Its first tag takes no line feed with it.) */
+static bool tmpl_raw(tmpl_lexer *x, bool *is) {
+    const size_t at = tmpl_named_tag(x, x->at, "raw");
+    *is = at && (tmpl_sees(x, at, "%}") || tmpl_sees(x, at, "-%}"));
+    if (!*is) return true;
+    tmpl_advance(x, tmpl_sees(x, at, "%}") ? at + 2 : tmpl_tag_end(x, at, '%'));
+    for (size_t open = x->at; open < x->src.n; open++) {
+        if (!tmpl_sees(x, open, "{%")) continue;
+        const char sign = tmpl_char(x, open + 2);
+        const size_t last = tmpl_named_tag(x, open + 2 + (sign == '-' || sign == '+'), "endraw");
+        const size_t end = last ? tmpl_tag_end(x, last, '%') : 0;
+        if (end) return tmpl_data(x, open, '%', sign), tmpl_advance(x, end), true;
+    }
+    return tmpl_syntax(x->e, x->line, "raw without its endraw");
+}
+
 /* All tokens of the source; the last is TT_END. */
 static bool tmpl_lex(tmpl_lexer *x) {
     str s = x->src;
@@ -3096,6 +3118,9 @@ static bool tmpl_lex(tmpl_lexer *x) {
         tmpl_data(x, open, kind, sign);
         if (open == s.n) break;
         x->at = open + 2 + (sign == '-' || sign == '+');
+        bool raw = false;
+        if (kind == '%' && !tmpl_raw(x, &raw)) return false;
+        if (raw) continue;
         if (kind != '#') tmpl_push(x, kind == '%' ? TT_BLOCK : TT_PRINT, 0, str_sub(s, open, open + 2));
         if (kind == '#' ? !tmpl_comment(x) : !tmpl_tag(x, kind == '%' ? '%' : '}')) return false;
     }
@@ -4172,6 +4197,14 @@ static bool tmpl_join_lists(tmpl_run *r, tval a, tval b, tval *out) {
     return *out = tv_list(a.type, l), true;
 }
 
+static bool tmpl_repeat_list(tmpl_run *r, tval a, int64_t n, tval *out) {
+    size_t all;
+    const bool over = __builtin_mul_overflow(a.list->n, (size_t)MAX(n, (int64_t)0), &all) || all > UINT32_MAX;
+    tmpl_items *l = over ? (tmpl_fail(r, "values need too much memory"), NULL) : tmpl_new_items(r, all);
+    for (size_t i = 0; l && i < all; i++) l->v[i] = a.list->v[i % a.list->n];
+    return l && (*out = tv_list(a.type, l), true);
+}
+
 static bool tmpl_int_op(tmpl_run *r, int op, int64_t a, int64_t b, tval *out) {
     int64_t v = 0;
     bool over = false;
@@ -4214,6 +4247,8 @@ static bool tmpl_arithmetic(tmpl_run *r, int op, tval a, tval b, tval *out) {
     if (op == '+' && tv_is_list(a) && a.type == b.type) return tmpl_join_lists(r, a, b, out);
     if (op == '*' && a.type == TV_STR && tv_is_integer(b)) return tmpl_repeat(r, tv_text(a), b.i, out);
     if (op == '*' && tv_is_integer(a) && b.type == TV_STR) return tmpl_repeat(r, tv_text(b), a.i, out);
+    if (op == '*' && tv_is_list(a) && tv_is_integer(b)) return tmpl_repeat_list(r, a, b.i, out);
+    if (op == '*' && tv_is_integer(a) && tv_is_list(b)) return tmpl_repeat_list(r, b, a.i, out);
     char z[3] = {(char)op, (char)(op >> 8), 0};
     if (a.type == TV_UNDEFINED || b.type == TV_UNDEFINED) return tmpl_bad_type(r, z, a.type == TV_UNDEFINED ? a : b);
     return tmpl_fail(r, "'%s' does not go with '%s' and '%s'", z, tmpl_type_name(a.type), tmpl_type_name(b.type));
@@ -4383,6 +4418,15 @@ static bool tmpl_f_split(tmpl_run *r, tmpl_args *c, tval *out) { /* sep maxsplit
 enum { AFFIX_STARTS, AFFIX_ENDS, AFFIX_CUT_START, AFFIX_CUT_END };
 
 static bool tmpl_f_affix(tmpl_run *r, tmpl_args *c, tval *out) { /* startswith, endswith, removeprefix, removesuffix */
+    if (c->op <= AFFIX_ENDS && c->a[0].type == TV_TUPLE) { /* any of them */
+        *out = tv_bool(false);
+        for (size_t i = 0; i < c->a[0].list->n && !out->i; i++) {
+            tmpl_args one = {.self = c->self, .a = {c->a[0].list->v[i]}, .op = c->op};
+            if (one.a[0].type != TV_STR) return tmpl_bad_type(r, "an affix", one.a[0]);
+            if (!tmpl_f_affix(r, &one, out)) return false;
+        }
+        return true;
+    }
     if (c->a[0].type != TV_STR) return tmpl_bad_type(r, "an affix", c->a[0]);
     str s = tv_text(c->self), affix = tv_text(c->a[0]);
     bool end = c->op == AFFIX_ENDS || c->op == AFFIX_CUT_END, has = (end ? str_ends : str_starts)(s, affix);
@@ -4395,6 +4439,21 @@ static bool tmpl_f_find(tmpl_run *r, tmpl_args *c, tval *out) {
     if (c->a[0].type != TV_STR) return tmpl_bad_type(r, "find", c->a[0]);
     ptrdiff_t at = str_find(tv_text(c->self), tv_text(c->a[0]), 0);
     return *out = tv_int(at < 0 ? -1 : utf8_count((str){c->self.s, (size_t)at})), tmpl_work(r, c->self.n);
+}
+
+static bool tmpl_f_count(tmpl_run *r, tmpl_args *c, tval *out) { /* of a text, of an element in a list: the methods */
+    int64_t n = 0;
+    ptrdiff_t found;
+    bool equal;
+    str s = tv_text(c->self), sub = tv_text(c->a[0]);
+    if (tv_is_list(c->self)) {
+        for (size_t i = 0; i < c->self.list->n; i++, n += equal)
+            if (!tmpl_equal(r, c->self.list->v[i], c->a[0], &equal)) return false;
+        return *out = tv_int(n), true;
+    }
+    if (c->a[0].type != TV_STR) return tmpl_bad_type(r, "count", c->a[0]);
+    for (size_t at = 0; sub.n && (found = str_find(s, sub, at)) >= 0; n++) at = (size_t)found + sub.n;
+    return *out = tv_int(sub.n ? n : utf8_count(s) + 1), tmpl_work(r, s.n);
 }
 
 static bool tmpl_f_safe(tmpl_run *r, tmpl_args *c, tval *out) {
@@ -4472,6 +4531,31 @@ static bool tmpl_f_number(tmpl_run *r, tmpl_args *c, tval *out) { /* default; op
     return *out = tv_int(v.type == TV_FLOAT ? (int64_t)v.f : v.i), true;
 }
 
+static bool tmpl_f_abs(tmpl_run *r, tmpl_args *c, tval *out) {
+    if (!tv_is_number(c->self)) return tmpl_bad_type(r, "abs", c->self);
+    if (c->self.type == TV_FLOAT) return *out = tv_float(fabs(c->self.f)), true;
+    return c->self.i < 0 ? tmpl_int_op(r, '-', 0, c->self.i, out) : (*out = tv_int(c->self.i), true);
+}
+
+static bool tmpl_f_round(tmpl_run *r, tmpl_args *c, tval *out) { /* precision method */
+    static const char methods[] = "common ceil floor";
+    enum { MOST = 22 }; /* digits: 1e22 is exact */
+    char z[400];
+    const tval v = c->self;
+    const int64_t digits = c->a[0].type ? c->a[0].i : 0;
+    const int method = c->a[1].type == TV_STR ? tmpl_word_index(methods, tv_text(c->a[1])) : c->a[1].type ? -1 : 0;
+    if (!tv_is_number(v)) return tmpl_bad_type(r, "round", v);
+    if (c->a[0].type && !tv_is_integer(c->a[0])) return tmpl_bad_type(r, "round", c->a[0]);
+    if (digits < 0 || digits > MOST) return tmpl_fail(r, "round: %lld digits, expected 0 to %d", (long long)digits, MOST);
+    if (method < 0) return tmpl_fail(r, "round: the method is common, ceil or floor");
+    if (tv_is_integer(v)) return *out = method ? tv_float((double)v.i) : tv_int(v.i), true;
+    const double scale = pow(10, (double)digits), scaled = v.f * scale;
+    if (method && !isfinite(scaled)) return tmpl_fail(r, "round: a number out of range");
+    if (method) return *out = tv_float((method == 1 ? ceil(scaled) : floor(scaled)) / scale + 0.0), true;
+    snprintf(z, sizeof z, "%.*f", (int)digits, v.f); /* to even where the number lies in the middle, as Python does */
+    return *out = tv_float(strtod(z, NULL)), true;
+}
+
 /* ===========================================================================
  * MARK: 10. Chat template: evaluation [pure]
  * tmpl_render walks the parser's tree with a context (a JSON object) and appends the text to a buf; results are those
@@ -4516,7 +4600,7 @@ typedef struct tmpl_loop {
     tval before, now;
 } tmpl_loop;
 
-typedef enum tmpl_owner { OF_FILTER, OF_TEXT, OF_DICT, OF_ALL } tmpl_owner; /* of texts, of dicts: methods */
+typedef enum tmpl_owner { OF_FILTER, OF_TEXT, OF_LIST, OF_DICT, OF_ALL } tmpl_owner; /* of texts, lists, dicts: methods */
 
 typedef struct tmpl_fn {
     tmpl_owner of;
@@ -4618,6 +4702,30 @@ static bool tmpl_f_dictsort(tmpl_run *r, tmpl_args *c, tval *out) { /* case_sens
     if (!(pairs = tmpl_dict_list(r, c->self.dict, PART_ITEMS))) return false;
     if (!tmpl_sort_keys(r, tv_list(TV_LIST, pairs), tv_int(by_value), c->a[0], &l, &keys)) return false;
     return *out = tv_list(TV_LIST, l), tmpl_sort(r, keys, l, tv_true(c->a[2]));
+}
+
+/* min, max: the first of those that are it; op -1 or 1. */
+static bool tmpl_f_extreme(tmpl_run *r, tmpl_args *c, tval *out) { /* case_sensitive attribute */
+    tmpl_items *l, *keys;
+    size_t best = 0;
+    if (!tmpl_sort_keys(r, c->self, c->a[1], c->a[0], &l, &keys)) return false;
+    for (size_t i = 1; i < l->n; i++) {
+        int order = 0;
+        if (!tmpl_order(r, keys->v[i], keys->v[best], &order)) return false;
+        if (order == c->op) best = i;
+    }
+    return *out = l->n ? l->v[best] : tv_undefined(c->op > 0 ? STR("max") : STR("min"), TV_LIST), true;
+}
+
+static bool tmpl_f_sum(tmpl_run *r, tmpl_args *c, tval *out) { /* attribute start */
+    tmpl_items *l;
+    tval v;
+    *out = c->a[1].type ? c->a[1] : tv_int(0);
+    if (out->type == TV_STR) return tmpl_bad_type(r, "sum", *out);
+    if (!tmpl_walk(r, c->self, &l)) return false;
+    for (size_t i = 0; i < l->n; i++)
+        if (!tmpl_attr_path(r, l->v[i], c->a[0], (tval){0}, &v) || !tmpl_arithmetic(r, '+', *out, v, out)) return false;
+    return true;
 }
 
 static bool tmpl_f_unique(tmpl_run *r, tmpl_args *c, tval *out) { /* case_sensitive attribute */
@@ -4816,6 +4924,7 @@ static bool tmpl_g_strftime(tmpl_run *r, tmpl_args *c, tval *out) { /* format */
 /* ---- All of them ---- */
 
 static const tmpl_fn tmpl_fns[] = {
+    {OF_FILTER, "abs", "", 0, tmpl_f_abs, 0},
     {OF_FILTER, "capitalize", "", 0, tmpl_f_case, CASE_CAPITAL},
     {OF_FILTER, "count", "", 0, tmpl_f_length, 0},
     {OF_FILTER, "d", "default_value boolean", 0, tmpl_f_default, 0},
@@ -4834,21 +4943,26 @@ static const tmpl_fn tmpl_fns[] = {
     {OF_FILTER, "list", "", 0, tmpl_f_list, LIST_ALL},
     {OF_FILTER, "lower", "", 0, tmpl_f_case, CASE_LOWER},
     {OF_FILTER, "map", "*", 0, tmpl_f_map, 0},
+    {OF_FILTER, "max", "case_sensitive attribute", 0, tmpl_f_extreme, 1},
+    {OF_FILTER, "min", "case_sensitive attribute", 0, tmpl_f_extreme, -1},
     {OF_FILTER, "reject", "*", 0, tmpl_f_choose, CHOOSE_NOT},
     {OF_FILTER, "rejectattr", "*", 0, tmpl_f_choose, CHOOSE_ATTR | CHOOSE_NOT},
     {OF_FILTER, "replace", "old new count", 2, tmpl_f_replace, 0},
     {OF_FILTER, "reverse", "", 0, tmpl_f_list, LIST_REVERSED},
+    {OF_FILTER, "round", "precision method", 0, tmpl_f_round, 0},
     {OF_FILTER, "safe", "", 0, tmpl_f_safe, 0},
     {OF_FILTER, "select", "*", 0, tmpl_f_choose, 0},
     {OF_FILTER, "selectattr", "*", 0, tmpl_f_choose, CHOOSE_ATTR},
     {OF_FILTER, "sort", "reverse case_sensitive attribute", 0, tmpl_f_sort, 0},
     {OF_FILTER, "string", "", 0, tmpl_f_string, 0},
+    {OF_FILTER, "sum", "attribute start", 0, tmpl_f_sum, 0},
     {OF_FILTER, "title", "", 0, tmpl_f_case, CASE_TITLE},
     {OF_FILTER, "tojson", "ensure_ascii indent separators sort_keys", 0, tmpl_f_tojson, 0},
     {OF_FILTER, "trim", "chars", 0, tmpl_f_strip, STRIP_LEFT | STRIP_RIGHT},
     {OF_FILTER, "unique", "case_sensitive attribute", 0, tmpl_f_unique, 0},
     {OF_FILTER, "upper", "", 0, tmpl_f_case, CASE_UPPER},
     {OF_TEXT, "capitalize", "", 0, tmpl_f_case, CASE_CAPITAL},
+    {OF_TEXT, "count", "sub", 1, tmpl_f_count, 0},
     {OF_TEXT, "endswith", "suffix", 1, tmpl_f_affix, AFFIX_ENDS},
     {OF_TEXT, "find", "sub", 1, tmpl_f_find, 0},
     {OF_TEXT, "join", "iterable", 1, tmpl_f_join, 1},
@@ -4864,6 +4978,7 @@ static const tmpl_fn tmpl_fns[] = {
     {OF_TEXT, "strip", "chars", 0, tmpl_f_strip, STRIP_LEFT | STRIP_RIGHT},
     {OF_TEXT, "title", "", 0, tmpl_f_case, CASE_TITLE_METHOD},
     {OF_TEXT, "upper", "", 0, tmpl_f_case, CASE_UPPER},
+    {OF_LIST, "count", "value", 1, tmpl_f_count, 0},
     {OF_DICT, "get", "key default", 1, tmpl_f_get, 0},
     {OF_DICT, "items", "", 0, tmpl_f_parts, PART_ITEMS},
     {OF_DICT, "keys", "", 0, tmpl_f_parts, PART_KEYS},
@@ -4914,8 +5029,8 @@ static bool tmpl_own_attr(tmpl_run *r, tval v, str name, tval *out) {
     *out = (tval){0};
     if (v.type == TV_LOOP) return tmpl_loop_attr(r, v.loop, name, out);
     if (v.type == TV_NAMESPACE) return tmpl_dict_find(r, v.dict, tv_str(name), out);
-    if (v.type != TV_STR && v.type != TV_DICT) return true;
-    const tmpl_fn *fn = tmpl_find_fn(v.type == TV_STR ? OF_TEXT : OF_DICT, name);
+    if (v.type != TV_STR && v.type != TV_DICT && !tv_is_list(v)) return true;
+    const tmpl_fn *fn = tmpl_find_fn(v.type == TV_STR ? OF_TEXT : v.type == TV_DICT ? OF_DICT : OF_LIST, name);
     if (!fn) return true;
     tmpl_method *m = tmpl_alloc(r, 1, sizeof *m);
     if (!m) return false;
