@@ -252,7 +252,8 @@ typedef struct toka_stats { /* since toka_open, as of the last step. What had an
     int64_t prompt_tokens_shared;   /* of these, found in the prefix tree: not computed again */
     int64_t attended, attended_shared; /* pairs of a row and a position it attends to; of these, in shared prefixes */
     double plan_s, run_s, commit_s; /* where the time went: planning, the device, events. Planning and events go on while the
-                                       device runs, where steps run ahead */
+                                       device runs, where steps run ahead. The device: a replica's first rank had a step, its
+                                       waits for other ranks in it count; the mean of all replicas */
 } toka_stats;
 toka_stats toka_get_stats(toka *t);
 
