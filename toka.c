@@ -17219,7 +17219,7 @@ static void srv_put_metrics(buf *b, const srv_metrics *m, const toka_stats *t, s
     srv_put_series(b, "attended_tokens_shared_total", "counter", "Of these, in shared prefixes.", l, (double)t->attended_shared);
     srv_put_series(b, "engine_steps_total", "counter", "Forward steps.", l, (double)t->steps);
     srv_put_labelled(b, "engine_seconds_total",
-                     "Where the engine's time went; run: with waits of ranks for each other in a step; commit: with the events.", l,
+                     "Where the engine's time went; run: with a step's waits for other ranks; commit: with the events.", l,
                      "phase", phases, (double[]){t->plan_s, t->run_s, t->commit_s}, 3);
     srv_put_labelled(b, "request_success_total", "Samples that ended, by reason.", l, "finished_reason", reasons, m->finished, 5);
     srv_put_labelled(b, "http_responses_total", "Answers by class of status.", l, "code", codes, m->statuses, 6);

@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include <dlfcn.h>
+
 static int gpu_passed, gpu_failed;
 static uint64_t gpu_seed = 1; /* of the run; printed, settable by TOKA_TEST_SEED */
 

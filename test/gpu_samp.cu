@@ -1,7 +1,8 @@
 /* gpu_samp.cu - chapters 11 and 12 against chapter 18 of toka.c: picks, kept sets and log-probabilities of random rows; the distribution of a million
  * draws; the op as a whole against float64. Link it with gpu_samp.c, compiled as C.
  *   gpu_samp            the tests        gpu_samp small      few and small (for compute-sanitizer)        gpu_samp bench      times
- *   gpu_samp draws      distributions only        gpu_samp tiny       fewer still (for racecheck) */
+ *   gpu_samp draws      distributions only        gpu_samp tiny       fewer still (for racecheck)
+ *   gpu_samp peer       times beside cuBLAS's LM head alone, if the loader finds it */
 #include "../toka_kernels.cu"
 
 #include "gpu.cuh"
@@ -659,6 +660,59 @@ static void bench_samp(int V, int E, int n_out, float T, int logprobs, float top
     samp_device_close(d);
 }
 
+/* ---- Beside cuBLAS ---- */
+
+typedef struct peer { /* what is needed of cuBLAS's interface */
+    void *handle;
+    int (*gemm)(void *handle, int trans_a, int trans_b, int m, int n, int k, const void *alpha, const void *a, int a_type, int lda, const void *b,
+                int b_type, int ldb, const void *beta, void *c, int c_type, int ldc, int compute, int algo);
+} peer;
+
+static bool peer_open(peer *p, cudaStream_t stream) {
+    void *lib = dlopen("libcublas.so.13", RTLD_NOW), *room;
+    const size_t bytes = (size_t)64 << 20; /* a graph cannot take memory */
+    if (!lib) lib = dlopen("libcublas.so.12", RTLD_NOW);
+    if (!lib) return false;
+    auto create = (int (*)(void **))dlsym(lib, "cublasCreate_v2");
+    auto set_stream = (int (*)(void *, cudaStream_t))dlsym(lib, "cublasSetStream_v2");
+    auto set_room = (int (*)(void *, void *, size_t))dlsym(lib, "cublasSetWorkspace_v2");
+    *(void **)&p->gemm = dlsym(lib, "cublasGemmEx");
+    if (!create || !set_stream || !set_room || !p->gemm || cudaMalloc(&room, bytes)) return false;
+    return !create(&p->handle) && !set_stream(p->handle, stream) && !set_room(p->handle, room, bytes);
+}
+
+/* Each kind five times, in turning order, each time after a pause: what ran before it has neither warmed the card nor used up its power. */
+static void bench_peer(const peer *p, int V, int E, int M) {
+    toka_device *d = samp_device(V, E, M);
+    gpu_buf<bf16> x((size_t)M * (size_t)E), w((size_t)V * (size_t)E), y((size_t)M * (size_t)V);
+    gpu_buf<float> norm((size_t)E);
+    gpu_random(x, 1, 1), gpu_random(w, 2, 3 / sqrtf((float)E)), gpu_random(norm, 3, 1);
+    d->norm = norm.p(), d->lm_head = weight{w.p(), NULL, V, E};
+    toka_sampling how[3] = {plain(1), plain(0.6f), plain(0.6f)};
+    how[2].logprobs = TOKA_NO_LOGPROBS;
+    std::vector<double> us[4]; /* the last is cuBLAS's */
+    const int calls = M >= 2048 ? 2 : 6;
+    const float one = 1, zero = 0;
+    for (int turn = 0; turn < 5; turn++)
+        for (int i = 0; i < 4; i++) {
+            const int k = turn % 2 ? 3 - (i + turn) % 4 : (i + turn) % 4;
+            std::vector<toka_out_row> rows;
+            for (int row = 0; row < M; row++) rows.push_back(drawn(&how[k % 3], (uint32_t)row)), rows.back().row = row;
+            toka_step s = step_of(rows);
+            stage_begin(d, &d->up), samp_plan_step(d, &s), stage_send(d, &d->up);
+            GPU_OK(cudaStreamSynchronize(d->stream));
+            usleep(250000);
+            us[k].push_back(gpu_time_us(d->stream, calls, 5, [&](int) { /* 14: bf16, 68: float32 sums */
+                if (k < 3) samp_launch(d, &s, x.p());
+                else if (p->gemm(p->handle, 1, 0, V, M, E, &one, w.p(), 14, E, d->xn, 14, E, &zero, y.p(), 14, V, 68, -1)) gpu_check(false, "cuBLAS");
+            }));
+        }
+    for (auto &v : us) std::sort(v.begin(), v.end());
+    printf("V %6d  E %4d  rows %4d  cuBLAS %6.0f us  T 1 %6.0f %.3fx  T 0.6 %6.0f %.3fx  without log-probabilities %6.0f %.3fx %s\n", V, E, M, us[3][2],
+           us[0][2], us[0][2] / us[3][2], us[1][2], us[1][2] / us[3][2], us[2][2], us[2][2] / us[3][2], d->error.code ? d->error.msg : "");
+    samp_device_close(d);
+}
+
 int main(int argc, char **argv) {
     toka_device *d = gpu_device();
     cudaDeviceProp prop;
@@ -673,6 +727,12 @@ int main(int argc, char **argv) {
             for (int top_k : {0, 20}) bench_samp(128256, 2048, M, 0.6f, 0, 0.95f, top_k);
         for (int M : {1, 64, 1024}) bench_samp(128256, 2048, M, 1, 0, 0.95f, 0);
         return 0;
+    }
+    if (argc > 1 && !strcmp(argv[1], "peer")) {
+        peer p = {};
+        if (!peer_open(&p, d->stream)) return printf("no cuBLAS here\n"), 1;
+        for (int M : {512, 1024, 4096}) bench_peer(&p, 151936, 896, M), bench_peer(&p, 128256, 2048, M);
+        return gpu_failed != 0;
     }
     if (argc > 1 && !strcmp(argv[1], "draws")) {
         test_pairs(), test_distributions(), test_tails();
