@@ -5066,7 +5066,8 @@ static bool group_leave(toka_device *d) {
 /* ---- Ops: all_reduce, send, receive ---- */
 
 static bool sum_scatters(const toka_device *d, int rows) {
-    return tp_size(d) > 1 && d->hopper && rows > FEW_MAX && (size_t)rows * d->E * sizeof(bf16) >= TOKA_GPU_SCATTER;
+    const size_t bytes = (size_t)ceil_div(rows, 128) * 128 * d->E * sizeof(bf16); /* in whole tiles: graphs fill steps up to those */
+    return tp_size(d) > 1 && d->hopper && rows > FEW_MAX && bytes >= TOKA_GPU_SCATTER;
 }
 /* y = x W^T on the way to a sum over tensor ranks: in boxes of the ranks that add it up. False: nothing was done. */
 static bool sum_scatter(toka_device *d, const gemm_args *a) {
