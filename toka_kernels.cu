@@ -203,6 +203,7 @@ struct toka_device {
     int E, F, V;             /* of the shape, rounded up to multiples of 8: what lies behind is 0 */
     int ordinal;             /* of the GPU */
     int arch, n_sms;         /* 80, 89, 90 ...; multiprocessors */
+    int smem_most;           /* bytes of shared memory that a CTA can have */
     int n_quads;             /* Hopper: clusters of four large CTAs that run at once */
     bool hopper;             /* wgmma and TMA kernels run */
     cudaStream_t stream;
@@ -234,10 +235,7 @@ struct toka_device {
     int n_blocks;
     int fault_in, stall_in;  /* debugging: this many steps from now a kernel fails, or never ends; 0: none */
     int capture_fails;       /* debugging: this many captures from now; 0: none */
-    struct {
-        const void *kernel;
-        size_t smem;
-    } prepared[64];          /* by launch_prepare */
+    const void *prepared[64]; /* kernels, by launch_prepare */
     int n_prepared;
     toka_group *group;       /* NULL: alone */
     group_rank *rank;        /* this one's place in it */
@@ -267,19 +265,20 @@ static void clock_part(toka_device *d, int part) {
     latch(d, cudaEventRecord(c->at[c->n_at++], d->stream), "step");
 }
 
-/* Before a kernel's first launch on a device: leave for `smem` bytes of dynamic shared memory, which is needed beyond 48 KB of
- * that and what the kernel declares. On Hopper all kernels ask for the largest share of shared memory, for a multiprocessor must
- * run empty to change it, and then no kernel could start beside another. */
-static void launch_prepare(toka_device *d, const char *what, const void *kernel, size_t smem) {
+/* Before a kernel's first launch by a device: leave for all the shared memory that a CTA can have, for what is needed beyond 48 KB
+ * must be allowed, and whoever else in this process uses the GPU must not take it back. On Hopper all kernels ask for the largest
+ * share of shared memory, for a multiprocessor must run empty to change it, and then no kernel could start beside another. */
+static void launch_prepare(toka_device *d, const char *what, const void *kernel) {
     int i = 0, cap = sizeof d->prepared / sizeof *d->prepared;
-    while (i < d->n_prepared && d->prepared[i].kernel != kernel) i++;
-    if (i < d->n_prepared && smem <= d->prepared[i].smem) return;
-    if (smem > 40 * 1024) latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem), what);
+    while (i < d->n_prepared && d->prepared[i] != kernel) i++;
+    if (i < d->n_prepared) return;
+    cudaFuncAttributes own = {};
+    latch(d, cudaFuncGetAttributes(&own, kernel), what);
+    const int rest = d->smem_most - (int)own.sharedSizeBytes;
+    latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, rest), what);
     const cudaFuncAttribute share = cudaFuncAttributePreferredSharedMemoryCarveout;
     if (d->hopper) latch(d, cudaFuncSetAttribute(kernel, share, cudaSharedmemCarveoutMaxShared), what);
-    if (i == cap) return; /* not remembered: set each time */
-    d->prepared[i].kernel = kernel, d->prepared[i].smem = smem;
-    if (i == d->n_prepared) d->n_prepared++;
+    if (i < cap) d->prepared[d->n_prepared++] = kernel; /* else set each time */
 }
 
 /* The step that is begun is run by a graph, launched at its end: until then its ops launch nothing. */
@@ -326,7 +325,7 @@ static void launch_dependent(toka_device *d, const char *what, void (*kernel)(P.
     cudaLaunchAttribute attributes[2] = {};
     cudaLaunchConfig_t config = {};
     void *pointers[] = {(void *)&args...};
-    launch_prepare(d, what, (const void *)kernel, smem);
+    launch_prepare(d, what, (const void *)kernel);
     config.gridDim = grid, config.blockDim = dim3((unsigned)threads);
     config.dynamicSmemBytes = smem, config.stream = d->stream, config.attrs = attributes;
     if (d->hopper) {
@@ -427,6 +426,11 @@ __device__ static inline void grid_launch_dependents() {
 #endif
 }
 
+/* A barrier of some warps of a CTA. */
+__device__ static inline void named_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 #if HOPPER
 /* ---- mbarrier ---- */
 
@@ -494,9 +498,6 @@ __device__ static inline void fence_async_smem() { asm volatile("fence.proxy.asy
 
 template <int N> __device__ static inline void regs_give() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> __device__ static inline void regs_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
-__device__ static inline void named_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 __device__ static inline void named_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -4947,8 +4948,12 @@ static void group_describe(toka_device *d) {
         if (!can) cudaDeviceCanAccessPeer(&can, d->ordinal, g->ranks[i].ordinal);
         peers &= can;
     }
-    snprintf(g->about, sizeof g->about, "%d x %s%s%s", n, d->about, gpu_is_shared() ? ", all ranks on GPU 0" : "",
-             g->tp_size * g->pp_size == 1 ? "" : peers ? ", peer access" : ", no peer access: messages go through the host");
+    char said[sizeof g->about]; /* by ranks that have got further */
+    pthread_mutex_lock(&g->lock);
+    memcpy(said, g->about, sizeof said);
+    snprintf(g->about, sizeof g->about, "%d x %s%s%s%s", n, d->about, gpu_is_shared() ? ", all ranks on GPU 0" : "",
+             g->tp_size * g->pp_size == 1 ? "" : peers ? ", peer access" : ", no peer access: messages go through the host", said);
+    pthread_mutex_unlock(&g->lock);
 }
 
 /* Takes the device's place in its group, waits until all ranks have theirs, and finds what they have. Last step of opening. */
@@ -5066,7 +5071,7 @@ static bool group_leave(toka_device *d) {
 /* ---- Ops: all_reduce, send, receive ---- */
 
 static bool sum_scatters(const toka_device *d, int rows) {
-    const size_t bytes = (size_t)ceil_div(rows, 128) * 128 * d->E * sizeof(bf16); /* in whole tiles: graphs fill steps up to those */
+    const size_t bytes = (size_t)ceil_div(rows, 128) * 128 * d->E * sizeof(bf16); /* of whole tiles, to which graphs fill up */
     return tp_size(d) > 1 && d->hopper && rows > FEW_MAX && bytes >= TOKA_GPU_SCATTER;
 }
 /* y = x W^T on the way to a sum over tensor ranks: in boxes of the ranks that add it up. False: nothing was done. */
@@ -6640,7 +6645,8 @@ static void card_open(toka_device *d) {
     latch(d, cudaSetDevice(d->ordinal), "cudaSetDevice");
     latch(d, cudaGetDeviceProperties(&p, d->ordinal), "cudaGetDeviceProperties");
     if (d->error.code) return;
-    d->arch = 10 * p.major + p.minor, d->n_sms = p.multiProcessorCount, d->hopper = d->arch == 90;
+    d->arch = 10 * p.major + p.minor, d->hopper = d->arch == 90;
+    d->n_sms = p.multiProcessorCount, d->smem_most = (int)p.sharedMemPerBlockOptin;
     snprintf(d->about, sizeof d->about, "%s, %.0f GB, %s kernels", p.name, p.totalGlobalMem / 1e9,
              d->hopper ? "wgmma" : "mma.sync");
     latch(d, cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking), "cudaStreamCreate");
