@@ -4501,6 +4501,10 @@ __device__ static inline uint4 sum_round(const sum_8 &s) {
 __device__ static inline uint4 *one_shot_box(const meeting &m, int rank, unsigned c, int who) {
     return (uint4 *)m.inbox[rank] + ((size_t)(c & 1) * m.n + who) * (ONE_SHOT_BYTES / 16);
 }
+/* Behind those halves: the boxes of two-shot and of scattered sums, one for each rank. */
+__host__ __device__ static inline uint4 *two_shot_boxes(const meeting &m, int rank) {
+    return (uint4 *)m.inbox[rank] + (size_t)2 * m.n * (ONE_SHOT_BYTES / 16);
+}
 __global__ static void __launch_bounds__(MEET_THREADS, 1) one_shot_kernel(meeting m, uint4 *x, int n) {
     const int first = (int)(blockIdx.x * MEET_THREADS + threadIdx.x), stride = (int)gridDim.x * MEET_THREADS;
     grid_wait();
@@ -4544,12 +4548,11 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) two_shot_kernel(meetin
     __shared__ uint4 *everybody[MEET_RANKS];
     const int first = (int)(blockIdx.x * MEET_THREADS + threadIdx.x), stride = (int)gridDim.x * MEET_THREADS;
     const int share = (n + m.n - 1) / m.n;
-    const size_t box = (size_t)2 * m.n * (ONE_SHOT_BYTES / 16); /* in the inbox, behind the other's */
     grid_wait();
     const unsigned c = meet_count(m) + 1;
     for (int turn = 1; turn < m.n; turn++) { /* each begins with another one */
         const int q = (m.me + turn) % m.n, at = q * share, size = min(share, n - at);
-        uint4 *to = (uint4 *)m.inbox[q] + box + (size_t)m.me * share;
+        uint4 *to = two_shot_boxes(m, q) + (size_t)m.me * share;
         for (int i = first; i < size; i += TWO_SHOT_TURN * stride) {
             uint4 v[TWO_SHOT_TURN];
 #pragma unroll
@@ -4564,7 +4567,7 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) two_shot_kernel(meetin
     if ((int)threadIdx.x < m.n)
         everybody[threadIdx.x] = (int)threadIdx.x == m.me ? x : meet_x(m, (int)threadIdx.x);
     __syncthreads();
-    if (all) two_shot_add(m, (uint4 *)m.inbox[m.me] + box, everybody, share, m.me * share, min(share, n - m.me * share));
+    if (all) two_shot_add(m, two_shot_boxes(m, m.me), everybody, share, m.me * share, min(share, n - m.me * share));
     meet(m, c + 1, x);
     grid_launch_dependents();
     meet_done(m, c + 1);
@@ -5075,13 +5078,14 @@ static bool sum_scatters(const toka_device *d, int rows) {
     const size_t bytes = (size_t)ceil_div(rows, 128) * 128 * d->E * sizeof(bf16); /* of whole tiles, to which graphs fill up */
     return tp_size(d) > 1 && pp_size(d) == 1 && d->hopper && rows > FEW_MAX && bytes >= TOKA_GPU_SCATTER;
 }
+/* Of that many rows those that one rank adds up; the last ranks may have fewer. */
+static int sum_share(const toka_device *d, int rows) { return ceil_div(rows, 16 * tp_size(d)) * 16; }
 /* y = x W^T on the way to a sum over tensor ranks: in boxes of the ranks that add it up. False: nothing was done. */
 static bool sum_scatter(toka_device *d, const gemm_args *a) {
-    const int n = tp_size(d), share = ceil_div(a->M, 16 * n) * 16;
+    const int n = tp_size(d), share = sum_share(d, a->M);
     if (!sum_scatters(d, a->M)) return false;
     bf16 *boxes[MEET_RANKS];
-    for (int q = 0; q < n; q++)
-        boxes[q] = (bf16 *)(d->meet.inbox[q] + (size_t)2 * n * ONE_SHOT_BYTES) + (size_t)d->meet.me * share * d->E;
+    for (int q = 0; q < n; q++) boxes[q] = (bf16 *)two_shot_boxes(d->meet, q) + (size_t)d->meet.me * share * d->E;
     gemm_wgmma_scatter(d, a, boxes, n, share);
     d->scattered = a->y;
     return true;
@@ -5090,12 +5094,11 @@ static bool sum_scatter(toka_device *d, const gemm_args *a) {
  * False: x has it already, and nothing was done. */
 static bool sum_norm(toka_device *d, const float *w) {
     if (!d->scattered) return false;
-    const int n = tp_size(d), T = d->step->T, share = ceil_div(T, 16 * n) * 16, rows = min(share, T - d->meet.me * share);
+    const int T = d->step->T, share = sum_share(d, T), rows = min(share, T - d->meet.me * share);
     bf16 *x = d->scattered;
     d->scattered = NULL;
     launch_meeting(d, "sum", 2, sum_norm_kernel, (uint4 *)x, w ? (uint4 *)d->xn : (uint4 *)x,
-                   (const uint4 *)(d->meet.inbox[d->meet.me] + (size_t)2 * n * ONE_SHOT_BYTES), share, rows, w, d->E,
-                   1.0f / d->shape->E, d->shape->eps);
+                   (const uint4 *)two_shot_boxes(d->meet, d->meet.me), share, rows, w, d->E, 1.0f / d->shape->E, d->shape->eps);
     if (!d->graphs.capturing)
         d->op_at = d->rank->n_meetings, __atomic_store_n(&d->rank->ops[d->op_at % MEET_OPS], d->rank->op, __ATOMIC_RELEASE);
     clock_part(d, TOKA_PART_SUMS);
