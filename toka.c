@@ -19019,7 +19019,7 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
  *     attention        4 H D FLOP a row and position it sees; K and V of own tokens are read once a row, those of a prompt once
  *                      for all samples of it that run
  *     all-reduce       2 (tp-1)/tp of rows*E*2 bytes over the link, twice a layer and once behind the embedding; on Hopper half
- *                      of a layer's leave beside the products, from TOKA_GPU_SCATTER bytes on, without stages
+ *                      of a layer's leave beside the products, from TOKA_GPU_SCATTER bytes on
  *     stages           the sequences of a replica go round in pp micro-batches; a stage takes the longer of its work and of
  *                      sending rows*E*2 bytes on, and the slowest stage is waited for
  *
@@ -19156,8 +19156,7 @@ static plan_time plan_rank_time(const plan_ask *a, const plan_rank *p, int tp, c
     for (int i = p->l0; i < p->l0 + p->shape.L; i++) plan_attention(a, p, l, a->model->window[i], &t);
     double message = l->rows * p->shape.E * 2;
     const int sums = 2 * p->shape.L;
-    const bool scatters = g->arch == 90 && p->first && p->last && message >= TOKA_GPU_SCATTER;
-    const double beside = scatters ? (tp - 1.0) / tp * message / g->link : 0;
+    const double beside = g->arch == 90 && message >= TOKA_GPU_SCATTER ? (tp - 1.0) / tp * message / g->link : 0;
     if (tp > 1) t.link = (sums + p->first) * plan_reduce(g, tp, message) - sums * beside, t.send = sums * beside;
     if (!p->last) t.send += plan_send(g, message);
     return t;

@@ -527,8 +527,7 @@ typedef struct toka_backend {
 
 enum { TOKA_GPU_PAGE_TOK = 64,
        TOKA_GPU_LINK = 3,      /* messages between two stages that are under way */
-       TOKA_GPU_SCATTER = 4 << 20, /* bytes of x from which on products on Hopper, without stages, send sums over tensor ranks on
-                                      their way */
+       TOKA_GPU_SCATTER = 4 << 20, /* bytes of x from which on products on Hopper send sums over tensor ranks on their way */
        /* of a step: whole waves of 128-row tiles on 132 multiprocessors, for every N that is a multiple of 1,024 */
        TOKA_GPU_TOKENS = 8448,
        TOKA_GPU_SEQS = 8192 };

@@ -4337,9 +4337,9 @@ static void attention(toka_device *d, int layer, const bf16 *q, bf16 *o) {
  *   sum        one-shot: each rank pushes its x to all others, meets, adds up in the order of the ranks. Two-shot: each pushes to
  *              rank q the q-th part of its x, meets, adds up its own part, pushes the sum into everybody's x, meets. In float32,
  *              rounded once, the same bits on every rank. One-shot has one meeting, two-shot moves 2/n of the bytes
- *   scatter    sums of many rows, on Hopper, without stages: two-shot, whose first push is the GEMM's epilogue and hides behind
- *              its products. Rank q adds up the q-th part of the rows, x of which it alone keeps, and pushes what is read next,
- *              their norm
+ *   scatter    sums of many rows, on Hopper: two-shot, whose first push is the GEMM's epilogue and hides behind its products. Rank
+ *              q adds up the q-th part of the rows, x of which it alone keeps, and pushes what is read next: their norm, or at the
+ *              end of a stage x itself
  *   link       x goes into the sender's outbox on its compute stream, from there by a copy engine (its copy stream) into one of
  *              the receiver's TOKA_GPU_LINK slots, and into x on the receiver's compute stream. Events say when a slot is full,
  *              and when it is free. So a stage computes on while its result travels, and may be some steps ahead of the next
@@ -5076,7 +5076,7 @@ static bool group_leave(toka_device *d) {
 
 static bool sum_scatters(const toka_device *d, int rows) {
     const size_t bytes = (size_t)ceil_div(rows, 128) * 128 * d->E * sizeof(bf16); /* of whole tiles, to which graphs fill up */
-    return tp_size(d) > 1 && pp_size(d) == 1 && d->hopper && rows > FEW_MAX && bytes >= TOKA_GPU_SCATTER;
+    return tp_size(d) > 1 && d->hopper && rows > FEW_MAX && bytes >= TOKA_GPU_SCATTER;
 }
 /* Of that many rows those that one rank adds up; the last ranks may have fewer. */
 static int sum_share(const toka_device *d, int rows) { return ceil_div(rows, 16 * tp_size(d)) * 16; }
@@ -5114,7 +5114,9 @@ static void cuda_all_reduce(toka_device *d, toka_dev x, int rows) {
 }
 
 static void cuda_send(toka_device *d, toka_dev x, int rows) {
-    if (!op_begins(d, "send") || d->graphs.capturing) return;
+    if (!op_begins(d, "send")) return;
+    sum_norm(d, NULL); /* in a graph, where the step is one */
+    if (d->graphs.capturing) return;
     graph_launch(d);
     toka_group *g = d->group;
     group_link *l = &g->links[d->rank - g->ranks];
