@@ -61,8 +61,8 @@
  * comes from a file or a network is checked where it is read and is an error, never an assert. To rehearse the last class, the
  * environment can break a device: TOKA_DEBUG_FAULT=N fails its Nth step, TOKA_DEBUG_STALL=N never returns from it,
  * TOKA_DEBUG_CAPTURE=N fails the Nth capture of a CUDA graph. Of many ranks that is the first stage's, or rank R of every replica:
- * N@R. TOKA_DEBUG_PATIENCE=S: ranks that do not get on for S seconds are given up, instead of 30. And TOKA_DEBUG_SHARE_GPU=1 puts
- * all ranks on one GPU, to rehearse without several.
+ * N@R. TOKA_DEBUG_PATIENCE=S: ranks that do not get on for S seconds are given up, instead of 30. And TOKA_DEBUG_SHARE_GPU=N puts
+ * all ranks in turn on the first N GPUs, to rehearse with few.
  *
  * WHAT ALWAYS HOLDS.
  *   1. A row's result depends on its own tokens only: not on batch mates, chunks of prefill, threads, preemption or the cutting

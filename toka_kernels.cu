@@ -343,10 +343,10 @@ static void launch_dependent(toka_device *d, const char *what, void (*kernel)(P.
     if (d->graphs.role == GRAPH_KEEPS && !d->error.code) graph_keep(d);
 }
 
-/* For tests with one GPU: all ranks on GPU 0. */
-static bool gpu_is_shared(void) {
+/* For tests with few GPUs: all ranks in turn on the first so many; 0: each has its own. */
+static int gpus_shared(void) {
     const char *value = getenv("TOKA_DEBUG_SHARE_GPU");
-    return value && atoi(value);
+    return value ? max(0, atoi(value)) : 0;
 }
 
 static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -4358,7 +4358,7 @@ static void attention(toka_device *d, int layer, const bf16 *q, bf16 *o) {
  * j at s - 1; send of j at s for receive of j - TOKA_GPU_LINK at s + 1; embed of j for the draws of step `needs` < j. A GPU waits
  * for the same, and in a meeting for the same op of its stage. Each waits for what is earlier in the order, or for its equals that
  * wait for earlier ones; so of all that is not done the first can go on. A kernel that spins holds some multiprocessors of its own
- * GPU, of which nobody needs any to come to the meeting. Where a debugging variable puts all ranks on one GPU the kernels that
+ * GPU, of which nobody needs any to come to the meeting. Where a debugging variable puts several ranks on a GPU the kernels that
  * meet are small enough to leave room, and start their dependents only when they have met.
  *
  * Failure. `over` lies in host memory that all GPUs see: whoever spins looks at it now and then and leaves; threads that wait are
@@ -4955,7 +4955,7 @@ static void group_describe(toka_device *d) {
     char said[sizeof g->about]; /* by ranks that have got further */
     pthread_mutex_lock(&g->lock);
     memcpy(said, g->about, sizeof said);
-    snprintf(g->about, sizeof g->about, "%d x %s%s%s%s", n, d->about, gpu_is_shared() ? ", all ranks on GPU 0" : "",
+    snprintf(g->about, sizeof g->about, "%d x %s%s%s%s", n, d->about, gpus_shared() ? ", which ranks share" : "",
              g->tp_size * g->pp_size == 1 ? "" : peers ? ", peer access" : ", no peer access: messages go through the host", said);
     pthread_mutex_unlock(&g->lock);
 }
@@ -4978,7 +4978,7 @@ static void group_join(toka_device *d) {
     if (!d->error.code) group_reach(d);
     d->meet.me = d->options.tp_rank, d->meet.n = tp, d->meet.over = g->over, d->meet.trace = g->trace + 2 * (d->rank - g->ranks);
     for (int q = 0; q < tp; q++) d->meet.lines[q] = g->ranks[first + q].lines, d->meet.inbox[q] = g->ranks[first + q].inbox;
-    d->meet_ctas = gpu_is_shared() ? MEET_SHARED_CTAS : MEET_CTAS;
+    d->meet_ctas = gpus_shared() ? MEET_SHARED_CTAS : MEET_CTAS;
     if (first == 0 && d->options.tp_rank == 0) group_describe(d);
 }
 
@@ -6607,7 +6607,7 @@ static int cuda_count(void) {
     int n = 0;
     if (cudaGetDeviceCount(&n)) n = 0;
     cudaGetLastError();
-    return gpu_is_shared() && n ? GROUP_RANKS : n;
+    return gpus_shared() && n ? GROUP_RANKS : n;
 }
 
 /* Has this program code for that compute capability? Code for x.y runs on x.z, z >= y; that for 9.0, the only one of its kind,
@@ -6668,7 +6668,7 @@ static void card_open(toka_device *d) {
 
 /* ---- Memory, counted before it is taken ---- */
 
-static int cuda_ordinal(const toka_device_options *o) { return gpu_is_shared() ? 0 : o->index; }
+static int cuda_ordinal(const toka_device_options *o) { return gpus_shared() ? o->index % gpus_shared() : o->index; }
 
 static size_t weights_bytes(const toka_shape *s, const toka_weights *w) {
     size_t n = toka_gpu_matrix_bytes(&w->embed) * (w->lm_head.data != w->embed.data ? 2 : 1);
@@ -6681,7 +6681,7 @@ static int64_t cuda_kv_bytes(const toka_shape *s, const toka_weights *w, const t
     size_t free_bytes = 0, total = 0;
     cudaGetLastError();
     if (cudaSetDevice(cuda_ordinal(o)) || cudaMemGetInfo(&free_bytes, &total)) return 0;
-    if (gpu_is_shared() && o->n_devices > 1) free_bytes /= (size_t)o->n_devices;
+    if (gpus_shared() && o->n_devices > 1) free_bytes /= (size_t)ceil_div(o->n_devices, gpus_shared());
     const size_t scratch = toka_gpu_scratch_bytes(s, o->max_tokens);
     const size_t group = toka_gpu_group_bytes(s, o->max_tokens, o->tp_size, o->pp_size);
     return (int64_t)(toka_gpu_utilization(o->memory_utilization) * free_bytes) - (int64_t)(weights_bytes(s, w) + scratch + group);

@@ -1,8 +1,9 @@
 /* gpu_ranks.c - models over several GPUs. Includes toka.c; linked with the object of toka_kernels.cu. Run from the repository root.
  *
- *   gpu_ranks              sums over ranks against the host's; then every fixture, the embedded model, and made-up ones (one that eight
- *                          ranks can share, a wide one), under every split that there are GPUs for, against one GPU. With
- *                          TOKA_DEBUG_SHARE_GPU=1 all ranks, at most four, are on GPU 0
+ *   gpu_ranks [NAMES]      sums over ranks against the host's; then every fixture, the embedded model, and made-up ones (one that eight
+ *                          ranks can share, a wide one), under every split that there are GPUs for, against one GPU. With NAMES only
+ *                          models that it names ("wide,llama-tied"). With TOKA_DEBUG_SHARE_GPU=N all ranks, at most four, are on the
+ *                          first N GPUs
  *   gpu_ranks bench [N]    microseconds of sums over N GPUs (2), and NCCL's where libnccl.so.2 is found */
 #include "../toka.c"
 #include "check.h"
@@ -15,6 +16,11 @@ int cudaSetDevice(int device); /* of the runtime that is linked in; a launch wan
 enum { MANY_ROWS = 2048, MOST_ROWS = 3072 }; /* of a step whose sums are large; the largest here */
 
 static int n_skipped;
+
+static int gpus_shared(void) {
+    const char *value = getenv("TOKA_DEBUG_SHARE_GPU");
+    return value ? atoi(value) : 0;
+}
 
 typedef struct split {
     int tp, pp, dp;
@@ -88,7 +94,7 @@ static void sum_run(toka *t, summer *s, int n) {
     pthread_barrier_init(&start, NULL, (unsigned)n);
     for (int i = 0; i < n; i++) {
         model_rank *r = &t->engine->replicas[0].m.ranks[i];
-        s[i].d = r->dev, s[i].x = r->x, s[i].rank = i, s[i].device = getenv("TOKA_DEBUG_SHARE_GPU") ? 0 : i, s[i].start = &start;
+        s[i].d = r->dev, s[i].x = r->x, s[i].rank = i, s[i].device = gpus_shared() ? i % gpus_shared() : i, s[i].start = &start;
         if (pthread_create(&s[i].thread, NULL, sum_thread, &s[i])) abort();
     }
     for (int i = 0; i < n; i++) pthread_join(s[i].thread, NULL);
@@ -496,16 +502,19 @@ static int bench(int n) {
 int main(int argc, char **argv) {
     setvbuf(stdout, NULL, _IOLBF, 0);
     if (argc > 1 && !strcmp(argv[1], "bench")) return bench(argc > 2 ? atoi(argv[2]) : 2);
-    const int n_gpus = getenv("TOKA_DEBUG_SHARE_GPU") ? 4 : toka_cuda.count();
+    const int n_gpus = gpus_shared() ? 4 : toka_cuda.count();
+    const char *names = argc > 1 ? argv[1] : NULL;
     models_write();
     for (int n = 2; n <= MIN(n_gpus, 8); n *= 2) sums(n);
-    model("test/model", n_gpus), model(EIGHT, n_gpus), model(WIDE, n_gpus);
+    static const char *const paths[] = {"test/model", EIGHT, WIDE};
+    for (int i = 0; i < COUNT(paths); i++)
+        if (!names || strstr(names, strrchr(paths[i], '/') + 1)) model(paths[i], n_gpus);
     unlink(models_file);
     DIR *d = opendir("test/fixtures");
     for (struct dirent *it; d && (it = readdir(d));) {
         char path[300];
         snprintf(path, sizeof path, "test/fixtures/%s", it->d_name);
-        if (it->d_name[0] != '.' && (argc < 2 || strstr(argv[1], it->d_name))) model(path, n_gpus);
+        if (it->d_name[0] != '.' && (!names || strstr(names, it->d_name))) model(path, n_gpus);
     }
     if (d) closedir(d);
     printf("%d passed, %d failed, %d skipped\n", n_passed, n_failed, n_skipped);

@@ -4,8 +4,8 @@
 ranks that fail or hang.
 
 Run:  python3 test/gpu_ranks.py [batches] [server] [faults]        on a machine with GPUs, from the repository root, after ./build.sh; all
-three if none is named. Standard library only. With
-TOKA_DEBUG_SHARE_GPU=1 all ranks are on one GPU (CUDA_MODULE_LOADING=EAGER and CUDA_DEVICE_MAX_CONNECTIONS=32 are set for that).
+three if none is named. Standard library only. With TOKA_DEBUG_SHARE_GPU=N all ranks, at most four, are on the first N GPUs
+(CUDA_MODULE_LOADING=EAGER and CUDA_DEVICE_MAX_CONNECTIONS=32 are set for that).
 """
 import json
 import os
@@ -17,10 +17,10 @@ import time
 
 from server import Server, texts
 
-SHARED = os.environ.get("TOKA_DEBUG_SHARE_GPU") == "1"
+SHARED = os.environ.get("TOKA_DEBUG_SHARE_GPU", "0")
 ENV = {k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}
-if SHARED:
-    ENV.update(TOKA_DEBUG_SHARE_GPU="1", CUDA_MODULE_LOADING="EAGER", CUDA_DEVICE_MAX_CONNECTIONS="32")
+if SHARED != "0":
+    ENV.update(TOKA_DEBUG_SHARE_GPU=SHARED, CUDA_MODULE_LOADING="EAGER", CUDA_DEVICE_MAX_CONNECTIONS="32")
 PROMPT = "Tom has 12 apples. He buys 7 more apples. How many apples does Tom have now?"
 PATIENCE, GRACE = 3, 5  # seconds: TOKA_DEBUG_PATIENCE below, and for lost ranks to come back
 passed = failed = skipped = 0
@@ -127,7 +127,7 @@ def test_faults(tmp, faults):
             env = {f"TOKA_DEBUG_{kind}": n, **({"TOKA_DEBUG_PATIENCE": str(PATIENCE)} if kind == "STALL" else {})}
             words = rank + " has not moved for 3 s, last seen in"
             if kind == "FAULT":  # GPUs that reach each other's memory fail together: named, or the message says that it may be another
-                behind = "rank .*" if SHARED else rank  # all ranks of one context end where they happen to be
+                behind = "rank .*" if SHARED != "0" else rank  # all ranks of one context end where they happen to be
                 words = f"{rank}.*: unspecified launch failure|; it may be another rank's fault, GPUs [^:]* together(: {behind} is behind|[^:]*$)"
             for name, (code, _, err, seconds) in ("-p", run("-p", PROMPT, "-q", "-n", "40", "--ignore-eos", *split(*at), env=env)), \
                                                  ("batch", batch(tmp, at, given, "--max-num-seqs", "8", env=env)):
@@ -142,7 +142,7 @@ def test_too_many():
 
 def main():
     out = subprocess.run(["./toka", "devices"], env=ENV, capture_output=True, text=True).stdout
-    n = 4 if SHARED else len(re.findall(r"^cuda", out, re.M))
+    n = 4 if SHARED != "0" else len(re.findall(r"^cuda", out, re.M))
     splits = [at for at in [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 2, 2)] if at[0] * at[1] * at[2] <= n]
     parts = sys.argv[1:] or ["batches", "server", "faults"]
     faults = [("2@1", (2, 1, 1), r"rank 1 \(stage 0, tensor rank 1\)"), ("2@0", (2, 1, 1), r"rank 0 \(stage 0, tensor rank 0\)"),
