@@ -161,11 +161,11 @@ server_san() {
     if [ ! -x $py ]; then skip 3 "no test/.venv yet"; return; fi
     echo 'int toka_main(int, char **); int main(int argc, char **argv) { return toka_main(argc, argv); }' >$B/main.c
     step "toka links (asan)" clang -fsanitize=address,undefined -o $B/toka_asan $B/main.c $B/toka_asan.o -lm -lpthread
-    step "server tests (asan)" env ASAN_OPTIONS=quarantine_size_mb=2 TOKA_TEST_BINARY="$PWD/$B/toka_asan" $py \
+    step "server tests (asan)" env ASAN_OPTIONS=quarantine_size_mb=2 TOKA_BINARY="$PWD/$B/toka_asan" $py \
         -m pytest -q -p no:cacheprovider test/test_server.py test/test_faults.py
     step "toka links (tsan)" clang -fsanitize=thread -o $B/toka_tsan $B/main.c $B/toka_tsan.o -lm -lpthread
     rm -f $B/tsan.log.*
-    step "server tests (tsan)" env TSAN_OPTIONS="log_path=$PWD/$B/tsan.log" TOKA_TEST_BINARY="$PWD/$B/toka_tsan" $py -m pytest -q \
+    step "server tests (tsan)" env TSAN_OPTIONS="log_path=$PWD/$B/tsan.log" TOKA_BINARY="$PWD/$B/toka_tsan" $py -m pytest -q \
         -p no:cacheprovider test/test_server.py test/test_faults.py \
         -k "sigterm or pipelining or disconnect or full_queue or leaks or keys or metrics or split or fails or hangs"
     step "no data race in the server" no_files $B/tsan.log.*

@@ -8,7 +8,7 @@ import subprocess
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TOKA = os.environ.get("TOKA_TEST_BINARY") or os.path.join(ROOT, "toka")
+TOKA = os.environ.get("TOKA_BINARY") or os.path.join(ROOT, "toka")
 
 
 class Server:
