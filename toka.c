@@ -503,7 +503,8 @@ static int os_read_all(int fd, const char *name, size_t limit, buf *b, toka_err 
  * A strict RFC 8259 reader into flat nodes, and a writer. Self-contained: with chapter 2 it can be lifted out.
  *
  * Reader: json_parse(arena, text, limits, e) returns the root or NULL; e->msg says what and at which byte. Depth and size
- * are limits of the caller. Text must be UTF-8; an escaped lone surrogate (\ud83d alone) is legal JSON and becomes U+FFFD.
+ * are limits of the caller; nodes, of 16 bytes where a value may be two ("0,"), take no more memory than the longest text would.
+ * Text must be UTF-8; an escaped lone surrogate (\ud83d alone) is legal JSON and becomes U+FFFD.
  * Numbers keep whether they were written as integers; one beyond the range of a double is an error, so that all are finite.
  * Of equal keys the last wins, as in Python.
  * Walking: json_get, json_at, JSON_EACH, JSON_MEMBERS; a missing value is NULL, and every accessor takes NULL.
@@ -512,8 +513,10 @@ static int os_read_all(int fd, const char *name, size_t limit, buf *b, toka_err 
 
 typedef struct json_limits {
     int depth;        /* containers in containers at most */
-    size_t max_bytes; /* longest text */
+    size_t max_bytes; /* longest text, and most bytes of nodes; of these always JSON_FEW_NODES */
 } json_limits;
+
+enum { JSON_FEW_NODES = 1 << 16 };
 
 static const json_limits json_trusted = {512, (size_t)1 << 31}; /* for a model's own files */
 
@@ -525,6 +528,7 @@ typedef struct json_reader {
     size_t n, cap;
     size_t open; /* 1 + index of the innermost open container, 0: none. Its .skip holds the next outer `open` meanwhile */
     int depth;
+    size_t most; /* nodes */
     json_limits limits;
     toka_err *e;
 } json_reader;
@@ -540,7 +544,7 @@ static void json_resize(json_reader *r, size_t cap) {
     r->nodes = (json *)(void *)r->block->bytes, r->cap = cap;
 }
 
-static json *json_node(json_reader *r, int type) {
+static json *json_node(json_reader *r, int type) { /* json_value and json_key saw that there is room */
     if (r->n == r->cap) json_resize(r, MAX(r->cap * 2, (size_t)64));
     json *v = &r->nodes[r->n++];
     *v = (json){.type = (uint8_t)type};
@@ -742,8 +746,15 @@ static void json_close(json_reader *r) {
     r->p++;
 }
 
+static bool json_has_room(json_reader *r) {
+    if (r->n < r->most) return true;
+    fail(r->e, TOKA_E_INPUT, "JSON: more than %zu values at byte %zu", r->most, (size_t)(r->p - r->start));
+    return false;
+}
+
 /* One value, or the opening of a container. */
 static bool json_value(json_reader *r) {
+    if (!json_has_room(r)) return false;
     switch (r->p < r->end ? *r->p : 0) {
     case '{': return json_open(r, JSON_OBJECT);
     case '[': return json_open(r, JSON_ARRAY);
@@ -761,7 +772,7 @@ static bool json_key(json_reader *r) {
     json_space(r);
     if (r->p == r->end || *r->p != '"') return json_fail(r, "member name expected");
     r->p++;
-    if (!json_string(r)) return false;
+    if (!json_has_room(r) || !json_string(r)) return false;
     json_space(r);
     if (r->p == r->end || *r->p != ':') return json_fail(r, "':' expected");
     r->p++;
@@ -804,6 +815,7 @@ static const json *json_parse(arena *a, str text, json_limits limits, toka_err *
     const size_t max_bytes = MIN(limits.max_bytes, (size_t)UINT32_MAX); /* counts are 32 bits */
     if (!text.n) text = STR("");
     json_reader r = {.p = text.p, .start = text.p, .end = text.p + text.n, .a = a, .limits = limits, .e = e};
+    r.most = MAX(max_bytes / sizeof(json), (size_t)JSON_FEW_NODES);
     if (text.n > max_bytes) {
         fail(e, TOKA_E_INPUT, "JSON: %zu bytes, at most %zu are taken", text.n, max_bytes);
         return NULL;
@@ -12624,10 +12636,14 @@ static void pub_put_token_variable(buf *b, const char *name, const char *value) 
 
 /* The caller's object behind what apply_chat_template always passes and the model's own variables (of equal names the last, the
  * caller's, wins). */
-static int pub_template_context(const mf_model *files, str context, arena *a, buf *text, const json **out, toka_err *e) {
-    const json *v = json_parse(a, context, json_trusted, e);
+static int pub_template_context(const mf_model *files, str context, json_limits limits, arena *a, buf *text, const json **out,
+                                toka_err *e) {
+    arena own = {0};
+    const json *v = json_parse(&own, context, limits, e);
+    const bool object = json_is(v, JSON_OBJECT), any = object && v->n;
+    arena_free(&own);
     if (!v) return e->code;
-    if (v->type != JSON_OBJECT) return fail(e, TOKA_E_USE, "the template's input must be a JSON object with \"messages\"");
+    if (!object) return fail(e, TOKA_E_USE, "the template's input must be a JSON object with \"messages\"");
     json_put_open(text, '{');
     json_put_key(text, "tools"), json_put_null(text);
     json_put_key(text, "documents"), json_put_null(text);
@@ -12636,22 +12652,23 @@ static int pub_template_context(const mf_model *files, str context, arena *a, bu
     pub_put_token_variable(text, "eos_token", files->eos_token);
     pub_put_token_variable(text, "pad_token", files->pad_token);
     pub_put_token_variable(text, "unk_token", files->unk_token);
-    if (v->n) json_comma(text);
+    if (any) json_comma(text);
+    limits.max_bytes += text->n; /* what is not the caller's */
     size_t open = (size_t)str_find(context, STR("{"), 0) + 1;
     buf_str(text, str_sub(context, open, context.n));
-    *out = json_parse(a, buf_view(text), json_trusted, e);
+    *out = json_parse(a, buf_view(text), limits, e);
     return *out ? 0 : e->code;
 }
 
 /* t: the model of that template, whose other template renders chats with tools; NULL: the template stands alone. */
-static int pub_render(const toka *t, const tmpl *chat, const mf_model *files, str context, const char *now, buf *out,
-                      toka_err *e) {
+static int pub_render(const toka *t, const tmpl *chat, const mf_model *files, str context, json_limits limits, const char *now,
+                      buf *out, toka_err *e) {
     arena a = {0};
     buf text = {0};
     tmpl_time time = {0};
     const json *root = NULL;
     int code = pub_parse_now(now, &time, e);
-    if (!code) code = pub_template_context(files, context, &a, &text, &root, e);
+    if (!code) code = pub_template_context(files, context, limits, &a, &text, &root, e);
     const json *tools = code ? NULL : json_get(root, "tools");
     if (t && json_is(tools, JSON_ARRAY) && tools->n && (t->tool_chat || t->tool_error.code)) {
         chat = t->tool_chat;
@@ -12668,7 +12685,7 @@ int toka_apply_chat_template(const toka *t, const char *context, size_t context_
                              size_t *text_bytes, toka_err *e) {
     buf b = {0};
     int code = pub_need_template(t, e);
-    if (!code) code = pub_render(t, t->chat, t->files, (str){context, context_bytes}, now, &b, e);
+    if (!code) code = pub_render(t, t->chat, t->files, (str){context, context_bytes}, json_trusted, now, &b, e);
     return pub_give(&b, code, text, text_bytes);
 }
 
@@ -13636,14 +13653,16 @@ static int api_put_parts(api_call *c, const json *parts, buf *b, toka_err *e) {
 /* The calls that an assistant made, whose arguments came as JSON in a text: templates want the object, also for none. */
 static void api_put_tool_call(api_call *c, const json *v, buf *b) {
     toka_err ignored;
+    arena a = {0};
     json_put_open(b, '{');
     JSON_MEMBERS(key, v) {
         json_put_str(b, json_str(key)), buf_char(b, ':');
         bool arguments = str_is(json_str(key), "arguments") && (key[1].type == JSON_STRING || key[1].type == JSON_NULL);
         str text = json_str(key + 1);
-        const json *parsed = arguments ? json_parse(&c->a, text.n ? text : STR("{}"), c->m->limits, &ignored) : NULL;
+        const json *parsed = arguments ? json_parse(&a, text.n ? text : STR("{}"), c->m->limits, &ignored) : NULL;
         if (str_is(json_str(key), "function") && key[1].type == JSON_OBJECT) api_put_tool_call(c, key + 1, b);
         else json_put_value(b, json_is(parsed, JSON_OBJECT) ? parsed : key + 1);
+        arena_free(&a);
     }
     json_put_close(b, '}');
 }
@@ -13705,7 +13724,8 @@ static int api_encode(api_call *c, const api_body *b, const json *prompt, ids *o
     if (!prompt) {
         code = api_context(c, b, &context, e);
         if (!code) code = pub_need_template(c->m->t, e);
-        if (!code) code = pub_render(c->m->t, c->m->t->chat, c->m->t->files, buf_view(&context), c->m->now, &rendered, e);
+        const json_limits limits = {json_trusted.depth, 2 * c->m->limits.max_bytes}; /* arguments of calls are values now */
+        if (!code) code = pub_render(c->m->t, c->m->t->chat, c->m->t->files, buf_view(&context), limits, c->m->now, &rendered, e);
     } else if (prompt->type != JSON_STRING) {
         code = API_BAD("prompt: expected a text, token ids, or a list of either");
     }
@@ -20965,7 +20985,7 @@ static int cli_render(const cli *c, const toka *t, const buf *messages, buf *out
     if (pub_need_template(t, e)) return e->code;
     buf_printf(&b, "{\"messages\":[%s],\"add_generation_prompt\":true}", messages->p);
     buf_clear(out);
-    int code = pub_render(t, t->chat, t->files, buf_view(&b), c->now, out, e);
+    int code = pub_render(t, t->chat, t->files, buf_view(&b), json_trusted, c->now, out, e);
     buf_free(&b);
     return code;
 }
@@ -21181,7 +21201,7 @@ static int cli_template(const cli *c, toka_err *e) {
     if (!code && needs_model) code = pub_open_text(&t, &c->open, false, e);
     if (!code && needs_model) code = pub_need_template(t, e);
     if (!code) code = cli_read_prompt(c, &in, e);
-    if (!code) code = pub_render(t, t ? t->chat : alone, t ? t->files : &names, buf_view(&in), c->now, &out, e);
+    if (!code) code = pub_render(t, t ? t->chat : alone, t ? t->files : &names, buf_view(&in), json_trusted, c->now, &out, e);
     if (!code) code = cli_write(buf_view(&out), e);
     buf_free(&in), buf_free(&out);
     arena_free(&names.a);

@@ -291,9 +291,9 @@ static void test_api_tool_template(void) {
     toka two = *api_text_model();
     CHECK(!tmpl_parse(&two.chat, STR("plain"), &e) && !tmpl_parse(&two.tool_chat, STR("with {{ tools | length }}"), &e));
     buf out = {0};
-    CHECK(!pub_render(&two, two.chat, two.files, STR("{\"messages\":[]}"), "2025-01-01 00:00:00", &out, &e) && !strcmp(out.p, "plain"));
+    CHECK(!pub_render(&two, two.chat, two.files, STR("{\"messages\":[]}"), json_trusted, "2025-01-01 00:00:00", &out, &e) && !strcmp(out.p, "plain"));
     buf_clear(&out);
-    CHECK(!pub_render(&two, two.chat, two.files, STR("{\"messages\":[],\"tools\":[1,2]}"), "2025-01-01 00:00:00", &out, &e));
+    CHECK(!pub_render(&two, two.chat, two.files, STR("{\"messages\":[],\"tools\":[1,2]}"), json_trusted, "2025-01-01 00:00:00", &out, &e));
     CHECK(!strcmp(out.p, "with 2"));
     tmpl_del(two.chat), tmpl_del(two.tool_chat), buf_free(&out);
 }

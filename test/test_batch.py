@@ -266,6 +266,15 @@ def test_odd_lines_and_ids(tmp_path):
     assert sorted(read_results(tmp_path / "out.jsonl")) == sorted([odd, "line-4", "line-5", "line-6"])
 
 
+def test_a_line_of_too_many_values(tmp_path):
+    """It would take many times its size in memory; it becomes an error record like a line that is too long, and the others run."""
+    long = '{"custom_id":"long","prompt":"Tom","max_tokens":2,"user":"' + "x" * (64 << 20) + '"}'
+    many = '{"custom_id":"many","prompt":"Tom","max_tokens":2,"x":[' + "0," * (9 << 19) + "0]}"
+    r = run(tmp_path, [many, long, completion("a", "Tom", max_tokens=2)])
+    assert body(r["a"]) and re.match(r"JSON: more than 4194304 values at byte \d+$", r["line-1"]["error"]["message"])
+    assert [r[k]["error"]["code"] for k in ("line-1", "line-2")] == ["invalid_json"] * 2 and "longer than" in r["line-2"]["error"]["message"]
+
+
 # ---- What is refused before anything runs ----
 
 def test_duplicates_name_both_lines(tmp_path):

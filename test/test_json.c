@@ -121,6 +121,29 @@ static void test_json_limits(void) {
     for (; v; v = json_at(v, 0)) levels++;
     CHECK(levels == 1000000);
     buf_free(&deep);
+
+    const size_t max_bytes = 2 << 20, most = max_bytes / sizeof(json); /* values that take more memory than the longest text may */
+    for (int kind = 0; kind < 4; kind++) { /* of elements; of names, or of values of members; in containers that are elements */
+        const char *const piece[] = {"0,", "\"\":0,", "\"\":0,", "[],"};
+        const bool object = kind == 1 || kind == 2;
+        for (size_t n = most - 2; n <= most + 1; n++) {
+            buf list = {0};
+            size_t values = 1;
+            if (kind == 2) buf_c(&list, "[0,"), values += 2;
+            for (buf_char(&list, object ? '{' : '['); values + 1 + object <= n; values += 1 + object) buf_c(&list, piece[kind]);
+            if (list.p[list.n - 1] == ',') list.n--;
+            buf_c(&list, object ? "}" : "]");
+            if (kind == 2) buf_char(&list, ']');
+            if (values == n) CHECK((json_parse(&a, buf_view(&list), (json_limits){3, max_bytes}, &e) != NULL) == (n <= most));
+            if (n > most && values == n) CHECK_MSG(strstr(e.msg, "more than 131072 values at byte "), "%s", e.msg);
+            buf_free(&list);
+        }
+    }
+    buf few = {0}; /* a small limit of bytes is none of values */
+    for (int i = 0; i < JSON_FEW_NODES - 1; i++) buf_c(&few, i ? ",0" : "[0");
+    buf_char(&few, ']');
+    CHECK(json_parse(&a, buf_view(&few), (json_limits){3, few.n}, &e));
+    buf_free(&few);
     arena_free(&a);
 }
 

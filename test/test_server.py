@@ -178,20 +178,34 @@ def test_expect(server):
         assert c.answer().status == 413 and c.closed()
 
 
-@pytest.mark.skipif("TOKA_TEST_BINARY" in os.environ, reason="sanitizers take memory of their own")
+@pytest.mark.skipif("TOKA_BINARY" in os.environ, reason="sanitizers take memory of their own")
 def test_memory_of_a_body_of_many_values():
-    """A value takes 16 bytes while its body is read, and not twice that, whatever the body is."""
+    """A value takes 16 bytes while its body is read, and not twice that, whatever the body is; so many that they would take more than the
+    longest body are refused."""
     def most(s):
         with open(f"/proc/{s.p.pid}/status") as f:
             return int(re.search(r"VmHWM:\s*(\d+)", f.read())[1]) << 10
 
-    n = 4 << 20
+    n = 4_000_000
     body = b'{"prompt":"Tom","max_tokens":1,"unknown":[' + b"0," * n + b"0]}"
     with Server() as s:
         s.post("/v1/completions", {"prompt": "Tom", "max_tokens": 1})
         before = most(s)
         assert s.post("/v1/completions", body).status == 200
         assert most(s) - before < len(body) + 16 * n * 1.5 + (16 << 20)
+    arguments = b",".join([b'{"function":{"name":"f","arguments":"{\\"x\\":[' + b"0," * 100_000 + b'0]}"}}'] * 24)
+    head, end = b'{"max_tokens":1,"messages":[{"role":"user","content":"Tom"', b"}]}"
+    many = {"/v1/completions": body, "/tokenize": body, "/v1/chat/completions": head + b',"x":[' + b"0," * n + b"0]" + end,
+            "/v1/chat/completions#": head + b'},{"role":"assistant","content":"","tool_calls":[' + arguments + b"]" + end}
+    limit = 16 << 20
+    with Server("--max-body-bytes", str(limit)) as s:
+        s.post("/v1/completions", {"prompt": "Tom", "max_tokens": 1})
+        for path, body in many.items():
+            before = most(s)
+            a = s.post(path.strip("#"), body)
+            assert a.status == 400 and re.match(r"JSON: more than \d+ values at byte \d+$", a.error()["message"])
+            assert most(s) - before < 6 * limit
+        assert s.post("/v1/completions", {"prompt": "Tom", "max_tokens": 1}).status == 200
 
 
 def test_bodies_too_long():
