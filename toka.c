@@ -6011,7 +6011,7 @@ static int mf_generation_parse(str text, const char *where, arena *a, mf_config 
     d->top_p = MAX((float)mf_num(r, "top_p", 1, 0, 1), FLT_MIN); /* 0 leaves the best one, as in transformers */
     d->has_min_p = mf_field(r, "min_p"), d->min_p = (float)mf_num(r, "min_p", 0, 0, 1);
     d->has_repetition_penalty = mf_field(r, "repetition_penalty");
-    d->repetition_penalty = (float)mf_num(r, "repetition_penalty", 1, 1e-3, 1e3);
+    d->repetition_penalty = (float)mf_num(r, "repetition_penalty", 1, 1e-2, 1e2);
     int64_t top_k = mf_int(r, "top_k", 0);
     d->has_top_k = mf_field(r, "top_k"), d->top_k = (int)MIN(MAX(top_k, 0), (int64_t)INT_MAX);
     return e->code;
@@ -8832,8 +8832,8 @@ static void batch_split(batch *b, batch_parts *p, const batch_step *d) {
  *   - When nothing may be drawn (every logit is -inf after step 2) the pick is the lowest id that is allowed and not
  *     forbidden, with sampled_logprob 0 and logprob -inf.
  * logprob is of the raw logits (step 1), -inf where the logit is. Step 2 overwrites a raw logit; for the picked id it is
- * recomputed by undoing the adjustments, exact to the rounding of the adjusted logit (4e-6 when |logit| < 64). Where the request
- * wants none it is NAN, and spared.
+ * recomputed by undoing the adjustments, exact to the rounding of the adjusted logit (4e-6 when |logit| < 64) times the repetition
+ * penalty, which is why that has bounds. Where the request wants none it is NAN, and spared.
  * sampled_logprob is of the distribution drawn from (after step 4); a greedy pick has 0, the logarithm of 1; a forced id,
  * for which nothing is drawn, has its logprob.
  *
@@ -8843,6 +8843,8 @@ static void batch_split(batch *b, batch_parts *p, const batch_step *d) {
 #define SAMP_MAX_STOPS 256       /* stop strings of one request */
 #define SAMP_MAX_STOP_BYTES 4096 /* of one stop string; ids of one bad word */
 #define SAMP_MAX_BAD 4096        /* bad words of one request */
+#define SAMP_MIN_REPETITION 0.01 /* repetition penalties: beyond, x/r - f*count would not tell what x was */
+#define SAMP_MAX_REPETITION 100.0
 #define SAMP_WINDOW 16384        /* ids looked at together where a row needs a counter per id */
 #define SAMP_BLOCKS 512          /* partial sums of a row, for the draw */
 #define SAMP_LANES 16            /* independent sums side by side, so that a compiler can use vectors */
@@ -8892,13 +8894,14 @@ static int samp_check_bad(const toka_sampling *s, int V, toka_err *e) {
     return samp_check_ids("bad_words", s->bad_ids, n, V, e);
 }
 
-/* Checks ranges; V: vocabulary. The message names field, value and what is allowed. The ranges are OpenAI's and vLLM's. */
+/* Checks ranges; V: vocabulary. The message names field, value and what is allowed. The ranges are OpenAI's and vLLM's, but
+ * for repetition_penalty, which is any number more than 0 there. */
 static int samp_check(const toka_sampling *s, int V, toka_err *e) {
     if (check_range("temperature", s->temperature, 0, FLT_MAX, false, e)) return e->code;
     if (check_range("top_p", s->top_p, 0, 1, true, e)) return e->code;
     if (check_range("min_p", s->min_p, 0, 1, false, e)) return e->code;
     if (check_int("top_k", s->top_k, -1, INT_MAX, e)) return e->code;
-    if (check_range("repetition_penalty", s->repetition_penalty, 0, FLT_MAX, true, e)) return e->code;
+    if (check_range("repetition_penalty", s->repetition_penalty, SAMP_MIN_REPETITION, SAMP_MAX_REPETITION, false, e)) return e->code;
     if (check_range("presence_penalty", s->presence_penalty, -2, 2, false, e)) return e->code;
     if (check_range("frequency_penalty", s->frequency_penalty, -2, 2, false, e)) return e->code;
     if (check_int("max_tokens", s->max_tokens, 0, INT_MAX, e)) return e->code;

@@ -128,7 +128,7 @@ typedef struct toka_sampling {
     float top_p;                /* in (0,1]; 1: off */
     float min_p;                /* in [0,1]; 0: off */
     int top_k;                  /* 0 or -1: off */
-    float repetition_penalty;   /* > 0; 1: off; over prompt and output */
+    float repetition_penalty;   /* 0.01 to 100; 1: off; over prompt and output */
     float presence_penalty;     /* -2 to 2; 0: off; over the output */
     float frequency_penalty;    /* -2 to 2; 0: off; over the output */
     uint64_t seed;              /* the draw is a pure function of (seed, sample index, position) */

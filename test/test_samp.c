@@ -592,6 +592,36 @@ static void test_samp_last_resort(void) {
 
 /* ---- Parameters ---- */
 
+/* The log-probability of the pick is that of its raw logit under every penalty that samp_check takes. */
+static void test_samp_undone(void) {
+    static const float repetitions[] = {1e-30f, 0.01f, 0.3f, 1, 7, 100, 1e30f}, others[] = {-2, -0.1f, 0, 0.3f, 2};
+    int32_t history[60];
+    uint64_t seed = 11;
+    toka_err e;
+    toka_pick pick;
+    for (int i = 0; i < 3000; i++) {
+        toka_sampling s = samp_plain();
+        s.temperature = 0, s.repetition_penalty = repetitions[rnd(&seed) % 7];
+        s.frequency_penalty = others[rnd(&seed) % 5], s.presence_penalty = others[rnd(&seed) % 5];
+        if (samp_check(&s, 8, &e)) continue; /* refused */
+        int32_t id = (int32_t)(rnd(&seed) % 8);
+        int n_prompt = (int)(rnd(&seed) % 2), count = (int)(rnd(&seed) % 50);
+        for (int k = 0; k < n_prompt + count; k++) history[k] = id;
+        toka_out_row row = {.forced_id = -1, .sampling = &s, .history = history, .n_history = n_prompt + count, .n_prompt = n_prompt};
+        s.allowed_ids = &id, s.n_allowed = 1;
+        float x[8];
+        double sum = 0, raw;
+        for (int k = 0; k < 8; k++) x[k] = (float)(60 * (rnd_unit(&seed) - 0.5));
+        for (int k = 0; k < 8; k++) sum += exp(x[k]);
+        raw = x[id];
+        samp_row(&row, x, 8, &pick);
+        double unsure = 1e-5 + 0x1p-23 * (fabs(x[id]) + fabs(2.0 * count) + 4) * fmin(fmax(1, s.repetition_penalty), 100);
+        CHECK_MSG(pick.id == id && close_to(pick.logprob, raw - log(sum), unsure) && pick.logprob <= 1e-6,
+                  "repetition %g, frequency %g, presence %g, %d times: logit %g: %g for %g", s.repetition_penalty, s.frequency_penalty,
+                  s.presence_penalty, count, raw, pick.logprob, raw - log(sum));
+    }
+}
+
 static void test_samp_check(void) {
     toka_err e = {0};
     toka_sampling good = samp_plain();
@@ -612,7 +642,10 @@ static void test_samp_check(void) {
     BAD("top_p: 1.5, expected more than 0 to 1", s.top_p = 1.5f);
     BAD("min_p: -1, expected 0 to 1", s.min_p = -1);
     BAD("top_k: -2, expected -1 or more", s.top_k = -2);
-    BAD("repetition_penalty: 0, expected more than 0 to 3.40282e+38", s.repetition_penalty = 0);
+    BAD("repetition_penalty: 0, expected 0.01 to 100", s.repetition_penalty = 0);
+    BAD("repetition_penalty: 1e+30, expected 0.01 to 100", s.repetition_penalty = 1e30f);
+    BAD("repetition_penalty: 1e-30, expected 0.01 to 100", s.repetition_penalty = 1e-30f);
+    BAD("repetition_penalty: nan, expected 0.01 to 100", s.repetition_penalty = (float)fabs(NAN));
     BAD("presence_penalty: 2.5, expected -2 to 2", s.presence_penalty = 2.5f);
     BAD("frequency_penalty: -3, expected -2 to 2", s.frequency_penalty = -3);
     BAD("max_tokens: -1, expected 0 or more", s.max_tokens = -1);
@@ -792,6 +825,7 @@ static const struct test samp_tests[] = {
     {"samp_g_blocks", test_samp_g_blocks},
     {"samp_pairs", test_samp_pairs},
     {"samp_last_resort", test_samp_last_resort},
+    {"samp_undone", test_samp_undone},
     {"samp_check", test_samp_check},
     {"stop_random", test_stop_random},
     {"stop_cases", test_stop_cases},
