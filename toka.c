@@ -448,8 +448,10 @@ static bool os_cond_wait(pthread_cond_t *c, pthread_mutex_t *lock, double second
     return pthread_cond_timedwait(c, lock, &t) != ETIMEDOUT;
 }
 
-/* Did an open fail for what the system is short of, whatever the path? It may be there later. */
-static bool os_is_short(int err) { return err == EMFILE || err == ENFILE || err == ENOMEM; }
+/* Did an open or a write fail for room on the disk, or an open for something else that the system is short of, whatever the path?
+ * It may be there later. */
+static bool os_is_full(int err) { return err == ENOSPC || err == EDQUOT; }
+static bool os_is_short(int err) { return err == EMFILE || err == ENFILE || err == ENOMEM || os_is_full(err); }
 
 /* Maps a whole regular file read-only. An empty file gives {"",0}. Undo with os_unmap. A path that leads nowhere is
  * TOKA_E_INPUT: it came from a user or a file. TOKA_E_IO is left to what the system itself could not do. */
@@ -8901,7 +8903,8 @@ static int samp_check(const toka_sampling *s, int V, toka_err *e) {
     if (check_range("top_p", s->top_p, 0, 1, true, e)) return e->code;
     if (check_range("min_p", s->min_p, 0, 1, false, e)) return e->code;
     if (check_int("top_k", s->top_k, -1, INT_MAX, e)) return e->code;
-    if (check_range("repetition_penalty", s->repetition_penalty, SAMP_MIN_REPETITION, SAMP_MAX_REPETITION, false, e)) return e->code;
+    if (check_range("repetition_penalty", s->repetition_penalty, SAMP_MIN_REPETITION, SAMP_MAX_REPETITION, false, e))
+        return e->code;
     if (check_range("presence_penalty", s->presence_penalty, -2, 2, false, e)) return e->code;
     if (check_range("frequency_penalty", s->frequency_penalty, -2, 2, false, e)) return e->code;
     if (check_int("max_tokens", s->max_tokens, 0, INT_MAX, e)) return e->code;
@@ -14493,6 +14496,7 @@ typedef struct run_options { /* what toka batch was asked to do */
     toka_request base;    /* what a line that does not say otherwise gets */
     const api_model *model; /* NULL; or what OpenAI's batch lines are read against instead */
     bool quiet;           /* no progress, no report */
+    bool patient;         /* a full disk is waited for, with what is computed in hand; else it ends the run */
     atomic_int *interrupted;
     int64_t until;        /* stop when this time has come, seconds since 1970; 0: no limit */
     bool expired;         /* it has come: every line that is left becomes an error record */
@@ -14561,6 +14565,7 @@ typedef struct run_state { /* a batch under way */
     buf warned;        /* api_is_news' */
     double t0, t_shown;
     int64_t n_written, n_errors;
+    bool said_full;    /* that the disk is full: told once */
 
     pthread_mutex_t lock;
     pthread_cond_t wake;
@@ -14951,6 +14956,16 @@ static void run_progress(run_state *r, bool terminal) {
 
 /* ---- Writer ---- */
 
+static bool run_must_stop(const run_state *r) { return *r->o->interrupted || (r->o->until && time(NULL) >= r->o->until); }
+
+/* The disk is full. True: a second has passed, somebody may have made room. False: there is no time left for that. */
+static bool run_wait_for_disk(run_state *r, const char *path, int why) {
+    if (!r->said_full) fprintf(stderr, "toka: %s: %s; its batch waits for room\n", path, strerror(why));
+    r->said_full = true;
+    for (int i = 0; i < 10 && !run_must_stop(r); i++) usleep(100000);
+    return !run_must_stop(r);
+}
+
 /* All bytes in one write() where the system takes them so. A pipe gets so many as do not wait for its reader, who may never come:
  * then Ctrl-C gets through. */
 static int run_write_all(run_state *r, run_sink *to, str s, toka_err *e) {
@@ -14964,7 +14979,10 @@ static int run_write_all(run_state *r, run_sink *to, str s, toka_err *e) {
         if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
         if (n < 0) {
             int why = errno;
+            bool waits = r->o->patient && os_is_full(why);
+            if (waits && run_wait_for_disk(r, to->path, why)) continue;
             if (at && to->is_file && ftruncate(to->fd, to->bytes)) errno = why; /* else the next run cuts it */
+            if (waits) return fail(e, TOKA_E_CANCELLED, "%s: %s", to->path, strerror(why));
             const char *next = to->is_file ? ", the same command goes on from there" : "";
             return fail(e, TOKA_E_IO, "%s: %s; %lld lines are written%s", to->path, strerror(why),
                         (long long)(r->n_before + r->n_written), next);
@@ -15011,8 +15029,6 @@ static void run_leave(run_state *r, run_line *line) { /* with run.lock held */
     pthread_cond_broadcast(&r->wake);
 }
 
-static bool run_must_stop(const run_state *r) { return *r->o->interrupted || (r->o->until && time(NULL) >= r->o->until); }
-
 /* The writer: makes text of records, and writes the lines that ended without a device or Ctrl-C in their way, until all that was
  * read is written. */
 static void run_write(run_state *r) {
@@ -15031,7 +15047,7 @@ static void run_write(run_state *r) {
         int code = whole && !failed ? run_write_line(r, line, &b, &e) : 0;
         run_progress(r, terminal);
         pthread_mutex_lock(&r->lock);
-        if (code) failed = true, run_stop(r, &e);
+        if (code) failed = true, run_stop(r, code == TOKA_E_CANCELLED ? NULL : &e);
         else if (ended && !whole && run_device_failed(r, &e)) run_stop(r, &e); /* where no more is read nobody else learns of it */
         if (ended) run_leave(r, line);
     }
@@ -15655,7 +15671,9 @@ static int run_served(toka *t, const run_options *o, enum run_end *end, toka_err
  *
  * One batch runs at a time, the oldest first, in a thread of its own (fb_work); its requests stand behind all others in the
  * engine's queue. Records are written to a new file that takes the old one's place (fb_save), so one is whole or not there. A
- * step that was cut short is done again from its beginning: each leads to the same end however often it runs.
+ * step that was cut short is done again from its beginning: each leads to the same end however often it runs. A full disk is
+ * waited for: results without room stay in memory (chapter 27's window bounds them), and a batch whose files and record have none
+ * has not ended yet. What clients send meanwhile is refused with the system's word.
  *
  * Nothing a client sends becomes part of a path: ids are made here (fb_new_id: microseconds since 1970, then 64 random bits, so
  * that their order is that of creation), and an id that comes in is looked up in a table. Sizes and counts have bounds (FB_
@@ -15693,7 +15711,7 @@ typedef struct fb_batch {
     char *model;               /* that it was made for: another does not run it, but ends it when its time is up */
     char *metadata, *errors;   /* JSON: an object; a list of errors */
     bool has_out, has_err;     /* they are files now */
-    bool waits;                /* for what the system is short of; it was told */
+    bool waits;                /* for what the system is short of; it was told, and is not again before it gets on */
     atomic_llong total, completed, failed;
     atomic_int stop;           /* asks chapter 27 to stop: cancelled, out of time, or the server ends */
 } fb_batch;
@@ -15720,6 +15738,7 @@ typedef struct fb_store {
     fb_batch *running;
     int64_t last_us; /* of the newest id */
     bool stopping, started;
+    bool full;       /* a record could not be written because the disk is full; reset by who asks */
     bool unread_batch; /* the folder has a batch's record that could not be read */
     pthread_t worker;
 } fb_store;
@@ -15979,7 +15998,7 @@ static void fb_put_batch(const fb_batch *x, bool on_disk, buf *b) {
     json_put_close(b, '}');
 }
 
-/* Writes a record: whole, on disk, and then in the old one's place. */
+/* Writes a record: whole, on disk, and then in the old one's place. With store.lock held. */
 static int fb_save(fb_store *s, const fb_id *id, str record, toka_err *e) {
     char part[64], name[64];
     snprintf(part, sizeof part, "%s.json.part", id->z), snprintf(name, sizeof name, "%s.json", id->z);
@@ -15993,7 +16012,10 @@ static int fb_save(fb_store *s, const fb_id *id, str record, toka_err *e) {
     good = good && !fsync(fd) && !renameat(s->dir, part, s->dir, name) && !fsync(s->dir);
     int why = errno;
     if (fd >= 0) close(fd);
-    return good ? 0 : fail(e, TOKA_E_IO, "%s: %s", s->path, strerror(why));
+    if (good) return 0;
+    unlinkat(s->dir, part, 0);
+    s->full |= os_is_full(why);
+    return fail(e, TOKA_E_IO, "%s: %s", s->path, strerror(why));
 }
 
 static int fb_save_file(fb_store *s, const fb_file *f, toka_err *e) {
@@ -16017,12 +16039,17 @@ static void fb_set(fb_batch *b, enum fb_status status) {
     if (!b->at[status]) b->at[status] = fb_now();
 }
 
+static void fb_tell(const fb_batch *b, const char *what, const char *why) { /* on standard error; who waits has told */
+    if (!b->waits) fprintf(stderr, "toka serve: %s: %s\n", what, why);
+}
+
 /* Into a state, now, on disk too. With store.lock held. What cannot be written is told on standard error and written with the
  * next. */
 static void fb_enter(fb_store *s, fb_batch *b, enum fb_status status) {
     toka_err e;
     fb_set(b, status);
-    if (fb_save_batch(s, b, &e)) fprintf(stderr, "toka serve: %s: %s\n", b->id.z, e.msg);
+    if (fb_save_batch(s, b, &e)) fb_tell(b, b->id.z, e.msg);
+    else b->waits = false;
 }
 
 /* ---- Reading the folder ---- */
@@ -16311,7 +16338,7 @@ static int fb_run_lines(fb_store *s, fb_batch *b, bool expired, enum run_end *en
     buf_printf(&in, "%s/%s", s->path, b->input.z), buf_printf(&out, "%s/%s", s->path, b->out.z);
     buf_printf(&err, "%s/%s", s->path, b->err.z);
     run_options o = {.in = in.p, .out = out.p, .errors = err.p, .now = s->o.m->now, .base = s->o.m->base,
-                     .model = s->o.m, .quiet = true,
+                     .model = s->o.m, .quiet = true, .patient = true,
                      .interrupted = &b->stop, .until = expired ? 0 : b->expires_at, .expired = expired,
                      .completed = &b->completed, .failed = &b->failed};
     o.base.priority = FB_PRIORITY;
@@ -16336,7 +16363,7 @@ static void fb_cut_torn(int fd) {
 }
 
 /* One of the two output files: a file from now on, if there is anything in it; *has says so. False: it is not on disk as one, what
- * failed is told on standard error. With store.lock held. */
+ * failed is told on standard error; and it is none at all if the disk is full (s->full). With store.lock held. */
 static bool fb_publish(fb_store *s, const fb_batch *b, const fb_id *id, const char *kind, bool *has) {
     struct stat st;
     toka_err e;
@@ -16347,37 +16374,48 @@ static bool fb_publish(fb_store *s, const fb_batch *b, const fb_id *id, const ch
     int why = errno;
     if (fd >= 0) close(fd);
     if (fstatat(s->dir, id->z, &st, AT_SYMLINK_NOFOLLOW)) return errno == ENOENT; /* nothing was written */
-    if (!kept) fprintf(stderr, "toka serve: %s: %s\n", id->z, strerror(why));
+    if (!kept) s->full |= os_is_full(why), fb_tell(b, id->z, strerror(why));
     if (kept && !st.st_size) unlinkat(s->dir, id->z, 0);
     if (!(*has = st.st_size > 0)) return kept;
     buf name = {0};
     buf_printf(&name, "%s_%s.jsonl", b->id.z, kind);
     fb_file *f = fb_file_new(id, (int64_t)st.st_size, fb_now(), name.p, "batch_output");
-    if (kept && fb_save_file(s, f, &e)) kept = false, fprintf(stderr, "toka serve: %s: %s\n", id->z, e.msg);
-    fb_insert(&s->files, f);
+    if (kept && fb_save_file(s, f, &e)) kept = false, fb_tell(b, id->z, e.msg);
+    if (kept || !s->full) fb_insert(&s->files, f);
+    else fb_file_del(f), *has = false;
     return kept;
 }
 
-/* To its end. On disk it has not ended before its files are files: the next start would sweep them. With store.lock held. */
-static void fb_finish(fb_store *s, fb_batch *b, enum fb_status end) {
+/* To its end. On disk it has not ended before its files are files: the next start would sweep them. False: the disk is full, and
+ * it has not ended in memory either; fb_work tries again. With store.lock held. */
+static bool fb_finish(fb_store *s, fb_batch *b, enum fb_status end) {
+    const enum fb_status before = b->status;
+    s->full = false;
     bool out = fb_publish(s, b, &b->out, "output", &b->has_out), err = fb_publish(s, b, &b->err, "error", &b->has_err);
     if (out && err) fb_enter(s, b, end);
-    else fb_set(b, end);
+    else if (!s->full) fb_set(b, end);
+    if (s->full) b->status = before, b->at[end] = 0, b->has_out = b->has_err = false;
+    return !s->full;
+}
+
+/* What the system is short of now, descriptors, threads or room on the disk, is not the batch's fault: its step is done again in a
+ * second. why NULL: it was told. With store.lock held. */
+static void fb_step_again(fb_store *s, fb_batch *b, const char *why) {
+    if (why && !b->waits) fprintf(stderr, "toka serve: %s waits: %s\n", b->id.z, why);
+    b->waits = true;
+    if (!s->stopping) os_cond_wait(&s->wake, &s->lock, 1);
+}
+
+/* The same by the worker, who waits where there is no room. */
+static void fb_step_finish(fb_store *s, fb_batch *b, enum fb_status end) {
+    if (!fb_finish(s, b, end)) fb_step_again(s, b, NULL);
 }
 
 static void fb_fail(fb_store *s, fb_batch *b, str errors) { /* with store.lock held */
     buf list = {0};
     buf_char(&list, '['), buf_str(&list, errors), buf_char(&list, ']');
     free(b->errors), b->errors = list.p;
-    fb_finish(s, b, FB_FAILED);
-}
-
-/* What the system is short of now, descriptors or threads, is not the batch's fault: its step is done again in a second. With
- * store.lock held. */
-static void fb_step_again(fb_store *s, fb_batch *b, const toka_err *why) {
-    if (!b->waits) fprintf(stderr, "toka serve: %s waits: %s\n", b->id.z, why->msg);
-    b->waits = true;
-    if (!s->stopping) os_cond_wait(&s->wake, &s->lock, 1);
+    fb_step_finish(s, b, FB_FAILED);
 }
 
 static void fb_step_validate(fb_store *s, fb_batch *b) {
@@ -16385,7 +16423,7 @@ static void fb_step_validate(fb_store *s, fb_batch *b) {
     toka_err e;
     int code = fb_validate(s, b, &errors, &e);
     pthread_mutex_lock(&s->lock);
-    if (code) fb_step_again(s, b, &e);
+    if (code) fb_step_again(s, b, e.msg);
     else if (errors.n && b->status == FB_VALIDATING) fb_fail(s, b, buf_view(&errors));
     else if (b->status == FB_VALIDATING && !b->stop) fb_enter(s, b, FB_IN_PROGRESS);
     pthread_mutex_unlock(&s->lock);
@@ -16402,14 +16440,14 @@ static void fb_step_run(fb_store *s, fb_batch *b) {
     if (code == TOKA_E_DEVICE) {
         s->stopping = true;
     } else if (end == RUN_NOT_YET) {
-        fb_step_again(s, b, &e);
+        fb_step_again(s, b, e.msg);
     } else if (b->status == FB_IN_PROGRESS && code && !b->stop) {
         buf error = {0};
         fb_put_error(&error, "server_error", 0, NULL, e.msg);
         fb_fail(s, b, buf_view(&error));
         buf_free(&error);
     } else if (b->status == FB_IN_PROGRESS && end == RUN_ALL) {
-        if (expired) fb_finish(s, b, FB_EXPIRED);
+        if (expired) fb_step_finish(s, b, FB_EXPIRED);
         else fb_enter(s, b, FB_FINALIZING);
     }
     pthread_mutex_unlock(&s->lock);
@@ -16440,9 +16478,9 @@ static void *fb_work(void *user) {
         } else if (!b) {
             pthread_cond_wait(&s->wake, &s->lock);
         } else if (b->status == FB_FINALIZING) {
-            fb_finish(s, b, FB_COMPLETED);
+            fb_step_finish(s, b, FB_COMPLETED);
         } else if (b->status == FB_CANCELLING) {
-            fb_finish(s, b, FB_CANCELLED);
+            fb_step_finish(s, b, FB_CANCELLED);
         } else {
             void (*step)(fb_store *, fb_batch *) = b->status == FB_VALIDATING ? fb_step_validate : fb_step_run;
             pthread_mutex_unlock(&s->lock);
@@ -16660,7 +16698,7 @@ static void fb_cancel(fb_store *s, fb_batch *b, http_reply *reply) {
     }
     fb_enter(s, b, FB_CANCELLING);
     b->stop = 1;
-    if (b != s->running) fb_finish(s, b, FB_CANCELLED);
+    if (b != s->running && !fb_finish(s, b, FB_CANCELLED)) pthread_cond_broadcast(&s->wake);
     fb_put_batch(b, false, &reply->body);
 }
 

@@ -40,9 +40,9 @@ def post(server, body):
     return server.connect().send(f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n{body}")
 
 
-def start_batch(api, text):
+def start_batch(api, text, window="24h"):
     f = api.files.create(file=("in.jsonl", text.encode()), purpose="batch")
-    return api.batches.create(input_file_id=f.id, endpoint="/v1/completions", completion_window="24h")
+    return api.batches.create(input_file_id=f.id, endpoint="/v1/completions", completion_window=window)
 
 
 def end_of_batch(api, id):
@@ -295,6 +295,134 @@ def test_full_disk_of_a_server(tmp_path):
         assert len(done) == len(set(done)) == b.request_counts.completed > 100
         assert end_of_batch(api, start_batch(api, lines(10)).id).status == "completed"
         assert s.get("/health").status == 200 and s.stop() == 0
+
+
+FULL_DISK = r"""/* While the file $FULL_DISK is there, files take half of what is written to them, and then no more. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
+ssize_t write(int fd, const void *p, size_t n) {
+    static ssize_t (*real)(int, const void *, size_t);
+    static _Thread_local int half;
+    struct stat st;
+    if (!real) *(void **)&real = dlsym(RTLD_NEXT, "write");
+    if (fd < 3 || fstat(fd, &st) || !S_ISREG(st.st_mode) || access(getenv("FULL_DISK"), F_OK)) return real(fd, p, n);
+    if ((half = !half) && n > 1) return real(fd, p, n / 2);
+    return errno = ENOSPC, -1;
+}
+"""
+
+
+class Disk:
+    """A disk that can be full. `env` is for those who shall have it."""
+
+    def __init__(self, folder):
+        (folder / "disk.c").write_text(FULL_DISK)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "disk.so", folder / "disk.c", "-ldl"], check=True)
+        self.flag = folder / "full"
+        self.env = {"LD_PRELOAD": str(folder / "disk.so"), "FULL_DISK": str(self.flag)}
+
+    def full(self):
+        self.flag.touch()
+
+    def room(self):
+        self.flag.unlink()
+
+
+def unique(api, batch):
+    """All results and errors of a batch; each of its requests has one."""
+    got = [json.loads(line) for f in (batch.output_file_id, batch.error_file_id) if f for line in api.files.content(f).text.splitlines()]
+    assert len({r["custom_id"] for r in got}) == len(got) == batch.request_counts.completed + batch.request_counts.failed
+    return got
+
+
+def until_full(s, api, disk, n, **more):
+    """A batch of n requests that waits for room."""
+    b = start_batch(api, lines(n), **more)
+    while not api.batches.retrieve(b.id).request_counts.completed:
+        time.sleep(0.01)
+    disk.full()
+    s.wait_for("No space left on device; its batch waits for room")
+    return b
+
+
+def test_a_batch_waits_for_a_full_disk(tmp_path):
+    """Its results stay in memory, and everybody else is served; what needs the disk is refused and leaves nothing. With room it goes on,
+    also where the server was killed meanwhile."""
+    disk, folder = Disk(tmp_path), tmp_path / "files"
+    with Server(files=str(folder), env=disk.env) as s:
+        api = client(s)
+        b = until_full(s, api, disk, 400)
+        assert api.batches.retrieve(b.id).status == "in_progress" and s.post("/v1/completions", {"prompt": "Tom", "max_tokens": 1}).status == 200
+        before = sorted(os.listdir(folder))
+        with pytest.raises(openai.InternalServerError, match="No space left"):
+            api.files.create(file=("in.jsonl", b"x" * 2000), purpose="batch")
+        with pytest.raises(openai.InternalServerError, match="No space left"):
+            api.batches.create(input_file_id=b.input_file_id, endpoint="/v1/completions", completion_window="24h")
+        assert sorted(os.listdir(folder)) == before
+        disk.room()
+        b = end_of_batch(api, b.id)
+        assert b.status == "completed" and len(unique(api, b)) == 400
+        assert s.log.count("No space left") == 1
+        b = until_full(s, api, disk, 400)
+        s.p.kill()
+        s.p.wait()
+    disk.room()
+    with Server(files=str(folder), env=disk.env) as s:
+        api = client(s)
+        b = end_of_batch(api, b.id)
+        assert b.status == "completed" and len(unique(api, b)) == 400
+        until_full(s, api, disk, 400)
+        assert s.stop() == 0  # it does not wait for room
+
+
+def test_the_end_of_a_batch_waits_for_a_full_disk(tmp_path):
+    """Cancelled, or out of time: it has not ended before that is on disk."""
+    disk, folder = Disk(tmp_path), tmp_path / "files"
+    with Server(files=str(folder), env=disk.env) as s:
+        api = client(s)
+        b = until_full(s, api, disk, 4000)
+        assert api.batches.cancel(b.id).status == "cancelling"
+        time.sleep(2.5)
+        assert api.batches.retrieve(b.id).status == "cancelling"
+        disk.room()
+        b = end_of_batch(api, b.id)
+        assert b.status == "cancelled" and 0 < len(unique(api, b)) < 4000
+        assert s.read_log().count("No space left") <= 3
+        s.log = ""
+        b = until_full(s, api, disk, 4000, window="2s")
+        time.sleep(4)
+        assert api.batches.retrieve(b.id).status == "in_progress"
+        disk.room()
+        b = end_of_batch(api, b.id)
+        assert b.status == "expired" and len(unique(api, b)) == 4000
+    with Server(files=str(folder), env=disk.env) as s:
+        assert client(s).batches.retrieve(b.id).status == "expired"
+
+
+def test_full_disk_of_a_batch_run(tmp_path):
+    """toka batch does not wait: it says so with status 2, and the same command goes on when there is room."""
+    disk, source = Disk(tmp_path), tmp_path / "in.jsonl"
+    source.write_text(lines(200))
+    command = ("batch", "-q", "--max-num-seqs", "4", "-i", str(source), "-o")
+    assert toka(*command, str(tmp_path / "whole.jsonl")).returncode == 0
+    out, kept = tmp_path / "out.jsonl", -1
+    for _ in range(3):
+        p = subprocess.Popen([TOKA, *command, str(out)], env={**ENV, **disk.env}, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        while p.poll() is None and (not out.exists() or out.stat().st_size <= max(kept, 0)):
+            time.sleep(0.005)
+        disk.full()
+        err = p.communicate(timeout=60)[1]
+        disk.room()
+        kept = out.stat().st_size
+        n = out.read_text().count("\n")
+        assert p.returncode == 2 and err == f"toka: {out}: No space left on device; {n} lines are written, the same command goes on from there\n"
+        assert 0 < n < 200 and out.read_text().endswith("\n")
+    assert toka(*command, str(out)).returncode == 0
+    assert sorted(open(out)) == sorted(open(tmp_path / "whole.jsonl"))
 
 
 # ---- Clients that leave half ----
