@@ -13968,9 +13968,19 @@ static void api_put_top(api_call *c, const api_tokens *t, size_t i, int n_top, b
     json_put_close(b, '}');
 }
 
+/* Characters that a token has in the text of its choice. A special token has none where the text leaves it out: in an answer
+ * unless they are kept, in a prompt if it was put before the text that was given. */
+static int64_t api_token_width(const api_call *c, const api_part *p, bool prompt, int32_t id, str bytes, int64_t offset) {
+    const tok *t = c->m->t->tok;
+    bool special = bytes.n && t->flag[id] & TOK_SKIPPED;
+    bool out = special && (prompt ? !offset && !str_starts(p->text, bytes) : !p->q.keep_special);
+    return out ? 0 : utf8_count(bytes);
+}
+
 /* {"tokens":[..],"token_logprobs":[..],"top_logprobs":[..],"text_offset":[..]} of the tokens of two lists, one behind the other
  * (the first may be NULL: nothing is echoed). The first token of a prompt has null. Offsets count the text's characters. */
-static void api_put_text_logprobs(api_call *c, const api_tokens *echo, const api_tokens *t, int64_t *offset, buf *b) {
+static void api_put_text_logprobs(api_call *c, const api_part *p, const api_tokens *echo, const api_tokens *t, int64_t *offset,
+                                  buf *b) {
     const api_tokens *const lists[] = {echo, t};
     buf offsets = {0};
     str bytes;
@@ -13978,9 +13988,10 @@ static void api_put_text_logprobs(api_call *c, const api_tokens *echo, const api
     json_put_key(b, "tokens"), json_put_open(b, '[');
     for (int l = 0; l < 2; l++)
         for (size_t i = 0; lists[l] && i < api_tokens_n(lists[l]); i++) {
-            json_put_str(b, api_token_text(c, api_token_at(lists[l], i, 0)->id, &bytes));
+            const int32_t id = api_token_at(lists[l], i, 0)->id;
+            json_put_str(b, api_token_text(c, id, &bytes));
             json_put_int(&offsets, *offset);
-            *offset += utf8_count(bytes);
+            *offset += api_token_width(c, p, !l, id, bytes, *offset);
         }
     json_put_close(b, ']');
     json_put_key(b, "token_logprobs"), json_put_open(b, '[');
@@ -14112,7 +14123,7 @@ static void api_put_logprobs(api_call *c, const api_tokens *echo, api_choice *x,
     json_put_key(b, "logprobs");
     if (!c->want_logprobs || c->packed) json_put_null(b);
     else if (c->chat) api_put_chat_logprobs(c, &x->tokens, b);
-    else api_put_text_logprobs(c, echo, &x->tokens, &x->offset, b);
+    else api_put_text_logprobs(c, &c->parts[(x - c->choices) / c->n], echo, &x->tokens, &x->offset, b);
 }
 
 /* stop_reason: what of stop or stop_token_ids it was; null: the model's own end. */
@@ -14225,7 +14236,7 @@ static void api_put_first_chunk(api_call *c, int index, buf *out) {
     if (c->chat) buf_c(out, ",\"delta\":{\"role\":\"assistant\",\"content\":\"\"}");
     else json_put_key(out, "text"), json_put_str(out, p->text);
     json_put_key(out, "logprobs");
-    if (c->echo && c->want_logprobs && !c->packed) api_put_text_logprobs(c, &p->scored, &none, &x->offset, out);
+    if (c->echo && c->want_logprobs && !c->packed) api_put_text_logprobs(c, p, &p->scored, &none, &x->offset, out);
     else json_put_null(out);
     api_put_finish(c, x, p, false, out);
     if (!c->chat) api_put_prompt(c, p, out);

@@ -239,6 +239,30 @@ def test_content_types(server):
     assert server.post("/v1/completions", small(), Content_Type="application/x-www-form-urlencoded").status == 415
     assert server.post("/v1/completions", small(), Content_Type="Application/JSON; charset=utf-8").status == 200
     assert server.post("/v1/completions", small(), Content_Type=None).status == 200
+def test_offsets_of_special_tokens(server):
+    """Where the text has a token, its offset says so: special tokens that the text leaves out have no width."""
+    def at(text, logprobs, left_out):
+        for token, offset in zip(logprobs["tokens"], logprobs["text_offset"]):
+            assert token in left_out or text[offset:].startswith(token)
+        assert len(logprobs["tokens"]) > 5 and set(left_out) <= set(logprobs["tokens"])
+
+    bos, im = "<|begin_of_text|>", "<|im_start|>"
+    some = {"max_tokens": 40, "temperature": 5, "seed": 1, "ignore_eos": True, "allowed_token_ids": [0, 2, 4, 5, 6], "logprobs": 0}
+    for prompt, begins, out in (("Tom has", "Tom has", {bos}), (f"{im}Tom has", f"{im}Tom has", {bos}), ([0, 55, 468, 0, 55], f"{bos}Tom{bos}T", set())):
+        for keep in (False, True):
+            body = {**some, "prompt": prompt, "echo": True, "skip_special_tokens": not keep}
+            c = server.post("/v1/completions", body).json()["choices"][0]
+            n = c["logprobs"]["text_offset"].index(len(begins))
+            assert c["text"].startswith(begins) and (bos in c["text"][len(begins):]) == keep
+            of = {k: v[:n] for k, v in c["logprobs"].items()}
+            at(begins, {**of, "tokens": of["tokens"] + [""] * 6, "text_offset": of["text_offset"] + [len(begins)] * 6}, out)
+            of = {k: v[n:] for k, v in c["logprobs"].items()}
+            at(c["text"], of, set() if keep else {bos, im} & set(of["tokens"]))
+            events = server.post("/v1/completions", {**body, "stream": True}).body.decode().split("\n\n")
+            choices = [json.loads(e.removeprefix("data: "))["choices"][0] for e in events if "{" in e]
+            assert sum((x["logprobs"]["text_offset"] for x in choices if x["logprobs"]), []) == c["logprobs"]["text_offset"]
+
+
     assert server.post("/v1/completions", small(), Content_Encoding="gzip").status == 415
 
 
