@@ -17808,7 +17808,10 @@ static void srv_options_reply(srv_call *c) {
     srv_put_allow(&c->reply.headers, "Allow", methods);
     if (!c->origin.n) return;
     srv_put_allow(&c->reply.headers, "Access-Control-Allow-Methods", methods);
-    buf_c(&c->reply.headers, "Access-Control-Allow-Headers: Authorization, Content-Type\r\nAccess-Control-Max-Age: 600\r\n");
+    str wanted = http_find(c->req, "access-control-request-headers"); /* clients have some of their own: x-stainless-os */
+    buf_c(&c->reply.headers, "Access-Control-Allow-Headers: ");
+    buf_str(&c->reply.headers, wanted.n ? wanted : STR("Authorization, Content-Type"));
+    buf_c(&c->reply.headers, "\r\nAccess-Control-Max-Age: 600\r\n");
 }
 
 /* Looks at a head whose body is still to come. True: c->reply has an answer already. */

@@ -82,6 +82,11 @@ def test_cors_only_where_asked_for():
             a = c.request("OPTIONS", "/v1/chat/completions", Origin="http://a.b", Access_Control_Request_Method="POST")
             assert a.headers["access-control-allow-methods"] == "POST, OPTIONS"
             assert "Authorization" in a.headers["access-control-allow-headers"]
+            wanted = "authorization,content-type,x-stainless-os"  # of the openai client in a browser
+            a = c.request("OPTIONS", "/v1/chat/completions", Origin="http://a.b", Access_Control_Request_Headers=wanted)
+            assert a.headers["access-control-allow-headers"] == wanted
+            a = c.request("OPTIONS", "/v1/chat/completions", Origin="http://x.y", Access_Control_Request_Headers=wanted)
+            assert "access-control-allow-headers" not in a.headers
         assert s.post("/v1/completions", small(stream=True), Origin="http://a.b").headers["access-control-allow-origin"] == "http://a.b"
 
 
