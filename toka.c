@@ -15693,7 +15693,7 @@ static int run_served(toka *t, const run_options *o, enum run_end *end, toka_err
  * =========================================================================== */
 
 enum { FB_BODY_BYTES = 1 << 20, FB_MAX_FILES = 100000, FB_MAX_BATCHES = 100000, FB_MAX_LINES = 10000000, FB_MAX_ERRORS = 20,
-       FB_ID_HEX = 32, FB_MAX_DAYS = 30, FB_NAME_BYTES = 512,
+       FB_ID_HEX = 32, FB_MAX_DAYS = 30, FB_NAME_BYTES = 512, FB_PURPOSE_BYTES = 64,
        FB_PRIORITY = -1000 /* of a batch's requests: a million steps behind those of a client that waits */ };
 #define FB_FILE_BYTES ((int64_t)4 << 30)
 static const json_limits fb_limits = {32, FB_BODY_BYTES};
@@ -16789,7 +16789,8 @@ static bool fb_upload_put(fb_upload *u, str piece, http_reply *reply) {
         if (event == FB_FORM_BAD) return fb_error(reply, 400, NULL, "the body is not a multipart form"), false;
         if (event == FB_FORM_PART && !fb_upload_part(u, reply)) return false;
         if (event == FB_FORM_DATA && u->in_file && !fb_upload_write(u, data, reply)) return false;
-        if (event == FB_FORM_DATA && u->in_purpose) buf_put(&u->purpose, data.p, MIN(data.n, (size_t)64));
+        if (event == FB_FORM_DATA && u->in_purpose && u->purpose.n < FB_PURPOSE_BYTES)
+            buf_put(&u->purpose, data.p, MIN(data.n, (size_t)FB_PURPOSE_BYTES));
         if (event == FB_FORM_PART_END) u->in_file = u->in_purpose = false;
         if (event == FB_FORM_END) u->whole = true;
     }

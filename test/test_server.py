@@ -239,11 +239,6 @@ def test_echo_of_one_token(server):
         assert values[0] == values[1] and len(values[0]) == 3 and values[0][0] is None and max(values[0][1:]) <= 0
 
 
-def test_content_types(server):
-    assert server.post("/v1/completions", small(), Content_Type="text/plain").status == 415
-    assert server.post("/v1/completions", small(), Content_Type="application/x-www-form-urlencoded").status == 415
-    assert server.post("/v1/completions", small(), Content_Type="Application/JSON; charset=utf-8").status == 200
-    assert server.post("/v1/completions", small(), Content_Type=None).status == 200
 def test_offsets_of_special_tokens(server):
     """Where the text has a token, its offset says so: special tokens that the text leaves out have no width."""
     def at(text, logprobs, left_out):
@@ -268,6 +263,11 @@ def test_offsets_of_special_tokens(server):
             assert sum((x["logprobs"]["text_offset"] for x in choices if x["logprobs"]), []) == c["logprobs"]["text_offset"]
 
 
+def test_content_types(server):
+    assert server.post("/v1/completions", small(), Content_Type="text/plain").status == 415
+    assert server.post("/v1/completions", small(), Content_Type="application/x-www-form-urlencoded").status == 415
+    assert server.post("/v1/completions", small(), Content_Type="Application/JSON; charset=utf-8").status == 200
+    assert server.post("/v1/completions", small(), Content_Type=None).status == 200
     assert server.post("/v1/completions", small(), Content_Encoding="gzip").status == 415
 
 
@@ -758,6 +758,9 @@ def test_uploads_do_not_fill_memory(tmp_path):
                 got = c.request("GET", f"/v1/files/{a.json()['id']}/content")  # and comes back as it was
                 assert len(got.body) == n * len(data) and got.body[-len(data):] == data
                 assert c.request("DELETE", f"/v1/files/{a.json()['id']}").status == 200
+        assert rss() - before < 20_000
+        purpose = head.replace(b"batch\r\n--b", b"\rx" * 20_000_000 + b"\r\n--b") + b"x" + tail  # each \r might begin a mark
+        assert s.post("/v1/files", purpose, Content_Type="multipart/form-data; boundary=b").error()["param"] == "purpose"
         assert rss() - before < 20_000
         with s.connect() as c:
             c.send("POST /v1/files HTTP/1.1\r\nHost: h\r\nContent-Type: multipart/form-data; boundary=b\r\nContent-Length: 50000000\r\n\r\n")
