@@ -13593,7 +13593,7 @@ static int api_sampling(api_call *c, const api_body *b, toka_request *q, toka_er
     s->frequency_penalty = b->frequency_penalty, s->ignore_eos = b->ignore_eos, s->include_stop = b->include_stop;
     s->max_tokens = (int)MAX(b->max_tokens, 0), s->min_tokens = (int)b->min_tokens;
     s->seed = b->has_seed ? (uint64_t)b->seed : api_seed(s->seed, c->serial);
-    q->priority -= (int)b->priority; /* in a body the lower is earlier, as in vLLM */
+    q->priority = (int)MAX(MIN(q->priority - b->priority, (int64_t)INT_MAX), (int64_t)-INT_MAX); /* lower is earlier, as in vLLM */
     c->n = q->n = (int)b->n;
     int code = api_logprobs(c, b, q, e);
     if (!code) code = api_ids(c, b->stop_ids, "stop_token_ids", &s->stop_ids, &s->n_stop_ids, e);
@@ -14728,6 +14728,9 @@ static int run_parse(run_line *line, const json *root, toka_err *e) {
     if (code) return code;
     line->call.serial[0] = line->key.hi, line->call.serial[1] = line->key.lo;
     code = api_parse_json(&line->run->models[run_is_long(root)], route, body, &line->call, e);
+    const int most = line->run->o->base.priority; /* of a server's batch: no line gets in front of those who wait */
+    for (int i = 0; i < line->call.n_parts && most < 0; i++)
+        line->call.parts[i].q.priority = MIN(line->call.parts[i].q.priority, most);
     if (code) line->error = line->call.unsupported ? "unsupported" : "invalid_request";
     else if (line->call.stream) code = RUN_FAIL(line, "unsupported", "stream is not supported in a batch");
     return code;

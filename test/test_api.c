@@ -197,6 +197,13 @@ static void test_api_requests(void) {
                      &c, &e));
     CHECK(c.parts[0].q.sampling.max_tokens == 5 && c.chat);
     api_free(&c);
+    for (int i = 0; i < 2; i++) { /* no sum of priorities turns round */
+        c = (api_call){.serial = {1, 2}};
+        m.base.priority = i ? 1000 : -1000;
+        CHECK(!api_parse(&m, API_COMPLETIONS, i ? STR("{\"prompt\":[5],\"priority\":-2147483647}") : STR("{\"prompt\":[5],\"priority\":2147483647}"), &c, &e));
+        CHECK(c.parts[0].q.priority == (i ? INT_MAX : -INT_MAX));
+        api_free(&c);
+    }
 }
 
 /* The engine is asked for log-probabilities by calls that show them, and by no others. */

@@ -309,10 +309,12 @@ def test_no_descriptors(tmp_path):
         assert counts(wait(api, api.batches.retrieve(b["id"]))) == (30, 30, 0)
 
 
-def test_clients_that_wait_go_first(tmp_path):
+@pytest.mark.parametrize("priority", [0, -100_000, 2**31 - 1])
+def test_clients_that_wait_go_first(tmp_path, priority):
+    """Whatever the batch's lines say of themselves."""
     with serve(tmp_path) as s:
         api = client(s)
-        text = "".join(lines(100, 1 + 37 * i % 80, name=f"r{i}-", ignore_eos=True) for i in range(40))  # places become free one by one
+        text = "".join(lines(100, 1 + 37 * i % 80, name=f"r{i}-", ignore_eos=True, priority=priority) for i in range(40))  # places become free one by one
         b = begin(api, start(api, text))
         for i in range(15):  # behind those requests of the batch that the engine has, each would wait for a thousand
             api.completions.create(model="embedded", prompt="Tom", max_tokens=1)
