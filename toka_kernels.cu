@@ -472,6 +472,11 @@ __device__ static inline void tma_load_2d_once(uint32_t to, const CUtensorMap *m
                  " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "l"(0x12F0000000000000ull)
                  : "memory");
 }
+__device__ static inline void tma_load_4d_once(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1, int c2, int c3) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
+                 ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(0x12F0000000000000ull) : "memory");
+}
 /* Into the same offset of every CTA in `mask`, each CTA's barrier at the same offset is told. */
 __device__ static inline void tma_load_2d_multicast(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1,
                                                     uint16_t mask) {
@@ -2774,7 +2779,8 @@ enum {
     ATTN_EARLY_ROWS = 8, /* of a step whose K and V are fetched early, at most */
 };
 
-enum { ATTN_MAP_8, ATTN_MAP_16, ATTN_MAP_32, ATTN_MAP_64, ATTN_MAPS }; /* a layer's tensor maps, by rows of the box */
+/* A layer's tensor maps, by rows of the box; OWN: attn_open_own_map. */
+enum { ATTN_MAP_8, ATTN_MAP_16, ATTN_MAP_32, ATTN_MAP_64, ATTN_MAP_OWN, ATTN_MAPS };
 enum { ATTN_SEED = 1, ATTN_TO_O = 2, ATTN_TO_STATE = 4, ATTN_SLOT = 3 /* shift */ }; /* attn_item.where; neither TO: a part */
 
 typedef struct attn_item {
@@ -3966,18 +3972,24 @@ __device__ static inline void attn_hub_put_none(const attn_item &it, const attn_
 #endif
 }
 
+/* Positions of the tile of own positions that begins with t. All lie in one page. */
+__device__ static inline int attn_own_tile(const attn_args &a, int t, int end) {
+    return min(min((int)ATTN_OWN_TOK, end - t), (1 << a.log2_B) - (t & (1 << a.log2_B) - 1));
+}
+
 /* The rows that a warp does: it draws them from all of the block's, in their order, and asks for their tiles one behind the other.
- * All of it is time in which the warp computes nothing, so no divisions for a row, and a tile is one copy of K and one of V. */
+ * All of it is time in which the warp computes nothing, so no divisions for a row, and a tile is one copy (attn_open_own_map): its
+ * n positions are the last n rows of K's and of V's part, before them are zeros. */
 struct attn_own_feed {
     const attn_args &a;
-    const CUtensorMap *map32, *map16, *map8;
+    const CUtensorMap *map;
     int n_jobs, log2_rows; /* pairs of item and kv head; rows of an item, at most */
     int *tickets;          /* of the block */
     attn_own_row *drawn;   /* [4] in shared memory */
     uint32_t ring, full;
     int round, own, nq, h; /* the item that the row drawn last is of; the first of its rows' own items; its queries; kv head */
     int n_drawn, n_asked;       /* rows, tiles */
-    int t, from, end, page_ids; /* the row drawn last: its next tile, and where it begins and ends; its page number `lane` */
+    int t, end, page_ids;       /* the row drawn last: its next tile, and where it ends; its page number `lane` */
     __device__ inline bool draw() {
 #if HOPPER
         for (int lane = threadIdx.x % 32;;) {
@@ -3991,10 +4003,10 @@ struct attn_own_feed {
             }
             if (r * a.G >= nq) continue; /* the item has fewer rows */
             const attn_item &it = a.items[own + r];
-            from = it.skip, end = it.kv1 - it.kv0, t = from & -ATTN_OWN_TOK;
+            t = it.skip, end = it.kv1 - it.kv0;
             page_ids = a.pages[it.page0 + min(lane, (end - 1) >> a.log2_B)];
             if (lane == 0)
-                drawn[n_drawn % 4] = attn_own_row{n, r * a.G, (it.q0 * a.K + h * a.G) * 64, (unsigned short)from,
+                drawn[n_drawn % 4] = attn_own_row{n, r * a.G, (it.q0 * a.K + h * a.G) * 64, (unsigned short)t,
                                                   (unsigned short)end};
             __syncwarp();
             n_drawn++;
@@ -4007,36 +4019,24 @@ struct attn_own_feed {
     __device__ inline void ask() {
 #if HOPPER
         if (t >= end && !draw()) return;
-        int row = ((__shfl_sync(~0u, page_ids, t >> a.log2_B) * a.K + h) * 2 << a.log2_B) + (t & (1 << a.log2_B) - 1);
-        int first = max(0, from - t) >> 3, pieces = min(ATTN_OWN_TOK / 8, (end - t + 7) >> 3) - first; /* of 8 positions */
-        if (pieces == 3) first = 0, pieces = 4; /* one more does no harm, as it is in the same page */
-        if (threadIdx.x % 32 == 0) {
-            int slot = n_asked % ATTN_OWN_STAGES;
-            uint32_t to = ring + slot * 2 * attn_both_shape::OWN_TILE + first * 1024, bar = full + 8 * slot;
-            const CUtensorMap *map = pieces == 4 ? map32 : pieces == 2 ? map16 : map8;
-            mbar_expect_tx(bar, pieces * 2048);
-            tma_load_2d(to, map, bar, 0, row + first * 8);
-            tma_load_2d(to + attn_both_shape::OWN_TILE, map, bar, 0, row + first * 8 + (1 << a.log2_B));
+        const int in_page = t & (1 << a.log2_B) - 1, n = attn_own_tile(a, t, end), slot = n_asked % ATTN_OWN_STAGES;
+        const int row = ((__shfl_sync(~0u, page_ids, t >> a.log2_B) * a.K + h) * 2 << a.log2_B) + in_page;
+        const uint32_t to = ring + slot * 2 * attn_both_shape::OWN_TILE, bar = full + 8 * slot;
+        if (elect_one()) {
+            mbar_expect_tx(bar, 2 * attn_both_shape::OWN_TILE); /* zeros count too */
+            tma_load_4d_once(to, map, bar, 0, n - ATTN_OWN_TOK, row, 0);
         }
-        n_asked++, t += ATTN_OWN_TOK;
+        n_asked++, t += n;
 #endif
     }
 };
 
-/* Scores of columns that are not positions from .. to-1 become -inf; t: position of column 0. And V's rows there 0. */
-__device__ static inline void attn_own_trim(float (&s)[ATTN_OWN_TOK / 2], bf16 *v, int t, int from, int to) {
-#if HOPPER
-    int lane = threadIdx.x % 32;
+/* Scores of a tile's first columns, all but n, become -inf. Only those of queries; the other half of s is 0. */
+__device__ static inline void attn_own_trim(float (&s)[ATTN_OWN_TOK / 2], int n) {
+    int column = threadIdx.x % 4 * 2 - (ATTN_OWN_TOK - n);
 #pragma unroll
-    for (int j = 0; j < ATTN_OWN_TOK / 2; j++) {
-        int at = t + j / 4 * 8 + lane % 4 * 2 + (j & 1);
-        if (at < from || at >= to) s[j] = -INFINITY;
-    }
-    for (int j = lane; j < ATTN_OWN_TOK * 8; j += 32)
-        if (t + j / 8 < from || t + j / 8 >= to) *(uint4 *)(v + attn_piece_at(ATTN_OWN_TOK, j / 8, j % 8)) = uint4{};
-    fence_async_smem(); /* the copy engine will write there again */
-    __syncwarp();
-#endif
+    for (int j = 0; j < ATTN_OWN_TOK / 2; j++)
+        if (j % 4 < 2 && column + j / 4 * 8 + j % 4 < 0) s[j] = -INFINITY;
 }
 
 /* Query lane/4 of a row, the half of the A operand that is not 0. */
@@ -4093,13 +4093,14 @@ __device__ static inline void attn_own_work(attn_own_feed &feed, const attn_hubs
         uint32_t q[4][4];
         float acc[32] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {}, fade[2];
         attn_own_q(a, row.at, q);
-        for (int from = row.from, to = row.to, t = from & -ATTN_OWN_TOK; t < to; t += ATTN_OWN_TOK, used++) {
+        for (int t = row.from, n; t < row.to; t += n, used++) {
             int slot = used % ATTN_OWN_STAGES;
             bf16 *kt = ring + slot * attn_both_shape::OWN_TILE, *vt = kt + attn_both_shape::OWN_TILE / 2;
             float s[ATTN_OWN_TOK / 2];
+            n = attn_own_tile(a, t, row.to);
             mbar_wait(feed.full + 8 * slot, used / ATTN_OWN_STAGES & 1);
             attn_qk<64, ATTN_OWN_TOK>(s, q, kt, 64);
-            if (t < from || t + ATTN_OWN_TOK > to) attn_own_trim(s, vt, t, from, to);
+            if (n < ATTN_OWN_TOK) attn_own_trim(s, n);
             attn_soften(s, m, l, fade, a.scale, 1);
             attn_fade(acc, fade);
             attn_pv<64, ATTN_OWN_TOK>(acc, s, vt, 64);
@@ -4126,9 +4127,8 @@ template <class Work> __device__ static inline void attn_both_items(const attn_a
 }
 
 __global__ static void __launch_bounds__(attn_both_shape::THREADS, 1)
-    attn_both(const __grid_constant__ attn_args a, int n, int log2_rows, const __grid_constant__ CUtensorMap map64,
-              const __grid_constant__ CUtensorMap map32, const __grid_constant__ CUtensorMap map16,
-              const __grid_constant__ CUtensorMap map8) {
+    attn_both(const __grid_constant__ attn_args a, int n, int log2_rows, const __grid_constant__ CUtensorMap shared_map,
+              const __grid_constant__ CUtensorMap own_map) {
 #if HOPPER
     typedef attn_both_shape shape;
     constexpr int WGS = shape::WGS, N = shape::N, STAGES = shape::STAGES, OWN = ATTN_OWN_STAGES * ATTN_OWN_WARPS;
@@ -4161,12 +4161,12 @@ __global__ static void __launch_bounds__(attn_both_shape::THREADS, 1)
         regs_take<144>();
         int own = warp < 4 ? warp - 1 : warp - 9; /* warps 1, 2, 3 and 12 .. 15 */
         char *ring = attn_smem + shape::OWN_AT + own * shape::OWN_RING;
-        attn_own_feed feed = {a, &map32, &map16, &map8, n * a.K, log2_rows, &tickets, drawn[max(own, 0)], smem_at(ring),
+        attn_own_feed feed = {a, &own_map, n * a.K, log2_rows, &tickets, drawn[max(own, 0)], smem_at(ring),
                               own_full + 8 * ATTN_OWN_STAGES * own, -1};
         if (own >= 0) attn_own_work(feed, hubs, (bf16 *)ring);
         if (warp == 0)
             attn_both_items(a, n, [&](const attn_item &it, int h, int first, int n_tiles, int before, int) {
-                attn_wg_feed<64, WGS, N, STAGES>(a, &map64, it, h, first, n_tiles, before, qs + shape::shared::Q, full_k);
+                attn_wg_feed<64, WGS, N, STAGES>(a, &shared_map, it, h, first, n_tiles, before, qs + shape::shared::Q, full_k);
             });
     }
 #else
@@ -4236,7 +4236,25 @@ __global__ static void __launch_bounds__(128) attn_join(const __grid_constant__ 
 
 /* ---- The op ---- */
 
-/* Tensor maps of K and V, boxes of 64 columns and 8, 16, 32 and 64 rows, where the Hopper kernels can run. */
+static void attn_open_map(toka_device *d, CUtensorMap *map, const bf16 *kv, int rank, const cuuint64_t *size,
+                          const cuuint64_t *strides, const cuuint32_t *box) {
+    const cuuint32_t step[4] = {1, 1, 1, 1};
+    CUresult code = d->encode_map(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, (cuuint32_t)rank, (void *)kv, size, strides, box, step,
+                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    latch(d, code ? cudaErrorInvalidValue : cudaSuccess, "tensor map of the KV cache");
+}
+/* Any number of positions up to ATTN_OWN_TOK of K and V, from any on, in one copy; D = 64. Coordinates (0, i, row, 0), row: of K's
+ * first position in the layer. Dimensions 1 and 2 both go from row to row: i = n - ATTN_OWN_TOK is outside of dimension 1 until
+ * there are n rows to go, and what is outside is not read, but 0 in shared memory. */
+static void attn_open_own_map(toka_device *d, CUtensorMap *map, const bf16 *kv) {
+    const cuuint64_t row = 64 * sizeof(bf16), size[4] = {64, ATTN_OWN_TOK, d->kv_layer / 64, 2};
+    const cuuint64_t strides[3] = {row, row, row * (cuuint64_t)d->shape->B};
+    const cuuint32_t box[4] = {64, ATTN_OWN_TOK, 1, 2};
+    attn_open_map(d, map, kv, 4, size, strides, box);
+}
+
+/* Tensor maps of K and V, boxes of 64 columns and 8, 16, 32 and 64 rows, where the Hopper kernels can run, and attn_both's. */
 static void attn_open_maps(toka_device *d) {
     const toka_shape *sh = d->shape;
     attn_plan *p = d->attn;
@@ -4244,13 +4262,11 @@ static void attn_open_maps(toka_device *d) {
     p->maps = (CUtensorMap *)aligned_alloc(64, (size_t)sh->L * ATTN_MAPS * sizeof *p->maps);
     if (!p->maps) abort();
     for (int i = 0; i < sh->L * ATTN_MAPS; i++) {
-        cuuint64_t size[2] = {(cuuint64_t)sh->D, d->kv_layer / sh->D}, stride = (cuuint64_t)sh->D * sizeof(bf16);
-        cuuint32_t box[2] = {64, 8u << i % ATTN_MAPS}, step[2] = {1, 1};
-        bf16 *kv = d->kv + (size_t)(i / ATTN_MAPS) * d->kv_layer;
-        CUresult code = d->encode_map(p->maps + i, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, kv, size, &stride, box, step,
-                                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-        latch(d, code ? cudaErrorInvalidValue : cudaSuccess, "tensor map of the KV cache");
+        const bf16 *kv = d->kv + (size_t)(i / ATTN_MAPS) * d->kv_layer;
+        const cuuint64_t size[2] = {(cuuint64_t)sh->D, d->kv_layer / sh->D}, stride = (cuuint64_t)sh->D * sizeof(bf16);
+        const cuuint32_t box[2] = {64, 8u << i % ATTN_MAPS};
+        if (i % ATTN_MAPS != ATTN_MAP_OWN) attn_open_map(d, p->maps + i, kv, 2, size, &stride, box);
+        else if (p->has_both) attn_open_own_map(d, p->maps + i, kv);
     }
 }
 
@@ -4320,8 +4336,8 @@ static void attention(toka_device *d, int layer, const bf16 *q, bf16 *o) {
     const CUtensorMap *map = p->maps + ATTN_MAPS * layer;
     a.items = p->dev_items + p->both0;
     launch_dependent(d, "attention", attn_both, dim3((unsigned)min(d->n_sms, p->n_both * a.K)), attn_both_shape::THREADS,
-                     attn_both_shape::BYTES, 1, a, p->n_both, attn_both_log2_rows(p), map[ATTN_MAP_64], map[ATTN_MAP_32],
-                     map[ATTN_MAP_16], map[ATTN_MAP_8]);
+                     attn_both_shape::BYTES, 1, a, p->n_both, attn_both_log2_rows(p), map[ATTN_MAP_64],
+                     map[ATTN_MAP_OWN]);
 }
 
 /* ===========================================================================
