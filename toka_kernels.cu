@@ -2812,6 +2812,7 @@ typedef struct attn_span { /* of a toka_span, for the time of planning */
 } attn_span;
 
 struct attn_plan {
+    int K, n_sms;              /* kv heads and multiprocessors that work is cut for: see attn_agree */
     int G, small_rows, tile_q; /* query heads of a kv head; rows of a small span at most; queries of a tile */
     int max_items, max_merges, max_spans, max_levels, max_slots;
     bool hopper;                /* the kernels with tensor maps */
@@ -2848,7 +2849,7 @@ static void attn_sizes(const toka_device *d, attn_plan *p) {
     p->max_levels = seq_pages + 1;
     p->max_pages = (size_t)(pages < 1 << 24 ? pages : 1 << 24);
     /* about twice what attn_small_part and attn_tile_part aim at; beyond, ranges stay whole */
-    p->max_slots = d->n_sms * (ATTN_WARPS + p->tile_q / ATTN_SMALL_Q) * 3 / 2 / sh->K + 64;
+    p->max_slots = p->n_sms * (ATTN_WARPS + p->tile_q / ATTN_SMALL_Q) * 3 / 2 / p->K + 64;
     p->max_merges = 2 * p->max_slots;
     /* Levels of all rows, at most: a span that chapter 17 shares saves more than merge_tok positions for each of its R rows, so
      * where r rows leave a chain of them behind g positions, r g > merge_tok R; then the sum of R is at most
@@ -2864,6 +2865,7 @@ static void attn_plan_open(toka_device *d) {
     if (!p) abort();
     assert(sh->D % 8 == 0 && sh->D <= 256 && sh->H % sh->K == 0 && sh->B >= 16 && (sh->B & (sh->B - 1)) == 0);
     d->attn = p;
+    p->K = sh->K, p->n_sms = d->n_sms;
     attn_sizes(d, p);
     p->spans = (attn_span *)malloc((size_t)p->max_spans * sizeof *p->spans);
     p->levels = (attn_level *)malloc((size_t)p->max_levels * sizeof *p->levels);
@@ -2871,6 +2873,16 @@ static void attn_plan_open(toka_device *d) {
     p->row_level = (uint16_t *)malloc((size_t)d->options.max_tokens * sizeof *p->row_level);
     p->row_span = (int *)malloc((size_t)d->options.max_tokens * sizeof *p->row_span);
     if (!p->spans || !p->levels || !p->merges || !p->row_level || !p->row_span) abort();
+}
+
+/* Tensor ranks plan alike: for the most kv heads that one of them has, and the fewest multiprocessors. Else some would be a launch
+ * short of a graph that others have (chapter 15), and their sums would be of other rows. What was taken for fewer heads is enough
+ * for more. */
+static void attn_agree(toka_device *d, int K, int n_sms) {
+    attn_plan *p = d->attn;
+    assert(K >= p->K && n_sms <= p->n_sms);
+    p->K = K, p->n_sms = n_sms;
+    attn_sizes(d, p);
 }
 
 static void attn_close(toka_device *d) { /* host memory; the device's goes with all blocks */
@@ -2950,7 +2962,7 @@ static void attn_plan_both(toka_device *d, const toka_step *s) {
         if (a->both && a->small) n_few++;
         else if (a->both) n_large += ceil_div(s->spans[i].n_rows, 1 << attn_both_log2_rows(p));
     }
-    bool any = n_large * d->shape->K >= 2 * d->n_sms, few = any && n_few * 4 <= n_large;
+    bool any = n_large * p->K >= 2 * p->n_sms, few = any && n_few * 4 <= n_large;
     p->n_both = any ? n_large + few * n_few : 0;
     for (int i = 0; i < s->n_spans; i++) {
         attn_span *a = &p->spans[i];
@@ -2986,7 +2998,7 @@ static bool attn_plan_pages(toka_device *d, const toka_step *s) {
 
 /* How long the parts of small items are: as many as keep all warps at work, if all ranges were cut into parts. */
 static int attn_small_part(const toka_device *d, int64_t kv_positions) {
-    int64_t len = kv_positions * d->shape->K / (d->n_sms * ATTN_WARPS);
+    int64_t len = kv_positions * d->attn->K / (d->attn->n_sms * ATTN_WARPS);
     return len < ATTN_MIN_PART ? ATTN_MIN_PART : len < INT_MAX / 2 ? (int)len : INT_MAX / 2;
 }
 /* The same of tiles. They run one on an SM, in waves: the number of parts for which waves times their length, and the merge, take
@@ -2994,11 +3006,12 @@ static int attn_small_part(const toka_device *d, int64_t kv_positions) {
  * (H200: 33,792 queries in two parts 50 us, 3,072 queries in 33 parts 15 us more than in 8). More than two waves stay as they
  * are. */
 static int attn_tile_part(const toka_device *d, int64_t kv_positions, int n_tiles) {
-    int64_t items = (int64_t)n_tiles * d->shape->K, len = kv_positions / max(n_tiles, 1), best = 1;
-    int64_t queries = items * d->attn->tile_q, least = (items + d->n_sms - 1) / d->n_sms * len;
-    if (items > 2 * d->n_sms) return INT_MAX / 2;
+    const attn_plan *p = d->attn;
+    int64_t items = (int64_t)n_tiles * p->K, len = kv_positions / max(n_tiles, 1), best = 1;
+    int64_t queries = items * p->tile_q, least = (items + p->n_sms - 1) / p->n_sms * len;
+    if (items > 2 * p->n_sms) return INT_MAX / 2;
     for (int64_t n = 2; n <= len / (2 * ATTN_MIN_PART); n++) {
-        int64_t waves = (items * n + d->n_sms - 1) / d->n_sms, join = ATTN_JOIN_START + queries / 10 + queries * n / 70;
+        int64_t waves = (items * n + p->n_sms - 1) / p->n_sms, join = ATTN_JOIN_START + queries / 10 + queries * n / 70;
         int64_t cost = waves * ((len + n - 1) / n) + join;
         if (cost < least) best = n, least = cost;
     }
@@ -3028,9 +3041,9 @@ static void attn_emit_parts(attn_plan *p, attn_level *l, const attn_item *item, 
 static int attn_gang_part(const toka_device *d, int64_t kv_positions, int n, int most) {
     const attn_plan *p = d->attn;
     int B = d->shape->B, longest = d->shape->D <= 64 ? 128 : 64;
-    int part = (int)(kv_positions * d->shape->K / (d->n_sms * ATTN_WARPS));
+    int part = (int)(kv_positions * p->K / (p->n_sms * ATTN_WARPS));
     part = max(max((int)ATTN_GANG_PART, B), ceil_div(min(part, longest), B) * B);
-    if (n * d->shape->K <= d->n_sms) part = max(part, ceil_div(ceil_div(most, ATTN_GANG), B) * B);
+    if (n * p->K <= p->n_sms) part = max(part, ceil_div(ceil_div(most, ATTN_GANG), B) * B);
     bool fits = part <= longest && most > part && most <= part * ATTN_GANG && n <= p->max_merges - p->n_merges;
     return p->hopper && fits && n * ATTN_GANG <= p->max_items - p->n_items - (p->n_whole - n) ? part : 0;
 }
@@ -4405,6 +4418,7 @@ enum group_waits { GROUP_RUNS, GROUP_WAITS_OPEN, GROUP_WAITS_BEFORE, GROUP_WAITS
 typedef struct group_rank { /* what others know of a rank */
     toka_device *d;         /* from the time it joined until it closes */
     int ordinal;
+    int K, n_sms, arch;     /* kv heads; multiprocessors; 80, 89, 90 ... From the time it joined */
     bool reaches;           /* other ranks' memory: what breaks their GPUs breaks this one */
     bool told;              /* its error says so */
     meet_line *lines;
@@ -4958,6 +4972,23 @@ static void group_reach(toka_device *d) {
     }
 }
 
+/* Tensor ranks do the same with a step: what they choose by, they choose by what all of them have. With the lock held. */
+static void group_agree(toka_device *d) {
+    const toka_group *g = d->group;
+    const group_rank *r = d->rank - d->options.tp_rank;
+    int K = 0, n_sms = INT_MAX, other = 0;
+    for (int q = 0; q < g->tp_size; q++) {
+        K = max(K, r[q].K), n_sms = min(n_sms, r[q].n_sms);
+        if ((r[q].arch == 90) != (r[0].arch == 90)) other = q;
+    }
+    attn_agree(d, K, n_sms);
+    if (!other) return;
+    d->error.code = TOKA_E_DEVICE;
+    snprintf(d->error.msg, sizeof d->error.msg, "GPU: GPUs %d and %d have compute capability %d.%d and %d.%d, expected 9.0 of all "
+             "tensor ranks or of none; --pipeline-parallel-size and --data-parallel-size take both", r->ordinal,
+             r[other].ordinal, r->arch / 10, r->arch % 10, r[other].arch / 10, r[other].arch % 10);
+}
+
 /* "4 x NVIDIA H200, 150 GB each": all GPUs that this process opens. */
 static void group_describe(toka_device *d) {
     toka_group *g = d->group;
@@ -4982,6 +5013,7 @@ static void group_join(toka_device *d) {
     const int tp = g->tp_size, first = d->options.pp_rank * tp;
     pthread_mutex_lock(&g->lock);
     d->rank->d = d, d->rank->waits = GROUP_WAITS_OPEN, g->n_joined++;
+    d->rank->K = d->shape->K, d->rank->n_sms = d->n_sms, d->rank->arch = d->arch;
     pthread_cond_broadcast(&g->changed);
     while (g->n_joined < tp * g->pp_size && !g->broken) group_nap(g);
     d->rank->waits = GROUP_RUNS;
@@ -4989,7 +5021,7 @@ static void group_join(toka_device *d) {
     else if (g->broken) {
         d->error.code = TOKA_E_DEVICE;
         snprintf(d->error.msg, sizeof d->error.msg, "GPU: %sthe ranks were told to end while they opened", d->where);
-    }
+    } else group_agree(d);
     pthread_mutex_unlock(&g->lock);
     if (!d->error.code) group_reach(d);
     d->meet.me = d->options.tp_rank, d->meet.n = tp, d->meet.over = g->over, d->meet.trace = g->trace + 2 * (d->rank - g->ranks);
@@ -7244,8 +7276,8 @@ static bool op_launches(toka_device *d, const char *op) { return op_begins(d, op
  * the most there can be.
  *
  * Tensor ranks meet by counts that their GPUs keep, so sums are in the graphs; the choice between graph and launches is the same
- * on all ranks of a stage, as it follows from the step. Messages of a pipeline, and what waits for other stages, lie before and
- * behind the graph.
+ * on all ranks of a stage, as it follows from the step and what they agreed on (group_agree). Messages of a pipeline, and what
+ * waits for other stages, lie before and behind the graph.
  *
  * What a graph gains: launches that lie closer, 40 to 50 us a step of 16 layers up to 512 rows and 100 from 768 on; and the host
  * is busy for 60 to 250 us a step instead of 500 to 800. NVIDIA H200, 2026-11-22, 1B, every other step a graph, us a step with and

@@ -574,7 +574,61 @@ static int most_captured(int n_slots, int max_tokens) {
     free(d);
     return most;
 }
+/* Tensor ranks with unlike numbers of kv heads, on unlike GPUs, make the same list of a step: one has a graph for it if the other has. Alone they
+ * would make another; graphs: one for which only one rank had a graph. */
+static void check_agreement(scene &s, bool graphs, const char *name) {
+    struct rank {
+        toka_shape shape;
+        toka_device d;
+        std::vector<char> up;
+    } ranks[2] = {};
+    toka_group *g = (toka_group *)calloc(1, sizeof *g);
+    host_step h(s, true, 7);
+    int launches[2][2], n_items[2][2]; /* [they have agreed][rank] */
+    bool same = true;
+    g->tp_size = 2, g->pp_size = 1;
+    for (int agreed = 0; agreed < 2; agreed++) {
+        for (int q = 0; q < 2; q++) {
+            rank &r = ranks[q];
+            r.shape = h.shape, r.shape.K = 3 - q, r.shape.H = r.shape.K * s.c.G;
+            r.d = toka_device{};
+            r.d.shape = &r.shape, r.d.n_sms = q ? 132 : 66, r.d.arch = 90, r.d.hopper = true, r.d.options.max_tokens = 512, r.d.options.tp_rank = q;
+            r.d.kv_layer = 1 << 20, r.d.group = g, r.d.rank = &g->ranks[q];
+            g->ranks[q].K = r.shape.K, g->ranks[q].n_sms = r.d.n_sms, g->ranks[q].arch = 90;
+            attn_plan_open(&r.d);
+            r.up.resize(attn_stage_bytes(&r.d) + 64);
+            r.d.up.host[0] = r.d.up.dev = (char *)(((uintptr_t)r.up.data() + 15) & ~(uintptr_t)15), r.d.up.cap = r.up.size() - 16;
+        }
+        for (rank &r : ranks) {
+            if (agreed) group_agree(&r.d);
+            attn_plan_step(&r.d, &h.step);
+            launches[agreed][&r - ranks] = attn_launches(r.d.attn), n_items[agreed][&r - ranks] = r.d.attn->n_items;
+            same &= !r.d.error.code;
+        }
+        const bool alike = n_items[agreed][0] == n_items[agreed][1] &&
+                           !memcmp(ranks[0].d.attn->items, ranks[1].d.attn->items, (size_t)n_items[agreed][0] * sizeof(attn_item));
+        same &= alike == (agreed == 1);
+        for (rank &r : ranks) attn_close(&r.d);
+    }
+    const bool one_has = (launches[0][0] <= GRAPH_ATTENTIONS) != (launches[0][1] <= GRAPH_ATTENTIONS);
+    gpu_check(same && launches[1][0] == launches[1][1] && (one_has || !graphs),
+              "ranks with 3 and 2 kv heads, %s: %d and %d launches, %d and %d items; where they agree %d and %d, %d and %d", name, launches[0][0],
+              launches[0][1], n_items[0][0], n_items[0][1], launches[1][0], launches[1][1], n_items[1][0], n_items[1][1]);
+    g->ranks[1].arch = 80;
+    for (rank &r : ranks) {
+        attn_plan_open(&r.d);
+        group_agree(&r.d);
+        gpu_check(r.d.error.code && strstr(r.d.error.msg, "9.0 and 8.0"), "tensor ranks of two kinds of GPU: %s", r.d.error.msg);
+        attn_close(&r.d);
+    }
+    free(g);
+}
 static void test_graphs() {
+    scene chain({64, 2, 2, 64, 0}), much({64, 2, 2, 64, 0});
+    add_chain(chain, 3, 10, 12, 787);
+    check_agreement(chain, true, "a chain of prefixes");
+    for (int i = 0; i < 60; i++) much.add(2000 + 100 * i, 1);
+    check_agreement(much, false, "long sequences");
     scene few({64, 2, 4, 64, 0}), tree({64, 2, 4, 64, 0});
     for (int n : {50, 30, 90, 17, 40}) few.add(n, 1);
     grow(tree, 2, 1, {}, 1, 12);

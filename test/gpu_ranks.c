@@ -386,7 +386,7 @@ static bool splits(const char *path, split at) {
     toka_shape s;
     toka_weights w;
     if (!strcmp(path, EIGHT)) return 8 % at.tp == 0 && at.pp <= 8;
-    if (!strcmp(path, WIDE)) return at.tp > 1 && 8 % at.tp == 0 && at.pp <= 2 && at.dp == 1;
+    if (!strcmp(path, WIDE)) return at.tp > 1 && at.pp <= 2 && at.dp == 1; /* of three ranks one has fewer kv heads */
     if (mf_open(&m, path, NULL, NULL, &e)) return false;
     mf_rank r = {.tp_size = at.tp, .pp_size = at.pp};
     bool ok = !mf_shard(&m->shape, &m->weights, &r, &a, &s, &w, &e);
