@@ -3944,7 +3944,7 @@ __device__ static inline float *attn_hub(const attn_hubs &hubs, int round) {
     return hubs.o + (round & 1) * (attn_both_shape::HUB / 4);
 }
 /* Quads of eight queries meet no bank twice. */
-__device__ static inline int attn_hub_at(int i, int c) { return i * 64 + (c ^ i % 8 * 8); }
+__device__ static inline int attn_hub_at(int i, int c) { return i * 64 + (c ^ (i & 7) * 8); }
 
 /* A warp of the shared part leaves its queries of the block's item number `round`. */
 __device__ static inline void attn_hub_put(const attn_args &a, const attn_item &it, const attn_rows &w, int h,
@@ -4073,13 +4073,16 @@ __device__ static inline void attn_own_end(const attn_args &a, const attn_own_ro
     float sum = quad_sum(l);
     mbar_wait(hubs.full + 8 * (row.round & 1), row.round >> 1 & 1);
     if (g >= a.G) return;
-    attn_exit e = attn_weigh(m, sum, hub[ATTN_BOTH_Q * 64 + i]);
+    /* attn_weigh without its logarithm and one of its divisions; m is a number, as a row sees its own position */
+    const float lse = hub[ATTN_BOTH_Q * 64 + i], top = fmaxf(m, lse);
+    const float w = ex2(m - top), w_old = ex2(lse - top), share = __fdividef(1, fmaf(sum, w, w_old));
+    const float own = w * share, old = w_old * share;
     bf16 *o = a.o + row.at + g * 64;
 #pragma unroll
     for (int c = 0; c < 8; c++) {
         int col = c * 8 + quad * 2;
-        float2 old = e.old > 0 ? *(const float2 *)(hub + attn_hub_at(i, col)) : float2{};
-        *(uint32_t *)(o + col) = pack_bf16(acc[4 * c] * e.own + e.old * old.x, acc[4 * c + 1] * e.own + e.old * old.y);
+        float2 state = old > 0 ? *(const float2 *)(hub + attn_hub_at(i, col)) : float2{};
+        *(uint32_t *)(o + col) = pack_bf16(acc[4 * c] * own + old * state.x, acc[4 * c + 1] * own + old * state.y);
     }
 #endif
 }
