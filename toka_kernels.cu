@@ -2772,6 +2772,7 @@ enum {
     ATTN_MIN_PART = 128, /* kv positions of a part of a small item, at least */
     ATTN_BOTH_ROWS = 32, ATTN_BOTH_Q = 128, /* rows and queries of an item of attn_both, at most */
     ATTN_BOTH_OWN = 1024,                   /* own positions of such a row, at most: a warp does them one behind the other */
+    ATTN_OWN_START = 24,                    /* what such a row takes beside them, in positions, roughly */
     ATTN_JOIN_START = 250, /* what it takes to merge parts of tiles at all, in kv positions */
     ATTN_WARPS = 16,     /* small items that an SM works on at a time, roughly */
     ATTN_GANG = 8,       /* warps of a gang at most, */
@@ -2809,7 +2810,12 @@ typedef struct attn_level {
 typedef struct attn_span { /* of a toka_span, for the time of planning */
     int level, page0, where;
     bool small, both;
+    int n_items; /* of attn_both, that the span leads */
 } attn_span;
+
+typedef struct attn_load { /* of a block, or of what it may do next, while planning */
+    int load, id;
+} attn_load;
 
 struct attn_plan {
     int K, n_sms;              /* kv heads and multiprocessors that work is cut for: see attn_agree */
@@ -2828,6 +2834,9 @@ struct attn_plan {
     int n_levels, n_items, n_merges, n_slots;
     int n_whole;                /* items to come, if none of them is cut: what is cut leaves room for them */
     int both0, n_both;          /* items of attn_both; behind them their rows' own */
+    attn_load *blocks, *round;  /* [n_sms] */
+    int grid, n_rounds;         /* of attn_both: */
+    const int *dev_jobs;        /* [n_rounds][grid] what each block does: item * K + kv head, or -1 at the end */
     attn_merge *merges;         /* [max_merges] this step's, on the host while planning ... */
     attn_item *items;           /* ... in d->up ... */
     const attn_item *dev_items; /* ... and on the device */
@@ -2872,7 +2881,9 @@ static void attn_plan_open(toka_device *d) {
     p->merges = (attn_merge *)malloc((size_t)p->max_merges * sizeof *p->merges);
     p->row_level = (uint16_t *)malloc((size_t)d->options.max_tokens * sizeof *p->row_level);
     p->row_span = (int *)malloc((size_t)d->options.max_tokens * sizeof *p->row_span);
-    if (!p->spans || !p->levels || !p->merges || !p->row_level || !p->row_span) abort();
+    p->blocks = (attn_load *)malloc((size_t)d->n_sms * sizeof *p->blocks);
+    p->round = (attn_load *)malloc((size_t)d->n_sms * sizeof *p->round);
+    if (!p->spans || !p->levels || !p->merges || !p->row_level || !p->row_span || !p->blocks || !p->round) abort();
 }
 
 /* Tensor ranks plan alike: for the most kv heads that one of them has, and the fewest multiprocessors. Else some would be a launch
@@ -2888,7 +2899,7 @@ static void attn_agree(toka_device *d, int K, int n_sms) {
 static void attn_close(toka_device *d) { /* host memory; the device's goes with all blocks */
     if (!d->attn) return;
     free(d->attn->spans), free(d->attn->levels), free(d->attn->merges), free(d->attn->maps);
-    free(d->attn->row_level), free(d->attn->row_span);
+    free(d->attn->row_level), free(d->attn->row_span), free(d->attn->blocks), free(d->attn->round);
     free(d->attn);
     d->attn = NULL;
 }
@@ -2897,6 +2908,7 @@ static void attn_close(toka_device *d) { /* host memory; the device's goes with 
 static size_t attn_stage_bytes(const toka_device *d) {
     const attn_plan *p = d->attn;
     size_t lists = (size_t)p->max_items * sizeof(attn_item) + (size_t)p->max_merges * sizeof(attn_merge);
+    if (p->has_both) lists += ((size_t)d->options.max_tokens * d->shape->K + (size_t)d->n_sms) * sizeof(int); /* a row an item */
     return lists + p->max_pages * sizeof(int) + 64;
 }
 
@@ -2959,8 +2971,8 @@ static void attn_plan_both(toka_device *d, const toka_step *s) {
     for (int i = 0; i < s->n_spans; i++) {
         attn_span *a = &p->spans[i];
         a->both = wanted && (attn_fits_both(d, s, i) || attn_alone(d, s, i));
-        if (a->both && a->small) n_few++;
-        else if (a->both) n_large += ceil_div(s->spans[i].n_rows, 1 << attn_both_log2_rows(p));
+        a->n_items = a->both ? ceil_div(s->spans[i].n_rows, 1 << attn_both_log2_rows(p)) : 0;
+        *(a->small ? &n_few : &n_large) += a->n_items;
     }
     bool any = n_large * p->K >= 2 * p->n_sms, few = any && n_few * 4 <= n_large;
     p->n_both = any ? n_large + few * n_few : 0;
@@ -2970,6 +2982,24 @@ static void attn_plan_both(toka_device *d, const toka_step *s) {
         a->both = a->both && (a->small ? few : any);
         for (int r = s->spans[i].row0; !(a->where & ATTN_TO_O) && r < s->spans[i].row0 + s->spans[i].n_rows; r++)
             p->spans[p->row_span[r]].both = a->both && p->row_level[r] == a->level + 2;
+    }
+}
+
+/* Is it a span that items of attn_both are made of, not that of a row which belongs to one of them? */
+static bool attn_leads_both(const attn_plan *p, int i) {
+    return p->spans[i].both && !((p->spans[i].where & ATTN_TO_O) && (p->spans[i].where & ATTN_SEED));
+}
+
+/* More items of attn_both, of fewer rows, until there is a job for every SM in the last round, too. */
+static void attn_plan_rounds(toka_device *d, const toka_step *s) {
+    attn_plan *p = d->attn;
+    auto rows = [&](int i) { return (float)s->spans[i].n_rows / (float)p->spans[i].n_items; };
+    while (p->n_both * d->shape->K % d->n_sms) {
+        int most = -1;
+        for (int i = 0; i < s->n_spans; i++)
+            if (!p->spans[i].small && attn_leads_both(p, i) && (most < 0 || rows(i) > rows(most))) most = i;
+        if (most < 0 || rows(most) < 2) return;
+        p->spans[most].n_items++, p->n_both++;
     }
 }
 
@@ -3135,22 +3165,17 @@ static void attn_plan_kind(toka_device *d, const toka_step *s, int level, bool s
     }
 }
 
-/* Is it a span that items of attn_both are made of, not that of a row which belongs to one of them? */
-static bool attn_leads_both(const attn_plan *p, int i) {
-    return p->spans[i].both && !((p->spans[i].where & ATTN_TO_O) && (p->spans[i].where & ATTN_SEED));
-}
-
 /* The items of attn_both, and then those of their rows. Rows by themselves, which take longest, come first: the shared part of
  * their items is empty. */
 static void attn_plan_both_items(toka_device *d, const toka_step *s) {
     attn_plan *p = d->attn;
-    int G = p->G, most = 1 << attn_both_log2_rows(p), own = p->n_both;
+    int G = p->G, own = p->n_both;
     p->both0 = p->n_items;
     for (int i = s->n_spans - 1; i >= 0 && p->n_both; i--) {
         const toka_span *sp = &s->spans[i];
         if (!attn_leads_both(p, i)) continue;
-        for (int row = sp->row0, end = row + sp->n_rows, n; row < end; row += n, own += n) {
-            n = min(most, end - row);
+        for (int row = sp->row0, n_items = p->spans[i].n_items, j = 0, n; j < n_items; row += n, own += n, j++) {
+            n = sp->row0 + (j + 1) * sp->n_rows / n_items - row;
             attn_item item = attn_item_of(d, s, i, row * G, n * G, row, row + n - 1);
             item.where |= own << ATTN_SLOT;
             if (item.where & ATTN_TO_O) item.kv1 = item.kv0, item.skip = 0;
@@ -3164,6 +3189,37 @@ static void attn_plan_both_items(toka_device *d, const toka_step *s) {
             attn_item item = attn_item_of(d, s, p->row_span[row], row * G, G, row, row);
             attn_add(p, &item);
         }
+    }
+}
+
+static int attn_by_load(const void *a, const void *b) {
+    const attn_load *x = (const attn_load *)a, *y = (const attn_load *)b;
+    return x->load != y->load ? (x->load < y->load ? -1 : 1) : x->id < y->id ? -1 : x->id > y->id;
+}
+/* Which block of attn_both does what: in each round one job, an item and a kv head; the longest of them go to the blocks that have
+ * done least so far. In their order the longest of 132 blocks had a tenth more to do than the mean, so it is 1 %. Items of a span
+ * stay together, for its K and V are in the cache then. */
+static void attn_plan_jobs(toka_device *d) {
+    attn_plan *p = d->attn;
+    const attn_item *items = p->items + p->both0;
+    int K = d->shape->K, n_jobs = p->n_both * K, *jobs;
+    p->grid = min(d->n_sms, n_jobs), p->n_rounds = n_jobs ? ceil_div(n_jobs, p->grid) : 0;
+    p->dev_jobs = (const int *)stage_room(&d->up, (size_t)p->grid * p->n_rounds * sizeof(int), (void **)&jobs);
+    for (int i = 0; i < p->grid; i++) p->blocks[i] = attn_load{0, i};
+    for (int first = 0, n; first < n_jobs; first += n, jobs += p->grid) {
+        n = min(p->grid, n_jobs - first);
+        for (int i = 0; i < n; i++) {
+            const attn_item *it = items + (first + i) / K, *own = items + (it->where >> ATTN_SLOT);
+            p->round[i] = attn_load{0, first + i};
+            if (i && (first + i) % K) p->round[i].load = p->round[i - 1].load;
+            else
+                for (int r = 0; r < it->nq / p->G; r++)
+                    p->round[i].load -= own[r].kv1 - own[r].kv0 - own[r].skip + ATTN_OWN_START;
+        }
+        qsort(p->round, (size_t)n, sizeof *p->round, attn_by_load);
+        qsort(p->blocks, (size_t)p->grid, sizeof *p->blocks, attn_by_load);
+        for (int i = 0; i < p->grid; i++) jobs[p->blocks[i].id] = i < n ? p->round[i].id : -1;
+        for (int i = 0; i < n; i++) p->blocks[i].load -= p->round[i].load; /* it is below 0 */
     }
 }
 
@@ -3188,6 +3244,7 @@ static void attn_plan_step(toka_device *d, const toka_step *s) {
     assert(s->n_spans <= p->max_spans && s->T <= d->options.max_tokens);
     attn_plan_levels(d, s);
     attn_plan_both(d, s);
+    attn_plan_rounds(d, s);
     if (!attn_plan_pages(d, s)) return;
     p->dev_items = (const attn_item *)stage_room(&d->up, (size_t)p->max_items * sizeof *p->items, (void **)&p->items);
     p->n_items = p->n_merges = 0, p->n_whole = p->n_both;
@@ -3205,7 +3262,10 @@ static void attn_plan_step(toka_device *d, const toka_step *s) {
     attn_plan_both_items(d, s);
     d->up.used -= (size_t)(p->max_items - min(p->n_items, p->max_items)) * sizeof *p->items;
     p->dev_merges = (const attn_merge *)stage_put(&d->up, p->merges, (size_t)p->n_merges * sizeof *p->merges);
-    if (p->n_items <= p->max_items) return;
+    if (p->n_items <= p->max_items) {
+        attn_plan_jobs(d);
+        return;
+    }
     d->error.code = TOKA_E_DEVICE;
     snprintf(d->error.msg, sizeof d->error.msg, "GPU: attention: the step has %d items of work, there is room for %d",
              p->n_items, p->max_items);
@@ -3912,8 +3972,8 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
 /* ---- A shared prefix and what its rows have of their own, in one block, on Hopper; D = 64 ----
  * In: items (n of them, then the own items of their rows, one a row), each 128 queries at most of 1 << log2_rows rows at most
  * against a span that all of them see, or of one row against none; the next and last span of each row is its own. Out: o. Grid: a
- * block an SM, which takes every gridDim'th pair of item and kv head. One warp feeds two warpgroups with the shared K and V as in
- * attn_wg; seven warps take own parts, as in attn_small, row by row as they come free. Bytes: K and V of the own positions; FLOPs:
+ * block an SM, which takes the pairs of item and kv head that attn_plan_jobs gave it. One warp feeds two warpgroups with the
+ * shared K and V as in attn_wg; seven warps take own parts, as in attn_small, row by row as they come free. Bytes: K and V of the own positions; FLOPs:
  * 4 * 128 * 64 * shared positions. Why: the shared part is bound by the tensor cores, own parts by the bytes, so side by side both
  * cost what the longer one costs alone. And the state between them never leaves the SM: it waits in shared memory (a hub) until
  * the row's own sums are done. Measured on an H200 (`gpu_attn bench samples`: 8,192 samples of eight prompts, 675 positions
@@ -3987,6 +4047,14 @@ __device__ static inline void attn_hub_put_none(const attn_item &it, const attn_
 #endif
 }
 
+/* What the blocks do, round by round (attn_plan.dev_jobs). */
+typedef struct attn_jobs {
+    const int *all;
+    int n_rounds;
+    __device__ inline int at(int round) const { return all[round * gridDim.x + blockIdx.x]; }
+    __device__ inline int rounds() const { return n_rounds - (at(n_rounds - 1) < 0); } /* of this block */
+} attn_jobs;
+
 /* Positions of the tile of own positions that begins with t. All lie in one page. */
 __device__ static inline int attn_own_tile(const attn_args &a, int t, int end) {
     return min(min((int)ATTN_OWN_TOK, end - t), (1 << a.log2_B) - (t & (1 << a.log2_B) - 1));
@@ -3998,7 +4066,8 @@ __device__ static inline int attn_own_tile(const attn_args &a, int t, int end) {
 struct attn_own_feed {
     const attn_args &a;
     const CUtensorMap *map;
-    int n_jobs, log2_rows; /* pairs of item and kv head; rows of an item, at most */
+    attn_jobs jobs;
+    int n_rounds, log2_rows; /* of this block; rows of an item, at most */
     int *tickets;          /* of the block */
     attn_own_row *drawn;   /* [4] in shared memory */
     uint32_t ring, full;
@@ -4011,8 +4080,8 @@ struct attn_own_feed {
             int ticket = __shfl_sync(~0u, lane ? 0 : atomicAdd(tickets, 1), 0);
             int n = ticket >> log2_rows, r = ticket & (1 << log2_rows) - 1;
             if (n != round) {
-                int job = blockIdx.x + n * gridDim.x;
-                if (job >= n_jobs) return false;
+                if (n >= n_rounds) return false;
+                int job = jobs.at(n);
                 const attn_item &it = a.items[job / a.K];
                 round = n, h = job % a.K, own = it.where >> ATTN_SLOT, nq = it.nq;
             }
@@ -4103,7 +4172,6 @@ __device__ static inline void attn_hubs_leave(const attn_hubs &hubs, int &left, 
 __device__ static inline void attn_own_work(attn_own_feed &feed, const attn_hubs &hubs, bf16 *ring) {
 #if HOPPER
     const attn_args &a = feed.a;
-    const int n_hubs = (feed.n_jobs - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
     int left = 0;
     for (int i = 0; i < ATTN_OWN_STAGES; i++) feed.ask();
     for (int k = 0, used = 0; k < feed.n_drawn; k++) {
@@ -4129,24 +4197,25 @@ __device__ static inline void attn_own_work(attn_own_feed &feed, const attn_hubs
         attn_own_end(a, row, acc, m[0], l[0], hubs);
         if (k + 1 == feed.n_drawn || feed.drawn[(k + 1) % 4].round > row.round) attn_hubs_leave(hubs, left, row.round + 1);
     }
-    attn_hubs_leave(hubs, left, n_hubs);
+    attn_hubs_leave(hubs, left, feed.n_rounds);
 #endif
 }
 
 /* The two warpgroups and the warp that feeds them go through the block's items. */
-template <class Work> __device__ static inline void attn_both_items(const attn_args &a, int n, const Work &work) {
-    for (int j = blockIdx.x, tiles = 0, round = 0; j < n * a.K; j += gridDim.x, round++) {
-        const attn_item &it = a.items[j / a.K];
+template <class Work> __device__ static inline void attn_both_items(const attn_args &a, const attn_jobs &jobs, const Work &work) {
+    for (int round = 0, tiles = 0, n_rounds = jobs.rounds(); round < n_rounds; round++) {
+        const int job = jobs.at(round);
+        const attn_item &it = a.items[job / a.K];
         constexpr int N = attn_both_shape::N;
         int first = attn_first(a, it, N), n_tiles = (it.kv1 - first + N - 1) / N;
-        work(it, j % a.K, first, n_tiles, tiles, round);
+        work(it, job % a.K, first, n_tiles, tiles, round);
         tiles += n_tiles;
     }
 }
 
 __global__ static void __launch_bounds__(attn_both_shape::THREADS, 1)
-    attn_both(const __grid_constant__ attn_args a, int n, int log2_rows, const __grid_constant__ CUtensorMap shared_map,
-              const __grid_constant__ CUtensorMap own_map) {
+    attn_both(const __grid_constant__ attn_args a, const attn_jobs jobs, int log2_rows,
+              const __grid_constant__ CUtensorMap shared_map, const __grid_constant__ CUtensorMap own_map) {
 #if HOPPER
     typedef attn_both_shape shape;
     constexpr int WGS = shape::WGS, N = shape::N, STAGES = shape::STAGES, OWN = ATTN_OWN_STAGES * ATTN_OWN_WARPS;
@@ -4169,7 +4238,7 @@ __global__ static void __launch_bounds__(attn_both_shape::THREADS, 1)
     grid_wait();
     if (role == 1 || role == 2) {
         regs_give<112>();
-        attn_both_items(a, n, [&](const attn_item &it, int h, int first, int n_tiles, int before, int round) {
+        attn_both_items(a, jobs, [&](const attn_item &it, int h, int first, int n_tiles, int before, int round) {
             if (!n_tiles) return attn_hub_put_none(it, hubs, round);
             auto put = [&](const attn_rows &w, const float(&acc)[32]) { attn_hub_put(a, it, w, h, acc, hubs, round); };
             attn_wg_work<64, WGS, N, STAGES>(a, it, h, role - 1, first, n_tiles, before, qs, full_k, attn_smem, put);
@@ -4179,11 +4248,11 @@ __global__ static void __launch_bounds__(attn_both_shape::THREADS, 1)
         regs_take<144>();
         int own = warp < 4 ? warp - 1 : warp - 9; /* warps 1, 2, 3 and 12 .. 15 */
         char *ring = attn_smem + shape::OWN_AT + own * shape::OWN_RING;
-        attn_own_feed feed = {a, &own_map, n * a.K, log2_rows, &tickets, drawn[max(own, 0)], smem_at(ring),
+        attn_own_feed feed = {a, &own_map, jobs, jobs.rounds(), log2_rows, &tickets, drawn[max(own, 0)], smem_at(ring),
                               own_full + 8 * ATTN_OWN_STAGES * own, -1};
         if (own >= 0) attn_own_work(feed, hubs, (bf16 *)ring);
         if (warp == 0)
-            attn_both_items(a, n, [&](const attn_item &it, int h, int first, int n_tiles, int before, int) {
+            attn_both_items(a, jobs, [&](const attn_item &it, int h, int first, int n_tiles, int before, int) {
                 attn_wg_feed<64, WGS, N, STAGES>(a, &shared_map, it, h, first, n_tiles, before, qs + shape::shared::Q, full_k);
             });
     }
@@ -4353,9 +4422,8 @@ static void attention(toka_device *d, int layer, const bf16 *q, bf16 *o) {
     if (!p->n_both) return;
     const CUtensorMap *map = p->maps + ATTN_MAPS * layer;
     a.items = p->dev_items + p->both0;
-    launch_dependent(d, "attention", attn_both, dim3((unsigned)min(d->n_sms, p->n_both * a.K)), attn_both_shape::THREADS,
-                     attn_both_shape::BYTES, 1, a, p->n_both, attn_both_log2_rows(p), map[ATTN_MAP_64],
-                     map[ATTN_MAP_OWN]);
+    launch_dependent(d, "attention", attn_both, dim3((unsigned)p->grid), attn_both_shape::THREADS, attn_both_shape::BYTES, 1, a,
+                     attn_jobs{p->dev_jobs, p->n_rounds}, attn_both_log2_rows(p), map[ATTN_MAP_64], map[ATTN_MAP_OWN]);
 }
 
 /* ===========================================================================

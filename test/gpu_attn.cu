@@ -466,6 +466,26 @@ struct list_check {
                 now++, item(own), leave(own.q0, own.nq, own.where), now--;
             }
         }
+        if (p->n_both) jobs();
+    }
+    void jobs() { /* each item and kv head once, and no block has more to do than another by more than what the largest is */
+        const int K = h.shape.K, n = p->n_both * K;
+        std::vector<char> had((size_t)n, 0);
+        std::vector<int> load((size_t)p->grid, 0);
+        int most = 0, all = 0;
+        for (int i = 0; i < p->grid * p->n_rounds; i++) {
+            const int job = p->dev_jobs[i];
+            bad += job < -1 || job >= n || (job < 0 && i < p->grid * (p->n_rounds - 1)); /* only the last round has gaps */
+            if (job < 0 || job >= n || had[job]++) continue;
+            const attn_item *items = p->items + p->both0, &it = items[job / K];
+            int work = 0;
+            for (int r = 0; r < it.nq * K / h.shape.H; r++) {
+                const attn_item &own = items[(it.where >> ATTN_SLOT) + r];
+                work += own.kv1 - own.kv0 - own.skip + ATTN_OWN_START;
+            }
+            load[i % p->grid] += work, most = std::max(most, work), all++;
+        }
+        bad += all != n || *std::max_element(load.begin(), load.end()) - *std::min_element(load.begin(), load.end()) > most;
     }
 };
 static void check_list(scene &s, bool share, bool hopper, bool want_parts, const char *name, bool want_both = false,
