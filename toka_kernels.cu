@@ -1375,8 +1375,8 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  * Warpgroups 1 and 2 multiply: 64 rows each, BN/2 float32 accumulators a thread.
  *
  *   ring of stages in shared memory, each [128 rows of x][64] and [BN rows of W][64], 128-byte swizzle
- *     full[s]   2 arrivals (expect_tx of W's and x's bytes) and the bytes;  waited for by both consumers
- *     empty[s]  one arrival per consumer warpgroup and CTA of the pair;     waited for by the producers
+ *     full[s]   2 arrivals (expect_tx of W's and x's bytes) and the bytes;  waited for by the consumers
+ *     empty[s]  one arrival per warpgroup that read it and CTA of the pair; waited for by the producers
  *   behind the ring: staging of the output, 16 rows per warp, so that each of the 8 warps stores (and for EPI_RESIDUAL has
  *   loaded) its own rows by TMA and waits for no other warp: res[w]
  *
@@ -1384,6 +1384,13 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  * CTAs shares W's rows, each loads half of them into both. Units go down `group` rows of units, then right, so that a wave's
  * part of x and W stays in L2. The ring runs on across tiles: while the consumers are in the epilogue, the next tile's stages
  * fill.
+ *
+ * PINGPONG: warpgroups 1 and 2 take tiles by turns, all 128 rows of each: BN float32 accumulators a thread, two products of 64
+ * rows a step of 16 columns of K. While one is in the epilogue, the other multiplies at the rate of both.
+ *
+ *   fetched     tile 0 | tile 1 | tile 2 | tile 3 ...      one order of stages; each reads its own tiles' and skips the others'
+ *   warpgroup 1 products end      products end
+ *   warpgroup 2          products end      products ...    begin when the other has asked for its last: named barriers 2, 3
  *
  * SPLIT > 1: few tiles. The CTAs of a cluster share one tile and each takes a part of K; then each gets BN/SPLIT columns of all
  * partial sums from the others' registers, adds them in order of K and runs the epilogue on them. One unit per cluster.
@@ -1397,21 +1404,27 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  * last epilogue and its store. torch.mm's (cuBLAS) time over ours, test/bench_peers.py, 73 shapes with M >= 512: geometric mean
  * 0.98; above 600 TFLOP/s both are held by the card's power. H200, 2026-11-22: 0.99; the fused QKV, RoPE and pages included, 0.90
  * (1B, M = 512) to 1.04 of the bare product. One shape repeated gives +-5 %, and 12 % where the run lasts (70B gate_up, M = 8192).
+ * Ping-pong beside the best of the others, H200, 2026-11-22, us: gate_up of Qwen2.5-0.5B, M = 1024 27.3 (29.1), 4096 98.1 (106.5),
+ * 8192 188.7 (203.6); of the 1B model 51.2 (48.8, M = 512), 350.0 (361.6, 4096), 695 (713, 8192); its LM head, plain, 695 (711,
+ * 1024). Mostly it is power that bounds them then: what is read counts, so BN 192 is 4 to 5 % faster than 128, mc 2 than 1.
  *
  * Retired: releasing a stage of the peer by mbarrier.arrive.release.cluster: a fence of the whole GPU each time, pairs twice as
  * slow. Three stages and 64 KB of staging at BN 256: 1,090 clocks a block, 1,265 in pairs. y of EPI_RESIDUAL as stages of the
- * ring: behind the last block it is waited for 2,400 clocks, ahead of the first it delays x. Sums exchanged by
- * st.shared::cluster between cluster barriers: 3.4 us, by bulk copies 1.4, by st.async now 0.9 (parts of 128 columns). One
- * producer thread for all loads: each takes it 150 to 240 clocks. W of QKV in the model's order, tiles of 1.5 heads fetched as
- * six quarters of heads by three warps: 150 to 260 clocks more a block than one box of rows that lie by turns. Warpgroup 1 held
- * one or two blocks behind warpgroup 0, to overlap epilogues: nothing gained. For o of the 1B model at M = 512 (H200, 9.6 us):
- * two CTAs a multiprocessor, so that the next kernel's W is fetched beside this one, 12.3 (its four stages hold 1.2 us of the
- * way from L2, of which the products keep two); each column of tiles from another block of K on, 12.8 (CTAs no longer ask for
- * the same lines together); x shared by two tiles side by side, 10.4; the rest of W or x fetched into L2 ahead, 12.4 and 10.1;
- * descriptors fetched ahead, 9.6 to 10.0. Sums pass from CTA to CTA while the next columns are multiplied: not tried, 96 KB a
- * CTA take longer than the products (12 KB take 1.3 us). Norms without a kernel also for many rows, as chapter 4 has it for few
- * (EPI_RESIDUAL leaves y w, too, and squares; SwiGLU and QKV scale): 8,192 samples of the 1B model 0.2 % faster, 512 1 % slower,
- * 128 3.6 %: staging each tile twice takes as long as the norm, which is launched before the kernel ahead has ended.
+ * ring: behind the last block it is waited for 2,400 clocks, ahead of the first it delays x. Sums exchanged by st.shared::cluster
+ * between cluster barriers: 3.4 us, by bulk copies 1.4, by st.async now 0.9 (parts of 128 columns). One producer thread for all
+ * loads: each takes it 150 to 240 clocks. W of QKV in the model's order, tiles of 1.5 heads fetched as six quarters of heads by
+ * three warps: 150 to 260 clocks more a block than one box of rows that lie by turns. Warpgroup 1 held one or two blocks behind
+ * warpgroup 0, to overlap epilogues: nothing gained. Ping-pong for EPI_RESIDUAL: 1 to 8 % slower than BN 256, for QKV at BN 128 4
+ * to 6 % (192 has no registers for it), for the LM head with sampling, BN 192 and groups of 48 ids (chapter 11), 0 to 3 % faster
+ * at K = 2048, but 10 to 12 % slower at K = 896 (H200): there one's epilogue outlasts the other's products. For o of the 1B model
+ * at M = 512 (H200, 9.6 us): two CTAs a multiprocessor, so that the next kernel's W is fetched beside this one, 12.3 (its four
+ * stages hold 1.2 us of the way from L2, of which the products keep two); each column of tiles from another block of K on, 12.8
+ * (CTAs no longer ask for the same lines together); x shared by two tiles side by side, 10.4; the rest of W or x fetched into L2
+ * ahead, 12.4 and 10.1; descriptors fetched ahead, 9.6 to 10.0. Sums pass from CTA to CTA while the next columns are multiplied:
+ * not tried, 96 KB a CTA take longer than the products (12 KB take 1.3 us). Norms without a kernel also for many rows, as chapter
+ * 4 has it for few (EPI_RESIDUAL leaves y w, too, and squares; SwiGLU and QKV scale): 8,192 samples of the 1B model 0.2 % faster,
+ * 512 1 % slower, 128 3.6 %: staging each tile twice takes as long as the norm, which is launched before the kernel ahead has
+ * ended.
  * =========================================================================== */
 
 struct gemm_job { /* what the kernel is told */
@@ -1507,6 +1520,8 @@ template <int C> __device__ static inline void gemm_add_bias(float (&acc)[C / 2]
  *        begin<C>    runs in the middle of a tile's products: not before, its loads would delay the first stages; epilogues that
  *                    hold something have a later<C>, too, which may wait for what begin<C> has asked for
  *        run<C>      takes the accumulators of C columns; all 32 lanes come, also where rows or columns are beyond the edge
+ *                    ping-pong: begin<C>, later<C> and run<C> come one after the other behind the products, for each half of a
+ *                    tile: the other warpgroup's products hide them
  *        ---- */
 
 struct epi_store { /* y = acc + bias */
@@ -1854,6 +1869,10 @@ struct gemm_ring {
 template <int STAGES> __device__ static inline void gemm_next(gemm_ring &r) {
     if (++r.s == STAGES) r.s = 0, r.parity ^= 1;
 }
+template <int STAGES> __device__ static inline void gemm_skip(gemm_ring &r, int n) { /* n stages that are the other's */
+    unsigned to = (unsigned)(r.s + n);
+    r.s = (int)(to % STAGES), r.parity ^= (int)(to / STAGES & 1);
+}
 
 /* ---- The producers: one thread each of two warps of warpgroup 0 ---- */
 
@@ -1900,28 +1919,42 @@ __device__ static inline void gemm_release(const gemm_cta &c, int s) {
     } else if (tid < 2) mbar_arrive_remote_read(c.empty + 8 * s, c.part * 2 + tid);
 }
 
-/* The products of one tile. */
-template <class EPI, int BN, int C, int STAGES>
-__device__ static inline void gemm_multiply(float (&acc)[BN / 2], const gemm_cta &c, gemm_ring &r, int group, const gemm_tile &t,
-                                            gemm_held<EPI, C> &h, const typename EPI::params &p) {
+template <class EPI, int C>
+__device__ static inline void gemm_begin(const gemm_tile &t, gemm_held<EPI, C> &h, const gemm_cta &c,
+                                         const typename EPI::params &p) {
+    if constexpr (gemm_holds<EPI, C>) EPI::template begin<C>(t, h, p);
+    else EPI::template begin<C>(t, c.map.y, p);
+}
+template <class EPI, int C>
+__device__ static inline void gemm_later(const gemm_tile &t, gemm_held<EPI, C> &h, const typename EPI::params &p) {
+    if constexpr (gemm_holds<EPI, C>) EPI::template later<C>(t, h, p);
+}
+
+/* The products of unit u's tile: of 64 rows (H 1) or 128 (H 2, ping-pong). The stages are read in their order also by two
+ * warpgroups with a tile each: one begins when the other has asked for its last products, which are still under way. Were it to
+ * wait for a stage sooner, it could take the last phase but one, which has the same parity, for its own. */
+template <class EPI, int BN, int C, int STAGES, int H>
+__device__ static inline void gemm_multiply(float (&acc)[H][BN / 2], const gemm_cta &c, gemm_ring &r, int group, int u,
+                                            const gemm_tile &t, gemm_held<EPI, C> &h, const typename EPI::params &p) {
     constexpr int stage_bytes = (128 + BN) * 128;
     int last = 0;
     /* zeros, and not a first product that does not add: ptxas before 12.9 takes what the epilogue left in acc for its input
      * (C7515) */
 #pragma unroll
-    for (int i = 0; i < BN / 2; i++) acc[i] = 0;
+    for (int i = 0; i < H * (BN / 2); i++) acc[i / (BN / 2)][i % (BN / 2)] = 0;
+    if (H == 2 && u != c.first) named_sync(2 + group, 256);
     for (int k = 0; k < c.n_k; k++) {
         mbar_wait(c.full + 8 * r.s, r.parity);
         uint32_t stage = c.ring + r.s * stage_bytes;
-        uint64_t a = wgmma_desc(stage + group * 64 * 128), b = wgmma_desc(stage + 128 * 128);
+        uint64_t a = wgmma_desc(stage + (H == 1 ? group * 64 * 128 : 0)), b = wgmma_desc(stage + 128 * 128);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; i++) wgmma_ss<BN>(acc, a + 2 * i, b + 2 * i, 1);
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int half = 0; half < H; half++) wgmma_ss<BN>(acc[half], a + half * (64 * 128 / 16) + 2 * i, b + 2 * i, 1);
         wgmma_commit();
-        if constexpr (gemm_holds<EPI, C>) {
-            if (k == c.n_k / 2) EPI::template begin<C>(t, h, p);
-            if (k == c.n_k * 3 / 4) EPI::template later<C>(t, h, p);
-        } else if (k == c.n_k / 2) EPI::template begin<C>(t, c.map.y, p);
+        if (H == 1 && k == c.n_k / 2) gemm_begin<EPI, C>(t, h, c, p);
+        if (H == 1 && k == c.n_k * 3 / 4) gemm_later<EPI, C>(t, h, p);
         if (k) {
             wgmma_wait<1>();
             gemm_release(c, last);
@@ -1929,8 +1962,10 @@ __device__ static inline void gemm_multiply(float (&acc)[BN / 2], const gemm_cta
         last = r.s;
         gemm_next<STAGES>(r);
     }
+    if (H == 2 && u + c.stride < c.units) named_arrive(3 - group, 256);
     wgmma_wait<0>();
-    wgmma_keep(acc);
+#pragma unroll
+    for (int half = 0; half < H; half++) wgmma_keep(acc[half]);
     gemm_release(c, last);
 }
 
@@ -1971,34 +2006,42 @@ __device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&su
     }
 }
 
-template <class EPI, int C>
-__device__ static inline void gemm_end(float (&acc)[C / 2], const gemm_tile &t, gemm_held<EPI, C> &h, const gemm_cta &c,
+/* What becomes of a tile's accumulators; two halves use the same staging one after the other. */
+template <class EPI, int C, int H>
+__device__ static inline void gemm_end(float (&acc)[H][C / 2], gemm_tile &t, gemm_held<EPI, C> &h, const gemm_cta &c,
                                        const typename EPI::params &p) {
-    if constexpr (gemm_holds<EPI, C>) EPI::template run<C>(acc, t, h, p);
-    else EPI::template run<C>(acc, t, c.map.y, p);
+#pragma unroll
+    for (int half = 0; half < H; half++) {
+        if (half) t.row0 += 64, t.turn++;
+        if (H == 2) gemm_begin<EPI, C>(t, h, c, p), gemm_later<EPI, C>(t, h, p);
+        if constexpr (gemm_holds<EPI, C>) EPI::template run<C>(acc[half], t, h, p);
+        else EPI::template run<C>(acc[half], t, c.map.y, p);
+    }
 }
 
 /* All units of one warpgroup. */
-template <class EPI, int BN, int SPLIT>
+template <class EPI, int BN, int SPLIT, bool PINGPONG>
 __device__ static inline void gemm_consume(const gemm_cta &c, int group, const typename EPI::params &p) {
-    constexpr int C = BN / SPLIT;
+    constexpr int C = BN / SPLIT, H = PINGPONG ? 2 : 1;
     typedef gemm_smem<BN, SPLIT, EPI::out(C)> L;
     int warp = threadIdx.x / 32 - 4;
     gemm_ring r = {0, 0};
     uint32_t out = c.ring + L::out_at + warp * (L::out_bytes / 8);
     gemm_tile t = {c.j.M, c.j.N, 0, 0, (int)threadIdx.x & 31, out, c.res + 8 * warp, 0};
+    if (PINGPONG && group) gemm_skip<L::stages>(r, c.n_k);
     grid_wait();
-    for (int u = c.first; u < c.units; u += c.stride, t.turn++) {
-        float acc[BN / 2];
+    for (int u = c.first + (PINGPONG ? group * c.stride : 0); u < c.units; u += H * c.stride, t.turn++) {
+        float acc[H][BN / 2];
         gemm_unit at = gemm_unit_at(c, u);
-        t.row0 = at.m * 128 + warp * 16, t.col0 = at.n * BN + c.part * C;
+        t.row0 = at.m * 128 + (PINGPONG ? warp & 3 : warp) * 16, t.col0 = at.n * BN + c.part * C;
         gemm_held<EPI, C> h;
-        gemm_multiply<EPI, BN, C, L::stages>(acc, c, r, group, t, h, p);
-        if constexpr (SPLIT == 1) gemm_end<EPI, C>(acc, t, h, c, p);
+        gemm_multiply<EPI, BN, C, L::stages, H>(acc, c, r, group, u, t, h, p);
+        if (PINGPONG) gemm_skip<L::stages>(r, c.n_k);
+        if constexpr (SPLIT == 1) gemm_end<EPI, C, H>(acc, t, h, c, p);
         else {
-            float sum[C / 2];
-            gemm_reduce<BN, SPLIT>(acc, sum, c, c.ring + L::sums_at, group);
-            gemm_end<EPI, C>(sum, t, h, c, p);
+            float sum[1][C / 2];
+            gemm_reduce<BN, SPLIT>(acc[0], sum[0], c, c.ring + L::sums_at, group);
+            gemm_end<EPI, C, 1>(sum, t, h, c, p);
         }
     }
     if (t.lane == 0) {
@@ -2009,7 +2052,7 @@ __device__ static inline void gemm_consume(const gemm_cta &c, int group, const t
 }
 #endif
 
-template <class EPI, int BN, int SPLIT>
+template <class EPI, int BN, int SPLIT, bool PINGPONG = false>
 __global__ void __launch_bounds__(384, 1)
 gemm_kernel(const __grid_constant__ CUtensorMap mx, const __grid_constant__ CUtensorMap mw,
             const __grid_constant__ CUtensorMap my, const __grid_constant__ gemm_job j,
@@ -2024,7 +2067,7 @@ gemm_kernel(const __grid_constant__ CUtensorMap mx, const __grid_constant__ CUte
     gemm_cta c = {j, {&mx, &mw, &my}, ring, full, empty, sums, sums + 16, part, rank - part * j.mc, k0, n_k,
                   (int)blockIdx.x / per_cluster, (int)gridDim.x / per_cluster, j.units_m * j.tiles_n};
     if (threadIdx.x == 0) {
-        for (int s = 0; s < L::stages; s++) mbar_init(full + 8 * s, 2), mbar_init(empty + 8 * s, 2 * j.mc);
+        for (int s = 0; s < L::stages; s++) mbar_init(full + 8 * s, 2), mbar_init(empty + 8 * s, (PINGPONG ? 1 : 2) * j.mc);
         for (int w = 0; w < 8; w++) mbar_init(c.res + 8 * w, 1);
         for (int g = 0; g < 2 && SPLIT > 1; g++) mbar_init(sums + 8 * g, 1), mbar_expect_tx(sums + 8 * g, L::sum_bytes / 2);
         mbar_init_fence();
@@ -2043,7 +2086,7 @@ gemm_kernel(const __grid_constant__ CUtensorMap mx, const __grid_constant__ CUte
         __syncwarp();
     } else {
         regs_take<232>();
-        gemm_consume<EPI, BN, SPLIT>(c, warp / 4 - 1, p);
+        gemm_consume<EPI, BN, SPLIT, PINGPONG>(c, warp / 4 - 1, p);
     }
     if (per_cluster > 1) cluster_meet(); /* nobody leaves while a peer reads from it or tells it something */
 #else
@@ -2057,13 +2100,16 @@ enum { GEMM_QKV64 = EPI_LOGITS + 1, GEMM_QKV128, GEMM_SCATTER }; /* kinds of epi
 
 typedef struct gemm_variant {
     int kind, bn, split;
+    bool pingpong;
     int out, smem; /* staged columns; bytes */
     const void *kernel;
 } gemm_variant;
 
-#define GEMM_VARIANT(kind, EPI, BN, SPLIT)                                                                                    \
-    {kind, BN, SPLIT, EPI::out(BN / SPLIT),                                                                              \
-     gemm_smem<BN, SPLIT, EPI::out(BN / SPLIT)>::bytes, (const void *)gemm_kernel<EPI, BN, SPLIT>}
+#define GEMM_INSTANCE(kind, EPI, BN, SPLIT, PINGPONG)                                                                         \
+    {kind, BN, SPLIT, PINGPONG, EPI::out(BN / SPLIT), gemm_smem<BN, SPLIT, EPI::out(BN / SPLIT)>::bytes,                      \
+     (const void *)gemm_kernel<EPI, BN, SPLIT, PINGPONG>}
+#define GEMM_VARIANT(kind, EPI, BN, SPLIT) GEMM_INSTANCE(kind, EPI, BN, SPLIT, false)
+#define GEMM_PINGPONG(kind, EPI, BN) GEMM_INSTANCE(kind, EPI, BN, 1, true)
 static const gemm_variant gemm_variants[] = {
     GEMM_VARIANT(EPI_STORE, epi_store, 64, 1),        GEMM_VARIANT(EPI_STORE, epi_store, 64, 2),
     GEMM_VARIANT(EPI_STORE, epi_store, 96, 1),        GEMM_VARIANT(EPI_STORE, epi_store, 128, 1),
@@ -2086,6 +2132,8 @@ static const gemm_variant gemm_variants[] = {
     GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 192, 1),  GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 256, 1),
     GEMM_VARIANT(GEMM_SCATTER, epi_scatter, 128, 1),  GEMM_VARIANT(GEMM_SCATTER, epi_scatter, 192, 1),
     GEMM_VARIANT(GEMM_SCATTER, epi_scatter, 256, 1),
+    GEMM_PINGPONG(EPI_STORE, epi_store, 192),         GEMM_PINGPONG(EPI_SWIGLU, epi_swiglu, 160),
+    GEMM_PINGPONG(EPI_SWIGLU, epi_swiglu, 192),
 };
 enum { N_GEMM_VARIANTS = sizeof gemm_variants / sizeof *gemm_variants };
 
@@ -2096,17 +2144,19 @@ typedef struct gemm_plan {
 
 /* Estimated clocks of a variant. Constants from sweeps of all variants over the shapes of `toka bench ops` on an H100 and an H200
  * (test/gpu_gemm.cu sweep): a block of K costs 4 BN clocks of tensor core and about 45 of waiting, or the time L2 needs for it, or
- * that of 64 bytes a clock into a multiprocessor; with a long K the CTAs that read the same rows drift apart, so L2 gives less,
- * and over several waves a shared W pays. A tile ends in an epilogue, a split one in the exchange of sums, and every wave of split
- * ones starts from an empty ring. */
+ * that of 64 bytes a clock into a multiprocessor; with a long K the CTAs that read the same rows drift apart, so L2 gives less.
+ * Over several waves a shared W pays. A tile ends in an epilogue, the last of ping-pong alone is seen, a split one in the exchange
+ * of sums, and every wave of split ones starts from an empty ring. */
 static double gemm_cost(const toka_device *d, const gemm_variant *v, int mc, int M, int N, int K) {
     int per_cluster = mc * v->split, units = ceil_div(M, 128 * mc) * ceil_div(N, v->bn);
     int at_once = per_cluster == 4 ? d->n_quads : d->n_sms / per_cluster, waves = ceil_div(units, at_once);
     double ctas = (double)min(units, at_once) * per_cluster, k = ceil_div(ceil_div(K, 64), v->split);
-    double math = 4.0 * v->bn + 45, l2 = (128.0 + v->bn / mc) * 128 * ctas / (K >= 4096 ? 6154 : 8192), port = (128.0 + v->bn) * 2;
-    double block = l2 > math ? l2 : math, tile = k * (block > port ? block : port) + 1500 + 4 * v->bn;
-    if (v->split > 1) tile += 1000 + 31 * v->bn;
-    return waves * tile * (mc == 1 && waves > 1 && K >= 4096 ? 1.05 : 1) + (mc == 2 ? 300 : 0);
+    double math = 4.0 * v->bn + 45, port = (128.0 + v->bn) * 2, bytes = (128.0 + v->bn / mc) * 128 * ctas;
+    double l2 = bytes / (K >= 4096 ? 6154 : 8192), block = l2 > math ? l2 : math, end = 1500 + (v->pingpong ? 8 : 4) * v->bn;
+    if (block < port) block = port;
+    if (mc == 1 && waves > 1 && K >= 4096) block *= 1.05;
+    if (v->split > 1) end += 1000 + 31 * v->bn;
+    return waves * k * block + (v->pingpong ? 1 : waves) * end + (mc == 2 ? 300 : 0);
 }
 
 /* Whether QK-norm can follow. */

@@ -133,8 +133,9 @@ struct gemm_case {
 static std::string case_name(const gemm_case &c, const gemm_plan &p) {
     static const char *const kinds[] = {"store", "residual", "swiglu", "logits", "qkv64", "qkv128", "scatter"};
     char s[200];
-    snprintf(s, sizeof s, "%s M %d N %d K %d%s%s: BN %d split %d mc %d group %d", kinds[c.kind], c.M, c.N, c.K,
-             c.bias ? " bias" : "", c.norm ? " norm" : "", p.v ? p.v->bn : 0, p.v ? p.v->split : 0, p.mc, p.group);
+    snprintf(s, sizeof s, "%s M %d N %d K %d%s%s: %sBN %d split %d mc %d group %d", kinds[c.kind], c.M, c.N, c.K,
+             c.bias ? " bias" : "", c.norm ? " norm" : "", p.v && p.v->pingpong ? "ping-pong " : "", p.v ? p.v->bn : 0,
+             p.v ? p.v->split : 0, p.mc, p.group);
     return s;
 }
 static int case_cols(const gemm_case &c) { return c.kind == EPI_SWIGLU ? c.N / 2 : c.N; }
@@ -265,10 +266,12 @@ static void test_case(toka_device *d, const gemm_case &c) {
 
 /* ---- The tests ---- */
 
-/* Every instance, with and without a cluster, at shapes whose edges cut tiles, blocks of K and panels. */
+/* Every instance, with and without a cluster, at shapes whose edges cut tiles, blocks of K and panels; in the last two a CTA has
+ * several tiles, of one block of K and of more. */
 static void test_variants(toka_device *d, const std::vector<int> &rows) { /* only shapes of so many rows; none given: all */
     static const int shapes[][3] = {{1, 128, 64},   {17, 256, 200},   {127, 384, 896}, {128, 128, 1024}, {129, 640, 72},
-                                    {257, 896, 520}, {385, 1152, 256}, {513, 2176, 648}, {1025, 3072, 1024}};
+                                    {257, 896, 520}, {385, 1152, 256}, {513, 2176, 648}, {1025, 3072, 1024},
+                                    {257, 16384, 64}, {1025, 8192, 264}};
     for (const gemm_variant &v : gemm_variants)
         for (const int *s : shapes)
             for (int mc = 1; mc <= 2; mc++) {
@@ -449,15 +452,29 @@ static void sweep(toka_device *d) {
         for (int M : bench_M) {
             if (!bench_has(r, M)) continue;
             bench_data b(r, M);
-            gemm_plan pick = gemm_pick(d, r.kind, M, r.N, r.K, false);
+            gemm_plan pick = gemm_pick(d, r.kind, M, r.N, r.K, false), best = pick;
+            double least[N_GEMM_VARIANTS][2] = {}, all = 0; /* of three turns: the card's clock falls while it works */
+            for (int turn = 0; turn < 3; turn++)
+                for (int i = 0; i < N_GEMM_VARIANTS; i++)
+                    for (int mc = 1; mc <= 2; mc++) {
+                        const gemm_variant &v = gemm_variants[i];
+                        if (v.kind != r.kind || mc * v.split > 4 || (v.split > 1 && M > 1024)) continue;
+                        usleep(20000);
+                        double us = b.us(d, {&v, mc, 8}), &to = least[i][mc - 1];
+                        if (!to || us < to) to = us;
+                        if (!all || us < all) all = us, best = {&v, mc, 8};
+                    }
             printf("%s %s N %d K %d M %d:", r.model, r.gemm, r.N, r.K, M);
-            for (const gemm_variant &v : gemm_variants)
-                for (int mc = 1; mc <= 2; mc++) {
-                    if (v.kind != r.kind || mc * v.split > 4 || (v.split > 1 && M > 1024)) continue;
-                    double us = b.us(d, {&v, mc, 8});
-                    printf(" %s%d/%d/%d=%.2f", pick.v == &v && pick.mc == mc ? "*" : "", v.bn, v.split, mc, us);
-                }
-            for (int group = 2; group <= 32 && M >= 4096; group *= 2) printf(" group %d=%.2f", group, b.us(d, {pick.v, pick.mc, group}));
+            for (int i = 0; i < 2 * N_GEMM_VARIANTS; i++) {
+                const gemm_variant &v = gemm_variants[i / 2];
+                if (!least[i / 2][i % 2]) continue;
+                printf(" %s%d%s/%d/%d=%.2f", pick.v == &v && pick.mc == i % 2 + 1 ? "*" : "", v.bn, v.pingpong ? "pp" : "", v.split,
+                       i % 2 + 1, least[i / 2][i % 2]);
+            }
+            for (int group = 2; group <= 32 && M >= 4096; group *= 2) {
+                usleep(20000);
+                printf(" group %d=%.2f", group, b.us(d, {best.v, best.mc, group}));
+            }
             if (b.D) printf(" apart=%.2f%s", b.us(d, pick, true), gemm_qkv_pays(d, M, &b.W[0], &b.qkv) ? "" : "*");
             printf("\n");
             fflush(stdout);

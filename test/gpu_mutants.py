@@ -91,6 +91,8 @@ MUTANTS = [
            ("residual: the first half's other row", "pack_bf16(v[2 * i] + bf16_low(r[i]), v[2 * i + 1] + bf16_high(`r[i]`))", "r[i ^ 1]", "residual "),
            ("the last group of tiles is as high as the others", "n = gemm_divide(i, height, `left < j.group ? j.per_last : j.per_height`)",
             "j.per_height", "M 257 .*group 8"),
+           ("ping-pong: x of the upper half for both", "wgmma_ss<BN>(acc[half], a + `half * (64 * 128 / 16)` + 2 * i,", "0", "ping-pong "),
+           ("ping-pong: the lower half ends a piece of 16 rows too high", "if (half) t.row0 += `64`, t.turn++;", "48", "ping-pong "),
            ("split: sums of the neighbour", "to[3] += q == part ? v[3] : __uint_as_float(`other.w`);", "other.z", "split [24]"),
            ("swiglu: the gate of the neighbour", "pack_bf16(one(v[0], v[4]), one(`v[1]`, v[5]))", "v[0]", "swiglu "),
            ("scatter: a share's first rows go to the rank before", "const int q = `t.row0 / p.share`;", "max(t.row0 - 16, 0) / p.share", "scatter "),
