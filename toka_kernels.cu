@@ -2145,8 +2145,8 @@ typedef struct gemm_plan {
 /* Estimated clocks of a variant. Constants from sweeps of all variants over the shapes of `toka bench ops` on an H100 and an H200
  * (test/gpu_gemm.cu sweep): a block of K costs 4 BN clocks of tensor core and about 45 of waiting, or the time L2 needs for it, or
  * that of 64 bytes a clock into a multiprocessor; with a long K the CTAs that read the same rows drift apart, so L2 gives less.
- * Over several waves a shared W pays. A tile ends in an epilogue, the last of ping-pong alone is seen, a split one in the exchange
- * of sums, and every wave of split ones starts from an empty ring. */
+ * Over several waves the card's power holds all, of which bytes from L2 take a part, too. A tile ends in an epilogue, the last of
+ * ping-pong alone is seen, a split one in the exchange of sums, and every wave of split ones starts from an empty ring. */
 static double gemm_cost(const toka_device *d, const gemm_variant *v, int mc, int M, int N, int K) {
     int per_cluster = mc * v->split, units = ceil_div(M, 128 * mc) * ceil_div(N, v->bn);
     int at_once = per_cluster == 4 ? d->n_quads : d->n_sms / per_cluster, waves = ceil_div(units, at_once);
@@ -2154,7 +2154,7 @@ static double gemm_cost(const toka_device *d, const gemm_variant *v, int mc, int
     double math = 4.0 * v->bn + 45, port = (128.0 + v->bn) * 2, bytes = (128.0 + v->bn / mc) * 128 * ctas;
     double l2 = bytes / (K >= 4096 ? 6154 : 8192), block = l2 > math ? l2 : math, end = 1500 + (v->pingpong ? 8 : 4) * v->bn;
     if (block < port) block = port;
-    if (mc == 1 && waves > 1 && K >= 4096) block *= 1.05;
+    if (waves > 1) block += 0.3 * bytes / 8192;
     if (v->split > 1) end += 1000 + 31 * v->bn;
     return waves * k * block + (v->pingpong ? 1 : waves) * end + (mc == 2 ? 300 : 0);
 }
