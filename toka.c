@@ -13117,7 +13117,7 @@ static const char *http_reason(int status) {
         int status;
         const char *reason;
     } all[] = {{100, "Continue"}, {200, "OK"}, {204, "No Content"}, {400, "Bad Request"}, {401, "Unauthorized"},
-               {404, "Not Found"}, {405, "Method Not Allowed"}, {408, "Request Timeout"}, {409, "Conflict"},
+               {403, "Forbidden"}, {404, "Not Found"}, {405, "Method Not Allowed"}, {408, "Request Timeout"}, {409, "Conflict"},
                {413, "Content Too Large"}, {414, "URI Too Long"}, {415, "Unsupported Media Type"}, {417, "Expectation Failed"},
                {429, "Too Many Requests"}, {431, "Request Header Fields Too Large"}, {500, "Internal Server Error"},
                {501, "Not Implemented"}, {503, "Service Unavailable"}, {505, "HTTP Version Not Supported"},
@@ -13443,6 +13443,8 @@ static bool api_is_news(buf *seen, str name, buf *shown) {
     enum { MOST_BYTES = 4096 };
     buf entry = {0};
     json_put_str(shown, str_sub(name, 0, MIN(name.n, (size_t)100)));
+    for (char *c = shown->p; (c = strchr(c, 0xC2)) != NULL; c++) /* U+0080 .. U+009F would steer a terminal, as in fail() */
+        if ((unsigned char)c[1] < 0xA0) c[0] = c[1] = '?';
     buf_printf(&entry, "\n%s\n", shown->p); /* a JSON text has no line feed */
     bool news = seen->n < MOST_BYTES && str_find(buf_view(seen), buf_view(&entry), 0) < 0;
     if (news) buf_str(seen, buf_view(&entry));
@@ -17818,6 +17820,14 @@ static void srv_options_reply(srv_call *c) {
     buf_c(&c->reply.headers, "\r\nAccess-Control-Max-Age: 600\r\n");
 }
 
+/* Sent by a page of somebody else, as browsers say: it could read no answer, but what it asks for would be done. Programs do not
+ * send this header. */
+static bool srv_is_foreign(const srv_call *c) {
+    str site = http_find(c->req, "sec-fetch-site");
+    bool changes = c->req->method == HTTP_POST || c->req->method == HTTP_DELETE;
+    return changes && site.n && !http_same(site, "same-origin") && !http_same(site, "none") && !c->origin.n;
+}
+
 /* Looks at a head whose body is still to come. True: c->reply has an answer already. */
 static bool srv_check(srv *s, srv_call *c) {
     http_request *r = c->req;
@@ -17831,6 +17841,7 @@ static bool srv_check(srv *s, srv_call *c) {
     c->route = srv_find_route(r);
     if (!c->route && !str_is(r->path, "*")) return srv_error(c, 404, "there is nothing at %.*s", STRF(r->path)), true;
     if (r->method == HTTP_OPTIONS) return srv_options_reply(c), true;
+    if (srv_is_foreign(c)) return srv_error(c, 403, "pages come here only from the origins of --allowed-origins"), true;
     if (!c->route->open && !srv_allowed(s->o, r)) return srv_error(c, 401, "no API key, or one that is not valid here"), true;
     if (c->route->methods && !(c->route->methods >> r->method & 1)) {
         srv_error(c, 405, "%s is not answered to this method", c->route->path);
