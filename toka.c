@@ -17635,6 +17635,7 @@ static void srv_continue(srv_call *c, str records, bool last) {
     if (chunked && last) http_put_last_chunk(&made);
     buf_free(&text);
     if (made.n || last) c->reply.status = 200, srv_publish(c, &made, last);
+    buf_free(&made);
 }
 
 /* ---- Other handlers of workers ---- */

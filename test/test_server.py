@@ -158,6 +158,17 @@ def test_http_1_0(server):
         assert "transfer-encoding" not in a.headers and texts(a.body)[1] and c.closed()
 
 
+def test_http_1_0_stream_with_nothing_to_say():
+    """Text that might begin a stop string waits. Nothing is kept of the times when there was none (the sanitizers look)."""
+    body = json.dumps({"prompt": "Tom", "max_tokens": 60, "allowed_token_ids": [5], "ignore_eos": True, "stop": '"' * 100 + "x", "stream": True})
+    with Server() as s:
+        with s.connect() as c:
+            c.send(f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n{body}")
+            a = c.answer()
+            assert a.status == 200 and texts(a.body) == ({0: '"' * 60}, True)
+        assert s.stop() == 0
+
+
 def test_every_split_of_a_request(server):
     body = json.dumps(small(1))
     request = raw_post(body, "Content-Type: application/json\r\n")
