@@ -14442,7 +14442,11 @@ static int api_tokenize(api_call *c, const api_body *b, buf *out, toka_err *e) {
 static int api_detokenize(api_call *c, const api_body *b, buf *out, toka_err *e) {
     ids v = {0};
     int code = b->tokens ? api_id_list(b->tokens, "tokens", &v, e) : API_BAD("tokens: missing");
+    size_t bytes = 0; /* an id of two bytes may be a text of hundreds */
     if (!code) code = pub_need_tokenizer(c->m->t, e);
+    for (size_t i = 0; i < v.n && !code; i++) bytes += v.p[i] < c->m->t->tok->n_ids ? c->m->t->tok->text[v.p[i]].n : 0;
+    if (bytes > c->m->limits.max_bytes)
+        code = API_BAD("tokens: their text has %zu bytes, at most %zu are given", bytes, c->m->limits.max_bytes);
     toka_err why;
     if (!code && tok_decode(c->m->t->tok, v.p, v.n, 0, &c->shown, &why)) code = API_BAD("tokens: %.400s", why.msg);
     if (!code) {

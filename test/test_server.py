@@ -234,6 +234,9 @@ def test_bodies_too_long():
         assert s.post("/v1/completions", small(1)).status == 200
         a = s.post("/v1/completions", {"prompt": "x" * 2000})
         assert a.status == 413 and "--max-body-bytes" in a.error()["message"]
+        for n, status in ((100, 200), (600, 400)):  # a few ids may be a long text
+            a = s.post("/detokenize", {"tokens": [0] * n})
+            assert a.status == status and (status == 200 or a.error()["message"] == "tokens: their text has 10200 bytes, at most 2000 are given")
         with s.connect() as c:
             c.send("POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
             c.send("400\r\n" + "x" * 1024 + "\r\n3d1\r\n")
