@@ -13127,9 +13127,10 @@ static const char *http_reason(int status) {
     return "Unknown";
 }
 
-/* "Sun, 06 Nov 1994 08:49:37 GMT"; unix: seconds since 1970. */
+/* "Sun, 06 Nov 1994 08:49:37 GMT"; unix: seconds since 1970; a clock that is set before that shows its beginning. */
 static void http_put_date(buf *b, int64_t unix_s) {
     static const char days[] = "ThuFriSatSunMonTueWed", months[] = "JanFebMarAprMayJunJulAugSepOctNovDec";
+    unix_s = MAX(unix_s, (int64_t)0);
     int64_t day = unix_s / 86400, z = day + 719468; /* days since 0000-03-01, so that a leap day ends a year; eras of 400 years */
     int64_t era = z / 146097, doe = z - era * 146097, yoe = (doe - doe / 1460 + doe / 36524 - doe / 146096) / 365;
     int64_t doy = doe - (365 * yoe + yoe / 4 - yoe / 100), mp = (5 * doy + 2) / 153, month = mp < 10 ? mp + 2 : mp - 10;
@@ -16166,7 +16167,7 @@ static void fb_load(fb_store *s, const char *name) {
     s->unread_batch |= !good && !file;
     char us[17] = {0};
     memcpy(us, strpbrk(id.z, "-_") + 1, 16);
-    s->last_us = MAX(s->last_us, (int64_t)(strtoull(us, NULL, 16) & INT64_MAX));
+    s->last_us = MAX(s->last_us, (int64_t)(strtoull(us, NULL, 16) & INT64_MAX >> 1)); /* room to count on from any */
     if (read) os_unmap(text);
     arena_free(&a), buf_free(&path);
 }

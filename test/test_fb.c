@@ -501,8 +501,11 @@ static void fb_test_leftovers(void) {
     fb_close(f.s);
     fbt_write(&f, "batch_00000000000000090000000000000000.json", "{\"id\":"); /* it alone knows whose results these are */
     fbt_write(&f, "file-000000000000000a0000000000000000", "{\"whole\":1}\n");
+    fbt_write(&f, "file-7fffffffffffffff0000000000000000", "x"); /* made by a clock that was far ahead: times after it are counted on */
+    fbt_write(&f, "file-7fffffffffffffff0000000000000000.json", "{\"purpose\":\"batch\",\"filename\":\"late\"}");
     fbt_open(&f);
     CHECK(fbt_there(&f, "file-000000000000000a0000000000000000"));
+    for (int i = 0; i < 2; i++) CHECK(strcmp(id = fbt_upload(&f, "batch", "x"), "file-2") > 0 && strcmp(id, "file-8") < 0);
     fbt_free(&f);
 }
 

@@ -208,6 +208,10 @@ static void test_http_dates(void) {
         CHECK_MSG(str_is(buf_view(&b), want), "%s, expected %s", b.p, want);
         buf_free(&b);
     }
+    buf b = {0};
+    http_put_date(&b, -86400 * 3 - 1); /* a clock that nobody set */
+    CHECK(str_is(buf_view(&b), "Thu, 01 Jan 1970 00:00:00 GMT"));
+    buf_free(&b);
 }
 
 static void test_http_answers(void) {
