@@ -42,7 +42,7 @@
  *                      gemm_mma_kernel       any M, any card              arithmetic   about 60 % of wgmma's rate (H100)
  *   RoPE, KV append    in gemm_kernel, gemm_thin_kernel (D 64, 128), rope_kernel else  copy  not measured
  *   attention, decode  attn_small, attn_gang <= 16 queries, Hopper        K, V bytes   84 % (64 x 4,096) to 100 % (2,048 x 900)
- *   samples of prompts attn_both             D 64, Hopper                 K, V bytes   83 % (8,192 of 88 own, 675 shared)
+ *   samples of prompts attn_both             D 64, Hopper                 K, V bytes   84 % (8,192 of 88 own, 675 shared)
  *   prefill, shared    attn_wg               D 64, 96, 128, Hopper        arithmetic   465, 526 TFLOP/s at 16k (cuDNN 437, 571)
  *   all of it          attn_mma              any D, any card              either       prefill half of attn_wg (H100)
  *   parts of it        attn_join             split K and V                copy         not measured
@@ -4023,17 +4023,19 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
  * In: items (n of them, then the own items of their rows, one a row), each 128 queries at most of 1 << log2_rows rows at most
  * against a span that all of them see, or of one row against none; the next and last span of each row is its own. Out: o. Grid: a
  * block an SM, which takes the pairs of item and kv head that attn_plan_jobs gave it. One warp feeds two warpgroups with the
- * shared K and V as in attn_wg; seven warps take own parts, as in attn_small, row by row as they come free. Bytes: K and V of the own positions; FLOPs:
- * 4 * 128 * 64 * shared positions. Why: the shared part is bound by the tensor cores, own parts by the bytes, so side by side both
- * cost what the longer one costs alone. And the state between them never leaves the SM: it waits in shared memory (a hub) until
- * the row's own sums are done. Measured on an H200 (`gpu_attn bench samples`: 8,192 samples of eight prompts, 675 positions
- * shared, 88 on average of their own): 409 us, where attn_wg takes 168 and attn_small 464 behind it; 380 of a job's 29 prompts.
- * Own parts leave the cache first; if not, it is 431: 391 without the shared part, 402 without the own parts' products, 380 with
- * neither, 320 without reading. A warp of own parts has few rows under way, so what it does between tiles counts: of its time it
- * waits for bytes 15 %, asks for rows and tiles 27 %, computes 34 %, ends rows 11 %. Retired: own parts by copies of 8, 16 or 32
- * positions, up to 7 too many at both ends, one of K and one of V: 463; in loops over pieces of 8, three divisions a row and six
- * warps: 541; every fourth row to each of four warps, and one hub: 652. Rows that share little as launches of their own: 448 where
- * it was 414 (29 prompts). A row looked up, or its queries read, while the one before it is worked on: no gain. */
+ * shared K and V as in attn_wg; seven warps take own parts, as in attn_small, row by row as they come free. Bytes: K and V of the
+ * own positions; FLOPs: 4 * 128 * 64 * shared positions. Why: the shared part is bound by the tensor cores, own parts by the
+ * bytes, so side by side both cost what the longer one costs alone. And the state between them never leaves the SM: it waits in
+ * shared memory (a hub) until the row's own sums are done. Measured on an H200 (`gpu_attn bench samples`: 8,192 samples of eight
+ * prompts, 675 positions shared, 88 on average of their own): 403 us, where attn_wg takes 168 and attn_small 464 behind it; 374
+ * of a job's 29 prompts. Own parts leave the cache first; if not, it is 431: 391 without the shared part, 402 without the own
+ * parts' products, 380 with neither, 320 without reading. A warp of own parts has few rows under way, so what it does between
+ * tiles counts: of its time it waits for bytes 15 %, asks for rows and tiles 27 %, computes 34 %, ends rows 11 %. Retired: own
+ * parts by copies of 8, 16 or 32 positions, up to 7 too many at both ends, one of K and one of V: 463; in loops over pieces of 8,
+ * three divisions a row and six warps: 541; every fourth row to each of four warps, and one hub: 652. Rows that share little as
+ * launches of their own: 448 where it was 414 (29 prompts). Jobs as they come to the blocks in turn: 406 and 379; a row's end by
+ * attn_weigh, too: 408 and 382. A row looked up, or its queries read, while the one before it is worked on, or O transposed for
+ * half the products: no gain. */
 enum { ATTN_OWN_TOK = 32, ATTN_OWN_STAGES = 2, ATTN_OWN_WARPS = 7 };
 struct attn_both_shape {
     static constexpr int WGS = 2, N = 64, STAGES = 2, THREADS = 512;
