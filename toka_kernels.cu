@@ -36,7 +36,7 @@
  *   copies of pages    copy_pages_kernel     any                          copy         not measured
  *   embed              embed_kernel          any                          copy         not measured
  *   norms              rmsnorm_kernel        any E; up to 8 rows: GEMMs   copy         not measured
- *   qkv, o, gate_up,   gemm_kernel           M > 64, Hopper               arithmetic   1.00x cuBLAS over 73 shapes, M >= 512
+ *   qkv, o, gate_up,   gemm_kernel           M > 64, Hopper               arithmetic   1.04x cuBLAS over 61 shapes, M >= 512
  *   down, logits       gemm_few_kernel       M <= 64, Hopper              W's bytes    M = 64: 80 % (1B gate_up), 37 % (1B o)
  *                      gemm_thin_kernel      M <= 16, any card            W's bytes    M = 1: 97 % (8B down), 60 % (1B o)
  *                      gemm_mma_kernel       any M, any card              arithmetic   about 60 % of wgmma's rate (H100)
@@ -48,7 +48,7 @@
  *   parts of it        attn_join             split K and V                copy         not measured
  *   sums over ranks    one_shot_kernel, two_shot_kernel                   links        285 GB/s of two H200's 450; 6.2 us at least
  *     of many rows     gemm_kernel with epi_scatter, sum_norm_kernel      links        255 GB/s for the half not behind products
- *   LM head, sampling  gemm_kernel with epi_sample, samp_reduce_kernel    arithmetic   1.06 to 1.17x of cuBLAS's GEMM alone
+ *   LM head, sampling  gemm_kernel with epi_sample, samp_reduce_kernel    arithmetic   1.04 to 1.17x of cuBLAS's GEMM alone
  *   filtered rows      samp_filter_kernel, samp_blocks_kernel             either       top_p: 0.23 ms for a row, 1.8 ms for 1,024
  *
  * CONTENTS (build.sh checks it against the banners)
@@ -1401,9 +1401,10 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  *
  * Measured on an H100, 2026-11-21, clocks per block of K: BN 128 505 to 530 (tensor cores alone 512), BN 256 1,020 to 1,040
  * (1,024). A launch costs about 3 us around that: 0.6 until the kernel ahead is seen to have ended, 1.2 for the first x, the
- * last epilogue and its store. torch.mm's (cuBLAS) time over ours, test/bench_peers.py, 73 shapes with M >= 512: geometric mean
- * 0.98; above 600 TFLOP/s both are held by the card's power. H200, 2026-11-22: 0.99; the fused QKV, RoPE and pages included, 0.90
- * (1B, M = 512) to 1.04 of the bare product. One shape repeated gives +-5 %, and 12 % where the run lasts (70B gate_up, M = 8192).
+ * last epilogue and its store. torch.mm's (cuBLAS) time over ours, test/bench_peers.py, M >= 512, geometric mean of 61 bare
+ * products: 1.04 on an H200, 2026-11-23, least 0.957; with RoPE and pages or a residual behind them 0.865 (1B QKV, M = 512) to
+ * 1.08 of the bare product. Above 600 TFLOP/s both are held by the card's power. One shape repeated gives +-5 %, and 12 % where
+ * the run lasts (70B gate_up, M = 8192).
  * Ping-pong beside the best of the others, H200, 2026-11-22, us: gate_up of Qwen2.5-0.5B, M = 1024 27.3 (29.1), 4096 98.1 (106.5),
  * 8192 188.7 (203.6); of the 1B model 51.2 (48.8, M = 512), 350.0 (361.6, 4096), 695 (713, 8192); its LM head, plain, 695 (711,
  * 1024). Mostly it is power that bounds them then: what is read counts, so BN 192 is 4 to 5 % faster than 128, mc 2 than 1.
