@@ -2809,8 +2809,9 @@ static void gemm(toka_device *d, const gemm_args *a) {
  *
  * Few items do not fill the GPU: then kv ranges are cut (split-KV), the parts go to part_o and part_lse and one merge per row
  * follows in the same level. The length of a part follows from the sum of kv positions in the level alone. Where no small item
- * of a level needs more than ATTN_GANG short parts (attn_gang_part), and some need two, gangs work on them on Hopper: a block
- * for each item, a warp for each part, and they meet there.
+ * of a level needs more than attn_gang_most short parts (attn_gang_part), and some need two, gangs work on them on Hopper: a block
+ * for each item, a warp for each part, and they meet there. Where few rows share prefixes, as the samples of a few prompts, a
+ * gang does them with their own parts and all that they share (attn_plan_kin): one launch instead of two or three a level.
  *
  * What is expected of the spans: for each row they come in rising kv0, and of two spans that share a row the earlier one has all
  * rows of the later one (a tree of intervals). Cost: O(spans + rows + pages in use); 8,192 sequences with a shared prefix: 0.15 to
@@ -2826,10 +2827,13 @@ enum {
     ATTN_OWN_START = 24,                    /* what such a row takes beside them, in positions, roughly */
     ATTN_JOIN_START = 250, /* what it takes to merge parts of tiles at all, in kv positions */
     ATTN_WARPS = 16,     /* small items that an SM works on at a time, roughly */
-    ATTN_GANG = 8,       /* warps of a gang at most, */
-    ATTN_GANG_PART = 64, /* and kv positions for each, at least */
+    ATTN_GANG_PART = 64, /* kv positions of a part of a gang, at least */
+    ATTN_KIN = 6,        /* rows of kin at most: each has a part at least */
     ATTN_EARLY_ROWS = 8, /* of a step whose K and V are fetched early, at most */
 };
+
+/* Warps of a gang at most: what shared memory (D <= 64) or registers allow. */
+__host__ __device__ static constexpr int attn_gang_most(int D) { return D <= 64 ? 14 : 12; }
 
 /* A layer's tensor maps, by rows of the box; OWN: attn_open_own_map. */
 enum { ATTN_MAP_8, ATTN_MAP_16, ATTN_MAP_32, ATTN_MAP_64, ATTN_MAP_OWN, ATTN_MAPS };
@@ -2860,6 +2864,7 @@ typedef struct attn_level {
 
 typedef struct attn_span { /* of a toka_span, for the time of planning */
     int level, page0, where;
+    int parent; /* the span before it of its rows, -1: none */
     bool small, both;
     int n_items; /* of attn_both, that the span leads */
 } attn_span;
@@ -2884,6 +2889,9 @@ struct attn_plan {
     int *row_span;              /* [max_tokens] the last span of the row */
     int n_levels, n_items, n_merges, n_slots;
     int n_whole;                /* items to come, if none of them is cut: what is cut leaves room for them */
+    int64_t kin_work;           /* kv positions that kin read, times kv heads, at most: beyond, others are faster */
+    int both_least;             /* rows of attn_both, times kv heads, from which on it is taken */
+    bool kin;                   /* the step is done by gangs of kin */
     int both0, n_both;          /* items of attn_both; behind them their rows' own */
     attn_load *blocks, *round;  /* [n_sms] */
     int grid, n_rounds;         /* of attn_both: */
@@ -2911,6 +2919,8 @@ static void attn_sizes(const toka_device *d, attn_plan *p) {
     /* about twice what attn_small_part and attn_tile_part aim at; beyond, ranges stay whole */
     p->max_slots = p->n_sms * (ATTN_WARPS + p->tile_q / ATTN_SMALL_Q) * 3 / 2 / p->K + 64;
     p->max_merges = 2 * p->max_slots;
+    p->kin_work = (int64_t)p->n_sms * (sh->D <= 64 ? 2400 : 1200);
+    p->both_least = p->n_sms * 12;
     /* Levels of all rows, at most: a span that chapter 17 shares saves more than merge_tok positions for each of its R rows, so
      * where r rows leave a chain of them behind g positions, r g > merge_tok R; then the sum of R is at most
      * T sqrt(max_len / merge_tok). */
@@ -2971,6 +2981,7 @@ static void attn_plan_levels(toka_device *d, const toka_step *s) {
     for (int i = 0; i < s->n_spans; i++) {
         const toka_span *sp = &s->spans[i];
         int level = p->row_level[sp->row0];
+        p->spans[i].parent = level ? p->row_span[sp->row0] : -1;
         for (int r = sp->row0; r < sp->row0 + sp->n_rows; r++) {
             assert(p->row_level[r] == level);
             p->row_level[r] = (uint16_t)(level + 1), p->row_span[r] = i;
@@ -3012,11 +3023,11 @@ static bool attn_alone(const toka_device *d, const toka_step *s, int i) {
     return s->spans[i].n_rows == 1 && d->attn->row_level[s->spans[i].row0] == 1 && s->spans[i].n_kv <= ATTN_BOTH_OWN;
 }
 
-/* Which spans attn_both does: all that it can, if they make two items for every SM and no layer has a window. A few rows that
+/* Which spans attn_both does: all that it can, if there are rows enough for every SM and no layer has a window. A few rows that
  * share little or nothing ride along: for themselves they would cost a launch or four more. */
 static void attn_plan_both(toka_device *d, const toka_step *s) {
     attn_plan *p = d->attn;
-    int n_large = 0, n_few = 0; /* items */
+    int n_large = 0, n_few = 0, rows = 0; /* items; rows of large ones */
     bool wanted = p->has_both;
     for (int i = 0; i < d->shape->L && d->layers; i++) wanted = wanted && !d->layers[i].window;
     for (int i = 0; i < s->n_spans; i++) {
@@ -3024,8 +3035,9 @@ static void attn_plan_both(toka_device *d, const toka_step *s) {
         a->both = wanted && (attn_fits_both(d, s, i) || attn_alone(d, s, i));
         a->n_items = a->both ? ceil_div(s->spans[i].n_rows, 1 << attn_both_log2_rows(p)) : 0;
         *(a->small ? &n_few : &n_large) += a->n_items;
+        rows += a->both && !a->small ? s->spans[i].n_rows : 0;
     }
-    bool any = n_large * p->K >= 2 * p->n_sms, few = any && n_few * 4 <= n_large;
+    bool any = rows * p->K >= p->both_least, few = any && n_few * 4 <= n_large;
     p->n_both = any ? n_large + few * n_few : 0;
     for (int i = 0; i < s->n_spans; i++) {
         attn_span *a = &p->spans[i];
@@ -3121,24 +3133,27 @@ static void attn_emit_parts(attn_plan *p, attn_level *l, const attn_item *item, 
  * where parts that all SMs share, and attn_join, take 9 and 17. */
 static int attn_gang_part(const toka_device *d, int64_t kv_positions, int n, int most) {
     const attn_plan *p = d->attn;
-    int B = d->shape->B, longest = d->shape->D <= 64 ? 128 : 64;
+    int B = d->shape->B, longest = d->shape->D <= 64 ? 128 : 64, warps = attn_gang_most(d->shape->D);
     int part = (int)(kv_positions * p->K / (p->n_sms * ATTN_WARPS));
     part = max(max((int)ATTN_GANG_PART, B), ceil_div(min(part, longest), B) * B);
-    if (n * p->K <= p->n_sms) part = max(part, ceil_div(ceil_div(most, ATTN_GANG), B) * B);
-    bool fits = part <= longest && most > part && most <= part * ATTN_GANG && n <= p->max_merges - p->n_merges;
-    return p->hopper && fits && n * ATTN_GANG <= p->max_items - p->n_items - (p->n_whole - n) ? part : 0;
+    if (n * p->K <= p->n_sms) part = max(part, ceil_div(ceil_div(most, warps), B) * B);
+    bool fits = part <= longest && most > part && most <= part * warps && n <= p->max_merges - p->n_merges;
+    return p->hopper && fits && n * warps <= p->max_items - p->n_items - (p->n_whole - n) ? part : 0;
 }
-static void attn_emit_gang(const toka_device *d, attn_level *l, const attn_item *item, int part) {
+static void attn_emit_gang_parts(const toka_device *d, const attn_item *item, int part) {
     attn_plan *p = d->attn;
-    int n = max(1, ceil_div(item->kv1 - item->kv0, part));
-    p->merges[p->n_merges++] = attn_merge{item->q0, item->nq, p->n_items - l->small0, n, item->where};
-    l->n_gangs++, l->gang_warps = max(l->gang_warps, n);
-    for (int i = 0; i < n; i++) {
+    for (int i = 0, n = max(1, ceil_div(item->kv1 - item->kv0, part)); i < n; i++) {
         attn_item *a = &p->items[p->n_items++];
         *a = *item;
         a->kv0 = item->kv0 + i * part, a->kv1 = min(a->kv0 + part, item->kv1), a->skip = i ? 0 : item->skip;
         a->page0 = item->page0 + i * (part / d->shape->B);
     }
+}
+/* The gang of what was emitted from `first` on. */
+static void attn_emit_gang(attn_plan *p, attn_level *l, int first, int q0, int nq, int where) {
+    const int n = p->n_items - first;
+    p->merges[p->n_merges++] = attn_merge{q0, nq, first - l->small0, n, where};
+    l->n_gangs++, l->gang_warps = max(l->gang_warps, n);
 }
 
 /* One item, whole or in parts of about part_len positions. */
@@ -3147,7 +3162,9 @@ static void attn_emit(toka_device *d, attn_level *l, const attn_item *item, int 
     int len = item->kv1 - item->kv0;
     p->n_whole--;
     if (l->gang_part) {
-        attn_emit_gang(d, l, item, l->gang_part);
+        const int first = p->n_items;
+        attn_emit_gang_parts(d, item, l->gang_part);
+        attn_emit_gang(p, l, first, item->q0, item->nq, item->where);
         return;
     }
     if (len >= part_len + part_len / 2) {
@@ -3213,6 +3230,68 @@ static void attn_plan_kind(toka_device *d, const toka_step *s, int level, bool s
     for (int i = 0; work && i < s->n_spans; i++) {
         const attn_span *a = &p->spans[i];
         if (a->level == level && a->small == small && !a->both) attn_emit_span(d, s, i, &p->levels[level], part_len);
+    }
+}
+
+/* Kin: so many rows from `row` on have all spans but their own in common, no more than a small item has. */
+static int attn_kin(const attn_plan *p, const toka_step *s, int row) {
+    const int parent = p->spans[p->row_span[row]].parent, most = min(p->small_rows, (int)ATTN_KIN);
+    int n = 1;
+    while (parent >= 0 && n < most && row + n < s->T && p->spans[p->row_span[row + n]].parent == parent) n++;
+    return n;
+}
+/* each(span, its first row that counts, how many) for all spans of n kin. */
+template <class F> static void attn_kin_spans(const attn_plan *p, int row, int n, F each) {
+    for (int i = p->spans[p->row_span[row]].parent; i >= 0; i = p->spans[i].parent) each(i, row, n);
+    for (int r = row; r < row + n; r++) each(p->row_span[r], r, 1);
+}
+
+/* How long the parts of gangs of kin are, in kv positions; 0: there are to be none. They are for steps whose rows have spans in
+ * common, each one of its own behind them, and few of all. */
+static int attn_kin_part(const toka_device *d, const toka_step *s) {
+    const attn_plan *p = d->attn;
+    const int B = d->shape->B, longest = 256, warps = attn_gang_most(d->shape->D);
+    int64_t work = 0;
+    int n_gangs = 0;
+    if (!p->hopper || p->n_levels < 2 || !p->small_rows) return 0;
+    for (int row = 0, n; row < s->T; row += n, n_gangs++) {
+        n = attn_kin(p, s, row);
+        attn_kin_spans(p, row, n, [&](int i, int, int) { work += s->spans[i].n_kv; });
+        for (int r = row; r < row + n; r++)
+            if (s->spans[p->row_span[r]].n_rows > 1) return 0;
+        if (work * p->K > p->kin_work) return 0;
+    }
+    if (n_gangs > p->max_merges || n_gangs * warps > p->max_items) return 0;
+    const int even = max((int)ATTN_GANG_PART, (int)(work * p->K / (p->n_sms * ATTN_WARPS)));
+    for (int part = ceil_div(even, B) * B; part <= longest; part += B) {
+        int most = 0;
+        for (int row = 0, n; row < s->T; row += n) {
+            int parts = 0;
+            n = attn_kin(p, s, row);
+            attn_kin_spans(p, row, n, [&](int i, int, int) {
+                parts += max(1, ceil_div((s->spans[i].kv0 & (B - 1)) + s->spans[i].n_kv, part));
+            });
+            most = max(most, parts);
+        }
+        if (most <= warps) return part;
+    }
+    return 0;
+}
+
+/* All of a step of kin: one level. */
+static void attn_plan_kin(toka_device *d, const toka_step *s, int part) {
+    attn_plan *p = d->attn;
+    const int G = p->G;
+    attn_level *l = p->levels;
+    p->n_levels = 1, *l = attn_level{};
+    for (int row = 0, n; row < s->T; row += n) {
+        const int first = p->n_items;
+        n = attn_kin(p, s, row);
+        attn_kin_spans(p, row, n, [&](int i, int r, int rows) {
+            const attn_item item = attn_item_of(d, s, i, r * G, rows * G, r, r + rows - 1);
+            attn_emit_gang_parts(d, &item, part);
+        });
+        attn_emit_gang(p, l, first, row * G, n * G, ATTN_TO_O);
     }
 }
 
@@ -3294,14 +3373,16 @@ static void attn_plan_step(toka_device *d, const toka_step *s) {
     p->early = attn_is_early(d, s);
     assert(s->n_spans <= p->max_spans && s->T <= d->options.max_tokens);
     attn_plan_levels(d, s);
-    attn_plan_both(d, s);
-    attn_plan_rounds(d, s);
+    const int kin_part = attn_kin_part(d, s);
+    p->kin = kin_part, p->n_both = 0;
+    if (!p->kin) attn_plan_both(d, s), attn_plan_rounds(d, s);
     if (!attn_plan_pages(d, s)) return;
     p->dev_items = (const attn_item *)stage_room(&d->up, (size_t)p->max_items * sizeof *p->items, (void **)&p->items);
     p->n_items = p->n_merges = 0, p->n_whole = p->n_both;
-    for (int i = 0; i < s->n_spans; i++)
+    for (int i = 0; i < s->n_spans && !p->kin; i++)
         p->n_whole += attn_leads_both(p, i) ? s->spans[i].n_rows : p->spans[i].both ? 0 : attn_span_items(p, s, i);
-    for (int i = 0; i < p->n_levels; i++) {
+    if (p->kin) attn_plan_kin(d, s, kin_part);
+    for (int i = 0; i < p->n_levels && !p->kin; i++) {
         attn_level *l = &p->levels[i];
         *l = attn_level{.tile0 = p->n_items, .merge0 = p->n_merges};
         p->n_slots = 0;
@@ -3762,34 +3843,44 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
 }
 
 /* ---- Gangs: the parts of a small item in one block ----
- * In: gangs (grid: gang, kv head), n parts each, a warp for each; items: the level's small ones. Out as above. Shared: STAGES
- * tiles a warp; its sums take their place. Why: with few sequences each launch counts (3 us of attn_join in a layer, H200), and
- * parts that meet in shared memory need none. Sums: in the order of the parts. */
+ * In: gangs (grid: gang, kv head), n parts each, a warp for each; items: the level's small ones, of all queries of the gang or of
+ * some. Out as above. Shared: STAGES tiles a warp; its sums take their place. Why: with few sequences each launch counts (3 us of
+ * attn_join in a layer, H200), and parts that meet in shared memory need none. Sums: in the order of the parts.
+ * Rows that share prefixes, by kin, attn_both (D = 64) and levels, us a layer (`gpu_attn bench kin`, H200, 2026-11-23; 704
+ * positions of a prompt, of which 640 are common to all, up to 150 of a row's own, H = 32, K = 8):
+ *
+ *      samples         1 x 16            4 x 8             16 x 4            16 x 8            16 x 16           16 x 64
+ *      D = 64     8.8, 17.6, 26.2   9.1, 21.9, 27.6  10.3,   - , 28.7  19.7, 28.8, 33.4  50.4, 34.5, 41.2   - , 75.9, 108
+ *      D = 128   19.9,   - , 38.2  20.5,   - , 38.6  22.2,   - , 48.0  44.2,   - , 53.0   133,   - , 75.7   - ,   - , 220
+ */
 template <int DP, int TOK, int STAGES>
-__global__ void __launch_bounds__(32 * ATTN_GANG, 1)
+__global__ void __launch_bounds__(32 * attn_gang_most(DP), 1)
     attn_gang(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap whole,
               const __grid_constant__ CUtensorMap fine, const attn_merge *gangs) {
 #if HOPPER
-    constexpr int RING = STAGES * 2 * TOK * DP; /* elements */
+    constexpr int RING = STAGES * 2 * TOK * DP, GANG = attn_gang_most(DP); /* RING: elements */
     static_assert(RING * sizeof(bf16) >= ATTN_SMALL_Q * DP * sizeof(float), "sums take the ring's place");
     extern __shared__ __align__(1024) char attn_smem[];
-    __shared__ uint64_t full[ATTN_GANG][STAGES];
-    __shared__ float2 marks[ATTN_GANG][ATTN_SMALL_Q]; /* maximum and sum of each query */
+    __shared__ uint64_t full[GANG][STAGES];
+    __shared__ float2 marks[GANG][ATTN_SMALL_Q]; /* maximum and sum of each query */
     const attn_merge me = gangs[blockIdx.x / a.K];
     int h = blockIdx.x % a.K, warp = threadIdx.x / 32, quad = threadIdx.x % 4;
     if (warp < me.n) {
         const attn_item it = a.items[me.slot + warp];
         attn_rows w;
         float acc[DP / 2] = {}, *sums = (float *)((bf16 *)attn_smem + warp * RING);
+        if (threadIdx.x % 32 < ATTN_SMALL_Q) marks[warp][threadIdx.x % 32] = float2{-INFINITY, 0};
         attn_small_work<DP, TOK, STAGES>(a, it, h, &whole, &fine, (bf16 *)attn_smem + warp * RING, full[warp], w, acc);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float sum = quad_sum(w.l[r]);
-            if (quad == 0) marks[warp][w.i + 8 * r] = float2{w.m[r], sum};
+            const int i = it.q0 - me.q0 + w.i + 8 * r; /* of the gang */
+            if (w.i + 8 * r >= it.nq) continue;
+            if (quad == 0) marks[warp][i] = float2{w.m[r], sum};
 #pragma unroll
             for (int c = 0; c < DP / 8; c++) {
                 const float2 pair = {acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]};
-                *(float2 *)(sums + (w.i + 8 * r) * DP + c * 8 + quad * 2) = pair;
+                *(float2 *)(sums + i * DP + c * 8 + quad * 2) = pair;
             }
         }
     } else {
@@ -3805,18 +3896,19 @@ __global__ void __launch_bounds__(32 * ATTN_GANG, 1)
         float old = there ? attn_old_lse(a, it, i, h) : -INFINITY, m = -INFINITY, l = 0;
         __syncwarp(); /* all have read it */
         if (!there) continue;
-        float2 part[ATTN_GANG];
+        float2 part[GANG];
 #pragma unroll
-        for (int j = 0; j < ATTN_GANG; j++) part[j] = j < me.n ? marks[j][i] : make_float2(-INFINITY, 0), m = fmaxf(m, part[j].x);
+        for (int j = 0; j < GANG; j++) part[j] = j < me.n ? marks[j][i] : make_float2(-INFINITY, 0), m = fmaxf(m, part[j].x);
         float base = m == -INFINITY ? 0 : m;
 #pragma unroll
-        for (int j = 0; j < ATTN_GANG; j++) part[j].x = ex2(part[j].x - base), l += part[j].y * part[j].x;
+        for (int j = 0; j < GANG; j++) part[j].x = ex2(part[j].x - base), l += part[j].y * part[j].x;
         attn_exit e = attn_leave(a, it, i, h, m, l, old, col == 0);
         for (; col < a.D; col += 32) {
             float x = 0, y = 0;
 #pragma unroll
-            for (int j = 0; j < ATTN_GANG; j++) {
+            for (int j = 0; j < GANG; j++) {
                 if (j >= me.n) break;
+                if (part[j].x == 0) continue; /* it may not have the query: there are no sums */
                 float2 v = *(const float2 *)((const float *)((bf16 *)attn_smem + j * RING) + i * DP + col);
                 x += part[j].x * v.x, y += part[j].x * v.y;
             }

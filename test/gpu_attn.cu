@@ -1,7 +1,7 @@
 /* gpu_attn.cu - attention on the GPU against float64 over the same bf16 inputs: lengths around every tile border, all kinds of
  * heads, trees of shared prefixes, windows, parts, with unused pages and unused ends of pages full of NaN; and the work list by
  * itself. Arguments: none, small, tiny (for racecheck), parts (long sequences only), samples (of a prompt),
- * lists (needs no GPU), bench [decode|tiles|samples] [--json]. */
+ * kin (few samples), lists (needs no GPU), bench [decode|tiles|samples|kin] [--json]. */
 #include "../toka_kernels.cu"
 #include "gpu.cuh"
 
@@ -225,25 +225,29 @@ static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = 
     char what[200];
     for (int share = s.shared.empty() ? 0 : 1; share >= 0; share--) {
         stand st(s, share, q_scale, (int)(gpu_mix(gpu_seed + s.T * 31 + s.c.D) >> 33));
-        snprintf(what, sizeof what, "%s D=%d K=%d G=%d B=%d window=%d%s", name, s.c.D, s.c.K, s.c.G, s.c.B, s.c.window,
-                 s.shared.empty() ? "" : share ? " shared" : " unshared");
-        st.o.poison();
-        late ? st.run_late() : st.run();
-        if (!st.ok(what)) continue;
-        want = st.wanted();
-        std::vector<bf16> got = st.o.host();
-        double err = 0, ref = 0, worst = 0;
-        size_t worst_at = 0;
-        for (size_t i = 0; i < want.size(); i++) {
-            double e = (double)__bfloat162float(got[i]) - want[i];
-            err += e * e, ref += want[i] * want[i];
-            if (!(fabs(e) <= worst)) worst = fabs(e), worst_at = i;
+        for (bool levels : {false, true}) {
+            if (levels && !st.d->attn->kin) break;
+            if (levels) st.d->attn->kin_work = 0, st.plan();
+            snprintf(what, sizeof what, "%s D=%d K=%d G=%d B=%d window=%d%s%s", name, s.c.D, s.c.K, s.c.G, s.c.B, s.c.window,
+                     s.shared.empty() ? "" : share ? " shared" : " unshared", levels ? " by levels" : st.d->attn->kin ? " by kin" : "");
+            st.o.poison();
+            late ? st.run_late() : st.run();
+            if (!st.ok(what)) continue;
+            if (!levels) want = st.wanted(); /* after it has run: late rows are there */
+            std::vector<bf16> got = st.o.host();
+            double err = 0, ref = 0, worst = 0;
+            size_t worst_at = 0;
+            for (size_t i = 0; i < want.size(); i++) {
+                double e = (double)__bfloat162float(got[i]) - want[i];
+                err += e * e, ref += want[i] * want[i];
+                if (!(fabs(e) <= worst)) worst = fabs(e), worst_at = i;
+            }
+            int HD = s.c.K * s.c.G * s.c.D;
+            gpu_check(sqrt(err / ref) < 5e-3 && worst < 0.05 && st.o.guards_hold() && st.q.guards_hold(),
+                      "%s: relative error %.2e, largest %.3g (row %d head %d column %d: %.5g, expected %.5g)", what, sqrt(err / ref),
+                      worst, (int)(worst_at / HD), (int)(worst_at % HD / s.c.D), (int)(worst_at % s.c.D),
+                      (double)__bfloat162float(got[worst_at]), want[worst_at]);
         }
-        int HD = s.c.K * s.c.G * s.c.D;
-        gpu_check(sqrt(err / ref) < 5e-3 && worst < 0.05 && st.o.guards_hold() && st.q.guards_hold(),
-                  "%s: relative error %.2e, largest %.3g (row %d head %d column %d: %.5g, expected %.5g)", what, sqrt(err / ref),
-                  worst, (int)(worst_at / HD), (int)(worst_at % HD / s.c.D), (int)(worst_at % s.c.D),
-                  (double)__bfloat162float(got[worst_at]), want[worst_at]);
     }
 }
 
@@ -443,10 +447,10 @@ struct list_check {
         for (int m = l.merge0; m < l.merge0 + l.n_merges; m++) leave(p->merges[m].q0, p->merges[m].nq, p->merges[m].where);
         for (int m = l.gang0; m < l.gang0 + l.n_gangs; m++) {
             const attn_merge &me = p->merges[m];
-            bad += me.n < 1 || me.n > l.gang_warps || l.gang_warps > ATTN_GANG || l.n_small;
+            bad += me.n < 1 || me.n > l.gang_warps || l.gang_warps > attn_gang_most(h.shape.D) || l.n_small;
             for (int i = 0; i < me.n; i++, parts++) {
                 const attn_item &it = p->items[l.small0 + me.slot + i];
-                bad += it.q0 != me.q0 || it.nq != me.nq;
+                bad += it.q0 < me.q0 || it.q0 + it.nq > me.q0 + me.nq || me.nq > ATTN_SMALL_Q;
                 item(it);
             }
             leave(me.q0, me.nq, me.where);
@@ -488,7 +492,8 @@ struct list_check {
         bad += all != n || *std::max_element(load.begin(), load.end()) - *std::min_element(load.begin(), load.end()) > most;
     }
 };
-static void check_list(scene &s, bool share, bool hopper, bool want_parts, const char *name, bool want_both = false,
+enum list_way { ANY, BOTH, KIN };
+static void check_list(scene &s, bool share, bool hopper, bool want_parts, const char *name, list_way way = ANY,
                        int n_sms = 132) {
     host_step h(s, share, 99);
     toka_device d = {};
@@ -510,7 +515,8 @@ static void check_list(scene &s, bool share, bool hopper, bool want_parts, const
     c.state.resize((size_t)s.T * G, 0), c.when.resize((size_t)s.T * G, -1);
     for (int i = 0; i < d.attn->n_levels; i++) c.level(d.attn->levels[i]);
     c.both();
-    gpu_check(!want_both || d.attn->n_both, "work list of %s G=%d D=%d: nothing for attn_both", name, G, s.c.D);
+    gpu_check(way != BOTH || d.attn->n_both, "work list of %s G=%d D=%d: nothing for attn_both", name, G, s.c.D);
+    gpu_check(way != KIN || d.attn->kin, "work list of %s G=%d D=%d: not by kin", name, G, s.c.D);
     for (int q = 0; q < s.T * G; q++) left += c.state[q] != 2 || std::count(c.seen[q].begin(), c.seen[q].end(), 0) != 0;
     gpu_check(!c.bad && !left && !d.error.code && (!want_parts || c.parts),
               "work list of %s G=%d D=%d: %d wrong, %d queries left, %d parts%s", name, G, s.c.D, c.bad, left, c.parts,
@@ -536,11 +542,17 @@ static void test_lists() {
                 add_tails(tails, 1), add_tails(tails, 5);
                 scene samples({D, 8, G, 64, 0});
                 for (int i = 0; i < 5; i++) add_samples(samples, 300 + i, i, 9 * i + 1, 1 + i * 30);
-                check_list(samples, true, hopper, false, "samples", hopper && D == 64 && G <= 8);
+                check_list(samples, true, hopper, false, "samples", hopper && D == 64 && G <= 8 ? BOTH : ANY);
+                for (int rows : {1, 2, 9, 26}) { /* kin */
+                    scene kin({D, 8, G, 64, 0});
+                    for (int i = 0; i < 3; i++) add_samples(kin, rows, 1 + 4 * i, 9 * i + 1, 1 + i * 60);
+                    kin.add(130, 1);
+                    check_list(kin, true, hopper, false, "samples in few rows", hopper && D == 64 && G <= 8 ? KIN : ANY);
+                }
                 scene turns({D, 2, G, 64, 0}), far({D, 2, G, 64, 0});
                 add_chain(turns, 100, 1, 2, 5), add_chain(far, 8, 128, 1, 2001);
                 check_list(turns, true, hopper, false, "many levels");
-                check_list(far, true, hopper, true, "many levels in parts", false, 8);
+                check_list(far, true, hopper, true, "many levels in parts", ANY, 8);
                 check_list(tails, true, hopper, false, "prompts that end within a page");
                 for (int n : {5000, 3000, 900, 17}) few.add(n, 1);
                 few.add(4000, 50);
@@ -659,6 +671,18 @@ static void test_graphs() {
               most_captured(100, 100));
 }
 
+/* Few samples of few prompts: kin. */
+static void test_kin(shape_case c) {
+    scene s(c), tree(c);
+    for (int i = 0; i < 4; i++) add_samples(s, 1 + 4 * i, 2 * i, 9 * i + 1, 1 + i * 150);
+    s.add(130, 1), s.add(1, 1);
+    check(s, "samples, few");
+    check(s, "samples, few, one key rules", 60);
+    grow(tree, 3, 2, {}, 1, 5);
+    check(tree, "tree of few");
+    if (!c.window) check(s, "late rows of samples", 1.5f, true);
+}
+
 static void test_parts(int D) {
     scene s({D, 2, 4, 64, 0}), t({D, 2, 4, 64, 0});
     for (int n : {5000, 3000, 900, 17}) s.add(n, 1);
@@ -715,6 +739,8 @@ static void test_all(bool small) {
         c.window = 70;
         test_prefill(c), test_decode(c), test_tails(c);
     }
+    for (int D : {64, 80, 128})
+        for (int G : {1, 3, 4, 8}) test_kin({D, 2, G, 64, 0}), test_kin({D, 1, G, 64, 70});
     for (int D : {64, 128})
         few_sms([=] { /* items that are whole, and short enough that no gang is made for them */
             scene s({D, 2, 4, 64, 0});
@@ -875,6 +901,41 @@ static void bench_samples_all() {
     for (bool share_tail : {false, true}) bench_samples(64, eight, 10, 35, share_tail, ceiling);
     bench_samples(64, running, 10, 35, true, ceiling);
 }
+/* Steps of few rows: so many samples of each of so many prompts of 704 positions, of which a part is common to all. */
+static void bench_kin(int D, int prompts, int each, int common) {
+    scene s({D, 8, 4, 64, 0});
+    std::vector<int> shots = s.take(common);
+    char what[80];
+    for (int i = 0; i < prompts; i++) {
+        std::vector<int> prefix = shots, more = s.take(11 - common);
+        prefix.insert(prefix.end(), more.begin(), more.end());
+        for (int k = 0; k < each; k++) s.add(704 + 1 + (int)(gpu_mix((uint64_t)(i * each + k)) % 150), 1, prefix);
+    }
+    if (common) s.share(0, prompts * each, 0, common);
+    for (int i = 0; i < prompts && each > 1; i++) s.share(i * each, each, common, 11 - common);
+    stand st(s, true, 1.5f, 5);
+    attn_plan *p = st.d->attn;
+    double us[3];
+    for (int way = 0; way < 3; way++) {
+        p->kin_work = way == 0 ? INT64_MAX / 2 : 0, p->both_least = way == 1 ? 1 : INT_MAX;
+        st.plan();
+        bool there = way == 0 ? p->kin : way == 1 ? p->n_both > 0 : true;
+        us[way] = there ? gpu_time_us(st.d->stream, 16, 7, [&](int) { st.run(); }) : NAN;
+        st.ok("few samples");
+    }
+    p->kin_work = INT64_MAX / 2, p->both_least = INT_MAX, st.plan();
+    int64_t work = 0;
+    for (int i = 0; i < p->n_items; i++) work += p->items[i].kv1 - p->items[i].kv0;
+    snprintf(what, sizeof what, "%d samples of each of %d prompts, %d pages common", each, prompts, common);
+    printf("%-52s D %3d  kin %6.1f  attn_both %6.1f  levels %6.1f us  work %6lld an SM  warps %d\n", what, D, us[0], us[1], us[2],
+           (long long)work * 8 / p->n_sms, p->levels[0].gang_warps);
+}
+static void bench_kin_all() {
+    for (int D : {64, 128})
+        for (int common : {0, 10})
+            for (int prompts : {1, 2, 4, 8, 16})
+                for (int each : {4, 8, 16, 24, 64, 128}) bench_kin(D, prompts, each, common);
+}
 static void bench_all(bool decode, bool tiles) {
     double ceiling = read_ceiling();
     printf(json ? "{\"op\":\"read\",\"gb_s\":%.1f}\n" : "reading 2 GiB: %.0f GB/s\n", ceiling);
@@ -897,18 +958,22 @@ static void bench_all(bool decode, bool tiles) {
 }
 
 int main(int argc, char **argv) {
-    bool small = false, timings = false, only_tiles = false, only_decode = false, samples = false;
+    bool small = false, timings = false, only_tiles = false, only_decode = false, samples = false, kin = false;
     for (int i = 1; i < argc; i++) {
         small |= !strcmp(argv[i], "small"), timings |= !strcmp(argv[i], "bench"), json |= !strcmp(argv[i], "--json");
         only_tiles |= !strcmp(argv[i], "tiles"), only_decode |= !strcmp(argv[i], "decode");
-        samples |= !strcmp(argv[i], "samples");
+        samples |= !strcmp(argv[i], "samples"), kin |= !strcmp(argv[i], "kin");
     }
     if (argc > 1 && !strcmp(argv[1], "lists")) return test_lists(), test_graphs(), gpu_report();
     gpu_device();
-    if (timings && samples) bench_samples_all();
+    if (timings && kin) bench_kin_all();
+    else if (timings && samples) bench_samples_all();
     else if (timings) bench_all(!only_tiles, !only_decode);
     else if (argc > 1 && !strcmp(argv[1], "tiny")) test_tiny();
-    else if (samples) {
+    else if (kin) {
+        for (int D : {64, 80, 128})
+            for (int G : {1, 3, 4, 8}) test_kin({D, 2, G, 64, 0}), test_kin({D, 1, G, 64, 70});
+    } else if (samples) {
         for (int G : {1, 3, 4, 8}) test_samples(G, 300 + G);
     } else if (argc > 1 && !strcmp(argv[1], "parts")) test_parts(64), test_parts(128);
     else test_all(small);
