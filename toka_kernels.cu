@@ -152,22 +152,23 @@ typedef struct step_clock {
 
 /* Decode steps are graphs, captured at open (chapter 15): one for each size, up to which steps are filled with rows that are
  * nobody's, and each number of launches that attention may need in a layer. Before a graph runs, its attention nodes become the
- * kernels of the step's work list; for all others the size says what they do, and what varies lies at fixed places in the
- * stage. */
-enum { GRAPH_ROWS = 1024, GRAPH_SIZES = 15, GRAPH_ATTENTIONS = 6 };
-enum graph_attention { GRAPH_LAUNCHES, GRAPH_KEEPS, GRAPH_RENEWS }; /* what becomes of a kernel: see launch_dependent */
+ * kernels of the step's work list, and its last two those of plain or of filtered rows; for all others the size says what they do,
+ * and what varies lies at fixed places in the stage. */
+enum { GRAPH_ROWS = 1024, GRAPH_SIZES = 15, GRAPH_ATTENTIONS = 6, GRAPH_DRAWS = 2 };
+enum graph_role { GRAPH_LAUNCHES, GRAPH_KEEPS, GRAPH_RENEWS }; /* what becomes of a kernel: see launch_as */
 typedef struct step_graph {
     cudaGraph_t graph;
-    cudaGraphExec_t exec;  /* NULL: not captured */
-    cudaGraphNode_t *attn; /* [n_attn] in the order of their launches */
-    int n_attn;
-    int meetings;          /* of ranks, in the last op (chapter 10) */
+    cudaGraphExec_t exec;   /* NULL: not captured */
+    cudaGraphNode_t *nodes; /* [n_nodes] that become other kernels, in the order of their launches: attention's, and ... */
+    int n_nodes;            /* ... up to GRAPH_DRAWS of the last op */
+    bool filtered;          /* these are those of filtered rows */
+    int meetings;           /* of ranks, in the last op (chapter 10) */
 } step_graph;
 typedef struct step_graphs {
     bool capturing;            /* the step that is begun is captured */
-    enum graph_attention role; /* of the kernels that are launched now */
+    enum graph_role role;      /* of the kernels that are launched now */
     step_graph *now;           /* of the step that is begun; NULL: it is launched kernel by kernel */
-    int at;                    /* its next attention kernel */
+    int at;                    /* its next node to become another kernel */
     int next, n;               /* the next to capture; captured */
     double seconds;            /* that it took */
     size_t free_before;        /* bytes of the GPU, before the first was captured */
@@ -289,8 +290,8 @@ static void graph_launch(toka_device *d) {
     if (graph_runs(d) && !d->error.code) latch(d, cudaGraphLaunch(d->graphs.now->exec, d->stream), "step");
 }
 
-/* A kernel of attention in a graph: remembered when it is captured, made another one with other arguments before it is
- * replayed. */
+/* A kernel in a graph that other steps need another way: remembered when it is captured, made another one with other arguments
+ * before it is replayed. */
 static void graph_keep(toka_device *d) {
     cudaStreamCaptureStatus status;
     const cudaGraphNode_t *last;
@@ -302,15 +303,21 @@ static void graph_keep(toka_device *d) {
     latch(d, cudaStreamGetCaptureInfo_v3(d->stream, &status, NULL, NULL, &last, &edges, &n), "capture");
 #endif
     assert(d->error.code || n == 1);
-    if (!d->error.code) d->graphs.now->attn[d->graphs.now->n_attn++] = *last;
+    if (!d->error.code) d->graphs.now->nodes[d->graphs.now->n_nodes++] = *last;
 }
 static void graph_renew(toka_device *d, const cudaLaunchConfig_t *config, const void *kernel, void **arguments) {
     step_graph *g = d->graphs.now;
     cudaKernelNodeParams p = {};
     p.func = (void *)kernel, p.gridDim = config->gridDim, p.blockDim = config->blockDim;
     p.sharedMemBytes = (unsigned)config->dynamicSmemBytes, p.kernelParams = arguments;
-    assert(d->graphs.at < g->n_attn);
-    latch(d, cudaGraphExecKernelNodeSetParams(g->exec, g->attn[d->graphs.at++], &p), "attention");
+    assert(d->graphs.at < g->n_nodes);
+    latch(d, cudaGraphExecKernelNodeSetParams(g->exec, g->nodes[d->graphs.at++], &p), "step");
+}
+/* Launches a kernel, keeps its node too, or makes the graph's next node it: as the role of the moment says. */
+static void launch_as(toka_device *d, const char *what, const cudaLaunchConfig_t *config, const void *kernel, void **arguments) {
+    if (d->graphs.role == GRAPH_RENEWS) graph_renew(d, config, kernel, arguments);
+    else latch(d, cudaLaunchKernelExC(config, kernel, arguments), what);
+    if (d->graphs.role == GRAPH_KEEPS && !d->error.code) graph_keep(d);
 }
 
 template <class T> struct as_declared { typedef T type; }; /* keeps a parameter out of template deduction */
@@ -338,9 +345,7 @@ static void launch_dependent(toka_device *d, const char *what, void (*kernel)(P.
         attributes[config.numAttrs].val.clusterDim = {(unsigned)cluster, 1, 1};
         config.numAttrs++;
     }
-    if (d->graphs.role == GRAPH_RENEWS) graph_renew(d, &config, (const void *)kernel, pointers);
-    else latch(d, cudaLaunchKernelExC(&config, (const void *)kernel, pointers), what);
-    if (d->graphs.role == GRAPH_KEEPS && !d->error.code) graph_keep(d);
+    launch_as(d, what, &config, (const void *)kernel, pointers);
 }
 
 /* For tests with few GPUs: all ranks in turn on the first so many; 0: each has its own. */
@@ -2219,7 +2224,7 @@ static void gemm_start(toka_device *d, gemm_plan plan, const gemm_args *a, const
     cfg.stream = d->stream, cfg.attrs = attr, cfg.numAttrs = 2;
     void *args[] = {&mx, &mw, &my, &job, (void *)params};
     if (d->error.code) return;
-    latch(d, cudaLaunchKernelExC(&cfg, v->kernel, args), "GEMM");
+    launch_as(d, "GEMM", &cfg, (const void *)v->kernel, args);
 }
 
 /* Once per device, before the first launch. */
@@ -5463,7 +5468,8 @@ static bool group_wait_drawn(toka_device *d, const toka_step *s) {
  *
  * Rows come in two kinds. A plain row (greedy, drawn at a temperature, or scored; no filter, list, penalty or top
  * log-probabilities) needs nothing but its groups. A filtered row has its logits stored, too, and of these the few that can count
- * are worked over; what is left of them goes the same way. A step:
+ * are worked over; what is left of them goes the same way. In graphs (chapter 15) and in steps of up to FOLD_ROWS, all rows of a
+ * step are of one kind. A step:
  *
  *   rmsnorm             x -> xn: wanted rows
  *   LM head             xn -> parts, one samp_part per (row, block): on Hopper the epilogue of the wgmma GEMM, from which only
@@ -5476,7 +5482,8 @@ static bool group_wait_drawn(toka_device *d, const toka_step *s) {
 enum {
     SAMP_BLOCK = 256,           /* ids of a block */
     SAMP_OWN = 64,              /* of a group */
-    SAMP_REDUCE_ROWS = 4,       /* rows of a reducing CTA, 64 threads each */
+    SAMP_LANES = 64,            /* threads that merge a row's parts: they say in which order that is done */
+    SAMP_REDUCE_ROWS = 4,       /* rows of a reducing CTA */
     FILTER_THREADS = 256,
     FILTER_WINDOW = 16384,      /* ids counted together for penalties; as bits, 524,288 ids of allowed_ids */
     FILTER_NEAR = 8192,         /* ids that are gathered in shared memory */
@@ -5552,6 +5559,7 @@ struct samp_plan {
     samp_ask *ask;           /* device, [n_out] */
     int *rows;               /* device, [n_out] of x */
     int n_plain;
+    bool in_order;           /* ask i is row i of s->out; all rows are plain, or all go as filtered ones */
 };
 
 /* ---- A group: 64 logits in one thread's registers ---- */
@@ -5959,7 +5967,7 @@ static const gemm_variant samp_head_variant = GEMM_VARIANT(0, epi_sample, 256, 1
  *
  * in   parts [n_blocks][ld], columns 0 .. n-1, plain rows
  * out  merged [n], or if that is NULL results [n] and last; reached is 0 again
- * A row's parts are merged in an order that the number of blocks alone fixes.
+ * A row's parts are merged in an order that the number of blocks alone fixes, also where its step has filtered rows.
  * grid: ceil(n / 4); block: 256, thread t merges blocks t/4, t/4 + 64 ... of row t%4. Reads 24 bytes a part. */
 __device__ static inline samp_result samp_finish(const samp_ask &a, const samp_part &p, float raw_max, float raw_log_sum,
                                                  int last_resort) {
@@ -5977,28 +5985,39 @@ __device__ static inline void samp_settle(const samp_ask &a, const samp_part &p,
     if (a.slot >= 0) last[a.slot] = out.id;
 }
 
+/* What a row's parts come to, so far as lane k of SAMP_LANES has them: blocks k, k + SAMP_LANES ... in turn. parts: the row's
+ * column. maxes: where the blocks' maxima go, too, or NULL. */
+__device__ static inline samp_part samp_lane(const samp_ask &a, const samp_part *parts, int ld, int n_blocks, int k,
+                                             float *maxes) {
+    constexpr int AHEAD = 10;
+    samp_part p = samp_nothing();
+    for (int b = k; b < n_blocks; b += SAMP_LANES * AHEAD) {
+        samp_part next[AHEAD]; /* all on their way at once */
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++)
+            next[i] = b + SAMP_LANES * i < n_blocks ? parts[(size_t)(b + SAMP_LANES * i) * ld] : samp_nothing();
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            if (maxes && b + SAMP_LANES * i < n_blocks) maxes[b + SAMP_LANES * i] = next[i].max;
+            p = samp_merge(p, next[i], a);
+        }
+    }
+    return p;
+}
+
 __global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_ask *ask, const samp_part *parts, int ld, int n_blocks,
                                                                  int n, uint32_t *reached, samp_part *merged,
                                                                  samp_result *results, int *last) {
-    constexpr int LANES = 256 / SAMP_REDUCE_ROWS, AHEAD = 10;
-    __shared__ samp_part all[LANES][SAMP_REDUCE_ROWS];
+    __shared__ samp_part all[SAMP_LANES][SAMP_REDUCE_ROWS];
     int r = (int)threadIdx.x % SAMP_REDUCE_ROWS, k = (int)threadIdx.x / SAMP_REDUCE_ROWS;
     int row = (int)blockIdx.x * SAMP_REDUCE_ROWS + r;
     grid_launch_dependents();
     grid_wait();
     int from = min(row, n - 1);
     const samp_ask a = ask[from];
-    samp_part p = samp_nothing();
-    for (int b = k; b < n_blocks; b += LANES * AHEAD) {
-        samp_part next[AHEAD]; /* all on their way at once */
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++)
-            next[i] = b + LANES * i < n_blocks ? parts[(size_t)(b + LANES * i) * ld + from] : samp_nothing();
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) p = samp_merge(p, next[i], a);
-    }
+    samp_part p = samp_lane(a, parts + from, ld, n_blocks, k, NULL);
     all[k][r] = p;
-    for (int half = LANES / 2; half; half /= 2) {
+    for (int half = SAMP_LANES / 2; half; half /= 2) {
         __syncthreads();
         if (k < half) all[k][r] = p = samp_merge(p, all[k + half][r], a);
     }
@@ -6452,12 +6471,12 @@ __device__ static bool samp_truncate(samp_dist &r, const samp_filter &f, float s
     return f.top_k > 0 || f.top_p < 1 || f.min_p_drop > -INFINITY;
 }
 
-/* A part per thread to one for all, in a fixed order. all: [FILTER_THREADS] in shared memory. */
-__device__ static samp_part samp_fold(samp_part p, const samp_ask &a, samp_part *all) {
+/* A part of each of the first n threads to one for all, in a fixed order. all: [n], a power of two, in shared memory. */
+__device__ static samp_part samp_fold(samp_part p, const samp_ask &a, samp_part *all, int n) {
     int t = (int)threadIdx.x;
     __syncthreads();
-    all[t] = p;
-    for (int half = FILTER_THREADS / 2; half; half /= 2) {
+    if (t < n) all[t] = p;
+    for (int half = n / 2; half; half /= 2) {
         __syncthreads();
         if (t < half) all[t] = p = samp_merge(p, all[t + half], a);
     }
@@ -6485,7 +6504,7 @@ __device__ static samp_part samp_draw(const samp_dist &r, const samp_ask &a, sam
         samp_part part = samp_block(v, a, false, samp_noise(a, block, g), id0);
         if (i < r.n_list && g == 0) all[threadIdx.x] = samp_merge(all[threadIdx.x], part, a);
     }
-    return samp_fold(all[threadIdx.x], a, all);
+    return samp_fold(all[threadIdx.x], a, all, FILTER_THREADS);
 }
 
 /* The raw logit at the picked id from the adjusted one, less the raw log-sum-exp: samp_unadjust of toka.c. */
@@ -6531,12 +6550,8 @@ __global__ static void __launch_bounds__(FILTER_THREADS, 2) samp_filter_kernel(c
     const samp_ask &a = s.ask[blockIdx.x];
     const samp_filter &f = s.filters[blockIdx.x];
     samp_part p = samp_nothing();
-    for (int b = (int)threadIdx.x; b < s.n_blocks; b += FILTER_THREADS) {
-        samp_part next = s.parts[(size_t)b * s.ld + blockIdx.x];
-        maxes[b] = next.max;
-        p = samp_merge(p, next, a);
-    }
-    p = samp_fold(p, a, all);
+    if (threadIdx.x < SAMP_LANES) p = samp_lane(a, s.parts + blockIdx.x, s.ld, s.n_blocks, (int)threadIdx.x, maxes);
+    p = samp_fold(p, a, all, SAMP_LANES); /* as samp_reduce_kernel does, to the bit */
     float raw_max = p.max, raw_log_sum = logf(p.raw_sum);
     samp_dist r = {x, maxes, (int *)(maxes + s.n_blocks), (float *)window, (int *)window + FILTER_NEAR, s.V, s.n_blocks, 0, -1, 0,
                    0, p.max, SAMP_LOG2E, -INFINITY, -1};
@@ -6643,17 +6658,50 @@ static bool samp_filtered(const toka_out_row *row, int V) {
 
 static int samp_n_top(const toka_sampling *s, int V) { return max(0, min(min(s->logprobs, TOKA_MAX_LOGPROBS), V)); }
 
+/* The part of the history that penalties look at. */
+static int samp_history_from(const toka_out_row *row) {
+    if (row->forced_id >= 0 || !samp_penalized(row->sampling)) return row->n_history;
+    return row->sampling->repetition_penalty == 1 ? row->n_prompt : 0;
+}
+
+static size_t samp_list_bytes(const toka_out_row *row) {
+    const toka_sampling *s = row->sampling;
+    const size_t history = (size_t)(row->n_history - samp_history_from(row));
+    return 4 * (history + 2 * (size_t)s->n_bias + (size_t)s->n_allowed + (size_t)row->n_forbidden) + 5 * 16;
+}
+
+/* Is a row of the step filtered? */
+static bool samp_filters(const toka_device *d, const toka_step *s) {
+    for (int i = 0; i < s->n_out; i++)
+        if (samp_filtered(&s->out[i], d->shape->V_all)) return true;
+    return false;
+}
+
+/* Can the step, filled up to n rows, go as one of filtered rows all at once: in its own order, with all filters and lists sent
+ * together? Tensor ranks would exchange the logits of plain rows, too. */
+static bool samp_fits(const toka_device *d, const toka_step *s, int n) {
+    const samp_plan *p = d->samp;
+    size_t bytes = (size_t)n * sizeof(samp_filter) + 16;
+    for (int i = 0; i < s->n_out; i++)
+        if (samp_filtered(&s->out[i], d->shape->V_all)) bytes += samp_list_bytes(&s->out[i]);
+    return tp_size(d) == 1 && n <= p->chunk && bytes <= p->lists.cap;
+}
+
 /* Chooses which rows go which way and puts what all rows need into the stage, at the start of a step; lists follow chunk by
- * chunk. */
+ * chunk. Plain rows come first, but where the order of a step with filtered ones is to be its own: in a graph, and where a folded
+ * norm needs it. There all go as filtered ones, plain ones with a filter that asks nothing; their results are the same. */
 static void samp_plan_step(toka_device *d, const toka_step *s) {
     samp_plan *p = d->samp;
     samp_down *down = &p->down[d->newest];
     samp_ask *ask;
     int *rows;
     assert(s->n_out <= d->options.max_out);
+    const bool filters = samp_filters(d, s), few = s->n_out <= FOLD_ROWS && samp_fits(d, s, s->n_out);
     int n = 0, last = s->n_out;
-    for (int i = 0; i < s->n_out; i++) down->order[samp_filtered(&s->out[i], d->shape->V_all) ? --last : n++] = i;
-    p->n_plain = n, down->n_tops = 0, down->picks = NULL;
+    p->in_order = !filters || graph_runs(d) || few;
+    for (int i = 0; i < s->n_out && !p->in_order; i++) down->order[samp_filtered(&s->out[i], d->shape->V_all) ? --last : n++] = i;
+    for (int i = 0; i < s->n_out && p->in_order; i++) down->order[i] = i;
+    p->n_plain = filters ? n : s->n_out, down->n_tops = 0, down->picks = NULL;
     p->ask = (samp_ask *)stage_room(&d->up, (size_t)s->n_out * sizeof *ask, (void **)&ask);
     p->rows = (int *)stage_room(&d->up, (size_t)s->n_out * sizeof *rows, (void **)&rows);
     for (int i = 0; i < s->n_out; i++) {
@@ -6671,18 +6719,6 @@ static void samp_plan_step(toka_device *d, const toka_step *s) {
                           row->forced_id >= 0 ? row->forced_id : toka_wants_logprob(row) ? SAMP_DRAW : SAMP_DRAW_ONLY,
                           row->slot < d->options.n_slots ? row->slot : -1};
     }
-}
-
-/* The part of the history that penalties look at. */
-static int samp_history_from(const toka_out_row *row) {
-    if (row->forced_id >= 0 || !samp_penalized(row->sampling)) return row->n_history;
-    return row->sampling->repetition_penalty == 1 ? row->n_prompt : 0;
-}
-
-static size_t samp_list_bytes(const toka_out_row *row) {
-    const toka_sampling *s = row->sampling;
-    const size_t history = (size_t)(row->n_history - samp_history_from(row));
-    return 4 * (history + 2 * (size_t)s->n_bias + (size_t)s->n_allowed + (size_t)row->n_forbidden) + 5 * 16;
 }
 
 /* Fills in the filter of one row; lists that its request shares with the row before are sent once. */
@@ -6718,6 +6754,11 @@ static int samp_send_filters(toka_device *d, const toka_step *s, int first, int 
     *filters = (samp_filter *)stage_room(&p->lists, (size_t)most * sizeof *f, (void **)&f);
     for (const toka_out_row *before = NULL; n < most; n++) {
         const toka_out_row *row = &s->out[order[first + n]];
+        if (!samp_filtered(row, d->shape->V_all)) {
+            f[n] = samp_filter{.min_p_drop = -INFINITY, .temperature = 1, .top_p = 1, .repetition = 1};
+            before = NULL;
+            continue;
+        }
         if (p->lists.used + samp_list_bytes(row) > p->lists.cap) break;
         samp_fill(d, row, before, f + n - 1, f + n);
         before = row;
@@ -6733,20 +6774,29 @@ static int samp_send_filters(toka_device *d, const toka_step *s, int first, int 
 
 /* ---- The op ---- */
 
+/* From here on, or no longer, kernels are launched that a graph has otherwise for filtered rows: the LM head, if it makes parts,
+ * and the one that makes results of them. */
+static void graph_draws(toka_device *d, bool on) {
+    const bool keeps = d->graphs.capturing && tp_size(d) == 1 && d->step->n_out <= d->samp->chunk;
+    d->graphs.role = !on ? GRAPH_LAUNCHES : graph_runs(d) ? GRAPH_RENEWS : keeps ? GRAPH_KEEPS : GRAPH_LAUNCHES;
+}
+
 /* Parts to results: rows first .. first+n-1 of the plan, whose parts are columns 0 .. n-1; the first n_plain are plain, the rest
  * have filters, and their logits. */
 static void samp_finish_rows(toka_device *d, int first, int n, int n_plain, const samp_filter *filters, float *logits) {
     samp_plan *p = d->samp;
     const samp_ask *ask = p->ask + first;
     samp_result *results = p->results + first;
+    graph_draws(d, true);
     if (n_plain)
         launch_dependent(d, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n_plain, SAMP_REDUCE_ROWS)), 256, 0, 1, ask,
                          p->parts, p->part_rows, p->n_blocks, n_plain, p->reached, NULL, results, d->last);
-    if (n == n_plain) return;
     samp_filtering rest = {ask + n_plain, filters, logits, p->parts + n_plain, p->ldl, p->part_rows, d->shape->V_all, p->n_blocks,
                            p->reached + n_plain, p->tops, results + n_plain, d->last};
-    launch_dependent(d, "filters", samp_filter_kernel, dim3((unsigned)(n - n_plain)), FILTER_THREADS,
-                     samp_filter_smem(p->n_blocks), 1, rest);
+    if (n > n_plain)
+        launch_dependent(d, "filters", samp_filter_kernel, dim3((unsigned)(n - n_plain)), FILTER_THREADS,
+                         samp_filter_smem(p->n_blocks), 1, rest);
+    graph_draws(d, false);
 }
 
 /* The same for rows whose raw logits are stored, without parts yet. */
@@ -6784,8 +6834,13 @@ static void samp_head(toka_device *d, int first, int n, int stored) {
     gemm_args a = {.M = n, .x = d->xn + (size_t)first * d->E, .ldx = d->E, .w = &d->lm_head};
     samp_fused fused = {p->ask + first, p->parts, p->reached, p->own, p->part_rows, p->own_ldl, d->shape->v0, d->shape->V, stored};
     gemm_plan plan = {&samp_head_variant, n > 128 ? 2 : 1, 8};
+    graph_draws(d, true);
     gemm_start(d, plan, &a, &fused);
+    graph_draws(d, false);
 }
+
+/* The LM head of n rows puts out parts. */
+static bool samp_fuses(const toka_device *d, const toka_step *s, int n) { return d->hopper && !s->logits && n > SAMP_FEW; }
 
 /* The raw logits of n rows that a test wants, from p->logits. */
 static void samp_show(toka_device *d, const toka_step *s, int first, int n) {
@@ -6802,7 +6857,7 @@ static void samp_show(toka_device *d, const toka_step *s, int first, int n) {
  * plain rows go by samp_exchange, unless blocks straddle ranks or the logits are wanted; the others by gathered logits. */
 static void samp_rows(toka_device *d, const toka_step *s, int first, int n, int n_plain, const samp_filter *filters) {
     samp_plan *p = d->samp;
-    const bool ranks = tp_size(d) > 1, fused = d->hopper && !s->logits && n > SAMP_FEW;
+    const bool ranks = tp_size(d) > 1, fused = samp_fuses(d, s, n);
     const int apart = !ranks || s->logits || !p->whole_blocks ? 0 : n_plain; /* rows that are exchanged */
     const int stored = fused && (!ranks || p->whole_blocks) ? n_plain : 0;
     gemm_args product = {n, d->xn + (size_t)first * d->E, d->E, &d->lm_head, (bf16 *)p->own, p->own_ldl, EPI_LOGITS};
@@ -6861,6 +6916,20 @@ static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
         if (more > 0) n += samp_send_filters(d, s, i + n, more, &filters);
         if (!d->error.code) samp_rows(d, s, i, n, n_plain, filters);
     }
+}
+
+/* The same for a step that a graph runs, ahead of it: sends the filters, and has the last kernels be those of filtered rows, if
+ * there are any, else of plain ones. All rows' filters lie where those of the last such step lay: nothing else changes. */
+static void samp_graph(toka_device *d, const toka_step *s) {
+    samp_plan *p = d->samp;
+    step_graph *g = d->graphs.now;
+    const bool filtered = p->n_plain < s->n_out;
+    samp_filter *filters = NULL;
+    if (filtered && samp_send_filters(d, s, 0, s->n_out, &filters) < s->n_out) assert(d->error.code);
+    if (filtered == g->filtered || d->error.code) return;
+    if (samp_fuses(d, s, s->n_out)) samp_head(d, 0, s->n_out, p->n_plain);
+    samp_finish_rows(d, 0, s->n_out, p->n_plain, filters, p->logits);
+    g->filtered = filtered;
 }
 
 /* ===========================================================================
@@ -7062,7 +7131,7 @@ static void graphs_close(toka_device *d) {
     for (step_graph &g : d->graphs.all) {
         if (g.exec) cudaGraphExecDestroy(g.exec);
         if (g.graph) cudaGraphDestroy(g.graph);
-        free(g.attn);
+        free(g.nodes);
         g = step_graph{};
     }
 }
@@ -7482,16 +7551,20 @@ static bool op_launches(toka_device *d, const char *op) { return op_begins(d, op
 
 /* ---- Captured steps ----
  *
- * A step is a graph if each of its rows draws, and does so without filters. What sizes between need is the next size: its rows
- * beyond the step's are of token 0, see no keys, leave theirs in a page of nobody's, and their draws are kept nowhere. All kernels
- * treat up to 8, 16, 32 and 64 rows in the same way, and each further 128, so that a row's result does not depend on whether its
- * step is a graph; and as a tile of a GEMM has 128 rows, those that fill it up cost nothing. To capture runs nothing: the plan is
- * made up.
+ * A step is a graph if each of its rows draws. What sizes between need is the next size: its rows beyond the step's are of token 0,
+ * see no keys, leave theirs in a page of nobody's, and their draws are kept nowhere. All kernels treat up to 8, 16, 32 and 64 rows
+ * in the same way, and each further 128, so that a row's result does not depend on whether its step is a graph; and as a tile of a
+ * GEMM has 128 rows, those that fill it up cost nothing. To capture runs nothing: the plan is made up.
  *
  * A graph has so many attention nodes a layer, and each becomes whatever kernel the step's work list has there, with its grid: so
  * one graph serves all lengths, groups and levels of shared prefixes that need so many launches. Grids are set from the host,
  * which the GPU does not wait for, and fit the lists; kernels that read from the device how much there is would be launched for
  * the most there can be.
+ *
+ * The last nodes become others, too. Where a row of the step is filtered, all rows go the filtered way, a plain one with a filter
+ * that asks nothing: the LM head stores all logits, and samp_filter_kernel stands for samp_reduce_kernel, with the same result to
+ * the bit. Filters and lists are sent ahead of the graph to a place that it knows. Launched one by one are steps whose logits or
+ * lists do not fit at once (V 128,256: more than 512 rows), and those of tensor ranks, which would exchange all rows' logits.
  *
  * Tensor ranks meet by counts that their GPUs keep, so sums are in the graphs; the choice between graph and launches is the same
  * on all ranks of a stage, as it follows from the step and what they agreed on (group_agree). Messages of a pipeline, and what
@@ -7528,8 +7601,9 @@ static int graph_size(const toka_device *d, const toka_step *s) {
     if (!d->graphs.n || s->n_out != s->T || s->T > GRAPH_ROWS || s->logits) return -1;
     if (d->group && __atomic_load_n(&d->group->no_graphs, __ATOMIC_ACQUIRE)) return -1;
     for (int i = 0; i < s->n_out; i++)
-        if (s->out[i].row != i || (last_stage(d) && samp_filtered(&s->out[i], d->shape->V_all))) return -1;
+        if (s->out[i].row != i) return -1;
     while (graph_sizes[size] < s->T) size++;
+    if (d->samp && samp_filters(d, s) && !samp_fits(d, s, graph_sizes[size])) return -1;
     return d->graphs.all[size * GRAPH_ATTENTIONS].exec ? size : -1;
 }
 
@@ -7629,8 +7703,8 @@ static void graph_begin(toka_device *d, const toka_step *s) {
     p->n_levels = ceil_div(n, 3);
     for (int i = 0; i < p->n_levels; i++)
         p->levels[i] = attn_level{.n_tiles = n > 3 * i, .n_small = n > 3 * i + 1, .n_merges = n > 3 * i + 2, .merge_nq = 1};
-    g->attn = (cudaGraphNode_t *)malloc((size_t)d->shape->L * (size_t)n * sizeof *g->attn);
-    if (!g->attn) abort();
+    g->nodes = (cudaGraphNode_t *)malloc(((size_t)d->shape->L * (size_t)n + GRAPH_DRAWS) * sizeof *g->nodes);
+    if (!g->nodes) abort();
     latch(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeRelaxed), "capture");
     if (d->capture_fails && !--d->capture_fails)
         latch(d, cudaStreamSynchronize(d->stream), "capture"); /* which a capture forbids */
@@ -7725,7 +7799,7 @@ static const float *fold_norm(toka_device *d, const gemm_args *g, const float *n
 }
 /* The rows that are drawn are all, in their order; then the norm before the LM head can be folded, too. */
 static bool fold_draws(const toka_device *d, const toka_step *s) {
-    bool all = d->hopper && d->samp && s->T <= FOLD_ROWS && s->n_out == s->T && d->samp->n_plain == s->n_out &&
+    bool all = d->hopper && d->samp && s->T <= FOLD_ROWS && s->n_out == s->T && d->samp->in_order &&
                s->n_out <= d->samp->chunk;
     for (int i = 0; all && i < s->n_out; i++) all = s->out[i].row == i;
     return all;
@@ -7796,7 +7870,8 @@ static void cuda_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev
     if (!op_begins(d, "norm_logits_sample")) return;
     sum_norm(d, NULL);
     if (d->graphs.capturing) d->graphs.now->meetings = 0;
-    if (!graph_runs(d)) samp_launch(d, d->step, dev_bf16(x));
+    if (graph_runs(d)) samp_graph(d, d->step);
+    else samp_launch(d, d->step, dev_bf16(x));
     if (d->graphs.capturing) return;
     graph_launch(d);
     if (graph_runs(d) && d->rank) d->rank->n_meetings += (unsigned)d->graphs.now->meetings;

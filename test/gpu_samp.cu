@@ -1,7 +1,7 @@
 /* gpu_samp.cu - chapters 11 and 12 against chapter 18 of toka.c: picks, kept sets and log-probabilities of random rows; the distribution of a million
  * draws; the op as a whole against float64. Link it with gpu_samp.c, compiled as C.
  *   gpu_samp            the tests        gpu_samp small      few and small (for compute-sanitizer)        gpu_samp bench      times
- *   gpu_samp draws      distributions only        gpu_samp tiny       fewer still (for racecheck)
+ *   gpu_samp draws      distributions only        gpu_samp tiny       fewer still (for racecheck)        gpu_samp filters    times of the filters
  *   gpu_samp peer       times beside cuBLAS's LM head alone, if the loader finds it */
 #include "../toka_kernels.cu"
 
@@ -95,7 +95,7 @@ struct bare_rows {
     }
     void check(const char *what, const std::vector<toka_pick> &got, const std::vector<toka_pick> &want) const {
         for (size_t i = 0; i < rows.size(); i++) {
-            toka_pick p = want[i]; /* of rows without top log-probabilities: with them the parts are merged in another order */
+            toka_pick p = want[i]; /* of rows without top log-probabilities, whose figure would be the one in the list */
             if (!toka_wants_logprob(&rows[i])) p.logprob = NAN;
             gpu_check(same_pick(got[i], p), "%s, row %zu: %d (%g, %g) where some want no log-probability, else %d (%g, %g)", what, i,
                       got[i].id, got[i].logprob, got[i].sampled_logprob, p.id, p.logprob, p.sampled_logprob);
@@ -660,6 +660,45 @@ static void bench_samp(int V, int E, int n_out, float T, int logprobs, float top
     samp_device_close(d);
 }
 
+/* The last kernel alone, on stored logits with their parts: Gaussian ones of this standard deviation. At 4.4 their entropy is 1 to 3 nats, as
+ * with real models; 3 and 1 leave thousands of ids, and nearly all. Median of rows that differ. */
+static void bench_filters(int V, int n, float deviation) {
+    toka_device *d = samp_device(V, 8, n);
+    samp_plan *p = d->samp;
+    const struct {
+        float T, top_p, min_p;
+        int top_k, logprobs;
+    } asks[] = {{1, 1, 0, 0, 0}, {1, 0.95f, 0, 0, 0}, {0.6f, 0.9f, 0, 0, 0}, {0.6f, 0.95f, 0, 20, 0}, {0.7f, 0.8f, 0, 20, TOKA_NO_LOGPROBS},
+                {1, 1, 0.05f, 0, 0}, {1, 1, 0, 0, 5}};
+    std::vector<float> x((size_t)p->ldl, -INFINITY);
+    const int different = std::min(n, 16);
+    for (int row = 0; row < n; row++) {
+        for (size_t i = 0; i < (size_t)V && row < different; i++) x[i] = deviation * gpu_normal((uint64_t)row + 1, i);
+        float *to = p->logits + (size_t)row * p->ldl;
+        if (row < different) GPU_OK(cudaMemcpy(to, x.data(), x.size() * sizeof(float), cudaMemcpyHostToDevice));
+        else GPU_OK(cudaMemcpy(to, p->logits + (size_t)(row % different) * p->ldl, x.size() * sizeof(float), cudaMemcpyDeviceToDevice));
+    }
+    printf("V %6d  deviation %.1f  rows %4d ", V, deviation, n);
+    for (auto &ask : asks) {
+        toka_sampling how = plain(ask.T);
+        how.top_p = ask.top_p, how.min_p = ask.min_p, how.top_k = ask.top_k, how.logprobs = ask.logprobs;
+        std::vector<toka_out_row> rows;
+        for (int i = 0; i < n; i++) rows.push_back(drawn(&how, (uint32_t)i)), rows.back().row = i;
+        toka_step s = step_of(rows);
+        samp_filter *filters = NULL;
+        stage_begin(d, &d->up);
+        samp_plan_step(d, &s);
+        stage_send(d, &d->up);
+        const int n_plain = p->n_plain;
+        if (!n_plain && samp_send_filters(d, &s, 0, n, &filters) < n) gpu_check(false, "filters");
+        samp_from_logits(d, 0, n, n_plain, filters);
+        double us = gpu_time_us(d->stream, 8, 5, [&](int) { samp_finish_rows(d, 0, n, n_plain, filters, p->logits); });
+        printf(" %7.1f", us);
+    }
+    printf("  us: plain; top_p .95; T .6, top_p .9; T .6, top_k 20, top_p .95; T .7, top_k 20, top_p .8; min_p .05; 5 log-probabilities\n");
+    samp_device_close(d);
+}
+
 /* ---- Beside cuBLAS ---- */
 
 typedef struct peer { /* what is needed of cuBLAS's interface */
@@ -726,6 +765,11 @@ int main(int argc, char **argv) {
         for (int M : {1, 16, 64, 256, 1024, 4096})
             for (int top_k : {0, 20}) bench_samp(128256, 2048, M, 0.6f, 0, 0.95f, top_k);
         for (int M : {1, 64, 1024}) bench_samp(128256, 2048, M, 1, 0, 0.95f, 0);
+        return 0;
+    }
+    if (argc > 1 && !strcmp(argv[1], "filters")) {
+        for (float deviation : {4.4f, 3.0f, 1.0f})
+            for (int n : {1, 16, 64, 128, 512}) bench_filters(128256, n, deviation);
         return 0;
     }
     if (argc > 1 && !strcmp(argv[1], "peer")) {
