@@ -2827,6 +2827,7 @@ enum {
     ATTN_TILE_Q = 64,    /* queries of a tile on mma.sync */
     ATTN_SMALL_Q = 16,   /* queries of a small item, and the unit of the split-KV buffer */
     ATTN_MIN_PART = 128, /* kv positions of a part of a small item, at least */
+    ATTN_BRIEF = 128,
     ATTN_BOTH_ROWS = 32, ATTN_BOTH_Q = 128, /* rows and queries of an item of attn_both, at most */
     ATTN_BOTH_OWN = 1024,                   /* own positions of such a row, at most: a warp does them one behind the other */
     ATTN_OWN_START = 24,                    /* what such a row takes beside them, in positions, roughly */
@@ -2863,6 +2864,7 @@ typedef struct attn_merge { /* the n parts of one item become one */
 typedef struct attn_level {
     int tile0, n_tiles, small0, n_small, merge0, n_merges;
     int merge_nq; /* most queries of a merge */
+    bool brief;   /* small items have less than ATTN_BRIEF positions on average */
     int gang0, n_gangs, gang_warps; /* of the merges, those that are gangs; then small items are theirs alone. Most parts of one */
     int gang_part;                  /* kv positions of a part of a gang; 0: there are none; while planning */
 } attn_level;
@@ -3232,6 +3234,7 @@ static void attn_plan_kind(toka_device *d, const toka_step *s, int level, bool s
     }
     p->levels[level].gang_part = small ? attn_gang_part(d, work, n, most) : 0;
     part_len = small ? attn_small_part(d, work) : attn_tile_part(d, work, n);
+    if (small) p->levels[level].brief = work < (int64_t)n * ATTN_BRIEF;
     for (int i = 0; work && i < s->n_spans; i++) {
         const attn_span *a = &p->spans[i];
         if (a->level == level && a->small == small && !a->both) attn_emit_span(d, s, i, &p->levels[level], part_len);
@@ -3745,7 +3748,8 @@ template <int DP, int WARPS> static void attn_mma_launch(toka_device *d, const a
  * with two or four copies, for the first and the last one in pieces of 8 positions; the numbers of 32 pages lie in the lanes of
  * the warp. At D = 64 more warps help more than longer rings, as what an item costs beside its bytes is waiting: 8,192 samples
  * with 88 positions of their own in 454 us with two stages, 555 with three, 687 with four (H200; 398, 432 and 513 of them without
- * a state to begin with). */
+ * a state to begin with). At D = 128 the same (977 and 1,200 to 1,344 us) up to some 128 positions an item, but 64 sequences of
+ * 4,096 in parts take 306 and 259. */
 #if HOPPER
 /* One warp's work, up to what leaves it. full: [STAGES] barriers. */
 template <int DP, int TOK, int STAGES>
@@ -4520,12 +4524,14 @@ static void attn_open(toka_device *d) {
     attn_open_maps(d);
 }
 
-static void attn_launch_items(toka_device *d, int layer, attn_args a, int item0, int n, bool small) {
+static void attn_launch_items(toka_device *d, int layer, attn_args a, const attn_level *l, bool small) {
     const attn_plan *p = d->attn;
     const CUtensorMap *map = p->maps ? p->maps + ATTN_MAPS * layer : NULL;
+    const int n = small ? l->n_small : l->n_tiles;
     if (!n) return;
-    a.items = p->dev_items + item0;
-    if (map && small) a.D <= 64 ? attn_small_launch<64, 32, 2>(d, a, n, map) : attn_small_launch<128, 16, 3>(d, a, n, map);
+    a.items = p->dev_items + (small ? l->small0 : l->tile0);
+    if (map && small && a.D <= 64) attn_small_launch<64, 32, 2>(d, a, n, map);
+    else if (map && small) l->brief ? attn_small_launch<128, 16, 2>(d, a, n, map) : attn_small_launch<128, 16, 3>(d, a, n, map);
     else if (map && a.D <= 64) attn_wg_launch<64, 3, 128, 3>(d, a, n, map);
     else if (map && a.D <= 96) attn_wg_launch<96, 2, 128, 3>(d, a, n, map);
     else if (map) attn_wg_launch<128, 2, 128, 3>(d, a, n, map);
@@ -4562,8 +4568,8 @@ static void attention(toka_device *d, int layer, const bf16 *q, bf16 *o) {
     if (d->error.code) return;
     for (int i = 0; i < p->n_levels; i++) {
         const attn_level *l = &p->levels[i];
-        attn_launch_items(d, layer, a, l->tile0, l->n_tiles, false);
-        attn_launch_items(d, layer, a, l->small0, l->n_small, true);
+        attn_launch_items(d, layer, a, l, false);
+        attn_launch_items(d, layer, a, l, true);
         if (l->n_gangs) attn_launch_gangs(d, layer, a, l);
         if (!l->n_merges) continue;
         launch_dependent(d, "attention, parts", attn_join, dim3((unsigned)(l->n_merges * a.K), (unsigned)l->merge_nq), 128, 0, 1,
