@@ -11710,8 +11710,11 @@ static int eng_open_replicas(eng *g, toka_shape *shape, const toka_options *o, s
         eng_replica *p = &g->replicas[i];
         p->g = g, d.index = i * tp * pp;
         code = model_start(&p->m, &g->bell, &d, shape->max_len, e);
-        if (!code) code = eng_replica_init(p, c, e);
     }
+    /* The tables are filled while the devices open. Not those of a cache that somebody asked for: one that no device can hold has
+     * tables that fill the machine's memory, so the devices are heard first. */
+    for (int i = 0; i < g->n_replicas && !code && o->kv_tokens; i++) code = model_ready(&g->replicas[i].m, e);
+    for (int i = 0; i < g->n_replicas && !code; i++) code = eng_replica_init(&g->replicas[i], c, e);
     for (int i = 0; i < g->n_replicas && !code; i++) code = model_ready(&g->replicas[i].m, e);
     if (!code && g->be->rehearse) eng_phase(&g->start, "the largest step", 0);
     for (int i = 0; i < g->n_replicas && !code && g->be->rehearse; i++) code = eng_rehearse(&g->replicas[i], shape, c, e);

@@ -445,8 +445,10 @@ def test_sizes_that_no_machine_has(tmp_path):
                                 (["--kv-tokens", "99999999999999999999"], 1, "kv-tokens"),
                                 (["--max-num-seqs", "2000000000"], 1, "max_num_seqs"), (["--max-num-seqs", "65537"], 1, "max_num_seqs"),
                                 (["--max-num-batched-tokens", "65537"], 1, "max_num_batched_tokens")):
+        began = time.monotonic()
         _, err = batch("-i", source, "-o", str(tmp_path / "out.jsonl"), *args, status=status)
         assert words in err and len(err.strip().splitlines()) == 1, err
+        assert time.monotonic() - began < 10, args  # no tables are filled for what is refused
 
 
 def test_many_samples_of_one_prompt(tmp_path):
