@@ -6795,7 +6795,7 @@ static int mf_file(mf_model *m, const char *name, bool required, char where[256]
 
 static int mf_open_configs(mf_model *m, toka_err *e) {
     char where[256];
-    str text;
+    str text, tools;
     if (mf_file(m, "config.json", true, where, &text, e)) return e->code;
     if (mf_config_parse(text, where, &m->a, &m->config, e)) return e->code;
     if (mf_file(m, "generation_config.json", false, where, &text, e)) return e->code;
@@ -6804,7 +6804,9 @@ static int mf_open_configs(mf_model *m, toka_err *e) {
     if (mf_file(m, "tokenizer_config.json", false, where, &m->tokenizer_config, e)) return e->code;
     if (m->tokenizer_config.n && mf_tokenizer_config_parse(m->tokenizer_config, where, &m->a, m, e)) return e->code;
     if (mf_file(m, "chat_template.jinja", false, where, &text, e)) return e->code;
-    if (text.n) m->chat_template = text, m->tool_template = STR("");
+    if (mf_file(m, "additional_chat_templates/tool_use.jinja", false, where, &tools, e)) return e->code;
+    if (text.n) m->chat_template = text;
+    if (text.n || tools.n) m->tool_template = tools;
     m->shape = m->config.shape;
     return 0;
 }

@@ -578,6 +578,16 @@ static void test_mf_odd_files(void) {
     m = mft_open_says(folder, NULL, "chat_template.jinja goes first");
     CHECK(m && str_is(m->chat_template, "from the file"));
     mf_close(m);
+    mft_write_file(folder, "tokenizer_config.json", STR("{\"chat_template\":[{\"name\":\"tool_use\",\"template\":\"old\"}]}"));
+    m = mft_open_says(folder, NULL, "files go before the whole list");
+    CHECK(m && str_is(m->chat_template, "from the file") && !m->tool_template.n);
+    mf_close(m);
+    snprintf(path, sizeof path, "%s/additional_chat_templates", folder);
+    CHECK(mkdir(path, 0700) == 0);
+    mft_write_file(folder, "additional_chat_templates/tool_use.jinja", STR("with tools"));
+    m = mft_open_says(folder, NULL, "a template for tools in a file of its own");
+    CHECK(m && str_is(m->chat_template, "from the file") && str_is(m->tool_template, "with tools"));
+    mf_close(m);
     mft_remove_folder(folder);
 }
 
