@@ -20282,7 +20282,7 @@ static int bs_read_wanted(const bs_options *o, bs_wanted *w, toka_err *e) {
         int i = colon < 0 ? -1 : bs_metric(str_sub(word, 0, (size_t)colon));
         char *end = NULL;
         double v = i < 0 || i == BS_ITL ? -1 : strtod(word.p + colon + 1, &end);
-        if (!(v >= 0) || end != word.p + word.n)
+        if (!(v >= 0) || end != word.p + word.n || (size_t)colon + 1 == word.n)
             return fail(e, TOKA_E_USE, "--goodput: '%.*s', expected ttft, tpot or e2el, a colon and milliseconds", STRF(word));
         w->limit_ms[i] = v, w->goodput = true;
     }

@@ -294,7 +294,8 @@ def test_warm_ups_do_not_wait_for_their_turn():
 
 
 @pytest.mark.parametrize("args", [["--request-rate", "0"], ["--request-rate", "fast"], ["--burstiness", "0"], ["--goodput", "ttft"],
-                                  ["--goodput", "itl:3"], ["--goodput", "ttft:x"], ["--percentile-metrics", "ttft,speed"],
+                                  ["--goodput", "itl:3"], ["--goodput", "ttft:x"], ["--goodput", "ttft:"],
+                                  ["--percentile-metrics", "ttft,speed"],
                                   ["--metric-percentiles", "101"], ["--base-url", "https://x"], ["--base-url", "http://:1"],
                                   ["--base-url", "http://x:99999"], ["--port", "0"], ["--extra-body", "[1]"], ["--endpoint", "v1"],
                                   ["--random-range-ratio", "1"], ["--random-input-len", "0"], ["--max-concurrency", "-1"],
