@@ -18904,7 +18904,13 @@ static void run_timeline_step(void *user, const eng_timing *t) {
             1e6 * t->end, 1e6 * t->plan_s, 1e6 * t->launch_s, 1e6 * t->commit_s);
 }
 
-static int run_timeline_open(toka *t, const char *path, FILE **file, toka_err *e) {
+/* What is there is written over; never the dataset. */
+static int run_timeline_open(toka *t, const run_bench_options *o, FILE **file, toka_err *e) {
+    const char *path = o->timeline;
+    struct stat to, from;
+    if (path && !stat(path, &to) && !stat(o->dataset, &from) && S_ISREG(to.st_mode) && to.st_dev == from.st_dev &&
+        to.st_ino == from.st_ino)
+        return fail(e, TOKA_E_USE, "--timeline: %s is the dataset", path);
     *file = path ? fopen(path, "w") : NULL;
     if (path && !*file) return fail(e, TOKA_E_IO, "--timeline: %s: %s", path, strerror(errno));
     if (!path) return 0;
@@ -18924,7 +18930,7 @@ static int run_bench_throughput(toka *t, const run_bench_options *o, toka_err *e
     run_bench_state b = {.o = o, .t = t};
     FILE *timeline = NULL;
     int code = run_dataset(o->dataset, o->num_prompts ? o->num_prompts : INT_MAX - 1, o->interrupted, run_bench_line, &b, e);
-    if (!code) code = run_timeline_open(t, o->timeline, &timeline, e);
+    if (!code) code = run_timeline_open(t, o, &timeline, e);
     if (!code) {
         double t0 = os_now();
         for (int i = 0; i < 2 * t->engine->max_seqs; i++) run_bench_submit(&b);

@@ -58,6 +58,9 @@ def test_timeline(tmp_path):
     assert times == sorted(times) and all(float(r["plan_us"]) > 0 and float(r["launch_us"]) > 0 and float(r["commit_us"]) > 0 for r in rows)
     _, err = bench("throughput", "-m", "test/model", "--dataset", d, "--timeline", "/no/such/file", status=2)
     assert "--timeline" in err
+    before = open(d).read()
+    _, err = bench("throughput", "-m", "test/model", "--dataset", d, "--timeline", d, status=1)
+    assert "is the dataset" in err and open(d).read() == before
 
 
 def test_sharing_can_be_off(tmp_path):
