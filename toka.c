@@ -19134,7 +19134,7 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
  * NVLS off, 1 to 134 MB) come out within 20 %. What keeps a real run below: no op meets its roofline, host time and bubbles are
  * left out, and lengths vary. */
 
-enum { PLAN_MOST_GPUS = 128 };
+enum { PLAN_MOST_GPUS = ENG_MAX_SPLIT }; /* what is recommended must be taken */
 #define PLAN_LATENCY 40e-6         /* seconds of one all-reduce or send */
 #define PLAN_CONTEXT_BYTES 0x1p29  /* of a GPU's memory that are gone before the program asks what is free */
 

@@ -72,13 +72,14 @@ def test_too_large_says_how_many_it_takes():
     least = int(re.search(r"at least (\d+) are needed", err)[1])
     plan("-m", "llama-3.1-70b", "--gpu", "H100", "--gpus", str(least))
     assert 1 < least < 5
-    assert re.search(r"97 x L4, however they are split; on \d of them they do", plan("-m", "llama-3.1-70b", "--gpu", "L4", "--gpus", "97", status=1)[1])
+    few = ["--gpu", "L4", "--gpus", "61", "--gpu-memory-utilization", "0.5"]  # a prime, more than there are layers
+    assert re.search(r"61 x L4, however they are split; on \d of them they do", plan("-m", "llama-3.1-8b", *few, status=1)[1])
     assert "no number" in plan("-m", "llama-3.1-70b", "--gpu", "L4", "--gpu-memory-utilization", "0.05", status=1)[1]
 
 
 @pytest.mark.parametrize("args, words", [
     (["--gpu", "H300"], "expected B200, H200, H100, A100-80G"), (["-m", "no-such-model"], "no-such-model: no such folder"),
-    (["--gpus", "0"], "--gpus: 0"), (["--gpus", "1000"], "--gpus"), (["--max-model-len", "200000"], "131072"),
+    (["--gpus", "0"], "--gpus: 0"), (["--gpus", "65"], "--gpus: 65, expected 1 to 64"), (["--max-model-len", "200000"], "131072"),
     (["--input-len", "0"], "--input-len"), (["--output-len", "200000"], "longest sequence"), (["--samples", "0"], "--samples"),
     (["--gpu-memory-utilization", "2"], "--gpu-memory-utilization"), (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "at least"),
     (["--kv-tokens", "5"], "not for this command"), (["--max-num-seqs", "-1"], "--max-num-seqs"),
