@@ -8847,7 +8847,7 @@ static void batch_split(batch *b, batch_parts *p, const batch_step *d) {
 #define SAMP_MAX_STOPS 256       /* stop strings of one request */
 #define SAMP_MAX_STOP_BYTES 4096 /* of one stop string; ids of one bad word */
 #define SAMP_MAX_BAD 4096        /* bad words of one request */
-#define SAMP_MIN_REPETITION 0.01 /* repetition penalties: beyond, x/r - f*count would not tell what x was */
+#define SAMP_MIN_REPETITION 0.01f /* repetition penalties: beyond, x/r - f*count would not tell what x was */
 #define SAMP_MAX_REPETITION 100.0
 #define SAMP_WINDOW 16384        /* ids looked at together where a row needs a counter per id */
 #define SAMP_BLOCKS 512          /* partial sums of a row, for the draw */

@@ -643,6 +643,7 @@ static void test_samp_check(void) {
     BAD("min_p: -1, expected 0 to 1", s.min_p = -1);
     BAD("top_k: -2, expected -1 or more", s.top_k = -2);
     BAD("repetition_penalty: 0, expected 0.01 to 100", s.repetition_penalty = 0);
+    BAD("repetition_penalty: 0.0099, expected 0.01 to 100", s.repetition_penalty = 0.0099f);
     BAD("repetition_penalty: 1e+30, expected 0.01 to 100", s.repetition_penalty = 1e30f);
     BAD("repetition_penalty: 1e-30, expected 0.01 to 100", s.repetition_penalty = 1e-30f);
     BAD("repetition_penalty: nan, expected 0.01 to 100", s.repetition_penalty = (float)fabs(NAN));
@@ -678,7 +679,9 @@ static void test_samp_check(void) {
     s.stop = (const char *[]){"\xED\x95\x9C", "x"}, s.n_stop = 2, s.presence_penalty = -2, s.stop_ids = (int32_t[]){0, 99};
     s.n_stop_ids = 2, s.allowed_ids = many, s.n_allowed = 100;
     CHECK(samp_check(&s, 100, &e) == 0);
-    s.logprobs = TOKA_NO_LOGPROBS;
+    s.logprobs = TOKA_NO_LOGPROBS, s.repetition_penalty = 0.01f;
+    CHECK(samp_check(&s, 100, &e) == 0);
+    s.repetition_penalty = 100;
     CHECK(samp_check(&s, 100, &e) == 0);
     free((void *)longest);
 }
