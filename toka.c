@@ -19942,18 +19942,21 @@ static int bs_random_prompts(bs *b, toka_err *e) {
     if (bytes > ram)
         return fail(e, TOKA_E_USE, "%lld prompts of up to %.0f tokens take %.0f GB of memory, there are %.0f", (long long)n,
                     tokens, 1e-9 * bytes, 1e-9 * ram);
-    size_t prefix_at = text ? b->texts.n : b->tokens.n;
+    size_t prefix_at = text ? b->texts.n : b->tokens.n, prefix_n = 0; /* the first prompt's beginning is everybody's */
     for (int64_t i = 0; i < n; i++) {
         int64_t in = MAX(1, bs_between(b, (int64_t)floor(o->input_len * (1 - r)), (int64_t)ceil(o->input_len * (1 + r))));
         int64_t out = MAX(1, bs_between(b, (int64_t)floor(o->output_len * (1 - r)), (int64_t)ceil(o->output_len * (1 + r))));
         bs_request *q = bs_add(b, (int)MIN(out, INT_MAX));
         q->text = text, q->at = text ? b->texts.n : b->tokens.n;
         if (text) {
-            bs_put_words(b, o->prefix_len + in, &b->texts);
+            if (i) buf_reserve(&b->texts, prefix_n), buf_put(&b->texts, b->texts.p + prefix_at, prefix_n);
+            else if (o->prefix_len) bs_put_words(b, o->prefix_len, &b->texts), buf_char(&b->texts, ' ');
+            if (!i) prefix_n = b->texts.n - prefix_at;
+            bs_put_words(b, in, &b->texts);
         } else {
             ids_reserve(&b->tokens, (size_t)(o->prefix_len + in));
             for (int64_t k = 0; k < o->prefix_len + in; k++) {
-                bool shared = k < o->prefix_len && i; /* the first prompt's beginning is everybody's */
+                bool shared = k < o->prefix_len && i;
                 ids_push(&b->tokens, shared ? b->tokens.p[prefix_at + (size_t)k]
                                             : b->vocabulary.p[bs_between(b, 0, (int64_t)b->vocabulary.n - 1)]);
             }

@@ -231,6 +231,11 @@ def test_no_tokenizer_at_the_server():
     with Fake(tokenize=False) as fake:
         v = figures(fake, "--num-prompts", 3, "--random-input-len", 9, "--random-output-len", 2)
         assert all(len(r["prompt"].split()) == 9 for r in fake.requests) and v["total_input_tokens"] == 21
+        fake.requests.clear()
+        bench(fake, "--num-prompts", 4, "--random-input-len", 5, "--random-prefix-len", 7, "--random-output-len", 2)
+        words = [r["prompt"].split() for r in fake.requests]
+        assert [len(w) for w in words] == [12] * 4
+        assert len({tuple(w[:7]) for w in words}) == 1 and len({tuple(w[7:]) for w in words}) == 4
 
 
 def test_dataset(tmp_path):
