@@ -19967,6 +19967,14 @@ static int bs_random_prompts(bs *b, toka_err *e) {
     return 0;
 }
 
+/* The tokens of an answer, at least one; v NULL: *n stays. */
+static bool bs_length(const json *v, int *n) {
+    int64_t length = *n;
+    if ((v && !json_whole(v, &length)) || length < 1 || length > INT_MAX) return false;
+    *n = (int)length;
+    return true;
+}
+
 /* A line of the dataset: {"prompt_token_ids" or "prompt", and "output_lengths": a request for each, or "output_tokens", or
  * neither}. */
 static int bs_dataset_line(void *user, const json *root, int64_t number, toka_err *e) {
@@ -19985,15 +19993,15 @@ static int bs_dataset_line(void *user, const json *root, int64_t number, toka_er
         return fail(e, TOKA_E_USE, "%s: line %lld: a prompt of token ids cannot go to %s", b->o->dataset, (long long)number,
                     b->o->endpoint);
     q.n_in = q.text ? 0 : (int64_t)q.n;
-    if (!lengths) {
-        q.max_tokens = (int)MIN(json_int(json_get(root, "output_tokens"), b->o->output_len), INT_MAX);
-        *bs_add(b, 0) = q;
-        return 0;
-    }
-    if (!json_is(lengths, JSON_ARRAY) || !lengths->n)
-        return fail(e, TOKA_E_INPUT, "%s: line %lld: output_lengths: expected a list", b->o->dataset, (long long)number);
-    JSON_EACH(it, lengths) q.max_tokens = (int)MIN(json_int(it, 0), INT_MAX), *bs_add(b, 0) = q;
-    return 0;
+    const json *one = json_get(root, "output_tokens");
+    bool good = true;
+    q.max_tokens = b->o->output_len;
+    if (!lengths && (good = bs_length(json_is(one, JSON_NULL) ? NULL : one, &q.max_tokens))) *bs_add(b, 0) = q;
+    if (lengths) good = json_is(lengths, JSON_ARRAY) && lengths->n;
+    if (lengths && good)
+        JSON_EACH(it, lengths) if ((good = good && bs_length(it, &q.max_tokens))) *bs_add(b, 0) = q;
+    return good ? 0 : fail(e, TOKA_E_INPUT, "%s: line %lld: expected output_lengths, a list of whole numbers from 1 on, or such a "
+                           "number as output_tokens or --random-output-len", b->o->dataset, (long long)number);
 }
 
 static void bs_put_body(const bs *b, const bs_request *q, buf *out) {

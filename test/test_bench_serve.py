@@ -250,6 +250,12 @@ def test_dataset(tmp_path):
         assert len(fake.requests) == 2
         d.write_text('{"prompt": 5}\n')
         assert "line 1" in bench(fake, "--dataset", d, status=1)[1]
+        fake.requests.clear()
+        for line in ('"output_lengths": [3, 0]', '"output_lengths": ["3"]', '"output_lengths": []', '"output_lengths": 3',
+                     '"output_lengths": [1.5]', '"output_lengths": [9999999999]', '"output_tokens": -1', '"output_tokens": "9"'):
+            d.write_text('{"prompt": "x"}\n{"prompt": "x", %s}\n' % line)
+            assert "line 2: expected output_lengths" in bench(fake, "--dataset", d, status=1)[1]
+        assert "line 1: expected" in bench(fake, "--dataset", d, "--random-output-len", 0, status=1)[1] and not fake.requests
 
 
 def test_bytes_come_in_any_pieces():
