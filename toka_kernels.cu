@@ -7557,10 +7557,10 @@ static bool op_launches(toka_device *d, const char *op) { return op_begins(d, op
 
 /* ---- Captured steps ----
  *
- * A step is a graph if each of its rows draws. What sizes between need is the next size: its rows beyond the step's are of token 0,
- * see no keys, leave theirs in a page of nobody's, and their draws are kept nowhere. All kernels treat up to 8, 16, 32 and 64 rows
- * in the same way, and each further 128, so that a row's result does not depend on whether its step is a graph; and as a tile of a
- * GEMM has 128 rows, those that fill it up cost nothing. To capture runs nothing: the plan is made up.
+ * A step is a graph if each of its rows draws. What sizes between need is the next size: its rows beyond the step's are of token
+ * 0, see no keys, leave theirs in a page of nobody's, and their draws are kept nowhere. All kernels treat up to 8, 16, 32 and 64
+ * rows in the same way, and each further 128, so that a row's result does not depend on whether its step is a graph; and as a tile
+ * of a GEMM has 128 rows, those that fill it up cost nothing. To capture runs nothing: the plan is made up.
  *
  * A graph has so many attention nodes a layer, and each becomes whatever kernel the step's work list has there, with its grid: so
  * one graph serves all lengths, groups and levels of shared prefixes that need so many launches. Grids are set from the host,
