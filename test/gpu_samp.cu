@@ -253,27 +253,32 @@ static void test_wide() {
     }
     const struct {
         float T, top_p, min_p;
-        int top_k, logprobs, n_forbidden;
+        int top_k, logprobs, n_forbidden, n_history;
     } asks[] = {{1, 0.95f, 0, 0, 0, 0},   {0.6f, 0.95f, 0, 20, 5, 0}, {3, 0.5f, 0, 0, 0, 0},       {1, 1, 0, 9000, 0, 0},
                 {1, 1, 0, 300, 20, 0},    {2, 0.9f, 0, 12000, 0, 0},  {1, 0.99f, 0.001f, 0, 0, 1}, {0.7f, 0.8f, 0, 50, 0, 2},
-                {1, 1e-6f, 0, 0, 1, 0},   {50, 0.999f, 0, 0, 0, 0},   {1, 0.7f, 0, 700, 0, 1},     {0, 1, 0, 0, 20, 2}};
+                {1, 1e-6f, 0, 0, 1, 0},   {50, 0.999f, 0, 0, 0, 0},   {1, 0.7f, 0, 700, 0, 1},     {0, 1, 0, 0, 20, 2},
+                {0.7f, 0.8f, 0, 20, 0, 0, 300}, {1, 1, 0, 0, 0, 1, 3 * FILTER_WINDOW / 8}};
+    std::vector<int32_t> history(3 * FILTER_WINDOW / 8);
+    for (size_t i = 0; i < history.size(); i++) history[i] = (int32_t)(gpu_mix(i) % (uint64_t)(i % 2 ? V : 200));
     const int32_t forbidden[] = {V / 2, 17};
-    static toka_sampling s[12];
+    static toka_sampling s[14];
     std::vector<toka_test_case> cases;
     std::vector<toka_out_row> rows;
     std::vector<const float *> logits;
     for (auto &kind : kinds)
-        for (int j = 0; j < 12; j++) {
+        for (int j = 0; j < 14; j++) {
             s[j] = plain(asks[j].T), s[j].top_p = asks[j].top_p, s[j].min_p = asks[j].min_p, s[j].top_k = asks[j].top_k;
             s[j].logprobs = asks[j].logprobs;
+            if (asks[j].n_history) s[j].repetition_penalty = 1.05f, s[j].presence_penalty = 0.5f, s[j].frequency_penalty = 0.1f;
             toka_test_case c = {drawn(&s[j], (uint32_t)rows.size()), kind.data()};
+            c.row.history = history.data(), c.row.n_history = asks[j].n_history, c.row.n_prompt = asks[j].n_history / 2;
             c.row.row = (int)rows.size(), c.row.forbidden = forbidden, c.row.n_forbidden = asks[j].n_forbidden;
             cases.push_back(c), rows.push_back(c.row), logits.push_back(c.raw);
         }
     std::vector<toka_pick> picks = picks_of(d, rows, logits), again = picks_of(d, rows, logits);
     for (size_t i = 0; i < rows.size(); i++) {
         char what[60];
-        snprintf(what, sizeof what, "wide %d, sampling %d", (int)i / 12, (int)i % 12);
+        snprintf(what, sizeof what, "wide %d, sampling %d", (int)i / 14, (int)i % 14);
         check_row(what, cases[i], V, picks[i]);
         gpu_check(same_pick(picks[i], again[i]), "%s: another time another pick", what);
     }
@@ -667,9 +672,11 @@ static void bench_filters(int V, int n, float deviation) {
     samp_plan *p = d->samp;
     const struct {
         float T, top_p, min_p;
-        int top_k, logprobs;
+        int top_k, logprobs, n_history;
     } asks[] = {{1, 1, 0, 0, 0}, {1, 0.95f, 0, 0, 0}, {0.6f, 0.9f, 0, 0, 0}, {0.6f, 0.95f, 0, 20, 0}, {0.7f, 0.8f, 0, 20, TOKA_NO_LOGPROBS},
-                {1, 1, 0.05f, 0, 0}, {1, 1, 0, 0, 5}};
+                {1, 1, 0.05f, 0, 0}, {1, 1, 0, 0, 5}, {0.7f, 0.8f, 0, 20, 0, 1000}};
+    std::vector<int32_t> history(1000);
+    for (size_t i = 0; i < history.size(); i++) history[i] = (int32_t)(gpu_mix(i) % (uint64_t)V);
     std::vector<float> x((size_t)p->ldl, -INFINITY);
     const int different = std::min(n, 16);
     for (int row = 0; row < n; row++) {
@@ -683,7 +690,9 @@ static void bench_filters(int V, int n, float deviation) {
         toka_sampling how = plain(ask.T);
         how.top_p = ask.top_p, how.min_p = ask.min_p, how.top_k = ask.top_k, how.logprobs = ask.logprobs;
         std::vector<toka_out_row> rows;
+        if (ask.n_history) how.repetition_penalty = 1.05f;
         for (int i = 0; i < n; i++) rows.push_back(drawn(&how, (uint32_t)i)), rows.back().row = i;
+        for (auto &row : rows) row.history = history.data(), row.n_history = ask.n_history;
         toka_step s = step_of(rows);
         samp_filter *filters = NULL;
         stage_begin(d, &d->up);
@@ -695,7 +704,7 @@ static void bench_filters(int V, int n, float deviation) {
         double us = gpu_time_us(d->stream, 8, 5, [&](int) { samp_finish_rows(d, 0, n, n_plain, filters, p->logits); });
         printf(" %7.1f", us);
     }
-    printf("  us: plain; top_p .95; T .6, top_p .9; T .6, top_k 20, top_p .95; T .7, top_k 20, top_p .8; min_p .05; 5 log-probabilities\n");
+    printf("  us: plain; top_p .95; T .6, top_p .9; T .6, top_k 20, top_p .95; T .7, top_k 20, top_p .8; min_p .05; 5 log-probabilities; the fifth, and a penalty over 1,000 ids\n");
     samp_device_close(d);
 }
 
