@@ -48,7 +48,7 @@
  *   parts of it        attn_join             split K and V                copy         not measured
  *   sums over ranks    one_shot_kernel, two_shot_kernel                   links        285 GB/s of two H200's 450; 6.2 us at least
  *     of many rows     gemm_kernel with epi_scatter, sum_norm_kernel      links        255 GB/s for the half not behind products
- *   LM head, sampling  gemm_kernel with epi_sample, samp_reduce_kernel    arithmetic   1.04 to 1.17x of cuBLAS's GEMM alone
+ *   LM head, sampling  gemm_kernel with epi_sample, samp_reduce_kernel    arithmetic   1.04 to 1.13x of cuBLAS's GEMM alone
  *   filtered rows      samp_filter_kernel, samp_blocks_kernel             either       top_p 0.9: 16 us for a row, 47 us for 512
  *
  * CONTENTS (build.sh checks it against the banners)
@@ -1397,6 +1397,12 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  *   warpgroup 1 products end      products end
  *   warpgroup 2          products end      products ...    begin when the other has asked for its last: named barriers 2, 3
  *
+ * gemm_lead: an epilogue that takes long beside its products. Each warpgroup has its 64 rows of every tile, but 0 ends a tile
+ * first: 1 stops a few blocks of K before, and makes those during the epilogue of 0, which begins the next tile during that of 1.
+ *
+ *   warpgroup 0   products ... products   | epilogue       products (alone)  products ...
+ *   warpgroup 1   products ... (stopped)  | products (alone)  epilogue       products ...
+ *
  * SPLIT > 1: few tiles. The CTAs of a cluster share one tile and each takes a part of K; then each gets BN/SPLIT columns of all
  * partial sums from the others' registers, adds them in order of K and runs the epilogue on them. One unit per cluster.
  *
@@ -1467,6 +1473,8 @@ struct gemm_tile {
     uint32_t res;   /* barrier of what is loaded into it */
     int turn;       /* tiles before this one: parity of the barrier */
 };
+/* Blocks of K that warpgroup 0 is ahead of 1 when it ends a tile, where the epilogue takes long; 0: both go side by side. */
+template <class EPI> constexpr int gemm_lead = 0;
 /* What an epilogue fetches while the products run and keeps in registers. */
 template <class EPI, int C> struct gemm_held {};
 template <class EPI, int C> constexpr bool gemm_holds = sizeof(gemm_held<EPI, C>) > 1;
@@ -1975,6 +1983,55 @@ __device__ static inline void gemm_multiply(float (&acc)[H][BN / 2], const gemm_
     gemm_release(c, last);
 }
 
+/* The same where the epilogue takes long (gemm_lead). Warpgroup 1 stops LEAD blocks before a tile's end until the other has asked
+ * for all of its products, and makes its own last ones during the other's epilogue; then that one begins the next tile during this
+ * one's. Alone, a warpgroup has to keep the tensor cores busy: a stage is given back, and the tile's place found, while products
+ * are under way. */
+template <class EPI, int BN, int C, int STAGES>
+__device__ static inline void gemm_multiply_apart(float (&acc)[BN / 2], const gemm_cta &c, gemm_ring &r, int group, int u,
+                                                  gemm_tile &t, gemm_held<EPI, C> &h, const typename EPI::params &p) {
+    constexpr int stage_bytes = (128 + BN) * 128, LEAD = gemm_lead<EPI>;
+    static_assert(LEAD <= STAGES, "the ring holds what one warpgroup is ahead");
+    const int apart = c.n_k > STAGES ? c.n_k - LEAD : -1; /* else the other could be a whole tile ahead, and arrive twice */
+    constexpr bool zeros = __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ < 1209; /* see above */
+    int last = 0;
+#pragma unroll
+    for (int i = 0; zeros && i < BN / 2; i++) acc[i] = 0;
+    for (int k = 0; k < c.n_k; k++) {
+        const bool stop = group && k == apart;
+        if (stop) {
+            wgmma_wait<0>();
+            gemm_release(c, last);
+            named_sync(2, 256);
+        }
+        mbar_wait(c.full + 8 * r.s, r.parity);
+        uint32_t stage = c.ring + r.s * stage_bytes;
+        uint64_t a = wgmma_desc(stage + group * 64 * 128), b = wgmma_desc(stage + 128 * 128);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 2; i++) wgmma_ss<BN>(acc, a + 2 * i, b + 2 * i, zeros || k > 0 || i > 0);
+        wgmma_commit();
+        wgmma_wait<1>(); /* always: in a branch it would serialise the products (C7520) */
+        if (k && !stop) gemm_release(c, last);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 2; i < 4; i++) wgmma_ss<BN>(acc, a + 2 * i, b + 2 * i, 1);
+        wgmma_commit();
+        if (k == c.n_k / 2) {
+            gemm_unit at = gemm_unit_at(c, u);
+            t.row0 = at.m * 128 + ((int)threadIdx.x / 32 - 4) * 16, t.col0 = at.n * BN;
+            gemm_begin<EPI, C>(t, h, c, p);
+        }
+        if (k == c.n_k * 3 / 4) gemm_later<EPI, C>(t, h, p);
+        last = r.s;
+        gemm_next<STAGES>(r);
+    }
+    if (apart >= 0 && !group) named_arrive(2, 256);
+    wgmma_wait<0>();
+    wgmma_keep(acc);
+    gemm_release(c, last);
+}
+
 /* Adds the partial sums of a cluster's SPLIT CTAs, always in the order of K; this CTA gets slice `part` of the columns. The
  * slices of the others go from registers to get_at in their CTAs: [SPLIT-1][warpgroup][C/8][128 threads] x 16 bytes;
  * c.sums[warpgroup] counts the bytes that come. */
@@ -2038,10 +2095,15 @@ __device__ static inline void gemm_consume(const gemm_cta &c, int group, const t
     grid_wait();
     for (int u = c.first + (PINGPONG ? group * c.stride : 0); u < c.units; u += H * c.stride, t.turn++) {
         float acc[H][BN / 2];
-        gemm_unit at = gemm_unit_at(c, u);
-        t.row0 = at.m * 128 + (PINGPONG ? warp & 3 : warp) * 16, t.col0 = at.n * BN + c.part * C;
         gemm_held<EPI, C> h;
-        gemm_multiply<EPI, BN, C, L::stages, H>(acc, c, r, group, u, t, h, p);
+        if constexpr (gemm_lead<EPI>) {
+            static_assert(SPLIT == 1 && !PINGPONG, "both warpgroups have their part of each tile");
+            gemm_multiply_apart<EPI, BN, C, L::stages>(acc[0], c, r, group, u, t, h, p);
+        } else {
+            gemm_unit at = gemm_unit_at(c, u);
+            t.row0 = at.m * 128 + (PINGPONG ? warp & 3 : warp) * 16, t.col0 = at.n * BN + c.part * C;
+            gemm_multiply<EPI, BN, C, L::stages, H>(acc, c, r, group, u, t, h, p);
+        }
         if (PINGPONG) gemm_skip<L::stages>(r, c.n_k);
         if constexpr (SPLIT == 1) gemm_end<EPI, C, H>(acc, t, h, c, p);
         else {
@@ -5634,12 +5696,10 @@ __device__ static inline float samp_add_8(const float (&x)[8]) {
 /* Rest of rounding base * scale: what the group's sums are too large by, in log2. */
 __device__ static inline float samp_rest(float base, float scale) { return __fmaf_rn(base, scale, -__fmul_rn(base, scale)); }
 
-/* v[2j + b]: logit of id0 + 8j + b. One multiply-add, ex2 and sum per id, twice if the raw sum is apart. Returns false if a NaN or
- * infinity was among them, or the maximum is so high that rounding it when scaled, here or at temperature 1, would matter: `apart`
- * or not makes no difference. UNROLL 8, or 1 for v in memory. */
+/* v[2j + b]: logit of id0 + 8j + b. One maximum, multiply-add, ex2 and sum per id, the last three twice if the raw sum is apart.
+ * UNROLL 8, or 1 for v in memory. */
 template <int UNROLL>
-__device__ static inline bool samp_add_up(const float (&v)[SAMP_OWN], float scale, bool apart, samp_group &g) {
-    float raw[8], sums[8], top, raw_top, base;
+__device__ static inline void samp_highest(const float (&v)[SAMP_OWN], float scale, samp_group &g) {
     g.max = -INFINITY, g.highest = 0, g.scale = scale;
 #pragma unroll UNROLL
     for (int s = 0; s < 8; s++) {
@@ -5648,51 +5708,80 @@ __device__ static inline bool samp_add_up(const float (&v)[SAMP_OWN], float scal
         for (int k = 1; k < 8; k++) highest = fmaxf(highest, v[8 * s + k]);
         if (highest > g.max) g.max = highest, g.highest = s;
     }
-    base = g.max > -INFINITY ? g.max : 0, top = __fmul_rn(base, scale), raw_top = __fmul_rn(base, SAMP_LOG2E);
-    if (apart) {
-#pragma unroll UNROLL
-        for (int s = 0; s < 8; s++) {
-            raw[s] = ex2(__fmaf_rn(v[8 * s], SAMP_LOG2E, -raw_top));
-#pragma unroll UNROLL
-            for (int k = 1; k < 8; k++) raw[s] = __fadd_rn(raw[s], ex2(__fmaf_rn(v[8 * s + k], SAMP_LOG2E, -raw_top)));
-        }
-        g.raw_sum = samp_add_8(raw);
-    }
+    g.top = __fmul_rn(g.max > -INFINITY ? g.max : 0, scale);
+}
+/* 2^(v * scale - top), added up by eight ids; returns the sum of all. */
+template <int UNROLL>
+__device__ static inline float samp_add_up(const float (&v)[SAMP_OWN], float scale, float top, float (&sums)[8]) {
 #pragma unroll UNROLL
     for (int s = 0; s < 8; s++) {
         sums[s] = ex2(__fmaf_rn(v[8 * s], scale, -top));
 #pragma unroll UNROLL
         for (int k = 1; k < 8; k++) sums[s] = __fadd_rn(sums[s], ex2(__fmaf_rn(v[8 * s + k], scale, -top)));
     }
-    g.top = top, g.sum = samp_add_8(sums);
-    if (!apart) g.raw_sum = g.sum;
+    return samp_add_8(sums);
+}
+template <int UNROLL> __device__ static inline void samp_add_weights(const float (&v)[SAMP_OWN], samp_group &g) {
+    float sums[8];
+    g.sum = samp_add_up<UNROLL>(v, g.scale, g.top, sums);
 #pragma unroll
     for (int s = 0; s < 8; s++) g.sums[s] = sums[s];
-    return g.sum >= 0 && fabsf(top) < 0x1p23f && fabsf(raw_top) < 0x1p23f;
+}
+__device__ static inline float samp_raw_top(const samp_group &g) { return __fmul_rn(g.max > -INFINITY ? g.max : 0, SAMP_LOG2E); }
+template <int UNROLL> __device__ static inline void samp_add_raw(const float (&v)[SAMP_OWN], samp_group &g) {
+    float sums[8];
+    g.raw_sum = samp_add_up<UNROLL>(v, SAMP_LOG2E, samp_raw_top(g), sums);
+}
+/* Behind the sums. True if a NaN or infinity was among the logits, or the maximum is so high that rounding it when scaled, here or
+ * at temperature 1, would matter: `apart` or not makes no difference. */
+__device__ static inline bool samp_is_rough(bool apart, samp_group &g) {
+    if (!apart) g.raw_sum = g.sum;
+    return !(g.sum >= 0 && fabsf(g.top) < 0x1p23f && fabsf(samp_raw_top(g)) < 0x1p23f);
 }
 
 /* Where v[i] is, less id0. */
 __device__ static inline int samp_column(int i) { return i / 2 * 8 + i % 2; }
 
-/* Any v. apart: the raw sum is wanted and another one. Rare v are worked over in a copy, so that v itself, which may be
- * accumulators of wgmma, is only read: else the compiler would keep another 64 registers. The copy, and sums of eight where loops
- * are not unrolled, are the stack frame of 320 bytes that ptxas reports for kernels which inline this; only those rare ones touch
- * it. */
+/* The sums again where they are rough. Such rare v are worked over in a copy, so that v itself, which may be accumulators of
+ * wgmma, is only read: else the compiler would keep another 64 registers. The copy, and sums of eight where loops are not
+ * unrolled, are the stack frame of 320 bytes that ptxas reports for kernels which inline this; only those rare ones touch it. */
+__device__ static inline void samp_smooth(const float (&v)[SAMP_OWN], float scale, bool apart, samp_group &g) {
+    if (!g.rough) return;
+    float copy[SAMP_OWN];
+#pragma unroll
+    for (int i = 0; i < SAMP_OWN; i++) copy[i] = v[i];
+    for (int round = 0; round < 2; round++) {
+#pragma unroll 1
+        for (int i = 0; i < SAMP_OWN; i++) copy[i] = __fsub_rn(samp_clean(copy[i]), g.down);
+        samp_highest<1>(copy, scale, g);
+        if (apart) samp_add_raw<1>(copy, g);
+        samp_add_weights<1>(copy, g);
+        if (!samp_is_rough(apart, g) || round) break;
+        g.down = g.max;
+    }
+}
+/* Any v. apart: the raw sum is wanted and another one. */
 __device__ static inline samp_group samp_sums(const float (&v)[SAMP_OWN], float scale, bool apart) {
     samp_group g;
-    g.down = 0, g.rough = !samp_add_up<8>(v, scale, apart, g);
-    if (g.rough) {
-        float copy[SAMP_OWN];
-#pragma unroll
-        for (int i = 0; i < SAMP_OWN; i++) copy[i] = v[i];
-        for (int round = 0; round < 2; round++) {
-#pragma unroll 1
-            for (int i = 0; i < SAMP_OWN; i++) copy[i] = __fsub_rn(samp_clean(copy[i]), g.down);
-            if (samp_add_up<1>(copy, scale, apart, g) || round) break;
-            g.down = g.max;
-        }
-    }
+    g.down = 0;
+    samp_highest<8>(v, scale, g);
+    if (apart) samp_add_raw<8>(v, g);
+    samp_add_weights<8>(v, g);
+    g.rough = samp_is_rough(apart, g);
+    samp_smooth(v, scale, apart, g);
     return g;
+}
+/* The same for two rows: the maxima of b while the exponentials of a, which bound it, are made. */
+__device__ static inline void samp_sums_2(const float (&v)[SAMP_OWN], float scale_a, bool apart_a, samp_group &a,
+                                          const float (&other)[SAMP_OWN], float scale_b, bool apart_b, samp_group &b) {
+    a.down = b.down = 0;
+    samp_highest<8>(v, scale_a, a), samp_add_weights<8>(v, a);
+    samp_highest<8>(other, scale_b, b);
+    if (apart_a) samp_add_raw<8>(v, a);
+    samp_add_weights<8>(other, b);
+    if (apart_b) samp_add_raw<8>(other, b);
+    a.rough = samp_is_rough(apart_a, a), b.rough = samp_is_rough(apart_b, b);
+    samp_smooth(v, scale_a, apart_a, a), samp_smooth(other, scale_b, apart_b, b);
 }
 
 /* Where the row's uniform number lies in a sum, from the end that samp_place counts from. */
@@ -5884,14 +5973,20 @@ __global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask 
  * The 16 results a clock of the special function unit bound it: 128 x 256 / 16 = 2,048 clocks a tile, twice that with the second
  * ones, beside 16 K for the products. What is asked of the rows is fetched and the noise made beside the products; one Philox
  * call serves both rows of a thread: its four words are the noise of the row's four groups. The search for a group's id comes
- * only where its key may be the row's highest so far (reached), in about a tenth of the tiles.
+ * only where its key may be the row's highest so far (reached), in about a tenth of a warp's tiles; the other warps wait for it at
+ * the ring. One warpgroup's epilogue goes beside the other's last or first products (gemm_lead).
+ *
+ * Where a tile's clocks went when both warpgroups ended together (V 151936, E 896, 512 rows, T = 1, H200 at 1.66 GHz, 2026-11-23):
+ * products 14,900, sums 2,800, weights 750, search and parts 1,100, until the next products are asked for 650. Of 231 us 7 are the
+ * searches, 13 the exponentials; the same products and no epilogue take 193.
  *
  * Retired: differences to the maximum, then a product, instead of one multiply-add, and a candidate from every group: LM head and
  * sampling together against cuBLAS's LM head alone, H200, November 2026, temperature 1 / 0.6: 1.15 / 1.20 (V 151936, E 896, 512
- * rows), 1.06 / 1.21 (1024), 1.18 / 1.24 (4096). Warpgroups started three blocks of K apart, so that one multiplies during the
- * other's epilogue: no gain at temperature 1, 5 % slower at 0.6, where the epilogue outlasts what the ring holds. Half of the
- * second exponentials by a polynomial on the other units, ten instructions each: 3 % slower (V 151936, 512 rows): there are not
- * that many free. One loop over both rows, for half the code: 1 % slower. */
+ * rows), 1.06 / 1.21 (1024), 1.18 / 1.24 (4096). Both warpgroups at the end of a tile together: 2 to 3 % slower (E 896), 1 %
+ * (E 2048). Warpgroups started three blocks of K apart, and nothing to hold them apart at a tile's end: no gain at temperature 1,
+ * 5 % slower at 0.6. A lead of two blocks: the same as three; of four: up to 1 % slower. Half of the second exponentials by a
+ * polynomial on the other units, ten instructions each: 3 % slower (V 151936, 512 rows): there are not that many free. One loop
+ * over both rows, for half the code: 1 % slower. */
 
 typedef struct samp_fused {
     const samp_ask *ask; /* [M] */
@@ -5902,6 +5997,7 @@ typedef struct samp_fused {
 } samp_fused;
 
 struct epi_sample;
+template <> constexpr int gemm_lead<epi_sample> = 3;
 template <int C> struct gemm_held<epi_sample, C> {
     uint4 noise;   /* Philox's key, sample and position of one row of this thread; then the noise of both: x, y */
     uint4 how[2];  /* the other half of samp_ask of both rows: u, scale, forced */
@@ -5967,7 +6063,8 @@ struct epi_sample {
         /* Both rows' sums, then what comes of either side by side: chains of few instructions that wait for each other. */
         const samp_ask a = ask_of(h.how[0]), b = ask_of(h.how[1]);
         float before_a = reached(row0, t, p), before_b = reached(row0 + 8, t, p);
-        const samp_group of_a = samp_sums(v, samp_scale(a), samp_apart(a)), of_b = samp_sums(other, samp_scale(b), samp_apart(b));
+        samp_group of_a, of_b;
+        samp_sums_2(v, samp_scale(a), samp_apart(a), of_a, other, samp_scale(b), samp_apart(b), of_b);
         int id0 = p.v0 + t.col0 + 2 * g;
         samp_weight w = samp_weigh(of_a, a, h.noise.x, id0, before_a, row0 < t.M);
         samp_weight x = samp_weigh(of_b, b, h.noise.y, id0, before_b, row0 + 8 < t.M);

@@ -114,6 +114,11 @@ MUTANTS = [
            ("noise of the other row", "h.noise.y = `g < 2 ? got : keep`;", "g < 2 ? keep : got"),
            ("wrong word of the noise", "keep = g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : `c[3]`, give", "c[2]"),
            ("noise of the next block", "h.noise.w, `1 + (uint32_t)((p.v0 + t.col0) / SAMP_BLOCK)`, 0};", "2 + (uint32_t)((p.v0 + t.col0) / SAMP_BLOCK)"),
+           ("the second row at the first one's temperature", "samp_highest<8>(other, `scale_b`, b);", "scale_a"),
+           ("the second row's raw sum where the first one asks", "if (`apart_b`) samp_add_raw<8>(other, b);", "apart_a"),
+           ("both warpgroups put out the rows of one", "t.row0 = at.m * 128 + `((int)threadIdx.x / 32 - 4)` * 16, t.col0 = at.n * BN;",
+            "(int)threadIdx.x / 32 % 4"),
+           ("both warpgroups multiply the rows of one", "wgmma_desc(stage + `group * 64 * 128`), b", "0"),
            ("a block that is only a little ahead is passed over", "float enough = `best - 0.01f - 1e-6f * fabsf(best)`,", "best + 1", "V 70000 .* from stored")),
 
     # ---- Attention ----

@@ -585,8 +585,8 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
 
 /* A vocabulary of more tiles than there are multiprocessors: later blocks know a key that earlier ones reached, and pass over what cannot
  * win. 17 rows: the last one's warp has no other row that might need the block. Against the stored logits' way, which passes over none. */
-static void test_waves() {
-    const int V = 70000, E = 64, n = SAMP_FEW + 1;
+static void test_waves(int E) {
+    const int V = 70000, n = SAMP_FEW + 1;
     toka_device *d = samp_device(V, E, n);
     gpu_buf<bf16> x((size_t)n * E), w((size_t)V * E);
     gpu_buf<float> norm(E);
@@ -814,7 +814,9 @@ int main(int argc, char **argv) {
     test_op(1000, 256, 300, 300, false);
     test_op(1000, 256, 16, 16, true);
     test_op(520, 64, 70, 65, true);
+    test_op(520, 392, 70, 65, true); /* more blocks of K than stages */
+    test_op(3000, 896, 300, 300, false);
     if (!quick) test_op(32000, 512, 20, 12, true);
-    test_waves();
+    test_waves(64), test_waves(384);
     return gpu_report();
 }
