@@ -21611,6 +21611,8 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
         for (int i = 0; i < COUNT(commands); i++)
             if (!strcmp(argv[1], commands[i].name) && (!commands[i].second || !strcmp(second, commands[i].second)))
                 command = commands[i].main, bit = commands[i].bit, skip = commands[i].second ? 3 : 2;
+        if (!command && !strcmp(argv[1], "bench") && argc > 2 && (!strcmp(argv[2], "--help") || !strcmp(argv[2], "-h")))
+            return cli_help(e);
         if (!command && !strcmp(argv[1], "bench"))
             return fail(e, TOKA_E_USE, "toka bench: expected throughput, serve, plan or ops");
         if (!command) return fail(e, TOKA_E_USE, "%s: no such command; see toka --help", argv[1]);

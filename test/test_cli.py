@@ -217,6 +217,7 @@ def test_command_line_goes_before_environment():
     assert toka("-f", "-", stdin=PROBLEM, env={"TOKA_PROMPT": "hi"}).stdout == want
     assert toka("-p", PROBLEM, "--stop", "never seen", env={"TOKA_STOP": "a"}).stdout == want
     assert toka("--help", env={"TOKA_THREADS": "abc"}).returncode == 0
+    assert toka("bench", "--help").stdout == toka("--help").stdout != b"" and toka("bench").returncode == 1
 
 
 def test_ctrl_c_while_waiting_for_input():
