@@ -5555,6 +5555,7 @@ enum {
     FILTER_THREADS = 256,
     FILTER_WINDOW = 16384,      /* ids counted together for penalties; as bits, 524,288 ids of allowed_ids */
     FILTER_NEAR = 8192,         /* ids that are gathered in shared memory */
+    FILTER_MANY = 128,          /* blocks, from which on four lanes draw each */
     SAMP_DRAW = -1,             /* samp_ask.forced: nothing is forced */
     SAMP_DRAW_ONLY = -2         /* nor is the raw log-probability wanted */
 };
@@ -6247,10 +6248,11 @@ __device__ static samp_mass samp_all(samp_mass x, samp_mass *scratch) {
     return sum;
 }
 
-/* each(logits of four ids side by side, the first of them) for the listed blocks; a warp takes SWEEP blocks at a time. All lanes
- * come each time; an id may be V or more. */
+/* each(logits, ids) for the listed blocks: SAMP_AT_ONCE times four ids side by side, of which ids has the first. A warp takes half
+ * as many blocks at a time. All lanes come each time; an id may be V or more. */
+enum { SAMP_AT_ONCE = 8 };
 template <class F> __device__ static inline void samp_sweep_4(const samp_dist &r, F each) {
-    const int SWEEP = 4, warps = FILTER_THREADS / 32;
+    const int SWEEP = SAMP_AT_ONCE / 2, warps = FILTER_THREADS / 32;
     int lane = (int)threadIdx.x % 32;
     for (int i = (int)threadIdx.x / 32; i < r.n_list; i += SWEEP * warps) {
         int id[2 * SWEEP];
@@ -6262,18 +6264,21 @@ template <class F> __device__ static inline void samp_sweep_4(const samp_dist &r
             p[k] = id[k] < r.V ? *(const float4 *)(r.x + id[k]) : float4{};
         }
 #pragma unroll
-        for (int k = 0; k < 2 * SWEEP; k++) {
-            const float x[4] = {samp_clean(p[k].x), samp_clean(p[k].y), samp_clean(p[k].z), samp_clean(p[k].w)};
-            each(x, id[k]);
-        }
+        for (int k = 0; k < 2 * SWEEP; k++)
+            p[k] = float4{samp_clean(p[k].x), samp_clean(p[k].y), samp_clean(p[k].z), samp_clean(p[k].w)};
+        each(p, id);
     }
 }
 /* each(logit, id) for all ids of the listed blocks. */
 template <class F> __device__ static inline void samp_sweep(const samp_dist &r, F each) {
-    samp_sweep_4(r, [&](const float (&x)[4], int id) {
+    samp_sweep_4(r, [&](const float4 (&p)[SAMP_AT_ONCE], const int (&id)[SAMP_AT_ONCE]) {
 #pragma unroll
-        for (int c = 0; c < 4; c++)
-            if (id + c < r.V) each(x[c], id + c);
+        for (int k = 0; k < SAMP_AT_ONCE; k++) {
+            const float x[4] = {p[k].x, p[k].y, p[k].z, p[k].w};
+#pragma unroll
+            for (int c = 0; c < 4; c++)
+                if (id[k] + c < r.V) each(x[c], id[k] + c);
+        }
     });
 }
 /* The same for what is gathered, or else for the listed blocks. */
@@ -6311,12 +6316,18 @@ __device__ static bool samp_gather(samp_dist &r, uint32_t low, uint32_t high) {
     samp_look_at(r, samp_unkey(low)); /* its barriers are those of n, too */
     float least = samp_unkey(low), most = samp_unkey(high);
     bool full = false;
-    samp_sweep_4(r, [&](const float (&x)[4], int id) {
-        int own[4], upto, at = 0;
+    samp_sweep_4(r, [&](const float4 (&p)[SAMP_AT_ONCE], const int (&id)[SAMP_AT_ONCE]) {
+        uint32_t own = 0; /* a bit for each logit */
+        int at = 0;
         if (full) return;
 #pragma unroll
-        for (int c = 0; c < 4; c++) own[c] = id + c < r.V && x[c] >= least && x[c] <= most && samp_kept(r, x[c], id + c);
-        int count = upto = own[0] + own[1] + own[2] + own[3];
+        for (int k = 0; k < SAMP_AT_ONCE; k++) {
+            const float x[4] = {p[k].x, p[k].y, p[k].z, p[k].w};
+#pragma unroll
+            for (int c = 0; c < 4; c++)
+                if (id[k] + c < r.V && x[c] >= least && x[c] <= most && samp_kept(r, x[c], id[k] + c)) own |= 1u << (4 * k + c);
+        }
+        int count = __popc(own), upto = count;
         if (!__any_sync(~0u, count)) return;
 #pragma unroll
         for (int lanes = 1; lanes < 32; lanes *= 2) {
@@ -6326,9 +6337,14 @@ __device__ static bool samp_gather(samp_dist &r, uint32_t low, uint32_t high) {
         if (lane == 31) at = atomicAdd(&n, upto);
         at = __shfl_sync(~0u, at, 31), full = at > FILTER_NEAR, at += upto - count;
 #pragma unroll
-        for (int c = 0; c < 4; c++) {
-            if (own[c] && at < FILTER_NEAR) r.near[at] = x[c], r.near_ids[at] = id + c;
-            at += own[c];
+        for (int k = 0; k < SAMP_AT_ONCE; k++) {
+            const float x[4] = {p[k].x, p[k].y, p[k].z, p[k].w};
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                bool in = own >> (4 * k + c) & 1;
+                if (in && at < FILTER_NEAR) r.near[at] = x[c], r.near_ids[at] = id[k] + c;
+                at += in;
+            }
         }
     });
     __syncthreads();
@@ -6365,7 +6381,7 @@ __device__ static inline uint32_t samp_part_from(const samp_parts &s, uint32_t l
 template <class F>
 __device__ static inline void samp_narrow(uint32_t *low, uint32_t *high, samp_mass want, samp_mass *over, samp_mass *scratch,
                                           bool wide, F each) {
-    __shared__ uint32_t bins[2][FILTER_THREADS]; /* low and high halves, the highest part first */
+    __shared__ uint32_t bins[4][FILTER_THREADS]; /* twelve bits each, so that none runs over; the highest part first */
     __shared__ int found;
     __shared__ samp_mass before;
     uint32_t from = *low, to = *high, t = threadIdx.x;
@@ -6373,17 +6389,21 @@ __device__ static inline void samp_narrow(uint32_t *low, uint32_t *high, samp_ma
     float extent = samp_unkey(to) - samp_unkey(from);
     samp_parts parts = {from, max(0, 24 - __clz((int)(to - from))), samp_unkey(to), 0};
     if (wide && extent > 1e-30f && extent < 1e30f) parts.per = FILTER_THREADS / extent;
-    bins[0][t] = bins[1][t] = 0;
+    bins[0][t] = bins[1][t] = bins[2][t] = bins[3][t] = 0;
     if (t == 0) found = -1, before = 0;
     __syncthreads();
     each([&](uint32_t key, samp_mass mass) {
         if (key < from || key > to) return;
-        uint32_t bin = samp_part_of(parts, key), old = atomicAdd(&bins[0][bin], (uint32_t)mass);
-        uint32_t upper = (uint32_t)(mass >> 32) + (old + (uint32_t)mass < old);
-        if (upper) atomicAdd(&bins[1][bin], upper);
+        uint32_t bin = samp_part_of(parts, key); /* four additions whose result nobody waits for cost less than one */
+        atomicAdd(&bins[0][bin], (uint32_t)mass & 0xfff);
+        if (mass >> 12) {
+            atomicAdd(&bins[1][bin], (uint32_t)(mass >> 12) & 0xfff), atomicAdd(&bins[2][bin], (uint32_t)(mass >> 24) & 0xfff);
+            atomicAdd(&bins[3][bin], (uint32_t)(mass >> 36));
+        }
     });
     __syncthreads();
-    samp_mass own = (samp_mass)bins[1][t] << 32 | bins[0][t], upto = own;
+    samp_mass own = bins[0][t] + ((samp_mass)bins[1][t] << 12) + ((samp_mass)bins[2][t] << 24) + ((samp_mass)bins[3][t] << 36);
+    samp_mass upto = own;
     for (int lanes = 1; lanes < 32; lanes *= 2) {
         samp_mass other = __shfl_up_sync(~0u, upto, lanes);
         if (lane >= lanes) upto += other;
@@ -6781,8 +6801,35 @@ __device__ static samp_part samp_block_of_warp(float (&v)[8], const samp_ask &a,
     return w.p;
 }
 
-/* Step 5 over the listed blocks, a warp for each in turn: as samp_blocks_kernel, with what is cut off left out, and no raw sums:
- * those are known. */
+/* Step 5 over the listed blocks, where they are many: as samp_blocks_kernel, with what is cut off left out, and no raw sums: those
+ * are known. */
+__device__ __noinline__ static samp_part samp_draw_many(const samp_dist r, const samp_ask a, samp_part *all) {
+    const int t = (int)threadIdx.x, g = t % 4;
+    all[t] = samp_nothing(); /* this thread's so far, kept there to spare registers */
+    for (int from = t / 32 * 8; from < r.n_list; from += FILTER_THREADS / 4) {
+        int i = from + t % 32 / 4, block = r.list[min(i, r.n_list - 1)], id0 = block * SAMP_BLOCK + 2 * g;
+        float v[SAMP_OWN];
+#pragma unroll
+        for (int j = 0; j < SAMP_OWN / 2; j++) {
+            float2 pair = *(const float2 *)(r.x + id0 + 8 * j);
+            v[2 * j] = samp_clean(pair.x), v[2 * j + 1] = samp_clean(pair.y);
+        }
+#pragma unroll
+        for (int j = 0; j < SAMP_OWN; j++) {
+            int id = id0 + samp_column(j);
+            if (id >= r.V || !samp_kept(r, v[j], id)) v[j] = -INFINITY;
+        }
+        samp_part part = samp_block(v, a, false, samp_noise(a, block, g), id0);
+        if (i < r.n_list && g == 0) all[t] = samp_merge(all[t], part, a);
+    }
+    for (int half = FILTER_THREADS / 2; half >= SAMP_LANES; half /= 2) {
+        __syncthreads();
+        if (t < half) all[t] = samp_merge(all[t], all[t + half], a);
+    }
+    return samp_fold(all[t], a, all, SAMP_LANES);
+}
+
+/* The same where they are few: a warp for each in turn. */
 __device__ static samp_part samp_draw(const samp_dist &r, const samp_ask &a, samp_part *all) {
     const int warp = (int)threadIdx.x / 32, warps = FILTER_THREADS / 32;
     const int g = (int)threadIdx.x % 4, first = (int)threadIdx.x % 32 / 4 * 32 + 2 * g; /* of the lane's ids in a block */
@@ -6846,7 +6893,7 @@ static size_t samp_filter_smem(int n_blocks) { return FILTER_WINDOW * sizeof(uin
 
 __global__ static void __launch_bounds__(FILTER_THREADS, 2) samp_filter_kernel(const __grid_constant__ samp_filtering s) {
     extern __shared__ __align__(16) uint32_t window[]; /* [FILTER_WINDOW] counts or bits, or the gathered ids; then maxes, list */
-    __shared__ samp_part all[SAMP_LANES + FILTER_THREADS / 32];
+    __shared__ samp_part all[FILTER_THREADS];
     __shared__ samp_mass scratch[33];
     __shared__ samp_filter f;
     static_assert(FILTER_THREADS == 256, "samp_narrow: eight bits");
@@ -6872,7 +6919,7 @@ __global__ static void __launch_bounds__(FILTER_THREADS, 2) samp_filter_kernel(c
     }
     if (cut || adjusted) {
         samp_look_at(r, r.at);
-        p = samp_draw(r, a, all);
+        p = r.n_list > FILTER_MANY ? samp_draw_many(r, a, all) : samp_draw(r, a, all);
     }
     samp_result out = samp_finish(a, p, raw_max, raw_log_sum, f.last_resort);
     if (adjusted && a.forced == SAMP_DRAW)
