@@ -49,7 +49,7 @@
  *   sums over ranks    one_shot_kernel, two_shot_kernel                   links        285 GB/s of two H200's 450; 6.2 us at least
  *     of many rows     gemm_kernel with epi_scatter, sum_norm_kernel      links        255 GB/s for the half not behind products
  *   LM head, sampling  gemm_kernel with epi_sample, samp_reduce_kernel    arithmetic   1.04 to 1.13x of cuBLAS's GEMM alone
- *   filtered rows      samp_filter_kernel, samp_blocks_kernel             either       top_p 0.9: 16 us for a row, 47 us for 512
+ *   filtered rows      samp_filter_kernel, samp_blocks_kernel             either       top_p 0.9: 16 us for a row, 46 us for 512
  *
  * CONTENTS (build.sh checks it against the banners)
  *
@@ -2889,7 +2889,7 @@ enum {
     ATTN_TILE_Q = 64,    /* queries of a tile on mma.sync */
     ATTN_SMALL_Q = 16,   /* queries of a small item, and the unit of the split-KV buffer */
     ATTN_MIN_PART = 128, /* kv positions of a part of a small item, at least */
-    ATTN_BRIEF = 128,
+    ATTN_BRIEF = 128,    /* and of brief ones, on average less than */
     ATTN_BOTH_ROWS = 32, ATTN_BOTH_Q = 128, /* rows and queries of an item of attn_both, at most */
     ATTN_BOTH_OWN = 1024,                   /* own positions of such a row, at most: a warp does them one behind the other */
     ATTN_OWN_START = 24,                    /* what such a row takes beside them, in positions, roughly */
@@ -6208,11 +6208,12 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1)
  * grid: n; block: 256; shared: samp_filter_smem.
  *
  * NVIDIA H200, 2026-11-23, V 128,256, us for 1, 64 and 512 rows of Gaussian logits (gpu_samp filters). Deviation 4.4, 1 to 3
- * nats at temperature 1, as of real models: temperature 0.6 and top_p 0.9: 16, 21, 47; 0.7, top_k 20 and top_p 0.8: 15, 19, 40,
- * and with a penalty over 1,000 ids 44, 50, 165; min_p 0.05: 6, 15, 33; five log-probabilities: 9, 10, 25. Flat rows, of which
- * top_p keeps more than fits, take 330 to 350, and 820 to 870. Retired: the k-th maximum exactly, a search of what is gathered
- * however little it is, all maxima anew after a penalty, a draw by four lanes a block: 26, 28, 60; 30, 32, 68; 124, 144, 439;
- * that draw was faster where most blocks are left: min_p 0.05 with deviation 1, 1 and 512 rows: 66 and 196, now 103 and 306.
+ * nats at temperature 1, as of real models: temperature 0.6 and top_p 0.9: 16, 21, 46; 0.7, top_k 20 and top_p 0.8: 15, 19, 39,
+ * and with a penalty over 1,000 ids 44, 50, 167; min_p 0.05: 6, 16, 33; five log-probabilities: 8, 10, 24. Where of one row
+ * top_p keeps more than fits: 280 to 300 and, if of all, 750 to 800. Retired: the k-th maximum exactly, a search of what is
+ * gathered however little it is, all maxima anew after a penalty, a draw by four lanes a block also where few are left: 26, 28,
+ * 60; 30, 32, 68; 124, 144, 439. A warp a block also where most are left: min_p 0.05 with deviation 1, 1 and 512 rows: 103 and
+ * 306 for 63 and 188.
  * =========================================================================== */
 
 typedef unsigned long long samp_mass; /* weight in fixed point; also counts */
