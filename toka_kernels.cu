@@ -43,6 +43,7 @@
  *   RoPE, KV append    in gemm_kernel, gemm_thin_kernel (D 64, 128), rope_kernel else  copy  not measured
  *   attention, decode  attn_small, attn_gang <= 16 queries, Hopper        K, V bytes   84 % (64 x 4,096) to 100 % (2,048 x 900)
  *   samples of prompts attn_both             D 64, Hopper                 K, V bytes   84 % (8,192 of 88 own, 675 shared)
+ *     few of them      attn_gang             D 64 to 128, Hopper          launches     64 of 16 prompts: 10 us a layer, before 29
  *   prefill, shared    attn_wg               D 64, 96, 128, Hopper        arithmetic   465, 526 TFLOP/s at 16k (cuDNN 437, 571)
  *   all of it          attn_mma              any D, any card              either       prefill half of attn_wg (H100)
  *   parts of it        attn_join             split K and V                copy         not measured
@@ -3922,7 +3923,7 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
  *
  *      samples         1 x 16            4 x 8             16 x 4            16 x 8            16 x 16           16 x 64
  *      D = 64     8.8, 17.6, 26.2   9.1, 21.9, 27.6  10.3,   - , 28.7  19.7, 28.8, 33.4  50.4, 34.5, 41.2   - , 75.9, 108
- *      D = 128   19.9,   - , 38.2  20.5,   - , 38.6  22.2,   - , 48.0  44.2,   - , 53.0   133,   - , 75.7   - ,   - , 220
+ *      D = 128   20.1,   - , 38.5  20.7,   - , 38.8  22.3,   - , 48.4  44.7,   - , 54.4   134,   - , 72.8   - ,   - , 194
  */
 template <int DP, int TOK, int STAGES>
 __global__ void __launch_bounds__(32 * attn_gang_most(DP), 1)
