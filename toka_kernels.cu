@@ -1186,9 +1186,14 @@ enum epilogue {
     EPI_QKV       /* W is q, k and v by turns (qkv_place): RoPE, then q and the pages of K and V; gemm_thin only */
 };
 
+/* The copy engine fetches x in boxes of up to 128 rows, and takes the longer, the more of them lie outside of the tensor map:
+ * down of the 1B model with 160 rows 35 us, with 256 rows 19 (H200, 2026-11-23). So maps reach to the end of the last box: rows of
+ * x behind the last are read, whatever is there, and count for nothing. */
+enum { GEMM_ROOM = 127 }; /* rows */
+
 typedef struct gemm_args {
     int M;
-    const bf16 *x; /* [M][K], row stride ldx, 16-byte aligned */
+    const bf16 *x; /* [M][K], row stride ldx, 16-byte aligned; with GEMM_ROOM rows behind it */
     int ldx;
     const weight *w;
     bf16 *y;       /* row stride ldy */
@@ -2272,7 +2277,8 @@ static void gemm_start(toka_device *d, gemm_plan plan, const gemm_args *a, const
     int units = job.units_m * job.tiles_n, clusters = v->split > 1 ? units : min(units, d->n_sms / per_cluster);
     job.per_group = 1.0f / ((float)job.group * job.tiles_n), job.per_height = 1.0f / job.group, job.per_last = 1.0f / last;
     assert(units < 1 << 22);
-    CUtensorMap mx = gemm_map(d, a->x, M, K, a->ldx, 128, 64), mw = gemm_map(d, a->w->p, N, K, K, v->bn / plan.mc, 64), my = mx;
+    CUtensorMap mx = gemm_map(d, a->x, ceil_div(M, 128) * 128, K, a->ldx, 128, 64), my = mx;
+    CUtensorMap mw = gemm_map(d, a->w->p, N, K, K, v->bn / plan.mc, 64);
     if (v->out && a->y) {
         assert(a->ldy % 8 == 0 && (uintptr_t)a->y % 16 == 0 && cols % 8 == 0);
         my = gemm_map(d, a->y, M, cols, a->ldy, 16, gemm_panel(v->out));
@@ -2643,7 +2649,7 @@ template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a
     launch_dependent(d, "GEMM (few rows)", gemm_few_kernel<ROWS>, dim3((unsigned)(ceil_div(c.N, FEW_N) * split)), FEW_THREADS,
                      few_stages<ROWS>(split) * few_ring<ROWS>::STAGE + few_guests(ROWS, split) + few_ring<ROWS>::BARS, split,
                      gemm_map(d, c.w, c.N, c.K, c.K, FEW_N, FEW_K),
-                     gemm_map(d, c.x, c.M, c.K, c.ldx, ROWS, FEW_K), c, split);
+                     gemm_map(d, c.x, ROWS, c.K, c.ldx, ROWS, FEW_K), c, split);
 }
 /* How many CTAs share a tile's K: until there are about as many as multiprocessors, but each has four slices of K or more. Where
  * somewhat more tiles than multiprocessors would leave many of these idle, a long K is halved. */
@@ -2836,25 +2842,30 @@ static void gemm_thin(toka_device *d, const gemm_args *a) {
 
 /* ---- The choice ---- */
 
-enum { FEW_MAX = 64 }; /* rows, up to which W is best the left side at every shape */
+enum { FEW_ALL = 32, FEW_MAX = 64 }; /* rows, up to which W is best the left side at every shape, at some */
 
 /* Measured on an H200, 2026-11-22, in chains of one GEMM over weights that no cache holds; shares of the time to read W. gemm_thin
  * against gemm_few, 8 rows: 86 : 71 % (N x K 4096 x 4096), 77 : 67 (2048 x 8192), 68 : 59 (3072 x 2048), 56 : 56 (2048 x 2048),
  * but 76 : 87 where many CTAs read little each (16384 x 2048); 16 rows, whose rings hold 1,536 columns: 78 : 71, 62 : 67, 63 : 57,
  * 48 : 54, 72 : 87. Where thin has CTAs for less than half of the multiprocessors and K is long: 42 : 62 (896 x 4864, 8 rows), but
- * thin brings the norm behind it along. gemm_few against gemm_wgmma: ahead up to 64 rows (only LM heads lose 2 %); 128 rows: 48 :
- * 61 (4096 x 4096), 59 : 76 (4096 x 14336), 61 : 59 (6144 x 4096), 60 : 76 (10240 x 8192), 35 : 45 (2048 x 8192), 24 : 28 (896 x
- * 4864). */
+ * thin brings the norm behind it along. gemm_few against gemm_wgmma: 128 rows 48 : 61 (4096 x 4096), 59 : 76 (4096 x 14336), 61 :
+ * 59 (6144 x 4096), 60 : 76 (10240 x 8192), 35 : 45 (2048 x 8192), 24 : 28 (896 x 4864). 33 to 64 rows, us of the least and the
+ * most (2026-11-23): 5.7, 5.9 : 6.4 (3072 x 2048), 12.6, 12.9 : 16.4 (2048 x 8192), 17.8, 18.6 : 19.5 (16384 x 2048), 16.0, 16.4 :
+ * 18.2 (6144 x 4096), but 3.8, 4.1 : 3.3 (896 x 896), 7.5, 8.1 : 7.1 (9728 x 896), 61, 64 : 59, 60 (28672 x 4096), 229, 257 : 232,
+ * 238 (57344 x 8192), 117, 125 : 117, 121 (8192 x 28672). */
 static bool gemm_is_thin(const toka_device *d, const gemm_args *a) {
     int ctas = ceil_div(a->w->N, THIN_N), K = a->w->K;
     if (a->M <= 8) return ctas <= 2 * d->n_sms || K >= 4096;
     return a->M <= 16 && ctas <= 2 * d->n_sms && (ctas > d->n_sms || K <= 1536);
 }
+static bool gemm_is_few(const gemm_args *a) {
+    return a->M <= FEW_ALL || (a->M <= FEW_MAX && a->w->K > 1024 && (int64_t)a->w->N * a->w->K < 40 << 20);
+}
 static void gemm(toka_device *d, const gemm_args *a) {
     if (a->epi == EPI_LOGITS) d->hopper ? gemm_wgmma(d, a) : gemm_mma(d, a);
     else if (gemm_is_thin(d, a) || (!d->hopper && a->M <= 16)) gemm_thin(d, a);
     else if (!d->hopper) gemm_mma(d, a);
-    else if (a->M <= FEW_MAX) gemm_few(d, a);
+    else if (gemm_is_few(a)) gemm_few(d, a);
     else gemm_wgmma(d, a);
 }
 
@@ -7511,11 +7522,11 @@ static void cuda_close(toka_device *d) {
 
 static void cuda_take_memory(toka_device *d) {
     const toka_shape *s = d->shape;
-    size_t T = (size_t)d->options.max_tokens, HD = (size_t)(s->H + 2 * s->K) * s->D;
+    size_t T = (size_t)d->options.max_tokens, HD = (size_t)(s->H + 2 * s->K) * s->D, read = T + GEMM_ROOM; /* rows */
     if (d->options.progress) d->options.progress(d->options.user, "taking memory", 0);
-    d->xn = (bf16 *)dev_alloc(d, T * d->E * sizeof(bf16), "activations");
+    d->xn = (bf16 *)dev_alloc(d, read * d->E * sizeof(bf16), "activations");
     d->qkv = (bf16 *)dev_alloc(d, T * HD * sizeof(bf16), "activations");
-    d->act = (bf16 *)dev_alloc(d, T * d->F * sizeof(bf16), "activations");
+    d->act = (bf16 *)dev_alloc(d, read * d->F * sizeof(bf16), "activations");
     d->squares = (float *)dev_alloc(d, FOLD_ROWS * (size_t)ceil_div(d->E, FOLD_N) * sizeof(float), "activations");
     d->kv_layer = (size_t)(d->options.n_pages + 1) * s->K * 2 * s->B * s->D; /* the last page is for rows that are nobody's */
     d->kv = (bf16 *)dev_alloc(d, (size_t)s->L * d->kv_layer * sizeof(bf16), "KV cache");
@@ -7572,7 +7583,10 @@ static int cuda_status(toka_device *d, toka_err *e) {
     if (d->error.code) *e = d->error;
     return d->error.code;
 }
-static toka_dev cuda_alloc(toka_device *d, size_t bytes) { return toka_dev{(uint64_t)dev_alloc(d, bytes, "activations")}; }
+static toka_dev cuda_alloc(toka_device *d, size_t bytes) { /* what it is for may be a product's x, in rows of H * D */
+    const size_t room = (size_t)GEMM_ROOM * d->shape->H * d->shape->D * sizeof(bf16);
+    return toka_dev{(uint64_t)dev_alloc(d, bytes + room, "activations")};
+}
 static void cuda_upload(toka_device *d, toka_dev to, const void *from, size_t bytes) {
     d->folded = false;
     latch(d, cudaMemcpyAsync((void *)to.at, from, bytes, cudaMemcpyHostToDevice, d->stream), "upload");
@@ -7715,7 +7729,7 @@ static void bench_gemm(bench *b, const char *name, const char *model, int M, int
     if (a.n > BENCH_MAX_SETS) a.n = BENCH_MAX_SETS;
     for (int i = 0; i < a.n; i++) {
         w[i] = weight{bench_random(d, (size_t)N * K, sqrtf(3.0f / K)), NULL, N, K};
-        a.g[i] = gemm_args{M, bench_random(d, (size_t)M * K, 1.7f), K, &w[i], bench_random(d, (size_t)M * ldy, 1), ldy, epi};
+        a.g[i] = gemm_args{M, bench_random(d, (size_t)(M + GEMM_ROOM) * K, 1.7f), K, &w[i], bench_random(d, (size_t)M * ldy, 1), ldy, epi};
     }
     if (!d->error.code) {
         char shape[64];
@@ -7839,7 +7853,7 @@ static void bench_head(bench *b, const bench_shape *m, int M) {
     a.s = toka_step{.T = M, .n_out = M, .out = rows};
     d->shape = &shape, d->E = m->E, d->F = m->F, d->V = up_8(m->V), d->options.max_tokens = d->options.max_out = M;
     d->lm_head = weight{bench_random(d, (size_t)d->V * m->E, sqrtf(3.0f / m->E)), NULL, d->V, m->E};
-    a.x = bench_random(d, (size_t)M * m->E, 1.7f), d->xn = bench_random(d, (size_t)M * m->E, 1.7f);
+    a.x = bench_random(d, (size_t)M * m->E, 1.7f), d->xn = bench_random(d, (size_t)(M + GEMM_ROOM) * m->E, 1.7f);
     float *norm = vector_room(d, m->E);
     if (norm) latch(d, cudaMemset(norm, 0x3F, (size_t)m->E * sizeof *norm), "bench"); /* 0.747 each */
     d->norm = norm;

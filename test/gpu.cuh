@@ -67,14 +67,15 @@ enum { GPU_GUARD = 1024 }; /* bytes before and behind, 0xFF like everything that
 template <class T> struct gpu_buf {
     size_t n = 0;
     char *base = nullptr;
-    explicit gpu_buf(size_t n_) : n(n_) {
-        GPU_OK(cudaMalloc(&base, n * sizeof(T) + 2 * GPU_GUARD));
+    size_t bytes = 0; /* of all */
+    explicit gpu_buf(size_t n_, size_t room = 0) : n(n_), bytes((n_ + room) * sizeof(T) + 2 * GPU_GUARD) { /* room: elements behind */
+        GPU_OK(cudaMalloc(&base, bytes));
         poison();
     }
     gpu_buf(const gpu_buf &) = delete;
     ~gpu_buf() { cudaFree(base); }
     T *p() { return (T *)(base + GPU_GUARD); }
-    void poison() { GPU_OK(cudaMemset(base, 0xFF, n * sizeof(T) + 2 * GPU_GUARD)); }
+    void poison() { GPU_OK(cudaMemset(base, 0xFF, bytes)); }
     bool guards_hold() {
         std::vector<unsigned char> g(2 * GPU_GUARD);
         GPU_OK(cudaMemcpy(g.data(), base, GPU_GUARD, cudaMemcpyDeviceToHost));

@@ -153,7 +153,7 @@ struct gemm_data {
     explicit gemm_data(const gemm_case &c_)
         : c(c_), D(c_.kind == GEMM_QKV64 ? 64 : c_.kind == GEMM_QKV128 ? 128 : 0),
           H(D ? c_.N / D - 2 * kv_heads() : 0), K(kv_heads()),
-          ldx(c_.K + c_.pad), ldy(case_cols(c_) + c_.pad), x((size_t)c_.M * ldx), w((size_t)c_.N * c_.K),
+          ldx(c_.K + c_.pad), ldy(case_cols(c_) + c_.pad), x((size_t)c_.M * ldx, (size_t)GEMM_ROOM * ldx), w((size_t)c_.N * c_.K),
           y((size_t)c_.M * ldy * (c_.kind == EPI_LOGITS ? 2 : 1)),
           before(y.n), q(D ? (size_t)c_.M * H * D : 1), kv(D ? (size_t)(c_.M / B + 2) * B * 2 * K * D : 1), ordered(D ? w.n : 1),
           bias(c_.N), ordered_bias(c_.N), q_norm(256), k_norm(256), rope(64 * 1024), pos(c_.M), slot(c_.M) {
@@ -385,7 +385,7 @@ struct bench_data {
         pos.set(p), slot.set(p);
         gpu_fill_f32<<<264, 256>>>((float *)rope.p(), rope.n * 2, 3, 1);
         for (int i = 0; i < n; i++) {
-            x.emplace_back(new gpu_buf<bf16>((size_t)M * r.K)), w.emplace_back(new gpu_buf<bf16>((size_t)r.N * r.K));
+            x.emplace_back(new gpu_buf<bf16>((size_t)M * r.K, (size_t)GEMM_ROOM * r.K)), w.emplace_back(new gpu_buf<bf16>((size_t)r.N * r.K));
             y.emplace_back(new gpu_buf<bf16>((size_t)M * r.N));
             gpu_random(*x[i], gpu_seed + i, 1), gpu_random(*w[i], gpu_seed + i + 1000, 1 / sqrtf((float)r.K));
             gpu_random(*y[i], gpu_seed + i + 2000, 1);

@@ -116,7 +116,7 @@ static const char *epi_name(enum epilogue e) { return e == EPI_STORE ? "store" :
 
 static void test_shape(toka_device *d, const shape &s, const std::vector<int> &rows) {
     int N = s.N, K = s.K, ldx = K + 8, ldy = N + 8;
-    gpu_buf<bf16> x((size_t)MAX_M * ldx), w((size_t)N * K), y((size_t)MAX_M * ldy), y0((size_t)MAX_M * ldy);
+    gpu_buf<bf16> x((size_t)MAX_M * ldx, (size_t)GEMM_ROOM * ldx), w((size_t)N * K), y((size_t)MAX_M * ldy), y0((size_t)MAX_M * ldy);
     gpu_buf<float> bias((size_t)N);
     gpu_buf<double> acc((size_t)MAX_M * N), mass((size_t)MAX_M * N);
     std::vector<std::string> names;
@@ -160,7 +160,7 @@ static void test_shape(toka_device *d, const shape &s, const std::vector<int> &r
 /* The same launches a hundred times give the same bits. */
 static void test_repeats(toka_device *d, const shape &s, int M) {
     int N = s.N, K = s.K;
-    gpu_buf<bf16> x((size_t)M * K), w((size_t)N * K), y0((size_t)M * N), y((size_t)M * N), first((size_t)M * N);
+    gpu_buf<bf16> x((size_t)M * K, (size_t)GEMM_ROOM * K), w((size_t)N * K), y0((size_t)M * N), y((size_t)M * N), first((size_t)M * N);
     gpu_buf<finding> found(1);
     weight W = {w.p(), NULL, N, K};
     gemm_args a = {M, x.p(), K, &W, y.p(), N, EPI_RESIDUAL};
@@ -185,7 +185,8 @@ static void test_repeats(toka_device *d, const shape &s, int M) {
  * from what is in memory, and as that from x w rounded to bf16. */
 static void test_fold(toka_device *d, int E, int K, int N, int M, bool gated, bool few) {
     toka_shape shape = {.E = E, .eps = 0.01f};
-    gpu_buf<bf16> x((size_t)M * K), w((size_t)E * K), y((size_t)M * E), next((size_t)N * E), xn((size_t)FOLD_ROWS * E), out((size_t)M * N);
+    gpu_buf<bf16> x((size_t)M * K, (size_t)GEMM_ROOM * K), w((size_t)E * K), y((size_t)M * E), next((size_t)N * E),
+        xn((size_t)FOLD_ROWS * E, (size_t)GEMM_ROOM * E), out((size_t)M * N);
     gpu_buf<float> norm((size_t)E), bias((size_t)N), squares((size_t)FOLD_ROWS * ceil_div(E, FOLD_N));
     weight W = {w.p(), NULL, E, K}, V = {next.p(), bias.p(), N, E};
     gpu_random(x, gpu_seed, 1), gpu_random(w, gpu_seed + 1, 0.1f / sqrtf((float)K)), gpu_random(y, gpu_seed + 2, 0.1f);
@@ -250,7 +251,7 @@ struct timed_shape {
     gpu_buf<bf16> w, x, y;
     static int how_many(int N, int K) { return (int)std::max<size_t>(2, ((size_t)400 << 20) / ((size_t)N * K * 2) + 1); }
     timed_shape(toka_device *d_, int N_, int K_)
-        : d(d_), N(N_), K(K_), copies(how_many(N_, K_)), w((size_t)copies * N * K), x((size_t)MAX_M * K), y((size_t)MAX_M * N) {
+        : d(d_), N(N_), K(K_), copies(how_many(N_, K_)), w((size_t)copies * N * K), x((size_t)MAX_M * K, (size_t)GEMM_ROOM * K), y((size_t)MAX_M * N) {
         gpu_random(w, 5, 1 / sqrtf((float)K)), gpu_random(x, 6, 1);
     }
     double us(const variant &v, int M, enum epilogue epi) {
