@@ -56,11 +56,12 @@ build_tests() {
     step "build.sh builds ./toka without a warning" ./build.sh
     step "build.sh leaves nothing but the binary" only_the_binary
     step "toka.c compiles alone as a library" $CC $WARN -O2 -c toka.c -o $B/toka.o
+    step "and with all warnings of a project that takes it in" $CC $WARN -Wpedantic -fsyntax-only toka.c
     step "and without asserts" $CC $WARN -O2 -DNDEBUG -fsyntax-only toka.c
     step "a program that only includes toka.h links it" $CC $WARN -I. test/example.c $B/toka.o -lm -lpthread -o $B/example
     step "and runs" $B/example test/model "Tom has 12 apples."
     if command -v clang >/dev/null; then
-        step "clang compiles it without a warning" clang $WARN -fsyntax-only -DTOKA_MAIN toka.c
+        step "clang compiles it without a warning" clang $WARN -Wpedantic -fsyntax-only -DTOKA_MAIN toka.c
     else skip 1 "no clang"; fi
     if command -v c++ >/dev/null; then
         step "toka.h is C++ too" c++ -Wall -Wextra -Werror -fsyntax-only -x c++ toka.h
