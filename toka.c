@@ -18851,7 +18851,10 @@ static int run_bench_line(void *user, const json *root, int64_t number, toka_err
         return fail(e, TOKA_E_INPUT, "%s: line %lld: expected prompt_token_ids or prompt, and output_lengths",
                     b->o->dataset, (long long)number);
     JSON_EACH(it, lengths) {
-        int64_t length = json_int(it, 0);
+        int64_t length;
+        if (!json_whole(it, &length))
+            return fail(e, TOKA_E_INPUT, "%s: line %lld: output_lengths: expected whole numbers", b->o->dataset,
+                        (long long)number);
         if (length < 1 || length > b->t->shape.max_len - n)
             return fail(e, TOKA_E_INPUT, "%s: line %lld: a prompt of %lld tokens and an output of %lld, expected at least 1 "
                         "and at most %d in all", b->o->dataset, (long long)number, (long long)n, (long long)length,

@@ -97,6 +97,9 @@ def test_lengths_without_end(tmp_path):
     for length in (1023, 2 ** 31, 2 ** 63 - 3, 2 ** 63 - 1):
         _, err = bench("throughput", "--dataset", dataset(tmp_path, [{"prompt_token_ids": [1, 2], "output_lengths": [1, length]}]), status=1)
         assert f"line 1: a prompt of 2 tokens and an output of {length}, expected" in err
+    for length in (1.5, "a", None, [3], 1e300):
+        _, err = bench("throughput", "--dataset", dataset(tmp_path, [{"prompt_token_ids": [1, 2], "output_lengths": [1, length]}]), status=1)
+        assert "line 1: output_lengths: expected whole numbers" in err
 
 
 def test_interrupted_while_reading(tmp_path):
