@@ -14441,9 +14441,11 @@ static int api_tokenize(api_call *c, const api_body *b, buf *out, toka_err *e) {
         json_put_key(out, "max_model_len"), json_put_int(out, c->m->max_len);
         api_put_ids(out, "tokens", v.p, v.n);
         json_put_key(out, "token_strs"), b->return_strs ? json_put_open(out, '[') : json_put_null(out);
-        for (size_t i = 0; i < v.n && b->return_strs; i++) json_put_str(out, api_token_text(c, v.p[i], &bytes));
+        size_t most = c->m->limits.max_bytes, i = 0; /* a byte may be a token, and its text with commas ten */
+        for (; i < v.n && b->return_strs && out->n <= most; i++) json_put_str(out, api_token_text(c, v.p[i], &bytes));
         if (b->return_strs) json_put_close(out, ']');
         json_put_close(out, '}');
+        if (b->return_strs && i < v.n) code = API_BAD("return_token_strs: the answer has more than %zu bytes", most);
     }
     ids_free(&v);
     return code;

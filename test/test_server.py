@@ -237,6 +237,9 @@ def test_bodies_too_long():
         for n, status in ((100, 200), (600, 400)):  # a few ids may be a long text
             a = s.post("/detokenize", {"tokens": [0] * n})
             assert a.status == status and (status == 200 or a.error()["message"] == "tokens: their text has 10200 bytes, at most 2000 are given")
+        for n, strs, status in ((300, False, 200), (100, True, 200), (300, True, 400)):  # so may a text's tokens
+            a = s.post("/tokenize", {"prompt": "7," * n, "return_token_strs": strs})
+            assert a.status == status and (status == 200 or a.error()["message"] == "return_token_strs: the answer has more than 2000 bytes")
         with s.connect() as c:
             c.send("POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
             c.send("400\r\n" + "x" * 1024 + "\r\n3d1\r\n")
