@@ -3218,8 +3218,8 @@ static int attn_gang_part(const toka_device *d, int64_t kv_positions, int n, int
     int part = (int)(kv_positions * p->K / (p->n_sms * ATTN_WARPS));
     part = max(max((int)ATTN_GANG_PART, B), ceil_div(min(part, longest), B) * B);
     if (n * p->K <= p->n_sms) part = max(part, ceil_div(ceil_div(most, warps), B) * B);
-    bool fits = part <= longest && most > part && most <= part * warps && n <= p->max_merges - p->n_merges;
-    return p->hopper && fits && n * warps <= p->max_items - p->n_items - (p->n_whole - n) ? part : 0;
+    bool fits = p->hopper && part <= longest && most > part && most <= part * warps && n <= p->max_merges - p->n_merges;
+    return fits && n * ceil_div(most, part) <= p->max_items - p->n_items - (p->n_whole - n) ? part : 0;
 }
 static void attn_emit_gang_parts(const toka_device *d, const attn_item *item, int part) {
     attn_plan *p = d->attn;
