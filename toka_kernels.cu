@@ -42,7 +42,7 @@
  *                      gemm_mma_kernel       any M, any card              arithmetic   about 60 % of wgmma's rate (H100)
  *   RoPE, KV append    in gemm_kernel, gemm_thin_kernel (D 64, 128), rope_kernel else  copy  not measured
  *   attention, decode  attn_small, attn_gang <= 16 queries, Hopper        K, V bytes   84 % (64 x 4,096) to 100 % (2,048 x 900)
- *   samples of prompts attn_both             D 64, Hopper                 K, V bytes   84 % (8,192 of 88 own, 675 shared)
+ *   samples of prompts attn_both             D 64, 128, Hopper            K, V bytes   84, 79 % (8,192 of 88 own, 675 shared)
  *     few of them      attn_gang             D 64 to 128, Hopper          launches     64 of 16 prompts: 10 us a layer, before 29
  *   prefill, shared    attn_wg               D 64, 96, 128, Hopper        arithmetic   465, 526 TFLOP/s at 16k (cuDNN 437, 571)
  *   all of it          attn_mma              any D, any card              either       prefill half of attn_wg (H100)
@@ -402,6 +402,11 @@ __device__ static inline void ldmatrix_x4_trans(uint32_t r[4], uint32_t at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
+/* The transpose of an 8x8 matrix of 2-byte elements, of which lane l holds (l/4, 2(l%4)+{0,1}) before and after. */
+__device__ static inline uint32_t transpose_8x8(uint32_t x) {
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(x));
+    return x;
+}
 /* 16 bytes to shared memory; bytes 0 .. n-1 are read, the rest becomes 0 (n: 0 to 16). */
 __device__ static inline void cp_async_16(uint32_t to, const void *from, int n) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(n) : "memory");
@@ -463,6 +468,14 @@ __device__ static inline void mbar_wait(uint32_t bar, int parity) {
                  "@!p bra again;}" ::"r"(bar), "r"(parity) : "memory");
 }
 
+/* Has it? */
+__device__ static inline bool mbar_test(uint32_t bar, int parity) {
+    uint32_t done;
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+    return done != 0;
+}
+
 /* ---- The copy engine ---- */
 
 __device__ static inline void tma_prefetch_map(const CUtensorMap *m) {
@@ -478,10 +491,11 @@ __device__ static inline void tma_load_2d_once(uint32_t to, const CUtensorMap *m
                  " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "l"(0x12F0000000000000ull)
                  : "memory");
 }
-__device__ static inline void tma_load_4d_once(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1, int c2, int c3) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-                 " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
-                 ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(0x12F0000000000000ull) : "memory");
+__device__ static inline void tma_load_5d_once(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1, int c2, int c3,
+                                               int c4) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;"
+                 ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(0x12F0000000000000ull) : "memory");
 }
 /* Into the same offset of every CTA in `mask`, each CTA's barrier at the same offset is told. */
 __device__ static inline void tma_load_2d_multicast(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1,
@@ -2964,6 +2978,7 @@ struct attn_plan {
     size_t max_pages;
     float *state_o, *state_lse; /* [T][H][D], [T][H]: base-2 LSE */
     float *part_o, *part_lse;   /* [slots][K][16][D], [slots][K][16] */
+    float *hubs;                /* of attn_both, D = 128: [n_sms][2][ATTN_BOTH_Q][D] */
     attn_span *spans;           /* [max_spans] */
     attn_level *levels;         /* [max_levels] */
     uint16_t *row_level;        /* [max_tokens] levels that the row has behind it; while planning */
@@ -2991,7 +3006,7 @@ static void attn_sizes(const toka_device *d, attn_plan *p) {
     int T = d->options.max_tokens, G = sh->H / sh->K, seq_pages = ceil_div(sh->max_len, sh->B);
     int64_t pages = (int64_t)T * (seq_pages + 1); /* a group's tail is read from one more */
     p->hopper = d->hopper && sh->B >= 64 && sh->D >= 64 && sh->D <= 128 && d->kv_layer / sh->D < INT_MAX;
-    p->has_both = p->hopper && sh->D == 64 && G <= 8;
+    p->has_both = p->hopper && (sh->D == 64 || sh->D == 128) && G <= 8;
     p->G = G, p->small_rows = ATTN_SMALL_Q / G;
     p->tile_q = !p->hopper ? ATTN_TILE_Q : sh->D == 64 ? 192 : 128;
     p->max_spans = 2 * T + 64;
@@ -3929,12 +3944,12 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
  * In: gangs (grid: gang, kv head), n parts each, a warp for each; items: the level's small ones, of all queries of the gang or of
  * some. Out as above. Shared: STAGES tiles a warp; its sums take their place. Why: with few sequences each launch counts (3 us of
  * attn_join in a layer, H200), and parts that meet in shared memory need none. Sums: in the order of the parts.
- * Rows that share prefixes, by kin, attn_both (D = 64) and levels, us a layer (`gpu_attn bench kin`, H200, 2026-11-23; 704
+ * Rows that share prefixes, by kin, attn_both and levels, us a layer (`gpu_attn bench kin`, H200, 2026-11-23; 704
  * positions of a prompt, of which 640 are common to all, up to 150 of a row's own, H = 32, K = 8):
  *
  *      samples         1 x 16            4 x 8             16 x 4            16 x 8            16 x 16           16 x 64
- *      D = 64     8.8, 17.6, 26.2   9.1, 21.9, 27.6  10.3,   - , 28.7  19.7, 28.8, 33.4  50.4, 34.5, 41.2   - , 75.9, 108
- *      D = 128   20.1,   - , 38.5  20.7,   - , 38.8  22.3,   - , 48.4  44.7,   - , 54.4   134,   - , 72.8   - ,   - , 194
+ *      D = 64     8.8, 17.2, 26.1  9.2, 20.0, 27.4  10.3,   - , 28.6  19.7, 24.7, 33.3  50.5, 30.0, 41.6   - , 72.3, 108
+ *      D = 128   20.0, 23.3, 38.3  20.6, 25.2, 38.6  22.2,   - , 48.3  44.3, 38.7, 54.6   133, 48.9, 72.5   - , 135, 194
  */
 template <int DP, int TOK, int STAGES>
 __global__ void __launch_bounds__(32 * attn_gang_most(DP), 1)
@@ -4195,51 +4210,59 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
 #endif
 }
 
-/* ---- A shared prefix and what its rows have of their own, in one block, on Hopper; D = 64 ----
+/* ---- A shared prefix and what its rows have of their own, in one block, on Hopper; D = 64, 128 ----
  * In: items (n of them, then the own items of their rows, one a row), each 128 queries at most of 1 << log2_rows rows at most
  * against a span that all of them see, or of one row against none; the next and last span of each row is its own. Out: o. Grid: a
  * block an SM, which takes the pairs of item and kv head that attn_plan_jobs gave it. One warp feeds two warpgroups with the
- * shared K and V as in attn_wg; seven warps take own parts, as in attn_small, row by row as they come free. Bytes: K and V of the
- * own positions; FLOPs: 4 * 128 * 64 * shared positions. Why: the shared part is bound by the tensor cores, own parts by the
- * bytes, so side by side both cost what the longer one costs alone. And the state between them never leaves the SM: it waits in
- * shared memory (a hub) until the row's own sums are done. Measured on an H200 (`gpu_attn bench samples`: 8,192 samples of eight
- * prompts, 675 positions shared, 88 on average of their own): 403 us, where attn_wg takes 168 and attn_small 464 behind it; 374
- * of a job's 29 prompts. Own parts leave the cache first; if not, it is 431: 391 without the shared part, 402 without the own
- * parts' products, 380 with neither, 320 without reading. A warp of own parts has few rows under way, so what it does between
- * tiles counts: of its time it waits for bytes 15 %, asks for rows and tiles 27 %, computes 34 %, ends rows 11 %. Retired: own
- * parts by copies of 8, 16 or 32 positions, up to 7 too many at both ends, one of K and one of V: 463; in loops over pieces of 8,
- * three divisions a row and six warps: 541; every fourth row to each of four warps, and one hub: 652. Rows that share little as
- * launches of their own: 448 where it was 414 (29 prompts). Jobs as they come to the blocks in turn: 406 and 379; a row's end by
- * attn_weigh, too: 408 and 382. A row looked up, or its queries read, while the one before it is worked on, or O transposed for
- * half the products: no gain. */
-enum { ATTN_OWN_TOK = 32, ATTN_OWN_STAGES = 2, ATTN_OWN_WARPS = 7 };
-struct attn_both_shape {
-    static constexpr int WGS = 2, N = 64, STAGES = 2, THREADS = 512;
-    typedef attn_wg_shape<64, WGS, N, STAGES> shared;
-    static constexpr int OWN_TILE = ATTN_OWN_TOK * 64 * 2;         /* bytes of K or V */
+ * shared K and V as in attn_wg; seven warps take own parts, row by row as they come free. Bytes: K and V of the own positions;
+ * FLOPs: 4 * 128 * D * shared positions. Why: the shared part is bound by the tensor cores, own parts by the bytes, so side by
+ * side both cost what the longer one costs alone. The state between them waits in a hub, of which a block has two, until a warp
+ * takes it: at D = 64 in shared memory. At D = 128, where Q takes 32 KB, the shared ring 64 and the own ones 112, there is no room
+ * for twice 64 more, and items of half the queries would read the shared K and V twice; so hubs are 17 MB of global memory that
+ * stay in the L2 cache. A row begins with its state if it is there: it comes beside the row's queries, and the sums go on from it.
+ * Else the state joins at the end, as in a block's first round, whose shared part takes 10 us.
+ * Measured on an H200, 2026-11-23 (`gpu_attn bench samples`: 8,192 samples of eight prompts, 675 positions shared, 88 on average
+ * of their own): D = 64 395 us, where attn_wg takes 167 and attn_small 465 behind it; D = 128 846 us, 260 and 980. Of a job's 29
+ * prompts: 369 and 784. States always at the end: 395 and 851; always at the beginning: 399 and 854, and for 64 rows of four
+ * prompts 35 us instead of 30. Copies that promise the L2 cache 256 bytes: 401 and 873.
+ * Retired, all at D = 64: a row's queries as 16 rows of S, half of them 0, and states at the end: 402, and for 256 rows of 16
+ * prompts 34 us instead of 30. With them: own parts that do not leave the cache first: 431. Own parts by copies of 8, 16 or 32
+ * positions, up to 7 too many at both ends, one of K and one of V: 463; in loops over pieces of 8, three divisions a row and six
+ * warps: 541; every fourth row to each of four warps, and one hub: 652. Rows that share little as launches of their own: 448 where
+ * it was 414 (29 prompts). Jobs as they come to the blocks in turn: 406. A row looked up, or its queries read, while the one
+ * before it is worked on: no gain. */
+enum { ATTN_BOTH_N = 64, ATTN_OWN_STAGES = 2, ATTN_OWN_WARPS = 7 };
+template <int DP> struct attn_both_shape {
+    static constexpr int WGS = 2, N = ATTN_BOTH_N, STAGES = 2, THREADS = 512;
+    static constexpr int REGS = DP == 64 ? 112 : 152, OWN_REGS = 256 - REGS; /* of a thread of the shared part, of others */
+    typedef attn_wg_shape<DP, WGS, N, STAGES> shared;
+    static constexpr int TOK = 2048 / DP;                         /* own positions of a tile */
+    static constexpr int OWN_TILE = TOK * DP * 2;                 /* bytes of K or V */
     static constexpr int OWN_RING = ATTN_OWN_STAGES * 2 * OWN_TILE; /* of a warp */
-    static constexpr int HUB = ATTN_BOTH_Q * (64 + 1) * 4;
-    static constexpr int OWN_AT = shared::BYTES, HUB_AT = OWN_AT + ATTN_OWN_WARPS * OWN_RING, BYTES = HUB_AT + 2 * HUB;
+    static constexpr int HUB = ATTN_BOTH_Q * DP;                  /* floats */
+    static constexpr int OWN_AT = shared::BYTES, LSE_AT = OWN_AT + ATTN_OWN_WARPS * OWN_RING;
+    static constexpr int HUB_AT = LSE_AT + 2 * ATTN_BOTH_Q * 4, BYTES = HUB_AT + (DP == 64 ? 2 * HUB * 4 : 0);
 };
 
 /* hub i % 2: the states of the block's item number i, on their way from the shared part to the own ones */
 typedef struct attn_hubs {
-    float *o;       /* [2][ATTN_BOTH_Q][64], and then [ATTN_BOTH_Q] LSE; column c of query i at attn_hub_at */
+    float *o, *lse; /* [2][ATTN_BOTH_Q][DP], of a query as attn_hub_at has it; [2][ATTN_BOTH_Q] */
     uint32_t full;  /* two barriers: an arrival a thread that writes; */
     uint32_t empty; /* and two: a thread of those that read, when its warp has left */
 } attn_hubs;
-__device__ static inline float *attn_hub(const attn_hubs &hubs, int round) {
-    return hubs.o + (round & 1) * (attn_both_shape::HUB / 4);
+/* Columns 32 j + g + {0, 8, 16, 24} of query i lie together: who wrote them holds all four, and so does who reads. Neither meets a
+ * bank twice, and both fill sectors. */
+template <int DP> __device__ static inline float4 *attn_hub_at(const attn_hubs &hubs, int round, int i, int j, int g) {
+    return (float4 *)(hubs.o + (round & 1) * attn_both_shape<DP>::HUB + i * DP + j * 32 + ((g ^ i) & 7) * 4);
 }
-/* Quads of eight queries meet no bank twice. */
-__device__ static inline int attn_hub_at(int i, int c) { return i * 64 + (c ^ (i & 7) * 8); }
+__device__ static inline float *attn_hub_lse(const attn_hubs &hubs, int round) { return hubs.lse + (round & 1) * ATTN_BOTH_Q; }
 
 /* A warp of the shared part leaves its queries of the block's item number `round`. */
+template <int DP>
 __device__ static inline void attn_hub_put(const attn_args &a, const attn_item &it, const attn_rows &w, int h,
-                                           const float (&acc)[32], const attn_hubs &hubs, int round) {
+                                           const float (&acc)[DP / 2], const attn_hubs &hubs, int round) {
 #if HOPPER
     int quad = threadIdx.x % 4;
-    float *hub = attn_hub(hubs, round);
     mbar_wait(hubs.empty + 8 * (round & 1), (round >> 1 & 1) ^ 1);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -4247,13 +4270,17 @@ __device__ static inline void attn_hub_put(const attn_args &a, const attn_item &
         float sum = quad_sum(w.l[r]);
         if (i >= it.nq) continue;
         attn_exit e = attn_leave(a, it, i, h, w.m[r], sum, attn_old_lse(a, it, i, h), false);
-        if (quad == 0) hub[ATTN_BOTH_Q * 64 + i] = e.lse;
+        if (quad == 0) attn_hub_lse(hubs, round)[i] = e.lse;
 #pragma unroll
-        for (int c = 0; c < 8; c++) {
-            int col = c * 8 + quad * 2;
-            float2 sums = {acc[4 * c + 2 * r] * e.own, acc[4 * c + 2 * r + 1] * e.own};
-            if (e.seed) sums.x += e.old * e.seed[col], sums.y += e.old * e.seed[col + 1];
-            *(float2 *)(hub + attn_hub_at(i, col)) = sums;
+        for (int j = 0; j < DP / 16; j++) {
+            float x[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                int c = j / 2 * 4 + k;
+                x[k] = acc[4 * c + 2 * r + j % 2] * e.own;
+                if (e.seed) x[k] += e.old * e.seed[c * 8 + quad * 2 + j % 2];
+            }
+            *attn_hub_at<DP>(hubs, round, i, j / 2, quad * 2 + j % 2) = float4{x[0], x[1], x[2], x[3]};
         }
     }
     mbar_arrive(hubs.full + 8 * (round & 1));
@@ -4270,7 +4297,7 @@ typedef struct attn_own_row {
 __device__ static inline void attn_hub_put_none(const attn_item &it, const attn_hubs &hubs, int round) {
 #if HOPPER
     mbar_wait(hubs.empty + 8 * (round & 1), (round >> 1 & 1) ^ 1);
-    if ((int)threadIdx.x - 128 < it.nq) attn_hub(hubs, round)[ATTN_BOTH_Q * 64 + threadIdx.x - 128] = -INFINITY;
+    if ((int)threadIdx.x - 128 < it.nq) attn_hub_lse(hubs, round)[threadIdx.x - 128] = -INFINITY;
     mbar_arrive(hubs.full + 8 * (round & 1));
 #endif
 }
@@ -4284,14 +4311,15 @@ typedef struct attn_jobs {
 } attn_jobs;
 
 /* Positions of the tile of own positions that begins with t. All lie in one page. */
-__device__ static inline int attn_own_tile(const attn_args &a, int t, int end) {
-    return min(min((int)ATTN_OWN_TOK, end - t), (1 << a.log2_B) - (t & (1 << a.log2_B) - 1));
+template <int TOK> __device__ static inline int attn_own_tile(const attn_args &a, int t, int end) {
+    return min(min(TOK, end - t), (1 << a.log2_B) - (t & (1 << a.log2_B) - 1));
 }
 
 /* The rows that a warp does: it draws them from all of the block's, in their order, and asks for their tiles one behind the other.
  * All of it is time in which the warp computes nothing, so no divisions for a row, and a tile is one copy (attn_open_own_map): its
  * n positions are the last n rows of K's and of V's part, before them are zeros. */
-struct attn_own_feed {
+template <int DP> struct attn_own_feed {
+    typedef attn_both_shape<DP> shape;
     const attn_args &a;
     const CUtensorMap *map;
     attn_jobs jobs;
@@ -4318,7 +4346,7 @@ struct attn_own_feed {
             t = it.skip, end = it.kv1 - it.kv0;
             page_ids = a.pages[it.page0 + min(lane, (end - 1) >> a.log2_B)];
             if (lane == 0)
-                drawn[n_drawn % 4] = attn_own_row{n, r * a.G, (it.q0 * a.K + h * a.G) * 64, (unsigned short)t,
+                drawn[n_drawn % 4] = attn_own_row{n, r * a.G, (it.q0 * a.K + h * a.G) * DP, (unsigned short)t,
                                                   (unsigned short)end};
             __syncwarp();
             n_drawn++;
@@ -4331,57 +4359,130 @@ struct attn_own_feed {
     __device__ inline void ask() {
 #if HOPPER
         if (t >= end && !draw()) return;
-        const int in_page = t & (1 << a.log2_B) - 1, n = attn_own_tile(a, t, end), slot = n_asked % ATTN_OWN_STAGES;
+        const int in_page = t & (1 << a.log2_B) - 1, n = attn_own_tile<shape::TOK>(a, t, end), slot = n_asked % ATTN_OWN_STAGES;
         const int row = ((__shfl_sync(~0u, page_ids, t >> a.log2_B) * a.K + h) * 2 << a.log2_B) + in_page;
-        const uint32_t to = ring + slot * 2 * attn_both_shape::OWN_TILE, bar = full + 8 * slot;
+        const uint32_t to = ring + slot * 2 * shape::OWN_TILE, bar = full + 8 * slot;
         if (elect_one()) {
-            mbar_expect_tx(bar, 2 * attn_both_shape::OWN_TILE); /* zeros count too */
-            tma_load_4d_once(to, map, bar, 0, n - ATTN_OWN_TOK, row, 0);
+            mbar_expect_tx(bar, 2 * shape::OWN_TILE); /* zeros count too */
+            tma_load_5d_once(to, map, bar, 0, n - shape::TOK, row, 0, 0);
         }
         n_asked++, t += n;
 #endif
     }
 };
 
-/* Scores of a tile's first columns, all but n, become -inf. Only those of queries; the other half of s is 0. */
-__device__ static inline void attn_own_trim(float (&s)[ATTN_OWN_TOK / 2], int n) {
-    int column = threadIdx.x % 4 * 2 - (ATTN_OWN_TOK - n);
+/* Own parts: a row's queries are the columns of S^T = K Q^T and O^T = V^T P^T, eight of them, of which G count. So a thread holds
+ * queries 2 (lane % 4) + {0, 1}, of S positions lane/4 + 8 i, of O columns lane/4 + 8 i. With queries as 16 rows it would be twice
+ * the products and, at D = 128, more registers than there are. Piece 2 c + i of a row lies at piece i's address ^ c * 32. */
+
+/* Query lane/4 of a row as the B operand. */
+template <int DP> __device__ static inline void attn_own_q(const attn_args &a, int at, uint32_t (&q)[DP / 16][2]) {
+    const bf16 *from = a.q + at + threadIdx.x % 32 / 4 * DP + threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int j = 0; j < ATTN_OWN_TOK / 2; j++)
-        if (j % 4 < 2 && column + j / 4 * 8 + j % 4 < 0) s[j] = -INFINITY;
+    for (int c = 0; c < DP / 8; c++) q[c / 2][c % 2] = threadIdx.x % 32 / 4 < a.G ? *(const uint32_t *)(from + c * 8) : 0;
 }
 
-/* Query lane/4 of a row, the half of the A operand that is not 0. */
-__device__ static inline void attn_own_q(const attn_args &a, int at, uint32_t (&q)[4][4]) {
-    const bf16 *from = a.q + at + threadIdx.x % 32 / 4 * 64 + threadIdx.x % 4 * 2;
+/* s[16-position block][4] = K Q^T, in two chains of products, as one would be long. */
+template <int DP, int TOK>
+__device__ static inline void attn_own_qk(float (&s)[TOK / 4], const uint32_t (&q)[DP / 16][2], const bf16 *k) {
+    const uint32_t at = smem_at(k + attn_piece_at(TOK, threadIdx.x % 16, threadIdx.x % 32 / 16));
+    float odd[TOK / 4];
 #pragma unroll
-    for (int c = 0; c < 8; c++) {
-        q[c / 2][c % 2 * 2] = threadIdx.x % 32 / 4 < a.G ? *(const uint32_t *)(from + c * 8) : 0;
-        q[c / 2][c % 2 * 2 + 1] = 0;
+    for (int i = 0; i < TOK / 4; i++) s[i] = odd[i] = 0;
+#pragma unroll
+    for (int i = 0; i < DP * TOK / 256; i += 4) { /* four at a time are under way */
+        uint32_t x[4][4];
+#pragma unroll
+        for (int c = 0; c < 4; c++) ldmatrix_x4(x[c], (at ^ c * 32) + i * 512);
+#pragma unroll
+        for (int c = 0; c < 4; c++) mma_16816((c % 2 ? odd : s) + (DP == 64 ? i : 0), x[c], q[DP == 64 ? c : i + c]);
+    }
+#pragma unroll
+    for (int i = 0; i < TOK / 4; i++) s[i] += odd[i];
+}
+
+/* Scores of a tile's first positions, all but n, become -inf. */
+template <int TOK> __device__ static inline void attn_own_trim(float (&s)[TOK / 4], int n) {
+#pragma unroll
+    for (int i = 0; i < TOK / 4; i++)
+        if ((int)threadIdx.x % 32 / 4 + i / 2 * 8 < TOK - n) s[i] = -INFINITY;
+}
+
+/* attn_soften of the thread's two queries. A tile has a position at least: the maximum is a number. */
+template <int N>
+__device__ static inline void attn_own_soften(float (&s)[N], float (&m)[2], float (&l)[2], float (&fade)[2], float scale) {
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        float top = s[e];
+#pragma unroll
+        for (int i = e + 2; i < N; i += 2) top = fmaxf(top, s[i]);
+#pragma unroll
+        for (int k = 4; k < 32; k *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, k));
+        top = fmaxf(m[e], top * scale);
+        fade[e] = ex2(m[e] - top), l[e] *= fade[e], m[e] = top;
+#pragma unroll
+        for (int i = e; i < N; i += 2) s[i] = ex2(fmaf(s[i], scale, -top)), l[e] += s[i];
     }
 }
 
-/* The row's sums join its state and leave as o. */
-__device__ static inline void attn_own_end(const attn_args &a, const attn_own_row &row, const float (&acc)[32], float m, float l,
-                                           const attn_hubs &hubs) {
-#if HOPPER
-    int g = threadIdx.x % 32 / 4, i = row.query + g, quad = threadIdx.x % 4;
-    const float *hub = attn_hub(hubs, row.round);
-    float sum = quad_sum(l);
-    mbar_wait(hubs.full + 8 * (row.round & 1), row.round >> 1 & 1);
-    if (g >= a.G) return;
-    /* attn_weigh without its logarithm and one of its divisions; m is a number, as a row sees its own position */
-    const float lse = hub[ATTN_BOTH_Q * 64 + i], top = fmaxf(m, lse);
-    const float w = ex2(m - top), w_old = ex2(lse - top), share = __fdividef(1, fmaf(sum, w, w_old));
-    const float own = w * share, old = w_old * share;
-    bf16 *o = a.o + row.at + g * 64;
+/* acc[16-column block of O][4] += V^T P^T. */
+template <int DP, int TOK>
+__device__ static inline void attn_own_pv(float (&acc)[DP / 4], const float (&s)[TOK / 4], const bf16 *v) {
+    const uint32_t at = smem_at(v + attn_piece_at(TOK, threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8, threadIdx.x / 8 % 2));
 #pragma unroll
-    for (int c = 0; c < 8; c++) {
-        int col = c * 8 + quad * 2;
-        float2 state = old > 0 ? *(const float2 *)(hub + attn_hub_at(i, col)) : float2{};
-        *(uint32_t *)(o + col) = pack_bf16(acc[4 * c] * own + old * state.x, acc[4 * c + 1] * own + old * state.y);
+    for (int n = 0; n < TOK / 16; n++) {
+        uint32_t p[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) p[i] = transpose_8x8(pack_bf16(s[4 * n + 2 * i], s[4 * n + 2 * i + 1]));
+#pragma unroll
+        for (int i = 0; i < DP / 16; i += 4) {
+            uint32_t x[4][4];
+#pragma unroll
+            for (int c = 0; c < 4; c++) ldmatrix_x4_trans(x[c], (at ^ c * 32) + i * TOK * 32 + n * 2048);
+#pragma unroll
+            for (int c = 0; c < 4; c++) mma_16816(acc + 4 * (i + c), x[c], p);
+        }
     }
-#endif
+}
+
+/* The row's state joins its sums, like a key of score LSE and value O. */
+template <int DP>
+__device__ static inline void attn_own_join(const attn_args &a, const attn_own_row &row, float (&acc)[DP / 4], float (&m)[2],
+                                            float (&l)[2], const attn_hubs &hubs) {
+    int group = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        int g = threadIdx.x % 4 * 2 + e, i = row.query + min(g, a.G - 1);
+        float lse = g < a.G ? attn_hub_lse(hubs, row.round)[i] : -INFINITY, top = fmaxf(m[e], lse);
+        bool there = lse > -INFINITY; /* else what lies in the hub may be no number */
+        float w = there ? ex2(m[e] - top) : 1, w_old = there ? ex2(lse - top) : 0;
+        m[e] = top, l[e] = l[e] * w + (group == 0 ? w_old : 0); /* of a query's l, eight threads hold a part */
+#pragma unroll
+        for (int j = 0; j < DP / 32; j++) {
+            const float4 *from = attn_hub_at<DP>(hubs, row.round, i, j, group), x = DP == 64 ? *from : __ldcg(from);
+            float *to = acc + 8 * j + e;
+            to[0] = to[0] * w + (there ? w_old * x.x : 0), to[2] = to[2] * w + (there ? w_old * x.y : 0);
+            to[4] = to[4] * w + (there ? w_old * x.z : 0), to[6] = to[6] * w + (there ? w_old * x.w : 0);
+        }
+    }
+}
+
+/* It leaves as o. */
+template <int DP> __device__ static inline void attn_own_end(const attn_args &a, const attn_own_row &row,
+                                                             const float (&acc)[DP / 4], float (&l)[2]) {
+    const int g = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+#pragma unroll
+        for (int k = 4; k < 32; k *= 2) l[e] += __shfl_xor_sync(~0u, l[e], k);
+        l[e] = __fdividef(1, l[e]);
+    }
+    bf16 *o = a.o + row.at + g * DP + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int c = 0; c < DP / 8; c++) {
+        uint32_t x = transpose_8x8(pack_bf16(acc[2 * c] * l[0], acc[2 * c + 1] * l[1]));
+        if (g < a.G) *(uint32_t *)(o + c * 8) = x;
+    }
 }
 
 /* A warp has read all that it will of the hubs before number `to`; it left those before `left` already. Each is left once by every
@@ -4397,32 +4498,44 @@ __device__ static inline void attn_hubs_leave(const attn_hubs &hubs, int &left, 
 
 /* One warp: its rows, tile by tile. When one is done, the next is drawn already, for its first tile was asked for; else there is
  * none. */
-__device__ static inline void attn_own_work(attn_own_feed &feed, const attn_hubs &hubs, bf16 *ring) {
+template <int DP> __device__ static inline void attn_own_work(attn_own_feed<DP> &feed, const attn_hubs &hubs, bf16 *ring) {
 #if HOPPER
+    typedef attn_both_shape<DP> shape;
+    constexpr int TOK = shape::TOK;
     const attn_args &a = feed.a;
     int left = 0;
     for (int i = 0; i < ATTN_OWN_STAGES; i++) feed.ask();
     for (int k = 0, used = 0; k < feed.n_drawn; k++) {
         const attn_own_row row = feed.drawn[k % 4];
-        uint32_t q[4][4];
-        float acc[32] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {}, fade[2];
-        attn_own_q(a, row.at, q);
+        uint32_t q[DP / 16][2];
+        float acc[DP / 4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {}, fade[2];
+        const uint32_t hub = hubs.full + 8 * (row.round & 1), parity = row.round >> 1 & 1;
+        attn_own_q<DP>(a, row.at, q);
+        /* a state that is there comes first: then it and the queries take their way at the same time. If the hubs before it have
+         * not all been left, the barrier may be two of its phases behind, and look as if it were ahead */
+        const bool is_there = left == row.round && __all_sync(~0u, mbar_test(hub, parity));
+        if (is_there) attn_own_join<DP>(a, row, acc, m, l, hubs);
         for (int t = row.from, n; t < row.to; t += n, used++) {
             int slot = used % ATTN_OWN_STAGES;
-            bf16 *kt = ring + slot * attn_both_shape::OWN_TILE, *vt = kt + attn_both_shape::OWN_TILE / 2;
-            float s[ATTN_OWN_TOK / 2];
-            n = attn_own_tile(a, t, row.to);
+            bf16 *kt = ring + slot * shape::OWN_TILE, *vt = kt + shape::OWN_TILE / 2;
+            float s[TOK / 4];
+            n = attn_own_tile<TOK>(a, t, row.to);
             mbar_wait(feed.full + 8 * slot, used / ATTN_OWN_STAGES & 1);
-            attn_qk<64, ATTN_OWN_TOK>(s, q, kt, 64);
-            if (n < ATTN_OWN_TOK) attn_own_trim(s, n);
-            attn_soften(s, m, l, fade, a.scale, 1);
-            attn_fade(acc, fade);
-            attn_pv<64, ATTN_OWN_TOK>(acc, s, vt, 64);
+            attn_own_qk<DP, TOK>(s, q, kt);
+            if (n < TOK) attn_own_trim<TOK>(s, n);
+            attn_own_soften(s, m, l, fade, a.scale);
+#pragma unroll
+            for (int i = 0; i < DP / 4; i++) acc[i] *= fade[i & 1];
+            attn_own_pv<DP, TOK>(acc, s, vt);
             __syncwarp();
             feed.ask();
         }
         attn_hubs_leave(hubs, left, row.round); /* those in which it has no rows */
-        attn_own_end(a, row, acc, m[0], l[0], hubs);
+        if (!is_there) {
+            mbar_wait(hub, parity);
+            attn_own_join<DP>(a, row, acc, m, l, hubs);
+        }
+        attn_own_end<DP>(a, row, acc, l);
         if (k + 1 == feed.n_drawn || feed.drawn[(k + 1) % 4].round > row.round) attn_hubs_leave(hubs, left, row.round + 1);
     }
     attn_hubs_leave(hubs, left, feed.n_rounds);
@@ -4434,25 +4547,27 @@ template <class Work> __device__ static inline void attn_both_items(const attn_a
     for (int round = 0, tiles = 0, n_rounds = jobs.rounds(); round < n_rounds; round++) {
         const int job = jobs.at(round);
         const attn_item &it = a.items[job / a.K];
-        constexpr int N = attn_both_shape::N;
+        constexpr int N = ATTN_BOTH_N;
         int first = attn_first(a, it, N), n_tiles = (it.kv1 - first + N - 1) / N;
         work(it, job % a.K, first, n_tiles, tiles, round);
         tiles += n_tiles;
     }
 }
 
-__global__ static void __launch_bounds__(attn_both_shape::THREADS, 1)
-    attn_both(const __grid_constant__ attn_args a, const attn_jobs jobs, int log2_rows,
+template <int DP>
+__global__ void __launch_bounds__(attn_both_shape<DP>::THREADS, 1)
+    attn_both(const __grid_constant__ attn_args a, const attn_jobs jobs, int log2_rows, float *far_hubs,
               const __grid_constant__ CUtensorMap shared_map, const __grid_constant__ CUtensorMap own_map) {
 #if HOPPER
-    typedef attn_both_shape shape;
+    typedef attn_both_shape<DP> shape;
     constexpr int WGS = shape::WGS, N = shape::N, STAGES = shape::STAGES, OWN = ATTN_OWN_STAGES * ATTN_OWN_WARPS;
     extern __shared__ __align__(1024) char attn_smem[];
     __shared__ uint64_t bars[4 * STAGES + OWN + 4];
     __shared__ attn_own_row drawn[ATTN_OWN_WARPS][4];
     __shared__ int tickets;
     uint32_t qs = smem_at(attn_smem), full_k = smem_at(bars), own_full = full_k + 32 * STAGES, meet = own_full + 8 * OWN;
-    attn_hubs hubs = {(float *)(attn_smem + shape::HUB_AT), meet, meet + 16};
+    attn_hubs hubs = {DP == 64 ? (float *)(attn_smem + shape::HUB_AT) : far_hubs + (size_t)blockIdx.x * 2 * shape::HUB,
+                      (float *)(attn_smem + shape::LSE_AT), meet, meet + 16};
     int role = threadIdx.x / 128, warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * STAGES; i++) mbar_init(full_k + 8 * i, 1), mbar_init(full_k + 8 * (2 * STAGES + i), 4 * WGS);
@@ -4465,28 +4580,37 @@ __global__ static void __launch_bounds__(attn_both_shape::THREADS, 1)
     grid_launch_dependents();
     grid_wait();
     if (role == 1 || role == 2) {
-        regs_give<112>();
+        if constexpr (DP == 64) regs_give<shape::REGS>();
+        else regs_take<shape::REGS>();
         attn_both_items(a, jobs, [&](const attn_item &it, int h, int first, int n_tiles, int before, int round) {
             if (!n_tiles) return attn_hub_put_none(it, hubs, round);
-            auto put = [&](const attn_rows &w, const float(&acc)[32]) { attn_hub_put(a, it, w, h, acc, hubs, round); };
-            attn_wg_work<64, WGS, N, STAGES>(a, it, h, role - 1, first, n_tiles, before, qs, full_k, attn_smem, put);
+            auto put = [&](const attn_rows &w, const float(&acc)[DP / 2]) { attn_hub_put<DP>(a, it, w, h, acc, hubs, round); };
+            attn_wg_work<DP, WGS, N, STAGES>(a, it, h, role - 1, first, n_tiles, before, qs, full_k, attn_smem, put);
             named_sync(role, 128); /* Q has been read */
         });
     } else {
-        regs_take<144>();
+        if constexpr (DP == 64) regs_take<shape::OWN_REGS>();
+        else regs_give<shape::OWN_REGS>();
         int own = warp < 4 ? warp - 1 : warp - 9; /* warps 1, 2, 3 and 12 .. 15 */
         char *ring = attn_smem + shape::OWN_AT + own * shape::OWN_RING;
-        attn_own_feed feed = {a, &own_map, jobs, jobs.rounds(), log2_rows, &tickets, drawn[max(own, 0)], smem_at(ring),
-                              own_full + 8 * ATTN_OWN_STAGES * own, -1};
-        if (own >= 0) attn_own_work(feed, hubs, (bf16 *)ring);
+        attn_own_feed<DP> feed = {a, &own_map, jobs, jobs.rounds(), log2_rows, &tickets, drawn[max(own, 0)], smem_at(ring),
+                                  own_full + 8 * ATTN_OWN_STAGES * own, -1};
+        if (own >= 0) attn_own_work<DP>(feed, hubs, (bf16 *)ring);
         if (warp == 0)
             attn_both_items(a, jobs, [&](const attn_item &it, int h, int first, int n_tiles, int before, int) {
-                attn_wg_feed<64, WGS, N, STAGES>(a, &shared_map, it, h, first, n_tiles, before, qs + shape::shared::Q, full_k);
+                attn_wg_feed<DP, WGS, N, STAGES>(a, &shared_map, it, h, first, n_tiles, before, qs + shape::shared::Q, full_k);
             });
     }
 #else
     __trap();
 #endif
+}
+
+template <int DP> static void attn_both_launch(toka_device *d, const attn_args &a, const CUtensorMap *map) {
+    const attn_plan *p = d->attn;
+    typedef attn_both_shape<DP> room;
+    launch_dependent(d, "attention", attn_both<DP>, dim3((unsigned)p->grid), room::THREADS, room::BYTES, 1, a,
+                     attn_jobs{p->dev_jobs, p->n_rounds}, attn_both_log2_rows(p), p->hubs, map[ATTN_MAP_64], map[ATTN_MAP_OWN]);
 }
 
 template <int DP, int TOK, int STAGES>
@@ -4553,20 +4677,20 @@ __global__ static void __launch_bounds__(128) attn_join(const __grid_constant__ 
 
 static void attn_open_map(toka_device *d, CUtensorMap *map, const bf16 *kv, int rank, const cuuint64_t *size,
                           const cuuint64_t *strides, const cuuint32_t *box) {
-    const cuuint32_t step[4] = {1, 1, 1, 1};
+    const cuuint32_t step[5] = {1, 1, 1, 1, 1};
     CUresult code = d->encode_map(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, (cuuint32_t)rank, (void *)kv, size, strides, box, step,
                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     latch(d, code ? cudaErrorInvalidValue : cudaSuccess, "tensor map of the KV cache");
 }
-/* Any number of positions up to ATTN_OWN_TOK of K and V, from any on, in one copy; D = 64. Coordinates (0, i, row, 0), row: of K's
- * first position in the layer. Dimensions 1 and 2 both go from row to row: i = n - ATTN_OWN_TOK is outside of dimension 1 until
- * there are n rows to go, and what is outside is not read, but 0 in shared memory. */
+/* Any number of positions up to TOK of K and V, from any on, in one copy; D 64 or 128. Coordinates (0, i, row, 0, 0), row: of K's
+ * first position in the layer. Dimensions 1 and 2 both go from row to row: i = n - TOK is outside of dimension 1 until there are n
+ * rows to go, and what is outside is not read, but 0 in shared memory. Dimension 3 goes from panel to panel. */
 static void attn_open_own_map(toka_device *d, CUtensorMap *map, const bf16 *kv) {
-    const cuuint64_t row = 64 * sizeof(bf16), size[4] = {64, ATTN_OWN_TOK, d->kv_layer / 64, 2};
-    const cuuint64_t strides[3] = {row, row, row * (cuuint64_t)d->shape->B};
-    const cuuint32_t box[4] = {64, ATTN_OWN_TOK, 1, 2};
-    attn_open_map(d, map, kv, 4, size, strides, box);
+    const cuuint64_t D = (cuuint64_t)d->shape->D, row = D * sizeof(bf16), size[5] = {64, 2048 / D, d->kv_layer / D, D / 64, 2};
+    const cuuint64_t strides[4] = {row, row, 128, row * (cuuint64_t)d->shape->B};
+    const cuuint32_t box[5] = {64, 2048 / (cuuint32_t)D, 1, (cuuint32_t)D / 64, 2};
+    attn_open_map(d, map, kv, 5, size, strides, box);
 }
 
 /* Tensor maps of K and V, boxes of 64 columns and 8, 16, 32 and 64 rows, where the Hopper kernels can run, and attn_both's. */
@@ -4595,6 +4719,8 @@ static void attn_open(toka_device *d) {
     p->state_lse = (float *)dev_alloc(d, rows * sizeof(float), "attention state");
     p->part_o = (float *)dev_alloc(d, parts * sh->D * sizeof(float), "attention parts");
     p->part_lse = (float *)dev_alloc(d, parts * sizeof(float), "attention parts");
+    if (p->has_both && sh->D == 128)
+        p->hubs = (float *)dev_alloc(d, (size_t)d->n_sms * 2 * attn_both_shape<128>::HUB * sizeof(float), "attention hubs");
     attn_open_maps(d);
 }
 
@@ -4652,8 +4778,7 @@ static void attention(toka_device *d, int layer, const bf16 *q, bf16 *o) {
     if (!p->n_both) return;
     const CUtensorMap *map = p->maps + ATTN_MAPS * layer;
     a.items = p->dev_items + p->both0;
-    launch_dependent(d, "attention", attn_both, dim3((unsigned)p->grid), attn_both_shape::THREADS, attn_both_shape::BYTES, 1, a,
-                     attn_jobs{p->dev_jobs, p->n_rounds}, attn_both_log2_rows(p), map[ATTN_MAP_64], map[ATTN_MAP_OWN]);
+    a.D == 64 ? attn_both_launch<64>(d, a, map) : attn_both_launch<128>(d, a, map);
 }
 
 /* ===========================================================================

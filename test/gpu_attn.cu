@@ -286,20 +286,20 @@ static void add_samples(scene &s, int n, int pages, int tail, int most) {
     if (tail) s.share_tail(first, n, tail);
 }
 /* What attn_both is for: so many samples that it is chosen. */
-static void test_samples(int G, int rows) {
-    scene s({64, 8, G, 64, 0});
+static void test_samples(int D, int G, int rows) {
+    scene s({D, 8, G, 64, 0});
     s.add(500, 1), s.add(90, 20);
     for (int pages : {1, 2, 4, 11}) add_samples(s, rows + pages, pages, pages == 4 ? 0 : pages * 5, pages * 33);
     add_samples(s, rows, 0, 40, 700);
     s.add(70, 1);
     check(s, "samples");
     few_sms([=] { /* many items a block, most of which have fewer rows than they could */
-        scene t({64, 8, G, 64, 0});
+        scene t({D, 8, G, 64, 0});
         for (int i = 0; i < 40; i++) add_samples(t, 2 + i * 11 % 40, 1 + i % 3, i % 2 * 9, 1 + i % 5 * 90);
         check(t, "samples of many prompts");
     });
     if (G != 4) return;
-    scene deep({64, 8, G, 64, 0}); /* behind a level that all share */
+    scene deep({D, 8, G, 64, 0}); /* behind a level that all share */
     std::vector<int> head = deep.take(3);
     deep.shared.push_back({});
     for (int i = 0; i < 5; i++) {
@@ -535,19 +535,19 @@ static void add_chain(scene &s, int turns, int pages, int each, int own) {
 }
 static void test_lists() {
     for (int G : {1, 4, 24})
-        for (int D : {40, 64})
+        for (int D : {40, 64, 128})
             for (bool hopper : {false, true}) {
                 scene few({D, 2, G, 64, 0}), many({D, 2, G, 64, 0}), tree({D, 2, G, 64, 0}), chunk({D, 2, G, 64, 0});
                 scene tails({D, 2, G, 64, 0});
                 add_tails(tails, 1), add_tails(tails, 5);
                 scene samples({D, 8, G, 64, 0});
                 for (int i = 0; i < 5; i++) add_samples(samples, 300 + i, i, 9 * i + 1, 1 + i * 30);
-                check_list(samples, true, hopper, false, "samples", hopper && D == 64 && G <= 8 ? BOTH : ANY);
+                check_list(samples, true, hopper, false, "samples", hopper && D >= 64 && G <= 8 ? BOTH : ANY);
                 for (int rows : {1, 2, 9, 26}) { /* kin */
                     scene kin({D, 8, G, 64, 0});
                     for (int i = 0; i < 3; i++) add_samples(kin, rows, 1 + 4 * i, 9 * i + 1, 1 + i * 60);
                     kin.add(130, 1);
-                    check_list(kin, true, hopper, false, "samples in few rows", hopper && D == 64 && G <= 8 ? KIN : ANY);
+                    check_list(kin, true, hopper, false, "samples in few rows", hopper && D >= 64 && G <= 8 ? KIN : ANY);
                 }
                 scene turns({D, 2, G, 64, 0}), far({D, 2, G, 64, 0});
                 add_chain(turns, 100, 1, 2, 5), add_chain(far, 8, 128, 1, 2001);
@@ -716,11 +716,12 @@ static void test_tiny() {
         add_tails(s, 1);
         check(s, "tiny");
     }
-    few_sms([] { /* so that attn_both takes them, several a block */
-        scene s({64, 2, 4, 64, 0});
-        for (int i = 0; i < 3; i++) add_samples(s, 34, 1, 7, 9 + i * 70);
-        check(s, "tiny samples");
-    });
+    for (int D : {64, 128})
+        few_sms([=] { /* so that attn_both takes them, several a block */
+            scene s({D, 2, 4, 64, 0});
+            for (int i = 0; i < 3; i++) add_samples(s, 34, 1, 7, 9 + i * 70);
+            check(s, "tiny samples");
+        });
 }
 
 static void test_all(bool small) {
@@ -756,7 +757,8 @@ static void test_all(bool small) {
     }
     shape_case c = {64, 2, 4, 64, 0}, wide = {128, 1, 24, 64, 0}, w = {128, 2, 4, 64, 100};
     test_decode(wide), test_prefill(wide);
-    for (int G : {1, 3, 4, 8}) test_samples(G, small ? 290 : 300 + G);
+    for (int D : {64, 128})
+        for (int G : {1, 3, 4, 8}) test_samples(D, G, small ? 290 : 300 + G);
     if (small) return;
     for (int depth = 1; depth <= 3; depth++)
         for (int rows : {1, 3, 70}) test_tree(c, depth, 2, rows, 5), test_tree(w, depth, 2, rows, 5);
@@ -898,8 +900,10 @@ static void bench_samples_all() {
     std::vector<int> eight(8, 1024); /* and what a running job of 1,024 samples a prompt comes to: they end one by one */
     std::vector<int> running = {1023, 1023, 1008, 947, 830, 707, 537, 380, 311, 234, 156, 88, 61, 62, 42, 24, 14, 13, 8, 4, 4, 3, 2};
     for (int i = 0; i < 6; i++) running.push_back(1);
-    for (bool share_tail : {false, true}) bench_samples(64, eight, 10, 35, share_tail, ceiling);
-    bench_samples(64, running, 10, 35, true, ceiling);
+    for (int D : {64, 128}) {
+        for (bool share_tail : {false, true}) bench_samples(D, eight, 10, 35, share_tail, ceiling);
+        bench_samples(D, running, 10, 35, true, ceiling);
+    }
 }
 /* Steps of few rows: so many samples of each of so many prompts of 704 positions, of which a part is common to all. */
 static void bench_kin(int D, int prompts, int each, int common) {
@@ -974,7 +978,8 @@ int main(int argc, char **argv) {
         for (int D : {64, 80, 128})
             for (int G : {1, 3, 4, 8}) test_kin({D, 2, G, 64, 0}), test_kin({D, 1, G, 64, 70});
     } else if (samples) {
-        for (int G : {1, 3, 4, 8}) test_samples(G, 300 + G);
+        for (int D : {64, 128})
+            for (int G : {1, 3, 4, 8}) test_samples(D, G, 300 + G);
     } else if (argc > 1 && !strcmp(argv[1], "parts")) test_parts(64), test_parts(128);
     else test_all(small);
     return gpu_report();
