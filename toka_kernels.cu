@@ -3016,7 +3016,8 @@ static void attn_sizes(const toka_device *d, attn_plan *p) {
     p->max_slots = p->n_sms * (ATTN_WARPS + p->tile_q / ATTN_SMALL_Q) * 3 / 2 / p->K + 64;
     p->max_merges = 2 * p->max_slots;
     p->kin_work = (int64_t)p->n_sms * (sh->D <= 64 ? 2400 : 1200);
-    p->both_least = p->n_sms * 12;
+    /* of 83 rows with eight kv heads on: against levels 1 us more at most, 18 less (`gpu_attn bench kin`, H200, 2026-11-23) */
+    p->both_least = p->n_sms * 5;
     /* Levels of all rows, at most: a span that chapter 17 shares saves more than merge_tok positions for each of its R rows, so
      * where r rows leave a chain of them behind g positions, r g > merge_tok R; then the sum of R is at most
      * T sqrt(max_len / merge_tok). */
