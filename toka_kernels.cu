@@ -468,14 +468,6 @@ __device__ static inline void mbar_wait(uint32_t bar, int parity) {
                  "@!p bra again;}" ::"r"(bar), "r"(parity) : "memory");
 }
 
-/* Has it? */
-__device__ static inline bool mbar_test(uint32_t bar, int parity) {
-    uint32_t done;
-    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                 : "=r"(done) : "r"(bar), "r"(parity) : "memory");
-    return done != 0;
-}
-
 /* ---- The copy engine ---- */
 
 __device__ static inline void tma_prefetch_map(const CUtensorMap *m) {
@@ -4220,12 +4212,11 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
  * side both cost what the longer one costs alone. The state between them waits in a hub, of which a block has two, until a warp
  * takes it: at D = 64 in shared memory. At D = 128, where Q takes 32 KB, the shared ring 64 and the own ones 112, there is no room
  * for twice 64 more, and items of half the queries would read the shared K and V twice; so hubs are 17 MB of global memory that
- * stay in the L2 cache. A row begins with its state if it is there: it comes beside the row's queries, and the sums go on from it.
- * Else the state joins at the end, as in a block's first round, whose shared part takes 10 us.
+ * stay in the L2 cache. The state joins a row's own sums at their end: a block's first shared part takes 10 us.
  * Measured on an H200, 2026-11-23 (`gpu_attn bench samples`: 8,192 samples of eight prompts, 675 positions shared, 88 on average
- * of their own): D = 64 395 us, where attn_wg takes 167 and attn_small 465 behind it; D = 128 846 us, 260 and 980. Of a job's 29
- * prompts: 369 and 784. States always at the end: 395 and 851; always at the beginning: 399 and 854, and for 64 rows of four
- * prompts 35 us instead of 30. Copies that promise the L2 cache 256 bytes: 401 and 873.
+ * of their own): D = 64 395 us, where attn_wg takes 167 and attn_small 465 behind it; D = 128 851 us, 260 and 980. States always
+ * ahead of own sums: 399 and 854, and for 64 rows of four prompts 35 us instead of 30; ahead where they are there by then: 395 and
+ * 846, but then time decides the order of sums, and with it the last bit. Copies that promise the L2 cache 256 bytes: 401 and 873.
  * Retired, all at D = 64: a row's queries as 16 rows of S, half of them 0, and states at the end: 402, and for 256 rows of 16
  * prompts 34 us instead of 30. With them: own parts that do not leave the cache first: 431. Own parts by copies of 8, 16 or 32
  * positions, up to 7 too many at both ends, one of K and one of V: 463; in loops over pieces of 8, three divisions a row and six
@@ -4510,12 +4501,7 @@ template <int DP> __device__ static inline void attn_own_work(attn_own_feed<DP> 
         const attn_own_row row = feed.drawn[k % 4];
         uint32_t q[DP / 16][2];
         float acc[DP / 4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {}, fade[2];
-        const uint32_t hub = hubs.full + 8 * (row.round & 1), parity = row.round >> 1 & 1;
         attn_own_q<DP>(a, row.at, q);
-        /* a state that is there comes first: then it and the queries take their way at the same time. If the hubs before it have
-         * not all been left, the barrier may be two of its phases behind, and look as if it were ahead */
-        const bool is_there = left == row.round && __all_sync(~0u, mbar_test(hub, parity));
-        if (is_there) attn_own_join<DP>(a, row, acc, m, l, hubs);
         for (int t = row.from, n; t < row.to; t += n, used++) {
             int slot = used % ATTN_OWN_STAGES;
             bf16 *kt = ring + slot * shape::OWN_TILE, *vt = kt + shape::OWN_TILE / 2;
@@ -4532,10 +4518,8 @@ template <int DP> __device__ static inline void attn_own_work(attn_own_feed<DP> 
             feed.ask();
         }
         attn_hubs_leave(hubs, left, row.round); /* those in which it has no rows */
-        if (!is_there) {
-            mbar_wait(hub, parity);
-            attn_own_join<DP>(a, row, acc, m, l, hubs);
-        }
+        mbar_wait(hubs.full + 8 * (row.round & 1), row.round >> 1 & 1);
+        attn_own_join<DP>(a, row, acc, m, l, hubs);
         attn_own_end<DP>(a, row, acc, l);
         if (k + 1 == feed.n_drawn || feed.drawn[(k + 1) % 4].round > row.round) attn_hubs_leave(hubs, left, row.round + 1);
     }

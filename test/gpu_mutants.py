@@ -164,7 +164,7 @@ MUTANTS = [
            ("the hub of the other item", "hubs.o + `(round & 1)` * attn_both_shape<DP>::HUB", "0"),
            ("a maximum over half of the lanes", "for (int k = 4; `k < 32`; k *= 2) top = fmaxf(top", "k < 16"),
            ("the state counts once a lane", "(`group == 0` ? w_old : 0); /* of", "true"),
-           ("the state waits for the end and never comes", "if (`!is_there`) {", "false"),
+           ("the state never comes", "`attn_own_join<DP>(a, row, acc, m, l, hubs)`;", "(void)m"),
            ("sums fade by the other query's factor", "acc[i] *= fade[`i & 1`];", "~i & 1"),
            ("the second half of a tile of K is the first", "ldmatrix_x4(x[c], (at ^ c * 32) + `i * 512`);", "0"),
            ("the second panel of V is the first", "ldmatrix_x4_trans(x[c], (at ^ c * 32) + `i * TOK * 32` + n * 2048);", "0", "samples .*D=128"),
