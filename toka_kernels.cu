@@ -6094,7 +6094,8 @@ template <class T, class F> __device__ static inline T block_fold(T x, T *scratc
  *
  * in   logits float32 [n][ldl] of the V ids from v0 on, ldl and v0 multiples of 256      out  parts[block][ld], columns 0 .. n-1
  * A thread loads what it would own in a wgmma tile: four threads side by side read 32 bytes, a warp eight blocks of a row.
- * grid: (ceil(blocks / 8), n); block: 32, so that a row comes from the L2 cache to many SMs. Reads V * 4 bytes a row, writes 24 bytes a block. */
+ * grid: (ceil(blocks / 8), n); block: 32, so that a row comes from the L2 cache to many SMs. Reads V * 4 bytes a row, writes 24 a
+ * block. */
 __global__ static void __launch_bounds__(32) samp_blocks_kernel(const samp_ask *ask, const float *logits, int ldl, int v0, int V,
                                                                  samp_part *parts, int ld) {
     int g = (int)threadIdx.x % 4, block = (int)(blockIdx.x * 8 + threadIdx.x / 4), id0 = block * SAMP_BLOCK + 2 * g;
@@ -7875,7 +7876,8 @@ static void bench_gemm(bench *b, const char *name, const char *model, int M, int
     if (a.n > BENCH_MAX_SETS) a.n = BENCH_MAX_SETS;
     for (int i = 0; i < a.n; i++) {
         w[i] = weight{bench_random(d, (size_t)N * K, sqrtf(3.0f / K)), NULL, N, K};
-        a.g[i] = gemm_args{M, bench_random(d, (size_t)(M + GEMM_ROOM) * K, 1.7f), K, &w[i], bench_random(d, (size_t)M * ldy, 1), ldy, epi};
+        bf16 *x = bench_random(d, (size_t)(M + GEMM_ROOM) * K, 1.7f);
+        a.g[i] = gemm_args{M, x, K, &w[i], bench_random(d, (size_t)M * ldy, 1), ldy, epi};
     }
     if (!d->error.code) {
         char shape[64];

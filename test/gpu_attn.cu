@@ -375,14 +375,11 @@ static void test_tree(shape_case c, int depth, int pages, int rows, int fan) {
     check(s, name);
 }
 
-static void test_repeat(shape_case c) {
-    scene s(c);
-    grow(s, 2, 9, {}, 1, 20);
-    for (int n : lengths) s.add(n + 1000, 1);
-    s.add(2000, 100);
+/* The same to the bit each time. */
+static void repeat(scene &s, const char *what) {
     stand st(s, true, 1.5f, 7);
     st.run();
-    if (!st.ok("repeats")) return;
+    if (!st.ok(what)) return;
     std::vector<bf16> first = st.o.host();
     int bad = 0;
     for (int i = 0; i < 100; i++) {
@@ -391,7 +388,19 @@ static void test_repeat(shape_case c) {
         std::vector<bf16> again = st.o.host();
         bad += memcmp(first.data(), again.data(), first.size() * sizeof(bf16)) != 0;
     }
-    gpu_check(bad == 0, "100 repeats D=%d: %d differ", c.D, bad);
+    gpu_check(bad == 0, "100 repeats D=%d, %s: %d differ", s.c.D, what, bad);
+}
+static void test_repeat(shape_case c) {
+    scene s(c);
+    grow(s, 2, 9, {}, 1, 20);
+    for (int n : lengths) s.add(n + 1000, 1);
+    s.add(2000, 100);
+    repeat(s, "all kinds");
+}
+static void test_samples_repeat(int D) {
+    scene s({D, 8, 4, 64, 0});
+    for (int i = 0; i < 30; i++) add_samples(s, 20 + i % 9, 1 + i % 8, i % 2 * 9, 1 + i % 5 * 60);
+    repeat(s, "samples of prompts");
 }
 
 /* ---- The work list alone: no GPU needed ---- */
@@ -763,6 +772,7 @@ static void test_all(bool small) {
     for (int depth = 1; depth <= 3; depth++)
         for (int rows : {1, 3, 70}) test_tree(c, depth, 2, rows, 5), test_tree(w, depth, 2, rows, 5);
     for (int D : {64, 80, 96, 128}) test_parts(D), test_repeat({D, 2, 4, 64, 0});
+    for (int D : {64, 128}) test_samples_repeat(D);
 }
 
 /* ---- Timings ---- */
