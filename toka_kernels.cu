@@ -4240,10 +4240,10 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
  * for twice 64 more, and items of half the queries would read the shared K and V twice; so hubs are 17 MB of global memory, a
  * third of the L2 cache. The state joins a row's own sums at their end: a block's first shared part begins when own parts do.
  * Measured on an H200, 2026-11-23 (`gpu_attn bench samples`: 8,192 samples of eight prompts, 675 positions shared, 88 on average
- * of their own): D = 64 402 us, where attn_wg takes 168 and attn_small 466 behind it; D = 128 855 us, 261 and 983. Of a job's 29
- * prompts: 375 and 795. In another run, where it is 395 and 851: states ahead of own sums 399 and 854, and for 64 rows of four
- * prompts, D = 128, 35 us instead of 30; ahead where they are there by then 395 and 846, but then time decides the order of sums,
- * and with it the last bit. Copies that promise the L2 cache 256 bytes: 401 and 873.
+ * of their own): D = 64 395 us, where attn_wg takes 168 and attn_small 466 behind it; D = 128 851 us, 261 and 983. Of a job's 29
+ * prompts: 367 and 789. States ahead of own sums: 399 and 854, and for 64 rows of four prompts, D = 128, 35 us instead of 30;
+ * ahead where they are there by then: 395 and 846, but then time decides the order of sums, and with it the last bit. Copies that
+ * promise the L2 cache 256 bytes: 401 and 873.
  * Retired, all at D = 64: a row's queries as 16 rows of S, half of them 0: 403 where it is 401, and for 256 rows of 16 prompts
  * 34.4 us where it is 29.8. With them: own parts that do not leave the cache first: 431. Own parts by copies of 8, 16 or 32
  * positions, up to 7 too many at both ends, one of K and one of V: 463; in loops over pieces of 8, three divisions a row and six
