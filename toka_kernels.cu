@@ -4253,7 +4253,7 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
 enum { ATTN_BOTH_N = 64, ATTN_OWN_STAGES = 2, ATTN_OWN_WARPS = 7 };
 template <int DP> struct attn_both_shape {
     static constexpr int WGS = 2, N = ATTN_BOTH_N, STAGES = 2, THREADS = 512;
-    static constexpr int REGS = DP == 64 ? 112 : 152, OWN_REGS = 256 - REGS; /* of a thread of the shared part, of others */
+    static constexpr int REGS = DP == 64 ? 112 : 144, OWN_REGS = 256 - REGS; /* of a thread of the shared part, of others */
     typedef attn_wg_shape<DP, WGS, N, STAGES> shared;
     static constexpr int TOK = 2048 / DP;                         /* own positions of a tile */
     static constexpr int OWN_TILE = TOK * DP * 2;                 /* bytes of K or V */
