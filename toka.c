@@ -17127,7 +17127,7 @@ typedef struct srv_options { /* what toka serve was asked to do; strings are the
     int n_names;
     const char *origins;    /* comma-separated list of origins that browsers may come from, or "*"; NULL: none */
     const char *files_dir, *now;
-    int max_queue;          /* samples of requests that wait for their first token; behind so many a request gets a 429 */
+    int max_queue;          /* requests that wait for their first token; more get a 429 */
     int64_t max_body_bytes; /* of a prompt's request */
     int64_t max_upload_bytes;
     double read_timeout, write_timeout, keep_alive; /* seconds */
@@ -17181,7 +17181,6 @@ typedef struct srv {
     bool stopping;        /* workers end */
     bool woken;           /* the loop knows that there is something in dirty */
     int n_waiting;        /* calls without a first token */
-    int64_t n_queued;     /* their samples; 1 of a call whose body is not read yet */
     int64_t n_left;       /* calls that were among them */
     srv_pace pace;
     srv_metrics m;
@@ -17209,8 +17208,7 @@ typedef struct srv_call { /* one HTTP request and its answer */
     http_request *req;
     buf body;
     double t_start;
-    bool keep_alive, head_sent;
-    int n_queued;                  /* its part of srv.n_queued; 0: it is not in n_waiting (lock) */
+    bool keep_alive, head_sent, counted; /* counted: in n_waiting (lock) */
     str origin;                    /* of the browser, if it is allowed; .n 0: none */
     http_reply reply;              /* a worker's until `done` */
     fb_upload *upload;
@@ -17355,7 +17353,7 @@ static void srv_call_free(srv_call *c) { /* the last reference is gone; any thre
 }
 
 static void srv_uncount(srv_call *c) {
-    if (c->n_queued) c->s->n_queued -= c->n_queued, c->n_queued = 0, c->s->n_waiting--, c->s->n_left++;
+    if (c->counted) c->counted = false, c->s->n_waiting--, c->s->n_left++;
 }
 
 static bool srv_unref(srv_call *c) { /* true: the caller frees it, after unlocking */
@@ -17494,11 +17492,6 @@ static void srv_put_retry(srv_call *c) { /* without the lock */
     buf_printf(&c->reply.headers, "Retry-After: %d\r\n", seconds);
 }
 
-static void srv_full_queue(srv_call *c) { /* without the lock */
-    srv_error(c, 429, "as many samples wait already as --max-queue %d allows", c->s->o->max_queue);
-    srv_put_retry(c);
-}
-
 /* ---- Events: the engine's thread ---- */
 
 /* The tokens of this step, one lock for all of them. */
@@ -17612,16 +17605,6 @@ static void srv_begin_api(srv *s, srv_call *c) {
     if (code) {
         c->reply.status = c->api.status;
         api_error(&c->reply.body, c->api.status, e.msg, c->api.type, c->api.param, c->api.code);
-        srv_publish_reply(c);
-        return;
-    }
-    pthread_mutex_lock(&s->lock); /* now it is known how many they are; a call that finds room has it for all */
-    bool full = s->n_queued - c->n_queued >= s->o->max_queue;
-    if (full) s->m.rejected++;
-    else if (c->n_queued) s->n_queued += c->api.n_choices - c->n_queued, c->n_queued = c->api.n_choices;
-    pthread_mutex_unlock(&s->lock);
-    if (full) {
-        srv_full_queue(c);
         srv_publish_reply(c);
         return;
     }
@@ -17904,16 +17887,18 @@ static bool srv_dispatch(srv *s, srv_call *c) {
     bool api = c->route->work == srv_begin_api;
     if (c->route->now) return c->route->now(s, c), true;
     pthread_mutex_lock(&s->lock);
-    bool full = api && s->n_queued >= s->o->max_queue;
+    bool full = api && s->n_waiting >= s->o->max_queue;
     if (full) s->m.rejected++;
     else {
-        if (api) srv_pace_look(&s->pace, s->n_waiting, s->n_left, c->t_start), c->n_queued = 1, s->n_queued++, s->n_waiting++;
+        if (api) srv_pace_look(&s->pace, s->n_waiting, s->n_left, c->t_start), c->counted = true, s->n_waiting++;
         c->want_piece = false;
         srv_push_ready(c);
     }
     pthread_mutex_unlock(&s->lock);
-    if (full) srv_full_queue(c);
-    return full;
+    if (!full) return false;
+    srv_error(c, 429, "%d requests wait already, as many as --max-queue allows", s->o->max_queue);
+    srv_put_retry(c);
+    return true;
 }
 
 /* ===========================================================================
@@ -20772,7 +20757,7 @@ static const cli_flag cli_flags[] = {
      "sampling defaults: auto, the model's generation_config, or vllm, none (default: auto)"},
     {"strict", "", "", CLI_BOOL, AT(serve.strict), FOR_SERVE, "refuse requests with unknown fields instead of ignoring those"},
     {"max-queue", "", "N", CLI_INT, AT(serve.max_queue), FOR_SERVE,
-     "samples whose request may wait for its first token, behind them it gets a 429 (default: 65536)"},
+     "requests that may wait for their first token, more get a 429 (default: 65536)"},
     {"max-body-bytes", "", "N", CLI_INT64, AT(serve.max_body_bytes), FOR_SERVE, "longest request (default: 64 MiB)"},
     {"files-dir", "", "DIR", CLI_TEXT, AT(serve.files_dir), FOR_SERVE,
      "where files and batches are kept; off: nowhere (default: $XDG_DATA_HOME/toka/files or ~/.local/share/toka/files)"},

@@ -563,27 +563,6 @@ def test_full_queue():
         assert s.metric("http_requests_rejected_total") == 1
 
 
-def test_the_queue_counts_samples():
-    with Server("--max-queue", "10", "--max-num-seqs", "1") as s:
-        first = s.connect().send(raw_post(json.dumps({**LONG, "n": 1000, "stream": True})))
-        assert first.head()[0] == 200
-        few = s.connect().send(raw_post(json.dumps({**LONG, "n": 3})))
-        many = s.connect().send(raw_post(json.dumps({**LONG, "prompt": ["a"] * 4, "n": 500})))  # there is room, so it is taken whole
-        s.wait_metric("http_requests_waiting", 2)
-        time.sleep(0.5)  # bodies are read by workers
-        with s.connect() as c:
-            a = c.request("POST", "/v1/completions", small())
-            assert a.status == 429 and "--max-queue 10 " in a.error()["message"] and int(a.headers["retry-after"]) >= 1
-            many.close()
-            s.wait_metric("http_requests_waiting", 1)
-            last = s.connect().send(raw_post(json.dumps(LONG)))
-            s.wait_metric("http_requests_waiting", 2)
-            for r in (first, few, last):
-                r.close()
-            s.wait_metric("http_requests_waiting", 0)
-            assert c.request("POST", "/v1/completions", small()).status == 200
-
-
 def test_no_descriptors_left():
     with Server(prefix=("bash", "-c", 'ulimit -n 150; exec "$0" "$@"')) as s:
         held = [s.connect() for _ in range(150 - 64)]
