@@ -3699,29 +3699,21 @@ __device__ static inline void attn_pv(float (&acc)[DP / 2], const float (&s)[TOK
         }
 }
 
-/* Position of query i of the item; -1: there is none. */
-__device__ static inline int attn_pos(const attn_args &a, const attn_item &it, int i) {
-    return i < it.nq ? a.pos[(it.q0 + i) / a.G] : -1;
-}
-/* Scores of positions that a query must not see become -inf. pos: of the thread's two queries; kv: position of column 0. */
+/* Scores of positions that a query must not see become -inf. i: the thread's first query; kv: position of column 0. */
 template <int N>
-__device__ static inline void attn_mask(const attn_args &a, const attn_item &it, float (&s)[N], const int (&pos)[2], int kv) {
+__device__ static inline void attn_mask(const attn_args &a, const attn_item &it, float (&s)[N], int i, int kv) {
     int from[2], to[2]; /* the first position seen and the first not seen */
     kv += threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int r = 0; r < 2; r++)
-        from[r] = max(it.kv0 + it.skip, a.window ? pos[r] - a.window + 1 : 0), to[r] = min(pos[r] + 1, it.kv1);
+    for (int r = 0; r < 2; r++) {
+        int pos = i + 8 * r < it.nq ? a.pos[(it.q0 + i + 8 * r) / a.G] : -1;
+        from[r] = max(it.kv0 + it.skip, a.window ? pos - a.window + 1 : 0), to[r] = min(pos + 1, it.kv1);
+    }
 #pragma unroll
     for (int j = 0; j < N; j++) {
         int t = kv + j / 4 * 8 + (j & 1), r = j >> 1 & 1;
         if (t < from[r] || t >= to[r]) s[j] = -INFINITY;
     }
-}
-
-template <int N>
-__device__ static inline void attn_mask(const attn_args &a, const attn_item &it, float (&s)[N], int i, int kv) {
-    const int pos[2] = {attn_pos(a, it, i), attn_pos(a, it, i + 8)};
-    attn_mask(a, it, s, pos, kv);
 }
 
 /* Online softmax of the thread's two queries (one, if `rows` is 1): s becomes 2^(scale s - m), m and l go on; fade is what the
@@ -3900,8 +3892,6 @@ __device__ static inline void attn_small_work(const attn_args &a, const attn_ite
         page = __shfl_sync(~0u, ids, min((last >> a.log2_B) - ids_at, 31));
     }
     for (int i = 0; a.early && i < STAGES && i < n_tiles; i++) ask(i);
-    int pos[2] = {};
-    if (open.x > 0 || open.y < n_tiles) pos[0] = attn_pos(a, it, lane / 4), pos[1] = attn_pos(a, it, lane / 4 + 8);
     grid_wait();
     for (int i = 0; !a.early && i < STAGES && i < n_tiles; i++) ask(i);
     uint4 fresh = {};
@@ -3933,7 +3923,7 @@ __device__ static inline void attn_small_work(const attn_args &a, const attn_ite
             fence_async_smem(); /* the copy engine will write there again */
             __syncwarp();
         }
-        if (i < open.x || i >= open.y) attn_mask(a, it, s, pos, kv);
+        if (i < open.x || i >= open.y) attn_mask(a, it, s, w.i, kv);
         attn_soften(s, w.m, w.l, fade, a.scale, rows);
         attn_fade(acc, fade);
         attn_pv<DP, TOK>(acc, s, k + HALF, DP == 64 ? 64 : a.D);
@@ -6095,18 +6085,16 @@ template <class T, class F> __device__ static inline T block_fold(T x, T *scratc
  *
  * in   logits float32 [n][ldl] of the V ids from v0 on, ldl and v0 multiples of 256      out  parts[block][ld], columns 0 .. n-1
  * A thread loads what it would own in a wgmma tile: four threads side by side read 32 bytes, a warp eight blocks of a row.
- * grid: (ceil(blocks / 8), n); block: 32, so that a row comes from the L2 cache to many SMs. Reads V * 4 bytes a row, writes 24 a
- * block. */
-__global__ static void __launch_bounds__(32) samp_blocks_kernel(const samp_ask *ask, const float *logits, int ldl, int v0, int V,
+ * grid: (ceil(blocks / 32), n); block: 128. Reads V * 4 bytes a row, writes 24 bytes a block. */
+__global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask *ask, const float *logits, int ldl, int v0, int V,
                                                                  samp_part *parts, int ld) {
-    int g = (int)threadIdx.x % 4, block = (int)(blockIdx.x * 8 + threadIdx.x / 4), id0 = block * SAMP_BLOCK + 2 * g;
+    int g = (int)threadIdx.x % 4, block = (int)(blockIdx.x * 32 + threadIdx.x / 4), id0 = block * SAMP_BLOCK + 2 * g;
     int row = (int)blockIdx.y;
     float v[SAMP_OWN];
-    bool inside = block * SAMP_BLOCK < V;
     grid_launch_dependents();
-    const samp_ask a = ask[row]; /* which no kernel writes */
-    const uint32_t noise = samp_noise(a, v0 / SAMP_BLOCK + block, g);
     grid_wait();
+    const samp_ask a = ask[row];
+    bool inside = block * SAMP_BLOCK < V;
     const float *from = logits + (size_t)row * ldl + id0;
 #pragma unroll
     for (int j = 0; j < SAMP_OWN / 2; j++) {
@@ -6114,7 +6102,7 @@ __global__ static void __launch_bounds__(32) samp_blocks_kernel(const samp_ask *
         v[2 * j] = id0 + 8 * j < V ? pair.x : -INFINITY;
         v[2 * j + 1] = id0 + 8 * j + 1 < V ? pair.y : -INFINITY;
     }
-    samp_part p = samp_block(v, a, samp_apart(a), noise, v0 + id0);
+    samp_part p = samp_block(v, a, samp_apart(a), samp_noise(a, v0 / SAMP_BLOCK + block, g), v0 + id0);
     if (inside && g == 0) parts[(size_t)block * ld + row] = p;
 }
 
@@ -7315,7 +7303,7 @@ static void samp_finish_rows(toka_device *d, int first, int n, int n_plain, cons
 /* The same for rows whose raw logits are stored, without parts yet. */
 static void samp_from_logits(toka_device *d, int first, int n, int n_plain, const samp_filter *filters) {
     samp_plan *p = d->samp;
-    launch_dependent(d, "groups", samp_blocks_kernel, dim3((unsigned)ceil_div(p->n_blocks, 8), (unsigned)n), 32, 0, 1,
+    launch_dependent(d, "groups", samp_blocks_kernel, dim3((unsigned)ceil_div(p->n_blocks, 32), (unsigned)n), 128, 0, 1,
                      p->ask + first, p->logits, p->ldl, 0, d->shape->V_all, p->parts, p->part_rows);
     samp_finish_rows(d, first, n, n_plain, filters, p->logits + (size_t)n_plain * (size_t)p->ldl);
 }
@@ -7325,7 +7313,7 @@ static void samp_exchange(toka_device *d, int first, int n, bool there) {
     samp_plan *p = d->samp;
     const samp_ask *ask = p->ask + first;
     if (!there)
-        launch_dependent(d, "groups", samp_blocks_kernel, dim3((unsigned)ceil_div(p->own_blocks, 8), (unsigned)n), 32, 0, 1, ask,
+        launch_dependent(d, "groups", samp_blocks_kernel, dim3((unsigned)ceil_div(p->own_blocks, 32), (unsigned)n), 128, 0, 1, ask,
                          p->own, p->own_ldl, d->shape->v0, d->shape->V, p->parts, p->part_rows);
     launch_dependent(d, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n, SAMP_REDUCE_ROWS)), 256, 0, 1, ask, p->parts,
                      p->part_rows, p->own_blocks, n, p->reached, p->merged, p->results + first, d->last);
