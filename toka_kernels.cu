@@ -111,8 +111,8 @@ enum { STEPS_AHEAD = 2, STEP_RING = STEPS_AHEAD + 1 }; /* the ring still has the
 
 /* Memory that goes up once per step: pinned host buffers that take turns, and a device buffer of the same layout. put() returns
  * where the bytes will lie on the device once stage_send has run. A step brings all that it needs, 9 KB for 64 sequences, 726 KB
- * for 8,192: 2.9 and 16 us (H200) by the copy engine. Sampling parameters kept by slot made that 496 KB, and steps of few rows
- * 2 us longer: one trip to memory more. */
+ * for 8,192: 2.9 and 16 us (H200). Sampling parameters kept by slot made that 496 KB, and steps of few rows 2 us longer: one trip
+ * to memory more. */
 typedef struct stage {
     char *host[STEPS_AHEAD], *dev;
     int turn; /* the host buffer that is being filled */
@@ -733,22 +733,6 @@ static void *stage_put(stage *s, const void *from, size_t bytes) {
 static void stage_send(toka_device *d, stage *s) {
     latch(d, cudaMemcpyAsync(s->dev, s->host[s->turn], s->used, cudaMemcpyHostToDevice, d->stream), "step upload");
     latch(d, cudaEventRecord(s->sent[s->turn], d->stream), "step upload");
-}
-
-/* The same ahead of a graph, by a kernel: between kernels a copy costs 4 to 6 us more than its bytes take (8 and 64 rows, H200,
- * 2026-11-23; one row 0 to 2). There is no grid_launch_dependents(), for kernels of the step read the stage ahead of grid_wait().
- * Nor is there an event: a host buffer is filled again two steps later, when this one has been finished. */
-enum { STAGE_BRIEF = 16384 }; /* bytes at most */
-__global__ static void __launch_bounds__(256) stage_kernel(const uint4 *from, uint4 *to, int n) {
-    const int i = (int)(blockIdx.x * 256 + threadIdx.x);
-    if (i < n) to[i] = __ldcv(from + i);
-}
-static void stage_send_brief(toka_device *d, const stage *s) {
-    const int n = (int)((s->used + 15) / 16);
-    assert(s->used <= STAGE_BRIEF);
-    if (!n) return;
-    stage_kernel<<<(unsigned)((n + 255) / 256), 256, 0, d->stream>>>((const uint4 *)s->host[s->turn], (uint4 *)s->dev, n);
-    LAUNCHED(d, "step upload");
 }
 
 /* ---- Weights: mapped file -> pinned buffers -> device ----
@@ -7421,8 +7405,8 @@ static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
 }
 
 /* The same for a step that a graph runs, ahead of it: sends the filters, and has the last kernels be those of filtered rows, if
- * there are any, else of plain ones, and put their results where this step's go. All rows' filters lie where those of the last
- * such step lay: nothing else changes. */
+ * there are any, else of plain ones, and put their results where this step's go. All rows' filters lie where those of the last such
+ * step lay: nothing else changes. */
 static void samp_graph(toka_device *d, const toka_step *s) {
     samp_plan *p = d->samp;
     step_graph *g = d->graphs.now;
@@ -8255,8 +8239,7 @@ static void cuda_begin(toka_device *d, const toka_step *s) {
     stage_begin(d, &d->up);
     step_plan(d, s, clock_is_due(d) ? -1 : graph_size(d, s));
     clock_begin(d, s);
-    if (graph_runs(d) && !s->n_copies && d->up.used <= STAGE_BRIEF) stage_send_brief(d, &d->up);
-    else stage_send(d, &d->up); /* in one transfer */
+    stage_send(d, &d->up); /* in one transfer */
     cuda_break(d);
     d->graphs.at = 0, d->graphs.n_run += d->graphs.now != NULL;
 }

@@ -261,8 +261,6 @@ MUTANTS = [
            ("rows have the positions of the step before", "memcpy(g->pos, s->pos, (size_t)`s->T` * sizeof *g->pos);", "0")),
     *group("graph_renew", "model only qwen2", "graphs",
            ("a graph keeps its grid of attention", "p.gridDim = `config->gridDim`,", "dim3((unsigned)d->shape->K)")),
-    *group("stage_kernel", "model only qwen2", "graphs",
-           ("what another step brings", "(const uint4 *)s->host[`s->turn`], (uint4 *)s->dev", "0")),
     *group("samp_graph", "model only qwen2", "graphs",
            ("a graph draws its filtered rows as plain ones", "if (`(same && p->results == p->far_results)` || d->error.code) return;", "true"),
            ("a graph's LM head stores no logits", "samp_head(d, 0, s->n_out, `p->n_plain`);", "s->n_out")),
