@@ -5743,7 +5743,7 @@ struct samp_plan {
     samp_part *merged;       /* with tensor ranks: [part_rows] what the rank's own ids come to */
     size_t exchange;         /* where in the inbox the others' are */
     uint32_t *reached;       /* [part_rows] samp_key of the highest key of the row so far; 0, none, between launches of the head */
-    samp_result *far_results; /* [max_out] on the device */
+    samp_result *results;    /* [max_out] */
     samp_best *tops;         /* [max_out] */
     stage lists;             /* filters of one chunk and their lists */
     samp_down down[STEP_RING];
@@ -5751,7 +5751,6 @@ struct samp_plan {
     samp_ask *ask;           /* device, [n_out] */
     int *rows;               /* device, [n_out] of x */
     int n_plain;
-    samp_result *results;    /* where they go: see samp_plan_step */
     bool in_order;           /* ask i is row i of s->out; all rows are plain, or all go as filtered ones */
 };
 
@@ -7097,7 +7096,7 @@ static void samp_open(toka_device *d) {
     p->own = ranks ? (float *)dev_alloc(d, (size_t)p->chunk * (size_t)p->own_ldl * sizeof(float), "logits") : p->logits;
     if (ranks) p->merged = (samp_part *)dev_alloc(d, (size_t)p->part_rows * sizeof(samp_part), "parts of sampling");
     if (ranks) group_inbox_bytes(d, &p->exchange), d->rank->logits = p->logits;
-    p->results = p->far_results = (samp_result *)dev_alloc(d, max_out * sizeof(samp_result), "picks");
+    p->results = (samp_result *)dev_alloc(d, max_out * sizeof(samp_result), "picks");
     p->tops = (samp_best *)dev_alloc(d, max_out * sizeof(samp_best), "top log-probabilities");
     for (samp_down &down : p->down) {
         down.results = (samp_result *)samp_pinned(d, max_out * sizeof(samp_result), "pinned picks");
@@ -7169,11 +7168,7 @@ static bool samp_fits(const toka_device *d, const toka_step *s, int n) {
 
 /* Chooses which rows go which way and puts what all rows need into the stage, at the start of a step; lists follow chunk by
  * chunk. Plain rows come first, but where the order of a step with filtered ones is to be its own: in a graph, and where a folded
- * norm needs it. There all go as filtered ones, plain ones with a filter that asks nothing; their results are the same.
- *
- * Results of few rows are stored into the host's memory by whoever makes them, and are there when the step is done. Then nothing
- * comes between a step's last kernel and the next step but what goes up: 5 us of 760 (1B, one row, H200, 2026-11-23), 5 of 1,570
- * (256 rows). Tensor ranks make them by a kernel of their own, which graphs do not change. */
+ * norm needs it. There all go as filtered ones, plain ones with a filter that asks nothing; their results are the same. */
 static void samp_plan_step(toka_device *d, const toka_step *s) {
     samp_plan *p = d->samp;
     samp_down *down = &p->down[d->newest];
@@ -7186,7 +7181,6 @@ static void samp_plan_step(toka_device *d, const toka_step *s) {
     for (int i = 0; i < s->n_out && !p->in_order; i++) down->order[samp_filtered(&s->out[i], d->shape->V_all) ? --last : n++] = i;
     for (int i = 0; i < s->n_out && p->in_order; i++) down->order[i] = i;
     p->n_plain = filters ? n : s->n_out, down->n_tops = 0, down->picks = NULL;
-    p->results = s->n_out <= GRAPH_ROWS && tp_size(d) == 1 ? down->results : p->far_results;
     p->ask = (samp_ask *)stage_room(&d->up, (size_t)s->n_out * sizeof *ask, (void **)&ask);
     p->rows = (int *)stage_room(&d->up, (size_t)s->n_out * sizeof *rows, (void **)&rows);
     for (int i = 0; i < s->n_out; i++) {
@@ -7365,8 +7359,7 @@ static void samp_bring(toka_device *d, const toka_step *s, toka_pick *picks) {
     samp_down *down = &p->down[d->newest];
     size_t bytes = (size_t)s->n_out * sizeof(samp_result), top_bytes = (size_t)down->n_tops * sizeof(samp_best);
     down->picks = picks;
-    if (p->results != down->results)
-        latch(d, cudaMemcpyAsync(down->results, p->results, bytes, cudaMemcpyDeviceToHost, d->stream), "picks");
+    latch(d, cudaMemcpyAsync(down->results, p->results, bytes, cudaMemcpyDeviceToHost, d->stream), "picks");
     if (top_bytes) latch(d, cudaMemcpyAsync(down->tops, p->tops, top_bytes, cudaMemcpyDeviceToHost, d->stream), "picks");
 }
 
@@ -7405,17 +7398,15 @@ static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
 }
 
 /* The same for a step that a graph runs, ahead of it: sends the filters, and has the last kernels be those of filtered rows, if
- * there are any, else of plain ones, and put their results where this step's go. All rows' filters lie where those of the last such
- * step lay: nothing else changes. */
+ * there are any, else of plain ones. All rows' filters lie where those of the last such step lay: nothing else changes. */
 static void samp_graph(toka_device *d, const toka_step *s) {
     samp_plan *p = d->samp;
     step_graph *g = d->graphs.now;
     const bool filtered = p->n_plain < s->n_out;
     samp_filter *filters = NULL;
     if (filtered && samp_send_filters(d, s, 0, s->n_out, &filters) < s->n_out) assert(d->error.code);
-    const bool same = filtered == g->filtered;
-    if ((same && p->results == p->far_results) || d->error.code) return;
-    if (samp_fuses(d, s, s->n_out)) same ? (void)d->graphs.at++ : samp_head(d, 0, s->n_out, p->n_plain);
+    if (filtered == g->filtered || d->error.code) return;
+    if (samp_fuses(d, s, s->n_out)) samp_head(d, 0, s->n_out, p->n_plain);
     samp_finish_rows(d, 0, s->n_out, p->n_plain, filters, p->logits);
     g->filtered = filtered;
 }

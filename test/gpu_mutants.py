@@ -262,7 +262,7 @@ MUTANTS = [
     *group("graph_renew", "model only qwen2", "graphs",
            ("a graph keeps its grid of attention", "p.gridDim = `config->gridDim`,", "dim3((unsigned)d->shape->K)")),
     *group("samp_graph", "model only qwen2", "graphs",
-           ("a graph draws its filtered rows as plain ones", "if (`(same && p->results == p->far_results)` || d->error.code) return;", "true"),
+           ("a graph draws its filtered rows as plain ones", "if (`filtered == g->filtered` || d->error.code) return;", "true"),
            ("a graph's LM head stores no logits", "samp_head(d, 0, s->n_out, `p->n_plain`);", "s->n_out")),
     *group("samp_send_filters", "model only qwen2", "graphs",
            ("plain rows among filtered ones are cut", "f[n] = samp_filter{.min_p_drop = `-INFINITY`,", "-1")),

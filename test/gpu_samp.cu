@@ -336,7 +336,7 @@ static std::vector<int> draws(toka_device *d, const toka_sampling &how, const st
         p->ldl = stride;
         samp_from_logits(d, 0, batch, filtered ? 0 : batch, filters);
         p->ldl = whole;
-        GPU_OK(cudaMemcpyAsync(results.data(), p->results, (size_t)batch * sizeof(samp_result), cudaMemcpyDefault, d->stream));
+        GPU_OK(cudaMemcpyAsync(results.data(), p->results, (size_t)batch * sizeof(samp_result), cudaMemcpyDeviceToHost, d->stream));
         GPU_OK(cudaStreamSynchronize(d->stream));
         for (int i = 0; i < std::min(batch, n - at); i++) seen[(size_t)results[(size_t)i].id]++;
     }
