@@ -123,8 +123,8 @@ MUTANTS = [
 
     # ---- Attention ----
     *group("attn_mma", "attn small", "(decode|prefill|tree) .*B=(16|32) ",
-           ("one position too far", "to[r] = `min(pos + 1, it.kv1)`;", "min(pos + 2, it.kv1)", "prefill .*B=(16|32) "),
-           ("the window ends a position late", "from[r] = max(it.kv0 + it.skip, a.window ? `pos - a.window + 1` : 0)", "pos - a.window",
+           ("one position too far", "to[r] = `min(pos[r] + 1, it.kv1)`;", "min(pos[r] + 2, it.kv1)", "prefill .*B=(16|32) "),
+           ("the window ends a position late", "from[r] = max(it.kv0 + it.skip, a.window ? `pos[r] - a.window + 1` : 0)", "pos[r] - a.window",
             "B=(16|32) window=70"),
            ("positions that another span has had", "from[r] = max(`it.kv0 + it.skip`, a.window", "it.kv0", "tails.* B=(16|32) .*shared"),
            ("a last tile of one position", "int first = attn_first(a, it, TOK), n_tiles = it.kv1 > first ? `(it.kv1 - first + TOK - 1) / TOK` : 0;",
