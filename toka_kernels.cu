@@ -3687,9 +3687,10 @@ __device__ static inline void attn_pv(float (&acc)[DP / 2], const float (&s)[TOK
 __device__ static inline int attn_pos(const attn_args &a, const attn_item &it, int i) {
     return i < it.nq ? a.pos[(it.q0 + i) / a.G] : -1;
 }
-/* Scores of positions that a query must not see become -inf. pos: of the thread's two queries; kv: position of column 0. */
+/* Scores of positions that a query must not see become -inf. i: the thread's first query; kv: position of column 0. */
 template <int N>
-__device__ static inline void attn_mask(const attn_args &a, const attn_item &it, float (&s)[N], const int (&pos)[2], int kv) {
+__device__ static inline void attn_mask(const attn_args &a, const attn_item &it, float (&s)[N], int i, int kv) {
+    const int pos[2] = {attn_pos(a, it, i), attn_pos(a, it, i + 8)}; /* both at once */
     int from[2], to[2]; /* the first position seen and the first not seen */
     kv += threadIdx.x % 4 * 2;
 #pragma unroll
@@ -3700,12 +3701,6 @@ __device__ static inline void attn_mask(const attn_args &a, const attn_item &it,
         int t = kv + j / 4 * 8 + (j & 1), r = j >> 1 & 1;
         if (t < from[r] || t >= to[r]) s[j] = -INFINITY;
     }
-}
-
-template <int N>
-__device__ static inline void attn_mask(const attn_args &a, const attn_item &it, float (&s)[N], int i, int kv) {
-    const int pos[2] = {attn_pos(a, it, i), attn_pos(a, it, i + 8)};
-    attn_mask(a, it, s, pos, kv);
 }
 
 /* Online softmax of the thread's two queries (one, if `rows` is 1): s becomes 2^(scale s - m), m and l go on; fade is what the

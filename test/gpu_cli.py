@@ -127,11 +127,27 @@ def test_faults(tmp):
     check(code == 0 and sorted(ids, key=int) == [str(i) for i in range(300)], f"and the same command ends the batch: {len(ids)} lines {err.strip()}")
 
 
+def test_wide(tmp):
+    """A real vocabulary: graphs of more rows than there is room for logits, and samples of few prompts at either head size, in all sizes of
+    steps as they end one by one; with top-p too."""
+    dataset = os.path.join(tmp, "wide.jsonl")
+    with open(dataset, "w") as f:
+        for i in range(2):
+            f.write(json.dumps({"prompt_token_ids": list(range(100 + i, 600)), "output_lengths": [3 + j % 61 for j in range(500)]}) + "\n")
+    for model, flags in (("qwen2.5-0.5b", []), ("qwen2.5-0.5b", ["--top-p", "0.9"]), ("qwen3-0.6b", [])):
+        code, _, err = run("bench", "throughput", "--device", "cuda", "--dummy-weights", "-m", model, "--dataset", dataset, "--temp", "0.6",
+                           "--max-num-seqs", "1024", "--max-model-len", "1024", "--kv-tokens", "50000", *flags)
+        graphs = re.search(r"([0-9.]+) % of the steps were graphs", err)
+        check(code == 0 and graphs and float(graphs[1]) > 0, f"{' '.join([model, *flags])}, 1,000 samples at once: exit {code}, "
+              f"{graphs[0] if graphs else err.strip()[-200:]}")
+
+
 def main():
     with tempfile.TemporaryDirectory() as tmp:
         test_devices()
         test_faults(tmp)
         test_weights(tmp)
+        test_wide(tmp)
         test_accuracy(tmp)
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
     sys.exit(failed != 0)
