@@ -153,8 +153,7 @@ def streams(n):
 
         seconds, times = health_times(s.address, load)
         tokens = s.metric("generation_tokens_total") - before
-        time.sleep(0.5)
-        assert s.n_fds() <= fds, (fds, s.n_fds())
+        s.wait_fds(fds)
         assert s.stop() == 0
     return seconds, tokens, peak, idle, times
 

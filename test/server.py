@@ -76,6 +76,14 @@ class Server:
     def n_fds(self):
         return len(os.listdir(f"/proc/{self.p.pid}/fd"))
 
+    def wait_fds(self, most, seconds=60):
+        """Until the server holds at most so many descriptors. It accepts in order: with the answer none waits to be accepted."""
+        self.get("/health")
+        end = time.time() + seconds
+        while (n := self.n_fds()) > most:
+            assert time.time() < end, f"{n} descriptors are open, waited for {most}"
+            time.sleep(0.05)
+
     def stop(self):
         """Graceful; returns the exit status."""
         if self.p.poll() is None:

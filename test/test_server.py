@@ -608,10 +608,7 @@ def test_no_descriptor_leaks(server):
                 c.send(raw_post(json.dumps(LONG)))
             else:
                 c.send("GET /he")
-    end = time.time() + 60
-    while server.n_fds() > before and time.time() < end:
-        time.sleep(0.05)
-    assert server.n_fds() <= before
+    server.wait_fds(before)
 
 
 # ---- Keys ----
