@@ -41,7 +41,7 @@ cuda() {
         cat "$tmp/nvcc" >&2
         die "nvcc failed"
     }
-    grep -E 'C7508|C7510|C7511|C7514|C7515|[1-9][0-9]* bytes spill' "$tmp/nvcc" >&2 && die "nvcc serialised or spilled"
+    grep -E 'C75[0-9][0-9]|[1-9][0-9]* bytes spill' "$tmp/nvcc" >&2 && die "nvcc serialised or spilled"
     nm -g --defined-only "$tmp/kernels.o" | awk '$2 == "W" {print $3}' >"$tmp/weak" # before 13.0 nvcc exports what launches a template
     [ ! -s "$tmp/weak" ] || objcopy --localize-symbols="$tmp/weak" "$tmp/kernels.o"
     exports "$tmp/kernels.o"

@@ -97,6 +97,9 @@
 #else
 #define HOPPER 0
 #endif
+#ifndef NVCC_VERSION /* test/nvcc_versions.py compiles as for others */
+#define NVCC_VERSION (__CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__)
+#endif
 
 /* ===========================================================================
  * MARK: 1. Types and the device [host]
@@ -2005,7 +2008,7 @@ __device__ static inline void gemm_multiply_apart(float (&acc)[BN / 2], const ge
     constexpr int stage_bytes = (128 + BN) * 128, LEAD = gemm_lead<EPI>;
     static_assert(LEAD <= STAGES, "the ring holds what one warpgroup is ahead");
     const int apart = c.n_k > STAGES ? c.n_k - LEAD : -1; /* else the other could be a whole tile ahead, and arrive twice */
-    constexpr bool zeros = __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ < 1209; /* see above */
+    constexpr bool zeros = NVCC_VERSION < 1209; /* see above */
     int last = 0;
 #pragma unroll
     for (int i = 0; zeros && i < BN / 2; i++) acc[i] = 0;
@@ -2909,6 +2912,7 @@ enum {
     ATTN_MIN_PART = 128, /* kv positions of a part of a small item, at least */
     ATTN_BRIEF = 128,    /* and of brief ones, on average less than */
     ATTN_BOTH_ROWS = 32, ATTN_BOTH_Q = 128, /* rows and queries of an item of attn_both, at most */
+    ATTN_BOTH_D = NVCC_VERSION < 1208 ? 64 : 128, /* head sizes up to it, see there */
     ATTN_BOTH_OWN = 1024,                   /* own positions of such a row, at most: a warp does them one behind the other */
     ATTN_OWN_START = 24,                    /* what such a row takes beside them, in positions, roughly */
     ATTN_JOIN_START = 250, /* what it takes to merge parts of tiles at all, in kv positions */
@@ -2998,7 +3002,7 @@ static void attn_sizes(const toka_device *d, attn_plan *p) {
     int T = d->options.max_tokens, G = sh->H / sh->K, seq_pages = ceil_div(sh->max_len, sh->B);
     int64_t pages = (int64_t)T * (seq_pages + 1); /* a group's tail is read from one more */
     p->hopper = d->hopper && sh->B >= 64 && sh->D >= 64 && sh->D <= 128 && d->kv_layer / sh->D < INT_MAX;
-    p->has_both = p->hopper && (sh->D == 64 || sh->D == 128) && G <= 8;
+    p->has_both = p->hopper && (sh->D == 64 || sh->D == ATTN_BOTH_D) && G <= 8;
     p->G = G, p->small_rows = ATTN_SMALL_Q / G;
     p->tile_q = !p->hopper ? ATTN_TILE_Q : sh->D == 64 ? 192 : 128;
     p->max_spans = 2 * T + 64;
@@ -4226,11 +4230,14 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
  * positions, up to 7 too many at both ends, one of K and one of V: 463; in loops over pieces of 8, three divisions a row and six
  * warps: 541; every fourth row to each of four warps, and one hub: 652. Rows that share little as launches of their own: 448 where
  * it was 414 (29 prompts). Jobs as they come to the blocks in turn: 406. A row looked up, or its queries read, while the one
- * before it is worked on: no gain. */
+ * before it is worked on: no gain.
+ * ptxas before 12.8 spills where D = 64 has 112 registers for a thread of the shared part, and for any split at D = 128; there
+ * levels do it, as for other head sizes. */
 enum { ATTN_BOTH_N = 64, ATTN_OWN_STAGES = 2, ATTN_OWN_WARPS = 7 };
 template <int DP> struct attn_both_shape {
     static constexpr int WGS = 2, N = ATTN_BOTH_N, STAGES = 2, THREADS = 512;
-    static constexpr int REGS = DP == 64 ? 112 : 144, OWN_REGS = 256 - REGS; /* of a thread of the shared part, of others */
+    static constexpr int REGS = DP == 128 ? 144 : NVCC_VERSION < 1208 ? 120 : 112; /* of a thread of the shared part; */
+    static constexpr int OWN_REGS = 256 - REGS;                                    /* of others */
     typedef attn_wg_shape<DP, WGS, N, STAGES> shared;
     static constexpr int TOK = 2048 / DP;                         /* own positions of a tile */
     static constexpr int OWN_TILE = TOK * DP * 2;                 /* bytes of K or V */
@@ -4708,7 +4715,7 @@ static void attn_open(toka_device *d) {
     p->state_lse = (float *)dev_alloc(d, rows * sizeof(float), "attention state");
     p->part_o = (float *)dev_alloc(d, parts * sh->D * sizeof(float), "attention parts");
     p->part_lse = (float *)dev_alloc(d, parts * sizeof(float), "attention parts");
-    if (p->has_both && sh->D == 128)
+    if (p->has_both && sh->D == 128) /* else they are in shared memory */
         p->hubs = (float *)dev_alloc(d, (size_t)d->n_sms * 2 * attn_both_shape<128>::HUB * sizeof(float), "attention hubs");
     attn_open_maps(d);
 }
@@ -4767,7 +4774,7 @@ static void attention(toka_device *d, int layer, const bf16 *q, bf16 *o) {
     if (!p->n_both) return;
     const CUtensorMap *map = p->maps + ATTN_MAPS * layer;
     a.items = p->dev_items + p->both0;
-    a.D == 64 ? attn_both_launch<64>(d, a, map) : attn_both_launch<128>(d, a, map);
+    a.D == 64 ? attn_both_launch<64>(d, a, map) : attn_both_launch<ATTN_BOTH_D>(d, a, map);
 }
 
 /* ===========================================================================

@@ -524,7 +524,7 @@ static void check_list(scene &s, bool share, bool hopper, bool want_parts, const
     c.state.resize((size_t)s.T * G, 0), c.when.resize((size_t)s.T * G, -1);
     for (int i = 0; i < d.attn->n_levels; i++) c.level(d.attn->levels[i]);
     c.both();
-    gpu_check(way != BOTH || d.attn->n_both, "work list of %s G=%d D=%d: nothing for attn_both", name, G, s.c.D);
+    gpu_check(way != BOTH || d.attn->n_both || s.c.D > ATTN_BOTH_D, "work list of %s G=%d D=%d: nothing for attn_both", name, G, s.c.D);
     gpu_check(way != KIN || d.attn->kin, "work list of %s G=%d D=%d: not by kin", name, G, s.c.D);
     for (int q = 0; q < s.T * G; q++) left += c.state[q] != 2 || std::count(c.seen[q].begin(), c.seen[q].end(), 0) != 0;
     gpu_check(!c.bad && !left && !d.error.code && (!want_parts || c.parts),

@@ -114,6 +114,10 @@ PY
     [ $status -gt 1 ] && [ "$(echo "$counts" | cut -d' ' -f2)" = 0 ] && counts="0 1 0"
     # shellcheck disable=SC2086
     add $counts
+    if ! command -v nvcc >/dev/null; then skip 1 "no nvcc"; return; fi
+    $py test/nvcc_versions.py 12.4 2>&1
+    status=$?
+    if [ $status = 3 ]; then skip 1 "no ptxas 12.4 in the package index"; else result "the oldest toolkit compiles the kernels without spills" $status; fi
 }
 
 # ---- The library under the sanitizers (clang: it can leave the model's arithmetic fast), for the soak and the server ----
