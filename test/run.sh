@@ -252,6 +252,7 @@ gpu_make() { # FILE: a test program for GPU_ARCH
     gpu_ops | gpu_model | gpu_ranks) # these include toka.c
         $c -c "test/$1.c" -o "$B/$1.o" && $nvcc -o "$B/$1" "$B/$1.o" $B/kernels.o -lm -lpthread ;;
     soak_gpu) $c -c toka.c -o $B/toka_gpu.o && $c -c test/soak.c -o $B/soak.o && $nvcc -o $B/soak_gpu $B/soak.o $B/toka_gpu.o $B/kernels.o -lm -lpthread ;;
+    *_1204) $nvcc -DNVCC_VERSION=1204 -o "$B/$1" "test/${1%_1204}.cu" -lm -lpthread ;; # what older toolkits compile
     *)
         if [ -f "test/$1.c" ]; then half="$B/$1.o" && $c -c "test/$1.c" -o "$half" || return; fi
         $nvcc -o "$B/$1" "test/$1.cu" $half -lm -lpthread ;;
@@ -262,6 +263,7 @@ gpu_programs() {
     apart=$(cd test && for name in gpu_*.cu; do echo "${name%.cu}"; done)
     # shellcheck disable=SC2086
     gpu_is_new $with_kernels kernels.o || apart="kernels.o $apart"
+    apart="$apart gpu_attn_1204"
     for name in mutants/mutants $apart; do gpu_is_new $name || gpu_job one "$name compiles" 0 gpu_make $name; done
     gpu_collect
     for name in $with_kernels; do gpu_is_new $name || gpu_job one "$name compiles" 0 gpu_make $name; done
@@ -295,7 +297,7 @@ gpu_beside() { # all that may run beside other programs on the GPU, the longest 
     gpu_soak test/model 1
     gpu_soak test/model 2 --kv-tokens 40000 --max-model-len 1024 --max-num-seqs 512
     gpu_soak test/fixtures/llama-tied 3
-    for source in test/gpu_*.cu test/gpu_ops.c test/gpu_model.c; do
+    for source in test/gpu_*.cu test/gpu_attn_1204.cu test/gpu_ops.c test/gpu_model.c; do
         [ "$source" != test/gpu_samp.c ] || continue
         name=$(basename "${source%.*}")
         gpu_job counts "$name" 600 "$B/$name"
