@@ -14514,6 +14514,7 @@ static int api_simple(const api_model *m, enum api_route route, str body, buf *o
  * =========================================================================== */
 
 enum { RUN_LINE_BYTES = 64 << 20, RUN_CHUNK_BYTES = 1 << 18, RUN_FLIGHT_BYTES = 256 << 20, RUN_RECORD_BYTES = 1 << 12 };
+enum { RUN_RESULT_BYTES = 250 << 20 }; /* of a line that json_trusted takes whatever it says: two bytes a node at least */
 enum { RUN_FEW_LINES = 4 };
 static const json_limits run_limits = {128, RUN_LINE_BYTES};
 
@@ -14554,9 +14555,11 @@ typedef struct run_input { /* lines of a file */
     int fd;
     const char *name;
     atomic_int *interrupted;
+    const atomic_bool *stopped; /* what else ends it as Ctrl-C does; NULL: nothing */
     char *chunk; /* [RUN_CHUNK_BYTES] */
     size_t at, n;
     int64_t number; /* of the line last read, from 1 */
+    int64_t length; /* its bytes */
     buf text;
     size_t most;   /* bytes of a line */
     bool too_long; /* the line had more, and is cut */
@@ -14601,7 +14604,8 @@ typedef struct run_state { /* a batch under way */
     run_line *queue, **queue_end; /* lines with records for the writer, or ended without any */
     run_line *flight; /* lines the engine has */
     int64_t n_flight_lines, n_flight_samples, n_flight_bytes; /* read and not yet written */
-    bool read_all, stopped; /* stopped: Ctrl-C or an error, nothing more is started */
+    bool read_all;
+    atomic_bool stopped; /* Ctrl-C or an error, nothing more is started */
     toka_err e;       /* why, code 0: Ctrl-C */
 } run_state;
 
@@ -14639,13 +14643,15 @@ static void run_input_init(run_input *r, int fd, const char *name, atomic_int *i
                      .chunk = mem_alloc(RUN_CHUNK_BYTES)};
 }
 static void run_input_free(run_input *r) { free(r->chunk), buf_free(&r->text); }
+static bool run_input_ends(const run_input *r) { return *r->interrupted || (r->stopped && *r->stopped); }
 
-/* More bytes into the chunk; 1, 0 at the end, or an error. A pipe is polled, so that Ctrl-C gets through. */
+/* More bytes into the chunk; 1, 0 at the end, or an error. A pipe is polled, so that Ctrl-C and a failure elsewhere get through:
+ * who feeds it may wait for results, and never close it. */
 static int run_fill(run_input *r, toka_err *e) {
     for (;;) {
         struct pollfd p = {.fd = r->fd, .events = POLLIN};
         int ready = poll(&p, 1, 200);
-        if (*r->interrupted) return 0;
+        if (run_input_ends(r)) return 0;
         if (ready == 0 || (ready < 0 && errno == EINTR)) continue;
         ssize_t n = read(r->fd, r->chunk, RUN_CHUNK_BYTES);
         if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
@@ -14660,16 +14666,16 @@ static int run_fill(run_input *r, toka_err *e) {
 static int run_next_line(run_input *r, str *line, bool *whole, toka_err *e) {
     bool any = false, found = false;
     buf_clear(&r->text);
-    r->too_long = false;
+    r->too_long = false, r->length = 0;
     while (!found) {
         int code = r->at < r->n ? 1 : run_fill(r, e);
-        if (code < 0 || (!code && *r->interrupted)) return code; /* half a line is none */
+        if (code < 0 || (!code && run_input_ends(r))) return code; /* half a line is none */
         if (!code) break;
         const char *p = r->chunk + r->at, *feed = memchr(p, '\n', r->n - r->at);
         size_t n = feed ? (size_t)(feed - p) : r->n - r->at, room = r->most - r->text.n;
         r->too_long |= n > room;
         buf_put(&r->text, p, MIN(n, room));
-        r->at += n + (feed != NULL);
+        r->length += (int64_t)n, r->at += n + (feed != NULL);
         any = true, found = feed != NULL;
     }
     r->number += any;
@@ -15099,47 +15105,69 @@ static void *run_write_alone(void *user) {
 
 /* ---- Opening the files ---- */
 
-/* custom_id of an output line into id. False: it is no line of ours. */
-static bool run_read_result(str line, arena *a, buf *id) {
+/* How run_put_result begins a line, and what it writes behind the custom_id. */
+static const str run_result_head = {"{\"id\":\"batch_req_", 17}, run_result_next = {",\"response\":", 12};
+
+/* The custom_id, with its quotes, of a line that run_put_result began; n 0: it did not. */
+static str run_result_id(str line) {
+    const str name = STR("\",\"custom_id\":");
+    size_t from = run_result_head.n + 32 + name.n, to = from + 1;
+    if (!str_starts(line, run_result_head) || line.n <= to || line.p[from] != '"') return (str){0};
+    if (!str_starts(str_sub(line, from - name.n, line.n), name)) return (str){0};
+    while (to < line.n && line.p[to] != '"') to += line.p[to] == '\\' ? 2 : 1;
+    return to < line.n && str_starts(str_sub(line, to + 1, line.n), run_result_next) ? str_sub(line, from, to + 1) : (str){0};
+}
+
+/* custom_id of an output line into id. False: it is no line of ours. Of one that is too long to be parsed whole, as those of
+ * thousands of samples may be, the beginning says it. */
+static bool run_read_result(const run_input *in, str line, arena *a, buf *id) {
     toka_err ignored;
-    const json *root = json_parse(a, line, json_trusted, &ignored), *v = json_get(root, "custom_id");
-    if (!json_is(v, JSON_STRING) || !json_get(root, "response") || !json_get(root, "error")) return false;
+    const json *root = json_parse(a, in->too_long ? run_result_id(line) : line, json_trusted, &ignored);
+    const json *v = in->too_long ? root : json_get(root, "custom_id");
+    if (!json_is(v, JSON_STRING)) return false;
+    if (!in->too_long && (!json_get(root, "response") || !json_get(root, "error"))) return false;
     buf_clear(id), buf_str(id, json_str(v));
     return true;
 }
 
-/* Reads what earlier runs wrote; cuts a torn last line. Anything else that is no result is not ours to cut. */
+static int run_no_result(const run_input *in, int64_t line, toka_err *e) {
+    return fail(e, TOKA_E_INPUT, "%s: line %lld is not a result of toka batch; give another -o", in->name, (long long)line);
+}
+
+/* Reads what earlier runs wrote; cuts a last line that is torn: it does not end, or begins as ours do. Anything else that is no
+ * result is not ours to cut. */
 static int run_scan_output(run_state *r, run_sink *to, atomic_llong *count, toka_err *e) {
     run_input in;
-    str line, bad = {0};
-    bool whole = false;
+    str line = {0}, bad = {0};
+    bool whole = false, ended = false; /* this line; the bad one */
     int64_t at = 0;
     int code;
     buf id = {0}, kept = {0};
     long long n_lines = 0;
     run_input_init(&in, to->fd, to->path, r->o->interrupted);
-    in.most = json_trusted.max_bytes; /* a result has all samples of a request */
+    in.most = RUN_RESULT_BYTES; /* a result has all samples of a request */
     while ((code = run_next_line(&in, &line, &whole, e)) > 0) {
         arena a = {0};
         if (bad.p) {
-            code = fail(e, TOKA_E_INPUT, "%s: line %lld is not a result of toka batch; give another -o", to->path,
-                        (long long)in.number - 1);
+            code = run_no_result(&in, in.number - 1, e);
             break;
         }
-        if (whole && run_read_result(line, &a, &id)) {
+        if (whole && run_read_result(&in, line, &a, &id)) {
             run_table_set(&r->seen, run_table_at(&r->seen, run_hash(buf_view(&id))), 1);
-            at += (int64_t)in.text.n + 1;
+            at += in.length + 1;
             n_lines++;
         } else { /* fine if it is the last */
-            buf_clear(&kept), buf_put(&kept, line.p, MIN(line.n, (size_t)16));
-            bad = buf_view(&kept);
+            buf_clear(&kept), buf_put(&kept, line.p, MIN(line.n, run_result_head.n));
+            bad = buf_view(&kept), ended = whole;
         }
         arena_free(&a);
     }
     if (!code && *r->o->interrupted)
         code = fail(e, TOKA_E_CANCELLED, "%s: interrupted", to->path); /* the last line was cut by that */
-    if (!code && bad.p && !at && memcmp(bad.p, "{\"id\":\"batch_req", bad.n)) /* somebody's file of one line */
+    bool ours = str_starts(run_result_head, bad);
+    if (!code && bad.p && !at && !ours) /* somebody's file of one line */
         code = fail(e, TOKA_E_INPUT, "%s: not a result file of toka batch; give another -o", to->path);
+    if (!code && bad.p && ended && !ours) code = run_no_result(&in, in.number, e);
     if (!code && bad.p && ftruncate(to->fd, at)) code = fail(e, TOKA_E_IO, "%s: %s", to->path, strerror(errno));
     if (!code && count) *count = n_lines; /* all at once: somebody looks at it meanwhile */
     if (!code && bad.p && !r->o->quiet) fprintf(stderr, "toka batch: %s: the torn last line was cut off\n", to->path);
@@ -15231,6 +15259,7 @@ static int run_open(run_state *r, toka_err *e) {
     int fd = standard ? 0 : open(r->o->in, O_RDONLY | O_CLOEXEC);
     r->results.fd = r->errors.fd = -1;
     run_input_init(&r->in, fd, standard ? "standard input" : r->o->in, r->o->interrupted);
+    r->in.stopped = &r->stopped;
     if (fd < 0) return run_cannot_open(r->o->in, e);
     int code = run_open_output(r, &r->results, r->o->out, r->o->completed, e);
     if (!code && r->o->errors) code = run_open_output(r, &r->errors, r->o->errors, r->o->failed, e);

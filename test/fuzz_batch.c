@@ -35,7 +35,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         buf_clear(&once);
         run_put_result(line, &once); /* an error record is a line of ours, and says whose */
         str text = str_sub(buf_view(&once), 0, once.n - 1);
-        if (memchr(text.p, '\n', text.n) || !run_read_result(text, &a, &id) || !str_eq(buf_view(&id), line->custom_id)) abort();
+        if (memchr(text.p, '\n', text.n)) abort();
+        for (int too_long = 0; too_long < 2; too_long++) { /* of one that is, the beginning has to do */
+            run_input in = {.too_long = too_long};
+            if (!run_read_result(&in, text, &a, &id) || !str_eq(buf_view(&id), line->custom_id)) abort();
+        }
     }
     run_line_free(line), arena_free(&a);
     buf_free(&id), buf_free(&once), buf_free(&twice), buf_free(&r.warned);

@@ -300,9 +300,11 @@ def test_files_that_cannot_be(tmp_path):
         precious.write_text(text)
         _, err = batch("-i", source, "-o", str(precious), status=1)
         assert "not a result file" in err and precious.read_text() == text
-    precious.write_text('{"custom_id":"a","response":null,"error":null}\nmy thesis\nmore\n')
-    _, err = batch("-i", source, "-o", str(precious), status=1)
-    assert "line 2" in err and "my thesis" in precious.read_text()
+    for end in ("more\n", ""):
+        text = '{"custom_id":"a","response":null,"error":null}\nmy thesis\n' + end
+        precious.write_text(text)
+        _, err = batch("-i", source, "-o", str(precious), status=1)
+        assert "line 2 is not a result" in err and precious.read_text() == text
 
 
 def test_a_result_longer_than_any_request(tmp_path):
@@ -318,6 +320,43 @@ def test_a_result_longer_than_any_request(tmp_path):
             assert "cut off" not in err and out.stat().st_size == before
     _, err = batch("-i", source, "-o", str(out), *SMALL)
     assert "2 were done before" in err and [json.loads(line)["custom_id"] for line in open(out)] == ["a", "b", "c"]
+
+
+def test_a_result_too_long_to_be_parsed(tmp_path):
+    """Of the longest lines the beginning must do; nothing of them may be lost."""
+    ids, out = ["quoted \"\\", "é\\\\", "last"], tmp_path / "out.jsonl"
+    source = write_lines(tmp_path / "in.jsonl", [completion(k, "x", max_tokens=2) for k in [*ids[:2], "new"]])
+    tail = b'"},"error":null}\n'
+    for k in ids:
+        with open(out, "ab") as f:
+            f.write(f'{{"id":"batch_req_{"0" * 32}","custom_id":{json.dumps(k)},"response":{{"body":"'.encode())
+            f.write(b"x" * (251 << 20 if k != "last" else 9) + tail)
+        if k == ids[1]:
+            before = out.stat().st_size
+            done = write_lines(tmp_path / "done.jsonl", [completion(k, "x") for k in ids[:2]])
+            _, err = batch("-i", done, "-o", str(out), *SMALL)
+            assert "2 were done before" in err and out.stat().st_size == before
+    before = out.stat().st_size
+    _, err = batch("-i", source, "-o", str(out), *SMALL)
+    assert "2 were done before" in err and "cut off" not in err
+    with open(out, "rb") as f:
+        f.seek(before - len(tail))
+        assert f.read(len(tail)) == tail and json.loads(f.read())["custom_id"] == "new"
+    out.unlink()  # half a gigabyte
+
+
+@pytest.mark.parametrize("out, fault", [("/dev/full", ""), ("out.jsonl", "3")])
+def test_a_failure_does_not_wait_for_more_input(tmp_path, out, fault):
+    """Whoever feeds the pipe may wait for results, and never close it."""
+    p = subprocess.Popen([TOKA, "batch", "-q", "-m", "test/model", "-i", "-", "-o", str(tmp_path / out)], cwd=ROOT, stdin=subprocess.PIPE,
+                         stderr=subprocess.PIPE, env={**ENV, **({"TOKA_DEBUG_FAULT": fault} if fault else {})})
+    try:
+        for i in range(20):
+            p.stdin.write((json.dumps(completion(f"a{i}", "x", max_tokens=9)) + "\n").encode())
+        p.stdin.flush()
+        assert p.wait(60) == 2 and p.stderr.read()
+    finally:
+        p.kill()
 
 
 def test_one_writer_at_a_time(tmp_path):

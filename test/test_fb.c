@@ -509,16 +509,18 @@ static void fb_test_leftovers(void) {
     fbt_free(&f);
 }
 
-/* Told to stop in the middle of a line: its beginning is no line. One at the end of the file is. */
+/* Told to stop in the middle of a line, by Ctrl-C or by what failed elsewhere: its beginning is no line. One at the end of the file is. */
 static void fb_test_half_line(void) {
     toka_err e;
     str line;
     int ends[2];
     CHECK(!pipe(ends));
-    for (int stop = 0; stop < 2; stop++) {
-        atomic_int stopped = stop;
+    for (int stop = 0; stop < 3; stop++) {
+        atomic_int interrupted = stop == 1;
+        atomic_bool stopped = stop == 2;
         run_input in;
-        run_input_init(&in, ends[0], "pipe", &stopped);
+        run_input_init(&in, ends[0], "pipe", &interrupted);
+        in.stopped = &stopped;
         if (!stop) CHECK(write(ends[1], "b", 1) == 1 && !close(ends[1]));
         memcpy(in.chunk, "whole\nhalf", 10), in.n = 10;
         CHECK(run_next_line(&in, &line, NULL, &e) == 1 && str_is(line, "whole"));
