@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Causal prefill attention through PyTorch (cuDNN and flash) at the shapes of `gpu_attn bench`; one JSON object per line."""
 
 import json

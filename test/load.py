@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Load on toka serve with the embedded model, over loopback. Prints what it measured, exits 1 where a bound is missed.
 
     test/load.py streams    10,000 streams at once, each equal to its run alone; p99 of /health meanwhile at most 50 ms

@@ -9,13 +9,17 @@
                                                                   nothing shared
   make_dataset.py latency OUT                                     one sequence, 128 in, 512 out
 
-Needs the public test data (TOKA_TEST_DATA, default ../shared/data) for monkeys and chat, and the Python package tokenizers for monkeys.
-The same seed gives the same file."""
+The same seed gives the same file. Monkeys and chat need public data in the folder that TOKA_TEST_DATA names (default ../shared/data):
+  datasets/gsm8k_train.jsonl, datasets/gsm8k_test.jsonl   GSM8K as its authors publish it: {"question": "...", "answer": "..."} a line
+  tokenizers/llama-3.1/tokenizer.json                     of any Llama 3; --tokenizer names another folder; Python package tokenizers
+  traces/AzureLLMInferenceTrace_conv.csv                  of Azure's public dataset: columns ContextTokens, GeneratedTokens"""
 import argparse
 import csv
+import itertools
 import json
 import os
 import random
+import sys
 
 DATA = os.environ.get("TOKA_TEST_DATA", os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../shared/data"))
 SHOTS = 4
@@ -64,8 +68,13 @@ def main():
     p.add_argument("--seed", type=int, default=0)
     a = p.parse_args()
     n_in = n_out = n = 0
+    lines = {"monkeys": monkeys, "chat": chat, "latency": latency}[a.workload](a, random.Random(a.seed))
+    try:
+        first = next(lines)
+    except (FileNotFoundError, ModuleNotFoundError) as e:
+        sys.exit(f"make_dataset.py: {e}; --help says what is needed")
     with open(a.out, "w") as f:
-        for ids, lengths in globals()[a.workload](a, random.Random(a.seed)):
+        for ids, lengths in itertools.chain([first], lines):
             f.write(json.dumps({"prompt_token_ids": ids, "output_lengths": lengths}, separators=(",", ":")) + "\n")
             n, n_in, n_out = n + 1, n_in + len(ids), n_out + sum(lengths)
     print(f"{a.out}: {n} requests, mean prompt {n_in / n:.0f} tokens, {n_out} output tokens")

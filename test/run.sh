@@ -52,6 +52,9 @@ only_the_binary() { # in a copy of the tree, build.sh adds ./toka and nothing el
     rm -rf $B/copy
     [ "$(comm -13 $B/before $B/after)" = ./toka ] && [ -z "$(comm -23 $B/before $B/after)" ]
 }
+runnable() { # every script with a #! line
+    ! git ls-files -z test | xargs -0 grep -lZ -m 1 '^#!' | xargs -0 -I{} sh -c 'head -c 2 "{}" | grep -q "^#!" && [ ! -x "{}" ] && echo "{} cannot be run"' | grep .
+}
 build_tests() {
     step "build.sh builds ./toka without a warning" ./build.sh
     step "build.sh leaves nothing but the binary" only_the_binary
@@ -66,6 +69,7 @@ build_tests() {
     if command -v c++ >/dev/null; then
         step "toka.h is C++ too" c++ -Wall -Wextra -Werror -fsyntax-only -x c++ toka.h
     fi
+    step "what says how it is run can be run" runnable
     if command -v python3 >/dev/null; then step "the mutations of the GPU tests fit the kernels" python3 test/gpu_mutants.py check; fi
 }
 
