@@ -43,14 +43,14 @@
  *   RoPE, KV append    in gemm_kernel, gemm_thin_kernel (D 64, 128), rope_kernel else  copy  not measured
  *   attention, decode  attn_small, attn_gang <= 16 queries, Hopper        K, V bytes   84 % (64 x 4,096) to 100 % (2,048 x 900)
  *   samples of prompts attn_both             D 64, 128, Hopper            K, V bytes   84, 79 % (8,192 of 88 own, 675 shared)
- *     few of them      attn_gang             D 64 to 128, Hopper          launches     64 of 16 prompts: 10 us a layer, before 29
+ *     few of them      attn_gang, attn_squad D 64 to 128, Hopper          launches     64 of 16 prompts: 10 us a layer, before 29
  *   prefill, shared    attn_wg               D 64, 96, 128, Hopper        arithmetic   465, 526 TFLOP/s at 16k (cuDNN 437, 571)
  *   all of it          attn_mma              any D, any card              either       prefill half of attn_wg (H100)
  *   parts of it        attn_join             split K and V                copy         not measured
  *   sums over ranks    one_shot_kernel, two_shot_kernel                   links        285 GB/s of two H200's 450; 6.2 us at least
  *     of many rows     gemm_kernel with epi_scatter, sum_norm_kernel      links        255 GB/s for the half not behind products
  *   LM head, sampling  gemm_kernel with epi_sample, samp_reduce_kernel    arithmetic   1.04 to 1.13x of cuBLAS's GEMM alone
- *   filtered rows      samp_filter_kernel, samp_blocks_kernel             either       top_p 0.9: 16 us for a row, 46 us for 512
+ *   filtered rows      samp_filter_kernel, samp_blocks_kernel             either       top_p 0.9: 16 us for a row, 47 us for 512
  *
  * CONTENTS (build.sh checks it against the banners)
  *
@@ -94,8 +94,10 @@
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #define HOPPER 1 /* bodies that need sm_90a; elsewhere they compile to a trap and are never launched */
+#define IN_CLUSTERS(n) __cluster_dims__(n, 1, 1)
 #else
 #define HOPPER 0
+#define IN_CLUSTERS(n)
 #endif
 #ifndef NVCC_VERSION /* test/nvcc_versions.py compiles as for others */
 #define NVCC_VERSION (__CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__)
@@ -114,8 +116,8 @@ enum { STEPS_AHEAD = 2, STEP_RING = STEPS_AHEAD + 1 }; /* the ring still has the
 
 /* Memory that goes up once per step: pinned host buffers that take turns, and a device buffer of the same layout. put() returns
  * where the bytes will lie on the device once stage_send has run. A step brings all that it needs, 9 KB for 64 sequences, 726 KB
- * for 8,192: 2.9 and 16 us (H200). Sampling parameters kept by slot made that 496 KB, and steps of few rows 2 us longer: one trip
- * to memory more. */
+ * for 8,192: 2.9 and 16 us (H200) by the copy engine. Sampling parameters kept by slot made that 496 KB, and steps of few rows
+ * 2 us longer: one trip to memory more. */
 typedef struct stage {
     char *host[STEPS_AHEAD], *dev;
     int turn; /* the host buffer that is being filled */
@@ -155,10 +157,11 @@ typedef struct step_clock {
 } step_clock;
 
 /* Decode steps are graphs, captured at open (chapter 15): one for each size, up to which steps are filled with rows that are
- * nobody's, and each number of launches that attention may need in a layer. Before a graph runs, its attention nodes become the
+ * nobody's, and each number of launches that attention may need in a layer, and one for squads: a node keeps the cluster of a
+ * kernel that it was, and others would lose the CTAs that do not fill one. Before a graph runs, its attention nodes become the
  * kernels of the step's work list, and its last two those of plain or of filtered rows; for all others the size says what they do,
  * and what varies lies at fixed places in the stage. */
-enum { GRAPH_ROWS = 1024, GRAPH_SIZES = 15, GRAPH_ATTENTIONS = 6, GRAPH_DRAWS = 2 };
+enum { GRAPH_ROWS = 1024, GRAPH_SIZES = 15, GRAPH_ATTENTIONS = 6, GRAPH_KINDS = GRAPH_ATTENTIONS + 1, GRAPH_DRAWS = 2 };
 enum graph_role { GRAPH_LAUNCHES, GRAPH_KEEPS, GRAPH_RENEWS }; /* what becomes of a kernel: see launch_as */
 typedef struct step_graph {
     cudaGraph_t graph;
@@ -180,7 +183,7 @@ typedef struct step_graphs {
     toka_step step;            /* the step that is begun, filled up; its rows: */
     int ids[GRAPH_ROWS], pos[GRAPH_ROWS], slot[GRAPH_ROWS];
     toka_out_row out[GRAPH_ROWS];
-    step_graph all[GRAPH_SIZES * GRAPH_ATTENTIONS]; /* [size][launches - 1] */
+    step_graph all[GRAPH_SIZES * GRAPH_KINDS]; /* [size][launches, or 0: squads] */
 } step_graphs;
 
 struct attn_plan; /* chapter 8 */
@@ -651,6 +654,11 @@ __device__ static inline void send_to_peer(uint32_t to, const float v[4], uint32
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
                  ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(bar) : "memory");
 }
+/* The same with 8 bytes. */
+__device__ static inline void send_pair_to_peer(uint32_t to, float x, float y, uint32_t bar) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];"
+                 ::"r"(to), "f"(x), "f"(y), "r"(bar) : "memory");
+}
 __device__ static inline void smem_store_16(uint32_t at, uint4 v) {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -736,6 +744,22 @@ static void *stage_put(stage *s, const void *from, size_t bytes) {
 static void stage_send(toka_device *d, stage *s) {
     latch(d, cudaMemcpyAsync(s->dev, s->host[s->turn], s->used, cudaMemcpyHostToDevice, d->stream), "step upload");
     latch(d, cudaEventRecord(s->sent[s->turn], d->stream), "step upload");
+}
+
+/* The same ahead of a graph, by a kernel: between kernels a copy costs 4 to 6 us more than its bytes take (8 and 64 rows, H200,
+ * 2026-11-23; one row 0 to 2). There is no grid_launch_dependents(), for kernels of the step read the stage ahead of grid_wait().
+ * Nor is there an event: a host buffer is filled again two steps later, when this one has been finished. */
+enum { STAGE_BRIEF = 16384 }; /* bytes at most */
+__global__ static void __launch_bounds__(256) stage_kernel(const uint4 *from, uint4 *to, int n) {
+    const int i = (int)(blockIdx.x * 256 + threadIdx.x);
+    if (i < n) to[i] = __ldcv(from + i);
+}
+static void stage_send_brief(toka_device *d, const stage *s) {
+    const int n = (int)((s->used + 15) / 16);
+    assert(s->used <= STAGE_BRIEF);
+    if (!n) return;
+    stage_kernel<<<(unsigned)((n + 255) / 256), 256, 0, d->stream>>>((const uint4 *)s->host[s->turn], (uint4 *)s->dev, n);
+    LAUNCHED(d, "step upload");
 }
 
 /* ---- Weights: mapped file -> pinned buffers -> device ----
@@ -2899,7 +2923,8 @@ static void gemm(toka_device *d, const gemm_args *a) {
  * follows in the same level. The length of a part follows from the sum of kv positions in the level alone. Where no small item
  * of a level needs more than attn_gang_most short parts (attn_gang_part), and some need two, gangs work on them on Hopper: a block
  * for each item, a warp for each part, and they meet there. Where few rows share prefixes, as the samples of a few prompts, a
- * gang does them with their own parts and all that they share (attn_plan_kin): one launch instead of two or three a level.
+ * gang does them with their own parts and all that they share (attn_plan_kin): one launch instead of two or three a level. Few
+ * gangs, and nothing beside them, are squads: the warps of each in the four blocks of a cluster.
  *
  * What is expected of the spans: for each row they come in rising kv0, and of two spans that share a row the earlier one has all
  * rows of the later one (a tree of intervals). Cost: O(spans + rows + pages in use); 8,192 sequences with a shared prefix: 0.15 to
@@ -2919,6 +2944,7 @@ enum {
     ATTN_WARPS = 16,     /* small items that an SM works on at a time, roughly */
     ATTN_GANG_PART = 64, /* kv positions of a part of a gang, at least */
     ATTN_KIN = 6,        /* rows of kin at most: each has a part at least */
+    ATTN_SQUAD = 4,      /* blocks of a gang that is a squad */
     ATTN_EARLY_ROWS = 8, /* of a step whose K and V are fetched early, at most */
 };
 
@@ -2984,6 +3010,7 @@ struct attn_plan {
     int64_t kin_work;           /* kv positions that kin read, times kv heads, at most: beyond, others are faster */
     int both_least;             /* rows of attn_both, times kv heads, from which on it is taken */
     bool kin;                   /* the step is done by gangs of kin */
+    bool squads;                /* gangs may be squads */
     int both0, n_both;          /* items of attn_both; behind them their rows' own */
     attn_load *blocks, *round;  /* [n_sms] */
     int grid, n_rounds;         /* of attn_both: */
@@ -3014,6 +3041,7 @@ static void attn_sizes(const toka_device *d, attn_plan *p) {
     p->kin_work = (int64_t)p->n_sms * (sh->D <= 64 ? 2400 : 1200);
     /* of 83 rows with eight kv heads on: against levels 1 us more at most, 18 less (`gpu_attn bench kin`, H200, 2026-11-23) */
     p->both_least = p->n_sms * 5;
+    p->squads = true;
     /* Levels of all rows, at most: a span that chapter 17 shares saves more than merge_tok positions for each of its R rows, so
      * where r rows leave a chain of them behind g positions, r g > merge_tok R; then the sum of R is at most
      * T sqrt(max_len / merge_tok). */
@@ -3951,6 +3979,39 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
  *      D = 64     8.8, 17.2, 26.1  9.2, 20.0, 27.4  10.3,   - , 28.6  19.7, 24.7, 33.3  50.5, 30.0, 41.6   - , 72.3, 108
  *      D = 128   20.0, 23.3, 38.3  20.6, 25.2, 38.6  22.2,   - , 48.3  44.3, 38.7, 54.6   133, 48.9, 72.5   - , 135, 194
  */
+#if HOPPER
+/* The parts of query i of a gang become one, in their order: columns col, col + 1, col + step ... by this thread of those that
+ * hold it. marks(j), sums(j): of part j. All threads of a warp come. */
+template <int MOST, class Marks, class Sums>
+__device__ static inline void attn_gang_meet(const attn_args &a, const attn_merge &me, int i, int h, int col, int step,
+                                             const Marks &marks, const Sums &sums) {
+    attn_item it = {};
+    it.q0 = me.q0, it.nq = (short)me.nq, it.where = me.where;
+    bool there = i < me.nq;
+    float old = there ? attn_old_lse(a, it, i, h) : -INFINITY, m = -INFINITY, l = 0;
+    __syncwarp(); /* all have read it */
+    if (!there) return;
+    float2 part[MOST];
+#pragma unroll
+    for (int j = 0; j < MOST; j++) part[j] = j < me.n ? marks(j) : make_float2(-INFINITY, 0), m = fmaxf(m, part[j].x);
+    float base = m == -INFINITY ? 0 : m;
+#pragma unroll
+    for (int j = 0; j < MOST; j++) part[j].x = ex2(part[j].x - base), l += part[j].y * part[j].x;
+    attn_exit e = attn_leave(a, it, i, h, m, l, old, col == 0);
+    for (; col < a.D; col += step) {
+        float x = 0, y = 0;
+#pragma unroll
+        for (int j = 0; j < MOST; j++) {
+            if (j >= me.n) break;
+            if (part[j].x == 0) continue; /* it may not have the query: there are no sums */
+            float2 v = *(const float2 *)(sums(j) + col);
+            x += part[j].x * v.x, y += part[j].x * v.y;
+        }
+        attn_leave_pair(e, col, x, y);
+    }
+}
+#endif
+
 template <int DP, int TOK, int STAGES>
 __global__ void __launch_bounds__(32 * attn_gang_most(DP), 1)
     attn_gang(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap whole,
@@ -3986,33 +4047,93 @@ __global__ void __launch_bounds__(32 * attn_gang_most(DP), 1)
         grid_wait();
     }
     __syncthreads();
-    attn_item it = {};
-    it.q0 = me.q0, it.nq = (short)me.nq, it.where = me.where;
     for (int at = 0; at < me.nq; at += blockDim.x / 16) { /* 16 threads a query */
-        int i = at + threadIdx.x / 16, col = threadIdx.x % 16 * 2;
-        bool there = i < me.nq;
-        float old = there ? attn_old_lse(a, it, i, h) : -INFINITY, m = -INFINITY, l = 0;
-        __syncwarp(); /* all have read it */
-        if (!there) continue;
-        float2 part[GANG];
+        const int i = at + threadIdx.x / 16;
+        attn_gang_meet<GANG>(a, me, i, h, threadIdx.x % 16 * 2, 32, [&](int j) { return marks[j][i]; }, [&](int j) {
+            return (const float *)((bf16 *)attn_smem + j * RING) + i * DP;
+        });
+    }
+#else
+    __trap();
+#endif
+}
+
+/* ---- Squads: a gang in a cluster ----
+ * In and out as attn_gang. Grid: (gang, kv head, rank), in clusters of ATTN_SQUAD; warp w of rank r has part w * ATTN_SQUAD + r;
+ * query i is rank i % ATTN_SQUAD's, to which all parts send what they have of it. Shared: STAGES tiles a warp, then sums
+ * [part][row][DP] that come. Sums: in the order of the parts, to the bit as attn_gang's. Why: 10 parts in one block are 160 KB and
+ * find no room until the kernel ahead has left its SM; so K and V, which are there before it ends, come behind it, and by way of
+ * one SM. 1B, a step: one sequence 759 -> 747 us, eight samples 845 -> 827 (H200, 2026-11-23). Two ranks, as soon as there is no
+ * room for four: eight sequences 829 -> 834. Eight: as four. */
+template <int DP> __host__ __device__ static constexpr int attn_squad_most() { /* parts */
+    return (attn_gang_most(DP) + ATTN_SQUAD - 1) / ATTN_SQUAD * ATTN_SQUAD;
+}
+#if HOPPER
+/* How many of the queries 0 .. n-1 are rank c's. */
+__device__ static inline int attn_squad_rows(int n, int c) { return (n - c + ATTN_SQUAD - 1) / ATTN_SQUAD; }
+#endif
+template <int DP, int TOK, int STAGES>
+IN_CLUSTERS(ATTN_SQUAD) __global__ void __launch_bounds__(32 * (attn_squad_most<DP>() / ATTN_SQUAD))
+    attn_squad(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap whole,
+               const __grid_constant__ CUtensorMap fine, const attn_merge *gangs) {
+#if HOPPER
+    constexpr int CTAS = ATTN_SQUAD, ROWS = ATTN_SMALL_Q / CTAS, MOST = attn_squad_most<DP>();
+    constexpr int RING = STAGES * 2 * TOK * DP; /* elements */
+    extern __shared__ __align__(1024) char attn_smem[];
+    __shared__ uint64_t full[MOST / CTAS][STAGES], come;
+    __shared__ float2 marks[MOST][ROWS]; /* maximum and sum of each query */
+    const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = cluster_rank();
+    if (threadIdx.x == 0) mbar_init(smem_at(&come), 1), mbar_init_fence();
+    __syncthreads();
+    cluster_meet_arrive(); /* the others may know that the barrier is there */
+    const int h = blockIdx.x / CTAS % a.K, n = warp * CTAS + rank; /* this warp's part */
+    const attn_merge me = gangs[blockIdx.x / CTAS / a.K];
+    if (warp == 0) { /* bytes that come here: of each part its marks of this rank's queries, and the sums of those that it has */
+        int bytes = 0;
+        if (lane < me.n) {
+            const attn_item of = a.items[me.slot + lane];
+            const int at = of.q0 - me.q0, own = attn_squad_rows(at + of.nq, rank) - attn_squad_rows(at, rank);
+            bytes = attn_squad_rows(me.nq, rank) * 8 + own * DP * 4;
+        }
+        bytes = __reduce_add_sync(~0u, bytes);
+        if (lane == 0) mbar_expect_tx(smem_at(&come), bytes);
+    }
+    const bool works = n < me.n;
+    const uint32_t room = smem_at(attn_smem) + warps * RING * 2;
+    attn_item it = {};
+    attn_rows w;
+    float acc[DP / 2] = {};
+    if (works) {
+        it = a.items[me.slot + n];
+        attn_small_work<DP, TOK, STAGES>(a, it, h, &whole, &fine, (bf16 *)attn_smem + warp * RING, full[warp], w, acc);
+    } else {
+        grid_launch_dependents();
+        grid_wait();
+    }
+    __syncwarp();
+    cluster_meet_wait();
+    const int q0 = it.q0 - me.q0;
+    if (works) {
+        if (lane < me.nq && (lane < q0 || lane >= q0 + it.nq)) /* queries that the part does not have */
+            send_pair_to_peer(peer_at(smem_at(&marks[n][lane / CTAS]), lane % CTAS), -INFINITY, 0,
+                              peer_at(smem_at(&come), lane % CTAS));
 #pragma unroll
-        for (int j = 0; j < GANG; j++) part[j] = j < me.n ? marks[j][i] : make_float2(-INFINITY, 0), m = fmaxf(m, part[j].x);
-        float base = m == -INFINITY ? 0 : m;
+        for (int r = 0; r < 2; r++) {
+            const float sum = quad_sum(w.l[r]);
+            const int i = q0 + w.i + 8 * r, to = i % CTAS;
+            if (w.i + 8 * r >= it.nq) continue;
+            const uint32_t bar = peer_at(smem_at(&come), to);
+            const uint32_t at = peer_at(room + ((n * ROWS + i / CTAS) * DP + lane % 4 * 2) * 4, to);
+            if (lane % 4 == 0) send_pair_to_peer(peer_at(smem_at(&marks[n][i / CTAS]), to), w.m[r], sum, bar);
 #pragma unroll
-        for (int j = 0; j < GANG; j++) part[j].x = ex2(part[j].x - base), l += part[j].y * part[j].x;
-        attn_exit e = attn_leave(a, it, i, h, m, l, old, col == 0);
-        for (; col < a.D; col += 32) {
-            float x = 0, y = 0;
-#pragma unroll
-            for (int j = 0; j < GANG; j++) {
-                if (j >= me.n) break;
-                if (part[j].x == 0) continue; /* it may not have the query: there are no sums */
-                float2 v = *(const float2 *)((const float *)((bf16 *)attn_smem + j * RING) + i * DP + col);
-                x += part[j].x * v.x, y += part[j].x * v.y;
-            }
-            attn_leave_pair(e, col, x, y);
+            for (int c = 0; c < DP / 8; c++) send_pair_to_peer(at + c * 32, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1], bar);
         }
     }
+    mbar_wait(smem_at(&come), 0); /* also so that nobody sends to a block that has left */
+    const float *sums = (const float *)(attn_smem + warps * RING * 2);
+    for (int row = warp; row * CTAS + rank < me.nq; row += warps)
+        attn_gang_meet<MOST>(a, me, row * CTAS + rank, h, lane * 2, 64, [&](int j) { return marks[j][row]; },
+                             [&](int j) { return sums + (j * ROWS + row) * DP; });
 #else
     __trap();
 #endif
@@ -4620,6 +4741,13 @@ static void attn_gang_launch(toka_device *d, const attn_args &a, const attn_leve
                      (size_t)l->gang_warps * STAGES * 2 * TOK * DP * 2, 1, a, map[TOK == 16 ? ATTN_MAP_16 : ATTN_MAP_32],
                      map[ATTN_MAP_8], d->attn->dev_merges + l->gang0);
 }
+template <int DP, int TOK, int STAGES>
+static void attn_squad_launch(toka_device *d, const attn_args &a, const attn_level *l, const CUtensorMap *map) {
+    const int warps = ceil_div(l->gang_warps, ATTN_SQUAD);
+    launch_dependent(d, "attention", attn_squad<DP, TOK, STAGES>, dim3((unsigned)(l->n_gangs * a.K * ATTN_SQUAD)), 32 * warps,
+                     (size_t)warps * (STAGES * 2 * TOK * DP * 2 + ATTN_SMALL_Q * DP * 4), 1, a,
+                     map[TOK == 16 ? ATTN_MAP_16 : ATTN_MAP_32], map[ATTN_MAP_8], d->attn->dev_merges + l->gang0);
+}
 template <int DP, int WGS, int N, int STAGES>
 static void attn_wg_launch(toka_device *d, const attn_args &a, int n, const CUtensorMap *map) {
     typedef attn_wg_shape<DP, WGS, N, STAGES> room;
@@ -4736,11 +4864,25 @@ static void attn_launch_items(toka_device *d, int layer, attn_args a, const attn
     else small ? attn_mma_launch<256, 1>(d, a, n) : attn_mma_launch<256, 4>(d, a, n);
 }
 
+/* Gangs are squads where they are all there is to do, and all blocks run at once. The latter is the same for all tensor ranks. */
+static bool attn_is_squad(const attn_plan *p) {
+    const attn_level *l = p->levels;
+    bool alone = p->squads && p->n_levels == 1 && l->n_gangs && !l->n_tiles && !l->n_merges && !p->n_both;
+    return alone && l->n_gangs * p->K * ATTN_SQUAD <= p->n_sms;
+}
+
 static void attn_launch_gangs(toka_device *d, int layer, attn_args a, const attn_level *l) {
     const attn_plan *p = d->attn;
     const CUtensorMap *map = p->maps + ATTN_MAPS * layer;
     a.items = p->dev_items + l->small0;
-    a.D <= 64 ? attn_gang_launch<64, 32, 2>(d, a, l, map) : attn_gang_launch<128, 16, 2>(d, a, l, map);
+    if (attn_is_squad(p)) a.D <= 64 ? attn_squad_launch<64, 32, 2>(d, a, l, map) : attn_squad_launch<128, 16, 2>(d, a, l, map);
+    else a.D <= 64 ? attn_gang_launch<64, 32, 2>(d, a, l, map) : attn_gang_launch<128, 16, 2>(d, a, l, map);
+}
+
+/* Can T rows be squads? At best they are kin. */
+static bool attn_has_squads(const attn_plan *p, int T) {
+    if (!p || !p->hopper || !p->squads || !p->small_rows) return false;
+    return ceil_div(T, min(p->small_rows, (int)ATTN_KIN)) * p->K * ATTN_SQUAD <= p->n_sms;
 }
 
 /* Kernels that `attention` launches for the plan. */
@@ -5688,7 +5830,8 @@ enum {
     FILTER_THREADS = 256,
     FILTER_WINDOW = 16384,      /* ids counted together for penalties; as bits, 524,288 ids of allowed_ids */
     FILTER_NEAR = 8192,         /* ids that are gathered in shared memory */
-    FILTER_MANY = 128,          /* blocks, from which on four lanes draw each */
+    FILTER_BINS = 8192,         /* parts of a range in which a row's ids are counted */
+    FILTER_MANY = 32,           /* blocks, from which on a draw does not look at all; four times that if their mass is not known */
     SAMP_DRAW = -1,             /* samp_ask.forced: nothing is forced */
     SAMP_DRAW_ONLY = -2         /* nor is the raw log-probability wanted */
 };
@@ -5753,7 +5896,7 @@ struct samp_plan {
     samp_part *merged;       /* with tensor ranks: [part_rows] what the rank's own ids come to */
     size_t exchange;         /* where in the inbox the others' are */
     uint32_t *reached;       /* [part_rows] samp_key of the highest key of the row so far; 0, none, between launches of the head */
-    samp_result *results;    /* [max_out] */
+    samp_result *far_results; /* [max_out] on the device */
     samp_best *tops;         /* [max_out] */
     stage lists;             /* filters of one chunk and their lists */
     samp_down down[STEP_RING];
@@ -5761,6 +5904,7 @@ struct samp_plan {
     samp_ask *ask;           /* device, [n_out] */
     int *rows;               /* device, [n_out] of x */
     int n_plain;
+    samp_result *results;    /* where they go: see samp_plan_step */
     bool in_order;           /* ask i is row i of s->out; all rows are plain, or all go as filtered ones */
 };
 
@@ -6341,12 +6485,13 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1)
  * grid: n; block: 256; shared: samp_filter_smem.
  *
  * NVIDIA H200, 2026-11-23, V 128,256, us for 1, 64 and 512 rows of Gaussian logits (gpu_samp filters). Deviation 4.4, 1 to 3
- * nats at temperature 1, as of real models: temperature 0.6 and top_p 0.9: 16, 21, 46; 0.7, top_k 20 and top_p 0.8: 15, 19, 39,
- * and with a penalty over 1,000 ids 44, 50, 167; min_p 0.05: 6, 16, 33; five log-probabilities: 8, 10, 24. Where of one row
- * top_p keeps more than fits: 280 to 300 and, if of all, 750 to 800. Retired: the k-th maximum exactly, a search of what is
+ * nats at temperature 1, as of real models: temperature 0.6 and top_p 0.9: 16, 22, 47; 0.7, top_k 20 and top_p 0.8: 16, 20, 42,
+ * and with a penalty over 1,000 ids 49, 53, 182; min_p 0.05: 6, 16, 35; five log-probabilities: 8, 10, 24. Where of one row
+ * top_p keeps more than fits: 190 to 200, of all: 520 to 550; where nearly flat ones (deviation 1): 151, 158, 438, with min_p 0.05
+ * instead 69, 94, 209. Retired: no count ahead of what is gathered, all kept blocks drawn from: flat 280, 285, 758, and 63, 75,
+ * 185, rows of real models 1 us less, with penalties 44, 49, 164; the k-th maximum exactly, a search of what is
  * gathered however little it is, all maxima anew after a penalty, a draw by four lanes a block also where few are left: 26, 28,
- * 60; 30, 32, 68; 124, 144, 439. A warp a block also where most are left: min_p 0.05 with deviation 1, 1 and 512 rows: 103 and
- * 306 for 63 and 188.
+ * 60; 30, 32, 68; 124, 144, 439.
  * =========================================================================== */
 
 typedef unsigned long long samp_mass; /* weight in fixed point; also counts */
@@ -6354,6 +6499,8 @@ typedef unsigned long long samp_mass; /* weight in fixed point; also counts */
 typedef struct samp_dist { /* a row as a distribution */
     const float *x;
     float *maxes;         /* [n_blocks] in shared memory: no logit of the block is higher */
+    float *sums;          /* [n_blocks] of the block's weights, less that maximum, where they are needed; at the end bounds of its
+                           * keys. There, too */
     int *list;            /* [n_list] of [n_blocks], rising: blocks that are looked at; in shared memory */
     float *near;          /* [n_near] of [FILTER_NEAR] logits gathered from them, in any order, and their ids */
     int *near_ids;
@@ -6382,8 +6529,8 @@ __device__ static samp_mass samp_all(samp_mass x, samp_mass *scratch) {
     return sum;
 }
 
-/* each(logits, ids) for the listed blocks: SAMP_AT_ONCE times four ids side by side, of which ids has the first. A warp takes half
- * as many blocks at a time. All lanes come each time; an id may be V or more. */
+/* each(logits, ids) for the listed blocks, for a warp until it returns false: SAMP_AT_ONCE times four ids side by side, of which
+ * ids has the first. A warp takes half as many blocks at a time. All lanes come each time; an id may be V or more. */
 enum { SAMP_AT_ONCE = 8 };
 template <class F> __device__ static inline void samp_sweep_4(const samp_dist &r, F each) {
     const int SWEEP = SAMP_AT_ONCE / 2, warps = FILTER_THREADS / 32;
@@ -6400,7 +6547,7 @@ template <class F> __device__ static inline void samp_sweep_4(const samp_dist &r
 #pragma unroll
         for (int k = 0; k < 2 * SWEEP; k++)
             p[k] = float4{samp_clean(p[k].x), samp_clean(p[k].y), samp_clean(p[k].z), samp_clean(p[k].w)};
-        each(p, id);
+        if (!each(p, id)) break;
     }
 }
 /* each(logit, id) for all ids of the listed blocks. */
@@ -6413,6 +6560,7 @@ template <class F> __device__ static inline void samp_sweep(const samp_dist &r, 
             for (int c = 0; c < 4; c++)
                 if (id[k] + c < r.V) each(x[c], id[k] + c);
         }
+        return true;
     });
 }
 /* The same for what is gathered, or else for the listed blocks. */
@@ -6422,12 +6570,13 @@ template <class F> __device__ static inline void samp_each(const samp_dist &r, F
         for (int i = (int)threadIdx.x; i < r.n_near; i += FILTER_THREADS) each(r.near[i], r.near_ids[i]);
 }
 
-/* Lists the blocks that may have a logit of `at` or more. */
-__device__ static void samp_look_at(samp_dist &r, float at) {
+/* Lists the blocks among n of which wanted(block) is true; block_of(i) is the i-th of them, and rises. */
+template <class B, class W> __device__ static inline void samp_list(samp_dist &r, int n, B block_of, W wanted) {
     __shared__ int counts[FILTER_THREADS / 32];
     int t = (int)threadIdx.x, lane = t % 32, have = 0;
-    for (int from = 0; from < r.n_blocks; from += FILTER_THREADS) {
-        bool in = from + t < r.n_blocks && r.maxes[from + t] >= at;
+    for (int from = 0; from < n; from += FILTER_THREADS) {
+        int block = from + t < n ? block_of(from + t) : 0; /* read before any of these is overwritten */
+        bool in = from + t < n && wanted(block);
         unsigned all = __ballot_sync(~0u, in);
         __syncthreads();
         if (lane == 0) counts[t / 32] = __popc(all);
@@ -6435,34 +6584,41 @@ __device__ static void samp_look_at(samp_dist &r, float at) {
         int before = have;
 #pragma unroll
         for (int i = 0; i < FILTER_THREADS / 32; i++) before += i < t / 32 ? counts[i] : 0, have += counts[i];
-        if (in) r.list[before + __popc(all & ((1u << lane) - 1))] = from + t;
+        if (in) r.list[before + __popc(all & ((1u << lane) - 1))] = block;
     }
     __syncthreads();
     r.n_list = have;
 }
+/* Lists the blocks that may have a logit of `at` or more. */
+__device__ static void samp_look_at(samp_dist &r, float at) {
+    samp_list(r, r.n_blocks, [](int i) { return i; }, [&](int block) { return r.maxes[block] >= at; });
+}
 
-/* Gathers what is kept with a key in low .. high, unless it is gathered already; false if it is too much. Lists its blocks. */
-__device__ static bool samp_gather(samp_dist &r, uint32_t low, uint32_t high) {
+/* Gathers what is kept with a key in low .. high, unless it is gathered already; false if it is too much, seen as soon as it is.
+ * Lists its blocks. With `above` it is not there yet, and each(logit) is called for all above high. */
+template <class F>
+__device__ static inline bool samp_gather_and(samp_dist &r, uint32_t low, uint32_t high, bool above, F each) {
     __shared__ int n;
     int lane = (int)threadIdx.x % 32;
-    if (r.n_near >= 0 && r.near_low <= low && r.near_high >= high) return true;
+    if (!above && r.n_near >= 0 && r.near_low <= low && r.near_high >= high) return true;
     if (threadIdx.x == 0) n = 0;
     samp_look_at(r, samp_unkey(low)); /* its barriers are those of n, too */
     float least = samp_unkey(low), most = samp_unkey(high);
-    bool full = false;
     samp_sweep_4(r, [&](const float4 (&p)[SAMP_AT_ONCE], const int (&id)[SAMP_AT_ONCE]) {
         uint32_t own = 0; /* a bit for each logit */
         int at = 0;
-        if (full) return;
+        bool full;
 #pragma unroll
         for (int k = 0; k < SAMP_AT_ONCE; k++) {
             const float x[4] = {p[k].x, p[k].y, p[k].z, p[k].w};
 #pragma unroll
-            for (int c = 0; c < 4; c++)
+            for (int c = 0; c < 4; c++) {
                 if (id[k] + c < r.V && x[c] >= least && x[c] <= most && samp_kept(r, x[c], id[k] + c)) own |= 1u << (4 * k + c);
+                if (above && id[k] + c < r.V && x[c] > most) each(x[c]);
+            }
         }
         int count = __popc(own), upto = count;
-        if (!__any_sync(~0u, count)) return;
+        if (!__any_sync(~0u, count)) return true;
 #pragma unroll
         for (int lanes = 1; lanes < 32; lanes *= 2) {
             int other = __shfl_up_sync(~0u, upto, lanes);
@@ -6480,22 +6636,32 @@ __device__ static bool samp_gather(samp_dist &r, uint32_t low, uint32_t high) {
                 at += in;
             }
         }
+        return above || !full;
     });
     __syncthreads();
     r.n_near = n <= FILTER_NEAR ? n : -1, r.near_low = low, r.near_high = high;
     __syncthreads();
     return r.n_near >= 0;
 }
+__device__ static bool samp_gather(samp_dist &r, uint32_t low, uint32_t high) {
+    return samp_gather_and(r, low, high, false, [](float) {});
+}
+/* Is all that is kept gathered? */
+__device__ static inline bool samp_has_kept(const samp_dist &r) {
+    return r.n_near >= 0 && r.near_low <= samp_key(r.at) && r.near_high >= samp_key(r.max);
+}
 
-/* A range of keys in 256 parts, numbered from above: of as many keys each or, of floats, as wide. */
+/* A range of keys in `last` + 1 parts, numbered from above: of as many keys each or, of floats, as wide. */
 typedef struct samp_parts {
     uint32_t from;
-    int shift;
+    int shift, last;
     float top, per; /* per > 0: as wide, so many to 1 */
 } samp_parts;
+__device__ static inline uint32_t samp_wide_part(const samp_parts &s, float x) {
+    return (uint32_t)fminf(__fmul_rn(__fsub_rn(s.top, x), s.per), (float)s.last);
+}
 __device__ static inline uint32_t samp_part_of(const samp_parts &s, uint32_t key) {
-    if (s.per > 0) return (uint32_t)fminf(__fmul_rn(__fsub_rn(s.top, samp_unkey(key)), s.per), FILTER_THREADS - 1);
-    return FILTER_THREADS - 1 - (key - s.from >> s.shift);
+    return s.per > 0 ? samp_wide_part(s, samp_unkey(key)) : (uint32_t)s.last - (key - s.from >> s.shift);
 }
 /* The lowest key of low .. high whose part is `part` or lower in number; high's is. */
 __device__ static inline uint32_t samp_part_from(const samp_parts &s, uint32_t low, uint32_t high, uint32_t part) {
@@ -6521,7 +6687,7 @@ __device__ static inline void samp_narrow(uint32_t *low, uint32_t *high, samp_ma
     uint32_t from = *low, to = *high, t = threadIdx.x;
     int lane = (int)t % 32;
     float extent = samp_unkey(to) - samp_unkey(from);
-    samp_parts parts = {from, max(0, 24 - __clz((int)(to - from))), samp_unkey(to), 0};
+    samp_parts parts = {from, max(0, 24 - __clz((int)(to - from))), FILTER_THREADS - 1, samp_unkey(to), 0};
     if (wide && extent > 1e-30f && extent < 1e30f) parts.per = FILTER_THREADS / extent;
     bins[0][t] = bins[1][t] = bins[2][t] = bins[3][t] = 0;
     if (t == 0) found = -1, before = 0;
@@ -6615,6 +6781,71 @@ __device__ static float samp_rank(const samp_dist &r, bool by_count, uint32_t lo
     return found;
 }
 
+/* Narrows low .. high, where all ids are kept, by a sweep that only counts, one addition an id and no weight: the ids of
+ * FILTER_BINS parts, each at the weight of its part's lower end or at that of the upper one, bound where the sum reaches `want`.
+ * What lies beyond the new range stays to be added up. False, and nothing is changed, if the parts cannot be made or the sum does
+ * not get there. Of 128,256 Gaussian logits the new range has 40 to 400, where none are equal. */
+__device__ static bool samp_tally(samp_dist &r, bool by_count, uint32_t *low, uint32_t *high, samp_mass want) {
+    constexpr int OWN = FILTER_BINS / FILTER_THREADS, WARPS = FILTER_THREADS / 32;
+    static_assert(OWN == 32, "a thread's bins lie in the 32 banks");
+    __shared__ float sums[2][WARPS];
+    __shared__ int first, last;
+    const int t = (int)threadIdx.x, lane = t % 32;
+    const float least = samp_unkey(*low), top = samp_unkey(*high), extent = top - least;
+    if (!(extent > 1e-30f && extent < 1e30f && (by_count || extent * r.scale < 64))) return false;
+    uint32_t *bins = (uint32_t *)r.near; /* nothing is gathered */
+    const samp_parts parts = {0, 0, FILTER_BINS - 1, top, FILTER_BINS / extent};
+    for (int i = t; i < FILTER_BINS; i += FILTER_THREADS) bins[i] = 0;
+    if (t == 0) first = last = FILTER_BINS;
+    __syncthreads();
+    samp_sweep(r, [&](float x, int) {
+        if (x >= least) atomicAdd(&bins[samp_wide_part(parts, x)], 1u);
+    });
+    __syncthreads();
+    /* Rounding comes to less than 2^-15: a part's end is known to 2^-10 parts, of 64 / FILTER_BINS in log2 at most, weights to
+     * 2^-17, a sum to 2^-18. */
+    const float slack = by_count ? 0 : 0x1p-14f, step = by_count ? 0 : r.scale / parts.per;
+    const float begin = by_count ? 0 : (top - r.max) * r.scale, enough = by_count ? (float)want : (float)want / SAMP_ONE;
+    float sum[2] = {0, 0}; /* at most, at least */
+    auto add = [&](int bin, float (&to)[2]) {
+        float n = (float)bins[bin], at = begin - (float)bin * step;
+        to[0] += n * ex2(at) * (1 + slack), to[1] += n * ex2(at - step) * (1 - slack);
+    };
+    for (int i = 0; i < OWN; i++) add(t * OWN + (i + t) % OWN, sum); /* each lane from another bank */
+    float before[2];
+#pragma unroll
+    for (int side = 0; side < 2; side++) {
+        float upto = sum[side];
+        for (int lanes = 1; lanes < 32; lanes *= 2) {
+            float other = __shfl_up_sync(~0u, upto, lanes);
+            if (lane >= lanes) upto += other;
+        }
+        if (lane == 31) sums[side][t / 32] = upto;
+        before[side] = __shfl_up_sync(~0u, upto, 1);
+        if (lane == 0) before[side] = 0;
+    }
+    __syncthreads();
+    for (int i = 0; i < t / 32; i++) before[0] += sums[0][i], before[1] += sums[1][i];
+#pragma unroll
+    for (int side = 0; side < 2; side++) {
+        if (before[side] + sum[side] < enough) continue;
+        float so_far[2] = {before[0], before[1]};
+        int i = 0;
+        for (; i < OWN - 1; i++) {
+            add(t * OWN + i, so_far);
+            if (so_far[side] >= enough) break;
+        }
+        atomicMin(side ? &last : &first, t * OWN + i);
+    }
+    __syncthreads();
+    const int from = first, to = max(first, last);
+    if (from == FILTER_BINS) return false;
+    const uint32_t lowest = to < FILTER_BINS ? samp_part_from(parts, *low, *high, (uint32_t)to) : *low;
+    if (from) *high = samp_part_from(parts, *low, *high, (uint32_t)from - 1) - 1;
+    *low = lowest;
+    return true;
+}
+
 /* From the highest logit down to `floor`, adds up 1 for each kept id (by_count) or its weight; returns the logit at which the sum
  * reaches `want` (the lowest of them if it never does), *over: the sum before the first id of that logit. */
 __device__ static float samp_reach(samp_dist &r, bool by_count, samp_mass want, float floor, samp_mass *over, samp_mass *scratch) {
@@ -6623,6 +6854,12 @@ __device__ static float samp_reach(samp_dist &r, bool by_count, samp_mass want, 
     *over = 0;
     for (bool first = true; low < high; first = false) {
         if (!fits) fits = samp_gather(r, low, high);
+        if (!fits && first && (floor > r.at || r.last == INT_MAX) && samp_tally(r, by_count, &low, &high, want)) {
+            samp_mass own = 0;
+            fits = samp_gather_and(r, low, high, true, [&](float x) { own += by_count ? 1 : samp_mass_of(r, x); });
+            *over = samp_all(own, scratch);
+            if (low == high) break;
+        }
         if (fits && r.n_near <= FILTER_THREADS) return samp_rank(r, by_count, low, high, want, over);
         samp_narrow(&low, &high, want, over, scratch, first, [&](auto add) {
             samp_each(r, [&](float x, int id) {
@@ -6634,12 +6871,14 @@ __device__ static float samp_reach(samp_dist &r, bool by_count, samp_mass want, 
     return samp_unkey(low);
 }
 
-/* The n-th id, counted from 1, among those with logit `at`, which samp_reach has found; INT_MAX if there are not more than n. */
-__device__ static int samp_nth(const samp_dist &r, float at, samp_mass n, samp_mass *scratch) {
+/* The *n-th id, counted from 1, among those with logit `at`, which samp_reach has found; INT_MAX if there are not more than *n,
+ * which becomes their number. */
+__device__ static int samp_nth(const samp_dist &r, float at, samp_mass *n, samp_mass *scratch) {
     samp_mass count = 0, over = 0;
     samp_each(r, [&](float x, int) { count += x == at; });
-    if (samp_all(count, scratch) <= n) return INT_MAX;
-    return (int)~samp_search(~(uint32_t)(r.V - 1), ~0u, n, &over, scratch, [&](auto add) {
+    count = samp_all(count, scratch);
+    if (count <= *n) return *n = count, INT_MAX;
+    return (int)~samp_search(~(uint32_t)(r.V - 1), ~0u, *n, &over, scratch, [&](auto add) {
         samp_each(r, [&](float x, int id) {
             if (x == at) add(~(uint32_t)id, 1);
         });
@@ -6653,7 +6892,8 @@ __device__ static void samp_top(samp_dist r, int n, float log_sum, samp_best *be
     samp_mass over;
     r.at = -INFINITY, r.last = INT_MAX;
     float at = samp_reach(r, true, (samp_mass)n, samp_bound(r, n, scratch), &over, scratch);
-    int last = samp_nth(r, at, (samp_mass)n - over, scratch);
+    samp_mass more = (samp_mass)n - over;
+    int last = samp_nth(r, at, &more, scratch);
     if (threadIdx.x == 0) have = 0;
     samp_gather(r, samp_key(at), samp_key(r.max));
     r.at = at, r.last = last;
@@ -6755,8 +6995,8 @@ __device__ static void samp_penalties(const samp_filter &f, float *x, int V, uin
     }
 }
 
-/* The maxima of blocks that were touched anew, and the row's. A warp takes SWEEP blocks at a time. */
-__device__ static void samp_survey(samp_dist &r, const int *touched, samp_mass *scratch) {
+/* The maxima of blocks that were touched anew, and the row's; their sums too, if wanted. A warp takes SWEEP blocks at a time. */
+__device__ static void samp_survey(samp_dist &r, const int *touched, bool sums, samp_mass *scratch) {
     const int SWEEP = 4, warps = FILTER_THREADS / 32;
     int lane = (int)threadIdx.x % 32;
     float max = -INFINITY;
@@ -6770,17 +7010,22 @@ __device__ static void samp_survey(samp_dist &r, const int *touched, samp_mass *
 #pragma unroll
         for (int k = 0; k < SWEEP; k++) {
             int b = from + k * warps, id = b * SAMP_BLOCK + 4 * lane;
-            float highest = -INFINITY;
+            float x[8], highest = -INFINITY, sum = 0;
             if (b >= r.n_blocks || !touched[b]) continue;
 #pragma unroll
-            for (int i = 0; i < 2; i++, id += 128) {
-                const float4 v = p[2 * k + i];
-                const float x[4] = {samp_clean(v.x), samp_clean(v.y), samp_clean(v.z), samp_clean(v.w)};
-#pragma unroll
-                for (int c = 0; c < 4; c++) highest = id + c < r.V ? fmaxf(highest, x[c]) : highest;
+            for (int i = 0; i < 8; i++) {
+                const float4 v = p[2 * k + i / 4];
+                const float y = i % 4 == 0 ? v.x : i % 4 == 1 ? v.y : i % 4 == 2 ? v.z : v.w;
+                x[i] = id + i / 4 * 128 + i % 4 < r.V ? samp_clean(y) : -INFINITY, highest = fmaxf(highest, x[i]);
             }
             highest = samp_unkey(__reduce_max_sync(~0u, samp_key(highest)));
             if (lane == 0) r.maxes[b] = highest;
+            if (!sums) continue;
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                sum = __fadd_rn(sum, x[i] > -INFINITY ? ex2(__fmul_rn(__fsub_rn(x[i], highest), r.scale)) : 0);
+            for (int lanes = 16; lanes; lanes /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, lanes));
+            if (lane == 0) r.sums[b] = sum;
         }
     }
     __syncthreads();
@@ -6788,8 +7033,9 @@ __device__ static void samp_survey(samp_dist &r, const int *touched, samp_mass *
     r.max = block_fold(max, (float *)scratch, op_max{});
 }
 
-/* Step 2 of chapter 18. */
-__device__ static void samp_adjust(samp_dist &r, const samp_filter &f, float *x, uint32_t *window, samp_mass *scratch) {
+/* Step 2 of chapter 18. sums: see samp_survey. */
+__device__ static void samp_adjust(samp_dist &r, const samp_filter &f, float *x, bool sums, uint32_t *window,
+                                   samp_mass *scratch) {
     int *touched = r.list;
     __syncthreads();
     for (int b = (int)threadIdx.x; b < r.n_blocks; b += FILTER_THREADS) touched[b] = f.n_allowed > 0;
@@ -6802,7 +7048,7 @@ __device__ static void samp_adjust(samp_dist &r, const samp_filter &f, float *x,
     __syncthreads();
     if (f.n_history > FILTER_WINDOW / 4) samp_penalties(f, x, r.V, window, touched);
     else if (f.n_history) samp_penalties_few(f, x, r.V, window, touched);
-    samp_survey(r, touched, scratch);
+    samp_survey(r, touched, sums, scratch);
 }
 
 /* Logits more than `drop` (<= 0) below the best go. */
@@ -6811,50 +7057,68 @@ __device__ static void samp_min_p(samp_dist &r, double drop) {
     if (at > r.at) r.at = at, r.last = INT_MAX;
 }
 
+/* The weights of all ids together, from the blocks' sums. */
+__device__ static samp_mass samp_total(const samp_dist &r, samp_mass *scratch) {
+    samp_mass sum = 0;
+    for (int b = (int)threadIdx.x; b < r.n_blocks; b += FILTER_THREADS)
+        sum += (samp_mass)(__fmul_rn(ex2(__fmul_rn(__fsub_rn(r.maxes[b], r.max), r.scale)), r.sums[b]) * SAMP_ONE);
+    return samp_all(sum, scratch);
+}
+
+/* The same of what is kept, of which all is gathered, or its blocks are listed. */
+__device__ static samp_mass samp_kept_mass(const samp_dist &r, samp_mass *scratch) {
+    samp_mass sum = 0;
+    samp_each(r, [&](float x, int id) { sum += samp_kept(r, x, id) ? samp_mass_of(r, x) : 0; });
+    return samp_all(sum, scratch);
+}
+
 /* A logit that the one at which the sum of weights reaches `want` does not lie below: usually few ids have that much together, so
- * the best 32 or 256 blocks tell already. */
+ * the best 32 or 256 blocks tell already. Where 32 have less than a 16th of it, eight times as many have not enough. */
 __device__ static float samp_floor(samp_dist &r, samp_mass want, samp_mass *scratch) {
-    for (int k = 32; k < r.n_blocks && !(r.n_near >= 0 && r.near_low <= samp_key(r.at)); k *= 8) {
-        samp_mass sum = 0;
+    for (int k = 32; k < r.n_blocks && !samp_has_kept(r); k *= 8) {
         float at = samp_bound(r, k, scratch);
         if (at <= r.at || !samp_gather(r, samp_key(at), samp_key(r.max))) break;
-        samp_each(r, [&](float x, int id) { sum += samp_kept(r, x, id) ? samp_mass_of(r, x) : 0; });
-        if (samp_all(sum, scratch) >= want) return at;
+        samp_mass sum = samp_kept_mass(r, scratch);
+        if (sum >= want) return at;
+        if (sum < want / 16) break;
     }
     return r.at;
 }
 
 /* Keeps an id if those before it, from the highest down, have less than p of the mass. All weights up to a V-th of what may go can
- * go at once, since V of them would not be too much: that leaves the search few ids. total: of what is kept so far. */
-__device__ static void samp_top_p(samp_dist &r, const samp_filter &f, samp_mass total, samp_mass *scratch) {
+ * go at once, since V of them would not be too much: that leaves the search few ids. total: of what is kept so far; returns the
+ * same for what stays. */
+__device__ static samp_mass samp_top_p(samp_dist &r, const samp_filter &f, samp_mass total, samp_mass *scratch) {
     samp_mass over, want = (samp_mass)ceil((double)f.top_p * (double)total);
     float at = samp_floor(r, want, scratch);
-    if (at == r.at && !(r.n_near >= 0 && r.near_low <= samp_key(at))) {
+    if (at == r.at && !samp_has_kept(r)) {
         double small = (1 - (double)f.top_p) * ((double)total / (double)SAMP_ONE) / r.V;
         samp_min_p(r, small < 1 ? f.temperature * log(small) : 0);
         at = r.at;
     }
     at = samp_reach(r, false, want, at, &over, scratch);
     samp_mass each = samp_mass_of(r, at), more = want > over ? want - over : 1;
-    r.last = samp_nth(r, at, each ? (more + each - 1) / each : 1, scratch), r.at = at;
+    more = each ? (more + each - 1) / each : 1;
+    r.last = samp_nth(r, at, &more, scratch), r.at = at;
+    return over + more * each;
 }
 
-/* Step 4 of chapter 18. sum: of the row's weights, not used if `anew`. Returns whether anything may be cut. */
-__device__ static bool samp_truncate(samp_dist &r, const samp_filter &f, float sum, bool anew, samp_mass *scratch) {
+/* Step 4 of chapter 18. Returns the mass of what is kept, 0 if that is not known. sum: of the row's weights, 0: not known. */
+__device__ static samp_mass samp_truncate(samp_dist &r, const samp_filter &f, float sum, samp_mass *scratch) {
+    const bool cuts = f.top_k > 0 || f.min_p_drop > -INFINITY;
     samp_mass total = (samp_mass)(sum * SAMP_ONE), over;
     if (f.top_k > 0) {
         float at = samp_reach(r, true, (samp_mass)f.top_k, samp_bound(r, f.top_k, scratch), &over, scratch);
-        r.at = at, r.last = INT_MAX;
+        r.at = at, r.last = INT_MAX, total = 0;
+        if (f.top_p < 1) samp_gather(r, samp_key(r.at), samp_key(r.max)), total = samp_kept_mass(r, scratch);
+    } else if (sum == 0 && (f.top_p < 1 || !cuts)) total = samp_total(r, scratch);
+    if (f.top_p < 1) total = samp_top_p(r, f, total, scratch);
+    if (f.min_p_drop > -INFINITY) {
+        float before = r.at;
+        samp_min_p(r, f.min_p_drop);
+        if (r.at > before) total = 0;
     }
-    if (f.top_p < 1 && (anew || f.top_k > 0)) {
-        total = 0;
-        samp_gather(r, samp_key(r.at), samp_key(r.max));
-        samp_each(r, [&](float x, int id) { total += samp_kept(r, x, id) ? samp_mass_of(r, x) : 0; });
-        total = samp_all(total, scratch);
-    }
-    if (f.top_p < 1) samp_top_p(r, f, total, scratch);
-    if (f.min_p_drop > -INFINITY) samp_min_p(r, f.min_p_drop);
-    return f.top_k > 0 || f.top_p < 1 || f.min_p_drop > -INFINITY;
+    return total;
 }
 
 __device__ static inline samp_part samp_part_at(const samp_part &p, int lanes) { /* the one that lane ^ lanes has */
@@ -6935,36 +7199,8 @@ __device__ static samp_part samp_block_of_warp(float (&v)[8], const samp_ask &a,
     return w.p;
 }
 
-/* Step 5 over the listed blocks, where they are many: as samp_blocks_kernel, with what is cut off left out, and no raw sums: those
- * are known. */
-__device__ __noinline__ static samp_part samp_draw_many(const samp_dist r, const samp_ask a, samp_part *all) {
-    const int t = (int)threadIdx.x, g = t % 4;
-    all[t] = samp_nothing(); /* this thread's so far, kept there to spare registers */
-    for (int from = t / 32 * 8; from < r.n_list; from += FILTER_THREADS / 4) {
-        int i = from + t % 32 / 4, block = r.list[min(i, r.n_list - 1)], id0 = block * SAMP_BLOCK + 2 * g;
-        float v[SAMP_OWN];
-#pragma unroll
-        for (int j = 0; j < SAMP_OWN / 2; j++) {
-            float2 pair = *(const float2 *)(r.x + id0 + 8 * j);
-            v[2 * j] = samp_clean(pair.x), v[2 * j + 1] = samp_clean(pair.y);
-        }
-#pragma unroll
-        for (int j = 0; j < SAMP_OWN; j++) {
-            int id = id0 + samp_column(j);
-            if (id >= r.V || !samp_kept(r, v[j], id)) v[j] = -INFINITY;
-        }
-        samp_part part = samp_block(v, a, false, samp_noise(a, block, g), id0);
-        if (i < r.n_list && g == 0) all[t] = samp_merge(all[t], part, a);
-    }
-    for (int half = FILTER_THREADS / 2; half >= SAMP_LANES; half /= 2) {
-        __syncthreads();
-        if (t < half) all[t] = samp_merge(all[t], all[t + half], a);
-    }
-    return samp_fold(all[t], a, all, SAMP_LANES);
-}
-
-/* The same where they are few: a warp for each in turn. */
-__device__ static samp_part samp_draw(const samp_dist &r, const samp_ask &a, samp_part *all) {
+/* What the listed blocks come to, without what is cut and without raw sums: those are known. A warp takes each in turn. */
+__device__ static samp_part samp_draw_of(const samp_dist &r, const samp_ask &a, samp_part *all) {
     const int warp = (int)threadIdx.x / 32, warps = FILTER_THREADS / 32;
     const int g = (int)threadIdx.x % 4, first = (int)threadIdx.x % 32 / 4 * 32 + 2 * g; /* of the lane's ids in a block */
     samp_part p = samp_nothing();
@@ -6992,6 +7228,45 @@ __device__ static samp_part samp_draw(const samp_dist &r, const samp_ask &a, sam
     if (threadIdx.x % 32 == 0) all[SAMP_LANES + warp] = p;
     __syncthreads();
     return samp_fold(all[SAMP_LANES + threadIdx.x % warps], a, all, warps);
+}
+
+/* Step 5 over the listed blocks. Where they are many, a block's key is bounded by its sum before the cut, sum_of(block), and the
+ * highest of its four groups' noise. Each warp makes the block with the highest bound of an eighth of them, then come those whose
+ * bound is not below the highest of these eight keys: a handful, for a bound is too high by two bits, since a group has but a
+ * fourth of the sum, and by what the cut takes. The result's sum is then of these few alone. */
+template <class S>
+__device__ static inline samp_part samp_draw(samp_dist &r, const samp_ask &a, bool many, samp_part *all, S sum_of) {
+    constexpr int WARPS = FILTER_THREADS / 32;
+    __shared__ int first[WARPS];
+    const int t = (int)threadIdx.x, lane = t % 32;
+    int *list = r.list, n = r.n_list;
+    if (many) {
+        float highest = -INFINITY;
+        int best = 0;
+        for (int i = lane * WARPS + t / 32; i < n; i += FILTER_THREADS) {
+            const int block = list[i];
+            uint32_t c[4]; /* by one call of Philox */
+#pragma unroll
+            for (int g = 0; g < 4; g++) c[g] = samp_noise(a, block, g);
+            const float noise = samp_log2_exponential(min(min(c[0], c[1]), min(c[2], c[3])));
+            const float bound = __fmaf_rn(__fsub_rn(r.maxes[block], r.max), a.scale, __fsub_rn(lg2(sum_of(block)), noise));
+            r.sums[block] = bound;
+            if (!(bound <= highest) || i < FILTER_THREADS) highest = bound, best = block;
+        }
+        const uint32_t key = samp_key(highest), top = __reduce_max_sync(~0u, lane * WARPS + t / 32 < n ? key : 0);
+        if (lane == __ffs((int)__ballot_sync(~0u, key == top)) - 1) first[t / 32] = best, r.sums[best] = -INFINITY;
+        __syncthreads();
+        r.list = first, r.n_list = WARPS;
+    }
+    samp_part p = samp_nothing();
+    for (bool again = many;; again = false) {
+        p = samp_merge(p, samp_draw_of(r, a, all), a);
+        if (!again) return p;
+        const float key = __fmaf_rn(__fsub_rn(p.max, r.max), a.scale, p.key), enough = key - 0.01f - 1e-6f * fabsf(key);
+        r.list = list;
+        samp_list(r, n, [&](int i) { return list[i]; }, [&](int block) { return !(r.sums[block] < enough); });
+        if (!r.n_list) return p;
+    }
 }
 
 /* The raw logit at the picked id from the adjusted one, less the raw log-sum-exp: samp_unadjust of toka.c. */
@@ -7023,17 +7298,20 @@ typedef struct samp_filtering { /* rows 0 .. n-1 of a launch */
     int *last;
 } samp_filtering;
 
-static size_t samp_filter_smem(int n_blocks) { return FILTER_WINDOW * sizeof(uint32_t) + (size_t)n_blocks * 2 * sizeof(float); }
+static size_t samp_filter_smem(int n_blocks) { return FILTER_WINDOW * sizeof(uint32_t) + (size_t)n_blocks * 3 * sizeof(float); }
 
-__global__ static void __launch_bounds__(FILTER_THREADS, 2) samp_filter_kernel(const __grid_constant__ samp_filtering s) {
-    extern __shared__ __align__(16) uint32_t window[]; /* [FILTER_WINDOW] counts or bits, or the gathered ids; then maxes, list */
+/* Blocks on a multiprocessor: shared memory of other cards has room for one of 128,256 ids; older toolkits spill with two. */
+enum { FILTER_BLOCKS = HOPPER && NVCC_VERSION >= 1208 ? 2 : 1 };
+__global__ static void __launch_bounds__(FILTER_THREADS, FILTER_BLOCKS)
+    samp_filter_kernel(const __grid_constant__ samp_filtering s) {
+    extern __shared__ __align__(16) uint32_t window[]; /* [FILTER_WINDOW] counts, bits, gathered ids; 3 x [n_blocks] */
     __shared__ samp_part all[FILTER_THREADS];
     __shared__ samp_mass scratch[33];
     __shared__ samp_filter f;
     static_assert(FILTER_THREADS == 256, "samp_narrow: eight bits");
     static_assert(sizeof f % 4 == 0 && sizeof f / 4 <= FILTER_THREADS, "a word a thread");
-    static_assert(2 * FILTER_NEAR <= FILTER_WINDOW, "they take its place");
-    float *maxes = (float *)(window + FILTER_WINDOW), *x = s.logits + (size_t)blockIdx.x * s.ldl;
+    static_assert(2 * FILTER_NEAR <= FILTER_WINDOW && FILTER_BINS <= FILTER_WINDOW, "they take its place");
+    float *maxes = (float *)(window + FILTER_WINDOW), *sums = maxes + s.n_blocks, *x = s.logits + (size_t)blockIdx.x * s.ldl;
     grid_launch_dependents();
     grid_wait();
     const samp_ask a = s.ask[blockIdx.x];
@@ -7042,18 +7320,30 @@ __global__ static void __launch_bounds__(FILTER_THREADS, 2) samp_filter_kernel(c
     if (threadIdx.x < SAMP_LANES) p = samp_lane(a, s.parts + blockIdx.x, s.ld, s.n_blocks, (int)threadIdx.x, maxes);
     p = samp_fold(p, a, all, SAMP_LANES); /* as samp_reduce_kernel does, to the bit */
     float raw_max = p.max, raw_log_sum = logf(p.raw_sum);
-    samp_dist r = {x, maxes, (int *)(maxes + s.n_blocks), (float *)window, (int *)window + FILTER_NEAR, s.V, s.n_blocks, 0, -1, 0,
-                   0, p.max, SAMP_LOG2E, -INFINITY, -1};
+    samp_dist r = {x, maxes, sums, (int *)(sums + s.n_blocks), (float *)window, (int *)window + FILTER_NEAR, s.V, s.n_blocks, 0,
+                   -1, 0, 0, p.max, samp_scale(a), -INFINITY, -1};
     if (f.n_top) samp_top(r, f.n_top, raw_log_sum, s.tops + f.best, scratch);
-    bool adjusted = a.forced < 0 && (f.n_bias || f.n_allowed || f.n_forbidden || f.n_history), cut = false;
-    if (adjusted) samp_adjust(r, f, x, window, scratch);
-    if (a.forced < 0 && a.scale > 0 && r.max > -INFINITY) {
-        r.scale = a.scale;
-        cut = samp_truncate(r, f, p.sum, adjusted, scratch);
-    }
-    if (cut || adjusted) {
+    bool adjusted = a.forced < 0 && (f.n_bias || f.n_allowed || f.n_forbidden || f.n_history);
+    bool draws = a.forced < 0 && a.scale > 0, cut = draws && (f.top_k > 0 || f.top_p < 1 || f.min_p_drop > -INFINITY);
+    const bool summed = adjusted && draws && !f.top_k; /* of top-k only bounds of keys are made, if anything */
+    const samp_part *parts = s.parts + blockIdx.x;
+    for (int b = (int)threadIdx.x; b < s.n_blocks && summed; b += FILTER_THREADS) sums[b] = parts[(size_t)b * s.ld].sum;
+    if (adjusted) samp_adjust(r, f, x, summed, window, scratch);
+    if (adjusted && r.max == -INFINITY) p = samp_nothing();
+    else if ((cut || adjusted) && r.max > -INFINITY) {
+        samp_mass mass = 0;
+        if (draws) mass = samp_truncate(r, f, adjusted ? 0 : p.sum, scratch);
+        else r.at = r.max, r.last = INT_MAX; /* the best alone counts */
         samp_look_at(r, r.at);
-        p = r.n_list > FILTER_MANY ? samp_draw_many(r, a, all) : samp_draw(r, a, all);
+        const bool many = draws && r.n_list > (mass ? FILTER_MANY : 4 * FILTER_MANY);
+        if (many && !mass) {
+            if (!samp_has_kept(r)) r.n_near = -1;
+            mass = samp_kept_mass(r, scratch);
+        }
+        p = samp_draw(r, a, many, all, [&](int block) {
+            return !adjusted ? parts[(size_t)block * s.ld].sum : summed ? sums[block] : (float)SAMP_BLOCK; /* no sum is above */
+        });
+        if (many) p.max = r.max, p.sum = (float)mass / SAMP_ONE;
     }
     samp_result out = samp_finish(a, p, raw_max, raw_log_sum, f.last_resort);
     if (adjusted && a.forced == SAMP_DRAW)
@@ -7106,7 +7396,7 @@ static void samp_open(toka_device *d) {
     p->own = ranks ? (float *)dev_alloc(d, (size_t)p->chunk * (size_t)p->own_ldl * sizeof(float), "logits") : p->logits;
     if (ranks) p->merged = (samp_part *)dev_alloc(d, (size_t)p->part_rows * sizeof(samp_part), "parts of sampling");
     if (ranks) group_inbox_bytes(d, &p->exchange), d->rank->logits = p->logits;
-    p->results = (samp_result *)dev_alloc(d, max_out * sizeof(samp_result), "picks");
+    p->results = p->far_results = (samp_result *)dev_alloc(d, max_out * sizeof(samp_result), "picks");
     p->tops = (samp_best *)dev_alloc(d, max_out * sizeof(samp_best), "top log-probabilities");
     for (samp_down &down : p->down) {
         down.results = (samp_result *)samp_pinned(d, max_out * sizeof(samp_result), "pinned picks");
@@ -7117,7 +7407,7 @@ static void samp_open(toka_device *d) {
     const gemm_variant *h = &samp_head_variant;
     if (d->hopper) latch(d, cudaFuncSetAttribute(h->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, h->smem), "LM head");
     const size_t longest = 4 * ((size_t)d->shape->max_len + 4 * V); /* lists of a row */
-    stage_open(d, &p->lists, (size_t)p->chunk * sizeof(samp_filter) + SAMP_LIST_BYTES + longest + 64);
+    stage_open(d, &p->lists, max_out * sizeof(samp_filter) + SAMP_LIST_BYTES + longest + 64);
 }
 
 static void samp_close(toka_device *d) {
@@ -7176,9 +7466,19 @@ static bool samp_fits(const toka_device *d, const toka_step *s, int n) {
     return tp_size(d) == 1 && n <= p->chunk && bytes <= p->lists.cap;
 }
 
+/* Are the last kernels of such a step's graph kept, to become those of other steps? Tensor ranks end otherwise, and more rows than
+ * logits are stored for go in parts. */
+static bool samp_keeps(const toka_device *d, const toka_step *s) {
+    return tp_size(d) == 1 && s->n_out <= GRAPH_ROWS && s->n_out <= d->samp->chunk;
+}
+
 /* Chooses which rows go which way and puts what all rows need into the stage, at the start of a step; lists follow chunk by
  * chunk. Plain rows come first, but where the order of a step with filtered ones is to be its own: in a graph, and where a folded
- * norm needs it. There all go as filtered ones, plain ones with a filter that asks nothing; their results are the same. */
+ * norm needs it. There all go as filtered ones, plain ones with a filter that asks nothing; their results are the same.
+ *
+ * Results of few rows are stored into the host's memory by whoever makes them, and are there when the step is done. Then nothing
+ * comes between a step's last kernel and the next step but what goes up: 5 us of 760 (1B, one row, H200, 2026-11-23), 5 of 1,570
+ * (256 rows). Tensor ranks make them by a kernel of their own, which graphs do not change. */
 static void samp_plan_step(toka_device *d, const toka_step *s) {
     samp_plan *p = d->samp;
     samp_down *down = &p->down[d->newest];
@@ -7191,6 +7491,7 @@ static void samp_plan_step(toka_device *d, const toka_step *s) {
     for (int i = 0; i < s->n_out && !p->in_order; i++) down->order[samp_filtered(&s->out[i], d->shape->V_all) ? --last : n++] = i;
     for (int i = 0; i < s->n_out && p->in_order; i++) down->order[i] = i;
     p->n_plain = filters ? n : s->n_out, down->n_tops = 0, down->picks = NULL;
+    p->results = samp_keeps(d, s) ? down->results : p->far_results;
     p->ask = (samp_ask *)stage_room(&d->up, (size_t)s->n_out * sizeof *ask, (void **)&ask);
     p->rows = (int *)stage_room(&d->up, (size_t)s->n_out * sizeof *rows, (void **)&rows);
     for (int i = 0; i < s->n_out; i++) {
@@ -7266,7 +7567,7 @@ static int samp_send_filters(toka_device *d, const toka_step *s, int first, int 
 /* From here on, or no longer, kernels are launched that a graph has otherwise for filtered rows: the LM head, if it makes parts,
  * and the one that makes results of them. */
 static void graph_draws(toka_device *d, bool on) {
-    const bool keeps = d->graphs.capturing && tp_size(d) == 1 && d->step->n_out <= d->samp->chunk;
+    const bool keeps = d->graphs.capturing && samp_keeps(d, d->step);
     d->graphs.role = !on ? GRAPH_LAUNCHES : graph_runs(d) ? GRAPH_RENEWS : keeps ? GRAPH_KEEPS : GRAPH_LAUNCHES;
 }
 
@@ -7369,7 +7670,8 @@ static void samp_bring(toka_device *d, const toka_step *s, toka_pick *picks) {
     samp_down *down = &p->down[d->newest];
     size_t bytes = (size_t)s->n_out * sizeof(samp_result), top_bytes = (size_t)down->n_tops * sizeof(samp_best);
     down->picks = picks;
-    latch(d, cudaMemcpyAsync(down->results, p->results, bytes, cudaMemcpyDeviceToHost, d->stream), "picks");
+    if (p->results != down->results)
+        latch(d, cudaMemcpyAsync(down->results, p->results, bytes, cudaMemcpyDeviceToHost, d->stream), "picks");
     if (top_bytes) latch(d, cudaMemcpyAsync(down->tops, p->tops, top_bytes, cudaMemcpyDeviceToHost, d->stream), "picks");
 }
 
@@ -7393,30 +7695,35 @@ static void samp_collect(toka_device *d, const toka_step *s, const samp_down *do
 
 /* The op up to the results, which stay on the device; samp_plan_step has run and the stage has been sent. Uses d->xn. As many rows
  * at a time as there is room for parts, and for the logits of those that have to be stored; plain and filtered rows share a pass
- * over the weights. */
+ * over the weights. Filters are sent for all rows at once, if their lists fit: a third transfer of a step would wait for the
+ * first, and the host could not run ahead. */
 static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
     samp_plan *p = d->samp;
     int most = d->hopper && !s->logits && p->whole_blocks ? p->part_rows : p->chunk;
     assert(s->n_out <= d->options.max_tokens);
     if (!d->folded) rmsnorm(d, x, p->rows, d->norm, d->xn, s->n_out);
-    for (int i = 0, n; i < s->n_out && !d->error.code; i += n) {
-        samp_filter *filters = NULL;
-        int n_plain = n = max(0, min(most, p->n_plain - i)), more = min(min(most - n, p->chunk), s->n_out - i - n);
-        if (more > 0) n += samp_send_filters(d, s, i + n, more, &filters);
-        if (!d->error.code) samp_rows(d, s, i, n, n_plain, filters);
+    samp_filter *filters = NULL;
+    for (int i = 0, n, first = 0, end = 0; i < s->n_out && !d->error.code; i += n) {
+        const int n_plain = max(0, min(most, p->n_plain - i)), at = i + n_plain;
+        const int more = min(min(most - n_plain, p->chunk), s->n_out - at);
+        if (more > 0 && at >= end) first = at, end = at + samp_send_filters(d, s, at, s->n_out - at, &filters);
+        n = n_plain + max(0, min(more, end - at));
+        if (!d->error.code) samp_rows(d, s, i, n, n_plain, more > 0 ? filters + (at - first) : NULL);
     }
 }
 
 /* The same for a step that a graph runs, ahead of it: sends the filters, and has the last kernels be those of filtered rows, if
- * there are any, else of plain ones. All rows' filters lie where those of the last such step lay: nothing else changes. */
+ * there are any, else of plain ones, and put their results where this step's go. All rows' filters lie where those of the last
+ * such step lay: nothing else changes. */
 static void samp_graph(toka_device *d, const toka_step *s) {
     samp_plan *p = d->samp;
     step_graph *g = d->graphs.now;
     const bool filtered = p->n_plain < s->n_out;
     samp_filter *filters = NULL;
     if (filtered && samp_send_filters(d, s, 0, s->n_out, &filters) < s->n_out) assert(d->error.code);
-    if (filtered == g->filtered || d->error.code) return;
-    if (samp_fuses(d, s, s->n_out)) samp_head(d, 0, s->n_out, p->n_plain);
+    const bool same = filtered == g->filtered;
+    if ((same && p->results == p->far_results) || d->error.code) return;
+    if (samp_fuses(d, s, s->n_out)) same ? (void)d->graphs.at++ : samp_head(d, 0, s->n_out, p->n_plain);
     samp_finish_rows(d, 0, s->n_out, p->n_plain, filters, p->logits);
     g->filtered = filtered;
 }
@@ -8097,7 +8404,7 @@ static int graph_size(const toka_device *d, const toka_step *s) {
         if (s->out[i].row != i) return -1;
     while (graph_sizes[size] < s->T) size++;
     if (d->samp && samp_filters(d, s) && !samp_fits(d, s, graph_sizes[size])) return -1;
-    return d->graphs.all[size * GRAPH_ATTENTIONS].exec ? size : -1;
+    return d->graphs.all[size * GRAPH_KINDS + 1].exec ? size : -1;
 }
 
 /* The step filled up to T rows. */
@@ -8112,11 +8419,11 @@ static const toka_step *graph_step(toka_device *d, const toka_step *s, int T) {
     return &g->step;
 }
 
-/* Of that size the one with as many launches of attention as its plan has; NULL: there is none. */
+/* Of that size the one for attention's plan; NULL: there is none. */
 static step_graph *graph_of(toka_device *d, int size) {
     const int n = attn_launches(d->attn);
     if (n < 1 || n > GRAPH_ATTENTIONS) return NULL;
-    step_graph *g = &d->graphs.all[size * GRAPH_ATTENTIONS + n - 1];
+    step_graph *g = &d->graphs.all[size * GRAPH_KINDS + (attn_is_squad(d->attn) ? 0 : n)];
     return g->exec ? g : NULL;
 }
 
@@ -8144,10 +8451,10 @@ static const toka_step *cuda_capture(toka_device *d) {
     step_graphs *g = &d->graphs;
     const int most = min(d->options.max_tokens, d->options.max_out);
     if (!g->next) g->free_before = graph_free_bytes();
-    for (; !d->options.eager && !d->error.code && g->next < GRAPH_SIZES * GRAPH_ATTENTIONS; g->next++) {
-        const int size = g->next / GRAPH_ATTENTIONS, T = graph_sizes[size];
+    for (; !d->options.eager && !d->error.code && g->next < GRAPH_SIZES * GRAPH_KINDS; g->next++) {
+        const int size = g->next / GRAPH_KINDS, kind = g->next % GRAPH_KINDS, T = graph_sizes[size];
         if (T > most || (size && graph_sizes[size - 1] >= d->options.n_slots)) break;
-        if (T == 1 && g->next % GRAPH_ATTENTIONS > 1) continue;
+        if ((T == 1 && kind > 2) || (!kind && !attn_has_squads(d->attn, size ? graph_sizes[size - 1] + 1 : 1))) continue;
         g->now = &g->all[g->next++], g->capturing = true;
         g->step = toka_step{};
         graph_fill(d, 0, T);
@@ -8189,14 +8496,16 @@ static void step_plan(toka_device *d, const toka_step *s, int size) {
 static void graph_begin(toka_device *d, const toka_step *s) {
     step_graph *g = d->graphs.now;
     attn_plan *p = d->attn;
-    const int n = (int)(g - d->graphs.all) % GRAPH_ATTENTIONS + 1;
+    const int n = (int)(g - d->graphs.all) % GRAPH_KINDS;
     stage_begin(d, &d->up);
     step_plan(d, s, -1);
     d->graphs.now = g;
     p->n_levels = ceil_div(n, 3);
     for (int i = 0; i < p->n_levels; i++)
         p->levels[i] = attn_level{.n_tiles = n > 3 * i, .n_small = n > 3 * i + 1, .n_merges = n > 3 * i + 2, .merge_nq = 1};
-    g->nodes = (cudaGraphNode_t *)malloc(((size_t)d->shape->L * (size_t)n + GRAPH_DRAWS) * sizeof *g->nodes);
+    if (!n) p->n_levels = 1, p->n_both = 0, *p->levels = attn_level{.n_gangs = 1, .gang_warps = 1};
+    assert(n || attn_is_squad(p));
+    g->nodes = (cudaGraphNode_t *)malloc(((size_t)d->shape->L * (size_t)max(n, 1) + GRAPH_DRAWS) * sizeof *g->nodes);
     if (!g->nodes) abort();
     latch(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeRelaxed), "capture");
     if (d->capture_fails && !--d->capture_fails)
@@ -8207,7 +8516,7 @@ static void graph_begin(toka_device *d, const toka_step *s) {
 static void graphs_give_up(toka_device *d) {
     const toka_err why = d->error;
     graphs_close(d);
-    d->graphs.n = 0, d->graphs.next = GRAPH_SIZES * GRAPH_ATTENTIONS, d->folded = false;
+    d->graphs.n = 0, d->graphs.next = GRAPH_SIZES * GRAPH_KINDS, d->folded = false;
     cudaGetLastError();
     d->error.code = 0;
     latch(d, cudaStreamSynchronize(d->stream), "capture");
@@ -8240,7 +8549,8 @@ static void cuda_begin(toka_device *d, const toka_step *s) {
     stage_begin(d, &d->up);
     step_plan(d, s, clock_is_due(d) ? -1 : graph_size(d, s));
     clock_begin(d, s);
-    stage_send(d, &d->up); /* in one transfer */
+    if (graph_runs(d) && !s->n_copies && d->up.used <= STAGE_BRIEF) stage_send_brief(d, &d->up);
+    else stage_send(d, &d->up); /* in one transfer */
     cuda_break(d);
     d->graphs.at = 0, d->graphs.n_run += d->graphs.now != NULL;
 }

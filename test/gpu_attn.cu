@@ -243,6 +243,16 @@ static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = 
                 if (!(fabs(e) <= worst)) worst = fabs(e), worst_at = i;
             }
             int HD = s.c.K * s.c.G * s.c.D;
+            if (attn_is_squad(st.d->attn)) {
+                st.d->attn->squads = false;
+                st.o.poison();
+                late ? st.run_late() : st.run();
+                st.ok(what);
+                const std::vector<bf16> alone = st.o.host();
+                gpu_check(!memcmp(alone.data(), got.data(), got.size() * sizeof(bf16)) && st.o.guards_hold(),
+                          "%s: squads and gangs have other results", what);
+                st.d->attn->squads = true;
+            }
             gpu_check(sqrt(err / ref) < 5e-3 && worst < 0.05 && st.o.guards_hold() && st.q.guards_hold(),
                       "%s: relative error %.2e, largest %.3g (row %d head %d column %d: %.5g, expected %.5g)", what, sqrt(err / ref),
                       worst, (int)(worst_at / HD), (int)(worst_at % HD / s.c.D), (int)(worst_at % s.c.D),
@@ -578,19 +588,20 @@ static void test_lists() {
 
 /* ---- Which steps are graphs: no GPU needed ---- */
 
-/* A step is filled up to a graph's size where there is a graph with as many launches of attention, and left as it is where there is none. */
-static void check_filling(scene &s, bool share, int size, int launches) {
+/* A step is filled up to a graph's size where there is a graph with as many launches of attention (0: squads), and left as it is where there is
+ * none. */
+static void check_filling(scene &s, bool share, int size, int launches, bool hopper = false) {
     host_step h(s, share, 7);
     std::vector<int> ids((size_t)s.T, 3), slot((size_t)s.T, 65);
     std::vector<toka_out_row> out((size_t)s.T);
     toka_device *d = (toka_device *)calloc(1, sizeof *d);
-    d->shape = &h.shape, d->n_sms = 132, d->options.max_tokens = 512, d->options.n_pages = 1000, d->kv_layer = 1 << 20;
+    d->shape = &h.shape, d->n_sms = 132, d->options.max_tokens = 512, d->options.n_pages = 1000, d->kv_layer = 1 << 20, d->hopper = hopper;
     h.step.ids = ids.data(), h.step.slot = slot.data(), h.step.out = out.data(), h.step.n_out = s.T;
     attn_plan_open(d);
     std::vector<char> up(attn_stage_bytes(d) + 8192);
     d->up.host[0] = d->up.dev = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d->up.cap = up.size() - 16;
-    for (int n = 1; n <= GRAPH_ATTENTIONS; n++) {
-        step_graph *g = &d->graphs.all[size * GRAPH_ATTENTIONS + n - 1];
+    for (int n = 0; n < GRAPH_KINDS; n++) {
+        step_graph *g = &d->graphs.all[size * GRAPH_KINDS + n];
         g->exec = (cudaGraphExec_t)d;
         step_plan(d, &h.step, size);
         const bool fits = n == launches;
@@ -674,6 +685,7 @@ static void test_graphs() {
     for (int n : {50, 30, 90, 17, 40}) few.add(n, 1);
     grow(tree, 2, 1, {}, 1, 12);
     check_filling(few, false, 3, 1);
+    check_filling(few, false, 3, 0, true);
     check_filling(tree, true, 6, 4); /* tiles, tiles, small items, their parts */
     gpu_check(most_captured(64, 512) == 64 && most_captured(65, 512) == 128 && most_captured(1, 512) == 1 && most_captured(100, 100) == 64,
               "graphs: sizes that cannot be, or some are left out: %d %d %d %d", most_captured(64, 512), most_captured(65, 512), most_captured(1, 512),
@@ -724,6 +736,9 @@ static void test_tiny() {
         grow(s, 1, 2, {}, 1, 20);
         add_tails(s, 1);
         check(s, "tiny");
+        scene alone({D, 1, 4, 64, 0}); /* squads */
+        for (int n : {200, 300}) alone.add(n, 1);
+        check(alone, "tiny, alone");
     }
     for (int D : {64, 128})
         few_sms([=] { /* so that attn_both takes them, several a block */

@@ -127,8 +127,8 @@ def test_faults(tmp, faults):
             env = {f"TOKA_DEBUG_{kind}": n, **({"TOKA_DEBUG_PATIENCE": str(PATIENCE)} if kind == "STALL" else {})}
             words = rank + " has not moved for 3 s, last seen in"
             if kind == "FAULT":  # GPUs that reach each other's memory fail together: named, or the message says that it may be another
-                behind = "rank .*" if SHARED != "0" else rank  # all ranks of one context end where they happen to be
-                words = f"{rank}.*: unspecified launch failure|; it may be another rank's fault, GPUs [^:]* together(: {behind} is behind|[^:]*$)"
+                behind = r"rank \d .*" if SHARED != "0" else rank  # all ranks of one context fail, and end where they happen to be
+                words = f"{behind}.*: unspecified launch failure|; it may be another rank's fault, GPUs [^:]* together(: {behind} is behind|[^:]*$)"
             for name, (code, _, err, seconds) in ("-p", run("-p", PROMPT, "-q", "-n", "40", "--ignore-eos", *split(*at), env=env)), \
                                                  ("batch", batch(tmp, at, given, "--max-num-seqs", "8", env=env)):
                 check(code == 2 and err.count("\n") == 1 and re.search(words, err) and seconds < PATIENCE + GRACE + 12,

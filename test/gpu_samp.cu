@@ -285,9 +285,9 @@ static void test_wide() {
     samp_device_close(d);
 }
 
-/* The draw does not change with what else is asked of the row, as long as nothing is cut. */
-static void test_paths() {
-    const int V = 5000, n = 128;
+/* The draw does not change with what else is asked of the row, as long as nothing is cut: with few blocks, and with so many that a filtered row's
+ * draw leaves most of them alone. */
+static void test_paths(int V, int n) {
     toka_device *d = samp_device(V, 8, 2 * n);
     toka_sampling s[2] = {plain(0.8f), plain(0.8f)};
     s[1].logprobs = 3, s[1].min_p = 1e-30f;
@@ -303,6 +303,54 @@ static void test_paths() {
     for (size_t i = 0; i < rows.size(); i += 2)
         gpu_check(picks[i].id == picks[i + 1].id && close_to(picks[i].sampled_logprob, picks[i + 1].sampled_logprob, 1e-5) &&
                   close_to(picks[i].logprob, picks[i + 1].logprob, 1e-5), "row %zu: %d plain, %d with filters", i, picks[i].id, picks[i + 1].id);
+    samp_device_close(d);
+}
+
+/* What is cut off may as well be -inf: a plain row of such logits draws the same id, though it looks at all blocks. Nearly flat rows, of which
+ * thousands of ids are left. */
+static void test_cuts() {
+    const int V = quick ? 40001 : 128256, n = quick ? 32 : 64;
+    toka_device *d = samp_device(V, 8, 2 * n);
+    toka_sampling s[8] = {plain(1), plain(1), plain(3), plain(0.7f), plain(1), plain(1), plain(1.5f), plain(1)};
+    s[0].top_p = 0.9f, s[1].top_p = 0.3f, s[2].top_p = 0.99f, s[3].min_p = 0.02f, s[4].top_k = 9000, s[5].top_p = 0.95f, s[5].min_p = 0.05f;
+    s[6].top_p = 0.8f, s[6].top_k = 9500, s[7].top_p = 0.9f, s[7].repetition_penalty = 1.3f;
+    std::vector<int32_t> history(900);
+    for (size_t i = 0; i < history.size(); i++) history[i] = (int32_t)(gpu_mix(i) % (uint64_t)V);
+    std::vector<toka_sampling> bare(8);
+    std::vector<std::vector<float>> x((size_t)(2 * n), std::vector<float>((size_t)V));
+    std::vector<double> p((size_t)V), least; /* of the ids that a row keeps, the lowest */
+    std::vector<toka_out_row> rows;
+    std::vector<const float *> logits;
+    for (int i = 0; i < n; i++) {
+        std::vector<float> &raw = x[(size_t)(2 * i)], &cut = x[(size_t)(2 * i + 1)];
+        for (int k = 0; k < V; k++) raw[(size_t)k] = (i / 8 % 2 ? 1.0f : 2.0f) * gpu_normal(gpu_seed + 500 + (uint64_t)i, (uint64_t)k);
+        if (i / 16 % 2) /* many equal ones */
+            for (float &v : raw) v = floorf(16 * v) / 16;
+        cut = raw;
+        bare[(size_t)(i % 8)] = plain(s[i % 8].temperature);
+        toka_out_row row = drawn(&s[i % 8], (uint32_t)i), plain_row = drawn(&bare[(size_t)(i % 8)], (uint32_t)i);
+        if (i % 8 == 7) row.history = history.data(), row.n_history = (int)history.size(), row.n_prompt = 450;
+        toka_test_distribution(&row, cut.data(), V, p.data()); /* which makes the adjusted logits of them */
+        least.push_back(1);
+        for (int k = 0; k < V; k++)
+            if (p[(size_t)k] == 0) cut[(size_t)k] = -INFINITY;
+            else least.back() = std::min(least.back(), p[(size_t)k]);
+        row.row = 2 * i, plain_row.row = 2 * i + 1;
+        rows.push_back(row), rows.push_back(plain_row), logits.push_back(raw.data()), logits.push_back(cut.data());
+    }
+    std::vector<toka_pick> picks = picks_of(d, rows, logits);
+    for (size_t i = 0; i < rows.size(); i += 2) {
+        const toka_pick &got = picks[i], &want = picks[i + 1];
+        const double apart = fabs((double)got.sampled_logprob - want.sampled_logprob);
+        compared++;
+        if (s[i / 2 % 8].top_p < 1 && got.id == want.id && apart > 3e-5 && apart < 1.1 * least[i / 2]) {
+            unsure++; /* one id more or less, where those before it have top_p of the mass to 1e-7 */
+            continue;
+        }
+        gpu_check(got.id == want.id && close_to(got.sampled_logprob, want.sampled_logprob, 3e-5),
+                  "cut row %zu, sampling %zu: %d (%g) for %d (%g) of what is left", i / 2, i / 2 % 8, got.id, got.sampled_logprob, want.id,
+                  want.sampled_logprob);
+    }
     samp_device_close(d);
 }
 
@@ -336,7 +384,7 @@ static std::vector<int> draws(toka_device *d, const toka_sampling &how, const st
         p->ldl = stride;
         samp_from_logits(d, 0, batch, filtered ? 0 : batch, filters);
         p->ldl = whole;
-        GPU_OK(cudaMemcpyAsync(results.data(), p->results, (size_t)batch * sizeof(samp_result), cudaMemcpyDeviceToHost, d->stream));
+        GPU_OK(cudaMemcpyAsync(results.data(), p->results, (size_t)batch * sizeof(samp_result), cudaMemcpyDefault, d->stream));
         GPU_OK(cudaStreamSynchronize(d->stream));
         for (int i = 0; i < std::min(batch, n - at); i++) seen[(size_t)results[(size_t)i].id]++;
     }
@@ -507,6 +555,17 @@ static void check_last(toka_device *d, const std::vector<toka_out_row> &rows, co
     gpu_check(!wrong && x.guards_hold(), "embedding: %zu of %zu rows are wrong", wrong, ids.size());
 }
 
+/* The whole op on rows of x. */
+static void run_op(toka_device *d, const toka_step *s, const bf16 *x, toka_pick *picks) {
+    stage_begin(d, &d->up);
+    samp_plan_step(d, s);
+    stage_send(d, &d->up);
+    samp_launch(d, s, x);
+    samp_bring(d, s, picks);
+    GPU_OK(cudaStreamSynchronize(d->stream));
+    samp_collect(d, s, &d->samp->down[d->newest]);
+}
+
 static void test_op(int V, int E, int T, int n_out, bool all_logits) {
     toka_device *d = samp_device(V, E, std::max(T, n_out));
     size_t Ep = (size_t)d->E, Vp = (size_t)d->V;
@@ -536,13 +595,7 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
     for (std::vector<toka_pick> *to : {&picks, &again, &picks_some, &picks_all}) {
         s.out = to == &picks_some ? some.rows.data() : to == &picks_all ? all.rows.data() : rows.data();
         GPU_OK(cudaMemset(d->samp->logits, 0xFF, (size_t)d->samp->chunk * (size_t)d->samp->ldl * sizeof(float)));
-        stage_begin(d, &d->up);
-        samp_plan_step(d, &s);
-        stage_send(d, &d->up);
-        samp_launch(d, &s, x.p());
-        samp_bring(d, &s, to->data());
-        GPU_OK(cudaStreamSynchronize(d->stream));
-        samp_collect(d, &s, &d->samp->down[d->newest]);
+        run_op(d, &s, x.p(), to->data());
         s.logits = NULL;
     }
     gpu_check(!d->error.code, "%s", d->error.msg);
@@ -583,6 +636,43 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
     samp_device_close(d);
 }
 
+/* More filtered rows than logits are stored for at once, and than lists are sent for at once: each row has its own filter all the same. */
+static void test_parts() {
+    const int V = 1000, E = 64, n = 150;
+    toka_device *d = samp_device(V, E, n);
+    gpu_buf<bf16> x((size_t)n * (size_t)d->E), w((size_t)d->V * (size_t)d->E);
+    gpu_buf<float> norm((size_t)d->E);
+    gpu_random(x, gpu_seed + 1, 1), gpu_random(w, gpu_seed + 2, 3 / sqrtf((float)E)), gpu_random(norm, gpu_seed + 3, 1);
+    GPU_OK(cudaDeviceSynchronize());
+    d->norm = norm.p(), d->lm_head = weight{w.p(), NULL, d->V, d->E};
+    gpu_buf<int> last((size_t)n);
+    d->last = last.p(), d->options.n_slots = n;
+    std::vector<int> ids((size_t)n);
+    std::vector<toka_sampling> how((size_t)n, plain(1));
+    std::vector<toka_out_row> rows;
+    for (int i = 0; i < n; i++) {
+        ids[(size_t)i] = i * 37 % V;
+        if (i % 3) how[(size_t)i].allowed_ids = &ids[(size_t)i], how[(size_t)i].n_allowed = 1;
+        rows.push_back(drawn(&how[(size_t)i], (uint32_t)i)), rows.back().row = i, rows.back().slot = i;
+    }
+    samp_plan *p = d->samp;
+    const int chunk = p->chunk;
+    const size_t cap = p->lists.cap;
+    toka_step s = step_of(rows);
+    std::vector<toka_pick> picks(rows.size()), whole;
+    for (int round = 0; round < 3; round++) {
+        p->chunk = round ? 40 : chunk, p->lists.cap = round == 2 ? n * sizeof(samp_filter) + 31 * samp_list_bytes(&rows[1]) : cap;
+        run_op(d, &s, x.p(), picks.data());
+        if (!round) whole = picks;
+        for (size_t i = 0; i < rows.size(); i++)
+            gpu_check(same_pick(picks[i], whole[i]) && (i % 3 == 0 || picks[i].id == ids[i]), "parts %d, row %zu: %d, at once %d, allowed %d", round, i,
+                      picks[i].id, whole[i].id, i % 3 ? ids[i] : -1);
+    }
+    gpu_check(!d->error.code, "%s", d->error.msg);
+    p->chunk = chunk, p->lists.cap = cap;
+    samp_device_close(d);
+}
+
 /* A vocabulary of more tiles than there are multiprocessors: later blocks know a key that earlier ones reached, and pass over what cannot
  * win. 17 rows: the last one's warp has no other row that might need the block. Against the stored logits' way, which passes over none. */
 static void test_waves(int E) {
@@ -604,13 +694,7 @@ static void test_waves(int E) {
         toka_step s = step_of(rows);
         std::vector<toka_pick> picks((size_t)n), again;
         s.logits = k ? NULL : logits.data();
-        stage_begin(d, &d->up);
-        samp_plan_step(d, &s);
-        stage_send(d, &d->up);
-        samp_launch(d, &s, x.p());
-        samp_bring(d, &s, picks.data());
-        GPU_OK(cudaStreamSynchronize(d->stream));
-        samp_collect(d, &s, &d->samp->down[d->newest]);
+        run_op(d, &s, x.p(), picks.data());
         gpu_check(!d->error.code, "%s", d->error.msg);
         again = picks_of(d, rows, stored);
         for (int i = 0; i < n; i++)
@@ -804,12 +888,14 @@ int main(int argc, char **argv) {
     if (!quick) test_random(151936, 128, gpu_seed);
     gpu_check(unsure * 50 <= compared, "%d of %d rows left undecided", unsure, compared);
     test_wide();
-    test_paths();
+    test_paths(5000, 128), test_paths(quick ? 20001 : 128256, 32);
+    test_cuts();
     test_pairs();
     test_distributions();
     test_tails();
     test_op(259, 51, 7, 7, true);
     test_op(259, 51, 40, 33, true);
+    test_parts();
     test_op(1000, 256, 40, 33, true);
     test_op(1000, 256, 300, 300, false);
     test_op(1000, 256, 16, 16, true);

@@ -291,7 +291,6 @@ gpu_soak() { # NAME SEED FLAGS...
 }
 gpu_beside() { # all that may run beside other programs on the GPU, the longest first
     local source name
-    gpu_job counts "mutants of the kernels are caught" 600 python3 test/gpu_mutants.py run --timeout 200
     gpu_sanitize
     gpu_job counts "accuracy beside the CPU" 600 python3 test/gpu_accuracy.py
     gpu_job counts "the program on the GPU" 600 python3 test/gpu_cli.py
@@ -324,6 +323,8 @@ gpu_tests() {
     gpu_collect
     gpu_ranks
     gpu_beside
+    gpu_job counts "mutants of the kernels are caught" 600 python3 test/gpu_mutants.py run --timeout 200 # alone: some make the GPU fault
+    gpu_collect
 }
 
 wants build && build_tests
