@@ -13309,7 +13309,7 @@ typedef struct api_field {
     enum api_use use;
     size_t at;             /* USED: in api_body, a float, int64_t, int, str or const json *, as kind says */
     int64_t low, high;     /* API_WHOLE */
-    const char *harmless[2]; /* API_REFUSED: values, beside null, false, {} and [], that ask for nothing */
+    const char *harmless[2]; /* API_REFUSED: values, beside null and false, that ask for nothing */
 } api_field;
 
 #define API_AT(member) offsetof(api_body, member)
@@ -13370,7 +13370,7 @@ static const api_field api_fields[] = {
     API_NONE("parallel_tool_calls", API_M, API_BOOL),
     API_NOT("suffix", API_C, "\"\""),
     API_NOT("response_format", API_CM, "{\"type\":\"text\"}"),
-    API_NOT("functions", API_M, 0),
+    API_NOT("functions", API_M, "[]"),
     API_NOT("function_call", API_M, "\"none\"", "\"auto\""),
     API_NOT("modalities", API_M, "[\"text\"]"),
     API_NOT("audio", API_M, 0),
@@ -13382,10 +13382,10 @@ static const api_field api_fields[] = {
     API_NOT("continue_final_message", API_M | API_T, 0),
     API_NOT("use_beam_search", API_CM, 0),
     API_NOT("length_penalty", API_CM, "1", "1.0"),
-    API_NOT("prompt_embeds", API_C, 0),
+    API_NOT("prompt_embeds", API_C, "[]"),
     API_NOT("truncate_prompt_tokens", API_CM, 0),
     API_NOT("spaces_between_special_tokens", API_CM, "true"),
-    API_NOT("logits_processors", API_CM, 0),
+    API_NOT("logits_processors", API_CM, "[]"),
     API_NOT("guided_json", API_CM, 0), API_NOT("guided_regex", API_CM, 0), API_NOT("guided_choice", API_CM, 0),
     API_NOT("guided_grammar", API_CM, 0), API_NOT("structured_outputs", API_CM, 0),
 };
@@ -13397,7 +13397,7 @@ static const api_field *api_find_field(str name, int where) {
 }
 
 static bool api_is_harmless(const api_field *f, const json *v) {
-    if (v->type == JSON_NULL || v->type == JSON_FALSE || (v->type >= JSON_ARRAY && !v->n)) return true;
+    if (v->type == JSON_NULL || v->type == JSON_FALSE) return true;
     buf b = {0};
     bool same = false;
     json_put_value(&b, v);
