@@ -13203,9 +13203,9 @@ enum api_route { API_COMPLETIONS, API_CHAT, API_TOKENIZE, API_DETOKENIZE };
 
 typedef struct api_model { /* what bodies are read against; read by any thread */
     const toka *t;            /* for its tokenizer, templates and shape; its engine is not touched here */
-    const char *const *names; /* [n_names] served names, the first is the usual one. n_names 0: a body's model may be anything */
+    const char *const *names; /* [n_names] served names, the first is the usual one. n_names 0: a body's model is not looked at */
     int n_names;
-    const char *name;         /* n_names 0: the model of an answer whose body names none */
+    const char *name;         /* n_names 0: the model of all answers */
     const char *fingerprint;  /* system_fingerprint of live answers */
     const char *const *beside; /* NULL-ended names of members that are the caller's, or NULL */
     toka_request base;        /* what a body gets that does not say otherwise */
@@ -13447,14 +13447,18 @@ static int api_unknown(const api_model *m, str name, toka_err *e) {
     return 0;
 }
 
-/* Unknown fields are told of once for each name, as long as 4 KB hold the names in *seen. True: now; *shown: the name as JSON,
- * cut. */
+/* A text of a request as JSON, cut, for a terminal. */
+static void api_show(buf *shown, str text) {
+    json_put_str(shown, str_sub(text, 0, MIN(text.n, (size_t)100)));
+    for (char *c = shown->p; (c = strchr(c, 0xC2)) != NULL; c++) /* U+0080 .. U+009F would steer it, as in fail() */
+        if ((unsigned char)c[1] < 0xA0) c[0] = c[1] = '?';
+}
+
+/* Unknown fields are told of once for each name, as long as 4 KB hold the names in *seen. True: now; *shown: api_show's. */
 static bool api_is_news(buf *seen, str name, buf *shown) {
     enum { MOST_BYTES = 4096 };
     buf entry = {0};
-    json_put_str(shown, str_sub(name, 0, MIN(name.n, (size_t)100)));
-    for (char *c = shown->p; (c = strchr(c, 0xC2)) != NULL; c++) /* U+0080 .. U+009F would steer a terminal, as in fail() */
-        if ((unsigned char)c[1] < 0xA0) c[0] = c[1] = '?';
+    api_show(shown, name);
     buf_printf(&entry, "\n%s\n", shown->p); /* a JSON text has no line feed */
     bool news = seen->n < MOST_BYTES && str_find(buf_view(seen), buf_view(&entry), 0) < 0;
     if (news) buf_str(seen, buf_view(&entry));
@@ -13640,7 +13644,7 @@ static int api_stream_options(api_call *c, const api_body *b, toka_err *e) {
 
 static int api_check_model(api_call *c, str model, toka_err *e) {
     const api_model *m = c->m;
-    c->model = arena_str(&c->a, model.n ? model : str_c(m->n_names ? m->names[0] : m->name));
+    c->model = arena_str(&c->a, !m->n_names ? str_c(m->name) : model.n ? model : str_c(m->names[0]));
     if (!model.n || !m->n_names) return 0;
     for (int i = 0; i < m->n_names; i++)
         if (str_is(model, m->names[i])) return 0;
@@ -14523,6 +14527,7 @@ typedef struct run_options { /* what toka batch was asked to do */
     const char *errors;   /* a file for error records, NULL: they go to out */
     const char *report;   /* a file for the closing report as JSON, or NULL */
     const char *now;      /* the chat template's clock, NULL: local time */
+    const char *name;     /* what results call the model, NULL: its own name */
     toka_request base;    /* what a line that does not say otherwise gets */
     const api_model *model; /* NULL; or what OpenAI's batch lines are read against instead */
     bool quiet;           /* no progress, no report */
@@ -14595,6 +14600,8 @@ typedef struct run_state { /* a batch under way */
     int64_t n_lines, n_before; /* lines of the input, -1: not known; of these, done by earlier runs */
     api_model models[2]; /* what bodies are read against: [1] those that stand in OpenAI's batch lines */
     buf warned;        /* api_is_news' */
+    bool warned_model; /* that a line's model is not looked at: told once */
+    buf earlier;       /* api_show's of a model that the output has results of and that is not this one */
     double t0, t_shown;
     int64_t n_written, n_errors;
     bool said_full;    /* that the disk is full: told once */
@@ -14714,6 +14721,18 @@ static void run_warn(void *user, str name) {
     buf_free(&shown);
 }
 
+/* Files made for another server name its model. They run on the one there is, whose name results have. */
+static void run_warn_model(run_state *r, const json *body) {
+    const str model = json_str(json_get(body, "model"));
+    if (r->warned_model || !model.n || r->o->model || str_is(model, r->models[0].name)) return;
+    buf shown = {0};
+    api_show(&shown, model);
+    fprintf(stderr, "toka batch: line %lld: \"model\" is %s; this and all other lines run on %s\n", (long long)r->in.number,
+            shown.p, r->models[0].name);
+    r->warned_model = true;
+    buf_free(&shown);
+}
+
 /* Fails the line with one of the codes of an error record. */
 #define RUN_FAIL(line, name, ...) ((line)->error = (name), fail(e, TOKA_E_USE, __VA_ARGS__))
 #define RUN_BAD(line, ...) RUN_FAIL(line, "invalid_request", __VA_ARGS__)
@@ -14752,6 +14771,7 @@ static int run_parse(run_line *line, const json *root, toka_err *e) {
     int code = run_form(line, root, &body, &route, e);
     if (code) return code;
     line->call.serial[0] = line->key.hi, line->call.serial[1] = line->key.lo;
+    run_warn_model(line->run, body);
     code = api_parse_json(&line->run->models[run_is_long(root)], route, body, &line->call, e);
     const int most = line->run->o->base.priority; /* of a server's batch: no line gets in front of those who wait */
     for (int i = 0; i < line->call.n_parts && most < 0; i++)
@@ -14763,9 +14783,9 @@ static int run_parse(run_line *line, const json *root, toka_err *e) {
 
 static void run_models(run_state *r) {
     static const char *const beside[] = {"custom_id", "id", NULL};
-    r->models[0] = (api_model){.t = r->t, .name = r->t->files->name, .beside = beside, .base = r->o->base,
-                               .max_len = r->t->shape.max_len, .now = r->o->now, .limits = run_limits, .unknown = run_warn,
-                               .user = r};
+    r->models[0] = (api_model){.t = r->t, .name = r->o->name ? r->o->name : r->t->files->name, .beside = beside,
+                               .base = r->o->base, .max_len = r->t->shape.max_len, .now = r->o->now, .limits = run_limits,
+                               .unknown = run_warn, .user = r};
     r->models[1] = r->o->model ? *r->o->model : r->models[0];
     r->models[1].completion_tokens = 16; /* as the API says */
     r->models[1].live = false, r->models[1].base = r->o->base; /* what is written depends on the line alone */
@@ -15120,13 +15140,15 @@ static str run_result_id(str line) {
 
 /* custom_id of an output line into id. False: it is no line of ours. Of one that is too long to be parsed whole, as those of
  * thousands of samples may be, the beginning says it. */
-static bool run_read_result(const run_input *in, str line, arena *a, buf *id) {
+static bool run_read_result(run_state *r, const run_input *in, str line, arena *a, buf *id) {
     toka_err ignored;
     const json *root = json_parse(a, in->too_long ? run_result_id(line) : line, json_trusted, &ignored);
     const json *v = in->too_long ? root : json_get(root, "custom_id");
     if (!json_is(v, JSON_STRING)) return false;
     if (!in->too_long && (!json_get(root, "response") || !json_get(root, "error"))) return false;
     buf_clear(id), buf_str(id, json_str(v));
+    const str model = in->too_long ? (str){0} : json_str(json_get(json_get(json_get(root, "response"), "body"), "model"));
+    if (model.n && !r->earlier.n && !r->o->model && !str_is(model, r->models[0].name)) api_show(&r->earlier, model);
     return true;
 }
 
@@ -15152,7 +15174,7 @@ static int run_scan_output(run_state *r, run_sink *to, atomic_llong *count, toka
             code = run_no_result(&in, in.number - 1, e);
             break;
         }
-        if (whole && run_read_result(&in, line, &a, &id)) {
+        if (whole && run_read_result(r, &in, line, &a, &id)) {
             run_table_set(&r->seen, run_table_at(&r->seen, run_hash(buf_view(&id))), 1);
             at += in.length + 1;
             n_lines++;
@@ -15171,6 +15193,10 @@ static int run_scan_output(run_state *r, run_sink *to, atomic_llong *count, toka
     if (!code && bad.p && ftruncate(to->fd, at)) code = fail(e, TOKA_E_IO, "%s: %s", to->path, strerror(errno));
     if (!code && count) *count = n_lines; /* all at once: somebody looks at it meanwhile */
     if (!code && bad.p && !r->o->quiet) fprintf(stderr, "toka batch: %s: the torn last line was cut off\n", to->path);
+    if (!code && r->earlier.n)
+        fprintf(stderr, "toka batch: %s has results of the model %s, which stay; the rest runs on %s\n", to->path, r->earlier.p,
+                r->models[0].name);
+    buf_free(&r->earlier);
     to->bytes = at;
     run_input_free(&in), buf_free(&id), buf_free(&kept);
     return code;
@@ -20778,8 +20804,8 @@ static const cli_flag cli_flags[] = {
     {"api-key", "", "KEY", CLI_LIST, AT(api_keys), FOR_SERVE,
      "clients must send one of these keys; up to 16 times (others can read a command line: better TOKA_API_KEY or a file)"},
     {"api-key-file", "", "FILE", CLI_TEXT, AT(api_key_file), FOR_SERVE, "more keys, one a line"},
-    {"served-model-name", "", "NAME", CLI_LIST, AT(served_names), FOR_SERVE,
-     "what clients call the model (default: its own name); up to 16 times, the first is told"},
+    {"served-model-name", "", "NAME", CLI_LIST, AT(served_names), FOR_SERVE | FOR_BATCH,
+     "what clients and results call the model (default: its own name); up to 16 times, the first is told"},
     {"allowed-origins", "", "LIST", CLI_TEXT, AT(serve.origins), FOR_SERVE,
      "web origins that browsers may come from, with commas, or * (default: none)"},
     {"generation-config", "", "WHICH", CLI_TEXT, AT(generation_config), FOR_SERVE,
@@ -21425,7 +21451,8 @@ static int cli_batch(const cli *c, toka_err *e) {
     int code = cli_open(c, &t, e);
     if (code) return code;
     run_options o = {.in = c->input, .out = c->output, .report = c->report, .now = c->now, .base = toka_request_default(),
-                     .quiet = c->quiet, .interrupted = &cli_interrupted};
+                     .name = c->served_names.n ? c->served_names.at[0] : NULL, .quiet = c->quiet,
+                     .interrupted = &cli_interrupted};
     cli_sampling(c, t, &o.base);
     o.base.sampling.logprobs = 0;
     code = samp_check(&o.base.sampling, t->shape.V, e); /* else every line would have its error, and none be done again */

@@ -12,10 +12,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         if (pub_open_text(&t, &open, true, &e)) abort();
     }
     run_options o = {.base = toka_request_default(), .now = "2025-01-01 00:00:00"};
-    run_state r = {.o = &o, .t = t, .warned = {0}};
+    run_state r = {.o = &o, .t = t, .warned_model = true};
     arena a = {0};
     buf id = {0}, once = {0}, twice = {0};
-    for (int i = 0; i < 5000; i++) buf_char(&r.warned, '\n'); /* full: no words on unknown fields */
+    for (int i = 0; i < 5000; i++) buf_char(&r.warned, '\n'); /* full: no words on unknown fields; nor on models */
     run_models(&r);
     const json *root = json_parse(&a, (str){(const char *)data, size}, run_limits, &e);
     run_identify(root, 7, &id);
@@ -38,10 +38,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         if (memchr(text.p, '\n', text.n)) abort();
         for (int too_long = 0; too_long < 2; too_long++) { /* of one that is, the beginning has to do */
             run_input in = {.too_long = too_long};
-            if (!run_read_result(&in, text, &a, &id) || !str_eq(buf_view(&id), line->custom_id)) abort();
+            if (!run_read_result(&r, &in, text, &a, &id) || !str_eq(buf_view(&id), line->custom_id)) abort();
         }
     }
     run_line_free(line), arena_free(&a);
-    buf_free(&id), buf_free(&once), buf_free(&twice), buf_free(&r.warned);
+    buf_free(&id), buf_free(&once), buf_free(&twice), buf_free(&r.warned), buf_free(&r.earlier);
     return 0;
 }

@@ -91,12 +91,12 @@ def mixed(n, **more):
 
 def test_completion_and_chat(tmp_path):
     p = PROBLEMS[0]
-    r = run(tmp_path, [completion("a", p["prompt"], max_tokens=100, n=2, model="mine"), chat("b", p["prompt"]),
+    r = run(tmp_path, [completion("a", p["prompt"], max_tokens=100, n=2, model="mine \x90"), chat("b", p["prompt"]),
                        {"prompt": p["prompt"], "id": 7}, {"messages": [{"role": "user", "content": p["prompt"]}]}])
     assert sorted(k for k in r if k != "stderr") == ["7", "a", "b", "line-4"]
     a, b = body(r["a"]), body(r["b"])
     assert re.fullmatch("batch_req_[0-9a-f]{32}", r["a"]["id"]) and r["a"]["response"]["request_id"].startswith("req_")
-    assert a["object"] == "text_completion" and a["model"] == "mine" and a["created"] == 0 and a["id"].startswith("cmpl-")
+    assert a["object"] == "text_completion" and a["model"] == "model" and a["created"] == 0 and a["id"].startswith("cmpl-")
     assert b["object"] == "chat.completion" and b["model"] == "model" and b["id"].startswith("chatcmpl-")
     assert [c["index"] for c in a["choices"]] == [0, 1] and a["choices"][0]["finish_reason"] == "stop"
     assert b["choices"][0]["message"]["role"] == "assistant" and b["choices"][0]["logprobs"] is None
@@ -105,6 +105,7 @@ def test_completion_and_chat(tmp_path):
         u = body(r[name])["usage"]
         assert u["total_tokens"] == u["prompt_tokens"] + u["completion_tokens"] > u["prompt_tokens"] > 20
     assert r["a"]["response"]["body"]["choices"][0]["text"] == texts(r["7"])[0]
+    assert 'line 1: "model" is "mine ??"; this and all other lines run on model\n' in r["stderr"]
     assert texts(r["b"]) == texts(r["line-4"])
 
 
@@ -254,6 +255,23 @@ def test_harmless_and_unknown_fields(tmp_path):
                        chat("d", "Tom", response_format={"type": "text"}, tool_choice="auto", max_tokens=2)])
     assert all(body(r[k]) for k in "abcd")
     assert re.findall(r'line (\d+): unknown field "(\w+)"', r["stderr"]) == [("2", "colour")]
+    r = run(tmp_path, [completion("a", "Tom", guided_json={}), chat("b", "Tom", web_search_options={}), chat("c", "Tom", functions=[])])
+    assert r["a"]["error"]["code"] == r["b"]["error"]["code"] == "unsupported" and body(r["c"]) and '"model" is' not in r["stderr"]
+
+
+def test_another_model_goes_on(tmp_path):
+    source, out = write_lines(tmp_path / "in.jsonl", [completion("a", "Tom", max_tokens=2)]), tmp_path / "out.jsonl"
+    batch("-i", source, "-o", str(out), *SMALL)
+    before = out.read_text()
+    write_lines(tmp_path / "in.jsonl", [completion(name, "Tom", max_tokens=2, model="model") for name in "ab"])
+    _, err = batch("-i", source, "-o", str(out), *SMALL)
+    assert "has results" not in err and '"model" is' not in err and out.read_text().startswith(before)
+    out.write_text(before.replace('"model":"model"', '"model":"other"'))
+    _, err = batch("-i", source, "-o", str(out), *SMALL)
+    assert f'{out} has results of the model "other", which stay; the rest runs on model\n' in err and len(read_results(out)) == 2
+    write_lines(tmp_path / "in.jsonl", [completion(name, "Tom", max_tokens=2, model="mine") for name in "xy"])
+    _, err = batch("-i", source, "-o", str(tmp_path / "named.jsonl"), "--served-model-name", "mine", *SMALL)
+    assert "model" not in err and {body(r)["model"] for r in read_results(tmp_path / "named.jsonl").values()} == {"mine"}
 
 
 def test_odd_lines_and_ids(tmp_path):

@@ -111,7 +111,7 @@ def test_batch(tmp_path):
         # the same lines give the same bytes, with or without a server
         inputs = tmp_path / "same.jsonl"
         inputs.write_text("".join(json.dumps(c) + "\n" for c in chats))
-        assert os.system(f"{ROOT}/toka batch -q -i {inputs} -o {tmp_path}/same.out") == 0
+        assert os.system(f"{ROOT}/toka batch -q --served-model-name tiny -i {inputs} -o {tmp_path}/same.out") == 0
         assert sorted(open(f"{tmp_path}/same.out")) == sorted(api.files.content(b.output_file_id).text.splitlines(True))
 
 
