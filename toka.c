@@ -16296,7 +16296,10 @@ static int fb_take_folder(fb_store *s, toka_err *e) {
 
 /* The same the first time it is needed. What went wrong then is what all hear from then on. With store.lock held. */
 static int fb_attach(fb_store *s, toka_err *e) {
-    if (!s->started && !s->why.code) fb_take_folder(s, &s->why);
+    if (!s->started && !s->why.code && fb_take_folder(s, e)) {
+        s->why = *e;
+        if (!s->o.dir) fail(&s->why, e->code, "this server keeps no files: %.300s", e->msg);
+    }
     *e = s->why;
     return e->code;
 }
@@ -16330,6 +16333,7 @@ static void fb_close(fb_store *s) {
 static int fb_open(fb_store **out, const fb_options *o, toka_err *e) {
     fb_store *s = mem_zalloc(sizeof *s);
     bool off = o->dir && !strcmp(o->dir, "off");
+    toka_err ignored;
     int code = 0;
     s->o = *o, s->dir = s->locked = -1;
     pthread_mutex_init(&s->lock, NULL), os_cond_init(&s->wake);
@@ -16338,7 +16342,7 @@ static int fb_open(fb_store **out, const fb_options *o, toka_err *e) {
     if (!s->path) fail(&s->why, TOKA_E_USE, "this server keeps no files: %s", why);
     pthread_mutex_lock(&s->lock);
     if (o->dir && !off) code = fb_attach(s, e);
-    else if (s->path && os_is_dir(s->path) && fb_attach(s, e)) fprintf(stderr, "toka serve: %s\n", e->msg);
+    else if (s->path && os_is_dir(s->path)) fb_attach(s, &ignored); /* fb_folder says why it failed */
     pthread_mutex_unlock(&s->lock);
     *out = s;
     if (code) fb_close(s), *out = NULL;
@@ -16984,7 +16988,10 @@ static void fb_handle(fb_store *s, const http_request *r, str body, http_reply *
 }
 
 /* For people: where files are kept, or why they are not. */
-static const char *fb_folder(const fb_store *s) { return s->why.code ? s->why.msg : s->path; }
+static const char *fb_folder(const fb_store *s, toka_err *e) { /* NULL: none is used, *e says why */
+    *e = s->why;
+    return s->why.code ? NULL : s->path;
+}
 
 /* ===========================================================================
  * MARK: 29. Status page [pure]

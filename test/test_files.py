@@ -335,6 +335,7 @@ def test_folders(tmp_path):
         with Server(files=None, env=env) as second:  # serves, but has no files
             with pytest.raises(openai.APIStatusError, match="in use") as e:
                 client(second).files.list()
+            second.wait_for(r"this server keeps no files: \S+ is in use by another server")
             assert e.value.status_code == 503 and client(second).models.list().data
     with Server(files=None, env=env) as s:
         assert client(s).files.retrieve(f.id).id == f.id
