@@ -19206,7 +19206,8 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
  * NVLS off, 1 to 134 MB) come out within 20 %. What keeps a real run below: no op meets its roofline, host time and bubbles are
  * left out, and lengths vary. */
 
-enum { PLAN_MOST_GPUS = ENG_MAX_SPLIT }; /* what is recommended must be taken */
+enum { PLAN_MOST_GPUS = ENG_MAX_SPLIT, /* what is recommended must be taken */
+       PLAN_INPUT = 715, PLAN_OUTPUT = 150 }; /* of a workload that nobody describes: GSM8K, or what the model's length leaves */
 #define PLAN_LATENCY 40e-6         /* seconds of one all-reduce or send */
 #define PLAN_CONTEXT_BYTES 0x1p29  /* of a GPU's memory that are gone before the program asks what is free */
 
@@ -19458,7 +19459,7 @@ static int plan_check(const plan_options *o, plan_ask *a, int *must_hold, toka_e
     const struct { const char *name; int value, least, most; } numbers[] = {
         {"--gpus", o->gpus, 1, PLAN_MOST_GPUS}, {"--max-num-seqs", o->max_seqs, 0, 65536},
         {"--max-num-batched-tokens", o->max_tokens, 0, 65536}, {"--samples", o->samples, 1, ENG_MAX_N},
-        {"--input-len", o->input, 1, 1 << 30}, {"--output-len", o->output, 1, 1 << 30}};
+        {"--input-len", o->input, 0, 1 << 30}, {"--output-len", o->output, 0, 1 << 30}};
     for (int i = 0; i < COUNT(numbers); i++)
         if (numbers[i].value < numbers[i].least || numbers[i].value > numbers[i].most)
             return fail(e, TOKA_E_USE, "%s: %d, expected %d to %d", numbers[i].name, numbers[i].value, numbers[i].least,
@@ -19474,12 +19475,14 @@ static int plan_check(const plan_options *o, plan_ask *a, int *must_hold, toka_e
         return fail(e, TOKA_E_USE, "--max-num-batched-tokens: %d, expected at least --max-num-seqs, %d", a->max_tokens,
                     a->max_seqs);
     a->max_len = o->max_len ? o->max_len : limit;
-    a->gpus = o->gpus, a->input = o->input, a->output = o->output, a->samples = o->samples;
+    a->gpus = o->gpus, a->samples = o->samples;
+    a->output = o->output ? o->output : MIN(PLAN_OUTPUT, MAX(1, o->input ? a->max_len - o->input : a->max_len / 2));
+    a->input = o->input ? o->input : MIN(PLAN_INPUT, MAX(1, a->max_len - a->output));
     a->utilization = toka_gpu_utilization(o->utilization);
-    if (o->input > a->max_len - o->output)
+    if (a->input > a->max_len - a->output)
         return fail(e, TOKA_E_USE, "--input-len %d and --output-len %d: expected at most %d in all, the longest sequence",
-                    o->input, o->output, a->max_len);
-    *must_hold = o->max_len ? a->max_len : o->input + o->output;
+                    a->input, a->output, a->max_len);
+    *must_hold = o->max_len ? a->max_len : a->input + a->output;
     return plan_find_gpu(o->gpu, &a->gpu, e);
 }
 

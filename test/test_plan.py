@@ -74,13 +74,20 @@ def test_too_large_says_how_many_it_takes():
     assert 1 < least < 5
     few = ["--gpu", "L4", "--gpus", "61", "--gpu-memory-utilization", "0.5"]  # a prime, more than there are layers
     assert re.search(r"61 x L4, however they are split; on \d of them they do", plan("-m", "llama-3.1-8b", *few, status=1)[1])
-    assert "no number" in plan("-m", "llama-3.1-70b", "--gpu", "L4", "--gpu-memory-utilization", "0.05", status=1)[1]
+    assert "nor do they on any number of them up to 64" in plan("-m", "llama-3.1-70b", "--gpu", "L4", "--gpu-memory-utilization", "0.05", status=1)[1]
+
+
+def test_lengths_that_nobody_gave():
+    for args, lengths in (([], (715, 150)), (["--input-len", "900"], (900, 124)), (["--output-len", "1000"], (24, 1000)),
+                          (["--max-model-len", "100"], (50, 50)), (["--input-len", "0", "--output-len", "0"], (715, 150))):
+        v = json.loads(plan("-m", "test/model", "--json", *args)[0])  # which has at most 1,024 tokens
+        assert (v["input_len"], v["output_len"]) == lengths, args
 
 
 @pytest.mark.parametrize("args, words", [
     (["--gpu", "H300"], "expected B200, H200, H100, A100-80G"), (["-m", "no-such-model"], "no-such-model: no such folder"),
     (["--gpus", "0"], "--gpus: 0"), (["--gpus", "65"], "--gpus: 65, expected 1 to 64"), (["--max-model-len", "200000"], "131072"),
-    (["--input-len", "0"], "--input-len"), (["--output-len", "200000"], "longest sequence"), (["--samples", "0"], "--samples"),
+    (["--input-len", "-1"], "--input-len: -1"), (["--output-len", "200000"], "longest sequence"), (["--samples", "0"], "--samples"),
     (["--gpu-memory-utilization", "2"], "--gpu-memory-utilization"), (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "at least"),
     (["--kv-tokens", "5"], "not for this command"), (["--max-num-seqs", "-1"], "--max-num-seqs"),
 ])
