@@ -10202,8 +10202,8 @@ static void *cpu_zalloc(toka_device *d, size_t n, size_t size) { /* n * size byt
         p = mmap(NULL, MAX(bytes, (size_t)1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) {
         if (!d->error.code)
-            fail(&d->error, TOKA_E_MEMORY, "CPU backend: no memory for %zu x %zu bytes beside %zu MB; the machine has %zu MB", n,
-                 size, d->n_bytes >> 20, ram >> 20);
+            fail(&d->error, TOKA_E_MEMORY, "CPU backend: no memory for %.0f MB beside %zu MB; the machine has %zu MB",
+                 (double)n * (double)size / (1 << 20), d->n_bytes >> 20, ram >> 20);
         return NULL;
     }
     d->blocks[d->n_blocks++] = (cpu_block){p, MAX(bytes, (size_t)1)};
@@ -12445,17 +12445,22 @@ toka_options toka_options_default(void) {
     return (toka_options){.device = "auto", .tensor_parallel_size = 1, .pipeline_parallel_size = 1, .data_parallel_size = 1};
 }
 
+enum { PUB_TEMPLATE_BYTES = 16 << 20 };
+
 /* Parses a template file: Jinja, or a tokenizer_config.json (by its name) that has a template in it. `names` gets the special
  * tokens of the latter, for a template without a model. */
 static int pub_template_file(const char *file, mf_model *names, tmpl **out, toka_err *e) {
-    str source;
-    int code = os_map(file, &source, e);
-    if (code) return code;
+    buf text = {0};
+    int fd = open(file, O_RDONLY | O_CLOEXEC); /* a pipe, too */
+    if (fd < 0) return fail(e, os_is_short(errno) ? TOKA_E_IO : TOKA_E_INPUT, "%s: %s", file, strerror(errno));
+    int code = os_read_all(fd, file, PUB_TEMPLATE_BYTES, &text, e);
+    const str source = buf_view(&text);
+    close(fd);
     bool config = str_ends(str_c(file), STR(".json"));
-    if (config) code = mf_tokenizer_config_parse(source, file, &names->a, names, e);
+    if (!code && config) code = mf_tokenizer_config_parse(source, file, &names->a, names, e);
     if (!code && config && !names->chat_template.n) code = fail(e, TOKA_E_INPUT, "%s: there is no chat_template in it", file);
     if (!code) code = tmpl_parse(out, config ? names->chat_template : source, e);
-    os_unmap(source);
+    buf_free(&text);
     return code;
 }
 
@@ -12588,7 +12593,9 @@ static void pub_put_start(const toka *t, buf *b) {
 
 static int pub_need_tokenizer(const toka *t, toka_err *e) {
     if (t->tok) return 0;
-    return fail(e, TOKA_E_INPUT, "%s: no tokenizer.json, so text cannot be read or written; use token ids", t->files->name);
+    const mf_model *m = t->files;
+    return fail(e, TOKA_E_INPUT, "%s: there is no tokenizer.json, so text cannot be read or written; use token ids",
+                m->folder ? m->folder : m->name);
 }
 
 int toka_encode(const toka *t, const char *text, size_t text_bytes, int flags, int32_t **out, size_t *n_ids, toka_err *e) {
@@ -18630,11 +18637,14 @@ static int srv_load(srv *s, toka_err *e) {
     int code = toka_open(&s->t, &s->o->open, e);
     if (code) return code;
     srv_init_model(s);
-    fb_options fb = {.dir = s->o->files_dir, .t = s->t, .m = &s->model};
-    if ((code = fb_open(&s->files, &fb, e))) return code;
     run_say_start(s->t, s->name, os_now() - t0);
     srv_say_defaults(s);
-    fprintf(stderr, "toka: files of batches: %s\n", fb_folder(s->files));
+    fb_options fb = {.dir = s->o->files_dir, .t = s->t, .m = &s->model};
+    if ((code = fb_open(&s->files, &fb, e))) return code;
+    toka_err why;
+    const char *folder = fb_folder(s->files, &why);
+    if (folder) fprintf(stderr, "toka: files of batches are kept in %s\n", folder);
+    else fprintf(stderr, "toka: %s\n", why.msg);
     return 0;
 }
 
@@ -18984,7 +18994,8 @@ static int run_timeline_open(toka *t, const run_bench_options *o, FILE **file, t
         to.st_ino == from.st_ino)
         return fail(e, TOKA_E_USE, "--timeline: %s is the dataset", path);
     *file = path ? fopen(path, "w") : NULL;
-    if (path && !*file) return fail(e, TOKA_E_IO, "--timeline: %s: %s", path, strerror(errno));
+    if (path && !*file)
+        return fail(e, os_is_short(errno) ? TOKA_E_IO : TOKA_E_INPUT, "--timeline: %s: %s", path, strerror(errno));
     if (!path) return 0;
     fputs("step,replica,rows,outputs,begin_us,end_us,plan_us,launch_us,commit_us\n", *file);
     t->engine->watch = run_timeline_step, t->engine->watch_user = *file;
@@ -19663,7 +19674,8 @@ static int plan_make(const plan_options *o, buf *out, toka_err *e) {
     if (!code) n = plan_splits(&a, must_hold, s);
     if (!code && !plan_best(s, n)) {
         int least = plan_least(a, must_hold);
-        char tell[64] = "no number of them does that is tried here";
+        char tell[64];
+        snprintf(tell, sizeof tell, "nor do they on any number of them up to %d", PLAN_MOST_GPUS);
         if (least) snprintf(tell, sizeof tell, least > a.gpus ? "at least %d are needed" : "on %d of them they do", least);
         code = fail(e, TOKA_E_USE,
                     "%s: %.3g GB of weights and a sequence of %d tokens do not fit on %d x %s, however they are split; %s",
@@ -20840,8 +20852,8 @@ static const cli_flag cli_flags[] = {
     {"gpu", "", "NAME", CLI_TEXT, AT(plan.gpu), FOR_PLAN,
      "B200, H200, H100, A100-80G, A100-40G, L40S, L4, A10, RTX-4090 or RTX-3090 (default: H100)"},
     {"input-len", "", "N", CLI_INT, AT(plan.input), FOR_PLAN,
-     "tokens of a prompt (default: 715, a GSM8K problem with four examples)"},
-    {"output-len", "", "N", CLI_INT, AT(plan.output), FOR_PLAN, "tokens of an answer (default: 150)"},
+     "tokens of a prompt (default: 715, a GSM8K problem with four examples, or what the longest sequence leaves)"},
+    {"output-len", "", "N", CLI_INT, AT(plan.output), FOR_PLAN, "tokens of an answer (default: 150, or likewise)"},
     {NULL, NULL, NULL, 0, 0, 0, "Output"},
     {"logprobs", "", "K", CLI_INT, AT(logprobs), FOR_RUN, "log-probability of each token, and of the K best"},
     {"json", "", "", CLI_BOOL, AT(json),
@@ -20864,7 +20876,7 @@ static cli cli_default(void) {
                  .bench = {.endpoint = "/v1/completions", .input_len = 1024, .output_len = 128, .burstiness = 1, .ready_s = 60,
                            .metrics = "ttft,tpot,itl,e2el", .percentiles = "99"},
                  .generation_config = "auto",
-                 .plan = {.gpu = "H100", .gpus = 1, .input = 715, .output = 150},
+                 .plan = {.gpu = "H100", .gpus = 1},
                  .serve = {.max_queue = 65536, .max_body_bytes = 64 << 20, .max_upload_bytes = (int64_t)2 << 30,
                            .read_timeout = 30, .write_timeout = 60, .keep_alive = 75, .step_timeout = 120}};
 }
@@ -20942,7 +20954,9 @@ static int cli_help(toka_err *e) {
         printf("  %-32s %s\n", left, f->help);
     }
     puts("\nEvery flag that takes a value can also come from the environment: TOKA_MAX_TOKENS=64 is --max-tokens 64.\n"
-         "Exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C.");
+         "Where a number has to be at least 1 and has a default, 0 is that default (but for --*-parallel-size).\n"
+         "Exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C (serve: 0). Lines of a batch\n"
+         "that became error records do not change it.");
     return cli_write(STR(""), e);
 }
 
@@ -20968,9 +20982,9 @@ static int cli_set(cli *c, const cli_flag *f, const char *value, const char *sho
     }
     case CLI_INT: case CLI_INT64: {
         long long v = strtoll(value, &end, 10);
-        const long long low = f->type == CLI_INT ? INT_MIN : INT64_MIN, high = f->type == CLI_INT ? INT_MAX : INT64_MAX;
         if (end == value || *end) return fail(e, TOKA_E_USE, "%s: '%s' is not a whole number", shown, value);
-        if (errno || v < low || v > high) return fail(e, TOKA_E_USE, "%s: %s, expected %lld to %lld", shown, value, low, high);
+        const bool fits = !errno && (f->type == CLI_INT64 || (v >= INT_MIN && v <= INT_MAX)); /* most flags take less still */
+        if (!fits) return fail(e, TOKA_E_USE, "%s: %s is too %s", shown, value, v < 0 ? "low" : "high");
         if (f->type == CLI_INT) *(int *)(void *)field = (int)v;
         else *(int64_t *)(void *)field = v;
     }
@@ -21021,7 +21035,8 @@ static int cli_parse(cli *c, unsigned command, int argc, char **argv, toka_err *
         const char *arg = argv[i], *eq = arg[0] == '-' && arg[1] == '-' ? strchr(arg, '=') : NULL;
         size_t n = eq ? (size_t)(eq - arg) : strlen(arg);
         const cli_flag *f = arg[0] == '-' && n > 1 ? cli_find(arg, n) : NULL;
-        if (!f) return fail(e, TOKA_E_USE, "%s: unknown %s; see toka --help", arg, arg[0] == '-' ? "flag" : "argument");
+        if (!f && arg[0] == '-') return fail(e, TOKA_E_USE, "%s: unknown flag; see toka --help", arg);
+        if (!f) return fail(e, TOKA_E_USE, "%s: unknown argument; a command comes before its flags, see toka --help", arg);
         if (!(f->commands & command)) return fail(e, TOKA_E_USE, "--%s is not for this command; see toka --help", f->name);
         const char *value = eq ? eq + 1 : NULL;
         if (f->type == CLI_BOOL && eq) return fail(e, TOKA_E_USE, "--%s takes no value", f->name);
@@ -21253,6 +21268,7 @@ static int cli_chat(const cli *c, toka *t, toka_err *e) {
     buf line = {0}, messages = {0}, prompt = {0}, answer = {0};
     bool terminal = isatty(0), more = true;
     int code = 0;
+    if (pub_need_template(t, e)) return e->code; /* before somebody has written a line */
     if (c->system) cli_put_message(&messages, "system", str_c(c->system));
     if (c->prompt) buf_c(&line, c->prompt);
     while (!cli_interrupted) {
@@ -21277,6 +21293,8 @@ static int cli_run_prompt(const cli *c, toka *t, toka_err *e) {
     int code = cli_read_prompt(c, &text, e);
     if (!code && c->raw && c->system) code = fail(e, TOKA_E_USE, "--system needs the chat template, --raw leaves it out");
     if (!code && !templated && c->system) code = fail(e, TOKA_E_USE, "--system: %s has no chat template", t->files->name);
+    if (!code && !templated && !c->raw && !c->quiet && t->tok)
+        fprintf(stderr, "toka: %s has no chat template, so the text is completed as it is (--raw says so)\n", t->files->name);
     if (!code && templated) {
         if (c->system) cli_put_message(&messages, "system", str_c(c->system));
         cli_put_message(&messages, "user", buf_view(&text));

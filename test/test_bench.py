@@ -56,7 +56,7 @@ def test_timeline(tmp_path):
     assert rows[-1]["rows"] == rows[-1]["outputs"] and max(int(r["outputs"]) for r in rows) == 6
     times = [float(r[k]) for r in rows for k in ("begin_us", "end_us")]
     assert times == sorted(times) and all(float(r["plan_us"]) > 0 and float(r["launch_us"]) > 0 and float(r["commit_us"]) > 0 for r in rows)
-    _, err = bench("throughput", "-m", "test/model", "--dataset", d, "--timeline", "/no/such/file", status=2)
+    _, err = bench("throughput", "-m", "test/model", "--dataset", d, "--timeline", "/no/such/file", status=1)
     assert "--timeline" in err
     before = open(d).read()
     _, err = bench("throughput", "-m", "test/model", "--dataset", d, "--timeline", d, status=1)
