@@ -4879,7 +4879,7 @@ static void attn_launch_gangs(toka_device *d, int layer, attn_args a, const attn
     else a.D <= 64 ? attn_gang_launch<64, 32, 2>(d, a, l, map) : attn_gang_launch<128, 16, 2>(d, a, l, map);
 }
 
-/* Can T rows be squads? At best they are kin. */
+/* Are squads captured for T rows? As if those were kin; where G is 1 a gang may have more, and its step is launched. */
 static bool attn_has_squads(const attn_plan *p, int T) {
     if (!p || !p->hopper || !p->squads || !p->small_rows) return false;
     return ceil_div(T, min(p->small_rows, (int)ATTN_KIN)) * p->K * ATTN_SQUAD <= p->n_sms;
@@ -5898,7 +5898,7 @@ struct samp_plan {
     uint32_t *reached;       /* [part_rows] samp_key of the highest key of the row so far; 0, none, between launches of the head */
     samp_result *far_results; /* [max_out] on the device */
     samp_best *tops;         /* [max_out] */
-    stage lists;             /* filters of one chunk and their lists */
+    stage lists;             /* filters of a step, and as many of their lists as there is room for */
     samp_down down[STEP_RING];
     /* of the step: */
     samp_ask *ask;           /* device, [n_out] */
@@ -7073,7 +7073,8 @@ __device__ static samp_mass samp_kept_mass(const samp_dist &r, samp_mass *scratc
 }
 
 /* A logit that the one at which the sum of weights reaches `want` does not lie below: usually few ids have that much together, so
- * the best 32 or 256 blocks tell already. Where 32 have less than a 16th of it, eight times as many have not enough. */
+ * the best 32 or 256 blocks tell already. Where 32 have less than a 16th of it, eight times as many rarely have enough
+ * either, and are not tried. */
 __device__ static float samp_floor(samp_dist &r, samp_mass want, samp_mass *scratch) {
     for (int k = 32; k < r.n_blocks && !samp_has_kept(r); k *= 8) {
         float at = samp_bound(r, k, scratch);
@@ -7472,9 +7473,10 @@ static bool samp_keeps(const toka_device *d, const toka_step *s) {
     return tp_size(d) == 1 && s->n_out <= GRAPH_ROWS && s->n_out <= d->samp->chunk;
 }
 
-/* Chooses which rows go which way and puts what all rows need into the stage, at the start of a step; lists follow chunk by
- * chunk. Plain rows come first, but where the order of a step with filtered ones is to be its own: in a graph, and where a folded
- * norm needs it. There all go as filtered ones, plain ones with a filter that asks nothing; their results are the same.
+/* Chooses which rows go which way and puts what all rows need into the stage, at the start of a step; filters and their
+ * lists follow in samp_launch. Plain rows come first, but where the order of a step with filtered ones is to be its own: in a
+ * graph, and where a folded norm needs it. There all go as filtered ones, plain ones with a filter that asks nothing; their
+ * results are the same.
  *
  * Results of few rows are stored into the host's memory by whoever makes them, and are there when the step is done. Then nothing
  * comes between a step's last kernel and the next step but what goes up: 5 us of 760 (1B, one row, H200, 2026-11-23), 5 of 1,570
@@ -7693,10 +7695,10 @@ static void samp_collect(toka_device *d, const toka_step *s, const samp_down *do
     }
 }
 
-/* The op up to the results, which stay on the device; samp_plan_step has run and the stage has been sent. Uses d->xn. As many rows
- * at a time as there is room for parts, and for the logits of those that have to be stored; plain and filtered rows share a pass
- * over the weights. Filters are sent for all rows at once, if their lists fit: a third transfer of a step would wait for the
- * first, and the host could not run ahead. */
+/* The op up to the results, which lie where samp_plan_step said: on the device or, of few rows, in the host's memory. The stage
+ * has been sent. Uses d->xn. As many rows at a time as there is room for parts, and for the logits of those that have to be
+ * stored; plain and filtered rows share a pass over the weights. Filters are sent for all rows at once, if their lists fit: a
+ * third transfer of a step would wait for the first, and the host could not run ahead. */
 static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
     samp_plan *p = d->samp;
     int most = d->hopper && !s->logits && p->whole_blocks ? p->part_rows : p->chunk;
@@ -8259,7 +8261,7 @@ static void bench_attention(bench *b, const bench_shape *m, const bench_step *st
     free(block);
 }
 
-/* ---- LM head with sampling: norm, logits, one draw a row at temperature 1; picks stay on the device ---- */
+/* ---- LM head with sampling: norm, logits, one draw a row at temperature 1; picks are not brought ---- */
 
 typedef struct bench_head_arg {
     toka_device *d;
@@ -8379,7 +8381,8 @@ static bool op_launches(toka_device *d, const char *op) { return op_begins(d, op
  *      samples  1,706  1,798  2,034  2,092  1,785  1,832  2,161  2,192  2,915  2,951  3,156  3,196  4,469  4,570  5,163  5,278
  *
  * 192 rows, as 256: 2,009 and 2,303, 2,101 and 2,385. With 8,192 rows nothing is gained. Filtered rows (top_k 20, top_p
- * 0.95), 2026-11-23: 1 row 814 and 863, 64 rows 1,424 and 1,488. To capture the 86 graphs takes 0.11 to 0.18 s and 36 MB. */
+ * 0.95), 2026-11-23: 1 row 814 and 863, 64 rows 1,424 and 1,488. To capture 86 graphs (now, with squads, 91) took 0.11 to
+ * 0.18 s and 36 MB. */
 
 static const int graph_sizes[GRAPH_SIZES] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, GRAPH_ROWS};
 
