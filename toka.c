@@ -2088,7 +2088,7 @@ static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
     const tok *t = x->t;
     const tok_matcher *m = normalized ? &t->normalized : &t->raw;
     if (normalized) s = tok_normalize(t, s, x->normal);
-    const char *p = s.p, *end = s.p + s.n, *done = s.p;
+    const char *p = s.p, *end = s.p + s.n, *done = s.p, *blank = s.p; /* blank: up to where white space was last run over */
     for (;;) {
         const struct tok_text *hit = NULL;
         while (p < end && !(m->first[(unsigned char)*p] && (hit = tok_longest(m, (str){p, (size_t)(end - p)})))) p++;
@@ -2102,7 +2102,8 @@ static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
             if (a->single_word && p < end && tok_is_word(&t->uni, p)) continue;
             while (a->lstrip && from > done && tok_set(&t->uni, tok_back(from), end, &n) & UNI_SPACE) from = tok_back(from);
             if (a->lstrip) from = MAX(from, done);
-            to = a->rstrip ? tok_run(&t->uni, p, end, UNI_SPACE) : p;
+            if (a->rstrip && blank < p) blank = tok_run(&t->uni, p, end, UNI_SPACE); /* else p lies in that run */
+            to = a->rstrip ? blank : p;
         }
         if (done < from) {
             str between = {done, (size_t)(from - done)};

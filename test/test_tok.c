@@ -241,6 +241,29 @@ static int tok_test_small(tok **t, const char *part, const char *value, toka_err
     return err;
 }
 
+/* Added tokens that are white space and take what is behind them: each run is gone over once. */
+static void tok_test_white_run(void) {
+    enum { N = 1 << 17 };
+    tok *t;
+    toka_err e;
+    ids v = {0};
+    buf text = {0};
+    double best[2] = {1e9, 1e9};
+    CHECK(!tok_test_small(&t, "added_tokens", "[{\"id\":9,\"content\":\"<s>\",\"special\":true},"
+                                              "{\"id\":10,\"content\":\" \",\"rstrip\":true}]", &e));
+    buf_char(&text, 'a');
+    while (text.n < N) buf_char(&text, ' ');
+    for (int i = 0; i < 4; i++) {
+        double t0 = cpu_now();
+        v.n = 0;
+        CHECK(!tok_encode(t, str_sub(buf_view(&text), 0, i % 2 ? N : N / 8), 0, &v, &e) && v.n > 1 && v.p[0] == 0 && v.p[1] == 10);
+        best[i % 2] = MIN(best[i % 2], cpu_now() - t0);
+    }
+    CHECK_MSG(best[1] < 32 * best[0] + 0.005, "%.4f s, eight times: %.4f s", best[0], best[1]);
+    tok_del(t);
+    ids_free(&v), buf_free(&text);
+}
+
 static void tok_test_small_file(void) {
     tok *t;
     toka_err e;
@@ -387,6 +410,7 @@ static const struct test tok_tests[] = {{"tokenizer: published vectors", tok_tes
                                         {"tokenizer: patterns", tok_test_patterns},
                                         {"tokenizer: two ways to merge", tok_test_merges},
                                         {"tokenizer: a small file", tok_test_small_file},
+                                        {"tokenizer: runs of white space", tok_test_white_run},
                                         {"tokenizer: characters", tok_test_characters},
                                         {"tokenizer: refused files", tok_test_refused},
                                         {"tokenizer: there and back, and in a stream", tok_test_roundtrip},
