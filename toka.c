@@ -5776,13 +5776,18 @@ static const mf_arch *mf_arch_by_name(str name) {
 
 static void mf_read_arch(mf_reader *r, mf_config *c) {
     const json *list = mf_field(r, "architectures"), *first = json_at(list, 0);
+    const json *type = mf_field(r, "model_type"); /* what names the architecture when nobody saved a model with it */
     const char *const known = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM";
     if (first) {
+        char of[80];
         c->arch = mf_arch_by_name(json_str(first));
         if (!c->arch) mf_bad(r, "architectures[0]", first, known);
+        else if (type && !str_is(json_str(type), c->arch->model_type)) { /* transformers goes by this one */
+            snprintf(of, sizeof of, "\"%s\", that of %s", c->arch->model_type, c->arch->name);
+            mf_bad(r, "model_type", type, of);
+        }
         return;
     }
-    const json *type = mf_field(r, "model_type"); /* what names the architecture when nobody saved a model with it */
     for (int i = 0; type && i < COUNT(mf_archs); i++)
         if (str_is(json_str(type), mf_archs[i].model_type)) c->arch = &mf_archs[i];
     if (!c->arch) mf_bad(r, list ? "architectures" : "model_type", list ? list : type, known);
@@ -5846,6 +5851,8 @@ static void mf_refuse(mf_reader *r) {
         const json *v = mf_field(r, off[i].field);
         if (v && v->type != JSON_FALSE && json_num(v, 1) != 0) mf_bad(r, off[i].field, v, off[i].expected);
     }
+    if (!mf_bool(r, "is_causal", true))
+        mf_bad(r, "is_causal", mf_field(r, "is_causal"), "true: attention to later tokens is not supported");
     const json *act = mf_field(r, "hidden_act");
     if (act && !str_is(json_str(act), "silu") && !str_is(json_str(act), "swish")) mf_bad(r, "hidden_act", act, "\"silu\"");
 }
@@ -5919,8 +5926,8 @@ static void mf_read_rope(mf_reader *top, mf_config *c) {
         c->shape.max_len = (int)MAX(c->shape.max_len, MIN(rope->original_len * rope->factor, (double)mf_dims[MF_LEN].max));
 }
 
-/* The window of each layer. Mistral: one for all. Qwen, if it asks for windows: layer_types says which layers, else those
- * from max_window_layers on. */
+/* The window of each layer: layer_types says which have it (transformers takes a Mistral that says so for a Ministral), else
+ * all of Mistral's, and, if it asks for windows, Qwen's from max_window_layers on. */
 static void mf_read_windows(mf_reader *r, mf_config *c, arena *a) {
     int L = c->shape.L;
     c->window = arena_zalloc(a, (size_t)L * sizeof *c->window);
@@ -5932,7 +5939,7 @@ static void mf_read_windows(mf_reader *r, mf_config *c, arena *a) {
     int64_t from = c->arch->window_asks ? mf_int(r, "max_window_layers", 28) : 0;
     for (int i = 0; i < L; i++) c->window[i] = i >= from ? (int)window : 0;
 
-    const json *types = c->arch->window_asks ? mf_field(r, "layer_types") : NULL;
+    const json *types = c->arch->window ? mf_field(r, "layer_types") : NULL;
     if (types && (types->type != JSON_ARRAY || types->n != (uint32_t)L))
         mf_bad(r, "layer_types", types, "a list with one for each layer");
     for (int i = 0; types && !r->e->code && i < L; i++) {

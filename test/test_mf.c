@@ -72,6 +72,8 @@ static const char *const mft_bad_configs[][2] = {
      "architectures[0] is \"MixtralForCausalLM\", expected LlamaForCausalLM"},
     {"{\"architectures\":[7]}", "architectures[0] is 7"},
     {"{\"model_type\":\"gemma\"}", "model_type is \"gemma\""},
+    {M_LLAMA ",\"model_type\":\"mistral\"}", "model_type is \"mistral\", expected \"llama\", that of LlamaForCausalLM"},
+    {M_LLAMA ",\"is_causal\":false}", "is_causal is false, expected true"},
     {M_LLAMA ",\"num_hidden_layers\":0}", "num_hidden_layers (L) is 0, expected 1 to 4096"},
     {M_LLAMA ",\"num_hidden_layers\":-3}", "num_hidden_layers (L) is -3"},
     {M_LLAMA ",\"num_hidden_layers\":4097}", "num_hidden_layers (L) is 4097"},
@@ -169,6 +171,9 @@ static void test_mf_config_fields(void) {
     if (mft_config("{\"architectures\":[\"MistralForCausalLM\"],\"num_key_value_heads\":null,\"sliding_window\":null,"
                    "\"attention_bias\":true}", NULL, &a, &c))
         CHECK(c.shape.K == 32 && c.window[0] == 0 && c.features == MF_LM_HEAD);
+    if (mft_config("{\"architectures\":[\"MistralForCausalLM\"],\"model_type\":\"mistral\",\"is_causal\":true,\"num_hidden_layers\":2,"
+                   "\"sliding_window\":8,\"layer_types\":[\"full_attention\",\"sliding_attention\"]}", NULL, &a, &c))
+        CHECK(c.window[0] == 0 && c.window[1] == 8);
     if (mft_config(M_QWEN2 ",\"use_sliding_window\":true,\"sliding_window\":64,\"max_window_layers\":3}", NULL, &a, &c))
         CHECK(c.window[2] == 0 && c.window[3] == 64);
     if (mft_config(M_QWEN2 ",\"use_sliding_window\":true,\"sliding_window\":64,\"layer_types\":[\"sliding_attention\","
