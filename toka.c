@@ -15826,7 +15826,7 @@ typedef struct fb_table { /* pointers to structs that begin with their fb_id, th
 
 typedef struct fb_options {
     const char *dir;    /* folder; NULL: $XDG_DATA_HOME/toka/files or ~/.local/share/toka/files; "off": none */
-    toka *t;            /* somebody else drives it until fb_close has returned */
+    toka *t;            /* somebody else drives it until fb_stop has returned */
     const api_model *m; /* what bodies are read against; its first name is the model of batches */
 } fb_options;
 
@@ -15840,7 +15840,7 @@ typedef struct fb_store {
     fb_table files, batches; /* of fb_file, of fb_batch */
     fb_batch *running;
     int64_t last_us; /* of the newest id */
-    bool stopping, started;
+    bool stopping, started, joined; /* joined: the worker, by fb_stop */
     bool full;       /* a record could not be written because the disk is full; reset by who asks */
     bool unread_batch; /* the folder has a batch's record that could not be read */
     pthread_t worker;
@@ -16328,14 +16328,20 @@ static char *fb_default_folder(void) { /* NULL: the user has no home */
 }
 
 /* Batches stop where they are. The engine must still be driven: requests under way are cancelled. */
-static void fb_close(fb_store *s) {
-    if (!s) return;
+static void fb_stop(fb_store *s) {
     pthread_mutex_lock(&s->lock);
-    s->stopping = true;
+    const bool join = s->started && !s->joined;
+    s->stopping = true, s->joined |= join;
     if (s->running) s->running->stop = 1;
     pthread_cond_broadcast(&s->wake);
     pthread_mutex_unlock(&s->lock);
-    if (s->started) pthread_join(s->worker, NULL);
+    if (join) pthread_join(s->worker, NULL);
+}
+
+/* When nobody is in fb_handle or has an upload any more. */
+static void fb_close(fb_store *s) {
+    if (!s) return;
+    fb_stop(s);
     for (size_t i = 0; i < s->files.n; i++) fb_file_del(s->files.at[i]);
     for (size_t i = 0; i < s->batches.n; i++) fb_batch_del(s->batches.at[i]);
     if (s->locked >= 0) close(s->locked);
@@ -18708,7 +18714,7 @@ static int srv_run(const srv_options *o, toka_err *e) {
         code = os_thread(&workers[n_workers], srv_worker, &s, e);
     if (!code) srv_run_loop(&s);
     while (driven && s.phase == SRV_LOADING) usleep(10000); /* a second signal ends the program meanwhile */
-    if (s.files) fb_close(s.files);
+    if (s.files) fb_stop(s.files);
     if (s.t) toka_stop(s.t);
     if (driven) pthread_join(engine, NULL);
     pthread_mutex_lock(&s.lock);
@@ -18716,6 +18722,7 @@ static int srv_run(const srv_options *o, toka_err *e) {
     pthread_cond_broadcast(&s.work);
     pthread_mutex_unlock(&s.lock);
     for (int i = 0; i < n_workers; i++) pthread_join(workers[i], NULL);
+    fb_close(s.files); /* a client that hung up may have left a worker with its upload */
     toka_close(s.t); /* calls that were given up get their last events here */
     if (!code && s.phase == SRV_FAILED) *e = s.e, code = e->code;
     srv_free(&s, &l);
