@@ -17922,11 +17922,13 @@ static void srv_options_reply(srv_call *c) {
 }
 
 /* Sent by a page of somebody else, as browsers say: it could read no answer, but what it asks for would be done. Programs do not
- * send this header. */
+ * send these headers. Over plain HTTP to another machine there is no Sec-Fetch-Site, and Origin names the page. */
 static bool srv_is_foreign(const srv_call *c) {
-    str site = http_find(c->req, "sec-fetch-site");
-    bool changes = c->req->method == HTTP_POST || c->req->method == HTTP_DELETE;
-    return changes && site.n && !http_same(site, "same-origin") && !http_same(site, "none") && !c->origin.n;
+    const str site = http_find(c->req, "sec-fetch-site"), from = http_find(c->req, "origin"), scheme = STR("http://");
+    const bool changes = c->req->method == HTTP_POST || c->req->method == HTTP_DELETE;
+    if (!changes || c->origin.n) return false;
+    if (site.n) return !http_same(site, "same-origin") && !http_same(site, "none");
+    return from.n && !(str_starts(from, scheme) && str_eq(str_sub(from, scheme.n, from.n), http_find(c->req, "host")));
 }
 
 /* Looks at a head whose body is still to come. True: c->reply has an answer already. */

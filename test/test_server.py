@@ -87,7 +87,8 @@ def test_cors_only_where_asked_for():
             assert a.headers["access-control-allow-headers"] == wanted
             for path in ("/v1/completions", "/v1/files", "/v1/batches"):  # neither of these needs the browser to ask first
                 for origin, site, status in (("http://x.y", "cross-site", 403), ("http://x.y", "same-site", 403), ("http://test", "same-origin", 400),
-                                             ("http://a.b", "cross-site", 400), (None, "none", 400), (None, None, 400)):
+                                             ("http://a.b", "cross-site", 400), (None, "none", 400), (None, None, 400),
+                                             ("http://x.y", None, 403), ("null", None, 403), ("http://test", None, 400), ("http://a.b", None, 400)):
                     foreign = s.post(path, {}, Origin=origin, Sec_Fetch_Site=site)
                     assert (foreign.status if foreign.status != 503 else 400) == status, (path, origin, site)
             a = c.request("OPTIONS", "/v1/chat/completions", Origin="http://x.y", Access_Control_Request_Headers=wanted)
