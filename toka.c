@@ -11896,8 +11896,7 @@ static void eng_finish(eng *g, eng_request *r) {
 static void eng_end_all(eng *g, eng_request *r, toka_finish how) {
     eng_replica *p = r->home;
     if (p) {
-        for (int q = 0; q < p->s.c.max_seqs; q++)
-            if (p->s.seqs[q].state != SCHED_FREE && p->s.seqs[q].request == r->sched_id) eng_slot_close(p, q);
+        for (int q = p->s.requests[r->sched_id].first; q >= 0; q = p->s.seqs[q].sibling) eng_slot_close(p, q);
         sched_cancel(&p->s, r->sched_id);
     }
     int left = r->n_live;
