@@ -12399,7 +12399,7 @@ typedef struct eng_scored {
 static int eng_on_score(void *user, const toka_event *ev) {
     eng_scored *s = user;
     if (ev->id >= 0) s->logprobs[s->n++] = ev->logprob;
-    return 0;
+    return atomic_load(&os_ends_in); /* Ctrl-C */
 }
 
 static int eng_score(eng *g, const int32_t *tokens, size_t n, float *logprobs, toka_err *e) {
@@ -18864,6 +18864,7 @@ typedef struct run_bench_options {
 
 typedef struct run_bench_sample {
     int prompt, length;
+    int64_t id; /* the engine's */
 } run_bench_sample;
 
 /* Every sample is a request of its own length, end ids ignored; those of one line find each other's prompt in the prefix
@@ -18876,6 +18877,7 @@ typedef struct run_bench_state {
     run_bench_sample *sample;   /* [n_samples] in the order of the file */
     int64_t n_prompts, n_samples, cap_prompts, cap_samples;
     int64_t next, n_output;
+    bool cancelled;             /* all, by Ctrl-C */
     toka_err e;
 } run_bench_state;
 
@@ -18938,7 +18940,7 @@ static int run_bench_line(void *user, const json *root, int64_t number, toka_err
             b->cap_samples = MAX(1024, 2 * b->cap_samples);
             b->sample = mem_realloc(b->sample, (size_t)b->cap_samples * sizeof *b->sample);
         }
-        b->sample[b->n_samples++] = (run_bench_sample){(int)b->n_prompts, (int)length};
+        b->sample[b->n_samples++] = (run_bench_sample){(int)b->n_prompts, (int)length, 0};
         b->n_output += length;
     }
     b->prompt[++b->n_prompts] = b->tokens.n;
@@ -18949,18 +18951,21 @@ static int run_bench_event(void *user, const toka_event *ev);
 
 static void run_bench_submit(run_bench_state *b) {
     if (b->next == b->n_samples || b->e.code) return;
-    const run_bench_sample *s = &b->sample[b->next];
-    int64_t id;
+    run_bench_sample *s = &b->sample[b->next];
     toka_request q = b->o->base;
     q.ids = b->tokens.p + b->prompt[s->prompt], q.n_ids = b->prompt[s->prompt + 1] - b->prompt[s->prompt];
     q.sampling.seed = api_seed(q.sampling.seed, (uint64_t[]){0, (uint64_t)b->next++});
     q.sampling.max_tokens = s->length, q.sampling.ignore_eos = true;
-    toka_submit(b->t, &q, run_bench_event, b, &id, &b->e);
+    toka_submit(b->t, &q, run_bench_event, b, &s->id, &b->e);
 }
 
 static int run_bench_event(void *user, const toka_event *ev) {
     run_bench_state *b = user;
-    if (*b->o->interrupted) return b->next = b->n_samples, 1;
+    if (*b->o->interrupted) { /* those without an event, too */
+        for (int64_t i = 0; i < b->next && !b->cancelled; i++) toka_cancel(b->t, b->sample[i].id);
+        b->cancelled = true, b->next = b->n_samples;
+        return 1;
+    }
     if (ev->finish != TOKA_RUNNING) run_bench_submit(b);
     return 0;
 }

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 
 from server import wait_handlers
 
@@ -111,6 +112,18 @@ def test_interrupted_while_reading(tmp_path):
         p.send_signal(signal.SIGINT)
         out, err = p.communicate(timeout=60)
     assert p.returncode == 130 and out + err == b""
+
+
+def test_interrupted(tmp_path):
+    """What waits for its turn is not begun any more: it would take minutes."""
+    d = dataset(tmp_path, [{"prompt_token_ids": ids(480, i), "output_lengths": [20]} for i in range(2000)])
+    p = subprocess.Popen([TOKA, "bench", "throughput", "--dataset", d, "--max-num-seqs", "1024", "--max-num-batched-tokens", "1024", "--threads", "1"],
+                         env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_handlers(p)
+    time.sleep(2)
+    p.send_signal(signal.SIGINT)
+    p.communicate(timeout=45)
+    assert p.returncode == 130
 
 
 def test_plan_interrupted():

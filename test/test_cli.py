@@ -245,6 +245,20 @@ def test_command_line_goes_before_environment():
     assert toka("bench", "--help").stdout == toka("--help").stdout != b"" and toka("bench").returncode == 1
 
 
+def test_ctrl_c_while_scoring(tmp_path):
+    text = tmp_path / "long.txt"
+    text.write_text("Tom has 12 apples. " * 80)
+    for _ in range(20):  # until the signal comes while it is at it
+        p = subprocess.Popen([TOKA, "score", "-f", str(text), "--max-num-seqs", "1", "--max-num-batched-tokens", "1", "--threads", "1"],
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        wait_handlers(p)
+        p.send_signal(signal.SIGINT)
+        out, _ = p.communicate(timeout=60)
+        if p.returncode == 130 and out == b"":
+            return
+    assert False, out
+
+
 def test_ctrl_c_while_waiting_for_input():
     p = subprocess.Popen([TOKA], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_handlers(p)
