@@ -21042,6 +21042,9 @@ static const cli_flag *cli_find(const char *arg, size_t n) { /* "-m" or "--model
 static void cli_override(cli *c, const cli *env, const cli_flag *f) {
     if (f->field == AT(prompt) && c->file == env->file) c->file = NULL;
     if (f->field == AT(file) && c->prompt == env->prompt) c->prompt = NULL;
+    if (f->field == AT(raw) && c->system == env->system) c->system = NULL;
+    if (f->field == AT(chat) && c->file == env->file) c->file = NULL;
+    if (f->field == AT(chat) && c->samples == env->samples) c->samples = 1;
     cli_list *list = f->type == CLI_LIST ? (cli_list *)(void *)((char *)c + f->field) : NULL;
     const cli_list *before = f->type == CLI_LIST ? (const cli_list *)(const void *)((const char *)env + f->field) : NULL;
     if (list && list->n && list->at[0] == before->at[0]) list->n = 0;

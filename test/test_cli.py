@@ -241,6 +241,10 @@ def test_command_line_goes_before_environment():
     assert toka("-p", PROBLEM, env={"TOKA_FILE": "/does/not/exist", "TOKA_DATASET": "x"}).stdout == want
     assert toka("-f", "-", stdin=PROBLEM, env={"TOKA_PROMPT": "hi"}).stdout == want
     assert toka("-p", PROBLEM, "--stop", "never seen", env={"TOKA_STOP": "a"}).stdout == want
+    assert toka("-p", PROBLEM, "--raw", env={"TOKA_SYSTEM": "x"}).stdout == toka("-p", PROBLEM, "--raw").stdout
+    chat = toka("--chat", "-q", stdin=PROBLEM + "\n")
+    assert toka("--chat", "-q", stdin=PROBLEM + "\n", env={"TOKA_FILE": "/does/not/exist", "TOKA_SAMPLES": "4"}).stdout == chat.stdout != b""
+    assert toka("--chat", "--samples", "4").returncode == 1
     assert toka("--help", env={"TOKA_THREADS": "abc"}).returncode == 0
     assert toka("bench", "--help").stdout == toka("--help").stdout != b"" and toka("bench").returncode == 1
 
