@@ -13803,6 +13803,23 @@ static int api_part_init(api_call *c, const api_body *b, const toka_request *q, 
     return code;
 }
 
+#define API_MOST_REPEATED 1e9 /* bytes */
+
+/* A completion says in every choice what is asked about its prompt; an answer is held whole, so that has to have a bound. */
+static int api_check_repeated(const api_call *c, toka_err *e) {
+    double bytes = 0;
+    for (int k = 0; k < c->n_parts && !c->chat; k++) {
+        const double n = (double)c->parts[k].prompt.n;
+        if (c->echo) bytes += (double)c->parts[k].text.n;
+        if (c->echo && c->want_logprobs && !c->packed) bytes += n * (64 + 32.0 * (1 + c->n_top));
+        if (c->want_ids || c->packed) bytes += n * 8;
+        if (c->want_prompt_logprobs) bytes += n * (1 + c->n_prompt_top) * (c->packed ? 12 : 80);
+    }
+    if (bytes * c->n <= API_MOST_REPEATED) return 0;
+    return API_BAD("n: %d choices that each repeat their prompt are an answer of about %.1f GB, expected at most %.0f", c->n,
+                   bytes * c->n * 1e-9, API_MOST_REPEATED * 1e-9);
+}
+
 /* A text, token ids, or a list of either. */
 static int api_prompts(api_call *c, const api_body *b, const toka_request *q, toka_err *e) {
     const json *v = c->chat ? NULL : b->prompt, *first = json_at(v, 0);
@@ -13841,7 +13858,7 @@ static int api_parse_fields(api_call *c, enum api_route route, const json *body,
     c->stream = b.stream, c->echo = b.echo, c->want_ids = b.return_token_ids, c->packed = b.return_packed;
     c->names_are_ids = b.names_are_ids;
     if ((code = api_check_model(c, b.model, e)) || (code = api_stream_options(c, &b, e))) return code;
-    if (!(code = api_sampling(c, &b, &q, e))) code = api_prompts(c, &b, &q, e);
+    if (!(code = api_sampling(c, &b, &q, e)) && !(code = api_prompts(c, &b, &q, e))) code = api_check_repeated(c, e);
     return code;
 }
 
