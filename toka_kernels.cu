@@ -756,8 +756,8 @@ __global__ static void __launch_bounds__(256) stage_kernel(const uint4 *from, ui
 }
 static void stage_send_brief(toka_device *d, const stage *s) {
     const int n = (int)((s->used + 15) / 16);
-    assert(s->used <= STAGE_BRIEF);
-    if (!n) return;
+    assert(s->used && s->used <= STAGE_BRIEF);
+    launch_prepare(d, "step upload", (const void *)stage_kernel);
     stage_kernel<<<(unsigned)((n + 255) / 256), 256, 0, d->stream>>>((const uint4 *)s->host[s->turn], (uint4 *)s->dev, n);
     LAUNCHED(d, "step upload");
 }
@@ -4879,10 +4879,10 @@ static void attn_launch_gangs(toka_device *d, int layer, attn_args a, const attn
     else a.D <= 64 ? attn_gang_launch<64, 32, 2>(d, a, l, map) : attn_gang_launch<128, 16, 2>(d, a, l, map);
 }
 
-/* Are squads captured for T rows? As if those were kin; where G is 1 a gang may have more, and its step is launched. */
+/* Are squads captured for T rows? If those can be squads: then the gangs are as few as they can be. */
 static bool attn_has_squads(const attn_plan *p, int T) {
     if (!p || !p->hopper || !p->squads || !p->small_rows) return false;
-    return ceil_div(T, min(p->small_rows, (int)ATTN_KIN)) * p->K * ATTN_SQUAD <= p->n_sms;
+    return ceil_div(T, p->small_rows) * p->K * ATTN_SQUAD <= p->n_sms;
 }
 
 /* Kernels that `attention` launches for the plan. */
@@ -6594,13 +6594,18 @@ __device__ static void samp_look_at(samp_dist &r, float at) {
     samp_list(r, r.n_blocks, [](int i) { return i; }, [&](int block) { return r.maxes[block] >= at; });
 }
 
+/* Is what is kept with a key in low .. high gathered? */
+__device__ static inline bool samp_has(const samp_dist &r, uint32_t low, uint32_t high) {
+    return r.n_near >= 0 && r.near_low <= low && r.near_high >= high;
+}
+
 /* Gathers what is kept with a key in low .. high, unless it is gathered already; false if it is too much, seen as soon as it is.
  * Lists its blocks. With `above` it is not there yet, and each(logit) is called for all above high. */
 template <class F>
 __device__ static inline bool samp_gather_and(samp_dist &r, uint32_t low, uint32_t high, bool above, F each) {
     __shared__ int n;
     int lane = (int)threadIdx.x % 32;
-    if (!above && r.n_near >= 0 && r.near_low <= low && r.near_high >= high) return true;
+    if (!above && samp_has(r, low, high)) return true;
     if (threadIdx.x == 0) n = 0;
     samp_look_at(r, samp_unkey(low)); /* its barriers are those of n, too */
     float least = samp_unkey(low), most = samp_unkey(high);
@@ -6648,7 +6653,7 @@ __device__ static bool samp_gather(samp_dist &r, uint32_t low, uint32_t high) {
 }
 /* Is all that is kept gathered? */
 __device__ static inline bool samp_has_kept(const samp_dist &r) {
-    return r.n_near >= 0 && r.near_low <= samp_key(r.at) && r.near_high >= samp_key(r.max);
+    return samp_has(r, samp_key(r.at), samp_key(r.max));
 }
 
 /* A range of keys in `last` + 1 parts, numbered from above: of as many keys each or, of floats, as wide. */
@@ -6785,14 +6790,14 @@ __device__ static float samp_rank(const samp_dist &r, bool by_count, uint32_t lo
  * FILTER_BINS parts, each at the weight of its part's lower end or at that of the upper one, bound where the sum reaches `want`.
  * What lies beyond the new range stays to be added up. False, and nothing is changed, if the parts cannot be made or the sum does
  * not get there. Of 128,256 Gaussian logits the new range has 40 to 400, where none are equal. */
-__device__ static bool samp_tally(samp_dist &r, bool by_count, uint32_t *low, uint32_t *high, samp_mass want) {
+__device__ static bool samp_tally(samp_dist &r, uint32_t *low, uint32_t *high, samp_mass want) {
     constexpr int OWN = FILTER_BINS / FILTER_THREADS, WARPS = FILTER_THREADS / 32;
     static_assert(OWN == 32, "a thread's bins lie in the 32 banks");
     __shared__ float sums[2][WARPS];
     __shared__ int first, last;
     const int t = (int)threadIdx.x, lane = t % 32;
     const float least = samp_unkey(*low), top = samp_unkey(*high), extent = top - least;
-    if (!(extent > 1e-30f && extent < 1e30f && (by_count || extent * r.scale < 64))) return false;
+    if (!(extent > 1e-30f && extent < 1e30f && extent * r.scale < 64)) return false;
     uint32_t *bins = (uint32_t *)r.near; /* nothing is gathered */
     const samp_parts parts = {0, 0, FILTER_BINS - 1, top, FILTER_BINS / extent};
     for (int i = t; i < FILTER_BINS; i += FILTER_THREADS) bins[i] = 0;
@@ -6804,8 +6809,8 @@ __device__ static bool samp_tally(samp_dist &r, bool by_count, uint32_t *low, ui
     __syncthreads();
     /* Rounding comes to less than 2^-15: a part's end is known to 2^-10 parts, of 64 / FILTER_BINS in log2 at most, weights to
      * 2^-17, a sum to 2^-18. */
-    const float slack = by_count ? 0 : 0x1p-14f, step = by_count ? 0 : r.scale / parts.per;
-    const float begin = by_count ? 0 : (top - r.max) * r.scale, enough = by_count ? (float)want : (float)want / SAMP_ONE;
+    const float slack = 0x1p-14f, step = r.scale / parts.per;
+    const float begin = (top - r.max) * r.scale, enough = (float)want / SAMP_ONE;
     float sum[2] = {0, 0}; /* at most, at least */
     auto add = [&](int bin, float (&to)[2]) {
         float n = (float)bins[bin], at = begin - (float)bin * step;
@@ -6854,9 +6859,10 @@ __device__ static float samp_reach(samp_dist &r, bool by_count, samp_mass want, 
     *over = 0;
     for (bool first = true; low < high; first = false) {
         if (!fits) fits = samp_gather(r, low, high);
-        if (!fits && first && (floor > r.at || r.last == INT_MAX) && samp_tally(r, by_count, &low, &high, want)) {
+        const bool tallied = !fits && first && !by_count && (floor > r.at || r.last == INT_MAX);
+        if (tallied && samp_tally(r, &low, &high, want)) {
             samp_mass own = 0;
-            fits = samp_gather_and(r, low, high, true, [&](float x) { own += by_count ? 1 : samp_mass_of(r, x); });
+            fits = samp_gather_and(r, low, high, true, [&](float x) { own += samp_mass_of(r, x); });
             *over = samp_all(own, scratch);
             if (low == high) break;
         }

@@ -232,7 +232,7 @@ MUTANTS = [
            ("what lies above the counted range", "*over = `samp_all(own, scratch)`;", "0"),
            ("counted ids have their part's upper weight at least", "to[1] += n * ex2(`at - step`) * (1 - slack);", "at"),
            ("all counted ids in their part's highest", "bins[`samp_wide_part(parts, x)`], 1u)", "0"),
-           ("what is gathered of a range for all that is kept", "r.near_low <= samp_key(r.at) && `r.near_high >= samp_key(r.max)`;", "true"),
+           ("what is gathered of a range for all that is kept", "samp_has(r, samp_key(r.at), `samp_key(r.max)`);", "r.near_high"),
            ("a block's key bound by its lowest noise", "samp_log2_exponential(`min(min(c[0], c[1]), min(c[2], c[3]))`)",
             "max(max(c[0], c[1]), max(c[2], c[3]))"),
            ("eight blocks are enough", "return `!(r.sums[block] < enough)`; });", "false", "(cut row|wide) \\d+, sampling \\d+"),
