@@ -332,11 +332,17 @@ template <class T> struct as_declared { typedef T type; }; /* keeps a parameter 
 /* Launches a kernel in clusters of `cluster` CTAs, with `smem` bytes of dynamic shared memory. On Hopper it may start while the
  * kernel ahead still runs, so in every chain each thread that touches what an earlier kernel wrote, or writes what one reads, must
  * have passed grid_wait(); and each kernel must call it, also one that needs nothing, for "the one ahead has ended" says nothing
- * about those before it. Only what no kernel of the stream writes, weights above all, may be read earlier. */
+ * about those before it. Only what no kernel of the stream writes, weights above all, may be read earlier.
+ *
+ * Clusters are placed by load balancing. By default, where CTAs of the next kernel wait beside those of this one, the 128 of each
+ * soon lie on 64 to 70 multiprocessors, two on one, and those of the next on the others; now on 116 to 124 (H200, 2026-11-24, 40
+ * launches of gemm_few). Shares of the time to read W: 2048 x 8192, 64 rows 54 -> 67 %, 2048 x 2048, 16 and 32 rows 53 -> 71, 52 ->
+ * 64, 4096 x 4096 in four parts, 64 rows 50 -> 72. A policy that spreads them changes nothing, nor does this one for gemm_wgmma,
+ * whose CTAs have a multiprocessor each. */
 template <class... P>
 static void launch_dependent(toka_device *d, const char *what, void (*kernel)(P...), dim3 grid, int threads, size_t smem,
                              int cluster, typename as_declared<P>::type... args) {
-    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchAttribute attributes[3] = {};
     cudaLaunchConfig_t config = {};
     void *pointers[] = {(void *)&args...};
     launch_prepare(d, what, (const void *)kernel);
@@ -349,8 +355,9 @@ static void launch_dependent(toka_device *d, const char *what, void (*kernel)(P.
     }
     if (cluster > 1) {
         attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-        attributes[config.numAttrs].val.clusterDim = {(unsigned)cluster, 1, 1};
-        config.numAttrs++;
+        attributes[config.numAttrs++].val.clusterDim = {(unsigned)cluster, 1, 1};
+        attributes[config.numAttrs].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
+        attributes[config.numAttrs++].val.clusterSchedulingPolicyPreference = cudaClusterSchedulingPolicyLoadBalancing;
     }
     launch_as(d, what, &config, (const void *)kernel, pointers);
 }
@@ -2408,7 +2415,8 @@ static void gemm_wgmma_scatter(toka_device *d, const gemm_args *a, bf16 *const *
  * ROWS rows of x, both with the 128-byte swizzle; what lies outside the matrices arrives as zeros. The ring fills with W before
  * grid_wait(), while the kernel ahead still runs, and is small enough for the CTAs of the next kernel to do the same beside this
  * one. Where W has too few rows for all multiprocessors, `split` CTAs of a cluster share a tile's K. Each gets the sums of 1/split
- * of the rows of x from the registers of all others, adds the parts in the order of K (bitwise repeatable) and puts them out.
+ * of the rows of x from the registers of all others, adds the parts in the order of K (bitwise repeatable) and puts them out. None
+ * leaves before what it expects has come, so nobody sends to one that has left.
  *
  * grid: tiles of 64 rows of W times split, in clusters of split; block: 192; shared: the ring and what comes, 112 KB at most. On
  * an H200 (2026-11-22) it reads W at 95 to 99 % of what a plain read reaches where that takes 20 us or more and x has few rows. In
@@ -2659,7 +2667,6 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
     __syncthreads(); /* nobody reads the ring any more, and all that was to come has come */
     if (warp < 4) few_add<ROWS>(acc[0], w);
     __syncthreads();
-    if (split > 1) cluster_meet_arrive(); /* all that was sent to this part has come */
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
         float v[8];
@@ -2668,8 +2675,6 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
         if (c.epi == EPI_LOGITS) few_put_logits(v, c, w, m, n);
         else few_put(v, c, w, m, n, old[i]);
     }
-    __syncwarp();
-    if (split > 1) cluster_meet_wait(); /* and what it has sent */
 #else
     __trap();
 #endif
@@ -2684,12 +2689,15 @@ template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a
                      gemm_map(d, c.w, c.N, c.K, c.K, FEW_N, FEW_K),
                      gemm_map(d, c.x, ROWS, c.K, c.ldx, ROWS, FEW_K), c, split);
 }
-/* How many CTAs share a tile's K: until there are about as many as multiprocessors, but each has four slices of K or more. Where
- * somewhat more tiles than multiprocessors would leave many of these idle, a long K is halved. */
+/* How many CTAs share a tile's K: as many as run at once, two a multiprocessor, but eight only where these have one each; and each
+ * has three slices of K or more. Where somewhat more tiles than multiprocessors would leave many of these idle, a long K is halved.
+ * Shares of the time to read W, 16 rows, in 1, 2, 4 and 8 parts (H200, 2026-11-24): 50, 67, 69, 48 (3072 x 2048), 37, 46, 71, 35
+ * (2048 x 2048), 66, 82, 77, 70 (6144 x 4096), 69, 74, 83, 62 (4096 x 4096), 20, 35, 46, 54 (896 x 4864), 73, 46, 41, 24 (9728 x
+ * 896). */
 static int gemm_few_split(const toka_device *d, int N, int K) {
     int tiles = ceil_div(N, FEW_N), slices = ceil_div(K, FEW_K), split = 1;
-    while (split < 8 && tiles * split * 10 < d->n_sms * 9) split *= 2;
-    while (split > 1 && slices < 4 * split) split /= 2;
+    while (split < 8 && 2 * split * tiles <= d->n_sms * (split < 4 ? 2 : 1)) split *= 2;
+    while (split > 1 && slices < 3 * split) split /= 2;
     return tiles > d->n_sms && 2 * tiles < 3 * d->n_sms && slices >= 64 ? 2 : split;
 }
 static void gemm_few(toka_device *d, const gemm_args *a) {
