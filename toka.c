@@ -14369,21 +14369,26 @@ static void api_release(api_call *c, api_part *p, buf *out) {
     buf_clear(&p->waiting);
 }
 
-/* Whole records, in their order, to text; c->n_left is 0 when all is said. Streaming: chunks are appended to out, maybe none.
+/* Whole records, in their order, to text; c->n_left is 0 when all is said. Streaming: chunks are appended to out, maybe none, and
+ * records that come when it has `most` bytes are left. Returns the bytes of those that were fed.
  * Tokens of a sample wait for those of the prompt, which stand before them in the stream; not if the call is broken. */
-static void api_feed(api_call *c, str records, buf *out) {
-    size_t n;
-    for (str rest; records.n; records = str_sub(records, n, records.n)) {
-        api_record r = api_unpack(records, &rest, &n);
+static size_t api_feed_some(api_call *c, str records, size_t most, buf *out) {
+    size_t n, fed = 0;
+    for (str rest; fed < records.n && !(c->stream && out->n >= most); fed += n) {
+        str left = str_sub(records, fed, records.n);
+        api_record r = api_unpack(left, &rest, &n);
         api_part *p = &c->parts[r.part];
         bool wait = c->stream && p->q.prompt_logprobs && p->n_scored < (int)p->prompt.n;
         if (r.sample == TOKA_PROMPT) api_feed_prompt(c, p, &r, rest, out);
-        else if (wait && !c->broken && r.finish < TOKA_CANCELLED) buf_put(&p->waiting, records.p, n);
+        else if (wait && !c->broken && r.finish < TOKA_CANCELLED) buf_put(&p->waiting, left.p, n);
         else api_feed_sample(c, p, &r, rest, out);
         if (wait && p->n_scored == (int)p->prompt.n) api_release(c, p, out);
     }
     for (int i = 0; i < c->n_parts && c->stream && c->broken; i++) api_release(c, &c->parts[i], out);
+    return fed;
 }
+
+static void api_feed(api_call *c, str records, buf *out) { api_feed_some(c, records, SIZE_MAX, out); }
 
 /* ---- Ends ---- */
 
@@ -17190,7 +17195,7 @@ static const char srv_page[] =
  *
  *     loop (31) --srv_dispatch--> ready list --> worker: srv_begin: api_parse, toka_submit, or another handler
  *                                                engine: srv_on_event: api_pack, nothing else --> ready list
- *     loop (31) <--dirty list <----------------- worker: srv_continue: api_feed, api_finish
+ *     loop (31) <--dirty list <----------------- worker: srv_continue: api_feed_some, api_finish
  *
  * The loop never parses JSON or waits, and touches a disk only to send a file or to drop an upload that broke off; the engine's
  * thread never makes text. A call is with at most one worker at a time. Between the threads there is one lock, held for a few
@@ -17201,11 +17206,12 @@ static const char srv_page[] =
  *     goes: its connection, a place in the ready or dirty list (or with a worker), each engine request before its last event;
  *   - a call whose client is gone has all its engine requests cancelled, also those submitted later;
  *   - a slow reader stops the making of its text (`stalled`), not the engine: what waits is packed records, at most
- *     SRV_MAX_RECORDS; a reader that takes no byte for --write-timeout is dropped.
+ *     SRV_MAX_RECORDS, and text is made of them in turns of about SRV_MAX_UNSENT; a reader that takes no byte for --write-timeout
+ *     is dropped.
  * =========================================================================== */
 
 enum {
-    SRV_MAX_UNSENT = 256 << 10,       /* bytes of a stream made and not sent before its making waits */
+    SRV_MAX_UNSENT = 256 << 10,       /* bytes of a stream made and not sent before its making waits, and made in one turn */
     SRV_MAX_RECORDS = 64 << 20,       /* bytes of records waiting for a slow reader; one more and it is dropped */
     SRV_FEW_RECORDS = 64 << 10,       /* bytes of records of an answer in one piece before a worker collects them */
     SRV_SIMPLE_BYTES = 1 << 20,       /* body of requests that are not prompts or files */
@@ -17322,11 +17328,13 @@ typedef struct srv_call { /* one HTTP request and its answer */
     int refs;                      /* (lock), all that follows too */
     enum srv_stage stage;
     bool queued, in_dirty;         /* in the ready list or with a worker; in the dirty list */
-    bool gone, stalled, done, overflow, want_piece;
+    bool gone, stalled, done, want_piece;
     int n_open, n_submitted;       /* engine requests without a last event; engine_ids known */
     int64_t n_tokens;
     double t_first, t_last;        /* of tokens */
-    buf records, out;              /* packed and not fed; made and not taken by the loop */
+    buf records, left, out;        /* packed and not taken by a worker; taken and not fed from left_at on; made and not taken
+                                      by the loop */
+    size_t left_at;
     size_t unsent;                 /* bytes made that the socket has not taken */
     struct srv_call *next_ready, *next_dirty;
 } srv_call;
@@ -17446,7 +17454,7 @@ static void srv_call_free(srv_call *c) { /* the last reference is gone; any thre
     srv_free_body(c);
     buf_free(&c->reply.headers), buf_free(&c->reply.body);
     if (c->reply.fd_bytes > 0) close(c->reply.fd);
-    buf_free(&c->fresh), buf_free(&c->records), buf_free(&c->out);
+    buf_free(&c->fresh), buf_free(&c->records), buf_free(&c->left), buf_free(&c->out);
     arena_free(&c->a);
     free(c);
 }
@@ -17468,10 +17476,12 @@ static void srv_release(srv_call *c) { /* without the lock */
     if (last) srv_call_free(c);
 }
 
+static size_t srv_not_fed(const srv_call *c) { return c->records.n + c->left.n - c->left_at; } /* bytes of records */
+
 static bool srv_wants_work(const srv_call *c) {
     if (c->queued || c->gone || c->stage == SRV_ENDED) return false;
     if (c->stage == SRV_NEW) return !c->want_piece;
-    return !c->stalled && (!c->n_open || (c->records.n && (c->api.stream || c->records.n > SRV_FEW_RECORDS)));
+    return !c->stalled && (!c->n_open || srv_not_fed(c) > (c->api.stream ? 0 : SRV_FEW_RECORDS));
 }
 
 static void srv_push_ready(srv_call *c) {
@@ -17642,7 +17652,7 @@ static int srv_on_event(void *user, const toka_event *ev) {
         if (!--c->n_open) srv_count_end(c, now);
         last = true;
     }
-    if (c->records.n > SRV_MAX_RECORDS && c->stalled && !c->overflow) c->overflow = true, srv_push_dirty(c);
+    if (c->stalled && srv_not_fed(c) > SRV_MAX_RECORDS) srv_push_dirty(c); /* does the socket take any? */
     if (srv_wants_work(c)) srv_push_ready(c);
     last = last && srv_unref(c);
     pthread_mutex_unlock(&s->lock);
@@ -17730,19 +17740,20 @@ static void srv_refuse(srv_call *c) { /* the engine did not take all parts */
     srv_publish_reply(c);
 }
 
-/* Records to text. last: there will be none after these. */
-static void srv_continue(srv_call *c, str records, bool last) {
+/* Records to text, of a stream as many as make a turn. last: there will be none after these. Returns the bytes of those it fed. */
+static size_t srv_continue(srv_call *c, str records, bool last) {
     buf text = {0}, made = {0};
     if (c->refused.code) { /* what the other parts made until they were cancelled is not told */
         if (last) srv_refuse(c);
-        return;
+        return records.n;
     }
-    api_feed(&c->api, records, &text);
+    const size_t fed = api_feed_some(&c->api, records, SRV_MAX_UNSENT, &text);
+    last = last && fed == records.n;
     if (last && c->api.broken && !c->head_sent) c->api.stream = false, buf_clear(&text); /* nothing is out: it can have a status */
     int status = last ? api_finish(&c->api, &text) : 0;
     if (!c->api.stream) {
         if (last) c->reply.status = status, c->reply.body = text, srv_publish_reply(c);
-        return;
+        return fed;
     }
     bool chunked = c->req->minor > 0;
     if (!c->head_sent && (text.n || last)) srv_put_stream_head(&made, c);
@@ -17752,6 +17763,7 @@ static void srv_continue(srv_call *c, str records, bool last) {
     buf_free(&text);
     if (made.n || last) c->reply.status = 200, srv_publish(c, &made, last);
     buf_free(&made);
+    return fed;
 }
 
 /* ---- Other handlers of workers ---- */
@@ -17793,6 +17805,14 @@ static void srv_upload(srv *s, srv_call *c) {
     srv_publish_reply(c);
 }
 
+/* What a worker makes text of next: what was left the last time, or else all that came since; from *at on. With the lock held. */
+static buf srv_take_records(srv_call *c, size_t *at) {
+    buf *from = c->left.n ? &c->left : &c->records, taken = *from;
+    *at = c->left_at;
+    *from = (buf){0}, c->left_at = 0;
+    return taken;
+}
+
 static void *srv_worker(void *arg) {
     srv *s = arg;
     pthread_setname_np(pthread_self(), "toka-worker");
@@ -17804,15 +17824,15 @@ static void *srv_worker(void *arg) {
         srv_call *c = s->ready;
         if (!(s->ready = c->next_ready)) s->ready_end = &s->ready;
         enum srv_stage stage = c->gone ? SRV_ENDED : c->stage;
-        bool last = !c->n_open;
-        buf records = c->records;
-        c->records = (buf){0};
+        size_t at;
+        buf records = srv_take_records(c, &at);
+        bool last = !c->n_open && !c->records.n;
         pthread_mutex_unlock(&s->lock);
         if (stage == SRV_NEW) c->route->work(s, c);
-        if (stage == SRV_RUNNING) srv_continue(c, buf_view(&records), last);
-        buf_free(&records);
+        if (stage == SRV_RUNNING) at += srv_continue(c, str_sub(buf_view(&records), at, records.n), last);
+        if (stage != SRV_RUNNING || at == records.n) buf_free(&records), at = 0;
         pthread_mutex_lock(&s->lock);
-        c->queued = false;
+        c->queued = false, c->left = records, c->left_at = at;
         if (c->want_piece && !c->gone) srv_push_dirty(c);
         if (srv_wants_work(c)) srv_push_ready(c);
         if (srv_unref(c)) {
@@ -18163,8 +18183,9 @@ static void srv_linger(srv *s, srv_conn *k) {
     buf_free(&k->in), k->in_at = 0;
 }
 
-/* A stream whose reader catches up is made again. */
-static void srv_unstall(srv_conn *k) {
+/* A stream whose reader catches up is made again. False: the reader is behind, more is kept for it than may be, and more
+ * will come. */
+static bool srv_unstall(srv_conn *k) {
     srv_call *c = k->call;
     pthread_mutex_lock(&c->s->lock);
     c->unsent = k->out.n - k->out_at + c->out.n;
@@ -18172,7 +18193,9 @@ static void srv_unstall(srv_conn *k) {
         c->stalled = false;
         if (srv_wants_work(c)) srv_push_ready(c);
     }
+    bool behind = c->stalled && c->n_open && srv_not_fed(c) > SRV_MAX_RECORDS;
     pthread_mutex_unlock(&c->s->lock);
+    return !behind;
 }
 
 static void srv_send(srv *s, srv_conn *k) {
@@ -18182,7 +18205,7 @@ static void srv_send(srv *s, srv_conn *k) {
         return;
     }
     if (k->out_at == k->out.n) buf_free(&k->out), k->out_at = 0;
-    if (k->call && k->state == SRV_BUSY) srv_unstall(k);
+    if (k->call && k->state == SRV_BUSY && !srv_unstall(k)) srv_close(s, k);
     if (k->state == SRV_LAST && !srv_unsent(k)) srv_linger(s, k);
     if (!k->closed) srv_set_deadline(s, k);
 }
@@ -18367,15 +18390,13 @@ static void srv_take(srv *s, srv_call *c) {
     pthread_mutex_lock(&s->lock);
     buf made = c->out;
     c->out = (buf){0};
-    bool done = c->done, piece = c->want_piece, overflow = c->overflow;
+    bool done = c->done, piece = c->want_piece;
     c->in_dirty = c->want_piece = false;
     pthread_mutex_unlock(&s->lock);
     srv_conn *k = c->conn;
     if (k && made.n) srv_append(k, &made);
     buf_free(&made);
-    if (k && overflow) {
-        srv_close(s, k);
-    } else if (k) {
+    if (k) {
         if (done) srv_end_call(s, k);
         if (piece) srv_enter(s, k, SRV_BODY);
         srv_advance(s, k);

@@ -519,16 +519,17 @@ static void api_shuffle(const api_call *c, const api_fake *f, uint64_t *rng, buf
     }
 }
 
-/* Records in pieces of random length, whole each. */
+/* Records in pieces of random length, whole each; of a stream maybe with little room for text. */
 static void api_feed_pieces(api_call *c, str records, uint64_t *rng, buf *out) {
     while (records.n) {
-        size_t n = 0, one;
+        size_t n = 0, one, most = out && rnd(rng) % 2 ? out->n + 1 + rnd(rng) % 1000 : SIZE_MAX;
         str rest;
         do {
             api_unpack(str_sub(records, n, records.n), &rest, &one);
             n += one;
         } while (n < records.n && rnd(rng) % 3);
-        api_feed(c, str_sub(records, 0, n), out);
+        n = api_feed_some(c, str_sub(records, 0, n), most, out);
+        CHECK(n);
         records = str_sub(records, n, records.n);
     }
 }

@@ -32,6 +32,12 @@ def raw_post(body, extra="", version="1.1"):
     return f"POST /v1/completions HTTP/{version}\r\nHost: h\r\n{extra}Content-Length: {len(body)}\r\n\r\n{body}"
 
 
+def most_memory(s):
+    """Bytes that the server held at its worst."""
+    with open(f"/proc/{s.p.pid}/status") as f:
+        return int(re.search(r"VmHWM:\s*(\d+)", f.read())[1]) << 10
+
+
 # ---- Routes ----
 
 def test_health_version_page(server):
@@ -204,17 +210,13 @@ def test_expect(server):
 def test_memory_of_a_body_of_many_values():
     """A value takes 16 bytes while its body is read, and not twice that, whatever the body is; so many that they would take more than the
     longest body are refused."""
-    def most(s):
-        with open(f"/proc/{s.p.pid}/status") as f:
-            return int(re.search(r"VmHWM:\s*(\d+)", f.read())[1]) << 10
-
     n = 4_000_000
     body = b'{"prompt":"Tom","max_tokens":1,"unknown":[' + b"0," * n + b"0]}"
     with Server() as s:
         s.post("/v1/completions", {"prompt": "Tom", "max_tokens": 1})
-        before = most(s)
+        before = most_memory(s)
         assert s.post("/v1/completions", body).status == 200
-        assert most(s) - before < len(body) + 16 * n * 1.5 + (16 << 20)
+        assert most_memory(s) - before < len(body) + 16 * n * 1.5 + (16 << 20)
     arguments = b",".join([b'{"function":{"name":"f","arguments":"{\\"x\\":[' + b"0," * 100_000 + b'0]}"}}'] * 24)
     head, end = b'{"max_tokens":1,"messages":[{"role":"user","content":"Tom"', b"}]}"
     many = {"/v1/completions": body, "/tokenize": body, "/v1/chat/completions": head + b',"x":[' + b"0," * n + b"0]" + end,
@@ -223,10 +225,10 @@ def test_memory_of_a_body_of_many_values():
     with Server("--max-body-bytes", str(limit)) as s:
         s.post("/v1/completions", {"prompt": "Tom", "max_tokens": 1})
         for path, body in many.items():
-            before = most(s)
+            before = most_memory(s)
             a = s.post(path.strip("#"), body)
             assert a.status == 400 and re.match(r"JSON: more than \d+ values at byte \d+$", a.error()["message"])
-            assert most(s) - before < 6 * limit
+            assert most_memory(s) - before < 6 * limit
         assert s.post("/v1/completions", {"prompt": "Tom", "max_tokens": 1}).status == 200
 
 
@@ -524,6 +526,30 @@ def test_slow_reader_that_reads_gets_everything():
         assert texts(got) == (want, True) and len(got) > 6 << 20  # more than all buffers between
 
 
+def test_slow_reader_takes_no_memory():
+    """What waits for a reader are records, and text is made of a few at a time. The answer is whole, each choice in its order."""
+    body = {"messages": [{"role": "user", "content": PROBLEM}], "max_tokens": 320, "ignore_eos": True, "seed": 1, "logprobs": True, "top_logprobs": 20}
+    n, got = 32, {}
+    with Server("--write-timeout", "100") as s:
+        want = s.post("/v1/chat/completions", {**body, "n": 3}).json()["choices"]
+        with s.connect(rcvbuf=4096) as c:
+            data = json.dumps({**body, "n": n, "stream": True})
+            c.send(f"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(data)}\r\n\r\n{data}")
+            assert c.head()[0] == 200
+            s.wait_metric("generation_tokens_total", (3 + n) * 320)
+            before = most_memory(s)
+            stream = b"".join(c.chunks())
+        grown = most_memory(s) - before
+    *events, end, nothing = stream.decode().split("\n\n")
+    for event in events:
+        for x in json.loads(event.removeprefix("data: "))["choices"]:
+            if x["logprobs"]:
+                got.setdefault(x["index"], []).extend(x["logprobs"]["content"])
+    assert end == "data: [DONE]" and len(got) == n and all(len(v) == 320 for v in got.values())
+    assert all(got[i] == want[i]["logprobs"]["content"] for i in range(3))
+    assert len(stream) > 12 << 20 and grown < len(stream) / 4, (len(stream), grown)  # the sockets hold less than that
+
+
 def test_disconnect_cancels_running_queued_and_half_done():
     with Server("--max-num-seqs", "4") as s:
         kv_free = s.metric("kv_cache_usage_perc")
@@ -774,11 +800,7 @@ def test_uploads_do_not_fill_memory(tmp_path):
     tail = b"\r\n--b--\r\n"
     n = 100_000_000 // len(data)
     with Server(files=str(tmp_path)) as s:
-        def rss():
-            with open(f"/proc/{s.p.pid}/status") as f:
-                return int(re.search(r"VmHWM:\s+(\d+)", f.read())[1])
-
-        before = rss()
+        before = most_memory(s)
         for framing in (f"Content-Length: {len(head) + n * len(data) + len(tail)}\r\n", "Transfer-Encoding: chunked\r\n"):
             with s.connect() as c:
                 c.send("POST /v1/files HTTP/1.1\r\nHost: h\r\nContent-Type: multipart/form-data; boundary=b\r\n" + framing + "\r\n")
@@ -789,10 +811,10 @@ def test_uploads_do_not_fill_memory(tmp_path):
                 got = c.request("GET", f"/v1/files/{a.json()['id']}/content")  # and comes back as it was
                 assert len(got.body) == n * len(data) and got.body[-len(data):] == data
                 assert c.request("DELETE", f"/v1/files/{a.json()['id']}").status == 200
-        assert rss() - before < 20_000
+        assert most_memory(s) - before < 20 << 20
         purpose = head.replace(b"batch\r\n--b", b"\rx" * 20_000_000 + b"\r\n--b") + b"x" + tail  # each \r might begin a mark
         assert s.post("/v1/files", purpose, Content_Type="multipart/form-data; boundary=b").error()["param"] == "purpose"
-        assert rss() - before < 20_000
+        assert most_memory(s) - before < 20 << 20
         with s.connect() as c:
             c.send("POST /v1/files HTTP/1.1\r\nHost: h\r\nContent-Type: multipart/form-data; boundary=b\r\nContent-Length: 50000000\r\n\r\n")
             c.send(head + data * 10)
