@@ -356,6 +356,30 @@ static void test_srv_append(void) {
     buf_free(&k.out);
 }
 
+/* Dropped is a reader whose socket took too little, with more records than may wait and more to come. Only counts are looked at. */
+static void test_srv_behind(void) {
+    srv s = {0};
+    srv_call c = {.s = &s, .stage = SRV_RUNNING, .queued = true, .refs = 1};
+    srv_conn k = {.call = &c};
+    pthread_mutex_init(&s.lock, NULL);
+    static const struct {
+        size_t records, left, left_at, unsent;
+        int n_open;
+        bool stays, stalled;
+    } cases[] = {{SRV_MAX_RECORDS, 0, 0, SRV_MAX_UNSENT, 1, true, true},
+                 {SRV_MAX_RECORDS + 1, 0, 0, SRV_MAX_UNSENT, 1, false, true},
+                 {SRV_MAX_RECORDS, 10, 9, SRV_MAX_UNSENT, 1, false, true},
+                 {SRV_MAX_RECORDS - 1, SRV_MAX_RECORDS, SRV_MAX_RECORDS - 1, SRV_MAX_UNSENT, 1, true, true}, /* fed ones do not count */
+                 {SRV_MAX_RECORDS + 1, 0, 0, SRV_MAX_UNSENT, 0, true, true},
+                 {SRV_MAX_RECORDS + 1, 0, 0, SRV_MAX_UNSENT / 2 - 1, 1, true, false}};
+    for (int i = 0; i < COUNT(cases); i++) {
+        c.records.n = cases[i].records, c.left.n = cases[i].left, c.left_at = cases[i].left_at, c.n_open = cases[i].n_open;
+        c.stalled = true, k.out.n = cases[i].unsent;
+        CHECK_MSG(srv_unstall(&k) == cases[i].stays && c.stalled == cases[i].stalled, "case %d", i);
+    }
+    pthread_mutex_destroy(&s.lock);
+}
+
 static const struct test http_tests[] = {{"http: head", test_http_head},
                                          {"http: head at every split", test_http_head_splits},
                                          {"http: refused heads", test_http_refused},
@@ -372,4 +396,5 @@ static const struct test http_tests[] = {{"http: head", test_http_head},
                                          {"server: first status line", test_srv_tick},
                                          {"server: pace", test_srv_pace},
                                          {"server: a slow reader", test_srv_append},
+                                         {"server: a reader too far behind", test_srv_behind},
                                          {NULL, NULL}};
