@@ -37,10 +37,10 @@
  *   embed              embed_kernel          any                          copy         not measured
  *   norms              rmsnorm_kernel        any E; up to 8 rows: GEMMs   copy         not measured
  *   qkv, o, gate_up,   gemm_kernel           M > 64, Hopper               arithmetic   1.04x cuBLAS over 61 shapes, M >= 512
- *   down, logits       gemm_few_kernel       M <= 64, Hopper              W's bytes    M = 64: 80 % (1B gate_up), 37 % (1B o)
- *                      gemm_thin_kernel      M <= 16, any card            W's bytes    M = 1: 97 % (8B down), 60 % (1B o)
+ *   down, logits       gemm_few_kernel       M <= 64, Hopper              W's bytes    M = 64: 80 % (1B gate_up), 39 % (1B o)
+ *                      gemm_thin_kernel      M <= 8; 16 on other cards    W's bytes    M = 1: 97 % (8B down), 60 % (1B o)
  *                      gemm_mma_kernel       any M, any card              arithmetic   about 60 % of wgmma's rate (H100)
- *   RoPE, KV append    in gemm_kernel, gemm_thin_kernel (D 64, 128), rope_kernel else  copy  not measured
+ *   RoPE, KV append    in GEMMs (D 64, 128, Hopper), rope_kernel else     copy         not measured
  *   attention, decode  attn_small, attn_gang <= 16 queries, Hopper        K, V bytes   84 % (64 x 4,096) to 100 % (2,048 x 900)
  *   samples of prompts attn_both             D 64, 128, Hopper            K, V bytes   84, 79 % (8,192 of 88 own, 675 shared)
  *     few of them      attn_gang, attn_squad D 64 to 128, Hopper          launches     64 of 16 prompts: 10 us a layer, before 29
@@ -1223,7 +1223,7 @@ enum epilogue {
     EPI_RESIDUAL, /* y += acc + bias, bf16 [M][N]; the sum in float32, rounded once */
     EPI_SWIGLU,   /* W is gate and up by turns of 8 rows: y[M][N/2] = silu(gate) * up in float32, rounded once */
     EPI_LOGITS,   /* y = acc, float32 [M][N]; y points to floats */
-    EPI_QKV       /* W is q, k and v by turns (qkv_place): RoPE, then q and the pages of K and V; gemm_thin only */
+    EPI_QKV       /* W is q, k and v by turns (qkv_place): RoPE, then q and the pages of K and V; gemm_thin, gemm_few */
 };
 
 /* The copy engine fetches x in boxes of up to 128 rows, and takes the longer, the more of them lie outside of the tensor map:
@@ -2418,7 +2418,8 @@ static void gemm_wgmma_scatter(toka_device *d, const gemm_args *a, bf16 *const *
  * of the rows of x from the registers of all others, adds the parts in the order of K (bitwise repeatable) and puts them out. None
  * leaves before what it expects has come, so nobody sends to one that has left.
  *
- * grid: tiles of 64 rows of W times split, in clusters of split; block: 192; shared: the ring and what comes, 112 KB at most. On
+ * grid: tiles of 64 rows of W times split, in clusters of split; block: 192; shared: the ring and what comes, 112 KB at most, for
+ * two CTAs a multiprocessor (256 bytes beside it, declared static, take 1 KB, and leave room for one: 64 rows 8 % slower). On
  * an H200 (2026-11-22) it reads W at 95 to 99 % of what a plain read reaches where that takes 20 us or more and x has few rows. In
  * a chain each launch costs about 2.5 us that nothing hides: 1 from the last CTA's end until grid_wait() returns in the next
  * kernel, 0.3 to 0.5 for the first x, the sum over the cluster, the stores and the end. Retired: sums left in shared memory
@@ -2435,7 +2436,10 @@ static void gemm_wgmma_scatter(toka_device *d, const gemm_args *a, bf16 *const *
  * asked for by four warps, four sums side by side from 32 rows on (0 to 4 % slower); slices of 128 columns, fetched as two boxes
  * or as one of three dimensions (as fast up to 32 rows, 64 rows 5 to 11 % slower); x as the 64 rows, 16 or 32 rows of W and all of
  * K, so that no sums meet (6.5 us for 5.3: o of the 1B model, 64 rows; 7.2 for 6.0: qkv); one producer for W and x (half the
- * speed: its loop took longer than the copies). */
+ * speed: its loop took longer than the copies). With clusters placed as now (2026-11-24): rings and barriers apart for W and x (0
+ * to 15 % slower), and such of 72 KB, three CTAs a multiprocessor (slower but for 6144 x 4096 in four parts, 16 rows 77 -> 87 %);
+ * norms folded in for more than 8 rows, sums of 64 columns left by this kernel (1B, 64 sequences 58,170 -> 52,720 tokens a second,
+ * 32 33,460 -> 31,610, for each CTA of gate_up reads all rows' sums; ahead of qkv alone 57,680 and 34,050). */
 
 enum { FEW_K = 64, FEW_N = 64, FEW_THREADS = 192, FEW_W = FEW_N * FEW_K * 2 /* bytes of W in a stage; x lies behind */ };
 enum { FEW_ROW = FEW_N * 4 /* bytes of sums of a row of x */, FEW_BLOCK = 8 * FEW_ROW /* of 8 rows */ };
@@ -2573,9 +2577,10 @@ template <int ROWS> __device__ static inline void few_add(const float (&acc)[ROW
 
 /* ---- Its epilogue: 8 outputs of a row at a time ---- */
 
-/* The item-th piece of this thread: row *m and column *n of the tile's (gates and ups counted both). False: there is none. */
+/* The item-th piece of this thread: row *m and column *n of the tile's (gates and ups, and both halves of a head, counted both).
+ * False: there is none. */
 __device__ static inline bool few_item(const gemm_call &c, const few_place &w, int item, int *m, int *n) {
-    int gated = c.epi == EPI_SWIGLU, per_row_log2 = 3 - gated, i = item * FEW_THREADS + (int)threadIdx.x;
+    int gated = c.epi == EPI_SWIGLU || c.epi == EPI_QKV, per_row_log2 = 3 - gated, i = item * FEW_THREADS + (int)threadIdx.x;
     *m = w.m0 + (i >> per_row_log2), *n = (i & (1 << per_row_log2) - 1) * (8 << gated);
     return i < w.rows << per_row_log2 && w.n0 + *n < c.N;
 }
@@ -2605,6 +2610,9 @@ __device__ static inline void few_value(float v[8], const gemm_call &c, const fe
 #pragma unroll
     for (int k = 0; k < 8; k++) v[k] = silu(v[k]) * up[k];
 }
+__device__ static inline uint4 few_pack(const float v[8]) {
+    return make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+}
 __device__ static inline void few_put(float v[8], const gemm_call &c, const few_place &w, int m, int n, uint4 old) {
     int gated = c.epi == EPI_SWIGLU;
     if (!gated) few_bias(v, c.bias, w.n0 + n);
@@ -2612,8 +2620,36 @@ __device__ static inline void few_put(float v[8], const gemm_call &c, const few_
         v[0] += bf16_low(old.x), v[1] += bf16_high(old.x), v[2] += bf16_low(old.y), v[3] += bf16_high(old.y);
         v[4] += bf16_low(old.z), v[5] += bf16_high(old.z), v[6] += bf16_low(old.w), v[7] += bf16_high(old.w);
     }
-    *(uint4 *)(c.y + (size_t)m * c.ldy + (w.n0 + n >> gated)) =
-        make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+    *(uint4 *)(c.y + (size_t)m * c.ldy + (w.n0 + n >> gated)) = few_pack(v);
+}
+/* EPI_QKV: eight elements of the first half of a head of row m, and the eight of its second half: where they go, and how they are
+ * turned. Reads nothing that a kernel of the step writes. */
+typedef struct few_pair {
+    bf16 *to;
+    const float4 *turn; /* cosine, sine of each; NULL: of a head of V */
+} few_pair;
+__device__ static inline few_pair few_pair_at(const qkv_params &p, int m, int n) { /* n: a column of the first half, by turns */
+    const int h = n / p.D, i = n % p.D / 16 * 8, slot = p.slot[m], kv_head = h < p.H + p.K ? h - p.H : h - p.H - p.K;
+    const size_t row = h < p.H ? (size_t)m * p.H + h
+                               : (((size_t)(slot / p.B) * p.K + kv_head) * 2 + (h >= p.H + p.K)) * p.B + slot % p.B;
+    const float4 *turn = (const float4 *)(p.rope + (size_t)p.pos[m] * (p.D / 2) + i);
+    return few_pair{(h < p.H ? p.q : p.kv) + row * p.D + i, h < p.H + p.K ? turn : NULL};
+}
+/* v, final but for the bias, and what lies eight columns further. */
+__device__ static inline void few_put_turned(float v[8], const gemm_call &c, const few_place &w, int m, int n, float scale,
+                                             const few_pair &pair, const float4 turn[4], int half) {
+    float u[8];
+    few_sum(u, w, m, n + 8);
+#pragma unroll
+    for (int k = 0; k < 8; k++) u[k] *= scale;
+    few_bias(v, c.bias, w.n0 + n);
+    few_bias(u, c.bias, w.n0 + n + 8);
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        const float cs = k % 2 ? turn[k / 2].z : turn[k / 2].x, sn = k % 2 ? turn[k / 2].w : turn[k / 2].y, a = v[k];
+        v[k] = a * cs - u[k] * sn, u[k] = u[k] * cs + a * sn;
+    }
+    *(uint4 *)pair.to = few_pack(v), *(uint4 *)(pair.to + half) = few_pack(u);
 }
 __device__ static inline void few_put_logits(const float v[8], const gemm_call &c, const few_place &w, int m, int n) {
     float4 *to = (float4 *)((float *)c.y + (size_t)m * c.ldy + w.n0 + n);
@@ -2624,13 +2660,16 @@ __device__ static inline void few_put_logits(const float v[8], const gemm_call &
 template <int ROWS>
 __global__ static void __launch_bounds__(FEW_THREADS, 2)
 gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_x, const gemm_call c,
-                int split) {
+                const qkv_params p, int split) {
 #if HOPPER
     constexpr int ITEMS = (ROWS * FEW_N / 8 + FEW_THREADS - 1) / FEW_THREADS;
+    constexpr int TURNS = (ROWS * FEW_N / 16 + FEW_THREADS - 1) / FEW_THREADS; /* pieces that EPI_QKV has */
     extern __shared__ __align__(1024) char few_smem[];
     few_place w = few_where<ROWS>(smem_at(few_smem), c.M, c.K, split);
     int m, n, tid = (int)threadIdx.x, warp = tid / 32, lane = tid % 32;
     uint4 old[ITEMS]; /* what a residual is added to is fetched ahead */
+    few_pair pair[TURNS];
+    float4 turn[TURNS][4];
     __shared__ float scales[FOLD_ROWS];
 
     if (tid == 0) {
@@ -2645,6 +2684,9 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
     if (warp == 4 && lane == 0) few_fetch_w<ROWS>(&map_w, w);
     if (warp == 5 && lane == 0) few_fetch_x<ROWS>(&map_x, w);
     __syncwarp();
+#pragma unroll
+    for (int i = 0; i < TURNS; i++)
+        if (c.epi == EPI_QKV && few_item(c, w, i, &m, &n)) pair[i] = few_pair_at(p, m, w.n0 + n);
     grid_wait();
 #pragma unroll
     for (int i = 0; i < ITEMS; i++)
@@ -2664,6 +2706,10 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
         cluster_meet_wait();
         if (warp < 4) few_send<ROWS>(acc[0], w, c.M);
     }
+#pragma unroll
+    for (int i = 0; i < 4 * TURNS; i++) /* while the sums are on their way */
+        if (c.epi == EPI_QKV && few_item(c, w, i / 4, &m, &n))
+            turn[i / 4][i % 4] = pair[i / 4].turn ? pair[i / 4].turn[i % 4] : make_float4(1, 0, 1, 0);
     __syncthreads(); /* nobody reads the ring any more, and all that was to come has come */
     if (warp < 4) few_add<ROWS>(acc[0], w);
     __syncthreads();
@@ -2671,8 +2717,10 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
     for (int i = 0; i < ITEMS; i++) {
         float v[8];
         if (!few_item(c, w, i, &m, &n)) continue;
-        few_value(v, c, w, m, n, ROWS == FOLD_ROWS && c.fold.given ? scales[m] : 1);
+        const float scale = ROWS == FOLD_ROWS && c.fold.given ? scales[m] : 1;
+        few_value(v, c, w, m, n, scale);
         if (c.epi == EPI_LOGITS) few_put_logits(v, c, w, m, n);
+        else if (i < TURNS && c.epi == EPI_QKV) few_put_turned(v, c, w, m, n, scale, pair[i], turn[i], p.D / 2);
         else few_put(v, c, w, m, n, old[i]);
     }
 #else
@@ -2683,11 +2731,11 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
 template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a, int split) {
     gemm_call c = gemm_checked(a);
     c.fold = fold_of(d, a);
-    assert(c.M <= ROWS && split <= 8 && c.epi != EPI_QKV && !a->norm);
+    assert(c.M <= ROWS && split <= 8 && (c.epi != EPI_QKV || a->qkv) && !a->norm);
     launch_dependent(d, "GEMM (few rows)", gemm_few_kernel<ROWS>, dim3((unsigned)(ceil_div(c.N, FEW_N) * split)), FEW_THREADS,
                      few_stages<ROWS>(split) * few_ring<ROWS>::STAGE + few_guests(ROWS, split) + few_ring<ROWS>::BARS, split,
                      gemm_map(d, c.w, c.N, c.K, c.K, FEW_N, FEW_K),
-                     gemm_map(d, c.x, ROWS, c.K, c.ldx, ROWS, FEW_K), c, split);
+                     gemm_map(d, c.x, ROWS, c.K, c.ldx, ROWS, FEW_K), c, a->qkv ? *a->qkv : qkv_params{}, split);
 }
 /* How many CTAs share a tile's K: as many as run at once, two a multiprocessor, but eight only where these have one each; and each
  * has three slices of K or more. Where somewhat more tiles than multiprocessors would leave many of these idle, a long K is halved.
@@ -2884,29 +2932,29 @@ static void gemm_thin(toka_device *d, const gemm_args *a) {
 /* ---- The choice ---- */
 
 enum { FEW_ALL = 32, FEW_MAX = 64 }; /* rows, up to which W is best the left side at every shape, at some */
+enum { SAMP_FEW = 16 }; /* rows, up to which storing all logits with gemm_few is faster than tiles of 128 rows that sample */
+enum gemm_way { BY_THIN, BY_FEW, BY_MMA, BY_WGMMA };
 
-/* Measured on an H200, 2026-11-22, in chains of one GEMM over weights that no cache holds; shares of the time to read W. gemm_thin
- * against gemm_few, 8 rows: 86 : 71 % (N x K 4096 x 4096), 77 : 67 (2048 x 8192), 68 : 59 (3072 x 2048), 56 : 56 (2048 x 2048),
- * but 76 : 87 where many CTAs read little each (16384 x 2048); 16 rows, whose rings hold 1,536 columns: 78 : 71, 62 : 67, 63 : 57,
- * 48 : 54, 72 : 87. Where thin has CTAs for less than half of the multiprocessors and K is long: 42 : 62 (896 x 4864, 8 rows), but
- * thin brings the norm behind it along. gemm_few against gemm_wgmma: 128 rows 48 : 61 (4096 x 4096), 59 : 76 (4096 x 14336), 61 :
- * 59 (6144 x 4096), 60 : 76 (10240 x 8192), 35 : 45 (2048 x 8192), 24 : 28 (896 x 4864). 33 to 64 rows, us of the least and the
- * most (2026-11-23): 5.7, 5.9 : 6.4 (3072 x 2048), 12.6, 12.9 : 16.4 (2048 x 8192), 17.8, 18.6 : 19.5 (16384 x 2048), 16.0, 16.4 :
- * 18.2 (6144 x 4096), but 3.8, 4.1 : 3.3 (896 x 896), 7.5, 8.1 : 7.1 (9728 x 896), 61, 64 : 59, 60 (28672 x 4096), 229, 257 : 232,
- * 238 (57344 x 8192), 117, 125 : 117, 121 (8192 x 28672). */
-static bool gemm_is_thin(const toka_device *d, const gemm_args *a) {
-    int ctas = ceil_div(a->w->N, THIN_N), K = a->w->K;
-    if (a->M <= 8) return ctas <= 2 * d->n_sms || K >= 4096;
-    return a->M <= 16 && ctas <= 2 * d->n_sms && (ctas > d->n_sms || K <= 1536);
-}
-static bool gemm_is_few(const gemm_args *a) {
-    return a->M <= FEW_ALL || (a->M <= FEW_MAX && a->w->K > 1024 && (int64_t)a->w->N * a->w->K < 40 << 20);
+/* Measured on an H200 in chains of one GEMM over weights that no cache holds; shares of the time to read W. gemm_thin against
+ * gemm_few, 8 rows, 2026-11-24: 69 : 72 % (N x K 3072 x 2048), 56 : 73 (2048 x 2048), 80 : 76 (2048 x 8192), 81 : 83 (6144 x 4096),
+ * 90 : 85 (4096 x 4096), 98 : 94 (4096 x 14336), 43 : 72 (9728 x 896), 42 : 66 (896 x 4864); but thin brings the norm behind it
+ * along, and where gemm_few does so, too, and all of the 1B model's qkv and o go there, a step of one row takes 2 to 4 % longer.
+ * 16 rows: 63 : 69, 48 : 71, 62 : 76, 72 : 83, 81 : 83, 93 : 94, 40 : 73, 32 : 55. gemm_few against gemm_wgmma, 64 rows: 50 : 45
+ * (3072 x 2048), 67 : 46 (2048 x 8192), 72 : 66 (4096 x 4096), 89 : 78 (4096 x 14336), but 50 : 56 (9728 x 896); 15 : 13 (1152 x
+ * 896) and 12 : 11 (896 x 896), yet 64 sequences of that model 1 % slower; us of the least and the most (2026-11-23): 17.8, 18.6 :
+ * 19.5 (16384 x 2048), 61, 64 : 59, 60 (28672 x 4096), 229, 257 : 232, 238 (57344 x 8192), 117, 125 : 117, 121 (8192 x 28672). A
+ * gemm_few for 128 rows: 24 : 28 to 61 : 59. */
+static enum gemm_way gemm_way(const toka_device *d, int M, const weight *w) {
+    if (!d->hopper) return M <= 16 ? BY_THIN : BY_MMA;
+    if (M <= 8 && (ceil_div(w->N, THIN_N) <= 2 * d->n_sms || w->K >= 4096)) return BY_THIN;
+    return M <= FEW_ALL || (M <= FEW_MAX && w->K > 1024 && (int64_t)w->N * w->K < 64 << 20) ? BY_FEW : BY_WGMMA;
 }
 static void gemm(toka_device *d, const gemm_args *a) {
-    if (a->epi == EPI_LOGITS) d->hopper ? gemm_wgmma(d, a) : gemm_mma(d, a);
-    else if (gemm_is_thin(d, a) || (!d->hopper && a->M <= 16)) gemm_thin(d, a);
-    else if (!d->hopper) gemm_mma(d, a);
-    else if (gemm_is_few(a)) gemm_few(d, a);
+    enum gemm_way way = gemm_way(d, a->M, a->w);
+    if (a->epi == EPI_LOGITS) way = !d->hopper ? BY_MMA : a->M <= SAMP_FEW ? BY_FEW : BY_WGMMA;
+    if (way == BY_THIN) gemm_thin(d, a);
+    else if (way == BY_FEW) gemm_few(d, a);
+    else if (way == BY_MMA) gemm_mma(d, a);
     else gemm_wgmma(d, a);
 }
 
@@ -7373,7 +7421,6 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_BLOCKS)
 enum { SAMP_LOGITS_BYTES = 320 << 20, SAMP_LIST_BYTES = 16 << 20, SAMP_PART_ROWS = 4096 };
 static_assert(SAMP_PART_ROWS * sizeof(samp_part) <= EXCHANGE_BYTES, "as chapter 10 has it");
 static_assert((int)SAMP_BLOCK == (int)TOKA_ID_BLOCK, "as the ranks' parts have it");
-enum { SAMP_FEW = 16 }; /* rows, up to which storing all logits with gemm_few is faster than tiles of 128 rows */
 
 static size_t samp_stage_bytes(const toka_device *d) { return (size_t)d->options.max_out * (sizeof(samp_ask) + sizeof(int)) + 32; }
 
@@ -7669,7 +7716,6 @@ static void samp_rows(toka_device *d, const toka_step *s, int first, int n, int 
     gemm_args product = {n, d->xn + (size_t)first * d->E, d->E, &d->lm_head, (bf16 *)p->own, p->own_ldl, EPI_LOGITS};
     product.folded = fold_take(d);
     if (fused) samp_head(d, first, n, stored);
-    else if (d->hopper && n <= SAMP_FEW) gemm_few(d, &product);
     else gemm(d, &product);
     if (apart) samp_exchange(d, first, apart, fused);
     if (apart == n && ranks) return;
@@ -8614,7 +8660,7 @@ static void cuda_embed(toka_device *d, const toka_step *s, toka_dev x) {
 
 /* The norm of the op that follows can be folded into this GEMM (chapter 4). */
 static const float *fold_norm(toka_device *d, const gemm_args *g, const float *norm) {
-    d->folded = g->M <= FOLD_ROWS && tp_size(d) == 1 && gemm_is_thin(d, g);
+    d->folded = g->M <= FOLD_ROWS && tp_size(d) == 1 && gemm_way(d, g->M, g->w) == BY_THIN;
     return d->folded ? norm : NULL;
 }
 /* The rows that are drawn are all, in their order; then the norm before the LM head can be folded, too. */
@@ -8638,12 +8684,9 @@ static void norm_qkv_rope_kv(toka_device *d, int n, int layer, const bf16 *x, bf
         return;
     }
     gemm_args g = {n, d->xn, d->E, &l->qkv, d->qkv, l->qkv.N, EPI_STORE, NULL, folded};
-    if (qkv_fuses(d, sh->D) && !p.q_norm && !p.k_norm && gemm_is_thin(d, &g)) {
-        g.epi = EPI_QKV, g.qkv = &p;
-        gemm_thin(d, &g);
-        return;
-    }
+    if (qkv_fuses(d, sh->D) && !p.q_norm && !p.k_norm && gemm_way(d, n, &l->qkv) <= BY_FEW) g.epi = EPI_QKV, g.qkv = &p;
     gemm(d, &g);
+    if (g.epi == EPI_QKV) return;
     rope_args a = {d->qkv, q, kv, rows->pos, rows->slot, d->rope,
                    l->q_norm, l->k_norm, n, sh->H, sh->K, sh->D, sh->B, sh->eps, qkv_fuses(d, sh->D)};
     launch_dependent(d, "RoPE", rope_kernel, dim3(ceil_div(n * (sh->H + 2 * sh->K), 8)), 256, 0, 1, a);
