@@ -183,14 +183,16 @@ typedef struct arena { /* many small allocations freed in one call; blocks are c
 } arena;
 
 /* A JSON value: one node of 16 bytes in a flat array, in document order. A container's children follow it directly;
- * an object's are key, value, key, value ... Strings without escapes borrow from the text, which must outlive the nodes. */
+ * an object's are key, value, key, value ... Strings without escapes and big numbers borrow from the text, which must outlive
+ * the nodes. */
 typedef struct json {
     uint8_t type;     /* enum json_type */
     uint8_t exact;    /* JSON_NUMBER: written as an integer that fits int64; .i holds it */
-    uint32_t n;       /* string: bytes; array: elements; object: members */
+    uint8_t big;      /* JSON_NUMBER: written as an integer that does not; .s and .n have its text */
+    uint32_t n;       /* string, big number: bytes; array: elements; object: members */
     union {
-        const char *s; /* string */
-        double f;      /* number, exact 0 */
+        const char *s; /* string, big number */
+        double f;      /* number, neither exact nor big */
         int64_t i;     /* number, exact 1 */
         size_t skip;   /* container: nodes of the whole subtree with itself */
     };
@@ -511,7 +513,8 @@ static int os_read_all(int fd, const char *name, size_t limit, buf *b, toka_err 
  * Reader: json_parse(arena, text, limits, e) returns the root or NULL; e->msg says what and at which byte. Depth and size
  * are limits of the caller; nodes, of 16 bytes where a value may be two ("0,"), take no more memory than the longest text would.
  * Text must be UTF-8; an escaped lone surrogate (\ud83d alone) is legal JSON and becomes U+FFFD.
- * Numbers keep whether they were written as integers; one beyond the range of a double is an error, so that all are finite.
+ * Numbers keep whether they were written as integers, and such beyond 64 bits keep their text, as Python has all digits; one
+ * beyond the range of a double is an error, so that all are finite.
  * Of equal keys the last wins, as in Python.
  * Walking: json_get, json_at, JSON_EACH, JSON_MEMBERS; a missing value is NULL, and every accessor takes NULL.
  * Writer: json_put_* append one value to a buf and place the comma themselves.
@@ -698,14 +701,14 @@ static double json_strtod(str s) {
 
 static bool json_number(json_reader *r) {
     const char *s = r->p;
-    bool exact = true, neg = *r->p == '-';
+    bool exact = true, big = false, neg = *r->p == '-';
     uint64_t u = 0;
     r->p += neg;
     if (r->p == r->end || !isdigit((unsigned char)*r->p)) return json_fail(r, "digit expected");
     if (*r->p == '0' && r->p + 1 < r->end && isdigit((unsigned char)r->p[1])) return json_fail(r, "leading zero");
     for (; r->p < r->end && isdigit((unsigned char)*r->p); r->p++) {
         unsigned d = (unsigned)(*r->p - '0');
-        if (u > ((uint64_t)INT64_MAX + neg - d) / 10) exact = false;
+        if (big || u > ((uint64_t)INT64_MAX + neg - d) / 10) big = true;
         else u = u * 10 + d;
     }
     if (r->p < r->end && *r->p == '.') {
@@ -719,11 +722,14 @@ static bool json_number(json_reader *r) {
         if (r->p == r->end || !isdigit((unsigned char)*r->p)) return json_fail(r, "digit expected in the exponent");
         while (r->p < r->end && isdigit((unsigned char)*r->p)) r->p++;
     }
+    const str text = {s, (size_t)(r->p - s)};
+    const double f = exact && !big ? 0 : json_strtod(text);
+    if (!isfinite(f)) return r->p = s, json_fail(r, "number out of range");
     json *v = json_node(r, JSON_NUMBER);
-    v->exact = exact;
-    if (exact) v->i = (int64_t)(neg ? 0 - u : u);
-    else v->f = json_strtod((str){s, (size_t)(r->p - s)});
-    if (!exact && !isfinite(v->f)) return r->p = s, json_fail(r, "number out of range");
+    v->exact = exact && !big, v->big = exact && big;
+    if (v->exact) v->i = (int64_t)(neg ? 0 - u : u);
+    else if (v->big) v->s = s, v->n = (uint32_t)text.n;
+    else v->f = f;
     return true;
 }
 
@@ -845,12 +851,14 @@ static const json *json_next(const json *v) { return v + (v->type >= JSON_ARRAY 
 
 static str json_str(const json *v) { return json_is(v, JSON_STRING) ? (str){v->s, v->n} : (str){"", 0}; }
 static bool json_true(const json *v) { return json_is(v, JSON_TRUE); }
+static str json_digits(const json *v) { return v->big ? (str){v->s, v->n} : (str){"", 0}; } /* a big number's text */
 static double json_num(const json *v, double otherwise) {
-    return !json_is(v, JSON_NUMBER) ? otherwise : v->exact ? (double)v->i : v->f;
+    if (!json_is(v, JSON_NUMBER)) return otherwise;
+    return v->exact ? (double)v->i : v->big ? json_strtod(json_digits(v)) : v->f;
 }
 /* A whole number, which may be written as 3.0. */
 static bool json_whole(const json *v, int64_t *out) {
-    if (!json_is(v, JSON_NUMBER) || (!v->exact && !(v->f == floor(v->f) && fabs(v->f) < 0x1p53))) return false;
+    if (!json_is(v, JSON_NUMBER) || v->big || (!v->exact && !(v->f == floor(v->f) && fabs(v->f) < 0x1p53))) return false;
     *out = v->exact ? v->i : (int64_t)v->f;
     return true;
 }
@@ -939,8 +947,9 @@ static void json_put_value(buf *b, const json *v) {
     case JSON_STRING: json_put_str(b, json_str(v)); break;
     case JSON_NUMBER:
         if (v->exact) json_put_int(b, v->i);
+        else if (v->big) json_comma(b), buf_str(b, json_digits(v));
         else json_put_num(b, v->f, false);
-        if (!v->exact && !strpbrk(b->p + from, ".e")) buf_c(b, ".0"); /* 1.0 stays one that was not written as an integer */
+        if (!v->exact && !v->big && !strpbrk(b->p + from, ".e")) buf_c(b, ".0"); /* 1.0 stays one that was not written as an integer */
         break;
     case JSON_ARRAY:
         json_put_open(b, '[');
@@ -3656,19 +3665,22 @@ static int tmpl_parse(tmpl **out, str source, toka_err *e) {
  * live in the run's arena. Texts are UTF-8, counted in code points; those of the context are borrowed.
  *
  * Not as in Python: range() and a dict's keys(), values() and items() are lists; dicts are searched from the front, as
- * theirs are small; the texts of lists escape control characters only.
+ * theirs are small; the texts of lists escape control characters only; integers of the context beyond 64 bits are printed and
+ * compared, and nothing is reckoned with them.
  * =========================================================================== */
 
 typedef enum tval_type {
     TV_ABSENT, /* an argument that was not given; no expression has this value */
-    TV_UNDEFINED, TV_NONE, TV_BOOL, TV_INT, TV_FLOAT, TV_STR, TV_LIST, TV_TUPLE, TV_DICT,
+    TV_UNDEFINED, TV_NONE, TV_BOOL, TV_INT,
+    TV_BIG, /* an integer beyond 64 bits */
+    TV_FLOAT, TV_STR, TV_LIST, TV_TUPLE, TV_DICT,
     TV_GENERATOR, /* what map, select, reverse ... give: always true, can be walked once, has no length */
     TV_NAMESPACE, TV_LOOP, TV_MACRO, TV_METHOD, TV_FUNCTION
 } tval_type;
 
 static const char *tmpl_type_name(int type) { /* as Python calls it */
-    static const char *const names[] = {"absent", "Undefined", "NoneType", "bool", "int", "float", "str", "list", "tuple",
-        "dict", "generator", "Namespace", "LoopContext", "Macro", "method", "function"};
+    static const char *const names[] = {"absent", "Undefined", "NoneType", "bool", "int", "int beyond 64 bits", "float",
+        "str", "list", "tuple", "dict", "generator", "Namespace", "LoopContext", "Macro", "method", "function"};
     return names[type];
 }
 
@@ -3677,11 +3689,11 @@ typedef struct tval {
     uint8_t type;
     uint8_t owner; /* TV_UNDEFINED: type of what it was looked up in, 0: it is a variable */
     bool safe;     /* TV_STR: marked as such; what is added to it is escaped for HTML */
-    uint32_t n;    /* TV_STR, TV_UNDEFINED: bytes of s */
+    uint32_t n;    /* TV_STR, TV_BIG, TV_UNDEFINED: bytes of s */
     union {
         int64_t i;     /* also of a bool */
         double f;
-        const char *s; /* text; of an undefined value its name */
+        const char *s; /* text; digits of a TV_BIG; of an undefined value its name */
         struct tmpl_items *list; /* also of a generator */
         struct tmpl_dict *dict;  /* also of a namespace */
         struct tmpl_loop *loop;
@@ -3710,15 +3722,16 @@ static tval tv_bool(bool b) { return (tval){.type = TV_BOOL, .i = b}; }
 static tval tv_int(int64_t i) { return (tval){.type = TV_INT, .i = i}; }
 static tval tv_float(double f) { return (tval){.type = TV_FLOAT, .f = f}; }
 static tval tv_str(str s) { return (tval){.type = TV_STR, .n = (uint32_t)s.n, .s = s.p}; }
+static tval tv_big(str s) { return (tval){.type = TV_BIG, .n = (uint32_t)s.n, .s = s.p}; }
 static tval tv_list(tval_type type, tmpl_items *list) { return (tval){.type = (uint8_t)type, .list = list}; }
 static tval tv_undefined(str name, int owner) {
     return (tval){.type = TV_UNDEFINED, .owner = (uint8_t)owner, .n = (uint32_t)name.n, .s = name.p};
 }
-static str tv_text(tval v) { return (str){v.s, v.n}; } /* of a TV_STR */
+static str tv_text(tval v) { return (str){v.s, v.n}; } /* of a TV_STR or TV_BIG */
 static bool tv_is_integer(tval v) { return v.type == TV_BOOL || v.type == TV_INT; }
-static bool tv_is_number(tval v) { return tv_is_integer(v) || v.type == TV_FLOAT; }
+static bool tv_is_number(tval v) { return tv_is_integer(v) || v.type == TV_FLOAT; } /* that is reckoned with */
 static bool tv_is_list(tval v) { return v.type == TV_LIST || v.type == TV_TUPLE; }
-static double tv_double(tval v) { return v.type == TV_FLOAT ? v.f : (double)v.i; }
+static double tv_double(tval v) { return v.type == TV_FLOAT ? v.f : v.type == TV_BIG ? json_strtod(tv_text(v)) : (double)v.i; }
 
 static bool tv_true(tval v) {
     switch (v.type) {
@@ -3876,6 +3889,7 @@ static bool tmpl_put_value(tmpl_run *r, buf *b, tval v, bool quoted) {
     case TV_BOOL: return tmpl_put_c(r, b, v.i ? "True" : "False");
     case TV_INT: return snprintf(z, sizeof z, "%lld", (long long)v.i), tmpl_put_c(r, b, z);
     case TV_FLOAT: return tmpl_float_text(b, v.f), tmpl_fits(r, 0, b);
+    case TV_BIG: return tmpl_put(r, b, tv_text(v));
     case TV_STR: return quoted ? tmpl_put_quoted(r, b, tv_text(v)) : tmpl_put(r, b, tv_text(v));
     case TV_LIST: case TV_TUPLE: case TV_DICT: break;
     default: return tmpl_bad_type(r, "printing", v);
@@ -3902,10 +3916,33 @@ static bool tmpl_to_text(tmpl_run *r, tval v, tval *out) { /* str(v) as a value 
 
 static bool tmpl_dict_find(tmpl_run *r, const tmpl_dict *d, tval key, tval *out);
 
+static str tmpl_int_text(tval v, char z[24]) { /* of an integer; without leading zeros, as JSON has none */
+    if (v.type == TV_BIG) return tv_text(v);
+    return snprintf(z, 24, "%lld", (long long)v.i), str_c(z);
+}
+
+/* Whether a and b are numbers one of which is beyond 64 bits; then *order is theirs. Of integers the longer is further from 0. */
+static bool tmpl_big_order(tval a, tval b, int *order) {
+    char z[2][24];
+    if (a.type != TV_BIG && b.type != TV_BIG) return false;
+    if ((a.type != TV_BIG && !tv_is_number(a)) || (b.type != TV_BIG && !tv_is_number(b))) return false;
+    if (a.type == TV_FLOAT || b.type == TV_FLOAT) {
+        double x = tv_double(a), y = tv_double(b);
+        return *order = (x > y) - (x < y), true;
+    }
+    str s = tmpl_int_text(a, z[0]), t = tmpl_int_text(b, z[1]);
+    bool s_neg = *s.p == '-', t_neg = *t.p == '-';
+    int c = s.n != t.n ? (s.n > t.n) - (s.n < t.n) : memcmp(s.p, t.p, s.n);
+    if (s_neg) c = -c;
+    return *order = s_neg != t_neg ? t_neg - s_neg : (c > 0) - (c < 0), true;
+}
+
 static bool tmpl_equal(tmpl_run *r, tval a, tval b, bool *equal) {
     bool ok = true;
+    int order;
     *equal = false;
     if (!tmpl_work(r, 0)) return false;
+    if (tmpl_big_order(a, b, &order)) return *equal = !order, tmpl_work(r, 64);
     if (tv_is_integer(a) && tv_is_integer(b)) return *equal = a.i == b.i, true;
     if (tv_is_number(a) && tv_is_number(b)) return *equal = tv_double(a) == tv_double(b), true;
     if (a.type != b.type) return true;
@@ -3928,6 +3965,7 @@ static bool tmpl_equal(tmpl_run *r, tval a, tval b, bool *equal) {
 
 /* *order: -1, 0 or 1. Numbers and texts have an order here; lists, which have one in Python, do not. */
 static bool tmpl_order(tmpl_run *r, tval a, tval b, int *order) {
+    if (tmpl_big_order(a, b, order)) return tmpl_work(r, 64);
     if (tv_is_integer(a) && tv_is_integer(b)) return *order = (a.i > b.i) - (a.i < b.i), tmpl_work(r, 0);
     if (tv_is_number(a) && tv_is_number(b)) {
         double x = tv_double(a), y = tv_double(b);
@@ -4019,7 +4057,7 @@ static bool tmpl_from_json(tmpl_run *r, const json *v, tval *out) {
     switch (v->type) {
     case JSON_NULL: *out = tv_none(); break;
     case JSON_FALSE: case JSON_TRUE: *out = tv_bool(v->type == JSON_TRUE); break;
-    case JSON_NUMBER: *out = v->exact ? tv_int(v->i) : tv_float(v->f); break;
+    case JSON_NUMBER: *out = v->exact ? tv_int(v->i) : v->big ? tv_big(json_digits(v)) : tv_float(v->f); break;
     case JSON_STRING: *out = tv_str(json_str(v)); break;
     case JSON_ARRAY:
         ok = ok && l;
@@ -4073,7 +4111,7 @@ static bool tmpl_put_json(tmpl_run *r, buf *b, tval v, const tmpl_json_style *st
 
 static bool tmpl_put_json_key(tmpl_run *r, buf *b, tval key, const tmpl_json_style *style) {
     if (key.type == TV_STR) return tmpl_put_json_str(r, b, tv_text(key), style->ascii);
-    if (key.type != TV_NONE && !tv_is_number(key)) return tmpl_bad_type(r, "a JSON member name", key);
+    if (key.type != TV_NONE && key.type != TV_BIG && !tv_is_number(key)) return tmpl_bad_type(r, "a JSON member name", key);
     return tmpl_put_c(r, b, "\"") && tmpl_put_json(r, b, key, style, 0) && tmpl_put_c(r, b, "\"");
 }
 
@@ -4084,7 +4122,7 @@ static bool tmpl_put_json(tmpl_run *r, buf *b, tval v, const tmpl_json_style *st
     case TV_NONE: return tmpl_put_c(r, b, "null");
     case TV_BOOL: return tmpl_put_c(r, b, v.i ? "true" : "false");
     case TV_FLOAT: if (!isfinite(v.f)) return tmpl_fail(r, "tojson: a number without JSON"); /* fall through */
-    case TV_INT: return tmpl_put_value(r, b, v, false);
+    case TV_INT: case TV_BIG: return tmpl_put_value(r, b, v, false);
     case TV_STR: return tmpl_put_json_str(r, b, tv_text(v), style->ascii);
     case TV_LIST: case TV_TUPLE: break;
     case TV_DICT:
@@ -4260,15 +4298,16 @@ static bool tmpl_float_op(tmpl_run *r, int op, double a, double b, tval *out) {
 }
 
 static bool tmpl_arithmetic(tmpl_run *r, int op, tval a, tval b, tval *out) {
+    const char z[3] = {(char)op, (char)(op >> 8), 0};
     if (tv_is_integer(a) && tv_is_integer(b)) return tmpl_int_op(r, op, a.i, b.i, out);
     if (tv_is_number(a) && tv_is_number(b)) return tmpl_float_op(r, op, tv_double(a), tv_double(b), out);
+    if (a.type == TV_BIG || b.type == TV_BIG) return tmpl_fail(r, "'%s' with an integer beyond 64 bits", z);
     if (op == '+' && a.type == TV_STR && b.type == TV_STR) return tmpl_add_texts(r, a, b, out);
     if (op == '+' && tv_is_list(a) && a.type == b.type) return tmpl_join_lists(r, a, b, out);
     if (op == '*' && a.type == TV_STR && tv_is_integer(b)) return tmpl_repeat(r, tv_text(a), b.i, out);
     if (op == '*' && tv_is_integer(a) && b.type == TV_STR) return tmpl_repeat(r, tv_text(b), a.i, out);
     if (op == '*' && tv_is_list(a) && tv_is_integer(b)) return tmpl_repeat_list(r, a, b.i, out);
     if (op == '*' && tv_is_integer(a) && tv_is_list(b)) return tmpl_repeat_list(r, b, a.i, out);
-    char z[3] = {(char)op, (char)(op >> 8), 0};
     if (a.type == TV_UNDEFINED || b.type == TV_UNDEFINED) return tmpl_bad_type(r, z, a.type == TV_UNDEFINED ? a : b);
     return tmpl_fail(r, "'%s' does not go with '%s' and '%s'", z, tmpl_type_name(a.type), tmpl_type_name(b.type));
 }
@@ -4534,7 +4573,7 @@ static bool tmpl_parse_number(tmpl_run *r, str s, tval *out) {
         if (c == '.' && behind && !before) buf_char(&b, '0');
     }
     const json *number = json_parse(&a, buf_view(&b), json_trusted, &e);
-    if (json_is(number, JSON_NUMBER)) *out = number->exact ? tv_int(number->i) : tv_float(number->f);
+    if (json_is(number, JSON_NUMBER)) *out = number->exact ? tv_int(number->i) : tv_float(json_num(number, 0));
     arena_free(&a), buf_free(&b);
     return true;
 }
@@ -4544,6 +4583,7 @@ static bool tmpl_f_number(tmpl_run *r, tmpl_args *c, tval *out) { /* default; op
     if (v.type == TV_UNDEFINED) return tmpl_bad_type(r, "int", v);
     if (v.type == TV_STR && !tmpl_parse_number(r, tv_text(v), &v)) return false;
     *out = c->a[0].type ? c->a[0] : c->op == TV_INT ? tv_int(0) : tv_float(0);
+    if (v.type == TV_BIG) return *out = c->op == TV_INT ? v : tv_float(tv_double(v)), true;
     if (!tv_is_number(v)) return true;
     if (c->op == TV_FLOAT) return *out = tv_float(tv_double(v)), true;
     if (v.type == TV_FLOAT && !(v.f >= -0x1p63 && v.f < 0x1p63)) return tmpl_fail(r, "int: a number beyond 64 bits");
@@ -4834,9 +4874,9 @@ static bool tmpl_is(tval v, int test) { /* a number of the word list below */
     case 3: return v.type == TV_BOOL;
     case 4: return v.type == TV_BOOL && v.i;
     case 5: return v.type == TV_BOOL && !v.i;
-    case 6: return v.type == TV_INT;
+    case 6: return v.type == TV_INT || v.type == TV_BIG;
     case 7: return v.type == TV_FLOAT;
-    case 8: return tv_is_number(v);
+    case 8: return tv_is_number(v) || v.type == TV_BIG;
     case 9: return v.type == TV_STR;
     case 10: return v.type == TV_DICT;
     case 11: return v.type == TV_UNDEFINED || (v.type >= TV_STR && v.type <= TV_GENERATOR);
@@ -5674,7 +5714,7 @@ static const char *mf_show(const json *v, char z[80]) {
     if (!v) snprintf(z, 80, "missing");
     else if (v->type == JSON_STRING) snprintf(z, 80, "\"%.*s\"", (int)MIN(v->n, 60u), v->s);
     else if (v->type == JSON_NUMBER && v->exact) snprintf(z, 80, "%lld", (long long)v->i);
-    else if (v->type == JSON_NUMBER) snprintf(z, 80, "%g", v->f);
+    else if (v->type == JSON_NUMBER) snprintf(z, 80, "%g", json_num(v, 0));
     else
         snprintf(z, 80, "%s", (const char *const[]){"null", "false", "true", "", "", "an array", "an object"}[v->type]);
     return z;

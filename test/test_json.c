@@ -164,6 +164,8 @@ static void test_json_numbers(void) {
         {"-9223372036854775809", 0, 0, -9223372036854775808.0},
         {"18446744073709551615", 0, 0, 18446744073709551616.0},
         {"18446744073709551617", 0, 0, 18446744073709551616.0},
+        {"123456789012345678901.5", 0, 0, 123456789012345678901.5},
+        {"18446744073709551617e0", 0, 0, 18446744073709551616.0},
         {"1.0", 0, 0, 1},
         {"-0.0", 0, 0, -0.0},
         {"1e2", 0, 0, 100},
@@ -189,6 +191,35 @@ static void test_json_numbers(void) {
         arena_free(&a);
         free(copy);
     }
+}
+
+/* Numbers are written as Python's json writes what it read: integers with all their digits, others as the shortest text. */
+static void test_json_big_numbers(void) {
+    static const char *const cases[][2] = {
+        {"[9223372036854775808,-9223372036854775809, 18446744073709551616 ]", "[9223372036854775808,-9223372036854775809,18446744073709551616]"},
+        {"{\"a\":1000000000000000000000000000000000000000}", "{\"a\":1000000000000000000000000000000000000000}"},
+        {"[1e22,1.0,-0.0,-0,0.1,18446744073709551616.0]", "[1e+22,1.0,-0.0,0,0.1,1.8446744073709552e+19]"},
+    };
+    for (int i = 0; i < COUNT(cases); i++) {
+        arena a = {0};
+        toka_err e;
+        char *copy;
+        buf b = {0};
+        const json *v = json_of(&a, str_c(cases[i][0]), &copy, &e);
+        if (v) json_put_value(&b, v);
+        CHECK_MSG(v && str_is(buf_view(&b), cases[i][1]), "%s: %s", cases[i][0], b.p);
+        buf_free(&b), arena_free(&a);
+        free(copy);
+    }
+    arena a = {0};
+    toka_err e;
+    int64_t whole;
+    char *copy, nines[401] = {0};
+    CHECK(!json_whole(json_parse(&a, STR("18446744073709551616"), json_test_limits, &e), &whole));
+    memset(nines, '9', 400);
+    CHECK(!json_of(&a, str_c(nines), &copy, &e) && strstr(e.msg, "number out of range at byte 0"));
+    arena_free(&a);
+    free(copy);
 }
 
 static void test_json_strings(void) {
@@ -436,6 +467,7 @@ static const struct test json_tests[] = {
     {"json_errors", test_json_errors},
     {"json_limits", test_json_limits},
     {"json_numbers", test_json_numbers},
+    {"json_big_numbers", test_json_big_numbers},
     {"json_strings", test_json_strings},
     {"json_utf8", test_json_utf8},
     {"json_walking", test_json_walking},
