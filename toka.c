@@ -13241,7 +13241,7 @@ static void http_put_last_chunk(buf *b) { buf_c(b, "0\r\n\r\n"); }
  *
  * What always holds:
  *   - every field of a body is in api_fields: used, without effect here, or refused by name unless its value asks for nothing.
- *     One that is not there is reported or refused (api_model.strict);
+ *     One that is not there, or in stream_options, is reported or refused (api_model.strict);
  *   - what toka_submit would refuse for the request's own fault api_parse has refused; the message begins with the field's name;
  *   - the chunks of a stream, put together, are the answer without streaming; a chunk has whole characters only;
  *   - without api_model.live the answer's bytes depend on the body, the serial and the model alone: no clock, no cache.
@@ -13683,15 +13683,26 @@ static int api_sampling(api_call *c, const api_body *b, toka_request *q, toka_er
     return 0;
 }
 
-static int api_stream_options(api_call *c, const api_body *b, toka_err *e) {
-    static const char *const names[] = {"include_usage", "continuous_usage_stats"};
-    bool *const to[] = {&c->include_usage, &c->usage_always};
+static int api_stream_option(api_call *c, str name, const json *v, toka_err *e) {
+    static const char *const names[] = {"include_usage", "continuous_usage_stats", "include_obfuscation"};
+    bool obfuscated = false, *const to[] = {&c->include_usage, &c->usage_always, &obfuscated};
     for (int i = 0; i < COUNT(names); i++) {
-        const json *v = json_get(b->stream_options, names[i]);
-        if (v && v->type != JSON_TRUE && v->type != JSON_FALSE && v->type != JSON_NULL)
+        if (!str_is(name, names[i])) continue;
+        if (v->type != JSON_TRUE && v->type != JSON_FALSE && v->type != JSON_NULL)
             return API_BAD("stream_options: %s: expected true or false", names[i]);
         *to[i] = json_true(v);
+        return obfuscated ? API_UNSUPPORTED(c, "stream_options: %s is not supported", names[i]) : 0;
     }
+    buf path = {0};
+    buf_c(&path, "stream_options."), buf_str(&path, name);
+    int code = api_unknown(c->m, buf_view(&path), e);
+    buf_free(&path);
+    return code;
+}
+
+static int api_stream_options(api_call *c, const api_body *b, toka_err *e) {
+    if (!b->stream_options) return 0;
+    JSON_MEMBERS(key, b->stream_options) if (api_stream_option(c, json_str(key), key + 1, e)) return e->code;
     c->include_usage |= c->usage_always;
     return 0;
 }
@@ -15888,7 +15899,7 @@ typedef struct fb_table { /* pointers to structs that begin with their fb_id, th
 typedef struct fb_options {
     const char *dir;    /* folder; NULL: $XDG_DATA_HOME/toka/files or ~/.local/share/toka/files; "off": none */
     toka *t;            /* somebody else drives it until fb_stop has returned */
-    const api_model *m; /* what bodies are read against; its first name is the model of batches */
+    const api_model *m; /* what bodies are read against; its first name is the model of batches; store.lock may be held in unknown() */
 } fb_options;
 
 typedef struct fb_store {
@@ -16816,11 +16827,23 @@ static bool fb_check_metadata(const json *v) {
     return true;
 }
 
-/* The fields of a new batch. NULL: good; else which one is wrong, and *message. */
-static const char *fb_read_batch(const fb_store *s, const json *root, fb_batch *b, const char **message) {
+/* Members of a new batch that toka does not have are told of or refused as a completion's are. */
+static int fb_check_members(const fb_store *s, const json *root, toka_err *e) {
+    static const char *const known[] = {"input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after"};
+    JSON_MEMBERS(key, root) {
+        int i = 0;
+        while (i < COUNT(known) && !str_is(json_str(key), known[i])) i++;
+        if (i == COUNT(known) && api_unknown(s->o.m, json_str(key), e)) return e->code;
+    }
+    return 0;
+}
+
+/* The fields of a new batch. NULL: good; else which one is wrong, and *message, which may be e's. */
+static const char *fb_read_batch(const fb_store *s, const json *root, fb_batch *b, const char **message, toka_err *e) {
     str endpoint = json_str(json_get(root, "endpoint")), window = json_str(json_get(root, "completion_window"));
     const json *expires = json_get(root, "output_expires_after");
     if (!json_is(root, JSON_OBJECT)) return *message = "expected a JSON object", "";
+    if (fb_check_members(s, root, e)) return *message = e->msg, "";
     b->chat = str_is(endpoint, "/v1/chat/completions");
     if (!b->chat && !str_is(endpoint, "/v1/completions"))
         return *message = "endpoint: expected /v1/completions or /v1/chat/completions", "endpoint";
@@ -16846,7 +16869,7 @@ static void fb_create(fb_store *s, str body, http_reply *reply) {
     const json *root = json_parse(&a, body, fb_limits, &e);
     if (!root) message = e.msg;
     else if (s->batches.n >= FB_MAX_BATCHES) message = "there are too many batches; remove records of old ones from the folder";
-    else wrong = fb_read_batch(s, root, b, &message);
+    else wrong = fb_read_batch(s, root, b, &message, &e);
     if (!wrong) {
         b->id = fb_new_id(s, "batch_"), b->out = fb_new_id(s, "file-"), b->err = fb_new_id(s, "file-");
         b->model = mem_check(strdup(s->o.m->names[0])), b->metadata = fb_text(json_get(root, "metadata"));
@@ -16930,10 +16953,13 @@ static bool fb_upload_write(fb_upload *u, str data, http_reply *reply) {
 /* A new part: which field it is. */
 static bool fb_upload_part(fb_upload *u, http_reply *reply) {
     str name = buf_view(&u->form.name);
+    toka_err e;
     u->in_file = str_is(name, "file"), u->in_purpose = str_is(name, "purpose");
-    const char *wrong = str_starts(name, STR("expires_after")) ? "expires_after" : u->in_file && u->has_file ? "file" : NULL;
-    if (wrong)
-        return fb_error(reply, 400, wrong, "%s", u->in_file ? "file: given twice" : "expires_after is not supported"), false;
+    bool expires = str_starts(name, STR("expires_after"));
+    if (expires) return fb_error(reply, 400, "expires_after", "expires_after is not supported"), false;
+    if (u->in_file && u->has_file) return fb_error(reply, 400, "file", "file: given twice"), false;
+    if (!u->in_file && !u->in_purpose && api_unknown(u->store->o.m, name, &e))
+        return fb_error(reply, 400, NULL, "%s", e.msg), false;
     if (u->in_file) {
         str path = buf_view(&u->form.filename);
         while (memchr(path.p, '/', path.n)) path = str_sub(path, 1, path.n);

@@ -116,7 +116,8 @@ static void test_api_wrong_values(void) {
         {API_COMPLETIONS, "logit_bias", "{\"1\":\"a\"}"}, {API_COMPLETIONS, "logit_bias", "{\"999999\":1}"},
         {API_COMPLETIONS, "guided_json", "{}"}, {API_CHAT, "web_search_options", "{}"}, {API_COMPLETIONS, "guided_choice", "[]"},
         {API_CHAT, "response_format", "{}"}, {API_COMPLETIONS, "bad_words", "[1]"}, {API_COMPLETIONS, "bad_words", "[\"\"]"},
-        {API_COMPLETIONS, "stream_options", "{\"include_usage\":1}"}, {API_CHAT, "tool_choice", "\"required\""},
+        {API_COMPLETIONS, "stream_options", "{\"include_usage\":1}"}, {API_CHAT, "stream_options", "{\"include_obfuscation\":true}"},
+        {API_CHAT, "tool_choice", "\"required\""},
         {API_CHAT, "tool_choice", "{\"type\":\"function\"}"}, {API_CHAT, "messages", "[]"}, {API_CHAT, "messages", "[1]"},
         {API_CHAT, "messages", "[{\"content\":\"a\"}]"},
         {API_CHAT, "messages", "[{\"role\":\"user\",\"content\":1}]"}, {API_CHAT, "messages", "[{\"role\":1,\"content\":\"a\"}]"}, {API_CHAT, "messages", "[{\"role\":\"user\",\"content\":[{\"type\":\"image_url\"}]}]"},
@@ -156,7 +157,9 @@ static void test_api_wrong_values(void) {
 }
 
 static int api_n_unknown;
-static void api_count_unknown(void *user, str name) { api_n_unknown += user == &api_n_unknown && str_is(name, "colour"); }
+static void api_count_unknown(void *user, str name) {
+    api_n_unknown += user == &api_n_unknown && (str_is(name, "colour") || str_is(name, "stream_options.colour"));
+}
 
 static void test_api_unknown_fields(void) {
     static const char *const beside[] = {"custom_id", NULL};
@@ -166,6 +169,11 @@ static void test_api_unknown_fields(void) {
     m.strict = true;
     api_refusal r = api_refuse_value(&m, API_COMPLETIONS, "colour", "1");
     CHECK(r.status == 400 && strstr(r.message, "colour") && api_n_unknown == 1);
+    r = api_refuse_value(&m, API_CHAT, "stream_options", "{\"include_usage\":true,\"include_obfuscation\":false,\"colour\":1}");
+    CHECK(r.status == 400 && strstr(r.message, "stream_options.colour: ") && !strcmp(r.param, "stream_options"));
+    m.strict = false;
+    CHECK(!api_refuse_value(&m, API_CHAT, "stream_options", "{\"colour\":null,\"include_usage\":null}").status && api_n_unknown == 2);
+    m.strict = true;
     m.beside = beside;
     CHECK(!api_refuse_value(&m, API_COMPLETIONS, "custom_id", "1").status);
     CHECK(api_refuse_value(&m, API_CHAT, "prompt", "1").status == 400); /* a field of other bodies is not known here */

@@ -131,6 +131,28 @@ def test_batch_that_is_none(tmp_path):
             api.batches.cancel(b.id)
 
 
+def test_unknown_members_are_told_once_or_refused(tmp_path):
+    text, known = lines(1).encode(), {"endpoint": "/v1/completions", "completion_window": "24h"}
+    with serve(tmp_path / "a") as s:
+        for _ in range(2):
+            f = client(s).files.create(file=text, purpose="batch", extra_body={"colour": "red"})
+            client(s).batches.create(input_file_id=f.id, metadata={"a": "b"}, extra_body={"size": 1}, **known)
+        assert s.read_log().count('"colour"') == 1 and s.log.count('"size"') == 1 and "metadata" not in s.log
+        expires = {"anchor": "created_at", "seconds": 3600}
+        with pytest.raises(openai.BadRequestError, match="expires_after is not supported"):
+            client(s).files.create(file=text, purpose="batch", expires_after=expires)
+        with pytest.raises(openai.BadRequestError, match="output_expires_after is not supported"):
+            client(s).batches.create(input_file_id=f.id, output_expires_after=expires, **known)
+    with serve(tmp_path / "b", "--strict") as s:
+        with pytest.raises(openai.BadRequestError, match="colour: a field of this name is not known"):
+            client(s).files.create(file=text, purpose="batch", extra_body={"colour": "red"})
+        assert not list(client(s).files.list())
+        f = client(s).files.create(file=text, purpose="batch")
+        with pytest.raises(openai.BadRequestError, match="size: a field of this name is not known"):
+            client(s).batches.create(input_file_id=f.id, extra_body={"size": 1}, **known)
+        assert wait(client(s), client(s).batches.create(input_file_id=f.id, metadata={"a": "b"}, **known)).status == "completed"
+
+
 def test_killed_at_any_moment(tmp_path):
     """10,000 requests; the server is killed three times on the way. Every request is answered once, as without that."""
     n, rng = 10_000, random.Random(5)
