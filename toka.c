@@ -13251,7 +13251,7 @@ static void http_put_last_chunk(buf *b) { buf_c(b, "0\r\n\r\n"); }
  *     "packed":{"n":N,"token_ids":int32[N],"logprobs":float32[N],"sampled_logprobs":float32[N],
  *               "top_n":k,"top_ids":int32[N][k] (-1: none),"top_logprobs":float32[N][k]}         the last two where k > 0
  * in place of "logprobs" and "token_ids" (and the same of the prompt as "prompt_packed", without "sampled_logprobs", where
- * return_token_ids or prompt_logprobs is asked for); and max_tokens may be 0 with echo or prompt_logprobs: then nothing is drawn.
+ * return_token_ids, prompt_logprobs or echo with logprobs is asked for); and max_tokens may be 0 with echo or prompt_logprobs: then nothing is drawn.
  * =========================================================================== */
 enum api_route { API_COMPLETIONS, API_CHAT, API_TOKENIZE, API_DETOKENIZE };
 
@@ -14248,7 +14248,7 @@ static void api_put_choice_ids(api_call *c, api_choice *x, buf *b) {
 
 /* What is said about a prompt: in each choice of a completion, beside the choices of a chat. */
 static void api_put_prompt(api_call *c, api_part *p, buf *b) {
-    if (c->packed && (c->want_ids || c->want_prompt_logprobs)) {
+    if (c->packed && (c->want_ids || c->want_prompt_logprobs || (c->echo && c->want_logprobs))) {
         if (!p->scored.b.n) { /* ids alone: as tokens without log-probabilities */
             p->scored.n_top = 0;
             for (size_t i = 0; i < p->prompt.n; i++) buf_put(&p->scored.b, &(api_token){p->prompt.p[i], 0, 0}, sizeof(api_token));

@@ -668,6 +668,20 @@ static void test_api_packed(void) {
     CHECK(api_base64(json_str(json_get(p, "token_ids")), raw) == 12);
     memcpy(id, raw, 12);
     CHECK(id[0] == 5 && id[1] == 6 && id[2] == 7 && json_int(json_get(p, "top_n"), -1) == 0);
+    for (int stream = 0; stream < 2; stream++) { /* echo with logprobs gives those of the prompt, too */
+        buf body = {0};
+        buf_printf(&body, "{\"prompt\":[5,6,7],\"logprobs\":1,\"echo\":true,\"return_packed\":true,\"stream\":%s}", stream ? "true" : "false");
+        buf_clear(&out);
+        api_answer(&m, API_COMPLETIONS, body.p, &f, &out);
+        str first = buf_view(&out);
+        if (stream) first = str_sub(first, 6, (size_t)str_find(first, STR("\n"), 0)); /* data: */
+        choice = json_at(json_get(json_parse(&a, first, json_trusted, &e), "choices"), 0), p = json_get(choice, "prompt_packed");
+        CHECK_MSG(json_int(json_get(p, "n"), 0) == 3 && json_int(json_get(p, "top_n"), 0) == 1, "%s", out.p);
+        CHECK(api_base64(json_str(json_get(p, "logprobs")), raw) == 12);
+        memcpy(lp, raw, 12);
+        CHECK(lp[1] < 0 && lp[2] < 0 && api_base64(json_str(json_get(p, "top_ids")), raw) == 12);
+        buf_free(&body);
+    }
     buf_free(&out), arena_free(&a);
 }
 
