@@ -12379,19 +12379,22 @@ static void eng_step(eng *g) {
 
 /* ---- Drive ---- */
 
-/* Runs steps until *done (if not NULL); or, forever, until eng_stop; or until nothing is left. While another thread drives, waits.
- * Nobody leaves a broken engine before the driver has delivered the last event. */
-static int eng_drive(eng *g, const bool *done, bool forever, toka_err *e) {
+/* Runs steps until `mine` (if not NULL) is done; or, forever, until eng_stop; or until nothing is left. While another thread drives,
+ * waits. Nobody leaves a broken engine before the driver has delivered the last event. Ctrl-C cancels `mine`, whose callback may not
+ * be asked for long: a prompt has no events until its first token. */
+static int eng_drive(eng *g, const eng_request *mine, bool forever, toka_err *e) {
+    bool cancelled = false;
     pthread_mutex_lock(&g->lock);
-    while (!(done && *done)) {
+    while (!(mine && *mine->done)) {
         bool idle = !g->driven && !g->n_busy && !g->inbox && !g->n_cancels;
-        if (!g->driven && !done && (g->broken.code || (forever ? g->stopping : idle))) break;
+        if (!g->driven && !mine && (g->broken.code || (forever ? g->stopping : idle))) break;
         if (g->driven || idle) {
             pthread_cond_wait(&g->wake, &g->lock);
             continue;
         }
         g->driven = true;
         pthread_mutex_unlock(&g->lock);
+        if (mine && !cancelled && atomic_load(&os_ends_in)) cancelled = true, eng_cancel(g, mine->id);
         eng_step(g);
         pthread_mutex_lock(&g->lock);
         g->driven = false;
@@ -12418,7 +12421,7 @@ static int eng_generate(eng *g, const toka_request *r, const int32_t *prompt, si
     int64_t id;
     int code = eng_submit(g, r, prompt, n_prompt, fn, user, &q, &done, &id, e);
     if (code) return code;
-    code = eng_drive(g, &done, false, e);
+    code = eng_drive(g, q, false, e);
     assert(done);
     *usage = q->usage;
     double now = os_now();
@@ -21309,8 +21312,8 @@ static int cli_render(const cli *c, const toka *t, const buf *messages, buf *out
 static void cli_last_line(const cli *c, const toka_usage *u) {
     if (c->quiet) return;
     double rate = u->decode_s > 0 ? (double)MAX(u->output_tokens - 1, 0) / u->decode_s : 0;
-    fprintf(stderr, "prompt %lld tokens, generated %lld tokens, %.1f tok/s, first token after %.0f ms\n",
-            (long long)u->prompt_tokens, (long long)u->output_tokens, rate, 1e3 * u->prefill_s);
+    fprintf(stderr, "prompt %lld tokens, generated %lld tokens, %.1f tok/s, %s after %.0f ms\n", (long long)u->prompt_tokens,
+            (long long)u->output_tokens, rate, u->output_tokens ? "first token" : "ended", 1e3 * u->prefill_s);
 }
 
 static void cli_put_result(buf *b, const cli_run *r, const toka_usage *u) {

@@ -275,6 +275,33 @@ def test_ctrl_c_while_scoring(tmp_path):
         assert told_all < 4 and wait > 1e-6, (p.returncode, out)
 
 
+def test_ctrl_c_in_a_long_prompt():
+    """It ends before the first token, as it ends behind one."""
+    text = "Tom has 12 apples. " * 80
+
+    def begin():
+        p = subprocess.Popen([TOKA, "--raw", "--json", "--ignore-eos", "-n", "1", "--max-num-seqs", "1", "--max-num-batched-tokens", "1",
+                              "--threads", "1", "-p", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        wait_handlers(p)
+        return p, time.time()
+    p, since = begin()
+    assert len(json.loads(p.communicate(timeout=60)[0])["samples"][0]["tokens"]) == 1 and p.returncode == 0
+    wait, too_late = (time.time() - since) / 2, 0  # long after the model is open
+    while True:
+        p, _ = begin()
+        time.sleep(wait)
+        p.send_signal(signal.SIGINT)
+        out, err = p.communicate(timeout=60)
+        if p.returncode == 130 and out:
+            sample = json.loads(out)["samples"][0]
+            if not sample["tokens"]:
+                assert sample["finish_reason"] == "cancelled" and re.search(rb"prompt \d+ tokens, generated 0 tokens, .*ended after \d+ ms\n$", err)
+                return
+            too_late += 1  # once or twice the signal may come with the token
+        wait /= 2
+        assert too_late < 4 and wait > 1e-6, (p.returncode, out, err)
+
+
 def test_ctrl_c_while_waiting_for_input():
     p = subprocess.Popen([TOKA], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_handlers(p)
