@@ -7,7 +7,7 @@
  * bottom, each chapter using only earlier ones.
  *
  * WHAT IT IS NOT. It does not train, quantize, convert or download. It runs dense decoder-only transformers of the Llama family
- * (Llama, Mistral, Qwen 2 and 3); a model it would compute differently from its authors is refused by name.
+ * (Llama, Mistral, Ministral, Qwen 2 and 3); a model it would compute differently from its authors is refused by name.
  *
  * HOW DATA FLOWS, with the chapter that does it:
  *
@@ -5801,6 +5801,8 @@ static const mf_arch mf_archs[] = {
      .V = 32000, .max_len = 2048, .bos = 1, .eos = 2},
     {.name = "MistralForCausalLM", .model_type = "mistral", .E = 4096, .F = 14336, .V = 32000, .max_len = 131072, .K = 8,
      .window = 4096, .bos = 1, .eos = 2},
+    {.name = "MinistralForCausalLM", .model_type = "ministral", .E = 4096, .F = 14336, .V = 32000, .max_len = 131072, .K = 8,
+     .window = 4096, .bos = 1, .eos = 2},
     {.name = "Qwen2ForCausalLM", .model_type = "qwen2", .features = MF_QKV_BIAS, .E = 4096, .F = 22016, .V = 151936,
      .max_len = 32768, .K = 32, .window = 4096, .window_asks = true, .bos = -1, .eos = -1},
     {.name = "Qwen3ForCausalLM", .model_type = "qwen3", .features = MF_QK_NORM, .attention_bias = MF_QKV_BIAS | MF_O_BIAS,
@@ -5817,7 +5819,7 @@ static const mf_arch *mf_arch_by_name(str name) {
 static void mf_read_arch(mf_reader *r, mf_config *c) {
     const json *list = mf_field(r, "architectures"), *first = json_at(list, 0);
     const json *type = mf_field(r, "model_type"); /* what names the architecture when nobody saved a model with it */
-    const char *const known = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM";
+    const char *const known = "LlamaForCausalLM, MistralForCausalLM, MinistralForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM";
     if (first) {
         char of[80];
         c->arch = mf_arch_by_name(json_str(first));
@@ -5967,7 +5969,7 @@ static void mf_read_rope(mf_reader *top, mf_config *c) {
 }
 
 /* The window of each layer: layer_types says which have it (transformers takes a Mistral that says so for a Ministral), else
- * all of Mistral's, and, if it asks for windows, Qwen's from max_window_layers on. */
+ * all of Mistral's and Ministral's, and, if it asks for windows, Qwen's from max_window_layers on. */
 static void mf_read_windows(mf_reader *r, mf_config *c, arena *a) {
     int L = c->shape.L;
     c->window = arena_zalloc(a, (size_t)L * sizeof *c->window);

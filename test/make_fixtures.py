@@ -44,8 +44,8 @@ N_GREEDY = 24
 MIN_GAP = 1e-3
 MIN_DISTINCT = 6
 ALL_LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 128, 300]
-LLAMA, MISTRAL, QWEN2, QWEN3 = ("LlamaForCausalLM", "llama"), ("MistralForCausalLM", "mistral"), \
-                               ("Qwen2ForCausalLM", "qwen2"), ("Qwen3ForCausalLM", "qwen3")
+LLAMA, MISTRAL, MINISTRAL = ("LlamaForCausalLM", "llama"), ("MistralForCausalLM", "mistral"), ("MinistralForCausalLM", "ministral")
+QWEN2, QWEN3 = ("Qwen2ForCausalLM", "qwen2"), ("Qwen3ForCausalLM", "qwen3")
 
 
 def config(kind, E, H, K, F, V, L=2, D=None, tied=False, eps=1e-2, dtype="float32", old=True, max_pos=512, **more):
@@ -137,6 +137,10 @@ FIXTURES = {
     "qwen3-yarn": (config(QWEN3, E=56, H=7, K=1, F=100, V=271, D=64, old=False, dtype="bfloat16", attention_bias=False,
                           rope_parameters={"rope_type": "yarn", "rope_theta": 10000, "factor": 8.0,
                                            "original_max_position_embeddings": 64}), [15, 63, 128, 300], {}),
+    # --- Ministral: layer_types says which layers have the window, here the outer ones ----------------------------------
+    "ministral": (config(MINISTRAL, E=72, H=4, K=2, D=32, F=68, V=203, L=3, old=False, dtype="bfloat16", sliding_window=40,
+                         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+                         rope_parameters={"rope_type": "default", "rope_theta": 700.0}), [1, 40, 41, 65, 300], {}),
 }
 
 

@@ -73,6 +73,8 @@ static const char *const mft_bad_configs[][2] = {
     {"{\"architectures\":[7]}", "architectures[0] is 7"},
     {"{\"model_type\":\"gemma\"}", "model_type is \"gemma\""},
     {M_LLAMA ",\"model_type\":\"mistral\"}", "model_type is \"mistral\", expected \"llama\", that of LlamaForCausalLM"},
+    {"{\"architectures\":[\"MistralForCausalLM\"],\"model_type\":\"ministral\"}", "model_type is \"ministral\", expected \"mistral\""},
+    {"{\"model_type\":\"ministral3\"}", "model_type is \"ministral3\", expected LlamaForCausalLM"},
     {M_LLAMA ",\"is_causal\":false}", "is_causal is false, expected true"},
     {M_LLAMA ",\"num_hidden_layers\":0}", "num_hidden_layers (L) is 0, expected 1 to 4096"},
     {M_LLAMA ",\"num_hidden_layers\":-3}", "num_hidden_layers (L) is -3"},
@@ -146,6 +148,10 @@ static void test_mf_config_defaults(void) {
         CHECK(mft_shape_is(&c, 32, 4096, 32, 8, 128, 14336, 32000, 131072));
         CHECK(c.window[0] == 4096 && c.window[31] == 4096 && c.features == MF_LM_HEAD);
     }
+    if (mft_config("{\"model_type\":\"ministral\"}", NULL, &a, &c)) {
+        CHECK(mft_shape_is(&c, 32, 4096, 32, 8, 128, 14336, 32000, 131072) && c.bos_id == 1 && c.eos_ids[0] == 2);
+        CHECK(c.window[0] == 4096 && c.window[31] == 4096 && c.features == MF_LM_HEAD);
+    }
     if (mft_config("{\"architectures\":[\"Qwen2ForCausalLM\"],\"attention_bias\":false}", NULL, &a, &c)) {
         CHECK(mft_shape_is(&c, 32, 4096, 32, 32, 128, 22016, 151936, 32768));
         CHECK(c.features == (MF_QKV_BIAS | MF_LM_HEAD) && c.window[31] == 0 && c.bos_id == -1 && c.n_eos_ids == 0);
@@ -174,6 +180,10 @@ static void test_mf_config_fields(void) {
     if (mft_config("{\"architectures\":[\"MistralForCausalLM\"],\"model_type\":\"mistral\",\"is_causal\":true,\"num_hidden_layers\":2,"
                    "\"sliding_window\":8,\"layer_types\":[\"full_attention\",\"sliding_attention\"]}", NULL, &a, &c))
         CHECK(c.window[0] == 0 && c.window[1] == 8);
+    if (mft_config("{\"architectures\":[\"MinistralForCausalLM\"],\"model_type\":\"ministral\",\"num_hidden_layers\":3,\"attention_bias\":true,"
+                   "\"sliding_window\":8,\"layer_types\":[\"full_attention\",\"sliding_attention\",\"full_attention\"]}", NULL, &a, &c))
+        CHECK(c.window[0] == 0 && c.window[1] == 8 && c.window[2] == 0 && c.features == MF_LM_HEAD);
+    if (mft_config("{\"architectures\":[\"MinistralForCausalLM\"],\"sliding_window\":null}", NULL, &a, &c)) CHECK(c.window[0] == 0 && c.window[31] == 0);
     if (mft_config(M_QWEN2 ",\"use_sliding_window\":true,\"sliding_window\":64,\"max_window_layers\":3}", NULL, &a, &c))
         CHECK(c.window[2] == 0 && c.window[3] == 64);
     if (mft_config(M_QWEN2 ",\"use_sliding_window\":true,\"sliding_window\":64,\"layer_types\":[\"sliding_attention\","
