@@ -13869,7 +13869,8 @@ static int api_check_repeated(const api_call *c, toka_err *e) {
         if (c->echo) bytes += (double)c->parts[k].text.n;
         if (c->echo && c->want_logprobs && !c->packed) bytes += n * (64 + 32.0 * (1 + c->n_top));
         if (c->want_ids || c->packed) bytes += n * 8;
-        if (c->want_prompt_logprobs) bytes += n * (1 + c->n_prompt_top) * (c->packed ? 12 : 80);
+        if (c->want_prompt_logprobs || (c->packed && c->echo && c->want_logprobs))
+            bytes += n * (1 + c->n_prompt_top) * (c->packed ? 12 : 80);
     }
     if (bytes * c->n <= API_MOST_REPEATED) return 0;
     return API_BAD("n: %d choices that each repeat their prompt are an answer of about %.1f GB, expected at most %.0f", c->n,

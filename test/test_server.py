@@ -268,7 +268,7 @@ def test_answers_that_repeat_their_prompt_have_a_bound(server):
     """An answer is held whole: one of 80 GB would end the server for all."""
     prompt = [5 + i % 90 for i in range(900)]
     for fields in ({"prompt_logprobs": 20}, {"echo": True, "logprobs": 5}, {"return_token_ids": True, "prompt": prompt[:2] * 450, "echo": True, "logprobs": 5},
-                   {"prompt_logprobs": 20, "return_packed": True}):
+                   {"prompt_logprobs": 20, "return_packed": True}, {"echo": True, "logprobs": 20, "return_packed": True}):
         a = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 1, "n": 65536, **fields})
         assert a.status == 400 and a.json()["error"]["param"] == "n" and "repeat their prompt" in a.json()["error"]["message"], fields
     a = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 1, "n": 3, "prompt_logprobs": 20, "return_token_ids": True})
