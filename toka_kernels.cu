@@ -2441,6 +2441,13 @@ static void gemm_wgmma_scatter(toka_device *d, const gemm_args *a, bf16 *const *
  * norms folded in for more than 8 rows, sums of 64 columns left by this kernel (1B, 64 sequences 58,170 -> 52,720 tokens a second,
  * 32 33,460 -> 31,610, for each CTA of gate_up reads all rows' sums; ahead of qkv alone 57,680 and 34,050). */
 
+/* With qkv_params for EPI_QKV, with few_nothing for all others: what it takes makes one row of the 1B model 0.9 % slower where it is
+ * not asked for (0.749 ms a step, 0.756). */
+typedef struct few_nothing {
+} few_nothing;
+template <class P> constexpr bool few_turns = false;
+template <> constexpr bool few_turns<qkv_params> = true;
+
 enum { FEW_K = 64, FEW_N = 64, FEW_THREADS = 192, FEW_W = FEW_N * FEW_K * 2 /* bytes of W in a stage; x lies behind */ };
 enum { FEW_ROW = FEW_N * 4 /* bytes of sums of a row of x */, FEW_BLOCK = 8 * FEW_ROW /* of 8 rows */ };
 enum { FEW_STAGES = 12 /* at most */ };
@@ -2579,8 +2586,8 @@ template <int ROWS> __device__ static inline void few_add(const float (&acc)[ROW
 
 /* The item-th piece of this thread: row *m and column *n of the tile's (gates and ups, and both halves of a head, counted both).
  * False: there is none. */
-__device__ static inline bool few_item(const gemm_call &c, const few_place &w, int item, int *m, int *n) {
-    int gated = c.epi == EPI_SWIGLU || c.epi == EPI_QKV, per_row_log2 = 3 - gated, i = item * FEW_THREADS + (int)threadIdx.x;
+template <class P> __device__ static inline bool few_item(const gemm_call &c, const few_place &w, int item, int *m, int *n) {
+    int gated = few_turns<P> || c.epi == EPI_SWIGLU, per_row_log2 = 3 - gated, i = item * FEW_THREADS + (int)threadIdx.x;
     *m = w.m0 + (i >> per_row_log2), *n = (i & (1 << per_row_log2) - 1) * (8 << gated);
     return i < w.rows << per_row_log2 && w.n0 + *n < c.N;
 }
@@ -2657,19 +2664,19 @@ __device__ static inline void few_put_logits(const float v[8], const gemm_call &
 }
 #endif
 
-template <int ROWS>
+template <int ROWS, class P>
 __global__ static void __launch_bounds__(FEW_THREADS, 2)
 gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_x, const gemm_call c,
-                const qkv_params p, int split) {
+                int split, const P p) {
 #if HOPPER
     constexpr int ITEMS = (ROWS * FEW_N / 8 + FEW_THREADS - 1) / FEW_THREADS;
-    constexpr int TURNS = (ROWS * FEW_N / 16 + FEW_THREADS - 1) / FEW_THREADS; /* pieces that EPI_QKV has */
+    constexpr int TURNS = few_turns<P> ? (ROWS * FEW_N / 16 + FEW_THREADS - 1) / FEW_THREADS : 0; /* pieces of EPI_QKV */
     extern __shared__ __align__(1024) char few_smem[];
     few_place w = few_where<ROWS>(smem_at(few_smem), c.M, c.K, split);
     int m, n, tid = (int)threadIdx.x, warp = tid / 32, lane = tid % 32;
     uint4 old[ITEMS]; /* what a residual is added to is fetched ahead */
-    few_pair pair[TURNS];
-    float4 turn[TURNS][4];
+    few_pair pair[TURNS + 1];
+    float4 turn[TURNS + 1][4];
     __shared__ float scales[FOLD_ROWS];
 
     if (tid == 0) {
@@ -2686,11 +2693,12 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < TURNS; i++)
-        if (c.epi == EPI_QKV && few_item(c, w, i, &m, &n)) pair[i] = few_pair_at(p, m, w.n0 + n);
+        if constexpr (few_turns<P>)
+            if (few_item<P>(c, w, i, &m, &n)) pair[i] = few_pair_at(p, m, w.n0 + n);
     grid_wait();
 #pragma unroll
     for (int i = 0; i < ITEMS; i++)
-        if (c.epi == EPI_RESIDUAL && few_item(c, w, i, &m, &n)) old[i] = *(uint4 *)(c.y + (size_t)m * c.ldy + w.n0 + n);
+        if (c.epi == EPI_RESIDUAL && few_item<P>(c, w, i, &m, &n)) old[i] = *(uint4 *)(c.y + (size_t)m * c.ldy + w.n0 + n);
     fold_part squares = {};
     if (ROWS == FOLD_ROWS && c.fold.given && warp < c.M) squares = fold_begin(c.fold, warp, lane);
     constexpr int CHAINS = ROWS <= 16 ? 4 : 2;
@@ -2708,7 +2716,7 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
     }
 #pragma unroll
     for (int i = 0; i < 4 * TURNS; i++) /* while the sums are on their way */
-        if (c.epi == EPI_QKV && few_item(c, w, i / 4, &m, &n))
+        if (few_item<P>(c, w, i / 4, &m, &n))
             turn[i / 4][i % 4] = pair[i / 4].turn ? pair[i / 4].turn[i % 4] : make_float4(1, 0, 1, 0);
     __syncthreads(); /* nobody reads the ring any more, and all that was to come has come */
     if (warp < 4) few_add<ROWS>(acc[0], w);
@@ -2716,11 +2724,12 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
         float v[8];
-        if (!few_item(c, w, i, &m, &n)) continue;
+        if (!few_item<P>(c, w, i, &m, &n)) continue;
         const float scale = ROWS == FOLD_ROWS && c.fold.given ? scales[m] : 1;
         few_value(v, c, w, m, n, scale);
-        if (c.epi == EPI_LOGITS) few_put_logits(v, c, w, m, n);
-        else if (i < TURNS && c.epi == EPI_QKV) few_put_turned(v, c, w, m, n, scale, pair[i], turn[i], p.D / 2);
+        if constexpr (few_turns<P>) {
+            if (i < TURNS) few_put_turned(v, c, w, m, n, scale, pair[i], turn[i], p.D / 2);
+        } else if (c.epi == EPI_LOGITS) few_put_logits(v, c, w, m, n);
         else few_put(v, c, w, m, n, old[i]);
     }
 #else
@@ -2728,14 +2737,19 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
 #endif
 }
 
-template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a, int split) {
+template <int ROWS, class P> static void gemm_few_start(toka_device *d, const gemm_args *a, int split, const P &p) {
     gemm_call c = gemm_checked(a);
     c.fold = fold_of(d, a);
-    assert(c.M <= ROWS && split <= 8 && (c.epi != EPI_QKV || a->qkv) && !a->norm);
-    launch_dependent(d, "GEMM (few rows)", gemm_few_kernel<ROWS>, dim3((unsigned)(ceil_div(c.N, FEW_N) * split)), FEW_THREADS,
+    assert(c.M <= ROWS && split <= 8 && !a->norm);
+    launch_dependent(d, "GEMM (few rows)", gemm_few_kernel<ROWS, P>, dim3((unsigned)(ceil_div(c.N, FEW_N) * split)), FEW_THREADS,
                      few_stages<ROWS>(split) * few_ring<ROWS>::STAGE + few_guests(ROWS, split) + few_ring<ROWS>::BARS, split,
                      gemm_map(d, c.w, c.N, c.K, c.K, FEW_N, FEW_K),
-                     gemm_map(d, c.x, ROWS, c.K, c.ldx, ROWS, FEW_K), c, a->qkv ? *a->qkv : qkv_params{}, split);
+                     gemm_map(d, c.x, ROWS, c.K, c.ldx, ROWS, FEW_K), c, split, p);
+}
+template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a, int split) {
+    assert(a->epi != EPI_QKV || a->qkv);
+    if (a->epi == EPI_QKV) gemm_few_start<ROWS>(d, a, split, *a->qkv);
+    else gemm_few_start<ROWS>(d, a, split, few_nothing{});
 }
 /* How many CTAs share a tile's K: as many as run at once, two a multiprocessor, but eight only where these have one each; and each
  * has three slices of K or more. Where somewhat more tiles than multiprocessors would leave many of these idle, a long K is halved.
