@@ -186,7 +186,7 @@ MUTANTS = [
            ("the second warp's maximum for all", "part[j].x = ex2(`part[j].x` - base)", "marks(min(1, me.n - 1)).x")),
     *group("attn_squad", "attn kin", "by kin",
            ("queries that no warp puts out", "row * CTAS + rank < me.nq; `row += warps`)", "row += 4 * warps"),
-           ("a part without the query counts", "lane % CTAS), `-INFINITY`, 0,", "0.0f"),
+           ("a part without the query counts", "lane % CTAS), `-INFINITY`, 0,", "1e4f"),
            ("sums lie at the part's own query", "room + ((n * ROWS + `i / CTAS`) * DP", "(w.i + 8 * r) / CTAS")),
     *group("attn_is_squad", "attn lists", "graphs: ",
            ("squads in a graph of other kernels", "size * GRAPH_KINDS + (`attn_is_squad(d->attn)` ? 0 : n)", "false")),
