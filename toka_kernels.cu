@@ -2441,8 +2441,14 @@ static void gemm_wgmma_scatter(toka_device *d, const gemm_args *a, bf16 *const *
  * norms folded in for more than 8 rows, sums of 64 columns left by this kernel (1B, 64 sequences 58,170 -> 52,720 tokens a second,
  * 32 33,460 -> 31,610, for each CTA of gate_up reads all rows' sums; ahead of qkv alone 57,680 and 34,050). */
 
-/* With qkv_params for EPI_QKV, with few_nothing for all others: what it takes makes one row of the 1B model 0.9 % slower where it is
- * not asked for (0.749 ms a step, 0.756). */
+/* EPI_QKV, here and in gemm_thin: the row of D elements of q, or of the pages of K and V, that is head h of row m. */
+__device__ static inline size_t qkv_row(const qkv_params &p, int m, int h) {
+    int slot = p.slot[m], kv_head = h < p.H + p.K ? h - p.H : h - p.H - p.K;
+    return h < p.H ? (size_t)m * p.H + h : (((size_t)(slot / p.B) * p.K + kv_head) * 2 + (h >= p.H + p.K)) * p.B + slot % p.B;
+}
+
+/* gemm_few_kernel with qkv_params is for EPI_QKV, with few_nothing for all others: as a branch of one kernel it made one row of the
+ * 1B model, which does not take it, 0.9 % slower (0.749 -> 0.756 ms a step, H200, 2026-11-24). */
 typedef struct few_nothing {
 } few_nothing;
 template <class P> constexpr bool few_turns = false;
@@ -2591,11 +2597,13 @@ template <class P> __device__ static inline bool few_item(const gemm_call &c, co
     *m = w.m0 + (i >> per_row_log2), *n = (i & (1 << per_row_log2) - 1) * (8 << gated);
     return i < w.rows << per_row_log2 && w.n0 + *n < c.N;
 }
-/* v = columns n .. n+7 of row m. */
-__device__ static inline void few_sum(float v[8], const few_place &w, int m, int n) {
+/* v = columns n .. n+7 of row m, times scale. */
+__device__ static inline void few_sum(float v[8], const few_place &w, int m, int n, float scale) {
     uint32_t at = w.ring + few_sum_at(m - w.m0, n);
     float4 a = shared_load(at), b = shared_load(at + 16);
     v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+#pragma unroll
+    for (int k = 0; k < 8; k++) v[k] *= scale;
 }
 __device__ static inline void few_bias(float v[8], const float *bias, int n) {
     if (!bias) return;
@@ -2605,13 +2613,9 @@ __device__ static inline void few_bias(float v[8], const float *bias, int n) {
 /* The sums of 8 outputs; SWIGLU's are final. */
 __device__ static inline void few_value(float v[8], const gemm_call &c, const few_place &w, int m, int n, float scale) {
     float up[8];
-    few_sum(v, w, m, n);
-#pragma unroll
-    for (int k = 0; k < 8; k++) v[k] *= scale;
+    few_sum(v, w, m, n, scale);
     if (c.epi != EPI_SWIGLU) return;
-    few_sum(up, w, m, n + 8);
-#pragma unroll
-    for (int k = 0; k < 8; k++) up[k] *= scale;
+    few_sum(up, w, m, n + 8, scale);
     few_bias(v, c.bias, w.n0 + n);
     few_bias(up, c.bias, w.n0 + n + 8);
 #pragma unroll
@@ -2636,9 +2640,8 @@ typedef struct few_pair {
     const float4 *turn; /* cosine, sine of each; NULL: of a head of V */
 } few_pair;
 __device__ static inline few_pair few_pair_at(const qkv_params &p, int m, int n) { /* n: a column of the first half, by turns */
-    const int h = n / p.D, i = n % p.D / 16 * 8, slot = p.slot[m], kv_head = h < p.H + p.K ? h - p.H : h - p.H - p.K;
-    const size_t row = h < p.H ? (size_t)m * p.H + h
-                               : (((size_t)(slot / p.B) * p.K + kv_head) * 2 + (h >= p.H + p.K)) * p.B + slot % p.B;
+    const int h = n / p.D, i = n % p.D / 16 * 8;
+    const size_t row = qkv_row(p, m, h);
     const float4 *turn = (const float4 *)(p.rope + (size_t)p.pos[m] * (p.D / 2) + i);
     return few_pair{(h < p.H ? p.q : p.kv) + row * p.D + i, h < p.H + p.K ? turn : NULL};
 }
@@ -2646,9 +2649,7 @@ __device__ static inline few_pair few_pair_at(const qkv_params &p, int m, int n)
 __device__ static inline void few_put_turned(float v[8], const gemm_call &c, const few_place &w, int m, int n, float scale,
                                              const few_pair &pair, const float4 turn[4], int half) {
     float u[8];
-    few_sum(u, w, m, n + 8);
-#pragma unroll
-    for (int k = 0; k < 8; k++) u[k] *= scale;
+    few_sum(u, w, m, n + 8, scale);
     few_bias(v, c.bias, w.n0 + n);
     few_bias(u, c.bias, w.n0 + n + 8);
 #pragma unroll
@@ -2847,9 +2848,8 @@ typedef struct thin_pair {
     float4 turn; /* cosine, sine of either */
 } thin_pair;
 __device__ static inline thin_pair thin_pair_at(const qkv_params &p, int m, int n) { /* n: a column of the first half, by turns */
-    int h = n / p.D, i = n % p.D / 16 * 8 + n % 8, slot = p.slot[m], kv_head = h < p.H + p.K ? h - p.H : h - p.H - p.K;
-    size_t row = h < p.H ? (size_t)m * p.H + h
-                         : (((size_t)(slot / p.B) * p.K + kv_head) * 2 + (h >= p.H + p.K)) * p.B + slot % p.B;
+    int h = n / p.D, i = n % p.D / 16 * 8 + n % 8;
+    size_t row = qkv_row(p, m, h);
     float4 turn = h < p.H + p.K ? *(const float4 *)(p.rope + (size_t)p.pos[m] * (p.D / 2) + i) : make_float4(1, 0, 1, 0);
     return thin_pair{(h < p.H ? p.q : p.kv) + row * p.D + i, turn};
 }
@@ -2947,17 +2947,17 @@ static void gemm_thin(toka_device *d, const gemm_args *a) {
 
 enum { FEW_ALL = 32, FEW_MAX = 64 }; /* rows, up to which W is best the left side at every shape, at some */
 enum { SAMP_FEW = 16 }; /* rows, up to which storing all logits with gemm_few is faster than tiles of 128 rows that sample */
-enum gemm_way { BY_THIN, BY_FEW, BY_MMA, BY_WGMMA };
+enum gemm_way { BY_THIN, BY_FEW /* up to here EPI_QKV is done, too */, BY_MMA, BY_WGMMA };
 
 /* Measured on an H200 in chains of one GEMM over weights that no cache holds; shares of the time to read W. gemm_thin against
  * gemm_few, 8 rows, 2026-11-24: 69 : 72 % (N x K 3072 x 2048), 56 : 73 (2048 x 2048), 80 : 76 (2048 x 8192), 81 : 83 (6144 x 4096),
  * 90 : 85 (4096 x 4096), 98 : 94 (4096 x 14336), 43 : 72 (9728 x 896), 42 : 66 (896 x 4864); but thin brings the norm behind it
- * along, and where gemm_few does so, too, and all of the 1B model's qkv and o go there, a step of one row takes 2 to 4 % longer.
+ * along, and where gemm_few does so, too, and all of the 1B model's qkv and o go there, a step of one row takes 2 to 5 % longer.
  * 16 rows: 63 : 69, 48 : 71, 62 : 76, 72 : 83, 81 : 83, 93 : 94, 40 : 73, 32 : 55. gemm_few against gemm_wgmma, 64 rows: 50 : 45
  * (3072 x 2048), 67 : 46 (2048 x 8192), 72 : 66 (4096 x 4096), 89 : 78 (4096 x 14336), but 50 : 56 (9728 x 896); 15 : 13 (1152 x
  * 896) and 12 : 11 (896 x 896), yet 64 sequences of that model 1 % slower; us of the least and the most (2026-11-23): 17.8, 18.6 :
  * 19.5 (16384 x 2048), 61, 64 : 59, 60 (28672 x 4096), 229, 257 : 232, 238 (57344 x 8192), 117, 125 : 117, 121 (8192 x 28672). A
- * gemm_few for 128 rows: 24 : 28 to 61 : 59. */
+ * gemm_few for 128 rows (2026-11-22): 24 : 28 to 61 : 59. */
 static enum gemm_way gemm_way(const toka_device *d, int M, const weight *w) {
     if (!d->hopper) return M <= 16 ? BY_THIN : BY_MMA;
     if (M <= 8 && (ceil_div(w->N, THIN_N) <= 2 * d->n_sms || w->K >= 4096)) return BY_THIN;
