@@ -949,7 +949,7 @@ static void json_put_value(buf *b, const json *v) {
         if (v->exact) json_put_int(b, v->i);
         else if (v->big) json_comma(b), buf_str(b, json_digits(v));
         else json_put_num(b, v->f, false);
-        if (!v->exact && !v->big && !strpbrk(b->p + from, ".e")) buf_c(b, ".0"); /* 1.0 stays one that was not written as an integer */
+        if (!v->exact && !v->big && !strpbrk(b->p + from, ".e")) buf_c(b, ".0"); /* 1.0 stays what was not an integer */
         break;
     case JSON_ARRAY:
         json_put_open(b, '[');
@@ -13256,7 +13256,8 @@ static void http_put_last_chunk(buf *b) { buf_c(b, "0\r\n\r\n"); }
  *     "packed":{"n":N,"token_ids":int32[N],"logprobs":float32[N],"sampled_logprobs":float32[N],
  *               "top_n":k,"top_ids":int32[N][k] (-1: none),"top_logprobs":float32[N][k]}         the last two where k > 0
  * in place of "logprobs" and "token_ids" (and the same of the prompt as "prompt_packed", without "sampled_logprobs", where
- * return_token_ids, prompt_logprobs or echo with logprobs is asked for); and max_tokens may be 0 with echo or prompt_logprobs: then nothing is drawn.
+ * return_token_ids, prompt_logprobs or echo with logprobs is asked for); and max_tokens may be 0 with echo or prompt_logprobs: then
+ * nothing is drawn.
  * =========================================================================== */
 enum api_route { API_COMPLETIONS, API_CHAT, API_TOKENIZE, API_DETOKENIZE };
 
@@ -13869,7 +13870,7 @@ static int api_check_repeated(const api_call *c, toka_err *e) {
         if (c->echo) bytes += (double)c->parts[k].text.n;
         if (c->echo && c->want_logprobs && !c->packed) bytes += n * (64 + 32.0 * (1 + c->n_top));
         if (c->want_ids || c->packed) bytes += n * 8;
-        if (c->want_prompt_logprobs || (c->packed && c->echo && c->want_logprobs))
+        if (c->want_prompt_logprobs || (c->packed && c->parts[k].q.prompt_logprobs)) /* echo's are told of above, or packed */
             bytes += n * (1 + c->n_prompt_top) * (c->packed ? 12 : 80);
     }
     if (bytes * c->n <= API_MOST_REPEATED) return 0;
@@ -14254,7 +14255,7 @@ static void api_put_choice_ids(api_call *c, api_choice *x, buf *b) {
 
 /* What is said about a prompt: in each choice of a completion, beside the choices of a chat. */
 static void api_put_prompt(api_call *c, api_part *p, buf *b) {
-    if (c->packed && (c->want_ids || c->want_prompt_logprobs || (c->echo && c->want_logprobs))) {
+    if (c->packed && (c->want_ids || p->q.prompt_logprobs)) {
         if (!p->scored.b.n) { /* ids alone: as tokens without log-probabilities */
             p->scored.n_top = 0;
             for (size_t i = 0; i < p->prompt.n; i++) buf_put(&p->scored.b, &(api_token){p->prompt.p[i], 0, 0}, sizeof(api_token));

@@ -279,8 +279,8 @@ static bool may_draw(const answers *w, int kind, int i, int k, const float *logi
     for (int turn = 0; turn < 400 && id != a->ids[k]; turn++) { /* the first time as they are */
         for (int v = 0; v < V; v++) {
             double bell = 0; /* of deviation 1: the sum of three in -1 .. 1 */
-            for (int j = 0; j < 3; j++) bell += rnd_in(&seed, -1000, 1000) / 1e3;
-            x[v] = logits[v] + (turn ? (float)(off * sqrt(rms) * bell) : 0);
+            for (int j = 0; turn && j < 3; j++) bell += rnd_in(&seed, -1000, 1000) / 1e3;
+            x[v] = logits[v] + (float)(off * sqrt(rms) * bell);
         }
         id = gpu_draw(&row, x, V), *tie = turn > 0;
     }

@@ -249,57 +249,48 @@ def test_command_line_goes_before_environment():
     assert toka("bench", "--help").stdout == toka("--help").stdout != b"" and toka("bench").returncode == 1
 
 
-def test_ctrl_c_while_scoring(tmp_path):
-    text = tmp_path / "long.txt"
-    text.write_text("Tom has 12 apples. " * 80)
-
+def ctrl_c_half_way(args, whole, cut):
+    """Runs toka with one thread and steps of one token, once for the time that it takes and what is said then, whole(out); then with a Ctrl-C
+    half-way through, or earlier, until that has come in time, which cut(out, err) sees."""
     def begin():
-        p = subprocess.Popen([TOKA, "score", "-f", str(text), "--max-num-seqs", "1", "--max-num-batched-tokens", "1", "--threads", "1"],
+        p = subprocess.Popen([TOKA, *args, "--max-num-seqs", "1", "--max-num-batched-tokens", "1", "--threads", "1"],
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         wait_handlers(p)
         return p, time.time()
     p, since = begin()
-    assert p.communicate(timeout=60)[0] and p.returncode == 0
-    wait, told_all = (time.time() - since) / 2, 0  # long after the model is open
-    while True:
-        p, _ = begin()
-        time.sleep(wait)
-        p.send_signal(signal.SIGINT)
-        out, _ = p.communicate(timeout=60)
-        if p.returncode == 130 and out == b"":
-            return
-        if p.returncode:
-            told_all += 1  # once or twice the signal may come while it prints
-        else:
-            wait /= 2  # it was done already
-        assert told_all < 4 and wait > 1e-6, (p.returncode, out)
-
-
-def test_ctrl_c_in_a_long_prompt():
-    """It ends before the first token, as it ends behind one."""
-    text = "Tom has 12 apples. " * 80
-
-    def begin():
-        p = subprocess.Popen([TOKA, "--raw", "--json", "--ignore-eos", "-n", "1", "--max-num-seqs", "1", "--max-num-batched-tokens", "1",
-                              "--threads", "1", "-p", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        wait_handlers(p)
-        return p, time.time()
-    p, since = begin()
-    assert len(json.loads(p.communicate(timeout=60)[0])["samples"][0]["tokens"]) == 1 and p.returncode == 0
-    wait, too_late = (time.time() - since) / 2, 0  # long after the model is open
+    assert whole(p.communicate(timeout=60)[0]) and p.returncode == 0
+    wait, late = (time.time() - since) / 2, 0  # long after the model is open
     while True:
         p, _ = begin()
         time.sleep(wait)
         p.send_signal(signal.SIGINT)
         out, err = p.communicate(timeout=60)
-        if p.returncode == 130 and out:
-            sample = json.loads(out)["samples"][0]
-            if not sample["tokens"]:
-                assert sample["finish_reason"] == "cancelled" and re.search(rb"prompt \d+ tokens, generated 0 tokens, .*ended after \d+ ms\n$", err)
-                return
-            too_late += 1  # once or twice the signal may come with the token
+        if p.returncode == 130 and cut(out, err):
+            return
+        if p.returncode:
+            late += 1  # once or twice the signal may come while it prints
         wait /= 2
-        assert too_late < 4 and wait > 1e-6, (p.returncode, out, err)
+        assert late < 4 and wait > 1e-6, (p.returncode, out, err)
+
+
+def test_ctrl_c_while_scoring(tmp_path):
+    text = tmp_path / "long.txt"
+    text.write_text("Tom has 12 apples. " * 80)
+    ctrl_c_half_way(["score", "-f", str(text)], len, lambda out, err: out == b"")
+
+
+def test_ctrl_c_in_a_long_prompt():
+    """It ends before the first token, as it ends behind one."""
+    def sample(out):
+        return json.loads(out)["samples"][0]
+
+    def cut(out, err):
+        if not out or sample(out)["tokens"]:
+            return False
+        assert sample(out)["finish_reason"] == "cancelled" and re.search(rb"prompt \d+ tokens, generated 0 tokens, .*ended after \d+ ms\n$", err)
+        return True
+
+    ctrl_c_half_way(["--raw", "--json", "--ignore-eos", "-n", "1", "-p", "Tom has 12 apples. " * 80], lambda out: len(sample(out)["tokens"]) == 1, cut)
 
 
 def test_ctrl_c_while_waiting_for_input():
