@@ -496,6 +496,11 @@ __device__ static inline void tma_load_2d_once(uint32_t to, const CUtensorMap *m
                  " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "l"(0x12F0000000000000ull)
                  : "memory");
 }
+__device__ static inline void tma_load_5d(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1, int c2, int c3, int c4) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+                 ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
+}
 __device__ static inline void tma_load_5d_once(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1, int c2, int c3,
                                                int c4) {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
@@ -2980,7 +2985,7 @@ static void gemm(toka_device *d, const gemm_args *a) {
  * every kv head:
  *
  *      span with at most 16 queries  ->  one small item: a warp, bound by the bytes of K and V
- *      span with more                ->  tiles of tile_q queries: a block, bound by the tensor cores
+ *      span with more                ->  tiles of tile_q queries: a CTA, bound by the tensor cores
  *
  * A row that lies in several spans (shared prefix, own part) is done level by level, a level behind the other on the stream: its
  * first span leaves a state (O and LSE, float32), the next begins with it, the last writes o. So nothing is merged twice, every
@@ -2989,12 +2994,13 @@ static void gemm(toka_device *d, const gemm_args *a) {
  * Many rows that have one span together and then each its own, as in decoding samples of a prompt, need no level: one kernel
  * does both spans (attn_both).
  *
- * Few items do not fill the GPU: then kv ranges are cut (split-KV), the parts go to part_o and part_lse and one merge per row
- * follows in the same level. The length of a part follows from the sum of kv positions in the level alone. Where no small item
- * of a level needs more than attn_gang_most short parts (attn_gang_part), and some need two, gangs work on them on Hopper: a block
- * for each item, a warp for each part, and they meet there. Where few rows share prefixes, as the samples of a few prompts, a
- * gang does them with their own parts and all that they share (attn_plan_kin): one launch instead of two or three a level. Few
- * gangs, and nothing beside them, are squads: the warps of each in the four blocks of a cluster.
+ * Few items do not fill the GPU: then kv ranges are split (split-KV), parts go to part_o and part_lse, and a merge per row
+ * follows in the same level. The length of a part depends only on the level's total of kv positions. On Hopper, if no small item
+ * of a level needs more than attn_gang_most short parts (attn_gang_part) and some need two, each is a gang: one CTA, a warp per
+ * part, merged in shared memory. Where few rows share prefixes, as samples of a few prompts do, a gang does up to six of them with
+ * their own parts and all they share (attn_plan_kin): one launch for two or three a level. Its rows are kin, of one prompt; where
+ * that would make more gangs than run at once, it takes rows side by side, whatever prompts they are of. Few gangs, and nothing
+ * beside them, are squads: the warps of each spread over the four CTAs of a cluster.
  *
  * What is expected of the spans: for each row they come in rising kv0, and of two spans that share a row the earlier one has all
  * rows of the later one (a tree of intervals). Cost: O(spans + rows + pages in use); 8,192 sequences with a shared prefix: 0.15 to
@@ -3005,24 +3011,25 @@ enum {
     ATTN_TILE_Q = 64,    /* queries of a tile on mma.sync */
     ATTN_SMALL_Q = 16,   /* queries of a small item, and the unit of the split-KV buffer */
     ATTN_MIN_PART = 128, /* kv positions of a part of a small item, at least */
-    ATTN_BRIEF = 128,    /* and of brief ones, on average less than */
+    ATTN_BRIEF = 128,    /* small items with fewer positions than this on average are brief */
     ATTN_BOTH_ROWS = 32, ATTN_BOTH_Q = 128, /* rows and queries of an item of attn_both, at most */
     ATTN_BOTH_D = NVCC_VERSION < 1208 ? 64 : 128, /* head sizes up to it, see there */
     ATTN_BOTH_OWN = 1024,                   /* own positions of such a row, at most: a warp does them one behind the other */
     ATTN_OWN_START = 24,                    /* what such a row takes beside them, in positions, roughly */
     ATTN_JOIN_START = 250, /* what it takes to merge parts of tiles at all, in kv positions */
     ATTN_WARPS = 16,     /* small items that an SM works on at a time, roughly */
-    ATTN_GANG_PART = 64, /* kv positions of a part of a gang, at least */
+    ATTN_GANG_PART = 64, /* kv positions of a part of a gang, at least; */
+    ATTN_GANG_STEP = 32, /* a multiple of so many */
     ATTN_KIN = 6,        /* rows of kin at most: each has a part at least */
-    ATTN_SQUAD = 4,      /* blocks of a gang that is a squad */
+    ATTN_SQUAD = 4,      /* CTAs of a gang that is a squad */
     ATTN_EARLY_ROWS = 8, /* of a step whose K and V are fetched early, at most */
 };
 
 /* Warps of a gang at most: what shared memory (D <= 64) or registers allow. */
 __host__ __device__ static constexpr int attn_gang_most(int D) { return D <= 64 ? 14 : 12; }
 
-/* A layer's tensor maps, by rows of the box; OWN: attn_open_own_map. */
-enum { ATTN_MAP_8, ATTN_MAP_16, ATTN_MAP_32, ATTN_MAP_64, ATTN_MAP_OWN, ATTN_MAPS };
+/* A layer's tensor maps, by rows of the box; PAIR: of K and V at once. */
+enum { ATTN_MAP_8, ATTN_MAP_16, ATTN_MAP_32, ATTN_MAP_64, ATTN_MAP_PAIR, ATTN_MAPS };
 enum { ATTN_SEED = 1, ATTN_TO_O = 2, ATTN_TO_STATE = 4, ATTN_SLOT = 3 /* shift */ }; /* attn_item.where; neither TO: a part */
 
 typedef struct attn_item {
@@ -3077,10 +3084,12 @@ struct attn_plan {
     int *row_span;              /* [max_tokens] the last span of the row */
     int n_levels, n_items, n_merges, n_slots;
     int n_whole;                /* items to come, if none of them is cut: what is cut leaves room for them */
-    int64_t kin_work;           /* kv positions that kin read, times kv heads, at most: beyond, others are faster */
+    int64_t kin_work;           /* kv positions that kin read, times kv heads, at most: beyond, others are faster; */
+    int64_t kin_work_many;      /* where attn_both could do it */
     int both_least;             /* rows of attn_both, times kv heads, from which on it is taken */
-    bool kin;                   /* the step is done by gangs of kin */
-    bool squads;                /* gangs may be squads */
+    bool kin, kin_mixed;        /* the step is done by gangs of kin, or of whatever rows lie side by side */
+    int kin_least;              /* kv positions of a part of them, at least */
+    bool squads, mixes;         /* gangs may be squads, and of rows that are no kin */
     int both0, n_both;          /* items of attn_both; behind them their rows' own */
     attn_load *blocks, *round;  /* [n_sms] */
     int grid, n_rounds;         /* of attn_both: */
@@ -3108,10 +3117,12 @@ static void attn_sizes(const toka_device *d, attn_plan *p) {
     /* about twice what attn_small_part and attn_tile_part aim at; beyond, ranges stay whole */
     p->max_slots = p->n_sms * (ATTN_WARPS + p->tile_q / ATTN_SMALL_Q) * 3 / 2 / p->K + 64;
     p->max_merges = 2 * p->max_slots;
-    p->kin_work = (int64_t)p->n_sms * (sh->D <= 64 ? 2400 : 1200);
-    /* of 83 rows with eight kv heads on: against levels 1 us more at most, 18 less (`gpu_attn bench kin`, H200, 2026-11-23) */
-    p->both_least = p->n_sms * 5;
-    p->squads = true;
+    p->kin_work = (int64_t)p->n_sms * (sh->D <= 64 ? 2400 : 1900);
+    p->kin_work_many = (int64_t)p->n_sms * (sh->D <= 64 ? 2400 : 900);
+    /* of 67 rows with eight kv heads on. D = 128, 80 rows of four prompts: kin 39 us, attn_both 33, levels 57 (`gpu_attn bench
+     * running`, H200, 2026-11-24) */
+    p->both_least = p->n_sms * 4;
+    p->squads = p->mixes = true;
     /* Levels of all rows, at most: a span that chapter 17 shares saves more than merge_tok positions for each of its R rows, so
      * where r rows leave a chain of them behind g positions, r g > merge_tok R; then the sum of R is at most
      * T sqrt(max_len / merge_tok). */
@@ -3321,13 +3332,14 @@ static void attn_emit_parts(attn_plan *p, attn_level *l, const attn_item *item, 
 
 /* How long the parts of gangs are; 0: there are to be none. n items, the longest of `most` positions. A warp is at it too long
  * where it has many: one sequence of 4,096 positions, 512 a warp, takes 20 us at D = 64 and 64 us at D = 128 (8 kv heads, H200),
- * where parts that all SMs share, and attn_join, take 9 and 17. */
+ * where parts that all SMs share, and attn_join, take 9 and 17. At D = 128 parts of 64 at most, so that sequences of more than 768
+ * had none: one of 1,100 13.1 us for 10.3, 16 of 1,100 31.2 for 23.5, 64 of 640 57.8 for 49.2, eight of 1,400 17.9 for 18.5. */
 static int attn_gang_part(const toka_device *d, int64_t kv_positions, int n, int most) {
     const attn_plan *p = d->attn;
-    int B = d->shape->B, longest = d->shape->D <= 64 ? 128 : 64, warps = attn_gang_most(d->shape->D);
+    const int longest = 128, step = ATTN_GANG_STEP, warps = attn_gang_most(d->shape->D);
     int part = (int)(kv_positions * p->K / (p->n_sms * ATTN_WARPS));
-    part = max(max((int)ATTN_GANG_PART, B), ceil_div(min(part, longest), B) * B);
-    if (n * p->K <= p->n_sms) part = max(part, ceil_div(ceil_div(most, warps), B) * B);
+    part = max((int)ATTN_GANG_PART, ceil_div(min(part, longest), step) * step);
+    if (n * p->K <= p->n_sms) part = max(part, ceil_div(ceil_div(most, warps), step) * step);
     bool fits = p->hopper && part <= longest && most > part && most <= part * warps && n <= p->max_merges - p->n_merges;
     return fits && n * ceil_div(most, part) <= p->max_items - p->n_items - (p->n_whole - n) ? part : 0;
 }
@@ -3336,8 +3348,9 @@ static void attn_emit_gang_parts(const toka_device *d, const attn_item *item, in
     for (int i = 0, n = max(1, ceil_div(item->kv1 - item->kv0, part)); i < n; i++) {
         attn_item *a = &p->items[p->n_items++];
         *a = *item;
-        a->kv0 = item->kv0 + i * part, a->kv1 = min(a->kv0 + part, item->kv1), a->skip = i ? 0 : item->skip;
-        a->page0 = item->page0 + i * (part / d->shape->B);
+        const int at = i * part, page = at / d->shape->B;
+        a->kv0 = item->kv0 + page * d->shape->B, a->kv1 = min(item->kv0 + at + part, item->kv1);
+        a->skip = (short)(i ? at % d->shape->B : item->skip), a->page0 = item->page0 + page;
     }
 }
 /* The gang of what was emitted from `first` on. */
@@ -3425,61 +3438,79 @@ static void attn_plan_kind(toka_device *d, const toka_step *s, int level, bool s
     }
 }
 
-/* Kin: so many rows from `row` on have all spans but their own in common, no more than a small item has. */
-static int attn_kin(const attn_plan *p, const toka_step *s, int row) {
-    const int parent = p->spans[p->row_span[row]].parent, most = min(p->small_rows, (int)ATTN_KIN);
+/* Rows from `row` on that one gang does, no more than a small item has: kin, that have all spans but their own in common, or, if
+ * `mixed`, whatever they have. */
+static int attn_kin(const attn_plan *p, const toka_step *s, int row, bool mixed) {
+    const int parent = p->spans[p->row_span[row]].parent, most = min(min(p->small_rows, (int)ATTN_KIN), s->T - row);
     int n = 1;
-    while (parent >= 0 && n < most && row + n < s->T && p->spans[p->row_span[row + n]].parent == parent) n++;
+    while (n < most && (mixed || (parent >= 0 && p->spans[p->row_span[row + n]].parent == parent))) n++;
     return n;
 }
-/* each(span, its first row that counts, how many) for all spans of n kin. */
-template <class F> static void attn_kin_spans(const attn_plan *p, int row, int n, F each) {
-    for (int i = p->spans[p->row_span[row]].parent; i >= 0; i = p->spans[i].parent) each(i, row, n);
-    for (int r = row; r < row + n; r++) each(p->row_span[r], r, 1);
-}
-
-/* How long the parts of gangs of kin are, in kv positions; 0: there are to be none. They are for steps whose rows have spans in
- * common, each one of its own behind them, and few of all. */
-static int attn_kin_part(const toka_device *d, const toka_step *s) {
-    const attn_plan *p = d->attn;
-    const int B = d->shape->B, longest = 256, warps = attn_gang_most(d->shape->D);
-    int64_t work = 0;
-    int n_gangs = 0;
-    if (!p->hopper || p->n_levels < 2 || !p->small_rows) return 0;
-    for (int row = 0, n; row < s->T; row += n, n_gangs++) {
-        n = attn_kin(p, s, row);
-        attn_kin_spans(p, row, n, [&](int i, int, int) { work += s->spans[i].n_kv; });
-        for (int r = row; r < row + n; r++)
-            if (s->spans[p->row_span[r]].n_rows > 1) return 0;
-        if (work * p->K > p->kin_work) return 0;
-    }
-    if (n_gangs > p->max_merges || n_gangs * warps > p->max_items) return 0;
-    const int even = max((int)ATTN_GANG_PART, (int)(work * p->K / (p->n_sms * ATTN_WARPS)));
-    for (int part = ceil_div(even, B) * B; part <= longest; part += B) {
-        int most = 0;
-        for (int row = 0, n; row < s->T; row += n) {
-            int parts = 0;
-            n = attn_kin(p, s, row);
-            attn_kin_spans(p, row, n, [&](int i, int, int) {
-                parts += max(1, ceil_div((s->spans[i].kv0 & (B - 1)) + s->spans[i].n_kv, part));
-            });
-            most = max(most, parts);
+/* each(span, its first row that counts, how many) for all spans of n rows. */
+template <class F> static void attn_kin_spans(const attn_plan *p, const toka_step *s, int row, int n, F each) {
+    for (int r = row; r < row + n; r++)
+        for (int i = p->row_span[r]; i >= 0; i = p->spans[i].parent) {
+            const toka_span *sp = &s->spans[i];
+            if (r == max(row, sp->row0)) each(i, r, min(row + n, sp->row0 + sp->n_rows) - r);
         }
-        if (most <= warps) return part;
+}
+/* How long the parts of such a gang are, in kv positions: as short as its warps allow, but no shorter than `least`. 0: too long. */
+static int attn_kin_part(const toka_device *d, const toka_step *s, int row, int n, int least) {
+    const attn_plan *p = d->attn;
+    const int B = d->shape->B, longest = 256, step = ATTN_GANG_STEP;
+    for (int part = ceil_div(least, step) * step; part <= longest; part += step) {
+        int parts = 0;
+        attn_kin_spans(p, s, row, n, [&](int i, int, int) {
+            parts += max(1, ceil_div((s->spans[i].kv0 & (B - 1)) + s->spans[i].n_kv, part));
+        });
+        if (parts <= attn_gang_most(d->shape->D)) return part;
     }
     return 0;
 }
 
+/* Can gangs do the step? They are for steps whose rows have spans in common, each one of its own behind them, and few of all. */
+static bool attn_kin_fits(toka_device *d, const toka_step *s, bool mixed) {
+    attn_plan *p = d->attn;
+    const int64_t limit = p->has_both && s->T * p->K >= p->both_least ? min(p->kin_work, p->kin_work_many) : p->kin_work;
+    int64_t work = 0;
+    int n_gangs = 0;
+    p->kin_mixed = mixed;
+    for (int row = 0, n; row < s->T; row += n, n_gangs++) {
+        n = attn_kin(p, s, row, mixed);
+        attn_kin_spans(p, s, row, n, [&](int i, int, int) { work += s->spans[i].n_kv; });
+        for (int r = row; r < row + n; r++)
+            if (s->spans[p->row_span[r]].n_rows > 1) return false;
+        if (work * p->K > limit) return false;
+    }
+    if (n_gangs > p->max_merges || n_gangs * attn_gang_most(d->shape->D) > p->max_items) return false;
+    p->kin_least = max((int)ATTN_GANG_PART, (int)(work * p->K / (p->n_sms * ATTN_WARPS)));
+    for (int row = 0, n; row < s->T; row += n) {
+        n = attn_kin(p, s, row, mixed);
+        if (!attn_kin_part(d, s, row, n, p->kin_least)) return false;
+    }
+    return true;
+}
+/* Kin, unless their gangs are more blocks than run at once, as the last gang of a prompt is seldom full, and mixed ones are not. */
+static bool attn_choose_kin(toka_device *d, const toka_step *s) {
+    const attn_plan *p = d->attn;
+    const int most = min(p->small_rows, (int)ATTN_KIN);
+    if (!p->hopper || p->n_levels < 2 || !most) return false;
+    int n_gangs = 0;
+    const bool may_mix = p->mixes && ceil_div(s->T, most) * p->K <= p->n_sms;
+    for (int row = 0; may_mix && row < s->T; n_gangs++) row += attn_kin(p, s, row, false);
+    return (n_gangs * p->K > p->n_sms && attn_kin_fits(d, s, true)) || attn_kin_fits(d, s, false);
+}
+
 /* All of a step of kin: one level. */
-static void attn_plan_kin(toka_device *d, const toka_step *s, int part) {
+static void attn_plan_kin(toka_device *d, const toka_step *s) {
     attn_plan *p = d->attn;
     const int G = p->G;
     attn_level *l = p->levels;
     p->n_levels = 1, *l = attn_level{};
     for (int row = 0, n; row < s->T; row += n) {
-        const int first = p->n_items;
-        n = attn_kin(p, s, row);
-        attn_kin_spans(p, row, n, [&](int i, int r, int rows) {
+        n = attn_kin(p, s, row, p->kin_mixed);
+        const int first = p->n_items, part = attn_kin_part(d, s, row, n, p->kin_least);
+        attn_kin_spans(p, s, row, n, [&](int i, int r, int rows) {
             const attn_item item = attn_item_of(d, s, i, r * G, rows * G, r, r + rows - 1);
             attn_emit_gang_parts(d, &item, part);
         });
@@ -3565,15 +3596,14 @@ static void attn_plan_step(toka_device *d, const toka_step *s) {
     p->early = attn_is_early(d, s);
     assert(s->n_spans <= p->max_spans && s->T <= d->options.max_tokens);
     attn_plan_levels(d, s);
-    const int kin_part = attn_kin_part(d, s);
-    p->kin = kin_part, p->n_both = 0;
+    p->kin = attn_choose_kin(d, s), p->n_both = 0;
     if (!p->kin) attn_plan_both(d, s), attn_plan_rounds(d, s);
     if (!attn_plan_pages(d, s)) return;
     p->dev_items = (const attn_item *)stage_room(&d->up, (size_t)p->max_items * sizeof *p->items, (void **)&p->items);
     p->n_items = p->n_merges = 0, p->n_whole = p->n_both;
     for (int i = 0; i < s->n_spans && !p->kin; i++)
         p->n_whole += attn_leads_both(p, i) ? s->spans[i].n_rows : p->spans[i].both ? 0 : attn_span_items(p, s, i);
-    if (p->kin) attn_plan_kin(d, s, kin_part);
+    if (p->kin) attn_plan_kin(d, s);
     for (int i = 0; i < p->n_levels && !p->kin; i++) {
         attn_level *l = &p->levels[i];
         *l = attn_level{.tile0 = p->n_items, .merge0 = p->n_merges};
@@ -3932,8 +3962,9 @@ template <int DP, int WARPS> static void attn_mma_launch(toka_device *d, const a
  * Bytes: K and V of the item's positions, rounded up to 8 positions at both ends; FLOPs: 4 * 16 * D * kv, of which G/16 are
  * wanted. Why: the limit is the bytes of K and V, so what counts is that many are under way: 9 or 13 warps of 24 or 16 KB on an
  * SM, none of which ever waits for another; the card itself hands the next item to the next free place. One lane asks for a tile
- * with two or four copies, for the first and the last one in pieces of 8 positions; the numbers of 32 pages lie in the lanes of
- * the warp. At D = 64 more warps help more than longer rings, as what an item costs beside its bytes is waiting: 8,192 samples
+ * in one copy, for the first and the last one in pieces of 8 positions (D = 72 .. 120: two or four copies); the numbers of 32
+ * pages lie in the lanes of the warp. Retired: all tiles in two or four copies (kin, D = 128: 23 us for 20, D = 64 10.4 for 10.0),
+ * none in pieces (as fast in gangs, 8,192 own parts 6 % slower, for positions that nobody sees are read). At D = 64 more warps help more than longer rings, as what an item costs beside its bytes is waiting: 8,192 samples
  * with 88 positions of their own in 454 us with two stages, 555 with three, 687 with four (H200; 398, 432 and 513 of them without
  * a state to begin with). At D = 128 the same (977 and 1,200 to 1,344 us) up to some 128 positions an item, but 64 sequences of
  * 4,096 in parts take 306 and 259. */
@@ -3959,8 +3990,13 @@ __device__ static inline void attn_small_work(const attn_args &a, const attn_ite
         int row = ((__shfl_sync(~0u, ids, page - ids_at) * a.K + h) * 2 << a.log2_B) + (t & ((1 << a.log2_B) - 1));
         if (lane) return;
         uint32_t to = smem_at(ring + i % STAGES * 2 * HALF), bar = smem_at(&full[i % STAGES]);
-        int from = max(0, it.skip - t) / 8, pieces = (n + 7) / 8;
-        bool is_whole = n == TOK && !from;
+        const bool is_whole = n == TOK && it.skip <= t;
+        if (is_whole && (DP == 64 || a.D == DP)) { /* then `whole` is of K and V at once */
+            mbar_expect_tx(bar, 2 * HALF * 2);
+            tma_load_5d(to, whole, bar, 0, 0, row, 0, 0);
+            return;
+        }
+        const int from = max(0, it.skip - t) / 8, pieces = (n + 7) / 8;
         mbar_expect_tx(bar, 2 * DP * 2 * (pieces - from) * 8);
         for (int v = 0; v < 2; v++)
             for (int panel = 0; panel < DP / 64; panel++)
@@ -4038,16 +4074,19 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
 #endif
 }
 
-/* ---- Gangs: the parts of a small item in one block ----
+/* ---- Gangs: the parts of a small item in one CTA ----
  * In: gangs (grid: gang, kv head), n parts each, a warp for each; items: the level's small ones, of all queries of the gang or of
  * some. Out as above. Shared: STAGES tiles a warp; its sums take their place. Why: with few sequences each launch counts (3 us of
  * attn_join in a layer, H200), and parts that meet in shared memory need none. Sums: in the order of the parts.
- * Rows that share prefixes, by kin, attn_both and levels, us a layer (`gpu_attn bench kin`, H200, 2026-11-23; 704
+ * Rows that share prefixes, by kin, attn_both and levels, us a layer (`gpu_attn bench kin`, H200, 2026-11-24; 704
  * positions of a prompt, of which 640 are common to all, up to 150 of a row's own, H = 32, K = 8):
  *
  *      samples         1 x 16            4 x 8             16 x 4            16 x 8            16 x 16           16 x 64
- *      D = 64     8.8, 17.2, 26.1  9.2, 20.0, 27.4  10.3,   - , 28.6  19.7, 24.7, 33.3  50.5, 30.0, 41.6   - , 72.3, 108
- *      D = 128   20.0, 23.3, 38.3  20.6, 25.2, 38.6  22.2,   - , 48.3  44.3, 38.7, 54.6   133, 48.9, 72.5   - , 135, 194
+ *      D = 64     7.0, 17.1, 26.2  8.3, 20.2, 27.7  10.3,   - , 28.6  18.8, 24.7, 35.0  46.1, 30.0, 47.0   - , 72.4, 136
+ *      D = 128   16.9, 22.6, 37.2  17.5, 25.3, 38.2  19.6,   - , 44.6  38.4, 37.6, 51.6   109, 47.5, 76.8   - , 134, 242
+ *
+ * 64 rows as a running job has them, 23, 19, 15 and 7 of four prompts (`gpu_attn bench running`): kin 15.5 and 31.4 us, for 17
+ * gangs of eight kv heads are more than there are SMs; mixed, 16 gangs, 10.4 and 20.8.
  */
 #if HOPPER
 /* The parts of query i of a gang become one, in their order: columns col, col + 1, col + step ... by this thread of those that
@@ -4130,11 +4169,11 @@ __global__ void __launch_bounds__(32 * attn_gang_most(DP), 1)
 
 /* ---- Squads: a gang in a cluster ----
  * In and out as attn_gang. Grid: (gang, kv head, rank), in clusters of ATTN_SQUAD; warp w of rank r has part w * ATTN_SQUAD + r;
- * query i is rank i % ATTN_SQUAD's, to which all parts send what they have of it. Shared: STAGES tiles a warp, then sums
- * [part][row][DP] that come. Sums: in the order of the parts, to the bit as attn_gang's. Why: 10 parts in one block are 160 KB and
- * find no room until the kernel ahead has left its SM; so K and V, which are there before it ends, come behind it, and by way of
- * one SM. 1B, a step: one sequence 759 -> 747 us, eight samples 845 -> 827 (H200, 2026-11-23). Two ranks, as soon as there is no
- * room for four: eight sequences 829 -> 834. Eight: as four. */
+ * query i is rank i % ATTN_SQUAD's, to which all parts send what they have of it. Shared: STAGES tiles a warp, then the sums that
+ * come, [part][row][DP]; added in the order of the parts, to the bit as in attn_gang. Why: 10 parts in one CTA are 160 KB, which
+ * fit an SM only when the kernel ahead has left it; so K and V could not be fetched meanwhile, and all came through one SM. 1B, a
+ * step: one sequence 759 -> 747 us, eight samples 845 -> 827 (H200, 2026-11-23). Two ranks where four do not fit: eight sequences
+ * 829 -> 834. Eight ranks: as four. At least one CTA an SM: else ptxas counts with the whole cluster on one, and spills. */
 template <int DP> __host__ __device__ static constexpr int attn_squad_most() { /* parts */
     return (attn_gang_most(DP) + ATTN_SQUAD - 1) / ATTN_SQUAD * ATTN_SQUAD;
 }
@@ -4143,7 +4182,7 @@ template <int DP> __host__ __device__ static constexpr int attn_squad_most() { /
 __device__ static inline int attn_squad_rows(int n, int c) { return (n - c + ATTN_SQUAD - 1) / ATTN_SQUAD; }
 #endif
 template <int DP, int TOK, int STAGES>
-IN_CLUSTERS(ATTN_SQUAD) __global__ void __launch_bounds__(32 * (attn_squad_most<DP>() / ATTN_SQUAD))
+IN_CLUSTERS(ATTN_SQUAD) __global__ void __launch_bounds__(32 * (attn_squad_most<DP>() / ATTN_SQUAD), 1)
     attn_squad(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap whole,
                const __grid_constant__ CUtensorMap fine, const attn_merge *gangs) {
 #if HOPPER
@@ -4510,7 +4549,7 @@ template <int TOK> __device__ static inline int attn_own_tile(const attn_args &a
 }
 
 /* The rows that a warp does: it draws them from all of the block's, in their order, and asks for their tiles one behind the other.
- * All of it is time in which the warp computes nothing, so no divisions for a row, and a tile is one copy (attn_open_own_map): its
+ * All of it is time in which the warp computes nothing, so no divisions for a row, and a tile is one copy (attn_open_pair_map): its
  * n positions are the last n rows of K's and of V's part, before them are zeros. */
 template <int DP> struct attn_own_feed {
     typedef attn_both_shape<DP> shape;
@@ -4797,18 +4836,22 @@ template <int DP> static void attn_both_launch(toka_device *d, const attn_args &
     const attn_plan *p = d->attn;
     typedef attn_both_shape<DP> room;
     launch_dependent(d, "attention", attn_both<DP>, dim3((unsigned)p->grid), room::THREADS, room::BYTES, 1, a,
-                     attn_jobs{p->dev_jobs, p->n_rounds}, attn_both_log2_rows(p), p->hubs, map[ATTN_MAP_64], map[ATTN_MAP_OWN]);
+                     attn_jobs{p->dev_jobs, p->n_rounds}, attn_both_log2_rows(p), p->hubs, map[ATTN_MAP_64], map[ATTN_MAP_PAIR]);
 }
 
+/* The map of whole tiles of TOK positions: of K and V at once, where their rows fill the panels. */
+template <int DP, int TOK> static const CUtensorMap &attn_whole_map(const attn_args &a, const CUtensorMap *map) {
+    return map[a.D == DP ? ATTN_MAP_PAIR : TOK == 16 ? ATTN_MAP_16 : ATTN_MAP_32];
+}
 template <int DP, int TOK, int STAGES>
 static void attn_small_launch(toka_device *d, const attn_args &a, int n, const CUtensorMap *map) {
     launch_dependent(d, "attention", attn_small<DP, TOK, STAGES>, dim3((unsigned)(n * a.K)), 32, STAGES * 2 * TOK * DP * 2, 1, a,
-                     map[TOK == 16 ? ATTN_MAP_16 : TOK == 32 ? ATTN_MAP_32 : ATTN_MAP_64], map[ATTN_MAP_8]);
+                     attn_whole_map<DP, TOK>(a, map), map[ATTN_MAP_8]);
 }
 template <int DP, int TOK, int STAGES>
 static void attn_gang_launch(toka_device *d, const attn_args &a, const attn_level *l, const CUtensorMap *map) {
     launch_dependent(d, "attention", attn_gang<DP, TOK, STAGES>, dim3((unsigned)(l->n_gangs * a.K)), 32 * l->gang_warps,
-                     (size_t)l->gang_warps * STAGES * 2 * TOK * DP * 2, 1, a, map[TOK == 16 ? ATTN_MAP_16 : ATTN_MAP_32],
+                     (size_t)l->gang_warps * STAGES * 2 * TOK * DP * 2, 1, a, attn_whole_map<DP, TOK>(a, map),
                      map[ATTN_MAP_8], d->attn->dev_merges + l->gang0);
 }
 template <int DP, int TOK, int STAGES>
@@ -4816,7 +4859,7 @@ static void attn_squad_launch(toka_device *d, const attn_args &a, const attn_lev
     const int warps = ceil_div(l->gang_warps, ATTN_SQUAD);
     launch_dependent(d, "attention", attn_squad<DP, TOK, STAGES>, dim3((unsigned)(l->n_gangs * a.K * ATTN_SQUAD)), 32 * warps,
                      (size_t)warps * (STAGES * 2 * TOK * DP * 2 + ATTN_SMALL_Q * DP * 4), 1, a,
-                     map[TOK == 16 ? ATTN_MAP_16 : ATTN_MAP_32], map[ATTN_MAP_8], d->attn->dev_merges + l->gang0);
+                     attn_whole_map<DP, TOK>(a, map), map[ATTN_MAP_8], d->attn->dev_merges + l->gang0);
 }
 template <int DP, int WGS, int N, int STAGES>
 static void attn_wg_launch(toka_device *d, const attn_args &a, int n, const CUtensorMap *map) {
@@ -4880,7 +4923,7 @@ static void attn_open_map(toka_device *d, CUtensorMap *map, const bf16 *kv, int 
 /* Any number of positions up to TOK of K and V, from any on, in one copy; D 64 or 128. Coordinates (0, i, row, 0, 0), row: of K's
  * first position in the layer. Dimensions 1 and 2 both go from row to row: i = n - TOK is outside of dimension 1 until there are n
  * rows to go, and what is outside is not read, but 0 in shared memory. Dimension 3 goes from panel to panel. */
-static void attn_open_own_map(toka_device *d, CUtensorMap *map, const bf16 *kv) {
+static void attn_open_pair_map(toka_device *d, CUtensorMap *map, const bf16 *kv) {
     const cuuint64_t D = (cuuint64_t)d->shape->D, row = D * sizeof(bf16), size[5] = {64, 2048 / D, d->kv_layer / D, D / 64, 2};
     const cuuint64_t strides[4] = {row, row, 128, row * (cuuint64_t)d->shape->B};
     const cuuint32_t box[5] = {64, 2048 / (cuuint32_t)D, 1, (cuuint32_t)D / 64, 2};
@@ -4898,8 +4941,8 @@ static void attn_open_maps(toka_device *d) {
         const bf16 *kv = d->kv + (size_t)(i / ATTN_MAPS) * d->kv_layer;
         const cuuint64_t size[2] = {(cuuint64_t)sh->D, d->kv_layer / sh->D}, stride = (cuuint64_t)sh->D * sizeof(bf16);
         const cuuint32_t box[2] = {64, 8u << i % ATTN_MAPS};
-        if (i % ATTN_MAPS != ATTN_MAP_OWN) attn_open_map(d, p->maps + i, kv, 2, size, &stride, box);
-        else if (p->has_both) attn_open_own_map(d, p->maps + i, kv);
+        if (i % ATTN_MAPS != ATTN_MAP_PAIR) attn_open_map(d, p->maps + i, kv, 2, size, &stride, box);
+        else if (sh->D == 64 || sh->D == 128) attn_open_pair_map(d, p->maps + i, kv);
     }
 }
 

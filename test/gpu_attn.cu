@@ -220,20 +220,33 @@ struct stand : host_step {
     }
 };
 
+/* So many multiprocessors that a step of kin has more gangs than run at once, unless they are mixed. */
+static void few_for_kin(attn_plan *p, int T) {
+    p->n_sms = ceil_div(T, std::min(p->small_rows, (int)ATTN_KIN)) * p->K;
+    p->kin_work = p->kin_work_many = INT64_MAX / 2;
+}
+
 static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = false) {
+    enum { USUAL, MIXED, LEVELS };
     std::vector<double> want;
     char what[200];
     for (int share = s.shared.empty() ? 0 : 1; share >= 0; share--) {
         stand st(s, share, q_scale, (int)(gpu_mix(gpu_seed + s.T * 31 + s.c.D) >> 33));
-        for (bool levels : {false, true}) {
-            if (levels && !st.d->attn->kin) break;
-            if (levels) st.d->attn->kin_work = 0, st.plan();
+        for (int way : {USUAL, MIXED, LEVELS}) {
+            attn_plan *p = st.d->attn;
+            if (way && !p->kin) break;
+            if (way == MIXED) {
+                const int n_sms = p->n_sms;
+                few_for_kin(p, s.T), st.plan(), p->n_sms = n_sms;
+                if (!p->kin || !p->kin_mixed) continue;
+            }
+            if (way == LEVELS) p->kin_work = 0, st.plan();
             snprintf(what, sizeof what, "%s D=%d K=%d G=%d B=%d window=%d%s%s", name, s.c.D, s.c.K, s.c.G, s.c.B, s.c.window,
-                     s.shared.empty() ? "" : share ? " shared" : " unshared", levels ? " by levels" : st.d->attn->kin ? " by kin" : "");
+                     s.shared.empty() ? "" : share ? " shared" : " unshared", way == LEVELS ? " by levels" : way == MIXED ? " mixed" : p->kin ? " by kin" : "");
             st.o.poison();
             late ? st.run_late() : st.run();
             if (!st.ok(what)) continue;
-            if (!levels) want = st.wanted(); /* after it has run: late rows are there */
+            if (!way) want = st.wanted(); /* after it has run: late rows are there */
             std::vector<bf16> got = st.o.host();
             double err = 0, ref = 0, worst = 0;
             size_t worst_at = 0;
@@ -511,7 +524,7 @@ struct list_check {
         bad += all != n || *std::max_element(load.begin(), load.end()) - *std::min_element(load.begin(), load.end()) > most;
     }
 };
-enum list_way { ANY, BOTH, KIN };
+enum list_way { ANY, BOTH, KIN, MIXED };
 static void check_list(scene &s, bool share, bool hopper, bool want_parts, const char *name, list_way way = ANY,
                        int n_sms = 132) {
     host_step h(s, share, 99);
@@ -520,6 +533,7 @@ static void check_list(scene &s, bool share, bool hopper, bool want_parts, const
     attn_plan_open(&d);
     std::vector<char> up(attn_stage_bytes(&d) + 64);
     d.up.host[0] = d.up.dev = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d.up.cap = up.size() - 16;
+    if (way == MIXED) few_for_kin(d.attn, s.T);
     attn_plan_step(&d, &h.step);
     list_check c = {h, d.attn, d.attn->dev_pages};
     int G = s.c.G, at = 0, left = 0;
@@ -535,7 +549,8 @@ static void check_list(scene &s, bool share, bool hopper, bool want_parts, const
     for (int i = 0; i < d.attn->n_levels; i++) c.level(d.attn->levels[i]);
     c.both();
     gpu_check(way != BOTH || d.attn->n_both || s.c.D > ATTN_BOTH_D, "work list of %s G=%d D=%d: nothing for attn_both", name, G, s.c.D);
-    gpu_check(way != KIN || d.attn->kin, "work list of %s G=%d D=%d: not by kin", name, G, s.c.D);
+    gpu_check((way != KIN && way != MIXED) || (d.attn->kin && d.attn->kin_mixed == (way == MIXED)), "work list of %s G=%d D=%d: not by %s", name, G, s.c.D,
+              way == MIXED ? "mixed gangs" : "kin");
     for (int q = 0; q < s.T * G; q++) left += c.state[q] != 2 || std::count(c.seen[q].begin(), c.seen[q].end(), 0) != 0;
     gpu_check(!c.bad && !left && !d.error.code && (!want_parts || c.parts),
               "work list of %s G=%d D=%d: %d wrong, %d queries left, %d parts%s", name, G, s.c.D, c.bad, left, c.parts,
@@ -567,6 +582,7 @@ static void test_lists() {
                     for (int i = 0; i < 3; i++) add_samples(kin, rows, 1 + 4 * i, 9 * i + 1, 1 + i * 60);
                     kin.add(130, 1);
                     check_list(kin, true, hopper, false, "samples in few rows", hopper && D >= 64 && G <= 8 ? KIN : ANY);
+                    if (rows > 8 && hopper && D >= 64 && G <= 8) check_list(kin, true, hopper, false, "samples in mixed gangs", MIXED);
                 }
                 scene turns({D, 2, G, 64, 0}), far({D, 2, G, 64, 0});
                 add_chain(turns, 100, 1, 2, 5), add_chain(far, 8, 128, 1, 2001);
@@ -959,6 +975,66 @@ static void bench_kin(int D, int prompts, int each, int common) {
     printf("%-52s D %3d  kin %6.1f  attn_both %6.1f  levels %6.1f us  work %6lld an SM  warps %d\n", what, D, us[0], us[1], us[2],
            (long long)work * 8 / p->n_sms, p->levels[0].gang_warps);
 }
+/* A running job of few samples at once: so many of each prompt, as old as they come, `common` pages of all prompts. */
+static void bench_running(int D, const std::vector<int> &groups, int common) {
+    scene s({D, 8, 4, 64, 0});
+    std::vector<int> shots = s.take(common);
+    for (size_t g = 0; g < groups.size(); g++) {
+        std::vector<int> prefix = shots, more = s.take(11 - common);
+        prefix.insert(prefix.end(), more.begin(), more.end());
+        for (int i = 0; i < groups[g]; i++) {
+            double len, age;
+            for (uint64_t k = (uint64_t)s.seqs.size() * 64;; k += 2) {
+                len = std::max(16.0, std::min(512.0, 138 * exp(0.4 * gpu_normal(3, k)))), age = 512 * gpu_uniform(4, k);
+                if (age < len) break;
+            }
+            s.add(704 + 1 + (int)age, 1, prefix);
+        }
+    }
+    const int n = s.T;
+    s.share(0, n, 0, common);
+    for (size_t g = 0, at = 0; g < groups.size(); at += (size_t)groups[g++]) s.share((int)at, groups[g], common, 11 - common);
+    stand st(s, true, 1.5f, 5);
+    attn_plan *p = st.d->attn;
+    double us[4];
+    int gangs[2] = {};
+    int64_t work = 0;
+    for (int way = 0; way < 4; way++) { /* kin, mixed, attn_both, levels */
+        p->mixes = way == 1, p->kin_work = p->kin_work_many = way < 2 ? INT64_MAX / 2 : 0, p->both_least = way == 2 ? 1 : INT_MAX;
+        st.plan();
+        bool there = way == 1 ? p->kin && p->kin_mixed : way == 0 ? p->kin : way == 2 ? p->n_both > 0 : true;
+        if (way < 2) gangs[way] = p->levels[0].n_gangs * 100 + p->levels[0].gang_warps;
+        for (int i = 0; way == 0 && i < p->n_items; i++) work += p->items[i].kv1 - p->items[i].kv0;
+        us[way] = there ? gpu_time_us(st.d->stream, 16, 7, [&](int) { st.run(); }) : NAN;
+        st.ok("running");
+    }
+    printf("running %3d of %2zu prompts, common %2d, D %3d  kin %6.1f  mixed %6.1f  attn_both %6.1f  levels %6.1f us  work %6lld an SM  gangs %d %d\n", n, groups.size(),
+           common, D, us[0], us[1], us[2], us[3], (long long)work * 8 / p->n_sms, gangs[0], gangs[1]);
+}
+static void bench_running_all() {
+    double ceiling = read_ceiling();
+    for (int D : {64, 128}) {
+        for (int common : {10, 0}) {
+            bench_running(D, {24, 24, 16}, common);
+            bench_running(D, {23, 19, 15, 7}, common);
+            bench_running(D, {24, 23, 11, 5, 1}, common);
+            bench_running(D, {13, 12, 11, 10, 9, 9}, common);
+            bench_running(D, {19, 15, 11, 3}, common);
+            bench_running(D, {7, 5, 5, 3, 3, 1}, common);
+            bench_running(D, {24, 24, 24, 8}, common);
+            bench_running(D, {9, 3, 3, 1}, common);
+        }
+        bench_decode("decode, 4096 sequences of 150..900", D, 4096, 150, 900, ceiling);
+        bench_decode("decode, 4096 sequences of 10..300", D, 4096, 10, 300, ceiling);
+        for (int n : {1, 4, 8, 16})
+            for (int len : {640, 768, 850, 1100, 1400}) {
+                char what[80];
+                snprintf(what, sizeof what, "decode, %d sequences of %d", n, len);
+                bench_decode(what, D, n, len, len, ceiling);
+            }
+        bench_decode("decode, 64 sequences of 640", D, 64, 640, 640, ceiling);
+    }
+}
 static void bench_kin_all() {
     for (int D : {64, 128})
         for (int common : {0, 10})
@@ -987,15 +1063,16 @@ static void bench_all(bool decode, bool tiles) {
 }
 
 int main(int argc, char **argv) {
-    bool small = false, timings = false, only_tiles = false, only_decode = false, samples = false, kin = false;
+    bool small = false, timings = false, only_tiles = false, only_decode = false, samples = false, kin = false, running = false;
     for (int i = 1; i < argc; i++) {
         small |= !strcmp(argv[i], "small"), timings |= !strcmp(argv[i], "bench"), json |= !strcmp(argv[i], "--json");
         only_tiles |= !strcmp(argv[i], "tiles"), only_decode |= !strcmp(argv[i], "decode");
-        samples |= !strcmp(argv[i], "samples"), kin |= !strcmp(argv[i], "kin");
+        samples |= !strcmp(argv[i], "samples"), kin |= !strcmp(argv[i], "kin"), running |= !strcmp(argv[i], "running");
     }
     if (argc > 1 && !strcmp(argv[1], "lists")) return test_lists(), test_graphs(), gpu_report();
     gpu_device();
-    if (timings && kin) bench_kin_all();
+    if (timings && running) bench_running_all();
+    else if (timings && kin) bench_kin_all();
     else if (timings && samples) bench_samples_all();
     else if (timings) bench_all(!only_tiles, !only_decode);
     else if (argc > 1 && !strcmp(argv[1], "tiny")) test_tiny();
