@@ -19403,7 +19403,8 @@ typedef struct plan_split {
 static int plan_check_split(const toka_shape *s, int tp, int pp, toka_err *e) {
     mf_part part;
     if (pp > s->L) return fail(e, TOKA_E_USE, "pipeline parallel size %d: the model has %d layers", pp, s->L);
-    return mf_part_of(s, 0, tp, &part, e);
+    if (mf_part_of(s, 0, tp, &part, e)) return e->code;
+    return tp <= TOKA_GPU_RANKS ? 0 : fail(e, TOKA_E_USE, "tensor parallel size %d: GPUs run %d tensor ranks at most", tp, TOKA_GPU_RANKS);
 }
 
 /* The sizes of one layer's tensors; no data. */
@@ -19679,8 +19680,7 @@ static void plan_put_today(const plan_ask *a, buf *b) {
     else if (a->gpus > 1)
         buf_printf(b, "runs such splits over the GPUs of one host; four H200 are the most that it was measured on");
     else
-        buf_printf(b, "runs this %s",
-                   pub_backend("cuda") ? "by this build" : "by a build with the GPU half, which this is not");
+        buf_printf(b, "runs this%s", pub_backend("cuda") ? "" : ", built with the GPU half, which this build is without");
 }
 
 static void plan_put_head(const plan_ask *a, const char *name, buf *b) {

@@ -526,6 +526,7 @@ typedef struct toka_backend {
  * are not there. ---- */
 
 enum { TOKA_GPU_PAGE_TOK = 64,
+       TOKA_GPU_RANKS = 8,     /* tensor ranks of a stage, at most */
        TOKA_GPU_LINK = 3,      /* messages between two stages that are under way */
        TOKA_GPU_SCATTER = 4 << 20, /* bytes of x from which on products on Hopper send sums over tensor ranks on their way */
        /* of a step: whole waves of 128-row tiles on 132 multiprocessors, for every N that is a multiple of 1,024 */

@@ -190,7 +190,7 @@ struct attn_plan; /* chapter 8 */
 struct samp_plan; /* chapter 11 */
 struct group_rank; /* chapter 10 */
 
-enum { MEET_RANKS = 8 }; /* tensor ranks of a stage, at most */
+enum { MEET_RANKS = TOKA_GPU_RANKS };
 
 struct meet_line; /* chapter 10 */
 typedef struct meeting { /* what a kernel needs to meet the same kernel of other ranks (chapter 10) */
