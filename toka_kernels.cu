@@ -5,7 +5,7 @@
  * mma.sync kernels, which also run on Hopper and there serve the tests as a second opinion.
  *
  * HOW A STEP RUNS. Plans are integers made on the host (toka.c chapters 16 and 17). `begin` copies what the step needs into one
- * pinned buffer and up in one transfer (struct stage), with the work lists of attention (chapter 8) and of sampling (chapter 11);
+ * pinned buffer and up in one transfer (struct stage), with the work lists of attention (chapter 8) and of sampling (chapter 12);
  * the ops only launch kernels on one stream, and `end` puts an event behind them. So the next step can be begun while this one
  * runs: what was drawn last for each slot stays on the device (toka_device.last), where `embed` of the next step finds it.
  * `finish` waits for the event of the oldest step and hands out its picks. What a step needs on the host there is STEPS_AHEAD
@@ -547,12 +547,12 @@ __device__ static inline int cluster_rank() {
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
     return r;
 }
-__device__ static inline float4 shared_load(uint32_t at) { /* 16 bytes */
+__device__ static inline float4 smem_load_floats(uint32_t at) { /* 16 bytes */
     float4 v;
     asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
     return v;
 }
-__device__ static inline void shared_store(uint32_t at, float v) {
+__device__ static inline void smem_store_float(uint32_t at, float v) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
 }
 __device__ static inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -836,8 +836,9 @@ static bool load_next(loader *l, load_job *job, size_t *at, size_t *n) {
         *job = l->jobs[l->job], *at = l->at;
         const toka_tensor *t = job->from;
         size_t size = t->dtype == TOKA_F32 ? 4 : 2, all = (size_t)t->rows * t->cols, most = LOAD_BYTES / size;
-        assert(most >= (size_t)t->cols || t->rows == 1);
-        if (t->rows > 1 && t->stride != t->cols) most -= most % t->cols;
+        const bool slice = t->rows > 1 && t->stride != t->cols;
+        assert(!slice || most >= (size_t)t->cols);
+        if (slice) most -= most % t->cols;
         *n = all - *at < most ? all - *at : most;
         l->at += *n, l->done += *n * size;
         if (l->at == all) l->job++, l->at = 0;
@@ -1026,6 +1027,9 @@ __device__ static inline void unpack_8(uint4 v, float f[8]) {
     uint32_t w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) f[2 * i] = bf16_low(w[i]), f[2 * i + 1] = bf16_high(w[i]);
+}
+__device__ static inline uint4 pack_8(const float f[8]) {
+    return make_uint4(pack_bf16(f[0], f[1]), pack_bf16(f[2], f[3]), pack_bf16(f[4], f[5]), pack_bf16(f[6], f[7]));
 }
 __device__ static inline float norm_square(uint4 v, float sum) {
     float f[8];
@@ -2289,6 +2293,7 @@ static gemm_plan gemm_pick(const toka_device *d, int kind, int M, int N, int K, 
         for (int mc = 1; mc <= 2; mc++) {
             const gemm_variant *v = &gemm_variants[i];
             if (v->kind != kind || v->split > ceil_div(K, 64) || mc * v->split > 4 || (mc == 2 && M <= 128)) continue;
+            if (mc * v->split == 4 && !d->n_quads) continue;
             if (whole_heads && !gemm_holds_heads(v)) continue;
             double cost = gemm_cost(d, v, mc, M, N, K);
             if (!best.v || cost < least) best.v = v, best.mc = mc, least = cost;
@@ -2397,12 +2402,14 @@ static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const 
 /* x W^T, whose rows go to n boxes, `share` to each (see epi_scatter); a->y and a->epi are not used. */
 static void gemm_wgmma_scatter_by(toka_device *d, const gemm_args *a, bf16 *const *boxes, int n, int share, gemm_plan plan) {
     const int M = a->M, N = a->w->N;
+    gemm_args product = *a;
+    product.y = NULL;
     epi_scatter::params p = {};
     assert(n <= MEET_RANKS && share % 16 == 0 && n * share >= M);
     for (int q = 0; q < n && q * share < M; q++) /* the last box may get less, and those behind it nothing */
         p.to[q] = gemm_map(d, boxes[q], min(share, M - q * share), N, N, 16, gemm_panel(plan.v->out));
     p.bias = a->w->bias, p.share = share;
-    gemm_start(d, plan, a, &p);
+    gemm_start(d, plan, &product, &p);
 }
 static void gemm_wgmma_scatter(toka_device *d, const gemm_args *a, bf16 *const *boxes, int n, int share) {
     gemm_wgmma_scatter_by(d, a, boxes, n, share, gemm_pick(d, GEMM_SCATTER, a->M, a->w->N, a->w->K, false));
@@ -2569,7 +2576,7 @@ template <int ROWS> __device__ static inline void few_send(const float (&acc)[RO
 __device__ static inline void few_stage(const few_place &w, int j, const float v[4]) {
     int lane = (int)threadIdx.x % 32, n = (int)threadIdx.x / 32 * 16 + lane / 4;
 #pragma unroll
-    for (int i = 0; i < 4; i++) shared_store(w.ring + few_sum_at(j * 8 + lane % 4 * 2 + i % 2, n + i / 2 * 8), v[i]);
+    for (int i = 0; i < 4; i++) smem_store_float(w.ring + few_sum_at(j * 8 + lane % 4 * 2 + i % 2, n + i / 2 * 8), v[i]);
 }
 /* This part's blocks, the parts of K added in their order. Its own lie where the ring was. */
 template <int ROWS> __device__ static inline void few_add(const float (&acc)[ROWS / 2], const few_place &w) {
@@ -2586,7 +2593,7 @@ template <int ROWS> __device__ static inline void few_add(const float (&acc)[ROW
         float v[4] = {};
 #pragma unroll 4
         for (int q = 0; q < w.split; q++) {
-            float4 p = shared_load((q == w.part ? own : few_guest(w, q, w.part)) + j * FEW_BLOCK);
+            float4 p = smem_load_floats((q == w.part ? own : few_guest(w, q, w.part)) + j * FEW_BLOCK);
             v[0] += p.x, v[1] += p.y, v[2] += p.z, v[3] += p.w;
         }
         few_stage(w, j, v);
@@ -2605,7 +2612,7 @@ template <class P> __device__ static inline bool few_item(const gemm_call &c, co
 /* v = columns n .. n+7 of row m, times scale. */
 __device__ static inline void few_sum(float v[8], const few_place &w, int m, int n, float scale) {
     uint32_t at = w.ring + few_sum_at(m - w.m0, n);
-    float4 a = shared_load(at), b = shared_load(at + 16);
+    float4 a = smem_load_floats(at), b = smem_load_floats(at + 16);
     v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 #pragma unroll
     for (int k = 0; k < 8; k++) v[k] *= scale;
@@ -2626,9 +2633,6 @@ __device__ static inline void few_value(float v[8], const gemm_call &c, const fe
 #pragma unroll
     for (int k = 0; k < 8; k++) v[k] = silu(v[k]) * up[k];
 }
-__device__ static inline uint4 few_pack(const float v[8]) {
-    return make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
-}
 __device__ static inline void few_put(float v[8], const gemm_call &c, const few_place &w, int m, int n, uint4 old) {
     int gated = c.epi == EPI_SWIGLU;
     if (!gated) few_bias(v, c.bias, w.n0 + n);
@@ -2636,7 +2640,7 @@ __device__ static inline void few_put(float v[8], const gemm_call &c, const few_
         v[0] += bf16_low(old.x), v[1] += bf16_high(old.x), v[2] += bf16_low(old.y), v[3] += bf16_high(old.y);
         v[4] += bf16_low(old.z), v[5] += bf16_high(old.z), v[6] += bf16_low(old.w), v[7] += bf16_high(old.w);
     }
-    *(uint4 *)(c.y + (size_t)m * c.ldy + (w.n0 + n >> gated)) = few_pack(v);
+    *(uint4 *)(c.y + (size_t)m * c.ldy + (w.n0 + n >> gated)) = pack_8(v);
 }
 /* EPI_QKV: eight elements of the first half of a head of row m, and the eight of its second half: where they go, and how they are
  * turned. Reads nothing that a kernel of the step writes. */
@@ -2662,7 +2666,7 @@ __device__ static inline void few_put_turned(float v[8], const gemm_call &c, con
         const float cs = k % 2 ? turn[k / 2].z : turn[k / 2].x, sn = k % 2 ? turn[k / 2].w : turn[k / 2].y, a = v[k];
         v[k] = a * cs - u[k] * sn, u[k] = u[k] * cs + a * sn;
     }
-    *(uint4 *)pair.to = few_pack(v), *(uint4 *)(pair.to + half) = few_pack(u);
+    *(uint4 *)pair.to = pack_8(v), *(uint4 *)(pair.to + half) = pack_8(u);
 }
 __device__ static inline void few_put_logits(const float v[8], const gemm_call &c, const few_place &w, int m, int n) {
     float4 *to = (float4 *)((float *)c.y + (size_t)m * c.ldy + w.n0 + n);
@@ -5092,7 +5096,7 @@ typedef struct meet_line { /* mail from one CTA to its namesake on another rank 
     unsigned long long x;  /* its rank's x */
 } meet_line;
 
-enum group_waits { GROUP_RUNS, GROUP_WAITS_OPEN, GROUP_WAITS_BEFORE, GROUP_WAITS_NEXT, GROUP_WAITS_DRAWN, GROUP_WAITS_CLOSE };
+enum group_waits { GROUP_RUNS, GROUP_WAITS_OPEN, GROUP_WAITS_BEFORE, GROUP_WAITS_NEXT, GROUP_WAITS_DRAWN };
 
 typedef struct group_rank { /* what others know of a rank */
     toka_device *d;         /* from the time it joined until it closes */
@@ -5202,9 +5206,6 @@ __device__ static inline void sum_add(sum_8 &s, uint4 x) {
 #pragma unroll
     for (int i = 0; i < 8; i++) s.v[i] += f[i];
 }
-__device__ static inline uint4 sum_round(const sum_8 &s) {
-    return make_uint4(pack_bf16(s.v[0], s.v[1]), pack_bf16(s.v[2], s.v[3]), pack_bf16(s.v[4], s.v[5]), pack_bf16(s.v[6], s.v[7]));
-}
 
 /* Part `who` of the halves c % 2 of a rank's inbox. */
 __device__ static inline uint4 *one_shot_box(const meeting &m, int rank, unsigned c, int who) {
@@ -5228,7 +5229,7 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) one_shot_kernel(meetin
     for (int i = first; i < n; i += stride) {
         sum_8 sum = {};
         for (int q = 0; q < m.n; q++) sum_add(sum, q == m.me ? x[i] : __ldcg(one_shot_box(m, m.me, c, q) + i));
-        x[i] = sum_round(sum);
+        x[i] = pack_8(sum.v);
     }
     meet_done(m, c);
 }
@@ -5250,7 +5251,7 @@ __device__ static inline void two_shot_add(const meeting &m, const uint4 *box, u
         for (int q = 0; q < m.n; q++)
 #pragma unroll
             for (int k = 0; k < TWO_SHOT_TURN; k++)
-                if (i + k * stride < n) x[q][at + i + k * stride] = sum_round(sum[k]);
+                if (i + k * stride < n) x[q][at + i + k * stride] = pack_8(sum[k].v);
     }
 }
 __global__ static void __launch_bounds__(MEET_THREADS, 1) two_shot_kernel(meeting m, uint4 *x, int n) {
@@ -5316,7 +5317,7 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) sum_norm_kernel(meetin
             }
 #pragma unroll
             for (int k = 0; k < TWO_SHOT_TURN; k++) {
-                const uint4 v = sum_round(sum[k]);
+                const uint4 v = pack_8(sum[k].v);
                 if (i + k * 128 >= each) break;
                 x[at + i + k * 128] = v;
                 squares = norm_square(v, squares);
@@ -6037,7 +6038,7 @@ __host__ __device__ static inline void philox(uint32_t c[4], uint32_t k0, uint32
 }
 
 /* log2 of an exponential variable: E = -ln(1 - v) with v uniform, the middle of one of 2^32 cells. Small v, where the high Gumbel
- * keys come from, by the series, since 1 - v would round; the largest key is 32.9 ln 2 = 22.9. */
+ * keys come from, by the series, since 1 - v would round; the largest key is 33 ln 2 = 22.9. */
 __device__ static inline float samp_log2_exponential(uint32_t word) {
     float v = __fmul_rn(__fadd_rn((float)word, 0.5f), 0x1p-32f), rest = __fmul_rn(__fadd_rn((float)~word, 0.5f), 0x1p-32f);
     float series = __fmaf_rn(v, __fmaf_rn(v, __fmaf_rn(v, __fmaf_rn(v, __fmaf_rn(v, 1 / 6.0f, 0.2f), 0.25f), 1 / 3.0f), 0.5f), 1);
@@ -6208,10 +6209,6 @@ __device__ static inline int samp_candidate(const float (&v)[SAMP_OWN], const sa
     return 32 * sub + samp_column(at);
 }
 
-__device__ static inline float samp_quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
 __device__ static inline float samp_quad_sum(float x) {
     x = __fadd_rn(x, __shfl_xor_sync(~0u, x, 1));
     return __fadd_rn(x, __shfl_xor_sync(~0u, x, 2));
@@ -6249,9 +6246,9 @@ __device__ static inline samp_weight samp_weigh(const samp_group &g, const samp_
     float reached = __fmaf_rn(w.max, g.scale, w.key);
     int rel = a.forced - id0;
     w.own = w.forced && rel >= 0 && rel < SAMP_BLOCK && (rel & 6) == 0 ? rel / 8 * 2 + rel % 2 : -1;
-    float enough = best - 0.01f - 1e-6f * fabsf(best), quad_max = samp_quad_max(w.max), high = quad_max > -INFINITY ? quad_max : 0;
+    float enough = best - 0.01f - 1e-6f * fabsf(best), top = quad_max(w.max), high = top > -INFINITY ? top : 0;
     w.below = __fsub_rn(w.max, high);
-    w.p = samp_part{quad_max, -INFINITY, INT_MAX, -INFINITY, 0, 0};
+    w.p = samp_part{top, -INFINITY, INT_MAX, -INFINITY, 0, 0};
     w.p.sum = samp_quad_sum(__fmul_rn(g.sum, ex2(__fsub_rn(__fmul_rn(w.below, g.scale), rest))));
     w.p.raw_sum = samp_quad_sum(__fmul_rn(g.raw_sum, ex2(__fsub_rn(__fmul_rn(w.below, SAMP_LOG2E), raw_rest))));
     w.wanted = inside && (w.forced ? w.own >= 0 : !(reached < enough));
@@ -7906,7 +7903,7 @@ static void card_open(toka_device *d) {
     latch(d, cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking), "cudaStreamCreate");
     latch(d, cudaMemGetInfo(&d->free_at_open, &p.totalGlobalMem), "cudaMemGetInfo");
     if (!d->hopper) return;
-    cudaDriverEntryPointQueryResult found;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
     latch(d, cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void **)&d->encode_map, 12000, cudaEnableDefault, &found),
           "cuTensorMapEncodeTiled");
@@ -7914,6 +7911,7 @@ static void card_open(toka_device *d) {
     latch(d, cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", (void **)&d->encode_map, cudaEnableDefault, &found),
           "cuTensorMapEncodeTiled");
 #endif
+    if (found != cudaDriverEntryPointSuccess) latch(d, cudaErrorNotSupported, "cuTensorMapEncodeTiled");
 }
 
 /* ---- Memory, counted before it is taken ---- */
@@ -8233,6 +8231,7 @@ typedef struct bench_read_arg {
 static void bench_read_op(void *arg, int) {
     bench_read_arg *a = (bench_read_arg *)arg;
     bench_read_kernel<<<a->d->n_sms * 4, 512, 0, a->d->stream>>>(a->p, a->n, a->out);
+    LAUNCHED(a->d, "reading");
 }
 static void bench_read(bench *b) {
     size_t n = (size_t)2 << 30;
