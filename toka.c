@@ -21398,11 +21398,12 @@ static int cli_read_line(buf *line, bool *more, toka_err *e) {
     return 0;
 }
 
-/* A conversation: every line of input is a user turn; the history goes through the template anew each turn. */
+/* A conversation: every line of input is a user turn; the history goes through the template anew each turn. A turn that does not
+ * fit is left out. */
 static int cli_chat(const cli *c, toka *t, toka_err *e) {
     buf line = {0}, messages = {0}, prompt = {0}, answer = {0};
-    bool terminal = isatty(0), more = true;
-    int code = 0;
+    bool terminal = isatty(0), more = true, answered = false;
+    int code = 0, refused = 0;
     if (pub_need_template(t, e)) return e->code; /* before somebody has written a line */
     if (c->system) cli_put_message(&messages, "system", str_c(c->system));
     if (c->prompt) buf_c(&line, c->prompt);
@@ -21411,15 +21412,17 @@ static int cli_chat(const cli *c, toka *t, toka_err *e) {
         if (!line.n && (code = cli_read_line(&line, &more, e))) break;
         if (!more) break;
         if (!line.n) continue;
+        const size_t before = messages.n;
         cli_put_message(&messages, "user", buf_view(&line));
+        buf_clear(&line);
         code = cli_render(c, t, &messages, &prompt, e);
         if (!code) code = cli_complete(c, t, buf_view(&prompt), TOKA_PARSE_SPECIAL, &answer, e);
-        if (code) break;
-        cli_put_message(&messages, "assistant", buf_view(&answer));
-        buf_clear(&line);
+        if (code && code != TOKA_E_USE) break;
+        if (!code) cli_put_message(&messages, "assistant", buf_view(&answer)), answered = true;
+        else fprintf(stderr, "toka: %s; this turn is left out\n", e->msg), messages.n = before, refused = code, code = 0;
     }
     buf_free(&line), buf_free(&messages), buf_free(&prompt), buf_free(&answer);
-    return code;
+    return code || answered ? code : refused;
 }
 
 static int cli_run_prompt(const cli *c, toka *t, toka_err *e) {
