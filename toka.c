@@ -21251,7 +21251,7 @@ static int cli_on_event(void *user, const toka_event *ev) {
     bool stream = !r->c->json && r->c->samples == 1;
     buf_put(&s->text, ev->text, ev->text_bytes);
     if (ev->id >= 0 && (r->c->json || r->c->logprobs >= 0)) {
-        if (s->tokens.n) buf_c(&s->tokens, ",\n");
+        if (s->tokens.n) buf_c(&s->tokens, r->c->json ? ",\n" : "\n");
         cli_put_token(&s->tokens, r->t, ev);
     }
     s->finish = ev->finish;
@@ -21346,7 +21346,10 @@ static void cli_put_result(buf *b, const cli_run *r, const toka_usage *u) {
 /* --logprobs without --json: one line a token on standard error. */
 static void cli_show_logprobs(const cli_run *r) {
     if (r->c->json || r->c->logprobs < 0) return;
-    for (int i = 0; i < r->c->samples; i++) fprintf(stderr, "%s\n", buf_view(&r->samples[i].tokens).p);
+    for (int i = 0; i < r->c->samples; i++) {
+        if (r->c->samples > 1) fprintf(stderr, "--- sample %d\n", i);
+        fprintf(stderr, "%s\n", buf_view(&r->samples[i].tokens).p);
+    }
 }
 
 /* Runs one prompt. answer: NULL, or gets the first sample's text (for the history of a chat). */
