@@ -21125,18 +21125,13 @@ static int cli_set(cli *c, const cli_flag *f, const char *value, const char *sho
 }
 
 /* TOKA_MAX_TOKENS for --max-tokens. Switches, and flags of other commands, are not read from the environment. */
-static int cli_environment(cli *c, unsigned command, toka_err *e) {
-    for (int i = 0; i < COUNT(cli_flags); i++) {
-        const cli_flag *f = &cli_flags[i];
-        char name[64] = "TOKA_";
-        if (!f->name || f->type == CLI_BOOL || !(f->commands & command)) continue;
-        for (size_t k = 0; k <= strlen(f->name); k++)
-            name[5 + k] = f->name[k] == '-' ? '_' : (char)toupper((unsigned char)f->name[k]);
-        const char *value = getenv(name);
-        int code = value && *value ? cli_set(c, f, value, name, e) : 0;
-        if (code) return code;
-    }
-    return 0;
+static int cli_environment(cli *c, const cli_flag *f, unsigned command, toka_err *e) {
+    char name[64] = "TOKA_";
+    if (!f->name || f->type == CLI_BOOL || !(f->commands & command)) return 0;
+    for (size_t k = 0; k <= strlen(f->name); k++)
+        name[5 + k] = f->name[k] == '-' ? '_' : (char)toupper((unsigned char)f->name[k]);
+    const char *value = getenv(name);
+    return value && *value ? cli_set(c, f, value, name, e) : 0;
 }
 
 static const cli_flag *cli_find(const char *arg, size_t n) { /* "-m" or "--model", n bytes of it */
@@ -21162,8 +21157,8 @@ static void cli_override(cli *c, const cli *env, const cli_flag *f) {
 }
 
 static int cli_parse(cli *c, unsigned command, int argc, char **argv, toka_err *e) {
-    toka_err env_error = {0};
-    cli_environment(c, command, &env_error);
+    bool wrong[COUNT(cli_flags)]; /* of the environment; what a flag replaces does not matter */
+    for (int i = 0; i < COUNT(cli_flags); i++) wrong[i] = cli_environment(c, &cli_flags[i], command, e) != 0;
     const cli env = *c;
     int code = 0;
     for (int i = 0; i < argc && !code; i++) {
@@ -21181,10 +21176,12 @@ static int cli_parse(cli *c, unsigned command, int argc, char **argv, toka_err *
         }
         cli_override(c, &env, f);
         code = cli_set(c, f, value, arg, e);
+        wrong[f - cli_flags] = false;
     }
-    if (code || !env_error.code || c->help || c->version) return code; /* help comes also where the environment is wrong */
-    *e = env_error;
-    return e->code;
+    if (c->help || c->version) return code; /* they come also where the environment is wrong */
+    for (int i = 0; i < COUNT(cli_flags) && !code; i++)
+        if (wrong[i]) code = cli_environment(c, &cli_flags[i], command, e);
+    return code;
 }
 
 /* ---- toka: complete a prompt ---- */
