@@ -19884,6 +19884,7 @@ typedef struct bs { /* the whole of it */
     const bs_options *o;
     struct addrinfo *addresses, *address; /* of the server's name; the one that answers */
     char host[256], prefix[256], model[256];
+    int port;
     const char *key; /* OPENAI_API_KEY or NULL */
     str extra;       /* what stands between the braces of --extra-body */
     ids tokens, vocabulary; /* of all prompts; what random ones are drawn from */
@@ -20012,11 +20013,12 @@ static int bs_resolve(bs *b, toka_err *e) {
     if (url) {
         bool plain = !strncmp(url, "http://", 7);
         p += 7 * plain, n = 80;
-        size_t host = strcspn(p, ":/");
-        if (!plain || !host || host >= sizeof b->host)
+        const bool six = *p == '['; /* an IPv6 address stands in brackets */
+        size_t host = strcspn(p += six, six ? "]" : ":/");
+        if (!plain || !host || host >= sizeof b->host || (six && !p[host]))
             return fail(e, TOKA_E_USE, "--base-url: '%s', expected http://HOST[:PORT] (no TLS)", url);
         snprintf(b->host, sizeof b->host, "%.*s", (int)host, p);
-        p += host;
+        p += host + six;
         if (*p == ':') n = strtol(p + 1, (char **)(void *)&p, 10);
         size_t tail = strlen(p);
         while (tail && p[tail - 1] == '/') tail--;
@@ -20025,7 +20027,7 @@ static int bs_resolve(bs *b, toka_err *e) {
         snprintf(b->prefix, sizeof b->prefix, "%.*s", (int)tail, p);
     }
     if (n < 1 || n > 65535) return fail(e, TOKA_E_USE, "port %ld: expected 1 to 65535", n);
-    snprintf(port, sizeof port, "%d", (int)n);
+    snprintf(port, sizeof port, "%d", b->port = (int)n);
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM};
     code = getaddrinfo(b->host, port, &hints, &b->addresses);
     if (code) return fail(e, TOKA_E_USE, "%s: %s", b->host, gai_strerror(code));
@@ -20036,7 +20038,9 @@ static int bs_resolve(bs *b, toka_err *e) {
 /* The bytes of a request; body.p NULL: GET. */
 static void bs_put_request(const bs *b, const char *path, str body, buf *out) {
     buf_clear(out);
-    buf_printf(out, "%s %s%s HTTP/1.1\r\nHost: %s\r\n", body.p ? "POST" : "GET", b->prefix, path, b->host);
+    const bool six = strchr(b->host, ':');
+    buf_printf(out, "%s %s%s HTTP/1.1\r\nHost: %s%s%s:%d\r\n", body.p ? "POST" : "GET", b->prefix, path, six ? "[" : "", b->host, six ? "]" : "",
+               b->port);
     if (b->key) buf_printf(out, "Authorization: Bearer %s\r\n", b->key);
     if (body.p) buf_printf(out, "Content-Type: application/json\r\nContent-Length: %zu\r\n", body.n);
     buf_c(out, "\r\n");

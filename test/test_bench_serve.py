@@ -18,7 +18,7 @@ ENV = {k: v for k, v in os.environ.items() if not k.startswith(("TOKA_", "OPENAI
 class Fake:
     """Streams as many tokens as max_tokens says: the first after `first` seconds, the others `gap` seconds apart."""
 
-    def __init__(self, first=0.0, gap=0.0, bytewise=False, close_after=0, refuse=lambda i: None, tokenize=True, broken=False):
+    def __init__(self, first=0.0, gap=0.0, bytewise=False, close_after=0, refuse=lambda i: None, tokenize=True, broken=False, host="127.0.0.1"):
         self.first, self.gap, self.bytewise, self.close_after, self.refuse = first, gap, bytewise, close_after, refuse
         self.tokenize, self.broken, self.not_ready = tokenize, broken, 0
         self.requests, self.times, self.headers = [], [], []
@@ -28,7 +28,7 @@ class Fake:
 
         def run():
             asyncio.set_event_loop(self.loop)
-            server = self.loop.run_until_complete(asyncio.start_server(self.serve, "127.0.0.1", 0, limit=1 << 24, backlog=2048))
+            server = self.loop.run_until_complete(asyncio.start_server(self.serve, host, 0, limit=1 << 24, backlog=2048))
             self.port = server.sockets[0].getsockname()[1]
             started.set()
             self.loop.run_forever()
@@ -292,6 +292,17 @@ def test_waits_for_the_server():
     assert r.returncode == 2 and b"refused" in r.stderr and time.monotonic() - started < 60
 
 
+def test_an_address_in_brackets():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6")
+    with Fake(host="::1") as fake:
+        out, _ = bench(fake, "--base-url", f"http://[::1]:{fake.port}/x", "--num-prompts", 2, "--random-input-len", 5, "--random-output-len", 2)
+        assert "Successful requests:                     2 " in out
+        assert fake.headers and all(f"host: [::1]:{fake.port}" in str(h).lower() for h in fake.headers)
+
+
 def test_warm_ups_do_not_wait_for_their_turn():
     with Fake() as fake:
         p = subprocess.Popen([TOKA, "bench", "serve", "--port", str(fake.port), "--num-prompts", "1", "--random-input-len", "5",
@@ -307,7 +318,7 @@ def test_warm_ups_do_not_wait_for_their_turn():
 @pytest.mark.parametrize("args", [["--request-rate", "0"], ["--request-rate", "fast"], ["--burstiness", "0"], ["--goodput", "ttft"],
                                   ["--goodput", "itl:3"], ["--goodput", "ttft:x"], ["--goodput", "ttft:"],
                                   ["--percentile-metrics", "ttft,speed"],
-                                  ["--metric-percentiles", "101"], ["--base-url", "https://x"], ["--base-url", "http://:1"],
+                                  ["--metric-percentiles", "101"], ["--base-url", "https://x"], ["--base-url", "http://:1"], ["--base-url", "http://[::1"], ["--base-url", "http://[]:1"],
                                   ["--base-url", "http://x:99999"], ["--port", "0"], ["--extra-body", "[1]"], ["--endpoint", "v1"],
                                   ["--random-range-ratio", "1"], ["--random-input-len", "0"], ["--max-concurrency", "-1"],
                                   ["--dataset", "/nowhere"], ["--base-url", "http://127.0.0.1:4294977506"],
