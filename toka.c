@@ -15893,6 +15893,7 @@ typedef struct fb_batch {
     char *model;               /* that it was made for: another does not run it, but ends it when its time is up */
     char *metadata, *errors;   /* JSON: an object; a list of errors */
     bool has_out, has_err;     /* they are files now */
+    bool foreign;              /* its model is not served here, which was told */
     bool waits;                /* for what the system is short of; it was told, and is not again before it gets on */
     atomic_llong total, completed, failed;
     atomic_int stop;           /* asks chapter 27 to stop: cancelled, out of time, or the server ends */
@@ -16645,6 +16646,13 @@ static void fb_step_run(fb_store *s, fb_batch *b) {
     pthread_mutex_unlock(&s->lock);
 }
 
+/* Is the model that a batch was made for served? */
+static bool fb_is_ours(const fb_store *s, const fb_batch *b) {
+    for (int i = 0; i < s->o.m->n_names; i++)
+        if (!strcmp(b->model, s->o.m->names[i])) return true;
+    return false;
+}
+
 /* The oldest batch that there is something to do for; another model's, once its time is up. *others: there are
  * some whose time is not up. With store.lock held. */
 static fb_batch *fb_next(const fb_store *s, bool *others) {
@@ -16652,9 +16660,10 @@ static fb_batch *fb_next(const fb_store *s, bool *others) {
     for (size_t i = 0; i < s->batches.n; i++) {
         fb_batch *b = s->batches.at[i];
         if (fb_has_ended(b)) continue;
-        bool ours = !strcmp(b->model, s->o.m->names[0]) || b->status == FB_CANCELLING || b->status == FB_FINALIZING;
+        bool ours = fb_is_ours(s, b) || b->status == FB_CANCELLING || b->status == FB_FINALIZING;
         if (ours || fb_now() >= b->expires_at) return b;
-        *others = true;
+        if (!b->foreign) fprintf(stderr, "toka serve: %s waits: its model %s is not served here\n", b->id.z, b->model);
+        b->foreign = *others = true;
     }
     return NULL;
 }

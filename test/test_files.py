@@ -279,7 +279,8 @@ def test_another_model(tmp_path):
         api = client(s)
         done = wait(api, start(api, lines(5)))
         assert done.status == "completed" and done.model == "two" and api.batches.retrieve(b.id).status == "in_progress"
-    with serve(tmp_path, "--served-model-name", "one") as s:
+        assert s.read_log().count("its model one is not served here") == 1
+    with serve(tmp_path, "--served-model-name", "two", "--served-model-name", "one") as s:  # whichever name is the first
         assert counts(wait(client(s), b)) == (1500, 1500, 0)
 
 
