@@ -14692,6 +14692,7 @@ typedef struct run_state { /* a batch under way */
     run_table seen;
     run_sink results, errors; /* errors.fd -1: error records go to results */
     int64_t n_lines, n_before; /* lines of the input, -1: not known; of these, done by earlier runs */
+    int64_t n_failed_before;   /* error records of these in the output */
     api_model models[2]; /* what bodies are read against: [1] those that stand in OpenAI's batch lines */
     buf warned;        /* api_is_news' */
     bool warned_model; /* that a line's model is not looked at: told once */
@@ -15241,6 +15242,7 @@ static bool run_read_result(run_state *r, const run_input *in, str line, arena *
     if (!json_is(v, JSON_STRING)) return false;
     if (!in->too_long && (!json_get(root, "response") || !json_get(root, "error"))) return false;
     buf_clear(id), buf_str(id, json_str(v));
+    r->n_failed_before += !in->too_long && json_get(root, "error")->type != JSON_NULL;
     const str model = in->too_long ? (str){0} : json_str(json_get(json_get(json_get(root, "response"), "body"), "model"));
     if (model.n && !r->earlier.n && !r->o->model && !str_is(model, r->models[0].name)) api_show(&r->earlier, model);
     return true;
@@ -15805,7 +15807,9 @@ static int run_batch(toka *t, const run_options *o, toka_err *e) {
         if (!o->quiet) {
             fprintf(stderr, "toka batch: %lld lines in %.1f s, %lld of them errors", (long long)r.n_written, p.elapsed_s,
                     (long long)r.n_errors);
-            fprintf(stderr, r.n_before ? "; %lld were done before\n" : "\n", (long long)r.n_before);
+            if (r.n_before) fprintf(stderr, "; %lld were done before", (long long)r.n_before);
+            if (r.n_failed_before) fprintf(stderr, "; of earlier runs %lld error records stay", (long long)r.n_failed_before);
+            fputc('\n', stderr);
             run_report_show(&p);
         }
         if (o->report && run_report_write(&r, &p, &late) && !code) *e = late, code = late.code;

@@ -248,6 +248,15 @@ def test_bad_lines_become_error_records(tmp_path):
         assert body(r[f"good{i}"])["usage"]["completion_tokens"] == 2
 
 
+def test_error_records_of_earlier_runs_are_told(tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", [{"custom_id": "x", "promt": "a"}, completion("y", "Tom", max_tokens=2)])
+    out = tmp_path / "out.jsonl"
+    _, err = batch("-i", source, "-o", str(out), *SMALL)
+    assert "2 lines" in err and "1 of them errors" in err and "stay" not in err
+    _, err = batch("-i", source, "-o", str(out), *SMALL)
+    assert "0 lines" in err and "2 were done before; of earlier runs 1 error records stay" in err
+
+
 def test_harmless_and_unknown_fields(tmp_path):
     quiet = dict(stream=False, echo=False, suffix=None, best_of=1, user="u", metadata={"a": "b"}, length_penalty=1.0, max_tokens=2)
     r = run(tmp_path, [completion("a", "Tom", **quiet), completion("b", "Tom", colour="red", max_tokens=2),
