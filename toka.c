@@ -14073,13 +14073,26 @@ static void api_put_top(api_call *c, const api_tokens *t, size_t i, int n_top, b
     json_put_close(b, '}');
 }
 
+/* Does a text that begins with this token leave out its space? Tokenizers after SentencePiece put one before the first word. */
+static bool api_drops_space(const api_call *c, const api_part *p, bool prompt, int32_t id, str bytes) {
+    const tok *t = c->m->t->tok;
+    buf alone = {0};
+    toka_err unused;
+    if (!str_starts(bytes, STR(" "))) return false;
+    for (size_t i = 0; i < p->prompt.n && !prompt; i++)
+        if (!(t->flag[p->prompt.p[i]] & TOK_SKIPPED)) return false; /* an answer goes on where the prompt ends */
+    bool drops = !tok_decode(t, &id, 1, 0, &alone, &unused) && !str_starts(buf_view(&alone), STR(" "));
+    buf_free(&alone);
+    return drops;
+}
+
 /* Characters that a token has in the text of its choice. A special token has none where the text leaves it out: in an answer
  * unless they are kept, in a prompt if it was put before the text that was given. */
 static int64_t api_token_width(const api_call *c, const api_part *p, bool prompt, int32_t id, str bytes, int64_t offset) {
     const tok *t = c->m->t->tok;
     bool special = bytes.n && t->flag[id] & TOK_SKIPPED;
     bool out = special && (prompt ? !offset && !str_starts(p->text, bytes) : !p->q.keep_special);
-    return out ? 0 : utf8_count(bytes);
+    return out ? 0 : utf8_count(bytes) - (!special && !offset && api_drops_space(c, p, prompt, id, bytes));
 }
 
 /* {"tokens":[..],"token_logprobs":[..],"top_logprobs":[..],"text_offset":[..]} of the tokens of two lists, one behind the other

@@ -275,6 +275,25 @@ def test_answers_that_repeat_their_prompt_have_a_bound(server):
     assert a.status == 200 and all(c["prompt_token_ids"] == prompt and len(c["prompt_logprobs"]) == 900 for c in a.json()["choices"])
 
 
+def test_offsets_where_the_first_space_is_left_out():
+    """Tokenizers after SentencePiece put a space before the first word, and the text leaves it out."""
+    model = os.path.join(os.environ.get("TOKA_TEST_DATA", os.path.join(ROOT, "../shared/data")), "weights/stories260K")
+    if not os.path.isdir(model):
+        pytest.skip("no weights/stories260K")
+    with Server("-m", model) as s:
+        for prompt, echo in (("Once upon a", True), ("", False), ("", True), ("Once upon a", False)):
+            body = {"prompt": prompt, "max_tokens": 8, "echo": echo, "logprobs": 0, "temperature": 0}
+            c = s.post("/v1/completions", body).json()["choices"][0]
+            of = c["logprobs"]
+            assert len(of["tokens"]) > 6 and of["text_offset"] == sorted(of["text_offset"])
+            for i, (token, offset) in enumerate(zip(of["tokens"], of["text_offset"])):
+                seen = token if offset or c["text"].startswith(" ") else token.removeprefix("<s>").lstrip()
+                assert c["text"][offset:].startswith(seen), (prompt, i, token, offset)
+            events = s.post("/v1/completions", {**body, "stream": True}).body.decode().split("\n\n")
+            choices = [json.loads(e.removeprefix("data: "))["choices"][0] for e in events if "{" in e]
+            assert sum((x["logprobs"]["text_offset"] for x in choices if x["logprobs"]), []) == of["text_offset"]
+
+
 def test_offsets_of_special_tokens(server):
     """Where the text has a token, its offset says so: special tokens that the text leaves out have no width."""
     def at(text, logprobs, left_out):
