@@ -13584,9 +13584,22 @@ static int api_stops(api_call *c, const json *v, toka_sampling *s, toka_err *e) 
     return 0;
 }
 
-static int api_bias(api_call *c, const json *v, toka_sampling *s, toka_err *e) { /* {"id": bias} */
+typedef struct api_biased {
+    int32_t id;
+    int at; /* number of the member */
+    float bias;
+} api_biased;
+
+static int api_by_id(const void *a, const void *b) {
+    const api_biased *x = a, *y = b;
+    return x->id != y->id ? (x->id < y->id ? -1 : 1) : x->at - y->at;
+}
+
+/* {"id": bias}; of two members for an id the last counts. */
+static int api_bias(api_call *c, const json *v, toka_sampling *s, toka_err *e) {
     if (!v) return 0;
-    int n = 0;
+    int n = 0, kept = 0;
+    api_biased *all = arena_alloc(&c->a, (size_t)v->n * sizeof *all);
     int32_t *id = arena_alloc(&c->a, (size_t)v->n * sizeof *id);
     float *bias = arena_alloc(&c->a, (size_t)v->n * sizeof *bias);
     JSON_MEMBERS(key, v) {
@@ -13596,9 +13609,12 @@ static int api_bias(api_call *c, const json *v, toka_sampling *s, toka_err *e) {
         double f = json_num(key + 1, NAN);
         if (!isdigit((unsigned char)*digits) || end != digits + key->n || i > INT32_MAX || !(fabs(f) <= FLT_MAX))
             return API_BAD("logit_bias: expected an object of token ids and numbers");
-        id[n] = (int32_t)i, bias[n++] = (float)f;
+        all[n] = (api_biased){(int32_t)i, n, (float)f}, n++;
     }
-    s->bias_ids = id, s->bias_values = bias, s->n_bias = n;
+    qsort(all, (size_t)n, sizeof *all, api_by_id);
+    for (int i = 0; i < n; i++)
+        if (i + 1 == n || all[i].id != all[i + 1].id) id[kept] = all[i].id, bias[kept++] = all[i].bias;
+    s->bias_ids = id, s->bias_values = bias, s->n_bias = kept;
     return 0;
 }
 
