@@ -6700,6 +6700,8 @@ static int mf_models_parse(str text, arena *a, mf_known **list, int *n, toka_err
 
 /* ---- Finding: what the user called the model to a folder ---- */
 
+static const char mf_no_models[] = "no models.txt here or beside the program; give one with --models-file";
+
 /* Reads models.txt: the given file, else the one beside the program, else the one in the current folder, else no model. */
 static int mf_models_open(const char *models_file, arena *a, mf_known **list, int *n, toka_err *e) {
     char path[PATH_MAX + 16];
@@ -6810,6 +6812,7 @@ static int mf_find(mf_model *m, const char *model, const char *models_file, toka
             m->name = known[i].name, m->hub_id = known[i].hub_id;
             return mf_find_hub(m->hub_id, m->name, &m->folder, &m->a, e);
         }
+    if (!n) return fail(e, TOKA_E_USE, "%s: no such folder, and %s", model, mf_no_models);
     return fail(e, TOKA_E_USE, "%s: no such folder, and no such name in models.txt (see: toka models)", model);
 }
 
@@ -18971,12 +18974,12 @@ static int run_dummy_weights(mf_model *m, toka_err *e) {
     return 0;
 }
 
-/* The line of models.txt with this name or hub id, in `a`; NULL: there is none. */
-static int run_find_known(const char *models_file, const char *model, arena *a, const mf_known **found, toka_err *e) {
+/* The line of models.txt with this name or hub id, in `a`; NULL: there is none. *n: of so many. */
+static int run_find_known(const char *models_file, const char *model, arena *a, const mf_known **found, int *n, toka_err *e) {
     mf_known *known;
-    int n, code = mf_models_open(models_file, a, &known, &n, e);
+    int code = mf_models_open(models_file, a, &known, n, e);
     *found = NULL;
-    for (int i = 0; i < n && !code && !*found; i++)
+    for (int i = 0; i < *n && !code && !*found; i++)
         if (!strcasecmp(known[i].name, model) || !strcmp(known[i].hub_id, model)) *found = &known[i];
     return code;
 }
@@ -18984,15 +18987,16 @@ static int run_find_known(const char *models_file, const char *model, arena *a, 
 /* A toka without any file: shapes of models.txt, random weights, no tokenizer. */
 static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
     const mf_known *found = NULL;
-    int code = pub_check_options(o, e);
+    int n_known, code = pub_check_options(o, e);
     if (code) return code;
     if (!o->model) return fail(e, TOKA_E_USE, "--dummy-weights needs -m NAME, a name of models.txt");
     toka *t = mem_zalloc(sizeof *t);
     mf_model *m = t->files = mem_zalloc(sizeof *m);
     m->tokenizer_json = m->tokenizer_config = m->chat_template = m->tool_template = STR("");
     m->defaults = mf_no_defaults;
-    code = run_find_known(o->models_file, o->model, &m->a, &found, e);
-    if (!code && !found) code = fail(e, TOKA_E_USE, "%s: not a name of models.txt, which --dummy-weights needs", o->model);
+    code = run_find_known(o->models_file, o->model, &m->a, &found, &n_known, e);
+    if (!code && !found)
+        code = fail(e, TOKA_E_USE, "%s: %s", o->model, n_known ? "not a name of models.txt, which --dummy-weights needs" : mf_no_models);
     if (!code) {
         m->name = found->name, m->config = found->config, m->shape = t->shape = found->config.shape;
         code = run_dummy_weights(m, e);
@@ -19678,7 +19682,7 @@ static int plan_find_model(const plan_options *o, mf_model **m, arena *lines, co
                            toka_err *e) {
     struct stat st;
     const mf_known *known = NULL;
-    int code = o->model && stat(o->model, &st) ? run_find_known(o->models_file, o->model, lines, &known, e) : 0;
+    int n, code = o->model && stat(o->model, &st) ? run_find_known(o->models_file, o->model, lines, &known, &n, e) : 0;
     if (code) return code;
     if (known) return *c = &known->config, *name = known->name, 0;
     if ((code = mf_open_text(m, o->model, o->models_file, o->model ? NULL : embedded_model, e))) return code;
@@ -21643,7 +21647,7 @@ static int cli_models(const cli *c, toka_err *e) {
     toka_err absent;
     int n;
     int code = mf_models_open(c->open.models_file, &a, &known, &n, e);
-    if (!code && !n) code = fail(e, TOKA_E_USE, "no models.txt here or beside the program; give one with --models-file");
+    if (!code && !n) code = fail(e, TOKA_E_USE, "%s", mf_no_models);
     for (int i = 0; i < n && !code; i++) {
         char *folder = NULL;
         const char *here = mf_find_hub(known[i].hub_id, NULL, &folder, &a, &absent) ? "" : "in the hub cache";
