@@ -2889,6 +2889,7 @@ typedef struct tmpl {
     tmpl_node *body;
     str names[TMPL_MAX_NAMES]; /* of variables, by number */
     int n_names;
+    bool walks_content; /* a loop goes over the parts of a message's content */
 } tmpl;
 
 /* ---- Tokens ---- */
@@ -3519,11 +3520,18 @@ static tmpl_node *tmpl_if(tmpl_parser *p, int line) {
     }
 }
 
+/* content, x.content or x["content"] */
+static bool tmpl_is_content(const tmpl_node *n) {
+    const tmpl_node *named = n->kind == TN_ITEM && n->b->kind == TN_STRING ? n->b : n;
+    return (named != n || n->kind == TN_NAME || n->kind == TN_ATTR) && str_is(named->s, "content");
+}
+
 static tmpl_node *tmpl_for(tmpl_parser *p, int line) {
     tmpl_node *n = tmpl_new(p, TN_FOR, line);
     if (!(n->a = tmpl_target(p))) return NULL;
     if (!tmpl_take_word(p, "in")) return tmpl_expected(p, "'in'");
     if (!(n->b = tmpl_tuple(p, tmpl_no_ternary, false))) return NULL;
+    p->t->walks_content |= tmpl_is_content(n->b);
     if (tmpl_take_word(p, "if") && !(n->d = tmpl_expr(p))) return NULL;
     if (tmpl_at_word(p, "recursive")) return tmpl_syntax(p->e, line, "recursive loops are not supported"), NULL;
     p->n_loops++;
@@ -12737,6 +12745,12 @@ static int pub_template_context(const mf_model *files, str context, json_limits 
     return *out ? 0 : e->code;
 }
 
+/* The template that renders a chat with these tools (NULL: none). It may have none, or none that can be used. */
+static const tmpl *pub_chat_template(const toka *t, const json *tools) {
+    const bool other = t->tool_chat || t->tool_error.code;
+    return other && json_is(tools, JSON_ARRAY) && tools->n ? t->tool_chat : t->chat;
+}
+
 /* t: the model of that template, whose other template renders chats with tools; NULL: the template stands alone. */
 static int pub_render(const toka *t, const tmpl *chat, const mf_model *files, str context, json_limits limits, const char *now,
                       buf *out, toka_err *e) {
@@ -12747,11 +12761,9 @@ static int pub_render(const toka *t, const tmpl *chat, const mf_model *files, st
     int code = pub_parse_now(now, &time, e);
     if (!code) code = pub_template_context(files, context, limits, &a, &text, &root, e);
     const json *tools = code ? NULL : json_get(root, "tools");
-    if (t && json_is(tools, JSON_ARRAY) && tools->n && (t->tool_chat || t->tool_error.code)) {
-        chat = t->tool_chat;
-        if (!chat)
-            code = fail(e, TOKA_E_INPUT, "the tool_use template of %s cannot be used: %.350s", files->name, t->tool_error.msg);
-    }
+    if (t) chat = pub_chat_template(t, tools);
+    if (!code && !chat)
+        code = fail(e, TOKA_E_INPUT, "the tool_use template of %s cannot be used: %.350s", files->name, t->tool_error.msg);
     if (!code) code = tmpl_render(chat, root, time, tmpl_default_limits, out, e);
     buf_free(&text);
     arena_free(&a);
@@ -13748,16 +13760,18 @@ static bool api_is_text_part(const json *part) {
     return str_is(json_str(json_get(part, "type")), "text") && json_is(json_get(part, "text"), JSON_STRING);
 }
 
-/* A content of text parts as one text. */
-static int api_put_parts(api_call *c, const json *parts, buf *b, toka_err *e) {
+/* A content of text parts: as it is for a template that walks it (`walked`), else one text, of a line or more each. */
+static int api_put_parts(api_call *c, const json *parts, bool walked, buf *b, toka_err *e) {
     buf text = {0};
     bool texts = true;
     JSON_EACH(part, parts) {
+        str more = json_str(json_get(part, "text"));
         texts &= api_is_text_part(part);
-        if (text.n) buf_char(&text, '\n');
-        buf_str(&text, json_str(json_get(part, "text")));
+        if (text.n && more.n) buf_char(&text, '\n');
+        buf_str(&text, more);
     }
-    if (texts) json_put_str(b, buf_view(&text));
+    if (texts && walked && parts->n > 1) json_put_value(b, parts);
+    else if (texts) json_put_str(b, buf_view(&text));
     buf_free(&text);
     return texts ? 0 : API_UNSUPPORTED(c, "messages: content other than text is not supported");
 }
@@ -13779,7 +13793,7 @@ static void api_put_tool_call(api_call *c, const json *v, buf *b) {
     json_put_close(b, '}');
 }
 
-static int api_put_message(api_call *c, const json *m, buf *b, toka_err *e) {
+static int api_put_message(api_call *c, const json *m, bool walked, buf *b, toka_err *e) {
     int code = 0;
     if (m->type != JSON_OBJECT || !json_is(json_get(m, "role"), JSON_STRING))
         return API_BAD("messages: expected objects with a role and a content");
@@ -13792,7 +13806,7 @@ static int api_put_message(api_call *c, const json *m, buf *b, toka_err *e) {
         if (content && key[1].type != JSON_STRING && key[1].type != JSON_NULL && key[1].type != JSON_ARRAY)
             return API_BAD("messages: a content is a text or a list of parts");
         if (content && key[1].type == JSON_ARRAY) {
-            if ((code = api_put_parts(c, key + 1, b, e))) return code;
+            if ((code = api_put_parts(c, key + 1, walked, b, e))) return code;
         } else if (str_is(name, "tool_calls") && key[1].type == JSON_ARRAY) {
             json_put_open(b, '[');
             JSON_EACH(call, key + 1) call->type == JSON_OBJECT ? api_put_tool_call(c, call, b) : json_put_value(b, call);
@@ -13816,7 +13830,8 @@ static int api_context(api_call *c, const api_body *body, buf *b, toka_err *e) {
     if (!messages || !messages->n) return API_BAD("messages: expected a list of messages");
     json_put_open(b, '{');
     json_put_key(b, "messages"), json_put_open(b, '[');
-    JSON_EACH(m, messages) if ((code = api_put_message(c, m, b, e))) return code;
+    const tmpl *chat = pub_chat_template(c->m->t, tools);
+    JSON_EACH(m, messages) if ((code = api_put_message(c, m, chat && chat->walks_content, b, e))) return code;
     json_put_close(b, ']');
     json_put_key(b, "add_generation_prompt"), json_put_bool(b, body->generate);
     if (tools) json_put_key(b, "tools"), json_put_value(b, tools);

@@ -187,13 +187,13 @@ static void test_api_requests(void) {
     toka_err e = {0};
     api_call c = {.serial = {1, 2}}, d = {.serial = {1, 3}};
     CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":[[5,6],[7]],\"n\":3,\"top_k\":4,\"top_p\":0.5,\"stop\":\"ab\","
-                     "\"stop_token_ids\":[9,8],\"logit_bias\":{\"4\":-2.5},\"priority\":2,\"ignore_eos\":true}"), &c, &e));
+                     "\"stop_token_ids\":[9,8],\"logit_bias\":{\"4\":7,\"6\":1,\"04\":8,\"4\":-2.5},\"priority\":2,\"ignore_eos\":true}"), &c, &e));
     CHECK(c.n_parts == 2 && c.n_choices == 6 && c.n_left == 6 && c.n_prompt_tokens == 3 && c.parts[1].first == 3 && !c.stream);
     const toka_request *q = &c.parts[0].q;
     const toka_sampling *s = &q->sampling;
     CHECK(q->n == 3 && q->n_ids == 2 && q->ids[1] == 6 && q->priority == -2 && q->ids_only && s->top_k == 4 && s->top_p == 0.5f);
     CHECK(s->temperature == 0.25f && s->max_tokens == 16 && s->n_stop == 1 && !strcmp(s->stop[0], "ab") && s->stop_ids[1] == 8);
-    CHECK(s->n_bias == 1 && s->bias_ids[0] == 4 && s->bias_values[0] == -2.5f && s->ignore_eos);
+    CHECK(s->n_bias == 2 && s->bias_ids[0] == 4 && s->bias_values[0] == -2.5f && s->bias_ids[1] == 6 && s->ignore_eos);
     CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":[\"Tom\",\"Tom\"]}"), &d, &e));
     CHECK(s->seed != c.parts[1].q.sampling.seed && s->seed != d.parts[0].q.sampling.seed); /* nobody shares random numbers */
     api_free(&c), api_free(&d);
@@ -312,6 +312,35 @@ static void test_api_tool_template(void) {
     CHECK(!pub_render(&two, two.chat, two.files, STR("{\"messages\":[],\"tools\":[1,2]}"), json_trusted, "2025-01-01 00:00:00", &out, &e));
     CHECK(!strcmp(out.p, "with 2"));
     tmpl_del(two.chat), tmpl_del(two.tool_chat), buf_free(&out);
+}
+
+/* Several texts of a message go as a list to a template that walks them, as one text to any other. */
+static void test_api_text_parts(void) {
+    static const struct { const char *chat, *want; } cases[] = {
+        {"{% for m in messages %}{{ m.content }}{% endfor %}", "a\nb|c"},
+        {"{% for m in messages %}{{ m.content | trim }}{% endfor %}", "a\nb|c"},
+        {"{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %}{% endfor %}", "<a><><b>|c"},
+        {"{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}<{{ p['text'] }}>{% endfor %}{% endif %}{% endfor %}", "<a><><b>|c"},
+        {"{% macro show(content) %}{% if content is string %}{{ content }}{% else %}{% for p in content %}<{{ p.text }}>{% endfor %}{% endif %}{% endmacro %}"
+         "{% for m in messages %}{{ show(m.content) }}{% endfor %}", "<a><><b>|c"}};
+    for (int i = 0; i < COUNT(cases); i++) {
+        toka two = *api_text_model();
+        api_model m = api_test_model();
+        api_call c = {.m = &m, .chat = true};
+        api_body b;
+        toka_err e = {0};
+        buf context = {0}, out = {0};
+        m.t = &two, two.tool_chat = NULL;
+        CHECK(!tmpl_parse(&two.chat, str_c(cases[i].chat), &e));
+        const json *v = json_parse(&c.a, STR("{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"a\"},{\"type\":\"text\","
+                                             "\"text\":\"\"},{\"type\":\"text\",\"text\":\"b\"}]},{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"|c\"}]}]}"),
+                                   m.limits, &e);
+        int code = api_read_body(&c, API_CHAT, v, &b, &e);
+        if (!code) code = api_context(&c, &b, &context, &e);
+        if (!code) code = pub_render(&two, two.chat, two.files, buf_view(&context), m.limits, m.now, &out, &e);
+        CHECK_MSG(!code && str_is(buf_view(&out), cases[i].want), "%d: %s %s", i, e.msg, out.p);
+        tmpl_del(two.chat), buf_free(&context), buf_free(&out), api_free(&c);
+    }
 }
 
 /* ---- Made-up events ---- */
@@ -769,6 +798,7 @@ static const struct test api_tests[] = {
     {"api: bad words", test_api_bad_words},
     {"api: what templates get", test_api_context},
     {"api: template for tools", test_api_tool_template},
+    {"api: texts of a message", test_api_text_parts},
     {"api: whole answers", test_api_golden_whole},
     {"api: streams", test_api_golden_stream},
     {"api: a stream is the whole answer", test_api_stream_equals_whole},
