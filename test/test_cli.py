@@ -66,7 +66,8 @@ def test_json_object():
 def test_logprobs_without_json_go_to_stderr():
     r = toka("-p", PROBLEM, "--logprobs", "2")
     assert r.stdout == toka("-p", PROBLEM).stdout
-    assert len(json.loads("[" + r.stderr.decode().rsplit("\nprompt ", 1)[0] + "]")) > 5
+    lines = r.stderr.decode().rsplit("\nprompt ", 1)[0].splitlines()
+    assert len(lines) > 5 and all(json.loads(line)["logprob"] <= 0 for line in lines)
 
 
 def test_samples_in_order():
@@ -97,6 +98,22 @@ def test_chat_keeps_history():
     assert int(second) > 1.5 * int(first)
     dos = toka("--chat", stdin=f"{PROBLEM}\r\n\r\n{PROBLEM.replace('12', '20')}\r\n")
     assert dos.stdout == r.stdout and re.findall(r"prompt (\d+) tokens", dos.stderr.decode()) == [first, second]
+
+
+def test_chat_outlives_a_turn_that_does_not_fit():
+    r = toka("--chat", "-q", stdin=f"{PROBLEM}\n{'Tom ' * 3000}\n{PROBLEM.replace('12', '20')}\n")
+    want = toka("--chat", "-q", stdin=f"{PROBLEM}\n{PROBLEM.replace('12', '20')}\n")
+    assert r.returncode == 0 and r.stdout == want.stdout and b"at most" in r.stderr and b"left out" in r.stderr
+    r = toka("--chat", "-q", stdin=f"{'Tom ' * 3000}\n{PROBLEM}\n")
+    assert r.returncode == 0 and r.stdout == toka("--chat", "-q", stdin=f"{PROBLEM}\n").stdout
+    assert toka("--chat", "-q", stdin="Tom " * 3000).returncode == 1
+
+
+def test_logprobs_of_samples():
+    r = toka("-q", "--raw", "-p", "Tom", "-n", "4", "--samples", "3", "--temp", "1", "--logprobs", "1")
+    said = r.stderr.decode().split("--- sample ")[1:]
+    assert r.returncode == 0 and [s.splitlines()[0] for s in said] == ["0", "1", "2"]
+    assert all(json.loads(line)["logprob"] <= 0 for s in said for line in s.splitlines()[1:])
 
 
 def test_raw_completes_text():
@@ -196,6 +213,14 @@ def test_models():
     assert r.returncode == 0 and len(r.stdout.decode().splitlines()) > 20 and b"Llama-3.1-8B" in r.stdout
 
 
+def test_without_models_txt(tmp_path):
+    """A program that was copied alone says what it lacks, not that the name is wrong."""
+    shutil.copy(TOKA, alone := tmp_path / "toka")
+    for args in (["models"], ["-m", "llama-3.2-1b", "-p", "x"], ["bench", "throughput", "--dummy-weights", "-m", "llama-3.2-1b", "--dataset", "x"]):
+        r = subprocess.run([alone, *args], capture_output=True, cwd=tmp_path)
+        assert r.returncode == 1 and b"no models.txt here or beside the program" in r.stderr, (args, r.stderr)
+
+
 # ---- flags, environment, errors ----
 
 def test_help_names_every_flag():
@@ -242,6 +267,10 @@ def test_command_line_goes_before_environment():
     assert toka("-f", "-", stdin=PROBLEM, env={"TOKA_PROMPT": "hi"}).stdout == want
     assert toka("-p", PROBLEM, "--stop", "never seen", env={"TOKA_STOP": "a"}).stdout == want
     assert toka("-p", PROBLEM, "--raw", env={"TOKA_SYSTEM": "x"}).stdout == toka("-p", PROBLEM, "--raw").stdout
+    for value in "many", "tcp://10.0.0.1:10210":  # the flag counts, whatever the environment holds
+        assert toka("-p", PROBLEM, "--seed", "3", env={"TOKA_SEED": value}).stdout == want
+    r = toka("-p", PROBLEM, "--seed", "3", env={"TOKA_SEED": "x", "TOKA_TOP_K": "many"})
+    assert r.returncode == 1 and b"TOKA_TOP_K" in r.stderr
     chat = toka("--chat", "-q", stdin=PROBLEM + "\n")
     assert toka("--chat", "-q", stdin=PROBLEM + "\n", env={"TOKA_FILE": "/does/not/exist", "TOKA_SAMPLES": "4"}).stdout == chat.stdout != b""
     assert toka("--chat", "--samples", "4").returncode == 1
