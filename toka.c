@@ -118,6 +118,10 @@
 #define TOKA_INTERNAL
 #include "toka.h"
 
+#ifdef __FAST_MATH__
+#error "toka.c counts with infinities and NaN: without -ffast-math and -Ofast, please"
+#endif
+
 #ifdef __GNUC__ /* the tables of chapter 5 and the page of 29: longer than C promises, as every compiler takes them */
 #pragma GCC diagnostic ignored "-Woverlength-strings"
 #endif
@@ -12808,9 +12812,10 @@ int toka_generate(toka *t, const toka_request *r, toka_event_fn *fn, void *user,
 
 int toka_submit(toka *t, const toka_request *r, toka_event_fn *fn, void *user, int64_t *id, toka_err *e) {
     int32_t *prompt = NULL;
+    int64_t unwanted;
     size_t n = r->n_ids;
     int code = r->ids ? 0 : toka_encode(t, r->text, r->text_bytes, r->text_flags, &prompt, &n, e);
-    if (!code) code = eng_submit(t->engine, r, r->ids ? r->ids : prompt, n, fn, user, NULL, NULL, id, e);
+    if (!code) code = eng_submit(t->engine, r, r->ids ? r->ids : prompt, n, fn, user, NULL, NULL, id ? id : &unwanted, e);
     free(prompt);
     return code;
 }
