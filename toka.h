@@ -17,7 +17,8 @@
  * Conventions. Functions that can fail return 0 or a negative toka_code and fill *e (never NULL) with one sentence.
  * Text is UTF-8, given as pointer and byte count, borrowed for the call. Memory handed out says who frees it.
  * Token ids are int32. Log-probabilities are natural logarithms, float32. Lengths are counted in tokens unless the
- * name says _bytes. */
+ * name says _bytes. "Thread: any" is also several at once. Where the system has no memory left for something small, the process is
+ * aborted. */
 #ifndef TOKA_H
 #define TOKA_H
 
@@ -57,7 +58,7 @@ typedef struct toka_options {
                                    NULL: the model embedded in the program, where it was built in */
     const char *models_file;    /* models.txt, to resolve names; NULL: beside the program, or ./models.txt */
     const char *chat_template;  /* file with a Jinja template that replaces the model's own, or NULL */
-    const char *device;         /* "auto", "cpu" or "cuda" */
+    const char *device;         /* "auto", "cpu" or "cuda"; NULL: auto */
     int n_threads;              /* CPU backend's threads, of all its devices together, at most 1,024; 0: one a core */
     int max_model_len;          /* longest sequence, tokens; 0: the model's own limit, lowered to what memory holds */
     int max_num_batched_tokens; /* most tokens in one forward step; 0: chosen by the backend */
@@ -80,26 +81,33 @@ typedef struct toka_options {
 /* All fields at their defaults. Thread: any. */
 toka_options toka_options_default(void);
 
-/* Opens a model: maps its files, checks every shape, takes all memory. *out is the caller's until toka_close.
- * Errors: TOKA_E_USE, TOKA_E_INPUT, TOKA_E_IO, TOKA_E_DEVICE, TOKA_E_MEMORY. Thread: any, one call per toka. */
+/* Opens a model: maps its files, checks every shape, takes all memory. *out is the caller's until toka_close, NULL after an error.
+ * The options and the texts they point to are looked at during the call only. Several models may be open beside one another, also
+ * one more than once; on a GPU each takes its share of what the others left.
+ * The files stay mapped, and a CPU reads the weights there: a file that is cut short meanwhile, or whose disk fails, is a SIGBUS
+ * on whatever thread reads it. Only toka_main has a handler for that. Replace files by renaming new ones over them.
+ * Errors: TOKA_E_USE, TOKA_E_INPUT, TOKA_E_IO, TOKA_E_DEVICE, TOKA_E_MEMORY. Thread: any. */
 int toka_open(toka **out, const toka_options *options, toka_err *e);
 
 /* Frees everything; NULL is allowed. No call on t may be under way. Requests that have not ended get their last events,
- * TOKA_CANCELLED, on this thread; a toka_submit in their callbacks is refused, with TOKA_E_CANCELLED. */
+ * TOKA_CANCELLED, on this thread; a toka_submit in their callbacks is refused, with TOKA_E_CANCELLED. Thread: any, but not in a
+ * callback. */
 void toka_close(toka *t);
 
-/* What was opened; the strings live as long as t. */
+/* What was opened; the strings live as long as t. Thread: any. */
 typedef struct toka_info {
-    const char *model_name, *architecture, *device;
+    const char *model_name, *architecture, *device; /* the folder's last part, hub id or name; as config.json has it; one line */
     int64_t n_parameters;
-    int n_layers, n_heads, n_kv_heads, head_size, width, mlp_width, vocab_size;
-    int max_model_len;              /* tokens a sequence may have, prompt and output together */
-    int bos_id, eos_id;             /* -1: none */
-    int has_chat_template;
+    int n_layers, n_heads, n_kv_heads;  /* n_heads: of queries */
+    int head_size, width, mlp_width;    /* elements: of a head, of the residual stream, within the MLP */
+    int vocab_size;                     /* ids that a prompt may have and that are drawn: 0 .. vocab_size-1 */
+    int max_model_len;                  /* tokens a sequence may have, prompt and output together */
+    int bos_id, eos_id;                 /* -1: none. eos_id: the first, where a model has several; each of them ends a sample */
+    int has_chat_template;              /* 1: there is one that can be used; else 0 */
 } toka_info;
 toka_info toka_get_info(const toka *t);
 
-/* ---- Text and tokens (thread-safe on one open toka) ---------------------------------------------------------- */
+/* ---- Text and tokens. Thread: any, in callbacks too. After an error what is to be handed out stays as it was -------- */
 
 enum {
     TOKA_ADD_SPECIAL = 1,   /* encode: add what the tokenizer adds around a text (usually the begin token) */
@@ -107,15 +115,21 @@ enum {
     TOKA_SKIP_SPECIAL = 4   /* decode: leave special tokens out */
 };
 
-/* Text to ids. *ids is malloc'ed, the caller frees it. Invalid UTF-8 bytes count as U+FFFD. */
+/* Text to ids. *ids is malloc'ed, the caller frees it, also where there are none. text may be NULL where text_bytes is 0. Invalid
+ * UTF-8 bytes count as U+FFFD. Errors: TOKA_E_INPUT: the model has no tokenizer.json; TOKA_E_USE: a text of 2 GiB or more. */
 int toka_encode(const toka *t, const char *text, size_t text_bytes, int flags, int32_t **ids, size_t *n_ids, toka_err *e);
 
-/* Ids to text. *text is malloc'ed and NUL-terminated, the caller frees it. An id outside the vocabulary: TOKA_E_USE. */
+/* Ids to text. *text is malloc'ed and NUL-terminated, the caller frees it; *text_bytes is without the NUL. ids may be NULL where
+ * n_ids is 0. Errors: TOKA_E_INPUT: the model has no tokenizer.json; TOKA_E_USE: an id that the tokenizer does not have. */
 int toka_decode(const toka *t, const int32_t *ids, size_t n_ids, int flags, char **text, size_t *text_bytes, toka_err *e);
 
-/* Renders the model's chat template. `context` is a JSON object: "messages", optional "tools", "add_generation_prompt"
- * and further keyword arguments (enable_thinking ...). now: "YYYY-MM-DD hh:mm:ss" for strftime_now, NULL: local time.
- * *text is malloc'ed and NUL-terminated, the caller frees it. */
+/* Renders the chat template. `context` is a JSON object: "messages", "tools", "add_generation_prompt" (false, unless it is there)
+ * and further keyword arguments (enable_thinking ...); what may be left out, even messages, is the template's to say. now:
+ * "YYYY-MM-DD hh:mm:ss" for strftime_now, NULL: local time. *text is malloc'ed and NUL-terminated, the caller frees it;
+ * *text_bytes is without the NUL. Special tokens are in the text, the begin token where the template writes it: encode it with
+ * TOKA_PARSE_SPECIAL alone.
+ * Errors: TOKA_E_USE: the model has no template, context is no object, or now has another form; TOKA_E_INPUT: context is no JSON,
+ * or the template cannot be used or fails on it. */
 int toka_apply_chat_template(const toka *t, const char *context, size_t context_bytes, const char *now, char **text,
                              size_t *text_bytes, toka_err *e);
 
@@ -158,12 +172,12 @@ typedef struct toka_sampling {
 #define TOKA_NO_LOGPROBS (-1) /* toka_sampling.logprobs: event.logprob is not looked at */
 
 typedef struct toka_request {
-    const char *text; /* prompt as text, special tokens in it recognised if text_flags says so ... */
+    const char *text;   /* prompt as text (NULL where text_bytes is 0) ... */
     size_t text_bytes;
-    int text_flags;
+    int text_flags;     /* of toka_encode. With ADD_SPECIAL an empty text is a prompt: the begin token, if the model has one */
     const int32_t *ids; /* ... or as ids, if not NULL */
     size_t n_ids;
-    int n; /* samples of this prompt, numbered from 0, at most 1 << 20; 0: none, with prompt_logprobs */
+    int n;              /* samples of this prompt, numbered from 0, at most 1 << 20; 0: none, it needs prompt_logprobs then */
     toka_sampling sampling;
     int prompt_logprobs;   /* an event of sample TOKA_PROMPT for each token of the prompt, in order, before sample 0's first; that
                               sample computes its whole prompt, whatever of it is in the prefix tree */
@@ -174,11 +188,11 @@ typedef struct toka_request {
     uint64_t length_class; /* requests with equal keys have outputs of like length; 0: this request's samples only */
 } toka_request;
 
-/* One sample, temperature 1, no truncation, seed 0, text_flags ADD_SPECIAL | PARSE_SPECIAL. */
+/* No prompt yet, one sample, temperature 1, no truncation, seed 0, text_flags ADD_SPECIAL | PARSE_SPECIAL. Thread: any. */
 toka_request toka_request_default(void);
 
-/* Sets what the model's generation_config says: temperature (0 if do_sample is false), top_p, top_k, min_p, repetition_penalty.
- * t NULL: nothing. */
+/* Sets what the model's generation_config says: temperature (0 if do_sample is false), top_p, top_k, min_p, repetition_penalty;
+ * what it does not say stays. t NULL: nothing. Thread: any. */
 void toka_request_model_defaults(const toka *t, toka_request *r);
 
 typedef enum toka_finish {
@@ -211,9 +225,10 @@ typedef struct toka_event { /* one token of one sample; all pointers are valid d
     int more;               /* 1: the next event comes at once and is this request's too. What costs per call can wait for a 0 */
 } toka_event;
 
-/* Called between steps, on the thread that drives the engine (in toka_run, toka_generate or toka_score), so it should be quick and
- * must not call them itself; toka_submit, toka_cancel and toka_get_stats are allowed. Every sample (n 0: the prompt) ends in
- * exactly one event whose finish is not TOKA_RUNNING. Returns 0 to go on; anything else cancels what is left of the request. */
+/* Called between steps, on the thread that drives the engine (in toka_run, toka_generate or toka_score; the last events also in
+ * toka_close), so it should be quick and must call none of these itself; all other functions are allowed. Where an fn is asked for
+ * NULL will do: no events. Every sample (n 0: the prompt) ends in exactly one event whose finish is not TOKA_RUNNING. Returns 0 to
+ * go on; anything else cancels what is left of the request. */
 typedef int toka_event_fn(void *user, const toka_event *event);
 
 typedef struct toka_usage {
@@ -222,29 +237,31 @@ typedef struct toka_usage {
 } toka_usage;
 
 /* Runs one request to its end, beside all others that are under way. usage may be NULL; it stays as it was if the request is
- * refused. Errors: TOKA_E_USE, TOKA_E_INPUT, TOKA_E_CANCELLED (by the callback or toka_cancel), all of which leave the toka
- * usable, and TOKA_E_DEVICE. Thread: any, also several at once; whoever waits drives the engine for all, so fn may run on
- * another's thread. */
+ * refused. Errors: TOKA_E_USE: a field out of its range, a prompt without tokens or of more than max_model_len - 1 (with n 0:
+ * max_model_len); TOKA_E_INPUT: text, and the model has no tokenizer; TOKA_E_CANCELLED, by the callback or toka_cancel. All these
+ * leave the toka usable; TOKA_E_DEVICE does not. Thread: any; whoever waits drives the engine for all, so fn may run on another's
+ * thread. */
 int toka_generate(toka *t, const toka_request *request, toka_event_fn *fn, void *user, toka_usage *usage, toka_err *e);
 
-/* Queues a request; all it points to is copied. Events come while some thread drives. *id is for toka_cancel. Errors: TOKA_E_USE,
- * TOKA_E_INPUT; TOKA_E_DEVICE if the device has failed. Thread: any. */
+/* Queues a request; all it points to is copied. Events come while some thread drives. *id is for toka_cancel; NULL: not wanted.
+ * Errors: TOKA_E_USE and TOKA_E_INPUT as toka_generate's, and TOKA_E_USE beyond 2^28 samples under way; TOKA_E_DEVICE if the
+ * device has failed. *id stays as it was then. Thread: any. */
 int toka_submit(toka *t, const toka_request *request, toka_event_fn *fn, void *user, int64_t *id, toka_err *e);
 
 /* Ends a request in whatever state it is, with TOKA_CANCELLED events; nothing happens if it has ended. Thread: any. */
 void toka_cancel(toka *t, int64_t id);
 
-/* Drives the engine until all requests have ended; forever: until toka_stop. Returns TOKA_E_DEVICE when the device failed; all
- * requests have had their events then. Thread: any; a second one waits for the first. */
+/* Drives the engine until all requests have ended; forever: until toka_stop. Only error: TOKA_E_DEVICE, the device failed; all
+ * requests have had their events then. Thread: any; one drives, the others wait and take over where it leaves. */
 int toka_run(toka *t, int forever, toka_err *e);
 
-/* Ends every toka_run(forever), also one that is yet to begin: there is none after this. Requests stay; toka_run(t, 0, e) would
- * finish them, toka_close cancels them. Thread: any. */
+/* Ends every toka_run(forever), also one that is yet to begin: there is none after this. All else works as before. Requests stay;
+ * toka_run(t, 0, e) finishes them, toka_close cancels them. Thread: any. */
 void toka_stop(toka *t);
 
 typedef struct toka_stats { /* since toka_open, as of the last step. What had an event is counted before it */
     int running, waiting;           /* samples */
-    int kv_pages, kv_pages_used;    /* of the KV pool; used: held by running samples */
+    int kv_pages, kv_pages_used;    /* of the KV pools, of 16 tokens each on a CPU, 64 on a GPU; used: held by running samples */
     int64_t steps, rows;            /* forward steps; tokens that went through them */
     int64_t output_tokens;          /* also those without an event, of samples that a callback ended in the middle of a step */
     int64_t requests_done, preemptions;
@@ -255,10 +272,13 @@ typedef struct toka_stats { /* since toka_open, as of the last step. What had an
                                        device runs, where steps run ahead. The device: a replica's first rank had a step, its
                                        waits for other ranks in it count; the mean of all replicas */
 } toka_stats;
+
+/* Thread: any, in callbacks too. */
 toka_stats toka_get_stats(toka *t);
 
-/* Log-probability of every token of a text given those before it: logprobs[i] for ids[i], i from 1; logprobs[0] is 0. logprobs:
- * caller's, n_ids floats. A request like others (n 0, prompt_logprobs), computed in chunks: never holds [tokens][vocabulary].
+/* Log-probability of every token of a text given those before it: logprobs[i] for ids[i], i from 1; logprobs[0] is 0. n_ids: 1 to
+ * max_model_len, else TOKA_E_USE. logprobs: caller's, n_ids floats; an error leaves it as it was, a device that failed on the way
+ * only from some place on. A request like others (n 0, prompt_logprobs), computed in chunks: never holds [tokens][vocabulary].
  * Errors and threads as toka_generate's. */
 int toka_score(toka *t, const int32_t *ids, size_t n_ids, float *logprobs, toka_err *e);
 
