@@ -18,9 +18,9 @@
  *
  * MEMORY. Everything is taken by cuda_open and cuda_alloc. Layouts:
  *
- *   weights     W [N][K] row-major bf16, as in the file; E, F and V are rounded up to multiples of 8 with zeros. q, k and v lie
- *               behind each other as one [(H+2K)*D][E]; gate and up are one [2F][E] in which 8 rows of gate and the same 8 of
- *               up take turns, so that silu(gate)*up meets in one thread
+ *   weights     W [N][K] row-major bf16; E, F, V zero-padded to multiples of 8. q, k and v are one [(H+2K)*D][E], on Hopper at D
+ *               64, 128 with each head's rows in qkv_place's order (chapter 4); gate and up are one [2F][E], 8 rows of gate and
+ *               the same 8 of up by turns, so that silu(gate)*up meets in one thread
  *   x           [T][E] bf16, E rounded up: zeros behind the model's own
  *   q, o        [T][H][D] bf16
  *   K and V     pool[layer][page][kv head][K, V][B tokens][D] bf16
@@ -36,14 +36,14 @@
  *   copies of pages    copy_pages_kernel     any                          copy         not measured
  *   embed              embed_kernel          any                          copy         not measured
  *   norms              rmsnorm_kernel        any E; up to 8 rows: GEMMs   copy         not measured
- *   qkv, o, gate_up,   gemm_kernel           M > 64, Hopper               arithmetic   1.04x cuBLAS over 61 shapes, M >= 512
- *   down, logits       gemm_few_kernel       M <= 64, Hopper              W's bytes    M = 64: 80 % (1B gate_up), 39 % (1B o)
+ *   qkv, o, gate_up,   gemm_kernel           M > 64 (some: 32), Hopper    arithmetic   1.04x cuBLAS over 61 shapes, M >= 512
+ *   down, logits       gemm_few_kernel       M <= 64, Hopper              W's bytes    M = 64: 80 % (1B gate_up), 40 % (1B o)
  *                      gemm_thin_kernel      M <= 8; 16 on other cards    W's bytes    M = 1: 97 % (8B down), 60 % (1B o)
  *                      gemm_mma_kernel       any M, any card              arithmetic   about 60 % of wgmma's rate (H100)
  *   RoPE, KV append    in GEMMs (D 64, 128, Hopper), rope_kernel else     copy         not measured
  *   attention, decode  attn_small, attn_gang <= 16 queries, Hopper        K, V bytes   84 % (64 x 4,096) to 100 % (2,048 x 900)
  *   samples of prompts attn_both             D 64, 128, Hopper            K, V bytes   84, 79 % (8,192 of 88 own, 675 shared)
- *     few of them      attn_gang, attn_squad D 64 to 128, Hopper          launches     64 of 16 prompts: 10 us a layer, before 29
+ *     few of them      attn_gang, attn_squad D 64 to 128, Hopper          launches     64 of 4 prompts: 10 us a layer, levels 34
  *   prefill, shared    attn_wg               D 64, 96, 128, Hopper        arithmetic   465, 526 TFLOP/s at 16k (cuDNN 437, 571)
  *   all of it          attn_mma              any D, any card              either       prefill half of attn_wg (H100)
  *   parts of it        attn_join             split K and V                copy         not measured
@@ -112,12 +112,12 @@ typedef __nv_bfloat16 bf16;
 /* Steps begun and not finished at most: one runs, the next waits behind it on the stream. NVIDIA H200, 1B, 2026-11-22, output
  * tok/s with 1, 2 and 3 of them: 857, 926, 920 (1 sequence), 29,849, 31,754, 31,624 (64), 134,998, 145,261, 143,932 (8,192). The
  * host's 0.5 to 0.9 ms of launching is hidden. */
-enum { STEPS_AHEAD = 2, STEP_RING = STEPS_AHEAD + 1 }; /* the ring still has the step before the oldest, whose end is a time */
+enum { STEPS_AHEAD = 2, STEP_RING = STEPS_AHEAD + 1 }; /* one more: idle time counts from the end of the step before */
 
-/* Memory that goes up once per step: pinned host buffers that take turns, and a device buffer of the same layout. put() returns
- * where the bytes will lie on the device once stage_send has run. A step brings all that it needs, 9 KB for 64 sequences, 726 KB
- * for 8,192: 2.9 and 16 us (H200) by the copy engine. Sampling parameters kept by slot made that 496 KB, and steps of few rows
- * 2 us longer: one trip to memory more. */
+/* An upload buffer: pinned host buffers used in turn and a device buffer of the same layout. stage_put returns the device
+ * address, valid once stage_send has run. A step uploads all that it needs, 9 KB for 64 sequences, 726 KB for 8,192: 2.9 and 16
+ * us (H200) by DMA. Sampling parameters kept on the device by slot made that 496 KB, but small steps 2 us longer: one more
+ * dependent read. */
 typedef struct stage {
     char *host[STEPS_AHEAD], *dev;
     int turn; /* the host buffer that is being filled */
@@ -156,11 +156,11 @@ typedef struct step_clock {
     toka_times t;
 } step_clock;
 
-/* Decode steps are graphs, captured at open (chapter 15): one for each size, up to which steps are filled with rows that are
- * nobody's, and each number of launches that attention may need in a layer, and one for squads: a node keeps the cluster of a
- * kernel that it was, and others would lose the CTAs that do not fill one. Before a graph runs, its attention nodes become the
- * kernels of the step's work list, and its last two those of plain or of filtered rows; for all others the size says what they do,
- * and what varies lies at fixed places in the stage. */
+/* Decode steps are CUDA graphs, captured at open (chapter 15): one per size, to which smaller steps are padded with rows that are
+ * nobody's, and per number of attention kernels a layer. Small sizes have one more, for squads: a node keeps its cluster size,
+ * and other kernels there would lose the CTAs that do not fill a cluster. Before a launch the attention nodes become the kernels
+ * of the step's work list, and the last one or two those for plain or for filtered rows. All others stay as captured: what varies
+ * lies at fixed places in the stage. */
 enum { GRAPH_ROWS = 1024, GRAPH_SIZES = 15, GRAPH_ATTENTIONS = 6, GRAPH_KINDS = GRAPH_ATTENTIONS + 1, GRAPH_DRAWS = 2 };
 enum graph_role { GRAPH_LAUNCHES, GRAPH_KEEPS, GRAPH_RENEWS }; /* what becomes of a kernel: see launch_as */
 typedef struct step_graph {
@@ -273,9 +273,9 @@ static void clock_part(toka_device *d, int part) {
     latch(d, cudaEventRecord(c->at[c->n_at++], d->stream), "step");
 }
 
-/* Before a kernel's first launch by a device: leave for all the shared memory that a CTA can have, for what is needed beyond 48 KB
- * must be allowed, and whoever else in this process uses the GPU must not take it back. On Hopper all kernels ask for the largest
- * share of shared memory, for a multiprocessor must run empty to change it, and then no kernel could start beside another. */
+/* Before a device's first launch of a kernel: opts in to all the shared memory a CTA can have. Beyond 48 KB this is required, and
+ * all who use the GPU in this process share the setting, so all set the same maximum. On Hopper it also asks for the largest
+ * carveout: an SM must drain to change it, and then no kernel could start beside another. */
 static void launch_prepare(toka_device *d, const char *what, const void *kernel) {
     int i = 0, cap = sizeof d->prepared / sizeof *d->prepared;
     while (i < d->n_prepared && d->prepared[i] != kernel) i++;
@@ -330,15 +330,15 @@ static void launch_as(toka_device *d, const char *what, const cudaLaunchConfig_t
 template <class T> struct as_declared { typedef T type; }; /* keeps a parameter out of template deduction */
 
 /* Launches a kernel in clusters of `cluster` CTAs, with `smem` bytes of dynamic shared memory. On Hopper it may start while the
- * kernel ahead still runs, so in every chain each thread that touches what an earlier kernel wrote, or writes what one reads, must
- * have passed grid_wait(); and each kernel must call it, also one that needs nothing, for "the one ahead has ended" says nothing
- * about those before it. Only what no kernel of the stream writes, weights above all, may be read earlier.
+ * kernel ahead still runs: a thread that reads what an earlier kernel writes, or writes what one reads, first passes grid_wait().
+ * Every kernel must call it, even one that needs nothing: else "the kernel ahead has ended" would say nothing about those before.
+ * Only what no kernel of the stream writes, weights above all, may be read earlier.
  *
- * Clusters are placed by load balancing. By default, where CTAs of the next kernel wait beside those of this one, the 128 of each
- * soon lie on 64 to 70 multiprocessors, two on one, and those of the next on the others; now on 116 to 124 (H200, 2026-11-24, 40
- * launches of gemm_few). Shares of the time to read W: 2048 x 8192, 64 rows 54 -> 67 %, 2048 x 2048, 16 and 32 rows 53 -> 71, 52 ->
- * 64, 4096 x 4096 in four parts, 64 rows 50 -> 72. A policy that spreads them changes nothing, nor does this one for gemm_wgmma,
- * whose CTAs have a multiprocessor each. */
+ * Clusters are placed by load balancing. By the default policy, where CTAs of the next kernel wait beside this one's, the 128 of
+ * each soon crowd onto 64 to 70 SMs, two on one, the next kernel's onto the others; now onto 116 to 124 (H200, 2026-11-24, 40
+ * launches of gemm_few). Shares of the time to read W: 2048 x 8192, 64 rows 54 -> 67 %, 2048 x 2048, 16 and 32 rows 53 -> 71, 52
+ * -> 64, 4096 x 4096 in four parts, 64 rows 50 -> 72. The spread policy changes nothing, nor does this one for gemm_wgmma, whose
+ * CTAs have an SM each. */
 template <class... P>
 static void launch_dependent(toka_device *d, const char *what, void (*kernel)(P...), dim3 grid, int threads, size_t smem,
                              int cluster, typename as_declared<P>::type... args) {
@@ -468,8 +468,8 @@ __device__ static inline void mbar_arrive(uint32_t bar) {
 __device__ static inline void mbar_expect_tx(uint32_t bar, int bytes) { /* arrives too */
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
-/* At the barrier of the same offset in CTA `cta` of the cluster, to say that reads of wgmma have ended. Makes no writes visible
- * there: .release.cluster would, by a fence that costs as much as a block of products. */
+/* Arrives at the barrier of the same offset in CTA `cta` of the cluster: this CTA's wgmma has done reading. Publishes no writes;
+ * .release.cluster would, by a fence that costs as much as a block of products. */
 __device__ static inline void mbar_arrive_remote_read(uint32_t bar, int cta) {
     asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [r];}"
                  ::"r"(bar), "r"(cta) : "memory");
@@ -481,7 +481,7 @@ __device__ static inline void mbar_wait(uint32_t bar, int parity) {
                  "@!p bra again;}" ::"r"(bar), "r"(parity) : "memory");
 }
 
-/* ---- The copy engine ---- */
+/* ---- TMA ---- */
 
 __device__ static inline void tma_prefetch_map(const CUtensorMap *m) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(m) : "memory");
@@ -496,7 +496,8 @@ __device__ static inline void tma_load_2d_once(uint32_t to, const CUtensorMap *m
                  " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "l"(0x12F0000000000000ull)
                  : "memory");
 }
-__device__ static inline void tma_load_5d(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1, int c2, int c3, int c4) {
+__device__ static inline void tma_load_5d(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1, int c2, int c3,
+                                          int c4) {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
                  " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
                  ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
@@ -526,7 +527,7 @@ template <int N> __device__ static inline void tma_store_wait_read() { /* shared
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 __device__ static inline void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); } /* it is written */
-/* Ordinary stores to shared memory become visible to wgmma and the copy engine; each writing thread, before the barrier. */
+/* Makes ordinary stores to shared memory visible to wgmma and TMA (async proxy); each writing thread, before the barrier. */
 __device__ static inline void fence_async_smem() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 /* ---- Warpgroups and clusters ---- */
@@ -1012,9 +1013,9 @@ __global__ static void __launch_bounds__(256) copy_pages_kernel(const toka_copy 
 
 /* ---- RMSNorm ----
  * y[t][i] = x[r][i] * w[i] / sqrt(mean(x[r]^2) + eps), r = rows ? rows[t] : t. x, y bf16 [.][E], w float32, one rounding at the
- * end. Grid T, block 128; what w and x a thread needs first it holds in registers, w from before the kernel ahead has ended; more
- * is read twice. Reads 2*T*E, writes 2*T*E bytes: copy speed. Sums: each thread over its own elements, then a tree over lanes and
- * warps: one order for every T. */
+ * end. Grid T, block 128. A thread keeps its first NORM_HELD runs of x and w in registers, w from before grid_wait(); what is
+ * beyond is read twice. Reads 2*T*E, writes 2*T*E bytes: copy speed. Sums: each thread over its own elements, then a tree over
+ * lanes and warps: one order for every T. */
 enum { NORM_HELD = 4 }; /* runs of 8 columns a thread holds: E up to 4,096 */
 __device__ static inline float block_sum_128(float v) { /* to all threads */
     __shared__ float part[4];
@@ -1075,10 +1076,10 @@ static void rmsnorm(toka_device *d, const bf16 *x, const int *rows, const float 
     launch_dependent(d, "RMSNorm", rmsnorm_kernel, dim3(n_rows), 128, 0, 1, x, rows, w, y, d->E, per_E, d->shape->eps);
 }
 
-/* ---- RMSNorm without a kernel of its own, for up to 8 rows ----
- * norm(x) W^T = (x w) W^T / rms(x): the kernel that makes x leaves x w, too, and the sums of squares of its columns, 16 by 16; the
- * GEMM that takes it multiplies what it puts out by 1 / rms. A kernel less in the chain is worth more than what all CTAs add up
- * anew. */
+/* ---- RMSNorm folded into GEMMs, for up to 8 rows ----
+ * norm(x) W^T = (x w) W^T / rms(x): the kernel that makes x also stores x w and the sums of squares of every 16 columns; the GEMM
+ * that reads it scales its output by 1 / rms. One kernel less in the chain is worth more than it costs that every CTA adds up the
+ * squares again. */
 enum { FOLD_ROWS = 8, FOLD_N = 16, FOLD_HELD = 8 /* in registers: E up to 4,096 */ };
 typedef struct norm_fold {
     const float *w;     /* [E] of the norm that follows; NULL: none */
@@ -1235,9 +1236,9 @@ enum epilogue {
     EPI_QKV       /* W is q, k and v by turns (qkv_place): RoPE, then q and the pages of K and V; gemm_thin, gemm_few */
 };
 
-/* The copy engine fetches x in boxes of up to 128 rows, and takes the longer, the more of them lie outside of the tensor map:
- * down of the 1B model with 160 rows 35 us, with 256 rows 19 (H200, 2026-11-23). So maps reach to the end of the last box: rows of
- * x behind the last are read, whatever is there, and count for nothing. */
+/* TMA fetches x in boxes of up to 128 rows, and is slower the more of them lie outside the tensor map: down of the 1B model with
+ * 160 rows 35 us, with 256 rows 19 (H200, 2026-11-23). So maps extend to the end of the last box: rows behind the last of x are
+ * read, whatever they hold, and what comes of them is dropped. */
 enum { GEMM_ROOM = 127 }; /* rows */
 
 typedef struct gemm_args {
@@ -1292,10 +1293,10 @@ typedef struct gemm_call { /* gemm_args as a kernel takes them */
 
 __device__ static inline float silu(float x) { return x / (1 + ex2(-1.4426950408889634f * x)); }
 
-/* Columns n and n+1 (n even) of row m: STORE, RESIDUAL and LOGITS. */
-__device__ static inline uint32_t gemm_old_pair(const gemm_call &c, int m, int n) { /* what RESIDUAL adds to */
+__device__ static inline uint32_t gemm_old_pair(const gemm_call &c, int m, int n) { /* the pair that RESIDUAL adds to */
     return c.epi == EPI_RESIDUAL ? *(uint32_t *)(c.y + (size_t)m * c.ldy + n) : 0;
 }
+/* STORE, RESIDUAL and LOGITS: columns n and n+1 (n even) of row m. */
 __device__ static inline void gemm_put_pair(const gemm_call &c, int m, int n, float a0, float a1, uint32_t old) {
     if (c.epi == EPI_LOGITS) {
         *(float2 *)((float *)c.y + (size_t)m * c.ldy + n) = float2{a0, a1};
@@ -1428,7 +1429,8 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
 /* ===========================================================================
  * MARK: 6. GEMM on wgmma [kernel]
  *
- * y[M][N] = x[M][K] W[N][K]^T for M from about 65 rows up, and what is done to the accumulators before they leave (epi_*).
+ * y[M][N] = x[M][K] W[N][K]^T for M from 65 rows up (33 for some W, 17 for the LM head: gemm_way), and what is done to the
+ * accumulators before they leave (epi_*).
  *
  * One CTA of 384 threads works on tiles of 128 rows by BN columns, K in blocks of 64 (one 128-byte row of the swizzle).
  * Warpgroup 0 gives its registers away; one thread of its warp 0 fetches W by TMA, one of warp 1 x, into a ring of stages.
@@ -1452,11 +1454,11 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  *   warpgroup 1 products end      products end
  *   warpgroup 2          products end      products ...    begin when the other has asked for its last: named barriers 2, 3
  *
- * gemm_lead: an epilogue that takes long beside its products. Each warpgroup has its 64 rows of every tile, but 0 ends a tile
- * first: 1 stops a few blocks of K before, and makes those during the epilogue of 0, which begins the next tile during that of 1.
+ * gemm_lead: for epilogues that are long beside their products. Each consumer has its 64 rows of every tile, but warpgroup 1 ends
+ * first: 2 stops a few blocks of K short and does those during 1's epilogue; 1 begins the next tile during 2's epilogue.
  *
- *   warpgroup 0   products ... products   | epilogue       products (alone)  products ...
- *   warpgroup 1   products ... (stopped)  | products (alone)  epilogue       products ...
+ *   warpgroup 1   products ... products   | epilogue       products (alone)  products ...
+ *   warpgroup 2   products ... (stopped)  | products (alone)  epilogue       products ...
  *
  * SPLIT > 1: few tiles. The CTAs of a cluster share one tile and each takes a part of K; then each gets BN/SPLIT columns of all
  * partial sums from the others' registers, adds them in order of K and runs the epilogue on them. One unit per cluster.
@@ -1480,12 +1482,12 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  * ring: behind the last block it is waited for 2,400 clocks, ahead of the first it delays x. Sums exchanged by st.shared::cluster
  * between cluster barriers: 3.4 us, by bulk copies 1.4, by st.async now 0.9 (parts of 128 columns). One producer thread for all
  * loads: each takes it 150 to 240 clocks. W of QKV in the model's order, tiles of 1.5 heads fetched as six quarters of heads by
- * three warps: 150 to 260 clocks more a block than one box of rows that lie by turns. Warpgroup 1 held one or two blocks behind
- * warpgroup 0, to overlap epilogues: nothing gained. Ping-pong for EPI_RESIDUAL: 1 to 8 % slower than BN 256, for QKV at BN 128 4
+ * three warps: 150 to 260 clocks more a block than one box of rows that lie by turns. Warpgroup 2 held one or two blocks behind
+ * warpgroup 1, to overlap epilogues: nothing gained. Ping-pong for EPI_RESIDUAL: 1 to 8 % slower than BN 256, for QKV at BN 128 4
  * to 6 % (192 has no registers for it), for the LM head with sampling, BN 192 and groups of 48 ids (chapter 11), 0 to 3 % faster
  * at K = 2048, but 10 to 12 % slower at K = 896 (H200): there one's epilogue outlasts the other's products. For o of the 1B model
  * at M = 512 (H200, 9.6 us): two CTAs a multiprocessor, so that the next kernel's W is fetched beside this one, 12.3 (its four
- * stages hold 1.2 us of the way from L2, of which the products keep two); each column of tiles from another block of K on, 12.8
+ * stages cover 1.2 us of L2 latency, and the products in flight hold two); each column of tiles from another block of K on, 12.8
  * (CTAs no longer ask for the same lines together); x shared by two tiles side by side, 10.4; the rest of W or x fetched into L2
  * ahead, 12.4 and 10.1; descriptors fetched ahead, 9.6 to 10.0. Sums pass from CTA to CTA while the next columns are multiplied:
  * not tried, 96 KB a CTA take longer than the products (12 KB take 1.3 us). Norms without a kernel also for many rows, as chapter
@@ -1528,7 +1530,7 @@ struct gemm_tile {
     uint32_t res;   /* barrier of what is loaded into it */
     int turn;       /* tiles before this one: parity of the barrier */
 };
-/* Blocks of K that warpgroup 0 is ahead of 1 when it ends a tile, where the epilogue takes long; 0: both go side by side. */
+/* Blocks of K by which consumer group 0 leads group 1 at the end of a tile, for long epilogues; 0: both run side by side. */
 template <class EPI> constexpr int gemm_lead = 0;
 /* What an epilogue fetches while the products run and keeps in registers. */
 template <class EPI, int C> struct gemm_held {};
@@ -1999,9 +2001,9 @@ __device__ static inline void gemm_later(const gemm_tile &t, gemm_held<EPI, C> &
     if constexpr (gemm_holds<EPI, C>) EPI::template later<C>(t, h, p);
 }
 
-/* The products of unit u's tile: of 64 rows (H 1) or 128 (H 2, ping-pong). The stages are read in their order also by two
- * warpgroups with a tile each: one begins when the other has asked for its last products, which are still under way. Were it to
- * wait for a stage sooner, it could take the last phase but one, which has the same parity, for its own. */
+/* The products of unit u's tile: 64 rows (H 1) or 128 (H 2, ping-pong). In ping-pong, too, stages are consumed in order: a
+ * warpgroup begins when the other has issued its last products, which are still in flight. Waiting for a stage sooner, it could
+ * take the phase before last, which has the same parity, for its own. */
 template <class EPI, int BN, int C, int STAGES, int H>
 __device__ static inline void gemm_multiply(float (&acc)[H][BN / 2], const gemm_cta &c, gemm_ring &r, int group, int u,
                                             const gemm_tile &t, gemm_held<EPI, C> &h, const typename EPI::params &p) {
@@ -2038,10 +2040,9 @@ __device__ static inline void gemm_multiply(float (&acc)[H][BN / 2], const gemm_
     gemm_release(c, last);
 }
 
-/* The same where the epilogue takes long (gemm_lead). Warpgroup 1 stops LEAD blocks before a tile's end until the other has asked
- * for all of its products, and makes its own last ones during the other's epilogue; then that one begins the next tile during this
- * one's. Alone, a warpgroup has to keep the tensor cores busy: a stage is given back, and the tile's place found, while products
- * are under way. */
+/* The same for long epilogues (gemm_lead). Consumer group 1 stops LEAD blocks before a tile's end until group 0 has issued all of
+ * its products, then issues its own last ones during 0's epilogue; 0 begins the next tile during 1's epilogue. A group alone must
+ * keep the tensor cores busy, so it releases stages and computes the tile's position while products are in flight. */
 template <class EPI, int BN, int C, int STAGES>
 __device__ static inline void gemm_multiply_apart(float (&acc)[BN / 2], const gemm_cta &c, gemm_ring &r, int group, int u,
                                                   gemm_tile &t, gemm_held<EPI, C> &h, const typename EPI::params &p) {
@@ -2527,8 +2528,8 @@ template <int ROWS> __device__ static inline void few_fetch_x(const CUtensorMap 
     }
 }
 
-/* The warpgroup: acc[n][m] = its rows of W times x. Products of few columns come faster than one can be added to the one before:
- * CHAINS sums go on side by side. */
+/* The warpgroup: acc[n][m] = its rows of W times x. A wgmma of few columns is issued faster than the one before has accumulated,
+ * so CHAINS independent sums are kept and added at the end. */
 template <int ROWS, int CHAINS> __device__ static inline void few_multiply(float (&acc)[CHAINS][ROWS / 2], const few_place &w) {
     int s = 0, parity = 0, last = 0;
     for (int i = 0; i < w.n_kb; i++) {
@@ -2780,11 +2781,11 @@ static void gemm_few(toka_device *d, const gemm_args *a) {
     else gemm_few_tile<64>(d, a, split);
 }
 
-/* ---- y[M][N] = x[M][K] W[N][K]^T for up to 16 rows and a small W, on mma.sync with the sides swapped ----
+/* ---- y[M][N] = x[M][K] W[N][K]^T for up to 16 rows, on mma.sync with the sides swapped ----
  *
- * in, out as in chapter 5, not LOGITS; M <= ROWS (8, 16). What a chain of a few rows needs beside the products it does itself:
- * RoPE and the pages of K and V (EPI_QKV), the norms (norm_fold). Where W is read in a few microseconds, what counts is the way
- * from the end of the kernel ahead to the end of this one. Here it has no cluster and few steps: a CTA has only 16 rows of W, the
+ * in, out as in chapter 5, not LOGITS; M <= ROWS (8, 16). It also does what a chain of few rows needs beside the products: RoPE
+ * and the pages of K and V (EPI_QKV), the norms (norm_fold). Where W is read in a few microseconds, what counts is the time from
+ * the end of the kernel ahead to the end of this one. So there is no cluster and few steps: a CTA has only 16 rows of W, the
  * side m16 of mma.sync, and all of K, of which its eight warps take slices of 64 columns by turns. Each warp has its own ring of
  * slices, so that nobody waits for anybody until the eight sums meet in shared memory and are added in the order of the warps. The
  * rings hold the whole K up to 2,048 columns (ROWS 8), and are filled with W before grid_wait(). Behind K nothing is fetched:
@@ -2954,8 +2955,8 @@ static void gemm_thin(toka_device *d, const gemm_args *a) {
 
 /* ---- The choice ---- */
 
-enum { FEW_ALL = 32, FEW_MAX = 64 }; /* rows, up to which W is best the left side at every shape, at some */
-enum { SAMP_FEW = 16 }; /* rows, up to which storing all logits with gemm_few is faster than tiles of 128 rows that sample */
+enum { FEW_ALL = 32, FEW_MAX = 64 }; /* up to so many rows W is best the left operand: at every shape, at some shapes */
+enum { SAMP_FEW = 16 }; /* up to so many rows, storing all logits with gemm_few beats sampling from tiles of 128 rows */
 enum gemm_way { BY_THIN, BY_FEW /* up to here EPI_QKV is done, too */, BY_MMA, BY_WGMMA };
 
 /* Measured on an H200 in chains of one GEMM over weights that no cache holds; shares of the time to read W. gemm_thin against
@@ -3224,7 +3225,7 @@ static bool attn_fits_both(const toka_device *d, const toka_step *s, int i) {
     }
     return true;
 }
-/* Or is it the only one of its only row? */
+/* Or is it the only span of a single row, and short enough for one warp? */
 static bool attn_alone(const toka_device *d, const toka_step *s, int i) {
     return s->spans[i].n_rows == 1 && d->attn->row_level[s->spans[i].row0] == 1 && s->spans[i].n_kv <= ATTN_BOTH_OWN;
 }
@@ -3458,7 +3459,7 @@ template <class F> static void attn_kin_spans(const attn_plan *p, const toka_ste
             if (r == max(row, sp->row0)) each(i, r, min(row + n, sp->row0 + sp->n_rows) - r);
         }
 }
-/* How long the parts of such a gang are, in kv positions: as short as its warps allow, but no shorter than `least`. 0: too long. */
+/* How long the parts of such a gang are, in kv positions: as short as its warps allow, at least `least`. 0: too long. */
 static int attn_kin_part(const toka_device *d, const toka_step *s, int row, int n, int least) {
     const attn_plan *p = d->attn;
     const int B = d->shape->B, longest = 256, step = ATTN_GANG_STEP;
@@ -3494,7 +3495,7 @@ static bool attn_kin_fits(toka_device *d, const toka_step *s, bool mixed) {
     }
     return true;
 }
-/* Kin, unless their gangs are more blocks than run at once, as the last gang of a prompt is seldom full, and mixed ones are not. */
+/* Kin, unless their gangs are more CTAs than run at once: the last gang of each prompt is seldom full, mixed gangs all are. */
 static bool attn_choose_kin(toka_device *d, const toka_step *s) {
     const attn_plan *p = d->attn;
     const int most = min(p->small_rows, (int)ATTN_KIN);
@@ -3580,8 +3581,8 @@ static void attn_plan_jobs(toka_device *d) {
     }
 }
 
-/* Whether a row of few finds all K and V but its own in place before the step's first kernel starts: then they are fetched ahead
- * of q. No other row of the step stores into its pages, and none of them is a copy that the step makes. */
+/* Whether, in a step of few rows, all K and V but what its rows store are in place before its first kernel starts: then they are
+ * fetched ahead of q. No row stores into pages that another row reads, and the step copies no pages. */
 static bool attn_is_early(const toka_device *d, const toka_step *s) {
     const int B = d->shape->B;
     if (s->T > ATTN_EARLY_ROWS || s->n_copies || !s->slot) return false;
@@ -3639,7 +3640,7 @@ static void attn_plan_step(toka_device *d, const toka_step *s) {
  *
  * A piece without any key has LSE = -inf and O = 0.
  *
- * Pages: K and V of a page and kv head are [B][D] rows as they come, so whoever stores a token writes plain rows. The copy engine
+ * Pages: K and V of a page and kv head are [B][D] rows as they come, so whoever stores a token writes plain rows. TMA
  * swizzles them on their way to shared memory, by a tensor map over all pages of a layer as one matrix of rows of D; columns
  * beyond D become 0. As decode reads at 95 % of what reading alone reaches, an image swizzled in memory could win nothing. B = 64:
  * a block of 64 rows is what one copy takes and what the tiles are made of, and the page table stays short; smaller pages, down
@@ -3752,7 +3753,7 @@ template <int DP, int WARPS> struct attn_tile_shape {
 };
 
 /* A tile in shared memory: panels of 64 columns, each [rows][64] in rows of 128 bytes, 16-byte pieces at piece ^ (row % 8): what
- * the copy engine writes and wgmma reads with 128-byte swizzle; ldmatrix meets no bank twice. Element of a piece: */
+ * TMA writes and wgmma reads with 128-byte swizzle; ldmatrix meets no bank twice. Element of a piece: */
 __device__ static inline int attn_piece_at(int rows, int row, int piece) {
     return ((piece >> 3) * rows + row) * 64 + ((piece ^ row) & 7) * 8;
 }
@@ -3961,17 +3962,17 @@ template <int DP, int WARPS> static void attn_mma_launch(toka_device *d, const a
                      attn_tile_shape<DP, WARPS>::BYTES, 1, a);
 }
 
-/* ---- Small items on Hopper: one warp, fed by the copy engine ----
+/* ---- Small items on Hopper: one warp, fed by TMA ----
  * In and out as above. Grid: (item, kv head), 32 threads. Shared: STAGES tiles of TOK positions, K and V, each [panels][TOK][64].
  * Bytes: K and V of the item's positions, rounded up to 8 positions at both ends; FLOPs: 4 * 16 * D * kv, of which G/16 are
  * wanted. Why: the limit is the bytes of K and V, so what counts is that many are under way: 9 or 13 warps of 24 or 16 KB on an
  * SM, none of which ever waits for another; the card itself hands the next item to the next free place. One lane asks for a tile
  * in one copy, for the first and the last one in pieces of 8 positions (D = 72 .. 120: two or four copies); the numbers of 32
  * pages lie in the lanes of the warp. Retired: all tiles in two or four copies (kin, D = 128: 23 us for 20, D = 64 10.4 for 10.0),
- * none in pieces (as fast in gangs, 8,192 own parts 6 % slower, for positions that nobody sees are read). At D = 64 more warps help more than longer rings, as what an item costs beside its bytes is waiting: 8,192 samples
- * with 88 positions of their own in 454 us with two stages, 555 with three, 687 with four (H200; 398, 432 and 513 of them without
- * a state to begin with). At D = 128 the same (977 and 1,200 to 1,344 us) up to some 128 positions an item, but 64 sequences of
- * 4,096 in parts take 306 and 259. */
+ * none in pieces (as fast in gangs, 8,192 own parts 6 % slower, for positions that nobody sees are read). At D = 64 more warps
+ * help more than longer rings, as what an item costs beside its bytes is waiting: 8,192 samples with 88 positions of their own in
+ * 454 us with two stages, 555 with three, 687 with four (H200; 398, 432 and 513 of them without a state to begin with). At D = 128
+ * the same (977 and 1,200 to 1,344 us) up to some 128 positions an item, but 64 sequences of 4,096 in parts take 306 and 259. */
 #if HOPPER
 /* One warp's work, up to what leaves it. full: [STAGES] barriers. */
 template <int DP, int TOK, int STAGES>
@@ -4049,7 +4050,7 @@ __device__ static inline void attn_small_work(const attn_args &a, const attn_ite
             for (int j = lane; j < TOK * (DP / 8); j += 32)
                 if (j / (DP / 8) < from || j / (DP / 8) >= n)
                     *(uint4 *)(k + HALF + attn_piece_at(TOK, j / (DP / 8), j % (DP / 8))) = uint4{};
-            fence_async_smem(); /* the copy engine will write there again */
+            fence_async_smem(); /* TMA will write there again */
             __syncwarp();
         }
         if (i < open.x || i >= open.y) attn_mask(a, it, s, w.i, kv);
@@ -4344,8 +4345,8 @@ template <int DP, int N> __device__ static inline void attn_wg_clear(bf16 *v, in
 #endif
 }
 
-/* x is at least 0. ptxas would move the softmax behind the wgmma_wait that follows it, and nothing would run beside the product:
- * a store that never happens, but has to wait for x and may not pass the wait. */
+/* Keeps ptxas from sinking the softmax below the wgmma_wait behind it, where it would overlap no products: a store that never
+ * happens (x is at least 0), but needs x and may not move past the wait. */
 __device__ static inline void attn_hold(float x, uint32_t at) {
     asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.b32 [%1], %1;}" ::"f"(x), "r"(at) : "memory");
 }
@@ -4445,9 +4446,9 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
 }
 
 /* ---- A shared prefix and what its rows have of their own, in one block, on Hopper; D = 64, 128 ----
- * In: items (n of them, then the own items of their rows, one a row), each 128 queries at most of 1 << log2_rows rows at most
- * against a span that all of them see, or of one row against none; the next and last span of each row is its own. Out: o. Grid: a
- * block an SM, which takes the pairs of item and kv head that attn_plan_jobs gave it. One warp feeds two warpgroups with the
+ * In: items (n of them, then their rows' own items, one a row), each at most 128 queries of at most 1 << log2_rows rows against a
+ * span that all of them see, or one row against none; each row's next and last span is its own. Out: o. Grid: a CTA per SM, which
+ * does the (item, kv head) pairs that attn_plan_jobs gave it. One warp feeds two warpgroups with the
  * shared K and V as in attn_wg; seven warps take own parts, row by row as they come free. Bytes: K and V of the own positions;
  * FLOPs: 4 * 128 * D * shared positions. Why: the shared part is bound by the tensor cores, own parts by the bytes, so side by
  * side both cost what the longer one costs alone. The state between them waits in a hub, of which a block has two, until a warp
@@ -4722,8 +4723,8 @@ template <int DP> __device__ static inline void attn_own_end(const attn_args &a,
     }
 }
 
-/* A warp has read all that it will of the hubs before number `to`; it left those before `left` already. Each is left once by every
- * warp, rows or not, and only once it is full: who waited for none of the one before in its place would take that for this one. */
+/* This warp has done with the hub states before number `to`; it released those before `left` already. Each warp releases each,
+ * rows or not, once it is full: not having waited for a hub's last state, it would take that one's phase for this one's. */
 __device__ static inline void attn_hubs_leave(const attn_hubs &hubs, int &left, int to) {
 #if HOPPER
     for (; left < to; left++) {
@@ -5057,8 +5058,8 @@ static void attention(toka_device *d, int layer, const bf16 *q, bf16 *o) {
  *              and when it is free. So a stage computes on while its result travels, and may be some steps ahead of the next
  *   draws      the last stage has the table of the last token of each slot and sends all of it, behind each step that draws, to
  *              the first stage's ranks, with an event per step; embed of a step that `needs` step k waits for k's. A copy may
- *              already contain what a later step m drew for slot q: a step that reads what q had before is not later than m, and
- *              by the time m draws all first ranks have embedded m
+ *              already hold what a later step m drew for slot q. That is harmless: only steps up to m read the older value, and m
+ *              draws only after all first ranks have embedded m
  *
  * Double buffering. What one-shot (and the exchange of samples in chapter 11) writes into the others' memory goes to half c % 2,
  * c the number of the meeting. Who writes there again is at meeting c + 2 or later, so behind meeting c + 1, which is another
@@ -5339,9 +5340,9 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) sum_norm_kernel(meetin
     meet_done(m, c + 1);
 }
 
-/* Does a message go in one shot? Its time is (n - 1) B / rate + t, that of two shots 2 (n - 1) / n B / rate + 2 t, with t of 2.8
- * us and a rate of 285 GB/s on two H200. There the bytes are equal, but where copies count the second meeting is cheaper from 1.5
- * MB on. */
+/* Does a message go in one shot? It takes (n - 1) B / rate + t, two shots 2 (n - 1) / n B / rate + 2 t, with t of 2.8 us and a
+ * rate of 285 GB/s on two H200. For n = 2 both send the same bytes, but from 1.5 MB on two shots are faster, as each rank then
+ * adds up only half. */
 static bool one_shot_pays(int n, size_t bytes) {
     /* n > 2: n (n - 1) (1 - 2 / n) B <= n t rate */
     const size_t two = (size_t)(n - 1) * (n - 2) * bytes, one = (size_t)n * 800000;
@@ -5919,8 +5920,8 @@ static bool group_wait_drawn(toka_device *d, const toka_step *s) {
  *   id      inside the group the inverse of the cumulative distribution, at a uniform number that all groups of a row share: only
  *           one group wins, and which one does not depend on it
  *
- * Noise comes from Philox as in chapter 18: key = seed, counter = (sample, position, 1 + block, 0), word g for group g; lane 0
- * gives the uniform. So the draw is a pure function of (logits, parameters, seed, sample, position): not of the batch, the slot,
+ * Noise is Philox's as in chapter 18: key = seed, counter = (sample, position, 1 + block, 0), word g for group g; word 0 of block
+ * -1 is the uniform. So the draw is a pure function of (logits, parameters, seed, sample, position): not of the batch, the slot,
  * the tile shape, nor of which kernel computed the logits. Logits, keys and sums are float32; uniforms use all 32 bits.
  *
  * Rows come in two kinds. A plain row (greedy, drawn at a temperature, or scored; no filter, list, penalty or top
@@ -7202,9 +7203,9 @@ __device__ static float samp_floor(samp_dist &r, samp_mass want, samp_mass *scra
     return r.at;
 }
 
-/* Keeps an id if those before it, from the highest down, have less than p of the mass. All weights up to a V-th of what may go can
- * go at once, since V of them would not be too much: that leaves the search few ids. total: of what is kept so far; returns the
- * same for what stays. */
+/* Keeps an id if those before it, from the highest down, have less than p of the mass. A weight of at most 1/V of the mass that
+ * may be dropped is dropped ahead of the search: even V of them are not too much, and few ids remain. total: mass of what is kept
+ * so far; returns that of what stays. */
 __device__ static samp_mass samp_top_p(samp_dist &r, const samp_filter &f, samp_mass total, samp_mass *scratch) {
     samp_mass over, want = (samp_mass)ceil((double)f.top_p * (double)total);
     float at = samp_floor(r, want, scratch);
@@ -8469,10 +8470,10 @@ static bool op_launches(toka_device *d, const char *op) { return op_begins(d, op
 
 /* ---- Captured steps ----
  *
- * A step is a graph if each of its rows draws. What sizes between need is the next size: its rows beyond the step's are of
- * token 0, see no keys, leave theirs in a page of nobody's, and their draws are kept nowhere. All kernels treat up to 8, 16, 32
- * and 64 rows in the same way, and each further 128, so that a row's result does not depend on whether its step is a graph; and
- * as a tile of a GEMM has 128 rows, those that fill it up cost nothing. To capture runs nothing: the plan is made up.
+ * A step in which each row draws is a graph, unless it is timed (chapter 13). A size in between runs as the next larger: the
+ * added rows have token 0, see no keys, store theirs in a page of nobody's, and their draws are dropped. All kernels treat up to
+ * 8, 16, 32 and 64 rows alike, and each further 128, so a row's result does not depend on whether its step is a graph; and as a
+ * GEMM tile has 128 rows, those that fill it up cost nothing. Capturing runs nothing: the plan is made up.
  *
  * A graph has so many attention nodes a layer, and each becomes whatever kernel the step's work list has there, with its grid: so
  * one graph serves all lengths, groups and levels of shared prefixes that need so many launches. Grids are set from the host,
@@ -8611,7 +8612,7 @@ static void step_plan(toka_device *d, const toka_step *s, int size) {
     d->up.used = end;
 }
 
-/* In place of attention's kernels, which are not known yet, are some: three a level. */
+/* Stand-ins for attention's kernels, which are not known yet: three a level. */
 static void graph_begin(toka_device *d, const toka_step *s) {
     step_graph *g = d->graphs.now;
     attn_plan *p = d->attn;
