@@ -119,7 +119,7 @@
 #include "toka.h"
 
 #ifdef __FAST_MATH__
-#error "toka.c counts with infinities and NaN: without -ffast-math and -Ofast, please"
+#error "toka.c needs infinities and NaN: compile it without -ffast-math and -Ofast"
 #endif
 
 #ifdef __GNUC__ /* the tables of chapter 5 and the page of 29: longer than C promises, as every compiler takes them */
@@ -20960,7 +20960,7 @@ static const cli_flag cli_flags[] = {
     {"chat", "", "", CLI_BOOL, AT(chat), FOR_RUN, "a conversation with history, one line a turn"},
     {"now", "", "TIME", CLI_TEXT, AT(now), FOR_RUN | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
      "the template's clock, 'YYYY-MM-DD hh:mm:ss' (default: local time)"},
-    {NULL, NULL, NULL, 0, 0, 0, "Sampling (defaults: the model's generation_config, else greedy)"},
+    {NULL, NULL, NULL, 0, 0, 0, "Sampling (defaults: the model's generation_config, else greedy; batch and bench: else temperature 1)"},
     {"max-tokens", "n", "N", CLI_INT, AT(max_tokens), FOR_RUN | FOR_BATCH,
      "output tokens at most, and what the model's length leaves (default: up to that)"},
     {"min-tokens", "", "N", CLI_INT, AT(min_tokens), FOR_RUN | FOR_BATCH, "do not end before N tokens"},
@@ -21140,17 +21140,37 @@ static const char cli_commands[] =
     "  toka bench throughput   time a dataset, each sample forced to its length; prints what vllm bench throughput prints\n"
     "  toka bench serve        measure a server: request rate, concurrency, latencies; prints what vllm bench serve prints\n"
     "  toka bench plan         time the scheduler's own work in a step of 8,192 sequences, without a model (not: toka plan)\n"
-    "  toka bench ops          time every kernel of the GPU at the shapes of known models\n";
+    "  toka bench ops          time every kernel of the GPU at the shapes of known models\n"
+    "  toka COMMAND --help     the flags of that command alone\n";
 
-static int cli_help(toka_err *e) {
-    printf("toka %s - a high-throughput LLM inference engine in one C file\n\n%s", TOKA_VERSION, cli_commands);
+/* What cli_commands says of a command of so many words. */
+static str cli_about(int n_words, char **words) {
+    str all = str_c(cli_commands), line;
+    buf begin = {0};
+    buf_c(&begin, "  toka");
+    for (int i = 0; i < n_words; i++) buf_char(&begin, ' '), buf_c(&begin, words[i]);
+    buf_char(&begin, ' ');
+    do {
+        size_t end = 0;
+        while (all.p[end] != '\n') end++;
+        line = (str){all.p, end}, all = str_sub(all, end + 1, all.n);
+    } while (all.n && !str_starts(line, buf_view(&begin)));
+    buf_free(&begin);
+    return line;
+}
+
+/* All of it, or what there is to say of one command. */
+static int cli_help(unsigned command, int n_words, char **words, toka_err *e) {
+    const char *group = NULL;
+    printf("toka %s - a high-throughput LLM inference engine in one C file\n\n", TOKA_VERSION);
+    if (!n_words) fputs(cli_commands, stdout);
+    else printf("%.*s\n", STRF(cli_about(n_words, words)));
     for (int i = 0; i < COUNT(cli_flags); i++) {
         const cli_flag *f = &cli_flags[i];
         char left[64];
-        if (!f->name) {
-            printf("\n%s\n", f->help);
-            continue;
-        }
+        if (!f->name) group = f->help;
+        if (!f->name || !(f->commands & command)) continue;
+        if (group) printf("\n%s\n", group), group = NULL;
         snprintf(left, sizeof left, "%s%s%s--%s%s%s", *f->brief ? "-" : "    ", f->brief, *f->brief ? ", " : "", f->name,
                  *f->arg ? " " : "", f->arg);
         printf("  %-32s %s\n", left, f->help);
@@ -21913,14 +21933,14 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
         for (int i = 0; i < COUNT(commands); i++)
             if (!strcmp(argv[1], commands[i].name) && (!commands[i].second || !strcmp(second, commands[i].second)))
                 command = commands[i].main, bit = commands[i].bit, skip = commands[i].second ? 3 : 2;
-        if (!command && !strcmp(argv[1], "bench") && argc > 2 && (!strcmp(argv[2], "--help") || !strcmp(argv[2], "-h")))
-            return cli_help(e);
+        const bool asks = argc > 2 && (!strcmp(argv[2], "--help") || !strcmp(argv[2], "-h"));
+        if (!strcmp(argv[1], "help") || (!command && !strcmp(argv[1], "bench") && asks)) return cli_help(FOR_ANY, 0, NULL, e);
         if (!command && !strcmp(argv[1], "bench"))
             return fail(e, TOKA_E_USE, "toka bench: expected throughput, serve, plan or ops");
         if (!command) return fail(e, TOKA_E_USE, "%s: no such command; see toka --help", argv[1]);
     }
     if ((code = cli_parse(&c, bit, argc - skip, argv + skip, e))) return code;
-    if (c.help) return cli_help(e);
+    if (c.help) return cli_help(skip == 1 ? FOR_ANY : bit, skip - 1, argv + 1, e);
     if (c.version) return cli_version(e);
     if ((code = cli_check_split(&c.open, e)) || (code = pub_parse_now(c.now, &now, e))) return code;
     if (isatty(2) && !c.quiet) c.open.progress = cli_progress;

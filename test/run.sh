@@ -45,6 +45,7 @@ step() { # NAME COMMAND...: one test that is a command; its output is shown when
 
 # ---- the program, the library, the checks of the source ----
 
+without_fast_math() { ! $CC -O2 -ffast-math -fsyntax-only toka.c 2>$B/fast.log && grep -q "needs infinities and NaN" $B/fast.log; }
 only_the_binary() { # in a copy of the tree, build.sh adds ./toka and nothing else
     rm -rf $B/copy && mkdir -p $B/copy || return 1
     git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t $B/copy || return 1
@@ -61,6 +62,7 @@ build_tests() {
     step "toka.c compiles alone as a library" $CC $WARN -O2 -c toka.c -o $B/toka.o
     step "and with all warnings of a project that takes it in" $CC $WARN -Wpedantic -fsyntax-only toka.c
     step "and without asserts" $CC $WARN -O2 -DNDEBUG -fsyntax-only toka.c
+    step "and refuses -ffast-math, with which it would compute something else" without_fast_math
     step "a program that only includes toka.h links it" $CC $WARN -I. test/example.c $B/toka.o -lm -lpthread -o $B/example
     step "and runs" $B/example test/model "Tom has 12 apples."
     if command -v clang >/dev/null; then

@@ -233,6 +233,23 @@ def test_help_names_every_flag():
         assert f"--{f}" in r.stdout.decode()
 
 
+def test_help_of_a_command():
+    """What a command does not take its help does not list, and what it lists it takes."""
+    with open(os.path.join(ROOT, "toka.c")) as f:
+        table = f.read().split("cli_flags[] = {")[1].split("\n};")[0]
+    flags = re.findall(r'^    \{"([a-z-]+)", "[a-z]?", "([^"]*)"', table, re.M)
+    for words in (["serve"], ["batch"], ["tokenize"], ["plan"], ["bench", "serve"], ["bench", "throughput"], ["models"]):
+        r = toka(*words, "--help")
+        said = r.stdout.decode()
+        assert r.returncode == 0 and said.count("  toka ") == 1 and f"  toka {' '.join(words)}" in said and "\n\n\n" not in said
+        listed = re.findall(r"^  (?:-[a-z], |    )--([a-z-]+)", said, re.M)
+        assert 1 < len(listed) < len(flags) and "help" in listed
+        for name, arg in flags:
+            taken = b"not for this command" not in toka(*words, f"--{name}", *(["1"] if arg else []), "--help").stderr
+            assert taken == (name in listed), (words, name)
+    assert toka("help").stdout == toka("--help").stdout
+
+
 def test_devices():
     r = toka("devices")
     assert r.returncode == 0 and re.search(rb"^cpu  .*kernels, \d+ cores?, ", r.stdout, re.M)
@@ -275,7 +292,7 @@ def test_command_line_goes_before_environment():
     assert toka("--chat", "-q", stdin=PROBLEM + "\n", env={"TOKA_FILE": "/does/not/exist", "TOKA_SAMPLES": "4"}).stdout == chat.stdout != b""
     assert toka("--chat", "--samples", "4").returncode == 1
     assert toka("--help", env={"TOKA_THREADS": "abc"}).returncode == 0
-    assert toka("bench", "--help").stdout == toka("--help").stdout != b"" and toka("bench").returncode == 1
+    assert toka("bench", "--help").stdout == toka("--help").stdout != b"" != toka("serve", "--help").stdout and toka("bench").returncode == 1
 
 
 def ctrl_c_half_way(args, whole, cut):
