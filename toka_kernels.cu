@@ -29,8 +29,8 @@
  * LETTERS as in toka.h: T tokens, S sequences, L layers, H query heads, K kv heads, D head size, E width, F mlp width, V
  * vocabulary, B tokens per page. In GEMMs y[M][N] = x[M][K] W[N][K]^T has its own M, N, K.
  *
- * KERNELS, and what they reach (NVIDIA H200, 2026-11-22; reads at 4.4 TB/s; test/results/gpu-h200.md has the whole tables, and at
- * which commit; `toka bench ops` measures them anew)
+ * KERNELS, and what they reach (NVIDIA H200, 2026-11-22 to 24; reads at 4.4 TB/s; test/results/gpu-h200.md has the whole tables,
+ * and at which commit; `toka bench ops` measures them anew)
  *
  *   op                 kernel                shapes                       bound by     reaches
  *   copies of pages    copy_pages_kernel     any                          copy         not measured

@@ -261,6 +261,27 @@ static int32_t gpu_draw(const toka_out_row *row, float *x, int V) {
     return id;
 }
 
+/* Ids of a group, of which a draw takes one by where a uniform number falls. */
+static bool same_group(int32_t a, int32_t b) { return a >= 0 && b >= 0 && a / 256 == b / 256 && a / 2 % 4 == b / 2 % 4; }
+
+/* Logits `below` draw an id of the wanted one's group below it, logits `above` one above it: do some between them draw it? It may be so
+ * unlikely that no others would be met by chance. */
+static bool between(const toka_out_row *row, int32_t wanted, float *below, float *above, int V) {
+    float *middle = mem_alloc((size_t)V * sizeof *middle);
+    int32_t id = -1;
+    for (int turn = 0; turn < 60 && id != wanted; turn++) {
+        for (int v = 0; v < V; v++) middle[v] = below[v] / 2 + above[v] / 2;
+        float *x = mem_alloc((size_t)V * sizeof *x);
+        memcpy(x, middle, (size_t)V * sizeof *x);
+        id = gpu_draw(row, x, V);
+        free(x);
+        if (!same_group(id, wanted)) break;
+        memcpy(id < wanted ? below : above, middle, (size_t)V * sizeof *middle);
+    }
+    free(middle);
+    return id == wanted;
+}
+
 /* Can logits that are off by rounding, a relative `off`, draw token k of an answer? *tie: these very logits do not. */
 static bool may_draw(const answers *w, int kind, int i, int k, const float *logits, int V, double off, bool *tie) {
     const answer *a = &w->a[kind][i];
@@ -269,23 +290,39 @@ static bool may_draw(const answers *w, int kind, int i, int k, const float *logi
     const int n = w->n_ids[i];
     uint64_t seed = 1 + (uint64_t)k;
     double rms = 0;
+    bool has_below = false, has_above = false;
     ask(&r, kind, i);
     memcpy(history, w->ids[i], (size_t)n * sizeof *history), memcpy(history + n, a->ids, (size_t)k * sizeof *history);
     const toka_out_row row = {.slot = -1, .forced_id = -1, .position = (uint32_t)(n + k), .sampling = &r.sampling, .history = history, .n_prompt = n,
                               .n_history = n + k};
-    float *x = mem_alloc((size_t)V * sizeof *x);
+    float *x = mem_alloc((size_t)V * 4 * sizeof *x), *drawn = x + V, *below = drawn + V, *above = below + V;
     int32_t id = -1;
     for (int v = 0; v < V; v++) rms += (double)logits[v] * logits[v] / V;
     for (int turn = 0; turn < 400 && id != a->ids[k]; turn++) { /* the first time as they are */
         for (int v = 0; v < V; v++) {
             double bell = 0; /* of deviation 1: the sum of three in -1 .. 1 */
             for (int j = 0; turn && j < 3; j++) bell += rnd_in(&seed, -1000, 1000) / 1e3;
-            x[v] = logits[v] + (float)(off * sqrt(rms) * bell);
+            drawn[v] = x[v] = logits[v] + (float)(off * sqrt(rms) * bell);
         }
         id = gpu_draw(&row, x, V), *tie = turn > 0;
+        if (!same_group(id, a->ids[k])) continue;
+        memcpy(id < a->ids[k] ? below : above, drawn, (size_t)V * sizeof *x);
+        has_below |= id < a->ids[k], has_above |= id > a->ids[k];
     }
+    const bool may = id == a->ids[k] || (has_below && has_above && between(&row, a->ids[k], below, above, V));
     free(x);
-    return id == a->ids[k];
+    return may;
+}
+
+/* What there is to know of a token that should not have been drawn. */
+static void say_wrong(const answers *w, int kind, int i, int k, const float *logits, int V) {
+    const answer *a = &w->a[kind][i];
+    double sum = 0, rms = 0;
+    for (int v = 0; v < V; v++) sum += exp((double)logits[v]), rms += (double)logits[v] * logits[v] / V;
+    printf("       kind %d, prompt %d, token %d of the answer: %d, log-probability %.4f for %.4f; rms of the logits %.3f;", kind, i, k, a->ids[k], (double)a->logprobs[k],
+           logits[a->ids[k]] - log(sum), sqrt(rms));
+    for (int j = 0; kind >= 2 && j < TOPS; j++) printf(" %d %.4f for %.4f;", a->tops[k][j], (double)a->top_logprobs[k][j], logits[a->tops[k][j]] - log(sum));
+    printf("\n");
 }
 
 /* Every token of every answer against what one GPU, t, computes for its prefix in one step: steps of other sizes round differently, so a
@@ -300,8 +337,8 @@ static int check_tokens(toka *t, answers *w, double off, int *n_ties, int *n_wro
             for (int k = 0; k < ANSWER; k++) {
                 bool tie = false;
                 const int at = row + w->n_ids[i] - 1 + k;
-                if (!may_draw(w, kind, i, k, logits + (size_t)at * (size_t)V, V, off, &tie)) ++*n_wrong;
-                else *n_ties += tie;
+                if (may_draw(w, kind, i, k, logits + (size_t)at * (size_t)V, V, off, &tie)) *n_ties += tie;
+                else ++*n_wrong, say_wrong(w, kind, i, k, logits + (size_t)at * (size_t)V, V);
             }
         free(logits);
         if (code) return code;
