@@ -56,6 +56,8 @@ if [ -n "$NVCC" ] && [ -f toka_kernels.cu ]; then
     cuda
     flags="$flags -DTOKA_WITH_CUDA"
     link="$NVCC $tmp/toka.o $tmp/kernels.o"
+    # C++'s runtime guards tables of the GPU half: taken in where there is a libstdc++.a, so that no library is needed later
+    case $(c++ -print-file-name=libstdc++.a 2>/dev/null) in /*) link="$link -Xcompiler -static-libstdc++,-static-libgcc" ;; esac
 else
     link="$CC $tmp/toka.o"
 fi

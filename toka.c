@@ -19756,8 +19756,8 @@ static void plan_put_head(const plan_ask *a, const char *name, buf *b) {
     double parameters = (double)mf_n_parameters(c);
     buf_printf(b, "%s: %.3g B parameters, %.3g GB as bf16; %s bytes of K and V a token\n", name, 1e-9 * parameters,
                2e-9 * parameters, plan_commas((int64_t)4 * c->shape.L * c->shape.K * c->shape.D, z));
-    buf_printf(b, "%d x %s: %.1f GiB, of which %g %% are taken; %.0f TFLOP/s, %.2f TB/s, link %.0f GB/s (%s)\n", a->gpus, g->name,
-               g->memory / 0x1p30, 100 * a->utilization, 1e-12 * g->flops, 1e-12 * g->read, 1e-9 * g->link, g->source);
+    buf_printf(b, "%d x %s: %.1f GB, of which %g %% are taken; %.0f TFLOP/s, %.2f TB/s, link %.0f GB/s (%s)\n", a->gpus, g->name,
+               1e-9 * g->memory, 100 * a->utilization, 1e-12 * g->flops, 1e-12 * g->read, 1e-9 * g->link, g->source);
     buf_printf(b, "workload: %d tokens in, %d out, %d answer%s a prompt; ", a->input, a->output, a->samples,
                a->samples > 1 ? "s" : "");
     buf_printf(b, "a replica runs at most %s sequences, %s tokens a step\n\n", plan_commas(a->max_seqs, z),

@@ -46,6 +46,10 @@ step() { # NAME COMMAND...: one test that is a command; its output is shown when
 # ---- the program, the library, the checks of the source ----
 
 without_fast_math() { ! $CC -O2 -ffast-math -fsyntax-only toka.c 2>$B/fast.log && grep -q "needs infinities and NaN" $B/fast.log; }
+only_libc() { # libraries that ./toka asks for
+    case $(c++ -print-file-name=libstdc++.a 2>/dev/null) in /*) ;; *) return 0 ;; esac # without it C++'s is one
+    ! readelf -d toka | grep NEEDED | grep -v -e 'libc\.so' -e 'libm\.so' -e 'libpthread' -e 'libdl' -e 'librt' -e 'ld-linux'
+}
 only_the_binary() { # in a copy of the tree, build.sh adds ./toka and nothing else
     rm -rf $B/copy && mkdir -p $B/copy || return 1
     git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t $B/copy || return 1
@@ -59,6 +63,7 @@ runnable() { # every script with a #! line
 build_tests() {
     step "build.sh builds ./toka without a warning" ./build.sh
     step "build.sh leaves nothing but the binary" only_the_binary
+    step "the program needs no library but libc's" only_libc
     step "toka.c compiles alone as a library" $CC $WARN -O2 -c toka.c -o $B/toka.o
     step "and with all warnings of a project that takes it in" $CC $WARN -Wpedantic -fsyntax-only toka.c
     step "and without asserts" $CC $WARN -O2 -DNDEBUG -fsyntax-only toka.c
