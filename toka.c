@@ -21057,7 +21057,7 @@ static const cli_flag cli_flags[] = {
      "tokens of a prompt (default: 715, a GSM8K problem with four examples, or what the longest sequence leaves)"},
     {"output-len", "", "N", CLI_INT, AT(plan.output), FOR_PLAN, "tokens of an answer (default: 150, or likewise)"},
     {NULL, NULL, NULL, 0, 0, 0, "Output"},
-    {"logprobs", "", "K", CLI_INT, AT(logprobs), FOR_RUN, "log-probability of each token, and of the K best"},
+    {"logprobs", "", "K", CLI_INT, AT(logprobs), FOR_RUN, "log-probability of each token, and of the K best; without --json lines of JSON on standard error"},
     {"json", "", "", CLI_BOOL, AT(json),
      FOR_RUN | FOR_SCORE | FOR_THROUGHPUT | FOR_BENCH_PLAN | FOR_PLAN | FOR_BENCH_SERVE | FOR_OPS,
      "one JSON object instead of text"},
