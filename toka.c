@@ -3526,8 +3526,8 @@ static tmpl_node *tmpl_if(tmpl_parser *p, int line) {
 
 /* content, x.content or x["content"] */
 static bool tmpl_is_content(const tmpl_node *n) {
-    const tmpl_node *named = n->kind == TN_ITEM && n->b->kind == TN_STRING ? n->b : n;
-    return (named != n || n->kind == TN_NAME || n->kind == TN_ATTR) && str_is(named->s, "content");
+    if (n->kind == TN_ITEM) return n->b->kind == TN_STRING && str_is(n->b->s, "content");
+    return (n->kind == TN_NAME || n->kind == TN_ATTR) && str_is(n->s, "content");
 }
 
 static tmpl_node *tmpl_for(tmpl_parser *p, int line) {

@@ -3969,7 +3969,7 @@ template <int DP, int WARPS> static void attn_mma_launch(toka_device *d, const a
  * SM, none of which ever waits for another; the card itself hands the next item to the next free place. One lane asks for a tile
  * in one copy, for the first and the last one in pieces of 8 positions (D = 72 .. 120: two or four copies); the numbers of 32
  * pages lie in the lanes of the warp. Retired: all tiles in two or four copies (kin, D = 128: 23 us for 20, D = 64 10.4 for 10.0),
- * none in pieces (as fast in gangs, 8,192 own parts 6 % slower, for positions that nobody sees are read). At D = 64 more warps
+ * none in pieces (as fast in gangs, 4,096 of 10 to 300 6 % slower: it reads what nobody sees). At D = 64 more warps
  * help more than longer rings, as what an item costs beside its bytes is waiting: 8,192 samples with 88 positions of their own in
  * 454 us with two stages, 555 with three, 687 with four (H200; 398, 432 and 513 of them without a state to begin with). At D = 128
  * the same (977 and 1,200 to 1,344 us) up to some 128 positions an item, but 64 sequences of 4,096 in parts take 306 and 259. */

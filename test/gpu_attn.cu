@@ -893,6 +893,13 @@ static void bench_plan() {
 }
 /* The steady state of 8,192 samples of eight prompts: 704 positions in common of which `tail` are no whole page, and own parts as
  * old as samples that end between 16 and 512, log-normal around 138, are on average: 88 positions. With the levels by themselves. */
+/* How many tokens a sample of a running job has drawn, after one. */
+static int age_of(size_t sample) {
+    for (uint64_t k = (uint64_t)sample * 64;; k += 2) { /* those that live long are met more often */
+        const double len = std::max(16.0, std::min(512.0, 138 * exp(0.4 * gpu_normal(3, k)))), age = 512 * gpu_uniform(4, k);
+        if (age < len) return (int)age;
+    }
+}
 static void bench_samples(int D, const std::vector<int> &groups, int pages, int tail, bool share_tail, double ceiling) {
     scene s({D, 8, 4, 64, 0});
     char what[80];
@@ -901,12 +908,8 @@ static void bench_samples(int D, const std::vector<int> &groups, int pages, int 
         std::vector<int> prefix = s.take(pages);
         int first = (int)s.seqs.size();
         for (int i = 0; i < rows; i++) {
-            double len, age;
-            for (uint64_t k = (uint64_t)s.seqs.size() * 64;; k += 2) { /* those that live long are met more often */
-                len = std::max(16.0, std::min(512.0, 138 * exp(0.4 * gpu_normal(3, k)))), age = 512 * gpu_uniform(4, k);
-                if (age < len) break;
-            }
-            s.add(pages * 64 + tail + 1 + (int)age, 1, prefix), own += 1 + (int)age;
+            const int age = age_of(s.seqs.size());
+            s.add(pages * 64 + tail + 1 + age, 1, prefix), own += 1 + age;
         }
         if (rows == 1) {
             own += pages * 64 + tail;
@@ -982,14 +985,7 @@ static void bench_running(int D, const std::vector<int> &groups, int common) {
     for (size_t g = 0; g < groups.size(); g++) {
         std::vector<int> prefix = shots, more = s.take(11 - common);
         prefix.insert(prefix.end(), more.begin(), more.end());
-        for (int i = 0; i < groups[g]; i++) {
-            double len, age;
-            for (uint64_t k = (uint64_t)s.seqs.size() * 64;; k += 2) {
-                len = std::max(16.0, std::min(512.0, 138 * exp(0.4 * gpu_normal(3, k)))), age = 512 * gpu_uniform(4, k);
-                if (age < len) break;
-            }
-            s.add(704 + 1 + (int)age, 1, prefix);
-        }
+        for (int i = 0; i < groups[g]; i++) s.add(704 + 1 + age_of(s.seqs.size()), 1, prefix);
     }
     const int n = s.T;
     s.share(0, n, 0, common);
