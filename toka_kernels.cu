@@ -3016,7 +3016,8 @@ enum {
     ATTN_TILE_Q = 64,    /* queries of a tile on mma.sync */
     ATTN_SMALL_Q = 16,   /* queries of a small item, and the unit of the split-KV buffer */
     ATTN_MIN_PART = 128, /* kv positions of a part of a small item, at least */
-    ATTN_BRIEF = 128,    /* small items with fewer positions than this on average are brief */
+    ATTN_BRIEF = 128,    /* small items with fewer positions than this on average are brief; */
+    ATTN_LENGTHY = 3000, /* tiles of spans with as many as this are lengthy */
     ATTN_BOTH_ROWS = 32, ATTN_BOTH_Q = 128, /* rows and queries of an item of attn_both, at most */
     ATTN_BOTH_D = NVCC_VERSION < 1208 ? 64 : 128, /* head sizes up to it, see there */
     ATTN_BOTH_OWN = 1024,                   /* own positions of such a row, at most: a warp does them one behind the other */
@@ -3056,7 +3057,7 @@ typedef struct attn_merge { /* the n parts of one item become one */
 typedef struct attn_level {
     int tile0, n_tiles, small0, n_small, merge0, n_merges;
     int merge_nq; /* most queries of a merge */
-    bool brief;   /* small items have less than ATTN_BRIEF positions on average */
+    bool brief, lengthy; /* small items have less than ATTN_BRIEF positions on average; tiles' spans ATTN_LENGTHY or more */
     int gang0, n_gangs, gang_warps; /* of the merges, those that are gangs; then small items are theirs alone. Most parts of one */
     int gang_part;                  /* kv positions of a part of a gang; 0: there are none; while planning */
 } attn_level;
@@ -3437,6 +3438,7 @@ static void attn_plan_kind(toka_device *d, const toka_step *s, int level, bool s
     p->levels[level].gang_part = small ? attn_gang_part(d, work, n, most) : 0;
     part_len = small ? attn_small_part(d, work) : attn_tile_part(d, work, n);
     if (small) p->levels[level].brief = work < (int64_t)n * ATTN_BRIEF;
+    else p->levels[level].lengthy = work >= (int64_t)n * ATTN_LENGTHY;
     for (int i = 0; work && i < s->n_spans; i++) {
         const attn_span *a = &p->spans[i];
         if (a->level == level && a->small == small && !a->both) attn_emit_span(d, s, i, &p->levels[level], part_len);
@@ -3664,7 +3666,8 @@ typedef struct attn_args {
     const attn_item *items;
     float *state_o, *state_lse, *part_o, *part_lse;
     int K, G, D, log2_B, window;
-    float scale; /* log2(e) / sqrt(D) */
+    uint32_t inv_G; /* 2^31 / G, rounded up */
+    float scale;    /* log2(e) / sqrt(D) */
     bool early;  /* attn_is_early */
 } attn_args;
 
@@ -3677,9 +3680,12 @@ __device__ static inline float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+/* q / G without a division, for q < 2^31 / G: a thread of attn_wg has ten of them before its first product. */
+__device__ static inline int attn_row(const attn_args &a, int q) { return (int)__umulhi(2u * (uint32_t)q, a.inv_G); }
 /* Where O and LSE of query q of kv head h go: index of a head in [T][H], or of a row of part_o. */
 __device__ static inline size_t attn_head_at(const attn_args &a, int q, int h) {
-    return (size_t)(q / a.G) * (a.K * a.G) + h * a.G + q % a.G;
+    const int row = attn_row(a, q);
+    return (size_t)row * (a.K * a.G) + h * a.G + q - row * a.G;
 }
 __device__ static inline size_t attn_part_at(const attn_args &a, int slot, int i, int h) {
     return ((size_t)(slot + i / ATTN_SMALL_Q) * a.K + h) * ATTN_SMALL_Q + i % ATTN_SMALL_Q;
@@ -3822,12 +3828,12 @@ __device__ static inline void attn_pv(float (&acc)[DP / 2], const float (&s)[TOK
 
 /* Position of query i of the item; -1: there is none. */
 __device__ static inline int attn_pos(const attn_args &a, const attn_item &it, int i) {
-    return i < it.nq ? a.pos[(it.q0 + i) / a.G] : -1;
+    return i < it.nq ? a.pos[attn_row(a, it.q0 + i)] : -1;
 }
-/* Scores of positions that a query must not see become -inf. i: the thread's first query; kv: position of column 0. */
+/* Scores of positions that a query must not see become -inf. pos: of the thread's queries; kv: position of column 0. */
 template <int N>
-__device__ static inline void attn_mask(const attn_args &a, const attn_item &it, float (&s)[N], int i, int kv) {
-    const int pos[2] = {attn_pos(a, it, i), attn_pos(a, it, i + 8)}; /* both at once */
+__device__ static inline void attn_mask(const attn_args &a, const attn_item &it, float (&s)[N], int2 at, int kv) {
+    const int pos[2] = {at.x, at.y};
     int from[2], to[2]; /* the first position seen and the first not seen */
     kv += threadIdx.x % 4 * 2;
 #pragma unroll
@@ -3840,6 +3846,23 @@ __device__ static inline void attn_mask(const attn_args &a, const attn_item &it,
     }
 }
 
+/* s of the thread's query r becomes 2^(scale s - m); their sum. */
+template <int N> __device__ static inline float attn_powers(float (&s)[N], int r, float m, float scale) {
+    const float base = m == -INFINITY ? 0 : m;
+    float sum = 0;
+#pragma unroll
+    for (int i = 2 * r; i < N; i += 4) {
+        s[i] = ex2(fmaf(s[i], scale, -base)), s[i + 1] = ex2(fmaf(s[i + 1], scale, -base));
+        sum += s[i] + s[i + 1];
+    }
+    return sum;
+}
+template <int N> __device__ static inline float attn_top(const float (&s)[N], int r) { /* the largest of the query's s */
+    float top = -INFINITY;
+#pragma unroll
+    for (int i = 2 * r; i < N; i += 4) top = fmaxf(top, fmaxf(s[i], s[i + 1]));
+    return quad_max(top);
+}
 /* Online softmax of the thread's two queries (one, if `rows` is 1): s becomes 2^(scale s - m), m and l go on; fade is what the
  * sums so far are to be multiplied by. */
 template <int N>
@@ -3848,20 +3871,24 @@ __device__ static inline void attn_soften(float (&s)[N], float m[2], float l[2],
     for (int r = 0; r < 2; r++) {
         fade[r] = 1;
         if (r >= rows) break;
-        float top = -INFINITY, sum = 0;
-#pragma unroll
-        for (int i = 0; i < N; i += 4) top = fmaxf(top, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
-        top = fmaxf(m[r], quad_max(top) * scale);
-        float base = top == -INFINITY ? 0 : top;
-        fade[r] = ex2(m[r] - base);
-#pragma unroll
-        for (int i = 0; i < N; i += 4) {
-            s[i + 2 * r] = ex2(fmaf(s[i + 2 * r], scale, -base));
-            s[i + 2 * r + 1] = ex2(fmaf(s[i + 2 * r + 1], scale, -base));
-            sum += s[i + 2 * r] + s[i + 2 * r + 1];
-        }
-        m[r] = top, l[r] = l[r] * fade[r] + sum;
+        const float top = fmaxf(m[r], attn_top(s, r) * scale);
+        fade[r] = ex2(m[r] - (top == -INFINITY ? 0 : top));
+        m[r] = top, l[r] = l[r] * fade[r] + attn_powers(s, r, top, scale);
     }
+}
+/* The same with a maximum that stays behind by up to 8: 2^(scale s - m) is at most 256 then, and the sums so far mostly stay as they
+ * are. Whether they are to be multiplied by fade in some thread of the warp. */
+template <int N>
+__device__ static inline bool attn_soften_lazily(float (&s)[N], float m[2], float l[2], float fade[2], float scale) {
+    const float top[2] = {attn_top(s, 0) * scale, attn_top(s, 1) * scale};
+    bool grows = false;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const bool more = top[r] > m[r] + 8;
+        fade[r] = more ? ex2(m[r] - top[r]) : 1, m[r] = more ? top[r] : m[r], grows = grows || more;
+        l[r] = l[r] * fade[r] + attn_powers(s, r, m[r], scale);
+    }
+    return __any_sync(~0u, grows);
 }
 template <int N> __device__ static inline void attn_fade(float (&acc)[N], const float fade[2]) {
 #pragma unroll
@@ -3947,7 +3974,7 @@ template <int DP, int WARPS> __global__ void __launch_bounds__(WARPS * 32, 1) at
         const bf16 *k = ring + i % STAGES * 2 * TOK * DP;
         float s[TOK / 2];
         attn_qk<DP, TOK>(s, q, k, a.D);
-        if (i < open.x || i >= open.y) attn_mask(a, it, s, w.i, kv);
+        if (i < open.x || i >= open.y) attn_mask(a, it, s, make_int2(attn_pos(a, it, w.i), attn_pos(a, it, w.i + 8)), kv);
         attn_soften(s, w.m, w.l, fade, a.scale);
         attn_fade(acc, fade);
         attn_pv<DP, TOK>(acc, s, k + TOK * DP, a.D);
@@ -4053,7 +4080,7 @@ __device__ static inline void attn_small_work(const attn_args &a, const attn_ite
             fence_async_smem(); /* TMA will write there again */
             __syncwarp();
         }
-        if (i < open.x || i >= open.y) attn_mask(a, it, s, w.i, kv);
+        if (i < open.x || i >= open.y) attn_mask(a, it, s, make_int2(attn_pos(a, it, w.i), attn_pos(a, it, w.i + 8)), kv);
         attn_soften(s, w.m, w.l, fade, a.scale, rows);
         attn_fade(acc, fade);
         attn_pv<DP, TOK>(acc, s, k + HALF, DP == 64 ? 64 : a.D);
@@ -4315,11 +4342,12 @@ __device__ static inline void attn_wg_feed(const attn_args &a, const CUtensorMap
 #endif
 }
 
-/* Q of one warpgroup to shared memory, swizzled; what is not there is 0. */
-template <int DP, int WGS>
-__device__ static inline void attn_wg_load_q(const attn_args &a, const attn_item &it, int h, int wg, bf16 *to) {
+/* Q of one warpgroup to shared memory, swizzled, and its queries' positions, if wanted; what is not there is 0, and -1. */
+template <int DP, int WGS, bool POS>
+__device__ static inline void attn_wg_load_q(const attn_args &a, const attn_item &it, int h, int wg, bf16 *to, int *pos) {
 #if HOPPER
     constexpr int PIECES = (DP + 63) / 64 * 8;
+    if (POS && threadIdx.x % 128 < 64) pos[wg * 64 + threadIdx.x % 128] = attn_pos(a, it, wg * 64 + threadIdx.x % 128);
     int piece = threadIdx.x % PIECES, row0 = wg * 64 + threadIdx.x % 128 / PIECES;
     uint4 x[PIECES / 2];
 #pragma unroll
@@ -4351,10 +4379,12 @@ __device__ static inline void attn_hold(float x, uint32_t at) {
     asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.b32 [%1], %1;}" ::"f"(x), "r"(at) : "memory");
 }
 
-/* One warpgroup: its 64 queries against all tiles. end(rows, acc) says what becomes of the sums. */
-template <int DP, int WGS, int N, int STAGES, class End>
-__device__ static inline void attn_wg_work(const attn_args &a, const attn_item &it, int h, int wg, int first, int n_tiles,
-                                           int before, uint32_t qs, uint32_t full_k, char *smem, const End &end) {
+/* One warpgroup: its 64 queries against all tiles. BOTH: for attn_both, where all see the whole span, and where the tensor cores have
+ * time to spare, so that lazy maxima would cost more than they save; else pos is room for the queries' positions. end(rows, acc) says
+ * what becomes of the sums. */
+template <int DP, int WGS, int N, int STAGES, bool BOTH, class End>
+__device__ static inline void attn_wg_work(const attn_args &a, const attn_item &it, int h, int wg, int first, int n_tiles, int before,
+                                           uint32_t qs, uint32_t full_k, char *smem, int *pos, const End &end) {
 #if HOPPER
     typedef attn_wg_shape<DP, WGS, N, STAGES> shape;
     int lane = threadIdx.x % 32, at = before % STAGES, parity = before / STAGES & 1; /* of the tile that is next for P V */
@@ -4364,11 +4394,14 @@ __device__ static inline void attn_wg_work(const attn_args &a, const attn_item &
     float s[N / 2], acc[DP / 2] = {}, fade[2];
     uint32_t p[N / 16][4];
     int2 open = attn_open_tiles(a, it, first, N);
+    bool fades = true;
     auto soften = [&](int j) {
-        if (j < open.x || j >= open.y) attn_mask(a, it, s, w.i, first + j * N);
-        attn_soften(s, w.m, w.l, fade, a.scale);
+        if (j < open.x || j >= open.y)
+            attn_mask(a, it, s, BOTH ? make_int2(it.kv1, it.kv1) : make_int2(pos[w.i], pos[w.i + 8]), first + j * N);
+        if (BOTH) attn_soften(s, w.m, w.l, fade, a.scale);
+        else fades = attn_soften_lazily(s, w.m, w.l, fade, a.scale);
     };
-    attn_wg_load_q<DP, WGS>(a, it, h, wg, (bf16 *)smem);
+    attn_wg_load_q<DP, WGS, !BOTH>(a, it, h, wg, (bf16 *)smem, pos);
     qs += wg * 64 * 128;
     if (n_tiles) {
         mbar_wait(full_k + 8 * at, parity);
@@ -4397,7 +4430,7 @@ __device__ static inline void attn_wg_work(const attn_args &a, const attn_item &
         wgmma_wait<0>();
         wgmma_keep(acc);
         if (lane == 0) mbar_arrive(empty_v + 8 * was);
-        attn_fade(acc, fade);
+        if (fades) attn_fade(acc, fade);
         attn_pack(p, s);
     }
     if (n_tiles) {
@@ -4413,6 +4446,40 @@ __device__ static inline void attn_wg_work(const attn_args &a, const attn_item &
 #endif
 }
 
+/* One warpgroup's queries that are done leave by way of the shared memory where Q was, in pieces of 16 bytes. */
+template <int DP, int WGS>
+__device__ static inline void attn_wg_leave(const attn_args &a, const attn_item &it, const attn_rows &w, int h, int wg,
+                                            const float (&acc)[DP / 2], bf16 *room) {
+#if HOPPER
+    constexpr int PIECES = (DP + 63) / 64 * 8;
+    const int lane = threadIdx.x % 32, quad = lane % 4, row0 = wg * 64 + threadIdx.x % 128 / 32 * 16;
+    named_sync(1 + wg, 128); /* Q has been read */
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int i = w.i + 8 * r;
+        const float sum = quad_sum(w.l[r]);
+        if (i >= it.nq) continue;
+        const attn_exit e = attn_leave(a, it, i, h, w.m[r], sum, attn_old_lse(a, it, i, h), false);
+#pragma unroll
+        for (int c = 0; c < DP / 8; c++) {
+            float x = acc[4 * c + 2 * r] * e.own, y = acc[4 * c + 2 * r + 1] * e.own;
+            if (e.seed && c * 8 < a.D) {
+                const float2 old = *(const float2 *)(e.seed + c * 8 + quad * 2);
+                x += e.old * old.x, y += e.old * old.y;
+            }
+            *((uint32_t *)(room + attn_piece_at(WGS * 64, i, c)) + quad) = pack_bf16(x, y);
+        }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < PIECES / 2; k++) {
+        const int row = row0 + k * (32 / PIECES) + lane / PIECES, piece = lane % PIECES;
+        if (row < it.nq && piece * 8 < a.D)
+            *(uint4 *)(a.o + attn_head_at(a, it.q0 + row, h) * a.D + piece * 8) = *(const uint4 *)(room + attn_piece_at(WGS * 64, row, piece));
+    }
+#endif
+}
+
 template <int DP, int WGS, int N, int STAGES>
 __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
     attn_wg(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap map) {
@@ -4421,6 +4488,7 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
     extern __shared__ __align__(1024) char attn_smem[];
     __shared__ uint64_t bars[4 * STAGES]; /* full K, full V, empty K, empty V */
     __shared__ attn_item it; /* not in registers, which are scarce */
+    __shared__ int pos[WGS * 64];
     uint32_t qs = smem_at(attn_smem), full_k = smem_at(bars);
     int h = blockIdx.x % a.K;
     if (threadIdx.x == 0) {
@@ -4437,8 +4505,12 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
         if (threadIdx.x < 32) attn_wg_feed<DP, WGS, N, STAGES>(a, &map, it, h, first, n_tiles, 0, qs + shape::Q, full_k);
     } else {
         regs_take<shape::REGS>();
-        attn_wg_work<DP, WGS, N, STAGES>(a, it, h, threadIdx.x / 128 - 1, first, n_tiles, 0, qs, full_k, attn_smem,
-                                         [&](const attn_rows &w, const float(&acc)[DP / 2]) { attn_rows_end(a, it, w, h, acc); });
+        const int wg = threadIdx.x / 128 - 1;
+        attn_wg_work<DP, WGS, N, STAGES, false>(a, it, h, wg, first, n_tiles, 0, qs, full_k, attn_smem, pos,
+                                         [&](const attn_rows &w, const float(&acc)[DP / 2]) {
+                                             if (it.where & ATTN_TO_O) attn_wg_leave<DP, WGS>(a, it, w, h, wg, acc, (bf16 *)attn_smem);
+                                             else attn_rows_end(a, it, w, h, acc);
+                                         });
     }
 #else
     __trap();
@@ -4816,7 +4888,7 @@ __global__ void __launch_bounds__(attn_both_shape<DP>::THREADS, 1)
         attn_both_items(a, jobs, [&](const attn_item &it, int h, int first, int n_tiles, int before, int round) {
             if (!n_tiles) return attn_hub_put_none(it, hubs, round);
             auto put = [&](const attn_rows &w, const float(&acc)[DP / 2]) { attn_hub_put<DP>(a, it, w, h, acc, hubs, round); };
-            attn_wg_work<DP, WGS, N, STAGES>(a, it, h, role - 1, first, n_tiles, before, qs, full_k, attn_smem, put);
+            attn_wg_work<DP, WGS, N, STAGES, true>(a, it, h, role - 1, first, n_tiles, before, qs, full_k, attn_smem, NULL, put);
             named_sync(role, 128); /* Q has been read */
         });
     } else {
@@ -4976,7 +5048,7 @@ static void attn_launch_items(toka_device *d, int layer, attn_args a, const attn
     else if (map && small) l->brief ? attn_small_launch<128, 16, 2>(d, a, n, map) : attn_small_launch<128, 16, 3>(d, a, n, map);
     else if (map && a.D <= 64) attn_wg_launch<64, 3, 128, 3>(d, a, n, map);
     else if (map && a.D <= 96) attn_wg_launch<96, 2, 128, 3>(d, a, n, map);
-    else if (map) attn_wg_launch<128, 2, 128, 3>(d, a, n, map);
+    else if (map) l->lengthy ? attn_wg_launch<128, 2, 192, 2>(d, a, n, map) : attn_wg_launch<128, 2, 128, 3>(d, a, n, map);
     else if (a.D <= 64) small ? attn_mma_launch<64, 1>(d, a, n) : attn_mma_launch<64, 4>(d, a, n);
     else if (a.D <= 128) small ? attn_mma_launch<128, 1>(d, a, n) : attn_mma_launch<128, 4>(d, a, n);
     else small ? attn_mma_launch<256, 1>(d, a, n) : attn_mma_launch<256, 4>(d, a, n);
@@ -5020,7 +5092,7 @@ static void attention(toka_device *d, int layer, const bf16 *q, bf16 *o) {
     attn_args a = {.q = q, .o = o, .kv = d->kv + (size_t)layer * d->kv_layer, .pages = p->dev_pages, .pos = d->rows.pos,
                    .state_o = p->state_o, .state_lse = p->state_lse, .part_o = p->part_o, .part_lse = p->part_lse,
                    .K = sh->K, .G = sh->H / sh->K, .D = sh->D, .log2_B = __builtin_ctz(sh->B),
-                   .window = d->layers[layer].window, .scale = (float)(M_LOG2E / sqrt((double)sh->D)), .early = p->early};
+                   .window = d->layers[layer].window, .inv_G = (uint32_t)(((1ll << 31) - 1) / (sh->H / sh->K) + 1), .scale = (float)(M_LOG2E / sqrt((double)sh->D)), .early = p->early};
     if (d->error.code) return;
     for (int i = 0; i < p->n_levels; i++) {
         const attn_level *l = &p->levels[i];

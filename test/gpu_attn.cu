@@ -864,14 +864,15 @@ static void bench_prefix(int D, int n, int pages, double ceiling) {
     double us = gpu_time_us(st.d->stream, 8, 7, [&](int) { st.run(); }), keys = (double)n * pages * 64;
     if (st.ok(what)) say(what, D, us, pages * 64.0 * 8 * D * 4 + (double)n * 32 * D * 6, keys * 32 * D * 4, ceiling);
 }
-static void bench_prefill(int D, int len, int rows, double ceiling) {
+static void bench_prefill(int D, int prompts, int len, int rows, double ceiling) {
     scene s({D, 8, 4, 64, 0});
     char what[60];
-    s.add(len, rows);
+    for (int i = 0; i < prompts; i++) s.add(len, rows);
     stand st(s, false, 1.5f, 5);
-    snprintf(what, sizeof what, "prefill of %d rows behind %d", rows, len - rows);
+    if (prompts == 1) snprintf(what, sizeof what, "prefill of %d rows behind %d", rows, len - rows);
+    else snprintf(what, sizeof what, "prefill of %d x %d rows", prompts, rows);
     double us = gpu_time_us(st.d->stream, 8, 7, [&](int) { st.run(); }), keys = rows * (len - rows + (rows + 1) * 0.5);
-    if (st.ok(what)) say(what, D, us, len * 8.0 * D * 4 + rows * 32.0 * D * 4, keys * 32 * D * 4, ceiling);
+    if (st.ok(what)) say(what, D, us, prompts * (len * 8.0 + rows * 32.0) * D * 4, prompts * keys * 32 * D * 4, ceiling);
 }
 static void bench_plan() {
     scene s({64, 8, 4, 64, 0});
@@ -1053,8 +1054,9 @@ static void bench_all(bool decode, bool tiles) {
         if (!tiles) break;
         for (int n : {8448, 4096, 1024, 64}) bench_prefix(D, n, 11, ceiling);
         bench_prefix(D, 64, 256, ceiling);
-        for (int n : {1024, 4096, 16384}) bench_prefill(D, n, n, ceiling);
-        bench_prefill(D, 16384, 512, ceiling);
+        for (int n : {512, 1024, 2048}) bench_prefill(D, 8192 / n, n, n, ceiling);
+        for (int n : {1024, 4096, 16384}) bench_prefill(D, 1, n, n, ceiling);
+        bench_prefill(D, 1, 16384, 512, ceiling);
     }
 }
 
