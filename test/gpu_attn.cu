@@ -386,6 +386,14 @@ static void test_prefill(shape_case c) { /* whole prompts, chunks behind earlier
     s.add(700, 37);
     s.add(901, 200);
     check(s, "prefill");
+    if (c.B == 64) check(s, "prefill, logits of 50", 14);
+}
+static void test_lengthy(shape_case c) { /* tiles of spans with ATTN_LENGTHY positions and more */
+    scene s(c);
+    s.add(ATTN_LENGTHY, 37);
+    s.add(ATTN_LENGTHY + 333, 70);
+    check(s, "lengthy");
+    check(s, "lengthy, logits of 50", 14);
 }
 static void test_tree(shape_case c, int depth, int pages, int rows, int fan) {
     scene s(c);
@@ -756,6 +764,9 @@ static void test_tiny() {
         for (int n : {200, 300}) alone.add(n, 1);
         check(alone, "tiny, alone");
     }
+    scene lengthy({128, 1, 4, 64, 0});
+    lengthy.add(ATTN_LENGTHY, 40);
+    check(lengthy, "tiny, lengthy");
     for (int D : {64, 128})
         few_sms([=] { /* so that attn_both takes them, several a block */
             scene s({D, 2, 4, 64, 0});
@@ -788,6 +799,9 @@ static void test_all(bool small) {
             for (int i = 0; i < 22; i++) s.add(1 + 23 * i, 1);
             check(s, "decode on few multiprocessors");
         });
+    for (int G : {1, 3, 4, 8})
+        for (int window : {0, 70})
+            if (!small || G == 3) test_lengthy({128, 2, G, 64, window});
     for (int G : Gs) {
         if (small) break;
         for (int D : {64, 128}) {

@@ -282,12 +282,13 @@ gpu_programs() {
 }
 gpu_sanitize() {
     local source name tool size
+    local -A flags=([synccheck]="--num-cuda-barriers 4096") # of a block; without, the tool counts too few of gpu_attn's, and a launch fails
     if ! command -v compute-sanitizer >/dev/null; then skip 1 "no compute-sanitizer"; return; fi
     for tool in racecheck memcheck synccheck; do
         for source in test/gpu_*.cu; do
             name=$(basename "$source" .cu) size=small
             [ $tool = racecheck ] && grep -q '"tiny"' "$source" && size=tiny # racecheck takes minutes for what takes seconds
-            gpu_job one "$name, $tool" 300 compute-sanitizer --tool $tool --error-exitcode 9 "$B/$name" $size
+            gpu_job one "$name, $tool" 300 compute-sanitizer --tool $tool ${flags[$tool]-} --error-exitcode 9 "$B/$name" $size
         done
     done
 }
