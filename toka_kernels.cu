@@ -44,7 +44,7 @@
  *   attention, decode  attn_small, attn_gang <= 16 queries, Hopper        K, V bytes   84 % (64 x 4,096) to 100 % (2,048 x 900)
  *   samples of prompts attn_both             D 64, 128, Hopper            K, V bytes   84, 79 % (8,192 of 88 own, 675 shared)
  *     few of them      attn_gang, attn_squad D 64 to 128, Hopper          launches     64 of 4 prompts: 10 us a layer, levels 34
- *   prefill, shared    attn_wg               D 64, 96, 128, Hopper        arithmetic   465, 526 TFLOP/s at 16k (cuDNN 437, 571)
+ *   prefill, shared    attn_wg               D 64, 96, 128, Hopper        arithmetic   487, 579 TFLOP/s at 16k (cuDNN 437, 566)
  *   all of it          attn_mma              any D, any card              either       prefill half of attn_wg (H100)
  *   parts of it        attn_join             split K and V                copy         not measured
  *   sums over ranks    one_shot_kernel, two_shot_kernel                   links        285 GB/s of two H200's 450; 6.2 us at least
@@ -3648,14 +3648,16 @@ static void attn_plan_step(toka_device *d, const toka_step *s) {
  * a block of 64 rows is what one copy takes and what the tiles are made of, and the page table stays short; smaller pages, down
  * to 16, run on mma.sync.
  *
- * Measured on an H100 80GB (reading 2 GiB: 3.11 TB/s), 2026-11-21, H = 32, K = 8, `gpu_attn bench`, beside PyTorch 2.11's cuDNN:
+ * Measured on an H200 (reading 2 GiB: 4.6 TB/s), 2026-11-24, H = 32, K = 8, `gpu_attn bench`, and in the same run PyTorch 2.11's
+ * cuDNN (test/bench_peers_attn.py):
  *
  *      kernel      case                                D = 64            D = 96            D = 128
- *      attn_small  4096 sequences of 150..900          96 % of reading                     95 %
- *                  64 sequences of 4096, in parts      92 %                                93 %
- *      attn_wg     causal prefill of 4,096, TFLOP/s    406, cuDNN 385    409, cuDNN 401    500, cuDNN 538
- *                  causal prefill of 16,384            472, cuDNN 444    455, cuDNN 455    544, cuDNN 593
- *                  prefix of 896, 4,096 sequences      321               362               450
+ *      attn_small  4096 sequences of 150..900          95 % of reading                     94 %
+ *                  64 sequences of 4096, in parts      87 %                                89 %
+ *      attn_wg     causal prefill of 1,024, TFLOP/s    218, cuDNN 191    269, cuDNN 204    345, cuDNN 268
+ *                  causal prefill of 4,096             432, cuDNN 379    427, cuDNN 394    553, cuDNN 524
+ *                  causal prefill of 16,384            487, cuDNN 437    450, cuDNN 440    579, cuDNN 566
+ *                  16 prompts of 512                   171               184               235
  * =========================================================================== */
 
 typedef struct attn_args {
@@ -3876,8 +3878,8 @@ __device__ static inline void attn_soften(float (&s)[N], float m[2], float l[2],
         m[r] = top, l[r] = l[r] * fade[r] + attn_powers(s, r, top, scale);
     }
 }
-/* The same with a maximum that stays behind by up to 8: 2^(scale s - m) is at most 256 then, and the sums so far mostly stay as they
- * are. Whether they are to be multiplied by fade in some thread of the warp. */
+/* The same with a maximum that stays behind by up to 8: 2^(scale s - m) is at most 256 then, and the sums so far mostly stay as
+ * they are. Whether they are to be multiplied by fade in some thread of the warp. */
 template <int N>
 __device__ static inline bool attn_soften_lazily(float (&s)[N], float m[2], float l[2], float fade[2], float scale) {
     const float top[2] = {attn_top(s, 0) * scale, attn_top(s, 1) * scale};
@@ -4390,12 +4392,12 @@ __device__ static inline void attn_hold(float x, uint32_t at) {
     asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.b32 [%1], %1;}" ::"f"(x), "r"(at) : "memory");
 }
 
-/* One warpgroup: its 64 queries against all tiles. BOTH: for attn_both, where all see the whole span, and where the tensor cores have
- * time to spare, so that lazy maxima would cost more than they save; else pos is room for the queries' positions. end(rows, acc) says
- * what becomes of the sums. */
+/* One warpgroup: its 64 queries against all tiles. BOTH: for attn_both, where all see the whole span, and where the tensor cores
+ * have time to spare, so that lazy maxima would cost more than they save; else pos is room for the queries' positions. end(rows,
+ * acc) says what becomes of the sums. */
 template <int DP, int WGS, int N, int STAGES, bool BOTH, class End>
-__device__ static inline void attn_wg_work(const attn_args &a, const attn_item &it, int h, int wg, int first, int n_tiles, int before,
-                                           uint32_t qs, uint32_t full_k, char *smem, int *pos, const End &end) {
+__device__ static inline void attn_wg_work(const attn_args &a, const attn_item &it, int h, int wg, int first, int n_tiles,
+                                           int before, uint32_t qs, uint32_t full_k, char *smem, int *pos, const End &end) {
 #if HOPPER
     typedef attn_wg_shape<DP, WGS, N, STAGES> shape;
     int lane = threadIdx.x % 32, at = before % STAGES, parity = before / STAGES & 1; /* of the tile that is next for P V */
@@ -4486,7 +4488,8 @@ __device__ static inline void attn_wg_leave(const attn_args &a, const attn_item 
     for (int k = 0; k < PIECES / 2; k++) {
         const int row = row0 + k * (32 / PIECES) + lane / PIECES, piece = lane % PIECES;
         if (row < it.nq && piece * 8 < a.D)
-            *(uint4 *)(a.o + attn_head_at(a, it.q0 + row, h) * a.D + piece * 8) = *(const uint4 *)(room + attn_piece_at(WGS * 64, row, piece));
+            *(uint4 *)(a.o + attn_head_at(a, it.q0 + row, h) * a.D + piece * 8) =
+                *(const uint4 *)(room + attn_piece_at(WGS * 64, row, piece));
     }
 #endif
 }
@@ -4517,11 +4520,11 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
     } else {
         regs_take<shape::REGS>();
         const int wg = threadIdx.x / 128 - 1;
-        attn_wg_work<DP, WGS, N, STAGES, false>(a, it, h, wg, first, n_tiles, 0, qs, full_k, attn_smem, pos,
-                                         [&](const attn_rows &w, const float(&acc)[DP / 2]) {
-                                             if (it.where & ATTN_TO_O) attn_wg_leave<DP, WGS>(a, it, w, h, wg, acc, (bf16 *)attn_smem);
-                                             else attn_rows_end(a, it, w, h, acc);
-                                         });
+        auto end = [&](const attn_rows &w, const float(&acc)[DP / 2]) {
+            if (it.where & ATTN_TO_O) attn_wg_leave<DP, WGS>(a, it, w, h, wg, acc, (bf16 *)attn_smem);
+            else attn_rows_end(a, it, w, h, acc);
+        };
+        attn_wg_work<DP, WGS, N, STAGES, false>(a, it, h, wg, first, n_tiles, 0, qs, full_k, attn_smem, pos, end);
     }
 #else
     __trap();
@@ -5100,10 +5103,12 @@ static int attn_launches(const attn_plan *p) {
 static void attention(toka_device *d, int layer, const bf16 *q, bf16 *o) {
     const toka_shape *sh = d->shape;
     const attn_plan *p = d->attn;
+    const int G = sh->H / sh->K;
     attn_args a = {.q = q, .o = o, .kv = d->kv + (size_t)layer * d->kv_layer, .pages = p->dev_pages, .pos = d->rows.pos,
                    .state_o = p->state_o, .state_lse = p->state_lse, .part_o = p->part_o, .part_lse = p->part_lse,
-                   .K = sh->K, .G = sh->H / sh->K, .D = sh->D, .log2_B = __builtin_ctz(sh->B),
-                   .window = d->layers[layer].window, .inv_G = (uint32_t)(((1ll << 31) - 1) / (sh->H / sh->K) + 1), .scale = (float)(M_LOG2E / sqrt((double)sh->D)), .early = p->early};
+                   .K = sh->K, .G = G, .D = sh->D, .log2_B = __builtin_ctz(sh->B), .window = d->layers[layer].window,
+                   .inv_G = (uint32_t)(((1ll << 31) - 1) / G + 1), .scale = (float)(M_LOG2E / sqrt((double)sh->D)),
+                   .early = p->early};
     if (d->error.code) return;
     for (int i = 0; i < p->n_levels; i++) {
         const attn_level *l = &p->levels[i];

@@ -238,7 +238,7 @@ gpu_collect() { # waits for all jobs, and counts them in the order in which they
             [ "$status" = 0 ] || tail -40 "$B/jobs/$i.log"
             result "$name ($took s)" "$status"
         else
-            grep -v '^ok ' "$B/jobs/$i.log" | tail -40 | sed "s/^/       /"
+            { grep -v '^ok ' "$B/jobs/$i.log" | grep -vxF "$line" | head -40; echo "$line"; } | sed "s/^/       /" # what failed first
             echo "       $name: $took s"
             if [ -z "$line" ]; then result "$name ends (exit $status)" 1; continue; fi
             # shellcheck disable=SC2046
