@@ -13745,6 +13745,7 @@ static int api_stream_option(api_call *c, str name, const json *v, toka_err *e) 
 static int api_stream_options(api_call *c, const api_body *b, toka_err *e) {
     if (!b->stream_options) return 0;
     JSON_MEMBERS(key, b->stream_options) if (api_stream_option(c, json_str(key), key + 1, e)) return e->code;
+    if (!c->stream) return API_BAD("stream_options: given without stream");
     c->include_usage |= c->usage_always;
     return 0;
 }

@@ -172,7 +172,9 @@ static void test_api_unknown_fields(void) {
     r = api_refuse_value(&m, API_CHAT, "stream_options", "{\"include_usage\":true,\"include_obfuscation\":false,\"colour\":1}");
     CHECK(r.status == 400 && strstr(r.message, "stream_options.colour: ") && !strcmp(r.param, "stream_options"));
     m.strict = false;
-    CHECK(!api_refuse_value(&m, API_CHAT, "stream_options", "{\"colour\":null,\"include_usage\":null}").status && api_n_unknown == 2);
+    CHECK(!api_refuse_value(&m, API_CHAT, "stream_options", "{\"colour\":null,\"include_usage\":null},\"stream\":true").status && api_n_unknown == 2);
+    r = api_refuse_value(&m, API_CHAT, "stream_options", "{\"include_usage\":true},\"stream\":false");
+    CHECK(r.status == 400 && strstr(r.message, "without stream") && !strcmp(r.param, "stream_options"));
     m.strict = true;
     m.beside = beside;
     CHECK(!api_refuse_value(&m, API_COMPLETIONS, "custom_id", "1").status);
@@ -583,7 +585,6 @@ static void api_random_body(uint64_t *rng, bool chat, buf *b) {
     if (!chat && rnd(rng) % 3 == 0) buf_c(b, rnd(rng) % 3 ? ",\"echo\":true" : ",\"echo\":true,\"max_tokens\":0");
     if (rnd(rng) % 3 == 0) buf_c(b, ",\"return_token_ids\":true");
     if (rnd(rng) % 5 == 0) buf_c(b, ",\"return_tokens_as_token_ids\":true");
-    if (rnd(rng) % 4 == 0) buf_c(b, ",\"stream_options\":{\"include_usage\":true,\"continuous_usage_stats\":true}");
 }
 
 static void test_api_stream_equals_whole(void) {
@@ -599,7 +600,9 @@ static void test_api_stream_equals_whole(void) {
         buf_c(&body, "}");
         api_call c, d;
         api_must_parse(&m, route, body.p, &c);
-        body.n = open, buf_c(&body, ",\"stream\":true}");
+        body.n = open, buf_c(&body, ",\"stream\":true");
+        if (rnd(&rng) % 4 == 0) buf_c(&body, ",\"stream_options\":{\"include_usage\":true,\"continuous_usage_stats\":true}");
+        buf_c(&body, "}");
         api_must_parse(&m, route, body.p, &d);
         api_fake f[64];
         for (int i = 0; i < c.n_choices; i++) {
