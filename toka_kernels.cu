@@ -3682,7 +3682,7 @@ __device__ static inline float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-/* q / G without a division, for q < 2^31 / G: a thread of attn_wg has ten of them before its first product. */
+/* q / G without a division, for q < 2^31 / G: a thread of attn_wg has up to nine of them before its first product. */
 __device__ static inline int attn_row(const attn_args &a, int q) { return (int)__umulhi(2u * (uint32_t)q, a.inv_G); }
 /* Where O and LSE of query q of kv head h go: index of a head in [T][H], or of a row of part_o. */
 __device__ static inline size_t attn_head_at(const attn_args &a, int q, int h) {
@@ -3832,7 +3832,7 @@ __device__ static inline void attn_pv(float (&acc)[DP / 2], const float (&s)[TOK
 __device__ static inline int attn_pos(const attn_args &a, const attn_item &it, int i) {
     return i < it.nq ? a.pos[attn_row(a, it.q0 + i)] : -1;
 }
-/* Scores of positions that a query must not see become -inf. pos: of the thread's queries; kv: position of column 0. */
+/* Scores of positions that a query must not see become -inf. at: positions of the thread's queries; kv: position of column 0. */
 template <int N>
 __device__ static inline void attn_mask(const attn_args &a, const attn_item &it, float (&s)[N], int2 at, int kv) {
     const int pos[2] = {at.x, at.y};
@@ -5062,7 +5062,8 @@ static void attn_launch_items(toka_device *d, int layer, attn_args a, const attn
     else if (map && small) l->brief ? attn_small_launch<128, 16, 2>(d, a, n, map) : attn_small_launch<128, 16, 3>(d, a, n, map);
     else if (map && a.D <= 64) attn_wg_launch<64, 3, 128, 3>(d, a, n, map);
     else if (map && a.D <= 96) attn_wg_launch<96, 2, 128, 3>(d, a, n, map);
-    else if (map) l->lengthy ? attn_wg_launch<128, 2, 192, 2>(d, a, n, map) : attn_wg_launch<128, 2, 128, 3>(d, a, n, map);
+    else if (map && l->lengthy && !(a.window && a.window < ATTN_LENGTHY)) attn_wg_launch<128, 2, 192, 2>(d, a, n, map);
+    else if (map) attn_wg_launch<128, 2, 128, 3>(d, a, n, map);
     else if (a.D <= 64) small ? attn_mma_launch<64, 1>(d, a, n) : attn_mma_launch<64, 4>(d, a, n);
     else if (a.D <= 128) small ? attn_mma_launch<128, 1>(d, a, n) : attn_mma_launch<128, 4>(d, a, n);
     else small ? attn_mma_launch<256, 1>(d, a, n) : attn_mma_launch<256, 4>(d, a, n);

@@ -241,6 +241,7 @@ static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = 
                 if (!p->kin || !p->kin_mixed) continue;
             }
             if (way == LEVELS) p->kin_work = 0, st.plan();
+            gpu_check(!strstr(name, "lengthy") || p->levels[0].lengthy, "%s: the span is long", name);
             snprintf(what, sizeof what, "%s D=%d K=%d G=%d B=%d window=%d%s%s", name, s.c.D, s.c.K, s.c.G, s.c.B, s.c.window,
                      s.shared.empty() ? "" : share ? " shared" : " unshared", way == LEVELS ? " by levels" : way == MIXED ? " mixed" : p->kin ? " by kin" : "");
             st.o.poison();
@@ -388,7 +389,7 @@ static void test_prefill(shape_case c) { /* whole prompts, chunks behind earlier
     check(s, "prefill");
     if (c.B == 64) check(s, "prefill, logits of 50", 14);
 }
-static void test_lengthy(shape_case c) { /* tiles of spans with ATTN_LENGTHY positions and more */
+static void test_lengthy(shape_case c) { /* tiles of spans with ATTN_LENGTHY positions and more; under few_sms items stay whole */
     scene s(c);
     s.add(ATTN_LENGTHY, 37);
     s.add(ATTN_LENGTHY + 333, 70);
@@ -764,9 +765,11 @@ static void test_tiny() {
         for (int n : {200, 300}) alone.add(n, 1);
         check(alone, "tiny, alone");
     }
-    scene lengthy({128, 1, 4, 64, 0});
-    lengthy.add(ATTN_LENGTHY, 40);
-    check(lengthy, "tiny, lengthy");
+    few_sms([] {
+        scene s({128, 2, 4, 64, 0});
+        s.add(ATTN_LENGTHY, 70);
+        check(s, "tiny, lengthy");
+    });
     for (int D : {64, 128})
         few_sms([=] { /* so that attn_both takes them, several a block */
             scene s({D, 2, 4, 64, 0});
@@ -800,8 +803,14 @@ static void test_all(bool small) {
             check(s, "decode on few multiprocessors");
         });
     for (int G : {1, 3, 4, 8})
-        for (int window : {0, 70})
-            if (!small || G == 3) test_lengthy({128, 2, G, 64, window});
+        for (int window : {0, (int)ATTN_LENGTHY, 700})
+            if (!small || G == 3)
+                for (bool few : {false, true}) few ? few_sms([=] { test_lengthy({128, 2, G, 64, window}); }) : test_lengthy({128, 2, G, 64, window});
+    for (int D : {72, 80, 112}) { /* head sizes that are no whole panels, on Hopper's kernels */
+        if (small && D != 80) continue;
+        shape_case odd = {D, 2, D == 112 ? 5 : 3, 64, 0};
+        test_prefill(odd), test_tails(odd);
+    }
     for (int G : Gs) {
         if (small) break;
         for (int D : {64, 128}) {

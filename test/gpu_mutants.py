@@ -156,6 +156,7 @@ MUTANTS = [
            ("what lies behind the last position", "int n = `it.kv1 - first - (n_tiles - 1) * N`;", "it.kv1 - first - (n_tiles - 1) * N + 1"),
            ("the diagonal's tile has no mask", "if (j < open.x || `j >= open.y`)\n            attn_mask(", "j > open.y"),
            ("a row's second query sees what the first one does", "make_int2(pos[w.i], `pos[w.i + 8]`)", "pos[w.i]"),
+           ("the third block of 64 positions stays what it was", "blocks = min(`N / 64`, (last - t) / 64 + 1);", "2", "lengthy"),
            ("sums do not fade with a maximum that has grown", "if (`fades`) attn_fade(acc, fade);", "fades && BOTH", "prefill, logits of 50 .*B=64"),
            ("rows that leave exchanged", "const int row = row0 + k * (32 / PIECES) + `lane / PIECES`, piece", "0"),
            ("the state weighs as much as what is new", "x += `e.old` * old.x, y += e.old * old.y;", "e.own", "tails, 40 rows .*B=64 .*shared"),

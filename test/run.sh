@@ -238,7 +238,10 @@ gpu_collect() { # waits for all jobs, and counts them in the order in which they
             [ "$status" = 0 ] || tail -40 "$B/jobs/$i.log"
             result "$name ($took s)" "$status"
         else
-            { grep -v '^ok ' "$B/jobs/$i.log" | grep -vxF "$line" | head -40; echo "$line"; } | sed "s/^/       /" # what failed first
+            { # what failed first, and how a program ended that did not say
+                grep -v '^ok ' "$B/jobs/$i.log" | grep -vxF "$line" | head -40
+                if [ -n "$line" ]; then echo "$line"; else tail -20 "$B/jobs/$i.log"; fi
+            } | sed "s/^/       /"
             echo "       $name: $took s"
             if [ -z "$line" ]; then result "$name ends (exit $status)" 1; continue; fi
             # shellcheck disable=SC2046
