@@ -322,7 +322,9 @@ gpu_ranks() { # over all GPUs that there are; where there is one, all ranks on i
     local share=()
     [ "$(nvidia-smi -L | wc -l)" -gt 1 ] || share=(TOKA_DEBUG_SHARE_GPU=1 CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32)
     gpu_job counts gpu_ranks 600 env "${share[@]}" $B/gpu_ranks
-    gpu_job counts "the program on several GPUs" 600 env "${share[@]}" python3 test/gpu_ranks.py
+    gpu_job counts "the program on several GPUs" 600 env "${share[@]}" python3 test/gpu_ranks.py batches server
+    gpu_collect
+    gpu_job counts "ranks that fail" 600 env "${share[@]}" python3 test/gpu_ranks.py faults # alone: they make the GPU fault
     gpu_collect
 }
 gpu_tests() {
