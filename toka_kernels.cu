@@ -3648,8 +3648,8 @@ static void attn_plan_step(toka_device *d, const toka_step *s) {
  * a block of 64 rows is what one copy takes and what the tiles are made of, and the page table stays short; smaller pages, down
  * to 16, run on mma.sync.
  *
- * Measured on an H200 (reading 2 GiB: 4.6 TB/s), 2026-11-24, H = 32, K = 8, `gpu_attn bench`, and in the same run PyTorch 2.11's
- * cuDNN (test/bench_peers_attn.py):
+ * Measured on an H200 (reading 2 GiB: 4.6 TB/s), 2026-11-24, H = 32, K = 8, `gpu_attn bench`; prefill beside PyTorch 2.11's cuDNN
+ * in the same run (test/bench_peers_attn.py):
  *
  *      kernel      case                                D = 64            D = 96            D = 128
  *      attn_small  4096 sequences of 150..900          95 % of reading                     94 %
@@ -4289,17 +4289,18 @@ IN_CLUSTERS(ATTN_SQUAD) __global__ void __launch_bounds__(32 * (attn_squad_most<
  * Why: S = Q K^T of tile j is under way together with P V of tile j-1, and the softmax of j runs beside the latter; P goes from
  * accumulators to the A operand within the registers. The warpgroups take turns in giving out products, so that one computes
  * exponentials while the tensor cores work for another.
- * A tile of 128 positions takes a warpgroup 3,250 clocks at D = 128: its own products 1,000 to 1,270, in which nothing else of it
- * runs, as the tensor cores read P from its registers; exponentials 1,200 to 1,560; the rest turns, fading and packing. So every
- * instruction counts. Sums that mostly need not fade (attn_soften_lazily) and, where spans are long, tiles of 192 positions: causal
- * prefill of 16,384 rows, us on an H200, 2026-11-24, D = 64 / 128: 2,328 / 4,204 before, 2,235 / 3,800 with. Few rows a span: what
- * an item takes besides its tiles is as much as they take: no divisions ahead of Q, positions fetched along with Q, and rows that
- * leave by way of shared memory instead of four bytes at a time: 16 prompts of 512 rows 115 / 178 -> 101 / 146.
+ * A tile of 128 positions took a warpgroup 3,250 clocks at D = 128: giving out its own products 1,000 to 1,270, so that nothing
+ * else of it runs beside them (P is read from its registers, probably why); exponentials 1,200 to 1,560; the rest turns, fading and
+ * packing. So every instruction counts. Sums that mostly need not fade (attn_soften_lazily) and, where spans are long, tiles of 192
+ * positions: causal prefill of 16,384 rows, us on an H200, 2026-11-24, D = 64 / 128: 2,328 / 4,204 before, 2,235 / 3,800 with. Few
+ * rows a span: what an item took besides its tiles was as much as they take: no divisions ahead of Q, positions fetched along with
+ * Q, and rows that leave by way of shared memory instead of four bytes at a time: 16 prompts of 512 rows 115 / 178 -> 101 / 146.
  * Retired (H100, causal prefill of 4,096 rows at D = 64 / 128, where it did 406 / 500 TFLOP/s then): no warp of its own for
- * loading, warp 0 asked between its products: 290 / 323; blocks that stay and take items in turn: 384 / 484, as the card deals
- * out blocks of unequal length better. The same with jobs dealt out by length and each next item fetched ahead (H200, us, 16 x 512
- * rows / 4,096 / 16,384): D = 64 95 / 162 / 2,324 where it is 101 / 159 / 2,225, D = 128 148 / 263 / 3,930, 146 / 244 / 3,715.
- * 16,384 rows, D = 64 / 128: P by way of shared memory, so that nothing waits for products of it, 2,288 / 3,803 -> 2,567 / 4,383;
+ * loading, warp 0 asked between its products: 290 / 323; blocks that stay and take items in turn: 384 / 484, as the card deals out
+ * blocks of unequal length better. The same with jobs dealt out by length and each next item fetched ahead (H200, us, 16 x 512 rows
+ * / 4,096 / 16,384): D = 64 95 / 162 / 2,324 where it is 101 / 159 / 2,225, D = 128 148 / 263 / 3,930, 146 / 244 / 3,715 (there
+ * with 20 bytes spilled in tiles of 192). 16,384 rows, D = 64 / 128: P by way of shared memory, so that nothing waits for products
+ * of it, 2,288 / 3,803 -> 2,567 / 4,383 (the latter in tiles of 128, for there is no room; with P in registers those take 3,997);
  * turns that end ahead of P V, or none, 2,222 / 3,675 -> 2,252 / 3,732, 2,246 / 3,755; every eighth, fourth, third of the
  * exponentials as a polynomial, D = 64, 2,249 -> 2,386, 2,475, 2,535; two warpgroups and 192 positions, D = 64, 2,222 -> 2,456.
  * Tiles of 192 positions for short spans, 16 x 512 rows, D = 128: 178 -> 197. */

@@ -241,7 +241,6 @@ static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = 
                 if (!p->kin || !p->kin_mixed) continue;
             }
             if (way == LEVELS) p->kin_work = 0, st.plan();
-            gpu_check(!strstr(name, "lengthy") || p->levels[0].lengthy, "%s: the span is long", name);
             snprintf(what, sizeof what, "%s D=%d K=%d G=%d B=%d window=%d%s%s", name, s.c.D, s.c.K, s.c.G, s.c.B, s.c.window,
                      s.shared.empty() ? "" : share ? " shared" : " unshared", way == LEVELS ? " by levels" : way == MIXED ? " mixed" : p->kin ? " by kin" : "");
             st.o.poison();
@@ -389,11 +388,16 @@ static void test_prefill(shape_case c) { /* whole prompts, chunks behind earlier
     check(s, "prefill");
     if (c.B == 64) check(s, "prefill, logits of 50", 14);
 }
-static void test_lengthy(shape_case c) { /* tiles of spans with ATTN_LENGTHY positions and more; under few_sms items stay whole */
+/* Tiles of spans with ATTN_LENGTHY positions and more; under few_sms items stay whole. */
+static void check_lengthy(scene &s, const char *name) {
+    gpu_check(stand(s, false, 1, 5).d->attn->levels[0].lengthy, "%s: the spans are not", name);
+    check(s, name);
+}
+static void test_lengthy(shape_case c) {
     scene s(c);
     s.add(ATTN_LENGTHY, 37);
     s.add(ATTN_LENGTHY + 333, 70);
-    check(s, "lengthy");
+    check_lengthy(s, "lengthy");
     check(s, "lengthy, logits of 50", 14);
 }
 static void test_tree(shape_case c, int depth, int pages, int rows, int fan) {
@@ -768,7 +772,7 @@ static void test_tiny() {
     few_sms([] {
         scene s({128, 2, 4, 64, 0});
         s.add(ATTN_LENGTHY, 70);
-        check(s, "tiny, lengthy");
+        check_lengthy(s, "tiny, lengthy");
     });
     for (int D : {64, 128})
         few_sms([=] { /* so that attn_both takes them, several a block */
@@ -803,9 +807,10 @@ static void test_all(bool small) {
             check(s, "decode on few multiprocessors");
         });
     for (int G : {1, 3, 4, 8})
-        for (int window : {0, (int)ATTN_LENGTHY, 700})
-            if (!small || G == 3)
-                for (bool few : {false, true}) few ? few_sms([=] { test_lengthy({128, 2, G, 64, window}); }) : test_lengthy({128, 2, G, 64, window});
+        for (int window : {0, (int)ATTN_LENGTHY, 700}) {
+            auto test = [=] { test_lengthy({128, 2, G, 64, window}); };
+            if (!small || G == 3) test(), few_sms(test);
+        }
     for (int D : {72, 80, 112}) { /* head sizes that are no whole panels, on Hopper's kernels */
         if (small && D != 80) continue;
         shape_case odd = {D, 2, D == 112 ? 5 : 3, 64, 0};
@@ -915,8 +920,6 @@ static void bench_plan() {
     printf(json ? "{\"op\":\"attention\",\"case\":\"work list of 8192 sequences\",\"us\":%.1f,\"bytes\":%zu}\n"
                 : "work list of 8192 sequences, one shared prefix: %.1f us of the host, %zu bytes up\n", best, st.d->up.used);
 }
-/* The steady state of 8,192 samples of eight prompts: 704 positions in common of which `tail` are no whole page, and own parts as
- * old as samples that end between 16 and 512, log-normal around 138, are on average: 88 positions. With the levels by themselves. */
 /* How many tokens a sample of a running job has drawn, after one. */
 static int age_of(size_t sample) {
     for (uint64_t k = (uint64_t)sample * 64;; k += 2) { /* those that live long are met more often */
@@ -924,6 +927,8 @@ static int age_of(size_t sample) {
         if (age < len) return (int)age;
     }
 }
+/* The steady state of 8,192 samples of eight prompts: 704 positions in common of which `tail` are no whole page, and own parts as
+ * old as samples that end between 16 and 512, log-normal around 138, are on average: 88 positions. With the levels by themselves. */
 static void bench_samples(int D, const std::vector<int> &groups, int pages, int tail, bool share_tail, double ceiling) {
     scene s({D, 8, 4, 64, 0});
     char what[80];
