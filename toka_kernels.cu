@@ -5871,7 +5871,7 @@ static void group_sync(toka_device *d, cudaEvent_t event) {
 }
 
 /* Before anything of a device is freed: it, and all ranks that joined, have ended what they do with one another's memory. False:
- * this one's GPU does not end. Others are not waited for for ever: one may be lost. */
+ * some GPU has not ended, or a rank has not come for longer than the two streams of one may take; then nobody frees anything. */
 static bool group_leave(toka_device *d) {
     toka_group *g = d->group;
     bool ends = true;
@@ -5879,16 +5879,15 @@ static bool group_leave(toka_device *d) {
         for (int ms = 0; ends && stream && cudaStreamQuery(stream) == cudaErrorNotReady; ms += group_is_broken(g))
             ends = ms < 2000, usleep(1000);
     pthread_mutex_lock(&g->lock);
-    if (d->rank->d) g->n_leaving++;
+    const bool joined = d->rank->d;
+    g->n_leaving += joined, g->hangs |= !ends;
     pthread_cond_broadcast(&g->changed);
-    for (int naps = 0; d->rank->d && g->n_leaving < g->n_joined && naps < (g->broken ? 10 : 100);) naps += group_nap(g);
+    for (int naps = 0; joined && g->n_leaving < g->n_joined && naps < (g->broken ? 60 : 100);) naps += group_nap(g);
+    g->hangs |= joined && g->n_leaving < g->n_joined;
+    const bool hangs = g->hangs;
     pthread_mutex_unlock(&g->lock);
-    if (!ends) {
-        g->hangs = true;
-        return false;
-    }
-    group_free(d);
-    return true;
+    if (!hangs) group_free(d);
+    return !hangs;
 }
 
 /* ---- Ops: all_reduce, send, receive ---- */
