@@ -1962,6 +1962,10 @@ template <int BN, int STAGES> __device__ static inline void gemm_produce_w(const
             gemm_next<STAGES>(r);
         }
     }
+    for (int i = 0; i < STAGES && c.j.mc > 1; i++) { /* what the peer says it has read must find this CTA here */
+        mbar_wait(c.empty + 8 * r.s, r.parity ^ 1);
+        gemm_next<STAGES>(r);
+    }
 }
 /* Warp 1 fetches x. */
 template <int BN, int STAGES> __device__ static inline void gemm_produce_x(const gemm_cta &c) {
@@ -2212,7 +2216,7 @@ gemm_kernel(const __grid_constant__ CUtensorMap mx, const __grid_constant__ CUte
         regs_take<232>();
         gemm_consume<EPI, BN, SPLIT, PINGPONG>(c, warp / 4 - 1, p);
     }
-    if (per_cluster > 1) cluster_meet(); /* nobody leaves while a peer reads from it or tells it something */
+    /* A CTA may leave before its peers: all that they send it, rows of W, sums, and word of what they have read, it waits for. */
 #else
     __trap();
 #endif
