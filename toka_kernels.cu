@@ -1291,7 +1291,8 @@ typedef struct gemm_call { /* gemm_args as a kernel takes them */
     norm_fold fold;
 } gemm_call;
 
-__device__ static inline float silu(float x) { return x / (1 + ex2(-1.4426950408889634f * x)); }
+/* silu(gate) up */
+__device__ static inline float swiglu(float gate, float up) { return __fdividef(gate * up, 1 + ex2(-1.4426950408889634f * gate)); }
 
 __device__ static inline uint32_t gemm_old_pair(const gemm_call &c, int m, int n) { /* the pair that RESIDUAL adds to */
     return c.epi == EPI_RESIDUAL ? *(uint32_t *)(c.y + (size_t)m * c.ldy + n) : 0;
@@ -1309,7 +1310,7 @@ __device__ static inline void gemm_put_pair(const gemm_call &c, int m, int n, fl
 /* SWIGLU: accumulator columns n, n+1 are gates and n+8, n+9 their ups; n % 16 < 8, even. */
 __device__ static inline void gemm_put_gated(const gemm_call &c, int m, int n, float g0, float g1, float u0, float u1) {
     if (c.bias) g0 += c.bias[n], g1 += c.bias[n + 1], u0 += c.bias[n + 8], u1 += c.bias[n + 9];
-    *(uint32_t *)(c.y + (size_t)m * c.ldy + (n / 16 * 8 + n % 8)) = pack_bf16(silu(g0) * u0, silu(g1) * u1);
+    *(uint32_t *)(c.y + (size_t)m * c.ldy + (n / 16 * 8 + n % 8)) = pack_bf16(swiglu(g0, u0), swiglu(g1, u1));
 }
 
 static gemm_call gemm_checked(const gemm_args *a) {
@@ -1702,7 +1703,6 @@ struct epi_swiglu { /* y[M][N/2] = silu(gate) up: of two blocks of 8 columns the
     __host__ __device__ static constexpr int out(int c) { return c / 2; }
 #if HOPPER
     template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
-    __device__ static inline float one(float gate, float up) { return __fdividef(gate * up, 1 + ex2(-1.44269504f * gate)); }
     template <int C>
     __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &) {
         gemm_out_wait(t);
@@ -1712,7 +1712,7 @@ struct epi_swiglu { /* y[M][N/2] = silu(gate) up: of two blocks of 8 columns the
 #pragma unroll
             for (int i = 0; i < 4; i++) { /* rows 0-7 and 8-15 of the left, then of the right 8 columns of output */
                 const float *v = acc + 16 * jj + 8 * (i >> 1) + 2 * (i & 1);
-                r[i] = pack_bf16(one(v[0], v[4]), one(v[1], v[5]));
+                r[i] = pack_bf16(swiglu(v[0], v[4]), swiglu(v[1], v[5]));
             }
             stmatrix_x4(gemm_out_at<C / 2>(t.out, t.lane, jj), r[0], r[1], r[2], r[3]);
         }
@@ -2636,7 +2636,7 @@ __device__ static inline void few_value(float v[8], const gemm_call &c, const fe
     few_bias(v, c.bias, w.n0 + n);
     few_bias(up, c.bias, w.n0 + n + 8);
 #pragma unroll
-    for (int k = 0; k < 8; k++) v[k] = silu(v[k]) * up[k];
+    for (int k = 0; k < 8; k++) v[k] = swiglu(v[k], up[k]);
 }
 __device__ static inline void few_put(float v[8], const gemm_call &c, const few_place &w, int m, int n, uint4 old) {
     int gated = c.epi == EPI_SWIGLU;
