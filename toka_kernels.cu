@@ -3741,14 +3741,19 @@ __device__ static inline attn_exit attn_leave(const attn_args &a, const attn_ite
     if (first) a.state_lse[at] = e.lse;
     return e;
 }
-__device__ static inline void attn_leave_pair(const attn_exit &e, int col, float x, float y) { /* columns col, col + 1 */
+/* What leaves of columns col and col + 1; seeded: they have a state. */
+__device__ static inline float2 attn_leave_sum(const attn_exit &e, bool seeded, int col, float x, float y) {
     x *= e.own, y *= e.own;
-    if (e.seed) {
+    if (seeded) {
         float2 s = *(const float2 *)(e.seed + col);
         x += e.old * s.x, y += e.old * s.y;
     }
-    if (e.o) *(uint32_t *)(e.o + col) = pack_bf16(x, y);
-    else *(float2 *)(e.o32 + col) = make_float2(x, y);
+    return make_float2(x, y);
+}
+__device__ static inline void attn_leave_pair(const attn_exit &e, int col, float x, float y) {
+    const float2 v = attn_leave_sum(e, e.seed, col, x, y);
+    if (e.o) *(uint32_t *)(e.o + col) = pack_bf16(v.x, v.y);
+    else *(float2 *)(e.o32 + col) = v;
 }
 
 /* ---- Items on mma.sync: any D, any card ----
@@ -4480,12 +4485,8 @@ __device__ static inline void attn_wg_leave(const attn_args &a, const attn_item 
         const attn_exit e = attn_leave(a, it, i, h, w.m[r], sum, attn_old_lse(a, it, i, h), false);
 #pragma unroll
         for (int c = 0; c < DP / 8; c++) {
-            float x = acc[4 * c + 2 * r] * e.own, y = acc[4 * c + 2 * r + 1] * e.own;
-            if (e.seed && c * 8 < a.D) {
-                const float2 old = *(const float2 *)(e.seed + c * 8 + quad * 2);
-                x += e.old * old.x, y += e.old * old.y;
-            }
-            *((uint32_t *)(room + attn_piece_at(WGS * 64, i, c)) + quad) = pack_bf16(x, y);
+            const float2 v = attn_leave_sum(e, e.seed && c * 8 < a.D, c * 8 + quad * 2, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]);
+            *((uint32_t *)(room + attn_piece_at(WGS * 64, i, c)) + quad) = pack_bf16(v.x, v.y);
         }
     }
     __syncwarp();

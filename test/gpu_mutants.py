@@ -159,7 +159,7 @@ MUTANTS = [
            ("the third block of 64 positions stays what it was", "blocks = min(`N / 64`, (last - t) / 64 + 1);", "2", "lengthy"),
            ("sums do not fade with a maximum that has grown", "if (`fades`) attn_fade(acc, fade);", "fades && BOTH", "prefill, logits of 50 .*B=64"),
            ("rows that leave exchanged", "const int row = row0 + k * (32 / PIECES) + `lane / PIECES`, piece", "0"),
-           ("the state weighs as much as what is new", "x += `e.old` * old.x, y += e.old * old.y;", "e.own", "tails, 40 rows .*B=64 .*shared"),
+           ("the state weighs as much as what is new", "x += `e.old` * s.x, y += e.old * s.y;", "e.own", "tails, 40 rows .*B=64 .*shared"),
            ("a row by a division that rounds down", ".inv_G = (uint32_t)(`((1ll << 31) - 1) / G + 1`)", "(1ll << 31) / G - 1")),
     *group("attn_wg", "attn parts", "many long ",
            ("beyond 32 pages", "if (`page - ids_at >= 32 || page < ids_at`) ids_at = page,", "page - ids_at >= 32 + (ids_at >= 0) || page < ids_at")),
