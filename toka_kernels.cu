@@ -760,8 +760,9 @@ static void stage_send(toka_device *d, stage *s) {
 }
 
 /* The same ahead of a graph, by a kernel: between kernels a copy costs 4 to 6 us more than its bytes take (8 and 64 rows, H200,
- * 2026-11-23; one row 0 to 2). There is no grid_launch_dependents(), for kernels of the step read the stage ahead of grid_wait().
- * Nor is there an event: a host buffer is filled again two steps later, when this one has been finished. */
+ * 2026-11-23; one row 0 to 2). Kernels of the step read the stage ahead of grid_wait(), which they may only because a graph stands
+ * behind this one, whose first kernel waits for all of it, and no dependent launch. There is no event: a host buffer is filled
+ * again two steps later, when this one has been finished. */
 enum { STAGE_BRIEF = 16384 }; /* bytes at most */
 __global__ static void __launch_bounds__(256) stage_kernel(const uint4 *from, uint4 *to, int n) {
     const int i = (int)(blockIdx.x * 256 + threadIdx.x);
@@ -6662,7 +6663,7 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1)
                        int n) {
     grid_wait();
     const unsigned c = meet_count(m) + 1;
-    meet(m, c, NULL);
+    if (!meet(m, c, NULL)) n = 0;
     for (int row = (int)blockIdx.x; row < n; row += (int)gridDim.x)
         for (int id = (int)threadIdx.x; id < V; id += MEET_THREADS) {
             const float x = own[(size_t)row * own_ldl + id];
@@ -7558,7 +7559,7 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_BLOCKS)
         if (many) p.max = r.max, p.sum = (float)mass / SAMP_ONE;
     }
     samp_result out = samp_finish(a, p, raw_max, raw_log_sum, f.last_resort);
-    if (adjusted && a.forced == SAMP_DRAW)
+    if (adjusted && a.forced == SAMP_DRAW && (unsigned)out.id < (unsigned)s.V) /* a broken group's logits can lead anywhere */
         out.logprob = samp_undo(f, out.id, samp_clean(x[out.id]), raw_max, raw_log_sum, (int *)scratch);
     if (threadIdx.x) return;
     s.results[blockIdx.x] = out, s.reached[blockIdx.x] = 0;
