@@ -11621,10 +11621,15 @@ static void eng_phase(void *start, const char *what, double done) {
     if (p->progress) p->progress(p->user, what, done);
 }
 
+/* Tokens that so many sequences hold at full length, each in whole pages. */
+static int64_t eng_full_tokens(int max_seqs, int max_len, int page_tok) {
+    return (int64_t)max_seqs * (((int64_t)max_len + page_tok - 1) / page_tok * page_tok);
+}
+
 /* Tokens of KV to hold: every sequence at full length if that is small, else what the device has room for. */
 static int64_t eng_kv_tokens(const toka_shape *s, int max_seqs, const toka_backend *be, int64_t room_bytes) {
     int64_t per_token = (int64_t)2 * s->L * s->K * s->D * (int64_t)be->activation_bytes;
-    return MIN((int64_t)max_seqs * s->max_len, MAX(room_bytes, 0) / per_token);
+    return MIN(eng_full_tokens(max_seqs, s->max_len, be->page_tok), MAX(room_bytes, 0) / per_token);
 }
 
 /* Sets shape->max_len and the number of pages, or fails when the length asked for does not fit. asked_kv 0: as memory allows;
@@ -19506,7 +19511,7 @@ static plan_rank plan_rank_of(const plan_ask *a, int tp, int pp, int stage, int 
     p.scratch = (int64_t)toka_gpu_scratch_bytes(s, a->max_tokens) + (int64_t)toka_gpu_group_bytes(s, a->max_tokens, tp, pp);
     p.token_bytes = (int64_t)2 * s->L * s->K * s->D * 2;
     int64_t room = (int64_t)(a->utilization * (a->gpu->memory - PLAN_CONTEXT_BYTES)) - p.weights - p.scratch;
-    p.kv_tokens = MIN((int64_t)a->max_seqs * a->max_len, room / p.token_bytes);
+    p.kv_tokens = MIN(eng_full_tokens(a->max_seqs, a->max_len, TOKA_GPU_PAGE_TOK), room / p.token_bytes);
     return p;
 }
 

@@ -1194,6 +1194,28 @@ static void test_bad_words(void) {
     toka_close(t);
 }
 
+/* A cache that is sized by the longest sequences has whole pages for each: all run at once, and none is preempted. */
+static void test_short_sequences(void) {
+    for (int len = 4; len <= 20; len += 14) {
+        toka_options o = toka_options_default();
+        toka *t;
+        toka_err e;
+        o.model = eng_model, o.device = "cpu", o.max_model_len = len, o.max_num_seqs = 40;
+        CHECK(!toka_open(&t, &o, &e));
+        toka_sampling s = eng_greedy(len - 2);
+        toka_request r = toka_request_default();
+        s.ignore_eos = 1, r.sampling = s, r.n = 1, r.n_ids = 2;
+        for (int i = 0; i < 40; i++) {
+            r.ids = (int32_t[]){20 + i, 21};
+            CHECK(!toka_submit(t, &r, NULL, NULL, &(int64_t){0}, &e));
+        }
+        CHECK(!toka_run(t, 0, &e));
+        const toka_stats stats = toka_get_stats(t);
+        CHECK_MSG(!stats.preemptions && stats.steps <= len, "%d: %d steps, %d preemptions", len, (int)stats.steps, (int)stats.preemptions);
+        toka_close(t);
+    }
+}
+
 typedef struct eng_counted { /* what statistics say while events come */
     toka *t;
     int64_t tokens;

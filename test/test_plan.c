@@ -125,7 +125,7 @@ static void plan_test_properties(void) {
 /* The engine sizes its cache by the same rule. */
 static void plan_test_engine(void) {
     plan_fix f = plan_fix_open("llama-3.2-1b", "H100");
-    const toka_backend be = {.activation_bytes = 2};
+    const toka_backend be = {.activation_bytes = 2, .page_tok = TOKA_GPU_PAGE_TOK};
     toka_shape whole = f.ask.model->shape;
     for (int seqs = 1; seqs < 5000; seqs *= 4) {
         f.ask.max_seqs = seqs;
