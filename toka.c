@@ -7391,8 +7391,9 @@ static int pred_bucket(const pred *p, int length) { /* edge[i] <= length < edge[
 
 /* ---- What happened ---- */
 
-static void pred_halve(pred_table *t) {
+static void pred_halve(pred_table *t) { /* and what was counted, by which pred_is_old goes */
     for (int i = 0; i < PRED_N; i++) t->at_risk[i] /= 2, t->ended[i] /= 2;
+    t->n_events /= 2, t->n_fresh /= 2;
 }
 
 /* A sequence has edge[bucket] tokens and goes on; call it for bucket 0 when it starts. */

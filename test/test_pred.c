@@ -62,6 +62,22 @@ static void prt_learns(void) {
     pred_free(&p);
 }
 
+/* However much was seen before: when answers grow from 30 to 1,000 tokens, it takes about one memory of them to learn it. */
+static void prt_learns_late(void) {
+    const pred_of all = {-1, 0};
+    for (int before = 10000; before <= 1000000; before *= 10) {
+        uint64_t rng = 11;
+        int n = 0;
+        pred p;
+        pred_init(&p, 64, 64);
+        for (int i = 0; i < before; i++) prt_feed(&p, all, 20 + (int)(rnd(&rng) % 40), 4096);
+        for (; n < p.memory * 4 && pred_length(&p, all, pred_survival(&p, all, 0) * 0.5) < 700; n++)
+            prt_feed(&p, all, 900 + (int)(rnd(&rng) % 200), 4096);
+        CHECK_MSG(n <= p.memory * 2 / 3, "behind %d: after %d, memory %d", before, n, (int)p.memory);
+        pred_free(&p);
+    }
+}
+
 /* Half of the sequences are cut off at a random moment, or still run: the answer is the same. */
 static void prt_censored(void) {
     uint64_t rng = 9;
@@ -146,6 +162,7 @@ static void prt_halved(void) {
 static const struct test pred_tests[] = {{"pred: cold start", prt_cold},
                                          {"pred: learns a lognormal", prt_learns},
                                          {"pred: censoring does not bias", prt_censored},
+                                         {"pred: an old engine learns, too", prt_learns_late},
                                          {"pred: survivors count", prt_survivors},
                                          {"pred: classes differ", prt_classes},
                                          {"pred: more classes than places", prt_many_classes},
