@@ -376,6 +376,14 @@ static void arena_take(arena *a, struct arena_block *b) {
     b->older = *place, *place = b;
 }
 
+/* A first block of n bytes, for an arena of which it is known what it will hold. */
+static void arena_begin(arena *a, size_t n) {
+    assert(!a->blocks);
+    a->blocks = mem_alloc(sizeof *a->blocks + n);
+    *a->blocks = (struct arena_block){.cap = n};
+    a->used = 0;
+}
+
 static void *arena_alloc(arena *a, size_t n) {
     size_t at = (a->used + 15) & ~(size_t)15;
     if (!a->blocks || n > a->blocks->cap || at > a->blocks->cap - n) {
@@ -11842,6 +11850,7 @@ static eng_request *eng_request_new(const eng *g, const toka_request *r, const i
     q->n_prompt = n_prompt, q->n = q->n_live = MAX(r->n, 1), q->priority = r->priority;
     q->class_key = r->length_class, q->ids_only = r->ids_only, q->keep_special = r->keep_special;
     q->scores = r->prompt_logprobs, q->score_only = !r->n, q->scoring.logprobs = r->prompt_top;
+    arena_begin(a, 64 + (size_t)n_prompt * sizeof *prompt + (size_t)q->n); /* most have nothing more, and a million may wait */
     q->prompt = arena_copy(a, prompt, (size_t)n_prompt * sizeof *prompt);
     q->ended = arena_zalloc(a, (size_t)q->n);
     s->stop_ids = arena_copy(a, s->stop_ids, (size_t)s->n_stop_ids * sizeof *s->stop_ids);
@@ -12166,8 +12175,10 @@ static bool eng_deliver(eng_replica *p, eng_request *r, int q, const toka_pick *
     eng *g = p->g;
     const sched_seq *x = &p->s.seqs[q];
     const toka_sampling *s = &r->sampling;
-    bool armed = x->n_known + 1 - x->n_prompt >= s->min_tokens, full = x->n_known + 1 == x->limit;
-    bool is_end = samp_listed(r->ends.p, (int)r->ends.n, pick->id), stopped = eng_text(p, q, r, pick->id, is_end, armed, full);
+    int n_before = x->n_known - x->n_prompt;
+    bool armed = n_before + 1 >= s->min_tokens, full = x->n_known + 1 == x->limit;
+    bool is_end = n_before >= s->min_tokens && samp_listed(r->ends.p, (int)r->ends.n, pick->id); /* sooner: all else was banned */
+    bool stopped = eng_text(p, q, r, pick->id, is_end, armed, full);
     toka_event ev = {.sample = x->sample,
                      .id = pick->id,
                      .logprob = pick->logprob,

@@ -1177,6 +1177,20 @@ static void test_ids_only(void) {
 }
 
 /* What greedy decoding says is forbidden piece by piece: a token, then a pair. Nothing of it comes again. */
+/* Where nothing but ends is allowed, min_tokens holds all the same: an end too early is a token like another. */
+static void test_ends_alone(void) {
+    toka *t = eng_must_open(eng_model, 8, 64, 1);
+    toka_sampling s = eng_greedy(9);
+    s.allowed_ids = t->files->config.eos_ids, s.n_allowed = t->files->config.n_eos_ids;
+    for (int least = 0; least < 5; least++) {
+        s.min_tokens = least;
+        eng_got *g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
+        CHECK_MSG((int)g->id[0].n == least + 1 && g->finish[0] == TOKA_STOP, "%d: %d", least, (int)g->id[0].n);
+        eng_got_free(g);
+    }
+    toka_close(t);
+}
+
 static void test_bad_words(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
     toka_sampling s = eng_greedy(40);
@@ -1354,4 +1368,6 @@ static const struct test eng_tests[] = {
     {"engine: statistics are not behind", test_statistics_are_not_behind},
     {"engine: events without text", test_ids_only},
     {"engine: bad words", test_bad_words},
+    {"engine: ends alone", test_ends_alone},
+    {"engine: pages for short sequences", test_short_sequences},
     {0}};
