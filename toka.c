@@ -1466,6 +1466,7 @@ static str uni_nfc(const uni *u, str s, int version, buf *b) {
 typedef struct tok tok;
 
 static int tok_load(tok **out, str tokenizer_json, toka_err *e);
+static int tok_surround(tok *t, bool behind, const char *content, toka_err *e);
 static void tok_del(tok *t);
 
 /* ---- Patterns that cut text into pieces ---- */
@@ -2804,6 +2805,17 @@ static int tok_load(tok **out, str tokenizer_json, toka_err *e) {
     if (err) tok_del(t);
     else *out = t;
     return err;
+}
+
+/* What stands ahead of a text (or, of `behind`, after it) with TOKA_ADD_SPECIAL: the token of that content, NULL: nothing, instead
+ * of what tokenizer.json says. */
+static int tok_surround(tok *t, bool behind, const char *content, toka_err *e) {
+    int32_t id = content ? tok_id(t, str_c(content)) : 0;
+    ids *list = behind ? &t->tail : &t->head;
+    if (id < 0) return fail(e, TOKA_E_INPUT, "tokenizer_config.json: %s stands around texts, but is no token", content);
+    ids_free(list);
+    if (content) ids_push(list, id);
+    return 0;
 }
 
 static void tok_del(tok *t) {
@@ -5659,6 +5671,7 @@ typedef struct mf_model { /* immutable after mf_open */
     str chat_template;    /* Jinja source; empty: none */
     str tool_template;    /* the one for chats with tools, where the model has two; empty: none */
     char *bos_token, *eos_token, *pad_token, *unk_token; /* texts for the template, NULL: none */
+    int add_bos, add_eos; /* whether a text gets them: 0, 1; -1: as tokenizer.json says */
     mf_defaults defaults;
     const mf_embedded *embedded; /* not NULL: where files come from, instead of folder */
     str *maps;            /* heap; what mf_close unmaps */
@@ -6102,6 +6115,18 @@ static char *mf_special(mf_reader *r, const char *name, arena *a) { /* "<s>" or 
     return json_is(v, JSON_STRING) ? arena_cstr(a, json_str(v)) : NULL;
 }
 
+/* add_bos_token, add_eos_token: the last word on what stands around a text have they in those classes of transformers (4.57) that
+ * make it anew; -1 in all others, and where the file does not say. */
+static int mf_adds(mf_reader *r, const char *name) {
+    static const char *const classes[] = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer",
+                                          "GPTNeoXTokenizer"};
+    str class = json_str(json_get(r->o, "tokenizer_class"));
+    if (str_ends(class, STR("Fast"))) class.n -= 4;
+    bool anew = false;
+    for (int i = 0; i < COUNT(classes); i++) anew |= str_is(class, classes[i]);
+    return anew && mf_field(r, name) ? mf_bool(r, name, false) : -1;
+}
+
 /* A template by name: of a list of {"name", "template"}; a string is "default". */
 static str mf_template(mf_reader *r, const char *name, arena *a) {
     const json *v = mf_field(r, "chat_template");
@@ -6118,12 +6143,14 @@ static str mf_template(mf_reader *r, const char *name, arena *a) {
 
 static int mf_tokenizer_config_parse(str text, const char *where, arena *a, mf_model *m, toka_err *e) {
     *e = (toka_err){0};
+    m->add_bos = m->add_eos = -1;
     arena tmp = {0}; /* the nodes: these files hold hundreds of added tokens */
     const json *o = mf_json(text, where, &tmp, json_trusted, e);
     if (o) {
         mf_reader reader = {.o = o, .where = where, .path = "", .e = e}, *r = &reader;
         m->bos_token = mf_special(r, "bos_token", a), m->eos_token = mf_special(r, "eos_token", a);
         m->pad_token = mf_special(r, "pad_token", a), m->unk_token = mf_special(r, "unk_token", a);
+        m->add_bos = mf_adds(r, "add_bos_token"), m->add_eos = mf_adds(r, "add_eos_token");
         m->chat_template = mf_template(r, "default", a), m->tool_template = mf_template(r, "tool_use", a);
     }
     arena_free(&tmp);
@@ -6802,6 +6829,21 @@ static int mf_find_hub(const char *id, const char *called, char **folder, arena 
     return *folder ? 0 : e->code;
 }
 
+/* The last part of a path as it was given, "x" of "models/x/": a link keeps its name. What has none, "." or "..", is asked for it. */
+static char *mf_folder_name(const char *path, arena *a) {
+    str s = str_c(path);
+    while (s.n > 1 && (s.p[s.n - 1] == '/' || str_ends(s, STR("/.")))) s.n--;
+    size_t from = s.n;
+    while (from && s.p[from - 1] != '/') from--;
+    str last = str_sub(s, from, s.n);
+    char *real = !last.n || str_is(last, ".") || str_is(last, "..") ? realpath(path, NULL) : NULL;
+    const char *slash = real ? strrchr(real, '/') : NULL;
+    if (slash && slash[1]) last = str_c(slash + 1);
+    char *name = arena_cstr(a, last.n ? last : str_c(path));
+    free(real);
+    return name;
+}
+
 /* Sets m->folder, m->name, m->hub_id. What exists as a path goes first; else what has a slash is a hub id, and what has
  * none a name of models.txt. */
 static int mf_find(mf_model *m, const char *model, const char *models_file, toka_err *e) {
@@ -6810,11 +6852,7 @@ static int mf_find(mf_model *m, const char *model, const char *models_file, toka
     int err = errno;
     str s = str_c(model);
     if (there && S_ISDIR(st.st_mode)) {
-        char *real = realpath(model, NULL); /* "." and "models/x/" have a last part too */
-        const char *last = real ? strrchr(real, '/') : NULL;
-        m->name = arena_cstr(&m->a, last && last[1] ? str_c(last + 1) : s);
-        m->folder = arena_cstr(&m->a, s);
-        free(real);
+        m->name = mf_folder_name(model, &m->a), m->folder = arena_cstr(&m->a, s);
         return 0;
     }
     if (there)
@@ -12568,11 +12606,28 @@ static int pub_need_template(const toka *t, toka_err *e) {
     return fail(e, TOKA_E_USE, "%s has no chat template; give one with --chat-template or use --raw", t->files->name);
 }
 
+/* The tokenizer, where the model has one, and what tokenizer_config.json says of it: what stands around texts, and the token that
+ * ends an answer, beside those that end it by the other files, as in vLLM. */
+static int pub_open_tokenizer(toka *t, toka_err *e) {
+    mf_model *f = t->files;
+    mf_config *c = &f->config;
+    if (!f->tokenizer_json.n) return 0;
+    int code = tok_load(&t->tok, f->tokenizer_json, e);
+    if (!code && f->tokenizer_config.n && f->add_bos >= 0) code = tok_surround(t->tok, false, f->add_bos ? f->bos_token : NULL, e);
+    if (!code && f->tokenizer_config.n && f->add_eos >= 0) code = tok_surround(t->tok, true, f->add_eos ? f->eos_token : NULL, e);
+    int32_t id = !code && f->eos_token ? tok_id(t->tok, str_c(f->eos_token)) : -1;
+    if (id < 0 || id >= c->shape.V || samp_listed(c->eos_ids, c->n_eos_ids, id)) return code;
+    int32_t *all = arena_alloc(&f->a, (size_t)(c->n_eos_ids + 1) * sizeof *all);
+    if (c->n_eos_ids) memcpy(all, c->eos_ids, (size_t)c->n_eos_ids * sizeof *all);
+    all[c->n_eos_ids++] = id, c->eos_ids = all;
+    return 0;
+}
+
 /* The text half of a model: files, tokenizer, template; its weights only if asked for. Takes no memory for running. */
 static int pub_open_text(toka **out, const toka_options *o, bool weights, toka_err *e) {
     toka *t = mem_zalloc(sizeof *t);
     int code = (weights ? mf_open : mf_open_text)(&t->files, o->model, o->models_file, o->model ? NULL : embedded_model, e);
-    if (!code && t->files->tokenizer_json.n) code = tok_load(&t->tok, t->files->tokenizer_json, e);
+    if (!code) code = pub_open_tokenizer(t, e);
     if (!code) code = pub_open_template(t, o->chat_template, e);
     if (code) {
         toka_close(t);

@@ -326,6 +326,70 @@ static void mft_remove_folder(const char *path) {
     CHECK(system(command) == 0);
 }
 
+/* ---- What tokenizer_config.json says of texts, and what a folder is called ---- */
+
+/* The embedded model's files with another tokenizer_config.json; want: ids of "1" (T) with what stands around it, or words of an error. */
+static void mft_surrounds(const char *config, const char *want, int n_ends, int32_t last_end) {
+    char folder[64], here[512], command[1200];
+    mft_temp_folder(folder);
+    CHECK(getcwd(here, sizeof here) != NULL);
+    snprintf(command, sizeof command, "ln -s '%s'/test/model/config.json '%s'/test/model/generation_config.json '%s'/test/model/tokenizer.json %s",
+             here, here, here, folder);
+    CHECK(system(command) == 0);
+    mft_write_file(folder, "tokenizer_config.json", str_c(config));
+    toka *t;
+    toka_err e = {0};
+    toka_options o = toka_options_default();
+    buf got = {0};
+    ids v = {0};
+    o.model = folder;
+    if (pub_open_text(&t, &o, false, &e)) buf_printf(&got, "%s", e.msg);
+    else {
+        int32_t one = tok_id(t->tok, STR("1"));
+        CHECK(one >= 0 && !tok_encode(t->tok, STR("1"), TOKA_ADD_SPECIAL, &v, &e));
+        for (size_t i = 0; i < v.n; i++) v.p[i] == one ? buf_c(&got, "T ") : buf_printf(&got, "%d ", (int)v.p[i]);
+        const mf_config *c = &t->files->config;
+        CHECK_MSG(c->n_eos_ids == n_ends && c->eos_ids[n_ends - 1] == last_end, "%s: %d ends", config, c->n_eos_ids);
+        toka_close(t);
+    }
+    CHECK_MSG(n_ends ? str_is(buf_view(&got), want) : strstr(got.p, want) != NULL, "%s: %s, not %s", config, got.p, want);
+    buf_free(&got), ids_free(&v);
+    mft_remove_folder(folder);
+}
+
+static void mft_around_texts(void) {
+#define MFT_NAMES "\"bos_token\":\"<|im_start|>\",\"eos_token\":{\"content\":\"<|im_end|>\"},\"tokenizer_class\":"
+    mft_surrounds("{" MFT_NAMES "\"PreTrainedTokenizerFast\",\"add_bos_token\":true,\"add_eos_token\":true}", "0 T ", 2, 1);
+    mft_surrounds("{" MFT_NAMES "\"LlamaTokenizerFast\"}", "0 T ", 2, 1);
+    mft_surrounds("{" MFT_NAMES "\"LlamaTokenizerFast\",\"add_bos_token\":true,\"add_eos_token\":false}", "2 T ", 2, 1);
+    mft_surrounds("{" MFT_NAMES "\"LlamaTokenizer\",\"add_bos_token\":false,\"add_eos_token\":true}", "T 3 ", 2, 1);
+    mft_surrounds("{" MFT_NAMES "\"GemmaTokenizer\",\"add_bos_token\":null,\"add_eos_token\":true}", "0 T 3 ", 2, 1);
+    mft_surrounds("{\"tokenizer_class\":\"LlamaTokenizerFast\",\"add_bos_token\":true}", "T ", 2, 1); /* there is none to add */
+    mft_surrounds("{\"tokenizer_class\":\"LlamaTokenizerFast\",\"add_bos_token\":true,\"bos_token\":\"<none>\"}", "<none> stands around texts", 0, 0);
+    mft_surrounds("{\"tokenizer_class\":\"LlamaTokenizerFast\",\"add_bos_token\":1}", "add_bos_token is 1, expected true or false", 0, 0);
+    mft_surrounds("{\"eos_token\":\"<|im_start|>\"}", "0 T ", 3, 2); /* it ends an answer beside those of generation_config.json */
+    mft_surrounds("{\"eos_token\":\"<none>\"}", "0 T ", 2, 1);
+}
+
+static void mft_folder_names(void) {
+    char folder[64], path[200], real[4096];
+    arena a = {0};
+    mft_temp_folder(folder);
+    snprintf(path, sizeof path, "mkdir %s/v1 && ln -s v1 %s/current", folder, folder);
+    CHECK(system(path) == 0);
+    static const char *const ends[] = {"", "/", "//", "/.", "/./", "/././"};
+    for (int i = 0; i < COUNT(ends); i++) {
+        snprintf(path, sizeof path, "%s/current%s", folder, ends[i]);
+        CHECK_MSG(!strcmp(mf_folder_name(path, &a), "current"), "%s: %s", path, mf_folder_name(path, &a));
+    }
+    snprintf(path, sizeof path, "%s/current/..", folder);
+    CHECK(!strcmp(mf_folder_name(path, &a), folder + strlen("/tmp/")) && !strcmp(mf_folder_name("test", &a), "test") && !strcmp(mf_folder_name("/", &a), "/"));
+    CHECK(realpath(".", real) != NULL);
+    for (int i = 0; i < 3; i++) CHECK(!strcmp(mf_folder_name((const char *[]){".", "./", "test/.."}[i], &a), strrchr(real, '/') + 1));
+    arena_free(&a);
+    mft_remove_folder(folder);
+}
+
 /* One way to spoil the tiny model. */
 typedef struct mft_spoil {
     const char *config_from, *config_to; /* in config.json */
@@ -863,6 +927,8 @@ static const struct test mf_tests[] = {
     {"mf_config_fields", test_mf_config_fields},
     {"mf_generation", test_mf_generation},
     {"mf_tokenizer_config", test_mf_tokenizer_config},
+    {"mf_around_texts", mft_around_texts},
+    {"mf_folder_names", mft_folder_names},
     {"mf_safetensors", test_mf_safetensors},
     {"mf_header_length", test_mf_header_length},
     {"mf_shards", test_mf_shards},
