@@ -14744,7 +14744,7 @@ static const json_limits run_limits = {128, RUN_LINE_BYTES};
 typedef struct run_options { /* what toka batch was asked to do */
     const char *in, *out; /* paths; "-": standard input, standard output */
     const char *errors;   /* a file for error records, NULL: they go to out */
-    const char *report;   /* a file for the closing report as JSON, or NULL */
+    const char *report;   /* a file for the closing report as JSON, "-": standard output, or NULL */
     const char *now;      /* the chat template's clock, NULL: local time */
     const char *name;     /* what results call the model, NULL: its own name */
     toka_request base;    /* what a line that does not say otherwise gets */
@@ -15491,6 +15491,7 @@ static int run_scan_input(run_state *r, toka_err *e) {
 static int run_check_report(const run_state *r, toka_err *e) {
     const char *path = r->o->report;
     struct stat st;
+    if (!strcmp(path, "-")) return strcmp(r->o->out, "-") ? 0 : fail(e, TOKA_E_USE, "standard output is the report and the output");
     bool there = !stat(path, &st), regular = there && S_ISREG(st.st_mode);
     if (regular && (run_is_same(r->in.fd, &st) || run_is_same(r->results.fd, &st)))
         return fail(e, TOKA_E_USE, "%s is the report and the input or the output", path);
@@ -15878,9 +15879,9 @@ static int run_report_write(const run_state *r, const run_report *p, toka_err *e
     for (int i = 0; i < COUNT(numbers); i++) json_put_key(&b, numbers[i].name), json_put_num(&b, numbers[i].value, true);
     run_report_put_device(&b, p);
     buf_c(&b, "}\n");
-    FILE *f = fopen(r->o->report, "w");
+    FILE *f = strcmp(r->o->report, "-") ? fopen(r->o->report, "w") : stdout;
     bool good = f && fwrite(b.p, 1, b.n, f) == b.n;
-    if (f) good &= !fclose(f);
+    if (f) good &= !(f == stdout ? fflush(f) : fclose(f));
     buf_free(&b);
     return good ? 0 : fail(e, TOKA_E_IO, "%s: %s", r->o->report, strerror(errno));
 }
@@ -21055,7 +21056,7 @@ static const cli_flag cli_flags[] = {
     {"input-file", "i", "FILE", CLI_TEXT, AT(input), FOR_BATCH, "requests, one JSON object a line; - is standard input"},
     {"output-file", "o", "FILE", CLI_TEXT, AT(output), FOR_BATCH,
      "results, appended as they come; what is there is not done again"},
-    {"report", "", "FILE", CLI_TEXT, AT(report), FOR_BATCH, "the closing report as a JSON object"},
+    {"report", "", "FILE", CLI_TEXT, AT(report), FOR_BATCH, "the closing report as a JSON object (-: to standard output)"},
     {NULL, NULL, NULL, 0, 0, 0, "Bench"},
     {"dataset", "", "FILE", CLI_TEXT, AT(dataset), FOR_THROUGHPUT | FOR_BENCH_SERVE,
      "lines with prompt_token_ids or prompt, and output_lengths: a sample for each"},
@@ -21773,10 +21774,16 @@ static int cli_models(const cli *c, toka_err *e) {
     return code;
 }
 
+static int cli_check_names(const cli *c, toka_err *e) {
+    for (int i = 0; i < c->served_names.n; i++)
+        if (!*c->served_names.at[i]) return fail(e, TOKA_E_USE, "--served-model-name: it is empty");
+    return 0;
+}
+
 static int cli_batch(const cli *c, toka_err *e) {
     toka *t;
     if (!c->input || !c->output) return fail(e, TOKA_E_USE, "toka batch needs -i IN.jsonl and -o OUT.jsonl");
-    if (check_int("--samples", c->samples, 1, ENG_MAX_N, e)) return e->code;
+    if (check_int("--samples", c->samples, 1, ENG_MAX_N, e) || cli_check_names(c, e)) return e->code;
     int code = cli_open(c, &t, e);
     if (code) return code;
     run_options o = {.in = c->input, .out = c->output, .report = c->report, .now = c->now, .base = toka_request_default(),
@@ -21933,14 +21940,27 @@ static int cli_check_serve(const cli *c, const srv_options *o, toka_err *e) {
     if (check_int("--port", c->port, 0, 65535, e)) return e->code;
     if (strcmp(c->generation_config, "auto") && strcmp(c->generation_config, "vllm"))
         return fail(e, TOKA_E_USE, "--generation-config: '%s', expected auto or vllm", c->generation_config);
-    if (check_int("--max-queue", o->max_queue, 0, INT_MAX, e)) return e->code;
+    if (check_int("--max-queue", o->max_queue, 1, INT_MAX, e)) return e->code;
     if (check_int("--max-body-bytes", o->max_body_bytes, 1, (int64_t)1 << 31, e)) return e->code;
     if (check_int("--max-upload-bytes", o->max_upload_bytes, 1, INT64_MAX, e)) return e->code;
     if (check_int("--server-threads", o->n_workers, 0, 64, e)) return e->code;
     if (o->read_timeout <= 0 || o->write_timeout <= 0 || o->keep_alive <= 0 || o->step_timeout <= 0)
         return fail(e, TOKA_E_USE, "--read-timeout, --write-timeout, --keep-alive, --step-timeout: expected more than 0 seconds");
-    for (int i = 0; i < c->api_keys.n; i++)
-        if (!*c->api_keys.at[i]) return fail(e, TOKA_E_USE, "--api-key: it is empty");
+    const char *key = getenv("TOKA_API_KEY");
+    if (key && !*key && !c->api_keys.n && !c->api_key_file)
+        return fail(e, TOKA_E_USE, "TOKA_API_KEY is empty; unset it for a server that asks for no key");
+    return cli_check_names(c, e);
+}
+
+/* Keys that flags or the environment gave, without white space at their ends, of which a header has none either. */
+static int cli_take_keys(const cli *c, arena *a, const char **keys, int *n, toka_err *e) {
+    for (int i = 0; i < c->api_keys.n; i++) {
+        str key = str_c(c->api_keys.at[i]);
+        while (key.n && isspace((unsigned char)key.p[key.n - 1])) key.n--;
+        while (key.n && isspace((unsigned char)*key.p)) key = str_sub(key, 1, key.n);
+        if (!key.n) return fail(e, TOKA_E_USE, "--api-key: it is empty");
+        keys[(*n)++] = arena_cstr(a, key);
+    }
     return 0;
 }
 
@@ -21950,7 +21970,7 @@ static int cli_serve(const cli *c, toka_err *e) {
     int code = cli_check_serve(c, &o, e);
     if (!code) code = pub_check_options(&c->open, e);
     const char **keys = arena_alloc(&a, CLI_MAX_KEYS * sizeof *keys);
-    for (int i = 0; i < c->api_keys.n; i++) keys[o.n_keys++] = c->api_keys.at[i];
+    if (!code) code = cli_take_keys(c, &a, keys, &o.n_keys, e);
     if (!code && c->api_key_file) code = cli_read_keys(c->api_key_file, &a, keys, &o.n_keys, e);
     o.open = c->open, o.host = c->host, o.port = c->port, o.keys = keys, o.now = c->now, o.quiet = c->quiet;
     o.names = c->served_names.at, o.n_names = c->served_names.n;

@@ -406,6 +406,10 @@ def test_a_report_that_cannot_be_written(tmp_path):
         _, err = batch("-i", source, "-o", str(out), "--report", str(report), status=1)
         assert str(report) in err and out.read_text() == ""
     batch("-i", source, "-o", str(out), "--report", "/dev/null")
+    got, _ = batch("-i", source, "-o", str(out), "--report", "-")
+    assert json.loads(got)["steps"] >= 0 and not os.path.exists("-")
+    _, err = batch("-i", source, "-o", "-", "--report", "-", status=1)
+    assert "standard output is" in err
 
 
 def test_a_report_in_place_of_the_results(tmp_path):
