@@ -13871,9 +13871,12 @@ static void api_put_tool_call(api_call *c, const json *v, buf *b) {
     json_put_close(b, '}');
 }
 
+/* A content of null is an empty text, but beside calls of tools, where templates ask whether it is none. */
 static int api_put_message(api_call *c, const json *m, bool walked, buf *b, toka_err *e) {
     int code = 0;
-    if (m->type != JSON_OBJECT || !json_is(json_get(m, "role"), JSON_STRING))
+    const json *role = json_get(m, "role"), *calls = json_get(m, "tool_calls");
+    const bool called = json_is(calls, JSON_ARRAY) && calls->n, assistant = str_is(json_str(role), "assistant");
+    if (m->type != JSON_OBJECT || !json_is(role, JSON_STRING) || (!assistant && !json_get(m, "content")))
         return API_BAD("messages: expected objects with a role and a content");
     json_put_open(b, '{');
     JSON_MEMBERS(key, m) {
@@ -13883,7 +13886,9 @@ static int api_put_message(api_call *c, const json *m, bool walked, buf *b, toka
         json_put_str(b, name), buf_char(b, ':');
         if (content && key[1].type != JSON_STRING && key[1].type != JSON_NULL && key[1].type != JSON_ARRAY)
             return API_BAD("messages: a content is a text or a list of parts");
-        if (content && key[1].type == JSON_ARRAY) {
+        if (content && key[1].type == JSON_NULL && !called) {
+            json_put_str(b, STR(""));
+        } else if (content && key[1].type == JSON_ARRAY) {
             if ((code = api_put_parts(c, key + 1, walked, b, e))) return code;
         } else if (str_is(name, "tool_calls") && key[1].type == JSON_ARRAY) {
             json_put_open(b, '[');
@@ -14142,13 +14147,14 @@ static const api_token *api_token_at(const api_tokens *t, size_t i, size_t k) {
 
 /* ---- Tokens as JSON ---- */
 
-/* The text of a token for a reader, in c->shown until the next call, and its bytes, which may be part of a character. */
+/* The text of a token for a reader, in c->shown until the next call, and its bytes, which may be part of a character. One that has
+ * no text, for there is no tokenizer or it ends before this id, is called by its id: by name alone alternatives are told apart. */
 static str api_token_text(api_call *c, int32_t id, str *bytes) {
     buf *raw = &c->bytes;
     buf_clear(raw), buf_clear(&c->shown);
     if (c->m->t->tok) tok_bytes(c->m->t->tok, id, raw);
     *bytes = buf_view(raw);
-    if (!c->names_are_ids) return uni_repair(*bytes, &c->shown);
+    if (!c->names_are_ids && raw->n) return uni_repair(*bytes, &c->shown);
     buf_printf(&c->shown, "token_id:%d", (int)id);
     return buf_view(&c->shown);
 }
@@ -14381,9 +14387,10 @@ static void api_put_choice_ids(api_call *c, api_choice *x, buf *b) {
 /* What is said about a prompt: in each choice of a completion, beside the choices of a chat. */
 static void api_put_prompt(api_call *c, api_part *p, buf *b) {
     if (c->packed && (c->want_ids || p->q.prompt_logprobs)) {
-        if (!p->scored.b.n) { /* ids alone: as tokens without log-probabilities */
+        if (!p->scored.b.n) { /* ids alone: none has a log-probability, and nobody takes it for one */
             p->scored.n_top = 0;
-            for (size_t i = 0; i < p->prompt.n; i++) buf_put(&p->scored.b, &(api_token){p->prompt.p[i], 0, 0}, sizeof(api_token));
+            for (size_t i = 0; i < p->prompt.n; i++)
+                buf_put(&p->scored.b, &(api_token){p->prompt.p[i], NAN, NAN}, sizeof(api_token));
         }
         api_put_packed(c, "prompt_packed", &p->scored, false, b);
         return;
@@ -14693,9 +14700,13 @@ static int api_detokenize(api_call *c, const api_body *b, buf *out, toka_err *e)
     return code;
 }
 
+typedef struct api_fault { /* how a client is told why its body was refused: api_error's arguments */
+    int status;
+    const char *type, *param, *code; /* static */
+} api_fault;
+
 /* A body of /tokenize or /detokenize answered at once. Fails as api_parse does. */
-static int api_simple(const api_model *m, enum api_route route, str body, buf *out, toka_err *e, int *status,
-                      const char **param) {
+static int api_simple(const api_model *m, enum api_route route, str body, buf *out, toka_err *e, api_fault *fault) {
     api_call c = {.m = m};
     api_body b;
     const json *root = json_parse(&c.a, body, m->limits, e);
@@ -14703,7 +14714,7 @@ static int api_simple(const api_model *m, enum api_route route, str body, buf *o
     if (!code) code = api_check_model(&c, b.model, e);
     if (!code) code = route == API_TOKENIZE ? api_tokenize(&c, &b, out, e) : api_detokenize(&c, &b, out, e);
     if (code) api_blame(&c, route, e);
-    *status = c.status, *param = c.param;
+    *fault = (api_fault){c.status, c.type, c.param, c.code};
     api_free(&c);
     return code;
 }
@@ -17982,12 +17993,11 @@ static size_t srv_continue(srv_call *c, str records, bool last) {
 
 static void srv_simple(srv *s, srv_call *c) {
     toka_err e;
-    int status = 0;
-    const char *param = NULL;
-    if (api_simple(&s->model, (enum api_route)c->route->api, buf_view(&c->body), &c->reply.body, &e, &status, &param)) {
-        c->reply.status = status;
+    api_fault f;
+    if (api_simple(&s->model, (enum api_route)c->route->api, buf_view(&c->body), &c->reply.body, &e, &f)) {
+        c->reply.status = f.status;
         buf_clear(&c->reply.body);
-        api_error(&c->reply.body, status, e.msg, NULL, param, NULL);
+        api_error(&c->reply.body, f.status, e.msg, f.type, f.param, f.code);
     }
     srv_publish_reply(c);
 }
@@ -18079,7 +18089,11 @@ static void srv_page_reply(srv *s, srv_call *c) {
 
 static void srv_models(srv *s, srv_call *c) {
     str path = c->req->path, id = path.n > 11 ? str_sub(path, 11, path.n) : STR("");
-    if (!api_models(&s->model, id, s->started, &c->reply.body)) srv_error(c, 404, "the model '%.*s' does not exist", STRF(id));
+    toka_err e;
+    if (api_models(&s->model, id, s->started, &c->reply.body)) return;
+    fail(&e, TOKA_E_USE, "the model '%.*s' does not exist", STRF(id));
+    c->reply.status = 404;
+    api_error(&c->reply.body, 404, e.msg, NULL, "model", "model_not_found");
 }
 
 static int srv_n_connections(const srv *s);

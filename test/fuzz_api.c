@@ -69,9 +69,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     str body = {(const char *)data + 1, size - 1};
     buf out = {0};
     if (route >= API_TOKENIZE) {
-        int status;
-        const char *param;
-        if (api_simple(&m, route, body, &out, &e, &status, &param)) api_error(&out, status, e.msg, NULL, param, NULL);
+        api_fault fault;
+        if (api_simple(&m, route, body, &out, &e, &fault)) api_error(&out, fault.status, e.msg, fault.type, fault.param, fault.code);
         check_json(buf_view(&out));
     } else {
         api_call c = {.serial = {1, 2}};

@@ -33,7 +33,9 @@ static api_refusal api_refuse(const api_model *m, enum api_route route, const ch
     const char *param = NULL, *code = NULL;
     if (route >= API_TOKENIZE) {
         buf out = {0};
-        api_simple(m, route, str_c(body), &out, &e, &r.status, &param);
+        api_fault f = {0};
+        api_simple(m, route, str_c(body), &out, &e, &f);
+        r.status = f.status, param = f.param, code = f.code;
         buf_free(&out);
     } else {
         api_call c = {.serial = {1, 2}};
@@ -298,9 +300,24 @@ static void test_api_context(void) {
     api_check_context("{\"messages\":[{\"role\":\"assistant\",\"content\":\"a\",\"refusal\":null,\"tool_calls\":null},"
                       "{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[]},{\"role\":\"assistant\",\"tool_calls\":["
                       "{\"function\":{\"name\":\"f\",\"arguments\":\"\"}},{\"function\":{\"name\":\"g\",\"arguments\":null}}]}]}",
-                      "{\"messages\":[{\"role\":\"assistant\",\"content\":\"a\"},{\"role\":\"assistant\",\"content\":null},"
+                      "{\"messages\":[{\"role\":\"assistant\",\"content\":\"a\"},{\"role\":\"assistant\",\"content\":\"\"},"
                       "{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{\"name\":\"f\",\"arguments\":{}}},"
                       "{\"function\":{\"name\":\"g\",\"arguments\":{}}}]}],\"add_generation_prompt\":true}");
+}
+
+/* A message needs a content, but for what an assistant said. */
+static void test_api_contents(void) {
+    api_model m = api_test_model();
+    for (int i = 0; i < 4; i++) {
+        static const char *const roles[] = {"user", "system", "tool", "assistant"};
+        buf body = {0};
+        buf_printf(&body, "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"},{\"role\":\"%s\"}]}", roles[i]);
+        api_refusal r = api_refuse(&m, API_CHAT, body.p);
+        CHECK_MSG(i == 3 ? !r.status : r.status == 400 && strstr(r.message, "a role and a content"), "%s: %d %s", roles[i], r.status, r.message);
+        buf_free(&body);
+    }
+    api_check_context("{\"messages\":[{\"role\":\"user\",\"content\":null}]}",
+                      "{\"messages\":[{\"role\":\"user\",\"content\":\"\"}],\"add_generation_prompt\":true}");
 }
 
 /* A model with two templates renders a chat with tools by the second. */
@@ -675,6 +692,28 @@ static size_t api_base64(str s, unsigned char *out) { /* bytes */
     return n;
 }
 
+/* Without a tokenizer, or beyond its ids, tokens have no text; alternatives are told apart all the same. */
+static void test_api_tokens_without_text(void) {
+    api_model m = api_test_model();
+    toka bare = *m.t;
+    arena a = {0};
+    toka_err e;
+    bare.tok = NULL, m.t = &bare;
+    for (int chat = 0; chat < 2; chat++) {
+        api_fake f = api_fake_text("12");
+        buf out = {0}, first = {0}, second = {0};
+        if (chat) m.t = api_text_model(), f.id[0] = f.id[1] = m.t->tok->n_ids + 5;
+        api_answer(&m, API_COMPLETIONS, "{\"prompt\":[5,6,7],\"logprobs\":2}", &f, &out);
+        const json *choice = json_at(json_get(json_parse(&a, buf_view(&out), json_trusted, &e), "choices"), 0);
+        const json *l = json_get(choice, "logprobs"), *top = json_at(json_get(l, "top_logprobs"), 0);
+        buf_printf(&first, "token_id:%d", (int)f.id[0]), buf_printf(&second, "token_id:%d", (int)f.id[0] + 1);
+        CHECK_MSG(str_is(json_str(json_at(json_get(l, "tokens"), 0)), first.p), "%s", out.p);
+        CHECK(json_get(top, first.p) && json_get(top, second.p));
+        buf_free(&out), buf_free(&first), buf_free(&second);
+    }
+    arena_free(&a);
+}
+
 static void test_api_packed(void) {
     api_model m = api_test_model();
     api_fake f = api_fake_text("12");
@@ -700,6 +739,9 @@ static void test_api_packed(void) {
     CHECK(api_base64(json_str(json_get(p, "token_ids")), raw) == 12);
     memcpy(id, raw, 12);
     CHECK(id[0] == 5 && id[1] == 6 && id[2] == 7 && json_int(json_get(p, "top_n"), -1) == 0);
+    CHECK(api_base64(json_str(json_get(p, "logprobs")), raw) == 12);
+    memcpy(lp, raw, 12);
+    CHECK(isnan(lp[0]) && isnan(lp[1]) && isnan(lp[2])); /* none were asked for: none is there */
     for (int stream = 0; stream < 2; stream++) { /* echo with logprobs gives those of the prompt, too */
         buf body = {0};
         buf_printf(&body, "{\"prompt\":[5,6,7],\"logprobs\":1,\"echo\":true,\"return_packed\":true,\"stream\":%s}", stream ? "true" : "false");
@@ -754,16 +796,14 @@ static void test_api_small_routes(void) {
     api_model m = api_test_model();
     toka_err e;
     buf out = {0};
-    int status;
-    const char *param;
-    CHECK(!api_simple(&m, API_TOKENIZE, STR("{\"prompt\":\"12\",\"add_special_tokens\":false,\"return_token_strs\":true}"), &out, &e, &status,
-                      &param));
+    api_fault f;
+    CHECK(!api_simple(&m, API_TOKENIZE, STR("{\"prompt\":\"12\",\"add_special_tokens\":false,\"return_token_strs\":true}"), &out, &e, &f));
     CHECK_MSG(!strcmp(out.p, "{\"count\":2,\"max_model_len\":128,\"tokens\":[20,21],\"token_strs\":[\"1\",\"2\"]}"), "%s", out.p);
     buf_clear(&out);
-    CHECK(!api_simple(&m, API_TOKENIZE, STR("{\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}]}"), &out, &e, &status, &param));
+    CHECK(!api_simple(&m, API_TOKENIZE, STR("{\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}]}"), &out, &e, &f));
     CHECK(str_starts(buf_view(&out), STR("{\"count\":11,")) && str_ends(buf_view(&out), STR("\"token_strs\":null}")));
     buf_clear(&out);
-    CHECK(!api_simple(&m, API_DETOKENIZE, STR("{\"tokens\":[20,21]}"), &out, &e, &status, &param));
+    CHECK(!api_simple(&m, API_DETOKENIZE, STR("{\"tokens\":[20,21]}"), &out, &e, &f));
     CHECK_MSG(!strcmp(out.p, "{\"prompt\":\"12\"}"), "%s", out.p);
     buf_clear(&out);
     CHECK(api_models(&m, STR(""), 5, &out) && strstr(out.p, "\"object\":\"list\"") && strstr(out.p, "\"id\":\"other\""));
@@ -800,6 +840,7 @@ static const struct test api_tests[] = {
     {"api: who asks for log-probabilities", test_api_asks},
     {"api: bad words", test_api_bad_words},
     {"api: what templates get", test_api_context},
+    {"api: messages without a content", test_api_contents},
     {"api: template for tools", test_api_tool_template},
     {"api: texts of a message", test_api_text_parts},
     {"api: whole answers", test_api_golden_whole},
@@ -807,6 +848,7 @@ static const struct test api_tests[] = {
     {"api: a stream is the whole answer", test_api_stream_equals_whole},
     {"api: bytes of tokens", test_api_bytes},
     {"api: packed arrays", test_api_packed},
+    {"api: tokens without a text", test_api_tokens_without_text},
     {"api: broken calls", test_api_broken},
     {"api: a refused part", test_api_refused_part},
     {"api: tokenize, models, errors", test_api_small_routes},

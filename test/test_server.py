@@ -688,9 +688,20 @@ def test_keys(tmp_path):
     with Server(env={"TOKA_API_KEY": "from-env"}) as s:
         assert s.get("/v1/models").status == 401
         assert s.get("/v1/models", Authorization="Bearer from-env").status == 200
+    with Server("--api-key", " spaced\n", env={"TOKA_API_KEY": ""}) as s:  # no header has white space at its ends
+        assert s.get("/v1/models").status == 401
+        assert s.get("/v1/models", Authorization="Bearer spaced").status == 200
     keys.write_text("\n \n")
-    r = subprocess.run([TOKA, "serve", "--api-key-file", str(keys)], capture_output=True, timeout=60)
-    assert r.returncode == 1 and b"no key" in r.stderr
+    for flags, env, word in ((["--api-key-file", str(keys)], {}, b"no key"), (["--api-key", "\n"], {}, b"--api-key"), ([], {"TOKA_API_KEY": ""}, b"TOKA_API_KEY is empty")):
+        r = subprocess.run([TOKA, "serve", "--port", "0", *flags], env={**os.environ, **env}, capture_output=True, timeout=60)
+        assert r.returncode == 1 and word in r.stderr
+
+
+def test_a_model_that_is_not_there_has_a_code():
+    with Server("--served-model-name", "tiny") as s:
+        answers = [s.post(path, {"model": "nope", **more}) for path, more in (("/v1/completions", {"prompt": "a"}), ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]}))]
+        for a in [*answers, s.get("/v1/models/nope")]:
+            assert a.status == 404 and a.error()["code"] == "model_not_found" and a.error()["param"] == "model"
 
 
 # ---- Start and end ----
@@ -768,7 +779,7 @@ def test_failures_at_start(tmp_path, server):
     assert run("--port", "0", "-m", str(tmp_path))[0] == 1
     code, log = run("--port", str(server.address[1]))
     assert code == 2 and "Address already in use" in log
-    for flags, word in ((["--port", "70000"], "--port"), (["--generation-config", "x"], "auto or vllm"), (["--max-queue", "-1"], "--max-queue"),
+    for flags, word in ((["--port", "70000"], "--port"), (["--generation-config", "x"], "auto or vllm"), (["--max-queue", "-1"], "--max-queue"), (["--max-queue", "0"], "--max-queue"), (["--served-model-name", ""], "--served-model-name"),
                         (["--read-timeout", "0"], "--read-timeout"), (["--step-timeout", "0"], "--step-timeout"), (["--api-key", ""], "--api-key"), (["--host", "no.such.host.invalid"], "--host"),
                         (["--max-body-bytes", "0"], "--max-body-bytes"), (["--server-threads", "99"], "--server-threads")):
         code, log = run("--port", "0", *flags)
