@@ -330,7 +330,7 @@ static void mft_remove_folder(const char *path) {
 
 /* The embedded model's files with another tokenizer_config.json; want: ids of "1" (T) with what stands around it, or words of an error. */
 static void mft_surrounds(const char *config, const char *want, int n_ends, int32_t last_end) {
-    char folder[64], here[512], command[1200];
+    char folder[64], here[512], command[2048];
     mft_temp_folder(folder);
     CHECK(getcwd(here, sizeof here) != NULL);
     snprintf(command, sizeof command, "ln -s '%s'/test/model/config.json '%s'/test/model/generation_config.json '%s'/test/model/tokenizer.json %s",
