@@ -381,7 +381,6 @@ static void arena_begin(arena *a, size_t n) {
     assert(!a->blocks);
     a->blocks = mem_alloc(sizeof *a->blocks + n);
     *a->blocks = (struct arena_block){.cap = n};
-    a->used = 0;
 }
 
 static void *arena_alloc(arena *a, size_t n) {
@@ -5657,7 +5656,7 @@ typedef struct mf_embedded {
     const char *name, *begin, *end;
 } mf_embedded;
 
-typedef struct mf_model { /* immutable after mf_open */
+typedef struct mf_model { /* immutable after mf_open, but for the end id that pub_open_tokenizer adds */
     arena a;              /* everything below that is not mapped */
     char *name;           /* the folder's last part, the hub id or the name of models.txt */
     char *folder;         /* NULL: embedded */
@@ -6143,7 +6142,6 @@ static str mf_template(mf_reader *r, const char *name, arena *a) {
 
 static int mf_tokenizer_config_parse(str text, const char *where, arena *a, mf_model *m, toka_err *e) {
     *e = (toka_err){0};
-    m->add_bos = m->add_eos = -1;
     arena tmp = {0}; /* the nodes: these files hold hundreds of added tokens */
     const json *o = mf_json(text, where, &tmp, json_trusted, e);
     if (o) {
@@ -6911,6 +6909,7 @@ static int mf_file(mf_model *m, const char *name, bool required, char where[256]
 static int mf_open_configs(mf_model *m, toka_err *e) {
     char where[256];
     str text, tools;
+    m->add_bos = m->add_eos = -1;
     if (mf_file(m, "config.json", true, where, &text, e)) return e->code;
     if (mf_config_parse(text, where, &m->a, &m->config, e)) return e->code;
     if (mf_file(m, "generation_config.json", false, where, &text, e)) return e->code;
@@ -12613,8 +12612,8 @@ static int pub_open_tokenizer(toka *t, toka_err *e) {
     mf_config *c = &f->config;
     if (!f->tokenizer_json.n) return 0;
     int code = tok_load(&t->tok, f->tokenizer_json, e);
-    if (!code && f->tokenizer_config.n && f->add_bos >= 0) code = tok_surround(t->tok, false, f->add_bos ? f->bos_token : NULL, e);
-    if (!code && f->tokenizer_config.n && f->add_eos >= 0) code = tok_surround(t->tok, true, f->add_eos ? f->eos_token : NULL, e);
+    if (!code && f->add_bos >= 0) code = tok_surround(t->tok, false, f->add_bos ? f->bos_token : NULL, e);
+    if (!code && f->add_eos >= 0) code = tok_surround(t->tok, true, f->add_eos ? f->eos_token : NULL, e);
     int32_t id = !code && f->eos_token ? tok_id(t->tok, str_c(f->eos_token)) : -1;
     if (id < 0 || id >= c->shape.V || samp_listed(c->eos_ids, c->n_eos_ids, id)) return code;
     int32_t *all = arena_alloc(&f->a, (size_t)(c->n_eos_ids + 1) * sizeof *all);
@@ -21933,14 +21932,20 @@ static void cli_progress(void *user, const char *what, double done) {
 
 enum { CLI_MAX_KEYS = 10000 };
 
+/* A key without white space at its ends, of which a header has none either. */
+static str cli_trim_key(str key) {
+    while (key.n && isspace((unsigned char)key.p[key.n - 1])) key.n--;
+    while (key.n && isspace((unsigned char)*key.p)) key = str_sub(key, 1, key.n);
+    return key;
+}
+
 /* Lines of --api-key-file behind the keys that flags gave. keys: [CLI_MAX_KEYS], their bytes in a. */
 static int cli_read_keys(const char *path, arena *a, const char **keys, int *n, toka_err *e) {
     str text;
     int code = os_map(path, &text, e), before = *n;
     if (code) return code;
     for (str rest = text, line; !code && str_next(&rest, '\n', &line);) {
-        line = http_trim(line);
-        if (str_ends(line, STR("\r"))) line.n--;
+        line = cli_trim_key(line);
         if (!line.n) continue;
         if (*n == CLI_MAX_KEYS) code = fail(e, TOKA_E_INPUT, "--api-key-file %s: more than %d keys", path, CLI_MAX_KEYS);
         else keys[(*n)++] = arena_cstr(a, line);
@@ -21966,12 +21971,10 @@ static int cli_check_serve(const cli *c, const srv_options *o, toka_err *e) {
     return cli_check_names(c, e);
 }
 
-/* Keys that flags or the environment gave, without white space at their ends, of which a header has none either. */
+/* Keys that flags or the environment gave. */
 static int cli_take_keys(const cli *c, arena *a, const char **keys, int *n, toka_err *e) {
     for (int i = 0; i < c->api_keys.n; i++) {
-        str key = str_c(c->api_keys.at[i]);
-        while (key.n && isspace((unsigned char)key.p[key.n - 1])) key.n--;
-        while (key.n && isspace((unsigned char)*key.p)) key = str_sub(key, 1, key.n);
+        str key = cli_trim_key(str_c(c->api_keys.at[i]));
         if (!key.n) return fail(e, TOKA_E_USE, "--api-key: it is empty");
         keys[(*n)++] = arena_cstr(a, key);
     }

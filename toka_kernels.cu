@@ -5236,7 +5236,7 @@ struct toka_group {
     unsigned *trace;        /* ... and .trace, [ranks][2] */
     char about[320];
     bool no_graphs;         /* a rank could not capture its own */
-    bool broken, hangs;     /* hangs: a GPU did not end its work, and may still look at what the group has */
+    bool broken, hangs;     /* hangs: a GPU did not end its work, or a rank did not come: it may still look at what others have */
     pthread_mutex_t lock;
     pthread_cond_t changed;
     toka_err error;         /* why it is broken; code 0: it was told to end */

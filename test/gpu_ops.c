@@ -145,7 +145,7 @@ static void compare(const both *b, const char *op, const float *cpu, const float
         far += d, one += u, worst = fmax(worst, sqrt(d / u));
     }
     double ratio = sqrt(far / one);
-    bound *= 1 + 4 / sqrt((double)rows * cols); /* few elements scatter: of 31 seeds one gave 2.05 for 102 of them, on average 1.34 */
+    bound *= 1 + 4 / sqrt((double)rows * cols); /* few elements scatter: 102 of them gave 1.34 on average of 31 seeds, 2.05 once (H200, 2026-11-24) */
     bool ok = ratio <= bound && worst <= 3 * bound;
     ok ? n_passed++ : n_failed++;
     if (!ok || getenv("TOKA_TEST_VERBOSE"))

@@ -1176,7 +1176,6 @@ static void test_ids_only(void) {
     toka_close(t);
 }
 
-/* What greedy decoding says is forbidden piece by piece: a token, then a pair. Nothing of it comes again. */
 /* Where nothing but ends is allowed, min_tokens holds all the same: an end too early is a token like another. */
 static void test_ends_alone(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
@@ -1191,6 +1190,7 @@ static void test_ends_alone(void) {
     toka_close(t);
 }
 
+/* What greedy decoding says is forbidden piece by piece: a token, then a pair. Nothing of it comes again. */
 static void test_bad_words(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
     toka_sampling s = eng_greedy(40);

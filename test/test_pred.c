@@ -62,7 +62,7 @@ static void prt_learns(void) {
     pred_free(&p);
 }
 
-/* However much was seen before: when answers grow from 30 to 1,000 tokens, it takes about one memory of them to learn it. */
+/* However much was seen before: when answers grow from 30 to 1,000 tokens, it takes less than one memory of them to learn it. */
 static void prt_learns_late(void) {
     const pred_of all = {-1, 0};
     for (int before = 10000; before <= 1000000; before *= 10) {
