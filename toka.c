@@ -7849,6 +7849,9 @@ static void sched_free(sched *s) {
     *s = (sched){0};
 }
 
+/* Samples whose pages were taken for others; they keep their slots. */
+static int sched_n_parked(const sched *s) { return s->c.max_seqs - s->n_slots_free - s->n_running; }
+
 /* Fails when there is not the memory for so many pages and sequences of such a length; nothing is held then. */
 static int sched_init(sched *s, const sched_config *c, toka_err *e) {
     assert(c->max_tokens >= c->max_seqs && c->max_len > 1);
@@ -11543,6 +11546,12 @@ static double model_busy(model_run *m) {
 #define ENG_MAX_AHEAD 4
 #define ENG_MAX_SPLIT 64 /* replicas, stages, tensor ranks */
 
+typedef struct eng_waiter { /* a thread in eng_generate */
+    pthread_cond_t wake; /* its request has ended, or it may be the one to drive */
+    bool done;           /* its request has ended */
+    struct eng_waiter *next, *before; /* in eng.waiters */
+} eng_waiter;
+
 typedef struct eng_request { /* from eng_submit until its last event */
     int64_t id;
     struct eng_replica *home; /* NULL: still in the inbox */
@@ -11567,7 +11576,7 @@ typedef struct eng_request { /* from eng_submit until its last event */
     void *user;
     toka_usage usage;
     double t_submit, t_first; /* 0: no token yet */
-    bool *done;               /* set under the lock after the last event, if not NULL */
+    eng_waiter *waiter;       /* told behind the last event, if not NULL */
     struct eng_request *next; /* in the inbox */
 } eng_request;
 
@@ -11635,6 +11644,7 @@ typedef struct eng { /* pools are sized at open and never grow */
     int n_replicas, n_busy;   /* n_busy: requests and steps that they have */
     int turn;                 /* the replica whose step is committed first, if it is done */
     model_bell bell;
+    bool called;              /* under the bell's lock: something was submitted since eng_take, maybe for an idle replica */
     buf piece, text;          /* text of one token; text that became certain */
     toka_stats stats;         /* the driver's */
     /* told of each step, by the driver; or NULL. Set before there are requests */
@@ -11642,7 +11652,8 @@ typedef struct eng { /* pools are sized at open and never grow */
     void *watch_user;
 
     pthread_mutex_t lock;
-    pthread_cond_t wake;      /* something was submitted, cancelled, finished, or nobody drives any more */
+    pthread_cond_t wake;      /* of toka_run's: something was submitted, cancelled, or nobody drives any more */
+    eng_waiter *waiters;      /* who sleeps until its request ends, or until nobody drives any more */
     eng_request *inbox, **inbox_end;
     int64_t *cancels;
     int n_cancels, cap_cancels;
@@ -11933,13 +11944,21 @@ static int eng_check(int V, int max_len, bool has_tok, const toka_request *r, co
     return 0;
 }
 
-/* Queues a request; everything is copied. done: set to true, under the lock, behind its last event. */
+/* The driver, who may wait for one replica's step, is told that another may have something to do now. */
+static void eng_call(eng *g, bool called) {
+    pthread_mutex_lock(&g->bell.lock);
+    g->called = called;
+    if (called) pthread_cond_broadcast(&g->bell.done);
+    pthread_mutex_unlock(&g->bell.lock);
+}
+
+/* Queues a request; everything is copied. waiter: who frees it behind its last event, or NULL. */
 static int eng_submit(eng *g, const toka_request *r, const int32_t *prompt, size_t n_prompt, toka_event_fn *fn, void *user,
-                      eng_request **out, bool *done, int64_t *id, toka_err *e) {
+                      eng_request **out, eng_waiter *waiter, int64_t *id, toka_err *e) {
     int code = eng_check(g->files->shape.V, g->max_len, g->tok != NULL, r, prompt, n_prompt, e);
     if (code) return code;
     eng_request *q = eng_request_new(g, r, prompt, (int)n_prompt);
-    q->fn = fn, q->user = user, q->done = done;
+    q->fn = fn, q->user = user, q->waiter = waiter;
     pthread_mutex_lock(&g->lock);
     if ((code = g->broken.code)) *e = g->broken;
     else if (g->n_samples + q->n > ENG_MAX_SAMPLES)
@@ -11955,6 +11974,7 @@ static int eng_submit(eng *g, const toka_request *r, const int32_t *prompt, size
     pthread_mutex_unlock(&g->lock);
     if (code) eng_request_free(q);
     else if (out) *out = q;
+    if (!code && g->n_replicas > 1) eng_call(g, true);
     return code;
 }
 
@@ -11983,13 +12003,12 @@ static void eng_slot_close(eng_replica *p, int q) {
 
 /* Nothing points to r any more. */
 static void eng_release(eng *g, eng_request *r) {
-    bool awaited = r->done != NULL; /* the one who waits for it frees it, maybe at once */
+    eng_waiter *w = r->waiter; /* frees r, maybe as soon as the lock is free */
     pthread_mutex_lock(&g->lock);
-    if (awaited) *r->done = true;
     g->n_samples -= r->n, g->shown.requests_done = g->stats.requests_done;
-    pthread_cond_broadcast(&g->wake);
+    if (w) w->done = true, pthread_cond_signal(&w->wake);
     pthread_mutex_unlock(&g->lock);
-    if (!awaited) eng_request_free(r);
+    if (!w) eng_request_free(r);
 }
 
 /* All events of r were delivered. */
@@ -12073,6 +12092,7 @@ static int eng_by_id(const void *a, const void *b) {
 }
 
 static void eng_take(eng *g) {
+    eng_call(g, false);
     pthread_mutex_lock(&g->lock);
     eng_request *r = g->inbox;
     int64_t *cancels = g->cancels;
@@ -12278,9 +12298,11 @@ static void eng_commit(eng_replica *p, const eng_flight *f) {
 /* What the rows of a step attend to, all and in spans that several sequences share (the first of the batch). */
 static void eng_count_spans(eng *g, const batch_step *b) {
     for (int i = 0; i < b->step.n_spans; i++) {
-        int64_t pairs = (int64_t)b->spans[i].n_rows * b->spans[i].n_kv;
+        const int64_t n = b->spans[i].n_rows;
+        const bool own = i >= b->step.n_spans - b->n_seq; /* its last row sees all of it, each before one position less */
+        const int64_t pairs = n * b->spans[i].n_kv - (own ? n * (n - 1) / 2 : 0);
         g->stats.attended += pairs;
-        if (i < b->step.n_spans - b->n_seq) g->stats.attended_shared += pairs;
+        if (!own) g->stats.attended_shared += pairs;
     }
 }
 
@@ -12292,7 +12314,7 @@ static void eng_show(eng *g) {
     for (int i = 0; i < g->n_replicas; i++) {
         eng_replica *p = &g->replicas[i];
         s->run_s += model_busy(&p->m) / g->n_replicas;
-        s->running += p->s.n_running, s->waiting += p->s.n_waiting;
+        s->running += p->s.n_running, s->waiting += p->s.n_waiting + sched_n_parked(&p->s);
         s->prompt_tokens += p->s.n_prompt_tokens, s->prompt_tokens_shared += p->s.n_prompt_hits;
         s->preemptions += p->s.n_preempted;
         s->kv_pages_used += p->s.c.n_pages - kv_room(&p->s.kv);
@@ -12415,22 +12437,25 @@ static void eng_fetch(eng_replica *p) {
     eng_show(g);
 }
 
-/* A replica whose oldest step is done, or fails; waits for one if steps fly, else NULL. They take turns: one whose steps are
- * always done first does not keep the others waiting. */
+/* A replica whose oldest step is done, or fails; waits for one if steps fly. NULL: none do, or a request came and a replica is
+ * idle. They take turns: one whose steps are always done first does not keep the others waiting. */
 static eng_replica *eng_landing(eng *g) {
     eng_replica *found = NULL;
     bool flying = true;
     pthread_mutex_lock(&g->bell.lock);
     while (!found && flying) {
+        bool idle = false;
         flying = false;
         for (int i = 0; i < g->n_replicas && !found; i++) {
             eng_replica *p = &g->replicas[(g->turn + i) % g->n_replicas];
+            idle |= !p->n_flying;
             if (!p->n_flying) continue;
             const int64_t number = p->flights[p->first].number;
             flying = true;
             model_want(&p->m, number), model_watch(&p->m, number);
             if (model_is_done(&p->m, number) || p->m.broken.code) found = p;
         }
+        if (!found && idle && g->called) break;
         if (!found && flying) model_nap(&g->bell);
     }
     pthread_mutex_unlock(&g->bell.lock);
@@ -12445,10 +12470,33 @@ static void eng_step(eng *g) {
         for (eng_replica *p = &g->replicas[i]; p->n_live && p->n_flying < p->n_ahead && eng_plan(p);) {}
     eng_replica *p = eng_landing(g);
     if (p) eng_fetch(p);
-    else eng_show(g); /* all that was there was cancelled */
+    else eng_show(g); /* all that was there was cancelled, or there is more to plan */
 }
 
 /* ---- Drive ---- */
+
+/* Sleeps until woken; the lock is held. Each of many threads in eng_generate is woken by itself: all of them at each step would be
+ * 45 ms a step for 4,000. */
+static void eng_sleep(eng *g, eng_waiter *w) {
+    if (!w) {
+        pthread_cond_wait(&g->wake, &g->lock);
+        return;
+    }
+    w->before = NULL, w->next = g->waiters;
+    if (w->next) w->next->before = w;
+    g->waiters = w;
+    pthread_cond_wait(&w->wake, &g->lock);
+    *(w->before ? &w->before->next : &g->waiters) = w->next;
+    if (w->next) w->next->before = w->before;
+}
+
+static bool eng_is_idle(const eng *g) { return !g->n_busy && !g->inbox && !g->n_cancels; } /* nobody drives */
+
+/* Nobody drives: one of those who sleep shall, or those who run steps until nothing is left shall see that nothing is. */
+static void eng_pass_on(eng *g) {
+    if (g->waiters) pthread_cond_signal(&g->waiters->wake);
+    pthread_cond_broadcast(&g->wake);
+}
 
 /* Runs steps until `mine` (if not NULL) is done; or, forever, until eng_stop; or until nothing is left. While another thread drives,
  * waits. Nobody leaves a broken engine before the driver has delivered the last event. Ctrl-C cancels `mine`, whose callback may not
@@ -12456,11 +12504,12 @@ static void eng_step(eng *g) {
 static int eng_drive(eng *g, const eng_request *mine, bool forever, toka_err *e) {
     bool cancelled = false;
     pthread_mutex_lock(&g->lock);
-    while (!(mine && *mine->done)) {
-        bool idle = !g->driven && !g->n_busy && !g->inbox && !g->n_cancels;
-        if (!g->driven && !mine && (g->broken.code || (forever ? g->stopping : idle))) break;
+    while (!(mine && mine->waiter->done)) {
+        const bool idle = !g->driven && eng_is_idle(g);
+        if (!mine && forever && g->stopping && !g->broken.code) break; /* whoever drives goes on */
+        if (!mine && !g->driven && (g->broken.code || (!forever && idle))) break;
         if (g->driven || idle) {
-            pthread_cond_wait(&g->wake, &g->lock);
+            eng_sleep(g, mine ? mine->waiter : NULL);
             continue;
         }
         g->driven = true;
@@ -12469,8 +12518,9 @@ static int eng_drive(eng *g, const eng_request *mine, bool forever, toka_err *e)
         eng_step(g);
         pthread_mutex_lock(&g->lock);
         g->driven = false;
-        pthread_cond_broadcast(&g->wake);
+        if (eng_is_idle(g)) eng_pass_on(g);
     }
+    if (!g->driven) eng_pass_on(g);
     int code = g->broken.code;
     if (code) *e = g->broken;
     pthread_mutex_unlock(&g->lock);
@@ -12488,12 +12538,13 @@ static void eng_stop(eng *g) {
 static int eng_generate(eng *g, const toka_request *r, const int32_t *prompt, size_t n_prompt, toka_event_fn *fn, void *user,
                         toka_usage *usage, toka_err *e) {
     eng_request *q;
-    bool done = false;
+    eng_waiter w = {.wake = PTHREAD_COND_INITIALIZER};
     int64_t id;
-    int code = eng_submit(g, r, prompt, n_prompt, fn, user, &q, &done, &id, e);
+    int code = eng_submit(g, r, prompt, n_prompt, fn, user, &q, &w, &id, e);
     if (code) return code;
     code = eng_drive(g, q, false, e);
-    assert(done);
+    assert(w.done);
+    pthread_cond_destroy(&w.wake);
     *usage = q->usage;
     double now = os_now();
     usage->prefill_s = (q->t_first ? q->t_first : now) - q->t_submit, usage->decode_s = q->t_first ? now - q->t_first : 0;

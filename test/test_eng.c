@@ -505,6 +505,75 @@ static int eng_count(void *user, const toka_event *ev) {
     return 0;
 }
 
+static void *eng_run_out(void *arg) {
+    toka_err e;
+    CHECK(toka_run(arg, 0, &e) == 0);
+    return NULL;
+}
+
+static void *eng_one_of_many(void *arg) {
+    eng_thread *me = arg;
+    int32_t prompt[] = {5 + me->no % 40, 6, 7};
+    toka_sampling s = eng_greedy(40);
+    s.ignore_eos = 1;
+    toka_err e;
+    int code;
+    eng_got *g = eng_ask(me->t, NULL, prompt, 3, 1, &s, &code, &e);
+    me->ok = !code && g->n_ended == 1;
+    eng_got_free(g);
+    return NULL;
+}
+
+/* Threads in toka_generate sleep until their own requests end: those of others, and steps, do not wake them. */
+static void test_many_threads(void) {
+    enum { N = 300 };
+    toka *t = eng_must_open(eng_model, N, 2 * N, 1);
+    static pthread_t thread[N];
+    static eng_thread arg[N];
+    struct rusage before, after;
+    getrusage(RUSAGE_SELF, &before);
+    for (int i = 0; i < N; i++) {
+        arg[i] = (eng_thread){t, i, false};
+        CHECK(!pthread_create(&thread[i], NULL, eng_one_of_many, &arg[i]));
+    }
+    for (int i = 0; i < N; i++) CHECK(!pthread_join(thread[i], NULL) && arg[i].ok);
+    getrusage(RUSAGE_SELF, &after);
+    const long sleeps = after.ru_nvcsw - before.ru_nvcsw;
+    CHECK_MSG(sleeps < 10 * N, "%ld times a thread went to sleep, of %d", sleeps, N);
+    CHECK(!t->engine->waiters);
+    toka_close(t);
+}
+
+/* Who runs steps until nothing is left sees that, whoever made the last one; and who sleeps takes over from one who leaves. */
+static void test_drivers_leave(void) {
+    toka *t = eng_must_open(eng_model, 8, 64, 1);
+    int32_t prompt[] = {5, 6, 7};
+    alarm(300); /* who is not woken sleeps for ever */
+    for (int turn = 0; turn < 20; turn++) {
+        pthread_t forever, out[2], asks[2];
+        eng_thread arg[2] = {{t, 0, false}, {t, 1, false}};
+        int count[3] = {0};
+        toka_err e;
+        toka_request r = toka_request_default();
+        r.ids = prompt, r.n_ids = 3, r.sampling = eng_greedy(60), r.sampling.ignore_eos = 1;
+        CHECK(!toka_submit(t, &r, eng_count, count, NULL, &e));
+        CHECK(!pthread_create(&forever, NULL, eng_run_forever, t));
+        for (int i = 0; i < 2; i++) {
+            CHECK(!pthread_create(&out[i], NULL, eng_run_out, t));
+            CHECK(!pthread_create(&asks[i], NULL, eng_one_of_many, &arg[i]));
+        }
+        if (turn % 2) usleep(100 * (unsigned)turn), toka_stop(t);
+        for (int i = 0; i < 2; i++) CHECK(!pthread_join(out[i], NULL));
+        for (int i = 0; i < 2; i++) CHECK(!pthread_join(asks[i], NULL) && arg[i].ok);
+        CHECK(count[0] == 1);
+        toka_stop(t);
+        CHECK(!pthread_join(forever, NULL));
+        t->engine->stopping = false;
+    }
+    alarm(0);
+    toka_close(t);
+}
+
 /* One thread drives, this one submits and cancels; every sample ends exactly once. */
 static void test_submit_cancel(void) {
     enum { N = 24, SAMPLES = 7, TOKENS = 16 };
@@ -1122,6 +1191,118 @@ static void test_score_does_not_wait(void) {
     toka_close(t);
 }
 
+/* toka_stop ends toka_run at once, also where a thread in toka_generate drives, and goes on. */
+static atomic_bool eng_returned;
+static void *eng_run_and_tell(void *arg) {
+    eng_run_forever(arg);
+    eng_returned = true;
+    return NULL;
+}
+static void *eng_generate_held(void *arg) {
+    toka_err e;
+    int32_t prompt[] = {5, 6, 7};
+    toka_request r = toka_request_default();
+    r.ids = prompt, r.n_ids = 3, r.sampling = eng_greedy(30), r.sampling.ignore_eos = 1;
+    CHECK(!toka_generate(arg, &r, eng_count_ends, NULL, NULL, &e));
+    return NULL;
+}
+static void test_stop_while_another_drives(void) {
+    toka *t = eng_must_open(eng_model, 8, 64, 1);
+    pthread_t asks, runs;
+    eng_n_ended = 0;
+    eng_held = true;
+    eng_returned = false;
+    CHECK(!pthread_create(&asks, NULL, eng_generate_held, t));
+    while (!eng_stands) usleep(100);
+    CHECK(!pthread_create(&runs, NULL, eng_run_and_tell, t));
+    usleep(2000);
+    toka_stop(t);
+    for (int i = 0; i < 20000 && !eng_returned; i++) usleep(1000);
+    CHECK(eng_returned && eng_n_ended == 0);
+    eng_held = false;
+    CHECK(!pthread_join(runs, NULL) && !pthread_join(asks, NULL) && eng_n_ended == 1);
+    toka_close(t);
+}
+
+/* A replica that has nothing to do gets a request while the other is in a long step. */
+static int eng_note_end(void *user, const toka_event *ev) {
+    if (ev->finish != TOKA_RUNNING) *(int *)user = atomic_fetch_add(&eng_n_ended, 1) + 1;
+    return 0;
+}
+static void test_idle_replica(void) {
+    toka *t = NULL;
+    toka_err e;
+    toka_options o = toka_options_default();
+    o.model = eng_model, o.n_threads = 2, o.data_parallel_size = 2, o.max_num_seqs = 8, o.max_num_batched_tokens = 2048;
+    CHECK(!toka_open(&t, &o, &e));
+    pthread_t driver;
+    CHECK(!pthread_create(&driver, NULL, eng_run_forever, t));
+    uint64_t seed = 7;
+    int32_t prompt[1000];
+    bool first = false;
+    for (int turn = 0; turn < 8 && !first; turn++) { /* the long one may be over, on a machine that is busy elsewhere */
+        toka_request r = toka_request_default();
+        int ends[2] = {0};
+        for (int i = 0; i < 1000; i++) prompt[i] = 5 + (int32_t)(rnd(&seed) % 100);
+        eng_n_ended = 0;
+        r.ids = prompt, r.n_ids = 1000, r.sampling = eng_greedy(1);
+        CHECK(!toka_submit(t, &r, eng_note_end, &ends[0], NULL, &e));
+        usleep(4000);
+        r.n_ids = 3;
+        CHECK(!toka_submit(t, &r, eng_note_end, &ends[1], NULL, &e));
+        while (eng_n_ended < 2) usleep(100);
+        first = ends[1] == 1;
+    }
+    toka_stop(t);
+    CHECK(!pthread_join(driver, NULL) && first);
+    toka_close(t);
+}
+
+/* At each step, samples that run and those that wait, also those whose pages others have, are all that have not ended. */
+static struct {
+    toka *t;
+    int64_t step;
+    int open, n_steps, n_wrong;
+} eng_sum;
+static int eng_check_sum(void *user, const toka_event *ev) {
+    const toka_stats s = toka_get_stats(eng_sum.t);
+    (void)user;
+    if (s.steps != eng_sum.step) eng_sum.n_steps++, eng_sum.n_wrong += s.running + s.waiting != eng_sum.open;
+    eng_sum.step = s.steps, eng_sum.open -= ev->finish != TOKA_RUNNING;
+    return 0;
+}
+static void test_parked_wait(void) {
+    toka_err e;
+    toka_options o = toka_options_default();
+    o.model = eng_model, o.n_threads = 1, o.max_num_seqs = 64, o.kv_tokens = 1500, o.max_model_len = 500;
+    eng_sum.step = -1, eng_sum.open = 80, eng_sum.n_steps = eng_sum.n_wrong = 0;
+    CHECK(!toka_open(&eng_sum.t, &o, &e));
+    for (int i = 0; i < 80; i++) {
+        toka_request r = toka_request_default();
+        r.text = "Once upon a time", r.text_bytes = 16, r.sampling.max_tokens = 400, r.sampling.seed = (uint64_t)i;
+        CHECK(!toka_submit(eng_sum.t, &r, eng_check_sum, NULL, NULL, &e));
+    }
+    CHECK(!toka_run(eng_sum.t, 0, &e));
+    CHECK_MSG(!eng_sum.n_wrong && toka_get_stats(eng_sum.t).preemptions, "%d of %d steps", eng_sum.n_wrong, eng_sum.n_steps);
+    toka_close(eng_sum.t);
+}
+
+/* A row attends to what comes before it and itself, however its prompt was cut into steps. */
+static void test_attended(void) {
+    for (int most = 7; most <= 64; most += 57) {
+        toka *t = eng_must_open(eng_model, 4, most, 1);
+        int32_t prompt[40];
+        toka_err e;
+        for (int i = 0; i < 40; i++) prompt[i] = 5 + i;
+        toka_request r = toka_request_default();
+        r.ids = prompt, r.n_ids = 40, r.sampling = eng_greedy(1);
+        CHECK(!toka_generate(t, &r, NULL, NULL, NULL, &e));
+        const toka_stats s = toka_get_stats(t);
+        CHECK_MSG(s.attended == 40 * 41 / 2 && !s.attended_shared, "%lld", (long long)s.attended);
+        toka_close(t);
+    }
+}
+
 static struct {
     const void *expected; /* whose event has to come next, NULL: anybody's */
     int n_runs, n_more;
@@ -1347,6 +1528,12 @@ static const struct test eng_tests[] = {
     {"score equals generate", test_score},
     {"request: errors and cancel", test_request_errors},
     {"engine: six threads at once", test_threads},
+    {"engine: hundreds of threads sleep until theirs is done", test_many_threads},
+    {"engine: drivers leave, others take over", test_drivers_leave},
+    {"engine: toka_stop while another drives", test_stop_while_another_drives},
+    {"engine: an idle replica does not wait for the other", test_idle_replica},
+    {"engine: parked samples wait", test_parked_wait},
+    {"engine: what rows attend to", test_attended},
     {"engine: a device that fails", test_device_fault},
     {"batch: a device that fails, and the run that goes on", test_batch_device_fault},
     {"batch: threads that do not start", test_batch_no_threads},
