@@ -13589,7 +13589,9 @@ static const api_field api_fields[] = {
     API_NOT("spaces_between_special_tokens", API_CM, "true"),
     API_NOT("logits_processors", API_CM, "[]"),
     API_NOT("guided_json", API_CM, 0), API_NOT("guided_regex", API_CM, 0), API_NOT("guided_choice", API_CM, 0),
-    API_NOT("guided_grammar", API_CM, 0), API_NOT("structured_outputs", API_CM, 0),
+    API_NOT("guided_grammar", API_CM, 0), API_NOT("structured_outputs", API_CM, 0), API_NOT("regex", API_CM, 0),
+    API_NOT("ebnf", API_CM, 0), API_NOT("json_schema", API_CM, 0), API_NOT("logprob_token_ids", API_CM, 0),
+    API_NOT("repetition_detection", API_CM, 0), API_NOT("thinking_token_budget", API_CM, 0),
 };
 
 static const api_field *api_find_field(str name, int where) {
@@ -13683,7 +13685,7 @@ static int api_read_body(api_call *c, enum api_route route, const json *body, ap
         code = f ? api_read_field(c, f, key + 1, b, e) : api_unknown(c->m, (str){key->s, key->n}, e);
         if (code) return code;
     }
-    b->has_seed = json_is(json_get(body, "seed"), JSON_NUMBER);
+    b->has_seed = json_is(json_get(body, "seed"), JSON_NUMBER) && b->seed != -1; /* as vLLM */
     if (b->max_completion_tokens >= 0) b->max_tokens = b->max_completion_tokens;
     b->has_max = b->max_tokens >= 0;
     if (!b->has_max) b->max_tokens = completion ? completion : -1;
@@ -13768,9 +13770,9 @@ static int api_bad_word(const tok *t, str word, ids *out, int lengths[2], toka_e
     while (word.n && word.p[0] == ' ') word = str_sub(word, 1, word.n);
     buf_char(&spaced, ' '), buf_str(&spaced, word);
     lengths[1] = 0;
-    int code = tok_encode(t, word, 0, out, e);
+    int code = tok_encode(t, word, TOKA_PARSE_SPECIAL, out, e);
     plain = out->n - from;
-    if (!code) code = tok_encode(t, buf_view(&spaced), 0, out, e);
+    if (!code) code = tok_encode(t, buf_view(&spaced), TOKA_PARSE_SPECIAL, out, e);
     buf_free(&spaced);
     if (code) return code;
     if (!plain) return API_BAD("bad_words: a word without tokens");
@@ -13888,13 +13890,23 @@ static bool api_is_text_part(const json *part) {
     return str_is(json_str(json_get(part, "type")), "text") && json_is(json_get(part, "text"), JSON_STRING);
 }
 
+/* The text of a part in any of the forms that clients send: of null none. False: it is no text. */
+static bool api_part_text(const json *part, str *text) {
+    const str type = json_str(json_get(part, "type"));
+    const bool said = str_is(type, "text") || str_is(type, "input_text") || str_is(type, "output_text");
+    const char *key = said ? "text" : "refusal";
+    const json *v = json_is(part, JSON_STRING) ? part : said || str_is(type, key) ? json_get(part, key) : NULL;
+    *text = json_str(v);
+    return json_is(v, JSON_STRING) || json_is(v, JSON_NULL);
+}
+
 /* A content of text parts: as it is for a template that walks it (`walked`), else one text, of a line or more each. */
 static int api_put_parts(api_call *c, const json *parts, bool walked, buf *b, toka_err *e) {
     buf text = {0};
     bool texts = true;
     JSON_EACH(part, parts) {
-        str more = json_str(json_get(part, "text"));
-        texts &= api_is_text_part(part);
+        str more;
+        texts &= api_part_text(part, &more), walked &= api_is_text_part(part);
         if (text.n && more.n) buf_char(&text, '\n');
         buf_str(&text, more);
     }
@@ -13921,11 +13933,12 @@ static void api_put_tool_call(api_call *c, const json *v, buf *b) {
     json_put_close(b, '}');
 }
 
-/* A content of null is an empty text, but beside calls of tools, where templates ask whether it is none. */
+/* A content that is null or missing is an empty text, as in vLLM: templates join and walk it, also beside calls of tools. */
 static int api_put_message(api_call *c, const json *m, bool walked, buf *b, toka_err *e) {
     int code = 0;
-    const json *role = json_get(m, "role"), *calls = json_get(m, "tool_calls");
-    const bool called = json_is(calls, JSON_ARRAY) && calls->n, assistant = str_is(json_str(role), "assistant");
+    const json *role = json_get(m, "role");
+    const bool assistant = str_is(json_str(role), "assistant");
+    walked &= !str_is(json_str(role), "tool"); /* templates that walk the parts of others print a tool's as a list */
     if (m->type != JSON_OBJECT || !json_is(role, JSON_STRING) || (!assistant && !json_get(m, "content")))
         return API_BAD("messages: expected objects with a role and a content");
     json_put_open(b, '{');
@@ -13936,7 +13949,7 @@ static int api_put_message(api_call *c, const json *m, bool walked, buf *b, toka
         json_put_str(b, name), buf_char(b, ':');
         if (content && key[1].type != JSON_STRING && key[1].type != JSON_NULL && key[1].type != JSON_ARRAY)
             return API_BAD("messages: a content is a text or a list of parts");
-        if (content && key[1].type == JSON_NULL && !called) {
+        if (content && key[1].type == JSON_NULL) {
             json_put_str(b, STR(""));
         } else if (content && key[1].type == JSON_ARRAY) {
             if ((code = api_put_parts(c, key + 1, walked, b, e))) return code;
@@ -13948,6 +13961,7 @@ static int api_put_message(api_call *c, const json *m, bool walked, buf *b, toka
             json_put_value(b, key + 1);
         }
     }
+    if (!json_get(m, "content")) json_put_key(b, "content"), json_put_str(b, STR(""));
     json_put_close(b, '}');
     return 0;
 }
@@ -14258,7 +14272,7 @@ static bool api_drops_space(const api_call *c, const api_part *p, bool prompt, i
  * unless they are kept, in a prompt if it was put before the text that was given. */
 static int64_t api_token_width(const api_call *c, const api_part *p, bool prompt, int32_t id, str bytes, int64_t offset) {
     const tok *t = c->m->t->tok;
-    bool special = bytes.n && t->flag[id] & TOK_SKIPPED;
+    bool special = bytes.n && t->flag[id] & (prompt ? TOK_SPECIAL : TOK_SKIPPED);
     bool out = special && (prompt ? !offset && !str_starts(p->text, bytes) : !p->q.keep_special);
     return out ? 0 : utf8_count(bytes) - (!special && !offset && api_drops_space(c, p, prompt, id, bytes));
 }
@@ -15058,7 +15072,10 @@ static int run_parse(run_line *line, const json *root, toka_err *e) {
     for (int i = 0; i < line->call.n_parts && most < 0; i++)
         line->call.parts[i].q.priority = MIN(line->call.parts[i].q.priority, most);
     if (code) line->error = line->call.unsupported ? "unsupported" : "invalid_request";
-    else if (line->call.stream) code = RUN_FAIL(line, "unsupported", "stream is not supported in a batch");
+    else if (line->call.stream) {
+        code = RUN_FAIL(line, "unsupported", "stream is not supported in a batch");
+        line->call.unsupported = true, api_blame(&line->call, route, e);
+    }
     return code;
 }
 

@@ -202,9 +202,16 @@ static void test_api_requests(void) {
     CHECK(s->seed != c.parts[1].q.sampling.seed && s->seed != d.parts[0].q.sampling.seed); /* nobody shares random numbers */
     api_free(&c), api_free(&d);
     c = (api_call){.serial = {1, 2}};
-    CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":[\"Tom\",\"Ann\"],\"seed\":-1,\"max_tokens\":0,\"echo\":true,\"n\":2}"), &c, &e));
-    CHECK(c.parts[1].q.sampling.seed == UINT64_MAX && c.parts[0].q.n == 0 && c.parts[0].q.prompt_logprobs && c.n_choices == 4);
+    CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":[\"Tom\",\"Ann\"],\"seed\":-2,\"max_tokens\":0,\"echo\":true,\"n\":2}"), &c, &e));
+    CHECK(c.parts[1].q.sampling.seed == UINT64_MAX - 1 && c.parts[0].q.n == 0 && c.parts[0].q.prompt_logprobs && c.n_choices == 4);
     api_free(&c);
+    for (int i = 0; i < 2; i++) { /* -1 is none, as in vLLM */
+        api_call *of = i ? &d : &c;
+        *of = (api_call){.serial = {1, 2 + (uint64_t)i}};
+        CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":\"Tom\",\"seed\":-1}"), of, &e));
+    }
+    CHECK(c.parts[0].q.sampling.seed != d.parts[0].q.sampling.seed && c.parts[0].q.sampling.seed != UINT64_MAX);
+    api_free(&c), api_free(&d);
     c = (api_call){.serial = {1, 2}};
     CHECK(!api_parse(&m, API_CHAT, STR("{\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}],\"max_tokens\":4,\"max_completion_tokens\":5}"),
                      &c, &e));
@@ -265,6 +272,12 @@ static void test_api_bad_words(void) {
     got.n = 0, samp_bad_ids(&t, output + 2, 1, &got); /* what lies before the output does not count */
     CHECK(got.n == 2 && got.p[0] == 4 && got.p[1] == 5);
     ids_free(&plain), ids_free(&spaced), ids_free(&got), api_free(&c);
+    c = (api_call){.serial = {1, 2}}; /* a special token is the token, not its letters */
+    CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":\"Tom\",\"bad_words\":[\"<|im_end|>\"]}"), &c, &e));
+    s = &c.parts[0].q.sampling;
+    const int32_t end = tok_id(m.t->tok, STR("<|im_end|>"));
+    CHECK(end >= 0 && s->n_bad >= 1 && s->bad_lengths[0] == 1 && s->bad_ids[0] == end);
+    api_free(&c);
 }
 
 static void api_check_context(const char *body, const char *want) {
@@ -288,7 +301,7 @@ static void test_api_context(void) {
     api_check_context("{\"messages\":[{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[{\"id\":\"x\",\"function\":{\"name\":\"f\","
                       "\"arguments\":\"{\\\"a\\\": [1, {}]}\"}},{\"function\":{\"name\":\"g\",\"arguments\":\"broken\"}}]}],"
                       "\"tools\":[{\"t\":1}],\"tool_choice\":\"none\",\"add_generation_prompt\":false}",
-                      "{\"messages\":[{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[{\"id\":\"x\",\"function\":{\"name\":\"f\","
+                      "{\"messages\":[{\"role\":\"assistant\",\"content\":\"\",\"tool_calls\":[{\"id\":\"x\",\"function\":{\"name\":\"f\","
                       "\"arguments\":{\"a\":[1,{}]}}},{\"function\":{\"name\":\"g\",\"arguments\":\"broken\"}}]}],"
                       "\"add_generation_prompt\":false}");
     api_check_context("{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"tools\":[]}",
@@ -302,7 +315,7 @@ static void test_api_context(void) {
                       "{\"function\":{\"name\":\"f\",\"arguments\":\"\"}},{\"function\":{\"name\":\"g\",\"arguments\":null}}]}]}",
                       "{\"messages\":[{\"role\":\"assistant\",\"content\":\"a\"},{\"role\":\"assistant\",\"content\":\"\"},"
                       "{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{\"name\":\"f\",\"arguments\":{}}},"
-                      "{\"function\":{\"name\":\"g\",\"arguments\":{}}}]}],\"add_generation_prompt\":true}");
+                      "{\"function\":{\"name\":\"g\",\"arguments\":{}}}],\"content\":\"\"}],\"add_generation_prompt\":true}");
 }
 
 /* A message needs a content, but for what an assistant said. */
@@ -314,6 +327,19 @@ static void test_api_contents(void) {
         buf_printf(&body, "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"},{\"role\":\"%s\"}]}", roles[i]);
         api_refusal r = api_refuse(&m, API_CHAT, body.p);
         CHECK_MSG(i == 3 ? !r.status : r.status == 400 && strstr(r.message, "a role and a content"), "%s: %d %s", roles[i], r.status, r.message);
+        buf_free(&body);
+    }
+    /* texts in all the forms that clients send; of a tool they are one text for any template */
+    api_check_context("{\"messages\":[{\"role\":\"user\",\"content\":[\"a\",{\"type\":\"input_text\",\"text\":\"b\"},{\"type\":\"text\",\"text\":null}]},"
+                      "{\"role\":\"assistant\",\"content\":[{\"type\":\"refusal\",\"refusal\":\"no\"},{\"type\":\"output_text\",\"text\":\"c\"}]}]}",
+                      "{\"messages\":[{\"role\":\"user\",\"content\":\"a\\nb\"},{\"role\":\"assistant\",\"content\":\"no\\nc\"}],"
+                      "\"add_generation_prompt\":true}");
+    static const char *const others[] = {"{\"type\":\"image_url\",\"image_url\":{}}", "{\"type\":\"text\"}", "{\"type\":\"refusal\",\"text\":\"a\"}", "1"};
+    for (int i = 0; i < COUNT(others); i++) {
+        buf body = {0};
+        buf_printf(&body, "{\"messages\":[{\"role\":\"user\",\"content\":[%s]}]}", others[i]);
+        api_refusal r = api_refuse(&m, API_CHAT, body.p);
+        CHECK_MSG(r.status == 400 && strstr(r.message, "other than text"), "%s: %d %s", others[i], r.status, r.message);
         buf_free(&body);
     }
     api_check_context("{\"messages\":[{\"role\":\"user\",\"content\":null}]}",
@@ -333,15 +359,15 @@ static void test_api_tool_template(void) {
     tmpl_del(two.chat), tmpl_del(two.tool_chat), buf_free(&out);
 }
 
-/* Several texts of a message go as a list to a template that walks them, as one text to any other. */
+/* Several texts of a message go as a list to a template that walks them, as one text to any other; a tool's always as one. */
 static void test_api_text_parts(void) {
     static const struct { const char *chat, *want; } cases[] = {
-        {"{% for m in messages %}{{ m.content }}{% endfor %}", "a\nb|c"},
-        {"{% for m in messages %}{{ m.content | trim }}{% endfor %}", "a\nb|c"},
-        {"{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %}{% endfor %}", "<a><><b>|c"},
-        {"{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}<{{ p['text'] }}>{% endfor %}{% endif %}{% endfor %}", "<a><><b>|c"},
+        {"{% for m in messages %}{{ m.content }}{% endfor %}", "a\nb|c5\n6"},
+        {"{% for m in messages %}{{ m.content | trim }}{% endfor %}", "a\nb|c5\n6"},
+        {"{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %}{% endfor %}", "<a><><b>|c5\n6"},
+        {"{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}<{{ p['text'] }}>{% endfor %}{% endif %}{% endfor %}", "<a><><b>|c5\n6"},
         {"{% macro show(content) %}{% if content is string %}{{ content }}{% else %}{% for p in content %}<{{ p.text }}>{% endfor %}{% endif %}{% endmacro %}"
-         "{% for m in messages %}{{ show(m.content) }}{% endfor %}", "<a><><b>|c"}};
+         "{% for m in messages %}{{ show(m.content) }}{% endfor %}", "<a><><b>|c5\n6"}};
     for (int i = 0; i < COUNT(cases); i++) {
         toka two = *api_text_model();
         api_model m = api_test_model();
@@ -352,7 +378,8 @@ static void test_api_text_parts(void) {
         m.t = &two, two.tool_chat = NULL;
         CHECK(!tmpl_parse(&two.chat, str_c(cases[i].chat), &e));
         const json *v = json_parse(&c.a, STR("{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"a\"},{\"type\":\"text\","
-                                             "\"text\":\"\"},{\"type\":\"text\",\"text\":\"b\"}]},{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"|c\"}]}]}"),
+                                             "\"text\":\"\"},{\"type\":\"text\",\"text\":\"b\"}]},{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"|c\"}]},"
+                                             "{\"role\":\"tool\",\"content\":[{\"type\":\"text\",\"text\":\"5\"},{\"type\":\"text\",\"text\":\"6\"}]}]}"),
                                    m.limits, &e);
         int code = api_read_body(&c, API_CHAT, v, &b, &e);
         if (!code) code = api_context(&c, &b, &context, &e);

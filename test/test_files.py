@@ -87,14 +87,15 @@ def test_files(tmp_path):
 
 def test_batch(tmp_path):
     bad = {"custom_id": "bad", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [], "temperature": "warm"}}
+    streams = {**bad, "custom_id": "streams", "body": {"messages": [{"role": "user", "content": "Tom"}], "stream": True}}
     chats = [{"custom_id": f"c{i}", "method": "POST", "url": "/v1/chat/completions",
               "body": {"model": "tiny", "messages": [{"role": "user", "content": PROBLEMS[i]}], "n": 3, "temperature": 1}} for i in range(30)]
     with serve(tmp_path, "--served-model-name", "tiny") as s:
         api = client(s)
-        b = start(api, "\n\n".join(map(json.dumps, [*chats, bad])), "/v1/chat/completions", metadata={"purpose": "test"})
+        b = start(api, "\n\n".join(map(json.dumps, [*chats, bad, streams])), "/v1/chat/completions", metadata={"purpose": "test"})
         assert (b.status, b.metadata, b.endpoint, b.completion_window, b.model) == ("validating", {"purpose": "test"}, "/v1/chat/completions", "24h", "tiny")
         b = wait(api, b)
-        assert b.status == "completed" and counts(b) == (31, 30, 1)
+        assert b.status == "completed" and counts(b) == (32, 30, 2)
         assert b.created_at <= b.in_progress_at <= b.finalizing_at <= b.completed_at and b.expires_at == b.created_at + 86400
         out, err = results(api, b.output_file_id), results(api, b.error_file_id)
         assert sorted(r["custom_id"] for r in out) == sorted(c["custom_id"] for c in chats)
@@ -103,8 +104,9 @@ def test_batch(tmp_path):
             assert r["error"] is None and r["response"]["status_code"] == 200 and len(body["choices"]) == 3 and body["model"] == "tiny"
             seen = openai.types.chat.ChatCompletion.model_validate(body)
             assert seen.usage.completion_tokens > 0 and seen.choices[0].message.role == "assistant"
-        assert [(r["custom_id"], r["response"]["status_code"]) for r in err] == [("bad", 400)] and err[0]["error"]["code"] == "invalid_request"
-        assert err[0]["response"]["body"]["error"]["param"] in ("messages", "temperature")
+        assert [(r["custom_id"], r["response"]["status_code"], r["error"]["code"]) for r in sorted(err, key=lambda r: r["custom_id"])] == \
+            [("bad", 400, "invalid_request"), ("streams", 400, "unsupported")]
+        assert {r["response"]["body"]["error"]["param"] for r in err} in ({"messages", "stream"}, {"temperature", "stream"})
         out_file = api.files.retrieve(b.output_file_id)
         assert out_file.purpose == "batch_output" and out_file.filename == f"{b.id}_output.jsonl"
         assert [x.id for x in api.batches.list(limit=1)] == [b.id]

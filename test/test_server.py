@@ -275,12 +275,22 @@ def test_answers_that_repeat_their_prompt_have_a_bound(server):
     assert a.status == 200 and all(c["prompt_token_ids"] == prompt and len(c["prompt_logprobs"]) == 900 for c in a.json()["choices"])
 
 
-def test_offsets_where_the_first_space_is_left_out():
-    """Tokenizers after SentencePiece put a space before the first word, and the text leaves it out."""
+@pytest.mark.parametrize("normalized", (False, True))
+def test_offsets_where_the_first_space_is_left_out(tmp_path, normalized):
+    """Tokenizers after SentencePiece put a space before the first word, and the text leaves it out; and it leaves out what was put
+    before the prompt, also where that is a token which is looked for in normalized text, as in the first files of Llama 2."""
     model = os.path.join(os.environ.get("TOKA_TEST_DATA", os.path.join(ROOT, "../shared/data")), "weights/stories260K")
     if not os.path.isdir(model):
         pytest.skip("no weights/stories260K")
-    with Server("-m", model) as s:
+    for name in os.listdir(model):
+        os.symlink(os.path.abspath(os.path.join(model, name)), tmp_path / name)
+    with open(os.path.join(model, "tokenizer.json")) as f:
+        tokenizer = json.load(f)
+    for token in tokenizer["added_tokens"]:
+        token["normalized"] = normalized
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with Server("-m", str(tmp_path)) as s:
         for prompt, echo in (("Once upon a", True), ("", False), ("", True), ("Once upon a", False)):
             body = {"prompt": prompt, "max_tokens": 8, "echo": echo, "logprobs": 0, "temperature": 0}
             c = s.post("/v1/completions", body).json()["choices"][0]
