@@ -1484,18 +1484,18 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  * ring: behind the last block it is waited for 2,400 clocks, ahead of the first it delays x. Sums exchanged by st.shared::cluster
  * between cluster barriers: 3.4 us, by bulk copies 1.4, by st.async now 0.9 (parts of 128 columns). One producer thread for all
  * loads: each takes it 150 to 240 clocks. W of QKV in the model's order, tiles of 1.5 heads fetched as six quarters of heads by
- * three warps: 150 to 260 clocks more a block than one box of rows that lie by turns. Warpgroup 2 held one or two blocks behind
- * warpgroup 1, to overlap epilogues: nothing gained. Ping-pong for EPI_RESIDUAL: 1 to 8 % slower than BN 256, for QKV at BN 128 4
- * to 6 % (192 has no registers for it), for the LM head with sampling, BN 192 and groups of 48 ids (chapter 11), 0 to 3 % faster
- * at K = 2048, but 10 to 12 % slower at K = 896 (H200): there one's epilogue outlasts the other's products. For o of the 1B model
- * at M = 512 (H200, 9.6 us): two CTAs a multiprocessor, so that the next kernel's W is fetched beside this one, 12.3 (its four
- * stages cover 1.2 us of L2 latency, and the products in flight hold two); each column of tiles from another block of K on, 12.8
- * (CTAs no longer ask for the same lines together); x shared by two tiles side by side, 10.4; the rest of W or x fetched into L2
- * ahead, 12.4 and 10.1; descriptors fetched ahead, 9.6 to 10.0. Sums pass from CTA to CTA while the next columns are multiplied:
- * not tried, 96 KB a CTA take longer than the products (12 KB take 1.3 us). Norms without a kernel also for many rows, as chapter
- * 4 has it for few (EPI_RESIDUAL leaves y w, too, and squares; SwiGLU and QKV scale): 8,192 samples of the 1B model 0.2 % faster,
- * 512 1 % slower, 128 3.6 %: staging each tile twice takes as long as the norm, which is launched before the kernel ahead has
- * ended.
+ * three warps: 150 to 260 clocks more a block than one box of rows that lie by turns. gemm_lead of 2, 3, 4 for QKV (H100, M =
+ * 1,024 to 8,192 of three models, in turns): 1.02, 1.01, 1.02 of the time without; o with its residual 1.00, 0.99, 0.99, down
+ * 1.01, 1.00, 1.01. Ping-pong for EPI_RESIDUAL: 1 to 8 % slower than BN 256, for QKV at BN 128 4 to 6 % (192 has no registers for
+ * it), for the LM head with sampling, BN 192 and groups of 48 ids (chapter 11), 0 to 3 % faster at K = 2048, but 10 to 12 % slower
+ * at K = 896 (H200): there one's epilogue outlasts the other's products. For o of the 1B model at M = 512 (H200, 9.6 us): two CTAs
+ * a multiprocessor, so that the next kernel's W is fetched beside this one, 12.3 (its four stages cover 1.2 us of L2 latency, and
+ * the products in flight hold two); each column of tiles from another block of K on, 12.8 (CTAs no longer ask for the same lines
+ * together); x shared by two tiles side by side, 10.4; the rest of W or x fetched into L2 ahead, 12.4 and 10.1; descriptors
+ * fetched ahead, 9.6 to 10.0. Sums pass from CTA to CTA while the next columns are multiplied: not tried, 96 KB a CTA take longer
+ * than the products (12 KB take 1.3 us). Norms without a kernel also for many rows, as chapter 4 has it for few (EPI_RESIDUAL
+ * leaves y w, too, and squares; SwiGLU and QKV scale): 8,192 samples of the 1B model 0.2 % faster, 512 1 % slower, 128 3.6 %:
+ * staging each tile twice takes as long as the norm, which is launched before the kernel ahead has ended.
  * =========================================================================== */
 
 struct gemm_job { /* what the kernel is told */
@@ -2768,15 +2768,20 @@ template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a
     else gemm_few_start<ROWS>(d, a, split, few_nothing{});
 }
 /* How many CTAs share a tile's K: as many as run at once, two a multiprocessor, but eight only where these have one each; and each
- * has three slices of K or more. Where somewhat more tiles than multiprocessors would leave many of these idle, a long K is halved.
- * Shares of the time to read W, 16 rows, in 1, 2, 4 and 8 parts (H200, 2026-11-24): 50, 67, 69, 48 (3072 x 2048), 37, 46, 71, 35
- * (2048 x 2048), 66, 82, 77, 70 (6144 x 4096), 69, 74, 83, 62 (4096 x 4096), 20, 35, 46, 54 (896 x 4864), 73, 46, 41, 24 (9728 x
- * 896). */
+ * has three slices of K or more. Where somewhat more tiles than multiprocessors would leave many of these idle, a long K is halved;
+ * where a long K's parts would leave more idle than eight do, it is in eight. Shares of the time to read W, 16 rows, in 1, 2, 4 and
+ * 8 parts (H200, 2026-11-24 and 25): 50, 67, 69, 48 (3072 x 2048), 37, 46, 71, 35 (2048 x 2048), 66, 82, 77, 70 (6144 x 4096), 69,
+ * 74, 83, 62 (4096 x 4096), 20, 35, 46, 54 (896 x 4864), 73, 46, 41, 24 (9728 x 896), 84, 74, 85, 92 (5120 x 17408), 80, 73, 79, 82
+ * (5120 x 8192), 41, 59, 65, 73 (1536 x 8960), 73, 79, 88, 92 (3584 x 18944), 68, 68, 80, 76 (3072 x 8192), 82, 85, 91, 78 (4096 x
+ * 12288). Eight parts, a step of 16 sequences: Qwen3-14B 7.85 -> 7.78 ms, Qwen2.5-1.5B 1.411 -> 1.381. */
+static double few_busy(int ctas, int at_once) { return (double)ctas / (ceil_div(ctas, at_once) * at_once); } /* of the time */
 static int gemm_few_split(const toka_device *d, int N, int K) {
-    int tiles = ceil_div(N, FEW_N), slices = ceil_div(K, FEW_K), split = 1;
+    int tiles = ceil_div(N, FEW_N), slices = ceil_div(K, FEW_K), split = 1, two = 2 * d->n_sms;
     while (split < 8 && 2 * split * tiles <= d->n_sms * (split < 4 ? 2 : 1)) split *= 2;
     while (split > 1 && slices < 3 * split) split /= 2;
-    return tiles > d->n_sms && 2 * tiles < 3 * d->n_sms && slices >= 64 ? 2 : split;
+    if (tiles > d->n_sms) return 2 * tiles < 3 * d->n_sms && slices >= 64 ? 2 : split;
+    const int eights = max(two - 24, 8); /* CTAs that run at once in clusters of eight, which do not fill all parts of the GPU */
+    return slices >= 128 && few_busy(8 * tiles, eights) > few_busy(split * tiles, two) + 0.075 ? 8 : split;
 }
 static void gemm_few(toka_device *d, const gemm_args *a) {
     int split = gemm_few_split(d, a->w->N, a->w->K);
@@ -2965,18 +2970,30 @@ enum { SAMP_FEW = 16 }; /* up to so many rows, storing all logits with gemm_few 
 enum gemm_way { BY_THIN, BY_FEW /* up to here EPI_QKV is done, too */, BY_MMA, BY_WGMMA };
 
 /* Measured on an H200 in chains of one GEMM over weights that no cache holds; shares of the time to read W. gemm_thin against
- * gemm_few, 8 rows, 2026-11-24: 69 : 72 % (N x K 3072 x 2048), 56 : 73 (2048 x 2048), 80 : 76 (2048 x 8192), 81 : 83 (6144 x 4096),
- * 90 : 85 (4096 x 4096), 98 : 94 (4096 x 14336), 43 : 72 (9728 x 896), 42 : 66 (896 x 4864); but thin brings the norm behind it
- * along, and where gemm_few does so, too, and all of the 1B model's qkv and o go there, a step of one row takes 2 to 5 % longer.
- * 16 rows: 63 : 69, 48 : 71, 62 : 76, 72 : 83, 81 : 83, 93 : 94, 40 : 73, 32 : 55. gemm_few against gemm_wgmma, 64 rows: 50 : 45
- * (3072 x 2048), 67 : 46 (2048 x 8192), 72 : 66 (4096 x 4096), 89 : 78 (4096 x 14336), but 50 : 56 (9728 x 896); 15 : 13 (1152 x
- * 896) and 12 : 11 (896 x 896), yet 64 sequences of that model 1 % slower; us of the least and the most (2026-11-23): 17.8, 18.6 :
- * 19.5 (16384 x 2048), 61, 64 : 59, 60 (28672 x 4096), 229, 257 : 232, 238 (57344 x 8192), 117, 125 : 117, 121 (8192 x 28672). A
- * gemm_few for 128 rows (2026-11-22): 24 : 28 to 61 : 59. */
+ * gemm_few, 8 rows, 2026-11-24: 69 : 72 % (N x K 3072 x 2048), 56 : 73 (2048 x 2048), 80 : 76 (2048 x 8192), 81 : 83 (6144 x
+ * 4096), 90 : 85 (4096 x 4096), 98 : 94 (4096 x 14336), 43 : 72 (9728 x 896), 42 : 66 (896 x 4864); but thin brings the norm
+ * behind it along, and where gemm_few does so, too, and all of the 1B model's qkv and o go there, a step of one row takes 2 to 5 %
+ * longer. More of W, 2026-11-25: 86 : 89 (7168 x 5120), 87 : 84 (10240 x 5120), 74 : 84 (12288 x 2048), 89 : 92 (16384 x 3072), 65
+ * : 74 (17920 x 1536), 83 : 83 (19456 x 2560), 79 : 84 (22016 x 2048), 96 : 87 (24576 x 4096), 98 : 92 (37888 x 3584); but what
+ * counts is a step, ms, one row and eight: the last, of Qwen2.5-7B, 3.53 : 3.74, 3.79 : 3.97; 22016 x 2048, Qwen2.5-3B, 1.95 :
+ * 1.99, 2.19 : 2.22; 19456 x 2560, Qwen3-4B, 2.54 : 2.56, 2.85 : 2.86; 6144 x 4096, 8B, 3.84 : 3.82, 4.17 : 4.16, Qwen3-8B 3.99 :
+ * 3.97, 4.35 : 4.32. 16 rows: 63 : 69, 48 : 71, 62 : 76, 72 : 83, 81 : 83, 93 : 94, 40 : 73, 32 : 55. gemm_few against gemm_wgmma,
+ * 64 rows: 50 : 45 (3072 x 2048), 67 : 46 (2048 x 8192), 72 : 66 (4096 x 4096), 89 : 78 (4096 x 14336), but 50 : 56 (9728 x 896);
+ * 15 : 13 (1152 x 896) and 12 : 11 (896 x 896), yet 64 sequences of that model 1 % slower; us of the least and the most
+ * (2026-11-23): 17.8, 18.6 : 19.5 (16384 x 2048), 61, 64 : 59, 60 (28672 x 4096), 229, 257 : 232, 238 (57344 x 8192), 117, 125 :
+ * 117, 121 (8192 x 28672). 2026-11-25: 40 : 39 (4096 x 1024), 47 : 41 (6144 x 1024), 76 : 62 (5120 x 17408), 81 : 62 (5120 x
+ * 25600). Where tiles of 64 fill a wave and a bit gemm_wgmma is ahead, 70 : 80 (19456 x 2560), 61 : 71 (17920 x 1536), 74 : 78
+ * (22016 x 2048), but a step of 64 sequences is not: Qwen3-4B 3.20 : 3.20 ms, Qwen2.5-1.5B 1.54 : 1.57, Qwen2.5-3B 2.45 : 2.53,
+ * probably as the kernel behind it starts later. Nor is a gemm_few in whose CTAs take tile after tile, two a multiprocessor: alone
+ * 1 to 15 % faster (tiles of 1.06 to 1.45 waves, up to 32 rows), steps of 16 and 32 rows of ten models 0.9 % faster to 2.3 %
+ * slower. A gemm_few for 128 rows (2026-11-22): 24 : 28 to 61 : 59. */
 static enum gemm_way gemm_way(const toka_device *d, int M, const weight *w) {
+    const int tiles = ceil_div(w->N, FEW_N), thins = ceil_div(w->N, THIN_N);
+    const bool many = tiles > d->n_sms && w->K >= (thins > 8 * d->n_sms ? 2048 : 4096);
+    const bool big = tiles > d->n_sms && (int64_t)w->N * w->K >= 64 << 20;
     if (!d->hopper) return M <= 16 ? BY_THIN : BY_MMA;
-    if (M <= 8 && (ceil_div(w->N, THIN_N) <= 2 * d->n_sms || w->K >= 4096)) return BY_THIN;
-    return M <= FEW_ALL || (M <= FEW_MAX && w->K > 1024 && (int64_t)w->N * w->K < 64 << 20) ? BY_FEW : BY_WGMMA;
+    if (M <= 8 && (thins <= 2 * d->n_sms || many || w->N == d->E)) return BY_THIN; /* N = E: a norm follows */
+    return M <= FEW_ALL || (M <= FEW_MAX && w->K >= 1024 && !big) ? BY_FEW : BY_WGMMA;
 }
 static void gemm(toka_device *d, const gemm_args *a) {
     enum gemm_way way = gemm_way(d, a->M, a->w);
@@ -7597,9 +7614,10 @@ static void samp_open(toka_device *d) {
     p->own_blocks = ceil_div(d->shape->V, SAMP_BLOCK), p->own_ldl = p->own_blocks * SAMP_BLOCK;
     p->whole_blocks = !ranks || d->shape->V_all >= tp_size(d) * SAMP_BLOCK;
     size_t fit = SAMP_LOGITS_BYTES / ((size_t)p->ldl * sizeof(float));
-    p->chunk = (int)(fit < 8 ? 8 : fit > max_out ? max_out : fit > 256 ? fit & ~(size_t)255 : fit); /* whole tiles */
+    p->chunk = (int)(fit < SAMP_FEW ? SAMP_FEW : fit > max_out ? max_out : fit > 256 ? fit & ~(size_t)255 : fit); /* whole tiles */
     p->part_rows = (int)(max_out < SAMP_PART_ROWS ? max_out : SAMP_PART_ROWS);
-    if (ranks && p->chunk > SAMP_PART_ROWS) p->chunk = SAMP_PART_ROWS;
+    const int most = ranks ? SAMP_PART_ROWS : 32768; /* of blockIdx.y there are 65,535 */
+    if (p->chunk > most) p->chunk = most;
     if (p->part_rows < p->chunk) p->part_rows = p->chunk;
     p->logits = (float *)dev_alloc(d, (size_t)p->chunk * (size_t)p->ldl * sizeof(float), "logits");
     p->parts = (samp_part *)dev_alloc(d, (size_t)p->n_blocks * (size_t)p->part_rows * sizeof(samp_part), "parts of sampling");
@@ -8130,7 +8148,7 @@ static int cuda_check(const toka_device_options *o, const toka_shape *s, toka_er
     e->code = 0;
     if (s->D % 8 || s->D > 256)
         snprintf(e->msg, sizeof e->msg, "GPU: head size %d, expected a multiple of 8 up to 256", s->D), e->code = TOKA_E_INPUT;
-    else if (o->max_tokens < 1 || o->max_out < 1 || o->n_pages < 1 || o->n_pages >= INT_MAX / s->B)
+    else if (o->max_tokens < 1 || o->max_out < 1 || o->n_pages < 1 || o->n_pages > INT_MAX / s->B)
         snprintf(e->msg, sizeof e->msg, "GPU: %d tokens and %d outputs a step, %d pages: out of range", o->max_tokens, o->max_out,
                  o->n_pages), e->code = TOKA_E_USE;
     return e->code;
