@@ -12854,7 +12854,7 @@ static int pub_template_context(const mf_model *files, str context, json_limits 
     const bool object = json_is(v, JSON_OBJECT), any = object && v->n;
     arena_free(&own);
     if (!v) return e->code;
-    if (!object) return fail(e, TOKA_E_USE, "the template's input must be a JSON object with \"messages\"");
+    if (!object) return fail(e, TOKA_E_USE, "the template's input must be a JSON object");
     json_put_open(text, '{');
     json_put_key(text, "tools"), json_put_null(text);
     json_put_key(text, "documents"), json_put_null(text);
@@ -14262,7 +14262,7 @@ static bool api_drops_space(const api_call *c, const api_part *p, bool prompt, i
     toka_err unused;
     if (!str_starts(bytes, STR(" "))) return false;
     for (size_t i = 0; i < p->prompt.n && !prompt; i++)
-        if (!(t->flag[p->prompt.p[i]] & TOK_SKIPPED)) return false; /* an answer goes on where the prompt ends */
+        if (!(t->flag[p->prompt.p[i]] & TOK_SPECIAL)) return false; /* an answer goes on where the prompt ends */
     bool drops = !tok_decode(t, &id, 1, 0, &alone, &unused) && !str_starts(buf_view(&alone), STR(" "));
     buf_free(&alone);
     return drops;
@@ -15613,7 +15613,7 @@ static int run_close(run_state *r, toka_err *e) {
 /* What the machine can do, measured for a tenth of a second each when a batch has ended: reading out of memory of the
  * weights' size (at most 256 MB of it; small weights stay in the cache, here as there), each thread its own part again and
  * again; and multiply-adds in registers. A step takes at least as long as either of the two. */
-enum { RUN_PROBE_THREADS = 64, RUN_FMA_FLOATS = 192 };
+enum { RUN_PROBE_THREADS = 1024, RUN_FMA_FLOATS = 192 };
 
 typedef struct run_probe { /* one thread's share */
     const uint64_t *p; /* [n_words]; NULL: arithmetic */
@@ -15670,12 +15670,16 @@ static void *run_probe_share(void *user) {
     return NULL;
 }
 
-/* Bytes a second if bytes > 0, else floating-point operations a second, of all the backend's threads. */
-static double run_probe_rate(toka_device *d, size_t bytes) {
+/* Bytes a second if bytes > 0, else floating-point operations a second, of the threads of all ranks, or of a thread a core. */
+static double run_probe_rate(const eng *g, size_t bytes) {
     run_probe w[RUN_PROBE_THREADS] = {{0}};
     pthread_t thread[RUN_PROBE_THREADS];
     size_t words = MIN(bytes, (size_t)256 << 20) / sizeof(uint64_t);
-    int n = MIN(d->pool.n, RUN_PROBE_THREADS), started = 1;
+    toka_device *d = g->replicas->m.ranks->dev;
+    int n = 0, started = 1;
+    for (int i = 0; i < g->n_replicas; i++)
+        for (int k = 0; k < g->replicas[i].m.n_ranks; k++) n += g->replicas[i].m.ranks[k].dev->pool.n;
+    n = MIN(n, MIN(os_n_cores(), RUN_PROBE_THREADS));
     uint64_t *p = bytes ? mem_alloc(words * sizeof *p) : NULL;
     double rate = 0;
     if (p) memset(p, 1, words * sizeof *p);
@@ -15915,8 +15919,8 @@ static run_report run_report_make(toka *t, double elapsed_s) {
         p.gflops = 2e-9 * (body * (double)s->rows + head * (double)s->output_tokens) / s->run_s;
     }
     if (t->engine->be == &toka_cpu && s->steps) {
-        p.most_gbs = 1e-9 * run_probe_rate(t->engine->replicas[0].m.ranks[0].dev, files->weight_bytes);
-        p.most_gflops = 1e-9 * run_probe_rate(t->engine->replicas[0].m.ranks[0].dev, 0);
+        p.most_gbs = 1e-9 * run_probe_rate(t->engine, files->weight_bytes);
+        p.most_gflops = 1e-9 * run_probe_rate(t->engine, 0);
         p.ceiling = MAX(p.read_gbs / p.most_gbs, p.gflops / p.most_gflops);
     }
     return p;
@@ -20777,11 +20781,14 @@ static void bs_peaks(const bs *b, bs_result *r) {
     bs_series starts = {0}, ends = {0};
     size_t seconds = (size_t)(b->end - b->t0) + 2;
     int64_t *per_second = mem_zalloc(seconds * sizeof *per_second), most = 0;
+    double t0 = INFINITY;
+    for (int64_t i = 0; i < b->n; i++)
+        if (!b->requests[i].error) t0 = MIN(t0, b->requests[i].start);
     for (int64_t i = 0; i < b->n; i++) {
         const bs_request *q = &b->requests[i];
         const float *gap = (const float *)(const void *)q->gaps.p;
         if (q->error) continue;
-        double t = q->first - b->t0;
+        double t = q->first - t0;
         for (size_t k = 0;; t += gap[k++]) {
             per_second[(size_t)MAX(0.0, MIN(t, (double)(seconds - 1)))]++;
             if (k == q->gaps.n / sizeof *gap) break;
@@ -20935,6 +20942,8 @@ static int bs_check(const bs_options *o, toka_err *e) {
         return fail(e, TOKA_E_USE,
                     "--max-concurrency, --num-prompts, --num-warmups, --ready-check-timeout-sec: expected 0 or more");
     if (*o->endpoint != '/') return fail(e, TOKA_E_USE, "--endpoint: '%s', expected a path, as /v1/completions", o->endpoint);
+    if (o->detailed && !o->json) return fail(e, TOKA_E_USE, "--save-detailed: needs --json");
+    if (o->dataset && o->prefix_len) return fail(e, TOKA_E_USE, "--random-prefix-len: of random prompts, --dataset has its own");
     return 0;
 }
 
@@ -21331,7 +21340,8 @@ static int cli_help(unsigned command, int n_words, char **words, toka_err *e) {
         printf("  %-32s %s\n", left, f->help);
     }
     puts("\nEvery flag that takes a value can also come from the environment: TOKA_MAX_TOKENS=64 is --max-tokens 64.\n"
-         "Where a number has to be at least 1 and has a default, 0 is that default (but for --*-parallel-size).\n"
+         "0 is the default of --threads, --server-threads, --max-model-len, --max-num-seqs, --max-num-batched-tokens, --kv-tokens,\n"
+         "--max-tokens and --num-prompts.\n"
          "Exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C (serve: 0). Lines of a batch\n"
          "that became error records do not change it.");
     return cli_write(STR(""), e);
@@ -21396,6 +21406,9 @@ static void cli_override(cli *c, const cli *env, const cli_flag *f) {
     if (f->field == AT(raw) && c->system == env->system) c->system = NULL;
     if (f->field == AT(chat) && c->file == env->file) c->file = NULL;
     if (f->field == AT(chat) && c->samples == env->samples) c->samples = 1;
+    const bool address = f->field == AT(host) || f->field == AT(port);
+    if (address && c->bench.base_url == env->bench.base_url) c->bench.base_url = NULL;
+    if (address && c->serve.uds == env->serve.uds) c->serve.uds = NULL;
     cli_list *list = f->type == CLI_LIST ? (cli_list *)(void *)((char *)c + f->field) : NULL;
     const cli_list *before = f->type == CLI_LIST ? (const cli_list *)(const void *)((const char *)env + f->field) : NULL;
     if (list && list->n && list->at[0] == before->at[0]) list->n = 0;
@@ -22033,6 +22046,7 @@ static int cli_check_serve(const cli *c, const srv_options *o, toka_err *e) {
     if (check_int("--server-threads", o->n_workers, 0, 64, e)) return e->code;
     if (o->read_timeout <= 0 || o->write_timeout <= 0 || o->keep_alive <= 0 || o->step_timeout <= 0)
         return fail(e, TOKA_E_USE, "--read-timeout, --write-timeout, --keep-alive, --step-timeout: expected more than 0 seconds");
+    if (o->files_dir && !*o->files_dir) return fail(e, TOKA_E_USE, "--files-dir: it is empty; expected a folder, or off");
     const char *key = getenv("TOKA_API_KEY");
     if (key && !*key && !c->api_keys.n && !c->api_key_file)
         return fail(e, TOKA_E_USE, "TOKA_API_KEY is empty; unset it for a server that asks for no key");

@@ -661,3 +661,14 @@ def test_memory_is_bounded(tmp_path):
     large = peak_mb(["-i", str(many), "-o", str(tmp_path / "many.out"), *SMALL])
     assert sum(1 for _ in open(tmp_path / "many.out")) == 200000
     assert large - small < 60
+
+
+def test_ceiling_is_that_of_the_machine(tmp_path):
+    """More threads than cores are not so many times as fast, and the threads of all replicas count."""
+    cores, most = len(os.sched_getaffinity(0)), {}
+    source = write_lines(tmp_path / "in.jsonl", [completion("x", "Tom", max_tokens=4)])
+    for name, flags in (("cores", ["-t", cores]), ("more", ["-t", 4 * cores]), ("replicas", ["-t", cores, "--data-parallel-size", 2])):
+        report = tmp_path / f"{name}.json"
+        batch("-i", source, "-o", str(tmp_path / name), "--report", str(report), *SMALL, *map(str, flags))
+        most[name] = json.loads(report.read_text())["most_gflops"]
+    assert most["more"] < 2.5 * most["cores"] and most["replicas"] > 0.7 * most["cores"], most

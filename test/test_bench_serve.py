@@ -316,7 +316,15 @@ def test_warm_ups_do_not_wait_for_their_turn():
         assert p.returncode == 130 and len(fake.requests) == 2
 
 
-@pytest.mark.parametrize("args", [["--request-rate", "0"], ["--request-rate", "fast"], ["--burstiness", "0"], ["--goodput", "ttft"],
+def test_prefix_is_of_random_prompts(tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"prompt": "Tom", "output_lengths": [2]}\n')
+    with Fake() as fake:
+        r = subprocess.run([TOKA, "bench", "serve", "--port", str(fake.port), "--dataset", str(tmp_path / "d.jsonl"), "--random-prefix-len", "5"],
+                           env=ENV, cwd=ROOT, capture_output=True)
+        assert r.returncode == 1 and b"--random-prefix-len" in r.stderr and not fake.requests
+
+
+@pytest.mark.parametrize("args", [["--save-detailed"], ["--request-rate", "0"], ["--request-rate", "fast"], ["--burstiness", "0"], ["--goodput", "ttft"],
                                   ["--goodput", "itl:3"], ["--goodput", "ttft:x"], ["--goodput", "ttft:"],
                                   ["--percentile-metrics", "ttft,speed"],
                                   ["--metric-percentiles", "101"], ["--base-url", "https://x"], ["--base-url", "http://:1"], ["--base-url", "http://[::1"], ["--base-url", "http://[]:1"],

@@ -108,18 +108,19 @@ static void bs_test_figures(void) {
         float gaps[2];
         int n;
     } made[] = {{0, 0.25, {0.75f}, 1}, {0.5, 1.5, {0.25f, 0.25f}, 2}, {1, 3, {0}, 0}};
-    bs b = {.end = 3.5};
+    bs b = {.end = 13.8};
+    const double late = 10.3; /* the first begins so long after the run: seconds of the peak rate are counted from there */
     bs_wanted w = {.limit_ms = {INFINITY, INFINITY, INFINITY, 1500}};
     bs_result r;
     for (int i = 0; i < 3; i++) {
         bs_request *q = bs_add(&b, 9);
-        q->start = made[i].start, q->first = q->last = made[i].first, q->n_in = 10, q->n_out = i ? 5 : 0;
+        q->start = late + made[i].start, q->first = q->last = late + made[i].first, q->n_in = 10, q->n_out = i ? 5 : 0;
         for (int k = 0; k < made[i].n; k++) buf_put(&q->gaps, &made[i].gaps[k], sizeof(float)), q->last += made[i].gaps[k];
     }
     bs_add(&b, 9)->error = mem_check(strdup("no"));
     bs_measure(&b, &w, &r);
     CHECK(r.completed == 3 && r.failed == 1 && r.n_in == 30 && r.n_out == 2 + 5 + 5 && r.good == 2);
-    CHECK(r.peak_concurrent == 2 && r.peak_rate == 3 && r.duration == 3.5);
+    CHECK(r.peak_concurrent == 2 && r.peak_rate == 3 && r.duration == 13.8);
     CHECK(r.series[BS_TTFT].n == 3 && r.series[BS_ITL].n == 3 && r.series[BS_TPOT].n == 3 && r.series[BS_E2EL].v[2] == 2);
     CHECK(r.series[BS_TPOT].v[2] == 0.75 && r.series[BS_TPOT].v[0] == 0);
     for (int i = 0; i < 4; i++) buf_free(&b.requests[i].gaps), free(b.requests[i].error);

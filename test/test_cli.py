@@ -291,6 +291,9 @@ def test_command_line_goes_before_environment():
     chat = toka("--chat", "-q", stdin=PROBLEM + "\n")
     assert toka("--chat", "-q", stdin=PROBLEM + "\n", env={"TOKA_FILE": "/does/not/exist", "TOKA_SAMPLES": "4"}).stdout == chat.stdout != b""
     assert toka("--chat", "--samples", "4").returncode == 1
+    for command, env in (("bench serve", {"TOKA_BASE_URL": "http://127.0.0.1:9"}), ("serve", {"TOKA_UDS": "/does/not/exist/socket"})):
+        r = toka(*command.split(), "--host", "no.such.host.invalid", env=env)
+        assert r.returncode and b"no.such.host.invalid" in r.stderr, command
     assert toka("--help", env={"TOKA_THREADS": "abc"}).returncode == 0
     assert toka("bench", "--help").stdout == toka("--help").stdout != b"" != toka("serve", "--help").stdout and toka("bench").returncode == 1
 

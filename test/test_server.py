@@ -297,7 +297,7 @@ def test_offsets_where_the_first_space_is_left_out(tmp_path, normalized):
             of = c["logprobs"]
             assert len(of["tokens"]) > 6 and of["text_offset"] == sorted(of["text_offset"])
             for i, (token, offset) in enumerate(zip(of["tokens"], of["text_offset"])):
-                seen = token if offset or c["text"].startswith(" ") else token.removeprefix("<s>").lstrip()
+                seen = token if offset or c["text"].startswith(" ") else token.lstrip().removeprefix("<s>").lstrip()
                 assert c["text"][offset:].startswith(seen), (prompt, i, token, offset)
             events = s.post("/v1/completions", {**body, "stream": True}).body.decode().split("\n\n")
             choices = [json.loads(e.removeprefix("data: "))["choices"][0] for e in events if "{" in e]
@@ -791,7 +791,7 @@ def test_failures_at_start(tmp_path, server):
     assert code == 2 and "Address already in use" in log
     for flags, word in ((["--port", "70000"], "--port"), (["--generation-config", "x"], "auto or vllm"), (["--max-queue", "-1"], "--max-queue"), (["--max-queue", "0"], "--max-queue"), (["--served-model-name", ""], "--served-model-name"),
                         (["--read-timeout", "0"], "--read-timeout"), (["--step-timeout", "0"], "--step-timeout"), (["--api-key", ""], "--api-key"), (["--host", "no.such.host.invalid"], "--host"),
-                        (["--max-body-bytes", "0"], "--max-body-bytes"), (["--server-threads", "99"], "--server-threads")):
+                        (["--max-body-bytes", "0"], "--max-body-bytes"), (["--files-dir", ""], "--files-dir"), (["--server-threads", "99"], "--server-threads")):
         code, log = run("--port", "0", *flags)
         assert code == 1 and word in log
 
