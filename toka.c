@@ -5670,6 +5670,7 @@ typedef struct mf_model { /* immutable after mf_open, but for the end id that pu
     str chat_template;    /* Jinja source; empty: none */
     str tool_template;    /* the one for chats with tools, where the model has two; empty: none */
     char *bos_token, *eos_token, *pad_token, *unk_token; /* texts for the template, NULL: none */
+    bool old_specials;    /* tokenizer_config.json lists no added tokens: then special_tokens_map.json counts, as in transformers */
     int add_bos, add_eos; /* whether a text gets them: 0, 1; -1: as tokenizer.json says */
     mf_defaults defaults;
     const mf_embedded *embedded; /* not NULL: where files come from, instead of folder */
@@ -6114,15 +6115,47 @@ static char *mf_special(mf_reader *r, const char *name, arena *a) { /* "<s>" or 
     return json_is(v, JSON_STRING) ? arena_cstr(a, json_str(v)) : NULL;
 }
 
+/* "tokenizer_class", LlamaTokenizerFast as LlamaTokenizer. */
+static str mf_tokenizer_class(const mf_reader *r) {
+    str class = json_str(json_get(r->o, "tokenizer_class"));
+    if (str_ends(class, STR("Fast"))) class.n -= 4;
+    return class;
+}
+
+static const char *const mf_special_names[4] = {"bos_token", "eos_token", "pad_token", "unk_token"};
+static char **mf_special_of(mf_model *m, int i) {
+    char **const all[4] = {&m->bos_token, &m->eos_token, &m->pad_token, &m->unk_token};
+    return all[i];
+}
+
+/* What the file names goes before what was there, as null, too; what it does not name stays. */
+static void mf_specials(mf_reader *r, arena *a, mf_model *m) {
+    for (int i = 0; i < 4; i++)
+        if (json_get(r->o, mf_special_names[i])) *mf_special_of(m, i) = mf_special(r, mf_special_names[i], a);
+}
+
+/* Those that classes of transformers have where no file names any, if tokenizer.json knows them. */
+static void mf_class_specials(const mf_reader *r, arena *a, mf_model *m) {
+    static const struct { const char *class, *tokens[4]; } classes[] = {
+        {"LlamaTokenizer", {"<s>", "</s>", NULL, "<unk>"}},
+        {"Qwen2Tokenizer", {NULL, "<|endoftext|>", "<|endoftext|>", "<|endoftext|>"}}};
+    for (int c = 0; c < COUNT(classes); c++)
+        for (int i = 0; i < 4 && str_is(mf_tokenizer_class(r), classes[c].class); i++) {
+            buf quoted = {0};
+            buf_printf(&quoted, "\"%s\"", classes[c].tokens[i] ? classes[c].tokens[i] : "");
+            const bool known = classes[c].tokens[i] && str_find(m->tokenizer_json, buf_view(&quoted), 0) >= 0;
+            *mf_special_of(m, i) = known ? arena_cstr(a, str_c(classes[c].tokens[i])) : NULL;
+            buf_free(&quoted);
+        }
+}
+
 /* add_bos_token, add_eos_token: the last word on what stands around a text have they in those classes of transformers (4.57) that
  * make it anew; -1 in all others, and where the file does not say. */
 static int mf_adds(mf_reader *r, const char *name) {
     static const char *const classes[] = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer",
                                           "GPTNeoXTokenizer"};
-    str class = json_str(json_get(r->o, "tokenizer_class"));
-    if (str_ends(class, STR("Fast"))) class.n -= 4;
     bool anew = false;
-    for (int i = 0; i < COUNT(classes); i++) anew |= str_is(class, classes[i]);
+    for (int i = 0; i < COUNT(classes); i++) anew |= str_is(mf_tokenizer_class(r), classes[i]);
     return anew && mf_field(r, name) ? mf_bool(r, name, false) : -1;
 }
 
@@ -6146,12 +6179,22 @@ static int mf_tokenizer_config_parse(str text, const char *where, arena *a, mf_m
     const json *o = mf_json(text, where, &tmp, json_trusted, e);
     if (o) {
         mf_reader reader = {.o = o, .where = where, .path = "", .e = e}, *r = &reader;
-        m->bos_token = mf_special(r, "bos_token", a), m->eos_token = mf_special(r, "eos_token", a);
-        m->pad_token = mf_special(r, "pad_token", a), m->unk_token = mf_special(r, "unk_token", a);
+        m->bos_token = m->eos_token = m->pad_token = m->unk_token = NULL;
+        m->old_specials = !json_get(o, "added_tokens_decoder");
+        mf_class_specials(r, a, m), mf_specials(r, a, m);
         m->add_bos = mf_adds(r, "add_bos_token"), m->add_eos = mf_adds(r, "add_eos_token");
         m->chat_template = mf_template(r, "default", a), m->tool_template = mf_template(r, "tool_use", a);
     }
     arena_free(&tmp);
+    return e->code;
+}
+
+/* special_tokens_map.json, of which newer folders have no need: what it names goes before tokenizer_config.json's. */
+static int mf_special_map_parse(str text, const char *where, arena *a, mf_model *m, toka_err *e) {
+    *e = (toka_err){0};
+    const json *o = mf_json(text, where, a, mf_json_limits, e);
+    mf_reader reader = {.o = o, .where = where, .path = "", .e = e};
+    if (o) mf_specials(&reader, a, m);
     return e->code;
 }
 
@@ -6284,8 +6327,8 @@ static int st_parse(str text, const char *file, arena *a, st_tensor **out, int *
     st_tensor *t = *out = arena_alloc(a, o->n * sizeof *t);
     JSON_MEMBERS(key, o) {
         if (str_is((str){key->s, key->n}, "__metadata__")) {
-            bool strings = key[1].type == JSON_OBJECT;
-            if (strings) JSON_MEMBERS(k, key + 1) strings = strings && k[1].type == JSON_STRING;
+            bool strings = key[1].type == JSON_OBJECT || key[1].type == JSON_NULL;
+            if (key[1].type == JSON_OBJECT) JSON_MEMBERS(k, key + 1) strings = strings && k[1].type == JSON_STRING;
             if (!strings) return fail(e, TOKA_E_INPUT, "%s: __metadata__ is not an object of strings", file);
         } else if (st_read(key, file, &t[(*n)++], e)) {
             return e->code;
@@ -6909,7 +6952,7 @@ static int mf_file(mf_model *m, const char *name, bool required, char where[256]
 static int mf_open_configs(mf_model *m, toka_err *e) {
     char where[256];
     str text, tools;
-    m->add_bos = m->add_eos = -1;
+    m->add_bos = m->add_eos = -1, m->old_specials = true;
     if (mf_file(m, "config.json", true, where, &text, e)) return e->code;
     if (mf_config_parse(text, where, &m->a, &m->config, e)) return e->code;
     if (mf_file(m, "generation_config.json", false, where, &text, e)) return e->code;
@@ -6917,6 +6960,8 @@ static int mf_open_configs(mf_model *m, toka_err *e) {
     if (mf_file(m, "tokenizer.json", false, where, &m->tokenizer_json, e)) return e->code;
     if (mf_file(m, "tokenizer_config.json", false, where, &m->tokenizer_config, e)) return e->code;
     if (m->tokenizer_config.n && mf_tokenizer_config_parse(m->tokenizer_config, where, &m->a, m, e)) return e->code;
+    if (m->old_specials && mf_file(m, "special_tokens_map.json", false, where, &text, e)) return e->code;
+    if (m->old_specials && text.n && mf_special_map_parse(text, where, &m->a, m, e)) return e->code;
     if (mf_file(m, "chat_template.jinja", false, where, &text, e)) return e->code;
     if (mf_file(m, "additional_chat_templates/tool_use.jinja", false, where, &tools, e)) return e->code;
     if (text.n) m->chat_template = text;

@@ -371,6 +371,46 @@ static void mft_around_texts(void) {
     mft_surrounds("{\"eos_token\":\"<none>\"}", "0 T ", 2, 1);
 }
 
+/* The four special tokens that the embedded model's folder comes to with these files; "-": none. */
+static void mft_special_tokens(const char *config, const char *map, const char *want) {
+    char folder[64], here[512], command[2048];
+    mft_temp_folder(folder);
+    CHECK(getcwd(here, sizeof here) != NULL);
+    snprintf(command, sizeof command, "cp '%s'/test/model/config.json %s && sed 's/<|begin_of_text|>/<|endoftext|>/g' '%s'/test/model/tokenizer.json >%s/tokenizer.json",
+             here, folder, here, folder);
+    CHECK(system(command) == 0);
+    if (config) mft_write_file(folder, "tokenizer_config.json", str_c(config));
+    if (map) mft_write_file(folder, "special_tokens_map.json", str_c(map));
+    toka *t;
+    toka_err e = {0};
+    toka_options o = toka_options_default();
+    buf got = {0};
+    o.model = folder;
+    if (pub_open_text(&t, &o, false, &e)) buf_printf(&got, "%s", e.msg);
+    else {
+        for (int i = 0; i < 4; i++) buf_printf(&got, "%s ", *mf_special_of(t->files, i) ? *mf_special_of(t->files, i) : "-");
+        toka_close(t);
+    }
+    CHECK_MSG(strstr(got.p, want) != NULL, "%s %s: %s, not %s", config ? config : "", map ? map : "", got.p, want);
+    buf_free(&got);
+    mft_remove_folder(folder);
+}
+
+/* special_tokens_map.json counts where tokenizer_config.json lists no added tokens; classes bring their own, which the files replace. As
+ * transformers 4.57 and 5.24. */
+static void mft_specials(void) {
+    const char *map = "{\"bos_token\":\"<|im_start|>\",\"eos_token\":{\"content\":\"<|im_end|>\"},\"pad_token\":null,\"additional_special_tokens\":[\"x\"]}";
+    mft_special_tokens("{}", map, "<|im_start|> <|im_end|> - - ");
+    mft_special_tokens(NULL, map, "<|im_start|> <|im_end|> - - ");
+    mft_special_tokens("{\"eos_token\":\"a\",\"pad_token\":\"b\",\"unk_token\":\"c\"}", map, "<|im_start|> <|im_end|> - c ");
+    mft_special_tokens("{\"eos_token\":\"a\",\"added_tokens_decoder\":{}}", map, "- a - - ");
+    mft_special_tokens("{}", NULL, "- - - - ");
+    mft_special_tokens("{}", "{\"bos_token\":1}", "bos_token is 1, expected a string or an object with content");
+    mft_special_tokens("{\"tokenizer_class\":\"Qwen2TokenizerFast\"}", NULL, "- <|endoftext|> <|endoftext|> <|endoftext|> ");
+    mft_special_tokens("{\"tokenizer_class\":\"Qwen2Tokenizer\",\"pad_token\":null,\"eos_token\":\"<|im_end|>\"}", NULL, "- <|im_end|> - <|endoftext|> ");
+    mft_special_tokens("{\"tokenizer_class\":\"LlamaTokenizer\"}", NULL, "- - - - "); /* this tokenizer has no <s> */
+}
+
 static void mft_folder_names(void) {
     char folder[64], path[200], real[4096];
     arena a = {0};
@@ -408,6 +448,7 @@ typedef struct mft_spoil {
 static const mft_spoil mft_spoils[] = {
     {.want = NULL},
     {.from = "{\"model", .to = "{\"__metadata__\":{\"format\":\"pt\"},\"model", .want = NULL},
+    {.from = "{\"model", .to = "{\"__metadata__\":null,\"model", .want = NULL},
     {.from = "{\"model", .to = "{\"__metadata__\":{\"n\":1},\"model", .want = "__metadata__ is not an object of strings"},
     {.from = "{\"model", .to = "{\"__metadata__\":[],\"model", .want = "__metadata__ is not an object of strings"},
     {.from = "{\"model", .to = " {\"model", .want = "the header does not begin with {"},
@@ -927,6 +968,7 @@ static const struct test mf_tests[] = {
     {"mf_config_fields", test_mf_config_fields},
     {"mf_generation", test_mf_generation},
     {"mf_tokenizer_config", test_mf_tokenizer_config},
+    {"mf: special tokens of files and classes", mft_specials},
     {"mf_around_texts", mft_around_texts},
     {"mf_folder_names", mft_folder_names},
     {"mf_safetensors", test_mf_safetensors},
