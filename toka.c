@@ -1459,12 +1459,12 @@ static str uni_nfc(const uni *u, str s, int version, buf *b) {
  * its size.
  *
  * Not here: training, offsets, pairs of texts, truncation and padding (they are read over), dropout; and
- * tokenizer_config.json, which `tokenizers` alone does not know either.
+ * tokenizer_config.json, which `tokenizers` alone does not know either: its added tokens chapter 11 hands to tok_load.
  * =========================================================================== */
 
 typedef struct tok tok;
 
-static int tok_load(tok **out, str tokenizer_json, toka_err *e);
+static int tok_load(tok **out, str tokenizer_json, str more_added, toka_err *e);
 static int tok_surround(tok *t, bool behind, const char *content, toka_err *e);
 static void tok_del(tok *t);
 
@@ -2751,10 +2751,10 @@ static int tok_load_decoder(tok *t, const json *v, toka_err *e) {
 
 /* ---- The whole ---- */
 
-static int tok_load_model(tok *t, const json *root, toka_err *e) {
+static int tok_load_model(tok *t, const json *root, const json *added, toka_err *e) {
     const json *model = json_get(root, "model"), *vocab = json_get(model, "vocab");
     const json *dropout = json_get(model, "dropout"), *prefix = json_get(model, "continuing_subword_prefix");
-    const json *suffix = json_get(model, "end_of_word_suffix"), *added = json_get(root, "added_tokens");
+    const json *suffix = json_get(model, "end_of_word_suffix");
     if (!json_is(model, JSON_OBJECT)) return TOK_FAIL("no object \"model\"");
     if (!str_is(tok_type(model), "BPE")) return tok_unsupported(e, "model type", tok_type(model));
     if (json_num(dropout, 0) != 0) return TOK_FAIL("model.dropout is not supported");
@@ -2769,12 +2769,12 @@ static int tok_load_model(tok *t, const json *root, toka_err *e) {
     return tok_load_added(t, added, vocab->n, e);
 }
 
-static int tok_load_root(tok *t, const json *root, toka_err *e) {
+static int tok_load_root(tok *t, const json *root, const json *added, toka_err *e) {
     if (!json_is(root, JSON_OBJECT)) return TOK_FAIL("an object was expected");
     t->growth = 1;
     if (tok_load_each(t, json_get(root, "normalizer"), "normalizers", 0, tok_load_normal, e)) return e->code;
     if (tok_load_each(t, json_get(root, "pre_tokenizer"), "pretokenizers", 0, tok_load_pre, e)) return e->code;
-    if (tok_load_model(t, root, e)) return e->code;
+    if (tok_load_model(t, root, added, e)) return e->code;
     if (tok_load_each(t, json_get(root, "post_processor"), "processors", 0, tok_load_post, e)) return e->code;
     t->growth = 1;
     if (tok_load_each(t, json_get(root, "decoder"), "decoders", 0, tok_load_decoder, e)) return e->code;
@@ -2784,12 +2784,28 @@ static int tok_load_root(tok *t, const json *root, toka_err *e) {
     return 0;
 }
 
-/* Reads the text of tokenizer.json, which may go away after. *out is the caller's until tok_del. */
-static int tok_load(tok **out, str tokenizer_json, toka_err *e) {
+/* The file's added_tokens and, behind them, `more`, a JSON array of such; a later one of the same content replaces an earlier one. */
+static const json *tok_join_added(const json *own, str more, arena *a, toka_err *e) {
+    const json *lists[] = {own, json_parse(a, more, json_trusted, e)};
+    buf b = {0};
+    if (!lists[1] || (own && own->type != JSON_ARRAY && own->type != JSON_NULL)) return lists[1] ? own : NULL;
+    json_put_open(&b, '[');
+    for (int i = 0; i < 2; i++)
+        if (json_is(lists[i], JSON_ARRAY)) JSON_EACH(it, lists[i]) json_put_value(&b, it);
+    json_put_close(&b, ']');
+    const json *all = json_parse(a, arena_str(a, buf_view(&b)), json_trusted, e);
+    buf_free(&b);
+    return all;
+}
+
+/* Reads the text of tokenizer.json, which may go away after. more_added: further added tokens, see tok_join_added; or empty. *out is
+ * the caller's until tok_del. */
+static int tok_load(tok **out, str tokenizer_json, str more_added, toka_err *e) {
     arena a = {0};
     toka_err why;
     *out = NULL;
-    const json *root = json_parse(&a, tokenizer_json, json_trusted, &why);
+    const json *root = json_parse(&a, tokenizer_json, json_trusted, &why), *added = json_get(root, "added_tokens");
+    if (root && more_added.n && !(added = tok_join_added(added, more_added, &a, &why))) root = NULL;
     if (!root) {
         arena_free(&a);
         return fail(e, why.code, "tokenizer.json: %.400s", why.msg);
@@ -2799,7 +2815,7 @@ static int tok_load(tok **out, str tokenizer_json, toka_err *e) {
     t->slots = mem_check(aligned_alloc(64, TOK_SLOTS * sizeof *t->slots));
     for (int i = 0; i < TOK_SLOTS; i++)
         for (int k = 0; k < 8; k++) atomic_init(&t->slots[i].w[k], 0);
-    int err = tok_load_root(t, root, e);
+    int err = tok_load_root(t, root, added, e);
     arena_free(&a);
     if (err) tok_del(t);
     else *out = t;
@@ -5670,6 +5686,7 @@ typedef struct mf_model { /* immutable after mf_open, but for the end id that pu
     str chat_template;    /* Jinja source; empty: none */
     str tool_template;    /* the one for chats with tools, where the model has two; empty: none */
     char *bos_token, *eos_token, *pad_token, *unk_token; /* texts for the template, NULL: none */
+    str more_added;       /* added tokens as tokenizer_config.json has them, a JSON array; or empty */
     bool old_specials;    /* tokenizer_config.json lists no added tokens: then special_tokens_map.json counts, as in transformers */
     int add_bos, add_eos; /* whether a text gets them: 0, 1; -1: as tokenizer.json says */
     mf_defaults defaults;
@@ -6149,6 +6166,34 @@ static void mf_class_specials(const mf_reader *r, arena *a, mf_model *m) {
         }
 }
 
+static int64_t mf_key_id(const json *key) { /* "128009": 128009 */
+    const str s = json_str(key);
+    int64_t id = 0;
+    for (size_t i = 0; i < s.n && id < INT32_MAX; i++) id = 10 * id + s.p[i] - '0';
+    return id;
+}
+static int mf_by_id(const void *x, const void *y) {
+    const int64_t a = mf_key_id(*(const json *const *)x), b = mf_key_id(*(const json *const *)y);
+    return (a > b) - (a < b);
+}
+/* added_tokens_decoder, {id: token}, as an array in the order of ids: transformers adds them to those of tokenizer.json, where they
+ * replace what has the same content. */
+static str mf_added_tokens(const mf_reader *r, arena *a) {
+    const json *decoder = json_get(r->o, "added_tokens_decoder");
+    if (!json_is(decoder, JSON_OBJECT) || !decoder->n) return STR("");
+    const json **keys = arena_alloc(a, decoder->n * sizeof *keys);
+    size_t n = 0;
+    buf b = {0};
+    JSON_MEMBERS(key, decoder) keys[n++] = key;
+    qsort(keys, n, sizeof *keys, mf_by_id);
+    json_put_open(&b, '[');
+    for (size_t i = 0; i < n; i++) json_put_value(&b, keys[i] + 1);
+    json_put_close(&b, ']');
+    const str all = arena_str(a, buf_view(&b));
+    buf_free(&b);
+    return all;
+}
+
 /* add_bos_token, add_eos_token: the last word on what stands around a text have they in those classes of transformers (4.57) that
  * make it anew; -1 in all others, and where the file does not say. */
 static int mf_adds(mf_reader *r, const char *name) {
@@ -6181,6 +6226,7 @@ static int mf_tokenizer_config_parse(str text, const char *where, arena *a, mf_m
         mf_reader reader = {.o = o, .where = where, .path = "", .e = e}, *r = &reader;
         m->bos_token = m->eos_token = m->pad_token = m->unk_token = NULL;
         m->old_specials = !json_get(o, "added_tokens_decoder");
+        m->more_added = mf_added_tokens(r, a);
         mf_class_specials(r, a, m), mf_specials(r, a, m);
         m->add_bos = mf_adds(r, "add_bos_token"), m->add_eos = mf_adds(r, "add_eos_token");
         m->chat_template = mf_template(r, "default", a), m->tool_template = mf_template(r, "tool_use", a);
@@ -12707,7 +12753,7 @@ static int pub_open_tokenizer(toka *t, toka_err *e) {
     mf_model *f = t->files;
     mf_config *c = &f->config;
     if (!f->tokenizer_json.n) return 0;
-    int code = tok_load(&t->tok, f->tokenizer_json, e);
+    int code = tok_load(&t->tok, f->tokenizer_json, f->more_added, e);
     if (!code && f->add_bos >= 0) code = tok_surround(t->tok, false, f->add_bos ? f->bos_token : NULL, e);
     if (!code && f->add_eos >= 0) code = tok_surround(t->tok, true, f->add_eos ? f->eos_token : NULL, e);
     int32_t id = !code && f->eos_token ? tok_id(t->tok, str_c(f->eos_token)) : -1;
@@ -21385,8 +21431,8 @@ static int cli_help(unsigned command, int n_words, char **words, toka_err *e) {
         printf("  %-32s %s\n", left, f->help);
     }
     puts("\nEvery flag that takes a value can also come from the environment: TOKA_MAX_TOKENS=64 is --max-tokens 64.\n"
-         "0 is the default of --threads, --server-threads, --max-model-len, --max-num-seqs, --max-num-batched-tokens, --kv-tokens,\n"
-         "--max-tokens and --num-prompts.\n"
+         "0 is the default of --threads, --server-threads, --max-model-len, --max-num-seqs, --max-num-batched-tokens,\n"
+         "--kv-tokens, --max-tokens and --num-prompts.\n"
          "Exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C (serve: 0). Lines of a batch\n"
          "that became error records do not change it.");
     return cli_write(STR(""), e);

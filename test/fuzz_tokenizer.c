@@ -15,7 +15,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     int flags = tail_n ? zero[1] & 7 : 0;
     toka_err e;
     tok *t;
-    if (tok_load(&t, (str){file, json_n}, &e) == 0) {
+    if (tok_load(&t, (str){file, json_n}, STR(""), &e) == 0) {
         ids v = {0};
         buf whole = {0}, streamed = {0};
         free(file), file = NULL; /* nothing may still point there */

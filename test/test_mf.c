@@ -411,6 +411,29 @@ static void mft_specials(void) {
     mft_special_tokens("{\"tokenizer_class\":\"LlamaTokenizer\"}", NULL, "- - - - "); /* this tokenizer has no <s> */
 }
 
+/* added_tokens_decoder goes before tokenizer.json's added tokens, and adds to them in the order of its ids, as transformers 4.57 and 5.24. */
+static void mft_added_tokens(void) {
+    char folder[64], here[512], command[2048];
+    mft_temp_folder(folder);
+    CHECK(getcwd(here, sizeof here) != NULL);
+    snprintf(command, sizeof command, "ln -s '%s'/test/model/config.json '%s'/test/model/tokenizer.json %s", here, here, folder);
+    CHECK(system(command) == 0);
+    mft_write_file(folder, "tokenizer_config.json", STR("{\"added_tokens_decoder\":{\"90001\":{\"content\":\"<|y|>\",\"special\":true},"
+                   "\"3\":{\"content\":\"<|im_end|>\",\"special\":true,\"rstrip\":true},\"90000\":{\"content\":\"<|x|>\",\"special\":true}}}"));
+    toka *t;
+    toka_err e = {0};
+    toka_options o = toka_options_default();
+    ids v = {0};
+    o.model = folder;
+    CHECK(!pub_open_text(&t, &o, false, &e));
+    CHECK(!tok_encode(t->tok, STR("<|x|><|im_end|> \n 1<|y|>"), TOKA_PARSE_SPECIAL, &v, &e));
+    CHECK(v.n == 4 && v.p[1] == 3 && v.p[2] == tok_id(t->tok, STR("1")) && v.p[0] >= t->shape.V && v.p[3] == v.p[0] + 1);
+    ids_free(&v), toka_close(t);
+    mft_write_file(folder, "tokenizer_config.json", STR("{\"added_tokens_decoder\":{\"3\":{\"special\":true}}}"));
+    CHECK(pub_open_text(&t, &o, false, &e) == TOKA_E_INPUT && strstr(e.msg, "no content"));
+    mft_remove_folder(folder);
+}
+
 static void mft_folder_names(void) {
     char folder[64], path[200], real[4096];
     arena a = {0};
@@ -969,6 +992,7 @@ static const struct test mf_tests[] = {
     {"mf_generation", test_mf_generation},
     {"mf_tokenizer_config", test_mf_tokenizer_config},
     {"mf: special tokens of files and classes", mft_specials},
+    {"mf: added tokens of tokenizer_config.json", mft_added_tokens},
     {"mf_around_texts", mft_around_texts},
     {"mf_folder_names", mft_folder_names},
     {"mf_safetensors", test_mf_safetensors},

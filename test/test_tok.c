@@ -12,7 +12,7 @@ static tok *tok_test_open(const char *folder) { /* NULL: no public data */
     toka_err e;
     tok *t = NULL;
     str s = read_copy(path);
-    int err = tok_load(&t, s, &e);
+    int err = tok_load(&t, s, STR(""), &e);
     CHECK_MSG(!err, "%s: %s", folder, e.msg);
     free((void *)s.p);
     return err ? NULL : t;
@@ -235,7 +235,7 @@ static int tok_test_small(tok **t, const char *part, const char *value, toka_err
     buf_char(&b, '}');
     char *exact = mem_alloc(b.n);
     memcpy(exact, b.p, b.n);
-    int err = tok_load(t, (str){exact, b.n}, e);
+    int err = tok_load(t, (str){exact, b.n}, STR(""), e);
     free(exact);
     buf_free(&b);
     return err;
@@ -316,7 +316,7 @@ static void tok_test_characters(void) {
     tok *t;
     buf b = {0};
     ids v = {0};
-    CHECK(!tok_load(&t, str_c(file), &e));
+    CHECK(!tok_load(&t, str_c(file), STR(""), &e));
     for (int i = 0; i < COUNT(cases); i++) {
         buf_clear(&b);
         CHECK(!tok_decode(t, cases[i].id, (size_t)cases[i].n, 0, &b, &e));
@@ -364,8 +364,8 @@ static void tok_test_refused(void) {
         CHECK_MSG(strstr(e.msg, cases[i][2]), "case %d: %s", i, e.msg);
     }
     tok *t;
-    CHECK(tok_load(&t, STR("{\"model\":"), &e) == TOKA_E_INPUT && strstr(e.msg, "byte 9"));
-    CHECK(tok_load(&t, STR("[]"), &e) == TOKA_E_INPUT);
+    CHECK(tok_load(&t, STR("{\"model\":"), STR(""), &e) == TOKA_E_INPUT && strstr(e.msg, "byte 9"));
+    CHECK(tok_load(&t, STR("[]"), STR(""), &e) == TOKA_E_INPUT);
 }
 
 /* Many threads on one tokenizer get the same ids: the memory of pieces is shared. */

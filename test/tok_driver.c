@@ -74,7 +74,7 @@ int main(int argc, char **argv) {
     if (argc != 4) stop("TOKENIZER.json encode|decode|stream|time NUMBER");
     if (os_map(argv[1], &file, &e)) stop(e.msg);
     double t0 = cpu_now();
-    if (tok_load(&t, file, &e)) stop(e.msg);
+    if (tok_load(&t, file, STR(""), &e)) stop(e.msg);
     double loaded = cpu_now() - t0;
     os_unmap(file);
     if (os_read_all(0, "standard input", SIZE_MAX, &input, &e)) stop(e.msg);
