@@ -6169,7 +6169,7 @@ static void mf_class_specials(const mf_reader *r, arena *a, mf_model *m) {
 static int64_t mf_key_id(const json *key) { /* "128009": 128009 */
     const str s = json_str(key);
     int64_t id = 0;
-    for (size_t i = 0; i < s.n && id < INT32_MAX; i++) id = 10 * id + s.p[i] - '0';
+    for (size_t i = 0; i < s.n && s.p[i] >= '0' && s.p[i] <= '9' && id < INT32_MAX; i++) id = 10 * id + s.p[i] - '0';
     return id;
 }
 static int mf_by_id(const void *x, const void *y) {

@@ -31,6 +31,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (mf_config_parse(STR("{\"model_type\":\"llama\",\"num_hidden_layers\":1}"), "c", &a, &c, &e)) abort();
     if (mf_generation_parse(text, "g", &a, &c, &d, &e) == 0) check_config(&c);
     mf_tokenizer_config_parse(text, "t", &a, &m, &e);
+    mf_special_map_parse(text, "t", &a, &m, &e);
     if (mf_models_parse(text, &a, &list, &n, &e) == 0)
         for (int i = 0; i < n; i++) check_config(&list[i].config);
     arena_free(&a);

@@ -429,7 +429,7 @@ static void mft_added_tokens(void) {
     CHECK(!tok_encode(t->tok, STR("<|x|><|im_end|> \n 1<|y|>"), TOKA_PARSE_SPECIAL, &v, &e));
     CHECK(v.n == 4 && v.p[1] == 3 && v.p[2] == tok_id(t->tok, STR("1")) && v.p[0] >= t->shape.V && v.p[3] == v.p[0] + 1);
     ids_free(&v), toka_close(t);
-    mft_write_file(folder, "tokenizer_config.json", STR("{\"added_tokens_decoder\":{\"3\":{\"special\":true}}}"));
+    mft_write_file(folder, "tokenizer_config.json", STR("{\"added_tokens_decoder\":{\"-------------------------\":{\"content\":\"a\"},\"3\":{\"special\":true}}}"));
     CHECK(pub_open_text(&t, &o, false, &e) == TOKA_E_INPUT && strstr(e.msg, "no content"));
     mft_remove_folder(folder);
 }
