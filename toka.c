@@ -6158,11 +6158,10 @@ static void mf_class_specials(const mf_reader *r, arena *a, mf_model *m) {
         {"Qwen2Tokenizer", {NULL, "<|endoftext|>", "<|endoftext|>", "<|endoftext|>"}}};
     for (int c = 0; c < COUNT(classes); c++)
         for (int i = 0; i < 4 && str_is(mf_tokenizer_class(r), classes[c].class); i++) {
-            buf quoted = {0};
-            buf_printf(&quoted, "\"%s\"", classes[c].tokens[i] ? classes[c].tokens[i] : "");
-            const bool known = classes[c].tokens[i] && str_find(m->tokenizer_json, buf_view(&quoted), 0) >= 0;
-            *mf_special_of(m, i) = known ? arena_cstr(a, str_c(classes[c].tokens[i])) : NULL;
-            buf_free(&quoted);
+            const char *token = classes[c].tokens[i];
+            char quoted[32];
+            snprintf(quoted, sizeof quoted, "\"%s\"", token ? token : "");
+            if (token && str_find(m->tokenizer_json, str_c(quoted), 0) >= 0) *mf_special_of(m, i) = arena_cstr(a, str_c(token));
         }
 }
 
@@ -12037,6 +12036,7 @@ static int eng_check(int V, int max_len, bool has_tok, const toka_request *r, co
 
 /* The driver, who may wait for one replica's step, is told that another may have something to do now. */
 static void eng_call(eng *g, bool called) {
+    if (g->n_replicas == 1) return;
     pthread_mutex_lock(&g->bell.lock);
     g->called = called;
     if (called) pthread_cond_broadcast(&g->bell.done);
@@ -12065,7 +12065,7 @@ static int eng_submit(eng *g, const toka_request *r, const int32_t *prompt, size
     pthread_mutex_unlock(&g->lock);
     if (code) eng_request_free(q);
     else if (out) *out = q;
-    if (!code && g->n_replicas > 1) eng_call(g, true);
+    if (!code) eng_call(g, true);
     return code;
 }
 
@@ -12566,8 +12566,8 @@ static void eng_step(eng *g) {
 
 /* ---- Drive ---- */
 
-/* Sleeps until woken; the lock is held. Each of many threads in eng_generate is woken by itself: all of them at each step would be
- * 45 ms a step for 4,000. */
+/* Sleeps until woken; the lock is held. Each of many threads in eng_generate is woken by itself: all of them at each step would take
+ * longer than the step. */
 static void eng_sleep(eng *g, eng_waiter *w) {
     if (!w) {
         pthread_cond_wait(&g->wake, &g->lock);

@@ -117,7 +117,8 @@ static void test_api_wrong_values(void) {
         {API_COMPLETIONS, "logit_bias", "{\"x\":1}"}, {API_COMPLETIONS, "logit_bias", "{\"1\":101}"},
         {API_COMPLETIONS, "logit_bias", "{\"1\":\"a\"}"}, {API_COMPLETIONS, "logit_bias", "{\"999999\":1}"},
         {API_COMPLETIONS, "guided_json", "{}"}, {API_CHAT, "web_search_options", "{}"}, {API_COMPLETIONS, "guided_choice", "[]"},
-        {API_CHAT, "response_format", "{}"}, {API_COMPLETIONS, "bad_words", "[1]"}, {API_COMPLETIONS, "bad_words", "[\"\"]"},
+        {API_CHAT, "response_format", "{}"}, {API_CHAT, "regex", "\"a\""}, {API_CHAT, "ebnf", "\"a\""}, {API_CHAT, "json_schema", "\"{}\""},
+        {API_CHAT, "logprob_token_ids", "[1]"}, {API_CHAT, "repetition_detection", "{}"}, {API_CHAT, "thinking_token_budget", "1"}, {API_COMPLETIONS, "bad_words", "[1]"}, {API_COMPLETIONS, "bad_words", "[\"\"]"},
         {API_COMPLETIONS, "stream_options", "{\"include_usage\":1}"}, {API_CHAT, "stream_options", "{\"include_obfuscation\":true}"},
         {API_CHAT, "tool_choice", "\"required\""},
         {API_CHAT, "tool_choice", "{\"type\":\"function\"}"}, {API_CHAT, "messages", "[]"}, {API_CHAT, "messages", "[1]"},
@@ -329,7 +330,7 @@ static void test_api_contents(void) {
         CHECK_MSG(i == 3 ? !r.status : r.status == 400 && strstr(r.message, "a role and a content"), "%s: %d %s", roles[i], r.status, r.message);
         buf_free(&body);
     }
-    /* texts in all the forms that clients send; of a tool they are one text for any template */
+    /* texts in all the forms that clients send */
     api_check_context("{\"messages\":[{\"role\":\"user\",\"content\":[\"a\",{\"type\":\"input_text\",\"text\":\"b\"},{\"type\":\"text\",\"text\":null}]},"
                       "{\"role\":\"assistant\",\"content\":[{\"type\":\"refusal\",\"refusal\":\"no\"},{\"type\":\"output_text\",\"text\":\"c\"}]}]}",
                       "{\"messages\":[{\"role\":\"user\",\"content\":\"a\\nb\"},{\"role\":\"assistant\",\"content\":\"no\\nc\"}],"

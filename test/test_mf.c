@@ -328,14 +328,20 @@ static void mft_remove_folder(const char *path) {
 
 /* ---- What tokenizer_config.json says of texts, and what a folder is called ---- */
 
-/* The embedded model's files with another tokenizer_config.json; want: ids of "1" (T) with what stands around it, or words of an error. */
-static void mft_surrounds(const char *config, const char *want, int n_ends, int32_t last_end) {
-    char folder[64], here[512], command[2048];
+/* A new folder with the embedded model's files but its weights and tokenizer_config.json. */
+static void mft_model_folder(char folder[64]) {
+    char here[512], command[2048];
     mft_temp_folder(folder);
     CHECK(getcwd(here, sizeof here) != NULL);
     snprintf(command, sizeof command, "ln -s '%s'/test/model/config.json '%s'/test/model/generation_config.json '%s'/test/model/tokenizer.json %s",
              here, here, here, folder);
     CHECK(system(command) == 0);
+}
+
+/* The embedded model's files with another tokenizer_config.json; want: ids of "1" (T) with what stands around it, or words of an error. */
+static void mft_surrounds(const char *config, const char *want, int n_ends, int32_t last_end) {
+    char folder[64];
+    mft_model_folder(folder);
     mft_write_file(folder, "tokenizer_config.json", str_c(config));
     toka *t;
     toka_err e = {0};
@@ -371,13 +377,11 @@ static void mft_around_texts(void) {
     mft_surrounds("{\"eos_token\":\"<none>\"}", "0 T ", 2, 1);
 }
 
-/* The four special tokens that the embedded model's folder comes to with these files; "-": none. */
+/* The four special tokens that the embedded model's folder, whose first token is <|endoftext|> here, comes to with these files; "-": none. */
 static void mft_special_tokens(const char *config, const char *map, const char *want) {
-    char folder[64], here[512], command[2048];
-    mft_temp_folder(folder);
-    CHECK(getcwd(here, sizeof here) != NULL);
-    snprintf(command, sizeof command, "cp '%s'/test/model/config.json %s && sed 's/<|begin_of_text|>/<|endoftext|>/g' '%s'/test/model/tokenizer.json >%s/tokenizer.json",
-             here, folder, here, folder);
+    char folder[64], command[256];
+    mft_model_folder(folder);
+    snprintf(command, sizeof command, "cd %s && sed 's/<|begin_of_text|>/<|endoftext|>/g' tokenizer.json >t && mv t tokenizer.json", folder);
     CHECK(system(command) == 0);
     if (config) mft_write_file(folder, "tokenizer_config.json", str_c(config));
     if (map) mft_write_file(folder, "special_tokens_map.json", str_c(map));
@@ -413,11 +417,8 @@ static void mft_specials(void) {
 
 /* added_tokens_decoder goes before tokenizer.json's added tokens, and adds to them in the order of its ids, as transformers 4.57 and 5.24. */
 static void mft_added_tokens(void) {
-    char folder[64], here[512], command[2048];
-    mft_temp_folder(folder);
-    CHECK(getcwd(here, sizeof here) != NULL);
-    snprintf(command, sizeof command, "ln -s '%s'/test/model/config.json '%s'/test/model/tokenizer.json %s", here, here, folder);
-    CHECK(system(command) == 0);
+    char folder[64];
+    mft_model_folder(folder);
     mft_write_file(folder, "tokenizer_config.json", STR("{\"added_tokens_decoder\":{\"90001\":{\"content\":\"<|y|>\",\"special\":true},"
                    "\"3\":{\"content\":\"<|im_end|>\",\"special\":true,\"rstrip\":true},\"90000\":{\"content\":\"<|x|>\",\"special\":true}}}"));
     toka *t;
