@@ -329,6 +329,14 @@ static void buf_put(buf *b, const void *p, size_t n) {
 static void buf_str(buf *b, str s) { buf_put(b, s.p, s.n); }
 static void buf_c(buf *b, const char *z) { buf_put(b, z, strlen(z)); }
 static void buf_char(buf *b, char c) { buf_put(b, &c, 1); }
+static void buf_int(buf *b, int64_t i) { /* as %lld */
+    char z[20], *at = z + sizeof z; /* the lowest number has 19 digits and a sign */
+    uint64_t n = i < 0 ? -(uint64_t)i : (uint64_t)i;
+    do *--at = (char)('0' + n % 10);
+    while (n /= 10);
+    if (i < 0) *--at = '-';
+    buf_put(b, at, (size_t)(z + sizeof z - at));
+}
 static str buf_view(const buf *b) { return (str){b->p ? b->p : "", b->n}; }
 static void buf_clear(buf *b) { b->n = 0; }
 static void buf_free(buf *b) {
@@ -892,7 +900,8 @@ static const json *json_at(const json *array, size_t i) {
 /* A comma if the last byte ends a value. No value ends in one of "{[:,", a line feed or a space (which may stand before
  * the first value: "data: "), so no state is needed. */
 static void json_comma(buf *b) {
-    if (b->n && !strchr("{[:,\n ", b->p[b->n - 1])) buf_char(b, ',');
+    const char last = b->n ? b->p[b->n - 1] : ' ';
+    if (last != '{' && last != '[' && last != ':' && last != ',' && last != '\n' && last != ' ') buf_char(b, ',');
 }
 static void json_put_open(buf *b, char c) { json_comma(b), buf_char(b, c); }
 static void json_put_close(buf *b, char c) { buf_char(b, c); }
@@ -918,13 +927,52 @@ static void json_put_str(buf *b, str s) {
     buf_char(b, '"');
 }
 static void json_put_key(buf *b, const char *name) { json_put_str(b, str_c(name)), buf_char(b, ':'); }
-static void json_put_int(buf *b, int64_t i) { json_comma(b), buf_printf(b, "%lld", (long long)i); }
+static void json_put_int(buf *b, int64_t i) { json_comma(b), buf_int(b, i); }
 static void json_put_bool(buf *b, bool v) { json_comma(b), buf_c(b, v ? "true" : "false"); }
 static void json_put_null(buf *b) { json_comma(b), buf_c(b, "null"); }
 static void json_put_text_or_null(buf *b, const char *name, const char *value) { /* a member */
     json_put_key(b, name);
     if (value) json_put_str(b, str_c(value));
     else json_put_null(b);
+}
+
+/* n > 0 over 10^k as %g has it, x the exponent of its first digit; n ends in a zero only where k is 0. */
+static void json_put_decimal(buf *b, int64_t n, int k, int x) {
+    const bool small = x < 0 && x >= -4; /* 0.0123 */
+    if (small) buf_put(b, "0.000", (size_t)(1 - x));
+    const size_t point = b->n + (x < 0 ? 1 : (size_t)x + 1);
+    buf_int(b, n);
+    if (k > 0 && !small && b->n > point) {
+        buf_char(b, 0);
+        memmove(b->p + point + 1, b->p + point, b->n - 1 - point);
+        b->p[point] = '.';
+    }
+    if (x < -4) buf_printf(b, "e-%02d", -x);
+}
+
+/* json_put_num of a float of a log-probability's range, without printf: that times 10^k is exact up to k = 12, and known well enough
+ * beyond that; rounded, over 10^k, it is what a reader makes of the digits, for both are exact. False: the float is not of that
+ * range, or a rest so near a half that only printf can tell to which side. */
+static bool json_put_float(buf *b, float f) {
+    static const double ten[] = {1e0,  1e1,  1e2,  1e3,  1e4,  1e5,  1e6,  1e7,  1e8,  1e9,  1e10,
+                                 1e11, 1e12, 1e13, 1e14, 1e15, 1e16, 1e17, 1e18, 1e19, 1e20, 1e21};
+    const double size = fabs((double)f);
+    double n = 0;
+    int x = 4, digits = 5, k; /* x: exponent of the first digit; k: digits behind the point */
+    if (!(size >= 1e-13 && size < 1e5)) return false;
+    while (x >= 0 ? size < ten[x] : size * ten[-x] < 1) x--;
+    do {
+        k = digits++ - x;
+        n = rint(size * ten[k]);
+        if (k > 12 && fabs(fabs(size * ten[k] - n) - 0.5) < 1e-6) return false;
+    } while (digits < 9 && (float)(n / ten[k]) != fabsf(f));
+    if (n >= ten[digits]) return false; /* it was rounded up to the next exponent */
+    int64_t whole = (int64_t)n;
+    for (; k > 0 && whole % 10 == 0; k--) whole /= 10;
+    json_comma(b);
+    if (f < 0) buf_char(b, '-');
+    json_put_decimal(b, whole, k, x);
+    return true;
 }
 
 /* The shortest decimal that reads back as the same double (is_float: the same float); null for what JSON cannot say.
@@ -935,6 +983,7 @@ static void json_put_num(buf *b, double f, bool is_float) {
         json_put_null(b);
         return;
     }
+    if (is_float && json_put_float(b, (float)f)) return;
     int digits = fabs(f) < (is_float ? (double)FLT_MIN : DBL_MIN) ? 1 : is_float ? 6 : 15;
     for (;; digits++) {
         snprintf(z, sizeof z, "%.*g", digits, f);

@@ -396,6 +396,37 @@ static void test_json_floats(void) {
     }
 }
 
+/* Log-probabilities are written without printf: as %g with the fewest digits has them, near powers of ten and halves of the last digit too. */
+static void test_json_logprobs(void) {
+    uint64_t s = 12;
+    int n_fast = 0;
+    buf b = {0};
+    for (int i = 0; i < 400000; i++) {
+        float f = i % 4 == 0   ? (float)(rnd_unit(&s) * 40)
+                  : i % 4 == 1 ? (float)exp(-rnd_unit(&s) * 31)
+                  : i % 4 == 2 ? (float)((double)(rnd(&s) % 2000000) * pow(10, -(double)(rnd(&s) % 16)))
+                               : (float)pow(10, (double)(rnd(&s) % 20) - 14);
+        if (i % 3) f = -f;
+        for (uint64_t k = rnd(&s) % 3, up = rnd(&s) % 2; k; k--) f = nextafterf(f, up ? 1e9f : 0);
+        char z[40];
+        int digits = 5;
+        do snprintf(z, sizeof z, "%.*g", ++digits, (double)f);
+        while (strtof(z, NULL) != f);
+        buf_clear(&b), n_fast += json_put_float(&b, f);
+        buf_clear(&b), json_put_num(&b, (double)f, true);
+        CHECK_MSG(str_is(buf_view(&b), f == 0 && signbit(f) ? "-0.0" : z), "%a: %s, printf %s", (double)f, b.p, z);
+    }
+    CHECK_MSG(n_fast > 300000, "%d", n_fast); /* not by printf after all */
+    static const int64_t whole[] = {0, 7, -7, 10, 128255, INT64_MAX, INT64_MIN, INT64_MIN + 1};
+    for (int i = 0; i < COUNT(whole); i++) {
+        char z[24];
+        snprintf(z, sizeof z, "%lld", (long long)whole[i]);
+        buf_clear(&b), buf_int(&b, whole[i]);
+        CHECK_MSG(str_is(buf_view(&b), z), "%s: %s", z, b.p);
+    }
+    buf_free(&b);
+}
+
 static double json_seconds(str s) { /* to parse it */
     arena a = {0};
     toka_err e = {0};
@@ -474,6 +505,7 @@ static const struct test json_tests[] = {
     {"json_writer", test_json_writer},
     {"json_round_trip", test_json_round_trip},
     {"json_floats", test_json_floats},
+    {"json_logprobs", test_json_logprobs},
     {"json_linear", test_json_linear},
     {"json_tokenizers", test_json_tokenizers},
     {0}};

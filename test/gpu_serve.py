@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What a user gets of the engine's speed through `toka batch` and `toka serve`: text in, text out.
+
+    python3 test/gpu_serve.py [--folder DIR] [--what throughput,batch,serve] [--samples 24] [--seqs 1,16,64,256,1024] [--device cuda]
+
+Makes a model in the shape of Llama-3.2-1B (test/gpu_start.py's, with random weights and, where TOKA_TEST_DATA has it, Llama 3.1's
+tokenizer) and times, with GSM8K prompts (else made up ones), answers of 100 to 200 tokens and temperature 0.6:
+
+  throughput  `toka bench throughput`: the engine alone, ids in, no text
+  batch       `toka batch` of the same as text; with ids and log-probabilities as lists, or packed; with five alternatives to each token;
+              and the log-probabilities of prompts alone, as harnesses ask for them
+  serve       `toka bench serve` beside `toka serve`: streams of so many clients at once, 64 tokens in, 256 out
+
+Beside each: how busy its threads were, by /proc. Standard library only.
+"""
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import gpu_start
+from make_dataset import DATA, SHOTS, problems
+
+ROOT = gpu_start.ROOT
+KINDS = {"text": {}, "packed": {"return_packed": True, "logprobs": 0}, "lists": {"return_token_ids": True, "logprobs": 0}, "top5": {"logprobs": 5},
+         "score": {"echo": True, "logprobs": 1, "n": 1, "max_tokens": 1}}
+
+
+class Busy(threading.Thread):
+    """Looks at a process's threads every 0.2 s; busiest() has each one's share of a core over the stretch between the marks."""
+
+    def __init__(self, pid):
+        super().__init__(daemon=True)
+        self.pid, self.seen, self.ended = pid, [], False
+        self.start()
+
+    def run(self):
+        while not self.ended:
+            now = {}
+            try:
+                for tid in os.listdir(f"/proc/{self.pid}/task"):
+                    field = open(f"/proc/{self.pid}/task/{tid}/stat").read().rsplit(")", 1)[1].split()
+                    now[tid] = int(field[11]), int(field[12])
+            except (FileNotFoundError, ProcessLookupError):
+                pass
+            if now:
+                self.seen.append((time.time(), now))
+            time.sleep(0.2)
+
+    def busiest(self, begin=0.0, n=5):
+        seen = [s for s in self.seen if s[0] >= begin]
+        if len(seen) < 2:
+            return "too short to say"
+        first, last, (t0, t1) = {}, {}, (seen[0][0], seen[-1][0])
+        for _, threads in seen:
+            for t, spent in threads.items():
+                first.setdefault(t, spent if t in seen[0][1] else (0, 0)), last.update({t: spent})
+        tick = os.sysconf("SC_CLK_TCK") * (t1 - t0)
+        share = [[(b - a) / tick for a, b in zip(first[t], last[t])] for t in last]
+        share.sort(key=lambda s: -sum(s))
+        return ", ".join(f"{100 * u:.0f} + {100 * k:.0f}" for u, k in share[:n]) + f" % of a core (user + system) over {t1 - t0:.1f} s"
+
+
+def prompts(n):
+    try:
+        shots = [p for p in problems("gsm8k_train.jsonl") if 220 < len(p["answer"]) < 280][:SHOTS]
+        head = "".join(f"Question: {p['question']}\nAnswer: {p['answer']}\n\n" for p in shots)
+        return [head + f"Question: {p['question']}\nAnswer:" for p in problems("gsm8k_test.jsonl")[:n]]
+    except FileNotFoundError:
+        head = "".join(f"Tom has {i} boxes with {i + 3} apples each and buys {i % 7} more. " for i in range(20))
+        return [head + f"How many apples are in box {i}?" for i in range(n)]
+
+
+def run(args, env=None):
+    """Runs the program; its standard output, its standard error, its busiest threads."""
+    p = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+    busy = Busy(p.pid)
+    out, err = p.communicate()
+    busy.ended = True
+    if p.returncode:
+        sys.exit(f"gpu_serve.py: {' '.join(args)}: status {p.returncode}\n{err[-2000:]}")
+    return out, err, busy
+
+
+def tell(name, lines, busy, begin=0.0):
+    print(f"== {name}")
+    for line in lines:
+        print(f"   {line}")
+    print(f"   threads: {busy.busiest(begin)}", flush=True)
+
+
+def output_len(i):
+    return 100 + i * 37 % 101
+
+
+def throughput(a, model):
+    path = os.path.join(a.work, "throughput.jsonl")
+    with open(path, "w") as f:
+        for i, text in enumerate(prompts(a.problems)):
+            f.write(json.dumps({"prompt": text, "output_lengths": [output_len(i)] * a.samples}) + "\n")
+    out, err, busy = run([a.program, "bench", "throughput", "-m", model, "--device", a.device, "--dataset", path, "--temp", "0.6"] + a.flags)
+    tell("bench throughput", (out + err).splitlines()[-16:], busy)
+
+
+def batch(a, model):
+    for kind in a.kinds.split(","):
+        where = os.path.join(a.work, f"{kind}.jsonl")
+        with open(where, "w") as f:
+            for i, text in enumerate(prompts(a.problems)):
+                f.write(json.dumps({"custom_id": f"{kind}-{i}", "prompt": text, "n": a.samples, "max_tokens": output_len(i), "ignore_eos": True,
+                                    "temperature": 0.6, **KINDS[kind]}) + "\n")
+        result = where + ".out"
+        begin = time.time()
+        _, err, busy = run([a.program, "batch", "-m", model, "--device", a.device, "-i", where, "-o", result] + a.flags)
+        took = time.time() - begin
+        lines = [x for x in err.splitlines() if x.strip()][-14:]
+        tell(f"batch, {kind}: {os.path.getsize(result) / 1e6:.1f} MB of results, {took:.1f} s with the start", lines, busy)
+        os.remove(result)
+
+
+def serve(a, model):
+    log = open(os.path.join(a.work, "serve.log"), "w")
+    p = subprocess.Popen([a.program, "serve", "-m", model, "--device", a.device, "--port", "0", "--files-dir", "off"] + a.flags, stdout=log, stderr=log, cwd=ROOT)
+    busy, url = Busy(p.pid), None
+    try:
+        for _ in range(600):
+            found = re.search(r"http://[\d.]+:\d+", open(log.name).read())
+            if found:
+                url = found[0]
+                break
+            if p.poll() is not None:
+                break
+            time.sleep(0.1)
+        if not url:
+            sys.exit("gpu_serve.py: the server does not start\n" + open(log.name).read()[-2000:])
+        for n in a.seqs.split(","):
+            for endpoint in a.endpoints.split(","):
+                begin = time.time()
+                out, _, client = run([a.program, "bench", "serve", "--base-url", url, "--num-prompts", str(max(4, a.rounds * int(n))), "--max-concurrency", n,
+                                      "--random-input-len", str(a.input_len), "--random-output-len", str(a.output_len), "--ignore-eos", "--temp", "0.6",
+                                      "--endpoint", endpoint, "-q", "--num-warmups", "2", *a.client])
+                keep = [x for x in out.splitlines() if re.search(r"duration|throughput|Mean|Median|P99|Failed|Successful", x)]
+                tell(f"serve, {n} clients, {endpoint}", keep, busy, begin)
+                print(f"   client: {client.busiest()}", flush=True)
+    finally:
+        p.terminate()
+        p.wait()
+        busy.ended = True
+        print("   server's last lines:\n   " + "\n   ".join(open(log.name).read().splitlines()[-14:]), flush=True)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--folder", default=tempfile.gettempdir(), help="where the model is made")
+    p.add_argument("--model", help="this folder instead")
+    p.add_argument("--what", default="throughput,batch,serve")
+    p.add_argument("--kinds", default=",".join(KINDS), help="of batch")
+    p.add_argument("--endpoints", default="/v1/completions", help="of serve")
+    p.add_argument("--problems", type=int, default=128)
+    p.add_argument("--samples", type=int, default=24)
+    p.add_argument("--seqs", default="1,16,64,256,1024")
+    p.add_argument("--rounds", type=int, default=4, help="of serve: requests for each client")
+    p.add_argument("--input-len", type=int, default=64)
+    p.add_argument("--output-len", type=int, default=256)
+    p.add_argument("--layers", type=int, default=16)
+    p.add_argument("--device", default="cuda")
+    p.add_argument("--program", default=os.path.join(ROOT, "toka"))
+    p.add_argument("--flag", dest="flags", action="append", default=[], help="for the program, as --flag=--max-num-seqs --flag=64")
+    p.add_argument("--client", action="append", default=[], help="for bench serve, likewise")
+    a = p.parse_args()
+    a.work = tempfile.mkdtemp(prefix="toka-serve-", dir=a.folder)
+    try:
+        model = a.model
+        if not model:
+            gpu_start.make(a.work, a.layers)
+            real = os.path.join(DATA, "tokenizers/llama-3.1/tokenizer.json")
+            if os.path.exists(real):
+                shutil.copy(real, a.work)
+            model = a.work
+        for what in a.what.split(","):
+            {"throughput": throughput, "batch": batch, "serve": serve}[what](a, model)
+    finally:
+        shutil.rmtree(a.work)
+
+
+if __name__ == "__main__":
+    main()
