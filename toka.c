@@ -17650,6 +17650,7 @@ enum {
     SRV_FEW_RECORDS = 64 << 10,       /* bytes of records of an answer in one piece before a worker collects them */
     SRV_SIMPLE_BYTES = 1 << 20,       /* body of requests that are not prompts or files */
     SRV_PIECE_BYTES = 1 << 20,        /* of an upload, handed to a worker */
+    SRV_JOBS = 16,                    /* calls that a worker has at most */
     SRV_BODIES = 16,                  /* all bodies together may hold so often --max-body-bytes */
     SRV_MAX_CHOICES = 1 << 16,        /* of a request */
     SRV_PACE_S = 10,
@@ -17716,7 +17717,7 @@ typedef struct srv {
     pthread_mutex_t lock;
     pthread_cond_t work;
     struct srv_call *ready, **ready_end, *dirty;
-    int n_idle;           /* workers that wait */
+    int n_ready, n_idle;  /* calls in that list; workers that wait */
     bool stopping;        /* workers end */
     bool woken;           /* the loop knows that there is something in dirty */
     int n_waiting;        /* calls without a first token */
@@ -17921,7 +17922,7 @@ static bool srv_wants_work(const srv_call *c) {
 static void srv_push_ready(srv_call *c) {
     srv *s = c->s;
     c->queued = true, c->refs++, c->next_ready = NULL;
-    *s->ready_end = c, s->ready_end = &c->next_ready;
+    *s->ready_end = c, s->ready_end = &c->next_ready, s->n_ready++;
     if (s->n_idle) pthread_cond_signal(&s->work);
 }
 
@@ -17986,10 +17987,8 @@ static void srv_put_reply(buf *b, srv_call *c) {
     buf_free(&r->headers), buf_free(&r->body);
 }
 
-/* What a worker made goes to the loop; takes `made`. done: it was the last. */
-static void srv_publish(srv_call *c, buf *made, bool done) {
-    srv *s = c->s;
-    pthread_mutex_lock(&s->lock);
+/* What a worker made goes to the loop; `made` is an old buffer then. done: it was the last. With the lock held. */
+static void srv_hand_over(srv_call *c, buf *made, bool done) {
     c->unsent += made->n;
     c->stalled = !done && c->unsent > SRV_MAX_UNSENT;
     if (!c->out.n) {
@@ -18000,14 +17999,15 @@ static void srv_publish(srv_call *c, buf *made, bool done) {
     }
     if (done) c->stage = SRV_ENDED, c->done = true, srv_uncount(c);
     if (!c->gone) srv_push_dirty(c);
-    pthread_mutex_unlock(&s->lock);
-    buf_free(made);
 }
 
 static void srv_publish_reply(srv_call *c) {
     buf made = {0};
     srv_put_reply(&made, c);
-    srv_publish(c, &made, true);
+    pthread_mutex_lock(&c->s->lock);
+    srv_hand_over(c, &made, true);
+    pthread_mutex_unlock(&c->s->lock);
+    buf_free(&made);
 }
 
 /* ---- How long the queue is, in seconds ---- */
@@ -18171,32 +18171,31 @@ static void srv_refuse(srv_call *c) { /* the engine did not take all parts */
     int status = c->refused.code == TOKA_E_USE ? 429 : 500;
     srv_error(c, status, "%s", c->refused.msg);
     if (status == 429) srv_put_retry(c);
-    srv_publish_reply(c);
 }
 
-/* Records to text, of a stream as many as make a turn. last: there will be none after these. Returns the bytes of those it fed. */
-static size_t srv_continue(srv_call *c, str records, bool last) {
-    buf text = {0}, made = {0};
+/* Records to bytes for the socket, of a stream as many as make a turn. last: there will be no records after these; and, when it
+ * returns, no bytes after `made`. Returns the bytes of the records that it fed. */
+static size_t srv_continue(srv_call *c, str records, bool *last, buf *made) {
+    buf text = {0};
     if (c->refused.code) { /* what the other parts made until they were cancelled is not told */
-        if (last) srv_refuse(c);
+        if (*last) srv_refuse(c), srv_put_reply(made, c);
         return records.n;
     }
     const size_t fed = api_feed_some(&c->api, records, SRV_MAX_UNSENT, &text);
-    last = last && fed == records.n;
-    if (last && c->api.broken && !c->head_sent) c->api.stream = false, buf_clear(&text); /* nothing is out: it can have a status */
-    int status = last ? api_finish(&c->api, &text) : 0;
+    *last = *last && fed == records.n;
+    if (*last && c->api.broken && !c->head_sent) c->api.stream = false, buf_clear(&text); /* nothing is out: it can have a status */
+    int status = *last ? api_finish(&c->api, &text) : 0;
     if (!c->api.stream) {
-        if (last) c->reply.status = status, c->reply.body = text, srv_publish_reply(c);
+        if (*last) c->reply.status = status, c->reply.body = text, srv_put_reply(made, c);
         return fed;
     }
     bool chunked = c->req->minor > 0;
-    if (!c->head_sent && (text.n || last)) srv_put_stream_head(&made, c);
-    if (chunked) http_put_chunk(&made, buf_view(&text));
-    else buf_str(&made, buf_view(&text));
-    if (chunked && last) http_put_last_chunk(&made);
+    c->reply.status = 200;
+    if (!c->head_sent && (text.n || *last)) srv_put_stream_head(made, c);
+    if (chunked) http_put_chunk(made, buf_view(&text));
+    else buf_str(made, buf_view(&text));
+    if (chunked && *last) http_put_last_chunk(made);
     buf_free(&text);
-    if (made.n || last) c->reply.status = 200, srv_publish(c, &made, last);
-    buf_free(&made);
     return fed;
 }
 
@@ -18238,41 +18237,69 @@ static void srv_upload(srv *s, srv_call *c) {
     srv_publish_reply(c);
 }
 
-/* What a worker makes text of next: what was left the last time, or else all that came since; from *at on. With the lock held. */
-static buf srv_take_records(srv_call *c, size_t *at) {
-    buf *from = c->left.n ? &c->left : &c->records, taken = *from;
-    *at = c->left_at;
+typedef struct srv_job { /* a call with a worker */
+    srv_call *c;
+    enum srv_stage stage;
+    buf records, made;
+    size_t at;  /* records are fed up to here */
+    bool last;  /* no records come behind these; then: nothing behind what is made */
+    bool freed; /* its last reference has gone */
+} srv_job;
+
+/* Its records: what was left the last time, or else all that came since. */
+static void srv_take_job(srv_job *j, srv_call *c) {
+    buf *from = c->left.n ? &c->left : &c->records;
+    *j = (srv_job){.c = c, .stage = c->gone ? SRV_ENDED : c->stage, .records = *from, .at = c->left_at};
     *from = (buf){0}, c->left_at = 0;
-    return taken;
+    j->last = !c->n_open && !c->records.n;
+}
+
+/* A worker's next calls: a new one alone, for it may take long, or some of those that have records, a share of them. With the lock
+ * held: one lock for all of them is why there are several. */
+static int srv_take_jobs(srv *s, srv_job *job) {
+    int n = 0, most = MIN(SRV_JOBS, 1 + s->n_ready / s->o->n_workers);
+    for (srv_call *c; (c = s->ready) && n < most && (!n || c->stage != SRV_NEW); s->n_ready--) {
+        if (!(s->ready = c->next_ready)) s->ready_end = &s->ready;
+        srv_take_job(&job[n++], c);
+        if (c->stage == SRV_NEW) most = 1;
+    }
+    return n;
+}
+
+static void srv_do_job(srv *s, srv_job *j) {
+    if (j->stage == SRV_NEW) j->c->route->work(s, j->c);
+    if (j->stage == SRV_RUNNING) j->at += srv_continue(j->c, str_sub(buf_view(&j->records), j->at, j->records.n), &j->last, &j->made);
+    if (j->stage != SRV_RUNNING || j->at == j->records.n) buf_free(&j->records), j->at = 0;
+}
+
+static void srv_end_job(srv_job *j) { /* with the lock held */
+    srv_call *c = j->c;
+    if (j->stage == SRV_RUNNING && (j->made.n || j->last)) srv_hand_over(c, &j->made, j->last);
+    c->queued = false, c->left = j->records, c->left_at = j->at;
+    if (c->want_piece && !c->gone) srv_push_dirty(c);
+    if (srv_wants_work(c)) srv_push_ready(c);
+    j->freed = srv_unref(c);
 }
 
 static void *srv_worker(void *arg) {
     srv *s = arg;
+    srv_job job[SRV_JOBS];
     pthread_setname_np(pthread_self(), "toka-worker");
     pthread_mutex_lock(&s->lock);
-    for (;;) {
+    for (int n;;) {
         for (s->n_idle++; !s->ready && !s->stopping;) pthread_cond_wait(&s->work, &s->lock);
         s->n_idle--;
-        if (!s->ready) break;
-        srv_call *c = s->ready;
-        if (!(s->ready = c->next_ready)) s->ready_end = &s->ready;
-        enum srv_stage stage = c->gone ? SRV_ENDED : c->stage;
-        size_t at;
-        buf records = srv_take_records(c, &at);
-        bool last = !c->n_open && !c->records.n;
+        if (!(n = srv_take_jobs(s, job))) break;
         pthread_mutex_unlock(&s->lock);
-        if (stage == SRV_NEW) c->route->work(s, c);
-        if (stage == SRV_RUNNING) at += srv_continue(c, str_sub(buf_view(&records), at, records.n), last);
-        if (stage != SRV_RUNNING || at == records.n) buf_free(&records), at = 0;
+        for (int i = 0; i < n; i++) srv_do_job(s, &job[i]);
         pthread_mutex_lock(&s->lock);
-        c->queued = false, c->left = records, c->left_at = at;
-        if (c->want_piece && !c->gone) srv_push_dirty(c);
-        if (srv_wants_work(c)) srv_push_ready(c);
-        if (srv_unref(c)) {
-            pthread_mutex_unlock(&s->lock);
-            srv_call_free(c);
-            pthread_mutex_lock(&s->lock);
+        for (int i = 0; i < n; i++) srv_end_job(&job[i]);
+        pthread_mutex_unlock(&s->lock);
+        for (int i = 0; i < n; i++) {
+            buf_free(&job[i].made);
+            if (job[i].freed) srv_call_free(job[i].c);
         }
+        pthread_mutex_lock(&s->lock);
     }
     pthread_mutex_unlock(&s->lock);
     return NULL;
@@ -18481,6 +18508,7 @@ enum {
     SRV_BODY_RATE = 4096,       /* bytes a second that a body must reach behind the first --read-timeout seconds */
     SRV_MAX_LISTENERS = 8,
     SRV_EVENTS = 256,           /* of one round */
+    SRV_NEWS = 64,              /* calls whose text is taken at once */
     SRV_TICK_MS = 100,          /* signals and deadlines are looked at so often */
     SRV_FAILED_S = 1,           /* a server whose engine fails tells everybody for so long before it hangs up ... */
     SRV_FAILED_LAST_S = 5,      /* ... and ends after so long, whatever is still to be sent */
@@ -18494,6 +18522,7 @@ typedef struct srv_conn {
     unsigned events;        /* that epoll looks for */
     bool eof, closed;       /* the client has sent all; is being freed */
     bool sending;           /* the deadline is that of sending */
+    bool stalled;           /* its call was, when its text was last taken */
     buf in, out;            /* in: not parsed from in_at on; out: not sent from out_at on */
     size_t in_at, in_seen, out_at; /* in_seen: bytes of a head that http_parse_head has seen, 0: none has come */
     int file;               /* sent behind out, if file_left > 0 */
@@ -18505,6 +18534,12 @@ typedef struct srv_conn {
     int64_t lingered;       /* bytes thrown away */
     struct srv_conn *next, *before;
 } srv_conn;
+
+typedef struct srv_news { /* what a worker made of a call */
+    srv_call *c;
+    buf made;
+    bool done, piece; /* it was the last; the next piece of an upload is asked for */
+} srv_news;
 
 typedef struct srv_loop {
     int epoll, listeners[SRV_MAX_LISTENERS], n_listeners;
@@ -18627,7 +18662,7 @@ static bool srv_unstall(srv_conn *k) {
     pthread_mutex_lock(&c->s->lock);
     c->unsent = k->out.n - k->out_at + c->out.n;
     if (c->stalled && c->unsent < SRV_MAX_UNSENT / 2) {
-        c->stalled = false;
+        c->stalled = k->stalled = false;
         if (srv_wants_work(c)) srv_push_ready(c);
     }
     bool behind = c->stalled && c->n_open && srv_not_fed(c) > SRV_MAX_RECORDS;
@@ -18642,7 +18677,7 @@ static void srv_send(srv *s, srv_conn *k) {
         return;
     }
     if (k->out_at == k->out.n) buf_free(&k->out), k->out_at = 0;
-    if (k->call && k->state == SRV_BUSY && !srv_unstall(k)) srv_close(s, k);
+    if (k->call && k->state == SRV_BUSY && k->stalled && !srv_unstall(k)) srv_close(s, k);
     if (k->state == SRV_LAST && !srv_unsent(k)) srv_linger(s, k);
     if (!k->closed) srv_set_deadline(s, k);
 }
@@ -18823,23 +18858,39 @@ static void srv_on_socket(srv *s, srv_conn *k, unsigned events) {
 
 /* ---- What workers made ---- */
 
-static void srv_take(srv *s, srv_call *c) {
-    pthread_mutex_lock(&s->lock);
-    buf made = c->out;
-    c->out = (buf){0};
-    bool done = c->done, piece = c->want_piece;
-    c->in_dirty = c->want_piece = false;
-    pthread_mutex_unlock(&s->lock);
+/* What a call has for its connection. With the lock held. */
+static void srv_take(srv_call *c, srv_news *news) {
     srv_conn *k = c->conn;
-    if (k && made.n) srv_append(k, &made);
-    buf_free(&made);
-    if (k) {
-        if (done) srv_end_call(s, k);
-        if (piece) srv_enter(s, k, SRV_BODY);
-        srv_advance(s, k);
-        srv_want(s, k);
-    }
-    srv_release(c);
+    *news = (srv_news){c, c->out, c->done, c->want_piece};
+    c->out = (buf){0}, c->in_dirty = c->want_piece = false;
+    if (k) k->stalled = c->stalled, c->unsent = k->out.n - k->out_at + news->made.n;
+}
+
+static void srv_deliver(srv *s, srv_news *news) {
+    srv_conn *k = news->c->conn;
+    if (k && news->made.n) srv_append(k, &news->made);
+    buf_free(&news->made);
+    if (!k) return;
+    if (news->done) srv_end_call(s, k);
+    if (news->piece) srv_enter(s, k, SRV_BODY);
+    srv_advance(s, k);
+    srv_want(s, k);
+}
+
+/* The first calls of a list, one lock for all of them. Returns the others. */
+static srv_call *srv_take_some(srv *s, srv_call *c) {
+    srv_news news[SRV_NEWS];
+    int n = 0, n_freed = 0;
+    pthread_mutex_lock(&s->lock);
+    for (; c && n < SRV_NEWS; c = c->next_dirty) srv_take(c, &news[n++]);
+    pthread_mutex_unlock(&s->lock);
+    for (int i = 0; i < n; i++) srv_deliver(s, &news[i]);
+    pthread_mutex_lock(&s->lock);
+    for (int i = 0; i < n; i++)
+        if (srv_unref(news[i].c)) news[n_freed++].c = news[i].c;
+    pthread_mutex_unlock(&s->lock);
+    for (int i = 0; i < n_freed; i++) srv_call_free(news[i].c);
+    return c;
 }
 
 static void srv_take_all(srv *s) {
@@ -18850,7 +18901,7 @@ static void srv_take_all(srv *s) {
     srv_call *c = s->dirty;
     s->dirty = NULL, s->woken = false;
     pthread_mutex_unlock(&s->lock);
-    for (srv_call *next; c; c = next) next = c->next_dirty, srv_take(s, c);
+    while (c) c = srv_take_some(s, c);
 }
 
 /* ---- Listening ---- */

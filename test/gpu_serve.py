@@ -47,7 +47,8 @@ class Busy(threading.Thread):
             try:
                 for tid in os.listdir(f"/proc/{self.pid}/task"):
                     field = open(f"/proc/{self.pid}/task/{tid}/stat").read().rsplit(")", 1)[1].split()
-                    now[tid] = int(field[11]), int(field[12])
+                    sleeps = re.search(r"\nvoluntary_ctxt_switches:\s*(\d+)", open(f"/proc/{self.pid}/task/{tid}/status").read())
+                    now[tid] = int(field[11]), int(field[12]), int(sleeps[1]) if sleeps else 0
             except (FileNotFoundError, ProcessLookupError):
                 pass
             if now:
@@ -61,11 +62,12 @@ class Busy(threading.Thread):
         first, last, (t0, t1) = {}, {}, (seen[0][0], seen[-1][0])
         for _, threads in seen:
             for t, spent in threads.items():
-                first.setdefault(t, spent if t in seen[0][1] else (0, 0)), last.update({t: spent})
-        tick = os.sysconf("SC_CLK_TCK") * (t1 - t0)
-        share = [[(b - a) / tick for a, b in zip(first[t], last[t])] for t in last]
-        share.sort(key=lambda s: -sum(s))
-        return ", ".join(f"{100 * u:.0f} + {100 * k:.0f}" for u, k in share[:n]) + f" % of a core (user + system) over {t1 - t0:.1f} s"
+                first.setdefault(t, spent if t in seen[0][1] else (0, 0, 0)), last.update({t: spent})
+        share = [[(b - a) / (t1 - t0) for a, b in zip(first[t], last[t])] for t in last]
+        share.sort(key=lambda s: -sum(s[:2]))
+        percent = 100 / os.sysconf("SC_CLK_TCK")
+        return ", ".join(f"{percent * u:.0f} + {percent * k:.0f} ({w:.0f})" for u, k, w in share[:n]) + \
+               f": % of a core, user + system (sleeps a second), over {t1 - t0:.1f} s"
 
 
 def prompts(n):
