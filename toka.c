@@ -17919,11 +17919,12 @@ static bool srv_wants_work(const srv_call *c) {
     return !c->stalled && (!c->n_open || srv_not_fed(c) > (c->api.stream ? 0 : SRV_FEW_RECORDS));
 }
 
+/* The first in the list wakes a worker; one that leaves others there wakes the next: no wake for each token of each stream. */
 static void srv_push_ready(srv_call *c) {
     srv *s = c->s;
     c->queued = true, c->refs++, c->next_ready = NULL;
-    *s->ready_end = c, s->ready_end = &c->next_ready, s->n_ready++;
-    if (s->n_idle) pthread_cond_signal(&s->work);
+    *s->ready_end = c, s->ready_end = &c->next_ready;
+    if (!s->n_ready++ && s->n_idle) pthread_cond_signal(&s->work);
 }
 
 static void srv_push_dirty(srv_call *c) {
@@ -18290,6 +18291,7 @@ static void *srv_worker(void *arg) {
         for (s->n_idle++; !s->ready && !s->stopping;) pthread_cond_wait(&s->work, &s->lock);
         s->n_idle--;
         if (!(n = srv_take_jobs(s, job))) break;
+        if (s->ready && s->n_idle) pthread_cond_signal(&s->work);
         pthread_mutex_unlock(&s->lock);
         for (int i = 0; i < n; i++) srv_do_job(s, &job[i]);
         pthread_mutex_lock(&s->lock);
