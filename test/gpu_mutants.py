@@ -58,8 +58,8 @@ MUTANTS = [
            ("frequencies one further", "freq[`i % half`]", "(i + 1) % half")),
     *group("rope_kernel", "rows small", "RoPE and pages",
            ("sine with the wrong sign", "store_pair(to + half + i, `v * cs.x + u * cs.y`", "v * cs.x - u * cs.y"),
-           ("norm of the upper half", "hi[k] *= scale * norm[`half + i`]", "i", "RoPE and pages .*norm"),
-           ("q's norm for the first head of k", "const float *norm = `h < a.H` ? a.q_norm : a.k_norm;", "h <= a.H", "RoPE and pages .*norm"),
+           ("norm of the upper half", "norm_hi[k] = *(const float2 *)(`norm + half + i`);", "norm + i", "RoPE and pages .*norm"),
+           ("q's norm for the first head of k", "const float *norm = `h < a.H` ? a.q_norm : h < a.H + a.K ? a.k_norm : NULL;", "h <= a.H", "RoPE and pages .*norm"),
            ("V is turned, too", "if (t < a.T && `h < a.H + a.K`) {", "h <= a.H + a.K"),
            ("the slot's place in its page", "(h >= a.H + a.K)) * a.B + `slot % a.B`) * a.D;", "slot % (a.B / 2)")),
 
