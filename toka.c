@@ -17633,7 +17633,8 @@ static const char srv_page[] =
  *
  * The loop never parses JSON or waits, and touches a disk only to send a file or to drop an upload that broke off; the engine's
  * thread never makes text. A call is with at most one worker at a time. Between the threads there is one lock, held for a few
- * pointers at a time.
+ * pointers at a time; the loop and the workers take it once for a share of the calls that wait, or 1,024 streams of a fast model
+ * get their tokens in groups (test/results/gpu-h200.md).
  *
  * What always holds:
  *   - srv.lock guards the lists, the metrics and the fields of a call marked (lock); a call is freed when its last reference
@@ -18255,8 +18256,7 @@ static void srv_take_job(srv_job *j, srv_call *c) {
     j->last = !c->n_open && !c->records.n;
 }
 
-/* A worker's next calls: a new one alone, for it may take long, or some of those that have records, a share of them. With the lock
- * held: one lock for all of them is why there are several. */
+/* A worker's next calls: a new one alone, for it may take long, else its share of those that have records. With the lock held. */
 static int srv_take_jobs(srv *s, srv_job *job) {
     int n = 0, most = MIN(SRV_JOBS, 1 + s->n_ready / s->o->n_workers);
     for (srv_call *c; (c = s->ready) && n < most && (!n || c->stage != SRV_NEW); s->n_ready--) {
