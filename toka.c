@@ -950,9 +950,9 @@ static void json_put_decimal(buf *b, int64_t n, int k, int x) {
     if (x < -4) buf_printf(b, "e-%02d", -x);
 }
 
-/* json_put_num of a float of a log-probability's range, without printf: that times 10^k is exact up to k = 12, and known well enough
- * beyond that; rounded, over 10^k, it is what a reader makes of the digits, for both are exact. False: the float is not of that
- * range, or a rest so near a half that only printf can tell to which side. */
+/* json_put_num of a float of a log-probability's range, without printf. Times 10^k it is exact up to k = 12, and known well enough
+ * beyond; rounded, over 10^k, it is what a reader makes of the digits, for both are exact. False: the float is not of that range,
+ * or a rest so near a half that only printf can tell to which side. */
 static bool json_put_float(buf *b, float f) {
     static const double ten[] = {1e0,  1e1,  1e2,  1e3,  1e4,  1e5,  1e6,  1e7,  1e8,  1e9,  1e10,
                                  1e11, 1e12, 1e13, 1e14, 1e15, 1e16, 1e17, 1e18, 1e19, 1e20, 1e21};
@@ -17651,7 +17651,8 @@ enum {
     SRV_FEW_RECORDS = 64 << 10,       /* bytes of records of an answer in one piece before a worker collects them */
     SRV_SIMPLE_BYTES = 1 << 20,       /* body of requests that are not prompts or files */
     SRV_PIECE_BYTES = 1 << 20,        /* of an upload, handed to a worker */
-    SRV_JOBS = 16,                    /* calls that a worker has at most */
+    SRV_LIGHT_RECORDS = 4 << 10,      /* of a stream, of which a worker takes several ... */
+    SRV_JOBS = 16,                    /* ... at most */
     SRV_BODIES = 16,                  /* all bodies together may hold so often --max-body-bytes */
     SRV_MAX_CHOICES = 1 << 16,        /* of a request */
     SRV_PACE_S = 10,
@@ -18256,20 +18257,28 @@ static void srv_take_job(srv_job *j, srv_call *c) {
     j->last = !c->n_open && !c->records.n;
 }
 
-/* A worker's next calls: a new one alone, for it may take long, else its share of those that have records. With the lock held. */
+/* Of these a worker may take several: nobody waits long behind one. */
+static bool srv_is_light(const srv_call *c) {
+    return c->stage == SRV_RUNNING && c->api.stream && srv_not_fed(c) <= SRV_LIGHT_RECORDS;
+}
+
+/* A worker's next calls: its share of light ones, or one that is not. With the lock held. */
 static int srv_take_jobs(srv *s, srv_job *job) {
     int n = 0, most = MIN(SRV_JOBS, 1 + s->n_ready / s->o->n_workers);
-    for (srv_call *c; (c = s->ready) && n < most && (!n || c->stage != SRV_NEW); s->n_ready--) {
+    for (srv_call *c; (c = s->ready) && n < most; s->n_ready--) {
+        const bool light = srv_is_light(c);
+        if (n && !light) break;
+        if (!light) most = 1;
         if (!(s->ready = c->next_ready)) s->ready_end = &s->ready;
         srv_take_job(&job[n++], c);
-        if (c->stage == SRV_NEW) most = 1;
     }
     return n;
 }
 
 static void srv_do_job(srv *s, srv_job *j) {
+    str records = str_sub(buf_view(&j->records), j->at, j->records.n);
     if (j->stage == SRV_NEW) j->c->route->work(s, j->c);
-    if (j->stage == SRV_RUNNING) j->at += srv_continue(j->c, str_sub(buf_view(&j->records), j->at, j->records.n), &j->last, &j->made);
+    if (j->stage == SRV_RUNNING) j->at += srv_continue(j->c, records, &j->last, &j->made);
     if (j->stage != SRV_RUNNING || j->at == j->records.n) buf_free(&j->records), j->at = 0;
 }
 
