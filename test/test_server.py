@@ -579,6 +579,28 @@ def test_slow_reader_takes_no_memory():
     assert len(stream) > 12 << 20 and grown < len(stream) / 4, (len(stream), grown)  # the sockets hold less than that
 
 
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_many_streams_at_once(threads):
+    """Workers take many calls at a time; each stream is what the same request answers alone, and a whole answer among them, too."""
+    bodies = [{"prompt": f"Tom has {i} apples and buys {i % 7} more.", "max_tokens": 20 + i % 30, "ignore_eos": True, "temperature": 1, "seed": i,
+               "n": 1 + (i % 16 == 0) * 3, "logprobs": 1} for i in range(160)]
+    with Server("--server-threads", threads) as s:
+        want = [{c["index"]: c["text"] for c in s.post("/v1/completions", b).json()["choices"]} for b in bodies]
+        conns = [s.connect() for _ in bodies]
+        for i, (b, c) in enumerate(zip(bodies, conns)):
+            data = json.dumps({**b, "stream": i % 10 != 9})
+            c.send(f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(data)}\r\n\r\n{data}")
+        for i, c in enumerate(conns):
+            if i % 10 != 9:
+                assert c.head()[0] == 200
+                assert texts(b"".join(c.chunks())) == (want[i], True), i
+            else:
+                answer = c.answer()
+                assert answer.status == 200 and {x["index"]: x["text"] for x in answer.json()["choices"]} == want[i], i
+            c.close()
+        s.wait_metric("num_requests_running", 0)
+
+
 def test_disconnect_cancels_running_queued_and_half_done():
     with Server("--max-num-seqs", "4") as s:
         kv_free = s.metric("kv_cache_usage_perc")
