@@ -1158,9 +1158,9 @@ static void rope_open(toka_device *d) {
  * qkv[t] = {q [H][D], k [K][D], v [K][D]} bf16, biases added. Each head of q and k: RMSNorm over D where the model has it, then
  * the pair (i, i + D/2) turned by the angle of pos[t]. q goes to q[t][h], k and v to the page of slot[t]. All in float32. One warp
  * a head: lane l has the pairs 2l, 2l+1, 2l+64 ..., so a warp reads 128 bytes of each half at once. Positions, slots, the table and
- * the norms' weights are no kernel's work of this step and are read before the one ahead has ended (the weights too: a step of 16
- * sequences of Qwen3-0.6B 1.057 -> 1.041 ms, of one 0.730 -> 0.727; if it did nothing at all 1.039, 0.714). Grid T*(H+2K)/8, block
- * 256. Moves 4*T*(H+2K)*D bytes: copy speed. D/2 is even, D at most 256. */
+ * the norms' weights are no kernel's work of this step and are read before the one ahead has ended (the weights, too, H200,
+ * 2026-11-25: a step of 16 sequences of Qwen3-0.6B 1.057 -> 1.041 ms, of one 0.730 -> 0.727; if it did nothing 1.039, 0.714). Grid
+ * T*(H+2K)/8, block 256. Moves 4*T*(H+2K)*D bytes: copy speed. D/2 is even, D at most 256. */
 typedef struct rope_args {
     const bf16 *qkv;
     bf16 *q, *kv; /* kv: the layer's pool */

@@ -26,7 +26,7 @@ import threading
 import time
 
 import gpu_start
-from make_dataset import DATA, SHOTS, problems
+from make_dataset import DATA, few_shot_prompts
 
 ROOT = gpu_start.ROOT
 KINDS = {"text": {}, "packed": {"return_packed": True, "logprobs": 0}, "lists": {"return_token_ids": True, "logprobs": 0}, "top5": {"logprobs": 5},
@@ -72,17 +72,15 @@ class Busy(threading.Thread):
 
 def prompts(n):
     try:
-        shots = [p for p in problems("gsm8k_train.jsonl") if 220 < len(p["answer"]) < 280][:SHOTS]
-        head = "".join(f"Question: {p['question']}\nAnswer: {p['answer']}\n\n" for p in shots)
-        return [head + f"Question: {p['question']}\nAnswer:" for p in problems("gsm8k_test.jsonl")[:n]]
+        return few_shot_prompts(n)
     except FileNotFoundError:
         head = "".join(f"Tom has {i} boxes with {i + 3} apples each and buys {i % 7} more. " for i in range(20))
         return [head + f"How many apples are in box {i}?" for i in range(n)]
 
 
-def run(args, env=None):
+def run(args):
     """Runs the program; its standard output, its standard error, its busiest threads."""
-    p = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+    p = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     busy = Busy(p.pid)
     out, err = p.communicate()
     busy.ended = True
@@ -160,8 +158,8 @@ def serve(a, model):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--folder", default=tempfile.gettempdir(), help="where the model is made")
-    p.add_argument("--model", help="this folder instead")
+    p.add_argument("--folder", default=tempfile.gettempdir(), help="where the model is made, and removed")
+    p.add_argument("--model", help="this folder's model instead")
     p.add_argument("--what", default="throughput,batch,serve")
     p.add_argument("--kinds", default=",".join(KINDS), help="of batch")
     p.add_argument("--endpoints", default="/v1/completions", help="of serve")

@@ -34,15 +34,18 @@ def output_length(rng, mean=150):
     return max(16, min(512, round(rng.lognormvariate(0, 0.4) * mean / 1.083)))  # e^(0.4^2/2) = 1.083
 
 
+def few_shot_prompts(n):
+    """GSM8K problems behind four examples with answers of middling length, so that these and a question make about 715 tokens."""
+    shots = [p for p in problems("gsm8k_train.jsonl") if 220 < len(p["answer"]) < 280][:SHOTS]
+    head = "".join(f"Question: {p['question']}\nAnswer: {p['answer']}\n\n" for p in shots)
+    return [head + f"Question: {p['question']}\nAnswer:" for p in problems("gsm8k_test.jsonl")[:n]]
+
+
 def monkeys(a, rng):
     from tokenizers import Tokenizer
     tok = Tokenizer.from_file(os.path.join(DATA, "tokenizers", a.tokenizer, "tokenizer.json"))
-    # examples with answers of middling length, so that four of them and a question make about 715 tokens
-    shots = [p for p in problems("gsm8k_train.jsonl") if 220 < len(p["answer"]) < 280][:SHOTS]
-    head = "".join(f"Question: {p['question']}\nAnswer: {p['answer']}\n\n" for p in shots)
-    for p in problems("gsm8k_test.jsonl")[: a.problems]:
-        ids = tok.encode(head + f"Question: {p['question']}\nAnswer:").ids
-        yield ids, [output_length(rng) for _ in range(a.samples)]
+    for text in few_shot_prompts(a.problems):
+        yield tok.encode(text).ids, [output_length(rng) for _ in range(a.samples)]
 
 
 def chat(a, rng):

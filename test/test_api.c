@@ -845,9 +845,9 @@ static void test_api_small_routes(void) {
 /* Chapter 30: the engine took one part of two, and that had a token before it was cancelled: one answer goes out. */
 static void test_api_refused_part(void) {
     api_model m = api_test_model();
-    srv s = {.wake_fd = -1};
+    srv s = {0};
     http_request r = {.minor = 1};
-    srv_call c = {.s = &s, .req = &r, .refs = 1, .stage = SRV_RUNNING, .gone = true, .refused = {.code = TOKA_E_DEVICE, .msg = "it broke"}};
+    srv_call c = {.s = &s, .req = &r, .refs = 1, .stage = SRV_RUNNING, .refused = {.code = TOKA_E_DEVICE, .msg = "it broke"}};
     buf records = {0}, made = {0};
     bool last = false;
     api_must_parse(&m, API_COMPLETIONS, "{\"prompt\":[\"Tom\",\"Ann\"],\"stream\":true}", &c.api);
