@@ -450,7 +450,7 @@ typedef struct toka_part_times {
 } toka_part_times;
 typedef struct toka_times {
     int64_t steps, graphs; /* all, and those that were CUDA graphs */
-    double busy_s, idle_s; /* in steps, their upload included; between one and the next: with stages, the bubble */
+    double busy_s, idle_s; /* in steps; between one and the next, waiting for its upload included: with stages, the bubble */
     double begin_s, end_s; /* of the step finished last, from the begin of the first that counts */
     int64_t n_timed;       /* steps whose parts were timed */
     toka_part_times part[TOKA_PARTS];

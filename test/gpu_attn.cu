@@ -169,7 +169,7 @@ struct stand : host_step {
         d->shape = &shape, d->layers = &layer, d->kv = kv.p(), d->kv_layer = kv.n;
         d->options.max_tokens = s.T, d->options.n_pages = s.n_pages + 1;
         attn_open(d);
-        stage_open(d, &d->up, attn_stage_bytes(d) + (size_t)s.T * sizeof(int) + 64);
+        stage_open(d, &d->up, attn_stage_bytes(d) + (size_t)s.T * sizeof(int) + 64, false);
         plan();
     }
     void plan() {
@@ -628,7 +628,7 @@ static void check_filling(scene &s, bool share, int size, int launches, bool hop
     h.step.ids = ids.data(), h.step.slot = slot.data(), h.step.out = out.data(), h.step.n_out = s.T;
     attn_plan_open(d);
     std::vector<char> up(attn_stage_bytes(d) + 8192);
-    d->up.host[0] = d->up.dev = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d->up.cap = up.size() - 16;
+    d->up.host[0] = d->up.dev[0] = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d->up.cap = up.size() - 16;
     for (int n = 0; n < GRAPH_KINDS; n++) {
         step_graph *g = &d->graphs.all[size * GRAPH_KINDS + n];
         g->exec = (cudaGraphExec_t)d;
@@ -678,7 +678,7 @@ static void check_agreement(scene &s, bool graphs, const char *name) {
             g->ranks[q].K = r.shape.K, g->ranks[q].n_sms = r.d.n_sms, g->ranks[q].arch = 90;
             attn_plan_open(&r.d);
             r.up.resize(attn_stage_bytes(&r.d) + 64);
-            r.d.up.host[0] = r.d.up.dev = (char *)(((uintptr_t)r.up.data() + 15) & ~(uintptr_t)15), r.d.up.cap = r.up.size() - 16;
+            r.d.up.host[0] = r.d.up.dev[0] = (char *)(((uintptr_t)r.up.data() + 15) & ~(uintptr_t)15), r.d.up.cap = r.up.size() - 16;
         }
         for (rank &r : ranks) {
             if (agreed) group_agree(&r.d);

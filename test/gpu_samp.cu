@@ -32,7 +32,7 @@ static toka_device *samp_device(int V, int E, int max_out) { /* lm_head and norm
     d->options.max_tokens = d->options.max_out = max_out;
     gemm_open(d), samp_open(d);
     d->xn = (bf16 *)dev_alloc(d, (size_t)(max_out + GEMM_ROOM) * d->E * sizeof(bf16), "xn");
-    stage_open(d, &d->up, samp_stage_bytes(d) + 4096);
+    stage_open(d, &d->up, samp_stage_bytes(d) + 4096, false);
     if (d->error.code) printf("FAILED %s\n", d->error.msg), exit(2);
     return d;
 }
