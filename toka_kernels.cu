@@ -5,12 +5,12 @@
  * mma.sync kernels, which also run on Hopper and there serve the tests as a second opinion.
  *
  * HOW A STEP RUNS. Plans are integers made on the host (toka.c chapters 16 and 17). `begin` copies what the step needs into one
- * pinned buffer and up in one transfer (struct stage), with the work lists of attention (chapter 8) and of sampling (chapter 12);
- * the ops only launch kernels on one stream, and `end` puts an event behind them. So the next step can be begun while this one
- * runs: what was drawn last for each slot stays on the device (toka_device.last), where `embed` of the next step finds it.
- * `finish` waits for the event of the oldest step and hands out its picks. What a step needs on the host there is STEPS_AHEAD
- * times. Decode steps of up to 1,024 rows are graphs, captured at open: then the ops launch nothing, and the last of them launches
- * the graph (chapter 15).
+ * pinned buffer and up in one transfer beside the step before (struct stage), with the work lists of attention (chapter 8) and of
+ * sampling (chapter 12); the ops only launch kernels on one stream, and `end` puts an event behind them. So the next step can be
+ * begun while this one runs: what was drawn last for each slot stays on the device (toka_device.last), where `embed` of the next
+ * step finds it. `finish` waits for the event of the oldest step and hands out its picks. What a step needs on the host there is
+ * STEPS_AHEAD times. Decode steps of up to 1,024 rows are graphs, captured at open: then the ops launch nothing, and the last of
+ * them launches the graph (chapter 15).
  *
  * NUMBERS. Weights and activations are bf16, accumulators, norms, softmax and log-probabilities float32. The residual stream x is
  * bf16 between ops. Every sum has a fixed order, so a step repeated is equal to the bit; a row's result may differ by
@@ -6153,12 +6153,13 @@ struct samp_plan {
     uint32_t *reached;       /* [part_rows] samp_key of the highest key of the row so far; 0, none, between launches of the head */
     samp_result *far_results; /* [max_out] on the device */
     samp_best *tops;         /* [max_out] */
-    stage lists;             /* filters of a step, and as many of their lists as there is room for */
+    stage lists;             /* of one that is launched: filters, and as many of their lists as there is room for */
     samp_down down[STEP_RING];
     /* of the step: */
     samp_ask *ask;           /* device, [n_out] */
     int *rows;               /* device, [n_out] of x */
     int n_plain;
+    samp_filter *filters;    /* device, [n_out] if it is a graph; NULL: no row has one */
     samp_result *results;    /* where they go: see samp_plan_step */
     bool in_order;           /* ask i is row i of s->out; all rows are plain, or all go as filtered ones */
 };
@@ -7613,11 +7614,14 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_BLOCKS)
 
 /* ---- The plan of a step ---- */
 
-enum { SAMP_LOGITS_BYTES = 320 << 20, SAMP_LIST_BYTES = 16 << 20, SAMP_PART_ROWS = 4096 };
+enum { SAMP_LOGITS_BYTES = 320 << 20, SAMP_LIST_BYTES = 16 << 20, SAMP_PART_ROWS = 4096,
+       SAMP_GRAPH_BYTES = 4 << 20 /* of filters and lists of a step that is a graph */ };
 static_assert(SAMP_PART_ROWS * sizeof(samp_part) <= EXCHANGE_BYTES, "as chapter 10 has it");
 static_assert((int)SAMP_BLOCK == (int)TOKA_ID_BLOCK, "as the ranks' parts have it");
 
-static size_t samp_stage_bytes(const toka_device *d) { return (size_t)d->options.max_out * (sizeof(samp_ask) + sizeof(int)) + 32; }
+static size_t samp_stage_bytes(const toka_device *d) {
+    return (size_t)d->options.max_out * (sizeof(samp_ask) + sizeof(int)) + 32 + SAMP_GRAPH_BYTES;
+}
 
 static void *samp_pinned(toka_device *d, size_t bytes, const char *what) {
     void *p = NULL;
@@ -7714,14 +7718,14 @@ static bool samp_filters(const toka_device *d, const toka_step *s) {
     return false;
 }
 
-/* Can the step, filled up to n rows, go as one of filtered rows all at once: in its own order, with all filters and lists sent
- * together? Tensor ranks would exchange the logits of plain rows, too. */
+/* Can the step, filled up to n rows, go as one of filtered rows all at once: in its own order, with all filters and lists in the
+ * stage? Tensor ranks would exchange the logits of plain rows, too. */
 static bool samp_fits(const toka_device *d, const toka_step *s, int n) {
     const samp_plan *p = d->samp;
     size_t bytes = (size_t)n * sizeof(samp_filter) + 16;
     for (int i = 0; i < s->n_out; i++)
         if (samp_filtered(&s->out[i], d->shape->V_all)) bytes += samp_list_bytes(&s->out[i]);
-    return tp_size(d) == 1 && n <= p->chunk && bytes <= p->lists.cap;
+    return tp_size(d) == 1 && n <= p->chunk && bytes <= SAMP_GRAPH_BYTES;
 }
 
 /* Are the last kernels of such a step's graph kept, to become those of other steps? Tensor ranks end otherwise, and more rows than
@@ -7730,14 +7734,14 @@ static bool samp_keeps(const toka_device *d, const toka_step *s) {
     return tp_size(d) == 1 && s->n_out <= GRAPH_ROWS && s->n_out <= d->samp->chunk;
 }
 
-/* Chooses which rows go which way and puts what all rows need into the stage, at the start of a step; filters and their
- * lists follow in samp_launch. Plain rows come first, but where the order of a step with filtered ones is to be its own: in a
- * graph, and where a folded norm needs it. There all go as filtered ones, plain ones with a filter that asks nothing; their
- * results are the same.
+/* Chooses which rows go which way and puts what all rows need into the stage, at the start of a step; filters and their lists
+ * follow in samp_plan_filters or samp_launch. Plain rows come first, but where the order of a step with filtered ones is to be its
+ * own: in a graph, and where a folded norm needs it. There all go as filtered ones, plain ones with a filter that asks nothing;
+ * their results are the same.
  *
  * Results of few rows are stored into the host's memory by whoever makes them, and are there when the step is done. Then nothing
- * comes between a step's last kernel and the next step but what goes up: 5 us of 760 (1B, one row, H200, 2026-11-23), 5 of 1,570
- * (256 rows). Tensor ranks make them by a kernel of their own, which graphs do not change. */
+ * comes between a step's last kernel and the next step: 5 us of 760 less (1B, one row, H200, 2026-11-23), 5 of 1,570 (256 rows).
+ * Tensor ranks make them by a kernel of their own, which graphs do not change. */
 static void samp_plan_step(toka_device *d, const toka_step *s) {
     samp_plan *p = d->samp;
     samp_down *down = &p->down[d->newest];
@@ -7771,36 +7775,33 @@ static void samp_plan_step(toka_device *d, const toka_step *s) {
 }
 
 /* Fills in the filter of one row; lists that its request shares with the row before are sent once. */
-static void samp_fill(toka_device *d, const toka_out_row *row, const toka_out_row *before, const samp_filter *old,
+static void samp_fill(toka_device *d, stage *to, const toka_out_row *row, const toka_out_row *before, const samp_filter *old,
                       samp_filter *f) {
-    samp_plan *p = d->samp;
     const toka_sampling *s = row->sampling;
     int V = d->shape->V_all, from = samp_history_from(row);
     bool shared = before && before->sampling == s;
     *f = samp_filter{};
-    f->history = (const int *)stage_put(&p->lists, row->history + from, (size_t)(row->n_history - from) * 4);
+    f->history = (const int *)stage_put(to, row->history + from, (size_t)(row->n_history - from) * 4);
     f->n_history = row->n_history - from, f->n_prompt = row->n_prompt > from ? row->n_prompt - from : 0;
-    f->bias_ids = shared ? old->bias_ids : (const int *)stage_put(&p->lists, s->bias_ids, (size_t)s->n_bias * 4);
-    f->bias = shared ? old->bias : (const float *)stage_put(&p->lists, s->bias_values, (size_t)s->n_bias * 4);
-    f->allowed = shared ? old->allowed : (const int *)stage_put(&p->lists, s->allowed_ids, (size_t)s->n_allowed * 4);
-    f->forbidden = (const int *)stage_put(&p->lists, row->forbidden, (size_t)row->n_forbidden * 4);
+    f->bias_ids = shared ? old->bias_ids : (const int *)stage_put(to, s->bias_ids, (size_t)s->n_bias * 4);
+    f->bias = shared ? old->bias : (const float *)stage_put(to, s->bias_values, (size_t)s->n_bias * 4);
+    f->allowed = shared ? old->allowed : (const int *)stage_put(to, s->allowed_ids, (size_t)s->n_allowed * 4);
+    f->forbidden = (const int *)stage_put(to, row->forbidden, (size_t)row->n_forbidden * 4);
     f->n_bias = s->n_bias, f->n_allowed = s->n_allowed, f->n_forbidden = row->n_forbidden;
     f->last_resort = row->forced_id < 0 ? toka_last_resort(row, V) : 0;
     f->temperature = s->temperature, f->top_p = s->top_p, f->top_k = s->top_k < V ? s->top_k : 0;
     f->min_p_drop = s->min_p > 0 ? s->temperature * log((double)s->min_p) : -INFINITY;
     f->repetition = s->repetition_penalty, f->frequency = s->frequency_penalty, f->presence = s->presence_penalty;
     f->n_top = samp_n_top(s, V);
-    if (f->n_top) f->best = p->down[d->newest].n_tops++;
+    if (f->n_top) f->best = d->samp->down[d->newest].n_tops++;
 }
 
-/* Sends the filters of rows first .. of the plan: as many as fit, at most `most`. Returns how many; 0 after a failure. */
-static int samp_send_filters(toka_device *d, const toka_step *s, int first, int most, samp_filter **filters) {
-    samp_plan *p = d->samp;
-    const int *order = p->down[d->newest].order;
+/* Filters of rows first .. of the plan, with their lists, to a stage: as many as fit, at most `most`. Returns how many. */
+static int samp_fill_rows(toka_device *d, const toka_step *s, stage *to, int first, int most, samp_filter **filters) {
+    const int *order = d->samp->down[d->newest].order;
     samp_filter *f;
     int n = 0;
-    stage_begin(d, &p->lists);
-    *filters = (samp_filter *)stage_room(&p->lists, (size_t)most * sizeof *f, (void **)&f);
+    *filters = (samp_filter *)stage_room(to, (size_t)most * sizeof *f, (void **)&f);
     for (const toka_out_row *before = NULL; n < most; n++) {
         const toka_out_row *row = &s->out[order[first + n]];
         if (!samp_filtered(row, d->shape->V_all)) {
@@ -7808,16 +7809,29 @@ static int samp_send_filters(toka_device *d, const toka_step *s, int first, int 
             before = NULL;
             continue;
         }
-        if (p->lists.used + samp_list_bytes(row) > p->lists.cap) break;
-        samp_fill(d, row, before, f + n - 1, f + n);
+        if (to->used + samp_list_bytes(row) > to->cap) break;
+        samp_fill(d, to, row, before, f + n - 1, f + n);
         before = row;
     }
+    return n;
+}
+/* Of a step that is a graph, all: with the rest of the step. */
+static void samp_plan_filters(toka_device *d, const toka_step *s) {
+    samp_plan *p = d->samp;
+    p->filters = NULL;
+    if (p->n_plain < s->n_out && samp_fill_rows(d, s, &d->up, 0, s->n_out, &p->filters) < s->n_out) assert(false);
+}
+/* Of a step that is launched: sends them as samp_fill_rows has it. Returns 0 after a failure. */
+static int samp_send_filters(toka_device *d, const toka_step *s, int first, int most, samp_filter **filters) {
+    stage *to = &d->samp->lists;
+    stage_begin(d, to);
+    const int n = samp_fill_rows(d, s, to, first, most, filters);
     if (!n && !d->error.code) {
         d->error.code = TOKA_E_DEVICE;
         snprintf(d->error.msg, sizeof d->error.msg, "GPU: one row's sampling lists take %zu bytes, expected at most %zu",
-                 samp_list_bytes(&s->out[order[first]]), p->lists.cap - p->lists.used);
+                 samp_list_bytes(&s->out[d->samp->down[d->newest].order[first]]), to->cap - to->used);
     }
-    stage_send(d, &p->lists);
+    stage_send(d, to);
     return d->error.code ? 0 : n;
 }
 
@@ -7970,15 +7984,13 @@ static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
     }
 }
 
-/* The same for a step that a graph runs, ahead of it: sends the filters, and has the last kernels be those of filtered rows, if
- * there are any, else of plain ones. */
+/* The same for a step that a graph runs, ahead of it: the last kernels become those of filtered rows, if there are any, else of
+ * plain ones. */
 static void samp_graph(toka_device *d, const toka_step *s) {
     samp_plan *p = d->samp;
-    samp_filter *filters = NULL;
-    if (p->n_plain < s->n_out && samp_send_filters(d, s, 0, s->n_out, &filters) < s->n_out) assert(d->error.code);
-    if (!samp_keeps(d, s) || d->error.code) return;
+    if (!samp_keeps(d, s)) return;
     if (samp_fuses(d, s, s->n_out)) samp_head(d, 0, s->n_out, p->n_plain);
-    samp_finish_rows(d, 0, s->n_out, p->n_plain, filters, p->logits);
+    samp_finish_rows(d, 0, s->n_out, p->n_plain, p->filters, p->logits);
 }
 
 /* ===========================================================================
@@ -8622,7 +8634,7 @@ static bool op_launches(toka_device *d, const char *op) { return op_begins(d, op
  *
  * The last nodes become others, too. Where a row of the step is filtered, all rows go the filtered way, a plain one with a filter
  * that asks nothing: the LM head stores all logits, and samp_filter_kernel stands for samp_reduce_kernel, with the same result to
- * the bit. Filters and lists are sent ahead of the graph to a place that it knows. Launched one by one are steps whose logits or
+ * the bit. Filters and lists go up with the rest of the step. Launched one by one are steps whose logits or
  * lists do not fit at once (V 128,256: more than 512 rows), and those of tensor ranks, which would exchange all rows' logits.
  *
  * Tensor ranks meet by counts that their GPUs keep, so sums are in the graphs; the choice between graph and launches is the same
@@ -8750,6 +8762,7 @@ static void step_plan(toka_device *d, const toka_step *s, int size) {
     if (d->samp) samp_plan_step(d, s);
     assert(d->up.used <= step_rows_bytes(d, s->T, s->n_out));
     d->up.used = end;
+    if (d->samp && d->graphs.now) samp_plan_filters(d, s);
 }
 
 /* Stand-ins for attention's kernels, which are not known yet: three a level. */
