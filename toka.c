@@ -11759,6 +11759,7 @@ typedef struct eng_replica {
     int n_ahead, first, n_flying;
     eng_slot *slots;          /* [max_seqs] */
     eng_request **by_sched;   /* [cap_by_sched] of the scheduler's request ids */
+    int64_t *id_by_sched;     /* [cap_by_sched] their ids, 0: none; side by side, as each cancel looks through all */
     int cap_by_sched, n_live; /* requests that the scheduler has */
     double work;              /* of them */
 } eng_replica;
@@ -11862,7 +11863,7 @@ static void eng_replica_free(eng_replica *p) {
         free(f->out), free(f->picks), free(f->whose), free(f->places);
     }
     batch_free(&p->b), sched_free(&p->s);
-    free(p->slots), free(p->by_sched);
+    free(p->slots), free(p->by_sched), free(p->id_by_sched);
 }
 
 /* What rows cost in a layer, in multiply-adds. A position that a row reads for itself is counted as what a GPU computes in the
@@ -12154,7 +12155,7 @@ static void eng_release(eng *g, eng_request *r) {
 /* All events of r were delivered. */
 static void eng_finish(eng *g, eng_request *r) {
     eng_replica *p = r->home;
-    if (p) p->by_sched[r->sched_id] = NULL, p->work -= r->work, p->n_live--, g->n_busy--;
+    if (p) p->by_sched[r->sched_id] = NULL, p->id_by_sched[r->sched_id] = 0, p->work -= r->work, p->n_live--, g->n_busy--;
     g->stats.requests_done++;
     r->over = true;
     if (!r->n_flying) eng_release(g, r);
@@ -12220,10 +12221,12 @@ static void eng_enter(eng *g, eng_request *r) {
     if (r->sched_id >= p->cap_by_sched) {
         int cap = MAX(64, 2 * (r->sched_id + 1));
         p->by_sched = mem_realloc(p->by_sched, (size_t)cap * sizeof *p->by_sched);
+        p->id_by_sched = mem_realloc(p->id_by_sched, (size_t)cap * sizeof *p->id_by_sched);
         memset(p->by_sched + p->cap_by_sched, 0, (size_t)(cap - p->cap_by_sched) * sizeof *p->by_sched);
+        memset(p->id_by_sched + p->cap_by_sched, 0, (size_t)(cap - p->cap_by_sched) * sizeof *p->id_by_sched);
         p->cap_by_sched = cap;
     }
-    p->by_sched[r->sched_id] = r;
+    p->by_sched[r->sched_id] = r, p->id_by_sched[r->sched_id] = r->id;
 }
 
 static int eng_by_id(const void *a, const void *b) {
@@ -12245,8 +12248,9 @@ static void eng_take(eng *g) {
     for (int i = 0; i < g->n_replicas && n_cancels; i++) {
         eng_replica *p = &g->replicas[i];
         for (int k = 0; k < p->cap_by_sched; k++) {
-            eng_request *q = p->by_sched[k];
-            if (q && bsearch(&q->id, cancels, n_cancels, sizeof *cancels, eng_by_id)) eng_end_all(g, q, TOKA_CANCELLED);
+            const int64_t *id = &p->id_by_sched[k];
+            if (*id < cancels[0] || *id > cancels[n_cancels - 1]) continue;
+            if (bsearch(id, cancels, n_cancels, sizeof *cancels, eng_by_id)) eng_end_all(g, p->by_sched[k], TOKA_CANCELLED);
         }
     }
     free(cancels);
