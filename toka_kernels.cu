@@ -575,6 +575,11 @@ __device__ static inline float4 smem_load_floats(uint32_t at) { /* 16 bytes */
     asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
     return v;
 }
+__device__ static inline float smem_load_float(uint32_t at) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
+    return v;
+}
 __device__ static inline void smem_store_float(uint32_t at, float v) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
 }
@@ -1782,6 +1787,7 @@ struct qkv_params {
     bf16 *kv;                     /* the layer's pages: [page][K][K, V][B][D] */
     int D;                        /* where the type does not say it */
 };
+static bool qkv_has_norms(const qkv_params *p) { return p->q_norm || p->k_norm; }
 
 /* W's rows (and the bias) lie by turns, see qkv_place: a tile may begin and end anywhere in a head, its pairs are whole. Only
  * QK-norm needs the whole head. All arithmetic is float32 on the accumulators, rounded once. The bf16 rows go through the warp's
@@ -2410,7 +2416,7 @@ static void gemm_wgmma(toka_device *d, const gemm_args *a) {
 /* q, K and V of M rows; head size D 64 or 128. */
 static gemm_plan gemm_qkv_pick(const toka_device *d, int M, const weight *w, const qkv_params *p) {
     int heads = p->H + 2 * p->K;
-    return gemm_pick(d, w->N == 64 * heads ? GEMM_QKV64 : GEMM_QKV128, M, w->N, w->K, p->q_norm || p->k_norm);
+    return gemm_pick(d, w->N == 64 * heads ? GEMM_QKV64 : GEMM_QKV128, M, w->N, w->K, qkv_has_norms(p));
 }
 /* Whether that beats EPI_STORE, whose tiles may be of more widths, and a kernel that reads and writes the result once more. */
 static bool gemm_qkv_pays(const toka_device *d, int M, const weight *w, const qkv_params *p) {
@@ -2423,7 +2429,7 @@ static void gemm_wgmma_qkv_by(toka_device *d, int M, const bf16 *x, int ldx, con
                               gemm_plan plan) {
     gemm_args a = {.M = M, .x = x, .ldx = ldx, .w = w};
     int D = plan.v->kind == GEMM_QKV64 ? 64 : 128;
-    assert(w->N == (p->H + 2 * p->K) * D && (p->B & (p->B - 1)) == 0 && ((!p->q_norm && !p->k_norm) || gemm_holds_heads(plan.v)));
+    assert(w->N == (p->H + 2 * p->K) * D && (p->B & (p->B - 1)) == 0 && (!qkv_has_norms(p) || gemm_holds_heads(plan.v)));
     (void)D;
     gemm_start(d, plan, &a, p);
 }
@@ -2501,6 +2507,7 @@ template <> constexpr bool few_turns<qkv_params> = true;
 enum { FEW_K = 64, FEW_N = 64, FEW_THREADS = 192, FEW_W = FEW_N * FEW_K * 2 /* bytes of W in a stage; x lies behind */ };
 enum { FEW_ROW = FEW_N * 4 /* bytes of sums of a row of x */, FEW_BLOCK = 8 * FEW_ROW /* of 8 rows */ };
 enum { FEW_STAGES = 12 /* at most */ };
+enum { FEW_NORMED = 4 /* CTAs of a cluster with QK-norm, at most: larger ones do not all run at once */ };
 template <int ROWS> struct few_ring {
     enum { STAGE = FEW_W + ROWS * FEW_K * 2, BARS = 16 * FEW_STAGES + 16 /* full and empty per stage, sums */ };
     static_assert(3 * STAGE >= 2 * ROWS * FEW_ROW, "a part's own sums take the ring's place, and what is put out, too");
@@ -2522,6 +2529,8 @@ typedef struct few_place { /* where a CTA works */
     int stages;
     uint32_t ring, guests, full, empty;
     uint32_t sums;         /* barrier: those of the others have come */
+    int peer0;             /* rank in the cluster of its tile's first part: not 0 in the second of two tiles of a head */
+    uint32_t norms, squares; /* with QK-norm: barrier, and what comes of the head's other tile, 8 bytes a row */
 } few_place;
 
 template <int ROWS> __device__ static inline few_place few_where(uint32_t ring, int M, int K, int split) {
@@ -2531,6 +2540,7 @@ template <int ROWS> __device__ static inline few_place few_where(uint32_t ring, 
     w.kb0 = slices * w.part / split, w.n_kb = slices * (w.part + 1) / split - w.kb0;
     w.stages = few_stages<ROWS>(split), w.ring = ring, w.guests = ring + w.stages * few_ring<ROWS>::STAGE;
     w.full = w.guests + few_guests(ROWS, split), w.empty = w.full + 8 * FEW_STAGES, w.sums = w.empty + 8 * FEW_STAGES;
+    w.norms = w.sums + 8, w.squares = w.sums + 16, w.peer0 = 0;
     w.each = (M + 8 * split - 1) / (8 * split), w.m0 = 8 * w.each * w.part, w.rows = max(min(8 * w.each, M - w.m0), 0);
     return w;
 }
@@ -2601,7 +2611,8 @@ template <int ROWS> __device__ static inline void few_send(const float (&acc)[RO
     for (int j = 0; j < ROWS / 8; j++) {
         if (j == first + w.each) to++, first = j;
         if (to != w.part && 8 * j < M)
-            send_to_peer(peer_at(few_guest(w, w.part, to) + (j - first) * FEW_BLOCK, to), acc + 4 * j, peer_at(w.sums, to));
+            send_to_peer(peer_at(few_guest(w, w.part, to) + (j - first) * FEW_BLOCK, w.peer0 + to), acc + 4 * j,
+                         peer_at(w.sums, w.peer0 + to));
     }
 }
 /* Four sums of block j of this part's to where they are put out from. */
@@ -2686,13 +2697,14 @@ __device__ static inline few_pair few_pair_at(const qkv_params &p, int m, int n)
     const float4 *turn = (const float4 *)(p.rope + (size_t)p.pos[m] * (p.D / 2) + i);
     return few_pair{(h < p.H ? p.q : p.kv) + row * p.D + i, h < p.H + p.K ? turn : NULL};
 }
-/* v, final but for the bias, and what lies eight columns further. */
-__device__ static inline void few_put_turned(float v[8], const gemm_call &c, const few_place &w, int m, int n, float scale,
-                                             const few_pair &pair, const float4 turn[4], int half) {
-    float u[8];
+/* Columns n .. n+7 of row m, and the eight that lie behind them, with the bias. */
+__device__ static inline void few_both(float v[8], float u[8], const gemm_call &c, const few_place &w, int m, int n, float scale) {
+    few_sum(v, w, m, n, scale);
     few_sum(u, w, m, n + 8, scale);
     few_bias(v, c.bias, w.n0 + n);
     few_bias(u, c.bias, w.n0 + n + 8);
+}
+__device__ static inline void few_put_turned(float v[8], float u[8], const few_pair &pair, const float4 turn[4], int half) {
 #pragma unroll
     for (int k = 0; k < 8; k++) {
         const float cs = k % 2 ? turn[k / 2].z : turn[k / 2].x, sn = k % 2 ? turn[k / 2].w : turn[k / 2].y, a = v[k];
@@ -2706,7 +2718,39 @@ __device__ static inline void few_put_logits(const float v[8], const gemm_call &
 }
 #endif
 
-template <int ROWS, class P>
+/* QK-norm, for up to 8 rows: a thread has one piece at most, and four of them are a row. The weights of its columns; w NULL: the
+ * tile's head has no norm. */
+typedef struct few_norm {
+    const float *w;
+    float lo[8], hi[8];
+} few_norm;
+__device__ static inline few_norm few_norm_of(const qkv_params &p, int n) { /* n: a column of the first half, by turns */
+    const int h = n / p.D, i = n % p.D / 16 * 8;
+    few_norm r = {h < p.H ? p.q_norm : h < p.H + p.K ? p.k_norm : NULL};
+#pragma unroll
+    for (int k = 0; k < 8; k++) r.lo[k] = r.w ? r.w[i + k] : 1, r.hi[k] = r.w ? r.w[p.D / 2 + i + k] : 1;
+    return r;
+}
+/* Of two tiles of a head each sends the other its rows' sums of squares. All threads come; there: this one has a piece of row m. */
+__device__ static inline void few_normalize(float v[8], float u[8], bool there, int m, const few_norm &norm, const qkv_params &p,
+                                            const few_place &w) {
+    const int other = w.split - w.peer0 + w.part;
+    const uint32_t at = w.squares + 8 * (m - w.m0);
+    const bool two = p.D > FEW_N;
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < 8 && there; k++) sum += v[k] * v[k] + u[k] * u[k];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    if (two && there && threadIdx.x % 4 == 0) send_pair_to_peer(peer_at(at, other), sum, 0, peer_at(w.norms, other));
+    if (two) mbar_wait(w.norms, 0);
+    if (two && there) sum += smem_load_float(at);
+    const float scale = rsqrtf(sum / p.D + p.eps);
+#pragma unroll
+    for (int k = 0; k < 8; k++) v[k] *= scale * norm.lo[k], u[k] *= scale * norm.hi[k];
+}
+
+template <int ROWS, class P, bool NORMED>
 __global__ static void __launch_bounds__(FEW_THREADS, 2)
 gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_x, const gemm_call c,
                 int split, const P p) {
@@ -2720,16 +2764,19 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
     few_pair pair[TURNS + 1];
     float4 turn[TURNS + 1][4];
     __shared__ float scales[FOLD_ROWS];
+    int cluster = split;
+    if constexpr (NORMED) cluster = p.D / FEW_N * split, w.peer0 = (int)blockIdx.x % cluster - w.part;
 
     if (tid == 0) {
         for (int i = 0; i < w.stages; i++) mbar_init(w.full + 8 * i, 1), mbar_init(w.empty + 8 * i, 1);
-        mbar_init(w.sums, 1);
+        mbar_init(w.sums, 1), mbar_init(w.norms, 1);
         mbar_init_fence();
         mbar_expect_tx(w.sums, (split - 1) * ((w.rows + 7) / 8) * FEW_BLOCK);
+        if (NORMED) mbar_expect_tx(w.norms, 8 * w.rows);
     }
     __syncthreads();
     grid_launch_dependents();
-    if (split > 1) cluster_meet_arrive(); /* the others may know that the barriers are there */
+    if (cluster > 1) cluster_meet_arrive(); /* the others may know that the barriers are there */
     if (warp == 4 && lane == 0) few_fetch_w<ROWS>(&map_w, w);
     if (warp == 5 && lane == 0) few_fetch_x<ROWS>(&map_x, w);
     __syncwarp();
@@ -2737,6 +2784,8 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
     for (int i = 0; i < TURNS; i++)
         if constexpr (few_turns<P>)
             if (few_item<P>(c, w, i, &m, &n)) pair[i] = few_pair_at(p, m, w.n0 + n);
+    few_norm norm;
+    if constexpr (NORMED) norm = few_norm_of(p, w.n0 + tid % 4 * 16);
     if (c.bias && tid < FEW_N / 32 && w.n0 + 32 * tid < c.N) l2_prefetch(c.bias + w.n0 + 32 * tid);
     grid_wait();
 #pragma unroll
@@ -2753,10 +2802,8 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
         if (lane == 0) scales[i] = scale;
     }
     __syncwarp();
-    if (split > 1) {
-        cluster_meet_wait();
-        if (warp < 4) few_send<ROWS>(acc[0], w, c.M);
-    }
+    if (cluster > 1) cluster_meet_wait();
+    if (split > 1 && warp < 4) few_send<ROWS>(acc[0], w, c.M);
 #pragma unroll
     for (int i = 0; i < 4 * TURNS; i++) /* while the sums are on their way */
         if (few_item<P>(c, w, i / 4, &m, &n))
@@ -2764,35 +2811,48 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
     __syncthreads(); /* nobody reads the ring any more, and all that was to come has come */
     if (warp < 4) few_add<ROWS>(acc[0], w);
     __syncthreads();
+    const bool scaled = ROWS == FOLD_ROWS && c.fold.given;
+    if constexpr (few_turns<P>) {
 #pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
-        float v[8];
-        if (!few_item<P>(c, w, i, &m, &n)) continue;
-        const float scale = ROWS == FOLD_ROWS && c.fold.given ? scales[m] : 1;
-        few_value(v, c, w, m, n, scale);
-        if constexpr (few_turns<P>) {
-            if (i < TURNS) few_put_turned(v, c, w, m, n, scale, pair[i], turn[i], p.D / 2);
-        } else if (c.epi == EPI_LOGITS) few_put_logits(v, c, w, m, n);
-        else few_put(v, c, w, m, n, old[i]);
+        for (int i = 0; i < TURNS; i++) {
+            float v[8], u[8];
+            const bool there = few_item<P>(c, w, i, &m, &n);
+            if (there) few_both(v, u, c, w, m, n, scaled ? scales[m] : 1);
+            if constexpr (NORMED)
+                if (norm.w) few_normalize(v, u, there, m, norm, p, w);
+            if (there) few_put_turned(v, u, pair[i], turn[i], p.D / 2);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            float v[8];
+            if (!few_item<P>(c, w, i, &m, &n)) continue;
+            few_value(v, c, w, m, n, scaled ? scales[m] : 1);
+            if (c.epi == EPI_LOGITS) few_put_logits(v, c, w, m, n);
+            else few_put(v, c, w, m, n, old[i]);
+        }
     }
 #else
     __trap();
 #endif
 }
 
-template <int ROWS, class P> static void gemm_few_start(toka_device *d, const gemm_args *a, int split, const P &p) {
+template <int ROWS, class P, bool NORMED>
+static void gemm_few_start(toka_device *d, const gemm_args *a, int split, int pair, const P &p) {
     gemm_call c = gemm_checked(a);
     c.fold = fold_of(d, a);
-    assert(c.M <= ROWS && split <= 8 && !a->norm);
-    launch_dependent(d, "GEMM (few rows)", gemm_few_kernel<ROWS, P>, dim3((unsigned)(ceil_div(c.N, FEW_N) * split)), FEW_THREADS,
-                     few_stages<ROWS>(split) * few_ring<ROWS>::STAGE + few_guests(ROWS, split) + few_ring<ROWS>::BARS, split,
-                     gemm_map(d, c.w, c.N, c.K, c.K, FEW_N, FEW_K),
+    assert(c.M <= ROWS && split * pair <= 8 && !a->norm);
+    const int smem = few_stages<ROWS>(split) * few_ring<ROWS>::STAGE + few_guests(ROWS, split) + few_ring<ROWS>::BARS;
+    launch_dependent(d, "GEMM (few rows)", gemm_few_kernel<ROWS, P, NORMED>, dim3((unsigned)(ceil_div(c.N, FEW_N) * split)),
+                     FEW_THREADS, smem + (NORMED ? 8 * ROWS : 0), split * pair, gemm_map(d, c.w, c.N, c.K, c.K, FEW_N, FEW_K),
                      gemm_map(d, c.x, ROWS, c.K, c.ldx, ROWS, FEW_K), c, split, p);
 }
 template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a, int split) {
-    assert(a->epi != EPI_QKV || a->qkv);
-    if (a->epi == EPI_QKV) gemm_few_start<ROWS>(d, a, split, *a->qkv);
-    else gemm_few_start<ROWS>(d, a, split, few_nothing{});
+    const bool normed = a->epi == EPI_QKV && qkv_has_norms(a->qkv);
+    assert(!normed || ROWS == FOLD_ROWS);
+    if (a->epi != EPI_QKV) gemm_few_start<ROWS, few_nothing, false>(d, a, split, 1, few_nothing{});
+    else if (!normed) gemm_few_start<ROWS, qkv_params, false>(d, a, split, 1, *a->qkv);
+    else gemm_few_start<FOLD_ROWS, qkv_params, true>(d, a, split, a->qkv->D / FEW_N, *a->qkv);
 }
 /* How many CTAs share a tile's K: as many as run at once, two a multiprocessor, but eight only where these have one each; and each
  * has three slices of K or more. Where somewhat more tiles than multiprocessors would leave many of these idle, a long K is halved;
@@ -2812,6 +2872,7 @@ static int gemm_few_split(const toka_device *d, int N, int K) {
 }
 static void gemm_few(toka_device *d, const gemm_args *a) {
     int split = gemm_few_split(d, a->w->N, a->w->K);
+    if (a->epi == EPI_QKV && qkv_has_norms(a->qkv)) split = min(split, FEW_NORMED / (a->qkv->D / FEW_N));
     if (a->M <= 8) gemm_few_tile<8>(d, a, split);
     else if (a->M <= 16) gemm_few_tile<16>(d, a, split);
     else if (a->M <= 32) gemm_few_tile<32>(d, a, split);
@@ -3022,6 +3083,14 @@ static enum gemm_way gemm_way(const toka_device *d, int M, const weight *w) {
     if (!d->hopper) return M <= 16 ? BY_THIN : BY_MMA;
     if (M <= 8 && (thins <= 2 * d->n_sms || many || w->N == d->E)) return BY_THIN; /* N = E: a norm follows */
     return M <= FEW_ALL || (M <= FEW_MAX && w->K >= 1024 && !big) ? BY_FEW : BY_WGMMA;
+}
+/* EPI_QKV is done, and pays. With QK-norm, where two tiles of a head meet, gemm_few does it for up to 8 rows: Qwen3-4B, one
+ * sequence 2.506 -> 2.461 ms a step, 8 2.662 -> 2.647, 14B 7.243 -> 7.214, 7.593 -> 7.609; but 16 and 64 rows 2.806 -> 2.838, 4.015
+ * -> 4.040 (0.6B 0.933 -> 0.924, 1.500 -> 1.527, 1.7B 1.440 -> 1.466, 2.153 -> 2.250), and one of 0.6B, which is gemm_thin's, 0.703
+ * -> 0.783 (H200, 2026-11-25). */
+static bool gemm_turns(const toka_device *d, int M, const weight *w, const qkv_params *p) {
+    const enum gemm_way way = gemm_way(d, M, w);
+    return qkv_has_norms(p) ? way == BY_FEW && M <= FOLD_ROWS : way <= BY_FEW;
 }
 static void gemm(toka_device *d, const gemm_args *a) {
     enum gemm_way way = gemm_way(d, a->M, a->w);
@@ -8964,7 +9033,7 @@ static void norm_qkv_rope_kv(toka_device *d, int n, int layer, const bf16 *x, bf
         return;
     }
     gemm_args g = {n, d->xn, d->E, &l->qkv, d->qkv, l->qkv.N, EPI_STORE, NULL, folded};
-    if (qkv_fuses(d, sh->D) && !p.q_norm && !p.k_norm && gemm_way(d, n, &l->qkv) <= BY_FEW) g.epi = EPI_QKV, g.qkv = &p;
+    if (qkv_fuses(d, sh->D) && gemm_turns(d, n, &l->qkv, &p)) g.epi = EPI_QKV, g.qkv = &p;
     gemm(d, &g);
     if (g.epi == EPI_QKV) return;
     rope_args a = {d->qkv, q, kv, rows->pos, rows->slot, d->rope,

@@ -226,12 +226,13 @@ static void test_fold(toka_device *d, int E, int K, int N, int M, bool gated, bo
 
 /* q, K and V of M rows turned by the GEMM against the same by a kernel of its own, from which they differ by one rounding more; what is
  * nobody's must stay. by: gemm_few or gemm_thin. */
-static void test_turned(toka_device *d, int E, int H, int K, int D, int M, bool bias_too, const char *name, void (*by)(toka_device *, const gemm_args *)) {
+static void test_turned(toka_device *d, int E, int H, int K, int D, int M, bool bias_too, bool norm, const char *name,
+                        void (*by)(toka_device *, const gemm_args *)) {
     const int N = (H + 2 * K) * D, B = 16, slots = 96, positions = 64;
     const size_t kv_size = (size_t)slots * K * 2 * D;
     gpu_buf<bf16> x((size_t)M * E, (size_t)GEMM_ROOM * E), w((size_t)N * E), y((size_t)M * N), q((size_t)M * H * D), q2((size_t)M * H * D), kv(kv_size),
         kv2(kv_size);
-    gpu_buf<float> bias((size_t)N);
+    gpu_buf<float> bias((size_t)N), q_norm((size_t)D), k_norm((size_t)D);
     gpu_buf<float2> table((size_t)positions * D / 2);
     gpu_buf<int> pos((size_t)M), slot((size_t)M);
     std::vector<int> at, where;
@@ -239,15 +240,15 @@ static void test_turned(toka_device *d, int E, int H, int K, int D, int M, bool 
     for (int m = 0; m < M; m++) at.push_back(m * 29 % positions), where.push_back(m * 41 % slots); /* 41 and 96: no slot twice */
     for (int i = 0; i < positions * D / 2; i++) cs.push_back(make_float2(cosf((float)i), sinf((float)i)));
     gpu_random(x, gpu_seed, 1), gpu_random(w, gpu_seed + 1, 1 / sqrtf((float)E)), gpu_random(bias, gpu_seed + 2, 1);
-    gpu_random(kv, gpu_seed + 3, 1);
+    gpu_random(kv, gpu_seed + 3, 1), gpu_random(q_norm, gpu_seed + 4, 2), gpu_random(k_norm, gpu_seed + 5, 2);
     GPU_OK(cudaMemcpy(kv2.p(), kv.p(), kv_size * sizeof(bf16), cudaMemcpyDeviceToDevice));
     pos.set(at), slot.set(where), table.set(cs);
     weight W = {w.p(), bias_too ? bias.p() : NULL, N, E};
     gemm_args a = {M, x.p(), E, &W, y.p(), N, EPI_STORE};
     by(d, &a);
-    rope_args r = {y.p(), q.p(), kv.p(), pos.p(), slot.p(), table.p(), NULL, NULL, M, H, K, D, B, 1e-6f, true};
+    rope_args r = {y.p(), q.p(), kv.p(), pos.p(), slot.p(), table.p(), norm ? q_norm.p() : NULL, norm ? k_norm.p() : NULL, M, H, K, D, B, 0.1f, true};
     launch_dependent(d, "RoPE", rope_kernel, dim3((unsigned)ceil_div(M * (H + 2 * K), 8)), 256, 0, 1, r);
-    qkv_params p = {W.bias, NULL, NULL, 1e-6f, H, K, B, pos.p(), slot.p(), table.p(), q2.p(), kv2.p(), D};
+    qkv_params p = {W.bias, r.q_norm, r.k_norm, r.eps, H, K, B, pos.p(), slot.p(), table.p(), q2.p(), kv2.p(), D};
     a.epi = EPI_QKV, a.qkv = &p;
     by(d, &a);
     GPU_OK(cudaStreamSynchronize(d->stream));
@@ -258,8 +259,8 @@ static void test_turned(toka_device *d, int E, int H, int K, int D, int M, bool 
             double u = (double)__bfloat162float(want[i][k]), v = (double)__bfloat162float(got[i][k]);
             off += (u - v) * (u - v), all += u * u, most = std::max(most, fabs(u - v) / (1 + fabs(u)));
         }
-    gpu_check(sqrt(off / all) < 5e-3 && most < 0.05 && q2.guards_hold() && kv2.guards_hold(), "%s turned E=%d H=%d K=%d D=%d M=%d%s: relative L2 %.2e, most %.2e %s",
-              name, E, H, K, D, M, bias_too ? " bias" : "", sqrt(off / all), most, d->error.msg);
+    gpu_check(sqrt(off / all) < 5e-3 && most < 0.05 && q2.guards_hold() && kv2.guards_hold(), "%s turned%s E=%d H=%d K=%d D=%d M=%d%s: relative L2 %.2e, most %.2e %s",
+              name, norm ? " normed" : "", E, H, K, D, M, bias_too ? " bias" : "", sqrt(off / all), most, d->error.msg);
 }
 
 /* ---- Timing ---- */
@@ -367,12 +368,13 @@ int main(int argc, char **argv) {
             test_fold(d, 1000, 264, 96, M, i % 2, i / 2);
             test_fold(d, 2048, 512, 208, M, i % 2, i / 2);
         }
-    for (int M : {1, 8, 9, 17, 40, 64})
+    for (int M : {1, 5, 8, 9, 17, 40, 64})
         for (int D : {64, 128})
-            for (int few = 0; few <= d->hopper; few++) {
-                if (M > 16 && !few) continue;
-                test_turned(d, 264, 5, 2, D, M, M % 2, few ? "few" : "thin", few ? gemm_few : gemm_thin);
-                if (!tiny) test_turned(d, 2048, 32, 8, D, M, M % 2, few ? "few" : "thin", few ? gemm_few : gemm_thin);
+            for (int way = 0; way <= 2 * d->hopper; way++) { /* thin, few, few with QK-norm */
+                const char *name = way ? "few" : "thin";
+                if (M > (way ? way == 1 ? 64 : 8 : 16)) continue;
+                test_turned(d, 264, 5, 2, D, M, M % 2, way == 2, name, way ? gemm_few : gemm_thin);
+                if (!tiny) test_turned(d, 2048, 32, 8, D, M, M % 2, way == 2, name, way ? gemm_few : gemm_thin);
             }
     if (!quick && !tiny) {
         for (const shape &s : models) test_shape(d, s, row_counts);
