@@ -545,7 +545,7 @@ static void check_list(scene &s, bool share, bool hopper, bool want_parts, const
     d.shape = &h.shape, d.n_sms = n_sms, d.hopper = hopper, d.options.max_tokens = s.T, d.kv_layer = 1 << 20;
     attn_plan_open(&d);
     std::vector<char> up(attn_stage_bytes(&d) + 64);
-    d.up.host[0] = d.up.dev = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d.up.cap = up.size() - 16;
+    d.up.host[0] = d.up.dev[0] = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d.up.cap = up.size() - 16;
     if (way == MIXED) few_for_kin(d.attn, s.T);
     attn_plan_step(&d, &h.step);
     list_check c = {h, d.attn, d.attn->dev_pages};
