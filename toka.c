@@ -30,7 +30,9 @@
  *                                         answers over HTTP are made from the ids by workers: api_feed (26, 30, 31)
  *
  * A step is planned as integers, run, and committed. Plans know no floats and no text; ops know no requests. That is what
- * lets the planning be tested without a model and the ops without an engine, and lets another device run the same plans.
+ * lets the planning be tested without a model and the ops without an engine, and lets another device run the same plans. A plan
+ * is whole: what a device keeps from step to step is K, V and the last token of each slot; all else comes with every step, while
+ * the one before it runs.
  *
  * THE LIFE OF A REQUEST. States are those of its samples; each arrow names the function that performs it.
  *
