@@ -12799,7 +12799,8 @@ static int pub_need_template(const toka *t, toka_err *e) {
     if (t->chat) return 0;
     if (t->chat_error.code)
         return fail(e, TOKA_E_INPUT, "the chat template of %s cannot be used: %.350s", t->files->name, t->chat_error.msg);
-    return fail(e, TOKA_E_USE, "%s has no chat template; give one with --chat-template or use --raw", t->files->name);
+    return fail(e, TOKA_E_USE, "%s has no chat template: give one with --chat-template, or complete text (--raw, /v1/completions)",
+                t->files->name);
 }
 
 /* The tokenizer, where the model has one, and what tokenizer_config.json says of it: what stands around texts, and the token that
@@ -21626,6 +21627,7 @@ static int cli_parse(cli *c, unsigned command, int argc, char **argv, toka_err *
     bool wrong[COUNT(cli_flags)]; /* of the environment; what a flag replaces does not matter */
     for (int i = 0; i < COUNT(cli_flags); i++) wrong[i] = cli_environment(c, &cli_flags[i], command, e) != 0;
     const cli env = *c;
+    const cli_flag *address = NULL; /* --host or --port, typed */
     int code = 0;
     for (int i = 0; i < argc && !code; i++) {
         const char *arg = argv[i], *eq = arg[0] == '-' && arg[1] == '-' ? strchr(arg, '=') : NULL;
@@ -21643,8 +21645,10 @@ static int cli_parse(cli *c, unsigned command, int argc, char **argv, toka_err *
         cli_override(c, &env, f);
         code = cli_set(c, f, value, arg, e);
         wrong[f - cli_flags] = false;
+        if (f->field == AT(host) || f->field == AT(port)) address = f;
     }
     if (c->help || c->version) return code; /* they come also where the environment is wrong */
+    if (!code && address && c->serve.uds) code = fail(e, TOKA_E_USE, "--uds goes without --%s", address->name);
     for (int i = 0; i < COUNT(cli_flags) && !code; i++)
         if (wrong[i]) code = cli_environment(c, &cli_flags[i], command, e);
     return code;

@@ -294,6 +294,9 @@ def test_command_line_goes_before_environment():
     for command, env in (("bench serve", {"TOKA_BASE_URL": "http://127.0.0.1:9"}), ("serve", {"TOKA_UDS": "/does/not/exist/socket"})):
         r = toka(*command.split(), "--host", "no.such.host.invalid", env=env)
         assert r.returncode and b"no.such.host.invalid" in r.stderr, command
+    for flag in ("--port", "1"), ("--host", "127.0.0.1"):  # both on the command line: one would not be done
+        r = toka("serve", "--uds", "/does/not/exist/socket", *flag)
+        assert r.returncode == 1 and r.stderr == b"toka: --uds goes without %s\n" % flag[0].encode(), r.stderr
     assert toka("--help", env={"TOKA_THREADS": "abc"}).returncode == 0
     assert toka("bench", "--help").stdout == toka("--help").stdout != b"" != toka("serve", "--help").stdout and toka("bench").returncode == 1
 
