@@ -8871,10 +8871,12 @@ static const graph_kernel *graph_kernel_of(toka_device *d, const void *function)
     for (const graph_kernel &k : g->known)
         if (k.function == function) return &k;
     graph_kernel *k = &g->known[g->n_known++ % GRAPH_KNOWN];
+    cudaError_t code = cudaSuccess;
     size_t at;
     *k = graph_kernel{.function = function};
-    while (k->n < GRAPH_ARGUMENTS && !cudaFuncGetParamInfo(function, (size_t)k->n, &at, &k->bytes[k->n])) k->n++;
+    while (k->n < GRAPH_ARGUMENTS && !(code = cudaFuncGetParamInfo(function, (size_t)k->n, &at, &k->bytes[k->n]))) k->n++;
     cudaGetLastError(); /* there is no argument n */
+    if (!k->n) latch(d, code, "capture"); /* every kernel of a step has arguments */
     return k;
 }
 /* Keeps a node of the graph, if it reads the stage, which is seen by its arguments: a word among them that is an address there. */
@@ -8882,8 +8884,9 @@ static void graph_add_reader(toka_device *d, step_graph *g, cudaGraphNode_t node
     const char *from = d->up.dev[0], *end = from + d->up.cap;
     cudaKernelNodeParams p;
     latch(d, cudaGraphKernelNodeGetParams(node, &p), "capture");
+    const graph_kernel *k = d->error.code ? NULL : graph_kernel_of(d, p.func);
     if (d->error.code) return;
-    const graph_kernel *k = graph_kernel_of(d, p.func);
+    assert(k->n < GRAPH_ARGUMENTS);
     size_t n = 0; /* words */
     for (int i = 0; i < k->n; i++) n += (k->bytes[i] + 7) / 8;
     graph_reader r = {.node = node, .params = p, .block = (char **)malloc(((size_t)k->n + n) * sizeof(char *))};
