@@ -2716,7 +2716,6 @@ __device__ static inline void few_put_logits(const float v[8], const gemm_call &
     float4 *to = (float4 *)((float *)c.y + (size_t)m * c.ldy + w.n0 + n);
     to[0] = make_float4(v[0], v[1], v[2], v[3]), to[1] = make_float4(v[4], v[5], v[6], v[7]);
 }
-#endif
 
 /* QK-norm, for up to 8 rows: a thread has one piece at most, and four of them are a row. The weights of its columns; w NULL: the
  * tile's head has no norm. */
@@ -2749,6 +2748,7 @@ __device__ static inline void few_normalize(float v[8], float u[8], bool there, 
 #pragma unroll
     for (int k = 0; k < 8; k++) v[k] *= scale * norm.lo[k], u[k] *= scale * norm.hi[k];
 }
+#endif
 
 template <int ROWS, class P, bool NORMED>
 __global__ static void __launch_bounds__(FEW_THREADS, 2)
@@ -8703,8 +8703,8 @@ static bool op_launches(toka_device *d, const char *op) { return op_begins(d, op
  *
  * The last nodes become others, too. Where a row of the step is filtered, all rows go the filtered way, a plain one with a filter
  * that asks nothing: the LM head stores all logits, and samp_filter_kernel stands for samp_reduce_kernel, with the same result to
- * the bit. Filters and lists go up with the rest of the step. Launched one by one are steps whose logits or
- * lists do not fit at once (V 128,256: more than 512 rows), and those of tensor ranks, which would exchange all rows' logits.
+ * the bit. Filters and lists go up with the rest of the step. Launched one by one are steps whose logits or lists do not fit at
+ * once (V 128,256: more than 512 rows), and those of tensor ranks, which would exchange all rows' logits.
  *
  * Tensor ranks meet by counts that their GPUs keep, so sums are in the graphs; the choice between graph and launches is the same
  * on all ranks of a stage, as it follows from the step and what they agreed on (group_agree). Messages of a pipeline, and what
