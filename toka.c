@@ -4591,10 +4591,80 @@ static bool tmpl_f_affix(tmpl_run *r, tmpl_args *c, tval *out) { /* startswith, 
     return tmpl_work(r, affix.n);
 }
 
-static bool tmpl_f_find(tmpl_run *r, tmpl_args *c, tval *out) {
+/* A slice's bound, v, as an index into 0..n (-1..n-1 for a negative step), as Python's slice.indices. */
+static bool tmpl_bound(tmpl_run *r, tval v, int64_t n, bool down, int64_t otherwise, int64_t *out) {
+    *out = otherwise;
+    if (v.type <= TV_NONE) return true;
+    if (!tv_is_integer(v)) return tmpl_bad_type(r, "a slice", v);
+    int64_t low = down ? -1 : 0, high = down ? n - 1 : n;
+    *out = MIN(MAX(v.i >= 0 ? v.i : v.i < -n ? low : v.i + n, low), high);
+    return true;
+}
+
+enum { FIND_LAST = 1, FIND_MUST = 2 };
+
+/* Where in s the first or the last `part` is, from byte `from` on; -1: nowhere. */
+static bool tmpl_find(tmpl_run *r, str s, str part, size_t from, bool last, ptrdiff_t *at) {
+    *at = str_find(s, part, from);
+    for (ptrdiff_t next = *at; last && next >= 0; next = str_find(s, part, (size_t)next + 1)) {
+        *at = next;
+        if (!tmpl_work(r, part.n)) return false;
+    }
+    return tmpl_work(r, s.n);
+}
+
+static bool tmpl_f_find(tmpl_run *r, tmpl_args *c, tval *out) { /* sub start end; find, rfind, index, rindex */
+    str s = tv_text(c->self);
+    int64_t n = utf8_count(s), from, to;
+    ptrdiff_t at = -1;
     if (c->a[0].type != TV_STR) return tmpl_bad_type(r, "find", c->a[0]);
-    ptrdiff_t at = str_find(tv_text(c->self), tv_text(c->a[0]), 0);
-    return *out = tv_int(at < 0 ? -1 : utf8_count((str){c->self.s, (size_t)at})), tmpl_work(r, c->self.n);
+    if (!tmpl_bound(r, c->a[1], n, false, 0, &from) || !tmpl_bound(r, c->a[2], n, false, n, &to)) return false;
+    bool inside = from <= to && (c->a[1].type <= TV_NONE || c->a[1].i <= n);
+    s = str_sub(s, 0, tmpl_cp_bytes(s, to));
+    if (inside && !tmpl_find(r, s, tv_text(c->a[0]), tmpl_cp_bytes(s, from), c->op & FIND_LAST, &at)) return false;
+    if (at < 0 && c->op & FIND_MUST) return tmpl_fail(r, "index: '%.*s' is not in the text", STRF(tv_text(c->a[0])));
+    return *out = tv_int(at < 0 ? -1 : utf8_count(str_sub(s, 0, (size_t)at))), true;
+}
+
+static bool tmpl_f_partition(tmpl_run *r, tmpl_args *c, tval *out) { /* sep; op FIND_LAST: rpartition */
+    str s = tv_text(c->self), sep = tv_text(c->a[0]);
+    ptrdiff_t at;
+    if (c->a[0].type != TV_STR) return tmpl_bad_type(r, "partition", c->a[0]);
+    if (!sep.n) return tmpl_fail(r, "partition: empty separator");
+    if (!tmpl_find(r, s, sep, 0, c->op & FIND_LAST, &at)) return false;
+    tmpl_items *l = tmpl_new_items(r, 3);
+    if (!l) return false;
+    for (int i = 0; i < 3; i++) l->v[i] = tv_str((str){s.p, 0});
+    if (at < 0) l->v[c->op & FIND_LAST ? 2 : 0] = tv_str(s);
+    else l->v[0] = tv_str(str_sub(s, 0, (size_t)at)), l->v[1] = c->a[0], l->v[2] = tv_str(str_sub(s, (size_t)at + sep.n, s.n));
+    return *out = tv_list(TV_TUPLE, l), true;
+}
+
+/* Bytes of the line break at s[i], 0: there is none. Those of Python's splitlines. */
+static size_t tmpl_line_break(str s, size_t i) {
+    str rest = str_sub(s, i, s.n);
+    unsigned char c = (unsigned char)s.p[i];
+    if (str_starts(rest, STR("\r\n")) || str_starts(rest, STR("\xC2\x85"))) return 2;
+    if (str_starts(rest, STR("\xE2\x80\xA8")) || str_starts(rest, STR("\xE2\x80\xA9"))) return 3;
+    return (c >= '\n' && c <= '\r') || (c >= 0x1C && c <= 0x1E);
+}
+static bool tmpl_next_line(str s, bool keep, size_t *at, str *line) { /* false behind the last */
+    size_t from = *at, to = from, n = 0;
+    if (from >= s.n) return false;
+    while (to < s.n && !(n = tmpl_line_break(s, to))) to++;
+    *at = to + n;
+    return *line = str_sub(s, from, keep ? *at : to), true;
+}
+static bool tmpl_f_splitlines(tmpl_run *r, tmpl_args *c, tval *out) { /* keepends */
+    str s = tv_text(c->self), line;
+    size_t n = 0, at = 0;
+    bool keep = tv_true(c->a[0]);
+    if (!tmpl_work(r, s.n)) return false;
+    while (tmpl_next_line(s, keep, &at, &line)) n++;
+    tmpl_items *l = tmpl_new_items(r, n);
+    if (!l) return false;
+    for (n = at = 0; tmpl_next_line(s, keep, &at, &line); n++) l->v[n] = tv_str(line);
+    return *out = tv_list(TV_LIST, l), true;
 }
 
 static bool tmpl_f_count(tmpl_run *r, tmpl_args *c, tval *out) { /* of a text, of an element in a list: the methods */
@@ -5121,16 +5191,22 @@ static const tmpl_fn tmpl_fns[] = {
     {OF_TEXT, "capitalize", "", 0, tmpl_f_case, CASE_CAPITAL},
     {OF_TEXT, "count", "sub", 1, tmpl_f_count, 0},
     {OF_TEXT, "endswith", "suffix", 1, tmpl_f_affix, AFFIX_ENDS},
-    {OF_TEXT, "find", "sub", 1, tmpl_f_find, 0},
+    {OF_TEXT, "find", "sub start end", 1, tmpl_f_find, 0},
+    {OF_TEXT, "index", "sub start end", 1, tmpl_f_find, FIND_MUST},
     {OF_TEXT, "join", "iterable", 1, tmpl_f_join, 1},
     {OF_TEXT, "lower", "", 0, tmpl_f_case, CASE_LOWER},
     {OF_TEXT, "lstrip", "chars", 0, tmpl_f_strip, STRIP_LEFT},
+    {OF_TEXT, "partition", "sep", 1, tmpl_f_partition, 0},
     {OF_TEXT, "removeprefix", "prefix", 1, tmpl_f_affix, AFFIX_CUT_START},
     {OF_TEXT, "removesuffix", "suffix", 1, tmpl_f_affix, AFFIX_CUT_END},
     {OF_TEXT, "replace", "old new count", 2, tmpl_f_replace, 0},
+    {OF_TEXT, "rfind", "sub start end", 1, tmpl_f_find, FIND_LAST},
+    {OF_TEXT, "rindex", "sub start end", 1, tmpl_f_find, FIND_LAST | FIND_MUST},
+    {OF_TEXT, "rpartition", "sep", 1, tmpl_f_partition, FIND_LAST},
     {OF_TEXT, "rsplit", "sep maxsplit", 0, tmpl_f_split, 1},
     {OF_TEXT, "rstrip", "chars", 0, tmpl_f_strip, STRIP_RIGHT},
     {OF_TEXT, "split", "sep maxsplit", 0, tmpl_f_split, 0},
+    {OF_TEXT, "splitlines", "keepends", 0, tmpl_f_splitlines, 0},
     {OF_TEXT, "startswith", "prefix", 1, tmpl_f_affix, AFFIX_STARTS},
     {OF_TEXT, "strip", "chars", 0, tmpl_f_strip, STRIP_LEFT | STRIP_RIGHT},
     {OF_TEXT, "title", "", 0, tmpl_f_case, CASE_TITLE_METHOD},
@@ -5353,16 +5429,11 @@ static bool tmpl_eval_dict(tmpl_run *r, const tmpl_node *n, tval *out) {
     return *out = (tval){.type = TV_DICT, .dict = d}, true;
 }
 
-/* A slice's bound as an index into 0..n (-1..n-1 for a negative step), as Python's slice.indices. */
-static bool tmpl_bound(tmpl_run *r, const tmpl_node *e, int64_t n, bool down, int64_t otherwise, int64_t *out) {
+static bool tmpl_eval_bound(tmpl_run *r, const tmpl_node *e, int64_t n, bool down, int64_t otherwise, int64_t *out) {
     tval v = tv_none();
     if (e && !tmpl_eval(r, e, &v)) return false;
-    *out = otherwise;
-    if (v.type == TV_NONE) return true;
-    if (!tv_is_integer(v)) return tmpl_bad_type(r, "a slice", v);
-    int64_t low = down ? -1 : 0, high = down ? n - 1 : n;
-    *out = MIN(MAX(v.i >= 0 ? v.i : v.i < -n ? low : v.i + n, low), high);
-    return true;
+    if (v.type == TV_UNDEFINED) return tmpl_bad_type(r, "a slice", v);
+    return tmpl_bound(r, v, n, down, otherwise, out);
 }
 
 static bool tmpl_eval_slice(tmpl_run *r, const tmpl_node *n, tval *out) {
@@ -5374,8 +5445,8 @@ static bool tmpl_eval_slice(tmpl_run *r, const tmpl_node *n, tval *out) {
     if (!tv_is_integer(step_v) || !step_v.i) return tmpl_fail(r, "slice: wrong step");
     int64_t len = tmpl_length(v), step = MAX(MIN(step_v.i, (int64_t)1 << 40), -((int64_t)1 << 40));
     bool down = step < 0;
-    if (!tmpl_bound(r, n->b, len, down, down ? len - 1 : 0, &from) || !tmpl_bound(r, n->c, len, down, down ? -1 : len, &to))
-        return false;
+    if (!tmpl_eval_bound(r, n->b, len, down, down ? len - 1 : 0, &from) ||
+        !tmpl_eval_bound(r, n->c, len, down, down ? -1 : len, &to)) return false;
     if (v.type == TV_STR && step == 1) return *out = tmpl_substring(v, from, MAX(from, to)), tmpl_work(r, v.n);
     int64_t count = down ? (from > to ? (from - to - 1) / -step + 1 : 0) : to > from ? (to - from - 1) / step + 1 : 0;
     if (!tmpl_walk(r, v, &all) || !(l = tmpl_new_items(r, (size_t)count))) return false;
