@@ -4617,6 +4617,7 @@ static bool tmpl_f_find(tmpl_run *r, tmpl_args *c, tval *out) { /* sub start end
     str s = tv_text(c->self);
     int64_t n = utf8_count(s), from, to;
     ptrdiff_t at = -1;
+    if (!tmpl_work(r, s.n)) return false;
     if (c->a[0].type != TV_STR) return tmpl_bad_type(r, "find", c->a[0]);
     if (!tmpl_bound(r, c->a[1], n, false, 0, &from) || !tmpl_bound(r, c->a[2], n, false, n, &to)) return false;
     bool inside = from <= to && (c->a[1].type <= TV_NONE || c->a[1].i <= n);
@@ -5429,6 +5430,7 @@ static bool tmpl_eval_dict(tmpl_run *r, const tmpl_node *n, tval *out) {
     return *out = (tval){.type = TV_DICT, .dict = d}, true;
 }
 
+/* The same of an expression; NULL: there is none. */
 static bool tmpl_eval_bound(tmpl_run *r, const tmpl_node *e, int64_t n, bool down, int64_t otherwise, int64_t *out) {
     tval v = tv_none();
     if (e && !tmpl_eval(r, e, &v)) return false;

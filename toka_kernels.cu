@@ -3087,7 +3087,7 @@ static enum gemm_way gemm_way(const toka_device *d, int M, const weight *w) {
 /* EPI_QKV is done, and pays. With QK-norm, where two tiles of a head meet, gemm_few does it for up to 8 rows: Qwen3-4B, one
  * sequence 2.506 -> 2.461 ms a step, 8 2.662 -> 2.647, 14B 7.243 -> 7.214, 7.593 -> 7.609; but 16 and 64 rows 2.806 -> 2.838, 4.015
  * -> 4.040 (0.6B 0.933 -> 0.924, 1.500 -> 1.527, 1.7B 1.440 -> 1.466, 2.153 -> 2.250), and one of 0.6B, which is gemm_thin's, 0.703
- * -> 0.783 (H200, 2026-11-25). */
+ * -> 0.783 (H200, 2026-11-25, of a form for any number of rows that read the sums twice). */
 static bool gemm_turns(const toka_device *d, int M, const weight *w, const qkv_params *p) {
     const enum gemm_way way = gemm_way(d, M, w);
     return qkv_has_norms(p) ? way == BY_FEW && M <= FOLD_ROWS : way <= BY_FEW;
@@ -8577,7 +8577,7 @@ static void bench_attention(bench *b, const bench_shape *m, const bench_step *st
     shape.L = a.L;
     d->kv = bench_random(d, d->kv_layer * a.L, 1), a.q = bench_random(d, heads, 2), a.o = bench_random(d, heads, 1);
     if (!d->error.code) attn_open(d);
-    if (!d->error.code) stage_open(d, &d->up, (size_t)a.s.T * sizeof(int) + attn_stage_bytes(d) + 4096, true);
+    if (!d->error.code) stage_open(d, &d->up, (size_t)a.s.T * sizeof(int) + attn_stage_bytes(d) + 4096, false);
     if (!d->error.code) {
         stage_begin(d, &d->up);
         d->rows.T = a.s.T, d->rows.pos = (const int *)stage_put(&d->up, a.s.pos, (size_t)a.s.T * sizeof(int));
@@ -8627,7 +8627,7 @@ static void bench_head(bench *b, const bench_shape *m, int M) {
     if (norm) latch(d, cudaMemset(norm, 0x3F, (size_t)m->E * sizeof *norm), "bench"); /* 0.747 each */
     d->norm = norm;
     if (!d->error.code) samp_open(d);
-    if (!d->error.code) stage_open(d, &d->up, samp_stage_bytes(d) + 4096, true);
+    if (!d->error.code) stage_open(d, &d->up, samp_stage_bytes(d) + 4096, false);
     if (!d->error.code) {
         stage_begin(d, &d->up);
         samp_plan_step(d, &a.s);

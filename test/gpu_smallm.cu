@@ -371,8 +371,9 @@ int main(int argc, char **argv) {
     for (int M : {1, 5, 8, 9, 17, 40, 64})
         for (int D : {64, 128})
             for (int way = 0; way <= 2 * d->hopper; way++) { /* thin, few, few with QK-norm */
+                static const int most[] = {16, 64, 8};
                 const char *name = way ? "few" : "thin";
-                if (M > (way ? way == 1 ? 64 : 8 : 16)) continue;
+                if (M > most[way]) continue;
                 test_turned(d, 264, 5, 2, D, M, M % 2, way == 2, name, way ? gemm_few : gemm_thin);
                 if (!tiny) test_turned(d, 2048, 32, 8, D, M, M % 2, way == 2, name, way ? gemm_few : gemm_thin);
             }
