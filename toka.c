@@ -13209,6 +13209,7 @@ typedef struct http_request {
     int minor;            /* HTTP/1.minor: 0 or 1 */
     str target;           /* as sent */
     str path, query;      /* of the target, still percent-encoded; the server decodes the path */
+    str host;             /* "name:port" of an absolute target, else the Host header; .n 0: the client names none */
     http_header headers[HTTP_MAX_HEADERS];
     int n_headers;
     int64_t length;       /* of the body: Content-Length; 0: none */
@@ -13233,13 +13234,13 @@ static bool http_is_token(unsigned char c) { /* RFC 9110 5.6.2 */
 
 static char http_lower(char c) { return c >= 'A' && c <= 'Z' ? (char)(c + 32) : c; }
 
-static bool http_same(str a, const char *lower) { /* without regard to case */
-    size_t n = strlen(lower);
-    if (a.n != n) return false;
-    for (size_t i = 0; i < n; i++)
-        if (http_lower(a.p[i]) != lower[i]) return false;
+static bool http_equal(str a, str b) { /* without regard to case */
+    if (a.n != b.n) return false;
+    for (size_t i = 0; i < a.n; i++)
+        if (http_lower(a.p[i]) != http_lower(b.p[i])) return false;
     return true;
 }
+static bool http_same(str a, const char *name) { return http_equal(a, str_c(name)); }
 
 static str http_trim(str s) {
     while (s.n && (s.p[0] == ' ' || s.p[0] == '\t')) s.p++, s.n--;
@@ -13305,9 +13306,12 @@ static ptrdiff_t http_line(str in, str *line) {
     return (ptrdiff_t)n + 1;
 }
 
-static enum http_method http_parse_method(str s) {
+/* The method is known before its line is whole: the answer to a refused HEAD has no body either. */
+static enum http_method http_parse_method(str line) {
+    size_t n = 0;
+    while (n < line.n && n <= 32 && http_is_token((unsigned char)line.p[n])) n++;
     for (int i = 0; i < HTTP_OTHER; i++)
-        if (str_is(s, http_methods[i])) return (enum http_method)i;
+        if (str_is(str_sub(line, 0, n), http_methods[i])) return (enum http_method)i;
     return HTTP_OTHER;
 }
 
@@ -13320,9 +13324,32 @@ static int http_parse_version(str s, int *minor) {
     return 0;
 }
 
-/* Origin form "/path?query", absolute form "http://host/path?query", and "*" for OPTIONS. */
+/* "name:port" or "[IPv6 address]:port"; a port may be empty or missing. *name: without brackets, a zone, and the dot that may end
+ * a full name. False: it is neither. */
+static bool http_split_host(str host, str *name) {
+    const bool six = str_starts(host, STR("["));
+    ptrdiff_t end = str_find(host, six ? STR("]") : STR(":"), 0);
+    if (six && end < 0) return false;
+    *name = str_sub(host, six, end < 0 ? host.n : (size_t)end);
+    str port = str_sub(host, six + name->n + six, host.n);
+    if (port.n && port.p[0] != ':') return false;
+    for (size_t i = 1; i < port.n; i++)
+        if (!isdigit((unsigned char)port.p[i])) return false;
+    ptrdiff_t zone = six ? str_find(*name, STR("%"), 0) : -1;
+    for (size_t i = 0; i < name->n; i++) {
+        const char c = name->p[i];
+        const bool address = six && (zone < 0 || i < (size_t)zone);
+        if (address ? hex_digit(c) < 0 && c != ':' && c != '.' : !isalnum((unsigned char)c) && !strchr("-._~%!$&'()*+,;=", c))
+            return false;
+    }
+    if (zone >= 0) name->n = (size_t)zone;
+    else if (str_ends(*name, STR("."))) name->n--;
+    return true;
+}
+
+/* Origin form "/path?query", absolute form "http://host/path?query", and "*" for OPTIONS. Other methods have other forms. */
 static int http_parse_target(http_request *r) {
-    str t = r->target;
+    str t = r->target, name;
     if (t.n > HTTP_MAX_TARGET) return 414;
     for (size_t i = 0; i < t.n; i++)
         if ((unsigned char)t.p[i] <= ' ' || (unsigned char)t.p[i] >= 0x7F || t.p[i] == '#') return 400; /* #: clients keep it */
@@ -13332,11 +13359,12 @@ static int http_parse_target(http_request *r) {
     if (scheme) {
         size_t at = scheme;
         while (at < t.n && t.p[at] != '/' && t.p[at] != '?') at++;
-        if (at == scheme) return 400;
+        r->host = str_sub(t, scheme, at);
+        if (!http_split_host(r->host, &name) || !name.n) return 400;
         t = str_sub(t, at, t.n);
-    } else if (str_is(t, "*")) {
-        if (r->method != HTTP_OPTIONS) return 400;
-    } else if (!t.n || t.p[0] != '/') {
+    } else if (t.n && t.p[0] != '/' && r->method == HTTP_OTHER) {
+        return 501;
+    } else if (!str_is(t, "*") ? !t.n || t.p[0] != '/' : r->method != HTTP_OPTIONS) {
         return 400;
     }
     ptrdiff_t mark = str_find(t, STR("?"), 0);
@@ -13353,7 +13381,6 @@ static int http_parse_request_line(str line, http_request *r) {
     for (size_t i = 0; i < method; i++)
         if (!http_is_token((unsigned char)line.p[i])) return 400;
     if (b < 0) return 400;
-    r->method = http_parse_method(str_sub(line, 0, method));
     r->target = str_sub(line, method + 1, (size_t)b);
     int code = http_parse_version(str_sub(line, (size_t)b + 1, line.n), &r->minor);
     return code ? code : http_parse_target(r);
@@ -13383,21 +13410,31 @@ static int http_check_length(http_request *r) {
     return 0;
 }
 
+/* Several lines are one list. What follows "chunked", "chunked" again too, leaves open where the body ends (RFC 9112 6.1, 6.3);
+ * other codings before it do not: they are only not known here. */
 static int http_check_coding(http_request *r) {
-    str v = http_find(r, "transfer-encoding");
-    if (!v.p) return 0;
-    if (r->minor == 0 || http_find(r, "content-length").p || http_count(r, "transfer-encoding") > 1) return 400;
-    if (!http_same(v, "chunked")) return str_find(v, STR(","), 0) >= 0 || !v.n ? 400 : 501;
-    r->chunked = true;
-    return 0;
+    bool others = false;
+    if (!http_find(r, "transfer-encoding").p) return 0;
+    if (r->minor == 0 || http_find(r, "content-length").p) return 400;
+    for (int i = 0; i < r->n_headers; i++) {
+        str list = r->headers[i].value, coding;
+        if (!http_same(r->headers[i].name, "transfer-encoding")) continue;
+        if (!list.n || str_ends(list, STR(","))) return 400;
+        while (http_next(&list, &coding)) {
+            if (r->chunked || !coding.n) return 400;
+            r->chunked = http_same(coding, "chunked");
+            others |= !r->chunked;
+        }
+    }
+    return others ? 501 : 0;
 }
 
-static int http_check_host(const http_request *r) {
-    int n = http_count(r, "host");
-    if (n > 1 || (n == 0 && r->minor)) return 400;
-    str v = http_find(r, "host");
-    for (size_t i = 0; i < v.n; i++)
-        if (!isalnum((unsigned char)v.p[i]) && !strchr("-._~%!$&'()*+,;=:[]", v.p[i])) return 400;
+static int http_check_host(http_request *r) {
+    const int n = http_count(r, "host");
+    const str v = http_find(r, "host");
+    str name;
+    if (n > 1 || (n == 0 && r->minor) || (v.n && !http_split_host(v, &name))) return 400;
+    if (!r->host.n) r->host = v; /* else the target's goes before it (RFC 9112 3.2.2) */
     return 0;
 }
 
@@ -13426,6 +13463,7 @@ static ptrdiff_t http_parse_head(str in, http_request *r) {
     int code = 0;
     *r = (http_request){0};
     while (at < 8 && (used = http_line(str_sub(whole, (size_t)at, whole.n), &line)) > 0 && !line.n) at += used;
+    r->method = http_parse_method(str_sub(whole, (size_t)at, whole.n));
     for (int n_lines = 0;; n_lines++) {
         used = http_line(str_sub(whole, (size_t)at, whole.n), &line);
         if (used < 0) return used;
@@ -18807,17 +18845,22 @@ static void srv_answer(srv *s, srv_conn *k) { /* with k->call->reply */
 static void srv_answer_last(srv *s, srv_conn *k, int status, const char *why) {
     srv_call *c = k->call ? k->call : srv_call_new(s, k);
     c->keep_alive = false;
+    if (!c->req) { /* no whole head: what is there tells whether it is a HEAD */
+        c->req = arena_alloc(&c->a, sizeof *c->req);
+        http_parse_head(str_sub(buf_view(&k->in), k->in_at, k->in.n), c->req);
+    }
     if (status) srv_error(c, status, "%s", why);
     srv_answer(s, k);
 }
 
-static const char *srv_why(int status) { /* of a status that chapter 24 gave */
+static const char *srv_why(int status, const http_request *r) { /* of a status that chapter 24 gave */
+    const bool coding = http_find(r, "transfer-encoding").p;
     switch (status) {
     case 413: return "the body is longer than this server takes; see --max-body-bytes and --max-upload-bytes";
     case 414: return "the target is too long";
     case 417: return "Expect: only 100-continue is known";
     case 431: return "the headers are too long or too many";
-    case 501: return "Transfer-Encoding: only chunked is known";
+    case 501: return coding ? "Transfer-Encoding: only chunked is known" : "this method is not known here";
     case 505: return "only HTTP/1.0 and HTTP/1.1 are spoken here";
     default: return "this is not a well-formed HTTP/1.1 request";
     }
@@ -18833,7 +18876,7 @@ static void srv_on_head(srv *s, srv_conn *k, str head) {
     bool has_body = c->req->chunked || c->req->length, answered = srv_check(s, c);
     int status = answered ? 0 : http_body_init(&k->body, c->req, srv_body_limit(s, c));
     if (status || (answered && has_body)) {
-        srv_answer_last(s, k, status, srv_why(status));
+        srv_answer_last(s, k, status, srv_why(status, c->req));
     } else if (answered) {
         srv_answer(s, k);
     } else {
@@ -18860,7 +18903,7 @@ static bool srv_read_head(srv *s, srv_conn *k) {
     k->in_seen = rest.n;
     if (!used) return false;
     if (used < 0) {
-        srv_answer_last(s, k, (int)-used, srv_why((int)-used));
+        srv_answer_last(s, k, (int)-used, srv_why((int)-used, &l->head));
         return true;
     }
     k->in_at += (size_t)used;
@@ -18875,7 +18918,8 @@ static bool srv_read_body(srv *s, srv_conn *k) {
     ptrdiff_t used = http_body_read(&k->body, str_sub(buf_view(&k->in), k->in_at, k->in.n), &c->body);
     s->body_bytes += (long long)(c->body.n - before);
     if (used < 0) {
-        srv_answer_last(s, k, (int)-used, -used == 400 ? "the body's chunks are not well-formed" : srv_why((int)-used));
+        const char *why = -used == 400 ? "the body's chunks are not well-formed" : srv_why((int)-used, c->req);
+        srv_answer_last(s, k, (int)-used, why);
         return true;
     }
     k->in_at += (size_t)used;
