@@ -128,6 +128,7 @@
 #pragma GCC diagnostic ignored "-Woverlength-strings"
 #endif
 
+#include <arpa/inet.h>
 #include <assert.h>
 #include <ctype.h>
 #include <dirent.h>
@@ -267,6 +268,11 @@ static bool str_eq(str a, str b) { return a.n == b.n && (!a.n || memcmp(a.p, b.p
 static bool str_is(str a, const char *z) { return str_eq(a, str_c(z)); }
 static bool str_starts(str s, str head) { return s.n >= head.n && str_eq((str){s.p, head.n}, head); }
 static bool str_ends(str s, str tail) { return s.n >= tail.n && str_eq((str){s.p + s.n - tail.n, tail.n}, tail); }
+
+/* Without the byte order mark that some editors write before UTF-8. */
+static str str_skip_bom(str s) {
+    return str_starts(s, STR("\xEF\xBB\xBF")) ? str_sub(s, 3, s.n) : s;
+}
 
 /* Index of the first `needle` in s at or after `from`, or -1. An empty needle is found at once. */
 static ptrdiff_t str_find(str s, str needle, size_t from) {
@@ -13070,7 +13076,7 @@ static void pub_put_token_variable(buf *b, const char *name, const char *value) 
 static int pub_template_context(const mf_model *files, str context, json_limits limits, arena *a, buf *text, const json **out,
                                 toka_err *e) {
     arena own = {0};
-    const json *v = json_parse(&own, context, limits, e);
+    const json *v = json_parse(&own, str_skip_bom(context), limits, e);
     const bool object = json_is(v, JSON_OBJECT), any = object && v->n;
     arena_free(&own);
     if (!v) return e->code;
@@ -13209,7 +13215,7 @@ typedef struct http_request {
     int minor;            /* HTTP/1.minor: 0 or 1 */
     str target;           /* as sent */
     str path, query;      /* of the target, still percent-encoded; the server decodes the path */
-    str host;             /* "name:port" of an absolute target, else the Host header; .n 0: the client names none */
+    str host;             /* "name:port" of an absolute target, else the Host header; .n 0: none */
     http_header headers[HTTP_MAX_HEADERS];
     int n_headers;
     int64_t length;       /* of the body: Content-Length; 0: none */
@@ -13324,8 +13330,14 @@ static int http_parse_version(str s, int *minor) {
     return 0;
 }
 
-/* "name:port" or "[IPv6 address]:port"; a port may be empty or missing. *name: without brackets, a zone, and the dot that may end
- * a full name. False: it is neither. */
+/* A character of a host's name, or of an IPv6 address in brackets. */
+static bool http_is_host(char c, bool address) {
+    if (address) return hex_digit(c) >= 0 || c == ':' || c == '.';
+    return isalnum((unsigned char)c) || strchr("-._~%!$&'()*+,;=", c);
+}
+
+/* "name:port" or "[IPv6 address]:port"; a port may be empty or missing. *name: without brackets,
+ * a zone ("%eth0"), and the dot that may end a full name. False: it is neither. */
 static bool http_split_host(str host, str *name) {
     const bool six = str_starts(host, STR("["));
     ptrdiff_t end = str_find(host, six ? STR("]") : STR(":"), 0);
@@ -13336,18 +13348,15 @@ static bool http_split_host(str host, str *name) {
     for (size_t i = 1; i < port.n; i++)
         if (!isdigit((unsigned char)port.p[i])) return false;
     ptrdiff_t zone = six ? str_find(*name, STR("%"), 0) : -1;
-    for (size_t i = 0; i < name->n; i++) {
-        const char c = name->p[i];
-        const bool address = six && (zone < 0 || i < (size_t)zone);
-        if (address ? hex_digit(c) < 0 && c != ':' && c != '.' : !isalnum((unsigned char)c) && !strchr("-._~%!$&'()*+,;=", c))
-            return false;
-    }
+    for (size_t i = 0; i < name->n; i++)
+        if (!http_is_host(name->p[i], six && (zone < 0 || i < (size_t)zone))) return false;
     if (zone >= 0) name->n = (size_t)zone;
     else if (str_ends(*name, STR("."))) name->n--;
     return true;
 }
 
-/* Origin form "/path?query", absolute form "http://host/path?query", and "*" for OPTIONS. Other methods have other forms. */
+/* Origin form "/path?query", absolute form "http://host/path?query", and "*" for OPTIONS. The
+ * methods that are not known here have other forms, too. */
 static int http_parse_target(http_request *r) {
     str t = r->target, name;
     if (t.n > HTTP_MAX_TARGET) return 414;
@@ -13410,8 +13419,9 @@ static int http_check_length(http_request *r) {
     return 0;
 }
 
-/* Several lines are one list. What follows "chunked", "chunked" again too, leaves open where the body ends (RFC 9112 6.1, 6.3);
- * other codings before it do not: they are only not known here. */
+/* Several lines are one list. A coding behind "chunked", also a second "chunked", leaves open
+ * where the body ends: 400 (RFC 9112 6.1, 6.3). Other codings are a 501, they are not known
+ * here. */
 static int http_check_coding(http_request *r) {
     bool others = false;
     if (!http_find(r, "transfer-encoding").p) return 0;
@@ -14383,7 +14393,7 @@ static int api_parse_json(const api_model *m, enum api_route route, const json *
 
 static int api_parse(const api_model *m, enum api_route route, str body, api_call *c, toka_err *e) {
     arena a = {0};
-    const json *root = json_parse(&a, body, m->limits, e);
+    const json *root = json_parse(&a, str_skip_bom(body), m->limits, e);
     int code = root ? api_parse_json(m, route, root, c, e) : e->code;
     if (!root) c->status = 400, c->m = m;
     arena_free(&a);
@@ -15031,7 +15041,7 @@ typedef struct api_fault { /* how a client is told why its body was refused: api
 static int api_simple(const api_model *m, enum api_route route, str body, buf *out, toka_err *e, api_fault *fault) {
     api_call c = {.m = m};
     api_body b;
-    const json *root = json_parse(&c.a, body, m->limits, e);
+    const json *root = json_parse(&c.a, str_skip_bom(body), m->limits, e);
     int code = root ? api_read_body(&c, route, root, &b, e) : e->code;
     if (!code) code = api_check_model(&c, b.model, e);
     if (!code) code = route == API_TOKENIZE ? api_tokenize(&c, &b, out, e) : api_detokenize(&c, &b, out, e);
@@ -15241,7 +15251,7 @@ static int run_next_line(run_input *r, str *line, bool *whole, toka_err *e) {
     r->number += any;
     if (whole) *whole = found;
     *line = buf_view(&r->text);
-    if (r->number == 1 && str_starts(*line, STR("\xEF\xBB\xBF"))) *line = str_sub(*line, 3, line->n);
+    if (r->number == 1) *line = str_skip_bom(*line);
     return any;
 }
 
@@ -17352,7 +17362,7 @@ static void fb_create(fb_store *s, str body, http_reply *reply) {
     toka_err e;
     const char *message, *wrong = "";
     fb_batch *b = mem_zalloc(sizeof *b);
-    const json *root = json_parse(&a, body, fb_limits, &e);
+    const json *root = json_parse(&a, str_skip_bom(body), fb_limits, &e);
     if (!root) message = e.msg;
     else if (s->batches.n >= FB_MAX_BATCHES) message = "there are too many batches; remove records of old ones from the folder";
     else wrong = fb_read_batch(s, root, b, &message, &e);
@@ -17786,6 +17796,7 @@ typedef struct srv_options { /* what toka serve was asked to do; strings are the
     const char *const *names; /* [n_names] served names; none: the model's */
     int n_names;
     const char *origins;    /* comma-separated list of origins that browsers may come from, or "*"; NULL: none */
+    const char *hosts;      /* comma-separated list of more host names of this server; NULL: none */
     const char *files_dir, *now;
     int max_queue;          /* requests that wait for their first token; more get a 429 */
     int64_t max_body_bytes; /* of a prompt's request */
@@ -17869,6 +17880,7 @@ typedef struct srv_call { /* one HTTP request and its answer */
     buf body;
     double t_start;
     bool keep_alive, head_sent, counted; /* counted: in n_waiting (lock) */
+    int fd;                        /* its socket; the loop's */
     str origin;                    /* of the browser, if it is allowed; .n 0: none */
     http_reply reply;              /* a worker's until `done` */
     fb_upload *upload;
@@ -18522,6 +18534,101 @@ static bool srv_allowed(const srv_options *o, const http_request *r) {
     return found;
 }
 
+/* ---- The host that a request names ---- */
+
+static struct in6_addr srv_mapped(struct in_addr four) { /* IPv4 as ::ffff:a.b.c.d */
+    struct in6_addr a = {.s6_addr = {[10] = 0xFF, [11] = 0xFF}};
+    memcpy(a.s6_addr + 12, &four, 4);
+    return a;
+}
+
+static bool srv_read_address(str name, struct in6_addr *a) { /* false: it is none */
+    char text[INET6_ADDRSTRLEN];
+    struct in_addr four;
+    if (name.n >= sizeof text) return false;
+    snprintf(text, sizeof text, "%.*s", STRF(name));
+    if (inet_pton(AF_INET6, text, a) == 1) return true;
+    if (inet_pton(AF_INET, text, &four) != 1) return false;
+    *a = srv_mapped(four);
+    return true;
+}
+
+static struct in6_addr srv_address_of(const struct sockaddr_storage *s) { /* of a unix socket: :: */
+    if (s->ss_family == AF_INET) return srv_mapped(((const struct sockaddr_in *)s)->sin_addr);
+    if (s->ss_family == AF_INET6) return ((const struct sockaddr_in6 *)s)->sin6_addr;
+    return (struct in6_addr){0};
+}
+
+static bool srv_is_loopback(const struct in6_addr *a) {
+    return IN6_IS_ADDR_LOOPBACK(a) || (IN6_IS_ADDR_V4MAPPED(a) && a->s6_addr[12] == 127);
+}
+
+/* Is this the address of loopback, or the one at which the connection arrived? */
+static bool srv_is_own_address(const struct in6_addr *a, int fd) {
+    struct sockaddr_storage own;
+    socklen_t n = sizeof own;
+    if (srv_is_loopback(a)) return true;
+    if (getsockname(fd, (struct sockaddr *)&own, &n) || own.ss_family == AF_UNIX) return false;
+    const struct in6_addr here = srv_address_of(&own);
+    return !memcmp(a, &here, sizeof here);
+}
+
+/* Does the element stand for all names below a domain ("*.example.org"), or for the domain as
+ * well (".example.org")? *domain: with its dot. */
+static bool srv_is_domain(str element, str *domain) {
+    *domain = str_sub(element, str_starts(element, STR("*.")), element.n);
+    return str_starts(*domain, STR("."));
+}
+
+/* Does an element of --allowed-hosts allow this host? name: of http_split_host. */
+static bool srv_host_is(str element, str host, str name) {
+    str own, domain;
+    struct in6_addr a, b;
+    if (srv_is_domain(element, &domain)) {
+        const str above = str_sub(domain, 1, domain.n);
+        const size_t at = name.n - MIN(domain.n, name.n);
+        if (at && http_equal(str_sub(name, at, name.n), domain)) return true;
+        return domain.n == element.n && http_equal(name, above);
+    }
+    if (str_is(element, "*") || http_equal(element, host) || http_equal(element, name)) return true;
+    if (!http_split_host(element, &own)) own = element; /* an IPv6 address without brackets */
+    return srv_read_address(own, &a) && srv_read_address(name, &b) && !memcmp(&a, &b, sizeof a);
+}
+
+/* Is the host that a request names this server: loopback, the address of the connection, --host,
+ * the machine's name, or one of --allowed-hosts? A page can let its own name lead to this
+ * machine (DNS rebinding). The browser then takes the server's answers for the page's own, but
+ * it names the page's host. A client that names no host is no browser. A page has no key, and
+ * does not reach a unix socket: there the host counts only if --allowed-hosts is given. Ports do
+ * not count: tunnels change them. */
+static bool srv_is_own_host(const srv_options *o, str host, int fd) {
+    char machine[256] = "";
+    str name, each, list = STR("localhost,*.localhost"), more = str_c(o->hosts ? o->hosts : "");
+    struct in6_addr a;
+    if (!host.n || (!more.n && (o->n_keys || o->uds))) return true;
+    if (!http_split_host(host, &name) || !name.n) return false;
+    while (http_next(&list, &each) || http_next(&more, &each))
+        if (srv_host_is(each, host, name)) return true;
+    if (srv_read_address(name, &a) && srv_is_own_address(&a, fd)) return true;
+    gethostname(machine, sizeof machine - 1);
+    return http_same(name, machine) || (o->host && http_same(name, o->host));
+}
+
+/* Every element of --allowed-hosts must be able to match. */
+static int srv_check_hosts(const char *hosts, toka_err *e) {
+    struct in6_addr unused;
+    str name, domain;
+    for (str list = str_c(hosts), each; http_next(&list, &each);) {
+        const str plain = srv_is_domain(each, &domain) ? str_sub(domain, 1, domain.n) : each;
+        const bool stars = plain.n && memchr(plain.p, '*', plain.n);
+        const bool host = http_split_host(plain, &name) && name.n && !stars;
+        if (!str_is(each, "*") && !host && !srv_read_address(each, &unused))
+            return fail(e, TOKA_E_USE, "--allowed-hosts: '%.*s', expected names such as "
+                        "llm.example.org or *.example.org, or *", STRF(each));
+    }
+    return 0;
+}
+
 /* The request's origin if browsers may come from there. */
 static str srv_origin(const srv_options *o, const http_request *r) {
     str origin = http_find(r, "origin"), list = o->origins ? str_c(o->origins) : STR(""), each;
@@ -18557,7 +18664,8 @@ static bool srv_is_foreign(const srv_call *c) {
     const bool changes = c->req->method == HTTP_POST || c->req->method == HTTP_DELETE;
     if (!changes || c->origin.n) return false;
     if (site.n) return !http_same(site, "same-origin") && !http_same(site, "none");
-    return from.n && !(str_starts(from, scheme) && str_eq(str_sub(from, scheme.n, from.n), http_find(c->req, "host")));
+    if (from.n && !str_starts(from, scheme)) return true;
+    return from.n && !http_equal(str_sub(from, scheme.n, from.n), c->req->host);
 }
 
 /* Looks at a head whose body is still to come. True: c->reply has an answer already. */
@@ -18566,6 +18674,9 @@ static bool srv_check(srv *s, srv_call *c) {
     buf path = {0};
     c->keep_alive = r->keep_alive;
     c->origin = srv_origin(s->o, r);
+    if (!srv_is_own_host(s->o, r->host, c->fd))
+        return srv_error(c, 403, "Host: '%.*s' does not name this server; see --allowed-hosts",
+                         STRF(r->host)), true;
     bool ok = http_decode(r->path, false, &path);
     if (ok) r->path = arena_str(&c->a, buf_view(&path));
     buf_free(&path);
@@ -18624,6 +18735,10 @@ static bool srv_dispatch(srv *s, srv_call *c) {
  *     SRV_LAST: an answer behind which the connection closes --it is sent--> SRV_LINGER: what the client still sends is thrown
  *               away for a moment, because closing with bytes unread would reset the connection and destroy the answer
  *
+ * A client that closes its sending half still gets its answers. Over TCP it looks like a client
+ * that has left, until something is sent to it. So srv_probe sends the first bytes of its answer
+ * ahead; the system of a client that has left replies with a reset, and its requests are cancelled.
+ *
  * Pipelined requests wait in `in` until the answer before them is made. Every state has a deadline; one pass a second over all
  * connections looks at them: simpler than timers, a tenth of a millisecond at ten thousand connections, and exact enough.
  * =========================================================================== */
@@ -18643,13 +18758,19 @@ enum {
     SRV_FAILED_LAST_S = 5,      /* ... and ends after so long, whatever is still to be sent */
 };
 
+#define SRV_AHEAD "HTTP/1.1 " /* every answer begins so */
+
 enum srv_conn_state { SRV_HEAD, SRV_BODY, SRV_PIECE, SRV_BUSY, SRV_LAST, SRV_LINGER };
 
 typedef struct srv_conn {
     int fd;
     enum srv_conn_state state;
     unsigned events;        /* that epoll looks for */
-    bool eof, closed;       /* the client has sent all; is being freed */
+    bool half;              /* the client has closed its sending half */
+    bool eof, closed;       /* all that the client sent is read; is being freed */
+    bool begun;             /* bytes of its call's answer are in out, or were */
+    size_t ahead;           /* bytes of SRV_AHEAD that srv_probe sent before */
+    double t_probe;         /* the next one is due */
     bool sending;           /* the deadline is that of sending */
     bool stalled;           /* its call was, when its text was last taken */
     buf in, out;            /* in: not parsed from in_at on; out: not sent from out_at on */
@@ -18674,6 +18795,7 @@ typedef struct srv_loop {
     int epoll, listeners[SRV_MAX_LISTENERS], n_listeners;
     bool accepting;         /* the listeners are in epoll */
     bool said_full;         /* that no more connections fit: told once */
+    bool beyond;            /* some listener is reached from other machines */
     int n_conns, max_conns;
     srv_conn *conns, *dead; /* dead: freed at the end of the round, since events of this round may name them */
     char *scratch;          /* [SRV_READ_BYTES] */
@@ -18692,8 +18814,8 @@ static bool srv_unsent(const srv_conn *k) { return k->out_at < k->out.n || k->fi
 
 static void srv_want(srv *s, srv_conn *k) { /* tells epoll what to look for */
     bool reads = !k->eof && (k->state == SRV_LINGER || k->in.n - k->in_at < SRV_READ_BYTES);
-    bool leaves = !k->eof && k->state != SRV_PIECE; /* an upload may have been sent whole */
-    unsigned events = (reads ? EPOLLIN : 0u) | (leaves ? (unsigned)EPOLLRDHUP : 0u) | (srv_unsent(k) ? EPOLLOUT : 0u);
+    unsigned events = (reads ? EPOLLIN : 0u) | (srv_unsent(k) ? EPOLLOUT : 0u);
+    if (!k->half) events |= EPOLLRDHUP;
     if (k->closed || events == k->events) return;
     k->events = events;
     epoll_ctl(s->loop->epoll, EPOLL_CTL_MOD, k->fd, &(struct epoll_event){.events = events, .data.ptr = k});
@@ -18815,7 +18937,7 @@ static void srv_send(srv *s, srv_conn *k) {
 
 static srv_call *srv_call_new(srv *s, srv_conn *k) {
     srv_call *c = mem_zalloc(sizeof *c);
-    *c = (srv_call){.s = s, .conn = k, .refs = 1, .t_start = s->loop->now};
+    *c = (srv_call){.s = s, .conn = k, .fd = k->fd, .refs = 1, .t_start = s->loop->now};
     return k->call = c;
 }
 
@@ -18831,7 +18953,7 @@ static void srv_end_call(srv *s, srv_conn *k) {
     k->call = NULL, c->conn = NULL;
     srv_release(c);
     srv_enter(s, k, keep ? SRV_HEAD : SRV_LAST);
-    k->in_seen = 0;
+    k->in_seen = 0, k->begun = false, k->ahead = 0;
 }
 
 static void srv_answer(srv *s, srv_conn *k) { /* with k->call->reply */
@@ -18854,13 +18976,15 @@ static void srv_answer_last(srv *s, srv_conn *k, int status, const char *why) {
 }
 
 static const char *srv_why(int status, const http_request *r) { /* of a status that chapter 24 gave */
-    const bool coding = http_find(r, "transfer-encoding").p;
+    const bool coding = http_count(r, "transfer-encoding");
     switch (status) {
     case 413: return "the body is longer than this server takes; see --max-body-bytes and --max-upload-bytes";
     case 414: return "the target is too long";
     case 417: return "Expect: only 100-continue is known";
     case 431: return "the headers are too long or too many";
-    case 501: return coding ? "Transfer-Encoding: only chunked is known" : "this method is not known here";
+    case 501:
+        return coding ? "Transfer-Encoding: only chunked is known"
+                      : "this method is not known here";
     case 505: return "only HTTP/1.0 and HTTP/1.1 are spoken here";
     default: return "this is not a well-formed HTTP/1.1 request";
     }
@@ -18918,8 +19042,9 @@ static bool srv_read_body(srv *s, srv_conn *k) {
     ptrdiff_t used = http_body_read(&k->body, str_sub(buf_view(&k->in), k->in_at, k->in.n), &c->body);
     s->body_bytes += (long long)(c->body.n - before);
     if (used < 0) {
-        const char *why = -used == 400 ? "the body's chunks are not well-formed" : srv_why((int)-used, c->req);
-        srv_answer_last(s, k, (int)-used, why);
+        const int status = (int)-used;
+        const char *chunks = "the body's chunks are not well-formed";
+        srv_answer_last(s, k, status, status == 400 ? chunks : srv_why(status, c->req));
         return true;
     }
     k->in_at += (size_t)used;
@@ -18938,6 +19063,23 @@ static bool srv_read_body(srv *s, srv_conn *k) {
 /* So much is still to be sent that the next request waits for it. */
 static bool srv_is_behind(const srv_conn *k) { return k->file_left || k->out.n - k->out_at >= SRV_MAX_UNSENT; }
 
+/* A client waits for generated text, has closed its sending half, and got nothing of its answer
+ * yet: one more byte of SRV_AHEAD finds out whether it still reads. The first goes at once, the
+ * next ones 1, 2, 4 ... seconds after the one before. */
+static void srv_probe(srv *s, srv_conn *k) {
+    const str all = STR(SRV_AHEAD);
+    buf byte = {0};
+    if (!k->half || k->closed || k->state != SRV_BUSY) return;
+    if (k->call->route->work != srv_begin_api || k->begun || srv_unsent(k)) return;
+    if (k->ahead == all.n) return;
+    if (k->ahead && s->loop->now < k->t_probe) return;
+    buf_char(&byte, all.p[k->ahead]);
+    srv_append(k, &byte);
+    k->t_probe = s->loop->now + (double)(1 << k->ahead++);
+    srv_send(s, k);
+    srv_want(s, k);
+}
+
 /* Everything that the bytes at hand allow; sends what came of it. */
 static void srv_advance(srv *s, srv_conn *k) {
     for (bool more = true; more && !k->closed;) {
@@ -18950,10 +19092,11 @@ static void srv_advance(srv *s, srv_conn *k) {
         more = behind && !srv_is_behind(k); /* nothing else might ever ask for the request that waited */
     }
     if (k->in_at == k->in.n) buf_free(&k->in), k->in_at = 0;
-    if (!k->eof || k->closed) return;
-    bool generating = k->call && k->call->route && k->call->route->work == srv_begin_api;
-    bool answered = k->state == SRV_HEAD && !srv_unsent(k);
-    if (k->state == SRV_BODY || k->state == SRV_LINGER || generating || answered) srv_close(s, k);
+    if (k->eof && !k->closed) {
+        bool answered = k->state == SRV_HEAD && !srv_unsent(k);
+        if (k->state == SRV_BODY || k->state == SRV_LINGER || answered) srv_close(s, k);
+    }
+    srv_probe(s, k);
 }
 
 static void srv_receive(srv *s, srv_conn *k) {
@@ -18967,7 +19110,7 @@ static void srv_receive(srv *s, srv_conn *k) {
             srv_close(s, k);
             return;
         }
-        k->eof = !n;
+        k->eof = !n, k->half |= !n;
         if (k->state == SRV_LINGER) {
             if (!n || (k->lingered += n) > SRV_LINGER_BYTES) srv_close(s, k);
         } else {
@@ -18982,12 +19125,10 @@ static void srv_receive(srv *s, srv_conn *k) {
 static void srv_on_socket(srv *s, srv_conn *k, unsigned events) {
     if (k->closed) return;
     if (events & (EPOLLERR | EPOLLHUP)) srv_close(s, k);
+    if (events & EPOLLRDHUP) k->half = true; /* more than `in` takes may still be to be read */
     if (!k->closed && events & EPOLLOUT) srv_advance(s, k);
-    if (!k->closed && events & (EPOLLIN | EPOLLRDHUP)) {
-        bool full = k->state != SRV_LINGER && k->in.n - k->in_at >= SRV_READ_BYTES;
-        if (full && events & EPOLLRDHUP) srv_close(s, k); /* gone, with more requests than will be looked at */
-        else srv_receive(s, k);
-    }
+    if (!k->closed && events & (EPOLLIN | EPOLLRDHUP)) srv_receive(s, k);
+    if (!k->closed) srv_probe(s, k);
     srv_want(s, k);
 }
 
@@ -19003,7 +19144,11 @@ static void srv_take(srv_call *c, srv_news *news) {
 
 static void srv_deliver(srv *s, srv_news *news) {
     srv_conn *k = news->c->conn;
-    if (k && news->made.n) srv_append(k, &news->made);
+    if (k && news->made.n) {
+        srv_forget(&news->made, &k->ahead);
+        k->begun = true;
+        srv_append(k, &news->made);
+    }
     buf_free(&news->made);
     if (!k) return;
     if (news->done) srv_end_call(s, k);
@@ -19136,6 +19281,8 @@ static int srv_listen_one(srv *s, const struct addrinfo *a, int *port, toka_err 
     bool six = got.ss_family == AF_INET6;
     *port = ntohs(six ? ((struct sockaddr_in6 *)&got)->sin6_port : ((struct sockaddr_in *)&got)->sin_port);
     s->loop->listeners[s->loop->n_listeners++] = fd;
+    const struct in6_addr address = srv_address_of(&got);
+    s->loop->beyond |= !srv_is_loopback(&address);
     char host[64];
     getnameinfo((struct sockaddr *)&got, n, host, sizeof host, NULL, 0, NI_NUMERICHOST);
     fprintf(stderr, "toka: listening on http://%s%s%s:%d\n", six ? "[" : "", host, six ? "]" : "", *port);
@@ -19157,6 +19304,9 @@ static int srv_listen(srv *s, toka_err *e) {
         if (failed) code = failed;
     }
     freeaddrinfo(all);
+    if (s->loop->beyond && !s->o->n_keys)
+        fprintf(stderr, "toka: warning: with --host %s and no --api-key everybody who reaches port "
+                "%d may run prompts and read files\n", s->o->host, port);
     return s->loop->n_listeners ? 0 : code; /* a name with an address of a kind this machine lacks is served on the others */
 }
 
@@ -19187,7 +19337,7 @@ static void srv_expire(srv *s, srv_conn *k) {
     srv_want(s, k);
 }
 
-/* Once a second: deadlines; while draining, connections that wait for a next request. */
+/* Once a second: deadlines and probes; while draining, connections that wait for a next request. */
 static void srv_check_deadlines(srv *s) {
     srv_loop *l = s->loop;
     for (srv_conn *k = l->conns, *next; k; k = next) {
@@ -19195,6 +19345,7 @@ static void srv_check_deadlines(srv *s) {
         bool idle = k->state == SRV_HEAD && !srv_unsent(k);
         if (s->draining && idle) srv_close(s, k);
         else if (k->deadline && l->now > k->deadline) srv_expire(s, k);
+        else srv_probe(s, k);
     }
 }
 
@@ -21517,11 +21668,15 @@ static const cli_flag cli_flags[] = {
     {"uds", "", "PATH", CLI_TEXT, AT(serve.uds), FOR_SERVE, "listen on a unix socket instead"},
     {"api-key", "", "KEY", CLI_LIST, AT(api_keys), FOR_SERVE,
      "clients must send one of these keys; up to 16 times (others can read a command line: better TOKA_API_KEY or a file)"},
-    {"api-key-file", "", "FILE", CLI_TEXT, AT(api_key_file), FOR_SERVE, "more keys, one a line"},
+    {"api-key-file", "", "FILE", CLI_TEXT, AT(api_key_file), FOR_SERVE,
+     "more keys, one a line; lines that begin with # are comments"},
     {"served-model-name", "", "NAME", CLI_LIST, AT(served_names), FOR_SERVE | FOR_BATCH,
      "what clients and results call the model (default: its own name); up to 16 times, the first is told"},
     {"allowed-origins", "", "LIST", CLI_TEXT, AT(serve.origins), FOR_SERVE,
      "web origins that browsers may come from, with commas, or * (default: none)"},
+    {"allowed-hosts", "", "LIST", CLI_TEXT, AT(serve.hosts), FOR_SERVE,
+     "further host names of this server, with commas: NAME, *.NAME, or * for all; without a key "
+     "requests to names other than these, loopback's, --host and the address reached get a 403"},
     {"generation-config", "", "WHICH", CLI_TEXT, AT(generation_config), FOR_SERVE,
      "sampling defaults: auto, the model's generation_config, or vllm, none (default: auto)"},
     {"strict", "", "", CLI_BOOL, AT(serve.strict), FOR_SERVE, "refuse requests with unknown fields instead of ignoring those"},
@@ -21578,8 +21733,10 @@ static cli cli_default(void) {
 static atomic_int cli_interrupted;    /* signals so far; lock-free, so a handler may count them */
 static atomic_int cli_patience_s = 10; /* of the first one, with a device that hangs */
 
-static void cli_on_signal(int sig) { /* two of different kinds are two */
-    (void)sig;
+/* Two of different kinds are two, but a SIGHUP is never the second: a terminal that closes sends
+ * several. */
+static void cli_on_signal(int sig) {
+    if (sig == SIGHUP && cli_interrupted) return;
     if (cli_interrupted++) _exit(130);
     os_ends_in = cli_patience_s;
 }
@@ -21602,9 +21759,12 @@ static void cli_on_lost_page(int sig, siginfo_t *info, void *context) {
 
 static void cli_catch_signals(void) { /* the first Ctrl-C ends the text cleanly, the second ends the program */
     struct sigaction a = {.sa_handler = cli_on_signal, .sa_flags = (int)SA_RESETHAND};
+    struct sigaction hangup = {.sa_handler = cli_on_signal}, before = {0};
     struct sigaction bus = {.sa_sigaction = cli_on_lost_page, .sa_flags = SA_SIGINFO};
     sigaction(SIGINT, &a, NULL);
     sigaction(SIGTERM, &a, NULL);
+    sigaction(SIGHUP, NULL, &before);
+    if (before.sa_handler != SIG_IGN) sigaction(SIGHUP, &hangup, NULL); /* nohup ignores it */
     sigaction(SIGBUS, &bus, NULL);
     signal(SIGPIPE, SIG_IGN), signal(SIGXFSZ, SIG_IGN); /* a failed write says so itself */
 }
@@ -21622,7 +21782,7 @@ static const char cli_commands[] =
     "  toka tokenize [FLAGS]   text on standard input to ids, or back with --decode\n"
     "  toka template [FLAGS]   JSON object with messages, tools ... on standard input to the rendered prompt\n"
     "  toka score [FLAGS]      log-probability of every token of a text\n"
-    "  toka serve [FLAGS]      OpenAI-compatible server; SIGTERM lets it finish what is under way\n"
+    "  toka serve [FLAGS]      OpenAI-compatible server; SIGTERM or SIGHUP: ends after its answers\n"
     "  toka models             the models of models.txt\n"
     "  toka devices            what this machine can run on\n"
     "  toka batch -i IN -o OUT a file of requests to a file of results; the same command goes on where it stopped\n"
@@ -22354,9 +22514,9 @@ static int cli_read_keys(const char *path, arena *a, const char **keys, int *n, 
     str text;
     int code = os_map(path, &text, e), before = *n;
     if (code) return code;
-    for (str rest = text, line; !code && str_next(&rest, '\n', &line);) {
+    for (str rest = str_skip_bom(text), line; !code && str_next(&rest, '\n', &line);) {
         line = cli_trim_key(line);
-        if (!line.n) continue;
+        if (!line.n || line.p[0] == '#') continue;
         if (*n == CLI_MAX_KEYS) code = fail(e, TOKA_E_INPUT, "--api-key-file %s: more than %d keys", path, CLI_MAX_KEYS);
         else keys[(*n)++] = arena_cstr(a, line);
     }
@@ -22375,6 +22535,7 @@ static int cli_check_serve(const cli *c, const srv_options *o, toka_err *e) {
     if (check_int("--server-threads", o->n_workers, 0, 64, e)) return e->code;
     if (o->read_timeout <= 0 || o->write_timeout <= 0 || o->keep_alive <= 0 || o->step_timeout <= 0)
         return fail(e, TOKA_E_USE, "--read-timeout, --write-timeout, --keep-alive, --step-timeout: expected more than 0 seconds");
+    if (o->hosts && srv_check_hosts(o->hosts, e)) return e->code;
     if (o->files_dir && !*o->files_dir) return fail(e, TOKA_E_USE, "--files-dir: it is empty; expected a folder, or off");
     const char *key = getenv("TOKA_API_KEY");
     if (key && !*key && !c->api_keys.n && !c->api_key_file)

@@ -23,6 +23,9 @@ static void read_stream(str in, size_t piece, buf *record) {
         } else if (!in_body && whole) {
             buf_printf(record, "%d %d %d %.*s?%.*s %lld %d %d\n", (int)r.method, r.minor, r.n_headers, STRF(r.path), STRF(r.query), (long long)r.length,
                        r.chunked, r.keep_alive);
+            str name = STR("");
+            if (r.host.n && !http_split_host(r.host, &name)) abort();
+            buf_printf(record, "at %.*s\n", STRF(name));
             if (!str_starts(r.path, STR("/")) && !str_is(r.path, "*")) abort();
             if (r.chunked && (r.length || http_find(&r, "content-length").p)) abort();
             in_body = true;

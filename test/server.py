@@ -15,7 +15,7 @@ class Server:
     """./toka serve with a free port; `log` is what it wrote to standard error so far."""
 
     def __init__(self, *flags, env=None, wait=True, prefix=(), uds=None, files="off"):
-        clean = {**{k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}, "TOKA_DEVICE": "cpu"}
+        clean = {**{k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}, "TOKA_DEVICE": "cpu", "TOKA_ALLOWED_HOSTS": "h,test,anyhost"}
         where = ["--uds", uds] if uds else ["--port", "0"]
         files = ["--files-dir", files] if files else []
         self.p = subprocess.Popen([*prefix, TOKA, "serve", *where, *files, *flags], stderr=subprocess.PIPE, env={**clean, **(env or {})})

@@ -428,21 +428,98 @@ def test_full_disk_of_a_batch_run(tmp_path):
 
 # ---- Clients that leave half ----
 
-def test_half_closed_connections():
-    """Who has sent all and waits for a short answer gets it; a half-closed connection under way looks like one that is gone, so that a
-    client that dies does not keep its samples."""
+def test_half_closed_connections(tmp_path):
+    """A client that has sent all and still reads gets its whole answer, also when it waits in the queue and behind another answer."""
+    body = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    path = str(tmp_path / "s")
+    for where in ({}, {"uds": path}):
+        with Server("--max-num-seqs", "1", **where) as s:
+            want = s.post("/v1/completions", body).json()["choices"][0]["text"]
+            with s.connect() as c:
+                c.send("GET /health HTTP/1.1\r\nHost: h\r\n\r\nGET /version HTTP/1.1\r\nHost: h\r\n\r\n")
+                c.s.shutdown(socket.SHUT_WR)
+                assert c.answer().status == 200 and "version" in c.answer().json() and c.closed()
+            first = post(s, {**body, "max_tokens": 900, "n": 8, "stream": True})
+            assert first.head()[0] == 200
+            whole, stream, both, old = [post(s, {**body, "stream": i == 1}) for i in range(3)] + [s.connect()]
+            text = json.dumps(body)
+            both.send(f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(text)}\r\n\r\n{text}GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
+            old.send(f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(text)}\r\n\r\n{text}")
+            clients = [first, whole, stream, both, old]
+            for c in clients:
+                c.s.shutdown(socket.SHUT_WR)
+            time.sleep(1.5)  # more than one byte of the answers that wait is out
+            assert texts(b"".join(first.chunks()))[1] and first.closed()
+            assert whole.answer().json()["choices"][0]["text"] == want and whole.closed()
+            assert texts(stream.answer().body) == ({0: want}, True) and stream.closed()
+            assert [both.answer().json()["choices"][0]["text"] for _ in range(2)] == [want] * 2
+            assert both.answer().json() == {"status": "ok"} and both.closed()
+            assert old.answer().json()["choices"][0]["text"] == want and old.closed()
+            assert s.metric("kv_cache_usage_perc") == 0 and s.metric("request_success_total", 'finished_reason="abort"') == 0
+
+
+def test_half_closed_behind_more_than_is_read():
+    """The end of what a client sends may come while the server still has as many requests as it looks at."""
+    with Server() as s, s.connect() as c:
+        first, n = json.dumps({"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}), 4000
+        c.send(f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(first)}\r\n\r\n{first}")
+        c.send("GET /health HTTP/1.1\r\nHost: h\r\n\r\n" * n)
+        c.s.shutdown(socket.SHUT_WR)
+        assert c.answer().status == 200 and all(c.answer().json() == {"status": "ok"} for _ in range(n)) and c.closed()
+
+
+@pytest.mark.parametrize("uds", [False, True])
+def test_clients_that_left_are_noticed(tmp_path, uds):
+    """At once where both halves are closed; within seconds where a client leaves later, whatever it asked for."""
+    body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "n": 2000}
+    with Server("--max-num-seqs", "4", **({"uds": str(tmp_path / "s")} if uds else {})) as s:
+        for stream in (False, True):
+            for half_first in (False, True):
+                running = post(s, {**body, "stream": stream})
+                s.wait_metric("http_connections", 2)
+                waiting = post(s, {**body, "n": 1, "stream": stream})
+                s.wait_metric("http_connections", 3)
+                for c in (waiting, running):
+                    if half_first:
+                        c.s.shutdown(socket.SHUT_WR)
+                        time.sleep(0.3)
+                        assert s.metric("http_connections") == (3 if c is waiting else 2)
+                    c.close()
+                    s.wait_metric("http_connections", 2 if c is waiting else 1, seconds=20)
+                s.wait_metric("num_requests_waiting", 0)
+                s.wait_metric("num_requests_running", 0)
+        assert s.metric("kv_cache_usage_perc") == 0 and s.post("/v1/completions", {"prompt": "Tom", "max_tokens": 3}).status == 200
+
+
+# ---- A terminal that closes ----
+
+def test_hangup_is_as_sigterm(tmp_path):
+    """Of several one counts; where it is ignored from the start, as under nohup, it stays ignored."""
+    (tmp_path / "in.jsonl").write_text(lines(3000))
+    command = [TOKA, "batch", "-i", "in.jsonl", "-o", "out.jsonl", "--report", "report.json"]
+    p = subprocess.Popen(command, env=ENV, cwd=tmp_path, stderr=subprocess.PIPE)
+    end = time.time() + 60
+    while not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").stat().st_size:
+        assert time.time() < end and p.poll() is None
+        time.sleep(0.01)
+    for _ in range(3):
+        p.send_signal(signal.SIGHUP)
+    assert p.wait(60) == 130
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert 0 < len(open(tmp_path / "out.jsonl").readlines()) < 3000 and report
     with Server() as s:
-        with s.connect() as c:
-            c.send("GET /health HTTP/1.1\r\nHost: h\r\n\r\nGET /version HTTP/1.1\r\nHost: h\r\n\r\n")
-            c.s.shutdown(socket.SHUT_WR)
-            assert c.answer().status == 200 and "version" in c.answer().json() and c.closed()
-        with post(s, {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "n": 2000, "stream": True}) as c:
-            assert c.head()[0] == 200
-            c.s.shutdown(socket.SHUT_WR)
-            s.wait_metric("num_requests_running", 0)
-            s.wait_metric("num_requests_waiting", 0)
-            assert s.metric("request_success_total", 'finished_reason="abort"') > 0
-            assert s.metric("kv_cache_usage_perc") == 0
+        want = s.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}).json()["choices"][0]["text"]
+        held = post(s, {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "stream": True})
+        assert held.head()[0] == 200
+        for _ in range(3):
+            s.p.send_signal(signal.SIGHUP)
+            time.sleep(0.05)
+        assert texts(b"".join(held.chunks())) == ({0: want}, True)
+        assert s.p.wait(60) == 0
+    with Server(prefix=["nohup"]) as s:
+        s.p.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert s.get("/health").status == 200 and s.stop() == 0
 
 
 # ---- Keys that cannot be read ----

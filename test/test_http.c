@@ -32,6 +32,44 @@ static void test_http_head(void) {
     CHECK(r.method == HTTP_OTHER && r.minor == 1 && r.chunked && r.expects_continue);
 }
 
+/* The host that a request names: the target's, else the header's. */
+static void test_http_hosts(void) {
+    static const struct {
+        const char *head, *host; /* NULL: refused */
+    } heads[] = {{"GET / HTTP/1.1\r\nHost: a:1\r\n\r\n", "a:1"}, {"GET http://b:2/ HTTP/1.1\r\nHost: a:1\r\n\r\n", "b:2"},
+                 {"GET https://[::1]?q HTTP/1.1\r\nHost: a\r\n\r\n", "[::1]"}, {"GET / HTTP/1.0\r\n\r\n", ""}, {"GET / HTTP/1.1\r\nHost:\r\n\r\n", ""},
+                 {"GET http://b HTTP/1.1\r\nHost:\r\n\r\n", "b"}, {"GET http://a@b/ HTTP/1.1\r\nHost: a\r\n\r\n", NULL}, {"GET http://:1/ HTTP/1.1\r\nHost: a\r\n\r\n", NULL},
+                 {"GET http://b HTTP/1.1\r\n\r\n", NULL}, {"GET http://b HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", NULL}, {"GET http://b:x/ HTTP/1.1\r\nHost: a\r\n\r\n", NULL}};
+    for (int i = 0; i < COUNT(heads); i++) {
+        http_request r;
+        ptrdiff_t used = http_parse_head(http_str(heads[i].head), &r);
+        CHECK_MSG((used > 0) == (heads[i].host != NULL) && (used < 0 || str_is(r.host, heads[i].host)), "%s", heads[i].head);
+    }
+    static const struct {
+        const char *host, *name; /* NULL: refused */
+    } cases[] = {{"a.b", "a.b"}, {"a.b.:80", "a.b"}, {"a:", "a"}, {"", ""}, {":1", ""}, {".", ""}, {"a..", "a."}, {"[::1]", "::1"}, {"[fe80::1%25e0]:1", "fe80::1"},
+                 {"[::ffff:1.2.3.4]", "::ffff:1.2.3.4"}, {"[a]", "a"}, {"[g]", NULL}, {"[::1", NULL}, {"[::1]a", NULL}, {"[::1]:b", NULL}, {"a:b", NULL}, {"::1", NULL},
+                 {"a]", NULL}, {"a[b]", NULL}, {"a/b", NULL}, {"a@b", NULL}, {"a b", NULL}, {"a\xC3\xA4", NULL}, {"[::1%25 ]", NULL}, {"[", NULL}, {"[]", ""}};
+    for (int i = 0; i < COUNT(cases); i++) {
+        str name;
+        bool ok = http_split_host(http_str(cases[i].host), &name);
+        CHECK_MSG(ok == (cases[i].name != NULL) && (!ok || str_is(name, cases[i].name)), "%s", cases[i].host);
+    }
+}
+
+/* The method of a head that is refused is known: the answer to HEAD is without a body. */
+static void test_http_refused_heads(void) {
+    static const char *const heads[] = {"HEAD / HTTP/1.1\r\n\r\n", "HEAD / HTTP/1.1\n", "HEAD  / HTTP/1.1\r\n", "HEAD / HTTP/2.0\r\n", "HEAD /\r\n", "HEAD x HTTP/1.1\r\n",
+                                        "\r\nHEAD / HTTP/1.1\r\nA : b\r\n", "HEAD / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: x\r\n\r\n", "HEAD\t/"};
+    for (int i = 0; i < COUNT(heads); i++) {
+        http_request r;
+        CHECK_MSG(http_parse_head(http_str(heads[i]), &r) < 0 && r.method == HTTP_HEAD, "%s", heads[i]);
+    }
+    http_request r;
+    CHECK(http_parse_head(http_str("HEADS / HTTP/2.0\r\n"), &r) == -505 && r.method == HTTP_OTHER);
+    CHECK(http_parse_head(http_str("HEAD / HTTP/1.1\r\nHos"), &r) == 0 && r.method == HTTP_HEAD);
+}
+
 /* A head may arrive in any two pieces: nothing is decided before the last byte, and nothing changes then. */
 static void test_http_head_splits(void) {
     const char *text = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n";
@@ -75,6 +113,12 @@ static void test_http_refused(void) {
         {400, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n"},
         {400, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: chunked, chunked\r\n\r\n"},
         {501, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: gzip, chunked\r\n\r\n"},
+        {501, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n"},
+        {400, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: chunked, gzip\r\n\r\n"}, {400, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: chunked,\r\n\r\n"},
+        {400, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: ,chunked\r\n\r\n"}, {400, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: gzip,,chunked\r\n\r\n"},
+        {400, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: gzip, chunked\r\nContent-Length: 1\r\n\r\n"},
+        {501, "M-SEARCH * HTTP/1.1\r\n"}, {501, "BREW x HTTP/1.1\r\n"}, {400, "BREW  HTTP/1.1\r\n"}, {200, "BREW / HTTP/1.1\r\n" HOST "\r\n"},
+        {400, "GET / HTTP/1.1\r\nHost: a:b\r\n\r\n"}, {400, "GET / HTTP/1.1\r\nHost: ::1\r\n\r\n"},
         {501, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: gzip\r\n\r\n"}, {501, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: xchunked\r\n\r\n"},
         {501, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: \"chunked\"\r\n\r\n"},
         {400, "POST / HTTP/1.1\r\n" HOST "Transfer-Encoding: \x0B" "chunked\r\n\r\n"},
@@ -264,6 +308,26 @@ static void test_srv_origins(void) {
     CHECK(!srv_origin(&(srv_options){.origins = "http://a.b.c,http://a"}, &r).n);
 }
 
+/* --allowed-hosts and --host; test_server.py has addresses of sockets. */
+static void test_srv_hosts(void) {
+    static const struct {
+        const char *hosts, *host;
+        bool ok;
+    } cases[] = {{NULL, "localhost", true}, {NULL, "a.localhost:1", true}, {NULL, "xlocalhost", false}, {NULL, ".localhost", false}, {NULL, "[::1]", true},
+                 {NULL, "evil", false}, {NULL, "", true}, {NULL, ":1", false}, {NULL, "box", true}, {NULL, "BOX.:5", true}, {NULL, "box.a", false},
+                 {NULL, "127.255.0.9", true}, {NULL, "128.0.0.1", false}, {NULL, "[::ffff:7f00:1]", true}, {NULL, "[::7f00:1]", false},
+                 {"*", "evil", true}, {"a,b", "b:9", true}, {"a,b", "ab", false}, {"*.a", "x.a", true}, {"*.a", "a", false}, {"*.a", "xa", false}, {".a", "a", true},
+                 {".a", "y.x.a", true}, {".a", "b.aa", false}, {"a:1", "a:1", true}, {"a:1", "a:2", false}, {"fd::1", "[fd:0::1]:2", true}, {"[fd::1]", "[fd::1]", true}};
+    for (int i = 0; i < COUNT(cases); i++) {
+        srv_options o = {.hosts = cases[i].hosts, .host = "box"};
+        CHECK_MSG(srv_is_own_host(&o, http_str(cases[i].host), -1) == cases[i].ok, "%s, %s", cases[i].hosts ? cases[i].hosts : "-", cases[i].host);
+    }
+    toka_err e;
+    CHECK(!srv_check_hosts("a, *.b,.c , [::1]:5, fd::1,a:1,*", &e) && !srv_check_hosts("", &e));
+    static const char *const wrong[] = {"http://a", "a,*.", "a*", "*.*", "a b", ".", "a,,b", "a:b"};
+    for (int i = 0; i < COUNT(wrong); i++) CHECK_MSG(srv_check_hosts(wrong[i], &e) == TOKA_E_USE, "%s", wrong[i]);
+}
+
 static void test_srv_histogram(void) {
     srv_metrics m;
     srv_metrics_init(&m);
@@ -415,7 +479,9 @@ static void test_srv_jobs(void) {
 
 static const struct test http_tests[] = {{"http: head", test_http_head},
                                          {"http: head at every split", test_http_head_splits},
+                                         {"http: hosts", test_http_hosts},
                                          {"http: refused heads", test_http_refused},
+                                         {"http: methods of refused heads", test_http_refused_heads},
                                          {"http: limits of heads", test_http_limits},
                                          {"http: bodies at every split", test_http_bodies},
                                          {"http: bad chunks", test_http_bad_chunks},
@@ -424,6 +490,7 @@ static const struct test http_tests[] = {{"http: head", test_http_head},
                                          {"http: answers", test_http_answers},
                                          {"server: keys", test_srv_keys},
                                          {"server: origins", test_srv_origins},
+                                         {"server: hosts", test_srv_hosts},
                                          {"server: histogram", test_srv_histogram},
                                          {"server: heartbeat", test_srv_heartbeat},
                                          {"server: first status line", test_srv_tick},

@@ -77,6 +77,188 @@ def test_methods(server):
         assert a.status == 204 and a.headers["allow"] == "POST, OPTIONS"
         assert not any(h.startswith("access-control") for h in a.headers)
         assert c.request("OPTIONS", "*").status == 204
+        assert c.request("CONNECT", "/health").status == 405
+    for target in ("M-SEARCH *", "NOTIFY *", "CONNECT a.b:443", "BREW x"):
+        with server.connect() as c:
+            a = c.send(f"{target} HTTP/1.1\r\nHost: h\r\n\r\n").answer()
+            assert a.status == 501 and "method" in a.error()["message"] and c.closed()
+
+
+def test_transfer_codings(server):
+    for lines, status in ((["gzip, chunked"], 501), (["gzip", "chunked"], 501), (["gzip;q=1, chunked"], 501), (["identity"], 501), (["br,deflate , Chunked"], 501),
+                          (["chunked, gzip"], 400), (["chunked, chunked"], 400), (["chunked", "chunked"], 400), (["chunked", "gzip"], 400), ([""], 400),
+                          (["gzip,"], 400), (["chunked,"], 400), ([",chunked"], 400), (["gzip,,chunked"], 400), (["gzip, chunked, chunked"], 400)):
+        with server.connect() as c:
+            c.send("POST /v1/completions HTTP/1.1\r\nHost: h\r\n" + "".join(f"Transfer-Encoding: {x}\r\n" for x in lines) + "\r\n0\r\n\r\n")
+            a = c.answer()
+            assert a.status == status and ("only chunked is known" in a.error()["message"]) == (status == 501) and c.closed(), lines
+
+
+def test_refused_heads_have_no_body(server):
+    """Whatever is wrong with a HEAD: the answer's head is that of the GET, and nothing comes behind it."""
+    h = "Host: h\r\n"
+    cases = [(status, text) for status, text in (
+        (400, "/health HTTP/1.1\r\n\r\n"), (400, "/health HTTP/1.1\r\nHost: a b\r\n\r\n"), (400, f"/health HTTP/1.1\r\n{h}{h}\r\n"), (400, "/health HTTP/1.1\n"),
+        (400, f"x HTTP/1.1\r\n{h}\r\n"), (400, f"* HTTP/1.1\r\n{h}\r\n"), (400, f"/%zz HTTP/1.1\r\n{h}\r\n"), (400, f" /health HTTP/1.1\r\n{h}\r\n"), (400, "/\r\n\r\n"),
+        (400, f"/health HTTP/1.1\r\n{h}A : b\r\n\r\n"), (400, f"/health HTTP/1.1\r\n{h}Content-Length: x\r\n\r\n"), (403, "/health HTTP/1.1\r\nHost: evil.com\r\n\r\n"),
+        (404, f"/nothing HTTP/1.1\r\n{h}\r\n"), (405, f"/v1/completions HTTP/1.1\r\n{h}\r\n"), (413, f"/health HTTP/1.1\r\n{h}Content-Length: 99999999\r\n\r\n"),
+        (413, f"/health HTTP/1.1\r\n{h}Content-Length: 99999999999999999999\r\n\r\n"), (400, f"/health HTTP/1.1\r\n{h}Transfer-Encoding: chunked\r\n\r\nx\r\n"),
+        (414, "/" + "a" * 9000), (414, f"/{'a' * 9000} HTTP/1.1\r\n{h}\r\n"), (415, f"/health HTTP/1.1\r\n{h}Content-Encoding: gzip\r\n\r\n"),
+        (417, f"/health HTTP/1.1\r\n{h}Expect: x\r\n\r\n"), (431, f"/health HTTP/1.1\r\n{h}" + "A: b\r\n" * 101 + "\r\n"), (431, f"/health HTTP/1.1\r\n{h}A: " + "b" * 33000),
+        (501, f"/health HTTP/1.1\r\n{h}Transfer-Encoding: gzip, chunked\r\n\r\n"), (505, f"/health HTTP/2.0\r\n{h}\r\n"))]
+    for status, text in cases:
+        answers = []
+        for method in ("GET", "HEAD"):
+            with server.connect() as c:
+                a = c.send(f"{method} {text}").answer(method)
+                c.s.shutdown(socket.SHUT_WR)
+                assert a.status == status and c.closed(), (method, text[:99])
+                answers.append(a)
+        assert len(answers[0].body) > 0 == len(answers[1].body)
+        for name in ("content-length", "content-type", "connection"):
+            assert answers[0].headers.get(name) == answers[1].headers.get(name), text[:99]
+
+
+def test_refused_head_with_a_key_or_too_late():
+    with Server("--api-key", "k", "--read-timeout", "0.5") as s:
+        for status, text in ((401, "/v1/models HTTP/1.1\r\nHost: h\r\n\r\n"), (408, "/health HTTP/1.1\r\nHos"), (408, "")):
+            with s.connect() as c:
+                a = c.send(f"HEAD {text}").answer("HEAD")
+                c.s.shutdown(socket.SHUT_WR)
+                assert a.status == status and int(a.headers["content-length"]) > 10 and c.closed(), text
+
+
+def test_byte_order_marks(tmp_path):
+    """Before a body or in a file's beginning: as some editors and Windows' tools write UTF-8."""
+    bom = b"\xef\xbb\xbf"
+    with Server(files=str(tmp_path)) as s:
+        bodies = {"/v1/completions": small(), "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": 0},
+                  "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [5]}}
+        for path, body in bodies.items():
+            data = json.dumps(body).encode()
+            plain, marked = s.post(path, data, Content_Type="application/json"), s.post(path, bom + data, Content_Type="application/json")
+            assert plain.status == marked.status == 200, marked.body
+            assert s.post(path, bom + bom + data).status == s.post(path, bom).status == s.post(path, b" " + bom + data).status == 400
+        line = json.dumps({"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": small()}).encode()
+        form = b"--b\r\nContent-Disposition: form-data; name=purpose\r\n\r\nbatch\r\n" \
+               b"--b\r\nContent-Disposition: form-data; name=file; filename=x\r\n\r\n%s\r\n--b--" % (bom + line)
+        file = s.post("/v1/files", form, Content_Type="multipart/form-data; boundary=b").json()["id"]
+        assert s.get(f"/v1/files/{file}/content").body == bom + line
+        batch = s.post("/v1/batches", bom + json.dumps({"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}).encode()).json()["id"]
+        end = time.time() + 60
+        while (b := s.get(f"/v1/batches/{batch}").json())["status"] != "completed":
+            assert time.time() < end and b["status"] != "failed", b
+            time.sleep(0.02)
+        assert b["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+
+
+def status_with(s, host, method="GET", path="/v1/models", body=b""):
+    lines = "" if host is None else f"Host: {host}\r\n"
+    lines += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
+    with s.connect() as c:
+        a = c.send((f"{method} {path} HTTP/1.{int(host is not None)}\r\n{lines}\r\n").encode("latin1") + body).answer(method)
+    if a.status == 403:
+        assert a.error()["type"] == "authentication_error" and "--allowed-hosts" in a.error()["message"]
+    return a.status
+
+
+def test_hosts(tmp_path):
+    """A page whose name leads here by its DNS must not read or run anything; what is right names this machine."""
+    ours = ["localhost", "LocalHost", "localhost.", "a.localhost", "127.0.0.1", "127.0.0.1.", "127.1.2.3", "[::1]", "[0:0:0:0:0:0:0:1]", "[::1%25lo]",
+            "[::ffff:127.0.0.1]", socket.gethostname(), ""]
+    others = ["evil.com", "EVIL.com", "evil.com.", "localhost.evil.com", "evillocalhost", "127.0.0.1.evil.com", "10.1.2.3", "0.0.0.0", "128.0.0.1",
+              "[::2]", "[::]", "[fe80::1%25lo]", "[::ffff:10.0.0.1]", "2130706433", "127.1", "localhost%2eevil.com", "*", "local%68ost", "..", "localhost.."]
+    hosts = [(h, 200) for h in ours] + [(h, 403) for h in others]
+    evil = {"Origin": "http://evil.com", "Sec_Fetch_Site": "same-origin"}
+    with Server(env={"TOKA_ALLOWED_HOSTS": ""}) as s:
+        port = s.address[1]
+        for host, status in hosts:
+            for suffix in ("", f":{port}", ":1", ":") if host else ("",):
+                assert status_with(s, host + suffix) == status, host + suffix
+        assert status_with(s, None) == 200
+        for path in ("/", "/health", "/metrics", "/v1/files", "/v1/batches", "/nothing", "*"):
+            for method in ("GET", "HEAD", "DELETE", "OPTIONS"):
+                if path != "*" or method == "OPTIONS":
+                    with s.connect() as c:
+                        assert c.request(method, path, Host=f"evil.com:{port}").status == 403, (method, path)
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/files", "/v1/batches"):
+            a = s.post(path, small(), Host=f"evil.com:{port}", **{**evil, "Origin": f"http://evil.com:{port}"})
+            assert a.status == 403 and "evil.com" in a.error()["message"]
+        for forwarded in ("X-Forwarded-Host", "Forwarded", "X-Host", "X-Original-Host"):
+            with s.connect() as c:
+                assert c.request("GET", "/v1/models", Host="evil.com", **{forwarded: "localhost"}).status == 403
+        # an absolute target goes before Host
+        assert status_with(s, "localhost", path="http://evil.com/v1/models") == 403
+        assert status_with(s, "evil.com", path=f"http://127.0.0.1:{port}/v1/models") == 200
+        assert status_with(s, "localhost", path="http://localhost@evil.com/v1/models") == 400
+        assert status_with(s, "localhost\r\nHost: evil.com") == status_with(s, "evil.com\r\nHost: localhost") == 400
+        for bad in ("a:b", "a:1:2", "[::1", "::1", "[::1]x", "[localhost]", "a@b", "a b", "[::1]:x"):
+            assert status_with(s, bad) == 400, bad
+        # a page of this server is of its own origin, one of another port is not
+        for origin, status in ((f"http://localhost:{port}", 200), (f"http://LOCALHOST:{port}", 200), ("http://localhost:1", 403), ("http://evil.com", 403)):
+            assert s.post("/v1/completions", small(), Host=f"localhost:{port}", Origin=origin).status == status
+    with Server("--allowed-hosts", "llm.example.org, *.sub.org,.both.org, 10.0.0.9,[fd00::9],fd00::8, named:8080", env={"TOKA_ALLOWED_HOSTS": ""}) as s:
+        for host in ("llm.example.org", "LLM.example.org.", "a.sub.org:1", "a.b.sub.org", "both.org", "a.both.org", "10.0.0.9:9", "[fd00::9]:9", "[fd00:0::8]", "named:8080", "localhost"):
+            assert status_with(s, host) == 200, host
+        for host in ("example.org", "a.llm.example.org", "sub.org", "xsub.org", "xboth.org", "named", "named:80", "10.0.0.99", "[fd00::7]", "evil.com"):
+            assert status_with(s, host) == 403, host
+    with Server("--allowed-hosts", "*") as s:
+        assert status_with(s, "evil.com") == 200
+    with Server("--api-key", "k", env={"TOKA_ALLOWED_HOSTS": ""}) as s:  # a page has no key
+        assert status_with(s, "evil.com", path="/health") == 200 and status_with(s, "evil.com") == 401
+        assert s.get("/v1/models", Host="evil.com", Authorization="Bearer k").status == 200
+    with Server("--api-key", "k", "--allowed-hosts", "good.com") as s:
+        assert status_with(s, "evil.com", path="/health") == 403 and status_with(s, "good.com", path="/health") == 200
+    path = str(tmp_path / "s")
+    with Server(uds=path, env={"TOKA_ALLOWED_HOSTS": ""}) as s:  # pages do not reach it
+        assert s.get("/v1/models", Host="evil.com").status == 200
+    with Server("--allowed-hosts", "good.com", uds=path) as s:
+        assert s.get("/v1/models", Host="evil.com").status == 403 and s.get("/v1/models", Host="good.com").status == 200
+    for wrong in ("http://a.b", "a b", "a/b", "a,*.*", "*a", "*.", ".", "a:b"):
+        r = subprocess.run([TOKA, "serve", "--port", "0", "--allowed-hosts", wrong], capture_output=True, timeout=60)
+        assert r.returncode == 1 and b"--allowed-hosts: '" in r.stderr, wrong
+
+
+def own_address():
+    """An address of this machine that is not loopback; None: it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+            return probe.getsockname()[0]
+        except OSError:
+            return None
+
+
+def test_hosts_of_all_interfaces():
+    """On 0.0.0.0 the right address is the one by which the connection came; without a key one line warns."""
+    def listen(*flags, **env):
+        p = subprocess.Popen([TOKA, "serve", "--port", "0", "--files-dir", "off", *flags], stderr=subprocess.PIPE, text=True,
+                             env={**os.environ, "TOKA_DEVICE": "cpu", **env})
+        log = []
+        while "ready" not in "".join(log[-1:]):
+            log.append(p.stderr.readline())
+            assert log[-1], log
+        return p, "".join(log)
+
+    def get(address, port, host):
+        with Raw((address, port)) as c:
+            return c.send(f"GET /version HTTP/1.1\r\nHost: {host}\r\n\r\n").answer().status
+
+    p, log = listen("--host", "0.0.0.0")
+    try:
+        port, own = int(re.search(r"listening on http://0\.0\.0\.0:(\d+)", log)[1]), own_address()
+        assert len(re.findall("warning", log)) == 1 and re.search(r"--host 0\.0\.0\.0 and no --api-key", log)
+        assert get("127.0.0.1", port, f"0.0.0.0:{port}") == get("127.0.0.1", port, f"localhost:{port}") == 200
+        assert get("127.0.0.1", port, "evil.com") == get("127.0.0.1", port, "10.255.255.254") == 403
+        if own:
+            assert get(own, port, f"{own}:{port}") == get(own, port, own) == get(own, port, "localhost") == 200
+            assert get(own, port, "evil.com") == get("127.0.0.1", port, own) == 403
+    finally:
+        p.kill(), p.wait(), p.stderr.close()
+    for flags in (["--host", "0.0.0.0", "--api-key", "k"], ["--host", "127.0.0.1"], ["--host", "localhost"]):
+        p, log = listen(*flags)
+        p.kill(), p.wait(), p.stderr.close()
+        assert "warning" not in log, flags
 
 
 def test_cors_only_where_asked_for():
@@ -359,7 +541,8 @@ def bad_requests(rnd):
         "GET /health HTTP/1.1\r\n" + h + "No colon\r\n\r\n", "GET /health HTTP/1.1\r\n" + h + "A b: c\r\n\r\n",
         "GET /health HTTP/1.1\r\nHost : h\r\n\r\n", "GET /health HTTP/1.1\r\nHost: h/i\r\n\r\n", "GET /health HTTP/1.1\r\nHost: h i\r\n\r\n",
         "\x16\x03\x01\x02\x00\x01\x00", "\x00\x00\x00\x00", "SSH-2.0-x\r\n", '{"prompt": "x"}', "GET /#x HTTP/1.1\r\n" + h + "\r\n",
-        "CONNECT h:1 HTTP/1.1\r\n" + h + "\r\n", "GET http:///x HTTP/1.1\r\n" + h + "\r\n", "G" * 40 + " / HTTP/1.1\r\n" + h + "\r\n")]
+        "GET http:///x HTTP/1.1\r\n" + h + "\r\n", "G" * 40 + " / HTTP/1.1\r\n" + h + "\r\n")]
+    yield from [(f"{x} HTTP/1.1\r\n{h}\r\n", {501}) for x in ("CONNECT h:1", "M-SEARCH *", "NOTIFY *", "BREW pot")]
     yield from [(x, {505}) for x in ("GET / HTTP/2.0\r\n" + h + "\r\n", "GET / HTTP/3.1\r\n\r\n", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "GET / HTTP/0.9\r\n\r\n")]
     for c in list(range(0x20)) + [0x7F]:  # control characters anywhere
         ch = chr(c)
@@ -384,13 +567,13 @@ def bad_requests(rnd):
         yield framed(f"Content-Length: {v}"), {413}
     te = "Transfer-Encoding: chunked"
     for pair in ([f"Content-Length: {n}", te], [te, f"Content-Length: {n}"], ["Content-Length: 0", te], [te, te], [f"Content-Length: {n}", f"Content-Length: {n}"],
-                 [f"Content-Length: {n}", "content-length: 0"], ["Transfer-Encoding: chunked, chunked"], ["Transfer-Encoding: identity, chunked"],
-                 ["Transfer-Encoding : chunked"], [" Transfer-Encoding: chunked"], ["Transfer-Encoding: gzip, chunked"], ["Transfer-Encoding:"],
+                 [f"Content-Length: {n}", "content-length: 0"], ["Transfer-Encoding: chunked, chunked"], ["Transfer-Encoding: chunked, identity"],
+                 ["Transfer-Encoding : chunked"], [" Transfer-Encoding: chunked"], ["Transfer-Encoding: gzip, chunked, chunked"], ["Transfer-Encoding:"],
                  ["Transfer-Encoding: chunked", "Transfer-Encoding: identity"], ["X: y\rTransfer-Encoding: chunked"], ["Transfer-Encoding: \x00chunked"],
                  ["Transfer-Encoding: chunked\x0b"], ["Transfer\x00-Encoding: chunked"]):
         for where in (framed(*pair), framed("A: b", *pair), framed(*pair, "A: b")):
             yield where, {400}
-    for v in ("gzip", "xchunked", "chunked;q=1", "identity", "chunkedx", '"chunked"', "'chunked'", "chunk ed", "deflate"):
+    for v in ("gzip", "xchunked", "chunked;q=1", "identity", "chunkedx", '"chunked"', "'chunked'", "chunk ed", "deflate", "gzip, chunked", "identity, chunked"):
         yield framed(f"Transfer-Encoding: {v}"), {501}
     yield head(te, first="POST /v1/completions HTTP/1.0"), {400}
     yield framed("Expect: 101-continue", f"Content-Length: {n}"), {417}
@@ -704,11 +887,11 @@ def test_no_descriptor_leaks(server):
 
 def test_keys(tmp_path):
     keys = tmp_path / "keys"
-    keys.write_text("from-file-1\r\n\n  from-file-2\n")
+    keys.write_text("\ufeff# first\r\nfrom-file-1\r\n\n  # from-comment\n \t\n  from-file-2\n#from-comment\nfrom#file-3\n", encoding="utf-8", newline="")
     with Server("--api-key", "from-flag", "--api-key", "second", "--api-key-file", str(keys)) as s:
-        for good in ("from-flag", "second", "from-file-1", "from-file-2"):
+        for good in ("from-flag", "second", "from-file-1", "from-file-2", "from#file-3"):
             assert s.get("/v1/models", Authorization=f"Bearer {good}").status == 200
-        for bad in ("Bearer wrong", "Bearer from-fla", "Bearer from-flagg", "from-flag", "Basic from-flag", "Bearer ", None):
+        for bad in ("Bearer wrong", "Bearer from-fla", "Bearer from-flagg", "from-flag", "Basic from-flag", "Bearer ", "Bearer # from-comment", "Bearer #from-comment", "Bearer # first", None):
             for path in ("/v1/models", "/metrics", "/v1/files", "/v1/batches/x"):
                 a = s.get(path, Authorization=bad)
                 assert a.status == 401 and a.headers["www-authenticate"] == "Bearer" and a.error()["type"] == "authentication_error"
@@ -723,7 +906,7 @@ def test_keys(tmp_path):
     with Server("--api-key", " spaced\n", env={"TOKA_API_KEY": ""}) as s:  # no header has white space at its ends
         assert s.get("/v1/models").status == 401
         assert s.get("/v1/models", Authorization="Bearer spaced").status == 200
-    keys.write_text("\n \n")
+    keys.write_text("\n \n# none\n")
     for flags, env, word in ((["--api-key-file", str(keys)], {}, b"no key"), (["--api-key", "\n"], {}, b"--api-key"), ([], {"TOKA_API_KEY": ""}, b"TOKA_API_KEY is empty")):
         r = subprocess.run([TOKA, "serve", "--port", "0", *flags], env={**os.environ, **env}, capture_output=True, timeout=60)
         assert r.returncode == 1 and word in r.stderr
