@@ -197,6 +197,8 @@ def test_template_goldens():
 def test_template_of_the_embedded_model():
     r = toka("template", stdin='{"messages":[{"role":"user","content":"hi"}],"add_generation_prompt":true}')
     assert r.returncode == 0 and b"hi" in r.stdout
+    marked = toka("template", stdin='\ufeff{"messages":[{"role":"user","content":"hi"}],"add_generation_prompt":true}')
+    assert marked.returncode == 0 and marked.stdout == r.stdout
 
 
 def test_score():
