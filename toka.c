@@ -7931,7 +7931,7 @@ typedef struct sched_job { /* what a request asks of the scheduler */
     int n_prompt;
     int n;                 /* samples */
     int max_tokens;        /* output tokens, at least 1 */
-    int min_tokens;        /* none ends before */
+    int min_tokens;        /* none ends with one of its first so many tokens, unless at max_tokens */
     bool exact;            /* every sample has max_tokens unless cancelled (ignore_eos and no stop) */
     bool waits;            /* no run-ahead: a token is drawn only when those before it are known */
     int priority;          /* higher goes earlier */
@@ -8192,7 +8192,7 @@ static void sched_move(sched *s, int q, int64_t base, int expect) {
  * distribution. */
 static int sched_expect(sched *s, sched_seq *x, int n) {
     const sched_request *r = &s->requests[x->request];
-    int have = MAX(n - x->n_prompt, r->min_tokens - 1), most = x->limit - x->n_prompt;
+    int have = MAX(n - x->n_prompt, r->min_tokens), most = x->limit - x->n_prompt;
     if (r->exact || have >= most - 1) return MAX(x->limit, n + 1);
     int length = x->luck > 0 ? pred_length(&s->pred, x->class, x->luck) : 0;
     if (length <= have) {
@@ -9698,7 +9698,7 @@ static size_t stop_byte(stop_scan *s, char c) {
 
 /* Feeds the text of one token and appends to `out` what is now certain. True: a stop string was completed; out then has all
  * before it (with include_stop it too) and nothing behind it; later calls add nothing and return true again.
- * armed false (min_tokens not reached): a stop string whose last byte is in this piece is ordinary text; one that begins in
+ * armed false (one of the first min_tokens): a stop string whose last byte is in this piece is ordinary text; one that begins in
  * this piece and ends in an armed one counts. */
 static bool stop_put(stop_scan *s, str text, bool armed, buf *out) {
     if (s->ended) return true;
@@ -12458,8 +12458,8 @@ static bool eng_deliver(eng_replica *p, eng_request *r, int q, const toka_pick *
     const sched_seq *x = &p->s.seqs[q];
     const toka_sampling *s = &r->sampling;
     int n_before = x->n_known - x->n_prompt;
-    bool armed = n_before + 1 >= s->min_tokens, full = x->n_known + 1 == x->limit;
-    bool is_end = n_before >= s->min_tokens && samp_listed(r->ends.p, (int)r->ends.n, pick->id); /* sooner: all else was banned */
+    bool armed = n_before >= s->min_tokens, full = x->n_known + 1 == x->limit; /* armed: behind the first min_tokens */
+    bool is_end = armed && samp_listed(r->ends.p, (int)r->ends.n, pick->id); /* sooner: all else was banned */
     bool stopped = eng_text(p, q, r, pick->id, is_end, armed, full);
     toka_event ev = {.sample = x->sample,
                      .id = pick->id,

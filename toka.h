@@ -147,7 +147,7 @@ typedef struct toka_sampling {
     float frequency_penalty;    /* -2 to 2; 0: off; over the output */
     uint64_t seed;              /* the draw is a pure function of (seed, sample index, position) */
     int max_tokens;             /* output tokens at most; 0, or more than that: what max_model_len leaves */
-    int min_tokens;             /* no end token and no stop before this many */
+    int min_tokens;             /* no end id is drawn among so many tokens, and no stop string ends in them */
     int ignore_eos;             /* go on past end-of-sequence ids */
     int logprobs;               /* top-k log-probabilities per token, at most TOKA_MAX_LOGPROBS; 0: only the chosen token's;
                                    TOKA_NO_LOGPROBS: not even that, which spares work. What is drawn does not depend on it */

@@ -464,7 +464,7 @@ static void check_finish(const slot *x, const toka_event *ev, int n) {
         EXPECT(n > s->min_tokens, "request %lld: id %d ends sample %d at %d tokens, at least %d", no, ev->id, ev->sample, n,
                s->min_tokens);
     if (ev->stop_text >= 0 && ev->stop_id < 0)
-        EXPECT(n >= s->min_tokens, "request %lld: sample %d stops at %d tokens, at least %d", no, ev->sample, n, s->min_tokens);
+        EXPECT(n > s->min_tokens, "request %lld: sample %d stops at %d tokens, at least %d", no, ev->sample, n, s->min_tokens);
 }
 
 static void check_token(slot *x, const toka_event *ev, int n) {
@@ -500,7 +500,7 @@ static void check_sample(const slot *x, int sample) {
     const token *v = (const token *)k->tokens.p;
     int n = (int)(k->tokens.n / sizeof *v), n_bad = 0;
     long long no = (long long)x->o.number;
-    for (int i = 0; i < s->n_stop && s->min_tokens <= 1 && k->text.n; i++) {
+    for (int i = 0; i < s->n_stop && !s->min_tokens && k->text.n; i++) {
         const char *at = memmem(k->text.p, k->text.n, s->stop[i], strlen(s->stop[i]));
         bool ends = at && s->include_stop && k->stop_text >= 0 && at + strlen(s->stop[i]) == k->text.p + k->text.n;
         EXPECT(!at || ends, "request %lld: the text of sample %d has the stop string '%s' in it", no, sample, s->stop[i]);

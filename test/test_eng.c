@@ -1357,6 +1357,49 @@ static void test_ids_only(void) {
     toka_close(t);
 }
 
+/* Where greedy text ends by a stop string that counts behind the first `least` tokens: its first byte, or the text's length. *n_tok: the
+ * tokens until then. */
+static size_t eng_stop_place(const toka *t, const eng_got *whole, const char *stop, int least, int *n_tok) {
+    buf text = {0};
+    size_t at = SIZE_MAX;
+    *n_tok = 0;
+    for (int i = 0; i < (int)whole->id[0].n && at == SIZE_MAX; i++) {
+        size_t from = text.n;
+        tok_bytes(t->tok, whole->id[0].p[i], &text), ++*n_tok;
+        for (size_t end = from + 1; i >= least && end <= text.n && at == SIZE_MAX; end++)
+            if (str_ends((str){text.p, end}, str_c(stop))) at = end - strlen(stop);
+    }
+    at = MIN(at, text.n);
+    buf_free(&text);
+    return at;
+}
+
+/* A stop string counts behind the first min_tokens tokens, as an end id does; it may begin in them. */
+static void test_min_tokens_and_stops(void) {
+    toka *t = eng_must_open(eng_model, 8, 64, 1);
+    toka_sampling s = eng_greedy(12);
+    s.ignore_eos = 1;
+    eng_got *whole = eng_ask_problem(t, str_c(eng_problem), 1, &s);
+    str text = buf_view(&whole->text[0]);
+    CHECK(whole->id[0].n == 12 && text.n >= 17);
+    for (int i = 0; i < 5 * 6 * 2 * 2; i++) {
+        char stop[16] = {0};
+        const char *stops[] = {"never to be seen", stop};
+        int least = i % 5, n_tok;
+        memcpy(stop, text.p + i / 5 % 6 * 2, i / 60 ? 7 : 2);
+        s.stop = stops, s.n_stop = 2, s.min_tokens = least, s.include_stop = i / 30 % 2;
+        size_t at = eng_stop_place(t, whole, stop, least, &n_tok), shown = MIN(text.n, at + (s.include_stop ? strlen(stop) : 0));
+        eng_got *g = eng_ask_problem(t, str_c(eng_problem), 3, &s);
+        for (int k = 0; k < 3; k++)
+            CHECK_MSG(g->finish[k] == (at < text.n ? TOKA_STOP : TOKA_LENGTH) && (int)g->id[k].n == n_tok &&
+                      str_eq(buf_view(&g->text[k]), str_sub(text, 0, shown)),
+                      "'%s' behind %d: %d tokens, not %d: '%s'", stop, least, (int)g->id[k].n, n_tok, g->text[k].p);
+        eng_got_free(g);
+    }
+    eng_got_free(whole);
+    toka_close(t);
+}
+
 /* Where nothing but ends is allowed, min_tokens holds all the same: an end too early is a token like another. */
 static void test_ends_alone(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
@@ -1554,6 +1597,7 @@ static const struct test eng_tests[] = {
     {"engine: runs of events", test_runs_of_events},
     {"engine: statistics are not behind", test_statistics_are_not_behind},
     {"engine: events without text", test_ids_only},
+    {"engine: min_tokens and stop strings", test_min_tokens_and_stops},
     {"engine: bad words", test_bad_words},
     {"engine: ends alone", test_ends_alone},
     {"engine: pages for short sequences", test_short_sequences},
