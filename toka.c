@@ -9355,6 +9355,13 @@ static void samp_top(const float *x, int V, int n, samp_norm norm, toka_pick *pi
     pick->n_top = n;
 }
 
+/* Where id stands among all ids: 1 is the best. The order is that of samp_top. */
+static int samp_rank(const float *x, int V, int32_t id) {
+    int rank = 1;
+    for (int i = 0; i < V; i++) rank += x[i] > x[id] || (x[i] == x[id] && i < id);
+    return rank;
+}
+
 /* ---- Step 2: bias, masks, penalties ---- */
 
 /* Everything but allowed_ids becomes -inf, whatever order the list has: a window of the vocabulary at a time is marked. */
@@ -9595,12 +9602,12 @@ static int32_t samp_choose(const toka_out_row *row, const float *x, int V, float
 /* From a row of raw logits [V] to a pick. The logits are overwritten. See the chapter's head. */
 static void samp_row(const toka_out_row *row, float *logits, int V, toka_pick *pick) {
     const toka_sampling *s = row->sampling;
-    assert(V > 0 && row->forced_id < V && (s || row->forced_id >= 0));
+    assert(V > 0 && row->forced_id < V && (s || row->forced_id >= 0) && (!row->ranked || (s && row->forced_id >= 0)));
     for (int i = 0; i < V; i++) logits[i] = samp_clean(logits[i]);
     const bool wanted = toka_wants_logprob(row);
     samp_norm norm = {.max = wanted ? samp_max(logits, V) : -INFINITY};
     if (norm.max > -INFINITY) norm.log_sum = log(samp_sum(logits, V, norm.max, 1));
-    pick->n_top = 0;
+    pick->n_top = 0, pick->rank = row->ranked ? samp_rank(logits, V, row->forced_id) : 0;
     if (s && s->logprobs > 0) samp_top(logits, V, MIN(MIN(s->logprobs, TOKA_MAX_LOGPROBS), V), norm, pick);
     if (row->forced_id >= 0) {
         pick->id = row->forced_id;
@@ -11786,6 +11793,7 @@ typedef struct eng_request { /* from eng_submit until its last event */
     bool *ended; /* [n] */
     toka_sampling sampling, scoring; /* scoring: of the prompt's places, only logprobs counts */
     bool scores;     /* the prompt's tokens are wanted, by sample 0, which computes them all */
+    bool ranked;     /* with their ranks */
     bool score_only; /* and nothing else: n is 1 here, its sample draws nothing and has events of TOKA_PROMPT */
     bool ids_only, keep_special;
     int n_scored;    /* tokens of the prompt whose events went out */
@@ -12118,7 +12126,7 @@ static eng_request *eng_request_new(const eng *g, const toka_request *r, const i
     *s = r->sampling;
     q->n_prompt = n_prompt, q->n = q->n_live = MAX(r->n, 1), q->priority = r->priority;
     q->class_key = r->length_class, q->ids_only = r->ids_only, q->keep_special = r->keep_special;
-    q->scores = r->prompt_logprobs, q->score_only = !r->n, q->scoring.logprobs = r->prompt_top;
+    q->scores = r->prompt_logprobs, q->ranked = r->prompt_ranks, q->score_only = !r->n, q->scoring.logprobs = r->prompt_top;
     arena_begin(a, 64 + (size_t)n_prompt * sizeof *prompt + (size_t)q->n); /* most have nothing more, and a million may wait */
     q->prompt = arena_copy(a, prompt, (size_t)n_prompt * sizeof *prompt);
     q->ended = arena_zalloc(a, (size_t)q->n);
@@ -12380,7 +12388,7 @@ static int eng_places(eng_replica *p, eng_flight *f, int n) {
             f->places[f->n_places++] = (eng_place){f->b.seq[k], at + 1, x->ticket};
             f->whose[n] = r, r->n_flying++;
             f->out[n++] = (toka_out_row){.row = row0 + at - from, .slot = -1, .forced_id = r->prompt[at + 1],
-                                         .sampling = &r->scoring};
+                                         .ranked = r->ranked, .sampling = &r->scoring};
         }
     }
     return n;
@@ -12396,6 +12404,7 @@ static void eng_rows(eng_replica *p, eng_flight *f) {
         f->out[i] = (toka_out_row){.row = o->row,
                                    .slot = o->q,
                                    .forced_id = r->score_only ? r->prompt[r->n_prompt - 1] : -1,
+                                   .ranked = r->score_only && r->ranked,
                                    .sample = (uint32_t)x->sample,
                                    .position = (uint32_t)x->n_planned - 1,
                                    .sampling = r->score_only ? &r->scoring : &r->sampling,
@@ -12432,7 +12441,7 @@ static bool eng_deliver_prompt(eng_request *r, int at, const toka_pick *pick, bo
     bool go_on = true;
     if (at == 1) go_on = !r->fn || !r->fn(r->user, &ev);
     if (at > 0) {
-        ev.id = pick->id, ev.logprob = pick->logprob, ev.sampled_logprob = pick->sampled_logprob;
+        ev.id = pick->id, ev.logprob = pick->logprob, ev.sampled_logprob = pick->sampled_logprob, ev.rank = pick->rank;
         ev.n_top = pick->n_top, ev.top_ids = pick->top_ids, ev.top_logprobs = pick->top_logprobs;
     }
     ev.more = more, ev.finish = finish;
@@ -13692,7 +13701,11 @@ typedef struct api_model { /* what bodies are read against; read by any thread *
 
 typedef struct api_token { /* a token or one of its alternatives, id -1: there was none */
     int32_t id;
-    float logprob, sampled;
+    float logprob;
+    union {
+        float sampled; /* of a token that was drawn */
+        int32_t rank;  /* of a prompt's; 0: not known */
+    };
 } api_token;
 
 typedef struct api_tokens { /* tokens with their alternatives, in a row */
@@ -14081,6 +14094,7 @@ static int api_logprobs(api_call *c, const api_body *b, toka_request *q, toka_er
     c->n_prompt_top = (int)MAX(b->prompt_logprobs, 0);
     if (c->echo && c->want_logprobs) c->n_prompt_top = MAX(c->n_prompt_top, c->n_top);
     q->prompt_logprobs = c->want_prompt_logprobs || (c->echo && c->want_logprobs), q->prompt_top = c->n_prompt_top;
+    q->prompt_ranks = c->want_prompt_logprobs && !c->packed;
     if (c->stream && c->want_prompt_logprobs) return API_UNSUPPORTED(c, "prompt_logprobs with stream is not supported");
     return 0;
 }
@@ -14422,7 +14436,7 @@ static void api_free(api_call *c) {
 /* ---- Records: events as bytes ---- */
 
 typedef struct api_record { /* followed by its alternatives (id, logprob) and its text */
-    int32_t part, sample, id, stop_id, stop_text, n_cached;
+    int32_t part, sample, id, stop_id, stop_text, n_cached, rank;
     float logprob, sampled;
     uint32_t n_text;
     uint16_t n_top;
@@ -14432,7 +14446,7 @@ typedef struct api_record { /* followed by its alternatives (id, logprob) and it
 /* Appends one event of a part. For the driving thread: no text is made, nothing is locked. */
 static void api_pack(const api_part *p, const toka_event *ev, buf *records) {
     api_record r = {.part = (int32_t)(p - p->call->parts), .sample = ev->sample, .id = ev->id, .stop_id = ev->stop_id,
-                    .stop_text = ev->stop_text, .n_cached = ev->n_cached, .logprob = ev->logprob, .sampled = ev->sampled_logprob,
+                    .stop_text = ev->stop_text, .n_cached = ev->n_cached, .rank = ev->rank, .logprob = ev->logprob, .sampled = ev->sampled_logprob,
                     .n_text = ev->text ? (uint32_t)ev->text_bytes : 0, .n_top = (uint16_t)ev->n_top,
                     .finish = (uint8_t)ev->finish, .has_text = ev->text != NULL};
     size_t n = (size_t)ev->n_top;
@@ -14461,7 +14475,9 @@ static api_record api_unpack(str s, str *rest, size_t *n) {
 
 static void api_tokens_put(api_tokens *t, const api_record *r, str rest) {
     const size_t n = (size_t)r->n_top;
-    buf_put(&t->b, &(api_token){r->id, r->logprob, r->sampled}, sizeof(api_token));
+    api_token self = {.id = r->id, .logprob = r->logprob, .sampled = r->sampled};
+    if (r->sample == TOKA_PROMPT) self.rank = r->rank;
+    buf_put(&t->b, &self, sizeof self);
     for (size_t i = 0; i < (size_t)t->n_top; i++) {
         api_token top = {.id = -1};
         if (i < n) memcpy(&top.id, rest.p + i * sizeof top.id, sizeof top.id);
@@ -14612,25 +14628,22 @@ static void api_put_chat_logprobs(api_call *c, const api_tokens *t, buf *b) {
     json_put_close(b, '}');
 }
 
-/* vLLM's form: [null, {"ID":{"logprob":..,"rank":..,"decoded_token":".."} ..} ..], the token itself first. rank: 1 is the most
- * likely; null where it is behind the alternatives. */
+/* vLLM's form: [null, {"ID":{"logprob":..,"rank":..,"decoded_token":".."} ..} ..], the token itself first. rank: the place in
+ * the vocabulary, 1 is the most likely; null where it is not known. */
 static void api_put_prompt_logprobs(api_call *c, const api_tokens *t, buf *b) {
     json_put_key(b, "prompt_logprobs"), json_put_open(b, '[');
     for (size_t i = 0; i < api_tokens_n(t); i++) {
         const api_token *self = api_token_at(t, i, 0);
-        int rank = 0;
         str bytes;
         if (!i) json_put_null(b);
         else json_put_open(b, '{');
-        for (int k = 1; k <= t->n_top && !rank; k++)
-            if (api_token_at(t, i, (size_t)k)->id == self->id) rank = k;
         for (int k = 0; i && k <= t->n_top; k++) {
             const api_token *v = api_token_at(t, i, (size_t)k);
-            if (v->id < 0 || (k && k == rank)) continue;
+            if (v->id < 0 || (k && v->id == self->id)) continue;
             json_comma(b), buf_printf(b, "\"%d\":{", (int)v->id);
             json_put_key(b, "logprob"), api_put_logprob(b, v->logprob);
             json_put_key(b, "rank");
-            if (k || rank) json_put_int(b, k ? k : rank);
+            if (k || self->rank) json_put_int(b, k ? k : self->rank);
             else json_put_null(b);
             json_put_key(b, "decoded_token"), json_put_str(b, api_token_text(c, v->id, &bytes));
             json_put_close(b, '}');
@@ -14722,7 +14735,7 @@ static void api_put_prompt(api_call *c, api_part *p, buf *b) {
         if (!p->scored.b.n) { /* ids alone: none has a log-probability, and nobody takes it for one */
             p->scored.n_top = 0;
             for (size_t i = 0; i < p->prompt.n; i++)
-                buf_put(&p->scored.b, &(api_token){p->prompt.p[i], NAN, NAN}, sizeof(api_token));
+                buf_put(&p->scored.b, &(api_token){.id = p->prompt.p[i], .logprob = NAN}, sizeof(api_token));
         }
         api_put_packed(c, "prompt_packed", &p->scored, false, b);
         return;

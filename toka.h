@@ -182,6 +182,7 @@ typedef struct toka_request {
     int prompt_logprobs;   /* an event of sample TOKA_PROMPT for each token of the prompt, in order, before sample 0's first; that
                               sample computes its whole prompt, whatever of it is in the prefix tree */
     int prompt_top;        /* and in them the top-k log-probabilities of each place */
+    int prompt_ranks;      /* and the rank of each token; it costs a look at all logits of the place */
     int keep_special;      /* special tokens stay in the text; those that end a sample only with include_stop */
     int ids_only;          /* events have no text (NULL), unless stop strings make the engine look at it: the caller makes it */
     int priority;          /* a head start in the queue, higher is earlier; 0 is usual */
@@ -215,6 +216,8 @@ typedef struct toka_event { /* one token of one sample; all pointers are valid d
                                with TOKA_NO_LOGPROBS */
     const int32_t *top_ids;
     const float *top_logprobs;
+    int rank;               /* with prompt_ranks: the place of a prompt's id in the vocabulary by raw logit, 1 is the best, of equal
+                               ones the lowest id first; else 0, also at a prompt's first */
     const char *text;       /* text that became certain with this token: whole characters, never part of a stop string. May be NULL
                                where text_bytes is 0: of prompts there is none */
     size_t text_bytes;
@@ -356,9 +359,10 @@ typedef struct toka_out_row {
     int row;                       /* 0 .. T-1 */
     int slot;                      /* of its sequence: the id becomes the slot's last token; -1: not kept */
     int32_t forced_id;             /* >= 0: score this id, draw nothing */
+    bool ranked;                   /* with forced_id and sampling: the id's rank is wanted */
     uint32_t sample;               /* sample index and ... */
     uint32_t position;             /* ... position of the token to draw: the counter of the random number */
-    const toka_sampling *sampling; /* NULL with forced_id */
+    const toka_sampling *sampling; /* may be NULL with forced_id */
     const int32_t *history;        /* prompt then output ids, for penalties */
     int n_prompt, n_history;
     const int32_t *forbidden;      /* ids that may not be drawn now (end ids before min_tokens) */
@@ -392,6 +396,7 @@ static inline int32_t toka_last_resort(const toka_out_row *row, int V) {
 typedef struct toka_pick { /* what came of a toka_out_row */
     int32_t id;
     float logprob, sampled_logprob;
+    int rank;              /* of a ranked row: the id's place by raw logit, 1 is the best, of equal ones the lowest id first; else 0 */
     int n_top;
     int32_t top_ids[TOKA_MAX_LOGPROBS];
     float top_logprobs[TOKA_MAX_LOGPROBS];

@@ -6136,7 +6136,7 @@ static bool group_wait_drawn(toka_device *d, const toka_step *s) {
  * Rows come in two kinds. A plain row (greedy, drawn at a temperature, or scored; no filter, list, penalty or top
  * log-probabilities) needs nothing but its groups. A filtered row has its logits stored, too, and of these the few that can count
  * are worked over; what is left of them goes the same way. In graphs (chapter 15) and in steps of up to FOLD_ROWS, all rows of a
- * step are of one kind. A step:
+ * step are of one kind. A row whose rank is wanted is filtered. A step:
  *
  *   rmsnorm             x -> xn: wanted rows
  *   LM head             xn -> parts, one samp_part per (row, block): on Hopper the epilogue of the wgmma GEMM, from which only
@@ -6183,6 +6183,7 @@ typedef struct samp_part { /* what some ids of a row come to */
 typedef struct samp_result { /* what comes down for every row */
     int id;
     float logprob, sampled_logprob;
+    int rank; /* of a filtered row that asks for it, else 0 */
 } samp_result;
 
 typedef struct samp_best { /* and for rows that ask for top log-probabilities */
@@ -6199,6 +6200,7 @@ typedef struct samp_filter { /* what a filtered row asks besides; lists are on t
     int top_k;                               /* 0: off */
     int n_top, best;                         /* ids wanted, and where in tops; 0: none */
     int n_history, n_prompt, n_bias, n_allowed, n_forbidden, last_resort;
+    int ranked;                              /* the forced id's rank is wanted */
 } samp_filter;
 
 typedef struct samp_down { /* what comes down of a step, until it is finished */
@@ -6683,7 +6685,7 @@ static const gemm_variant samp_head_variant = GEMM_VARIANT(0, epi_sample, 256, 1
  * grid: ceil(n / 4); block: 256, thread t merges blocks t/4, t/4 + 64 ... of row t%4. Reads 24 bytes a part. */
 __device__ static inline samp_result samp_finish(const samp_ask &a, const samp_part &p, float raw_max, float raw_log_sum,
                                                  int last_resort) {
-    samp_result out = {p.id, p.x == -INFINITY ? -INFINITY : p.x - raw_max - raw_log_sum, 0};
+    samp_result out = {p.id, p.x == -INFINITY ? -INFINITY : p.x - raw_max - raw_log_sum, 0, 0};
     if (a.forced >= 0) out.sampled_logprob = out.logprob;
     else if (p.max == -INFINITY) out.id = last_resort, out.logprob = -INFINITY;
     else if (a.scale > 0) out.sampled_logprob = ((p.x - p.max) * a.scale - log2f(p.sum)) * SAMP_LN2;
@@ -7241,6 +7243,15 @@ __device__ static void samp_top(samp_dist r, int n, float log_sum, samp_best *be
     __syncthreads();
 }
 
+/* Where id stands among all ids: 1 is the best. The order is that of samp_top. */
+__device__ static int samp_rank(samp_dist r, int id, samp_mass *scratch) {
+    const float at = samp_clean(r.x[id]);
+    samp_mass before = 0;
+    samp_look_at(r, at);
+    samp_sweep(r, [&](float x, int other) { before += x > at || (x == at && other < id); });
+    return 1 + (int)samp_all(before, scratch);
+}
+
 /* Bias, lists and penalties tell of each block in which they change logits: touched[block]. */
 
 /* logit_bias; an id named twice gets both, in the list's order. One warp, 32 entries at a time. */
@@ -7651,6 +7662,7 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_BLOCKS)
     samp_dist r = {x, maxes, sums, (int *)(sums + s.n_blocks), (float *)window, (int *)window + FILTER_NEAR, s.V, s.n_blocks, 0,
                    -1, 0, 0, p.max, samp_scale(a), -INFINITY, -1};
     if (f.n_top) samp_top(r, f.n_top, raw_log_sum, s.tops + f.best, scratch);
+    const int rank = f.ranked ? samp_rank(r, a.forced, scratch) : 0;
     bool adjusted = a.forced < 0 && (f.n_bias || f.n_allowed || f.n_forbidden || f.n_history);
     bool draws = a.forced < 0 && a.scale > 0, cut = draws && (f.top_k > 0 || f.top_p < 1 || f.min_p_drop > -INFINITY);
     const bool summed = adjusted && draws && !f.top_k; /* of top-k only bounds of keys are made, if anything */
@@ -7677,6 +7689,7 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_BLOCKS)
     if (adjusted && a.forced == SAMP_DRAW && (unsigned)out.id < (unsigned)s.V) /* a broken group's logits can lead anywhere */
         out.logprob = samp_undo(f, out.id, samp_clean(x[out.id]), raw_max, raw_log_sum, (int *)scratch);
     if (threadIdx.x) return;
+    out.rank = rank;
     s.results[blockIdx.x] = out, s.reached[blockIdx.x] = 0;
     if (a.slot >= 0) s.last[a.slot] = out.id;
 }
@@ -7760,7 +7773,7 @@ static bool samp_penalized(const toka_sampling *s) {
 static bool samp_filtered(const toka_out_row *row, int V) {
     const toka_sampling *s = row->sampling;
     if (!s) return false;
-    if (s->logprobs > 0) return true;
+    if (s->logprobs > 0 || row->ranked) return true;
     if (row->forced_id >= 0) return false;
     if (s->n_bias || s->n_allowed || row->n_forbidden || samp_penalized(s)) return true;
     return s->temperature > 0 && ((s->top_k > 0 && s->top_k < V) || s->top_p < 1 || s->min_p > 0);
@@ -7861,7 +7874,7 @@ static void samp_fill(toka_device *d, stage *to, const toka_out_row *row, const 
     f->temperature = s->temperature, f->top_p = s->top_p, f->top_k = s->top_k < V ? s->top_k : 0;
     f->min_p_drop = s->min_p > 0 ? s->temperature * log((double)s->min_p) : -INFINITY;
     f->repetition = s->repetition_penalty, f->frequency = s->frequency_penalty, f->presence = s->presence_penalty;
-    f->n_top = samp_n_top(s, V);
+    f->n_top = samp_n_top(s, V), f->ranked = row->ranked;
     if (f->n_top) f->best = d->samp->down[d->newest].n_tops++;
 }
 
@@ -8023,7 +8036,7 @@ static void samp_collect(toka_device *d, const toka_step *s, const samp_down *do
         toka_pick *pick = &down->picks[down->order[i]];
         pick->id = down->results[i].id;
         pick->logprob = toka_wants_logprob(row) ? down->results[i].logprob : NAN;
-        pick->sampled_logprob = down->results[i].sampled_logprob;
+        pick->sampled_logprob = down->results[i].sampled_logprob, pick->rank = down->results[i].rank;
         pick->n_top = row->sampling ? samp_n_top(row->sampling, d->shape->V_all) : 0;
         if (!pick->n_top) continue;
         const samp_best *b = &down->tops[best++];

@@ -80,7 +80,7 @@ static std::vector<toka_pick> picks_of(toka_device *d, const std::vector<toka_ou
 static bool close_to(double a, double b, double tol) { return a == b || fabs(a - b) <= tol * std::max(1.0, fabs(b)); }
 static bool same_pick(const toka_pick &a, const toka_pick &b) {
     return a.id == b.id && !memcmp(&a.logprob, &b.logprob, 4) && !memcmp(&a.sampled_logprob, &b.sampled_logprob, 4) && a.n_top == b.n_top &&
-           !memcmp(a.top_ids, b.top_ids, (size_t)a.n_top * 4) && !memcmp(a.top_logprobs, b.top_logprobs, (size_t)a.n_top * 4);
+           a.rank == b.rank && !memcmp(a.top_ids, b.top_ids, (size_t)a.n_top * 4) && !memcmp(a.top_logprobs, b.top_logprobs, (size_t)a.n_top * 4);
 }
 
 /* The same rows, of which those that `none` names want no log-probability. */
@@ -118,6 +118,7 @@ static void check_row(const char *what, const toka_test_case &c, int V, const to
     for (int i = 0; ok && i < want.n_top; i++)
         ok = got.top_ids[i] == want.top_ids[i] && close_to(got.top_logprobs[i], want.top_logprobs[i], 1e-5);
     gpu_check(ok, "%s: top log-probabilities, %d for %d", what, got.n_top, want.n_top);
+    gpu_check(got.rank == want.rank, "%s: rank %d for %d", what, got.rank, want.rank);
     if (!gpu_check(got.id >= 0 && got.id < V, "%s: id %d", what, got.id)) return;
     if (c.row.forced_id >= 0) {
         gpu_check(got.id == want.id && close_to(got.logprob, want.logprob, 1e-5) && got.sampled_logprob == got.logprob,
@@ -165,7 +166,7 @@ static void test_random(int V, int n, uint64_t seed0) {
         std::vector<const float *> logits;
         for (int i = 0; i < std::min(64, n - from); i++) {
             toka_test_case c = toka_test_random(seed0 + (uint64_t)(from + i), V);
-            if (i % 7 == 3) c.row.forced_id = (int)(gpu_mix(seed0 + (uint64_t)i) % (uint64_t)V);
+            if (i % 7 == 3) c.row.forced_id = (int)(gpu_mix(seed0 + (uint64_t)i) % (uint64_t)V), c.row.ranked = i % 2;
             c.row.row = i;
             cases.push_back(c), rows.push_back(c.row), logits.push_back(c.raw);
         }
@@ -223,7 +224,7 @@ static void test_edges() {
             for (int forced = -1; forced < 2; forced++) {
                 toka_test_case c = {drawn(&s[j], (uint32_t)(8 * k) + (uint32_t)j), kinds[k].data()};
                 c.row.row = (int)rows.size();
-                if (forced >= 0) c.row.forced_id = forced ? 999 : 700;
+                if (forced >= 0) c.row.forced_id = forced ? 999 : 700, c.row.ranked = true;
                 cases.push_back(c), rows.push_back(c.row), logits.push_back(c.raw);
             }
     std::vector<toka_pick> picks = picks_of(d, rows, logits);

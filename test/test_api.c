@@ -407,6 +407,7 @@ static void api_put_event(const api_part *p, int sample, const api_fake *f, int 
                      .top_ids = top_ids, .top_logprobs = top, .stop_id = -1, .stop_text = -1, .n_cached = 2};
     ev.n_top = f ? MAX(p->q.sampling.logprobs, 0) : i ? p->q.prompt_top : 0;
     for (int k = 0; k < ev.n_top; k++) top_ids[k] = ev.id + k, top[k] = ev.logprob - (float)k;
+    if (!f && i && p->q.prompt_ranks) ev.rank = ev.n_top ? 1 : 70 + i;
     if (f && p->q.sampling.logprobs < 0) ev.logprob = NAN; /* not to be shown */
     if (f && last) ev.finish = f->stops ? TOKA_STOP : TOKA_LENGTH, ev.stop_id = f->stops ? ev.id : -1;
     if (!f && last && !p->q.n) ev.finish = TOKA_LENGTH;
@@ -485,7 +486,7 @@ static void test_api_golden_whole(void) {
                API_HEAD("cmpl-", "text_completion") "{\"index\":0,\"text\":\"121\",\"logprobs\":{\"tokens\":[\"1\",\"2\",\"1\",\"2\"],"
                "\"token_logprobs\":[null,-0.5,-0.25,-0.5],\"top_logprobs\":[null,{\"2\":-0.5},{\"1\":-0.25},{\"2\":-0.5}],"
                "\"text_offset\":[0,1,2,3]},\"finish_reason\":\"stop\",\"stop_reason\":21,"
-               "\"prompt_logprobs\":[null,{\"21\":{\"logprob\":-0.5,\"rank\":null,\"decoded_token\":\"2\"}}]}],"
+               "\"prompt_logprobs\":[null,{\"21\":{\"logprob\":-0.5,\"rank\":71,\"decoded_token\":\"2\"}}]}],"
                API_USAGE("2", "2", "4", "2"));
     m.live = false, f.stops = false;
     api_fake special = {.id = {20, m.t->files->config.eos_ids[0], 21}, .n = 3};

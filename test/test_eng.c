@@ -1012,9 +1012,10 @@ static void test_page_pressure(void) {
 typedef struct eng_places { /* what events of TOKA_PROMPT said, and the order of all */
     ids id;
     float logprob[600], top0[600];
-    int n, n_top, n_ended, n_samples_early; /* early: tokens of sample 0 before the prompt's end */
+    int n, n_top, n_ended, n_ranks_wrong, n_samples_early; /* early: tokens of sample 0 before the prompt's end */
     int32_t first_of_sample[8];
     int cancel_at;
+    bool ranks; /* asked for */
     toka_finish finish;
     int n_cached[8], n_text, n_prompt;
     ids out[8];
@@ -1033,6 +1034,8 @@ static int eng_on_place(void *user, const toka_event *ev) {
     ids_push(&g->id, ev->id);
     g->logprob[g->n] = ev->logprob, g->top0[g->n] = ev->n_top ? ev->top_logprobs[0] : 0;
     if (g->n) g->n_top = ev->n_top;
+    bool ranked = ev->rank <= ev->n_top ? ev->rank > 0 && ev->top_ids[ev->rank - 1] == ev->id : !samp_listed(ev->top_ids, ev->n_top, ev->id);
+    g->n_ranks_wrong += g->n && g->ranks ? !ranked : ev->rank != 0;
     g->n++;
     return g->n == g->cancel_at;
 }
@@ -1049,7 +1052,7 @@ static eng_places_got *eng_ask_places(toka *t, const int32_t *prompt, int n_prom
     toka_err e;
     g->n_prompt = n_prompt;
     r.ids = prompt, r.n_ids = (size_t)n_prompt, r.n = n, r.sampling = eng_greedy(max_tokens); /* lengths are guessed */
-    r.prompt_logprobs = 1, r.prompt_top = top, r.ids_only = 1;
+    r.prompt_logprobs = 1, r.prompt_top = top, r.ids_only = 1, r.prompt_ranks = g->ranks = n != 3;
     *code = toka_generate(t, &r, eng_on_place, g, NULL, &e);
     return g;
 }
@@ -1088,7 +1091,7 @@ static void test_prompt_logprobs(void) {
         o.model = eng_model, o.n_threads = 2, o.max_num_seqs = 8, o.max_model_len = 96, o.kv_tokens = k == 2 ? 96 : 0;
         o.max_num_batched_tokens = k ? 9 : 64;
         CHECK_MSG(!toka_open(&t, &o, &e), "%s", e.msg);
-        for (int top = k == 1 ? 3 : 0; top < 4; top += 3)
+        for (int top = k == 1 ? 3 : 0; top < 33; top += 16)
             for (int samples = 0; samples < 6; samples += 5) {
                 int code, count[3] = {0};
                 int64_t id;
@@ -1097,6 +1100,7 @@ static void test_prompt_logprobs(void) {
                 CHECK(!toka_submit(t, &r, eng_count, count, &id, &e));
                 eng_places_got *g = eng_ask_places(t, v, (int)n, samples, top, 20, &code);
                 CHECK(!code && g->n == (int)n && !memcmp(g->id.p, v, n * 4) && g->n_top == top && !g->n_samples_early && !g->n_text);
+                CHECK(!g->n_ranks_wrong);
                 CHECK(!memcmp(g->logprob, want, n * sizeof *want) && g->n_ended == MAX(samples, 1));
                 for (int i = 1; i < (int)n && top; i++) CHECK(g->top0[i] >= g->logprob[i]);
                 for (int i = 1; i < samples; i++) CHECK(g->out[i].n == g->out[0].n && !memcmp(g->out[i].p, g->out[0].p, 4 * g->out[0].n));
@@ -1120,7 +1124,7 @@ static void test_score_edges(void) {
     for (int i = 0; i <= t->shape.max_len; i++) long_text[i] = 5 + i % 50;
     for (int n = 1; n < 40; n += n < 4 ? 1 : n < 15 ? 11 : 2) { /* steps take 16 */
         eng_places_got *g = eng_ask_places(t, long_text, n, 0, 0, 1, &code);
-        CHECK(!code && g->n == n && g->n_ended == 1 && g->finish == TOKA_LENGTH);
+        CHECK(!code && g->n == n && g->n_ended == 1 && g->finish == TOKA_LENGTH && !g->n_ranks_wrong);
         eng_places_free(g);
         g = eng_ask_places(t, long_text, n, 3, 0, 2, &code); /* and with samples behind it */
         CHECK(!code && g->n == n && g->n_ended == 3 && !g->n_samples_early && g->out[2].n == 2);

@@ -376,9 +376,19 @@ static void test_samp_forced(void) {
     samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &pick); /* with parameters: top log-probabilities, still no draw */
     CHECK(pick.id == 2 && pick.n_top == 2 && pick.top_ids[0] == 1 && pick.top_ids[1] == 0);
     CHECK(close_to(pick.top_logprobs[1], 1 - lse, 1e-6));
+    const float ties[] = {1, 2, 1, -4, NAN, 1, -INFINITY, INFINITY}; /* the rank: of equal logits the lowest id first */
+    const int ranks[] = {3, 2, 4, 6, 7, 5, 8, 1};
+    for (int id = 0; id < 8; id++) {
+        float x[8];
+        memcpy(x, ties, sizeof x);
+        row.forced_id = id, row.ranked = true;
+        samp_row(&row, x, 8, &pick);
+        CHECK_MSG(pick.id == id && pick.rank == ranks[id], "id %d: rank %d, not %d", id, pick.rank, ranks[id]);
+    }
+    row.forced_id = 2, row.ranked = false;
     s.logprobs = TOKA_NO_LOGPROBS; /* that is for draws */
     samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &pick);
-    CHECK(pick.n_top == 0 && close_to(pick.logprob, 0.5 - lse, 1e-6) && pick.sampled_logprob == pick.logprob);
+    CHECK(pick.n_top == 0 && !pick.rank && close_to(pick.logprob, 0.5 - lse, 1e-6) && pick.sampled_logprob == pick.logprob);
 }
 
 /* ---- By distribution ---- */
