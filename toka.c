@@ -9187,6 +9187,8 @@ static void batch_split(batch *b, batch_parts *p, const batch_step *d) {
 #define SAMP_MAX_BAD 4096        /* bad words of one request */
 #define SAMP_MIN_REPETITION 0.01f /* repetition penalties: beyond, x/r - f*count would not tell what x was */
 #define SAMP_MAX_REPETITION 100.0
+#define SAMP_MIN_BIAS (-100.0)
+#define SAMP_MAX_BIAS 100.0
 #define SAMP_WINDOW 16384        /* ids looked at together where a row needs a counter per id */
 #define SAMP_BLOCKS 512          /* partial sums of a row, for the draw */
 #define SAMP_LANES 16            /* independent sums side by side, so that a compiler can use vectors */
@@ -9236,17 +9238,40 @@ static int samp_check_bad(const toka_sampling *s, int V, toka_err *e) {
     return samp_check_ids("bad_words", s->bad_ids, n, V, e);
 }
 
-/* Checks ranges; V: vocabulary. The message names field, value and what is allowed. The ranges are OpenAI's and vLLM's, but
- * for repetition_penalty, which is any number more than 0 there. */
+/* The ranges are OpenAI's and vLLM's, but for repetition_penalty, which is any number more than 0 there. */
+static const struct samp_range {
+    const char *name;
+    size_t at; /* of a float in toka_sampling */
+    double low, high;
+    bool open_low;
+} samp_ranges[] = {
+    {"temperature", offsetof(toka_sampling, temperature), 0, FLT_MAX, false},
+    {"top_p", offsetof(toka_sampling, top_p), 0, 1, true},
+    {"min_p", offsetof(toka_sampling, min_p), 0, 1, false},
+    {"repetition_penalty", offsetof(toka_sampling, repetition_penalty), SAMP_MIN_REPETITION, SAMP_MAX_REPETITION, false},
+    {"presence_penalty", offsetof(toka_sampling, presence_penalty), -2, 2, false},
+    {"frequency_penalty", offsetof(toka_sampling, frequency_penalty), -2, 2, false},
+};
+
+/* The number of a parameter, while it is a double: as a float it may be infinite or 0, and the message would say so. */
+static int samp_check_number(const char *name, double v, toka_err *e) {
+    for (int i = 0; i < COUNT(samp_ranges); i++) {
+        const struct samp_range *r = &samp_ranges[i];
+        if (!strcmp(name, r->name)) return check_range(name, v, r->low, r->high, r->open_low, e);
+    }
+    return 0;
+}
+
+/* A number that is more than 0 stays so. */
+static float samp_float(double v) { return v > 0 ? MAX((float)v, FLT_MIN) : (float)v; }
+
+/* Checks ranges; V: vocabulary. The message names field, value and what is allowed. */
 static int samp_check(const toka_sampling *s, int V, toka_err *e) {
-    if (check_range("temperature", s->temperature, 0, FLT_MAX, false, e)) return e->code;
-    if (check_range("top_p", s->top_p, 0, 1, true, e)) return e->code;
-    if (check_range("min_p", s->min_p, 0, 1, false, e)) return e->code;
+    for (int i = 0; i < COUNT(samp_ranges); i++) {
+        const float *v = (const float *)(const void *)((const char *)s + samp_ranges[i].at);
+        if (samp_check_number(samp_ranges[i].name, *v, e)) return e->code;
+    }
     if (check_int("top_k", s->top_k, -1, INT_MAX, e)) return e->code;
-    if (check_range("repetition_penalty", s->repetition_penalty, SAMP_MIN_REPETITION, SAMP_MAX_REPETITION, false, e))
-        return e->code;
-    if (check_range("presence_penalty", s->presence_penalty, -2, 2, false, e)) return e->code;
-    if (check_range("frequency_penalty", s->frequency_penalty, -2, 2, false, e)) return e->code;
     if (check_int("max_tokens", s->max_tokens, 0, INT_MAX, e)) return e->code;
     if (check_int("min_tokens", s->min_tokens, 0, s->max_tokens ? s->max_tokens : INT_MAX, e)) return e->code;
     if (check_int("logprobs", s->logprobs, TOKA_NO_LOGPROBS, TOKA_MAX_LOGPROBS, e)) return e->code;
@@ -9255,7 +9280,7 @@ static int samp_check(const toka_sampling *s, int V, toka_err *e) {
     if (samp_check_list("logit_bias", s->bias_ids, s->n_bias, V, e)) return e->code;
     if (s->n_bias && !s->bias_values) return fail(e, TOKA_E_USE, "logit_bias: no values given, expected %d", s->n_bias);
     for (int i = 0; i < s->n_bias; i++)
-        if (check_range("logit_bias", s->bias_values[i], -100, 100, false, e)) return e->code;
+        if (check_range("logit_bias", s->bias_values[i], SAMP_MIN_BIAS, SAMP_MAX_BIAS, false, e)) return e->code;
     return samp_check_bad(s, V, e) ? e->code : samp_check_stops(s, e);
 }
 
@@ -13823,7 +13848,7 @@ static const api_field api_fields[] = {
     API_I("min_tokens", API_CM, min_tokens, 0, INT_MAX),
     API_I("top_k", API_CM, top_k, -1, INT_MAX),
     API_I("n", API_CM, n, 1, ENG_MAX_N),
-    API_I("best_of", API_C, best_of, 0, INT_MAX),
+    API_I("best_of", API_C, best_of, 0, INT64_MAX),
     API_I("seed", API_CM, seed, INT64_MIN, INT64_MAX),
     API_I("priority", API_CM, priority, -INT_MAX, INT_MAX),
     API_I("logprobs", API_C, n_logprobs, 0, TOKA_MAX_LOGPROBS),
@@ -13891,14 +13916,23 @@ static bool api_is_harmless(const api_field *f, const json *v) {
     return same;
 }
 
-static int api_read_whole(const api_field *f, const json *v, int64_t *out, toka_err *e) {
+static int api_most_choices(const api_model *m) { return m->max_choices ? m->max_choices : ENG_MAX_N; }
+
+/* The highest value of a field that a message names: the limit that holds in the end. */
+static int64_t api_high(const api_model *m, const api_field *f) {
+    const bool tokens = f->at == API_AT(max_tokens) || f->at == API_AT(max_completion_tokens) || f->at == API_AT(min_tokens);
+    return f->at == API_AT(n) ? api_most_choices(m) : tokens ? m->max_len : f->high;
+}
+
+static int api_read_whole(const api_model *m, const api_field *f, const json *v, int64_t *out, toka_err *e) {
     int64_t i;
     const double d = json_num(v, 0);
+    const long long low = f->low, high = api_high(m, f);
     if (!json_whole(v, &i) && fabs(d) >= 0x1p53) /* all of them are whole; which one it was is not known */
-        return API_BAD("%s: %g, expected %lld to %lld", f->name, d, (long long)f->low, (long long)f->high);
+        return API_BAD("%s: %g, expected %lld to %lld", f->name, d, low, high);
     if (!json_whole(v, &i)) return API_BAD("%s: expected a whole number", f->name);
-    if (i < f->low || i > f->high)
-        return API_BAD("%s: %lld, expected %lld to %lld", f->name, (long long)i, (long long)f->low, (long long)f->high);
+    if (i < low || i > f->high || (f->at == API_AT(n) && i > high))
+        return API_BAD("%s: %lld, expected %lld to %lld", f->name, (long long)i, low, high);
     *out = i;
     return 0;
 }
@@ -13911,13 +13945,15 @@ static int api_read_field(api_call *c, const api_field *f, const json *v, api_bo
     if (f->use == API_REFUSED && !api_is_harmless(f, v)) return API_UNSUPPORTED(c, "%s is not supported", f->name);
     bool right = types[f->kind] < 0 || types[f->kind] == v->type;
     if (f->kind == API_BOOL) right = v->type == JSON_TRUE || v->type == JSON_FALSE;
-    if (f->kind == API_NUMBER) right = fabs(json_num(v, NAN)) <= FLT_MAX;
     if (!right) return API_BAD("%s: expected %s", f->name, expected[f->kind]);
     void *at = (char *)to + f->at;
     if (f->use != API_USED) return 0;
     switch (f->kind) {
-    case API_NUMBER: *(float *)at = (float)json_num(v, 0); return 0;
-    case API_WHOLE: return api_read_whole(f, v, at, e);
+    case API_NUMBER:
+        if (samp_check_number(f->name, json_num(v, 0), e)) return e->code;
+        *(float *)at = samp_float(json_num(v, 0));
+        return 0;
+    case API_WHOLE: return api_read_whole(c->m, f, v, at, e);
     case API_BOOL: *(int *)at = v->type == JSON_TRUE; return 0;
     case API_TEXT: *(str *)at = json_str(v); return 0;
     default: *(const json **)at = v; return 0;
@@ -13975,12 +14011,14 @@ static int api_read_body(api_call *c, enum api_route route, const json *body, ap
 
 /* ---- Lists of ids, texts, biases ---- */
 
-static int api_id_list(const json *v, const char *name, ids *out, toka_err *e) {
+static int api_id_list(const api_model *m, const json *v, const char *name, ids *out, toka_err *e) {
     if (!json_is(v, JSON_ARRAY)) return API_BAD("%s: expected a list of token ids", name);
     ids_reserve(out, v->n);
     JSON_EACH(it, v) {
-        int64_t id = json_int(it, -1);
-        if (id < 0 || id > INT32_MAX) return API_BAD("%s: element %zu is no token id", name, out->n);
+        int64_t id;
+        if (it->type != JSON_NUMBER) return API_BAD("%s: element %zu is no token id", name, out->n);
+        if (!json_whole(it, &id) || id < 0 || id > INT32_MAX)
+            return API_BAD("%s[%zu]: %.15g is no token id, expected 0 to %d", name, out->n, json_num(it, 0), m->t->shape.V - 1);
         ids_push(out, (int32_t)id);
     }
     return 0;
@@ -13989,7 +14027,7 @@ static int api_id_list(const json *v, const char *name, ids *out, toka_err *e) {
 /* The same into the call's arena; absent and [] give none. */
 static int api_ids(api_call *c, const json *v, const char *name, const int32_t **out, int *n, toka_err *e) {
     ids list = {0};
-    int code = v ? api_id_list(v, name, &list, e) : 0;
+    int code = v ? api_id_list(c->m, v, name, &list, e) : 0;
     if (!code && v) *out = arena_copy(&c->a, list.p, list.n * sizeof *list.p), *n = (int)list.n;
     ids_free(&list);
     return code;
@@ -14032,8 +14070,11 @@ static int api_bias(api_call *c, const json *v, toka_sampling *s, toka_err *e) {
         char *end;
         long i = strtol(digits, &end, 10);
         double f = json_num(key + 1, NAN);
-        if (!isdigit((unsigned char)*digits) || end != digits + key->n || i > INT32_MAX || !(fabs(f) <= FLT_MAX))
+        if (!isdigit((unsigned char)*digits) || end != digits + key->n || isnan(f))
             return API_BAD("logit_bias: expected an object of token ids and numbers");
+        if (i > INT32_MAX)
+            return API_BAD("logit_bias: id %.30s, expected 0 to %d", digits, c->m->t->shape.V - 1);
+        if (check_range("logit_bias", f, SAMP_MIN_BIAS, SAMP_MAX_BIAS, false, e)) return e->code;
         all[n] = (api_biased){(int32_t)i, n, (float)f}, n++;
     }
     qsort(all, (size_t)n, sizeof *all, api_by_id);
@@ -14120,6 +14161,8 @@ static int api_sampling(api_call *c, const api_body *b, toka_request *q, toka_er
     if (!code) code = api_bias(c, b->bias, s, e);
     if (!code) code = api_bad_words(c, b->bad_words, s, e);
     if (code) return code;
+    if (b->max_tokens > 0 && b->min_tokens > b->max_tokens)
+        return API_BAD("min_tokens: %lld, expected 0 to %lld", (long long)b->min_tokens, (long long)b->max_tokens);
     if (b->best_of >= 0 && b->best_of != b->n) return API_UNSUPPORTED(c, "best_of other than n is not supported");
     if (!b->max_tokens) { /* nothing is drawn; the prompt is looked at */
         if (!c->echo && !c->want_prompt_logprobs)
@@ -14275,7 +14318,7 @@ static int api_context(api_call *c, const api_body *body, buf *b, toka_err *e) {
 static int api_encode(api_call *c, const api_body *b, const json *prompt, ids *out, str *text, toka_err *e) {
     buf context = {0}, rendered = {0};
     int code = 0, special = b->special >= 0 ? b->special : prompt != NULL;
-    if (json_is(prompt, JSON_ARRAY)) return api_id_list(prompt, "prompt", out, e);
+    if (json_is(prompt, JSON_ARRAY)) return api_id_list(c->m, prompt, "prompt", out, e);
     if (pub_need_tokenizer(c->m->t, e)) return e->code;
     if (!prompt) {
         code = api_context(c, b, &context, e);
@@ -14345,7 +14388,7 @@ static int api_check_repeated(const api_call *c, toka_err *e) {
 static int api_prompts(api_call *c, const api_body *b, const toka_request *q, toka_err *e) {
     const json *v = c->chat ? NULL : b->prompt, *first = json_at(v, 0);
     bool many = first && first->type != JSON_NUMBER;
-    size_t n = many ? v->n : 1, most = (size_t)(c->m->max_choices ? c->m->max_choices : ENG_MAX_N);
+    size_t n = many ? v->n : 1, most = (size_t)api_most_choices(c->m);
     if (!c->chat && !v) return API_BAD("prompt: missing");
     if (n > most / (size_t)c->n)
         return API_BAD("n: %d for each of %zu prompts, expected at most %zu in all", c->n, n, most);
@@ -15028,7 +15071,7 @@ static int api_tokenize(api_call *c, const api_body *b, buf *out, toka_err *e) {
 
 static int api_detokenize(api_call *c, const api_body *b, buf *out, toka_err *e) {
     ids v = {0};
-    int code = b->tokens ? api_id_list(b->tokens, "tokens", &v, e) : API_BAD("tokens: missing");
+    int code = b->tokens ? api_id_list(c->m, b->tokens, "tokens", &v, e) : API_BAD("tokens: missing");
     size_t bytes = 0; /* an id of two bytes may be a text of hundreds */
     if (!code) code = pub_need_tokenizer(c->m->t, e);
     for (size_t i = 0; i < v.n && !code; i++) bytes += v.p[i] < c->m->t->tok->n_ids ? c->m->t->tok->text[v.p[i]].n : 0;
@@ -22034,12 +22077,12 @@ static int cli_read_prompt(const cli *c, buf *out, toka_err *e) {
 static void cli_sampling(const cli *c, const toka *t, toka_request *r) {
     toka_sampling *s = &r->sampling;
     toka_request_model_defaults(t, r);
-    if (!isnan(c->temperature)) s->temperature = (float)c->temperature;
-    if (!isnan(c->top_p)) s->top_p = (float)c->top_p;
-    if (!isnan(c->min_p)) s->min_p = (float)c->min_p;
-    if (!isnan(c->repetition_penalty)) s->repetition_penalty = (float)c->repetition_penalty;
-    if (!isnan(c->presence_penalty)) s->presence_penalty = (float)c->presence_penalty;
-    if (!isnan(c->frequency_penalty)) s->frequency_penalty = (float)c->frequency_penalty;
+    if (!isnan(c->temperature)) s->temperature = samp_float(c->temperature);
+    if (!isnan(c->top_p)) s->top_p = samp_float(c->top_p);
+    if (!isnan(c->min_p)) s->min_p = samp_float(c->min_p);
+    if (!isnan(c->repetition_penalty)) s->repetition_penalty = samp_float(c->repetition_penalty);
+    if (!isnan(c->presence_penalty)) s->presence_penalty = samp_float(c->presence_penalty);
+    if (!isnan(c->frequency_penalty)) s->frequency_penalty = samp_float(c->frequency_penalty);
     if (c->top_k != INT_MIN) s->top_k = c->top_k;
     s->seed = (uint64_t)c->seed;
     s->max_tokens = c->max_tokens;

@@ -93,6 +93,52 @@ static void test_api_wrong_types(void) {
     CHECK_MSG(n > 300, "%d", n);
 }
 
+/* A number beyond its range: the message has the number as it was given and the one range that holds. */
+static void test_api_ranges(void) {
+    static const struct {
+        enum api_route route;
+        const char *param, *value, *message; /* NULL: it is taken */
+    } cases[] = {
+        {API_COMPLETIONS, "n", "65", "n: 65, expected 1 to 64"}, {API_CHAT, "n", "65537", "n: 65537, expected 1 to 64"},
+        {API_COMPLETIONS, "n", "1048577", "n: 1048577, expected 1 to 64"}, {API_CHAT, "n", "1e30", "n: 1e+30, expected 1 to 64"},
+        {API_COMPLETIONS, "n", "-0", "n: 0, expected 1 to 64"}, {API_COMPLETIONS, "n", "6.4e1", NULL},
+        {API_CHAT, "temperature", "1e39", "temperature: 1e+39, expected 0 to 3.40282e+38"},
+        {API_CHAT, "temperature", "-1e39", "temperature: -1e+39, expected 0 to 3.40282e+38"},
+        {API_CHAT, "temperature", "1e-50", NULL}, {API_CHAT, "temperature", "-0.0", NULL},
+        {API_CHAT, "temperature", "1000000000000000000000000000000000000000", "temperature: 1e+39, expected 0 to 3.40282e+38"},
+        {API_COMPLETIONS, "top_p", "1e39", "top_p: 1e+39, expected more than 0 to 1"}, {API_CHAT, "top_p", "1e-50", NULL},
+        {API_COMPLETIONS, "top_p", "-0.0", "top_p: -0, expected more than 0 to 1"},
+        {API_COMPLETIONS, "min_p", "1e40", "min_p: 1e+40, expected 0 to 1"}, {API_COMPLETIONS, "min_p", "-0.0", NULL},
+        {API_CHAT, "presence_penalty", "-1e300", "presence_penalty: -1e+300, expected -2 to 2"},
+        {API_CHAT, "frequency_penalty", "1e39", "frequency_penalty: 1e+39, expected -2 to 2"},
+        {API_CHAT, "repetition_penalty", "1e39", "repetition_penalty: 1e+39, expected 0.01 to 100"},
+        {API_CHAT, "max_tokens", "1e30", "max_tokens: 1e+30, expected 1 to 128"},
+        {API_COMPLETIONS, "max_tokens", "99999999999", "max_tokens: 99999999999, expected 0 to 128"},
+        {API_COMPLETIONS, "min_tokens", "99999999999", "min_tokens: 99999999999, expected 0 to 128"},
+        {API_COMPLETIONS, "min_tokens", "17", "min_tokens: 17, expected 0 to 16"},
+        {API_COMPLETIONS, "best_of", "99999999999", "best_of other than n is not supported"},
+        {API_COMPLETIONS, "logit_bias", "{\"55\":1e39}", "logit_bias: 1e+39, expected -100 to 100"},
+        {API_COMPLETIONS, "logit_bias", "{\"55\":101}", "logit_bias: 101, expected -100 to 100"},
+        {API_COMPLETIONS, "logit_bias", "{\"99999999999\":1}", "logit_bias: id 99999999999, expected 0 to 1023"},
+        {API_COMPLETIONS, "logit_bias", "{\"99999999999999999999\":1}", "logit_bias: id 99999999999999999999, expected 0 to 1023"},
+        {API_COMPLETIONS, "stop_token_ids", "[5,1e30]", "stop_token_ids[1]: 1e+30 is no token id, expected 0 to 1023"},
+        {API_COMPLETIONS, "stop_token_ids", "[-1]", "stop_token_ids[0]: -1 is no token id, expected 0 to 1023"},
+        {API_CHAT, "allowed_token_ids", "[4294967301]", "allowed_token_ids[0]: 4294967301 is no token id, expected 0 to 1023"},
+        {API_CHAT, "allowed_token_ids", "[1.5]", "allowed_token_ids[0]: 1.5 is no token id, expected 0 to 1023"},
+        {API_CHAT, "allowed_token_ids", "[5e0,-0,7.0]", NULL},
+        {API_COMPLETIONS, "prompt", "[1e10]", "prompt[0]: 10000000000 is no token id, expected 0 to 1023"},
+        {API_DETOKENIZE, "tokens", "[-5]", "tokens[0]: -5 is no token id, expected 0 to 1023"}};
+    api_model m = api_test_model();
+    for (int i = 0; i < COUNT(cases); i++) {
+        api_refusal r = api_refuse_value(&m, cases[i].route, cases[i].param, cases[i].value);
+        const char *want = cases[i].message ? cases[i].message : "";
+        CHECK_MSG(!strcmp(r.message, want) && (!*want || !strcmp(r.param, cases[i].param)), "%s: %s: %s", cases[i].param, cases[i].value,
+                  r.message);
+    }
+    api_refusal r = api_refuse(&m, API_COMPLETIONS, "{\"prompt\":[[5],[6],[7]],\"n\":22}");
+    CHECK_MSG(!strcmp(r.message, "n: 22 for each of 3 prompts, expected at most 64 in all"), "%s", r.message);
+}
+
 static void test_api_wrong_values(void) {
     static const struct {
         enum api_route route;
@@ -863,6 +909,7 @@ static void test_api_refused_part(void) {
 static const struct test api_tests[] = {
     {"api: every field, every wrong type", test_api_wrong_types},
     {"api: wrong values", test_api_wrong_values},
+    {"api: numbers beyond their range", test_api_ranges},
     {"api: unknown fields", test_api_unknown_fields},
     {"api: bodies to requests", test_api_requests},
     {"api: who asks for log-probabilities", test_api_asks},
