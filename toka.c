@@ -9179,12 +9179,16 @@ static void batch_split(batch *b, batch_parts *p, const batch_step *d) {
  * sampled_logprob is of the distribution drawn from (after step 4); a greedy pick has 0, the logarithm of 1; a forced id,
  * for which nothing is drawn, has its logprob.
  *
- * Not here: which ids end a sequence, counting tokens against min_tokens and max_tokens (chapter 22).
+ * Not here: which ids end a sequence, counting tokens against min_tokens and max_tokens, and ending a sample for which nothing is
+ * left to draw (chapter 22).
  * =========================================================================== */
 
 #define SAMP_MAX_STOPS 256       /* stop strings of one request */
 #define SAMP_MAX_STOP_BYTES 4096 /* of one stop string; ids of one bad word */
-#define SAMP_MAX_BAD 4096        /* bad words of one request */
+#define SAMP_MAX_BAD 4096        /* bad words of one request, as ids */
+#define SAMP_MAX_WORDS 2048      /* and as texts ... */
+#define SAMP_MAX_WORD_BYTES 32768 /* ... of so many bytes in all */
+#define SAMP_MAX_TAILS (1 << 18) /* ways in which a vocabulary ends them */
 #define SAMP_MIN_REPETITION 0.01f /* repetition penalties: beyond, x/r - f*count would not tell what x was */
 #define SAMP_MAX_REPETITION 100.0
 #define SAMP_MIN_BIAS (-100.0)
@@ -9440,8 +9444,10 @@ static bool samp_has_penalties(const toka_sampling *s) {
     return s->repetition_penalty != 1 || s->frequency_penalty != 0 || s->presence_penalty != 0;
 }
 
+static bool samp_has_bad(const toka_sampling *s) { return s->n_bad || s->bad_words; }
+
 /* Does what may be drawn depend on which tokens were drawn before? */
-static bool samp_needs_history(const toka_sampling *s) { return samp_has_penalties(s) || s->n_bad; }
+static bool samp_needs_history(const toka_sampling *s) { return samp_has_penalties(s) || samp_has_bad(s); }
 
 static void samp_adjust(const toka_out_row *row, float *x, int V) {
     const toka_sampling *s = row->sampling;
@@ -9659,6 +9665,212 @@ static void samp_bad_ids(const toka_sampling *s, const int32_t *output, int n_ou
         if (before > n_output || memcmp(word, output + n_output - before, (size_t)before * sizeof *word)) continue;
         ids_push(out, word[before]);
     }
+}
+
+/* Bad words as texts. Which tokens complete a word is looked up once:
+ *   always   ids that have a whole word in them
+ *   tails    ids that begin with a word's end: they complete it where the output ends in its first `at` bytes
+ * At both ends of a word is a token's border, or a place where no word goes on (samp_is_edge). So of the longer words that contain
+ * it those may come that are one token, and in pieces those of which none begins where the bad word does: as a list of ids has it. */
+typedef struct samp_tail {
+    int32_t id;
+    int word, at;
+} samp_tail;
+
+typedef struct samp_tails { /* in the order of a byte near `at` of their words */
+    samp_tail *tail;
+    int first[257]; /* of each byte */
+} samp_tails;
+
+struct toka_words {
+    atomic_int refs; /* of callers and requests */
+    const tok *t;
+    str *word;       /* [n] as tokens spell them */
+    int n;
+    size_t longest;  /* bytes */
+    ids always;      /* rising */
+    samp_tails tails; /* by the byte before `at`, in which the output must end */
+    arena a;
+};
+
+/* Letters of scripts that put spaces between words, and digits. */
+static bool samp_in_word(const uni *u, const char *p, const char *end) {
+    int n;
+    return p < end && utf8_len(p, end) && tok_set(u, p, end, &n) & (UNI_LETTER | UNI_NUMBER | UNI_MARK) && !tok_is_cjk(p, end, &n);
+}
+
+/* Does a word begin or end before byte `at` of text? */
+static bool samp_is_edge(const uni *u, str text, size_t at) {
+    size_t before = at;
+    while (before > 0 && at - before < 4 && ((unsigned char)text.p[--before] & 0xC0) == 0x80) continue;
+    return !samp_in_word(u, text.p + before, text.p + at) || !samp_in_word(u, text.p + at, text.p + text.n);
+}
+
+/* Has text the word w at byte p, as a word? */
+static bool samp_has_word(const uni *u, str text, size_t p, str w) {
+    if (text.n - p < w.n || memcmp(text.p + p, w.p, w.n)) return false;
+    return samp_is_edge(u, text, p) && samp_is_edge(u, text, p + w.n);
+}
+
+/* A word as tokens spell it, without the spaces before it. */
+static int samp_spell(toka_words *w, int i, const char *word, toka_err *e) {
+    ids list = {0};
+    buf text = {0};
+    while (*word == ' ') word++;
+    int code = tok_encode(w->t, str_c(word), TOKA_PARSE_SPECIAL, &list, e);
+    for (size_t k = 0; k < list.n; k++) tok_bytes(w->t, list.p[k], &text);
+    str s = buf_view(&text);
+    while (s.n && s.p[0] == ' ') s = str_sub(s, 1, s.n);
+    if (!code && !s.n) code = fail(e, TOKA_E_USE, "bad_words[%d]: a word without tokens", i);
+    w->word[i] = arena_str(&w->a, s), w->longest = MAX(w->longest, s.n);
+    ids_free(&list), buf_free(&text);
+    return code;
+}
+
+/* A stable sort by byte at + shift of each tail's word. */
+static void samp_sort_tails(toka_words *w, samp_tails *to, const samp_tail *from, int n, int shift) {
+    int next[257] = {0};
+    to->tail = arena_alloc(&w->a, (size_t)n * sizeof *from);
+    for (int k = 0; k < n; k++) next[(unsigned char)w->word[from[k].word].p[from[k].at + shift] + 1]++;
+    for (int c = 0; c < 256; c++) next[c + 1] += next[c];
+    memcpy(to->first, next, sizeof next);
+    for (int k = 0; k < n; k++) to->tail[next[(unsigned char)w->word[from[k].word].p[from[k].at + shift]]++] = from[k];
+}
+
+/* All places in which a token may begin within a word, its own beginning first: by the byte there. */
+static void samp_starts(toka_words *w, samp_tails *starts) {
+    buf all = {0};
+    for (int i = 0; i < w->n; i++) buf_put(&all, &(samp_tail){0, i, 0}, sizeof(samp_tail));
+    for (int i = 0; i < w->n; i++)
+        for (int at = 1; at < (int)w->word[i].n; at++) buf_put(&all, &(samp_tail){0, i, at}, sizeof(samp_tail));
+    samp_sort_tails(w, starts, (const samp_tail *)(const void *)all.p, (int)(all.n / sizeof(samp_tail)), 0);
+    buf_free(&all);
+}
+
+static bool samp_has_any(const toka_words *w, const samp_tails *starts, str text) {
+    for (size_t p = 0; p < text.n; p++) {
+        const unsigned char c = (unsigned char)text.p[p];
+        for (int k = starts->first[c]; k < starts->first[c + 1] && !starts->tail[k].at; k++)
+            if (samp_has_word(&w->t->uni, text, p, w->word[starts->tail[k].word])) return true;
+    }
+    return false;
+}
+
+/* What token id does to the words. */
+static int samp_look_up(toka_words *w, const samp_tails *starts, int32_t id, str text, buf *tails, toka_err *e) {
+    if (!text.n) return 0;
+    if (samp_has_any(w, starts, text)) return ids_push(&w->always, id), 0;
+    const unsigned char c = (unsigned char)text.p[0];
+    for (int k = starts->first[c]; k < starts->first[c + 1]; k++) {
+        const samp_tail *s = &starts->tail[k];
+        const str word = w->word[s->word];
+        if (!s->at || !samp_has_word(&w->t->uni, text, 0, str_sub(word, (size_t)s->at, word.n))) continue;
+        if (tails->n / sizeof *s == SAMP_MAX_TAILS)
+            return fail(e, TOKA_E_USE, "bad_words: more than %d ways to end them in this vocabulary", SAMP_MAX_TAILS);
+        buf_put(tails, &(samp_tail){id, s->word, s->at}, sizeof *s);
+    }
+    return 0;
+}
+
+static void samp_words_del(toka_words *w) {
+    if (!w || atomic_fetch_sub(&w->refs, 1) > 1) return;
+    arena a = w->a;
+    ids_free(&w->always), arena_free(&a);
+    free(w);
+}
+
+static int samp_words_fill(toka_words *w, const char *const *words, toka_err *e) {
+    buf text = {0}, tails = {0};
+    samp_tails starts;
+    int code = 0;
+    for (int i = 0; i < w->n && !code; i++) code = samp_spell(w, i, words[i], e);
+    if (!code) samp_starts(w, &starts);
+    for (int32_t id = 0; id < w->t->n_ids && !code; id++) {
+        buf_clear(&text), tok_bytes(w->t, id, &text);
+        code = samp_look_up(w, &starts, id, buf_view(&text), &tails, e);
+    }
+    if (!code)
+        samp_sort_tails(w, &w->tails, (const samp_tail *)(const void *)tails.p, (int)(tails.n / sizeof(samp_tail)), -1);
+    buf_free(&text), buf_free(&tails);
+    return code;
+}
+
+static int samp_words_new(toka_words **out, const tok *t, const char *const *words, int n, toka_err *e) {
+    size_t bytes = 0;
+    *out = NULL;
+    if (n < 1 || n > SAMP_MAX_WORDS) return fail(e, TOKA_E_USE, "bad_words: %d words, expected 1 to %d", n, SAMP_MAX_WORDS);
+    for (int i = 0; i < n; i++) bytes += strlen(words[i]);
+    if (bytes > SAMP_MAX_WORD_BYTES)
+        return fail(e, TOKA_E_USE, "bad_words: %zu bytes, expected at most %d in all", bytes, SAMP_MAX_WORD_BYTES);
+    toka_words *w = mem_zalloc(sizeof *w);
+    atomic_init(&w->refs, 1);
+    w->t = t, w->n = n, w->word = arena_alloc(&w->a, (size_t)n * sizeof *w->word);
+    int code = samp_words_fill(w, words, e);
+    if (code) samp_words_del(w);
+    else *out = w;
+    return code;
+}
+
+/* The end of an output's text, as much as a word can begin in and a character before it; edges: 1 where a token begins. */
+static void samp_end_of(const toka_words *w, const int32_t *output, int n, bool keep_special, buf *text, buf *edges) {
+    int from = n;
+    const tok *t = w->t;
+#define SAMP_SHOWN(id) ((id) < t->n_ids && (keep_special || !(t->flag[id] & TOK_SKIPPED)))
+    for (buf_clear(text); from > 0 && text->n < w->longest + 4;)
+        if (from--, SAMP_SHOWN(output[from])) tok_bytes(t, output[from], text);
+    for (buf_clear(text), buf_clear(edges); from < n; from++) {
+        if (SAMP_SHOWN(output[from])) tok_bytes(t, output[from], text);
+        for (bool first = true; edges->n < text->n; first = false) buf_char(edges, first);
+    }
+#undef SAMP_SHOWN
+}
+
+/* Appends to out the ids that would complete a word behind this output. text, edges: scratch. */
+static void samp_word_ids(const toka_words *w, const int32_t *output, int n, bool keep_special, buf *text, buf *edges, ids *out) {
+    ids_reserve(out, w->always.n);
+    for (size_t i = 0; i < w->always.n; i++) ids_push(out, w->always.p[i]);
+    samp_end_of(w, output, n, keep_special, text, edges);
+    if (!text->n) return;
+    const str end = buf_view(text);
+    const unsigned char last = (unsigned char)end.p[end.n - 1];
+    for (int k = w->tails.first[last]; k < w->tails.first[last + 1]; k++) {
+        const samp_tail *tail = &w->tails.tail[k];
+        const size_t at = (size_t)tail->at, begin = end.n - at;
+        if (at > end.n || memcmp(end.p + begin, w->word[tail->word].p, at)) continue;
+        if (edges->p[begin] || samp_is_edge(&w->t->uni, end, begin)) ids_push(out, tail->id);
+    }
+}
+
+/* ---- Is anything left to draw? ---- */
+
+/* Refuses what forbids every id that is allowed, as far as that is known before the first draw. A bias of -100 is a ban here, as
+ * OpenAI has it. ends: ids that end a sample. */
+static int samp_check_left(const toka_sampling *s, const int32_t *ends, int n_ends, int V, toka_err *e) {
+    ids banned = {0};
+    size_t after[3]; /* how many there are behind each source */
+    static const char *const sources[] = {"min_tokens", "bad_words", "logit_bias"};
+    for (int i = 0; i < n_ends && s->min_tokens; i++) ids_push(&banned, ends[i]);
+    after[0] = banned.n;
+    samp_bad_ids(s, &(int32_t){0}, 0, &banned);
+    for (size_t i = 0; s->bad_words && i < s->bad_words->always.n; i++) ids_push(&banned, s->bad_words->always.p[i]);
+    after[1] = banned.n;
+    for (int i = 0; i < s->n_bias; i++)
+        if (s->bias_values[i] <= (float)SAMP_MIN_BIAS) ids_push(&banned, s->bias_ids[i]);
+    after[2] = banned.n;
+    bool left = !banned.n || (!s->n_allowed && banned.n < (size_t)V);
+    bool *is_banned = left ? NULL : mem_zalloc((size_t)V);
+    for (size_t i = 0; i < banned.n && !left; i++)
+        if (banned.p[i] < V) is_banned[banned.p[i]] = true;
+    for (int i = 0, n = s->n_allowed ? s->n_allowed : V; i < n && !left; i++) left = !is_banned[s->n_allowed ? s->allowed_ids[i] : i];
+    free(is_banned), ids_free(&banned);
+    if (left) return 0;
+    buf names = {0};
+    for (int i = 0; i < COUNT(sources); i++)
+        if (after[i] > (i ? after[i - 1] : 0)) buf_printf(&names, "%s%s", names.n ? " and " : "", sources[i]);
+    int code = fail(e, TOKA_E_USE, "%s: nothing is left to draw, as %s forbid%s all of these ids",
+                    s->n_allowed ? "allowed_token_ids" : names.p, names.p, strstr(names.p, " and ") ? "" : "s");
+    buf_free(&names);
+    return code;
 }
 
 /* ---- Stop strings ---- */
@@ -12137,13 +12349,20 @@ static int eng_open(eng **out, const toka_backend *be, const mf_model *files, to
 
 static void eng_request_free(eng_request *r) {
     if (r->kept) return;
-    ids_free(&r->ends);
+    ids_free(&r->ends), samp_words_del(r->sampling.bad_words);
     arena a = r->a;
     arena_free(&a);
     free(r);
 }
 
-/* A copy of the request that owns all it points to. */
+/* Appends the ids that end a sample. */
+static void eng_ends(const mf_model *files, const toka_sampling *s, ids *out) {
+    const mf_config *c = &files->config;
+    for (int i = 0; i < c->n_eos_ids && !s->ignore_eos; i++) ids_push(out, c->eos_ids[i]);
+    for (int i = 0; i < s->n_stop_ids; i++) ids_push(out, s->stop_ids[i]);
+}
+
+/* A copy of the request that owns all it points to, and has a share in its bad words. */
 static eng_request *eng_request_new(const eng *g, const toka_request *r, const int32_t *prompt, int n_prompt) {
     eng_request *q = mem_zalloc(sizeof *q);
     toka_sampling *s = &q->sampling;
@@ -12168,9 +12387,8 @@ static eng_request *eng_request_new(const eng *g, const toka_request *r, const i
     s->stop = stop;
     if (!s->max_tokens || s->max_tokens > g->max_len - n_prompt) s->max_tokens = g->max_len - n_prompt;
     if (q->score_only) s->max_tokens = 1, s->n_stop = 0;
-    const mf_config *c = &g->files->config;
-    for (int i = 0; i < c->n_eos_ids && !s->ignore_eos; i++) ids_push(&q->ends, c->eos_ids[i]);
-    for (int i = 0; i < s->n_stop_ids; i++) ids_push(&q->ends, s->stop_ids[i]);
+    if (s->bad_words) atomic_fetch_add(&s->bad_words->refs, 1);
+    eng_ends(g->files, s, &q->ends);
     q->t_submit = os_now();
     q->usage.prompt_tokens = n_prompt;
     return q;
@@ -12186,15 +12404,27 @@ static int eng_check_prompt(int V, int max_len, const int32_t *prompt, size_t n,
     return 0;
 }
 
-/* All that can be wrong with a request itself, for a vocabulary of V ids and sequences of max_len tokens. */
-static int eng_check(int V, int max_len, bool has_tok, const toka_request *r, const int32_t *prompt, size_t n_prompt,
-                     toka_err *e) {
+/* Can anything be drawn at all? */
+static int eng_check_left(const mf_model *files, const toka_request *r, toka_err *e) {
+    ids ends = {0};
+    if (!r->n) return 0;
+    eng_ends(files, &r->sampling, &ends);
+    int code = samp_check_left(&r->sampling, ends.p, (int)ends.n, files->shape.V, e);
+    ids_free(&ends);
+    return code;
+}
+
+/* All that can be wrong with a request itself, for sequences of max_len tokens. words: NULL, or the model's tokenizer. */
+static int eng_check(const mf_model *files, const tok *words, int max_len, const toka_request *r, const int32_t *prompt,
+                     size_t n_prompt, toka_err *e) {
     const toka_sampling *s = &r->sampling;
+    const int V = files->shape.V;
     int code = eng_check_prompt(V, max_len, prompt, n_prompt, r->n != 0, e);
-    if (code || (code = samp_check(s, V, e))) return code;
+    if (code || (code = samp_check(s, V, e)) || (code = eng_check_left(files, r, e))) return code;
     if (r->n < !r->prompt_logprobs || r->n > ENG_MAX_N) return fail(e, TOKA_E_USE, "n is %d, expected 1 to %d", r->n, ENG_MAX_N);
     if (check_int("prompt_logprobs", r->prompt_top, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
-    if (s->n_stop && !has_tok) return fail(e, TOKA_E_USE, "stop strings need a tokenizer, this model has none");
+    if (s->bad_words && s->bad_words->t != words) return fail(e, TOKA_E_USE, "bad_words were made for another model");
+    if (s->n_stop && !words) return fail(e, TOKA_E_USE, "stop strings need a tokenizer, this model has none");
     return 0;
 }
 
@@ -12210,7 +12440,7 @@ static void eng_call(eng *g, bool called) {
 /* Queues a request; everything is copied. waiter: who frees it behind its last event, or NULL. */
 static int eng_submit(eng *g, const toka_request *r, const int32_t *prompt, size_t n_prompt, toka_event_fn *fn, void *user,
                       eng_request **out, eng_waiter *waiter, int64_t *id, toka_err *e) {
-    int code = eng_check(g->files->shape.V, g->max_len, g->tok != NULL, r, prompt, n_prompt, e);
+    int code = eng_check(g->files, g->tok, g->max_len, r, prompt, n_prompt, e);
     if (code) return code;
     eng_request *q = eng_request_new(g, r, prompt, (int)n_prompt);
     q->fn = fn, q->user = user, q->waiter = waiter;
@@ -12373,31 +12603,34 @@ static void eng_take(eng *g) {
 /* ---- One step ---- */
 
 /* What a row looks at beside its logits: ids that end sequence x too early, those that complete a bad word, and, for penalties,
- * all its tokens. f->known has room. */
-static void eng_known(eng_flight *f, const eng_request *r, const sched_seq *x, toka_out_row *row) {
+ * all its tokens. The last two stand in f->known, which may yet move: eng_place_known has the row point to them. */
+static void eng_know(eng *g, eng_flight *f, const eng_request *r, const sched_seq *x, toka_out_row *row) {
     ids *k = &f->known;
-    bool early = x->n_planned - 1 - x->n_prompt < r->sampling.min_tokens;
+    const toka_sampling *s = &r->sampling;
+    const int32_t *output = x->tokens + x->n_prompt;
+    const int n_output = x->n_known - x->n_prompt;
+    const size_t from = k->n;
+    bool early = x->n_planned - 1 - x->n_prompt < s->min_tokens;
     row->forbidden = r->ends.p, row->n_forbidden = early ? (int)r->ends.n : 0;
-    if (r->sampling.n_bad) {
-        size_t from = k->n;
+    if (samp_has_bad(s)) {
         for (int i = 0; i < row->n_forbidden; i++) ids_push(k, r->ends.p[i]);
-        samp_bad_ids(&r->sampling, x->tokens + x->n_prompt, x->n_known - x->n_prompt, k);
-        row->forbidden = k->p + from, row->n_forbidden = (int)(k->n - from);
+        samp_bad_ids(s, output, n_output, k);
+        if (s->bad_words) samp_word_ids(s->bad_words, output, n_output, r->keep_special, &g->text, &g->piece, k);
+        row->n_forbidden = (int)(k->n - from);
     }
-    if (samp_has_penalties(&r->sampling)) {
-        row->history = memcpy(k->p + k->n, x->tokens, (size_t)x->n_known * sizeof *k->p);
-        row->n_history = x->n_known, k->n += (size_t)x->n_known;
-    }
+    if (!samp_has_penalties(s)) return;
+    ids_reserve(k, (size_t)x->n_known);
+    memcpy(k->p + k->n, x->tokens, (size_t)x->n_known * sizeof *k->p);
+    row->n_history = x->n_known, k->n += (size_t)x->n_known;
 }
 
-static void eng_known_room(eng_replica *p, eng_flight *f) {
-    size_t room = 0;
+static void eng_place_known(eng_flight *f) {
+    const int32_t *at = f->known.p;
     for (int i = 0; i < f->b.n_out; i++) {
-        const sched_seq *x = &p->s.seqs[f->b.outs[i].q];
-        const eng_request *r = p->by_sched[x->request];
-        if (x->waits) room += (size_t)r->sampling.n_bad + r->ends.n + (size_t)x->n_known;
+        toka_out_row *row = &f->out[i];
+        if (row->forced_id < 0 && samp_has_bad(row->sampling)) row->forbidden = at, at += row->n_forbidden;
+        if (row->n_history) row->history = at, at += row->n_history;
     }
-    f->known.n = 0, ids_reserve(&f->known, room);
 }
 
 /* The rows of prompts whose logits are wanted, behind the first n rows of f->out. The last row of a prompt is not among them:
@@ -12421,7 +12654,7 @@ static int eng_places(eng_replica *p, eng_flight *f, int n) {
 
 /* The rows whose logits are wanted, from the batch's list of rows that yield a token. */
 static void eng_rows(eng_replica *p, eng_flight *f) {
-    eng_known_room(p, f);
+    f->known.n = 0;
     for (int i = 0; i < f->b.n_out; i++) {
         const batch_out *o = &f->b.outs[i];
         const sched_seq *x = &p->s.seqs[o->q];
@@ -12435,12 +12668,14 @@ static void eng_rows(eng_replica *p, eng_flight *f) {
                                    .sampling = r->score_only ? &r->scoring : &r->sampling,
                                    .n_prompt = x->n_prompt};
         f->whose[i] = r, r->n_flying++;
-        if (!r->score_only) eng_known(f, r, x, &f->out[i]);
+        if (!r->score_only) eng_know(p->g, f, r, x, &f->out[i]);
     }
+    eng_place_known(f);
     f->b.step.out = f->out, f->b.step.n_out = eng_places(p, f, f->b.n_out);
 }
 
-/* Text of a new token into g->text, held back while it may begin a stop string. True: a stop string is complete. */
+/* Text of a new token (-1: none, the text ends) into g->text, held back while it may begin a stop string. True: a stop string is
+ * complete. */
 static bool eng_text(eng_replica *p, int q, const eng_request *r, int32_t id, bool is_end, bool armed, bool last) {
     eng *g = p->g;
     eng_slot *slot = &p->slots[q];
@@ -12452,7 +12687,7 @@ static bool eng_text(eng_replica *p, int q, const eng_request *r, int32_t id, bo
         tok_stream_follow(&slot->stream, r->prompt[r->n_prompt - 1]);
         slot->open = true;
     }
-    if (!is_end || r->sampling.include_stop) tok_stream_put(&slot->stream, id, &g->piece);
+    if (id >= 0 && (!is_end || r->sampling.include_stop)) tok_stream_put(&slot->stream, id, &g->piece);
     if (last || is_end) tok_stream_end(&slot->stream, &g->piece);
     bool stopped = stop_put(&slot->stop, buf_view(&g->piece), armed, &g->text);
     if (!stopped && (last || is_end)) stop_end(&slot->stop, &g->text);
@@ -12486,32 +12721,35 @@ static void eng_sample_over(eng_replica *p, eng_request *r) {
     r->n_live--, r->work -= r->work_each, p->work -= r->work_each;
 }
 
-/* One pick becomes a token of its sequence and an event. False: the callback wants no more of this request. */
-static bool eng_deliver(eng_replica *p, eng_request *r, int q, const toka_pick *pick, bool more, bool *ended) {
+/* One pick becomes a token of its sequence and an event. Where all that was allowed was forbidden, the pick is forbidden, too: the
+ * sample ends without it. False: the callback wants no more of this request. */
+static bool eng_deliver(eng_replica *p, eng_request *r, int q, const toka_out_row *row, const toka_pick *pick, bool more,
+                        bool *ended) {
     eng *g = p->g;
     const sched_seq *x = &p->s.seqs[q];
     const toka_sampling *s = &r->sampling;
     int n_before = x->n_known - x->n_prompt;
     bool armed = n_before >= s->min_tokens, full = x->n_known + 1 == x->limit; /* armed: behind the first min_tokens */
-    bool is_end = armed && samp_listed(r->ends.p, (int)r->ends.n, pick->id); /* sooner: all else was banned */
-    bool stopped = eng_text(p, q, r, pick->id, is_end, armed, full);
+    bool none = samp_listed(row->forbidden, row->n_forbidden, pick->id);
+    bool is_end = !none && armed && samp_listed(r->ends.p, (int)r->ends.n, pick->id);
+    bool stopped = eng_text(p, q, r, none ? -1 : pick->id, is_end, armed, full || none);
     toka_event ev = {.sample = x->sample,
-                     .id = pick->id,
+                     .id = none ? -1 : pick->id,
                      .logprob = pick->logprob,
                      .sampled_logprob = pick->sampled_logprob,
-                     .n_top = pick->n_top,
+                     .n_top = none ? 0 : pick->n_top,
                      .top_ids = pick->top_ids,
                      .top_logprobs = pick->top_logprobs,
                      .text = r->ids_only && !s->n_stop ? NULL : buf_view(&g->text).p,
                      .text_bytes = g->text.n,
-                     .finish = is_end || stopped ? TOKA_STOP : full ? TOKA_LENGTH : TOKA_RUNNING,
+                     .finish = is_end || stopped || none ? TOKA_STOP : full ? TOKA_LENGTH : TOKA_RUNNING,
                      .stop_id = is_end ? pick->id : -1,
                      .stop_text = stopped ? p->slots[q].stop.which : -1,
                      .n_cached = x->n_found,
                      .more = more};
-    *ended = is_end || stopped;
+    *ended = is_end || stopped || none;
     if (ev.finish != TOKA_RUNNING) r->ended[x->sample] = true, eng_sample_over(p, r), eng_slot_close(p, q);
-    r->usage.output_tokens++;
+    r->usage.output_tokens += !none;
     if (!r->t_first) r->t_first = os_now();
     return !r->fn || !r->fn(r->user, &ev);
 }
@@ -12543,7 +12781,7 @@ static void eng_commit(eng_replica *p, const eng_flight *f) {
             continue;
         }
         if (!r->score_only) {
-            more = eng_deliver(p, r, o.q, eng_pick(f, i), eng_more(p, f, r, i), &ended);
+            more = eng_deliver(p, r, o.q, &f->out[i], eng_pick(f, i), eng_more(p, f, r, i), &ended);
         } else {
             r->ended[0] = true, eng_sample_over(p, r);
             eng_deliver_prompt(r, r->n_prompt - 1, eng_pick(f, i), false, TOKA_LENGTH);
@@ -13164,6 +13402,13 @@ int toka_apply_chat_template(const toka *t, const char *context, size_t context_
     return pub_give(&b, code, text, text_bytes);
 }
 
+int toka_words_new(toka_words **out, const toka *t, const char *const *words, int n, toka_err *e) {
+    *out = NULL;
+    return pub_need_tokenizer(t, e) ? e->code : samp_words_new(out, t->tok, words, n, e);
+}
+
+void toka_words_del(toka_words *w) { samp_words_del(w); }
+
 toka_request toka_request_default(void) {
     return (toka_request){.text = "",
                           .text_flags = TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL,
@@ -13768,6 +14013,7 @@ typedef struct api_call { /* caller's storage, zeroed, serial and created set; i
 
     const api_model *m;
     arena a;            /* what parts point to */
+    toka_words *words;  /* bad words of all parts */
     bool chat, stream;
     bool echo, want_ids, want_logprobs, want_prompt_logprobs, packed, names_are_ids, include_usage, usage_always;
     int n, n_top, n_prompt_top; /* samples of a prompt; alternatives of a token, of a prompt's token */
@@ -14084,41 +14330,17 @@ static int api_bias(api_call *c, const json *v, toka_sampling *s, toka_err *e) {
     return 0;
 }
 
-/* A bad word is forbidden at the start of a text and, where that is other ids, behind a space: the second spelling counts if it
- * has as many ids and begins with another one (as vLLM has it). */
-static int api_bad_word(const tok *t, str word, ids *out, int lengths[2], toka_err *e) {
-    buf spaced = {0};
-    size_t from = out->n, plain;
-    while (word.n && word.p[0] == ' ') word = str_sub(word, 1, word.n);
-    buf_char(&spaced, ' '), buf_str(&spaced, word);
-    lengths[1] = 0;
-    int code = tok_encode(t, word, TOKA_PARSE_SPECIAL, out, e);
-    plain = out->n - from;
-    if (!code) code = tok_encode(t, buf_view(&spaced), TOKA_PARSE_SPECIAL, out, e);
-    buf_free(&spaced);
-    if (code) return code;
-    if (!plain) return API_BAD("bad_words: a word without tokens");
-    lengths[0] = (int)plain;
-    if (out->n - from - plain == plain && out->p[from] != out->p[from + plain]) lengths[1] = (int)plain;
-    else out->n = from + plain;
-    return 0;
-}
-
 static int api_bad_words(api_call *c, const json *v, toka_sampling *s, toka_err *e) {
-    ids list = {0};
-    int code = 0, n = 0;
+    int n = 0;
     if (!v || !v->n) return 0;
-    if (v->n > SAMP_MAX_BAD / 2) return API_BAD("bad_words: %u words, expected at most %d", v->n, SAMP_MAX_BAD / 2);
     if (pub_need_tokenizer(c->m->t, e)) return e->code;
-    int *lengths = arena_alloc(&c->a, 2 * (size_t)v->n * sizeof *lengths);
+    const char **words = arena_alloc(&c->a, (size_t)v->n * sizeof *words);
     JSON_EACH(it, v) {
-        if (it->type != JSON_STRING) code = API_BAD("bad_words: expected a list of texts");
-        else code = api_bad_word(c->m->t->tok, json_str(it), &list, lengths + n, e);
-        if (code) break;
-        n += lengths[n + 1] ? 2 : 1;
+        if (it->type != JSON_STRING || memchr(it->s, 0, it->n)) return API_BAD("bad_words: expected a list of texts");
+        words[n++] = arena_cstr(&c->a, json_str(it));
     }
-    if (!code) s->bad_ids = arena_copy(&c->a, list.p, list.n * sizeof *list.p), s->bad_lengths = lengths, s->n_bad = n;
-    ids_free(&list);
+    int code = toka_words_new(&c->words, c->m->t, words, n, e);
+    s->bad_words = c->words;
     return code;
 }
 
@@ -14356,7 +14578,7 @@ static int api_part_init(api_call *c, const api_body *b, const toka_request *q, 
     p->q.ids = p->prompt.p, p->q.n_ids = p->prompt.n, p->scored.n_top = c->n_prompt_top;
     c->n_prompt_tokens += (int64_t)p->prompt.n;
     if (p->prompt.n + (p->q.n != 0) > (size_t)c->m->max_len) c->code = "context_length_exceeded";
-    code = eng_check(c->m->t->shape.V, c->m->max_len, c->m->t->tok != NULL, &p->q, p->prompt.p, p->prompt.n, e);
+    code = eng_check(c->m->t->files, c->m->t->tok, c->m->max_len, &p->q, p->prompt.p, p->prompt.n, e);
     if (!code) code = api_check_room(c, b, p->prompt.n, e);
     if (!code && c->echo && json_is(prompt, JSON_ARRAY) && c->m->t->tok) { /* given as ids: its text is what they say */
         buf_clear(&c->shown);
@@ -14464,7 +14686,7 @@ static void api_free(api_call *c) {
     }
     for (int i = 0; i < c->n_parts; i++)
         ids_free(&c->parts[i].prompt), buf_free(&c->parts[i].scored.b), buf_free(&c->parts[i].waiting);
-    free(c->choices), free(c->parts);
+    free(c->choices), free(c->parts), toka_words_del(c->words), c->words = NULL;
     buf_free(&c->head), buf_free(&c->text), buf_free(&c->bytes), buf_free(&c->shown), buf_free(&c->names);
     arena_free(&c->a);
     c->choices = NULL, c->parts = NULL, c->n_choices = c->n_parts = 0;
@@ -14750,7 +14972,7 @@ static void api_put_logprobs(api_call *c, const api_tokens *echo, api_choice *x,
     else api_put_text_logprobs(c, &c->parts[(x - c->choices) / c->n], echo, &x->tokens, &x->offset, b);
 }
 
-/* stop_reason: what of stop or stop_token_ids it was; null: the model's own end. */
+/* stop_reason: what of stop or stop_token_ids it was; null: the model's own end. Without either nothing was left to draw. */
 static void api_put_finish(const api_call *c, const api_choice *x, const api_part *p, bool ended, buf *b) {
     json_put_key(b, "finish_reason");
     if (!ended) json_put_null(b);
@@ -14760,6 +14982,7 @@ static void api_put_finish(const api_call *c, const api_choice *x, const api_par
     bool asked = ended && x->stop_id >= 0 && samp_listed(p->q.sampling.stop_ids, p->q.sampling.n_stop_ids, x->stop_id);
     if (ended && x->stop_text >= 0) json_put_str(b, str_c(p->q.sampling.stop[x->stop_text]));
     else if (asked) json_put_int(b, x->stop_id);
+    else if (ended && x->finish == TOKA_STOP && x->stop_id < 0) json_put_str(b, STR("nothing is left to draw"));
     else json_put_null(b);
 }
 
@@ -14920,8 +15143,8 @@ static void api_feed_sample(api_call *c, api_part *p, const api_record *r, str r
         if (api_wants_tokens(c)) api_tokens_put(&x->tokens, r, rest);
     }
     if (r->has_text) buf_put(to, rest.p + rest.n - r->n_text, r->n_text);
-    else if (c->m->t->tok && r->id >= 0) {
-        if (r->stop_id < 0 || p->q.sampling.include_stop) tok_stream_put(&x->stream, r->id, to);
+    else if (c->m->t->tok) {
+        if (r->id >= 0 && (r->stop_id < 0 || p->q.sampling.include_stop)) tok_stream_put(&x->stream, r->id, to);
         if (r->finish != TOKA_RUNNING) tok_stream_end(&x->stream, to);
     }
     if (r->finish != TOKA_RUNNING) api_end_choice(c, x, r);

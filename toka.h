@@ -135,6 +135,17 @@ int toka_apply_chat_template(const toka *t, const char *context, size_t context_
 
 /* ---- Requests ------------------------------------------------------------------------------------------------ */
 
+/* Texts that an output may not have. No token may complete one of them, with or without a space before it, whatever tokens its
+ * beginning came in. A longer word that contains it is another word, and may come where it is one token (`class` for `ass`). */
+typedef struct toka_words toka_words;
+
+/* Looks up n of them, of 1 byte or more each, at most 2,048 and 32,768 bytes in all, in t's vocabulary; spaces before a text do not
+ * count. Costs a look at the whole vocabulary: one serves any number of requests, and toka_submit keeps what it needs. *out is the
+ * caller's until toka_words_del, which may come behind toka_close. After an error *out is NULL.
+ * Errors: TOKA_E_USE: more than that, or a text without tokens; TOKA_E_INPUT: the model has no tokenizer.json. Thread: any. */
+int toka_words_new(toka_words **out, const toka *t, const char *const *words, int n, toka_err *e);
+void toka_words_del(toka_words *w); /* NULL is allowed. Thread: any */
+
 /* Sampling parameters. Order of work on a row of logits, as Hugging Face's: logit_bias, allowed ids, repetition, presence and
  * frequency penalty, min_tokens and bad words (ids forbidden), temperature, top-k, top-p, min-p, draw. */
 typedef struct toka_sampling {
@@ -166,6 +177,7 @@ typedef struct toka_sampling {
                                    of one may not be drawn where the output ends in the ids before it */
     const int *bad_lengths;
     int n_bad;
+    toka_words *bad_words;      /* of toka_words_new, whatever pieces they come in; NULL: none */
 } toka_sampling;
 
 #define TOKA_MAX_LOGPROBS 32  /* cap of toka_sampling.logprobs and toka_request.prompt_top */
@@ -198,7 +210,7 @@ void toka_request_model_defaults(const toka *t, toka_request *r);
 
 typedef enum toka_finish {
     TOKA_RUNNING = 0, /* more will come */
-    TOKA_STOP,        /* end-of-sequence id, stop id or stop string */
+    TOKA_STOP,        /* end-of-sequence id, stop id or stop string; or nothing was left that may be drawn: that event has id -1 */
     TOKA_LENGTH,      /* max_tokens or max_model_len; or the end of a prompt without samples */
     TOKA_CANCELLED,
     TOKA_FAILED       /* the device failed; toka_run says how */
@@ -208,7 +220,7 @@ enum { TOKA_PROMPT = -1 }; /* the sample of events for tokens of the prompt */
 
 typedef struct toka_event { /* one token of one sample; all pointers are valid during the callback only */
     int sample;             /* 0 .. n-1, or TOKA_PROMPT */
-    int32_t id;             /* the token; -1: none, the sample was cancelled or failed */
+    int32_t id;             /* the token; -1: none, the sample was cancelled or failed, or all that was allowed was forbidden */
     float logprob;          /* log-softmax of the raw logits at id; 0 for the first token of a prompt, which has no logits; NAN for
                                a token drawn with TOKA_NO_LOGPROBS, so that nobody takes it for one */
     float sampled_logprob;  /* the same after penalties, temperature and truncation: the distribution drawn from. Always there */

@@ -145,6 +145,7 @@ static struct {
     toka_options o;
     bool exact, has_tok, two_drivers, forever;
     toka *t;
+    toka_words *words;         /* that some requests share */
     toka_info info;
     vec docs[DOCS];            /* int32_t, max_len each */
     pthread_mutex_t lock;      /* guards what follows; no call of toka's is made under it */
@@ -295,6 +296,28 @@ static void make_masks(job *j, rng *r) {
     }
 }
 
+static bool listed(const int32_t *list, int n, int32_t id) {
+    for (int i = 0; i < n; i++)
+        if (list[i] == id) return true;
+    return false;
+}
+
+/* Something must be left to draw, or the request is refused. */
+static void make_room(job *j, rng *r) {
+    const toka_sampling *s = &j->r.sampling;
+    int32_t id;
+    if (!s->n_allowed || (!s->n_bad && !s->min_tokens)) return;
+    do id = between(r, 8, S.info.vocab_size - 1); /* the first may be further ends */
+    while (id == S.info.eos_id || listed(j->bad, COUNT(j->bad), id) || listed(s->stop_ids, s->n_stop_ids, id) || listed(s->bias_ids, s->n_bias, id));
+    j->allowed[0] = id;
+}
+
+static void make_words(void) {
+    static const char *const words[] = {"the", "is", "e", "3 + 4", "\n"};
+    toka_err e = {0};
+    if (S.has_tok && toka_words_new(&S.words, S.t, words, 5, &e)) die(&e);
+}
+
 static void make_sampling(job *j, rng *r) {
     toka_sampling *s = &j->r.sampling;
     s->temperature = chance(r, 15) ? 0 : real(r, 0.3, 3);
@@ -310,7 +333,8 @@ static void make_sampling(job *j, rng *r) {
     s->max_tokens = chance(r, 12) ? 1 : chance(r, 40) ? between(r, 2, 30) : chance(r, 40) ? between(r, 30, 120) : 0;
     if (chance(r, 20)) s->min_tokens = between(r, 0, s->max_tokens ? s->max_tokens : 40);
     if (chance(r, 50)) make_stops(j, r);
-    make_masks(j, r);
+    make_masks(j, r), make_room(j, r);
+    if (S.has_tok && !s->n_allowed && chance(r, 10)) s->bad_words = S.words;
     int kind = below(r, 100);
     j->r.n = kind < 50 ? 1 : kind < 86 ? between(r, 2, 8) : kind < 99 || chance(r, 60) ? between(r, 9, 60) : BIG;
     if (j->r.n == BIG && chance(r, 40)) s->max_tokens = 1, s->min_tokens = 0;
@@ -398,12 +422,6 @@ static uint32_t top_hash(const toka_event *ev) {
     return h;
 }
 
-static bool listed(const int32_t *list, int n, int32_t id) {
-    for (int i = 0; i < n; i++)
-        if (list[i] == id) return true;
-    return false;
-}
-
 static int sample_limit(const slot *x) {
     int room = S.info.max_model_len - x->j.n_prompt, most = x->j.r.sampling.max_tokens;
     return most && most < room ? most : room;
@@ -412,7 +430,7 @@ static int sample_limit(const slot *x) {
 /* Is the best logit what a greedy pick must be? */
 static bool is_plain_greedy(const toka_sampling *s) {
     return s->temperature == 0 && s->repetition_penalty == 1 && s->presence_penalty == 0 && s->frequency_penalty == 0 &&
-           !s->n_bias && !s->n_allowed && !s->n_bad && !s->min_tokens;
+           !s->n_bias && !s->n_allowed && !s->n_bad && !s->bad_words && !s->min_tokens;
 }
 
 /* asked: top log-probabilities, or TOKA_NO_LOGPROBS. */
@@ -505,7 +523,7 @@ static void check_sample(const slot *x, int sample) {
         bool ends = at && s->include_stop && k->stop_text >= 0 && at + strlen(s->stop[i]) == k->text.p + k->text.n;
         EXPECT(!at || ends, "request %lld: the text of sample %d has the stop string '%s' in it", no, sample, s->stop[i]);
     }
-    for (int b = 0; b < s->n_bad && !s->n_allowed; n_bad += s->bad_lengths[b++])
+    for (int b = 0; b < s->n_bad; n_bad += s->bad_lengths[b++])
         for (int i = 0, m = s->bad_lengths[b]; i + m <= n; i++) {
             bool there = v[i].id == s->bad_ids[n_bad] && (m == 1 || v[i + 1].id == s->bad_ids[n_bad + 1]);
             EXPECT(!there, "request %lld: bad word %d at token %d of sample %d", no, b, i, sample);
@@ -528,9 +546,10 @@ static bool check_event(slot *x, const toka_event *ev) {
     if (x->samples[i].ended && !(of_prompt && j->r.n))
         wrong("request %lld: an event of sample %d after its last", no, ev->sample);
     if (ev->id < 0) {
-        EXPECT(ev->finish == TOKA_CANCELLED, "request %lld: finish %d without a token", no, ev->finish);
-        if (!of_prompt && i < KEEP) x->o.took[i].finish = TOKA_CANCELLED;
-        x->n_cancelled++;
+        const bool none = ev->finish == TOKA_STOP && j->r.sampling.n_bad && j->r.sampling.n_allowed; /* left to draw */
+        EXPECT(none || ev->finish == TOKA_CANCELLED, "request %lld: finish %d without a token", no, ev->finish);
+        if (!of_prompt && i < KEEP) x->o.took[i].finish = ev->finish;
+        x->n_cancelled += !none;
     } else if (of_prompt) {
         check_place(x, ev);
     } else {
@@ -908,6 +927,7 @@ static void all_again(int *n_same, int *n_again) {
     o.no_prefix_caching = true;
     if (toka_open(&t, &o, &e)) die(&e);
     S.t = t; /* stop strings are made with it */
+    make_words();
     rng r = stream(S.seed, 9, 0);
     int n = (int)MIN(S.n_ended, RECORDS);
     for (double end = now() + S.seconds * (1 - MIX); n && now() < end;) {
@@ -918,7 +938,7 @@ static void all_again(int *n_same, int *n_again) {
     }
     while (n) outcome_free(&S.records[--n]);
     free(x.j.prompt);
-    toka_close(t);
+    toka_close(t), toka_words_del(S.words);
 }
 
 /* ---- The run ---- */
@@ -984,6 +1004,7 @@ static void start(void) {
     S.info = toka_get_info(S.t);
     S.has_tok = !toka_decode(S.t, NULL, 0, 0, &text, &n, &e);
     free(text);
+    make_words();
     make_docs();
     pthread_mutex_init(&S.lock, NULL);
     for (int i = 0; i < SLOTS; i++) {
@@ -1002,7 +1023,7 @@ static void close_in_the_middle(pthread_t *drivers, int n_drivers) {
     toka_stop(S.t);
     if (S.forever)
         for (int i = 0; i < n_drivers; i++) pthread_join(drivers[i], NULL);
-    toka_close(S.t);
+    toka_close(S.t), toka_words_del(S.words);
     for (int i = 0; i < SLOTS; i++)
         EXPECT(!S.slots[i].taken, "request %lld: %d samples have not ended after toka_close", (long long)S.slots[i].number,
                S.slots[i].n_live);

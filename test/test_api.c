@@ -299,32 +299,68 @@ static void test_api_asks(void) {
     }
 }
 
-/* Each word in the spellings that vLLM forbids: as it is, and behind a space if that is other ids, as many. */
 static void test_api_bad_words(void) {
     api_model m = api_test_model();
     toka_err e = {0};
     api_call c = {.serial = {1, 2}};
-    ids plain = {0}, spaced = {0};
-    CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":\"Tom\",\"bad_words\":[\" apples\",\"each of the\"]}"), &c, &e));
-    const toka_sampling *s = &c.parts[0].q.sampling;
-    tok_encode(m.t->tok, STR("apples"), 0, &plain, &e), tok_encode(m.t->tok, STR(" apples"), 0, &spaced, &e);
-    bool both = plain.n == spaced.n && plain.p[0] != spaced.p[0];
-    CHECK(s->n_bad >= 2 && s->bad_lengths[0] == (int)plain.n && !memcmp(s->bad_ids, plain.p, plain.n * sizeof(int32_t)));
-    CHECK(!both || (s->bad_lengths[1] == (int)spaced.n && !memcmp(s->bad_ids + plain.n, spaced.p, spaced.n * sizeof(int32_t))));
-    int32_t bad[] = {1, 2, 3, 4, 2, 5}, lengths[] = {3, 1, 2}, output[] = {9, 1, 2};
-    toka_sampling t = {.bad_ids = bad, .bad_lengths = lengths, .n_bad = 3};
-    ids got = {0};
-    samp_bad_ids(&t, output, 3, &got);
-    CHECK(got.n == 3 && got.p[0] == 3 && got.p[1] == 4 && got.p[2] == 5);
-    got.n = 0, samp_bad_ids(&t, output + 2, 1, &got); /* what lies before the output does not count */
-    CHECK(got.n == 2 && got.p[0] == 4 && got.p[1] == 5);
-    ids_free(&plain), ids_free(&spaced), ids_free(&got), api_free(&c);
+    CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":[[5],[6]],\"bad_words\":[\" apples\",\"each of the\"]}"), &c, &e));
+    const toka_words *w = c.parts[1].q.sampling.bad_words;
+    CHECK(w && w == c.parts[0].q.sampling.bad_words && w->n == 2 && str_is(w->word[0], "apples") && str_is(w->word[1], "each of the"));
+    api_free(&c);
     c = (api_call){.serial = {1, 2}}; /* a special token is the token, not its letters */
     CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":\"Tom\",\"bad_words\":[\"<|im_end|>\"]}"), &c, &e));
-    s = &c.parts[0].q.sampling;
     const int32_t end = tok_id(m.t->tok, STR("<|im_end|>"));
-    CHECK(end >= 0 && s->n_bad >= 1 && s->bad_lengths[0] == 1 && s->bad_ids[0] == end);
+    w = c.parts[0].q.sampling.bad_words;
+    CHECK(end >= 0 && w && w->always.n == 1 && w->always.p[0] == end);
     api_free(&c);
+    CHECK(!api_refuse_value(&m, API_COMPLETIONS, "bad_words", "[]").status);
+    CHECK(!strcmp(api_refuse_value(&m, API_CHAT, "bad_words", "[\"a\",\"  \"]").message, "bad_words[1]: a word without tokens"));
+    CHECK(!strcmp(api_refuse_value(&m, API_CHAT, "bad_words", "[\"a\\u0000b\"]").message, "bad_words: expected a list of texts"));
+    buf b = {0};
+    buf_c(&b, "[\"a\"");
+    for (int i = 0; i < SAMP_MAX_WORDS; i++) buf_c(&b, ",\"a\"");
+    buf_c(&b, "]");
+    CHECK(!strcmp(api_refuse_value(&m, API_CHAT, "bad_words", b.p).message, "bad_words: 2049 words, expected 1 to 2048"));
+    buf_clear(&b), buf_c(&b, "[\"");
+    for (int i = 0; i <= SAMP_MAX_WORD_BYTES; i++) buf_char(&b, 'a');
+    buf_c(&b, "\"]");
+    CHECK(!strcmp(api_refuse_value(&m, API_CHAT, "bad_words", b.p).message, "bad_words: 32769 bytes, expected at most 32768 in all"));
+    buf_free(&b);
+}
+
+/* What forbids all that is allowed is refused, as far as it is known; id 55 is T, 3 and 1 end. */
+static void test_api_nothing_left(void) {
+    static const struct {
+        const char *fields, *blamed; /* NULL: it is taken */
+    } cases[] = {
+        {"\"allowed_token_ids\":[55],\"bad_words\":[\"T\"]", "bad_words"}, {"\"allowed_token_ids\":[55,56],\"bad_words\":[\"T\"]", NULL},
+        {"\"allowed_token_ids\":[55,56,55],\"bad_words\":[\"U\",\" T\"]", "bad_words"},
+        {"\"allowed_token_ids\":[55],\"bad_words\":[\"TT\"]", NULL}, {"\"allowed_token_ids\":[55],\"logit_bias\":{\"55\":-100}", "logit_bias"},
+        {"\"allowed_token_ids\":[55],\"logit_bias\":{\"55\":-99}", NULL}, {"\"allowed_token_ids\":[3,1],\"min_tokens\":1", "min_tokens"},
+        {"\"allowed_token_ids\":[3,1],\"min_tokens\":1,\"ignore_eos\":true", NULL}, {"\"allowed_token_ids\":[3,1]", NULL},
+        {"\"allowed_token_ids\":[55],\"stop_token_ids\":[55],\"min_tokens\":2", "min_tokens"},
+        {"\"allowed_token_ids\":[55],\"stop_token_ids\":[55]", NULL},
+        {"\"allowed_token_ids\":[55,56,1],\"bad_words\":[\"T\"],\"logit_bias\":{\"56\":-1e2},\"min_tokens\":1", "min_tokens and bad_words and logit_bias"},
+        {"\"allowed_token_ids\":[55],\"bad_words\":[\"T\"],\"max_tokens\":0,\"echo\":true", NULL}};
+    api_model m = api_test_model();
+    for (int i = 0; i < COUNT(cases); i++) {
+        buf b = {0};
+        char want[200] = "";
+        if (cases[i].blamed)
+            snprintf(want, sizeof want, "allowed_token_ids: nothing is left to draw, as %s forbid%s all of these ids", cases[i].blamed,
+                     strchr(cases[i].blamed, ' ') ? "" : "s");
+        buf_printf(&b, "{\"prompt\":\"Tom\",%s}", cases[i].fields);
+        api_refusal r = api_refuse(&m, API_COMPLETIONS, b.p);
+        CHECK_MSG(r.status == (*want ? 400 : 0) && !strcmp(r.message, want), "%s: %d %s", b.p, r.status, r.message);
+        CHECK(!*want || !strcmp(r.param, "allowed_token_ids"));
+        buf_free(&b);
+    }
+    buf b = {0}; /* no list of allowed ids: all are */
+    buf_c(&b, "{\"prompt\":\"Tom\",\"min_tokens\":1,\"stop_token_ids\":[0");
+    for (int i = 1; i < 1024; i++) buf_printf(&b, ",%d", i);
+    buf_c(&b, "]}");
+    CHECK(!strcmp(api_refuse(&m, API_COMPLETIONS, b.p).message, "min_tokens: nothing is left to draw, as min_tokens forbids all of these ids"));
+    buf_free(&b);
 }
 
 static void api_check_context(const char *body, const char *want) {
@@ -914,6 +950,7 @@ static const struct test api_tests[] = {
     {"api: bodies to requests", test_api_requests},
     {"api: who asks for log-probabilities", test_api_asks},
     {"api: bad words", test_api_bad_words},
+    {"api: nothing left to draw", test_api_nothing_left},
     {"api: what templates get", test_api_context},
     {"api: messages without a content", test_api_contents},
     {"api: template for tools", test_api_tool_template},

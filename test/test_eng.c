@@ -49,9 +49,9 @@ typedef struct eng_got { /* what a request's events said */
 static int eng_collect(void *user, const toka_event *ev) {
     eng_got *g = user;
     size_t k = g->id[ev->sample].n;
-    if (ev->id < 0) return g->n_cancelled++, g->n_ended++, 0;
+    if (ev->id < 0 && ev->finish != TOKA_STOP) return g->n_cancelled++, g->n_ended++, 0;
     if (k < 512) g->logprob[ev->sample][k] = ev->logprob, g->sampled[ev->sample][k] = ev->sampled_logprob;
-    ids_push(&g->id[ev->sample], ev->id);
+    if (ev->id >= 0) ids_push(&g->id[ev->sample], ev->id);
     buf_put(&g->text[ev->sample], ev->text, ev->text_bytes);
     g->finish[ev->sample] = ev->finish, g->stop_id[ev->sample] = ev->stop_id, g->n_top = ev->n_top;
     g->n_ended += ev->finish != TOKA_RUNNING;
@@ -1404,17 +1404,76 @@ static void test_min_tokens_and_stops(void) {
     toka_close(t);
 }
 
-/* Where nothing but ends is allowed, min_tokens holds all the same: an end too early is a token like another. */
+/* Where nothing but ends is allowed, min_tokens cannot hold: that is refused. */
 static void test_ends_alone(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
     toka_sampling s = eng_greedy(9);
+    toka_request r = toka_request_default();
+    toka_err e;
     s.allowed_ids = t->files->config.eos_ids, s.n_allowed = t->files->config.n_eos_ids;
-    for (int least = 0; least < 5; least++) {
-        s.min_tokens = least;
-        eng_got *g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
-        CHECK_MSG((int)g->id[0].n == least + 1 && g->finish[0] == TOKA_STOP, "%d: %d", least, (int)g->id[0].n);
+    eng_got *g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
+    CHECK_MSG((int)g->id[0].n == 1 && g->finish[0] == TOKA_STOP, "%d", (int)g->id[0].n);
+    eng_got_free(g);
+    s.min_tokens = 1, r.sampling = s, r.text = "Tom", r.text_bytes = 3;
+    CHECK(toka_generate(t, &r, NULL, NULL, NULL, &e) == TOKA_E_USE && strstr(e.msg, "nothing is left to draw, as min_tokens forbids"));
+    toka_close(t);
+}
+
+/* A sample for which nothing is left ends without a token, and without what was forbidden: T is allowed, TTT is not; nor, of four
+ * ids, any two in a row. */
+static void test_nothing_left(void) {
+    toka *t = eng_must_open(eng_model, 8, 64, 1);
+    toka_sampling s = eng_greedy(9);
+    toka_err e;
+    const int32_t allowed[] = {55, 56, 57, 58};
+    const char *words[16] = {"TTT"};
+    char pair[16][3] = {{0}};
+    const int orders[] = {1, 3};
+    for (int k = 0; k < 16; k++) pair[k][0] = (char)('T' + k / 4), pair[k][1] = (char)('T' + k % 4);
+    for (int i = 0; i < 8; i++) {
+        for (int k = 0; k < 16 && i >= 4; k++) words[k] = pair[k];
+        s.allowed_ids = allowed, s.n_allowed = i < 4 ? 1 : 4, s.temperature = (float)(i % 2), s.min_tokens = i % 4 / 2 * 9;
+        CHECK_MSG(!toka_words_new(&s.bad_words, t, words, i < 4 ? 1 : 16, &e), "%s", e.msg);
+        eng_got *g = eng_ask_problem(t, str_c(eng_problem), orders[i % 2], &s);
+        toka_words_del(s.bad_words);
+        for (int k = 0; k < orders[i % 2]; k++) {
+            const int n = i < 4 ? 2 : 1;
+            CHECK_MSG(g->finish[k] == TOKA_STOP && (int)g->id[k].n == n && (int)g->text[k].n == n && g->stop_id[k] == -1,
+                      "%d: finish %d, %d tokens: '%s'", i, g->finish[k], (int)g->id[k].n, g->text[k].p);
+        }
         eng_got_free(g);
     }
+    toka_close(t);
+}
+
+/* No word of what a model says comes again once it is forbidden: with or without a space before it, alone and with those after it,
+ * greedily and at a high temperature, whatever its tokens are. */
+static void test_bad_texts(void) {
+    toka *t = eng_must_open(eng_model, 8, 64, 1);
+    toka_sampling s = eng_greedy(30);
+    toka_err e;
+    s.ignore_eos = 1;
+    eng_got *whole = eng_ask_problem(t, str_c(eng_problem), 1, &s);
+    const str text = buf_view(&whole->text[0]);
+    for (size_t at = 0, end; at < text.n; at = end + 1) {
+        while (at < text.n && text.p[at] == ' ') at++;
+        for (end = at; end < text.n && text.p[end] != ' ';) end++;
+        for (int k = 0; k < 4; k++) {
+            char word[64] = " ";
+            const char *words[] = {"never to be seen", k % 2 ? word : word + 1};
+            size_t next = end;
+            while (k / 2 && next < text.n && (next == end || text.p[next] != ' ')) next++;
+            memcpy(word + 1, text.p + at, MIN(next - at, (size_t)40));
+            s.temperature = k == 3 ? 2.0f : 0;
+            CHECK_MSG(!toka_words_new(&s.bad_words, t, words, 2, &e), "%s", e.msg);
+            eng_got *g = eng_ask_problem(t, str_c(eng_problem), k == 3 ? 8 : 1, &s);
+            for (int i = 0; i < (k == 3 ? 8 : 1); i++)
+                for (size_t p = 0; p < g->text[i].n; p++)
+                    CHECK_MSG(!samp_has_word(&t->tok->uni, buf_view(&g->text[i]), p, str_c(word + 1)), "'%s' is in '%s'", word, g->text[i].p);
+            eng_got_free(g), toka_words_del(s.bad_words);
+        }
+    }
+    eng_got_free(whole);
     toka_close(t);
 }
 
@@ -1603,6 +1662,8 @@ static const struct test eng_tests[] = {
     {"engine: events without text", test_ids_only},
     {"engine: min_tokens and stop strings", test_min_tokens_and_stops},
     {"engine: bad words", test_bad_words},
+    {"engine: bad words as texts", test_bad_texts},
+    {"engine: nothing left to draw", test_nothing_left},
     {"engine: ends alone", test_ends_alone},
     {"engine: pages for short sequences", test_short_sequences},
     {0}};
