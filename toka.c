@@ -9747,6 +9747,13 @@ static void samp_starts(toka_words *w, samp_tails *starts) {
     buf_free(&all);
 }
 
+/* A special token is but the word that it is as a whole: else `end` would forbid <|im_end|>. */
+static bool samp_is_any(const toka_words *w, str text) {
+    for (int i = 0; i < w->n; i++)
+        if (str_eq(w->word[i], text)) return true;
+    return false;
+}
+
 static bool samp_has_any(const toka_words *w, const samp_tails *starts, str text) {
     for (size_t p = 0; p < text.n; p++) {
         const unsigned char c = (unsigned char)text.p[p];
@@ -9758,8 +9765,10 @@ static bool samp_has_any(const toka_words *w, const samp_tails *starts, str text
 
 /* What token id does to the words. */
 static int samp_look_up(toka_words *w, const samp_tails *starts, int32_t id, str text, buf *tails, toka_err *e) {
+    const bool special = w->t->flag[id] & TOK_SPECIAL;
     if (!text.n) return 0;
-    if (samp_has_any(w, starts, text)) return ids_push(&w->always, id), 0;
+    if (special ? samp_is_any(w, text) : samp_has_any(w, starts, text)) ids_push(&w->always, id);
+    if (special || (w->always.n && w->always.p[w->always.n - 1] == id)) return 0;
     const unsigned char c = (unsigned char)text.p[0];
     for (int k = starts->first[c]; k < starts->first[c + 1]; k++) {
         const samp_tail *s = &starts->tail[k];

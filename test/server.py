@@ -223,12 +223,12 @@ class Raw:
 
 
 def texts(stream):
-    """The text of each choice of a streamed completion, and whether it ended with [DONE]."""
+    """The text of each choice of a streamed answer, and whether it ended with [DONE]."""
     out, done = {}, False
     for event in stream.decode().split("\n\n"):
         if event == "data: [DONE]":
             done = True
         elif event:
             for choice in json.loads(event.removeprefix("data: "))["choices"]:
-                out[choice["index"]] = out.get(choice["index"], "") + choice["text"]
+                out[choice["index"]] = out.get(choice["index"], "") + choice.get("text", choice.get("delta", {}).get("content", ""))
     return out, done

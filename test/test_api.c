@@ -313,6 +313,12 @@ static void test_api_bad_words(void) {
     w = c.parts[0].q.sampling.bad_words;
     CHECK(end >= 0 && w && w->always.n == 1 && w->always.p[0] == end);
     api_free(&c);
+    c = (api_call){.serial = {1, 2}}; /* whose letters are no words */
+    CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":\"Tom\",\"bad_words\":[\"end\",\"im\",\"text\"]}"), &c, &e));
+    w = c.parts[0].q.sampling.bad_words;
+    CHECK(w->always.n > 1);
+    for (size_t i = 0; i < w->always.n; i++) CHECK(!(m.t->tok->flag[w->always.p[i]] & TOK_SPECIAL));
+    api_free(&c);
     CHECK(!api_refuse_value(&m, API_COMPLETIONS, "bad_words", "[]").status);
     CHECK(!strcmp(api_refuse_value(&m, API_CHAT, "bad_words", "[\"a\",\"  \"]").message, "bad_words[1]: a word without tokens"));
     CHECK(!strcmp(api_refuse_value(&m, API_CHAT, "bad_words", "[\"a\\u0000b\"]").message, "bad_words: expected a list of texts"));

@@ -189,6 +189,34 @@ def test_sampling_fields(tmp_path):
     assert body(r["only"])["choices"][0]["token_ids"] == [second] * 5
 
 
+def test_words_stops_ranks(tmp_path):
+    p = "Tom has 3 boxes with 4 apples each and buys 5 more apples."
+    greedy = dict(temperature=0, max_tokens=12)
+    plain = texts(run(tmp_path, [completion("plain", p, **greedy)])["plain"])[0]
+    words = re.findall(r"[A-Za-z]+", plain)
+    bad = words + [" " + w for w in words] + [f"{a} {b}" for a, b in zip(words, words[1:]) if f"{a} {b}" in plain]
+    lines = [completion(w, p, bad_words=[w], **greedy) for w in bad]
+    lines += [completion("long" + w, p, bad_words=[w, "never"], temperature=2, max_tokens=60, n=4, ignore_eos=True, seed=i) for i, w in enumerate(bad)]
+    lines += [completion("least%d" % n, p, stop=["How"], min_tokens=n, **greedy) for n in range(3)]
+    lines += [completion("begun", p, stop=["w many"], min_tokens=1, n=3, **greedy), completion("none", p, allowed_token_ids=[55], bad_words=["T"]),
+              completion("two", p, allowed_token_ids=[55], bad_words=["TTT"], **greedy), completion("ranks", p, prompt_logprobs=0, max_tokens=1),
+              completion("tops", p, prompt_logprobs=32, max_tokens=1)]
+    r = run(tmp_path, lines)
+    for w in bad:
+        for text in texts(r[w]) + texts(r["long" + w]):
+            assert not re.search(r"\b" + w.strip() + r"\b", text), (w, text)
+    assert texts(r["least0"]) == [" "] and texts(r["least1"]) == texts(r["least2"]) == [plain]
+    assert texts(r["begun"]) == [plain[:plain.index("w many")]] * 3
+    assert "nothing is left to draw" in r["none"]["error"]["message"]
+    two = body(r["two"])
+    assert texts(r["two"]) == ["TT"] and two["usage"]["completion_tokens"] == 2 and two["choices"][0]["finish_reason"] == "stop"
+    ranks, tops = (body(r[k])["choices"][0]["prompt_logprobs"][1:] for k in ("ranks", "tops"))
+    assert len(ranks) == len(tops) > 10 and any(list(x.values())[0]["rank"] > 32 for x in ranks)
+    for one, many in zip(ranks, tops):
+        (key, value), = one.items()
+        assert many[key] == value and [x["rank"] for x in many.values()][1:] == [k for k in range(1, 33) if k != value["rank"]]
+
+
 def test_messages(tmp_path):
     p = PROBLEMS[3]["prompt"]
     parts = [{"type": "text", "text": p}]

@@ -358,6 +358,26 @@ def test_http_1_0_stream_with_nothing_to_say():
         assert s.stop() == 0
 
 
+def test_constraints_streamed_or_not(server):
+    """Bad words, stop strings behind min_tokens, and samples for which nothing is left, by both routes."""
+    p = "Tom has 3 boxes with 4 apples each and buys 5 more apples."
+    asks = [(None, {"max_tokens": 12}), (None, {"max_tokens": 12, "bad_words": ["apples"]}), (None, {"max_tokens": 12, "bad_words": ["How many"]}),
+            ([" "], {"stop": ["How"]}), ([" How"], {"max_tokens": 1, "min_tokens": 1, "stop": ["How"]}),
+            ([" How many"] * 3, {"n": 3, "min_tokens": 1, "stop": ["many"], "include_stop_str_in_output": True}),
+            (["TT"] * 2, {"n": 2, "allowed_token_ids": [55], "bad_words": ["TTT"]})]
+    for want, fields in asks:
+        for route, prompt in (("/v1/completions", {"prompt": p}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": p}]})):
+            body = {"temperature": 0, "max_tokens": 9, **prompt, **fields}
+            whole = server.post(route, body).json()["choices"]
+            said = [c.get("text", c.get("message", {}).get("content")) for c in whole]
+            assert texts(server.post(route, {**body, "stream": True}).body)[0] == dict(enumerate(said))
+            assert route.startswith("/v1/chat") or want is None or said == want, (fields, said)
+            assert not any(word in text for text in said for word in fields.get("bad_words", []))
+            assert "TTT" not in str(fields) or [(c["finish_reason"], c["stop_reason"]) for c in whole] == [("stop", "nothing is left to draw")] * 2
+            a = server.post(route, {**body, "allowed_token_ids": [55], "bad_words": ["T"], "stream": True})
+            assert a.status == 400 and a.error()["param"] == "allowed_token_ids" and "bad_words" in a.error()["message"]
+
+
 def test_every_split_of_a_request(server):
     body = json.dumps(small(1))
     request = raw_post(body, "Content-Type: application/json\r\n")
