@@ -15382,6 +15382,7 @@ typedef struct run_options { /* what toka batch was asked to do */
     const api_model *model; /* NULL; or what OpenAI's batch lines are read against instead */
     bool quiet;           /* no progress, no report */
     bool patient;         /* a full disk is waited for, with what is computed in hand; else it ends the run */
+    bool hidden;          /* messages, which clients read, name files without their folder */
     atomic_int *interrupted;
     int64_t until;        /* stop when this time has come, seconds since 1970; 0: no limit */
     bool expired;         /* it has come: every line that is left becomes an error record */
@@ -16057,6 +16058,11 @@ static int run_scan_output(run_state *r, run_sink *to, atomic_llong *count, toka
     return code;
 }
 
+static const char *run_shown(const run_options *o, const char *path) { /* a file in messages */
+    const char *slash = o->hidden ? strrchr(path, '/') : NULL;
+    return slash ? slash + 1 : path;
+}
+
 static int run_cannot_open(const char *path, toka_err *e) { /* EINTR: a named pipe without another side, and Ctrl-C */
     int code = errno == EINTR ? TOKA_E_CANCELLED : os_is_short(errno) ? TOKA_E_IO : TOKA_E_INPUT;
     return fail(e, code, "%s: %s", path, strerror(errno));
@@ -16069,18 +16075,18 @@ static bool run_is_same(int fd, const struct stat *file) {
 
 static int run_open_output(run_state *r, run_sink *to, const char *path, atomic_llong *count, toka_err *e) {
     struct stat st;
-    *to = (run_sink){.path = path, .fd = 1};
+    *to = (run_sink){.path = run_shown(r->o, path), .fd = 1};
     if (!strcmp(path, "-")) return 0;
     /* a pipe, a device: only to write, or we would be the reader who is missed */
     int how = !stat(path, &st) && !S_ISREG(st.st_mode) ? O_WRONLY : O_RDWR | O_CREAT;
     to->fd = open(path, how | O_APPEND | O_CLOEXEC, r->o->errors ? 0600 : 0666);
-    if (to->fd < 0 || fstat(to->fd, &st)) return run_cannot_open(path, e);
+    if (to->fd < 0 || fstat(to->fd, &st)) return run_cannot_open(to->path, e);
     if (!(to->is_file = S_ISREG(st.st_mode))) return 0;
-    if (run_is_same(r->in.fd, &st)) return fail(e, TOKA_E_USE, "%s is the input and the output", path);
+    if (run_is_same(r->in.fd, &st)) return fail(e, TOKA_E_USE, "%s is the input and the output", to->path);
     struct flock whole_file = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
     for (int tries = 0; fcntl(to->fd, F_SETLK, &whole_file) && (errno == EACCES || errno == EAGAIN); tries++) {
         if (tries == 30 || atomic_load(r->o->interrupted))
-            return fail(e, TOKA_E_USE, "%s: another toka batch is writing it", path);
+            return fail(e, TOKA_E_USE, "%s: another toka batch is writing it", to->path);
         usleep(100000); /* one that was killed a moment ago holds it until the system has taken it apart */
     }
     return run_scan_output(r, to, count, e);
@@ -16140,9 +16146,9 @@ static int run_open(run_state *r, toka_err *e) {
     bool standard = !strcmp(r->o->in, "-");
     int fd = standard ? 0 : open(r->o->in, O_RDONLY | O_CLOEXEC);
     r->results.fd = r->errors.fd = -1;
-    run_input_init(&r->in, fd, standard ? "standard input" : r->o->in, r->o->interrupted);
+    run_input_init(&r->in, fd, standard ? "standard input" : run_shown(r->o, r->o->in), r->o->interrupted);
     r->in.stopped = &r->stopped;
-    if (fd < 0) return run_cannot_open(r->o->in, e);
+    if (fd < 0) return run_cannot_open(r->in.name, e);
     int code = run_open_output(r, &r->results, r->o->out, r->o->completed, e);
     if (!code && r->o->errors) code = run_open_output(r, &r->errors, r->o->errors, r->o->failed, e);
     if (!code && r->o->report) code = run_check_report(r, e);
@@ -16681,7 +16687,8 @@ typedef struct fb_options {
 typedef struct fb_store {
     fb_options o;
     char *path;      /* of the folder; NULL: there is none */
-    toka_err why;    /* why it cannot be used; code 0: it can */
+    toka_err why;    /* why it cannot be used, for people at the server; code 0: it can */
+    int why_not;     /* the system's error behind that, or 0 */
     int dir, locked; /* descriptors, -1 before the folder is there */
     pthread_mutex_t lock;
     pthread_cond_t wake;
@@ -16949,8 +16956,8 @@ static void fb_put_batch(const fb_batch *x, bool on_disk, buf *b) {
     json_put_close(b, '}');
 }
 
-/* Writes a record: whole, on disk, and then in the old one's place. With store.lock held. */
-static int fb_save(fb_store *s, const fb_id *id, str record, toka_err *e) {
+/* Writes a record: whole, on disk, and then in the old one's place. Returns 0 or the system's error. With store.lock held. */
+static int fb_save(fb_store *s, const fb_id *id, str record) {
     char part[64], name[64];
     snprintf(part, sizeof part, "%s.json.part", id->z), snprintf(name, sizeof name, "%s.json", id->z);
     int fd = openat(s->dir, part, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
@@ -16966,23 +16973,23 @@ static int fb_save(fb_store *s, const fb_id *id, str record, toka_err *e) {
     if (good) return 0;
     unlinkat(s->dir, part, 0);
     s->full |= os_is_full(why);
-    return fail(e, TOKA_E_IO, "%s: %s", s->path, strerror(why));
+    return why;
 }
 
-static int fb_save_file(fb_store *s, const fb_file *f, toka_err *e) {
+static int fb_save_file(fb_store *s, const fb_file *f) {
     buf b = {0};
     fb_put_file(f, &b);
-    int code = fb_save(s, &f->id, buf_view(&b), e);
+    int why = fb_save(s, &f->id, buf_view(&b));
     buf_free(&b);
-    return code;
+    return why;
 }
 
-static int fb_save_batch(fb_store *s, const fb_batch *x, toka_err *e) {
+static int fb_save_batch(fb_store *s, const fb_batch *x) {
     buf b = {0};
     fb_put_batch(x, true, &b);
-    int code = fb_save(s, &x->id, buf_view(&b), e);
+    int why = fb_save(s, &x->id, buf_view(&b));
     buf_free(&b);
-    return code;
+    return why;
 }
 
 static void fb_set(fb_batch *b, enum fb_status status) {
@@ -16997,9 +17004,9 @@ static void fb_tell(const fb_batch *b, const char *what, const char *why) { /* o
 /* Into a state, now, on disk too. With store.lock held. What cannot be written is told on standard error and written with the
  * next. */
 static void fb_enter(fb_store *s, fb_batch *b, enum fb_status status) {
-    toka_err e;
     fb_set(b, status);
-    if (fb_save_batch(s, b, &e)) fb_tell(b, b->id.z, e.msg);
+    const int why = fb_save_batch(s, b);
+    if (why) fb_tell(b, b->id.z, strerror(why));
     else b->waits = false;
 }
 
@@ -17117,23 +17124,28 @@ static void fb_sweep(fb_store *s, const char *name) {
     unlinkat(s->dir, name, 0);
 }
 
+static int fb_no_path(fb_store *s, const char *path, int why, toka_err *e) {
+    s->why_not = why;
+    return fail(e, TOKA_E_IO, "%s: %s", path, strerror(why));
+}
+
 static int fb_each_entry(fb_store *s, void (*visit)(fb_store *, const char *), toka_err *e) {
     DIR *d = opendir(s->path);
-    if (!d) return fail(e, TOKA_E_IO, "%s: %s", s->path, strerror(errno));
+    if (!d) return fb_no_path(s, s->path, errno, e);
     for (const struct dirent *it; (it = readdir(d));) visit(s, it->d_name);
     closedir(d);
     return 0;
 }
 
 /* Makes the folder with what leads to it, for this user alone. */
-static int fb_make_folder(char *path, toka_err *e) {
-    for (char *p = path + 1;; p++) {
+static int fb_make_folder(fb_store *s, toka_err *e) {
+    for (char *p = s->path + 1;; p++) {
         if (*p && *p != '/') continue;
         char kept = *p;
         *p = 0;
-        int bad = mkdir(path, 0700) && errno != EEXIST;
-        if (bad) return fail(e, TOKA_E_IO, "%s: %s", path, strerror(errno));
-        if (!(*p = kept)) return 0;
+        int code = mkdir(s->path, 0700) && errno != EEXIST ? fb_no_path(s, s->path, errno, e) : 0;
+        *p = kept;
+        if (code || !kept) return code;
     }
 }
 
@@ -17141,27 +17153,30 @@ static void *fb_work(void *user);
 
 /* Locks the folder, reads what is there, and goes on with it. */
 static int fb_take_folder(fb_store *s, toka_err *e) {
-    int code = fb_make_folder(s->path, e);
+    int code = fb_make_folder(s, e);
     if (code) return code;
-    s->dir = open(s->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (s->dir < 0) s->dir = open(s->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (s->dir >= 0) s->locked = openat(s->dir, "lock", O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-    if (s->dir < 0 || s->locked < 0) return fail(e, TOKA_E_IO, "%s: %s", s->path, strerror(errno));
+    if (s->dir < 0 || s->locked < 0) return fb_no_path(s, s->path, errno, e);
     for (int tries = 0; flock(s->locked, LOCK_EX | LOCK_NB); tries++) {
-        if (errno != EWOULDBLOCK) return fail(e, TOKA_E_IO, "%s: %s", s->path, strerror(errno));
+        if (errno != EWOULDBLOCK) return fb_no_path(s, s->path, errno, e);
         if (tries == 30) return fail(e, TOKA_E_USE, "%s is in use by another server; give another --files-dir", s->path);
         usleep(100000); /* one that was killed a moment ago holds it until the system has taken it apart */
     }
     if ((code = fb_each_entry(s, fb_load, e)) || (code = fb_each_entry(s, fb_sweep, e))) return code;
-    if (os_thread(&s->worker, fb_work, s, e)) return e->code;
+    if (os_thread(&s->worker, fb_work, s, e)) return s->why_not = EAGAIN, e->code;
     s->started = true;
     return 0;
 }
 
-/* The same the first time it is needed. What went wrong then is what all hear from then on. With store.lock held. */
+/* The same the first time it is needed. What went wrong then is what all hear from then on, but for a full disk, which may have room
+ * later. With store.lock held. */
 static int fb_attach(fb_store *s, toka_err *e) {
-    if (!s->started && !s->why.code && fb_take_folder(s, e)) {
-        s->why = *e;
-        if (!s->o.dir) fail(&s->why, e->code, "this server keeps no files: %.300s", e->msg);
+    if (!s->started && (!s->why.code || os_is_full(s->why_not))) {
+        s->why_not = 0;
+        s->why.code = fb_take_folder(s, e);
+        if (s->why.code && s->o.dir) s->why = *e;
+        else if (s->why.code) fail(&s->why, e->code, "this server keeps no files: %.300s", e->msg);
     }
     *e = s->why;
     return e->code;
@@ -17299,7 +17314,7 @@ static int fb_run_lines(fb_store *s, fb_batch *b, bool expired, enum run_end *en
     buf_printf(&in, "%s/%s", s->path, b->input.z), buf_printf(&out, "%s/%s", s->path, b->out.z);
     buf_printf(&err, "%s/%s", s->path, b->err.z);
     run_options o = {.in = in.p, .out = out.p, .errors = err.p, .now = s->o.m->now, .base = s->o.m->base,
-                     .model = s->o.m, .quiet = true, .patient = true,
+                     .model = s->o.m, .quiet = true, .patient = true, .hidden = true,
                      .interrupted = &b->stop, .until = expired ? 0 : b->expires_at, .expired = expired,
                      .completed = &b->completed, .failed = &b->failed};
     o.base.priority = FB_PRIORITY;
@@ -17327,7 +17342,6 @@ static void fb_cut_torn(int fd) {
  * failed is told on standard error; and it is none at all if the disk is full (s->full). With store.lock held. */
 static bool fb_publish(fb_store *s, const fb_batch *b, const fb_id *id, const char *kind, bool *has) {
     struct stat st;
-    toka_err e;
     if ((*has = fb_find(&s->files, id) != NULL)) return true; /* published before a crash */
     int fd = openat(s->dir, id->z, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
     if (fd >= 0) fb_cut_torn(fd);
@@ -17341,7 +17355,7 @@ static bool fb_publish(fb_store *s, const fb_batch *b, const fb_id *id, const ch
     buf name = {0};
     buf_printf(&name, "%s_%s.jsonl", b->id.z, kind);
     fb_file *f = fb_file_new(id, (int64_t)st.st_size, fb_now(), name.p, "batch_output");
-    if (kept && fb_save_file(s, f, &e)) kept = false, fb_tell(b, id->z, e.msg);
+    if (kept && (why = fb_save_file(s, f))) kept = false, fb_tell(b, id->z, strerror(why));
     if (kept || !s->full) fb_insert(&s->files, f);
     else fb_file_del(f), *has = false;
     return kept;
@@ -17476,8 +17490,29 @@ static void fb_error(http_reply *reply, int status, const char *param, const cha
     api_error(&reply->body, status, message, NULL, param, NULL);
 }
 
-static void fb_failed(http_reply *reply, const toka_err *e) { /* the folder's fault, not the client's */
-    fb_error(reply, e->code == TOKA_E_USE ? 503 : 500, NULL, "%s", e->msg);
+/* The system could not do it: for want of room, because nothing may be written there, or of something that may be there later.
+ * Clients learn nothing of where the files are. */
+static void fb_cannot(http_reply *reply, int why) {
+    bool unable = os_is_full(why) || why == EFBIG || why == EROFS || why == EACCES || why == EPERM;
+    int status = unable ? 507 : os_is_short(why) ? 503 : 500;
+    fb_error(reply, status, NULL, "the server's files: %s", strerror(why));
+    if (status == 503) buf_c(&reply->headers, "Retry-After: 1\r\n");
+}
+
+/* Why the folder cannot be used. With store.lock held. */
+static void fb_no_folder(const fb_store *s, http_reply *reply) {
+    if (s->why_not) fb_cannot(reply, s->why_not);
+    else if (s->path) fb_error(reply, 503, NULL, "this server keeps no files: their folder is in use by another server");
+    else fb_error(reply, 503, NULL, "%s", s->why.msg);
+}
+
+/* Makes the folder ready for a client, if it is not. False: the reply says why not, and standard error more. With store.lock held. */
+static bool fb_need_folder(fb_store *s, http_reply *reply) {
+    toka_err e;
+    const bool known = s->why.code != 0;
+    if (!fb_attach(s, &e)) return true;
+    if (!known) fprintf(stderr, "toka serve: %s\n", e.msg);
+    return fb_no_folder(s, reply), false;
 }
 
 /* ?limit=, of which OpenAI's most is cut to ours. False: the reply says why. */
@@ -17554,7 +17589,7 @@ static void fb_list_batches(const fb_store *s, const http_request *r, http_reply
 static void fb_content(const fb_store *s, const fb_file *f, http_reply *reply) {
     int fd = openat(s->dir, f->id.z, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
     if (fd < 0) {
-        fb_error(reply, 500, NULL, "%s: %s", f->id.z, strerror(errno));
+        fb_cannot(reply, errno);
         return;
     }
     reply->type = "application/octet-stream";
@@ -17578,7 +17613,7 @@ static void fb_delete(fb_store *s, fb_file *f, http_reply *reply) {
     }
     snprintf(record, sizeof record, "%s.json", id.z);
     if (unlinkat(s->dir, record, 0) || fsync(s->dir)) { /* the record first: contents alone are swept at the next start */
-        fb_error(reply, 500, NULL, "%s: %s", s->path, strerror(errno));
+        fb_cannot(reply, errno);
         return;
     }
     unlinkat(s->dir, id.z, 0);
@@ -17657,13 +17692,14 @@ static void fb_create(fb_store *s, str body, http_reply *reply) {
     if (!wrong) {
         b->id = fb_new_id(s, "batch_"), b->out = fb_new_id(s, "file-"), b->err = fb_new_id(s, "file-");
         b->model = mem_check(strdup(s->o.m->names[0])), b->metadata = fb_text(json_get(root, "metadata"));
-        if (!fb_save_batch(s, b, &e)) {
+        const int why = fb_save_batch(s, b);
+        if (!why) {
             fb_insert(&s->batches, b);
             fb_put_batch(b, false, &reply->body);
             b = NULL; /* the table's */
             pthread_cond_broadcast(&s->wake);
         } else {
-            fb_failed(reply, &e);
+            fb_cannot(reply, why);
         }
     } else {
         fb_error(reply, 400, *wrong ? wrong : NULL, "%s", message);
@@ -17699,26 +17735,23 @@ static void fb_upload_close(fb_upload *u, bool whole, http_reply *reply);
 
 /* NULL: refused, the reply says why. */
 static fb_upload *fb_upload_open(fb_store *s, str content_type, http_reply *reply) {
-    toka_err e;
     fb_upload *u = mem_zalloc(sizeof *u);
     u->store = s, u->fd = -1;
     bool form = fb_form_init(&u->form, content_type);
     pthread_mutex_lock(&s->lock);
-    int code = form ? fb_attach(s, &e) : 0;
-    bool full = s->files.n >= FB_MAX_FILES;
+    bool there = !form || fb_need_folder(s, reply), full = s->files.n >= FB_MAX_FILES;
     u->id = fb_new_id(s, "file-");
     pthread_mutex_unlock(&s->lock);
     char part[64];
     snprintf(part, sizeof part, "%s.part", u->id.z);
-    if (form && !code && !full) {
+    if (!form) fb_error(reply, 400, NULL, "Content-Type: expected multipart/form-data with a boundary");
+    else if (there && full) fb_error(reply, 400, NULL, "there are too many files; delete some");
+    else if (there) {
         u->fd = openat(s->dir, part, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
         if (u->fd >= 0) return u;
-        code = fail(&e, TOKA_E_IO, "%s: %s", s->path, strerror(errno));
+        fb_cannot(reply, errno);
     }
     fb_upload_close(u, false, reply);
-    if (!form) fb_error(reply, 400, NULL, "Content-Type: expected multipart/form-data with a boundary");
-    else if (code) fb_failed(reply, &e);
-    else fb_error(reply, 400, NULL, "there are too many files; delete some");
     return NULL;
 }
 
@@ -17728,7 +17761,7 @@ static bool fb_upload_write(fb_upload *u, str data, http_reply *reply) {
     while (data.n) {
         ssize_t n = write(u->fd, data.p, data.n);
         if (n < 0 && errno == EINTR) continue;
-        if (n < 0) return fb_error(reply, 500, NULL, "%s: %s", u->store->path, strerror(errno)), false;
+        if (n < 0) return fb_cannot(reply, errno), false;
         data = str_sub(data, (size_t)n, data.n);
     }
     return true;
@@ -17774,16 +17807,13 @@ static bool fb_upload_put(fb_upload *u, str piece, http_reply *reply) {
 static void fb_upload_keep(fb_upload *u, const char *purpose, http_reply *reply) {
     fb_store *s = u->store;
     char part[64];
-    toka_err e;
     fb_file *f = fb_file_new(&u->id, u->bytes, fb_now(), fb_copy(buf_view(&u->name)), purpose);
     snprintf(part, sizeof part, "%s.part", u->id.z);
-    int code = 0;
-    if (fsync(u->fd) || renameat(s->dir, part, s->dir, u->id.z)) code = fail(&e, TOKA_E_IO, "%s: %s", s->path, strerror(errno));
-    if (!code) code = fb_save_file(s, f, &e);
-    if (code) {
+    int why = fsync(u->fd) || renameat(s->dir, part, s->dir, u->id.z) ? errno : fb_save_file(s, f);
+    if (why) {
         unlinkat(s->dir, u->id.z, 0);
         fb_file_del(f);
-        fb_failed(reply, &e);
+        fb_cannot(reply, why);
         return;
     }
     fb_insert(&s->files, f);
@@ -17866,16 +17896,14 @@ static void fb_handle(fb_store *s, const http_request *r, str body, http_reply *
         fb_take_upload(s, r, body, reply);
         return;
     }
-    toka_err e;
     pthread_mutex_lock(&s->lock);
-    if (s->why.code) fb_failed(reply, &s->why);
+    if (s->why.code && !os_is_full(s->why_not)) fb_no_folder(s, reply);
     else if (body.n > FB_BODY_BYTES) fb_error(reply, 413, NULL, "the body is longer than 1 MiB");
     else if (rest.n && files) fb_route_file(s, r, id, verb, reply);
     else if (rest.n) fb_route_batch(s, r, id, verb, reply);
     else if (get) (files ? fb_list_files : fb_list_batches)(s, r, reply);
     else if (files || r->method != HTTP_POST) fb_method(reply, "GET, HEAD, POST");
-    else if (fb_attach(s, &e)) fb_failed(reply, &e);
-    else fb_create(s, body, reply);
+    else if (fb_need_folder(s, reply)) fb_create(s, body, reply);
     pthread_mutex_unlock(&s->lock);
 }
 
@@ -18989,10 +19017,12 @@ static bool srv_check(srv *s, srv_call *c) {
     return false;
 }
 
-static int64_t srv_body_limit(const srv *s, const srv_call *c) {
-    if (c->route == &srv_upload_route) return s->o->max_upload_bytes;
+/* The longest body of a request, and what sets that limit: a flag, or the route. */
+static int64_t srv_body_limit(const srv *s, const srv_call *c, const char **by) {
+    if (c->route == &srv_upload_route) return *by = "--max-upload-bytes", s->o->max_upload_bytes;
     bool prompt = c->route && c->route->work && c->route->work != srv_files;
-    return prompt ? s->o->max_body_bytes : SRV_SIMPLE_BYTES;
+    if (prompt) return *by = "--max-body-bytes", s->o->max_body_bytes;
+    return *by = c->route ? c->route->path : "this path", SRV_SIMPLE_BYTES;
 }
 
 /* The request is whole. True: c->reply has the answer; false: it is with the workers, who publish one. */
@@ -19266,7 +19296,7 @@ static void srv_answer_last(srv *s, srv_conn *k, int status, const char *why) {
 static const char *srv_why(int status, const http_request *r) { /* of a status that chapter 24 gave */
     const bool coding = http_count(r, "transfer-encoding");
     switch (status) {
-    case 413: return "the body is longer than this server takes; see --max-body-bytes and --max-upload-bytes";
+    case 413: return "Content-Length: more bytes than any request may have";
     case 414: return "the target is too long";
     case 417: return "Expect: only 100-continue is known";
     case 431: return "the headers are too long or too many";
@@ -19278,6 +19308,14 @@ static const char *srv_why(int status, const http_request *r) { /* of a status t
     }
 }
 
+/* A body that is longer than its route takes: the limit, and the flag that sets it if one does. */
+static void srv_answer_too_long(srv *s, srv_conn *k) {
+    const char *flag;
+    const int64_t limit = srv_body_limit(s, k->call, &flag);
+    srv_error(k->call, 413, "the body is longer than %lld bytes, the limit of %s", (long long)limit, flag);
+    srv_answer_last(s, k, 0, NULL);
+}
+
 /* ---- Reading ---- */
 
 /* A whole head: looks at what is asked. */
@@ -19286,8 +19324,11 @@ static void srv_on_head(srv *s, srv_conn *k, str head) {
     c->req = arena_alloc(&c->a, sizeof *c->req);
     http_parse_head(arena_str(&c->a, head), c->req); /* again, so that its slices live as long as the call */
     bool has_body = c->req->chunked || c->req->length, answered = srv_check(s, c);
-    int status = answered ? 0 : http_body_init(&k->body, c->req, srv_body_limit(s, c));
-    if (status || (answered && has_body)) {
+    const char *by;
+    int status = answered ? 0 : http_body_init(&k->body, c->req, srv_body_limit(s, c, &by));
+    if (status == 413) {
+        srv_answer_too_long(s, k);
+    } else if (status || (answered && has_body)) {
         srv_answer_last(s, k, status, srv_why(status, c->req));
     } else if (answered) {
         srv_answer(s, k);
@@ -19329,6 +19370,10 @@ static bool srv_read_body(srv *s, srv_conn *k) {
     size_t before = c->body.n;
     ptrdiff_t used = http_body_read(&k->body, str_sub(buf_view(&k->in), k->in_at, k->in.n), &c->body);
     s->body_bytes += (long long)(c->body.n - before);
+    if (used == -413) {
+        srv_answer_too_long(s, k);
+        return true;
+    }
     if (used < 0) {
         const int status = (int)-used;
         const char *chunks = "the body's chunks are not well-formed";

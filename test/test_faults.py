@@ -1,5 +1,6 @@
 """What happens when the device fails or hangs, a file is cut, a disk is full: whole programs, as a user meets them. Run through
 test/run.sh."""
+import errno
 import json
 import os
 import re
@@ -311,7 +312,7 @@ ssize_t write(int fd, const void *p, size_t n) {
     if (!real) *(void **)&real = dlsym(RTLD_NEXT, "write");
     if (fd < 3 || fstat(fd, &st) || !S_ISREG(st.st_mode) || access(getenv("FULL_DISK"), F_OK)) return real(fd, p, n);
     if ((half = !half) && n > 1) return real(fd, p, n / 2);
-    return errno = ENOSPC, -1;
+    return errno = getenv("DISK_ERROR") ? atoi(getenv("DISK_ERROR")) : ENOSPC, -1;
 }
 """
 
@@ -378,6 +379,26 @@ def test_a_batch_waits_for_a_full_disk(tmp_path):
         assert b.status == "completed" and len(unique(api, b)) == 400
         until_full(s, api, disk, 400)
         assert s.stop() == 0  # it does not wait for room
+
+
+@pytest.mark.parametrize("error, status", [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EFBIG, 507), (errno.EROFS, 507), (errno.EACCES, 507), (errno.EIO, 500)])
+def test_clients_do_not_learn_where_files_are(tmp_path, error, status):
+    """What the disk cannot do is told by its status and in the system's words, also in the object of a batch that failed."""
+    disk, folder = Disk(tmp_path), tmp_path / "files"
+    with Server(files=str(folder), env={**disk.env, "DISK_ERROR": str(error)}) as s:
+        api = client(s)
+        f = api.files.create(file=("in.jsonl", lines(40).encode()), purpose="batch")
+        b = api.batches.create(input_file_id=f.id, endpoint="/v1/completions", completion_window="24h")
+        new = {"input_file_id": f.id, "endpoint": "/v1/completions", "completion_window": "24h"}
+        form = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n' + b"x" * 5000 + b"\r\n--b--\r\n"
+        disk.full()
+        for a in (s.post("/v1/batches", new), s.post("/v1/files", form, Content_Type="multipart/form-data; boundary=b")):
+            assert a.status == status and os.strerror(error) in a.error()["message"] and str(tmp_path) not in a.body.decode()
+        if error in (errno.EROFS, errno.EACCES, errno.EIO, errno.EFBIG):  # the others are waited for
+            seen = end_of_batch(api, b.id)
+            assert str(tmp_path) not in seen.to_json()
+            assert seen.status == "completed" or os.strerror(error) in seen.errors.data[0].message
+        disk.room()
 
 
 def test_the_end_of_a_batch_waits_for_a_full_disk(tmp_path):

@@ -539,8 +539,7 @@ static void fb_test_unpublished(void) {
     pthread_mutex_lock(&f.s->lock);
     b.id = fb_new_id(f.s, "batch_"), b.input = fb_new_id(f.s, "file-");
     b.out = fb_new_id(f.s, "file-"), b.err = fb_new_id(f.s, "file-");
-    toka_err e;
-    CHECK(!fb_save_batch(f.s, &b, &e));
+    CHECK(!fb_save_batch(f.s, &b));
     fbt_write(&f, b.out.z, "result\n");
     snprintf(part, sizeof part, "%s.json.part", b.out.z);
     CHECK(!mkdirat(f.s->dir, part, 0700));
@@ -557,6 +556,56 @@ static void fb_test_unpublished(void) {
     b.out = fb_new_id(f.s, "file-");
     CHECK(!mkfifoat(f.s->dir, b.out.z, 0600)); /* stands for a disk that fails: nobody can fsync it */
     CHECK(!fb_publish(f.s, &b, &b.out, "output", &b.has_out) && fbt_there(&f, b.out.z));
+    fbt_free(&f);
+}
+
+/* What the system cannot do: a status that says whose turn it is, and no path. */
+static void fb_test_cannot(void) {
+    static const struct {
+        int why, status;
+    } cases[] = {{ENOSPC, 507}, {EDQUOT, 507}, {EFBIG, 507}, {EROFS, 507}, {EACCES, 507}, {EPERM, 507},
+                 {EMFILE, 503}, {ENFILE, 503}, {ENOMEM, 503}, {EIO, 500},   {ENOENT, 500}};
+    for (int i = 0; i < COUNT(cases); i++) {
+        http_reply reply = {0};
+        fb_cannot(&reply, cases[i].why);
+        CHECK_MSG(reply.status == cases[i].status && strstr(reply.body.p, strerror(cases[i].why)),
+                  "%s: %d", strerror(cases[i].why), reply.status);
+        CHECK((reply.headers.n > 0) == (reply.status == 503));
+        buf_free(&reply.body), buf_free(&reply.headers);
+    }
+}
+
+/* A folder that cannot be made: clients do not learn where it would be. One that is lost under the server, too. */
+static void fb_test_no_folder(void) {
+    fbt f;
+    fbt_init(&f);
+    char path[256];
+    toka_err e;
+    snprintf(path, sizeof path, "%s/file", f.dir);
+    fbt_write(&f, "file", "x");
+    setenv("XDG_DATA_HOME", path, 1);
+    fb_store *s = NULL;
+    http_reply reply = {0};
+    http_request request = {.method = HTTP_POST, .path = STR("/v1/batches")};
+    fb_options o = {.m = &fbt_model};
+    CHECK(!fb_open(&s, &o, &e));
+    for (int round = 0; round < 2; round++) { /* both ask for the folder */
+        fb_handle(s, &request, STR("{}"), &reply);
+        CHECK(reply.status == 500 && strstr(reply.body.p, "Not a directory") && !strstr(reply.body.p, f.dir));
+        buf_free(&reply.body), buf_free(&reply.headers), reply = (http_reply){0};
+    }
+    fb_close(s);
+    unsetenv("XDG_DATA_HOME");
+    pthread_mutex_lock(&f.s->lock);
+    int dir = f.s->dir;
+    f.s->dir = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    pthread_mutex_unlock(&f.s->lock);
+    CHECK(!fb_upload_open(f.s, STR("multipart/form-data; boundary=b"), &reply));
+    CHECK(reply.status == 500 && !strstr(reply.body.p, f.dir));
+    buf_free(&reply.body);
+    pthread_mutex_lock(&f.s->lock);
+    close(f.s->dir), f.s->dir = dir;
+    pthread_mutex_unlock(&f.s->lock);
     fbt_free(&f);
 }
 
@@ -597,4 +646,6 @@ static const struct test fb_tests[] = {{"files: forms in any pieces", fb_test_fo
                                        {"files: half a line", fb_test_half_line},
                                        {"files: results that cannot be published", fb_test_unpublished},
                                        {"files: torn last lines", fb_test_torn},
+                                       {"files: what the system cannot do", fb_test_cannot},
+                                       {"files: no folder", fb_test_no_folder},
                                        {NULL, NULL}};

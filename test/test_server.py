@@ -449,6 +449,17 @@ def test_bodies_too_long():
             c.send("POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
             c.send("400\r\n" + "x" * 1024 + "\r\n3d1\r\n")
             assert c.answer().status == 413 and c.closed()
+        for path, method, n, by in (("/v1/completions", "POST", 3000, "2000 bytes, the limit of --max-body-bytes"), ("/tokenize", "POST", 3000, "--max-body-bytes"),
+                                    ("/v1/batches", "POST", 2 << 20, "1048576 bytes, the limit of /v1/batches"), ("/health", "GET", 2 << 20, "the limit of /health"),
+                                    ("/v1/files/x", "DELETE", 2 << 20, "the limit of /v1/files"), ("/v1/files", "POST", 1 << 40, "--max-upload-bytes"),
+                                    ("/v1/batches", "POST", 10**20, "more bytes than any request may have")):
+            with s.connect() as c:  # what is told is the limit that was passed
+                c.send(f"{method} {path} HTTP/1.1\r\nHost: h\r\nContent-Length: {n}\r\n\r\n")
+                a = c.answer()
+                assert a.status == 413 and by in a.error()["message"] and a.error()["message"].count("--max") == by.count("--max"), (path, a.error())
+        with s.connect() as c:
+            c.send("POST /v1/batches HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n200000\r\n")
+            assert c.answer().error()["message"].endswith("the limit of /v1/batches")
         with s.connect() as c:  # the answer arrives although the client goes on sending
             c.send("POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 3000000\r\n\r\n" + "x" * 3000000)
             assert c.answer().status == 413
