@@ -377,6 +377,12 @@ static void ids_free(ids *v) {
     *v = (ids){0};
 }
 
+/* ---- Bits ---- */
+
+static size_t bit_bytes(int n) { return ((size_t)n + 7) / 8; }
+static bool bit_get(const uint8_t *bits, int i) { return bits[i / 8] >> i % 8 & 1; }
+static void bit_set(uint8_t *bits, int i) { bits[i / 8] |= (uint8_t)(1 << i % 8); }
+
 /* ---- Arena ---- */
 
 struct arena_block {
@@ -12036,7 +12042,7 @@ typedef struct eng_request { /* from eng_submit until its last event */
     int n_flying; /* rows of steps that fly and point to this request */
     bool over;    /* it had its last event */
     bool kept;    /* a lost rank may still look at it: it is never freed */
-    bool *ended; /* [n] */
+    uint8_t *ended; /* [n] bits */
     toka_sampling sampling, scoring; /* scoring: of the prompt's places, only logprobs counts */
     bool scores;     /* the prompt's tokens are wanted, by sample 0, which computes them all */
     bool ranked;     /* with their ranks */
@@ -12380,9 +12386,9 @@ static eng_request *eng_request_new(const eng *g, const toka_request *r, const i
     q->n_prompt = n_prompt, q->n = q->n_live = MAX(r->n, 1), q->priority = r->priority;
     q->class_key = r->length_class, q->ids_only = r->ids_only, q->keep_special = r->keep_special;
     q->scores = r->prompt_logprobs, q->ranked = r->prompt_ranks, q->score_only = !r->n, q->scoring.logprobs = r->prompt_top;
-    arena_begin(a, 64 + (size_t)n_prompt * sizeof *prompt + (size_t)q->n); /* most have nothing more, and a million may wait */
+    arena_begin(a, 64 + (size_t)n_prompt * sizeof *prompt + bit_bytes(q->n)); /* most have nothing more, and a million may wait */
     q->prompt = arena_copy(a, prompt, (size_t)n_prompt * sizeof *prompt);
-    q->ended = arena_zalloc(a, (size_t)q->n);
+    q->ended = arena_zalloc(a, bit_bytes(q->n));
     s->stop_ids = arena_copy(a, s->stop_ids, (size_t)s->n_stop_ids * sizeof *s->stop_ids);
     s->bias_ids = arena_copy(a, s->bias_ids, (size_t)s->n_bias * sizeof *s->bias_ids);
     s->bias_values = arena_copy(a, s->bias_values, (size_t)s->n_bias * sizeof *s->bias_values);
@@ -12524,7 +12530,7 @@ static void eng_end_all(eng *g, eng_request *r, toka_finish how) {
     int left = r->n_live;
     toka_event ev = {.id = -1, .text = r->ids_only ? NULL : "", .finish = how, .stop_id = -1, .stop_text = -1};
     for (int i = 0; i < r->n && r->fn; i++) {
-        if (r->ended[i]) continue;
+        if (bit_get(r->ended, i)) continue;
         ev.sample = r->score_only ? TOKA_PROMPT : i, ev.more = --left > 0;
         r->fn(r->user, &ev);
     }
@@ -12757,7 +12763,7 @@ static bool eng_deliver(eng_replica *p, eng_request *r, int q, const toka_out_ro
                      .n_cached = x->n_found,
                      .more = more};
     *ended = is_end || stopped || none;
-    if (ev.finish != TOKA_RUNNING) r->ended[x->sample] = true, eng_sample_over(p, r), eng_slot_close(p, q);
+    if (ev.finish != TOKA_RUNNING) bit_set(r->ended, x->sample), eng_sample_over(p, r), eng_slot_close(p, q);
     r->usage.output_tokens += !none;
     if (!r->t_first) r->t_first = os_now();
     return !r->fn || !r->fn(r->user, &ev);
@@ -12792,7 +12798,7 @@ static void eng_commit(eng_replica *p, const eng_flight *f) {
         if (!r->score_only) {
             more = eng_deliver(p, r, o.q, &f->out[i], eng_pick(f, i), eng_more(p, f, r, i), &ended);
         } else {
-            r->ended[0] = true, eng_sample_over(p, r);
+            bit_set(r->ended, 0), eng_sample_over(p, r);
             eng_deliver_prompt(r, r->n_prompt - 1, eng_pick(f, i), false, TOKA_LENGTH);
         }
         sched_commit(&p->s, o.q, o.ticket, eng_pick(f, i)->id, ended);
@@ -13970,6 +13976,7 @@ typedef struct api_model { /* what bodies are read against; read by any thread *
     int completion_tokens;    /* max_tokens of a completion, where neither the body nor base has it; 0: as many as fit */
     int max_len;              /* tokens of a sequence */
     int max_choices;          /* of a call; 0: as many as the engine takes */
+    int64_t max_answer_bytes; /* of memory that an answer may take; 0: any */
     const char *now;          /* the chat template's clock, NULL: local time */
     json_limits limits;       /* of a body */
     bool strict;              /* an unknown field is an error */
@@ -14029,7 +14036,7 @@ typedef struct api_call { /* caller's storage, zeroed, serial and created set; i
     str model;
     api_part *parts;    /* [n_parts] */
     int n_parts;
-    api_choice *choices; /* [n_choices] */
+    api_choice *choices; /* [n_choices] from the first event on: a call that waits takes little */
     int n_choices, n_left; /* n_left: not ended */
     toka_finish broken; /* TOKA_FAILED or TOKA_CANCELLED once that ended a choice */
     int64_t n_prompt_tokens, n_output_tokens, n_cached_tokens;
@@ -14566,14 +14573,17 @@ static int api_encode(api_call *c, const api_body *b, const json *prompt, ids *o
     return code;
 }
 
+static const char *api_max_name(const api_body *b) {
+    return b->max_completion_tokens >= 0 ? "max_completion_tokens" : "max_tokens";
+}
+
 /* A default that is more than what the prompt leaves becomes that; what a body asks for is given or refused, as by OpenAI and
  * vLLM. */
 static int api_check_room(api_call *c, const api_body *b, size_t n_prompt, toka_err *e) {
     if (!b->has_max || n_prompt + (size_t)b->max_tokens <= (size_t)c->m->max_len) return 0;
     c->code = "context_length_exceeded";
     return API_BAD("%s: %lld behind a prompt of %zu tokens, expected at most %zu (max_model_len %d)",
-                   b->max_completion_tokens >= 0 ? "max_completion_tokens" : "max_tokens", (long long)b->max_tokens, n_prompt,
-                   (size_t)c->m->max_len - n_prompt, c->m->max_len);
+                   api_max_name(b), (long long)b->max_tokens, n_prompt, (size_t)c->m->max_len - n_prompt, c->m->max_len);
 }
 
 static int api_part_init(api_call *c, const api_body *b, const toka_request *q, const json *prompt, toka_err *e) {
@@ -14597,22 +14607,45 @@ static int api_part_init(api_call *c, const api_body *b, const toka_request *q, 
     return code;
 }
 
-#define API_MOST_REPEATED 1e9 /* bytes */
+/* Bytes of what a choice says about its prompt, or a chat beside its choices. */
+static double api_prompt_bytes(const api_call *c, const api_part *p) {
+    const double n = (double)p->prompt.n;
+    double bytes = c->echo ? (double)p->text.n : 0;
+    if (c->echo && c->want_logprobs && !c->packed) bytes += n * (64 + 32.0 * (1 + c->n_top));
+    if (c->want_ids || c->packed) bytes += n * 8;
+    if (c->want_prompt_logprobs || (c->packed && p->q.prompt_logprobs)) /* echo's are told of above, or packed */
+        bytes += n * (1 + c->n_prompt_top) * (c->packed ? 12 : 80);
+    return bytes;
+}
 
-/* A completion says in every choice what is asked about its prompt; an answer is held whole, so that has to have a bound. */
-static int api_check_repeated(const api_call *c, toka_err *e) {
-    double bytes = 0;
-    for (int k = 0; k < c->n_parts && !c->chat; k++) {
-        const double n = (double)c->parts[k].prompt.n;
-        if (c->echo) bytes += (double)c->parts[k].text.n;
-        if (c->echo && c->want_logprobs && !c->packed) bytes += n * (64 + 32.0 * (1 + c->n_top));
-        if (c->want_ids || c->packed) bytes += n * 8;
-        if (c->want_prompt_logprobs || (c->packed && c->parts[k].q.prompt_logprobs)) /* echo's are told of above, or packed */
-            bytes += n * (1 + c->n_prompt_top) * (c->packed ? 12 : 80);
+/* Bytes of a token of an answer: its text, and what is told of it and each alternative, as records and as JSON. */
+static double api_token_bytes(const api_call *c) {
+    double each = c->want_ids ? 20 : 0;
+    if (c->want_logprobs) each = c->chat ? 100 : 50;
+    if (c->packed) each = 28;
+    return 16 + each * (1 + c->n_top);
+}
+
+/* An answer is held whole until its last sample has ended, so it has to have a bound. Of a stream only what tells its choices apart
+ * is held. */
+static int api_check_answer(const api_call *c, const api_body *b, toka_err *e) {
+    const double most = (double)c->m->max_answer_bytes, per_token = api_token_bytes(c);
+    const int n_choices = c->n * c->n_parts;
+    double repeated = 0, bytes = (double)n_choices * sizeof(api_choice);
+    int longest = 0;
+    for (int k = 0; k < c->n_parts && !c->stream; k++) {
+        const api_part *p = &c->parts[k];
+        const int room = c->m->max_len - (int)p->prompt.n, asked = p->q.sampling.max_tokens;
+        const int n_tokens = !p->q.n ? 0 : asked ? MIN(asked, room) : room;
+        longest = MAX(longest, n_tokens);
+        bytes += c->n * per_token * n_tokens, repeated += api_prompt_bytes(c, p) * (c->chat ? 1 : c->n);
     }
-    if (bytes * c->n <= API_MOST_REPEATED) return 0;
-    return API_BAD("n: %d choices that each repeat their prompt are an answer of about %.1f GB, expected at most %.0f", c->n,
-                   bytes * c->n * 1e-9, API_MOST_REPEATED * 1e-9);
+    if (!most || bytes + repeated <= most) return 0;
+    const char *field = c->n > 1 ? "n" : c->n_parts > 1 ? "prompt" : api_max_name(b);
+    return API_BAD("%s: %d choices%s of up to %d tokens (max_tokens) with %d alternatives each (logprobs) may be an answer "
+                   "of %.3g GB, expected at most %.3g GB (--max-answer-bytes); a stream has no such limit", field, n_choices,
+                   repeated > 0 ? " that each repeat their prompt," : "", longest, c->n_top, 1e-9 * (bytes + repeated),
+                   1e-9 * most);
 }
 
 /* A text, token ids, or a list of either. */
@@ -14632,7 +14665,6 @@ static int api_prompts(api_call *c, const api_body *b, const toka_request *q, to
 /* ---- Calls ---- */
 
 static void api_choices_init(api_call *c) {
-    c->n_choices = c->n_left = c->n_parts * c->n;
     c->choices = mem_zalloc((size_t)c->n_choices * sizeof *c->choices);
     for (int i = 0; i < c->n_choices; i++) {
         api_choice *x = &c->choices[i];
@@ -14653,7 +14685,7 @@ static int api_parse_fields(api_call *c, enum api_route route, const json *body,
     c->stream = b.stream, c->echo = b.echo, c->want_ids = b.return_token_ids, c->packed = b.return_packed;
     c->names_are_ids = b.names_are_ids;
     if ((code = api_check_model(c, b.model, e)) || (code = api_stream_options(c, &b, e))) return code;
-    if (!(code = api_sampling(c, &b, &q, e)) && !(code = api_prompts(c, &b, &q, e))) code = api_check_repeated(c, e);
+    if (!(code = api_sampling(c, &b, &q, e)) && !(code = api_prompts(c, &b, &q, e))) code = api_check_answer(c, &b, e);
     return code;
 }
 
@@ -14675,7 +14707,7 @@ static int api_parse_json(const api_model *m, enum api_route route, const json *
     c->m = m;
     int code = api_parse_fields(c, route, body, e);
     if (code) api_blame(c, route, e);
-    else api_choices_init(c);
+    else c->n_choices = c->n_left = c->n_parts * c->n;
     return code;
 }
 
@@ -14689,7 +14721,7 @@ static int api_parse(const api_model *m, enum api_route route, str body, api_cal
 }
 
 static void api_free(api_call *c) {
-    for (int i = 0; i < c->n_choices; i++) {
+    for (int i = 0; c->choices && i < c->n_choices; i++) {
         tok_stream_free(&c->choices[i].stream);
         buf_free(&c->choices[i].text), buf_free(&c->choices[i].tokens.b);
     }
@@ -15184,6 +15216,7 @@ static void api_release(api_call *c, api_part *p, buf *out) {
  * Tokens of a sample wait for those of the prompt, which stand before them in the stream; not if the call is broken. */
 static size_t api_feed_some(api_call *c, str records, size_t most, buf *out) {
     size_t n, fed = 0;
+    if (records.n && !c->choices) api_choices_init(c);
     for (str rest; fed < records.n && !(c->stream && out->n >= most); fed += n) {
         str left = str_sub(records, fed, records.n);
         api_record r = api_unpack(left, &rest, &n);
@@ -15380,6 +15413,7 @@ typedef struct run_options { /* what toka batch was asked to do */
     const char *name;     /* what results call the model, NULL: its own name */
     toka_request base;    /* what a line that does not say otherwise gets */
     const api_model *model; /* NULL; or what OpenAI's batch lines are read against instead */
+    int64_t max_answer_bytes; /* of memory that a line's answer may take; 0: any */
     bool quiet;           /* no progress, no report */
     bool patient;         /* a full disk is waited for, with what is computed in hand; else it ends the run */
     bool hidden;          /* messages, which clients read, name files without their folder */
@@ -15640,7 +15674,7 @@ static void run_models(run_state *r) {
     static const char *const beside[] = {"custom_id", "id", NULL};
     r->models[0] = (api_model){.t = r->t, .name = r->o->name ? r->o->name : r->t->files->name, .beside = beside,
                                .base = r->o->base, .max_len = r->t->shape.max_len, .now = r->o->now, .limits = run_limits,
-                               .unknown = run_warn, .user = r};
+                               .max_answer_bytes = r->o->max_answer_bytes, .unknown = run_warn, .user = r};
     r->models[1] = r->o->model ? *r->o->model : r->models[0];
     r->models[1].completion_tokens = 16; /* as the API says */
     r->models[1].live = false, r->models[1].base = r->o->base; /* what is written depends on the line alone */
@@ -17315,6 +17349,7 @@ static int fb_run_lines(fb_store *s, fb_batch *b, bool expired, enum run_end *en
     buf_printf(&err, "%s/%s", s->path, b->err.z);
     run_options o = {.in = in.p, .out = out.p, .errors = err.p, .now = s->o.m->now, .base = s->o.m->base,
                      .model = s->o.m, .quiet = true, .patient = true, .hidden = true,
+                     .max_answer_bytes = s->o.m->max_answer_bytes,
                      .interrupted = &b->stop, .until = expired ? 0 : b->expires_at, .expired = expired,
                      .completed = &b->completed, .failed = &b->failed};
     o.base.priority = FB_PRIORITY;
@@ -18116,6 +18151,7 @@ typedef struct srv_options { /* what toka serve was asked to do; strings are the
     const char *files_dir, *now;
     int max_queue;          /* requests that wait for their first token; more get a 429 */
     int64_t max_body_bytes; /* of a prompt's request */
+    int64_t max_answer_bytes; /* of memory that an answer may take, unless it is streamed */
     int64_t max_upload_bytes;
     double read_timeout, write_timeout, keep_alive; /* seconds */
     double step_timeout;    /* requests under way and no step for so many seconds: /health says so; a server told to end ends */
@@ -18182,7 +18218,7 @@ typedef struct srv_part { /* one engine request of a call: the `user` of its eve
     struct srv_call *call;
     api_part *part;
     int n_left;  /* samples that have not ended; the engine's thread, as what follows */
-    bool *begun; /* [n] samples that had a token */
+    uint8_t *begun; /* [n] bits: samples that had a token */
 } srv_part;
 
 enum srv_stage { SRV_NEW, SRV_RUNNING, SRV_ENDED };
@@ -18517,8 +18553,8 @@ static int srv_on_event(void *user, const toka_event *ev) {
     srv *s = c->s;
     api_pack(p->part, ev, &c->fresh);
     if (ev->sample >= 0 && ev->id >= 0) {
-        c->fresh_tokens++, c->fresh_first += !p->begun[ev->sample];
-        p->begun[ev->sample] = true;
+        c->fresh_tokens++, c->fresh_first += !bit_get(p->begun, ev->sample);
+        bit_set(p->begun, ev->sample);
     }
     bool ended = ev->finish != TOKA_RUNNING;
     p->n_left -= ended;
@@ -18565,7 +18601,7 @@ static void srv_submit(srv *s, srv_call *c) {
     bool gone = false;
     for (i = 0; i < n; i++) {
         int samples = MAX(1, c->api.parts[i].q.n);
-        c->parts[i] = (srv_part){c, &c->api.parts[i], samples, arena_zalloc(&c->a, (size_t)samples * sizeof(bool))};
+        c->parts[i] = (srv_part){c, &c->api.parts[i], samples, arena_zalloc(&c->a, bit_bytes(samples))};
     }
     pthread_mutex_lock(&s->lock);
     c->n_open = n, c->refs += n, c->stage = SRV_RUNNING;
@@ -19787,7 +19823,8 @@ static void srv_init_model(srv *s) {
     if (o->model_defaults) toka_request_model_defaults(s->t, &base);
     s->model = (api_model){.t = s->t, .names = o->n_names ? o->names : &s->name, .n_names = MAX(1, o->n_names), .name = s->name,
                            .fingerprint = s->fingerprint, .base = base, .completion_tokens = 16,
-                           .max_len = s->info.max_model_len, .max_choices = SRV_MAX_CHOICES, .now = o->now,
+                           .max_len = s->info.max_model_len, .max_choices = SRV_MAX_CHOICES,
+                           .max_answer_bytes = o->max_answer_bytes, .now = o->now,
                            .limits = {128, (size_t)o->max_body_bytes}, .strict = o->strict, .live = true,
                            .unknown = srv_unknown, .user = s};
 }
@@ -22016,6 +22053,9 @@ static const cli_flag cli_flags[] = {
     {"max-queue", "", "N", CLI_INT, AT(serve.max_queue), FOR_SERVE,
      "requests that may wait for their first token, more get a 429 (default: 65536)"},
     {"max-body-bytes", "", "N", CLI_INT64, AT(serve.max_body_bytes), FOR_SERVE, "longest request (default: 64 MiB)"},
+    {"max-answer-bytes", "", "N", CLI_INT64, AT(serve.max_answer_bytes), FOR_SERVE | FOR_BATCH,
+     "memory that an answer may take if it is not streamed, some n x max_tokens x (1 + logprobs) x 50 bytes; a request or "
+     "line for more is refused (default: 4 GiB)"},
     {"files-dir", "", "DIR", CLI_TEXT, AT(serve.files_dir), FOR_SERVE,
      "where files and batches are kept; off: nowhere (default: $XDG_DATA_HOME/toka/files or ~/.local/share/toka/files)"},
     {"max-upload-bytes", "", "N", CLI_INT64, AT(serve.max_upload_bytes), FOR_SERVE, "longest file (default: 2 GiB)"},
@@ -22057,7 +22097,8 @@ static cli cli_default(void) {
                            .metrics = "ttft,tpot,itl,e2el", .percentiles = "99"},
                  .generation_config = "auto",
                  .plan = {.gpu = "H100", .gpus = 1},
-                 .serve = {.max_queue = 65536, .max_body_bytes = 64 << 20, .max_upload_bytes = (int64_t)2 << 30,
+                 .serve = {.max_queue = 65536, .max_body_bytes = 64 << 20, .max_answer_bytes = (int64_t)4 << 30,
+                           .max_upload_bytes = (int64_t)2 << 30,
                            .read_timeout = 30, .write_timeout = 60, .keep_alive = 75, .step_timeout = 120}};
 }
 
@@ -22700,11 +22741,12 @@ static int cli_batch(const cli *c, toka_err *e) {
     toka *t;
     if (!c->input || !c->output) return fail(e, TOKA_E_USE, "toka batch needs -i IN.jsonl and -o OUT.jsonl");
     if (check_int("--samples", c->samples, 1, ENG_MAX_N, e) || cli_check_names(c, e)) return e->code;
+    if (check_int("--max-answer-bytes", c->serve.max_answer_bytes, 1, INT64_MAX, e)) return e->code;
     int code = cli_open(c, &t, e);
     if (code) return code;
     run_options o = {.in = c->input, .out = c->output, .report = c->report, .now = c->now, .base = toka_request_default(),
                      .name = c->served_names.n ? c->served_names.at[0] : NULL, .quiet = c->quiet,
-                     .interrupted = &cli_interrupted};
+                     .max_answer_bytes = c->serve.max_answer_bytes, .interrupted = &cli_interrupted};
     cli_sampling(c, t, &o.base);
     o.base.sampling.logprobs = 0;
     code = samp_check(&o.base.sampling, t->shape.V, e); /* else every line would have its error, and none be done again */
@@ -22864,6 +22906,7 @@ static int cli_check_serve(const cli *c, const srv_options *o, toka_err *e) {
         return fail(e, TOKA_E_USE, "--generation-config: '%s', expected auto or vllm", c->generation_config);
     if (check_int("--max-queue", o->max_queue, 1, INT_MAX, e)) return e->code;
     if (check_int("--max-body-bytes", o->max_body_bytes, 1, (int64_t)1 << 31, e)) return e->code;
+    if (check_int("--max-answer-bytes", o->max_answer_bytes, 1, INT64_MAX, e)) return e->code;
     if (check_int("--max-upload-bytes", o->max_upload_bytes, 1, INT64_MAX, e)) return e->code;
     if (check_int("--server-threads", o->n_workers, 0, 64, e)) return e->code;
     if (o->read_timeout <= 0 || o->write_timeout <= 0 || o->keep_alive <= 0 || o->step_timeout <= 0)

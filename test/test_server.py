@@ -488,6 +488,50 @@ def test_answers_that_repeat_their_prompt_have_a_bound(server):
     assert a.status == 200 and all(c["prompt_token_ids"] == prompt and len(c["prompt_logprobs"]) == 900 for c in a.json()["choices"])
 
 
+def test_an_answer_has_a_bound(server):
+    """One legal request may ask for an answer of 100 GB, which would be held whole. What is streamed is not."""
+    most = {"prompt": "Tom", "n": 65536, "max_tokens": 900}
+    a = server.post("/v1/completions", {**most, "logprobs": 20})
+    assert a.status == 400 and a.error()["param"] == "n"
+    assert all(word in a.error()["message"] for word in ("n: 65536", "900 tokens (max_tokens)", "20 alternatives", "GB, expected at most 4.29 GB", "--max-answer-bytes")), a.error()
+    chat = {"messages": [{"role": "user", "content": "hi"}], "n": 65536, "logprobs": True, "top_logprobs": 20}
+    assert server.post("/v1/chat/completions", chat).status == 400  # without max_tokens: as many as fit
+    assert server.post("/v1/completions", {"prompt": ["Tom"] * 65536, "max_tokens": 900, "return_packed": True, "logprobs": 20}).error()["param"] == "prompt"
+    with server.connect() as c:
+        c.send(raw_post(json.dumps({**most, "logprobs": 20, "stream": True})))
+        assert c.head()[0] == 200
+    server.wait_metric("num_requests_running", 0)
+    assert server.post("/v1/completions", {"prompt": "Tom", "n": 300, "max_tokens": 2, "logprobs": 20}).status == 200
+
+
+def test_the_bound_of_an_answer_can_be_set(tmp_path):
+    """By flag or environment, for a server, its batches, and toka batch. A line that is too large fails alone."""
+    body = {"prompt": "Tom", "max_tokens": 100, "logprobs": 5}
+    line = lambda i, n: json.dumps({"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": {**body, "n": n}}) + "\n"
+    text = "".join(line(i, 1000 if i == 3 else 1) for i in range(6))
+    with Server("--max-answer-bytes", "1000000", files=str(tmp_path / "files")) as s:
+        assert s.post("/v1/completions", body).status == 200 and s.post("/v1/completions", {**body, "n": 1000, "stream": True, "max_tokens": 2}).status == 200
+        a = s.post("/v1/completions", {**body, "n": 1000})
+        assert a.status == 400 and "at most 0.001 GB (--max-answer-bytes)" in a.error()["message"]
+        form = b'--b\r\nContent-Disposition: form-data; name=purpose\r\n\r\nbatch\r\n--b\r\nContent-Disposition: form-data; name=file; filename=f\r\n\r\n'
+        f = s.post("/v1/files", form + text.encode() + b"\r\n--b--\r\n", Content_Type="multipart/form-data; boundary=b").json()
+        b = s.post("/v1/batches", {"input_file_id": f["id"], "endpoint": "/v1/completions", "completion_window": "24h"}).json()
+        end = time.time() + 60
+        while (b := s.get(f"/v1/batches/{b['id']}").json())["status"] != "completed":
+            assert time.time() < end
+            time.sleep(0.05)
+        assert b["request_counts"] == {"total": 6, "completed": 5, "failed": 1}
+        assert b'"r3"' in (e := s.get(f"/v1/files/{b['error_file_id']}/content").body) and b"--max-answer-bytes" in e
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(text)
+    env = {**{k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}, "TOKA_DEVICE": "cpu", "TOKA_MAX_ANSWER_BYTES": "1000000"}
+    assert subprocess.run([TOKA, "batch", "-q", "-i", str(source), "-o", str(out)], env=env, cwd=ROOT, timeout=60).returncode == 0
+    errors = [r for r in map(json.loads, out.read_text().splitlines()) if r["error"]]
+    assert [r["custom_id"] for r in errors] == ["r3"] and "--max-answer-bytes" in errors[0]["error"]["message"]
+    r = subprocess.run([TOKA, "batch", "-i", str(source), "-o", str(out), "--max-answer-bytes", "0"], env=env, cwd=ROOT, timeout=60, capture_output=True, text=True)
+    assert r.returncode == 1 and r.stderr.startswith("toka: --max-answer-bytes: 0, expected 1 or more")
+
+
 @pytest.mark.parametrize("normalized", (False, True))
 def test_offsets_where_the_first_space_is_left_out(tmp_path, normalized):
     """Tokenizers after SentencePiece put a space before the first word, and the text leaves it out; and it leaves out what was put
@@ -864,6 +908,23 @@ def test_full_queue():
             first.close()
             assert c.request("POST", "/v1/completions", small()).status == 200
         assert s.metric("http_requests_rejected_total") == 1
+
+
+@pytest.mark.skipif("TOKA_BINARY" in os.environ, reason="sanitizers take memory of their own")
+def test_requests_that_wait_take_little():
+    """A sample takes its memory when it starts: 60 requests of 65,536 samples each, which wait, take less than a megabyte each."""
+    with Server("--max-num-seqs", "4") as s:
+        first = s.connect().send(raw_post(json.dumps({**LONG, "n": 1000, "stream": True})))
+        assert first.head()[0] == 200
+        before = most_memory(s)
+        waiting = [s.connect().send(raw_post(json.dumps({"prompt": "Tom has", "n": 65536, "max_tokens": 3}))) for _ in range(60)]
+        s.wait_metric("http_requests_waiting", 60)
+        s.wait_metric("num_requests_waiting", 60 * 65536 + 996)
+        assert most_memory(s) - before < 60 << 18
+        for c in waiting + [first]:
+            c.close()
+        s.wait_metric("num_requests_waiting", 0)
+        assert most_memory(s) - before < 60 << 20
 
 
 def test_no_descriptors_left():
