@@ -2,7 +2,7 @@
 # build.sh - builds ./toka, and nothing else in the tree.
 #   ./build.sh          CPU, and with nvcc and toka_kernels.cu the GPU too
 #   ./build.sh check    only the mechanical checks of toka.c
-# From the environment: CC, CFLAGS, NVCC (empty: no GPU), ARCHS.
+# From the environment: CC, CFLAGS and LDFLAGS (the linker gets both), NVCC (empty: no GPU), ARCHS.
 set -eu
 cd "$(dirname "$0")"
 CC=${CC:-cc}
@@ -26,9 +26,14 @@ check() {
     diff "$tmp/contents" "$tmp/banners" >&2 || die "the contents list of $1 differs from its banners"
 }
 
-# Nothing leaves an object file but toka_* and main.
+# Says what runs and about how long it takes on one core of a present machine.
+stage() {
+    echo "build.sh: $1 ($2)"
+}
+
+# Nothing leaves an object file but toka_* and main, and names with __ that the compiler adds, as sanitizers do.
 exports() {
-    bad=$(nm -g --defined-only "$1" | awk '{print $3}' | grep -v -x -e 'toka_.*' -e main || true)
+    bad=$(nm -g --defined-only "$1" | awk '{print $3}' | grep -v -x -e 'toka_.*' -e main -e '__.*' || true)
     [ -z "$bad" ] || die "exported symbols that are not toka_*: $bad"
 }
 
@@ -47,22 +52,44 @@ cuda() {
     exports "$tmp/kernels.o"
 }
 
+# 80 seconds for each architecture; nvcc compiles as many at once as there are cores.
+cuda_time() {
+    cores=$(getconf _NPROCESSORS_ONLN || echo 1)
+    # shellcheck disable=SC2086
+    set -- $ARCHS
+    [ "$cores" -lt $# ] || cores=$#
+    echo "about $((($# * 80 / cores + 59) / 60)) minutes"
+}
+
+# nvcc as a linker hands each flag to the C++ compiler of CC's family: clang's sanitizers need clang. A comma would end a flag.
+nvcc_link() {
+    cxx=$(printf %s "$CC" | sed 's/\(.*\)clang/\1clang++/; t; s/\(.*\)gcc/\1g++/; t; s/cc$/c++/')
+    set -- "$NVCC"
+    [ "$CC" = cc ] || ! command -v "$cxx" >/dev/null || set -- "$@" -ccbin "$cxx"
+    for flag in ${CFLAGS:-} ${LDFLAGS:-}; do
+        set -- "$@" -Xcompiler "$(printf %s "$flag" | sed 's/,/\\,/g')"
+    done
+    # C++'s runtime guards tables of the GPU half: taken in where there is a libstdc++.a, so that no library is needed later
+    case $(c++ -print-file-name=libstdc++.a 2>/dev/null) in /*) set -- "$@" -Xcompiler -static-libstdc++,-static-libgcc ;; esac
+    "$@" "$tmp/toka.o" "$tmp/kernels.o" -o toka -lm -lpthread
+}
+
 check toka.c
 check toka_kernels.cu
 [ "${1:-}" = check ] && exit 0
 flags=
 [ -f "$MODEL/model.safetensors" ] && flags="-DTOKA_EMBED=\"$MODEL\""
+gpu=
 if [ -n "$NVCC" ] && [ -f toka_kernels.cu ]; then
+    stage "compiling toka_kernels.cu with $NVCC for $ARCHS" "$(cuda_time)"
     cuda
-    flags="$flags -DTOKA_WITH_CUDA"
-    link="$NVCC $tmp/toka.o $tmp/kernels.o"
-    # C++'s runtime guards tables of the GPU half: taken in where there is a libstdc++.a, so that no library is needed later
-    case $(c++ -print-file-name=libstdc++.a 2>/dev/null) in /*) link="$link -Xcompiler -static-libstdc++,-static-libgcc" ;; esac
-else
-    link="$CC $tmp/toka.o"
+    gpu=yes flags="$flags -DTOKA_WITH_CUDA"
 fi
+stage "compiling toka.c with $CC" "half a minute"
 # shellcheck disable=SC2086
 $CC -std=c11 -O3 -fno-trapping-math $WARN ${CFLAGS:-} -DTOKA_MAIN $flags -c toka.c -o "$tmp/toka.o"
 exports "$tmp/toka.o"
-$link -o toka -lm -lpthread
+stage "linking ./toka" "a second"
+# shellcheck disable=SC2086
+if [ "$gpu" ]; then nvcc_link; else $CC ${CFLAGS:-} ${LDFLAGS:-} "$tmp/toka.o" -o toka -lm -lpthread; fi
 echo "built ./toka, $(($(wc -c <toka) / 1024)) KB"

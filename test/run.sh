@@ -50,12 +50,35 @@ only_libc() { # libraries that ./toka asks for
     case $(c++ -print-file-name=libstdc++.a 2>/dev/null) in /*) ;; *) return 0 ;; esac # without it C++'s is one
     ! readelf -d toka | grep NEEDED | grep -v -e 'libc\.so' -e 'libm\.so' -e 'libpthread' -e 'libdl' -e 'librt' -e 'ld-linux'
 }
+copy_tree() { # to $B/copy: what git knows or would
+    rm -rf $B/copy && mkdir -p $B/copy && git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t $B/copy
+}
 only_the_binary() { # in a copy of the tree, build.sh adds ./toka and nothing else
-    rm -rf $B/copy && mkdir -p $B/copy || return 1
-    git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t $B/copy || return 1
+    copy_tree || return 1
     (cd $B/copy && find . -type f | sort >../before && ./build.sh && find . -type f | sort >../after) || return 1
     rm -rf $B/copy
     [ "$(comm -13 $B/before $B/after)" = ./toka ] && [ -z "$(comm -23 $B/before $B/after)" ]
+}
+links_with_sanitizer() { # CFLAGS and LDFLAGS reach the link; each stage is told before it runs
+    copy_tree || return 1
+    (cd $B/copy && CC=clang CFLAGS="-O1 -fsanitize=address,undefined" LDFLAGS=-Wl,-z,now NVCC='' ./build.sh >../log.build &&
+        readelf -d toka | grep -q NOW && nm toka | grep -q __asan_init && ./toka -p "Tom has 12 apples." --max-tokens 2) || return 1
+    rm -rf $B/copy
+    [ "$(grep -c -e '^build.sh: compiling toka.c with clang (.*)$' -e '^build.sh: linking ./toka (.*)$' $B/log.build)" = 2 ]
+}
+links_with_nvcc() { # a program in nvcc's place: makes an object, and says what it was to link with
+    copy_tree || return 1
+    cat >$B/nvcc <<'EOF'
+#!/bin/sh
+case " $* " in *" -c "*) echo | cc -x c -c - -o "${0%/*}/empty.o" && for last; do :; done && exec cp "${0%/*}/empty.o" "$last" ;; esac
+printf '%s\n' "$@" >"${0%/*}/nvcc.log"
+exit 1
+EOF
+    chmod +x $B/nvcc
+    (cd $B/copy && CC=gcc CFLAGS="-O0 -fsanitize=address,undefined" LDFLAGS=-Wl,-z,now NVCC="$OLDPWD/$B/nvcc" ./build.sh >../log.build)
+    rm -rf $B/copy
+    grep -q '^build.sh: compiling toka_kernels.cu with .* (.* minutes)$' $B/log.build && grep -qx -e '-fsanitize=address\\,undefined' $B/nvcc.log &&
+        grep -qx -e '-Wl\\,-z\\,now' $B/nvcc.log && grep -qx 'g++' $B/nvcc.log && [ "$(grep -cx -e -Xcompiler $B/nvcc.log)" -ge 3 ]
 }
 runnable() { # every script with a #! line
     ! git ls-files -z test | xargs -0 grep -lZ -m 1 '^#!' | xargs -0 -I{} sh -c 'head -c 2 "{}" | grep -q "^#!" && [ ! -x "{}" ] && echo "{} cannot be run"' | grep .
@@ -64,6 +87,7 @@ build_tests() {
     step "build.sh builds ./toka without a warning" ./build.sh
     step "build.sh leaves nothing but the binary" only_the_binary
     step "the program needs no library but libc's" only_libc
+    step "CFLAGS and LDFLAGS reach nvcc where it links" links_with_nvcc
     step "toka.c compiles alone as a library" $CC $WARN -O2 -c toka.c -o $B/toka.o
     step "and with all warnings of a project that takes it in" $CC $WARN -Wpedantic -fsyntax-only toka.c
     step "and without asserts" $CC $WARN -O2 -DNDEBUG -fsyntax-only toka.c
@@ -71,8 +95,9 @@ build_tests() {
     step "a program that only includes toka.h links it" $CC $WARN -I. test/example.c $B/toka.o -lm -lpthread -o $B/example
     step "and runs" $B/example test/model "Tom has 12 apples."
     if command -v clang >/dev/null; then
+        step "CFLAGS and LDFLAGS reach the link" links_with_sanitizer
         step "clang compiles it without a warning" clang $WARN -Wpedantic -fsyntax-only -DTOKA_MAIN toka.c
-    else skip 1 "no clang"; fi
+    else skip 2 "no clang"; fi
     if command -v c++ >/dev/null; then
         step "toka.h is C++ too" c++ -Wall -Wextra -Werror -fsyntax-only -x c++ toka.h
     fi
