@@ -318,6 +318,52 @@ static uint64_t hash_bytes(const void *p, size_t n) {
     return h ^ h >> 32;
 }
 
+/* ---- A name that was meant ---- */
+
+enum { NEAR_BYTES = 64 }; /* of a name; longer ones are like no other */
+
+typedef struct near_name {
+    str typed;
+    const char *best; /* the candidate most like it so far; NULL: none is */
+    int distance;
+} near_name;
+
+static char near_char(char c) { return c == '_' ? '-' : (char)tolower((unsigned char)c); }
+
+/* Edit distance (Levenshtein 1966) of two names, capitals and _ aside. */
+static int near_distance(str a, str b) {
+    int row[NEAR_BYTES + 1];
+    if (a.n > NEAR_BYTES || b.n > NEAR_BYTES) return INT_MAX;
+    for (size_t i = 0; i <= a.n; i++) row[i] = (int)i;
+    for (size_t k = 0; k < b.n; k++) {
+        int before = row[0]++; /* of the shorter beginnings of both */
+        for (size_t i = 0; i < a.n; i++) {
+            int change = before + (near_char(a.p[i]) != near_char(b.p[k]));
+            before = row[i + 1];
+            row[i + 1] = MIN(change, MIN(row[i], before) + 1);
+        }
+    }
+    return row[a.n];
+}
+
+/* Takes a candidate that is more like the name than those before. A third of a name may differ, or one name begins the other. */
+static void near_try(near_name *near, const char *candidate) {
+    const str typed = near->typed, name = str_c(candidate);
+    const size_t shorter = MIN(typed.n, name.n);
+    const int most = (int)(typed.n + 2) / 3;
+    int distance = near_distance(typed, name);
+    if (distance > most && shorter >= 3 && !strncasecmp(typed.p, candidate, shorter)) distance = most;
+    if (typed.n < 2 || distance > most || (near->best && distance >= near->distance)) return;
+    near->best = candidate, near->distance = distance;
+}
+
+/* Fails as e says, with what was meant if there is anything like it. dashes: what stands before the name. */
+static int near_fail(const near_name *near, const char *dashes, toka_err *e) {
+    const size_t n = strlen(e->msg);
+    if (near->best) snprintf(e->msg + n, sizeof e->msg - n, "; did you mean %s%s?", dashes, near->best);
+    return e->code;
+}
+
 /* ---- Buffers ---- */
 
 static void buf_reserve(buf *b, size_t more) {
@@ -7093,7 +7139,10 @@ static int mf_find(mf_model *m, const char *model, const char *models_file, toka
             return mf_find_hub(m->hub_id, m->name, &m->folder, &m->a, e);
         }
     if (!n) return fail(e, TOKA_E_USE, "%s: no such folder, and %s", model, mf_no_models);
-    return fail(e, TOKA_E_USE, "%s: no such folder, and no such name in models.txt (see: toka models)", model);
+    near_name near = {.typed = s};
+    for (int i = 0; i < n; i++) near_try(&near, known[i].name);
+    fail(e, TOKA_E_USE, "%s: no such folder, and no such name in models.txt (see: toka models)", model);
+    return near_fail(&near, "", e);
 }
 
 /* ---- Opening ---- */
@@ -13222,11 +13271,19 @@ static const toka_backend *pub_backend(const char *device) {
     return NULL;
 }
 
+static int pub_no_device(const char *device, toka_err *e) {
+    static const char *const names[] = {"auto", "cpu", "cuda"};
+    near_name near = {.typed = str_c(device)};
+    for (int i = 0; i < COUNT(names); i++) near_try(&near, names[i]);
+    fail(e, TOKA_E_USE, "device %s: this build has auto, %s", device, pub_devices);
+    return near.distance ? near_fail(&near, "", e) : e->code; /* 0: a right name, but not in this build */
+}
+
 static int pub_check_options(const toka_options *o, toka_err *e) {
     if (!o->model && !embedded_model) return fail(e, TOKA_E_USE, "no model given, and none is embedded in this build");
     char line[200];
     const toka_backend *be = pub_backend(o->device);
-    if (!be) return fail(e, TOKA_E_USE, "device %s: this build has auto, %s", o->device, pub_devices);
+    if (!be) return pub_no_device(o->device, e);
     if (!be->probe(0, line, sizeof line)) return fail(e, TOKA_E_DEVICE, "device %s: %s", be->name, line);
     if (check_int("threads", o->n_threads, 0, 1024, e)) return e->code;
     if (check_int("max_model_len", o->max_model_len, 0, INT_MAX, e)) return e->code;
@@ -16561,6 +16618,7 @@ static int run_report_write(const run_state *r, const run_report *p, toka_err *e
     bool good = f && fwrite(b.p, 1, b.n, f) == b.n;
     if (f) good &= !(f == stdout ? fflush(f) : fclose(f));
     buf_free(&b);
+    if (!good && f == stdout && errno == EPIPE) return 0; /* its reader wanted no more */
     return good ? 0 : fail(e, TOKA_E_IO, "%s: %s", r->o->report, strerror(errno));
 }
 
@@ -20010,6 +20068,17 @@ static int run_find_known(const char *models_file, const char *model, arena *a, 
     return code;
 }
 
+static int run_dummy_unknown(const toka_options *o, arena *a, toka_err *e) {
+    mf_known *known;
+    int n;
+    near_name near = {.typed = str_c(o->model)};
+    if (mf_models_open(o->models_file, a, &known, &n, e)) return e->code;
+    if (!n) return fail(e, TOKA_E_USE, "%s: %s", o->model, mf_no_models);
+    for (int i = 0; i < n; i++) near_try(&near, known[i].name);
+    fail(e, TOKA_E_USE, "%s: not a name of models.txt, which --dummy-weights needs", o->model);
+    return near_fail(&near, "", e);
+}
+
 /* A toka without any file: shapes of models.txt, random weights, no tokenizer. */
 static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
     const mf_known *found = NULL;
@@ -20021,8 +20090,7 @@ static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
     m->tokenizer_json = m->tokenizer_config = m->chat_template = m->tool_template = STR("");
     m->defaults = mf_no_defaults;
     code = run_find_known(o->models_file, o->model, &m->a, &found, &n_known, e);
-    if (!code && !found)
-        code = fail(e, TOKA_E_USE, "%s: %s", o->model, n_known ? "not a name of models.txt, which --dummy-weights needs" : mf_no_models);
+    if (!code && !found) code = run_dummy_unknown(o, &m->a, e);
     if (!code) {
         m->name = found->name, m->config = found->config, m->shape = t->shape = found->config.shape;
         code = run_dummy_weights(m, e);
@@ -21886,6 +21954,7 @@ static int bs_bench(const bs_options *o, toka_err *e) {
  * toka [COMMAND] [FLAGS]. Flags are one table (cli_flags): name, short form, environment name (TOKA_ and the flag's name in
  * capitals), help group, type and the field they fill. Results go to standard output, everything else to standard error. This
  * chapter alone prints and decides the exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C.
+ * A closed pipe at standard output ends the program quietly, with 0.
  * =========================================================================== */
 
 enum { CLI_MAX_LIST = 16, CLI_MAX_INPUT = 1 << 30 };
@@ -21902,7 +21971,7 @@ typedef struct cli { /* what the command line says */
     double temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty; /* NAN: not given */
     int64_t seed;
     cli_list stop;
-    bool include_stop, ignore_eos, raw, chat, json, quiet, verbose, decode, no_special, help, version;
+    bool include_stop, ignore_eos, raw, chat, json, quiet, verbose, decode, no_special, help, help_all, version;
     const char *input, *output, *report, *dataset, *timeline;
     int num_prompts;
     bool dummy_weights;
@@ -22085,9 +22154,16 @@ static const cli_flag cli_flags[] = {
     {"decode", "", "", CLI_BOOL, AT(decode), FOR_TOKENIZE, "tokenize: ids on standard input, text on standard output"},
     {"no-special", "", "", CLI_BOOL, AT(no_special), FOR_TOKENIZE | FOR_SCORE,
      "tokenize, score: do not add special tokens; with --decode: leave them out"},
-    {"help", "h", "", CLI_BOOL, AT(help), FOR_ANY, "this page"},
+    {"help", "h", "", CLI_BOOL, AT(help), FOR_ANY, "the flags used most, and examples"},
+    {"help-all", "", "", CLI_BOOL, AT(help_all), FOR_ANY, "all flags"},
     {"version", "", "", CLI_BOOL, AT(version), FOR_ANY, "version and build"},
 };
+
+/* Flags that --help shows of a command that has many. */
+enum { CLI_MANY_FLAGS = 16 };
+static const char *const cli_often[] = {
+    "model", "prompt", "file", "chat", "max-tokens", "temp", "input-file", "output-file", "dataset", "num-prompts", "base-url",
+    "request-rate", "max-concurrency", "host", "port", "api-key", "json"};
 
 static cli cli_default(void) {
     return (cli){.open = toka_options_default(), .samples = 1, .top_k = INT_MIN, .logprobs = INT_MIN, .temperature = NAN,
@@ -22143,8 +22219,11 @@ static void cli_catch_signals(void) { /* the first Ctrl-C ends the text cleanly,
     signal(SIGPIPE, SIG_IGN), signal(SIGXFSZ, SIG_IGN); /* a failed write says so itself */
 }
 
+static bool cli_reader_left; /* standard output is a closed pipe: its reader wanted no more, which is no failure */
+
 static int cli_write(str s, toka_err *e) {
-    if (fwrite(s.p, 1, s.n, stdout) == s.n && fflush(stdout) == 0) return 0;
+    if (fwrite(s.p, 1, s.n, stdout) == s.n && fflush(stdout) == 0 && !ferror(stdout)) return 0;
+    cli_reader_left = errno == EPIPE;
     return fail(e, TOKA_E_IO, "standard output: %s", strerror(errno));
 }
 
@@ -22165,7 +22244,7 @@ static const char cli_commands[] =
     "  toka bench serve        measure a server: request rate, concurrency, latencies; prints what vllm bench serve prints\n"
     "  toka bench plan         time the scheduler's own work in a step of 8,192 sequences, without a model (not: toka plan)\n"
     "  toka bench ops          time every kernel of the GPU at the shapes of known models\n"
-    "  toka COMMAND --help     the flags of that command alone\n";
+    "  toka COMMAND --help     how that command is used; --help-all: all its flags, and no others\n";
 
 /* What cli_commands says of a command of so many words. */
 static str cli_about(int n_words, char **words) {
@@ -22183,28 +22262,89 @@ static str cli_about(int n_words, char **words) {
     return line;
 }
 
-/* All of it, or what there is to say of one command. */
-static int cli_help(unsigned command, int n_words, char **words, toka_err *e) {
+static const char cli_brief[] =
+    "  toka -p TEXT                       complete a prompt, text streams to standard output\n"
+    "  toka serve                         OpenAI-compatible server\n"
+    "  toka batch -i IN -o OUT            a file of requests to a file of results; goes on where it stopped\n"
+    "  toka tokenize, template, score     ids of a text, the prompt that a chat becomes, log-probabilities\n"
+    "  toka models, devices, plan         models known by name, devices found, what fits on which GPUs\n"
+    "  toka bench throughput, serve       measure the engine, a server; also bench plan, bench ops\n"
+    "\nExamples\n"
+    "  toka -p \"Tom has 3 boxes with 4 apples each. How many apples does he have?\"\n"
+    "  toka -m qwen3-8b --chat\n"
+    "  toka serve -m llama-3.1-8b-instruct --port 8000\n"
+    "  toka batch -m llama-3.1-8b-instruct -i questions.jsonl -o answers.jsonl\n";
+
+static const struct {
+    unsigned command;
+    const char *text;
+} cli_examples[] = {
+    {FOR_SERVE, "  toka serve -m llama-3.1-8b-instruct --port 8000\n"
+                "  curl localhost:8000/v1/completions -d '{\"prompt\":\"Tom has\",\"max_tokens\":9}'\n"},
+    {FOR_BATCH, "  toka batch -m llama-3.1-8b-instruct -i questions.jsonl -o answers.jsonl\n"
+                "  a line of IN: {\"custom_id\":\"1\",\"messages\":[{\"role\":\"user\",\"content\":\"Hello\"}]}\n"},
+    {FOR_TOKENIZE, "  echo Tom has 3 apples | toka tokenize -m qwen3-8b\n"},
+    {FOR_TEMPLATE, "  echo '{\"messages\":[{\"role\":\"user\",\"content\":\"Hello\"}]}' | toka template -m qwen3-8b\n"},
+    {FOR_SCORE, "  toka score -m qwen3-8b -f text.txt\n"},
+    {FOR_PLAN, "  toka plan -m llama-3.1-70b --gpus 4 --gpu H200\n"},
+    {FOR_THROUGHPUT, "  toka bench throughput -m llama-3.1-8b --dummy-weights --dataset lengths.jsonl\n"},
+    {FOR_BENCH_SERVE, "  toka bench serve --port 8000 --num-prompts 500 --request-rate 20\n"}};
+
+static bool cli_is_often(const cli_flag *f) {
+    for (int i = 0; i < COUNT(cli_often); i++)
+        if (!strcmp(f->name, cli_often[i])) return true;
+    return false;
+}
+
+/* A line for each flag of the command; all: the rare ones too, in their groups. */
+static void cli_put_flags(buf *b, unsigned command, bool all) {
     const char *group = NULL;
-    printf("toka %s - a high-throughput LLM inference engine in one C file\n\n", TOKA_VERSION);
-    if (!n_words) fputs(cli_commands, stdout);
-    else printf("%.*s\n", STRF(cli_about(n_words, words)));
+    if (!all) buf_c(b, "\nThe flags used most\n");
     for (int i = 0; i < COUNT(cli_flags); i++) {
         const cli_flag *f = &cli_flags[i];
         char left[64];
         if (!f->name) group = f->help;
-        if (!f->name || !(f->commands & command)) continue;
-        if (group) printf("\n%s\n", group), group = NULL;
+        if (!f->name || !(f->commands & command) || !(all || cli_is_often(f))) continue;
+        if (group && all) buf_printf(b, "\n%s\n", group), group = NULL;
         snprintf(left, sizeof left, "%s%s%s--%s%s%s", *f->brief ? "-" : "    ", f->brief, *f->brief ? ", " : "", f->name,
                  *f->arg ? " " : "", f->arg);
-        printf("  %-32s %s\n", left, f->help);
+        buf_printf(b, "  %-32s %s\n", left, f->help);
     }
-    puts("\nEvery flag that takes a value can also come from the environment: TOKA_MAX_TOKENS=64 is --max-tokens 64.\n"
-         "0 is the default of --threads, --server-threads, --max-model-len, --max-num-seqs, --max-num-batched-tokens,\n"
-         "--kv-tokens, --max-tokens and --num-prompts.\n"
-         "Exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C (serve: 0). Lines of a batch\n"
-         "that became error records do not change it.");
-    return cli_write(STR(""), e);
+}
+
+static int cli_count_flags(unsigned command) {
+    int n = 0;
+    for (int i = 0; i < COUNT(cli_flags); i++) n += cli_flags[i].name && (cli_flags[i].commands & command);
+    return n;
+}
+
+static const char cli_notes[] =
+    "\nEvery flag that takes a value can also come from the environment: TOKA_MAX_TOKENS=64 is --max-tokens 64.\n"
+    "0 is the default of --threads, --server-threads, --max-model-len, --max-num-seqs, --max-num-batched-tokens,\n"
+    "--kv-tokens, --max-tokens and --num-prompts.\n"
+    "Exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C (serve: 0). Lines of a batch\n"
+    "that became error records do not change it. A closed pipe at standard output ends the program with 0.\n";
+
+/* The page of one command, or of no command by name (n_words 0): all there is, or the beginning of it. */
+static int cli_help(bool all, unsigned command, int n_words, char **words, toka_err *e) {
+    buf b = {0};
+    buf_printf(&b, "toka %s - a high-throughput LLM inference engine in one C file\n\n", TOKA_VERSION);
+    const bool few = n_words && cli_count_flags(command) <= CLI_MANY_FLAGS;
+    if (n_words) buf_printf(&b, "%.*s\n", STRF(cli_about(n_words, words)));
+    else buf_c(&b, all ? cli_commands : cli_brief);
+    for (int i = 0; i < COUNT(cli_examples) && n_words; i++)
+        if (cli_examples[i].command == command) buf_printf(&b, "\nExample\n%s", cli_examples[i].text);
+    cli_put_flags(&b, n_words || all ? command : FOR_RUN, all || few);
+    if (all) {
+        buf_c(&b, cli_notes);
+    } else if (!few) {
+        buf_c(&b, "\nAll flags: toka");
+        for (int i = 0; i < n_words; i++) buf_printf(&b, " %s", words[i]);
+        buf_printf(&b, " --help-all%s\n", n_words ? "" : ". Those of one command: toka COMMAND --help");
+    }
+    int code = cli_write(buf_view(&b), e);
+    buf_free(&b);
+    return code;
 }
 
 /* ---- Reading flags ---- */
@@ -22259,6 +22399,15 @@ static const cli_flag *cli_find(const char *arg, size_t n) { /* "-m" or "--model
     return NULL;
 }
 
+static int cli_no_flag(str arg, unsigned command, toka_err *e) {
+    near_name near = {.typed = arg};
+    while (near.typed.n && *near.typed.p == '-') near.typed = str_sub(near.typed, 1, near.typed.n);
+    for (int i = 0; i < COUNT(cli_flags); i++)
+        if (cli_flags[i].name && (cli_flags[i].commands & command)) near_try(&near, cli_flags[i].name);
+    fail(e, TOKA_E_USE, "%.*s: unknown flag%s", STRF(arg), near.best ? "" : "; see toka --help-all");
+    return near_fail(&near, "--", e);
+}
+
 /* A flag on the command line goes before what the environment says, also where one excludes the other. */
 static void cli_override(cli *c, const cli *env, const cli_flag *f) {
     if (f->field == AT(prompt) && c->file == env->file) c->file = NULL;
@@ -22284,9 +22433,9 @@ static int cli_parse(cli *c, unsigned command, int argc, char **argv, toka_err *
         const char *arg = argv[i], *eq = arg[0] == '-' && arg[1] == '-' ? strchr(arg, '=') : NULL;
         size_t n = eq ? (size_t)(eq - arg) : strlen(arg);
         const cli_flag *f = arg[0] == '-' && n > 1 ? cli_find(arg, n) : NULL;
-        if (!f && arg[0] == '-') return fail(e, TOKA_E_USE, "%s: unknown flag; see toka --help", arg);
+        if (!f && arg[0] == '-') return cli_no_flag((str){arg, n}, command, e);
         if (!f) return fail(e, TOKA_E_USE, "%s: unknown argument; a command comes before its flags, see toka --help", arg);
-        if (!(f->commands & command)) return fail(e, TOKA_E_USE, "--%s is not for this command; see toka --help", f->name);
+        if (!(f->commands & command)) return fail(e, TOKA_E_USE, "--%s is not for this command; see toka --help-all", f->name);
         const char *value = eq ? eq + 1 : NULL;
         if (f->type == CLI_BOOL && eq) return fail(e, TOKA_E_USE, "--%s takes no value", f->name);
         if (f->type != CLI_BOOL && !value) {
@@ -22298,7 +22447,7 @@ static int cli_parse(cli *c, unsigned command, int argc, char **argv, toka_err *
         wrong[f - cli_flags] = false;
         if (f->field == AT(host) || f->field == AT(port)) address = f;
     }
-    if (c->help || c->version) return code; /* they come also where the environment is wrong */
+    if (c->help || c->help_all || c->version) return code; /* they come also where the environment is wrong */
     if (!code && address && c->serve.uds) code = fail(e, TOKA_E_USE, "--uds goes without --%s", address->name);
     for (int i = 0; i < COUNT(cli_flags) && !code; i++)
         if (wrong[i]) code = cli_environment(c, &cli_flags[i], command, e);
@@ -22968,41 +23117,77 @@ static int cli_check_split(const toka_options *o, toka_err *e) {
     return check_int("--data-parallel-size", o->data_parallel_size, 1, ENG_MAX_SPLIT, e);
 }
 
-static int cli_dispatch(int argc, char **argv, toka_err *e) {
-    static const struct {
-        const char *name, *second; /* "bench", "plan"; NULL: the command is one word */
-        unsigned bit;
-        int (*main)(const cli *, toka_err *);
-    } commands[] = {{"tokenize", NULL, FOR_TOKENIZE, cli_tokenize}, {"template", NULL, FOR_TEMPLATE, cli_template},
-                    {"score", NULL, FOR_SCORE, cli_score}, {"models", NULL, FOR_MODELS, cli_models},
-                    {"devices", NULL, FOR_DEVICES, cli_devices},
-                    {"batch", NULL, FOR_BATCH, cli_batch}, {"serve", NULL, FOR_SERVE, cli_serve},
-                    {"bench", "throughput", FOR_THROUGHPUT, cli_bench_throughput},
-                    {"bench", "serve", FOR_BENCH_SERVE, cli_bench_serve}, {"bench", "plan", FOR_BENCH_PLAN, cli_bench_plan},
-                    {"bench", "ops", FOR_OPS, cli_bench_ops}, {"plan", NULL, FOR_PLAN, cli_plan}};
+typedef struct cli_command {
+    const char *name, *second; /* "bench", "plan"; NULL: the command is one word */
+    unsigned bit;
+    int (*main)(const cli *, toka_err *);
+} cli_command;
+
+static const cli_command cli_command_table[] = {
+    {"tokenize", NULL, FOR_TOKENIZE, cli_tokenize}, {"template", NULL, FOR_TEMPLATE, cli_template},
+    {"score", NULL, FOR_SCORE, cli_score}, {"models", NULL, FOR_MODELS, cli_models},
+    {"devices", NULL, FOR_DEVICES, cli_devices},
+    {"batch", NULL, FOR_BATCH, cli_batch}, {"serve", NULL, FOR_SERVE, cli_serve},
+    {"bench", "throughput", FOR_THROUGHPUT, cli_bench_throughput},
+    {"bench", "serve", FOR_BENCH_SERVE, cli_bench_serve}, {"bench", "plan", FOR_BENCH_PLAN, cli_bench_plan},
+    {"bench", "ops", FOR_OPS, cli_bench_ops}, {"plan", NULL, FOR_PLAN, cli_plan}};
+
+/* The command of these words; NULL: there is none. second: "" if there is no second word. */
+static const cli_command *cli_find_command(const char *first, const char *second) {
+    for (int i = 0; i < COUNT(cli_command_table); i++) {
+        const cli_command *it = &cli_command_table[i];
+        if (!strcmp(first, it->name) && (!it->second || !strcmp(second, it->second))) return it;
+    }
+    return NULL;
+}
+
+static int cli_no_command(const char *first, const char *second, toka_err *e) {
+    const bool bench = !strcmp(first, "bench");
+    near_name near = {.typed = str_c(bench ? second : first)};
+    if (!bench) near_try(&near, "help");
+    for (int i = 0; i < COUNT(cli_command_table); i++) {
+        const cli_command *it = &cli_command_table[i];
+        if (!bench || it->second) near_try(&near, bench ? it->second : it->name);
+    }
+    if (bench) fail(e, TOKA_E_USE, "toka bench: expected throughput, serve, plan or ops");
+    else fail(e, TOKA_E_USE, "%s: no such command; see toka --help", first);
+    return near_fail(&near, bench ? "toka bench " : "toka ", e);
+}
+
+/* toka help, toka help COMMAND, toka bench --help. words: behind "help", n of them. */
+static int cli_help_on(bool all, int n, char **words, toka_err *e) {
+    if (!n || words[0][0] == '-') return cli_help(all, FOR_ANY, 0, NULL, e);
+    const char *second = n > 1 ? words[1] : "";
+    const cli_command *command = cli_find_command(words[0], second);
+    if (!command && !strcmp(words[0], "bench") && !*second) return cli_help(all, FOR_ANY, 0, NULL, e);
+    if (!command) return cli_no_command(words[0], second, e);
+    return cli_help(all, command->bit, command->second ? 2 : 1, words, e);
+}
+
+/* Reads the flags behind the command's words, and runs it. NULL: no word was given. */
+static int cli_run_words(const cli_command *command, int n_words, int argc, char **argv, toka_err *e) {
     cli c = cli_default();
     tmpl_time now;
-    int (*command)(const cli *, toka_err *) = cli_run_command;
-    unsigned bit = FOR_RUN;
-    int skip = argc > 1 && argv[1][0] != '-' ? 2 : 1, code;
-    if (skip == 2) {
-        const char *second = argc > 2 && argv[2][0] != '-' ? argv[2] : "";
-        command = NULL;
-        for (int i = 0; i < COUNT(commands); i++)
-            if (!strcmp(argv[1], commands[i].name) && (!commands[i].second || !strcmp(second, commands[i].second)))
-                command = commands[i].main, bit = commands[i].bit, skip = commands[i].second ? 3 : 2;
-        const bool asks = argc > 2 && (!strcmp(argv[2], "--help") || !strcmp(argv[2], "-h"));
-        if (!strcmp(argv[1], "help") || (!command && !strcmp(argv[1], "bench") && asks)) return cli_help(FOR_ANY, 0, NULL, e);
-        if (!command && !strcmp(argv[1], "bench"))
-            return fail(e, TOKA_E_USE, "toka bench: expected throughput, serve, plan or ops");
-        if (!command) return fail(e, TOKA_E_USE, "%s: no such command; see toka --help", argv[1]);
-    }
-    if ((code = cli_parse(&c, bit, argc - skip, argv + skip, e))) return code;
-    if (c.help) return cli_help(skip == 1 ? FOR_ANY : bit, skip - 1, argv + 1, e);
+    const unsigned bit = command ? command->bit : FOR_RUN;
+    int code = cli_parse(&c, bit, argc - 1 - n_words, argv + 1 + n_words, e);
+    if (code) return code;
+    if (c.help || c.help_all) return cli_help(c.help_all, command ? bit : FOR_ANY, n_words, argv + 1, e);
     if (c.version) return cli_version(e);
     if ((code = cli_check_split(&c.open, e)) || (code = pub_parse_now(c.now, &now, e))) return code;
     if (isatty(2) && !c.quiet) c.open.progress = cli_progress;
-    return command(&c, e);
+    return command ? command->main(&c, e) : cli_run_command(&c, e);
+}
+
+static int cli_dispatch(int argc, char **argv, toka_err *e) {
+    const char *first = argc > 1 && argv[1][0] != '-' ? argv[1] : NULL, *next = first && argc > 2 ? argv[2] : "";
+    if (!first) return cli_run_words(NULL, 0, argc, argv, e);
+    const bool all = !strcmp(next, "--help-all");
+    if (!strcmp(first, "help")) return cli_help_on(all, argc - 2, argv + 2, e);
+    const char *second = *next != '-' ? next : "";
+    const cli_command *command = cli_find_command(first, second);
+    if (command) return cli_run_words(command, command->second ? 2 : 1, argc, argv, e);
+    const bool asks = all || !strcmp(next, "--help") || !strcmp(next, "-h");
+    return asks && !strcmp(first, "bench") ? cli_help_on(all, 0, NULL, e) : cli_no_command(first, second, e);
 }
 
 /* Where standard input, output or error is closed, none of our files becomes it; what is done to it fails as before. */
@@ -23016,10 +23201,10 @@ int toka_main(int argc, char **argv) {
     cli_keep_standard();
     cli_catch_signals();
     int code = cli_dispatch(argc, argv, &e);
-    if (code && !(cli_interrupted && code == TOKA_E_CANCELLED)) fprintf(stderr, "toka: %s\n", e.msg);
+    if (code && !cli_reader_left && !(cli_interrupted && code == TOKA_E_CANCELLED)) fprintf(stderr, "toka: %s\n", e.msg);
     if (cli_interrupted && code == TOKA_E_DEVICE) fflush(NULL), _exit(130); /* what exit() tears down, a lost rank may be in */
     if (cli_interrupted) return 130;
-    return !code ? 0 : code == TOKA_E_USE || code == TOKA_E_INPUT ? 1 : 2;
+    return !code || cli_reader_left ? 0 : code == TOKA_E_USE || code == TOKA_E_INPUT ? 1 : 2;
 }
 
 #ifdef TOKA_MAIN

@@ -225,8 +225,24 @@ def test_without_models_txt(tmp_path):
 
 # ---- flags, environment, errors ----
 
-def test_help_names_every_flag():
+def test_help_is_a_page():
+    """How to begin, and where the rest stands."""
     r = toka("--help")
+    said = r.stdout.decode()
+    assert r.returncode == 0 and 15 < said.count("\n") < 30 and "Examples\n  toka -p" in said and "toka --help-all" in said
+    for command in ("serve", "batch", "bench serve", "bench throughput", "score", "plan", "tokenize", "template"):
+        words = command.split()
+        short, every = (toka(*words, flag).stdout.decode() for flag in ("--help", "--help-all"))
+        assert short.count("\n") < 32 and "Example\n" in short, command
+        assert f"toka {command} --help-all" in short or set(re.findall("--[a-z-]+", every)) <= set(re.findall("--[a-z-]+", short + every))
+        assert toka("help", *words).stdout.decode() == toka(*words, "-h").stdout.decode() == short
+    known = open(os.path.join(ROOT, "models.txt")).read()
+    for name in re.findall(r"-m ([a-z0-9.-]+)", said):
+        assert f"\n{name} " in known, name
+
+
+def test_help_names_every_flag():
+    r = toka("--help-all")
     with open(os.path.join(ROOT, "toka.c")) as f:
         table = f.read().split("cli_flags[] = {")[1].split("\n};")[0]
     flags = re.findall(r'^    \{"([a-z-]+)", "', table, re.M)
@@ -241,13 +257,13 @@ def test_help_of_a_command():
         table = f.read().split("cli_flags[] = {")[1].split("\n};")[0]
     flags = re.findall(r'^    \{"([a-z-]+)", "[a-z]?", "([^"]*)"', table, re.M)
     for words in (["serve"], ["batch"], ["tokenize"], ["plan"], ["bench", "serve"], ["bench", "throughput"], ["models"]):
-        r = toka(*words, "--help")
+        r = toka(*words, "--help-all")
         said = r.stdout.decode()
-        assert r.returncode == 0 and said.count("  toka ") == 1 and f"  toka {' '.join(words)}" in said and "\n\n\n" not in said
+        assert r.returncode == 0 and said.split("\nExample\n")[0].count("  toka ") == 1 and f"  toka {' '.join(words)}" in said and "\n\n\n" not in said
         listed = re.findall(r"^  (?:-[a-z], |    )--([a-z-]+)", said, re.M)
         assert 1 < len(listed) < len(flags) and "help" in listed
         for name, arg in flags:
-            taken = b"not for this command" not in toka(*words, f"--{name}", *(["1"] if arg else []), "--help").stderr
+            taken = b"not for this command" not in toka(*words, f"--{name}", *(["1"] if arg else []), "--help-all").stderr
             assert taken == (name in listed), (words, name)
     assert toka("help").stdout == toka("--help").stdout
 
@@ -397,12 +413,58 @@ def test_full_disk_is_told():
     assert r.returncode == 2 and b"standard output" in r.stderr
 
 
-def test_reader_that_leaves():
-    p = subprocess.Popen([TOKA, "--raw", "--ignore-eos", "-n", "1500", "-p", "Tom"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    p.stdout.read(1)
+@pytest.mark.parametrize("args", [["--ignore-eos", "-n", "900"], ["--json", "-n", "5"], ["-n", "5", "--samples", "3"], ["--chat", "-n", "5"],
+                                  ["-n", "5", "--logprobs", "1"]])
+def test_reader_that_leaves(args):
+    """It wanted no more: that is no failure, and nothing is said of it."""
+    raw = [] if "--chat" in args else ["--raw"]
+    p = subprocess.Popen([TOKA, *raw, *args, "-p", "Tom"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    if "--ignore-eos" in args:
+        p.stdout.read(1)
     p.stdout.close()
     err = p.stderr.read()
-    assert p.wait(60) == 2 and err.count(b"\n") == 1
+    assert p.wait(60) == 0 and err == b""
+
+
+PRINTS = ["--help", "--help-all", "help serve", "serve --help", "batch --help-all", "--version", "models", "devices", "tokenize -p hi",
+          "tokenize --decode -p 3", "score -p Tom", "score --json -p Tom", "plan -m llama-3.1-8b", "plan -m llama-3.1-8b --json"]
+
+
+@pytest.mark.parametrize("command", PRINTS)
+def test_closed_pipe_and_full_disk(command):
+    """A reader that left is no failure; a disk without room is one, and one sentence says so."""
+    env = {**os.environ, "TOKA_DEVICE": "cpu"}
+    ours, theirs = os.pipe()
+    os.close(ours)
+    r = subprocess.run([TOKA, *command.split()], stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.PIPE, env=env, timeout=60)
+    os.close(theirs)
+    assert (r.returncode, r.stderr) == (0, b"")
+    with open("/dev/full", "wb") as full:
+        r = subprocess.run([TOKA, *command.split()], stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, env=env, timeout=60)
+    assert r.returncode == 2 and r.stderr == b"toka: standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize("args, meant", [
+    ("--promt x", "--prompt"), ("--Prompt x", "--prompt"), ("-prompt x", "--prompt"), ("--max_tokens 3", "--max-tokens"),
+    ("--max-token=3", "--max-tokens"), ("--tmep 1", "--temp"), ("--temperature 1", "--temp"), ("--modell x", "--model"),
+    ("serve --prot 1", "--port"), ("batch --inputfile x", "--input-file"), ("plan --gpuss 2", "--gpus"), ("--hepl", "--help"),
+    ("serv", "toka serve"), ("tokenise", "toka tokenize"), ("bacth", "toka batch"), ("model", "toka models"), ("hlep", "toka help"),
+    ("bench serv", "toka bench serve"), ("bench thruput", "toka bench throughput"), ("help serv", "toka serve"),
+    ("help bench sreve", "toka bench serve"), ("--device cud -p x", "cuda"), ("--device cpuu -p x", "cpu"), ("serve --device aut", "auto"),
+    ("-m llama-3.2-1 -p x", "llama-3.2-1b"), ("tokenize -m qwen3_8b", "qwen3-8b"), ("plan -m smolm2-135m", "smollm2-135m"),
+    ("bench throughput --dummy-weights --dataset x -m Lama-3.1-8b", "llama-3.1-8b"),
+])
+def test_names_that_were_meant(args, meant):
+    r = toka(*args.split())
+    assert r.returncode == 1 and r.stderr.endswith(f"; did you mean {meant}?\n".encode()) and r.stderr.count(b"\n") == 1, r.stderr
+
+
+@pytest.mark.parametrize("args", ["--nonsense", "--x", "-x", "--", "frobnicate", "bench", "bench frobnicate", "--device rocm -p x",
+                                  "--device CUDA2000000000000000000000000000000000000000000000000000000000000000000000 -p x", "-m zzz -p x",
+                                  "serve --samples 2", "--" + "prompt" * 40, "tokenize --input-file x"])
+def test_names_like_no_other(args):
+    r = toka(*args.split())
+    assert r.returncode == 1 and b"did you mean" not in r.stderr and r.stderr.count(b"\n") == 1, r.stderr
 
 
 def test_ctrl_c_ends_cleanly():
