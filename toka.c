@@ -346,13 +346,15 @@ static int near_distance(str a, str b) {
     return row[a.n];
 }
 
-/* Takes a candidate that is more like the name than those before. A third of a name may differ, or one name begins the other. */
+/* Takes a candidate that is more like the name than those before. A third of a name may differ, or one name begins the
+ * other. */
 static void near_try(near_name *near, const char *candidate) {
     const str typed = near->typed, name = str_c(candidate);
     const size_t shorter = MIN(typed.n, name.n);
     const int most = (int)(typed.n + 2) / 3;
     int distance = near_distance(typed, name);
-    if (distance > most && shorter >= 3 && !strncasecmp(typed.p, candidate, shorter)) distance = most;
+    const bool begins = shorter >= 3 && MAX(typed.n, name.n) <= 4 * shorter && !strncasecmp(typed.p, candidate, shorter);
+    if (distance > most && begins) distance = most;
     if (typed.n < 2 || distance > most || (near->best && distance >= near->distance)) return;
     near->best = candidate, near->distance = distance;
 }
