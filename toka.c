@@ -16157,6 +16157,7 @@ static const char *run_shown(const run_options *o, const char *path) { /* a file
 }
 
 static int run_cannot_open(const char *path, toka_err *e) { /* EINTR: a named pipe without another side, and Ctrl-C */
+    if (errno == EISDIR) return fail(e, TOKA_E_INPUT, "%s is a directory, expected a file", path);
     int code = errno == EINTR ? TOKA_E_CANCELLED : os_is_short(errno) ? TOKA_E_IO : TOKA_E_INPUT;
     return fail(e, code, "%s: %s", path, strerror(errno));
 }
@@ -22535,7 +22536,7 @@ static int cli_read_prompt(const cli *c, buf *out, toka_err *e) {
     if (c->prompt) return buf_c(out, c->prompt), 0;
     bool from_stdin = !c->file || !strcmp(c->file, "-");
     int fd = from_stdin ? 0 : open(c->file, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return fail(e, TOKA_E_INPUT, "%s: %s", c->file, strerror(errno));
+    if (fd < 0) return fail(e, errno == EINTR ? TOKA_E_CANCELLED : TOKA_E_INPUT, "%s: %s", c->file, strerror(errno));
     int code = os_read_all(fd, from_stdin ? "standard input" : c->file, CLI_MAX_INPUT, out, e);
     if (!from_stdin) close(fd);
     if (!code && cli_interrupted) code = fail(e, TOKA_E_CANCELLED, "interrupted");
@@ -23119,6 +23120,18 @@ static int cli_check_split(const toka_options *o, toka_err *e) {
     return check_int("--data-parallel-size", o->data_parallel_size, 1, ENG_MAX_SPLIT, e);
 }
 
+/* No flag that takes a file may name a directory: known before a model is loaded. */
+static int cli_check_files(const cli *c, unsigned command, toka_err *e) {
+    for (int i = 0; i < COUNT(cli_flags); i++) {
+        const cli_flag *f = &cli_flags[i];
+        const char *path;
+        if (!f->name || strcmp(f->arg, "FILE") || !(f->commands & command) || f->field == AT(report)) continue; /* run_open's */
+        memcpy(&path, (const char *)c + f->field, sizeof path);
+        if (path && os_is_dir(path)) return fail(e, TOKA_E_INPUT, "--%s: %s is a directory, expected a file", f->name, path);
+    }
+    return 0;
+}
+
 typedef struct cli_command {
     const char *name, *second; /* "bench", "plan"; NULL: the command is one word */
     unsigned bit;
@@ -23176,6 +23189,7 @@ static int cli_run_words(const cli_command *command, int n_words, int argc, char
     if (c.help || c.help_all) return cli_help(c.help_all, command ? bit : FOR_ANY, n_words, argv + 1, e);
     if (c.version) return cli_version(e);
     if ((code = cli_check_split(&c.open, e)) || (code = pub_parse_now(c.now, &now, e))) return code;
+    if ((code = cli_check_files(&c, bit, e))) return code;
     if (isatty(2) && !c.quiet) c.open.progress = cli_progress;
     return command ? command->main(&c, e) : cli_run_command(&c, e);
 }

@@ -153,7 +153,7 @@ def test_template_through_a_pipe():
                        input=b'{"messages":[{"role":"user","content":"hi"}]}', timeout=60)
     assert r.stdout.strip() == b"[hi]", r.stderr
     r = toka("template", "--chat-template", "/", stdin="{}")
-    assert r.returncode == 1 and r.stderr == b"toka: /: Is a directory\n"
+    assert r.returncode == 1 and r.stderr == b"toka: --chat-template: / is a directory, expected a file\n"
 
 
 def test_tokenize_refuses_words():
@@ -400,6 +400,32 @@ def test_bad_use_is_one_sentence(args, words):
     r = toka(*args)
     assert r.returncode in (1, 2) and r.stdout == b""
     assert words in r.stderr.decode() and r.stderr.decode().count("\n") == 1 and r.stderr.startswith(b"toka: ")
+
+
+READS = ["-f {}", "score -f {}", "tokenize -f {}", "template -f {}", "-p x --chat-template {}", "template --chat-template {} -p {{}}",
+         "bench throughput --dataset {}", "bench serve --dataset {}", "serve --api-key-file {}", "serve --chat-template {}",
+         "batch -i {} -o out.jsonl", "batch -i {} -o -"]
+WRITES = ["models --models-file {}", "-p x --models-file {}", "batch -i in.jsonl -o {}", "batch -i in.jsonl -o out.jsonl --report {}",
+          "bench throughput --dataset in.jsonl --timeline {}"]
+
+
+def test_a_directory_for_a_file(tmp_path):
+    """One sentence, before anything runs. A file that is not there is named too."""
+    (tmp_path / "in.jsonl").write_text('{"prompt":"Tom","max_tokens":1}\n')
+    (tmp_path / "folder").mkdir()
+    for command in READS + WRITES:
+        r = toka(*command.format("folder").split(), cwd=tmp_path)
+        assert r.returncode == 1 and re.fullmatch(rb"toka: (--[a-z-]+: )?folder is a directory, expected a file\n", r.stderr), (command, r.stderr)
+    for command in READS:
+        if "bench serve" not in command:  # which waits for a server before
+            r = toka(*command.format("none").split(), cwd=tmp_path)
+            assert r.returncode == 1 and r.stderr.endswith(b"toka: none: No such file or directory\n"), (command, r.stderr)
+    assert all(not os.path.getsize(tmp_path / name) for name in os.listdir(tmp_path) if name == "out.jsonl")
+    r = toka("batch", "-o", "out.jsonl", cwd=tmp_path, env={"TOKA_INPUT_FILE": "folder"})
+    assert r.returncode == 1 and b"--input-file: folder is a directory" in r.stderr
+    os.mkfifo(tmp_path / "pipe")
+    subprocess.Popen(["sh", "-c", "echo Tom has > pipe"], cwd=tmp_path)
+    assert toka("tokenize", "-f", "pipe", cwd=tmp_path).stdout == toka("tokenize", stdin="Tom has\n").stdout
 
 
 def test_exit_status_of_bad_use():
