@@ -6437,7 +6437,8 @@ static int mf_special_map_parse(str text, const char *where, arena *a, mf_model 
  *   ranks          mf_stage, mf_shard: a rank's part of a model that is spread over devices, as slices of the bound weights
  *
  * What always holds after mf_bind: every tensor that the layer loop will touch has exactly the shape that the letters say, lies
- * inside its file and is 2-byte aligned; no data page of a weight was read.
+ * inside its file; no data page of a weight was read. It may begin at any byte: not every writer
+ * pads the header, and a tensor of odd length may lie before it.
  * =========================================================================== */
 
 /* ---- safetensors ----
@@ -6720,7 +6721,6 @@ static int mf_bind_one(mf_binder *b, const mf_slot *slot, const char *name, void
         return fail(e, TOKA_E_INPUT, "%s: %s, expected %s", name, found, expected);
     }
     if (t->dtype->toka < 0) return fail(e, TOKA_E_INPUT, "%s: dtype %s, expected BF16, F16 or F32", name, t->dtype->name);
-    if ((uintptr_t)t->data % 2) return fail(e, TOKA_E_INPUT, "%s: begins at an odd byte of %s", name, t->file);
     *(toka_tensor *)((char *)base + slot->field) = (toka_tensor){t->data, (toka_dtype)t->dtype->toka, rows, cols, cols};
     b->n_parameters += (int64_t)rows * cols;
     b->weight_bytes += t->end - t->begin;
@@ -10051,7 +10051,8 @@ static void stop_free(stop_scan *s) {
  * MARK: 19. CPU kernels and threads [cpu]
  * What the ops of a CPU are made of: the kernels of each instruction set (tiles of products, unpacking, and attention's two
  * products and softmax), a pool of threads, products with weights, RMSNorm. In: activations in float32, weights where they lie
- * in the mapped file (bf16, f16, f32). Out: float32. Sums are float32.
+ * in the mapped file (bf16, f16, f32), at any byte: memcpy and unaligned loads read them. Out:
+ * float32. Sums are float32.
  *
  * What always holds: the bytes of a row's result depend on that row alone, not on the other rows of the call and not on the
  * number of threads. Two rules give that:
@@ -10333,7 +10334,7 @@ static void cpu_outer_c(const cpu_outer *o) {
 #define CPU_AVX2 __attribute__((target("avx2,fma,f16c")))
 
 CPU_AVX2 CPU_INLINE __m256 cpu_load_avx2(const void *p, toka_dtype type, int k) {
-    if (type == TOKA_F32) return _mm256_loadu_ps((const float *)p + k);
+    if (type == TOKA_F32) return _mm256_loadu_ps((const void *)((const char *)p + 4 * (size_t)k));
     __m128i h = _mm_loadu_si128((const void *)((const char *)p + 2 * (size_t)k));
     if (type == TOKA_F16) return _mm256_cvtph_ps(h);
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
@@ -10432,7 +10433,7 @@ CPU_AVX2 static void cpu_outer_avx2(const cpu_outer *o) {
 #define CPU_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
 
 CPU_AVX512 CPU_INLINE __m512 cpu_load_avx512(const void *p, toka_dtype type, int k) {
-    if (type == TOKA_F32) return _mm512_loadu_ps((const float *)p + k);
+    if (type == TOKA_F32) return _mm512_loadu_ps((const void *)((const char *)p + 4 * (size_t)k));
     __m256i h = _mm256_loadu_si256((const void *)((const char *)p + 2 * (size_t)k));
     if (type == TOKA_F16) return _mm512_cvtph_ps(h);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));

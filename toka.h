@@ -316,8 +316,8 @@ typedef struct toka_dev { /* an address on a device; on the CPU a plain pointer.
 
 typedef enum toka_dtype { TOKA_BF16, TOKA_F16, TOKA_F32 } toka_dtype;
 
-typedef struct toka_tensor { /* a weight, or a slice of one, as it lies in the mapped file; rows 0: not there. 2-byte aligned at
-                                least, no more */
+typedef struct toka_tensor { /* a weight, or a slice of one, as it lies in the mapped file, at any byte: not aligned; rows 0: not
+                                there */
     const void *data;        /* [rows][cols] */
     toka_dtype dtype;
     int rows, cols;

@@ -539,7 +539,7 @@ static const mft_spoil mft_spoils[] = {
     {.config_from = "\"num_key_value_heads\":1", .config_to = "\"num_key_value_heads\":2",
      .want = "model.layers.0.self_attn.k_proj.weight: [4,8], expected [8,8]"},
     /* lengths */
-    {.odd = 1, .want = "model.embed_tokens.weight: begins at an odd byte of"},
+    {.odd = 1, .want = NULL},
     {.odd = 2, .want = NULL},
     {.cut = -2, .want = "lie outside the file's 1742 bytes of data"},
     {.cut = -1600, .want = "lie outside the file's 144 bytes"},
