@@ -6432,7 +6432,8 @@ static int mf_special_map_parse(str text, const char *where, arena *a, mf_model 
  * In: the bytes of safetensors files, and a shape. Out: every weight as a pointer into them, by the named fields of toka_layer and
  * toka_weights; and of these the slices that a rank has.
  *
- *   safetensors    st_parse: a file to a list of tensors; st_index_parse: an index to a list of files; st_set: by name
+ *   safetensors    st_parse: a file to a list of tensors; st_index_parse: an index to a list of
+ *                  files; st_set: by name, st_set_aliases: by their other names too
  *   binding        mf_bind: names to the named fields of toka_layer, once, by two tables, every shape checked
  *   ranks          mf_stage, mf_shard: a rank's part of a model that is spread over devices, as slices of the bound weights
  *
@@ -6444,8 +6445,11 @@ static int mf_special_map_parse(str text, const char *where, arena *a, mf_model 
 /* ---- safetensors ----
  * A file is: 8 bytes, little-endian, the length of the header; the header, a JSON object padded with spaces; the data.
  * The header maps each tensor's name to {"dtype", "shape", "data_offsets": [begin, end]}, offsets counted from the data's
- * first byte, and may hold "__metadata__" with strings. As the reference reader demands: in the order of their offsets the
- * tensors follow each other without a hole or an overlap, from 0 to the end of the file. */
+ * first byte, and may hold "__metadata__" with strings: of tensors that share memory,
+ * safetensors' save_model stores one and writes {"name left out": "name stored"} there, Hugging
+ * Face's sharded writer into "metadata" of the index. As the reference reader demands: in the order
+ * of their offsets the tensors follow each other without a hole or an overlap, from 0 to the end of
+ * the file. */
 
 #define ST_MAX_HEADER 100000000 /* bytes, as in the reference */
 #define ST_MAX_FILES 1024       /* shards of one model */
@@ -6472,7 +6476,19 @@ typedef struct st_tensor {
     int64_t dims[2];      /* the first two; what toka uses has no more */
     uint64_t begin, end;  /* in the file's data */
     const char *data;
+    bool shared;          /* another name of a tensor of the set: its bytes are counted there */
 } st_tensor;
+
+typedef struct st_names { /* other names of tensors, {"name left out": "name stored"}; a list */
+    const json *names;
+    struct st_names *next;
+} st_names;
+
+static void st_names_add(st_names **list, const json *names, arena *a) {
+    st_names *first = arena_alloc(a, sizeof *first);
+    *first = (st_names){names, *list};
+    *list = first;
+}
 
 /* bits = product of the shape times the dtype's; false when that overflows or the shape is not a list of counts. */
 static bool st_shape(const json *shape, st_tensor *t, uint64_t *bits) {
@@ -6538,8 +6554,10 @@ static int st_place(st_tensor *t, int n, str data, const char *file, toka_err *e
     return 0;
 }
 
-/* A file's bytes to its tensors, in the order of their offsets. The list lives in `a`, names there or in the file. */
-static int st_parse(str text, const char *file, arena *a, st_tensor **out, int *n, toka_err *e) {
+/* A file's bytes to its tensors, in the order of their offsets. The list lives in `a`, names there
+ * or in the file. Its __metadata__ goes to *names. */
+static int st_parse(str text, const char *file, arena *a, st_tensor **out, int *n, st_names **names,
+                    toka_err *e) {
     uint64_t header = 0;
     *n = 0;
     if (text.n < 8) return fail(e, TOKA_E_INPUT, "%s: %zu bytes, expected at least 8", file, text.n);
@@ -6560,6 +6578,7 @@ static int st_parse(str text, const char *file, arena *a, st_tensor **out, int *
             bool strings = key[1].type == JSON_OBJECT || key[1].type == JSON_NULL;
             if (key[1].type == JSON_OBJECT) JSON_MEMBERS(k, key + 1) strings = strings && k[1].type == JSON_STRING;
             if (!strings) return fail(e, TOKA_E_INPUT, "%s: __metadata__ is not an object of strings", file);
+            if (key[1].type == JSON_OBJECT) st_names_add(names, key + 1, a);
         } else if (st_read(key, file, &t[(*n)++], e)) {
             return e->code;
         }
@@ -6567,12 +6586,16 @@ static int st_parse(str text, const char *file, arena *a, st_tensor **out, int *
     return st_place(t, *n, str_sub(text, 8 + (size_t)header, text.n), file, e);
 }
 
-/* model.safetensors.index.json to the list of its files, each once. Only plain names pass: no path leaves the folder. */
-static int st_index_parse(str text, const char *where, arena *a, str **files, int *n, toka_err *e) {
+/* model.safetensors.index.json to the list of its files, each once. Only plain names pass: no path
+ * leaves the folder. Its metadata goes to *names. */
+static int st_index_parse(str text, const char *where, arena *a, str **files, int *n,
+                          st_names **names, toka_err *e) {
     const json *o = mf_json(text, where, a, json_trusted, e), *map = json_get(o, "weight_map");
+    const json *metadata = json_get(o, "metadata");
     *n = 0;
     if (!o) return e->code;
     if (!json_is(map, JSON_OBJECT)) return fail(e, TOKA_E_INPUT, "%s: there is no weight_map", where);
+    if (json_is(metadata, JSON_OBJECT)) st_names_add(names, metadata, a);
     *files = arena_alloc(a, ST_MAX_FILES * sizeof **files);
     JSON_MEMBERS(key, map) {
         const str name = json_str(key + 1);
@@ -6629,6 +6652,23 @@ static int st_set_add(st_set *s, const st_tensor *t, toka_err *e) {
     *at = t;
     s->n++;
     return 0;
+}
+
+/* `name` is the tensor `stored` too, where that is there and `name` is not. Lives in `a`. */
+static void st_set_alias(st_set *s, str name, str stored, arena *a) {
+    const st_tensor *from = s->cap ? *st_set_slot(s, stored) : NULL;
+    if (!from || *st_set_slot(s, name)) return;
+    st_tensor *t = arena_alloc(a, sizeof *t);
+    toka_err none;
+    *t = *from;
+    t->name = name, t->shared = true;
+    st_set_add(s, t, &none);
+}
+
+static void st_set_aliases(st_set *s, const st_names *list, arena *a) {
+    for (; list; list = list->next)
+        JSON_MEMBERS(key, list->names)
+            if (key[1].type == JSON_STRING) st_set_alias(s, json_str(key), json_str(key + 1), a);
 }
 
 /* ---- Binding: the names of a checkpoint, and the field and shape of each ---- */
@@ -6722,9 +6762,19 @@ static int mf_bind_one(mf_binder *b, const mf_slot *slot, const char *name, void
     }
     if (t->dtype->toka < 0) return fail(e, TOKA_E_INPUT, "%s: dtype %s, expected BF16, F16 or F32", name, t->dtype->name);
     *(toka_tensor *)((char *)base + slot->field) = (toka_tensor){t->data, (toka_dtype)t->dtype->toka, rows, cols, cols};
+    if (t->shared) return 0;
     b->n_parameters += (int64_t)rows * cols;
     b->weight_bytes += t->end - t->begin;
     return 0;
+}
+
+/* Names that share a tensor: what the files say, and the two of a tied model, of which some writers
+ * store only lm_head.weight. */
+static void mf_aliases(const mf_config *c, st_set *set, const st_names *names, arena *a) {
+    const bool bare = st_set_get(set, "norm.weight"), tied = !(c->features & MF_LM_HEAD);
+    const char *embed = bare ? "embed_tokens.weight" : "model.embed_tokens.weight";
+    st_set_aliases(set, names, a);
+    if (tied) st_set_alias(set, str_c(embed), str_c(mf_lm_head_slot.suffix), a);
 }
 
 /* Every tensor of the model by its name. A file that was saved from the bare transformer lacks the "model." in front. What
@@ -7203,13 +7253,14 @@ static int mf_open_configs(mf_model *m, toka_err *e) {
 }
 
 /* Maps one weight file and adds its tensors to the set; headers live in tmp. */
-static int mf_open_shard(mf_model *m, const char *name, st_set *set, arena *tmp, toka_err *e) {
+static int mf_open_shard(mf_model *m, const char *name, st_set *set, st_names **names, arena *tmp,
+                         toka_err *e) {
     char where[256];
     str text;
     st_tensor *t;
     int n;
     if (mf_file(m, name, true, where, &text, e)) return e->code;
-    if (st_parse(text, arena_cstr(tmp, str_c(where)), tmp, &t, &n, e)) return e->code;
+    if (st_parse(text, arena_cstr(tmp, str_c(where)), tmp, &t, &n, names, e)) return e->code;
     for (int i = 0; i < n; i++)
         if (st_set_add(set, &t[i], e)) return e->code;
     return 0;
@@ -7226,28 +7277,30 @@ static bool mf_has(const mf_model *m, const char *name) { /* a file, or somethin
 }
 
 /* All tensors of model.safetensors, or of the files that the index names. */
-static int mf_open_shards(mf_model *m, st_set *set, arena *tmp, toka_err *e) {
+static int mf_open_shards(mf_model *m, st_set *set, st_names **names, arena *tmp, toka_err *e) {
     static const char one[] = "model.safetensors", index[] = "model.safetensors.index.json";
     char where[256];
     str text, *files;
     int n;
-    if (mf_has(m, one)) return mf_open_shard(m, one, set, tmp, e);
+    if (mf_has(m, one)) return mf_open_shard(m, one, set, names, tmp, e);
     if (!mf_has(m, index))
         return fail(e, TOKA_E_INPUT, "%s: there is no %s and no %s%s%s%s", m->folder ? m->folder : "embedded", one, index,
                     mf_has(m, "pytorch_model.bin") ? "; pytorch_model.bin is not read" : "",
                     m->hub_id ? "; get them with: hf download " : "", m->hub_id ? m->hub_id : "");
     if (mf_file(m, index, true, where, &text, e)) return e->code;
-    if (st_index_parse(text, where, tmp, &files, &n, e)) return e->code;
+    if (st_index_parse(text, where, tmp, &files, &n, names, e)) return e->code;
     for (int i = 0; i < n; i++)
-        if (mf_open_shard(m, arena_cstr(tmp, files[i]), set, tmp, e)) return e->code;
+        if (mf_open_shard(m, arena_cstr(tmp, files[i]), set, names, tmp, e)) return e->code;
     return 0;
 }
 
 static int mf_open_weights(mf_model *m, toka_err *e) {
     arena tmp = {0};
     st_set set = {0};
+    st_names *names = NULL;
     mf_binder b = {.c = &m->config, .set = &set, .where = m->folder ? m->folder : "the embedded model", .w = &m->weights};
-    int code = mf_open_shards(m, &set, &tmp, e);
+    int code = mf_open_shards(m, &set, &names, &tmp, e);
+    if (!code) mf_aliases(&m->config, &set, names, &tmp);
     if (!code) code = mf_bind(&b, &m->a, e);
     m->n_parameters = b.n_parameters, m->weight_bytes = b.weight_bytes;
     st_set_free(&set);

@@ -616,11 +616,12 @@ static void test_mf_header_length(void) {
     for (int i = 0; i < COUNT(cases); i++) {
         arena a = {0};
         st_tensor *t;
+        st_names *names = NULL;
         int n;
         toka_err e;
         char *text = mem_alloc(16); /* on the heap, so that ASan sees an over-read */
         memcpy(text, cases[i].bytes, 8), memcpy(text + 8, "{}      ", 8);
-        int code = st_parse((str){text, 16}, "f", &a, &t, &n, &e);
+        int code = st_parse((str){text, 16}, "f", &a, &t, &n, &names, &e);
         CHECK_MSG(code == TOKA_E_INPUT && strstr(e.msg, cases[i].want), "case %d: %s", i, code ? e.msg : "no error");
         free(text);
         arena_free(&a);
@@ -679,6 +680,105 @@ static void test_mf_shards(void) {
     CHECK(mkdir(path, 0700) == 0);
     mf_close(mft_open_says(folder, "model.safetensors: not a regular file",
                        "a folder in the file's place goes before the index"));
+    mft_remove_folder(folder);
+}
+
+/* ---- Names that share a tensor ---- */
+
+#define MFT_SHARED(dropped, kept) "{\"__metadata__\":{\"format\":\"pt\",\"" dropped "\":\"" kept "\"},"
+
+typedef struct mft_share {
+    const char *without;   /* of the tiny model's tensors the name that is not stored */
+    const char *metadata;  /* what the header begins with instead of { */
+    const char *tied;      /* "true", "false" */
+    const char *want;      /* words of an error, NULL: it opens */
+} mft_share;
+
+static const mft_share mft_shares[] = {
+    {"model.embed_tokens.weight", "{", "true", NULL},
+    {"model.embed_tokens.weight", MFT_SHARED("model.embed_tokens.weight", "lm_head.weight"), "true", NULL},
+    {"model.embed_tokens.weight", MFT_SHARED("model.embed_tokens.weight", "lm_head.weight"), "false", NULL},
+    {"model.embed_tokens.weight", "{", "false", "model.embed_tokens.weight: missing"},
+    {"model.embed_tokens.weight", MFT_SHARED("model.embed_tokens.weight", "x"), "false", "model.embed_tokens.weight: missing"},
+    {"lm_head.weight", "{", "true", NULL},
+    {"lm_head.weight", "{", "false", "lm_head.weight: missing"},
+    {"lm_head.weight", MFT_SHARED("lm_head.weight", "model.embed_tokens.weight"), "false", NULL},
+    {"lm_head.weight", MFT_SHARED("lm_head.weight", "model.embed_tokens.weight"), "true", NULL},
+    {"lm_head.weight", MFT_SHARED("lm_head.weight", "model.norm.weight"), "false", "lm_head.weight: [8], expected [10,8]"},
+    {"model.layers.1.mlp.up_proj.weight",
+     MFT_SHARED("model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"), "false", NULL},
+    {"model.layers.1.mlp.up_proj.weight",
+     MFT_SHARED("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"), "true",
+     "model.layers.1.mlp.up_proj.weight: missing"},
+};
+
+/* The tiny model's tensors but one, numbers from .. to-1, with `begin` for the header's {. */
+static void mft_write_without(const char *folder, const char *name, const char *without, const char *begin,
+                              int from, int to) {
+    buf header = {0}, file = {0};
+    size_t at = 0;
+    buf_c(&header, begin);
+    for (int i = from; i < to; i++) {
+        const size_t rows = (size_t)MAX(mft_tiny_tensors[i].rows, 1), cols = (size_t)mft_tiny_tensors[i].cols;
+        if (!strcmp(mft_tiny_tensors[i].name, without)) continue;
+        buf_printf(&header, "%s\"%s\":{\"dtype\":\"BF16\",\"shape\":[", at ? "," : "", mft_tiny_tensors[i].name);
+        if (mft_tiny_tensors[i].rows) buf_printf(&header, "%zu,", rows);
+        buf_printf(&header, "%zu],\"data_offsets\":[%zu,%zu]}", cols, at, at + 2 * rows * cols);
+        at += 2 * rows * cols;
+    }
+    buf_char(&header, '}');
+    mft_tiny_file(&file, &header, at, 0);
+    mft_write_file(folder, name, buf_view(&file));
+    buf_free(&header), buf_free(&file);
+}
+
+static void mft_write_config(const char *folder, const char *tied) {
+    buf config = {0};
+    buf_c(&config, mft_tiny_config);
+    mft_replace(&config, "{", "{\"tie_word_embeddings\":@,");
+    mft_replace(&config, "@", tied);
+    mft_write_file(folder, "config.json", buf_view(&config));
+    buf_free(&config);
+}
+
+static void mft_check_shared(const mf_model *m, const mft_share *s) {
+    const int left_out = strstr(s->without, "up_proj") ? 48 : 80;
+    CHECK_MSG(m->n_parameters == MFT_PARAMETERS - left_out && m->weight_bytes == 2 * (size_t)m->n_parameters,
+              "%s: %lld parameters, %zu bytes", s->without, (long long)m->n_parameters, m->weight_bytes);
+    if (left_out == 80) CHECK(m->weights.lm_head.data == m->weights.embed.data);
+    else CHECK(m->weights.layers[0].up.data == m->weights.layers[1].up.data);
+}
+
+static void test_mf_shared(void) {
+    const char index[] = "model.safetensors.index.json";
+    const int n = COUNT(mft_tiny_tensors);
+    char folder[64], what[300];
+    for (int i = 0; i < COUNT(mft_shares); i++)
+        for (int shards = 0; shards < 2; shards++) {
+            const mft_share *s = &mft_shares[i];
+            mft_temp_folder(folder);
+            mft_write_config(folder, s->tied);
+            snprintf(what, sizeof what, "without %s, %s tied %s, %d", s->without, s->metadata, s->tied, shards);
+            if (shards) { /* the names stand in a shard that has neither tensor */
+                mft_write_without(folder, "a.safetensors", s->without, "{", 0, n - 1);
+                mft_write_without(folder, "b.safetensors", "", s->metadata, n - 1, n);
+                mft_write_file(folder, index, STR("{\"weight_map\":{\"x\":\"a.safetensors\",\"y\":\"b.safetensors\"}}"));
+            } else {
+                mft_write_without(folder, "model.safetensors", s->without, s->metadata, 0, n);
+            }
+            mf_model *m = mft_open_says(folder, s->want, what);
+            if (m) mft_check_shared(m, s);
+            mf_close(m);
+            mft_remove_folder(folder);
+        }
+    mft_temp_folder(folder); /* the names stand in the index */
+    mft_write_config(folder, "false");
+    mft_write_without(folder, "a.safetensors", "lm_head.weight", "{", 0, n);
+    mft_write_file(folder, index, STR("{\"metadata\":{\"total_size\":1,\"lm_head.weight\":\"model.embed_tokens.weight\"},"
+                                      "\"weight_map\":{\"x\":\"a.safetensors\"}}"));
+    mf_model *m = mft_open_says(folder, NULL, "names in the index");
+    if (m) mft_check_shared(m, &mft_shares[5]);
+    mf_close(m);
     mft_remove_folder(folder);
 }
 
@@ -999,6 +1099,7 @@ static const struct test mf_tests[] = {
     {"mf_safetensors", test_mf_safetensors},
     {"mf_header_length", test_mf_header_length},
     {"mf_shards", test_mf_shards},
+    {"mf_shared", test_mf_shared},
     {"mf_odd_files", test_mf_odd_files},
     {"mf_find", test_mf_find},
     {"mf_models_refused", test_mf_models_refused},

@@ -1,4 +1,4 @@
-"""Model folders as other programs write them: tensors at any byte. Whole programs; run through
+"""Model folders as other programs write them: tensors at any byte, names that share a tensor. Whole programs; run through
 test/run.sh."""
 import glob
 import json
@@ -74,3 +74,35 @@ def test_tensor_of_odd_length_ahead(tmp_path):
     write_weights(model / "model.safetensors", moved, out)
     assert answers(model, tmp_path) == want
 
+
+# ---- Names that share a tensor ----
+
+@pytest.mark.parametrize("metadata", [{}, {"format": "pt", "model.embed_tokens.weight": "lm_head.weight"}])
+def test_tied_model_that_stores_only_its_head(tmp_path, metadata):
+    want = answers(copy_model("fixtures/llama-tied", tmp_path / "as_it_was"), tmp_path)
+    model = copy_model("fixtures/llama-tied", tmp_path / "head_only")
+    header, data = read_weights(model / "model.safetensors")
+    header["lm_head.weight"] = header.pop("model.embed_tokens.weight")
+    write_weights(model / "model.safetensors", {**header, "__metadata__": metadata}, data)
+    assert answers(model, tmp_path) == want
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_names_in_the_metadata(tmp_path, tied):
+    """Two of one layer's matrices are one, as save_model leaves them; a head that config.json does not call tied, too."""
+    whole = copy_model("fixtures/llama-tied", tmp_path / "whole")
+    header, data = read_weights(whole / "model.safetensors")
+    gate, up = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    part = data[slice(*header[gate]["data_offsets"])]
+    a, b = header[up]["data_offsets"]
+    write_weights(whole / "model.safetensors", header, data[:a] + part + data[b:])
+    shared = copy_model("fixtures/llama-tied", tmp_path / "shared")
+    less = {key: dict(t) for key, t in header.items() if key not in (up, "__metadata__")}
+    for t in less.values():
+        t["data_offsets"] = [at - (b - a) * (at >= b) for at in t["data_offsets"]]
+    metadata = {"format": "pt", up: gate, "lm_head.weight": "model.embed_tokens.weight"}
+    write_weights(shared / "model.safetensors", {"__metadata__": metadata, **less}, data[:a] + data[b:])
+    config = json.loads((shared / "config.json").read_text())
+    assert config["tie_word_embeddings"]
+    (shared / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
+    assert answers(shared, tmp_path) == answers(whole, tmp_path)
