@@ -5842,11 +5842,19 @@ typedef struct mf_config { /* what config.json, or a line of models.txt, says */
     int n_eos_ids;
 } mf_config;
 
-typedef struct mf_defaults { /* what generation_config.json says about sampling; what it leaves out is off: 1, 1, 0, 1, 0 */
+/* What generation_config.json says about requests; what it leaves out is off: 1, 1, 0, 1, 0. */
+typedef struct mf_defaults {
     bool has_do_sample, has_temperature, has_top_p, has_top_k, has_min_p, has_repetition_penalty;
     bool do_sample; /* false: greedy, and the other fields are not meant to matter */
     float temperature, top_p, min_p, repetition_penalty;
     int top_k;
+    int max_tokens, min_tokens; /* max_new_tokens, min_new_tokens; 0: not given */
+    const char **stop;          /* stop_strings */
+    int n_stop;
+    int32_t *bad_ids;           /* bad_words_ids, as toka_sampling has them */
+    int *bad_lengths;
+    int n_bad;
+    char *unused;               /* names of fields that ask for what is not done; NULL: none */
 } mf_defaults;
 
 static const mf_defaults mf_no_defaults = {.temperature = 1, .top_p = 1, .repetition_penalty = 1};
@@ -6286,7 +6294,106 @@ static int mf_config_parse(str text, const char *where, arena *a, mf_config *c, 
     return e->code;
 }
 
-/* generation_config.json: its begin and end ids replace those in *c where it has any; sampling defaults go to *d. */
+/* ---- generation_config.json: defaults of requests ---- */
+
+static void mf_read_lengths(mf_reader *r, mf_defaults *d) {
+    const int64_t max = mf_int(r, "max_new_tokens", 0), min = mf_int(r, "min_new_tokens", 0);
+    if (max < 1 && mf_field(r, "max_new_tokens"))
+        mf_bad(r, "max_new_tokens", mf_field(r, "max_new_tokens"), "1 or more");
+    if (min < 0 || (max && min > max))
+        mf_bad(r, "min_new_tokens", mf_field(r, "min_new_tokens"), "0 to max_new_tokens");
+    d->max_tokens = (int)MIN(max, (int64_t)INT_MAX);
+    d->min_tokens = (int)MIN(min, (int64_t)INT_MAX);
+}
+
+static void mf_read_stop_strings(mf_reader *r, arena *a, mf_defaults *d) {
+    static const char name[] = "stop_strings";
+    static const char expected[] = "a text or a list of texts, none of them empty";
+    const json *v = mf_field(r, name);
+    const bool one = json_is(v, JSON_STRING);
+    if (!v) return;
+    if (!one && v->type != JSON_ARRAY) {
+        mf_bad(r, name, v, expected);
+        return;
+    }
+    d->stop = arena_alloc(a, (one ? 1 : (size_t)v->n) * sizeof *d->stop);
+    for (const json *it = one ? v : v + 1, *end = json_next(v); it < end; it = json_next(it)) {
+        const str text = json_str(it);
+        if (!text.n || memchr(text.p, 0, text.n)) {
+            mf_bad(r, name, it, expected);
+            return;
+        }
+        d->stop[d->n_stop++] = arena_cstr(a, text);
+    }
+}
+
+/* One sequence of bad_words_ids behind the `n` ids there are. As in transformers, one that is an
+ * end id alone does not count; neither does one with an id that the vocabulary does not have. */
+static bool mf_read_bad_word(const json *word, const mf_config *c, mf_defaults *d, int *n) {
+    int32_t *id = d->bad_ids + *n;
+    int length = 0;
+    bool drawn = true, ends = false;
+    if (word->type != JSON_ARRAY || !word->n) return false;
+    JSON_EACH(it, word) {
+        const int64_t i = json_int(it, -1);
+        if (i < 0) return false;
+        drawn &= i < c->shape.V;
+        id[length++] = (int32_t)i;
+    }
+    for (int i = 0; i < c->n_eos_ids; i++) ends |= length == 1 && id[0] == c->eos_ids[i];
+    if (!drawn || ends) return true;
+    d->bad_lengths[d->n_bad++] = length;
+    *n += length;
+    return true;
+}
+
+static void mf_read_bad_words(mf_reader *r, arena *a, const mf_config *c, mf_defaults *d) {
+    static const char name[] = "bad_words_ids";
+    const json *v = mf_field(r, name);
+    int n = 0;
+    size_t n_ids = 0;
+    bool good = json_is(v, JSON_ARRAY);
+    if (good) JSON_EACH(word, v) n_ids += word->type == JSON_ARRAY ? word->n : 0;
+    if (good) d->bad_lengths = arena_alloc(a, v->n * sizeof *d->bad_lengths);
+    if (good) d->bad_ids = arena_alloc(a, n_ids * sizeof *d->bad_ids);
+    if (good) JSON_EACH(word, v) good = good && mf_read_bad_word(word, c, d, &n);
+    if (v && !good) mf_bad(r, name, v, "a list of lists of token ids");
+}
+
+/* Does a field's value ask for anything? off: the number that does not. */
+static bool mf_asks(const json *v, double off) {
+    if (!v || v->type == JSON_FALSE) return false;
+    if (v->type == JSON_STRING || v->type == JSON_ARRAY || v->type == JSON_OBJECT) return v->n > 0;
+    return v->type != JSON_NUMBER || json_num(v, NAN) != off;
+}
+
+/* Fields of transformers' GenerationConfig that change its text, and are not done here. A
+ * max_length that the model's own length or max_new_tokens makes void asks for nothing. */
+static void mf_read_unused(const mf_reader *r, arena *a, const mf_config *c, mf_defaults *d) {
+    static const struct { const char *name; double off; } fields[] = {
+        {"max_length", 0}, {"min_length", 0}, {"max_time", 0}, {"num_return_sequences", 1},
+        {"num_beams", 1}, {"num_beam_groups", 1}, {"length_penalty", 1}, {"early_stopping", 0},
+        {"diversity_penalty", 0}, {"penalty_alpha", 0}, {"dola_layers", 0}, {"typical_p", 1},
+        {"top_h", 1}, {"epsilon_cutoff", 0}, {"eta_cutoff", 0}, {"encoder_repetition_penalty", 1},
+        {"no_repeat_ngram_size", 0},
+        {"encoder_no_repeat_ngram_size", 0}, {"presence_penalty", 0}, {"frequency_penalty", 0},
+        {"suppress_tokens", NAN}, {"begin_suppress_tokens", NAN}, {"forced_bos_token_id", NAN},
+        {"forced_eos_token_id", NAN}, {"forced_decoder_ids", NAN}, {"force_words_ids", NAN},
+        {"constraints", NAN}, {"sequence_bias", NAN}, {"exponential_decay_length_penalty", NAN},
+        {"guidance_scale", 1}, {"watermarking_config", NAN}, {"token_healing", 0}};
+    buf names = {0};
+    for (int i = 0; i < COUNT(fields); i++) {
+        const json *v = mf_field(r, fields[i].name);
+        const bool void_length = !i && (d->max_tokens || json_num(v, 0) >= c->shape.max_len);
+        if (mf_asks(v, fields[i].off) && !void_length)
+            buf_printf(&names, "%s%s", names.n ? ", " : "", fields[i].name);
+    }
+    d->unused = names.n ? arena_cstr(a, buf_view(&names)) : NULL;
+    buf_free(&names);
+}
+
+/* generation_config.json: its begin and end ids replace those in *c where it has any; defaults of
+ * requests go to *d. */
 static int mf_generation_parse(str text, const char *where, arena *a, mf_config *c, mf_defaults *d, toka_err *e) {
     *d = mf_no_defaults;
     *e = (toka_err){0};
@@ -6304,6 +6411,10 @@ static int mf_generation_parse(str text, const char *where, arena *a, mf_config 
     d->repetition_penalty = (float)mf_num(r, "repetition_penalty", 1, 1e-2, 1e2);
     int64_t top_k = mf_int(r, "top_k", 0);
     d->has_top_k = mf_field(r, "top_k"), d->top_k = (int)MIN(MAX(top_k, 0), (int64_t)INT_MAX);
+    mf_read_lengths(r, d);
+    mf_read_stop_strings(r, a, d);
+    mf_read_bad_words(r, a, c, d);
+    mf_read_unused(r, a, c, d);
     return e->code;
 }
 
@@ -9378,6 +9489,13 @@ static int samp_check_number(const char *name, double v, toka_err *e) {
 
 /* A number that is more than 0 stays so. */
 static float samp_float(double v) { return v > 0 ? MAX((float)v, FLT_MIN) : (float)v; }
+
+/* Of max_tokens and min_tokens that contradict each other, one that is a default gives way. */
+static void samp_give_way(toka_sampling *s, bool max_is_default, bool min_is_default) {
+    if (s->max_tokens < 1 || s->min_tokens <= s->max_tokens) return;
+    if (max_is_default) s->max_tokens = s->min_tokens;
+    else if (min_is_default) s->min_tokens = s->max_tokens;
+}
 
 /* Checks ranges; V: vocabulary. The message names field, value and what is allowed. */
 static int samp_check(const toka_sampling *s, int V, toka_err *e) {
@@ -13352,6 +13470,15 @@ static int pub_check_options(const toka_options *o, toka_err *e) {
     return check_range("gpu_memory_utilization", o->gpu_memory_utilization, 0, 1, false, e);
 }
 
+/* The limits of chapter 18 hold for what generation_config.json says, too. */
+static int pub_check_defaults(const toka *t, toka_err *e) {
+    toka_request r = toka_request_default();
+    toka_err why;
+    toka_request_model_defaults(t, &r);
+    if (!samp_check(&r.sampling, t->shape.V, &why)) return 0;
+    return fail(e, TOKA_E_INPUT, "generation_config.json: %.440s", why.msg);
+}
+
 int toka_open(toka **out, const toka_options *o, toka_err *e) {
     toka *t;
     const double began = os_now();
@@ -13360,7 +13487,8 @@ int toka_open(toka **out, const toka_options *o, toka_err *e) {
     const double found = os_now();
     if (code || (code = pub_open_text(&t, o, true, e))) return code;
     t->find_s = found - began, t->files_s = os_now() - found;
-    if ((code = eng_open(&t->engine, pub_backend(o->device), t->files, &t->shape, t->tok, o, e))) {
+    if ((code = pub_check_defaults(t, e)) ||
+        (code = eng_open(&t->engine, pub_backend(o->device), t->files, &t->shape, t->tok, o, e))) {
         toka_close(t);
         return code;
     }
@@ -13553,6 +13681,12 @@ void toka_request_model_defaults(const toka *t, toka_request *r) {
     if (d->has_top_k) r->sampling.top_k = d->top_k;
     if (d->has_min_p) r->sampling.min_p = d->min_p;
     if (d->has_repetition_penalty) r->sampling.repetition_penalty = d->repetition_penalty;
+    if (d->max_tokens) r->sampling.max_tokens = d->max_tokens;
+    if (d->min_tokens) r->sampling.min_tokens = d->min_tokens;
+    if (d->n_stop && t->tok) r->sampling.stop = d->stop, r->sampling.n_stop = d->n_stop;
+    if (!d->n_bad) return;
+    r->sampling.bad_ids = d->bad_ids, r->sampling.bad_lengths = d->bad_lengths;
+    r->sampling.n_bad = d->n_bad;
 }
 
 int toka_generate(toka *t, const toka_request *r, toka_event_fn *fn, void *user, toka_usage *usage, toka_err *e) {
@@ -14175,7 +14309,7 @@ enum { API_C = 1 << API_COMPLETIONS, API_M = 1 << API_CHAT, API_T = 1 << API_TOK
 
 typedef struct api_body { /* a body's fields, at their defaults or as given */
     float temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
-    int64_t max_tokens, max_completion_tokens, min_tokens, top_k, n, best_of, seed, priority; /* -1: max_* not given */
+    int64_t max_tokens, max_completion_tokens, min_tokens, top_k, n, best_of, seed, priority; /* -1: max_*, min_* not given */
     int64_t n_logprobs, top_logprobs, prompt_logprobs;                                        /* -1: not given */
     int chat_logprobs, echo, stream, ignore_eos, include_stop, special, skip_special, generate, return_token_ids, return_packed,
         names_are_ids, return_strs;
@@ -14368,7 +14502,7 @@ static int api_read_body(api_call *c, enum api_route route, const json *body, ap
     *b = (api_body){.temperature = s->temperature, .top_p = s->top_p, .min_p = s->min_p,
                     .repetition_penalty = s->repetition_penalty, .presence_penalty = s->presence_penalty,
                     .frequency_penalty = s->frequency_penalty, .max_tokens = -1, .max_completion_tokens = -1,
-                    .min_tokens = s->min_tokens, .top_k = s->top_k, .n = c->m->base.n, .best_of = -1, .n_logprobs = -1,
+                    .min_tokens = -1, .top_k = s->top_k, .n = c->m->base.n, .best_of = -1, .n_logprobs = -1,
                     .top_logprobs = -1, .prompt_logprobs = -1, .ignore_eos = s->ignore_eos, .include_stop = s->include_stop,
                     .special = -1, .skip_special = 1, .generate = 1, .model = STR("")};
     if (!json_is(body, JSON_OBJECT)) return API_BAD("body: expected a JSON object");
@@ -14461,6 +14595,7 @@ static int api_bias(api_call *c, const json *v, toka_sampling *s, toka_err *e) {
 
 static int api_bad_words(api_call *c, const json *v, toka_sampling *s, toka_err *e) {
     int n = 0;
+    if (v) s->n_bad = 0; /* the body's words take the place of the model's */
     if (!v || !v->n) return 0;
     if (pub_need_tokenizer(c->m->t, e)) return e->code;
     const char **words = arena_alloc(&c->a, (size_t)v->n * sizeof *words);
@@ -14501,7 +14636,11 @@ static int api_sampling(api_call *c, const api_body *b, toka_request *q, toka_er
     s->temperature = b->temperature, s->top_p = b->top_p, s->min_p = b->min_p, s->top_k = (int)b->top_k;
     s->repetition_penalty = b->repetition_penalty, s->presence_penalty = b->presence_penalty;
     s->frequency_penalty = b->frequency_penalty, s->ignore_eos = b->ignore_eos, s->include_stop = b->include_stop;
-    s->max_tokens = (int)MAX(b->max_tokens, 0), s->min_tokens = (int)b->min_tokens;
+    s->max_tokens = (int)MAX(b->max_tokens, 0);
+    const bool has_min = b->min_tokens >= 0, usual_16 = !c->m->base.sampling.max_tokens;
+    const bool default_max = !b->has_max && !(usual_16 && has_min);
+    if (has_min) s->min_tokens = (int)b->min_tokens;
+    samp_give_way(s, default_max, !has_min);
     s->seed = b->has_seed ? (uint64_t)b->seed : api_seed(s->seed, c->serial);
     q->priority = (int)MAX(MIN(q->priority - b->priority, (int64_t)INT_MAX), (int64_t)-INT_MAX); /* lower is earlier, as in vLLM */
     c->n = q->n = (int)b->n;
@@ -16457,6 +16596,12 @@ static toka_memory run_most_memory(const toka *t) { /* on any device; zeros: not
 }
 
 /* What runs where, and for how many tokens there is room. While no step is under way. */
+/* What generation_config.json asks for and nobody gets. */
+static void run_say_unused(const toka *t) {
+    const char *names = t->files->defaults.unused;
+    if (names) fprintf(stderr, "toka: generation_config.json: not used: %s\n", names);
+}
+
 static void run_say_start(const toka *t, const char *name, double load_s) {
     const toka_info info = toka_get_info(t);
     const toka_memory m = run_most_memory(t);
@@ -19922,11 +20067,19 @@ static void srv_say_defaults(const srv *s) {
     const toka_sampling *p = &s->model.base.sampling;
     const mf_defaults *d = &s->t->files->defaults;
     bool any = d->has_temperature || d->has_do_sample || d->has_top_p || d->has_top_k || d->has_min_p ||
-               d->has_repetition_penalty;
-    if (!s->o->model_defaults || !any) return;
+               d->has_repetition_penalty || d->max_tokens || d->min_tokens || d->n_stop || d->n_bad;
+    if (!s->o->model_defaults) return;
+    run_say_unused(s->t);
+    if (!any) return;
+    buf more = {0};
+    if (d->max_tokens) buf_printf(&more, ", max_tokens %d", d->max_tokens);
+    if (d->min_tokens) buf_printf(&more, ", min_tokens %d", d->min_tokens);
+    if (d->n_stop) buf_printf(&more, ", %d stop strings", d->n_stop);
+    if (d->n_bad) buf_printf(&more, ", %d bad words", d->n_bad);
     fprintf(stderr, "toka: defaults from generation_config.json: temperature %g, top_p %g, top_k %d, min_p %g, "
-            "repetition_penalty %g; --generation-config vllm leaves them out\n", (double)p->temperature, (double)p->top_p,
-            p->top_k, (double)p->min_p, (double)p->repetition_penalty);
+            "repetition_penalty %g%s; --generation-config vllm leaves them out\n", (double)p->temperature, (double)p->top_p,
+            p->top_k, (double)p->min_p, (double)p->repetition_penalty, more.n ? more.p : "");
+    buf_free(&more);
 }
 
 static void srv_init_model(srv *s) {
@@ -22099,7 +22252,7 @@ static const cli_flag cli_flags[] = {
      "the template's clock, 'YYYY-MM-DD hh:mm:ss' (default: local time)"},
     {NULL, NULL, NULL, 0, 0, 0, "Sampling (defaults: the model's generation_config, else greedy; batch and bench: else temperature 1)"},
     {"max-tokens", "n", "N", CLI_INT, AT(max_tokens), FOR_RUN | FOR_BATCH,
-     "output tokens at most, and what the model's length leaves (default: up to that)"},
+     "output tokens at most; 0: what the model's length leaves (default: the model's max_new_tokens, else 0)"},
     {"min-tokens", "", "N", CLI_INT, AT(min_tokens), FOR_RUN | FOR_BATCH, "do not end before N tokens"},
     {"samples", "", "N", CLI_INT, AT(samples), FOR_RUN | FOR_BATCH | FOR_PLAN, "answers to the one prompt (default: 1)"},
     {"temp", "", "T", CLI_FLOAT, AT(temperature), FOR_SAMPLES | FOR_BENCH_SERVE, "temperature; 0 is greedy"},
@@ -22224,6 +22377,7 @@ static const char *const cli_often[] = {
 
 static cli cli_default(void) {
     return (cli){.open = toka_options_default(), .samples = 1, .top_k = INT_MIN, .logprobs = INT_MIN, .temperature = NAN,
+                 .max_tokens = INT_MIN, .min_tokens = INT_MIN,
                  .top_p = NAN, .min_p = NAN, .repetition_penalty = NAN, .presence_penalty = NAN, .frequency_penalty = NAN,
                  .host = "127.0.0.1", .port = 10210,
                  .bench = {.endpoint = "/v1/completions", .input_len = 1024, .output_len = 128, .burstiness = 1, .ready_s = 60,
@@ -22378,7 +22532,7 @@ static int cli_count_flags(unsigned command) {
 static const char cli_notes[] =
     "\nEvery flag that takes a value can also come from the environment: TOKA_MAX_TOKENS=64 is --max-tokens 64.\n"
     "0 is the default of --threads, --server-threads, --max-model-len, --max-num-seqs, --max-num-batched-tokens,\n"
-    "--kv-tokens, --max-tokens and --num-prompts.\n"
+    "--kv-tokens and --num-prompts.\n"
     "Exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C (serve: 0). Lines of a batch\n"
     "that became error records do not change it. A closed pipe at standard output ends the program with 0.\n";
 
@@ -22609,13 +22763,13 @@ static void cli_sampling(const cli *c, const toka *t, toka_request *r) {
     if (!isnan(c->frequency_penalty)) s->frequency_penalty = samp_float(c->frequency_penalty);
     if (c->top_k != INT_MIN) s->top_k = c->top_k;
     s->seed = (uint64_t)c->seed;
-    s->max_tokens = c->max_tokens;
-    s->min_tokens = c->min_tokens;
+    if (c->max_tokens != INT_MIN) s->max_tokens = c->max_tokens;
+    if (c->min_tokens != INT_MIN) s->min_tokens = c->min_tokens;
+    samp_give_way(s, c->max_tokens == INT_MIN, c->min_tokens == INT_MIN);
     s->ignore_eos = c->ignore_eos;
     s->include_stop = c->include_stop;
     s->logprobs = c->logprobs >= 0 ? c->logprobs : c->json ? 0 : TOKA_NO_LOGPROBS;
-    s->stop = c->stop.at;
-    s->n_stop = c->stop.n;
+    if (c->stop.n) s->stop = c->stop.at, s->n_stop = c->stop.n;
     r->n = c->samples;
 }
 
@@ -22779,6 +22933,10 @@ static void cli_note_device(const cli *c) {
         fprintf(stderr, "toka: no GPU (%s); using the CPU\n", line);
 }
 
+static void cli_note_unused(const cli *c, const toka *t) {
+    if (!c->quiet) run_say_unused(t);
+}
+
 /* Opens what the flags say, for a command that runs a model. */
 static int cli_open(const cli *c, toka **t, toka_err *e) {
     buf line = {0};
@@ -22803,6 +22961,7 @@ static int cli_run_command(const cli *c, toka_err *e) {
         return fail(e, TOKA_E_USE, "no prompt: give -p TEXT, -f FILE, text on standard input, or --chat; see toka --help");
     int code = cli_open(c, &t, e);
     if (code) return code;
+    cli_note_unused(c, t);
     code = c->chat ? cli_chat(c, t, e) : cli_run_prompt(c, t, e);
     toka_close(t);
     return code;
@@ -22953,6 +23112,7 @@ static int cli_batch(const cli *c, toka_err *e) {
     run_options o = {.in = c->input, .out = c->output, .report = c->report, .now = c->now, .base = toka_request_default(),
                      .name = c->served_names.n ? c->served_names.at[0] : NULL, .quiet = c->quiet,
                      .max_answer_bytes = c->serve.max_answer_bytes, .interrupted = &cli_interrupted};
+    cli_note_unused(c, t);
     cli_sampling(c, t, &o.base);
     o.base.sampling.logprobs = 0;
     code = samp_check(&o.base.sampling, t->shape.V, e); /* else every line would have its error, and none be done again */

@@ -204,8 +204,10 @@ typedef struct toka_request {
 /* No prompt yet, one sample, temperature 1, no truncation, seed 0, text_flags ADD_SPECIAL | PARSE_SPECIAL. Thread: any. */
 toka_request toka_request_default(void);
 
-/* Sets what the model's generation_config says: temperature (0 if do_sample is false), top_p, top_k, min_p, repetition_penalty;
- * what it does not say stays. t NULL: nothing. Thread: any. */
+/* Sets what the model's generation_config says: temperature (0 if do_sample is false), top_p, top_k,
+ * min_p, repetition_penalty, max_tokens (max_new_tokens), min_tokens (min_new_tokens), stop
+ * (stop_strings), bad_ids (bad_words_ids); the last two stay t's. What it does not say stays. t NULL:
+ * nothing. Thread: any. */
 void toka_request_model_defaults(const toka *t, toka_request *r);
 
 typedef enum toka_finish {

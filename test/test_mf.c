@@ -221,10 +221,75 @@ static void test_mf_generation(void) {
     CHECK(d.has_top_k && d.top_k == 20 && d.has_repetition_penalty && d.repetition_penalty == 1.05f && !d.has_min_p);
     CHECK(mf_generation_parse(STR("{}"), "g", &a, &c, &d, &e) == 0);
     CHECK(c.bos_id == 3 && c.n_eos_ids == 2 && !d.has_top_k && !d.has_temperature && d.temperature == 1 && d.top_p == 1);
+    CHECK(!d.max_tokens && !d.min_tokens && !d.n_stop && !d.n_bad && !d.unused);
     CHECK(mf_generation_parse(STR("{\"top_p\":0}"), "g", &a, &c, &d, &e) == 0 && d.has_top_p && d.top_p > 0 && d.top_p < 1e-30f);
     CHECK(mf_generation_parse(STR("{\"temperature\":-1}"), "g", &a, &c, &d, &e) && strstr(e.msg, "temperature is -1"));
     CHECK(mf_generation_parse(STR("{\"eos_token_id\":{}}"), "g", &a, &c, &d, &e) &&
           strstr(e.msg, "eos_token_id is an object"));
+    arena_free(&a);
+}
+
+/* Lengths, stop strings and bad words of generation_config.json. want: words of an error. */
+static void test_mf_generation_requests(void) {
+    static const struct { const char *text, *want; } bad[] = {
+        {"{\"max_new_tokens\":0}", "g: max_new_tokens is 0, expected 1 or more"},
+        {"{\"max_new_tokens\":-3}", "g: max_new_tokens is -3, expected 1 or more"},
+        {"{\"max_new_tokens\":\"5\"}", "g: max_new_tokens is \"5\", expected a whole number"},
+        {"{\"max_new_tokens\":2.5}", "g: max_new_tokens is 2.5, expected a whole number"},
+        {"{\"min_new_tokens\":-1}", "g: min_new_tokens is -1, expected 0 to max_new_tokens"},
+        {"{\"min_new_tokens\":6,\"max_new_tokens\":5}", "g: min_new_tokens is 6, expected 0 to max_new_tokens"},
+        {"{\"stop_strings\":1}", "g: stop_strings is 1, expected a text or a list of texts"},
+        {"{\"stop_strings\":[\"a\",\"\"]}", "g: stop_strings is \"\", expected"},
+        {"{\"stop_strings\":[\"a\\u0000\"]}", "g: stop_strings is \"a"},
+        {"{\"stop_strings\":[[\"a\"]]}", "g: stop_strings is an array, expected"},
+        {"{\"bad_words_ids\":7}", "g: bad_words_ids is 7, expected a list of lists of token ids"},
+        {"{\"bad_words_ids\":[7]}", "g: bad_words_ids is an array, expected"},
+        {"{\"bad_words_ids\":[[]]}", "g: bad_words_ids is an array, expected"},
+        {"{\"bad_words_ids\":[[-1]]}", "g: bad_words_ids is an array, expected"},
+        {"{\"bad_words_ids\":[[\"x\"]]}", "g: bad_words_ids is an array, expected"}};
+    arena a = {0};
+    mf_config c = {0};
+    mf_defaults d;
+    toka_err e;
+    if (!mft_config(M_LLAMA "}", NULL, &a, &c)) return;
+    for (int i = 0; i < COUNT(bad); i++)
+        CHECK_MSG(mf_generation_parse(str_c(bad[i].text), "g", &a, &c, &d, &e) == TOKA_E_INPUT && strstr(e.msg, bad[i].want),
+                  "%s: %s", bad[i].text, e.code ? e.msg : "no error");
+    const char *text = "{\"max_new_tokens\":50,\"min_new_tokens\":4,\"stop_strings\":[\"END\",\"\\u00e9\"],"
+                       "\"bad_words_ids\":[[5,6],[2],[7],[99999999]],\"eos_token_id\":2}";
+    CHECK(mf_generation_parse(str_c(text), "g", &a, &c, &d, &e) == 0);
+    CHECK(d.max_tokens == 50 && d.min_tokens == 4 && d.n_stop == 2 && !strcmp(d.stop[1], "\xC3\xA9") && !d.unused);
+    CHECK(d.n_bad == 2 && d.bad_lengths[0] == 2 && d.bad_lengths[1] == 1); /* no end id, no id beyond the vocabulary */
+    CHECK(d.bad_ids[0] == 5 && d.bad_ids[1] == 6 && d.bad_ids[2] == 7);
+    CHECK(mf_generation_parse(STR("{\"stop_strings\":\"END\",\"max_new_tokens\":null,\"bad_words_ids\":[]}"), "g", &a, &c, &d, &e) == 0);
+    CHECK(d.n_stop == 1 && !d.max_tokens && !d.n_bad);
+    CHECK(mf_generation_parse(STR("{\"max_new_tokens\":99999999999}"), "g", &a, &c, &d, &e) == 0 && d.max_tokens == INT_MAX);
+    arena_free(&a);
+}
+
+/* Fields that are not used are named where they ask for something, and only there. */
+static void test_mf_generation_unused(void) {
+    static const struct { const char *text, *want; } cases[] = {
+        {"{\"max_length\":20}", "max_length"},
+        {"{\"max_length\":20,\"max_new_tokens\":5}", NULL},
+        {"{\"max_length\":2048}", NULL}, /* the model's own */
+        {"{\"min_length\":5,\"num_beams\":4,\"no_repeat_ngram_size\":3}", "min_length, num_beams, no_repeat_ngram_size"},
+        {"{\"min_length\":0,\"num_beams\":1,\"typical_p\":1.0,\"length_penalty\":1,\"early_stopping\":false,"
+         "\"forced_eos_token_id\":null,\"suppress_tokens\":[],\"guidance_scale\":1.0,\"num_return_sequences\":1}", NULL},
+        {"{\"suppress_tokens\":[5],\"begin_suppress_tokens\":[6],\"forced_bos_token_id\":0}",
+         "suppress_tokens, begin_suppress_tokens, forced_bos_token_id"},
+        {"{\"early_stopping\":true,\"watermarking_config\":{\"bias\":2}}", "early_stopping, watermarking_config"},
+        {"{\"use_cache\":true,\"transformers_version\":\"5.0\",\"pad_token_id\":0,\"_from_model_config\":true}", NULL}};
+    arena a = {0};
+    mf_config c = {0};
+    mf_defaults d;
+    toka_err e;
+    if (!mft_config(M_LLAMA "}", NULL, &a, &c)) return;
+    for (int i = 0; i < COUNT(cases); i++) {
+        CHECK(mf_generation_parse(str_c(cases[i].text), "g", &a, &c, &d, &e) == 0);
+        const bool same = d.unused && cases[i].want ? !strcmp(d.unused, cases[i].want) : !d.unused && !cases[i].want;
+        CHECK_MSG(same, "%s: %s", cases[i].text, d.unused ? d.unused : "none");
+    }
     arena_free(&a);
 }
 
@@ -1091,6 +1156,8 @@ static const struct test mf_tests[] = {
     {"mf_config_defaults", test_mf_config_defaults},
     {"mf_config_fields", test_mf_config_fields},
     {"mf_generation", test_mf_generation},
+    {"mf_generation_requests", test_mf_generation_requests},
+    {"mf_generation_unused", test_mf_generation_unused},
     {"mf_tokenizer_config", test_mf_tokenizer_config},
     {"mf: special tokens of files and classes", mft_specials},
     {"mf: added tokens of tokenizer_config.json", mft_added_tokens},

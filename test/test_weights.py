@@ -1,5 +1,5 @@
-"""Model folders as other programs write them: tensors at any byte, names that share a tensor. Whole programs; run through
-test/run.sh."""
+"""Model folders as other programs write them: tensors at any byte, names that share a tensor, requests' defaults in
+generation_config.json. Whole programs; run through test/run.sh."""
 import glob
 import json
 import os
@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from server import ROOT, TOKA
+from server import ROOT, TOKA, Server
 
 ENV = {**{k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}, "TOKA_DEVICE": "cpu"}
 LINES = "".join(json.dumps({"custom_id": str(i), "prompt": list(range(3, 9 + i)), "max_tokens": 8, "ignore_eos": True, "logprobs": 3,
@@ -106,3 +106,122 @@ def test_names_in_the_metadata(tmp_path, tied):
     assert config["tie_word_embeddings"]
     (shared / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
     assert answers(shared, tmp_path) == answers(whole, tmp_path)
+
+
+# ---- Defaults of requests in generation_config.json ----
+
+PROBLEM = "Tom has 3 boxes with 4 apples each and buys 5 more apples."
+CHAT = {"messages": [{"role": "user", "content": PROBLEM}]}
+
+
+def with_defaults(tmp_path, **fields):
+    model = copy_model("model", tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 1], "do_sample": False, **fields}))
+    return str(model)
+
+
+def toka(*args, status=0, stdin="", env=None):
+    r = subprocess.run([TOKA, *args], input=stdin, env={**ENV, **(env or {})}, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert r.returncode == status, r.stderr
+    return r
+
+
+def prompt(model, *flags, **more):
+    v = json.loads(toka("-m", model, "-p", PROBLEM, "--json", *flags, **more).stdout)
+    return v["output_tokens"], v["samples"][0]["finish_reason"]
+
+
+def batch(model, tmp_path, *bodies, flags=()):
+    """Tokens and reason of each body's answer, or the error."""
+    out = tmp_path / "out.jsonl"
+    out.unlink(missing_ok=True)
+    lines = "".join(json.dumps({"custom_id": str(i), **body}) + "\n" for i, body in enumerate(bodies))
+    toka("batch", "-q", "-m", model, "-i", "-", "-o", str(out), *flags, stdin=lines)
+    results = {v["custom_id"]: v for v in map(json.loads, out.read_text().splitlines())}
+    return [of_answer(v["response"]["body"]) if (v := results[str(i)])["response"] else v["error"]["message"] for i in range(len(bodies))]
+
+
+def of_answer(body):
+    return body["usage"]["completion_tokens"], body["choices"][0]["finish_reason"]
+
+
+def test_max_new_tokens(tmp_path):
+    model = with_defaults(tmp_path, max_new_tokens=5)
+    cut = (5, "length")
+    assert prompt(model) == prompt(model, "--raw") == cut
+    assert prompt(model, "-n", "3") == prompt(model, env={"TOKA_MAX_TOKENS": "3"}) == (3, "length")
+    assert prompt(model, "-n", "0")[1] == "stop" and prompt(model, "-n", "9") == (9, "length")
+    assert prompt(model, "--min-tokens", "7") == (7, "length")
+    chat = toka("-m", model, "--chat", stdin=f"{PROBLEM}\n{PROBLEM}\n").stderr
+    assert chat.count("generated 5 tokens") == 2
+    bodies = [{"prompt": PROBLEM}, CHAT, {"prompt": PROBLEM, "max_tokens": 3}, {**CHAT, "max_completion_tokens": 9},
+              {"prompt": PROBLEM, "min_tokens": 7}]
+    want = [cut, cut, (3, "length"), (9, "length"), (7, "length")]
+    assert batch(model, tmp_path, *bodies) == want
+    assert batch(model, tmp_path, {"prompt": PROBLEM}, flags=("-n", "4")) == [(4, "length")]
+    with Server("-m", model) as s:
+        assert "repetition_penalty 1, max_tokens 5; --generation-config vllm" in s.log
+        for body, is_what in zip(bodies, want):
+            route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+            assert of_answer(s.post(route, body).json()) == is_what
+    with Server("-m", model, "--generation-config", "vllm") as s:
+        assert "generation_config" not in s.log
+        assert of_answer(s.post("/v1/completions", {"prompt": PROBLEM, "ignore_eos": True}).json()) == (16, "length")
+        assert of_answer(s.post("/v1/chat/completions", {**CHAT, "temperature": 0}).json())[1] == "stop"
+
+
+def test_min_new_tokens(tmp_path):
+    model = with_defaults(tmp_path, min_new_tokens=60)
+    assert prompt(model)[0] >= 60
+    assert prompt(model, "--min-tokens", "0")[1] == "stop" and prompt(model, "--min-tokens", "0")[0] < 60
+    assert prompt(model, "-n", "8") == (8, "length")
+    long, short, eight = batch(model, tmp_path, CHAT, {**CHAT, "min_tokens": 0}, {**CHAT, "max_tokens": 8})
+    assert long[0] >= 60 > short[0] and eight == (8, "length")
+    with Server("-m", model) as s:
+        assert "min_tokens 60" in s.log
+        assert of_answer(s.post("/v1/chat/completions", CHAT).json())[0] >= 60
+        assert of_answer(s.post("/v1/completions", {"prompt": PROBLEM}).json())[0] == 60  # more than a completion's usual 16
+
+
+def test_stop_strings_and_bad_words(tmp_path):
+    plain = json.loads(toka("-p", PROBLEM, "--json").stdout)["samples"][0]
+    words = plain["text"].split()
+    stop, first = words[2], plain["tokens"][0]["id"]
+    model = with_defaults(tmp_path, stop_strings=[stop], bad_words_ids=[[first], [3]])
+    text = json.loads(toka("-m", model, "-p", PROBLEM, "--json").stdout)["samples"][0]
+    assert text["tokens"][0]["id"] != first and stop not in text["text"]
+    with Server("-m", model) as s:
+        assert "1 stop strings, 1 bad words" in s.log
+
+        def ask(**more):
+            return s.post("/v1/chat/completions", {**CHAT, "return_token_ids": True, **more}).json()["choices"][0]
+
+        a = ask()
+        assert a["token_ids"][0] != first and stop not in a["message"]["content"]
+        assert ask(stop=[], bad_words=[])["message"]["content"] == plain["text"]
+        b = ask(bad_words=[])
+        assert plain["text"].startswith(b["message"]["content"]) and stop not in b["message"]["content"] and b["token_ids"][0] == first
+
+
+def test_fields_that_are_not_used(tmp_path):
+    model = with_defaults(tmp_path, num_beams=4, max_length=30, no_repeat_ngram_size=2, suppress_tokens=[7], typical_p=1.0)
+    line = "toka: generation_config.json: not used: max_length, num_beams, no_repeat_ngram_size, suppress_tokens\n"
+    assert toka("-m", model, "-p", PROBLEM).stderr.startswith(line)
+    assert toka("-m", model, "-p", PROBLEM, "-q").stderr == ""
+    assert toka("-m", model, "--chat", stdin=f"{PROBLEM}\n{PROBLEM}\n").stderr.count(line) == 1
+    assert line in toka("batch", "-m", model, "-i", "/dev/null", "-o", "/dev/null").stderr
+    with Server("-m", model) as s:
+        assert s.log.count(line) == 1
+    with Server("-m", model, "--generation-config", "vllm") as s:
+        assert line not in s.log
+
+
+@pytest.mark.parametrize("fields, words", [
+    ({"max_new_tokens": 0}, "max_new_tokens is 0, expected 1 or more"),
+    ({"max_new_tokens": 5, "min_new_tokens": 9}, "min_new_tokens is 9, expected 0 to max_new_tokens"),
+    ({"stop_strings": ["x" * 5000]}, "generation_config.json: stop[0]: 5000 bytes, expected 1 to 4096"),
+    ({"bad_words_ids": [[4, None]]}, "bad_words_ids is an array, expected a list of lists of token ids"),
+])
+def test_defaults_that_cannot_be(tmp_path, fields, words):
+    err = toka("-m", with_defaults(tmp_path, **fields), "-p", "x", status=1).stderr
+    assert words in err and "generation_config.json: " in err and err.count("\n") == 1
