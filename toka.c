@@ -595,7 +595,8 @@ static int os_read_all(int fd, const char *name, size_t limit, buf *b, toka_err 
  * are limits of the caller; nodes, of 16 bytes where a value may be two ("0,"), take no more memory than the longest text would.
  * Text must be UTF-8; an escaped lone surrogate (\ud83d alone) is legal JSON and becomes U+FFFD.
  * Numbers keep whether they were written as integers, and such beyond 64 bits keep their text, as Python has all digits; one
- * beyond the range of a double is an error, so that all are finite.
+ * beyond the range of a double is an error, so that all are finite. json_parse_python also takes what Python's json takes and
+ * writes beyond the RFC: NaN, Infinity, -Infinity, and infinity for a number out of range.
  * Of equal keys the last wins, as in Python.
  * Walking: json_get, json_at, JSON_EACH, JSON_MEMBERS; a missing value is NULL, and every accessor takes NULL.
  * Writer: json_put_* append one value to a buf and place the comma themselves.
@@ -620,6 +621,7 @@ typedef struct json_reader {
     int depth;
     size_t most; /* nodes */
     json_limits limits;
+    bool python; /* numbers need not be finite */
     toka_err *e;
 } json_reader;
 
@@ -805,7 +807,7 @@ static bool json_number(json_reader *r) {
     }
     const str text = {s, (size_t)(r->p - s)};
     const double f = exact && !big ? 0 : json_strtod(text);
-    if (!isfinite(f)) return r->p = s, json_fail(r, "number out of range");
+    if (!isfinite(f) && !r->python) return r->p = s, json_fail(r, "number out of range");
     json *v = json_node(r, JSON_NUMBER);
     v->exact = exact && !big, v->big = exact && big;
     if (v->exact) v->i = (int64_t)(neg ? 0 - u : u);
@@ -845,9 +847,25 @@ static bool json_has_room(json_reader *r) {
     return false;
 }
 
+/* Reads NaN, Infinity or -Infinity at p; false: something else stands there. */
+static bool json_not_finite(json_reader *r) {
+    static const struct {
+        const char *word;
+        double value;
+    } rows[] = {{"NaN", NAN}, {"Infinity", INFINITY}, {"-Infinity", -INFINITY}};
+    for (int i = 0; i < COUNT(rows); i++) {
+        if (!str_starts((str){r->p, (size_t)(r->end - r->p)}, str_c(rows[i].word))) continue;
+        json_node(r, JSON_NUMBER)->f = rows[i].value;
+        r->p += strlen(rows[i].word);
+        return true;
+    }
+    return false;
+}
+
 /* One value, or the opening of a container. */
 static bool json_value(json_reader *r) {
     if (!json_has_room(r)) return false;
+    if (r->python && json_not_finite(r)) return true;
     switch (r->p < r->end ? *r->p : 0) {
     case '{': return json_open(r, JSON_OBJECT);
     case '[': return json_open(r, JSON_ARRAY);
@@ -903,11 +921,10 @@ static bool json_document(json_reader *r) {
     return r->p == r->end || json_fail(r, "text goes on behind the value");
 }
 
-/* Parses one document. Nodes and unescaped strings live in `a`, other strings in `text`. NULL: *e says why. */
-static const json *json_parse(arena *a, str text, json_limits limits, toka_err *e) {
+static const json *json_parse_as(arena *a, str text, json_limits limits, bool python, toka_err *e) {
     const size_t max_bytes = MIN(limits.max_bytes, (size_t)UINT32_MAX); /* counts are 32 bits */
     if (!text.n) text = STR("");
-    json_reader r = {.p = text.p, .start = text.p, .end = text.p + text.n, .a = a, .limits = limits, .e = e};
+    json_reader r = {.p = text.p, .start = text.p, .end = text.p + text.n, .a = a, .limits = limits, .python = python, .e = e};
     r.most = MAX(max_bytes / sizeof(json), (size_t)JSON_FEW_NODES);
     if (text.n > max_bytes) {
         fail(e, TOKA_E_INPUT, "JSON: %zu bytes, at most %zu are taken", text.n, max_bytes);
@@ -917,6 +934,16 @@ static const json *json_parse(arena *a, str text, json_limits limits, toka_err *
     json_resize(&r, r.n);
     arena_take(a, r.block);
     return r.nodes;
+}
+
+/* Parses one document. Nodes and unescaped strings live in `a`, other strings in `text`. NULL: *e says why. */
+static const json *json_parse(arena *a, str text, json_limits limits, toka_err *e) {
+    return json_parse_as(a, text, limits, false, e);
+}
+
+/* As json_parse, for a file that Python's json may have written. */
+static const json *json_parse_python(arena *a, str text, json_limits limits, toka_err *e) {
+    return json_parse_as(a, text, limits, true, e);
 }
 
 /* ---- Walking ---- */
@@ -1071,7 +1098,7 @@ static void json_put_value(buf *b, const json *v) {
         if (v->exact) json_put_int(b, v->i);
         else if (v->big) json_comma(b), buf_str(b, json_digits(v));
         else json_put_num(b, v->f, false);
-        if (!v->exact && !v->big && !strpbrk(b->p + from, ".e")) buf_c(b, ".0"); /* 1.0 stays what was not an integer */
+        if (!v->exact && !v->big && isfinite(v->f) && !strpbrk(b->p + from, ".e")) buf_c(b, ".0"); /* 1.0 is no integer */
         break;
     case JSON_ARRAY:
         json_put_open(b, '[');
@@ -5995,9 +6022,9 @@ static bool mf_bool(mf_reader *r, const char *name, bool otherwise) {
     return v->type == JSON_TRUE;
 }
 
-/* A text as a JSON object; NULL: *e says what is wrong, `where` in front. */
+/* A file of the model, most likely written by Python, as a JSON object; NULL: *e says what is wrong, `where` in front. */
 static const json *mf_json(str text, const char *where, arena *a, json_limits limits, toka_err *e) {
-    const json *o = json_parse(a, text, limits, e);
+    const json *o = json_parse_python(a, text, limits, e);
     if (!o) {
         toka_err inner = *e;
         fail(e, inner.code, "%s: %.440s", where, inner.msg);

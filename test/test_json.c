@@ -87,6 +87,9 @@ static void test_json_errors(void) {
         {"[1e400]", "number out of range at byte 1"},
         {"[-1e400]", "number out of range at byte 1"},
         {"[truE]", "value expected at byte 1"},
+        {"[NaN]", "value expected at byte 1"},
+        {"[Infinity]", "value expected at byte 1"},
+        {"[-Infinity]", "digit expected at byte 2"},
         {"\xEF\xBB\xBF{}", "value expected at byte 0"},
     };
     for (int i = 0; i < COUNT(cases); i++) {
@@ -191,6 +194,27 @@ static void test_json_numbers(void) {
         arena_free(&a);
         free(copy);
     }
+}
+
+/* What Python's json reads, and no more; as text it is null. */
+static void test_json_python(void) {
+    static const char *const good[] = {"[NaN,Infinity , -Infinity]", "{\"a\":NaN,\"b\":[1,-Infinity]}", "[1e999,-1e999]", "NaN"};
+    static const char *const bad[] = {"[nan]", "[Inf]", "[-NaN]", "[+Infinity]", "[infinity]", "[Infinit]", "[NaN1]", "[--Infinity]", "{NaN:1}"};
+    arena a = {0};
+    toka_err e;
+    buf b = {0};
+    for (int i = 0; i < COUNT(good); i++) {
+        const json *v = json_parse_python(&a, str_c(good[i]), json_test_limits, &e);
+        CHECK_MSG(v && !json_parse(&a, str_c(good[i]), json_test_limits, &e), "%s", good[i]);
+        if (v) json_put_value(&b, v);
+    }
+    CHECK_MSG(str_is(buf_view(&b), "[null,null,null],{\"a\":null,\"b\":[1,null]},[null,null],null"), "%s", b.p);
+    for (int i = 0; i < COUNT(bad); i++) CHECK_MSG(!json_parse_python(&a, str_c(bad[i]), json_test_limits, &e), "%s", bad[i]);
+    const json *v = json_parse_python(&a, STR("[-Infinity,NaN,1e999]"), json_test_limits, &e);
+    int64_t whole;
+    CHECK(json_num(json_at(v, 0), 0) == -INFINITY && isnan(json_num(json_at(v, 1), 0)) && json_num(json_at(v, 2), 0) == INFINITY);
+    CHECK(!json_whole(json_at(v, 0), &whole) && !json_whole(json_at(v, 1), &whole) && json_int(json_at(v, 2), 7) == 7);
+    buf_free(&b), arena_free(&a);
 }
 
 /* Numbers are written as Python's json writes what it read: integers with all their digits, others as the shortest text. */
@@ -497,6 +521,7 @@ static const struct test json_tests[] = {
     {"json_suite", test_json_suite},
     {"json_errors", test_json_errors},
     {"json_limits", test_json_limits},
+    {"json_python", test_json_python},
     {"json_numbers", test_json_numbers},
     {"json_big_numbers", test_json_big_numbers},
     {"json_strings", test_json_strings},

@@ -207,6 +207,30 @@ static void test_mf_config_fields(void) {
     arena_free(&a);
 }
 
+/* Fields that are not read may hold Python's numbers without end; those that are read are out of range by name. */
+static void test_mf_infinity(void) {
+    arena a = {0};
+    mf_config c = {0};
+    mf_defaults d;
+    mf_model m = {0};
+    toka_err e;
+    str *files;
+    int n;
+    if (mft_config(M_LLAMA ",\"time_step_limit\":[0.0,Infinity],\"x\":-Infinity,\"y\":{\"z\":NaN},\"w\":1e999}", NULL, &a, &c))
+        CHECK(c.shape.E == 4096);
+    mft_config(M_LLAMA ",\"rope_theta\":Infinity}", "rope_theta is inf, expected a number from", &a, &c);
+    mft_config(M_LLAMA ",\"rms_norm_eps\":NaN}", "rms_norm_eps is nan, expected a number from", &a, &c);
+    mft_config(M_LLAMA ",\"hidden_size\":-Infinity}", "hidden_size is -inf, expected a whole number", &a, &c);
+    if (!mft_config(M_LLAMA "}", NULL, &a, &c)) return;
+    CHECK(!mf_generation_parse(STR("{\"max_time\":Infinity,\"top_k\":5}"), "g", &a, &c, &d, &e) && d.top_k == 5);
+    CHECK(mf_generation_parse(STR("{\"temperature\":Infinity}"), "g", &a, &c, &d, &e) && strstr(e.msg, "temperature is inf"));
+    CHECK(!mf_tokenizer_config_parse(STR("{\"model_max_length\":Infinity,\"x\":[NaN,-Infinity],\"eos_token\":\"a\"}"), "t", &m.a, &m, &e));
+    CHECK(!strcmp(m.eos_token, "a"));
+    CHECK(!mf_special_map_parse(STR("{\"x\":NaN,\"eos_token\":\"b\"}"), "t", &m.a, &m, &e) && !strcmp(m.eos_token, "b"));
+    CHECK(!st_index_parse(STR("{\"metadata\":{\"total_size\":Infinity},\"weight_map\":{\"a\":\"f.safetensors\"}}"), "i", &a, &files, &n, &e) && n == 1);
+    arena_free(&a), arena_free(&m.a);
+}
+
 static void test_mf_generation(void) {
     arena a = {0};
     mf_config c = {0};
@@ -1155,6 +1179,7 @@ static const struct test mf_tests[] = {
     {"mf_config_refused", test_mf_config_refused},
     {"mf_config_defaults", test_mf_config_defaults},
     {"mf_config_fields", test_mf_config_fields},
+    {"mf_infinity", test_mf_infinity},
     {"mf_generation", test_mf_generation},
     {"mf_generation_requests", test_mf_generation_requests},
     {"mf_generation_unused", test_mf_generation_unused},
