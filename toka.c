@@ -7369,14 +7369,24 @@ static int mf_file(mf_model *m, const char *name, bool required, char where[256]
     return code;
 }
 
-static int mf_open_configs(mf_model *m, toka_err *e) {
+/* The shape, the ids that end an answer and the sampling defaults. */
+static int mf_open_shape(mf_model *m, toka_err *e) {
     char where[256];
-    str text, tools;
-    m->add_bos = m->add_eos = -1, m->old_specials = true;
+    str text;
     if (mf_file(m, "config.json", true, where, &text, e)) return e->code;
     if (mf_config_parse(text, where, &m->a, &m->config, e)) return e->code;
     if (mf_file(m, "generation_config.json", false, where, &text, e)) return e->code;
-    if (text.n && mf_generation_parse(text, where, &m->a, &m->config, &m->defaults, e)) return e->code;
+    return text.n ? mf_generation_parse(text, where, &m->a, &m->config, &m->defaults, e) : 0;
+}
+
+static int mf_open_configs(mf_model *m, bool needs_shape, toka_err *e) {
+    char where[256];
+    str text, tools;
+    m->add_bos = m->add_eos = -1, m->old_specials = true;
+    if (mf_open_shape(m, e)) {
+        if (needs_shape) return e->code;
+        m->config = (mf_config){.bos_id = -1};
+    }
     if (mf_file(m, "tokenizer.json", false, where, &m->tokenizer_json, e)) return e->code;
     if (mf_file(m, "tokenizer_config.json", false, where, &m->tokenizer_config, e)) return e->code;
     if (m->tokenizer_config.n && mf_tokenizer_config_parse(m->tokenizer_config, where, &m->a, m, e)) return e->code;
@@ -7454,8 +7464,10 @@ static void mf_close(mf_model *m) {
     free(m);
 }
 
-/* As mf_open, but leaves the weights closed: enough for tokenizer and template, and they need not be there. */
-static int mf_open_text(mf_model **out, const char *model, const char *models_file, const mf_embedded *embedded, toka_err *e) {
+/* As mf_open, but leaves the weights closed, and they need not be there. Without needs_shape config.json need not be there either,
+ * or be of a model that toka runs: tokenizer and template do without. */
+static int mf_open_text(mf_model **out, const char *model, const char *models_file, const mf_embedded *embedded, bool needs_shape,
+                        toka_err *e) {
     mf_model *m = *out = mem_zalloc(sizeof *m);
     int code = 0;
     m->tokenizer_json = m->tokenizer_config = m->chat_template = m->tool_template = STR("");
@@ -7463,7 +7475,7 @@ static int mf_open_text(mf_model **out, const char *model, const char *models_fi
     if (model) code = mf_find(m, model, models_file, e);
     else if (embedded && embedded->name) m->embedded = embedded, m->name = arena_cstr(&m->a, STR("embedded"));
     else code = fail(e, TOKA_E_USE, "no model given, and none is embedded in this program");
-    if (!code) code = mf_open_configs(m, e);
+    if (!code) code = mf_open_configs(m, needs_shape, e);
     if (!code) return 0;
     mf_close(m);
     *out = NULL;
@@ -7473,7 +7485,7 @@ static int mf_open_text(mf_model **out, const char *model, const char *models_fi
 /* Opens what `model` names; NULL: the embedded model. models_file: models.txt, NULL: beside the program or here. *out is
  * the caller's until mf_close. */
 static int mf_open(mf_model **out, const char *model, const char *models_file, const mf_embedded *embedded, toka_err *e) {
-    int code = mf_open_text(out, model, models_file, embedded, e);
+    int code = mf_open_text(out, model, models_file, embedded, true, e);
     if (code || !(code = mf_open_weights(*out, e))) return code;
     mf_close(*out);
     *out = NULL;
@@ -13439,7 +13451,9 @@ static int pub_open_tokenizer(toka *t, toka_err *e) {
 /* The text half of a model: files, tokenizer, template; its weights only if asked for. Takes no memory for running. */
 static int pub_open_text(toka **out, const toka_options *o, bool weights, toka_err *e) {
     toka *t = mem_zalloc(sizeof *t);
-    int code = (weights ? mf_open : mf_open_text)(&t->files, o->model, o->models_file, o->model ? NULL : embedded_model, e);
+    const mf_embedded *embedded = o->model ? NULL : embedded_model;
+    int code = weights ? mf_open(&t->files, o->model, o->models_file, embedded, e)
+                       : mf_open_text(&t->files, o->model, o->models_file, embedded, false, e);
     if (!code) code = pub_open_tokenizer(t, e);
     if (!code) code = pub_open_template(t, o->chat_template, e);
     if (code) {
@@ -21016,7 +21030,7 @@ static int plan_find_model(const plan_options *o, mf_model **m, arena *lines, co
     int n, code = o->model && stat(o->model, &st) ? run_find_known(o->models_file, o->model, lines, &known, &n, e) : 0;
     if (code) return code;
     if (known) return *c = &known->config, *name = known->name, 0;
-    if ((code = mf_open_text(m, o->model, o->models_file, o->model ? NULL : embedded_model, e))) return code;
+    if ((code = mf_open_text(m, o->model, o->models_file, o->model ? NULL : embedded_model, true, e))) return code;
     *c = &(*m)->config, *name = (*m)->name;
     return 0;
 }

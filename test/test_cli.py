@@ -383,6 +383,26 @@ def test_tokenize_needs_no_weights(tmp_path):
     assert r.returncode == 1 and b"frobnicate" in r.stderr
 
 
+@pytest.mark.parametrize("config", [None, '{"architectures":["GptOssForCausalLM"],"model_type":"gpt_oss"}', "{", ""])
+def test_text_needs_no_config(tmp_path, config):
+    """Tokenizer and template work in a folder without config.json, and beside one of a model that toka cannot run."""
+    for f in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(f"{ROOT}/test/model/{f}", tmp_path)
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    chat = '{"messages":[{"role":"user","content":"hi"}]}'
+    for args, stdin in ((["tokenize"], "hi <|im_end|>"), (["tokenize", "--decode"], "75 76 3"), (["template"], chat)):
+        got, want = toka(*args, "-m", str(tmp_path), stdin=stdin), toka(*args, stdin=stdin)
+        assert got.returncode == want.returncode == 0 and got.stdout == want.stdout != b""
+    r = toka("-m", str(tmp_path), "-p", "a")
+    assert r.returncode == 1 and b"config.json" in r.stderr
+    assert toka("plan", "-m", str(tmp_path)).returncode == 1
+    os.remove(tmp_path / "tokenizer.json")
+    r = toka("tokenize", "-m", str(tmp_path), stdin="hi")
+    assert r.returncode == 1 and b"there is no tokenizer.json" in r.stderr
+    assert toka("template", "-m", str(tmp_path), stdin=chat).stdout == toka("template", stdin=chat).stdout
+
+
 @pytest.mark.parametrize("args, words", [
     (["--nonsense"], "--nonsense"), (["bogus"], "bogus"), (["-n"], "needs a value"), (["-n", "x", "-p", "a"], "whole number"),
     (["-n", "9999999999", "-p", "a"], "-n: 9999999999 is too high"),
