@@ -1597,12 +1597,12 @@ static str uni_nfc(const uni *u, str s, int version, buf *b) {
  * its size.
  *
  * Not here: training, offsets, pairs of texts, truncation and padding (they are read over), dropout; and
- * tokenizer_config.json, which `tokenizers` alone does not know either: its added tokens chapter 11 hands to tok_load.
+ * tokenizer_config.json, which `tokenizers` alone does not know either: chapter 11 hands to tok_load what changes ids.
  * =========================================================================== */
 
 typedef struct tok tok;
 
-static int tok_load(tok **out, str tokenizer_json, str more_added, toka_err *e);
+static int tok_load(tok **out, str tokenizer_json, str more, toka_err *e);
 static int tok_surround(tok *t, bool behind, const char *content, toka_err *e);
 static void tok_del(tok *t);
 
@@ -1819,6 +1819,8 @@ typedef struct tok_added {
     str content;
     int32_t id;
     bool special, normalized, single_word, lstrip, rstrip;
+    bool implied;      /* no field gives `normalized`: it is the opposite of `special` */
+    bool may_be_named; /* a field that names it makes it special: not where only tokenizer.json has it and the others list tokens */
 } tok_added;
 
 typedef struct tok_matcher { /* finds the longest of a set of texts at a place */
@@ -1866,6 +1868,8 @@ struct tok {
     tok_step steps[TOK_MAX_STEPS];
     int n_steps;
     bool byte_level, prefix_space;
+    bool names_own;     /* see tok_added.may_be_named */
+    bool split_special; /* special tokens in a text are text, whatever the flags */
     struct {
         str mark; /* n 0: no Metaspace */
         enum { TOK_NEVER, TOK_FIRST, TOK_ALWAYS } prepend;
@@ -2279,7 +2283,7 @@ static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
 
 /* Text to ids, appended to out. flags: TOKA_ADD_SPECIAL, TOKA_PARSE_SPECIAL. */
 static int tok_encode(const tok *t, str text, int flags, ids *out, toka_err *e) {
-    tok_enc x = {.t = t, .flags = flags, .out = out};
+    tok_enc x = {.t = t, .flags = t->split_special ? flags & ~TOKA_PARSE_SPECIAL : flags, .out = out};
     bool add = flags & TOKA_ADD_SPECIAL;
     if (text.n > INT32_MAX) return fail(e, TOKA_E_USE, "text of %zu bytes: at most %d are taken", text.n, INT32_MAX);
     for (size_t i = 0; add && i < t->head.n; i++) ids_push(out, t->head.p[i]);
@@ -2468,18 +2472,18 @@ static int tok_check_vocab(const json *vocab, int64_t *largest, size_t *bytes, t
     return 0;
 }
 
-static int tok_load_vocab(tok *t, const json *vocab, const json *added, toka_err *e) {
+static int tok_load_vocab(tok *t, const json *vocab, size_t n_added, toka_err *e) {
     int64_t largest = -1;
     size_t bytes = 0;
     if (tok_check_vocab(vocab, &largest, &bytes, e)) return e->code;
     t->n_ids = (int)largest + 1;
-    t->cap = MAX(t->n_ids, (int)vocab->n) + (added ? (int)added->n : 0);
+    t->cap = MAX(t->n_ids, (int)vocab->n) + (int)n_added;
     t->key = mem_zalloc((size_t)t->cap * sizeof *t->key);
     t->name = mem_zalloc((size_t)t->cap * sizeof *t->name);
     t->text = mem_zalloc((size_t)t->cap * sizeof *t->text);
     t->flag = mem_zalloc((size_t)t->cap);
     tok_index_init(&t->keys, t->key, vocab->n);
-    tok_index_init(&t->names, t->name, vocab->n + (added ? added->n : 0));
+    tok_index_init(&t->names, t->name, vocab->n + n_added);
     buf raw = {.p = arena_alloc(&t->mem, bytes + 64), .cap = bytes + 64}; /* never grows: unmapped text is shorter */
     JSON_MEMBERS(key, vocab) {
         int32_t id = (int32_t)json_int(key + 1, -1);
@@ -2633,33 +2637,60 @@ static void tok_load_matcher(tok *t, tok_matcher *m, bool normalized) {
     buf_free(&b[0]), buf_free(&b[1]);
 }
 
-/* added_tokens. An id is what the vocabulary or an earlier entry says, else the next one free: HF does not look at "id". */
-static int tok_load_added(tok *t, const json *list, size_t n_vocab, toka_err *e) {
+/* Lists of added tokens, in the order in which HF takes them: those of tokenizer.json, those of tokenizer_config.json, and the
+ * special tokens that fields name. The first two hold objects, the last texts too. A NULL is an empty list. */
+enum { TOK_OWN, TOK_BESIDE, TOK_NAMED, TOK_N_LISTS };
+
+static void tok_put_added(tok *t, const tok_added *a) { /* in place of what has its id, or as a new one */
+    if (!t->added_at[a->id]) t->added_at[a->id] = ++t->n_added;
+    t->added[t->added_at[a->id] - 1] = *a;
+    t->name[a->id] = a->content;
+    tok_index_add(&t->names, a->id);
+    t->n_ids = MAX(t->n_ids, a->id + 1);
+    t->flag[a->id] = (uint8_t)(TOK_KNOWN | (a->special ? TOK_SPECIAL : 0));
+}
+
+/* A token that a list has again replaces the earlier one, which stays special if it was. Only a name does not replace: it makes
+ * special what may be named. */
+static void tok_add(tok *t, tok_added *a, int list) {
+    const tok_added *old = t->added_at[a->id] ? &t->added[t->added_at[a->id] - 1] : NULL;
+    if (old && list == TOK_NAMED) {
+        if (!old->may_be_named) return;
+        *a = *old, a->special = true;
+    }
+    if (old) a->special |= old->special;
+    if (a->implied) a->normalized = !a->special;
+    tok_put_added(t, a);
+}
+
+/* One element of a list. Its id is that of its text in the vocabulary or among earlier tokens, else *next, the first one free: HF does
+ * not look at "id". */
+static int tok_read_added(tok *t, const json *it, int list, int32_t *next, toka_err *e) {
+    const json *content = list == TOK_NAMED && it->type == JSON_STRING ? it : json_get(it, "content");
+    const json *normalized = json_get(it, "normalized");
+    const str s = json_str(content);
+    if (!json_is(content, JSON_STRING)) return TOK_FAIL("added_tokens[%d]: no content", t->n_added);
+    if (!s.n) return 0;
+    if (s.n > TOK_MAX_CONTENT)
+        return TOK_FAIL("added_tokens[%d]: %zu bytes, at most %d", t->n_added, s.n, TOK_MAX_CONTENT);
+    tok_added a = {.content = arena_str(&t->mem, s), .id = tok_id(t, s)};
+    if (a.id < 0) a.id = *next;
+    a.special = list == TOK_NAMED || json_true(json_get(it, "special"));
+    a.may_be_named = list != TOK_OWN || t->names_own, a.implied = list != TOK_OWN && !normalized;
+    a.normalized = a.implied ? !a.special : json_true(normalized);
+    a.single_word = json_true(json_get(it, "single_word"));
+    a.lstrip = json_true(json_get(it, "lstrip")), a.rstrip = json_true(json_get(it, "rstrip"));
+    tok_add(t, &a, list);
+    *next = MAX(*next, a.id + 1);
+    return 0;
+}
+
+static int tok_load_added(tok *t, const json *const lists[TOK_N_LISTS], size_t n_added, size_t n_vocab, toka_err *e) {
     int32_t next = (int32_t)n_vocab;
-    bool there = json_is(list, JSON_ARRAY);
-    if (list && !there && !json_is(list, JSON_NULL))
-        return TOK_FAIL("added_tokens: an array was expected");
-    t->added = mem_alloc((there ? list->n : 0) * sizeof *t->added);
+    t->added = mem_alloc(n_added * sizeof *t->added);
     t->added_at = mem_zalloc((size_t)t->cap * sizeof *t->added_at);
-    if (there) JSON_EACH(it, list) {
-            str content = json_str(json_get(it, "content"));
-            if (!json_is(json_get(it, "content"), JSON_STRING))
-                return TOK_FAIL("added_tokens[%d]: no content", t->n_added);
-            if (!content.n) continue;
-            if (content.n > TOK_MAX_CONTENT)
-                return TOK_FAIL("added_tokens[%d]: %zu bytes, at most %d", t->n_added, content.n, TOK_MAX_CONTENT);
-            tok_added a = {.content = arena_str(&t->mem, content), .id = tok_id(t, content)};
-            if (a.id < 0) a.id = next++;
-            a.special = json_true(json_get(it, "special")), a.normalized = json_true(json_get(it, "normalized"));
-            a.single_word = json_true(json_get(it, "single_word"));
-            a.lstrip = json_true(json_get(it, "lstrip")), a.rstrip = json_true(json_get(it, "rstrip"));
-            if (!t->added_at[a.id]) t->added_at[a.id] = ++t->n_added;
-            t->added[t->added_at[a.id] - 1] = a;
-            t->name[a.id] = a.content;
-            tok_index_add(&t->names, a.id);
-            t->n_ids = MAX(t->n_ids, a.id + 1);
-            t->flag[a.id] = (uint8_t)(TOK_KNOWN | (a.special ? TOK_SPECIAL : 0));
-        }
+    for (int i = 0; i < TOK_N_LISTS; i++)
+        if (lists[i]) JSON_EACH(it, lists[i]) if (tok_read_added(t, it, i, &next, e)) return e->code;
     tok_load_matcher(t, &t->raw, false);
     tok_load_matcher(t, &t->normalized, true);
     return 0;
@@ -2889,8 +2920,23 @@ static int tok_load_decoder(tok *t, const json *v, toka_err *e) {
 
 /* ---- The whole ---- */
 
-static int tok_load_model(tok *t, const json *root, const json *added, toka_err *e) {
-    const json *model = json_get(root, "model"), *vocab = json_get(model, "vocab");
+static int tok_load_tokens(tok *t, const json *root, const json *more, toka_err *e) {
+    const json *model = json_get(root, "model"), *vocab = json_get(model, "vocab"), *own = json_get(root, "added_tokens");
+    const json *lists[TOK_N_LISTS] = {own, json_get(more, "added_tokens"), json_get(more, "special_tokens")};
+    size_t n_added = 0;
+    if (own && own->type != JSON_ARRAY && own->type != JSON_NULL) return TOK_FAIL("added_tokens: an array was expected");
+    for (int i = 0; i < TOK_N_LISTS; i++) {
+        if (!json_is(lists[i], JSON_ARRAY)) lists[i] = NULL;
+        n_added += lists[i] ? lists[i]->n : 0;
+    }
+    if (tok_load_vocab(t, vocab, n_added, e)) return e->code;
+    if (tok_load_bytes(t, model, e)) return e->code;
+    if (tok_load_merges(t, json_get(model, "merges"), e)) return e->code;
+    return tok_load_added(t, lists, n_added, vocab->n, e);
+}
+
+static int tok_load_model(tok *t, const json *root, const json *more, toka_err *e) {
+    const json *model = json_get(root, "model");
     const json *dropout = json_get(model, "dropout"), *prefix = json_get(model, "continuing_subword_prefix");
     const json *suffix = json_get(model, "end_of_word_suffix");
     if (!json_is(model, JSON_OBJECT)) return TOK_FAIL("no object \"model\"");
@@ -2901,49 +2947,65 @@ static int tok_load_model(tok *t, const json *root, const json *added, toka_err 
     t->ignore_merges = json_true(json_get(model, "ignore_merges"));
     t->fuse_unk = json_true(json_get(model, "fuse_unk"));
     t->byte_fallback = json_true(json_get(model, "byte_fallback"));
-    if (tok_load_vocab(t, vocab, json_is(added, JSON_ARRAY) ? added : NULL, e)) return e->code;
-    if (tok_load_bytes(t, model, e)) return e->code;
-    if (tok_load_merges(t, json_get(model, "merges"), e)) return e->code;
-    return tok_load_added(t, added, vocab->n, e);
+    return tok_load_tokens(t, root, more, e);
 }
 
-static int tok_load_root(tok *t, const json *root, const json *added, toka_err *e) {
+/* "add_prefix_space" rules a pre-tokenizer that is ByteLevel alone. "dummy_prefix" rules SentencePiece's space ahead of a text: false
+ * takes away what puts it there; true cannot say how one would be put there. */
+static int tok_load_prefix(tok *t, const json *root, const json *more, toka_err *e) {
+    const json *space = json_get(more, "add_prefix_space"), *dummy = t->byte_level ? NULL : json_get(more, "dummy_prefix");
+    bool puts = t->meta.mark.n && t->meta.prepend != TOK_NEVER;
+    if (space && str_is(tok_type(json_get(root, "pre_tokenizer")), "ByteLevel")) t->prefix_space = json_true(space);
+    for (int i = 0, n = t->n_normals; i < n; i++) {
+        const tok_normal k = t->normals[i];
+        puts |= k.kind == TOK_PREPEND;
+        if (i == 0) t->n_normals = 0;
+        if (k.kind != TOK_PREPEND || !json_is(dummy, JSON_FALSE)) t->normals[t->n_normals++] = k;
+    }
+    if (json_true(dummy) && !puts)
+        return fail(e, TOKA_E_INPUT, "tokenizer_config.json: add_prefix_space is true, but tokenizer.json puts no space ahead");
+    if (dummy && !json_true(dummy)) t->meta.prepend = TOK_NEVER;
+    return 0;
+}
+
+/* "fix_mistral_regex": Mistral published tokenizers with the pattern of another model; the right one takes its place. As in
+ * transformers only in vocabularies of that size, before a ByteLevel. */
+static void tok_fix_mistral(tok *t, const json *root, const json *more) {
+    const json *pre = json_get(root, "pre_tokenizer"), *vocab = json_get(json_get(root, "model"), "vocab");
+    if (!json_true(json_get(more, "fix_mistral_regex")) || vocab->n <= 100000 || !t->byte_level) return;
+    if (!str_is(tok_type(json_at(json_get(pre, "pretokenizers"), 0)), "Split")) return;
+    for (int i = 0; i < COUNT(tok_rules); i++)
+        if (tok_rules[i].cased && !tok_rules[i].suffix) t->steps[0] = (tok_step){&tok_rules[i], false};
+}
+
+static int tok_load_root(tok *t, const json *root, const json *more, toka_err *e) {
     if (!json_is(root, JSON_OBJECT)) return TOK_FAIL("an object was expected");
     t->growth = 1;
+    t->split_special = json_true(json_get(more, "split_special_tokens")), t->names_own = json_true(json_get(more, "names_own"));
     if (tok_load_each(t, json_get(root, "normalizer"), "normalizers", 0, tok_load_normal, e)) return e->code;
     if (tok_load_each(t, json_get(root, "pre_tokenizer"), "pretokenizers", 0, tok_load_pre, e)) return e->code;
-    if (tok_load_model(t, root, added, e)) return e->code;
+    if (tok_load_prefix(t, root, more, e)) return e->code;
+    if (tok_load_model(t, root, more, e)) return e->code;
+    tok_fix_mistral(t, root, more);
     if (tok_load_each(t, json_get(root, "post_processor"), "processors", 0, tok_load_post, e)) return e->code;
     t->growth = 1;
     if (tok_load_each(t, json_get(root, "decoder"), "decoders", 0, tok_load_decoder, e)) return e->code;
     if (t->decoder == TOK_JOIN && json_is(json_get(root, "decoder"), JSON_OBJECT)) t->decoder = TOK_CHAIN; /* of no decoders */
+    if (!t->byte_level && json_is(json_get(more, "dummy_prefix"), JSON_FALSE)) t->strip = 0, t->meta_drop = false;
     if (t->byte_level && t->decoder != TOK_BYTES)
         return tok_unsupported(e, "with a ByteLevel pre-tokenizer the decoder", tok_type(json_get(root, "decoder")));
     return 0;
 }
 
-/* The file's added_tokens and, behind them, `more`, a JSON array of such; a later one of the same content replaces an earlier one. */
-static const json *tok_join_added(const json *own, str more, arena *a, toka_err *e) {
-    const json *lists[] = {own, json_parse(a, more, json_trusted, e)};
-    buf b = {0};
-    if (!lists[1] || (own && own->type != JSON_ARRAY && own->type != JSON_NULL)) return lists[1] ? own : NULL;
-    json_put_open(&b, '[');
-    for (int i = 0; i < 2; i++)
-        if (json_is(lists[i], JSON_ARRAY)) JSON_EACH(it, lists[i]) json_put_value(&b, it);
-    json_put_close(&b, ']');
-    const json *all = json_parse(a, arena_str(a, buf_view(&b)), json_trusted, e);
-    buf_free(&b);
-    return all;
-}
-
-/* Reads the text of tokenizer.json, which may go away after. more_added: further added tokens, see tok_join_added; or empty. *out is
- * the caller's until tok_del. */
-static int tok_load(tok **out, str tokenizer_json, str more_added, toka_err *e) {
+/* Reads the text of tokenizer.json, which may go away after. more: what stands beside it, a JSON object; or empty. Its members are
+ * the lists added_tokens and special_tokens, and the flags split_special_tokens, add_prefix_space and dummy_prefix (see
+ * tok_load_prefix), fix_mistral_regex, names_own (see tok_added). *out is the caller's until tok_del. */
+static int tok_load(tok **out, str tokenizer_json, str more, toka_err *e) {
     arena a = {0};
     toka_err why;
     *out = NULL;
-    const json *root = json_parse(&a, tokenizer_json, json_trusted, &why), *added = json_get(root, "added_tokens");
-    if (root && more_added.n && !(added = tok_join_added(added, more_added, &a, &why))) root = NULL;
+    const json *root = json_parse(&a, tokenizer_json, json_trusted, &why), *beside = NULL;
+    if (root && more.n && !(beside = json_parse(&a, more, json_trusted, &why))) root = NULL;
     if (!root) {
         arena_free(&a);
         return fail(e, why.code, "tokenizer.json: %.400s", why.msg);
@@ -2953,7 +3015,7 @@ static int tok_load(tok **out, str tokenizer_json, str more_added, toka_err *e) 
     t->slots = mem_check(aligned_alloc(64, TOK_SLOTS * sizeof *t->slots));
     for (int i = 0; i < TOK_SLOTS; i++)
         for (int k = 0; k < 8; k++) atomic_init(&t->slots[i].w[k], 0);
-    int err = tok_load_root(t, root, added, e);
+    int err = tok_load_root(t, root, beside, e);
     arena_free(&a);
     if (err) tok_del(t);
     else *out = t;
@@ -5905,7 +5967,10 @@ typedef struct mf_model { /* immutable after mf_open, but for the end id that pu
     str chat_template;    /* Jinja source; empty: none */
     str tool_template;    /* the one for chats with tools, where the model has two; empty: none */
     char *bos_token, *eos_token, *pad_token, *unk_token; /* texts for the template, NULL: none */
-    str more_added;       /* added tokens as tokenizer_config.json has them, a JSON array; or empty */
+    str added_tokens;     /* as tokenizer_config.json or added_tokens.json has them, a JSON array; or empty */
+    str special_fields;   /* the fields that name special tokens, in all files, as members of a JSON object; or empty */
+    str token_flags;      /* the flags that change ids, likewise */
+    str more_tokens;      /* the three of them, for tok_load */
     bool old_specials;    /* tokenizer_config.json lists no added tokens: then special_tokens_map.json counts, as in transformers */
     int add_bos, add_eos; /* whether a text gets them: 0, 1; -1: as tokenizer.json says */
     mf_defaults defaults;
@@ -6461,16 +6526,45 @@ static str mf_tokenizer_class(const mf_reader *r) {
     return class;
 }
 
-static const char *const mf_special_names[4] = {"bos_token", "eos_token", "pad_token", "unk_token"};
+static const char *const mf_special_names[] = {"bos_token", "eos_token", "pad_token", "unk_token",
+                                               "sep_token", "cls_token", "mask_token"}; /* four of them for templates */
 static char **mf_special_of(mf_model *m, int i) {
     char **const all[4] = {&m->bos_token, &m->eos_token, &m->pad_token, &m->unk_token};
     return all[i];
+}
+
+static bool mf_is_token(const json *v) { return json_is(json_is(v, JSON_OBJECT) ? json_get(v, "content") : v, JSON_STRING); }
+
+/* A list of tokens or, of extra_special_tokens, an object of them. */
+static void mf_check_tokens(mf_reader *r, const char *name, const json *v) {
+    const char *expected = "a list of strings or objects with content";
+    if (!json_is(v, JSON_ARRAY) && !json_is(v, JSON_OBJECT)) mf_bad(r, name, v, expected);
+    else if (v->type == JSON_ARRAY) JSON_EACH(it, v) if (!mf_is_token(it)) mf_bad(r, name, it, expected);
+    if (json_is(v, JSON_OBJECT)) JSON_MEMBERS(key, v) if (!mf_is_token(key + 1)) mf_bad(r, name, key + 1, expected);
+}
+
+/* Puts the fields that name special tokens behind those of m->special_fields: the seven, any other *_token, and two lists. */
+static void mf_put_specials(mf_reader *r, arena *a, mf_model *m) {
+    static const char *const lists[] = {"additional_special_tokens", "extra_special_tokens"};
+    buf b = {0};
+    buf_str(&b, m->special_fields);
+    for (int i = 4; i < COUNT(mf_special_names); i++) mf_special(r, mf_special_names[i], a);
+    for (int i = 0; i < COUNT(lists); i++) if (mf_field(r, lists[i])) mf_check_tokens(r, lists[i], mf_field(r, lists[i]));
+    if (!r->e->code) JSON_MEMBERS(key, r->o) {
+        const str name = json_str(key);
+        bool token = str_ends(name, STR("_token")) && (mf_is_token(key + 1) || key[1].type == JSON_NULL);
+        if (!token && !str_is(name, lists[0]) && !str_is(name, lists[1])) continue;
+        json_put_str(&b, name), buf_char(&b, ':'), json_put_value(&b, key + 1);
+    }
+    m->special_fields = arena_str(a, buf_view(&b));
+    buf_free(&b);
 }
 
 /* What the file names goes before what was there, as null, too; what it does not name stays. */
 static void mf_specials(mf_reader *r, arena *a, mf_model *m) {
     for (int i = 0; i < 4; i++)
         if (json_get(r->o, mf_special_names[i])) *mf_special_of(m, i) = mf_special(r, mf_special_names[i], a);
+    mf_put_specials(r, a, m);
 }
 
 /* Those that classes of transformers have where no file names any, if tokenizer.json knows them. */
@@ -6478,13 +6572,18 @@ static void mf_class_specials(const mf_reader *r, arena *a, mf_model *m) {
     static const struct { const char *class, *tokens[4]; } classes[] = {
         {"LlamaTokenizer", {"<s>", "</s>", NULL, "<unk>"}},
         {"Qwen2Tokenizer", {NULL, "<|endoftext|>", "<|endoftext|>", "<|endoftext|>"}}};
+    buf b = {0};
     for (int c = 0; c < COUNT(classes); c++)
         for (int i = 0; i < 4 && str_is(mf_tokenizer_class(r), classes[c].class); i++) {
             const char *token = classes[c].tokens[i];
             char quoted[32];
             snprintf(quoted, sizeof quoted, "\"%s\"", token ? token : "");
-            if (token && str_find(m->tokenizer_json, str_c(quoted), 0) >= 0) *mf_special_of(m, i) = arena_cstr(a, str_c(token));
+            if (!token || str_find(m->tokenizer_json, str_c(quoted), 0) < 0) continue;
+            *mf_special_of(m, i) = arena_cstr(a, str_c(token));
+            json_put_text_or_null(&b, mf_special_names[i], token);
         }
+    m->special_fields = arena_str(a, buf_view(&b));
+    buf_free(&b);
 }
 
 static int64_t mf_key_id(const json *key) { /* "128009": 128009 */
@@ -6499,8 +6598,7 @@ static int mf_by_id(const void *x, const void *y) {
 }
 /* added_tokens_decoder, {id: token}, as an array in the order of ids: transformers adds them to those of tokenizer.json, where they
  * replace what has the same content. */
-static str mf_added_tokens(const mf_reader *r, arena *a) {
-    const json *decoder = json_get(r->o, "added_tokens_decoder");
+static str mf_added_tokens(const json *decoder, arena *a) {
     if (!json_is(decoder, JSON_OBJECT) || !decoder->n) return STR("");
     const json **keys = arena_alloc(a, decoder->n * sizeof *keys);
     size_t n = 0;
@@ -6513,6 +6611,78 @@ static str mf_added_tokens(const mf_reader *r, arena *a) {
     const str all = arena_str(a, buf_view(&b));
     buf_free(&b);
     return all;
+}
+
+/* added_tokens.json, {content: id}, of folders whose tokenizer_config.json lists no added tokens: likewise. */
+static int mf_added_parse(str text, const char *where, arena *a, mf_model *m, toka_err *e) {
+    arena tmp = {0};
+    buf b = {0};
+    toka_err unused;
+    const json *o = mf_json(text, where, &tmp, json_trusted, e);
+    json_put_open(&b, '{');
+    if (o) JSON_MEMBERS(key, o) {
+        json_comma(&b), buf_printf(&b, "\"%lld\":{", (long long)json_int(key + 1, 0));
+        json_put_key(&b, "content"), json_put_str(&b, json_str(key)), json_put_close(&b, '}');
+    }
+    json_put_close(&b, '}');
+    if (o) m->added_tokens = mf_added_tokens(json_parse(&tmp, buf_view(&b), json_trusted, &unused), a);
+    buf_free(&b), arena_free(&tmp);
+    return o ? 0 : e->code;
+}
+
+/* The special tokens of m->special_fields in the order in which transformers 5 adds them: the seven by name, of which the last file
+ * that says so counts, then others that have a name, then the lists. */
+static void mf_put_special_list(const json *fields, buf *b) {
+    static const char *const order[] = {"bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"};
+    for (int i = 0; i < COUNT(order); i++)
+        if (mf_is_token(json_get(fields, order[i]))) json_put_value(b, json_get(fields, order[i]));
+    JSON_MEMBERS(key, fields) {
+        bool seven = false;
+        for (int i = 0; i < COUNT(order); i++) seven |= str_is(json_str(key), order[i]);
+        if (!seven && str_ends(json_str(key), STR("_token")) && mf_is_token(key + 1)) json_put_value(b, key + 1);
+    }
+    JSON_MEMBERS(key, fields)
+        if (key[1].type == JSON_OBJECT && !mf_is_token(key + 1)) JSON_MEMBERS(k, key + 1) json_put_value(b, k + 1);
+    JSON_MEMBERS(key, fields) if (key[1].type == JSON_ARRAY) JSON_EACH(it, key + 1) json_put_value(b, it);
+}
+
+/* Everything beside tokenizer.json that changes ids, as tok_load takes it. */
+static void mf_join_tokens(mf_model *m) {
+    arena tmp = {0};
+    buf b = {0}, fields = {0};
+    toka_err unused;
+    buf_char(&fields, '{'), buf_str(&fields, m->special_fields), buf_char(&fields, '}');
+    const json *o = json_parse(&tmp, buf_view(&fields), json_trusted, &unused);
+    json_put_open(&b, '{');
+    buf_str(&b, m->token_flags);
+    json_put_key(&b, "names_own"), json_put_bool(&b, m->old_specials);
+    json_put_key(&b, "added_tokens"), buf_str(&b, m->added_tokens.n ? m->added_tokens : STR("[]"));
+    json_put_key(&b, "special_tokens"), json_put_open(&b, '[');
+    if (o) mf_put_special_list(o, &b);
+    json_put_close(&b, ']'), json_put_close(&b, '}');
+    m->more_tokens = arena_str(&m->a, buf_view(&b));
+    buf_free(&b), buf_free(&fields), arena_free(&tmp);
+}
+
+/* The flags of tokenizer_config.json that change ids, as members for tok_load. As in transformers 4.57: split_special_tokens rules all
+ * text, that of chat templates too; add_prefix_space rules ByteLevel, and SentencePiece's prefix where the class makes its tokenizer
+ * anew; legacy, do_lower_case and the rest are nothing beside a tokenizer.json. Spaces of decoded text stay, as in transformers 5. */
+static str mf_token_flags(mf_reader *r, const mf_arch *arch, arena *a) {
+    static const char clean[] = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output";
+    const str class = mf_tokenizer_class(r);
+    const json *space = mf_field(r, "add_prefix_space"), *files = mf_field(r, "fast_tokenizer_files");
+    buf b = {0};
+    if (mf_bool(r, clean, false)) mf_bad(r, clean, mf_field(r, clean), "false: toka leaves the spaces of its text alone");
+    if (json_is(files, JSON_ARRAY) && files->n) mf_bad(r, "fast_tokenizer_files", files, "none: toka reads tokenizer.json");
+    if (mf_bool(r, "split_special_tokens", false)) json_put_key(&b, "split_special_tokens"), json_put_bool(&b, true);
+    if (space) json_put_key(&b, "add_prefix_space"), json_put_bool(&b, mf_bool(r, "add_prefix_space", false));
+    if (space && (str_is(class, "LlamaTokenizer") || str_is(class, "CodeLlamaTokenizer")))
+        json_put_key(&b, "dummy_prefix"), json_put_bool(&b, json_true(space));
+    if (mf_bool(r, "fix_mistral_regex", false) && arch && str_ends(str_c(arch->model_type), STR("istral")))
+        json_put_key(&b, "fix_mistral_regex"), json_put_bool(&b, true);
+    const str flags = arena_str(a, buf_view(&b));
+    buf_free(&b);
+    return flags;
 }
 
 /* add_bos_token, add_eos_token: the last word on what stands around a text have they in those classes of transformers (4.57) that
@@ -6547,7 +6717,8 @@ static int mf_tokenizer_config_parse(str text, const char *where, arena *a, mf_m
         mf_reader reader = {.o = o, .where = where, .path = "", .e = e}, *r = &reader;
         m->bos_token = m->eos_token = m->pad_token = m->unk_token = NULL;
         m->old_specials = !json_get(o, "added_tokens_decoder");
-        m->more_added = mf_added_tokens(r, a);
+        m->added_tokens = mf_added_tokens(json_get(o, "added_tokens_decoder"), a);
+        m->token_flags = mf_token_flags(r, m->config.arch, a);
         mf_class_specials(r, a, m), mf_specials(r, a, m);
         m->add_bos = mf_adds(r, "add_bos_token"), m->add_eos = mf_adds(r, "add_eos_token");
         m->chat_template = mf_template(r, "default", a), m->tool_template = mf_template(r, "tool_use", a);
@@ -7392,6 +7563,9 @@ static int mf_open_configs(mf_model *m, bool needs_shape, toka_err *e) {
     if (m->tokenizer_config.n && mf_tokenizer_config_parse(m->tokenizer_config, where, &m->a, m, e)) return e->code;
     if (m->old_specials && mf_file(m, "special_tokens_map.json", false, where, &text, e)) return e->code;
     if (m->old_specials && text.n && mf_special_map_parse(text, where, &m->a, m, e)) return e->code;
+    if (m->old_specials && mf_file(m, "added_tokens.json", false, where, &text, e)) return e->code;
+    if (m->old_specials && text.n && mf_added_parse(text, where, &m->a, m, e)) return e->code;
+    mf_join_tokens(m);
     if (mf_file(m, "chat_template.jinja", false, where, &text, e)) return e->code;
     if (mf_file(m, "additional_chat_templates/tool_use.jinja", false, where, &tools, e)) return e->code;
     if (text.n) m->chat_template = text;
@@ -13437,7 +13611,7 @@ static int pub_open_tokenizer(toka *t, toka_err *e) {
     mf_model *f = t->files;
     mf_config *c = &f->config;
     if (!f->tokenizer_json.n) return 0;
-    int code = tok_load(&t->tok, f->tokenizer_json, f->more_added, e);
+    int code = tok_load(&t->tok, f->tokenizer_json, f->more_tokens, e);
     if (!code && f->add_bos >= 0) code = tok_surround(t->tok, false, f->add_bos ? f->bos_token : NULL, e);
     if (!code && f->add_eos >= 0) code = tok_surround(t->tok, true, f->add_eos ? f->eos_token : NULL, e);
     int32_t id = !code && f->eos_token ? tok_id(t->tok, str_c(f->eos_token)) : -1;

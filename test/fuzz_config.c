@@ -32,6 +32,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (mf_generation_parse(text, "g", &a, &c, &d, &e) == 0) check_config(&c);
     mf_tokenizer_config_parse(text, "t", &a, &m, &e);
     mf_special_map_parse(text, "t", &a, &m, &e);
+    mf_added_parse(text, "t", &a, &m, &e);
+    mf_join_tokens(&m);
+    if (!json_parse(&a, m.more_tokens, json_trusted, &e)) abort();
+    arena_free(&m.a);
     if (mf_models_parse(text, &a, &list, &n, &e) == 0)
         for (int i = 0; i < n; i++) check_config(&list[i].config);
     arena_free(&a);

@@ -460,7 +460,7 @@ static void mft_around_texts(void) {
     mft_surrounds("{" MFT_NAMES "\"LlamaTokenizer\",\"add_bos_token\":false,\"add_eos_token\":true}", "T 3 ", 2, 1);
     mft_surrounds("{" MFT_NAMES "\"GemmaTokenizer\",\"add_bos_token\":null,\"add_eos_token\":true}", "0 T 3 ", 2, 1);
     mft_surrounds("{\"tokenizer_class\":\"LlamaTokenizerFast\",\"add_bos_token\":true}", "T ", 2, 1); /* there is none to add */
-    mft_surrounds("{\"tokenizer_class\":\"LlamaTokenizerFast\",\"add_bos_token\":true,\"bos_token\":\"<none>\"}", "<none> stands around texts", 0, 0);
+    mft_surrounds("{\"tokenizer_class\":\"LlamaTokenizerFast\",\"add_bos_token\":true,\"bos_token\":\"<none>\"}", "1024 T ", 2, 1);
     mft_surrounds("{\"tokenizer_class\":\"LlamaTokenizerFast\",\"add_bos_token\":1}", "add_bos_token is 1, expected true or false", 0, 0);
     mft_surrounds("{\"eos_token\":\"<|im_start|>\"}", "0 T ", 3, 2); /* it ends an answer beside those of generation_config.json */
     mft_surrounds("{\"eos_token\":\"<none>\"}", "0 T ", 2, 1);
@@ -522,6 +522,67 @@ static void mft_added_tokens(void) {
     mft_write_file(folder, "tokenizer_config.json", STR("{\"added_tokens_decoder\":{\"-------------------------\":{\"content\":\"a\"},\"3\":{\"special\":true}}}"));
     CHECK(pub_open_text(&t, &o, false, &e) == TOKA_E_INPUT && strstr(e.msg, "no content"));
     mft_remove_folder(folder);
+}
+
+/* Files beside the embedded model's tokenizer.json, of its 1,024 ids: the ids of a text, and their text without special tokens; or
+ * words of an error. As transformers 4.57 and 5.24; where the two differ, as said. */
+static const struct { const char *config, *map, *added, *text, *ids, *shown; } mft_named[] = {
+    {"{\"sep_token\":\"<sep>\",\"image_token\":\"<img>\",\"extra_special_tokens\":{\"z\":\"<z>\",\"im\":\"<im>\"},\"additional_special_tokens\":[\"<a>\"],"
+     "\"mask_token\":\"<m>\",\"add_bos_token\":false}", NULL, NULL, "<sep><m><img><z><im><a>", "1024 1025 1026 1027 1028 1029", ""}, /* 5's order */
+    {"{\"extra_special_tokens\":[\"<z>\",{\"content\":\"<a>\",\"lstrip\":true}]}", NULL, NULL, "<z> \n<a>", "1024 1025", ""},
+    {"{}", "{\"additional_special_tokens\":[\"<a>\",{\"content\":\"<x>\"}],\"sep_token\":\"<y>\"}", NULL, "<x><y><a>", "1026 1024 1025", ""},
+    {"{\"additional_special_tokens\":[\"<b>\"]}", "{\"additional_special_tokens\":[\"<a>\",\"<b>\"],\"sep_token\":null}", NULL, "<a><b>", "1025 1024", ""},
+    {"{\"sep_token\":\"<b>\",\"added_tokens_decoder\":{}}", "{\"sep_token\":\"<a>\"}", NULL, "<b>", "1024", ""}, /* the map does not count */
+    {"{\"sep_token\":\"<b>\"}", "{\"sep_token\":\"<a>\"}", NULL, "<a>1", "1024 20", "1"},
+    {"{\"sep_token\":\"<q>\"}", NULL, "{\"<p>\":1030,\"<q>\":1029}", "<p><q> x", "1025 1024 224 91", "<p> x"},
+    {"{\"sep_token\":\"<q>\",\"added_tokens_decoder\":{}}", NULL, "{\"<p>\":1030}", "<q><p", "1024 31 83", "<p"},
+    {"{\"sep_token\":\"hello\",\"added_tokens_decoder\":{\"4\":{\"content\":\"hello\",\"special\":false,\"normalized\":true}}}", NULL, NULL,
+     "a hello b", "68 224 1024 281", "a  b"},
+    {"{\"sep_token\":\"apples\"}", NULL, NULL, "apples", "1024", ""},
+    {"{\"pad_token\":\"ap\"}", NULL, NULL, "ap", "777", ""}, /* of the vocabulary */
+    {"{\"added_tokens_decoder\":{\"9\":{\"content\":\"e\u0301\",\"special\":false}}}", NULL, NULL, "a \xC3\xA9", "68 224 1024", NULL}, /* normalized */
+    {"{\"added_tokens_decoder\":{\"2\":{\"content\":\"<|im_start|>\",\"special\":false}}}", NULL, NULL, "<|im_start|>", "2", ""}, /* stays special */
+    {"{\"split_special_tokens\":true}", NULL, NULL, "<|im_start|>user", "31 95 415 66 332 297 87 95 33 298", "<|im_start|>user"},
+    {"{\"split_special_tokens\":true,\"added_tokens_decoder\":{\"9\":{\"content\":\"hello\",\"special\":false}}}", NULL, NULL, "hello", "1024", "hello"},
+    {"{\"split_special_tokens\":false,\"add_bos_token\":true,\"legacy\":false,\"do_lower_case\":true}", NULL, NULL, "<|im_start|>", "2", ""},
+    {"{\"sep_token\":5}", NULL, NULL, "", NULL, "sep_token is 5, expected a string or an object with content"},
+    {"{}", "{\"cls_token\":[]}", NULL, "", NULL, "special_tokens_map.json: cls_token is an array"},
+    {"{\"additional_special_tokens\":\"<a>\"}", NULL, NULL, "", NULL, "additional_special_tokens is \"<a>\", expected a list of strings"},
+    {"{\"additional_special_tokens\":[\"a\",7]}", NULL, NULL, "", NULL, "additional_special_tokens is 7, expected a list of strings"},
+    {"{\"extra_special_tokens\":{\"a\":{}}}", NULL, NULL, "", NULL, "extra_special_tokens is an object, expected a list of strings"},
+    {"{\"split_special_tokens\":\"yes\"}", NULL, NULL, "", NULL, "split_special_tokens is \"yes\", expected true or false"},
+    {"{\"add_prefix_space\":1}", NULL, NULL, "", NULL, "add_prefix_space is 1, expected true or false"},
+    {"{\"clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output\":true}", NULL, NULL, "", NULL, "output is true, expected false: toka leaves"},
+    {"{\"fast_tokenizer_files\":[\"tokenizer.4.0.0.json\"]}", NULL, NULL, "", NULL, "fast_tokenizer_files is an array, expected none"},
+    {"{}", NULL, "[]", "", NULL, "added_tokens.json: not a JSON object"},
+};
+
+static void mft_named_tokens(void) {
+    for (int i = 0; i < COUNT(mft_named); i++) {
+        char folder[64];
+        mft_model_folder(folder);
+        mft_write_file(folder, "tokenizer_config.json", str_c(mft_named[i].config));
+        if (mft_named[i].map) mft_write_file(folder, "special_tokens_map.json", str_c(mft_named[i].map));
+        if (mft_named[i].added) mft_write_file(folder, "added_tokens.json", str_c(mft_named[i].added));
+        toka *t;
+        toka_err e = {0};
+        toka_options o = toka_options_default();
+        ids v = {0};
+        buf got = {0}, shown = {0};
+        o.model = folder;
+        if (pub_open_text(&t, &o, false, &e)) {
+            CHECK_MSG(!mft_named[i].ids && strstr(e.msg, mft_named[i].shown), "%s: %s", mft_named[i].config, e.msg);
+        } else {
+            CHECK(!tok_encode(t->tok, str_c(mft_named[i].text), TOKA_PARSE_SPECIAL, &v, &e));
+            for (size_t k = 0; k < v.n; k++) buf_printf(&got, k ? " %d" : "%d", v.p[k]);
+            CHECK_MSG(mft_named[i].ids && str_is(buf_view(&got), mft_named[i].ids), "%s: %s", mft_named[i].config, got.p);
+            CHECK(!tok_decode(t->tok, v.p, v.n, TOKA_SKIP_SPECIAL, &shown, &e));
+            if (mft_named[i].shown) CHECK_MSG(str_is(buf_view(&shown), mft_named[i].shown), "%s: %s", mft_named[i].config, shown.p);
+            toka_close(t);
+        }
+        ids_free(&v), buf_free(&got), buf_free(&shown);
+        mft_remove_folder(folder);
+    }
 }
 
 static void mft_folder_names(void) {
@@ -1186,6 +1247,7 @@ static const struct test mf_tests[] = {
     {"mf_tokenizer_config", test_mf_tokenizer_config},
     {"mf: special tokens of files and classes", mft_specials},
     {"mf: added tokens of tokenizer_config.json", mft_added_tokens},
+    {"mf: special tokens by name, and flags", mft_named_tokens},
     {"mf_around_texts", mft_around_texts},
     {"mf_folder_names", mft_folder_names},
     {"mf_safetensors", test_mf_safetensors},

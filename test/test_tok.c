@@ -327,6 +327,42 @@ static void tok_test_characters(void) {
     buf_free(&b), ids_free(&v), tok_del(t);
 }
 
+/* What stands beside tokenizer.json: a space ahead of a text by ByteLevel or by SentencePiece, taken away or not known. */
+static void tok_test_prefix(void) {
+    static const char level[] = "{\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":%s},\"decoder\":{\"type\":\"ByteLevel\"},"
+                                "\"model\":{\"type\":\"BPE\",\"vocab\":{\"a\":0,\"\u0120\":1},\"merges\":[]}}";
+    static const char piece[] = "{\"normalizer\":%s,\"pre_tokenizer\":%s,\"decoder\":{\"type\":\"Sequence\",\"decoders\":[{\"type\":\"Replace\",\"pattern\":"
+                                "{\"String\":\"_\"},\"content\":\" \"},{\"type\":\"Fuse\"},{\"type\":\"Strip\",\"content\":\" \",\"start\":1,\"stop\":0}]},"
+                                "\"model\":{\"type\":\"BPE\",\"vocab\":{\"a\":0,\"_\":1},\"merges\":[]}}";
+    static const char prepend[] = "{\"type\":\"Prepend\",\"prepend\":\"_\"}", meta[] = "{\"type\":\"Metaspace\",\"replacement\":\"_\"}";
+    static const char never[] = "{\"type\":\"Metaspace\",\"replacement\":\"_\",\"prepend_scheme\":\"never\"}";
+    static const struct { const char *file, *first, *second, *more, *ids, *back; } cases[] = {
+        {level, "true", "", "{}", "1 0", " a"}, {level, "true", "", "{\"add_prefix_space\":false}", "0", "a"},
+        {level, "false", "", "{\"add_prefix_space\":true}", "1 0", " a"}, {level, "false", "", "{\"dummy_prefix\":true}", "0", "a"},
+        {piece, prepend, "null", "{}", "1 0", "a"}, {piece, prepend, "null", "{\"add_prefix_space\":false}", "1 0", "a"},
+        {piece, prepend, "null", "{\"dummy_prefix\":false}", "0", "a"}, {piece, prepend, "null", "{\"dummy_prefix\":true}", "1 0", "a"},
+        {piece, "null", meta, "{\"dummy_prefix\":false}", "0", "a"}, {piece, "null", meta, "{\"dummy_prefix\":true}", "1 0", "a"},
+        {piece, "null", never, "{\"dummy_prefix\":true}", NULL, "add_prefix_space is true, but tokenizer.json puts no space ahead"},
+        {piece, "null", "null", "{\"dummy_prefix\":true}", NULL, "add_prefix_space is true"}};
+    for (int i = 0; i < COUNT(cases); i++) {
+        toka_err e;
+        tok *t;
+        buf file = {0}, b = {0};
+        ids v = {0};
+        buf_printf(&file, cases[i].file == level ? level : piece, cases[i].first, cases[i].second);
+        if (tok_load(&t, buf_view(&file), str_c(cases[i].more), &e)) {
+            CHECK_MSG(!cases[i].ids && strstr(e.msg, cases[i].back), "case %d: %s", i, e.msg);
+        } else {
+            CHECK(!tok_encode(t, STR("a"), 0, &v, &e));
+            CHECK_MSG(cases[i].ids && str_is(tok_test_ids(&v, &b), cases[i].ids), "case %d: %s", i, b.p);
+            buf_clear(&b);
+            CHECK(!tok_decode(t, v.p, v.n, 0, &b, &e) && str_is(buf_view(&b), cases[i].back));
+            tok_del(t);
+        }
+        buf_free(&file), buf_free(&b), ids_free(&v);
+    }
+}
+
 /* What is not known is refused, and the message quotes it. */
 static void tok_test_refused(void) {
     static const char *const cases[][3] = {
@@ -412,6 +448,7 @@ static const struct test tok_tests[] = {{"tokenizer: published vectors", tok_tes
                                         {"tokenizer: a small file", tok_test_small_file},
                                         {"tokenizer: runs of white space", tok_test_white_run},
                                         {"tokenizer: characters", tok_test_characters},
+                                        {"tokenizer: a space ahead", tok_test_prefix},
                                         {"tokenizer: refused files", tok_test_refused},
                                         {"tokenizer: there and back, and in a stream", tok_test_roundtrip},
                                         {"tokenizer: worst cases", tok_test_worst},
