@@ -5953,6 +5953,10 @@ typedef struct mf_embedded {
     const char *name, *begin, *end;
 } mf_embedded;
 
+typedef struct mf_template {
+    str name, source; /* Jinja source */
+} mf_template;
+
 typedef struct mf_model { /* immutable after mf_open, but for the end id that pub_open_tokenizer adds */
     arena a;              /* everything below that is not mapped */
     char *name;           /* the folder's last part, the hub id or the name of models.txt */
@@ -5964,8 +5968,8 @@ typedef struct mf_model { /* immutable after mf_open, but for the end id that pu
     int64_t n_parameters;
     size_t weight_bytes;
     str tokenizer_json, tokenizer_config; /* mapped; empty if there is no such file */
-    str chat_template;    /* Jinja source; empty: none */
-    str tool_template;    /* the one for chats with tools, where the model has two; empty: none */
+    mf_template *templates; /* chat templates by name: default, tool_use, rag ...; of equal names the last counts */
+    int n_templates;
     char *bos_token, *eos_token, *pad_token, *unk_token; /* texts for the template, NULL: none */
     str added_tokens;     /* as tokenizer_config.json or added_tokens.json has them, a JSON array; or empty */
     str special_fields;   /* the fields that name special tokens, in all files, as members of a JSON object; or empty */
@@ -6695,18 +6699,39 @@ static int mf_adds(mf_reader *r, const char *name) {
     return anew && mf_field(r, name) ? mf_bool(r, name, false) : -1;
 }
 
-/* A template by name: of a list of {"name", "template"}; a string is "default". */
-static str mf_template(mf_reader *r, const char *name, arena *a) {
+static void mf_add_template(mf_model *m, str name, str source) { /* both in m->a or mapped */
+    const int n = m->n_templates;
+    if (!(n & (n - 1))) { /* full, or empty: the arena gives twice as many places */
+        mf_template *more = arena_alloc(&m->a, (size_t)MAX(2 * n, 1) * sizeof *more);
+        if (n) memcpy(more, m->templates, (size_t)n * sizeof *more);
+        m->templates = more;
+    }
+    m->templates[m->n_templates++] = (mf_template){name, source};
+}
+
+static str mf_template_named(const mf_model *m, const char *name) { /* empty: there is none */
+    for (int i = m->n_templates; i-- > 0;)
+        if (str_is(m->templates[i].name, name)) return m->templates[i].source;
+    return STR("");
+}
+
+static void mf_read_template(mf_reader *r, const json *name, const json *source, mf_model *m) {
+    const bool strings = json_is(name, JSON_STRING) && json_is(source, JSON_STRING);
+    if (!strings) mf_bad(r, "chat_template", source, "a string or a list of named ones");
+    else mf_add_template(m, arena_str(&m->a, json_str(name)), arena_str(&m->a, json_str(source)));
+}
+
+/* "chat_template": a string is "default"; else a list of {"name", "template"}, or an object of templates by name. */
+static void mf_read_templates(mf_reader *r, mf_model *m) {
+    static const json normal = {.type = JSON_STRING, .n = 7, .s = "default"};
     const json *v = mf_field(r, "chat_template");
     if (json_is(v, JSON_ARRAY)) {
-        const json *list = v;
-        v = NULL;
-        JSON_EACH(it, list) if (str_is(json_str(json_get(it, "name")), name)) v = json_get(it, "template");
-    } else if (strcmp(name, "default")) {
-        return STR("");
+        JSON_EACH(it, v) mf_read_template(r, json_get(it, "name"), json_get(it, "template"), m);
+    } else if (json_is(v, JSON_OBJECT)) {
+        JSON_MEMBERS(key, v) mf_read_template(r, key, key + 1, m);
+    } else if (v) {
+        mf_read_template(r, &normal, v, m);
     }
-    if (v && v->type != JSON_STRING) mf_bad(r, "chat_template", v, "a string or a list of named ones");
-    return json_is(v, JSON_STRING) ? arena_str(a, json_str(v)) : STR("");
 }
 
 static int mf_tokenizer_config_parse(str text, const char *where, arena *a, mf_model *m, toka_err *e) {
@@ -6721,8 +6746,19 @@ static int mf_tokenizer_config_parse(str text, const char *where, arena *a, mf_m
         m->token_flags = mf_token_flags(r, m->config.arch, a);
         mf_class_specials(r, a, m), mf_specials(r, a, m);
         m->add_bos = mf_adds(r, "add_bos_token"), m->add_eos = mf_adds(r, "add_eos_token");
-        m->chat_template = mf_template(r, "default", a), m->tool_template = mf_template(r, "tool_use", a);
+        m->n_templates = 0;
+        mf_read_templates(r, m);
     }
+    arena_free(&tmp);
+    return e->code;
+}
+
+/* chat_template.json, as processors of models of text and images have it. */
+static int mf_template_parse(str text, const char *where, mf_model *m, toka_err *e) {
+    *e = (toka_err){0};
+    arena tmp = {0};
+    mf_reader reader = {.o = mf_json(text, where, &tmp, json_trusted, e), .where = where, .path = "", .e = e};
+    if (reader.o) mf_read_templates(&reader, m);
     arena_free(&tmp);
     return e->code;
 }
@@ -7550,9 +7586,52 @@ static int mf_open_shape(mf_model *m, toka_err *e) {
     return text.n ? mf_generation_parse(text, where, &m->a, &m->config, &m->defaults, e) : 0;
 }
 
+static int mf_by_name(const void *x, const void *y) { return strcmp(*(char *const *)x, *(char *const *)y); }
+
+/* The files *.jinja of a folder inside the model's, without their end, in the order of their names; none, if there is no folder. */
+static char **mf_list_jinja(mf_model *m, const char *folder, int *n) {
+    char **names = NULL;
+    buf path = {0};
+    *n = 0;
+    buf_printf(&path, "%s/%s", m->folder ? m->folder : "", folder);
+    DIR *dir = m->folder ? opendir(path.p) : NULL;
+    for (struct dirent *d; dir && (d = readdir(dir));) {
+        str name = str_c(d->d_name);
+        if (!str_ends(name, STR(".jinja"))) continue;
+        names = mem_realloc(names, (size_t)(*n + 1) * sizeof *names);
+        names[(*n)++] = arena_cstr(&m->a, str_sub(name, 0, name.n - 6));
+    }
+    if (dir) closedir(dir);
+    if (*n) qsort(names, (size_t)*n, sizeof *names, mf_by_name);
+    buf_free(&path);
+    return names;
+}
+
+/* Chat templates in files of their own, as in transformers: if there are any, they take the place of all in tokenizer_config.json, and
+ * one that is named default goes before chat_template.jinja. chat_template.json counts where nothing else does. */
+static int mf_open_templates(mf_model *m, toka_err *e) {
+    char where[256];
+    str text;
+    int n, code = mf_file(m, "chat_template.jinja", false, where, &text, e);
+    char **names = mf_list_jinja(m, "additional_chat_templates", &n);
+    if (text.n || n) m->n_templates = 0;
+    if (text.n) mf_add_template(m, STR("default"), text);
+    for (int i = 0; i < n && !code; i++) {
+        buf path = {0};
+        buf_printf(&path, "additional_chat_templates/%s.jinja", names[i]);
+        code = mf_file(m, path.p, true, where, &text, e);
+        if (!code) mf_add_template(m, str_c(names[i]), text);
+        buf_free(&path);
+    }
+    free(names);
+    if (code || m->n_templates) return code;
+    if (mf_file(m, "chat_template.json", false, where, &text, e)) return e->code;
+    return text.n ? mf_template_parse(text, where, m, e) : 0;
+}
+
 static int mf_open_configs(mf_model *m, bool needs_shape, toka_err *e) {
     char where[256];
-    str text, tools;
+    str text;
     m->add_bos = m->add_eos = -1, m->old_specials = true;
     if (mf_open_shape(m, e)) {
         if (needs_shape) return e->code;
@@ -7566,12 +7645,8 @@ static int mf_open_configs(mf_model *m, bool needs_shape, toka_err *e) {
     if (m->old_specials && mf_file(m, "added_tokens.json", false, where, &text, e)) return e->code;
     if (m->old_specials && text.n && mf_added_parse(text, where, &m->a, m, e)) return e->code;
     mf_join_tokens(m);
-    if (mf_file(m, "chat_template.jinja", false, where, &text, e)) return e->code;
-    if (mf_file(m, "additional_chat_templates/tool_use.jinja", false, where, &tools, e)) return e->code;
-    if (text.n) m->chat_template = text;
-    if (text.n || tools.n) m->tool_template = tools;
     m->shape = m->config.shape;
-    return 0;
+    return mf_open_templates(m, e);
 }
 
 /* Maps one weight file and adds its tensors to the set; headers live in tmp. */
@@ -7644,7 +7719,7 @@ static int mf_open_text(mf_model **out, const char *model, const char *models_fi
                         toka_err *e) {
     mf_model *m = *out = mem_zalloc(sizeof *m);
     int code = 0;
-    m->tokenizer_json = m->tokenizer_config = m->chat_template = m->tool_template = STR("");
+    m->tokenizer_json = m->tokenizer_config = STR("");
     m->defaults = mf_no_defaults;
     if (model) code = mf_find(m, model, models_file, e);
     else if (embedded && embedded->name) m->embedded = embedded, m->name = arena_cstr(&m->a, STR("embedded"));
@@ -13567,9 +13642,21 @@ toka_options toka_options_default(void) {
 
 enum { PUB_TEMPLATE_BYTES = 16 << 20 };
 
-/* Parses a template file: Jinja, or a tokenizer_config.json (by its name) that has a template in it. `names` gets the special
- * tokens of the latter, for a template without a model. */
-static int pub_template_file(const char *file, mf_model *names, tmpl **out, toka_err *e) {
+/* Parses the templates of f: default for chats, tool_use for those with tools. Failures only matter to chats. */
+static void pub_parse_templates(toka *t, const mf_model *f) {
+    const str chat = mf_template_named(f, "default"), tools = mf_template_named(f, "tool_use");
+    buf names = {0};
+    for (int i = 0; i < f->n_templates; i++) buf_printf(&names, i ? ", %.*s" : "%.*s", STRF(f->templates[i].name));
+    if (chat.n) tmpl_parse(&t->chat, chat, &t->chat_error);
+    else if (f->n_templates)
+        fail(&t->chat_error, TOKA_E_INPUT, "none of its templates is named default, and --chat-template names none: %.200s", names.p);
+    if (tools.n) tmpl_parse(&t->tool_chat, tools, &t->tool_error);
+    buf_free(&names);
+}
+
+/* Parses a template file: Jinja, or a JSON file (by its name) that has chat_template in it, such as a tokenizer_config.json. `names`
+ * gets the special tokens of the latter, for a template without a model. */
+static int pub_template_file(toka *t, const char *file, mf_model *names, toka_err *e) {
     buf text = {0};
     int fd = open(file, O_RDONLY | O_CLOEXEC); /* a pipe, too */
     if (fd < 0) return fail(e, os_is_short(errno) ? TOKA_E_IO : TOKA_E_INPUT, "%s: %s", file, strerror(errno));
@@ -13577,33 +13664,36 @@ static int pub_template_file(const char *file, mf_model *names, tmpl **out, toka
     const str source = buf_view(&text);
     close(fd);
     bool config = str_ends(str_c(file), STR(".json"));
-    if (!code && config) code = mf_tokenizer_config_parse(source, file, &names->a, names, e);
-    if (!code && config && !names->chat_template.n) code = fail(e, TOKA_E_INPUT, "%s: there is no chat_template in it", file);
-    if (!code) code = tmpl_parse(out, config ? names->chat_template : source, e);
+    if (!code && !config) code = tmpl_parse(&t->chat, source, e);
+    else if (!code && !(code = mf_tokenizer_config_parse(source, file, &names->a, names, e))) {
+        pub_parse_templates(t, names);
+        if (!names->n_templates) code = fail(e, TOKA_E_INPUT, "%s: there is no chat_template in it", file);
+        else if (t->chat_error.code) code = fail(e, TOKA_E_INPUT, "%s: %.400s", file, t->chat_error.msg);
+    }
     buf_free(&text);
     return code;
 }
 
-/* The chat template: a file of the user's, or the model's own. The model's may be beyond us: that only matters to chats. */
-static int pub_open_template(toka *t, const char *file, toka_err *e) {
+/* The chat template: a file of the user's, the one of the model's that the user names, or those that the model goes by. The model's
+ * may be beyond us: that only matters to chats. */
+static int pub_open_template(toka *t, const char *wanted, toka_err *e) {
     mf_model names = {0}; /* the model's own names count */
-    if (!file) {
-        if (t->files->chat_template.n) tmpl_parse(&t->chat, t->files->chat_template, &t->chat_error);
-        if (t->files->tool_template.n) tmpl_parse(&t->tool_chat, t->files->tool_template, &t->tool_error);
-        return 0;
-    }
-    int code = pub_template_file(file, &names, &t->chat, e);
+    const str own = wanted && access(wanted, F_OK) ? mf_template_named(t->files, wanted) : STR("");
+    if (own.n) return tmpl_parse(&t->chat, own, e);
+    if (!wanted) return pub_parse_templates(t, t->files), 0;
+    int code = pub_template_file(t, wanted, &names, e);
     arena_free(&names.a);
     return code;
 }
 
-static int pub_need_template(const toka *t, toka_err *e) {
-    if (t->chat) return 0;
+static int pub_no_template(const toka *t, toka_err *e) {
     if (t->chat_error.code)
         return fail(e, TOKA_E_INPUT, "the chat template of %s cannot be used: %.350s", t->files->name, t->chat_error.msg);
     return fail(e, TOKA_E_USE, "%s has no chat template: give one with --chat-template, or complete text (--raw, /v1/completions)",
                 t->files->name);
 }
+
+static int pub_need_template(const toka *t, toka_err *e) { return t->chat || t->tool_chat ? 0 : pub_no_template(t, e); }
 
 /* The tokenizer, where the model has one, and what tokenizer_config.json says of it: what stands around texts, and the token that
  * ends an answer, beside those that end it by the other files, as in vLLM. */
@@ -13840,15 +13930,16 @@ static int pub_template_context(const mf_model *files, str context, json_limits 
     return *out ? 0 : e->code;
 }
 
-/* The template that renders a chat with these tools (NULL: none). It may have none, or none that can be used. */
-static const tmpl *pub_chat_template(const toka *t, const json *tools) {
-    const bool other = t->tool_chat || t->tool_error.code;
-    return other && json_is(tools, JSON_ARRAY) && tools->n ? t->tool_chat : t->chat;
+/* Whether a chat with these tools (NULL: none) has a template of its own, as in transformers: for an empty list, too. */
+static bool pub_by_tools(const toka *t, const json *tools) {
+    return (t->tool_chat || t->tool_error.code) && tools && tools->type != JSON_NULL;
 }
 
-/* t: the model of that template, whose other template renders chats with tools; NULL: the template stands alone. */
-static int pub_render(const toka *t, const tmpl *chat, const mf_model *files, str context, json_limits limits, const char *now,
-                      buf *out, toka_err *e) {
+/* The template that renders a chat with these tools. It may have none, or none that can be used. */
+static const tmpl *pub_chat_template(const toka *t, const json *tools) { return pub_by_tools(t, tools) ? t->tool_chat : t->chat; }
+
+/* Renders by the templates of t, with the names of special tokens in files. */
+static int pub_render(const toka *t, const mf_model *files, str context, json_limits limits, const char *now, buf *out, toka_err *e) {
     arena a = {0};
     buf text = {0};
     tmpl_time time = {0};
@@ -13856,8 +13947,9 @@ static int pub_render(const toka *t, const tmpl *chat, const mf_model *files, st
     int code = pub_parse_now(now, &time, e);
     if (!code) code = pub_template_context(files, context, limits, &a, &text, &root, e);
     const json *tools = code ? NULL : json_get(root, "tools");
-    if (t) chat = pub_chat_template(t, tools);
-    if (!code && !chat)
+    const tmpl *chat = pub_chat_template(t, tools);
+    if (!code && !chat && !pub_by_tools(t, tools)) code = pub_no_template(t, e);
+    else if (!code && !chat)
         code = fail(e, TOKA_E_INPUT, "the tool_use template of %s cannot be used: %.350s", files->name, t->tool_error.msg);
     if (!code) code = tmpl_render(chat, root, time, tmpl_default_limits, out, e);
     buf_free(&text);
@@ -13869,7 +13961,7 @@ int toka_apply_chat_template(const toka *t, const char *context, size_t context_
                              size_t *text_bytes, toka_err *e) {
     buf b = {0};
     int code = pub_need_template(t, e);
-    if (!code) code = pub_render(t, t->chat, t->files, (str){context, context_bytes}, json_trusted, now, &b, e);
+    if (!code) code = pub_render(t, t->files, (str){context, context_bytes}, json_trusted, now, &b, e);
     return pub_give(&b, code, text, text_bytes);
 }
 
@@ -14996,12 +15088,13 @@ static int api_put_message(api_call *c, const json *m, bool walked, buf *b, toka
     return 0;
 }
 
-/* What the chat template gets, as a JSON object. tool_choice "none": it sees no tools; an empty list is none, too: templates would
- * ask for calls. */
+/* What the chat template gets, as a JSON object. tool_choice "none": it sees no tools; an empty list is none, too, where one template
+ * serves all chats: it would ask for calls. */
 static int api_context(api_call *c, const api_body *body, buf *b, toka_err *e) {
     int code = 0;
     bool none = str_is(json_str(body->tool_choice), "none"), automatic = str_is(json_str(body->tool_choice), "auto");
-    const json *messages = body->messages, *tools = none || !body->tools || !body->tools->n ? NULL : body->tools;
+    const json *messages = body->messages, *tools = none ? NULL : body->tools;
+    if (tools && !tools->n && !pub_by_tools(c->m->t, tools)) tools = NULL;
     if (body->tool_choice && !none && !automatic)
         return API_UNSUPPORTED(c, "tool_choice is not supported, but for none and auto");
     if (!messages || !messages->n) return API_BAD("messages: expected a list of messages");
@@ -15029,7 +15122,7 @@ static int api_encode(api_call *c, const api_body *b, const json *prompt, ids *o
         code = api_context(c, b, &context, e);
         if (!code) code = pub_need_template(c->m->t, e);
         const json_limits limits = {json_trusted.depth, 2 * c->m->limits.max_bytes}; /* arguments of calls are values now */
-        if (!code) code = pub_render(c->m->t, c->m->t->chat, c->m->t->files, buf_view(&context), limits, c->m->now, &rendered, e);
+        if (!code) code = pub_render(c->m->t, c->m->t->files, buf_view(&context), limits, c->m->now, &rendered, e);
     } else if (prompt->type != JSON_STRING) {
         code = API_BAD("prompt: expected a text, token ids, or a list of either");
     }
@@ -20512,7 +20605,7 @@ static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
     if (!o->model) return fail(e, TOKA_E_USE, "--dummy-weights needs -m NAME, a name of models.txt");
     toka *t = mem_zalloc(sizeof *t);
     mf_model *m = t->files = mem_zalloc(sizeof *m);
-    m->tokenizer_json = m->tokenizer_config = m->chat_template = m->tool_template = STR("");
+    m->tokenizer_json = m->tokenizer_config = STR("");
     m->defaults = mf_no_defaults;
     code = run_find_known(o->models_file, o->model, &m->a, &found, &n_known, e);
     if (!code && !found) code = run_dummy_unknown(o, &m->a, e);
@@ -22433,8 +22526,8 @@ static const cli_flag cli_flags[] = {
      "folder, hub id in the local cache, or a name of models.txt (default: embedded); bench serve: the server's name for it"},
     {"models-file", "", "FILE", CLI_TEXT, AT(open.models_file), FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE | FOR_MODELS | FOR_PLAN,
      "the list of known models (default: models.txt beside toka or here)"},
-    {"chat-template", "", "FILE", CLI_TEXT, AT(open.chat_template), FOR_RUN | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
-     "Jinja template instead of the model's own"},
+    {"chat-template", "", "FILE|NAME", CLI_TEXT, AT(open.chat_template), FOR_RUN | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
+     "Jinja template instead of the model's own, or the name of one of them (default and tool_use go by themselves)"},
     {"device", "", "NAME", CLI_TEXT, AT(open.device), FOR_OPENS, "auto, cpu or cuda; auto takes a GPU if there is one"},
     {"gpu-memory-utilization", "", "X", CLI_FLOAT, AT(open.gpu_memory_utilization), FOR_OPENS | FOR_PLAN,
      "share of the GPU's free memory to take (default: 0.9)"},
@@ -23001,7 +23094,7 @@ static int cli_render(const cli *c, const toka *t, const buf *messages, buf *out
     if (pub_need_template(t, e)) return e->code;
     buf_printf(&b, "{\"messages\":[%s],\"add_generation_prompt\":true}", messages->p);
     buf_clear(out);
-    int code = pub_render(t, t->chat, t->files, buf_view(&b), json_trusted, c->now, out, e);
+    int code = pub_render(t, t->files, buf_view(&b), json_trusted, c->now, out, e);
     buf_free(&b);
     return code;
 }
@@ -23224,18 +23317,18 @@ static int cli_tokenize(const cli *c, toka_err *e) {
 static int cli_template(const cli *c, toka_err *e) {
     buf in = {0}, out = {0};
     toka *t = NULL;
-    tmpl *alone = NULL;
     mf_model names = {0};
+    toka alone = {.files = &names};
     bool needs_model = c->open.model || !c->open.chat_template; /* a template file needs none */
-    int code = needs_model ? pub_check_options(&c->open, e) : pub_template_file(c->open.chat_template, &names, &alone, e);
+    int code = needs_model ? pub_check_options(&c->open, e) : pub_template_file(&alone, c->open.chat_template, &names, e);
     if (!code && needs_model) code = pub_open_text(&t, &c->open, false, e);
     if (!code && needs_model) code = pub_need_template(t, e);
     if (!code) code = cli_read_prompt(c, &in, e);
-    if (!code) code = pub_render(t, t ? t->chat : alone, t ? t->files : &names, buf_view(&in), json_trusted, c->now, &out, e);
+    if (!code) code = pub_render(t ? t : &alone, t ? t->files : &names, buf_view(&in), json_trusted, c->now, &out, e);
     if (!code) code = cli_write(buf_view(&out), e);
     buf_free(&in), buf_free(&out);
     arena_free(&names.a);
-    tmpl_del(alone);
+    tmpl_del(alone.chat), tmpl_del(alone.tool_chat);
     toka_close(t);
     return code;
 }

@@ -33,6 +33,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     mf_tokenizer_config_parse(text, "t", &a, &m, &e);
     mf_special_map_parse(text, "t", &a, &m, &e);
     mf_added_parse(text, "t", &a, &m, &e);
+    mf_template_parse(text, "t", &m, &e);
     mf_join_tokens(&m);
     if (!json_parse(&a, m.more_tokens, json_trusted, &e)) abort();
     arena_free(&m.a);

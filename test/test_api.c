@@ -441,10 +441,15 @@ static void test_api_tool_template(void) {
     toka two = *api_text_model();
     CHECK(!tmpl_parse(&two.chat, STR("plain"), &e) && !tmpl_parse(&two.tool_chat, STR("with {{ tools | length }}"), &e));
     buf out = {0};
-    CHECK(!pub_render(&two, two.chat, two.files, STR("{\"messages\":[]}"), json_trusted, "2025-01-01 00:00:00", &out, &e) && !strcmp(out.p, "plain"));
+    CHECK(!pub_render(&two, two.files, STR("{\"messages\":[]}"), json_trusted, "2025-01-01 00:00:00", &out, &e) && !strcmp(out.p, "plain"));
     buf_clear(&out);
-    CHECK(!pub_render(&two, two.chat, two.files, STR("{\"messages\":[],\"tools\":[1,2]}"), json_trusted, "2025-01-01 00:00:00", &out, &e));
+    CHECK(!pub_render(&two, two.files, STR("{\"messages\":[],\"tools\":[1,2]}"), json_trusted, "2025-01-01 00:00:00", &out, &e));
     CHECK(!strcmp(out.p, "with 2"));
+    buf_clear(&out);
+    CHECK(!pub_render(&two, two.files, STR("{\"messages\":[],\"tools\":[]}"), json_trusted, "2025-01-01 00:00:00", &out, &e));
+    CHECK(!strcmp(out.p, "with 0"));
+    buf_clear(&out);
+    CHECK(!pub_render(&two, two.files, STR("{\"messages\":[],\"tools\":null}"), json_trusted, "2025-01-01 00:00:00", &out, &e) && !strcmp(out.p, "plain"));
     tmpl_del(two.chat), tmpl_del(two.tool_chat), buf_free(&out);
 }
 
@@ -472,7 +477,7 @@ static void test_api_text_parts(void) {
                                    m.limits, &e);
         int code = api_read_body(&c, API_CHAT, v, &b, &e);
         if (!code) code = api_context(&c, &b, &context, &e);
-        if (!code) code = pub_render(&two, two.chat, two.files, buf_view(&context), m.limits, m.now, &out, &e);
+        if (!code) code = pub_render(&two, two.files, buf_view(&context), m.limits, m.now, &out, &e);
         CHECK_MSG(!code && str_is(buf_view(&out), cases[i].want), "%d: %s %s", i, e.msg, out.p);
         tmpl_del(two.chat), buf_free(&context), buf_free(&out), api_free(&c);
     }

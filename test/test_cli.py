@@ -383,6 +383,27 @@ def test_tokenize_needs_no_weights(tmp_path):
     assert r.returncode == 1 and b"frobnicate" in r.stderr
 
 
+def test_templates_by_name(tmp_path):
+    """default and tool_use go by themselves, any other by --chat-template NAME; without default a chat says what there is."""
+    named = [{"name": n, "template": n + " {{ messages[0].content }}"} for n in ("tool_use", "rag", "default")]
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": named}))
+    chat, tools = '{"messages":[{"role":"user","content":"hi"}]}', '{"messages":[{"role":"user","content":"hi"}],"tools":[]}'
+    for args, stdin, want in (([], chat, b"default hi"), ([], tools, b"tool_use hi"), (["--chat-template", "rag"], chat, b"rag hi"),
+                              (["--chat-template", "rag"], tools, b"rag hi"), (["--chat-template", "default"], tools, b"default hi")):
+        assert toka("template", "-m", str(tmp_path), *args, stdin=stdin).stdout == want
+        if not args:  # as a file, without a model and with one
+            assert toka("template", "--chat-template", str(config), stdin=stdin).stdout == want
+            assert toka("template", "-m", "test/model", "--chat-template", str(config), stdin=stdin).stdout == want
+    r = toka("template", "-m", str(tmp_path), "--chat-template", "nope", stdin=chat)
+    assert r.returncode == 1 and b"nope: No such file" in r.stderr
+    config.write_text(json.dumps({"chat_template": named[:2]}))
+    assert toka("template", "-m", str(tmp_path), stdin=tools).stdout == b"tool_use hi"
+    for args in (["-m", str(tmp_path)], ["--chat-template", str(config)]):
+        r = toka("template", *args, stdin=chat)
+        assert r.returncode == 1 and b"none of its templates is named default" in r.stderr and b"tool_use, rag" in r.stderr
+
+
 @pytest.mark.parametrize("config", [None, '{"architectures":["GptOssForCausalLM"],"model_type":"gpt_oss"}', "{", ""])
 def test_text_needs_no_config(tmp_path, config):
     """Tokenizer and template work in a folder without config.json, and beside one of a model that toka cannot run."""

@@ -324,13 +324,13 @@ static void test_mf_tokenizer_config(void) {
                                         "\"pad_token\":null,\"chat_template\":\"{{ \\u00e9 }}\\n\"}"), "t", &m.a, &m,
                                     &e) == 0);
     CHECK(strcmp(m.bos_token, "<s>") == 0 && strcmp(m.eos_token, "</s>") == 0 && !m.pad_token && !m.unk_token);
-    CHECK(str_is(m.chat_template, "{{ \xC3\xA9 }}\n"));
+    CHECK(str_is(mf_template_named(&m, "default"), "{{ \xC3\xA9 }}\n"));
     CHECK(mf_tokenizer_config_parse(STR("{\"chat_template\":[{\"name\":\"tool_use\",\"template\":\"A\"},"
                                         "{\"name\":\"default\",\"template\":\"B\"}]}"), "t", &m.a, &m, &e) == 0);
-    CHECK(str_is(m.chat_template, "B") && str_is(m.tool_template, "A") && !m.bos_token);
+    CHECK(str_is(mf_template_named(&m, "default"), "B") && str_is(mf_template_named(&m, "tool_use"), "A") && !m.bos_token);
     CHECK(mf_tokenizer_config_parse(STR("{\"chat_template\":[{\"name\":\"rag\",\"template\":\"A\"}]}"), "t", &m.a, &m,
                                     &e) == 0);
-    CHECK(m.chat_template.n == 0 && m.tool_template.n == 0);
+    CHECK(mf_template_named(&m, "default").n == 0 && mf_template_named(&m, "tool_use").n == 0);
     CHECK(mf_tokenizer_config_parse(STR("{\"bos_token\":[]}"), "t", &m.a, &m, &e) &&
           strstr(e.msg, "bos_token is an array"));
     CHECK(mf_tokenizer_config_parse(STR("{\"chat_template\":1}"), "t", &m.a, &m, &e) &&
@@ -965,24 +965,67 @@ static void test_mf_odd_files(void) {
     mft_write_file(folder, "tokenizer_config.json", STR("{\"chat_template\":\"from the config\",\"eos_token\":\"</s>\"}"));
     mf_model *m = mft_open_says(folder, NULL, "a template in tokenizer_config.json");
     CHECK(m && !m->defaults.has_temperature && m->defaults.temperature == 1 && m->defaults.top_p == 1);
-    CHECK(m && str_is(m->chat_template, "from the config") && strcmp(m->eos_token, "</s>") == 0 &&
+    CHECK(m && str_is(mf_template_named(m, "default"), "from the config") && strcmp(m->eos_token, "</s>") == 0 &&
           m->tokenizer_json.n == 0);
     mf_close(m);
     mft_write_file(folder, "chat_template.jinja", STR("from the file"));
     m = mft_open_says(folder, NULL, "chat_template.jinja goes first");
-    CHECK(m && str_is(m->chat_template, "from the file"));
+    CHECK(m && str_is(mf_template_named(m, "default"), "from the file"));
     mf_close(m);
     mft_write_file(folder, "tokenizer_config.json", STR("{\"chat_template\":[{\"name\":\"tool_use\",\"template\":\"old\"}]}"));
     m = mft_open_says(folder, NULL, "files go before the whole list");
-    CHECK(m && str_is(m->chat_template, "from the file") && !m->tool_template.n);
+    CHECK(m && str_is(mf_template_named(m, "default"), "from the file") && !mf_template_named(m, "tool_use").n);
     mf_close(m);
     snprintf(path, sizeof path, "%s/additional_chat_templates", folder);
     CHECK(mkdir(path, 0700) == 0);
     mft_write_file(folder, "additional_chat_templates/tool_use.jinja", STR("with tools"));
     m = mft_open_says(folder, NULL, "a template for tools in a file of its own");
-    CHECK(m && str_is(m->chat_template, "from the file") && str_is(m->tool_template, "with tools"));
+    CHECK(m && str_is(mf_template_named(m, "default"), "from the file") && str_is(mf_template_named(m, "tool_use"), "with tools"));
     mf_close(m);
     mft_remove_folder(folder);
+}
+
+/* The templates of a folder by name, as "name=source ..."; files and their contents in turn. */
+static void mft_template_set(const char *const files[8], const char *want) {
+    char folder[64], path[128];
+    buf got = {0};
+    mft_temp_folder(folder);
+    mft_write_tiny(folder, &(mft_spoil){0});
+    snprintf(path, sizeof path, "%s/additional_chat_templates", folder);
+    CHECK(mkdir(path, 0700) == 0);
+    for (int i = 0; i < 8 && files[i]; i += 2) mft_write_file(folder, files[i], str_c(files[i + 1]));
+    static const char *const names[] = {"default", "tool_use", "rag", "a.b"};
+    mf_model *m = mft_open_says(folder, want[0] == '!' ? want + 1 : NULL, files[1]);
+    for (int i = 0; m && i < COUNT(names); i++) {
+        const str source = mf_template_named(m, names[i]);
+        if (source.n) buf_printf(&got, "%s=%.*s ", names[i], STRF(source));
+    }
+    if (m) CHECK_MSG(str_is(buf_view(&got), want), "%s: %s, not %s", files[1], got.p, want);
+    mf_close(m), buf_free(&got);
+    mft_remove_folder(folder);
+}
+
+static void mft_templates(void) {
+#define MFT_TC "tokenizer_config.json"
+#define MFT_MORE "additional_chat_templates/"
+    static const char list[] = "{\"chat_template\":[{\"name\":\"default\",\"template\":\"A\"},{\"name\":\"tool_use\",\"template\":\"B\"},"
+                               "{\"name\":\"rag\",\"template\":\"C\"},{\"name\":\"default\",\"template\":\"D\"}]}";
+    static const struct { const char *files[8], *want; } cases[] = {
+        {{MFT_TC, list}, "default=D tool_use=B rag=C "},
+        {{MFT_TC, "{\"chat_template\":{\"default\":\"A\",\"rag\":\"C\"}}"}, "default=A rag=C "},
+        {{MFT_TC, list, "chat_template.jinja", "E"}, "default=E "},
+        {{MFT_TC, list, MFT_MORE "rag.jinja", "F", MFT_MORE "notes.txt", "x"}, "rag=F "},
+        {{MFT_TC, list, MFT_MORE "default.jinja", "G", "chat_template.jinja", "E"}, "default=G "},
+        {{MFT_TC, list, MFT_MORE "a.b.jinja", "H", "chat_template.jinja", "E", MFT_MORE "tool_use.jinja", "I"}, "default=E tool_use=I a.b=H "},
+        {{MFT_TC, list, "chat_template.json", "{\"chat_template\":\"J\"}"}, "default=D tool_use=B rag=C "},
+        {{MFT_TC, "{}", "chat_template.json", "{\"chat_template\":\"J\",\"x\":NaN}"}, "default=J "},
+        {{MFT_TC, "{}", "chat_template.json", "{\"chat_template\":\"J\"}", "chat_template.jinja", "E"}, "default=E "},
+        {{MFT_TC, "{}", "chat_template.json", "[]"}, "!chat_template.json: not a JSON object"},
+        {{MFT_TC, "{\"chat_template\":[{\"name\":\"default\"}]}"}, "!chat_template is missing, expected a string or a list of named ones"},
+        {{MFT_TC, "{\"chat_template\":[\"x\"]}"}, "!chat_template is missing, expected a string"},
+        {{MFT_TC, "{\"chat_template\":{\"default\":7}}"}, "!chat_template is 7, expected a string"},
+        {{MFT_TC, "{}", MFT_MORE "rag.jinja", ""}, "!additional_chat_templates/rag.jinja: the file is empty"}};
+    for (int i = 0; i < COUNT(cases); i++) mft_template_set(cases[i].files, cases[i].want);
 }
 
 /* ---- Finding ---- */
@@ -1248,6 +1291,7 @@ static const struct test mf_tests[] = {
     {"mf: special tokens of files and classes", mft_specials},
     {"mf: added tokens of tokenizer_config.json", mft_added_tokens},
     {"mf: special tokens by name, and flags", mft_named_tokens},
+    {"mf: chat templates by name", mft_templates},
     {"mf_around_texts", mft_around_texts},
     {"mf_folder_names", mft_folder_names},
     {"mf_safetensors", test_mf_safetensors},
