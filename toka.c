@@ -1114,18 +1114,21 @@ static void json_put_value(buf *b, const json *v) {
 
 /* ===========================================================================
  * MARK: 5. Unicode [pure]
- * Classes of code points, normal form C, and what becomes of bytes that are not UTF-8.
+ * Classes of code points, normal form C, letter case, and what becomes of bytes that are not UTF-8.
  *
  * In: UTF-8 text. Out: the same text repaired (uni_repair) or normalized (uni_nfc), and one byte of properties per code
- * point (uni.props), which the tokenizer's patterns are made of. All of it comes from three strings that
+ * point (uni.props), which the tokenizer's patterns are made of. All of it comes from strings that
  * test/make_unicode.py writes; uni_init unpacks them into a struct that its owner keeps, so there is no global state.
+ * Letter case, which chat templates need, has a small struct of its own: uni_cases.
  *
  * Which Unicode: the one whose tokens the models were trained on. Hugging Face `tokenizers` runs its patterns on Unicode
- * 16.0 and its form C on Unicode 9.0. Classes here are of 16.0. For form C the caller chooses: UNI_9 leaves alone what
- * came after 9.0, UNI_16 is today's. Both agree on text of characters that are older than 2017.
+ * 16.0 and its form C on Unicode 9.0. Classes and letter case here are of 16.0. For form C the
+ * caller chooses: UNI_9 leaves alone what came after 9.0, UNI_16 is today's. Both agree on text of
+ * characters that are older than 2017.
  *
  * Always holds: a 32-bit set of classes (1u << class) says what a pattern's \p{..} says; U+110000 and above never occur,
- * because every function but uni_repair takes text that is valid UTF-8. Not here: upper and lower case, forms D, KC, KD.
+ * because every function but uni_repair takes text that is valid UTF-8. Not here: forms D, KC, KD,
+ * and the letter case of single languages (Turkish).
  * =========================================================================== */
 
 enum uni_class { /* General_Category, and two of its controls apart */
@@ -1169,64 +1172,94 @@ typedef struct uni {
     int n_marks, n_pairs, n_compositions;
 } uni;
 
+enum uni_case { UNI_UPPERCASE, UNI_LOWERCASE, UNI_TITLECASE, UNI_FOLDED };
+
+enum { /* bits of a code point's kind */
+    UNI_IS_LOWER = 1,  /* Lowercase */
+    UNI_IS_UPPER = 2,  /* Uppercase */
+    UNI_IS_TITLE = 4,  /* Titlecase_Letter */
+    UNI_IS_CASED = 7,
+    UNI_IGNORED = 8,   /* Case_Ignorable: a final sigma looks past it */
+    UNI_PAIRS = 16,    /* of a run: upper, its lower, upper, its lower ... */
+    UNI_UNTITLED = 32  /* its title case is itself */
+};
+
+typedef struct uni_case_run { /* code points first .. last are of this kind */
+    uint32_t first, last;
+    int32_t delta; /* from a lower one to its upper case, from others to lower; 0: there is none */
+    uint8_t kind;
+} uni_case_run;
+
+typedef struct uni_exception { /* what a code point becomes if the runs do not say it */
+    uint32_t key;              /* code point * 4 + uni_case */
+    int n;
+    uint32_t to[3];
+} uni_exception;
+
+typedef struct uni_cases {
+    uni_case_run *runs;        /* [n_runs] rising */
+    uni_exception *exceptions; /* [n_exceptions] rising in key */
+    int n_runs, n_exceptions;
+} uni_cases;
+
 /* begin of test/make_unicode.py's text */
 /* (run length - 1) * 32 + class */
 static const char uni_class_text[] =
     "Hf{|Ay|PvsBjpBjjknoniAlHuAlBkAlWojnkqhqWpjokoEl{XfsnCjrnqralowrqroAeq^AlqgamBcnTuoEsUtoFr]^]^]^]^]^]^]^]^]^]^]^]^]^]^"
     "]^]^]^]^]^]^]^]^]^]^]^]^]^]~]^]^]^]^]^]^]^]~]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^}^]^]A|}^]^}^A{~By^}^A{A|}^"
     "}^]^]^}^]~]^}^A{^]^}~a]A|B}]_^]_^]_^]^]^]^]^]^]^]^]~]^]^]^]^]^]^]^]^]~]_^]^A{^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]"
-    "^]^]^]^]^]^]^]^]^]Et}^}~]^By^]^]^]^]BH^A_WpP`CkJlLyCzFe`q`OsCTr]^]^`q]^Ax`A|n]CtAo]nA{z]z}^O_zGoAD^]~A{A|]^]^]^]^]^]^"
-    "]^]^]^]^]^]Cx]^o]^}~AS_APf]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^rC|Ab]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^"
-    "]^}^]^]^]^]^]^]~]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^zAFyA"
-    "x`EdAItniAxAppzAMpibnA`nA`nbGlXqCtB}AlJfEmBkAlpAlApIpnwBjAAg`HqR~HuChA_bCHinaExwrDzA^A`rB~A_HuB]ApaLvzwab[kXrAxBZ}Ipa"
-    "M`HuABeGtA^rBj`AxbAnS{B~`Gt`B^`C|AxMtzVuB^AxnzIoDrUwqDyzAuDrGtAIw`UxwAAhcAV]bcbaB_FvC]bAaaExHqA`AlHun`MgbAazFuAxA_AxS"
-    "{zEwzaBvB}AxbaB_B~AxAaAxAabaGlcCtA_zB]A`AxHuA_AnE]rpanbAxA`czDyCtA_AxS{zEwzA_zA_zA_AxbzB_A`CtA`AxB^BvbFnB}zaFnHuA`B]b"
-    "nIhA`czGszB]zS{zEwzA_zC{AxbaB_C|zA`czAabAxaN^A_A`AxHunpFnaDzzbAazFuAxA_AxS{zEwzA_zC{AxbacbcB~AxAaAxAabFnA`cCtA_zB]A`A"
-    "xHuraE]IhbazDyBvB]zB}BvA_zazA_BvA_BvB]BvJmCtAabAaBvB_zB_bAxaEpcM`HuBcEhprDrbB_bFuzB]zTyzNeAxbaB^C]zB^zB~FnA`zB]AxaAxA"
-    "_A`AxHuFnnE}rabAanFuzB]zTyzHqzC{AxbacbC}zbAazAaA`FnAaEpA_zA_A`AxHuzA_cKdA`AaGszB]zAIwA`aB_B~zB_zB_barCtB]cE}B]A`AxHuG"
-    "yrDyzbAazPaBvUwzGszaAxEwBvbCtB_B^zbzFwEpHuAxAanKdAPibA_ExCtpDy`FvnHuAlAFvA_zazC{zUwzazHqbA_GtaAxC{z`zExzHuAxB}AB^aBnM"
-    "trnBnA`EhHuHwrbrbrbjkjkAaFuzAE_CtLjcC|nA`C{IpzAE`zGdbEhzApDfClAlAFvAKsAaB~cDzcA`AaA`aHuEdDyAaA`B}B^aB_A_EyB]B~KkbAaA`"
-    "D{bacHuB_bApAFyz]Dr]AxAKpn`A|K@yzB}AxEwzazB}AxAIwzB}AxABezB}AxEwzazB}AxMgzAXyzB}AxBFeAxB^H^RcBvNeI`EpBX]AxDvAxiTVurnO"
-    "csWsjkBvBMwBjBbFuFnPaB^cHjQ_A`cAlHjPaA`KdKkzB]zA`KdATaA`cExFwbAaIpBj`BjpabAxHuEpHwEpEdiChB^wbHuEpADa`AU_FnC{A`ACcbaDr"
-    "BI_IhA@izB^C]A`B_CtAabD{B^CtrBvAlHu[kAxC{JfALqCtWsEpHugBvACtTyA`AabAxAlAU_cbcExzbcbAaFvD{HrAxbHuEpHuEpFb`EdAxLjdNfAR^"
-    "B~cAOkbcC|cbC}bAaFuzAlHuFbI`GtHbBjA`c[kcB~AaA`cB^A_HuALqbcA`B_bcB^AaGlChAE_FwFvAaA`BvDfHuBvB]Hu[kDxAlGp]^DrAKoAxA{G`G"
-    "lB^nKlcExB}bDybA_cA`aDrALnBBlKh`AC`AE~BCl]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^"
-    "]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]Gp]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^"
-    "]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]GpFqDvAxDuAxFrFqFrFqDvAxDuAxFrz]z]z]z]FrFqLfAxFrFsFrFsFrFsCxz~"
-    "By_q^BmA|z~By_BmBzAx~ByzBmFrCwBmAxA|z~By_AozJ_DoE_AllmjAjmjlG`tuDosH^lmChAfBjojkI|onhH~sDozIeg`AxE]Bkjk`HwBkjkzKjBvAB"
-    "tN^KlC^bB`JnN^Ap]Cl]Ap^A{~A{^r]ApoCwEh]r]r]rByr^By^B}^Ap~}Dg]BzroAp^rNkADf]^C`gApCtDgDjAmCloApoApoFfoA@zAmAporoA@zH[y"
-    "GdjkjkRnAmFfjkBS|o[|WaAIhEeBKlTrJ^StA[yBQ`T_FC|oHboAVnGaCTboHI`jkjkjkjkjkjkjk[qAM`DgjkA@wjkjkjkjkjkNsHPrDJ{jkjkjkjkjk"
-    "jkjkjkjkjkjkBB{jkjkAAujkHRkAPzSiApEeAHjAxAAxzCNnAPeAPf]^A{~]^]^]^By^]~]DvA^A{^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]"
-    "^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]~Eh]^]^B^]^DrChgAlAFzz^Dr^AxAW{Fn`nM`bTyHjEwzEwzEwzEwzEwzEw"
-    "zEwzEwzAAhAllmlmBjlmnlmH^iAlinlmAllmjkjkjkjkDf`H~AgChinjKxApBjjkjkjkjkiAC|XbzB[lKdGE`XjNvsBjr`afjkjkjkjkjkApjkjkjkjki"
-    "jAirGxB~AaiCzApBb`anApzBXaAxA`AoA^aiB[{nA~aDrAKszCCszApCaI`AAgAGlHjrNeA@zzHw[|F{rMmAAxHwAHjMmJTzGYOkBC|YFHa`AJJ}BvAWl"
-    "HjAHyDxAlH[k`BjNeHuA_Rv]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^abB`nHrn`]^]^]^]^]^]^]^]^]^]^]^]^]^]^A^A`BI_HvA`"
-    "EdGlUgGrAo]^]^]^]^]^]^]A|]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^`Fr]^]^}^]^]^]^]^`Ao]^]^a]^]A|"
-    "]^]^]^]^]^]^]^]^]^]^Cw^Cw^]^]^]^]^]^]^]^By^]^}^Ax]^z^z^]^]^]^]StA~]^aA^^EwbB]bB}bTyAaA`cClbBvE]ApprEpATaChGlAaAReNgA`"
-    "GlAlHuEpPbDyBjanA_bHuYoFvAlTyIpAaJfnZmBvB^cAOkbAaB~AaA`B_Kxz`HuCtAlC{b`GsHuC{zAIwDzAaA`AaA`HjB]bFubcAxHuAxChNe`DyBnac"
-    "bcARebaB^A_A`C{A`abaVnA_`AlIocA`AaAlaA^cbIhDyAxDyAxDyHjEwzEwzAKpqB|Gp`AoCtBRjADaAabAabAancbAxHuEpMKN]KdTyCtAQgCtBLWjG"
-    "SCkLGsAxCN}AGtEtKdCxDrabHqoKkzC{zazA_zA_zCPyOsN~LDykjNvBCkAxAV]FnrAB^JmpBnNfFbjknEpNfnAgAfjkjkjkjkjkjkjkjkAljkChBdBjz"
-    "ChijkjkjkBjoiBkznpAlCtC{zDNeAxwzBjpBjjknoniAlHuAlBkAlWojnkqhqWpjokojknjkAlHq`AMoA^A@iBvDyAxDyAxDyAxB]BvAnoqrAnzrCiApI"
-    "hBsApAxJmzWszQ_zA_zMgAxLiAC|DB}DrBjCtAMuBvHbAUdCaOtAeBnzK|BvrAPbAN^bDJfZmBvAQgN^bXwCtAAgCaHjR]fFufDrAF}C|Dr[kznAE_CtF"
-    "unD^AKlAHuAHvBPqAxHuEpAD}CtAD~CtAHyGlATaJfnIkzMczEsz}zIlzMdzEtz~BvATaKdJK{HjS{IhFuVnDxzAJtzGrBHzDyAxazALqzA_BvaAxTyzn"
-    "F{TyApE}A@iGlGyAQ`Q_zA_DrD_S{E]BvnWsDrnBDbAW{CtAeA_NkAxANsaB^zA`DrB~B}zB]zZmAxB^CtbGyFnH^FnZmAenZmBcAB^FurYoA`CtD_FbH"
-    "jAV]BvFbS{AxF{Q_DrF{PaFnChKdE}BSdBK{AWtAS_LbAS`FnE]AE_B~GlHuEpHuB}`aSwBvC|i`SxGlAmF[tA@ozAJuzA`iAxA_N~B]AWtB~ZmHwaGlS"
-    "{IpCaDfTrPaB~ChAGtR}E}RvTyHjcbcAU_MhFbCtRcHubA_A`aHjB^cAMoB_B~AaA`AlwChbIhwAxVuFnHuEpB^AE_C|cFvzHuChaAaaGlADabAlaHjA`"
-    "cAPiB_GtAaB}ChB~ncbHuanaBjzRcJfPazVuB_B^AabcA`EdbA_bBBfEwzazB}zMgzHqnEpAOkbB_FvDrHuEpA`AazFuAxA_AxS{zEwzA_zC{zA`aAabC"
-    "]AxAaAxB_AxaEpcDrC{AaAxExBvC|JfHqzaAxazAF}zaB_DzzcAxczC]zAabcbabaAlzAlGlA`[dAU_B_FvAaB^cbB}DfHuAlznbB]A@bAPiB_DzcbC]A"
-    "`cA`A_naGlHuEPbAOkB_B~AxC]A`cA`UdB}A`AC|APiB_FvAabcA`BjaJfHuEpKxQxAKsbcbAaDzcbanEpHuEpRaZfXqAxbcbAaB~cC|CtHuAeBjrEwFF"
-    "^ALqB_GtcA`nCJ^AAcAAdHuGyKdFuAxaAxFuzA_zUwD{zAaAxA`cbacacbBjHjHuBIxFuAxAG{B_B~AxA`C]banacYhaHrAHyDzcaB~G`bGlaDzAaB^AN"
-    "mKlcA`BjaDfLbBK{FnH~FCdABenM`HuEpGszAF]cExzDzcbaDfIhHuQeBvAl[kAxS|zcExcA`cA`BLrEwzA_zAF}DzBvbzA`zExabGlHuEpDyzA_zAAgC"
-    "}zA`zAabcbaFnHuJKtQ_A`AaAlFnA`acKkzACcAaC|BvAabcbKxHubBW|aN^SaGdCjOtLbnABZ}CK|CSxzDfJfFOsCDPzCFmAlLbAH@aN{bDyMhIhDVGc"
-    "DrSO{HEZn[kJnB_B^HuBBG|SBuFnA@izHuCtAlBQozHuEp[kAxC|nIhAPiExDfClB|nrIhHuzE}zR}DrQ_NNnA~AHyA^BjHuFRfAAcAAdU]ChCJ~BMwCt"
-    "baAW]FnB~KjBDbA^n`bJfAaM`GJFeGlAMPiAJnHqJTIhB|zEvzA^zIU_N^a[dB]AxaM`B}GlMG{BUPbCO{DrKkBvGsFnHqAxrA`nCqDTDrHApHuEpNR^B"
-    "OlANnAxTzHjCXzB@jHGdIhAHjAxB@bAaB^BnD{GiFvApEx[|B~BA`StBExB^rDBvRcKdRcKdBYpHjV{DN~WoWpWoEtzP^WoWp]z}Ax]Ax}AxByzFqBzz^"
-    "zEtzIlWoWp}zByAxFqzEszWp}zByzCwz]BvEszWpWoWpWoWpWoWpWoWpWoWpWoYlAxVqoVroDvVqoVroDvVqoVroDvVqoVroDvVqoVroDv]^AxARiQEpA"
-    "V~ClARfGdbLzbApDfN^C|zMhAIB~HnaQ|EpDvGDjExzOdAxExzA`zC|DrBAnAB~bCUhAMoBvExEvAxHuCtarJU`[kbO|ALqB~HuDrpOPrXq`B~HuGEh[k"
-    "A`aHuCtnPCtEwzB}zA_zMgzFPqAxGyExAJnAC_AC`Ex`CtHuCtAlZJvAZ{rBcpCaBOlAMurMmFNnB}zXqzA_zaAxazHqzB}zazaEpaCtazazazB]zA_za"
-    "AxazazazazazA_zaAxB}zEwzB}zB}zazHqzOcDrB]zC{zOcATzAmIB^AM`CtCIxKdMxAxMxzMxzAFnIhKqEKdAXrZ~LbAM`CtHbFnApM`EhEDzHK|DiXL"
-    "zCtOtBvK|BvC[tCtCE`EpJ~CtrN^J~CtAXjGlI`EpAIhGl[|AxJ~CtApBBfKKtKdLzAxK|BvI`DrAXjFnMxAxJ^EpHbFnDZ^zCBfHuAFQhAWGZeAB^D[P"
-    "yEpGLaAxFYReM`H[DqN^TXqBZXzREgAVQhEY[sDrE@XqABNLTrwA@bCFcDHjHA`BVBF^BVRV}AxBVRV}Ax";
+    "^]^]^]^]^]^]^]^]^]Et}^}~]^By^]^]^]^]BH^aXnP`CkJlLyCzFe`q`OsCTr]^]^`q]^Ax`A|n]CtAo]nA{z]z}^O_zGoAD^]~A{A|]^]^]^]^]^]^]"
+    "^]^]^]^]^]Cx]^o]^}~AS_APf]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^rC|Ab]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]"
+    "^}^]^]^]^]^]^]~]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^zAFyAx"
+    "`EdAItniAxAppzAMpibnA`nA`nbGlXqCtB}AlJfEmBkAlpAlApIpnwBjAAg`HqR~HuChA_bCHinaExwrDzA^A`rB~A_HuB]ApaLvzwab[kXrAxBZ}IpaM"
+    "`HuABeGtA^rBj`AxbAnS{B~`Gt`B^`C|AxMtzVuB^AxnzIoDrUwqDyzAuDrGtAIw`UxwAAhcAV]bcbaB_FvC]bAaaExHqA`AlHun`MgbAazFuAxA_AxS{"
+    "zEwzaBvB}AxbaB_B~AxAaAxAabaGlcCtA_zB]A`AxHuA_AnE]rpanbAxA`czDyCtA_AxS{zEwzA_zA_zA_AxbzB_A`CtA`AxB^BvbFnB}zaFnHuA`B]bn"
+    "IhA`czGszB]zS{zEwzA_zC{AxbaB_C|zA`czAabAxaN^A_A`AxHunpFnaDzzbAazFuAxA_AxS{zEwzA_zC{AxbacbcB~AxAaAxAabFnA`cCtA_zB]A`Ax"
+    "HuraE]IhbazDyBvB]zB}BvA_zazA_BvA_BvB]BvJmCtAabAaBvB_zB_bAxaEpcM`HuBcEhprDrbB_bFuzB]zTyzNeAxbaB^C]zB^zB~FnA`zB]AxaAxA_"
+    "A`AxHuFnnE}rabAanFuzB]zTyzHqzC{AxbacbC}zbAazAaA`FnAaEpA_zA_A`AxHuzA_cKdA`AaGszB]zAIwA`aB_B~zB_zB_barCtB]cE}B]A`AxHuGy"
+    "rDyzbAazPaBvUwzGszaAxEwBvbCtB_B^zbzFwEpHuAxAanKdAPibA_ExCtpDy`FvnHuAlAFvA_zazC{zUwzazHqbA_GtaAxC{z`zExzHuAxB}AB^aBnMt"
+    "rnBnA`EhHuHwrbrbrbjkjkAaFuzAE_CtLjcC|nA`C{IpzAE`zGdbEhzApDfClAlAFvAKsAaB~cDzcA`AaA`aHuEdDyAaA`B}B^aB_A_EyB]B~KkbAaA`D"
+    "{bacHuB_bApAFyz]Dr]AxAKpn`A|K@yzB}AxEwzazB}AxAIwzB}AxABezB}AxEwzazB}AxMgzAXyzB}AxBFeAxB^H^RcBvNeI`EpBX]AxDvAxiTVurnOc"
+    "sWsjkBvBMwBjBbFuFnPaB^cHjQ_A`cAlHjPaA`KdKkzB]zA`KdATaA`cExFwbAaIpBj`BjpabAxHuEpHwEpEdiChB^wbHuEpADa`AU_FnC{A`ACcbaDrB"
+    "I_IhA@izB^C]A`B_CtAabD{B^CtrBvAlHu[kAxC{JfALqCtWsEpHugBvACtTyA`AabAxAlAU_cbcExzbcbAaFvD{HrAxbHuEpHuEpFb`EdAxLjdNfAR^B"
+    "~cAOkbcC|cbC}bAaFuzAlHuFbI`GtHbBjA`c[kcB~AaA`cB^A_HuALqbcA`B_bcB^AaGlChAE_FwFvAaA`BvDfHuBvB]Hu[kDxAlGp]^DrAKoAxA{G`Gl"
+    "B^nKlcExB}bDybA_cA`aDrALnBBlKh`AC`AE~BCl]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]"
+    "^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]Gp]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]"
+    "^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]GpFqDvAxDuAxFrFqFrFqDvAxDuAxFrz]z]z]z]FrFqLfAxFrFsFrFsFrFsCxz~B"
+    "y_q^BmA|z~By_BmBzAx~ByzBmFrCwBmAxA|z~By_AozJ_DoE_AllmjAjmjlG`tuDosH^lmChAfBjojkI|onhH~sDozIeg`AxE]Bkjk`HwBkjkzKjBvABt"
+    "N^KlC^bB`JnN^Ap]Cl]Ap^A{~A{^r]ApoCwEh]r]r]rByr^By^B}^Ap~}Dg]BzroAp^rNkADf]^C`gApCtDgDjAmCloApoApoFfoA@zAmAporoA@zH[yG"
+    "djkjkRnAmFfjkBS|o[|WaAIhEeBKlTrJ^StA[yBQ`T_FC|oHboAVnGaCTboHI`jkjkjkjkjkjkjk[qAM`DgjkA@wjkjkjkjkjkNsHPrDJ{jkjkjkjkjkj"
+    "kjkjkjkjkjkBB{jkjkAAujkHRkAPzSiApEeAHjAxAAxzCNnAPeAPf]^A{~]^]^]^By^]~]DvA^A{^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^"
+    "]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]~Eh]^]^B^]^DrChgAlAFzz^Dr^AxAW{Fn`nM`bTyHjEwzEwzEwzEwzEwzEwz"
+    "EwzEwzAAhAllmlmBjlmnlmH^iAlinlmAllmjkjkjkjkDf`H~AgChinjKxApBjjkjkjkjkiAC|XbzB[lKdGE`XjNvsBjr`afjkjkjkjkjkApjkjkjkjkij"
+    "AirGxB~AaiCzApBb`anApzBXaAxA`AoA^aiB[{nA~aDrAKszCCszApCaI`AAgAGlHjrNeA@zzHw[|F{rMmAAxHwAHjMmJTzGYOkBC|YFHa`AJJ}BvAWlH"
+    "jAHyDxAlH[k`BjNeHuA_Rv]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^abB`nHrn`]^]^]^]^]^]^]^]^]^]^]^]^]^]^A^A`BI_HvA`E"
+    "dGlUgGrAo]^]^]^]^]^]^]A|]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^]^`Fr]^]^}^]^]^]^]^`Ao]^]^a]^]A|]"
+    "^]^]^]^]^]^]^]^]^]^Cw^Cw^]^]^]^]^]^]^]^By^]^}^Ax]^z^z^]^]^]^]StA~]^aA^^EwbB]bB}bTyAaA`cClbBvE]ApprEpATaChGlAaAReNgA`G"
+    "lAlHuEpPbDyBjanA_bHuYoFvAlTyIpAaJfnZmBvB^cAOkbAaB~AaA`B_Kxz`HuCtAlC{b`GsHuC{zAIwDzAaA`AaA`HjB]bFubcAxHuAxChNe`DyBnacb"
+    "cARebaB^A_A`C{A`abaVnA_`AlIocA`AaAlaA^cbIhDyAxDyAxDyHjEwzEwzAKpqB|Gp`AoCtBRjADaAabAabAancbAxHuEpMKN]KdTyCtAQgCtBLWjGS"
+    "CkLGsAxCN}AGtEtKdCxDrabHqoKkzC{zazA_zA_zCPyOsN~LDykjNvBCkAxAV]FnrAB^JmpBnNfFbjknEpNfnAgAfjkjkjkjkjkjkjkjkAljkChBdBjzC"
+    "hijkjkjkBjoiBkznpAlCtC{zDNeAxwzBjpBjjknoniAlHuAlBkAlWojnkqhqWpjokojknjkAlHq`AMoA^A@iBvDyAxDyAxDyAxB]BvAnoqrAnzrCiApIh"
+    "BsApAxJmzWszQ_zA_zMgAxLiAC|DB}DrBjCtAMuBvHbAUdCaOtAeBnzK|BvrAPbAN^bDJfZmBvAQgN^bXwCtAAgCaHjR]fFufDrAF}C|Dr[kznAE_CtFu"
+    "nD^AKlAHuAHvBPqAxHuEpAD}CtAD~CtAHyGlATaJfnIkzMczEsz}zIlzMdzEtz~BvATaKdJK{HjS{IhFuVnDxzAJtzGrBHzDyAxazALqzA_BvaAxTyznF"
+    "{TyApE}A@iGlGyAQ`Q_zA_DrD_S{E]BvnWsDrnBDbAW{CtAeA_NkAxANsaB^zA`DrB~B}zB]zZmAxB^CtbGyFnH^FnZmAenZmBcAB^FurYoA`CtD_FbHj"
+    "AV]BvFbS{AxF{Q_DrF{PaFnChKdE}BSdBK{AWtAS_LbAS`FnE]AE_B~GlHuEpHuB}`aSwBvC|i`SxGlAmF[tA@ozAJuzA`iAxA_N~B]AWtB~ZmHwaGlS{"
+    "IpCaDfTrPaB~ChAGtR}E}RvTyHjcbcAU_MhFbCtRcHubA_A`aHjB^cAMoB_B~AaA`AlwChbIhwAxVuFnHuEpB^AE_C|cFvzHuChaAaaGlADabAlaHjA`c"
+    "APiB_GtAaB}ChB~ncbHuanaBjzRcJfPazVuB_B^AabcA`EdbA_bBBfEwzazB}zMgzHqnEpAOkbB_FvDrHuEpA`AazFuAxA_AxS{zEwzA_zC{zA`aAabC]"
+    "AxAaAxB_AxaEpcDrC{AaAxExBvC|JfHqzaAxazAF}zaB_DzzcAxczC]zAabcbabaAlzAlGlA`[dAU_B_FvAaB^cbB}DfHuAlznbB]A@bAPiB_DzcbC]A`"
+    "cA`A_naGlHuEPbAOkB_B~AxC]A`cA`UdB}A`AC|APiB_FvAabcA`BjaJfHuEpKxQxAKsbcbAaDzcbanEpHuEpRaZfXqAxbcbAaB~cC|CtHuAeBjrEwFF^"
+    "ALqB_GtcA`nCJ^AAcAAdHuGyKdFuAxaAxFuzA_zUwD{zAaAxA`cbacacbBjHjHuBIxFuAxAG{B_B~AxA`C]banacYhaHrAHyDzcaB~G`bGlaDzAaB^ANm"
+    "KlcA`BjaDfLbBK{FnH~FCdABenM`HuEpGszAF]cExzDzcbaDfIhHuQeBvAl[kAxS|zcExcA`cA`BLrEwzA_zAF}DzBvbzA`zExabGlHuEpDyzA_zAAgC}"
+    "zA`zAabcbaFnHuJKtQ_A`AaAlFnA`acKkzACcAaC|BvAabcbKxHubBW|aN^SaGdCjOtLbnABZ}CK|CSxzDfJfFOsCDPzCFmAlLbAH@aN{bDyMhIhDVGcD"
+    "rSO{HEZn[kJnB_B^HuBBG|SBuFnA@izHuCtAlBQozHuEp[kAxC|nIhAPiExDfClB|nrIhHuzE}zR}DrQ_NNnA~AHyA^BjHuFRfAAcAAdU]ChCJ~BMwCtb"
+    "aAW]FnB~KjBDbA^n`bJfAaM`GJFeGlAMPiAJnHqJTIhB|zEvzA^zIU_N^a[dB]AxaM`B}GlMG{BUPbCO{DrKkBvGsFnHqAxrA`nCqDTDrHApHuEpNR^BO"
+    "lANnAxTzHjCXzB@jHGdIhAHjAxB@bAaB^BnD{GiFvApEx[|B~BA`StBExB^rDBvRcKdRcKdBYpHjV{DN~WoWpWoEtzP^WoWp]z}Ax]Ax}AxByzFqBzz^z"
+    "EtzIlWoWp}zByAxFqzEszWp}zByzCwz]BvEszWpWoWpWoWpWoWpWoWpWoWpWoYlAxVqoVroDvVqoVroDvVqoVroDvVqoVroDvVqoVroDv]^AxARiQEpAV"
+    "~ClARfGdbLzbApDfN^C|zMhAIB~HnaQ|EpDvGDjExzOdAxExzA`zC|DrBAnAB~bCUhAMoBvExEvAxHuCtarJU`[kbO|ALqB~HuDrpOPrXq`B~HuGEh[kA"
+    "`aHuCtnPCtEwzB}zA_zMgzFPqAxGyExAJnAC_AC`Ex`CtHuCtAlZJvAZ{rBcpCaBOlAMurMmFNnB}zXqzA_zaAxazHqzB}zazaEpaCtazazazB]zA_zaA"
+    "xazazazazazA_zaAxB}zEwzB}zB}zazHqzOcDrB]zC{zOcATzAmIB^AM`CtCIxKdMxAxMxzMxzAFnIhKqEKdAXrZ~LbAM`CtHbFnApM`EhEDzHK|DiXLz"
+    "CtOtBvK|BvC[tCtCE`EpJ~CtrN^J~CtAXjGlI`EpAIhGl[|AxJ~CtApBBfKKtKdLzAxK|BvI`DrAXjFnMxAxJ^EpHbFnDZ^zCBfHuAFQhAWGZeAB^D[Py"
+    "EpGLaAxFYReM`H[DqN^TXqBZXzREgAVQhEY[sDrE@XqABNLTrwA@bCFcDHjHA`BVBF^BVRV}AxBVRV}Ax";
 /* gap, run length - 1, combining class * 2 + young */
 static const char uni_mark_text[] =
     "VqqMo]]Ms]`L}]]Ms]]Lu]aL}]^K{]`L}]^K{]gL}]a_]`L}]dMo]]Na]]Mo]_L}]_Mo]^L}^_Mo]`L}]]Mo]]Ms]^L}]]Mo]]Mu]^Mw]]Mu]^Mw]]Mu]"
@@ -1313,6 +1346,48 @@ static const char uni_pair_text[] =
     "S_gBHBngGGKpgzgC_gGGVegGGHxgE{gIRHqgAqgIQQtgEmgA{gIRAegIR@rgPwgIig_gEjgVkgAsgIS@_gIRF^gALWzgALZmgIRY{gKCSpgAMImgABShg"
     "ABY]gITEwgLogKEYjgmgAMQwgIUHigKFVpgKGBygIUN^g]gAwgIVAegIURhgAMUxgAMZ]gGkgAqgCogANAjgKJAogIWKzgQwgKagAOClgAygAOG{gIYEi"
     "gKLLpgKLOygOqgGugIYKzgAOUtgAOYigggkgqgkgBcgI[@_";
+/* gap * 7 + kind, run length - 1, difference to the other case (not for kinds 3 and 5) */
+static const char uni_case_text[] =
+    "Ha]Ah]Bi]AfvA{u]g]]vAzIi]d]]n]g]|]]]AOug^d]]A_sA{ecA{]]]]sAzdcAz]]GabAj^]Kt]]Mrbb]]]bl]]]bAh^]G`bb]]Qr]]Km^]Lib`^]Lab"
+    "^^^L_b^]]]^]Ds^]K{^]K}b^^]L_^]Lc]]Eu^]Lk^]Lgb^]]Iq]]CEKq^]Lk^]Lo]]Gs^]Lqbb^]Lyb^^]Ly]^]b^^]Lyb^^^Lwb`^]L{b^]]]i^]]]]]"
+    "Cgz]a_]_]]`^]a_]_]]`^]a_]_]]`bl]]Drbn]]]^]a_]_]]`b^^]Et^]CfbAb^]Gr]]]bn]b]^]VS]b^^]Ip^]VRy]^VTcb^^]Kl^]D_^]Dcbf]]VRg]"
+    "]VRa]]VRe]]Lh]]L`]]]]^L^]]]]]Kz]]]]]K|]]CDYi]_]]]L^]]CDYa]]]]]Lb]]CDZw]]CDW_]]CDXu]]]]]Lf]]Lj]]CDXu]]VO}]]CDXo]^]]]Lj"
+    "]]]]]VPg]]Ln]^]]]Lp]c]]]VO]]^]]]Lx]]]]]CDXs]]Lx]_]]]CDWc]]Lx]]D^]^Lv]]Db]a]]]Lz]]]dd]]]CDU}]]CDUw]m]ae]`ca^]`zaa]`Bxa"
+    "]D}`Adb``^b^o]]]_Gse]Fy|^^]Be`]^_Bce]Cwe^Cu]]]^mA{eeA{]]Bd]_Bb]]]]mAz]]Ax]eAz]]Cv]^Ct^]m]]Cr]]Ch^_]]]Bv]]Cb]]lbt]]E^]"
+    "]Dt]]k]]Fx^]Cn]]Eri^^]jb^]]]^_Gr^lDu^|A{]|Az]lDtb~gcbAp^]{bj]]zbBxeA`Byn]Aa]]]]]A`Bx]^]AvAgg]g^g^g]Ib]BibBbgg]Gg]BbqC"
+    "j]T{dgfg`F{]g]FfwRygL^g|]n]E^tH}_Ib]Ao^AaeHoAtKk]g]|d|]ucBb^Bw]Cc]L^]|`Av]Dd^El]n^Ky]|^|^n_u]Ff^u]Bi^Ky]|ag^|]Dd^Drbg"
+    "]L^]n]g`Av]Ao^Bi^Ff]Ls]Bp]Jj]u]Kk]g_Aa_g`Ao^Bi^F_]L^]n]Ah]Aa^Dd^Ez^Ky^|`Av]Dd^F_]N|]Ao_g]Rr]ncBieTf]neA}]gcOa^Es]g]g]"
+    "Kkjgag^AaggA^A}]U``gbg^n^Ee^|_Cj`Bw]n^Ah]Cc]lA`OGge]OGgA_]OGgqAeFH}h]]c_FH}DLs_MdBhBYRa^bmkblEVh_F_^Ff^Ff^Mf^gcAv]ngu"
+    "]Aa]IiaJq]Mm^G`]Xj_|^A}]Ah_AQc^n]L^]gcg]g]ndAhfn]Ha]Av{Jc`I~]gag]Aa]HheBp^Ft`n^g_Kr]g^u]g_L^dn^Mfbk]MCz]]MCx]]MCf]^MC"
+    "b]]MCd]]MBx]]L[p]]BRBmb^A_AeFH|l_FH|Cj_gigc|]Ah]u^AeAf]aAy]]i]a]]]]BRFi]_]]]H@i]l]]]BRIk]h]aA_]`AzbDj]a]]]Cl]^]^]O[|]"
+    "]]bBx]dm^dl]bmlblkdm^dl]dm^dl]bmlblk]]]]m]]]]]m]]]]]m]]]]]me]le]le]le]l]dm^dl]^Di]`E_]^E{]^Go]^Fq]^Gkkdm_dl]dm_dl]dm_"
+    "dl]^m]]]]]o]]]d^]^^l^^Dh_]n`]]]OCx`_]]]]]o]]]d^]^`E^_]n`_]^m]^]k^]^^l^^Ezg_]^m]_]]]k]^]^^l^^Fp^]j`_k]]]]o]]]d^]^^Gn^^"
+    "Gj_]n`^BpaAv^Bb]n]naJcagfh]]Bx]]Cki]Jq}Co]]z]]k]]^_]]^]^_]]]]e]]sa]Af]]e]OVbe]]e]QQ`^]QI~^^]d]]^^]^]As^]]]]]y]]k^]^^]"
+    "A_]]]`]y]ArCol}]l|w^F@evAo]vAnMInAjBy]AjBxb^^]VO|^]H@h^]VN~]]VR~]]VRxbb^]VR`^]VPf^]VRf^]VRd]]]b^]]]b^]a]a^]^^VTbbB|]]"
+    "]Aj``_b^BmA`OGfd]OGfA^]OGfMm]Cc]Sz|Iw]CLs]Gn`uaAa]SebSe_GMB~]IElbA[t]JsAhg`gfg]bxa^]`^Pp^B~~bj]^]bAxa]]]d]b`^]BRFhbf`"
+    "_b^^]CDW^]]]i`]]By]]]bp^]CDXt^]CDYh^]CDY`^]CDXn^]CDXt]]]^]CDUv^]CDWb^]CDU|^]AZqbl^]Bx^]CDXr^]BRIjb`^]CDZvb^p^d]]d]]bb"
+    "^]CEKpDl_]b^h^]]]]Ao]u]|]Ee^Aa]ACc^ElnBw]G|dEegIp_I~]n`n^Cq]Dk^Mtbn^n^Bp]Av]Gg]Bi]Jq]g_n^Aa^g]Es]B~^Aa^g]KvA]]]]AZp]c"
+    "]`]a`]]e]a]]`^yBhBYR`Gu]n]|]EHWmc]Bma]Ah]ABimDF_lu]BplG`]n]AF{]Ao]Ah]Bi]AfvA{u]g]]vAzDk]Ii^M{]Dk_CUu]ARr]ABwa[kAbBi]A"
+    "bBhSxA^BiyA^BhW|gBgekBgecBge^BgdgBfdkBfdcBfd^BfCH~]]`^a_]hAd]he]DG|_g^Aa`Hh_|]AF_^C@eAmCwBtAmCvJc`G|]erA{uag]]rAzBDk^"
+    "Pi`NngJc`Yk]KdkHo]n^Bb_Jc`n^n]|]Bb]Jj_GnagdLz]Bp^JxeBb`n]Ss_n]g^Ah]n]ADk]udDk^Ky^u]GucuaNnbBw]g]g]B~^Qqdn_g]Dy]Qjbg]|"
+    "^g^AU``Ah^g^Es^Qqdn]g^U|]g]nbg]T{]g]n`gaAYkeg^Ty|A{]|AzRy^g]|]AAv`n^|]FtfHhbn`Av]A}bn_Ipig^B[tcgbg]P~rncg^g^Ydbu]g^gc"
+    "g]N|^u]g]BOo^Bi^JxaAa]g]Dy]AKF_mAhkC@Hhhu_RI~aLecA}`CTt_Hh^AOm|A{]|AzANu]M_mMf^g^DHOo`gcg^WU`^g`AFOvAhnsD@`_A}lncFf`A"
+    "Bp_CGev]]v]^v]]c]dn]^v]]v]^]]e^]l]]l^]l`]ed]]`]d]]dc]dg]^v]]v]^^]e`]ld]ec]dv]^^]e`]ea]e]]sc]dv]^v]]v]^v]]v]^v]]v]^v]]"
+    "v]^v]]v]^v]]x]lu]du]db]^u]du]db]^u]du]db]^u]du]db]^u]du]db]^]]]]]DDdAq|AlAv]B~]DragkHCgf]dp]Aeb]AO}cgmncg^gaAbAx]F{]A"
+    "E^jBSz]Ls`CTmaAXj^EKrcHm~B]]~A~`dNW|v]Afv]Afv]DPwaGKIEe]FfBxZlG^";
+/* (gap of code point * 4 + uni_case) * 3 + n - 1, n differences */
+static const char uni_exception_text[] =
+    "BVvHdHddHdFhA@oKt[uo]HeUyNvdUyNvAOk_c^o^i_c^o^i_c^o^LpXxPudXxPui_c^o^EEsoG~HjeoG~HjKcrIzJferIzJfEZ`DxC`dDxfBXW~PHhNTn"
+    "dPHhNTndPGtNV~dPGtNV~dPGpNV|dPGpNV|dPGnNV~dPGnNV~dPH~N[ndPH~N[nAoPFfPFfBFqNXrOEddNXrOEdqNXvOEhOFleNXvOEhOFlqNXzOElOFn"
+    "eNXzOElOFnqNX~OEpOBxeNX~OEpOBxNtG^O@bjG^O@djG^O@fjG^O@hjG^O@jjG^O@ljG^O@njG^O@pjGnO@rjGnO@tjGnO@vjGnO@xjGnO@zjGnO@|jG"
+    "nO@~jGnOA^jF`OA`jF`OAbjF`OAdjF`OAfjF`OAhjF`OAjjF`OAljF`OAnjFpOApjFpOArjFpOAtjFpOAvjFpOAxjFpOAzjFpOA|jFpOA~jCfOB^jCfOB"
+    "`jCfOBbjCfOBdjCfOBfjCfOBhjCfOBjjCfOBljCvOBnjCvOBpjCvOBrjCvOBtjCvOBvjCvOBxjCvOBzjCvOB|A`mOC`dmOH^dOCrOCbjODhOCddODhOHb"
+    "pOCxOHldOCxOHleOCzOHnOCjeOCzOHnOHhArODbOCtBbmOD^dmOH~dODdOD`jOE`ODbdOE`OI`pODjOIjdODjOIjeODlOIlODheODlOIlOIfArODvODrB"
+    "cOD~OMnOM~eOD~OMnOM~eOE^OMpOM~eOE^OMpOM~|OEdOJhdOEdOJheOEfOMxOJjeOEfOMxOJjCwOEdONlON|eOEdONlON|eOEfONnON|eOEfONnON|dO"
+    "EpOM|dOEpOM|pOElOKfdOElOKfeOEnONvOKheOEnONvOKhCvmOFzdmOKxdOE~OF|jOGpOF~dOGpOK|pOFbOLddOFbOLdeOFdOLfOGbeOFdOLfOL`ArOFn"
+    "OGlYFTvDVWrDVWrdDVWrDVUvdDVWtDVWndDVWtDVUrdDVWvDVWjdDVWvDVUneDVWxDVWxDVWreDVWxDVU|DVUveDVWzDVWzDVWneDVWzDVU~DVUrdDVWb"
+    "DVW`dDVWbDVUddDVWdDVWbdDVWdDVUfDlDTEpDTEldDTEpDTBrdDTErDTFndDTErDTCtdDTEtDTFddDTEtDTCjdDTEbDTErdDTEbDTBxdDTExDTFddDTE"
+    "xDTCj";
 /* end of test/make_unicode.py's text */
 
 /* ---- Unpacking ---- */
@@ -1574,6 +1649,110 @@ static str uni_nfc(const uni *u, str s, int version, buf *b) {
     if (done == s.p) return s;
     buf_put(b, done, (size_t)(end - done));
     return buf_view(b);
+}
+
+/* ---- Letter case ---- */
+
+static void uni_cases_init(uni_cases *u) {
+    static const uint8_t kinds[] = { /* KINDS of test/make_unicode.py */
+        UNI_IS_LOWER, UNI_IS_UPPER, UNI_IS_TITLE, UNI_IGNORED, UNI_IS_LOWER | UNI_IGNORED, UNI_PAIRS,
+        UNI_IS_LOWER | UNI_UNTITLED};
+    uint32_t at = 0;
+    *u = (uni_cases){.runs = mem_alloc(sizeof uni_case_text / 2 * sizeof *u->runs),
+        .exceptions = mem_alloc(sizeof uni_exception_text / 2 * sizeof *u->exceptions)};
+    for (const char *p = uni_case_text; *p;) {
+        uint32_t v = uni_number_of(&p);
+        uni_case_run *run = &u->runs[u->n_runs++];
+        *run = (uni_case_run){.first = at + v / COUNT(kinds), .kind = kinds[v % COUNT(kinds)]};
+        run->last = run->first + uni_number_of(&p);
+        bool mapped = run->kind != UNI_IGNORED && run->kind != UNI_PAIRS;
+        if (mapped) run->delta = (int32_t)uni_signed_of(&p, 0);
+        at = run->last + 1;
+    }
+    at = 0;
+    for (const char *p = uni_exception_text; *p;) {
+        uint32_t v = uni_number_of(&p);
+        uni_exception *x = &u->exceptions[u->n_exceptions++];
+        *x = (uni_exception){.key = at += v / 3, .n = (int)(v % 3) + 1};
+        for (int i = 0; i < x->n; i++) x->to[i] = uni_signed_of(&p, x->key / 4);
+    }
+}
+static void uni_cases_free(uni_cases *u) {
+    free(u->runs), free(u->exceptions);
+    *u = (uni_cases){0};
+}
+
+/* The kind of c, bits UNI_IS_LOWER ... UNI_UNTITLED, and the difference to its other case. */
+static int uni_case_kind(const uni_cases *u, uint32_t c, int32_t *delta) {
+    int lo = 0, hi = u->n_runs;
+    while (lo < hi) {
+        int mid = (lo + hi) / 2;
+        if (u->runs[mid].last < c) lo = mid + 1;
+        else hi = mid;
+    }
+    const uni_case_run *run = &u->runs[lo];
+    *delta = 0;
+    if (lo == u->n_runs || c < run->first) return 0;
+    if (run->kind != UNI_PAIRS) return *delta = run->delta, run->kind;
+    bool lower = (c - run->first) & 1;
+    return *delta = lower ? -1 : 1, lower ? UNI_IS_LOWER : UNI_IS_UPPER;
+}
+
+static const uni_exception *uni_find_exception(const uni_cases *u, uint32_t key) {
+    int lo = 0, hi = u->n_exceptions;
+    while (lo < hi) {
+        int mid = (lo + hi) / 2;
+        if (u->exceptions[mid].key < key) lo = mid + 1;
+        else hi = mid;
+    }
+    return lo < u->n_exceptions && u->exceptions[lo].key == key ? &u->exceptions[lo] : NULL;
+}
+
+/* c in another case: 1 to 3 code points, their number is returned. */
+static int uni_map_case(const uni_cases *u, uint32_t c, enum uni_case to, uint32_t out[3]) {
+    const uni_exception *x = uni_find_exception(u, c * 4 + to);
+    if (x) return memcpy(out, x->to, sizeof x->to), x->n;
+    if (to == UNI_FOLDED) { /* the lower case of the upper case, but Cherokee folds to upper */
+        uint32_t upper[3];
+        bool cherokee = (c >= 0x13A0 && c < 0x1400) || (c >= 0xAB70 && c < 0xABC0);
+        int n = 0, n_upper = uni_map_case(u, c, UNI_UPPERCASE, cherokee ? out : upper);
+        if (cherokee) return n_upper;
+        for (int i = 0; i < n_upper; i++) n += uni_map_case(u, upper[i], UNI_LOWERCASE, out + n);
+        return n;
+    }
+    int32_t delta;
+    int kind = uni_case_kind(u, c, &delta);
+    bool from = kind & (to == UNI_LOWERCASE ? UNI_IS_UPPER | UNI_IS_TITLE : UNI_IS_LOWER);
+    bool stays = !from || (to == UNI_TITLECASE && kind & UNI_UNTITLED);
+    return *out = stays ? c : c + (uint32_t)delta, 1;
+}
+
+/* Whether the capital sigma at s[at] ends a word: a letter with case is before it, none behind it.
+ * Characters that are ignored may stand between them (Unicode 3.13, Final_Sigma). */
+static bool uni_final_sigma(const uni_cases *u, str s, size_t at) {
+    int32_t delta;
+    int n, kind = UNI_IGNORED;
+    for (size_t i = at; i > 0 && kind & UNI_IGNORED;) {
+        while ((s.p[--i] & 0xC0) == 0x80) continue;
+        kind = uni_case_kind(u, uni_next(s.p + i, &n), &delta);
+    }
+    if (kind & UNI_IGNORED || !(kind & UNI_IS_CASED)) return false;
+    kind = UNI_IGNORED;
+    for (size_t i = at + 2; i < s.n && kind & UNI_IGNORED; i += (size_t)n)
+        kind = uni_case_kind(u, uni_next(s.p + i, &n), &delta);
+    return kind & UNI_IGNORED || !(kind & UNI_IS_CASED);
+}
+
+/* Puts the character at s[at] in another case behind b. Returns its bytes in s. A final sigma ends a
+ * word of s. */
+static int uni_put_case(const uni_cases *u, str s, size_t at, enum uni_case to, buf *b) {
+    char utf8[4];
+    int n;
+    uint32_t out[3], c = uni_next(s.p + at, &n);
+    int n_out = uni_map_case(u, c, to, out);
+    if (c == 0x3A3 && to == UNI_LOWERCASE && uni_final_sigma(u, s, at)) out[0] = 0x3C2;
+    for (int i = 0; i < n_out; i++) buf_put(b, utf8, (size_t)utf8_put(utf8, out[i]));
+    return n;
 }
 
 /* ===========================================================================
@@ -3129,6 +3308,7 @@ typedef struct tmpl {
     str names[TMPL_MAX_NAMES]; /* of variables, by number */
     int n_names;
     bool walks_content; /* a loop goes over the parts of a message's content */
+    uni_cases cases;
 } tmpl;
 
 /* ---- Tokens ---- */
@@ -3866,6 +4046,7 @@ static bool tmpl_body(tmpl_parser *p, const char *ends, tmpl_node **body) {
 static void tmpl_del(tmpl *t) {
     if (!t) return;
     arena_free(&t->a);
+    uni_cases_free(&t->cases);
     free(t);
 }
 
@@ -3888,6 +4069,7 @@ static int tmpl_parse(tmpl **out, str source, toka_err *e) {
     if (source.n > TMPL_MAX_SOURCE)
         return fail(e, TOKA_E_INPUT, "template line 1: %zu bytes of source, at most %d", source.n, TMPL_MAX_SOURCE);
     tmpl *t = mem_zalloc(sizeof *t);
+    uni_cases_init(&t->cases);
     t->names[TMPL_LOOP] = STR("loop");
     t->n_names = 1;
     tmpl_lexer x = {.line = 1, .a = &t->a, .e = e};
@@ -4020,6 +4202,7 @@ typedef struct tmpl_run {
     char *last_text;          /* the latest long concatenation: `a + b + c + ...` grows it in place */
     size_t last_n, last_cap;
     int line;
+    const uni_cases *cases;
     toka_err *e;
 } tmpl_run;
 
@@ -4609,31 +4792,58 @@ typedef struct tmpl_args { /* of one call */
 
 static bool tmpl_f_string(tmpl_run *r, tmpl_args *c, tval *out) { return tmpl_to_text(r, c->self, out); }
 
-static uint32_t tmpl_lower_cp(uint32_t c) {
-    return (c >= 'A' && c <= 'Z') || (c >= 0xC0 && c <= 0xDE && c != 0xD7) ? c + 32 : c;
+enum { CASE_LOWER, CASE_UPPER, CASE_FOLD, CASE_SWAP, CASE_CAPITAL, CASE_TITLE, CASE_TITLE_METHOD };
+
+/* The case that a character of this kind gets; `first`: it is the first of a word. */
+static enum uni_case tmpl_case_of(int op, int kind, bool first) {
+    switch (op) {
+    case CASE_UPPER: return UNI_UPPERCASE;
+    case CASE_FOLD: return UNI_FOLDED;
+    case CASE_SWAP: /* what is neither upper nor lower is its own title case */
+        if (kind & UNI_IS_UPPER) return UNI_LOWERCASE;
+        return kind & UNI_IS_LOWER ? UNI_UPPERCASE : UNI_TITLECASE;
+    case CASE_TITLE: return first ? UNI_UPPERCASE : UNI_LOWERCASE;
+    case CASE_CAPITAL: case CASE_TITLE_METHOD: return first ? UNI_TITLECASE : UNI_LOWERCASE;
+    default: return UNI_LOWERCASE;
+    }
 }
-static uint32_t tmpl_upper_cp(uint32_t c) { return c >= 32 && tmpl_lower_cp(c - 32) == c ? c - 32 : c; }
 
-enum { CASE_LOWER, CASE_UPPER, CASE_CAPITAL, CASE_TITLE, CASE_TITLE_METHOD };
-
-/* CASE_CAPITAL: the first letter is large. CASE_TITLE, the filter: so is one behind a space and "-([{<"; the method: one
- * behind anything but a letter. */
+/* CASE_CAPITAL: the whole text is one word. CASE_TITLE, the filter: a word begins behind a space or
+ * "-([{<", and a final sigma does not see the first letter of its word. CASE_TITLE_METHOD: a word
+ * begins behind anything that has no case. */
 static bool tmpl_f_case(tmpl_run *r, tmpl_args *c, tval *out) {
     tval v;
     buf b = {0};
     if (!tmpl_to_text(r, c->self, &v)) return false;
     str s = tv_text(v);
-    bool large = c->op != CASE_LOWER, ok = tmpl_fits(r, s.n, &b);
-    int n = 0;
-    for (size_t i = 0; ok && i < s.n; i += (size_t)n) {
-        char utf8[4];
-        uint32_t u = uni_next(s.p + i, &n), lower = tmpl_lower_cp(u), upper = tmpl_upper_cp(u);
-        buf_put(&b, utf8, (size_t)utf8_put(utf8, large ? upper : lower));
-        if (c->op == CASE_CAPITAL) large = false;
-        if (c->op == CASE_TITLE) large = tmpl_space(s, i) || (u && u < 0x80 && strchr("-([{<", (int)u));
-        if (c->op == CASE_TITLE_METHOD) large = lower == upper;
+    size_t word = 0; /* where the text begins that a final sigma sees */
+    bool first = true, ok = tmpl_work(r, 4 * s.n); /* a text may become three times as long */
+    for (size_t i = 0, n = 0; ok && i < s.n; i += n) {
+        int bytes;
+        int32_t delta;
+        uint32_t u = uni_next(s.p + i, &bytes);
+        int kind = uni_case_kind(r->cases, u, &delta);
+        enum uni_case to = tmpl_case_of(c->op, kind, first);
+        n = (size_t)uni_put_case(r->cases, str_sub(s, word, s.n), i - word, to, &b);
+        bool gap = tmpl_space(s, i) || (u && u < 0x80 && strchr("-([{<", (int)u));
+        if (c->op == CASE_TITLE && first && !gap) word = i + n;
+        first = c->op == CASE_TITLE ? gap : c->op == CASE_TITLE_METHOD && !(kind & UNI_IS_CASED);
     }
-    return tmpl_finish(r, &b, ok, out);
+    return tmpl_finish(r, &b, ok && tmpl_fits(r, 0, &b), out);
+}
+
+/* Whether v's text has letters with case, all of this kind: str.islower, str.isupper. */
+static bool tmpl_is_case(tmpl_run *r, tval v, int kind, tval *out) {
+    bool all = true, some = false;
+    int n;
+    int32_t delta;
+    if (!tmpl_to_text(r, v, &v) || !tmpl_work(r, 4 * (size_t)v.n)) return false;
+    for (size_t i = 0; all && i < v.n; i += (size_t)n) {
+        int cased = uni_case_kind(r->cases, uni_next(v.s + i, &n), &delta) & UNI_IS_CASED;
+        all = !(cased & ~kind);
+        some |= cased != 0;
+    }
+    return *out = tv_bool(all && some), true;
 }
 
 enum { STRIP_LEFT = 1, STRIP_RIGHT = 2 };
@@ -4947,7 +5157,7 @@ static bool tmpl_f_round(tmpl_run *r, tmpl_args *c, tval *out) { /* precision me
  * the render. A chain of scopes holds the variables of loop bodies, macros and blocks; a value cannot be changed.
  *
  * Not as in Python: map, select and the like work at once, not when walked; loop.last and loop.length put the condition of
- * the loop to all that is left; letter case is known for ASCII and Latin-1; only `+` knows of safe texts; a variable of the
+ * the loop to all that is left; only `+` knows of safe texts; a variable of the
  * context is there until the template's level sets one of its name (Jinja has none in loops and macros before that).
  * =========================================================================== */
 
@@ -5203,7 +5413,8 @@ static bool tmpl_is(tval v, int test) { /* a number of the word list below */
     }
 }
 
-/* self is name(pos): a question about the type, a comparison, or whether a number divides another. */
+/* self is name(pos): a question about the type, a comparison, whether a number divides another, or
+ * letter case. */
 static bool tmpl_apply_test(tmpl_run *r, str name, const tmpl_args *c, tval *out) {
     static const char types[] = "defined undefined none boolean true false integer float number string mapping iterable "
                                 "sequence callable";
@@ -5212,11 +5423,14 @@ static bool tmpl_apply_test(tmpl_run *r, str name, const tmpl_args *c, tval *out
         OP_IN};
     int type = tmpl_word_index(types, name), comparison = tmpl_word_index(comparisons, name);
     int division = tmpl_word_index("even odd divisibleby", name);
+    int letters = tmpl_word_index("lower upper", name);
     tval self = c->self, rest;
-    if (type < 0 && comparison < 0 && division < 0) return tmpl_fail(r, "test '%.*s' is not supported", STRF(name));
+    if (type < 0 && comparison < 0 && division < 0 && letters < 0)
+        return tmpl_fail(r, "test '%.*s' is not supported", STRF(name));
     if (c->n_named || c->n_pos != (comparison >= 0 || division == 2))
         return tmpl_fail(r, "test '%.*s': wrong number of arguments", STRF(name));
     if (type >= 0) return *out = tv_bool(tmpl_is(self, type)), true;
+    if (letters >= 0) return tmpl_is_case(r, self, letters ? UNI_IS_UPPER : UNI_IS_LOWER, out);
     if (str_is(name, "sameas") && self.type != c->pos[0].type) return *out = tv_bool(false), true;
     if (comparison >= 0) return tmpl_binary(r, ops[comparison], self, c->pos[0], out);
     if (!tmpl_binary(r, '%', self, division == 2 ? c->pos[0] : tv_int(2), &rest)) return false;
@@ -5339,6 +5553,7 @@ static const tmpl_fn tmpl_fns[] = {
     {OF_FILTER, "unique", "case_sensitive attribute", 0, tmpl_f_unique, 0},
     {OF_FILTER, "upper", "", 0, tmpl_f_case, CASE_UPPER},
     {OF_TEXT, "capitalize", "", 0, tmpl_f_case, CASE_CAPITAL},
+    {OF_TEXT, "casefold", "", 0, tmpl_f_case, CASE_FOLD},
     {OF_TEXT, "count", "sub", 1, tmpl_f_count, 0},
     {OF_TEXT, "endswith", "suffix", 1, tmpl_f_affix, AFFIX_ENDS},
     {OF_TEXT, "find", "sub start end", 1, tmpl_f_find, 0},
@@ -5359,6 +5574,7 @@ static const tmpl_fn tmpl_fns[] = {
     {OF_TEXT, "splitlines", "keepends", 0, tmpl_f_splitlines, 0},
     {OF_TEXT, "startswith", "prefix", 1, tmpl_f_affix, AFFIX_STARTS},
     {OF_TEXT, "strip", "chars", 0, tmpl_f_strip, STRIP_LEFT | STRIP_RIGHT},
+    {OF_TEXT, "swapcase", "", 0, tmpl_f_case, CASE_SWAP},
     {OF_TEXT, "title", "", 0, tmpl_f_case, CASE_TITLE_METHOD},
     {OF_TEXT, "upper", "", 0, tmpl_f_case, CASE_UPPER},
     {OF_LIST, "count", "value", 1, tmpl_f_count, 0},
@@ -5867,7 +6083,8 @@ static int tmpl_render(const tmpl *t, const json *context, tmpl_time now, tmpl_l
     if (!json_is(context, JSON_OBJECT)) return fail(e, TOKA_E_USE, "template line 1: the context is not a JSON object");
     limits.output_bytes = MIN(limits.output_bytes, (size_t)1 << 30);
     buf text = {0};
-    tmpl_run r = {.now = now, .left = limits, .memory = TMPL_MEMORY(limits), .out = &text, .line = 1, .e = e};
+    tmpl_run r = {.now = now, .left = limits, .memory = TMPL_MEMORY(limits), .out = &text,
+        .line = 1, .cases = &t->cases, .e = e};
     bool ok = true;
     r.globals = mem_zalloc((size_t)t->n_names * sizeof *r.globals);
     for (int i = 0; i < t->n_names; i++) {

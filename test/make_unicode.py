@@ -3,18 +3,22 @@
 
     python3 test/make_unicode.py UnicodeData.txt [toka.c]
 
-reads UnicodeData.txt of Unicode 17.0 and prints three C strings, or, given toka.c, replaces what stands between the two
-marker comments there. What Hugging Face `tokenizers` computes is the measure, and its parts know different versions:
+reads UnicodeData.txt of Unicode 17.0 and prints five C strings, or, given toka.c, replaces what
+stands between the two marker comments there. What Hugging Face `tokenizers` computes is the measure, and its parts know different versions:
 
 * categories are those of Unicode 16.0, as in the Oniguruma that runs its patterns. They are had from 17.0 by leaving out
-  the 4,803 characters that 17.0 added and by taking back its one change of a letter (U+0295 was Lo, became Ll);
+  the 4,803 characters that 17.0 added and by taking back its one change of a letter (U+0295 was Ll, became Lo);
 * its normal form C is that of Unicode 9.0. Combining classes and decompositions that came later are in the tables with a
-  mark, so that both the old and the present form C can be had.
+  mark, so that both the old and the present form C can be had;
+* letter case is that of Unicode 16.0. What a character becomes is Python's str methods' answer where
+  it is more than one character (no such mapping has been added since Unicode 5.0), and where the
+  tables of toka.c have no rule for it.
 
 Code: a number is written with leading digits of base 28 ('@' to '[') and one final digit of base 34 (']' to '~'), so the
 text needs no escapes. Signed numbers are zigzag coded.
 """
 import sys
+import unicodedata
 
 NEW_IN_17 = [
     (0x88F, 0x88F), (0xC5C, 0xC5C), (0xCDC, 0xCDC), (0x1ACF, 0x1ADD), (0x1AE0, 0x1AEB), (0x20C1, 0x20C1), (0x2B96, 0x2B96),
@@ -42,6 +46,22 @@ EXCLUDED = set(range(0x958, 0x960)) | {
     0xF76, 0xF78, 0xF93, 0xF9D, 0xFA2, 0xFA7, 0xFAC, 0xFB9, 0x2ADC, 0xFB1D, 0xFB1F}
 EXCLUDED |= set(range(0xFB2A, 0xFB4F)) | set(range(0x1D15E, 0x1D165)) | set(range(0x1D1BB, 0x1D1C1))
 
+# PropList.txt, Other_Lowercase and Other_Uppercase.
+OTHER_LOWER = [
+    (0xAA, 0xAA), (0xBA, 0xBA), (0x2B0, 0x2B8), (0x2C0, 0x2C1), (0x2E0, 0x2E4), (0x345, 0x345),
+    (0x37A, 0x37A), (0x10FC, 0x10FC), (0x1D2C, 0x1D6A), (0x1D78, 0x1D78), (0x1D9B, 0x1DBF),
+    (0x2071, 0x2071), (0x207F, 0x207F), (0x2090, 0x209C), (0x2170, 0x217F), (0x24D0, 0x24E9),
+    (0x2C7C, 0x2C7D), (0xA69C, 0xA69D), (0xA770, 0xA770), (0xA7F2, 0xA7F4), (0xA7F8, 0xA7F9),
+    (0xAB5C, 0xAB5F), (0xAB69, 0xAB69), (0x10780, 0x10780), (0x10783, 0x10785), (0x10787, 0x107B0),
+    (0x107B2, 0x107BA), (0x1E030, 0x1E06D)]
+OTHER_UPPER = [
+    (0x2160, 0x216F), (0x24B6, 0x24CF), (0x1F130, 0x1F149), (0x1F150, 0x1F169), (0x1F170, 0x1F189)]
+
+# WordBreakProperty.txt: MidLetter, MidNumLet and Single_Quote, which a final sigma does not see.
+MID_WORD = {
+    0x27, 0x2E, 0x3A, 0xB7, 0x387, 0x55F, 0x5F4, 0x2018, 0x2019, 0x2024, 0x2027, 0xFE13, 0xFE52,
+    0xFE55, 0xFF07, 0xFF0E, 0xFF1A}
+
 CATEGORIES = "Lu Ll Lt Lm Lo Mn Mc Me Nd Nl No Pc Pd Ps Pe Pi Pf Po Sm Sc Sk So Zs Zl Zp Cc Cf Cs Co Cn".split()
 SPACE_CONTROL, LINE_END = 30, 31  # two classes of ours: \t \v \f U+0085, and \r \n
 
@@ -66,10 +86,10 @@ def within(c, ranges):
 def read(path):
     data, first = {}, None
     for line in open(path, encoding="ascii"):
-        f = line.split(";")
+        f = line.rstrip("\n").split(";")
         c = int(f[0], 16)
         for x in range(first if f[1].endswith(", Last>") else c, c + 1):
-            data[x] = (f[2], int(f[3]), f[5])
+            data[x] = (f[2] if x != 0x295 else "Ll", int(f[3]), f[5], f[12:15])
         first = c
     return {c: v for c, v in data.items() if not within(c, NEW_IN_17)}
 
@@ -80,7 +100,7 @@ def classes(data):
             return LINE_END
         if c in (0x9, 0xB, 0xC, 0x85):
             return SPACE_CONTROL
-        return CATEGORIES.index("Lo" if c == 0x295 else data.get(c, ("Cn",))[0])
+        return CATEGORIES.index(data.get(c, ("Cn",))[0])
 
     out, start = "", 0
     for c in range(1, 0x110001):
@@ -120,6 +140,89 @@ def decompositions(data):
     return out
 
 
+UPPER, LOWER, TITLE, FOLD = range(4)  # the order of UnicodeData.txt and of enum uni_case
+KINDS = ["lower", "upper", "title", "ignored", "lower ignored", "pairs", "lower untitled"]
+
+
+def simple(data, c, to):
+    """What one character becomes, as one character."""
+    x = int(data[c][3][to] or "%X" % c, 16)
+    return x if x in data else c
+
+
+def case_kind(data, c):
+    lower = data[c][0] == "Ll" or within(c, OTHER_LOWER)
+    upper = data[c][0] == "Lu" or within(c, OTHER_UPPER)
+    ignored = data[c][0] in "Mn Me Cf Lm Sk".split() or c in MID_WORD
+    untitled = lower and simple(data, c, UPPER) != c == simple(data, c, TITLE)
+    names = ["lower"] * lower + ["upper"] * upper + ["title"] * (data[c][0] == "Lt")
+    return " ".join(names + ["ignored"] * ignored + ["untitled"] * untitled)
+
+
+def case_runs(data):
+    """Rows (first, n, kind, difference to the other case); "pairs": upper, its lower, upper ..."""
+    rows = {}
+    for c in data:
+        kind = case_kind(data, c)
+        if kind:
+            rows[c] = kind, simple(data, c, UPPER if kind.startswith("lower") else LOWER) - c
+    c, runs = 0, []
+    while c < 0x110000:
+        n = 0
+        while rows.get(c + n) == ("upper", 1) and rows.get(c + n + 1) == ("lower", -1):
+            n += 2
+        kind = ("pairs", 0) if n else rows.get(c)
+        while not n or (kind and kind[0] != "pairs" and rows.get(c + n) == kind):
+            n += 1
+        if kind:
+            runs.append((c, n, *kind))
+        c += n
+    return runs
+
+
+def cases(data):
+    out, end = "", 0
+    for c, n, kind, delta in case_runs(data):
+        out += number((c - end) * len(KINDS) + KINDS.index(kind)) + number(n - 1)
+        out += "" if kind in ("ignored", "pairs") else zigzag(delta)
+        end = c + n
+    return out
+
+
+def case_rule(data, c, to):
+    """What toka.c makes of c where the exceptions do not have it."""
+    kind = case_kind(data, c)
+    if to == FOLD:
+        if 0x13A0 <= c < 0x1400 or 0xAB70 <= c < 0xABC0:
+            return chr(simple(data, c, UPPER))
+        return "".join(case_of(data, ord(x), LOWER) for x in case_of(data, c, UPPER))
+    if to == LOWER:
+        return chr(simple(data, c, LOWER) if "upper" in kind or kind == "title" else c)
+    stays = "lower" not in kind or (to == TITLE and "untitled" in kind)
+    return chr(c if stays else simple(data, c, UPPER))
+
+
+def case_of(data, c, to):
+    """What c becomes: Python's answer if that is more than one character, or c folded."""
+    python = (str.upper, str.lower, str.title, str.casefold)[to](chr(c))
+    if to != FOLD:
+        return python if len(python) > 1 else chr(simple(data, c, to))
+    known = unicodedata.category(chr(c)) != "Cn" and python != chr(c)
+    return python if known or c == 0x131 else case_rule(data, c, FOLD)
+
+
+def exceptions(data):
+    out, prev = "", 0
+    for c in sorted(data):
+        for to in range(4):
+            chars = case_of(data, c, to)
+            if chars != case_rule(data, c, to):
+                out += number((c * 4 + to - prev) * 3 + len(chars) - 1)
+                out += "".join(zigzag(ord(x) - c) for x in chars)
+                prev = c * 4 + to
+    return out
+
+
 def c_string(name, what, text):
     lines = [text[i:i + 117] for i in range(0, len(text), 117)]
     body = "\n".join('    "%s"' % x for x in lines)
@@ -132,6 +235,10 @@ def main():
     text += c_string("uni_mark_text", "gap, run length - 1, combining class * 2 + young", combining(data))
     what = "gap * 6 + kind * 2 + young, first, second (not for kind 2, one alone)"
     text += c_string("uni_pair_text", what, decompositions(data))
+    what = "gap * 7 + kind, run length - 1, difference to the other case (not for kinds 3 and 5)"
+    text += c_string("uni_case_text", what, cases(data))
+    what = "(gap of code point * 4 + uni_case) * 3 + n - 1, n differences"
+    text += c_string("uni_exception_text", what, exceptions(data))
     if len(sys.argv) < 3:
         print(text, end="")
         return

@@ -451,6 +451,7 @@ def test_random_text_through_each_pattern(driver, tmp_path):
         "b",
         "\u01c5",
         "\u02b0",
+        "\u0295",
         "\u4e00",
         "\u0301",
         " ",

@@ -108,9 +108,76 @@ static void uni_test_classes(void) {
     fclose(f);
     CHECK(n > 40000);
     CHECK_MSG(newer == 463, "%d", newer); /* lines; the ideographs are listed as ranges */
-    CHECK((u.props[0x295] & 31) == UNI_LO && (u.props['\n'] & 31) == UNI_LINE_END);
+    CHECK((u.props[0x295] & 31) == UNI_LL && (u.props['\n'] & 31) == UNI_LINE_END);
     CHECK((u.props[0x85] & 31) == UNI_SPACE_CONTROL);
     uni_free(&u);
+}
+
+/* A field of one code point, or c itself where it is empty. */
+static uint32_t uni_test_simple(char *line, int field, uint32_t c) {
+    char to[8];
+    int n;
+    size_t bytes = uni_test_field(line, field, to);
+    return bytes ? uni_next(to, &n) : c;
+}
+
+/* Mappings of one code point to one against UnicodeData.txt, and how many have more than that. */
+static void uni_test_simple_cases(void) {
+    static const int field[] = {[UNI_UPPERCASE] = 12, [UNI_LOWERCASE] = 13, [UNI_TITLECASE] = 14};
+    const char *path = data_path("suites/unicode/UnicodeData.txt");
+    if (!path) {
+        SKIP(1, "no public data");
+        return;
+    }
+    uni_cases u;
+    uni_cases_init(&u);
+    FILE *f = fopen(path, "r");
+    char line[1024];
+    int newer = 0, longer[3] = {0};
+    while (fgets(line, sizeof line, f)) {
+        uint32_t c = (uint32_t)strtoul(line, NULL, 16), out[3];
+        strcpy(strchr(line, '\n'), ";");
+        for (int to = UNI_UPPERCASE; to <= UNI_TITLECASE; to++) {
+            uint32_t simple = uni_test_simple(line, field[to], c);
+            int n = uni_map_case(&u, c, (enum uni_case)to, out);
+            longer[to] += n > 1;
+            newer += n == 1 && *out == c && simple != c;
+            CHECK_MSG(n > 1 || *out == simple || *out == c, "U+%04X, case %d: U+%04X", c, to, *out);
+        }
+    }
+    fclose(f);
+    CHECK_MSG(longer[0] == 102 && longer[1] == 1 && longer[2] == 48, "%d %d %d", longer[0],
+              longer[1], longer[2]);
+    CHECK_MSG(newer == 84, "%d mappings of characters that came with 17.0", newer);
+    uni_cases_free(&u);
+}
+
+/* Cases that more than one code point decides; what is right is Python's answer. */
+static void uni_test_cases(void) {
+    static const struct {
+        enum uni_case to;
+        const char *from, *expected;
+    } rows[] = {
+        {UNI_UPPERCASE, "stra\u00dfe \ufb01n \u0149 \u0390 \u1f80\u1f88\u1fb7 \u0131\u00ff\u00b5 \u1e9e \u01c5",
+         "STRASSE FIN \u02bcN \u0399\u0308\u0301 \u1f08\u0399\u1f08\u0399\u0391\u0342\u0399 I\u0178\u039c \u1e9e \u01c4"},
+        {UNI_LOWERCASE, "\u0130I\u1e9e\u212a\u2126\u01c5 \u13a0\u10a0\u1c90 \u1f88 \u24b6\u2160",
+         "i\u0307i\u00dfk\u03c9\u01c6 \uab70\u2d00\u10d0 \u1f80 \u24d0\u2170"},
+        {UNI_LOWERCASE, "\u039f\u0394\u039f\u03a3 \u03a3 \u03a3\u0391. A\u03a3' A\u03a3'B A\u00ad\u03a3\u0301 1\u03a3",
+         "\u03bf\u03b4\u03bf\u03c2 \u03c3 \u03c3\u03b1. a\u03c2' a\u03c3'b a\u00ad\u03c2\u0301 1\u03c3"},
+        {UNI_TITLECASE, "\u00df\ufb03\u01c4\u01c6\u0149\u0587\u1fb3\u1fb2\u10d0",
+         "SsFfi\u01c5\u01c5\u02bcN\u0535\u0582\u1fbc\u1fba\u0345\u10d0"},
+        {UNI_FOLDED, "\u00df\u1e9e\u0130\u0131\u00b5\u03c2\u017f\ufb05 \u13a0\uab70\u13f8 \u1f88\u1f80 \u1c80\u1c90\u0345",
+         "ssssi\u0307\u0131\u03bc\u03c3sst \u13a0\u13a0\u13f0 \u1f00\u03b9\u1f00\u03b9 \u0432\u10d0\u03b9"}};
+    uni_cases u;
+    uni_cases_init(&u);
+    for (int i = 0; i < COUNT(rows); i++) {
+        buf b = {0};
+        str s = str_c(rows[i].from);
+        for (size_t at = 0; at < s.n;) at += (size_t)uni_put_case(&u, s, at, rows[i].to, &b);
+        CHECK_MSG(str_is(buf_view(&b), rows[i].expected), "row %d: %s", i, buf_view(&b).p);
+        buf_free(&b);
+    }
+    uni_cases_free(&u);
 }
 
 /* Bytes that are not UTF-8: as many U+FFFD as Python's errors='replace' gives (worked out with it). */
@@ -148,5 +215,7 @@ static void uni_test_repair(void) {
 static const struct test unicode_tests[] = {{"unicode: normal form C", uni_test_normalization},
                                             {"unicode: many marks", uni_test_marks},
                                             {"unicode: categories", uni_test_classes},
+                                            {"unicode: simple cases", uni_test_simple_cases},
+                                            {"unicode: cases", uni_test_cases},
                                             {"unicode: bytes that are not UTF-8", uni_test_repair},
                                             {0}};
