@@ -215,6 +215,7 @@ static void test_mf_infinity(void) {
     mf_model m = {0};
     toka_err e;
     str *files;
+    st_names *names = NULL;
     int n;
     if (mft_config(M_LLAMA ",\"time_step_limit\":[0.0,Infinity],\"x\":-Infinity,\"y\":{\"z\":NaN},\"w\":1e999}", NULL, &a, &c))
         CHECK(c.shape.E == 4096);
@@ -227,7 +228,8 @@ static void test_mf_infinity(void) {
     CHECK(!mf_tokenizer_config_parse(STR("{\"model_max_length\":Infinity,\"x\":[NaN,-Infinity],\"eos_token\":\"a\"}"), "t", &m.a, &m, &e));
     CHECK(!strcmp(m.eos_token, "a"));
     CHECK(!mf_special_map_parse(STR("{\"x\":NaN,\"eos_token\":\"b\"}"), "t", &m.a, &m, &e) && !strcmp(m.eos_token, "b"));
-    CHECK(!st_index_parse(STR("{\"metadata\":{\"total_size\":Infinity},\"weight_map\":{\"a\":\"f.safetensors\"}}"), "i", &a, &files, &n, &e) && n == 1);
+    CHECK(!st_index_parse(STR("{\"metadata\":{\"total_size\":Infinity},\"weight_map\":{\"a\":\"f.safetensors\"}}"), "i", &a, &files, &n,
+                          &names, &e) && n == 1);
     arena_free(&a), arena_free(&m.a);
 }
 
