@@ -20114,7 +20114,8 @@ static void srv_answer_last(srv *s, srv_conn *k, int status, const char *why) {
     srv_answer(s, k);
 }
 
-static const char *srv_why(int status, const http_request *r) { /* of a status that chapter 24 gave */
+/* The sentence for a status that chapter 24 gave. */
+static const char *srv_why(int status, const http_request *r) {
     const bool coding = http_count(r, "transfer-encoding");
     switch (status) {
     case 413: return "Content-Length: more bytes than any request may have";
