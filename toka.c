@@ -595,8 +595,9 @@ static int os_read_all(int fd, const char *name, size_t limit, buf *b, toka_err 
  * are limits of the caller; nodes, of 16 bytes where a value may be two ("0,"), take no more memory than the longest text would.
  * Text must be UTF-8; an escaped lone surrogate (\ud83d alone) is legal JSON and becomes U+FFFD.
  * Numbers keep whether they were written as integers, and such beyond 64 bits keep their text, as Python has all digits; one
- * beyond the range of a double is an error, so that all are finite. json_parse_python also takes what Python's json takes and
- * writes beyond the RFC: NaN, Infinity, -Infinity, and infinity for a number out of range.
+ * beyond the range of a double is an error, so that all are finite.
+ * json_parse_python also takes what Python's json reads and writes beyond the RFC: NaN, Infinity,
+ * -Infinity, and infinity for a number out of range.
  * Of equal keys the last wins, as in Python.
  * Walking: json_get, json_at, JSON_EACH, JSON_MEMBERS; a missing value is NULL, and every accessor takes NULL.
  * Writer: json_put_* append one value to a buf and place the comma themselves.
@@ -924,7 +925,8 @@ static bool json_document(json_reader *r) {
 static const json *json_parse_as(arena *a, str text, json_limits limits, bool python, toka_err *e) {
     const size_t max_bytes = MIN(limits.max_bytes, (size_t)UINT32_MAX); /* counts are 32 bits */
     if (!text.n) text = STR("");
-    json_reader r = {.p = text.p, .start = text.p, .end = text.p + text.n, .a = a, .limits = limits, .python = python, .e = e};
+    json_reader r = {.p = text.p, .start = text.p, .end = text.p + text.n, .a = a, .limits = limits, .e = e};
+    r.python = python;
     r.most = MAX(max_bytes / sizeof(json), (size_t)JSON_FEW_NODES);
     if (text.n > max_bytes) {
         fail(e, TOKA_E_INPUT, "JSON: %zu bytes, at most %zu are taken", text.n, max_bytes);
@@ -936,7 +938,8 @@ static const json *json_parse_as(arena *a, str text, json_limits limits, bool py
     return r.nodes;
 }
 
-/* Parses one document. Nodes and unescaped strings live in `a`, other strings in `text`. NULL: *e says why. */
+/* Parses one document. Nodes and unescaped strings live in `a`, other strings in `text`. NULL: *e
+ * says why. */
 static const json *json_parse(arena *a, str text, json_limits limits, toka_err *e) {
     return json_parse_as(a, text, limits, false, e);
 }
@@ -1098,7 +1101,8 @@ static void json_put_value(buf *b, const json *v) {
         if (v->exact) json_put_int(b, v->i);
         else if (v->big) json_comma(b), buf_str(b, json_digits(v));
         else json_put_num(b, v->f, false);
-        if (!v->exact && !v->big && isfinite(v->f) && !strpbrk(b->p + from, ".e")) buf_c(b, ".0"); /* 1.0 is no integer */
+        if (!v->exact && !v->big && isfinite(v->f) && !strpbrk(b->p + from, ".e"))
+            buf_c(b, ".0"); /* 1.0 stays what was not an integer */
         break;
     case JSON_ARRAY:
         json_put_open(b, '[');
@@ -1776,7 +1780,8 @@ static int uni_put_case(const uni_cases *u, str s, size_t at, enum uni_case to, 
  * its size.
  *
  * Not here: training, offsets, pairs of texts, truncation and padding (they are read over), dropout; and
- * tokenizer_config.json, which `tokenizers` alone does not know either: chapter 11 hands to tok_load what changes ids.
+ * tokenizer_config.json, which `tokenizers` alone does not know either: chapter 11 hands to
+ * tok_load what of it changes ids.
  * =========================================================================== */
 
 typedef struct tok tok;
@@ -1999,7 +2004,8 @@ typedef struct tok_added {
     int32_t id;
     bool special, normalized, single_word, lstrip, rstrip;
     bool implied;      /* no field gives `normalized`: it is the opposite of `special` */
-    bool may_be_named; /* a field that names it makes it special: not where only tokenizer.json has it and the others list tokens */
+    bool may_be_named; /* a field that names it makes it special; not so if only tokenizer.json
+                          has it and tokenizer_config.json has a list of its own */
 } tok_added;
 
 typedef struct tok_matcher { /* finds the longest of a set of texts at a place */
@@ -2462,7 +2468,8 @@ static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
 
 /* Text to ids, appended to out. flags: TOKA_ADD_SPECIAL, TOKA_PARSE_SPECIAL. */
 static int tok_encode(const tok *t, str text, int flags, ids *out, toka_err *e) {
-    tok_enc x = {.t = t, .flags = t->split_special ? flags & ~TOKA_PARSE_SPECIAL : flags, .out = out};
+    tok_enc x = {.t = t, .flags = flags, .out = out};
+    if (t->split_special) x.flags &= ~TOKA_PARSE_SPECIAL;
     bool add = flags & TOKA_ADD_SPECIAL;
     if (text.n > INT32_MAX) return fail(e, TOKA_E_USE, "text of %zu bytes: at most %d are taken", text.n, INT32_MAX);
     for (size_t i = 0; add && i < t->head.n; i++) ids_push(out, t->head.p[i]);
@@ -2816,11 +2823,13 @@ static void tok_load_matcher(tok *t, tok_matcher *m, bool normalized) {
     buf_free(&b[0]), buf_free(&b[1]);
 }
 
-/* Lists of added tokens, in the order in which HF takes them: those of tokenizer.json, those of tokenizer_config.json, and the
- * special tokens that fields name. The first two hold objects, the last texts too. A NULL is an empty list. */
+/* Lists of added tokens, in the order in which HF takes them: those of tokenizer.json, those of
+ * tokenizer_config.json, and the special tokens that fields name. The first two hold objects, the
+ * last texts too. A NULL is an empty list. */
 enum { TOK_OWN, TOK_BESIDE, TOK_NAMED, TOK_N_LISTS };
 
-static void tok_put_added(tok *t, const tok_added *a) { /* in place of what has its id, or as a new one */
+/* Takes the place of what has its id, or a new one. */
+static void tok_put_added(tok *t, const tok_added *a) {
     if (!t->added_at[a->id]) t->added_at[a->id] = ++t->n_added;
     t->added[t->added_at[a->id] - 1] = *a;
     t->name[a->id] = a->content;
@@ -2829,8 +2838,8 @@ static void tok_put_added(tok *t, const tok_added *a) { /* in place of what has 
     t->flag[a->id] = (uint8_t)(TOK_KNOWN | (a->special ? TOK_SPECIAL : 0));
 }
 
-/* A token that a list has again replaces the earlier one, which stays special if it was. Only a name does not replace: it makes
- * special what may be named. */
+/* A token that a list has again replaces the earlier one, which stays special if it was. Only a
+ * name does not replace: it makes special what may be named. */
 static void tok_add(tok *t, tok_added *a, int list) {
     const tok_added *old = t->added_at[a->id] ? &t->added[t->added_at[a->id] - 1] : NULL;
     if (old && list == TOK_NAMED) {
@@ -2842,20 +2851,23 @@ static void tok_add(tok *t, tok_added *a, int list) {
     tok_put_added(t, a);
 }
 
-/* One element of a list. Its id is that of its text in the vocabulary or among earlier tokens, else *next, the first one free: HF does
- * not look at "id". */
+/* One element of a list. Its id is that of its text in the vocabulary or among earlier tokens, else
+ * *next, the first one free: HF does not look at "id". */
 static int tok_read_added(tok *t, const json *it, int list, int32_t *next, toka_err *e) {
-    const json *content = list == TOK_NAMED && it->type == JSON_STRING ? it : json_get(it, "content");
+    const bool text = list == TOK_NAMED && it->type == JSON_STRING;
+    const json *content = text ? it : json_get(it, "content");
     const json *normalized = json_get(it, "normalized");
     const str s = json_str(content);
     if (!json_is(content, JSON_STRING)) return TOK_FAIL("added_tokens[%d]: no content", t->n_added);
     if (!s.n) return 0;
     if (s.n > TOK_MAX_CONTENT)
-        return TOK_FAIL("added_tokens[%d]: %zu bytes, at most %d", t->n_added, s.n, TOK_MAX_CONTENT);
+        return TOK_FAIL("added_tokens[%d]: %zu bytes, at most %d", t->n_added, s.n,
+                        TOK_MAX_CONTENT);
     tok_added a = {.content = arena_str(&t->mem, s), .id = tok_id(t, s)};
     if (a.id < 0) a.id = *next;
     a.special = list == TOK_NAMED || json_true(json_get(it, "special"));
-    a.may_be_named = list != TOK_OWN || t->names_own, a.implied = list != TOK_OWN && !normalized;
+    a.may_be_named = list != TOK_OWN || t->names_own;
+    a.implied = list != TOK_OWN && !normalized;
     a.normalized = a.implied ? !a.special : json_true(normalized);
     a.single_word = json_true(json_get(it, "single_word"));
     a.lstrip = json_true(json_get(it, "lstrip")), a.rstrip = json_true(json_get(it, "rstrip"));
@@ -2864,12 +2876,14 @@ static int tok_read_added(tok *t, const json *it, int list, int32_t *next, toka_
     return 0;
 }
 
-static int tok_load_added(tok *t, const json *const lists[TOK_N_LISTS], size_t n_added, size_t n_vocab, toka_err *e) {
+static int tok_load_added(tok *t, const json *const lists[TOK_N_LISTS], size_t n_added,
+                          size_t n_vocab, toka_err *e) {
     int32_t next = (int32_t)n_vocab;
     t->added = mem_alloc(n_added * sizeof *t->added);
     t->added_at = mem_zalloc((size_t)t->cap * sizeof *t->added_at);
     for (int i = 0; i < TOK_N_LISTS; i++)
-        if (lists[i]) JSON_EACH(it, lists[i]) if (tok_read_added(t, it, i, &next, e)) return e->code;
+        if (lists[i])
+            JSON_EACH(it, lists[i]) if (tok_read_added(t, it, i, &next, e)) return e->code;
     tok_load_matcher(t, &t->raw, false);
     tok_load_matcher(t, &t->normalized, true);
     return 0;
@@ -3100,10 +3114,12 @@ static int tok_load_decoder(tok *t, const json *v, toka_err *e) {
 /* ---- The whole ---- */
 
 static int tok_load_tokens(tok *t, const json *root, const json *more, toka_err *e) {
-    const json *model = json_get(root, "model"), *vocab = json_get(model, "vocab"), *own = json_get(root, "added_tokens");
-    const json *lists[TOK_N_LISTS] = {own, json_get(more, "added_tokens"), json_get(more, "special_tokens")};
+    const json *model = json_get(root, "model"), *vocab = json_get(model, "vocab");
+    const json *own = json_get(root, "added_tokens"), *beside = json_get(more, "added_tokens");
+    const json *lists[TOK_N_LISTS] = {own, beside, json_get(more, "special_tokens")};
     size_t n_added = 0;
-    if (own && own->type != JSON_ARRAY && own->type != JSON_NULL) return TOK_FAIL("added_tokens: an array was expected");
+    if (own && own->type != JSON_ARRAY && own->type != JSON_NULL)
+        return TOK_FAIL("added_tokens: an array was expected");
     for (int i = 0; i < TOK_N_LISTS; i++) {
         if (!json_is(lists[i], JSON_ARRAY)) lists[i] = NULL;
         n_added += lists[i] ? lists[i]->n : 0;
@@ -3129,12 +3145,14 @@ static int tok_load_model(tok *t, const json *root, const json *more, toka_err *
     return tok_load_tokens(t, root, more, e);
 }
 
-/* "add_prefix_space" rules a pre-tokenizer that is ByteLevel alone. "dummy_prefix" rules SentencePiece's space ahead of a text: false
- * takes away what puts it there; true cannot say how one would be put there. */
+/* "add_prefix_space" rules a pre-tokenizer that is ByteLevel alone. "dummy_prefix" rules
+ * SentencePiece's space ahead of a text: false takes away what puts it there; true cannot say how
+ * one would be put there. */
 static int tok_load_prefix(tok *t, const json *root, const json *more, toka_err *e) {
-    const json *space = json_get(more, "add_prefix_space"), *dummy = t->byte_level ? NULL : json_get(more, "dummy_prefix");
+    const json *space = json_get(more, "add_prefix_space"), *pre = json_get(root, "pre_tokenizer");
+    const json *dummy = t->byte_level ? NULL : json_get(more, "dummy_prefix");
     bool puts = t->meta.mark.n && t->meta.prepend != TOK_NEVER;
-    if (space && str_is(tok_type(json_get(root, "pre_tokenizer")), "ByteLevel")) t->prefix_space = json_true(space);
+    if (space && str_is(tok_type(pre), "ByteLevel")) t->prefix_space = json_true(space);
     for (int i = 0, n = t->n_normals; i < n; i++) {
         const tok_normal k = t->normals[i];
         puts |= k.kind == TOK_PREPEND;
@@ -3142,25 +3160,29 @@ static int tok_load_prefix(tok *t, const json *root, const json *more, toka_err 
         if (k.kind != TOK_PREPEND || !json_is(dummy, JSON_FALSE)) t->normals[t->n_normals++] = k;
     }
     if (json_true(dummy) && !puts)
-        return fail(e, TOKA_E_INPUT, "tokenizer_config.json: add_prefix_space is true, but tokenizer.json puts no space ahead");
+        return fail(e, TOKA_E_INPUT, "tokenizer_config.json: add_prefix_space is true, but "
+                                     "tokenizer.json puts no space ahead");
     if (dummy && !json_true(dummy)) t->meta.prepend = TOK_NEVER;
     return 0;
 }
 
-/* "fix_mistral_regex": Mistral published tokenizers with the pattern of another model; the right one takes its place. As in
- * transformers only in vocabularies of that size, before a ByteLevel. */
+/* "fix_mistral_regex": Mistral published tokenizers with the pattern of another model; the right
+ * one takes its place. As in transformers only in vocabularies of that size, before a ByteLevel. */
 static void tok_fix_mistral(tok *t, const json *root, const json *more) {
-    const json *pre = json_get(root, "pre_tokenizer"), *vocab = json_get(json_get(root, "model"), "vocab");
-    if (!json_true(json_get(more, "fix_mistral_regex")) || vocab->n <= 100000 || !t->byte_level) return;
-    if (!str_is(tok_type(json_at(json_get(pre, "pretokenizers"), 0)), "Split")) return;
+    const json *list = json_get(json_get(root, "pre_tokenizer"), "pretokenizers");
+    const json *vocab = json_get(json_get(root, "model"), "vocab");
+    if (!json_true(json_get(more, "fix_mistral_regex")) || !t->byte_level) return;
+    if (vocab->n <= 100000 || !str_is(tok_type(json_at(list, 0)), "Split")) return;
     for (int i = 0; i < COUNT(tok_rules); i++)
-        if (tok_rules[i].cased && !tok_rules[i].suffix) t->steps[0] = (tok_step){&tok_rules[i], false};
+        if (tok_rules[i].cased && !tok_rules[i].suffix) t->steps[0].rule = &tok_rules[i];
+    t->steps[0].removed = false;
 }
 
 static int tok_load_root(tok *t, const json *root, const json *more, toka_err *e) {
     if (!json_is(root, JSON_OBJECT)) return TOK_FAIL("an object was expected");
     t->growth = 1;
-    t->split_special = json_true(json_get(more, "split_special_tokens")), t->names_own = json_true(json_get(more, "names_own"));
+    t->split_special = json_true(json_get(more, "split_special_tokens"));
+    t->names_own = json_true(json_get(more, "names_own"));
     if (tok_load_each(t, json_get(root, "normalizer"), "normalizers", 0, tok_load_normal, e)) return e->code;
     if (tok_load_each(t, json_get(root, "pre_tokenizer"), "pretokenizers", 0, tok_load_pre, e)) return e->code;
     if (tok_load_prefix(t, root, more, e)) return e->code;
@@ -3170,15 +3192,17 @@ static int tok_load_root(tok *t, const json *root, const json *more, toka_err *e
     t->growth = 1;
     if (tok_load_each(t, json_get(root, "decoder"), "decoders", 0, tok_load_decoder, e)) return e->code;
     if (t->decoder == TOK_JOIN && json_is(json_get(root, "decoder"), JSON_OBJECT)) t->decoder = TOK_CHAIN; /* of no decoders */
-    if (!t->byte_level && json_is(json_get(more, "dummy_prefix"), JSON_FALSE)) t->strip = 0, t->meta_drop = false;
+    if (!t->byte_level && json_is(json_get(more, "dummy_prefix"), JSON_FALSE))
+        t->strip = 0, t->meta_drop = false;
     if (t->byte_level && t->decoder != TOK_BYTES)
         return tok_unsupported(e, "with a ByteLevel pre-tokenizer the decoder", tok_type(json_get(root, "decoder")));
     return 0;
 }
 
-/* Reads the text of tokenizer.json, which may go away after. more: what stands beside it, a JSON object; or empty. Its members are
- * the lists added_tokens and special_tokens, and the flags split_special_tokens, add_prefix_space and dummy_prefix (see
- * tok_load_prefix), fix_mistral_regex, names_own (see tok_added). *out is the caller's until tok_del. */
+/* Reads the text of tokenizer.json, which may go away after. more: what stands beside it, a JSON
+ * object; or empty. Its members are the lists added_tokens and special_tokens, and the flags
+ * split_special_tokens, add_prefix_space and dummy_prefix (see tok_load_prefix), fix_mistral_regex,
+ * names_own (see tok_added). *out is the caller's until tok_del. */
 static int tok_load(tok **out, str tokenizer_json, str more, toka_err *e) {
     arena a = {0};
     toka_err why;
@@ -6185,11 +6209,13 @@ typedef struct mf_model { /* immutable after mf_open, but for the end id that pu
     int64_t n_parameters;
     size_t weight_bytes;
     str tokenizer_json, tokenizer_config; /* mapped; empty if there is no such file */
-    mf_template *templates; /* chat templates by name: default, tool_use, rag ...; of equal names the last counts */
+    mf_template *templates; /* for chats, by name: default, tool_use, rag ...; of equal names the
+                               last counts */
     int n_templates;
     char *bos_token, *eos_token, *pad_token, *unk_token; /* texts for the template, NULL: none */
-    str added_tokens;     /* as tokenizer_config.json or added_tokens.json has them, a JSON array; or empty */
-    str special_fields;   /* the fields that name special tokens, in all files, as members of a JSON object; or empty */
+    str added_tokens;     /* tokenizer_config.json's or added_tokens.json's, a JSON array or empty */
+    str special_fields;   /* the fields of all files that name special tokens, as members of a JSON
+                             object; or empty */
     str token_flags;      /* the flags that change ids, likewise */
     str more_tokens;      /* the three of them, for tok_load */
     bool old_specials;    /* tokenizer_config.json lists no added tokens: then special_tokens_map.json counts, as in transformers */
@@ -6308,7 +6334,8 @@ static bool mf_bool(mf_reader *r, const char *name, bool otherwise) {
     return v->type == JSON_TRUE;
 }
 
-/* A file of the model, most likely written by Python, as a JSON object; NULL: *e says what is wrong, `where` in front. */
+/* A file of the model, most likely written by Python, as a JSON object; NULL: *e says what is
+ * wrong, `where` in front. */
 static const json *mf_json(str text, const char *where, arena *a, json_limits limits, toka_err *e) {
     const json *o = json_parse_python(a, text, limits, e);
     if (!o) {
@@ -6747,33 +6774,41 @@ static str mf_tokenizer_class(const mf_reader *r) {
     return class;
 }
 
+/* Templates see the first four. */
 static const char *const mf_special_names[] = {"bos_token", "eos_token", "pad_token", "unk_token",
-                                               "sep_token", "cls_token", "mask_token"}; /* four of them for templates */
+                                               "sep_token", "cls_token", "mask_token"};
 static char **mf_special_of(mf_model *m, int i) {
     char **const all[4] = {&m->bos_token, &m->eos_token, &m->pad_token, &m->unk_token};
     return all[i];
 }
 
-static bool mf_is_token(const json *v) { return json_is(json_is(v, JSON_OBJECT) ? json_get(v, "content") : v, JSON_STRING); }
+static bool mf_is_token(const json *v) { /* "<s>" or {"content": "<s>", ...} */
+    return json_is(json_is(v, JSON_OBJECT) ? json_get(v, "content") : v, JSON_STRING);
+}
 
 /* A list of tokens or, of extra_special_tokens, an object of them. */
 static void mf_check_tokens(mf_reader *r, const char *name, const json *v) {
     const char *expected = "a list of strings or objects with content";
     if (!json_is(v, JSON_ARRAY) && !json_is(v, JSON_OBJECT)) mf_bad(r, name, v, expected);
-    else if (v->type == JSON_ARRAY) JSON_EACH(it, v) if (!mf_is_token(it)) mf_bad(r, name, it, expected);
-    if (json_is(v, JSON_OBJECT)) JSON_MEMBERS(key, v) if (!mf_is_token(key + 1)) mf_bad(r, name, key + 1, expected);
+    if (json_is(v, JSON_ARRAY))
+        JSON_EACH(it, v) if (!mf_is_token(it)) mf_bad(r, name, it, expected);
+    if (json_is(v, JSON_OBJECT))
+        JSON_MEMBERS(key, v) if (!mf_is_token(key + 1)) mf_bad(r, name, key + 1, expected);
 }
 
-/* Puts the fields that name special tokens behind those of m->special_fields: the seven, any other *_token, and two lists. */
+/* Puts the fields that name special tokens behind those of m->special_fields: the seven, any other
+ * *_token, and two lists. */
 static void mf_put_specials(mf_reader *r, arena *a, mf_model *m) {
     static const char *const lists[] = {"additional_special_tokens", "extra_special_tokens"};
     buf b = {0};
     buf_str(&b, m->special_fields);
     for (int i = 4; i < COUNT(mf_special_names); i++) mf_special(r, mf_special_names[i], a);
-    for (int i = 0; i < COUNT(lists); i++) if (mf_field(r, lists[i])) mf_check_tokens(r, lists[i], mf_field(r, lists[i]));
+    for (int i = 0; i < COUNT(lists); i++)
+        if (mf_field(r, lists[i])) mf_check_tokens(r, lists[i], mf_field(r, lists[i]));
     if (!r->e->code) JSON_MEMBERS(key, r->o) {
         const str name = json_str(key);
-        bool token = str_ends(name, STR("_token")) && (mf_is_token(key + 1) || key[1].type == JSON_NULL);
+        bool token = mf_is_token(key + 1) || key[1].type == JSON_NULL;
+        token = token && str_ends(name, STR("_token"));
         if (!token && !str_is(name, lists[0]) && !str_is(name, lists[1])) continue;
         json_put_str(&b, name), buf_char(&b, ':'), json_put_value(&b, key + 1);
     }
@@ -6834,7 +6869,8 @@ static str mf_added_tokens(const json *decoder, arena *a) {
     return all;
 }
 
-/* added_tokens.json, {content: id}, of folders whose tokenizer_config.json lists no added tokens: likewise. */
+/* added_tokens.json, {content: id}, of folders whose tokenizer_config.json lists no added tokens:
+ * likewise. */
 static int mf_added_parse(str text, const char *where, arena *a, mf_model *m, toka_err *e) {
     arena tmp = {0};
     buf b = {0};
@@ -6846,25 +6882,31 @@ static int mf_added_parse(str text, const char *where, arena *a, mf_model *m, to
         json_put_key(&b, "content"), json_put_str(&b, json_str(key)), json_put_close(&b, '}');
     }
     json_put_close(&b, '}');
-    if (o) m->added_tokens = mf_added_tokens(json_parse(&tmp, buf_view(&b), json_trusted, &unused), a);
+    const json *decoder = o ? json_parse(&tmp, buf_view(&b), json_trusted, &unused) : NULL;
+    if (o) m->added_tokens = mf_added_tokens(decoder, a);
     buf_free(&b), arena_free(&tmp);
     return o ? 0 : e->code;
 }
 
-/* The special tokens of m->special_fields in the order in which transformers 5 adds them: the seven by name, of which the last file
- * that says so counts, then others that have a name, then the lists. */
+/* The special tokens of m->special_fields in the order in which transformers 5 adds them: the seven
+ * by name, of which the last file that says so counts, then others that have a name, then the
+ * lists. */
 static void mf_put_special_list(const json *fields, buf *b) {
-    static const char *const order[] = {"bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"};
+    static const char *const order[] = {"bos_token", "eos_token", "unk_token", "sep_token",
+                                        "pad_token", "cls_token", "mask_token"};
     for (int i = 0; i < COUNT(order); i++)
         if (mf_is_token(json_get(fields, order[i]))) json_put_value(b, json_get(fields, order[i]));
     JSON_MEMBERS(key, fields) {
         bool seven = false;
         for (int i = 0; i < COUNT(order); i++) seven |= str_is(json_str(key), order[i]);
-        if (!seven && str_ends(json_str(key), STR("_token")) && mf_is_token(key + 1)) json_put_value(b, key + 1);
+        const bool named = !seven && str_ends(json_str(key), STR("_token"));
+        if (named && mf_is_token(key + 1)) json_put_value(b, key + 1);
     }
     JSON_MEMBERS(key, fields)
-        if (key[1].type == JSON_OBJECT && !mf_is_token(key + 1)) JSON_MEMBERS(k, key + 1) json_put_value(b, k + 1);
-    JSON_MEMBERS(key, fields) if (key[1].type == JSON_ARRAY) JSON_EACH(it, key + 1) json_put_value(b, it);
+        if (key[1].type == JSON_OBJECT && !mf_is_token(key + 1))
+            JSON_MEMBERS(k, key + 1) json_put_value(b, k + 1);
+    JSON_MEMBERS(key, fields)
+        if (key[1].type == JSON_ARRAY) JSON_EACH(it, key + 1) json_put_value(b, it);
 }
 
 /* Everything beside tokenizer.json that changes ids, as tok_load takes it. */
@@ -6885,22 +6927,33 @@ static void mf_join_tokens(mf_model *m) {
     buf_free(&b), buf_free(&fields), arena_free(&tmp);
 }
 
-/* The flags of tokenizer_config.json that change ids, as members for tok_load. As in transformers 4.57: split_special_tokens rules all
- * text, that of chat templates too; add_prefix_space rules ByteLevel, and SentencePiece's prefix where the class makes its tokenizer
- * anew; legacy, do_lower_case and the rest are nothing beside a tokenizer.json. Spaces of decoded text stay, as in transformers 5. */
+static void mf_put_flag(buf *b, const char *name, bool value) {
+    json_put_key(b, name);
+    json_put_bool(b, value);
+}
+
+/* The flags of tokenizer_config.json that change ids, as members for tok_load. As in transformers
+ * 4.57: split_special_tokens rules all text, that of chat templates too; add_prefix_space rules
+ * ByteLevel, and SentencePiece's prefix where the class makes its tokenizer anew; legacy,
+ * do_lower_case and the rest are nothing beside a tokenizer.json. Spaces of decoded text stay, as
+ * in transformers 5. */
 static str mf_token_flags(mf_reader *r, const mf_arch *arch, arena *a) {
-    static const char clean[] = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output";
+    static const char clean[] = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_"
+                                "output";
+    const json *space = mf_field(r, "add_prefix_space");
+    const json *files = mf_field(r, "fast_tokenizer_files");
     const str class = mf_tokenizer_class(r);
-    const json *space = mf_field(r, "add_prefix_space"), *files = mf_field(r, "fast_tokenizer_files");
+    bool anew = str_is(class, "LlamaTokenizer") || str_is(class, "CodeLlamaTokenizer");
+    bool mistral = arch && str_ends(str_c(arch->model_type), STR("istral"));
     buf b = {0};
-    if (mf_bool(r, clean, false)) mf_bad(r, clean, mf_field(r, clean), "false: toka leaves the spaces of its text alone");
-    if (json_is(files, JSON_ARRAY) && files->n) mf_bad(r, "fast_tokenizer_files", files, "none: toka reads tokenizer.json");
-    if (mf_bool(r, "split_special_tokens", false)) json_put_key(&b, "split_special_tokens"), json_put_bool(&b, true);
-    if (space) json_put_key(&b, "add_prefix_space"), json_put_bool(&b, mf_bool(r, "add_prefix_space", false));
-    if (space && (str_is(class, "LlamaTokenizer") || str_is(class, "CodeLlamaTokenizer")))
-        json_put_key(&b, "dummy_prefix"), json_put_bool(&b, json_true(space));
-    if (mf_bool(r, "fix_mistral_regex", false) && arch && str_ends(str_c(arch->model_type), STR("istral")))
-        json_put_key(&b, "fix_mistral_regex"), json_put_bool(&b, true);
+    if (mf_bool(r, clean, false))
+        mf_bad(r, clean, mf_field(r, clean), "false: toka leaves the spaces of its text alone");
+    if (json_is(files, JSON_ARRAY) && files->n)
+        mf_bad(r, "fast_tokenizer_files", files, "none: toka reads tokenizer.json");
+    mf_put_flag(&b, "split_special_tokens", mf_bool(r, "split_special_tokens", false));
+    if (space) mf_put_flag(&b, "add_prefix_space", mf_bool(r, "add_prefix_space", false));
+    if (space && anew) mf_put_flag(&b, "dummy_prefix", json_true(space));
+    mf_put_flag(&b, "fix_mistral_regex", mf_bool(r, "fix_mistral_regex", false) && mistral);
     const str flags = arena_str(a, buf_view(&b));
     buf_free(&b);
     return flags;
@@ -6938,7 +6991,8 @@ static void mf_read_template(mf_reader *r, const json *name, const json *source,
     else mf_add_template(m, arena_str(&m->a, json_str(name)), arena_str(&m->a, json_str(source)));
 }
 
-/* "chat_template": a string is "default"; else a list of {"name", "template"}, or an object of templates by name. */
+/* "chat_template": a string is "default"; else a list of {"name", "template"}, or an object of
+ * templates by name. */
 static void mf_read_templates(mf_reader *r, mf_model *m) {
     static const json normal = {.type = JSON_STRING, .n = 7, .s = "default"};
     const json *v = mf_field(r, "chat_template");
@@ -6974,8 +7028,9 @@ static int mf_tokenizer_config_parse(str text, const char *where, arena *a, mf_m
 static int mf_template_parse(str text, const char *where, mf_model *m, toka_err *e) {
     *e = (toka_err){0};
     arena tmp = {0};
-    mf_reader reader = {.o = mf_json(text, where, &tmp, json_trusted, e), .where = where, .path = "", .e = e};
-    if (reader.o) mf_read_templates(&reader, m);
+    const json *o = mf_json(text, where, &tmp, json_trusted, e);
+    mf_reader reader = {.o = o, .where = where, .path = "", .e = e};
+    if (o) mf_read_templates(&reader, m);
     arena_free(&tmp);
     return e->code;
 }
@@ -7803,9 +7858,12 @@ static int mf_open_shape(mf_model *m, toka_err *e) {
     return text.n ? mf_generation_parse(text, where, &m->a, &m->config, &m->defaults, e) : 0;
 }
 
-static int mf_by_name(const void *x, const void *y) { return strcmp(*(char *const *)x, *(char *const *)y); }
+static int mf_by_name(const void *x, const void *y) {
+    return strcmp(*(char *const *)x, *(char *const *)y);
+}
 
-/* The files *.jinja of a folder inside the model's, without their end, in the order of their names; none, if there is no folder. */
+/* The files *.jinja of a folder inside the model's, without their end, in the order of their names;
+ * none, if there is no folder. */
 static char **mf_list_jinja(mf_model *m, const char *folder, int *n) {
     char **names = NULL;
     buf path = {0};
@@ -7824,8 +7882,9 @@ static char **mf_list_jinja(mf_model *m, const char *folder, int *n) {
     return names;
 }
 
-/* Chat templates in files of their own, as in transformers: if there are any, they take the place of all in tokenizer_config.json, and
- * one that is named default goes before chat_template.jinja. chat_template.json counts where nothing else does. */
+/* Chat templates in files of their own, as in transformers: if there are any, they take the place
+ * of all in tokenizer_config.json, and one that is named default goes before chat_template.jinja.
+ * chat_template.json counts where nothing else does. */
 static int mf_open_templates(mf_model *m, toka_err *e) {
     char where[256];
     str text;
@@ -7930,10 +7989,11 @@ static void mf_close(mf_model *m) {
     free(m);
 }
 
-/* As mf_open, but leaves the weights closed, and they need not be there. Without needs_shape config.json need not be there either,
- * or be of a model that toka runs: tokenizer and template do without. */
-static int mf_open_text(mf_model **out, const char *model, const char *models_file, const mf_embedded *embedded, bool needs_shape,
-                        toka_err *e) {
+/* As mf_open, but leaves the weights closed, and they need not be there. Without needs_shape
+ * config.json need not be there either, or be of a model that toka runs: tokenizer and template do
+ * without. */
+static int mf_open_text(mf_model **out, const char *model, const char *models_file,
+                        const mf_embedded *embedded, bool needs_shape, toka_err *e) {
     mf_model *m = *out = mem_zalloc(sizeof *m);
     int code = 0;
     m->tokenizer_json = m->tokenizer_config = STR("");
@@ -13859,20 +13919,25 @@ toka_options toka_options_default(void) {
 
 enum { PUB_TEMPLATE_BYTES = 16 << 20 };
 
-/* Parses the templates of f: default for chats, tool_use for those with tools. Failures only matter to chats. */
+/* Parses the templates of f: default for chats, tool_use for those with tools. Failures only matter
+ * to chats. */
 static void pub_parse_templates(toka *t, const mf_model *f) {
     const str chat = mf_template_named(f, "default"), tools = mf_template_named(f, "tool_use");
     buf names = {0};
-    for (int i = 0; i < f->n_templates; i++) buf_printf(&names, i ? ", %.*s" : "%.*s", STRF(f->templates[i].name));
+    for (int i = 0; i < f->n_templates; i++)
+        buf_printf(&names, i ? ", %.*s" : "%.*s", STRF(f->templates[i].name));
     if (chat.n) tmpl_parse(&t->chat, chat, &t->chat_error);
     else if (f->n_templates)
-        fail(&t->chat_error, TOKA_E_INPUT, "none of its templates is named default, and --chat-template names none: %.200s", names.p);
+        fail(&t->chat_error, TOKA_E_INPUT,
+             "none of its templates is named default, and --chat-template names none: %.200s",
+             names.p);
     if (tools.n) tmpl_parse(&t->tool_chat, tools, &t->tool_error);
     buf_free(&names);
 }
 
-/* Parses a template file: Jinja, or a JSON file (by its name) that has chat_template in it, such as a tokenizer_config.json. `names`
- * gets the special tokens of the latter, for a template without a model. */
+/* Parses a template file: Jinja, or a JSON file (by its name) that has chat_template in it, such as
+ * a tokenizer_config.json. `names` gets the special tokens of the latter, for a template without a
+ * model. */
 static int pub_template_file(toka *t, const char *file, mf_model *names, toka_err *e) {
     buf text = {0};
     int fd = open(file, O_RDONLY | O_CLOEXEC); /* a pipe, too */
@@ -13884,15 +13949,17 @@ static int pub_template_file(toka *t, const char *file, mf_model *names, toka_er
     if (!code && !config) code = tmpl_parse(&t->chat, source, e);
     else if (!code && !(code = mf_tokenizer_config_parse(source, file, &names->a, names, e))) {
         pub_parse_templates(t, names);
-        if (!names->n_templates) code = fail(e, TOKA_E_INPUT, "%s: there is no chat_template in it", file);
-        else if (t->chat_error.code) code = fail(e, TOKA_E_INPUT, "%s: %.400s", file, t->chat_error.msg);
+        if (!names->n_templates)
+            code = fail(e, TOKA_E_INPUT, "%s: there is no chat_template in it", file);
+        else if (t->chat_error.code)
+            code = fail(e, TOKA_E_INPUT, "%s: %.400s", file, t->chat_error.msg);
     }
     buf_free(&text);
     return code;
 }
 
-/* The chat template: a file of the user's, the one of the model's that the user names, or those that the model goes by. The model's
- * may be beyond us: that only matters to chats. */
+/* The chat template: a file of the user's, the one of the model's that the user names, or those
+ * that the model goes by. The model's may be beyond us: that only matters to chats. */
 static int pub_open_template(toka *t, const char *wanted, toka_err *e) {
     mf_model names = {0}; /* the model's own names count */
     const str own = wanted && access(wanted, F_OK) ? mf_template_named(t->files, wanted) : STR("");
@@ -13910,7 +13977,9 @@ static int pub_no_template(const toka *t, toka_err *e) {
                 t->files->name);
 }
 
-static int pub_need_template(const toka *t, toka_err *e) { return t->chat || t->tool_chat ? 0 : pub_no_template(t, e); }
+static int pub_need_template(const toka *t, toka_err *e) {
+    return t->chat || t->tool_chat ? 0 : pub_no_template(t, e);
+}
 
 /* The tokenizer, where the model has one, and what tokenizer_config.json says of it: what stands around texts, and the token that
  * ends an answer, beside those that end it by the other files, as in vLLM. */
@@ -14147,16 +14216,20 @@ static int pub_template_context(const mf_model *files, str context, json_limits 
     return *out ? 0 : e->code;
 }
 
-/* Whether a chat with these tools (NULL: none) has a template of its own, as in transformers: for an empty list, too. */
+/* Whether a chat with these tools (NULL: none) has a template of its own, as in transformers: for
+ * an empty list, too. */
 static bool pub_by_tools(const toka *t, const json *tools) {
     return (t->tool_chat || t->tool_error.code) && tools && tools->type != JSON_NULL;
 }
 
 /* The template that renders a chat with these tools. It may have none, or none that can be used. */
-static const tmpl *pub_chat_template(const toka *t, const json *tools) { return pub_by_tools(t, tools) ? t->tool_chat : t->chat; }
+static const tmpl *pub_chat_template(const toka *t, const json *tools) {
+    return pub_by_tools(t, tools) ? t->tool_chat : t->chat;
+}
 
 /* Renders by the templates of t, with the names of special tokens in files. */
-static int pub_render(const toka *t, const mf_model *files, str context, json_limits limits, const char *now, buf *out, toka_err *e) {
+static int pub_render(const toka *t, const mf_model *files, str context, json_limits limits,
+                      const char *now, buf *out, toka_err *e) {
     arena a = {0};
     buf text = {0};
     tmpl_time time = {0};
@@ -14178,7 +14251,8 @@ int toka_apply_chat_template(const toka *t, const char *context, size_t context_
                              size_t *text_bytes, toka_err *e) {
     buf b = {0};
     int code = pub_need_template(t, e);
-    if (!code) code = pub_render(t, t->files, (str){context, context_bytes}, json_trusted, now, &b, e);
+    const str in = {context, context_bytes};
+    if (!code) code = pub_render(t, t->files, in, json_trusted, now, &b, e);
     return pub_give(&b, code, text, text_bytes);
 }
 
@@ -15305,8 +15379,8 @@ static int api_put_message(api_call *c, const json *m, bool walked, buf *b, toka
     return 0;
 }
 
-/* What the chat template gets, as a JSON object. tool_choice "none": it sees no tools; an empty list is none, too, where one template
- * serves all chats: it would ask for calls. */
+/* What the chat template gets, as a JSON object. tool_choice "none": it sees no tools; an empty
+ * list is none, too, where one template serves all chats: it would ask for calls. */
 static int api_context(api_call *c, const api_body *body, buf *b, toka_err *e) {
     int code = 0;
     bool none = str_is(json_str(body->tool_choice), "none"), automatic = str_is(json_str(body->tool_choice), "auto");
@@ -15339,7 +15413,8 @@ static int api_encode(api_call *c, const api_body *b, const json *prompt, ids *o
         code = api_context(c, b, &context, e);
         if (!code) code = pub_need_template(c->m->t, e);
         const json_limits limits = {json_trusted.depth, 2 * c->m->limits.max_bytes}; /* arguments of calls are values now */
-        if (!code) code = pub_render(c->m->t, c->m->t->files, buf_view(&context), limits, c->m->now, &rendered, e);
+        const str in = buf_view(&context);
+        if (!code) code = pub_render(c->m->t, c->m->t->files, in, limits, c->m->now, &rendered, e);
     } else if (prompt->type != JSON_STRING) {
         code = API_BAD("prompt: expected a text, token ids, or a list of either");
     }
@@ -21515,7 +21590,8 @@ static int plan_find_model(const plan_options *o, mf_model **m, arena *lines, co
     int n, code = o->model && stat(o->model, &st) ? run_find_known(o->models_file, o->model, lines, &known, &n, e) : 0;
     if (code) return code;
     if (known) return *c = &known->config, *name = known->name, 0;
-    if ((code = mf_open_text(m, o->model, o->models_file, o->model ? NULL : embedded_model, true, e))) return code;
+    const mf_embedded *embedded = o->model ? NULL : embedded_model;
+    if ((code = mf_open_text(m, o->model, o->models_file, embedded, true, e))) return code;
     *c = &(*m)->config, *name = (*m)->name;
     return 0;
 }
@@ -22744,8 +22820,9 @@ static const cli_flag cli_flags[] = {
      "folder, hub id in the local cache, or a name of models.txt (default: embedded); bench serve: the server's name for it"},
     {"models-file", "", "FILE", CLI_TEXT, AT(open.models_file), FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE | FOR_MODELS | FOR_PLAN,
      "the list of known models (default: models.txt beside toka or here)"},
-    {"chat-template", "", "FILE|NAME", CLI_TEXT, AT(open.chat_template), FOR_RUN | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
-     "Jinja template instead of the model's own, or the name of one of them (default and tool_use go by themselves)"},
+    {"chat-template", "", "FILE|NAME", CLI_TEXT, AT(open.chat_template),
+     FOR_RUN | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
+     "Jinja template instead of the model's own, or the name of one of them such as rag"},
     {"device", "", "NAME", CLI_TEXT, AT(open.device), FOR_OPENS, "auto, cpu or cuda; auto takes a GPU if there is one"},
     {"gpu-memory-utilization", "", "X", CLI_FLOAT, AT(open.gpu_memory_utilization), FOR_OPENS | FOR_PLAN,
      "share of the GPU's free memory to take (default: 0.9)"},
@@ -23538,11 +23615,13 @@ static int cli_template(const cli *c, toka_err *e) {
     mf_model names = {0};
     toka alone = {.files = &names};
     bool needs_model = c->open.model || !c->open.chat_template; /* a template file needs none */
-    int code = needs_model ? pub_check_options(&c->open, e) : pub_template_file(&alone, c->open.chat_template, &names, e);
+    int code = needs_model ? pub_check_options(&c->open, e)
+                           : pub_template_file(&alone, c->open.chat_template, &names, e);
     if (!code && needs_model) code = pub_open_text(&t, &c->open, false, e);
     if (!code && needs_model) code = pub_need_template(t, e);
     if (!code) code = cli_read_prompt(c, &in, e);
-    if (!code) code = pub_render(t ? t : &alone, t ? t->files : &names, buf_view(&in), json_trusted, c->now, &out, e);
+    const toka *by = t ? t : &alone;
+    if (!code) code = pub_render(by, by->files, buf_view(&in), json_trusted, c->now, &out, e);
     if (!code) code = cli_write(buf_view(&out), e);
     buf_free(&in), buf_free(&out);
     arena_free(&names.a);

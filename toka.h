@@ -57,8 +57,8 @@ typedef struct toka_options {
     const char *model;          /* folder in Hugging Face layout, hub id in the local hub cache, or a name of models.txt;
                                    NULL: the model embedded in the program, where it was built in */
     const char *models_file;    /* models.txt, to resolve names; NULL: beside the program, or ./models.txt */
-    const char *chat_template;  /* file with a Jinja template that replaces the model's own, or the name of one of the
-                                   model's (rag); NULL: "default", and "tool_use" for chats with tools, if it has one */
+    const char *chat_template;  /* file with a Jinja template, or the name of one of the model's,
+                                   as rag; NULL: its "default", and its "tool_use" for tools */
     const char *device;         /* "auto", "cpu" or "cuda"; NULL: auto */
     int n_threads;              /* CPU backend's threads, of all its devices together, at most 1,024; 0: one a core */
     int max_model_len;          /* longest sequence, tokens; 0: the model's own limit, lowered to what memory holds */
