@@ -6198,6 +6198,11 @@ typedef struct mf_template {
     str name, source; /* Jinja source */
 } mf_template;
 
+typedef struct mf_stamp { /* a weight file as it was when it was mapped */
+    char *path;
+    struct stat st;
+} mf_stamp;
+
 typedef struct mf_model { /* immutable after mf_open, but for the end id that pub_open_tokenizer adds */
     arena a;              /* everything below that is not mapped */
     char *name;           /* the folder's last part, the hub id or the name of models.txt */
@@ -6224,6 +6229,8 @@ typedef struct mf_model { /* immutable after mf_open, but for the end id that pu
     const mf_embedded *embedded; /* not NULL: where files come from, instead of folder */
     str *maps;            /* heap; what mf_close unmaps */
     int n_maps;
+    mf_stamp *stamps;     /* heap, one for each weight file; embedded: none */
+    int n_stamps;
 } mf_model;
 
 /* ---- RoPE: every kind is a table of D/2 frequencies and one factor ----
@@ -7542,7 +7549,7 @@ static int mf_shard(const toka_shape *s, const toka_weights *whole, const mf_ran
  *
  *   models.txt     mf_models_parse: the table of known models
  *   finding        mf_find: folder, name, hub cache
- *   opening        mf_open, mf_close
+ *   opening        mf_open, mf_close; mf_overwritten: whether weights changed since
  *
  * It does not download, convert or write anything.
  * =========================================================================== */
@@ -7925,6 +7932,33 @@ static int mf_open_configs(mf_model *m, bool needs_shape, toka_err *e) {
     return mf_open_templates(m, e);
 }
 
+/* Notes what a weight file is like, ahead of mapping it. */
+static void mf_stamp_file(mf_model *m, const char *name) {
+    mf_stamp s = {0};
+    buf path = {0};
+    buf_printf(&path, "%s/%s", m->folder ? m->folder : "", name);
+    if (m->folder && stat(path.p, &s.st) == 0) {
+        s.path = arena_cstr(&m->a, buf_view(&path));
+        m->stamps = mem_realloc(m->stamps, (size_t)(m->n_stamps + 1) * sizeof *m->stamps);
+        m->stamps[m->n_stamps++] = s;
+    }
+    buf_free(&path);
+}
+
+/* A weight file that was written to since it was mapped, or NULL. One that was deleted, or that
+ * another file took the place of, stays mapped as it was: its path leads to no file or another. */
+static const char *mf_overwritten(const mf_model *m) {
+    struct stat st;
+    for (const mf_stamp *s = m->stamps; s < m->stamps + m->n_stamps; s++) {
+        const struct stat *was = &s->st;
+        if (stat(s->path, &st) != 0 || st.st_dev != was->st_dev || st.st_ino != was->st_ino) continue;
+        if (st.st_size != was->st_size || st.st_mtim.tv_sec != was->st_mtim.tv_sec ||
+            st.st_mtim.tv_nsec != was->st_mtim.tv_nsec)
+            return s->path;
+    }
+    return NULL;
+}
+
 /* Maps one weight file and adds its tensors to the set; headers live in tmp. */
 static int mf_open_shard(mf_model *m, const char *name, st_set *set, st_names **names, arena *tmp,
                          toka_err *e) {
@@ -7932,6 +7966,7 @@ static int mf_open_shard(mf_model *m, const char *name, st_set *set, st_names **
     str text;
     st_tensor *t;
     int n;
+    mf_stamp_file(m, name);
     if (mf_file(m, name, true, where, &text, e)) return e->code;
     if (st_parse(text, arena_cstr(tmp, str_c(where)), tmp, &t, &n, names, e)) return e->code;
     for (int i = 0; i < n; i++)
@@ -7984,7 +8019,7 @@ static int mf_open_weights(mf_model *m, toka_err *e) {
 static void mf_close(mf_model *m) {
     if (!m) return;
     for (int i = 0; i < m->n_maps; i++) os_unmap(m->maps[i]);
-    free(m->maps);
+    free(m->maps), free(m->stamps);
     arena_free(&m->a);
     free(m);
 }
@@ -12440,6 +12475,7 @@ const toka_backend toka_cpu = {
     .norm_logits_sample = cpu_norm_logits_sample,
     .activation_bytes = sizeof(float),
     .page_tok = 16,
+    .reads_files = true,
     .default_tokens = 512,
     .default_seqs = 256,
     .merge_tok = 4,
@@ -14070,6 +14106,17 @@ static int pub_check_defaults(const toka *t, toka_err *e) {
     return fail(e, TOKA_E_INPUT, "generation_config.json: %.440s", why.msg);
 }
 
+/* Weights read while a download, for one, writes them are neither the old ones nor the new. */
+static int pub_check_files(const toka *t, toka_err *e) {
+    const char *path = mf_overwritten(t->files);
+    return path ? fail(e, TOKA_E_INPUT, "%.400s: it was written to while it was read", path) : 0;
+}
+
+/* A weight file that was written to and that steps read; NULL: none. Any thread. */
+static const char *pub_overwritten(const toka *t) {
+    return t->engine->be->reads_files ? mf_overwritten(t->files) : NULL;
+}
+
 int toka_open(toka **out, const toka_options *o, toka_err *e) {
     toka *t;
     const double began = os_now();
@@ -14079,7 +14126,8 @@ int toka_open(toka **out, const toka_options *o, toka_err *e) {
     if (code || (code = pub_open_text(&t, o, true, e))) return code;
     t->find_s = found - began, t->files_s = os_now() - found;
     if ((code = pub_check_defaults(t, e)) ||
-        (code = eng_open(&t->engine, pub_backend(o->device), t->files, &t->shape, t->tok, o, e))) {
+        (code = eng_open(&t->engine, pub_backend(o->device), t->files, &t->shape, t->tok, o, e)) ||
+        (code = pub_check_files(t, e))) {
         toka_close(t);
         return code;
     }
@@ -16340,7 +16388,7 @@ typedef struct run_state { /* a batch under way */
     buf warned;        /* api_is_news' */
     bool warned_model; /* that a line's model is not looked at: told once */
     buf earlier;       /* api_show's of a model that the output has results of and that is not this one */
-    double t0, t_shown;
+    double t0, t_shown, t_files; /* start; last looks: progress, weight files */
     int64_t n_written, n_errors;
     bool said_full;    /* that the disk is full: told once */
 
@@ -16754,6 +16802,17 @@ static void run_progress(run_state *r, bool terminal) {
     else fprintf(stderr, "toka batch: %lld of %s lines, %.0f tok/s, ETA %s\n", (long long)done, total, rate, eta);
 }
 
+/* Every two seconds: are the weights still those that were opened? All further results would be of
+ * others, and of both at once. A server looks for itself. */
+static int run_check_files(run_state *r, toka_err *e) {
+    if (r->o->model || os_now() - r->t_files < 2) return 0;
+    const char *path = pub_overwritten(r->t);
+    r->t_files = os_now();
+    if (!path) return 0;
+    return fail(e, TOKA_E_IO, "%.300s: it was written to while it was in use; %lld lines are written, of "
+                "which the last few seconds' may be wrong", path, (long long)(r->n_before + r->n_written));
+}
+
 /* ---- Writer ---- */
 
 static bool run_must_stop(const run_state *r) { return *r->o->interrupted || (r->o->until && time(NULL) >= r->o->until); }
@@ -16846,11 +16905,14 @@ static void run_write(run_state *r) {
         bool whole = ended && (line->error || (line->in_flight && !line->call.broken));
         int code = whole && !failed ? run_write_line(r, line, &b, &e) : 0;
         run_progress(r, terminal);
+        if (!code && !failed) code = run_check_files(r, &e);
         pthread_mutex_lock(&r->lock);
         if (code) failed = true, run_stop(r, code == TOKA_E_CANCELLED ? NULL : &e);
         else if (ended && !whole && run_device_failed(r, &e)) run_stop(r, &e); /* where no more is read nobody else learns of it */
         if (ended) run_leave(r, line);
     }
+    r->t_files = -INFINITY; /* what ended sooner than two seconds is looked at, too */
+    if (!r->stopped && run_check_files(r, &e)) run_stop(r, &e);
     pthread_mutex_unlock(&r->lock);
     if (terminal && !r->o->quiet) fputs("\r\x1b[K", stderr);
     buf_free(&b), buf_free(&ready);
@@ -17196,6 +17258,15 @@ static toka_memory run_most_memory(const toka *t) { /* on any device; zeros: not
 }
 
 /* What runs where, and for how many tokens there is room. While no step is under way. */
+/* Looks for weights that were written to, and says so once. */
+static void run_say_overwritten(const toka *t, bool *said) {
+    const char *path = *said ? NULL : pub_overwritten(t);
+    if (!path) return;
+    *said = true;
+    fprintf(stderr, "toka: warning: %s was written to while it is in use: answers may be wrong until "
+            "toka is started again; to change a model's files, rename new ones over them\n", path);
+}
+
 /* What generation_config.json asks for and nobody gets. */
 static void run_say_unused(const toka *t) {
     const char *names = t->files->defaults.unused;
@@ -17453,7 +17524,7 @@ static int run_lines(run_state *r, toka_err *e) {
 
 static void run_init(run_state *r, toka *t, const run_options *o) {
     *r = (run_state){.o = o, .t = t, .t0 = os_now()};
-    r->t_shown = r->t0;
+    r->t_shown = r->t_files = r->t0;
     r->queue_end = &r->queue;
     run_models(r);
     pthread_mutex_init(&r->lock, NULL), os_cond_init(&r->wake);
@@ -20017,6 +20088,7 @@ typedef struct srv_loop {
     double now;             /* of this round */
     double t_second, t_status, t_step; /* last looks: deadlines, status line, and when the engine last made a step */
     toka_stats last;        /* at the last status line */
+    bool said_overwritten;  /* that a weight file was written to */
     int64_t last_steps;
 } srv_loop;
 
@@ -20614,7 +20686,9 @@ static void srv_tick(srv *s) {
     }
     toka_stats t = toka_get_stats(s->t);
     srv_check_engine(s, &t);
-    if (l->now - l->t_status >= 5) srv_status_line(s, &t);
+    if (l->now - l->t_status < 5) return;
+    run_say_overwritten(s->t, &l->said_overwritten);
+    srv_status_line(s, &t);
 }
 
 /* ---- The loop ---- */
@@ -23486,7 +23560,7 @@ static int cli_read_line(buf *line, bool *more, toka_err *e) {
  * fit is left out. */
 static int cli_chat(const cli *c, toka *t, toka_err *e) {
     buf line = {0}, messages = {0}, prompt = {0}, answer = {0};
-    bool terminal = isatty(0), more = true, answered = false;
+    bool terminal = isatty(0), more = true, answered = false, said = false;
     int code = 0, refused = 0;
     if (pub_need_template(t, e)) return e->code; /* before somebody has written a line */
     if (c->system) cli_put_message(&messages, "system", str_c(c->system));
@@ -23501,6 +23575,7 @@ static int cli_chat(const cli *c, toka *t, toka_err *e) {
         buf_clear(&line);
         code = cli_render(c, t, &messages, &prompt, e);
         if (!code) code = cli_complete(c, t, buf_view(&prompt), TOKA_PARSE_SPECIAL, &answer, e);
+        run_say_overwritten(t, &said);
         if (code && code != TOKA_E_USE) break;
         if (!code) cli_put_message(&messages, "assistant", buf_view(&answer)), answered = true;
         else fprintf(stderr, "toka: %s; this turn is left out\n", e->msg), messages.n = before, refused = code, code = 0;
@@ -23511,7 +23586,7 @@ static int cli_chat(const cli *c, toka *t, toka_err *e) {
 
 static int cli_run_prompt(const cli *c, toka *t, toka_err *e) {
     buf text = {0}, messages = {0}, prompt = {0};
-    bool templated = (t->chat || t->chat_error.code) && !c->raw;
+    bool templated = (t->chat || t->chat_error.code) && !c->raw, said = false;
     int code = cli_read_prompt(c, &text, e);
     if (!code && c->raw && c->system) code = fail(e, TOKA_E_USE, "--system needs the chat template, --raw leaves it out");
     if (!code && !templated && c->system) code = fail(e, TOKA_E_USE, "--system: %s has no chat template", t->files->name);
@@ -23524,6 +23599,7 @@ static int cli_run_prompt(const cli *c, toka *t, toka_err *e) {
     }
     if (!code && templated) code = cli_complete(c, t, buf_view(&prompt), TOKA_PARSE_SPECIAL, NULL, e);
     else if (!code) code = cli_complete(c, t, buf_view(&text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, NULL, e);
+    run_say_overwritten(t, &said);
     buf_free(&text), buf_free(&messages), buf_free(&prompt);
     return code;
 }

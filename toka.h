@@ -552,6 +552,7 @@ typedef struct toka_backend {
     int (*bench)(toka_bench_fn *row, void *user, toka_err *e);
     size_t activation_bytes; /* bytes of one element of x, q and o, and of K and V */
     int page_tok;            /* tokens of a KV page: toka_shape.B */
+    bool reads_files;        /* ops read weights where files are mapped; else open copies them */
     bool rehearse;           /* the largest step is run once at open: it shows that memory suffices, and loads the code */
     int default_tokens, default_seqs; /* of a step, and running at once, where the user does not say */
     int n_ahead;             /* steps that are posted before the oldest one's picks are looked at, and begun before it is finished;

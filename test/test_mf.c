@@ -934,6 +934,45 @@ static void test_mf_shared(void) {
     mft_remove_folder(folder);
 }
 
+/* ---- Files that change while they are mapped ---- */
+
+/* Writes a file anew, beside the one that is there and then in its place. */
+static void mft_replace_file(const char *folder, const char *name, str text) {
+    char from[128], to[128];
+    mft_write_file(folder, "new", text);
+    snprintf(from, sizeof from, "%s/new", folder), snprintf(to, sizeof to, "%s/%s", folder, name);
+    CHECK(rename(from, to) == 0);
+}
+
+static void test_mf_overwritten(void) {
+    static const char *const names[] = {"a.safetensors", "b.safetensors"};
+    char folder[64], path[128];
+    const int n = COUNT(mft_tiny_tensors);
+    mft_temp_folder(folder);
+    mft_write_file(folder, "config.json", str_c(mft_tiny_config));
+    mft_write_file(folder, "model.safetensors.index.json", STR("{\"weight_map\":{\"x\":\"a.safetensors\",\"y\":\"b.safetensors\"}}"));
+    for (int way = 0; way < 6; way++)
+        for (int i = 0; i < 2; i++) {
+            const struct timespec times[2] = {{.tv_sec = 1000}, {.tv_sec = 1000 + way, .tv_nsec = 5}};
+            struct stat st;
+            mft_write_shard(folder, names[0], 0, 9), mft_write_shard(folder, names[1], 9, n);
+            mf_model *m = mft_open_says(folder, NULL, "two shards");
+            CHECK(m && m->n_stamps == 2 && !mf_overwritten(m));
+            snprintf(path, sizeof path, "%s/%s", folder, names[i]);
+            CHECK(stat(path, &st) == 0);
+            if (way == 0) mft_write_file(folder, names[i], STR("short"));
+            if (way == 1) CHECK(utimensat(AT_FDCWD, path, times, 0) == 0); /* as what was written to looks */
+            if (way == 2) mft_replace_file(folder, names[i], STR("another"));
+            if (way == 3) CHECK(unlink(path) == 0);
+            if (way == 4) CHECK(chmod(path, 0600) == 0 && link(path, "/tmp/toka_mf_link") == 0 && unlink("/tmp/toka_mf_link") == 0);
+            if (way == 5) mft_write_file(folder, "config.json", str_c(mft_tiny_config)); /* read, not mapped for long */
+            const char *found = m ? mf_overwritten(m) : NULL;
+            CHECK_MSG(way < 2 ? found && !strcmp(found, path) : !found, "way %d: %s", way, found ? found : "none");
+            mf_close(m);
+        }
+    mft_remove_folder(folder);
+}
+
 /* ---- What is not a plain file: each of the files, in each of the ways ---- */
 
 static void test_mf_odd_files(void) {
@@ -1300,6 +1339,7 @@ static const struct test mf_tests[] = {
     {"mf_header_length", test_mf_header_length},
     {"mf_shards", test_mf_shards},
     {"mf_shared", test_mf_shared},
+    {"mf_overwritten", test_mf_overwritten},
     {"mf_odd_files", test_mf_odd_files},
     {"mf_find", test_mf_find},
     {"mf_models_refused", test_mf_models_refused},

@@ -1,11 +1,13 @@
 """Model folders as other programs write them: tensors at any byte, names that share a tensor, requests' defaults in
-generation_config.json. Whole programs; run through test/run.sh."""
+generation_config.json, files that change while they are mapped. Whole programs; run through test/run.sh."""
 import glob
 import json
 import os
 import shutil
 import struct
 import subprocess
+import threading
+import time
 
 import pytest
 
@@ -225,3 +227,111 @@ def test_fields_that_are_not_used(tmp_path):
 def test_defaults_that_cannot_be(tmp_path, fields, words):
     err = toka("-m", with_defaults(tmp_path, **fields), "-p", "x", status=1).stderr
     assert words in err and "generation_config.json: " in err and err.count("\n") == 1
+
+
+# ---- Files that change while they are mapped ----
+
+WARNING = "was written to while it is in use"
+
+
+def linked_model(tmp_path):
+    """As in the hub's cache: the folder has links to files elsewhere."""
+    blobs, model = copy_model("model", tmp_path / "blobs"), tmp_path / "linked"
+    model.mkdir()
+    for path in blobs.iterdir():
+        (model / path.name).symlink_to(path)
+    return model
+
+
+def overwrite(path, start=100_000):
+    """Bytes within the file become others; its length stays."""
+    with open(path, "r+b") as f:
+        f.seek(start)
+        part = f.read(50_000)
+        f.seek(start)
+        f.write(part[::-1])
+
+
+def test_server_whose_weights_change(tmp_path):
+    linked, plain = linked_model(tmp_path), copy_model("model", tmp_path / "plain")
+    body = {"prompt": "Tom", "max_tokens": 4}
+    with Server("-m", str(linked)) as a, Server("-m", str(plain)) as b:
+        want = a.post("/v1/completions", body).json()["choices"]
+        shutil.copy(plain / "model.safetensors", tmp_path / "new")
+        os.replace(tmp_path / "new", plain / "model.safetensors")
+        overwrite(plain / "model.safetensors")  # not the file that is mapped
+        overwrite(tmp_path / "blobs" / "model.safetensors")
+        end = time.time() + 20
+        while WARNING not in a.read_log():
+            assert time.time() < end
+            time.sleep(0.1)
+        os.unlink(plain / "model.safetensors")
+        time.sleep(6)
+        assert a.read_log().count(WARNING) == 1 and "linked/model.safetensors was written" in a.read_log()
+        assert WARNING not in b.read_log() and b.post("/v1/completions", body).json()["choices"] == want
+        assert a.post("/v1/completions", body).status == 200
+
+
+def start_batch(model, tmp_path, n):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"custom_id": str(i), "prompt": "Tom", "max_tokens": 200, "ignore_eos": True}) + "\n" for i in range(n)))
+    p = subprocess.Popen([TOKA, "batch", "-q", "--max-num-seqs", "2", "-m", str(model), "-i", str(source), "-o", str(out)], env=ENV, cwd=ROOT,
+                         stderr=subprocess.PIPE, text=True)
+    while not out.exists() or not out.stat().st_size:
+        assert p.poll() is None
+        time.sleep(0.005)
+    return p
+
+
+def test_batch_whose_weights_are_overwritten(tmp_path):
+    model = copy_model("model", tmp_path / "model")
+    for n in 2000, 20:  # of which the second ends before anybody looks
+        p = start_batch(model, tmp_path, n)
+        overwrite(model / "model.safetensors")
+        err = p.communicate(timeout=60)[1]
+        assert p.returncode == 2 and err.count("\n") == 1
+        assert "model.safetensors: it was written to while it was in use; " in err and "lines are written" in err
+        n_lines = len((tmp_path / "out.jsonl").read_text().splitlines())
+        assert 0 < n_lines < 2000
+        (tmp_path / "out.jsonl").unlink()
+
+
+@pytest.mark.parametrize("how", ["replaced", "deleted"])
+def test_batch_whose_weights_are(tmp_path, how):
+    model = copy_model("model", tmp_path / "model")
+    p = start_batch(model, tmp_path, 40)
+    if how == "replaced":
+        (tmp_path / "new").write_bytes(b"other weights")
+        os.replace(tmp_path / "new", model / "model.safetensors")
+    else:
+        shutil.rmtree(model)
+    assert p.communicate(timeout=60)[1] == "" and p.returncode == 0
+
+
+def test_chat_whose_weights_are_overwritten(tmp_path):
+    model = copy_model("model", tmp_path / "model")
+    p = subprocess.Popen([TOKA, "-q", "-m", str(model), "--chat", "-n", "3"], env=ENV, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE, text=True)
+    p.stdin.write("Tom\n"), p.stdin.flush()
+    assert p.stdout.readline()
+    overwrite(model / "model.safetensors")
+    err = p.communicate("Tom\nTom\n", timeout=60)[1]
+    assert p.returncode == 0 and err.count(WARNING) == err.count("\n") == 1
+
+
+def test_weights_that_are_written_while_they_are_read(tmp_path):
+    """A download that has not ended, for one."""
+    model = copy_model("model", tmp_path / "model")
+    done = threading.Event()
+
+    def write():
+        while not done.is_set():
+            os.utime(model / "model.safetensors")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        err = toka("-m", str(model), "-p", "x", status=1).stderr
+    finally:
+        done.set(), thread.join()
+    assert err == f"toka: {model}/model.safetensors: it was written to while it was read\n"
