@@ -3258,8 +3258,8 @@ static void tok_del(tok *t) {
  *
  * Always: the parser nests at most TMPL_NESTING deep, so that its recursion is bounded; every error says
  * "template line N: " and names the construct. Source and texts are UTF-8.
- * Not here, and an error: include, import, extends, block, with, call, do, recursive loops, *args, the operator **,
- * neighbouring strings as one, integers beyond 64 bits. A filter or test that is not known is an error when it runs.
+ * Not here, and an error: include, import, extends, block, with, do, recursive loops, the operator
+ * **, integers beyond 64 bits. A filter or test that is not known is an error when it runs.
  * =========================================================================== */
 
 enum { TMPL_NESTING = 100, TMPL_MAX_SOURCE = 1 << 20, TMPL_MAX_NAMES = 1000 };
@@ -3275,7 +3275,8 @@ typedef enum tmpl_kind {
     TN_SET,      /* a: target, b: expression                                                 */
     TN_SETBLOCK, /* a: target, b: filters over TN_CAPTURED, c: body                          */
     TN_FILTERED, /* b: filters over TN_CAPTURED, c: body                                     */
-    TN_MACRO,    /* id, s: name, b: parameters (TN_PARAM), c: body                           */
+    TN_MACRO,    /* id, s: name, b: parameters (TN_PARAM), c: body, i: has a variable caller */
+    TN_CALLBLOCK, /* a: call, b: the TN_MACRO that the called macro has as caller            */
     TN_SCOPE,    /* c: body with a scope of its own (generation)                             */
     TN_BREAK,
     TN_CONTINUE,
@@ -3302,6 +3303,8 @@ typedef enum tmpl_kind {
     TN_CAPTURED, /* the text that the set or filter block around it has collected            */
     /* parts                                                                                 */
     TN_KEYWORD,  /* s=a in arguments                                                         */
+    TN_SPREAD,   /* *a in arguments                                                          */
+    TN_SPREADMAP, /* **a in arguments                                                        */
     TN_PARAM,    /* id, s, a: default or NULL                                                */
     TN_NSREF     /* namespace variable id, attribute s, as a target                          */
 } tmpl_kind;
@@ -3309,6 +3312,7 @@ typedef enum tmpl_kind {
 #define OP2(a, b) ((a) | (b) << 8) /* a sign of two characters; one of a single character stands for itself */
 enum {
     OP_AND = 'a', OP_OR = 'o', OP_IN = 'i', OP_NOT_IN = 'n', OP_FLOOR = OP2('/', '/'),
+    OP_POWER = OP2('*', '*'), /* only in front of an argument */
     OP_EQ = OP2('=', '='), OP_NE = OP2('!', '='), OP_LE = OP2('<', '='), OP_GE = OP2('>', '=')
 };
 
@@ -3324,7 +3328,7 @@ struct tmpl_node {
     tmpl_node *a, *b, *c, *d, *e, *next;
 };
 
-enum { TMPL_LOOP }; /* number of the variable `loop` */
+enum { TMPL_LOOP, TMPL_CALLER, TMPL_RESERVED }; /* numbers of the variables `loop` and `caller` */
 
 typedef struct tmpl {
     arena a; /* nodes and their texts */
@@ -3512,7 +3516,7 @@ static void tmpl_number(tmpl_lexer *x) {
 }
 
 static bool tmpl_sign(tmpl_lexer *x) {
-    static const char twos[][3] = {"//", "==", "!=", ">=", "<="};
+    static const char twos[][3] = {"//", "**", "==", "!=", ">=", "<="};
     char c = x->src.p[x->at];
     for (int i = 0; i < COUNT(twos); i++)
         if (tmpl_sees(x, x->at, twos[i])) {
@@ -3606,6 +3610,7 @@ typedef struct tmpl_parser {
     tmpl *t;
     const tmpl_token *tok; /* the next token; the one behind it may be looked at, as TT_END is the last */
     int depth, n_loops;    /* nesting now; loops around that break and continue can mean */
+    bool reads_caller, sets_caller; /* the macro around does; reads: before it sets it */
     toka_err *e;
 } tmpl_parser;
 
@@ -3696,23 +3701,29 @@ static tmpl_node *tmpl_tuple(tmpl_parser *p, tmpl_node *(*item)(tmpl_parser *), 
 
 /* ---- Expressions ---- */
 
-/* Behind '(' up to ')': positional arguments first, then name=value. */
+/* Behind '(' up to ')': positional arguments, then name=value and one *list in any order, then one
+ * **dict. */
 static bool tmpl_arguments(tmpl_parser *p, tmpl_node **args) {
-    bool keyword = false, closed;
+    static const char *const names[] = {"positional", "keyword", "*", "**"};
+    static const int kinds[] = {0, TN_KEYWORD, TN_SPREAD, TN_SPREADMAP};
+    static const int not_behind[] = {14, 8, 12, 8}; /* sets of kinds: 1 << index of names */
+    int seen = 0;                                   /* such a set */
+    bool closed;
     for (tmpl_node **tail = args;; tail = &(*tail)->next) {
         if (!tmpl_between(p, tail == args, ')', &closed)) return false;
         if (closed) return true;
-        if (tmpl_at_op(p, '*')) return tmpl_syntax(p->e, p->tok->line, "* arguments are not supported");
-        if (p->tok->type == TT_NAME && p->tok[1].type == TT_OP && p->tok[1].op == '=') {
-            tmpl_node *n = *tail = tmpl_take(p, TN_KEYWORD);
-            p->tok++;
-            keyword = true;
-            if (!(n->a = tmpl_expr(p))) return false;
-        } else if (keyword) {
-            return tmpl_syntax(p->e, p->tok->line, "positional argument behind a keyword argument");
-        } else if (!(*tail = tmpl_expr(p))) {
-            return false;
-        }
+        bool named = p->tok->type == TT_NAME && p->tok[1].type == TT_OP && p->tok[1].op == '=';
+        int kind = named ? 1 : tmpl_at_op(p, '*') ? 2 : tmpl_at_op(p, OP_POWER) ? 3 : 0;
+        if (seen & not_behind[kind])
+            return tmpl_syntax(p->e, p->tok->line, "%s argument behind a %s argument", names[kind],
+                               names[seen & 8 ? 3 : seen & 4 ? 2 : 1]);
+        seen |= 1 << kind;
+        tmpl_node *n = kind ? tmpl_take(p, kinds[kind]) : NULL;
+        p->tok += named;
+        tmpl_node *value = tmpl_expr(p);
+        if (!value) return false;
+        if (n) n->a = value;
+        *tail = n ? n : value;
     }
 }
 
@@ -3752,17 +3763,32 @@ static int tmpl_constant(str s, bool *value) {
     return str_is(s, "none") || str_is(s, "None") ? TN_NONE : 0;
 }
 
+/* Neighbouring string literals are one text. */
+static tmpl_node *tmpl_literal_text(tmpl_parser *p) {
+    tmpl_node *n = tmpl_take(p, TN_STRING);
+    buf b = {0};
+    if (p->tok->type != TT_STRING) return n;
+    buf_str(&b, n->s);
+    while (p->tok->type == TT_STRING) buf_str(&b, p->tok++->s);
+    n->s = arena_str(&p->t->a, buf_view(&b));
+    buf_free(&b);
+    return n;
+}
+
+static tmpl_node *tmpl_constant_or_name(tmpl_parser *p) {
+    bool value;
+    int constant = tmpl_constant(p->tok->s, &value);
+    tmpl_node *n = constant ? tmpl_take(p, constant) : tmpl_name(p, TN_NAME);
+    if (constant) n->i = value;
+    else if (n && n->id == TMPL_CALLER && !p->sets_caller) p->reads_caller = true;
+    return n;
+}
+
 static tmpl_node *tmpl_primary(tmpl_parser *p) {
     tmpl_node *n;
-    bool value;
-    int constant;
     switch (p->tok->type) {
-    case TT_NAME:
-        if (!(constant = tmpl_constant(p->tok->s, &value))) return tmpl_name(p, TN_NAME);
-        n = tmpl_take(p, constant);
-        n->i = value;
-        return n;
-    case TT_STRING: return tmpl_take(p, TN_STRING);
+    case TT_NAME: return tmpl_constant_or_name(p);
+    case TT_STRING: return tmpl_literal_text(p);
     case TT_INT: return tmpl_int(p);
     case TT_FLOAT:
         n = tmpl_take(p, TN_FLOAT);
@@ -3933,6 +3959,7 @@ static tmpl_node *tmpl_one_target(tmpl_parser *p) { /* name, namespace.name or (
         n->kind = TN_NSREF;
         n->s = p->tok++->s;
     }
+    if (n && n->kind == TN_NAME && n->id == TMPL_CALLER) p->sets_caller = true;
     return n;
 }
 
@@ -4005,6 +4032,7 @@ static bool tmpl_params(tmpl_parser *p, tmpl_node **params) { /* behind '(' */
         if (!tmpl_between(p, tail == params, ')', &closed)) return false;
         if (closed) return true;
         if (!(*tail = tmpl_name(p, TN_PARAM))) return false;
+        if ((*tail)->id == TMPL_CALLER) p->sets_caller = true;
         if (tmpl_take_op(p, '=')) {
             defaults = true;
             if (!((*tail)->a = tmpl_expr(p))) return false;
@@ -4014,10 +4042,40 @@ static bool tmpl_params(tmpl_parser *p, tmpl_node **params) { /* behind '(' */
     }
 }
 
+/* The body of a macro whose parameters are parsed. If the body reads caller, the macro has a variable
+ * of that name. What is read in a macro is read in the macros around it too. */
+static bool tmpl_macro_body(tmpl_parser *p, tmpl_node *macro, const char *end) {
+    bool reads = p->reads_caller, sets = p->sets_caller;
+    p->reads_caller = p->sets_caller = false;
+    bool ok = tmpl_closed_block(p, end, &macro->c);
+    macro->i = p->reads_caller;
+    p->reads_caller = reads || (macro->i && !sets);
+    p->sets_caller |= sets;
+    for (const tmpl_node *it = macro->b; ok && it; it = it->next) {
+        if (it->id != TMPL_CALLER) continue;
+        if (macro->i && !it->a)
+            return tmpl_syntax(p->e, it->line, "the parameter caller needs a default value");
+        macro->i = false;
+    }
+    return ok;
+}
+
 static tmpl_node *tmpl_macro_def(tmpl_parser *p) {
     tmpl_node *n = tmpl_name(p, TN_MACRO);
     if (!n || !tmpl_need_op(p, '(') || !tmpl_params(p, &n->b)) return NULL;
-    return tmpl_closed_block(p, "endmacro", &n->c) ? n : NULL;
+    return tmpl_macro_body(p, n, "endmacro") ? n : NULL;
+}
+
+/* {% call[(parameters)] macro(arguments) %} */
+static tmpl_node *tmpl_call_block(tmpl_parser *p, int line) {
+    tmpl_node *n = tmpl_new(p, TN_CALLBLOCK, line);
+    n->b = tmpl_new(p, TN_MACRO, line);
+    n->b->s = STR("caller");
+    if (tmpl_take_op(p, '(') && !tmpl_params(p, &n->b->b)) return NULL;
+    if (!(n->a = tmpl_expr(p))) return NULL;
+    if (n->a->kind != TN_CALL)
+        return tmpl_syntax(p->e, line, "the tag call needs a call such as m()"), NULL;
+    return tmpl_macro_body(p, n->b, "endcall") ? n : NULL;
 }
 
 static tmpl_node *tmpl_statement(tmpl_parser *p) { /* behind "{%" */
@@ -4025,7 +4083,7 @@ static tmpl_node *tmpl_statement(tmpl_parser *p) { /* behind "{%" */
     if (p->tok->type != TT_NAME) return tmpl_expected(p, "statement");
     str word = p->tok++->s;
     tmpl_node *n = tmpl_new(p, TN_SCOPE, line);
-    switch (tmpl_word_index("if for set macro filter generation break continue", word)) {
+    switch (tmpl_word_index("if for set macro filter generation break continue call", word)) {
     case 0: return tmpl_if(p, line);
     case 1: return tmpl_for(p, line);
     case 2: return tmpl_set(p, line);
@@ -4037,6 +4095,7 @@ static tmpl_node *tmpl_statement(tmpl_parser *p) { /* behind "{%" */
     case 6: case 7:
         n->kind = str_is(word, "break") ? TN_BREAK : TN_CONTINUE;
         return p->n_loops ? n : (tmpl_syntax(p->e, line, "%.*s outside of a loop", STRF(word)), NULL);
+    case 8: return tmpl_call_block(p, line);
     default: return tmpl_syntax(p->e, line, "tag '%.*s' is not supported", STRF(word)), NULL;
     }
 }
@@ -4095,7 +4154,8 @@ static int tmpl_parse(tmpl **out, str source, toka_err *e) {
     tmpl *t = mem_zalloc(sizeof *t);
     uni_cases_init(&t->cases);
     t->names[TMPL_LOOP] = STR("loop");
-    t->n_names = 1;
+    t->names[TMPL_CALLER] = STR("caller");
+    t->n_names = TMPL_RESERVED;
     tmpl_lexer x = {.line = 1, .a = &t->a, .e = e};
     x.src = tmpl_source(&t->a, source);
     bool ok = tmpl_lex(&x);
@@ -5621,6 +5681,7 @@ static const tmpl_fn *tmpl_find_fn(tmpl_owner of, str name) {
 /* Binds the arguments to the parameters of fn and runs it on c->self. */
 static bool tmpl_apply(tmpl_run *r, const tmpl_fn *fn, tmpl_args *c, tval *out) {
     bool raw = *fn->params == '*';
+    if (!tmpl_work(r, (size_t)(c->n_pos + c->n_named))) return false;
     memset(c->a, 0, sizeof c->a);
     for (int i = 0; !raw && i < c->n_pos + c->n_named; i++) {
         bool named = i >= c->n_pos;
@@ -5742,32 +5803,86 @@ static int tmpl_chain_len(const tmpl_node *chain) {
     return n;
 }
 
-static bool tmpl_eval_args(tmpl_run *r, const tmpl_node *chain, tmpl_args *c) {
-    size_t n = (size_t)tmpl_chain_len(chain);
-    *c = (tmpl_args){0};
-    if (!n) return true;
-    if (!(c->pos = tmpl_alloc(r, n, sizeof *c->pos)) || !(c->named = tmpl_alloc(r, n, sizeof *c->named)) ||
-        !(c->names = tmpl_alloc(r, n, sizeof *c->names)))
-        return false;
-    for (const tmpl_node *it = chain; it; it = it->next) {
-        bool named = it->kind == TN_KEYWORD;
-        if (named) c->names[c->n_named] = it->s;
-        if (!tmpl_eval(r, named ? it->a : it, named ? &c->named[c->n_named++] : &c->pos[c->n_pos++])) return false;
+/* Evaluates arguments, v[i] for each, and counts what they bring. A *list becomes a list. */
+static bool tmpl_eval_each(tmpl_run *r, const tmpl_node *chain, tval *v, tmpl_args *c) {
+    tmpl_items *l;
+    for (const tmpl_node *it = chain; it; it = it->next, v++) {
+        bool whole = it->kind != TN_KEYWORD && it->kind != TN_SPREAD && it->kind != TN_SPREADMAP;
+        if (!tmpl_eval(r, whole ? it : it->a, v)) return false;
+        if (it->kind == TN_SPREAD && !tmpl_walk(r, *v, &l)) return false;
+        if (it->kind == TN_SPREADMAP && v->type != TV_DICT) return tmpl_bad_type(r, "**", *v);
+        if (it->kind == TN_SPREAD) *v = tv_list(TV_LIST, l), c->n_pos += (int)l->n;
+        else if (it->kind == TN_SPREADMAP) c->n_named += (int)v->dict->n;
+        else if (it->kind == TN_KEYWORD) c->n_named++;
+        else c->n_pos++;
     }
     return true;
+}
+
+/* Adds the members of a dict to the named arguments. */
+static bool tmpl_spread_names(tmpl_run *r, const tmpl_dict *d, tmpl_args *c) {
+    const tmpl_args written = *c;
+    for (size_t i = 0; i < d->n; i++) {
+        tval key = d->at[i].key;
+        if (key.type != TV_STR) return tmpl_bad_type(r, "a name behind **", key);
+        if (!tmpl_work(r, (size_t)written.n_named)) return false;
+        if (tmpl_named_arg(&written, tv_text(key)).type)
+            return tmpl_fail(r, "argument '%.*s' is given twice", STRF(tv_text(key)));
+        c->names[c->n_named] = tv_text(key);
+        c->named[c->n_named++] = d->at[i].v;
+    }
+    return true;
+}
+
+/* The arguments of a call. caller: of a call block, one more with that name; else TV_ABSENT. */
+static bool tmpl_eval_args(tmpl_run *r, const tmpl_node *chain, tval caller, tmpl_args *c) {
+    size_t n = (size_t)tmpl_chain_len(chain);
+    tval *v = n ? tmpl_alloc(r, n, sizeof *v) : NULL;
+    tmpl_args all = {.n_named = caller.type != TV_ABSENT};
+    *c = (tmpl_args){0};
+    if (n && (!v || !tmpl_eval_each(r, chain, v, &all))) return false;
+    size_t n_pos = (size_t)all.n_pos, n_named = (size_t)all.n_named;
+    if (n_pos && !(c->pos = tmpl_alloc(r, n_pos, sizeof *c->pos))) return false;
+    if (n_named && !(c->named = tmpl_alloc(r, n_named, sizeof *c->named))) return false;
+    if (n_named && !(c->names = tmpl_alloc(r, n_named, sizeof *c->names))) return false;
+    if (caller.type) c->names[0] = STR("caller"), c->named[0] = caller, c->n_named = 1;
+    for (const tmpl_node *it = chain; it; it = it->next, v++) {
+        if (it->kind == TN_KEYWORD) {
+            c->names[c->n_named] = it->s;
+            c->named[c->n_named++] = *v;
+        } else if (it->kind == TN_SPREADMAP) {
+            if (!tmpl_spread_names(r, v->dict, c)) return false;
+        } else if (it->kind == TN_SPREAD) {
+            for (size_t i = 0; i < v->list->n; i++) c->pos[c->n_pos++] = v->list->v[i];
+        } else {
+            c->pos[c->n_pos++] = *v;
+        }
+    }
+    return true;
+}
+
+/* The variable caller of a macro that reads it; counts the argument of that name as used. */
+static bool tmpl_bind_caller(tmpl_run *r, const tmpl_args *c, int *used_named) {
+    tval v = tmpl_named_arg(c, STR("caller"));
+    *used_named += v.type != TV_ABSENT;
+    return tmpl_set_var(r, TMPL_CALLER, v.type > TV_NONE ? v : tv_undefined(STR("caller"), 0));
 }
 
 /* Sets the parameters of a macro in the scope just made for it. */
 static bool tmpl_bind_params(tmpl_run *r, const tmpl_args *c, const tmpl_node *macro) {
     int n = 0, used_named = 0;
+    if (macro->i && !tmpl_bind_caller(r, c, &used_named)) return false;
     for (const tmpl_node *p = macro->b; p; p = p->next, n++) {
         tval v = tmpl_named_arg(c, p->s);
+        if (!tmpl_work(r, (size_t)c->n_named)) return false;
         if (v.type) used_named++;
         if (v.type && n < c->n_pos)
             return tmpl_fail(r, "%.*s: argument '%.*s' is given twice", STRF(macro->s), STRF(p->s));
         if (!tmpl_set_var(r, p->id, n < c->n_pos ? c->pos[n] : v)) return false;
     }
     if (c->n_pos > n) return tmpl_fail(r, "%.*s: %d arguments, at most %d", STRF(macro->s), c->n_pos, n);
+    if (used_named < c->n_named && !macro->i && tmpl_named_arg(c, STR("caller")).type)
+        return tmpl_fail(r, "%.*s: a macro without caller() has no call block", STRF(macro->s));
     if (used_named < c->n_named) return tmpl_fail(r, "%.*s: an argument name is not known", STRF(macro->s));
     for (const tmpl_node *p = macro->b; p; p = p->next) { /* defaults see all parameters, and only those around the macro */
         tval v;
@@ -5785,10 +5900,10 @@ static bool tmpl_call_macro(tmpl_run *r, const tmpl_macro *m, const tmpl_args *c
     return tmpl_leave(r, ok);
 }
 
-static bool tmpl_call(tmpl_run *r, const tmpl_node *n, tval *out) {
+static bool tmpl_call(tmpl_run *r, const tmpl_node *n, tval caller, tval *out) {
     tmpl_args c;
     tval callee;
-    if (!tmpl_eval(r, n->a, &callee) || !tmpl_eval_args(r, n->b, &c)) return false;
+    if (!tmpl_eval(r, n->a, &callee) || !tmpl_eval_args(r, n->b, caller, &c)) return false;
     switch (callee.type) {
     case TV_MACRO: return tmpl_call_macro(r, callee.macro, &c, out);
     case TV_METHOD: c.self = callee.method->self; return tmpl_apply(r, callee.method->fn, &c, out);
@@ -5857,7 +5972,7 @@ static bool tmpl_eval_sign(tmpl_run *r, const tmpl_node *n, tval *out) {
 static bool tmpl_eval_applied(tmpl_run *r, const tmpl_node *n, tval *out) { /* filter or test */
     tmpl_args c;
     tval self;
-    if (!tmpl_eval(r, n->a, &self) || !tmpl_eval_args(r, n->b, &c)) return false;
+    if (!tmpl_eval(r, n->a, &self) || !tmpl_eval_args(r, n->b, (tval){0}, &c)) return false;
     c.self = self;
     if (n->kind == TN_FILTER) return tmpl_apply_filter(r, n->s, &c, out);
     return tmpl_apply_test(r, n->s, &c, out) && (*out = tv_bool(tv_true(*out) != n->op), true);
@@ -5887,7 +6002,7 @@ static bool tmpl_eval_any(tmpl_run *r, const tmpl_node *n, tval *out) {
     case TN_ATTR: return tmpl_eval(r, n->a, &a) && tmpl_attr(r, a, n->s, out);
     case TN_ITEM: return tmpl_eval(r, n->a, &a) && tmpl_eval(r, n->b, &b) && tmpl_item(r, a, b, out);
     case TN_SLICE: return tmpl_eval_slice(r, n, out);
-    case TN_CALL: return tmpl_call(r, n, out);
+    case TN_CALL: return tmpl_call(r, n, (tval){0}, out);
     case TN_FILTER: case TN_TEST: return tmpl_eval_applied(r, n, out);
     case TN_NOT: return tmpl_eval(r, n->a, &a) && (*out = tv_bool(!tv_true(a)), true);
     case TN_SIGN: return tmpl_eval_sign(r, n, out);
@@ -5960,6 +6075,14 @@ static bool tmpl_new_macro(tmpl_run *r, const tmpl_node *n, tval *out) {
     if (!m) return false;
     *m = (tmpl_macro){.node = n, .scope = r->scope};
     return *out = (tval){.type = TV_MACRO, .macro = m}, true;
+}
+
+/* A call whose callee gets the block's body as the macro `caller`, and puts out a text. */
+static bool tmpl_exec_call(tmpl_run *r, const tmpl_node *n) {
+    tval caller, v;
+    if (!tmpl_new_macro(r, n->b, &caller) || !tmpl_call(r, n->a, caller, &v)) return false;
+    if (v.type != TV_STR) return tmpl_bad_type(r, "a call block", v);
+    return tmpl_put(r, r->out, tv_text(v));
 }
 
 static tmpl_flow tmpl_exec_if(tmpl_run *r, const tmpl_node *n) {
@@ -6081,6 +6204,7 @@ static tmpl_flow tmpl_exec_one(tmpl_run *r, const tmpl_node *n) {
     case TN_SETBLOCK: ok = tmpl_filtered(r, n, &v) && tmpl_assign(r, n->a, v); break;
     case TN_FILTERED: ok = tmpl_filtered(r, n, &v) && tmpl_put_value(r, r->out, v, false); break;
     case TN_MACRO: ok = tmpl_new_macro(r, n, &v) && tmpl_set_var(r, n->id, v); break;
+    case TN_CALLBLOCK: ok = tmpl_exec_call(r, n); break;
     case TN_SCOPE: return tmpl_exec_scope(r, r->scope, n->c);
     case TN_BREAK: return FLOW_BREAK;
     case TN_CONTINUE: return FLOW_CONTINUE;
