@@ -16410,14 +16410,17 @@ static int api_simple(const api_model *m, enum api_route route, str body, buf *o
  *
  * What always holds:
  *   - what is written is a function of the input line, the flags and the model: no clock ("created" is 0), no random ids
- *     (they are the hash of the custom_id), and a line without a seed gets api_seed(--seed, custom_id), so that no two
+ *     (they are hashes of the custom_id and of what the line says), and a line without a seed gets api_seed(--seed, custom_id), so that no two
  *     lines share random numbers. Only the order of lines differs from run to run. (A chat template that prints the date
  *     asks the clock after all; --now sets it);
  *   - an output line is written whole or is the last one of the file and torn. The next run cuts that, skips every
  *     custom_id that is there, error records too, and appends the rest: nothing lost, nothing twice. The file is locked;
+ *   - lines that are no results, damaged ones among them, cost nothing but themselves: their requests are done again;
+ *   - the "id" of a result holds a hash of the input line (run_says), so that the next run sees and says which lines have
+ *     changed since they were answered;
  *   - custom_ids are unique: the input is read once before anything runs, and a second one is refused with both line
  *     numbers (from standard input, which cannot be read twice: when it comes);
- *   - memory: the window of lines under way, and 24 bytes for each custom_id in a table at most 3/4 full, which knows ids
+ *   - memory: the window of lines under way, and 32 bytes for each custom_id in a table at most 3/4 full, which knows ids
  *     by a hash of 128 bits. A line that was cancelled or that the device failed is not written: the next run does it.
  * run.lock guards the window, the writer's queue, the records that lines have for it, and run.e. A line's call is read by the
  * driver and belongs to the writer once the engine has it. Order of locks: run.lock before the engine's. Bodies and answers:
@@ -16445,6 +16448,7 @@ typedef struct run_options { /* what toka batch was asked to do */
     int64_t until;        /* stop when this time has come, seconds since 1970; 0: no limit */
     bool expired;         /* it has come: every line that is left becomes an error record */
     atomic_llong *completed, *failed; /* lines written so far, results and errors, by earlier runs too; may be NULL */
+    atomic_llong *damaged; /* gets the number of output lines that were no results; may be NULL */
 } run_options;
 
 enum run_end { RUN_NOT_YET, /* the system could not open its files now */
@@ -16457,6 +16461,7 @@ typedef struct run_key { /* FNV-1a of 128 bits, the same on every machine */
 
 typedef struct run_seen { /* a custom_id; state 0: an empty place */
     run_key key;
+    uint64_t says;  /* run_says of the line that the written result answers; 0: not known */
     uint64_t state; /* number of its input line * 2, + 1 if its result is written */
 } run_seen;
 
@@ -16483,6 +16488,7 @@ typedef struct run_line { /* from its reading to its writing */
     struct run_state *run;
     str custom_id; /* owned */
     run_key key;
+    uint64_t says; /* run_says of it */
     api_call call;
     size_t bytes;       /* of the input line */
     buf fresh;          /* records of events, the driver's until they go to */
@@ -16508,6 +16514,9 @@ typedef struct run_state { /* a batch under way */
     run_sink results, errors; /* errors.fd -1: error records go to results */
     int64_t n_lines, n_before; /* lines of the input, -1: not known; of these, done by earlier runs */
     int64_t n_failed_before;   /* error records of these in the output */
+    int64_t n_damaged;         /* lines of the output that are no results */
+    int64_t n_changed, first_changed; /* lines of the input that say something else than what was answered; the first of them */
+    bool told_changed;
     api_model models[2]; /* what bodies are read against: [1] those that stand in OpenAI's batch lines */
     buf warned;        /* api_is_news' */
     bool warned_model; /* that a line's model is not looked at: told once */
@@ -16620,6 +16629,49 @@ static void run_identify(const json *root, int64_t number, buf *id) {
     if (json_is(v, JSON_STRING)) buf_str(id, json_str(v));
     else if (json_is(v, JSON_NUMBER) && v->exact) buf_printf(id, "%lld", (long long)v->i);
     else buf_printf(id, "line-%lld", (long long)number);
+}
+
+static uint64_t run_fold(run_key key) { return hash_mix(key.hi ^ hash_mix(key.lo)); }
+
+/* A hash of a value, the same on every machine, whatever the order of keys, white space and the spelling of a number. */
+static uint64_t run_hash_value(const json *v) {
+    uint64_t h = hash_mix(v->type), bits = 0;
+    int64_t whole;
+    double number = json_num(v, 0);
+    if (v->type == JSON_STRING) {
+        bits = run_fold(run_hash(json_str(v)));
+    } else if (json_whole(v, &whole)) {
+        bits = (uint64_t)whole;
+    } else if (v->type == JSON_NUMBER) {
+        memcpy(&bits, &number, sizeof bits);
+        if (v->big) bits = run_fold(run_hash(json_digits(v)));
+    } else if (v->type == JSON_ARRAY) {
+        JSON_EACH(it, v) h = hash_mix(h + run_hash_value(it));
+    } else if (v->type == JSON_OBJECT) {
+        JSON_MEMBERS(key, v) bits += hash_mix(run_fold(run_hash(json_str(key))) + hash_mix(run_hash_value(key + 1)));
+    }
+    return hash_mix(h + hash_mix(bits));
+}
+
+/* The same of a line; of one that is no JSON, root NULL, its bytes count. Never 0. */
+static uint64_t run_says(const json *root, str line) {
+    while (line.n && strchr(" \t\r", line.p[line.n - 1])) line.n--;
+    const uint64_t h = root ? run_hash_value(root) : run_fold(run_hash(line));
+    return MAX(h, (uint64_t)1);
+}
+
+/* A line whose custom_id has a result: does it still say what was answered? */
+static void run_compare(run_state *r, const run_seen *s, uint64_t says) {
+    if (!s->says || s->says == says) return;
+    if (!r->n_changed++) r->first_changed = r->in.number;
+}
+
+static void run_tell_changed(run_state *r) {
+    if (!r->n_changed || r->told_changed) return;
+    r->told_changed = true;
+    fprintf(stderr, "toka batch: %s: %lld %s changed since the answers in %s were written, the first is line %lld; those answers stay "
+            "(give another -o to do them again)\n", r->in.name, (long long)r->n_changed, r->n_changed == 1 ? "line has" : "lines have",
+            r->results.path, (long long)r->first_changed);
 }
 
 static void run_warn(void *user, str name) {
@@ -16833,10 +16885,13 @@ static int run_take_line(run_state *r, str text, toka_err *e) {
     run_seen *s = run_table_at(&r->seen, key);
     int code = 0;
     bool done = s->state & 1;
+    const uint64_t says = run_says(root, text);
+    if (r->n_lines < 0 && done) run_compare(r, s, says);
     if (r->n_lines < 0 && s->state >> 1) code = run_twice(r, r->in.number, s, buf_view(&id), e), done = true;
     else if (r->n_lines < 0) run_table_set(&r->seen, s, (uint64_t)r->in.number << 1 | done), r->n_before += done;
     if (!done) {
         run_line *line = run_line_new(r, buf_view(&id), key, text.n);
+        line->says = says;
         int bad = r->o->expired ? fail(&why, TOKA_E_USE, "the completion window closed before this request was done")
                                 : run_parse(line, root, &why);
         if (r->o->expired) line->error = "batch_expired";
@@ -16875,7 +16930,7 @@ static void run_put_key_id(buf *b, const char *name, const char *head, run_key k
 /* The line of the output file, with its line feed. */
 static void run_put_result(run_line *line, buf *b) {
     json_put_open(b, '{');
-    run_put_key_id(b, "id", "batch_req_", line->key);
+    run_put_key_id(b, "id", "batch_req_", (run_key){line->key.hi, line->says});
     json_put_key(b, "custom_id"), json_put_str(b, line->custom_id);
     json_put_key(b, "response");
     bool refused = line->run->errors.fd >= 0 && line->call.status; /* as OpenAI writes what a server refused */
@@ -17065,68 +17120,164 @@ static str run_result_id(str line) {
     return to < line.n && str_starts(str_sub(line, to + 1, line.n), run_result_next) ? str_sub(line, from, to + 1) : (str){0};
 }
 
-/* custom_id of an output line into id. False: it is no line of ours. Of one that is too long to be parsed whole, as those of
- * thousands of samples may be, the beginning says it. */
-static bool run_read_result(run_state *r, const run_input *in, str line, arena *a, buf *id) {
+typedef struct run_result { /* a line of an output file */
+    buf custom_id;
+    uint64_t says; /* run_says of the line that it answers; 0: it does not tell */
+    bool failed;   /* an error record */
+} run_result;
+
+/* The hash of an id as run_put_result writes it. 0: another program wrote it, or a toka that kept no hash of the line. */
+static uint64_t run_id_says(str id, run_key key) {
+    const str head = str_sub(run_result_head, 7, run_result_head.n); /* batch_req_ */
+    uint64_t half[2] = {0};
+    if (id.n != head.n + 32 || !str_starts(id, head)) return 0;
+    for (size_t i = 0; i < 32; i++) {
+        const int digit = hex_digit(id.p[head.n + i]);
+        if (digit < 0) return 0;
+        half[i / 16] = half[i / 16] << 4 | (uint64_t)digit;
+    }
+    return half[0] == key.hi && half[1] != key.lo ? half[1] : 0;
+}
+
+/* False: it is no line of ours. Of one that is too long to be parsed whole, as those of thousands of samples may be, the beginning
+ * says what must be known. */
+static bool run_read_result(run_state *r, const run_input *in, str line, arena *a, run_result *out) {
     toka_err ignored;
     const json *root = json_parse(a, in->too_long ? run_result_id(line) : line, json_trusted, &ignored);
     const json *v = in->too_long ? root : json_get(root, "custom_id");
     if (!json_is(v, JSON_STRING)) return false;
     if (!in->too_long && (!json_get(root, "response") || !json_get(root, "error"))) return false;
-    buf_clear(id), buf_str(id, json_str(v));
-    r->n_failed_before += !in->too_long && json_get(root, "error")->type != JSON_NULL;
+    buf_clear(&out->custom_id), buf_str(&out->custom_id, json_str(v));
+    const str id = in->too_long ? str_sub(line, 7, run_result_head.n + 32) : json_str(json_get(root, "id"));
+    out->says = run_id_says(id, run_hash(json_str(v)));
+    out->failed = !in->too_long && json_get(root, "error")->type != JSON_NULL;
     const str model = in->too_long ? (str){0} : json_str(json_get(json_get(json_get(root, "response"), "body"), "model"));
     if (model.n && !r->earlier.n && !r->o->model && !str_is(model, r->models[0].name)) api_show(&r->earlier, model);
     return true;
 }
 
-static int run_no_result(const run_input *in, int64_t line, toka_err *e) {
-    return fail(e, TOKA_E_INPUT, "%s: line %lld is not a result of toka batch; give another -o", in->name, (long long)line);
+typedef struct run_span { /* bytes of a file */
+    int64_t from, to;
+} run_span;
+
+typedef struct run_scan { /* what earlier runs wrote, as it is read */
+    run_input in;
+    run_result result;
+    run_span line;  /* the one last read, with its line feed or room for it */
+    bool whole;     /* a line feed ends it */
+    bool bad, ours; /* it is no result; but begins as one, or is empty, so that it may be cut if it is the last */
+    bool foreign;   /* a line was bad and not ours */
+    int64_t n_results, n_bad, n_twice, first_bad; /* n_twice: results of a custom_id that has one */
+    buf drop;       /* run_spans of lines that a server's file is better without */
+} run_scan;
+
+/* Does a bad line begin as ours do? NULs are what a disk leaves that lost power. */
+static bool run_is_ours(str line) {
+    while (line.n && strchr(" \t\r", *line.p)) line = str_sub(line, 1, line.n); /* it finds NUL too */
+    return str_starts(run_result_head, str_sub(line, 0, MIN(line.n, run_result_head.n)));
 }
 
-/* Reads what earlier runs wrote; cuts a last line that is torn: it does not end, or begins as ours do. Anything else that is no
- * result is not ours to cut. */
-static int run_scan_output(run_state *r, run_sink *to, atomic_llong *count, toka_err *e) {
-    run_input in;
-    str line = {0}, bad = {0};
-    bool whole = false, ended = false; /* this line; the bad one */
-    int64_t at = 0;
-    int code;
-    buf id = {0}, kept = {0};
-    long long n_lines = 0;
-    run_input_init(&in, to->fd, to->path, r->o->interrupted);
-    in.most = RUN_RESULT_BYTES; /* a result has all samples of a request */
-    while ((code = run_next_line(&in, &line, &whole, e)) > 0) {
-        arena a = {0};
-        if (bad.p) {
-            code = run_no_result(&in, in.number - 1, e);
-            break;
-        }
-        if (whole && run_read_result(r, &in, line, &a, &id)) {
-            run_table_set(&r->seen, run_table_at(&r->seen, run_hash(buf_view(&id))), 1);
-            at += in.length + 1;
-            n_lines++;
-        } else { /* fine if it is the last */
-            buf_clear(&kept), buf_put(&kept, line.p, MIN(line.n, run_result_head.n));
-            bad = buf_view(&kept), ended = whole;
-        }
-        arena_free(&a);
+/* The line that was just read. */
+static void run_scan_line(run_state *r, run_scan *s, str line, bool whole) {
+    arena a = {0};
+    s->line = (run_span){s->line.to, s->line.to + s->in.length + 1};
+    s->whole = whole;
+    s->bad = (!s->whole && s->in.too_long) || !run_read_result(r, &s->in, line, &a, &s->result);
+    arena_free(&a);
+    run_seen *seen = s->bad ? NULL : run_table_at(&r->seen, run_hash(buf_view(&s->result.custom_id)));
+    if (s->bad || seen->state) buf_put(&s->drop, &s->line, sizeof s->line);
+    if (s->bad) {
+        s->ours = run_is_ours(line), s->foreign |= !s->ours;
+        if (!s->n_bad++) s->first_bad = s->in.number;
+    } else if (seen->state) {
+        s->n_twice++;
+    } else {
+        seen->says = s->result.says;
+        run_table_set(&r->seen, seen, 1);
+        s->n_results++, r->n_failed_before += s->result.failed;
     }
-    if (!code && *r->o->interrupted)
-        code = fail(e, TOKA_E_CANCELLED, "%s: interrupted", to->path); /* the last line was cut by that */
-    bool ours = str_starts(run_result_head, bad);
-    if (!code && bad.p && !at && !ours) /* somebody's file of one line */
-        code = fail(e, TOKA_E_INPUT, "%s: not a result file of toka batch; give another -o", to->path);
-    if (!code && bad.p && ended && !ours) code = run_no_result(&in, in.number, e);
-    if (!code && bad.p && ftruncate(to->fd, at)) code = fail(e, TOKA_E_IO, "%s: %s", to->path, strerror(errno));
-    if (!code && count) *count = n_lines; /* all at once: somebody looks at it meanwhile */
-    if (!code && bad.p && !r->o->quiet) fprintf(stderr, "toka batch: %s: the torn last line was cut off\n", to->path);
-    if (!code && r->earlier.n)
+}
+
+/* The last line: it ends with a line feed, or is cut if it is torn, which a line is that does not end or begins as ours do. */
+static int run_end_output(run_state *r, run_scan *s, run_sink *to, toka_err *e) {
+    const bool torn = s->bad && (!s->whole || s->ours);
+    if (!s->in.number) return 0;
+    to->bytes = torn ? s->line.from : s->line.to - !s->whole;
+    if (torn) s->n_bad--, s->drop.n -= sizeof(run_span);
+    if (torn && ftruncate(to->fd, to->bytes)) return fail(e, TOKA_E_IO, "%s: %s", to->path, strerror(errno));
+    if (torn && !r->o->quiet) fprintf(stderr, "toka batch: %s: the torn last line was cut off\n", to->path);
+    return torn || s->whole ? 0 : run_write_all(r, to, STR("\n"), e);
+}
+
+static void run_tell_output(run_state *r, const run_scan *s, const run_sink *to) {
+    const char *end = r->o->errors ? "were removed" : "stay there";
+    if (s->n_bad)
+        fprintf(stderr, "toka batch: %s: %lld %s damaged or no result, the first is line %lld; they %s, and requests without a result "
+                "are done again\n", to->path, (long long)s->n_bad, s->n_bad == 1 ? "line is" : "lines are", (long long)s->first_bad, end);
+    if (s->n_twice)
+        fprintf(stderr, "toka batch: %s: %lld %s the custom_id of an earlier one; they %s\n", to->path, (long long)s->n_twice,
+                s->n_twice == 1 ? "result has" : "results have", end);
+    if (r->earlier.n)
         fprintf(stderr, "toka batch: %s has results of the model %s, which stay; the rest runs on %s\n", to->path, r->earlier.p,
                 r->models[0].name);
     buf_free(&r->earlier);
-    to->bytes = at;
-    run_input_free(&in), buf_free(&id), buf_free(&kept);
+}
+
+static bool run_copy(int to, int from, run_span span) {
+    off_t at = (off_t)span.from;
+    while (at < span.to) {
+        ssize_t n = sendfile(to, from, &at, (size_t)MIN(span.to - at, (int64_t)1 << 30));
+        if (n == 0) errno = EIO; /* somebody cut the file */
+        if (n == 0 || (n < 0 && errno != EINTR)) return false;
+    }
+    return true;
+}
+
+/* A server's file without the lines of s->drop, which those who read it could not parse: a new file in the old one's place. */
+static int run_drop_lines(run_state *r, const run_scan *s, run_sink *to, toka_err *e) {
+    const char *path = to == &r->errors ? r->o->errors : r->o->out;
+    const run_span *drop = (const run_span *)(const void *)s->drop.p;
+    buf part = {0};
+    run_span kept = {0};
+    int64_t bytes = 0;
+    buf_printf(&part, "%s.part", path);
+    int fd = open(part.p, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    bool good = fd >= 0;
+    for (size_t i = 0; i <= s->drop.n / sizeof *drop && good; i++) {
+        kept.to = i < s->drop.n / sizeof *drop ? drop[i].from : to->bytes;
+        good = run_copy(fd, to->fd, kept), bytes += kept.to - kept.from;
+        if (i < s->drop.n / sizeof *drop) kept.from = drop[i].to;
+    }
+    good = good && !fcntl(fd, F_SETFL, O_APPEND) && !fsync(fd) && !rename(part.p, path) && dup3(fd, to->fd, O_CLOEXEC) >= 0;
+    const int why = errno;
+    if (fd >= 0) close(fd);
+    if (good) to->bytes = bytes;
+    else unlink(part.p);
+    buf_free(&part);
+    return good ? 0 : fail(e, TOKA_E_IO, "%s: %s", to->path, strerror(why));
+}
+
+/* Reads what earlier runs wrote. Lines that are no results are left where they are: somebody else may want them. A file without any
+ * result, but with such lines, is somebody else's. A server's files are its own. */
+static int run_scan_output(run_state *r, run_sink *to, atomic_llong *count, toka_err *e) {
+    run_scan s = {0};
+    str line;
+    bool whole;
+    int code;
+    run_input_init(&s.in, to->fd, to->path, r->o->interrupted);
+    s.in.most = RUN_RESULT_BYTES; /* a result has all samples of a request */
+    while ((code = run_next_line(&s.in, &line, &whole, e)) > 0) run_scan_line(r, &s, line, whole);
+    if (!code && *r->o->interrupted)
+        code = fail(e, TOKA_E_CANCELLED, "%s: interrupted", to->path); /* the last line was cut by that */
+    if (!code && s.foreign && !s.n_results && !r->o->errors)
+        code = fail(e, TOKA_E_INPUT, "%s: not a result file of toka batch; give another -o", to->path);
+    if (!code) code = run_end_output(r, &s, to, e);
+    if (!code && r->o->errors && s.drop.n) code = run_drop_lines(r, &s, to, e);
+    if (!code) run_tell_output(r, &s, to);
+    r->n_damaged += s.n_bad;
+    if (!code && count) *count = s.n_results; /* all at once: somebody looks at it meanwhile */
+    if (!code && r->o->damaged) *r->o->damaged += s.n_bad;
+    run_input_free(&s.in), buf_free(&s.result.custom_id), buf_free(&s.drop);
     return code;
 }
 
@@ -17182,9 +17333,11 @@ static int run_scan_input(run_state *r, toka_err *e) {
         arena a = {0};
         toka_err ignored;
         if (run_is_blank(line)) continue;
-        run_identify(r->in.too_long ? NULL : json_parse(&a, line, run_limits, &ignored), r->in.number, &id);
-        arena_free(&a);
+        const json *root = r->in.too_long ? NULL : json_parse(&a, line, run_limits, &ignored);
+        run_identify(root, r->in.number, &id);
         run_seen *s = run_table_at(&r->seen, run_hash(buf_view(&id)));
+        if (s->state & 1) run_compare(r, s, run_says(root, line));
+        arena_free(&a);
         if (s->state >> 1) {
             code = run_twice(r, r->in.number, s, buf_view(&id), e);
             break;
@@ -17225,11 +17378,14 @@ static int run_open(run_state *r, toka_err *e) {
     int code = run_open_output(r, &r->results, r->o->out, r->o->completed, e);
     if (!code && r->o->errors) code = run_open_output(r, &r->errors, r->o->errors, r->o->failed, e);
     if (!code && r->o->report) code = run_check_report(r, e);
-    return code ? code : run_scan_input(r, e);
+    if (!code) code = run_scan_input(r, e);
+    if (!code) run_tell_changed(r);
+    return code;
 }
 
 static int run_close(run_state *r, toka_err *e) {
     int code = 0;
+    run_tell_changed(r); /* of an input that was read only once */
     run_sink *sinks[] = {&r->results, &r->errors};
     for (int i = 0; i < COUNT(sinks); i++) {
         run_sink *to = sinks[i];
@@ -17596,7 +17752,8 @@ static void run_report_show(const run_report *p) {
 static int run_report_write(const run_state *r, const run_report *p, toka_err *e) {
     const toka_stats *s = &p->s;
     const struct { const char *name; int64_t value; } counts[] = {
-        {"lines", r->n_written}, {"errors", r->n_errors}, {"done_before", r->n_before}, {"prompt_tokens", s->prompt_tokens},
+        {"lines", r->n_written}, {"errors", r->n_errors}, {"done_before", r->n_before},
+        {"changed", r->n_changed}, {"damaged", r->n_damaged}, {"prompt_tokens", s->prompt_tokens},
         {"prompt_tokens_shared", s->prompt_tokens_shared}, {"output_tokens", s->output_tokens}, {"steps", s->steps},
         {"rows", s->rows}, {"preemptions", s->preemptions}, {"kv_pages", s->kv_pages}};
     const struct { const char *name; double value; } numbers[] = {
@@ -17759,6 +17916,7 @@ typedef struct fb_batch {
     bool foreign;              /* its model is not served here, which was told */
     bool waits;                /* for what the system is short of; it was told, and is not again before it gets on */
     atomic_llong total, completed, failed;
+    atomic_llong damaged;      /* lines of its two files that were no results when a server went on with it */
     atomic_int stop;           /* asks chapter 27 to stop: cancelled, out of time, or the server ends */
 } fb_batch;
 
@@ -18034,6 +18192,7 @@ static void fb_put_batch(const fb_batch *x, bool on_disk, buf *b) {
     json_put_key(b, "total"), json_put_int(b, x->total);
     json_put_key(b, "completed"), json_put_int(b, x->completed);
     json_put_key(b, "failed"), json_put_int(b, x->failed);
+    if (x->damaged) json_put_key(b, "damaged"), json_put_int(b, x->damaged);
     json_put_close(b, '}');
     json_put_key(b, "metadata"), buf_c(b, x->metadata ? x->metadata : "null");
     if (on_disk) {
@@ -18164,6 +18323,7 @@ static bool fb_load_batch(fb_store *s, const fb_id *id, const json *root) {
     b->has_out = json_is(json_get(root, "output_file_id"), JSON_STRING),
     b->has_err = json_is(json_get(root, "error_file_id"), JSON_STRING);
     b->total = json_int(json_get(counts, "total"), 0);
+    b->damaged = json_int(json_get(counts, "damaged"), 0);
     b->completed = fb_has_ended(b) ? json_int(json_get(counts, "completed"), 0) : fb_count_lines(s, &b->out);
     b->failed = fb_has_ended(b) ? json_int(json_get(counts, "failed"), 0) : fb_count_lines(s, &b->err);
     fb_insert(&s->batches, b);
@@ -18406,7 +18566,7 @@ static int fb_run_lines(fb_store *s, fb_batch *b, bool expired, enum run_end *en
                      .model = s->o.m, .quiet = true, .patient = true, .hidden = true,
                      .max_answer_bytes = s->o.m->max_answer_bytes,
                      .interrupted = &b->stop, .until = expired ? 0 : b->expires_at, .expired = expired,
-                     .completed = &b->completed, .failed = &b->failed};
+                     .completed = &b->completed, .failed = &b->failed, .damaged = &b->damaged};
     o.base.priority = FB_PRIORITY;
     int code = run_served(s->o.t, &o, end, e);
     buf_free(&in), buf_free(&out), buf_free(&err);

@@ -355,11 +355,15 @@ def test_files_that_cannot_be(tmp_path):
         precious.write_text(text)
         _, err = batch("-i", source, "-o", str(precious), status=1)
         assert "not a result file" in err and precious.read_text() == text
+    for text in ('{"my": "thesis"}\n\n', "\n\nmy thesis\n", "\0\nmy thesis", 'mine\n{"id":"batch_req_'):
+        precious.write_text(text)
+        _, err = batch("-i", source, "-o", str(precious), status=1)
+        assert "not a result file" in err and precious.read_text() == text
     for end in ("more\n", ""):
         text = '{"custom_id":"a","response":null,"error":null}\nmy thesis\n' + end
         precious.write_text(text)
-        _, err = batch("-i", source, "-o", str(precious), status=1)
-        assert "line 2 is not a result" in err and precious.read_text() == text
+        _, err = batch("-i", source, "-o", str(precious))
+        assert "no result, the first is line 2; they stay there" in err and precious.read_text() == text
 
 
 def test_a_result_longer_than_any_request(tmp_path):
@@ -606,7 +610,7 @@ def test_killed_at_50_moments(uninterrupted, tmp_path):
 def test_every_torn_end_is_cut(uninterrupted, tmp_path):
     source, want, _ = uninterrupted
     whole = "\n".join(want[:3]) + "\n"
-    for mark, tail in (("", want[3]), ("", want[3][:1]), ("", want[3][:-1]), ("", want[3][:40] + "\n"), ("", "\0\0\0"), ("", "{"),
+    for mark, tail in (("", want[3][:-2]), ("", want[3][:1]), ("", want[3][:-1]), ("", want[3][:40] + "\n"), ("", "\0\0\0"), ("", "{"),
                        ("\ufeff", "{")):  # an editor leaves a mark
         out = tmp_path / "out.jsonl"
         out.write_text(mark + whole + tail)
@@ -617,6 +621,132 @@ def test_every_torn_end_is_cut(uninterrupted, tmp_path):
     out.write_text(want[3][:50])
     batch("-i", first, "-o", str(out))
     assert list(read_results(out)) == ["new"]
+
+
+# ---- Damaged output files ----
+
+def half(line):
+    return line[:len(line) // 2]
+
+
+DAMAGE = {  # what becomes of the lines of an output file, which end in a line feed; how many of 6 are lost, how many are told
+    "none": (lambda v: v, 0, 0), "blank": (lambda v: [v[0], "\n", *v[2:]], 1, 1), "an empty line more": (lambda v: [*v[:3], "\n", *v[3:]], 0, 1),
+    "empty lines at the end": (lambda v: [*v, "\n", "\n"], 0, 1), "spaces": (lambda v: [v[0], "  \t\n", *v[1:]], 0, 1),
+    "half": (lambda v: [*v[:2], half(v[2]) + "\n", *v[3:]], 1, 1), "first": (lambda v: [half(v[0]) + "\n", *v[1:]], 1, 1),
+    "two": (lambda v: [v[0], v[1][9:], v[2], half(v[3]) + "\n", *v[4:]], 2, 2), "joined": (lambda v: [*v[:2], v[2][:-1] + v[3], *v[4:]], 2, 1),
+    "NULs": (lambda v: [*v[:2], "\0" * len(v[2]) + "\n", *v[3:]], 1, 1), "NULs at the end": (lambda v: [*v[:5], "\0" * len(v[5])], 1, 0),
+    "NULs in a line": (lambda v: [*v[:4], v[4][:20] + "\0" * 99 + v[4][119:], v[5]], 1, 1), "NULs before a line": (lambda v: [*v[:4], "\0" * 99 + v[4], v[5]], 1, 1),
+    "a bit": (lambda v: [v[0], v[1].replace('"response"', '"rdsponse"', 1), *v[2:]], 1, 1), "a byte": (lambda v: [v[0], v[1].replace("{", "[", 1), *v[2:]], 1, 1),
+    "marked": (lambda v: ["\ufeff" + v[0], *v[1:]], 0, 0), "CRLF": (lambda v: [line[:-1] + "\r\n" for line in v], 0, 0),
+    "CRLF and blank": (lambda v: [line[:-1] + "\r\n" for line in v] + ["\r\n", v[0]], 0, 1), "no last line feed": (lambda v: [*v[:5], v[5][:-1]], 0, 0),
+    "twice": (lambda v: [*v, v[2], v[3]], 0, 0), "a line of another program": (lambda v: ['{"event":"begin"}\n', *v, "done.\n"], 0, 2),
+    "torn and damaged": (lambda v: [v[0], half(v[1]) + "\n", *v[2:5], half(v[5])], 2, 1), "a long one": (lambda v: [v[0], "x" * (9 << 20) + "\n", *v[2:]], 1, 1),
+    "an array": (lambda v: [v[0], "[1,2]\n", "null\n", "7\n", *v[3:]], 2, 3), "no JSON text": (lambda v: [v[0], v[1].replace("Tom", "T\udcffm"), *v[2:]], None, None),
+}
+
+
+@pytest.fixture(scope="module")
+def six(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("six")
+    source = write_lines(folder / "in.jsonl", [completion(f"q{i}", f"Tom has {i}", max_tokens=3, echo=True) for i in range(5)] + [{"promt": "x"}])
+    batch("-i", source, "-o", str(folder / "out.jsonl"), *SMALL)
+    return source, open(folder / "out.jsonl").read().splitlines(keepends=True)
+
+
+def parsed(path):
+    """The results among the lines, a list for each custom_id."""
+    found = {}
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            v = json.loads(line.decode("utf-8-sig"))
+            found.setdefault(v["custom_id"], []).append(json.dumps(v) if "response" in v and "error" in v else None)
+        except (ValueError, KeyError, TypeError):
+            continue
+    return {k: [x for x in v if x] for k, v in found.items() if any(v)}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_output_goes_on(six, tmp_path, name):
+    """What is whole stays as it is; what was lost is done again; how many lines are neither is told."""
+    source, lines = six
+    change, lost, told = DAMAGE[name]
+    out = tmp_path / "out.jsonl"
+    damaged = "".join(change(list(lines))).encode("utf-8", "surrogateescape")
+    out.write_bytes(damaged)
+    report = tmp_path / "report.json"
+    _, err = batch("-i", source, "-o", str(out), "--report", str(report), *SMALL)
+    whole = {json.loads(line)["custom_id"]: json.dumps(json.loads(line)) for line in lines}
+    again = parsed(out)
+    assert set(again) == set(whole) and all(set(v) == {whole[k]} for k, v in again.items())
+    keep = damaged[:damaged.rindex(b"\n") + 1]
+    assert out.read_bytes().startswith(keep.rstrip(b"\r\n")) and out.read_bytes().endswith(b"\n")
+    if lost is None:
+        return
+    assert all(len(v) == 1 for v in again.values()) == (name not in ("twice", "CRLF and blank"))
+    assert f"toka batch: {lost} lines in" in err and json.loads(report.read_text())["damaged"] == told
+    assert (f"{told} line{'s are' if told > 1 else ' is'} damaged or no result" in err) == (told > 0), err
+    assert ("results have the custom_id of an earlier one" in err) == (name == "twice")
+    _, err = batch("-i", source, "-o", str(out), *SMALL)
+    assert "toka batch: 0 lines in" in err
+
+
+def test_an_output_of_damage_alone(six, tmp_path):
+    source, lines = six
+    for text in ("\0" * 5000, "\0" * 50 + "\n", "\n\n\r\n", half(lines[0]) + "\n" + half(lines[1]) + "\n", half(lines[0]), "\0\0" + half(lines[0]) + "\n"):
+        out = tmp_path / "out.jsonl"
+        out.write_text(text)
+        batch("-i", source, "-o", str(out), *SMALL)
+        assert len(parsed(out)) == 6
+
+
+# ---- Lines that have changed since they were answered ----
+
+def fnv(text):
+    h = 0x6C62272E07BB014262B821756295C58D
+    for byte in text.encode():
+        h = (h ^ byte) * (1 << 88 | 0x13B) % (1 << 128)
+    return h
+
+
+def changed(err):
+    found = re.search(r"in\S*: (\d+) lines? ha(?:s|ve) changed since the answers in \S+ were written, the first is line (\d+);", err)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def test_changed_lines_are_told(tmp_path):
+    """A custom_id alone does not say which question was answered."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    first = [completion("a", "Tom", max_tokens=2, temperature=1), completion("b", "Eve", max_tokens=2), chat("c", "Tom \u00e9", max_tokens=2),
+             {"prompt": "Tom", "max_tokens": 2}, "no json", {"id": "e", "promt": "x"}]
+
+    def again(lines, *args, **more):
+        return batch("-i", write_lines(source, lines), "-o", str(out), *SMALL, *args, **more)[1]
+
+    assert changed(again(first)) is None
+    before = out.read_text()
+    assert changed(again(first)) is None
+    same = ['{ "body":{"temperature":1.0, "max_tokens":2e0,\t"prompt":"\\u0054om"}, "url":"/v1/completions","method":"POST","custom_id":"a"}\r',
+            json.dumps(first[1], indent=1).replace("\n", " "), json.dumps(first[2], ensure_ascii=False, sort_keys=True), *first[3:4], "no json  \r", first[5]]
+    assert changed(again(same)) is None
+    for at, line in ((1, completion("b", "Ann", max_tokens=2)), (0, completion("a", "Tom", max_tokens=2, temperature=0.5)), (2, chat("c", "Tom e", max_tokens=2)),
+                     (3, {"prompt": "Tim", "max_tokens": 2}), (4, {"prompt": "Tim", "max_tokens": 2}), (5, {"id": "e", "prompt": "x", "max_tokens": 2})):
+        assert changed(again([*first[:at], line, *first[at + 1:]], "-q")) == (1, at + 1), line
+    assert changed(again([completion("a", "x"), completion("b", "y"), *first[2:]])) == (2, 1)
+    moved = again([completion("new", "Tom", max_tokens=2), *first])  # lines without an id are called by their number
+    assert changed(moved) == (1, 5) and len(read_results(out)) == 8 and out.read_text().startswith(before)
+    text = "".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in [first[1], completion("a", "z"), *first[2:]])
+    report = tmp_path / "report.json"
+    _, err = batch("-i", "-", "-o", str(out), "--report", str(report), *SMALL, stdin=text.encode())
+    assert "standard input: 1 line has changed" in err and json.loads(report.read_text())["changed"] == 1
+
+
+def test_results_without_a_hash_of_the_line(tmp_path):
+    """Those of an earlier toka, or of another server, say nothing of the line: the run goes on in silence."""
+    source, out = write_lines(tmp_path / "in.jsonl", [completion(k, "Tom", max_tokens=2) for k in "abcd"]), tmp_path / "out.jsonl"
+    ids = [f"batch_req_{fnv('a'):032x}", "batch_req_67cbe1", f"batch_req_{'0' * 32}", None]
+    write_lines(out, [{"id": i, "custom_id": k, "response": {"body": {}}, "error": None} for i, k in zip(ids, "abcd")])
+    _, err = batch("-i", source, "-o", str(out), *SMALL)
+    assert "changed" not in err and "4 were done before" in err
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])

@@ -286,6 +286,43 @@ def test_another_model(tmp_path):
         assert counts(wait(client(s), b)) == (1500, 1500, 0)
 
 
+def damaged(lines):
+    """NULs, a torn line, an empty one, one of another program, one twice, and half of the last one; how many were whole before."""
+    half = len(lines[5]) // 2
+    return b"\n".join([b"\0" * 300, lines[5][:half], b"", b'{"event":"rotated"}', lines[1], *lines[1:5], *lines[6:-1], lines[-1][:half]]), len(lines) - 3
+
+
+def test_damaged_files_of_a_batch(tmp_path):
+    """A server that goes on takes the damage out of both files, tells how many lines it was, and answers those again."""
+    n = 1200
+    text = lines(n, 20).splitlines()
+    for i in range(0, n, 4):
+        text[i] = text[i].replace('"temperature": 1', '"temperature": "warm"')
+    b = left_behind(tmp_path, "\n".join(text))
+    with open(tmp_path / f"{b.id}.json") as f:
+        record = json.load(f)["toka"]
+    whole = {}
+    for kind in "output", "errors":
+        path = tmp_path / record[kind]
+        old = path.read_bytes()
+        before = old[:old.rindex(b"\n")].split(b"\n")
+        assert len(before) > 8
+        new, whole[kind] = damaged(before)
+        path.write_bytes(new)
+    for attempt in range(2):
+        with serve(tmp_path, "--served-model-name", "one") as s:
+            api = client(s)
+            b = wait(api, b)
+            assert b.status == "completed" and b.errors is None and counts(b) == (n, n - n // 4, n // 4)
+            assert b.request_counts.damaged == 8
+            out, err = results(api, b.output_file_id), results(api, b.error_file_id)
+            assert sorted(r["custom_id"] for r in out + err) == sorted(f"r{i}" for i in range(n)) and len(err) == n // 4
+            log = s.read_log()
+            assert log.count("4 lines are damaged or no result, the first is line 1; they were removed") == 2 * (attempt == 0), log
+            assert log.count("1 result has the custom_id of an earlier one; they were removed") == 2 * (attempt == 0)
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".part")]
+
+
 def test_cancelled_by_another_model(tmp_path):
     """What the killed server wrote is counted, though no record of it says so."""
     b = left_behind(tmp_path, endless())
