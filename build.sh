@@ -31,7 +31,8 @@ stage() {
     echo "build.sh: $1 ($2)"
 }
 
-# Nothing leaves an object file but toka_* and main, and names with __ that the compiler adds, as sanitizers do.
+# Nothing leaves an object file but toka_* and main. Names with __ are the compiler's: sanitizers
+# add some.
 exports() {
     bad=$(nm -g --defined-only "$1" | awk '{print $3}' | grep -v -x -e 'toka_.*' -e main -e '__.*' || true)
     [ -z "$bad" ] || die "exported symbols that are not toka_*: $bad"
@@ -61,7 +62,8 @@ cuda_time() {
     echo "about $((($# * 80 / cores + 59) / 60)) minutes"
 }
 
-# nvcc as a linker hands each flag to the C++ compiler of CC's family: clang's sanitizers need clang. A comma would end a flag.
+# nvcc as a linker hands each flag to the C++ compiler of CC's family: clang's sanitizers need
+# clang. A comma would end a flag.
 nvcc_link() {
     cxx=$(printf %s "$CC" | sed 's/\(.*\)clang/\1clang++/; t; s/\(.*\)gcc/\1g++/; t; s/cc$/c++/')
     set -- "$NVCC"
@@ -69,8 +71,11 @@ nvcc_link() {
     for flag in ${CFLAGS:-} ${LDFLAGS:-}; do
         set -- "$@" -Xcompiler "$(printf %s "$flag" | sed 's/,/\\,/g')"
     done
-    # C++'s runtime guards tables of the GPU half: taken in where there is a libstdc++.a, so that no library is needed later
-    case $(c++ -print-file-name=libstdc++.a 2>/dev/null) in /*) set -- "$@" -Xcompiler -static-libstdc++,-static-libgcc ;; esac
+    # C++'s runtime guards tables of the GPU half: taken in where there is a libstdc++.a, so that no
+    # library is needed later
+    case $(c++ -print-file-name=libstdc++.a 2>/dev/null) in
+    /*) set -- "$@" -Xcompiler -static-libstdc++,-static-libgcc ;;
+    esac
     "$@" "$tmp/toka.o" "$tmp/kernels.o" -o toka -lm -lpthread
 }
 
@@ -90,6 +95,10 @@ stage "compiling toka.c with $CC" "half a minute"
 $CC -std=c11 -O3 -fno-trapping-math $WARN ${CFLAGS:-} -DTOKA_MAIN $flags -c toka.c -o "$tmp/toka.o"
 exports "$tmp/toka.o"
 stage "linking ./toka" "a second"
-# shellcheck disable=SC2086
-if [ "$gpu" ]; then nvcc_link; else $CC ${CFLAGS:-} ${LDFLAGS:-} "$tmp/toka.o" -o toka -lm -lpthread; fi
+# shellcheck disable=SC2086 # CFLAGS and LDFLAGS are words
+if [ "$gpu" ]; then
+    nvcc_link
+else
+    $CC ${CFLAGS:-} ${LDFLAGS:-} "$tmp/toka.o" -o toka -lm -lpthread
+fi
 echo "built ./toka, $(($(wc -c <toka) / 1024)) KB"

@@ -346,23 +346,23 @@ static int near_distance(str a, str b) {
     return row[a.n];
 }
 
-/* Takes a candidate that is more like the name than those before. A third of a name may differ, or one name begins the
- * other. */
+/* Takes a candidate that is more like the name than those before. A third of the name may differ,
+ * or one name begins the other. */
 static void near_try(near_name *near, const char *candidate) {
     const str typed = near->typed, name = str_c(candidate);
     const size_t shorter = MIN(typed.n, name.n);
     const int most = (int)(typed.n + 2) / 3;
     int distance = near_distance(typed, name);
-    const bool begins = shorter >= 3 && MAX(typed.n, name.n) <= 4 * shorter && !strncasecmp(typed.p, candidate, shorter);
-    if (distance > most && begins) distance = most;
+    const bool begins = shorter >= 3 && !strncasecmp(typed.p, candidate, shorter);
+    if (distance > most && begins && MAX(typed.n, name.n) <= 4 * shorter) distance = most;
     if (typed.n < 2 || distance > most || (near->best && distance >= near->distance)) return;
     near->best = candidate, near->distance = distance;
 }
 
-/* Fails as e says, with what was meant if there is anything like it. dashes: what stands before the name. */
-static int near_fail(const near_name *near, const char *dashes, toka_err *e) {
+/* Adds the nearest name, if there is one, to the error in e. head: text before the name. */
+static int near_fail(const near_name *near, const char *head, toka_err *e) {
     const size_t n = strlen(e->msg);
-    if (near->best) snprintf(e->msg + n, sizeof e->msg - n, "; did you mean %s%s?", dashes, near->best);
+    if (near->best) snprintf(e->msg + n, sizeof e->msg - n, "; did you mean %s%s?", head, near->best);
     return e->code;
 }
 
@@ -14201,7 +14201,8 @@ static int pub_no_device(const char *device, toka_err *e) {
     near_name near = {.typed = str_c(device)};
     for (int i = 0; i < COUNT(names); i++) near_try(&near, names[i]);
     fail(e, TOKA_E_USE, "device %s: this build has auto, %s", device, pub_devices);
-    return near.distance ? near_fail(&near, "", e) : e->code; /* 0: a right name, but not in this build */
+    if (!near.distance) return e->code; /* a right name, but not of this build; or none is near */
+    return near_fail(&near, "", e);
 }
 
 static int pub_check_options(const toka_options *o, toka_err *e) {
@@ -16410,14 +16411,15 @@ static int api_simple(const api_model *m, enum api_route route, str body, buf *o
  *
  * What always holds:
  *   - what is written is a function of the input line, the flags and the model: no clock ("created" is 0), no random ids
- *     (they are hashes of the custom_id and of what the line says), and a line without a seed gets api_seed(--seed, custom_id), so that no two
+ *     (they are hashes of the custom_id and of the line), and a line without a seed gets api_seed(--seed, custom_id), so that no two
  *     lines share random numbers. Only the order of lines differs from run to run. (A chat template that prints the date
  *     asks the clock after all; --now sets it);
  *   - an output line is written whole or is the last one of the file and torn. The next run cuts that, skips every
  *     custom_id that is there, error records too, and appends the rest: nothing lost, nothing twice. The file is locked;
- *   - lines that are no results, damaged ones among them, cost nothing but themselves: their requests are done again;
- *   - the "id" of a result holds a hash of the input line (run_says), so that the next run sees and says which lines have
- *     changed since they were answered;
+ *   - an output line that is no result, as a damaged one, does no harm to the others: its request
+ *     is done again;
+ *   - the "id" of a result holds a hash of the input line (run_says). The next run compares it with
+ *     its own input, and warns of lines that have changed;
  *   - custom_ids are unique: the input is read once before anything runs, and a second one is refused with both line
  *     numbers (from standard input, which cannot be read twice: when it comes);
  *   - memory: the window of lines under way, and 32 bytes for each custom_id in a table at most 3/4 full, which knows ids
@@ -16515,7 +16517,8 @@ typedef struct run_state { /* a batch under way */
     int64_t n_lines, n_before; /* lines of the input, -1: not known; of these, done by earlier runs */
     int64_t n_failed_before;   /* error records of these in the output */
     int64_t n_damaged;         /* lines of the output that are no results */
-    int64_t n_changed, first_changed; /* lines of the input that say something else than what was answered; the first of them */
+    int64_t n_changed;         /* lines of the input that are not those that were answered */
+    int64_t first_changed;     /* number of the first of them */
     bool told_changed;
     api_model models[2]; /* what bodies are read against: [1] those that stand in OpenAI's batch lines */
     buf warned;        /* api_is_news' */
@@ -16633,7 +16636,8 @@ static void run_identify(const json *root, int64_t number, buf *id) {
 
 static uint64_t run_fold(run_key key) { return hash_mix(key.hi ^ hash_mix(key.lo)); }
 
-/* A hash of a value, the same on every machine, whatever the order of keys, white space and the spelling of a number. */
+/* A hash of a value, the same on every machine. The order of keys, white space, escapes and the
+ * spelling of a number do not count. */
 static uint64_t run_hash_value(const json *v) {
     uint64_t h = hash_mix(v->type), bits = 0;
     int64_t whole;
@@ -16648,7 +16652,10 @@ static uint64_t run_hash_value(const json *v) {
     } else if (v->type == JSON_ARRAY) {
         JSON_EACH(it, v) h = hash_mix(h + run_hash_value(it));
     } else if (v->type == JSON_OBJECT) {
-        JSON_MEMBERS(key, v) bits += hash_mix(run_fold(run_hash(json_str(key))) + hash_mix(run_hash_value(key + 1)));
+        JSON_MEMBERS(key, v) {
+            const uint64_t name = run_fold(run_hash(json_str(key)));
+            bits += hash_mix(name + hash_mix(run_hash_value(key + 1)));
+        }
     }
     return hash_mix(h + hash_mix(bits));
 }
@@ -16669,8 +16676,10 @@ static void run_compare(run_state *r, const run_seen *s, uint64_t says) {
 static void run_tell_changed(run_state *r) {
     if (!r->n_changed || r->told_changed) return;
     r->told_changed = true;
-    fprintf(stderr, "toka batch: %s: %lld %s changed since the answers in %s were written, the first is line %lld; those answers stay "
-            "(give another -o to do them again)\n", r->in.name, (long long)r->n_changed, r->n_changed == 1 ? "line has" : "lines have",
+    fprintf(stderr,
+            "toka batch: %s: %lld %s changed since the answers in %s were written, the first is line %lld; "
+            "those answers stay (give another -o to do them again)\n",
+            r->in.name, (long long)r->n_changed, r->n_changed == 1 ? "line has" : "lines have",
             r->results.path, (long long)r->first_changed);
 }
 
@@ -17126,7 +17135,7 @@ typedef struct run_result { /* a line of an output file */
     bool failed;   /* an error record */
 } run_result;
 
-/* The hash of an id as run_put_result writes it. 0: another program wrote it, or a toka that kept no hash of the line. */
+/* The hash of the input line in a result's id. 0: there is none, as in other programs' results. */
 static uint64_t run_id_says(str id, run_key key) {
     const str head = str_sub(run_result_head, 7, run_result_head.n); /* batch_req_ */
     uint64_t half[2] = {0};
@@ -17139,16 +17148,18 @@ static uint64_t run_id_says(str id, run_key key) {
     return half[0] == key.hi && half[1] != key.lo ? half[1] : 0;
 }
 
-/* False: it is no line of ours. Of one that is too long to be parsed whole, as those of thousands of samples may be, the beginning
- * says what must be known. */
-static bool run_read_result(run_state *r, const run_input *in, str line, arena *a, run_result *out) {
+/* False: it is no line of ours. Lines of thousands of samples may be too long to be parsed whole:
+ * then their beginning has to do. */
+static bool run_read_result(run_state *r, const run_input *in, str line, arena *a,
+                            run_result *out) {
     toka_err ignored;
     const json *root = json_parse(a, in->too_long ? run_result_id(line) : line, json_trusted, &ignored);
     const json *v = in->too_long ? root : json_get(root, "custom_id");
     if (!json_is(v, JSON_STRING)) return false;
     if (!in->too_long && (!json_get(root, "response") || !json_get(root, "error"))) return false;
     buf_clear(&out->custom_id), buf_str(&out->custom_id, json_str(v));
-    const str id = in->too_long ? str_sub(line, 7, run_result_head.n + 32) : json_str(json_get(root, "id"));
+    str id = json_str(json_get(root, "id"));
+    if (in->too_long) id = str_sub(line, 7, run_result_head.n + 32);
     out->says = run_id_says(id, run_hash(json_str(v)));
     out->failed = !in->too_long && json_get(root, "error")->type != JSON_NULL;
     const str model = in->too_long ? (str){0} : json_str(json_get(json_get(json_get(root, "response"), "body"), "model"));
@@ -17165,7 +17176,8 @@ typedef struct run_scan { /* what earlier runs wrote, as it is read */
     run_result result;
     run_span line;  /* the one last read, with its line feed or room for it */
     bool whole;     /* a line feed ends it */
-    bool bad, ours; /* it is no result; but begins as one, or is empty, so that it may be cut if it is the last */
+    bool bad;       /* it is no result */
+    bool ours;      /* it is bad, and begins as a result does or is empty */
     bool foreign;   /* a line was bad and not ours */
     int64_t n_results, n_bad, n_twice, first_bad; /* n_twice: results of a custom_id that has one */
     buf drop;       /* run_spans of lines that a server's file is better without */
@@ -17173,7 +17185,7 @@ typedef struct run_scan { /* what earlier runs wrote, as it is read */
 
 /* Does a bad line begin as ours do? NULs are what a disk leaves that lost power. */
 static bool run_is_ours(str line) {
-    while (line.n && strchr(" \t\r", *line.p)) line = str_sub(line, 1, line.n); /* it finds NUL too */
+    while (line.n && strchr(" \t\r", *line.p)) line = str_sub(line, 1, line.n); /* NUL too */
     return str_starts(run_result_head, str_sub(line, 0, MIN(line.n, run_result_head.n)));
 }
 
@@ -17184,7 +17196,8 @@ static void run_scan_line(run_state *r, run_scan *s, str line, bool whole) {
     s->whole = whole;
     s->bad = (!s->whole && s->in.too_long) || !run_read_result(r, &s->in, line, &a, &s->result);
     arena_free(&a);
-    run_seen *seen = s->bad ? NULL : run_table_at(&r->seen, run_hash(buf_view(&s->result.custom_id)));
+    const run_key key = run_hash(buf_view(&s->result.custom_id));
+    run_seen *seen = s->bad ? NULL : run_table_at(&r->seen, key);
     if (s->bad || seen->state) buf_put(&s->drop, &s->line, sizeof s->line);
     if (s->bad) {
         s->ours = run_is_ours(line), s->foreign |= !s->ours;
@@ -17198,28 +17211,34 @@ static void run_scan_line(run_state *r, run_scan *s, str line, bool whole) {
     }
 }
 
-/* The last line: it ends with a line feed, or is cut if it is torn, which a line is that does not end or begins as ours do. */
+/* After the last line: it is cut if it is torn, else it gets its line feed. A bad line is torn if
+ * it does not end, or begins as ours do. */
 static int run_end_output(run_state *r, run_scan *s, run_sink *to, toka_err *e) {
     const bool torn = s->bad && (!s->whole || s->ours);
     if (!s->in.number) return 0;
     to->bytes = torn ? s->line.from : s->line.to - !s->whole;
     if (torn) s->n_bad--, s->drop.n -= sizeof(run_span);
-    if (torn && ftruncate(to->fd, to->bytes)) return fail(e, TOKA_E_IO, "%s: %s", to->path, strerror(errno));
-    if (torn && !r->o->quiet) fprintf(stderr, "toka batch: %s: the torn last line was cut off\n", to->path);
+    if (torn && ftruncate(to->fd, to->bytes))
+        return fail(e, TOKA_E_IO, "%s: %s", to->path, strerror(errno));
+    if (torn && !r->o->quiet)
+        fprintf(stderr, "toka batch: %s: the torn last line was cut off\n", to->path);
     return torn || s->whole ? 0 : run_write_all(r, to, STR("\n"), e);
 }
 
 static void run_tell_output(run_state *r, const run_scan *s, const run_sink *to) {
     const char *end = r->o->errors ? "were removed" : "stay there";
     if (s->n_bad)
-        fprintf(stderr, "toka batch: %s: %lld %s damaged or no result, the first is line %lld; they %s, and requests without a result "
-                "are done again\n", to->path, (long long)s->n_bad, s->n_bad == 1 ? "line is" : "lines are", (long long)s->first_bad, end);
+        fprintf(stderr,
+                "toka batch: %s: %lld %s damaged or no result, the first is line %lld; they %s, "
+                "and requests without a result are done again\n",
+                to->path, (long long)s->n_bad, s->n_bad == 1 ? "line is" : "lines are",
+                (long long)s->first_bad, end);
     if (s->n_twice)
-        fprintf(stderr, "toka batch: %s: %lld %s the custom_id of an earlier one; they %s\n", to->path, (long long)s->n_twice,
-                s->n_twice == 1 ? "result has" : "results have", end);
+        fprintf(stderr, "toka batch: %s: %lld %s the custom_id of an earlier one; they %s\n", to->path,
+                (long long)s->n_twice, s->n_twice == 1 ? "result has" : "results have", end);
     if (r->earlier.n)
-        fprintf(stderr, "toka batch: %s has results of the model %s, which stay; the rest runs on %s\n", to->path, r->earlier.p,
-                r->models[0].name);
+        fprintf(stderr, "toka batch: %s has results of the model %s, which stay; the rest runs on %s\n",
+                to->path, r->earlier.p, r->models[0].name);
     buf_free(&r->earlier);
 }
 
@@ -17233,22 +17252,26 @@ static bool run_copy(int to, int from, run_span span) {
     return true;
 }
 
-/* A server's file without the lines of s->drop, which those who read it could not parse: a new file in the old one's place. */
+/* A server's clients parse every line of its files: puts a new file without the lines of s->drop
+ * in the old one's place. */
 static int run_drop_lines(run_state *r, const run_scan *s, run_sink *to, toka_err *e) {
     const char *path = to == &r->errors ? r->o->errors : r->o->out;
     const run_span *drop = (const run_span *)(const void *)s->drop.p;
     buf part = {0};
     run_span kept = {0};
+    const size_t n = s->drop.n / sizeof *drop;
     int64_t bytes = 0;
     buf_printf(&part, "%s.part", path);
     int fd = open(part.p, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
     bool good = fd >= 0;
-    for (size_t i = 0; i <= s->drop.n / sizeof *drop && good; i++) {
-        kept.to = i < s->drop.n / sizeof *drop ? drop[i].from : to->bytes;
-        good = run_copy(fd, to->fd, kept), bytes += kept.to - kept.from;
-        if (i < s->drop.n / sizeof *drop) kept.from = drop[i].to;
+    for (size_t i = 0; i <= n && good; i++) {
+        kept.to = i < n ? drop[i].from : to->bytes;
+        good = run_copy(fd, to->fd, kept);
+        bytes += kept.to - kept.from;
+        if (i < n) kept.from = drop[i].to;
     }
-    good = good && !fcntl(fd, F_SETFL, O_APPEND) && !fsync(fd) && !rename(part.p, path) && dup3(fd, to->fd, O_CLOEXEC) >= 0;
+    good = good && !fcntl(fd, F_SETFL, O_APPEND) && !fsync(fd) && !rename(part.p, path);
+    good = good && dup3(fd, to->fd, O_CLOEXEC) >= 0;
     const int why = errno;
     if (fd >= 0) close(fd);
     if (good) to->bytes = bytes;
@@ -17257,8 +17280,8 @@ static int run_drop_lines(run_state *r, const run_scan *s, run_sink *to, toka_er
     return good ? 0 : fail(e, TOKA_E_IO, "%s: %s", to->path, strerror(why));
 }
 
-/* Reads what earlier runs wrote. Lines that are no results are left where they are: somebody else may want them. A file without any
- * result, but with such lines, is somebody else's. A server's files are its own. */
+/* Reads what earlier runs wrote. Lines that are no results stay in a user's file: another program
+ * may have written them. A file of such lines alone is refused. A server's files are its own. */
 static int run_scan_output(run_state *r, run_sink *to, atomic_llong *count, toka_err *e) {
     run_scan s = {0};
     str line;
@@ -17916,7 +17939,7 @@ typedef struct fb_batch {
     bool foreign;              /* its model is not served here, which was told */
     bool waits;                /* for what the system is short of; it was told, and is not again before it gets on */
     atomic_llong total, completed, failed;
-    atomic_llong damaged;      /* lines of its two files that were no results when a server went on with it */
+    atomic_llong damaged;      /* lines of out and err that were no results at a restart */
     atomic_int stop;           /* asks chapter 27 to stop: cancelled, out of time, or the server ends */
 } fb_batch;
 
@@ -23333,8 +23356,8 @@ static const cli_flag cli_flags[] = {
 /* Flags that --help shows of a command that has many. */
 enum { CLI_MANY_FLAGS = 16 };
 static const char *const cli_often[] = {
-    "model", "prompt", "file", "chat", "max-tokens", "temp", "input-file", "output-file", "dataset", "num-prompts", "base-url",
-    "request-rate", "max-concurrency", "host", "port", "api-key", "json"};
+    "model", "prompt", "file", "chat", "max-tokens", "temp", "input-file", "output-file", "dataset",
+    "num-prompts", "base-url", "request-rate", "max-concurrency", "host", "port", "api-key", "json"};
 
 static cli cli_default(void) {
     return (cli){.open = toka_options_default(), .samples = 1, .top_k = INT_MIN, .logprobs = INT_MIN, .temperature = NAN,
@@ -23391,7 +23414,7 @@ static void cli_catch_signals(void) { /* the first Ctrl-C ends the text cleanly,
     signal(SIGPIPE, SIG_IGN), signal(SIGXFSZ, SIG_IGN); /* a failed write says so itself */
 }
 
-static bool cli_reader_left; /* standard output is a closed pipe: its reader wanted no more, which is no failure */
+static bool cli_reader_left; /* standard output is a closed pipe, which is no failure */
 
 static int cli_write(str s, toka_err *e) {
     if (fwrite(s.p, 1, s.n, stdout) == s.n && fflush(stdout) == 0 && !ferror(stdout)) return 0;
@@ -23437,10 +23460,10 @@ static str cli_about(int n_words, char **words) {
 static const char cli_brief[] =
     "  toka -p TEXT                       complete a prompt, text streams to standard output\n"
     "  toka serve                         OpenAI-compatible server\n"
-    "  toka batch -i IN -o OUT            a file of requests to a file of results; goes on where it stopped\n"
-    "  toka tokenize, template, score     ids of a text, the prompt that a chat becomes, log-probabilities\n"
-    "  toka models, devices, plan         models known by name, devices found, what fits on which GPUs\n"
-    "  toka bench throughput, serve       measure the engine, a server; also bench plan, bench ops\n"
+    "  toka batch -i IN -o OUT            a file of requests to a file of results\n"
+    "  toka tokenize, template, score     ids of a text, a chat as a prompt, log-probabilities\n"
+    "  toka models, devices, plan         models known by name, devices, what fits on which GPUs\n"
+    "  toka bench throughput, serve       measure the engine or a server; also bench plan, ops\n"
     "\nExamples\n"
     "  toka -p \"Tom has 3 boxes with 4 apples each. How many apples does he have?\"\n"
     "  toka -m qwen3-8b --chat\n"
@@ -23452,11 +23475,12 @@ static const struct {
     const char *text;
 } cli_examples[] = {
     {FOR_SERVE, "  toka serve -m llama-3.1-8b-instruct --port 8000\n"
-                "  curl localhost:8000/v1/completions -d '{\"prompt\":\"Tom has\",\"max_tokens\":9}'\n"},
+                "  curl localhost:8000/v1/completions -d '{\"prompt\":\"Tom\",\"max_tokens\":9}'\n"},
     {FOR_BATCH, "  toka batch -m llama-3.1-8b-instruct -i questions.jsonl -o answers.jsonl\n"
-                "  a line of IN: {\"custom_id\":\"1\",\"messages\":[{\"role\":\"user\",\"content\":\"Hello\"}]}\n"},
+                "  a line of IN: {\"custom_id\":\"1\",\"prompt\":\"Tom has\",\"max_tokens\":9}\n"},
     {FOR_TOKENIZE, "  echo Tom has 3 apples | toka tokenize -m qwen3-8b\n"},
-    {FOR_TEMPLATE, "  echo '{\"messages\":[{\"role\":\"user\",\"content\":\"Hello\"}]}' | toka template -m qwen3-8b\n"},
+    {FOR_TEMPLATE, "  echo '{\"messages\":[{\"role\":\"user\",\"content\":\"Hello\"}]}' |\n"
+                   "      toka template -m qwen3-8b\n"},
     {FOR_SCORE, "  toka score -m qwen3-8b -f text.txt\n"},
     {FOR_PLAN, "  toka plan -m llama-3.1-70b --gpus 4 --gpu H200\n"},
     {FOR_THROUGHPUT, "  toka bench throughput -m llama-3.1-8b --dummy-weights --dataset lengths.jsonl\n"},
@@ -23486,7 +23510,8 @@ static void cli_put_flags(buf *b, unsigned command, bool all) {
 
 static int cli_count_flags(unsigned command) {
     int n = 0;
-    for (int i = 0; i < COUNT(cli_flags); i++) n += cli_flags[i].name && (cli_flags[i].commands & command);
+    for (int i = 0; i < COUNT(cli_flags); i++)
+        n += cli_flags[i].name && (cli_flags[i].commands & command);
     return n;
 }
 
@@ -23497,7 +23522,7 @@ static const char cli_notes[] =
     "Exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C (serve: 0). Lines of a batch\n"
     "that became error records do not change it. A closed pipe at standard output ends the program with 0.\n";
 
-/* The page of one command, or of no command by name (n_words 0): all there is, or the beginning of it. */
+/* The page of a command, or without words of the program: all flags, or those used most. */
 static int cli_help(bool all, unsigned command, int n_words, char **words, toka_err *e) {
     buf b = {0};
     buf_printf(&b, "toka %s - a high-throughput LLM inference engine in one C file\n\n", TOKA_VERSION);
@@ -23505,14 +23530,15 @@ static int cli_help(bool all, unsigned command, int n_words, char **words, toka_
     if (n_words) buf_printf(&b, "%.*s\n", STRF(cli_about(n_words, words)));
     else buf_c(&b, all ? cli_commands : cli_brief);
     for (int i = 0; i < COUNT(cli_examples) && n_words; i++)
-        if (cli_examples[i].command == command) buf_printf(&b, "\nExample\n%s", cli_examples[i].text);
+        if (cli_examples[i].command == command)
+            buf_printf(&b, "\nExample\n%s", cli_examples[i].text);
     cli_put_flags(&b, n_words || all ? command : FOR_RUN, all || few);
     if (all) {
         buf_c(&b, cli_notes);
     } else if (!few) {
         buf_c(&b, "\nAll flags: toka");
         for (int i = 0; i < n_words; i++) buf_printf(&b, " %s", words[i]);
-        buf_printf(&b, " --help-all%s\n", n_words ? "" : ". Those of one command: toka COMMAND --help");
+        buf_c(&b, n_words ? " --help-all\n" : " --help-all. Of one command: toka COMMAND --help\n");
     }
     int code = cli_write(buf_view(&b), e);
     buf_free(&b);
@@ -23575,7 +23601,8 @@ static int cli_no_flag(str arg, unsigned command, toka_err *e) {
     near_name near = {.typed = arg};
     while (near.typed.n && *near.typed.p == '-') near.typed = str_sub(near.typed, 1, near.typed.n);
     for (int i = 0; i < COUNT(cli_flags); i++)
-        if (cli_flags[i].name && (cli_flags[i].commands & command)) near_try(&near, cli_flags[i].name);
+        if (cli_flags[i].name && (cli_flags[i].commands & command))
+            near_try(&near, cli_flags[i].name);
     fail(e, TOKA_E_USE, "%.*s: unknown flag%s", STRF(arg), near.best ? "" : "; see toka --help-all");
     return near_fail(&near, "--", e);
 }
@@ -23607,7 +23634,8 @@ static int cli_parse(cli *c, unsigned command, int argc, char **argv, toka_err *
         const cli_flag *f = arg[0] == '-' && n > 1 ? cli_find(arg, n) : NULL;
         if (!f && arg[0] == '-') return cli_no_flag((str){arg, n}, command, e);
         if (!f) return fail(e, TOKA_E_USE, "%s: unknown argument; a command comes before its flags, see toka --help", arg);
-        if (!(f->commands & command)) return fail(e, TOKA_E_USE, "--%s is not for this command; see toka --help-all", f->name);
+        if (!(f->commands & command))
+            return fail(e, TOKA_E_USE, "--%s is not for this command; see toka --help-all", f->name);
         const char *value = eq ? eq + 1 : NULL;
         if (f->type == CLI_BOOL && eq) return fail(e, TOKA_E_USE, "--%s takes no value", f->name);
         if (f->type != CLI_BOOL && !value) {
@@ -23705,7 +23733,8 @@ static int cli_read_prompt(const cli *c, buf *out, toka_err *e) {
     if (c->prompt) return buf_c(out, c->prompt), 0;
     bool from_stdin = !c->file || !strcmp(c->file, "-");
     int fd = from_stdin ? 0 : open(c->file, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return fail(e, errno == EINTR ? TOKA_E_CANCELLED : TOKA_E_INPUT, "%s: %s", c->file, strerror(errno));
+    const int why = errno == EINTR ? TOKA_E_CANCELLED : TOKA_E_INPUT;
+    if (fd < 0) return fail(e, why, "%s: %s", c->file, strerror(errno));
     int code = os_read_all(fd, from_stdin ? "standard input" : c->file, CLI_MAX_INPUT, out, e);
     if (!from_stdin) close(fd);
     if (!code && cli_interrupted) code = fail(e, TOKA_E_CANCELLED, "interrupted");
@@ -24304,9 +24333,10 @@ static int cli_check_files(const cli *c, unsigned command, toka_err *e) {
     for (int i = 0; i < COUNT(cli_flags); i++) {
         const cli_flag *f = &cli_flags[i];
         const char *path;
-        if (!f->name || strcmp(f->arg, "FILE") || !(f->commands & command) || f->field == AT(report)) continue; /* run_open's */
+        if (!f->name || strcmp(f->arg, "FILE") || !(f->commands & command)) continue;
         memcpy(&path, (const char *)c + f->field, sizeof path);
-        if (path && os_is_dir(path)) return fail(e, TOKA_E_INPUT, "--%s: %s is a directory, expected a file", f->name, path);
+        if (path && f->field != AT(report) && os_is_dir(path)) /* that is run_check_report's */
+            return fail(e, TOKA_E_INPUT, "--%s: %s is a directory, expected a file", f->name, path);
     }
     return 0;
 }
@@ -24353,19 +24383,22 @@ static int cli_help_on(bool all, int n, char **words, toka_err *e) {
     if (!n || words[0][0] == '-') return cli_help(all, FOR_ANY, 0, NULL, e);
     const char *second = n > 1 ? words[1] : "";
     const cli_command *command = cli_find_command(words[0], second);
-    if (!command && !strcmp(words[0], "bench") && !*second) return cli_help(all, FOR_ANY, 0, NULL, e);
+    const bool bench = !strcmp(words[0], "bench") && !*second;
+    if (bench) return cli_help(all, FOR_ANY, 0, NULL, e);
     if (!command) return cli_no_command(words[0], second, e);
     return cli_help(all, command->bit, command->second ? 2 : 1, words, e);
 }
 
 /* Reads the flags behind the command's words, and runs it. NULL: no word was given. */
-static int cli_run_words(const cli_command *command, int n_words, int argc, char **argv, toka_err *e) {
+static int cli_run_words(const cli_command *command, int n_words, int argc, char **argv,
+                         toka_err *e) {
     cli c = cli_default();
     tmpl_time now;
     const unsigned bit = command ? command->bit : FOR_RUN;
     int code = cli_parse(&c, bit, argc - 1 - n_words, argv + 1 + n_words, e);
     if (code) return code;
-    if (c.help || c.help_all) return cli_help(c.help_all, command ? bit : FOR_ANY, n_words, argv + 1, e);
+    if (c.help || c.help_all)
+        return cli_help(c.help_all, command ? bit : FOR_ANY, n_words, argv + 1, e);
     if (c.version) return cli_version(e);
     if ((code = cli_check_split(&c.open, e)) || (code = pub_parse_now(c.now, &now, e))) return code;
     if ((code = cli_check_files(&c, bit, e))) return code;
@@ -24374,7 +24407,8 @@ static int cli_run_words(const cli_command *command, int n_words, int argc, char
 }
 
 static int cli_dispatch(int argc, char **argv, toka_err *e) {
-    const char *first = argc > 1 && argv[1][0] != '-' ? argv[1] : NULL, *next = first && argc > 2 ? argv[2] : "";
+    const char *first = argc > 1 && argv[1][0] != '-' ? argv[1] : NULL;
+    const char *next = argc > 2 ? argv[2] : "";
     if (!first) return cli_run_words(NULL, 0, argc, argv, e);
     const bool all = !strcmp(next, "--help-all");
     if (!strcmp(first, "help")) return cli_help_on(all, argc - 2, argv + 2, e);
@@ -24382,7 +24416,8 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
     const cli_command *command = cli_find_command(first, second);
     if (command) return cli_run_words(command, command->second ? 2 : 1, argc, argv, e);
     const bool asks = all || !strcmp(next, "--help") || !strcmp(next, "-h");
-    return asks && !strcmp(first, "bench") ? cli_help_on(all, 0, NULL, e) : cli_no_command(first, second, e);
+    if (asks && !strcmp(first, "bench")) return cli_help_on(all, 0, NULL, e);
+    return cli_no_command(first, second, e);
 }
 
 /* Where standard input, output or error is closed, none of our files becomes it; what is done to it fails as before. */
@@ -24396,7 +24431,8 @@ int toka_main(int argc, char **argv) {
     cli_keep_standard();
     cli_catch_signals();
     int code = cli_dispatch(argc, argv, &e);
-    if (code && !cli_reader_left && !(cli_interrupted && code == TOKA_E_CANCELLED)) fprintf(stderr, "toka: %s\n", e.msg);
+    const bool quiet = cli_reader_left || (cli_interrupted && code == TOKA_E_CANCELLED);
+    if (code && !quiet) fprintf(stderr, "toka: %s\n", e.msg);
     if (cli_interrupted && code == TOKA_E_DEVICE) fflush(NULL), _exit(130); /* what exit() tears down, a lost rank may be in */
     if (cli_interrupted) return 130;
     return !code || cli_reader_left ? 0 : code == TOKA_E_USE || code == TOKA_E_INPUT ? 1 : 2;
