@@ -137,6 +137,7 @@
 #include <float.h>
 #include <limits.h>
 #include <locale.h>
+#include <malloc.h>
 #include <math.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -24426,8 +24427,19 @@ static void cli_keep_standard(void) {
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", fd ? O_RDONLY : O_WRONLY);
 }
 
+/* Keeps the heap of a server that runs for months small. When a large block is freed, glibc raises
+ * the size from which blocks are mapped apart to that of the block. Later large blocks then lie in
+ * the heap, and small blocks behind them keep it from shrinking. A size that is set stays. */
+static void cli_set_malloc(void) {
+#ifdef __GLIBC__
+    mallopt(M_MMAP_THRESHOLD, 256 << 10);
+    mallopt(M_TRIM_THRESHOLD, 1 << 20);
+#endif
+}
+
 int toka_main(int argc, char **argv) {
     toka_err e = {0};
+    cli_set_malloc();
     cli_keep_standard();
     cli_catch_signals();
     int code = cli_dispatch(argc, argv, &e);
