@@ -326,8 +326,10 @@ def quantile(times, share):
 def soak(a, folder):
     """Runs the load: (points of (seconds, KB, bytes kept on purpose), load, times of /health, descriptors before and after)."""
     kinds = [k for k in KINDS if not a.kinds or k.__name__ in a.kinds.split(",")]
-    with Server("--kv-tokens", "32768", files=folder) as s, Server("--kv-tokens", "1024", "-t", "1") as idle:
+    with Server("--kv-tokens", "8192", files=folder) as s, Server("--kv-tokens", "1024", "-t", "1") as idle:
         host = "%s:%d" % s.address
+        for i in range(12):  # the KV cache is memory from the first use of each page: use them all
+            s.post("/v1/completions", {"prompt": [5 + i] * 900, "max_tokens": 1}, Host=host)
         alone = [s.post("/v1/completions", numbered(i), Host=host).json()["choices"][0]["text"] for i in range(40)]
         fds, stop, out = s.n_fds(), multiprocessing.Event(), multiprocessing.Queue()
         probe = multiprocessing.Process(target=probe_health, args=((s.address, idle.address), stop, out))
