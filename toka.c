@@ -8076,7 +8076,8 @@ static const char *mf_overwritten(const mf_model *m) {
     struct stat st;
     for (const mf_stamp *s = m->stamps; s < m->stamps + m->n_stamps; s++) {
         const struct stat *was = &s->st;
-        if (stat(s->path, &st) != 0 || st.st_dev != was->st_dev || st.st_ino != was->st_ino) continue;
+        if (stat(s->path, &st) != 0) continue;
+        if (st.st_dev != was->st_dev || st.st_ino != was->st_ino) continue;
         if (st.st_size != was->st_size || st.st_mtim.tv_sec != was->st_mtim.tv_sec ||
             st.st_mtim.tv_nsec != was->st_mtim.tv_nsec)
             return s->path;
@@ -16998,8 +16999,9 @@ static int run_check_files(run_state *r, toka_err *e) {
     const char *path = pub_overwritten(r->t);
     r->t_files = os_now();
     if (!path) return 0;
-    return fail(e, TOKA_E_IO, "%.300s: it was written to while it was in use; %lld lines are written, of "
-                "which the last few seconds' may be wrong", path, (long long)(r->n_before + r->n_written));
+    return fail(e, TOKA_E_IO, "%.300s: it was written to while it was in use; %lld lines are written, "
+                "of which the last few seconds' may be wrong", path,
+                (long long)(r->n_before + r->n_written));
 }
 
 /* ---- Writer ---- */
@@ -17567,8 +17569,8 @@ static void run_say_overwritten(const toka *t, bool *said) {
     const char *path = *said ? NULL : pub_overwritten(t);
     if (!path) return;
     *said = true;
-    fprintf(stderr, "toka: warning: %s was written to while it is in use: answers may be wrong until "
-            "toka is started again; to change a model's files, rename new ones over them\n", path);
+    fprintf(stderr, "toka: warning: %s was written to while it is in use: answers may be wrong "
+            "until toka is started again; to change a model's files, rename new ones over them\n", path);
 }
 
 /* What generation_config.json asks for and nobody gets. */
