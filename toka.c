@@ -6343,7 +6343,7 @@ typedef struct mf_model { /* immutable after mf_open, but for the end id that pu
                                last counts */
     int n_templates;
     char *bos_token, *eos_token, *pad_token, *unk_token; /* texts for the template, NULL: none */
-    str added_tokens;     /* tokenizer_config.json's or added_tokens.json's, a JSON array or empty */
+    str added_tokens;     /* tokenizer_config.json or added_tokens.json: a JSON array, or empty */
     str special_fields;   /* the fields of all files that name special tokens, as members of a JSON
                              object; or empty */
     str token_flags;      /* the flags that change ids, likewise */
