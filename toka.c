@@ -8878,7 +8878,7 @@ typedef struct sched_job { /* what a request asks of the scheduler */
     int n_prompt;
     int n;                 /* samples */
     int max_tokens;        /* output tokens, at least 1 */
-    int min_tokens;        /* none ends with one of its first so many tokens, unless at max_tokens */
+    int min_tokens;        /* the first so many tokens end no sample, but at max_tokens */
     bool exact;            /* every sample has max_tokens unless cancelled (ignore_eos and no stop) */
     bool waits;            /* no run-ahead: a token is drawn only when those before it are known */
     int priority;          /* higher goes earlier */
@@ -10126,8 +10126,8 @@ static void batch_split(batch *b, batch_parts *p, const batch_step *d) {
  * sampled_logprob is of the distribution drawn from (after step 4); a greedy pick has 0, the logarithm of 1; a forced id,
  * for which nothing is drawn, has its logprob.
  *
- * Not here: which ids end a sequence, counting tokens against min_tokens and max_tokens, and ending a sample for which nothing is
- * left to draw (chapter 22).
+ * Not here: which ids end a sequence, counting tokens against min_tokens and max_tokens, and
+ * ending a sample for which nothing is left to draw (chapter 22).
  * =========================================================================== */
 
 #define SAMP_MAX_STOPS 256       /* stop strings of one request */
@@ -10189,7 +10189,8 @@ static int samp_check_bad(const toka_sampling *s, int V, toka_err *e) {
     return samp_check_ids("bad_words", s->bad_ids, n, V, e);
 }
 
-/* The ranges are OpenAI's and vLLM's, but for repetition_penalty, which is any number more than 0 there. */
+/* The ranges are OpenAI's and vLLM's, but for repetition_penalty, which is any number more than 0
+ * there. */
 static const struct samp_range {
     const char *name;
     size_t at; /* of a float in toka_sampling */
@@ -10199,12 +10200,14 @@ static const struct samp_range {
     {"temperature", offsetof(toka_sampling, temperature), 0, FLT_MAX, false},
     {"top_p", offsetof(toka_sampling, top_p), 0, 1, true},
     {"min_p", offsetof(toka_sampling, min_p), 0, 1, false},
-    {"repetition_penalty", offsetof(toka_sampling, repetition_penalty), SAMP_MIN_REPETITION, SAMP_MAX_REPETITION, false},
+    {"repetition_penalty", offsetof(toka_sampling, repetition_penalty), SAMP_MIN_REPETITION,
+     SAMP_MAX_REPETITION, false},
     {"presence_penalty", offsetof(toka_sampling, presence_penalty), -2, 2, false},
     {"frequency_penalty", offsetof(toka_sampling, frequency_penalty), -2, 2, false},
 };
 
-/* The number of a parameter, while it is a double: as a float it may be infinite or 0, and the message would say so. */
+/* The number of a parameter, while it is a double: as a float it may be infinite or 0, and the
+ * message would say so. */
 static int samp_check_number(const char *name, double v, toka_err *e) {
     for (int i = 0; i < COUNT(samp_ranges); i++) {
         const struct samp_range *r = &samp_ranges[i];
@@ -10238,7 +10241,8 @@ static int samp_check(const toka_sampling *s, int V, toka_err *e) {
     if (samp_check_list("logit_bias", s->bias_ids, s->n_bias, V, e)) return e->code;
     if (s->n_bias && !s->bias_values) return fail(e, TOKA_E_USE, "logit_bias: no values given, expected %d", s->n_bias);
     for (int i = 0; i < s->n_bias; i++)
-        if (check_range("logit_bias", s->bias_values[i], SAMP_MIN_BIAS, SAMP_MAX_BIAS, false, e)) return e->code;
+        if (check_range("logit_bias", s->bias_values[i], SAMP_MIN_BIAS, SAMP_MAX_BIAS, false, e))
+            return e->code;
     return samp_check_bad(s, V, e) ? e->code : samp_check_stops(s, e);
 }
 
@@ -10401,7 +10405,9 @@ static bool samp_has_penalties(const toka_sampling *s) {
 static bool samp_has_bad(const toka_sampling *s) { return s->n_bad || s->bad_words; }
 
 /* Does what may be drawn depend on which tokens were drawn before? */
-static bool samp_needs_history(const toka_sampling *s) { return samp_has_penalties(s) || samp_has_bad(s); }
+static bool samp_needs_history(const toka_sampling *s) {
+    return samp_has_penalties(s) || samp_has_bad(s);
+}
 
 static void samp_adjust(const toka_out_row *row, float *x, int V) {
     const toka_sampling *s = row->sampling;
@@ -10587,7 +10593,8 @@ static int32_t samp_choose(const toka_out_row *row, const float *x, int V, float
 /* From a row of raw logits [V] to a pick. The logits are overwritten. See the chapter's head. */
 static void samp_row(const toka_out_row *row, float *logits, int V, toka_pick *pick) {
     const toka_sampling *s = row->sampling;
-    assert(V > 0 && row->forced_id < V && (s || row->forced_id >= 0) && (!row->ranked || (s && row->forced_id >= 0)));
+    assert(V > 0 && row->forced_id < V && (s || row->forced_id >= 0));
+    assert(!row->ranked || (s && row->forced_id >= 0));
     for (int i = 0; i < V; i++) logits[i] = samp_clean(logits[i]);
     const bool wanted = toka_wants_logprob(row);
     samp_norm norm = {.max = wanted ? samp_max(logits, V) : -INFINITY};
@@ -10621,11 +10628,13 @@ static void samp_bad_ids(const toka_sampling *s, const int32_t *output, int n_ou
     }
 }
 
-/* Bad words as texts. Which tokens complete a word is looked up once:
- *   always   ids that have a whole word in them
- *   tails    ids that begin with a word's end: they complete it where the output ends in its first `at` bytes
- * At both ends of a word is a token's border, or a place where no word goes on (samp_is_edge). So of the longer words that contain
- * it those may come that are one token, and in pieces those of which none begins where the bad word does: as a list of ids has it. */
+/* Bad words as texts. The tokens that complete a word are looked up once:
+ *   always   ids of tokens that have a whole word in them
+ *   tails    ids of tokens that begin with the end of a word: they complete it where the output
+ *            ends in the word's first `at` bytes
+ * A word begins and ends at a token's border, or where samp_is_edge says so. A longer word that has
+ * the bad word in it may come as one token. In pieces it may come if no piece begins with the bad
+ * word's first letter, as where the word is forbidden as a list of ids. */
 typedef struct samp_tail {
     int32_t id;
     int word, at;
@@ -10650,14 +10659,16 @@ struct toka_words {
 /* Letters of scripts that put spaces between words, and digits. */
 static bool samp_in_word(const uni *u, const char *p, const char *end) {
     int n;
-    return p < end && utf8_len(p, end) && tok_set(u, p, end, &n) & (UNI_LETTER | UNI_NUMBER | UNI_MARK) && !tok_is_cjk(p, end, &n);
+    if (p >= end || !utf8_len(p, end) || tok_is_cjk(p, end, &n)) return false;
+    return tok_set(u, p, end, &n) & (UNI_LETTER | UNI_NUMBER | UNI_MARK);
 }
 
 /* Does a word begin or end before byte `at` of text? */
 static bool samp_is_edge(const uni *u, str text, size_t at) {
-    size_t before = at;
-    while (before > 0 && at - before < 4 && ((unsigned char)text.p[--before] & 0xC0) == 0x80) continue;
-    return !samp_in_word(u, text.p + before, text.p + at) || !samp_in_word(u, text.p + at, text.p + text.n);
+    const char *here = text.p + at, *before = here;
+    while (before > text.p && here - before < 4)
+        if (((unsigned char)*--before & 0xC0) != 0x80) break;
+    return !samp_in_word(u, before, here) || !samp_in_word(u, here, text.p + text.n);
 }
 
 /* Has text the word w at byte p, as a word? */
@@ -10681,23 +10692,34 @@ static int samp_spell(toka_words *w, int i, const char *word, toka_err *e) {
     return code;
 }
 
-/* A stable sort by byte at + shift of each tail's word. */
-static void samp_sort_tails(toka_words *w, samp_tails *to, const samp_tail *from, int n, int shift) {
-    int next[257] = {0};
-    to->tail = arena_alloc(&w->a, (size_t)n * sizeof *from);
-    for (int k = 0; k < n; k++) next[(unsigned char)w->word[from[k].word].p[from[k].at + shift] + 1]++;
-    for (int c = 0; c < 256; c++) next[c + 1] += next[c];
-    memcpy(to->first, next, sizeof next);
-    for (int k = 0; k < n; k++) to->tail[next[(unsigned char)w->word[from[k].word].p[from[k].at + shift]]++] = from[k];
+static unsigned char samp_tail_byte(const toka_words *w, const samp_tail *tail, int shift) {
+    return (unsigned char)w->word[tail->word].p[tail->at + shift];
 }
 
-/* All places in which a token may begin within a word, its own beginning first: by the byte there. */
+/* A stable sort of samp_tail [] by byte at + shift of each tail's word. */
+static void samp_sort_tails(toka_words *w, samp_tails *to, const buf *tails, int shift) {
+    const samp_tail *from = (const samp_tail *)(const void *)tails->p;
+    const int n = (int)(tails->n / sizeof *from);
+    int next[257] = {0};
+    to->tail = arena_alloc(&w->a, (size_t)n * sizeof *from);
+    for (int k = 0; k < n; k++) next[samp_tail_byte(w, &from[k], shift) + 1]++;
+    for (int c = 0; c < 256; c++) next[c + 1] += next[c];
+    memcpy(to->first, next, sizeof next);
+    for (int k = 0; k < n; k++) to->tail[next[samp_tail_byte(w, &from[k], shift)]++] = from[k];
+}
+
+static void samp_put_tail(buf *tails, int32_t id, int word, int at) {
+    buf_put(tails, &(samp_tail){id, word, at}, sizeof(samp_tail));
+}
+
+/* All places within words where a token may begin, by the byte there; of each byte the beginnings
+ * of words come first. */
 static void samp_starts(toka_words *w, samp_tails *starts) {
     buf all = {0};
-    for (int i = 0; i < w->n; i++) buf_put(&all, &(samp_tail){0, i, 0}, sizeof(samp_tail));
+    for (int i = 0; i < w->n; i++) samp_put_tail(&all, 0, i, 0);
     for (int i = 0; i < w->n; i++)
-        for (int at = 1; at < (int)w->word[i].n; at++) buf_put(&all, &(samp_tail){0, i, at}, sizeof(samp_tail));
-    samp_sort_tails(w, starts, (const samp_tail *)(const void *)all.p, (int)(all.n / sizeof(samp_tail)), 0);
+        for (int at = 1; at < (int)w->word[i].n; at++) samp_put_tail(&all, 0, i, at);
+    samp_sort_tails(w, starts, &all, 0);
     buf_free(&all);
 }
 
@@ -10718,7 +10740,8 @@ static bool samp_has_any(const toka_words *w, const samp_tails *starts, str text
 }
 
 /* What token id does to the words. */
-static int samp_look_up(toka_words *w, const samp_tails *starts, int32_t id, str text, buf *tails, toka_err *e) {
+static int samp_look_up(toka_words *w, const samp_tails *starts, int32_t id, str text, buf *tails,
+                        toka_err *e) {
     const bool special = w->t->flag[id] & TOK_SPECIAL;
     if (!text.n) return 0;
     if (special ? samp_is_any(w, text) : samp_has_any(w, starts, text)) ids_push(&w->always, id);
@@ -10726,11 +10749,12 @@ static int samp_look_up(toka_words *w, const samp_tails *starts, int32_t id, str
     const unsigned char c = (unsigned char)text.p[0];
     for (int k = starts->first[c]; k < starts->first[c + 1]; k++) {
         const samp_tail *s = &starts->tail[k];
-        const str word = w->word[s->word];
-        if (!s->at || !samp_has_word(&w->t->uni, text, 0, str_sub(word, (size_t)s->at, word.n))) continue;
+        const str word = w->word[s->word], tail = str_sub(word, (size_t)s->at, word.n);
+        if (!s->at || !samp_has_word(&w->t->uni, text, 0, tail)) continue;
         if (tails->n / sizeof *s == SAMP_MAX_TAILS)
-            return fail(e, TOKA_E_USE, "bad_words: more than %d ways to end them in this vocabulary", SAMP_MAX_TAILS);
-        buf_put(tails, &(samp_tail){id, s->word, s->at}, sizeof *s);
+            return fail(e, TOKA_E_USE, "bad_words: the vocabulary has more than %d ways to end them",
+                        SAMP_MAX_TAILS);
+        samp_put_tail(tails, id, s->word, s->at);
     }
     return 0;
 }
@@ -10752,19 +10776,21 @@ static int samp_words_fill(toka_words *w, const char *const *words, toka_err *e)
         buf_clear(&text), tok_bytes(w->t, id, &text);
         code = samp_look_up(w, &starts, id, buf_view(&text), &tails, e);
     }
-    if (!code)
-        samp_sort_tails(w, &w->tails, (const samp_tail *)(const void *)tails.p, (int)(tails.n / sizeof(samp_tail)), -1);
+    if (!code) samp_sort_tails(w, &w->tails, &tails, -1);
     buf_free(&text), buf_free(&tails);
     return code;
 }
 
-static int samp_words_new(toka_words **out, const tok *t, const char *const *words, int n, toka_err *e) {
+static int samp_words_new(toka_words **out, const tok *t, const char *const *words, int n,
+                          toka_err *e) {
     size_t bytes = 0;
     *out = NULL;
-    if (n < 1 || n > SAMP_MAX_WORDS) return fail(e, TOKA_E_USE, "bad_words: %d words, expected 1 to %d", n, SAMP_MAX_WORDS);
+    if (n < 1 || n > SAMP_MAX_WORDS)
+        return fail(e, TOKA_E_USE, "bad_words: %d words, expected 1 to %d", n, SAMP_MAX_WORDS);
     for (int i = 0; i < n; i++) bytes += strlen(words[i]);
     if (bytes > SAMP_MAX_WORD_BYTES)
-        return fail(e, TOKA_E_USE, "bad_words: %zu bytes, expected at most %d in all", bytes, SAMP_MAX_WORD_BYTES);
+        return fail(e, TOKA_E_USE, "bad_words: %zu bytes, expected at most %d in all", bytes,
+                    SAMP_MAX_WORD_BYTES);
     toka_words *w = mem_zalloc(sizeof *w);
     atomic_init(&w->refs, 1);
     w->t = t, w->n = n, w->word = arena_alloc(&w->a, (size_t)n * sizeof *w->word);
@@ -10774,22 +10800,30 @@ static int samp_words_new(toka_words **out, const tok *t, const char *const *wor
     return code;
 }
 
-/* The end of an output's text, as much as a word can begin in and a character before it; edges: 1 where a token begins. */
-static void samp_end_of(const toka_words *w, const int32_t *output, int n, bool keep_special, buf *text, buf *edges) {
+/* The bytes that a reader sees of an id. */
+static void samp_shown(const tok *t, int32_t id, bool keep_special, buf *text) {
+    const bool skipped = id < t->n_ids && t->flag[id] & TOK_SKIPPED;
+    if (keep_special || !skipped) tok_bytes(t, id, text);
+}
+
+/* The end of an output's text: as many bytes as a word can begin in, and a character before them.
+ * edges: 1 where a token begins. */
+static void samp_end_of(const toka_words *w, const int32_t *output, int n, bool keep_special,
+                        buf *text, buf *edges) {
     int from = n;
-    const tok *t = w->t;
-#define SAMP_SHOWN(id) ((id) < t->n_ids && (keep_special || !(t->flag[id] & TOK_SKIPPED)))
-    for (buf_clear(text); from > 0 && text->n < w->longest + 4;)
-        if (from--, SAMP_SHOWN(output[from])) tok_bytes(t, output[from], text);
-    for (buf_clear(text), buf_clear(edges); from < n; from++) {
-        if (SAMP_SHOWN(output[from])) tok_bytes(t, output[from], text);
+    buf_clear(text), buf_clear(edges);
+    while (from > 0 && text->n < w->longest + 4)
+        samp_shown(w->t, output[--from], keep_special, text);
+    buf_clear(text);
+    for (; from < n; from++) {
+        samp_shown(w->t, output[from], keep_special, text);
         for (bool first = true; edges->n < text->n; first = false) buf_char(edges, first);
     }
-#undef SAMP_SHOWN
 }
 
 /* Appends to out the ids that would complete a word behind this output. text, edges: scratch. */
-static void samp_word_ids(const toka_words *w, const int32_t *output, int n, bool keep_special, buf *text, buf *edges, ids *out) {
+static void samp_word_ids(const toka_words *w, const int32_t *output, int n, bool keep_special,
+                          buf *text, buf *edges, ids *out) {
     ids_reserve(out, w->always.n);
     for (size_t i = 0; i < w->always.n; i++) ids_push(out, w->always.p[i]);
     samp_end_of(w, output, n, keep_special, text, edges);
@@ -10806,33 +10840,54 @@ static void samp_word_ids(const toka_words *w, const int32_t *output, int n, boo
 
 /* ---- Is anything left to draw? ---- */
 
-/* Refuses what forbids every id that is allowed, as far as that is known before the first draw. A bias of -100 is a ban here, as
- * OpenAI has it. ends: ids that end a sample. */
-static int samp_check_left(const toka_sampling *s, const int32_t *ends, int n_ends, int V, toka_err *e) {
-    ids banned = {0};
-    size_t after[3]; /* how many there are behind each source */
-    static const char *const sources[] = {"min_tokens", "bad_words", "logit_bias"};
-    for (int i = 0; i < n_ends && s->min_tokens; i++) ids_push(&banned, ends[i]);
-    after[0] = banned.n;
-    samp_bad_ids(s, &(int32_t){0}, 0, &banned);
-    for (size_t i = 0; s->bad_words && i < s->bad_words->always.n; i++) ids_push(&banned, s->bad_words->always.p[i]);
-    after[1] = banned.n;
+enum { SAMP_BY_MIN, SAMP_BY_WORDS, SAMP_BY_BIAS, SAMP_BANS }; /* what forbids ids from the start */
+
+/* The ids that may not be drawn as the first one, by what forbids them; n: how many there are up to
+ * the end of each. A bias of -100 is a ban here, as OpenAI has it. */
+static void samp_banned(const toka_sampling *s, const int32_t *ends, int n_ends, ids *out,
+                        size_t n[SAMP_BANS]) {
+    const toka_words *w = s->bad_words;
+    for (int i = 0; i < n_ends && s->min_tokens; i++) ids_push(out, ends[i]);
+    n[SAMP_BY_MIN] = out->n;
+    samp_bad_ids(s, &(int32_t){0}, 0, out);
+    for (size_t i = 0; w && i < w->always.n; i++) ids_push(out, w->always.p[i]);
+    n[SAMP_BY_WORDS] = out->n;
     for (int i = 0; i < s->n_bias; i++)
-        if (s->bias_values[i] <= (float)SAMP_MIN_BIAS) ids_push(&banned, s->bias_ids[i]);
-    after[2] = banned.n;
-    bool left = !banned.n || (!s->n_allowed && banned.n < (size_t)V);
-    bool *is_banned = left ? NULL : mem_zalloc((size_t)V);
-    for (size_t i = 0; i < banned.n && !left; i++)
-        if (banned.p[i] < V) is_banned[banned.p[i]] = true;
-    for (int i = 0, n = s->n_allowed ? s->n_allowed : V; i < n && !left; i++) left = !is_banned[s->n_allowed ? s->allowed_ids[i] : i];
-    free(is_banned), ids_free(&banned);
+        if (s->bias_values[i] <= (float)SAMP_MIN_BIAS) ids_push(out, s->bias_ids[i]);
+    n[SAMP_BY_BIAS] = out->n;
+}
+
+/* May any id be drawn that is not on the list? */
+static bool samp_is_left(const toka_sampling *s, const ids *banned, int V) {
+    bool left = false;
+    if (!banned->n || (!s->n_allowed && banned->n < (size_t)V)) return true;
+    bool *is_banned = mem_zalloc((size_t)V);
+    for (size_t i = 0; i < banned->n; i++) /* a model's end ids may lie outside its vocabulary */
+        if (banned->p[i] < V) is_banned[banned->p[i]] = true;
+    for (int i = 0; i < s->n_allowed; i++) left |= !is_banned[s->allowed_ids[i]];
+    for (int i = 0; i < V && !s->n_allowed; i++) left |= !is_banned[i];
+    free(is_banned);
+    return left;
+}
+
+/* Refuses what forbids every id that is allowed, as far as that is known before the first draw.
+ * ends: ids that end a sample. */
+static int samp_check_left(const toka_sampling *s, const int32_t *ends, int n_ends, int V,
+                           toka_err *e) {
+    static const char *const names[SAMP_BANS] = {"min_tokens", "bad_words", "logit_bias"};
+    size_t n[SAMP_BANS];
+    ids banned = {0};
+    samp_banned(s, ends, n_ends, &banned, n);
+    bool left = samp_is_left(s, &banned, V);
+    ids_free(&banned);
     if (left) return 0;
-    buf names = {0};
-    for (int i = 0; i < COUNT(sources); i++)
-        if (after[i] > (i ? after[i - 1] : 0)) buf_printf(&names, "%s%s", names.n ? " and " : "", sources[i]);
+    buf by = {0};
+    int n_by = 0;
+    for (int i = 0; i < SAMP_BANS; i++)
+        if (n[i] > (i ? n[i - 1] : 0)) buf_printf(&by, "%s%s", n_by++ ? " and " : "", names[i]);
     int code = fail(e, TOKA_E_USE, "%s: nothing is left to draw, as %s forbid%s all of these ids",
-                    s->n_allowed ? "allowed_token_ids" : names.p, names.p, strstr(names.p, " and ") ? "" : "s");
-    buf_free(&names);
+                    s->n_allowed ? "allowed_token_ids" : by.p, by.p, n_by > 1 ? "" : "s");
+    buf_free(&by);
     return code;
 }
 
@@ -10905,8 +10960,8 @@ static size_t stop_byte(stop_scan *s, char c) {
 
 /* Feeds the text of one token and appends to `out` what is now certain. True: a stop string was completed; out then has all
  * before it (with include_stop it too) and nothing behind it; later calls add nothing and return true again.
- * armed false (one of the first min_tokens): a stop string whose last byte is in this piece is ordinary text; one that begins in
- * this piece and ends in an armed one counts. */
+ * armed false (one of the first min_tokens): a stop string whose last byte is in this piece is
+ * ordinary text; one that begins in this piece and ends in an armed one counts. */
 static bool stop_put(stop_scan *s, str text, bool armed, buf *out) {
     if (s->ended) return true;
     for (size_t i = 0; i < text.n; i++) {
@@ -13335,7 +13390,8 @@ static eng_request *eng_request_new(const eng *g, const toka_request *r, const i
     *s = r->sampling;
     q->n_prompt = n_prompt, q->n = q->n_live = MAX(r->n, 1), q->priority = r->priority;
     q->class_key = r->length_class, q->ids_only = r->ids_only, q->keep_special = r->keep_special;
-    q->scores = r->prompt_logprobs, q->ranked = r->prompt_ranks, q->score_only = !r->n, q->scoring.logprobs = r->prompt_top;
+    q->scores = r->prompt_logprobs, q->score_only = !r->n, q->scoring.logprobs = r->prompt_top;
+    q->ranked = r->prompt_ranks;
     arena_begin(a, 64 + (size_t)n_prompt * sizeof *prompt + bit_bytes(q->n)); /* most have nothing more, and a million may wait */
     q->prompt = arena_copy(a, prompt, (size_t)n_prompt * sizeof *prompt);
     q->ended = arena_zalloc(a, bit_bytes(q->n));
@@ -13379,17 +13435,20 @@ static int eng_check_left(const mf_model *files, const toka_request *r, toka_err
     return code;
 }
 
-/* All that can be wrong with a request itself, for sequences of max_len tokens. words: NULL, or the model's tokenizer. */
-static int eng_check(const mf_model *files, const tok *words, int max_len, const toka_request *r, const int32_t *prompt,
-                     size_t n_prompt, toka_err *e) {
+/* All that can be wrong with a request itself, for sequences of max_len tokens. words: the model's
+ * tokenizer, or NULL. */
+static int eng_check(const mf_model *files, const tok *words, int max_len, const toka_request *r,
+                     const int32_t *prompt, size_t n_prompt, toka_err *e) {
     const toka_sampling *s = &r->sampling;
     const int V = files->shape.V;
     int code = eng_check_prompt(V, max_len, prompt, n_prompt, r->n != 0, e);
     if (code || (code = samp_check(s, V, e)) || (code = eng_check_left(files, r, e))) return code;
     if (r->n < !r->prompt_logprobs || r->n > ENG_MAX_N) return fail(e, TOKA_E_USE, "n is %d, expected 1 to %d", r->n, ENG_MAX_N);
     if (check_int("prompt_logprobs", r->prompt_top, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
-    if (s->bad_words && s->bad_words->t != words) return fail(e, TOKA_E_USE, "bad_words were made for another model");
-    if (s->n_stop && !words) return fail(e, TOKA_E_USE, "stop strings need a tokenizer, this model has none");
+    if (s->bad_words && s->bad_words->t != words)
+        return fail(e, TOKA_E_USE, "bad_words were made for another model");
+    if (s->n_stop && !words)
+        return fail(e, TOKA_E_USE, "stop strings need a tokenizer, this model has none");
     return 0;
 }
 
@@ -13567,9 +13626,11 @@ static void eng_take(eng *g) {
 
 /* ---- One step ---- */
 
-/* What a row looks at beside its logits: ids that end sequence x too early, those that complete a bad word, and, for penalties,
- * all its tokens. The last two stand in f->known, which may yet move: eng_place_known has the row point to them. */
-static void eng_know(eng *g, eng_flight *f, const eng_request *r, const sched_seq *x, toka_out_row *row) {
+/* What a row looks at beside its logits: ids that end sequence x too early, those that complete a
+ * bad word, and, for penalties, all its tokens. The last two are appended to f->known, which may
+ * move: eng_place_known sets the row's pointers to them. */
+static void eng_know(eng *g, eng_flight *f, const eng_request *r, const sched_seq *x,
+                     toka_out_row *row) {
     ids *k = &f->known;
     const toka_sampling *s = &r->sampling;
     const int32_t *output = x->tokens + x->n_prompt;
@@ -13580,7 +13641,8 @@ static void eng_know(eng *g, eng_flight *f, const eng_request *r, const sched_se
     if (samp_has_bad(s)) {
         for (int i = 0; i < row->n_forbidden; i++) ids_push(k, r->ends.p[i]);
         samp_bad_ids(s, output, n_output, k);
-        if (s->bad_words) samp_word_ids(s->bad_words, output, n_output, r->keep_special, &g->text, &g->piece, k);
+        if (s->bad_words)
+            samp_word_ids(s->bad_words, output, n_output, r->keep_special, &g->text, &g->piece, k);
         row->n_forbidden = (int)(k->n - from);
     }
     if (!samp_has_penalties(s)) return;
@@ -13593,8 +13655,13 @@ static void eng_place_known(eng_flight *f) {
     const int32_t *at = f->known.p;
     for (int i = 0; i < f->b.n_out; i++) {
         toka_out_row *row = &f->out[i];
-        if (row->forced_id < 0 && samp_has_bad(row->sampling)) row->forbidden = at, at += row->n_forbidden;
-        if (row->n_history) row->history = at, at += row->n_history;
+        if (row->forced_id < 0 && samp_has_bad(row->sampling)) {
+            row->forbidden = at;
+            at += row->n_forbidden;
+        }
+        if (!row->n_history) continue;
+        row->history = at;
+        at += row->n_history;
     }
 }
 
@@ -13639,8 +13706,8 @@ static void eng_rows(eng_replica *p, eng_flight *f) {
     f->b.step.out = f->out, f->b.step.n_out = eng_places(p, f, f->b.n_out);
 }
 
-/* Text of a new token (-1: none, the text ends) into g->text, held back while it may begin a stop string. True: a stop string is
- * complete. */
+/* Text of a new token (-1: none, the text ends) into g->text, held back while it may begin a stop
+ * string. True: a stop string is complete. */
 static bool eng_text(eng_replica *p, int q, const eng_request *r, int32_t id, bool is_end, bool armed, bool last) {
     eng *g = p->g;
     eng_slot *slot = &p->slots[q];
@@ -13652,7 +13719,8 @@ static bool eng_text(eng_replica *p, int q, const eng_request *r, int32_t id, bo
         tok_stream_follow(&slot->stream, r->prompt[r->n_prompt - 1]);
         slot->open = true;
     }
-    if (id >= 0 && (!is_end || r->sampling.include_stop)) tok_stream_put(&slot->stream, id, &g->piece);
+    if (id >= 0 && (!is_end || r->sampling.include_stop))
+        tok_stream_put(&slot->stream, id, &g->piece);
     if (last || is_end) tok_stream_end(&slot->stream, &g->piece);
     bool stopped = stop_put(&slot->stop, buf_view(&g->piece), armed, &g->text);
     if (!stopped && (last || is_end)) stop_end(&slot->stop, &g->text);
@@ -13666,7 +13734,8 @@ static bool eng_deliver_prompt(eng_request *r, int at, const toka_pick *pick, bo
     bool go_on = true;
     if (at == 1) go_on = !r->fn || !r->fn(r->user, &ev);
     if (at > 0) {
-        ev.id = pick->id, ev.logprob = pick->logprob, ev.sampled_logprob = pick->sampled_logprob, ev.rank = pick->rank;
+        ev.id = pick->id, ev.logprob = pick->logprob, ev.sampled_logprob = pick->sampled_logprob;
+        ev.rank = pick->rank;
         ev.n_top = pick->n_top, ev.top_ids = pick->top_ids, ev.top_logprobs = pick->top_logprobs;
     }
     ev.more = more, ev.finish = finish;
@@ -13686,18 +13755,21 @@ static void eng_sample_over(eng_replica *p, eng_request *r) {
     r->n_live--, r->work -= r->work_each, p->work -= r->work_each;
 }
 
-/* One pick becomes a token of its sequence and an event. Where all that was allowed was forbidden, the pick is forbidden, too: the
- * sample ends without it. False: the callback wants no more of this request. */
-static bool eng_deliver(eng_replica *p, eng_request *r, int q, const toka_out_row *row, const toka_pick *pick, bool more,
-                        bool *ended) {
+/* One pick becomes a token of its sequence and an event. Where all that was allowed was forbidden,
+ * the pick is a forbidden id: the sample ends without it. False: the callback wants no more of this
+ * request. */
+static bool eng_deliver(eng_replica *p, eng_request *r, int q, const toka_out_row *row,
+                        const toka_pick *pick, bool more, bool *ended) {
     eng *g = p->g;
     const sched_seq *x = &p->s.seqs[q];
     const toka_sampling *s = &r->sampling;
     int n_before = x->n_known - x->n_prompt;
-    bool armed = n_before >= s->min_tokens, full = x->n_known + 1 == x->limit; /* armed: behind the first min_tokens */
+    bool armed = n_before >= s->min_tokens; /* behind the first min_tokens */
+    bool full = x->n_known + 1 == x->limit;
     bool none = samp_listed(row->forbidden, row->n_forbidden, pick->id);
     bool is_end = !none && armed && samp_listed(r->ends.p, (int)r->ends.n, pick->id);
     bool stopped = eng_text(p, q, r, none ? -1 : pick->id, is_end, armed, full || none);
+    *ended = is_end || stopped || none;
     toka_event ev = {.sample = x->sample,
                      .id = none ? -1 : pick->id,
                      .logprob = pick->logprob,
@@ -13707,12 +13779,11 @@ static bool eng_deliver(eng_replica *p, eng_request *r, int q, const toka_out_ro
                      .top_logprobs = pick->top_logprobs,
                      .text = r->ids_only && !s->n_stop ? NULL : buf_view(&g->text).p,
                      .text_bytes = g->text.n,
-                     .finish = is_end || stopped || none ? TOKA_STOP : full ? TOKA_LENGTH : TOKA_RUNNING,
+                     .finish = *ended ? TOKA_STOP : full ? TOKA_LENGTH : TOKA_RUNNING,
                      .stop_id = is_end ? pick->id : -1,
                      .stop_text = stopped ? p->slots[q].stop.which : -1,
                      .n_cached = x->n_found,
                      .more = more};
-    *ended = is_end || stopped || none;
     if (ev.finish != TOKA_RUNNING) bit_set(r->ended, x->sample), eng_sample_over(p, r), eng_slot_close(p, q);
     r->usage.output_tokens += !none;
     if (!r->t_first) r->t_first = os_now();
@@ -15198,15 +15269,19 @@ static bool api_is_harmless(const api_field *f, const json *v) {
     return same;
 }
 
-static int api_most_choices(const api_model *m) { return m->max_choices ? m->max_choices : ENG_MAX_N; }
+static int api_most_choices(const api_model *m) {
+    return m->max_choices ? m->max_choices : ENG_MAX_N;
+}
 
 /* The highest value of a field that a message names: the limit that holds in the end. */
 static int64_t api_high(const api_model *m, const api_field *f) {
-    const bool tokens = f->at == API_AT(max_tokens) || f->at == API_AT(max_completion_tokens) || f->at == API_AT(min_tokens);
-    return f->at == API_AT(n) ? api_most_choices(m) : tokens ? m->max_len : f->high;
+    const bool least = f->at == API_AT(min_tokens);
+    const bool most = f->at == API_AT(max_tokens) || f->at == API_AT(max_completion_tokens);
+    return f->at == API_AT(n) ? api_most_choices(m) : least || most ? m->max_len : f->high;
 }
 
-static int api_read_whole(const api_model *m, const api_field *f, const json *v, int64_t *out, toka_err *e) {
+static int api_read_whole(const api_model *m, const api_field *f, const json *v, int64_t *out,
+                          toka_err *e) {
     int64_t i;
     const double d = json_num(v, 0);
     const long long low = f->low, high = api_high(m, f);
@@ -15300,7 +15375,8 @@ static int api_id_list(const api_model *m, const json *v, const char *name, ids 
         int64_t id;
         if (it->type != JSON_NUMBER) return API_BAD("%s: element %zu is no token id", name, out->n);
         if (!json_whole(it, &id) || id < 0 || id > INT32_MAX)
-            return API_BAD("%s[%zu]: %.15g is no token id, expected 0 to %d", name, out->n, json_num(it, 0), m->t->shape.V - 1);
+            return API_BAD("%s[%zu]: %.15g is no token id, expected 0 to %d", name, out->n,
+                           json_num(it, 0), m->t->shape.V - 1);
         ids_push(out, (int32_t)id);
     }
     return 0;
@@ -15373,7 +15449,8 @@ static int api_bad_words(api_call *c, const json *v, toka_sampling *s, toka_err 
     if (pub_need_tokenizer(c->m->t, e)) return e->code;
     const char **words = arena_alloc(&c->a, (size_t)v->n * sizeof *words);
     JSON_EACH(it, v) {
-        if (it->type != JSON_STRING || memchr(it->s, 0, it->n)) return API_BAD("bad_words: expected a list of texts");
+        if (it->type != JSON_STRING || memchr(it->s, 0, it->n))
+            return API_BAD("bad_words: expected a list of texts");
         words[n++] = arena_cstr(&c->a, json_str(it));
     }
     int code = toka_words_new(&c->words, c->m->t, words, n, e);
@@ -15425,7 +15502,8 @@ static int api_sampling(api_call *c, const api_body *b, toka_request *q, toka_er
     if (!code) code = api_bad_words(c, b->bad_words, s, e);
     if (code) return code;
     if (b->max_tokens > 0 && b->min_tokens > b->max_tokens)
-        return API_BAD("min_tokens: %lld, expected 0 to %lld", (long long)b->min_tokens, (long long)b->max_tokens);
+        return API_BAD("min_tokens: %lld, expected 0 to %lld", (long long)b->min_tokens,
+                       (long long)b->max_tokens);
     if (b->best_of >= 0 && b->best_of != b->n) return API_UNSUPPORTED(c, "best_of other than n is not supported");
     if (!b->max_tokens) { /* nothing is drawn; the prompt is looked at */
         if (!c->echo && !c->want_prompt_logprobs)
@@ -15624,7 +15702,8 @@ static int api_part_init(api_call *c, const api_body *b, const toka_request *q, 
     p->q.ids = p->prompt.p, p->q.n_ids = p->prompt.n, p->scored.n_top = c->n_prompt_top;
     c->n_prompt_tokens += (int64_t)p->prompt.n;
     if (p->prompt.n + (p->q.n != 0) > (size_t)c->m->max_len) c->code = "context_length_exceeded";
-    code = eng_check(c->m->t->files, c->m->t->tok, c->m->max_len, &p->q, p->prompt.p, p->prompt.n, e);
+    const toka *t = c->m->t;
+    code = eng_check(t->files, t->tok, c->m->max_len, &p->q, p->prompt.p, p->prompt.n, e);
     if (!code) code = api_check_room(c, b, p->prompt.n, e);
     if (!code && c->echo && json_is(prompt, JSON_ARRAY) && c->m->t->tok) { /* given as ids: its text is what they say */
         buf_clear(&c->shown);
@@ -15779,7 +15858,8 @@ typedef struct api_record { /* followed by its alternatives (id, logprob) and it
 /* Appends one event of a part. For the driving thread: no text is made, nothing is locked. */
 static void api_pack(const api_part *p, const toka_event *ev, buf *records) {
     api_record r = {.part = (int32_t)(p - p->call->parts), .sample = ev->sample, .id = ev->id, .stop_id = ev->stop_id,
-                    .stop_text = ev->stop_text, .n_cached = ev->n_cached, .rank = ev->rank, .logprob = ev->logprob, .sampled = ev->sampled_logprob,
+                    .stop_text = ev->stop_text, .n_cached = ev->n_cached, .rank = ev->rank,
+                    .logprob = ev->logprob, .sampled = ev->sampled_logprob,
                     .n_text = ev->text ? (uint32_t)ev->text_bytes : 0, .n_top = (uint16_t)ev->n_top,
                     .finish = (uint8_t)ev->finish, .has_text = ev->text != NULL};
     size_t n = (size_t)ev->n_top;
@@ -15961,8 +16041,8 @@ static void api_put_chat_logprobs(api_call *c, const api_tokens *t, buf *b) {
     json_put_close(b, '}');
 }
 
-/* vLLM's form: [null, {"ID":{"logprob":..,"rank":..,"decoded_token":".."} ..} ..], the token itself first. rank: the place in
- * the vocabulary, 1 is the most likely; null where it is not known. */
+/* vLLM's form: [null, {"ID":{"logprob":..,"rank":..,"decoded_token":".."} ..} ..], the token first.
+ * rank: the place in the vocabulary, 1 is the most likely; null where it is not known. */
 static void api_put_prompt_logprobs(api_call *c, const api_tokens *t, buf *b) {
     json_put_key(b, "prompt_logprobs"), json_put_open(b, '[');
     for (size_t i = 0; i < api_tokens_n(t); i++) {
@@ -16040,7 +16120,8 @@ static void api_put_logprobs(api_call *c, const api_tokens *echo, api_choice *x,
     else api_put_text_logprobs(c, &c->parts[(x - c->choices) / c->n], echo, &x->tokens, &x->offset, b);
 }
 
-/* stop_reason: what of stop or stop_token_ids it was; null: the model's own end. Without either nothing was left to draw. */
+/* stop_reason: what of stop or stop_token_ids it was; null: the model's own end. Where there was
+ * neither, nothing was left to draw. */
 static void api_put_finish(const api_call *c, const api_choice *x, const api_part *p, bool ended, buf *b) {
     json_put_key(b, "finish_reason");
     if (!ended) json_put_null(b);
@@ -16050,7 +16131,8 @@ static void api_put_finish(const api_call *c, const api_choice *x, const api_par
     bool asked = ended && x->stop_id >= 0 && samp_listed(p->q.sampling.stop_ids, p->q.sampling.n_stop_ids, x->stop_id);
     if (ended && x->stop_text >= 0) json_put_str(b, str_c(p->q.sampling.stop[x->stop_text]));
     else if (asked) json_put_int(b, x->stop_id);
-    else if (ended && x->finish == TOKA_STOP && x->stop_id < 0) json_put_str(b, STR("nothing is left to draw"));
+    else if (ended && x->finish == TOKA_STOP && x->stop_id < 0)
+        json_put_str(b, STR("nothing is left to draw"));
     else json_put_null(b);
 }
 
@@ -16069,7 +16151,8 @@ static void api_put_prompt(api_call *c, api_part *p, buf *b) {
         if (!p->scored.b.n) { /* ids alone: none has a log-probability, and nobody takes it for one */
             p->scored.n_top = 0;
             for (size_t i = 0; i < p->prompt.n; i++)
-                buf_put(&p->scored.b, &(api_token){.id = p->prompt.p[i], .logprob = NAN}, sizeof(api_token));
+                buf_put(&p->scored.b, &(api_token){.id = p->prompt.p[i], .logprob = NAN},
+                        sizeof(api_token));
         }
         api_put_packed(c, "prompt_packed", &p->scored, false, b);
         return;
@@ -16212,7 +16295,8 @@ static void api_feed_sample(api_call *c, api_part *p, const api_record *r, str r
     }
     if (r->has_text) buf_put(to, rest.p + rest.n - r->n_text, r->n_text);
     else if (c->m->t->tok) {
-        if (r->id >= 0 && (r->stop_id < 0 || p->q.sampling.include_stop)) tok_stream_put(&x->stream, r->id, to);
+        if (r->id >= 0 && (r->stop_id < 0 || p->q.sampling.include_stop))
+            tok_stream_put(&x->stream, r->id, to);
         if (r->finish != TOKA_RUNNING) tok_stream_end(&x->stream, to);
     }
     if (r->finish != TOKA_RUNNING) api_end_choice(c, x, r);
@@ -16363,7 +16447,8 @@ static int api_tokenize(api_call *c, const api_body *b, buf *out, toka_err *e) {
 
 static int api_detokenize(api_call *c, const api_body *b, buf *out, toka_err *e) {
     ids v = {0};
-    int code = b->tokens ? api_id_list(c->m, b->tokens, "tokens", &v, e) : API_BAD("tokens: missing");
+    int code = b->tokens ? 0 : API_BAD("tokens: missing");
+    if (!code) code = api_id_list(c->m, b->tokens, "tokens", &v, e);
     size_t bytes = 0; /* an id of two bytes may be a text of hundreds */
     if (!code) code = pub_need_tokenizer(c->m->t, e);
     for (size_t i = 0; i < v.n && !code; i++) bytes += v.p[i] < c->m->t->tok->n_ids ? c->m->t->tok->text[v.p[i]].n : 0;

@@ -136,14 +136,17 @@ int toka_apply_chat_template(const toka *t, const char *context, size_t context_
 
 /* ---- Requests ------------------------------------------------------------------------------------------------ */
 
-/* Texts that an output may not have. No token may complete one of them, with or without a space before it, whatever tokens its
- * beginning came in. A longer word that contains it is another word, and may come where it is one token (`class` for `ass`). */
+/* Texts that an output may not have. No token may complete one of them, with or without a space
+ * before it, whatever tokens its beginning came in. A longer word that contains it is another word,
+ * and may come where it is one token (`class` for `ass`). */
 typedef struct toka_words toka_words;
 
-/* Looks up n of them, of 1 byte or more each, at most 2,048 and 32,768 bytes in all, in t's vocabulary; spaces before a text do not
- * count. Costs a look at the whole vocabulary: one serves any number of requests, and toka_submit keeps what it needs. *out is the
- * caller's until toka_words_del, which may come behind toka_close. After an error *out is NULL.
- * Errors: TOKA_E_USE: more than that, or a text without tokens; TOKA_E_INPUT: the model has no tokenizer.json. Thread: any. */
+/* Looks up n of them in t's vocabulary: 1 to 2,048, of at most 32,768 bytes in all; spaces before a
+ * text do not count. Costs a look at the whole vocabulary, so that one should serve many requests;
+ * toka_submit keeps what it needs. *out is the caller's until toka_words_del, which may come behind
+ * toka_close. After an error *out is NULL.
+ * Errors: TOKA_E_USE: other numbers than these, or a text without tokens; TOKA_E_INPUT: the model
+ * has no tokenizer.json. Thread: any. */
 int toka_words_new(toka_words **out, const toka *t, const char *const *words, int n, toka_err *e);
 void toka_words_del(toka_words *w); /* NULL is allowed. Thread: any */
 
@@ -159,7 +162,7 @@ typedef struct toka_sampling {
     float frequency_penalty;    /* -2 to 2; 0: off; over the output */
     uint64_t seed;              /* the draw is a pure function of (seed, sample index, position) */
     int max_tokens;             /* output tokens at most; 0, or more than that: what max_model_len leaves */
-    int min_tokens;             /* no end id is drawn among so many tokens, and no stop string ends in them */
+    int min_tokens;             /* so many tokens have no end id, and no stop string ends in them */
     int ignore_eos;             /* go on past end-of-sequence ids */
     int logprobs;               /* top-k log-probabilities per token, at most TOKA_MAX_LOGPROBS; 0: only the chosen token's;
                                    TOKA_NO_LOGPROBS: not even that, which spares work. What is drawn does not depend on it */
@@ -195,7 +198,7 @@ typedef struct toka_request {
     int prompt_logprobs;   /* an event of sample TOKA_PROMPT for each token of the prompt, in order, before sample 0's first; that
                               sample computes its whole prompt, whatever of it is in the prefix tree */
     int prompt_top;        /* and in them the top-k log-probabilities of each place */
-    int prompt_ranks;      /* and the rank of each token; it costs a look at all logits of the place */
+    int prompt_ranks;      /* and the rank of each token, for which all logits are looked at */
     int keep_special;      /* special tokens stay in the text; those that end a sample only with include_stop */
     int ids_only;          /* events have no text (NULL), unless stop strings make the engine look at it: the caller makes it */
     int priority;          /* a head start in the queue, higher is earlier; 0 is usual */
@@ -213,7 +216,8 @@ void toka_request_model_defaults(const toka *t, toka_request *r);
 
 typedef enum toka_finish {
     TOKA_RUNNING = 0, /* more will come */
-    TOKA_STOP,        /* end-of-sequence id, stop id or stop string; or nothing was left that may be drawn: that event has id -1 */
+    TOKA_STOP,        /* end-of-sequence id, stop id or stop string; or, with id -1, nothing was
+                         left that may be drawn */
     TOKA_LENGTH,      /* max_tokens or max_model_len; or the end of a prompt without samples */
     TOKA_CANCELLED,
     TOKA_FAILED       /* the device failed; toka_run says how */
@@ -223,7 +227,8 @@ enum { TOKA_PROMPT = -1 }; /* the sample of events for tokens of the prompt */
 
 typedef struct toka_event { /* one token of one sample; all pointers are valid during the callback only */
     int sample;             /* 0 .. n-1, or TOKA_PROMPT */
-    int32_t id;             /* the token; -1: none, the sample was cancelled or failed, or all that was allowed was forbidden */
+    int32_t id;             /* the token; -1: none, the sample was cancelled or failed, or nothing
+                               was left that may be drawn */
     float logprob;          /* log-softmax of the raw logits at id; 0 for the first token of a prompt, which has no logits; NAN for
                                a token drawn with TOKA_NO_LOGPROBS, so that nobody takes it for one */
     float sampled_logprob;  /* the same after penalties, temperature and truncation: the distribution drawn from. Always there */
@@ -231,8 +236,9 @@ typedef struct toka_event { /* one token of one sample; all pointers are valid d
                                with TOKA_NO_LOGPROBS */
     const int32_t *top_ids;
     const float *top_logprobs;
-    int rank;               /* with prompt_ranks: the place of a prompt's id in the vocabulary by raw logit, 1 is the best, of equal
-                               ones the lowest id first; else 0, also at a prompt's first */
+    int rank;               /* with prompt_ranks: the place of a prompt's id in the vocabulary by
+                               raw logit, 1 is the best, of equal ones the lowest id first; else 0,
+                               also at a prompt's first */
     const char *text;       /* text that became certain with this token: whole characters, never part of a stop string. May be NULL
                                where text_bytes is 0: of prompts there is none */
     size_t text_bytes;
@@ -411,7 +417,8 @@ static inline int32_t toka_last_resort(const toka_out_row *row, int V) {
 typedef struct toka_pick { /* what came of a toka_out_row */
     int32_t id;
     float logprob, sampled_logprob;
-    int rank;              /* of a ranked row: the id's place by raw logit, 1 is the best, of equal ones the lowest id first; else 0 */
+    int rank;              /* of a ranked row: the id's place by raw logit, 1 is the best, of equal
+                              ones the lowest id first; else 0 */
     int n_top;
     int32_t top_ids[TOKA_MAX_LOGPROBS];
     float top_logprobs[TOKA_MAX_LOGPROBS];

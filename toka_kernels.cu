@@ -8036,7 +8036,8 @@ static void samp_collect(toka_device *d, const toka_step *s, const samp_down *do
         toka_pick *pick = &down->picks[down->order[i]];
         pick->id = down->results[i].id;
         pick->logprob = toka_wants_logprob(row) ? down->results[i].logprob : NAN;
-        pick->sampled_logprob = down->results[i].sampled_logprob, pick->rank = down->results[i].rank;
+        pick->sampled_logprob = down->results[i].sampled_logprob;
+        pick->rank = down->results[i].rank;
         pick->n_top = row->sampling ? samp_n_top(row->sampling, d->shape->V_all) : 0;
         if (!pick->n_top) continue;
         const samp_best *b = &down->tops[best++];
