@@ -1,34 +1,42 @@
 /* fp8_promotion.cu - what FP8 products on wgmma cost when they are right.
  *
- * Question. wgmma.f32.e4m3.e4m3 adds with fewer bits than float32. How many does it keep? How large is the error at the
- * K of real models, and which promotion period P (every P columns of K the part sum moves to float32 registers) repairs
- * it? What does the promotion cost in TFLOP/s, with and without the scales of a block-scaled checkpoint (W one scale a
- * 128x128 block, x one scale a token and 128 columns)?
+ * Question. wgmma.f32.e4m3.e4m3 adds with fewer bits than float32. How many does it keep? How large
+ * is the error at the K of real models, and which promotion period P (every P columns of K the part
+ * sum moves to float32 registers) repairs it? What does the promotion cost in TFLOP/s, with and
+ * without the scales of a block-scaled checkpoint (W one scale a 128x128 block, x one scale a token
+ * and 128 columns)?
  *
- * Method. (1) Probe: D holds 2^16, one more product of 2^(16-j) follows; the largest j that changes D counts the bits.
- * (2) One 64x64 tile with K from 128 to 16,384 against float64, for P = 0 (never) to 512. (3) A persistent GEMM, 128
- * producer threads and two warpgroups, A and B by TMA, tiles of 128x128 and 256x128, D stored as bf16, at the four
- * matrices of Llama-3.1-8B. W rotates over copies that exceed the L2 cache. Forms:
+ * Method.
+ * (1) Probe: D holds 2^16, one more product of 2^(16-j) follows. The largest j that changes D
+ * counts the bits. (2) One 64x64 tile with K from 128 to 16,384 against float64, for P = 0 (never)
+ * to 512. (3) Products of stages that lie still, beside a warpgroup that only adds: do additions
+ * hold the tensor cores up? (4) A persistent GEMM, 128 producer threads, A and B by TMA, D stored
+ * as bf16, at the four matrices of Llama-3.1-8B. W rotates over copies that exceed the L2 cache.
+ * Forms:
  *
- *     tile      128x128: 64 rows a warpgroup; 256x128: 128 rows a warpgroup, promoted 64 rows at a time
+ *     tile      128x128: two warpgroups of 64 rows; 256x128: two of 128 rows, promoted 64 rows at a
+ *               time; 192x128: three of 64 rows
  *     P         columns of K in a part sum, 0: no promotion
- *     scale     none | rows: x is A, so a thread needs 2 scales of x a block | cols: x is B (the swapped tile), so it
- *               needs 32 scales of x a block
- *     sets      part sums a thread; with 2, the next block's products run during a promotion (128x128 only)
- *     pair      2: a cluster of two CTAs shares B by multicast
- *     turns     the two warpgroups ask for products by turns: as soon as the other has asked, or (late) when the other's
- *               products have ended
- *     192x128   three warpgroups of 64 rows multiply
+ *     rows      scales; x is A, so a thread needs 2 scales of x for a part sum of 64 rows
+ *     cols      scales; x is B (the swapped tile), so it needs 32
+ *     two sets  two part sums a thread: the next block's products run during a promotion
+ *     halved    A through registers (ldmatrix), two part sums of 64 columns, promoted by turns
+ *     turns     the warpgroups ask for products by turns: as soon as the other has asked, or (late)
+ *               when the other's products have ended
+ *     pair      a cluster of two CTAs shares B by multicast
  *
- * Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o trial_fp8_promotion test/trials/fp8_promotion.cu
- * Run: ./trial_fp8_promotion (about a minute; exit code 1 if a check fails)
+ *     Each form runs some 40 ms in a row behind a pause of 60 ms, so the power limit counts. A last
+ *     table has single launches behind pauses of 30 ms.
+ *
+ * Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o trial_fp8_promotion \
+ *        test/trials/fp8_promotion.cu
+ * Run: ./trial_fp8_promotion (two minutes; exit code 1 if a check fails)
  *
  * Decides: the tile, the orientation and the promotion period of toka's FP8 GEMM. Results:
  * test/results/trials-fp8-promotion.md. */
 #include "trial.cuh"
 
 #include <cmath>
-#include <unistd.h>
 
 /* ---- 1. Accuracy: one CTA, one tile of 64 x 64 ---- */
 
@@ -36,11 +44,14 @@
 __device__ static void stage_rows(uint32_t to, const fp8 *from, int K, int k) {
     for (int i = (int)threadIdx.x; i < 64 * 8; i += 128) {
         int row = i / 8, chunk = i % 8;
-        smem_store_16(to + row * 128 + ((chunk ^ (row & 7)) << 4), *(const uint4 *)(from + (size_t)row * K + k + 16 * chunk));
+        smem_store_16(to + row * 128 + ((chunk ^ (row & 7)) << 4),
+                      *(const uint4 *)(from + (size_t)row * K + k + 16 * chunk));
     }
 }
-/* d[64][64] = a b^T; every `period` columns (a multiple of 128; 0: never) the part sum moves to float32 sums. */
-__global__ static void __launch_bounds__(128) accuracy_kernel(const fp8 *a, const fp8 *b, float *d, int K, int period) {
+/* d[64][64] = a b^T; every `period` columns (a multiple of 128; 0: never) the part sum moves to
+ * float32 sums. */
+__global__ static void __launch_bounds__(128)
+    accuracy_kernel(const fp8 *a, const fp8 *b, float *d, int K, int period) {
     extern __shared__ __align__(1024) char smem[];
     const uint32_t at_a = smem_at(smem), at_b = at_a + 8192;
     float part[32], sum[32] = {};
@@ -53,7 +64,8 @@ __global__ static void __launch_bounds__(128) accuracy_kernel(const fp8 *a, cons
         __syncthreads();
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; i++) wgmma_fp8<64>(part, wgmma_desc(at_a) + 2 * i, wgmma_desc(at_b) + 2 * i, !fresh || i);
+        for (int i = 0; i < 4; i++)
+            wgmma_fp8<64>(part, wgmma_desc(at_a) + 2 * i, wgmma_desc(at_b) + 2 * i, !fresh || i);
         wgmma_commit();
         wgmma_wait<0>();
         wgmma_keep(part);
@@ -61,9 +73,11 @@ __global__ static void __launch_bounds__(128) accuracy_kernel(const fp8 *a, cons
             for (int i = 0; i < 32; i++) sum[i] += part[i];
     }
     int row = (int)threadIdx.x / 32 * 16 + (int)threadIdx.x % 32 / 4;
-    for (int i = 0; i < 32; i++) d[(row + i % 4 / 2 * 8) * 64 + i / 4 * 8 + (int)threadIdx.x % 4 * 2 + i % 2] = sum[i];
+    for (int i = 0; i < 32; i++)
+        d[(row + i % 4 / 2 * 8) * 64 + i / 4 * 8 + (int)threadIdx.x % 4 * 2 + i % 2] = sum[i];
 }
-static std::vector<float> accuracy_run(const buffer<fp8> &a, const buffer<fp8> &b, int K, int period) {
+static std::vector<float> accuracy_run(const buffer<fp8> &a, const buffer<fp8> &b, int K,
+                                       int period) {
     buffer<float> d(64 * 64);
     CUDA_OK(cudaMemset(d.p, 0xFF, d.n * sizeof(float)));
     accuracy_kernel<<<1, 128, 16384>>>(a.p, b.p, d.p, K, period);
@@ -71,8 +85,9 @@ static std::vector<float> accuracy_run(const buffer<fp8> &a, const buffer<fp8> &
     return d.host();
 }
 
-/* Row r: D holds 2^16, then products of 2^(8-r) follow. Columns: 0 one product in the next instruction, 1 one in the same
- * instruction, 2 one of opposite sign in the next, 3 thirty-two of them in the next, 4 1.5 of it in the next. */
+/* Row r: D holds 2^16, then products of 2^(8-r) follow. Columns: 0 one product in the next
+ * instruction, 1 one in the same instruction, 2 one of opposite sign in the next, 3 thirty-two of
+ * them in the next, 4 1.5 of it in the next. */
 static void probe_bits() {
     const int K = 128;
     std::vector<fp8> a(64 * K, fp8(0.0f)), b(64 * K, fp8(0.0f));
@@ -103,13 +118,15 @@ static void probe_bits() {
 
 static void accuracy_table() {
     const int periods[4] = {128, 256, 512, 0};
-    printf("\nerror of 64x64 outputs against float64: |error| / |reference| as L2 norms (largest |error| / sum |a b|)\n");
+    printf("\nerror of 64x64 outputs against float64: |error| / |reference| as L2 norms (largest "
+           "|error| / sum |a b|)\n");
     for (int positive = 0; positive < 2; positive++)
         for (int K : {128, 512, 1024, 2048, 4096, 8192, 14336, 16384}) {
             buffer<fp8> a(64 * (size_t)K), b(64 * (size_t)K);
             a.normal(1, 1, positive), b.normal(2, 1, positive);
             std::vector<fp8> ha = a.host(), hb = b.host();
-            std::vector<double> fa(ha.begin(), ha.end()), fb(hb.begin(), hb.end()), ref(4096), mag(4096);
+            std::vector<double> fa(ha.begin(), ha.end()), fb(hb.begin(), hb.end()), ref(4096),
+                mag(4096);
             for (int i = 0; i < 4096; i++)
                 for (int k = 0; k < K; k++) {
                     double p = fa[(size_t)(i / 64) * K + k] * fb[(size_t)(i % 64) * K + k];
@@ -124,26 +141,108 @@ static void accuracy_table() {
                     e2 += e * e, r2 += ref[i] * ref[i], worst = std::max(worst, fabs(e) / mag[i]);
                 }
                 printf(" P %3d %.2e (%.1e)", period, sqrt(e2 / r2), worst);
-                double bound = period == 128 ? 1.0 / 512 : period ? 1.0 / 64 : 0.3; /* cut bits add up in one direction */
+                double bound = period == 128 ? 1.0 / 512
+                               : period      ? 1.0 / 64
+                                             : 0.3; /* cut bits add up in one direction */
                 check(worst < bound, "K %d, P %d: error %g of sum |a b|", K, period, worst);
             }
             printf("\n");
         }
 }
 
-/* ---- 2. Speed: the GEMM ---- */
+/* ---- 2. Do additions hold the products up? ---- */
+
+enum { NOTHING, ADD, FMA };
+
+/* Two warpgroups multiply 128 x 128 each, again and again, stages lying still. Beside each block of
+ * 128 columns of K the third runs the 256 additions (a thread of its own: a scheduler's share) that
+ * a promotion of all sums would take. */
+template <int KIND> __device__ static inline float add_up(int rounds) {
+    float sum[64] = {}, part[64], row[2] = {(float)threadIdx.x, 2.0f * (float)threadIdx.x}, all = 0;
+    for (int i = 0; i < 64; i++) part[i] = (float)(threadIdx.x + i);
+    for (int r = 0; r < 4 * rounds; r++)
+#pragma unroll
+        for (int i = 0; i < 64; i++) {
+            if (KIND == ADD) asm volatile("add.rn.f32 %0, %0, %1;" : "+f"(sum[i]) : "f"(part[i]));
+            if (KIND == FMA)
+                asm volatile("fma.rn.f32 %0, %1, %2, %0;"
+                             : "+f"(sum[i])
+                             : "f"(part[i]), "f"(row[i / 2 % 2]));
+        }
+    for (int i = 0; i < 64; i++) all += sum[i];
+    return all;
+}
+template <int KIND>
+__global__ static void __launch_bounds__(384, 1)
+    beside_kernel(float *out, float *clocks, int rounds) {
+    extern __shared__ __align__(1024) char smem[];
+    const uint32_t base = smem_at(smem);
+    const int group = (int)threadIdx.x / 128;
+    float sum[2][64] = {}, all = 0;
+    for (uint32_t i = threadIdx.x; i < 49152 / 4; i += 384)
+        ((uint32_t *)smem)[i] = (uint32_t)mix(i) & 0xBFBFBFBFu;
+    fence_async_smem();
+    __syncthreads();
+    long long begin = clock64();
+    if (group == 2) {
+        if (KIND != NOTHING) all = add_up<KIND>(rounds);
+    } else {
+        uint64_t a = wgmma_desc(base + group * 16384), b = wgmma_desc(base + 32768);
+        for (int r = 0; r < rounds; r++) {
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                wgmma_fp8<128>(sum[i % 2], a + i % 2 * 512 + i / 2 * 2, b + i / 2 * 2, 1);
+            wgmma_commit();
+            wgmma_wait<1>();
+        }
+        wgmma_wait<0>();
+        wgmma_keep(sum[0]);
+        wgmma_keep(sum[1]);
+        for (int i = 0; i < 128; i++) all += sum[i % 2][i / 2];
+        if (threadIdx.x == 0) clocks[blockIdx.x] = (float)(clock64() - begin) / (float)rounds;
+    }
+    out[blockIdx.x * 384 + threadIdx.x] = all;
+}
+template <int KIND> static double time_beside() {
+    const int sms = sm_count();
+    buffer<float> out((size_t)sms * 384), clocks((size_t)sms);
+    for (int i = 0; i < 2; i++)
+        launch(beside_kernel<KIND>, sms, 384, 49152, 1, (cudaStream_t)0, out.p, clocks.p, 2000);
+    CUDA_OK(cudaDeviceSynchronize());
+    std::vector<float> h = clocks.host();
+    std::sort(h.begin(), h.end());
+    return h[h.size() / 2];
+}
+static void beside_table() {
+    double nothing = time_beside<NOTHING>(), add = time_beside<ADD>(), fma = time_beside<FMA>();
+    printf("\nclocks of 256x128x128 products, nothing moving: alone %.0f, beside 256 FADD a "
+           "scheduler %.0f, FFMA %.0f\n",
+           nothing, add, fma);
+    check(nothing > 1000 && nothing < 1100, "products alone take %g clocks, not 1,024", nothing);
+}
+
+/* ---- 3. Speed: the GEMM ---- */
 
 enum { SCALE_NONE, SCALE_ROWS, SCALE_COLUMNS };
 
+enum {
+    HALVED = 3
+}; /* in place of a count of sets: two sets of half the columns, A through registers */
 enum { UNORDERED, AFTER_ISSUE, AFTER_PRODUCTS };
 
-template <int BM_, int PERIOD_, int SCALE_, int SETS_, int PAIR_, int ORDER_ = UNORDERED> struct form {
-    static constexpr int BM = BM_, PERIOD = PERIOD_, SCALE = SCALE_, SETS = SETS_, PAIR = PAIR_, ORDER = ORDER_;
+template <int BM_, int PERIOD_, int SCALE_, int SETS_, int PAIR_, int ORDER_ = UNORDERED>
+struct form {
+    static constexpr int BM = BM_, PERIOD = PERIOD_, SCALE = SCALE_, SETS = SETS_, PAIR = PAIR_,
+                         ORDER = ORDER_;
     static constexpr int GROUPS = BM == 192 ? 3 : 2; /* warpgroups that multiply */
     static constexpr int HALVES = BM / GROUPS / 64;  /* blocks of 64 rows of each */
-    static constexpr int THREADS = 128 + 128 * GROUPS, GIVE = GROUPS == 3 ? 32 : 40, TAKE = GROUPS == 3 ? 160 : 232;
+    static constexpr int THREADS = 128 + 128 * GROUPS, GIVE = GROUPS == 3 ? 32 : 40,
+                         TAKE = GROUPS == 3 ? 160 : 232;
     static constexpr int BLOCKS = PERIOD > 128 ? PERIOD / 128 : 1, CHUNKS = PERIOD == 64 ? 2 : 1;
-    static constexpr int VECTOR = SCALE == SCALE_ROWS ? BM : SCALE == SCALE_COLUMNS ? 128 : 0; /* scales a stage */
+    static constexpr int VECTOR = SCALE == SCALE_ROWS      ? BM
+                                  : SCALE == SCALE_COLUMNS ? 128
+                                                           : 0; /* scales a stage */
     static constexpr int STAGE = (BM + 128) * 128, SCALE_BYTES = 1024, STAGING = GROUPS * 8192;
     static constexpr int STAGES = (232448 - STAGING - 256) / (STAGE + SCALE_BYTES);
     static constexpr int SCALES_AT = STAGES * STAGE, STAGING_AT = SCALES_AT + STAGES * SCALE_BYTES;
@@ -176,11 +275,15 @@ template <class F> __device__ static void produce_b(const cta &c, const CUtensor
             mbar_wait(c.empty + 8 * r.s, r.parity ^ 1);
             mbar_expect_tx(full, 128 * 128 + F::VECTOR * 4);
             if (F::PAIR == 1) tma_load_2d(at, map, full, k * 128, t.b * 128);
-            else tma_load_2d_multicast(at + c.rank * 8192, map, full, k * 128, t.b * 128 + c.rank * 64, 3);
+            else
+                tma_load_2d_multicast(at + c.rank * 8192, map, full, k * 128,
+                                      t.b * 128 + c.rank * 64, 3);
             if (F::SCALE == SCALE_ROWS)
-                bulk_load(c.scales + r.s * F::SCALE_BYTES, c.j.vector + (size_t)k * c.j.rows_a + t.a * F::BM, F::BM * 4, full);
+                bulk_load(c.scales + r.s * F::SCALE_BYTES,
+                          c.j.vector + (size_t)k * c.j.rows_a + t.a * F::BM, F::BM * 4, full);
             if (F::SCALE == SCALE_COLUMNS)
-                bulk_load(c.scales + r.s * F::SCALE_BYTES, c.j.vector + (size_t)k * c.j.rows_b + t.b * 128, 512, full);
+                bulk_load(c.scales + r.s * F::SCALE_BYTES,
+                          c.j.vector + (size_t)k * c.j.rows_b + t.b * 128, 512, full);
             ring_next<F::STAGES>(r);
         }
     }
@@ -204,21 +307,26 @@ template <class F> __device__ static inline void release(const cta &c, int s) {
     if (F::PAIR == 2 && tid < 2) mbar_arrive_remote(c.empty + 8 * s, tid);
 }
 
-/* The scales of one part sum: rows: of rows l/4 and l/4 + 8 of the warp's 16; columns: of the thread's 32 columns. */
+/* The scales of one part sum: rows: of rows l/4 and l/4 + 8 of the warp's 16; columns: of the
+ * thread's 32 columns. */
 template <class F> struct scales {
     float block, row[2];
     float2 column[F::SCALE == SCALE_COLUMNS && F::HALVES == 1 ? 16 : 1];
     uint32_t at; /* of the stage's vector */
 };
-template <class F> __device__ static inline void load_scales(scales<F> &s, const cta &c, const float *block, int stage, int row) {
+template <class F>
+__device__ static inline void load_scales(scales<F> &s, const cta &c, const float *block, int stage,
+                                          int row) {
     s.at = c.scales + stage * F::SCALE_BYTES;
     if constexpr (F::SCALE != SCALE_NONE) s.block = __ldg(block);
     if constexpr (F::SCALE == SCALE_ROWS)
         s.row[0] = smem_load_float(s.at + 4 * row), s.row[1] = smem_load_float(s.at + 4 * row + 32);
     if constexpr (F::SCALE == SCALE_COLUMNS && F::HALVES == 1)
-        for (int j = 0; j < 16; j++) s.column[j] = smem_load_pair(s.at + 32 * j + (threadIdx.x & 3) * 8);
+        for (int j = 0; j < 16; j++)
+            s.column[j] = smem_load_pair(s.at + 32 * j + (threadIdx.x & 3) * 8);
 }
-template <class F> __device__ static inline void promote(float (&sum)[64], float (&part)[64], const scales<F> &s) {
+template <class F>
+__device__ static inline void promote(float (&sum)[64], float (&part)[64], const scales<F> &s) {
     float row[2] = {s.block * s.row[0], s.block * s.row[1]};
 #pragma unroll
     for (int j = 0; j < 16; j++) {
@@ -241,20 +349,25 @@ template <class F> __device__ static inline void promote(float (&sum)[64], float
 struct operands {
     uint64_t a, b;
 };
-template <class F> __device__ static inline operands stage_operands(const cta &c, int s, int group) {
+template <class F>
+__device__ static inline operands stage_operands(const cta &c, int s, int group) {
     uint32_t at = c.ring + s * F::STAGE;
     return {wgmma_desc(at + group * F::HALVES * 64 * 128), wgmma_desc(at + F::BM * 128)};
 }
 /* N steps of 32 columns from step `first` on. */
-template <int N> __device__ static inline void multiply(float (&d)[64], operands o, int half, int first, bool add) {
+template <int N>
+__device__ static inline void multiply(float (&d)[64], operands o, int half, int first, bool add) {
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < N; i++) wgmma_fp8<128>(d, o.a + 512 * half + 2 * (first + i), o.b + 2 * (first + i), add || i > 0);
+    for (int i = 0; i < N; i++)
+        wgmma_fp8<128>(d, o.a + 512 * half + 2 * (first + i), o.b + 2 * (first + i), add || i > 0);
     wgmma_commit();
 }
 
 /* A tile without promotion. */
-template <class F> __device__ static inline void tile_plain(float (&sum)[F::HALVES][64], const cta &c, ring &r, int group) {
+template <class F>
+__device__ static inline void tile_plain(float (&sum)[F::HALVES][64], const cta &c, ring &r,
+                                         int group) {
     int last = 0;
     for (int k = 0; k < c.j.n_k; k++) {
         mbar_wait(c.full + 8 * r.s, r.parity);
@@ -263,7 +376,8 @@ template <class F> __device__ static inline void tile_plain(float (&sum)[F::HALV
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
-            for (int h = 0; h < F::HALVES; h++) wgmma_fp8<128>(sum[h], o.a + 512 * h + 2 * i, o.b + 2 * i, 1);
+            for (int h = 0; h < F::HALVES; h++)
+                wgmma_fp8<128>(sum[h], o.a + 512 * h + 2 * i, o.b + 2 * i, 1);
         wgmma_commit();
         if (k) wgmma_wait<1>(), release<F>(c, last);
         last = r.s;
@@ -274,12 +388,13 @@ template <class F> __device__ static inline void tile_plain(float (&sum)[F::HALV
     for (int h = 0; h < F::HALVES; h++) wgmma_keep(sum[h]);
     release<F>(c, last);
 }
-/* A tile whose part sums have one set of registers: this warpgroup's products stop during its promotions. ORDER: the two
- * warpgroups ask for products by turns (barriers 2 and 3). */
+/* A tile whose part sums have one set of registers: this warpgroup's products stop during its
+ * promotions. ORDER: the two warpgroups ask for products by turns (barriers 2 and 3). */
 template <class F>
-__device__ static inline void tile_one_set(float (&sum)[F::HALVES][64], const cta &c, ring &r, int group, const float *block,
-                                            bool started) {
-    const int row = group * F::HALVES * 64 + (int)(threadIdx.x & 127) / 32 * 16 + (int)(threadIdx.x & 31) / 4;
+__device__ static inline void tile_one_set(float (&sum)[F::HALVES][64], const cta &c, ring &r,
+                                           int group, const float *block, bool started) {
+    const int row =
+        group * F::HALVES * 64 + (int)(threadIdx.x & 127) / 32 * 16 + (int)(threadIdx.x & 31) / 4;
     float part[64];
     scales<F> s;
     if (F::ORDER && !started && group == 1) named_arrive(2, 256);
@@ -318,18 +433,20 @@ __device__ static inline void tile_one_set(float (&sum)[F::HALVES][64], const ct
         r = at;
     }
 }
-/* The same with two sets: block k is multiplied while block k - 1 is promoted. n_k is a multiple of 8; products in flight
- * at a loop's end would make ptxas serialise them (C7514), so every eighth promotion has none beside it. */
+/* The same with two sets: block k is multiplied while block k - 1 is promoted. n_k is a multiple of
+ * 8; products in flight at a loop's end would make ptxas serialise them (C7514), so every eighth
+ * promotion has none beside it. */
 template <class F>
-__device__ static inline void promote_block(float (&sum)[64], float (&part)[64], const cta &c, const float *block, int stage,
-                                            int row) {
+__device__ static inline void promote_block(float (&sum)[64], float (&part)[64], const cta &c,
+                                            const float *block, int stage, int row) {
     scales<F> s;
     load_scales<F>(s, c, block, stage, row);
     wgmma_keep(part);
     promote<F>(sum, part, s);
     release<F>(c, stage);
 }
-template <class F> __device__ static inline int issue_block(float (&part)[64], const cta &c, ring &r, int group) {
+template <class F>
+__device__ static inline int issue_block(float (&part)[64], const cta &c, ring &r, int group) {
     int s = r.s;
     mbar_wait(c.full + 8 * s, r.parity);
     multiply<4>(part, stage_operands<F>(c, s, group), 0, 0, false);
@@ -337,7 +454,8 @@ template <class F> __device__ static inline int issue_block(float (&part)[64], c
     return s;
 }
 template <class F>
-__device__ static inline void tile_two_sets(float (&sum)[1][64], const cta &c, ring &r, int group, const float *block) {
+__device__ static inline void tile_two_sets(float (&sum)[1][64], const cta &c, ring &r, int group,
+                                            const float *block) {
     const int row = group * 64 + (int)(threadIdx.x & 127) / 32 * 16 + (int)(threadIdx.x & 31) / 4;
     float part[2][64];
     for (int k = 0; k < c.j.n_k; k += 8) {
@@ -354,6 +472,65 @@ __device__ static inline void tile_two_sets(float (&sum)[1][64], const cta &c, r
     }
 }
 
+/* 256x128 with scales by rows: A through registers, two part sums of 64 columns. One is promoted
+ * while the products of the other run; behind a block the second waits in registers, its products
+ * done. */
+template <int FIRST>
+__device__ static inline void promote_half(float (&sum)[64], const float (&part)[32],
+                                           const float (&row)[2]) {
+#pragma unroll
+    for (int i = 0; i < 32; i++) sum[FIRST + i] += part[i] * row[i / 2 % 2];
+}
+__device__ static inline void multiply_half(float (&d)[32], const uint32_t (&f)[4][4], uint64_t b) {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; i++) wgmma_fp8_rs<64>(d, f[i], b + 2 * i, i > 0);
+    wgmma_commit();
+}
+/* One block of K. `waiting`: the scales of what `right` holds. */
+template <class F>
+__device__ static inline void block_halved(float (&sum)[2][64], float (&left)[32],
+                                           float (&right)[32], float (&waiting)[2], const cta &c,
+                                           ring &r, int group, float w_scale, bool right_waits) {
+    const int lane = threadIdx.x & 31, row = group * 128 + (int)(threadIdx.x & 127) / 32 * 16;
+    const uint32_t stage = c.ring + r.s * F::STAGE, at = stage + (row + (lane & 15)) * 128;
+    const uint64_t b = wgmma_desc(stage + F::BM * 128);
+    uint32_t f[4][4];
+    mbar_wait(c.full + 8 * r.s, r.parity);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const uint32_t scale_at = c.scales + r.s * F::SCALE_BYTES + 4 * (row + 64 * h + lane / 4);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            ldmatrix_x4(f[i], at + h * 8192 + (((2 * i + (lane >> 4)) ^ (lane & 7)) << 4));
+        multiply_half(left, f, b);
+        if (h || right_waits) promote_half<32>(sum[1 - h], right, waiting);
+        multiply_half(right, f, b + 512);
+        waiting[0] = w_scale * smem_load_float(scale_at),
+        waiting[1] = w_scale * smem_load_float(scale_at + 32);
+        wgmma_wait<1>();
+        wgmma_keep(left);
+        promote_half<0>(sum[h], left, waiting);
+        wgmma_wait<0>();
+        wgmma_keep(right);
+    }
+    release<F>(c, r.s);
+    ring_next<F::STAGES>(r);
+}
+/* Four blocks at a time: ptxas does not see across a loop's end that `right` is complete, and would
+ * wait (C7517). */
+template <class F>
+__device__ static inline void tile_halved(float (&sum)[2][64], const cta &c, ring &r, int group,
+                                          const float *block) {
+    float left[32], right[32], waiting[2];
+    for (int k = 0; k < c.j.n_k; k += 4) {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            block_halved<F>(sum, left, right, waiting, c, r, group, __ldg(block + k + i), i > 0);
+        promote_half<32>(sum[1], right, waiting);
+    }
+}
+
 template <class F> __device__ static void consume(const cta &c, int group) {
     const int warp = (int)threadIdx.x / 32 - 4;
     const long long begin = clock64();
@@ -363,33 +540,42 @@ template <class F> __device__ static void consume(const cta &c, int group) {
         tile t = cta_tile<F>(c, u);
         const float *block = c.j.block;
         if (F::SCALE == SCALE_ROWS) block += (size_t)t.b * c.j.n_k;
-        if (F::SCALE == SCALE_COLUMNS) block += (size_t)(t.a * F::HALVES + group * (F::HALVES - 1)) * c.j.n_k;
+        if (F::SCALE == SCALE_COLUMNS)
+            block += (size_t)(t.a * F::HALVES + group * (F::HALVES - 1)) * c.j.n_k;
         float sum[F::HALVES][64] = {};
         if constexpr (F::PERIOD == 0) tile_plain<F>(sum, c, r, group);
         else if constexpr (F::SETS == 1) tile_one_set<F>(sum, c, r, group, block, u != c.first);
-        else tile_two_sets<F>(sum, c, r, group, block);
+        else if constexpr (F::SETS == 2) tile_two_sets<F>(sum, c, r, group, block);
+        else tile_halved<F>(sum, c, r, group, block);
 #pragma unroll
         for (int h = 0; h < F::HALVES; h++)
 #pragma unroll
             for (int p = 0; p < 2; p++)
                 store_panel(sum[h] + 32 * p, c.staging + warp * 2048, c.j.y,
-                            t.a * F::BM + (group * F::HALVES + h) * 64 + warp % 4 * 16, t.b * 128 + 64 * p, c.j.rows_a,
-                            c.j.rows_b);
+                            t.a * F::BM + (group * F::HALVES + h) * 64 + warp % 4 * 16,
+                            t.b * 128 + 64 * p, c.j.rows_a, c.j.rows_b);
     }
     if (threadIdx.x == 128) c.j.clocks[blockIdx.x] = (float)(clock64() - begin) / (float)blocks;
 }
 
 template <class F>
 __global__ static void __launch_bounds__(F::THREADS, 1)
-gemm_kernel(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, job j) {
+    gemm_kernel(const __grid_constant__ CUtensorMap map_a,
+                const __grid_constant__ CUtensorMap map_b, job j) {
     extern __shared__ __align__(1024) char smem[];
     const uint32_t base = smem_at(smem);
     const int warp = (int)threadIdx.x / 32, lane = threadIdx.x & 31;
-    cta c = {j, base, base + F::SCALES_AT, base + F::STAGING_AT, base + F::BARS_AT, base + F::BARS_AT + 64};
+    cta c = {j,
+             base,
+             base + F::SCALES_AT,
+             base + F::STAGING_AT,
+             base + F::BARS_AT,
+             base + F::BARS_AT + 64};
     c.rank = F::PAIR == 2 ? cluster_rank() : 0;
     c.first = (int)blockIdx.x / F::PAIR, c.stride = (int)gridDim.x / F::PAIR;
     if (threadIdx.x == 0) {
-        for (int s = 0; s < F::STAGES; s++) mbar_init(c.full + 8 * s, 2), mbar_init(c.empty + 8 * s, F::GROUPS * F::PAIR);
+        for (int s = 0; s < F::STAGES; s++)
+            mbar_init(c.full + 8 * s, 2), mbar_init(c.empty + 8 * s, F::GROUPS * F::PAIR);
         mbar_init_fence();
     }
     __syncthreads();
@@ -406,7 +592,7 @@ gemm_kernel(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ C
     if (F::PAIR == 2) cluster_sync(); /* the peer may still write here or arrive at barriers here */
 }
 
-/* ---- 3. References and timing ---- */
+/* ---- 4. References and timing ---- */
 
 struct problem {
     int M, N, K, copies; /* of W */
@@ -415,23 +601,29 @@ struct problem {
     float *clocks;
 };
 /* Warp i: y of token m, output n in float64, and the sum of the terms' magnitudes. */
-__global__ static void reference_kernel(problem p, bool scaled, const int *m_of, const int *n_of, int n, double *ref, double *mag) {
+__global__ static void reference_kernel(problem p, bool scaled, const int *m_of, const int *n_of,
+                                        int n, double *ref, double *mag) {
     int i = (int)(blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x & 31;
     if (i >= n) return;
     double sum = 0, sum_mag = 0;
     for (int k = lane; k < p.K; k += 32) {
-        double v = (double)float(p.x[(size_t)m_of[i] * p.K + k]) * (double)float(p.w[(size_t)n_of[i] * p.K + k]);
-        if (scaled) v *= (double)p.x_scale[(size_t)(k / 128) * p.M + m_of[i]] * p.w_scale[(size_t)(n_of[i] / 128) * (p.K / 128) + k / 128];
+        double v = (double)float(p.x[(size_t)m_of[i] * p.K + k]) *
+                   (double)float(p.w[(size_t)n_of[i] * p.K + k]);
+        if (scaled)
+            v *= (double)p.x_scale[(size_t)(k / 128) * p.M + m_of[i]] *
+                 p.w_scale[(size_t)(n_of[i] / 128) * (p.K / 128) + k / 128];
         sum += v, sum_mag += fabs(v);
     }
     sum = warp_sum(sum), sum_mag = warp_sum(sum_mag);
     if (lane == 0) ref[i] = sum, mag[i] = sum_mag;
 }
 /* Samples of y, [m][n] or, transposed, [n][m]. */
-static void check_samples(const problem &p, buffer<bf16> &y, bool scaled, bool transposed, int period, const char *name) {
+static void check_samples(const problem &p, buffer<bf16> &y, bool scaled, bool transposed,
+                          int period, const char *name) {
     const int n = 512;
     std::vector<int> m_of(n), n_of(n);
-    for (int i = 0; i < n; i++) m_of[i] = (int)(mix(3 * i) % p.M), n_of[i] = (int)(mix(3 * i + 1) % p.N);
+    for (int i = 0; i < n; i++)
+        m_of[i] = (int)(mix(3 * i) % p.M), n_of[i] = (int)(mix(3 * i + 1) % p.N);
     buffer<int> dm(n), dn(n);
     buffer<double> ref(n), mag(n);
     dm.set(m_of), dn.set(n_of);
@@ -452,13 +644,21 @@ static void check_samples(const problem &p, buffer<bf16> &y, bool scaled, bool t
     check(unwritten == 0, "%s M %d N %d K %d: %d outputs are NaN", name, p.M, p.N, p.K, unwritten);
 }
 
-template <class F> static int run_form(const problem &p, buffer<bf16> &y, int i, cudaStream_t stream) {
+template <class F>
+static int run_form(const problem &p, buffer<bf16> &y, int i, cudaStream_t stream) {
     const bool swapped = F::SCALE == SCALE_COLUMNS;
     const fp8 *w = p.w + (size_t)(i % p.copies) * p.N * p.K;
     int rows_a = swapped ? p.N : p.M, rows_b = swapped ? p.M : p.N;
     CUtensorMap map_a = map_of(swapped ? w : p.x, rows_a, p.K, 1, F::BM);
     CUtensorMap map_b = map_of(swapped ? p.x : w, rows_b, p.K, 1, 128 / F::PAIR);
-    job j = {{ceil_div(rows_a, F::BM * F::PAIR), rows_b / 128, 8 / F::PAIR}, 0, rows_a, rows_b, p.K / 128, p.x_scale, p.w_scale, y.p,
+    job j = {{ceil_div(rows_a, F::BM * F::PAIR), rows_b / 128, 8 / F::PAIR},
+             0,
+             rows_a,
+             rows_b,
+             p.K / 128,
+             p.x_scale,
+             p.w_scale,
+             y.p,
              p.clocks};
     j.units = j.order.tiles_a * j.order.tiles_b;
     int grid = std::min(j.units, sm_count() / F::PAIR) * F::PAIR;
@@ -478,10 +678,16 @@ template <class F> static result time_form(const problem &p, buffer<bf16> &y, co
     usleep(60000); /* the card's power limit follows the last tenths of a second */
     double us = time_us(launches, 9, [&](int i, cudaStream_t s) { run_form<F>(p, y, i, s); });
     std::vector<float> clocks((size_t)grid); /* of the last launch */
-    CUDA_OK(cudaMemcpy(clocks.data(), p.clocks, clocks.size() * sizeof(float), cudaMemcpyDeviceToHost));
+    CUDA_OK(
+        cudaMemcpy(clocks.data(), p.clocks, clocks.size() * sizeof(float), cudaMemcpyDeviceToHost));
     double sum = 0;
     for (float v : clocks) sum += v;
     return {flop / us * 1e-6, sum / grid};
+}
+
+template <class F> static double time_rested(const problem &p, buffer<bf16> &y) {
+    double us = time_rested_us(9, [&](int i, cudaStream_t s) { run_form<F>(p, y, i, s); });
+    return 2.0 * p.M * p.N * p.K / us * 1e-6;
 }
 
 struct entry {
@@ -507,6 +713,8 @@ static const entry entries[] = {
     {"256x128 P 128 rows pair", time_form<form<256, 128, SCALE_ROWS, 1, 2>>},
     {"256x128 P 128 rows by turns", time_form<form<256, 128, SCALE_ROWS, 1, 1, AFTER_ISSUE>>},
     {"256x128 P 128 rows late turns", time_form<form<256, 128, SCALE_ROWS, 1, 1, AFTER_PRODUCTS>>},
+    {"256x128 P 128 rows halved", time_form<form<256, 128, SCALE_ROWS, HALVED, 1>>},
+    {"256x128 P 128 rows halved pair", time_form<form<256, 128, SCALE_ROWS, HALVED, 2>>},
     {"192x128 P 0", time_form<form<192, 0, SCALE_NONE, 1, 1>>},
     {"192x128 P 128", time_form<form<192, 128, SCALE_NONE, 1, 1>>},
     {"192x128 P 128 rows", time_form<form<192, 128, SCALE_ROWS, 1, 1>>},
@@ -517,19 +725,46 @@ static const entry entries[] = {
     {"256x128 P 128 cols pair", time_form<form<256, 128, SCALE_COLUMNS, 1, 2>>},
 };
 
-static const int shapes[4][2] = {{6144, 4096}, {4096, 4096}, {28672, 4096}, {4096, 14336}}, Ms[3] = {512, 4096, 8192};
+static const int shapes[4][2] = {{6144, 4096}, {4096, 4096}, {28672, 4096}, {4096, 14336}},
+                 Ms[3] = {512, 4096, 8192};
 static const int n_entries = sizeof entries / sizeof *entries;
 
-static void print_table(const char *what, const std::vector<result> &results, double result::*number) {
+static void print_table(const char *what, const std::vector<result> &results,
+                        double result::*number) {
     printf("\n%s, N x K above, M below\n%-34s", what, "");
     for (auto &s : shapes) printf("  %5dx%-12d", s[0], s[1]);
     printf("\n%-34s", "");
     for (int i = 0; i < 12; i++) printf("%6d%s", Ms[i % 3], i % 3 == 2 ? "  " : "");
     for (int e = 0; e < n_entries; e++) {
         printf("\n%-34s", entries[e].name);
-        for (int i = 0; i < 12; i++) printf("%6.0f%s", results[(size_t)e * 12 + i].*number, i % 3 == 2 ? "  " : "");
+        for (int i = 0; i < 12; i++)
+            printf("%6.0f%s", results[(size_t)e * 12 + i].*number, i % 3 == 2 ? "  " : "");
     }
     printf("\n");
+}
+static void rested_table(problem p, buffer<bf16> &y, size_t w_pool) {
+    const struct {
+        const char *name;
+        double (*time)(const problem &, buffer<bf16> &);
+    } forms[] = {
+        {"256x128 P 0 pair", time_rested<form<256, 0, SCALE_NONE, 1, 2>>},
+        {"256x128 P 128", time_rested<form<256, 128, SCALE_NONE, 1, 1>>},
+        {"256x128 P 256", time_rested<form<256, 256, SCALE_NONE, 1, 1>>},
+        {"128x128 P 128 rows two sets pair", time_rested<form<128, 128, SCALE_ROWS, 2, 2>>},
+        {"256x128 P 128 rows", time_rested<form<256, 128, SCALE_ROWS, 1, 1>>},
+        {"256x128 P 128 rows halved", time_rested<form<256, 128, SCALE_ROWS, HALVED, 1>>},
+        {"256x128 P 128 cols", time_rested<form<256, 128, SCALE_COLUMNS, 1, 1>>},
+    };
+    printf("\none launch after a pause of 30 ms, TFLOP/s, columns as above\n");
+    for (auto &form : forms) {
+        printf("%-34s", form.name);
+        for (int i = 0; i < 12; i++) {
+            p.M = Ms[i % 3], p.N = shapes[i / 3][0], p.K = shapes[i / 3][1];
+            p.copies = std::min(8, (int)(w_pool / ((size_t)p.N * p.K)));
+            printf("%6.0f%s", form.time(p, y), i % 3 == 2 ? "  " : "");
+        }
+        printf("\n");
+    }
 }
 static void speed_tables() {
     const size_t w_pool = 480u << 20;
@@ -545,14 +780,19 @@ static void speed_tables() {
         for (int i = 0; i < 3; i++) {
             p.M = Ms[i], p.N = shapes[shape][0], p.K = shapes[shape][1];
             p.copies = std::min(8, (int)(w_pool / ((size_t)p.N * p.K)));
-            for (int e = 0; e < n_entries; e++) results[(size_t)e * 12 + shape * 3 + i] = entries[e].time(p, y, entries[e].name);
+            for (int e = 0; e < n_entries; e++)
+                results[(size_t)e * 12 + shape * 3 + i] = entries[e].time(p, y, entries[e].name);
         }
     print_table("TFLOP/s", results, &result::tflops);
-    print_table("clocks a block of 128 columns of K, all included (products alone: 4 BM)", results, &result::clocks);
+    print_table("clocks a block of 128 columns of K, all included (products alone: 4 BM)", results,
+                &result::clocks);
+    rested_table(p, y, w_pool);
     p.M = 8192, p.N = 28672, p.K = 4096, p.copies = 4;
     printf("\nwithout a pause, 28672x4096, M = 8192, TFLOP/s in each fifth of two seconds: ");
     for (int i = 0; i < 5; i++) {
-        double us = time_us(4, 64, [&](int k, cudaStream_t s) { run_form<form<256, 128, SCALE_ROWS, 1, 2>>(p, y, k, s); });
+        double us = time_us(4, 64, [&](int k, cudaStream_t s) {
+            run_form<form<256, 128, SCALE_ROWS, 1, 2>>(p, y, k, s);
+        });
         printf(" %.0f", 2.0 * p.M * p.N * p.K / us * 1e-6);
     }
     printf(" (256x128 P 128 rows pair)\n");
@@ -562,6 +802,7 @@ int main() {
     print_card();
     probe_bits();
     accuracy_table();
+    beside_table();
     speed_tables();
     return report();
 }

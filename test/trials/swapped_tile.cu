@@ -1,23 +1,24 @@
 /* swapped_tile.cu - which operand the weight should be.
  *
- * Question. A weight that is unpacked in registers must be operand A of wgmma, so that the tile is 128 rows of W by up to
- * 256 tokens and D^T leaves it. Today the tile is 128 tokens by 256 rows of W. What does the swapped tile cost for plain
- * bf16, where nothing forces it? What does it cost to take A through registers (ldmatrix, RS) instead of by descriptor
- * (SS)? And how fast does the swapped tile read W for 8 to 64 tokens?
+ * Question. A weight that is unpacked in registers must be operand A of wgmma, so that the tile is
+ * 128 rows of W by up to 256 tokens and D^T leaves it. Today the tile is 128 tokens by 256 rows of
+ * W. What does the swapped tile cost for plain bf16, where nothing forces it? What does it cost to
+ * take A through registers (ldmatrix, RS) instead of by descriptor (SS)? And how fast does the
+ * swapped tile read W for 8 to 64 tokens?
  *
- * Method. One kernel (tile_bf16.cuh), both ways round, with and without pairs of CTAs that share B by multicast, at the
- * four matrices of Llama-3.1-8B, W rotating over copies beyond the L2 cache. The forms of one shape are timed by turns,
- * three times; the table shows medians. Then 64 or 128 rows of W by 8, 16, 32, 64 tokens with one to four CTAs a
- * multiprocessor, against the bytes of W. No split of K.
+ * Method. One kernel (tile_bf16.cuh), both ways round, with and without pairs of CTAs that share B
+ * by multicast, at the four matrices of Llama-3.1-8B, W rotating over copies beyond the L2 cache.
+ * The forms of one shape are timed by turns, three times; the table shows medians. Then 64 or 128
+ * rows of W by 8, 16, 32, 64 tokens with one to four CTAs a multiprocessor, against the bytes of W.
+ * No split of K.
  *
- * Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o trial_swapped_tile test/trials/swapped_tile.cu
- * Run: ./trial_swapped_tile (about a minute; exit code 1 if a check fails)
+ * Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o trial_swapped_tile
+ * test/trials/swapped_tile.cu Run: ./trial_swapped_tile (about a minute; exit code 1 if a check
+ * fails)
  *
- * Decides: whether one orientation can serve all weight formats, and whether bf16 weights may go through registers.
- * Results: test/results/trials-swapped-tile.md. */
+ * Decides: whether one orientation can serve all weight formats, and whether bf16 weights may go
+ * through registers. Results: test/results/trials-swapped-tile.md. */
 #include "tile_bf16.cuh"
-
-#include <unistd.h>
 
 struct entry {
     const char *name;
@@ -40,11 +41,12 @@ struct few_entry {
     int tokens;
     entry e;
 };
-#define FEW(tokens) \
-    {tokens, ENTRY("64 rows, 4 CTAs", 64, tokens, true, 1, false, DENSE, 4)}, \
-    {tokens, ENTRY("64 rows, 2 CTAs", 64, tokens, true, 1, false, DENSE, 2)}, \
-    {tokens, ENTRY("128 rows, 2 CTAs", 128, tokens, true, 1, false, DENSE, 2)}, \
-    {tokens, ENTRY("128 rows, 1 CTA", 128, tokens, true, 1, false, DENSE, 1)}
+#define FEW(tokens)                                                                   \
+    {tokens, ENTRY("64 rows, 4 CTAs", 64, tokens, true, 1, false, DENSE, 4)},         \
+        {tokens, ENTRY("64 rows, 2 CTAs", 64, tokens, true, 1, false, DENSE, 2)},     \
+        {tokens, ENTRY("128 rows, 2 CTAs", 128, tokens, true, 1, false, DENSE, 2)}, { \
+        tokens, ENTRY("128 rows, 1 CTA", 128, tokens, true, 1, false, DENSE, 1)       \
+    }
 static const few_entry few[] = {FEW(8), FEW(16), FEW(32), FEW(64)};
 
 static double median(std::vector<double> v) {
@@ -53,7 +55,8 @@ static double median(std::vector<double> v) {
 }
 
 static void many_tokens(buffer<bf16> &x, buffer<bf16> &w, buffer<bf16> &y) {
-    const int shapes[4][2] = {{6144, 4096}, {4096, 4096}, {28672, 4096}, {4096, 14336}}, Ms[5] = {512, 1024, 2048, 4096, 8192};
+    const int shapes[4][2] = {{6144, 4096}, {4096, 4096}, {28672, 4096}, {4096, 14336}},
+              Ms[5] = {512, 1024, 2048, 4096, 8192};
     const int n_entries = sizeof many / sizeof *many, turns = 3;
     for (auto &shape : shapes) {
         int N = shape[0], K = shape[1];
@@ -61,26 +64,33 @@ static void many_tokens(buffer<bf16> &x, buffer<bf16> &w, buffer<bf16> &y) {
         for (int m = 0; m < 5; m++)
             for (int turn = 0; turn < turns; turn++)
                 for (int e = 0; e < n_entries; e++) {
-                    tile_problem p = {1, Ms[m], N, K, Ms[m], x.p, w.p, std::min(8, (int)(w.n / ((size_t)N * K))), NULL};
+                    tile_problem p = {1,     Ms[m], N,   K,
+                                      Ms[m], x.p,   w.p, std::min(8, (int)(w.n / ((size_t)N * K))),
+                                      NULL};
                     usleep(30000);
                     us[(size_t)e * 5 + m].push_back(many[e].time(p, y, many[e].name));
                 }
-        printf("\n%d x %d, TFLOP/s      M = %8d%6d%6d%6d%6d\n", N, K, Ms[0], Ms[1], Ms[2], Ms[3], Ms[4]);
+        printf("\n%d x %d, TFLOP/s      M = %8d%6d%6d%6d%6d\n", N, K, Ms[0], Ms[1], Ms[2], Ms[3],
+               Ms[4]);
         for (int e = 0; e < n_entries; e++) {
             printf("%-36s", many[e].name);
-            for (int m = 0; m < 5; m++) printf("%6.0f", 2.0 * Ms[m] * N * K / median(us[(size_t)e * 5 + m]) * 1e-6);
+            for (int m = 0; m < 5; m++)
+                printf("%6.0f", 2.0 * Ms[m] * N * K / median(us[(size_t)e * 5 + m]) * 1e-6);
             printf("\n");
         }
     }
 }
 static void few_tokens(buffer<bf16> &x, buffer<bf16> &w, buffer<bf16> &y) {
     const int shapes[3][2] = {{6144, 4096}, {28672, 4096}, {128256, 4096}};
-    printf("\nfew tokens: TB/s of W\n%-34s%14s%14s%14s\n", "", "6144 x 4096", "28672 x 4096", "128256 x 4096");
+    printf("\nfew tokens: TB/s of W\n%-34s%14s%14s%14s\n", "", "6144 x 4096", "28672 x 4096",
+           "128256 x 4096");
     for (const few_entry &f : few) {
         printf("%2d tokens, %-22s", f.tokens, f.e.name);
         for (auto &shape : shapes) {
             int N = shape[0], K = shape[1];
-            tile_problem p = {1, f.tokens, N, K, f.tokens, x.p, w.p, std::min(8, (int)(w.n / ((size_t)N * K))), NULL};
+            tile_problem p = {1,        f.tokens, N,   K,
+                              f.tokens, x.p,      w.p, std::min(8, (int)(w.n / ((size_t)N * K))),
+                              NULL};
             printf("%14.2f", 2.0 * N * K / f.e.time(p, y, f.e.name) * 1e-6);
         }
         printf("\n");
