@@ -30,7 +30,8 @@
  *
  * Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o trial_fp8_promotion \
  *        test/trials/fp8_promotion.cu
- * Run: ./trial_fp8_promotion (two minutes; exit code 1 if a check fails)
+ * Run: ./trial_fp8_promotion [quick] (two minutes; quick: parts 1 to 3 only, some seconds; exit code
+ *      1 if a check fails)
  *
  * Decides: the tile, the orientation and the promotion period of toka's FP8 GEMM. Results:
  * test/results/trials-fp8-promotion.md. */
@@ -798,11 +799,11 @@ static void speed_tables() {
     printf(" (256x128 P 128 rows pair)\n");
 }
 
-int main() {
+int main(int n_args, char **) {
     print_card();
     probe_bits();
     accuracy_table();
     beside_table();
-    speed_tables();
+    if (n_args == 1) speed_tables();
     return report();
 }
