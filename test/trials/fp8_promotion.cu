@@ -30,8 +30,8 @@
  *
  * Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o trial_fp8_promotion \
  *        test/trials/fp8_promotion.cu
- * Run: ./trial_fp8_promotion [quick] (two minutes; quick: parts 1 to 3 only, some seconds; exit code
- *      1 if a check fails)
+ * Run: ./trial_fp8_promotion [quick] (two minutes; quick: parts 1 to 3 only, some seconds).
+ * The exit code is 1 if a check fails.
  *
  * Decides: the tile, the orientation and the promotion period of toka's FP8 GEMM. Results:
  * test/results/trials-fp8-promotion.md. */
