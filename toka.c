@@ -137,7 +137,9 @@
 #include <float.h>
 #include <limits.h>
 #include <locale.h>
+#ifdef __GLIBC__
 #include <malloc.h>
+#endif
 #include <math.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -211,7 +213,8 @@ enum json_type { JSON_NULL, JSON_FALSE, JSON_TRUE, JSON_NUMBER, JSON_STRING, JSO
 /* ===========================================================================
  * MARK: 2. Base: memory, slices, buffers, errors [pure]
  * Small allocations abort when the system has no memory left (on Linux it never says so for small ones). Sizes that a file, a
- * request or a flag chooses go through checked calls where they are made, and become errors.
+ * request or a flag chooses go through checked calls where they are made, and become errors. A server keeps some memory aside
+ * (mem_keep_spare), which its small allocations get when the system has none, and they wait for more before they abort.
  * =========================================================================== */
 
 #define COUNT(a) ((int)(sizeof(a) / sizeof((a)[0])))
@@ -225,9 +228,53 @@ static void *mem_check(void *p) {
     }
     return p;
 }
-static void *mem_alloc(size_t n) { return mem_check(malloc(n ? n : 1)); }
-static void *mem_zalloc(size_t n) { return mem_check(calloc(n ? n : 1, 1)); }
-static void *mem_realloc(void *p, size_t n) { return mem_check(realloc(p, n ? n : 1)); }
+
+enum { MEM_SPARE_BYTES = 40 << 20, /* so large that it goes back to the system when it is freed */
+       MEM_WAITS = 1000 };
+static void *_Atomic mem_spare; /* what a server keeps aside */
+static atomic_bool mem_spared;  /* this program keeps some */
+
+/* Makes sure that there is spare memory. False: the system has none to keep aside now. */
+static bool mem_keep_spare(void) {
+    mem_spared = true;
+    if (mem_spare) return true;
+    void *none = NULL, *more = malloc(MEM_SPARE_BYTES);
+    if (!atomic_compare_exchange_strong(&mem_spare, &none, more)) free(more);
+    return mem_spare != NULL;
+}
+
+static bool mem_is_short(void) { return mem_spared && !mem_spare; } /* the spare memory is in use */
+
+/* An allocation failed for the `tries`-th time. True: try again. Others give memory back meanwhile. */
+static bool mem_again(int tries) {
+    void *spare = mem_spared ? atomic_exchange(&mem_spare, NULL) : NULL;
+    if (!mem_spared || tries == MEM_WAITS) return false;
+    if (spare) free(spare);
+    else nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
+    return true;
+}
+
+static void *mem_alloc(size_t n) {
+    void *p = malloc(n ? n : 1);
+    for (int i = 0; !p && mem_again(i); i++) p = malloc(n ? n : 1);
+    return mem_check(p);
+}
+static void *mem_zalloc(size_t n) {
+    void *p = calloc(n ? n : 1, 1);
+    for (int i = 0; !p && mem_again(i); i++) p = calloc(n ? n : 1, 1);
+    return mem_check(p);
+}
+static void *mem_realloc(void *old, size_t n) {
+    void *p = realloc(old, n ? n : 1);
+    for (int i = 0; !p && mem_again(i); i++) p = realloc(old, n ? n : 1);
+    return mem_check(p);
+}
+/* Would the system give n bytes now? For work of a size that a client chose, before it begins. */
+static bool mem_has(size_t n) {
+    void *volatile p = malloc(n); /* volatile: a compiler may leave out memory that nobody uses */
+    free(p);
+    return p != NULL;
+}
 /* n * size bytes of zeros, for a size that a flag chose; NULL: so much memory there is not. */
 static void *mem_try(size_t n, size_t size) { return calloc(MAX(n, (size_t)1), size); }
 
@@ -369,13 +416,21 @@ static int near_fail(const near_name *near, const char *head, toka_err *e) {
 
 /* ---- Buffers ---- */
 
-static void buf_reserve(buf *b, size_t more) {
-    if (b->cap - b->n > more) return; /* one byte is kept for the NUL */
+static size_t buf_grown(const buf *b, size_t more) { /* the next capacity, with room for so much more; 0: there is room */
     size_t cap = b->cap + b->cap / 2;
-    if (cap < b->n + more + 1) cap = b->n + more + 1;
-    if (cap < 64) cap = 64;
-    b->p = mem_realloc(b->p, cap);
-    b->cap = cap;
+    if (b->cap - b->n > more) return 0; /* one byte is kept for the NUL */
+    return MAX(MAX(cap, b->n + more + 1), (size_t)64);
+}
+static void buf_reserve(buf *b, size_t more) {
+    const size_t cap = buf_grown(b, more);
+    if (cap) b->p = mem_realloc(b->p, cap), b->cap = cap;
+}
+/* The same for a size that a client chose. False: so much memory there is not; the buffer stays as it was. */
+static bool buf_try_reserve(buf *b, size_t more) {
+    const size_t cap = buf_grown(b, more);
+    char *p = cap ? realloc(b->p, cap) : b->p;
+    if (cap && p) b->p = p, b->cap = cap;
+    return p != NULL || !cap;
 }
 static void buf_put(buf *b, const void *p, size_t n) {
     buf_reserve(b, n);
@@ -383,6 +438,7 @@ static void buf_put(buf *b, const void *p, size_t n) {
     b->n += n;
     b->p[b->n] = 0;
 }
+static bool buf_try_put(buf *b, const void *p, size_t n) { return buf_try_reserve(b, n) && (buf_put(b, p, n), true); }
 static void buf_str(buf *b, str s) { buf_put(b, s.p, s.n); }
 static void buf_c(buf *b, const char *z) { buf_put(b, z, strlen(z)); }
 static void buf_char(buf *b, char c) { buf_put(b, &c, 1); }
@@ -517,6 +573,35 @@ static int64_t os_ram_bytes(void) { /* memory that this process may take: the ma
     return bytes;
 }
 
+/* Memory that this process may yet take of that. */
+static int64_t os_room_bytes(void) {
+    const int64_t page = sysconf(_SC_PAGE_SIZE);
+    long long mapped = 0, resident = 0;
+    struct rlimit limit;
+    FILE *f = fopen("/proc/self/statm", "re");
+    if (f && fscanf(f, "%lld %lld", &mapped, &resident) != 2) mapped = resident = 0;
+    if (f) fclose(f);
+    int64_t room = os_ram_bytes() - resident * page;
+    if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
+        room = MIN(room, (int64_t)limit.rlim_cur - mapped * page); /* it counts what is mapped, touched or not */
+    return MAX(room, (int64_t)0);
+}
+
+/* Keeps the heap small; to be called before threads start.
+ * Threads: glibc gives each thread a heap of its own, each as large as its largest moment, and maps
+ * 64 MiB for it, which counts where the process may map only so much. Few heaps serve all.
+ * Sizes: when a large block is freed, glibc raises the size from which blocks are mapped apart.
+ * Later large blocks then lie in a heap, where small blocks behind them hold their memory. */
+static void os_save_memory(void) {
+#ifdef __GLIBC__
+    struct rlimit limit;
+    const bool limited = getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
+    mallopt(M_ARENA_MAX, limited ? 1 : 4);
+    mallopt(M_MMAP_THRESHOLD, 256 << 10);
+    mallopt(M_TRIM_THRESHOLD, 1 << 20);
+#endif
+}
+
 /* Starts a thread, for pthread_join. */
 static int os_thread(pthread_t *t, void *(*run)(void *), void *arg, toka_err *e) {
     int err = pthread_create(t, NULL, run, arg); /* errno knows nothing of it */
@@ -632,14 +717,16 @@ static bool json_fail(json_reader *r, const char *what) {
     return false;
 }
 
-static void json_resize(json_reader *r, size_t cap) {
-    r->block = mem_realloc(r->block, sizeof *r->block + cap * sizeof *r->nodes);
+static bool json_resize(json_reader *r, size_t cap) {
+    struct arena_block *block = realloc(r->block, sizeof *r->block + cap * sizeof *r->nodes);
+    if (!block) return false;
+    r->block = block;
     r->block->cap = cap * sizeof *r->nodes;
     r->nodes = (json *)(void *)r->block->bytes, r->cap = cap;
+    return true;
 }
 
 static json *json_node(json_reader *r, int type) { /* json_value and json_key saw that there is room */
-    if (r->n == r->cap) json_resize(r, MAX(r->cap * 2, (size_t)64));
     json *v = &r->nodes[r->n++];
     *v = (json){.type = (uint8_t)type};
     return v;
@@ -844,8 +931,9 @@ static void json_close(json_reader *r) {
 }
 
 static bool json_has_room(json_reader *r) {
-    if (r->n < r->most) return true;
-    fail(r->e, TOKA_E_INPUT, "JSON: more than %zu values at byte %zu", r->most, (size_t)(r->p - r->start));
+    if (r->n < r->cap || (r->n < r->most && json_resize(r, MAX(r->cap * 2, (size_t)64)))) return true;
+    if (r->n < r->most) fail(r->e, TOKA_E_MEMORY, "JSON: there is no memory for more than %zu values", r->n);
+    else fail(r->e, TOKA_E_INPUT, "JSON: more than %zu values at byte %zu", r->most, (size_t)(r->p - r->start));
     return false;
 }
 
@@ -14944,7 +15032,7 @@ static ptrdiff_t http_body_line(http_body *b, str in) {
 
 static ptrdiff_t http_body_data(http_body *b, str in, buf *out) {
     size_t n = (size_t)MIN((int64_t)in.n, b->left);
-    buf_put(out, in.p, n);
+    if (!buf_try_put(out, in.p, n)) return -503;
     b->left -= (int64_t)n, b->total += (int64_t)n;
     if (!b->left) b->state = b->state == HTTP_BODY_FIXED ? HTTP_BODY_DONE : HTTP_BODY_DATA_END;
     return (ptrdiff_t)n;
@@ -15134,6 +15222,8 @@ typedef struct api_call { /* caller's storage, zeroed, serial and created set; i
     buf head;           /* streaming: the beginning of every chunk */
     buf text;           /* streaming: of one token */
     buf bytes, shown, names; /* of api_token_text, api_put_top */
+
+    size_t held;        /* bytes of what is collected and waits */
 
     int status;         /* of api_parse that failed, for api_error: HTTP status, type and so on */
     const char *type, *param, *code;
@@ -15772,6 +15862,7 @@ static int api_prompts(api_call *c, const api_body *b, const toka_request *q, to
 
 static void api_choices_init(api_call *c) {
     c->choices = mem_zalloc((size_t)c->n_choices * sizeof *c->choices);
+    c->held += (size_t)c->n_choices * sizeof *c->choices;
     for (int i = 0; i < c->n_choices; i++) {
         api_choice *x = &c->choices[i];
         const api_part *p = &c->parts[i / c->n];
@@ -15800,7 +15891,7 @@ static void api_blame(api_call *c, enum api_route route, const toka_err *e) {
     size_t n = 0;
     while (isalnum((unsigned char)e->msg[n]) || e->msg[n] == '_') n++;
     const api_field *f = api_find_field((str){e->msg, n}, 1 << route);
-    if (!c->status) c->status = e->code == TOKA_E_DEVICE || e->code == TOKA_E_IO || e->code == TOKA_E_MEMORY ? 500 : 400;
+    if (!c->status) c->status = e->code == TOKA_E_MEMORY ? 503 : e->code == TOKA_E_DEVICE || e->code == TOKA_E_IO ? 500 : 400;
     if (!c->code && c->unsupported) c->code = "unsupported_parameter";
     if (c->param) return;
     c->param = f ? f->name : NULL;
@@ -15821,7 +15912,7 @@ static int api_parse(const api_model *m, enum api_route route, str body, api_cal
     arena a = {0};
     const json *root = json_parse(&a, str_skip_bom(body), m->limits, e);
     int code = root ? api_parse_json(m, route, root, c, e) : e->code;
-    if (!root) c->status = 400, c->m = m;
+    if (!root) c->status = e->code == TOKA_E_MEMORY ? 503 : 400, c->m = m;
     arena_free(&a);
     return code;
 }
@@ -15854,6 +15945,10 @@ typedef struct api_record { /* followed by its alternatives (id, logprob) and it
     uint16_t n_top;
     uint8_t finish, has_text;
 } api_record;
+
+static size_t api_record_bytes(const toka_event *ev) {
+    return sizeof(api_record) + (size_t)ev->n_top * (sizeof *ev->top_ids + sizeof *ev->top_logprobs) + ev->text_bytes;
+}
 
 /* Appends one event of a part. For the driving thread: no text is made, nothing is locked. */
 static void api_pack(const api_part *p, const toka_event *ev, buf *records) {
@@ -16286,6 +16381,7 @@ static void api_end_choice(api_call *c, api_choice *x, const api_record *r) {
 static void api_feed_sample(api_call *c, api_part *p, const api_record *r, str rest, buf *out) {
     int index = p->first + r->sample;
     api_choice *x = &c->choices[index];
+    const size_t before = x->text.n + x->tokens.b.n;
     buf *to = c->stream ? &c->text : &x->text;
     buf_clear(&c->text);
     if (r->id >= 0) {
@@ -16301,11 +16397,12 @@ static void api_feed_sample(api_call *c, api_part *p, const api_record *r, str r
     }
     if (r->finish != TOKA_RUNNING) api_end_choice(c, x, r);
     if (c->stream && !c->broken) api_stream(c, index, buf_view(&c->text), out);
+    c->held += x->text.n + x->tokens.b.n - before;
 }
 
 /* A token of a prompt. The last one of a call that draws nothing ends its choices. */
 static void api_feed_prompt(api_call *c, api_part *p, const api_record *r, str rest, buf *out) {
-    if (r->id >= 0) api_tokens_put(&p->scored, r, rest), p->n_scored++;
+    if (r->id >= 0) api_tokens_put(&p->scored, r, rest), p->n_scored++, c->held += (1 + (size_t)p->scored.n_top) * sizeof(api_token);
     for (int i = 0; i < c->n && r->finish != TOKA_RUNNING; i++) {
         api_end_choice(c, &c->choices[p->first + i], r);
         if (c->stream && !c->broken) api_stream(c, p->first + i, STR(""), out);
@@ -16319,7 +16416,7 @@ static void api_release(api_call *c, api_part *p, buf *out) {
         api_record r = api_unpack(s, &rest, &n);
         api_feed_sample(c, p, &r, rest, out);
     }
-    buf_clear(&p->waiting);
+    c->held -= p->waiting.n, buf_free(&p->waiting);
 }
 
 /* Whole records, in their order, to text; c->n_left is 0 when all is said. Streaming: chunks are appended to out, maybe none, and
@@ -16334,7 +16431,7 @@ static size_t api_feed_some(api_call *c, str records, size_t most, buf *out) {
         api_part *p = &c->parts[r.part];
         bool wait = c->stream && p->q.prompt_logprobs && p->n_scored < (int)p->prompt.n;
         if (r.sample == TOKA_PROMPT) api_feed_prompt(c, p, &r, rest, out);
-        else if (wait && !c->broken && r.finish < TOKA_CANCELLED) buf_put(&p->waiting, left.p, n);
+        else if (wait && !c->broken && r.finish < TOKA_CANCELLED) buf_put(&p->waiting, left.p, n), c->held += n;
         else api_feed_sample(c, p, &r, rest, out);
         if (wait && p->n_scored == (int)p->prompt.n) api_release(c, p, out);
     }
@@ -16364,6 +16461,13 @@ static void api_error(buf *out, int status, const char *message, const char *typ
     json_put_text_or_null(out, "type", type ? type : api_error_type(status));
     json_put_text_or_null(out, "param", param), json_put_text_or_null(out, "code", code);
     buf_c(out, "}}");
+}
+
+/* Bytes that the text of a whole answer takes, about. */
+static size_t api_answer_bytes(const api_call *c) {
+    double bytes = (double)c->n_output_tokens * api_token_bytes(c) + (double)c->held;
+    for (int k = 0; k < c->n_parts; k++) bytes += api_prompt_bytes(c, &c->parts[k]) * (c->chat ? 1 : c->n);
+    return (size_t)bytes;
 }
 
 static int api_put_broken(const api_call *c, buf *out) {
@@ -16518,7 +16622,8 @@ static int api_simple(const api_model *m, enum api_route route, str body, buf *o
 
 enum { RUN_LINE_BYTES = 64 << 20, RUN_CHUNK_BYTES = 1 << 18, RUN_FLIGHT_BYTES = 256 << 20, RUN_RECORD_BYTES = 1 << 12 };
 enum { RUN_RESULT_BYTES = 250 << 20 }; /* of a line that json_trusted takes whatever it says: two bytes a node at least */
-enum { RUN_FEW_LINES = 4 };
+enum { RUN_RESULT_KEPT = 1 << 20 }; /* bytes of the writer's buffer that stay for the next line */
+enum { RUN_FEW_LINES = 4, RUN_READING = 24 /* bytes that reading a byte of a line may take */ };
 static const json_limits run_limits = {128, RUN_LINE_BYTES};
 
 typedef struct run_options { /* what toka batch was asked to do */
@@ -16570,7 +16675,8 @@ typedef struct run_input { /* lines of a file */
     int64_t length; /* its bytes */
     buf text;
     size_t most;   /* bytes of a line */
-    bool too_long; /* the line had more, and is cut */
+    bool too_long; /* the line had more, or there was no memory for it (no_memory), and is cut */
+    bool no_memory;
 } run_input;
 
 typedef struct run_line { /* from its reading to its writing */
@@ -16583,6 +16689,7 @@ typedef struct run_line { /* from its reading to its writing */
     buf fresh;          /* records of events, the driver's until they go to */
     buf ready;          /* those for the writer; guarded by run.lock, as is what follows */
     bool in_flight, queued;
+    size_t held;        /* call.held, counted in run_state.n_flight_held */
     const char *error;  /* code of an error record; NULL: a result */
     char *message;
     struct run_line *next, *before, *after; /* in the writer's queue; in the list of those under way */
@@ -16620,6 +16727,7 @@ typedef struct run_state { /* a batch under way */
     run_line *queue, **queue_end; /* lines with records for the writer, or ended without any */
     run_line *flight; /* lines the engine has */
     int64_t n_flight_lines, n_flight_samples, n_flight_bytes; /* read and not yet written */
+    int64_t n_flight_held, most_held; /* bytes of what these have of their answers; with more, none is read */
     bool read_all;
     atomic_bool stopped; /* Ctrl-C or an error, nothing more is started */
     toka_err e;       /* why, code 0: Ctrl-C */
@@ -16677,12 +16785,47 @@ static int run_fill(run_input *r, toka_err *e) {
     }
 }
 
+/* What a line needs of memory is waited for, up to half a minute: others may give some back. False: so much there is not. */
+static bool run_patience(const run_input *r, int tries) {
+    if (tries == 300 || run_input_ends(r)) return false;
+    usleep(100000);
+    return true;
+}
+
+static bool run_has_memory(const run_input *r, size_t bytes) {
+    for (int i = 0; !mem_has(bytes); i++)
+        if (!run_patience(r, i)) return false;
+    return true;
+}
+
+/* The same for a piece of a line. */
+static void run_keep(run_input *r, const char *p, size_t n) {
+    for (int i = 0; !r->no_memory && !buf_try_put(&r->text, p, n); i++) r->no_memory = !run_patience(r, i);
+    r->too_long |= r->no_memory;
+}
+
+static int run_too_long(const run_input *r, toka_err *e) {
+    if (r->no_memory) return fail(e, TOKA_E_MEMORY, "there is no memory for a line of more than %zu bytes", r->text.n);
+    return fail(e, TOKA_E_INPUT, "longer than %d bytes", RUN_LINE_BYTES);
+}
+
+/* A line as JSON; NULL: *e says why. */
+static const json *run_json(const run_input *r, arena *a, str line, toka_err *e) {
+    if (r->too_long) return run_too_long(r, e), NULL;
+    const json *root = json_parse(a, line, run_limits, e);
+    for (int i = 0; !root && e->code == TOKA_E_MEMORY && run_patience(r, i); i++) {
+        arena_free(a);
+        root = json_parse(a, line, run_limits, e);
+    }
+    return root;
+}
+
 /* The next line without its line feed, empty ones too; valid until the next call. 1, 0 at the end, or an error.
  * whole, if not NULL: whether a line feed ended it. */
 static int run_next_line(run_input *r, str *line, bool *whole, toka_err *e) {
     bool any = false, found = false;
     buf_clear(&r->text);
-    r->too_long = false, r->length = 0;
+    r->too_long = r->no_memory = false, r->length = 0;
     while (!found) {
         int code = r->at < r->n ? 1 : run_fill(r, e);
         if (code < 0 || (!code && run_input_ends(r))) return code; /* half a line is none */
@@ -16690,7 +16833,7 @@ static int run_next_line(run_input *r, str *line, bool *whole, toka_err *e) {
         const char *p = r->chunk + r->at, *feed = memchr(p, '\n', r->n - r->at);
         size_t n = feed ? (size_t)(feed - p) : r->n - r->at, room = r->most - r->text.n;
         r->too_long |= n > room;
-        buf_put(&r->text, p, MIN(n, room));
+        run_keep(r, p, MIN(n, room));
         r->length += (int64_t)n, r->at += n + (feed != NULL);
         any = true, found = feed != NULL;
     }
@@ -16823,7 +16966,7 @@ static int run_parse(run_line *line, const json *root, toka_err *e) {
     const json *body = root;
     enum api_route route = API_COMPLETIONS;
     if (!root) {
-        line->error = "invalid_json";
+        line->error = e->code == TOKA_E_MEMORY ? "out_of_memory" : "invalid_json";
         return e->code;
     }
     int code = run_form(line, root, &body, &route, e);
@@ -16922,7 +17065,8 @@ static bool run_wait_for_room(run_state *r) {
     int64_t most = 4 * (int64_t)r->t->engine->max_seqs;
     pthread_mutex_lock(&r->lock);
     while (!r->stopped && ((r->n_flight_samples >= most && r->n_flight_lines >= RUN_FEW_LINES) ||
-                           (r->n_flight_bytes > RUN_FLIGHT_BYTES && r->n_flight_lines)))
+                           (r->n_flight_bytes > RUN_FLIGHT_BYTES && r->n_flight_lines) ||
+                           (r->n_flight_held > r->most_held && r->n_flight_lines)))
         pthread_cond_wait(&r->wake, &r->lock);
     bool go_on = !r->stopped;
     pthread_mutex_unlock(&r->lock);
@@ -16974,8 +17118,7 @@ static int run_take_line(run_state *r, str text, toka_err *e) {
     buf id = {0};
     toka_err why = {0};
     const json *root = NULL;
-    if (r->in.too_long) fail(&why, TOKA_E_INPUT, "longer than %d bytes", RUN_LINE_BYTES);
-    else root = json_parse(&a, text, run_limits, &why);
+    root = run_json(&r->in, &a, text, &why);
     run_identify(root, r->in.number, &id);
     run_key key = run_hash(buf_view(&id));
     run_seen *s = run_table_at(&r->seen, key);
@@ -16986,6 +17129,8 @@ static int run_take_line(run_state *r, str text, toka_err *e) {
     if (r->n_lines < 0 && s->state >> 1) code = run_twice(r, r->in.number, s, buf_view(&id), e), done = true;
     else if (r->n_lines < 0) run_table_set(&r->seen, s, (uint64_t)r->in.number << 1 | done), r->n_before += done;
     if (!done) {
+        if (root && !run_has_memory(&r->in, text.n * RUN_READING))
+            root = NULL, fail(&why, TOKA_E_MEMORY, "there is no memory to read a line of %zu bytes", text.n);
         run_line *line = run_line_new(r, buf_view(&id), key, text.n);
         line->says = says;
         int bad = r->o->expired ? fail(&why, TOKA_E_USE, "the completion window closed before this request was done")
@@ -17129,7 +17274,10 @@ static int run_write_all(run_state *r, run_sink *to, str s, toka_err *e) {
 }
 
 static int run_write_line(run_state *r, run_line *line, buf *b, toka_err *e) {
+    if (b->cap > RUN_RESULT_KEPT) buf_free(b);
     buf_clear(b);
+    if (!line->error && !run_has_memory(&r->in, api_answer_bytes(&line->call)))
+        line->error = "out_of_memory", line->message = mem_check(strdup("there is no memory to write the answer"));
     run_put_result(line, b);
     int code = run_write_all(r, line->error && r->errors.fd >= 0 ? &r->errors : &r->results, buf_view(b), e);
     if (code) return code;
@@ -17159,6 +17307,7 @@ static void run_leave(run_state *r, run_line *line) { /* with run.lock held */
         else r->flight = line->after;
         if (line->after) line->after->before = line->before;
     }
+    r->n_flight_held -= (int64_t)line->held;
     r->n_flight_lines--, r->n_flight_samples -= MAX(line->call.n_choices, 1), r->n_flight_bytes -= (int64_t)line->bytes;
     run_line_free(line);
     pthread_cond_broadcast(&r->wake);
@@ -17183,6 +17332,7 @@ static void run_write(run_state *r) {
         run_progress(r, terminal);
         if (!code && !failed) code = run_check_files(r, &e);
         pthread_mutex_lock(&r->lock);
+        if (line) r->n_flight_held += (int64_t)(line->call.held - line->held), line->held = line->call.held;
         if (code) failed = true, run_stop(r, code == TOKA_E_CANCELLED ? NULL : &e);
         else if (ended && !whole && run_device_failed(r, &e)) run_stop(r, &e); /* where no more is read nobody else learns of it */
         if (ended) run_leave(r, line);
@@ -17444,7 +17594,7 @@ static int run_scan_input(run_state *r, toka_err *e) {
         arena a = {0};
         toka_err ignored;
         if (run_is_blank(line)) continue;
-        const json *root = r->in.too_long ? NULL : json_parse(&a, line, run_limits, &ignored);
+        const json *root = run_json(&r->in, &a, line, &ignored);
         run_identify(root, r->in.number, &id);
         run_seen *s = run_table_at(&r->seen, run_hash(buf_view(&id)));
         if (s->state & 1) run_compare(r, s, run_says(root, line));
@@ -17915,7 +18065,7 @@ static int run_lines(run_state *r, toka_err *e) {
 }
 
 static void run_init(run_state *r, toka *t, const run_options *o) {
-    *r = (run_state){.o = o, .t = t, .t0 = os_now()};
+    *r = (run_state){.o = o, .t = t, .t0 = os_now(), .most_held = os_room_bytes() / 4};
     r->t_shown = r->t_files = r->t0;
     r->queue_end = &r->queue;
     run_models(r);
@@ -18625,8 +18775,7 @@ static void fb_validate_line(fb_batch *b, run_table *seen, const run_input *in, 
     arena a = {0};
     toka_err why = {0};
     const char *param = NULL, *message = why.msg, *code;
-    if (in->too_long) fail(&why, TOKA_E_INPUT, "longer than %d bytes", RUN_LINE_BYTES);
-    const json *root = why.code ? NULL : json_parse(&a, line, run_limits, &why);
+    const json *root = run_json(in, &a, line, &why);
     code = root ? fb_line_error(b, root, &param, &message) : "invalid_json_line";
     if (!code) {
         run_seen *place = run_table_at(seen, run_hash(json_str(json_get(root, "custom_id"))));
@@ -19447,7 +19596,11 @@ static const char srv_page[] =
  *   - a call whose client is gone has all its engine requests cancelled, also those submitted later;
  *   - a slow reader stops the making of its text (`stalled`), not the engine: what waits is packed records, at most
  *     SRV_MAX_RECORDS, and text is made of them in turns of about SRV_MAX_UNSENT; a reader that takes no byte for --write-timeout
- *     is dropped.
+ *     is dropped;
+ *   - what clients make the server hold is counted in srv.held: bodies, what reading them may take, records and answers, bytes
+ *     that connections have. Each may have as much as is left of srv.room for all others (srv_hold), so the largest is refused
+ *     first, with a 503, and small ones last. Large allocations are checked, and small ones have spare memory (chapter 2): no
+ *     client ends the server by its size.
  * =========================================================================== */
 
 enum {
@@ -19458,7 +19611,9 @@ enum {
     SRV_PIECE_BYTES = 1 << 20,        /* of an upload, handed to a worker */
     SRV_LIGHT_RECORDS = 4 << 10,      /* of a stream, of which a worker takes several ... */
     SRV_JOBS = 16,                    /* ... at most */
-    SRV_BODIES = 16,                  /* all bodies together may hold so often --max-body-bytes */
+    SRV_SMALL_BYTES = 64 << 10,       /* that anybody may hold */
+    SRV_LEAST_ROOM = 32 << 20,        /* bytes of srv.room */
+    SRV_READING = 24,                 /* bytes that reading a byte of a body may take: values, ids, texts made of it */
     SRV_MAX_CHOICES = 1 << 16,        /* of a request */
     SRV_PACE_S = 10,
     SRV_MAX_RETRY_S = 60,
@@ -19521,7 +19676,8 @@ typedef struct srv {
     uint64_t random[2];   /* of this process: ids and seeds */
     atomic_ullong n_serial;
     int64_t started;      /* unix seconds */
-    atomic_llong body_bytes; /* of bodies held */
+    atomic_llong held;    /* bytes that clients make the server hold */
+    atomic_llong room;    /* bytes that these may be: half of what the system has beside the model */
 
     pthread_mutex_t lock;
     pthread_cond_t work;
@@ -19556,6 +19712,7 @@ typedef struct srv_call { /* one HTTP request and its answer */
     arena a;
     http_request *req;
     buf body;
+    int64_t body_held, work_held;  /* counted in srv.held: of the body; of what a worker makes of it */
     double t_start;
     bool keep_alive, head_sent, counted; /* counted: in n_waiting (lock) */
     int fd;                        /* its socket; the loop's */
@@ -19573,7 +19730,9 @@ typedef struct srv_call { /* one HTTP request and its answer */
     int refs;                      /* (lock), all that follows too */
     enum srv_stage stage;
     bool queued, in_dirty;         /* in the ready list or with a worker; in the dirty list */
-    bool gone, stalled, done, want_piece;
+    atomic_bool gone;              /* the client is; written with the lock held, as too_much */
+    atomic_bool too_much;          /* it holds more than it may: its samples are cancelled, and it is answered with a 503 */
+    bool stalled, done, want_piece;
     int n_open, n_submitted;       /* engine requests without a last event; engine_ids known */
     int64_t n_tokens;
     double t_first, t_last;        /* of tokens */
@@ -19581,6 +19740,8 @@ typedef struct srv_call { /* one HTTP request and its answer */
                                       by the loop */
     size_t left_at;
     size_t unsent;                 /* bytes made that the socket has not taken */
+    size_t collected;              /* api.held, as a worker left it */
+    int64_t held;                  /* counted in srv.held: of records and of what is made of them */
     struct srv_call *next_ready, *next_dirty;
 } srv_call;
 
@@ -19684,12 +19845,27 @@ static void srv_put_metrics(buf *b, const srv_metrics *m, const toka_stats *t, s
     buf_free(&label);
 }
 
-/* ---- Calls: references and lists; all with srv.lock held ---- */
+/* ---- Memory that clients make the server hold ---- */
+
+/* One of them, a body, an answer, a connection, has `bytes` in all; *mine: what was counted of it. False: that is more than is left
+ * for all others, or more than a little while the spare memory is in use. Any thread, each `mine` one at a time. */
+static bool srv_hold(srv *s, int64_t *mine, size_t bytes) {
+    const int64_t more = (int64_t)bytes - *mine, held = atomic_fetch_add(&s->held, more) + more;
+    *mine += more;
+    return bytes <= SRV_SMALL_BYTES || (!mem_is_short() && (int64_t)bytes <= s->room - held);
+}
+
+/* The same for work that a worker begins: the memory must be there, too. */
+static bool srv_can_work(srv_call *c, size_t bytes) {
+    return srv_hold(c->s, &c->work_held, bytes) && (bytes <= SRV_PIECE_BYTES || mem_has(bytes));
+}
 
 static void srv_free_body(srv_call *c) {
-    c->s->body_bytes -= (long long)c->body.n;
+    srv_hold(c->s, &c->body_held, 0);
     buf_free(&c->body);
 }
+
+/* ---- Calls: references and lists; all with srv.lock held ---- */
 
 static void srv_call_free(srv_call *c) { /* the last reference is gone; any thread, without the lock */
     http_reply unused = {0};
@@ -19700,6 +19876,7 @@ static void srv_call_free(srv_call *c) { /* the last reference is gone; any thre
     buf_free(&c->reply.headers), buf_free(&c->reply.body);
     if (c->reply.fd_bytes > 0) close(c->reply.fd);
     buf_free(&c->fresh), buf_free(&c->records), buf_free(&c->left), buf_free(&c->out);
+    srv_hold(c->s, &c->held, 0), srv_hold(c->s, &c->work_held, 0);
     arena_free(&c->a);
     free(c);
 }
@@ -19723,6 +19900,9 @@ static void srv_release(srv_call *c) { /* without the lock */
 
 static size_t srv_not_fed(const srv_call *c) { return c->records.n + c->left.n - c->left_at; } /* bytes of records */
 
+/* Counts what a call holds. False: it is too much. */
+static bool srv_count_held(srv_call *c) { return srv_hold(c->s, &c->held, srv_not_fed(c) + c->collected + c->out.n); }
+
 static bool srv_wants_work(const srv_call *c) {
     if (c->queued || c->gone || c->stage == SRV_ENDED) return false;
     if (c->stage == SRV_NEW) return !c->want_piece;
@@ -19745,6 +19925,16 @@ static void srv_push_dirty(srv_call *c) {
     s->woken = true;
     ssize_t unused = write(s->wake_fd, &(uint64_t){1}, 8);
     (void)unused; /* can only fail when the counter is full: the loop is awake then */
+}
+
+/* A call holds too much, or there is no memory for its records. A stream whose reader is slow is dropped by the loop; all others
+ * are answered with a 503. With the lock held. */
+static void srv_end_large(srv_call *c) {
+    if (c->too_much || c->gone) return;
+    c->too_much = true;
+    if (c->stalled) srv_push_dirty(c);
+    buf_free(&c->records), srv_count_held(c);
+    for (int i = 0; i < c->n_submitted; i++) toka_cancel(c->s->t, c->api.parts[i].engine_id);
 }
 
 /* The client is gone: nothing more is made for it, its engine requests end. The connection's reference goes. The loop. */
@@ -19782,6 +19972,19 @@ static void srv_put_cors(buf *b, str origin) {
     buf_c(b, "\r\nVary: Origin\r\n");
 }
 
+/* A body behind its head: the shorter of the two is copied. Takes the body. */
+static void srv_put_body(buf *head, buf *body) {
+    const size_t n = head->n;
+    if (body->n <= n || !buf_try_reserve(body, n)) {
+        buf_str(head, buf_view(body));
+        return;
+    }
+    memmove(body->p + n, body->p, body->n + 1);
+    memcpy(body->p, head->p, n), body->n += n;
+    buf old = *head;
+    *head = *body, *body = old;
+}
+
 /* Status line, headers and body of a whole answer. The body of a HEAD is left out, its length told. */
 static void srv_put_reply(buf *b, srv_call *c) {
     http_reply *r = &c->reply;
@@ -19793,7 +19996,7 @@ static void srv_put_reply(buf *b, srv_call *c) {
     http_put_head(b, r->status, r->status == 204 ? NULL : type, length, c->keep_alive, (int64_t)time(NULL),
                   buf_view(&r->headers));
     bool head = c->req && c->req->method == HTTP_HEAD;
-    if (!head && r->fd_bytes <= 0) buf_str(b, buf_view(&r->body));
+    if (!head && r->fd_bytes <= 0) srv_put_body(b, &r->body);
     if (head && r->fd_bytes > 0) close(r->fd), r->fd_bytes = 0;
     buf_free(&r->headers), buf_free(&r->body);
 }
@@ -19805,8 +20008,9 @@ static void srv_hand_over(srv_call *c, buf *made, bool done) {
     if (!c->out.n) {
         buf old = c->out;
         c->out = *made, *made = old;
-    } else {
-        buf_str(&c->out, buf_view(made));
+    } else if (!buf_try_put(&c->out, made->p, made->n)) { /* the stream has a hole: it ends there, with an error or broken off */
+        c->keep_alive &= !done;
+        srv_end_large(c);
     }
     if (done) c->stage = SRV_ENDED, c->done = true, srv_uncount(c);
     if (!c->gone) srv_push_dirty(c);
@@ -19877,21 +20081,22 @@ static int srv_on_event(void *user, const toka_event *ev) {
     srv_part *p = user;
     srv_call *c = p->call;
     srv *s = c->s;
-    api_pack(p->part, ev, &c->fresh);
+    const bool dropped = c->gone || c->too_much, kept = dropped || buf_try_reserve(&c->fresh, api_record_bytes(ev));
+    if (kept && !dropped) api_pack(p->part, ev, &c->fresh);
     if (ev->sample >= 0 && ev->id >= 0) {
         c->fresh_tokens++, c->fresh_first += !bit_get(p->begun, ev->sample);
         bit_set(p->begun, ev->sample);
     }
     bool ended = ev->finish != TOKA_RUNNING;
     p->n_left -= ended;
-    if (ev->more && p->n_left && !ended) return 0;
+    if (ev->more && p->n_left && !ended && kept) return 0;
     double now = os_now();
     pthread_mutex_lock(&s->lock);
     s->m.finished[ev->finish] += ended;
     srv_count_tokens(c, now);
-    if (c->gone) buf_clear(&c->fresh);
-    buf_str(&c->records, buf_view(&c->fresh));
+    bool fits = kept && (c->gone || c->too_much || buf_try_put(&c->records, c->fresh.p, c->fresh.n));
     buf_clear(&c->fresh);
+    if (!fits || !srv_count_held(c)) srv_end_large(c);
     bool last = false;
     if (!p->n_left) {
         if (!--c->n_open) srv_count_end(c, now);
@@ -19937,7 +20142,7 @@ static void srv_submit(srv *s, srv_call *c) {
         if (toka_submit(s->t, &part->q, srv_on_event, &c->parts[i], &part->engine_id, &c->refused)) break;
         c->refused.code = 0;
         pthread_mutex_lock(&s->lock);
-        c->n_submitted = i + 1, gone = c->gone;
+        c->n_submitted = i + 1, gone = c->gone || c->too_much;
         pthread_mutex_unlock(&s->lock);
         if (gone) toka_cancel(s->t, part->engine_id); /* the loop did so for those before */
     }
@@ -19949,16 +20154,26 @@ static void srv_submit(srv *s, srv_call *c) {
     pthread_mutex_unlock(&s->lock);
 }
 
+/* Is there the memory that reading the body may take? False: it is answered. */
+static bool srv_can_read(srv_call *c) {
+    if (srv_can_work(c, c->body.n * SRV_READING)) return true;
+    srv_hold(c->s, &c->work_held, 0);
+    srv_error(c, 503, "a body of %zu bytes takes more memory than there is now", c->body.n);
+    return srv_publish_reply(c), false;
+}
+
 static void srv_begin_api(srv *s, srv_call *c) {
     toka_err e;
     c->api.serial[0] = srv_serial(s, 0), c->api.serial[1] = srv_serial(s, 1);
     c->api.created = (int64_t)time(NULL);
     c->api.user = c;
+    if (!srv_can_read(c)) return;
     int code = api_parse(&s->model, (enum api_route)c->route->api, buf_view(&c->body), &c->api, &e);
-    srv_free_body(c);
+    srv_free_body(c), srv_hold(s, &c->work_held, 0);
     if (code) {
         c->reply.status = c->api.status;
         api_error(&c->reply.body, c->api.status, e.msg, c->api.type, c->api.param, c->api.code);
+        if (c->api.status == 503) srv_put_retry(c);
         srv_publish_reply(c);
         return;
     }
@@ -19978,23 +20193,45 @@ static void srv_put_stream_head(buf *b, srv_call *c) {
     buf_free(&more);
 }
 
-static void srv_refuse(srv_call *c) { /* the engine did not take all parts */
-    int status = c->refused.code == TOKA_E_USE ? 429 : 500;
-    srv_error(c, status, "%s", c->refused.msg);
+static void srv_refuse(srv_call *c) { /* the engine did not take all parts, or the answer became too large */
+    const bool large = !c->refused.code;
+    int status = large ? 503 : c->refused.code == TOKA_E_USE ? 429 : 500;
+    srv_error(c, status, "%s", large ? "the answer takes more memory than there is now" : c->refused.msg);
     if (status == 429) srv_put_retry(c);
 }
+
+/* The whole answer to a call that was refused, or the end of a stream that has begun. */
+static void srv_put_refusal(srv_call *c, buf *made) {
+    srv_refuse(c);
+    if (!c->head_sent) {
+        srv_put_reply(made, c);
+        return;
+    }
+    buf text = {0};
+    buf_printf(&text, "data: %s\n\ndata: [DONE]\n\n", c->reply.body.p);
+    if (c->req->minor > 0) http_put_chunk(made, buf_view(&text)), http_put_last_chunk(made);
+    else buf_str(made, buf_view(&text));
+    buf_free(&text);
+}
+
+/* Is there the memory for the text of an answer that is held whole? */
+static bool srv_can_finish(srv_call *c) { return c->api.stream || srv_can_work(c, api_answer_bytes(&c->api)); }
 
 /* Records to bytes for the socket, of a stream as many as make a turn. last: there will be no records after these; and, when it
  * returns, no bytes after `made`. Returns the bytes of the records that it fed. */
 static size_t srv_continue(srv_call *c, str records, bool *last, buf *made) {
     buf text = {0};
-    if (c->refused.code) { /* what the other parts made until they were cancelled is not told */
-        if (*last) srv_refuse(c), srv_put_reply(made, c);
+    if (c->refused.code || c->too_much) { /* what the other parts made until they were cancelled is not told */
+        if (*last) srv_put_refusal(c, made);
         return records.n;
     }
     const size_t fed = api_feed_some(&c->api, records, SRV_MAX_UNSENT, &text);
     *last = *last && fed == records.n;
     if (*last && c->api.broken && !c->head_sent) c->api.stream = false, buf_clear(&text); /* nothing is out: it can have a status */
+    if (*last && !srv_can_finish(c)) {
+        srv_put_refusal(c, made);
+        return fed;
+    }
     int status = *last ? api_finish(&c->api, &text) : 0;
     if (!c->api.stream) {
         if (*last) c->reply.status = status, c->reply.body = text, srv_put_reply(made, c);
@@ -20015,10 +20252,12 @@ static size_t srv_continue(srv_call *c, str records, bool *last, buf *made) {
 static void srv_simple(srv *s, srv_call *c) {
     toka_err e;
     api_fault f;
+    if (!srv_can_read(c)) return;
     if (api_simple(&s->model, (enum api_route)c->route->api, buf_view(&c->body), &c->reply.body, &e, &f)) {
         c->reply.status = f.status;
         buf_clear(&c->reply.body);
         api_error(&c->reply.body, f.status, e.msg, f.type, f.param, f.code);
+        if (f.status == 503) srv_put_retry(c);
     }
     srv_publish_reply(c);
 }
@@ -20093,7 +20332,8 @@ static void srv_do_job(srv *s, srv_job *j) {
 static void srv_end_job(srv_job *j) { /* with the lock held */
     srv_call *c = j->c;
     if (j->stage == SRV_RUNNING && (j->made.n || j->last)) srv_hand_over(c, &j->made, j->last);
-    c->queued = false, c->left = j->records, c->left_at = j->at;
+    c->queued = false, c->left = j->records, c->left_at = j->at, c->collected = c->api.held;
+    if (!srv_count_held(c) && c->n_open) srv_end_large(c);
     if (c->want_piece && !c->gone) srv_push_dirty(c);
     if (srv_wants_work(c)) srv_push_ready(c);
     j->freed = srv_unref(c);
@@ -20462,6 +20702,7 @@ typedef struct srv_conn {
     srv_call *call;         /* from a whole head to the end of its answer */
     double deadline, t_state; /* 0: none; when the state, or in SRV_HEAD the head, began */
     int64_t lingered;       /* bytes thrown away */
+    int64_t held;           /* counted in srv.held: of in and out */
     struct srv_conn *next, *before;
 } srv_conn;
 
@@ -20506,6 +20747,7 @@ static void srv_close(srv *s, srv_conn *k) {
     srv_loop *l = s->loop;
     if (k->closed) return;
     k->closed = true;
+    srv_hold(s, &k->held, 0);
     if (k->call) srv_abandon(k->call);
     k->call = NULL;
     close(k->fd);
@@ -20532,17 +20774,19 @@ static void srv_forget(buf *b, size_t *at) { /* the bytes before *at */
     if (*at) memmove(b->p, b->p + *at, b->n - *at), b->n -= *at, *at = 0;
 }
 
-/* Bytes for the socket; takes `made`. */
-static void srv_append(srv_conn *k, buf *made) {
+/* Bytes for the socket; takes `made`. False: there is no memory for them. */
+static bool srv_append(srv_conn *k, buf *made) {
+    bool kept = true;
     if (k->out_at == k->out.n) {
         buf_free(&k->out);
         k->out = *made, k->out_at = 0;
     } else {
         if (k->out_at > k->out.n / 2) srv_forget(&k->out, &k->out_at); /* a stream may never be sent up to its last byte */
-        buf_str(&k->out, buf_view(made));
+        kept = buf_try_put(&k->out, made->p, made->n);
         buf_free(made);
     }
     *made = (buf){0};
+    return kept;
 }
 
 /* What the socket takes now, but others want their turn, too. False: the connection is lost. */
@@ -20597,7 +20841,7 @@ static bool srv_unstall(srv_conn *k) {
         c->stalled = k->stalled = false;
         if (srv_wants_work(c)) srv_push_ready(c);
     }
-    bool behind = c->stalled && c->n_open && srv_not_fed(c) > SRV_MAX_RECORDS;
+    bool behind = c->stalled && ((c->n_open && srv_not_fed(c) > SRV_MAX_RECORDS) || c->too_much);
     pthread_mutex_unlock(&c->s->lock);
     return !behind;
 }
@@ -20640,8 +20884,9 @@ static void srv_end_call(srv *s, srv_conn *k) {
 static void srv_answer(srv *s, srv_conn *k) { /* with k->call->reply */
     buf made = {0};
     srv_put_reply(&made, k->call);
-    srv_append(k, &made);
+    const bool kept = srv_append(k, &made);
     srv_end_call(s, k);
+    if (!kept) srv_close(s, k);
 }
 
 /* A request that cannot be read on: its answer is the connection's last. */
@@ -20663,6 +20908,7 @@ static const char *srv_why(int status, const http_request *r) {
     case 413: return "Content-Length: more bytes than any request may have";
     case 414: return "the target is too long";
     case 417: return "Expect: only 100-continue is known";
+    case 503: return "there is no memory for this body now";
     case 431: return "the headers are too long or too many";
     case 501:
         return coding ? "Transfer-Encoding: only chunked is known"
@@ -20731,9 +20977,8 @@ static bool srv_read_head(srv *s, srv_conn *k) {
 /* Bytes of a body. True: it is whole, or answered. */
 static bool srv_read_body(srv *s, srv_conn *k) {
     srv_call *c = k->call;
-    size_t before = c->body.n;
     ptrdiff_t used = http_body_read(&k->body, str_sub(buf_view(&k->in), k->in_at, k->in.n), &c->body);
-    s->body_bytes += (long long)(c->body.n - before);
+    const bool fits = srv_hold(s, &c->body_held, c->body.n);
     if (used == -413) {
         srv_answer_too_long(s, k);
         return true;
@@ -20745,8 +20990,8 @@ static bool srv_read_body(srv *s, srv_conn *k) {
         return true;
     }
     k->in_at += (size_t)used;
-    if (s->body_bytes > SRV_BODIES * MAX(s->o->max_body_bytes, SRV_PIECE_BYTES)) {
-        srv_answer_last(s, k, 503, "too many bytes of requests are being received");
+    if (!fits) {
+        srv_answer_last(s, k, 503, "the bodies of all requests take more memory than there is now");
         return true;
     }
     bool whole = k->body.state == HTTP_BODY_DONE, upload = c->route == &srv_upload_route;
@@ -20789,6 +21034,7 @@ static void srv_advance(srv *s, srv_conn *k) {
         more = behind && !srv_is_behind(k); /* nothing else might ever ask for the request that waited */
     }
     if (k->in_at == k->in.n) buf_free(&k->in), k->in_at = 0;
+    if (!k->closed && !srv_hold(s, &k->held, k->in.cap + k->out.cap) && !srv_unsent(k)) srv_close(s, k);
     if (k->eof && !k->closed) {
         bool answered = k->state == SRV_HEAD && !srv_unsent(k);
         if (k->state == SRV_BODY || k->state == SRV_LINGER || answered) srv_close(s, k);
@@ -20812,8 +21058,8 @@ static void srv_receive(srv *s, srv_conn *k) {
             if (!n || (k->lingered += n) > SRV_LINGER_BYTES) srv_close(s, k);
         } else {
             srv_forget(&k->in, &k->in_at);
-            buf_put(&k->in, l->scratch, (size_t)n);
-            srv_advance(s, k);
+            if (!buf_try_put(&k->in, l->scratch, (size_t)n)) srv_close(s, k);
+            else srv_advance(s, k);
         }
         if (k->closed || n < SRV_READ_BYTES) return;
     }
@@ -20844,10 +21090,10 @@ static void srv_deliver(srv *s, srv_news *news) {
     if (k && news->made.n) {
         srv_forget(&news->made, &k->ahead);
         k->begun = true;
-        srv_append(k, &news->made);
+        if (!srv_append(k, &news->made)) srv_close(s, k);
     }
     buf_free(&news->made);
-    if (!k) return;
+    if (!k || k->closed) return;
     if (news->done) srv_end_call(s, k);
     if (news->piece) srv_enter(s, k, SRV_BODY);
     srv_advance(s, k);
@@ -21111,6 +21357,7 @@ static void srv_round(srv *s, struct epoll_event *events) {
     }
     srv_tick(s);
     srv_bury(l);
+    mem_keep_spare();
 }
 
 /* Until a signal and all answers are out, or a failed engine. A second signal ends the program. */
@@ -21172,6 +21419,7 @@ static int srv_load(srv *s, toka_err *e) {
     int code = toka_open(&s->t, &s->o->open, e);
     if (code) return code;
     srv_init_model(s);
+    s->room = MAX(os_room_bytes() / 2, (int64_t)SRV_LEAST_ROOM);
     run_say_start(s->t, s->name, os_now() - t0);
     srv_say_defaults(s);
     fb_options fb = {.dir = s->o->files_dir, .t = s->t, .m = &s->model};
@@ -21224,10 +21472,12 @@ static void srv_free(srv *s, srv_loop *l) {
 /* toka serve. Returns 0 after a signal, when all answers are out. */
 static int srv_run(const srv_options *o, toka_err *e) {
     srv_loop l = {.scratch = mem_alloc(SRV_READ_BYTES), .now = os_now(), .t_status = os_now()};
-    srv s = {.o = o, .loop = &l, .started = (int64_t)time(NULL), .ready_end = &s.ready};
+    srv s = {.o = o, .loop = &l, .started = (int64_t)time(NULL), .ready_end = &s.ready,
+             .room = SRV_LEAST_ROOM};
     pthread_t engine, workers[64];
     int n_workers = 0;
     pthread_mutex_init(&s.lock, NULL), pthread_cond_init(&s.work, NULL);
+    os_save_memory(), mem_keep_spare();
     srv_metrics_init(&s.m);
     int code = srv_open(&s, &l, e);
     bool driven = !code && !(code = os_thread(&engine, srv_engine, &s, e));
@@ -24514,19 +24764,8 @@ static void cli_keep_standard(void) {
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", fd ? O_RDONLY : O_WRONLY);
 }
 
-/* Keeps the heap of a server that runs for months small. When a large block is freed, glibc raises
- * the size from which blocks are mapped apart to that of the block. Later large blocks then lie in
- * the heap, and small blocks behind them keep it from shrinking. A size that is set stays. */
-static void cli_set_malloc(void) {
-#ifdef __GLIBC__
-    mallopt(M_MMAP_THRESHOLD, 256 << 10);
-    mallopt(M_TRIM_THRESHOLD, 1 << 20);
-#endif
-}
-
 int toka_main(int argc, char **argv) {
     toka_err e = {0};
-    cli_set_malloc();
     cli_keep_standard();
     cli_catch_signals();
     int code = cli_dispatch(argc, argv, &e);

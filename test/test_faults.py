@@ -447,6 +447,134 @@ def test_full_disk_of_a_batch_run(tmp_path):
     assert sorted(open(out)) == sorted(open(tmp_path / "whole.jsonl"))
 
 
+# ---- Memory ----
+
+def status(s, name):
+    """A figure of /proc, in bytes."""
+    with open(f"/proc/{s.p.pid}/status") as f:
+        return int(re.search(rf"{name}:\s*(\d+)", f.read())[1]) << 10
+
+
+def small_memory(megabytes, *flags, **more):
+    """A server that may map so much beside what it has when it is ready."""
+    flags = ("--max-num-seqs", "16", "--kv-tokens", "20000", "--threads", "2", "--server-threads", "2", *flags)
+    with Server(*flags, **more) as s:
+        limit = (status(s, "VmSize") >> 10) + megabytes * 1024
+    return Server(*flags, **more, prefix=("bash", "-c", f'ulimit -v {limit}; exec "$0" "$@"'))
+
+
+def ask(s, data, path="/v1/completions", seconds=60):
+    """The answer's status, with what has to come with a 503; None: none came in time."""
+    data = data if isinstance(data, bytes) else json.dumps(data).encode()
+    with s.connect() as c:
+        c.s.settimeout(seconds)
+        try:
+            c.send(f"POST {path} HTTP/1.1\r\nHost: h\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+        except OSError:  # refused before all was sent
+            pass
+        try:
+            a = c.answer()
+        except (OSError, EOFError):
+            return None
+        assert a.status != 503 or (a.headers["retry-after"] and "memory" in a.error()["message"])
+        return a.status
+
+
+def stay_away(s, data, seconds, rcvbuf=4096):
+    """Sends what may be half a request, and neither goes on nor reads."""
+    with s.connect(rcvbuf=rcvbuf) as c:
+        try:
+            c.send(data)
+        except OSError:
+            pass
+        time.sleep(seconds)
+
+
+@pytest.mark.skipif("TOKA_BINARY" in os.environ, reason="sanitizers map memory of their own")
+@pytest.mark.parametrize("megabytes", [60, 300])
+def test_clients_cannot_take_all_memory(tmp_path, megabytes):
+    """Whatever they send and do not read: it is refused, others are served, and the server lives on."""
+    values, text = b'{"prompt":[' + b"5," * 4_000_000 + b"5]}", b'{"prompt":"' + b"a 7," * 8_000_000 + b'"}'
+    bias = b'{"prompt":"Tom","logit_bias":{' + b",".join(b'"%d":1' % i for i in range(400_000)) + b'}}'
+    stops = b'{"prompt":"Tom","stop":[' + b'"a",' * 2_000_000 + b'"a"]}'
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {60 << 20}\r\n\r\n".encode()
+    stream = json.dumps({"prompt": PROMPT, "max_tokens": 300, "n": 16, "ignore_eos": True, "stream": True, "logprobs": 20})
+    stream = f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(stream)}\r\n\r\n{stream}".encode()
+    chat = {"messages": [{"role": "user", "content": "hello " * 1_000_000}] * 4}
+    statuses, healths = [], []
+    with small_memory(megabytes, files=str(tmp_path)) as s:
+        jobs = [(ask, d, p) for d, p in ((values, "/v1/completions"), (text, "/v1/completions"), (text, "/tokenize"), (bias, "/v1/completions"),
+                                         (stops, "/v1/completions"), (chat, "/v1/chat/completions")) for _ in range(3)]
+        jobs += [(ask, {"prompt": "Tom", "n": 65536, "max_tokens": 3, "logprobs": 20}, "/v1/completions", 5)] * 20
+        jobs += [(stay_away, head + b"x" * (30 << 20), 6)] * 6 + [(stay_away, stream, 6)] * 16
+        jobs += [(stay_away, stream + b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n" * 2000, 6)] * 16
+        threads = [threading.Thread(target=lambda f=f, d=d, m=m: statuses.append(f(s, d, *m)), daemon=True) for f, d, *m in jobs]
+        for t in threads:
+            t.start()
+        while any(t.is_alive() for t in threads):
+            healths.append(s.get("/health").status)
+            assert s.p.poll() is None
+            time.sleep(0.05)
+        assert set(statuses) <= {None, 200, 400, 503} and 503 in statuses and set(healths) == {200}
+        s.wait_metric("num_requests_running", 0)
+        s.wait_metric("num_requests_waiting", 0)
+        s.wait_metric("http_connections", 1)
+        assert ask(s, {"prompt": "Tom", "max_tokens": 3}) == 200
+        assert s.stop() == 0 and "out of memory" not in s.log
+
+
+@pytest.mark.skipif("TOKA_BINARY" in os.environ, reason="sanitizers map memory of their own")
+def test_an_answer_that_outgrows_the_memory():
+    """It ends with a 503 before it is whole."""
+    large = {"prompt": "Tom", "n": 65536, "max_tokens": 2, "logprobs": 32, "ignore_eos": True}
+    with small_memory(60) as s:
+        assert ask(s, large, seconds=120) == 503
+        assert s.metric("generation_tokens_total") < 100_000
+        s.wait_metric("num_requests_running", 0)
+        assert ask(s, {"prompt": "Tom", "max_tokens": 3}) == 200
+
+
+@pytest.mark.skipif("TOKA_BINARY" in os.environ, reason="sanitizers map memory of their own")
+def test_bodies_under_way_have_a_common_bound():
+    """Those that do not fit are refused while they come; a small one fits at any time."""
+    got = []
+
+    def half(s):
+        with s.connect() as c:
+            try:
+                c.send(f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {60 << 20}\r\n\r\n".encode() + b"x" * (30 << 20))
+            except OSError:
+                pass
+            try:
+                c.s.settimeout(5)
+                a = c.answer()
+                got.append((a.status, a.headers.get("retry-after")))
+            except (OSError, EOFError):
+                got.append(None)
+
+    with small_memory(300) as s:
+        threads = [threading.Thread(target=half, args=(s,)) for _ in range(10)]
+        for t in threads:
+            t.start()
+        time.sleep(2)
+        assert ask(s, {"prompt": "Tom", "max_tokens": 3}) == 200 and status(s, "VmRSS") < 220 << 20
+        for t in threads:
+            t.join()
+        assert len(got) == 10 and (503, "1") in got
+
+
+@pytest.mark.skipif("TOKA_BINARY" in os.environ, reason="sanitizers map memory of their own")
+def test_a_batch_with_little_memory(tmp_path):
+    """A line that memory does not hold is that line's error; the batch is read on."""
+    text = lines(20) + json.dumps({"custom_id": "large", "method": "POST", "url": "/v1/completions", "body": {"prompt": "7 " * 12_000_000}}) + "\n"
+    with small_memory(100, files=str(tmp_path)) as s:
+        api = client(s)
+        b = end_of_batch(api, start_batch(api, text).id)
+        assert b.status == "completed" and (b.request_counts.completed, b.request_counts.failed) == (20, 1)
+        error = json.loads(api.files.content(b.error_file_id).text)
+        assert error["custom_id"] == "large" and "no memory to read a line of" in json.dumps(error)
+
+
 # ---- Clients that leave half ----
 
 def test_half_closed_connections(tmp_path):
