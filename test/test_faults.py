@@ -458,9 +458,10 @@ def status(s, name):
 def small_memory(megabytes, *flags, **more):
     """A server that may map so much beside what it has when it is ready."""
     flags = ("--max-num-seqs", "16", "--kv-tokens", "20000", "--threads", "2", "--server-threads", "2", *flags)
-    with Server(*flags, **more) as s:
+    prefix = lambda kilobytes: ("bash", "-c", f'ulimit -v {kilobytes}; exec "$0" "$@"')
+    with Server(*flags, **more, prefix=prefix(100 << 20)) as s:
         limit = (status(s, "VmSize") >> 10) + megabytes * 1024
-    return Server(*flags, **more, prefix=("bash", "-c", f'ulimit -v {limit}; exec "$0" "$@"'))
+    return Server(*flags, **more, prefix=prefix(limit))
 
 
 def ask(s, data, path="/v1/completions", seconds=60):
