@@ -10840,7 +10840,7 @@ static int samp_look_up(toka_words *w, const samp_tails *starts, int32_t id, str
         const str word = w->word[s->word], tail = str_sub(word, (size_t)s->at, word.n);
         if (!s->at || !samp_has_word(&w->t->uni, text, 0, tail)) continue;
         if (tails->n / sizeof *s == SAMP_MAX_TAILS)
-            return fail(e, TOKA_E_USE, "bad_words: the vocabulary has more than %d ways to end them",
+            return fail(e, TOKA_E_USE, "bad_words: more than %d tokens of the vocabulary end them",
                         SAMP_MAX_TAILS);
         samp_put_tail(tails, id, s->word, s->at);
     }
