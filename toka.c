@@ -17522,8 +17522,8 @@ static int run_drop_lines(run_state *r, const run_scan *s, run_sink *to, toka_er
  * may have written them. A file of such lines alone is refused. A server's files are its own. */
 static int run_scan_output(run_state *r, run_sink *to, atomic_llong *count, toka_err *e) {
     run_scan s = {0};
-    str line;
-    bool whole;
+    str line = {0};
+    bool whole = false;
     int code;
     run_input_init(&s.in, to->fd, to->path, r->o->interrupted);
     s.in.most = RUN_RESULT_BYTES; /* a result has all samples of a request */
