@@ -213,8 +213,9 @@ enum json_type { JSON_NULL, JSON_FALSE, JSON_TRUE, JSON_NUMBER, JSON_STRING, JSO
 /* ===========================================================================
  * MARK: 2. Base: memory, slices, buffers, errors [pure]
  * Small allocations abort when the system has no memory left (on Linux it never says so for small ones). Sizes that a file, a
- * request or a flag chooses go through checked calls where they are made, and become errors. A server keeps some memory aside
- * (mem_keep_spare), which its small allocations get when the system has none, and they wait for more before they abort.
+ * request or a flag chooses go through checked calls where they are made, and become errors. A server keeps
+ * some memory aside (mem_keep_spare). Its small allocations get that when the system has none,
+ * and they wait for more before they abort.
  * =========================================================================== */
 
 #define COUNT(a) ((int)(sizeof(a) / sizeof((a)[0])))
@@ -245,7 +246,7 @@ static bool mem_keep_spare(void) {
 
 static bool mem_is_short(void) { return mem_spared && !mem_spare; } /* the spare memory is in use */
 
-/* An allocation failed for the `tries`-th time. True: try again. Others give memory back meanwhile. */
+/* An allocation failed `tries` times before. True: try again. Others give memory back meanwhile. */
 static bool mem_again(int tries) {
     void *spare = mem_spared ? atomic_exchange(&mem_spare, NULL) : NULL;
     if (!mem_spared || tries == MEM_WAITS) return false;
@@ -416,7 +417,8 @@ static int near_fail(const near_name *near, const char *head, toka_err *e) {
 
 /* ---- Buffers ---- */
 
-static size_t buf_grown(const buf *b, size_t more) { /* the next capacity, with room for so much more; 0: there is room */
+/* The next capacity, with room for so much more; 0: there is room. */
+static size_t buf_grown(const buf *b, size_t more) {
     size_t cap = b->cap + b->cap / 2;
     if (b->cap - b->n > more) return 0; /* one byte is kept for the NUL */
     return MAX(MAX(cap, b->n + more + 1), (size_t)64);
@@ -425,7 +427,7 @@ static void buf_reserve(buf *b, size_t more) {
     const size_t cap = buf_grown(b, more);
     if (cap) b->p = mem_realloc(b->p, cap), b->cap = cap;
 }
-/* The same for a size that a client chose. False: so much memory there is not; the buffer stays as it was. */
+/* The same for a size that a client chose. False: the allocation failed, the buffer is as before. */
 static bool buf_try_reserve(buf *b, size_t more) {
     const size_t cap = buf_grown(b, more);
     char *p = cap ? realloc(b->p, cap) : b->p;
@@ -438,7 +440,9 @@ static void buf_put(buf *b, const void *p, size_t n) {
     b->n += n;
     b->p[b->n] = 0;
 }
-static bool buf_try_put(buf *b, const void *p, size_t n) { return buf_try_reserve(b, n) && (buf_put(b, p, n), true); }
+static bool buf_try_put(buf *b, const void *p, size_t n) {
+    return buf_try_reserve(b, n) && (buf_put(b, p, n), true);
+}
 static void buf_str(buf *b, str s) { buf_put(b, s.p, s.n); }
 static void buf_c(buf *b, const char *z) { buf_put(b, z, strlen(z)); }
 static void buf_char(buf *b, char c) { buf_put(b, &c, 1); }
@@ -583,7 +587,7 @@ static int64_t os_room_bytes(void) {
     if (f) fclose(f);
     int64_t room = os_ram_bytes() - resident * page;
     if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
-        room = MIN(room, (int64_t)limit.rlim_cur - mapped * page); /* it counts what is mapped, touched or not */
+        room = MIN(room, (int64_t)limit.rlim_cur - mapped * page); /* it counts untouched pages, too */
     return MAX(room, (int64_t)0);
 }
 
@@ -931,8 +935,10 @@ static void json_close(json_reader *r) {
 }
 
 static bool json_has_room(json_reader *r) {
-    if (r->n < r->cap || (r->n < r->most && json_resize(r, MAX(r->cap * 2, (size_t)64)))) return true;
-    if (r->n < r->most) fail(r->e, TOKA_E_MEMORY, "JSON: there is no memory for more than %zu values", r->n);
+    if (r->n < r->cap) return true;
+    if (r->n < r->most && json_resize(r, MAX(r->cap * 2, (size_t)64))) return true;
+    if (r->n < r->most)
+        fail(r->e, TOKA_E_MEMORY, "JSON: there is no memory for more than %zu values", r->n);
     else fail(r->e, TOKA_E_INPUT, "JSON: more than %zu values at byte %zu", r->most, (size_t)(r->p - r->start));
     return false;
 }
@@ -15814,7 +15820,7 @@ static double api_prompt_bytes(const api_call *c, const api_part *p) {
     return bytes;
 }
 
-/* Bytes of a token of an answer: its text, and what is told of it and each alternative, as records and as JSON. */
+/* Bytes of a token of an answer: its text, and what is told of it and of each alternative. */
 static double api_token_bytes(const api_call *c) {
     double each = c->want_ids ? 20 : 0;
     if (c->want_logprobs) each = c->chat ? 100 : 50;
@@ -15822,8 +15828,8 @@ static double api_token_bytes(const api_call *c) {
     return 16 + each * (1 + c->n_top);
 }
 
-/* An answer is held whole until its last sample has ended, so it has to have a bound. Of a stream only what tells its choices apart
- * is held. */
+/* An answer is held whole until its last sample has ended, so it has to have a bound. A stream holds
+ * only the state of its choices. */
 static int api_check_answer(const api_call *c, const api_body *b, toka_err *e) {
     const double most = (double)c->m->max_answer_bytes, per_token = api_token_bytes(c);
     const int n_choices = c->n * c->n_parts;
@@ -15834,14 +15840,16 @@ static int api_check_answer(const api_call *c, const api_body *b, toka_err *e) {
         const int room = c->m->max_len - (int)p->prompt.n, asked = p->q.sampling.max_tokens;
         const int n_tokens = !p->q.n ? 0 : asked ? MIN(asked, room) : room;
         longest = MAX(longest, n_tokens);
-        bytes += c->n * per_token * n_tokens, repeated += api_prompt_bytes(c, p) * (c->chat ? 1 : c->n);
+        bytes += c->n * per_token * n_tokens;
+        repeated += api_prompt_bytes(c, p) * (c->chat ? 1 : c->n);
     }
     if (!most || bytes + repeated <= most) return 0;
     const char *field = c->n > 1 ? "n" : c->n_parts > 1 ? "prompt" : api_max_name(b);
-    return API_BAD("%s: %d choices%s of up to %d tokens (max_tokens) with %d alternatives each (logprobs) may be an answer "
-                   "of %.3g GB, expected at most %.3g GB (--max-answer-bytes); a stream has no such limit", field, n_choices,
-                   repeated > 0 ? " that each repeat their prompt," : "", longest, c->n_top, 1e-9 * (bytes + repeated),
-                   1e-9 * most);
+    return API_BAD("%s: %d choices%s of up to %d tokens (max_tokens) with %d alternatives each (logprobs) "
+                   "may be an answer of %.3g GB, expected at most %.3g GB (--max-answer-bytes); "
+                   "a stream has no such limit",
+                   field, n_choices, repeated > 0 ? " that each repeat their prompt," : "", longest, c->n_top,
+                   1e-9 * (bytes + repeated), 1e-9 * most);
 }
 
 /* A text, token ids, or a list of either. */
@@ -15882,7 +15890,8 @@ static int api_parse_fields(api_call *c, enum api_route route, const json *body,
     c->stream = b.stream, c->echo = b.echo, c->want_ids = b.return_token_ids, c->packed = b.return_packed;
     c->names_are_ids = b.names_are_ids;
     if ((code = api_check_model(c, b.model, e)) || (code = api_stream_options(c, &b, e))) return code;
-    if (!(code = api_sampling(c, &b, &q, e)) && !(code = api_prompts(c, &b, &q, e))) code = api_check_answer(c, &b, e);
+    if (!(code = api_sampling(c, &b, &q, e))) code = api_prompts(c, &b, &q, e);
+    if (!code) code = api_check_answer(c, &b, e);
     return code;
 }
 
@@ -15891,7 +15900,8 @@ static void api_blame(api_call *c, enum api_route route, const toka_err *e) {
     size_t n = 0;
     while (isalnum((unsigned char)e->msg[n]) || e->msg[n] == '_') n++;
     const api_field *f = api_find_field((str){e->msg, n}, 1 << route);
-    if (!c->status) c->status = e->code == TOKA_E_MEMORY ? 503 : e->code == TOKA_E_DEVICE || e->code == TOKA_E_IO ? 500 : 400;
+    const bool failed = e->code == TOKA_E_DEVICE || e->code == TOKA_E_IO;
+    if (!c->status) c->status = e->code == TOKA_E_MEMORY ? 503 : failed ? 500 : 400;
     if (!c->code && c->unsupported) c->code = "unsupported_parameter";
     if (c->param) return;
     c->param = f ? f->name : NULL;
@@ -15947,7 +15957,8 @@ typedef struct api_record { /* followed by its alternatives (id, logprob) and it
 } api_record;
 
 static size_t api_record_bytes(const toka_event *ev) {
-    return sizeof(api_record) + (size_t)ev->n_top * (sizeof *ev->top_ids + sizeof *ev->top_logprobs) + ev->text_bytes;
+    const size_t top = sizeof *ev->top_ids + sizeof *ev->top_logprobs;
+    return sizeof(api_record) + (size_t)ev->n_top * top + ev->text_bytes;
 }
 
 /* Appends one event of a part. For the driving thread: no text is made, nothing is locked. */
@@ -16402,7 +16413,9 @@ static void api_feed_sample(api_call *c, api_part *p, const api_record *r, str r
 
 /* A token of a prompt. The last one of a call that draws nothing ends its choices. */
 static void api_feed_prompt(api_call *c, api_part *p, const api_record *r, str rest, buf *out) {
-    if (r->id >= 0) api_tokens_put(&p->scored, r, rest), p->n_scored++, c->held += (1 + (size_t)p->scored.n_top) * sizeof(api_token);
+    const size_t before = p->scored.b.n;
+    if (r->id >= 0) api_tokens_put(&p->scored, r, rest), p->n_scored++;
+    c->held += p->scored.b.n - before;
     for (int i = 0; i < c->n && r->finish != TOKA_RUNNING; i++) {
         api_end_choice(c, &c->choices[p->first + i], r);
         if (c->stream && !c->broken) api_stream(c, p->first + i, STR(""), out);
@@ -16431,7 +16444,8 @@ static size_t api_feed_some(api_call *c, str records, size_t most, buf *out) {
         api_part *p = &c->parts[r.part];
         bool wait = c->stream && p->q.prompt_logprobs && p->n_scored < (int)p->prompt.n;
         if (r.sample == TOKA_PROMPT) api_feed_prompt(c, p, &r, rest, out);
-        else if (wait && !c->broken && r.finish < TOKA_CANCELLED) buf_put(&p->waiting, left.p, n), c->held += n;
+        else if (wait && !c->broken && r.finish < TOKA_CANCELLED)
+            buf_put(&p->waiting, left.p, n), c->held += n;
         else api_feed_sample(c, p, &r, rest, out);
         if (wait && p->n_scored == (int)p->prompt.n) api_release(c, p, out);
     }
@@ -16466,7 +16480,8 @@ static void api_error(buf *out, int status, const char *message, const char *typ
 /* Bytes that the text of a whole answer takes, about. */
 static size_t api_answer_bytes(const api_call *c) {
     double bytes = (double)c->n_output_tokens * api_token_bytes(c) + (double)c->held;
-    for (int k = 0; k < c->n_parts; k++) bytes += api_prompt_bytes(c, &c->parts[k]) * (c->chat ? 1 : c->n);
+    for (int k = 0; k < c->n_parts; k++)
+        bytes += api_prompt_bytes(c, &c->parts[k]) * (c->chat ? 1 : c->n);
     return (size_t)bytes;
 }
 
@@ -16727,7 +16742,7 @@ typedef struct run_state { /* a batch under way */
     run_line *queue, **queue_end; /* lines with records for the writer, or ended without any */
     run_line *flight; /* lines the engine has */
     int64_t n_flight_lines, n_flight_samples, n_flight_bytes; /* read and not yet written */
-    int64_t n_flight_held, most_held; /* bytes of what these have of their answers; with more, none is read */
+    int64_t n_flight_held, most_held; /* bytes of their answers so far; with more, none is read */
     bool read_all;
     atomic_bool stopped; /* Ctrl-C or an error, nothing more is started */
     toka_err e;       /* why, code 0: Ctrl-C */
@@ -16785,7 +16800,7 @@ static int run_fill(run_input *r, toka_err *e) {
     }
 }
 
-/* What a line needs of memory is waited for, up to half a minute: others may give some back. False: so much there is not. */
+/* Memory for a line is waited for, up to half a minute: others may give some back. False: give up. */
 static bool run_patience(const run_input *r, int tries) {
     if (tries == 300 || run_input_ends(r)) return false;
     usleep(100000);
@@ -16800,12 +16815,14 @@ static bool run_has_memory(const run_input *r, size_t bytes) {
 
 /* The same for a piece of a line. */
 static void run_keep(run_input *r, const char *p, size_t n) {
-    for (int i = 0; !r->no_memory && !buf_try_put(&r->text, p, n); i++) r->no_memory = !run_patience(r, i);
+    for (int i = 0; !r->no_memory && !buf_try_put(&r->text, p, n); i++)
+        r->no_memory = !run_patience(r, i);
     r->too_long |= r->no_memory;
 }
 
 static int run_too_long(const run_input *r, toka_err *e) {
-    if (r->no_memory) return fail(e, TOKA_E_MEMORY, "there is no memory for a line of more than %zu bytes", r->text.n);
+    if (r->no_memory)
+        return fail(e, TOKA_E_MEMORY, "there is no memory for a line of more than %zu bytes", r->text.n);
     return fail(e, TOKA_E_INPUT, "longer than %d bytes", RUN_LINE_BYTES);
 }
 
@@ -17130,7 +17147,7 @@ static int run_take_line(run_state *r, str text, toka_err *e) {
     else if (r->n_lines < 0) run_table_set(&r->seen, s, (uint64_t)r->in.number << 1 | done), r->n_before += done;
     if (!done) {
         if (root && !run_has_memory(&r->in, text.n * RUN_READING))
-            root = NULL, fail(&why, TOKA_E_MEMORY, "there is no memory to read a line of %zu bytes", text.n);
+            root = NULL, fail(&why, TOKA_E_MEMORY, "no memory to read a line of %zu bytes", text.n);
         run_line *line = run_line_new(r, buf_view(&id), key, text.n);
         line->says = says;
         int bad = r->o->expired ? fail(&why, TOKA_E_USE, "the completion window closed before this request was done")
@@ -17276,8 +17293,10 @@ static int run_write_all(run_state *r, run_sink *to, str s, toka_err *e) {
 static int run_write_line(run_state *r, run_line *line, buf *b, toka_err *e) {
     if (b->cap > RUN_RESULT_KEPT) buf_free(b);
     buf_clear(b);
-    if (!line->error && !run_has_memory(&r->in, api_answer_bytes(&line->call)))
-        line->error = "out_of_memory", line->message = mem_check(strdup("there is no memory to write the answer"));
+    if (!line->error && !run_has_memory(&r->in, api_answer_bytes(&line->call))) {
+        line->error = "out_of_memory";
+        line->message = mem_check(strdup("there is no memory to write the answer"));
+    }
     run_put_result(line, b);
     int code = run_write_all(r, line->error && r->errors.fd >= 0 ? &r->errors : &r->results, buf_view(b), e);
     if (code) return code;
@@ -17332,7 +17351,8 @@ static void run_write(run_state *r) {
         run_progress(r, terminal);
         if (!code && !failed) code = run_check_files(r, &e);
         pthread_mutex_lock(&r->lock);
-        if (line) r->n_flight_held += (int64_t)(line->call.held - line->held), line->held = line->call.held;
+        if (line) r->n_flight_held += (int64_t)line->call.held - (int64_t)line->held;
+        if (line) line->held = line->call.held;
         if (code) failed = true, run_stop(r, code == TOKA_E_CANCELLED ? NULL : &e);
         else if (ended && !whole && run_device_failed(r, &e)) run_stop(r, &e); /* where no more is read nobody else learns of it */
         if (ended) run_leave(r, line);
@@ -17633,7 +17653,8 @@ static int run_open(run_state *r, toka_err *e) {
     bool standard = !strcmp(r->o->in, "-");
     int fd = standard ? 0 : open(r->o->in, O_RDONLY | O_CLOEXEC);
     r->results.fd = r->errors.fd = -1;
-    run_input_init(&r->in, fd, standard ? "standard input" : run_shown(r->o, r->o->in), r->o->interrupted);
+    const char *name = standard ? "standard input" : run_shown(r->o, r->o->in);
+    run_input_init(&r->in, fd, name, r->o->interrupted);
     r->in.stopped = &r->stopped;
     if (fd < 0) return run_cannot_open(r->in.name, e);
     int code = run_open_output(r, &r->results, r->o->out, r->o->completed, e);
@@ -18465,7 +18486,8 @@ static void fb_put_batch(const fb_batch *x, bool on_disk, buf *b) {
     json_put_close(b, '}');
 }
 
-/* Writes a record: whole, on disk, and then in the old one's place. Returns 0 or the system's error. With store.lock held. */
+/* Writes a record: whole, on disk, and then in the old one's place. Returns 0 or the system's error.
+ * With store.lock held. */
 static int fb_save(fb_store *s, const fb_id *id, str record) {
     char part[64], name[64];
     snprintf(part, sizeof part, "%s.json.part", id->z), snprintf(name, sizeof name, "%s.json", id->z);
@@ -18679,8 +18701,8 @@ static int fb_take_folder(fb_store *s, toka_err *e) {
     return 0;
 }
 
-/* The same the first time it is needed. What went wrong then is what all hear from then on, but for a full disk, which may have room
- * later. With store.lock held. */
+/* The same the first time it is needed. What went wrong then is what all hear from then on. Only a full
+ * disk is tried again: it may have room later. With store.lock held. */
 static int fb_attach(fb_store *s, toka_err *e) {
     if (!s->started && (!s->why.code || os_is_full(s->why_not))) {
         s->why_not = 0;
@@ -19000,8 +19022,8 @@ static void fb_error(http_reply *reply, int status, const char *param, const cha
     api_error(&reply->body, status, message, NULL, param, NULL);
 }
 
-/* The system could not do it: for want of room, because nothing may be written there, or of something that may be there later.
- * Clients learn nothing of where the files are. */
+/* The system could not do it: there is no room (507), nothing may be written there (507), or it is short
+ * of something that may be there later (503). Clients learn nothing of where the files are. */
 static void fb_cannot(http_reply *reply, int why) {
     bool unable = os_is_full(why) || why == EFBIG || why == EROFS || why == EACCES || why == EPERM;
     int status = unable ? 507 : os_is_short(why) ? 503 : 500;
@@ -19012,11 +19034,13 @@ static void fb_cannot(http_reply *reply, int why) {
 /* Why the folder cannot be used. With store.lock held. */
 static void fb_no_folder(const fb_store *s, http_reply *reply) {
     if (s->why_not) fb_cannot(reply, s->why_not);
-    else if (s->path) fb_error(reply, 503, NULL, "this server keeps no files: their folder is in use by another server");
+    else if (s->path)
+        fb_error(reply, 503, NULL, "this server keeps no files: their folder is in use by another server");
     else fb_error(reply, 503, NULL, "%s", s->why.msg);
 }
 
-/* Makes the folder ready for a client, if it is not. False: the reply says why not, and standard error more. With store.lock held. */
+/* Makes the folder ready for a client, if it is not. False: the reply says why not, and standard error
+ * says more. With store.lock held. */
 static bool fb_need_folder(fb_store *s, http_reply *reply) {
     toka_err e;
     const bool known = s->why.code != 0;
@@ -19597,10 +19621,10 @@ static const char srv_page[] =
  *   - a slow reader stops the making of its text (`stalled`), not the engine: what waits is packed records, at most
  *     SRV_MAX_RECORDS, and text is made of them in turns of about SRV_MAX_UNSENT; a reader that takes no byte for --write-timeout
  *     is dropped;
- *   - what clients make the server hold is counted in srv.held: bodies, what reading them may take, records and answers, bytes
- *     that connections have. Each may have as much as is left of srv.room for all others (srv_hold), so the largest is refused
- *     first, with a 503, and small ones last. Large allocations are checked, and small ones have spare memory (chapter 2): no
- *     client ends the server by its size.
+ *   - what clients make the server hold is counted in srv.held: bodies, what reading them may take,
+ *     records and answers, bytes of connections. Each may have as much as is left of srv.room for all
+ *     others (srv_hold). So the largest is refused first, with a 503, and small ones last. Large
+ *     allocations are checked, and small ones have spare memory (chapter 2).
  * =========================================================================== */
 
 enum {
@@ -19613,7 +19637,7 @@ enum {
     SRV_JOBS = 16,                    /* ... at most */
     SRV_SMALL_BYTES = 64 << 10,       /* that anybody may hold */
     SRV_LEAST_ROOM = 32 << 20,        /* bytes of srv.room */
-    SRV_READING = 24,                 /* bytes that reading a byte of a body may take: values, ids, texts made of it */
+    SRV_READING = 24,                 /* bytes that reading a byte of a body may take */
     SRV_MAX_CHOICES = 1 << 16,        /* of a request */
     SRV_PACE_S = 10,
     SRV_MAX_RETRY_S = 60,
@@ -19677,7 +19701,7 @@ typedef struct srv {
     atomic_ullong n_serial;
     int64_t started;      /* unix seconds */
     atomic_llong held;    /* bytes that clients make the server hold */
-    atomic_llong room;    /* bytes that these may be: half of what the system has beside the model */
+    atomic_llong room;    /* bytes that these may be: half of what the model leaves */
 
     pthread_mutex_t lock;
     pthread_cond_t work;
@@ -19712,7 +19736,7 @@ typedef struct srv_call { /* one HTTP request and its answer */
     arena a;
     http_request *req;
     buf body;
-    int64_t body_held, work_held;  /* counted in srv.held: of the body; of what a worker makes of it */
+    int64_t body_held, work_held;  /* counted in srv.held: the body; what a worker makes of it */
     double t_start;
     bool keep_alive, head_sent, counted; /* counted: in n_waiting (lock) */
     int fd;                        /* its socket; the loop's */
@@ -19731,7 +19755,7 @@ typedef struct srv_call { /* one HTTP request and its answer */
     enum srv_stage stage;
     bool queued, in_dirty;         /* in the ready list or with a worker; in the dirty list */
     atomic_bool gone;              /* the client is; written with the lock held, as too_much */
-    atomic_bool too_much;          /* it holds more than it may: its samples are cancelled, and it is answered with a 503 */
+    atomic_bool too_much;          /* it holds more than it may: it is cancelled, the answer is a 503 */
     bool stalled, done, want_piece;
     int n_open, n_submitted;       /* engine requests without a last event; engine_ids known */
     int64_t n_tokens;
@@ -19847,8 +19871,9 @@ static void srv_put_metrics(buf *b, const srv_metrics *m, const toka_stats *t, s
 
 /* ---- Memory that clients make the server hold ---- */
 
-/* One of them, a body, an answer, a connection, has `bytes` in all; *mine: what was counted of it. False: that is more than is left
- * for all others, or more than a little while the spare memory is in use. Any thread, each `mine` one at a time. */
+/* One of them, a body, an answer or a connection, has `bytes` in all; *mine: what was counted of it.
+ * False: that is more than is left for all others, or more than a little while the spare memory is in
+ * use. Any thread, each `mine` one at a time. */
 static bool srv_hold(srv *s, int64_t *mine, size_t bytes) {
     const int64_t more = (int64_t)bytes - *mine, held = atomic_fetch_add(&s->held, more) + more;
     *mine += more;
@@ -19901,7 +19926,9 @@ static void srv_release(srv_call *c) { /* without the lock */
 static size_t srv_not_fed(const srv_call *c) { return c->records.n + c->left.n - c->left_at; } /* bytes of records */
 
 /* Counts what a call holds. False: it is too much. */
-static bool srv_count_held(srv_call *c) { return srv_hold(c->s, &c->held, srv_not_fed(c) + c->collected + c->out.n); }
+static bool srv_count_held(srv_call *c) {
+    return srv_hold(c->s, &c->held, srv_not_fed(c) + c->collected + c->out.n);
+}
 
 static bool srv_wants_work(const srv_call *c) {
     if (c->queued || c->gone || c->stage == SRV_ENDED) return false;
@@ -19927,8 +19954,8 @@ static void srv_push_dirty(srv_call *c) {
     (void)unused; /* can only fail when the counter is full: the loop is awake then */
 }
 
-/* A call holds too much, or there is no memory for its records. A stream whose reader is slow is dropped by the loop; all others
- * are answered with a 503. With the lock held. */
+/* A call holds too much, or there is no memory for its records. The loop drops a stream whose reader is
+ * slow; all others are answered with a 503. With the lock held. */
 static void srv_end_large(srv_call *c) {
     if (c->too_much || c->gone) return;
     c->too_much = true;
@@ -20008,7 +20035,7 @@ static void srv_hand_over(srv_call *c, buf *made, bool done) {
     if (!c->out.n) {
         buf old = c->out;
         c->out = *made, *made = old;
-    } else if (!buf_try_put(&c->out, made->p, made->n)) { /* the stream has a hole: it ends there, with an error or broken off */
+    } else if (!buf_try_put(&c->out, made->p, made->n)) { /* the stream has a hole, and ends there */
         c->keep_alive &= !done;
         srv_end_large(c);
     }
@@ -20081,7 +20108,8 @@ static int srv_on_event(void *user, const toka_event *ev) {
     srv_part *p = user;
     srv_call *c = p->call;
     srv *s = c->s;
-    const bool dropped = c->gone || c->too_much, kept = dropped || buf_try_reserve(&c->fresh, api_record_bytes(ev));
+    const bool dropped = c->gone || c->too_much;
+    const bool kept = dropped || buf_try_reserve(&c->fresh, api_record_bytes(ev));
     if (kept && !dropped) api_pack(p->part, ev, &c->fresh);
     if (ev->sample >= 0 && ev->id >= 0) {
         c->fresh_tokens++, c->fresh_first += !bit_get(p->begun, ev->sample);
@@ -20094,7 +20122,8 @@ static int srv_on_event(void *user, const toka_event *ev) {
     pthread_mutex_lock(&s->lock);
     s->m.finished[ev->finish] += ended;
     srv_count_tokens(c, now);
-    bool fits = kept && (c->gone || c->too_much || buf_try_put(&c->records, c->fresh.p, c->fresh.n));
+    const bool ends = c->gone || c->too_much;
+    bool fits = kept && (ends || buf_try_put(&c->records, c->fresh.p, c->fresh.n));
     buf_clear(&c->fresh);
     if (!fits || !srv_count_held(c)) srv_end_large(c);
     bool last = false;
@@ -20193,10 +20222,12 @@ static void srv_put_stream_head(buf *b, srv_call *c) {
     buf_free(&more);
 }
 
-static void srv_refuse(srv_call *c) { /* the engine did not take all parts, or the answer became too large */
+/* The engine did not take all parts, or the answer became too large. */
+static void srv_refuse(srv_call *c) {
     const bool large = !c->refused.code;
     int status = large ? 503 : c->refused.code == TOKA_E_USE ? 429 : 500;
-    srv_error(c, status, "%s", large ? "the answer takes more memory than there is now" : c->refused.msg);
+    const char *why = large ? "the answer takes more memory than there is now" : c->refused.msg;
+    srv_error(c, status, "%s", why);
     if (status == 429) srv_put_retry(c);
 }
 
@@ -20215,13 +20246,15 @@ static void srv_put_refusal(srv_call *c, buf *made) {
 }
 
 /* Is there the memory for the text of an answer that is held whole? */
-static bool srv_can_finish(srv_call *c) { return c->api.stream || srv_can_work(c, api_answer_bytes(&c->api)); }
+static bool srv_can_finish(srv_call *c) {
+    return c->api.stream || srv_can_work(c, api_answer_bytes(&c->api));
+}
 
 /* Records to bytes for the socket, of a stream as many as make a turn. last: there will be no records after these; and, when it
  * returns, no bytes after `made`. Returns the bytes of the records that it fed. */
 static size_t srv_continue(srv_call *c, str records, bool *last, buf *made) {
     buf text = {0};
-    if (c->refused.code || c->too_much) { /* what the other parts made until they were cancelled is not told */
+    if (c->refused.code || c->too_much) { /* what was made until then is not told */
         if (*last) srv_put_refusal(c, made);
         return records.n;
     }
@@ -20920,9 +20953,9 @@ static const char *srv_why(int status, const http_request *r) {
 
 /* A body that is longer than its route takes: the limit, and the flag that sets it if one does. */
 static void srv_answer_too_long(srv *s, srv_conn *k) {
-    const char *flag;
-    const int64_t limit = srv_body_limit(s, k->call, &flag);
-    srv_error(k->call, 413, "the body is longer than %lld bytes, the limit of %s", (long long)limit, flag);
+    const char *by;
+    const int64_t limit = srv_body_limit(s, k->call, &by);
+    srv_error(k->call, 413, "the body is longer than %lld bytes, the limit of %s", (long long)limit, by);
     srv_answer_last(s, k, 0, NULL);
 }
 
@@ -21034,7 +21067,8 @@ static void srv_advance(srv *s, srv_conn *k) {
         more = behind && !srv_is_behind(k); /* nothing else might ever ask for the request that waited */
     }
     if (k->in_at == k->in.n) buf_free(&k->in), k->in_at = 0;
-    if (!k->closed && !srv_hold(s, &k->held, k->in.cap + k->out.cap) && !srv_unsent(k)) srv_close(s, k);
+    const bool fits = k->closed || srv_hold(s, &k->held, k->in.cap + k->out.cap);
+    if (!fits && !srv_unsent(k)) srv_close(s, k);
     if (k->eof && !k->closed) {
         bool answered = k->state == SRV_HEAD && !srv_unsent(k);
         if (k->state == SRV_BODY || k->state == SRV_LINGER || answered) srv_close(s, k);
@@ -23655,8 +23689,8 @@ static const cli_flag cli_flags[] = {
      "requests that may wait for their first token, more get a 429 (default: 65536)"},
     {"max-body-bytes", "", "N", CLI_INT64, AT(serve.max_body_bytes), FOR_SERVE, "longest request (default: 64 MiB)"},
     {"max-answer-bytes", "", "N", CLI_INT64, AT(serve.max_answer_bytes), FOR_SERVE | FOR_BATCH,
-     "memory that an answer may take if it is not streamed, some n x max_tokens x (1 + logprobs) x 50 bytes; a request or "
-     "line for more is refused (default: 4 GiB)"},
+     "memory that an answer may take if it is not streamed, some n x max_tokens x (1 + logprobs) x 50 "
+     "bytes; a request or line for more is refused (default: 4 GiB)"},
     {"files-dir", "", "DIR", CLI_TEXT, AT(serve.files_dir), FOR_SERVE,
      "where files and batches are kept; off: nowhere (default: $XDG_DATA_HOME/toka/files or ~/.local/share/toka/files)"},
     {"max-upload-bytes", "", "N", CLI_INT64, AT(serve.max_upload_bytes), FOR_SERVE, "longest file (default: 2 GiB)"},

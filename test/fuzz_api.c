@@ -63,7 +63,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     }
     if (!size) return 0;
     api_model m = {.t = t, .names = names, .n_names = 1, .fingerprint = "fp", .base = toka_request_default(), .completion_tokens = 16,
-                   .max_len = 128, .max_choices = 64, .now = "2025-01-01 00:00:00", .limits = {32, 1 << 20},
+                   .max_len = 128, .max_choices = 64, .max_answer_bytes = 1 << 20, .now = "2025-01-01 00:00:00", .limits = {32, 1 << 20},
                    .strict = data[0] & 8, .live = !(data[0] & 16)};
     enum api_route route = data[0] & 3;
     str body = {(const char *)data + 1, size - 1};
