@@ -6,6 +6,9 @@
     python3 test/soak_server.py --minutes 5         the same in small; the bound on growth is then only printed
     python3 test/soak_server.py --kinds batches     only some kinds, to find the one that grows
 
+The KV cache is small and used whole before memory is watched; the length predictor's table, 3 MB, is memory from the
+first use of each place and full after a quarter of an hour: the first half is the warm-up.
+
 Beside the loaded server runs an idle one, and one process times GET /health on both in turns. So the ratio of the two
 says what the load does inside the server, not what the machine does to every process on it.
 
