@@ -7023,9 +7023,10 @@ static void mf_check_tokens(mf_reader *r, const char *name, const json *v) {
 }
 
 /* Puts the fields that name special tokens behind those of m->special_fields: the seven, any other
- * *_token, and two lists. */
+ * *_token, and three lists. */
 static void mf_put_specials(mf_reader *r, arena *a, mf_model *m) {
-    static const char *const lists[] = {"additional_special_tokens", "extra_special_tokens"};
+    static const char *const lists[] = {"additional_special_tokens", "extra_special_tokens",
+                                        "model_specific_special_tokens"};
     buf b = {0};
     buf_str(&b, m->special_fields);
     for (int i = 4; i < COUNT(mf_special_names); i++) mf_special(r, mf_special_names[i], a);
@@ -7035,7 +7036,9 @@ static void mf_put_specials(mf_reader *r, arena *a, mf_model *m) {
         const str name = json_str(key);
         bool token = mf_is_token(key + 1) || key[1].type == JSON_NULL;
         token = token && str_ends(name, STR("_token"));
-        if (!token && !str_is(name, lists[0]) && !str_is(name, lists[1])) continue;
+        bool list = false;
+        for (int i = 0; i < COUNT(lists); i++) list |= str_is(name, lists[i]);
+        if (!token && !list) continue;
         json_put_str(&b, name), buf_char(&b, ':'), json_put_value(&b, key + 1);
     }
     m->special_fields = arena_str(a, buf_view(&b));
@@ -17819,7 +17822,6 @@ static toka_memory run_most_memory(const toka *t) { /* on any device; zeros: not
     return most;
 }
 
-/* What runs where, and for how many tokens there is room. While no step is under way. */
 /* Looks for weights that were written to, and says so once. */
 static void run_say_overwritten(const toka *t, bool *said) {
     const char *path = *said ? NULL : pub_overwritten(t);
@@ -17835,6 +17837,7 @@ static void run_say_unused(const toka *t) {
     if (names) fprintf(stderr, "toka: generation_config.json: not used: %s\n", names);
 }
 
+/* What runs where, and for how many tokens there is room. While no step is under way. */
 static void run_say_start(const toka *t, const char *name, double load_s) {
     const toka_info info = toka_get_info(t);
     const toka_memory m = run_most_memory(t);
@@ -21520,6 +21523,7 @@ static int srv_run(const srv_options *o, toka_err *e) {
     if (!code) srv_run_loop(&s);
     while (driven && s.phase == SRV_LOADING) usleep(10000); /* a second signal ends the program meanwhile */
     if (s.files) fb_stop(s.files);
+    if (s.t) run_say_overwritten(s.t, &l.said_overwritten);
     if (s.t) toka_stop(s.t);
     if (driven) pthread_join(engine, NULL);
     pthread_mutex_lock(&s.lock);

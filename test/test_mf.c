@@ -531,6 +531,8 @@ static void mft_added_tokens(void) {
 static const struct { const char *config, *map, *added, *text, *ids, *shown; } mft_named[] = {
     {"{\"sep_token\":\"<sep>\",\"image_token\":\"<img>\",\"extra_special_tokens\":{\"z\":\"<z>\",\"im\":\"<im>\"},\"additional_special_tokens\":[\"<a>\"],"
      "\"mask_token\":\"<m>\",\"add_bos_token\":false}", NULL, NULL, "<sep><m><img><z><im><a>", "1024 1025 1026 1027 1028 1029", ""}, /* 5's order */
+    {"{\"model_specific_special_tokens\":{\"im_token\":\"<im>\",\"image_token\":\"<x>\"}}", NULL, NULL, "<x><im>", "1025 1024", ""},
+    {"{\"model_specific_special_tokens\":7}", NULL, NULL, "", NULL, "model_specific_special_tokens is 7, expected a list of strings"},
     {"{\"extra_special_tokens\":[\"<z>\",{\"content\":\"<a>\",\"lstrip\":true}]}", NULL, NULL, "<z> \n<a>", "1024 1025", ""},
     {"{}", "{\"additional_special_tokens\":[\"<a>\",{\"content\":\"<x>\"}],\"sep_token\":\"<y>\"}", NULL, "<x><y><a>", "1026 1024 1025", ""},
     {"{\"additional_special_tokens\":[\"<b>\"]}", "{\"additional_special_tokens\":[\"<a>\",\"<b>\"],\"sep_token\":null}", NULL, "<a><b>", "1025 1024", ""},

@@ -272,6 +272,13 @@ def test_server_whose_weights_change(tmp_path):
         assert a.post("/v1/completions", body).status == 200
 
 
+def test_server_that_ends_whose_weights_changed(tmp_path):
+    model = copy_model("model", tmp_path / "m")
+    with Server("-m", str(model)) as s:
+        overwrite(model / "model.safetensors")
+        assert s.stop() == 0 and WARNING in s.log
+
+
 def start_batch(model, tmp_path, n):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"custom_id": str(i), "prompt": "Tom", "max_tokens": 200, "ignore_eos": True}) + "\n" for i in range(n)))
