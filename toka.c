@@ -266,9 +266,10 @@ static void *mem_zalloc(size_t n) {
     return mem_check(p);
 }
 static void *mem_realloc(void *old, size_t n) {
-    void *p = realloc(old, n ? n : 1);
-    for (int i = 0; !p && mem_again(i); i++) p = realloc(old, n ? n : 1);
-    return mem_check(p);
+    for (int i = 0;; i++) {
+        void *p = realloc(old, n ? n : 1);
+        if (p || !mem_again(i)) return mem_check(p);
+    }
 }
 /* Would the system give n bytes now? For work of a size that a client chose, before it begins. */
 static bool mem_has(size_t n) {
@@ -379,20 +380,24 @@ typedef struct near_name {
 
 static char near_char(char c) { return c == '_' ? '-' : (char)tolower((unsigned char)c); }
 
-/* Edit distance (Levenshtein 1966) of two names, capitals and _ aside. */
+/* Edit distance (Damerau 1964) of two names, capitals and _ aside: insertions, deletions, changes,
+ * and swaps of neighbours. last[i] and row[i]: of the first i bytes of a and the first k of b. */
 static int near_distance(str a, str b) {
-    int row[NEAR_BYTES + 1];
+    int rows[3][NEAR_BYTES + 1], *before = rows[0], *last = rows[1], *row = rows[2];
     if (a.n > NEAR_BYTES || b.n > NEAR_BYTES) return INT_MAX;
-    for (size_t i = 0; i <= a.n; i++) row[i] = (int)i;
+    for (size_t i = 0; i <= a.n; i++) last[i] = before[i] = (int)i;
     for (size_t k = 0; k < b.n; k++) {
-        int before = row[0]++; /* of the shorter beginnings of both */
+        row[0] = (int)k + 1;
         for (size_t i = 0; i < a.n; i++) {
-            int change = before + (near_char(a.p[i]) != near_char(b.p[k]));
-            before = row[i + 1];
-            row[i + 1] = MIN(change, MIN(row[i], before) + 1);
+            const char x = near_char(a.p[i]), y = near_char(b.p[k]);
+            row[i + 1] = MIN(last[i] + (x != y), MIN(row[i], last[i + 1]) + 1);
+            const bool swap = i && k && x == near_char(b.p[k - 1]) && y == near_char(a.p[i - 1]);
+            if (swap) row[i + 1] = MIN(row[i + 1], before[i - 1] + 1);
         }
+        int *oldest = before;
+        before = last, last = row, row = oldest;
     }
-    return row[a.n];
+    return last[a.n];
 }
 
 /* Takes a candidate that is more like the name than those before. A third of the name may differ,
@@ -17411,13 +17416,20 @@ static uint64_t run_id_says(str id, run_key key) {
 
 /* False: it is no line of ours. Lines of thousands of samples may be too long to be parsed whole:
  * then their beginning has to do. */
+/* Does a line of results answer its request: with a body, or with an error? */
+static bool run_is_result(const json *root) {
+    const json *response = json_get(root, "response"), *error = json_get(root, "error");
+    const json *body = json_get(response, "body");
+    return response && error && (json_is(error, JSON_OBJECT) || (json_is(body, JSON_OBJECT) && body->n));
+}
+
 static bool run_read_result(run_state *r, const run_input *in, str line, arena *a,
                             run_result *out) {
     toka_err ignored;
     const json *root = json_parse(a, in->too_long ? run_result_id(line) : line, json_trusted, &ignored);
     const json *v = in->too_long ? root : json_get(root, "custom_id");
     if (!json_is(v, JSON_STRING)) return false;
-    if (!in->too_long && (!json_get(root, "response") || !json_get(root, "error"))) return false;
+    if (!in->too_long && !run_is_result(root)) return false;
     buf_clear(&out->custom_id), buf_str(&out->custom_id, json_str(v));
     str id = json_str(json_get(root, "id"));
     if (in->too_long) id = str_sub(line, 7, run_result_head.n + 32);
@@ -20552,14 +20564,14 @@ static bool srv_host_is(str element, str host, str name) {
 /* Is the host that a request names this server: loopback, the address of the connection, --host,
  * the machine's name, or one of --allowed-hosts? A page can let its own name lead to this
  * machine (DNS rebinding). The browser then takes the server's answers for the page's own, but
- * it names the page's host. A client that names no host is no browser. A page has no key, and
+ * it names the page's host. A client without a Host header is no browser. A page has no key, and
  * does not reach a unix socket: there the host counts only if --allowed-hosts is given. Ports do
  * not count: tunnels change them. */
 static bool srv_is_own_host(const srv_options *o, str host, int fd) {
     char machine[256] = "";
     str name, each, list = STR("localhost,*.localhost"), more = str_c(o->hosts ? o->hosts : "");
     struct in6_addr a;
-    if (!host.n || (!more.n && (o->n_keys || o->uds))) return true;
+    if (!host.p || (!more.n && (o->n_keys || o->uds))) return true;
     if (!http_split_host(host, &name) || !name.n) return false;
     while (http_next(&list, &each) || http_next(&more, &each))
         if (srv_host_is(each, host, name)) return true;
@@ -23523,7 +23535,7 @@ static int bs_bench(const bs_options *o, toka_err *e) {
  * toka [COMMAND] [FLAGS]. Flags are one table (cli_flags): name, short form, environment name (TOKA_ and the flag's name in
  * capitals), help group, type and the field they fill. Results go to standard output, everything else to standard error. This
  * chapter alone prints and decides the exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C.
- * A closed pipe at standard output ends the program quietly, with 0.
+ * A closed pipe at standard output ends the program quietly, with 0; a batch's answers fail.
  * =========================================================================== */
 
 enum { CLI_MAX_LIST = 16, CLI_MAX_INPUT = 1 << 30 };
@@ -23896,7 +23908,8 @@ static const char cli_notes[] =
     "0 is the default of --threads, --server-threads, --max-model-len, --max-num-seqs, --max-num-batched-tokens,\n"
     "--kv-tokens and --num-prompts.\n"
     "Exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C (serve: 0). Lines of a batch\n"
-    "that became error records do not change it. A closed pipe at standard output ends the program with 0.\n";
+    "that became error records do not change it. A closed pipe at standard output ends the program with 0,\n"
+    "but toka batch, whose answers are lost then, with 2.\n";
 
 /* The page of a command, or without words of the program: all flags, or those used most. */
 static int cli_help(bool all, unsigned command, int n_words, char **words, toka_err *e) {

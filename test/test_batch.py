@@ -641,6 +641,8 @@ DAMAGE = {  # what becomes of the lines of an output file, which end in a line f
     "CRLF and blank": (lambda v: [line[:-1] + "\r\n" for line in v] + ["\r\n", v[0]], 0, 1), "no last line feed": (lambda v: [*v[:5], v[5][:-1]], 0, 0),
     "twice": (lambda v: [*v, v[2], v[3]], 0, 0), "a line of another program": (lambda v: ['{"event":"begin"}\n', *v, "done.\n"], 0, 2),
     "torn and damaged": (lambda v: [v[0], half(v[1]) + "\n", *v[2:5], half(v[5])], 2, 1), "a long one": (lambda v: [v[0], "x" * (9 << 20) + "\n", *v[2:]], 1, 1),
+    "no answer": (lambda v: ['{"custom_id":"q0","response":null,"error":null}\n', '{"custom_id":"q1","response":{"status_code":200,"body":{}},"error":null}\n',
+                             *v[2:]], 2, 2),
     "an array": (lambda v: [v[0], "[1,2]\n", "null\n", "7\n", *v[3:]], 2, 3), "no JSON text": (lambda v: [v[0], v[1].replace("Tom", "T\udcffm"), *v[2:]], None, None),
 }
 
@@ -653,13 +655,17 @@ def six(tmp_path_factory):
     return source, open(folder / "out.jsonl").read().splitlines(keepends=True)
 
 
+def is_result(line):
+    return "response" in line and "error" in line and bool(line["error"] or (line["response"] or {}).get("body"))
+
+
 def parsed(path):
     """The results among the lines, a list for each custom_id."""
     found = {}
     for line in path.read_bytes().split(b"\n"):
         try:
             v = json.loads(line.decode("utf-8-sig"))
-            found.setdefault(v["custom_id"], []).append(json.dumps(v) if "response" in v and "error" in v else None)
+            found.setdefault(v["custom_id"], []).append(json.dumps(v) if is_result(v) else None)
         except (ValueError, KeyError, TypeError):
             continue
     return {k: [x for x in v if x] for k, v in found.items() if any(v)}

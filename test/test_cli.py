@@ -516,7 +516,7 @@ def test_closed_pipe_and_full_disk(command):
     ("--max-token=3", "--max-tokens"), ("--tmep 1", "--temp"), ("--temperature 1", "--temp"), ("--modell x", "--model"),
     ("serve --prot 1", "--port"), ("batch --inputfile x", "--input-file"), ("plan --gpuss 2", "--gpus"), ("--hepl", "--help"),
     ("serv", "toka serve"), ("tokenise", "toka tokenize"), ("bacth", "toka batch"), ("model", "toka models"), ("hlep", "toka help"),
-    ("bench serv", "toka bench serve"), ("bench thruput", "toka bench throughput"), ("help serv", "toka serve"),
+    ("sevre", "toka serve"), ("bnech", "toka bench"), ("bench serv", "toka bench serve"), ("bench thruput", "toka bench throughput"), ("help serv", "toka serve"),
     ("help bench sreve", "toka bench serve"), ("--device cud -p x", "cuda"), ("--device cpuu -p x", "cpu"), ("serve --device aut", "auto"),
     ("-m llama-3.2-1 -p x", "llama-3.2-1b"), ("tokenize -m qwen3_8b", "qwen3-8b"), ("plan -m smolm2-135m", "smollm2-135m"),
     ("bench throughput --dummy-weights --dataset x -m Lama-3.1-8b", "llama-3.1-8b"),
