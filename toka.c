@@ -14674,60 +14674,68 @@ int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_e
 
 /* ===========================================================================
  * MARK: 24. HTTP [pure]
- * HTTP/1.1 (RFC 9110, 9112) as bytes in, structs out, and back. No sockets, no clock.
+ * HTTP/1.1 (RFC 9110, 9112): parses requests from bytes into structs, and writes answers as bytes.
+ * No sockets, no clock.
  *
- * Reading is three-valued: > 0 bytes used, 0 need more, < 0 bad, and its negative is the status to answer. Slices borrow from
- * the input. What two parsers could read differently is refused, never repaired: bare line feeds, folded lines, white space
- * before a colon, Content-Length beside Transfer-Encoding or twice, codings other than one "chunked", sizes with signs or spaces.
- * That is what a proxy in front and the server behind would need to disagree on to smuggle a request past it.
+ * A function that reads input returns > 0: bytes used; 0: it needs more bytes; < 0: bad input, and
+ * the negated value is the HTTP status to answer. The int functions http_parse_* and http_check_*
+ * return 0 or the HTTP status to answer. Slices borrow from the input.
+ *
+ * Input that two parsers could read differently is refused, never repaired: bare line feeds, folded
+ * lines, white space before a colon, two Content-Length headers or one beside Transfer-Encoding,
+ * codings other than one "chunked", sizes with signs or spaces. Otherwise a proxy in front and this
+ * server could disagree about where a request ends (request smuggling).
  * =========================================================================== */
 
 enum {
     HTTP_MAX_HEAD = 32 << 10,    /* bytes of a request line and its headers */
     HTTP_MAX_TARGET = 8 << 10,   /* bytes of a target */
     HTTP_MAX_HEADERS = 100,
-    HTTP_MAX_CHUNK_LINE = 256,   /* bytes of a chunk's size line with its extensions */
-    HTTP_MAX_CHUNK_EXTRA = 16 << 10, /* bytes of extensions and trailers of one body */
+    HTTP_MAX_CHUNK_LINE = 256,   /* bytes of the size line of a chunk, extensions included */
+    HTTP_MAX_CHUNK_EXTRA = 16 << 10, /* bytes of all extensions and trailers of one body */
 };
 
 enum http_method { HTTP_GET, HTTP_HEAD, HTTP_POST, HTTP_DELETE, HTTP_OPTIONS, HTTP_OTHER };
 static const char *const http_methods[HTTP_OTHER] = {"GET", "HEAD", "POST", "DELETE", "OPTIONS"};
 
-typedef struct http_header { /* the name as sent, the value without white space around it */
+typedef struct http_header { /* name as sent; value without the white space around it */
     str name, value;
 } http_header;
 
 typedef struct http_request {
     enum http_method method;
-    int minor;            /* HTTP/1.minor: 0 or 1 */
+    int minor;            /* minor version: the 0 or 1 of HTTP/1.0 and HTTP/1.1 */
     str target;           /* as sent */
-    str path, query;      /* of the target, still percent-encoded; the server decodes the path */
+    str path, query;      /* parts of target, still percent-encoded; the server decodes the path */
     str host;             /* "name:port" of an absolute target, else the Host header; .n 0: none */
     http_header headers[HTTP_MAX_HEADERS];
     int n_headers;
-    int64_t length;       /* of the body: Content-Length; 0: none */
-    bool chunked;         /* the body's length is told by its chunks */
-    bool keep_alive, expects_continue;
+    int64_t length;       /* Content-Length, bytes of the body; 0: none */
+    bool chunked;         /* the body comes in chunks (Transfer-Encoding: chunked) */
+    bool keep_alive;      /* the client wants to keep the connection */
+    bool expects_continue; /* the client waits for "100 Continue" before it sends the body */
 } http_request;
 
-typedef struct http_reply { /* what a handler answers; zeroed by the caller */
+typedef struct http_reply { /* the answer of a handler; zeroed by the caller */
     int status;
-    const char *type;      /* Content-Type, NULL: application/json */
-    buf headers;           /* further header lines, each "Name: value\r\n" */
+    const char *type;      /* Content-Type; NULL: application/json */
+    buf headers;           /* more header lines, each "Name: value\r\n" */
     buf body;
-    int fd;                /* instead of body, if fd_bytes > 0: a file to send from its start; closed when sent */
+    int fd;                /* if fd_bytes > 0: send this file from its start instead of body. Owned:
+                            * closed when sent */
     int64_t fd_bytes;
 } http_reply;
 
 /* ---- Characters ---- */
 
 static bool http_is_token(unsigned char c) { /* RFC 9110 5.6.2 */
-    return (c >= '0' && c <= '9') || ((c | 32) >= 'a' && (c | 32) <= 'z') || (c && strchr("!#$%&'*+-.^_`|~", c));
+    return (c >= '0' && c <= '9') || ((c | 32) >= 'a' && (c | 32) <= 'z') ||
+           (c && strchr("!#$%&'*+-.^_`|~", c));
 }
 
 static char http_lower(char c) { return c >= 'A' && c <= 'Z' ? (char)(c + 32) : c; }
 
-static bool http_equal(str a, str b) { /* without regard to case */
+static bool http_equal(str a, str b) { /* ignores case */
     if (a.n != b.n) return false;
     for (size_t i = 0; i < a.n; i++)
         if (http_lower(a.p[i]) != http_lower(b.p[i])) return false;
@@ -14741,17 +14749,19 @@ static str http_trim(str s) {
     return s;
 }
 
-/* The next element of a comma-separated list; false at its end. */
+/* The next element of a comma-separated list, trimmed. Returns false at the end of the list. */
 static bool http_next(str *list, str *element) {
     return str_next(list, ',', element) && (*element = http_trim(*element), true);
 }
 
-/* Appends s with %xx decoded (plus: and '+' as a space, as in queries). False: a broken escape, or a zero byte. */
+/* Appends s with each %xx decoded. plus: '+' becomes a space, as in queries. Returns false for a
+ * broken escape or a zero byte. */
 static bool http_decode(str s, bool plus, buf *out) {
     for (size_t i = 0; i < s.n; i++) {
         char c = s.p[i];
         if (c == '%') {
-            int hi = i + 2 < s.n ? hex_digit(s.p[i + 1]) : -1, lo = i + 2 < s.n ? hex_digit(s.p[i + 2]) : -1;
+            int hi = i + 2 < s.n ? hex_digit(s.p[i + 1]) : -1;
+            int lo = i + 2 < s.n ? hex_digit(s.p[i + 2]) : -1;
             if (hi < 0 || lo < 0) return false;
             c = (char)(hi << 4 | lo);
             i += 2;
@@ -14766,7 +14776,8 @@ static bool http_decode(str s, bool plus, buf *out) {
 
 /* ---- The head of a request ---- */
 
-/* A header's value without white space around it; .p NULL if it is absent. The first of several. */
+/* The value of the first header with this name, without the white space around it; .p is NULL if
+ * there is none. */
 static str http_find(const http_request *r, const char *lower) {
     for (int i = 0; i < r->n_headers; i++)
         if (http_same(r->headers[i].name, lower)) return r->headers[i].value;
@@ -14779,17 +14790,20 @@ static int http_count(const http_request *r, const char *lower) {
     return n;
 }
 
-/* Appends the decoded value of a query's field. False: absent, or broken. */
+/* Appends the decoded value of a query field. Returns false if the field is absent or badly
+ * encoded. */
 static bool http_query(const http_request *r, const char *name, buf *out) {
     for (str rest = r->query, field; str_next(&rest, '&', &field);) {
         ptrdiff_t eq = str_find(field, STR("="), 0);
         if (str_is(str_sub(field, 0, eq < 0 ? field.n : (size_t)eq), name))
-            return http_decode(eq < 0 ? STR("") : str_sub(field, (size_t)eq + 1, field.n), true, out);
+            return http_decode(eq < 0 ? STR("") : str_sub(field, (size_t)eq + 1, field.n), true,
+                               out);
     }
     return false;
 }
 
-/* A line without its end. > 0 bytes used, 0 need more, -400: it does not end in CR LF. */
+/* The next line, without its CR LF. Returns bytes used, 0: needs more, -400: a line feed without
+ * CR. */
 static ptrdiff_t http_line(str in, str *line) {
     const char *feed = in.n ? memchr(in.p, '\n', in.n) : NULL;
     if (!feed) return 0;
@@ -14799,7 +14813,8 @@ static ptrdiff_t http_line(str in, str *line) {
     return (ptrdiff_t)n + 1;
 }
 
-/* The method is known before its line is whole: the answer to a refused HEAD has no body either. */
+/* Reads the method from a line that may not be complete yet. It must be known early: if a HEAD
+ * request is refused, the answer has no body either. */
 static enum http_method http_parse_method(str line) {
     size_t n = 0;
     while (n < line.n && n <= 32 && http_is_token((unsigned char)line.p[n])) n++;
@@ -14808,23 +14823,24 @@ static enum http_method http_parse_method(str line) {
     return HTTP_OTHER;
 }
 
-/* "HTTP/1.x"; 0, or the status to answer. */
+/* Parses "HTTP/1.x". */
 static int http_parse_version(str s, int *minor) {
     bool form = s.n == 8 && str_starts(s, STR("HTTP/")) && s.p[6] == '.';
     if (!form || !isdigit((unsigned char)s.p[5]) || !isdigit((unsigned char)s.p[7])) return 400;
     if (s.p[5] != '1') return 505;
-    *minor = s.p[7] > '0'; /* 1.2 and on would be answered as 1.1 */
+    *minor = s.p[7] > '0'; /* 1.2 and later are answered as 1.1 */
     return 0;
 }
 
-/* A character of a host's name, or of an IPv6 address in brackets. */
+/* Is c allowed in a host name (address: in an IPv6 address in brackets)? */
 static bool http_is_host(char c, bool address) {
     if (address) return hex_digit(c) >= 0 || c == ':' || c == '.';
     return isalnum((unsigned char)c) || strchr("-._~%!$&'()*+,;=", c);
 }
 
-/* "name:port" or "[IPv6 address]:port"; a port may be empty or missing. *name: without brackets,
- * a zone ("%eth0"), and the dot that may end a full name. False: it is neither. */
+/* Parses "name:port" or "[IPv6 address]:port"; the port may be empty or missing. *name is the name
+ * or address without brackets, without a zone ("%eth0") and without the dot that may end a full
+ * name. Returns false if the form is neither. */
 static bool http_split_host(str host, str *name) {
     const bool six = str_starts(host, STR("["));
     ptrdiff_t end = str_find(host, six ? STR("]") : STR(":"), 0);
@@ -14842,13 +14858,14 @@ static bool http_split_host(str host, str *name) {
     return true;
 }
 
-/* Origin form "/path?query", absolute form "http://host/path?query", and "*" for OPTIONS. The
- * methods that are not known here have other forms, too. */
+/* Accepts the origin form "/path?query", the absolute form "http://host/path?query", and "*" for
+ * OPTIONS. A method that is not known here may have a target of another form: 501. */
 static int http_parse_target(http_request *r) {
     str t = r->target, name;
     if (t.n > HTTP_MAX_TARGET) return 414;
     for (size_t i = 0; i < t.n; i++)
-        if ((unsigned char)t.p[i] <= ' ' || (unsigned char)t.p[i] >= 0x7F || t.p[i] == '#') return 400; /* #: clients keep it */
+        if ((unsigned char)t.p[i] <= ' ' || (unsigned char)t.p[i] >= 0x7F || t.p[i] == '#')
+            return 400; /* '#': clients do not send the fragment of a URL */
     size_t scheme = 0;
     if (http_same(str_sub(t, 0, MIN(t.n, (size_t)7)), "http://")) scheme = 7;
     if (http_same(str_sub(t, 0, MIN(t.n, (size_t)8)), "https://")) scheme = 8;
@@ -14865,13 +14882,14 @@ static int http_parse_target(http_request *r) {
     }
     ptrdiff_t mark = str_find(t, STR("?"), 0);
     r->path = str_sub(t, 0, mark < 0 ? t.n : (size_t)mark);
-    if (!r->path.n) r->path = STR("/"); /* of "http://host?query" */
+    if (!r->path.n) r->path = STR("/"); /* the target was "http://host?query" */
     r->query = mark < 0 ? STR("") : str_sub(t, (size_t)mark + 1, t.n);
     return 0;
 }
 
 static int http_parse_request_line(str line, http_request *r) {
-    ptrdiff_t a = str_find(line, STR(" "), 0), b = a < 0 ? -1 : str_find(line, STR(" "), (size_t)a + 1);
+    ptrdiff_t a = str_find(line, STR(" "), 0);
+    ptrdiff_t b = a < 0 ? -1 : str_find(line, STR(" "), (size_t)a + 1);
     size_t method = a < 0 ? line.n : (size_t)a;
     if (!method || method > 32) return 400;
     for (size_t i = 0; i < method; i++)
@@ -14884,8 +14902,10 @@ static int http_parse_request_line(str line, http_request *r) {
 
 static int http_parse_header(str line, http_header *h) {
     ptrdiff_t colon = str_find(line, STR(":"), 0);
-    if (colon <= 0) return 400; /* also a folded line: it begins with white space, which is no token */
-    *h = (http_header){str_sub(line, 0, (size_t)colon), http_trim(str_sub(line, (size_t)colon + 1, line.n))};
+    if (colon <= 0) return 400;
+    *h = (http_header){str_sub(line, 0, (size_t)colon),
+                       http_trim(str_sub(line, (size_t)colon + 1, line.n))};
+    /* This loop also refuses folded lines: they begin with white space, which is not allowed. */
     for (size_t i = 0; i < h->name.n; i++)
         if (!http_is_token((unsigned char)h->name.p[i])) return 400;
     for (size_t i = 0; i < h->value.n; i++) {
@@ -14906,9 +14926,9 @@ static int http_check_length(http_request *r) {
     return 0;
 }
 
-/* Several lines are one list. A coding behind "chunked", also a second "chunked", leaves open
- * where the body ends: 400 (RFC 9112 6.1, 6.3). Other codings are a 501, they are not known
- * here. */
+/* Several Transfer-Encoding lines form one list. If any coding follows "chunked", a second
+ * "chunked" included, the end of the body is not defined: 400 (RFC 9112 6.1, 6.3). Codings other
+ * than "chunked" are not implemented: 501. */
 static int http_check_coding(http_request *r) {
     bool others = false;
     if (!http_find(r, "transfer-encoding").p) return 0;
@@ -14931,17 +14951,20 @@ static int http_check_host(http_request *r) {
     const str v = http_find(r, "host");
     str name;
     if (n > 1 || (n == 0 && r->minor) || (v.n && !http_split_host(v, &name))) return 400;
-    if (!r->host.n) r->host = v; /* else the target's goes before it (RFC 9112 3.2.2) */
+    if (!r->host.n) r->host = v; /* the host of an absolute target has priority (RFC 9112 3.2.2) */
     return 0;
 }
 
-static void http_read_connection(http_request *r) { /* "close" goes before "keep-alive" */
+static void http_read_connection(http_request *r) { /* "close" overrides "keep-alive" */
     bool closes = false;
     r->keep_alive = r->minor > 0;
     for (int i = 0; i < r->n_headers; i++) {
         str list = r->headers[i].value, word;
         if (!http_same(r->headers[i].name, "connection")) continue;
-        while (http_next(&list, &word)) r->keep_alive |= http_same(word, "keep-alive"), closes |= http_same(word, "close");
+        while (http_next(&list, &word)) {
+            r->keep_alive |= http_same(word, "keep-alive");
+            closes |= http_same(word, "close");
+        }
     }
     r->keep_alive &= !closes;
 }
@@ -14953,18 +14976,21 @@ static int http_check_expect(http_request *r) {
     return 0;
 }
 
-/* Request line and headers up to the empty line. Empty lines before it are skipped (RFC 9112 2.2). Cost: linear in the bytes. */
+/* Parses the request line and the headers, up to and including the empty line that ends them. Up to
+ * four empty lines before the request line are skipped (RFC 9112 2.2). Returns bytes used, 0: needs
+ * more, or the negated HTTP status. Cost: linear in the bytes. */
 static ptrdiff_t http_parse_head(str in, http_request *r) {
     str line = {0}, whole = str_sub(in, 0, MIN(in.n, (size_t)HTTP_MAX_HEAD));
     ptrdiff_t at = 0, used;
     int code = 0;
     *r = (http_request){0};
-    while (at < 8 && (used = http_line(str_sub(whole, (size_t)at, whole.n), &line)) > 0 && !line.n) at += used;
+    while (at < 8 && (used = http_line(str_sub(whole, (size_t)at, whole.n), &line)) > 0 && !line.n)
+        at += used;
     r->method = http_parse_method(str_sub(whole, (size_t)at, whole.n));
     for (int n_lines = 0;; n_lines++) {
         used = http_line(str_sub(whole, (size_t)at, whole.n), &line);
         if (used < 0) return used;
-        if (!used && !n_lines) { /* what cannot become a request line is answered at once: TLS, other protocols */
+        if (!used && !n_lines) { /* this cannot become a request line (TLS, ...): answer at once */
             size_t i = (size_t)at;
             while (i < whole.n && http_is_token((unsigned char)whole.p[i])) i++;
             if (i < whole.n && whole.p[i] != ' ' && whole.p[i] != '\r') return -400;
@@ -14975,11 +15001,12 @@ static ptrdiff_t http_parse_head(str in, http_request *r) {
         at += used;
         if (n_lines && !line.n) break;
         if (n_lines > HTTP_MAX_HEADERS) return -431;
-        code = n_lines ? http_parse_header(line, &r->headers[r->n_headers++]) : http_parse_request_line(line, r);
+        code = n_lines ? http_parse_header(line, &r->headers[r->n_headers++])
+                       : http_parse_request_line(line, r);
         if (code) return -code;
     }
-    if ((code = http_check_host(r)) || (code = http_check_length(r)) || (code = http_check_coding(r)) ||
-        (code = http_check_expect(r)))
+    if ((code = http_check_host(r)) || (code = http_check_length(r)) ||
+        (code = http_check_coding(r)) || (code = http_check_expect(r)))
         return -code;
     http_read_connection(r);
     return at;
@@ -14987,25 +15014,33 @@ static ptrdiff_t http_parse_head(str in, http_request *r) {
 
 /* ---- The body of a request ---- */
 
-enum http_body_state { HTTP_BODY_FIXED, HTTP_BODY_SIZE, HTTP_BODY_DATA, HTTP_BODY_DATA_END, HTTP_BODY_TRAILER, HTTP_BODY_DONE };
+enum http_body_state {
+    HTTP_BODY_FIXED,    /* data of a body with Content-Length */
+    HTTP_BODY_SIZE,     /* next: the size line of a chunk */
+    HTTP_BODY_DATA,     /* data of a chunk */
+    HTTP_BODY_DATA_END, /* next: the CR LF after the data of a chunk */
+    HTTP_BODY_TRAILER,  /* next: a trailer line, or the empty line that ends the body */
+    HTTP_BODY_DONE,
+};
 
-typedef struct http_body { /* a body as it arrives */
+typedef struct http_body { /* the state of reading one body */
     enum http_body_state state;
-    int64_t left;   /* bytes of the body or of this chunk still to come */
-    int64_t total;  /* bytes of data so far */
-    int64_t limit;  /* most bytes of data */
-    size_t extra;   /* bytes of extensions and trailers so far */
+    int64_t left;   /* bytes still to come of the body (FIXED) or of this chunk (DATA) */
+    int64_t total;  /* bytes of data read so far */
+    int64_t limit;  /* highest number of bytes of data */
+    size_t extra;   /* bytes of extensions and trailers read so far */
     int n_trailers;
 } http_body;
 
-/* 0, or 413 if it is known to be too long. */
+/* Returns 0, or 413 if Content-Length is over the limit. */
 static int http_body_init(http_body *b, const http_request *r, int64_t limit) {
     *b = (http_body){.limit = limit, .left = r->chunked ? 0 : r->length};
     b->state = r->chunked ? HTTP_BODY_SIZE : r->length ? HTTP_BODY_FIXED : HTTP_BODY_DONE;
     return r->length > limit ? 413 : 0;
 }
 
-/* "1a;name=value": 0, or the status to answer. Digits only, at least one, no white space. */
+/* Parses the size line of a chunk, "1a;name=value". The size is at least one hex digit, and no
+ * white space is allowed around it. Returns 0 or the HTTP status to answer. */
 static int http_chunk_size(http_body *b, str line) {
     size_t n = 0;
     int64_t size = 0;
@@ -15023,15 +15058,18 @@ static int http_chunk_size(http_body *b, str line) {
     return b->extra > HTTP_MAX_CHUNK_EXTRA ? 400 : 0;
 }
 
+/* Parses a trailer line; the empty line ends the body. Trailers are checked and then discarded:
+ * nothing here uses them. Returns 0 or the HTTP status to answer. */
 static int http_trailer(http_body *b, str line) {
     http_header unused;
     if (!line.n) return b->state = HTTP_BODY_DONE, 0;
     b->extra += line.n;
     if (++b->n_trailers > HTTP_MAX_HEADERS || b->extra > HTTP_MAX_CHUNK_EXTRA) return 431;
-    return http_parse_header(line, &unused); /* read and left out: nothing here has a use for one */
+    return http_parse_header(line, &unused);
 }
 
-/* A line of the framing around chunks. */
+/* Reads a line between chunks: the size line of the next chunk, or a trailer. Returns as
+ * http_body_read does. */
 static ptrdiff_t http_body_line(http_body *b, str in) {
     bool trailer = b->state == HTTP_BODY_TRAILER;
     size_t most = trailer ? HTTP_MAX_CHUNK_EXTRA : HTTP_MAX_CHUNK_LINE;
@@ -15044,16 +15082,19 @@ static ptrdiff_t http_body_line(http_body *b, str in) {
     return code ? -code : used;
 }
 
+/* Appends data of the body to out. Returns bytes used, or -503 if the allocation fails. */
 static ptrdiff_t http_body_data(http_body *b, str in, buf *out) {
     size_t n = (size_t)MIN((int64_t)in.n, b->left);
     if (!buf_try_put(out, in.p, n)) return -503;
-    b->left -= (int64_t)n, b->total += (int64_t)n;
+    b->left -= (int64_t)n;
+    b->total += (int64_t)n;
     if (!b->left) b->state = b->state == HTTP_BODY_FIXED ? HTTP_BODY_DONE : HTTP_BODY_DATA_END;
     return (ptrdiff_t)n;
 }
 
-/* Takes what it can from `in`, data appended to out. Bytes used (0: need more), or the negative of a status. The body is whole
- * when state is HTTP_BODY_DONE; what follows is the next request. */
+/* Consumes as much of `in` as it can and appends the data to out. Returns bytes used, 0: needs
+ * more, or the negated HTTP status. The body is complete when state is HTTP_BODY_DONE; the bytes
+ * after it belong to the next request. */
 static ptrdiff_t http_body_read(http_body *b, str in, buf *out) {
     size_t at = 0;
     while (b->state != HTTP_BODY_DONE && at < in.n) {
@@ -15081,33 +15122,46 @@ static const char *http_reason(int status) {
     static const struct {
         int status;
         const char *reason;
-    } all[] = {{100, "Continue"}, {200, "OK"}, {204, "No Content"}, {400, "Bad Request"}, {401, "Unauthorized"},
-               {403, "Forbidden"}, {404, "Not Found"}, {405, "Method Not Allowed"}, {408, "Request Timeout"}, {409, "Conflict"},
-               {413, "Content Too Large"}, {414, "URI Too Long"}, {415, "Unsupported Media Type"}, {417, "Expectation Failed"},
-               {429, "Too Many Requests"}, {431, "Request Header Fields Too Large"}, {500, "Internal Server Error"},
-               {501, "Not Implemented"}, {503, "Service Unavailable"}, {505, "HTTP Version Not Supported"},
-               {507, "Insufficient Storage"}};
+    } all[] = {{100, "Continue"}, {200, "OK"}, {204, "No Content"}, {400, "Bad Request"},
+               {401, "Unauthorized"}, {403, "Forbidden"}, {404, "Not Found"},
+               {405, "Method Not Allowed"}, {408, "Request Timeout"}, {409, "Conflict"},
+               {413, "Content Too Large"}, {414, "URI Too Long"}, {415, "Unsupported Media Type"},
+               {417, "Expectation Failed"}, {429, "Too Many Requests"},
+               {431, "Request Header Fields Too Large"}, {500, "Internal Server Error"},
+               {501, "Not Implemented"}, {503, "Service Unavailable"},
+               {505, "HTTP Version Not Supported"}, {507, "Insufficient Storage"}};
     for (int i = 0; i < COUNT(all); i++)
         if (all[i].status == status) return all[i].reason;
     return "Unknown";
 }
 
-/* "Sun, 06 Nov 1994 08:49:37 GMT"; unix: seconds since 1970; a clock that is set before that shows its beginning. */
+/* Writes "Sun, 06 Nov 1994 08:49:37 GMT". unix_s: seconds since 1970; if the clock is set before
+ * 1970, the date is the begin of 1970. Years are counted from March, so that the leap day is the
+ * last day of a year; an era is 400 years. */
 static void http_put_date(buf *b, int64_t unix_s) {
-    static const char days[] = "ThuFriSatSunMonTueWed", months[] = "JanFebMarAprMayJunJulAugSepOctNovDec";
+    static const char days[] = "ThuFriSatSunMonTueWed";
+    static const char months[] = "JanFebMarAprMayJunJulAugSepOctNovDec";
     unix_s = MAX(unix_s, (int64_t)0);
-    int64_t day = unix_s / 86400, z = day + 719468; /* days since 0000-03-01, so that a leap day ends a year; eras of 400 years */
-    int64_t era = z / 146097, doe = z - era * 146097, yoe = (doe - doe / 1460 + doe / 36524 - doe / 146096) / 365;
-    int64_t doy = doe - (365 * yoe + yoe / 4 - yoe / 100), mp = (5 * doy + 2) / 153, month = mp < 10 ? mp + 2 : mp - 10;
-    int s = (int)(unix_s % 86400), of_month = (int)(doy - (153 * mp + 2) / 5 + 1), year = (int)(yoe + era * 400 + (month < 2));
-    buf_printf(b, "%.3s, %02d %.3s %04d %02d:%02d:%02d GMT", days + 3 * (day % 7), of_month, months + 3 * month, year, s / 3600,
-               s / 60 % 60, s % 60);
+    int64_t day = unix_s / 86400;
+    int64_t z = day + 719468; /* days since 0000-03-01 */
+    int64_t era = z / 146097, doe = z - era * 146097;
+    int64_t yoe = (doe - doe / 1460 + doe / 36524 - doe / 146096) / 365;
+    int64_t doy = doe - (365 * yoe + yoe / 4 - yoe / 100);
+    /* mp: month from March = 0; month: from January = 0 */
+    int64_t mp = (5 * doy + 2) / 153, month = mp < 10 ? mp + 2 : mp - 10;
+    int s = (int)(unix_s % 86400);
+    int of_month = (int)(doy - (153 * mp + 2) / 5 + 1);
+    int year = (int)(yoe + era * 400 + (month < 2));
+    buf_printf(b, "%.3s, %02d %.3s %04d %02d:%02d:%02d GMT", days + 3 * (day % 7), of_month,
+               months + 3 * month, year, s / 3600, s / 60 % 60, s % 60);
 }
 
-enum { HTTP_CHUNKED = -1, HTTP_UNTIL_CLOSE = -2 }; /* lengths */
+enum { HTTP_CHUNKED = -1, HTTP_UNTIL_CLOSE = -2 }; /* values of length in http_put_head */
 
-/* Status line and headers. length: bytes of the body, HTTP_CHUNKED or HTTP_UNTIL_CLOSE; type NULL: none. more: header lines. */
-static void http_put_head(buf *b, int status, const char *type, int64_t length, bool keep_alive, int64_t unix_s, str more) {
+/* Writes the status line and the headers. length: bytes of the body, HTTP_CHUNKED or
+ * HTTP_UNTIL_CLOSE. type: Content-Type, NULL: none. more: header lines, each with its CR LF. */
+static void http_put_head(buf *b, int status, const char *type, int64_t length, bool keep_alive,
+                          int64_t unix_s, str more) {
     buf_printf(b, "HTTP/1.1 %d %s\r\nDate: ", status, http_reason(status));
     http_put_date(b, unix_s);
     buf_c(b, "\r\n");
@@ -15119,7 +15173,7 @@ static void http_put_head(buf *b, int status, const char *type, int64_t length, 
     buf_c(b, "\r\n");
 }
 
-/* One chunk of a chunked answer; an empty one would end it, so it is left out. */
+/* Writes one chunk of a chunked answer. Empty data is skipped: a chunk of size 0 ends the body. */
 static void http_put_chunk(buf *b, str data) {
     if (!data.n) return;
     buf_printf(b, "%zx\r\n", data.n);
