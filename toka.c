@@ -15184,158 +15184,198 @@ static void http_put_last_chunk(buf *b) { buf_c(b, "0\r\n\r\n"); }
 
 /* ===========================================================================
  * MARK: 25. OpenAI API: requests [pure]
- * Bodies of /v1/completions and /v1/chat/completions to requests of the engine, and the events of these to answers. The server
- * and the batch runner use the same functions, so a line of a file is answered as a body over HTTP is.
+ * Turns the bodies of /v1/completions and /v1/chat/completions into requests of the engine, and the
+ * events of these requests into answers. The server and the batch runner use the same functions, so
+ * a line of a batch file gets the same answer as the body of an HTTP request.
  *
- *     body --api_parse--> api_call: a part for each prompt, part.q ready for toka_submit              a worker's thread
- *     event --api_pack--> records: what the call needs of it, as bytes                                 the driving thread
- *     records --api_feed--> text; streaming: chunks of server-sent events; else collected             a worker's thread
- *     --api_finish--> the JSON answer; streaming: usage and [DONE]
+ *     body --api_parse--> api_call: one part for each prompt;              on a worker thread
+ *                         part.q is ready for toka_submit
+ *     event --api_pack--> records: the fields of the event that the        on the driving thread
+ *                         call needs, as bytes
+ *     records --api_feed--> text; streaming: chunks of server-sent         on a worker thread
+ *                         events; else collected in the choices
+ *     --api_finish--> the JSON answer; streaming: usage and [DONE]         on a worker thread
  *
- * Choices are numbered prompt by prompt: choice i is sample i % n of part i / n. Text is made from ids by a detokenizer for each
- * choice in api_feed; where stop strings made the engine look at the text, the event's own text is taken.
+ * Choices are numbered prompt by prompt: choice i is sample i % n of part i / n. api_feed turns ids
+ * into text, with one detokenizer for each choice. If the request has stop strings, the engine
+ * makes the text, and api_feed takes the text of the event.
  *
  * What always holds:
- *   - every field of a body is in api_fields: used, without effect here, or refused by name unless its value asks for nothing.
- *     One that is not there, or in stream_options, is reported or refused (api_model.strict);
- *   - what toka_submit would refuse for the request's own fault api_parse has refused; the message begins with the field's name;
- *   - the chunks of a stream, put together, are the answer without streaming; a chunk has whole characters only;
- *   - without api_model.live the answer's bytes depend on the body, the serial and the model alone: no clock, no cache.
- * A call is used by one thread at a time, except that api_pack only reads it.
+ *   - every field of a body is in api_fields. It is used, ignored because it has no effect here, or
+ *     refused by name (unless its value asks for nothing). A field that is not in the table, or not
+ *     known in stream_options, is reported, or refused if api_model.strict;
+ *   - api_parse refuses what toka_submit would refuse because of the request itself; the message
+ *     begins with the name of the field;
+ *   - the chunks of a stream, joined, are the answer without streaming; a chunk never has a part of
+ *     a character;
+ *   - without api_model.live the bytes of an answer depend only on the body, on the model and its
+ *     api_model, and on the serial and created of the call: no clock (but a template that asks for
+ *     the time gets the local time if api_model.now is NULL), no state of the prefix cache.
+ * One thread at a time uses a call; only api_pack may run beside it, since it only reads the call.
  *
- * Two extensions: "return_packed": true gives ids and log-probabilities of a choice as base64 of little-endian arrays,
- *     "packed":{"n":N,"token_ids":int32[N],"logprobs":float32[N],"sampled_logprobs":float32[N],
- *               "top_n":k,"top_ids":int32[N][k] (-1: none),"top_logprobs":float32[N][k]}         the last two where k > 0
- * in place of "logprobs" and "token_ids" (and the same of the prompt as "prompt_packed", without "sampled_logprobs", where
- * return_token_ids, prompt_logprobs or echo with logprobs is asked for); and max_tokens may be 0 with echo or prompt_logprobs: then
- * nothing is drawn.
+ * Two extensions of OpenAI's API:
+ *   - "return_packed": true gives the ids and log-probabilities of a choice as base64 of
+ *     little-endian arrays, in place of "logprobs" and "token_ids":
+ *         "packed":{"n":N,"token_ids":int32[N],"logprobs":float32[N],"sampled_logprobs":float32[N],
+ *                   "top_n":k,"top_ids":int32[N][k] (-1: none),"top_logprobs":float32[N][k]}
+ *     The last two are there if k > 0. "prompt_packed" gives the same of the prompt, without
+ *     "sampled_logprobs", if the body has return_token_ids, prompt_logprobs, echo with logprobs, or
+ *     max_tokens 0;
+ *   - max_tokens may be 0 with echo or prompt_logprobs: then no token is sampled.
  * =========================================================================== */
 enum api_route { API_COMPLETIONS, API_CHAT, API_TOKENIZE, API_DETOKENIZE };
 
-typedef struct api_model { /* what bodies are read against; read by any thread */
-    const toka *t;            /* for its tokenizer, templates and shape; its engine is not touched here */
-    const char *const *names; /* [n_names] served names, the first is the usual one. n_names 0: a body's model is not looked at */
+/* How bodies are read and answered. The caller sets it up; then it is constant, and any thread may
+ * read it. */
+typedef struct api_model {
+    const toka *t;            /* used for its tokenizer, templates and shape, not its engine */
+    const char *const *names; /* [n_names] served names; the first is the default. n_names 0: the
+                               * "model" of a body is not checked */
     int n_names;
-    const char *name;         /* n_names 0: the model of all answers */
-    const char *fingerprint;  /* system_fingerprint of live answers */
-    const char *const *beside; /* NULL-ended names of members that are the caller's, or NULL */
-    toka_request base;        /* what a body gets that does not say otherwise */
-    int completion_tokens;    /* max_tokens of a completion, where neither the body nor base has it; 0: as many as fit */
-    int max_len;              /* tokens of a sequence */
-    int max_choices;          /* of a call; 0: as many as the engine takes */
-    int64_t max_answer_bytes; /* of memory that an answer may take; 0: any */
-    const char *now;          /* the chat template's clock, NULL: local time */
-    json_limits limits;       /* of a body */
+    const char *name;         /* the "model" of all answers if n_names is 0 */
+    const char *fingerprint;  /* system_fingerprint of live answers; NULL: none */
+    const char *const *beside; /* names of members that the caller handles, the last is NULL; or
+                               * NULL */
+    toka_request base;        /* defaults for fields that a body does not have */
+    int completion_tokens;    /* max_tokens of a completion if neither the body nor base has it;
+                               * 0: as many as fit */
+    int max_len;              /* highest number of tokens of a sequence, prompt included */
+    int max_choices;          /* highest number of choices of a call; 0: the limit of the engine */
+    int64_t max_answer_bytes; /* highest number of bytes that an answer may hold; 0: no limit */
+    const char *now;          /* the time that chat templates see; NULL: local time */
+    json_limits limits;       /* depth and bytes of the JSON of a body */
     bool strict;              /* an unknown field is an error */
-    bool live;                /* answers say what depends on the moment: cached_tokens, system_fingerprint; and stop_reason */
-    void (*unknown)(void *user, str name); /* an unknown field is ignored; NULL: without a word */
-    void *user;
+    bool live;                /* answers include stop_reason, system_fingerprint and cached_tokens;
+                               * the last two depend on the server and its prefix cache */
+    void (*unknown)(void *user, str name); /* told of each unknown field, if not strict; or NULL */
+    void *user;               /* for unknown */
 } api_model;
 
-typedef struct api_token { /* a token or one of its alternatives, id -1: there was none */
-    int32_t id;
+typedef struct api_token { /* a token, or one of its alternatives */
+    int32_t id;            /* -1: there is no such alternative */
     float logprob;
     union {
-        float sampled; /* of a token that was drawn */
-        int32_t rank;  /* of a prompt's; 0: not known */
+        float sampled; /* output token: log-probability in the distribution it was drawn from */
+        int32_t rank;  /* token of a prompt: 1 is the most likely; 0: not known */
     };
 } api_token;
 
-typedef struct api_tokens { /* tokens with their alternatives, in a row */
-    buf b;    /* api_token [n][1 + n_top] */
+typedef struct api_tokens { /* tokens, each with its alternatives; owns the buffer */
+    buf b;    /* api_token [n][1 + n_top]: in each row the token, then its alternatives */
     int n_top;
 } api_tokens;
 
 typedef struct api_choice {
     tok_stream stream;
-    buf text;          /* collected */
-    api_tokens tokens; /* collected or, streaming, of the chunk being made; if the call wants any of it */
+    buf text;          /* not streaming: the text so far */
+    api_tokens tokens; /* if the call wants any of it. Not streaming: all tokens so far; streaming:
+                        * the tokens of the next chunk */
     int64_t n_tokens;
-    int64_t offset;    /* streaming: characters sent in logprobs */
+    int64_t offset;    /* completions: characters of the text that "logprobs" has covered */
     toka_finish finish;
-    int stop_id, stop_text;
-    bool begun;        /* streaming: its first chunk is out */
+    int stop_id, stop_text; /* what stopped it, as in toka_event; -1: none */
+    bool begun;        /* streaming: its first chunk has been written */
 } api_choice;
 
-typedef struct api_part { /* one prompt: one request of the engine, `user` of its events */
+typedef struct api_part { /* one prompt: one request of the engine; `user` of its events */
     struct api_call *call;
     toka_request q;
-    int64_t engine_id; /* the caller's, of toka_submit */
-    int first;         /* its first choice */
+    int64_t engine_id; /* for the caller: the result of toka_submit */
+    int first;         /* index of its first choice */
     ids prompt;
-    str text;          /* of the prompt, if the call echoes it */
-    api_tokens scored; /* the prompt's tokens with log-probabilities, if wanted */
+    str text;          /* text of the prompt, if the call echoes it; in the arena of the call */
+    api_tokens scored; /* tokens of the prompt with their log-probabilities, if wanted */
     int n_scored;
-    buf waiting;       /* records of samples that came before the prompt's, which a stream sends first */
+    buf waiting;       /* streaming: records of samples that wait until the prompt has been sent */
 } api_part;
 
-typedef struct api_call { /* caller's storage, zeroed, serial and created set; it stays where it is from api_parse to api_free */
-    uint64_t serial[2]; /* unique: the answer's id, and the seed of a body without one */
+/* One body and its answer. The caller owns the struct, zeroes it and sets serial and created. The
+ * struct must not move between api_parse and api_free: its parts point to it. */
+typedef struct api_call {
+    uint64_t serial[2]; /* unique; gives the id of the answer, and the seed if the body has none */
     int64_t created;    /* seconds since 1970 */
-    void *user;         /* the caller's */
+    void *user;         /* for the caller */
 
     const api_model *m;
-    arena a;            /* what parts point to */
-    toka_words *words;  /* bad words of all parts */
+    arena a;            /* memory that the parts point to */
+    toka_words *words;  /* bad words of all parts; owned, or NULL */
     bool chat, stream;
-    bool echo, want_ids, want_logprobs, want_prompt_logprobs, packed, names_are_ids, include_usage, usage_always;
-    int n, n_top, n_prompt_top; /* samples of a prompt; alternatives of a token, of a prompt's token */
+    bool echo, want_ids, want_logprobs, want_prompt_logprobs, packed;
+    bool names_are_ids; /* return_tokens_as_token_ids: tokens are named "token_id:N" */
+    bool include_usage, usage_always; /* usage in the last chunk; in every chunk */
+    int n;              /* samples of each prompt */
+    int n_top, n_prompt_top; /* alternatives of an output token, of a token of a prompt */
     str model;
-    api_part *parts;    /* [n_parts] */
+    api_part *parts;    /* [n_parts], owned */
     int n_parts;
-    api_choice *choices; /* [n_choices] from the first event on: a call that waits takes little */
-    int n_choices, n_left; /* n_left: not ended */
-    toka_finish broken; /* TOKA_FAILED or TOKA_CANCELLED once that ended a choice */
+    api_choice *choices; /* [n_choices], owned; NULL until the first event: queued calls are small */
+    int n_choices;
+    int n_left;         /* choices that have not ended */
+    toka_finish broken; /* TOKA_FAILED or TOKA_CANCELLED if one of them ended a choice; else 0 */
     int64_t n_prompt_tokens, n_output_tokens, n_cached_tokens;
-    buf head;           /* streaming: the beginning of every chunk */
-    buf text;           /* streaming: of one token */
-    buf bytes, shown, names; /* of api_token_text, api_put_top */
+    buf head;           /* streaming: the bytes that every chunk begins with */
+    buf text;           /* streaming: text of the current token */
+    buf bytes, shown, names; /* scratch of api_token_text and api_put_top */
 
-    size_t held;        /* bytes of what is collected and waits */
+    size_t held;        /* bytes of the choices, their text and tokens, and of waiting records */
 
-    int status;         /* of api_parse that failed, for api_error: HTTP status, type and so on */
-    const char *type, *param, *code;
-    bool unsupported;   /* a field that is known and not done */
+    int status;         /* for api_error after a failed api_parse: HTTP status */
+    const char *type, *param, *code; /* and the rest of its arguments: static, or NULL */
+    bool unsupported;   /* the error is a field that is known but not supported */
 } api_call;
 
-/* Errors of a body: the message begins with the field's name. */
+/* Error returns of functions that read a body. The message begins with the name of the field. */
 #define API_BAD(...) fail(e, TOKA_E_USE, __VA_ARGS__)
 #define API_UNSUPPORTED(c, ...) ((c)->unsupported = true, fail(e, TOKA_E_USE, __VA_ARGS__))
 
 /* ---- The fields ---- */
 
+/* Field kinds, and how a field is used. API_WHOLE: a whole number. */
 enum api_use { API_USED, API_NO_EFFECT, API_REFUSED };
 enum api_kind { API_ANY, API_NUMBER, API_WHOLE, API_BOOL, API_TEXT, API_LIST, API_OBJECT };
-enum { API_C = 1 << API_COMPLETIONS, API_M = 1 << API_CHAT, API_T = 1 << API_TOKENIZE, API_D = 1 << API_DETOKENIZE,
-       API_CM = API_C | API_M };
+/* Bits of api_field.where: one for each route. */
+enum {
+    API_C = 1 << API_COMPLETIONS,
+    API_M = 1 << API_CHAT,
+    API_T = 1 << API_TOKENIZE,
+    API_D = 1 << API_DETOKENIZE,
+    API_CM = API_C | API_M,
+};
 
-typedef struct api_body { /* a body's fields, at their defaults or as given */
+typedef struct api_body { /* the fields of a body: their values or the defaults */
     float temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
-    int64_t max_tokens, max_completion_tokens, min_tokens, top_k, n, best_of, seed, priority; /* -1: max_*, min_* not given */
-    int64_t n_logprobs, top_logprobs, prompt_logprobs;                                        /* -1: not given */
-    int chat_logprobs, echo, stream, ignore_eos, include_stop, special, skip_special, generate, return_token_ids, return_packed,
-        names_are_ids, return_strs;
+    int64_t max_tokens, max_completion_tokens, min_tokens; /* -1: not given */
+    int64_t top_k, n;
+    int64_t best_of; /* -1: not given */
+    int64_t seed, priority;
+    int64_t n_logprobs, top_logprobs, prompt_logprobs; /* -1: not given */
+    int chat_logprobs, echo, stream, ignore_eos, include_stop;
+    int special; /* add_special_tokens; -1: not given */
+    int skip_special, generate, return_token_ids, return_packed, names_are_ids, return_strs;
     str model;
-    const json *prompt, *messages, *tools, *tool_choice, *documents, *kwargs, *stop, *stop_ids, *allowed, *bias, *bad_words,
-        *stream_options, *tokens; /* NULL: not given */
-    bool has_seed, has_max; /* max_tokens is the body's own word, no default */
+    const json *prompt, *messages, *tools, *tool_choice, *documents, *kwargs, *stop, *stop_ids,
+        *allowed, *bias, *bad_words, *stream_options, *tokens; /* NULL: not given */
+    bool has_seed, has_max; /* the body has seed, max_tokens or max_completion_tokens */
 } api_body;
 
 typedef struct api_field {
     const char *name;
-    int where;             /* API_C ..: bodies that have it */
+    int where;             /* bodies that may have it: API_C | API_M | API_T | API_D */
     enum api_kind kind;
     enum api_use use;
-    size_t at;             /* USED: in api_body, a float, int64_t, int, str or const json *, as kind says */
-    int64_t low, high;     /* API_WHOLE */
-    const char *harmless[2]; /* API_REFUSED: values, beside null and false, that ask for nothing */
+    size_t at;             /* API_USED: offset of the value in api_body. kind gives its type: float,
+                            * int64_t, int (API_BOOL), str or const json * */
+    int64_t low, high;     /* API_WHOLE: the limits */
+    const char *harmless[2]; /* API_REFUSED: JSON of values that ask for nothing, besides null and
+                              * false */
 } api_field;
 
 #define API_AT(member) offsetof(api_body, member)
 #define API_NONE(name, where, kind) {name, where, kind, API_NO_EFFECT, 0, 0, 0, {0}}
 #define API_NOT(name, where, ...) {name, where, API_ANY, API_REFUSED, 0, 0, 0, {__VA_ARGS__}}
 #define API_F(name, where, kind, member) {name, where, kind, API_USED, API_AT(member), 0, 0, {0}}
-#define API_I(name, where, member, low, high) {name, where, API_WHOLE, API_USED, API_AT(member), low, high, {0}}
+#define API_I(name, where, member, low, high) \
+    {name, where, API_WHOLE, API_USED, API_AT(member), low, high, {0}}
 
 static const api_field api_fields[] = {
     API_F("temperature", API_CM, API_NUMBER, temperature),
@@ -15383,9 +15423,13 @@ static const api_field api_fields[] = {
     API_F("logit_bias", API_CM, API_OBJECT, bias),
     API_F("bad_words", API_CM, API_LIST, bad_words),
     API_F("tokens", API_D, API_LIST, tokens),
-    API_NONE("user", API_CM, API_TEXT), API_NONE("metadata", API_CM, API_OBJECT), API_NONE("store", API_CM, API_BOOL),
-    API_NONE("service_tier", API_CM, API_TEXT), API_NONE("safety_identifier", API_CM, API_TEXT),
-    API_NONE("prompt_cache_key", API_CM, API_TEXT), API_NONE("request_id", API_CM, API_TEXT),
+    API_NONE("user", API_CM, API_TEXT),
+    API_NONE("metadata", API_CM, API_OBJECT),
+    API_NONE("store", API_CM, API_BOOL),
+    API_NONE("service_tier", API_CM, API_TEXT),
+    API_NONE("safety_identifier", API_CM, API_TEXT),
+    API_NONE("prompt_cache_key", API_CM, API_TEXT),
+    API_NONE("request_id", API_CM, API_TEXT),
     API_NONE("parallel_tool_calls", API_M, API_BOOL),
     API_NOT("suffix", API_C, "\"\""),
     API_NOT("response_format", API_CM, "{\"type\":\"text\"}"),
@@ -15405,10 +15449,17 @@ static const api_field api_fields[] = {
     API_NOT("truncate_prompt_tokens", API_CM, 0),
     API_NOT("spaces_between_special_tokens", API_CM, "true"),
     API_NOT("logits_processors", API_CM, "[]"),
-    API_NOT("guided_json", API_CM, 0), API_NOT("guided_regex", API_CM, 0), API_NOT("guided_choice", API_CM, 0),
-    API_NOT("guided_grammar", API_CM, 0), API_NOT("structured_outputs", API_CM, 0), API_NOT("regex", API_CM, 0),
-    API_NOT("ebnf", API_CM, 0), API_NOT("json_schema", API_CM, 0), API_NOT("logprob_token_ids", API_CM, 0),
-    API_NOT("repetition_detection", API_CM, 0), API_NOT("thinking_token_budget", API_CM, 0),
+    API_NOT("guided_json", API_CM, 0),
+    API_NOT("guided_regex", API_CM, 0),
+    API_NOT("guided_choice", API_CM, 0),
+    API_NOT("guided_grammar", API_CM, 0),
+    API_NOT("structured_outputs", API_CM, 0),
+    API_NOT("regex", API_CM, 0),
+    API_NOT("ebnf", API_CM, 0),
+    API_NOT("json_schema", API_CM, 0),
+    API_NOT("logprob_token_ids", API_CM, 0),
+    API_NOT("repetition_detection", API_CM, 0),
+    API_NOT("thinking_token_budget", API_CM, 0),
 };
 
 static const api_field *api_find_field(str name, int where) {
@@ -15417,12 +15468,14 @@ static const api_field *api_find_field(str name, int where) {
     return NULL;
 }
 
+/* Does this value of a refused field ask for nothing? */
 static bool api_is_harmless(const api_field *f, const json *v) {
     if (v->type == JSON_NULL || v->type == JSON_FALSE) return true;
     buf b = {0};
     bool same = false;
     json_put_value(&b, v);
-    for (int i = 0; i < COUNT(f->harmless); i++) same |= f->harmless[i] && str_is(buf_view(&b), f->harmless[i]);
+    for (int i = 0; i < COUNT(f->harmless); i++)
+        same |= f->harmless[i] && str_is(buf_view(&b), f->harmless[i]);
     buf_free(&b);
     return same;
 }
@@ -15431,7 +15484,7 @@ static int api_most_choices(const api_model *m) {
     return m->max_choices ? m->max_choices : ENG_MAX_N;
 }
 
-/* The highest value of a field that a message names: the limit that holds in the end. */
+/* The highest value that an error message names for a field: the limit that applies in the end. */
 static int64_t api_high(const api_model *m, const api_field *f) {
     const bool least = f->at == API_AT(min_tokens);
     const bool most = f->at == API_AT(max_tokens) || f->at == API_AT(max_completion_tokens);
@@ -15443,7 +15496,7 @@ static int api_read_whole(const api_model *m, const api_field *f, const json *v,
     int64_t i;
     const double d = json_num(v, 0);
     const long long low = f->low, high = api_high(m, f);
-    if (!json_whole(v, &i) && fabs(d) >= 0x1p53) /* all of them are whole; which one it was is not known */
+    if (!json_whole(v, &i) && fabs(d) >= 0x1p53) /* a whole number, but its exact value is lost */
         return API_BAD("%s: %g, expected %lld to %lld", f->name, d, low, high);
     if (!json_whole(v, &i)) return API_BAD("%s: expected a whole number", f->name);
     if (i < low || i > f->high || (f->at == API_AT(n) && i > high))
@@ -15452,12 +15505,15 @@ static int api_read_whole(const api_model *m, const api_field *f, const json *v,
     return 0;
 }
 
-/* Checks a value's kind and puts it into its place. null is as good as absent. */
-static int api_read_field(api_call *c, const api_field *f, const json *v, api_body *to, toka_err *e) {
-    static const char *const expected[] = {"", "a number", "", "true or false", "a text", "a list", "an object"};
+/* Checks the kind of a value and stores it in the body. null counts as absent. */
+static int api_read_field(api_call *c, const api_field *f, const json *v, api_body *to,
+                          toka_err *e) {
+    static const char *const expected[] = {
+        "", "a number", "", "true or false", "a text", "a list", "an object"};
     static const int types[] = {-1, JSON_NUMBER, -1, -1, JSON_STRING, JSON_ARRAY, JSON_OBJECT};
     if (v->type == JSON_NULL) return 0;
-    if (f->use == API_REFUSED && !api_is_harmless(f, v)) return API_UNSUPPORTED(c, "%s is not supported", f->name);
+    if (f->use == API_REFUSED && !api_is_harmless(f, v))
+        return API_UNSUPPORTED(c, "%s is not supported", f->name);
     bool right = types[f->kind] < 0 || types[f->kind] == v->type;
     if (f->kind == API_BOOL) right = v->type == JSON_TRUE || v->type == JSON_FALSE;
     if (!right) return API_BAD("%s: expected %s", f->name, expected[f->kind]);
@@ -15475,49 +15531,60 @@ static int api_read_field(api_call *c, const api_field *f, const json *v, api_bo
     }
 }
 
+/* Handles a field that is not known: returns an error if the model is strict, else reports it. */
 static int api_unknown(const api_model *m, str name, toka_err *e) {
     for (int i = 0; m->beside && m->beside[i]; i++)
         if (str_is(name, m->beside[i])) return 0;
-    if (m->strict) return API_BAD("%.*s: a field of this name is not known", (int)MIN(name.n, (size_t)100), name.p);
+    if (m->strict)
+        return API_BAD("%.*s: a field of this name is not known", (int)MIN(name.n, (size_t)100),
+                       name.p);
     if (m->unknown) m->unknown(m->user, name);
     return 0;
 }
 
-/* A text of a request as JSON, cut, for a terminal. */
+/* Appends a text of a request as JSON, cut to 100 bytes, safe to print on a terminal. */
 static void api_show(buf *shown, str text) {
     json_put_str(shown, str_sub(text, 0, MIN(text.n, (size_t)100)));
-    for (char *c = shown->p; (c = strchr(c, 0xC2)) != NULL; c++) /* U+0080 .. U+009F would steer it, as in fail() */
-        if ((unsigned char)c[1] < 0xA0) c[0] = c[1] = '?';
+    for (char *c = shown->p; (c = strchr(c, 0xC2)) != NULL; c++)
+        if ((unsigned char)c[1] < 0xA0) /* U+0080 .. U+009F control a terminal: see fail() */
+            c[0] = c[1] = '?';
 }
 
-/* Unknown fields are told of once for each name, as long as 4 KB hold the names in *seen. True: now; *shown: api_show's. */
+/* Should this unknown field be reported? Each name is reported once; *seen keeps the names. When it
+ * has 4 KB, no further name is reported. *shown gets the name as api_show writes it. */
 static bool api_is_news(buf *seen, str name, buf *shown) {
     enum { MOST_BYTES = 4096 };
     buf entry = {0};
     api_show(shown, name);
-    buf_printf(&entry, "\n%s\n", shown->p); /* a JSON text has no line feed */
+    buf_printf(&entry, "\n%s\n", shown->p); /* line feeds separate names: JSON text has none */
     bool news = seen->n < MOST_BYTES && str_find(buf_view(seen), buf_view(&entry), 0) < 0;
     if (news) buf_str(seen, buf_view(&entry));
     buf_free(&entry);
     return news;
 }
 
-static int api_read_body(api_call *c, enum api_route route, const json *body, api_body *b, toka_err *e) {
+/* Fills *b from a body; fields that the body does not have get the defaults of the model. */
+static int api_read_body(api_call *c, enum api_route route, const json *body, api_body *b,
+                         toka_err *e) {
     const toka_sampling *s = &c->m->base.sampling;
-    int completion = s->max_tokens || route == API_CHAT ? s->max_tokens : c->m->completion_tokens, code = 0;
-    *b = (api_body){.temperature = s->temperature, .top_p = s->top_p, .min_p = s->min_p,
-                    .repetition_penalty = s->repetition_penalty, .presence_penalty = s->presence_penalty,
-                    .frequency_penalty = s->frequency_penalty, .max_tokens = -1, .max_completion_tokens = -1,
-                    .min_tokens = -1, .top_k = s->top_k, .n = c->m->base.n, .best_of = -1, .n_logprobs = -1,
-                    .top_logprobs = -1, .prompt_logprobs = -1, .ignore_eos = s->ignore_eos, .include_stop = s->include_stop,
-                    .special = -1, .skip_special = 1, .generate = 1, .model = STR("")};
+    int completion = s->max_tokens || route == API_CHAT ? s->max_tokens : c->m->completion_tokens;
+    int code = 0;
+    *b = (api_body){
+        .temperature = s->temperature, .top_p = s->top_p, .min_p = s->min_p, .top_k = s->top_k,
+        .repetition_penalty = s->repetition_penalty, .presence_penalty = s->presence_penalty,
+        .frequency_penalty = s->frequency_penalty, .ignore_eos = s->ignore_eos,
+        .include_stop = s->include_stop, .max_tokens = -1, .max_completion_tokens = -1,
+        .min_tokens = -1, .n = c->m->base.n, .best_of = -1, .n_logprobs = -1, .top_logprobs = -1,
+        .prompt_logprobs = -1, .special = -1, .skip_special = 1, .generate = 1, .model = STR("")};
     if (!json_is(body, JSON_OBJECT)) return API_BAD("body: expected a JSON object");
     JSON_MEMBERS(key, body) {
         const api_field *f = api_find_field((str){key->s, key->n}, 1 << route);
-        code = f ? api_read_field(c, f, key + 1, b, e) : api_unknown(c->m, (str){key->s, key->n}, e);
+        code = f ? api_read_field(c, f, key + 1, b, e)
+                 : api_unknown(c->m, (str){key->s, key->n}, e);
         if (code) return code;
     }
-    b->has_seed = json_is(json_get(body, "seed"), JSON_NUMBER) && b->seed != -1; /* as vLLM */
+    b->has_seed = json_is(json_get(body, "seed"), JSON_NUMBER) &&
+                  b->seed != -1; /* -1: no seed, as in vLLM */
     if (b->max_completion_tokens >= 0) b->max_tokens = b->max_completion_tokens;
     b->has_max = b->max_tokens >= 0;
     if (!b->has_max) b->max_tokens = completion ? completion : -1;
@@ -15526,6 +15593,7 @@ static int api_read_body(api_call *c, enum api_route route, const json *body, ap
 
 /* ---- Lists of ids, texts, biases ---- */
 
+/* Appends the token ids of a JSON list. Returns an error that names the field and the element. */
 static int api_id_list(const api_model *m, const json *v, const char *name, ids *out, toka_err *e) {
     if (!json_is(v, JSON_ARRAY)) return API_BAD("%s: expected a list of token ids", name);
     ids_reserve(out, v->n);
@@ -15540,11 +15608,15 @@ static int api_id_list(const api_model *m, const json *v, const char *name, ids 
     return 0;
 }
 
-/* The same into the call's arena; absent and [] give none. */
-static int api_ids(api_call *c, const json *v, const char *name, const int32_t **out, int *n, toka_err *e) {
+/* As api_id_list, but puts the ids into the arena of the call. Absent (NULL) or []: none. */
+static int api_ids(api_call *c, const json *v, const char *name, const int32_t **out, int *n,
+                   toka_err *e) {
     ids list = {0};
     int code = v ? api_id_list(c->m, v, name, &list, e) : 0;
-    if (!code && v) *out = arena_copy(&c->a, list.p, list.n * sizeof *list.p), *n = (int)list.n;
+    if (!code && v) {
+        *out = arena_copy(&c->a, list.p, list.n * sizeof *list.p);
+        *n = (int)list.n;
+    }
     ids_free(&list);
     return code;
 }
@@ -15556,16 +15628,18 @@ static int api_stops(api_call *c, const json *v, toka_sampling *s, toka_err *e) 
     int n = 0;
     const char **stop = arena_alloc(&c->a, (one ? 1 : (size_t)v->n) * sizeof *stop);
     for (const json *it = one ? v : v + 1, *end = json_next(v); it < end; it = json_next(it)) {
-        if (it->type != JSON_STRING || memchr(it->s, 0, it->n)) return API_BAD("stop: expected a text or a list of texts");
+        if (it->type != JSON_STRING || memchr(it->s, 0, it->n))
+            return API_BAD("stop: expected a text or a list of texts");
         stop[n++] = arena_cstr(&c->a, json_str(it));
     }
-    s->stop = stop, s->n_stop = n;
+    s->stop = stop;
+    s->n_stop = n;
     return 0;
 }
 
 typedef struct api_biased {
     int32_t id;
-    int at; /* number of the member */
+    int at; /* index of the member in the object */
     float bias;
 } api_biased;
 
@@ -15574,7 +15648,7 @@ static int api_by_id(const void *a, const void *b) {
     return x->id != y->id ? (x->id < y->id ? -1 : 1) : x->at - y->at;
 }
 
-/* {"id": bias}; of two members for an id the last counts. */
+/* Reads logit_bias, {"id": bias}. If an id has two members, the last one counts. */
 static int api_bias(api_call *c, const json *v, toka_sampling *s, toka_err *e) {
     if (!v) return 0;
     int n = 0, kept = 0;
@@ -15591,18 +15665,24 @@ static int api_bias(api_call *c, const json *v, toka_sampling *s, toka_err *e) {
         if (i > INT32_MAX)
             return API_BAD("logit_bias: id %.30s, expected 0 to %d", digits, c->m->t->shape.V - 1);
         if (check_range("logit_bias", f, SAMP_MIN_BIAS, SAMP_MAX_BIAS, false, e)) return e->code;
-        all[n] = (api_biased){(int32_t)i, n, (float)f}, n++;
+        all[n] = (api_biased){(int32_t)i, n, (float)f};
+        n++;
     }
     qsort(all, (size_t)n, sizeof *all, api_by_id);
     for (int i = 0; i < n; i++)
-        if (i + 1 == n || all[i].id != all[i + 1].id) id[kept] = all[i].id, bias[kept++] = all[i].bias;
-    s->bias_ids = id, s->bias_values = bias, s->n_bias = kept;
+        if (i + 1 == n || all[i].id != all[i + 1].id) {
+            id[kept] = all[i].id;
+            bias[kept++] = all[i].bias;
+        }
+    s->bias_ids = id;
+    s->bias_values = bias;
+    s->n_bias = kept;
     return 0;
 }
 
 static int api_bad_words(api_call *c, const json *v, toka_sampling *s, toka_err *e) {
     int n = 0;
-    if (v) s->n_bad = 0; /* the body's words take the place of the model's */
+    if (v) s->n_bad = 0; /* the words of the body replace those of the model */
     if (!v || !v->n) return 0;
     if (pub_need_tokenizer(c->m->t, e)) return e->code;
     const char **words = arena_alloc(&c->a, (size_t)v->n * sizeof *words);
@@ -15618,7 +15698,8 @@ static int api_bad_words(api_call *c, const json *v, toka_sampling *s, toka_err 
 
 /* ---- What a body asks of the engine ---- */
 
-/* Completions: a number of alternatives. Chats: true, with the number in top_logprobs. */
+/* Reads what a body asks about log-probabilities. "logprobs" of a completion is the number of
+ * alternatives; "logprobs" of a chat is true, and the number is in top_logprobs. */
 static int api_logprobs(api_call *c, const api_body *b, toka_request *q, toka_err *e) {
     int64_t k = c->chat ? b->top_logprobs : b->n_logprobs;
     if (c->chat && k > 0 && !b->chat_logprobs) return API_BAD("top_logprobs needs logprobs: true");
@@ -15628,33 +15709,44 @@ static int api_logprobs(api_call *c, const api_body *b, toka_request *q, toka_er
     c->want_prompt_logprobs = b->prompt_logprobs >= 0;
     c->n_prompt_top = (int)MAX(b->prompt_logprobs, 0);
     if (c->echo && c->want_logprobs) c->n_prompt_top = MAX(c->n_prompt_top, c->n_top);
-    q->prompt_logprobs = c->want_prompt_logprobs || (c->echo && c->want_logprobs), q->prompt_top = c->n_prompt_top;
+    q->prompt_logprobs = c->want_prompt_logprobs || (c->echo && c->want_logprobs);
+    q->prompt_top = c->n_prompt_top;
     q->prompt_ranks = c->want_prompt_logprobs && !c->packed;
-    if (c->stream && c->want_prompt_logprobs) return API_UNSUPPORTED(c, "prompt_logprobs with stream is not supported");
+    if (c->stream && c->want_prompt_logprobs)
+        return API_UNSUPPORTED(c, "prompt_logprobs with stream is not supported");
     return 0;
 }
 
-/* The seed of a body that has none, of the seed of all and what is the call's own. */
+/* The seed of a body without one: a hash of the base seed and the serial of the call. */
 static uint64_t api_seed(uint64_t seed, const uint64_t serial[2]) {
     return hash_mix(serial[1] ^ (serial[0] + 0x9E3779B97F4A7C15u * (seed + 1)));
 }
 
+/* Fills the sampling parameters of a request from a body. */
 static int api_sampling(api_call *c, const api_body *b, toka_request *q, toka_err *e) {
     toka_sampling *s = &q->sampling;
-    s->temperature = b->temperature, s->top_p = b->top_p, s->min_p = b->min_p, s->top_k = (int)b->top_k;
-    s->repetition_penalty = b->repetition_penalty, s->presence_penalty = b->presence_penalty;
-    s->frequency_penalty = b->frequency_penalty, s->ignore_eos = b->ignore_eos, s->include_stop = b->include_stop;
+    s->temperature = b->temperature;
+    s->top_p = b->top_p;
+    s->min_p = b->min_p;
+    s->top_k = (int)b->top_k;
+    s->repetition_penalty = b->repetition_penalty;
+    s->presence_penalty = b->presence_penalty;
+    s->frequency_penalty = b->frequency_penalty;
+    s->ignore_eos = b->ignore_eos;
+    s->include_stop = b->include_stop;
     s->max_tokens = (int)MAX(b->max_tokens, 0);
     const bool has_min = b->min_tokens >= 0, usual_16 = !c->m->base.sampling.max_tokens;
     const bool default_max = !b->has_max && !(usual_16 && has_min);
     if (has_min) s->min_tokens = (int)b->min_tokens;
     samp_give_way(s, default_max, !has_min);
     s->seed = b->has_seed ? (uint64_t)b->seed : api_seed(s->seed, c->serial);
-    q->priority = (int)MAX(MIN(q->priority - b->priority, (int64_t)INT_MAX), (int64_t)-INT_MAX); /* lower is earlier, as in vLLM */
+    /* In a body a lower priority is earlier, as in vLLM; in toka_request a higher one is. */
+    q->priority = (int)MAX(MIN(q->priority - b->priority, (int64_t)INT_MAX), (int64_t)-INT_MAX);
     c->n = q->n = (int)b->n;
     int code = api_logprobs(c, b, q, e);
     if (!code) code = api_ids(c, b->stop_ids, "stop_token_ids", &s->stop_ids, &s->n_stop_ids, e);
-    if (!code) code = api_ids(c, b->allowed, "allowed_token_ids", &s->allowed_ids, &s->n_allowed, e);
+    if (!code)
+        code = api_ids(c, b->allowed, "allowed_token_ids", &s->allowed_ids, &s->n_allowed, e);
     if (!code) code = api_stops(c, b->stop, s, e);
     if (!code) code = api_bias(c, b->bias, s, e);
     if (!code) code = api_bad_words(c, b->bad_words, s, e);
@@ -15662,19 +15754,25 @@ static int api_sampling(api_call *c, const api_body *b, toka_request *q, toka_er
     if (b->max_tokens > 0 && b->min_tokens > b->max_tokens)
         return API_BAD("min_tokens: %lld, expected 0 to %lld", (long long)b->min_tokens,
                        (long long)b->max_tokens);
-    if (b->best_of >= 0 && b->best_of != b->n) return API_UNSUPPORTED(c, "best_of other than n is not supported");
-    if (!b->max_tokens) { /* nothing is drawn; the prompt is looked at */
+    if (b->best_of >= 0 && b->best_of != b->n)
+        return API_UNSUPPORTED(c, "best_of other than n is not supported");
+    if (!b->max_tokens) { /* no token is sampled: only the prompt is computed */
         if (!c->echo && !c->want_prompt_logprobs)
             return API_BAD("max_tokens: 0, expected 1 or more without echo or prompt_logprobs");
-        q->n = 0, q->prompt_logprobs = 1, s->n_stop = 0, s->min_tokens = 0;
+        q->n = 0;
+        q->prompt_logprobs = 1;
+        s->n_stop = 0;
+        s->min_tokens = 0;
     }
     q->length_class = c->n < 16 ? 2 * (uint64_t)(uint32_t)s->max_tokens + c->chat + 1 : 0;
-    q->ids_only = 1, q->keep_special = !b->skip_special;
+    q->ids_only = 1;
+    q->keep_special = !b->skip_special;
     return 0;
 }
 
 static int api_stream_option(api_call *c, str name, const json *v, toka_err *e) {
-    static const char *const names[] = {"include_usage", "continuous_usage_stats", "include_obfuscation"};
+    static const char *const names[] = {"include_usage", "continuous_usage_stats",
+                                        "include_obfuscation"};
     bool obfuscated = false, *const to[] = {&c->include_usage, &c->usage_always, &obfuscated};
     for (int i = 0; i < COUNT(names); i++) {
         if (!str_is(name, names[i])) continue;
@@ -15692,45 +15790,59 @@ static int api_stream_option(api_call *c, str name, const json *v, toka_err *e) 
 
 static int api_stream_options(api_call *c, const api_body *b, toka_err *e) {
     if (!b->stream_options) return 0;
-    JSON_MEMBERS(key, b->stream_options) if (api_stream_option(c, json_str(key), key + 1, e)) return e->code;
+    JSON_MEMBERS(key, b->stream_options)
+        if (api_stream_option(c, json_str(key), key + 1, e)) return e->code;
     if (!c->stream) return API_BAD("stream_options: given without stream");
     c->include_usage |= c->usage_always;
     return 0;
 }
 
+/* Sets c->model. Returns an error (HTTP status 404) if the model of a body is not served here. */
 static int api_check_model(api_call *c, str model, toka_err *e) {
     const api_model *m = c->m;
-    c->model = arena_str(&c->a, !m->n_names ? str_c(m->name) : model.n ? model : str_c(m->names[0]));
+    c->model = arena_str(&c->a, !m->n_names ? str_c(m->name)
+                                : model.n ? model : str_c(m->names[0]));
     if (!model.n || !m->n_names) return 0;
     for (int i = 0; i < m->n_names; i++)
         if (str_is(model, m->names[i])) return 0;
-    c->status = 404, c->type = "not_found_error", c->param = "model", c->code = "model_not_found";
-    return fail(e, TOKA_E_USE, "model: '%.*s' is not served here, '%s' is", STRF(model), m->names[0]);
+    c->status = 404;
+    c->type = "not_found_error";
+    c->param = "model";
+    c->code = "model_not_found";
+    return fail(e, TOKA_E_USE, "model: '%.*s' is not served here, '%s' is", STRF(model),
+                m->names[0]);
 }
 
 /* ---- Prompts ---- */
 
+/* Is this a part of a message's content in OpenAI's form, {"type":"text","text":".."}? */
 static bool api_is_text_part(const json *part) {
-    return str_is(json_str(json_get(part, "type")), "text") && json_is(json_get(part, "text"), JSON_STRING);
+    return str_is(json_str(json_get(part, "type")), "text") &&
+           json_is(json_get(part, "text"), JSON_STRING);
 }
 
-/* The text of a part in any of the forms that clients send: of null none. False: it is no text. */
+/* Gets the text of a content part, in each form that clients send; null is an empty text. Returns
+ * false if the part is not text. */
 static bool api_part_text(const json *part, str *text) {
     const str type = json_str(json_get(part, "type"));
-    const bool said = str_is(type, "text") || str_is(type, "input_text") || str_is(type, "output_text");
+    const bool said =
+        str_is(type, "text") || str_is(type, "input_text") || str_is(type, "output_text");
     const char *key = said ? "text" : "refusal";
-    const json *v = json_is(part, JSON_STRING) ? part : said || str_is(type, key) ? json_get(part, key) : NULL;
+    const json *v = json_is(part, JSON_STRING) ? part
+                    : said || str_is(type, key) ? json_get(part, key) : NULL;
     *text = json_str(v);
     return json_is(v, JSON_STRING) || json_is(v, JSON_NULL);
 }
 
-/* A content of text parts: as it is for a template that walks it (`walked`), else one text, of a line or more each. */
+/* Writes a content that is a list of text parts. walked: the template loops over the parts, so it
+ * gets the list as it is; other templates get one text, each part on lines of its own. */
 static int api_put_parts(api_call *c, const json *parts, bool walked, buf *b, toka_err *e) {
     buf text = {0};
     bool texts = true;
     JSON_EACH(part, parts) {
         str more;
-        texts &= api_part_text(part, &more), walked &= api_is_text_part(part);
+        texts &= api_part_text(part, &more);
+        walked &= api_is_text_part(part);
         if (text.n && more.n) buf_char(&text, '\n');
         buf_str(&text, more);
     }
@@ -15740,38 +15852,50 @@ static int api_put_parts(api_call *c, const json *parts, bool walked, buf *b, to
     return texts ? 0 : API_UNSUPPORTED(c, "messages: content other than text is not supported");
 }
 
-/* The calls that an assistant made, whose arguments came as JSON in a text: templates want the object, also for none. */
+/* Writes a tool call that an assistant made. Its arguments came as a text of JSON: templates want
+ * the object itself, and {} if there are none. */
 static void api_put_tool_call(api_call *c, const json *v, buf *b) {
     toka_err ignored;
     arena a = {0};
     json_put_open(b, '{');
     JSON_MEMBERS(key, v) {
         json_put_str(b, json_str(key)), buf_char(b, ':');
-        bool arguments = str_is(json_str(key), "arguments") && (key[1].type == JSON_STRING || key[1].type == JSON_NULL);
+        bool arguments = str_is(json_str(key), "arguments") &&
+                         (key[1].type == JSON_STRING || key[1].type == JSON_NULL);
         str text = json_str(key + 1);
-        const json *parsed = arguments ? json_parse(&a, text.n ? text : STR("{}"), c->m->limits, &ignored) : NULL;
-        if (str_is(json_str(key), "function") && key[1].type == JSON_OBJECT) api_put_tool_call(c, key + 1, b);
-        else json_put_value(b, json_is(parsed, JSON_OBJECT) ? parsed : key + 1);
+        const json *parsed =
+            arguments ? json_parse(&a, text.n ? text : STR("{}"), c->m->limits, &ignored) : NULL;
+        if (str_is(json_str(key), "function") && key[1].type == JSON_OBJECT)
+            api_put_tool_call(c, key + 1, b);
+        else
+            json_put_value(b, json_is(parsed, JSON_OBJECT) ? parsed : key + 1);
         arena_free(&a);
     }
     json_put_close(b, '}');
 }
 
-/* A content that is null or missing is an empty text, as in vLLM: templates join and walk it, also beside calls of tools. */
+/* Writes one message. A content that is null or missing becomes an empty text, as in vLLM:
+ * templates join contents or loop over them, also in messages with tool calls. */
 static int api_put_message(api_call *c, const json *m, bool walked, buf *b, toka_err *e) {
     int code = 0;
     const json *role = json_get(m, "role");
     const bool assistant = str_is(json_str(role), "assistant");
-    walked &= !str_is(json_str(role), "tool"); /* templates that walk the parts of others print a tool's as a list */
-    if (m->type != JSON_OBJECT || !json_is(role, JSON_STRING) || (!assistant && !json_get(m, "content")))
+    /* Templates that loop over the parts of other messages print those of a tool as a list. */
+    walked &= !str_is(json_str(role), "tool");
+    if (m->type != JSON_OBJECT || !json_is(role, JSON_STRING) ||
+        (!assistant && !json_get(m, "content")))
         return API_BAD("messages: expected objects with a role and a content");
     json_put_open(b, '{');
     JSON_MEMBERS(key, m) {
         str name = json_str(key);
-        bool content = str_is(name, "content"), no_calls = str_is(name, "tool_calls") && key[1].type == JSON_ARRAY && !key[1].n;
-        if (no_calls || (!content && key[1].type == JSON_NULL)) continue; /* templates ask whether a message has tool_calls */
+        bool content = str_is(name, "content");
+        bool no_calls =
+            str_is(name, "tool_calls") && key[1].type == JSON_ARRAY && !key[1].n;
+        if (no_calls || (!content && key[1].type == JSON_NULL))
+            continue; /* templates ask whether a message has tool_calls */
         json_put_str(b, name), buf_char(b, ':');
-        if (content && key[1].type != JSON_STRING && key[1].type != JSON_NULL && key[1].type != JSON_ARRAY)
+        if (content && key[1].type != JSON_STRING && key[1].type != JSON_NULL &&
+            key[1].type != JSON_ARRAY)
             return API_BAD("messages: a content is a text or a list of parts");
         if (content && key[1].type == JSON_NULL) {
             json_put_str(b, STR(""));
@@ -15779,7 +15903,8 @@ static int api_put_message(api_call *c, const json *m, bool walked, buf *b, toka
             if ((code = api_put_parts(c, key + 1, walked, b, e))) return code;
         } else if (str_is(name, "tool_calls") && key[1].type == JSON_ARRAY) {
             json_put_open(b, '[');
-            JSON_EACH(call, key + 1) call->type == JSON_OBJECT ? api_put_tool_call(c, call, b) : json_put_value(b, call);
+            JSON_EACH(call, key + 1)
+                call->type == JSON_OBJECT ? api_put_tool_call(c, call, b) : json_put_value(b, call);
             json_put_close(b, ']');
         } else {
             json_put_value(b, key + 1);
@@ -15790,11 +15915,13 @@ static int api_put_message(api_call *c, const json *m, bool walked, buf *b, toka
     return 0;
 }
 
-/* What the chat template gets, as a JSON object. tool_choice "none": it sees no tools; an empty
- * list is none, too, where one template serves all chats: it would ask for calls. */
+/* Writes the context of the chat template, a JSON object. With tool_choice "none" the template sees
+ * no tools. An empty list of tools counts as no tools if one template serves chats with and without
+ * tools: such a template would ask for calls. */
 static int api_context(api_call *c, const api_body *body, buf *b, toka_err *e) {
     int code = 0;
-    bool none = str_is(json_str(body->tool_choice), "none"), automatic = str_is(json_str(body->tool_choice), "auto");
+    bool none = str_is(json_str(body->tool_choice), "none");
+    bool automatic = str_is(json_str(body->tool_choice), "auto");
     const json *messages = body->messages, *tools = none ? NULL : body->tools;
     if (tools && !tools->n && !pub_by_tools(c->m->t, tools)) tools = NULL;
     if (body->tool_choice && !none && !automatic)
@@ -15803,19 +15930,23 @@ static int api_context(api_call *c, const api_body *body, buf *b, toka_err *e) {
     json_put_open(b, '{');
     json_put_key(b, "messages"), json_put_open(b, '[');
     const tmpl *chat = pub_chat_template(c->m->t, tools);
-    JSON_EACH(m, messages) if ((code = api_put_message(c, m, chat && chat->walks_content, b, e))) return code;
+    JSON_EACH(m, messages)
+        if ((code = api_put_message(c, m, chat && chat->walks_content, b, e))) return code;
     json_put_close(b, ']');
     json_put_key(b, "add_generation_prompt"), json_put_bool(b, body->generate);
     if (tools) json_put_key(b, "tools"), json_put_value(b, tools);
     if (body->documents) json_put_key(b, "documents"), json_put_value(b, body->documents);
     if (body->kwargs)
-        JSON_MEMBERS(key, body->kwargs) json_put_str(b, json_str(key)), buf_char(b, ':'), json_put_value(b, key + 1);
+        JSON_MEMBERS(key, body->kwargs)
+            json_put_str(b, json_str(key)), buf_char(b, ':'), json_put_value(b, key + 1);
     json_put_close(b, '}');
     return 0;
 }
 
-/* One prompt, or the chat, to ids; its text to *text, in the call's arena. */
-static int api_encode(api_call *c, const api_body *b, const json *prompt, ids *out, str *text, toka_err *e) {
+/* Encodes one prompt (NULL: the chat) into ids. If the call echoes it, *text gets its text, in the
+ * arena of the call. */
+static int api_encode(api_call *c, const api_body *b, const json *prompt, ids *out, str *text,
+                      toka_err *e) {
     buf context = {0}, rendered = {0};
     int code = 0, special = b->special >= 0 ? b->special : prompt != NULL;
     if (json_is(prompt, JSON_ARRAY)) return api_id_list(c->m, prompt, "prompt", out, e);
@@ -15823,14 +15954,17 @@ static int api_encode(api_call *c, const api_body *b, const json *prompt, ids *o
     if (!prompt) {
         code = api_context(c, b, &context, e);
         if (!code) code = pub_need_template(c->m->t, e);
-        const json_limits limits = {json_trusted.depth, 2 * c->m->limits.max_bytes}; /* arguments of calls are values now */
+        /* May be deeper and larger than the body: the arguments of tool calls are values now. */
+        const json_limits limits = {json_trusted.depth, 2 * c->m->limits.max_bytes};
         const str in = buf_view(&context);
         if (!code) code = pub_render(c->m->t, c->m->t->files, in, limits, c->m->now, &rendered, e);
     } else if (prompt->type != JSON_STRING) {
         code = API_BAD("prompt: expected a text, token ids, or a list of either");
     }
     str s = prompt ? json_str(prompt) : buf_view(&rendered);
-    if (!code) code = tok_encode(c->m->t->tok, s, TOKA_PARSE_SPECIAL | (special ? TOKA_ADD_SPECIAL : 0), out, e);
+    if (!code)
+        code = tok_encode(c->m->t->tok, s, TOKA_PARSE_SPECIAL | (special ? TOKA_ADD_SPECIAL : 0),
+                          out, e);
     if (!code && c->echo) *text = arena_str(&c->a, s);
     buf_free(&context), buf_free(&rendered);
     return code;
@@ -15840,30 +15974,38 @@ static const char *api_max_name(const api_body *b) {
     return b->max_completion_tokens >= 0 ? "max_completion_tokens" : "max_tokens";
 }
 
-/* A default that is more than what the prompt leaves becomes that; what a body asks for is given or refused, as by OpenAI and
- * vLLM. */
+/* Checks that a prompt leaves room for the max_tokens of the body: it is granted or refused, as by
+ * OpenAI and vLLM. A default that is too large is reduced to the room instead. */
 static int api_check_room(api_call *c, const api_body *b, size_t n_prompt, toka_err *e) {
     if (!b->has_max || n_prompt + (size_t)b->max_tokens <= (size_t)c->m->max_len) return 0;
     c->code = "context_length_exceeded";
-    return API_BAD("%s: %lld behind a prompt of %zu tokens, expected at most %zu (max_model_len %d)",
-                   api_max_name(b), (long long)b->max_tokens, n_prompt, (size_t)c->m->max_len - n_prompt, c->m->max_len);
+    return API_BAD("%s: %lld behind a prompt of %zu tokens, expected at most %zu "
+                   "(max_model_len %d)",
+                   api_max_name(b), (long long)b->max_tokens, n_prompt,
+                   (size_t)c->m->max_len - n_prompt, c->m->max_len);
 }
 
-static int api_part_init(api_call *c, const api_body *b, const toka_request *q, const json *prompt, toka_err *e) {
+/* Encodes one prompt into the next part and checks its request. */
+static int api_part_init(api_call *c, const api_body *b, const toka_request *q, const json *prompt,
+                         toka_err *e) {
     int k = c->n_parts++;
     api_part *p = &c->parts[k];
     *p = (api_part){.call = c, .q = *q, .first = k * c->n, .text = STR("")};
-    if (k && !b->has_seed) p->q.sampling.seed = api_seed(q->sampling.seed, (uint64_t[]){c->serial[0], (uint64_t)k});
+    if (k && !b->has_seed)
+        p->q.sampling.seed = api_seed(q->sampling.seed, (uint64_t[]){c->serial[0], (uint64_t)k});
     int code = api_encode(c, b, prompt, &p->prompt, &p->text, e);
     if (code) return code;
-    ids_reserve(&p->prompt, 1); /* never NULL: NULL would mean the text */
-    p->q.ids = p->prompt.p, p->q.n_ids = p->prompt.n, p->scored.n_top = c->n_prompt_top;
+    ids_reserve(&p->prompt, 1); /* not NULL, even if empty: NULL would mean that q has a text */
+    p->q.ids = p->prompt.p;
+    p->q.n_ids = p->prompt.n;
+    p->scored.n_top = c->n_prompt_top;
     c->n_prompt_tokens += (int64_t)p->prompt.n;
     if (p->prompt.n + (p->q.n != 0) > (size_t)c->m->max_len) c->code = "context_length_exceeded";
     const toka *t = c->m->t;
     code = eng_check(t->files, t->tok, c->m->max_len, &p->q, p->prompt.p, p->prompt.n, e);
     if (!code) code = api_check_room(c, b, p->prompt.n, e);
-    if (!code && c->echo && json_is(prompt, JSON_ARRAY) && c->m->t->tok) { /* given as ids: its text is what they say */
+    if (!code && c->echo && json_is(prompt, JSON_ARRAY) && c->m->t->tok) {
+        /* The prompt came as ids; its text is their decoded text. */
         buf_clear(&c->shown);
         code = tok_decode(c->m->t->tok, p->prompt.p, p->prompt.n, 0, &c->shown, e);
         p->text = arena_str(&c->a, buf_view(&c->shown));
@@ -15871,18 +16013,21 @@ static int api_part_init(api_call *c, const api_body *b, const toka_request *q, 
     return code;
 }
 
-/* Bytes of what a choice says about its prompt, or a chat beside its choices. */
+/* About the bytes that an answer has about one prompt: in each choice of a completion, once in a
+ * chat. */
 static double api_prompt_bytes(const api_call *c, const api_part *p) {
     const double n = (double)p->prompt.n;
     double bytes = c->echo ? (double)p->text.n : 0;
     if (c->echo && c->want_logprobs && !c->packed) bytes += n * (64 + 32.0 * (1 + c->n_top));
     if (c->want_ids || c->packed) bytes += n * 8;
-    if (c->want_prompt_logprobs || (c->packed && p->q.prompt_logprobs)) /* echo's are told of above, or packed */
+    /* Log-probabilities of an echo alone are counted above, or they are packed. */
+    if (c->want_prompt_logprobs || (c->packed && p->q.prompt_logprobs))
         bytes += n * (1 + c->n_prompt_top) * (c->packed ? 12 : 80);
     return bytes;
 }
 
-/* Bytes of a token of an answer: its text, and what is told of it and of each alternative. */
+/* About the bytes that an output token takes, as a record and as JSON: its text, and what is said
+ * about it and each alternative. */
 static double api_token_bytes(const api_call *c) {
     double each = c->want_ids ? 20 : 0;
     if (c->want_logprobs) each = c->chat ? 100 : 50;
@@ -15890,8 +16035,9 @@ static double api_token_bytes(const api_call *c) {
     return 16 + each * (1 + c->n_top);
 }
 
-/* An answer is held whole until its last sample has ended, so it has to have a bound. A stream holds
- * only the state of its choices. */
+/* Checks that the answer may become as large as the body allows. An answer that is not streamed
+ * stays in memory until its last sample has ended, so its size needs a limit. A stream keeps only
+ * one api_choice for each choice. */
 static int api_check_answer(const api_call *c, const api_body *b, toka_err *e) {
     const double most = (double)c->m->max_answer_bytes, per_token = api_token_bytes(c);
     const int n_choices = c->n * c->n_parts;
@@ -15899,7 +16045,8 @@ static int api_check_answer(const api_call *c, const api_body *b, toka_err *e) {
     int longest = 0;
     for (int k = 0; k < c->n_parts && !c->stream; k++) {
         const api_part *p = &c->parts[k];
-        const int room = c->m->max_len - (int)p->prompt.n, asked = p->q.sampling.max_tokens;
+        const int room = c->m->max_len - (int)p->prompt.n;
+        const int asked = p->q.sampling.max_tokens;
         const int n_tokens = !p->q.n ? 0 : asked ? MIN(asked, room) : room;
         longest = MAX(longest, n_tokens);
         bytes += c->n * per_token * n_tokens;
@@ -15907,14 +16054,15 @@ static int api_check_answer(const api_call *c, const api_body *b, toka_err *e) {
     }
     if (!most || bytes + repeated <= most) return 0;
     const char *field = c->n > 1 ? "n" : c->n_parts > 1 ? "prompt" : api_max_name(b);
-    return API_BAD("%s: %d choices%s of up to %d tokens (max_tokens) with %d alternatives each (logprobs) "
-                   "may be an answer of %.3g GB, expected at most %.3g GB (--max-answer-bytes); "
-                   "a stream has no such limit",
-                   field, n_choices, repeated > 0 ? " that each repeat their prompt," : "", longest, c->n_top,
-                   1e-9 * (bytes + repeated), 1e-9 * most);
+    return API_BAD(
+        "%s: %d choices%s of up to %d tokens (max_tokens) with %d alternatives each (logprobs) may "
+        "be an answer of %.3g GB, expected at most %.3g GB (--max-answer-bytes); a stream has no "
+        "such limit",
+        field, n_choices, repeated > 0 ? " that each repeat their prompt," : "", longest, c->n_top,
+        1e-9 * (bytes + repeated), 1e-9 * most);
 }
 
-/* A text, token ids, or a list of either. */
+/* Makes the parts of a call. A prompt is a text, a list of token ids, or a list of either. */
 static int api_prompts(api_call *c, const api_body *b, const toka_request *q, toka_err *e) {
     const json *v = c->chat ? NULL : b->prompt, *first = json_at(v, 0);
     bool many = first && first->type != JSON_NUMBER;
@@ -15930,13 +16078,15 @@ static int api_prompts(api_call *c, const api_body *b, const toka_request *q, to
 
 /* ---- Calls ---- */
 
+/* Allocates the choices of a call, when its first event arrives. */
 static void api_choices_init(api_call *c) {
     c->choices = mem_zalloc((size_t)c->n_choices * sizeof *c->choices);
     c->held += (size_t)c->n_choices * sizeof *c->choices;
     for (int i = 0; i < c->n_choices; i++) {
         api_choice *x = &c->choices[i];
         const api_part *p = &c->parts[i / c->n];
-        x->tokens.n_top = c->n_top, x->stop_id = x->stop_text = -1;
+        x->tokens.n_top = c->n_top;
+        x->stop_id = x->stop_text = -1;
         if (!c->m->t->tok) continue;
         tok_stream_init(&x->stream, c->m->t->tok, p->q.keep_special ? 0 : TOKA_SKIP_SPECIAL);
         tok_stream_follow(&x->stream, p->prompt.p[p->prompt.n - 1]);
@@ -15949,30 +16099,40 @@ static int api_parse_fields(api_call *c, enum api_route route, const json *body,
     c->chat = route == API_CHAT;
     int code = api_read_body(c, route, body, &b, e);
     if (code) return code;
-    c->stream = b.stream, c->echo = b.echo, c->want_ids = b.return_token_ids, c->packed = b.return_packed;
+    c->stream = b.stream;
+    c->echo = b.echo;
+    c->want_ids = b.return_token_ids;
+    c->packed = b.return_packed;
     c->names_are_ids = b.names_are_ids;
-    if ((code = api_check_model(c, b.model, e)) || (code = api_stream_options(c, &b, e))) return code;
-    if (!(code = api_sampling(c, &b, &q, e))) code = api_prompts(c, &b, &q, e);
-    if (!code) code = api_check_answer(c, &b, e);
+    if ((code = api_check_model(c, b.model, e)) || (code = api_stream_options(c, &b, e)))
+        return code;
+    if (!(code = api_sampling(c, &b, &q, e)) && !(code = api_prompts(c, &b, &q, e)))
+        code = api_check_answer(c, &b, e);
     return code;
 }
 
-/* What is said about a failed parse beside the message: whose name does that begin with? */
+/* Sets the status, code and param of a failed parse. param is the field that the message begins
+ * with, or the prompt if the request was refused because of it. */
 static void api_blame(api_call *c, enum api_route route, const toka_err *e) {
     size_t n = 0;
     while (isalnum((unsigned char)e->msg[n]) || e->msg[n] == '_') n++;
     const api_field *f = api_find_field((str){e->msg, n}, 1 << route);
-    const bool failed = e->code == TOKA_E_DEVICE || e->code == TOKA_E_IO;
-    if (!c->status) c->status = e->code == TOKA_E_MEMORY ? 503 : failed ? 500 : 400;
+    if (!c->status)
+        c->status = e->code == TOKA_E_MEMORY ? 503
+                    : e->code == TOKA_E_DEVICE || e->code == TOKA_E_IO ? 500 : 400;
     if (!c->code && c->unsupported) c->code = "unsupported_parameter";
     if (c->param) return;
     c->param = f ? f->name : NULL;
-    if (!f && (c->code || c->n_parts) && c->status == 400) c->param = c->chat ? "messages" : "prompt";
+    if (!f && (c->code || c->n_parts) && c->status == 400)
+        c->param = c->chat ? "messages" : "prompt";
 }
 
-/* Reads a body, already JSON, into a call; nothing of it is needed after. 0, or a negative code with c->status, type, param,
- * code and unsupported set; in both cases api_free takes the call apart. Encodes text: not for the driving thread. */
-static int api_parse_json(const api_model *m, enum api_route route, const json *body, api_call *c, toka_err *e) {
+/* Reads a body, parsed as JSON, into a call; the JSON is not needed afterwards. Returns 0, or a
+ * negative code and sets the status, type, param, code and unsupported of the call. In both cases
+ * the caller calls api_free. It encodes text, which takes time: do not call it on the driving
+ * thread. */
+static int api_parse_json(const api_model *m, enum api_route route, const json *body, api_call *c,
+                          toka_err *e) {
     c->m = m;
     int code = api_parse_fields(c, route, body, e);
     if (code) api_blame(c, route, e);
@@ -15980,11 +16140,15 @@ static int api_parse_json(const api_model *m, enum api_route route, const json *
     return code;
 }
 
+/* As api_parse_json, of a body that is still text. */
 static int api_parse(const api_model *m, enum api_route route, str body, api_call *c, toka_err *e) {
     arena a = {0};
     const json *root = json_parse(&a, str_skip_bom(body), m->limits, e);
     int code = root ? api_parse_json(m, route, root, c, e) : e->code;
-    if (!root) c->status = e->code == TOKA_E_MEMORY ? 503 : 400, c->m = m;
+    if (!root) {
+        c->status = e->code == TOKA_E_MEMORY ? 503 : 400;
+        c->m = m;
+    }
     arena_free(&a);
     return code;
 }
@@ -15994,12 +16158,19 @@ static void api_free(api_call *c) {
         tok_stream_free(&c->choices[i].stream);
         buf_free(&c->choices[i].text), buf_free(&c->choices[i].tokens.b);
     }
-    for (int i = 0; i < c->n_parts; i++)
-        ids_free(&c->parts[i].prompt), buf_free(&c->parts[i].scored.b), buf_free(&c->parts[i].waiting);
-    free(c->choices), free(c->parts), toka_words_del(c->words), c->words = NULL;
-    buf_free(&c->head), buf_free(&c->text), buf_free(&c->bytes), buf_free(&c->shown), buf_free(&c->names);
+    for (int i = 0; i < c->n_parts; i++) {
+        ids_free(&c->parts[i].prompt);
+        buf_free(&c->parts[i].scored.b), buf_free(&c->parts[i].waiting);
+    }
+    free(c->choices), free(c->parts);
+    toka_words_del(c->words);
+    c->words = NULL;
+    buf_free(&c->head), buf_free(&c->text);
+    buf_free(&c->bytes), buf_free(&c->shown), buf_free(&c->names);
     arena_free(&c->a);
-    c->choices = NULL, c->parts = NULL, c->n_choices = c->n_parts = 0;
+    c->choices = NULL;
+    c->parts = NULL;
+    c->n_choices = c->n_parts = 0;
 }
 
 /* ===========================================================================
