@@ -14682,8 +14682,8 @@ int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_e
  * return 0 or the HTTP status to answer. Slices borrow from the input.
  *
  * Input that two parsers could read differently is refused, never repaired: bare line feeds, folded
- * lines, white space before a colon, two Content-Length headers or one beside Transfer-Encoding,
- * codings other than one "chunked", sizes with signs or spaces. Otherwise a proxy in front and this
+ * lines, white space before a colon, two Content-Length headers, Content-Length together with
+ * Transfer-Encoding, codings other than one "chunked", sizes with signs or spaces. Otherwise a proxy in front and this
  * server could disagree about where a request ends (request smuggling).
  * =========================================================================== */
 
@@ -15136,7 +15136,7 @@ static const char *http_reason(int status) {
 }
 
 /* Writes "Sun, 06 Nov 1994 08:49:37 GMT". unix_s: seconds since 1970; if the clock is set before
- * 1970, the date is the begin of 1970. Years are counted from March, so that the leap day is the
+ * 1970, the date is the start of 1970. Years are counted from March, so that the leap day is the
  * last day of a year; an era is 400 years. */
 static void http_put_date(buf *b, int64_t unix_s) {
     static const char days[] = "ThuFriSatSunMonTueWed";
@@ -15211,7 +15211,7 @@ static void http_put_last_chunk(buf *b) { buf_c(b, "0\r\n\r\n"); }
  *   - without api_model.live the bytes of an answer depend only on the body, on the model and its
  *     api_model, and on the serial and created of the call: no clock (but a template that asks for
  *     the time gets the local time if api_model.now is NULL), no state of the prefix cache.
- * One thread at a time uses a call; only api_pack may run beside it, since it only reads the call.
+ * Only one thread at a time may use a call, except that api_pack may run at any time: it only reads.
  *
  * Two extensions of OpenAI's API:
  *   - "return_packed": true gives the ids and log-probabilities of a choice as base64 of
@@ -15234,8 +15234,7 @@ typedef struct api_model {
     int n_names;
     const char *name;         /* the "model" of all answers if n_names is 0 */
     const char *fingerprint;  /* system_fingerprint of live answers; NULL: none */
-    const char *const *beside; /* names of members that the caller handles, the last is NULL; or
-                               * NULL */
+    const char *const *beside; /* fields that the caller handles: NULL-terminated names, or NULL */
     toka_request base;        /* defaults for fields that a body does not have */
     int completion_tokens;    /* max_tokens of a completion if neither the body nor base has it;
                                * 0: as many as fit */
@@ -15247,7 +15246,7 @@ typedef struct api_model {
     bool strict;              /* an unknown field is an error */
     bool live;                /* answers include stop_reason, system_fingerprint and cached_tokens;
                                * the last two depend on the server and its prefix cache */
-    void (*unknown)(void *user, str name); /* told of each unknown field, if not strict; or NULL */
+    void (*unknown)(void *user, str name); /* called for unknown fields, if not strict; or NULL */
     void *user;               /* for unknown */
 } api_model;
 
@@ -15308,7 +15307,7 @@ typedef struct api_call {
     str model;
     api_part *parts;    /* [n_parts], owned */
     int n_parts;
-    api_choice *choices; /* [n_choices], owned; NULL until the first event: queued calls are small */
+    api_choice *choices; /* [n_choices], owned; NULL until the first event, to save memory */
     int n_choices;
     int n_left;         /* choices that have not ended */
     toka_finish broken; /* TOKA_FAILED or TOKA_CANCELLED if one of them ended a choice; else 0 */
@@ -15317,7 +15316,7 @@ typedef struct api_call {
     buf text;           /* streaming: text of the current token */
     buf bytes, shown, names; /* scratch of api_token_text and api_put_top */
 
-    size_t held;        /* bytes of the choices, their text and tokens, and of waiting records */
+    size_t held;        /* bytes of the choices, their text, all tokens, and the waiting records */
 
     int status;         /* for api_error after a failed api_parse: HTTP status */
     const char *type, *param, *code; /* and the rest of its arguments: static, or NULL */
@@ -15330,8 +15329,11 @@ typedef struct api_call {
 
 /* ---- The fields ---- */
 
-/* Field kinds, and how a field is used. API_WHOLE: a whole number. */
-enum api_use { API_USED, API_NO_EFFECT, API_REFUSED };
+enum api_use {
+    API_USED,
+    API_NO_EFFECT, /* accepted and ignored */
+    API_REFUSED,   /* an error, unless the value asks for nothing (api_field.harmless) */
+};
 enum api_kind { API_ANY, API_NUMBER, API_WHOLE, API_BOOL, API_TEXT, API_LIST, API_OBJECT };
 /* Bits of api_field.where: one for each route. */
 enum {
@@ -16013,8 +16015,8 @@ static int api_part_init(api_call *c, const api_body *b, const toka_request *q, 
     return code;
 }
 
-/* About the bytes that an answer has about one prompt: in each choice of a completion, once in a
- * chat. */
+/* Estimates the bytes that an answer has about one prompt: in each choice of a completion, once in
+ * a chat. */
 static double api_prompt_bytes(const api_call *c, const api_part *p) {
     const double n = (double)p->prompt.n;
     double bytes = c->echo ? (double)p->text.n : 0;
@@ -16026,8 +16028,8 @@ static double api_prompt_bytes(const api_call *c, const api_part *p) {
     return bytes;
 }
 
-/* About the bytes that an output token takes, as a record and as JSON: its text, and what is said
- * about it and each alternative. */
+/* Estimates the bytes that an output token takes, as a record and as JSON: its text, and what is
+ * said about it and each alternative. */
 static double api_token_bytes(const api_call *c) {
     double each = c->want_ids ? 20 : 0;
     if (c->want_logprobs) each = c->chat ? 100 : 50;
@@ -16175,13 +16177,15 @@ static void api_free(api_call *c) {
 
 /* ===========================================================================
  * MARK: 26. OpenAI API: answers [pure]
- * From events to bodies, the second half of the picture above: records, tokens and choices as JSON, chunks of a stream, errors;
- * and what needs no engine: the list of models, tokenize, detokenize.
+ * Turns events into answers, the second half of the picture above: records, tokens and choices as
+ * JSON, chunks of a stream, errors. Also the answers that need no engine: the list of models,
+ * tokenize and detokenize.
  * =========================================================================== */
 
 /* ---- Records: events as bytes ---- */
 
-typedef struct api_record { /* followed by its alternatives (id, logprob) and its text */
+typedef struct api_record { /* followed by the ids and logprobs of its alternatives, and its text */
+    /* The fields of a toka_event; part: index of its api_part. */
     int32_t part, sample, id, stop_id, stop_text, n_cached, rank;
     float logprob, sampled;
     uint32_t n_text;
@@ -16190,17 +16194,26 @@ typedef struct api_record { /* followed by its alternatives (id, logprob) and it
 } api_record;
 
 static size_t api_record_bytes(const toka_event *ev) {
-    const size_t top = sizeof *ev->top_ids + sizeof *ev->top_logprobs;
-    return sizeof(api_record) + (size_t)ev->n_top * top + ev->text_bytes;
+    return sizeof(api_record) +
+           (size_t)ev->n_top * (sizeof *ev->top_ids + sizeof *ev->top_logprobs) + ev->text_bytes;
 }
 
-/* Appends one event of a part. For the driving thread: no text is made, nothing is locked. */
+/* Appends one event of a part as a record. Cheap enough for the driving thread: it makes no text
+ * and takes no lock. */
 static void api_pack(const api_part *p, const toka_event *ev, buf *records) {
-    api_record r = {.part = (int32_t)(p - p->call->parts), .sample = ev->sample, .id = ev->id, .stop_id = ev->stop_id,
-                    .stop_text = ev->stop_text, .n_cached = ev->n_cached, .rank = ev->rank,
-                    .logprob = ev->logprob, .sampled = ev->sampled_logprob,
-                    .n_text = ev->text ? (uint32_t)ev->text_bytes : 0, .n_top = (uint16_t)ev->n_top,
-                    .finish = (uint8_t)ev->finish, .has_text = ev->text != NULL};
+    api_record r = {.part = (int32_t)(p - p->call->parts),
+                    .sample = ev->sample,
+                    .id = ev->id,
+                    .stop_id = ev->stop_id,
+                    .stop_text = ev->stop_text,
+                    .n_cached = ev->n_cached,
+                    .rank = ev->rank,
+                    .logprob = ev->logprob,
+                    .sampled = ev->sampled_logprob,
+                    .n_text = ev->text ? (uint32_t)ev->text_bytes : 0,
+                    .n_top = (uint16_t)ev->n_top,
+                    .finish = (uint8_t)ev->finish,
+                    .has_text = ev->text != NULL};
     size_t n = (size_t)ev->n_top;
     buf_put(records, &r, sizeof r);
     if (n) buf_put(records, ev->top_ids, n * sizeof *ev->top_ids);
@@ -16208,13 +16221,17 @@ static void api_pack(const api_part *p, const toka_event *ev, buf *records) {
     if (r.n_text) buf_put(records, ev->text, ev->text_bytes);
 }
 
-/* What would come of a part that the engine did not take. */
+/* Appends the records of a part that the engine did not accept: every sample ends with `how`. */
 static void api_pack_end(const api_part *p, toka_finish how, buf *records) {
     toka_event ev = {.id = -1, .finish = how, .stop_id = -1, .stop_text = -1};
-    for (int i = 0; i < MAX(p->q.n, 1); i++) ev.sample = p->q.n ? i : TOKA_PROMPT, api_pack(p, &ev, records);
+    for (int i = 0; i < MAX(p->q.n, 1); i++) {
+        ev.sample = p->q.n ? i : TOKA_PROMPT;
+        api_pack(p, &ev, records);
+    }
 }
 
-/* The first record of s; `rest` is what stands behind its head, and *n the bytes of all. */
+/* Returns the fixed part of the first record of s. *rest: its alternatives and text; *n: bytes of
+ * the whole record. */
 static api_record api_unpack(str s, str *rest, size_t *n) {
     api_record r;
     assert(s.n >= sizeof r);
@@ -16225,6 +16242,7 @@ static api_record api_unpack(str s, str *rest, size_t *n) {
     return r;
 }
 
+/* Appends the token of a record and its alternatives (id -1: fewer than n_top). `rest` as above. */
 static void api_tokens_put(api_tokens *t, const api_record *r, str rest) {
     const size_t n = (size_t)r->n_top;
     api_token self = {.id = r->id, .logprob = r->logprob, .sampled = r->sampled};
@@ -16233,22 +16251,27 @@ static void api_tokens_put(api_tokens *t, const api_record *r, str rest) {
     for (size_t i = 0; i < (size_t)t->n_top; i++) {
         api_token top = {.id = -1};
         if (i < n) memcpy(&top.id, rest.p + i * sizeof top.id, sizeof top.id);
-        if (i < n) memcpy(&top.logprob, rest.p + n * sizeof top.id + i * sizeof top.logprob, sizeof top.logprob);
+        if (i < n)
+            memcpy(&top.logprob, rest.p + n * sizeof top.id + i * sizeof top.logprob,
+                   sizeof top.logprob);
         buf_put(&t->b, &top, sizeof top);
     }
 }
 
-static size_t api_tokens_n(const api_tokens *t) { return t->b.n / sizeof(api_token) / (1 + (size_t)t->n_top); }
+static size_t api_tokens_n(const api_tokens *t) {
+    return t->b.n / sizeof(api_token) / (1 + (size_t)t->n_top);
+}
 
-/* Token i, or (k > 0) its k-th alternative. */
+/* Token i (k = 0), or its k-th alternative. */
 static const api_token *api_token_at(const api_tokens *t, size_t i, size_t k) {
     return (const api_token *)(const void *)t->b.p + i * (1 + (size_t)t->n_top) + k;
 }
 
 /* ---- Tokens as JSON ---- */
 
-/* The text of a token for a reader, in c->shown until the next call, and its bytes, which may be part of a character. One that has
- * no text, for there is no tokenizer or it ends before this id, is called by its id: by name alone alternatives are told apart. */
+/* Returns the text of a token, valid until the next call (it is in c->shown). *bytes: its bytes,
+ * which may be a part of a character. If there is no tokenizer, or if the tokenizer has no text for
+ * this id, the text names the id: alternatives must have different names. */
 static str api_token_text(api_call *c, int32_t id, str *bytes) {
     buf *raw = &c->bytes;
     buf_clear(raw), buf_clear(&c->shown);
@@ -16259,7 +16282,7 @@ static str api_token_text(api_call *c, int32_t id, str *bytes) {
     return buf_view(&c->shown);
 }
 
-static void api_put_logprob(buf *b, float logprob) { /* OpenAI's way to say: impossible */
+static void api_put_logprob(buf *b, float logprob) { /* -9999: impossible, as OpenAI writes it */
     json_put_num(b, logprob == -INFINITY ? -9999 : logprob, true);
 }
 
@@ -16269,11 +16292,12 @@ static void api_put_ids(buf *b, const char *name, const int32_t *id, size_t n) {
     json_put_close(b, ']');
 }
 
-/* {token: logprob ..}: the n_top alternatives and the token itself. Of equal texts the first, likelier one counts. */
+/* Writes {token: logprob ..} of the n_top alternatives of token i and of the token itself. If
+ * several have the same text, only the first is written: the most likely one. */
 static void api_put_top(api_call *c, const api_tokens *t, size_t i, int n_top, buf *b) {
     buf *seen = &c->names;
     str bytes;
-    buf_clear(seen), buf_char(seen, '\n'); /* each name stands between line feeds, which JSON texts do not have */
+    buf_clear(seen), buf_char(seen, '\n'); /* line feeds separate names: JSON text has none */
     json_put_open(b, '{');
     for (int k = 1; k <= n_top + 1; k++) {
         const api_token *v = api_token_at(t, i, k > n_top ? 0 : (size_t)k);
@@ -16291,32 +16315,41 @@ static void api_put_top(api_call *c, const api_tokens *t, size_t i, int n_top, b
     json_put_close(b, '}');
 }
 
-/* Does a text that begins with this token leave out its space? Tokenizers after SentencePiece put one before the first word. */
-static bool api_drops_space(const api_call *c, const api_part *p, bool prompt, int32_t id, str bytes) {
+/* Is the space before this token dropped if the token begins a text? Tokenizers like
+ * SentencePiece put a space before the first word, and decoding removes it. */
+static bool api_drops_space(const api_call *c, const api_part *p, bool prompt, int32_t id,
+                            str bytes) {
     const tok *t = c->m->t->tok;
     buf alone = {0};
     toka_err unused;
     if (!str_starts(bytes, STR(" "))) return false;
     for (size_t i = 0; i < p->prompt.n && !prompt; i++)
-        if (!(t->flag[p->prompt.p[i]] & TOK_SPECIAL)) return false; /* an answer goes on where the prompt ends */
-    bool drops = !tok_decode(t, &id, 1, 0, &alone, &unused) && !str_starts(buf_view(&alone), STR(" "));
+        if (!(t->flag[p->prompt.p[i]] & TOK_SPECIAL))
+            return false; /* the answer continues the text of the prompt */
+    bool drops = !tok_decode(t, &id, 1, 0, &alone, &unused) &&
+                 !str_starts(buf_view(&alone), STR(" "));
     buf_free(&alone);
     return drops;
 }
 
-/* Characters that a token has in the text of its choice. A special token has none where the text leaves it out: in an answer
- * unless they are kept, in a prompt if it was put before the text that was given. */
-static int64_t api_token_width(const api_call *c, const api_part *p, bool prompt, int32_t id, str bytes, int64_t offset) {
+/* How many characters of its choice's text come from this token (prompt: it is a token of an echoed
+ * prompt). A special token has 0 if the text does not show it: in an answer if special tokens are
+ * skipped, in a prompt if the tokenizer put it before the given text. */
+static int64_t api_token_width(const api_call *c, const api_part *p, bool prompt, int32_t id,
+                               str bytes, int64_t offset) {
     const tok *t = c->m->t->tok;
     bool special = bytes.n && t->flag[id] & (prompt ? TOK_SPECIAL : TOK_SKIPPED);
     bool out = special && (prompt ? !offset && !str_starts(p->text, bytes) : !p->q.keep_special);
-    return out ? 0 : utf8_count(bytes) - (!special && !offset && api_drops_space(c, p, prompt, id, bytes));
+    return out ? 0
+               : utf8_count(bytes) -
+                     (!special && !offset && api_drops_space(c, p, prompt, id, bytes));
 }
 
-/* {"tokens":[..],"token_logprobs":[..],"top_logprobs":[..],"text_offset":[..]} of the tokens of two lists, one behind the other
- * (the first may be NULL: nothing is echoed). The first token of a prompt has null. Offsets count the text's characters. */
-static void api_put_text_logprobs(api_call *c, const api_part *p, const api_tokens *echo, const api_tokens *t, int64_t *offset,
-                                  buf *b) {
+/* Writes {"tokens":[..],"token_logprobs":[..],"top_logprobs":[..],"text_offset":[..]} of the tokens
+ * of echo (NULL: no echo), then of t. The first token of a prompt has null for its logprobs.
+ * text_offset counts characters of the text from *offset on; *offset is advanced. */
+static void api_put_text_logprobs(api_call *c, const api_part *p, const api_tokens *echo,
+                                  const api_tokens *t, int64_t *offset, buf *b) {
     const api_tokens *const lists[] = {echo, t};
     buf offsets = {0};
     str bytes;
@@ -16349,7 +16382,7 @@ static void api_put_text_logprobs(api_call *c, const api_part *p, const api_toke
     buf_free(&offsets);
 }
 
-/* "token":"..","logprob":..,"bytes":[..] */
+/* Writes the members "token":"..","logprob":..,"bytes":[..]. */
 static void api_put_chat_token(api_call *c, const api_token *t, buf *b) {
     str bytes;
     json_put_key(b, "token"), json_put_str(b, api_token_text(c, t->id, &bytes));
@@ -16380,8 +16413,10 @@ static void api_put_chat_logprobs(api_call *c, const api_tokens *t, buf *b) {
     json_put_close(b, '}');
 }
 
-/* vLLM's form: [null, {"ID":{"logprob":..,"rank":..,"decoded_token":".."} ..} ..], the token first.
- * rank: the place in the vocabulary, 1 is the most likely; null where it is not known. */
+/* Writes prompt_logprobs in vLLM's form:
+ *     [null, {"ID":{"logprob":..,"rank":..,"decoded_token":".."} ..} ..]
+ * In each object the token of the prompt is first. rank: 1 is the most likely id of the vocabulary;
+ * null: not known. */
 static void api_put_prompt_logprobs(api_call *c, const api_tokens *t, buf *b) {
     json_put_key(b, "prompt_logprobs"), json_put_open(b, '[');
     for (size_t i = 0; i < api_tokens_n(t); i++) {
@@ -16407,7 +16442,8 @@ static void api_put_prompt_logprobs(api_call *c, const api_tokens *t, buf *b) {
 
 /* ---- Packed arrays ---- */
 
-static void api_put_base64(buf *b, const char *name, const buf *bytes) { /* RFC 4648, with padding */
+/* Writes bytes as base64 (RFC 4648, with padding). */
+static void api_put_base64(buf *b, const char *name, const buf *bytes) {
     static const char digit[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     json_put_key(b, name), buf_char(b, '"');
     buf_reserve(b, bytes->n / 3 * 4 + 8);
@@ -16415,28 +16451,33 @@ static void api_put_base64(buf *b, const char *name, const buf *bytes) { /* RFC 
         size_t n = MIN(bytes->n - i, (size_t)3);
         uint32_t w = 0;
         for (size_t k = 0; k < 3; k++) w = w << 8 | (k < n ? (unsigned char)bytes->p[i + k] : 0u);
-        char four[4] = {digit[w >> 18], digit[w >> 12 & 63], n > 1 ? digit[w >> 6 & 63] : '=', n > 2 ? digit[w & 63] : '='};
+        char four[4] = {digit[w >> 18], digit[w >> 12 & 63], n > 1 ? digit[w >> 6 & 63] : '=',
+                        n > 2 ? digit[w & 63] : '='};
         buf_put(b, four, 4);
     }
     buf_char(b, '"');
 }
 
-static void api_put_le32(buf *b, const void *value) { /* four bytes, the lowest first */
+static void api_put_le32(buf *b, const void *value) { /* 4 bytes, little-endian */
     uint32_t u;
     memcpy(&u, value, 4);
     buf_put(b, (char[]){(char)u, (char)(u >> 8), (char)(u >> 16), (char)(u >> 24)}, 4);
 }
 
-/* One array of all tokens: `member` is its place in api_token; alternatives k0 .. k1 of each. */
-static void api_put_array(api_call *c, buf *b, const char *name, const api_tokens *t, size_t member, int k0, int k1) {
+/* Writes one packed array over all tokens: the 4 bytes at offset `member` of an api_token, for the
+ * entries k0 .. k1 of each token (0: the token; 1 and up: its alternatives). */
+static void api_put_array(api_call *c, buf *b, const char *name, const api_tokens *t, size_t member,
+                          int k0, int k1) {
     buf *raw = &c->shown;
     buf_clear(raw);
     for (size_t i = 0; i < api_tokens_n(t); i++)
-        for (int k = k0; k <= k1; k++) api_put_le32(raw, (const char *)api_token_at(t, i, (size_t)k) + member);
+        for (int k = k0; k <= k1; k++)
+            api_put_le32(raw, (const char *)api_token_at(t, i, (size_t)k) + member);
     api_put_base64(b, name, raw);
 }
 
-static void api_put_packed(api_call *c, const char *name, const api_tokens *t, bool sampled, buf *b) {
+static void api_put_packed(api_call *c, const char *name, const api_tokens *t, bool sampled,
+                           buf *b) {
     json_put_key(b, name), json_put_open(b, '{');
     json_put_key(b, "n"), json_put_int(b, (int64_t)api_tokens_n(t));
     api_put_array(c, b, "token_ids", t, offsetof(api_token, id), 0, 0);
@@ -16450,24 +16491,31 @@ static void api_put_packed(api_call *c, const char *name, const api_tokens *t, b
 
 /* ---- Choices ---- */
 
-static bool api_wants_tokens(const api_call *c) { return c->want_ids || c->want_logprobs || c->packed; }
+static bool api_wants_tokens(const api_call *c) {
+    return c->want_ids || c->want_logprobs || c->packed;
+}
 
 static void api_put_logprobs(api_call *c, const api_tokens *echo, api_choice *x, buf *b) {
     json_put_key(b, "logprobs");
     if (!c->want_logprobs || c->packed) json_put_null(b);
     else if (c->chat) api_put_chat_logprobs(c, &x->tokens, b);
-    else api_put_text_logprobs(c, &c->parts[(x - c->choices) / c->n], echo, &x->tokens, &x->offset, b);
+    else
+        api_put_text_logprobs(c, &c->parts[(x - c->choices) / c->n], echo, &x->tokens, &x->offset,
+                              b);
 }
 
-/* stop_reason: what of stop or stop_token_ids it was; null: the model's own end. Where there was
- * neither, nothing was left to draw. */
-static void api_put_finish(const api_call *c, const api_choice *x, const api_part *p, bool ended, buf *b) {
+/* Writes finish_reason (null if the choice has not ended) and, in live answers, stop_reason: the
+ * text of `stop` or the id of stop_token_ids that ended the choice; null if an end id of the model
+ * or the length ended it. If it stopped without a text or an id, no token was left to sample. */
+static void api_put_finish(const api_call *c, const api_choice *x, const api_part *p, bool ended,
+                           buf *b) {
     json_put_key(b, "finish_reason");
     if (!ended) json_put_null(b);
     else json_put_str(b, x->finish == TOKA_STOP ? STR("stop") : STR("length"));
     if (!c->m->live) return;
     json_put_key(b, "stop_reason");
-    bool asked = ended && x->stop_id >= 0 && samp_listed(p->q.sampling.stop_ids, p->q.sampling.n_stop_ids, x->stop_id);
+    bool asked = ended && x->stop_id >= 0 &&
+                 samp_listed(p->q.sampling.stop_ids, p->q.sampling.n_stop_ids, x->stop_id);
     if (ended && x->stop_text >= 0) json_put_str(b, str_c(p->q.sampling.stop[x->stop_text]));
     else if (asked) json_put_int(b, x->stop_id);
     else if (ended && x->finish == TOKA_STOP && x->stop_id < 0)
@@ -16475,19 +16523,21 @@ static void api_put_finish(const api_call *c, const api_choice *x, const api_par
     else json_put_null(b);
 }
 
-/* Ids and packed arrays of the tokens that x holds. */
+/* Writes the packed arrays, or the ids, of the tokens that x holds. */
 static void api_put_choice_ids(api_call *c, api_choice *x, buf *b) {
     if (c->packed) api_put_packed(c, "packed", &x->tokens, true, b);
     if (!c->want_ids || c->packed) return;
     json_put_key(b, "token_ids"), json_put_open(b, '[');
-    for (size_t i = 0; i < api_tokens_n(&x->tokens); i++) json_put_int(b, api_token_at(&x->tokens, i, 0)->id);
+    for (size_t i = 0; i < api_tokens_n(&x->tokens); i++)
+        json_put_int(b, api_token_at(&x->tokens, i, 0)->id);
     json_put_close(b, ']');
 }
 
-/* What is said about a prompt: in each choice of a completion, beside the choices of a chat. */
+/* Writes the members about a prompt that the call asks for: in each choice of a completion, or once
+ * after the choices of a chat. */
 static void api_put_prompt(api_call *c, api_part *p, buf *b) {
     if (c->packed && (c->want_ids || p->q.prompt_logprobs)) {
-        if (!p->scored.b.n) { /* ids alone: none has a log-probability, and nobody takes it for one */
+        if (!p->scored.b.n) { /* only ids were computed: NaN says that there are no logprobs */
             p->scored.n_top = 0;
             for (size_t i = 0; i < p->prompt.n; i++)
                 buf_put(&p->scored.b, &(api_token){.id = p->prompt.p[i], .logprob = NAN},
@@ -16530,22 +16580,25 @@ static void api_put_usage(const api_call *c, buf *b) {
     json_put_key(b, "total_tokens"), json_put_int(b, c->n_prompt_tokens + c->n_output_tokens);
     if (c->m->live) {
         json_put_key(b, "prompt_tokens_details"), json_put_open(b, '{');
-        json_put_key(b, "cached_tokens"), json_put_int(b, c->n_cached_tokens), json_put_close(b, '}');
+        json_put_key(b, "cached_tokens"), json_put_int(b, c->n_cached_tokens);
+        json_put_close(b, '}');
     }
     json_put_close(b, '}');
 }
 
-/* What every answer and every chunk begins with, up to its choices. */
+/* Writes the members that every answer and every chunk begins with, up to its choices. */
 static void api_put_head(const api_call *c, buf *b) {
     json_put_open(b, '{');
     json_put_key(b, "id");
-    buf_printf(b, "\"%s%016llx%016llx\"", c->chat ? "chatcmpl-" : "cmpl-", (unsigned long long)c->serial[0],
-               (unsigned long long)c->serial[1]);
+    buf_printf(b, "\"%s%016llx%016llx\"", c->chat ? "chatcmpl-" : "cmpl-",
+               (unsigned long long)c->serial[0], (unsigned long long)c->serial[1]);
     json_put_key(b, "object");
-    json_put_str(b, !c->chat ? STR("text_completion") : c->stream ? STR("chat.completion.chunk") : STR("chat.completion"));
+    json_put_str(b, !c->chat ? STR("text_completion")
+                    : c->stream ? STR("chat.completion.chunk") : STR("chat.completion"));
     json_put_key(b, "created"), json_put_int(b, c->created);
     json_put_key(b, "model"), json_put_str(b, c->model);
-    if (c->m->live && c->m->fingerprint) json_put_key(b, "system_fingerprint"), json_put_str(b, str_c(c->m->fingerprint));
+    if (c->m->live && c->m->fingerprint)
+        json_put_key(b, "system_fingerprint"), json_put_str(b, str_c(c->m->fingerprint));
     json_put_key(b, "choices"), json_put_open(b, '[');
 }
 
@@ -16555,7 +16608,8 @@ static void api_chunk_open(api_call *c, buf *out) {
     if (!c->head.n) buf_c(&c->head, "data: "), api_put_head(c, &c->head);
     buf_str(out, buf_view(&c->head));
 }
-static void api_chunk_close(api_call *c, api_part *prompt, bool usage, buf *out) { /* prompt: what is asked of it, or NULL */
+/* prompt: the part whose prompt members are to be written, or NULL. */
+static void api_chunk_close(api_call *c, api_part *prompt, bool usage, buf *out) {
     json_put_close(out, ']');
     if (prompt) api_put_prompt(c, prompt, out);
     if (usage) api_put_usage(c, out);
@@ -16563,7 +16617,8 @@ static void api_chunk_close(api_call *c, api_part *prompt, bool usage, buf *out)
     buf_c(out, "}\n\n");
 }
 
-/* The chunk that comes before the first token of a choice: a chat's role, the prompt of a completion if it is asked for. */
+/* Writes the chunk before the first token of a choice: the role of a chat; the prompt of a
+ * completion, as far as the call asks for it. */
 static void api_put_first_chunk(api_call *c, int index, buf *out) {
     api_choice *x = &c->choices[index];
     api_part *p = &c->parts[index / c->n];
@@ -16574,7 +16629,8 @@ static void api_put_first_chunk(api_call *c, int index, buf *out) {
     if (c->chat) buf_c(out, ",\"delta\":{\"role\":\"assistant\",\"content\":\"\"}");
     else json_put_key(out, "text"), json_put_str(out, p->text);
     json_put_key(out, "logprobs");
-    if (c->echo && c->want_logprobs && !c->packed) api_put_text_logprobs(c, p, &p->scored, &none, &x->offset, out);
+    if (c->echo && c->want_logprobs && !c->packed)
+        api_put_text_logprobs(c, p, &p->scored, &none, &x->offset, out);
     else json_put_null(out);
     api_put_finish(c, x, p, false, out);
     if (!c->chat) api_put_prompt(c, p, out);
@@ -16582,7 +16638,7 @@ static void api_put_first_chunk(api_call *c, int index, buf *out) {
     api_chunk_close(c, c->chat ? p : NULL, c->usage_always, out);
 }
 
-/* A chunk with this text and the tokens that the choice holds. */
+/* Writes a chunk with this text and with the tokens that the choice holds. */
 static void api_put_chunk(api_call *c, int index, str text, buf *out) {
     api_choice *x = &c->choices[index];
     bool ended = x->finish != TOKA_RUNNING;
@@ -16604,7 +16660,8 @@ static void api_put_chunk(api_call *c, int index, str text, buf *out) {
     api_chunk_close(c, NULL, c->usage_always, out);
 }
 
-/* The chunks for one token's text; none if there is nothing to say. */
+/* Writes the chunks for the text of one token. Writes nothing if there is no text, no token and no
+ * end to report. */
 static void api_stream(api_call *c, int index, str text, buf *out) {
     api_choice *x = &c->choices[index];
     if (!x->begun && (c->chat || c->echo || c->want_ids)) api_put_first_chunk(c, index, out);
@@ -16616,12 +16673,15 @@ static void api_stream(api_call *c, int index, str text, buf *out) {
 /* ---- Feeding ---- */
 
 static void api_end_choice(api_call *c, api_choice *x, const api_record *r) {
-    x->finish = r->finish, x->stop_id = r->stop_id, x->stop_text = r->stop_text;
+    x->finish = r->finish;
+    x->stop_id = r->stop_id;
+    x->stop_text = r->stop_text;
     c->n_left--;
-    if (x->finish == TOKA_CANCELLED || x->finish == TOKA_FAILED) c->broken = MAX(c->broken, x->finish);
+    if (x->finish == TOKA_CANCELLED || x->finish == TOKA_FAILED)
+        c->broken = MAX(c->broken, x->finish);
 }
 
-/* A token of a choice, or its end without one. */
+/* Handles a record of a sample: a token, its end, or both. */
 static void api_feed_sample(api_call *c, api_part *p, const api_record *r, str rest, buf *out) {
     int index = p->first + r->sample;
     api_choice *x = &c->choices[index];
@@ -16630,7 +16690,8 @@ static void api_feed_sample(api_call *c, api_part *p, const api_record *r, str r
     buf_clear(&c->text);
     if (r->id >= 0) {
         c->n_cached_tokens += !x->n_tokens && !r->sample ? r->n_cached : 0;
-        x->n_tokens++, c->n_output_tokens++;
+        x->n_tokens++;
+        c->n_output_tokens++;
         if (api_wants_tokens(c)) api_tokens_put(&x->tokens, r, rest);
     }
     if (r->has_text) buf_put(to, rest.p + rest.n - r->n_text, r->n_text);
@@ -16644,30 +16705,36 @@ static void api_feed_sample(api_call *c, api_part *p, const api_record *r, str r
     c->held += x->text.n + x->tokens.b.n - before;
 }
 
-/* A token of a prompt. The last one of a call that draws nothing ends its choices. */
+/* Handles a record of a prompt: a token, its end, or both. If the call samples no tokens, the end
+ * of the prompt ends its choices. */
 static void api_feed_prompt(api_call *c, api_part *p, const api_record *r, str rest, buf *out) {
-    const size_t before = p->scored.b.n;
-    if (r->id >= 0) api_tokens_put(&p->scored, r, rest), p->n_scored++;
-    c->held += p->scored.b.n - before;
+    if (r->id >= 0) {
+        api_tokens_put(&p->scored, r, rest);
+        p->n_scored++;
+        c->held += (1 + (size_t)p->scored.n_top) * sizeof(api_token);
+    }
     for (int i = 0; i < c->n && r->finish != TOKA_RUNNING; i++) {
         api_end_choice(c, &c->choices[p->first + i], r);
         if (c->stream && !c->broken) api_stream(c, p->first + i, STR(""), out);
     }
 }
 
-/* The records that waited for a part's prompt. */
+/* Handles the records that waited for the prompt of their part, and frees them. */
 static void api_release(api_call *c, api_part *p, buf *out) {
     size_t n;
     for (str s = buf_view(&p->waiting), rest; s.n; s = str_sub(s, n, s.n)) {
         api_record r = api_unpack(s, &rest, &n);
         api_feed_sample(c, p, &r, rest, out);
     }
-    c->held -= p->waiting.n, buf_free(&p->waiting);
+    c->held -= p->waiting.n;
+    buf_free(&p->waiting);
 }
 
-/* Whole records, in their order, to text; c->n_left is 0 when all is said. Streaming: chunks are appended to out, maybe none, and
- * records that come when it has `most` bytes are left. Returns the bytes of those that were fed.
- * Tokens of a sample wait for those of the prompt, which stand before them in the stream; not if the call is broken. */
+/* Turns complete records, in their order, into text. c->n_left is 0 when every choice has ended.
+ * Streaming: appends chunks to out (it may append none) and stops when out has `most` bytes; the
+ * rest of the records is left to the caller. Returns the bytes of the records that were handled.
+ * In a stream the tokens of the prompt come before those of its samples, so records of samples wait
+ * for them, except when the call is broken. */
 static size_t api_feed_some(api_call *c, str records, size_t most, buf *out) {
     size_t n, fed = 0;
     if (records.n && !c->choices) api_choices_init(c);
@@ -16682,11 +16749,14 @@ static size_t api_feed_some(api_call *c, str records, size_t most, buf *out) {
         else api_feed_sample(c, p, &r, rest, out);
         if (wait && p->n_scored == (int)p->prompt.n) api_release(c, p, out);
     }
-    for (int i = 0; i < c->n_parts && c->stream && c->broken; i++) api_release(c, &c->parts[i], out);
+    for (int i = 0; i < c->n_parts && c->stream && c->broken; i++)
+        api_release(c, &c->parts[i], out);
     return fed;
 }
 
-static void api_feed(api_call *c, str records, buf *out) { api_feed_some(c, records, SIZE_MAX, out); }
+static void api_feed(api_call *c, str records, buf *out) {
+    api_feed_some(c, records, SIZE_MAX, out);
+}
 
 /* ---- Ends ---- */
 
@@ -16700,8 +16770,10 @@ static const char *api_error_type(int status) {
     }
 }
 
-/* {"error":{"message","type","param","code"}}. type NULL: by status; param and code may be NULL. */
-static void api_error(buf *out, int status, const char *message, const char *type, const char *param, const char *code) {
+/* Writes {"error":{"message","type","param","code"}}. type NULL: the usual one of the status. param
+ * and code may be NULL. */
+static void api_error(buf *out, int status, const char *message, const char *type,
+                      const char *param, const char *code) {
     json_put_open(out, '{');
     json_put_key(out, "error"), json_put_open(out, '{');
     json_put_text_or_null(out, "message", message);
@@ -16710,7 +16782,7 @@ static void api_error(buf *out, int status, const char *message, const char *typ
     buf_c(out, "}}");
 }
 
-/* Bytes that the text of a whole answer takes, about. */
+/* Estimates the bytes that the JSON of a whole answer takes while it is made. */
 static size_t api_answer_bytes(const api_call *c) {
     double bytes = (double)c->n_output_tokens * api_token_bytes(c) + (double)c->held;
     for (int k = 0; k < c->n_parts; k++)
@@ -16718,16 +16790,19 @@ static size_t api_answer_bytes(const api_call *c) {
     return (size_t)bytes;
 }
 
+/* Writes the error of a call whose device failed or that was cancelled. Returns its HTTP status. */
 static int api_put_broken(const api_call *c, buf *out) {
     bool failed = c->broken == TOKA_FAILED;
     int status = failed ? 500 : 503;
-    const char *message = failed ? "the device failed, nothing more can be computed" : "the request was cancelled";
+    const char *message =
+        failed ? "the device failed, nothing more can be computed" : "the request was cancelled";
     api_error(out, status, message, NULL, NULL, NULL);
     return status;
 }
 
-/* When n_left is 0: the answer, or the end of the stream. Returns the HTTP status of an answer that is not streamed: 200, or 500
- * if the device failed, 503 if the call was cancelled; out has the error then. */
+/* Writes the answer, or the end of the stream. Call it when n_left is 0. Returns the HTTP status:
+ * 200; 500 if the device failed; 503 if the call was cancelled. In the last two cases out has the
+ * error. A stream has already sent its status line, so there the status only says how it ended. */
 static int api_finish(api_call *c, buf *out) {
     assert(!c->n_left);
     int status = 200;
@@ -16741,8 +16816,14 @@ static int api_finish(api_call *c, buf *out) {
         json_put_close(out, '}');
         return status;
     }
-    if (c->broken) buf_c(out, "data: "), status = api_put_broken(c, out), buf_c(out, "\n\n");
-    else if (c->include_usage) api_chunk_open(c, out), api_chunk_close(c, NULL, true, out);
+    if (c->broken) {
+        buf_c(out, "data: ");
+        status = api_put_broken(c, out);
+        buf_c(out, "\n\n");
+    } else if (c->include_usage) {
+        api_chunk_open(c, out);
+        api_chunk_close(c, NULL, true, out);
+    }
     buf_c(out, "data: [DONE]\n\n");
     return status;
 }
@@ -16761,7 +16842,8 @@ static void api_put_model(const api_model *m, const char *name, int64_t created,
     json_put_close(b, '}');
 }
 
-/* /v1/models, or /v1/models/ID if id is not empty. False: there is no such model. */
+/* Writes the answer of /v1/models, or of /v1/models/ID if id is not empty. Returns false if there
+ * is no such model. */
 static bool api_models(const api_model *m, str id, int64_t created, buf *out) {
     for (int i = 0; i < m->n_names && id.n; i++)
         if (str_is(id, m->names[i])) return api_put_model(m, m->names[i], created, out), true;
@@ -16774,7 +16856,7 @@ static bool api_models(const api_model *m, str id, int64_t created, buf *out) {
     return true;
 }
 
-/* {"count","max_model_len","tokens","token_strs"} of a prompt or of messages. */
+/* Writes {"count","max_model_len","tokens","token_strs"} of a prompt or of messages. */
 static int api_tokenize(api_call *c, const api_body *b, buf *out, toka_err *e) {
     ids v = {0};
     str text, bytes;
@@ -16786,28 +16868,36 @@ static int api_tokenize(api_call *c, const api_body *b, buf *out, toka_err *e) {
         json_put_key(out, "count"), json_put_int(out, (int64_t)v.n);
         json_put_key(out, "max_model_len"), json_put_int(out, c->m->max_len);
         api_put_ids(out, "tokens", v.p, v.n);
-        json_put_key(out, "token_strs"), b->return_strs ? json_put_open(out, '[') : json_put_null(out);
-        size_t most = c->m->limits.max_bytes, i = 0; /* a byte may be a token, and its text with commas ten */
-        for (; i < v.n && b->return_strs && out->n <= most; i++) json_put_str(out, api_token_text(c, v.p[i], &bytes));
+        json_put_key(out, "token_strs");
+        b->return_strs ? json_put_open(out, '[') : json_put_null(out);
+        /* Limits the answer: a byte of the prompt may be a token that takes ten bytes here. */
+        size_t most = c->m->limits.max_bytes, i = 0;
+        for (; i < v.n && b->return_strs && out->n <= most; i++)
+            json_put_str(out, api_token_text(c, v.p[i], &bytes));
         if (b->return_strs) json_put_close(out, ']');
         json_put_close(out, '}');
-        if (b->return_strs && i < v.n) code = API_BAD("return_token_strs: the answer has more than %zu bytes", most);
+        if (b->return_strs && i < v.n)
+            code = API_BAD("return_token_strs: the answer has more than %zu bytes", most);
     }
     ids_free(&v);
     return code;
 }
 
+/* Writes {"prompt"}, the text of a list of token ids. */
 static int api_detokenize(api_call *c, const api_body *b, buf *out, toka_err *e) {
     ids v = {0};
     int code = b->tokens ? 0 : API_BAD("tokens: missing");
     if (!code) code = api_id_list(c->m, b->tokens, "tokens", &v, e);
-    size_t bytes = 0; /* an id of two bytes may be a text of hundreds */
+    size_t bytes = 0; /* limits the answer: an id of two bytes may be a text of hundreds of bytes */
     if (!code) code = pub_need_tokenizer(c->m->t, e);
-    for (size_t i = 0; i < v.n && !code; i++) bytes += v.p[i] < c->m->t->tok->n_ids ? c->m->t->tok->text[v.p[i]].n : 0;
+    for (size_t i = 0; i < v.n && !code; i++)
+        bytes += v.p[i] < c->m->t->tok->n_ids ? c->m->t->tok->text[v.p[i]].n : 0;
     if (bytes > c->m->limits.max_bytes)
-        code = API_BAD("tokens: their text has %zu bytes, at most %zu are given", bytes, c->m->limits.max_bytes);
+        code = API_BAD("tokens: their text has %zu bytes, at most %zu are given", bytes,
+                       c->m->limits.max_bytes);
     toka_err why;
-    if (!code && tok_decode(c->m->t->tok, v.p, v.n, 0, &c->shown, &why)) code = API_BAD("tokens: %.400s", why.msg);
+    if (!code && tok_decode(c->m->t->tok, v.p, v.n, 0, &c->shown, &why))
+        code = API_BAD("tokens: %.400s", why.msg);
     if (!code) {
         json_put_open(out, '{');
         json_put_key(out, "prompt"), json_put_str(out, buf_view(&c->shown));
@@ -16817,19 +16907,23 @@ static int api_detokenize(api_call *c, const api_body *b, buf *out, toka_err *e)
     return code;
 }
 
-typedef struct api_fault { /* how a client is told why its body was refused: api_error's arguments */
+typedef struct api_fault { /* why a body was refused, in the arguments of api_error */
     int status;
-    const char *type, *param, *code; /* static */
+    const char *type, *param, *code; /* static strings, or NULL */
 } api_fault;
 
-/* A body of /tokenize or /detokenize answered at once. Fails as api_parse does. */
-static int api_simple(const api_model *m, enum api_route route, str body, buf *out, toka_err *e, api_fault *fault) {
+/* Answers a body of /tokenize or /detokenize at once. Returns 0, or a negative code with *fault
+ * set. */
+static int api_simple(const api_model *m, enum api_route route, str body, buf *out, toka_err *e,
+                      api_fault *fault) {
     api_call c = {.m = m};
     api_body b;
     const json *root = json_parse(&c.a, str_skip_bom(body), m->limits, e);
     int code = root ? api_read_body(&c, route, root, &b, e) : e->code;
     if (!code) code = api_check_model(&c, b.model, e);
-    if (!code) code = route == API_TOKENIZE ? api_tokenize(&c, &b, out, e) : api_detokenize(&c, &b, out, e);
+    if (!code)
+        code = route == API_TOKENIZE ? api_tokenize(&c, &b, out, e)
+                                     : api_detokenize(&c, &b, out, e);
     if (code) api_blame(&c, route, e);
     *fault = (api_fault){c.status, c.type, c.param, c.code};
     api_free(&c);
