@@ -14683,8 +14683,8 @@ int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_e
  *
  * Input that two parsers could read differently is refused, never repaired: bare line feeds, folded
  * lines, white space before a colon, two Content-Length headers, Content-Length together with
- * Transfer-Encoding, codings other than one "chunked", sizes with signs or spaces. Otherwise a proxy in front and this
- * server could disagree about where a request ends (request smuggling).
+ * Transfer-Encoding, codings other than one "chunked", sizes with signs or spaces. Otherwise a
+ * proxy in front and this server could disagree about where a request ends (request smuggling).
  * =========================================================================== */
 
 enum {
@@ -15211,7 +15211,8 @@ static void http_put_last_chunk(buf *b) { buf_c(b, "0\r\n\r\n"); }
  *   - without api_model.live the bytes of an answer depend only on the body, on the model and its
  *     api_model, and on the serial and created of the call: no clock (but a template that asks for
  *     the time gets the local time if api_model.now is NULL), no state of the prefix cache.
- * Only one thread at a time may use a call, except that api_pack may run at any time: it only reads.
+ * Only one thread at a time may use a call, except that api_pack may run at any time: it only reads
+ * the call.
  *
  * Two extensions of OpenAI's API:
  *   - "return_packed": true gives the ids and log-probabilities of a choice as base64 of
