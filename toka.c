@@ -16933,147 +16933,169 @@ static int api_simple(const api_model *m, enum api_route route, str body, buf *o
 
 /* ===========================================================================
  * MARK: 27. Batch runner [os]
- * A file of requests in, a file of results out, however long both are. Three threads, each with one job:
+ * A file of requests in, a file of results out. Both may be of any length. Three threads work:
  *
- *     reader   run_read:  a line --run_identify, run_parse--> toka_submit       waits while the window is full
- *     driver   toka_run, whose events run_on_event packs into the line          (the thread that called run_batch)
- *     writer   run_write: records to text; a line whose last sample ended --run_put_result--> one write()    progress, Ctrl-C
+ *     reader   run_read: line --run_identify, run_parse--> toka_submit.
+ *              Waits while the window of in-flight lines is full.
+ *     driver   runs the engine (toka_run on the thread that called run_batch; the server's own
+ *              for run_served). run_on_event packs each event into a record of its line.
+ *     writer   run_write: turns records into text. When the last sample of a line has ended:
+ *              --run_put_result--> one write(). Also shows progress and handles Ctrl-C.
  *
- * Input lines are OpenAI's batch lines {"custom_id","method","url","body"} or short ones: the body itself, with "custom_id"
- * or "id" beside its fields. A line without either is called "line-N", N its number in the file. Every line gets one output
- * line: a result, or an error record {"custom_id","response":null,"error":{"code","message"}}.
+ * An input line is OpenAI's batch line {"custom_id","method","url","body"}, or a short one: the
+ * body itself, with "custom_id" or "id" among its fields. A line without an id is called
+ * "line-N", N being its number in the file. Each line gets one output line: a result, or an
+ * error record {"custom_id","response":null,"error":{"code","message"}}.
  *
  * What always holds:
- *   - what is written is a function of the input line, the flags and the model: no clock ("created" is 0), no random ids
- *     (they are hashes of the custom_id and of the line), and a line without a seed gets api_seed(--seed, custom_id), so that no two
- *     lines share random numbers. Only the order of lines differs from run to run. (A chat template that prints the date
- *     asks the clock after all; --now sets it);
- *   - an output line is written whole or is the last one of the file and torn. The next run cuts that, skips every
- *     custom_id that is there, error records too, and appends the rest: nothing lost, nothing twice. The file is locked;
- *   - an output line that is no result, as a damaged one, does no harm to the others: its request
- *     is done again;
- *   - the "id" of a result holds a hash of the input line (run_says). The next run compares it with
- *     its own input, and warns of lines that have changed;
- *   - custom_ids are unique: the input is read once before anything runs, and a second one is refused with both line
- *     numbers (from standard input, which cannot be read twice: when it comes);
- *   - memory: the window of lines under way, and 32 bytes for each custom_id in a table at most 3/4 full, which knows ids
- *     by a hash of 128 bits. A line that was cancelled or that the device failed is not written: the next run does it.
- * run.lock guards the window, the writer's queue, the records that lines have for it, and run.e. A line's call is read by the
- * driver and belongs to the writer once the engine has it. Order of locks: run.lock before the engine's. Bodies and answers:
- * chapters 25 and 26.
+ *   - An output line is a function of the input line, the flags and the model. There is no clock
+ *     in it ("created" is 0) and no random id (ids are hashes of the custom_id and of the line).
+ *     A line without a seed gets api_seed(--seed, custom_id), so no two lines share random
+ *     numbers. Only the order of lines differs between runs. (Exception: a chat template that
+ *     prints the date reads the clock; --now sets it.)
+ *   - An output line is written whole, or it is the last one and torn. The next run cuts a torn
+ *     line, skips every custom_id that has a line, error records too, and appends the rest.
+ *     So nothing is lost and nothing is written twice. The output file is locked.
+ *   - A damaged output line does no harm to the other lines: its request is run again.
+ *   - The "id" of a result holds a hash of the input line (run_says). The next run compares it
+ *     with its own input and warns about lines that have changed.
+ *   - custom_ids are unique. The input is read once before anything runs, and a duplicate is
+ *     refused with both line numbers. Standard input cannot be read twice: there, a duplicate is
+ *     refused when it is read.
+ *   - Memory: the window of in-flight lines, and a table with 32 bytes for each custom_id, at
+ *     most 3/4 full. The table knows ids by a hash of 128 bits.
+ *   - A line that was cancelled, or whose device failed, is not written: the next run does it.
+ *
+ * run.lock guards the counts and the list of in-flight lines, the writer's queue, the records
+ * that lines have ready for the writer, and run.e. The driver reads a line's call; only the
+ * writer changes it once the engine has the line. Order of locks: run.lock before the engine's.
+ * Chapters 25 and 26 read bodies and write answers.
  * =========================================================================== */
 
-enum { RUN_LINE_BYTES = 64 << 20, RUN_CHUNK_BYTES = 1 << 18, RUN_FLIGHT_BYTES = 256 << 20, RUN_RECORD_BYTES = 1 << 12 };
-enum { RUN_RESULT_BYTES = 250 << 20 }; /* of a line that json_trusted takes whatever it says: two bytes a node at least */
-enum { RUN_RESULT_KEPT = 1 << 20 }; /* bytes of the writer's buffer that stay for the next line */
-enum { RUN_FEW_LINES = 4, RUN_READING = 24 /* bytes that reading a byte of a line may take */ };
+enum {
+    RUN_LINE_BYTES = 64 << 20,    /* of an input line, at most */
+    RUN_CHUNK_BYTES = 1 << 18,    /* of a read() */
+    RUN_FLIGHT_BYTES = 256 << 20, /* of all in-flight input lines; with more, none is read */
+    RUN_RECORD_BYTES = 1 << 12,   /* of records, above which they go to the writer at once */
+    RUN_RESULT_BYTES = 250 << 20, /* of an output line. json_trusted parses any line as long as
+                                     this: a node takes two bytes of text at least */
+    RUN_RESULT_KEPT = 1 << 20,    /* of the writer's buffer, kept for the next line */
+    RUN_FEW_LINES = 4, /* lines that are in flight even if they have many samples */
+    RUN_READING = 24   /* bytes of memory that parsing may take for each byte of a line */
+};
 static const json_limits run_limits = {128, RUN_LINE_BYTES};
 
 typedef struct run_options { /* what toka batch was asked to do */
     const char *in, *out; /* paths; "-": standard input, standard output */
-    const char *errors;   /* a file for error records, NULL: they go to out */
-    const char *report;   /* a file for the closing report as JSON, "-": standard output, or NULL */
-    const char *now;      /* the chat template's clock, NULL: local time */
-    const char *name;     /* what results call the model, NULL: its own name */
-    toka_request base;    /* what a line that does not say otherwise gets */
-    const api_model *model; /* NULL; or what OpenAI's batch lines are read against instead */
-    int64_t max_answer_bytes; /* of memory that a line's answer may take; 0: any */
+    const char *errors;   /* path for error records; NULL: they go to out */
+    const char *report;   /* path of the closing report (JSON); "-": standard output; NULL: none */
+    const char *now;      /* the chat template's clock; NULL: local time */
+    const char *name;     /* model name in results; NULL: the model's own name */
+    toka_request base;    /* defaults for what a line does not set */
+    const api_model *model; /* OpenAI's batch lines are parsed with it; NULL: made from base */
+    int64_t max_answer_bytes; /* memory that a line's answer may take; 0: no limit */
     bool quiet;           /* no progress, no report */
-    bool patient;         /* a full disk is waited for, with what is computed in hand; else it ends the run */
-    bool hidden;          /* messages, which clients read, name files without their folder */
-    atomic_int *interrupted;
-    int64_t until;        /* stop when this time has come, seconds since 1970; 0: no limit */
-    bool expired;         /* it has come: every line that is left becomes an error record */
-    atomic_llong *completed, *failed; /* lines written so far, results and errors, by earlier runs too; may be NULL */
-    atomic_llong *damaged; /* gets the number of output lines that were no results; may be NULL */
+    bool patient;         /* full disk: keep results in memory and wait; else the run ends */
+    bool hidden;          /* clients read the messages: they name files without their folder */
+    atomic_int *interrupted; /* the caller's; not 0: stop (Ctrl-C) */
+    int64_t until;        /* deadline, seconds since 1970; 0: none */
+    bool expired;         /* the deadline has passed: each line left becomes an error record */
+    atomic_llong *completed, *failed; /* get the number of results and of errors written, those of
+                                         earlier runs included; may be NULL */
+    atomic_llong *damaged; /* gets the number of output lines that were not results; may be NULL */
 } run_options;
 
-enum run_end { RUN_NOT_YET, /* the system could not open its files now */
-               RUN_PART,    /* it was stopped, or failed on the way */
+enum run_end { RUN_NOT_YET, /* files could not be opened for now: try again */
+               RUN_PART,    /* stopped, or failed on the way */
                RUN_ALL };   /* every line has its result or error */
 
-typedef struct run_key { /* FNV-1a of 128 bits, the same on every machine */
+typedef struct run_key { /* hash of a custom_id: FNV-1a of 128 bits, the same on every machine */
     uint64_t hi, lo;
 } run_key;
 
-typedef struct run_seen { /* a custom_id; state 0: an empty place */
+typedef struct run_seen { /* a custom_id; state 0: an empty entry */
     run_key key;
-    uint64_t says;  /* run_says of the line that the written result answers; 0: not known */
-    uint64_t state; /* number of its input line * 2, + 1 if its result is written */
+    uint64_t says;  /* run_says of the line that the written result answers; 0: unknown */
+    uint64_t state; /* 2 * number of its input line, + 1 if its result is written */
 } run_seen;
 
-typedef struct run_table { /* open addressing, cap a power of two */
+typedef struct run_table { /* open addressing; cap is a power of two */
     run_seen *at;
     size_t n, cap;
 } run_table;
 
-typedef struct run_input { /* lines of a file */
+typedef struct run_input { /* reads a file line by line */
     int fd;
-    const char *name;
+    const char *name; /* in messages */
     atomic_int *interrupted;
-    const atomic_bool *stopped; /* what else ends it as Ctrl-C does; NULL: nothing */
-    char *chunk; /* [RUN_CHUNK_BYTES] */
-    size_t at, n;
+    const atomic_bool *stopped; /* ends reading as Ctrl-C does; NULL: nothing else ends it */
+    char *chunk;    /* [RUN_CHUNK_BYTES] */
+    size_t at, n;   /* position in the chunk; bytes in it */
     int64_t number; /* of the line last read, from 1 */
     int64_t length; /* its bytes */
-    buf text;
-    size_t most;   /* bytes of a line */
-    bool too_long; /* the line had more, or there was no memory for it (no_memory), and is cut */
-    bool no_memory;
+    buf text;       /* the line */
+    size_t most;    /* bytes of a line, at most */
+    bool too_long;  /* the line is cut: it has more than `most` bytes, or no_memory */
+    bool no_memory; /* there was no memory for the whole line */
 } run_input;
 
-typedef struct run_line { /* from its reading to its writing */
+typedef struct run_line { /* one request, from reading it to writing its result */
     struct run_state *run;
     str custom_id; /* owned */
     run_key key;
     uint64_t says; /* run_says of it */
     api_call call;
     size_t bytes;       /* of the input line */
-    buf fresh;          /* records of events, the driver's until they go to */
-    buf ready;          /* those for the writer; guarded by run.lock, as is what follows */
-    bool in_flight, queued;
-    size_t held;        /* call.held, counted in run_state.n_flight_held */
+    buf fresh;          /* records of events; the driver's, until it moves them to `ready` */
+    buf ready;          /* records for the writer; run.lock guards them, in_flight, queued, held
+                           and the lists below */
+    bool in_flight, queued; /* the engine has it; it is in the writer's queue */
+    size_t held;        /* call.held, as counted in run_state.n_flight_held */
     const char *error;  /* code of an error record; NULL: a result */
-    char *message;
-    struct run_line *next, *before, *after; /* in the writer's queue; in the list of those under way */
+    char *message;      /* of the error record; owned; NULL: none */
+    struct run_line *next; /* in the writer's queue */
+    struct run_line *before, *after; /* in the list of in-flight lines */
 } run_line;
 
-typedef struct run_sink { /* an output */
-    const char *path;
+typedef struct run_sink { /* an output file */
+    const char *path; /* as shown in messages */
     int fd;        /* -1: not open */
-    bool is_file;
-    int64_t bytes; /* whole lines in the file */
+    bool is_file;  /* a regular file, not a pipe or device */
+    int64_t bytes; /* of whole lines in the file */
 } run_sink;
 
-typedef struct run_state { /* a batch under way */
+typedef struct run_state { /* a running batch */
     const run_options *o;
     toka *t;
     run_input in;
     run_table seen;
     run_sink results, errors; /* errors.fd -1: error records go to results */
-    int64_t n_lines, n_before; /* lines of the input, -1: not known; of these, done by earlier runs */
-    int64_t n_failed_before;   /* error records of these in the output */
-    int64_t n_damaged;         /* lines of the output that are no results */
-    int64_t n_changed;         /* lines of the input that are not those that were answered */
-    int64_t first_changed;     /* number of the first of them */
-    bool told_changed;
-    api_model models[2]; /* what bodies are read against: [1] those that stand in OpenAI's batch lines */
-    buf warned;        /* api_is_news' */
-    bool warned_model; /* that a line's model is not looked at: told once */
-    buf earlier;       /* api_show's of a model that the output has results of and that is not this one */
-    double t0, t_shown, t_files; /* start; last looks: progress, weight files */
-    int64_t n_written, n_errors;
-    bool said_full;    /* that the disk is full: told once */
+    int64_t n_lines;          /* of the input; -1: unknown */
+    int64_t n_before;         /* of these, done by earlier runs */
+    int64_t n_failed_before;  /* error records of earlier runs in the output */
+    int64_t n_damaged;        /* output lines that are not results */
+    int64_t n_changed;        /* input lines that changed since they were answered */
+    int64_t first_changed;    /* number of the first of them */
+    bool told_changed;        /* the user was told about them */
+    api_model models[2]; /* to parse bodies: [0] of short lines, [1] of OpenAI's batch lines */
+    buf warned;          /* names of unknown fields that were warned about, for api_is_news */
+    bool warned_model;   /* warned once that a line's "model" is ignored */
+    buf earlier;         /* api_show of another model that the output has results of */
+    double t0;           /* start */
+    double t_shown, t_files;     /* last time that progress was shown, weight files were checked */
+    int64_t n_written, n_errors; /* lines written by this run; error records among them */
+    bool said_full;      /* warned once that the disk is full */
 
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    run_line *queue, **queue_end; /* lines with records for the writer, or ended without any */
-    run_line *flight; /* lines the engine has */
+    run_line *queue, **queue_end; /* for the writer: lines with new records, or already ended */
+    run_line *flight; /* lines that the engine has */
     int64_t n_flight_lines, n_flight_samples, n_flight_bytes; /* read and not yet written */
-    int64_t n_flight_held, most_held; /* bytes of their answers so far; with more, none is read */
-    bool read_all;
-    atomic_bool stopped; /* Ctrl-C or an error, nothing more is started */
-    toka_err e;       /* why, code 0: Ctrl-C */
+    int64_t n_flight_held; /* bytes that these hold of their answers */
+    int64_t most_held;     /* above this, no line is read */
+    bool read_all;         /* the reader has ended */
+    atomic_bool stopped; /* Ctrl-C or an error: nothing more is started */
+    toka_err e;          /* the error; code 0: Ctrl-C */
 } run_state;
 
 /* ---- Ids ---- */
@@ -17086,22 +17108,31 @@ static run_key run_hash(str s) {
     return (run_key){(uint64_t)(h >> 64), (uint64_t)h};
 }
 
-/* The place of a key, made if it is new (state 0 then; the caller sets it). Valid until the next call. */
+/* Returns the entry of a key. A new entry has state 0: the caller sets it with run_table_set.
+ * Valid until the next call. */
 static run_seen *run_table_at(run_table *t, run_key key) {
     if (t->n + 1 > t->cap / 4 * 3) {
         run_table old = *t;
-        t->cap = MAX((size_t)1024, 2 * old.cap), t->n = 0;
+        t->cap = MAX((size_t)1024, 2 * old.cap);
+        t->n = 0;
         t->at = mem_zalloc(t->cap * sizeof *t->at);
         for (size_t i = 0; i < old.cap; i++)
-            if (old.at[i].state) *run_table_at(t, old.at[i].key) = old.at[i], t->n++;
+            if (old.at[i].state) {
+                *run_table_at(t, old.at[i].key) = old.at[i];
+                t->n++;
+            }
         free(old.at);
     }
     size_t i = (size_t)(key.lo ^ key.hi >> 7) & (t->cap - 1);
-    while (t->at[i].state && (t->at[i].key.hi != key.hi || t->at[i].key.lo != key.lo)) i = (i + 1) & (t->cap - 1);
+    while (t->at[i].state && (t->at[i].key.hi != key.hi || t->at[i].key.lo != key.lo))
+        i = (i + 1) & (t->cap - 1);
     t->at[i].key = key;
     return &t->at[i];
 }
-static void run_table_set(run_table *t, run_seen *s, uint64_t state) { t->n += !s->state, s->state = state; }
+static void run_table_set(run_table *t, run_seen *s, uint64_t state) {
+    t->n += !s->state;
+    s->state = state;
+}
 
 /* ---- Lines of a file ---- */
 
@@ -17110,10 +17141,13 @@ static void run_input_init(run_input *r, int fd, const char *name, atomic_int *i
                      .chunk = mem_alloc(RUN_CHUNK_BYTES)};
 }
 static void run_input_free(run_input *r) { free(r->chunk), buf_free(&r->text); }
-static bool run_input_ends(const run_input *r) { return *r->interrupted || (r->stopped && *r->stopped); }
+static bool run_input_ends(const run_input *r) {
+    return *r->interrupted || (r->stopped && *r->stopped);
+}
 
-/* More bytes into the chunk; 1, 0 at the end, or an error. A pipe is polled, so that Ctrl-C and a failure elsewhere get through:
- * who feeds it may wait for results, and never close it. */
+/* Reads more bytes into the chunk. Returns 1, 0 at the end or when stopped, or an error. It polls
+ * before it reads: the writer of a pipe may wait for our results and never close it, and Ctrl-C
+ * or a failure of another thread must still end the read. */
 static int run_fill(run_input *r, toka_err *e) {
     for (;;) {
         struct pollfd p = {.fd = r->fd, .events = POLLIN};
@@ -17122,13 +17156,17 @@ static int run_fill(run_input *r, toka_err *e) {
         if (ready == 0 || (ready < 0 && errno == EINTR)) continue;
         ssize_t n = read(r->fd, r->chunk, RUN_CHUNK_BYTES);
         if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
-        if (n < 0) return fail(e, errno == EISDIR ? TOKA_E_INPUT : TOKA_E_IO, "%s: %s", r->name, strerror(errno));
-        r->at = 0, r->n = (size_t)n;
+        if (n < 0)
+            return fail(e, errno == EISDIR ? TOKA_E_INPUT : TOKA_E_IO, "%s: %s", r->name,
+                        strerror(errno));
+        r->at = 0;
+        r->n = (size_t)n;
         return n > 0;
     }
 }
 
-/* Memory for a line is waited for, up to half a minute: others may give some back. False: give up. */
+/* Waits 0.1 s for memory that a line needs: other lines may free some. Returns false if reading
+ * was stopped, or after 300 tries (half a minute). */
 static bool run_patience(const run_input *r, int tries) {
     if (tries == 300 || run_input_ends(r)) return false;
     usleep(100000);
@@ -17141,7 +17179,7 @@ static bool run_has_memory(const run_input *r, size_t bytes) {
     return true;
 }
 
-/* The same for a piece of a line. */
+/* Appends a piece to the line. Waits for memory as above; on failure the line is cut. */
 static void run_keep(run_input *r, const char *p, size_t n) {
     for (int i = 0; !r->no_memory && !buf_try_put(&r->text, p, n); i++)
         r->no_memory = !run_patience(r, i);
@@ -17150,11 +17188,12 @@ static void run_keep(run_input *r, const char *p, size_t n) {
 
 static int run_too_long(const run_input *r, toka_err *e) {
     if (r->no_memory)
-        return fail(e, TOKA_E_MEMORY, "there is no memory for a line of more than %zu bytes", r->text.n);
+        return fail(e, TOKA_E_MEMORY, "there is no memory for a line of more than %zu bytes",
+                    r->text.n);
     return fail(e, TOKA_E_INPUT, "longer than %d bytes", RUN_LINE_BYTES);
 }
 
-/* A line as JSON; NULL: *e says why. */
+/* Parses a line as JSON. Returns NULL if it fails, and *e says why. */
 static const json *run_json(const run_input *r, arena *a, str line, toka_err *e) {
     if (r->too_long) return run_too_long(r, e), NULL;
     const json *root = json_parse(a, line, run_limits, e);
@@ -17165,22 +17204,25 @@ static const json *run_json(const run_input *r, arena *a, str line, toka_err *e)
     return root;
 }
 
-/* The next line without its line feed, empty ones too; valid until the next call. 1, 0 at the end, or an error.
- * whole, if not NULL: whether a line feed ended it. */
+/* Reads the next line, which may be empty, without its line feed. *line is valid until the next
+ * call. *whole: a line feed ended it; may be NULL. Returns 1, 0 at the end, or an error. */
 static int run_next_line(run_input *r, str *line, bool *whole, toka_err *e) {
     bool any = false, found = false;
     buf_clear(&r->text);
-    r->too_long = r->no_memory = false, r->length = 0;
+    r->too_long = r->no_memory = false;
+    r->length = 0;
     while (!found) {
         int code = r->at < r->n ? 1 : run_fill(r, e);
-        if (code < 0 || (!code && run_input_ends(r))) return code; /* half a line is none */
+        if (code < 0 || (!code && run_input_ends(r))) return code; /* stopped: drop half a line */
         if (!code) break;
         const char *p = r->chunk + r->at, *feed = memchr(p, '\n', r->n - r->at);
         size_t n = feed ? (size_t)(feed - p) : r->n - r->at, room = r->most - r->text.n;
         r->too_long |= n > room;
         run_keep(r, p, MIN(n, room));
-        r->length += (int64_t)n, r->at += n + (feed != NULL);
-        any = true, found = feed != NULL;
+        r->length += (int64_t)n;
+        r->at += n + (feed != NULL);
+        any = true;
+        found = feed != NULL;
     }
     r->number += any;
     if (whole) *whole = found;
@@ -17197,9 +17239,11 @@ static bool run_is_blank(str line) {
 
 /* ---- What a line says ---- */
 
-static bool run_is_long(const json *root) { return json_get(root, "body") || json_get(root, "url"); }
+static bool run_is_long(const json *root) {
+    return json_get(root, "body") || json_get(root, "url");
+}
 
-/* The custom_id of a line, root NULL if it is not JSON. */
+/* Writes the custom_id of a line to *id. root is NULL if the line is not JSON. */
 static void run_identify(const json *root, int64_t number, buf *id) {
     const json *v = json_get(root, "custom_id");
     if (!v && !run_is_long(root)) v = json_get(root, "id");
@@ -17211,8 +17255,8 @@ static void run_identify(const json *root, int64_t number, buf *id) {
 
 static uint64_t run_fold(run_key key) { return hash_mix(key.hi ^ hash_mix(key.lo)); }
 
-/* A hash of a value, the same on every machine. The order of keys, white space, escapes and the
- * spelling of a number do not count. */
+/* Returns a hash of a JSON value, the same on every machine. The order of keys, white space,
+ * escapes and the spelling of a number do not change it. */
 static uint64_t run_hash_value(const json *v) {
     uint64_t h = hash_mix(v->type), bits = 0;
     int64_t whole;
@@ -17235,14 +17279,15 @@ static uint64_t run_hash_value(const json *v) {
     return hash_mix(h + hash_mix(bits));
 }
 
-/* The same of a line; of one that is no JSON, root NULL, its bytes count. Never 0. */
+/* Returns this hash of a whole line, never 0. If the line is not JSON (root is NULL), its bytes
+ * are hashed. */
 static uint64_t run_says(const json *root, str line) {
     while (line.n && strchr(" \t\r", line.p[line.n - 1])) line.n--;
     const uint64_t h = root ? run_hash_value(root) : run_fold(run_hash(line));
     return MAX(h, (uint64_t)1);
 }
 
-/* A line whose custom_id has a result: does it still say what was answered? */
+/* Counts a line that has a result, if it has changed since it was answered. */
 static void run_compare(run_state *r, const run_seen *s, uint64_t says) {
     if (!s->says || s->says == says) return;
     if (!r->n_changed++) r->first_changed = r->in.number;
@@ -17262,30 +17307,35 @@ static void run_warn(void *user, str name) {
     run_state *r = user;
     buf shown = {0};
     if (api_is_news(&r->warned, name, &shown))
-        fprintf(stderr, "toka batch: line %lld: unknown field %s is ignored, on all other lines too\n", (long long)r->in.number,
-                shown.p);
+        fprintf(stderr,
+                "toka batch: line %lld: unknown field %s is ignored, on all other lines too\n",
+                (long long)r->in.number, shown.p);
     buf_free(&shown);
 }
 
-/* Files made for another server name its model. They run on the one there is, whose name results have. */
+/* An input file made for another server names that server's model. Its lines run on the loaded
+ * model, whose name results have. Warns once. */
 static void run_warn_model(run_state *r, const json *body) {
     const str model = json_str(json_get(body, "model"));
     if (r->warned_model || !model.n || r->o->model || str_is(model, r->models[0].name)) return;
     buf shown = {0};
     api_show(&shown, model);
-    fprintf(stderr, "toka batch: line %lld: \"model\" is %s; this and all other lines run on %s\n", (long long)r->in.number,
-            shown.p, r->models[0].name);
+    fprintf(stderr, "toka batch: line %lld: \"model\" is %s; this and all other lines run on %s\n",
+            (long long)r->in.number, shown.p, r->models[0].name);
     r->warned_model = true;
     buf_free(&shown);
 }
 
-/* Fails the line with one of the codes of an error record. */
+/* Fails a line with a code of an error record. */
 #define RUN_FAIL(line, name, ...) ((line)->error = (name), fail(e, TOKA_E_USE, __VA_ARGS__))
 #define RUN_BAD(line, ...) RUN_FAIL(line, "invalid_request", __VA_ARGS__)
 
-/* Which of the two forms, whose body, and what it is for. */
-static int run_form(run_line *line, const json *root, const json **body, enum api_route *route, toka_err *e) {
-    const json *id = json_get(root, "custom_id"), *method = json_get(root, "method"), *url = json_get(root, "url");
+/* Finds which of the two forms a line has. Sets *body and *route. Returns 0, or an error with
+ * line->error set. */
+static int run_form(run_line *line, const json *root, const json **body, enum api_route *route,
+                    toka_err *e) {
+    const json *id = json_get(root, "custom_id");
+    const json *method = json_get(root, "method"), *url = json_get(root, "url");
     if (root->type != JSON_OBJECT) return RUN_BAD(line, "expected a JSON object");
     if (id && id->type != JSON_STRING) return RUN_BAD(line, "custom_id: expected a text");
     *body = root;
@@ -17295,18 +17345,21 @@ static int run_form(run_line *line, const json *root, const json **body, enum ap
     *route = str_is(json_str(url), "/v1/chat/completions") ? API_CHAT : API_COMPLETIONS;
     if (method && !str_is(json_str(method), "POST")) return RUN_BAD(line, "method: expected POST");
     if (*route == API_COMPLETIONS && !str_is(json_str(url), "/v1/completions"))
-        return RUN_FAIL(line, "unsupported", "url: '%.*s', expected /v1/completions or /v1/chat/completions",
+        return RUN_FAIL(line, "unsupported",
+                        "url: '%.*s', expected /v1/completions or /v1/chat/completions",
                         STRF(json_str(url)));
     if (!json_is(*body, JSON_OBJECT)) return RUN_BAD(line, "body: expected a JSON object");
     JSON_MEMBERS(key, root) {
         str name = {key->s, key->n};
-        bool known = str_is(name, "custom_id") || str_is(name, "method") || str_is(name, "url") || str_is(name, "body");
+        bool known = str_is(name, "custom_id") || str_is(name, "method") || str_is(name, "url") ||
+                     str_is(name, "body");
         if (!known) run_warn(line->run, name);
     }
     return 0;
 }
 
-/* Reads one line into a call. Fails with line->error set. root NULL: it was no JSON, *e says why. */
+/* Reads a line into its call. If root is NULL, the line was not JSON and *e says why. Returns 0,
+ * or an error with line->error set. */
 static int run_parse(run_line *line, const json *root, toka_err *e) {
     const json *body = root;
     enum api_route route = API_COMPLETIONS;
@@ -17316,36 +17369,52 @@ static int run_parse(run_line *line, const json *root, toka_err *e) {
     }
     int code = run_form(line, root, &body, &route, e);
     if (code) return code;
-    line->call.serial[0] = line->key.hi, line->call.serial[1] = line->key.lo;
+    line->call.serial[0] = line->key.hi;
+    line->call.serial[1] = line->key.lo;
     run_warn_model(line->run, body);
     code = api_parse_json(&line->run->models[run_is_long(root)], route, body, &line->call, e);
-    const int most = line->run->o->base.priority; /* of a server's batch: no line gets in front of those who wait */
+    /* a server's batch has a negative priority: none of its lines gets ahead of waiting clients */
+    const int most = line->run->o->base.priority;
     for (int i = 0; i < line->call.n_parts && most < 0; i++)
         line->call.parts[i].q.priority = MIN(line->call.parts[i].q.priority, most);
     if (code) line->error = line->call.unsupported ? "unsupported" : "invalid_request";
     else if (line->call.stream) {
         code = RUN_FAIL(line, "unsupported", "stream is not supported in a batch");
-        line->call.unsupported = true, api_blame(&line->call, route, e);
+        line->call.unsupported = true;
+        api_blame(&line->call, route, e);
     }
     return code;
 }
 
 static void run_models(run_state *r) {
     static const char *const beside[] = {"custom_id", "id", NULL};
-    r->models[0] = (api_model){.t = r->t, .name = r->o->name ? r->o->name : r->t->files->name, .beside = beside,
-                               .base = r->o->base, .max_len = r->t->shape.max_len, .now = r->o->now, .limits = run_limits,
-                               .max_answer_bytes = r->o->max_answer_bytes, .unknown = run_warn, .user = r};
+    r->models[0] = (api_model){.t = r->t,
+                               .name = r->o->name ? r->o->name : r->t->files->name,
+                               .beside = beside,
+                               .base = r->o->base,
+                               .max_len = r->t->shape.max_len,
+                               .now = r->o->now,
+                               .limits = run_limits,
+                               .max_answer_bytes = r->o->max_answer_bytes,
+                               .unknown = run_warn,
+                               .user = r};
     r->models[1] = r->o->model ? *r->o->model : r->models[0];
-    r->models[1].completion_tokens = 16; /* as the API says */
-    r->models[1].live = false, r->models[1].base = r->o->base; /* what is written depends on the line alone */
-    r->models[1].beside = beside, r->models[1].limits = run_limits, r->models[1].unknown = run_warn, r->models[1].user = r;
+    r->models[1].completion_tokens = 16; /* the API's default */
+    r->models[1].live = false;           /* an output line depends on its input line alone */
+    r->models[1].base = r->o->base;
+    r->models[1].beside = beside;
+    r->models[1].limits = run_limits;
+    r->models[1].unknown = run_warn;
+    r->models[1].user = r;
 }
 
 /* ---- Reader ---- */
 
 static run_line *run_line_new(run_state *r, str id, run_key key, size_t bytes) {
     run_line *line = mem_zalloc(sizeof *line);
-    line->run = r, line->key = key, line->bytes = bytes;
+    line->run = r;
+    line->key = key;
+    line->bytes = bytes;
     line->custom_id = (str){memcpy(mem_alloc(id.n), id.p, id.n), id.n};
     return line;
 }
@@ -17357,15 +17426,18 @@ static void run_line_free(run_line *line) {
     free(line);
 }
 
-/* To the writer, if it is not there. With run.lock held. */
+/* Puts a line into the writer's queue, if it is not there. With run.lock held. */
 static void run_queue(run_state *r, run_line *line) {
     if (line->queued) return;
-    line->queued = true, line->next = NULL;
-    *r->queue_end = line, r->queue_end = &line->next;
+    line->queued = true;
+    line->next = NULL;
+    *r->queue_end = line;
+    r->queue_end = &line->next;
     pthread_cond_broadcast(&r->wake);
 }
 
-/* The driver's: one token of one sample. Records go to the writer when a sample ended, or when they are many. */
+/* Called by the driver for each token of each sample. Moves the records to the writer when a
+ * sample has ended, or when there are RUN_RECORD_BYTES of them. */
 static int run_on_event(void *user, const toka_event *ev) {
     const api_part *part = user;
     run_line *line = part->call->user;
@@ -17374,7 +17446,8 @@ static int run_on_event(void *user, const toka_event *ev) {
     pthread_mutex_lock(&line->run->lock);
     if (!line->ready.n) {
         buf empty = line->ready;
-        line->ready = line->fresh, line->fresh = empty;
+        line->ready = line->fresh;
+        line->fresh = empty;
     } else {
         buf_str(&line->ready, buf_view(&line->fresh));
     }
@@ -17388,7 +17461,8 @@ static void run_cancel(run_state *r, const run_line *line) {
     for (int i = 0; i < line->call.n_parts; i++) toka_cancel(r->t, line->call.parts[i].engine_id);
 }
 
-static void run_stop(run_state *r, const toka_err *e) { /* with run.lock held; e NULL: Ctrl-C */
+/* Stops the batch and cancels in-flight lines. e NULL: Ctrl-C. With run.lock held. */
+static void run_stop(run_state *r, const toka_err *e) {
     if (r->stopped) return;
     r->stopped = true;
     if (e) r->e = *e;
@@ -17396,7 +17470,7 @@ static void run_stop(run_state *r, const toka_err *e) { /* with run.lock held; e
     pthread_cond_broadcast(&r->wake);
 }
 
-/* Why the device failed. False: it works. */
+/* Returns whether the device has failed; *e says why. */
 static bool run_device_failed(run_state *r, toka_err *e) {
     eng *g = r->t->engine;
     pthread_mutex_lock(&g->lock);
@@ -17405,7 +17479,9 @@ static bool run_device_failed(run_state *r, toka_err *e) {
     return e->code != 0;
 }
 
-/* Waits for room in the window: a few times the samples that run at once, and a few lines if each has many. False: stop. */
+/* Waits for room in the window. It is full with 4 * max_seqs samples, if these are of
+ * RUN_FEW_LINES lines at least, or when its lines take too much memory. Returns false if the
+ * batch was stopped. */
 static bool run_wait_for_room(run_state *r) {
     int64_t most = 4 * (int64_t)r->t->engine->max_seqs;
     pthread_mutex_lock(&r->lock);
@@ -17418,7 +17494,8 @@ static bool run_wait_for_room(run_state *r) {
     return go_on;
 }
 
-/* All parts of a line to the engine. With run.lock held, so that the writer does not see the line before it is whole. */
+/* Submits all parts of a line to the engine. With run.lock held, so that the writer does not see
+ * the line before all parts are submitted. Returns 0 or an error. */
 static int run_submit(run_state *r, run_line *line, toka_err *e) {
     api_call *c = &line->call;
     int code = 0;
@@ -17428,7 +17505,9 @@ static int run_submit(run_state *r, run_line *line, toka_err *e) {
     if (r->flight) r->flight->before = line;
     r->flight = line;
     for (int i = 0; i < c->n_parts; i++) {
-        if (!code) code = toka_submit(r->t, &c->parts[i].q, run_on_event, &c->parts[i], &c->parts[i].engine_id, e);
+        if (!code)
+            code = toka_submit(r->t, &c->parts[i].q, run_on_event, &c->parts[i],
+                               &c->parts[i].engine_id, e);
         if (code) api_pack_end(&c->parts[i], TOKA_CANCELLED, &line->ready);
     }
     if (!code) return 0;
@@ -17437,15 +17516,19 @@ static int run_submit(run_state *r, run_line *line, toka_err *e) {
     return code;
 }
 
-/* A parsed line to the engine, or as an error record to the writer. Takes the line. */
+/* Submits a parsed line to the engine, or queues it for the writer as an error record (code not
+ * 0). Takes ownership of the line. Returns 0, or an error if the device has failed. */
 static int run_start(run_state *r, run_line *line, int code, toka_err *e) {
     if (code) line->message = mem_check(strdup(e->msg));
     pthread_mutex_lock(&r->lock);
-    r->n_flight_lines++, r->n_flight_samples += MAX(line->call.n_choices, 1), r->n_flight_bytes += (int64_t)line->bytes;
+    r->n_flight_lines++;
+    r->n_flight_samples += MAX(line->call.n_choices, 1);
+    r->n_flight_bytes += (int64_t)line->bytes;
     int broken = 0;
     if (code || r->stopped) run_queue(r, line);
     else if ((broken = run_submit(r, line, e)) && broken != TOKA_E_DEVICE) {
-        line->error = "invalid_request", line->message = mem_check(strdup(e->msg));
+        line->error = "invalid_request";
+        line->message = mem_check(strdup(e->msg));
         broken = 0;
     }
     pthread_mutex_unlock(&r->lock);
@@ -17457,7 +17540,8 @@ static int run_twice(const run_state *r, int64_t number, const run_seen *s, str 
                 (long long)(s->state >> 1), (long long)number, STRF(id));
 }
 
-/* One line of the input: known ids are skipped, the rest goes on its way. */
+/* Handles one input line: skips it if its id has a result, else starts it. Returns 0, or an error
+ * that ends the reading: a duplicate custom_id, or a failed device. */
 static int run_take_line(run_state *r, str text, toka_err *e) {
     arena a = {0};
     buf id = {0};
@@ -17471,15 +17555,24 @@ static int run_take_line(run_state *r, str text, toka_err *e) {
     bool done = s->state & 1;
     const uint64_t says = run_says(root, text);
     if (r->n_lines < 0 && done) run_compare(r, s, says);
-    if (r->n_lines < 0 && s->state >> 1) code = run_twice(r, r->in.number, s, buf_view(&id), e), done = true;
-    else if (r->n_lines < 0) run_table_set(&r->seen, s, (uint64_t)r->in.number << 1 | done), r->n_before += done;
+    if (r->n_lines < 0 && s->state >> 1) {
+        code = run_twice(r, r->in.number, s, buf_view(&id), e);
+        done = true;
+    } else if (r->n_lines < 0) {
+        run_table_set(&r->seen, s, (uint64_t)r->in.number << 1 | done);
+        r->n_before += done;
+    }
     if (!done) {
-        if (root && !run_has_memory(&r->in, text.n * RUN_READING))
-            root = NULL, fail(&why, TOKA_E_MEMORY, "no memory to read a line of %zu bytes", text.n);
+        if (root && !run_has_memory(&r->in, text.n * RUN_READING)) {
+            root = NULL;
+            fail(&why, TOKA_E_MEMORY, "there is no memory to read a line of %zu bytes", text.n);
+        }
         run_line *line = run_line_new(r, buf_view(&id), key, text.n);
         line->says = says;
-        int bad = r->o->expired ? fail(&why, TOKA_E_USE, "the completion window closed before this request was done")
-                                : run_parse(line, root, &why);
+        int bad = r->o->expired
+                      ? fail(&why, TOKA_E_USE,
+                             "the completion window closed before this request was done")
+                      : run_parse(line, root, &why);
         if (r->o->expired) line->error = "batch_expired";
         code = run_start(r, line, bad, &why);
         if (code) *e = why;
@@ -17488,7 +17581,7 @@ static int run_take_line(run_state *r, str text, toka_err *e) {
     return code;
 }
 
-/* The reader's thread. */
+/* The reader thread. */
 static void *run_read(void *user) {
     run_state *r = user;
     toka_err e;
@@ -17498,7 +17591,8 @@ static void *run_read(void *user) {
         if (!run_is_blank(line) && (code = run_take_line(r, line, &e))) break;
     }
     pthread_mutex_lock(&r->lock);
-    if (code == TOKA_E_USE && !r->e.code) r->e = e; /* a second custom_id in standard input: what runs may end */
+    /* a duplicate custom_id on standard input: in-flight lines still end */
+    if (code == TOKA_E_USE && !r->e.code) r->e = e;
     else if (code < 0) run_stop(r, &e);
     r->read_all = true;
     pthread_cond_broadcast(&r->wake);
@@ -17510,16 +17604,18 @@ static void *run_read(void *user) {
 
 static void run_put_key_id(buf *b, const char *name, const char *head, run_key key) {
     json_put_key(b, name);
-    buf_printf(b, "\"%s%016llx%016llx\"", head, (unsigned long long)key.hi, (unsigned long long)key.lo);
+    buf_printf(b, "\"%s%016llx%016llx\"", head, (unsigned long long)key.hi,
+               (unsigned long long)key.lo);
 }
 
-/* The line of the output file, with its line feed. */
+/* Writes the output line of a request, with its line feed. */
 static void run_put_result(run_line *line, buf *b) {
     json_put_open(b, '{');
     run_put_key_id(b, "id", "batch_req_", (run_key){line->key.hi, line->says});
     json_put_key(b, "custom_id"), json_put_str(b, line->custom_id);
     json_put_key(b, "response");
-    bool refused = line->run->errors.fd >= 0 && line->call.status; /* as OpenAI writes what a server refused */
+    /* with a file of errors, a refused request has a response, as in OpenAI's error files */
+    bool refused = line->run->errors.fd >= 0 && line->call.status;
     if (line->error && !refused) {
         json_put_null(b);
     } else {
@@ -17556,43 +17652,55 @@ static void run_progress(run_state *r, bool terminal) {
     if (r->n_lines >= 0) snprintf(total, sizeof total, "%lld", (long long)r->n_lines);
     if (r->n_lines >= 0 && r->n_written) {
         int64_t left = (int64_t)((double)(r->n_lines - done) * spent / (double)r->n_written);
-        snprintf(eta, sizeof eta, "%lld:%02d:%02d", (long long)(left / 3600), (int)(left / 60 % 60), (int)(left % 60));
+        snprintf(eta, sizeof eta, "%lld:%02d:%02d", (long long)(left / 3600), (int)(left / 60 % 60),
+                 (int)(left % 60));
     }
     char bar[31];
     int filled = r->n_lines > 0 ? (int)(30 * done / r->n_lines) : 0;
     for (int i = 0; i < 30; i++) bar[i] = i < filled ? '#' : '.';
     bar[30] = 0;
     double rate = (double)s.output_tokens / spent;
-    if (terminal) fprintf(stderr, "\r[%s] %lld/%s lines  %.0f tok/s  ETA %s\x1b[K", bar, (long long)done, total, rate, eta);
-    else fprintf(stderr, "toka batch: %lld of %s lines, %.0f tok/s, ETA %s\n", (long long)done, total, rate, eta);
+    if (terminal)
+        fprintf(stderr, "\r[%s] %lld/%s lines  %.0f tok/s  ETA %s\x1b[K", bar, (long long)done,
+                total, rate, eta);
+    else
+        fprintf(stderr, "toka batch: %lld of %s lines, %.0f tok/s, ETA %s\n", (long long)done,
+                total, rate, eta);
 }
 
-/* Every two seconds: are the weights still those that were opened? All further results would be of
- * others, and of both at once. A server looks for itself. */
+/* Checks every two seconds that the weight files were not written to since they were opened. If
+ * they were, later results would be of other weights, or of a mix of both. A server does this
+ * check itself. */
 static int run_check_files(run_state *r, toka_err *e) {
     if (r->o->model || os_now() - r->t_files < 2) return 0;
     const char *path = pub_overwritten(r->t);
     r->t_files = os_now();
     if (!path) return 0;
-    return fail(e, TOKA_E_IO, "%.300s: it was written to while it was in use; %lld lines are written, "
-                "of which the last few seconds' may be wrong", path,
-                (long long)(r->n_before + r->n_written));
+    return fail(e, TOKA_E_IO,
+                "%.300s: it was written to while it was in use; %lld lines are written, "
+                "of which the last few seconds' may be wrong",
+                path, (long long)(r->n_before + r->n_written));
 }
 
 /* ---- Writer ---- */
 
-static bool run_must_stop(const run_state *r) { return *r->o->interrupted || (r->o->until && time(NULL) >= r->o->until); }
+static bool run_must_stop(const run_state *r) {
+    return *r->o->interrupted || (r->o->until && time(NULL) >= r->o->until);
+}
 
-/* The disk is full. True: a second has passed, somebody may have made room. False: there is no time left for that. */
+/* The disk is full: waits a second. Returns true if the write should be tried again, false if
+ * the batch must stop. */
 static bool run_wait_for_disk(run_state *r, const char *path, int why) {
-    if (!r->said_full) fprintf(stderr, "toka: %s: %s; its batch waits for room\n", path, strerror(why));
+    if (!r->said_full)
+        fprintf(stderr, "toka: %s: %s; its batch waits for room\n", path, strerror(why));
     r->said_full = true;
     for (int i = 0; i < 10 && !run_must_stop(r); i++) usleep(100000);
     return !run_must_stop(r);
 }
 
-/* All bytes in one write() where the system takes them so. A pipe gets so many as do not wait for its reader, who may never come:
- * then Ctrl-C gets through. */
+/* Writes all bytes of s, in one write() if the system takes them at once. A pipe gets at most
+ * PIPE_BUF bytes at a time, when it has room for them: if its reader never reads, write() would
+ * block, and Ctrl-C could not end it. */
 static int run_write_all(run_state *r, run_sink *to, str s, toka_err *e) {
     for (size_t at = 0; at < s.n;) {
         struct pollfd p = {.fd = to->fd, .events = POLLOUT};
@@ -17600,13 +17708,15 @@ static int run_write_all(run_state *r, run_sink *to, str s, toka_err *e) {
             if (*r->o->interrupted) return fail(e, TOKA_E_CANCELLED, "%s: interrupted", to->path);
             continue;
         }
-        ssize_t n = write(to->fd, s.p + at, to->is_file ? s.n - at : MIN(s.n - at, (size_t)PIPE_BUF));
+        ssize_t n = write(to->fd, s.p + at,
+                          to->is_file ? s.n - at : MIN(s.n - at, (size_t)PIPE_BUF));
         if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
         if (n < 0) {
             int why = errno;
             bool waits = r->o->patient && os_is_full(why);
             if (waits && run_wait_for_disk(r, to->path, why)) continue;
-            if (at && to->is_file && ftruncate(to->fd, to->bytes)) errno = why; /* else the next run cuts it */
+            /* remove the torn line; if this fails, the next run cuts it */
+            if (at && to->is_file && ftruncate(to->fd, to->bytes)) errno = why;
             if (waits) return fail(e, TOKA_E_CANCELLED, "%s: %s", to->path, strerror(why));
             const char *next = to->is_file ? ", the same command goes on from there" : "";
             return fail(e, TOKA_E_IO, "%s: %s; %lld lines are written%s", to->path, strerror(why),
@@ -17626,7 +17736,8 @@ static int run_write_line(run_state *r, run_line *line, buf *b, toka_err *e) {
         line->message = mem_check(strdup("there is no memory to write the answer"));
     }
     run_put_result(line, b);
-    int code = run_write_all(r, line->error && r->errors.fd >= 0 ? &r->errors : &r->results, buf_view(b), e);
+    int code = run_write_all(r, line->error && r->errors.fd >= 0 ? &r->errors : &r->results,
+                             buf_view(b), e);
     if (code) return code;
     atomic_llong *count = line->error ? r->o->failed : r->o->completed;
     r->n_written++, r->n_errors += line->error != NULL;
@@ -17634,13 +17745,15 @@ static int run_write_line(run_state *r, run_line *line, buf *b, toka_err *e) {
     return 0;
 }
 
-/* The first line of the queue with its records, in *ready; or NULL after 0.2 s. With run.lock held. */
+/* Takes the first line of the writer's queue, with its records in *ready. Returns NULL if there
+ * is none after 0.2 s. With run.lock held. */
 static run_line *run_wait_for_line(run_state *r, buf *ready) {
     run_line *line = r->queue;
     if (line) {
         if (!(r->queue = line->next)) r->queue_end = &r->queue;
         buf empty = *ready;
-        *ready = line->ready, line->ready = empty;
+        *ready = line->ready;
+        line->ready = empty;
         line->queued = false;
         return line;
     }
@@ -17648,20 +17761,23 @@ static run_line *run_wait_for_line(run_state *r, buf *ready) {
     return NULL;
 }
 
-static void run_leave(run_state *r, run_line *line) { /* with run.lock held */
+/* Removes a line from the window and frees it. With run.lock held. */
+static void run_leave(run_state *r, run_line *line) {
     if (line->in_flight) {
         if (line->before) line->before->after = line->after;
         else r->flight = line->after;
         if (line->after) line->after->before = line->before;
     }
     r->n_flight_held -= (int64_t)line->held;
-    r->n_flight_lines--, r->n_flight_samples -= MAX(line->call.n_choices, 1), r->n_flight_bytes -= (int64_t)line->bytes;
+    r->n_flight_lines--;
+    r->n_flight_samples -= MAX(line->call.n_choices, 1);
+    r->n_flight_bytes -= (int64_t)line->bytes;
     run_line_free(line);
     pthread_cond_broadcast(&r->wake);
 }
 
-/* The writer: makes text of records, and writes the lines that ended without a device or Ctrl-C in their way, until all that was
- * read is written. */
+/* The writer: turns records into text, and writes each line that has ended, except lines that
+ * were cancelled or whose device failed. Returns when all lines that were read have ended. */
 static void run_write(run_state *r) {
     buf b = {0}, ready = {0};
     bool terminal = isatty(2), failed = false;
@@ -17679,20 +17795,23 @@ static void run_write(run_state *r) {
         run_progress(r, terminal);
         if (!code && !failed) code = run_check_files(r, &e);
         pthread_mutex_lock(&r->lock);
-        if (line) r->n_flight_held += (int64_t)line->call.held - (int64_t)line->held;
-        if (line) line->held = line->call.held;
+        if (line) {
+            r->n_flight_held += (int64_t)(line->call.held - line->held);
+            line->held = line->call.held;
+        }
         if (code) failed = true, run_stop(r, code == TOKA_E_CANCELLED ? NULL : &e);
-        else if (ended && !whole && run_device_failed(r, &e)) run_stop(r, &e); /* where no more is read nobody else learns of it */
+        /* a device failure; the reader may have ended, so nothing else would report it */
+        else if (ended && !whole && run_device_failed(r, &e)) run_stop(r, &e);
         if (ended) run_leave(r, line);
     }
-    r->t_files = -INFINITY; /* what ended sooner than two seconds is looked at, too */
+    r->t_files = -INFINITY; /* one more check: the batch may have ended within two seconds */
     if (!r->stopped && run_check_files(r, &e)) run_stop(r, &e);
     pthread_mutex_unlock(&r->lock);
     if (terminal && !r->o->quiet) fputs("\r\x1b[K", stderr);
     buf_free(&b), buf_free(&ready);
 }
 
-/* Its thread where this program drives the engine: then the driver may go home. */
+/* The writer thread of run_batch. toka_stop makes toka_run return on the driver's thread. */
 static void *run_write_alone(void *user) {
     run_state *r = user;
     run_write(r);
@@ -17702,26 +17821,31 @@ static void *run_write_alone(void *user) {
 
 /* ---- Opening the files ---- */
 
-/* How run_put_result begins a line, and what it writes behind the custom_id. */
-static const str run_result_head = {"{\"id\":\"batch_req_", 17}, run_result_next = {",\"response\":", 12};
+/* What run_put_result writes at the start of a line, and after the custom_id. */
+static const str run_result_head = {"{\"id\":\"batch_req_", 17};
+static const str run_result_next = {",\"response\":", 12};
 
-/* The custom_id, with its quotes, of a line that run_put_result began; n 0: it did not. */
+/* Returns the custom_id, with its quotes, of a line that run_put_result wrote. The line may be
+ * cut after the id. Returns an empty str if it is no such line. */
 static str run_result_id(str line) {
     const str name = STR("\",\"custom_id\":");
     size_t from = run_result_head.n + 32 + name.n, to = from + 1;
     if (!str_starts(line, run_result_head) || line.n <= to || line.p[from] != '"') return (str){0};
     if (!str_starts(str_sub(line, from - name.n, line.n), name)) return (str){0};
     while (to < line.n && line.p[to] != '"') to += line.p[to] == '\\' ? 2 : 1;
-    return to < line.n && str_starts(str_sub(line, to + 1, line.n), run_result_next) ? str_sub(line, from, to + 1) : (str){0};
+    return to < line.n && str_starts(str_sub(line, to + 1, line.n), run_result_next)
+               ? str_sub(line, from, to + 1)
+               : (str){0};
 }
 
 typedef struct run_result { /* a line of an output file */
     buf custom_id;
-    uint64_t says; /* run_says of the line that it answers; 0: it does not tell */
+    uint64_t says; /* run_says of the line that it answers; 0: unknown */
     bool failed;   /* an error record */
 } run_result;
 
-/* The hash of the input line in a result's id. 0: there is none, as in other programs' results. */
+/* Returns the hash of the input line that a result's id holds. Returns 0 if it holds none, as in
+ * results of other programs. */
 static uint64_t run_id_says(str id, run_key key) {
     const str head = str_sub(run_result_head, 7, run_result_head.n); /* batch_req_ */
     uint64_t half[2] = {0};
@@ -17734,19 +17858,21 @@ static uint64_t run_id_says(str id, run_key key) {
     return half[0] == key.hi && half[1] != key.lo ? half[1] : 0;
 }
 
-/* False: it is no line of ours. Lines of thousands of samples may be too long to be parsed whole:
- * then their beginning has to do. */
 /* Does a line of results answer its request: with a body, or with an error? */
 static bool run_is_result(const json *root) {
     const json *response = json_get(root, "response"), *error = json_get(root, "error");
     const json *body = json_get(response, "body");
-    return response && error && (json_is(error, JSON_OBJECT) || (json_is(body, JSON_OBJECT) && body->n));
+    const bool has_body = json_is(body, JSON_OBJECT) && body->n;
+    return response && error && (json_is(error, JSON_OBJECT) || has_body);
 }
 
+/* Reads an output line into *out. A line with thousands of samples may be too long to be parsed
+ * whole: then only its beginning is read. Returns false if the line is not a result. */
 static bool run_read_result(run_state *r, const run_input *in, str line, arena *a,
                             run_result *out) {
     toka_err ignored;
-    const json *root = json_parse(a, in->too_long ? run_result_id(line) : line, json_trusted, &ignored);
+    const json *root = json_parse(a, in->too_long ? run_result_id(line) : line, json_trusted,
+                                  &ignored);
     const json *v = in->too_long ? root : json_get(root, "custom_id");
     if (!json_is(v, JSON_STRING)) return false;
     if (!in->too_long && !run_is_result(root)) return false;
@@ -17755,34 +17881,39 @@ static bool run_read_result(run_state *r, const run_input *in, str line, arena *
     if (in->too_long) id = str_sub(line, 7, run_result_head.n + 32);
     out->says = run_id_says(id, run_hash(json_str(v)));
     out->failed = !in->too_long && json_get(root, "error")->type != JSON_NULL;
-    const str model = in->too_long ? (str){0} : json_str(json_get(json_get(json_get(root, "response"), "body"), "model"));
-    if (model.n && !r->earlier.n && !r->o->model && !str_is(model, r->models[0].name)) api_show(&r->earlier, model);
+    const str model = in->too_long
+                          ? (str){0}
+                          : json_str(json_get(json_get(json_get(root, "response"), "body"), "model"));
+    if (model.n && !r->earlier.n && !r->o->model && !str_is(model, r->models[0].name))
+        api_show(&r->earlier, model);
     return true;
 }
 
-typedef struct run_span { /* bytes of a file */
+typedef struct run_span { /* a range of bytes of a file */
     int64_t from, to;
 } run_span;
 
-typedef struct run_scan { /* what earlier runs wrote, as it is read */
+typedef struct run_scan { /* state while reading what earlier runs wrote */
     run_input in;
     run_result result;
-    run_span line;  /* the one last read, with its line feed or room for it */
-    bool whole;     /* a line feed ends it */
-    bool bad;       /* it is no result */
-    bool ours;      /* it is bad, and begins as a result does or is empty */
-    bool foreign;   /* a line was bad and not ours */
-    int64_t n_results, n_bad, n_twice, first_bad; /* n_twice: results of a custom_id that has one */
-    buf drop;       /* run_spans of lines that a server's file is better without */
+    run_span line;  /* of the line last read; its line feed counts, even where it is missing */
+    bool whole;     /* a line feed ends the line */
+    bool bad;       /* the line is not a result */
+    bool ours;      /* the line is bad, and is empty or begins as a result does */
+    bool foreign;   /* some line was bad and not ours */
+    int64_t n_results, n_bad;
+    int64_t n_twice;   /* results whose custom_id already has one */
+    int64_t first_bad; /* line number */
+    buf drop;          /* run_spans of the lines that a server removes from its file */
 } run_scan;
 
-/* Does a bad line begin as ours do? NULs are what a disk leaves that lost power. */
+/* Does a bad line begin as our results do? A disk that lost power may leave NULs before that. */
 static bool run_is_ours(str line) {
-    while (line.n && strchr(" \t\r", *line.p)) line = str_sub(line, 1, line.n); /* NUL too */
+    while (line.n && strchr(" \t\r", *line.p)) line = str_sub(line, 1, line.n); /* skips NULs too */
     return str_starts(run_result_head, str_sub(line, 0, MIN(line.n, run_result_head.n)));
 }
 
-/* The line that was just read. */
+/* Handles the line that was just read. */
 static void run_scan_line(run_state *r, run_scan *s, str line, bool whole) {
     arena a = {0};
     s->line = (run_span){s->line.to, s->line.to + s->in.length + 1};
@@ -17793,7 +17924,8 @@ static void run_scan_line(run_state *r, run_scan *s, str line, bool whole) {
     run_seen *seen = s->bad ? NULL : run_table_at(&r->seen, key);
     if (s->bad || seen->state) buf_put(&s->drop, &s->line, sizeof s->line);
     if (s->bad) {
-        s->ours = run_is_ours(line), s->foreign |= !s->ours;
+        s->ours = run_is_ours(line);
+        s->foreign |= !s->ours;
         if (!s->n_bad++) s->first_bad = s->in.number;
     } else if (seen->state) {
         s->n_twice++;
@@ -17804,13 +17936,16 @@ static void run_scan_line(run_state *r, run_scan *s, str line, bool whole) {
     }
 }
 
-/* After the last line: it is cut if it is torn, else it gets its line feed. A bad line is torn if
- * it does not end, or begins as ours do. */
+/* After the last line: cuts it if it is torn, else adds a missing line feed. A bad last line is
+ * torn if it has no line feed, or begins as ours do. */
 static int run_end_output(run_state *r, run_scan *s, run_sink *to, toka_err *e) {
     const bool torn = s->bad && (!s->whole || s->ours);
     if (!s->in.number) return 0;
     to->bytes = torn ? s->line.from : s->line.to - !s->whole;
-    if (torn) s->n_bad--, s->drop.n -= sizeof(run_span);
+    if (torn) {
+        s->n_bad--;
+        s->drop.n -= sizeof(run_span);
+    }
     if (torn && ftruncate(to->fd, to->bytes))
         return fail(e, TOKA_E_IO, "%s: %s", to->path, strerror(errno));
     if (torn && !r->o->quiet)
@@ -17827,10 +17962,12 @@ static void run_tell_output(run_state *r, const run_scan *s, const run_sink *to)
                 to->path, (long long)s->n_bad, s->n_bad == 1 ? "line is" : "lines are",
                 (long long)s->first_bad, end);
     if (s->n_twice)
-        fprintf(stderr, "toka batch: %s: %lld %s the custom_id of an earlier one; they %s\n", to->path,
-                (long long)s->n_twice, s->n_twice == 1 ? "result has" : "results have", end);
+        fprintf(stderr, "toka batch: %s: %lld %s the custom_id of an earlier one; they %s\n",
+                to->path, (long long)s->n_twice, s->n_twice == 1 ? "result has" : "results have",
+                end);
     if (r->earlier.n)
-        fprintf(stderr, "toka batch: %s has results of the model %s, which stay; the rest runs on %s\n",
+        fprintf(stderr,
+                "toka batch: %s has results of the model %s, which stay; the rest runs on %s\n",
                 to->path, r->earlier.p, r->models[0].name);
     buf_free(&r->earlier);
 }
@@ -17839,14 +17976,14 @@ static bool run_copy(int to, int from, run_span span) {
     off_t at = (off_t)span.from;
     while (at < span.to) {
         ssize_t n = sendfile(to, from, &at, (size_t)MIN(span.to - at, (int64_t)1 << 30));
-        if (n == 0) errno = EIO; /* somebody cut the file */
+        if (n == 0) errno = EIO; /* the file became shorter meanwhile */
         if (n == 0 || (n < 0 && errno != EINTR)) return false;
     }
     return true;
 }
 
-/* A server's clients parse every line of its files: puts a new file without the lines of s->drop
- * in the old one's place. */
+/* Replaces a server's output file by one without the lines of s->drop: clients parse every line
+ * of the file. */
 static int run_drop_lines(run_state *r, const run_scan *s, run_sink *to, toka_err *e) {
     const char *path = to == &r->errors ? r->o->errors : r->o->out;
     const run_span *drop = (const run_span *)(const void *)s->drop.p;
@@ -17873,36 +18010,41 @@ static int run_drop_lines(run_state *r, const run_scan *s, run_sink *to, toka_er
     return good ? 0 : fail(e, TOKA_E_IO, "%s: %s", to->path, strerror(why));
 }
 
-/* Reads what earlier runs wrote. Lines that are no results stay in a user's file: another program
- * may have written them. A file of such lines alone is refused. A server's files are its own. */
+/* Reads what earlier runs wrote. Lines that are not results stay in a user's file, since another
+ * program may have written them; a file that has only such lines is refused. In a server's own
+ * files they are removed. */
 static int run_scan_output(run_state *r, run_sink *to, atomic_llong *count, toka_err *e) {
     run_scan s = {0};
     str line = {0};
     bool whole = false;
     int code;
     run_input_init(&s.in, to->fd, to->path, r->o->interrupted);
-    s.in.most = RUN_RESULT_BYTES; /* a result has all samples of a request */
+    s.in.most = RUN_RESULT_BYTES; /* a result holds all samples of a request */
     while ((code = run_next_line(&s.in, &line, &whole, e)) > 0) run_scan_line(r, &s, line, whole);
     if (!code && *r->o->interrupted)
-        code = fail(e, TOKA_E_CANCELLED, "%s: interrupted", to->path); /* the last line was cut by that */
+        /* it ended the reading: the last line may be incomplete */
+        code = fail(e, TOKA_E_CANCELLED, "%s: interrupted", to->path);
     if (!code && s.foreign && !s.n_results && !r->o->errors)
-        code = fail(e, TOKA_E_INPUT, "%s: not a result file of toka batch; give another -o", to->path);
+        code = fail(e, TOKA_E_INPUT, "%s: not a result file of toka batch; give another -o",
+                    to->path);
     if (!code) code = run_end_output(r, &s, to, e);
     if (!code && r->o->errors && s.drop.n) code = run_drop_lines(r, &s, to, e);
     if (!code) run_tell_output(r, &s, to);
     r->n_damaged += s.n_bad;
-    if (!code && count) *count = s.n_results; /* all at once: somebody looks at it meanwhile */
+    if (!code && count) *count = s.n_results; /* set once: other threads read it meanwhile */
     if (!code && r->o->damaged) *r->o->damaged += s.n_bad;
     run_input_free(&s.in), buf_free(&s.result.custom_id), buf_free(&s.drop);
     return code;
 }
 
-static const char *run_shown(const run_options *o, const char *path) { /* a file in messages */
+/* Returns the name of a file for messages. */
+static const char *run_shown(const run_options *o, const char *path) {
     const char *slash = o->hidden ? strrchr(path, '/') : NULL;
     return slash ? slash + 1 : path;
 }
 
-static int run_cannot_open(const char *path, toka_err *e) { /* EINTR: a named pipe without another side, and Ctrl-C */
+/* Fails with errno. EINTR: Ctrl-C, while open() waited for the other end of a named pipe. */
+static int run_cannot_open(const char *path, toka_err *e) {
     if (errno == EISDIR) return fail(e, TOKA_E_INPUT, "%s is a directory, expected a file", path);
     int code = errno == EINTR ? TOKA_E_CANCELLED : os_is_short(errno) ? TOKA_E_IO : TOKA_E_INPUT;
     return fail(e, code, "%s: %s", path, strerror(errno));
@@ -17913,26 +18055,31 @@ static bool run_is_same(int fd, const struct stat *file) {
     return !fstat(fd, &st) && st.st_dev == file->st_dev && st.st_ino == file->st_ino;
 }
 
-static int run_open_output(run_state *r, run_sink *to, const char *path, atomic_llong *count, toka_err *e) {
+static int run_open_output(run_state *r, run_sink *to, const char *path, atomic_llong *count,
+                           toka_err *e) {
     struct stat st;
     *to = (run_sink){.path = run_shown(r->o, path), .fd = 1};
     if (!strcmp(path, "-")) return 0;
-    /* a pipe, a device: only to write, or we would be the reader who is missed */
+    /* A pipe or a device is opened only for writing. With O_RDWR we would be a reader of our own
+     * pipe, and a missing reader would go unnoticed. */
     int how = !stat(path, &st) && !S_ISREG(st.st_mode) ? O_WRONLY : O_RDWR | O_CREAT;
     to->fd = open(path, how | O_APPEND | O_CLOEXEC, r->o->errors ? 0600 : 0666);
     if (to->fd < 0 || fstat(to->fd, &st)) return run_cannot_open(to->path, e);
     if (!(to->is_file = S_ISREG(st.st_mode))) return 0;
-    if (run_is_same(r->in.fd, &st)) return fail(e, TOKA_E_USE, "%s is the input and the output", to->path);
+    if (run_is_same(r->in.fd, &st))
+        return fail(e, TOKA_E_USE, "%s is the input and the output", to->path);
     struct flock whole_file = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
-    for (int tries = 0; fcntl(to->fd, F_SETLK, &whole_file) && (errno == EACCES || errno == EAGAIN); tries++) {
+    for (int tries = 0; fcntl(to->fd, F_SETLK, &whole_file) && (errno == EACCES || errno == EAGAIN);
+         tries++) {
         if (tries == 30 || atomic_load(r->o->interrupted))
             return fail(e, TOKA_E_USE, "%s: another toka batch is writing it", to->path);
-        usleep(100000); /* one that was killed a moment ago holds it until the system has taken it apart */
+        usleep(100000); /* a process that was just killed holds the lock until it is cleaned up */
     }
     return run_scan_output(r, to, count, e);
 }
 
-/* The first pass over the input: every custom_id once. A pipe is read only once, so its ids are checked as they come. */
+/* The first pass over the input: counts lines and checks that each custom_id is unique. A pipe is
+ * read only once: its ids are checked as they come. */
 static int run_scan_input(run_state *r, toka_err *e) {
     str line;
     struct stat st;
@@ -17941,7 +18088,9 @@ static int run_scan_input(run_state *r, toka_err *e) {
     r->n_lines = -1;
     if (fstat(r->in.fd, &st) || !S_ISREG(st.st_mode)) {
         if (!r->o->quiet)
-            fprintf(stderr, "toka batch: %s cannot be read twice: a second custom_id is found when it comes\n", r->in.name);
+            fprintf(stderr,
+                    "toka batch: %s cannot be read twice: a second custom_id is found when it comes\n",
+                    r->in.name);
         return 0;
     }
     int64_t n = 0;
@@ -17964,20 +18113,26 @@ static int run_scan_input(run_state *r, toka_err *e) {
     }
     buf_free(&id);
     if (code < 0) return code;
-    if (lseek(r->in.fd, 0, SEEK_SET) != 0) return fail(e, TOKA_E_IO, "%s: %s", r->in.name, strerror(errno));
-    r->in.at = r->in.n = 0, r->in.number = 0, r->n_lines = n;
+    if (lseek(r->in.fd, 0, SEEK_SET) != 0)
+        return fail(e, TOKA_E_IO, "%s: %s", r->in.name, strerror(errno));
+    r->in.at = r->in.n = 0;
+    r->in.number = 0;
+    r->n_lines = n;
     return 0;
 }
 
-/* That the report can be written is known before anything runs. */
+/* Checks before anything runs that the report can be written. Returns 0 or an error. */
 static int run_check_report(const run_state *r, toka_err *e) {
     const char *path = r->o->report;
     struct stat st;
-    if (!strcmp(path, "-")) return strcmp(r->o->out, "-") ? 0 : fail(e, TOKA_E_USE, "standard output is the report and the output");
+    if (!strcmp(path, "-"))
+        return strcmp(r->o->out, "-")
+                   ? 0
+                   : fail(e, TOKA_E_USE, "standard output is the report and the output");
     bool there = !stat(path, &st), regular = there && S_ISREG(st.st_mode);
     if (regular && (run_is_same(r->in.fd, &st) || run_is_same(r->results.fd, &st)))
         return fail(e, TOKA_E_USE, "%s is the report and the input or the output", path);
-    if (there && !regular && !S_ISDIR(st.st_mode)) return 0; /* a pipe: its reader may come later */
+    if (there && !regular && !S_ISDIR(st.st_mode)) return 0; /* a pipe; its reader may come later */
     int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
     if (fd < 0) return run_cannot_open(path, e);
     close(fd);
@@ -17988,8 +18143,8 @@ static int run_open(run_state *r, toka_err *e) {
     bool standard = !strcmp(r->o->in, "-");
     int fd = standard ? 0 : open(r->o->in, O_RDONLY | O_CLOEXEC);
     r->results.fd = r->errors.fd = -1;
-    const char *name = standard ? "standard input" : run_shown(r->o, r->o->in);
-    run_input_init(&r->in, fd, name, r->o->interrupted);
+    run_input_init(&r->in, fd, standard ? "standard input" : run_shown(r->o, r->o->in),
+                   r->o->interrupted);
     r->in.stopped = &r->stopped;
     if (fd < 0) return run_cannot_open(r->in.name, e);
     int code = run_open_output(r, &r->results, r->o->out, r->o->completed, e);
@@ -18002,11 +18157,12 @@ static int run_open(run_state *r, toka_err *e) {
 
 static int run_close(run_state *r, toka_err *e) {
     int code = 0;
-    run_tell_changed(r); /* of an input that was read only once */
+    run_tell_changed(r); /* for an input that was read only once */
     run_sink *sinks[] = {&r->results, &r->errors};
     for (int i = 0; i < COUNT(sinks); i++) {
         run_sink *to = sinks[i];
-        if (to->is_file && fsync(to->fd) && errno != EINVAL) code = fail(e, TOKA_E_IO, "%s: %s", to->path, strerror(errno));
+        if (to->is_file && fsync(to->fd) && errno != EINVAL)
+            code = fail(e, TOKA_E_IO, "%s: %s", to->path, strerror(errno));
         if (to->fd > 1) close(to->fd);
     }
     if (r->in.fd > 0) close(r->in.fd);
@@ -18018,17 +18174,20 @@ static int run_close(run_state *r, toka_err *e) {
 
 /* ---- The closing report ---- */
 
-/* What the machine can do, measured for a tenth of a second each when a batch has ended: reading out of memory of the
- * weights' size (at most 256 MB of it; small weights stay in the cache, here as there), each thread its own part again and
- * again; and multiply-adds in registers. A step takes at least as long as either of the two. */
+/* Measures what the machine can do, after a batch has ended, for 0.1 s each:
+ *   - reading from memory: as many bytes as the weights have, at most 256 MB. Each thread reads its
+ *     own part again and again. Small weights stay in the cache, as they do in a step.
+ *   - multiply-adds in registers.
+ * A step takes at least as long as either of the two. */
 enum { RUN_PROBE_THREADS = 1024, RUN_FMA_FLOATS = 192 };
 
 typedef struct run_probe { /* one thread's share */
-    const uint64_t *p; /* [n_words]; NULL: arithmetic */
+    const uint64_t *p; /* [n_words]; NULL: measure arithmetic */
     size_t n_words;
     toka_device *device;
-    uint64_t sum;      /* what was read, so that reading is not left out */
-    double best;       /* bytes or floating-point operations a second, of the fastest round: other programs run here too */
+    uint64_t sum;      /* of what was read, so that the compiler keeps the reads */
+    double best;       /* bytes or floating-point operations per second in the fastest round:
+                          other programs may slow down the others */
 } run_probe;
 
 #ifdef __x86_64__
@@ -18041,8 +18200,10 @@ typedef struct run_probe { /* one thread's share */
         } \
         for (int i = 0; i < COUNT(y); i++) store(x + i * (width), y[i]); \
     }
-RUN_FMA(run_fma_avx2, CPU_AVX2, __m256, _mm256_set1_ps, _mm256_loadu_ps, _mm256_fmadd_ps, _mm256_storeu_ps, 8)
-RUN_FMA(run_fma_avx512, CPU_AVX512, __m512, _mm512_set1_ps, _mm512_loadu_ps, _mm512_fmadd_ps, _mm512_storeu_ps, 16)
+RUN_FMA(run_fma_avx2, CPU_AVX2, __m256, _mm256_set1_ps, _mm256_loadu_ps, _mm256_fmadd_ps,
+        _mm256_storeu_ps, 8)
+RUN_FMA(run_fma_avx512, CPU_AVX512, __m512, _mm512_set1_ps, _mm512_loadu_ps, _mm512_fmadd_ps,
+        _mm512_storeu_ps, 16)
 #endif
 
 static void run_fma_c(float *x, int rounds) {
@@ -18050,12 +18211,14 @@ static void run_fma_c(float *x, int rounds) {
         for (int i = 0; i < RUN_FMA_FLOATS; i++) x[i] = x[i] * 0.5f + 0.25f;
 }
 
-/* With the instructions that the backend uses; returns the operations done. */
+/* Runs multiply-adds with the backend's instruction set. Returns the number of operations. */
 static double run_fma(const toka_device *d, float x[RUN_FMA_FLOATS]) {
     enum { ROUNDS = 10000 };
 #ifdef __x86_64__
-    if (!strcmp(d->kernels->name, "AVX-512")) return run_fma_avx512(x, ROUNDS), 2.0 * ROUNDS * RUN_FMA_FLOATS;
-    if (!strcmp(d->kernels->name, "AVX2")) return run_fma_avx2(x, ROUNDS), (double)ROUNDS * RUN_FMA_FLOATS;
+    if (!strcmp(d->kernels->name, "AVX-512"))
+        return run_fma_avx512(x, ROUNDS), 2.0 * ROUNDS * RUN_FMA_FLOATS;
+    if (!strcmp(d->kernels->name, "AVX2"))
+        return run_fma_avx2(x, ROUNDS), (double)ROUNDS * RUN_FMA_FLOATS;
 #endif
     (void)d;
     return run_fma_c(x, ROUNDS), 2.0 * ROUNDS * RUN_FMA_FLOATS;
@@ -18078,7 +18241,8 @@ static void *run_probe_share(void *user) {
     return NULL;
 }
 
-/* Bytes a second if bytes > 0, else floating-point operations a second, of the threads of all ranks, or of a thread a core. */
+/* Returns bytes per second if bytes > 0, else floating-point operations per second. Uses as many
+ * threads as all ranks have together, at most one per core. */
 static double run_probe_rate(const eng *g, size_t bytes) {
     run_probe w[RUN_PROBE_THREADS] = {{0}};
     pthread_t thread[RUN_PROBE_THREADS];
@@ -18086,14 +18250,17 @@ static double run_probe_rate(const eng *g, size_t bytes) {
     toka_device *d = g->replicas->m.ranks->dev;
     int n = 0, started = 1;
     for (int i = 0; i < g->n_replicas; i++)
-        for (int k = 0; k < g->replicas[i].m.n_ranks; k++) n += g->replicas[i].m.ranks[k].dev->pool.n;
+        for (int k = 0; k < g->replicas[i].m.n_ranks; k++)
+            n += g->replicas[i].m.ranks[k].dev->pool.n;
     n = MIN(n, MIN(os_n_cores(), RUN_PROBE_THREADS));
     uint64_t *p = bytes ? mem_alloc(words * sizeof *p) : NULL;
     double rate = 0;
     if (p) memset(p, 1, words * sizeof *p);
     for (int i = 0; i < n; i++)
-        w[i] = (run_probe){p ? p + words / (size_t)n * (size_t)i : NULL, words / (size_t)n, d, 0, 0};
-    while (started < n && !pthread_create(&thread[started], NULL, run_probe_share, &w[started])) started++;
+        w[i] = (run_probe){p ? p + words / (size_t)n * (size_t)i : NULL, words / (size_t)n, d,
+                           0, 0};
+    while (started < n && !pthread_create(&thread[started], NULL, run_probe_share, &w[started]))
+        started++;
     run_probe_share(&w[0]);
     for (int i = 1; i < started; i++) pthread_join(thread[i], NULL);
     for (int i = 0; i < started; i++) rate += w[i].best;
@@ -18101,25 +18268,28 @@ static double run_probe_rate(const eng *g, size_t bytes) {
     return rate;
 }
 
-/* ---- What GPUs can do: for the report here, and for `toka plan` and `toka bench ops` ---- */
+/* ---- What GPUs can do: for this report, `toka plan` and `toka bench ops` ---- */
 
-enum { RUN_PEAK_TFLOPS = 790 }; /* bf16, what an H100 or H200 sustains within its power limit (8192 cubed, random numbers) */
+/* bf16 rate that an H100 or H200 sustains within its power limit (8192 cubed, random numbers) */
+enum { RUN_PEAK_TFLOPS = 790 };
 
 typedef struct run_gpu {
     const char *name;
     int arch;            /* compute capability times ten */
-    double memory;       /* bytes that the driver gives out in all */
+    double memory;       /* bytes that the driver gives out in total */
     double flops;        /* per second: dense bf16 products, float32 sums */
-    double read;         /* bytes per second */
+    double read;         /* of memory, bytes per second */
     double link;         /* bytes per second from one GPU of a host to another, one way */
-    const char *source;  /* of the last three */
+    const char *source;  /* of flops, read and link */
 } run_gpu;
 
-/* Measured rates are of the datasheet's 0.80 (products: the power limit), 0.85 and 0.93 (reads), 0.67 (link). */
+/* Measured rates are these fractions of the datasheet's: products 0.80 (the power limit), reads
+ * 0.85 (H200) and 0.93 (H100), link 0.67. */
 static const run_gpu run_gpus[] = {
     {"B200", 100, 178.3 * 0x1p30, 2250e12, 8.00e12, 900e9, "datasheet"},
     {"H200", 90, 139.8 * 0x1p30, RUN_PEAK_TFLOPS * 1e12, 4.10e12, 300e9, "measured"},
-    {"H100", 90, 79.1 * 0x1p30, RUN_PEAK_TFLOPS * 1e12, 3.11e12, 300e9, "measured, the link on H200s"},
+    {"H100", 90, 79.1 * 0x1p30, RUN_PEAK_TFLOPS * 1e12, 3.11e12, 300e9,
+     "measured, the link on H200s"},
     {"A100-80G", 80, 79.1 * 0x1p30, 312e12, 2.04e12, 300e9, "datasheet"},
     {"A100-40G", 80, 39.4 * 0x1p30, 312e12, 1.56e12, 300e9, "datasheet"},
     {"L40S", 89, 44.4 * 0x1p30, 362e12, 0.86e12, 32e9, "datasheet"},
@@ -18129,7 +18299,8 @@ static const run_gpu run_gpus[] = {
     {"RTX-3090", 86, 23.6 * 0x1p30, 71e12, 0.94e12, 32e9, "datasheet"},
 };
 
-/* The GPU that a backend describes so, "NVIDIA H200, 150 GB, ...": its name stands there as words. NULL: not in the list. */
+/* Finds the GPU that a backend describes as "NVIDIA H200, 150 GB, ...": its name stands there as
+ * separate words. Returns NULL if it is not in the list. */
 static const run_gpu *run_gpu_of(const char *about) {
     for (int i = 0; i < COUNT(run_gpus); i++) {
         char name[32];
@@ -18143,79 +18314,92 @@ static const run_gpu *run_gpu_of(const char *about) {
 
 /* ---- The start ---- */
 
-static toka_memory run_most_memory(const toka *t) { /* on any device; zeros: not known */
+/* Returns the largest use of memory of any device; zeros if unknown. */
+static toka_memory run_most_memory(const toka *t) {
     const eng *g = t->engine;
     toka_memory most = {0}, m;
     for (int i = 0; i < g->n_replicas && g->be->memory; i++)
         for (int rank = 0; rank < g->replicas[i].m.n_ranks; rank++) {
             g->be->memory(g->replicas[i].m.ranks[rank].dev, &m);
-            most.weights = MAX(most.weights, m.weights), most.kv = MAX(most.kv, m.kv), most.rest = MAX(most.rest, m.rest);
+            most.weights = MAX(most.weights, m.weights);
+            most.kv = MAX(most.kv, m.kv);
+            most.rest = MAX(most.rest, m.rest);
         }
     return most;
 }
 
-/* Looks for weights that were written to, and says so once. */
+/* Warns once if weight files were written to while they are in use. */
 static void run_say_overwritten(const toka *t, bool *said) {
     const char *path = *said ? NULL : pub_overwritten(t);
     if (!path) return;
     *said = true;
-    fprintf(stderr, "toka: warning: %s was written to while it is in use: answers may be wrong "
-            "until toka is started again; to change a model's files, rename new ones over them\n", path);
+    fprintf(stderr,
+            "toka: warning: %s was written to while it is in use: answers may be wrong "
+            "until toka is started again; to change a model's files, rename new ones over them\n",
+            path);
 }
 
-/* What generation_config.json asks for and nobody gets. */
+/* Reports the settings of generation_config.json that toka does not use. */
 static void run_say_unused(const toka *t) {
     const char *names = t->files->defaults.unused;
     if (names) fprintf(stderr, "toka: generation_config.json: not used: %s\n", names);
 }
 
-/* What runs where, and for how many tokens there is room. While no step is under way. */
+/* Reports the model, its device, and the size of the KV cache. Only while no step runs. */
 static void run_say_start(const toka *t, const char *name, double load_s) {
     const toka_info info = toka_get_info(t);
     const toka_memory m = run_most_memory(t);
     const int64_t kv = (int64_t)t->engine->stats.kv_pages * t->shape.B;
-    fprintf(stderr, "toka: %s on %s, loaded in %.1f s; KV cache %lld tokens, %.1f sequences of %d tokens", name, info.device,
-            load_s, (long long)kv, (double)kv / info.max_model_len, info.max_model_len);
+    fprintf(stderr,
+            "toka: %s on %s, loaded in %.1f s; KV cache %lld tokens, %.1f sequences of %d tokens",
+            name, info.device, load_s, (long long)kv, (double)kv / info.max_model_len,
+            info.max_model_len);
     if (m.weights)
-        fprintf(stderr, "; GB on a GPU: weights %.3f, KV %.3f, all else %.3f", 1e-9 * (double)m.weights, 1e-9 * (double)m.kv,
-                1e-9 * (double)m.rest);
+        fprintf(stderr, "; GB on a GPU: weights %.3f, KV %.3f, all else %.3f",
+                1e-9 * (double)m.weights, 1e-9 * (double)m.kv, 1e-9 * (double)m.rest);
     fputc('\n', stderr);
 }
 
 /* ---- The report ---- */
 
-enum { RUN_RANKS = 64 }; /* that are told of */
+enum { RUN_RANKS = 64 }; /* in the report, at most */
 typedef struct run_rank {
     int replica, stage, tensor;
-    double idle, sums, messages; /* shares of its time: between steps, and in them in what ranks are to one another */
+    /* shares of its time: idle between steps; all-reduce and messages between ranks in steps */
+    double idle, sums, messages;
 } run_rank;
 
-typedef struct run_report { /* what a batch was worth */
-    double elapsed_s, output_rate, total_rate, shared, rows_per_step, plan, run, commit, idle; /* shares of elapsed_s */
-    double read_gbs, gflops; /* weights read by the steps, arithmetic on them: 10^9 bytes and operations a second of run */
-    double most_gbs, most_gflops, ceiling; /* what the machine can; the larger of the two shares. 0 on a GPU */
-    bool timed;        /* the first device has its own view: then run and idle are its, and the parts' seconds are of all its
-                          steps */
-    toka_times device;
+typedef struct run_report { /* the figures of a finished batch */
+    double elapsed_s, output_rate, total_rate, shared, rows_per_step;
+    double plan, run, commit, idle; /* shares of elapsed_s */
+    double read_gbs, gflops; /* weights read by the steps, arithmetic on them: 10^9 bytes and
+                                operations per second of run */
+    double most_gbs, most_gflops; /* what the machine can do; 0 on a GPU */
+    double ceiling;    /* the larger of the two shares of these; 0 on a GPU */
+    bool timed;        /* devices time their own steps: run is of the first of them */
+    toka_times device; /* of the first; seconds of parts are extrapolated to all its steps */
     const char *about; /* the device in words */
     const run_gpu *gpu; /* NULL: not in the list */
-    int n_ranks;        /* whose devices have a view of their own; one alone is told by `device` */
+    int n_ranks;        /* that time their own steps */
     run_rank ranks[RUN_RANKS];
     toka_stats s;
 } run_report;
 
-static const char *const run_parts[TOKA_PARTS] = {"embed", "qkv", "attention", "out", "mlp", "head", "sums", "messages"};
+static const char *const run_parts[TOKA_PARTS] = {"embed", "qkv",  "attention", "out",
+                                                  "mlp",   "head", "sums",      "messages"};
 
 static double run_rate(double amount, double s) { return s > 0 ? amount / s : 0; }
 
-/* From the steps whose parts were timed to all of them. */
+/* Extrapolates the times of parts from the steps whose parts were timed to all steps. */
 static void run_report_parts(toka_times *d) {
     double timed_s = 0;
     for (int i = 0; i < TOKA_PARTS; i++) timed_s += d->part[i].s;
     for (int i = 0; i < TOKA_PARTS && timed_s > 0; i++) {
         toka_part_times *part = &d->part[i];
         const double all = d->busy_s / timed_s;
-        part->s *= all, part->flop *= all, part->bytes *= all;
+        part->s *= all;
+        part->flop *= all;
+        part->bytes *= all;
     }
 }
 
@@ -18224,8 +18408,10 @@ static void run_report_rank(run_report *p, model_run *m, int replica, int rank) 
     if (p->n_ranks == RUN_RANKS || !model_times(m, rank, &d)) return;
     run_report_parts(&d);
     const double apart = d.busy_s + d.idle_s;
-    p->ranks[p->n_ranks++] = (run_rank){replica, rank / m->tp, rank % m->tp, run_rate(d.idle_s, apart),
-                                        run_rate(d.part[TOKA_PART_SUMS].s, apart), run_rate(d.part[TOKA_PART_MESSAGES].s, apart)};
+    p->ranks[p->n_ranks++] = (run_rank){replica, rank / m->tp, rank % m->tp,
+                                        run_rate(d.idle_s, apart),
+                                        run_rate(d.part[TOKA_PART_SUMS].s, apart),
+                                        run_rate(d.part[TOKA_PART_MESSAGES].s, apart)};
     if (p->n_ranks == 1) p->device = d;
 }
 
@@ -18233,41 +18419,49 @@ static void run_report_device(run_report *p, toka *t) {
     const eng *g = t->engine;
     const model_run *m = &g->replicas[0].m;
     for (int i = 0; i < g->n_replicas; i++)
-        for (int rank = 0; rank < g->replicas[i].m.n_ranks; rank++) run_report_rank(p, &g->replicas[i].m, i, rank);
+        for (int rank = 0; rank < g->replicas[i].m.n_ranks; rank++)
+            run_report_rank(p, &g->replicas[i].m, i, rank);
     if (!p->n_ranks) return;
-    p->timed = true, p->about = m->be->describe(m->ranks[0].dev), p->gpu = run_gpu_of(p->about);
+    p->timed = true;
+    p->about = m->be->describe(m->ranks[0].dev);
+    p->gpu = run_gpu_of(p->about);
     p->run = p->device.busy_s / p->elapsed_s;
 }
 
-/* Bytes a second that a part can move at most: over the links, or out of the device's memory. */
+/* Returns the most bytes per second that a part can move: over the links, or from the device's
+ * memory. */
 static double run_part_most(const run_report *p, int part) {
     return part == TOKA_PART_SUMS || part == TOKA_PART_MESSAGES ? p->gpu->link : p->gpu->read;
 }
 
-/* A line for each part of a step: its share of the time, what it did a second, and of what the card can. */
+/* Prints a line for each part of a step: its share of the time, its rates, and these as shares of
+ * what the GPU can do. */
 static void run_report_show_device(const run_report *p) {
     const toka_times *d = &p->device;
     const double apart = d->busy_s + d->idle_s;
-    fprintf(stderr, "  %s; %.1f %% of the steps were graphs\n", p->about, 100 * run_rate((double)d->graphs, (double)d->steps));
-    fprintf(stderr, "  by the device's clock: %.3f ms a step, idle between steps %.2f %%", 1e3 * d->busy_s / (double)d->steps,
-            apart > 0 ? 100 * d->idle_s / apart : 0);
+    fprintf(stderr, "  %s; %.1f %% of the steps were graphs\n", p->about,
+            100 * run_rate((double)d->graphs, (double)d->steps));
+    fprintf(stderr, "  by the device's clock: %.3f ms a step, idle between steps %.2f %%",
+            1e3 * d->busy_s / (double)d->steps, apart > 0 ? 100 * d->idle_s / apart : 0);
     if (p->gpu)
-        fprintf(stderr, "; 100 %% is %.0f TFLOP/s and %.2f TB/s (%s, %s)", 1e-12 * p->gpu->flops, 1e-12 * p->gpu->read,
-                p->gpu->name, p->gpu->source);
+        fprintf(stderr, "; 100 %% is %.0f TFLOP/s and %.2f TB/s (%s, %s)", 1e-12 * p->gpu->flops,
+                1e-12 * p->gpu->read, p->gpu->name, p->gpu->source);
     fputs("\n  part        of the time   TFLOP/s             TB/s\n", stderr);
     for (int i = 0; i < TOKA_PARTS && d->n_timed; i++) {
         const toka_part_times *part = &d->part[i];
         const double flops = run_rate(part->flop, part->s), bytes = run_rate(part->bytes, part->s);
-        if (i > TOKA_PART_HEAD && part->s <= 0) continue; /* alone */
-        fprintf(stderr, "  %-10s %10.1f %%  %8.1f", run_parts[i], 100 * run_rate(part->s, d->busy_s), 1e-12 * flops);
+        if (i > TOKA_PART_HEAD && part->s <= 0) continue; /* there is only one rank */
+        fprintf(stderr, "  %-10s %10.1f %%  %8.1f", run_parts[i],
+                100 * run_rate(part->s, d->busy_s), 1e-12 * flops);
         if (p->gpu)
-            fprintf(stderr, "  %5.1f %%  %7.3f  %5.1f %%%s\n", 100 * flops / p->gpu->flops, 1e-12 * bytes,
-                    100 * bytes / run_part_most(p, i), i > TOKA_PART_HEAD ? " of the link" : "");
+            fprintf(stderr, "  %5.1f %%  %7.3f  %5.1f %%%s\n", 100 * flops / p->gpu->flops,
+                    1e-12 * bytes, 100 * bytes / run_part_most(p, i),
+                    i > TOKA_PART_HEAD ? " of the link" : "");
         else fprintf(stderr, "           %7.3f\n", 1e-12 * bytes);
     }
 }
 
-/* The least share of its time that a rank had nothing to do: stages that wait although their work is equal, a pipeline's
+/* Returns the idle share of the least idle rank. If stages have equal work, this is the pipeline
  * bubble. */
 static double run_report_bubble(const run_report *p) {
     double least = p->n_ranks ? 1 : 0;
@@ -18275,25 +18469,29 @@ static double run_report_bubble(const run_report *p) {
     return least;
 }
 
-/* A line for each rank: shares of all its time, idle between steps included. The parts above are the first one's. */
+/* Prints a line for each rank: shares of all its time, idle time between steps included. The
+ * lines of parts above are of the first rank. */
 static void run_report_show_ranks(const run_report *p) {
     if (p->n_ranks < 2) return;
-    fprintf(stderr, "  idle of the busiest rank, with stages the bubble: %.2f %%\n", 100 * run_report_bubble(p));
+    fprintf(stderr, "  idle of the busiest rank, with stages the bubble: %.2f %%\n",
+            100 * run_report_bubble(p));
     fputs("  replica  stage  tensor rank       idle       sums   messages\n", stderr);
     for (int i = 0; i < p->n_ranks; i++) {
         const run_rank *r = &p->ranks[i];
-        fprintf(stderr, "  %7d  %5d  %11d  %7.2f %%  %7.2f %%  %7.2f %%\n", r->replica, r->stage, r->tensor, 100 * r->idle,
-                100 * r->sums, 100 * r->messages);
+        fprintf(stderr, "  %7d  %5d  %11d  %7.2f %%  %7.2f %%  %7.2f %%\n", r->replica, r->stage,
+                r->tensor, 100 * r->idle, 100 * r->sums, 100 * r->messages);
     }
 }
 
-/* "device":{..}, where it has a view of its own; shares from 0 to 1. */
+/* Writes "device":{..} if devices time their own steps. Shares are from 0 to 1. */
 static void run_report_put_device(buf *b, const run_report *p) {
     const toka_times *d = &p->device;
     if (!p->timed) return;
     json_put_key(b, "device"), json_put_open(b, '{');
-    json_put_key(b, "steps"), json_put_int(b, d->steps), json_put_key(b, "steps_graphs"), json_put_int(b, d->graphs);
-    json_put_key(b, "busy_s"), json_put_num(b, d->busy_s, true), json_put_key(b, "idle_s"), json_put_num(b, d->idle_s, true);
+    json_put_key(b, "steps"), json_put_int(b, d->steps);
+    json_put_key(b, "steps_graphs"), json_put_int(b, d->graphs);
+    json_put_key(b, "busy_s"), json_put_num(b, d->busy_s, true);
+    json_put_key(b, "idle_s"), json_put_num(b, d->idle_s, true);
     json_put_key(b, "steps_timed"), json_put_int(b, d->n_timed);
     for (int i = 0; i < TOKA_PARTS; i++) {
         const toka_part_times *part = &d->part[i];
@@ -18314,8 +18512,10 @@ static void run_report_put_device(buf *b, const run_report *p) {
     for (int i = 0; i < p->n_ranks; i++) {
         const run_rank *r = &p->ranks[i];
         json_put_open(b, '{');
-        json_put_key(b, "replica"), json_put_int(b, r->replica), json_put_key(b, "stage"), json_put_int(b, r->stage);
-        json_put_key(b, "tensor_rank"), json_put_int(b, r->tensor), json_put_key(b, "idle_share"), json_put_num(b, r->idle, true);
+        json_put_key(b, "replica"), json_put_int(b, r->replica);
+        json_put_key(b, "stage"), json_put_int(b, r->stage);
+        json_put_key(b, "tensor_rank"), json_put_int(b, r->tensor);
+        json_put_key(b, "idle_share"), json_put_num(b, r->idle, true);
         json_put_key(b, "sums_share"), json_put_num(b, r->sums, true);
         json_put_key(b, "messages_share"), json_put_num(b, r->messages, true);
         json_put_close(b, '}');
@@ -18327,17 +18527,21 @@ static run_report run_report_make(toka *t, double elapsed_s) {
     run_report p = {.s = toka_get_stats(t), .elapsed_s = MAX(elapsed_s, 1e-9)};
     const toka_stats *s = &p.s;
     const mf_model *files = t->files;
-    const double head = (double)files->shape.V * files->shape.E, tied = files->weights.lm_head.data == files->weights.embed.data;
+    const double head = (double)files->shape.V * files->shape.E;
+    const double tied = files->weights.lm_head.data == files->weights.embed.data;
     const double body = (double)files->n_parameters - (tied ? head : 2 * head);
     p.output_rate = (double)s->output_tokens / p.elapsed_s;
     p.total_rate = (double)(s->output_tokens + s->prompt_tokens) / p.elapsed_s;
     p.shared = s->prompt_tokens ? (double)s->prompt_tokens_shared / (double)s->prompt_tokens : 0;
     p.rows_per_step = s->steps ? (double)s->rows / (double)s->steps : 0;
-    p.plan = s->plan_s / p.elapsed_s, p.run = s->run_s / p.elapsed_s, p.commit = s->commit_s / p.elapsed_s;
+    p.plan = s->plan_s / p.elapsed_s;
+    p.run = s->run_s / p.elapsed_s;
+    p.commit = s->commit_s / p.elapsed_s;
     run_report_device(&p, t);
     p.idle = MAX(0.0, 1 - p.run);
     if (s->run_s > 0) {
-        double bytes = (double)files->weight_bytes * (body + head) / (double)files->n_parameters; /* no step reads all of embed */
+        /* a step does not read all of embed */
+        double bytes = (double)files->weight_bytes * (body + head) / (double)files->n_parameters;
         p.read_gbs = 1e-9 * bytes * (double)s->steps / s->run_s;
         p.gflops = 2e-9 * (body * (double)s->rows + head * (double)s->output_tokens) / s->run_s;
     }
@@ -18356,50 +18560,76 @@ static void run_report_show(const run_report *p) {
             "  prompt %lld tokens, %.1f %% from the prefix tree; output %lld tokens, %.1f tok/s; %.1f tok/s in all\n"
             "  %lld steps of %.1f tokens, %lld preemptions; device busy %.1f %%, idle %.1f %%; beside it planning %.1f %%, "
             "events %.1f %%\n",
-            (long long)s->prompt_tokens, 100 * p->shared, (long long)s->output_tokens, p->output_rate, p->total_rate,
-            (long long)s->steps, p->rows_per_step, (long long)s->preemptions, 100 * p->run, 100 * p->idle, 100 * p->plan,
+            (long long)s->prompt_tokens, 100 * p->shared, (long long)s->output_tokens,
+            p->output_rate, p->total_rate, (long long)s->steps, p->rows_per_step,
+            (long long)s->preemptions, 100 * p->run, 100 * p->idle, 100 * p->plan,
             100 * p->commit);
     if (p->ceiling > 0)
-        fprintf(stderr, "  weights were read at %.1f of %.1f GB/s and used at %.1f of %.1f GFLOP/s: %.0f %% of the ceiling\n",
+        fprintf(stderr,
+                "  weights were read at %.1f of %.1f GB/s and used at %.1f of %.1f GFLOP/s: %.0f %% of the ceiling\n",
                 p->read_gbs, p->most_gbs, p->gflops, p->most_gflops, 100 * p->ceiling);
     if (p->timed) run_report_show_device(p), run_report_show_ranks(p);
 }
 
-/* The same as a JSON object, times in seconds, rates per second, shares from 0 to 1. */
+/* Writes the report as a JSON object: times in seconds, rates per second, shares from 0 to 1. */
 static int run_report_write(const run_state *r, const run_report *p, toka_err *e) {
     const toka_stats *s = &p->s;
-    const struct { const char *name; int64_t value; } counts[] = {
-        {"lines", r->n_written}, {"errors", r->n_errors}, {"done_before", r->n_before},
-        {"changed", r->n_changed}, {"damaged", r->n_damaged}, {"prompt_tokens", s->prompt_tokens},
-        {"prompt_tokens_shared", s->prompt_tokens_shared}, {"output_tokens", s->output_tokens}, {"steps", s->steps},
-        {"rows", s->rows}, {"preemptions", s->preemptions}, {"kv_pages", s->kv_pages}};
-    const struct { const char *name; double value; } numbers[] = {
-        {"elapsed_time", p->elapsed_s}, {"output_tokens_per_second", p->output_rate}, {"tokens_per_second", p->total_rate},
-        {"prefix_hit_share", p->shared}, {"mean_batch_size", p->rows_per_step}, {"plan_share", p->plan}, {"run_share", p->run},
-        {"commit_share", p->commit}, {"idle_share", p->idle}, {"weights_gb_per_second", p->read_gbs},
-        {"most_gb_per_second", p->most_gbs}, {"gflops", p->gflops}, {"most_gflops", p->most_gflops},
-        {"ceiling_share", p->ceiling}};
+    const struct {
+        const char *name;
+        int64_t value;
+    } counts[] = {{"lines", r->n_written},
+                  {"errors", r->n_errors},
+                  {"done_before", r->n_before},
+                  {"changed", r->n_changed},
+                  {"damaged", r->n_damaged},
+                  {"prompt_tokens", s->prompt_tokens},
+                  {"prompt_tokens_shared", s->prompt_tokens_shared},
+                  {"output_tokens", s->output_tokens},
+                  {"steps", s->steps},
+                  {"rows", s->rows},
+                  {"preemptions", s->preemptions},
+                  {"kv_pages", s->kv_pages}};
+    const struct {
+        const char *name;
+        double value;
+    } numbers[] = {{"elapsed_time", p->elapsed_s},
+                   {"output_tokens_per_second", p->output_rate},
+                   {"tokens_per_second", p->total_rate},
+                   {"prefix_hit_share", p->shared},
+                   {"mean_batch_size", p->rows_per_step},
+                   {"plan_share", p->plan},
+                   {"run_share", p->run},
+                   {"commit_share", p->commit},
+                   {"idle_share", p->idle},
+                   {"weights_gb_per_second", p->read_gbs},
+                   {"most_gb_per_second", p->most_gbs},
+                   {"gflops", p->gflops},
+                   {"most_gflops", p->most_gflops},
+                   {"ceiling_share", p->ceiling}};
     buf b = {0};
     json_put_open(&b, '{');
-    for (int i = 0; i < COUNT(counts); i++) json_put_key(&b, counts[i].name), json_put_int(&b, counts[i].value);
-    for (int i = 0; i < COUNT(numbers); i++) json_put_key(&b, numbers[i].name), json_put_num(&b, numbers[i].value, true);
+    for (int i = 0; i < COUNT(counts); i++)
+        json_put_key(&b, counts[i].name), json_put_int(&b, counts[i].value);
+    for (int i = 0; i < COUNT(numbers); i++)
+        json_put_key(&b, numbers[i].name), json_put_num(&b, numbers[i].value, true);
     run_report_put_device(&b, p);
     buf_c(&b, "}\n");
     FILE *f = strcmp(r->o->report, "-") ? fopen(r->o->report, "w") : stdout;
     bool good = f && fwrite(b.p, 1, b.n, f) == b.n;
     if (f) good &= !(f == stdout ? fflush(f) : fclose(f));
     buf_free(&b);
-    if (!good && f == stdout && errno == EPIPE) return 0; /* its reader wanted no more */
+    if (!good && f == stdout && errno == EPIPE) return 0; /* its reader has ended: not an error */
     return good ? 0 : fail(e, TOKA_E_IO, "%s: %s", r->o->report, strerror(errno));
 }
 
 /* ---- toka batch ---- */
 
-/* The three threads, from the first line to the last. */
+/* Runs all lines with the three threads. */
 static int run_lines(run_state *r, toka_err *e) {
     pthread_t reader, writer;
     toka_err why;
-    if (os_thread(&writer, run_write_alone, r, e)) return e->code; /* first: it alone ends what the reader begins */
+    /* the writer starts first: only it can end a run that the reader began */
+    if (os_thread(&writer, run_write_alone, r, e)) return e->code;
     bool reads = !os_thread(&reader, run_read, r, &why);
     int code = reads ? toka_run(r->t, true, &why) : why.code;
     if (code) {
@@ -18412,11 +18642,12 @@ static int run_lines(run_state *r, toka_err *e) {
     pthread_join(writer, NULL);
     if (r->e.code) *e = r->e;
     if (r->e.code == TOKA_E_DEVICE && r->results.is_file)
-        fail(e, TOKA_E_DEVICE, "%.300s; %lld lines are written, the same command goes on from there", r->e.msg,
+        fail(e, TOKA_E_DEVICE,
+             "%.300s; %lld lines are written, the same command goes on from there", r->e.msg,
              (long long)(r->n_before + r->n_written));
     if (!r->e.code && !r->stopped && !*r->o->interrupted && r->n_before + r->n_written < r->n_lines)
-        return fail(e, TOKA_E_IO, "%s: it was cut while it was read, from %lld lines to %lld", r->in.name, (long long)r->n_lines,
-                    (long long)(r->n_before + r->n_written));
+        return fail(e, TOKA_E_IO, "%s: it was cut while it was read, from %lld lines to %lld",
+                    r->in.name, (long long)r->n_lines, (long long)(r->n_before + r->n_written));
     return r->e.code;
 }
 
@@ -18438,20 +18669,29 @@ static int run_batch(toka *t, const run_options *o, toka_err *e) {
         code = run_lines(&r, e);
         run_report p = run_report_make(t, os_now() - r.t0);
         if (!o->quiet) {
-            fprintf(stderr, "toka batch: %lld lines in %.1f s, %lld of them errors", (long long)r.n_written, p.elapsed_s,
-                    (long long)r.n_errors);
+            fprintf(stderr, "toka batch: %lld lines in %.1f s, %lld of them errors",
+                    (long long)r.n_written, p.elapsed_s, (long long)r.n_errors);
             if (r.n_before) fprintf(stderr, "; %lld were done before", (long long)r.n_before);
-            if (r.n_failed_before) fprintf(stderr, "; of earlier runs %lld error records stay", (long long)r.n_failed_before);
+            if (r.n_failed_before)
+                fprintf(stderr, "; of earlier runs %lld error records stay",
+                        (long long)r.n_failed_before);
             fputc('\n', stderr);
             run_report_show(&p);
         }
-        if (o->report && run_report_write(&r, &p, &late) && !code) *e = late, code = late.code;
+        if (o->report && run_report_write(&r, &p, &late) && !code) {
+            *e = late;
+            code = late.code;
+        }
     }
-    if (run_close(&r, &late) && !code) *e = late, code = late.code;
+    if (run_close(&r, &late) && !code) {
+        *e = late;
+        code = late.code;
+    }
     return code;
 }
 
-/* The same where somebody else drives the engine, on the caller's thread. *end: how far it came. */
+/* The same on the caller's thread, while another thread drives the engine. *end: how far the
+ * batch came. */
 static int run_served(toka *t, const run_options *o, enum run_end *end, toka_err *e) {
     run_state r;
     toka_err late;
@@ -18463,10 +18703,16 @@ static int run_served(toka *t, const run_options *o, enum run_end *end, toka_err
     if (!code) {
         run_write(&r);
         pthread_join(reader, NULL);
-        if (r.e.code) *e = r.e, code = e->code;
+        if (r.e.code) {
+            *e = r.e;
+            code = e->code;
+        }
     }
     if (!code && !r.stopped && !*o->interrupted) *end = RUN_ALL;
-    if (run_close(&r, &late) && !code) *e = late, code = late.code;
+    if (run_close(&r, &late) && !code) {
+        *e = late;
+        code = late.code;
+    }
     return code;
 }
 
