@@ -18718,123 +18718,159 @@ static int run_served(toka *t, const run_options *o, enum run_end *end, toka_err
 
 /* ===========================================================================
  * MARK: 28. Files and batches [os]
- * /v1/files and /v1/batches as OpenAI defines them, kept in one folder, so that a server that was killed at any moment goes on
- * where it stopped. What a batch does is chapter 27's: the lines of its input file run as those of `toka batch` do, and what is
- * in its two output files is not done again.
+ * /v1/files and /v1/batches as OpenAI defines them. All is kept in one folder, so that a server
+ * that was killed at any moment resumes where it stopped. Chapter 27 runs a batch: the lines of
+ * its input file run as those of `toka batch` do, and lines that have an entry in one of its two
+ * output files are not run again. The folder holds:
  *
- *     lock             held by the one server that uses the folder
- *     file-<32 hex>    contents of a file; .json beside it: what it is. A file exists once its .json does
- *     batch_<32 hex>.json   a batch: its object, and under "toka" what the object does not say
- *     *.part           an upload or a record under way; removed at start
+ *     lock                  locked by the one server that uses the folder
+ *     file-<32 hex>         contents of a file
+ *     file-<32 hex>.json    its record. The file exists once this does
+ *     batch_<32 hex>.json   record of a batch: its object, and under "toka" what that lacks
+ *     *.part                an unfinished upload or record; removed at start
  *
- * The life of a batch; each state is on disk before anybody hears of it:
+ * The life of a batch. A state is written to disk before clients see it; if the write fails, that
+ * is logged, and the next write of the record has the state.
  *
- *     fb_create --> validating --fb_validate--> in_progress --fb_run_lines--> finalizing --fb_finish--> completed
- *                       |  input is no batch         |   time is up: what is left becomes errors ------> expired
- *                       v                            v   fb_cancel
- *                     failed                     cancelling --fb_finish--> cancelled
+ *     fb_create
+ *         |
+ *         v         fb_validate               fb_run_lines              fb_finish
+ *     validating ---------------> in_progress ------------> finalizing ----------> completed
+ *         |  input is no batch        |  deadline: lines left become errors -----> expired
+ *         v                           v  fb_cancel
+ *       failed                    cancelling --fb_finish--> cancelled
  *
- * One batch runs at a time, the oldest first, in a thread of its own (fb_work); its requests stand behind all others in the
- * engine's queue. Records are written to a new file that takes the old one's place (fb_save), so one is whole or not there. A
- * step that was cut short is done again from its beginning: each leads to the same end however often it runs. A full disk is
- * waited for: results without room stay in memory (chapter 27's window bounds them), and a batch whose files and record have none
- * has not ended yet. What clients send meanwhile is refused with the system's word.
+ * fb_cancel also takes a batch in `validating`. A batch in progress fails if its files cannot be
+ * read or written.
  *
- * Nothing a client sends becomes part of a path: ids are made here (fb_new_id: microseconds since 1970, then 64 random bits, so
- * that their order is that of creation), and an id that comes in is looked up in a table. Sizes and counts have bounds (FB_
- * enums). store.lock guards the tables, all records and `running`; fb_work holds it only between steps. Order of locks:
- * store.lock, run.lock.
+ * One batch runs at a time, the oldest first, on a thread of its own (fb_work). Its requests are
+ * behind all others in the engine's queue. fb_save writes a record to a new file, which then
+ * replaces the old one, so a record is whole or absent. A step that was cut short is done again
+ * from its beginning: any number of repetitions leads to the same end. If the disk is full, the
+ * batch waits: results stay in memory (chapter 27's window bounds them), and the batch ends only
+ * when its files and its record are written. Meanwhile uploads and new batches are refused with
+ * the system's error message.
+ *
+ * Nothing that a client sends becomes part of a path. fb_new_id makes ids: microseconds since
+ * 1970, so that they sort by creation, then 64 random bits. An id from a client is looked up in a
+ * table. The FB_ enums bound sizes and counts. store.lock guards the tables, all records and
+ * `running`; fb_work holds it only between steps. Order of locks: store.lock before run.lock.
  * =========================================================================== */
 
-enum { FB_BODY_BYTES = 1 << 20, FB_MAX_FILES = 100000, FB_MAX_BATCHES = 100000, FB_MAX_LINES = 10000000, FB_MAX_ERRORS = 20,
-       FB_ID_HEX = 32, FB_MAX_DAYS = 30, FB_NAME_BYTES = 512, FB_PURPOSE_BYTES = 64,
-       FB_PRIORITY = -1000 /* of a batch's requests: a million steps behind those of a client that waits */ };
+enum {
+    FB_BODY_BYTES = 1 << 20,
+    FB_MAX_FILES = 100000,
+    FB_MAX_BATCHES = 100000,
+    FB_MAX_LINES = 10000000, /* of a batch */
+    FB_MAX_ERRORS = 20,      /* in a batch's list of errors */
+    FB_ID_HEX = 32,
+    FB_MAX_DAYS = 30,        /* of a completion window */
+    FB_NAME_BYTES = 512,
+    FB_PURPOSE_BYTES = 64,
+    FB_PRIORITY = -1000 /* of a batch's requests: a million steps behind a waiting client's */
+};
 #define FB_FILE_BYTES ((int64_t)4 << 30)
 static const json_limits fb_limits = {32, FB_BODY_BYTES};
 
 typedef struct fb_id {
-    char z[8 + FB_ID_HEX]; /* "file-" or "batch_", then hex digits; "" is none */
+    char z[8 + FB_ID_HEX]; /* "file-" or "batch_", then hex digits; "": none */
 } fb_id;
 
 typedef struct fb_file {
     fb_id id;
-    int64_t bytes, created_at;
-    char *name;          /* what the client called it; only ever shown */
+    int64_t bytes, created_at; /* created_at: unix seconds */
+    char *name;          /* the client's name for it; owned; only shown, never a path */
     const char *purpose; /* one of fb_purposes */
 } fb_file;
 
-enum fb_status { FB_VALIDATING, FB_FAILED, FB_IN_PROGRESS, FB_FINALIZING, FB_COMPLETED, FB_EXPIRED, FB_CANCELLING, FB_CANCELLED,
-                 FB_STATUSES };
+enum fb_status { FB_VALIDATING, FB_FAILED, FB_IN_PROGRESS, FB_FINALIZING, FB_COMPLETED,
+                 FB_EXPIRED, FB_CANCELLING, FB_CANCELLED, FB_STATUSES };
 
 typedef struct fb_batch {
-    fb_id id, input, out, err; /* out, err: files of results and of errors; in the file table once the batch has ended */
+    fb_id id, input;
+    fb_id out, err;            /* files of results and of errors; listed once the batch has ended */
     enum fb_status status;
     bool chat;                 /* endpoint: /v1/chat/completions, else /v1/completions */
     char window[16];           /* completion_window as given: "24h" */
-    int64_t at[FB_STATUSES];   /* when it came into each state, unix seconds; 0: never. at[FB_VALIDATING]: created */
-    int64_t expires_at;
-    char *model;               /* that it was made for: another does not run it, but ends it when its time is up */
-    char *metadata, *errors;   /* JSON: an object; a list of errors */
-    bool has_out, has_err;     /* they are files now */
-    bool foreign;              /* its model is not served here, which was told */
-    bool waits;                /* for what the system is short of; it was told, and is not again before it gets on */
-    atomic_llong total, completed, failed;
-    atomic_llong damaged;      /* lines of out and err that were no results at a restart */
-    atomic_int stop;           /* asks chapter 27 to stop: cancelled, out of time, or the server ends */
+    int64_t at[FB_STATUSES];   /* unix seconds when it entered each state; 0: never.
+                                  at[FB_VALIDATING]: created */
+    int64_t expires_at;        /* unix seconds */
+    char *model;               /* the server's model at creation; owned. A server of another model
+                                  does not run the batch, but expires it */
+    char *metadata, *errors;   /* JSON, owned: an object; a list of errors. NULL: none */
+    bool has_out, has_err;     /* out, err are in the table of files */
+    bool foreign;              /* its model is not served here; logged once */
+    bool waits;                /* for room on the disk, descriptors or threads; logged once, until
+                                  it gets on */
+    atomic_llong total, completed, failed; /* lines */
+    atomic_llong damaged;      /* lines of out and err that were not results at a restart */
+    atomic_int stop;           /* asks chapter 27 to stop: cancelled, or the server ends */
 } fb_batch;
 
-typedef struct fb_table { /* pointers to structs that begin with their fb_id, the oldest first; ids of one table have one prefix */
+/* Pointers to structs that begin with their fb_id, sorted by id, so the oldest first. All ids of
+ * a table have the same prefix. */
+typedef struct fb_table {
     void **at;
     size_t n, cap;
 } fb_table;
 
 typedef struct fb_options {
-    const char *dir;    /* folder; NULL: $XDG_DATA_HOME/toka/files or ~/.local/share/toka/files; "off": none */
-    toka *t;            /* somebody else drives it until fb_stop has returned */
-    const api_model *m; /* what bodies are read against; its first name is the model of batches; store.lock may be held in unknown() */
+    const char *dir;    /* the folder; "off": none;
+                           NULL: $XDG_DATA_HOME/toka/files or ~/.local/share/toka/files */
+    toka *t;            /* another thread drives it until fb_stop has returned */
+    const api_model *m; /* to parse bodies; its first name is the model of batches. m->unknown may
+                           be called with store.lock held */
 } fb_options;
 
 typedef struct fb_store {
     fb_options o;
-    char *path;      /* of the folder; NULL: there is none */
-    toka_err why;    /* why it cannot be used, for people at the server; code 0: it can */
-    int why_not;     /* the system's error behind that, or 0 */
-    int dir, locked; /* descriptors, -1 before the folder is there */
+    char *path;      /* of the folder, owned; NULL: there is none */
+    toka_err why;    /* why the folder cannot be used, for the operator; code 0: it can be used */
+    int why_not;     /* errno of that error, or 0 */
+    int dir, locked; /* descriptors of the folder and of its lock; -1: not open */
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    fb_table files, batches; /* of fb_file, of fb_batch */
-    fb_batch *running;
-    int64_t last_us; /* of the newest id */
-    bool stopping, started, joined; /* joined: the worker, by fb_stop */
-    bool full;       /* a record could not be written because the disk is full; reset by who asks */
-    bool unread_batch; /* the folder has a batch's record that could not be read */
+    fb_table files, batches; /* of fb_file, of fb_batch; owned */
+    fb_batch *running; /* the batch whose step the worker does; NULL: none */
+    int64_t last_us; /* microseconds of the newest id */
+    bool stopping; /* the worker has to end: fb_stop was called, or the device failed */
+    bool started, joined; /* the worker was started; fb_stop joins it */
+    bool full;       /* set when a record could not be written because the disk is full; the
+                        caller that looks at it resets it first */
+    bool unread_batch; /* the folder has a record of a batch that could not be read */
     pthread_t worker;
 } fb_store;
 
-static const char *const fb_status_names[FB_STATUSES] = {"validating", "failed", "in_progress", "finalizing",
-                                                         "completed", "expired", "cancelling", "cancelled"};
-static const char *const fb_purposes[] = {"batch", "batch_output", "fine-tune", "assistants", "vision", "user_data", "evals"};
+static const char *const fb_status_names[FB_STATUSES] = {
+    "validating", "failed", "in_progress", "finalizing",
+    "completed", "expired", "cancelling", "cancelled"};
+static const char *const fb_purposes[] = {"batch", "batch_output", "fine-tune", "assistants",
+                                          "vision", "user_data", "evals"};
 
 static bool fb_has_ended(const fb_batch *b) {
-    return b->status == FB_FAILED || b->status == FB_COMPLETED || b->status == FB_EXPIRED || b->status == FB_CANCELLED;
+    return b->status == FB_FAILED || b->status == FB_COMPLETED || b->status == FB_EXPIRED ||
+           b->status == FB_CANCELLED;
 }
 
-/* ---- Multipart forms (RFC 7578), pure: bytes in any pieces, parts out ---- */
+/* ---- Multipart forms (RFC 7578); pure: takes bytes in pieces of any size, gives parts ---- */
 
-enum fb_form_event { FB_FORM_MORE, FB_FORM_PART, FB_FORM_DATA, FB_FORM_PART_END, FB_FORM_END, FB_FORM_BAD };
+enum fb_form_event { FB_FORM_MORE, FB_FORM_PART, FB_FORM_DATA, FB_FORM_PART_END, FB_FORM_END,
+                     FB_FORM_BAD };
 enum fb_form_state { FB_FORM_PREAMBLE, FB_FORM_BODY, FB_FORM_MARK, FB_FORM_HEAD, FB_FORM_DONE };
 
 typedef struct fb_form {
     enum fb_form_state state;
-    char mark[4 + 70]; /* CR LF - - boundary: what ends a part */
-    size_t n_mark, matched; /* of it, at the end of what was taken so far */
+    char mark[4 + 70]; /* the delimiter that ends a part: CR LF - - boundary */
+    size_t n_mark;      /* its bytes */
+    size_t matched;     /* bytes of it that match the end of the input so far */
     buf head;           /* headers of the part */
     buf name, filename; /* of the part; filename empty: none */
 } fb_form;
 
 enum { FB_HEAD_BYTES = 8192 };
 
-/* The value of a parameter of a header line: name="..." or name=..., behind a ';'. False: there is none. */
+/* Finds a parameter of a header line after a ';': name="..." or name=... Writes its value to *out.
+ * Returns false if there is none. */
 static bool fb_parameter(str line, const char *name, buf *out) {
     bool quoted = false;
     for (size_t i = 0; i < line.n; i++) {
@@ -18849,8 +18885,12 @@ static bool fb_parameter(str line, const char *name, buf *out) {
         }
         quoted = ++from < line.n && line.p[from] == '"';
         buf_clear(out);
-        for (from += quoted; from < line.n && (quoted ? line.p[from] != '"' : !strchr("; \t\r", line.p[from])); from++) {
-            if (quoted && line.p[from] == '\\' && from + 1 < line.n && strchr("\"\\", line.p[from + 1])) from++;
+        for (from += quoted;
+             from < line.n && (quoted ? line.p[from] != '"' : !strchr("; \t\r", line.p[from]));
+             from++) {
+            if (quoted && line.p[from] == '\\' && from + 1 < line.n &&
+                strchr("\"\\", line.p[from + 1]))
+                from++;
             buf_char(out, line.p[from]);
         }
         return true;
@@ -18858,25 +18898,33 @@ static bool fb_parameter(str line, const char *name, buf *out) {
     return false;
 }
 
-/* content_type: the request's. False: it is no form, or its boundary is not one. */
+/* Starts a form. content_type is the request's. Returns false if it is not a form's, or if its
+ * boundary is not valid. */
 static bool fb_form_init(fb_form *f, str content_type) {
     static const char type[] = "multipart/form-data";
     buf boundary = {0};
-    *f = (fb_form){.matched = 2}; /* the first mark needs no line end before it */
-    bool good = content_type.n >= sizeof type - 1 && !strncasecmp(content_type.p, type, sizeof type - 1) &&
-                fb_parameter(content_type, "boundary", &boundary) && boundary.n >= 1 && boundary.n <= 70;
-    for (size_t i = 0; i < boundary.n && good; i++) good = boundary.p[i] >= ' ' && boundary.p[i] < 0x7F;
+    *f = (fb_form){.matched = 2}; /* the first delimiter needs no CR LF before it */
+    bool good = content_type.n >= sizeof type - 1 &&
+                !strncasecmp(content_type.p, type, sizeof type - 1) &&
+                fb_parameter(content_type, "boundary", &boundary) && boundary.n >= 1 &&
+                boundary.n <= 70;
+    for (size_t i = 0; i < boundary.n && good; i++)
+        good = boundary.p[i] >= ' ' && boundary.p[i] < 0x7F;
     if (good) {
-        memcpy(f->mark, "\r\n--", 4), memcpy(f->mark + 4, boundary.p, boundary.n);
+        memcpy(f->mark, "\r\n--", 4);
+        memcpy(f->mark + 4, boundary.p, boundary.n);
         f->n_mark = 4 + boundary.n;
     }
     buf_free(&boundary);
     return good;
 }
-static void fb_form_free(fb_form *f) { buf_free(&f->head), buf_free(&f->name), buf_free(&f->filename); }
+static void fb_form_free(fb_form *f) {
+    buf_free(&f->head), buf_free(&f->name), buf_free(&f->filename);
+}
 
-/* Bytes before the next mark. A CR stands only at its beginning, so a match that fails can only begin anew at the byte that
- * failed. */
+/* Scans up to the next delimiter, or to the end of the input. Returns the number of bytes taken.
+ * The only CR of a delimiter is its first byte. So after a failed match, the next one can only
+ * begin at the byte that failed. */
 static size_t fb_form_scan(fb_form *f, str in, str *data, enum fb_form_event *event) {
     size_t at = 0;
     *event = FB_FORM_MORE;
@@ -18889,12 +18937,16 @@ static size_t fb_form_scan(fb_form *f, str in, str *data, enum fb_form_event *ev
             return at;
         }
     }
-    while (at < in.n && f->matched < f->n_mark && in.p[at] == f->mark[f->matched]) at++, f->matched++;
+    while (at < in.n && f->matched < f->n_mark && in.p[at] == f->mark[f->matched]) {
+        at++;
+        f->matched++;
+    }
     if (f->matched == f->n_mark) {
         if (f->state == FB_FORM_BODY) *event = FB_FORM_PART_END;
-        f->state = FB_FORM_MARK, f->matched = 0;
+        f->state = FB_FORM_MARK;
+        f->matched = 0;
         buf_clear(&f->head);
-    } else if (at < in.n) { /* it was none: what matched is data */
+    } else if (at < in.n) { /* not a delimiter: the matched bytes are data */
         *data = (str){f->mark, f->matched};
         if (f->state == FB_FORM_BODY) *event = FB_FORM_DATA;
         f->matched = 0;
@@ -18902,17 +18954,22 @@ static size_t fb_form_scan(fb_form *f, str in, str *data, enum fb_form_event *ev
     return at;
 }
 
-static bool fb_form_headers(fb_form *f) { /* head is whole: lines, each with CR LF */
+/* Reads the part's headers from f->head: lines that end with CR LF. Returns false if the part has
+ * no name. */
+static bool fb_form_headers(fb_form *f) {
     static const char disposition[] = "content-disposition:";
     for (str rest = buf_view(&f->head), line; str_next(&rest, '\n', &line);) {
-        if (line.n < sizeof disposition - 1 || strncasecmp(line.p, disposition, sizeof disposition - 1)) continue;
-        buf_clear(&f->filename), fb_parameter(line, "filename", &f->filename);
+        if (line.n < sizeof disposition - 1 ||
+            strncasecmp(line.p, disposition, sizeof disposition - 1))
+            continue;
+        buf_clear(&f->filename);
+        fb_parameter(line, "filename", &f->filename);
         return fb_parameter(line, "name", &f->name);
     }
     return false;
 }
 
-/* Behind a mark: "--" ends the form, CR LF opens a part. */
+/* Takes a byte after a delimiter: "--" ends the form, CR LF begins a part. */
 static enum fb_form_event fb_form_mark(fb_form *f, char c) {
     buf_char(&f->head, c);
     str got = buf_view(&f->head);
@@ -18922,19 +18979,27 @@ static enum fb_form_event fb_form_mark(fb_form *f, char c) {
         buf_clear(&f->head);
         return FB_FORM_MORE;
     }
-    bool fine = got.n < 32 && (c == ' ' || c == '\t' || c == '\r' || (c == '-' && got.n == 1)); /* padding is allowed */
+    /* white space may follow */
+    bool fine = got.n < 32 && (c == ' ' || c == '\t' || c == '\r' || (c == '-' && got.n == 1));
     return fine ? FB_FORM_MORE : FB_FORM_BAD;
 }
 
-/* Takes bytes; *used says how many. MORE: go on with the rest, or with the next piece; PART: f->name, f->filename are those of a
- * new part; DATA: *data belongs to it (valid until the next call); PART_END; END: the form is whole, what follows is ignored. (A
- * mark that turns out to be none gives data without taking a byte: *used is 0 then, but never twice.) */
+/* Takes bytes of the form; *used: how many. Returns what was found:
+ *   MORE      nothing yet: go on with the rest, or with the next piece
+ *   PART      a new part; f->name and f->filename are set
+ *   DATA      *data belongs to the part; valid until the next call
+ *   PART_END  the part has ended
+ *   END       the form is complete; what follows is ignored
+ *   BAD       not a form
+ * A failed match of a delimiter gives DATA without taking a byte: *used is 0 then, but never
+ * twice in a row. */
 static enum fb_form_event fb_form_take(fb_form *f, str in, size_t *used, str *data) {
     enum fb_form_event event = FB_FORM_MORE;
     *data = STR("");
     *used = in.n ? 1 : 0;
     if (!in.n) return FB_FORM_MORE;
-    if (f->state == FB_FORM_PREAMBLE || f->state == FB_FORM_BODY) return *used = fb_form_scan(f, in, data, &event), event;
+    if (f->state == FB_FORM_PREAMBLE || f->state == FB_FORM_BODY)
+        return *used = fb_form_scan(f, in, data, &event), event;
     if (f->state == FB_FORM_MARK) return fb_form_mark(f, in.p[0]);
     if (f->state == FB_FORM_DONE) return *used = in.n, FB_FORM_MORE;
     buf_char(&f->head, in.p[0]);
@@ -18950,7 +19015,7 @@ static enum fb_form_event fb_form_take(fb_form *f, str in, size_t *used, str *da
 
 static int64_t fb_now(void) { return (int64_t)time(NULL); }
 
-/* With store.lock held. */
+/* Makes an id. With store.lock held. */
 static fb_id fb_new_id(fb_store *s, const char *prefix) {
     fb_id id;
     struct timespec t;
@@ -18958,11 +19023,13 @@ static fb_id fb_new_id(fb_store *s, const char *prefix) {
     clock_gettime(CLOCK_REALTIME, &t);
     s->last_us = MAX(s->last_us + 1, (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000);
     while (getrandom(&noise, sizeof noise, 0) != sizeof noise) {}
-    snprintf(id.z, sizeof id.z, "%s%016llx%016llx", prefix, (unsigned long long)s->last_us, (unsigned long long)noise);
+    snprintf(id.z, sizeof id.z, "%s%016llx%016llx", prefix, (unsigned long long)s->last_us,
+             (unsigned long long)noise);
     return id;
 }
 
-/* An id as it comes in: the prefix and 32 lower-case hex digits, nothing else. */
+/* Reads an id from a client: the prefix and 32 lower-case hex digits. Returns false for anything
+ * else. */
 static bool fb_read_id(str text, const char *prefix, fb_id *id) {
     size_t n = strlen(prefix);
     *id = (fb_id){{0}};
@@ -18973,7 +19040,7 @@ static bool fb_read_id(str text, const char *prefix, fb_id *id) {
     return true;
 }
 
-/* Index of the first entry whose id is not below. */
+/* Returns the index of the first entry whose id is not below *id. */
 static size_t fb_place(const fb_table *t, const fb_id *id) {
     size_t lo = 0, hi = t->n;
     while (lo < hi) {
@@ -18983,7 +19050,8 @@ static size_t fb_place(const fb_table *t, const fb_id *id) {
     }
     return lo;
 }
-static void *fb_find(const fb_table *t, const fb_id *id) { /* NULL: there is none */
+/* Returns NULL if there is none. */
+static void *fb_find(const fb_table *t, const fb_id *id) {
     size_t i = fb_place(t, id);
     return i < t->n && !strcmp(((const fb_id *)t->at[i])->z, id->z) ? t->at[i] : NULL;
 }
@@ -18997,15 +19065,19 @@ static void fb_insert(fb_table *t, void *entry) {
     t->at[i] = entry;
 }
 
-static fb_file *fb_file_new(const fb_id *id, int64_t bytes, int64_t created_at, char *name, const char *purpose) { /* takes name */
+/* Takes ownership of name. */
+static fb_file *fb_file_new(const fb_id *id, int64_t bytes, int64_t created_at, char *name,
+                            const char *purpose) {
     fb_file *f = mem_alloc(sizeof *f);
     *f = (fb_file){*id, bytes, created_at, name, purpose};
     return f;
 }
 static void fb_file_del(fb_file *f) { free(f->name), free(f); }
-static void fb_batch_del(fb_batch *b) { free(b->model), free(b->metadata), free(b->errors), free(b); }
+static void fb_batch_del(fb_batch *b) {
+    free(b->model), free(b->metadata), free(b->errors), free(b);
+}
 
-static const char *fb_purpose(str name) { /* NULL: unknown */
+static const char *fb_purpose(str name) { /* returns NULL if it is unknown */
     for (int i = 0; i < COUNT(fb_purposes); i++)
         if (str_is(name, fb_purposes[i])) return fb_purposes[i];
     return NULL;
@@ -19023,18 +19095,20 @@ static void fb_put_file(const fb_file *f, buf *b) {
     json_put_close(b, '}');
 }
 
-/* A batch object; on disk it also says which files will have its results. */
+/* Writes a batch object. On disk it also names the files that will hold the results. */
 static void fb_put_batch(const fb_batch *x, bool on_disk, buf *b) {
     static const struct {
         const char *name;
         enum fb_status status;
-    } times[] = {{"in_progress_at", FB_IN_PROGRESS}, {"finalizing_at", FB_FINALIZING}, {"completed_at", FB_COMPLETED},
-                 {"failed_at", FB_FAILED}, {"expired_at", FB_EXPIRED}, {"cancelling_at", FB_CANCELLING},
+    } times[] = {{"in_progress_at", FB_IN_PROGRESS}, {"finalizing_at", FB_FINALIZING},
+                 {"completed_at", FB_COMPLETED}, {"failed_at", FB_FAILED},
+                 {"expired_at", FB_EXPIRED}, {"cancelling_at", FB_CANCELLING},
                  {"cancelled_at", FB_CANCELLED}};
     json_put_open(b, '{');
     json_put_key(b, "id"), json_put_str(b, str_c(x->id.z));
     json_put_key(b, "object"), json_put_str(b, STR("batch"));
-    json_put_key(b, "endpoint"), json_put_str(b, x->chat ? STR("/v1/chat/completions") : STR("/v1/completions"));
+    json_put_key(b, "endpoint");
+    json_put_str(b, x->chat ? STR("/v1/chat/completions") : STR("/v1/completions"));
     json_put_key(b, "model"), json_put_str(b, str_c(x->model));
     json_put_key(b, "errors");
     if (x->errors) buf_printf(b, "{\"object\":\"list\",\"data\":%s}", x->errors);
@@ -19067,11 +19141,12 @@ static void fb_put_batch(const fb_batch *x, bool on_disk, buf *b) {
     json_put_close(b, '}');
 }
 
-/* Writes a record: whole, on disk, and then in the old one's place. Returns 0 or the system's error.
+/* Writes a record to a new file, syncs it, and renames it over the old one. Returns 0 or errno.
  * With store.lock held. */
 static int fb_save(fb_store *s, const fb_id *id, str record) {
     char part[64], name[64];
-    snprintf(part, sizeof part, "%s.json.part", id->z), snprintf(name, sizeof name, "%s.json", id->z);
+    snprintf(part, sizeof part, "%s.json.part", id->z);
+    snprintf(name, sizeof name, "%s.json", id->z);
     int fd = openat(s->dir, part, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
     bool good = fd >= 0;
     for (size_t at = 0; good && at < record.n;) {
@@ -19109,12 +19184,13 @@ static void fb_set(fb_batch *b, enum fb_status status) {
     if (!b->at[status]) b->at[status] = fb_now();
 }
 
-static void fb_tell(const fb_batch *b, const char *what, const char *why) { /* on standard error; who waits has told */
+/* Logs an error of a batch, unless it waits: then it was logged before. */
+static void fb_tell(const fb_batch *b, const char *what, const char *why) {
     if (!b->waits) fprintf(stderr, "toka serve: %s: %s\n", what, why);
 }
 
-/* Into a state, now, on disk too. With store.lock held. What cannot be written is told on standard error and written with the
- * next. */
+/* Puts a batch into a state and saves its record. A failed write is logged; the next write of the
+ * record has the state. With store.lock held. */
 static void fb_enter(fb_store *s, fb_batch *b, enum fb_status status) {
     fb_set(b, status);
     const int why = fb_save_batch(s, b);
@@ -19124,7 +19200,8 @@ static void fb_enter(fb_store *s, fb_batch *b, enum fb_status status) {
 
 /* ---- Reading the folder ---- */
 
-static char *fb_text(const json *v) { /* a JSON value as text, on the heap; NULL of null */
+/* Returns a JSON value as text, on the heap; NULL for null. */
+static char *fb_text(const json *v) {
     buf b = {0};
     if (!v || v->type == JSON_NULL) return NULL;
     json_put_value(&b, v);
@@ -19135,19 +19212,22 @@ static char *fb_copy(str s) { return mem_check(strndup(s.p, s.n)); }
 static bool fb_load_file(fb_store *s, const fb_id *id, const json *root) {
     struct stat st;
     const char *purpose = fb_purpose(json_str(json_get(root, "purpose")));
-    if (!purpose || fstatat(s->dir, id->z, &st, AT_SYMLINK_NOFOLLOW) || !S_ISREG(st.st_mode)) return false;
+    if (!purpose || fstatat(s->dir, id->z, &st, AT_SYMLINK_NOFOLLOW) || !S_ISREG(st.st_mode))
+        return false;
     char *name = fb_copy(json_str(json_get(root, "filename")));
-    fb_insert(&s->files, fb_file_new(id, (int64_t)st.st_size, json_int(json_get(root, "created_at"), 0), name, purpose));
+    fb_insert(&s->files, fb_file_new(id, (int64_t)st.st_size,
+                                     json_int(json_get(root, "created_at"), 0), name, purpose));
     return true;
 }
 
-static int fb_read_status(const json *root) { /* -1: none of ours */
+static int fb_read_status(const json *root) { /* returns -1 if it is unknown */
     for (int i = 0; i < FB_STATUSES; i++)
         if (str_is(json_str(json_get(root, "status")), fb_status_names[i])) return i;
     return -1;
 }
 
-/* Whole lines of an output file: what earlier servers did of a batch, whose record does not say so before its end. */
+/* Counts whole lines of an output file: what earlier servers did of a batch. The batch's record
+ * has these counts only when the batch has ended. */
 static int64_t fb_count_lines(const fb_store *s, const fb_id *id) {
     char block[16384];
     int64_t lines = 0;
@@ -19183,18 +19263,21 @@ static bool fb_load_batch(fb_store *s, const fb_id *id, const json *root) {
     }
     b->expires_at = json_int(json_get(root, "expires_at"), 0);
     b->model = fb_copy(json_str(json_get(root, "model")));
-    b->metadata = fb_text(json_get(root, "metadata")), b->errors = fb_text(json_get(json_get(root, "errors"), "data"));
-    b->has_out = json_is(json_get(root, "output_file_id"), JSON_STRING),
+    b->metadata = fb_text(json_get(root, "metadata"));
+    b->errors = fb_text(json_get(json_get(root, "errors"), "data"));
+    b->has_out = json_is(json_get(root, "output_file_id"), JSON_STRING);
     b->has_err = json_is(json_get(root, "error_file_id"), JSON_STRING);
     b->total = json_int(json_get(counts, "total"), 0);
     b->damaged = json_int(json_get(counts, "damaged"), 0);
-    b->completed = fb_has_ended(b) ? json_int(json_get(counts, "completed"), 0) : fb_count_lines(s, &b->out);
-    b->failed = fb_has_ended(b) ? json_int(json_get(counts, "failed"), 0) : fb_count_lines(s, &b->err);
+    b->completed = fb_has_ended(b) ? json_int(json_get(counts, "completed"), 0)
+                                   : fb_count_lines(s, &b->out);
+    b->failed = fb_has_ended(b) ? json_int(json_get(counts, "failed"), 0)
+                                : fb_count_lines(s, &b->err);
     fb_insert(&s->batches, b);
     return true;
 }
 
-/* One entry of the folder. */
+/* Loads the entry of the folder with this name. */
 static void fb_load(fb_store *s, const char *name) {
     str stem = str_c(name), text;
     fb_id id;
@@ -19206,28 +19289,34 @@ static void fb_load(fb_store *s, const char *name) {
     bool record = str_ends(stem, STR(".json"));
     stem.n -= record ? 5 : 0;
     bool file = fb_read_id(stem, "file-", &id);
-    if (!file && !fb_read_id(stem, "batch_", &id)) return; /* not ours */
+    if (!file && !fb_read_id(stem, "batch_", &id)) return; /* not made by us */
     if (part) unlinkat(s->dir, name, 0);
     if (part || !record) return;
     buf_printf(&path, "%s/%s", s->path, name);
     bool read = !os_map(path.p, &text, &e);
     const json *root = read ? json_parse(&a, text, json_trusted, &e) : NULL;
     bool good = root && (file ? fb_load_file(s, &id, root) : fb_load_batch(s, &id, root));
-    if (!good) fprintf(stderr, "toka serve: %s: not a record that can be read, left alone with what it names\n", path.p);
+    if (!good)
+        fprintf(stderr,
+                "toka serve: %s: not a record that can be read, left alone with what it names\n",
+                path.p);
     s->unread_batch |= !good && !file;
     char us[17] = {0};
     memcpy(us, strpbrk(id.z, "-_") + 1, 16);
-    s->last_us = MAX(s->last_us, (int64_t)(strtoull(us, NULL, 16) & INT64_MAX >> 1)); /* room to count on from any */
+    /* bounded, so that there is room to count up */
+    s->last_us = MAX(s->last_us, (int64_t)(strtoull(us, NULL, 16) & INT64_MAX >> 1));
     if (read) os_unmap(text);
     arena_free(&a), buf_free(&path);
 }
 
-/* Contents that no record names: of a crash between two steps. Unfinished batches own theirs, and so may one whose record could
- * not be read. */
+/* Removes contents that have no record: a crash between two steps leaves them. Output files of
+ * unfinished batches stay. If some batch's record could not be read, nothing is removed, since
+ * that batch may own the file. */
 static void fb_sweep(fb_store *s, const char *name) {
     fb_id id;
     char record[64];
-    if (s->unread_batch || !fb_read_id(str_c(name), "file-", &id) || fb_find(&s->files, &id)) return;
+    if (s->unread_batch || !fb_read_id(str_c(name), "file-", &id) || fb_find(&s->files, &id))
+        return;
     snprintf(record, sizeof record, "%s.json", id.z);
     if (!faccessat(s->dir, record, F_OK, 0)) return;
     for (size_t i = 0; i < s->batches.n; i++) {
@@ -19250,7 +19339,7 @@ static int fb_each_entry(fb_store *s, void (*visit)(fb_store *, const char *), t
     return 0;
 }
 
-/* Makes the folder with what leads to it, for this user alone. */
+/* Makes the folder and its parents, for this user alone. */
 static int fb_make_folder(fb_store *s, toka_err *e) {
     for (char *p = s->path + 1;; p++) {
         if (*p && *p != '/') continue;
@@ -19264,7 +19353,7 @@ static int fb_make_folder(fb_store *s, toka_err *e) {
 
 static void *fb_work(void *user);
 
-/* Locks the folder, reads what is there, and goes on with it. */
+/* Locks the folder, loads its records, and starts the worker. */
 static int fb_take_folder(fb_store *s, toka_err *e) {
     int code = fb_make_folder(s, e);
     if (code) return code;
@@ -19273,17 +19362,20 @@ static int fb_take_folder(fb_store *s, toka_err *e) {
     if (s->dir < 0 || s->locked < 0) return fb_no_path(s, s->path, errno, e);
     for (int tries = 0; flock(s->locked, LOCK_EX | LOCK_NB); tries++) {
         if (errno != EWOULDBLOCK) return fb_no_path(s, s->path, errno, e);
-        if (tries == 30) return fail(e, TOKA_E_USE, "%s is in use by another server; give another --files-dir", s->path);
-        usleep(100000); /* one that was killed a moment ago holds it until the system has taken it apart */
+        if (tries == 30)
+            return fail(e, TOKA_E_USE, "%s is in use by another server; give another --files-dir",
+                        s->path);
+        usleep(100000); /* a process that was just killed holds the lock until it is cleaned up */
     }
-    if ((code = fb_each_entry(s, fb_load, e)) || (code = fb_each_entry(s, fb_sweep, e))) return code;
+    if ((code = fb_each_entry(s, fb_load, e)) || (code = fb_each_entry(s, fb_sweep, e)))
+        return code;
     if (os_thread(&s->worker, fb_work, s, e)) return s->why_not = EAGAIN, e->code;
     s->started = true;
     return 0;
 }
 
-/* The same the first time it is needed. What went wrong then is what all hear from then on. Only a full
- * disk is tried again: it may have room later. With store.lock held. */
+/* Calls fb_take_folder when the folder is first needed. Its error is kept and returned to all
+ * later callers, except that a full disk is tried again. With store.lock held. */
 static int fb_attach(fb_store *s, toka_err *e) {
     if (!s->started && (!s->why.code || os_is_full(s->why_not))) {
         s->why_not = 0;
@@ -19295,7 +19387,7 @@ static int fb_attach(fb_store *s, toka_err *e) {
     return e->code;
 }
 
-static char *fb_default_folder(void) { /* NULL: the user has no home */
+static char *fb_default_folder(void) { /* returns NULL if the user has no home */
     const char *data = getenv("XDG_DATA_HOME"), *home = getenv("HOME");
     buf b = {0};
     if (data && *data == '/') buf_printf(&b, "%s/toka/files", data);
@@ -19303,18 +19395,20 @@ static char *fb_default_folder(void) { /* NULL: the user has no home */
     return b.p;
 }
 
-/* Batches stop where they are. The engine must still be driven: requests under way are cancelled. */
+/* Stops the running batch where it is, and joins the worker. Its in-flight requests are
+ * cancelled, so the engine must still be driven. */
 static void fb_stop(fb_store *s) {
     pthread_mutex_lock(&s->lock);
     const bool join = s->started && !s->joined;
-    s->stopping = true, s->joined |= join;
+    s->stopping = true;
+    s->joined |= join;
     if (s->running) s->running->stop = 1;
     pthread_cond_broadcast(&s->wake);
     pthread_mutex_unlock(&s->lock);
     if (join) pthread_join(s->worker, NULL);
 }
 
-/* When nobody is in fb_handle or has an upload any more. */
+/* Frees the store. Only when no thread is in fb_handle and no upload is open. */
 static void fb_close(fb_store *s) {
     if (!s) return;
     fb_stop(s);
@@ -19326,29 +19420,35 @@ static void fb_close(fb_store *s) {
     free(s->files.at), free(s->batches.at), free(s->path), free(s);
 }
 
-/* A folder that was asked for must be usable. The default one is made when first needed. */
+/* Opens a store. A folder that was asked for must be usable; else returns an error. The default
+ * folder is made when it is first needed. */
 static int fb_open(fb_store **out, const fb_options *o, toka_err *e) {
     fb_store *s = mem_zalloc(sizeof *s);
     bool off = o->dir && !strcmp(o->dir, "off");
     toka_err ignored;
     int code = 0;
-    s->o = *o, s->dir = s->locked = -1;
+    s->o = *o;
+    s->dir = s->locked = -1;
     pthread_mutex_init(&s->lock, NULL), os_cond_init(&s->wake);
     s->path = off ? NULL : o->dir ? mem_check(strdup(o->dir)) : fb_default_folder();
     const char *why = off ? "--files-dir off" : "no HOME, and no --files-dir";
     if (!s->path) fail(&s->why, TOKA_E_USE, "this server keeps no files: %s", why);
     pthread_mutex_lock(&s->lock);
     if (o->dir && !off) code = fb_attach(s, e);
-    else if (s->path && os_is_dir(s->path)) fb_attach(s, &ignored); /* fb_folder says why it failed */
+    else if (s->path && os_is_dir(s->path)) fb_attach(s, &ignored); /* fb_folder has the error */
     pthread_mutex_unlock(&s->lock);
     *out = s;
-    if (code) fb_close(s), *out = NULL;
+    if (code) {
+        fb_close(s);
+        *out = NULL;
+    }
     return code;
 }
 
-/* ---- A batch from beginning to end: the worker's thread ---- */
+/* ---- The life of a batch: the worker thread ---- */
 
-static void fb_put_error(buf *list, const char *code, int64_t line, const char *param, const char *message) {
+static void fb_put_error(buf *list, const char *code, int64_t line, const char *param,
+                         const char *message) {
     json_put_open(list, '{');
     json_put_key(list, "code"), json_put_str(list, str_c(code));
     json_put_key(list, "line");
@@ -19358,23 +19458,31 @@ static void fb_put_error(buf *list, const char *code, int64_t line, const char *
     json_put_close(list, '}');
 }
 
-/* What is wrong with a line as a member of a batch; its body is looked at when it runs. NULL: nothing. */
-static const char *fb_line_error(const fb_batch *b, const json *root, const char **param, const char **message) {
+/* Checks the form of a line of a batch. Its body is checked when it runs. Returns the code of an
+ * error, with *param and *message, or NULL if the line is good. */
+static const char *fb_line_error(const fb_batch *b, const json *root, const char **param,
+                                 const char **message) {
     const json *id = json_get(root, "custom_id"), *method = json_get(root, "method");
     *param = "custom_id";
-    if (!json_is(root, JSON_OBJECT)) return *param = NULL, *message = "expected a JSON object", "invalid_json_line";
-    if (!json_is(id, JSON_STRING) || !id->n) return *message = "custom_id: expected a text", "missing_required_parameter";
+    if (!json_is(root, JSON_OBJECT))
+        return *param = NULL, *message = "expected a JSON object", "invalid_json_line";
+    if (!json_is(id, JSON_STRING) || !id->n)
+        return *message = "custom_id: expected a text", "missing_required_parameter";
     *param = "method";
-    if (!str_is(json_str(method), "POST")) return *message = "method: expected POST", "invalid_method";
+    if (!str_is(json_str(method), "POST"))
+        return *message = "method: expected POST", "invalid_method";
     *param = "url";
-    if (!str_is(json_str(json_get(root, "url")), b->chat ? "/v1/chat/completions" : "/v1/completions"))
+    if (!str_is(json_str(json_get(root, "url")),
+                b->chat ? "/v1/chat/completions" : "/v1/completions"))
         return *message = "url: it is not the endpoint of the batch", "invalid_url";
     *param = "body";
-    if (!json_is(json_get(root, "body"), JSON_OBJECT)) return *message = "body: expected an object", "missing_required_parameter";
+    if (!json_is(json_get(root, "body"), JSON_OBJECT))
+        return *message = "body: expected an object", "missing_required_parameter";
     return NULL;
 }
 
-static void fb_validate_line(fb_batch *b, run_table *seen, const run_input *in, str line, buf *errors, int *n_errors) {
+static void fb_validate_line(fb_batch *b, run_table *seen, const run_input *in, str line,
+                             buf *errors, int *n_errors) {
     arena a = {0};
     toka_err why = {0};
     const char *param = NULL, *message = why.msg, *code;
@@ -19384,15 +19492,19 @@ static void fb_validate_line(fb_batch *b, run_table *seen, const run_input *in, 
         run_seen *place = run_table_at(seen, run_hash(json_str(json_get(root, "custom_id"))));
         if (place->state) {
             fail(&why, TOKA_E_USE, "the custom_id of line %lld again", (long long)place->state);
-            code = "duplicate_custom_id", param = "custom_id", message = why.msg;
+            code = "duplicate_custom_id";
+            param = "custom_id";
+            message = why.msg;
         }
         run_table_set(seen, place, place->state ? place->state : (uint64_t)in->number);
     }
-    if (code && (*n_errors)++ < FB_MAX_ERRORS) fb_put_error(errors, code, in->number, param, message);
+    if (code && (*n_errors)++ < FB_MAX_ERRORS)
+        fb_put_error(errors, code, in->number, param, message);
     arena_free(&a);
 }
 
-/* Reads the input once. Fills b->total, and the list of what is wrong. Fails where the system cannot open it now. */
+/* Reads the input once. Sets b->total and appends to the list of errors. Returns an error if the
+ * system cannot open the file for now. */
 static int fb_validate(fb_store *s, fb_batch *b, buf *errors, toka_err *why) {
     run_table seen = {0};
     run_input in;
@@ -19401,49 +19513,56 @@ static int fb_validate(fb_store *s, fb_batch *b, buf *errors, toka_err *why) {
     int n_errors = 0, got = 0;
     int64_t total = 0;
     int fd = openat(s->dir, b->input.z, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
-    if (fd < 0 && os_is_short(errno)) return fail(why, TOKA_E_IO, "%s: %s", b->input.z, strerror(errno));
-    if (fd < 0 && errno == ENOENT) fb_put_error(errors, "file_not_found", 0, "input_file_id", "the input file is gone");
+    if (fd < 0 && os_is_short(errno))
+        return fail(why, TOKA_E_IO, "%s: %s", b->input.z, strerror(errno));
+    if (fd < 0 && errno == ENOENT)
+        fb_put_error(errors, "file_not_found", 0, "input_file_id", "the input file is gone");
     else if (fd < 0) fb_put_error(errors, "server_error", 0, "input_file_id", strerror(errno));
     if (fd < 0) return 0;
     run_input_init(&in, fd, b->input.z, &b->stop);
-    while (total <= FB_MAX_LINES && n_errors < FB_MAX_ERRORS && (got = run_next_line(&in, &line, NULL, &e)) > 0) {
+    while (total <= FB_MAX_LINES && n_errors < FB_MAX_ERRORS &&
+           (got = run_next_line(&in, &line, NULL, &e)) > 0) {
         if (!in.too_long && run_is_blank(line)) continue;
         total++;
         fb_validate_line(b, &seen, &in, line, errors, &n_errors);
     }
     if (got < 0) fb_put_error(errors, "server_error", 0, NULL, e.msg);
-    else if (!total && !b->stop) fb_put_error(errors, "empty_batch", 0, NULL, "the input file has no requests");
-    if (total > FB_MAX_LINES) fb_put_error(errors, "too_many_tasks", 0, NULL, "the input file has too many requests");
+    else if (!total && !b->stop)
+        fb_put_error(errors, "empty_batch", 0, NULL, "the input file has no requests");
+    if (total > FB_MAX_LINES)
+        fb_put_error(errors, "too_many_tasks", 0, NULL, "the input file has too many requests");
     b->total = total;
     run_input_free(&in), free(seen.at);
     close(fd);
     return 0;
 }
 
-/* Runs what is not done yet. expired: every such line becomes an error. */
+/* Runs the lines that are not done yet. expired: each of them becomes an error record. */
 static int fb_run_lines(fb_store *s, fb_batch *b, bool expired, enum run_end *end, toka_err *e) {
     buf in = {0}, out = {0}, err = {0};
     buf_printf(&in, "%s/%s", s->path, b->input.z), buf_printf(&out, "%s/%s", s->path, b->out.z);
     buf_printf(&err, "%s/%s", s->path, b->err.z);
-    run_options o = {.in = in.p, .out = out.p, .errors = err.p, .now = s->o.m->now, .base = s->o.m->base,
-                     .model = s->o.m, .quiet = true, .patient = true, .hidden = true,
+    run_options o = {.in = in.p, .out = out.p, .errors = err.p, .now = s->o.m->now,
+                     .base = s->o.m->base, .model = s->o.m,
+                     .quiet = true, .patient = true, .hidden = true,
                      .max_answer_bytes = s->o.m->max_answer_bytes,
-                     .interrupted = &b->stop, .until = expired ? 0 : b->expires_at, .expired = expired,
-                     .completed = &b->completed, .failed = &b->failed, .damaged = &b->damaged};
+                     .interrupted = &b->stop, .until = expired ? 0 : b->expires_at,
+                     .expired = expired, .completed = &b->completed, .failed = &b->failed,
+                     .damaged = &b->damaged};
     o.base.priority = FB_PRIORITY;
     int code = run_served(s->o.t, &o, end, e);
     buf_free(&in), buf_free(&out), buf_free(&err);
     return code;
 }
 
-/* A file ends with its last whole line: it may be of a batch that was killed and then cancelled. */
+/* Cuts a torn last line. A batch that was killed and then cancelled may leave one. */
 static void fb_cut_torn(int fd) {
     char block[4096];
     off_t end = lseek(fd, 0, SEEK_END);
     while (end > 0) {
         off_t from = MAX((off_t)0, end - (off_t)sizeof block);
         ssize_t n = pread(fd, block, (size_t)(end - from), from);
-        if (n != end - from) return; /* what cannot be read is not cut */
+        if (n != end - from) return; /* it cannot be read: do not cut */
         const char *feed = memrchr(block, '\n', (size_t)n);
         end = feed ? from + (feed - block) + 1 : from;
         if (feed) break;
@@ -19451,58 +19570,80 @@ static void fb_cut_torn(int fd) {
     if (ftruncate(fd, end)) fprintf(stderr, "toka serve: a torn last line: %s\n", strerror(errno));
 }
 
-/* One of the two output files: a file from now on, if there is anything in it; *has says so. False: it is not on disk as one, what
- * failed is told on standard error; and it is none at all if the disk is full (s->full). With store.lock held. */
-static bool fb_publish(fb_store *s, const fb_batch *b, const fb_id *id, const char *kind, bool *has) {
+/* Lists one of the two output files in the table of files, unless it is empty or absent.
+ * *has: it is listed. Returns false if its contents or its record are not safe on disk; this is
+ * logged. Then the file is listed in memory only, or not at all if the disk is full (s->full).
+ * With store.lock held. */
+static bool fb_publish(fb_store *s, const fb_batch *b, const fb_id *id, const char *kind,
+                       bool *has) {
     struct stat st;
-    if ((*has = fb_find(&s->files, id) != NULL)) return true; /* published before a crash */
+    if ((*has = fb_find(&s->files, id) != NULL)) return true; /* it was listed before a crash */
     int fd = openat(s->dir, id->z, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
     if (fd >= 0) fb_cut_torn(fd);
     bool kept = fd >= 0 && !fsync(fd);
     int why = errno;
     if (fd >= 0) close(fd);
-    if (fstatat(s->dir, id->z, &st, AT_SYMLINK_NOFOLLOW)) return errno == ENOENT; /* nothing was written */
-    if (!kept) s->full |= os_is_full(why), fb_tell(b, id->z, strerror(why));
+    if (fstatat(s->dir, id->z, &st, AT_SYMLINK_NOFOLLOW)) return errno == ENOENT; /* no output */
+    if (!kept) {
+        s->full |= os_is_full(why);
+        fb_tell(b, id->z, strerror(why));
+    }
     if (kept && !st.st_size) unlinkat(s->dir, id->z, 0);
     if (!(*has = st.st_size > 0)) return kept;
     buf name = {0};
     buf_printf(&name, "%s_%s.jsonl", b->id.z, kind);
     fb_file *f = fb_file_new(id, (int64_t)st.st_size, fb_now(), name.p, "batch_output");
-    if (kept && (why = fb_save_file(s, f))) kept = false, fb_tell(b, id->z, strerror(why));
-    if (kept || !s->full) fb_insert(&s->files, f);
-    else fb_file_del(f), *has = false;
+    if (kept && (why = fb_save_file(s, f))) {
+        kept = false;
+        fb_tell(b, id->z, strerror(why));
+    }
+    if (kept || !s->full) {
+        fb_insert(&s->files, f);
+    } else {
+        fb_file_del(f);
+        *has = false;
+    }
     return kept;
 }
 
-/* To its end. On disk it has not ended before its files are files: the next start would sweep them. False: the disk is full, and
- * it has not ended in memory either; fb_work tries again. With store.lock held. */
+/* Ends a batch in state `end`. The output files get their records first: without these, the next
+ * start would remove the files of an ended batch. If a file cannot be saved, the batch ends in
+ * memory only. Returns false if the disk is full: then it has not ended in memory either, and
+ * fb_work tries again. With store.lock held. */
 static bool fb_finish(fb_store *s, fb_batch *b, enum fb_status end) {
     const enum fb_status before = b->status;
     s->full = false;
-    bool out = fb_publish(s, b, &b->out, "output", &b->has_out), err = fb_publish(s, b, &b->err, "error", &b->has_err);
+    bool out = fb_publish(s, b, &b->out, "output", &b->has_out);
+    bool err = fb_publish(s, b, &b->err, "error", &b->has_err);
     if (out && err) fb_enter(s, b, end);
     else if (!s->full) fb_set(b, end);
-    if (s->full) b->status = before, b->at[end] = 0, b->has_out = b->has_err = false;
+    if (s->full) {
+        b->status = before;
+        b->at[end] = 0;
+        b->has_out = b->has_err = false;
+    }
     return !s->full;
 }
 
-/* What the system is short of now, descriptors, threads or room on the disk, is not the batch's fault: its step is done again in a
- * second. why NULL: it was told. With store.lock held. */
+/* The system lacks descriptors, threads or room on the disk for now. The batch does not fail: its
+ * step is done again in a second. why: logged; NULL: it was logged before. With store.lock held. */
 static void fb_step_again(fb_store *s, fb_batch *b, const char *why) {
     if (why && !b->waits) fprintf(stderr, "toka serve: %s waits: %s\n", b->id.z, why);
     b->waits = true;
     if (!s->stopping) os_cond_wait(&s->wake, &s->lock, 1);
 }
 
-/* The same by the worker, who waits where there is no room. */
+/* fb_finish for the worker: waits a second if the disk is full. */
 static void fb_step_finish(fb_store *s, fb_batch *b, enum fb_status end) {
     if (!fb_finish(s, b, end)) fb_step_again(s, b, NULL);
 }
 
-static void fb_fail(fb_store *s, fb_batch *b, str errors) { /* with store.lock held */
+/* Ends a batch as failed. errors: members of a JSON list. With store.lock held. */
+static void fb_fail(fb_store *s, fb_batch *b, str errors) {
     buf list = {0};
     buf_char(&list, '['), buf_str(&list, errors), buf_char(&list, ']');
-    free(b->errors), b->errors = list.p;
+    free(b->errors);
+    b->errors = list.p;
     fb_step_finish(s, b, FB_FAILED);
 }
 
@@ -19518,7 +19659,8 @@ static void fb_step_validate(fb_store *s, fb_batch *b) {
     buf_free(&errors);
 }
 
-/* A device that failed is not the batch's fault: it goes on with the next server. */
+/* Runs a batch. If the device fails, the batch does not: the worker stops, and the next server
+ * goes on with the batch. */
 static void fb_step_run(fb_store *s, fb_batch *b) {
     toka_err e;
     enum run_end end;
@@ -19541,15 +19683,16 @@ static void fb_step_run(fb_store *s, fb_batch *b) {
     pthread_mutex_unlock(&s->lock);
 }
 
-/* Is the model that a batch was made for served? */
+/* Is the batch's model served here? */
 static bool fb_is_ours(const fb_store *s, const fb_batch *b) {
     for (int i = 0; i < s->o.m->n_names; i++)
         if (!strcmp(b->model, s->o.m->names[i])) return true;
     return false;
 }
 
-/* The oldest batch that there is something to do for; another model's, once its time is up. *others: there are
- * some whose time is not up. With store.lock held. */
+/* Returns the oldest batch that can do a step: any unfinished batch of a model served here, and of
+ * other models those that only have to end, or are past their deadline. Returns NULL if there is
+ * none. *others: some batches of other models wait for their deadline. With store.lock held. */
 static fb_batch *fb_next(const fb_store *s, bool *others) {
     *others = false;
     for (size_t i = 0; i < s->batches.n; i++) {
@@ -19557,7 +19700,9 @@ static fb_batch *fb_next(const fb_store *s, bool *others) {
         if (fb_has_ended(b)) continue;
         bool ours = fb_is_ours(s, b) || b->status == FB_CANCELLING || b->status == FB_FINALIZING;
         if (ours || fb_now() >= b->expires_at) return b;
-        if (!b->foreign) fprintf(stderr, "toka serve: %s waits: its model %s is not served here\n", b->id.z, b->model);
+        if (!b->foreign)
+            fprintf(stderr, "toka serve: %s waits: its model %s is not served here\n", b->id.z,
+                    b->model);
         b->foreign = *others = true;
     }
     return NULL;
@@ -19570,7 +19715,7 @@ static void *fb_work(void *user) {
         bool others;
         fb_batch *b = s->running = fb_next(s, &others);
         if (!b && others) {
-            os_cond_wait(&s->wake, &s->lock, 1); /* their time may be up by then */
+            os_cond_wait(&s->wake, &s->lock, 1); /* their deadline may have passed by then */
         } else if (!b) {
             pthread_cond_wait(&s->wake, &s->lock);
         } else if (b->status == FB_FINALIZING) {
@@ -19578,7 +19723,8 @@ static void *fb_work(void *user) {
         } else if (b->status == FB_CANCELLING) {
             fb_step_finish(s, b, FB_CANCELLED);
         } else {
-            void (*step)(fb_store *, fb_batch *) = b->status == FB_VALIDATING ? fb_step_validate : fb_step_run;
+            const bool first = b->status == FB_VALIDATING;
+            void (*step)(fb_store *, fb_batch *) = first ? fb_step_validate : fb_step_run;
             pthread_mutex_unlock(&s->lock);
             step(s, b);
             pthread_mutex_lock(&s->lock);
@@ -19589,7 +19735,7 @@ static void *fb_work(void *user) {
     return NULL;
 }
 
-/* ---- Answers ---- */
+/* ---- Answers to requests ---- */
 
 __attribute__((format(printf, 4, 5)))
 static void fb_error(http_reply *reply, int status, const char *param, const char *fmt, ...) {
@@ -19603,8 +19749,8 @@ static void fb_error(http_reply *reply, int status, const char *param, const cha
     api_error(&reply->body, status, message, NULL, param, NULL);
 }
 
-/* The system could not do it: there is no room (507), nothing may be written there (507), or it is short
- * of something that may be there later (503). Clients learn nothing of where the files are. */
+/* Answers with an error of the system: no room, no permission, or something that may work later.
+ * Clients do not learn where the files are. */
 static void fb_cannot(http_reply *reply, int why) {
     bool unable = os_is_full(why) || why == EFBIG || why == EROFS || why == EACCES || why == EPERM;
     int status = unable ? 507 : os_is_short(why) ? 503 : 500;
@@ -19612,16 +19758,17 @@ static void fb_cannot(http_reply *reply, int why) {
     if (status == 503) buf_c(&reply->headers, "Retry-After: 1\r\n");
 }
 
-/* Why the folder cannot be used. With store.lock held. */
+/* Answers why the folder cannot be used. With store.lock held. */
 static void fb_no_folder(const fb_store *s, http_reply *reply) {
     if (s->why_not) fb_cannot(reply, s->why_not);
     else if (s->path)
-        fb_error(reply, 503, NULL, "this server keeps no files: their folder is in use by another server");
+        fb_error(reply, 503, NULL,
+                 "this server keeps no files: their folder is in use by another server");
     else fb_error(reply, 503, NULL, "%s", s->why.msg);
 }
 
-/* Makes the folder ready for a client, if it is not. False: the reply says why not, and standard error
- * says more. With store.lock held. */
+/* Prepares the folder for a client's request. Returns false if it cannot be used: the reply says
+ * so, and the first time the reason is logged. With store.lock held. */
 static bool fb_need_folder(fb_store *s, http_reply *reply) {
     toka_err e;
     const bool known = s->why.code != 0;
@@ -19630,8 +19777,10 @@ static bool fb_need_folder(fb_store *s, http_reply *reply) {
     return fb_no_folder(s, reply), false;
 }
 
-/* ?limit=, of which OpenAI's most is cut to ours. False: the reply says why. */
-static bool fb_read_limit(const http_request *r, int most, int otherwise, size_t *limit, http_reply *reply) {
+/* Reads ?limit=N, at most `most`; `otherwise` if it is not given. Returns false if it is not a
+ * number of at least 1: the reply says so. */
+static bool fb_read_limit(const http_request *r, int most, int otherwise, size_t *limit,
+                          http_reply *reply) {
     buf text = {0};
     char *end = NULL;
     *limit = (size_t)otherwise;
@@ -19644,11 +19793,14 @@ static bool fb_read_limit(const http_request *r, int most, int otherwise, size_t
     return good;
 }
 
-/* ?after=ID. False: the reply says why. *at: index of the entry behind which to go on, or n. */
-static bool fb_read_after(const fb_table *t, const char *prefix, const http_request *r, size_t *at, http_reply *reply) {
+/* Reads ?after=ID: the list goes on after that entry. *at: its index, or n if it is not given.
+ * Returns false if there is no such entry: the reply says so. */
+static bool fb_read_after(const fb_table *t, const char *prefix, const http_request *r, size_t *at,
+                          http_reply *reply) {
     buf text = {0};
     fb_id id;
-    bool given = http_query(r, "after", &text), good = !given || (fb_read_id(buf_view(&text), prefix, &id) && fb_find(t, &id));
+    bool given = http_query(r, "after", &text);
+    bool good = !given || (fb_read_id(buf_view(&text), prefix, &id) && fb_find(t, &id));
     *at = given && good ? fb_place(t, &id) : t->n;
     if (!good) fb_error(reply, 400, "after", "after: expected the id of an entry of this list");
     buf_free(&text);
@@ -19662,15 +19814,18 @@ static void fb_end_list(buf *b, const char *first, const char *last, bool more) 
     json_put_close(b, '}');
 }
 
-/* GET /v1/files: newest first unless order=asc. */
+/* GET /v1/files: the newest first, unless order=asc. */
 static void fb_list_files(const fb_store *s, const http_request *r, http_reply *reply) {
     buf purpose = {0}, order = {0};
     size_t limit, at, n = 0;
     const char *first = NULL, *last = NULL;
-    bool more = false, by_purpose = http_query(r, "purpose", &purpose), ordered = http_query(r, "order", &order);
-    bool asc = ordered && str_is(buf_view(&order), "asc"), good = !ordered || asc || str_is(buf_view(&order), "desc");
+    bool more = false, by_purpose = http_query(r, "purpose", &purpose);
+    bool ordered = http_query(r, "order", &order);
+    bool asc = ordered && str_is(buf_view(&order), "asc");
+    bool good = !ordered || asc || str_is(buf_view(&order), "desc");
     if (!good) fb_error(reply, 400, "order", "order: expected asc or desc");
-    if (good && fb_read_after(&s->files, "file-", r, &at, reply) && fb_read_limit(r, 10000, 10000, &limit, reply)) {
+    if (good && fb_read_after(&s->files, "file-", r, &at, reply) &&
+        fb_read_limit(r, 10000, 10000, &limit, reply)) {
         buf_c(&reply->body, "{\"object\":\"list\",\"data\":[");
         const fb_table *t = &s->files;
         size_t left = asc ? t->n - (at == t->n ? 0 : at + 1) : at;
@@ -19679,28 +19834,32 @@ static void fb_list_files(const fb_store *s, const http_request *r, http_reply *
             if (by_purpose && !str_is(buf_view(&purpose), f->purpose)) continue;
             if ((more = n == limit)) break;
             fb_put_file(f, &reply->body);
-            first = n++ ? first : f->id.z, last = f->id.z;
+            first = n++ ? first : f->id.z;
+            last = f->id.z;
         }
         fb_end_list(&reply->body, first, last, more);
     }
     buf_free(&purpose), buf_free(&order);
 }
 
-/* GET /v1/batches: newest first. */
+/* GET /v1/batches: the newest first. */
 static void fb_list_batches(const fb_store *s, const http_request *r, http_reply *reply) {
     size_t limit, at, n = 0;
-    if (!fb_read_after(&s->batches, "batch_", r, &at, reply) || !fb_read_limit(r, 100, 20, &limit, reply)) return;
+    if (!fb_read_after(&s->batches, "batch_", r, &at, reply) ||
+        !fb_read_limit(r, 100, 20, &limit, reply))
+        return;
     const char *first = NULL, *last = NULL;
     buf_c(&reply->body, "{\"object\":\"list\",\"data\":[");
     for (; n < limit && at; n++) {
         const fb_batch *b = s->batches.at[--at];
         fb_put_batch(b, false, &reply->body);
-        first = n ? first : b->id.z, last = b->id.z;
+        first = n ? first : b->id.z;
+        last = b->id.z;
     }
     fb_end_list(&reply->body, first, last, at > 0);
 }
 
-/* GET /v1/files/{id}/content: the server sends the file itself. */
+/* GET /v1/files/{id}/content: gives the server a descriptor to send from. */
 static void fb_content(const fb_store *s, const fb_file *f, http_reply *reply) {
     int fd = openat(s->dir, f->id.z, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
     if (fd < 0) {
@@ -19708,10 +19867,15 @@ static void fb_content(const fb_store *s, const fb_file *f, http_reply *reply) {
         return;
     }
     reply->type = "application/octet-stream";
-    if (f->bytes) reply->fd = fd, reply->fd_bytes = f->bytes;
-    else close(fd); /* of nothing there is nothing to send */
+    if (f->bytes) {
+        reply->fd = fd;
+        reply->fd_bytes = f->bytes;
+    } else {
+        close(fd); /* an empty file: nothing to send */
+    }
     buf_c(&reply->headers, "Content-Disposition: attachment; filename=\"");
-    for (const char *c = f->name; *c; c++) buf_char(&reply->headers, isalnum((unsigned char)*c) || strchr(".-_", *c) ? *c : '_');
+    for (const char *c = f->name; *c; c++)
+        buf_char(&reply->headers, isalnum((unsigned char)*c) || strchr(".-_", *c) ? *c : '_');
     buf_c(&reply->headers, "\"\r\nX-Content-Type-Options: nosniff\r\n");
 }
 
@@ -19727,7 +19891,8 @@ static void fb_delete(fb_store *s, fb_file *f, http_reply *reply) {
         }
     }
     snprintf(record, sizeof record, "%s.json", id.z);
-    if (unlinkat(s->dir, record, 0) || fsync(s->dir)) { /* the record first: contents alone are swept at the next start */
+    /* the record first: contents without a record are removed at the next start */
+    if (unlinkat(s->dir, record, 0) || fsync(s->dir)) {
         fb_cannot(reply, errno);
         return;
     }
@@ -19738,7 +19903,7 @@ static void fb_delete(fb_store *s, fb_file *f, http_reply *reply) {
     buf_printf(&reply->body, "{\"id\":\"%s\",\"object\":\"file\",\"deleted\":true}", id.z);
 }
 
-/* "24h": seconds, or -1. */
+/* Reads a time such as "24h". Returns seconds, or -1 if it is not valid. */
 static int64_t fb_read_window(str s) {
     static const char units[] = "smhd";
     static const int64_t seconds[] = {1, 60, 3600, 86400};
@@ -19752,18 +19917,22 @@ static int64_t fb_read_window(str s) {
     return v >= 1 && v <= FB_MAX_DAYS * 86400 ? v : -1;
 }
 
-/* At most 16 texts of 512 characters under names of 64, as OpenAI takes them. */
+/* OpenAI's rule: at most 16 texts of 512 characters, under names of 64. */
 static bool fb_check_metadata(const json *v) {
     if (!v || v->type == JSON_NULL) return true;
     if (v->type != JSON_OBJECT || v->n > 16) return false;
     JSON_MEMBERS(key, v)
-        if (utf8_count(json_str(key)) > 64 || key[1].type != JSON_STRING || utf8_count(json_str(key + 1)) > 512) return false;
+        if (utf8_count(json_str(key)) > 64 || key[1].type != JSON_STRING ||
+            utf8_count(json_str(key + 1)) > 512)
+            return false;
     return true;
 }
 
-/* Members of a new batch that toka does not have are told of or refused as a completion's are. */
+/* Members of a new batch that toka does not know are logged or refused, as those of a completion
+ * are. */
 static int fb_check_members(const fb_store *s, const json *root, toka_err *e) {
-    static const char *const known[] = {"input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after"};
+    static const char *const known[] = {"input_file_id", "endpoint", "completion_window",
+                                        "metadata", "output_expires_after"};
     JSON_MEMBERS(key, root) {
         int i = 0;
         while (i < COUNT(known) && !str_is(json_str(key), known[i])) i++;
@@ -19772,9 +19941,12 @@ static int fb_check_members(const fb_store *s, const json *root, toka_err *e) {
     return 0;
 }
 
-/* The fields of a new batch. NULL: good; else which one is wrong, and *message, which may be e's. */
-static const char *fb_read_batch(const fb_store *s, const json *root, fb_batch *b, const char **message, toka_err *e) {
-    str endpoint = json_str(json_get(root, "endpoint")), window = json_str(json_get(root, "completion_window"));
+/* Reads the fields of a new batch. Returns NULL if all are good; else the name of the wrong one
+ * ("": none), with *message, which may point into *e. */
+static const char *fb_read_batch(const fb_store *s, const json *root, fb_batch *b,
+                                 const char **message, toka_err *e) {
+    str endpoint = json_str(json_get(root, "endpoint"));
+    str window = json_str(json_get(root, "completion_window"));
     const json *expires = json_get(root, "output_expires_after");
     if (!json_is(root, JSON_OBJECT)) return *message = "expected a JSON object", "";
     if (fb_check_members(s, root, e)) return *message = e->msg, "";
@@ -19782,16 +19954,22 @@ static const char *fb_read_batch(const fb_store *s, const json *root, fb_batch *
     if (!b->chat && !str_is(endpoint, "/v1/completions"))
         return *message = "endpoint: expected /v1/completions or /v1/chat/completions", "endpoint";
     int64_t seconds = fb_read_window(window);
-    if (seconds < 0) return *message = "completion_window: expected a time up to 30 days, as 24h", "completion_window";
+    if (seconds < 0)
+        return *message = "completion_window: expected a time up to 30 days, as 24h",
+               "completion_window";
     if (!fb_check_metadata(json_get(root, "metadata")))
-        return *message = "metadata: expected at most 16 texts of 512 characters under names of 64", "metadata";
-    if (expires && expires->type != JSON_NULL) return *message = "output_expires_after is not supported", "output_expires_after";
+        return *message = "metadata: expected at most 16 texts of 512 characters under names of 64",
+               "metadata";
+    if (expires && expires->type != JSON_NULL)
+        return *message = "output_expires_after is not supported", "output_expires_after";
     bool named = fb_read_id(json_str(json_get(root, "input_file_id")), "file-", &b->input);
     const fb_file *input = named ? fb_find(&s->files, &b->input) : NULL;
     if (!input) return *message = "input_file_id: no such file", "input_file_id";
-    if (strcmp(input->purpose, "batch")) return *message = "input_file_id: the file's purpose is not batch", "input_file_id";
+    if (strcmp(input->purpose, "batch"))
+        return *message = "input_file_id: the file's purpose is not batch", "input_file_id";
     memcpy(b->window, window.p, window.n);
-    b->at[FB_VALIDATING] = fb_now(), b->expires_at = b->at[FB_VALIDATING] + seconds;
+    b->at[FB_VALIDATING] = fb_now();
+    b->expires_at = b->at[FB_VALIDATING] + seconds;
     return NULL;
 }
 
@@ -19802,16 +19980,20 @@ static void fb_create(fb_store *s, str body, http_reply *reply) {
     fb_batch *b = mem_zalloc(sizeof *b);
     const json *root = json_parse(&a, str_skip_bom(body), fb_limits, &e);
     if (!root) message = e.msg;
-    else if (s->batches.n >= FB_MAX_BATCHES) message = "there are too many batches; remove records of old ones from the folder";
+    else if (s->batches.n >= FB_MAX_BATCHES)
+        message = "there are too many batches; remove records of old ones from the folder";
     else wrong = fb_read_batch(s, root, b, &message, &e);
     if (!wrong) {
-        b->id = fb_new_id(s, "batch_"), b->out = fb_new_id(s, "file-"), b->err = fb_new_id(s, "file-");
-        b->model = mem_check(strdup(s->o.m->names[0])), b->metadata = fb_text(json_get(root, "metadata"));
+        b->id = fb_new_id(s, "batch_");
+        b->out = fb_new_id(s, "file-");
+        b->err = fb_new_id(s, "file-");
+        b->model = mem_check(strdup(s->o.m->names[0]));
+        b->metadata = fb_text(json_get(root, "metadata"));
         const int why = fb_save_batch(s, b);
         if (!why) {
             fb_insert(&s->batches, b);
             fb_put_batch(b, false, &reply->body);
-            b = NULL; /* the table's */
+            b = NULL; /* the table owns it */
             pthread_cond_broadcast(&s->wake);
         } else {
             fb_cannot(reply, why);
@@ -19825,7 +20007,8 @@ static void fb_create(fb_store *s, str body, http_reply *reply) {
 
 static void fb_cancel(fb_store *s, fb_batch *b, http_reply *reply) {
     if (b->status != FB_VALIDATING && b->status != FB_IN_PROGRESS && b->status != FB_CANCELLING) {
-        fb_error(reply, 409, "id", "a batch that is %s cannot be cancelled", fb_status_names[b->status]);
+        fb_error(reply, 409, "id", "a batch that is %s cannot be cancelled",
+                 fb_status_names[b->status]);
         return;
     }
     fb_enter(s, b, FB_CANCELLING);
@@ -19836,7 +20019,7 @@ static void fb_cancel(fb_store *s, fb_batch *b, http_reply *reply) {
 
 /* ---- Uploads ---- */
 
-typedef struct fb_upload { /* POST /v1/files under way */
+typedef struct fb_upload { /* an unfinished POST /v1/files */
     fb_store *store;
     fb_form form;
     fb_id id;
@@ -19848,10 +20031,11 @@ typedef struct fb_upload { /* POST /v1/files under way */
 
 static void fb_upload_close(fb_upload *u, bool whole, http_reply *reply);
 
-/* NULL: refused, the reply says why. */
+/* Returns NULL if it is refused: the reply says why. */
 static fb_upload *fb_upload_open(fb_store *s, str content_type, http_reply *reply) {
     fb_upload *u = mem_zalloc(sizeof *u);
-    u->store = s, u->fd = -1;
+    u->store = s;
+    u->fd = -1;
     bool form = fb_form_init(&u->form, content_type);
     pthread_mutex_lock(&s->lock);
     bool there = !form || fb_need_folder(s, reply), full = s->files.n >= FB_MAX_FILES;
@@ -19859,7 +20043,8 @@ static fb_upload *fb_upload_open(fb_store *s, str content_type, http_reply *repl
     pthread_mutex_unlock(&s->lock);
     char part[64];
     snprintf(part, sizeof part, "%s.part", u->id.z);
-    if (!form) fb_error(reply, 400, NULL, "Content-Type: expected multipart/form-data with a boundary");
+    if (!form)
+        fb_error(reply, 400, NULL, "Content-Type: expected multipart/form-data with a boundary");
     else if (there && full) fb_error(reply, 400, NULL, "there are too many files; delete some");
     else if (there) {
         u->fd = openat(s->dir, part, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
@@ -19872,7 +20057,8 @@ static fb_upload *fb_upload_open(fb_store *s, str content_type, http_reply *repl
 
 static bool fb_upload_write(fb_upload *u, str data, http_reply *reply) {
     u->bytes += (int64_t)data.n;
-    if (u->bytes > FB_FILE_BYTES) return fb_error(reply, 413, "file", "file: longer than 4 GiB"), false;
+    if (u->bytes > FB_FILE_BYTES)
+        return fb_error(reply, 413, "file", "file: longer than 4 GiB"), false;
     while (data.n) {
         ssize_t n = write(u->fd, data.p, data.n);
         if (n < 0 && errno == EINTR) continue;
@@ -19882,13 +20068,15 @@ static bool fb_upload_write(fb_upload *u, str data, http_reply *reply) {
     return true;
 }
 
-/* A new part: which field it is. */
+/* Begins a part of the form. Returns false if it is refused: the reply says why. */
 static bool fb_upload_part(fb_upload *u, http_reply *reply) {
     str name = buf_view(&u->form.name);
     toka_err e;
-    u->in_file = str_is(name, "file"), u->in_purpose = str_is(name, "purpose");
+    u->in_file = str_is(name, "file");
+    u->in_purpose = str_is(name, "purpose");
     bool expires = str_starts(name, STR("expires_after"));
-    if (expires) return fb_error(reply, 400, "expires_after", "expires_after is not supported"), false;
+    if (expires)
+        return fb_error(reply, 400, "expires_after", "expires_after is not supported"), false;
     if (u->in_file && u->has_file) return fb_error(reply, 400, "file", "file: given twice"), false;
     if (!u->in_file && !u->in_purpose && api_unknown(u->store->o.m, name, &e))
         return fb_error(reply, 400, NULL, "%s", e.msg), false;
@@ -19897,17 +20085,20 @@ static bool fb_upload_part(fb_upload *u, http_reply *reply) {
         while (memchr(path.p, '/', path.n)) path = str_sub(path, 1, path.n);
         u->has_file = true;
         buf_put(&u->name, path.p, MIN(path.n, (size_t)FB_NAME_BYTES));
-        if (!u->name.n || memchr(u->name.p, 0, u->name.n)) buf_clear(&u->name), buf_c(&u->name, "file");
+        if (!u->name.n || memchr(u->name.p, 0, u->name.n))
+            buf_clear(&u->name), buf_c(&u->name, "file");
     }
     return true;
 }
 
-/* Any bytes of the body, in order. False: refused, the reply says why. */
+/* Takes bytes of the body, in order, in pieces of any size. Returns false if the upload is
+ * refused: the reply says why. */
 static bool fb_upload_put(fb_upload *u, str piece, http_reply *reply) {
     for (size_t used; piece.n; piece = str_sub(piece, used, piece.n)) {
         str data;
         enum fb_form_event event = fb_form_take(&u->form, piece, &used, &data);
-        if (event == FB_FORM_BAD) return fb_error(reply, 400, NULL, "the body is not a multipart form"), false;
+        if (event == FB_FORM_BAD)
+            return fb_error(reply, 400, NULL, "the body is not a multipart form"), false;
         if (event == FB_FORM_PART && !fb_upload_part(u, reply)) return false;
         if (event == FB_FORM_DATA && u->in_file && !fb_upload_write(u, data, reply)) return false;
         if (event == FB_FORM_DATA && u->in_purpose && u->purpose.n < FB_PURPOSE_BYTES)
@@ -19918,7 +20109,8 @@ static bool fb_upload_put(fb_upload *u, str piece, http_reply *reply) {
     return true;
 }
 
-/* The contents under their name, then the record: from there on it is a file. With store.lock held. */
+/* Renames the contents, then writes the record: with that the file exists. With store.lock
+ * held. */
 static void fb_upload_keep(fb_upload *u, const char *purpose, http_reply *reply) {
     fb_store *s = u->store;
     char part[64];
@@ -19935,7 +20127,8 @@ static void fb_upload_keep(fb_upload *u, const char *purpose, http_reply *reply)
     fb_put_file(f, &reply->body);
 }
 
-/* whole: the body has ended, the reply gets the answer. Else it was refused or the client is gone: nothing is kept. Frees u. */
+/* Ends an upload and frees u. whole: the whole body was taken, and the reply gets the answer. Else
+ * the upload was refused or the client is gone: nothing is kept. */
 static void fb_upload_close(fb_upload *u, bool whole, http_reply *reply) {
     fb_store *s = u->store;
     char part[64];
@@ -19943,8 +20136,10 @@ static void fb_upload_close(fb_upload *u, bool whole, http_reply *reply) {
     snprintf(part, sizeof part, "%s.part", u->id.z);
     if (whole) {
         reply->status = 200;
-        bool ours = purpose && !strcmp(purpose, "batch_output"); /* to make */
-        fsync(u->fd); /* what takes long is done before others have to wait; fb_upload_keep asks again and looks at the answer */
+        bool ours = purpose && !strcmp(purpose, "batch_output"); /* only we make such files */
+        /* fsync may be slow: done before the lock is taken. fb_upload_keep repeats it and checks
+         * the result. */
+        fsync(u->fd);
         pthread_mutex_lock(&s->lock);
         if (!u->whole) fb_error(reply, 400, NULL, "the body ends before its form does");
         else if (!u->has_file) fb_error(reply, 400, "file", "file: missing");
@@ -19953,7 +20148,7 @@ static void fb_upload_close(fb_upload *u, bool whole, http_reply *reply) {
         else fb_upload_keep(u, purpose, reply);
         pthread_mutex_unlock(&s->lock);
     }
-    if (u->fd >= 0) unlinkat(s->dir, part, 0), close(u->fd); /* gone already if it was kept */
+    if (u->fd >= 0) unlinkat(s->dir, part, 0), close(u->fd); /* if kept, .part is gone already */
     fb_form_free(&u->form), buf_free(&u->name), buf_free(&u->purpose);
     free(u);
 }
@@ -19966,11 +20161,13 @@ static void fb_method(http_reply *reply, const char *allowed) {
 }
 
 /* /v1/files/{id} and /v1/files/{id}/content. With store.lock held. */
-static void fb_route_file(fb_store *s, const http_request *r, str id_text, str verb, http_reply *reply) {
+static void fb_route_file(fb_store *s, const http_request *r, str id_text, str verb,
+                          http_reply *reply) {
     bool get = r->method == HTTP_GET || r->method == HTTP_HEAD;
     fb_id id;
     fb_file *f = fb_read_id(id_text, "file-", &id) ? fb_find(&s->files, &id) : NULL;
-    if (!f || (verb.n && !str_is(verb, "/content"))) fb_error(reply, 404, "id", "no such file: '%.*s'", STRF(id_text));
+    if (!f || (verb.n && !str_is(verb, "/content")))
+        fb_error(reply, 404, "id", "no such file: '%.*s'", STRF(id_text));
     else if (verb.n && get) fb_content(s, f, reply);
     else if (verb.n) fb_method(reply, "GET, HEAD");
     else if (get) fb_put_file(f, &reply->body);
@@ -19978,34 +20175,39 @@ static void fb_route_file(fb_store *s, const http_request *r, str id_text, str v
     else fb_method(reply, "GET, HEAD, DELETE");
 }
 
-static void fb_route_batch(fb_store *s, const http_request *r, str id_text, str verb, http_reply *reply) {
+static void fb_route_batch(fb_store *s, const http_request *r, str id_text, str verb,
+                           http_reply *reply) {
     bool get = r->method == HTTP_GET || r->method == HTTP_HEAD;
     fb_id id;
     fb_batch *b = fb_read_id(id_text, "batch_", &id) ? fb_find(&s->batches, &id) : NULL;
-    if (!b || (verb.n && !str_is(verb, "/cancel"))) fb_error(reply, 404, "id", "no such batch: '%.*s'", STRF(id_text));
+    if (!b || (verb.n && !str_is(verb, "/cancel")))
+        fb_error(reply, 404, "id", "no such batch: '%.*s'", STRF(id_text));
     else if (verb.n && r->method == HTTP_POST) fb_cancel(s, b, reply);
     else if (verb.n) fb_method(reply, "POST");
     else if (get) fb_put_batch(b, false, &reply->body);
     else fb_method(reply, "GET, HEAD");
 }
 
-/* A whole upload at once. */
+/* Takes a whole upload at once. */
 static void fb_take_upload(fb_store *s, const http_request *r, str body, http_reply *reply) {
     str type = http_find(r, "content-type");
     fb_upload *u = fb_upload_open(s, type.p ? type : STR(""), reply);
     if (u) fb_upload_close(u, fb_upload_put(u, body, reply), reply);
 }
 
-/* Every path under /v1/files and /v1/batches. May wait for the disk. Thread: any. */
+/* Handles every path under /v1/files and /v1/batches. May wait for the disk. Thread: any. */
 static void fb_handle(fb_store *s, const http_request *r, str body, http_reply *reply) {
     const str files_path = STR("/v1/files"), batches_path = STR("/v1/batches");
-    bool files = str_starts(r->path, files_path), get = r->method == HTTP_GET || r->method == HTTP_HEAD;
-    str rest = str_sub(r->path, files ? files_path.n : MIN(batches_path.n, r->path.n), r->path.n), id = {0}, verb = {0};
+    bool files = str_starts(r->path, files_path);
+    bool get = r->method == HTTP_GET || r->method == HTTP_HEAD;
+    str rest = str_sub(r->path, files ? files_path.n : MIN(batches_path.n, r->path.n), r->path.n);
+    str id = {0}, verb = {0};
     reply->status = 200;
     if (rest.n && rest.p[0] == '/') {
         const char *slash = memchr(rest.p + 1, '/', rest.n - 1);
         size_t end = slash ? (size_t)(slash - rest.p) : rest.n;
-        id = str_sub(rest, 1, end), verb = str_sub(rest, end, rest.n);
+        id = str_sub(rest, 1, end);
+        verb = str_sub(rest, end, rest.n);
     }
     if (files && !rest.n && r->method == HTTP_POST) {
         fb_take_upload(s, r, body, reply);
@@ -20022,8 +20224,8 @@ static void fb_handle(fb_store *s, const http_request *r, str body, http_reply *
     pthread_mutex_unlock(&s->lock);
 }
 
-/* For people: where files are kept, or why they are not. */
-static const char *fb_folder(const fb_store *s, toka_err *e) { /* NULL: none is used, *e says why */
+/* For the operator: returns the folder of the files. Returns NULL if none is used: *e says why. */
+static const char *fb_folder(const fb_store *s, toka_err *e) {
     *e = s->why;
     return s->why.code ? NULL : s->path;
 }
