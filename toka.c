@@ -17279,8 +17279,8 @@ static uint64_t run_hash_value(const json *v) {
     return hash_mix(h + hash_mix(bits));
 }
 
-/* Returns this hash of a whole line, never 0. If the line is not JSON (root is NULL), its bytes
- * are hashed. */
+/* Returns run_hash_value of an input line, but never 0. If the line is not JSON (root is NULL),
+ * its bytes are hashed. */
 static uint64_t run_says(const json *root, str line) {
     while (line.n && strchr(" \t\r", line.p[line.n - 1])) line.n--;
     const uint64_t h = root ? run_hash_value(root) : run_fold(run_hash(line));
@@ -17326,7 +17326,7 @@ static void run_warn_model(run_state *r, const json *body) {
     buf_free(&shown);
 }
 
-/* Fails a line with a code of an error record. */
+/* Fails a line: `name` becomes the code of its error record. */
 #define RUN_FAIL(line, name, ...) ((line)->error = (name), fail(e, TOKA_E_USE, __VA_ARGS__))
 #define RUN_BAD(line, ...) RUN_FAIL(line, "invalid_request", __VA_ARGS__)
 
@@ -17388,16 +17388,11 @@ static int run_parse(run_line *line, const json *root, toka_err *e) {
 
 static void run_models(run_state *r) {
     static const char *const beside[] = {"custom_id", "id", NULL};
-    r->models[0] = (api_model){.t = r->t,
-                               .name = r->o->name ? r->o->name : r->t->files->name,
-                               .beside = beside,
-                               .base = r->o->base,
-                               .max_len = r->t->shape.max_len,
-                               .now = r->o->now,
-                               .limits = run_limits,
-                               .max_answer_bytes = r->o->max_answer_bytes,
-                               .unknown = run_warn,
-                               .user = r};
+    r->models[0] = (api_model){.t = r->t, .name = r->o->name ? r->o->name : r->t->files->name,
+                               .beside = beside, .base = r->o->base,
+                               .max_len = r->t->shape.max_len, .now = r->o->now,
+                               .limits = run_limits, .max_answer_bytes = r->o->max_answer_bytes,
+                               .unknown = run_warn, .user = r};
     r->models[1] = r->o->model ? *r->o->model : r->models[0];
     r->models[1].completion_tokens = 16; /* the API's default */
     r->models[1].live = false;           /* an output line depends on its input line alone */
@@ -17516,8 +17511,9 @@ static int run_submit(run_state *r, run_line *line, toka_err *e) {
     return code;
 }
 
-/* Submits a parsed line to the engine, or queues it for the writer as an error record (code not
- * 0). Takes ownership of the line. Returns 0, or an error if the device has failed. */
+/* Submits a parsed line to the engine. If parsing has failed (code not 0) or the batch was
+ * stopped, puts it into the writer's queue instead. Takes ownership of the line. Returns 0, or an
+ * error if the device has failed. */
 static int run_start(run_state *r, run_line *line, int code, toka_err *e) {
     if (code) line->message = mem_check(strdup(e->msg));
     pthread_mutex_lock(&r->lock);
@@ -17740,7 +17736,8 @@ static int run_write_line(run_state *r, run_line *line, buf *b, toka_err *e) {
                              buf_view(b), e);
     if (code) return code;
     atomic_llong *count = line->error ? r->o->failed : r->o->completed;
-    r->n_written++, r->n_errors += line->error != NULL;
+    r->n_written++;
+    r->n_errors += line->error != NULL;
     if (count) ++*count;
     return 0;
 }
@@ -17799,9 +17796,12 @@ static void run_write(run_state *r) {
             r->n_flight_held += (int64_t)(line->call.held - line->held);
             line->held = line->call.held;
         }
-        if (code) failed = true, run_stop(r, code == TOKA_E_CANCELLED ? NULL : &e);
-        /* a device failure; the reader may have ended, so nothing else would report it */
-        else if (ended && !whole && run_device_failed(r, &e)) run_stop(r, &e);
+        if (code) {
+            failed = true;
+            run_stop(r, code == TOKA_E_CANCELLED ? NULL : &e);
+        } else if (ended && !whole && run_device_failed(r, &e)) {
+            run_stop(r, &e); /* the reader may have ended: only the writer sees the failure */
+        }
         if (ended) run_leave(r, line);
     }
     r->t_files = -INFINITY; /* one more check: the batch may have ended within two seconds */
@@ -17881,9 +17881,9 @@ static bool run_read_result(run_state *r, const run_input *in, str line, arena *
     if (in->too_long) id = str_sub(line, 7, run_result_head.n + 32);
     out->says = run_id_says(id, run_hash(json_str(v)));
     out->failed = !in->too_long && json_get(root, "error")->type != JSON_NULL;
-    const str model = in->too_long
-                          ? (str){0}
-                          : json_str(json_get(json_get(json_get(root, "response"), "body"), "model"));
+    const str model = in->too_long ? (str){0}
+                                   : json_str(json_get(json_get(json_get(root, "response"), "body"),
+                                                       "model"));
     if (model.n && !r->earlier.n && !r->o->model && !str_is(model, r->models[0].name))
         api_show(&r->earlier, model);
     return true;
@@ -17907,7 +17907,8 @@ typedef struct run_scan { /* state while reading what earlier runs wrote */
     buf drop;          /* run_spans of the lines that a server removes from its file */
 } run_scan;
 
-/* Does a bad line begin as our results do? A disk that lost power may leave NULs before that. */
+/* Returns whether a bad line is empty or begins as our results do. A disk that lost power may
+ * leave NULs before that. */
 static bool run_is_ours(str line) {
     while (line.n && strchr(" \t\r", *line.p)) line = str_sub(line, 1, line.n); /* skips NULs too */
     return str_starts(run_result_head, str_sub(line, 0, MIN(line.n, run_result_head.n)));
@@ -17932,7 +17933,8 @@ static void run_scan_line(run_state *r, run_scan *s, str line, bool whole) {
     } else {
         seen->says = s->result.says;
         run_table_set(&r->seen, seen, 1);
-        s->n_results++, r->n_failed_before += s->result.failed;
+        s->n_results++;
+        r->n_failed_before += s->result.failed;
     }
 }
 
@@ -17982,8 +17984,8 @@ static bool run_copy(int to, int from, run_span span) {
     return true;
 }
 
-/* Replaces a server's output file by one without the lines of s->drop: clients parse every line
- * of the file. */
+/* Replaces a server's output file by one without the lines of s->drop, because clients parse every
+ * line of the file. */
 static int run_drop_lines(run_state *r, const run_scan *s, run_sink *to, toka_err *e) {
     const char *path = to == &r->errors ? r->o->errors : r->o->out;
     const run_span *drop = (const run_span *)(const void *)s->drop.p;
@@ -18021,9 +18023,9 @@ static int run_scan_output(run_state *r, run_sink *to, atomic_llong *count, toka
     run_input_init(&s.in, to->fd, to->path, r->o->interrupted);
     s.in.most = RUN_RESULT_BYTES; /* a result holds all samples of a request */
     while ((code = run_next_line(&s.in, &line, &whole, e)) > 0) run_scan_line(r, &s, line, whole);
-    if (!code && *r->o->interrupted)
-        /* it ended the reading: the last line may be incomplete */
+    if (!code && *r->o->interrupted) { /* the reading was cut short: the last line may be, too */
         code = fail(e, TOKA_E_CANCELLED, "%s: interrupted", to->path);
+    }
     if (!code && s.foreign && !s.n_results && !r->o->errors)
         code = fail(e, TOKA_E_INPUT, "%s: not a result file of toka batch; give another -o",
                     to->path);
