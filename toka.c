@@ -6354,66 +6354,76 @@ static int tmpl_render(const tmpl *t, const json *context, tmpl_time now, tmpl_l
 
 /* ===========================================================================
  * MARK: 11. Model files: configs [pure]
- * In: the JSON beside a model's weights. Out: an mf_config, the shape with its RoPE table and the end ids; the sampling defaults;
- * what the chat template sees of the tokenizer.
+ * In: the text of the JSON files beside a model's weights. Out: an mf_config (the shape, its RoPE
+ * table and the end ids), the sampling defaults, and the parts of the tokenizer's configuration
+ * that the chat template and the tokenizer need.
  *
  *   RoPE           mf_rope_table: every kind of RoPE as one table of frequencies and one factor
- *   config         mf_config_parse, mf_generation_parse, mf_tokenizer_config_parse: JSON text to structs
+ *   config         mf_config_parse, mf_generation_parse, mf_tokenizer_config_parse: text to structs
  *
- * What always holds of a shape: every number lies within mf_dims' limits, D is even and H a multiple of K. A file is hostile until
- * checked: what is wrong with it becomes one sentence.
+ * What always holds of a shape: every number is within the limits of mf_dims, D is even, and H is
+ * a multiple of K. The files are not trusted: everything is checked, and the first error becomes
+ * one sentence.
  *
- * Where the files leave a choice it follows transformers 5: fields that are ignored there are ignored, what is defaulted
- * there is defaulted. It refuses what toka would compute differently: other architectures and RoPE kinds, quantized
- * weights, experts, biases in the MLP.
+ * Where the files leave a choice, this chapter follows transformers 5: it ignores the same fields
+ * and has the same defaults. It refuses a model that toka would compute differently: other
+ * architectures, other RoPE kinds, quantized weights, mixtures of experts, biases in the MLP.
  * =========================================================================== */
 
-typedef enum mf_rope_kind { MF_ROPE_DEFAULT, MF_ROPE_LINEAR, MF_ROPE_LLAMA3, MF_ROPE_YARN } mf_rope_kind;
+typedef enum mf_rope_kind {
+    MF_ROPE_DEFAULT, MF_ROPE_LINEAR, MF_ROPE_LLAMA3, MF_ROPE_YARN
+} mf_rope_kind;
 static const char *const mf_rope_names[] = {"default", "linear", "llama3", "yarn"};
 
-typedef struct mf_rope { /* the rope_parameters (or rope_scaling and rope_theta) of a config; 0: not given */
+/* The RoPE fields of a config: rope_parameters, or rope_scaling and rope_theta. 0: not given. */
+typedef struct mf_rope {
     mf_rope_kind kind;
     double theta;
-    double factor;                            /* all but default */
+    double factor;                            /* for all kinds except default */
     double original_len;                      /* llama3, yarn: original_max_position_embeddings */
     double low_freq_factor, high_freq_factor; /* llama3 */
-    double attention_factor;                  /* yarn; 0: follows from factor, mscale, mscale_all_dim */
-    double mscale, mscale_all_dim;            /* yarn */
-    double beta_fast, beta_slow;              /* yarn: rotations over original_len where the ramp begins and ends */
-    bool fractional;                          /* yarn: "truncate": false, the ramp's ends are not rounded to whole pairs */
+    double attention_factor; /* yarn; 0: computed from factor, mscale and mscale_all_dim */
+    double mscale, mscale_all_dim; /* yarn */
+    /* yarn: the ramp begins at the pair of dimensions that makes beta_fast full turns over
+     * original_len positions, and ends at the pair that makes beta_slow. */
+    double beta_fast, beta_slow;
+    bool fractional; /* yarn: "truncate" is false: do not round the ramp's ends to whole pairs */
 } mf_rope;
 
-enum { MF_QKV_BIAS = 1, MF_O_BIAS = 2, MF_QK_NORM = 4, MF_LM_HEAD = 8 }; /* MF_LM_HEAD: not tied to the embedding */
+/* Features of a model. MF_LM_HEAD: the LM head is not tied to the embedding. */
+enum { MF_QKV_BIAS = 1, MF_O_BIAS = 2, MF_QK_NORM = 4, MF_LM_HEAD = 8 };
 
-typedef struct mf_config { /* what config.json, or a line of models.txt, says */
+/* The contents of config.json, or of a line of models.txt. Pointers go into the parser's arena. */
+typedef struct mf_config {
     const struct mf_arch *arch;
-    toka_shape shape;  /* B is left 0 */
+    toka_shape shape;  /* B stays 0 */
     mf_rope rope;
     unsigned features; /* MF_QKV_BIAS ... */
     int *window;       /* [L] as toka_layer.window */
     int32_t bos_id;    /* -1: none */
-    int32_t *eos_ids;
+    int32_t *eos_ids;  /* [n_eos_ids] */
     int n_eos_ids;
 } mf_config;
 
-/* What generation_config.json says about requests; what it leaves out is off: 1, 1, 0, 1, 0. */
+/* The defaults for requests from generation_config.json. A field that the file does not have is
+ * off: temperature 1, top_p 1, min_p 0, repetition_penalty 1, top_k 0. */
 typedef struct mf_defaults {
     bool has_do_sample, has_temperature, has_top_p, has_top_k, has_min_p, has_repetition_penalty;
-    bool do_sample; /* false: greedy, and the other fields are not meant to matter */
+    bool do_sample; /* false: greedy decoding; the fields below then have no meaning */
     float temperature, top_p, min_p, repetition_penalty;
     int top_k;
     int max_tokens, min_tokens; /* max_new_tokens, min_new_tokens; 0: not given */
-    const char **stop;          /* stop_strings */
+    const char **stop;          /* [n_stop] stop_strings */
     int n_stop;
-    int32_t *bad_ids;           /* bad_words_ids, as toka_sampling has them */
-    int *bad_lengths;
+    int32_t *bad_ids;           /* bad_words_ids in the form of toka_sampling.bad_ids */
+    int *bad_lengths;           /* [n_bad] */
     int n_bad;
-    char *unused;               /* names of fields that ask for what is not done; NULL: none */
+    char *unused; /* names of the fields that ask for something toka does not do; NULL: none */
 } mf_defaults;
 
 static const mf_defaults mf_no_defaults = {.temperature = 1, .top_p = 1, .repetition_penalty = 1};
 
-/* The files of a model inside the program; the table ends with {0}. */
+/* One file of a model that is embedded in the program. A table of them ends with {0}. */
 typedef struct mf_embedded {
     const char *name, *begin, *end;
 } mf_embedded;
@@ -6422,68 +6432,78 @@ typedef struct mf_template {
     str name, source; /* Jinja source */
 } mf_template;
 
-typedef struct mf_stamp { /* a weight file as it was when it was mapped */
+typedef struct mf_stamp { /* the state of a weight file just before it was mapped */
     char *path;
     struct stat st;
 } mf_stamp;
 
-typedef struct mf_model { /* immutable after mf_open, but for the end id that pub_open_tokenizer adds */
-    arena a;              /* everything below that is not mapped */
-    char *name;           /* the folder's last part, the hub id or the name of models.txt */
+/* A model's files. Immutable after mf_open, except that pub_open_tokenizer may add an end id. */
+typedef struct mf_model {
+    arena a;              /* owns everything below that is neither mapped nor marked as heap */
+    char *name;           /* the folder's last path part, the hub id or the name in models.txt */
     char *folder;         /* NULL: embedded */
-    char *hub_id;         /* NULL: given as a folder, or embedded */
+    char *hub_id;         /* NULL: the user gave a folder, or the model is embedded */
     mf_config config;
     toka_shape shape;     /* = config.shape */
-    toka_weights weights; /* tensors point into the maps */
+    toka_weights weights; /* tensors point into the mapped files */
     int64_t n_parameters;
     size_t weight_bytes;
-    str tokenizer_json, tokenizer_config; /* mapped; empty if there is no such file */
-    mf_template *templates; /* for chats, by name: default, tool_use, rag ...; of equal names the
-                               last counts */
+    str tokenizer_json, tokenizer_config; /* mapped; empty: there is no such file */
+    /* [n_templates] chat templates by name: default, tool_use, rag ... If two have the same name,
+     * the last one counts. */
+    mf_template *templates;
     int n_templates;
-    char *bos_token, *eos_token, *pad_token, *unk_token; /* texts for the template, NULL: none */
-    str added_tokens;     /* tokenizer_config.json or added_tokens.json: a JSON array, or empty */
+    char *bos_token, *eos_token, *pad_token, *unk_token; /* texts for the template; NULL: none */
+    str added_tokens;     /* of tokenizer_config.json or added_tokens.json: JSON array, or empty */
     str special_fields;   /* the fields of all files that name special tokens, as members of a JSON
                              object; or empty */
-    str token_flags;      /* the flags that change ids, likewise */
-    str more_tokens;      /* the three of them, for tok_load */
-    bool old_specials;    /* tokenizer_config.json lists no added tokens: then special_tokens_map.json counts, as in transformers */
-    int add_bos, add_eos; /* whether a text gets them: 0, 1; -1: as tokenizer.json says */
+    str token_flags;      /* the flags that change ids, as members of a JSON object; or empty */
+    str more_tokens;      /* the three above joined into one JSON object, for tok_load */
+    bool old_specials;    /* tokenizer_config.json has no list of added tokens. Then
+                             special_tokens_map.json counts, as in transformers */
+    int add_bos, add_eos; /* add begin and end tokens to a text: 0 no, 1 yes, -1 as tokenizer.json
+                             says */
     mf_defaults defaults;
-    const mf_embedded *embedded; /* not NULL: where files come from, instead of folder */
-    str *maps;            /* heap; what mf_close unmaps */
+    const mf_embedded *embedded; /* not NULL: the files come from here, not from folder */
+    str *maps;            /* [n_maps] heap; the mapped files, which mf_close unmaps */
     int n_maps;
-    mf_stamp *stamps;     /* heap, one for each weight file; embedded: none */
+    mf_stamp *stamps;     /* [n_stamps] heap; one for each weight file; none if embedded */
     int n_stamps;
 } mf_model;
 
 /* ---- RoPE: every kind is a table of D/2 frequencies and one factor ----
- * The float32 steps and their order are those of transformers (modeling_rope_utils), where number / tensor is the tensor's
- * reciprocal times the number. So tables agree to the rounding of powf, and angles at far positions with them. */
+ * The float32 operations and their order are those of transformers (modeling_rope_utils). PyTorch
+ * computes number / tensor as the tensor's reciprocal times the number, so this code does the same.
+ * The tables then agree with transformers up to the rounding of powf, and so do the angles at far
+ * positions. */
 
-/* llama3 (Llama 3.1 and later): waves longer than original_len / low are slowed by factor, those shorter than
- * original_len / high are kept, and between them the two are blended. */
+/* llama3 (Llama 3.1 and later): wavelengths over original_len / low get their frequency divided by
+ * factor, wavelengths under original_len / high keep it, and those between get a blend of both. */
 static float mf_rope_llama3(const mf_rope *r, float freq) {
     float factor = (float)r->factor, low = (float)r->low_freq_factor;
     float span = (float)(r->high_freq_factor - r->low_freq_factor);
-    float wavelen = 1.0f / freq * (float)(2 * 3.14159265358979323846); /* positions to a full turn */
+    float wavelen = 1.0f / freq * (float)(2 * 3.14159265358979323846); /* positions per turn */
     if (wavelen > (float)(r->original_len / r->low_freq_factor)) return freq / factor;
     if (wavelen < (float)(r->original_len / r->high_freq_factor)) return freq;
     float keep = (1.0f / wavelen * (float)r->original_len - low) / span;
     return (1.0f - keep) * freq / factor + keep * freq;
 }
 
-/* yarn (arXiv 2309.00071): which pair of dimensions turns `rotations` times in original_len; a fraction. */
+/* yarn (arXiv 2309.00071): the index, with fraction, of the pair of dimensions that makes
+ * `rotations` full turns in original_len positions. */
 static double mf_yarn_dimension(const mf_rope *r, int D, double rotations) {
     const double pi = 3.14159265358979323846;
     return D * log(r->original_len / (rotations * 2 * pi)) / (2 * log(r->theta));
 }
 
-/* Fast pairs keep their frequency, slow ones are divided by factor, a linear ramp from pair `low` to `high` between. */
+/* Fast pairs keep their frequency. Slow pairs get theirs divided by factor. Between pair `low` and
+ * pair `high` a linear ramp blends the two. */
 static void mf_rope_yarn(const mf_rope *r, int D, float *freq) {
-    double low = mf_yarn_dimension(r, D, r->beta_fast), high = mf_yarn_dimension(r, D, r->beta_slow);
+    double low = mf_yarn_dimension(r, D, r->beta_fast);
+    double high = mf_yarn_dimension(r, D, r->beta_slow);
     if (!r->fractional) low = floor(low), high = ceil(high);
-    low = MAX(low, 0.0), high = MIN(high, (double)(D - 1));
+    low = MAX(low, 0.0);
+    high = MIN(high, (double)(D - 1));
     if (low == high) high += 0.001;
     for (int i = 0; i < D / 2; i++) {
         float pos = powf((float)r->theta, (float)(2 * i) / (float)D);
@@ -6493,15 +6513,18 @@ static void mf_rope_yarn(const mf_rope *r, int D, float *freq) {
     }
 }
 
-/* The factor on cos and sin, in place of a temperature: 0.1 ln(factor) + 1, or the quotient of two such with weights. */
+/* The factor that yarn puts on cos and sin instead of a temperature on the attention scores:
+ * attention_factor if given, else 0.1 ln(factor) + 1, or, if both mscale fields are given, the
+ * quotient of two such terms, in which these fields weight the logarithm. */
 static double mf_yarn_scale(const mf_rope *r) {
     double ln = r->factor > 1 ? log(r->factor) : 0;
     if (r->attention_factor > 0) return r->attention_factor;
-    if (r->mscale != 0 && r->mscale_all_dim != 0) return (0.1 * r->mscale * ln + 1) / (0.1 * r->mscale_all_dim * ln + 1);
+    if (r->mscale != 0 && r->mscale_all_dim != 0)
+        return (0.1 * r->mscale * ln + 1) / (0.1 * r->mscale_all_dim * ln + 1);
     return 0.1 * ln + 1;
 }
 
-/* freq[D/2] radians per position, *scale on cos and sin. */
+/* freq: [D/2] radians per position. *scale: the factor on cos and sin. */
 static void mf_rope_table(const mf_rope *r, int D, float *freq, float *scale) {
     *scale = r->kind == MF_ROPE_YARN ? (float)mf_yarn_scale(r) : 1;
     for (int i = 0; i < D / 2; i++) {
@@ -6512,31 +6535,37 @@ static void mf_rope_table(const mf_rope *r, int D, float *freq, float *scale) {
     if (r->kind == MF_ROPE_YARN) mf_rope_yarn(r, D, freq);
 }
 
-/* ---- Reading the fields of a JSON object: the first thing wrong sticks, later reads return their default ---- */
+/* ---- Reading the fields of a JSON object ----
+ * The reader keeps its first error. A field that is missing or wrong reads as its default, so a
+ * parser reads all fields and looks at the error later. */
 
 typedef struct mf_reader {
     const json *o;     /* the object; NULL: every field is missing */
-    const char *where; /* file, for messages */
-    const char *path;  /* "" or "rope_parameters." ... in front of a field's name */
-    toka_err *e;       /* code 0 until something is wrong, then that of the first error */
+    const char *where; /* the file's name, for messages */
+    const char *path;  /* what messages put before a field's name: "" or "rope_parameters." ... */
+    toka_err *e;       /* code 0 until the first error, which stays */
 } mf_reader;
 
-/* A value as a message shows it. */
+/* Writes to z how an error message shows this value ("missing" if v is NULL), and returns z. */
 static const char *mf_show(const json *v, char z[80]) {
     if (!v) snprintf(z, 80, "missing");
     else if (v->type == JSON_STRING) snprintf(z, 80, "\"%.*s\"", (int)MIN(v->n, 60u), v->s);
     else if (v->type == JSON_NUMBER && v->exact) snprintf(z, 80, "%lld", (long long)v->i);
     else if (v->type == JSON_NUMBER) snprintf(z, 80, "%g", json_num(v, 0));
     else
-        snprintf(z, 80, "%s", (const char *const[]){"null", "false", "true", "", "", "an array", "an object"}[v->type]);
+        snprintf(z, 80, "%s",
+                 (const char *const[]){"null", "false", "true", "", "", "an array",
+                                       "an object"}[v->type]);
     return z;
 }
 
-/* "config.json: hidden_size is "big", expected a whole number" */
+/* Records an error unless there is one already:
+ * "config.json: hidden_size is "big", expected a whole number" */
 static void mf_bad(mf_reader *r, const char *name, const json *v, const char *expected) {
     char z[80];
     if (r->e->code) return;
-    fail(r->e, TOKA_E_INPUT, "%s: %s%s is %s, expected %s", r->where, r->path, name, mf_show(v, z), expected);
+    fail(r->e, TOKA_E_INPUT, "%s: %s%s is %s, expected %s", r->where, r->path, name, mf_show(v, z),
+         expected);
 }
 
 static const json *mf_field(const mf_reader *r, const char *name) { /* NULL if absent or null */
@@ -6565,8 +6594,8 @@ static bool mf_bool(mf_reader *r, const char *name, bool otherwise) {
     return v->type == JSON_TRUE;
 }
 
-/* A file of the model, most likely written by Python, as a JSON object; NULL: *e says what is
- * wrong, `where` in front. */
+/* Parses a file of the model as a JSON object. The file may have what Python's json writes beyond
+ * the standard. Returns NULL on an error; the message in *e begins with `where`. */
 static const json *mf_json(str text, const char *where, arena *a, json_limits limits, toka_err *e) {
     const json *o = json_parse_python(a, text, limits, e);
     if (!o) {
@@ -6581,46 +6610,55 @@ static const json *mf_json(str text, const char *where, arena *a, json_limits li
 
 /* ---- config.json: the shape ---- */
 
-static const json_limits mf_json_limits = {32, (size_t)1 << 24}; /* for configs, which are a few KB */
+static const json_limits mf_json_limits = {32, (size_t)1 << 24}; /* configs are a few KB */
 
-/* The numbers of a shape, in the order in which config.json and models.txt give them to mf_set_dims. The limits keep every
+/* The numbers of a shape, in the order in which mf_set_dims takes them. The limits keep every
  * product of two dimensions within int64, and H*D within int. */
 enum { MF_L, MF_E, MF_H, MF_K, MF_D, MF_F, MF_V, MF_LEN, MF_N_DIMS };
 static const struct {
     const char *letter, *field;
     int64_t max;
 } mf_dims[MF_N_DIMS] = {
-    {"L", "num_hidden_layers", 4096},      {"E", "hidden_size", 1 << 20},   {"H", "num_attention_heads", 1 << 14},
-    {"K", "num_key_value_heads", 1 << 14}, {"D", "head_dim", 1 << 14},      {"F", "intermediate_size", 1 << 24},
-    {"V", "vocab_size", 1 << 26},          {"max_len", "max_position_embeddings", 1 << 30},
+    {"L", "num_hidden_layers", 4096},
+    {"E", "hidden_size", 1 << 20},
+    {"H", "num_attention_heads", 1 << 14},
+    {"K", "num_key_value_heads", 1 << 14},
+    {"D", "head_dim", 1 << 14},
+    {"F", "intermediate_size", 1 << 24},
+    {"V", "vocab_size", 1 << 26},
+    {"max_len", "max_position_embeddings", 1 << 30},
 };
 
-/* The architectures, and what transformers takes for a field that is not there. Common to all: L 32, H 32, rms_norm_eps
- * 1e-6, rope_theta 10000, hidden_act silu, attention_bias and tie_word_embeddings false. */
+/* An architecture, and the values that transformers uses for fields that config.json does not have.
+ * All architectures have in common: L 32, H 32, rms_norm_eps 1e-6, rope_theta 10000, hidden_act
+ * silu, attention_bias and tie_word_embeddings false. */
 typedef struct mf_arch {
     const char *name, *model_type;
-    unsigned features;          /* always there */
-    unsigned attention_bias;    /* what the field attention_bias brings; 0: the field is ignored */
+    unsigned features;       /* MF_...: what every model of this architecture has */
+    unsigned attention_bias; /* the features that attention_bias turns on; 0: it is ignored */
     int E, F, V, max_len;
-    int K;                      /* 0: as H. A K that is null is H everywhere */
-    int D;                      /* 0: E / H */
-    int window;                 /* sliding_window */
-    bool window_asks;           /* the window counts only with use_sliding_window, and by layer */
-    int bos, eos;               /* -1: none */
+    int K;                   /* 0: the same as H. Where the file says null, K is H in all of them */
+    int D;                   /* 0: E / H */
+    int window;              /* sliding_window; 0: the architecture has no windows */
+    bool window_asks;        /* windows need use_sliding_window: true, and only layers from
+                                max_window_layers on have one */
+    int bos, eos;            /* -1: none */
 } mf_arch;
 
 static const mf_arch mf_archs[] = {
-    {.name = "LlamaForCausalLM", .model_type = "llama", .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .E = 4096, .F = 11008,
-     .V = 32000, .max_len = 2048, .bos = 1, .eos = 2},
-    {.name = "MistralForCausalLM", .model_type = "mistral", .E = 4096, .F = 14336, .V = 32000, .max_len = 131072, .K = 8,
-     .window = 4096, .bos = 1, .eos = 2},
-    {.name = "MinistralForCausalLM", .model_type = "ministral", .E = 4096, .F = 14336, .V = 32000, .max_len = 131072, .K = 8,
-     .window = 4096, .bos = 1, .eos = 2},
-    {.name = "Qwen2ForCausalLM", .model_type = "qwen2", .features = MF_QKV_BIAS, .E = 4096, .F = 22016, .V = 151936,
-     .max_len = 32768, .K = 32, .window = 4096, .window_asks = true, .bos = -1, .eos = -1},
-    {.name = "Qwen3ForCausalLM", .model_type = "qwen3", .features = MF_QK_NORM, .attention_bias = MF_QKV_BIAS | MF_O_BIAS,
-     .E = 4096, .F = 22016, .V = 151936, .max_len = 32768, .K = 32, .D = 128, .window = 4096, .window_asks = true,
+    {.name = "LlamaForCausalLM", .model_type = "llama", .attention_bias = MF_QKV_BIAS | MF_O_BIAS,
+     .E = 4096, .F = 11008, .V = 32000, .max_len = 2048, .bos = 1, .eos = 2},
+    {.name = "MistralForCausalLM", .model_type = "mistral", .E = 4096, .F = 14336, .V = 32000,
+     .max_len = 131072, .K = 8, .window = 4096, .bos = 1, .eos = 2},
+    {.name = "MinistralForCausalLM", .model_type = "ministral", .E = 4096, .F = 14336, .V = 32000,
+     .max_len = 131072, .K = 8, .window = 4096, .bos = 1, .eos = 2},
+    {.name = "Qwen2ForCausalLM", .model_type = "qwen2", .features = MF_QKV_BIAS, .E = 4096,
+     .F = 22016, .V = 151936, .max_len = 32768, .K = 32, .window = 4096, .window_asks = true,
      .bos = -1, .eos = -1},
+    {.name = "Qwen3ForCausalLM", .model_type = "qwen3", .features = MF_QK_NORM,
+     .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .E = 4096, .F = 22016, .V = 151936,
+     .max_len = 32768, .K = 32, .D = 128, .window = 4096, .window_asks = true, .bos = -1,
+     .eos = -1},
 };
 
 static const mf_arch *mf_arch_by_name(str name) {
@@ -6631,13 +6669,17 @@ static const mf_arch *mf_arch_by_name(str name) {
 
 static void mf_read_arch(mf_reader *r, mf_config *c) {
     const json *list = mf_field(r, "architectures"), *first = json_at(list, 0);
-    const json *type = mf_field(r, "model_type"); /* what names the architecture when nobody saved a model with it */
-    const char *const known = "LlamaForCausalLM, MistralForCausalLM, MinistralForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM";
+    /* model_type names the architecture if `architectures` is missing or empty: a config that was
+     * not saved together with a model. */
+    const json *type = mf_field(r, "model_type");
+    const char *const known = "LlamaForCausalLM, MistralForCausalLM, MinistralForCausalLM, "
+                              "Qwen2ForCausalLM or Qwen3ForCausalLM";
     if (first) {
         char of[80];
         c->arch = mf_arch_by_name(json_str(first));
         if (!c->arch) mf_bad(r, "architectures[0]", first, known);
-        else if (type && !str_is(json_str(type), c->arch->model_type)) { /* transformers goes by this one */
+        else if (type && !str_is(json_str(type), c->arch->model_type)) {
+            /* The two disagree. transformers would follow model_type. */
             snprintf(of, sizeof of, "\"%s\", that of %s", c->arch->model_type, c->arch->name);
             mf_bad(r, "model_type", type, of);
         }
@@ -6648,21 +6690,30 @@ static void mf_read_arch(mf_reader *r, mf_config *c) {
     if (!c->arch) mf_bad(r, list ? "architectures" : "model_type", list ? list : type, known);
 }
 
-/* Checks the numbers of a shape and stores them. */
+/* Checks the numbers of a shape and stores them in c->shape. */
 static int mf_set_dims(mf_config *c, const int64_t dim[MF_N_DIMS], const char *where, toka_err *e) {
     for (int i = 0; i < MF_N_DIMS; i++)
         if (dim[i] < 1 || dim[i] > mf_dims[i].max)
-            return fail(e, TOKA_E_INPUT, "%s: %s (%s) is %lld, expected 1 to %lld", where, mf_dims[i].field,
-                        mf_dims[i].letter, (long long)dim[i], (long long)mf_dims[i].max);
+            return fail(e, TOKA_E_INPUT, "%s: %s (%s) is %lld, expected 1 to %lld", where,
+                        mf_dims[i].field, mf_dims[i].letter, (long long)dim[i],
+                        (long long)mf_dims[i].max);
     if (dim[MF_D] % 2)
-        return fail(e, TOKA_E_INPUT, "%s: head_dim (D) is %lld, expected an even number", where, (long long)dim[MF_D]);
+        return fail(e, TOKA_E_INPUT, "%s: head_dim (D) is %lld, expected an even number", where,
+                    (long long)dim[MF_D]);
     if (dim[MF_H] % dim[MF_K])
         return fail(e, TOKA_E_INPUT,
-                    "%s: num_attention_heads (H) is %lld, expected a multiple of num_key_value_heads (K), %lld", where,
-                    (long long)dim[MF_H], (long long)dim[MF_K]);
+                    "%s: num_attention_heads (H) is %lld, expected a multiple of "
+                    "num_key_value_heads (K), %lld",
+                    where, (long long)dim[MF_H], (long long)dim[MF_K]);
     toka_shape *s = &c->shape;
-    s->L = (int)dim[MF_L], s->E = (int)dim[MF_E], s->H = (int)dim[MF_H], s->K = (int)dim[MF_K];
-    s->D = (int)dim[MF_D], s->F = (int)dim[MF_F], s->V = s->V_all = (int)dim[MF_V], s->max_len = (int)dim[MF_LEN];
+    s->L = (int)dim[MF_L];
+    s->E = (int)dim[MF_E];
+    s->H = (int)dim[MF_H];
+    s->K = (int)dim[MF_K];
+    s->D = (int)dim[MF_D];
+    s->F = (int)dim[MF_F];
+    s->V = s->V_all = (int)dim[MF_V];
+    s->max_len = (int)dim[MF_LEN];
     return 0;
 }
 
@@ -6682,13 +6733,16 @@ static void mf_read_dims(mf_reader *r, mf_config *c) {
     c->shape.eps = (float)mf_num(r, "rms_norm_eps", 1e-6, 0, 1);
     if (r->e->code) return;
     if (dim[MF_D] == -1 && !mf_field(r, "head_dim") && dim[MF_H] > 0)
-        fail(r->e, TOKA_E_INPUT, "%s: hidden_size is %lld, expected a multiple of num_attention_heads, %lld, or a head_dim",
+        fail(r->e, TOKA_E_INPUT,
+             "%s: hidden_size is %lld, expected a multiple of num_attention_heads, %lld, or a "
+             "head_dim",
              r->where, (long long)dim[MF_E], (long long)dim[MF_H]);
     else
         mf_set_dims(c, dim, r->where, r->e);
 }
 
-/* Fields that would change the result in a way toka does not compute: only off is taken. */
+/* Refuses a config in which a field asks for a computation that toka does not have. Such a field
+ * may be missing, null, false or 0. */
 static void mf_refuse(mf_reader *r) {
     static const struct {
         const char *field, *expected;
@@ -6704,12 +6758,15 @@ static void mf_refuse(mf_reader *r) {
     };
     for (int i = 0; i < COUNT(off); i++) {
         const json *v = mf_field(r, off[i].field);
-        if (v && v->type != JSON_FALSE && json_num(v, 1) != 0) mf_bad(r, off[i].field, v, off[i].expected);
+        if (v && v->type != JSON_FALSE && json_num(v, 1) != 0)
+            mf_bad(r, off[i].field, v, off[i].expected);
     }
     if (!mf_bool(r, "is_causal", true))
-        mf_bad(r, "is_causal", mf_field(r, "is_causal"), "true: attention to later tokens is not supported");
+        mf_bad(r, "is_causal", mf_field(r, "is_causal"),
+               "true: attention to later tokens is not supported");
     const json *act = mf_field(r, "hidden_act");
-    if (act && !str_is(json_str(act), "silu") && !str_is(json_str(act), "swish")) mf_bad(r, "hidden_act", act, "\"silu\"");
+    if (act && !str_is(json_str(act), "silu") && !str_is(json_str(act), "swish"))
+        mf_bad(r, "hidden_act", act, "\"silu\"");
 }
 
 /* ---- config.json: RoPE and windows ---- */
@@ -6718,7 +6775,7 @@ static const char *const mf_layer_types[] = {"full_attention", "sliding_attentio
 
 static mf_rope_kind mf_read_rope_kind(mf_reader *r) {
     const json *v = mf_field(r, "rope_type");
-    const char *name = v ? "rope_type" : "type"; /* its name in old files */
+    const char *name = v ? "rope_type" : "type"; /* old files call it "type" */
     if (!v) v = mf_field(r, "type");
     for (int i = 0; v && i < COUNT(mf_rope_names); i++)
         if (str_is(json_str(v), mf_rope_names[i])) return (mf_rope_kind)i;
@@ -6726,12 +6783,14 @@ static mf_rope_kind mf_read_rope_kind(mf_reader *r) {
     return MF_ROPE_DEFAULT;
 }
 
-/* original_max_position_embeddings: that of config.json itself, else that of the RoPE object, else the model's length. */
+/* original_max_position_embeddings of config.json itself, else of the RoPE object, else max_len.
+ * top: config.json; r: its RoPE object. */
 static double mf_read_original_len(mf_reader *top, mf_reader *r, int max_len) {
     const char *const field = "original_max_position_embeddings";
     return mf_num(mf_field(top, field) ? top : r, field, max_len, 1, 1 << 30);
 }
 
+/* The fields of all kinds except default. */
 static void mf_read_rope_scaling(mf_reader *top, mf_reader *r, const mf_config *c, mf_rope *rope) {
     if (rope->kind != MF_ROPE_YARN && !mf_field(r, "factor")) mf_bad(r, "factor", NULL, "a number");
     if (rope->kind == MF_ROPE_LINEAR) {
@@ -6745,7 +6804,8 @@ static void mf_read_rope_scaling(mf_reader *top, mf_reader *r, const mf_config *
         rope->high_freq_factor = mf_num(r, "high_freq_factor", 0, 1e-3, 1e6);
         if (rope->low_freq_factor == 0) mf_bad(r, "low_freq_factor", NULL, "a number");
         if (rope->high_freq_factor <= rope->low_freq_factor)
-            mf_bad(r, "high_freq_factor", mf_field(r, "high_freq_factor"), "more than low_freq_factor");
+            mf_bad(r, "high_freq_factor", mf_field(r, "high_freq_factor"),
+                   "more than low_freq_factor");
         return;
     }
     rope->attention_factor = mf_num(r, "attention_factor", 0, 1e-6, 1e6);
@@ -6753,36 +6813,50 @@ static void mf_read_rope_scaling(mf_reader *top, mf_reader *r, const mf_config *
     rope->mscale_all_dim = mf_num(r, "mscale_all_dim", 0, 0, 1e3);
     rope->beta_fast = mf_num(r, "beta_fast", 32, 0, 1e6);
     rope->beta_slow = mf_num(r, "beta_slow", 1, 0, 1e6);
-    if (rope->beta_fast == 0) rope->beta_fast = 32; /* 0 means not given, as in transformers */
+    if (rope->beta_fast == 0) rope->beta_fast = 32; /* as in transformers, 0 means not given */
     if (rope->beta_slow == 0) rope->beta_slow = 1;
     rope->fractional = !mf_bool(r, "truncate", true);
 }
 
-/* RoPE stands in rope_scaling with rope_theta beside it (transformers 4) or all in rope_parameters (5); the first wins. */
+/* Reads c->rope. Files of transformers 4 have the object rope_scaling and rope_theta beside it;
+ * files of transformers 5 have everything in rope_parameters. If both objects are there,
+ * rope_scaling counts. */
 static void mf_read_rope(mf_reader *top, mf_config *c) {
     const char *name = "rope_scaling", *path = "rope_scaling.";
     const json *o = mf_field(top, name);
-    if (!o || (o->type == JSON_OBJECT && o->n == 0)) o = mf_field(top, name = "rope_parameters"), path = "rope_parameters.";
+    if (!o || (o->type == JSON_OBJECT && o->n == 0)) {
+        name = "rope_parameters";
+        path = "rope_parameters.";
+        o = mf_field(top, name);
+    }
     if (o && o->type != JSON_OBJECT) mf_bad(top, name, o, "an object");
     if (top->e->code) return;
     mf_reader in = *top, *r = &in;
-    r->o = o, r->path = path;
+    r->o = o;
+    r->path = path;
     for (int i = 0; o && i < COUNT(mf_layer_types); i++)
         if (mf_field(r, mf_layer_types[i]))
-            mf_bad(r, mf_layer_types[i], mf_field(r, mf_layer_types[i]), "none: one RoPE for all layers");
+            mf_bad(r, mf_layer_types[i], mf_field(r, mf_layer_types[i]),
+                   "none: one RoPE for all layers");
     mf_rope *rope = &c->rope;
     rope->kind = mf_read_rope_kind(r);
     rope->theta = mf_num(mf_field(r, "rope_theta") ? r : top, "rope_theta", 10000, 1.0001, 1e18);
     mf_reader *partial = mf_field(r, "partial_rotary_factor") ? r : top;
     if (mf_num(partial, "partial_rotary_factor", 1, 0, 1) != 1)
-        mf_bad(partial, "partial_rotary_factor", mf_field(partial, "partial_rotary_factor"), "1: the whole head rotates");
+        mf_bad(partial, "partial_rotary_factor", mf_field(partial, "partial_rotary_factor"),
+               "1: the whole head rotates");
     if (rope->kind != MF_ROPE_DEFAULT) mf_read_rope_scaling(top, r, c, rope);
-    if (rope->kind == MF_ROPE_YARN) /* what it stretches to; max_position_embeddings often still says the original length */
-        c->shape.max_len = (int)MAX(c->shape.max_len, MIN(rope->original_len * rope->factor, (double)mf_dims[MF_LEN].max));
+    /* yarn extends the length to original_len * factor. max_position_embeddings often still has
+     * the original length. */
+    if (rope->kind == MF_ROPE_YARN)
+        c->shape.max_len = (int)MAX(c->shape.max_len, MIN(rope->original_len * rope->factor,
+                                                          (double)mf_dims[MF_LEN].max));
 }
 
-/* The window of each layer: layer_types says which have it (transformers takes a Mistral that says so for a Ministral), else
- * all of Mistral's and Ministral's, and, if it asks for windows, Qwen's from max_window_layers on. */
+/* Sets the attention window of each layer. If the file has layer_types, it decides which layers
+ * have the window. (transformers treats a Mistral with layer_types as a Ministral.) Otherwise all
+ * layers of Mistral and Ministral have it, and of Qwen, if use_sliding_window is true, the layers
+ * from max_window_layers on. */
 static void mf_read_windows(mf_reader *r, mf_config *c, arena *a) {
     int L = c->shape.L;
     c->window = arena_zalloc(a, (size_t)L * sizeof *c->window);
@@ -6802,14 +6876,16 @@ static void mf_read_windows(mf_reader *r, mf_config *c, arena *a) {
         bool slides = str_is(json_str(type), mf_layer_types[1]);
         if (!slides && !str_is(json_str(type), mf_layer_types[0]))
             mf_bad(r, "layer_types", type, "\"full_attention\" or \"sliding_attention\"");
-        if (slides && !window) mf_bad(r, "layer_types", type, "\"full_attention\", as there is no window");
+        if (slides && !window)
+            mf_bad(r, "layer_types", type, "\"full_attention\", as there is no window");
         c->window[i] = slides ? (int)window : 0;
     }
 }
 
-/* ---- config.json: end ids, and the whole ---- */
+/* ---- config.json: end ids, and the whole file ---- */
 
-/* A token id or a list of them. Ids that the vocabulary does not have can never be drawn and are left out. */
+/* Reads a token id or a list of them into an array in `a`. Ids outside the vocabulary are left out:
+ * the model can never sample them. If the field is missing, *list and *n stay as they are. */
 static void mf_read_ids(mf_reader *r, const char *name, int V, arena *a, int32_t **list, int *n) {
     const json *v = mf_field(r, name);
     if (!v) return;
@@ -6817,7 +6893,8 @@ static void mf_read_ids(mf_reader *r, const char *name, int V, arena *a, int32_t
     *list = arena_alloc(a, most * sizeof **list);
     *n = 0;
     for (size_t i = 0; i < most; i++) {
-        const json *it = v->type == JSON_ARRAY ? v + 1 + i : v; /* numbers are one node each; the first other ends it */
+        /* Each number is one node, so element i is v + 1 + i; the loop ends at anything else. */
+        const json *it = v->type == JSON_ARRAY ? v + 1 + i : v;
         if (it->type != JSON_NUMBER || !it->exact) {
             mf_bad(r, name, it, "a token id or a list of them");
             return;
@@ -6826,18 +6903,19 @@ static void mf_read_ids(mf_reader *r, const char *name, int V, arena *a, int32_t
     }
 }
 
-static int32_t mf_read_id(mf_reader *r, const char *name, int otherwise, int V) {
+static int32_t mf_read_id(mf_reader *r, const char *name, int otherwise, int V) { /* -1: none */
     int64_t id = mf_int(r, name, otherwise);
     return id >= 0 && id < V ? (int32_t)id : -1;
 }
 
+/* Computes the RoPE table of the shape, in `a`. */
 static void mf_finish_rope(mf_config *c, arena *a) {
     float *freq = arena_alloc(a, (size_t)(c->shape.D / 2) * sizeof *freq);
     mf_rope_table(&c->rope, c->shape.D, freq, &c->shape.rope_scale);
     c->shape.rope_freq = freq;
 }
 
-/* config.json to *c; what c points to lives in `a`. */
+/* Parses config.json into *c; everything that c points to is in `a`. Returns 0 or an error code. */
 static int mf_config_parse(str text, const char *where, arena *a, mf_config *c, toka_err *e) {
     *c = (mf_config){0};
     *e = (toka_err){0};
@@ -6852,9 +6930,11 @@ static int mf_config_parse(str text, const char *where, arena *a, mf_config *c, 
     mf_read_rope(r, c);
     mf_read_windows(r, c, a);
     c->features = c->arch->features;
-    if (c->arch->attention_bias && mf_bool(r, "attention_bias", false)) c->features |= c->arch->attention_bias;
+    if (c->arch->attention_bias && mf_bool(r, "attention_bias", false))
+        c->features |= c->arch->attention_bias;
     if (!mf_bool(r, "tie_word_embeddings", false)) c->features |= MF_LM_HEAD;
-    c->bos_id = mf_read_id(r, "bos_token_id", json_get(o, "bos_token_id") ? -1 : c->arch->bos, c->shape.V);
+    c->bos_id = mf_read_id(r, "bos_token_id", json_get(o, "bos_token_id") ? -1 : c->arch->bos,
+                           c->shape.V);
     if (c->arch->eos >= 0 && !json_get(o, "eos_token_id")) {
         c->eos_ids = arena_alloc(a, sizeof *c->eos_ids);
         c->eos_ids[0] = c->arch->eos;
@@ -6898,8 +6978,9 @@ static void mf_read_stop_strings(mf_reader *r, arena *a, mf_defaults *d) {
     }
 }
 
-/* One sequence of bad_words_ids behind the `n` ids there are. As in transformers, one that is an
- * end id alone does not count; neither does one with an id that the vocabulary does not have. */
+/* Appends one sequence of bad_words_ids after the *n ids already stored. As in transformers, a
+ * sequence that is only one end id is ignored. A sequence with an id outside the vocabulary is
+ * ignored, too: it can never occur. Returns false if the sequence is not a list of ids. */
 static bool mf_read_bad_word(const json *word, const mf_config *c, mf_defaults *d, int *n) {
     int32_t *id = d->bad_ids + *n;
     int length = 0;
@@ -6931,15 +7012,16 @@ static void mf_read_bad_words(mf_reader *r, arena *a, const mf_config *c, mf_def
     if (v && !good) mf_bad(r, name, v, "a list of lists of token ids");
 }
 
-/* Does a field's value ask for anything? off: the number that does not. */
+/* Does this value of a field turn something on? off: the number that means off; NAN: no number. */
 static bool mf_asks(const json *v, double off) {
     if (!v || v->type == JSON_FALSE) return false;
     if (v->type == JSON_STRING || v->type == JSON_ARRAY || v->type == JSON_OBJECT) return v->n > 0;
     return v->type != JSON_NUMBER || json_num(v, NAN) != off;
 }
 
-/* Fields of transformers' GenerationConfig that change its text, and are not done here. A
- * max_length that the model's own length or max_new_tokens makes void asks for nothing. */
+/* Sets d->unused: the fields of transformers' GenerationConfig that change the generated text and
+ * that toka does not implement. max_length is ignored where it has no effect: if max_new_tokens is
+ * given, or if it is not below the model's own length. */
 static void mf_read_unused(const mf_reader *r, arena *a, const mf_config *c, mf_defaults *d) {
     static const struct { const char *name; double off; } fields[] = {
         {"max_length", 0}, {"min_length", 0}, {"max_time", 0}, {"num_return_sequences", 1},
@@ -6955,6 +7037,7 @@ static void mf_read_unused(const mf_reader *r, arena *a, const mf_config *c, mf_
     buf names = {0};
     for (int i = 0; i < COUNT(fields); i++) {
         const json *v = mf_field(r, fields[i].name);
+        /* Field 0 is max_length. */
         const bool void_length = !i && (d->max_tokens || json_num(v, 0) >= c->shape.max_len);
         if (mf_asks(v, fields[i].off) && !void_length)
             buf_printf(&names, "%s%s", names.n ? ", " : "", fields[i].name);
@@ -6963,9 +7046,10 @@ static void mf_read_unused(const mf_reader *r, arena *a, const mf_config *c, mf_
     buf_free(&names);
 }
 
-/* generation_config.json: its begin and end ids replace those in *c where it has any; defaults of
- * requests go to *d. */
-static int mf_generation_parse(str text, const char *where, arena *a, mf_config *c, mf_defaults *d, toka_err *e) {
+/* Parses generation_config.json. If the file has begin or end ids, they replace those of *c. The
+ * defaults for requests go to *d. Returns 0 or an error code. */
+static int mf_generation_parse(str text, const char *where, arena *a, mf_config *c, mf_defaults *d,
+                               toka_err *e) {
     *d = mf_no_defaults;
     *e = (toka_err){0};
     const json *o = mf_json(text, where, a, mf_json_limits, e);
@@ -6973,15 +7057,20 @@ static int mf_generation_parse(str text, const char *where, arena *a, mf_config 
     mf_reader reader = {.o = o, .where = where, .path = "", .e = e}, *r = &reader;
     c->bos_id = mf_read_id(r, "bos_token_id", c->bos_id, c->shape.V);
     mf_read_ids(r, "eos_token_id", c->shape.V, a, &c->eos_ids, &c->n_eos_ids);
-    d->has_do_sample = mf_field(r, "do_sample"), d->do_sample = mf_bool(r, "do_sample", false);
-    d->has_temperature = mf_field(r, "temperature"), d->temperature = (float)mf_num(r, "temperature", 1, 0, 1e3);
+    d->has_do_sample = mf_field(r, "do_sample");
+    d->do_sample = mf_bool(r, "do_sample", false);
+    d->has_temperature = mf_field(r, "temperature");
+    d->temperature = (float)mf_num(r, "temperature", 1, 0, 1e3);
     d->has_top_p = mf_field(r, "top_p");
-    d->top_p = MAX((float)mf_num(r, "top_p", 1, 0, 1), FLT_MIN); /* 0 leaves the best one, as in transformers */
-    d->has_min_p = mf_field(r, "min_p"), d->min_p = (float)mf_num(r, "min_p", 0, 0, 1);
+    /* As in transformers, top_p 0 keeps only the best token; toka_sampling does not allow 0. */
+    d->top_p = MAX((float)mf_num(r, "top_p", 1, 0, 1), FLT_MIN);
+    d->has_min_p = mf_field(r, "min_p");
+    d->min_p = (float)mf_num(r, "min_p", 0, 0, 1);
     d->has_repetition_penalty = mf_field(r, "repetition_penalty");
     d->repetition_penalty = (float)mf_num(r, "repetition_penalty", 1, 1e-2, 1e2);
     int64_t top_k = mf_int(r, "top_k", 0);
-    d->has_top_k = mf_field(r, "top_k"), d->top_k = (int)MIN(MAX(top_k, 0), (int64_t)INT_MAX);
+    d->has_top_k = mf_field(r, "top_k");
+    d->top_k = (int)MIN(MAX(top_k, 0), (int64_t)INT_MAX);
     mf_read_lengths(r, d);
     mf_read_stop_strings(r, a, d);
     mf_read_bad_words(r, a, c, d);
@@ -6989,26 +7078,28 @@ static int mf_generation_parse(str text, const char *where, arena *a, mf_config 
     return e->code;
 }
 
-/* ---- tokenizer_config.json: what the chat template sees ---- */
+/* ---- tokenizer_config.json: special tokens, flags and chat templates ---- */
 
-static char *mf_special(mf_reader *r, const char *name, arena *a) { /* "<s>" or {"content": "<s>", ...} */
+/* The text of the field `name`, which is "<s>" or {"content": "<s>", ...}, in `a`. Returns NULL if
+ * the field is missing or null. */
+static char *mf_special(mf_reader *r, const char *name, arena *a) {
     const json *v = mf_field(r, name);
     if (json_is(v, JSON_OBJECT)) v = json_get(v, "content");
     if (v && v->type != JSON_STRING) mf_bad(r, name, v, "a string or an object with content");
     return json_is(v, JSON_STRING) ? arena_cstr(a, json_str(v)) : NULL;
 }
 
-/* "tokenizer_class", LlamaTokenizerFast as LlamaTokenizer. */
+/* The field tokenizer_class without "Fast" at its end: LlamaTokenizerFast gives LlamaTokenizer. */
 static str mf_tokenizer_class(const mf_reader *r) {
     str class = json_str(json_get(r->o, "tokenizer_class"));
     if (str_ends(class, STR("Fast"))) class.n -= 4;
     return class;
 }
 
-/* Templates see the first four. */
+/* The seven fields that name one special token each. Chat templates see the first four. */
 static const char *const mf_special_names[] = {"bos_token", "eos_token", "pad_token", "unk_token",
                                                "sep_token", "cls_token", "mask_token"};
-static char **mf_special_of(mf_model *m, int i) {
+static char **mf_special_of(mf_model *m, int i) { /* the field of *m for name i, 0 to 3 */
     char **const all[4] = {&m->bos_token, &m->eos_token, &m->pad_token, &m->unk_token};
     return all[i];
 }
@@ -7017,7 +7108,7 @@ static bool mf_is_token(const json *v) { /* "<s>" or {"content": "<s>", ...} */
     return json_is(json_is(v, JSON_OBJECT) ? json_get(v, "content") : v, JSON_STRING);
 }
 
-/* A list of tokens or, of extra_special_tokens, an object of them. */
+/* Checks a list of tokens. extra_special_tokens may also be an object whose values are tokens. */
 static void mf_check_tokens(mf_reader *r, const char *name, const json *v) {
     const char *expected = "a list of strings or objects with content";
     if (!json_is(v, JSON_ARRAY) && !json_is(v, JSON_OBJECT)) mf_bad(r, name, v, expected);
@@ -7027,8 +7118,8 @@ static void mf_check_tokens(mf_reader *r, const char *name, const json *v) {
         JSON_MEMBERS(key, v) if (!mf_is_token(key + 1)) mf_bad(r, name, key + 1, expected);
 }
 
-/* Puts the fields that name special tokens behind those of m->special_fields: the seven, any other
- * *_token, and three lists. */
+/* Appends the file's fields that name special tokens to m->special_fields: the seven of
+ * mf_special_names, any other *_token, and three lists. */
 static void mf_put_specials(mf_reader *r, arena *a, mf_model *m) {
     static const char *const lists[] = {"additional_special_tokens", "extra_special_tokens",
                                         "model_specific_special_tokens"};
@@ -7044,20 +7135,25 @@ static void mf_put_specials(mf_reader *r, arena *a, mf_model *m) {
         bool list = false;
         for (int i = 0; i < COUNT(lists); i++) list |= str_is(name, lists[i]);
         if (!token && !list) continue;
-        json_put_str(&b, name), buf_char(&b, ':'), json_put_value(&b, key + 1);
+        json_put_str(&b, name);
+        buf_char(&b, ':');
+        json_put_value(&b, key + 1);
     }
     m->special_fields = arena_str(a, buf_view(&b));
     buf_free(&b);
 }
 
-/* What the file names goes before what was there, as null, too; what it does not name stays. */
+/* Takes over the special tokens of this file. A field of the file replaces the earlier value, even
+ * by null; where the file does not have the field, the earlier value stays. */
 static void mf_specials(mf_reader *r, arena *a, mf_model *m) {
     for (int i = 0; i < 4; i++)
-        if (json_get(r->o, mf_special_names[i])) *mf_special_of(m, i) = mf_special(r, mf_special_names[i], a);
+        if (json_get(r->o, mf_special_names[i]))
+            *mf_special_of(m, i) = mf_special(r, mf_special_names[i], a);
     mf_put_specials(r, a, m);
 }
 
-/* Those that classes of transformers have where no file names any, if tokenizer.json knows them. */
+/* The special tokens that the tokenizer classes of transformers have by default, before any file
+ * names others. Only those are taken whose text occurs in tokenizer.json. */
 static void mf_class_specials(const mf_reader *r, arena *a, mf_model *m) {
     static const struct { const char *class, *tokens[4]; } classes[] = {
         {"LlamaTokenizer", {"<s>", "</s>", NULL, "<unk>"}},
@@ -7076,18 +7172,20 @@ static void mf_class_specials(const mf_reader *r, arena *a, mf_model *m) {
     buf_free(&b);
 }
 
-static int64_t mf_key_id(const json *key) { /* "128009": 128009 */
+static int64_t mf_key_id(const json *key) { /* "128009" -> 128009 */
     const str s = json_str(key);
     int64_t id = 0;
-    for (size_t i = 0; i < s.n && s.p[i] >= '0' && s.p[i] <= '9' && id < INT32_MAX; i++) id = 10 * id + s.p[i] - '0';
+    for (size_t i = 0; i < s.n && s.p[i] >= '0' && s.p[i] <= '9' && id < INT32_MAX; i++)
+        id = 10 * id + s.p[i] - '0';
     return id;
 }
 static int mf_by_id(const void *x, const void *y) {
     const int64_t a = mf_key_id(*(const json *const *)x), b = mf_key_id(*(const json *const *)y);
     return (a > b) - (a < b);
 }
-/* added_tokens_decoder, {id: token}, as an array in the order of ids: transformers adds them to those of tokenizer.json, where they
- * replace what has the same content. */
+/* added_tokens_decoder, {id: token}, as the text of a JSON array in the order of the ids; empty if
+ * there is none. transformers adds these tokens to those of tokenizer.json, where they replace
+ * tokens with the same content. */
 static str mf_added_tokens(const json *decoder, arena *a) {
     if (!json_is(decoder, JSON_OBJECT) || !decoder->n) return STR("");
     const json **keys = arena_alloc(a, decoder->n * sizeof *keys);
@@ -7103,8 +7201,8 @@ static str mf_added_tokens(const json *decoder, arena *a) {
     return all;
 }
 
-/* added_tokens.json, {content: id}, of folders whose tokenizer_config.json lists no added tokens:
- * likewise. */
+/* Parses added_tokens.json, {content: id}, into m->added_tokens. It counts only in folders whose
+ * tokenizer_config.json has no added_tokens_decoder. Returns 0 or an error code. */
 static int mf_added_parse(str text, const char *where, arena *a, mf_model *m, toka_err *e) {
     arena tmp = {0};
     buf b = {0};
@@ -7112,19 +7210,23 @@ static int mf_added_parse(str text, const char *where, arena *a, mf_model *m, to
     const json *o = mf_json(text, where, &tmp, json_trusted, e);
     json_put_open(&b, '{');
     if (o) JSON_MEMBERS(key, o) {
-        json_comma(&b), buf_printf(&b, "\"%lld\":{", (long long)json_int(key + 1, 0));
-        json_put_key(&b, "content"), json_put_str(&b, json_str(key)), json_put_close(&b, '}');
+        json_comma(&b);
+        buf_printf(&b, "\"%lld\":{", (long long)json_int(key + 1, 0));
+        json_put_key(&b, "content");
+        json_put_str(&b, json_str(key));
+        json_put_close(&b, '}');
     }
     json_put_close(&b, '}');
     const json *decoder = o ? json_parse(&tmp, buf_view(&b), json_trusted, &unused) : NULL;
     if (o) m->added_tokens = mf_added_tokens(decoder, a);
-    buf_free(&b), arena_free(&tmp);
+    buf_free(&b);
+    arena_free(&tmp);
     return o ? 0 : e->code;
 }
 
-/* The special tokens of m->special_fields in the order in which transformers 5 adds them: the seven
- * by name, of which the last file that says so counts, then others that have a name, then the
- * lists. */
+/* Appends the special tokens of m->special_fields in the order in which transformers 5 adds them:
+ * the seven named fields (if several files have one, the last file counts), other *_token fields,
+ * then the lists. */
 static void mf_put_special_list(const json *fields, buf *b) {
     static const char *const order[] = {"bos_token", "eos_token", "unk_token", "sep_token",
                                         "pad_token", "cls_token", "mask_token"};
@@ -7143,22 +7245,31 @@ static void mf_put_special_list(const json *fields, buf *b) {
         if (key[1].type == JSON_ARRAY) JSON_EACH(it, key + 1) json_put_value(b, it);
 }
 
-/* Everything beside tokenizer.json that changes ids, as tok_load takes it. */
+/* Sets m->more_tokens: everything outside tokenizer.json that changes ids, in the form that
+ * tok_load takes. */
 static void mf_join_tokens(mf_model *m) {
     arena tmp = {0};
     buf b = {0}, fields = {0};
     toka_err unused;
-    buf_char(&fields, '{'), buf_str(&fields, m->special_fields), buf_char(&fields, '}');
+    buf_char(&fields, '{');
+    buf_str(&fields, m->special_fields);
+    buf_char(&fields, '}');
     const json *o = json_parse(&tmp, buf_view(&fields), json_trusted, &unused);
     json_put_open(&b, '{');
     buf_str(&b, m->token_flags);
-    json_put_key(&b, "names_own"), json_put_bool(&b, m->old_specials);
-    json_put_key(&b, "added_tokens"), buf_str(&b, m->added_tokens.n ? m->added_tokens : STR("[]"));
-    json_put_key(&b, "special_tokens"), json_put_open(&b, '[');
+    json_put_key(&b, "names_own");
+    json_put_bool(&b, m->old_specials);
+    json_put_key(&b, "added_tokens");
+    buf_str(&b, m->added_tokens.n ? m->added_tokens : STR("[]"));
+    json_put_key(&b, "special_tokens");
+    json_put_open(&b, '[');
     if (o) mf_put_special_list(o, &b);
-    json_put_close(&b, ']'), json_put_close(&b, '}');
+    json_put_close(&b, ']');
+    json_put_close(&b, '}');
     m->more_tokens = arena_str(&m->a, buf_view(&b));
-    buf_free(&b), buf_free(&fields), arena_free(&tmp);
+    buf_free(&b);
+    buf_free(&fields);
+    arena_free(&tmp);
 }
 
 static void mf_put_flag(buf *b, const char *name, bool value) {
@@ -7166,11 +7277,13 @@ static void mf_put_flag(buf *b, const char *name, bool value) {
     json_put_bool(b, value);
 }
 
-/* The flags of tokenizer_config.json that change ids, as members for tok_load. As in transformers
- * 4.57: split_special_tokens rules all text, that of chat templates too; add_prefix_space rules
- * ByteLevel, and SentencePiece's prefix where the class makes its tokenizer anew; legacy,
- * do_lower_case and the rest are nothing beside a tokenizer.json. Spaces of decoded text stay, as
- * in transformers 5. */
+/* The flags of tokenizer_config.json that change ids, as members of the object for tok_load. They
+ * mean what they mean in transformers 4.57:
+ *   split_special_tokens   applies to all text, also to the output of chat templates
+ *   add_prefix_space       applies to ByteLevel; and to SentencePiece's prefix, if the tokenizer
+ *                          class rebuilds its tokenizer
+ *   legacy, do_lower_case and other flags have no effect if there is a tokenizer.json.
+ * Spaces of decoded text are not cleaned up, as in transformers 5. */
 static str mf_token_flags(mf_reader *r, const mf_arch *arch, arena *a) {
     static const char clean[] = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_"
                                 "output";
@@ -7193,19 +7306,21 @@ static str mf_token_flags(mf_reader *r, const mf_arch *arch, arena *a) {
     return flags;
 }
 
-/* add_bos_token, add_eos_token: the last word on what stands around a text have they in those classes of transformers (4.57) that
- * make it anew; -1 in all others, and where the file does not say. */
+/* The field add_bos_token or add_eos_token: 0 or 1. It counts only for the tokenizer classes that
+ * rebuild the post-processor (transformers 4.57). Returns -1 for all other classes, and if the file
+ * does not have the field. */
 static int mf_adds(mf_reader *r, const char *name) {
-    static const char *const classes[] = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer",
-                                          "GPTNeoXTokenizer"};
+    static const char *const classes[] = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer",
+                                          "CohereTokenizer", "GPTNeoXTokenizer"};
     bool anew = false;
     for (int i = 0; i < COUNT(classes); i++) anew |= str_is(mf_tokenizer_class(r), classes[i]);
     return anew && mf_field(r, name) ? mf_bool(r, name, false) : -1;
 }
 
-static void mf_add_template(mf_model *m, str name, str source) { /* both in m->a or mapped */
+/* Appends a template. name and source are not copied: they must be in m->a or mapped. */
+static void mf_add_template(mf_model *m, str name, str source) {
     const int n = m->n_templates;
-    if (!(n & (n - 1))) { /* full, or empty: the arena gives twice as many places */
+    if (!(n & (n - 1))) { /* n is 0 or a power of two, so the array is full: double it */
         mf_template *more = arena_alloc(&m->a, (size_t)MAX(2 * n, 1) * sizeof *more);
         if (n) memcpy(more, m->templates, (size_t)n * sizeof *more);
         m->templates = more;
@@ -7213,7 +7328,8 @@ static void mf_add_template(mf_model *m, str name, str source) { /* both in m->a
     m->templates[m->n_templates++] = (mf_template){name, source};
 }
 
-static str mf_template_named(const mf_model *m, const char *name) { /* empty: there is none */
+/* The source of the last template of this name; empty if there is none. */
+static str mf_template_named(const mf_model *m, const char *name) {
     for (int i = m->n_templates; i-- > 0;)
         if (str_is(m->templates[i].name, name)) return m->templates[i].source;
     return STR("");
@@ -7225,8 +7341,8 @@ static void mf_read_template(mf_reader *r, const json *name, const json *source,
     else mf_add_template(m, arena_str(&m->a, json_str(name)), arena_str(&m->a, json_str(source)));
 }
 
-/* "chat_template": a string is "default"; else a list of {"name", "template"}, or an object of
- * templates by name. */
+/* Reads the field chat_template: a string (the template "default"), a list of {"name", "template"},
+ * or an object {name: template}. */
 static void mf_read_templates(mf_reader *r, mf_model *m) {
     static const json normal = {.type = JSON_STRING, .n = 7, .s = "default"};
     const json *v = mf_field(r, "chat_template");
@@ -7239,9 +7355,11 @@ static void mf_read_templates(mf_reader *r, mf_model *m) {
     }
 }
 
-static int mf_tokenizer_config_parse(str text, const char *where, arena *a, mf_model *m, toka_err *e) {
+/* Parses tokenizer_config.json into *m; strings go to `a`. Returns 0 or an error code. */
+static int mf_tokenizer_config_parse(str text, const char *where, arena *a, mf_model *m,
+                                     toka_err *e) {
     *e = (toka_err){0};
-    arena tmp = {0}; /* the nodes: these files hold hundreds of added tokens */
+    arena tmp = {0}; /* the JSON nodes: these files have hundreds of added tokens */
     const json *o = mf_json(text, where, &tmp, json_trusted, e);
     if (o) {
         mf_reader reader = {.o = o, .where = where, .path = "", .e = e}, *r = &reader;
@@ -7249,8 +7367,10 @@ static int mf_tokenizer_config_parse(str text, const char *where, arena *a, mf_m
         m->old_specials = !json_get(o, "added_tokens_decoder");
         m->added_tokens = mf_added_tokens(json_get(o, "added_tokens_decoder"), a);
         m->token_flags = mf_token_flags(r, m->config.arch, a);
-        mf_class_specials(r, a, m), mf_specials(r, a, m);
-        m->add_bos = mf_adds(r, "add_bos_token"), m->add_eos = mf_adds(r, "add_eos_token");
+        mf_class_specials(r, a, m);
+        mf_specials(r, a, m);
+        m->add_bos = mf_adds(r, "add_bos_token");
+        m->add_eos = mf_adds(r, "add_eos_token");
         m->n_templates = 0;
         mf_read_templates(r, m);
     }
@@ -7258,7 +7378,7 @@ static int mf_tokenizer_config_parse(str text, const char *where, arena *a, mf_m
     return e->code;
 }
 
-/* chat_template.json, as processors of models of text and images have it. */
+/* Parses chat_template.json, a file that processors of multimodal models have. */
 static int mf_template_parse(str text, const char *where, mf_model *m, toka_err *e) {
     *e = (toka_err){0};
     arena tmp = {0};
@@ -7269,7 +7389,8 @@ static int mf_template_parse(str text, const char *where, mf_model *m, toka_err 
     return e->code;
 }
 
-/* special_tokens_map.json, of which newer folders have no need: what it names goes before tokenizer_config.json's. */
+/* Parses special_tokens_map.json, which newer folders do not need. Its tokens replace those of
+ * tokenizer_config.json. */
 static int mf_special_map_parse(str text, const char *where, arena *a, mf_model *m, toka_err *e) {
     *e = (toka_err){0};
     const json *o = mf_json(text, where, a, mf_json_limits, e);
