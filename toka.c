@@ -7401,27 +7401,34 @@ static int mf_special_map_parse(str text, const char *where, arena *a, mf_model 
 
 /* ===========================================================================
  * MARK: 12. Model files: weights [pure]
- * In: the bytes of safetensors files, and a shape. Out: every weight as a pointer into them, by the named fields of toka_layer and
- * toka_weights; and of these the slices that a rank has.
+ * In: the bytes of safetensors files, and a shape. Out: every weight as a pointer into these bytes,
+ * in the named fields of toka_layer and toka_weights; and for each rank its slices of the weights.
  *
  *   safetensors    st_parse: a file to a list of tensors; st_index_parse: an index to a list of
- *                  files; st_set: by name, st_set_aliases: by their other names too
- *   binding        mf_bind: names to the named fields of toka_layer, once, by two tables, every shape checked
- *   ranks          mf_stage, mf_shard: a rank's part of a model that is spread over devices, as slices of the bound weights
+ *                  files; st_set: finds tensors by name; st_set_aliases: adds their other names
+ *   binding        mf_bind: tensor names to the named fields of toka_layer, once, by two tables;
+ *                  checks every shape
+ *   ranks          mf_stage, mf_shard: one rank's part of a model that is spread over devices, as
+ *                  slices of the bound weights
  *
- * What always holds after mf_bind: every tensor that the layer loop will touch has exactly the shape that the letters say, lies
- * inside its file; no data page of a weight was read. It may begin at any byte: not every writer
- * pads the header, and a tensor of odd length may lie before it.
+ * What always holds after mf_bind: every tensor that the layer loop will use has exactly the shape
+ * that the letters say and lies inside its file. No data page of a weight has been read. A tensor
+ * may begin at any byte: not every writer pads the header, and a tensor of odd length may lie
+ * before it.
  * =========================================================================== */
 
 /* ---- safetensors ----
- * A file is: 8 bytes, little-endian, the length of the header; the header, a JSON object padded with spaces; the data.
- * The header maps each tensor's name to {"dtype", "shape", "data_offsets": [begin, end]}, offsets counted from the data's
- * first byte, and may hold "__metadata__" with strings: of tensors that share memory,
- * safetensors' save_model stores one and writes {"name left out": "name stored"} there, Hugging
- * Face's sharded writer into "metadata" of the index. As the reference reader demands: in the order
- * of their offsets the tensors follow each other without a hole or an overlap, from 0 to the end of
- * the file. */
+ * A file has three parts: the length of the header (8 bytes, little-endian), the header (a JSON
+ * object, padded with spaces), and the data.
+ *
+ * The header maps each tensor's name to {"dtype", "shape", "data_offsets": [begin, end]}. Offsets
+ * count from the first byte of the data. The header may also have "__metadata__", an object of
+ * strings. If several tensors share memory, the writer stores only one of them and notes the others
+ * as {"name left out": "name stored"}: safetensors' save_model in __metadata__, Hugging Face's
+ * sharded writer in "metadata" of the index.
+ *
+ * As in the reference reader, the tensors, sorted by offset, must cover the data from 0 to the end
+ * of the file without a hole or an overlap. */
 
 #define ST_MAX_HEADER 100000000 /* bytes, as in the reference */
 #define ST_MAX_FILES 1024       /* shards of one model */
@@ -7429,31 +7436,34 @@ static int mf_special_map_parse(str text, const char *where, arena *a, mf_model 
 typedef struct st_dtype {
     const char *name;
     int bits;
-    int toka; /* toka_dtype, or -1: a type that may lie in the file but not be used */
+    int toka; /* toka_dtype; -1: the file may have tensors of this type, but toka cannot use them */
 } st_dtype;
 
 static const st_dtype st_dtypes[] = {
-    {"BF16", 16, TOKA_BF16}, {"F16", 16, TOKA_F16}, {"F32", 32, TOKA_F32}, {"F64", 64, -1},     {"I64", 64, -1},
-    {"U64", 64, -1},         {"I32", 32, -1},       {"U32", 32, -1},       {"I16", 16, -1},     {"U16", 16, -1},
-    {"I8", 8, -1},           {"U8", 8, -1},         {"BOOL", 8, -1},       {"F8_E5M2", 8, -1},  {"F8_E4M3", 8, -1},
-    {"F8_E8M0", 8, -1},      {"F8_E4M3FNUZ", 8, -1}, {"F8_E5M2FNUZ", 8, -1}, {"F6_E2M3", 6, -1}, {"F6_E3M2", 6, -1},
-    {"F4", 4, -1},           {"C64", 64, -1},
+    {"BF16", 16, TOKA_BF16}, {"F16", 16, TOKA_F16},   {"F32", 32, TOKA_F32},
+    {"F64", 64, -1},         {"I64", 64, -1},         {"U64", 64, -1},
+    {"I32", 32, -1},         {"U32", 32, -1},         {"I16", 16, -1},
+    {"U16", 16, -1},         {"I8", 8, -1},           {"U8", 8, -1},
+    {"BOOL", 8, -1},         {"F8_E5M2", 8, -1},      {"F8_E4M3", 8, -1},
+    {"F8_E8M0", 8, -1},      {"F8_E4M3FNUZ", 8, -1},  {"F8_E5M2FNUZ", 8, -1},
+    {"F6_E2M3", 6, -1},      {"F6_E3M2", 6, -1},      {"F4", 4, -1},
+    {"C64", 64, -1},
 };
 
 typedef struct st_tensor {
     str name;
-    const char *file; /* for messages */
+    const char *file;     /* its name, for messages */
     const st_dtype *dtype;
     int n_dims;
-    int64_t dims[2];      /* the first two; what toka uses has no more */
-    uint64_t begin, end;  /* in the file's data */
-    const char *data;
-    bool shared;          /* another name of a tensor of the set: its bytes are counted there */
+    int64_t dims[2];      /* the first two dimensions; tensors that toka uses have no more */
+    uint64_t begin, end;  /* byte offsets in the file's data */
+    const char *data;     /* in the mapped file */
+    bool shared;          /* a second name of another tensor: do not count its bytes again */
 } st_tensor;
 
-typedef struct st_names { /* other names of tensors, {"name left out": "name stored"}; a list */
+typedef struct st_names { /* a list of objects {"name left out": "name stored"}, in an arena */
     const json *names;
-    struct st_names *next;
+    struct st_names *next; /* NULL: the last */
 } st_names;
 
 static void st_names_add(st_names **list, const json *names, arena *a) {
@@ -7462,7 +7472,8 @@ static void st_names_add(st_names **list, const json *names, arena *a) {
     *list = first;
 }
 
-/* bits = product of the shape times the dtype's; false when that overflows or the shape is not a list of counts. */
+/* Reads the shape. *bits: the size of the tensor. Returns false if that overflows or the shape is
+ * not a list of counts. */
 static bool st_shape(const json *shape, st_tensor *t, uint64_t *bits) {
     *bits = (uint64_t)t->dtype->bits;
     if (!json_is(shape, JSON_ARRAY)) return false;
@@ -7479,23 +7490,33 @@ static bool st_shape(const json *shape, st_tensor *t, uint64_t *bits) {
     return !over;
 }
 
-/* One member of the header: name and description to *t. */
+/* Reads one member of the header, a tensor's name and description, into *t. */
 static int st_read(const json *key, const char *file, st_tensor *t, toka_err *e) {
-    const json *o = key + 1, *at = json_get(o, "data_offsets"), *begin = json_at(at, 0), *end = json_at(at, 1);
+    const json *o = key + 1, *at = json_get(o, "data_offsets");
+    const json *begin = json_at(at, 0), *end = json_at(at, 1);
     const str name = {key->s, key->n}, type = json_str(json_get(o, "dtype"));
     *t = (st_tensor){.name = name, .file = file};
     for (int i = 0; i < COUNT(st_dtypes); i++)
         if (str_is(type, st_dtypes[i].name)) t->dtype = &st_dtypes[i];
-    if (!t->dtype) return fail(e, TOKA_E_INPUT, "%s: %.*s: dtype \"%.*s\" is not known", file, STRF(name), STRF(type));
+    if (!t->dtype)
+        return fail(e, TOKA_E_INPUT, "%s: %.*s: dtype \"%.*s\" is not known", file, STRF(name),
+                    STRF(type));
     uint64_t bits;
     if (!st_shape(json_get(o, "shape"), t, &bits))
-        return fail(e, TOKA_E_INPUT, "%s: %.*s: shape is not a list of counts with a product below 2^60", file, STRF(name));
-    if (!at || at->type != JSON_ARRAY || at->n != 2 || json_int(begin, -1) < 0 || json_int(end, -1) < json_int(begin, -1))
-        return fail(e, TOKA_E_INPUT, "%s: %.*s: data_offsets are not [begin, end]", file, STRF(name));
-    t->begin = (uint64_t)begin->i, t->end = (uint64_t)end->i;
+        return fail(e, TOKA_E_INPUT,
+                    "%s: %.*s: shape is not a list of counts with a product below 2^60", file,
+                    STRF(name));
+    if (!at || at->type != JSON_ARRAY || at->n != 2 || json_int(begin, -1) < 0 ||
+        json_int(end, -1) < json_int(begin, -1))
+        return fail(e, TOKA_E_INPUT, "%s: %.*s: data_offsets are not [begin, end]", file,
+                    STRF(name));
+    t->begin = (uint64_t)begin->i;
+    t->end = (uint64_t)end->i;
     if (bits % 8 || bits / 8 != t->end - t->begin)
-        return fail(e, TOKA_E_INPUT, "%s: %.*s: data_offsets span %llu bytes, shape and dtype need %llu", file, STRF(name),
-                    (unsigned long long)(t->end - t->begin), (unsigned long long)((bits + 7) / 8));
+        return fail(e, TOKA_E_INPUT,
+                    "%s: %.*s: data_offsets span %llu bytes, shape and dtype need %llu", file,
+                    STRF(name), (unsigned long long)(t->end - t->begin),
+                    (unsigned long long)((bits + 7) / 8));
     return 0;
 }
 
@@ -7505,42 +7526,50 @@ static int st_by_offset(const void *a, const void *b) {
     return x->end < y->end ? -1 : x->end > y->end;
 }
 
-/* Sorts by offset; refuses holes, overlaps and what is outside `data`. */
+/* Sorts the tensors by offset and sets their data pointers. Refuses holes, overlaps and tensors
+ * outside `data`. */
 static int st_place(st_tensor *t, int n, str data, const char *file, toka_err *e) {
     qsort(t, (size_t)n, sizeof *t, st_by_offset);
     uint64_t at = 0;
     for (int i = 0; i < n; i++) {
         if (t[i].end > data.n)
-            return fail(e, TOKA_E_INPUT, "%s: %.*s: data_offsets [%llu,%llu] lie outside the file's %zu bytes of data",
-                        file, STRF(t[i].name), (unsigned long long)t[i].begin, (unsigned long long)t[i].end, data.n);
+            return fail(e, TOKA_E_INPUT,
+                        "%s: %.*s: data_offsets [%llu,%llu] lie outside the file's %zu bytes of "
+                        "data",
+                        file, STRF(t[i].name), (unsigned long long)t[i].begin,
+                        (unsigned long long)t[i].end, data.n);
         if (t[i].begin != at)
-            return fail(e, TOKA_E_INPUT, "%s: %.*s: data_offsets begin at %llu, expected %llu, %s", file, STRF(t[i].name),
-                        (unsigned long long)t[i].begin, (unsigned long long)at,
-                        t[i].begin < at ? "they overlap another tensor" : "there is a hole before them");
+            return fail(e, TOKA_E_INPUT,
+                        "%s: %.*s: data_offsets begin at %llu, expected %llu, %s", file,
+                        STRF(t[i].name), (unsigned long long)t[i].begin, (unsigned long long)at,
+                        t[i].begin < at ? "they overlap another tensor"
+                                        : "there is a hole before them");
         at = t[i].end;
         t[i].data = data.p + t[i].begin;
     }
     if (at != data.n)
-        return fail(e, TOKA_E_INPUT, "%s: the tensors end at byte %llu of the data, which has %zu", file,
-                    (unsigned long long)at, data.n);
+        return fail(e, TOKA_E_INPUT, "%s: the tensors end at byte %llu of the data, which has %zu",
+                    file, (unsigned long long)at, data.n);
     return 0;
 }
 
-/* A file's bytes to its tensors, in the order of their offsets. The list lives in `a`, names there
- * or in the file. Its __metadata__ goes to *names. */
+/* Parses a file into the list of its tensors, sorted by offset. The list is in `a`; names are in
+ * `a` or in the file's bytes. __metadata__ is added to *names. Returns 0 or an error code. */
 static int st_parse(str text, const char *file, arena *a, st_tensor **out, int *n, st_names **names,
                     toka_err *e) {
     uint64_t header = 0;
     *n = 0;
-    if (text.n < 8) return fail(e, TOKA_E_INPUT, "%s: %zu bytes, expected at least 8", file, text.n);
+    if (text.n < 8)
+        return fail(e, TOKA_E_INPUT, "%s: %zu bytes, expected at least 8", file, text.n);
     for (int i = 7; i >= 0; i--) header = header << 8 | (unsigned char)text.p[i];
     if (header > ST_MAX_HEADER)
-        return fail(e, TOKA_E_INPUT, "%s: header of %llu bytes, expected at most %d", file, (unsigned long long)header,
-                    ST_MAX_HEADER);
+        return fail(e, TOKA_E_INPUT, "%s: header of %llu bytes, expected at most %d", file,
+                    (unsigned long long)header, ST_MAX_HEADER);
     if (header > text.n - 8)
         return fail(e, TOKA_E_INPUT, "%s: header of %llu bytes, but the file ends after %zu", file,
                     (unsigned long long)header, text.n - 8);
-    if (!header || text.p[8] != '{') return fail(e, TOKA_E_INPUT, "%s: the header does not begin with {", file);
+    if (!header || text.p[8] != '{')
+        return fail(e, TOKA_E_INPUT, "%s: the header does not begin with {", file);
     const json_limits limits = {3, ST_MAX_HEADER};
     const json *o = mf_json(str_sub(text, 8, 8 + (size_t)header), file, a, limits, e);
     if (!o) return e->code;
@@ -7548,8 +7577,10 @@ static int st_parse(str text, const char *file, arena *a, st_tensor **out, int *
     JSON_MEMBERS(key, o) {
         if (str_is((str){key->s, key->n}, "__metadata__")) {
             bool strings = key[1].type == JSON_OBJECT || key[1].type == JSON_NULL;
-            if (key[1].type == JSON_OBJECT) JSON_MEMBERS(k, key + 1) strings = strings && k[1].type == JSON_STRING;
-            if (!strings) return fail(e, TOKA_E_INPUT, "%s: __metadata__ is not an object of strings", file);
+            if (key[1].type == JSON_OBJECT)
+                JSON_MEMBERS(k, key + 1) strings = strings && k[1].type == JSON_STRING;
+            if (!strings)
+                return fail(e, TOKA_E_INPUT, "%s: __metadata__ is not an object of strings", file);
             if (key[1].type == JSON_OBJECT) st_names_add(names, key + 1, a);
         } else if (st_read(key, file, &t[(*n)++], e)) {
             return e->code;
@@ -7558,15 +7589,17 @@ static int st_parse(str text, const char *file, arena *a, st_tensor **out, int *
     return st_place(t, *n, str_sub(text, 8 + (size_t)header, text.n), file, e);
 }
 
-/* model.safetensors.index.json to the list of its files, each once. Only plain names pass: no path
- * leaves the folder. Its metadata goes to *names. */
+/* Parses model.safetensors.index.json into the list of its files, each once. A file's name must not
+ * have a slash, so that no path leaves the folder. The index's metadata is added to *names. Returns
+ * 0 or an error code. */
 static int st_index_parse(str text, const char *where, arena *a, str **files, int *n,
                           st_names **names, toka_err *e) {
     const json *o = mf_json(text, where, a, json_trusted, e), *map = json_get(o, "weight_map");
     const json *metadata = json_get(o, "metadata");
     *n = 0;
     if (!o) return e->code;
-    if (!json_is(map, JSON_OBJECT)) return fail(e, TOKA_E_INPUT, "%s: there is no weight_map", where);
+    if (!json_is(map, JSON_OBJECT))
+        return fail(e, TOKA_E_INPUT, "%s: there is no weight_map", where);
     if (json_is(metadata, JSON_OBJECT)) st_names_add(names, metadata, a);
     *files = arena_alloc(a, ST_MAX_FILES * sizeof **files);
     JSON_MEMBERS(key, map) {
@@ -7574,21 +7607,24 @@ static int st_index_parse(str text, const char *where, arena *a, str **files, in
         int i = *n - 1;
         while (i >= 0 && !str_eq((*files)[i], name)) i--;
         if (i >= 0) continue;
-        if (!name.n || name.n > 255 || name.p[0] == '.' || memchr(name.p, '/', name.n) || memchr(name.p, 0, name.n) ||
-            !str_ends(name, STR(".safetensors")))
-            return fail(e, TOKA_E_INPUT, "%s: weight_map names \"%.*s\", expected a plain name that ends in .safetensors",
+        if (!name.n || name.n > 255 || name.p[0] == '.' || memchr(name.p, '/', name.n) ||
+            memchr(name.p, 0, name.n) || !str_ends(name, STR(".safetensors")))
+            return fail(e, TOKA_E_INPUT,
+                        "%s: weight_map names \"%.*s\", expected a plain name that ends in "
+                        ".safetensors",
                         where, STRF(name));
-        if (*n == ST_MAX_FILES) return fail(e, TOKA_E_INPUT, "%s: more than %d files", where, ST_MAX_FILES);
+        if (*n == ST_MAX_FILES)
+            return fail(e, TOKA_E_INPUT, "%s: more than %d files", where, ST_MAX_FILES);
         (*files)[(*n)++] = name;
     }
     return 0;
 }
 
-/* ---- All tensors of a model by name: open addressing, at most half full ---- */
+/* ---- All tensors of a model by name: a hash table, open addressing, at most half full ---- */
 
-typedef struct st_set { /* heap; the tensors themselves are borrowed */
-    const st_tensor **slot;
-    size_t n, cap; /* cap: a power of two or 0 */
+typedef struct st_set {
+    const st_tensor **slot; /* [cap] heap; the tensors themselves are borrowed; NULL: empty */
+    size_t n, cap;          /* cap: a power of two, or 0 */
 } st_set;
 
 static void st_set_free(st_set *s) {
@@ -7596,17 +7632,18 @@ static void st_set_free(st_set *s) {
     *s = (st_set){0};
 }
 
-/* Where `name` is, or where it would go. cap > n, so the walk ends. */
+/* The slot that has `name`, or the empty slot where it would go. cap > n, so the search ends. */
 static const st_tensor **st_set_slot(const st_set *s, str name) {
     size_t i = hash_bytes(name.p, name.n) & (s->cap - 1);
     while (s->slot[i] && !str_eq(s->slot[i]->name, name)) i = (i + 1) & (s->cap - 1);
     return &s->slot[i];
 }
 
-static const st_tensor *st_set_get(const st_set *s, const char *name) {
+static const st_tensor *st_set_get(const st_set *s, const char *name) { /* NULL: there is none */
     return s->cap ? *st_set_slot(s, str_c(name)) : NULL;
 }
 
+/* Adds a tensor, which must stay valid. Returns an error code if its name is already there. */
 static int st_set_add(st_set *s, const st_tensor *t, toka_err *e) {
     if (s->n * 2 >= s->cap) {
         st_set old = *s;
@@ -7620,20 +7657,23 @@ static int st_set_add(st_set *s, const st_tensor *t, toka_err *e) {
     if (*at && (*at)->file == t->file)
         return fail(e, TOKA_E_INPUT, "%s: %.*s is there twice", t->file, STRF(t->name));
     if (*at)
-        return fail(e, TOKA_E_INPUT, "%.*s is in two files, %s and %s", STRF(t->name), (*at)->file, t->file);
+        return fail(e, TOKA_E_INPUT, "%.*s is in two files, %s and %s", STRF(t->name), (*at)->file,
+                    t->file);
     *at = t;
     s->n++;
     return 0;
 }
 
-/* `name` is the tensor `stored` too, where that is there and `name` is not. Lives in `a`. */
+/* Makes `name` a second name of the tensor `stored`. Does nothing if `stored` is missing or `name`
+ * is already there. The new entry is allocated in `a`. */
 static void st_set_alias(st_set *s, str name, str stored, arena *a) {
     const st_tensor *from = s->cap ? *st_set_slot(s, stored) : NULL;
     if (!from || *st_set_slot(s, name)) return;
     st_tensor *t = arena_alloc(a, sizeof *t);
     toka_err none;
     *t = *from;
-    t->name = name, t->shared = true;
+    t->name = name;
+    t->shared = true;
     st_set_add(s, t, &none);
 }
 
@@ -7643,13 +7683,14 @@ static void st_set_aliases(st_set *s, const st_names *list, arena *a) {
             if (key[1].type == JSON_STRING) st_set_alias(s, json_str(key), json_str(key + 1), a);
 }
 
-/* ---- Binding: the names of a checkpoint, and the field and shape of each ---- */
+/* ---- Binding: the tensor names of a checkpoint, and the field and shape of each ---- */
 
-typedef struct mf_slot {
-    const char *suffix;      /* the name behind "model.layers.7." or "model." */
-    size_t field;            /* offset of a toka_tensor in toka_layer, or in toka_weights */
-    const char *rows, *cols; /* letters whose product it is; rows "": a vector, one dimension in the file */
-    unsigned needs;          /* 0, or the feature that brings it */
+typedef struct mf_slot { /* one tensor that a model or a layer has */
+    const char *suffix;      /* its name after "model.layers.7." or "model." */
+    size_t field;            /* the offset of a toka_tensor in toka_layer, or in toka_weights */
+    const char *rows, *cols; /* each a product of dimension letters; rows "": a vector, which has
+                                one dimension in the file */
+    unsigned needs;          /* only models with this feature have the tensor; 0: all have it */
 } mf_slot;
 
 static const mf_slot mf_layer_slots[] = {
@@ -7674,7 +7715,8 @@ static const mf_slot mf_model_slots[] = {
     [MF_EMBED] = {"embed_tokens.weight", offsetof(toka_weights, embed), "V", "E", 0},
     [MF_NORM] = {"norm.weight", offsetof(toka_weights, norm), "", "E", 0},
 };
-static const mf_slot mf_lm_head_slot = {"lm_head.weight", offsetof(toka_weights, lm_head), "V", "E", MF_LM_HEAD};
+static const mf_slot mf_lm_head_slot = {"lm_head.weight", offsetof(toka_weights, lm_head), "V", "E",
+                                        MF_LM_HEAD};
 
 static int mf_product(const char *letters, const toka_shape *s) { /* "KD" -> K*D; "" -> 1 */
     int n = 1;
@@ -7691,12 +7733,13 @@ static int mf_product(const char *letters, const toka_shape *s) { /* "KD" -> K*D
     return n;
 }
 
-static int64_t mf_slot_size(const mf_slot *slot, const mf_config *c) { /* elements; 0 if the model does not have it */
+/* The number of elements of a tensor; 0 if the model does not have it. */
+static int64_t mf_slot_size(const mf_slot *slot, const mf_config *c) {
     if (slot->needs & ~c->features) return 0;
     return (int64_t)mf_product(slot->rows, &c->shape) * mf_product(slot->cols, &c->shape);
 }
 
-/* Parameters of a model of this shape, a tied output matrix not counted again. */
+/* The number of parameters of a model of this shape. A tied LM head is not counted again. */
 static int64_t mf_n_parameters(const mf_config *c) {
     int64_t layer = 0, rest = mf_slot_size(&mf_lm_head_slot, c);
     for (int i = 0; i < COUNT(mf_layer_slots); i++) layer += mf_slot_size(&mf_layer_slots[i], c);
@@ -7704,27 +7747,32 @@ static int64_t mf_n_parameters(const mf_config *c) {
     return layer * c->shape.L + rest;
 }
 
-typedef struct mf_binder { /* what stays equal over all tensors of one mf_bind */
+typedef struct mf_binder { /* one call of mf_bind */
     const mf_config *c;
     const st_set *set;
-    const char *where;
-    toka_weights *w;
-    int64_t n_parameters;
+    const char *where; /* the folder, for messages */
+    toka_weights *w;   /* out */
+    int64_t n_parameters; /* of the tensors bound so far */
     size_t weight_bytes;
 } mf_binder;
 
 static void mf_dims_text(const int64_t *dims, int n, char z[64]) { /* "[4096,1024]" */
     if (n == 0) snprintf(z, 64, "[]");
     else if (n == 1) snprintf(z, 64, "[%lld]", (long long)dims[0]);
-    else snprintf(z, 64, "[%lld,%lld%s]", (long long)dims[0], (long long)dims[1], n > 2 ? ",..." : "");
+    else
+        snprintf(z, 64, "[%lld,%lld%s]", (long long)dims[0], (long long)dims[1],
+                 n > 2 ? ",..." : "");
 }
 
-/* One name to one field; fields of `base`. */
-static int mf_bind_one(mf_binder *b, const mf_slot *slot, const char *name, void *base, toka_err *e) {
+/* Binds one tensor to its field of `base`, which is a toka_layer or a toka_weights. Does nothing if
+ * the model does not have this tensor. Returns 0 or an error code. */
+static int mf_bind_one(mf_binder *b, const mf_slot *slot, const char *name, void *base,
+                       toka_err *e) {
     if (slot->needs & ~b->c->features) return 0;
     const st_tensor *t = st_set_get(b->set, name);
     if (!t) return fail(e, TOKA_E_INPUT, "%s: missing in %s", name, b->where);
-    const int rows = mf_product(slot->rows, &b->c->shape), cols = mf_product(slot->cols, &b->c->shape);
+    const int rows = mf_product(slot->rows, &b->c->shape);
+    const int cols = mf_product(slot->cols, &b->c->shape);
     const int64_t want[2] = {*slot->rows ? rows : cols, cols};
     const int n_dims = *slot->rows ? 2 : 1;
     if (t->n_dims != n_dims || t->dims[0] != want[0] || (n_dims == 2 && t->dims[1] != want[1])) {
@@ -7732,16 +7780,19 @@ static int mf_bind_one(mf_binder *b, const mf_slot *slot, const char *name, void
         mf_dims_text(t->dims, t->n_dims, found), mf_dims_text(want, n_dims, expected);
         return fail(e, TOKA_E_INPUT, "%s: %s, expected %s", name, found, expected);
     }
-    if (t->dtype->toka < 0) return fail(e, TOKA_E_INPUT, "%s: dtype %s, expected BF16, F16 or F32", name, t->dtype->name);
-    *(toka_tensor *)((char *)base + slot->field) = (toka_tensor){t->data, (toka_dtype)t->dtype->toka, rows, cols, cols};
+    if (t->dtype->toka < 0)
+        return fail(e, TOKA_E_INPUT, "%s: dtype %s, expected BF16, F16 or F32", name,
+                    t->dtype->name);
+    *(toka_tensor *)((char *)base + slot->field) =
+        (toka_tensor){t->data, (toka_dtype)t->dtype->toka, rows, cols, cols};
     if (t->shared) return 0;
     b->n_parameters += (int64_t)rows * cols;
     b->weight_bytes += t->end - t->begin;
     return 0;
 }
 
-/* Names that share a tensor: what the files say, and the two of a tied model, of which some writers
- * store only lm_head.weight. */
+/* Adds second names of tensors: those that the files list, and the embedding of a tied model, for
+ * which some writers store only lm_head.weight. */
 static void mf_aliases(const mf_config *c, st_set *set, const st_names *names, arena *a) {
     const bool bare = st_set_get(set, "norm.weight"), tied = !(c->features & MF_LM_HEAD);
     const char *embed = bare ? "embed_tokens.weight" : "model.embed_tokens.weight";
@@ -7749,8 +7800,9 @@ static void mf_aliases(const mf_config *c, st_set *set, const st_names *names, a
     if (tied) st_set_alias(set, str_c(embed), str_c(mf_lm_head_slot.suffix), a);
 }
 
-/* Every tensor of the model by its name. A file that was saved from the bare transformer lacks the "model." in front. What
- * the tables do not name (rotary_emb.inv_freq of old files) is left alone. w->layers lives in `a`. */
+/* Binds every tensor of the model by its name; w->layers is in `a`. In a file that was saved from
+ * the bare transformer, names do not begin with "model.". Tensors that the tables do not name
+ * (rotary_emb.inv_freq of old files) are ignored. Returns 0 or an error code. */
 static int mf_bind(mf_binder *b, arena *a, toka_err *e) {
     char name[128];
     int code;
@@ -7763,12 +7815,14 @@ static int mf_bind(mf_binder *b, arena *a, toka_err *e) {
     for (int layer = 0; layer < b->c->shape.L; layer++) {
         for (int i = 0; i < COUNT(mf_layer_slots); i++) {
             snprintf(name, sizeof name, "%slayers.%d.%s", prefix, layer, mf_layer_slots[i].suffix);
-            if ((code = mf_bind_one(b, &mf_layer_slots[i], name, &b->w->layers[layer], e)) != 0) return code;
+            code = mf_bind_one(b, &mf_layer_slots[i], name, &b->w->layers[layer], e);
+            if (code != 0) return code;
         }
         b->w->layers[layer].window = b->c->window[layer];
     }
-    /* A tied model has no lm_head.weight. If the file holds one all the same, transformers uses it when it differs from the
-     * embedding; using it always is the same and reads nothing now. */
+    /* A tied model needs no lm_head.weight. If the file has one nevertheless, transformers uses it
+     * if it differs from the embedding. Using it always gives the same result, and needs no
+     * comparison, which would read both matrices here. */
     mf_slot head = mf_lm_head_slot;
     if (st_set_get(b->set, head.suffix)) head.needs = 0;
     if ((code = mf_bind_one(b, &head, head.suffix, b->w, e)) != 0) return code;
@@ -7776,71 +7830,93 @@ static int mf_bind(mf_binder *b, arena *a, toka_err *e) {
     return 0;
 }
 
-/* ---- Ranks: which part of the model each has ---- */
+/* ---- Ranks: which part of the model each rank has ---- */
 
-typedef struct mf_rank { /* a place in the grid of stages and tensor ranks; sizes at least 1 */
-    int tp_rank, tp_size, pp_rank, pp_size;
+typedef struct mf_rank { /* a position in the grid of pipeline stages and tensor ranks */
+    int tp_rank, tp_size, pp_rank, pp_size; /* ranks from 0; sizes at least 1 */
 } mf_rank;
 
-typedef struct mf_range { /* n of something, from `from` on */
+typedef struct mf_range { /* n consecutive things, beginning with number `from` */
     int from, n;
 } mf_range;
 
-static mf_range mf_share(int n, int i, int parts) { /* part i of n things in order: all parts equal, or one apart */
+/* Share i of n things, divided in order. The sizes of the shares differ by at most one. */
+static mf_range mf_share(int n, int i, int parts) {
     int from = (int)((int64_t)n * i / parts);
     return (mf_range){from, (int)((int64_t)n * (i + 1) / parts) - from};
 }
 
-/* How long the busiest stage takes when the last one has n of L layers, in layers; a token that draws takes `head` more there. */
-static double mf_busiest(int L, int others, int n, double head) { return MAX((L - n + others - 1) / others, n + head); }
+/* The time of the busiest stage, in units of one layer, if the last stage has n of the L layers and
+ * the `others` stages share the rest. head: the time of the LM head, which the last stage has. */
+static double mf_busiest(int L, int others, int n, double head) {
+    return MAX((L - n + others - 1) / others, n + head);
+}
 
-/* The layers of stage i. Work per token, in multiply-adds: a layer E (H + 2K) D + H D E + 3 E F, the LM head E V, the embedding
- * none. Layers are dealt out once, but beside them the head is worth a fifth of that in conversations, where as many tokens draw,
- * and two thirds where a prompt has many answers: all tokens draw, but layers read K and V, too. The last stage, which has the
- * head, gets as many layers as let as much work of the one kind and of the other take least time, which the busiest stage sets;
- * the others share the rest evenly. Llama-3.1-8B on two H200, 17 + 15 layers instead of 16 + 16: conversations 2.4 % slower, many
- * answers 3.8 % faster; 2026-11-22. pp_size <= L. */
+/* The layers of pipeline stage i; pp_size <= L.
+ *
+ * Work per token in multiply-adds: a layer has E (H + 2K) D + H D E + 3 E F, the LM head E V, the
+ * embedding none. Every token goes through all layers, but only tokens that are sampled from go
+ * through the head. So the head counts less than its full work: 1/5 in conversations, where a fifth
+ * of the tokens are sampled from, and 2/3 where a prompt has many answers: there all tokens are,
+ * but layers also read K and V.
+ *
+ * The last stage has the head. It gets the number of layers with the least time for an equal amount
+ * of both kinds of work, where the busiest stage sets the time. The other stages share the rest
+ * evenly. On Llama-3.1-8B this gives 17 + 15 layers: many answers gain more than conversations lose
+ * (3.8 % and 2.4 % against 16 + 16; two H200, 2026-11-22). */
 static mf_range mf_stage(const toka_shape *s, int i, int pp_size) {
-    const double layer = (double)s->E * ((2.0 * s->H + 2.0 * s->K) * s->D + 3.0 * s->F), head = (double)s->V_all * s->E / layer;
+    const double layer = (double)s->E * ((2.0 * s->H + 2.0 * s->K) * s->D + 3.0 * s->F);
+    const double head = (double)s->V_all * s->E / layer;
     int others = pp_size - 1, last = s->L - others;
     double least = INFINITY;
     for (int n = last; others && n >= 1; n--) {
-        double takes = mf_busiest(s->L, others, n, head / 5) + mf_busiest(s->L, others, n, head * 2 / 3);
+        double takes = mf_busiest(s->L, others, n, head / 5) +
+                       mf_busiest(s->L, others, n, head * 2 / 3);
         if (takes < least) least = takes, last = n;
     }
     return i < others ? mf_share(s->L - last, i, others) : (mf_range){s->L - last, last};
 }
 
-/* Part i of the vocabulary. Where it is large enough, parts begin at whole blocks: those of ids that a GPU's sampling has one
- * random number for. */
+/* Share i of the vocabulary. If the vocabulary is large enough, each share begins at a multiple of
+ * TOKA_ID_BLOCK, because sampling on a GPU uses one random number for each such block of ids. */
 static mf_range mf_share_ids(int V, int i, int parts) {
     const int block = V >= parts * TOKA_ID_BLOCK ? TOKA_ID_BLOCK : 1;
     mf_range r = mf_share((V + block - 1) / block, i, parts);
-    r.from *= block, r.n = MIN(r.n * block, V - r.from);
+    r.from *= block;
+    r.n = MIN(r.n * block, V - r.from);
     return r;
 }
 
-/* What a rank has of heads, kv heads, mlp columns and vocabulary. Where there are fewer kv heads than ranks, several ranks have
- * the same one, and each some of its query heads. */
+/* A tensor rank's query heads, kv heads, mlp columns and vocabulary. If there are fewer kv heads
+ * than ranks, several ranks have the same kv head, and each of them has some of its query heads. */
 typedef struct mf_part {
     mf_range H, K, F, V;
 } mf_part;
 
+/* Computes *p. Returns TOKA_E_USE if the model cannot be split over so many ranks. */
 static int mf_part_of(const toka_shape *s, int tp_rank, int tp_size, mf_part *p, toka_err *e) {
     const int G = s->H / s->K;
     if (tp_size > s->F || tp_size > s->V)
-        return fail(e, TOKA_E_USE, "tensor parallel size %d: the model's mlp width is %d and its vocabulary %d, expected no more "
-                    "ranks", tp_size, s->F, s->V);
+        return fail(e, TOKA_E_USE,
+                    "tensor parallel size %d: the model's mlp width is %d and its vocabulary %d, "
+                    "expected no more ranks",
+                    tp_size, s->F, s->V);
     if (s->K < tp_size && (tp_size % s->K || G % (tp_size / s->K)))
-        return fail(e, TOKA_E_USE, "tensor parallel size %d: the model has %d heads and %d kv heads (H, K), expected at most %d "
-                    "ranks, or a multiple of K that divides H", tp_size, s->H, s->K, s->K);
-    p->K = s->K < tp_size ? (mf_range){tp_rank / (tp_size / s->K), 1} : mf_share(s->K, tp_rank, tp_size);
-    p->H = s->K < tp_size ? mf_share(s->H, tp_rank, tp_size) : (mf_range){p->K.from * G, p->K.n * G};
-    p->F = mf_share(s->F, tp_rank, tp_size), p->V = mf_share_ids(s->V, tp_rank, tp_size);
+        return fail(e, TOKA_E_USE,
+                    "tensor parallel size %d: the model has %d heads and %d kv heads (H, K), "
+                    "expected at most %d ranks, or a multiple of K that divides H",
+                    tp_size, s->H, s->K, s->K);
+    p->K = s->K < tp_size ? (mf_range){tp_rank / (tp_size / s->K), 1}
+                          : mf_share(s->K, tp_rank, tp_size);
+    p->H = s->K < tp_size ? mf_share(s->H, tp_rank, tp_size)
+                          : (mf_range){p->K.from * G, p->K.n * G};
+    p->F = mf_share(s->F, tp_rank, tp_size);
+    p->V = mf_share_ids(s->V, tp_rank, tp_size);
     return 0;
 }
 
-/* Of `size` rows or columns, described by letters as in mf_slot, those of the part: "KD" -> D for each of its kv heads. */
+/* The part's share of a tensor's rows or columns. letters: the dimension as in mf_slot; size: the
+ * whole dimension. For "KD" it is D rows for each kv head of the part. */
 static mf_range mf_part_range(const mf_part *p, const char *letters, int size, int D) {
     switch (*letters) {
     case 'H': return (mf_range){p->H.from * D, p->H.n * D};
@@ -7851,34 +7927,46 @@ static mf_range mf_part_range(const mf_part *p, const char *letters, int size, i
     }
 }
 
-/* The part's slice of one tensor; the fields of `from` and `to` are those of the slot. */
+/* Sets the slot's tensor of `to` to the part's slice of that of `from`. Both are a toka_layer or
+ * both a toka_weights. */
 static void mf_slice(const mf_slot *slot, const mf_part *p, int D, const void *from, void *to) {
     const toka_tensor *t = (const toka_tensor *)(const void *)((const char *)from + slot->field);
     if (!t->rows) return;
-    mf_range rows = mf_part_range(p, slot->rows, t->rows, D), cols = mf_part_range(p, slot->cols, t->cols, D);
-    const size_t at = ((size_t)rows.from * (size_t)t->stride + (size_t)cols.from) * (t->dtype == TOKA_F32 ? 4 : 2);
+    mf_range rows = mf_part_range(p, slot->rows, t->rows, D);
+    mf_range cols = mf_part_range(p, slot->cols, t->cols, D);
+    const size_t at = ((size_t)rows.from * (size_t)t->stride + (size_t)cols.from) *
+                      (t->dtype == TOKA_F32 ? 4 : 2);
     *(toka_tensor *)(void *)((char *)to + slot->field) =
         (toka_tensor){(const char *)t->data + at, t->dtype, rows.n, cols.n, t->stride};
 }
 
-/* The shape and the weights of one rank of a model of this shape: slices of `whole`, nothing is copied. The embedding is in the
- * first stage only, the last norm and the LM head in the last. out->layers lives in `a`. Errors: TOKA_E_USE, it cannot be split
- * so. */
-static int mf_shard(const toka_shape *s, const toka_weights *whole, const mf_rank *r, arena *a, toka_shape *shape,
-                    toka_weights *out, toka_err *e) {
+/* Computes the shape and the weights of one rank. The weights are slices of `whole`; nothing is
+ * copied. Only the first stage has the embedding, only the last has the final norm and the LM head.
+ * out->layers is in `a`. Returns 0, or TOKA_E_USE if the model cannot be split this way. */
+static int mf_shard(const toka_shape *s, const toka_weights *whole, const mf_rank *r, arena *a,
+                    toka_shape *shape, toka_weights *out, toka_err *e) {
     mf_part p = {0};
-    assert(r->tp_rank >= 0 && r->tp_rank < r->tp_size && r->pp_rank >= 0 && r->pp_rank < r->pp_size && s->V == s->V_all);
+    assert(r->tp_rank >= 0 && r->tp_rank < r->tp_size && r->pp_rank >= 0 &&
+           r->pp_rank < r->pp_size && s->V == s->V_all);
     if (r->pp_size > s->L)
-        return fail(e, TOKA_E_USE, "pipeline parallel size %d: the model has %d layers, expected at least one a stage", r->pp_size,
-                    s->L);
+        return fail(e, TOKA_E_USE,
+                    "pipeline parallel size %d: the model has %d layers, expected at least one a "
+                    "stage",
+                    r->pp_size, s->L);
     if (mf_part_of(s, r->tp_rank, r->tp_size, &p, e)) return e->code;
     const mf_range layers = mf_stage(s, r->pp_rank, r->pp_size);
     *shape = *s;
-    shape->L = layers.n, shape->H = p.H.n, shape->K = p.K.n, shape->F = p.F.n, shape->V = p.V.n, shape->v0 = p.V.from;
+    shape->L = layers.n;
+    shape->H = p.H.n;
+    shape->K = p.K.n;
+    shape->F = p.F.n;
+    shape->V = p.V.n;
+    shape->v0 = p.V.from;
     *out = (toka_weights){.layers = arena_zalloc(a, (size_t)layers.n * sizeof *out->layers)};
     for (int l = 0; l < layers.n; l++) {
         const toka_layer *from = &whole->layers[layers.from + l];
-        for (int i = 0; i < COUNT(mf_layer_slots); i++) mf_slice(&mf_layer_slots[i], &p, s->D, from, &out->layers[l]);
+        for (int i = 0; i < COUNT(mf_layer_slots); i++)
+            mf_slice(&mf_layer_slots[i], &p, s->D, from, &out->layers[l]);
         out->layers[l].window = from->window;
     }
     if (r->pp_rank == 0) mf_slice(&mf_model_slots[MF_EMBED], &p, s->D, whole, out);
@@ -7891,29 +7979,36 @@ static int mf_shard(const toka_shape *s, const toka_weights *whole, const mf_ran
 
 /* ===========================================================================
  * MARK: 13. Model files: finding and opening [os]
- * In: what the user calls a model (a folder in Hugging Face layout, a hub id, a name of models.txt, or nothing: the files
- * embedded in the program). Out: an mf_model, immutable from then on: shape, weights as pointers into mapped files, the
- * tokenizer's files, the template's source, the end ids and the sampling defaults.
+ * In: the model that the user names: a folder in Hugging Face layout, a hub id, a name from
+ * models.txt, or nothing for the files embedded in the program. Out: an mf_model, immutable from
+ * then on: the shape, the weights as pointers into mapped files, the tokenizer's files, the source
+ * of the chat templates, the end ids and the sampling defaults.
  *
  *   models.txt     mf_models_parse: the table of known models
  *   finding        mf_find: folder, name, hub cache
- *   opening        mf_open, mf_close; mf_overwritten: whether weights changed since
+ *   opening        mf_open, mf_close; mf_overwritten: have the weights changed since?
  *
  * It does not download, convert or write anything.
  * =========================================================================== */
 
-/* ---- models.txt: the known models, a line each, columns separated by spaces, "-" for none; # begins a comment ---- */
+/* ---- models.txt: the known models ----
+ * One line for each model, with columns separated by spaces. "-" means none, # begins a comment. */
 
-typedef struct mf_known {
+typedef struct mf_known { /* one line; strings are in the parser's arena */
     char *name, *hub_id;
-    char *family;   /* of the chat template: llama3, chatml ...; "-" for a base model */
+    char *family; /* of the chat template: llama3, chatml ...; "-" for a base model */
     mf_config config;
 } mf_known;
 
-enum { MF_COL_NAME, MF_COL_HUB, MF_COL_ARCH, MF_COL_DIMS /* mf_dims without max_len */, MF_COL_TIED = MF_COL_DIMS + MF_LEN,
-       MF_COL_THETA, MF_COL_ROPE, MF_COL_EPS, MF_COL_LEN, MF_COL_EXTRAS, MF_COL_FAMILY, MF_COL_VERIFIED, MF_N_COLS };
+/* The columns. From MF_COL_DIMS on there is one column for each of mf_dims except max_len. */
+enum {
+    MF_COL_NAME, MF_COL_HUB, MF_COL_ARCH, MF_COL_DIMS, MF_COL_TIED = MF_COL_DIMS + MF_LEN,
+    MF_COL_THETA, MF_COL_ROPE, MF_COL_EPS, MF_COL_LEN, MF_COL_EXTRAS, MF_COL_FAMILY,
+    MF_COL_VERIFIED, MF_N_COLS
+};
 
-/* Up to `most` numbers, none negative, with commas between them; their count, or -1. */
+/* Parses up to `most` numbers separated by commas, none of them negative. Returns their count, or
+ * -1 if s is anything else. */
 static int mf_numbers(str s, double *out, int most) {
     int n = 0;
     arena a = {0};
@@ -7927,7 +8022,8 @@ static int mf_numbers(str s, double *out, int most) {
     return good && n ? n : -1;
 }
 
-/* "default", "linear:F", "llama3:F,LOW,HIGH,ORIGINAL", "yarn:F,ORIGINAL" */
+/* Parses the column ROPE: "default", "linear:F", "llama3:F,LOW,HIGH,ORIGINAL" or
+ * "yarn:F,ORIGINAL". Returns false if it is anything else. */
 static bool mf_known_rope(str s, mf_rope *r) {
     static const int n_numbers[] = {0, 1, 4, 2};
     double x[4] = {0};
@@ -7938,17 +8034,22 @@ static bool mf_known_rope(str s, mf_rope *r) {
         if (kind == MF_ROPE_DEFAULT) return s.n == name.n;
         if (s.n == name.n || s.p[name.n] != ':') return false;
         if (mf_numbers(str_sub(s, name.n + 1, s.n), x, 4) != n_numbers[kind]) return false;
-        r->factor = x[0], r->beta_fast = 32, r->beta_slow = 1;
+        r->factor = x[0];
+        r->beta_fast = 32;
+        r->beta_slow = 1;
         r->original_len = kind == MF_ROPE_LLAMA3 ? x[3] : x[1];
-        r->low_freq_factor = x[1], r->high_freq_factor = x[2];
-        if (r->factor < 1e-3 || r->factor > 1e6) return false; /* the limits of mf_read_rope_scaling */
+        r->low_freq_factor = x[1];
+        r->high_freq_factor = x[2];
+        /* The limits are those of mf_read_rope_scaling. */
+        if (r->factor < 1e-3 || r->factor > 1e6) return false;
         if (kind == MF_ROPE_LLAMA3 && (x[1] < 1e-3 || x[2] > 1e6 || x[2] <= x[1])) return false;
         return kind == MF_ROPE_LINEAR || (r->original_len >= 1 && r->original_len <= 1 << 30);
     }
     return false;
 }
 
-/* "-", or of qkv_bias, o_bias, qk_norm and window=N those that apply, with commas between them. */
+/* Parses the column EXTRAS: "-", or some of qkv_bias, o_bias, qk_norm and window=N, separated by
+ * commas. *window: 0 if there is none. Returns false if it is anything else. */
 static bool mf_known_extras(str s, mf_config *c, double *window) {
     static const char *const names[] = {"qkv_bias", "o_bias", "qk_norm"};
     *window = 0;
@@ -7957,37 +8058,50 @@ static bool mf_known_extras(str s, mf_config *c, double *window) {
         int i = 0;
         while (i < COUNT(names) && !str_is(word, names[i])) i++;
         if (i < COUNT(names)) c->features |= 1u << i;
-        else if (!str_starts(word, STR("window=")) || mf_numbers(str_sub(word, 7, word.n), window, 1) != 1) return false;
+        else if (!str_starts(word, STR("window=")) ||
+                 mf_numbers(str_sub(word, 7, word.n), window, 1) != 1)
+            return false;
     }
     return *window >= 0 && *window <= INT_MAX / 2;
 }
 
-/* The columns of one line to *k. `where`: "models.txt line 7". */
-static int mf_known_read(const str col[MF_N_COLS], const char *where, arena *a, mf_known *k, toka_err *e) {
+/* Reads the columns of one line into *k. where: "models.txt line 7". Returns 0 or an error code. */
+static int mf_known_read(const str col[MF_N_COLS], const char *where, arena *a, mf_known *k,
+                         toka_err *e) {
     mf_config *c = &k->config;
     double dim[MF_N_DIMS], theta, eps, window;
     int64_t dims[MF_N_DIMS];
     for (int i = 0; i < MF_N_DIMS; i++) {
         str s = col[i == MF_LEN ? MF_COL_LEN : MF_COL_DIMS + i];
         if (mf_numbers(s, &dim[i], 1) != 1 || dim[i] > 1e12 || dim[i] != floor(dim[i]))
-            return fail(e, TOKA_E_INPUT, "%s: %s is \"%.*s\", expected a whole number", where, mf_dims[i].letter, STRF(s));
+            return fail(e, TOKA_E_INPUT, "%s: %s is \"%.*s\", expected a whole number", where,
+                        mf_dims[i].letter, STRF(s));
         dims[i] = (int64_t)dim[i];
     }
     c->arch = mf_arch_by_name(col[MF_COL_ARCH]);
-    if (!c->arch) return fail(e, TOKA_E_INPUT, "%s: architecture %.*s is not supported", where, STRF(col[MF_COL_ARCH]));
+    if (!c->arch)
+        return fail(e, TOKA_E_INPUT, "%s: architecture %.*s is not supported", where,
+                    STRF(col[MF_COL_ARCH]));
     if (mf_set_dims(c, dims, where, e)) return e->code;
     if (!mf_known_rope(col[MF_COL_ROPE], &c->rope))
-        return fail(e, TOKA_E_INPUT, "%s: rope is \"%.*s\", expected default, linear:F, llama3:F,LOW,HIGH,ORIGINAL or "
-                    "yarn:F,ORIGINAL", where, STRF(col[MF_COL_ROPE]));
+        return fail(e, TOKA_E_INPUT,
+                    "%s: rope is \"%.*s\", expected default, linear:F, llama3:F,LOW,HIGH,ORIGINAL "
+                    "or yarn:F,ORIGINAL",
+                    where, STRF(col[MF_COL_ROPE]));
     if (mf_numbers(col[MF_COL_THETA], &theta, 1) != 1 || theta <= 1 || theta > 1e18)
-        return fail(e, TOKA_E_INPUT, "%s: theta is \"%.*s\", expected a number over 1", where, STRF(col[MF_COL_THETA]));
+        return fail(e, TOKA_E_INPUT, "%s: theta is \"%.*s\", expected a number over 1", where,
+                    STRF(col[MF_COL_THETA]));
     if (mf_numbers(col[MF_COL_EPS], &eps, 1) != 1 || eps > 1)
-        return fail(e, TOKA_E_INPUT, "%s: eps is \"%.*s\", expected a number up to 1", where, STRF(col[MF_COL_EPS]));
+        return fail(e, TOKA_E_INPUT, "%s: eps is \"%.*s\", expected a number up to 1", where,
+                    STRF(col[MF_COL_EPS]));
     if (!mf_known_extras(col[MF_COL_EXTRAS], c, &window))
-        return fail(e, TOKA_E_INPUT, "%s: extras are \"%.*s\", expected - or some of qkv_bias, o_bias, qk_norm, window=N",
+        return fail(e, TOKA_E_INPUT,
+                    "%s: extras are \"%.*s\", expected - or some of qkv_bias, o_bias, qk_norm, "
+                    "window=N",
                     where, STRF(col[MF_COL_EXTRAS]));
     if (!str_is(col[MF_COL_TIED], "tied") && !str_is(col[MF_COL_TIED], "untied"))
-        return fail(e, TOKA_E_INPUT, "%s: \"%.*s\", expected tied or untied", where, STRF(col[MF_COL_TIED]));
+        return fail(e, TOKA_E_INPUT, "%s: \"%.*s\", expected tied or untied", where,
+                    STRF(col[MF_COL_TIED]));
     if (str_is(col[MF_COL_TIED], "untied")) c->features |= MF_LM_HEAD;
     c->rope.theta = theta;
     c->shape.eps = (float)eps;
@@ -7995,12 +8109,14 @@ static int mf_known_read(const str col[MF_N_COLS], const char *where, arena *a, 
     c->window = arena_alloc(a, (size_t)c->shape.L * sizeof *c->window);
     for (int i = 0; i < c->shape.L; i++) c->window[i] = (int)window;
     mf_finish_rope(c, a);
-    k->name = arena_cstr(a, col[MF_COL_NAME]), k->hub_id = arena_cstr(a, col[MF_COL_HUB]);
+    k->name = arena_cstr(a, col[MF_COL_NAME]);
+    k->hub_id = arena_cstr(a, col[MF_COL_HUB]);
     k->family = arena_cstr(a, col[MF_COL_FAMILY]);
     return 0;
 }
 
-/* Splits a line at spaces; the number of words, of which at most MF_N_COLS are stored. */
+/* Splits a line at spaces, tabs and carriage returns. Returns the number of words and stores the
+ * first MF_N_COLS of them. */
 static int mf_split(str line, str col[MF_N_COLS]) {
     int n = 0;
     for (size_t i = 0; i < line.n;) {
@@ -8012,7 +8128,7 @@ static int mf_split(str line, str col[MF_N_COLS]) {
     return n;
 }
 
-/* The text of models.txt to a list of known models; everything lives in `a`. */
+/* Parses models.txt into a list of models; everything is in `a`. Returns 0 or an error code. */
 static int mf_models_parse(str text, arena *a, mf_known **list, int *n, toka_err *e) {
     size_t cap = 1;
     for (size_t i = 0; i < text.n; i++) cap += text.p[i] == '\n';
@@ -8027,7 +8143,8 @@ static int mf_models_parse(str text, arena *a, mf_known **list, int *n, toka_err
         char where[48];
         snprintf(where, sizeof where, "models.txt line %zu", line);
         if (!n_cols) continue;
-        if (n_cols != MF_N_COLS) return fail(e, TOKA_E_INPUT, "%s: %d columns, expected %d", where, n_cols, MF_N_COLS);
+        if (n_cols != MF_N_COLS)
+            return fail(e, TOKA_E_INPUT, "%s: %d columns, expected %d", where, n_cols, MF_N_COLS);
         if (mf_known_read(col, where, a, &known[*n], e)) return e->code;
         for (int i = 0; i < *n; i++)
             if (strcasecmp(known[i].name, known[*n].name) == 0)
@@ -8037,11 +8154,13 @@ static int mf_models_parse(str text, arena *a, mf_known **list, int *n, toka_err
     return 0;
 }
 
-/* ---- Finding: what the user called the model to a folder ---- */
+/* ---- Finding: from the name that the user gave to a folder ---- */
 
-static const char mf_no_models[] = "no models.txt here or beside the program; give one with --models-file";
+static const char mf_no_models[] =
+    "no models.txt here or beside the program; give one with --models-file";
 
-/* Reads models.txt: the given file, else the one beside the program, else the one in the current folder, else no model. */
+/* Reads models.txt: the given file (NULL: none given), else the one beside the program, else the
+ * one in the current folder. If there is none, the list is empty. Returns 0 or an error code. */
 static int mf_models_open(const char *models_file, arena *a, mf_known **list, int *n, toka_err *e) {
     char path[PATH_MAX + 16];
     str text;
@@ -8063,37 +8182,48 @@ static int mf_models_open(const char *models_file, arena *a, mf_known **list, in
     return code;
 }
 
-/* The hub cache's folder, as huggingface_hub finds it: "~/" in front of any of them is $HOME too. */
+/* Appends the path of the hub cache's folder, found as huggingface_hub finds it: the first of these
+ * environment variables that is set. "~" or "~/" at the start of its value means $HOME. */
 static void mf_hub_cache(buf *out) {
-    static const char *const from[][2] = {{"HF_HUB_CACHE", ""}, {"HUGGINGFACE_HUB_CACHE", ""}, {"HF_HOME", "/hub"},
-                                          {"XDG_CACHE_HOME", "/huggingface/hub"}, {"HOME", "/.cache/huggingface/hub"}};
+    static const char *const from[][2] = {{"HF_HUB_CACHE", ""},
+                                          {"HUGGINGFACE_HUB_CACHE", ""},
+                                          {"HF_HOME", "/hub"},
+                                          {"XDG_CACHE_HOME", "/huggingface/hub"},
+                                          {"HOME", "/.cache/huggingface/hub"}};
     for (int i = 0; i < COUNT(from); i++) {
         const char *value = getenv(from[i][0]), *home = getenv("HOME");
         if (!value || !*value) continue;
         bool tilde = home && value[0] == '~' && (!value[1] || value[1] == '/');
-        buf_c(out, tilde ? home : ""), buf_c(out, value + tilde), buf_c(out, from[i][1]);
+        buf_c(out, tilde ? home : "");
+        buf_c(out, value + tilde);
+        buf_c(out, from[i][1]);
         return;
     }
     buf_c(out, ".cache/huggingface/hub");
 }
 
-/* "org/name" or "name", of letters, digits and -_. with no part that begins with a dot. */
+/* Is s a hub id? It is "org/name" or "name" of letters, digits and -_. where no part begins with a
+ * dot. */
 static bool mf_is_hub_id(str s) {
     int slashes = 0;
     for (size_t i = 0; i < s.n; i++) {
         bool first = i == 0 || s.p[i - 1] == '/';
         if (s.p[i] == '/') slashes++;
-        else if (!isalnum((unsigned char)s.p[i]) && !strchr("-_.", s.p[i] ? s.p[i] : '/')) return false;
+        else if (!isalnum((unsigned char)s.p[i]) && !strchr("-_.", s.p[i] ? s.p[i] : '/'))
+            return false;
         if (first && (s.p[i] == '.' || s.p[i] == '/')) return false;
     }
     return s.n && s.n < 200 && slashes <= 1 && s.p[s.n - 1] != '/';
 }
 
-/* A hub id, or ID@REVISION, to the folder of its snapshot in the cache: models--org--name/snapshots/COMMIT, where
- * models--org--name/refs/REVISION holds the commit's name. *called: what the user typed, when that was not the id. */
+/* Finds the folder of a hub id, or of ID@REVISION, in the hub cache:
+ * models--org--name/snapshots/COMMIT, where the file models--org--name/refs/REVISION has the
+ * commit's name. called: the name that the user gave, if it was not the id; else NULL. Returns 0 or
+ * an error code. */
 static int mf_find_hub(const char *id, const char *called, char **folder, arena *a, toka_err *e) {
     const char *at = strchr(id, '@');
-    const str repo = {id, at ? (size_t)(at - id) : strlen(id)}, rev = at ? str_c(at + 1) : STR("main");
+    const str repo = {id, at ? (size_t)(at - id) : strlen(id)};
+    const str rev = at ? str_c(at + 1) : STR("main");
     if (!mf_is_hub_id(repo) || !mf_is_hub_id(rev) || memchr(rev.p, '/', rev.n))
         return fail(e, TOKA_E_USE, "%s: no such folder, and not a hub id", id);
     buf path = {0}, cache = {0};
@@ -8115,13 +8245,17 @@ static int mf_find_hub(const char *id, const char *called, char **folder, arena 
     os_unmap(text);
     *folder = os_is_dir(path.p) ? arena_cstr(a, buf_view(&path)) : NULL;
     if (!*folder)
-        fail(e, TOKA_E_INPUT, "%s%s%s is not in the hub cache %s; get it with: hf download %.*s%s%s", called ? called : "",
-             called ? ": " : "", id, cache.p, (int)repo.n, repo.p, at ? " --revision " : "", at ? at + 1 : "");
-    buf_free(&path), buf_free(&cache);
+        fail(e, TOKA_E_INPUT,
+             "%s%s%s is not in the hub cache %s; get it with: hf download %.*s%s%s",
+             called ? called : "", called ? ": " : "", id, cache.p, (int)repo.n, repo.p,
+             at ? " --revision " : "", at ? at + 1 : "");
+    buf_free(&path);
+    buf_free(&cache);
     return *folder ? 0 : e->code;
 }
 
-/* The last part of a path as it was given, "x" of "models/x/": a link keeps its name. What has none, "." or "..", is asked for it. */
+/* The last part of the path that the user gave: "x" for "models/x/". A symbolic link keeps its own
+ * name. For a path whose last part is "." or "..", it is the last part of the real path. */
 static char *mf_folder_name(const char *path, arena *a) {
     str s = str_c(path);
     while (s.n > 1 && (s.p[s.n - 1] == '/' || str_ends(s, STR("/.")))) s.n--;
@@ -8136,21 +8270,26 @@ static char *mf_folder_name(const char *path, arena *a) {
     return name;
 }
 
-/* Sets m->folder, m->name, m->hub_id. What exists as a path goes first; else what has a slash is a hub id, and what has
- * none a name of models.txt. */
+/* Sets m->folder, m->name and m->hub_id. If `model` exists as a path, it is a folder. Otherwise it
+ * is a hub id if it has a slash, and a name from models.txt if it has none. Returns 0 or an error
+ * code. */
 static int mf_find(mf_model *m, const char *model, const char *models_file, toka_err *e) {
     struct stat st;
     bool there = stat(model, &st) == 0;
     int err = errno;
     str s = str_c(model);
     if (there && S_ISDIR(st.st_mode)) {
-        m->name = mf_folder_name(model, &m->a), m->folder = arena_cstr(&m->a, s);
+        m->name = mf_folder_name(model, &m->a);
+        m->folder = arena_cstr(&m->a, s);
         return 0;
     }
     if (there)
-        return fail(e, TOKA_E_INPUT, "%s: not a folder; a model is a folder with config.json and model.safetensors", model);
-    if (err != ENOENT && err != ENOTDIR) return fail(e, TOKA_E_INPUT, "%s: %s", model, strerror(err));
-    if (strchr(model, '/')) { /* no name of models.txt has a slash */
+        return fail(e, TOKA_E_INPUT,
+                    "%s: not a folder; a model is a folder with config.json and model.safetensors",
+                    model);
+    if (err != ENOENT && err != ENOTDIR)
+        return fail(e, TOKA_E_INPUT, "%s: %s", model, strerror(err));
+    if (strchr(model, '/')) { /* no name in models.txt has a slash */
         m->name = m->hub_id = arena_cstr(&m->a, s);
         return mf_find_hub(model, NULL, &m->folder, &m->a, e);
     }
@@ -8159,26 +8298,31 @@ static int mf_find(mf_model *m, const char *model, const char *models_file, toka
     if (mf_models_open(models_file, &m->a, &known, &n, e)) return e->code;
     for (int i = 0; i < n; i++)
         if (strcasecmp(known[i].name, model) == 0) {
-            m->name = known[i].name, m->hub_id = known[i].hub_id;
+            m->name = known[i].name;
+            m->hub_id = known[i].hub_id;
             return mf_find_hub(m->hub_id, m->name, &m->folder, &m->a, e);
         }
     if (!n) return fail(e, TOKA_E_USE, "%s: no such folder, and %s", model, mf_no_models);
     near_name near = {.typed = s};
     for (int i = 0; i < n; i++) near_try(&near, known[i].name);
-    fail(e, TOKA_E_USE, "%s: no such folder, and no such name in models.txt (see: toka models)", model);
+    fail(e, TOKA_E_USE, "%s: no such folder, and no such name in models.txt (see: toka models)",
+         model);
     return near_fail(&near, "", e);
 }
 
 /* ---- Opening ---- */
 
-static const mf_embedded *mf_embedded_find(const mf_embedded *f, const char *name) { /* NULL: not there */
+/* Finds an embedded file by name. Returns NULL if there is none. */
+static const mf_embedded *mf_embedded_find(const mf_embedded *f, const char *name) {
     while (f->name && strcmp(f->name, name) != 0) f++;
     return f->name ? f : NULL;
 }
 
-/* A file of the model, mapped until mf_close. `where` gets its path, for messages. Not there and not required: {"",0}; an
- * empty one is an error. */
-static int mf_file(mf_model *m, const char *name, bool required, char where[256], str *out, toka_err *e) {
+/* Maps a file of the model; it stays mapped until mf_close. where: gets the file's path, for
+ * messages. If the file is missing and not required, *out is empty. An empty file is an error.
+ * Returns 0 or an error code. */
+static int mf_file(mf_model *m, const char *name, bool required, char where[256], str *out,
+                   toka_err *e) {
     *out = STR("");
     if (m->embedded) {
         snprintf(where, 256, "embedded %s", name);
@@ -8203,7 +8347,7 @@ static int mf_file(mf_model *m, const char *name, bool required, char where[256]
     return code;
 }
 
-/* The shape, the ids that end an answer and the sampling defaults. */
+/* Reads the shape, the end ids and the sampling defaults. Returns 0 or an error code. */
 static int mf_open_shape(mf_model *m, toka_err *e) {
     char where[256];
     str text;
@@ -8217,8 +8361,9 @@ static int mf_by_name(const void *x, const void *y) {
     return strcmp(*(char *const *)x, *(char *const *)y);
 }
 
-/* The files *.jinja of a folder inside the model's, without their end, in the order of their names;
- * none, if there is no folder. */
+/* Lists the files *.jinja in a folder inside the model's folder: their names without ".jinja",
+ * sorted. The array is on the heap and the caller frees it; the names are in m->a. Returns NULL and
+ * *n 0 if there are none. */
 static char **mf_list_jinja(mf_model *m, const char *folder, int *n) {
     char **names = NULL;
     buf path = {0};
@@ -8237,9 +8382,10 @@ static char **mf_list_jinja(mf_model *m, const char *folder, int *n) {
     return names;
 }
 
-/* Chat templates in files of their own, as in transformers: if there are any, they take the place
- * of all in tokenizer_config.json, and one that is named default goes before chat_template.jinja.
- * chat_template.json counts where nothing else does. */
+/* Reads the chat templates that are separate files, as transformers does. If there are any, they
+ * replace all templates of tokenizer_config.json. additional_chat_templates/default.jinja counts
+ * before chat_template.jinja. chat_template.json counts only if there is no other template. Returns
+ * 0 or an error code. */
 static int mf_open_templates(mf_model *m, toka_err *e) {
     char where[256];
     str text;
@@ -8260,18 +8406,24 @@ static int mf_open_templates(mf_model *m, toka_err *e) {
     return text.n ? mf_template_parse(text, where, m, e) : 0;
 }
 
+/* Reads all files except the weights. Without needs_shape, an error in config.json or
+ * generation_config.json is ignored. Returns 0 or an error code. */
 static int mf_open_configs(mf_model *m, bool needs_shape, toka_err *e) {
     char where[256];
     str text;
-    m->add_bos = m->add_eos = -1, m->old_specials = true;
+    m->add_bos = m->add_eos = -1;
+    m->old_specials = true;
     if (mf_open_shape(m, e)) {
         if (needs_shape) return e->code;
         m->config = (mf_config){.bos_id = -1};
     }
     if (mf_file(m, "tokenizer.json", false, where, &m->tokenizer_json, e)) return e->code;
     if (mf_file(m, "tokenizer_config.json", false, where, &m->tokenizer_config, e)) return e->code;
-    if (m->tokenizer_config.n && mf_tokenizer_config_parse(m->tokenizer_config, where, &m->a, m, e)) return e->code;
-    if (m->old_specials && mf_file(m, "special_tokens_map.json", false, where, &text, e)) return e->code;
+    if (m->tokenizer_config.n &&
+        mf_tokenizer_config_parse(m->tokenizer_config, where, &m->a, m, e))
+        return e->code;
+    if (m->old_specials && mf_file(m, "special_tokens_map.json", false, where, &text, e))
+        return e->code;
     if (m->old_specials && text.n && mf_special_map_parse(text, where, &m->a, m, e)) return e->code;
     if (m->old_specials && mf_file(m, "added_tokens.json", false, where, &text, e)) return e->code;
     if (m->old_specials && text.n && mf_added_parse(text, where, &m->a, m, e)) return e->code;
@@ -8280,7 +8432,7 @@ static int mf_open_configs(mf_model *m, bool needs_shape, toka_err *e) {
     return mf_open_templates(m, e);
 }
 
-/* Notes what a weight file is like, ahead of mapping it. */
+/* Records the state of a weight file; to be called before the file is mapped. */
 static void mf_stamp_file(mf_model *m, const char *name) {
     mf_stamp s = {0};
     buf path = {0};
@@ -8293,8 +8445,9 @@ static void mf_stamp_file(mf_model *m, const char *name) {
     buf_free(&path);
 }
 
-/* A weight file that was written to since it was mapped, or NULL. One that was deleted, or that
- * another file took the place of, stays mapped as it was: its path leads to no file or another. */
+/* Returns the path of a weight file that was written to since it was mapped, or NULL. A file that
+ * was deleted or replaced by another file does not count: the mapping keeps the old file, and the
+ * path now leads to no file or to another one. */
 static const char *mf_overwritten(const mf_model *m) {
     struct stat st;
     for (const mf_stamp *s = m->stamps; s < m->stamps + m->n_stamps; s++) {
@@ -8308,7 +8461,8 @@ static const char *mf_overwritten(const mf_model *m) {
     return NULL;
 }
 
-/* Maps one weight file and adds its tensors to the set; headers live in tmp. */
+/* Maps one weight file and adds its tensors to the set; its parsed header is in tmp. Returns 0 or
+ * an error code. */
 static int mf_open_shard(mf_model *m, const char *name, st_set *set, st_names **names, arena *tmp,
                          toka_err *e) {
     char where[256];
@@ -8323,7 +8477,9 @@ static int mf_open_shard(mf_model *m, const char *name, st_set *set, st_names **
     return 0;
 }
 
-static bool mf_has(const mf_model *m, const char *name) { /* a file, or something in its place that will be an error */
+/* Does the model's folder have an entry of this name? If the entry is not a readable file, opening
+ * it will be an error. */
+static bool mf_has(const mf_model *m, const char *name) {
     struct stat st;
     if (m->embedded) return mf_embedded_find(m->embedded, name) != NULL;
     buf path = {0};
@@ -8333,7 +8489,8 @@ static bool mf_has(const mf_model *m, const char *name) { /* a file, or somethin
     return has;
 }
 
-/* All tensors of model.safetensors, or of the files that the index names. */
+/* Adds the tensors of model.safetensors, or else of all files that the index names, to the set.
+ * Returns 0 or an error code. */
 static int mf_open_shards(mf_model *m, st_set *set, st_names **names, arena *tmp, toka_err *e) {
     static const char one[] = "model.safetensors", index[] = "model.safetensors.index.json";
     char where[256];
@@ -8341,7 +8498,8 @@ static int mf_open_shards(mf_model *m, st_set *set, st_names **names, arena *tmp
     int n;
     if (mf_has(m, one)) return mf_open_shard(m, one, set, names, tmp, e);
     if (!mf_has(m, index))
-        return fail(e, TOKA_E_INPUT, "%s: there is no %s and no %s%s%s%s", m->folder ? m->folder : "embedded", one, index,
+        return fail(e, TOKA_E_INPUT, "%s: there is no %s and no %s%s%s%s",
+                    m->folder ? m->folder : "embedded", one, index,
                     mf_has(m, "pytorch_model.bin") ? "; pytorch_model.bin is not read" : "",
                     m->hub_id ? "; get them with: hf download " : "", m->hub_id ? m->hub_id : "");
     if (mf_file(m, index, true, where, &text, e)) return e->code;
@@ -8351,40 +8509,51 @@ static int mf_open_shards(mf_model *m, st_set *set, st_names **names, arena *tmp
     return 0;
 }
 
+/* Maps all weight files and binds m->weights. Returns 0 or an error code. */
 static int mf_open_weights(mf_model *m, toka_err *e) {
     arena tmp = {0};
     st_set set = {0};
     st_names *names = NULL;
-    mf_binder b = {.c = &m->config, .set = &set, .where = m->folder ? m->folder : "the embedded model", .w = &m->weights};
+    mf_binder b = {.c = &m->config,
+                   .set = &set,
+                   .where = m->folder ? m->folder : "the embedded model",
+                   .w = &m->weights};
     int code = mf_open_shards(m, &set, &names, &tmp, e);
     if (!code) mf_aliases(&m->config, &set, names, &tmp);
     if (!code) code = mf_bind(&b, &m->a, e);
-    m->n_parameters = b.n_parameters, m->weight_bytes = b.weight_bytes;
+    m->n_parameters = b.n_parameters;
+    m->weight_bytes = b.weight_bytes;
     st_set_free(&set);
     arena_free(&tmp);
     return code;
 }
 
-static void mf_close(mf_model *m) {
+static void mf_close(mf_model *m) { /* NULL is allowed */
     if (!m) return;
     for (int i = 0; i < m->n_maps; i++) os_unmap(m->maps[i]);
-    free(m->maps), free(m->stamps);
+    free(m->maps);
+    free(m->stamps);
     arena_free(&m->a);
     free(m);
 }
 
-/* As mf_open, but leaves the weights closed, and they need not be there. Without needs_shape
- * config.json need not be there either, or be of a model that toka runs: tokenizer and template do
- * without. */
+/* Like mf_open, but does not open the weights, which may be missing. Without needs_shape,
+ * config.json may also be missing or describe a model that toka does not run: tokenizer and
+ * templates do not need it. */
 static int mf_open_text(mf_model **out, const char *model, const char *models_file,
                         const mf_embedded *embedded, bool needs_shape, toka_err *e) {
     mf_model *m = *out = mem_zalloc(sizeof *m);
     int code = 0;
     m->tokenizer_json = m->tokenizer_config = STR("");
     m->defaults = mf_no_defaults;
-    if (model) code = mf_find(m, model, models_file, e);
-    else if (embedded && embedded->name) m->embedded = embedded, m->name = arena_cstr(&m->a, STR("embedded"));
-    else code = fail(e, TOKA_E_USE, "no model given, and none is embedded in this program");
+    if (model) {
+        code = mf_find(m, model, models_file, e);
+    } else if (embedded && embedded->name) {
+        m->embedded = embedded;
+        m->name = arena_cstr(&m->a, STR("embedded"));
+    } else {
+        code = fail(e, TOKA_E_USE, "no model given, and none is embedded in this program");
+    }
     if (!code) code = mf_open_configs(m, needs_shape, e);
     if (!code) return 0;
     mf_close(m);
@@ -8392,9 +8561,11 @@ static int mf_open_text(mf_model **out, const char *model, const char *models_fi
     return code;
 }
 
-/* Opens what `model` names; NULL: the embedded model. models_file: models.txt, NULL: beside the program or here. *out is
- * the caller's until mf_close. */
-static int mf_open(mf_model **out, const char *model, const char *models_file, const mf_embedded *embedded, toka_err *e) {
+/* Opens a model. model: the name that the user gave; NULL: the embedded model. models_file: the
+ * path of models.txt; NULL: look beside the program, then in the current folder. *out is the
+ * caller's until mf_close; NULL after an error. Returns 0 or an error code. */
+static int mf_open(mf_model **out, const char *model, const char *models_file,
+                   const mf_embedded *embedded, toka_err *e) {
     int code = mf_open_text(out, model, models_file, embedded, true, e);
     if (code || !(code = mf_open_weights(*out, e))) return code;
     mf_close(*out);
