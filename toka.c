@@ -1861,27 +1861,33 @@ static int uni_put_case(const uni_cases *u, str s, size_t at, enum uni_case to, 
 
 /* ===========================================================================
  * MARK: 6. Tokenizer [pure]
- * tokenizer.json to ids and back, equal to Hugging Face `tokenizers` 0.23.
+ * Text to ids and back, as tokenizer.json says, equal to Hugging Face `tokenizers` 0.23.
  *
- * In: the text of tokenizer.json, then UTF-8 text or ids. Out: ids or text. A text takes this way (HF's names in brackets):
+ * In: the text of tokenizer.json, then UTF-8 text or ids. Out: ids or text. A text goes through
+ * these steps (HF's names in brackets):
  *
- *   text -> repaired UTF-8 -> cut at added tokens -> form C, prepend, replace -> cut at added tokens of normalized text
- *                             [added_tokens]         [normalizer]               [added_tokens]
- *        -> cut into pieces by patterns -> byte pair merges per piece -> ids between the ids of the post-processor
- *           [pre_tokenizer]                [model]                       [post_processor]
+ *   text
+ *    -> repair UTF-8
+ *    -> cut at added tokens                       [added_tokens]
+ *    -> normalize: form C, prepend, replace       [normalizer]
+ *    -> cut at added tokens of normalized text    [added_tokens]
+ *    -> cut into pieces by patterns               [pre_tokenizer]
+ *    -> byte pair merges in each piece            [model]
+ *    -> put the ids of the whole text between the ids that surround it [post_processor]
  *
- * Supported: the BPE model, on bytes (GPT-2, Llama-3, Qwen, GPT-4o, DeepSeek ...) or on characters with byte fallback
- * (Llama-2, Mistral, Phi-3 ...). Patterns are recognised by their exact text in tok_rules, each is one row of parameters
- * for tok_match; there is no regex engine. What is not known is an error at load that quotes it: nothing is guessed.
+ * Supported: the BPE model, on bytes (GPT-2, Llama-3, Qwen, GPT-4o, DeepSeek ...) or on characters
+ * with byte fallback (Llama-2, Mistral, Phi-3 ...). There is no regex engine: tok_rules lists the
+ * known patterns by their exact text, each with parameters for tok_match. Anything unknown is an
+ * error at load that quotes it: nothing is guessed.
  *
- * Always holds: a tok does not change after tok_load but for the memory of pieces (tok_slot), which any thread may read
- * and write at any time and which only ever says what the merges would say. Every step is linear in the text but the
- * merges of one long piece, O(n log n). Nothing in a tokenizer.json can make it crash or take more than a constant times
- * its size.
+ * Always holds: a tok does not change after tok_load, except for its piece cache (tok_slot). Any
+ * thread may read and write the cache at any time; it never gives other ids than the merges would.
+ * Every step is linear in the text, except the merges of one long piece, which are O(n log n). No
+ * tokenizer.json can crash the program or make it use more memory than a constant times its size.
  *
- * Not here: training, offsets, pairs of texts, truncation and padding (they are read over), dropout; and
- * tokenizer_config.json, which `tokenizers` alone does not know either: chapter 11 hands to
- * tok_load what of it changes ids.
+ * Not here: training, offsets, pairs of texts, truncation and padding (these fields are ignored),
+ * dropout. Nor tokenizer_config.json, which `tokenizers` does not read either: chapter 11 gives
+ * tok_load the settings of it that change ids.
  * =========================================================================== */
 
 typedef struct tok tok;
@@ -1892,22 +1898,27 @@ static void tok_del(tok *t);
 
 /* ---- Patterns that cut text into pieces ---- */
 
-/* One pattern as parameters of tok_match. The alternatives of all known patterns come in this order; a row says which:
+/* One pattern as parameters of tok_match. In all known patterns the alternatives come in this
+ * order; the parameters say which of them the pattern has:
  *   1 contraction   's 't 're 've 'm 'll 'd
- *   2 ascii_word    one ASCII punctuation mark or symbol and the ASCII letters behind it
- *   3 letters       a run of these, one of `head` (spaced: one space) may stand before it; cased: upper, then lower case
- *   4 digits        a run of numbers, at most so many (spaced: one space may stand before it); newer: of Unicode 17.0
- *   5 marks         a run of these, one space may stand before it, `tail` characters behind it
+ *   2 ascii_word    one ASCII punctuation mark or symbol and the ASCII letters after it
+ *   3 letters       a run of these; before it may be one character of `head` (if spaced: one
+ *                   space). If cased: a run of upper case, then of lower case
+ *   4 digits        a run of at most so many numbers (if spaced: one space may be before it). If
+ *                   newer: numbers of Unicode 17.0
+ *   5 marks         a run of these; one space may be before it, and `tail` characters after it
  *   6 lines         white space up to its last line end
- *   7 spaces        white space, all but its last character if text follows that is none, but at least one
+ *   7 spaces        a run of white space; without its last character if other text follows, but at
+ *                   least one character
  *   8 cjk           a run of CJK ideographs U+4E00 .. U+9FA5, Hiragana and Katakana */
 typedef struct tok_rule {
-    const char *regex; /* as it stands in tokenizer.json; NULL: made from a pre-tokenizer without a pattern */
+    const char *regex; /* its text in tokenizer.json; NULL: for a pre-tokenizer without a pattern */
     enum { TOK_NO_CONTRACTION, TOK_EXACT, TOK_ANY_CASE } contraction;
-    bool ascii_word, spaced, cased, suffix; /* suffix: alternative 1 may end alternative 3 instead */
-    uint32_t head, letters, marks;          /* sets of uni_class */
-    int digits;
-    const char *tail;
+    bool ascii_word, spaced, cased;
+    bool suffix; /* a contraction may follow alternative 3, instead of being alternative 1 */
+    uint32_t head, letters, marks; /* sets of uni_class */
+    int digits;                    /* 0: the pattern does not have this alternative */
+    const char *tail;              /* NULL: none */
     bool lines, spaces, cjk, newer;
 } tok_rule;
 
@@ -1919,18 +1930,18 @@ typedef struct tok_rule {
 static const tok_rule tok_rules[] = {
     /* GPT-2, also what ByteLevel does by itself */
     {.regex = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+",
-     .contraction = TOK_EXACT, .spaced = true, .letters = UNI_LETTER, .digits = INT_MAX, .marks = TOK_MARKS,
-     .spaces = true},
+     .contraction = TOK_EXACT, .spaced = true, .letters = UNI_LETTER, .digits = INT_MAX,
+     .marks = TOK_MARKS, .spaces = true},
     /* GPT-4, Llama-3 */
     {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
               "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .contraction = TOK_ANY_CASE, .head = TOK_HEAD, .letters = UNI_LETTER, .digits = 3, .marks = TOK_MARKS, .tail = "\r\n",
-     .lines = true, .spaces = true},
+     .contraction = TOK_ANY_CASE, .head = TOK_HEAD, .letters = UNI_LETTER, .digits = 3,
+     .marks = TOK_MARKS, .tail = "\r\n", .lines = true, .spaces = true},
     /* Qwen2, Qwen2.5, Qwen3 */
     {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
               "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .contraction = TOK_ANY_CASE, .head = TOK_HEAD, .letters = UNI_LETTER, .digits = 1, .marks = TOK_MARKS, .tail = "\r\n",
-     .lines = true, .spaces = true},
+     .contraction = TOK_ANY_CASE, .head = TOK_HEAD, .letters = UNI_LETTER, .digits = 1,
+     .marks = TOK_MARKS, .tail = "\r\n", .lines = true, .spaces = true},
     /* Qwen3.5 */
     {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}|"
               " ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|"
@@ -1943,31 +1954,37 @@ static const tok_rule tok_rules[] = {
               "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*"
               "(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
               "\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .cased = true, .suffix = true, .head = TOK_HEAD, .digits = 3, .marks = TOK_MARKS, .tail = "\r\n/", .lines = true,
-     .spaces = true},
+     .cased = true, .suffix = true, .head = TOK_HEAD, .digits = 3, .marks = TOK_MARKS,
+     .tail = "\r\n/", .lines = true, .spaces = true},
     /* Mistral's Tekken */
     {.regex = "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+|"
               "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*|"
               "\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .cased = true, .head = TOK_HEAD, .digits = 1, .marks = TOK_MARKS, .tail = "\r\n/", .lines = true, .spaces = true},
+     .cased = true, .head = TOK_HEAD, .digits = 1, .marks = TOK_MARKS, .tail = "\r\n/",
+     .lines = true, .spaces = true},
     /* DeepSeek-V3 and R1: three patterns in a row */
     {.regex = "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
               " ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
      .ascii_word = true, .head = ~(UNI_BIT(LINE_END) | UNI_LETTER | UNI_PUNCT | UNI_SYMBOL),
-     .letters = UNI_LETTER | UNI_MARK, .marks = UNI_PUNCT | UNI_SYMBOL, .tail = "\r\n", .lines = true, .spaces = true},
+     .letters = UNI_LETTER | UNI_MARK, .marks = UNI_PUNCT | UNI_SYMBOL, .tail = "\r\n",
+     .lines = true, .spaces = true},
     {.regex = "[\xE4\xB8\x80-\xE9\xBE\xA5\xE3\x81\x80-\xE3\x82\x9F\xE3\x82\xA0-\xE3\x83\xBF]+", .cjk = true},
     {.regex = "\\p{N}{1,3}", .digits = 3},
     {.regex = "\\p{N}", .digits = 1},
 };
-static const tok_rule tok_each_digit = {.digits = 1, .newer = true}, tok_all_digits = {.digits = INT_MAX, .newer = true};
+/* The pre-tokenizer Digits, with and without individual_digits. */
+static const tok_rule tok_each_digit = {.digits = 1, .newer = true};
+static const tok_rule tok_all_digits = {.digits = INT_MAX, .newer = true};
 
-/* Set of the class of the character at p, and its bytes; at the end the empty set. */
+/* The class of the character at p as a set of one uni_class; the empty set at `end`. *n: the
+ * character's bytes. */
 static inline uint32_t tok_set(const uni *u, const char *p, const char *end, int *n) {
     if (p == end) return *n = 0, 0;
     return 1u << (u->props[uni_next(p, n)] & 31);
 }
 
-static const char *tok_run(const uni *u, const char *p, const char *end, uint32_t set) { /* end of the run of `set` at p */
+/* The end of the run of characters of `set` that begins at p. */
+static const char *tok_run(const uni *u, const char *p, const char *end, uint32_t set) {
     for (int n; tok_set(u, p, end, &n) & set;) p += n;
     return p;
 }
@@ -1977,14 +1994,15 @@ static bool tok_is_cjk(const char *p, const char *end, int *n) {
     return (c >= 0x4E00 && c <= 0x9FA5) || (c >= 0x3040 && c <= 0x30FF);
 }
 
-/* The Digits pre-tokenizer asks Rust, which knows 13 digits more than the patterns do. */
+/* Is the character at p a number? The Digits pre-tokenizer (r->newer) uses Rust's tables, which
+ * have 13 more digits than those of the patterns. */
 static bool tok_is_number(const uni *u, const tok_rule *r, const char *p, const char *end, int *n) {
     if (tok_set(u, p, end, n) & UNI_NUMBER) return true;
     uint32_t c = r->newer && p < end ? uni_next(p, n) : 0;
     return (c >= 0x11DE0 && c <= 0x11DE9) || (c >= 0x16FF4 && c <= 0x16FF6);
 }
 
-/* Bytes of a contraction at p, 0: none. In any case, U+017F is an s too. */
+/* The bytes of the contraction at p; 0 if there is none. With any_case, U+017F counts as s, too. */
 static int tok_contraction(const char *p, const char *end, bool any_case) {
     if (end - p < 2 || *p != '\'') return 0;
     int fold = any_case ? 32 : 0, a = p[1] | fold, b = end - p > 2 ? p[2] | fold : 0;
@@ -1993,8 +2011,10 @@ static int tok_contraction(const char *p, const char *end, bool any_case) {
     return any_case && end - p > 2 && p[1] == '\xC5' && p[2] == '\xBF' ? 3 : 0;
 }
 
-/* head? U* L+ | head? U+ L* with U upper, L lower case, and what has no case in both: as a backtracking matcher finds it.
- * `both` ends behind the last character of the U run that is in L too: where U* ends when no L follows the run. */
+/* Matches head? U* L+ | head? U+ L* with the result of a backtracking matcher. U is upper case, L
+ * is lower case, and characters without case are in both sets. If no L follows the run of U, the
+ * matcher gives characters of the run back until the last of them is in L: `both` is the end of the
+ * last character of the run that is in both sets. Returns NULL if nothing matches. */
 static const char *tok_cased(const uni *u, const tok_rule *r, const char *p, const char *end) {
     int n;
     uint32_t s = tok_set(u, p, end, &n);
@@ -2010,8 +2030,9 @@ static const char *tok_cased(const uni *u, const tok_rule *r, const char *p, con
     }
 }
 
-/* Alternative 3, NULL: no word at p. */
-static const char *tok_word(const uni *u, const tok_rule *r, const char *p, const char *end, uint32_t s, int n) {
+/* Alternative 3. s, n: tok_set at p. Returns the end of the word, or NULL if there is none at p. */
+static const char *tok_word(const uni *u, const tok_rule *r, const char *p, const char *end,
+                            uint32_t s, int n) {
     if (r->cased) {
         const char *q = tok_cased(u, r, p, end);
         return q && r->suffix ? q + tok_contraction(q, end, true) : q;
@@ -2023,7 +2044,7 @@ static const char *tok_word(const uni *u, const tok_rule *r, const char *p, cons
     return NULL;
 }
 
-/* Alternatives 6 and 7 at white space p, NULL: neither. */
+/* Alternatives 6 and 7; at p is white space. Returns the end of the match, or NULL. */
 static const char *tok_white(const uni *u, const tok_rule *r, const char *p, const char *end) {
     const char *q = tok_run(u, p, end, UNI_SPACE), *last = q;
     if (r->lines)
@@ -2035,12 +2056,14 @@ static const char *tok_white(const uni *u, const tok_rule *r, const char *p, con
     return last > p ? last : q;
 }
 
-/* End of what the pattern matches at p < end, NULL: nothing. `end` is the end of text for the pattern. */
+/* Returns the end of the pattern's match at p < end, or NULL if it does not match there. The
+ * pattern sees `end` as the end of the text. */
 static const char *tok_match(const uni *u, const tok_rule *r, const char *p, const char *end) {
     int n, m;
     const char *q;
     uint32_t s = tok_set(u, p, end, &n);
-    if (r->contraction && (m = tok_contraction(p, end, r->contraction == TOK_ANY_CASE))) return p + m;
+    if (r->contraction && (m = tok_contraction(p, end, r->contraction == TOK_ANY_CASE)))
+        return p + m;
     if (r->ascii_word && s & (UNI_PUNCT | UNI_SYMBOL) && n == 1) {
         for (q = p + 1; q < end && (unsigned)((*q | 32) - 'a') < 26;) q++;
         if (q > p + 1) return q;
@@ -2069,16 +2092,16 @@ static const char *tok_match(const uni *u, const tok_rule *r, const char *p, con
 /* ---- What a tokenizer is ---- */
 
 enum {
-    TOK_MAX_IDS = 1 << 22,   /* ids a file may use */
-    TOK_MAX_CONTENT = 512,   /* bytes of an added token, and of what a normalizer puts in front */
-    TOK_MAX_GROWTH = 64,     /* times that replacements may make a text longer */
+    TOK_MAX_IDS = 1 << 22,   /* ids of model.vocab are below this */
+    TOK_MAX_CONTENT = 512,   /* bytes of an added token, or of a normalizer's text */
+    TOK_MAX_GROWTH = 64,     /* the factor by which replacements may make a text longer */
     TOK_MAX_STEPS = 8,       /* normalizers, patterns or decoders in a row */
-    TOK_SHORT = 40,          /* symbols up to which a piece is merged by plain scans */
-    TOK_SLOT_BYTES = 24, TOK_SLOT_IDS = 8, TOK_SLOTS = 1 << 14
+    TOK_SHORT = 40,          /* pieces of up to so many symbols are merged by plain scans */
+    TOK_SLOT_BYTES = 24, TOK_SLOT_IDS = 8, TOK_SLOTS = 1 << 14 /* of the piece cache */
 };
 
-typedef struct tok_merge { /* symbols a b become id; the lowest rank goes first */
-    int32_t a, b, id;      /* a -1: empty place of the hash table */
+typedef struct tok_merge { /* symbols a and b become id; the lowest rank is merged first */
+    int32_t a, b, id;      /* a -1: an empty entry of the hash table */
     uint32_t rank;
 } tok_merge;
 
@@ -2088,12 +2111,13 @@ typedef struct tok_index { /* hash table from text to id, open addressing */
         int32_t id; /* -1: empty */
     } *places;
     uint32_t mask;
-    const str *key; /* by id; the tok's own */
+    const str *key; /* [id] the texts; borrowed from the tok */
 } tok_index;
 
-/* The memory of pieces: a direct-mapped table from a piece's bytes to its ids, so that a word is merged once and not each
- * time it comes. One cache line, a seqlock: w[0] = bytes | ids << 8 | TOK_BUSY | change count << 32, then 24 bytes of
- * text, then 8 ids. */
+/* An entry of the piece cache, a direct-mapped table from a piece's bytes to its ids. With it a
+ * common word is merged only once. An entry is one cache line and a seqlock: w[0] = number of bytes
+ * | number of ids << 8 | TOK_BUSY while it is written | count of changes << 32; then 24 bytes of
+ * text; then 8 ids. */
 typedef struct tok_slot {
     _Alignas(64) _Atomic uint64_t w[8];
 } tok_slot;
@@ -2103,95 +2127,111 @@ typedef struct tok_added {
     str content;
     int32_t id;
     bool special, normalized, single_word, lstrip, rstrip;
-    bool implied;      /* no field gives `normalized`: it is the opposite of `special` */
-    bool may_be_named; /* a field that names it makes it special; not so if only tokenizer.json
-                          has it and tokenizer_config.json has a list of its own */
+    bool implied;      /* the file has no `normalized`, so it is the opposite of `special` */
+    bool may_be_named; /* a field such as bos_token that names it makes it special. False if only
+                          tokenizer.json has the token, while tokenizer_config.json has a list of
+                          added tokens of its own */
 } tok_added;
 
-typedef struct tok_matcher { /* finds the longest of a set of texts at a place */
+typedef struct tok_matcher { /* finds the longest of a set of texts at a position */
     struct tok_text {
         str text;
-        int added; /* index of t->added */
-    } *sorted;
+        int added; /* index in t->added */
+    } *sorted;     /* [n] by text */
     int n;
-    bool first[256]; /* bytes that one of them begins with */
+    bool first[256]; /* is there a text that begins with this byte? */
 } tok_matcher;
 
 typedef struct tok_normal { /* one normalizer */
     enum { TOK_NFC, TOK_PREPEND, TOK_REPLACE } kind;
-    str from, to;
+    str from, to; /* TOK_REPLACE has both, TOK_PREPEND only `to` */
 } tok_normal;
 
 typedef struct tok_step { /* one pattern of the pre-tokenizer */
     const tok_rule *rule;
-    bool removed; /* what it matches is dropped; else it is a piece, and what lies between is one */
+    bool removed; /* true: matches are dropped; false: each match is a piece. The text between two
+                     matches is a piece in both cases */
 } tok_step;
 
-enum tok_flag { TOK_KNOWN = 1, TOK_SPECIAL = 2, TOK_SKIPPED = 4, TOK_BYTE = 8 }; /* SKIPPED: by TOKA_SKIP_SPECIAL */
+/* TOK_SKIPPED: decoding with TOKA_SKIP_SPECIAL skips the token. TOK_BYTE: the token stands for one
+ * byte, as <0x41> does for 0x41, and its text is that byte. */
+enum tok_flag { TOK_KNOWN = 1, TOK_SPECIAL = 2, TOK_SKIPPED = 4, TOK_BYTE = 8 };
 
 struct tok {
     uni uni;
     arena mem;      /* all text below */
-    int n_ids, cap; /* ids in use; places in the arrays by id */
-    str *key;       /* [cap] what encode matches: for a byte-level tokenizer the bytes themselves. p NULL: nothing */
-    str *text;      /* [cap] what decode writes */
+    int n_ids, cap; /* ids are below n_ids; arrays by id have cap entries */
+    str *key;       /* [cap] the text that encode matches, bytes for a byte-level tokenizer. p NULL:
+                       encode never matches it */
+    str *text;      /* [cap] the text that decode writes */
     uint8_t *flag;  /* [cap] tok_flag */
-    str *name;      /* [cap] content of added tokens and of what the byte-level alphabet cannot say; else p NULL */
-    tok_index keys, names;
-    tok_merge *merges;
+    str *name;      /* [cap] the content of added tokens, and of tokens with characters outside the
+                       byte-level alphabet; for others p is NULL */
+    tok_index keys, names; /* over key and over name */
+    tok_merge *merges;     /* [merge_mask + 1] hash table */
     uint32_t merge_mask;
-    uint64_t *joins; /* [merge_mask + 1] set of pairs of characters that some merge puts side by side; NULL: cut nowhere */
-    tok_slot *slots;
+    uint64_t *joins; /* [merge_mask + 1] hash set of the pairs of characters that some merge puts
+                        side by side; NULL: do not cut text between characters */
+    tok_slot *slots; /* [TOK_SLOTS] the piece cache */
 
-    tok_added *added;
-    int32_t *added_at; /* [cap] 1 + index of the id's added token, 0: none */
+    tok_added *added;  /* [n_added] */
+    int32_t *added_at; /* [cap] 1 + index of the id's added token; 0: it has none */
     int n_added;
-    tok_matcher raw, normalized;
+    tok_matcher raw, normalized; /* added tokens to find before and after normalizing */
     tok_normal normals[TOK_MAX_STEPS];
     int n_normals;
-    size_t growth; /* while loading: replacements so far make a text at most so many times longer */
+    size_t growth; /* while loading: the replacements so far make a text at most this many times
+                      longer */
     tok_step steps[TOK_MAX_STEPS];
     int n_steps;
-    bool byte_level, prefix_space;
-    bool names_own;     /* see tok_added.may_be_named */
-    bool split_special; /* special tokens in a text are text, whatever the flags */
+    bool byte_level;
+    bool prefix_space;  /* ByteLevel puts a space before a text that does not begin with one */
+    bool names_own;     /* tokens that only tokenizer.json has may be named; see tok_added */
+    bool split_special; /* special tokens in a text are plain text, whatever the flags say */
     struct {
-        str mark; /* n 0: no Metaspace */
+        str mark; /* replaces the space; empty: no Metaspace */
         enum { TOK_NEVER, TOK_FIRST, TOK_ALWAYS } prepend;
-        bool split;
+        bool split; /* each mark begins a piece */
     } meta;
     bool ignore_merges, fuse_unk, byte_fallback;
     bool all_bytes; /* byte fallback has a token for each byte: no character is unknown */
     int32_t unk, byte_id[256]; /* -1: none */
-    ids head, tail;            /* the post-processor's */
+    ids head, tail;            /* the ids that the post-processor puts before and after a text */
 
+    /* TOK_JOIN: tokenizer.json has no decoder; decode puts spaces between the tokens.
+     * TOK_BYTES: ByteLevel. TOK_CHAIN: some of Replace, ByteFallback, Fuse, Strip.
+     * TOK_META: Metaspace. */
     enum { TOK_JOIN, TOK_BYTES, TOK_CHAIN, TOK_META } decoder;
-    bool decode_fallback, decode_fuse;
-    int strip; /* of these characters at the start ... */
+    bool decode_fallback, decode_fuse; /* the chain has ByteFallback, has Fuse */
+    int strip;      /* remove at most so many of strip_char from the start of a text */
     str strip_char;
-    str meta_mark;
-    bool meta_drop; /* the first token loses its marks */
+    str meta_mark;  /* the mark that the decoder Metaspace turns into spaces */
+    bool meta_drop; /* the decoder removes the marks of the first token */
 };
 
 /* ---- The two hash tables ---- */
 
-static struct tok_place *tok_place_of(const tok_index *x, str s, uint32_t *hash) { /* where s is or would be */
+/* The place that has the text s, or the empty place where it would go. */
+static struct tok_place *tok_place_of(const tok_index *x, str s, uint32_t *hash) {
     uint32_t h = *hash = (uint32_t)hash_bytes(s.p, s.n), i = h & x->mask;
-    while (x->places[i].id >= 0 && !(x->places[i].hash == h && str_eq(x->key[x->places[i].id], s))) i = (i + 1) & x->mask;
+    while (x->places[i].id >= 0 &&
+           !(x->places[i].hash == h && str_eq(x->key[x->places[i].id], s)))
+        i = (i + 1) & x->mask;
     return &x->places[i];
 }
-static int32_t tok_find(const tok_index *x, str s) { /* id or -1 */
+static int32_t tok_find(const tok_index *x, str s) { /* the id, or -1 */
     uint32_t hash;
     return tok_place_of(x, s, &hash)->id;
 }
-static bool tok_index_add(tok_index *x, int32_t id) { /* false: its text is there already */
+static bool tok_index_add(tok_index *x, int32_t id) { /* false: its text is already there */
     uint32_t hash;
     struct tok_place *at = tok_place_of(x, x->key[id], &hash);
     if (at->id >= 0) return false;
     *at = (struct tok_place){hash, id};
     return true;
 }
-static uint32_t tok_table_mask(size_t n) { /* a power of two at least twice n, less one */
+/* The mask of a hash table for n entries: a power of two, at least 2 n, minus one. */
+static uint32_t tok_table_mask(size_t n) {
     uint32_t size = 16;
     while (size < 2 * n) size *= 2;
     return size - 1;
@@ -2202,17 +2242,22 @@ static void tok_index_init(tok_index *x, const str *key, size_t n) {
     memset(x->places, 0xFF, ((size_t)x->mask + 1) * sizeof *x->places);
 }
 
-static tok_merge *tok_merge_place(const tok *t, int32_t a, int32_t b) { /* where the pair is or would be */
+/* The entry of the pair, or the empty entry where it would go. */
+static tok_merge *tok_merge_place(const tok *t, int32_t a, int32_t b) {
     uint64_t h = ((uint64_t)(uint32_t)a << 32 | (uint32_t)b) * 0x9E3779B97F4A7C15u;
     uint32_t i = (uint32_t)(h >> 32) & t->merge_mask;
-    while (t->merges[i].a >= 0 && (t->merges[i].a != a || t->merges[i].b != b)) i = (i + 1) & t->merge_mask;
+    while (t->merges[i].a >= 0 && (t->merges[i].a != a || t->merges[i].b != b))
+        i = (i + 1) & t->merge_mask;
     return &t->merges[i];
 }
-static uint32_t tok_rank(const tok *t, int32_t a, int32_t b, int32_t *id) { /* UINT32_MAX: a and b do not merge */
+
+/* The rank of the merge of a and b, and its id; UINT32_MAX if a and b do not merge. */
+static uint32_t tok_rank(const tok *t, int32_t a, int32_t b, int32_t *id) {
     const tok_merge *m = tok_merge_place(t, a, b);
     return *id = m->id, m->rank;
 }
 
+/* The entry of t->joins for the pair of characters; 0 in it: the pair is not in the set. */
 static uint64_t *tok_join_place(const tok *t, uint32_t a, uint32_t b) {
     uint64_t key = ((uint64_t)a << 32 | b) + 1;
     uint32_t i = (uint32_t)(key * 0x9E3779B97F4A7C15u >> 32) & t->merge_mask;
@@ -2220,8 +2265,10 @@ static uint64_t *tok_join_place(const tok *t, uint32_t a, uint32_t b) {
     return &t->joins[i];
 }
 
-/* ---- The memory of pieces ---- */
+/* ---- The piece cache ---- */
 
+/* If the entry has this piece of n bytes, appends its ids and returns true. Returns false also if
+ * another thread is writing the entry. */
 static bool tok_recall(tok_slot *s, const uint64_t key[3], size_t n, ids *out) {
     uint64_t head = atomic_load_explicit(&s->w[0], memory_order_acquire), id[4];
     if ((head & 0xFF) != n || head & TOK_BUSY) return false;
@@ -2236,30 +2283,36 @@ static bool tok_recall(tok_slot *s, const uint64_t key[3], size_t n, ids *out) {
     return true;
 }
 
-static void tok_remember(tok_slot *s, const uint64_t key[3], size_t n, const int32_t *id, size_t n_id) {
+/* Stores a piece in the entry, in place of the earlier one. Does nothing if another thread is
+ * writing the entry. */
+static void tok_remember(tok_slot *s, const uint64_t key[3], size_t n, const int32_t *id,
+                         size_t n_id) {
     uint64_t head = atomic_load_explicit(&s->w[0], memory_order_relaxed), packed[4] = {0};
-    if (head & TOK_BUSY || !atomic_compare_exchange_strong_explicit(&s->w[0], &head, head | TOK_BUSY, memory_order_acquire,
-                                                                    memory_order_relaxed))
-        return; /* another thread is writing here */
+    if (head & TOK_BUSY ||
+        !atomic_compare_exchange_strong_explicit(&s->w[0], &head, head | TOK_BUSY,
+                                                 memory_order_acquire, memory_order_relaxed))
+        return;
     atomic_thread_fence(memory_order_release);
     if (n_id) memcpy(packed, id, n_id * sizeof *id);
     for (int i = 0; i < 3; i++) atomic_store_explicit(&s->w[1 + i], key[i], memory_order_relaxed);
-    for (int i = 0; i < 4; i++) atomic_store_explicit(&s->w[4 + i], packed[i], memory_order_relaxed);
+    for (int i = 0; i < 4; i++)
+        atomic_store_explicit(&s->w[4 + i], packed[i], memory_order_relaxed);
     head = ((head >> 32) + 1) << 32 | n_id << 8 | n;
     atomic_store_explicit(&s->w[0], head, memory_order_release);
 }
 
 /* ---- Byte pair merges ---- */
 
-typedef struct tok_enc { /* one call of tok_encode */
+typedef struct tok_enc { /* one call of tok_encode; the buffers are reused from piece to piece */
     const tok *t;
-    int flags;
+    int flags; /* TOKA_ADD_SPECIAL, TOKA_PARSE_SPECIAL */
     ids *out;
     buf repaired, normal[2], rewritten;
-    ids symbols;
+    ids symbols; /* of the piece */
 } tok_enc;
 
-/* A short piece: the lowest rank is found by scanning. Returns the symbols left. */
+/* Merges a short piece: finds the lowest rank by scanning all pairs. Returns the number of symbols
+ * left. */
 static size_t tok_merge_short(const tok *t, int32_t *symbol, size_t n) {
     uint32_t rank[TOK_SHORT];
     int32_t to[TOK_SHORT];
@@ -2271,14 +2324,19 @@ static size_t tok_merge_short(const tok *t, int32_t *symbol, size_t n) {
         if (rank[best] == UINT32_MAX) break;
         symbol[best] = to[best];
         n--;
-        for (size_t i = best + 1; i < n; i++) symbol[i] = symbol[i + 1], rank[i - 1] = rank[i], to[i - 1] = to[i];
+        for (size_t i = best + 1; i < n; i++) {
+            symbol[i] = symbol[i + 1];
+            rank[i - 1] = rank[i];
+            to[i - 1] = to[i];
+        }
         if (best + 1 < n) rank[best] = tok_rank(t, symbol[best], symbol[best + 1], &to[best]);
         if (best > 0) rank[best - 1] = tok_rank(t, symbol[best - 1], symbol[best], &to[best - 1]);
     }
     return n;
 }
 
-typedef struct tok_heap { /* rank << 32 | place, smallest first */
+/* A heap of rank << 32 | index of the pair's first symbol, smallest first. */
+typedef struct tok_heap {
     uint64_t *p;
     size_t n;
 } tok_heap;
@@ -2304,8 +2362,9 @@ static uint64_t tok_heap_pop(tok_heap *h) {
     return top;
 }
 
-/* A long piece: a list of symbols and a heap of the pairs that merge. An entry of the heap is stale when its pair is gone.
- * At most 3 n entries: n at first, two for each of at most n merges. */
+/* Merges a long piece with a linked list of the symbols and a heap of the pairs that merge. A heap
+ * entry is stale, and is skipped, if its pair no longer exists. The heap has at most 3 n entries: n
+ * at the start, and two for each of at most n merges. Returns the number of symbols left. */
 static size_t tok_merge_long(const tok *t, int32_t *symbol, size_t n) {
     uint32_t *prev = mem_alloc(n * sizeof *prev), *next = mem_alloc(n * sizeof *next), rank;
     tok_heap h = {.p = mem_alloc(3 * n * sizeof *h.p)};
@@ -2326,20 +2385,26 @@ static size_t tok_merge_long(const tok *t, int32_t *symbol, size_t n) {
         symbol[right] = -1;
         if ((next[at] = next[right]) != UINT32_MAX) {
             prev[next[at]] = at;
-            if ((rank = tok_rank(t, id, symbol[next[at]], &id)) != UINT32_MAX) tok_heap_push(&h, (uint64_t)rank << 32 | at);
+            if ((rank = tok_rank(t, id, symbol[next[at]], &id)) != UINT32_MAX)
+                tok_heap_push(&h, (uint64_t)rank << 32 | at);
         }
-        if (prev[at] != UINT32_MAX && (rank = tok_rank(t, symbol[prev[at]], symbol[at], &id)) != UINT32_MAX)
+        if (prev[at] != UINT32_MAX &&
+            (rank = tok_rank(t, symbol[prev[at]], symbol[at], &id)) != UINT32_MAX)
             tok_heap_push(&h, (uint64_t)rank << 32 | prev[at]);
     }
     size_t left = 0;
     for (size_t i = 0; i < n; i++)
         if (symbol[i] >= 0) symbol[left++] = symbol[i];
-    free(prev), free(next), free(h.p);
+    free(prev);
+    free(next);
+    free(h.p);
     return left;
 }
 
-/* The symbols a piece starts from: its bytes or its characters. One that is not in the vocabulary becomes its bytes'
- * tokens if there is one for each, else the unknown token (several in a row one, if fused), else nothing. */
+/* Sets x->symbols to the symbols before any merge: one for each byte or each character of s. With
+ * byte fallback, a character that is not in the vocabulary becomes the tokens of its bytes, if
+ * there is one for each. Otherwise it becomes the unknown token (with fuse_unk only one for several
+ * in a row), or nothing if there is no unknown token. */
 static void tok_symbols(tok_enc *x, str s) {
     const tok *t = x->t;
     bool unk = false;
@@ -2349,11 +2414,13 @@ static void tok_symbols(tok_enc *x, str s) {
         int len = 1;
         if (!t->byte_level) uni_next(s.p + i, &len);
         n = (size_t)len;
-        int32_t id = t->byte_level ? t->byte_id[(unsigned char)s.p[i]] : tok_find(&t->keys, (str){s.p + i, n});
+        int32_t id = t->byte_level ? t->byte_id[(unsigned char)s.p[i]]
+                                   : tok_find(&t->keys, (str){s.p + i, n});
         bool bytes = id < 0 && t->byte_fallback;
         for (size_t k = 0; bytes && k < n; k++) bytes = t->byte_id[(unsigned char)s.p[i + k]] >= 0;
         if (bytes) {
-            for (size_t k = 0; k < n; k++) ids_push(&x->symbols, t->byte_id[(unsigned char)s.p[i + k]]);
+            for (size_t k = 0; k < n; k++)
+                ids_push(&x->symbols, t->byte_id[(unsigned char)s.p[i + k]]);
         } else if (id >= 0) {
             if (unk) ids_push(&x->symbols, t->unk);
             unk = false;
@@ -2366,7 +2433,7 @@ static void tok_symbols(tok_enc *x, str s) {
     if (unk) ids_push(&x->symbols, t->unk);
 }
 
-/* One piece to ids. */
+/* Appends the ids of one piece, from the piece cache if they are there. */
 static void tok_piece(tok_enc *x, str s) {
     const tok *t = x->t;
     uint64_t key[3] = {0};
@@ -2375,7 +2442,8 @@ static void tok_piece(tok_enc *x, str s) {
     int32_t id;
     if (s.n <= TOK_SLOT_BYTES) {
         memcpy(key, s.p, s.n);
-        uint64_t h = (key[0] * 0x9E3779B97F4A7C15u ^ key[1]) * 0xC2B2AE3D27D4EB4Fu ^ key[2] * 0x165667B19E3779F9u;
+        uint64_t h = (key[0] * 0x9E3779B97F4A7C15u ^ key[1]) * 0xC2B2AE3D27D4EB4Fu ^
+                     key[2] * 0x165667B19E3779F9u;
         slot = &t->slots[(h ^ h >> 29) * 0x9E3779B97F4A7C15u >> 50]; /* 64 - 50 = log2(TOK_SLOTS) */
         if (tok_recall(slot, key, s.n, x->out)) return;
     }
@@ -2384,7 +2452,8 @@ static void tok_piece(tok_enc *x, str s) {
     } else {
         tok_symbols(x, s);
         size_t n = x->symbols.n;
-        n = n <= TOK_SHORT ? tok_merge_short(t, x->symbols.p, n) : tok_merge_long(t, x->symbols.p, n);
+        n = n <= TOK_SHORT ? tok_merge_short(t, x->symbols.p, n)
+                           : tok_merge_long(t, x->symbols.p, n);
         ids_reserve(x->out, n);
         if (n) memcpy(x->out->p + x->out->n, x->symbols.p, n * sizeof *x->symbols.p);
         x->out->n += n;
@@ -2395,9 +2464,11 @@ static void tok_piece(tok_enc *x, str s) {
 
 /* ---- From text to pieces ---- */
 
-/* A tokenizer on characters has no pattern: its piece is a whole text. No merge crosses a place between two characters
- * that no merge puts side by side, so it is cut there, which changes nothing but lets words be remembered. An unknown
- * character must not be cut from the one before it, for the two may be fused. */
+/* Cuts a text into pieces for a tokenizer on characters. Such a tokenizer has no pattern, so its
+ * piece would be the whole text. But if no merge puts two characters side by side, no merge can
+ * cross the position between them. Cutting there does not change the ids, and words get into the
+ * piece cache. An unknown character is not cut from the one before it, because the two may be
+ * fused. */
 static void tok_characters(tok_enc *x, str s) {
     const tok *t = x->t;
     const char *start = s.p, *end = s.p + s.n;
@@ -2405,7 +2476,8 @@ static void tok_characters(tok_enc *x, str s) {
     int n;
     for (const char *p = s.p; t->joins && p < end; p += n) {
         uint32_t c = uni_next(p, &n);
-        if (p > start && !*tok_join_place(t, before, c) && (t->all_bytes || tok_find(&t->keys, (str){p, (size_t)n}) >= 0)) {
+        if (p > start && !*tok_join_place(t, before, c) &&
+            (t->all_bytes || tok_find(&t->keys, (str){p, (size_t)n}) >= 0)) {
             tok_piece(x, (str){start, (size_t)(p - start)});
             start = p;
         }
@@ -2414,7 +2486,8 @@ static void tok_characters(tok_enc *x, str s) {
     if (start < end) tok_piece(x, (str){start, (size_t)(end - start)});
 }
 
-/* Pieces of s by the patterns from `step` on. */
+/* Cuts s into pieces by the patterns from number `step` on, each applied to the results of the one
+ * before, and appends the ids of the pieces. */
 static void tok_cut(tok_enc *x, int step, str s) {
     const tok *t = x->t;
     if (step == t->n_steps) {
@@ -2426,7 +2499,7 @@ static void tok_cut(tok_enc *x, int step, str s) {
     const char *between = s.p, *p = s.p, *end = s.p + s.n, *q;
     while (p < end) {
         int n;
-        if (r->digits && !r->marks) /* only digits match: skip what is none */
+        if (r->digits && !r->marks) /* only digits can match: skip other characters */
             p = tok_run(&t->uni, p, end, ~(UNI_NUMBER | UNI_BIT(CN)));
         q = p < end ? tok_match(&t->uni, r, p, end) : p;
         if (!q) {
@@ -2441,7 +2514,7 @@ static void tok_cut(tok_enc *x, int step, str s) {
     if (between < end) tok_cut(x, step + 1, (str){between, (size_t)(end - between)});
 }
 
-/* Every `from` in s becomes `to`; s itself where there is none. */
+/* Replaces every `from` in s by `to`, into b. Returns s itself if there is none. */
 static str tok_replace(str s, str from, str to, buf *b) {
     size_t done = 0;
     ptrdiff_t at = str_find(s, from, 0);
@@ -2463,7 +2536,8 @@ static str tok_prepend(str s, str head, buf *b) {
     return buf_view(b);
 }
 
-/* The normalizers in their order, in turn into one of two buffers and from the other. */
+/* Applies the normalizers in order. Each reads from one of the two buffers (the first from s) and
+ * writes to the other. */
 static str tok_normalize(const tok *t, str s, buf b[2]) {
     for (int i = 0; i < t->n_normals; i++) {
         const tok_normal *k = &t->normals[i];
@@ -2475,26 +2549,30 @@ static str tok_normalize(const tok *t, str s, buf b[2]) {
     return s;
 }
 
-/* A stretch of normalized text without added tokens. first: it begins where the whole text begins. */
+/* Encodes a part of the normalized text that has no added tokens. first: it begins at the start of
+ * the whole text. */
 static void tok_stretch(tok_enc *x, str s, bool first) {
     const tok *t = x->t;
     if (t->prefix_space && *s.p != ' ') s = tok_prepend(s, STR(" "), &x->rewritten);
     if (t->meta.mark.n) {
         bool prepend = t->meta.prepend == TOK_ALWAYS || (t->meta.prepend == TOK_FIRST && first);
-        const buf *first_buf = &x->normal[0]; /* s may lie in it; then the other one is free */
+        const buf *first_buf = &x->normal[0]; /* if s is in it, the other one is free */
         bool inside = first_buf->p && s.p >= first_buf->p && s.p < first_buf->p + first_buf->cap;
         buf *spare = &x->normal[inside];
         s = tok_replace(s, STR(" "), t->meta.mark, spare);
-        if (prepend && !str_starts(s, t->meta.mark)) s = tok_prepend(s, t->meta.mark, &x->rewritten);
+        if (prepend && !str_starts(s, t->meta.mark))
+            s = tok_prepend(s, t->meta.mark, &x->rewritten);
     }
-    for (ptrdiff_t next; t->meta.split && (next = str_find(s, t->meta.mark, 1)) > 0; s = str_sub(s, (size_t)next, s.n))
+    for (ptrdiff_t next; t->meta.split && (next = str_find(s, t->meta.mark, 1)) > 0;
+         s = str_sub(s, (size_t)next, s.n))
         tok_cut(x, 0, str_sub(s, 0, (size_t)next)); /* each mark begins a piece */
     tok_cut(x, 0, s);
 }
 
 /* ---- Added tokens ---- */
 
-/* The longest text of m that s begins with, or NULL. The sorted texts that agree with its first d bytes are [lo,hi). */
+/* Returns the longest text of m that s begins with, or NULL. [lo,hi) are the sorted texts whose
+ * first d bytes are those of s. */
 static const struct tok_text *tok_longest(const tok_matcher *m, str s) {
     const struct tok_text *found = NULL;
     int lo = 0, hi = m->n;
@@ -2502,7 +2580,8 @@ static const struct tok_text *tok_longest(const tok_matcher *m, str s) {
         while (lo < hi && m->sorted[lo].text.n == d) found = &m->sorted[lo++];
         if (d == s.n) break;
         int c = (unsigned char)s.p[d];
-        for (int side = 0; side < 2; side++) { /* the first with a byte >= c, then the first with a byte > c */
+        /* Two binary searches: for the first text with byte d >= c, then for the first with > c. */
+        for (int side = 0; side < 2; side++) {
             int a = lo, b = hi;
             while (a < b) {
                 int mid = (a + b) / 2;
@@ -2516,30 +2595,39 @@ static const struct tok_text *tok_longest(const tok_matcher *m, str s) {
     return found;
 }
 
-/* \w of Rust's regex: alphabetic characters, marks, decimal digits, connectors, joiners. */
+/* Is the character at p in \w of Rust's regex? These are alphabetic characters, marks, decimal
+ * digits, connectors and joiners. */
 static bool tok_is_word(const uni *u, const char *p) {
     int n;
     uint32_t c = uni_next(p, &n), s = 1u << (u->props[c] & 31);
-    return s & (UNI_LETTER | UNI_MARK | UNI_BIT(ND) | UNI_BIT(NL) | UNI_BIT(PC)) || c == 0x200C || c == 0x200D ||
-           (c >= 0x24B6 && c <= 0x24E9) || (c >= 0x1F130 && c <= 0x1F149) || (c >= 0x1F150 && c <= 0x1F169) ||
-           (c >= 0x1F170 && c <= 0x1F189);
+    return s & (UNI_LETTER | UNI_MARK | UNI_BIT(ND) | UNI_BIT(NL) | UNI_BIT(PC)) || c == 0x200C ||
+           c == 0x200D || (c >= 0x24B6 && c <= 0x24E9) || (c >= 0x1F130 && c <= 0x1F149) ||
+           (c >= 0x1F150 && c <= 0x1F169) || (c >= 0x1F170 && c <= 0x1F189);
 }
 static const char *tok_back(const char *p) { /* start of the character before p */
     while (((unsigned char)*--p & 0xC0) == 0x80) continue;
     return p;
 }
 
-/* Cuts s at added tokens: first at those that match the text as it is, then, in what lies between and is normalized, at the
- * others. Without TOKA_PARSE_SPECIAL a special token's text is passed over, with what might match inside it, as HF does.
- * `done` is the end of what became ids; the search goes on at p, before it if a token took the space behind it. */
+/* Cuts s at added tokens and appends the ids of everything. The first call, with normalized false,
+ * looks for tokens that match the original text; it normalizes the text between them and calls
+ * itself to look for the other tokens there. Without TOKA_PARSE_SPECIAL the text of a special token
+ * is plain text, and other tokens are not looked for inside it, as in HF.
+ *
+ * done: the end of the text that has become ids. p: where the search continues. It is before done
+ * if the last token took the white space after it.
+ * blank: the end of the last run of white space that was scanned, so that no run is scanned
+ * twice. */
 static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
     const tok *t = x->t;
     const tok_matcher *m = normalized ? &t->normalized : &t->raw;
     if (normalized) s = tok_normalize(t, s, x->normal);
-    const char *p = s.p, *end = s.p + s.n, *done = s.p, *blank = s.p; /* blank: up to where white space was last run over */
+    const char *p = s.p, *end = s.p + s.n, *done = s.p, *blank = s.p;
     for (;;) {
         const struct tok_text *hit = NULL;
-        while (p < end && !(m->first[(unsigned char)*p] && (hit = tok_longest(m, (str){p, (size_t)(end - p)})))) p++;
+        while (p < end && !(m->first[(unsigned char)*p] &&
+                            (hit = tok_longest(m, (str){p, (size_t)(end - p)}))))
+            p++;
         const tok_added *a = hit ? &t->added[hit->added] : NULL;
         const char *from = p, *to = end;
         if (a) {
@@ -2548,9 +2636,12 @@ static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
             if (a->special && !(x->flags & TOKA_PARSE_SPECIAL)) continue;
             if (a->single_word && from > s.p && tok_is_word(&t->uni, tok_back(from))) continue;
             if (a->single_word && p < end && tok_is_word(&t->uni, p)) continue;
-            while (a->lstrip && from > done && tok_set(&t->uni, tok_back(from), end, &n) & UNI_SPACE) from = tok_back(from);
+            while (a->lstrip && from > done &&
+                   tok_set(&t->uni, tok_back(from), end, &n) & UNI_SPACE)
+                from = tok_back(from);
             if (a->lstrip) from = MAX(from, done);
-            if (a->rstrip && blank < p) blank = tok_run(&t->uni, p, end, UNI_SPACE); /* else p lies in that run */
+            /* If blank >= p, the white space at p was scanned already and ends at blank. */
+            if (a->rstrip && blank < p) blank = tok_run(&t->uni, p, end, UNI_SPACE);
             to = a->rstrip ? blank : p;
         }
         if (done < from) {
@@ -2559,35 +2650,41 @@ static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
             else tok_added_cut(x, true, between, first && done == s.p);
         }
         if (!a) break;
-        if (from < to) ids_push(x->out, a->id); /* else the token before took all of it */
+        if (from < to) ids_push(x->out, a->id); /* else the previous token took all of its text */
         done = to;
     }
 }
 
 /* ---- Encode and decode ---- */
 
-/* Text to ids, appended to out. flags: TOKA_ADD_SPECIAL, TOKA_PARSE_SPECIAL. */
+/* Encodes a text and appends its ids to out. flags: TOKA_ADD_SPECIAL, TOKA_PARSE_SPECIAL. Returns
+ * TOKA_E_USE if the text is too long. */
 static int tok_encode(const tok *t, str text, int flags, ids *out, toka_err *e) {
     tok_enc x = {.t = t, .flags = flags, .out = out};
     if (t->split_special) x.flags &= ~TOKA_PARSE_SPECIAL;
     bool add = flags & TOKA_ADD_SPECIAL;
-    if (text.n > INT32_MAX) return fail(e, TOKA_E_USE, "text of %zu bytes: at most %d are taken", text.n, INT32_MAX);
+    if (text.n > INT32_MAX)
+        return fail(e, TOKA_E_USE, "text of %zu bytes: at most %d are taken", text.n, INT32_MAX);
     for (size_t i = 0; add && i < t->head.n; i++) ids_push(out, t->head.p[i]);
     if (text.n) tok_added_cut(&x, false, uni_repair(text, &x.repaired), true);
     for (size_t i = 0; add && i < t->tail.n; i++) ids_push(out, t->tail.p[i]);
-    buf_free(&x.repaired), buf_free(&x.normal[0]), buf_free(&x.normal[1]), buf_free(&x.rewritten);
+    buf_free(&x.repaired);
+    buf_free(&x.normal[0]);
+    buf_free(&x.normal[1]);
+    buf_free(&x.rewritten);
     ids_free(&x.symbols);
     return 0;
 }
 
-/* Streaming detokenizer. Held back is what later ids may still change: on bytes the unfinished last character; with byte
- * fallback the whole run of byte tokens, because one bad byte makes HF write U+FFFD for each byte of the run. */
+/* Streaming detokenizer. It holds back the bytes that later ids may still change: for a byte-level
+ * decoder the unfinished last character; with byte fallback the whole run of byte tokens, because
+ * one invalid byte makes HF write U+FFFD for each byte of the run. */
 typedef struct tok_stream {
     const tok *t;
     int flags;  /* TOKA_SKIP_SPECIAL */
-    int strip;  /* characters that may still be taken off the start */
-    bool begun; /* a token was put */
-    buf held;
+    int strip;  /* so many characters may still be removed from the start */
+    bool begun; /* there was a token already */
+    buf held;   /* the bytes held back */
 } tok_stream;
 
 static void tok_stream_init(tok_stream *s, const tok *t, int flags) {
@@ -2595,7 +2692,7 @@ static void tok_stream_init(tok_stream *s, const tok *t, int flags) {
 }
 static void tok_stream_free(tok_stream *s) { buf_free(&s->held); }
 
-/* Writes whole text, without what is to be stripped off the start. */
+/* Appends whole text to out, without the characters to be stripped from the start of the stream. */
 static void tok_stream_emit(tok_stream *s, str text, buf *out) {
     while (s->strip && text.n) {
         bool is = str_starts(text, s->t->strip_char);
@@ -2605,7 +2702,8 @@ static void tok_stream_emit(tok_stream *s, str text, buf *out) {
     buf_str(out, text);
 }
 
-/* Bytes to text: whole characters, U+FFFD for what can be none. What could still become one stays, unless `all`. */
+/* Appends the held bytes as text: whole characters, and U+FFFD for bytes that cannot be part of
+ * one. The beginning of an unfinished character stays held, unless `all` is set. */
 static void tok_stream_bytes(tok_stream *s, bool all, buf *out) {
     const char *p = s->held.p, *end = p + s->held.n;
     bool cut = false;
@@ -2625,7 +2723,8 @@ static void tok_stream_bytes(tok_stream *s, bool all, buf *out) {
     s->held.n = left;
 }
 
-/* The end of a run of byte tokens: text if all of it is valid, else U+FFFD for each byte. */
+/* Ends a run of byte tokens: appends it as text if all of it is valid UTF-8, else U+FFFD for each
+ * byte. */
 static void tok_stream_run(tok_stream *s, buf *out) {
     size_t i = 0, n = s->held.n, k;
     while (i < n && (k = (size_t)utf8_len(s->held.p + i, s->held.p + n)) > 0) i += k;
@@ -2634,7 +2733,8 @@ static void tok_stream_run(tok_stream *s, buf *out) {
     s->held.n = 0;
 }
 
-/* One token's text where marks are spaces, and none at the very start. */
+/* Decoder Metaspace: appends a token's text with its marks as spaces. With meta_drop, the marks of
+ * the first token are dropped. */
 static void tok_stream_meta(tok_stream *s, str text, buf *out) {
     str mark = s->t->meta_mark;
     while (text.n) {
@@ -2646,7 +2746,8 @@ static void tok_stream_meta(tok_stream *s, str text, buf *out) {
     }
 }
 
-/* Takes one id and appends the text that became certain. An id that the vocabulary does not have is nothing. */
+/* Takes the next id and appends the text that later ids cannot change any more. An id outside the
+ * vocabulary is ignored. */
 static void tok_stream_put(tok_stream *s, int32_t id, buf *out) {
     const tok *t = s->t;
     if (id < 0 || id >= t->n_ids || !(t->flag[id] & TOK_KNOWN)) return;
@@ -2670,26 +2771,29 @@ static void tok_stream_put(tok_stream *s, int32_t id, buf *out) {
     s->begun = true;
 }
 
-/* The text goes on behind token id (-1: any), whose own text was shown elsewhere: what decoders take off the beginning of a text,
- * a space, stays on. A special token leaves the beginning where it is. */
+/* Continues a text after token id (-1: any ordinary token), whose own text the caller has shown
+ * already. The stream is then not at the start of a text, so the decoder does not remove the first
+ * space. After a special token it is still at the start. */
 static void tok_stream_follow(tok_stream *s, int32_t id) {
     if (id >= 0 && id < s->t->n_ids && s->t->flag[id] & TOK_SPECIAL) return;
     s->begun = true;
     s->strip = 0;
 }
 
-/* No more ids: an unfinished character becomes U+FFFD. */
+/* Ends the stream: appends the held bytes; an unfinished character becomes U+FFFD. */
 static void tok_stream_end(tok_stream *s, buf *out) {
     if (s->held.n && s->t->decoder == TOK_BYTES) tok_stream_bytes(s, true, out);
     if (s->held.n) tok_stream_run(s, out);
 }
 
-/* Ids to text, appended to out. flags: TOKA_SKIP_SPECIAL. */
+/* Decodes ids and appends the text to out. flags: TOKA_SKIP_SPECIAL. Returns TOKA_E_USE if an id is
+ * out of range. */
 static int tok_decode(const tok *t, const int32_t *id, size_t n, int flags, buf *out, toka_err *e) {
     tok_stream s;
     for (size_t i = 0; i < n; i++)
         if (id[i] < 0 || id[i] >= t->n_ids)
-            return fail(e, TOKA_E_USE, "token %zu of %zu: id %d, but the vocabulary ends at %d", i, n, id[i], t->n_ids - 1);
+            return fail(e, TOKA_E_USE, "token %zu of %zu: id %d, but the vocabulary ends at %d", i,
+                        n, id[i], t->n_ids - 1);
     tok_stream_init(&s, t, flags);
     for (size_t i = 0; i < n; i++) tok_stream_put(&s, id[i], out);
     tok_stream_end(&s, out);
@@ -2697,7 +2801,8 @@ static int tok_decode(const tok *t, const int32_t *id, size_t n, int flags, buf 
     return 0;
 }
 
-/* The bytes that an id adds in the middle of a text, maybe part of a character. An id that the vocabulary does not have: none. */
+/* Appends the bytes that an id adds in the middle of a text; they may be only a part of a
+ * character. An id outside the vocabulary adds none. */
 static void tok_bytes(const tok *t, int32_t id, buf *out) {
     tok_stream s = {.t = t, .begun = true};
     if (id < 0 || id >= t->n_ids || !(t->flag[id] & TOK_KNOWN)) return;
@@ -2708,19 +2813,22 @@ static void tok_bytes(const tok *t, int32_t id, buf *out) {
 
 /* ===========================================================================
  * MARK: 7. Tokenizer: loading [pure]
- * The text of tokenizer.json to a tok, part by part: vocabulary and merges, added tokens, then what stands around the model
- * (normalizer, pre-tokenizer, post-processor, decoder); tok_load goes through them in the order in which each needs those before
- * it.
+ * In: the text of tokenizer.json. Out: a tok. The sections below read its parts: vocabulary and
+ * merges; added tokens; then what surrounds the model (normalizer, pre-tokenizer, post-processor,
+ * decoder). tok_load reads the parts in an order in which each part needs only earlier ones.
  *
- * The file is anybody's: every table is bounded, every id looked at, and what is not known becomes one sentence that quotes it.
+ * The file is not trusted: every table is bounded, every id is checked, and anything unknown is an
+ * error that quotes it.
  * =========================================================================== */
 
-#define TOK_FAIL(...) fail(e, TOKA_E_INPUT, "tokenizer.json: " __VA_ARGS__) /* in a function with a parameter e */
+/* Needs a parameter e in the function that uses it. */
+#define TOK_FAIL(...) fail(e, TOKA_E_INPUT, "tokenizer.json: " __VA_ARGS__)
 
 /* ---- Vocabulary and merges ---- */
 
-/* The byte that a character of the byte-level alphabet stands for, -1: it is not in it. Printable characters of Latin-1
- * stand for themselves, the 68 other bytes are U+0100 .. U+0143 in their order. */
+/* The byte for a character of the byte-level alphabet. Printable characters of Latin-1 stand for
+ * their own byte; the 68 other bytes are U+0100 .. U+0143 in their order. Returns -1 if the
+ * character is not in the alphabet. */
 static int tok_byte_of(uint32_t c) {
     if ((c >= 0x21 && c <= 0x7E) || (c >= 0xA1 && c <= 0xFF && c != 0xAD)) return (int)c;
     if (c >= 0x100 && c <= 0x120) return (int)c - 0x100;
@@ -2728,7 +2836,8 @@ static int tok_byte_of(uint32_t c) {
     return c == 0x143 ? 0xAD : -1;
 }
 
-/* Appends the bytes that byte-level text stands for; false: a character of it is not in the alphabet. */
+/* Decodes byte-level text and appends its bytes. Returns false at a character that is not in the
+ * alphabet. */
 static bool tok_unmap(str s, buf *out) {
     for (int n; s.n; s = str_sub(s, (size_t)n, s.n)) {
         int byte = tok_byte_of(uni_next(s.p, &n));
@@ -2738,26 +2847,31 @@ static bool tok_unmap(str s, buf *out) {
     return true;
 }
 
-/* Appends what encode matches for a token of this text; false: nothing. */
+/* Appends the bytes that encode matches for a token with this text in the vocabulary. Returns false
+ * if encode can never match it. */
 static bool tok_key(const tok *t, str text, buf *out) {
     if (t->byte_level) return tok_unmap(text, out);
     return buf_str(out, text), true;
 }
 
-/* model.vocab: every id is a number within limits. *largest: of them (-1 before), *bytes: all contents together. */
+/* Checks that every id of model.vocab is a number within the limits. Raises *largest to the largest
+ * id (the caller sets it to -1) and adds the size of all contents to *bytes. */
 static int tok_check_vocab(const json *vocab, int64_t *largest, size_t *bytes, toka_err *e) {
     if (!json_is(vocab, JSON_OBJECT)) return TOK_FAIL("model.vocab: an object was expected");
-    int64_t end = MIN((int64_t)TOK_MAX_IDS, 65536 + 4 * (int64_t)vocab->n); /* gaps, but no table of gaps alone */
+    /* Ids may have gaps, but not so many that the tables are mostly empty. */
+    int64_t end = MIN((int64_t)TOK_MAX_IDS, 65536 + 4 * (int64_t)vocab->n);
     JSON_MEMBERS(key, vocab) {
         int64_t id = json_int(key + 1, -1);
         if (id < 0 || id >= end)
-            return TOK_FAIL("model.vocab: the id of \"%.*s\" is no number from 0 to %d", STRF(json_str(key)), (int)end - 1);
+            return TOK_FAIL("model.vocab: the id of \"%.*s\" is no number from 0 to %d",
+                            STRF(json_str(key)), (int)end - 1);
         *largest = MAX(*largest, id);
         *bytes += key->n;
     }
     return 0;
 }
 
+/* Fills the arrays by id from model.vocab. n_added: the number of ids that may be added later. */
 static int tok_load_vocab(tok *t, const json *vocab, size_t n_added, toka_err *e) {
     int64_t largest = -1;
     size_t bytes = 0;
@@ -2770,14 +2884,18 @@ static int tok_load_vocab(tok *t, const json *vocab, size_t n_added, toka_err *e
     t->flag = mem_zalloc((size_t)t->cap);
     tok_index_init(&t->keys, t->key, vocab->n);
     tok_index_init(&t->names, t->name, vocab->n + n_added);
-    buf raw = {.p = arena_alloc(&t->mem, bytes + 64), .cap = bytes + 64}; /* never grows: unmapped text is shorter */
+    /* This buffer never grows, because decoded byte-level text is not longer than its source. */
+    buf raw = {.p = arena_alloc(&t->mem, bytes + 64), .cap = bytes + 64};
     JSON_MEMBERS(key, vocab) {
         int32_t id = (int32_t)json_int(key + 1, -1);
         size_t from = raw.n;
         if (t->flag[id]) return TOK_FAIL("model.vocab: id %d stands there twice", id);
         t->flag[id] = TOK_KNOWN;
         bool mapped = tok_key(t, json_str(key), &raw);
-        if (!mapped) raw.n = from, buf_str(&raw, json_str(key));
+        if (!mapped) {
+            raw.n = from;
+            buf_str(&raw, json_str(key));
+        }
         t->text[id] = (str){raw.p + from, raw.n - from};
         (mapped ? t->key : t->name)[id] = t->text[id];
         if (!tok_index_add(mapped ? &t->keys : &t->names, id))
@@ -2786,7 +2904,8 @@ static int tok_load_vocab(tok *t, const json *vocab, size_t n_added, toka_err *e
     return 0;
 }
 
-/* Id of a token's exact content, added tokens first; -1: none. */
+/* The id of the token with exactly this content; added tokens are looked up first. Returns -1 if
+ * there is none. */
 static int32_t tok_id(const tok *t, str content) {
     int32_t id = tok_find(&t->names, content);
     buf raw = {0};
@@ -2795,7 +2914,8 @@ static int32_t tok_id(const tok *t, str content) {
     return id;
 }
 
-/* byte_id, with byte fallback the ids of <0x00> .. <0xFF>, else those of the bytes themselves; and the unknown token. */
+/* Sets unk, byte_id and all_bytes. byte_id has the ids of the single bytes for a byte-level
+ * tokenizer, else the ids of <0x00> .. <0xFF>. */
 static int tok_load_bytes(tok *t, const json *model, toka_err *e) {
     str unk = json_str(json_get(model, "unk_token"));
     t->unk = json_is(json_get(model, "unk_token"), JSON_STRING) ? tok_id(t, unk) : -1;
@@ -2814,10 +2934,13 @@ static int tok_load_bytes(tok *t, const json *model, toka_err *e) {
     return 0;
 }
 
-/* Where a merge written as "a b" is cut: at its one space; if there are more, where both parts and the whole are known. */
+/* The index of the space that separates the parts of a merge written as "a b". If there are several
+ * spaces, it is the first one for which both parts and the merged token are in the vocabulary.
+ * Returns SIZE_MAX if there is none. */
 static size_t tok_merge_cut(const tok *t, str s) {
     const char *at = memchr(s.p, ' ', s.n);
-    if (!at || !memchr(at + 1, ' ', s.n - (size_t)(at + 1 - s.p))) return at ? (size_t)(at - s.p) : SIZE_MAX;
+    if (!at || !memchr(at + 1, ' ', s.n - (size_t)(at + 1 - s.p)))
+        return at ? (size_t)(at - s.p) : SIZE_MAX;
     buf whole = {0};
     size_t found = SIZE_MAX;
     for (size_t i = 1; i + 1 < s.n && i < TOK_MAX_CONTENT && found == SIZE_MAX; i++) {
@@ -2834,8 +2957,10 @@ static size_t tok_merge_cut(const tok *t, str s) {
     return found;
 }
 
-/* The two parts of a merge, ["a","b"] or "a b", one behind the other in *both as keys; *cut is where b begins. */
-static int tok_merge_parts(const tok *t, const json *m, uint32_t rank, buf *both, size_t *cut, toka_err *e) {
+/* Reads a merge, ["a","b"] or "a b", and writes the keys of a and b to *both, one after the other.
+ * *cut: where b begins. Returns 0 or an error code. */
+static int tok_merge_parts(const tok *t, const json *m, uint32_t rank, buf *both, size_t *cut,
+                           toka_err *e) {
     const json *first = json_at(m, 0), *second = json_at(m, 1);
     str a = json_str(first), b = json_str(second), line = json_str(m);
     bool pair = first && m->n == 2 && json_is(first, JSON_STRING) && json_is(second, JSON_STRING);
@@ -2845,12 +2970,14 @@ static int tok_merge_parts(const tok *t, const json *m, uint32_t rank, buf *both
         size_t at = tok_merge_cut(t, line);
         if (at == SIZE_MAX)
             return TOK_FAIL("model.merges[%u]: \"%.*s\" is not two tokens", rank, STRF(line));
-        a = str_sub(line, 0, at), b = str_sub(line, at + 1, line.n);
+        a = str_sub(line, 0, at);
+        b = str_sub(line, at + 1, line.n);
     }
     buf_clear(both);
     bool known = tok_key(t, a, both);
     *cut = both->n;
-    if (!known || !tok_key(t, b, both)) return TOK_FAIL("model.merges[%u]: a part is not in the vocabulary", rank);
+    if (!known || !tok_key(t, b, both))
+        return TOK_FAIL("model.merges[%u]: a part is not in the vocabulary", rank);
     return 0;
 }
 
@@ -2860,20 +2987,25 @@ static bool tok_is_byte_id(const tok *t, int32_t id) {
     return false;
 }
 
-/* Notes that the merge a b puts the last character of a before the first of b. */
+/* Adds the pair (last character of a, first character of b) to t->joins: the merge of a and b puts
+ * them side by side. */
 static void tok_add_join(tok *t, int32_t a, int32_t b) {
     int n;
     str s = t->key[a];
-    uint32_t last = s.n ? uni_next(tok_back(s.p + s.n), &n) : 0, first = t->key[b].n ? uni_next(t->key[b].p, &n) : 0;
+    uint32_t last = s.n ? uni_next(tok_back(s.p + s.n), &n) : 0;
+    uint32_t first = t->key[b].n ? uni_next(t->key[b].p, &n) : 0;
     *tok_join_place(t, last, first) = ((uint64_t)last << 32 | first) + 1;
 }
 
+/* Fills the hash table of merges and, if it can be used, t->joins. */
 static int tok_load_merges(tok *t, const json *merges, toka_err *e) {
     if (!json_is(merges, JSON_ARRAY)) return TOK_FAIL("model.merges: an array was expected");
     t->merge_mask = tok_table_mask(merges->n);
     t->merges = mem_alloc(((size_t)t->merge_mask + 1) * sizeof *t->merges);
     memset(t->merges, 0xFF, ((size_t)t->merge_mask + 1) * sizeof *t->merges);
-    bool joins = !t->byte_level && !t->ignore_merges && (t->all_bytes || t->unk >= 0); /* else characters may vanish */
+    /* Without a token for every byte or an unknown token, a character may produce no symbol. Then
+     * the characters beside it become neighbours, and cutting between them would change ids. */
+    bool joins = !t->byte_level && !t->ignore_merges && (t->all_bytes || t->unk >= 0);
     if (joins) t->joins = mem_zalloc(((size_t)t->merge_mask + 1) * sizeof *t->joins);
     uint32_t rank = 0;
     buf both = {0};
@@ -2881,24 +3013,31 @@ static int tok_load_merges(tok *t, const json *merges, toka_err *e) {
         size_t cut = 0;
         if (tok_merge_parts(t, m, rank, &both, &cut, e)) break;
         str ab = buf_view(&both);
-        int32_t a = tok_find(&t->keys, str_sub(ab, 0, cut)), b = tok_find(&t->keys, str_sub(ab, cut, ab.n));
+        int32_t a = tok_find(&t->keys, str_sub(ab, 0, cut));
+        int32_t b = tok_find(&t->keys, str_sub(ab, cut, ab.n));
         int32_t id = tok_find(&t->keys, ab);
         if (a < 0 || b < 0 || id < 0) {
             TOK_FAIL("model.merges[%u]: %s is not in the vocabulary", rank,
-                 a < 0 ? "the first token" : b < 0 ? "the second token" : "what it makes");
+                     a < 0 ? "the first token" : b < 0 ? "the second token" : "what it makes");
             break;
         }
         *tok_merge_place(t, a, b) = (tok_merge){a, b, id, rank++};
         if (joins) tok_add_join(t, a, b);
-        joins = joins && a != t->unk && b != t->unk && !tok_is_byte_id(t, a) && !tok_is_byte_id(t, b);
+        joins = joins && a != t->unk && b != t->unk && !tok_is_byte_id(t, a) &&
+                !tok_is_byte_id(t, b);
     }
     buf_free(&both);
     if (rank < merges->n) return e->code;
-    if (!joins) free(t->joins), t->joins = NULL; /* such merges join what is not seen in the text: cut nowhere */
+    /* Merges of the unknown token or of byte tokens join characters that are not in their texts:
+     * the set of pairs is not complete, so text must not be cut. */
+    if (!joins) {
+        free(t->joins);
+        t->joins = NULL;
+    }
     return 0;
 }
 
-/* ---- Added tokens: their places in the vocabulary ---- */
+/* ---- Added tokens: their ids and their matchers ---- */
 
 static int tok_by_text(const void *a, const void *b) {
     const struct tok_text *x = a, *y = b;
@@ -2906,6 +3045,7 @@ static int tok_by_text(const void *a, const void *b) {
     return c ? c : x->text.n != y->text.n ? (x->text.n < y->text.n ? -1 : 1) : x->added - y->added;
 }
 
+/* Fills the matcher of all added tokens whose field `normalized` has this value. */
 static void tok_load_matcher(tok *t, tok_matcher *m, bool normalized) {
     buf b[2] = {{0}, {0}};
     m->sorted = mem_alloc((size_t)t->n_added * sizeof *m->sorted);
@@ -2914,21 +3054,24 @@ static void tok_load_matcher(tok *t, tok_matcher *m, bool normalized) {
         if (a->normalized != normalized) continue;
         str text = normalized ? arena_str(&t->mem, tok_normalize(t, a->content, b)) : a->content;
         t->text[a->id] = text;
-        if (str_eq(text, a->content) && a->special) t->flag[a->id] |= TOK_SKIPPED; /* HF looks for the changed text */
+        /* When HF decides whether decoding skips a token, it looks up the normalized text. It does
+         * not find a special token whose normalized text differs from its content. */
+        if (str_eq(text, a->content) && a->special) t->flag[a->id] |= TOK_SKIPPED;
         if (!text.n) continue;
         m->first[(unsigned char)*text.p] = true;
         m->sorted[m->n++] = (struct tok_text){text, i};
     }
     qsort(m->sorted, (size_t)m->n, sizeof *m->sorted, tok_by_text);
-    buf_free(&b[0]), buf_free(&b[1]);
+    buf_free(&b[0]);
+    buf_free(&b[1]);
 }
 
-/* Lists of added tokens, in the order in which HF takes them: those of tokenizer.json, those of
- * tokenizer_config.json, and the special tokens that fields name. The first two hold objects, the
- * last texts too. A NULL is an empty list. */
+/* The lists of added tokens, in the order in which HF adds them: TOK_OWN from tokenizer.json,
+ * TOK_BESIDE from tokenizer_config.json, TOK_NAMED the special tokens that fields such as bos_token
+ * name. The elements are objects, of TOK_NAMED also strings. A list that is NULL is empty. */
 enum { TOK_OWN, TOK_BESIDE, TOK_NAMED, TOK_N_LISTS };
 
-/* Takes the place of what has its id, or a new one. */
+/* Stores an added token under its id. If there is already one with this id, it is replaced. */
 static void tok_put_added(tok *t, const tok_added *a) {
     if (!t->added_at[a->id]) t->added_at[a->id] = ++t->n_added;
     t->added[t->added_at[a->id] - 1] = *a;
@@ -2938,21 +3081,24 @@ static void tok_put_added(tok *t, const tok_added *a) {
     t->flag[a->id] = (uint8_t)(TOK_KNOWN | (a->special ? TOK_SPECIAL : 0));
 }
 
-/* A token that a list has again replaces the earlier one, which stays special if it was. Only a
- * name does not replace: it makes special what may be named. */
+/* Adds a token of a list. If the id is already an added token, the new one replaces it, and stays
+ * special if the old one was. A token of TOK_NAMED does not replace anything: it only makes the old
+ * token special, if that one may be named. */
 static void tok_add(tok *t, tok_added *a, int list) {
     const tok_added *old = t->added_at[a->id] ? &t->added[t->added_at[a->id] - 1] : NULL;
     if (old && list == TOK_NAMED) {
         if (!old->may_be_named) return;
-        *a = *old, a->special = true;
+        *a = *old;
+        a->special = true;
     }
     if (old) a->special |= old->special;
     if (a->implied) a->normalized = !a->special;
     tok_put_added(t, a);
 }
 
-/* One element of a list. Its id is that of its text in the vocabulary or among earlier tokens, else
- * *next, the first one free: HF does not look at "id". */
+/* Reads one element of a list and adds it. Its id is that of a token with the same text in the
+ * vocabulary or among earlier added tokens; if there is none, it is *next, the first free id. Like
+ * HF, this ignores "id". */
 static int tok_read_added(tok *t, const json *it, int list, int32_t *next, toka_err *e) {
     const bool text = list == TOK_NAMED && it->type == JSON_STRING;
     const json *content = text ? it : json_get(it, "content");
@@ -2970,7 +3116,8 @@ static int tok_read_added(tok *t, const json *it, int list, int32_t *next, toka_
     a.implied = list != TOK_OWN && !normalized;
     a.normalized = a.implied ? !a.special : json_true(normalized);
     a.single_word = json_true(json_get(it, "single_word"));
-    a.lstrip = json_true(json_get(it, "lstrip")), a.rstrip = json_true(json_get(it, "rstrip"));
+    a.lstrip = json_true(json_get(it, "lstrip"));
+    a.rstrip = json_true(json_get(it, "rstrip"));
     tok_add(t, &a, list);
     *next = MAX(*next, a.id + 1);
     return 0;
@@ -2989,29 +3136,33 @@ static int tok_load_added(tok *t, const json *const lists[TOK_N_LISTS], size_t n
     return 0;
 }
 
-/* ---- What stands around the model ---- */
+/* ---- Normalizer, pre-tokenizer, post-processor, decoder ---- */
 
 static str tok_type(const json *v) { return json_str(json_get(v, "type")); }
 static int tok_unsupported(toka_err *e, const char *where, str what) {
     return TOK_FAIL("%s \"%.*s\" is not supported", where, STRF(what));
 }
 
-/* The members of a Sequence one after the other, anything else alone; null is nothing. `one` gets each. Depth and count are
- * bounded, for each may cost a pass over the vocabulary. */
+/* Calls `one` for v, or, if v is a Sequence, for each of its members in order; not for null. The
+ * depth and the number of members are limited, because each member may cost a pass over the
+ * vocabulary. Returns 0 or the first error code. */
 typedef int tok_load_fn(tok *t, const json *v, toka_err *e);
-static int tok_load_each(tok *t, const json *v, const char *list, int depth, tok_load_fn *one, toka_err *e) {
+static int tok_load_each(tok *t, const json *v, const char *list, int depth, tok_load_fn *one,
+                         toka_err *e) {
     if (!v || json_is(v, JSON_NULL)) return 0;
     if (!str_is(tok_type(v), "Sequence")) return one(t, v, e);
     const json *items = json_get(v, list);
     if (!json_is(items, JSON_ARRAY)) return TOK_FAIL("a Sequence without %s", list);
-    if (depth > 1 || items->n > TOK_MAX_STEPS) return TOK_FAIL("a Sequence of more than %d %s", TOK_MAX_STEPS, list);
+    if (depth > 1 || items->n > TOK_MAX_STEPS)
+        return TOK_FAIL("a Sequence of more than %d %s", TOK_MAX_STEPS, list);
     JSON_EACH(it, items) if (tok_load_each(t, it, list, depth + 1, one, e)) return e->code;
     return 0;
 }
 
-static str tok_keep(tok *t, str s) { return arena_str(&t->mem, s); }
+static str tok_keep(tok *t, str s) { return arena_str(&t->mem, s); } /* a copy that lives with t */
 
-/* {"String": s}, or {"Regex": s} where s says only itself. n 0: it is something else. */
+/* The text that a pattern matches: s of {"String": s}, or of {"Regex": s} if s has no special
+ * characters. Empty if the pattern is anything else. */
 static str tok_literal(const json *pattern) {
     str s = json_str(json_get(pattern, "String")), r = json_str(json_get(pattern, "Regex"));
     for (size_t i = 0; i < r.n; i++)
@@ -3019,13 +3170,14 @@ static str tok_literal(const json *pattern) {
     return s.n ? s : r;
 }
 
-/* Counts one more replacement in; true: together they may make a text too long. */
+/* Adds one replacement to t->growth. Returns true if all replacements together may make a text too
+ * long. */
 static bool tok_grows(tok *t, str from, str to) {
     t->growth *= MAX((size_t)1, (to.n + from.n - 1) / from.n);
     return t->growth > TOK_MAX_GROWTH;
 }
 
-static int tok_load_normal(tok *t, const json *v, toka_err *e) {
+static int tok_load_normal(tok *t, const json *v, toka_err *e) { /* one normalizer */
     str type = tok_type(v);
     if (t->n_normals == TOK_MAX_STEPS) return TOK_FAIL("more than %d normalizers", TOK_MAX_STEPS);
     tok_normal *k = &t->normals[t->n_normals++];
@@ -3035,9 +3187,13 @@ static int tok_load_normal(tok *t, const json *v, toka_err *e) {
         *k = (tok_normal){TOK_PREPEND, STR(""), tok_keep(t, json_str(json_get(v, "prepend")))};
     } else if (str_is(type, "Replace")) {
         const json *pattern = json_get(v, "pattern");
-        *k = (tok_normal){TOK_REPLACE, tok_keep(t, tok_literal(pattern)), tok_keep(t, json_str(json_get(v, "content")))};
-        if (!k->from.n) return tok_unsupported(e, "normalizer Replace: the pattern", json_str(json_get(pattern, "Regex")));
-        if (tok_grows(t, k->from, k->to)) return TOK_FAIL("normalizers make a text over %d times longer", TOK_MAX_GROWTH);
+        *k = (tok_normal){TOK_REPLACE, tok_keep(t, tok_literal(pattern)),
+                          tok_keep(t, json_str(json_get(v, "content")))};
+        if (!k->from.n)
+            return tok_unsupported(e, "normalizer Replace: the pattern",
+                                   json_str(json_get(pattern, "Regex")));
+        if (tok_grows(t, k->from, k->to))
+            return TOK_FAIL("normalizers make a text over %d times longer", TOK_MAX_GROWTH);
     } else {
         return tok_unsupported(e, "normalizer", type);
     }
@@ -3051,19 +3207,21 @@ static int tok_add_step(tok *t, const tok_rule *rule, bool removed, toka_err *e)
     return 0;
 }
 
-static int tok_load_split(tok *t, const json *v, toka_err *e) {
+static int tok_load_split(tok *t, const json *v, toka_err *e) { /* pre-tokenizer Split */
     const json *pattern = json_get(v, "pattern");
     str regex = json_str(json_get(pattern, "Regex")), behavior = json_str(json_get(v, "behavior"));
-    if (json_true(json_get(v, "invert"))) return tok_unsupported(e, "pre_tokenizer Split: invert with the pattern", regex);
+    if (json_true(json_get(v, "invert")))
+        return tok_unsupported(e, "pre_tokenizer Split: invert with the pattern", regex);
     if (!str_is(behavior, "Isolated") && !str_is(behavior, "Removed"))
         return tok_unsupported(e, "pre_tokenizer Split: the behavior", behavior);
     for (int i = 0; i < COUNT(tok_rules); i++)
         if (json_is(json_get(pattern, "Regex"), JSON_STRING) && str_is(regex, tok_rules[i].regex))
             return tok_add_step(t, &tok_rules[i], str_is(behavior, "Removed"), e);
-    return tok_unsupported(e, "pre_tokenizer Split: the pattern", regex.n ? regex : json_str(json_get(pattern, "String")));
+    return tok_unsupported(e, "pre_tokenizer Split: the pattern",
+                           regex.n ? regex : json_str(json_get(pattern, "String")));
 }
 
-static int tok_load_metaspace(tok *t, const json *v, toka_err *e) {
+static int tok_load_metaspace(tok *t, const json *v, toka_err *e) { /* pre-tokenizer Metaspace */
     const json *scheme = json_get(v, "prepend_scheme"), *prefix = json_get(v, "add_prefix_space");
     const json *split = json_get(v, "split");
     str s = scheme ? json_str(scheme) : STR("always");
@@ -3077,34 +3235,44 @@ static int tok_load_metaspace(tok *t, const json *v, toka_err *e) {
     return tok_unsupported(e, "pre_tokenizer Metaspace: the replacement", t->meta.mark);
 }
 
-static int tok_load_pre(tok *t, const json *v, toka_err *e) {
+static int tok_load_pre(tok *t, const json *v, toka_err *e) { /* one pre-tokenizer */
     str type = tok_type(v);
     if (t->byte_level || t->meta.mark.n)
-        return TOK_FAIL("pre_tokenizer \"%.*s\" behind ByteLevel or Metaspace is not supported", STRF(type));
+        return TOK_FAIL("pre_tokenizer \"%.*s\" behind ByteLevel or Metaspace is not supported",
+                        STRF(type));
     if (str_is(type, "Split")) return tok_load_split(t, v, e);
     if (str_is(type, "Digits"))
-        return tok_add_step(t, json_true(json_get(v, "individual_digits")) ? &tok_each_digit : &tok_all_digits, false, e);
+        return tok_add_step(
+            t, json_true(json_get(v, "individual_digits")) ? &tok_each_digit : &tok_all_digits,
+            false, e);
     if (str_is(type, "Metaspace")) {
-        if (t->n_steps) return TOK_FAIL("pre_tokenizer \"Metaspace\" behind another is not supported");
+        if (t->n_steps)
+            return TOK_FAIL("pre_tokenizer \"Metaspace\" behind another is not supported");
         return tok_load_metaspace(t, v, e);
     }
     if (!str_is(type, "ByteLevel")) return tok_unsupported(e, "pre_tokenizer", type);
     t->byte_level = true;
     t->prefix_space = json_true(json_get(v, "add_prefix_space"));
     if (t->prefix_space && t->n_steps)
-        return TOK_FAIL("pre_tokenizer ByteLevel: add_prefix_space behind another is not supported");
-    return json_is(json_get(v, "use_regex"), JSON_FALSE) ? 0 : tok_add_step(t, &tok_rules[0], false, e);
+        return TOK_FAIL(
+            "pre_tokenizer ByteLevel: add_prefix_space behind another is not supported");
+    return json_is(json_get(v, "use_regex"), JSON_FALSE)
+               ? 0
+               : tok_add_step(t, &tok_rules[0], false, e);
 }
 
+/* Appends an id of the post-processor to `to`. Returns an error code if it is not in the
+ * vocabulary. */
 static int tok_add_outer(tok *t, ids *to, const json *id, toka_err *e) {
     int64_t k = json_int(id, -1);
     if (k < 0 || k >= t->n_ids)
-        return TOK_FAIL("post_processor: id %lld, but the vocabulary ends at %d", (long long)k, t->n_ids - 1);
+        return TOK_FAIL("post_processor: id %lld, but the vocabulary ends at %d", (long long)k,
+                        t->n_ids - 1);
     ids_push(to, (int32_t)k);
     return 0;
 }
 
-/* TemplateProcessing: the pieces before and behind sequence A of "single". */
+/* TemplateProcessing: reads the ids before and after sequence A of "single". */
 static int tok_load_template(tok *t, const json *v, ids *head, ids *tail, toka_err *e) {
     const json *single = json_get(v, "single"), *tokens = json_get(v, "special_tokens");
     int n_sequences = 0;
@@ -3119,7 +3287,8 @@ static int tok_load_template(tok *t, const json *v, ids *head, ids *tail, toka_e
             continue;
         }
         if (json_is(tokens, JSON_OBJECT))
-            JSON_MEMBERS(key, tokens) if (str_eq(json_str(key), id)) list = json_get(key + 1, "ids");
+            JSON_MEMBERS(key, tokens)
+                if (str_eq(json_str(key), id)) list = json_get(key + 1, "ids");
         if (!json_is(list, JSON_ARRAY))
             return TOK_FAIL("post_processor: no ids for the special token \"%.*s\"", STRF(id));
         JSON_EACH(k, list) if (tok_add_outer(t, n_sequences ? tail : head, k, e)) return e->code;
@@ -3128,7 +3297,7 @@ static int tok_load_template(tok *t, const json *v, ids *head, ids *tail, toka_e
     return 0;
 }
 
-static int tok_load_post(tok *t, const json *v, toka_err *e) {
+static int tok_load_post(tok *t, const json *v, toka_err *e) { /* one post-processor */
     str type = tok_type(v);
     ids head = {0}, tail = {0};
     int err = 0;
@@ -3140,20 +3309,25 @@ static int tok_load_post(tok *t, const json *v, toka_err *e) {
     } else if (!str_is(type, "ByteLevel")) {
         err = tok_unsupported(e, "post_processor", type);
     }
-    for (size_t i = 0; !err && i < t->head.n; i++) ids_push(&head, t->head.p[i]); /* a later processor stands outside */
+    /* The ids of a later processor go outside those of the earlier ones. */
+    for (size_t i = 0; !err && i < t->head.n; i++) ids_push(&head, t->head.p[i]);
     for (size_t i = 0; !err && i < tail.n; i++) ids_push(&t->tail, tail.p[i]);
-    ids_free(&tail), ids_free(&t->head);
+    ids_free(&tail);
+    ids_free(&t->head);
     t->head = head;
     return err;
 }
 
-/* Every token's decoded text with `from` replaced. */
+/* Decoder Replace: replaces `from` in the decoded text of every token. */
 static int tok_decode_replace(tok *t, const json *v, toka_err *e) {
     const json *pattern = json_get(v, "pattern");
     str from = tok_literal(pattern), to = tok_keep(t, json_str(json_get(v, "content")));
     buf b = {0};
-    if (!from.n) return tok_unsupported(e, "decoder Replace: the pattern", json_str(json_get(pattern, "Regex")));
-    if (tok_grows(t, from, to)) return TOK_FAIL("decoders make a text over %d times longer", TOK_MAX_GROWTH);
+    if (!from.n)
+        return tok_unsupported(e, "decoder Replace: the pattern",
+                               json_str(json_get(pattern, "Regex")));
+    if (tok_grows(t, from, to))
+        return TOK_FAIL("decoders make a text over %d times longer", TOK_MAX_GROWTH);
     for (int i = 0; i < t->n_ids; i++) {
         str s = t->text[i].n ? tok_replace(t->text[i], from, to, &b) : t->text[i];
         if (s.p != t->text[i].p) t->text[i] = tok_keep(t, s);
@@ -3162,19 +3336,20 @@ static int tok_decode_replace(tok *t, const json *v, toka_err *e) {
     return 0;
 }
 
-/* ByteLevel: text of the alphabet becomes the bytes it stands for, added tokens' text too; other text stays. */
+/* Decoder ByteLevel: turns every token's text from the byte-level alphabet into bytes, that of
+ * added tokens, too. A text with other characters stays as it is. */
 static void tok_decode_level(tok *t) {
     buf b = {0};
     t->decoder = TOK_BYTES;
     for (int i = 0; i < t->n_ids; i++) {
-        if (t->byte_level && t->key[i].p && !t->added_at[i]) continue; /* is so already */
+        if (t->byte_level && t->key[i].p && !t->added_at[i]) continue; /* already bytes */
         buf_clear(&b);
         if (tok_unmap(t->text[i], &b)) t->text[i] = tok_keep(t, buf_view(&b));
     }
     buf_free(&b);
 }
 
-/* <0x41> decodes to the byte 0x41. */
+/* Decoder ByteFallback: a token <0x41> decodes to the byte 0x41. */
 static void tok_decode_bytes(tok *t) {
     t->decode_fallback = true;
     for (int i = 0; i < t->n_ids; i++) {
@@ -3187,32 +3362,44 @@ static void tok_decode_bytes(tok *t) {
     }
 }
 
+/* One decoder. ByteLevel and Metaspace must be alone; the others form a chain in the order Replace,
+ * ByteFallback, Fuse, Strip. */
 static int tok_load_decoder(tok *t, const json *v, toka_err *e) {
     str type = tok_type(v);
     bool chain = t->decoder == TOK_CHAIN;
-    if (t->decoder != TOK_JOIN && !chain) return tok_unsupported(e, "decoder in this Sequence:", type);
+    if (t->decoder != TOK_JOIN && !chain)
+        return tok_unsupported(e, "decoder in this Sequence:", type);
     if (str_is(type, "ByteLevel") && !chain) return tok_decode_level(t), 0;
     if (str_is(type, "Metaspace") && !chain) {
-        str scheme = json_get(v, "prepend_scheme") ? json_str(json_get(v, "prepend_scheme")) : STR("always");
+        str scheme = json_get(v, "prepend_scheme") ? json_str(json_get(v, "prepend_scheme"))
+                                                   : STR("always");
         t->meta_mark = tok_keep(t, json_str(json_get(v, "replacement")));
-        t->meta_drop = !str_is(scheme, "never") && !json_is(json_get(v, "add_prefix_space"), JSON_FALSE);
+        t->meta_drop = !str_is(scheme, "never") &&
+                       !json_is(json_get(v, "add_prefix_space"), JSON_FALSE);
         t->decoder = TOK_META;
-        return t->meta_mark.n ? 0 : tok_unsupported(e, "decoder Metaspace: the replacement", t->meta_mark);
+        return t->meta_mark.n
+                   ? 0
+                   : tok_unsupported(e, "decoder Metaspace: the replacement", t->meta_mark);
     }
     t->decoder = TOK_CHAIN;
-    if (str_is(type, "Replace") && !t->decode_fallback && !t->decode_fuse) return tok_decode_replace(t, v, e);
-    if (str_is(type, "ByteFallback") && !t->decode_fallback && !t->decode_fuse) return tok_decode_bytes(t), 0;
+    if (str_is(type, "Replace") && !t->decode_fallback && !t->decode_fuse)
+        return tok_decode_replace(t, v, e);
+    if (str_is(type, "ByteFallback") && !t->decode_fallback && !t->decode_fuse)
+        return tok_decode_bytes(t), 0;
     if (str_is(type, "Fuse")) return t->decode_fuse = true, 0;
-    if (str_is(type, "Strip") && t->decode_fuse && !t->strip && json_int(json_get(v, "stop"), -1) == 0) {
+    if (str_is(type, "Strip") && t->decode_fuse && !t->strip &&
+        json_int(json_get(v, "stop"), -1) == 0) {
         int64_t n = json_int(json_get(v, "start"), -1);
         t->strip_char = tok_keep(t, json_str(json_get(v, "content")));
-        if (n >= 0 && n <= INT32_MAX && t->strip_char.n && t->strip_char.n <= 4) return t->strip = (int)n, 0;
+        if (n >= 0 && n <= INT32_MAX && t->strip_char.n && t->strip_char.n <= 4)
+            return t->strip = (int)n, 0;
     }
     return tok_unsupported(e, "decoder in this place:", type);
 }
 
-/* ---- The whole ---- */
+/* ---- The whole file ---- */
 
+/* Vocabulary, merges and added tokens. */
 static int tok_load_tokens(tok *t, const json *root, const json *more, toka_err *e) {
     const json *model = json_get(root, "model"), *vocab = json_get(model, "vocab");
     const json *own = json_get(root, "added_tokens"), *beside = json_get(more, "added_tokens");
@@ -3230,14 +3417,17 @@ static int tok_load_tokens(tok *t, const json *root, const json *more, toka_err 
     return tok_load_added(t, lists, n_added, vocab->n, e);
 }
 
+/* Checks the model's settings, then loads its tokens. */
 static int tok_load_model(tok *t, const json *root, const json *more, toka_err *e) {
     const json *model = json_get(root, "model");
-    const json *dropout = json_get(model, "dropout"), *prefix = json_get(model, "continuing_subword_prefix");
+    const json *dropout = json_get(model, "dropout");
+    const json *prefix = json_get(model, "continuing_subword_prefix");
     const json *suffix = json_get(model, "end_of_word_suffix");
     if (!json_is(model, JSON_OBJECT)) return TOK_FAIL("no object \"model\"");
     if (!str_is(tok_type(model), "BPE")) return tok_unsupported(e, "model type", tok_type(model));
     if (json_num(dropout, 0) != 0) return TOK_FAIL("model.dropout is not supported");
-    if (json_str(prefix).n) return tok_unsupported(e, "model.continuing_subword_prefix", json_str(prefix));
+    if (json_str(prefix).n)
+        return tok_unsupported(e, "model.continuing_subword_prefix", json_str(prefix));
     if (json_str(suffix).n) return tok_unsupported(e, "model.end_of_word_suffix", json_str(suffix));
     t->ignore_merges = json_true(json_get(model, "ignore_merges"));
     t->fuse_unk = json_true(json_get(model, "fuse_unk"));
@@ -3245,9 +3435,10 @@ static int tok_load_model(tok *t, const json *root, const json *more, toka_err *
     return tok_load_tokens(t, root, more, e);
 }
 
-/* "add_prefix_space" rules a pre-tokenizer that is ByteLevel alone. "dummy_prefix" rules
- * SentencePiece's space ahead of a text: false takes away what puts it there; true cannot say how
- * one would be put there. */
+/* Applies two flags of `more`. add_prefix_space applies to a pre-tokenizer that is only ByteLevel.
+ * dummy_prefix applies to SentencePiece's space before a text: false removes the normalizers that
+ * prepend it and turns Metaspace's prefix off; true is an error if tokenizer.json does not add such
+ * a space, because the flag does not say how. */
 static int tok_load_prefix(tok *t, const json *root, const json *more, toka_err *e) {
     const json *space = json_get(more, "add_prefix_space"), *pre = json_get(root, "pre_tokenizer");
     const json *dummy = t->byte_level ? NULL : json_get(more, "dummy_prefix");
@@ -3266,8 +3457,9 @@ static int tok_load_prefix(tok *t, const json *root, const json *more, toka_err 
     return 0;
 }
 
-/* "fix_mistral_regex": Mistral published tokenizers with the pattern of another model; the right
- * one takes its place. As in transformers only in vocabularies of that size, before a ByteLevel. */
+/* Applies fix_mistral_regex: Mistral published tokenizers with the pattern of another model; this
+ * puts Tekken's pattern in its place. As in transformers, only if the vocabulary has over 100,000
+ * tokens and the pattern is the first of a Sequence with a ByteLevel. */
 static void tok_fix_mistral(tok *t, const json *root, const json *more) {
     const json *list = json_get(json_get(root, "pre_tokenizer"), "pretokenizers");
     const json *vocab = json_get(json_get(root, "model"), "vocab");
@@ -3283,26 +3475,36 @@ static int tok_load_root(tok *t, const json *root, const json *more, toka_err *e
     t->growth = 1;
     t->split_special = json_true(json_get(more, "split_special_tokens"));
     t->names_own = json_true(json_get(more, "names_own"));
-    if (tok_load_each(t, json_get(root, "normalizer"), "normalizers", 0, tok_load_normal, e)) return e->code;
-    if (tok_load_each(t, json_get(root, "pre_tokenizer"), "pretokenizers", 0, tok_load_pre, e)) return e->code;
+    if (tok_load_each(t, json_get(root, "normalizer"), "normalizers", 0, tok_load_normal, e))
+        return e->code;
+    if (tok_load_each(t, json_get(root, "pre_tokenizer"), "pretokenizers", 0, tok_load_pre, e))
+        return e->code;
     if (tok_load_prefix(t, root, more, e)) return e->code;
     if (tok_load_model(t, root, more, e)) return e->code;
     tok_fix_mistral(t, root, more);
-    if (tok_load_each(t, json_get(root, "post_processor"), "processors", 0, tok_load_post, e)) return e->code;
+    if (tok_load_each(t, json_get(root, "post_processor"), "processors", 0, tok_load_post, e))
+        return e->code;
     t->growth = 1;
-    if (tok_load_each(t, json_get(root, "decoder"), "decoders", 0, tok_load_decoder, e)) return e->code;
-    if (t->decoder == TOK_JOIN && json_is(json_get(root, "decoder"), JSON_OBJECT)) t->decoder = TOK_CHAIN; /* of no decoders */
-    if (!t->byte_level && json_is(json_get(more, "dummy_prefix"), JSON_FALSE))
-        t->strip = 0, t->meta_drop = false;
+    if (tok_load_each(t, json_get(root, "decoder"), "decoders", 0, tok_load_decoder, e))
+        return e->code;
+    /* An empty Sequence of decoders is a chain of none. */
+    if (t->decoder == TOK_JOIN && json_is(json_get(root, "decoder"), JSON_OBJECT))
+        t->decoder = TOK_CHAIN;
+    if (!t->byte_level && json_is(json_get(more, "dummy_prefix"), JSON_FALSE)) {
+        t->strip = 0;
+        t->meta_drop = false;
+    }
     if (t->byte_level && t->decoder != TOK_BYTES)
-        return tok_unsupported(e, "with a ByteLevel pre-tokenizer the decoder", tok_type(json_get(root, "decoder")));
+        return tok_unsupported(e, "with a ByteLevel pre-tokenizer the decoder",
+                               tok_type(json_get(root, "decoder")));
     return 0;
 }
 
-/* Reads the text of tokenizer.json, which may go away after. more: what stands beside it, a JSON
- * object; or empty. Its members are the lists added_tokens and special_tokens, and the flags
- * split_special_tokens, add_prefix_space and dummy_prefix (see tok_load_prefix), fix_mistral_regex,
- * names_own (see tok_added). *out is the caller's until tok_del. */
+/* Reads the text of tokenizer.json; it is not needed afterwards. more: settings from outside this
+ * file, a JSON object or empty. Its members are the lists added_tokens and special_tokens, and the
+ * flags split_special_tokens, add_prefix_space and dummy_prefix (see tok_load_prefix),
+ * fix_mistral_regex, and names_own (see tok_added). *out is the caller's until tok_del; NULL after
+ * an error. Returns 0 or an error code. */
 static int tok_load(tok **out, str tokenizer_json, str more, toka_err *e) {
     arena a = {0};
     toka_err why;
@@ -3325,12 +3527,15 @@ static int tok_load(tok **out, str tokenizer_json, str more, toka_err *e) {
     return err;
 }
 
-/* What stands ahead of a text (or, of `behind`, after it) with TOKA_ADD_SPECIAL: the token of that content, NULL: nothing, instead
- * of what tokenizer.json says. */
+/* Sets the token that TOKA_ADD_SPECIAL adds before a text (if `behind`, after it), instead of what
+ * tokenizer.json says. content: the token's text; NULL: add nothing. Returns an error code if there
+ * is no such token. */
 static int tok_surround(tok *t, bool behind, const char *content, toka_err *e) {
     int32_t id = content ? tok_id(t, str_c(content)) : 0;
     ids *list = behind ? &t->tail : &t->head;
-    if (id < 0) return fail(e, TOKA_E_INPUT, "tokenizer_config.json: %s stands around texts, but is no token", content);
+    if (id < 0)
+        return fail(e, TOKA_E_INPUT,
+                    "tokenizer_config.json: %s stands around texts, but is no token", content);
     ids_free(list);
     if (content) ids_push(list, id);
     return 0;
@@ -3340,10 +3545,21 @@ static void tok_del(tok *t) {
     if (!t) return;
     uni_free(&t->uni);
     arena_free(&t->mem);
-    free(t->key), free(t->name), free(t->text), free(t->flag), free(t->keys.places), free(t->names.places);
-    free(t->merges), free(t->joins), free(t->slots), free(t->added), free(t->added_at);
-    free(t->raw.sorted), free(t->normalized.sorted);
-    ids_free(&t->head), ids_free(&t->tail);
+    free(t->key);
+    free(t->name);
+    free(t->text);
+    free(t->flag);
+    free(t->keys.places);
+    free(t->names.places);
+    free(t->merges);
+    free(t->joins);
+    free(t->slots);
+    free(t->added);
+    free(t->added_at);
+    free(t->raw.sorted);
+    free(t->normalized.sorted);
+    ids_free(&t->head);
+    ids_free(&t->tail);
     free(t);
 }
 
@@ -6409,7 +6625,7 @@ typedef struct mf_config {
  * off: temperature 1, top_p 1, min_p 0, repetition_penalty 1, top_k 0. */
 typedef struct mf_defaults {
     bool has_do_sample, has_temperature, has_top_p, has_top_k, has_min_p, has_repetition_penalty;
-    bool do_sample; /* false: greedy decoding; the fields below then have no meaning */
+    bool do_sample; /* false: greedy decoding; temperature to top_k then have no meaning */
     float temperature, top_p, min_p, repetition_penalty;
     int top_k;
     int max_tokens, min_tokens; /* max_new_tokens, min_new_tokens; 0: not given */
@@ -6460,7 +6676,8 @@ typedef struct mf_model {
     str token_flags;      /* the flags that change ids, as members of a JSON object; or empty */
     str more_tokens;      /* the three above joined into one JSON object, for tok_load */
     bool old_specials;    /* tokenizer_config.json has no list of added tokens. Then
-                             special_tokens_map.json counts, as in transformers */
+                             special_tokens_map.json and added_tokens.json count, as in
+                             transformers */
     int add_bos, add_eos; /* add begin and end tokens to a text: 0 no, 1 yes, -1 as tokenizer.json
                              says */
     mf_defaults defaults;
@@ -6542,7 +6759,7 @@ static void mf_rope_table(const mf_rope *r, int D, float *freq, float *scale) {
 typedef struct mf_reader {
     const json *o;     /* the object; NULL: every field is missing */
     const char *where; /* the file's name, for messages */
-    const char *path;  /* what messages put before a field's name: "" or "rope_parameters." ... */
+    const char *path;  /* for messages, goes before a field's name: "" or "rope_parameters." ... */
     toka_err *e;       /* code 0 until the first error, which stays */
 } mf_reader;
 
@@ -6594,8 +6811,8 @@ static bool mf_bool(mf_reader *r, const char *name, bool otherwise) {
     return v->type == JSON_TRUE;
 }
 
-/* Parses a file of the model as a JSON object. The file may have what Python's json writes beyond
- * the standard. Returns NULL on an error; the message in *e begins with `where`. */
+/* Parses a file of the model as a JSON object. Such files are mostly written by Python, so Python's
+ * extensions of JSON are accepted. Returns NULL on an error; the message begins with `where`. */
 static const json *mf_json(str text, const char *where, arena *a, json_limits limits, toka_err *e) {
     const json *o = json_parse_python(a, text, limits, e);
     if (!o) {
@@ -7277,8 +7494,8 @@ static void mf_put_flag(buf *b, const char *name, bool value) {
     json_put_bool(b, value);
 }
 
-/* The flags of tokenizer_config.json that change ids, as members of the object for tok_load. They
- * mean what they mean in transformers 4.57:
+/* The flags of tokenizer_config.json that change ids, as members of the object for tok_load. Their
+ * meaning is that of transformers 4.57:
  *   split_special_tokens   applies to all text, also to the output of chat templates
  *   add_prefix_space       applies to ByteLevel; and to SentencePiece's prefix, if the tokenizer
  *                          class rebuilds its tokenizer
@@ -7677,6 +7894,7 @@ static void st_set_alias(st_set *s, str name, str stored, arena *a) {
     st_set_add(s, t, &none);
 }
 
+/* Adds the second names of all objects of the list. */
 static void st_set_aliases(st_set *s, const st_names *list, arena *a) {
     for (; list; list = list->next)
         JSON_MEMBERS(key, list->names)
@@ -7856,9 +8074,9 @@ static double mf_busiest(int L, int others, int n, double head) {
  *
  * Work per token in multiply-adds: a layer has E (H + 2K) D + H D E + 3 E F, the LM head E V, the
  * embedding none. Every token goes through all layers, but only tokens that are sampled from go
- * through the head. So the head counts less than its full work: 1/5 in conversations, where a fifth
- * of the tokens are sampled from, and 2/3 where a prompt has many answers: there all tokens are,
- * but layers also read K and V.
+ * through the head. So the head counts with a part of its work: with 1/5 in conversations, where a
+ * fifth of the tokens are sampled from; with 2/3 where a prompt has many answers, because there all
+ * tokens are sampled from, but the layers also have to read K and V.
  *
  * The last stage has the head. It gets the number of layers with the least time for an equal amount
  * of both kinds of work, where the busiest stage sets the time. The other stages share the rest
