@@ -20897,72 +20897,108 @@ static const char srv_page[] =
 
 /* ===========================================================================
  * MARK: 30. Server: requests and metrics [os]
- * What a request is between its last byte in and its first byte out: routes, keys, the calls that workers carry to the engine
- * and back, and the numbers of /metrics. Chapter 31 has the sockets.
+ * This chapter handles a request from the moment its last byte has arrived until the first byte of
+ * its answer is ready: routes, API keys, handing requests to the engine, turning its events into
+ * text, and the numbers of /metrics. Chapter 31 has the sockets. An HTTP request with its answer
+ * is a call (srv_call). There are three kinds of threads: the event loop (31), the workers and the
+ * engine's thread.
  *
- *     loop (31) --srv_dispatch--> ready list --> worker: srv_begin: api_parse, toka_submit, or another handler
- *                                                engine: srv_on_event: api_pack, nothing else --> ready list
- *     loop (31) <--dirty list <----------------- worker: srv_continue: api_feed_some, api_finish
+ *     loop --srv_dispatch--> ready list --> worker: srv_begin_api: api_parse, toka_submit,
+ *                                                   or the handler of another route
+ *                                           engine: srv_on_event: api_pack --> ready list
+ *     loop <-- dirty list <---------------- worker: srv_continue: api_feed_some, api_finish
  *
- * The loop never parses JSON or waits, and touches a disk only to send a file or to drop an upload that broke off; the engine's
- * thread never makes text. A call is with at most one worker at a time. Between the threads there is one lock, held for a few
- * pointers at a time; the loop and the workers take it once for a share of the calls that wait, or 1,024 streams of a fast model
- * get their tokens in groups (test/results/gpu-h200.md).
+ * An answer passes through six buffers on its way from the engine's thread to the socket. Each
+ * thread hands its work on by a buffer under srv.lock (the lines marked "lock"):
+ *
+ *     toka_event               engine's thread   ids and logprobs, valid during the callback
+ *         | srv_on_event: api_pack
+ *     1 call.fresh             engine's thread   packed records of the current step
+ *         | srv_on_event, at the last event of the step
+ *     2 call.records    lock   engine -> worker  records that no worker has taken
+ *         | srv_take_job
+ *     3 call.left       lock   worker            records taken by a worker, not yet made into
+ *         |                                      text; during its turn they are in srv_job
+ *         | srv_continue: api_feed_some, api_finish
+ *     4 srv_job.made           worker            bytes of HTTP made in this turn
+ *         | srv_hand_over
+ *     5 call.out        lock   worker -> loop    bytes that the loop has not taken
+ *         | srv_take, srv_deliver
+ *     6 srv_conn.out           loop              bytes that the socket has not taken
+ *         | srv_send_some
+ *     socket
+ *
+ * The loop never parses JSON and never blocks. It uses a disk only to send a
+ * file or to delete an incomplete upload. The engine's thread never makes text. A call is with at
+ * most one worker at a time. All threads share one lock, held for a few pointer assignments at a
+ * time. The loop and the workers take it once for several calls; with one lock per call, the tokens
+ * of 1,024 streams of a fast model arrive in bursts (test/results/gpu-h200.md).
  *
  * What always holds:
- *   - srv.lock guards the lists, the metrics and the fields of a call marked (lock); a call is freed when its last reference
- *     goes: its connection, a place in the ready or dirty list (or with a worker), each engine request before its last event;
- *   - a call whose client is gone has all its engine requests cancelled, also those submitted later;
- *   - a slow reader stops the making of its text (`stalled`), not the engine: what waits is packed records, at most
- *     SRV_MAX_RECORDS, and text is made of them in turns of about SRV_MAX_UNSENT; a reader that takes no byte for --write-timeout
- *     is dropped;
- *   - what clients make the server hold is counted in srv.held: bodies, what reading them may take,
- *     records and answers, bytes of connections. Each may have as much as is left of srv.room for all
- *     others (srv_hold). So the largest is refused first, with a 503, and small ones last. Large
- *     allocations are checked, and small ones have spare memory (chapter 2).
+ *   - srv.lock guards the lists, the metrics and the fields of a call marked (lock). A call is
+ *     reference-counted. References are held by its connection, by each list that it is in (the
+ *     ready list's passes to the worker), and by each of its engine requests until that request's
+ *     last event. The last one to go frees the call;
+ *   - if the client of a call disconnects, all engine requests of the call are cancelled, also
+ *     those submitted afterwards;
+ *   - backpressure: if a client reads slowly, its text is no longer made (`stalled`), but the
+ *     engine continues. Its tokens wait as packed records, at most SRV_MAX_RECORDS bytes, and
+ *     become text in turns of about SRV_MAX_UNSENT bytes. A client that accepts no byte for
+ *     --write-timeout is disconnected;
+ *   - srv.held counts the memory that clients make the server hold: request bodies, the memory
+ *     that parsing them may need, records and answers, and the buffers of connections. One holder
+ *     may use at most as much as remains free of srv.room (srv_hold). So large requests are refused
+ *     first, with a 503, and small ones last. Large allocations are checked, and small ones have
+ *     spare memory (chapter 2), so no client can end the server by exhausting its memory.
  * =========================================================================== */
 
 enum {
-    SRV_MAX_UNSENT = 256 << 10,       /* bytes of a stream made and not sent before its making waits, and made in one turn */
-    SRV_MAX_RECORDS = 64 << 20,       /* bytes of records waiting for a slow reader; one more and it is dropped */
-    SRV_FEW_RECORDS = 64 << 10,       /* bytes of records of an answer in one piece before a worker collects them */
-    SRV_SIMPLE_BYTES = 1 << 20,       /* body of requests that are not prompts or files */
-    SRV_PIECE_BYTES = 1 << 20,        /* of an upload, handed to a worker */
-    SRV_LIGHT_RECORDS = 4 << 10,      /* of a stream, of which a worker takes several ... */
-    SRV_JOBS = 16,                    /* ... at most */
-    SRV_SMALL_BYTES = 64 << 10,       /* that anybody may hold */
-    SRV_LEAST_ROOM = 32 << 20,        /* bytes of srv.room */
-    SRV_READING = 24,                 /* bytes that reading a byte of a body may take */
-    SRV_MAX_CHOICES = 1 << 16,        /* of a request */
-    SRV_PACE_S = 10,
-    SRV_MAX_RETRY_S = 60,
+    SRV_MAX_UNSENT = 256 << 10,   /* bytes of a stream made but not sent before it is stalled; also
+                                     bytes made in one turn */
+    SRV_MAX_RECORDS = 64 << 20,   /* bytes of records that wait for a slow client; with more it is
+                                     disconnected */
+    SRV_FEW_RECORDS = 64 << 10,   /* an answer that is not streamed: a worker takes its records only
+                                     when they exceed this, or at the end */
+    SRV_SIMPLE_BYTES = 1 << 20,   /* longest body of requests that are neither prompts nor files */
+    SRV_PIECE_BYTES = 1 << 20,    /* an upload is handed to a worker in pieces of this size */
+    SRV_LIGHT_RECORDS = 4 << 10,  /* a stream with at most so many bytes of records is light */
+    SRV_JOBS = 16,                /* light jobs that a worker takes at once, at most */
+    SRV_SMALL_BYTES = 64 << 10,   /* each holder may have this much in any case */
+    SRV_LEAST_ROOM = 32 << 20,    /* smallest srv.room, in bytes */
+    SRV_READING = 24,             /* memory needed to parse a body, per byte: values, ids, texts */
+    SRV_MAX_CHOICES = 1 << 16,    /* choices of one request */
+    SRV_PACE_S = 10,              /* seconds over which srv_pace measures, at least */
+    SRV_MAX_RETRY_S = 60,         /* largest Retry-After, in seconds */
 };
 
-typedef struct srv_options { /* what toka serve was asked to do; strings are the caller's */
+typedef struct srv_options { /* the options of toka serve; the caller owns the strings */
     toka_options open;
-    const char *host, *uds; /* uds not NULL: a unix socket there instead */
-    int port;               /* 0: any free one, told on standard error */
-    const char *const *keys; /* [n_keys] API keys; none: everybody may */
+    const char *host, *uds;   /* uds: path of a unix socket; NULL: TCP at host and port */
+    int port;                 /* 0: any free one; it is printed on standard error */
+    const char *const *keys;  /* [n_keys] API keys; with none, no client needs a key */
     int n_keys;
-    const char *const *names; /* [n_names] served names; none: the model's */
+    const char *const *names; /* [n_names] served model names; none: the model's own name */
     int n_names;
-    const char *origins;    /* comma-separated list of origins that browsers may come from, or "*"; NULL: none */
-    const char *hosts;      /* comma-separated list of more host names of this server; NULL: none */
+    const char *origins;      /* origins allowed by CORS, separated by commas, or "*"; NULL: none */
+    const char *hosts;        /* more host names of this server, separated by commas; NULL: none */
     const char *files_dir, *now;
-    int max_queue;          /* requests that wait for their first token; more get a 429 */
-    int64_t max_body_bytes; /* of a prompt's request */
-    int64_t max_answer_bytes; /* of memory that an answer may take, unless it is streamed */
+    int max_queue;            /* requests that may wait for their first token; more get a 429 */
+    int64_t max_body_bytes;   /* longest body of a completion request */
+    int64_t max_answer_bytes; /* memory that an answer may take if it is not streamed */
     int64_t max_upload_bytes;
     double read_timeout, write_timeout, keep_alive; /* seconds */
-    double step_timeout;    /* requests under way and no step for so many seconds: /health says so; a server told to end ends */
+    double step_timeout;      /* seconds without a step, with requests running or queued, until
+                                 /health reports a hung engine; also how long a shutdown
+                                 waits for a step */
     int n_workers;
-    bool model_defaults, strict, quiet; /* model_defaults: sampling as generation_config.json says */
-    atomic_int *interrupted; /* 1: drain and return, 2: return at once */
+    bool model_defaults;      /* sampling defaults come from generation_config.json */
+    bool strict, quiet;
+    atomic_int *interrupted;  /* signals so far; 1: drain and return; at the 2nd the program ends */
 } srv_options;
 
 enum { SRV_BUCKETS = 22 };
 
-typedef struct srv_hist { /* Prometheus histogram */
+typedef struct srv_hist { /* a Prometheus histogram */
     const double *le;     /* [SRV_BUCKETS] upper bounds */
     int64_t counts[SRV_BUCKETS + 1], n;
     double sum;
@@ -20970,45 +21006,48 @@ typedef struct srv_hist { /* Prometheus histogram */
 
 typedef struct srv_metrics {
     srv_hist ttft, itl, tpot, e2e, prompt_tokens, output_tokens, params_n;
-    double finished[5];    /* samples, by toka_finish */
-    double statuses[6];    /* answers, by hundreds */
-    int64_t rejected;      /* with 429 */
+    double finished[5]; /* samples, by toka_finish */
+    double statuses[6]; /* answers, by the first digit of their status */
+    int64_t rejected;   /* requests answered with a 429 because the queue was full */
 } srv_metrics;
 
-typedef struct srv_pace { /* how fast the queue moves, over the last SRV_PACE_S seconds or twice that */
-    double t[2];    /* looks at it: since the queue was last empty, and some time apart; 0: none yet */
-    int64_t left[2]; /* calls that had left it by then, with a first token or without */
+typedef struct srv_pace { /* how fast calls leave the queue, over SRV_PACE_S to 2 * SRV_PACE_S */
+    double t[2];     /* begin of the current and of the next interval; later than the last time when
+                        the queue was empty. 0: none yet */
+    int64_t left[2]; /* srv.n_left at those times */
 } srv_pace;
 
 enum srv_phase { SRV_LOADING, SRV_READY, SRV_FAILED }; /* of the engine */
 
 typedef struct srv {
     const srv_options *o;
-    toka *t;              /* from SRV_READY on */
+    toka *t;              /* valid from SRV_READY on */
     toka_info info;
     api_model model;
     fb_store *files;
-    const char *name;     /* served */
+    const char *name;     /* served model name */
     char fingerprint[32];
     atomic_int phase;     /* enum srv_phase */
-    atomic_bool draining, wedged;
-    uint64_t random[2];   /* of this process: ids and seeds */
+    atomic_bool draining; /* shutting down: no new connections, and the open ones end */
+    atomic_bool wedged;   /* the engine hangs: no step for --step-timeout although there is work */
+    uint64_t random[2];   /* random numbers of this process, for ids and seeds */
     atomic_ullong n_serial;
     int64_t started;      /* unix seconds */
     atomic_llong held;    /* bytes that clients make the server hold */
-    atomic_llong room;    /* bytes that these may be: half of what the model leaves */
+    atomic_llong room;    /* limit of held: half of the memory free after loading the model */
 
-    pthread_mutex_t lock;
+    pthread_mutex_t lock; /* guards the fields from here to unknown */
     pthread_cond_t work;
-    struct srv_call *ready, **ready_end, *dirty;
-    int n_ready, n_idle;  /* calls in that list; workers that wait */
-    bool stopping;        /* workers end */
-    bool woken;           /* the loop knows that there is something in dirty */
-    int n_waiting;        /* calls without a first token */
-    int64_t n_left;       /* calls that were among them */
+    struct srv_call *ready, **ready_end; /* FIFO of calls that have work for a worker */
+    struct srv_call *dirty; /* LIFO of calls that have something for the loop */
+    int n_ready, n_idle;  /* calls in `ready`; workers that wait */
+    bool stopping;        /* the workers shall end */
+    bool woken;           /* wake_fd was written since the loop last took `dirty` */
+    int n_waiting;        /* calls without a first token: the queue that max_queue limits */
+    int64_t n_left;       /* calls that have left this queue */
     srv_pace pace;
     srv_metrics m;
-    buf unknown;          /* api_is_news' */
+    buf unknown;          /* names of unknown fields that were reported; `seen` of api_is_news */
     toka_err e;           /* why the phase is SRV_FAILED */
 
     struct srv_loop *loop; /* chapter 31 */
@@ -21018,74 +21057,89 @@ typedef struct srv {
 typedef struct srv_part { /* one engine request of a call: the `user` of its events */
     struct srv_call *call;
     api_part *part;
-    int n_left;  /* samples that have not ended; the engine's thread, as what follows */
-    uint8_t *begun; /* [n] bits: samples that had a token */
+    int n_left;     /* samples that have not ended; used by the engine's thread only, like begun */
+    uint8_t *begun; /* one bit a sample: it has had a token */
 } srv_part;
 
 enum srv_stage { SRV_NEW, SRV_RUNNING, SRV_ENDED };
 
 typedef struct srv_call { /* one HTTP request and its answer */
     struct srv *s;
-    struct srv_conn *conn;         /* the loop's; NULL: the client is gone */
-    const struct srv_route *route; /* NULL: none matched */
+    struct srv_conn *conn;         /* the loop's; NULL: the client has disconnected, or the answer
+                                      is complete */
+    const struct srv_route *route; /* NULL: no route matched */
     arena a;
     http_request *req;
     buf body;
-    int64_t body_held, work_held;  /* counted in srv.held: the body; what a worker makes of it */
+    int64_t body_held, work_held;  /* counted in srv.held: for the body; for a worker's memory */
     double t_start;
-    bool keep_alive, head_sent, counted; /* counted: in n_waiting (lock) */
-    int fd;                        /* its socket; the loop's */
-    str origin;                    /* of the browser, if it is allowed; .n 0: none */
-    http_reply reply;              /* a worker's until `done` */
+    bool keep_alive, head_sent;
+    bool counted;                  /* (lock) counted in srv.n_waiting */
+    int fd;                        /* socket of the connection; the loop's */
+    str origin;                    /* value of the Origin header if CORS allows it; else .n is 0 */
+    http_reply reply;              /* the worker's until `done`, then the loop's */
     fb_upload *upload;
     bool upload_whole;             /* body holds the last piece */
 
     api_call api;
     srv_part *parts;               /* [api.n_parts] */
-    toka_err refused;              /* the engine's word when it did not take a part; code 0: it took all */
-    buf fresh;                     /* records of this step; the engine's thread */
-    int fresh_tokens, fresh_first; /* first of their samples */
+    toka_err refused;              /* error of toka_submit; code 0: it accepted all parts */
+    buf fresh;                     /* records of this step; the engine's thread, as the next two */
+    int fresh_tokens;              /* tokens of this step ... */
+    int fresh_first;               /* ... and how many of them are the first of their sample */
 
-    int refs;                      /* (lock), all that follows too */
+    /* (lock) from here on */
+    int refs;
     enum srv_stage stage;
     bool queued, in_dirty;         /* in the ready list or with a worker; in the dirty list */
-    atomic_bool gone;              /* the client is; written with the lock held, as too_much */
-    atomic_bool too_much;          /* it holds more than it may: it is cancelled, the answer is a 503 */
-    bool stalled, done, want_piece;
-    int n_open, n_submitted;       /* engine requests without a last event; engine_ids known */
+    atomic_bool gone;              /* the client has disconnected; written with the lock held */
+    atomic_bool too_much;          /* it holds too much memory: its samples are cancelled and it is
+                                      answered with a 503; written with the lock held */
+    bool stalled;                  /* the client reads slowly: no text is made */
+    bool done;                     /* the whole answer is in out */
+    bool want_piece;               /* the worker needs the next piece of an upload */
+    int n_open;                    /* engine requests that have not had their last event */
+    int n_submitted;               /* engine requests whose engine_id is set */
     int64_t n_tokens;
-    double t_first, t_last;        /* of tokens */
-    buf records, left, out;        /* packed and not taken by a worker; taken and not fed from left_at on; made and not taken
-                                      by the loop */
+    double t_first, t_last;        /* times of the first and the last token; 0: none yet */
+    buf records;                   /* packed records that no worker has taken */
+    buf left;                      /* records that a worker took, fed up to left_at */
+    buf out;                       /* bytes of the answer that the loop has not taken */
     size_t left_at;
-    size_t unsent;                 /* bytes made that the socket has not taken */
-    size_t collected;              /* api.held, as a worker left it */
-    int64_t held;                  /* counted in srv.held: of records and of what is made of them */
+    size_t unsent;                 /* bytes of the answer that the socket has not taken */
+    size_t collected;              /* api.held when the last worker returned the call */
+    int64_t held;                  /* counted in srv.held: for records, text and out */
     struct srv_call *next_ready, *next_dirty;
 } srv_call;
 
 typedef struct srv_route {
     const char *path;
-    bool prefix;                   /* and all paths below it */
-    unsigned methods;              /* bits 1 << http_method; 0: the handler refuses what it does not know */
-    bool open;                     /* needs no key */
-    bool early;                    /* answered while the model loads */
-    void (*now)(srv *s, srv_call *c);    /* on the loop: quick, fills c->reply */
-    void (*work)(srv *s, srv_call *c);   /* or on a worker: fills c->reply, or goes on until it is published */
-    int api;                       /* enum api_route of srv_begin_api and srv_simple */
+    bool prefix;      /* matches all paths below `path`, too */
+    unsigned methods; /* bits 1 << http_method; 0: the handler checks the method */
+    bool open;        /* needs no API key */
+    bool early;       /* answered even while the model loads or after the engine failed */
+    void (*now)(srv *s, srv_call *c);  /* handler on the loop: quick, fills c->reply; or NULL */
+    void (*work)(srv *s, srv_call *c); /* handler on a worker: publishes c->reply or starts work
+                                          that ends by publishing an answer; or NULL */
+    int api;          /* enum api_route, for srv_begin_api and srv_simple */
 } srv_route;
 
 /* ---- Metrics ---- */
 
-static const double srv_seconds[SRV_BUCKETS] = {0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5,
-                                                0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640};
-static const double srv_counts[SRV_BUCKETS] = {1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5,
-                                               1e6, 2e6, 5e6, 1e7};
+/* Upper bounds of the buckets of times and of counts. */
+static const double srv_seconds[SRV_BUCKETS] = {
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5,
+    0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640};
+static const double srv_counts[SRV_BUCKETS] = {
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5,
+    1e6, 2e6, 5e6, 1e7};
 
 static void srv_observe(srv_hist *h, double v, int64_t times) {
     int i = 0;
     while (i < SRV_BUCKETS && v > h->le[i]) i++;
-    h->counts[i] += times, h->n += times, h->sum += v * (double)times;
+    h->counts[i] += times;
+    h->n += times;
+    h->sum += v * (double)times;
 }
 
 static void srv_metrics_init(srv_metrics *m) {
@@ -21094,88 +21148,121 @@ static void srv_metrics_init(srv_metrics *m) {
     m->prompt_tokens.le = m->output_tokens.le = m->params_n.le = srv_counts;
 }
 
-/* "# HELP", "# TYPE" and the value or values of one series. label: the model's, ready to stand in braces. */
-static void srv_put_series(buf *b, const char *name, const char *type, const char *help, const char *label, double v) {
-    buf_printf(b, "# HELP toka:%s %s\n# TYPE toka:%s %s\ntoka:%s{%s} %.17g\n", name, help, name, type, name, label, v);
+/* Appends "# HELP", "# TYPE" and the value of one series. label: the labels that all series have,
+ * already escaped, without the braces. */
+static void srv_put_series(buf *b, const char *name, const char *type, const char *help,
+                           const char *label, double v) {
+    buf_printf(b, "# HELP toka:%s %s\n# TYPE toka:%s %s\ntoka:%s{%s} %.17g\n", name, help, name,
+               type, name, label, v);
 }
 
-static void srv_put_hist(buf *b, const char *name, const char *help, const char *label, const srv_hist *h) {
+static void srv_put_hist(buf *b, const char *name, const char *help, const char *label,
+                         const srv_hist *h) {
     int64_t sum = 0;
     buf_printf(b, "# HELP toka:%s %s\n# TYPE toka:%s histogram\n", name, help, name);
     for (int i = 0; i <= SRV_BUCKETS; i++) {
         sum += h->counts[i];
-        if (i < SRV_BUCKETS) buf_printf(b, "toka:%s_bucket{%s,le=\"%g\"} %lld\n", name, label, h->le[i], (long long)sum);
+        if (i < SRV_BUCKETS)
+            buf_printf(b, "toka:%s_bucket{%s,le=\"%g\"} %lld\n", name, label, h->le[i],
+                       (long long)sum);
     }
     buf_printf(b, "toka:%s_bucket{%s,le=\"+Inf\"} %lld\n", name, label, (long long)h->n);
-    buf_printf(b, "toka:%s_sum{%s} %.17g\ntoka:%s_count{%s} %lld\n", name, label, h->sum, name, label, (long long)h->n);
+    buf_printf(b, "toka:%s_sum{%s} %.17g\ntoka:%s_count{%s} %lld\n", name, label, h->sum, name,
+               label, (long long)h->n);
 }
 
-static void srv_put_label_value(buf *b, str s) { /* the text format's escapes */
+static void srv_put_label_value(buf *b, str s) { /* escaped as the text format requires */
     for (size_t i = 0; i < s.n; i++)
         if (s.p[i] == '\n') buf_c(b, "\\n");
         else if (s.p[i] == '"' || s.p[i] == '\\') buf_char(b, '\\'), buf_char(b, s.p[i]);
         else buf_char(b, s.p[i]);
 }
 
-/* A counter for each value of a further label `key`; values that are NULL are left out. */
-static void srv_put_labelled(buf *b, const char *name, const char *help, const char *label, const char *key,
-                             const char *const *values, const double *counts, int n) {
+/* Appends a counter with one more label, `key`, and one line for each of its values. Skips values
+ * that are NULL. */
+static void srv_put_labelled(buf *b, const char *name, const char *help, const char *label,
+                             const char *key, const char *const *values, const double *counts,
+                             int n) {
     buf_printf(b, "# HELP toka:%s %s\n# TYPE toka:%s counter\n", name, help, name);
     for (int i = 0; i < n; i++)
-        if (values[i]) buf_printf(b, "toka:%s{%s,%s=\"%s\"} %.17g\n", name, label, key, values[i], counts[i]);
+        if (values[i])
+            buf_printf(b, "toka:%s{%s,%s=\"%s\"} %.17g\n", name, label, key, values[i], counts[i]);
 }
 
-/* Prometheus' text format 0.0.4. Stems, units and meanings are vLLM's; the engine's samples count as its requests do. */
-static void srv_put_metrics(buf *b, const srv_metrics *m, const toka_stats *t, str model, int n_waiting, int n_connections) {
+/* Appends all metrics in Prometheus' text format 0.0.4. Names after the prefix, units and meanings
+ * are vLLM's. Where vLLM counts its engine's requests, toka counts samples. */
+static void srv_put_metrics(buf *b, const srv_metrics *m, const toka_stats *t, str model,
+                            int n_waiting, int n_connections) {
     static const char *const reasons[5] = {NULL, "stop", "length", "abort", "error"};
-    static const char *const codes[6] = {NULL, NULL, "2xx", NULL, "4xx", "5xx"}, *const phases[3] = {"plan", "run", "commit"};
+    static const char *const codes[6] = {NULL, NULL, "2xx", NULL, "4xx", "5xx"};
+    static const char *const phases[3] = {"plan", "run", "commit"};
     buf label = {0};
-    buf_c(&label, "engine=\"0\",model_name=\""), srv_put_label_value(&label, model), buf_char(&label, '"');
+    buf_c(&label, "engine=\"0\",model_name=\"");
+    srv_put_label_value(&label, model);
+    buf_char(&label, '"');
     const char *l = label.p;
-    srv_put_series(b, "num_requests_running", "gauge", "Samples that the engine runs.", l, t->running);
-    srv_put_series(b, "num_requests_waiting", "gauge", "Samples that wait for the engine.", l, t->waiting);
-    srv_put_series(b, "kv_cache_usage_perc", "gauge", "Share of the KV cache held by running samples, 1 is all of it.", l,
+    srv_put_series(b, "num_requests_running", "gauge", "Samples that the engine runs.", l,
+                   t->running);
+    srv_put_series(b, "num_requests_waiting", "gauge", "Samples that wait for the engine.", l,
+                   t->waiting);
+    srv_put_series(b, "kv_cache_usage_perc", "gauge",
+                   "Share of the KV cache held by running samples, 1 is all of it.", l,
                    t->kv_pages ? (double)t->kv_pages_used / t->kv_pages : 0);
-    srv_put_series(b, "prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix tree.", l,
+    srv_put_series(b, "prefix_cache_queries_total", "counter",
+                   "Prompt tokens looked up in the prefix tree.", l, (double)t->prompt_tokens);
+    srv_put_series(b, "prefix_cache_hits_total", "counter", "Prompt tokens found there.", l,
+                   (double)t->prompt_tokens_shared);
+    srv_put_series(b, "num_preemptions_total", "counter", "Samples put back because pages ran out.",
+                   l, (double)t->preemptions);
+    srv_put_series(b, "prompt_tokens_total", "counter", "Prompt tokens of samples that started.", l,
                    (double)t->prompt_tokens);
-    srv_put_series(b, "prefix_cache_hits_total", "counter", "Prompt tokens found there.", l, (double)t->prompt_tokens_shared);
-    srv_put_series(b, "num_preemptions_total", "counter", "Samples put back because pages ran out.", l, (double)t->preemptions);
-    srv_put_series(b, "prompt_tokens_total", "counter", "Prompt tokens of samples that started.", l, (double)t->prompt_tokens);
-    srv_put_series(b, "generation_tokens_total", "counter", "Tokens generated.", l, (double)t->output_tokens);
-    srv_put_series(b, "attended_tokens_total", "counter", "Positions attended to, summed over tokens.", l, (double)t->attended);
-    srv_put_series(b, "attended_tokens_shared_total", "counter", "Of these, in shared prefixes.", l, (double)t->attended_shared);
+    srv_put_series(b, "generation_tokens_total", "counter", "Tokens generated.", l,
+                   (double)t->output_tokens);
+    srv_put_series(b, "attended_tokens_total", "counter",
+                   "Positions attended to, summed over tokens.", l, (double)t->attended);
+    srv_put_series(b, "attended_tokens_shared_total", "counter", "Of these, in shared prefixes.", l,
+                   (double)t->attended_shared);
     srv_put_series(b, "engine_steps_total", "counter", "Forward steps.", l, (double)t->steps);
     srv_put_labelled(b, "engine_seconds_total",
-                     "Where the engine's time went; run: with a step's waits for other ranks; commit: with the events.", l,
+                     "Where the engine's time went; run: with a step's waits for other ranks; "
+                     "commit: with the events.", l,
                      "phase", phases, (double[]){t->plan_s, t->run_s, t->commit_s}, 3);
-    srv_put_labelled(b, "request_success_total", "Samples that ended, by reason.", l, "finished_reason", reasons, m->finished, 5);
-    srv_put_labelled(b, "http_responses_total", "Answers by class of status.", l, "code", codes, m->statuses, 6);
-    srv_put_series(b, "http_requests_waiting", "gauge", "Requests without a first token.", l, n_waiting);
-    srv_put_series(b, "http_requests_rejected_total", "counter", "Requests refused because the queue was full.", l,
-                   (double)m->rejected);
+    srv_put_labelled(b, "request_success_total", "Samples that ended, by reason.", l,
+                     "finished_reason", reasons, m->finished, 5);
+    srv_put_labelled(b, "http_responses_total", "Answers by class of status.", l, "code", codes,
+                     m->statuses, 6);
+    srv_put_series(b, "http_requests_waiting", "gauge", "Requests without a first token.", l,
+                   n_waiting);
+    srv_put_series(b, "http_requests_rejected_total", "counter",
+                   "Requests refused because the queue was full.", l, (double)m->rejected);
     srv_put_series(b, "http_connections", "gauge", "Open connections.", l, n_connections);
-    srv_put_hist(b, "time_to_first_token_seconds", "From a request's last byte to its first token.", l, &m->ttft);
+    srv_put_hist(b, "time_to_first_token_seconds", "From a request's last byte to its first token.",
+                 l, &m->ttft);
     srv_put_hist(b, "inter_token_latency_seconds", "Between tokens of a sample.", l, &m->itl);
-    srv_put_hist(b, "request_time_per_output_token_seconds", "Mean time per token after the first.", l, &m->tpot);
-    srv_put_hist(b, "e2e_request_latency_seconds", "From a request's last byte to its last token.", l, &m->e2e);
+    srv_put_hist(b, "request_time_per_output_token_seconds", "Mean time per token after the first.",
+                 l, &m->tpot);
+    srv_put_hist(b, "e2e_request_latency_seconds", "From a request's last byte to its last token.",
+                 l, &m->e2e);
     srv_put_hist(b, "request_prompt_tokens", "Prompt tokens of a request.", l, &m->prompt_tokens);
-    srv_put_hist(b, "request_generation_tokens", "Output tokens of a request.", l, &m->output_tokens);
+    srv_put_hist(b, "request_generation_tokens", "Output tokens of a request.", l,
+                 &m->output_tokens);
     srv_put_hist(b, "request_params_n", "Samples of a request.", l, &m->params_n);
     buf_free(&label);
 }
 
 /* ---- Memory that clients make the server hold ---- */
 
-/* One of them, a body, an answer or a connection, has `bytes` in all; *mine: what was counted of it.
- * False: that is more than is left for all others, or more than a little while the spare memory is in
- * use. Any thread, each `mine` one at a time. */
+/* Sets the memory that one holder (a body, an answer, a connection) uses to `bytes`. *mine: what
+ * srv.held counts for it; updated in any case. Returns false if the holder has more than remains
+ * free for all others, or if the spare memory is in use; never false up to SRV_SMALL_BYTES.
+ * Any thread, but for one holder only one at a time. */
 static bool srv_hold(srv *s, int64_t *mine, size_t bytes) {
     const int64_t more = (int64_t)bytes - *mine, held = atomic_fetch_add(&s->held, more) + more;
     *mine += more;
     return bytes <= SRV_SMALL_BYTES || (!mem_is_short() && (int64_t)bytes <= s->room - held);
 }
 
-/* The same for work that a worker begins: the memory must be there, too. */
+/* The same for memory that a worker is about to need: checks also that the system has it now. */
 static bool srv_can_work(srv_call *c, size_t bytes) {
     return srv_hold(c->s, &c->work_held, bytes) && (bytes <= SRV_PIECE_BYTES || mem_has(bytes));
 }
@@ -21185,9 +21272,10 @@ static void srv_free_body(srv_call *c) {
     buf_free(&c->body);
 }
 
-/* ---- Calls: references and lists; all with srv.lock held ---- */
+/* ---- Calls: references and lists; with srv.lock held unless noted ---- */
 
-static void srv_call_free(srv_call *c) { /* the last reference is gone; any thread, without the lock */
+/* After the last reference is gone. Any thread, without the lock. */
+static void srv_call_free(srv_call *c) {
     http_reply unused = {0};
     if (c->upload) fb_upload_close(c->upload, false, &unused);
     buf_free(&unused.headers), buf_free(&unused.body);
@@ -21196,16 +21284,22 @@ static void srv_call_free(srv_call *c) { /* the last reference is gone; any thre
     buf_free(&c->reply.headers), buf_free(&c->reply.body);
     if (c->reply.fd_bytes > 0) close(c->reply.fd);
     buf_free(&c->fresh), buf_free(&c->records), buf_free(&c->left), buf_free(&c->out);
-    srv_hold(c->s, &c->held, 0), srv_hold(c->s, &c->work_held, 0);
+    srv_hold(c->s, &c->held, 0);
+    srv_hold(c->s, &c->work_held, 0);
     arena_free(&c->a);
     free(c);
 }
 
+/* The call leaves the queue of calls without a first token, if it is in it. */
 static void srv_uncount(srv_call *c) {
-    if (c->counted) c->counted = false, c->s->n_waiting--, c->s->n_left++;
+    if (c->counted) {
+        c->counted = false;
+        c->s->n_waiting--;
+        c->s->n_left++;
+    }
 }
 
-static bool srv_unref(srv_call *c) { /* true: the caller frees it, after unlocking */
+static bool srv_unref(srv_call *c) { /* true: the caller must free it after unlocking */
     assert(c->refs > 0);
     if (!--c->refs) srv_uncount(c);
     return !c->refs;
@@ -21218,48 +21312,61 @@ static void srv_release(srv_call *c) { /* without the lock */
     if (last) srv_call_free(c);
 }
 
-static size_t srv_not_fed(const srv_call *c) { return c->records.n + c->left.n - c->left_at; } /* bytes of records */
+/* Bytes of records that have not been made into text. */
+static size_t srv_not_fed(const srv_call *c) { return c->records.n + c->left.n - c->left_at; }
 
-/* Counts what a call holds. False: it is too much. */
+/* Updates what srv.held counts for the call's answer. Returns false if it is too much. */
 static bool srv_count_held(srv_call *c) {
     return srv_hold(c->s, &c->held, srv_not_fed(c) + c->collected + c->out.n);
 }
 
+/* Must the call be put into the ready list? */
 static bool srv_wants_work(const srv_call *c) {
     if (c->queued || c->gone || c->stage == SRV_ENDED) return false;
     if (c->stage == SRV_NEW) return !c->want_piece;
     return !c->stalled && (!c->n_open || srv_not_fed(c) > (c->api.stream ? 0 : SRV_FEW_RECORDS));
 }
 
-/* The first in the list wakes a worker; one that leaves others there wakes the next: no wake for each token of each stream. */
+/* Only the first call in an empty list wakes a worker. A worker that leaves calls in the list wakes
+ * the next worker. So there is not one wake-up for each token of each stream. */
 static void srv_push_ready(srv_call *c) {
     srv *s = c->s;
-    c->queued = true, c->refs++, c->next_ready = NULL;
-    *s->ready_end = c, s->ready_end = &c->next_ready;
+    c->queued = true;
+    c->refs++;
+    c->next_ready = NULL;
+    *s->ready_end = c;
+    s->ready_end = &c->next_ready;
     if (!s->n_ready++ && s->n_idle) pthread_cond_signal(&s->work);
 }
 
+/* Tells the loop that the call has something for it, and wakes the loop if nothing else did. */
 static void srv_push_dirty(srv_call *c) {
     srv *s = c->s;
     if (c->in_dirty) return;
-    c->in_dirty = true, c->refs++, c->next_dirty = s->dirty, s->dirty = c;
+    c->in_dirty = true;
+    c->refs++;
+    c->next_dirty = s->dirty;
+    s->dirty = c;
     if (s->woken) return;
     s->woken = true;
     ssize_t unused = write(s->wake_fd, &(uint64_t){1}, 8);
-    (void)unused; /* can only fail when the counter is full: the loop is awake then */
+    (void)unused; /* fails only if the counter is full; then the loop is awake */
 }
 
-/* A call holds too much, or there is no memory for its records. The loop drops a stream whose reader is
- * slow; all others are answered with a 503. With the lock held. */
+/* Ends a call that holds too much memory or has no memory for its records: discards its records and
+ * cancels its engine requests. The loop disconnects a stalled stream; any other call is answered
+ * with a 503. */
 static void srv_end_large(srv_call *c) {
     if (c->too_much || c->gone) return;
     c->too_much = true;
     if (c->stalled) srv_push_dirty(c);
-    buf_free(&c->records), srv_count_held(c);
+    buf_free(&c->records);
+    srv_count_held(c);
     for (int i = 0; i < c->n_submitted; i++) toka_cancel(c->s->t, c->api.parts[i].engine_id);
 }
 
-/* The client is gone: nothing more is made for it, its engine requests end. The connection's reference goes. The loop. */
+/* The client has disconnected: no more text is made, and the engine requests are cancelled. Drops
+ * the connection's reference. Called by the loop, without the lock. */
 static void srv_abandon(srv_call *c) {
     srv *s = c->s;
     pthread_mutex_lock(&s->lock);
@@ -21274,7 +21381,9 @@ static void srv_abandon(srv_call *c) {
 
 /* ---- Answers ---- */
 
-static void srv_error(srv_call *c, int status, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
+static void srv_error(srv_call *c, int status, const char *fmt, ...)
+    __attribute__((format(printf, 3, 4)));
+/* Makes c->reply an OpenAI error object with this status. */
 static void srv_error(srv_call *c, int status, const char *fmt, ...) {
     toka_err e;
     va_list ap;
@@ -21294,7 +21403,8 @@ static void srv_put_cors(buf *b, str origin) {
     buf_c(b, "\r\nVary: Origin\r\n");
 }
 
-/* A body behind its head: the shorter of the two is copied. Takes the body. */
+/* Appends the body to the head. Copies the shorter of the two: if that is the head, the body's
+ * memory becomes the result's. *body is an unused buffer afterwards; the caller frees it. */
 static void srv_put_body(buf *head, buf *body) {
     const size_t n = head->n;
     if (body->n <= n || !buf_try_reserve(body, n)) {
@@ -21302,12 +21412,15 @@ static void srv_put_body(buf *head, buf *body) {
         return;
     }
     memmove(body->p + n, body->p, body->n + 1);
-    memcpy(body->p, head->p, n), body->n += n;
+    memcpy(body->p, head->p, n);
+    body->n += n;
     buf old = *head;
-    *head = *body, *body = old;
+    *head = *body;
+    *body = old;
 }
 
-/* Status line, headers and body of a whole answer. The body of a HEAD is left out, its length told. */
+/* Makes a whole answer of c->reply: status line, headers and body. An answer to HEAD has the
+ * Content-Length of the body but no body. */
 static void srv_put_reply(buf *b, srv_call *c) {
     http_reply *r = &c->reply;
     int64_t length = r->fd_bytes > 0 ? r->fd_bytes : (int64_t)r->body.n;
@@ -21315,29 +21428,40 @@ static void srv_put_reply(buf *b, srv_call *c) {
     if (!r->status) r->status = 200;
     if (c->s->draining) c->keep_alive = false;
     srv_put_cors(&r->headers, c->origin);
-    http_put_head(b, r->status, r->status == 204 ? NULL : type, length, c->keep_alive, (int64_t)time(NULL),
-                  buf_view(&r->headers));
+    http_put_head(b, r->status, r->status == 204 ? NULL : type, length, c->keep_alive,
+                  (int64_t)time(NULL), buf_view(&r->headers));
     bool head = c->req && c->req->method == HTTP_HEAD;
     if (!head && r->fd_bytes <= 0) srv_put_body(b, &r->body);
-    if (head && r->fd_bytes > 0) close(r->fd), r->fd_bytes = 0;
+    if (head && r->fd_bytes > 0) {
+        close(r->fd);
+        r->fd_bytes = 0;
+    }
     buf_free(&r->headers), buf_free(&r->body);
 }
 
-/* What a worker made goes to the loop; `made` is an old buffer then. done: it was the last. With the lock held. */
+/* Hands the bytes that a worker made to the loop. Afterwards `made` is an unused buffer, which the
+ * caller frees. done: they are the answer's last bytes. With the lock held. */
 static void srv_hand_over(srv_call *c, buf *made, bool done) {
     c->unsent += made->n;
     c->stalled = !done && c->unsent > SRV_MAX_UNSENT;
     if (!c->out.n) {
         buf old = c->out;
-        c->out = *made, *made = old;
-    } else if (!buf_try_put(&c->out, made->p, made->n)) { /* the stream has a hole, and ends there */
+        c->out = *made;
+        *made = old;
+    } else if (!buf_try_put(&c->out, made->p, made->n)) {
+        /* Bytes of the stream are lost: it ends here, with an error or a closed connection. */
         c->keep_alive &= !done;
         srv_end_large(c);
     }
-    if (done) c->stage = SRV_ENDED, c->done = true, srv_uncount(c);
+    if (done) {
+        c->stage = SRV_ENDED;
+        c->done = true;
+        srv_uncount(c);
+    }
     if (!c->gone) srv_push_dirty(c);
 }
 
+/* Hands c->reply to the loop as the whole answer. Called by a worker, without the lock. */
 static void srv_publish_reply(srv_call *c) {
     buf made = {0};
     srv_put_reply(&made, c);
@@ -21347,22 +21471,34 @@ static void srv_publish_reply(srv_call *c) {
     buf_free(&made);
 }
 
-/* ---- How long the queue is, in seconds ---- */
+/* ---- Retry-After: how long the queue takes to drain ---- */
 
-/* A call enters a queue of n_waiting, from which `left` went so far. An empty one tells nothing of how fast a full one moves. */
+/* Called when a call enters or finds the queue: n_waiting calls are in it, and `left` calls have
+ * left it since the server started. Measuring starts anew when the queue is empty: an empty queue
+ * says nothing about the drain rate of a full one. */
 static void srv_pace_look(srv_pace *p, int n_waiting, int64_t left, double now) {
-    if (!n_waiting || !p->t[0]) p->t[0] = p->t[1] = now, p->left[0] = p->left[1] = left;
-    if (now - p->t[1] > SRV_PACE_S) p->t[0] = p->t[1], p->left[0] = p->left[1], p->t[1] = now, p->left[1] = left;
+    if (!n_waiting || !p->t[0]) {
+        p->t[0] = p->t[1] = now;
+        p->left[0] = p->left[1] = left;
+    }
+    if (now - p->t[1] > SRV_PACE_S) {
+        p->t[0] = p->t[1];
+        p->left[0] = p->left[1];
+        p->t[1] = now;
+        p->left[1] = left;
+    }
 }
 
-/* Seconds until all that wait have left at the pace of late, from 1 to SRV_MAX_RETRY_S. While none has left, as if one would
- * now. */
+/* Returns the seconds, 1 to SRV_MAX_RETRY_S, until all waiting calls have left the queue at the
+ * measured rate. If no call has left since the interval began, it counts as one. */
 static int srv_pace_retry(const srv_pace *p, int n_waiting, int64_t left, double now) {
-    double seconds = n_waiting * MAX(now - p->t[0], 0.0) / (double)MAX(left - p->left[0], (int64_t)1);
+    double seconds = n_waiting * MAX(now - p->t[0], 0.0) /
+                     (double)MAX(left - p->left[0], (int64_t)1);
     return seconds < 1 ? 1 : seconds > SRV_MAX_RETRY_S ? SRV_MAX_RETRY_S : (int)ceil(seconds);
 }
 
-static void srv_put_retry(srv_call *c) { /* without the lock */
+/* Appends the header Retry-After to c->reply. Without the lock. */
+static void srv_put_retry(srv_call *c) {
     srv *s = c->s;
     double now = os_now();
     pthread_mutex_lock(&s->lock);
@@ -21374,7 +21510,7 @@ static void srv_put_retry(srv_call *c) { /* without the lock */
 
 /* ---- Events: the engine's thread ---- */
 
-/* The tokens of this step, one lock for all of them. */
+/* Counts the tokens of this step in the metrics. With the lock held. */
 static void srv_count_tokens(srv_call *c, double now) {
     srv_metrics *m = &c->s->m;
     if (!c->fresh_tokens) return;
@@ -21385,12 +21521,16 @@ static void srv_count_tokens(srv_call *c, double now) {
     } else if (c->fresh_tokens > c->fresh_first) {
         srv_observe(&m->itl, now - c->t_last, c->fresh_tokens - c->fresh_first);
     }
-    c->t_last = now, c->n_tokens += c->fresh_tokens, c->fresh_tokens = c->fresh_first = 0;
+    c->t_last = now;
+    c->n_tokens += c->fresh_tokens;
+    c->fresh_tokens = c->fresh_first = 0;
 }
 
-static void srv_count_end(srv_call *c, double now) { /* the last event of the last part */
+/* The last event of the call's last part has come. With the lock held. */
+static void srv_count_end(srv_call *c, double now) {
     srv_metrics *m = &c->s->m;
-    double later = (double)c->n_tokens / MAX(c->api.n_choices, 1) - 1; /* tokens of a sample behind its first */
+    /* tokens after the first one, mean over the samples */
+    double later = (double)c->n_tokens / MAX(c->api.n_choices, 1) - 1;
     if (!c->t_first) return;
     srv_observe(&m->e2e, now - c->t_start, 1);
     if (later > 0) srv_observe(&m->tpot, (c->t_last - c->t_first) / later, 1);
@@ -21399,6 +21539,9 @@ static void srv_count_end(srv_call *c, double now) { /* the last event of the la
     srv_observe(&m->params_n, (double)c->api.n_choices / c->api.n_parts, 1);
 }
 
+/* The engine's callback. Packs the event. At the part's last event of a step, or when a sample
+ * ends, hands the records to the workers: so the lock is taken once a step. Always returns 0 (go
+ * on); a call is cancelled by toka_cancel. */
 static int srv_on_event(void *user, const toka_event *ev) {
     srv_part *p = user;
     srv_call *c = p->call;
@@ -21407,7 +21550,8 @@ static int srv_on_event(void *user, const toka_event *ev) {
     const bool kept = dropped || buf_try_reserve(&c->fresh, api_record_bytes(ev));
     if (kept && !dropped) api_pack(p->part, ev, &c->fresh);
     if (ev->sample >= 0 && ev->id >= 0) {
-        c->fresh_tokens++, c->fresh_first += !bit_get(p->begun, ev->sample);
+        c->fresh_tokens++;
+        c->fresh_first += !bit_get(p->begun, ev->sample);
         bit_set(p->begun, ev->sample);
     }
     bool ended = ev->finish != TOKA_RUNNING;
@@ -21417,8 +21561,8 @@ static int srv_on_event(void *user, const toka_event *ev) {
     pthread_mutex_lock(&s->lock);
     s->m.finished[ev->finish] += ended;
     srv_count_tokens(c, now);
-    const bool ends = c->gone || c->too_much;
-    bool fits = kept && (ends || buf_try_put(&c->records, c->fresh.p, c->fresh.n));
+    bool fits = kept &&
+                (c->gone || c->too_much || buf_try_put(&c->records, c->fresh.p, c->fresh.n));
     buf_clear(&c->fresh);
     if (!fits || !srv_count_held(c)) srv_end_large(c);
     bool last = false;
@@ -21426,7 +21570,8 @@ static int srv_on_event(void *user, const toka_event *ev) {
         if (!--c->n_open) srv_count_end(c, now);
         last = true;
     }
-    if (c->stalled && srv_not_fed(c) > SRV_MAX_RECORDS) srv_push_dirty(c); /* does the socket take any? */
+    /* the loop checks whether the client still reads, and disconnects it if not (srv_unstall) */
+    if (c->stalled && srv_not_fed(c) > SRV_MAX_RECORDS) srv_push_dirty(c);
     if (srv_wants_work(c)) srv_push_ready(c);
     last = last && srv_unref(c);
     pthread_mutex_unlock(&s->lock);
@@ -21436,49 +21581,61 @@ static int srv_on_event(void *user, const toka_event *ev) {
 
 /* ---- Completions: workers ---- */
 
+/* Callback of api_parse: a request has an unknown field. Reports each name once. */
 static void srv_unknown(void *user, str name) {
     srv *s = user;
     buf shown = {0};
     pthread_mutex_lock(&s->lock);
     bool news = api_is_news(&s->unknown, name, &shown);
     pthread_mutex_unlock(&s->lock);
-    if (news) fprintf(stderr, "toka: a request has an unknown field, ignored from here on: %s\n", shown.p);
+    if (news)
+        fprintf(stderr, "toka: a request has an unknown field, ignored from here on: %s\n",
+                shown.p);
     buf_free(&shown);
 }
 
-static uint64_t srv_serial(srv *s, int which) { /* of a counter and this process' random number */
+/* A new id: a hash of a counter and a random number of this process. */
+static uint64_t srv_serial(srv *s, int which) {
     return hash_mix(s->random[which] + 0x9E3779B97F4A7C15u * (uint64_t)++s->n_serial);
 }
 
-/* Hands the parts to the engine. Those it did not get, after an error or because the client is gone, will have no events. */
+/* Submits the parts to the engine. Stops at the first error (c->refused), or when the client has
+ * disconnected. Parts that were not submitted have no events, so their references are dropped. */
 static void srv_submit(srv *s, srv_call *c) {
     int n = c->api.n_parts, i;
     bool gone = false;
     for (i = 0; i < n; i++) {
         int samples = MAX(1, c->api.parts[i].q.n);
-        c->parts[i] = (srv_part){c, &c->api.parts[i], samples, arena_zalloc(&c->a, bit_bytes(samples))};
+        c->parts[i] = (srv_part){c, &c->api.parts[i], samples,
+                                 arena_zalloc(&c->a, bit_bytes(samples))};
     }
     pthread_mutex_lock(&s->lock);
-    c->n_open = n, c->refs += n, c->stage = SRV_RUNNING;
+    c->n_open = n;
+    c->refs += n;
+    c->stage = SRV_RUNNING;
     pthread_mutex_unlock(&s->lock);
     for (i = 0; i < n && !gone; i++) {
         api_part *part = &c->api.parts[i];
-        if (toka_submit(s->t, &part->q, srv_on_event, &c->parts[i], &part->engine_id, &c->refused)) break;
+        if (toka_submit(s->t, &part->q, srv_on_event, &c->parts[i], &part->engine_id, &c->refused))
+            break;
         c->refused.code = 0;
         pthread_mutex_lock(&s->lock);
-        c->n_submitted = i + 1, gone = c->gone || c->too_much;
+        c->n_submitted = i + 1;
+        gone = c->gone || c->too_much;
         pthread_mutex_unlock(&s->lock);
-        if (gone) toka_cancel(s->t, part->engine_id); /* the loop did so for those before */
+        /* srv_abandon or srv_end_large has cancelled the parts before this one */
+        if (gone) toka_cancel(s->t, part->engine_id);
     }
     if (i == n) return;
     if (!gone)
         for (int k = 0; k < i; k++) toka_cancel(s->t, c->api.parts[k].engine_id);
     pthread_mutex_lock(&s->lock);
-    c->n_open -= n - i, c->refs -= n - i; /* the worker has one more */
+    c->n_open -= n - i;
+    c->refs -= n - i; /* stays above 0: the worker has a reference, too */
     pthread_mutex_unlock(&s->lock);
 }
 
-/* Is there the memory that reading the body may take? False: it is answered. */
+/* Is there enough memory to parse the body? If not, publishes a 503 and returns false. */
 static bool srv_can_read(srv_call *c) {
     if (srv_can_work(c, c->body.n * SRV_READING)) return true;
     srv_hold(c->s, &c->work_held, 0);
@@ -21486,14 +21643,17 @@ static bool srv_can_read(srv_call *c) {
     return srv_publish_reply(c), false;
 }
 
+/* Handler of the completion routes: parses the body and submits its prompts. */
 static void srv_begin_api(srv *s, srv_call *c) {
     toka_err e;
-    c->api.serial[0] = srv_serial(s, 0), c->api.serial[1] = srv_serial(s, 1);
+    c->api.serial[0] = srv_serial(s, 0);
+    c->api.serial[1] = srv_serial(s, 1);
     c->api.created = (int64_t)time(NULL);
     c->api.user = c;
     if (!srv_can_read(c)) return;
     int code = api_parse(&s->model, (enum api_route)c->route->api, buf_view(&c->body), &c->api, &e);
-    srv_free_body(c), srv_hold(s, &c->work_held, 0);
+    srv_free_body(c);
+    srv_hold(s, &c->work_held, 0);
     if (code) {
         c->reply.status = c->api.status;
         api_error(&c->reply.body, c->api.status, e.msg, c->api.type, c->api.param, c->api.code);
@@ -21512,21 +21672,24 @@ static void srv_put_stream_head(buf *b, srv_call *c) {
     c->keep_alive = c->keep_alive && chunked && !c->s->draining;
     buf_c(&more, "Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\n");
     srv_put_cors(&more, c->origin);
-    http_put_head(b, 200, "text/event-stream; charset=utf-8", chunked ? HTTP_CHUNKED : HTTP_UNTIL_CLOSE, c->keep_alive,
-                  (int64_t)time(NULL), buf_view(&more));
+    http_put_head(b, 200, "text/event-stream; charset=utf-8",
+                  chunked ? HTTP_CHUNKED : HTTP_UNTIL_CLOSE, c->keep_alive, (int64_t)time(NULL),
+                  buf_view(&more));
     buf_free(&more);
 }
 
-/* The engine did not take all parts, or the answer became too large. */
+/* Makes c->reply the error of a call of which the engine did not accept all parts, or whose answer
+ * needs too much memory. */
 static void srv_refuse(srv_call *c) {
     const bool large = !c->refused.code;
     int status = large ? 503 : c->refused.code == TOKA_E_USE ? 429 : 500;
-    const char *why = large ? "the answer takes more memory than there is now" : c->refused.msg;
-    srv_error(c, status, "%s", why);
+    srv_error(c, status, "%s",
+              large ? "the answer takes more memory than there is now" : c->refused.msg);
     if (status == 429) srv_put_retry(c);
 }
 
-/* The whole answer to a call that was refused, or the end of a stream that has begun. */
+/* Appends the error of srv_refuse: as a whole answer, or as the last event of a stream that has
+ * begun. */
 static void srv_put_refusal(srv_call *c, buf *made) {
     srv_refuse(c);
     if (!c->head_sent) {
@@ -21540,29 +21703,37 @@ static void srv_put_refusal(srv_call *c, buf *made) {
     buf_free(&text);
 }
 
-/* Is there the memory for the text of an answer that is held whole? */
+/* Is there enough memory for the text of an answer that is not streamed? */
 static bool srv_can_finish(srv_call *c) {
     return c->api.stream || srv_can_work(c, api_answer_bytes(&c->api));
 }
 
-/* Records to bytes for the socket, of a stream as many as make a turn. last: there will be no records after these; and, when it
- * returns, no bytes after `made`. Returns the bytes of the records that it fed. */
+/* Makes records into bytes for the socket and appends them to `made`; of a stream, about
+ * SRV_MAX_UNSENT bytes in one turn. *last on entry: no records come after these. *last on return:
+ * no bytes come after `made`. Returns how many bytes of records were used. */
 static size_t srv_continue(srv_call *c, str records, bool *last, buf *made) {
     buf text = {0};
-    if (c->refused.code || c->too_much) { /* what was made until then is not told */
+    if (c->refused.code || c->too_much) { /* discards the output of parts that were accepted */
         if (*last) srv_put_refusal(c, made);
         return records.n;
     }
     const size_t fed = api_feed_some(&c->api, records, SRV_MAX_UNSENT, &text);
     *last = *last && fed == records.n;
-    if (*last && c->api.broken && !c->head_sent) c->api.stream = false, buf_clear(&text); /* nothing is out: it can have a status */
+    if (*last && c->api.broken && !c->head_sent) { /* nothing was sent yet: answer with a status */
+        c->api.stream = false;
+        buf_clear(&text);
+    }
     if (*last && !srv_can_finish(c)) {
         srv_put_refusal(c, made);
         return fed;
     }
     int status = *last ? api_finish(&c->api, &text) : 0;
     if (!c->api.stream) {
-        if (*last) c->reply.status = status, c->reply.body = text, srv_put_reply(made, c);
+        if (*last) {
+            c->reply.status = status;
+            c->reply.body = text;
+            srv_put_reply(made, c);
+        }
         return fed;
     }
     bool chunked = c->req->minor > 0;
@@ -21577,11 +21748,13 @@ static size_t srv_continue(srv_call *c, str records, bool *last, buf *made) {
 
 /* ---- Other handlers of workers ---- */
 
+/* Handler of /tokenize and /detokenize. */
 static void srv_simple(srv *s, srv_call *c) {
     toka_err e;
     api_fault f;
     if (!srv_can_read(c)) return;
-    if (api_simple(&s->model, (enum api_route)c->route->api, buf_view(&c->body), &c->reply.body, &e, &f)) {
+    if (api_simple(&s->model, (enum api_route)c->route->api, buf_view(&c->body), &c->reply.body, &e,
+                   &f)) {
         c->reply.status = f.status;
         buf_clear(&c->reply.body);
         api_error(&c->reply.body, f.status, e.msg, f.type, f.param, f.code);
@@ -21595,15 +21768,17 @@ static void srv_files(srv *s, srv_call *c) {
     srv_publish_reply(c);
 }
 
-/* A piece of an upload to disk; the next is asked for, or the answer given. */
+/* Writes one piece of an upload to disk. Then asks the loop for the next piece, or publishes the
+ * answer. */
 static void srv_upload(srv *s, srv_call *c) {
     str type = http_find(c->req, "content-type");
-    bool ok = c->upload || (c->upload = fb_upload_open(s->files, type.p ? type : STR(""), &c->reply)) != NULL;
+    bool ok = c->upload ||
+              (c->upload = fb_upload_open(s->files, type.p ? type : STR(""), &c->reply)) != NULL;
     if (ok) ok = fb_upload_put(c->upload, buf_view(&c->body), &c->reply);
     srv_free_body(c);
     if (ok && !c->upload_whole) {
         pthread_mutex_lock(&s->lock);
-        c->want_piece = true; /* srv_worker tells the loop when it has let go of the call */
+        c->want_piece = true; /* srv_end_job tells the loop when the worker is done with the call */
         pthread_mutex_unlock(&s->lock);
         return;
     }
@@ -21615,29 +21790,33 @@ static void srv_upload(srv *s, srv_call *c) {
     srv_publish_reply(c);
 }
 
-typedef struct srv_job { /* a call with a worker */
+typedef struct srv_job { /* one turn of a worker with a call */
     srv_call *c;
     enum srv_stage stage;
     buf records, made;
     size_t at;  /* records are fed up to here */
-    bool last;  /* no records come behind these; then: nothing behind what is made */
-    bool freed; /* its last reference has gone */
+    bool last;  /* before the turn: no records come after these; after it: no bytes after made */
+    bool freed; /* the call's last reference is gone; the worker frees it */
 } srv_job;
 
-/* Its records: what was left the last time, or else all that came since. */
+/* Takes the call's records: those left over from the last turn, or else all that came since. With
+ * the lock held. */
 static void srv_take_job(srv_job *j, srv_call *c) {
     buf *from = c->left.n ? &c->left : &c->records;
-    *j = (srv_job){.c = c, .stage = c->gone ? SRV_ENDED : c->stage, .records = *from, .at = c->left_at};
-    *from = (buf){0}, c->left_at = 0;
+    enum srv_stage stage = c->gone ? SRV_ENDED : c->stage;
+    *j = (srv_job){.c = c, .stage = stage, .records = *from, .at = c->left_at};
+    *from = (buf){0};
+    c->left_at = 0;
     j->last = !c->n_open && !c->records.n;
 }
 
-/* Of these a worker may take several: nobody waits long behind one. */
+/* A light job takes so little time that the jobs taken with it do not wait long. */
 static bool srv_is_light(const srv_call *c) {
     return c->stage == SRV_RUNNING && c->api.stream && srv_not_fed(c) <= SRV_LIGHT_RECORDS;
 }
 
-/* A worker's next calls: its share of light ones, or one that is not. With the lock held. */
+/* Takes a worker's next jobs from the ready list: its share of light ones, or one that is not
+ * light. Returns how many. With the lock held. */
 static int srv_take_jobs(srv *s, srv_job *job) {
     int n = 0, most = MIN(SRV_JOBS, 1 + s->n_ready / s->o->n_workers);
     for (srv_call *c; (c = s->ready) && n < most; s->n_ready--) {
@@ -21650,17 +21829,25 @@ static int srv_take_jobs(srv *s, srv_job *job) {
     return n;
 }
 
-static void srv_do_job(srv *s, srv_job *j) {
+static void srv_do_job(srv *s, srv_job *j) { /* without the lock */
     str records = str_sub(buf_view(&j->records), j->at, j->records.n);
     if (j->stage == SRV_NEW) j->c->route->work(s, j->c);
     if (j->stage == SRV_RUNNING) j->at += srv_continue(j->c, records, &j->last, &j->made);
-    if (j->stage != SRV_RUNNING || j->at == j->records.n) buf_free(&j->records), j->at = 0;
+    if (j->stage != SRV_RUNNING || j->at == j->records.n) {
+        buf_free(&j->records);
+        j->at = 0;
+    }
 }
 
-static void srv_end_job(srv_job *j) { /* with the lock held */
+/* Gives the call back: hands on the bytes made and keeps the records that are left. With the lock
+ * held. */
+static void srv_end_job(srv_job *j) {
     srv_call *c = j->c;
     if (j->stage == SRV_RUNNING && (j->made.n || j->last)) srv_hand_over(c, &j->made, j->last);
-    c->queued = false, c->left = j->records, c->left_at = j->at, c->collected = c->api.held;
+    c->queued = false;
+    c->left = j->records;
+    c->left_at = j->at;
+    c->collected = c->api.held;
     if (!srv_count_held(c) && c->n_open) srv_end_large(c);
     if (c->want_piece && !c->gone) srv_push_dirty(c);
     if (srv_wants_work(c)) srv_push_ready(c);
@@ -21698,17 +21885,23 @@ static void srv_health(srv *s, srv_call *c) {
     int phase = s->phase;
     if (phase == SRV_LOADING) srv_error(c, 503, "the model is loading");
     else if (phase == SRV_FAILED) srv_error(c, 503, "the engine has failed");
-    else if (s->wedged) srv_error(c, 503, "requests are under way, but the engine has made no step for %g s", s->o->step_timeout);
+    else if (s->wedged)
+        srv_error(c, 503, "requests are under way, but the engine has made no step for %g s",
+                  s->o->step_timeout);
     else if (s->draining) srv_error(c, 503, "the server is shutting down");
     else buf_c(&c->reply.body, "{\"status\":\"ok\"}");
 }
 
-static void srv_version(srv *s, srv_call *c) { (void)s, buf_c(&c->reply.body, "{\"version\":\"" TOKA_VERSION "\"}"); }
+static void srv_version(srv *s, srv_call *c) {
+    (void)s;
+    buf_c(&c->reply.body, "{\"version\":\"" TOKA_VERSION "\"}");
+}
 
 static void srv_page_reply(srv *s, srv_call *c) {
     (void)s;
     c->reply.type = "text/html; charset=utf-8";
-    buf_c(&c->reply.headers, "Content-Security-Policy: default-src 'self' 'unsafe-inline'; img-src data:\r\n");
+    buf_c(&c->reply.headers,
+          "Content-Security-Policy: default-src 'self' 'unsafe-inline'; img-src data:\r\n");
     buf_put(&c->reply.body, srv_page, sizeof srv_page - 1);
 }
 
@@ -21750,7 +21943,8 @@ static const srv_route srv_routes[] = {
     {"/v1/files", true, 0, false, false, NULL, srv_files, 0},
     {"/v1/batches", true, 0, false, false, NULL, srv_files, 0},
 };
-static const srv_route srv_upload_route = {"/v1/files", false, SRV_POST, false, false, NULL, srv_upload, 0};
+static const srv_route srv_upload_route = {
+    "/v1/files", false, SRV_POST, false, false, NULL, srv_upload, 0};
 
 static const srv_route *srv_find_route(const http_request *r) {
     if (r->method == HTTP_POST && str_is(r->path, srv_upload_route.path)) return &srv_upload_route;
@@ -21763,11 +21957,13 @@ static const srv_route *srv_find_route(const http_request *r) {
     return NULL;
 }
 
-/* Takes the same time for every key of one length, so that no answer's time tells how much of a guess was right. */
+/* Compares in constant time: the time depends on the lengths only, so a client cannot find a key by
+ * measuring how much of a guess was right. */
 static bool srv_key_is(str given, const char *key) {
     size_t n = strlen(key);
     volatile unsigned char differs = given.n != n;
-    for (size_t i = 0; i < n; i++) differs |= (unsigned char)((given.n ? given.p[i % given.n] : 0) ^ key[i]);
+    for (size_t i = 0; i < n; i++)
+        differs |= (unsigned char)((given.n ? given.p[i % given.n] : 0) ^ key[i]);
     return !differs;
 }
 
@@ -21782,13 +21978,13 @@ static bool srv_allowed(const srv_options *o, const http_request *r) {
 
 /* ---- The host that a request names ---- */
 
-static struct in6_addr srv_mapped(struct in_addr four) { /* IPv4 as ::ffff:a.b.c.d */
+static struct in6_addr srv_mapped(struct in_addr four) { /* an IPv4 address as ::ffff:a.b.c.d */
     struct in6_addr a = {.s6_addr = {[10] = 0xFF, [11] = 0xFF}};
     memcpy(a.s6_addr + 12, &four, 4);
     return a;
 }
 
-static bool srv_read_address(str name, struct in6_addr *a) { /* false: it is none */
+static bool srv_read_address(str name, struct in6_addr *a) { /* false: name is not an IP address */
     char text[INET6_ADDRSTRLEN];
     struct in_addr four;
     if (name.n >= sizeof text) return false;
@@ -21799,7 +21995,8 @@ static bool srv_read_address(str name, struct in6_addr *a) { /* false: it is non
     return true;
 }
 
-static struct in6_addr srv_address_of(const struct sockaddr_storage *s) { /* of a unix socket: :: */
+/* The IP address in a socket address; :: for a unix socket. */
+static struct in6_addr srv_address_of(const struct sockaddr_storage *s) {
     if (s->ss_family == AF_INET) return srv_mapped(((const struct sockaddr_in *)s)->sin_addr);
     if (s->ss_family == AF_INET6) return ((const struct sockaddr_in6 *)s)->sin6_addr;
     return (struct in6_addr){0};
@@ -21809,7 +22006,7 @@ static bool srv_is_loopback(const struct in6_addr *a) {
     return IN6_IS_ADDR_LOOPBACK(a) || (IN6_IS_ADDR_V4MAPPED(a) && a->s6_addr[12] == 127);
 }
 
-/* Is this the address of loopback, or the one at which the connection arrived? */
+/* Is this a loopback address, or the local address of the connection? */
 static bool srv_is_own_address(const struct in6_addr *a, int fd) {
     struct sockaddr_storage own;
     socklen_t n = sizeof own;
@@ -21819,14 +22016,15 @@ static bool srv_is_own_address(const struct in6_addr *a, int fd) {
     return !memcmp(a, &here, sizeof here);
 }
 
-/* Does the element stand for all names below a domain ("*.example.org"), or for the domain as
- * well (".example.org")? *domain: with its dot. */
+/* Does the element mean all names below a domain ("*.example.org"), or these and the domain itself
+ * (".example.org")? *domain: ".example.org", with the dot. */
 static bool srv_is_domain(str element, str *domain) {
     *domain = str_sub(element, str_starts(element, STR("*.")), element.n);
     return str_starts(*domain, STR("."));
 }
 
-/* Does an element of --allowed-hosts allow this host? name: of http_split_host. */
+/* Does an element of --allowed-hosts match this host? name: the host without its port, from
+ * http_split_host. */
 static bool srv_host_is(str element, str host, str name) {
     str own, domain;
     struct in6_addr a, b;
@@ -21837,16 +22035,17 @@ static bool srv_host_is(str element, str host, str name) {
         return domain.n == element.n && http_equal(name, above);
     }
     if (str_is(element, "*") || http_equal(element, host) || http_equal(element, name)) return true;
-    if (!http_split_host(element, &own)) own = element; /* an IPv6 address without brackets */
+    if (!http_split_host(element, &own)) own = element; /* maybe an IPv6 address without brackets */
     return srv_read_address(own, &a) && srv_read_address(name, &b) && !memcmp(&a, &b, sizeof a);
 }
 
-/* Is the host that a request names this server: loopback, the address of the connection, --host,
- * the machine's name, or one of --allowed-hosts? A page can let its own name lead to this
- * machine (DNS rebinding). The browser then takes the server's answers for the page's own, but
- * it names the page's host. A client without a Host header is no browser. A page has no key, and
- * does not reach a unix socket: there the host counts only if --allowed-hosts is given. Ports do
- * not count: tunnels change them. */
+/* Protection against DNS rebinding: is the host that a request names this server? Allowed are
+ * loopback, the address of the connection, --host, the machine's name and --allowed-hosts. In such
+ * an attack the owner of a web page lets the page's host name resolve to this machine. The browser
+ * then lets the page read the server's answers, but its requests name the page's host.
+ * A request without a host is allowed: it does not come from a browser. A web page has no API key
+ * and cannot reach a unix socket; so in these cases hosts are checked only if --allowed-hosts is
+ * given. Ports are ignored because tunnels change them. */
 static bool srv_is_own_host(const srv_options *o, str host, int fd) {
     char machine[256] = "";
     str name, each, list = STR("localhost,*.localhost"), more = str_c(o->hosts ? o->hosts : "");
@@ -21860,7 +22059,7 @@ static bool srv_is_own_host(const srv_options *o, str host, int fd) {
     return http_same(name, machine) || (o->host && http_same(name, o->host));
 }
 
-/* Every element of --allowed-hosts must be able to match. */
+/* Returns an error if an element of --allowed-hosts could never match. */
 static int srv_check_hosts(const char *hosts, toka_err *e) {
     struct in6_addr unused;
     str name, domain;
@@ -21875,7 +22074,7 @@ static int srv_check_hosts(const char *hosts, toka_err *e) {
     return 0;
 }
 
-/* The request's origin if browsers may come from there. */
+/* Returns the request's Origin if --allowed-origins has it, else an empty string. */
 static str srv_origin(const srv_options *o, const http_request *r) {
     str origin = http_find(r, "origin"), list = o->origins ? str_c(o->origins) : STR(""), each;
     while (origin.n && http_next(&list, &each))
@@ -21883,6 +22082,7 @@ static str srv_origin(const srv_options *o, const http_request *r) {
     return STR("");
 }
 
+/* Appends a header with a list of methods. */
 static void srv_put_allow(buf *b, const char *name, unsigned methods) {
     buf_printf(b, "%s: ", name);
     for (int i = 0; i < HTTP_OPTIONS; i++)
@@ -21890,23 +22090,29 @@ static void srv_put_allow(buf *b, const char *name, unsigned methods) {
     buf_printf(b, "%s\r\n", http_methods[HTTP_OPTIONS]);
 }
 
-/* OPTIONS: what may be done here; a browser's question before it sends a request from an allowed origin. */
+/* Answer to OPTIONS: the methods of the route. For an allowed origin it also answers a CORS
+ * preflight, which a browser sends before the request. */
 static void srv_options_reply(srv_call *c) {
-    unsigned methods = c->route && c->route->methods ? c->route->methods : SRV_GET | SRV_POST | 1 << HTTP_DELETE;
+    const unsigned all = SRV_GET | SRV_POST | 1 << HTTP_DELETE;
+    unsigned methods = c->route && c->route->methods ? c->route->methods : all;
     c->reply.status = 204;
     srv_put_allow(&c->reply.headers, "Allow", methods);
     if (!c->origin.n) return;
     srv_put_allow(&c->reply.headers, "Access-Control-Allow-Methods", methods);
-    str wanted = http_find(c->req, "access-control-request-headers"); /* clients have some of their own: x-stainless-os */
+    /* allow all headers that the client asks for: some add their own, such as x-stainless-os */
+    str wanted = http_find(c->req, "access-control-request-headers");
     buf_c(&c->reply.headers, "Access-Control-Allow-Headers: ");
     buf_str(&c->reply.headers, wanted.n ? wanted : STR("Authorization, Content-Type"));
     buf_c(&c->reply.headers, "\r\nAccess-Control-Max-Age: 600\r\n");
 }
 
-/* Sent by a page of somebody else, as browsers say: it could read no answer, but what it asks for would be done. Programs do not
- * send these headers. Over plain HTTP to another machine there is no Sec-Fetch-Site, and Origin names the page. */
+/* Protection against cross-site requests: does a web page of another origin send a request that
+ * changes something? The page could not read the answer, but the request would be carried out. Only
+ * browsers send the headers Sec-Fetch-Site and Origin. Over plain HTTP to another machine they send
+ * no Sec-Fetch-Site; then Origin, which names the page, must be this host. */
 static bool srv_is_foreign(const srv_call *c) {
-    const str site = http_find(c->req, "sec-fetch-site"), from = http_find(c->req, "origin"), scheme = STR("http://");
+    const str site = http_find(c->req, "sec-fetch-site"), from = http_find(c->req, "origin");
+    const str scheme = STR("http://");
     const bool changes = c->req->method == HTTP_POST || c->req->method == HTTP_DELETE;
     if (!changes || c->origin.n) return false;
     if (site.n) return !http_same(site, "same-origin") && !http_same(site, "none");
@@ -21914,40 +22120,53 @@ static bool srv_is_foreign(const srv_call *c) {
     return from.n && !http_equal(str_sub(from, scheme.n, from.n), c->req->host);
 }
 
-/* Looks at a head whose body is still to come. True: c->reply has an answer already. */
+/* Checks a request whose head is complete, before its body is read: host, path, route, origin, key,
+ * method and headers. Returns true if c->reply already has the answer. */
 static bool srv_check(srv *s, srv_call *c) {
     http_request *r = c->req;
     buf path = {0};
     c->keep_alive = r->keep_alive;
     c->origin = srv_origin(s->o, r);
-    if (!srv_is_own_host(s->o, r->host, c->fd))
-        return srv_error(c, 403, "Host: '%.*s' does not name this server; see --allowed-hosts",
-                         STRF(r->host)), true;
+    if (!srv_is_own_host(s->o, r->host, c->fd)) {
+        srv_error(c, 403, "Host: '%.*s' does not name this server; see --allowed-hosts",
+                  STRF(r->host));
+        return true;
+    }
     bool ok = http_decode(r->path, false, &path);
     if (ok) r->path = arena_str(&c->a, buf_view(&path));
     buf_free(&path);
     if (!ok) return srv_error(c, 400, "the path has a broken percent escape"), true;
     c->route = srv_find_route(r);
-    if (!c->route && !str_is(r->path, "*")) return srv_error(c, 404, "there is nothing at %.*s", STRF(r->path)), true;
+    if (!c->route && !str_is(r->path, "*"))
+        return srv_error(c, 404, "there is nothing at %.*s", STRF(r->path)), true;
     if (r->method == HTTP_OPTIONS) return srv_options_reply(c), true;
-    if (srv_is_foreign(c)) return srv_error(c, 403, "pages come here only from the origins of --allowed-origins"), true;
-    if (!c->route->open && !srv_allowed(s->o, r)) return srv_error(c, 401, "no API key, or one that is not valid here"), true;
+    if (srv_is_foreign(c)) {
+        srv_error(c, 403, "pages come here only from the origins of --allowed-origins");
+        return true;
+    }
+    if (!c->route->open && !srv_allowed(s->o, r))
+        return srv_error(c, 401, "no API key, or one that is not valid here"), true;
     if (c->route->methods && !(c->route->methods >> r->method & 1)) {
         srv_error(c, 405, "%s is not answered to this method", c->route->path);
         return srv_put_allow(&c->reply.headers, "Allow", c->route->methods), true;
     }
     str coding = http_find(r, "content-encoding"), type = http_find(r, "content-type");
-    if (coding.n && !http_same(coding, "identity")) return srv_error(c, 415, "Content-Encoding: expected none"), true;
+    if (coding.n && !http_same(coding, "identity"))
+        return srv_error(c, 415, "Content-Encoding: expected none"), true;
     ptrdiff_t semi = str_find(type, STR(";"), 0);
-    bool is_json = !type.p || http_same(http_trim(str_sub(type, 0, semi < 0 ? type.n : (size_t)semi)), "application/json");
+    str media = http_trim(str_sub(type, 0, semi < 0 ? type.n : (size_t)semi));
+    bool is_json = !type.p || http_same(media, "application/json");
     if (c->route->methods == SRV_POST && c->route != &srv_upload_route && !is_json)
         return srv_error(c, 415, "Content-Type: expected application/json"), true;
-    if (!c->route->early && s->phase == SRV_LOADING) return srv_error(c, 503, "the model is loading"), true;
-    if (!c->route->early && s->phase == SRV_FAILED) return srv_error(c, 503, "the engine has failed"), true;
+    if (!c->route->early && s->phase == SRV_LOADING)
+        return srv_error(c, 503, "the model is loading"), true;
+    if (!c->route->early && s->phase == SRV_FAILED)
+        return srv_error(c, 503, "the engine has failed"), true;
     return false;
 }
 
-/* The longest body of a request, and what sets that limit: a flag, or the route. */
+/* Returns the longest body that this request may have. *by: what sets this limit, a flag or the
+ * route; for error messages. */
 static int64_t srv_body_limit(const srv *s, const srv_call *c, const char **by) {
     if (c->route == &srv_upload_route) return *by = "--max-upload-bytes", s->o->max_upload_bytes;
     bool prompt = c->route && c->route->work && c->route->work != srv_files;
@@ -21955,7 +22174,8 @@ static int64_t srv_body_limit(const srv *s, const srv_call *c, const char **by) 
     return *by = c->route ? c->route->path : "this path", SRV_SIMPLE_BYTES;
 }
 
-/* The request is whole. True: c->reply has the answer; false: it is with the workers, who publish one. */
+/* The request, or a piece of an upload, has arrived. Returns true if c->reply has the answer, false
+ * if it was handed to a worker, which will publish the answer. */
 static bool srv_dispatch(srv *s, srv_call *c) {
     bool api = c->route->work == srv_begin_api;
     if (c->route->now) return c->route->now(s, c), true;
@@ -21963,7 +22183,11 @@ static bool srv_dispatch(srv *s, srv_call *c) {
     bool full = api && s->n_waiting >= s->o->max_queue;
     if (full) s->m.rejected++;
     else {
-        if (api) srv_pace_look(&s->pace, s->n_waiting, s->n_left, c->t_start), c->counted = true, s->n_waiting++;
+        if (api) {
+            srv_pace_look(&s->pace, s->n_waiting, s->n_left, c->t_start);
+            c->counted = true;
+            s->n_waiting++;
+        }
         c->want_piece = false;
         srv_push_ready(c);
     }
