@@ -20744,8 +20744,10 @@ static const char *fb_folder(const fb_store *s, toka_err *e) {
 
 /* ===========================================================================
  * MARK: 29. Status page [pure]
- * What GET / answers: one page without an outside asset, which asks /metrics every second, /v1/batches every third, and streams
- * /v1/completions into its box. Everything a server says goes in as text, never as markup. A key is kept for the tab's life only.
+ * The page at GET /: one string with its HTML, CSS and JavaScript; it loads nothing from elsewhere.
+ * The page requests /metrics every second and /v1/batches every three seconds. Its form streams an
+ * answer of /v1/completions. It inserts everything that the server sends as text, never as markup.
+ * An API key is kept in sessionStorage only, until the tab is closed.
  * =========================================================================== */
 
 static const char srv_page[] =
@@ -21012,8 +21014,8 @@ typedef struct srv_metrics {
 } srv_metrics;
 
 typedef struct srv_pace { /* how fast calls leave the queue, over SRV_PACE_S to 2 * SRV_PACE_S */
-    double t[2];     /* begin of the current and of the next interval; later than the last time when
-                        the queue was empty. 0: none yet */
+    double t[2];     /* [0]: start of the interval that is measured; [1]: start of the next one. Both
+                        are set to now whenever the queue is empty. 0: none yet */
     int64_t left[2]; /* srv.n_left at those times */
 } srv_pace;
 
@@ -21072,7 +21074,7 @@ typedef struct srv_call { /* one HTTP request and its answer */
     http_request *req;
     buf body;
     int64_t body_held, work_held;  /* counted in srv.held: for the body; for a worker's memory */
-    double t_start;
+    double t_start;                /* when the request had arrived; latencies count from here */
     bool keep_alive, head_sent;
     bool counted;                  /* (lock) counted in srv.n_waiting */
     int fd;                        /* socket of the connection; the loop's */
@@ -21473,9 +21475,9 @@ static void srv_publish_reply(srv_call *c) {
 
 /* ---- Retry-After: how long the queue takes to drain ---- */
 
-/* Called when a call enters or finds the queue: n_waiting calls are in it, and `left` calls have
- * left it since the server started. Measuring starts anew when the queue is empty: an empty queue
- * says nothing about the drain rate of a full one. */
+/* Called when a call enters the queue or is refused. n_waiting: calls that are in the queue; left:
+ * calls that have left it since the server started. Measuring starts anew when the queue is empty:
+ * an empty queue says nothing about the drain rate of a full one. */
 static void srv_pace_look(srv_pace *p, int n_waiting, int64_t left, double now) {
     if (!n_waiting || !p->t[0]) {
         p->t[0] = p->t[1] = now;
@@ -21957,7 +21959,7 @@ static const srv_route *srv_find_route(const http_request *r) {
     return NULL;
 }
 
-/* Compares in constant time: the time depends on the lengths only, so a client cannot find a key by
+/* Compares in a time that depends on the key's length only, so that a client cannot find a key by
  * measuring how much of a guess was right. */
 static bool srv_key_is(str given, const char *key) {
     size_t n = strlen(key);
@@ -22154,8 +22156,9 @@ static bool srv_check(srv *s, srv_call *c) {
     if (coding.n && !http_same(coding, "identity"))
         return srv_error(c, 415, "Content-Encoding: expected none"), true;
     ptrdiff_t semi = str_find(type, STR(";"), 0);
-    str media = http_trim(str_sub(type, 0, semi < 0 ? type.n : (size_t)semi));
-    bool is_json = !type.p || http_same(media, "application/json");
+    bool is_json =
+        !type.p || http_same(http_trim(str_sub(type, 0, semi < 0 ? type.n : (size_t)semi)),
+                             "application/json");
     if (c->route->methods == SRV_POST && c->route != &srv_upload_route && !is_json)
         return srv_error(c, 415, "Content-Type: expected application/json"), true;
     if (!c->route->early && s->phase == SRV_LOADING)
@@ -22200,101 +22203,122 @@ static bool srv_dispatch(srv *s, srv_call *c) {
 
 /* ===========================================================================
  * MARK: 31. Server: connections [os]
- * One thread owns every socket and waits in epoll. A connection goes round:
+ * One thread, the event loop, owns every socket and waits in epoll. The states of a connection:
  *
- *     SRV_HEAD --http_parse_head, srv_check--> SRV_BODY --http_body_read, srv_dispatch--> SRV_BUSY --the answer--> SRV_HEAD
- *                                                 +<--> SRV_PIECE: a worker stores a piece of an upload
- *     SRV_LAST: an answer behind which the connection closes --it is sent--> SRV_LINGER: what the client still sends is thrown
- *               away for a moment, because closing with bytes unread would reset the connection and destroy the answer
+ *     SRV_HEAD     reads a head
+ *         |  http_parse_head, srv_check
+ *     SRV_BODY     reads a body <--> SRV_PIECE: a worker stores one piece of an upload
+ *         |  http_body_read, srv_dispatch
+ *     SRV_BUSY     waits for the answer
+ *         |  the answer is complete (srv_end_call)
+ *         +-> SRV_HEAD     if the connection is kept alive
+ *         +-> SRV_LAST     else; sends what is left of the answer
+ *                |  all is sent (srv_linger)
+ *             SRV_LINGER   discards what the client still sends, for a moment. Closing a socket
+ *                          with unread bytes would reset the connection and destroy the answer
  *
- * A client that closes its sending half still gets its answers. Over TCP it looks like a client
- * that has left, until something is sent to it. So srv_probe sends the first bytes of its answer
- * ahead; the system of a client that has left replies with a reset, and its requests are cancelled.
+ * A client that closes only its sending half (shutdown) still gets its answers. Over TCP it cannot
+ * be told from a client that has left until something is sent to it. So srv_probe sends the first
+ * bytes of the answer early. If the client has left, its system replies with a reset, and its
+ * requests are cancelled.
  *
- * Pipelined requests wait in `in` until the answer before them is made. Every state has a deadline; one pass a second over all
- * connections looks at them: simpler than timers, a tenth of a millisecond at ten thousand connections, and exact enough.
+ * Pipelined requests wait in `in` until the answer before them is complete. Deadlines of all
+ * connections are checked once a second. This is simpler than timers, takes a tenth of a
+ * millisecond for ten thousand connections, and is exact enough.
  * =========================================================================== */
 
 enum {
-    SRV_READ_BYTES = 64 << 10,  /* of one read, and what is held of pipelined requests */
-    SRV_SEND_BYTES = 1 << 20,   /* of one write */
-    SRV_SPARE_FDS = 64,         /* for files, the model, libraries */
-    SRV_LINGER_BYTES = 16 << 20, /* thrown away at most, in ... */
-    SRV_LINGER_S = 2,
-    SRV_BODY_RATE = 4096,       /* bytes a second that a body must reach behind the first --read-timeout seconds */
+    SRV_READ_BYTES = 64 << 10,   /* of one read; also the limit of pipelined bytes in `in` */
+    SRV_SEND_BYTES = 1 << 20,    /* of one write, at most */
+    SRV_SPARE_FDS = 64,          /* file descriptors kept for files, the model, libraries */
+    SRV_LINGER_BYTES = 16 << 20, /* discarded by SRV_LINGER, at most */
+    SRV_LINGER_S = 2,            /* longest time in SRV_LINGER */
+    SRV_BODY_RATE = 4096,        /* lowest rate of a body, bytes a second, after --read-timeout */
     SRV_MAX_LISTENERS = 8,
-    SRV_EVENTS = 256,           /* of one round */
-    SRV_NEWS = 64,              /* calls whose text is taken at once */
-    SRV_TICK_MS = 100,          /* signals and deadlines are looked at so often */
-    SRV_FAILED_S = 1,           /* a server whose engine fails tells everybody for so long before it hangs up ... */
-    SRV_FAILED_LAST_S = 5,      /* ... and ends after so long, whatever is still to be sent */
+    SRV_EVENTS = 256,            /* events of one epoll_wait, at most */
+    SRV_NEWS = 64,               /* calls whose bytes the loop takes under one lock */
+    SRV_TICK_MS = 100,           /* longest epoll_wait: the delay until a signal is seen */
+    SRV_FAILED_S = 1,            /* once the engine has failed, requests get errors so long ... */
+    SRV_FAILED_LAST_S = 5,       /* ... and the server ends after so long, even with bytes unsent */
 };
 
-#define SRV_AHEAD "HTTP/1.1 " /* every answer begins so */
+#define SRV_AHEAD "HTTP/1.1 " /* the first bytes of every answer; srv_probe sends them early */
 
 enum srv_conn_state { SRV_HEAD, SRV_BODY, SRV_PIECE, SRV_BUSY, SRV_LAST, SRV_LINGER };
 
-typedef struct srv_conn {
+typedef struct srv_conn { /* one connection; owned by the loop */
     int fd;
     enum srv_conn_state state;
-    unsigned events;        /* that epoll looks for */
+    unsigned events;        /* the events that epoll waits for */
     bool half;              /* the client has closed its sending half */
-    bool eof, closed;       /* all that the client sent is read; is being freed */
-    bool begun;             /* bytes of its call's answer are in out, or were */
-    size_t ahead;           /* bytes of SRV_AHEAD that srv_probe sent before */
-    double t_probe;         /* the next one is due */
-    bool sending;           /* the deadline is that of sending */
-    bool stalled;           /* its call was, when its text was last taken */
-    buf in, out;            /* in: not parsed from in_at on; out: not sent from out_at on */
-    size_t in_at, in_seen, out_at; /* in_seen: bytes of a head that http_parse_head has seen, 0: none has come */
-    int file;               /* sent behind out, if file_left > 0 */
+    bool eof;               /* everything that the client sent was received */
+    bool closed;            /* closed and in srv_loop.dead */
+    bool begun;             /* bytes of its call's answer were put into out */
+    size_t ahead;           /* bytes of SRV_AHEAD that srv_probe has sent */
+    double t_probe;         /* when the next one is due */
+    bool sending;           /* the deadline is --write-timeout's */
+    bool stalled;           /* its call was stalled when the loop last took its bytes */
+    buf in, out;            /* in: received, parsed up to in_at; out: made, sent up to out_at */
+    size_t in_at;
+    size_t in_seen;         /* bytes of an incomplete head already searched for its end */
+    size_t out_at;
+    int file;               /* if file_left > 0: a file to be sent after out, from file_at on */
     off_t file_at;
-    int64_t file_left;
+    int64_t file_left;      /* bytes */
     http_body body;
-    srv_call *call;         /* from a whole head to the end of its answer */
-    double deadline, t_state; /* 0: none; when the state, or in SRV_HEAD the head, began */
-    int64_t lingered;       /* bytes thrown away */
-    int64_t held;           /* counted in srv.held: of in and out */
+    srv_call *call;         /* from the end of the head to the end of the answer; else NULL */
+    double deadline;        /* 0: none */
+    double t_state;         /* when the state began; in SRV_HEAD: when the head's first byte came */
+    int64_t lingered;       /* bytes discarded in SRV_LINGER */
+    int64_t held;           /* counted in srv.held: for in and out */
     struct srv_conn *next, *before;
 } srv_conn;
 
-typedef struct srv_news { /* what a worker made of a call */
+typedef struct srv_news { /* a call's output that the loop has taken */
     srv_call *c;
     buf made;
-    bool done, piece; /* it was the last; the next piece of an upload is asked for */
+    bool done;  /* made ends the answer */
+    bool piece; /* the worker needs the next piece of an upload */
 } srv_news;
 
-typedef struct srv_loop {
+typedef struct srv_loop { /* owned by the loop's thread */
     int epoll, listeners[SRV_MAX_LISTENERS], n_listeners;
     bool accepting;         /* the listeners are in epoll */
-    bool said_full;         /* that no more connections fit: told once */
-    bool beyond;            /* some listener is reached from other machines */
+    bool said_full;         /* the warning that no more connections fit was printed */
+    bool beyond;            /* a listener can be reached from other machines */
     int n_conns, max_conns;
-    srv_conn *conns, *dead; /* dead: freed at the end of the round, since events of this round may name them */
+    srv_conn *conns;        /* list of open connections */
+    srv_conn *dead;         /* closed ones; freed at the end of the round, because later events of
+                               the same epoll_wait may point to them */
     char *scratch;          /* [SRV_READ_BYTES] */
-    http_request head;      /* being parsed */
-    double now;             /* of this round */
-    double t_second, t_status, t_step; /* last looks: deadlines, status line, and when the engine last made a step */
+    http_request head;      /* the head being parsed */
+    double now;             /* time of this round */
+    double t_second;        /* last time of the work done once a second */
+    double t_status;        /* last status line */
+    double t_step;          /* last time when the engine made a step or had no work */
     toka_stats last;        /* at the last status line */
-    bool said_overwritten;  /* that a weight file was written to */
-    int64_t last_steps;
+    bool said_overwritten;  /* the warning that a weight file was modified was printed */
+    int64_t last_steps;     /* steps at t_step */
 } srv_loop;
 
 static int srv_n_connections(const srv *s) { return s->loop->n_conns; }
 
 /* ---- Ends of a connection ---- */
 
+/* Is something left to be sent? */
 static bool srv_unsent(const srv_conn *k) { return k->out_at < k->out.n || k->file_left > 0; }
 
-static void srv_want(srv *s, srv_conn *k) { /* tells epoll what to look for */
+static void srv_want(srv *s, srv_conn *k) { /* tells epoll which events to wait for */
     bool reads = !k->eof && (k->state == SRV_LINGER || k->in.n - k->in_at < SRV_READ_BYTES);
     unsigned events = (reads ? EPOLLIN : 0u) | (srv_unsent(k) ? EPOLLOUT : 0u);
     if (!k->half) events |= EPOLLRDHUP;
     if (k->closed || events == k->events) return;
     k->events = events;
-    epoll_ctl(s->loop->epoll, EPOLL_CTL_MOD, k->fd, &(struct epoll_event){.events = events, .data.ptr = k});
+    epoll_ctl(s->loop->epoll, EPOLL_CTL_MOD, k->fd,
+              &(struct epoll_event){.events = events, .data.ptr = k});
 }
 
+/* Closes the connection and cancels its call. srv_bury frees it. */
 static void srv_close(srv *s, srv_conn *k) {
     srv_loop *l = s->loop;
     if (k->closed) return;
@@ -22307,10 +22331,12 @@ static void srv_close(srv *s, srv_conn *k) {
     if (k->before) k->before->next = k->next;
     else l->conns = k->next;
     if (k->next) k->next->before = k->before;
-    k->next = l->dead, l->dead = k;
+    k->next = l->dead;
+    l->dead = k;
     l->n_conns--;
 }
 
+/* Frees the closed connections. */
 static void srv_bury(srv_loop *l) {
     for (srv_conn *k = l->dead, *next; k; k = next) {
         next = k->next;
@@ -22322,18 +22348,24 @@ static void srv_bury(srv_loop *l) {
 
 /* ---- Sending ---- */
 
-static void srv_forget(buf *b, size_t *at) { /* the bytes before *at */
-    if (*at) memmove(b->p, b->p + *at, b->n - *at), b->n -= *at, *at = 0;
+static void srv_forget(buf *b, size_t *at) { /* removes the bytes before *at */
+    if (*at) {
+        memmove(b->p, b->p + *at, b->n - *at);
+        b->n -= *at;
+        *at = 0;
+    }
 }
 
-/* Bytes for the socket; takes `made`. False: there is no memory for them. */
+/* Appends bytes for the socket to k->out; takes `made`. Returns false if there is no memory. */
 static bool srv_append(srv_conn *k, buf *made) {
     bool kept = true;
     if (k->out_at == k->out.n) {
         buf_free(&k->out);
-        k->out = *made, k->out_at = 0;
+        k->out = *made;
+        k->out_at = 0;
     } else {
-        if (k->out_at > k->out.n / 2) srv_forget(&k->out, &k->out_at); /* a stream may never be sent up to its last byte */
+        /* `out` of a stream may never become empty, so remove what was sent here */
+        if (k->out_at > k->out.n / 2) srv_forget(&k->out, &k->out_at);
         kept = buf_try_put(&k->out, made->p, made->n);
         buf_free(made);
     }
@@ -22341,15 +22373,18 @@ static bool srv_append(srv_conn *k, buf *made) {
     return kept;
 }
 
-/* What the socket takes now, but others want their turn, too. False: the connection is lost. */
+/* Sends what the socket accepts now. At most four writes, so that other connections have their
+ * turn. Returns false if the connection is lost. */
 static bool srv_send_some(srv_conn *k) {
     for (int round = 0; round < 4 && srv_unsent(k); round++) {
         bool text = k->out_at < k->out.n;
-        size_t most = (size_t)MIN(text ? (int64_t)(k->out.n - k->out_at) : k->file_left, (int64_t)SRV_SEND_BYTES);
-        ssize_t n = text ? send(k->fd, k->out.p + k->out_at, most, MSG_NOSIGNAL) : sendfile(k->fd, k->file, &k->file_at, most);
+        size_t most = (size_t)MIN(text ? (int64_t)(k->out.n - k->out_at) : k->file_left,
+                                  (int64_t)SRV_SEND_BYTES);
+        ssize_t n = text ? send(k->fd, k->out.p + k->out_at, most, MSG_NOSIGNAL)
+                         : sendfile(k->fd, k->file, &k->file_at, most);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && errno == EAGAIN) return true;
-        if (n <= 0) return false; /* 0: the file got shorter; its length was promised */
+        if (n <= 0) return false; /* 0: the file is shorter now than its Content-Length */
         k->sending = false;       /* progress: a new deadline */
         if (text) k->out_at += (size_t)n;
         else if (!(k->file_left -= n)) close(k->file);
@@ -22357,22 +22392,29 @@ static bool srv_send_some(srv_conn *k) {
     return true;
 }
 
-/* From the state; a client that takes no byte has --write-timeout from its last one on. */
+/* Sets the deadline. While something is unsent: --write-timeout after the last byte that the client
+ * accepted. Else the state decides. */
 static void srv_set_deadline(srv *s, srv_conn *k) {
     const srv_options *o = s->o;
     bool unsent = srv_unsent(k);
     if (unsent && k->sending) return;
     k->sending = unsent;
     if (unsent) k->deadline = s->loop->now + o->write_timeout;
-    else if (k->state == SRV_HEAD) k->deadline = k->t_state + (k->in_seen ? o->read_timeout : o->keep_alive);
-    else if (k->state == SRV_BODY) k->deadline = k->t_state + o->read_timeout + (double)k->call->body.n / SRV_BODY_RATE;
+    else if (k->state == SRV_HEAD)
+        k->deadline = k->t_state + (k->in_seen ? o->read_timeout : o->keep_alive);
+    else if (k->state == SRV_BODY)
+        k->deadline = k->t_state + o->read_timeout + (double)k->call->body.n / SRV_BODY_RATE;
     else if (k->state == SRV_LINGER) k->deadline = k->t_state + SRV_LINGER_S;
     else k->deadline = 0;
 }
 
-static void srv_enter(srv *s, srv_conn *k, enum srv_conn_state state) { k->state = state, k->t_state = s->loop->now; }
+static void srv_enter(srv *s, srv_conn *k, enum srv_conn_state state) {
+    k->state = state;
+    k->t_state = s->loop->now;
+}
 
-/* The answer is out and was the last. */
+/* The connection's last answer is sent: closes the sending half, and waits for the client to close
+ * its own if it has not. */
 static void srv_linger(srv *s, srv_conn *k) {
     if (k->eof) {
         srv_close(s, k);
@@ -22380,11 +22422,12 @@ static void srv_linger(srv *s, srv_conn *k) {
     }
     shutdown(k->fd, SHUT_WR);
     srv_enter(s, k, SRV_LINGER);
-    buf_free(&k->in), k->in_at = 0;
+    buf_free(&k->in);
+    k->in_at = 0;
 }
 
-/* A stream whose reader catches up is made again. False: the reader is behind, more is kept for it than may be, and more
- * will come. */
+/* After the socket has accepted bytes of a stalled stream: resumes making its text if little enough
+ * is unsent. Returns false if the client is still behind and its call holds too much. */
 static bool srv_unstall(srv_conn *k) {
     srv_call *c = k->call;
     pthread_mutex_lock(&c->s->lock);
@@ -22398,13 +22441,17 @@ static bool srv_unstall(srv_conn *k) {
     return !behind;
 }
 
+/* Sends what the socket accepts, and does what follows from it. */
 static void srv_send(srv *s, srv_conn *k) {
     if (k->closed) return;
     if (!srv_send_some(k)) {
         srv_close(s, k);
         return;
     }
-    if (k->out_at == k->out.n) buf_free(&k->out), k->out_at = 0;
+    if (k->out_at == k->out.n) {
+        buf_free(&k->out);
+        k->out_at = 0;
+    }
     if (k->call && k->state == SRV_BUSY && k->stalled && !srv_unstall(k)) srv_close(s, k);
     if (k->state == SRV_LAST && !srv_unsent(k)) srv_linger(s, k);
     if (!k->closed) srv_set_deadline(s, k);
@@ -22418,22 +22465,31 @@ static srv_call *srv_call_new(srv *s, srv_conn *k) {
     return k->call = c;
 }
 
-/* All bytes of the answer are in k->out: the call goes, the connection is ready for its next, or ends. */
+/* The whole answer is in k->out (and k->file). Drops the call; then the connection waits for its
+ * next request or ends. */
 static void srv_end_call(srv *s, srv_conn *k) {
     srv_call *c = k->call;
     bool keep = c->keep_alive && !s->draining;
-    if (c->reply.fd_bytes > 0) k->file = c->reply.fd, k->file_left = c->reply.fd_bytes, k->file_at = 0, c->reply.fd_bytes = 0;
+    if (c->reply.fd_bytes > 0) { /* the connection takes the file */
+        k->file = c->reply.fd;
+        k->file_left = c->reply.fd_bytes;
+        k->file_at = 0;
+        c->reply.fd_bytes = 0;
+    }
     pthread_mutex_lock(&s->lock);
     s->m.statuses[MIN(MAX(c->reply.status / 100, 0), 5)]++;
     c->stage = SRV_ENDED;
     pthread_mutex_unlock(&s->lock);
-    k->call = NULL, c->conn = NULL;
+    k->call = NULL;
+    c->conn = NULL;
     srv_release(c);
     srv_enter(s, k, keep ? SRV_HEAD : SRV_LAST);
-    k->in_seen = 0, k->begun = false, k->ahead = 0;
+    k->in_seen = 0;
+    k->begun = false;
+    k->ahead = 0;
 }
 
-static void srv_answer(srv *s, srv_conn *k) { /* with k->call->reply */
+static void srv_answer(srv *s, srv_conn *k) { /* sends k->call->reply */
     buf made = {0};
     srv_put_reply(&made, k->call);
     const bool kept = srv_append(k, &made);
@@ -22441,11 +22497,12 @@ static void srv_answer(srv *s, srv_conn *k) { /* with k->call->reply */
     if (!kept) srv_close(s, k);
 }
 
-/* A request that cannot be read on: its answer is the connection's last. */
+/* Answers a request of which the rest cannot be read, so this is the connection's last answer.
+ * status 0: c->reply has the error already. */
 static void srv_answer_last(srv *s, srv_conn *k, int status, const char *why) {
     srv_call *c = k->call ? k->call : srv_call_new(s, k);
     c->keep_alive = false;
-    if (!c->req) { /* no whole head: what is there tells whether it is a HEAD */
+    if (!c->req) { /* the head is incomplete; parse what there is, it may be a HEAD request */
         c->req = arena_alloc(&c->a, sizeof *c->req);
         http_parse_head(str_sub(buf_view(&k->in), k->in_at, k->in.n), c->req);
     }
@@ -22453,7 +22510,7 @@ static void srv_answer_last(srv *s, srv_conn *k, int status, const char *why) {
     srv_answer(s, k);
 }
 
-/* The sentence for a status that chapter 24 gave. */
+/* The message for a status that the parser (24) returned. */
 static const char *srv_why(int status, const http_request *r) {
     const bool coding = http_count(r, "transfer-encoding");
     switch (status) {
@@ -22470,21 +22527,23 @@ static const char *srv_why(int status, const http_request *r) {
     }
 }
 
-/* A body that is longer than its route takes: the limit, and the flag that sets it if one does. */
+/* Answers a body that is longer than its route allows. The message names the limit and its flag. */
 static void srv_answer_too_long(srv *s, srv_conn *k) {
-    const char *by;
-    const int64_t limit = srv_body_limit(s, k->call, &by);
-    srv_error(k->call, 413, "the body is longer than %lld bytes, the limit of %s", (long long)limit, by);
+    const char *flag;
+    const int64_t limit = srv_body_limit(s, k->call, &flag);
+    srv_error(k->call, 413, "the body is longer than %lld bytes, the limit of %s", (long long)limit,
+              flag);
     srv_answer_last(s, k, 0, NULL);
 }
 
 /* ---- Reading ---- */
 
-/* A whole head: looks at what is asked. */
+/* The head is complete: checks it and starts to read the body, or answers. */
 static void srv_on_head(srv *s, srv_conn *k, str head) {
     srv_call *c = srv_call_new(s, k);
     c->req = arena_alloc(&c->a, sizeof *c->req);
-    http_parse_head(arena_str(&c->a, head), c->req); /* again, so that its slices live as long as the call */
+    /* parsed again from a copy, so that its slices live as long as the call */
+    http_parse_head(arena_str(&c->a, head), c->req);
     bool has_body = c->req->chunked || c->req->length, answered = srv_check(s, c);
     const char *by;
     int status = answered ? 0 : http_body_init(&k->body, c->req, srv_body_limit(s, c, &by));
@@ -22496,13 +22555,15 @@ static void srv_on_head(srv *s, srv_conn *k, str head) {
         srv_answer(s, k);
     } else {
         buf go = {0};
-        if (c->req->expects_continue && has_body && k->in_at == k->in.n)
-            buf_c(&go, "HTTP/1.1 100 Continue\r\n\r\n"), srv_append(k, &go);
+        if (c->req->expects_continue && has_body && k->in_at == k->in.n) {
+            buf_c(&go, "HTTP/1.1 100 Continue\r\n\r\n");
+            srv_append(k, &go);
+        }
         srv_enter(s, k, SRV_BODY);
     }
 }
 
-/* Bytes of a head. True: it is whole, or answered. */
+/* Reads a head from k->in. Returns true if it is complete or was answered with an error. */
 static bool srv_read_head(srv *s, srv_conn *k) {
     srv_loop *l = s->loop;
     str rest = str_sub(buf_view(&k->in), k->in_at, k->in.n);
@@ -22510,7 +22571,7 @@ static bool srv_read_head(srv *s, srv_conn *k) {
     bool first = !k->in_seen;
     if (first) k->t_state = l->now;
     bool line = memchr(rest.p + k->in_seen, '\n', rest.n - k->in_seen) != NULL;
-    if (!first && !line && rest.n < HTTP_MAX_HEAD) { /* cannot have become whole */
+    if (!first && !line && rest.n < HTTP_MAX_HEAD) { /* no new line end: it is still incomplete */
         k->in_seen = rest.n;
         return false;
     }
@@ -22526,10 +22587,12 @@ static bool srv_read_head(srv *s, srv_conn *k) {
     return true;
 }
 
-/* Bytes of a body. True: it is whole, or answered. */
+/* Reads a body from k->in. Returns true if it (or a piece of an upload) is complete, or if it was
+ * answered with an error. */
 static bool srv_read_body(srv *s, srv_conn *k) {
     srv_call *c = k->call;
-    ptrdiff_t used = http_body_read(&k->body, str_sub(buf_view(&k->in), k->in_at, k->in.n), &c->body);
+    ptrdiff_t used = http_body_read(&k->body, str_sub(buf_view(&k->in), k->in_at, k->in.n),
+                                    &c->body);
     const bool fits = srv_hold(s, &c->body_held, c->body.n);
     if (used == -413) {
         srv_answer_too_long(s, k);
@@ -22549,17 +22612,20 @@ static bool srv_read_body(srv *s, srv_conn *k) {
     bool whole = k->body.state == HTTP_BODY_DONE, upload = c->route == &srv_upload_route;
     if (!whole && !(upload && c->body.n >= SRV_PIECE_BYTES)) return false;
     srv_enter(s, k, whole ? SRV_BUSY : SRV_PIECE);
-    c->upload_whole = whole, c->t_start = os_now();
+    c->upload_whole = whole;
+    c->t_start = os_now();
     if (srv_dispatch(s, c)) srv_answer(s, k);
     return true;
 }
 
-/* So much is still to be sent that the next request waits for it. */
-static bool srv_is_behind(const srv_conn *k) { return k->file_left || k->out.n - k->out_at >= SRV_MAX_UNSENT; }
+/* Is so much unsent that the next pipelined request must wait? */
+static bool srv_is_behind(const srv_conn *k) {
+    return k->file_left || k->out.n - k->out_at >= SRV_MAX_UNSENT;
+}
 
-/* A client waits for generated text, has closed its sending half, and got nothing of its answer
- * yet: one more byte of SRV_AHEAD finds out whether it still reads. The first goes at once, the
- * next ones 1, 2, 4 ... seconds after the one before. */
+/* For a client that waits for generated text, has closed its sending half and has got nothing of
+ * its answer: sends one more byte of SRV_AHEAD to find out whether it still reads. The first byte
+ * is sent at once, the next ones 1, 2, 4 ... seconds after the one before. */
 static void srv_probe(srv *s, srv_conn *k) {
     const str all = STR(SRV_AHEAD);
     buf byte = {0};
@@ -22574,7 +22640,8 @@ static void srv_probe(srv *s, srv_conn *k) {
     srv_want(s, k);
 }
 
-/* Everything that the bytes at hand allow; sends what came of it. */
+/* Handles all requests that the received bytes complete, and sends what is ready. Closes the
+ * connection if its client has left or if it holds too much memory. */
 static void srv_advance(srv *s, srv_conn *k) {
     for (bool more = true; more && !k->closed;) {
         bool behind = srv_is_behind(k);
@@ -22583,11 +22650,15 @@ static void srv_advance(srv *s, srv_conn *k) {
         else if (k->state == SRV_BODY) more = srv_read_body(s, k);
         if (more) continue;
         srv_send(s, k);
-        more = behind && !srv_is_behind(k); /* nothing else might ever ask for the request that waited */
+        /* A request that had to wait is read now: there may be no later event for it. */
+        more = behind && !srv_is_behind(k);
     }
-    if (k->in_at == k->in.n) buf_free(&k->in), k->in_at = 0;
-    const bool fits = k->closed || srv_hold(s, &k->held, k->in.cap + k->out.cap);
-    if (!fits && !srv_unsent(k)) srv_close(s, k);
+    if (k->in_at == k->in.n) {
+        buf_free(&k->in);
+        k->in_at = 0;
+    }
+    if (!k->closed && !srv_hold(s, &k->held, k->in.cap + k->out.cap) && !srv_unsent(k))
+        srv_close(s, k);
     if (k->eof && !k->closed) {
         bool answered = k->state == SRV_HEAD && !srv_unsent(k);
         if (k->state == SRV_BODY || k->state == SRV_LINGER || answered) srv_close(s, k);
@@ -22595,6 +22666,7 @@ static void srv_advance(srv *s, srv_conn *k) {
     srv_probe(s, k);
 }
 
+/* Receives what the client sent; at most four reads, so that other connections have their turn. */
 static void srv_receive(srv *s, srv_conn *k) {
     srv_loop *l = s->loop;
     for (int round = 0; round < 4; round++) {
@@ -22606,7 +22678,8 @@ static void srv_receive(srv *s, srv_conn *k) {
             srv_close(s, k);
             return;
         }
-        k->eof = !n, k->half |= !n;
+        k->eof = !n;
+        k->half |= !n;
         if (k->state == SRV_LINGER) {
             if (!n || (k->lingered += n) > SRV_LINGER_BYTES) srv_close(s, k);
         } else {
@@ -22621,23 +22694,28 @@ static void srv_receive(srv *s, srv_conn *k) {
 static void srv_on_socket(srv *s, srv_conn *k, unsigned events) {
     if (k->closed) return;
     if (events & (EPOLLERR | EPOLLHUP)) srv_close(s, k);
-    if (events & EPOLLRDHUP) k->half = true; /* more than `in` takes may still be to be read */
+    if (events & EPOLLRDHUP) k->half = true; /* not eof: `in` may be too full for the rest */
     if (!k->closed && events & EPOLLOUT) srv_advance(s, k);
     if (!k->closed && events & (EPOLLIN | EPOLLRDHUP)) srv_receive(s, k);
     if (!k->closed) srv_probe(s, k);
     srv_want(s, k);
 }
 
-/* ---- What workers made ---- */
+/* ---- Output of workers ---- */
 
-/* What a call has for its connection. With the lock held. */
+/* Takes the output of a call. With the lock held. */
 static void srv_take(srv_call *c, srv_news *news) {
     srv_conn *k = c->conn;
     *news = (srv_news){c, c->out, c->done, c->want_piece};
-    c->out = (buf){0}, c->in_dirty = c->want_piece = false;
-    if (k) k->stalled = c->stalled, c->unsent = k->out.n - k->out_at + news->made.n;
+    c->out = (buf){0};
+    c->in_dirty = c->want_piece = false;
+    if (k) {
+        k->stalled = c->stalled;
+        c->unsent = k->out.n - k->out_at + news->made.n;
+    }
 }
 
+/* Appends the output to that of the connection, if the client is still there, and sends it. */
 static void srv_deliver(srv *s, srv_news *news) {
     srv_conn *k = news->c->conn;
     if (k && news->made.n) {
@@ -22653,7 +22731,8 @@ static void srv_deliver(srv *s, srv_news *news) {
     srv_want(s, k);
 }
 
-/* The first calls of a list, one lock for all of them. Returns the others. */
+/* Delivers the output of the first calls of the list, at most SRV_NEWS, with one lock for all of
+ * them. Returns the rest of the list. */
 static srv_call *srv_take_some(srv *s, srv_call *c) {
     srv_news news[SRV_NEWS];
     int n = 0, n_freed = 0;
@@ -22669,13 +22748,15 @@ static srv_call *srv_take_some(srv *s, srv_call *c) {
     return c;
 }
 
+/* wake_fd is readable: delivers the output of all calls in the dirty list. */
 static void srv_take_all(srv *s) {
     uint64_t n;
     ssize_t unused = read(s->wake_fd, &n, 8);
     (void)unused;
     pthread_mutex_lock(&s->lock);
     srv_call *c = s->dirty;
-    s->dirty = NULL, s->woken = false;
+    s->dirty = NULL;
+    s->woken = false;
     pthread_mutex_unlock(&s->lock);
     while (c) c = srv_take_some(s, c);
 }
@@ -22691,20 +22772,22 @@ static void srv_set_accepting(srv *s, bool on) {
                   &(struct epoll_event){.events = EPOLLIN, .data.ptr = &l->listeners[i]});
 }
 
-/* No descriptor for one more connection: said once on standard error, and to the client if there is one for that. */
+/* No more connections fit. Prints a warning once and answers the client on fd with a 503. fd -1:
+ * the system had no file descriptor for the connection; stops accepting for up to a second. */
 static void srv_full(srv *s, int fd) {
     srv_loop *l = s->loop;
     if (!l->said_full)
-        fprintf(stderr, "toka: %d connections are open, all that the limit of open files (ulimit -n) allows; more get a 503\n",
-                l->n_conns);
+        fprintf(stderr, "toka: %d connections are open, all that the limit of open files "
+                "(ulimit -n) allows; more get a 503\n", l->n_conns);
     l->said_full = true;
     if (fd < 0) {
-        srv_set_accepting(s, false); /* until the next second */
+        srv_set_accepting(s, false); /* srv_tick starts it again */
         return;
     }
     buf b = {0}, body = {0};
     api_error(&body, 503, "all connections are taken", NULL, NULL, NULL);
-    http_put_head(&b, 503, "application/json", (int64_t)body.n, false, (int64_t)time(NULL), STR("Retry-After: 1\r\n"));
+    http_put_head(&b, 503, "application/json", (int64_t)body.n, false, (int64_t)time(NULL),
+                  STR("Retry-After: 1\r\n"));
     buf_str(&b, buf_view(&body));
     ssize_t unused = send(fd, b.p, b.n, MSG_NOSIGNAL);
     (void)unused;
@@ -22720,19 +22803,25 @@ static void srv_accept(srv *s, int listener) {
     for (int i = 0; i < SRV_EVENTS; i++) {
         int fd = accept4(listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
         if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
-        if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)) srv_full(s, -1);
+        if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM))
+            srv_full(s, -1);
         if (fd < 0) return;
         if (l->n_conns >= l->max_conns) {
             srv_full(s, fd);
             continue;
         }
-        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &(int){1}, sizeof(int)); /* fails on unix sockets, which have no delay */
+        /* fails on unix sockets, which have no delay */
+        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &(int){1}, sizeof(int));
         srv_conn *k = mem_zalloc(sizeof *k);
-        *k = (srv_conn){.fd = fd, .events = EPOLLIN | EPOLLRDHUP, .t_state = l->now, .next = l->conns};
+        *k = (srv_conn){.fd = fd, .events = EPOLLIN | EPOLLRDHUP, .t_state = l->now,
+                        .next = l->conns};
         srv_set_deadline(s, k);
         if (l->conns) l->conns->before = k;
-        l->conns = k, l->n_conns++;
-        if (epoll_ctl(l->epoll, EPOLL_CTL_ADD, fd, &(struct epoll_event){.events = k->events, .data.ptr = k})) srv_close(s, k);
+        l->conns = k;
+        l->n_conns++;
+        if (epoll_ctl(l->epoll, EPOLL_CTL_ADD, fd,
+                      &(struct epoll_event){.events = k->events, .data.ptr = k}))
+            srv_close(s, k);
     }
 }
 
@@ -22740,11 +22829,12 @@ static int srv_listen_unix(srv *s, const char *path, toka_err *e) {
     struct sockaddr_un a = {.sun_family = AF_UNIX};
     struct stat st;
     if (!*path || strlen(path) >= sizeof a.sun_path)
-        return fail(e, TOKA_E_USE, "--uds '%s': %zu bytes, expected 1 to %zu", path, strlen(path), sizeof a.sun_path - 1);
+        return fail(e, TOKA_E_USE, "--uds '%s': %zu bytes, expected 1 to %zu", path, strlen(path),
+                    sizeof a.sun_path - 1);
     strcpy(a.sun_path, path);
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (fd < 0) return fail(e, TOKA_E_IO, "--uds %s: %s", path, strerror(errno));
-    if (lstat(path, &st) == 0 && S_ISSOCK(st.st_mode)) { /* left by a server that was killed, or in use */
+    if (lstat(path, &st) == 0 && S_ISSOCK(st.st_mode)) { /* in use, or left by a killed server */
         if (connect(fd, (struct sockaddr *)&a, sizeof a) == 0) {
             close(fd);
             return fail(e, TOKA_E_USE, "--uds %s: another server listens there", path);
@@ -22761,7 +22851,7 @@ static int srv_listen_unix(srv *s, const char *path, toka_err *e) {
     return 0;
 }
 
-/* One address. port: in, and out where it was 0. */
+/* Listens on one address. *port: the port; if it is 0, becomes the port that the system chose. */
 static int srv_listen_one(srv *s, const struct addrinfo *a, int *port, toka_err *e) {
     struct sockaddr_storage got;
     socklen_t n = sizeof got;
@@ -22769,19 +22859,23 @@ static int srv_listen_one(srv *s, const struct addrinfo *a, int *port, toka_err 
     if (fd < 0) return fail(e, TOKA_E_IO, "--host %s: %s", s->o->host, strerror(errno));
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &(int){1}, sizeof(int));
     if (a->ai_family == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &(int){1}, sizeof(int));
-    if (bind(fd, a->ai_addr, a->ai_addrlen) || listen(fd, 4096) || getsockname(fd, (struct sockaddr *)&got, &n)) {
-        int code = fail(e, TOKA_E_IO, "cannot listen on %s port %d: %s", s->o->host, *port, strerror(errno));
+    if (bind(fd, a->ai_addr, a->ai_addrlen) || listen(fd, 4096) ||
+        getsockname(fd, (struct sockaddr *)&got, &n)) {
+        int code = fail(e, TOKA_E_IO, "cannot listen on %s port %d: %s", s->o->host, *port,
+                        strerror(errno));
         close(fd);
         return code;
     }
     bool six = got.ss_family == AF_INET6;
-    *port = ntohs(six ? ((struct sockaddr_in6 *)&got)->sin6_port : ((struct sockaddr_in *)&got)->sin_port);
+    *port = ntohs(six ? ((struct sockaddr_in6 *)&got)->sin6_port
+                      : ((struct sockaddr_in *)&got)->sin_port);
     s->loop->listeners[s->loop->n_listeners++] = fd;
     const struct in6_addr address = srv_address_of(&got);
     s->loop->beyond |= !srv_is_loopback(&address);
     char host[64];
     getnameinfo((struct sockaddr *)&got, n, host, sizeof host, NULL, 0, NI_NUMERICHOST);
-    fprintf(stderr, "toka: listening on http://%s%s%s:%d\n", six ? "[" : "", host, six ? "]" : "", *port);
+    fprintf(stderr, "toka: listening on http://%s%s%s:%d\n", six ? "[" : "", host, six ? "]" : "",
+            *port);
     return 0;
 }
 
@@ -22791,11 +22885,15 @@ static int srv_listen(srv *s, toka_err *e) {
     int port = s->o->port, code = 0;
     if (s->o->uds) return srv_listen_unix(s, s->o->uds, e);
     snprintf(service, sizeof service, "%d", port);
-    int bad = getaddrinfo(s->o->host, service, &(struct addrinfo){.ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE}, &all);
+    int bad = getaddrinfo(s->o->host, service,
+                          &(struct addrinfo){.ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE},
+                          &all);
     if (bad) return fail(e, TOKA_E_USE, "--host %s: %s", s->o->host, gai_strerror(bad));
     for (struct addrinfo *a = all; a && s->loop->n_listeners < SRV_MAX_LISTENERS; a = a->ai_next) {
-        if (a->ai_family == AF_INET) ((struct sockaddr_in *)a->ai_addr)->sin_port = htons((uint16_t)port);
-        if (a->ai_family == AF_INET6) ((struct sockaddr_in6 *)a->ai_addr)->sin6_port = htons((uint16_t)port);
+        if (a->ai_family == AF_INET)
+            ((struct sockaddr_in *)a->ai_addr)->sin_port = htons((uint16_t)port);
+        if (a->ai_family == AF_INET6)
+            ((struct sockaddr_in6 *)a->ai_addr)->sin6_port = htons((uint16_t)port);
         int failed = srv_listen_one(s, a, &port, e);
         if (failed) code = failed;
     }
@@ -22803,25 +22901,30 @@ static int srv_listen(srv *s, toka_err *e) {
     if (s->loop->beyond && !s->o->n_keys)
         fprintf(stderr, "toka: warning: with --host %s and no --api-key everybody who reaches port "
                 "%d may run prompts and read files\n", s->o->host, port);
-    return s->loop->n_listeners ? 0 : code; /* a name with an address of a kind this machine lacks is served on the others */
+    /* One address is enough: a host name may have an IPv6 address on a machine without IPv6. */
+    return s->loop->n_listeners ? 0 : code;
 }
 
-/* Descriptors are raised to the hard limit; what is left after the spare ones is for connections. */
+/* Raises the limit of file descriptors to the hard limit. All but SRV_SPARE_FDS are for
+ * connections. */
 static int srv_limit_files(srv_loop *l, toka_err *e) {
     struct rlimit r;
-    if (getrlimit(RLIMIT_NOFILE, &r)) return fail(e, TOKA_E_IO, "the limit of open files: %s", strerror(errno));
+    if (getrlimit(RLIMIT_NOFILE, &r))
+        return fail(e, TOKA_E_IO, "the limit of open files: %s", strerror(errno));
     r.rlim_cur = r.rlim_max == RLIM_INFINITY ? 1 << 20 : r.rlim_max;
     setrlimit(RLIMIT_NOFILE, &r);
     getrlimit(RLIMIT_NOFILE, &r);
     if (r.rlim_cur < 2 * SRV_SPARE_FDS)
-        return fail(e, TOKA_E_USE, "the limit of open files (ulimit -n) is %lld, expected at least %d", (long long)r.rlim_cur,
-                    2 * SRV_SPARE_FDS);
+        return fail(e, TOKA_E_USE,
+                    "the limit of open files (ulimit -n) is %lld, expected at least %d",
+                    (long long)r.rlim_cur, 2 * SRV_SPARE_FDS);
     l->max_conns = (int)MIN(r.rlim_cur, (rlim_t)1 << 20) - SRV_SPARE_FDS;
     return 0;
 }
 
 /* ---- Time ---- */
 
+/* The deadline is over: answers a request that has begun with a 408, else closes the connection. */
 static void srv_expire(srv *s, srv_conn *k) {
     bool begun = (k->state == SRV_HEAD && k->in_seen) || k->state == SRV_BODY;
     if (!begun || k->sending) {
@@ -22833,7 +22936,8 @@ static void srv_expire(srv *s, srv_conn *k) {
     srv_want(s, k);
 }
 
-/* Once a second: deadlines and probes; while draining, connections that wait for a next request. */
+/* Once a second: checks the deadlines and sends probes. While draining, also closes connections
+ * that wait for a next request. */
 static void srv_check_deadlines(srv *s) {
     srv_loop *l = s->loop;
     for (srv_conn *k = l->conns, *next; k; k = next) {
@@ -22845,29 +22949,38 @@ static void srv_check_deadlines(srv *s) {
     }
 }
 
-/* The engine's heartbeat: steps are made while there is work. */
+/* Watchdog: the engine hangs if it has work but has made no step for --step-timeout. */
 static void srv_check_engine(srv *s, const toka_stats *t) {
     srv_loop *l = s->loop;
-    if (!l->t_step || t->steps != l->last_steps || !(t->running + t->waiting)) l->last_steps = t->steps, l->t_step = l->now;
+    if (!l->t_step || t->steps != l->last_steps || !(t->running + t->waiting)) {
+        l->last_steps = t->steps;
+        l->t_step = l->now;
+    }
     s->wedged = l->now - l->t_step > s->o->step_timeout;
 }
 
-/* What the engine did since the last line; nothing if it did nothing. */
+/* Prints what the engine did since the last status line, unless it did nothing. */
 static void srv_status_line(srv *s, const toka_stats *t) {
     srv_loop *l = s->loop;
     const toka_stats *was = &l->last;
-    double dt = l->now - l->t_status, out = (double)(t->output_tokens - was->output_tokens), rows = (double)(t->rows - was->rows);
-    double prompt = (double)(t->prompt_tokens - was->prompt_tokens), pairs = (double)(t->attended - was->attended);
+    double dt = l->now - l->t_status, out = (double)(t->output_tokens - was->output_tokens);
+    double rows = (double)(t->rows - was->rows);
+    double prompt = (double)(t->prompt_tokens - was->prompt_tokens);
+    double pairs = (double)(t->attended - was->attended);
     double hits = (double)(t->prompt_tokens_shared - was->prompt_tokens_shared);
     double shared = (double)(t->attended_shared - was->attended_shared);
     if (!s->o->quiet && (rows > 0 || t->running || t->waiting))
-        fprintf(stderr, "prefill %.0f tok/s, decode %.0f tok/s, running %d, waiting %d, KV %.1f%%, prefix hits %.1f%%, "
-                "shared %.1f%%, connections %d\n", MAX(rows - out, 0) / dt, out / dt, t->running, t->waiting,
-                t->kv_pages ? 100.0 * t->kv_pages_used / t->kv_pages : 0, prompt > 0 ? 100 * hits / prompt : 0,
-                pairs > 0 ? 100 * shared / pairs : 0, l->n_conns);
-    l->t_status = l->now, l->last = *t;
+        fprintf(stderr, "prefill %.0f tok/s, decode %.0f tok/s, running %d, waiting %d, KV %.1f%%, "
+                "prefix hits %.1f%%, shared %.1f%%, connections %d\n",
+                MAX(rows - out, 0) / dt, out / dt, t->running, t->waiting,
+                t->kv_pages ? 100.0 * t->kv_pages_used / t->kv_pages : 0,
+                prompt > 0 ? 100 * hits / prompt : 0, pairs > 0 ? 100 * shared / pairs : 0,
+                l->n_conns);
+    l->t_status = l->now;
+    l->last = *t;
 }
 
+/* The work done once a second and every five seconds. */
 static void srv_tick(srv *s) {
     srv_loop *l = s->loop;
     if (l->now - l->t_second < 1) return;
@@ -22875,7 +22988,7 @@ static void srv_tick(srv *s) {
     srv_check_deadlines(s);
     if (!s->draining) srv_set_accepting(s, true);
     if (s->phase != SRV_READY) {
-        l->t_status = l->now; /* the first line's rates begin with the engine */
+        l->t_status = l->now; /* the first line's rates are measured from SRV_READY on */
         return;
     }
     toka_stats t = toka_get_stats(s->t);
@@ -22887,6 +23000,7 @@ static void srv_tick(srv *s) {
 
 /* ---- The loop ---- */
 
+/* Shutdown begins: closes the listeners; open connections end after their current answers. */
 static void srv_start_draining(srv *s) {
     srv_loop *l = s->loop;
     srv_set_accepting(s, false);
@@ -22897,7 +23011,7 @@ static void srv_start_draining(srv *s) {
     l->t_second = 0;
 }
 
-static void srv_round(srv *s, struct epoll_event *events) {
+static void srv_round(srv *s, struct epoll_event *events) { /* one turn of the event loop */
     srv_loop *l = s->loop;
     int n = epoll_wait(l->epoll, events, SRV_EVENTS, SRV_TICK_MS);
     l->now = os_now();
@@ -22905,7 +23019,8 @@ static void srv_round(srv *s, struct epoll_event *events) {
         void *p = events[i].data.ptr;
         int *listener = p;
         if (p == &s->wake_fd) srv_take_all(s);
-        else if (listener >= l->listeners && listener < l->listeners + SRV_MAX_LISTENERS) srv_accept(s, *listener);
+        else if (listener >= l->listeners && listener < l->listeners + SRV_MAX_LISTENERS)
+            srv_accept(s, *listener);
         else srv_on_socket(s, p, events[i].events);
     }
     srv_tick(s);
@@ -22913,7 +23028,8 @@ static void srv_round(srv *s, struct epoll_event *events) {
     mem_keep_spare();
 }
 
-/* Until a signal and all answers are out, or a failed engine. A second signal ends the program. */
+/* Runs until a signal has come and all answers are sent, or until the engine has failed and its
+ * clients were told. A second signal ends the program (34). */
 static void srv_run_loop(srv *s) {
     srv_loop *l = s->loop;
     struct epoll_event events[SRV_EVENTS];
@@ -22925,7 +23041,8 @@ static void srv_run_loop(srv *s) {
         if (s->phase == SRV_FAILED && !t_failed) t_failed = l->now;
         bool told = t_failed && (!served || l->now - t_failed > SRV_FAILED_S);
         if ((*s->o->interrupted || told) && !s->draining) srv_start_draining(s);
-        if (s->draining && (!l->conns || (t_failed && l->now - t_failed > SRV_FAILED_LAST_S))) break;
+        if (s->draining && (!l->conns || (t_failed && l->now - t_failed > SRV_FAILED_LAST_S)))
+            break;
     }
     while (l->conns) srv_close(s, l->conns);
     srv_bury(l);
@@ -22933,11 +23050,13 @@ static void srv_run_loop(srv *s) {
 
 /* ---- Start and end ---- */
 
+/* Prints the sampling defaults that come from the model's generation_config.json. */
 static void srv_say_defaults(const srv *s) {
     const toka_sampling *p = &s->model.base.sampling;
     const mf_defaults *d = &s->t->files->defaults;
-    bool any = d->has_temperature || d->has_do_sample || d->has_top_p || d->has_top_k || d->has_min_p ||
-               d->has_repetition_penalty || d->max_tokens || d->min_tokens || d->n_stop || d->n_bad;
+    bool any = d->has_temperature || d->has_do_sample || d->has_top_p || d->has_top_k ||
+               d->has_min_p || d->has_repetition_penalty || d->max_tokens || d->min_tokens ||
+               d->n_stop || d->n_bad;
     if (!s->o->model_defaults) return;
     run_say_unused(s->t);
     if (!any) return;
@@ -22946,9 +23065,11 @@ static void srv_say_defaults(const srv *s) {
     if (d->min_tokens) buf_printf(&more, ", min_tokens %d", d->min_tokens);
     if (d->n_stop) buf_printf(&more, ", %d stop strings", d->n_stop);
     if (d->n_bad) buf_printf(&more, ", %d bad words", d->n_bad);
-    fprintf(stderr, "toka: defaults from generation_config.json: temperature %g, top_p %g, top_k %d, min_p %g, "
-            "repetition_penalty %g%s; --generation-config vllm leaves them out\n", (double)p->temperature, (double)p->top_p,
-            p->top_k, (double)p->min_p, (double)p->repetition_penalty, more.n ? more.p : "");
+    fprintf(stderr, "toka: defaults from generation_config.json: temperature %g, top_p %g, "
+            "top_k %d, min_p %g, repetition_penalty %g%s; --generation-config vllm leaves them "
+            "out\n",
+            (double)p->temperature, (double)p->top_p, p->top_k, (double)p->min_p,
+            (double)p->repetition_penalty, more.n ? more.p : "");
     buf_free(&more);
 }
 
@@ -22956,17 +23077,29 @@ static void srv_init_model(srv *s) {
     const srv_options *o = s->o;
     s->info = toka_get_info(s->t);
     s->name = o->n_names ? o->names[0] : s->info.model_name;
-    snprintf(s->fingerprint, sizeof s->fingerprint, "toka-%s-%s", TOKA_VERSION, s->t->engine->be->name);
+    snprintf(s->fingerprint, sizeof s->fingerprint, "toka-%s-%s", TOKA_VERSION,
+             s->t->engine->be->name);
     toka_request base = toka_request_default();
     if (o->model_defaults) toka_request_model_defaults(s->t, &base);
-    s->model = (api_model){.t = s->t, .names = o->n_names ? o->names : &s->name, .n_names = MAX(1, o->n_names), .name = s->name,
-                           .fingerprint = s->fingerprint, .base = base, .completion_tokens = 16,
-                           .max_len = s->info.max_model_len, .max_choices = SRV_MAX_CHOICES,
-                           .max_answer_bytes = o->max_answer_bytes, .now = o->now,
-                           .limits = {128, (size_t)o->max_body_bytes}, .strict = o->strict, .live = true,
-                           .unknown = srv_unknown, .user = s};
+    s->model = (api_model){.t = s->t,
+                           .names = o->n_names ? o->names : &s->name,
+                           .n_names = MAX(1, o->n_names),
+                           .name = s->name,
+                           .fingerprint = s->fingerprint,
+                           .base = base,
+                           .completion_tokens = 16,
+                           .max_len = s->info.max_model_len,
+                           .max_choices = SRV_MAX_CHOICES,
+                           .max_answer_bytes = o->max_answer_bytes,
+                           .now = o->now,
+                           .limits = {128, (size_t)o->max_body_bytes},
+                           .strict = o->strict,
+                           .live = true,
+                           .unknown = srv_unknown,
+                           .user = s};
 }
 
+/* On the engine's thread: opens the model and what depends on it. */
 static int srv_load(srv *s, toka_err *e) {
     double t0 = os_now();
     int code = toka_open(&s->t, &s->o->open, e);
@@ -23000,15 +23133,18 @@ static void *srv_engine(void *arg) { /* opens the model, then drives it until to
     return NULL;
 }
 
+/* Opens the loop's system objects and the listeners. */
 static int srv_open(srv *s, srv_loop *l, toka_err *e) {
-    l->epoll = epoll_create1(EPOLL_CLOEXEC), s->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    l->epoll = epoll_create1(EPOLL_CLOEXEC);
+    s->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     if (l->epoll < 0 || s->wake_fd < 0) return fail(e, TOKA_E_IO, "epoll: %s", strerror(errno));
     int code = srv_limit_files(l, e);
     if (!code) code = srv_listen(s, e);
     if (code) return code;
     if (getrandom(s->random, sizeof s->random, 0) != sizeof s->random)
         return fail(e, TOKA_E_IO, "getrandom: %s", strerror(errno));
-    epoll_ctl(l->epoll, EPOLL_CTL_ADD, s->wake_fd, &(struct epoll_event){.events = EPOLLIN, .data.ptr = &s->wake_fd});
+    epoll_ctl(l->epoll, EPOLL_CTL_ADD, s->wake_fd,
+              &(struct epoll_event){.events = EPOLLIN, .data.ptr = &s->wake_fd});
     srv_set_accepting(s, true);
     return 0;
 }
@@ -23022,7 +23158,8 @@ static void srv_free(srv *s, srv_loop *l) {
     free(l->scratch);
 }
 
-/* toka serve. Returns 0 after a signal, when all answers are out. */
+/* toka serve, on the thread that becomes the event loop. Returns 0 after a signal, when all answers
+ * are sent; else an error of the start or of the engine. */
 static int srv_run(const srv_options *o, toka_err *e) {
     srv_loop l = {.scratch = mem_alloc(SRV_READ_BYTES), .now = os_now(), .t_status = os_now()};
     srv s = {.o = o, .loop = &l, .started = (int64_t)time(NULL), .ready_end = &s.ready,
@@ -23037,7 +23174,8 @@ static int srv_run(const srv_options *o, toka_err *e) {
     for (int n = MIN(o->n_workers, COUNT(workers)); !code && n_workers < n; n_workers += !code)
         code = os_thread(&workers[n_workers], srv_worker, &s, e);
     if (!code) srv_run_loop(&s);
-    while (driven && s.phase == SRV_LOADING) usleep(10000); /* a second signal ends the program meanwhile */
+    /* loading cannot be interrupted, except by a second signal, which ends the program */
+    while (driven && s.phase == SRV_LOADING) usleep(10000);
     if (s.files) fb_stop(s.files);
     if (s.t) run_say_overwritten(s.t, &l.said_overwritten);
     if (s.t) toka_stop(s.t);
@@ -23047,9 +23185,12 @@ static int srv_run(const srv_options *o, toka_err *e) {
     pthread_cond_broadcast(&s.work);
     pthread_mutex_unlock(&s.lock);
     for (int i = 0; i < n_workers; i++) pthread_join(workers[i], NULL);
-    fb_close(s.files); /* a client that hung up may have left a worker with its upload */
-    toka_close(s.t); /* calls that were given up get their last events here */
-    if (!code && s.phase == SRV_FAILED) *e = s.e, code = e->code;
+    fb_close(s.files); /* after the workers: one may have had an upload whose client disconnected */
+    toka_close(s.t);   /* sends last events to calls that are still open, which frees them */
+    if (!code && s.phase == SRV_FAILED) {
+        *e = s.e;
+        code = e->code;
+    }
     srv_free(&s, &l);
     return code;
 }
