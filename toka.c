@@ -25177,37 +25177,41 @@ static int bs_bench(const bs_options *o, toka_err *e) {
 
 /* ===========================================================================
  * MARK: 34. Command line [os]
- * toka [COMMAND] [FLAGS]. Flags are one table (cli_flags): name, short form, environment name (TOKA_ and the flag's name in
- * capitals), help group, type and the field they fill. Results go to standard output, everything else to standard error. This
- * chapter alone prints and decides the exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C.
- * A closed pipe at standard output ends the program quietly, with 0; a batch's answers fail.
+ * toka [COMMAND] [FLAGS]. All flags stand in one table, cli_flags: name, short form, type, field of
+ * `cli` that it sets, commands that take it, text and group in --help. The environment variable of
+ * a flag is TOKA_ and its name in capitals. Results go to standard output, everything else to
+ * standard error. The exit status is decided here: 0 done, 1 bad use or bad input, 2 device or I/O
+ * failure, 130 after Ctrl-C. If standard output is a pipe that its reader closed, the program ends
+ * with 0 and without a message.
  * =========================================================================== */
 
 enum { CLI_MAX_LIST = 16, CLI_MAX_INPUT = 1 << 30 };
 
-typedef struct cli_list { /* values of a flag that may be given several times */
+typedef struct cli_list { /* the values of a flag that may be given several times */
     const char *at[CLI_MAX_LIST];
     int n;
 } cli_list;
 
-typedef struct cli { /* what the command line says */
+typedef struct cli { /* the values of all flags; the fields are named like the flags */
     toka_options open;
     const char *prompt, *file, *system, *now;
     int samples, max_tokens, min_tokens, top_k, logprobs;
-    double temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty; /* NAN: not given */
+    double temperature, top_p, min_p; /* NAN: not given; likewise the next three */
+    double repetition_penalty, presence_penalty, frequency_penalty;
     int64_t seed;
     cli_list stop;
-    bool include_stop, ignore_eos, raw, chat, json, quiet, verbose, decode, no_special, help, help_all, version;
+    bool include_stop, ignore_eos, raw, chat, json, quiet, verbose, decode, no_special;
+    bool help, help_all, version;
     const char *input, *output, *report, *dataset, *timeline;
     int num_prompts;
     bool dummy_weights;
     const char *host, *request_rate;
     int port;
-    bs_options bench; /* of bench serve; the shared fields are filled in cli_bench_serve */
-    srv_options serve; /* of serve; likewise */
+    bs_options bench;  /* flags of bench serve only; cli_bench_serve sets the others */
+    srv_options serve; /* flags of serve only; cli_serve sets the others */
     cli_list api_keys, served_names;
     const char *api_key_file, *generation_config;
-    plan_options plan; /* of plan; likewise */
+    plan_options plan; /* flags of plan only; cli_plan sets the others */
 } cli;
 
 enum cli_type { CLI_BOOL, CLI_INT, CLI_INT64, CLI_FLOAT, CLI_TEXT, CLI_LIST };
@@ -25216,31 +25220,50 @@ typedef struct cli_flag {
     const char *name, *brief; /* "max-tokens", "n" or "" */
     const char *arg;          /* name of the value in --help, "" for a switch */
     enum cli_type type;
-    size_t field;      /* offset in cli */
-    unsigned commands; /* that take it */
+    size_t field;      /* offset in cli of the field that it sets */
+    unsigned commands; /* FOR_ bits of the commands that take it */
     const char *help;
 } cli_flag;
 
-enum { FOR_RUN = 1, FOR_TOKENIZE = 2, FOR_TEMPLATE = 4, FOR_SCORE = 8, FOR_MODELS = 16, FOR_BATCH = 32, FOR_THROUGHPUT = 64,
-       FOR_BENCH_PLAN = 128, FOR_SERVE = 256, FOR_BENCH_SERVE = 512, FOR_DEVICES = 1024, FOR_OPS = 2048, FOR_PLAN = 4096,
-       FOR_ANY = 8191, FOR_OPENS = FOR_RUN | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE,
-       FOR_SAMPLES = FOR_RUN | FOR_BATCH | FOR_THROUGHPUT, FOR_READS = FOR_RUN | FOR_SCORE | FOR_TOKENIZE | FOR_TEMPLATE };
+enum {
+    FOR_RUN = 1,
+    FOR_TOKENIZE = 2,
+    FOR_TEMPLATE = 4,
+    FOR_SCORE = 8,
+    FOR_MODELS = 16,
+    FOR_BATCH = 32,
+    FOR_THROUGHPUT = 64,
+    FOR_BENCH_PLAN = 128,
+    FOR_SERVE = 256,
+    FOR_BENCH_SERVE = 512,
+    FOR_DEVICES = 1024,
+    FOR_OPS = 2048,
+    FOR_PLAN = 4096,
+    FOR_ANY = 8191,
+    FOR_OPENS = FOR_RUN | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE,
+    FOR_SAMPLES = FOR_RUN | FOR_BATCH | FOR_THROUGHPUT,
+    FOR_READS = FOR_RUN | FOR_SCORE | FOR_TOKENIZE | FOR_TEMPLATE
+};
 
 #define AT(field) offsetof(cli, field)
 static const cli_flag cli_flags[] = {
-    /* a row with field name NULL opens a group of --help */
+    /* a row whose name is NULL begins a group of --help; `help` is its title */
     {NULL, NULL, NULL, 0, 0, 0, "Model"},
-    {"model", "m", "MODEL", CLI_TEXT, AT(open.model), FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE | FOR_BENCH_SERVE | FOR_PLAN,
+    {"model", "m", "MODEL", CLI_TEXT, AT(open.model),
+     FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE | FOR_BENCH_SERVE | FOR_PLAN,
      "folder, hub id in the local cache, or a name of models.txt (default: embedded); bench serve: the server's name for it"},
-    {"models-file", "", "FILE", CLI_TEXT, AT(open.models_file), FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE | FOR_MODELS | FOR_PLAN,
+    {"models-file", "", "FILE", CLI_TEXT, AT(open.models_file),
+     FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE | FOR_MODELS | FOR_PLAN,
      "the list of known models (default: models.txt beside toka or here)"},
     {"chat-template", "", "FILE|NAME", CLI_TEXT, AT(open.chat_template),
      FOR_RUN | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
      "Jinja template instead of the model's own, or the name of one of them such as rag"},
-    {"device", "", "NAME", CLI_TEXT, AT(open.device), FOR_OPENS, "auto, cpu or cuda; auto takes a GPU if there is one"},
-    {"gpu-memory-utilization", "", "X", CLI_FLOAT, AT(open.gpu_memory_utilization), FOR_OPENS | FOR_PLAN,
-     "share of the GPU's free memory to take (default: 0.9)"},
-    {"threads", "t", "N", CLI_INT, AT(open.n_threads), FOR_OPENS, "CPU threads (default: one a core)"},
+    {"device", "", "NAME", CLI_TEXT, AT(open.device), FOR_OPENS,
+     "auto, cpu or cuda; auto takes a GPU if there is one"},
+    {"gpu-memory-utilization", "", "X", CLI_FLOAT, AT(open.gpu_memory_utilization),
+     FOR_OPENS | FOR_PLAN, "share of the GPU's free memory to take (default: 0.9)"},
+    {"threads", "t", "N", CLI_INT, AT(open.n_threads), FOR_OPENS,
+     "CPU threads (default: one a core)"},
     {"tensor-parallel-size", "", "N", CLI_INT, AT(open.tensor_parallel_size), FOR_OPENS,
      "devices that share each layer's heads, columns and the vocabulary (default: 1)"},
     {"pipeline-parallel-size", "", "N", CLI_INT, AT(open.pipeline_parallel_size), FOR_OPENS,
@@ -25253,43 +25276,59 @@ static const cli_flag cli_flags[] = {
      "most samples running at once (default: 256, on a GPU 8192)"},
     {"kv-tokens", "", "N", CLI_INT64, AT(open.kv_tokens), FOR_OPENS,
      "size of the KV cache in tokens (default: as memory allows)"},
-    {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens), FOR_OPENS | FOR_PLAN,
-     "most tokens in one step (default: 512, on a GPU 8448)"},
+    {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens),
+     FOR_OPENS | FOR_PLAN, "most tokens in one step (default: 512, on a GPU 8448)"},
     {"enforce-eager", "", "", CLI_BOOL, AT(open.enforce_eager), FOR_OPENS,
      "on a GPU: no step is captured as a CUDA graph; to measure what they gain"},
     {"no-enable-prefix-caching", "", "", CLI_BOOL, AT(open.no_prefix_caching), FOR_OPENS,
      "every sample computes and keeps its whole prompt by itself; to measure what sharing saves"},
     {NULL, NULL, NULL, 0, 0, 0, "Prompt"},
-    {"prompt", "p", "TEXT", CLI_TEXT, AT(prompt), FOR_READS, "the prompt (default: standard input)"},
+    {"prompt", "p", "TEXT", CLI_TEXT, AT(prompt), FOR_READS,
+     "the prompt (default: standard input)"},
     {"file", "f", "FILE", CLI_TEXT, AT(file), FOR_READS, "read the prompt from a file"},
     {"system", "", "TEXT", CLI_TEXT, AT(system), FOR_RUN, "system message for the chat template"},
-    {"raw", "", "", CLI_BOOL, AT(raw), FOR_RUN, "complete the text as it is, without the chat template"},
+    {"raw", "", "", CLI_BOOL, AT(raw), FOR_RUN,
+     "complete the text as it is, without the chat template"},
     {"chat", "", "", CLI_BOOL, AT(chat), FOR_RUN, "a conversation with history, one line a turn"},
     {"now", "", "TIME", CLI_TEXT, AT(now), FOR_RUN | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
      "the template's clock, 'YYYY-MM-DD hh:mm:ss' (default: local time)"},
-    {NULL, NULL, NULL, 0, 0, 0, "Sampling (defaults: the model's generation_config, else greedy; batch and bench: else temperature 1)"},
+    {NULL, NULL, NULL, 0, 0, 0,
+     "Sampling (defaults: the model's generation_config, else greedy; batch and bench: else temperature 1)"},
     {"max-tokens", "n", "N", CLI_INT, AT(max_tokens), FOR_RUN | FOR_BATCH,
      "output tokens at most; 0: what the model's length leaves (default: the model's max_new_tokens, else 0)"},
-    {"min-tokens", "", "N", CLI_INT, AT(min_tokens), FOR_RUN | FOR_BATCH, "do not end before N tokens"},
-    {"samples", "", "N", CLI_INT, AT(samples), FOR_RUN | FOR_BATCH | FOR_PLAN, "answers to the one prompt (default: 1)"},
-    {"temp", "", "T", CLI_FLOAT, AT(temperature), FOR_SAMPLES | FOR_BENCH_SERVE, "temperature; 0 is greedy"},
-    {"top-p", "", "P", CLI_FLOAT, AT(top_p), FOR_SAMPLES, "keep the most likely tokens that add up to P"},
+    {"min-tokens", "", "N", CLI_INT, AT(min_tokens), FOR_RUN | FOR_BATCH,
+     "do not end before N tokens"},
+    {"samples", "", "N", CLI_INT, AT(samples), FOR_RUN | FOR_BATCH | FOR_PLAN,
+     "answers to the one prompt (default: 1)"},
+    {"temp", "", "T", CLI_FLOAT, AT(temperature), FOR_SAMPLES | FOR_BENCH_SERVE,
+     "temperature; 0 is greedy"},
+    {"top-p", "", "P", CLI_FLOAT, AT(top_p), FOR_SAMPLES,
+     "keep the most likely tokens that add up to P"},
     {"top-k", "", "K", CLI_INT, AT(top_k), FOR_SAMPLES, "keep the K most likely tokens; 0 is off"},
-    {"min-p", "", "P", CLI_FLOAT, AT(min_p), FOR_SAMPLES, "keep tokens at least P times as likely as the likeliest"},
-    {"repetition-penalty", "", "R", CLI_FLOAT, AT(repetition_penalty), FOR_SAMPLES, "over prompt and output; 1 is off"},
+    {"min-p", "", "P", CLI_FLOAT, AT(min_p), FOR_SAMPLES,
+     "keep tokens at least P times as likely as the likeliest"},
+    {"repetition-penalty", "", "R", CLI_FLOAT, AT(repetition_penalty), FOR_SAMPLES,
+     "over prompt and output; 1 is off"},
     {"presence-penalty", "", "X", CLI_FLOAT, AT(presence_penalty), FOR_SAMPLES,
      "taken from tokens already in the output; 0 is off"},
-    {"frequency-penalty", "", "X", CLI_FLOAT, AT(frequency_penalty), FOR_SAMPLES, "the same, for each time they occurred"},
-    {"seed", "", "N", CLI_INT64, AT(seed), FOR_SAMPLES | FOR_BENCH_SERVE, "same seed, same text (default: 0)"},
-    {"stop", "", "TEXT", CLI_LIST, AT(stop), FOR_RUN | FOR_BATCH, "end before this text; may be given up to 16 times"},
-    {"include-stop", "", "", CLI_BOOL, AT(include_stop), FOR_RUN | FOR_BATCH, "what ended it, text or id, stays in the output"},
+    {"frequency-penalty", "", "X", CLI_FLOAT, AT(frequency_penalty), FOR_SAMPLES,
+     "the same, for each time they occurred"},
+    {"seed", "", "N", CLI_INT64, AT(seed), FOR_SAMPLES | FOR_BENCH_SERVE,
+     "same seed, same text (default: 0)"},
+    {"stop", "", "TEXT", CLI_LIST, AT(stop), FOR_RUN | FOR_BATCH,
+     "end before this text; may be given up to 16 times"},
+    {"include-stop", "", "", CLI_BOOL, AT(include_stop), FOR_RUN | FOR_BATCH,
+     "what ended it, text or id, stays in the output"},
     {"ignore-eos", "", "", CLI_BOOL, AT(ignore_eos), FOR_RUN | FOR_BATCH | FOR_BENCH_SERVE,
      "go on past the end-of-sequence token"},
-    {NULL, NULL, NULL, 0, 0, 0, "Batch (the sampling flags are defaults for lines that do not say)"},
-    {"input-file", "i", "FILE", CLI_TEXT, AT(input), FOR_BATCH, "requests, one JSON object a line; - is standard input"},
+    {NULL, NULL, NULL, 0, 0, 0,
+     "Batch (the sampling flags are defaults for lines that do not say)"},
+    {"input-file", "i", "FILE", CLI_TEXT, AT(input), FOR_BATCH,
+     "requests, one JSON object a line; - is standard input"},
     {"output-file", "o", "FILE", CLI_TEXT, AT(output), FOR_BATCH,
      "results, appended as they come; what is there is not done again"},
-    {"report", "", "FILE", CLI_TEXT, AT(report), FOR_BATCH, "the closing report as a JSON object (-: to standard output)"},
+    {"report", "", "FILE", CLI_TEXT, AT(report), FOR_BATCH,
+     "the closing report as a JSON object (-: to standard output)"},
     {NULL, NULL, NULL, 0, 0, 0, "Bench"},
     {"dataset", "", "FILE", CLI_TEXT, AT(dataset), FOR_THROUGHPUT | FOR_BENCH_SERVE,
      "lines with prompt_token_ids or prompt, and output_lengths: a sample for each"},
@@ -25300,7 +25339,8 @@ static const cli_flag cli_flags[] = {
     {"dummy-weights", "", "", CLI_BOOL, AT(dummy_weights), FOR_THROUGHPUT,
      "random weights in the shapes of -m NAME, a name of models.txt"},
     {NULL, NULL, NULL, 0, 0, 0, "Bench serve (a key for the server is taken from OPENAI_API_KEY)"},
-    {"base-url", "", "URL", CLI_TEXT, AT(bench.base_url), FOR_BENCH_SERVE, "http://HOST:PORT instead of --host and --port"},
+    {"base-url", "", "URL", CLI_TEXT, AT(bench.base_url), FOR_BENCH_SERVE,
+     "http://HOST:PORT instead of --host and --port"},
     {"endpoint", "", "PATH", CLI_TEXT, AT(bench.endpoint), FOR_BENCH_SERVE,
      "/v1/completions (default) or /v1/chat/completions"},
     {"random-input-len", "", "N", CLI_INT, AT(bench.input_len), FOR_BENCH_SERVE,
@@ -25311,26 +25351,31 @@ static const cli_flag cli_flags[] = {
      "both lengths are drawn between 1 - R and 1 + R times theirs (default: 0)"},
     {"random-prefix-len", "", "N", CLI_INT, AT(bench.prefix_len), FOR_BENCH_SERVE,
      "tokens before the random ones that are equal in all prompts (default: 0)"},
-    {"request-rate", "", "R", CLI_TEXT, AT(request_rate), FOR_BENCH_SERVE, "requests a second (default: inf, all at once)"},
+    {"request-rate", "", "R", CLI_TEXT, AT(request_rate), FOR_BENCH_SERVE,
+     "requests a second (default: inf, all at once)"},
     {"burstiness", "", "X", CLI_FLOAT, AT(bench.burstiness), FOR_BENCH_SERVE,
      "shape of the gaps' gamma distribution; 1 is a Poisson process (default), more is steadier"},
     {"max-concurrency", "", "N", CLI_INT, AT(bench.max_concurrency), FOR_BENCH_SERVE,
      "most requests under way at once (default: no limit)"},
-    {"num-warmups", "", "N", CLI_INT, AT(bench.num_warmups), FOR_BENCH_SERVE, "the first prompt N times before the clock starts"},
+    {"num-warmups", "", "N", CLI_INT, AT(bench.num_warmups), FOR_BENCH_SERVE,
+     "the first prompt N times before the clock starts"},
     {"ready-check-timeout-sec", "", "N", CLI_INT, AT(bench.ready_s), FOR_BENCH_SERVE,
      "how long to wait for the server to be there (default: 60)"},
-    {"extra-body", "", "JSON", CLI_TEXT, AT(bench.extra_body), FOR_BENCH_SERVE, "an object whose members go into every request"},
+    {"extra-body", "", "JSON", CLI_TEXT, AT(bench.extra_body), FOR_BENCH_SERVE,
+     "an object whose members go into every request"},
     {"goodput", "", "LIST", CLI_TEXT, AT(bench.goodput), FOR_BENCH_SERVE,
      "count requests that keep all of these: 'ttft:200 tpot:50 e2el:3000', in ms"},
     {"percentile-metrics", "", "LIST", CLI_TEXT, AT(bench.metrics), FOR_BENCH_SERVE,
      "which blocks to print (default: ttft,tpot,itl,e2el)"},
-    {"metric-percentiles", "", "LIST", CLI_TEXT, AT(bench.percentiles), FOR_BENCH_SERVE, "percentiles in them (default: 99)"},
+    {"metric-percentiles", "", "LIST", CLI_TEXT, AT(bench.percentiles), FOR_BENCH_SERVE,
+     "percentiles in them (default: 99)"},
     {"save-detailed", "", "", CLI_BOOL, AT(bench.detailed), FOR_BENCH_SERVE,
      "with --json: arrays with the figures of each request"},
     {NULL, NULL, NULL, 0, 0, 0, "Server"},
     {"host", "", "ADDRESS", CLI_TEXT, AT(host), FOR_SERVE | FOR_BENCH_SERVE,
      "address the server listens on or is found at (default: 127.0.0.1)"},
-    {"port", "", "N", CLI_INT, AT(port), FOR_SERVE | FOR_BENCH_SERVE, "its port (default: 10210); serve: 0 is any free one"},
+    {"port", "", "N", CLI_INT, AT(port), FOR_SERVE | FOR_BENCH_SERVE,
+     "its port (default: 10210); serve: 0 is any free one"},
     {"uds", "", "PATH", CLI_TEXT, AT(serve.uds), FOR_SERVE, "listen on a unix socket instead"},
     {"api-key", "", "KEY", CLI_LIST, AT(api_keys), FOR_SERVE,
      "clients must send one of these keys; up to 16 times (others can read a command line: better TOKA_API_KEY or a file)"},
@@ -25345,20 +25390,25 @@ static const cli_flag cli_flags[] = {
      "requests to names other than these, loopback's, --host and the address reached get a 403"},
     {"generation-config", "", "WHICH", CLI_TEXT, AT(generation_config), FOR_SERVE,
      "sampling defaults: auto, the model's generation_config, or vllm, none (default: auto)"},
-    {"strict", "", "", CLI_BOOL, AT(serve.strict), FOR_SERVE, "refuse requests with unknown fields instead of ignoring those"},
+    {"strict", "", "", CLI_BOOL, AT(serve.strict), FOR_SERVE,
+     "refuse requests with unknown fields instead of ignoring those"},
     {"max-queue", "", "N", CLI_INT, AT(serve.max_queue), FOR_SERVE,
      "requests that may wait for their first token, more get a 429 (default: 65536)"},
-    {"max-body-bytes", "", "N", CLI_INT64, AT(serve.max_body_bytes), FOR_SERVE, "longest request (default: 64 MiB)"},
+    {"max-body-bytes", "", "N", CLI_INT64, AT(serve.max_body_bytes), FOR_SERVE,
+     "longest request (default: 64 MiB)"},
     {"max-answer-bytes", "", "N", CLI_INT64, AT(serve.max_answer_bytes), FOR_SERVE | FOR_BATCH,
      "memory that an answer may take if it is not streamed, some n x max_tokens x (1 + logprobs) x 50 "
      "bytes; a request or line for more is refused (default: 4 GiB)"},
     {"files-dir", "", "DIR", CLI_TEXT, AT(serve.files_dir), FOR_SERVE,
      "where files and batches are kept; off: nowhere (default: $XDG_DATA_HOME/toka/files or ~/.local/share/toka/files)"},
-    {"max-upload-bytes", "", "N", CLI_INT64, AT(serve.max_upload_bytes), FOR_SERVE, "longest file (default: 2 GiB)"},
-    {"read-timeout", "", "S", CLI_FLOAT, AT(serve.read_timeout), FOR_SERVE, "seconds for a request to arrive (default: 30)"},
+    {"max-upload-bytes", "", "N", CLI_INT64, AT(serve.max_upload_bytes), FOR_SERVE,
+     "longest file (default: 2 GiB)"},
+    {"read-timeout", "", "S", CLI_FLOAT, AT(serve.read_timeout), FOR_SERVE,
+     "seconds for a request to arrive (default: 30)"},
     {"write-timeout", "", "S", CLI_FLOAT, AT(serve.write_timeout), FOR_SERVE,
      "seconds without a byte taken before a client is dropped (default: 60)"},
-    {"keep-alive", "", "S", CLI_FLOAT, AT(serve.keep_alive), FOR_SERVE, "seconds between requests of a connection (default: 75)"},
+    {"keep-alive", "", "S", CLI_FLOAT, AT(serve.keep_alive), FOR_SERVE,
+     "seconds between requests of a connection (default: 75)"},
     {"step-timeout", "", "S", CLI_FLOAT, AT(serve.step_timeout), FOR_SERVE,
      "seconds without a step, while there is work, until /health says that the engine hangs, and SIGTERM ends it (default: 120)"},
     {"server-threads", "", "N", CLI_INT, AT(serve.n_workers), FOR_SERVE,
@@ -25369,16 +25419,20 @@ static const cli_flag cli_flags[] = {
      "B200, H200, H100, A100-80G, A100-40G, L40S, L4, A10, RTX-4090 or RTX-3090 (default: H100)"},
     {"input-len", "", "N", CLI_INT, AT(plan.input), FOR_PLAN,
      "tokens of a prompt (default: 715, a GSM8K problem with four examples, or what the longest sequence leaves)"},
-    {"output-len", "", "N", CLI_INT, AT(plan.output), FOR_PLAN, "tokens of an answer (default: 150, or likewise)"},
+    {"output-len", "", "N", CLI_INT, AT(plan.output), FOR_PLAN,
+     "tokens of an answer (default: 150, or likewise)"},
     {NULL, NULL, NULL, 0, 0, 0, "Output"},
-    {"logprobs", "", "K", CLI_INT, AT(logprobs), FOR_RUN, "log-probability of each token, and of the K best; without --json lines of JSON on standard error"},
+    {"logprobs", "", "K", CLI_INT, AT(logprobs), FOR_RUN,
+     "log-probability of each token, and of the K best; without --json lines of JSON on standard error"},
     {"json", "", "", CLI_BOOL, AT(json),
      FOR_RUN | FOR_SCORE | FOR_THROUGHPUT | FOR_BENCH_PLAN | FOR_PLAN | FOR_BENCH_SERVE | FOR_OPS,
      "one JSON object instead of text"},
     {"verbose", "v", "", CLI_BOOL, AT(verbose), FOR_RUN | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT,
      "on standard error: the device, seconds that each part of the start took, tokens of KV cache (serve says so anyway)"},
-    {"quiet", "q", "", CLI_BOOL, AT(quiet), FOR_OPENS | FOR_BENCH_SERVE, "no last line on standard error"},
-    {"decode", "", "", CLI_BOOL, AT(decode), FOR_TOKENIZE, "tokenize: ids on standard input, text on standard output"},
+    {"quiet", "q", "", CLI_BOOL, AT(quiet), FOR_OPENS | FOR_BENCH_SERVE,
+     "no last line on standard error"},
+    {"decode", "", "", CLI_BOOL, AT(decode), FOR_TOKENIZE,
+     "tokenize: ids on standard input, text on standard output"},
     {"no-special", "", "", CLI_BOOL, AT(no_special), FOR_TOKENIZE | FOR_SCORE,
      "tokenize, score: do not add special tokens; with --decode: leave them out"},
     {"help", "h", "", CLI_BOOL, AT(help), FOR_ANY, "the flags used most, and examples"},
@@ -25386,69 +25440,96 @@ static const cli_flag cli_flags[] = {
     {"version", "", "", CLI_BOOL, AT(version), FOR_ANY, "version and build"},
 };
 
-/* Flags that --help shows of a command that has many. */
+/* If a command has more than CLI_MANY_FLAGS flags, its --help shows only those in cli_often. */
 enum { CLI_MANY_FLAGS = 16 };
 static const char *const cli_often[] = {
     "model", "prompt", "file", "chat", "max-tokens", "temp", "input-file", "output-file", "dataset",
-    "num-prompts", "base-url", "request-rate", "max-concurrency", "host", "port", "api-key", "json"};
+    "num-prompts", "base-url", "request-rate", "max-concurrency", "host", "port", "api-key",
+    "json"};
 
 static cli cli_default(void) {
-    return (cli){.open = toka_options_default(), .samples = 1, .top_k = INT_MIN, .logprobs = INT_MIN, .temperature = NAN,
-                 .max_tokens = INT_MIN, .min_tokens = INT_MIN,
-                 .top_p = NAN, .min_p = NAN, .repetition_penalty = NAN, .presence_penalty = NAN, .frequency_penalty = NAN,
-                 .host = "127.0.0.1", .port = 10210,
-                 .bench = {.endpoint = "/v1/completions", .input_len = 1024, .output_len = 128, .burstiness = 1, .ready_s = 60,
-                           .metrics = "ttft,tpot,itl,e2el", .percentiles = "99"},
+    return (cli){.open = toka_options_default(),
+                 .samples = 1,
+                 .top_k = INT_MIN,
+                 .logprobs = INT_MIN,
+                 .temperature = NAN,
+                 .max_tokens = INT_MIN,
+                 .min_tokens = INT_MIN,
+                 .top_p = NAN,
+                 .min_p = NAN,
+                 .repetition_penalty = NAN,
+                 .presence_penalty = NAN,
+                 .frequency_penalty = NAN,
+                 .host = "127.0.0.1",
+                 .port = 10210,
+                 .bench = {.endpoint = "/v1/completions",
+                           .input_len = 1024,
+                           .output_len = 128,
+                           .burstiness = 1,
+                           .ready_s = 60,
+                           .metrics = "ttft,tpot,itl,e2el",
+                           .percentiles = "99"},
                  .generation_config = "auto",
                  .plan = {.gpu = "H100", .gpus = 1},
-                 .serve = {.max_queue = 65536, .max_body_bytes = 64 << 20, .max_answer_bytes = (int64_t)4 << 30,
+                 .serve = {.max_queue = 65536,
+                           .max_body_bytes = 64 << 20,
+                           .max_answer_bytes = (int64_t)4 << 30,
                            .max_upload_bytes = (int64_t)2 << 30,
-                           .read_timeout = 30, .write_timeout = 60, .keep_alive = 75, .step_timeout = 120}};
+                           .read_timeout = 30,
+                           .write_timeout = 60,
+                           .keep_alive = 75,
+                           .step_timeout = 120}};
 }
 
 /* ---- Output: the first failed write to standard output ends the program with one sentence ---- */
 
-static atomic_int cli_interrupted;    /* signals so far; lock-free, so a handler may count them */
-static atomic_int cli_patience_s = 10; /* of the first one, with a device that hangs */
+static atomic_int cli_interrupted;     /* signals so far; lock-free, so a handler may count them */
+static atomic_int cli_patience_s = 10; /* shutdown timeout in seconds: how long the first signal
+                                          lets a step of a device run on */
 
-/* Two of different kinds are two, but a SIGHUP is never the second: a terminal that closes sends
- * several. */
+/* The first signal begins a shutdown, the second ends the program, whatever its kind. But a SIGHUP
+ * is never the second one: a terminal that is closed sends several. */
 static void cli_on_signal(int sig) {
     if (sig == SIGHUP && cli_interrupted) return;
     if (cli_interrupted++) _exit(130);
     os_ends_in = cli_patience_s;
 }
 
-/* Weights are read where the file is mapped: one that is cut short under us, or whose disk fails, shows here, often in several
- * threads at once. */
+/* Handler of SIGBUS. Weights are read from the mapped file. If the file is truncated meanwhile or
+ * its disk fails, reading raises SIGBUS, often in several threads at once. */
 static void cli_on_lost_page(int sig, siginfo_t *info, void *context) {
-    static const char why[] = "toka: a file of the model can no longer be read: it was cut short, or its disk failed\n";
+    static const char why[] =
+        "toka: a file of the model can no longer be read: it was cut short, or its disk failed\n";
     static atomic_flag told = ATOMIC_FLAG_INIT;
     (void)context;
-    if (info->si_code != BUS_ADRERR && info->si_code != BUS_OBJERR) { /* a bug: again, and without this handler */
-        signal(sig, SIG_DFL);
+    if (info->si_code != BUS_ADRERR && info->si_code != BUS_OBJERR) {
+        signal(sig, SIG_DFL); /* a bug: the instruction runs again and ends the program */
         return;
     }
-    while (atomic_flag_test_and_set(&told)) pause(); /* another thread is about to end the program */
+    while (atomic_flag_test_and_set(&told)) pause(); /* another thread prints it and exits */
     ssize_t unused = write(2, why, sizeof why - 1);
     (void)unused;
     _exit(2);
 }
 
-static void cli_catch_signals(void) { /* the first Ctrl-C ends the text cleanly, the second ends the program */
+/* Installs the handlers: the first Ctrl-C ends the output cleanly, the second ends the program. */
+static void cli_catch_signals(void) {
     struct sigaction a = {.sa_handler = cli_on_signal, .sa_flags = (int)SA_RESETHAND};
     struct sigaction hangup = {.sa_handler = cli_on_signal}, before = {0};
     struct sigaction bus = {.sa_sigaction = cli_on_lost_page, .sa_flags = SA_SIGINFO};
     sigaction(SIGINT, &a, NULL);
     sigaction(SIGTERM, &a, NULL);
     sigaction(SIGHUP, NULL, &before);
-    if (before.sa_handler != SIG_IGN) sigaction(SIGHUP, &hangup, NULL); /* nohup ignores it */
+    if (before.sa_handler != SIG_IGN) sigaction(SIGHUP, &hangup, NULL); /* nohup has it ignored */
     sigaction(SIGBUS, &bus, NULL);
-    signal(SIGPIPE, SIG_IGN), signal(SIGXFSZ, SIG_IGN); /* a failed write says so itself */
+    /* without these signals, write() returns an error */
+    signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN);
 }
 
-static bool cli_reader_left; /* standard output is a closed pipe, which is no failure */
+static bool cli_reader_left; /* standard output is a closed pipe; this is not a failure */
 
+/* Writes to standard output and flushes it. */
 static int cli_write(str s, toka_err *e) {
     if (fwrite(s.p, 1, s.n, stdout) == s.n && fflush(stdout) == 0 && !ferror(stdout)) return 0;
     cli_reader_left = errno == EPIPE;
@@ -25474,7 +25555,7 @@ static const char cli_commands[] =
     "  toka bench ops          time every kernel of the GPU at the shapes of known models\n"
     "  toka COMMAND --help     how that command is used; --help-all: all its flags, and no others\n";
 
-/* What cli_commands says of a command of so many words. */
+/* Returns the line of cli_commands about the command of these words. */
 static str cli_about(int n_words, char **words) {
     str all = str_c(cli_commands), line;
     buf begin = {0};
@@ -25484,7 +25565,8 @@ static str cli_about(int n_words, char **words) {
     do {
         size_t end = 0;
         while (all.p[end] != '\n') end++;
-        line = (str){all.p, end}, all = str_sub(all, end + 1, all.n);
+        line = (str){all.p, end};
+        all = str_sub(all, end + 1, all.n);
     } while (all.n && !str_starts(line, buf_view(&begin)));
     buf_free(&begin);
     return line;
@@ -25507,8 +25589,9 @@ static const struct {
     unsigned command;
     const char *text;
 } cli_examples[] = {
-    {FOR_SERVE, "  toka serve -m llama-3.1-8b-instruct --port 8000\n"
-                "  curl localhost:8000/v1/completions -d '{\"prompt\":\"Tom\",\"max_tokens\":9}'\n"},
+    {FOR_SERVE,
+     "  toka serve -m llama-3.1-8b-instruct --port 8000\n"
+     "  curl localhost:8000/v1/completions -d '{\"prompt\":\"Tom\",\"max_tokens\":9}'\n"},
     {FOR_BATCH, "  toka batch -m llama-3.1-8b-instruct -i questions.jsonl -o answers.jsonl\n"
                 "  a line of IN: {\"custom_id\":\"1\",\"prompt\":\"Tom has\",\"max_tokens\":9}\n"},
     {FOR_TOKENIZE, "  echo Tom has 3 apples | toka tokenize -m qwen3-8b\n"},
@@ -25516,7 +25599,8 @@ static const struct {
                    "      toka template -m qwen3-8b\n"},
     {FOR_SCORE, "  toka score -m qwen3-8b -f text.txt\n"},
     {FOR_PLAN, "  toka plan -m llama-3.1-70b --gpus 4 --gpu H200\n"},
-    {FOR_THROUGHPUT, "  toka bench throughput -m llama-3.1-8b --dummy-weights --dataset lengths.jsonl\n"},
+    {FOR_THROUGHPUT,
+     "  toka bench throughput -m llama-3.1-8b --dummy-weights --dataset lengths.jsonl\n"},
     {FOR_BENCH_SERVE, "  toka bench serve --port 8000 --num-prompts 500 --request-rate 20\n"}};
 
 static bool cli_is_often(const cli_flag *f) {
@@ -25525,7 +25609,7 @@ static bool cli_is_often(const cli_flag *f) {
     return false;
 }
 
-/* A line for each flag of the command; all: the rare ones too, in their groups. */
+/* Appends a line for each flag of the command. all: every flag, in groups; else cli_often's. */
 static void cli_put_flags(buf *b, unsigned command, bool all) {
     const char *group = NULL;
     if (!all) buf_c(b, "\nThe flags used most\n");
@@ -25534,9 +25618,12 @@ static void cli_put_flags(buf *b, unsigned command, bool all) {
         char left[64];
         if (!f->name) group = f->help;
         if (!f->name || !(f->commands & command) || !(all || cli_is_often(f))) continue;
-        if (group && all) buf_printf(b, "\n%s\n", group), group = NULL;
-        snprintf(left, sizeof left, "%s%s%s--%s%s%s", *f->brief ? "-" : "    ", f->brief, *f->brief ? ", " : "", f->name,
-                 *f->arg ? " " : "", f->arg);
+        if (group && all) {
+            buf_printf(b, "\n%s\n", group);
+            group = NULL;
+        }
+        snprintf(left, sizeof left, "%s%s%s--%s%s%s", *f->brief ? "-" : "    ", f->brief,
+                 *f->brief ? ", " : "", f->name, *f->arg ? " " : "", f->arg);
         buf_printf(b, "  %-32s %s\n", left, f->help);
     }
 }
@@ -25556,10 +25643,12 @@ static const char cli_notes[] =
     "that became error records do not change it. A closed pipe at standard output ends the program with 0,\n"
     "but toka batch, whose answers are lost then, with 2.\n";
 
-/* The page of a command, or without words of the program: all flags, or those used most. */
+/* Prints the help of a command, or of the program if n_words is 0. all: with every flag; else with
+ * those used most. */
 static int cli_help(bool all, unsigned command, int n_words, char **words, toka_err *e) {
     buf b = {0};
-    buf_printf(&b, "toka %s - a high-throughput LLM inference engine in one C file\n\n", TOKA_VERSION);
+    buf_printf(&b, "toka %s - a high-throughput LLM inference engine in one C file\n\n",
+               TOKA_VERSION);
     const bool few = n_words && cli_count_flags(command) <= CLI_MANY_FLAGS;
     if (n_words) buf_printf(&b, "%.*s\n", STRF(cli_about(n_words, words)));
     else buf_c(&b, all ? cli_commands : cli_brief);
@@ -25581,6 +25670,7 @@ static int cli_help(bool all, unsigned command, int n_words, char **words, toka_
 
 /* ---- Reading flags ---- */
 
+/* Parses a flag's value and sets its field. shown: the name of the flag in error messages. */
 static int cli_set(cli *c, const cli_flag *f, const char *value, const char *shown, toka_err *e) {
     char *field = (char *)c + f->field, *end = NULL;
     errno = 0;
@@ -25589,21 +25679,26 @@ static int cli_set(cli *c, const cli_flag *f, const char *value, const char *sho
     case CLI_TEXT: memcpy(field, &value, sizeof value); return 0;
     case CLI_LIST: {
         cli_list *list = (cli_list *)(void *)field;
-        if (list->n == CLI_MAX_LIST) return fail(e, TOKA_E_USE, "%s: given more than %d times", shown, CLI_MAX_LIST);
+        if (list->n == CLI_MAX_LIST)
+            return fail(e, TOKA_E_USE, "%s: given more than %d times", shown, CLI_MAX_LIST);
         list->at[list->n++] = value;
         return 0;
     }
     case CLI_FLOAT: {
         double v = strtod(value, &end);
-        if (end == value || *end || !isfinite(v)) return fail(e, TOKA_E_USE, "%s: '%s' is not a number", shown, value);
+        if (end == value || *end || !isfinite(v))
+            return fail(e, TOKA_E_USE, "%s: '%s' is not a number", shown, value);
         memcpy(field, &v, sizeof v);
         return 0;
     }
     case CLI_INT: case CLI_INT64: {
         long long v = strtoll(value, &end, 10);
-        if (end == value || *end) return fail(e, TOKA_E_USE, "%s: '%s' is not a whole number", shown, value);
-        const bool fits = !errno && (f->type == CLI_INT64 || (v >= INT_MIN && v <= INT_MAX)); /* most flags take less still */
-        if (!fits) return fail(e, TOKA_E_USE, "%s: %s is too %s", shown, value, v < 0 ? "low" : "high");
+        if (end == value || *end)
+            return fail(e, TOKA_E_USE, "%s: '%s' is not a whole number", shown, value);
+        /* most flags have a smaller range, which is checked later */
+        const bool fits = !errno && (f->type == CLI_INT64 || (v >= INT_MIN && v <= INT_MAX));
+        if (!fits)
+            return fail(e, TOKA_E_USE, "%s: %s is too %s", shown, value, v < 0 ? "low" : "high");
         if (f->type == CLI_INT) *(int *)(void *)field = (int)v;
         else *(int64_t *)(void *)field = v;
     }
@@ -25611,7 +25706,8 @@ static int cli_set(cli *c, const cli_flag *f, const char *value, const char *sho
     return 0;
 }
 
-/* TOKA_MAX_TOKENS for --max-tokens. Switches, and flags of other commands, are not read from the environment. */
+/* Sets a flag from the environment: --max-tokens from TOKA_MAX_TOKENS. Switches and flags of other
+ * commands are not read from the environment. */
 static int cli_environment(cli *c, const cli_flag *f, unsigned command, toka_err *e) {
     char name[64] = "TOKA_";
     if (!f->name || f->type == CLI_BOOL || !(f->commands & command)) return 0;
@@ -25621,27 +25717,33 @@ static int cli_environment(cli *c, const cli_flag *f, unsigned command, toka_err
     return value && *value ? cli_set(c, f, value, name, e) : 0;
 }
 
-static const cli_flag *cli_find(const char *arg, size_t n) { /* "-m" or "--model", n bytes of it */
+/* Finds a flag by its n bytes "-m" or "--model". Returns NULL if there is none. */
+static const cli_flag *cli_find(const char *arg, size_t n) {
     for (int i = 0; i < COUNT(cli_flags); i++) {
         const cli_flag *f = &cli_flags[i];
         if (!f->name) continue;
         if (n == 2 && f->brief[0] && arg[1] == f->brief[0]) return f;
-        if (n > 2 && arg[1] == '-' && strlen(f->name) == n - 2 && !memcmp(arg + 2, f->name, n - 2)) return f;
+        if (n > 2 && arg[1] == '-' && strlen(f->name) == n - 2 && !memcmp(arg + 2, f->name, n - 2))
+            return f;
     }
     return NULL;
 }
 
+/* Returns the error for an unknown flag, with the most similar flag of the command. */
 static int cli_no_flag(str arg, unsigned command, toka_err *e) {
     near_name near = {.typed = arg};
     while (near.typed.n && *near.typed.p == '-') near.typed = str_sub(near.typed, 1, near.typed.n);
     for (int i = 0; i < COUNT(cli_flags); i++)
         if (cli_flags[i].name && (cli_flags[i].commands & command))
             near_try(&near, cli_flags[i].name);
-    fail(e, TOKA_E_USE, "%.*s: unknown flag%s", STRF(arg), near.best ? "" : "; see toka --help-all");
+    fail(e, TOKA_E_USE, "%.*s: unknown flag%s", STRF(arg),
+         near.best ? "" : "; see toka --help-all");
     return near_fail(&near, "--", e);
 }
 
-/* A flag on the command line goes before what the environment says, also where one excludes the other. */
+/* A flag on the command line has precedence over the environment. Clears the values from the
+ * environment that flag f excludes, and the environment's values of a list. env: the values that
+ * the environment gave. */
 static void cli_override(cli *c, const cli *env, const cli_flag *f) {
     if (f->field == AT(prompt) && c->file == env->file) c->file = NULL;
     if (f->field == AT(file) && c->prompt == env->prompt) c->prompt = NULL;
@@ -25652,24 +25754,32 @@ static void cli_override(cli *c, const cli *env, const cli_flag *f) {
     if (address && c->bench.base_url == env->bench.base_url) c->bench.base_url = NULL;
     if (address && c->serve.uds == env->serve.uds) c->serve.uds = NULL;
     cli_list *list = f->type == CLI_LIST ? (cli_list *)(void *)((char *)c + f->field) : NULL;
-    const cli_list *before = f->type == CLI_LIST ? (const cli_list *)(const void *)((const char *)env + f->field) : NULL;
+    const cli_list *before =
+        f->type == CLI_LIST ? (const cli_list *)(const void *)((const char *)env + f->field) : NULL;
     if (list && list->n && list->at[0] == before->at[0]) list->n = 0;
 }
 
+/* Reads the flags of a command from the environment, then from its arguments. */
 static int cli_parse(cli *c, unsigned command, int argc, char **argv, toka_err *e) {
-    bool wrong[COUNT(cli_flags)]; /* of the environment; what a flag replaces does not matter */
-    for (int i = 0; i < COUNT(cli_flags); i++) wrong[i] = cli_environment(c, &cli_flags[i], command, e) != 0;
+    /* values of the environment with an error; it counts only if no flag replaces the value */
+    bool wrong[COUNT(cli_flags)];
+    for (int i = 0; i < COUNT(cli_flags); i++)
+        wrong[i] = cli_environment(c, &cli_flags[i], command, e) != 0;
     const cli env = *c;
-    const cli_flag *address = NULL; /* --host or --port, typed */
+    const cli_flag *address = NULL; /* --host or --port, if the command line has it */
     int code = 0;
     for (int i = 0; i < argc && !code; i++) {
         const char *arg = argv[i], *eq = arg[0] == '-' && arg[1] == '-' ? strchr(arg, '=') : NULL;
         size_t n = eq ? (size_t)(eq - arg) : strlen(arg);
         const cli_flag *f = arg[0] == '-' && n > 1 ? cli_find(arg, n) : NULL;
         if (!f && arg[0] == '-') return cli_no_flag((str){arg, n}, command, e);
-        if (!f) return fail(e, TOKA_E_USE, "%s: unknown argument; a command comes before its flags, see toka --help", arg);
+        if (!f)
+            return fail(e, TOKA_E_USE,
+                        "%s: unknown argument; a command comes before its flags, see toka --help",
+                        arg);
         if (!(f->commands & command))
-            return fail(e, TOKA_E_USE, "--%s is not for this command; see toka --help-all", f->name);
+            return fail(e, TOKA_E_USE, "--%s is not for this command; see toka --help-all",
+                        f->name);
         const char *value = eq ? eq + 1 : NULL;
         if (f->type == CLI_BOOL && eq) return fail(e, TOKA_E_USE, "--%s takes no value", f->name);
         if (f->type != CLI_BOOL && !value) {
@@ -25681,8 +25791,9 @@ static int cli_parse(cli *c, unsigned command, int argc, char **argv, toka_err *
         wrong[f - cli_flags] = false;
         if (f->field == AT(host) || f->field == AT(port)) address = f;
     }
-    if (c->help || c->help_all || c->version) return code; /* they come also where the environment is wrong */
-    if (!code && address && c->serve.uds) code = fail(e, TOKA_E_USE, "--uds goes without --%s", address->name);
+    if (c->help || c->help_all || c->version) return code; /* whatever the environment has */
+    if (!code && address && c->serve.uds)
+        code = fail(e, TOKA_E_USE, "--uds goes without --%s", address->name);
     for (int i = 0; i < COUNT(cli_flags) && !code; i++)
         if (wrong[i]) code = cli_environment(c, &cli_flags[i], command, e);
     return code;
@@ -25690,18 +25801,18 @@ static int cli_parse(cli *c, unsigned command, int argc, char **argv, toka_err *
 
 /* ---- toka: complete a prompt ---- */
 
-typedef struct cli_sample { /* one answer as it grows */
+typedef struct cli_sample { /* one answer while it is generated */
     buf text, tokens; /* tokens: the elements of its JSON "tokens" array, one a line */
     toka_finish finish;
     int stop_id;
 } cli_sample;
 
-typedef struct cli_run { /* a request under way, the callback's user pointer */
+typedef struct cli_run { /* the running request: the callback's user pointer */
     const cli *c;
     const toka *t;
     cli_sample *samples;
-    int n_shown; /* several samples: printed so far, in order */
-    toka_err e;  /* of writing; code 0: all was written */
+    int n_shown; /* with several samples: how many were printed, in order */
+    toka_err e;  /* error of writing to standard output; code 0: none */
 } cli_run;
 
 static const char *cli_finish_name(toka_finish f) {
@@ -25709,7 +25820,7 @@ static const char *cli_finish_name(toka_finish f) {
     return names[f];
 }
 
-/* The text of one token as it stands inside a text, as a JSON string. */
+/* Appends the text that a token has inside a text, as a JSON string. */
 static void cli_put_token_text(buf *b, const tok *words, int32_t id) {
     buf bytes = {0}, text = {0};
     tok_bytes(words, id, &bytes);
@@ -25717,7 +25828,8 @@ static void cli_put_token_text(buf *b, const tok *words, int32_t id) {
     buf_free(&bytes), buf_free(&text);
 }
 
-/* {"id":..,"token":"..","logprob":..,"sampled_logprob":..,"top":[{"id":..,"token":"..","logprob":..} ..]} */
+/* {"id":..,"token":"..","logprob":..,"sampled_logprob":..,
+ *  "top":[{"id":..,"token":"..","logprob":..} ..]} */
 static void cli_put_token(buf *b, const toka *t, const toka_event *ev) {
     json_put_open(b, '{');
     for (int i = -1; i < ev->n_top; i++) {
@@ -25726,7 +25838,8 @@ static void cli_put_token(buf *b, const toka *t, const toka_event *ev) {
         if (i >= 0) json_put_open(b, '{');
         json_put_key(b, "id"), json_put_int(b, id);
         if (t->tok) json_put_key(b, "token"), cli_put_token_text(b, t->tok, id);
-        json_put_key(b, "logprob"), json_put_num(b, i < 0 ? ev->logprob : ev->top_logprobs[i], true);
+        json_put_key(b, "logprob");
+        json_put_num(b, i < 0 ? ev->logprob : ev->top_logprobs[i], true);
         if (i < 0) json_put_key(b, "sampled_logprob"), json_put_num(b, ev->sampled_logprob, true);
         else json_put_close(b, '}');
     }
@@ -25734,11 +25847,14 @@ static void cli_put_token(buf *b, const toka *t, const toka_event *ev) {
     json_put_close(b, '}');
 }
 
-/* Several samples: each is printed whole, in order, once those before it have ended. */
+/* With several samples: prints those that have ended, in order, each one whole. A sample waits
+ * until those before it have ended. */
 static void cli_show_ended(cli_run *r) {
-    while (!r->e.code && r->n_shown < r->c->samples && r->samples[r->n_shown].finish != TOKA_RUNNING) {
+    while (!r->e.code && r->n_shown < r->c->samples &&
+           r->samples[r->n_shown].finish != TOKA_RUNNING) {
         buf b = {0};
-        buf_printf(&b, "--- sample %d (%s)\n", r->n_shown, cli_finish_name(r->samples[r->n_shown].finish));
+        buf_printf(&b, "--- sample %d (%s)\n", r->n_shown,
+                   cli_finish_name(r->samples[r->n_shown].finish));
         buf_str(&b, buf_view(&r->samples[r->n_shown++].text));
         if (b.p[b.n - 1] != '\n') buf_char(&b, '\n');
         cli_write(buf_view(&b), &r->e);
@@ -25746,6 +25862,7 @@ static void cli_show_ended(cli_run *r) {
     }
 }
 
+/* The engine's callback. Returns not 0, which cancels, after Ctrl-C or a failed write. */
 static int cli_on_event(void *user, const toka_event *ev) {
     cli_run *r = user;
     cli_sample *s = &r->samples[ev->sample];
@@ -25762,6 +25879,7 @@ static int cli_on_event(void *user, const toka_event *ev) {
     return cli_interrupted || r->e.code;
 }
 
+/* Reads the prompt from --prompt, --file or standard input. */
 static int cli_read_prompt(const cli *c, buf *out, toka_err *e) {
     if (c->prompt && c->file) return fail(e, TOKA_E_USE, "--prompt and --file exclude each other");
     if (c->prompt) return buf_c(out, c->prompt), 0;
@@ -25775,7 +25893,7 @@ static int cli_read_prompt(const cli *c, buf *out, toka_err *e) {
     return code;
 }
 
-/* Flags over the model's own defaults over what r has. */
+/* Sets r's sampling. Precedence: flags, then the model's defaults, then what r has. */
 static void cli_sampling(const cli *c, const toka *t, toka_request *r) {
     toka_sampling *s = &r->sampling;
     toka_request_model_defaults(t, r);
@@ -25804,7 +25922,8 @@ static void cli_put_message(buf *b, const char *role, str content) {
     json_put_close(b, '}');
 }
 
-/* messages: the elements of the JSON array so far. Result: the prompt's text through the chat template. */
+/* Renders the chat template. messages: the elements of the JSON array, without its brackets. out:
+ * the text of the prompt. */
 static int cli_render(const cli *c, const toka *t, const buf *messages, buf *out, toka_err *e) {
     buf b = {0};
     if (pub_need_template(t, e)) return e->code;
@@ -25815,13 +25934,16 @@ static int cli_render(const cli *c, const toka *t, const buf *messages, buf *out
     return code;
 }
 
+/* Prints token counts and speed on standard error, unless --quiet. */
 static void cli_last_line(const cli *c, const toka_usage *u) {
     if (c->quiet) return;
     double rate = u->decode_s > 0 ? (double)MAX(u->output_tokens - 1, 0) / u->decode_s : 0;
-    fprintf(stderr, "prompt %lld tokens, generated %lld tokens, %.1f tok/s, %s after %.0f ms\n", (long long)u->prompt_tokens,
-            (long long)u->output_tokens, rate, u->output_tokens ? "first token" : "ended", 1e3 * u->prefill_s);
+    fprintf(stderr, "prompt %lld tokens, generated %lld tokens, %.1f tok/s, %s after %.0f ms\n",
+            (long long)u->prompt_tokens, (long long)u->output_tokens, rate,
+            u->output_tokens ? "first token" : "ended", 1e3 * u->prefill_s);
 }
 
+/* The output of --json. */
 static void cli_put_result(buf *b, const cli_run *r, const toka_usage *u) {
     json_put_open(b, '{');
     json_put_key(b, "model"), json_put_str(b, str_c(r->t->files->name));
@@ -25845,7 +25967,7 @@ static void cli_put_result(buf *b, const cli_run *r, const toka_usage *u) {
     buf_char(b, '\n');
 }
 
-/* --logprobs without --json: one line a token on standard error. */
+/* --logprobs without --json: prints one line a token on standard error. */
 static void cli_show_logprobs(const cli_run *r) {
     if (r->c->json || r->c->logprobs < 0) return;
     for (int i = 0; i < r->c->samples; i++) {
@@ -25854,19 +25976,25 @@ static void cli_show_logprobs(const cli_run *r) {
     }
 }
 
-/* Runs one prompt. answer: NULL, or gets the first sample's text (for the history of a chat). */
-static int cli_complete(const cli *c, toka *t, str prompt, int text_flags, buf *answer, toka_err *e) {
+/* Runs one prompt and prints its output. answer: gets the first sample's text, for the history of a
+ * chat; or NULL. */
+static int cli_complete(const cli *c, toka *t, str prompt, int text_flags, buf *answer,
+                        toka_err *e) {
     toka_request r = toka_request_default();
     toka_usage u = {0};
-    r.sampling.temperature = t->files->defaults.do_sample ? 1 : 0; /* without a word from anyone, greedy */
+    r.sampling.temperature = t->files->defaults.do_sample ? 1 : 0; /* the default is greedy */
     cli_sampling(c, t, &r);
     r.text = prompt.p, r.text_bytes = prompt.n, r.text_flags = text_flags;
     if (check_int("--samples", c->samples, 1, ENG_MAX_N, e)) return e->code;
-    if (c->logprobs != INT_MIN && check_int("--logprobs", c->logprobs, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
+    if (c->logprobs != INT_MIN && check_int("--logprobs", c->logprobs, 0, TOKA_MAX_LOGPROBS, e))
+        return e->code;
     cli_run run = {.c = c, .t = t, .samples = mem_zalloc((size_t)c->samples * sizeof(cli_sample))};
     for (int i = 0; i < c->samples; i++) run.samples[i].stop_id = -1;
     int code = toka_generate(t, &r, cli_on_event, &run, &u, e);
-    if (run.e.code) *e = run.e, code = e->code;
+    if (run.e.code) {
+        *e = run.e;
+        code = e->code;
+    }
     bool interrupted = code == TOKA_E_CANCELLED;
     if (interrupted) code = 0;
     for (int i = 0; i < c->samples && interrupted; i++)
@@ -25878,38 +26006,52 @@ static int cli_complete(const cli *c, toka *t, str prompt, int text_flags, buf *
         buf_free(&b);
     } else if (!code && c->samples > 1) {
         cli_show_ended(&run);
-        if (run.e.code) *e = run.e, code = e->code;
+        if (run.e.code) {
+            *e = run.e;
+            code = e->code;
+        }
     } else if (!code) {
         code = cli_write(STR("\n"), e);
     }
-    if (!code) cli_show_logprobs(&run), cli_last_line(c, &u);
+    if (!code) {
+        cli_show_logprobs(&run);
+        cli_last_line(c, &u);
+    }
     toka_err unused;
-    /* a line ends */
-    if (code && !run.e.code && c->samples == 1 && !c->json && run.samples[0].text.n) cli_write(STR("\n"), &unused);
-    if (answer) buf_clear(answer), buf_str(answer, buf_view(&run.samples[0].text));
-    for (int i = 0; i < c->samples; i++) buf_free(&run.samples[i].text), buf_free(&run.samples[i].tokens);
+    /* after a failure, end the line that was begun */
+    if (code && !run.e.code && c->samples == 1 && !c->json && run.samples[0].text.n)
+        cli_write(STR("\n"), &unused);
+    if (answer) {
+        buf_clear(answer);
+        buf_str(answer, buf_view(&run.samples[0].text));
+    }
+    for (int i = 0; i < c->samples; i++) {
+        buf_free(&run.samples[i].text);
+        buf_free(&run.samples[i].tokens);
+    }
     free(run.samples);
     return code;
 }
 
-/* One line of standard input without its line end. *more: there was one. */
+/* Reads one line of standard input, without its line end. *more: false if there was none. */
 static int cli_read_line(buf *line, bool *more, toka_err *e) {
     int ch = 0;
     buf_clear(line);
     while (!cli_interrupted && (ch = getchar()) != EOF && ch != '\n') buf_char(line, (char)ch);
     *more = !cli_interrupted && (ch == '\n' || line->n);
     if (ch == '\n' && line->n && line->p[line->n - 1] == '\r') line->n--;
-    if (ch == EOF && ferror(stdin) && !cli_interrupted) return fail(e, TOKA_E_IO, "standard input: %s", strerror(errno));
+    if (ch == EOF && ferror(stdin) && !cli_interrupted)
+        return fail(e, TOKA_E_IO, "standard input: %s", strerror(errno));
     return 0;
 }
 
-/* A conversation: every line of input is a user turn; the history goes through the template anew each turn. A turn that does not
- * fit is left out. */
+/* --chat: each line of input is a user's turn. Each turn renders the whole history through the chat
+ * template. A turn that the engine refuses (it does not fit) is removed from the history. */
 static int cli_chat(const cli *c, toka *t, toka_err *e) {
     buf line = {0}, messages = {0}, prompt = {0}, answer = {0};
     bool terminal = isatty(0), more = true, answered = false, said = false;
     int code = 0, refused = 0;
-    if (pub_need_template(t, e)) return e->code; /* before somebody has written a line */
+    if (pub_need_template(t, e)) return e->code; /* now, not after the user has typed a line */
     if (c->system) cli_put_message(&messages, "system", str_c(c->system));
     if (c->prompt) buf_c(&line, c->prompt);
     while (!cli_interrupted) {
@@ -25924,38 +26066,52 @@ static int cli_chat(const cli *c, toka *t, toka_err *e) {
         if (!code) code = cli_complete(c, t, buf_view(&prompt), TOKA_PARSE_SPECIAL, &answer, e);
         run_say_overwritten(t, &said);
         if (code && code != TOKA_E_USE) break;
-        if (!code) cli_put_message(&messages, "assistant", buf_view(&answer)), answered = true;
-        else fprintf(stderr, "toka: %s; this turn is left out\n", e->msg), messages.n = before, refused = code, code = 0;
+        if (!code) {
+            cli_put_message(&messages, "assistant", buf_view(&answer));
+            answered = true;
+        } else {
+            fprintf(stderr, "toka: %s; this turn is left out\n", e->msg);
+            messages.n = before;
+            refused = code;
+            code = 0;
+        }
     }
     buf_free(&line), buf_free(&messages), buf_free(&prompt), buf_free(&answer);
     return code || answered ? code : refused;
 }
 
+/* Completes one prompt, through the chat template if the model has one and --raw is not given. */
 static int cli_run_prompt(const cli *c, toka *t, toka_err *e) {
     buf text = {0}, messages = {0}, prompt = {0};
     bool templated = (t->chat || t->chat_error.code) && !c->raw, said = false;
     int code = cli_read_prompt(c, &text, e);
-    if (!code && c->raw && c->system) code = fail(e, TOKA_E_USE, "--system needs the chat template, --raw leaves it out");
-    if (!code && !templated && c->system) code = fail(e, TOKA_E_USE, "--system: %s has no chat template", t->files->name);
+    if (!code && c->raw && c->system)
+        code = fail(e, TOKA_E_USE, "--system needs the chat template, --raw leaves it out");
+    if (!code && !templated && c->system)
+        code = fail(e, TOKA_E_USE, "--system: %s has no chat template", t->files->name);
     if (!code && !templated && !c->raw && !c->quiet && t->tok)
-        fprintf(stderr, "toka: %s has no chat template, so the text is completed as it is (--raw says so)\n", t->files->name);
+        fprintf(stderr, "toka: %s has no chat template, so the text is completed as it is "
+                "(--raw says so)\n", t->files->name);
     if (!code && templated) {
         if (c->system) cli_put_message(&messages, "system", str_c(c->system));
         cli_put_message(&messages, "user", buf_view(&text));
         code = cli_render(c, t, &messages, &prompt, e);
     }
-    if (!code && templated) code = cli_complete(c, t, buf_view(&prompt), TOKA_PARSE_SPECIAL, NULL, e);
-    else if (!code) code = cli_complete(c, t, buf_view(&text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, NULL, e);
+    if (!code && templated)
+        code = cli_complete(c, t, buf_view(&prompt), TOKA_PARSE_SPECIAL, NULL, e);
+    else if (!code)
+        code = cli_complete(c, t, buf_view(&text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, NULL, e);
     run_say_overwritten(t, &said);
     buf_free(&text), buf_free(&messages), buf_free(&prompt);
     return code;
 }
 
-/* A build for GPUs on a machine without says so, once, and goes on. */
+/* A build with the GPU half on a machine without a GPU: prints a note; the CPU is used. */
 static void cli_note_device(const cli *c) {
     char line[200];
     bool any = !c->open.device || !strcmp(c->open.device, "auto");
-    if (any && !c->quiet && COUNT(pub_backends) > 1 && !pub_backends[0]->probe(0, line, sizeof line))
+    if (any && !c->quiet && COUNT(pub_backends) > 1 &&
+        !pub_backends[0]->probe(0, line, sizeof line))
         fprintf(stderr, "toka: no GPU (%s); using the CPU\n", line);
 }
 
@@ -25963,7 +26119,7 @@ static void cli_note_unused(const cli *c, const toka *t) {
     if (!c->quiet) run_say_unused(t);
 }
 
-/* Opens what the flags say, for a command that runs a model. */
+/* Opens the model, for a command that runs one. */
 static int cli_open(const cli *c, toka **t, toka_err *e) {
     buf line = {0};
     const double t0 = os_now();
@@ -25979,12 +26135,13 @@ static int cli_open(const cli *c, toka **t, toka_err *e) {
     return 0;
 }
 
-static int cli_run_command(const cli *c, toka_err *e) {
+static int cli_run_command(const cli *c, toka_err *e) { /* toka without a command word */
     toka *t;
     if (c->chat && (c->raw || c->file || c->samples != 1))
         return fail(e, TOKA_E_USE, "--chat goes without --raw, --file and --samples");
     if (!c->prompt && !c->file && !c->chat && isatty(0))
-        return fail(e, TOKA_E_USE, "no prompt: give -p TEXT, -f FILE, text on standard input, or --chat; see toka --help");
+        return fail(e, TOKA_E_USE, "no prompt: give -p TEXT, -f FILE, text on standard input, "
+                    "or --chat; see toka --help");
     int code = cli_open(c, &t, e);
     if (code) return code;
     cli_note_unused(c, t);
@@ -26003,7 +26160,8 @@ static int cli_parse_ids(str text, ids *out, toka_err *e) {
         char *next;
         errno = 0;
         long v = strtol(p, &next, 10);
-        if (next == p || errno || v < 0 || v > INT32_MAX || (next < end && !isspace((unsigned char)*next)))
+        if (next == p || errno || v < 0 || v > INT32_MAX ||
+            (next < end && !isspace((unsigned char)*next)))
             return fail(e, TOKA_E_INPUT, "--decode: not a token id at byte %td", p - text.p);
         ids_push(out, (int32_t)v);
         p = next;
@@ -26020,9 +26178,11 @@ static int cli_tokenize(const cli *c, toka_err *e) {
     if (!code) code = cli_read_prompt(c, &in, e);
     if (!code && c->decode) {
         code = cli_parse_ids(buf_view(&in), &v, e);
-        if (!code) code = tok_decode(t->tok, v.p, v.n, c->no_special ? TOKA_SKIP_SPECIAL : 0, &out, e);
+        if (!code)
+            code = tok_decode(t->tok, v.p, v.n, c->no_special ? TOKA_SKIP_SPECIAL : 0, &out, e);
     } else if (!code) {
-        code = tok_encode(t->tok, buf_view(&in), TOKA_PARSE_SPECIAL | (c->no_special ? 0 : TOKA_ADD_SPECIAL), &v, e);
+        code = tok_encode(t->tok, buf_view(&in),
+                          TOKA_PARSE_SPECIAL | (c->no_special ? 0 : TOKA_ADD_SPECIAL), &v, e);
         for (size_t i = 0; i < v.n && !code; i++) buf_printf(&out, i ? " %d" : "%d", (int)v.p[i]);
         if (!code) buf_char(&out, '\n');
     }
@@ -26037,7 +26197,7 @@ static int cli_template(const cli *c, toka_err *e) {
     toka *t = NULL;
     mf_model names = {0};
     toka alone = {.files = &names};
-    bool needs_model = c->open.model || !c->open.chat_template; /* a template file needs none */
+    bool needs_model = c->open.model || !c->open.chat_template; /* a template FILE needs none */
     int code = needs_model ? pub_check_options(&c->open, e)
                            : pub_template_file(&alone, c->open.chat_template, &names, e);
     if (!code && needs_model) code = pub_open_text(&t, &c->open, false, e);
@@ -26053,8 +26213,9 @@ static int cli_template(const cli *c, toka_err *e) {
     return code;
 }
 
-/* Lines "logprob id token", the total on standard error; or one JSON object. */
-static int cli_put_scores(const cli *c, const toka *t, const int32_t *v, size_t n, const float *logprobs, toka_err *e) {
+/* Prints lines "logprob id token", and the total on standard error; or one JSON object. */
+static int cli_put_scores(const cli *c, const toka *t, const int32_t *v, size_t n,
+                          const float *logprobs, toka_err *e) {
     buf out = {0};
     double sum = 0;
     if (c->json) json_put_open(&out, '{'), json_put_key(&out, "tokens"), json_put_open(&out, '[');
@@ -26081,7 +26242,8 @@ static int cli_put_scores(const cli *c, const toka *t, const int32_t *v, size_t 
         buf_c(&out, "}\n");
     }
     int code = cli_write(buf_view(&out), e);
-    if (!code && !c->quiet) fprintf(stderr, "%zu tokens, log-probability %.5f, perplexity %.4f\n", n, sum, perplexity);
+    if (!code && !c->quiet)
+        fprintf(stderr, "%zu tokens, log-probability %.5f, perplexity %.4f\n", n, sum, perplexity);
     buf_free(&out);
     return code;
 }
@@ -26095,7 +26257,8 @@ static int cli_score(const cli *c, toka_err *e) {
     int code = cli_open(c, &t, e);
     if (!code) code = cli_read_prompt(c, &in, e);
     if (!code)
-        code = toka_encode(t, buf_view(&in).p, in.n, TOKA_PARSE_SPECIAL | (c->no_special ? 0 : TOKA_ADD_SPECIAL), &v, &n, e);
+        code = toka_encode(t, buf_view(&in).p, in.n,
+                           TOKA_PARSE_SPECIAL | (c->no_special ? 0 : TOKA_ADD_SPECIAL), &v, &n, e);
     if (!code) logprobs = mem_zalloc(n * sizeof *logprobs), code = toka_score(t, v, n, logprobs, e);
     if (!code) code = cli_put_scores(c, t, v, n, logprobs, e);
     free(v), free(logprobs), buf_free(&in);
@@ -26103,7 +26266,7 @@ static int cli_score(const cli *c, toka_err *e) {
     return code;
 }
 
-/* The table of known models, and whether this machine's hub cache has them. */
+/* Prints the table of known models and whether the hub cache of this machine has them. */
 static int cli_models(const cli *c, toka_err *e) {
     arena a = {0};
     buf out = {0};
@@ -26114,8 +26277,12 @@ static int cli_models(const cli *c, toka_err *e) {
     if (!code && !n) code = fail(e, TOKA_E_USE, "%s", mf_no_models);
     for (int i = 0; i < n && !code; i++) {
         char *folder = NULL;
-        const char *here = mf_find_hub(known[i].hub_id, NULL, &folder, &a, &absent) ? "" : "in the hub cache";
-        if (!i) buf_printf(&out, "%-28s %-44s %9s  %-8s %s\n", "name", "hub id", "weights", "template", "here");
+        const char *here = mf_find_hub(known[i].hub_id, NULL, &folder, &a, &absent)
+                               ? ""
+                               : "in the hub cache";
+        if (!i)
+            buf_printf(&out, "%-28s %-44s %9s  %-8s %s\n", "name", "hub id", "weights", "template",
+                       "here");
         buf_printf(&out, "%-28s %-44s %7.2f B  %-8s %s\n", known[i].name, known[i].hub_id,
                    1e-9 * (double)mf_n_parameters(&known[i].config), known[i].family, here);
     }
@@ -26132,18 +26299,27 @@ static int cli_check_names(const cli *c, toka_err *e) {
 
 static int cli_batch(const cli *c, toka_err *e) {
     toka *t;
-    if (!c->input || !c->output) return fail(e, TOKA_E_USE, "toka batch needs -i IN.jsonl and -o OUT.jsonl");
-    if (check_int("--samples", c->samples, 1, ENG_MAX_N, e) || cli_check_names(c, e)) return e->code;
+    if (!c->input || !c->output)
+        return fail(e, TOKA_E_USE, "toka batch needs -i IN.jsonl and -o OUT.jsonl");
+    if (check_int("--samples", c->samples, 1, ENG_MAX_N, e) || cli_check_names(c, e))
+        return e->code;
     if (check_int("--max-answer-bytes", c->serve.max_answer_bytes, 1, INT64_MAX, e)) return e->code;
     int code = cli_open(c, &t, e);
     if (code) return code;
-    run_options o = {.in = c->input, .out = c->output, .report = c->report, .now = c->now, .base = toka_request_default(),
-                     .name = c->served_names.n ? c->served_names.at[0] : NULL, .quiet = c->quiet,
-                     .max_answer_bytes = c->serve.max_answer_bytes, .interrupted = &cli_interrupted};
+    run_options o = {.in = c->input,
+                     .out = c->output,
+                     .report = c->report,
+                     .now = c->now,
+                     .base = toka_request_default(),
+                     .name = c->served_names.n ? c->served_names.at[0] : NULL,
+                     .quiet = c->quiet,
+                     .max_answer_bytes = c->serve.max_answer_bytes,
+                     .interrupted = &cli_interrupted};
     cli_note_unused(c, t);
     cli_sampling(c, t, &o.base);
     o.base.sampling.logprobs = 0;
-    code = samp_check(&o.base.sampling, t->shape.V, e); /* else every line would have its error, and none be done again */
+    /* Bad flags fail here. Otherwise each line would become an error record, which is final. */
+    code = samp_check(&o.base.sampling, t->shape.V, e);
     if (!code) code = run_batch(t, &o, e);
     toka_close(t);
     return code;
@@ -26156,11 +26332,19 @@ static int cli_bench_throughput(const cli *c, toka_err *e) {
     const double t0 = os_now();
     int code = cli_open(c, &t, e);
     if (code) return code;
-    run_bench_options o = {.dataset = c->dataset, .timeline = c->timeline, .num_prompts = c->num_prompts,
-                           .base = toka_request_default(), .load_s = os_now() - t0, .json = c->json, .quiet = c->quiet,
-                           .said = c->verbose, .interrupted = &cli_interrupted};
+    run_bench_options o = {.dataset = c->dataset,
+                           .timeline = c->timeline,
+                           .num_prompts = c->num_prompts,
+                           .base = toka_request_default(),
+                           .load_s = os_now() - t0,
+                           .json = c->json,
+                           .quiet = c->quiet,
+                           .said = c->verbose,
+                           .interrupted = &cli_interrupted};
     cli_sampling(c, t, &o.base);
-    o.base.n = 1, o.base.sampling.min_tokens = o.base.sampling.n_stop = 0, o.base.sampling.logprobs = TOKA_NO_LOGPROBS;
+    o.base.n = 1;
+    o.base.sampling.min_tokens = o.base.sampling.n_stop = 0;
+    o.base.sampling.logprobs = TOKA_NO_LOGPROBS;
     code = run_bench_throughput(t, &o, e);
     toka_close(t);
     return code ? code : cli_write(STR(""), e);
@@ -26169,12 +26353,21 @@ static int cli_bench_throughput(const cli *c, toka_err *e) {
 static int cli_bench_serve(const cli *c, toka_err *e) {
     bs_options o = c->bench;
     char *end = NULL;
-    o.request_rate = c->request_rate ? strtod(c->request_rate, &end) : (double)INFINITY; /* strtod reads "inf" too */
+    /* strtod accepts "inf", too */
+    o.request_rate = c->request_rate ? strtod(c->request_rate, &end) : (double)INFINITY;
     if (end && (end == c->request_rate || *end))
         return fail(e, TOKA_E_USE, "--request-rate: '%s' is not a number", c->request_rate);
-    o.host = c->host, o.port = c->port, o.model = c->open.model, o.dataset = c->dataset, o.num_prompts = c->num_prompts;
-    o.temperature = isnan(c->temperature) ? 0 : c->temperature, o.seed = (uint64_t)c->seed, o.ignore_eos = c->ignore_eos;
-    o.json = c->json, o.quiet = c->quiet, o.interrupted = &cli_interrupted;
+    o.host = c->host;
+    o.port = c->port;
+    o.model = c->open.model;
+    o.dataset = c->dataset;
+    o.num_prompts = c->num_prompts;
+    o.temperature = isnan(c->temperature) ? 0 : c->temperature;
+    o.seed = (uint64_t)c->seed;
+    o.ignore_eos = c->ignore_eos;
+    o.json = c->json;
+    o.quiet = c->quiet;
+    o.interrupted = &cli_interrupted;
     int code = bs_bench(&o, e);
     return code ? code : cli_write(STR(""), e);
 }
@@ -26183,27 +26376,29 @@ static int cli_bench_serve(const cli *c, toka_err *e) {
 
 typedef struct run_ops {
     bool json, first;
-    double read; /* bytes per second: the first row */
+    double read; /* measured read bandwidth, bytes per second; from the first row */
 } run_ops;
 
-/* Prints one row. Share: of the roofline that the measured read bandwidth and RUN_PEAK_TFLOPS make. */
+/* Prints one row. share: the time that the roofline allows, divided by the measured time. The
+ * roofline is made of the measured read bandwidth and RUN_PEAK_TFLOPS. */
 static void run_ops_row(void *user, const toka_bench_row *r) {
     run_ops *o = user;
     double s = r->us * 1e-6;
     if (o->first) o->read = r->bytes / s;
     double floor_s = MAX(r->flop / (RUN_PEAK_TFLOPS * 1e12), r->bytes / o->read);
-    const char *bound = r->flop / (RUN_PEAK_TFLOPS * 1e12) > r->bytes / o->read ? "arithmetic" : "memory";
+    const char *bound = r->flop / (RUN_PEAK_TFLOPS * 1e12) > r->bytes / o->read ? "arithmetic"
+                                                                                : "memory";
     if (o->json)
         printf("%s\n  {\"op\":\"%s\",\"model\":\"%s\",\"shape\":\"%s\",\"us\":%.3f,"
                "\"tflops\":%.2f,\"tbps\":%.4f,\"share\":%.4f,\"bound\":\"%s\"}",
-               o->first ? "[" : ",", r->op, r->model, r->shape, r->us, r->flop / s * 1e-12, r->bytes / s * 1e-12, floor_s / s,
-               bound);
+               o->first ? "[" : ",", r->op, r->model, r->shape, r->us, r->flop / s * 1e-12,
+               r->bytes / s * 1e-12, floor_s / s, bound);
     else {
         if (o->first)
-            printf("%-16s %-14s %-28s %10s %9s %7s %7s  %s\n", "op", "model", "shape", "us", "TFLOP/s", "TB/s", "share",
-                   "bound by");
-        printf("%-16s %-14s %-28s %10.2f %9.1f %7.3f %6.1f%%  %s\n", r->op, r->model, r->shape, r->us, r->flop / s * 1e-12,
-               r->bytes / s * 1e-12, 100 * floor_s / s, bound);
+            printf("%-16s %-14s %-28s %10s %9s %7s %7s  %s\n", "op", "model", "shape", "us",
+                   "TFLOP/s", "TB/s", "share", "bound by");
+        printf("%-16s %-14s %-28s %10.2f %9.1f %7.3f %6.1f%%  %s\n", r->op, r->model, r->shape,
+               r->us, r->flop / s * 1e-12, r->bytes / s * 1e-12, 100 * floor_s / s, bound);
     }
     o->first = false;
 }
@@ -26211,7 +26406,9 @@ static void run_ops_row(void *user, const toka_bench_row *r) {
 static int run_bench_ops(bool as_json, toka_err *e) {
     char line[200];
     const toka_backend *be = pub_backends[0];
-    if (!be->bench) return fail(e, TOKA_E_USE, "toka bench ops needs a build with the GPU half (nvcc, toka_kernels.cu)");
+    if (!be->bench)
+        return fail(e, TOKA_E_USE,
+                    "toka bench ops needs a build with the GPU half (nvcc, toka_kernels.cu)");
     if (!be->probe(0, line, sizeof line)) return fail(e, TOKA_E_DEVICE, "no GPU: %s", line);
     run_ops o = {.json = as_json, .first = true};
     if (!as_json) printf("%s\n", line);
@@ -26234,8 +26431,13 @@ static int cli_plan(const cli *c, toka_err *e) {
     const toka_options *open = &c->open;
     plan_options o = c->plan;
     buf b = {0};
-    o.model = open->model, o.models_file = open->models_file, o.max_len = open->max_model_len, o.max_seqs = open->max_num_seqs;
-    o.max_tokens = open->max_num_batched_tokens, o.utilization = open->gpu_memory_utilization, o.samples = c->samples;
+    o.model = open->model;
+    o.models_file = open->models_file;
+    o.max_len = open->max_model_len;
+    o.max_seqs = open->max_num_seqs;
+    o.max_tokens = open->max_num_batched_tokens;
+    o.utilization = open->gpu_memory_utilization;
+    o.samples = c->samples;
     o.json = c->json;
     int code = plan_make(&o, &b, e);
     if (!code) code = cli_write(buf_view(&b), e);
@@ -26243,7 +26445,8 @@ static int cli_plan(const cli *c, toka_err *e) {
     return code;
 }
 
-/* One line for each device that this build knows, and for a kind of which there is none the reason. */
+/* Prints a line for each device that this build can use. For a kind of device that this machine
+ * does not have, the line says why. */
 static int cli_devices(const cli *c, toka_err *e) {
     buf b = {0};
     char line[200];
@@ -26252,7 +26455,8 @@ static int cli_devices(const cli *c, toka_err *e) {
         const toka_backend *be = pub_backends[i];
         int n = 0;
         for (; be->probe(n, line, sizeof line); n++)
-            if (n || be->probe(1, (char[200]){0}, 200)) buf_printf(&b, "%s:%d  %s\n", be->name, n, line);
+            if (n || be->probe(1, (char[200]){0}, 200))
+                buf_printf(&b, "%s:%d  %s\n", be->name, n, line);
             else buf_printf(&b, "%s  %s\n", be->name, line);
         if (!n) buf_printf(&b, "%s  none: %s\n", be->name, line);
     }
@@ -26261,7 +26465,7 @@ static int cli_devices(const cli *c, toka_err *e) {
     return code;
 }
 
-/* Progress of opening a model, on a terminal only. */
+/* Prints the progress of opening a model; used on a terminal only. */
 static void cli_progress(void *user, const char *what, double done) {
     (void)user;
     fprintf(stderr, done < 1 ? "\r\033[K%s %3.0f %%" : "\r\033[K", what, 100 * done);
@@ -26271,14 +26475,14 @@ static void cli_progress(void *user, const char *what, double done) {
 
 enum { CLI_MAX_KEYS = 10000 };
 
-/* A key without white space at its ends, of which a header has none either. */
+/* Removes white space at both ends of a key: HTTP removes it from the client's header, too. */
 static str cli_trim_key(str key) {
     while (key.n && isspace((unsigned char)key.p[key.n - 1])) key.n--;
     while (key.n && isspace((unsigned char)*key.p)) key = str_sub(key, 1, key.n);
     return key;
 }
 
-/* Lines of --api-key-file behind the keys that flags gave. keys: [CLI_MAX_KEYS], their bytes in a. */
+/* Appends the lines of --api-key-file to the keys. keys: [CLI_MAX_KEYS]; their bytes are in a. */
 static int cli_read_keys(const char *path, arena *a, const char **keys, int *n, toka_err *e) {
     str text;
     int code = os_map(path, &text, e), before = *n;
@@ -26286,34 +26490,42 @@ static int cli_read_keys(const char *path, arena *a, const char **keys, int *n, 
     for (str rest = str_skip_bom(text), line; !code && str_next(&rest, '\n', &line);) {
         line = cli_trim_key(line);
         if (!line.n || line.p[0] == '#') continue;
-        if (*n == CLI_MAX_KEYS) code = fail(e, TOKA_E_INPUT, "--api-key-file %s: more than %d keys", path, CLI_MAX_KEYS);
+        if (*n == CLI_MAX_KEYS)
+            code = fail(e, TOKA_E_INPUT, "--api-key-file %s: more than %d keys", path,
+                        CLI_MAX_KEYS);
         else keys[(*n)++] = arena_cstr(a, line);
     }
     os_unmap(text);
-    if (!code && *n == before) code = fail(e, TOKA_E_INPUT, "--api-key-file %s: there is no key in it", path);
+    if (!code && *n == before)
+        code = fail(e, TOKA_E_INPUT, "--api-key-file %s: there is no key in it", path);
     return code;
 }
 
+/* Checks the ranges of the server's flags. */
 static int cli_check_serve(const cli *c, const srv_options *o, toka_err *e) {
     if (check_int("--port", c->port, 0, 65535, e)) return e->code;
     if (strcmp(c->generation_config, "auto") && strcmp(c->generation_config, "vllm"))
-        return fail(e, TOKA_E_USE, "--generation-config: '%s', expected auto or vllm", c->generation_config);
+        return fail(e, TOKA_E_USE, "--generation-config: '%s', expected auto or vllm",
+                    c->generation_config);
     if (check_int("--max-queue", o->max_queue, 1, INT_MAX, e)) return e->code;
     if (check_int("--max-body-bytes", o->max_body_bytes, 1, (int64_t)1 << 31, e)) return e->code;
     if (check_int("--max-answer-bytes", o->max_answer_bytes, 1, INT64_MAX, e)) return e->code;
     if (check_int("--max-upload-bytes", o->max_upload_bytes, 1, INT64_MAX, e)) return e->code;
     if (check_int("--server-threads", o->n_workers, 0, 64, e)) return e->code;
     if (o->read_timeout <= 0 || o->write_timeout <= 0 || o->keep_alive <= 0 || o->step_timeout <= 0)
-        return fail(e, TOKA_E_USE, "--read-timeout, --write-timeout, --keep-alive, --step-timeout: expected more than 0 seconds");
+        return fail(e, TOKA_E_USE, "--read-timeout, --write-timeout, --keep-alive, "
+                    "--step-timeout: expected more than 0 seconds");
     if (o->hosts && srv_check_hosts(o->hosts, e)) return e->code;
-    if (o->files_dir && !*o->files_dir) return fail(e, TOKA_E_USE, "--files-dir: it is empty; expected a folder, or off");
+    if (o->files_dir && !*o->files_dir)
+        return fail(e, TOKA_E_USE, "--files-dir: it is empty; expected a folder, or off");
     const char *key = getenv("TOKA_API_KEY");
     if (key && !*key && !c->api_keys.n && !c->api_key_file)
-        return fail(e, TOKA_E_USE, "TOKA_API_KEY is empty; unset it for a server that asks for no key");
+        return fail(e, TOKA_E_USE,
+                    "TOKA_API_KEY is empty; unset it for a server that asks for no key");
     return cli_check_names(c, e);
 }
 
-/* Keys that flags or the environment gave. */
+/* Takes the keys of --api-key or TOKA_API_KEY. */
 static int cli_take_keys(const cli *c, arena *a, const char **keys, int *n, toka_err *e) {
     for (int i = 0; i < c->api_keys.n; i++) {
         str key = cli_trim_key(str_c(c->api_keys.at[i]));
@@ -26331,13 +26543,21 @@ static int cli_serve(const cli *c, toka_err *e) {
     const char **keys = arena_alloc(&a, CLI_MAX_KEYS * sizeof *keys);
     if (!code) code = cli_take_keys(c, &a, keys, &o.n_keys, e);
     if (!code && c->api_key_file) code = cli_read_keys(c->api_key_file, &a, keys, &o.n_keys, e);
-    o.open = c->open, o.host = c->host, o.port = c->port, o.keys = keys, o.now = c->now, o.quiet = c->quiet;
-    o.names = c->served_names.at, o.n_names = c->served_names.n;
+    o.open = c->open;
+    o.host = c->host;
+    o.port = c->port;
+    o.keys = keys;
+    o.now = c->now;
+    o.quiet = c->quiet;
+    o.names = c->served_names.at;
+    o.n_names = c->served_names.n;
     o.model_defaults = !strcmp(c->generation_config, "auto");
     if (!o.n_workers) o.n_workers = MIN(8, MAX(2, os_n_cores() / 4));
-    o.interrupted = &cli_interrupted, cli_patience_s = (int)MAX(1, MIN(o.step_timeout, INT_MAX));
+    o.interrupted = &cli_interrupted;
+    cli_patience_s = (int)MAX(1, MIN(o.step_timeout, INT_MAX));
     if (!code) code = srv_run(&o, e);
-    if (!code && cli_interrupted == 1) cli_interrupted = 0; /* a server is ended by a signal: that is no failure */
+    /* a signal is the normal way to end a server: exit status 0, not 130 */
+    if (!code && cli_interrupted == 1) cli_interrupted = 0;
     arena_free(&a);
     return code;
 }
@@ -26355,28 +26575,30 @@ static int cli_version(toka_err *e) {
     return code;
 }
 
-/* A library's caller may leave the sizes 0; who types one means a number. */
+/* In the library 0 means the default of these sizes; on the command line it is an error. */
 static int cli_check_split(const toka_options *o, toka_err *e) {
-    if (check_int("--tensor-parallel-size", o->tensor_parallel_size, 1, ENG_MAX_SPLIT, e)) return e->code;
-    if (check_int("--pipeline-parallel-size", o->pipeline_parallel_size, 1, ENG_MAX_SPLIT, e)) return e->code;
+    if (check_int("--tensor-parallel-size", o->tensor_parallel_size, 1, ENG_MAX_SPLIT, e))
+        return e->code;
+    if (check_int("--pipeline-parallel-size", o->pipeline_parallel_size, 1, ENG_MAX_SPLIT, e))
+        return e->code;
     return check_int("--data-parallel-size", o->data_parallel_size, 1, ENG_MAX_SPLIT, e);
 }
 
-/* No flag that takes a file may name a directory: known before a model is loaded. */
+/* Returns an error, before a model is loaded, if a flag that takes a file names a directory. */
 static int cli_check_files(const cli *c, unsigned command, toka_err *e) {
     for (int i = 0; i < COUNT(cli_flags); i++) {
         const cli_flag *f = &cli_flags[i];
         const char *path;
         if (!f->name || strcmp(f->arg, "FILE") || !(f->commands & command)) continue;
         memcpy(&path, (const char *)c + f->field, sizeof path);
-        if (path && f->field != AT(report) && os_is_dir(path)) /* that is run_check_report's */
+        if (path && f->field != AT(report) && os_is_dir(path)) /* run_check_report checks it */
             return fail(e, TOKA_E_INPUT, "--%s: %s is a directory, expected a file", f->name, path);
     }
     return 0;
 }
 
 typedef struct cli_command {
-    const char *name, *second; /* "bench", "plan"; NULL: the command is one word */
+    const char *name, *second; /* the words, such as "bench", "plan"; second NULL: only one word */
     unsigned bit;
     int (*main)(const cli *, toka_err *);
 } cli_command;
@@ -26387,10 +26609,11 @@ static const cli_command cli_command_table[] = {
     {"devices", NULL, FOR_DEVICES, cli_devices},
     {"batch", NULL, FOR_BATCH, cli_batch}, {"serve", NULL, FOR_SERVE, cli_serve},
     {"bench", "throughput", FOR_THROUGHPUT, cli_bench_throughput},
-    {"bench", "serve", FOR_BENCH_SERVE, cli_bench_serve}, {"bench", "plan", FOR_BENCH_PLAN, cli_bench_plan},
+    {"bench", "serve", FOR_BENCH_SERVE, cli_bench_serve},
+    {"bench", "plan", FOR_BENCH_PLAN, cli_bench_plan},
     {"bench", "ops", FOR_OPS, cli_bench_ops}, {"plan", NULL, FOR_PLAN, cli_plan}};
 
-/* The command of these words; NULL: there is none. second: "" if there is no second word. */
+/* Returns the command of these words, or NULL. second: "" if there is no second word. */
 static const cli_command *cli_find_command(const char *first, const char *second) {
     for (int i = 0; i < COUNT(cli_command_table); i++) {
         const cli_command *it = &cli_command_table[i];
@@ -26399,6 +26622,7 @@ static const cli_command *cli_find_command(const char *first, const char *second
     return NULL;
 }
 
+/* Returns the error for an unknown command, with the most similar one. */
 static int cli_no_command(const char *first, const char *second, toka_err *e) {
     const bool bench = !strcmp(first, "bench");
     near_name near = {.typed = str_c(bench ? second : first)};
@@ -26412,7 +26636,7 @@ static int cli_no_command(const char *first, const char *second, toka_err *e) {
     return near_fail(&near, bench ? "toka bench " : "toka ", e);
 }
 
-/* toka help, toka help COMMAND, toka bench --help. words: behind "help", n of them. */
+/* toka help, toka help COMMAND, toka bench --help. words: the n words after "help". */
 static int cli_help_on(bool all, int n, char **words, toka_err *e) {
     if (!n || words[0][0] == '-') return cli_help(all, FOR_ANY, 0, NULL, e);
     const char *second = n > 1 ? words[1] : "";
@@ -26423,7 +26647,8 @@ static int cli_help_on(bool all, int n, char **words, toka_err *e) {
     return cli_help(all, command->bit, command->second ? 2 : 1, words, e);
 }
 
-/* Reads the flags behind the command's words, and runs it. NULL: no word was given. */
+/* Reads the flags after the command's words and runs the command. command NULL: toka without a
+ * command word. */
 static int cli_run_words(const cli_command *command, int n_words, int argc, char **argv,
                          toka_err *e) {
     cli c = cli_default();
@@ -26454,7 +26679,8 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
     return cli_no_command(first, second, e);
 }
 
-/* Where standard input, output or error is closed, none of our files becomes it; what is done to it fails as before. */
+/* If standard input, output or error is closed, the next opened file would take its descriptor.
+ * Opens /dev/null there, in the wrong direction, so that reading or writing it still fails. */
 static void cli_keep_standard(void) {
     for (int fd = 0; fd < 3; fd++)
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", fd ? O_RDONLY : O_WRONLY);
@@ -26467,7 +26693,10 @@ int toka_main(int argc, char **argv) {
     int code = cli_dispatch(argc, argv, &e);
     const bool quiet = cli_reader_left || (cli_interrupted && code == TOKA_E_CANCELLED);
     if (code && !quiet) fprintf(stderr, "toka: %s\n", e.msg);
-    if (cli_interrupted && code == TOKA_E_DEVICE) fflush(NULL), _exit(130); /* what exit() tears down, a lost rank may be in */
+    if (cli_interrupted && code == TOKA_E_DEVICE) {
+        fflush(NULL);
+        _exit(130); /* not exit(): a hung rank may still use what it would destroy */
+    }
     if (cli_interrupted) return 130;
     return !code || cli_reader_left ? 0 : code == TOKA_E_USE || code == TOKA_E_INPUT ? 1 : 2;
 }
