@@ -20913,6 +20913,8 @@ static const char srv_page[] =
  * An answer passes through six buffers on its way from the engine's thread to the socket. Each
  * thread hands its work on by a buffer under srv.lock (the lines marked "lock"):
  *
+ *       buffer          lock   owner             contents
+ *
  *     toka_event               engine's thread   ids and logprobs, valid during the callback
  *         | srv_on_event: api_pack
  *     1 call.fresh             engine's thread   packed records of the current step
@@ -20930,11 +20932,11 @@ static const char srv_page[] =
  *         | srv_send_some
  *     socket
  *
- * The loop never parses JSON and never blocks. It uses a disk only to send a
- * file or to delete an incomplete upload. The engine's thread never makes text. A call is with at
- * most one worker at a time. All threads share one lock, held for a few pointer assignments at a
- * time. The loop and the workers take it once for several calls; with one lock per call, the tokens
- * of 1,024 streams of a fast model arrive in bursts (test/results/gpu-h200.md).
+ * The loop never parses JSON and never blocks. It uses a disk only to send a file or to delete an
+ * incomplete upload. The engine's thread never makes text. A call is with at most one worker at a
+ * time. All threads share one lock, held for a few pointer assignments at a time. The loop and the
+ * workers lock it once for several calls: if they lock it for each call, the tokens of 1,024 streams
+ * of a fast model arrive in bursts (test/results/gpu-h200.md).
  *
  * What always holds:
  *   - srv.lock guards the lists, the metrics and the fields of a call marked (lock). A call is
