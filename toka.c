@@ -20935,8 +20935,8 @@ static const char srv_page[] =
  * The loop never parses JSON and never blocks. It uses a disk only to send a file or to delete an
  * incomplete upload. The engine's thread never makes text. A call is with at most one worker at a
  * time. All threads share one lock, held for a few pointer assignments at a time. The loop and the
- * workers lock it once for several calls: if they lock it for each call, the tokens of 1,024 streams
- * of a fast model arrive in bursts (test/results/gpu-h200.md).
+ * workers lock it once for several calls: if they lock it for each call, the tokens of 1,024
+ * streams of a fast model arrive in bursts (test/results/gpu-h200.md).
  *
  * What always holds:
  *   - srv.lock guards the lists, the metrics and the fields of a call marked (lock). A call is
@@ -21016,8 +21016,8 @@ typedef struct srv_metrics {
 } srv_metrics;
 
 typedef struct srv_pace { /* how fast calls leave the queue, over SRV_PACE_S to 2 * SRV_PACE_S */
-    double t[2];     /* [0]: start of the interval that is measured; [1]: start of the next one. Both
-                        are set to now whenever the queue is empty. 0: none yet */
+    double t[2];     /* [0]: start of the interval that is measured; [1]: start of the next one.
+                        Both are set to now whenever the queue is empty. 0: none yet */
     int64_t left[2]; /* srv.n_left at those times */
 } srv_pace;
 
