@@ -25184,7 +25184,7 @@ static int bs_bench(const bs_options *o, toka_err *e) {
  * a flag is TOKA_ and its name in capitals. Results go to standard output, everything else to
  * standard error. The exit status is decided here: 0 done, 1 bad use or bad input, 2 device or I/O
  * failure, 130 after Ctrl-C. If standard output is a pipe that its reader closed, the program ends
- * with 0 and without a message.
+ * with 0 and without a message; a batch ends with 2, since its answers are lost.
  * =========================================================================== */
 
 enum { CLI_MAX_LIST = 16, CLI_MAX_INPUT = 1 << 30 };

@@ -1,17 +1,22 @@
 #!/bin/bash
 # test/same_code.sh REV: is the machine code of this tree that of REV? For commits that change only names, comments or line breaks.
-#   test/same_code.sh HEAD~1        toka.c, as a library and as the program
-#   test/same_code.sh HEAD~1 cu     toka_kernels.cu too: SASS of sm_90a, without names (minutes)
+#   test/same_code.sh HEAD~1             toka.c, as a library and as the program
+#   test/same_code.sh HEAD~1 cu          toka_kernels.cu too: SASS of sm_90a, without names (minutes)
+#   OPT=-O0 test/same_code.sh HEAD~1     a look between two edits: seconds instead of a minute
 # Asserts are left out (-DNDEBUG): they hold line numbers. Exit status 0: bit-equal.
 set -u
 cd "$(dirname "$0")/.." || exit
+OPT=${OPT:--O2}
+rev=$(git rev-parse --verify "$1^{commit}") || exit
 tmp=$(mktemp -d)
-trap 'rm -rf "$tmp"; git worktree prune' EXIT
-git worktree add -q --detach "$tmp/before" "$1" || exit
+trap 'rm -rf "$tmp"' EXIT
+mkdir -p "$tmp/before" test/.build
+git archive "$rev" toka.c toka.h toka_kernels.cu test/model | tar -x -C "$tmp/before"
+
 code() { # TREE OUT FLAGS...: what the object file holds of code and constants, and where its relocations are
-    local tree=$1 out=$2
+    local tree=$1 out=$2 section
     shift 2
-    (cd "$tree" && ${CC:-cc} -std=c11 -O2 -w -DNDEBUG "$@" -c toka.c -o "$tmp/o") || return
+    (cd "$tree" && ${CC:-cc} -std=c11 "$OPT" -w -DNDEBUG "$@" -c toka.c -o "$tmp/o") || return
     for section in $(readelf -SW "$tmp/o" | grep -oE ' \.(text|rodata|data)[.a-z0-9]*' | sort -u); do
         objcopy -O binary -j "$section" "$tmp/o" "$tmp/section" && echo "$section $(sha256sum <"$tmp/section")"
     done >"$out"
@@ -22,16 +27,18 @@ sass() { # TREE OUT
     cuobjdump -sass "$tmp/cubin" | grep -E '^\s+/\*[0-9a-f]{4}\*/|^\s+/\* 0x' | sha256sum >"$2"
 }
 status=0
-same() { # NAME
-    if cmp -s "$tmp/a" "$tmp/b" && [ -s "$tmp/a" ]; then echo "$1: the same"; else echo "$1: DIFFERENT"; diff "$tmp/a" "$tmp/b"; status=1; fi
+same() { # NAME HOW FLAGS...: of this tree, and of REV, whose result is kept
+    local name=$1 how=$2 kept
+    shift 2
+    kept=test/.build/code-$rev$OPT-$(echo "$name" | tr -dc a-z)
+    [ -s "$kept" ] || "$how" "$tmp/before" "$kept" "$@"
+    if "$how" . "$tmp/now" "$@" && cmp -s "$kept" "$tmp/now" && [ -s "$kept" ]; then echo "$name: the same"; else
+        echo "$name: DIFFERENT"
+        diff "$kept" "$tmp/now"
+        status=1
+    fi
 }
-code "$tmp/before" "$tmp/a" && code . "$tmp/b"
-same "toka.c, library"
-code "$tmp/before" "$tmp/a" -DTOKA_MAIN -DTOKA_WITH_CUDA '-DTOKA_EMBED="test/model"' && code . "$tmp/b" -DTOKA_MAIN -DTOKA_WITH_CUDA '-DTOKA_EMBED="test/model"'
-same "toka.c, program"
-if [ "${2:-}" = cu ]; then
-    sass "$tmp/before" "$tmp/a" && sass . "$tmp/b"
-    same "toka_kernels.cu, sm_90a"
-fi
-git worktree remove --force "$tmp/before"
+same "toka.c, library" code
+same "toka.c, program" code -DTOKA_MAIN -DTOKA_WITH_CUDA '-DTOKA_EMBED="test/model"'
+[ "${2:-}" != cu ] || same "toka_kernels.cu, sm_90a" sass
 exit $status
