@@ -23,7 +23,7 @@
  *         |       over toka_backend        {norm_qkv_rope_kv, attention, out_residual, norm_mlp_residual}, then
  *         |       (20 is the CPU's)        norm_logits_sample: the table of toka.h, which calls samp_row (18) on
  *         |                                each row of logits; meanwhile the next step is planned
- *         +-- eng_commit (22) <---------- model_wait (21): toka_pick, the id and its log-probability; sched_commit (16)
+ *         +-- eng_commit (22) <---------- model_wait (21): toka_sample_result, the id and its log-probability; sched_commit (16)
  *                                         files it
  *     id --------------- tok_stream_put (6), stop_put (18) --> text that is certain --> toka_event --> the caller,
  *                                         who may be a person (34), a file of results (27) or another program (23);
@@ -10303,7 +10303,7 @@ typedef struct batch_parts {
     batch_part part[BATCH_MAX_PARTS]; /* [n] */
     int n;
     toka_span *spans;
-    toka_out_row *out; /* [max_tokens] part by part */
+    toka_sample_row *out; /* [max_tokens] part by part */
     int *pick;         /* [max_tokens] the whole step's out row i is number pick[i] there, and so is what was picked for it */
 } batch_parts;
 
@@ -10603,7 +10603,7 @@ static void batch_spans(batch *b, batch_step *d, const sched *s) {
 /* ---- A step ---- */
 
 static void batch_begin(batch *b, batch_step *d) {
-    d->step = (toka_step){.ids = d->ids, .pos = d->pos, .slot = d->slot, .pages = d->pages, .spans = d->spans};
+    d->step = (toka_step){.ids = d->ids, .pos = d->pos, .kv_slot = d->slot, .pages = d->pages, .spans = d->spans};
     d->n_seq = d->n_out = d->n_pages = d->row0[0] = b->n_nodes = b->n_closed = 0, b->depth = 1, b->stack[0] = 0;
     b->nodes[0] = (batch_node){0};
 }
@@ -10654,7 +10654,7 @@ static batch_part batch_part_of(const batch_step *d, toka_span *spans, int e, in
     const toka_span *own = s->spans + s->n_spans - d->n_seq;
     const int row0 = d->row0[e], row_end = d->row0[end];
     batch_part p = {.row0 = row0};
-    p.step = (toka_step){.T = row_end - row0, .ids = s->ids + row0, .pos = s->pos + row0, .slot = s->slot + row0,
+    p.step = (toka_step){.T = row_end - row0, .ids = s->ids + row0, .pos = s->pos + row0, .kv_slot = s->kv_slot + row0,
                          .pages = s->pages, .spans = spans};
     for (const toka_span *sp = s->spans; sp < own; sp++)
         if (sp->row0 >= row0 && sp->row0 < row_end) spans[p.step.n_spans++] = *sp;
@@ -10672,14 +10672,14 @@ static int batch_find(const batch_parts *p, int row, int k) {
 
 static void batch_part_outs(batch_parts *p, const toka_step *s) {
     int n = 0;
-    for (int i = 0, k = 0; i < s->n_out; i++) k = batch_find(p, s->out[i].row, k), p->part[k].step.n_out++;
-    for (int k = 0; k < p->n; n += p->part[k++].step.n_out) p->part[k].out0 = n, p->part[k].step.out = p->out + n;
-    for (int k = 0; k < p->n; k++) p->part[k].step.n_out = 0;
-    for (int i = 0, k = 0; i < s->n_out; i++) {
-        k = batch_find(p, s->out[i].row, k);
+    for (int i = 0, k = 0; i < s->n_samples; i++) k = batch_find(p, s->samples[i].row, k), p->part[k].step.n_samples++;
+    for (int k = 0; k < p->n; n += p->part[k++].step.n_samples) p->part[k].out0 = n, p->part[k].step.samples = p->out + n;
+    for (int k = 0; k < p->n; k++) p->part[k].step.n_samples = 0;
+    for (int i = 0, k = 0; i < s->n_samples; i++) {
+        k = batch_find(p, s->samples[i].row, k);
         batch_part *a = &p->part[k];
-        p->pick[i] = a->out0 + a->step.n_out++;
-        p->out[p->pick[i]] = s->out[i], p->out[p->pick[i]].row -= a->row0;
+        p->pick[i] = a->out0 + a->step.n_samples++;
+        p->out[p->pick[i]] = s->samples[i], p->out[p->pick[i]].row -= a->row0;
     }
 }
 
@@ -10689,7 +10689,7 @@ static void batch_number(batch *b, batch_parts *p, const batch_step *d) {
         toka_step *a = &p->part[k].step;
         a->number = ++b->number;
         for (int t = 0; t < a->T; t++)
-            if (a->ids[t] < 0) a->needs = MAX(a->needs, b->sampled[-1 - a->ids[t]]);
+            if (a->ids[t] < 0) a->needs_step = MAX(a->needs_step, b->sampled[-1 - a->ids[t]]);
     }
     for (int i = 0, k = 0; i < d->n_out; i++) {
         k = batch_find(p, d->outs[i].row, k);
@@ -10941,7 +10941,7 @@ static float samp_logprob(double x, samp_norm norm) {
 
 /* The n best ids by logit, best first, of equal ones the lowest first. A logit that is not better than the n-th costs one
  * comparison. */
-static void samp_top(const float *x, int V, int n, samp_norm norm, toka_pick *pick) {
+static void samp_top(const float *x, int V, int n, samp_norm norm, toka_sample_result *pick) {
     int have = 0;
     float *best = pick->top_logprobs; /* holds logits until the end */
     for (int id = 0; id < V; id++) {
@@ -10990,7 +10990,7 @@ static float samp_penalty(const toka_sampling *s, float x, int count) { /* count
 
 /* Applies the penalties once to each id of the history. The counts of one window of the vocabulary fit on the stack; the
  * history is read once per window, and again to use each count and clear it. Cost: n_history * V / SAMP_WINDOW. */
-static void samp_penalties(const toka_out_row *row, float *x, int V) {
+static void samp_penalties(const toka_sample_row *row, float *x, int V) {
     const toka_sampling *s = row->sampling;
     uint32_t counts[SAMP_WINDOW]; /* SAMP_SEEN + occurrences in the output; all 0 between windows */
     int first = s->repetition_penalty == 1 ? row->n_prompt : 0;
@@ -11021,7 +11021,7 @@ static bool samp_needs_history(const toka_sampling *s) {
     return samp_has_penalties(s) || samp_has_bad(s);
 }
 
-static void samp_adjust(const toka_out_row *row, float *x, int V) {
+static void samp_adjust(const toka_sample_row *row, float *x, int V) {
     const toka_sampling *s = row->sampling;
     for (int i = 0; i < s->n_bias; i++) { /* an id named twice gets both */
         float *at = &x[s->bias_ids[i]];
@@ -11034,7 +11034,7 @@ static void samp_adjust(const toka_out_row *row, float *x, int V) {
 }
 
 /* The raw logit that samp_adjust made into x at id: its steps backwards. Never above the raw maximum. */
-static double samp_unadjust(const toka_out_row *row, int32_t id, double x, double raw_max) {
+static double samp_unadjust(const toka_sample_row *row, int32_t id, double x, double raw_max) {
     const toka_sampling *s = row->sampling;
     if (samp_has_penalties(s)) {
         int count = 0;
@@ -11186,7 +11186,7 @@ static int32_t samp_draw(const samp_dist *d, double u, double *total) {
 }
 
 /* Steps 3 to 5 over adjusted logits with a finite maximum. */
-static int32_t samp_choose(const toka_out_row *row, const float *x, int V, float max, float *sampled_logprob) {
+static int32_t samp_choose(const toka_sample_row *row, const float *x, int V, float max, float *sampled_logprob) {
     const toka_sampling *s = row->sampling;
     *sampled_logprob = 0;
     if (s->temperature == 0) {
@@ -11203,7 +11203,7 @@ static int32_t samp_choose(const toka_out_row *row, const float *x, int V, float
 }
 
 /* From a row of raw logits [V] to a pick. The logits are overwritten. See the chapter's head. */
-static void samp_row(const toka_out_row *row, float *logits, int V, toka_pick *pick) {
+static void samp_row(const toka_sample_row *row, float *logits, int V, toka_sample_result *pick) {
     const toka_sampling *s = row->sampling;
     assert(V > 0 && row->forced_id < V && (s || row->forced_id >= 0));
     assert(!row->ranked || (s && row->forced_id >= 0));
@@ -11221,7 +11221,7 @@ static void samp_row(const toka_out_row *row, float *logits, int V, toka_pick *p
     samp_adjust(row, logits, V);
     float max = samp_max(logits, V);
     pick->sampled_logprob = 0;
-    pick->id = max == -INFINITY ? toka_last_resort(row, V) : samp_choose(row, logits, V, max, &pick->sampled_logprob);
+    pick->id = max == -INFINITY ? toka_fallback_id(row, V) : samp_choose(row, logits, V, max, &pick->sampled_logprob);
     pick->logprob = wanted ? samp_logprob(samp_unadjust(row, pick->id, logits[pick->id], norm.max), norm) : NAN;
     for (int i = 0; i < pick->n_top; i++) /* the same figure in both places, also where undoing costs a rounding */
         if (pick->top_ids[i] == pick->id) pick->logprob = pick->top_logprobs[i];
@@ -12420,7 +12420,7 @@ static void *cpu_zalloc(toka_device *d, size_t n, size_t size) { /* n * size byt
     return p;
 }
 
-static float *cpu_at(toka_dev a) { return (float *)(uintptr_t)a.at; }
+static float *cpu_at(toka_dev_ptr a) { return (float *)(uintptr_t)a.at; }
 
 /* ---- Ranks ----
  * A group is the ranks of one model: stages x tp ranks, each a device with a thread of its own. All that they share is here. All
@@ -12450,7 +12450,7 @@ typedef struct cpu_stage {
     _Atomic int64_t came, left;
     float *x[CPU_RANKS]; /* what each tp rank brought to the meeting, [rows][E] */
     float *logits;       /* [out_chunk][V_all], in the last stage with tp ranks */
-    toka_pick *picks;    /* [out_chunk] */
+    toka_sample_result *picks;    /* [out_chunk] */
     float *wanted;       /* where the meeting's raw logits go, or NULL */
 } cpu_stage;
 
@@ -12643,7 +12643,7 @@ static int cpu_group_memory(toka_device *d, toka_err *e) {
         d->logits = st->logits;
     }
     if (g->pp_size > 1) {
-        if (!g->last) g->last = mem_try((size_t)o->n_slots, sizeof *g->last), g->n_slots = o->n_slots;
+        if (!g->last) g->last = mem_try((size_t)o->n_seqs, sizeof *g->last), g->n_slots = o->n_seqs;
         there = there && g->last;
         d->last = g->last;
     }
@@ -12660,8 +12660,8 @@ static int cpu_group_join(toka_device *d, toka_err *e) {
     d->rank = &g->ranks[i], d->stage = &g->stages[d->options.pp_rank];
     cpu_rank_name(g, i, name);
     if (d->rank->taken) code = fail(e, TOKA_E_USE, "CPU backend: %s has been there before", name);
-    else if (g->last && g->n_slots != d->options.n_slots)
-        code = fail(e, TOKA_E_USE, "CPU backend: %s has %d slots, expected %d as another rank", name, d->options.n_slots,
+    else if (g->last && g->n_slots != d->options.n_seqs)
+        code = fail(e, TOKA_E_USE, "CPU backend: %s has %d slots, expected %d as another rank", name, d->options.n_seqs,
                     g->n_slots);
     else code = cpu_group_memory(d, e);
     if (!code) d->rank->taken = true;
@@ -12690,7 +12690,7 @@ static void cpu_reduce_item(void *arg, int thread, int row) {
     }
 }
 
-static void cpu_all_reduce(toka_device *d, toka_dev x, int rows) {
+static void cpu_all_reduce(toka_device *d, toka_dev_ptr x, int rows) {
     toka_group *g = d->group;
     if (!g || g->tp_size == 1 || !cpu_enter(d, "all_reduce")) return;
     const int E = d->shape->E, r = d->options.tp_rank;
@@ -12705,7 +12705,7 @@ static float *cpu_link_at(const toka_device *d, cpu_link *l, int64_t i) { /* pla
     return l->ring + (size_t)(i % CPU_LINK) * (size_t)d->options.max_tokens * (size_t)d->shape->E;
 }
 
-static void cpu_send(toka_device *d, toka_dev x, int rows) {
+static void cpu_send(toka_device *d, toka_dev_ptr x, int rows) {
     if (!cpu_enter(d, "send")) return;
     cpu_link *l = &d->group->links[d->rank - d->group->ranks];
     const int64_t i = atomic_load(&l->sent);
@@ -12737,7 +12737,7 @@ static void cpu_break(toka_device *d) {
 }
 
 /* Begins the step, but for the first stage's. */
-static void cpu_receive(toka_device *d, toka_dev x, int rows) {
+static void cpu_receive(toka_device *d, toka_dev_ptr x, int rows) {
     if (!cpu_enter(d, "receive")) return;
     cpu_link *l = &d->group->links[d->rank - d->group->ranks - d->group->tp_size];
     const int64_t i = atomic_load(&l->taken);
@@ -12761,7 +12761,7 @@ static const float *cpu_vec(toka_device *d, int i, const toka_tensor *t) {
 typedef struct cpu_norm { /* rows to d->x, normed, or just copied where w is NULL */
     toka_device *d;
     const float *from, *w;
-    const toka_out_row *rows; /* NULL: row t is row t */
+    const toka_sample_row *rows; /* NULL: row t is row t */
     int width;
 } cpu_norm;
 
@@ -12803,15 +12803,15 @@ static void cpu_copy_pages(toka_device *d, const toka_step *s) {
 /* ---- Op: embed ---- */
 
 /* Begins the step. */
-static void cpu_embed(toka_device *d, const toka_step *s, toka_dev x) {
+static void cpu_embed(toka_device *d, const toka_step *s, toka_dev_ptr x) {
     const toka_tensor *w = &d->weights->embed;
     size_t E = (size_t)d->shape->E, row = (size_t)w->stride * cpu_dtype_bytes(w->dtype);
     assert(s->T <= d->options.max_tokens);
     if (!cpu_enter(d, "embed")) return;
-    if (d->group && d->group->pp_size > 1 && !cpu_group_wait(d, CPU_WAITS_DRAWN, &d->group->drawn, s->needs)) return;
+    if (d->group && d->group->pp_size > 1 && !cpu_group_wait(d, CPU_WAITS_DRAWN, &d->group->drawn, s->needs_step)) return;
     cpu_break(d);
     for (int t = 0; t < s->T; t++) {
-        assert(s->ids[t] >= -d->options.n_slots);
+        assert(s->ids[t] >= -d->options.n_seqs);
         int32_t id = s->ids[t] >= 0 ? s->ids[t] : d->last[-1 - s->ids[t]];
         float *to = cpu_at(x) + (size_t)t * E;
         assert(id >= 0 && id < d->shape->V_all);
@@ -12859,7 +12859,7 @@ static void cpu_rope_item(void *arg, int thread, int i) {
     for (size_t h = 0; h < (size_t)sh->H; h++)
         cpu_rope_head(sh, r->q + (t * (size_t)sh->H + h) * D, r->q_bias ? r->q_bias + h * D : NULL, r->q_norm, cosine,
                       sine);
-    int slot = r->s->slot[r->t0 + i];
+    int slot = r->s->kv_slot[r->t0 + i];
     assert(slot >= 0 && slot / sh->B < d->options.n_pages);
     size_t page = (size_t)r->layer * (size_t)d->options.n_pages + (size_t)slot / B, at = (size_t)slot % B;
     for (size_t h = 0; h < K; h++) {
@@ -12874,7 +12874,7 @@ static void cpu_rope_item(void *arg, int thread, int i) {
     }
 }
 
-static void cpu_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q) {
+static void cpu_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, toka_dev_ptr x, toka_dev_ptr q) {
     const toka_shape *sh = d->shape;
     const toka_layer *l = &d->weights->layers[layer];
     size_t E = (size_t)sh->E, HD = (size_t)(sh->H * sh->D), KD = (size_t)(sh->K * sh->D);
@@ -12985,7 +12985,7 @@ static void cpu_attention_item(void *arg, int thread, int item) {
     for (w.h = h0; w.h < MIN(h0 + a->heads, sh->K); w.h++) cpu_attend(a, &w);
 }
 
-static void cpu_attention(toka_device *d, const toka_step *s, int layer, toka_dev q, toka_dev o) {
+static void cpu_attention(toka_device *d, const toka_step *s, int layer, toka_dev_ptr q, toka_dev_ptr o) {
     const toka_shape *sh = d->shape;
     if (!cpu_enter(d, "attention")) return;
     int G = sh->H / sh->K, want = 4 * d->pool.n; /* items, so that threads end together */
@@ -13001,7 +13001,7 @@ static void cpu_attention(toka_device *d, const toka_step *s, int layer, toka_de
 
 /* ---- Op: out_residual ---- */
 
-static void cpu_out_residual(toka_device *d, const toka_step *s, int layer, toka_dev o, toka_dev x) {
+static void cpu_out_residual(toka_device *d, const toka_step *s, int layer, toka_dev_ptr o, toka_dev_ptr x) {
     const toka_layer *l = &d->weights->layers[layer];
     int HD = d->shape->H * d->shape->D, E = d->shape->E;
     if (!cpu_enter(d, "out_residual")) return;
@@ -13028,7 +13028,7 @@ static void cpu_swiglu_item(void *arg, int thread, int t) {
     cpu_swiglu(d->gate + at, d->up + at, cpu_up16(d->shape->F));
 }
 
-static void cpu_norm_mlp_residual(toka_device *d, const toka_step *s, int layer, toka_dev x) {
+static void cpu_norm_mlp_residual(toka_device *d, const toka_step *s, int layer, toka_dev_ptr x) {
     const toka_layer *l = &d->weights->layers[layer];
     size_t E = (size_t)d->shape->E, ldf = (size_t)d->ldf;
     if (!cpu_enter(d, "norm_mlp_residual")) return;
@@ -13051,8 +13051,8 @@ static void cpu_norm_mlp_residual(toka_device *d, const toka_step *s, int layer,
 
 typedef struct cpu_pick_job {
     toka_device *d;
-    const toka_out_row *rows;
-    toka_pick *picks;
+    const toka_sample_row *rows;
+    toka_sample_result *picks;
     float *logits, *wanted; /* [n][V_all]; wanted: raw logits for the step, or NULL */
     int first, step;        /* item i is row first + i * step */
 } cpu_pick_job;
@@ -13072,7 +13072,7 @@ static void cpu_pick_run(cpu_pick_job *job, int n) {
 }
 
 /* Picks for n rows whose logits are there, or with tp ranks each rank's columns of them: each then takes some of the rows. */
-static void cpu_pick_rows(toka_device *d, const toka_out_row *rows, int n, float *wanted, toka_pick *picks) {
+static void cpu_pick_rows(toka_device *d, const toka_sample_row *rows, int n, float *wanted, toka_sample_result *picks) {
     cpu_pick_job job = {d, rows, picks, d->logits, wanted, 0, 1};
     cpu_stage *stage = d->stage;
     if (!d->group || d->group->tp_size == 1) {
@@ -13088,29 +13088,29 @@ static void cpu_pick_rows(toka_device *d, const toka_out_row *rows, int n, float
 }
 
 /* The drawn ids become the last tokens of their slots; with stages tp rank 0 of the last stage tells the first. */
-static void cpu_keep_drawn(toka_device *d, const toka_step *s, const toka_pick *picks) {
+static void cpu_keep_drawn(toka_device *d, const toka_step *s, const toka_sample_result *picks) {
     toka_group *g = d->group;
     const bool staged = g && g->pp_size > 1;
     if (g && (atomic_load(&g->broken) || (staged && d->options.tp_rank))) return;
-    for (int i = 0; i < s->n_out; i++)
-        if (s->out[i].slot >= 0 && s->out[i].slot < d->options.n_slots) d->last[s->out[i].slot] = picks[i].id;
+    for (int i = 0; i < s->n_samples; i++)
+        if (s->samples[i].seq >= 0 && s->samples[i].seq < d->options.n_seqs) d->last[s->samples[i].seq] = picks[i].id;
     assert(!staged || s->number > atomic_load(&g->drawn));
     if (staged) cpu_group_raise(g, &g->drawn, s->number - atomic_load(&g->drawn), false);
 }
 
-static void cpu_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks) {
+static void cpu_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev_ptr x, toka_sample_result *picks) {
     const toka_shape *sh = d->shape;
     size_t V = (size_t)sh->V_all;
     if (!cpu_enter(d, "norm_logits_sample")) return;
     const float *norm = cpu_vec(d, 0, &d->weights->norm);
-    for (int i0 = 0; i0 < s->n_out; i0 += d->out_chunk) {
-        int n = MIN(d->out_chunk, s->n_out - i0);
-        for (int i = i0; i < i0 + n; i++) assert(s->out[i].row >= 0 && s->out[i].row < s->T);
-        cpu_norm_run((cpu_norm){d, cpu_at(x), norm, s->out + i0, sh->E}, n);
+    for (int i0 = 0; i0 < s->n_samples; i0 += d->out_chunk) {
+        int n = MIN(d->out_chunk, s->n_samples - i0);
+        for (int i = i0; i < i0 + n; i++) assert(s->samples[i].row >= 0 && s->samples[i].row < s->T);
+        cpu_norm_run((cpu_norm){d, cpu_at(x), norm, s->samples + i0, sh->E}, n);
         cpu_product p = {.x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 1, .w = {&d->weights->lm_head},
                          .y = {d->logits + sh->v0}, .ldy = {V}};
         cpu_multiply(d, p);
-        cpu_pick_rows(d, s->out + i0, n, s->logits ? s->logits + (size_t)i0 * V : NULL, picks + i0);
+        cpu_pick_rows(d, s->samples + i0, n, s->logits ? s->logits + (size_t)i0 * V : NULL, picks + i0);
     }
     cpu_keep_drawn(d, s, picks);
 }
@@ -13134,10 +13134,10 @@ static int cpu_check(const toka_device_options *o, const toka_shape *s, toka_err
     if (s->H > INT_MAX / s->D) return fail(e, TOKA_E_INPUT, "CPU backend: %d heads of size %d are too many", s->H, s->D);
     if (s->v0 < 0 || s->v0 > s->V_all - s->V)
         return fail(e, TOKA_E_INPUT, "CPU backend: %d ids from %d on, the vocabulary has %d", s->V, s->v0, s->V_all);
-    if (o->max_tokens < 1 || o->max_out < 1 || o->n_pages < 1 || o->n_pages > INT_MAX / s->B || o->n_threads < 0 ||
-        o->n_threads > CPU_THREADS || o->n_slots < 0)
+    if (o->max_tokens < 1 || o->max_samples < 1 || o->n_pages < 1 || o->n_pages > INT_MAX / s->B || o->n_threads < 0 ||
+        o->n_threads > CPU_THREADS || o->n_seqs < 0)
         return fail(e, TOKA_E_USE, "CPU backend: %d tokens and %d outputs a step, %d pages, %d threads: out of range",
-                    o->max_tokens, o->max_out, o->n_pages, o->n_threads);
+                    o->max_tokens, o->max_samples, o->n_pages, o->n_threads);
     const int tp = o->group ? o->group->tp_size : 1, pp = o->group ? o->group->pp_size : 1;
     if (MAX(o->tp_size, 1) != tp || MAX(o->pp_size, 1) != pp || o->tp_rank < 0 || o->tp_rank >= tp || o->pp_rank < 0 ||
         o->pp_rank >= pp)
@@ -13153,7 +13153,7 @@ static void cpu_take_memory(toka_device *d) {
     d->ldx = cpu_up16(MAX(s->E, s->H * s->D)) + 16, d->ldf = cpu_up16(s->F) + 16;
     size_t token = ((size_t)d->ldx + 2 * KD + 2 * (size_t)d->ldf) * sizeof(float);
     d->chunk = (int)MIN((size_t)MIN(d->options.max_tokens, CPU_CHUNK), MAX(CPU_SCRATCH / token, 1));
-    d->out_chunk = (int)MIN((size_t)MIN(d->options.max_out, CPU_OUT_CHUNK), MAX(CPU_SCRATCH / 2 / ((size_t)s->V_all * 4), 1));
+    d->out_chunk = (int)MIN((size_t)MIN(d->options.max_samples, CPU_OUT_CHUNK), MAX(CPU_SCRATCH / 2 / ((size_t)s->V_all * 4), 1));
     d->bp = cpu_up16(s->B), d->dp = cpu_up16(s->D);
     d->page_k = (size_t)s->K * D * (size_t)d->bp, d->page_v = (size_t)(s->K * s->B) * (size_t)d->dp;
     d->queries = MAX(CPU_QUERIES, s->H / s->K);
@@ -13169,7 +13169,7 @@ static void cpu_take_memory(toka_device *d) {
     d->up = cpu_zalloc(d, chunk, (size_t)d->ldf * sizeof(float));
     const bool alone = !d->group || d->group->tp_size == 1, last = !d->group || d->options.pp_rank == d->group->pp_size - 1;
     if (alone && last) d->logits = cpu_zalloc(d, (size_t)d->out_chunk, (size_t)s->V_all * sizeof(float));
-    if (!d->group || d->group->pp_size == 1) d->last = cpu_zalloc(d, (size_t)d->options.n_slots, sizeof(int32_t));
+    if (!d->group || d->group->pp_size == 1) d->last = cpu_zalloc(d, (size_t)d->options.n_seqs, sizeof(int32_t));
     d->vec = cpu_zalloc(d, 6, (size_t)MAX(s->E, s->H * s->D) * sizeof(float));
     d->scratch = cpu_zalloc(d, (size_t)d->pool.n, d->scratch_n * sizeof(float));
 }
@@ -13231,12 +13231,12 @@ static int cpu_status(toka_device *d, toka_err *e) {
     return d->error.code;
 }
 
-static toka_dev cpu_alloc(toka_device *d, size_t bytes) { return (toka_dev){(uintptr_t)cpu_zalloc(d, bytes, 1)}; }
-static void cpu_upload(toka_device *d, toka_dev to, const void *from, size_t bytes) {
+static toka_dev_ptr cpu_alloc(toka_device *d, size_t bytes) { return (toka_dev_ptr){(uintptr_t)cpu_zalloc(d, bytes, 1)}; }
+static void cpu_upload(toka_device *d, toka_dev_ptr to, const void *from, size_t bytes) {
     (void)d;
     memcpy(cpu_at(to), from, bytes);
 }
-static void cpu_download(toka_device *d, void *to, toka_dev from, size_t bytes) {
+static void cpu_download(toka_device *d, void *to, toka_dev_ptr from, size_t bytes) {
     (void)d;
     memcpy(to, cpu_at(from), bytes);
 }
@@ -13255,7 +13255,7 @@ const toka_backend toka_cpu = {
     .group_open = cpu_group_open,
     .group_close = cpu_group_close,
     .group_abort = cpu_group_abort,
-    .group_watch = cpu_group_watch,
+    .group_watchdog = cpu_group_watch,
     .all_reduce = cpu_all_reduce,
     .send = cpu_send,
     .receive = cpu_receive,
@@ -13305,7 +13305,7 @@ enum {
 
 typedef struct model_job { /* a step and where its picks go */
     const toka_step *s;
-    toka_pick *picks;
+    toka_sample_result *picks;
     double begin, end; /* when the first rank's device ran it: seconds by its own clock, or the host's where it has none */
     double launch_s;   /* that rank's thread called its ops */
 } model_job;
@@ -13322,8 +13322,8 @@ typedef struct model_rank {
     toka_shape shape;
     toka_weights weights;
     toka_device *dev;
-    toka_dev x, q, o;  /* [T][E], [T][H][D], [T][H][D]: activations of one step */
-    toka_pick *unread; /* [max_out] picks of a rank that nobody asks for them */
+    toka_dev_ptr x, q, o;  /* [T][E], [T][H][D], [T][H][D]: activations of one step */
+    toka_sample_result *unread; /* [max_out] picks of a rank that nobody asks for them */
     pthread_t thread;
     int64_t launched, begun; /* steps; those behind a failure are launched, but not begun */
     double t_busy;     /* since then a step is launched and not finished, or counted up to then */
@@ -13354,7 +13354,7 @@ static void rank_sum(model_rank *r, int rows) {
     if (r->m->tp > 1) r->m->be->all_reduce(r->dev, r->x, rows);
 }
 
-static void rank_step(model_rank *r, const toka_step *s, toka_pick *picks) {
+static void rank_step(model_rank *r, const toka_step *s, toka_sample_result *picks) {
     const toka_backend *be = r->m->be;
     if (be->begin) be->begin(r->dev, s);
     if (s->n_copies) be->copy_pages(r->dev, s);
@@ -13367,7 +13367,7 @@ static void rank_step(model_rank *r, const toka_step *s, toka_pick *picks) {
         be->norm_mlp_residual(r->dev, s, layer, r->x), rank_sum(r, s->T);
     }
     if (r->options.pp_rank < r->m->pp - 1) be->send(r->dev, r->x, s->T);
-    else if (s->n_out) be->norm_logits_sample(r->dev, s, r->x, r->options.tp_rank ? r->unread : picks);
+    else if (s->n_samples) be->norm_logits_sample(r->dev, s, r->x, r->options.tp_rank ? r->unread : picks);
     if (be->end) be->end(r->dev, s);
 }
 
@@ -13380,7 +13380,7 @@ static int rank_open(model_rank *r, toka_err *e) {
     r->x = be->alloc(r->dev, tokens * (size_t)((s->E + 7) / 8 * 8) * be->activation_bytes);
     r->q = be->alloc(r->dev, heads);
     r->o = be->alloc(r->dev, heads);
-    if (r->options.tp_rank) r->unread = mem_alloc((size_t)r->options.max_out * sizeof *r->unread);
+    if (r->options.tp_rank) r->unread = mem_alloc((size_t)r->options.max_samples * sizeof *r->unread);
     for (const toka_step *graph; be->capture && (graph = be->capture(r->dev));) rank_step(r, graph, NULL);
     return be->status(r->dev, e);
 }
@@ -13519,7 +13519,7 @@ static int model_ready(model_run *m, toka_err *e) {
 }
 
 /* Queues a step for all ranks. Returns its number, 1, 2, 3 ... picks: [s->n_out], filled when model_wait returns 0. */
-static int64_t model_post(model_run *m, const toka_step *s, toka_pick *picks) {
+static int64_t model_post(model_run *m, const toka_step *s, toka_sample_result *picks) {
     pthread_mutex_lock(&m->bell->lock);
     for (int i = 0; i < m->n_ranks; i++) assert(m->posted - m->ranks[i].done < MODEL_RING);
     m->ring[m->posted % MODEL_RING] = (model_job){.s = s, .picks = picks};
@@ -13555,7 +13555,7 @@ static void model_watch(model_run *m, int64_t number) {
     if (m->watched != number) m->watched = number, m->late_s = 0;
     if (m->broken.code || model_is_done(m, number)) return;
     while (m->ranks[who].done >= number) who++;
-    if (m->group) code = m->be->group_watch(m->group, who, slept, &e);
+    if (m->group) code = m->be->group_watchdog(m->group, who, slept, &e);
     else if (ends_in && (m->late_s += slept) > ends_in)
         code = fail(&e, TOKA_E_DEVICE, "the device has not ended its step in %d s since the program was told to end", ends_in);
     if (code) rank_report(&m->ranks[who], code, &e);
@@ -13582,7 +13582,7 @@ static int model_wait(model_run *m, int64_t number, toka_err *e) {
 }
 
 /* One forward step, waited for. */
-static int model_step(model_run *m, const toka_step *s, toka_pick *picks, toka_err *e) {
+static int model_step(model_run *m, const toka_step *s, toka_sample_result *picks, toka_err *e) {
     return model_wait(m, model_post(m, s, picks), e);
 }
 
@@ -13691,8 +13691,8 @@ typedef struct eng_place { /* a row whose logits say how likely token number `at
 typedef struct eng_flight { /* a step from its plan to its commit: all that it reads is its own or of requests that wait for it */
     batch_step b;
     batch_parts parts;    /* of it, where there are stages */
-    toka_out_row *out;    /* [max_tokens] the rows that yield a token, then those of scores */
-    toka_pick *picks;     /* [max_tokens] as the parts' rows */
+    toka_sample_row *out;    /* [max_tokens] the rows that yield a token, then those of scores */
+    toka_sample_result *picks;     /* [max_tokens] as the parts' rows */
     eng_request **whose;  /* [max_tokens] */
     eng_place *places;    /* [max_tokens] */
     int n_places;
@@ -13838,7 +13838,7 @@ static int eng_replica_init(eng_replica *p, const sched_config *c, toka_err *e) 
     p->slots = mem_zalloc((size_t)c->max_seqs * sizeof *p->slots);
     int code = sched_init(&p->s, c, e);
     if (!code) {
-        batch_init(&p->b, &p->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows, be->cut_tok});
+        batch_init(&p->b, &p->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows, be->span_align_tok});
         p->b.stages = p->m.pp, p->b.weight = eng_weight(&p->g->files->shape);
     }
     for (int i = 0; i < p->n_ahead && !code; i++) code = eng_flight_init(&p->flights[i], &p->s, p->m.pp > 1, e);
@@ -13901,17 +13901,17 @@ static int eng_rehearse(eng_replica *p, const toka_shape *shape, const sched_con
     int32_t *id = mem_zalloc((size_t)T * 3 * sizeof *id), *pos = id + T, *slot = pos + T;
     int32_t *pages = mem_alloc((size_t)n_seqs * (size_t)seq_pages * sizeof *pages);
     toka_span *spans = mem_alloc((size_t)n_seqs * sizeof *spans);
-    toka_out_row *out = mem_zalloc((size_t)c->max_seqs * sizeof *out);
-    toka_pick *picks = mem_alloc((size_t)c->max_seqs * sizeof *picks);
+    toka_sample_row *out = mem_zalloc((size_t)c->max_seqs * sizeof *out);
+    toka_sample_result *picks = mem_alloc((size_t)c->max_seqs * sizeof *picks);
     all->request = toka_request_default();
-    all->s = (toka_step){.T = T, .n_spans = n_seqs, .n_out = c->max_seqs, .ids = id, .pos = pos, .slot = slot, .pages = pages,
-                         .spans = spans, .out = out, .number = ++p->b.number};
+    all->s = (toka_step){.T = T, .n_spans = n_seqs, .n_samples = c->max_seqs, .ids = id, .pos = pos, .kv_slot = slot, .pages = pages,
+                         .spans = spans, .samples = out, .number = ++p->b.number};
     for (int i = 0; i < n_seqs * seq_pages; i++) pages[i] = i % c->n_pages;
     for (int i = 0; i < n_seqs; i++)
         spans[i] = (toka_span){i * len, MIN(len, T - i * len), i * seq_pages, 0, MIN(len, T - i * len)};
     for (int i = 0; i < T; i++) pos[i] = i % len, slot[i] = pages[i / len * seq_pages + pos[i] / B] * B + pos[i] % B;
     for (int i = 0; i < c->max_seqs; i++)
-        out[i] = (toka_out_row){.row = i, .slot = -1, .forced_id = -1, .sample = (uint32_t)i, .sampling = &all->request.sampling};
+        out[i] = (toka_sample_row){.row = i, .seq = -1, .forced_id = -1, .sample = (uint32_t)i, .sampling = &all->request.sampling};
     int code = model_step(&p->m, &all->s, picks, e);
     if (!p->m.lost) free(id), free(pages), free(spans), free(out), free(picks), free(all); /* else it may still look at them */
     return code;
@@ -13920,8 +13920,8 @@ static int eng_rehearse(eng_replica *p, const toka_shape *shape, const sched_con
 /* Cuts the model, sizes the KV cache, opens all devices. */
 static int eng_open_replicas(eng *g, toka_shape *shape, const toka_options *o, sched_config *c, toka_err *e) {
     const int tp = MAX(o->tensor_parallel_size, 1), pp = MAX(o->pipeline_parallel_size, 1), n_devices = tp * pp * g->n_replicas;
-    toka_device_options d = {.n_threads = o->n_threads, .max_tokens = c->max_tokens, .max_out = c->max_tokens,
-                             .n_slots = c->max_seqs, .n_devices = n_devices,
+    toka_device_options d = {.n_threads = o->n_threads, .max_tokens = c->max_tokens, .max_samples = c->max_tokens,
+                             .n_seqs = c->max_seqs, .n_devices = n_devices,
                              .memory_utilization = o->gpu_memory_utilization, .eager = o->enforce_eager,
                              .progress = o->progress, .user = o->progress_user};
     int code = 0;
@@ -13947,8 +13947,8 @@ static int eng_open_replicas(eng *g, toka_shape *shape, const toka_options *o, s
     for (int i = 0; i < g->n_replicas && !code && o->kv_tokens; i++) code = model_ready(&g->replicas[i].m, e);
     for (int i = 0; i < g->n_replicas && !code; i++) code = eng_replica_init(&g->replicas[i], c, e);
     for (int i = 0; i < g->n_replicas && !code; i++) code = model_ready(&g->replicas[i].m, e);
-    if (!code && g->be->rehearse) eng_phase(&g->start, "the largest step", 0);
-    for (int i = 0; i < g->n_replicas && !code && g->be->rehearse; i++) code = eng_rehearse(&g->replicas[i], shape, c, e);
+    if (!code && g->be->warm_up) eng_phase(&g->start, "the largest step", 0);
+    for (int i = 0; i < g->n_replicas && !code && g->be->warm_up; i++) code = eng_rehearse(&g->replicas[i], shape, c, e);
     return code;
 }
 
@@ -14242,7 +14242,7 @@ static void eng_take(eng *g) {
  * bad word, and, for penalties, all its tokens. The last two are appended to f->known, which may
  * move: eng_place_known sets the row's pointers to them. */
 static void eng_know(eng *g, eng_flight *f, const eng_request *r, const sched_seq *x,
-                     toka_out_row *row) {
+                     toka_sample_row *row) {
     ids *k = &f->known;
     const toka_sampling *s = &r->sampling;
     const int32_t *output = x->tokens + x->n_prompt;
@@ -14266,7 +14266,7 @@ static void eng_know(eng *g, eng_flight *f, const eng_request *r, const sched_se
 static void eng_place_known(eng_flight *f) {
     const int32_t *at = f->known.p;
     for (int i = 0; i < f->b.n_out; i++) {
-        toka_out_row *row = &f->out[i];
+        toka_sample_row *row = &f->out[i];
         if (row->forced_id < 0 && samp_has_bad(row->sampling)) {
             row->forbidden = at;
             at += row->n_forbidden;
@@ -14289,7 +14289,7 @@ static int eng_places(eng_replica *p, eng_flight *f, int n) {
         for (int at = MAX(from, r->n_scored - 1); at < end; at++) {
             f->places[f->n_places++] = (eng_place){f->b.seq[k], at + 1, x->ticket};
             f->whose[n] = r, r->n_flying++;
-            f->out[n++] = (toka_out_row){.row = row0 + at - from, .slot = -1, .forced_id = r->prompt[at + 1],
+            f->out[n++] = (toka_sample_row){.row = row0 + at - from, .seq = -1, .forced_id = r->prompt[at + 1],
                                          .ranked = r->ranked, .sampling = &r->scoring};
         }
     }
@@ -14303,8 +14303,8 @@ static void eng_rows(eng_replica *p, eng_flight *f) {
         const batch_out *o = &f->b.outs[i];
         const sched_seq *x = &p->s.seqs[o->q];
         eng_request *r = p->by_sched[x->request];
-        f->out[i] = (toka_out_row){.row = o->row,
-                                   .slot = o->q,
+        f->out[i] = (toka_sample_row){.row = o->row,
+                                   .seq = o->q,
                                    .forced_id = r->score_only ? r->prompt[r->n_prompt - 1] : -1,
                                    .ranked = r->score_only && r->ranked,
                                    .sample = (uint32_t)x->sample,
@@ -14315,7 +14315,7 @@ static void eng_rows(eng_replica *p, eng_flight *f) {
         if (!r->score_only) eng_know(p->g, f, r, x, &f->out[i]);
     }
     eng_place_known(f);
-    f->b.step.out = f->out, f->b.step.n_out = eng_places(p, f, f->b.n_out);
+    f->b.step.samples = f->out, f->b.step.n_samples = eng_places(p, f, f->b.n_out);
 }
 
 /* Text of a new token (-1: none, the text ends) into g->text, held back while it may begin a stop
@@ -14341,7 +14341,7 @@ static bool eng_text(eng_replica *p, int q, const eng_request *r, int32_t id, bo
 
 /* The event for token number `at` of a prompt; before the second one that of the first, which has no logits. The last of a
  * request without samples ends it. False: the callback wants no more. */
-static bool eng_deliver_prompt(eng_request *r, int at, const toka_pick *pick, bool more, toka_finish finish) {
+static bool eng_deliver_prompt(eng_request *r, int at, const toka_sample_result *pick, bool more, toka_finish finish) {
     toka_event ev = {.sample = TOKA_PROMPT, .id = r->prompt[0], .stop_id = -1, .stop_text = -1, .more = 1};
     bool go_on = true;
     if (at == 1) go_on = !r->fn || !r->fn(r->user, &ev);
@@ -14370,8 +14370,8 @@ static void eng_sample_over(eng_replica *p, eng_request *r) {
 /* One pick becomes a token of its sequence and an event. Where all that was allowed was forbidden,
  * the pick is a forbidden id: the sample ends without it. False: the callback wants no more of this
  * request. */
-static bool eng_deliver(eng_replica *p, eng_request *r, int q, const toka_out_row *row,
-                        const toka_pick *pick, bool more, bool *ended) {
+static bool eng_deliver(eng_replica *p, eng_request *r, int q, const toka_sample_row *row,
+                        const toka_sample_result *pick, bool more, bool *ended) {
     eng *g = p->g;
     const sched_seq *x = &p->s.seqs[q];
     const toka_sampling *s = &r->sampling;
@@ -14403,7 +14403,7 @@ static bool eng_deliver(eng_replica *p, eng_request *r, int q, const toka_out_ro
 }
 
 /* What came of row i of a step's out. */
-static const toka_pick *eng_pick(const eng_flight *f, int i) { return &f->picks[f->parts.n ? f->parts.pick[i] : i]; }
+static const toka_sample_result *eng_pick(const eng_flight *f, int i) { return &f->picks[f->parts.n ? f->parts.pick[i] : i]; }
 
 static void eng_commit_places(eng_replica *p, const eng_flight *f) {
     for (int i = 0; i < f->n_places; i++) {
@@ -14473,7 +14473,7 @@ static void eng_show(eng *g) {
 /* The oldest step has come down: its rows let go of their requests. */
 static void eng_land(eng_replica *p) {
     eng_flight *f = &p->flights[p->first];
-    for (int i = 0; i < f->b.step.n_out; i++) {
+    for (int i = 0; i < f->b.step.n_samples; i++) {
         eng_request *r = f->whose[i];
         r->kept |= p->m.lost;
         if (!--r->n_flying && r->over) eng_release(p->g, r);
@@ -14553,7 +14553,7 @@ static void eng_count_picks(eng_replica *p, const eng_flight *f) {
 
 static void eng_tell(eng_replica *p, const eng_flight *f, double commit_s) {
     eng *g = p->g;
-    eng_timing t = {.number = g->stats.steps, .replica = (int)(p - g->replicas), .rows = f->b.step.T, .out = f->b.step.n_out,
+    eng_timing t = {.number = g->stats.steps, .replica = (int)(p - g->replicas), .rows = f->b.step.T, .out = f->b.step.n_samples,
                     .plan_s = f->plan_s, .commit_s = commit_s};
     model_when(&p->m, f->first, f->number, &t.begin, &t.end, &t.launch_s);
     g->watch(g->watch_user, &t);
@@ -18835,7 +18835,7 @@ static toka_memory run_most_memory(const toka *t) {
             g->be->memory(g->replicas[i].m.ranks[rank].dev, &m);
             most.weights = MAX(most.weights, m.weights);
             most.kv = MAX(most.kv, m.kv);
-            most.rest = MAX(most.rest, m.rest);
+            most.other = MAX(most.other, m.other);
         }
     return most;
 }
@@ -18868,7 +18868,7 @@ static void run_say_start(const toka *t, const char *name, double load_s) {
             info.max_model_len);
     if (m.weights)
         fprintf(stderr, "; GB on a GPU: weights %.3f, KV %.3f, all else %.3f",
-                1e-9 * (double)m.weights, 1e-9 * (double)m.kv, 1e-9 * (double)m.rest);
+                1e-9 * (double)m.weights, 1e-9 * (double)m.kv, 1e-9 * (double)m.other);
     fputc('\n', stderr);
 }
 
@@ -18897,7 +18897,7 @@ typedef struct run_report { /* the figures of a finished batch */
     toka_stats s;
 } run_report;
 
-static const char *const run_parts[TOKA_PARTS] = {"embed", "qkv",  "attention", "out",
+static const char *const run_parts[TOKA_N_OPS] = {"embed", "qkv",  "attention", "out",
                                                   "mlp",   "head", "sums",      "messages"};
 
 static double run_rate(double amount, double s) { return s > 0 ? amount / s : 0; }
@@ -18905,11 +18905,11 @@ static double run_rate(double amount, double s) { return s > 0 ? amount / s : 0;
 /* Extrapolates the times of parts from the steps whose parts were timed to all steps. */
 static void run_report_parts(toka_times *d) {
     double timed_s = 0;
-    for (int i = 0; i < TOKA_PARTS; i++) timed_s += d->part[i].s;
-    for (int i = 0; i < TOKA_PARTS && timed_s > 0; i++) {
-        toka_part_times *part = &d->part[i];
+    for (int i = 0; i < TOKA_N_OPS; i++) timed_s += d->op[i].seconds;
+    for (int i = 0; i < TOKA_N_OPS && timed_s > 0; i++) {
+        toka_op_times *part = &d->op[i];
         const double all = d->busy_s / timed_s;
-        part->s *= all;
+        part->seconds *= all;
         part->flop *= all;
         part->bytes *= all;
     }
@@ -18922,8 +18922,8 @@ static void run_report_rank(run_report *p, model_run *m, int replica, int rank) 
     const double apart = d.busy_s + d.idle_s;
     p->ranks[p->n_ranks++] = (run_rank){replica, rank / m->tp, rank % m->tp,
                                         run_rate(d.idle_s, apart),
-                                        run_rate(d.part[TOKA_PART_SUMS].s, apart),
-                                        run_rate(d.part[TOKA_PART_MESSAGES].s, apart)};
+                                        run_rate(d.op[TOKA_OP_ALL_REDUCE].seconds, apart),
+                                        run_rate(d.op[TOKA_OP_SEND_RECEIVE].seconds, apart)};
     if (p->n_ranks == 1) p->device = d;
 }
 
@@ -18943,7 +18943,7 @@ static void run_report_device(run_report *p, toka *t) {
 /* Returns the most bytes per second that a part can move: over the links, or from the device's
  * memory. */
 static double run_part_most(const run_report *p, int part) {
-    return part == TOKA_PART_SUMS || part == TOKA_PART_MESSAGES ? p->gpu->link : p->gpu->read;
+    return part == TOKA_OP_ALL_REDUCE || part == TOKA_OP_SEND_RECEIVE ? p->gpu->link : p->gpu->read;
 }
 
 /* Prints a line for each part of a step: its share of the time, its rates, and these as shares of
@@ -18959,16 +18959,16 @@ static void run_report_show_device(const run_report *p) {
         fprintf(stderr, "; 100 %% is %.0f TFLOP/s and %.2f TB/s (%s, %s)", 1e-12 * p->gpu->flops,
                 1e-12 * p->gpu->read, p->gpu->name, p->gpu->source);
     fputs("\n  part        of the time   TFLOP/s             TB/s\n", stderr);
-    for (int i = 0; i < TOKA_PARTS && d->n_timed; i++) {
-        const toka_part_times *part = &d->part[i];
-        const double flops = run_rate(part->flop, part->s), bytes = run_rate(part->bytes, part->s);
-        if (i > TOKA_PART_HEAD && part->s <= 0) continue; /* there is only one rank */
+    for (int i = 0; i < TOKA_N_OPS && d->n_timed; i++) {
+        const toka_op_times *part = &d->op[i];
+        const double flops = run_rate(part->flop, part->seconds), bytes = run_rate(part->bytes, part->seconds);
+        if (i > TOKA_OP_HEAD && part->seconds <= 0) continue; /* there is only one rank */
         fprintf(stderr, "  %-10s %10.1f %%  %8.1f", run_parts[i],
-                100 * run_rate(part->s, d->busy_s), 1e-12 * flops);
+                100 * run_rate(part->seconds, d->busy_s), 1e-12 * flops);
         if (p->gpu)
             fprintf(stderr, "  %5.1f %%  %7.3f  %5.1f %%%s\n", 100 * flops / p->gpu->flops,
                     1e-12 * bytes, 100 * bytes / run_part_most(p, i),
-                    i > TOKA_PART_HEAD ? " of the link" : "");
+                    i > TOKA_OP_HEAD ? " of the link" : "");
         else fprintf(stderr, "           %7.3f\n", 1e-12 * bytes);
     }
 }
@@ -19005,16 +19005,16 @@ static void run_report_put_device(buf *b, const run_report *p) {
     json_put_key(b, "busy_s"), json_put_num(b, d->busy_s, true);
     json_put_key(b, "idle_s"), json_put_num(b, d->idle_s, true);
     json_put_key(b, "steps_timed"), json_put_int(b, d->n_timed);
-    for (int i = 0; i < TOKA_PARTS; i++) {
-        const toka_part_times *part = &d->part[i];
-        const double flops = run_rate(part->flop, part->s), bytes = run_rate(part->bytes, part->s);
+    for (int i = 0; i < TOKA_N_OPS; i++) {
+        const toka_op_times *part = &d->op[i];
+        const double flops = run_rate(part->flop, part->seconds), bytes = run_rate(part->bytes, part->seconds);
         json_put_key(b, run_parts[i]), json_put_open(b, '{');
-        json_put_key(b, "time_share"), json_put_num(b, run_rate(part->s, d->busy_s), true);
+        json_put_key(b, "time_share"), json_put_num(b, run_rate(part->seconds, d->busy_s), true);
         json_put_key(b, "tflops"), json_put_num(b, 1e-12 * flops, true);
         json_put_key(b, "tbps"), json_put_num(b, 1e-12 * bytes, true);
         if (p->gpu) {
             json_put_key(b, "tensor_share"), json_put_num(b, flops / p->gpu->flops, true);
-            json_put_key(b, i > TOKA_PART_HEAD ? "link_share" : "memory_share");
+            json_put_key(b, i > TOKA_OP_HEAD ? "link_share" : "memory_share");
             json_put_num(b, bytes / run_part_most(p, i), true);
         }
         json_put_close(b, '}');
@@ -23708,7 +23708,7 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
  *     attention        4 H D FLOP a row and position it sees; K and V of own tokens are read once a row, those of a prompt once
  *                      for all samples of it that run
  *     all-reduce       2 (tp-1)/tp of rows*E*2 bytes over the link, twice a layer and once behind the embedding; on Hopper half
- *                      of a layer's leave beside the products, from TOKA_GPU_SCATTER bytes on
+ *                      of a layer's leave beside the products, from TOKA_GPU_SCATTER_BYTES bytes on
  *     stages           the sequences of a replica go round in pp micro-batches; a stage takes the longer of its work and of
  *                      sending rows*E*2 bytes on, and the slowest stage is waited for
  *
@@ -23771,7 +23771,7 @@ static int plan_check_split(const toka_shape *s, int tp, int pp, toka_err *e) {
     mf_part part;
     if (pp > s->L) return fail(e, TOKA_E_USE, "pipeline parallel size %d: the model has %d layers", pp, s->L);
     if (mf_part_of(s, 0, tp, &part, e)) return e->code;
-    return tp <= TOKA_GPU_RANKS ? 0 : fail(e, TOKA_E_USE, "tensor parallel size %d: GPUs run %d tensor ranks at most", tp, TOKA_GPU_RANKS);
+    return tp <= TOKA_GPU_MAX_TP ? 0 : fail(e, TOKA_E_USE, "tensor parallel size %d: GPUs run %d tensor ranks at most", tp, TOKA_GPU_MAX_TP);
 }
 
 /* The sizes of one layer's tensors; no data. */
@@ -23847,7 +23847,7 @@ static plan_time plan_rank_time(const plan_ask *a, const plan_rank *p, int tp, c
     for (int i = p->l0; i < p->l0 + p->shape.L; i++) plan_attention(a, p, l, a->model->window[i], &t);
     double message = l->rows * p->shape.E * 2;
     const int sums = 2 * p->shape.L;
-    const double beside = g->arch == 90 && message >= TOKA_GPU_SCATTER ? (tp - 1.0) / tp * message / g->link : 0;
+    const double beside = g->arch == 90 && message >= TOKA_GPU_SCATTER_BYTES ? (tp - 1.0) / tp * message / g->link : 0;
     if (tp > 1) t.link = (sums + p->first) * plan_reduce(g, tp, message) - sums * beside, t.send = sums * beside;
     if (!p->last) t.send += plan_send(g, message);
     return t;
@@ -23980,8 +23980,8 @@ static int plan_check(const plan_options *o, plan_ask *a, int *must_hold, toka_e
     int limit = a->model->shape.max_len;
     if (o->max_len < 0 || o->max_len > limit || o->max_len == 1)
         return fail(e, TOKA_E_USE, "--max-model-len: %d, expected 2 to %d, the model's own limit", o->max_len, limit);
-    a->max_tokens = o->max_tokens ? o->max_tokens : MAX(TOKA_GPU_TOKENS, o->max_seqs); /* as eng_open does it */
-    a->max_seqs = o->max_seqs ? o->max_seqs : MIN(TOKA_GPU_SEQS, a->max_tokens);
+    a->max_tokens = o->max_tokens ? o->max_tokens : MAX(TOKA_GPU_MAX_TOKENS, o->max_seqs); /* as eng_open does it */
+    a->max_seqs = o->max_seqs ? o->max_seqs : MIN(TOKA_GPU_MAX_SEQS, a->max_tokens);
     if (a->max_seqs > a->max_tokens)
         return fail(e, TOKA_E_USE, "--max-num-batched-tokens: %d, expected at least --max-num-seqs, %d", a->max_tokens,
                     a->max_seqs);

@@ -319,9 +319,9 @@ int toka_main(int argc, char **argv);
  *
  * Ops latch their first failure in the device; the engine reads it once per step by status(). */
 
-typedef struct toka_dev { /* an address on a device; on the CPU a plain pointer. A struct, so that C cannot dereference it */
+typedef struct toka_dev_ptr { /* an address on a device; on the CPU a plain pointer. A struct, so that C cannot dereference it */
     uint64_t at;
-} toka_dev;
+} toka_dev_ptr;
 
 typedef enum toka_dtype { TOKA_BF16, TOKA_F16, TOKA_F32 } toka_dtype;
 
@@ -376,9 +376,9 @@ typedef struct toka_span {
 } toka_span;
 
 /* One row whose logits are wanted, and what to do with them. Plain data: pointers are host memory valid for the step. */
-typedef struct toka_out_row {
+typedef struct toka_sample_row {
     int row;                       /* 0 .. T-1 */
-    int slot;                      /* of its sequence: the id becomes the slot's last token; -1: not kept */
+    int seq;                      /* of its sequence: the id becomes the slot's last token; -1: not kept */
     int32_t forced_id;             /* >= 0: score this id, draw nothing */
     bool ranked;                   /* with forced_id and sampling: the id's rank is wanted */
     uint32_t sample;               /* sample index and ... */
@@ -388,24 +388,24 @@ typedef struct toka_out_row {
     int n_prompt, n_history;
     const int32_t *forbidden;      /* ids that may not be drawn now (end ids before min_tokens) */
     int n_forbidden;
-} toka_out_row;
+} toka_sample_row;
 
 /* Is the pick's logprob wanted? Else it is NAN. Of a forced id it always is. */
-static inline bool toka_wants_logprob(const toka_out_row *row) { return row->forced_id >= 0 || row->sampling->logprobs >= 0; }
+static inline bool toka_wants_logprob(const toka_sample_row *row) { return row->forced_id >= 0 || row->sampling->logprobs >= 0; }
 
 /* The id to pick where every logit is -inf: the lowest that is allowed and not forbidden; if all that is allowed is forbidden, the
  * lowest allowed. Backends that sample by themselves call it, so that all answer alike. Lists may be as long as the vocabulary: a
  * window of ids at a time. */
-static inline int32_t toka_last_resort(const toka_out_row *row, int V) {
+static inline int32_t toka_fallback_id(const toka_sample_row *row, int V) {
     enum { WINDOW = 1024 };
-    const toka_sampling *s = row->sampling;
+    const toka_sampling *sampling = row->sampling;
     bool allowed[WINDOW], forbidden[WINDOW];
-    int32_t lowest = s->n_allowed ? V : 0;
-    for (int i = 0; i < s->n_allowed; i++) lowest = s->allowed_ids[i] < lowest ? s->allowed_ids[i] : lowest;
+    int32_t lowest = sampling->n_allowed ? V : 0;
+    for (int i = 0; i < sampling->n_allowed; i++) lowest = sampling->allowed_ids[i] < lowest ? sampling->allowed_ids[i] : lowest;
     for (int from = lowest; from < V; from += WINDOW) {
-        for (int i = 0; i < WINDOW; i++) allowed[i] = !s->n_allowed, forbidden[i] = false;
-        for (int i = 0; i < s->n_allowed; i++)
-            if (s->allowed_ids[i] >= from && s->allowed_ids[i] - from < WINDOW) allowed[s->allowed_ids[i] - from] = true;
+        for (int i = 0; i < WINDOW; i++) allowed[i] = !sampling->n_allowed, forbidden[i] = false;
+        for (int i = 0; i < sampling->n_allowed; i++)
+            if (sampling->allowed_ids[i] >= from && sampling->allowed_ids[i] - from < WINDOW) allowed[sampling->allowed_ids[i] - from] = true;
         for (int i = 0; i < row->n_forbidden; i++) /* a model's end ids may lie outside its vocabulary */
             if (row->forbidden[i] >= from && row->forbidden[i] - from < WINDOW) forbidden[row->forbidden[i] - from] = true;
         for (int i = 0; i < WINDOW && from + i < V; i++)
@@ -414,7 +414,7 @@ static inline int32_t toka_last_resort(const toka_out_row *row, int V) {
     return lowest;
 }
 
-typedef struct toka_pick { /* what came of a toka_out_row */
+typedef struct toka_sample_result { /* what came of a toka_sample_row */
     int32_t id;
     float logprob, sampled_logprob;
     int rank;              /* of a ranked row: the id's place by raw logit, 1 is the best, of equal
@@ -422,26 +422,26 @@ typedef struct toka_pick { /* what came of a toka_out_row */
     int n_top;
     int32_t top_ids[TOKA_MAX_LOGPROBS];
     float top_logprobs[TOKA_MAX_LOGPROBS];
-} toka_pick;
+} toka_sample_result;
 
 typedef struct toka_copy { /* a whole KV page, in all layers */
     int32_t from, to;
 } toka_copy;
 
 typedef struct toka_step {   /* one forward step, the plan as integers; host memory, valid until the step is done */
-    int T, n_spans, n_out;
+    int T, n_spans, n_samples;
     const int32_t *ids;      /* [T]; -1 - q: the last token of slot q, which an earlier step drew and the device kept */
     const int32_t *pos;      /* [T] position of each token in its sequence */
-    const int32_t *slot;     /* [T] page * B + offset: where its K and V are stored */
+    const int32_t *kv_slot;     /* [T] page * B + offset: where its K and V are stored */
     const int32_t *pages;    /* page tables, spans point into it */
     const toka_span *spans;  /* [n_spans] */
     int n_copies;
     const toka_copy *copies; /* [n_copies] done before any K or V of this step is stored; no page is in both columns, none twice in
                                 `to` */
-    const toka_out_row *out; /* [n_out] */
+    const toka_sample_row *samples; /* [n_out] */
     float *logits;           /* NULL, or [n_out][V_all] host float32: raw logits too (tests, tools) */
     int64_t number;          /* with stages: 1, 2, 3 ... in the order in which the ranks run them */
-    int64_t needs;           /* with stages: ids -1 - q were drawn in step `needs` or before it, a step with n_out > 0; 0: none */
+    int64_t needs_step;           /* with stages: ids -1 - q were drawn in step `needs` or before it, a step with n_out > 0; 0: none */
 } toka_step;
 
 typedef struct toka_device toka_device; /* a backend's own state */
@@ -450,11 +450,11 @@ typedef struct toka_group toka_group;   /* what the ranks of one model share; a 
 typedef struct toka_device_options {
     int n_threads;   /* CPU: of all n_devices together; 0: one a core */
     int max_tokens;  /* largest T of a step */
-    int max_out;     /* largest n_out */
+    int max_samples;     /* largest n_out */
     int n_pages;     /* KV pages to hold */
     int n_devices;   /* that this process opens beside one another, with this one; 0: 1. Those of one machine share its memory */
     int index;       /* of this one among them */
-    int n_slots;     /* slots whose last tokens the device keeps; 0: none, all ids are given */
+    int n_seqs;     /* slots whose last tokens the device keeps; 0: none, all ids are given */
     toka_group *group; /* NULL: alone */
     int tp_rank, tp_size, pp_rank, pp_size; /* place in the group; sizes 0 and 1 mean the same */
     double memory_utilization; /* CUDA: share of the free memory that may be taken; 0: 0.9 */
@@ -466,26 +466,26 @@ typedef struct toka_device_options {
 /* What a device did by its own clock, since its first step, the rehearsal. Every so many steps one is run with the clock read
  * between its ops, too; what these did is counted from the step's integers: bytes are the least that must move. */
 enum {
-    TOKA_PART_EMBED, TOKA_PART_QKV, TOKA_PART_ATTENTION, TOKA_PART_OUT, TOKA_PART_MLP, TOKA_PART_HEAD,
-    TOKA_PART_SUMS,     /* over tensor ranks, with what it waits for them; bytes: that leave over its links, but those that
+    TOKA_OP_EMBED, TOKA_OP_QKV, TOKA_OP_ATTENTION, TOKA_OP_OUT, TOKA_OP_MLP, TOKA_OP_HEAD,
+    TOKA_OP_ALL_REDUCE,     /* over tensor ranks, with what it waits for them; bytes: that leave over its links, but those that
                            leave beside the products */
-    TOKA_PART_MESSAGES, /* from stage to stage: putting x in and taking it out; bytes: the same */
-    TOKA_PARTS
+    TOKA_OP_SEND_RECEIVE, /* from stage to stage: putting x in and taking it out; bytes: the same */
+    TOKA_N_OPS
 };
-typedef struct toka_part_times {
-    double s, flop, bytes;
-} toka_part_times;
+typedef struct toka_op_times {
+    double seconds, flop, bytes;
+} toka_op_times;
 typedef struct toka_times {
     int64_t steps, graphs; /* all, and those that were CUDA graphs */
     double busy_s, idle_s; /* in steps; between one and the next, waiting for its upload included: with stages, the bubble */
     double begin_s, end_s; /* of the step finished last, from the begin of the first that counts */
     int64_t n_timed;       /* steps whose parts were timed */
-    toka_part_times part[TOKA_PARTS];
+    toka_op_times op[TOKA_N_OPS];
 } toka_times;
 
 typedef struct toka_memory { /* of one device, in bytes: what the model takes, the KV pool, and all else that is gone since it was
                                 opened */
-    int64_t weights, kv, rest;
+    int64_t weights, kv, other;
 } toka_memory;
 
 typedef struct toka_bench_row { /* one measurement of `toka bench ops` */
@@ -511,9 +511,9 @@ typedef struct toka_backend {
     const char *(*describe)(const toka_device *d);               /* one line: what it runs on */
     void (*memory)(const toka_device *d, toka_memory *m);        /* any thread, while no step is under way; NULL: not known */
     int (*status)(toka_device *d, toka_err *e);                  /* 0, or the first failure since open */
-    toka_dev (*alloc)(toka_device *d, size_t bytes);             /* at open only; freed by close */
-    void (*upload)(toka_device *d, toka_dev to, const void *from, size_t bytes);
-    void (*download)(toka_device *d, void *to, toka_dev from, size_t bytes);
+    toka_dev_ptr (*alloc)(toka_device *d, size_t bytes);             /* at open only; freed by close */
+    void (*upload)(toka_device *d, toka_dev_ptr to, const void *from, size_t bytes);
+    void (*download)(toka_device *d, void *to, toka_dev_ptr from, size_t bytes);
     /* Ranks. Each rank is a device, driven by one thread; all run the same steps in the same order. An op that waits for other
      * ranks, and open, where the ranks meet, give up when the group is aborted; the op also when nobody gets on for half a minute:
      * then every device of the group latches a failure, with the rank and the op, and further ops do nothing. A device may be
@@ -524,10 +524,10 @@ typedef struct toka_backend {
     /* For who waits for steps that all ranks have: called again and again, by one thread at a time. slept: seconds since the last
      * call; who: a rank that is not done. When no rank got on for half a minute, ends the group and returns the error, which
      * names the rank to blame. */
-    int (*group_watch)(toka_group *g, int who, double slept, toka_err *e);
-    void (*all_reduce)(toka_device *d, toka_dev x, int rows);   /* x [rows][E] = the sum over the stage's tp ranks, in order */
-    void (*send)(toka_device *d, toka_dev x, int rows);         /* x [rows][E] to the same tp rank of the next stage */
-    void (*receive)(toka_device *d, toka_dev x, int rows);      /* from the stage before */
+    int (*group_watchdog)(toka_group *g, int who, double slept, toka_err *e);
+    void (*all_reduce)(toka_device *d, toka_dev_ptr x, int rows);   /* x [rows][E] = the sum over the stage's tp ranks, in order */
+    void (*send)(toka_device *d, toka_dev_ptr x, int rows);         /* x [rows][E] to the same tp rank of the next stage */
+    void (*receive)(toka_device *d, toka_dev_ptr x, int rows);      /* from the stage before */
     /* Steps. Ops may return before their work is done; it is done in the order in which they were called. For each step, on the
      * rank's thread: begin, the ops, end; later finish, step after step in the same order. A step, and the host memory that it
      * names or that its picks go to, stays as it is from begin to the end of finish, which waits until the step is done: its picks
@@ -548,38 +548,38 @@ typedef struct toka_backend {
      * must follow: embed has zeros for ids of other ranks; only tp rank 0 adds to the old x, and the bias. The logits are
      * gathered, so that each tp rank has all picks; raw logits go to tp rank 0's step. With stages, embed is the first's and
      * waits for the draws that its step needs; norm_logits_sample is the last's. */
-    void (*embed)(toka_device *d, const toka_step *s, toka_dev x);                              /* x = embed[ids] */
-    void (*norm_qkv_rope_kv)(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q); /* K, V to their slots */
-    void (*attention)(toka_device *d, const toka_step *s, int layer, toka_dev q, toka_dev o);
-    void (*out_residual)(toka_device *d, const toka_step *s, int layer, toka_dev o, toka_dev x);     /* x += o W_o (+b) */
-    void (*norm_mlp_residual)(toka_device *d, const toka_step *s, int layer, toka_dev x);  /* x += down(silu(gate)*up) */
+    void (*embed)(toka_device *d, const toka_step *s, toka_dev_ptr x);                              /* x = embed[ids] */
+    void (*norm_qkv_rope_kv)(toka_device *d, const toka_step *s, int layer, toka_dev_ptr x, toka_dev_ptr q); /* K, V to their slots */
+    void (*attention)(toka_device *d, const toka_step *s, int layer, toka_dev_ptr q, toka_dev_ptr o);
+    void (*out_residual)(toka_device *d, const toka_step *s, int layer, toka_dev_ptr o, toka_dev_ptr x);     /* x += o W_o (+b) */
+    void (*norm_mlp_residual)(toka_device *d, const toka_step *s, int layer, toka_dev_ptr x);  /* x += down(silu(gate)*up) */
     /* picks[n_out], host; see finish */
-    void (*norm_logits_sample)(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks);
+    void (*norm_logits_sample)(toka_device *d, const toka_step *s, toka_dev_ptr x, toka_sample_result *picks);
     /* Measures every op at the shapes of known models, without a model; the first row is the read bandwidth. NULL: not there. */
     int (*bench)(toka_bench_fn *row, void *user, toka_err *e);
     size_t activation_bytes; /* bytes of one element of x, q and o, and of K and V */
     int page_tok;            /* tokens of a KV page: toka_shape.B */
     bool reads_files;        /* ops read weights where files are mapped; else open copies them */
-    bool rehearse;           /* the largest step is run once at open: it shows that memory suffices, and loads the code */
+    bool warm_up;           /* the largest step is run once at open: it shows that memory suffices, and loads the code */
     int default_tokens, default_seqs; /* of a step, and running at once, where the user does not say */
     int n_ahead;             /* steps that are posted before the oldest one's picks are looked at, and begun before it is finished;
                                 1: each is waited for */
     /* What attention costs here, in tokens of K and V read for one row; decides which shared prefixes become spans of their own:
      * merging one more partial result into a row, one more span, and how many rows one read of K and V serves. */
     int merge_tok, span_tok, tile_rows;
-    int cut_tok; /* a span may begin within a page, at a multiple of this; 0: no */
+    int span_align_tok; /* a span may begin within a page, at a multiple of this; 0: no */
 } toka_backend;
 
 /* ---- What a GPU's memory and steps are: the CUDA backend counts with these before it takes anything, `toka plan` for GPUs that
  * are not there. ---- */
 
 enum { TOKA_GPU_PAGE_TOK = 64,
-       TOKA_GPU_RANKS = 8,     /* tensor ranks of a stage, at most */
-       TOKA_GPU_LINK = 3,      /* messages between two stages that are under way */
-       TOKA_GPU_SCATTER = 4 << 20, /* bytes of x from which on products on Hopper send sums over tensor ranks on their way */
+       TOKA_GPU_MAX_TP = 8,     /* tensor ranks of a stage, at most */
+       TOKA_GPU_LINK_BUFFERS = 3,      /* messages between two stages that are under way */
+       TOKA_GPU_SCATTER_BYTES = 4 << 20, /* bytes of x from which on products on Hopper send sums over tensor ranks on their way */
        /* of a step: whole waves of 128-row tiles on 132 multiprocessors, for every N that is a multiple of 1,024 */
-       TOKA_GPU_TOKENS = 8448,
-       TOKA_GPU_SEQS = 8192 };
+       TOKA_GPU_MAX_TOKENS = 8448,
+       TOKA_GPU_MAX_SEQS = 8192 };
 
 /* A matrix as bf16, rows and columns rounded up to 8 as they lie on the device; 0: not there. */
 static inline size_t toka_gpu_matrix_bytes(const toka_tensor *t) {
@@ -591,15 +591,15 @@ static inline size_t toka_gpu_layer_bytes(const toka_layer *l) {
            toka_gpu_matrix_bytes(&l->down);
 }
 /* What all but the weights and the KV pool takes, with what the driver and the libraries' code take. */
-static inline size_t toka_gpu_scratch_bytes(const toka_shape *s, int max_tokens) {
-    size_t heads = (size_t)(s->H + 2 * s->K) * s->D, row = 2 * (size_t)s->E + 2 * (size_t)s->H * s->D + heads + s->F;
-    size_t attention = (size_t)s->H * (s->D + 1) * 4; /* of a row: what earlier spans left, float32 */
-    return (size_t)max_tokens * (row * 2 + attention) + (size_t)s->max_len * s->D / 2 * 8 + ((size_t)1536 << 20);
+static inline size_t toka_gpu_scratch_bytes(const toka_shape *shape, int max_tokens) {
+    size_t heads = (size_t)(shape->H + 2 * shape->K) * shape->D, row = 2 * (size_t)shape->E + 2 * (size_t)shape->H * shape->D + heads + shape->F;
+    size_t attention = (size_t)shape->H * (shape->D + 1) * 4; /* of a row: what earlier spans left, float32 */
+    return (size_t)max_tokens * (row * 2 + attention) + (size_t)shape->max_len * shape->D / 2 * 8 + ((size_t)1536 << 20);
 }
 /* And what ranks need for one another: sums and samples of a stage's tensor ranks, messages between stages. */
-static inline size_t toka_gpu_group_bytes(const toka_shape *s, int max_tokens, int tp, int pp) {
-    size_t x = (size_t)max_tokens * (((size_t)s->E + 7) / 8 * 8) * 2;
-    return (tp > 1 ? x + ((size_t)256 << 20) : 0) + (pp > 1 ? (TOKA_GPU_LINK + 1) * x : 0);
+static inline size_t toka_gpu_group_bytes(const toka_shape *shape, int max_tokens, int tp, int pp) {
+    size_t x = (size_t)max_tokens * (((size_t)shape->E + 7) / 8 * 8) * 2;
+    return (tp > 1 ? x + ((size_t)256 << 20) : 0) + (pp > 1 ? (TOKA_GPU_LINK_BUFFERS + 1) * x : 0);
 }
 /* Share of the free memory that is taken where nobody says. */
 static inline double toka_gpu_utilization(double asked) { return asked > 0 ? asked : 0.9; }

@@ -151,7 +151,7 @@ enum { TIME_EVERY = 64, TIME_GRAPHS = 4 };
 typedef struct step_clock {
     cudaEvent_t begun[STEP_RING], done[STEP_RING];
     cudaEvent_t *at; /* [cap_at] behind the ops of the step whose parts are timed */
-    char *part;      /* [cap_at] of TOKA_PARTS: of which op */
+    char *part;      /* [cap_at] of TOKA_N_OPS: of which op */
     int n_at, cap_at, timed; /* timed: that step's place in the ring; -1: there is none */
     int64_t n_begun, n_done;
     toka_times t;
@@ -200,7 +200,7 @@ typedef struct step_graphs {
     int n_known;
     toka_step step;            /* the step that is begun, filled up; its rows: */
     int ids[GRAPH_ROWS], pos[GRAPH_ROWS], slot[GRAPH_ROWS];
-    toka_out_row out[GRAPH_ROWS];
+    toka_sample_row out[GRAPH_ROWS];
     step_graph all[GRAPH_SIZES * GRAPH_KINDS]; /* [size][launches, or 0: squads] */
 } step_graphs;
 
@@ -208,7 +208,7 @@ struct attn_plan; /* chapter 8 */
 struct samp_plan; /* chapter 11 */
 struct group_rank; /* chapter 10 */
 
-enum { MEET_RANKS = TOKA_GPU_RANKS };
+enum { MEET_RANKS = TOKA_GPU_MAX_TP };
 
 struct meet_line; /* chapter 10 */
 typedef struct meeting { /* what a kernel needs to meet the same kernel of other ranks (chapter 10) */
@@ -3706,12 +3706,12 @@ static void attn_plan_jobs(toka_device *d) {
  * fetched ahead of q. No row stores into pages that another row reads, and the step copies no pages. */
 static bool attn_is_early(const toka_device *d, const toka_step *s) {
     const int B = d->shape->B;
-    if (s->T > ATTN_EARLY_ROWS || s->n_copies || !s->slot) return false;
+    if (s->T > ATTN_EARLY_ROWS || s->n_copies || !s->kv_slot) return false;
     for (int i = 0; i < s->n_spans; i++) {
         const toka_span *sp = &s->spans[i];
         for (int r = 0; r < s->T; r++)
             for (int p = 0; p < ((sp->kv0 & (B - 1)) + sp->n_kv + B - 1) / B; p++)
-                if (s->pages[sp->page0 + p] == s->slot[r] / B && (r != sp->row0 || sp->n_rows > 1)) return false;
+                if (s->pages[sp->page0 + p] == s->kv_slot[r] / B && (r != sp->row0 || sp->n_rows > 1)) return false;
     }
     return true;
 }
@@ -5264,7 +5264,7 @@ static void attention(toka_device *d, int layer, const bf16 *q, bf16 *o) {
  *              q adds up the q-th part of the rows, x of which it alone keeps, and pushes what is read next: their norm, or at the
  *              end of a stage x itself
  *   link       x goes into the sender's outbox on its compute stream, from there by a copy engine (its copy stream) into one of
- *              the receiver's TOKA_GPU_LINK slots, and into x on the receiver's compute stream. Events say when a slot is full,
+ *              the receiver's TOKA_GPU_LINK_BUFFERS slots, and into x on the receiver's compute stream. Events say when a slot is full,
  *              and when it is free. So a stage computes on while its result travels, and may be some steps ahead of the next
  *   draws      the last stage has the table of the last token of each slot and sends all of it, behind each step that draws, to
  *              the first stage's ranks, with an event per step; embed of a step that `needs` step k waits for k's. A copy may
@@ -5278,7 +5278,7 @@ static void attention(toka_device *d, int layer, const bf16 *q, bf16 *o) {
  *
  * Why nothing waits for ever. Order all pieces of work by step, within a step by stage, within a stage as the op loop has them
  * (all ranks of a stage run the same ops). A thread waits only for another's enqueueing: receive of step j at stage s for send of
- * j at s - 1; send of j at s for receive of j - TOKA_GPU_LINK at s + 1; embed of j for the draws of step `needs` < j. A GPU waits
+ * j at s - 1; send of j at s for receive of j - TOKA_GPU_LINK_BUFFERS at s + 1; embed of j for the draws of step `needs` < j. A GPU waits
  * for the same, and in a meeting for the same op of its stage. Each waits for what is earlier in the order, or for its equals that
  * wait for earlier ones; so of all that is not done the first can go on. A kernel that spins holds some multiprocessors of its own
  * GPU, of which nobody needs any to come to the meeting. Where a debugging variable puts several ranks on a GPU the kernels that
@@ -5295,7 +5295,7 @@ enum {
     MEET_SHARED_CTAS = 8,       /* where ranks share a GPU */
     MEET_THREADS = 512,
     MEET_OPS = 1024,            /* more than there are meetings in all steps under way */
-    ONE_SHOT_BYTES = 1 << 20,   /* largest message that goes in one shot; less than TOKA_GPU_SCATTER, whose sums meet twice */
+    ONE_SHOT_BYTES = 1 << 20,   /* largest message that goes in one shot; less than TOKA_GPU_SCATTER_BYTES, whose sums meet twice */
     EXCHANGE_BYTES = 4096 * 24, /* parts of rows that one rank sends to another at once (chapter 11) */
     DRAW_EVENTS = 128           /* more than there are steps under way */
 };
@@ -5316,7 +5316,7 @@ typedef struct group_rank { /* what others know of a rank */
     bool reaches;           /* other ranks' memory: what breaks their GPUs breaks this one */
     bool told;              /* its error says so */
     meet_line *lines;
-    char *inbox, *slots;    /* slots: [TOKA_GPU_LINK] messages from the stage before */
+    char *inbox, *slots;    /* slots: [TOKA_GPU_LINK_BUFFERS] messages from the stage before */
     int *last;              /* the first stage's table of drawn ids */
     float *logits;          /* the last stage's */
     /* for who looks whom to blame; under the lock, but for what is written by atomic stores: */
@@ -5325,16 +5325,16 @@ typedef struct group_rank { /* what others know of a rank */
     const char *ops[MEET_OPS]; /* [i % MEET_OPS]: the first op behind meeting i */
     unsigned n_meetings;    /* enqueued */
     int64_t asks;           /* steps for which its GPU was told to wait for another rank: for a message, or for draws */
-    cudaEvent_t asked[TOKA_GPU_LINK]; /* [i % TOKA_GPU_LINK] the GPU has come to the wait; more than there are steps under way */
-    int64_t needs[TOKA_GPU_LINK]; /* the step whose draws it waits for there */
+    cudaEvent_t asked[TOKA_GPU_LINK_BUFFERS]; /* [i % TOKA_GPU_LINK_BUFFERS] the GPU has come to the wait; more than there are steps under way */
+    int64_t needs[TOKA_GPU_LINK_BUFFERS]; /* the step whose draws it waits for there */
 } group_rank;
 
 typedef struct group_link { /* from a rank to the same tp rank of the next stage */
     int64_t sent, taken;    /* messages enqueued to be sent, and to be taken; each raised by one thread, under the lock */
-    int rows[TOKA_GPU_LINK];
+    int rows[TOKA_GPU_LINK_BUFFERS];
     bf16 *outbox;
     cudaEvent_t ready;      /* the outbox is full */
-    cudaEvent_t sent_at[TOKA_GPU_LINK], taken_at[TOKA_GPU_LINK];
+    cudaEvent_t sent_at[TOKA_GPU_LINK_BUFFERS], taken_at[TOKA_GPU_LINK_BUFFERS];
 } group_link;
 
 struct toka_group {
@@ -5639,9 +5639,9 @@ static int group_ahead(toka_group *g, int i) {
     if (came != group_trace(g, i, 1)) /* its GPU is in a meeting; to those who have not come */
         for (int q = stage * tp; q < (stage + 1) * tp; q++)
             if ((int)(group_trace(g, q, 0) - came) < 0) return q;
-    for (int64_t k = r->asks < TOKA_GPU_LINK ? 0 : r->asks - TOKA_GPU_LINK; k < r->asks; k++) {
+    for (int64_t k = r->asks < TOKA_GPU_LINK_BUFFERS ? 0 : r->asks - TOKA_GPU_LINK_BUFFERS; k < r->asks; k++) {
         /* it has come there, and does not get on */
-        const int at = (int)(k % TOKA_GPU_LINK);
+        const int at = (int)(k % TOKA_GPU_LINK_BUFFERS);
         if (group_pending(r->asked[at])) continue;
         if (stage > 0 && group_pending(g->links[i - tp].taken_at[at])) return i - tp;
         if (stage == 0 && group_pending(g->drawn_at[r->needs[at] % DRAW_EVENTS])) return last;
@@ -5758,7 +5758,7 @@ static bool op_begins(toka_device *d, const char *op) {
  * behind that: what the GPU waits is a pipeline's bubble. */
 static void group_ask(toka_device *d, cudaEvent_t event, int64_t needs) {
     group_rank *r = d->rank;
-    const int at = (int)(r->asks % TOKA_GPU_LINK);
+    const int at = (int)(r->asks % TOKA_GPU_LINK_BUFFERS);
     latch(d, cudaEventRecord(r->asked[at], d->stream), "wait for a rank");
     pthread_mutex_lock(&d->group->lock);
     r->needs[at] = needs, r->asks++;
@@ -5806,7 +5806,7 @@ static void group_take_memory(toka_device *d) {
         if (g->pp_size > 1) e = group_event(d);
     if (!first_stage(d)) {
         group_link *l = &g->links[r - g->ranks - g->tp_size];
-        r->slots = (char *)dev_alloc(d, TOKA_GPU_LINK * x, "room for messages");
+        r->slots = (char *)dev_alloc(d, TOKA_GPU_LINK_BUFFERS * x, "room for messages");
         for (cudaEvent_t &e : l->taken_at) e = group_event(d);
     }
     if (!last_stage(d)) {
@@ -6014,7 +6014,7 @@ static bool group_leave(toka_device *d) {
 
 static bool sum_scatters(const toka_device *d, int rows) {
     const size_t bytes = (size_t)ceil_div(rows, 128) * 128 * d->E * sizeof(bf16); /* of whole tiles, to which graphs fill up */
-    return tp_size(d) > 1 && d->hopper && rows > FEW_MAX && bytes >= TOKA_GPU_SCATTER;
+    return tp_size(d) > 1 && d->hopper && rows > FEW_MAX && bytes >= TOKA_GPU_SCATTER_BYTES;
 }
 /* Of that many rows those that one rank adds up; the last ranks may have fewer. */
 static int sum_share(const toka_device *d, int rows) { return ceil_div(rows, 16 * tp_size(d)) * 16; }
@@ -6039,19 +6039,19 @@ static bool sum_norm(toka_device *d, const float *w) {
                    (const uint4 *)two_shot_boxes(d->meet, d->meet.me), share, rows, w, d->E, 1.0f / d->shape->E, d->shape->eps);
     if (!d->graphs.capturing)
         d->op_at = d->rank->n_meetings, __atomic_store_n(&d->rank->ops[d->op_at % MEET_OPS], d->rank->op, __ATOMIC_RELEASE);
-    clock_part(d, TOKA_PART_SUMS);
+    clock_part(d, TOKA_OP_ALL_REDUCE);
     return true;
 }
 
-static void cuda_all_reduce(toka_device *d, toka_dev x, int rows) {
+static void cuda_all_reduce(toka_device *d, toka_dev_ptr x, int rows) {
     const size_t bytes = (size_t)(d->graphs.now ? d->step->T : rows) * d->E * sizeof(bf16);
     if (tp_size(d) == 1 || !op_begins(d, "all_reduce") || d->scattered) return; /* see sum_norm */
     const bool once = one_shot_pays(d->meet.n, bytes);
     launch_meeting(d, "all-reduce", once ? 1 : 2, once ? one_shot_kernel : two_shot_kernel, (uint4 *)x.at, (int)(bytes / 16));
-    clock_part(d, TOKA_PART_SUMS);
+    clock_part(d, TOKA_OP_ALL_REDUCE);
 }
 
-static void cuda_send(toka_device *d, toka_dev x, int rows) {
+static void cuda_send(toka_device *d, toka_dev_ptr x, int rows) {
     if (!op_begins(d, "send")) return;
     sum_norm(d, NULL); /* in a graph, where the step is one */
     if (d->graphs.capturing) return;
@@ -6061,34 +6061,34 @@ static void cuda_send(toka_device *d, toka_dev x, int rows) {
     const group_rank *to = d->rank + g->tp_size;
     const size_t bytes = (size_t)rows * d->E * sizeof(bf16), room = (size_t)d->options.max_tokens * d->E * sizeof(bf16);
     const int64_t i = l->sent;
-    const int at = (int)(i % TOKA_GPU_LINK);
-    if (i) latch(d, cudaStreamWaitEvent(d->stream, l->sent_at[(i - 1) % TOKA_GPU_LINK], 0), "send");
+    const int at = (int)(i % TOKA_GPU_LINK_BUFFERS);
+    if (i) latch(d, cudaStreamWaitEvent(d->stream, l->sent_at[(i - 1) % TOKA_GPU_LINK_BUFFERS], 0), "send");
     latch(d, cudaMemcpyAsync(l->outbox, (const void *)x.at, bytes, cudaMemcpyDeviceToDevice, d->stream), "send");
     latch(d, cudaEventRecord(l->ready, d->stream), "send");
-    if (!group_wait(d, GROUP_WAITS_NEXT, &l->taken, i + 1 - TOKA_GPU_LINK)) return;
+    if (!group_wait(d, GROUP_WAITS_NEXT, &l->taken, i + 1 - TOKA_GPU_LINK_BUFFERS)) return;
     latch(d, cudaStreamWaitEvent(d->copies, l->ready, 0), "send");
-    if (i >= TOKA_GPU_LINK) latch(d, cudaStreamWaitEvent(d->copies, l->taken_at[at], 0), "send");
+    if (i >= TOKA_GPU_LINK_BUFFERS) latch(d, cudaStreamWaitEvent(d->copies, l->taken_at[at], 0), "send");
     latch(d, cudaMemcpyPeerAsync(to->slots + at * room, to->ordinal, l->outbox, d->ordinal, bytes, d->copies), "send");
     latch(d, cudaEventRecord(l->sent_at[at], d->copies), "send");
     l->rows[at] = rows;
     group_raise(g, &l->sent, i + 1);
-    clock_part(d, TOKA_PART_MESSAGES);
+    clock_part(d, TOKA_OP_SEND_RECEIVE);
 }
 
-static void cuda_receive(toka_device *d, toka_dev x, int rows) {
+static void cuda_receive(toka_device *d, toka_dev_ptr x, int rows) {
     if (!op_begins(d, "receive") || d->graphs.capturing) return;
     toka_group *g = d->group;
     group_link *l = &g->links[d->rank - g->ranks - g->tp_size];
     const size_t bytes = (size_t)rows * d->E * sizeof(bf16), room = (size_t)d->options.max_tokens * d->E * sizeof(bf16);
     const int64_t i = l->taken;
-    const int at = (int)(i % TOKA_GPU_LINK);
+    const int at = (int)(i % TOKA_GPU_LINK_BUFFERS);
     if (!group_wait(d, GROUP_WAITS_BEFORE, &l->sent, i + 1)) return;
     assert(l->rows[at] == rows);
     group_ask(d, l->sent_at[at], 0);
     latch(d, cudaMemcpyAsync((void *)x.at, d->rank->slots + at * room, bytes, cudaMemcpyDeviceToDevice, d->stream), "receive");
     latch(d, cudaEventRecord(l->taken_at[at], d->stream), "receive");
     group_raise(g, &l->taken, i + 1);
-    clock_part(d, TOKA_PART_MESSAGES);
+    clock_part(d, TOKA_OP_SEND_RECEIVE);
 }
 
 /* ---- Draws, from the last stage to the first ---- */
@@ -6101,7 +6101,7 @@ static void group_send_drawn(toka_device *d, const toka_step *s) {
     latch(d, cudaStreamWaitEvent(d->copies, d->drawn, 0), "drawn ids");
     for (int r = 0; r < g->tp_size; r++)
         latch(d, cudaMemcpyPeerAsync(g->ranks[r].last, g->ranks[r].ordinal, d->last, d->ordinal,
-                                     (size_t)d->options.n_slots * sizeof(int), d->copies), "drawn ids");
+                                     (size_t)d->options.n_seqs * sizeof(int), d->copies), "drawn ids");
     latch(d, cudaEventRecord(g->drawn_at[s->number % DRAW_EVENTS], d->copies), "drawn ids");
     group_raise(g, &g->drawn, s->number);
 }
@@ -6109,10 +6109,10 @@ static void group_send_drawn(toka_device *d, const toka_step *s) {
 /* Before a step is embedded: what it needs has been drawn. False: it never will. */
 static bool group_wait_drawn(toka_device *d, const toka_step *s) {
     toka_group *g = d->group;
-    if (pp_size(d) == 1 || !s->needs) return true;
-    assert(s->number - s->needs < DRAW_EVENTS);
-    if (!group_wait(d, GROUP_WAITS_DRAWN, &g->drawn, s->needs)) return false;
-    group_ask(d, g->drawn_at[s->needs % DRAW_EVENTS], s->needs);
+    if (pp_size(d) == 1 || !s->needs_step) return true;
+    assert(s->number - s->needs_step < DRAW_EVENTS);
+    if (!group_wait(d, GROUP_WAITS_DRAWN, &g->drawn, s->needs_step)) return false;
+    group_ask(d, g->drawn_at[s->needs_step % DRAW_EVENTS], s->needs_step);
     return !d->error.code;
 }
 
@@ -6164,7 +6164,7 @@ enum {
 /* a weight of 1 in fixed point: sums of up to 2^18 weights are exact and come out the same in any order */
 #define SAMP_ONE 0x1p44f
 
-typedef struct samp_ask { /* a toka_out_row, as all kernels need it: 32 bytes */
+typedef struct samp_ask { /* a toka_sample_row, as all kernels need it: 32 bytes */
     uint32_t key[2], sample, position; /* of Philox */
     uint32_t u;                        /* the row's uniform */
     float scale;                       /* log2(e) / temperature; 0: greedy */
@@ -6206,9 +6206,9 @@ typedef struct samp_filter { /* what a filtered row asks besides; lists are on t
 typedef struct samp_down { /* what comes down of a step, until it is finished */
     samp_result *results;  /* [max_out] pinned */
     samp_best *tops;       /* [max_out] pinned */
-    int *order;            /* [max_out] ask i is s->out[order[i]]; plain rows first */
+    int *order;            /* [max_out] ask i is s->samples[order[i]]; plain rows first */
     int n_tops;
-    toka_pick *picks;      /* the caller's; NULL: the step has none */
+    toka_sample_result *picks;      /* the caller's; NULL: the step has none */
 } samp_down;
 
 struct samp_plan {
@@ -7702,7 +7702,7 @@ static_assert(SAMP_PART_ROWS * sizeof(samp_part) <= EXCHANGE_BYTES, "as chapter 
 static_assert((int)SAMP_BLOCK == (int)TOKA_ID_BLOCK, "as the ranks' parts have it");
 
 static size_t samp_stage_bytes(const toka_device *d) {
-    return (size_t)d->options.max_out * (sizeof(samp_ask) + sizeof(int)) + 32 + SAMP_GRAPH_BYTES;
+    return (size_t)d->options.max_samples * (sizeof(samp_ask) + sizeof(int)) + 32 + SAMP_GRAPH_BYTES;
 }
 
 static void *samp_pinned(toka_device *d, size_t bytes, const char *what) {
@@ -7720,7 +7720,7 @@ static void samp_forget(toka_device *d) {
 /* Takes all memory of this chapter; failures are latched. Needs options, shape and n_sms. */
 static void samp_open(toka_device *d) {
     samp_plan *p = (samp_plan *)calloc(1, sizeof *p);
-    size_t max_out = (size_t)d->options.max_out, V = (size_t)d->shape->V_all;
+    size_t max_out = (size_t)d->options.max_samples, V = (size_t)d->shape->V_all;
     const bool ranks = tp_size(d) > 1;
     if (!p) abort();
     d->samp = p;
@@ -7770,7 +7770,7 @@ static void samp_close(toka_device *d) {
 static bool samp_penalized(const toka_sampling *s) {
     return s->repetition_penalty != 1 || s->frequency_penalty != 0 || s->presence_penalty != 0;
 }
-static bool samp_filtered(const toka_out_row *row, int V) {
+static bool samp_filtered(const toka_sample_row *row, int V) {
     const toka_sampling *s = row->sampling;
     if (!s) return false;
     if (s->logprobs > 0 || row->ranked) return true;
@@ -7782,12 +7782,12 @@ static bool samp_filtered(const toka_out_row *row, int V) {
 static int samp_n_top(const toka_sampling *s, int V) { return max(0, min(min(s->logprobs, TOKA_MAX_LOGPROBS), V)); }
 
 /* The part of the history that penalties look at. */
-static int samp_history_from(const toka_out_row *row) {
+static int samp_history_from(const toka_sample_row *row) {
     if (row->forced_id >= 0 || !samp_penalized(row->sampling)) return row->n_history;
     return row->sampling->repetition_penalty == 1 ? row->n_prompt : 0;
 }
 
-static size_t samp_list_bytes(const toka_out_row *row) {
+static size_t samp_list_bytes(const toka_sample_row *row) {
     const toka_sampling *s = row->sampling;
     const size_t history = (size_t)(row->n_history - samp_history_from(row));
     return 4 * (history + 2 * (size_t)s->n_bias + (size_t)s->n_allowed + (size_t)row->n_forbidden) + 5 * 16;
@@ -7795,8 +7795,8 @@ static size_t samp_list_bytes(const toka_out_row *row) {
 
 /* Is a row of the step filtered? */
 static bool samp_filters(const toka_device *d, const toka_step *s) {
-    for (int i = 0; i < s->n_out; i++)
-        if (samp_filtered(&s->out[i], d->shape->V_all)) return true;
+    for (int i = 0; i < s->n_samples; i++)
+        if (samp_filtered(&s->samples[i], d->shape->V_all)) return true;
     return false;
 }
 
@@ -7805,15 +7805,15 @@ static bool samp_filters(const toka_device *d, const toka_step *s) {
 static bool samp_fits(const toka_device *d, const toka_step *s, int n) {
     const samp_plan *p = d->samp;
     size_t bytes = (size_t)n * sizeof(samp_filter) + 16;
-    for (int i = 0; i < s->n_out; i++)
-        if (samp_filtered(&s->out[i], d->shape->V_all)) bytes += samp_list_bytes(&s->out[i]);
+    for (int i = 0; i < s->n_samples; i++)
+        if (samp_filtered(&s->samples[i], d->shape->V_all)) bytes += samp_list_bytes(&s->samples[i]);
     return tp_size(d) == 1 && n <= p->chunk && bytes <= SAMP_GRAPH_BYTES;
 }
 
 /* Are the last kernels of such a step's graph kept, to become those of other steps? Tensor ranks end otherwise, and more rows than
  * logits are stored for go in parts. */
 static bool samp_keeps(const toka_device *d, const toka_step *s) {
-    return tp_size(d) == 1 && s->n_out <= GRAPH_ROWS && s->n_out <= d->samp->chunk;
+    return tp_size(d) == 1 && s->n_samples <= GRAPH_ROWS && s->n_samples <= d->samp->chunk;
 }
 
 /* Chooses which rows go which way and puts what all rows need into the stage, at the start of a step; filters and their lists
@@ -7829,18 +7829,18 @@ static void samp_plan_step(toka_device *d, const toka_step *s) {
     samp_down *down = &p->down[d->newest];
     samp_ask *ask;
     int *rows;
-    assert(s->n_out <= d->options.max_out);
-    const bool filters = samp_filters(d, s), few = s->n_out <= FOLD_ROWS && samp_fits(d, s, s->n_out);
-    int n = 0, last = s->n_out;
+    assert(s->n_samples <= d->options.max_samples);
+    const bool filters = samp_filters(d, s), few = s->n_samples <= FOLD_ROWS && samp_fits(d, s, s->n_samples);
+    int n = 0, last = s->n_samples;
     p->in_order = !filters || graph_runs(d) || few;
-    for (int i = 0; i < s->n_out && !p->in_order; i++) down->order[samp_filtered(&s->out[i], d->shape->V_all) ? --last : n++] = i;
-    for (int i = 0; i < s->n_out && p->in_order; i++) down->order[i] = i;
-    p->n_plain = filters ? n : s->n_out, down->n_tops = 0, down->picks = NULL;
+    for (int i = 0; i < s->n_samples && !p->in_order; i++) down->order[samp_filtered(&s->samples[i], d->shape->V_all) ? --last : n++] = i;
+    for (int i = 0; i < s->n_samples && p->in_order; i++) down->order[i] = i;
+    p->n_plain = filters ? n : s->n_samples, down->n_tops = 0, down->picks = NULL;
     p->results = samp_keeps(d, s) ? down->results : p->far_results;
-    p->ask = (samp_ask *)stage_room(&d->up, (size_t)s->n_out * sizeof *ask, (void **)&ask);
-    p->rows = (int *)stage_room(&d->up, (size_t)s->n_out * sizeof *rows, (void **)&rows);
-    for (int i = 0; i < s->n_out; i++) {
-        const toka_out_row *row = &s->out[down->order[i]];
+    p->ask = (samp_ask *)stage_room(&d->up, (size_t)s->n_samples * sizeof *ask, (void **)&ask);
+    p->rows = (int *)stage_room(&d->up, (size_t)s->n_samples * sizeof *rows, (void **)&rows);
+    for (int i = 0; i < s->n_samples; i++) {
+        const toka_sample_row *row = &s->samples[down->order[i]];
         const toka_sampling *how = row->sampling;
         uint64_t seed = how ? how->seed : 0;
         float T = how ? how->temperature : 0;
@@ -7852,12 +7852,12 @@ static void samp_plan_step(toka_device *d, const toka_step *s) {
         ask[i] = samp_ask{{(uint32_t)seed, (uint32_t)(seed >> 32)}, row->sample, row->position, c[0],
                           scale > 3e38 ? 3e38f : (float)scale,
                           row->forced_id >= 0 ? row->forced_id : toka_wants_logprob(row) ? SAMP_DRAW : SAMP_DRAW_ONLY,
-                          row->slot < d->options.n_slots ? row->slot : -1};
+                          row->seq < d->options.n_seqs ? row->seq : -1};
     }
 }
 
 /* Fills in the filter of one row; lists that its request shares with the row before are sent once. */
-static void samp_fill(toka_device *d, stage *to, const toka_out_row *row, const toka_out_row *before, const samp_filter *old,
+static void samp_fill(toka_device *d, stage *to, const toka_sample_row *row, const toka_sample_row *before, const samp_filter *old,
                       samp_filter *f) {
     const toka_sampling *s = row->sampling;
     int V = d->shape->V_all, from = samp_history_from(row);
@@ -7870,7 +7870,7 @@ static void samp_fill(toka_device *d, stage *to, const toka_out_row *row, const 
     f->allowed = shared ? old->allowed : (const int *)stage_put(to, s->allowed_ids, (size_t)s->n_allowed * 4);
     f->forbidden = (const int *)stage_put(to, row->forbidden, (size_t)row->n_forbidden * 4);
     f->n_bias = s->n_bias, f->n_allowed = s->n_allowed, f->n_forbidden = row->n_forbidden;
-    f->last_resort = row->forced_id < 0 ? toka_last_resort(row, V) : 0;
+    f->last_resort = row->forced_id < 0 ? toka_fallback_id(row, V) : 0;
     f->temperature = s->temperature, f->top_p = s->top_p, f->top_k = s->top_k < V ? s->top_k : 0;
     f->min_p_drop = s->min_p > 0 ? s->temperature * log((double)s->min_p) : -INFINITY;
     f->repetition = s->repetition_penalty, f->frequency = s->frequency_penalty, f->presence = s->presence_penalty;
@@ -7884,8 +7884,8 @@ static int samp_fill_rows(toka_device *d, const toka_step *s, stage *to, int fir
     samp_filter *f;
     int n = 0;
     *filters = (samp_filter *)stage_room(to, (size_t)most * sizeof *f, (void **)&f);
-    for (const toka_out_row *before = NULL; n < most; n++) {
-        const toka_out_row *row = &s->out[order[first + n]];
+    for (const toka_sample_row *before = NULL; n < most; n++) {
+        const toka_sample_row *row = &s->samples[order[first + n]];
         if (!samp_filtered(row, d->shape->V_all)) {
             f[n] = samp_filter{.min_p_drop = -INFINITY, .temperature = 1, .top_p = 1, .repetition = 1};
             before = NULL;
@@ -7901,7 +7901,7 @@ static int samp_fill_rows(toka_device *d, const toka_step *s, stage *to, int fir
 static void samp_plan_filters(toka_device *d, const toka_step *s) {
     samp_plan *p = d->samp;
     p->filters = NULL;
-    if (p->n_plain < s->n_out && samp_fill_rows(d, s, &d->up, 0, s->n_out, &p->filters) < s->n_out) assert(false);
+    if (p->n_plain < s->n_samples && samp_fill_rows(d, s, &d->up, 0, s->n_samples, &p->filters) < s->n_samples) assert(false);
 }
 /* Of a step that is launched: sends them as samp_fill_rows has it. Returns 0 after a failure. */
 static int samp_send_filters(toka_device *d, const toka_step *s, int first, int most, samp_filter **filters) {
@@ -7911,7 +7911,7 @@ static int samp_send_filters(toka_device *d, const toka_step *s, int first, int 
     if (!n && !d->error.code) {
         d->error.code = TOKA_E_DEVICE;
         snprintf(d->error.msg, sizeof d->error.msg, "GPU: one row's sampling lists take %zu bytes, expected at most %zu",
-                 samp_list_bytes(&s->out[d->samp->down[d->newest].order[first]]), to->cap - to->used);
+                 samp_list_bytes(&s->samples[d->samp->down[d->newest].order[first]]), to->cap - to->used);
     }
     stage_send(d, to);
     return d->error.code ? 0 : n;
@@ -8019,10 +8019,10 @@ static void samp_rows(toka_device *d, const toka_step *s, int first, int n, int 
 }
 
 /* Queues the results' way down. */
-static void samp_bring(toka_device *d, const toka_step *s, toka_pick *picks) {
+static void samp_bring(toka_device *d, const toka_step *s, toka_sample_result *picks) {
     samp_plan *p = d->samp;
     samp_down *down = &p->down[d->newest];
-    size_t bytes = (size_t)s->n_out * sizeof(samp_result), top_bytes = (size_t)down->n_tops * sizeof(samp_best);
+    size_t bytes = (size_t)s->n_samples * sizeof(samp_result), top_bytes = (size_t)down->n_tops * sizeof(samp_best);
     down->picks = picks;
     if (p->results != down->results)
         latch(d, cudaMemcpyAsync(down->results, p->results, bytes, cudaMemcpyDeviceToHost, d->stream), "picks");
@@ -8031,9 +8031,9 @@ static void samp_bring(toka_device *d, const toka_step *s, toka_pick *picks) {
 
 /* What came down of a step that is done, into the caller's picks, in the caller's order. */
 static void samp_collect(toka_device *d, const toka_step *s, const samp_down *down) {
-    for (int i = 0, best = 0; down->picks && i < s->n_out; i++) {
-        const toka_out_row *row = &s->out[down->order[i]];
-        toka_pick *pick = &down->picks[down->order[i]];
+    for (int i = 0, best = 0; down->picks && i < s->n_samples; i++) {
+        const toka_sample_row *row = &s->samples[down->order[i]];
+        toka_sample_result *pick = &down->picks[down->order[i]];
         pick->id = down->results[i].id;
         pick->logprob = toka_wants_logprob(row) ? down->results[i].logprob : NAN;
         pick->sampled_logprob = down->results[i].sampled_logprob;
@@ -8055,13 +8055,13 @@ static void samp_collect(toka_device *d, const toka_step *s, const samp_down *do
 static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
     samp_plan *p = d->samp;
     int most = d->hopper && !s->logits && p->whole_blocks ? p->part_rows : p->chunk;
-    assert(s->n_out <= d->options.max_tokens);
-    if (!d->folded) rmsnorm(d, x, p->rows, d->norm, d->xn, s->n_out);
+    assert(s->n_samples <= d->options.max_tokens);
+    if (!d->folded) rmsnorm(d, x, p->rows, d->norm, d->xn, s->n_samples);
     samp_filter *filters = NULL;
-    for (int i = 0, n, first = 0, end = 0; i < s->n_out && !d->error.code; i += n) {
+    for (int i = 0, n, first = 0, end = 0; i < s->n_samples && !d->error.code; i += n) {
         const int n_plain = max(0, min(most, p->n_plain - i)), at = i + n_plain;
-        const int more = min(min(most - n_plain, p->chunk), s->n_out - at);
-        if (more > 0 && at >= end) first = at, end = at + samp_send_filters(d, s, at, s->n_out - at, &filters);
+        const int more = min(min(most - n_plain, p->chunk), s->n_samples - at);
+        if (more > 0 && at >= end) first = at, end = at + samp_send_filters(d, s, at, s->n_samples - at, &filters);
         n = n_plain + max(0, min(more, end - at));
         if (!d->error.code) samp_rows(d, s, i, n, n_plain, more > 0 ? filters + (at - first) : NULL);
     }
@@ -8072,8 +8072,8 @@ static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
 static void samp_graph(toka_device *d, const toka_step *s) {
     samp_plan *p = d->samp;
     if (!samp_keeps(d, s)) return;
-    if (samp_fuses(d, s, s->n_out)) samp_head(d, 0, s->n_out, p->n_plain);
-    samp_finish_rows(d, 0, s->n_out, p->n_plain, p->filters, p->logits);
+    if (samp_fuses(d, s, s->n_samples)) samp_head(d, 0, s->n_samples, p->n_plain);
+    samp_finish_rows(d, 0, s->n_samples, p->n_plain, p->filters, p->logits);
 }
 
 /* ===========================================================================
@@ -8202,16 +8202,16 @@ static void clock_count(toka_device *d, const toka_step *s) {
         kv += sp->n_kv;
         for (int r = sp->row0; r < sp->row0 + sp->n_rows; r++) pairs += max(0, min(sp->n_kv, s->pos[r] + 1 - sp->kv0));
     }
-    const toka_part_times add[TOKA_PARTS] = {
+    const toka_op_times add[TOKA_N_OPS] = {
         {0, 0, 4 * T * E},
         {0, 2 * T * E * (HD + 2 * KD) * L, 2 * (E * (HD + 2 * KD) + T * (E + HD + 2 * KD)) * L},
         {0, 4 * HD * pairs * L, (4 * KD * kv + 4 * T * HD) * L},
         {0, 2 * T * E * HD * L, 2 * (E * HD + T * (HD + 2 * E)) * L},
         {0, 6 * T * E * sh->F * L, 2 * (3 * E * sh->F + T * (2 * E + 2.0 * sh->F)) * L},
-        {0, 2.0 * s->n_out * E * sh->V, 2 * (s->n_out ? E * sh->V + s->n_out * E : 0)},
+        {0, 2.0 * s->n_samples * E * sh->V, 2 * (s->n_samples ? E * sh->V + s->n_samples * E : 0)},
         {0, 0, 4 * T * E * (1 - 1.0 / tp_size(d)) * (sums + first_stage(d))},
         {0, 0, last_stage(d) ? 0 : 2 * T * E}};
-    for (int i = 0; i < TOKA_PARTS; i++) d->clock.t.part[i].flop += add[i].flop, d->clock.t.part[i].bytes += add[i].bytes;
+    for (int i = 0; i < TOKA_N_OPS; i++) d->clock.t.op[i].flop += add[i].flop, d->clock.t.op[i].bytes += add[i].bytes;
 }
 
 /* To time the next step's parts; could it be a graph? */
@@ -8249,7 +8249,7 @@ static void clock_done(toka_device *d) {
     double busy = clock_between(d, c->begun[i], c->done[i]);
     t->busy_s += busy, t->end_s = t->begin_s + busy;
     if (c->timed != i) return;
-    for (int k = 0; k < c->n_at; k++) t->part[(int)c->part[k]].s += clock_between(d, k ? c->at[k - 1] : c->begun[i], c->at[k]);
+    for (int k = 0; k < c->n_at; k++) t->op[(int)c->part[k]].seconds += clock_between(d, k ? c->at[k - 1] : c->begun[i], c->at[k]);
     t->n_timed++, c->timed = -1;
 }
 
@@ -8259,7 +8259,7 @@ static void cuda_memory(const toka_device *d, toka_memory *m) {
     size_t free_bytes = 0, total;
     if (cudaSetDevice(d->ordinal) || cudaMemGetInfo(&free_bytes, &total)) cudaGetLastError();
     m->weights = d->weight_bytes, m->kv = (int64_t)d->shape->L * (int64_t)d->kv_layer * (int64_t)sizeof(bf16);
-    m->rest = (int64_t)d->free_at_open - (int64_t)free_bytes - m->weights - m->kv;
+    m->other = (int64_t)d->free_at_open - (int64_t)free_bytes - m->weights - m->kv;
 }
 
 /* ---- Open and close ---- */
@@ -8268,8 +8268,8 @@ static int cuda_check(const toka_device_options *o, const toka_shape *s, toka_er
     e->code = 0;
     if (s->D % 8 || s->D > 256)
         snprintf(e->msg, sizeof e->msg, "GPU: head size %d, expected a multiple of 8 up to 256", s->D), e->code = TOKA_E_INPUT;
-    else if (o->max_tokens < 1 || o->max_out < 1 || o->n_pages < 1 || o->n_pages > INT_MAX / s->B)
-        snprintf(e->msg, sizeof e->msg, "GPU: %d tokens and %d outputs a step, %d pages: out of range", o->max_tokens, o->max_out,
+    else if (o->max_tokens < 1 || o->max_samples < 1 || o->n_pages < 1 || o->n_pages > INT_MAX / s->B)
+        snprintf(e->msg, sizeof e->msg, "GPU: %d tokens and %d outputs a step, %d pages: out of range", o->max_tokens, o->max_samples,
                  o->n_pages), e->code = TOKA_E_USE;
     return e->code;
 }
@@ -8316,7 +8316,7 @@ static void cuda_take_memory(toka_device *d) {
     if (!d->error.code && last_stage(d)) samp_open(d);
     const size_t rows = T * (3 * sizeof(int) + sizeof(toka_copy));
     if (!d->error.code) stage_open(d, &d->up, rows + attn_stage_bytes(d) + samp_stage_bytes(d) + 4096, true);
-    d->last = (int *)dev_alloc(d, (size_t)d->options.n_slots * sizeof(int), "last tokens");
+    d->last = (int *)dev_alloc(d, (size_t)d->options.n_seqs * sizeof(int), "last tokens");
     if (!d->error.code) clock_open(d);
     if (!d->error.code && d->group) group_take_memory(d);
 }
@@ -8364,16 +8364,16 @@ static int cuda_status(toka_device *d, toka_err *e) {
     if (d->error.code) *e = d->error;
     return d->error.code;
 }
-static toka_dev cuda_alloc(toka_device *d, size_t bytes) { /* what it is for may be a product's x, in rows of H * D */
+static toka_dev_ptr cuda_alloc(toka_device *d, size_t bytes) { /* what it is for may be a product's x, in rows of H * D */
     const size_t room = (size_t)GEMM_ROOM * d->shape->H * d->shape->D * sizeof(bf16);
-    return toka_dev{(uint64_t)dev_alloc(d, bytes + room, "activations")};
+    return toka_dev_ptr{(uint64_t)dev_alloc(d, bytes + room, "activations")};
 }
-static void cuda_upload(toka_device *d, toka_dev to, const void *from, size_t bytes) {
+static void cuda_upload(toka_device *d, toka_dev_ptr to, const void *from, size_t bytes) {
     d->folded = false;
     latch(d, cudaMemcpyAsync((void *)to.at, from, bytes, cudaMemcpyHostToDevice, d->stream), "upload");
     latch(d, cudaStreamSynchronize(d->stream), "upload");
 }
-static void cuda_download(toka_device *d, void *to, toka_dev from, size_t bytes) {
+static void cuda_download(toka_device *d, void *to, toka_dev_ptr from, size_t bytes) {
     latch(d, cudaMemcpyAsync(to, (const void *)from.at, bytes, cudaMemcpyDeviceToHost, d->stream), "download");
     latch(d, cudaStreamSynchronize(d->stream), "download");
 }
@@ -8566,7 +8566,7 @@ static int bench_plan(toka_step *s, const bench_step *b, int B, int **block) {
     if (!p) abort();
     int *pages = p + 2 * T;
     toka_span *spans = (toka_span *)(pages + common + b->seqs * own);
-    *s = toka_step{.T = T, .ids = p, .pos = p + T, .slot = p, .pages = pages, .spans = spans};
+    *s = toka_step{.T = T, .ids = p, .pos = p + T, .kv_slot = p, .pages = pages, .spans = spans};
     for (; n < common + b->seqs * own; n++) pages[n] = (int)((n * 7919LL + 13) % (common + b->seqs * own)); /* anywhere */
     if (common) spans[s->n_spans++] = toka_span{0, T, 0, 0, b->shared};
     for (int q = 0; q < b->seqs; q++) {
@@ -8628,13 +8628,13 @@ static void bench_head(bench *b, const bench_shape *m, int M) {
     toka_device *d = b->d;
     toka_shape shape = {.L = 1, .H = m->H, .K = m->K, .D = m->D, .E = m->E, .F = m->F, .V = m->V, .V_all = m->V, .eps = 1e-5f};
     toka_sampling sampling = {.temperature = 1, .top_p = 1, .repetition_penalty = 1};
-    toka_out_row *rows = (toka_out_row *)calloc((size_t)M, sizeof *rows);
+    toka_sample_row *rows = (toka_sample_row *)calloc((size_t)M, sizeof *rows);
     bench_head_arg a = {.d = d};
     int keep = d->n_blocks;
     if (!rows) abort();
-    for (int i = 0; i < M; i++) rows[i] = toka_out_row{.row = i, .forced_id = -1, .position = (uint32_t)i, .sampling = &sampling};
-    a.s = toka_step{.T = M, .n_out = M, .out = rows};
-    d->shape = &shape, d->E = m->E, d->F = m->F, d->V = up_8(m->V), d->options.max_tokens = d->options.max_out = M;
+    for (int i = 0; i < M; i++) rows[i] = toka_sample_row{.row = i, .forced_id = -1, .position = (uint32_t)i, .sampling = &sampling};
+    a.s = toka_step{.T = M, .n_samples = M, .samples = rows};
+    d->shape = &shape, d->E = m->E, d->F = m->F, d->V = up_8(m->V), d->options.max_tokens = d->options.max_samples = M;
     d->lm_head = weight{bench_random(d, (size_t)d->V * m->E, sqrtf(3.0f / m->E)), NULL, d->V, m->E};
     a.x = bench_random(d, (size_t)M * m->E, 1.7f), d->xn = bench_random(d, (size_t)(M + GEMM_ROOM) * m->E, 1.7f);
     float *norm = vector_room(d, m->E);
@@ -8685,7 +8685,7 @@ static int cuda_bench(toka_bench_fn *row, void *user, toka_err *e) {
 
 /* ---- The ops. After a failure they do nothing: the engine learns of it from status() ---- */
 
-static bf16 *dev_bf16(toka_dev a) { return (bf16 *)a.at; }
+static bf16 *dev_bf16(toka_dev_ptr a) { return (bf16 *)a.at; }
 
 /* A kernel that fails as a bug or a broken card would, for the test of what happens then. */
 __global__ static void fault_kernel() { __trap(); }
@@ -8744,19 +8744,19 @@ static void graph_fill(toka_device *d, int from, int T) {
     step_graphs *g = &d->graphs;
     for (int i = from; i < T; i++) {
         g->ids[i] = g->pos[i] = 0, g->slot[i] = d->options.n_pages * d->shape->B;
-        g->out[i] = toka_out_row{.row = i, .slot = -1, .forced_id = -1, .sampling = &nobody};
+        g->out[i] = toka_sample_row{.row = i, .seq = -1, .forced_id = -1, .sampling = &nobody};
     }
-    g->step.T = g->step.n_out = T;
-    g->step.ids = g->ids, g->step.pos = g->pos, g->step.slot = g->slot, g->step.out = g->out;
+    g->step.T = g->step.n_samples = T;
+    g->step.ids = g->ids, g->step.pos = g->pos, g->step.kv_slot = g->slot, g->step.samples = g->out;
 }
 
 /* The place in graph_sizes of the graphs that the step may be run by; -1: none. */
 static int graph_size(const toka_device *d, const toka_step *s) {
     int size = 0;
-    if (!d->graphs.n || s->n_out != s->T || s->T > GRAPH_ROWS || s->logits) return -1;
+    if (!d->graphs.n || s->n_samples != s->T || s->T > GRAPH_ROWS || s->logits) return -1;
     if (d->group && __atomic_load_n(&d->group->no_graphs, __ATOMIC_ACQUIRE)) return -1;
-    for (int i = 0; i < s->n_out; i++)
-        if (s->out[i].row != i) return -1;
+    for (int i = 0; i < s->n_samples; i++)
+        if (s->samples[i].row != i) return -1;
     while (graph_sizes[size] < s->T) size++;
     if (d->samp && samp_filters(d, s) && !samp_fits(d, s, graph_sizes[size])) return -1;
     return d->graphs.all[size * GRAPH_KINDS + 1].exec ? size : -1;
@@ -8768,8 +8768,8 @@ static const toka_step *graph_step(toka_device *d, const toka_step *s, int T) {
     g->step = *s;
     memcpy(g->ids, s->ids, (size_t)s->T * sizeof *g->ids);
     memcpy(g->pos, s->pos, (size_t)s->T * sizeof *g->pos);
-    memcpy(g->slot, s->slot, (size_t)s->T * sizeof *g->slot);
-    memcpy(g->out, s->out, (size_t)s->n_out * sizeof *g->out);
+    memcpy(g->slot, s->kv_slot, (size_t)s->T * sizeof *g->slot);
+    memcpy(g->out, s->samples, (size_t)s->n_samples * sizeof *g->out);
     graph_fill(d, s->T, T);
     return &g->step;
 }
@@ -8804,11 +8804,11 @@ static void graph_say(toka_device *d, const char *fmt, ...) {
  * merge. */
 static const toka_step *cuda_capture(toka_device *d) {
     step_graphs *g = &d->graphs;
-    const int most = min(d->options.max_tokens, d->options.max_out);
+    const int most = min(d->options.max_tokens, d->options.max_samples);
     if (!g->next) g->free_before = graph_free_bytes();
     for (; !d->options.eager && !d->error.code && g->next < GRAPH_SIZES * GRAPH_KINDS; g->next++) {
         const int size = g->next / GRAPH_KINDS, kind = g->next % GRAPH_KINDS, T = graph_sizes[size];
-        if (T > most || (size && graph_sizes[size - 1] >= d->options.n_slots)) break;
+        if (T > most || (size && graph_sizes[size - 1] >= d->options.n_seqs)) break;
         if ((T == 1 && kind > 2) || (!kind && !attn_has_squads(d->attn, size ? graph_sizes[size - 1] + 1 : 1))) continue;
         g->now = &g->all[g->next++], g->capturing = true;
         g->step = toka_step{};
@@ -8832,7 +8832,7 @@ static size_t step_rows_bytes(const toka_device *d, int T, int n_out) {
  * size: up to which of graph_sizes it is filled up, if there is a graph that fits attention's plan; -1: there is none. */
 static void step_plan(toka_device *d, const toka_step *s, int size) {
     const int T = size < 0 ? s->T : graph_sizes[size];
-    d->up.used = step_rows_bytes(d, T, size < 0 ? s->n_out : T);
+    d->up.used = step_rows_bytes(d, T, size < 0 ? s->n_samples : T);
     attn_plan_step(d, s);
     d->rows.copies = (const toka_copy *)stage_put(&d->up, s->copies, (size_t)s->n_copies * sizeof *s->copies);
     d->graphs.now = size < 0 ? NULL : graph_of(d, size);
@@ -8841,9 +8841,9 @@ static void step_plan(toka_device *d, const toka_step *s, int size) {
     d->up.used = 0, d->step = s, d->rows.T = s->T;
     d->rows.ids = (const int *)stage_put(&d->up, s->ids, (size_t)s->T * sizeof(int));
     d->rows.pos = (const int *)stage_put(&d->up, s->pos, (size_t)s->T * sizeof(int));
-    d->rows.slot = (const int *)stage_put(&d->up, s->slot, (size_t)s->T * sizeof(int));
+    d->rows.slot = (const int *)stage_put(&d->up, s->kv_slot, (size_t)s->T * sizeof(int));
     if (d->samp) samp_plan_step(d, s);
-    assert(d->up.used <= step_rows_bytes(d, s->T, s->n_out));
+    assert(d->up.used <= step_rows_bytes(d, s->T, s->n_samples));
     d->up.used = end;
     if (d->samp && d->graphs.now) samp_plan_filters(d, s);
 }
@@ -9015,13 +9015,13 @@ static void cuda_copy_pages(toka_device *d, const toka_step *s) {
 /* Of the tensor ranks, whose results are added up, one has the old x. */
 static enum epilogue rest_epilogue(const toka_device *d) { return d->options.tp_rank ? EPI_STORE : EPI_RESIDUAL; }
 
-static void cuda_embed(toka_device *d, const toka_step *s, toka_dev x) {
+static void cuda_embed(toka_device *d, const toka_step *s, toka_dev_ptr x) {
     if (!op_begins(d, "embed") || !group_wait_drawn(d, s) || graph_runs(d)) return;
     s = d->step;
     d->folded = s->T <= FOLD_ROWS && tp_size(d) == 1;
     launch_dependent(d, "embedding", embed_kernel, dim3(s->T), 128, 0, 1, d->rows.ids, d->last, d->embed, d->shape->v0,
                      d->shape->V, dev_bf16(x), d->E, fold_for(d, d->folded ? d->layers->attn_norm : NULL, false));
-    clock_part(d, TOKA_PART_EMBED);
+    clock_part(d, TOKA_OP_EMBED);
 }
 
 /* The norm of the op that follows can be folded into this GEMM (chapter 4). */
@@ -9031,9 +9031,9 @@ static const float *fold_norm(toka_device *d, const gemm_args *g, const float *n
 }
 /* The rows that are drawn are all, in their order; then the norm before the LM head can be folded, too. */
 static bool fold_draws(const toka_device *d, const toka_step *s) {
-    bool all = d->hopper && d->samp && s->T <= FOLD_ROWS && s->n_out == s->T && d->samp->in_order &&
-               s->n_out <= d->samp->chunk;
-    for (int i = 0; all && i < s->n_out; i++) all = s->out[i].row == i;
+    bool all = d->hopper && d->samp && s->T <= FOLD_ROWS && s->n_samples == s->T && d->samp->in_order &&
+               s->n_samples <= d->samp->chunk;
+    for (int i = 0; all && i < s->n_samples; i++) all = s->samples[i].row == i;
     return all;
 }
 
@@ -9057,30 +9057,30 @@ static void norm_qkv_rope_kv(toka_device *d, int n, int layer, const bf16 *x, bf
                    l->q_norm, l->k_norm, n, sh->H, sh->K, sh->D, sh->B, sh->eps, qkv_fuses(d, sh->D)};
     launch_dependent(d, "RoPE", rope_kernel, dim3(ceil_div(n * (sh->H + 2 * sh->K), 8)), 256, 0, 1, a);
 }
-static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *, int layer, toka_dev x, toka_dev q) {
+static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *, int layer, toka_dev_ptr x, toka_dev_ptr q) {
     if (!op_launches(d, "norm_qkv_rope_kv")) return;
     norm_qkv_rope_kv(d, d->step->T, layer, dev_bf16(x), dev_bf16(q));
-    clock_part(d, TOKA_PART_QKV);
+    clock_part(d, TOKA_OP_QKV);
 }
 
-static void cuda_attention(toka_device *d, const toka_step *, int layer, toka_dev q, toka_dev o) {
+static void cuda_attention(toka_device *d, const toka_step *, int layer, toka_dev_ptr q, toka_dev_ptr o) {
     if (!op_begins(d, "attention")) return;
     d->graphs.role = graph_runs(d) ? GRAPH_RENEWS : d->graphs.capturing ? GRAPH_KEEPS : GRAPH_LAUNCHES;
     attention(d, layer, dev_bf16(q), dev_bf16(o));
     d->graphs.role = GRAPH_LAUNCHES;
-    clock_part(d, TOKA_PART_ATTENTION);
+    clock_part(d, TOKA_OP_ATTENTION);
 }
 
-static void cuda_out_residual(toka_device *d, const toka_step *, int layer, toka_dev o, toka_dev x) {
+static void cuda_out_residual(toka_device *d, const toka_step *, int layer, toka_dev_ptr o, toka_dev_ptr x) {
     if (!op_launches(d, "out_residual")) return;
     const weight *w = &d->layers[layer].o;
     gemm_args g = {d->step->T, dev_bf16(o), w->K, w, dev_bf16(x), d->E, rest_epilogue(d)};
     g.norm = fold_norm(d, &g, d->layers[layer].mlp_norm);
     if (!sum_scatter(d, &g)) gemm(d, &g);
-    clock_part(d, TOKA_PART_OUT);
+    clock_part(d, TOKA_OP_OUT);
 }
 
-static void cuda_norm_mlp_residual(toka_device *d, const toka_step *, int layer, toka_dev x) {
+static void cuda_norm_mlp_residual(toka_device *d, const toka_step *, int layer, toka_dev_ptr x) {
     if (!op_launches(d, "norm_mlp_residual")) return;
     const layer_weights *l = &d->layers[layer];
     const int n = d->step->T;
@@ -9092,10 +9092,10 @@ static void cuda_norm_mlp_residual(toka_device *d, const toka_step *, int layer,
     if (layer + 1 < d->shape->L) down.norm = fold_norm(d, &down, d->layers[layer + 1].attn_norm);
     else if (fold_draws(d, d->step)) down.norm = fold_norm(d, &down, d->norm);
     if (!sum_scatter(d, &down)) gemm(d, &down);
-    clock_part(d, TOKA_PART_MLP);
+    clock_part(d, TOKA_OP_MLP);
 }
 
-static void cuda_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks) {
+static void cuda_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev_ptr x, toka_sample_result *picks) {
     if (!op_begins(d, "norm_logits_sample")) return;
     sum_norm(d, NULL);
     if (d->graphs.capturing) d->graphs.now->meetings = 0;
@@ -9106,7 +9106,7 @@ static void cuda_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev
     if (graph_runs(d) && d->rank) d->rank->n_meetings += (unsigned)d->graphs.now->meetings;
     samp_bring(d, s, picks);
     group_send_drawn(d, s);
-    clock_part(d, TOKA_PART_HEAD);
+    clock_part(d, TOKA_OP_HEAD);
 }
 
 extern "C" const toka_backend toka_cuda = {
@@ -9125,7 +9125,7 @@ extern "C" const toka_backend toka_cuda = {
     .group_open = group_open,
     .group_close = group_close,
     .group_abort = group_abort,
-    .group_watch = group_watch,
+    .group_watchdog = group_watch,
     .all_reduce = cuda_all_reduce,
     .send = cuda_send,
     .receive = cuda_receive,
@@ -9144,12 +9144,12 @@ extern "C" const toka_backend toka_cuda = {
     .bench = cuda_bench,
     .activation_bytes = sizeof(bf16),
     .page_tok = TOKA_GPU_PAGE_TOK,
-    .rehearse = true,
-    .default_tokens = TOKA_GPU_TOKENS,
-    .default_seqs = TOKA_GPU_SEQS,
+    .warm_up = true,
+    .default_tokens = TOKA_GPU_MAX_TOKENS,
+    .default_seqs = TOKA_GPU_MAX_SEQS,
     .n_ahead = STEPS_AHEAD,
     .merge_tok = 8, /* these three: how attention's time grows, measured on an H100 (chapter 9) */
     .span_tok = 512,
     .tile_rows = 32,
-    .cut_tok = 8, /* what a copy to attn_small fetches at least */
+    .span_align_tok = 8, /* what a copy to attn_small fetches at least */
 };

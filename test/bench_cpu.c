@@ -27,7 +27,7 @@ typedef struct bench { /* one open model */
     toka_device *d;
     char *bytes; /* all weights in one block */
     size_t n_bytes, used;
-    toka_dev x, q, o;
+    toka_dev_ptr x, q, o;
 } bench;
 
 static toka_tensor bench_tensor(bench *b, int rows, int cols, toka_dtype type) {
@@ -68,7 +68,7 @@ static void bench_open(bench *b, toka_dtype type, int threads, const cpu_kernels
         uint16_t h = type == TOKA_BF16 ? (uint16_t)(f >> 16) : (uint16_t)(sign >> 16 | 0x2400 | mantissa >> 13);
         memcpy(b->bytes + i, type == TOKA_F32 ? (void *)&f : (void *)&h, type == TOKA_F32 ? 4 : 2);
     }
-    toka_device_options o = {.n_threads = threads, .max_tokens = 512, .max_out = 8, .n_pages = 256 * 64 + 64};
+    toka_device_options o = {.n_threads = threads, .max_tokens = 512, .max_samples = 8, .n_pages = 256 * 64 + 64};
     if (toka_cpu.open(&b->d, &o, &bench_shape, &b->w, &e)) {
         fprintf(stderr, "%s\n", e.msg);
         exit(2);
@@ -85,14 +85,14 @@ static void bench_close(bench *b) {
 /* T tokens of one sequence from position pos on, one row of logits. */
 static double bench_step(bench *b, int T, int pos) {
     static int32_t ids[512], at[512], slot[512], pages[128];
-    static toka_out_row row;
-    toka_pick pick;
+    static toka_sample_row row;
+    toka_sample_result pick;
     toka_span span = {0, T, 0, 0, pos + T};
     for (int t = 0; t < T; t++) ids[t] = (t * 37 + pos) % bench_shape.V, at[t] = slot[t] = pos + t;
     for (int i = 0; i < 128; i++) pages[i] = i;
-    row = (toka_out_row){.row = T - 1, .forced_id = 5};
-    toka_step s = {.T = T, .n_spans = 1, .n_out = 1, .ids = ids, .pos = at, .slot = slot, .pages = pages, .spans = &span,
-                   .out = &row};
+    row = (toka_sample_row){.row = T - 1, .forced_id = 5};
+    toka_step s = {.T = T, .n_spans = 1, .n_samples = 1, .ids = ids, .pos = at, .kv_slot = slot, .pages = pages, .spans = &span,
+                   .samples = &row};
     double t0 = bench_now();
     toka_cpu.embed(b->d, &s, b->x);
     for (int l = 0; l < bench_shape.L; l++) {
@@ -179,7 +179,7 @@ static double bench_share(bench *b, int mode) {
         pages[n_pages++] = b->d->options.n_pages - 1 - r % 32;
         ids[r] = 1, pos[r] = BENCH_PREFIX, slot[r] = 0;
     }
-    toka_step s = {.T = BENCH_ROWS, .n_spans = n_spans, .ids = ids, .pos = pos, .slot = slot, .pages = pages,
+    toka_step s = {.T = BENCH_ROWS, .n_spans = n_spans, .ids = ids, .pos = pos, .kv_slot = slot, .pages = pages,
                    .spans = spans};
     toka_cpu.attention(b->d, &s, 0, b->q, b->o);
     double t0 = bench_now();

@@ -73,7 +73,7 @@ struct host_step {
         for (size_t i = 0; i < s.seqs.size(); i++)
             spans.push_back({s.seqs[i].row0, s.seqs[i].rows, first[i] + cover[i] / s.c.B, cover[i], s.seqs[i].len - cover[i]});
         shape.H = s.c.K * s.c.G, shape.K = s.c.K, shape.D = s.c.D, shape.B = s.c.B, shape.L = 1;
-        step.T = s.T, step.pos = pos.data(), step.slot = slot.data(), step.pages = pages.data(), step.spans = spans.data(), step.n_spans = (int)spans.size();
+        step.T = s.T, step.pos = pos.data(), step.kv_slot = slot.data(), step.pages = pages.data(), step.spans = spans.data(), step.n_spans = (int)spans.size();
     }
 };
 
@@ -622,10 +622,10 @@ static void test_lists() {
 static void check_filling(scene &s, bool share, int size, int launches, bool hopper = false) {
     host_step h(s, share, 7);
     std::vector<int> ids((size_t)s.T, 3), slot((size_t)s.T, 65);
-    std::vector<toka_out_row> out((size_t)s.T);
+    std::vector<toka_sample_row> out((size_t)s.T);
     toka_device *d = (toka_device *)calloc(1, sizeof *d);
     d->shape = &h.shape, d->n_sms = 132, d->options.max_tokens = 512, d->options.n_pages = 1000, d->kv_layer = 1 << 20, d->hopper = hopper;
-    h.step.ids = ids.data(), h.step.slot = slot.data(), h.step.out = out.data(), h.step.n_out = s.T;
+    h.step.ids = ids.data(), h.step.kv_slot = slot.data(), h.step.samples = out.data(), h.step.n_samples = s.T;
     attn_plan_open(d);
     std::vector<char> up(attn_stage_bytes(d) + 8192);
     d->up.host[0] = d->up.dev[0] = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d->up.cap = up.size() - 16;
@@ -650,7 +650,7 @@ static int most_captured(int n_slots, int max_tokens) {
     toka_shape shape = {.B = 64};
     toka_device *d = (toka_device *)calloc(1, sizeof *d);
     int most = 0;
-    d->shape = &shape, d->options.max_tokens = d->options.max_out = max_tokens, d->options.n_slots = n_slots;
+    d->shape = &shape, d->options.max_tokens = d->options.max_samples = max_tokens, d->options.n_seqs = n_slots;
     for (const toka_step *s; (s = cuda_capture(d));) most = s->T;
     free(d);
     return most;

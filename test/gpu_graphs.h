@@ -8,9 +8,9 @@ enum { G_SHARED = G_SEQS / G_FAMILY + G_SEQS / G_GROUP };
 typedef struct g_step {
     int32_t id[G_SEQS], pos[G_SEQS], slot[G_SEQS], pages[7 * G_SEQS];
     toka_span spans[3 * G_SEQS];
-    toka_out_row out[G_SEQS];
+    toka_sample_row out[G_SEQS];
     toka_copy copy;
-    toka_pick picks[G_SEQS];
+    toka_sample_result picks[G_SEQS];
     int n_pages;
     toka_step s;
 } g_step;
@@ -36,7 +36,7 @@ static void g_share(g_step *g, int from, int to, int p, int each, int than, int 
 }
 
 /* How row `row` of sequence q is drawn. mixed: nearly all with filters and lists, of each kind a few, beside plain ones. */
-static toka_out_row g_out(int row, int q, int len, bool one, bool mixed) {
+static toka_sample_row g_out(int row, int q, int len, bool one, bool mixed) {
     static const int32_t ids[] = {3, 17, 40, 41, 42, 99, 130, 17, 200, 3, 7, 150};
     static const float values[] = {2, -3, 0.5f, 4};
     static const toka_sampling how[] = {{.temperature = 0.7, .top_p = 1, .repetition_penalty = 1, .seed = 7},
@@ -51,7 +51,7 @@ static toka_out_row g_out(int row, int q, int len, bool one, bool mixed) {
                                         {.temperature = 1, .top_p = 1, .repetition_penalty = 1, .bias_ids = ids, .bias_values = values, .n_bias = 4},
                                         {.top_p = 1, .repetition_penalty = 1, .allowed_ids = ids, .n_allowed = 9, .logprobs = 3},
                                         {.temperature = 0.7, .top_p = 1, .top_k = 7, .repetition_penalty = 1, .logprobs = TOKA_NO_LOGPROBS}};
-    toka_out_row r = {.row = row, .slot = q, .forced_id = -1, .sample = (uint32_t)q, .position = (uint32_t)len};
+    toka_sample_row r = {.row = row, .seq = q, .forced_id = -1, .sample = (uint32_t)q, .position = (uint32_t)len};
     r.sampling = &how[one && row == 1 ? 2 : q % 8 == 6 ? 3 : q % 2];
     if (mixed && (q + len) % 10 < 8) {
         r.sampling = &mix[(q + len) % 10];
@@ -65,7 +65,7 @@ static toka_out_row g_out(int row, int q, int len, bool one, bool mixed) {
  * groups have one each. mode / 4: every so many steps 1: a row is drawn with top-p, 2: a page is copied, 3: most rows have filters. */
 static void g_fill(g_step *g, g_seq *seqs, int from, int to, int mode, int B) {
     const int shared = mode % 4, than = shared == 2 ? 2 : 1;
-    g->s = (toka_step){.ids = g->id, .pos = g->pos, .slot = g->slot, .pages = g->pages, .spans = g->spans, .out = g->out};
+    g->s = (toka_step){.ids = g->id, .pos = g->pos, .kv_slot = g->slot, .pages = g->pages, .spans = g->spans, .samples = g->out};
     if (shared == 3) g_share(g, from, to, 0, G_FAMILY, 0, B), g_share(g, from, to, 1, G_GROUP, 0, B);
     for (int i = from, end; i < to; i = end) {
         for (end = i; end < to && end / G_GROUP == i / G_GROUP;) end++;
@@ -81,7 +81,7 @@ static void g_fill(g_step *g, g_seq *seqs, int from, int to, int mode, int B) {
             else seqs[q].drew = true;
         }
     }
-    g->s.T = g->s.n_out = to - from;
+    g->s.T = g->s.n_samples = to - from;
     if (mode / 4 == 2) g->copy = (toka_copy){G_SHARED + from * G_OWN, G_SHARED + G_SEQS * G_OWN}, g->s.copies = &g->copy, g->s.n_copies = 1;
 }
 
@@ -107,7 +107,7 @@ static int64_t g_run(const toka_options *o, g_step *steps, char *about, toka_err
         rng = rng * 6364136223846793005u + 1442695040888963407u;
         int n = sizes[i / 2 % COUNT(sizes)], from = (int)((rng >> 33) % (uint64_t)(G_SEQS - n + 1));
         g_fill(&steps[i], seqs, from, from + n, i % 4 + (i % 7 == 3 ? 4 : i % 11 == 5 ? 8 : i % 5 == 1 ? 12 : 0), t->shape.B);
-        steps[i].s.number = i + 2, steps[i].s.needs = i ? i + 1 : 0; /* the first was the rehearsal */
+        steps[i].s.number = i + 2, steps[i].s.needs_step = i ? i + 1 : 0; /* the first was the rehearsal */
         number = model_post(m, &steps[i].s, steps[i].picks);
         if (!i) first = number;
         if (number > first + 1 && model_wait(m, number - 2, e)) number = 0;
@@ -129,8 +129,8 @@ static void g_compare(const char *name, toka_options *o) {
     const int64_t none = n < 0 ? n : g_run(o, without, NULL, &e);
     int different = 0, rows = 0, kept = 0, tops = 0;
     for (int i = 0; i < G_STEPS && none == 0; i++)
-        for (int k = 0; k < with[i].s.n_out; k++, rows++) {
-            const toka_pick *a = &with[i].picks[k], *b = &without[i].picks[k];
+        for (int k = 0; k < with[i].s.n_samples; k++, rows++) {
+            const toka_sample_result *a = &with[i].picks[k], *b = &without[i].picks[k];
             kept += a->logprob < 0, tops += a->n_top > 0;
             different += a->id != b->id || memcmp(&a->logprob, &b->logprob, 4) || memcmp(&a->sampled_logprob, &b->sampled_logprob, 4) ||
                          a->n_top != b->n_top || memcmp(a->top_ids, b->top_ids, (size_t)a->n_top * sizeof *a->top_ids) ||

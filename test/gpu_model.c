@@ -35,20 +35,20 @@ enum { ROWS = 2048, CASES = 32 };
 typedef struct mix {
     int32_t id[ROWS], pos[ROWS], slot[ROWS], pages[ROWS];
     toka_span spans[CASES];
-    toka_out_row out[8 * CASES];
+    toka_sample_row out[8 * CASES];
     int n_pages;
     toka_step s;
 } mix;
 
 static mix *mix_new(void) {
     mix *m = mem_zalloc(sizeof *m);
-    m->s = (toka_step){.ids = m->id, .pos = m->pos, .slot = m->slot, .pages = m->pages, .spans = m->spans, .out = m->out};
+    m->s = (toka_step){.ids = m->id, .pos = m->pos, .kv_slot = m->slot, .pages = m->pages, .spans = m->spans, .samples = m->out};
     for (int i = 0; i < ROWS; i++) m->pages[i] = (int32_t)((i * 7 + 3) % 251); /* scattered; 7 and 251 are coprime */
     return m;
 }
 static void mix_add(mix *m, const int32_t *ids, int n, const int32_t *at, int n_at, int B) {
     toka_step *s = &m->s;
-    for (int i = 0; i < n_at; i++) m->out[s->n_out++] = (toka_out_row){.row = s->T + at[i], .forced_id = 0};
+    for (int i = 0; i < n_at; i++) m->out[s->n_samples++] = (toka_sample_row){.row = s->T + at[i], .forced_id = 0};
     m->spans[s->n_spans++] = (toka_span){s->T, n, m->n_pages, 0, n};
     for (int p = 0; p < n; p++, s->T++)
         m->id[s->T] = ids[p], m->pos[s->T] = p, m->slot[s->T] = m->pages[m->n_pages + p / B] * B + p % B;
@@ -76,8 +76,8 @@ static void fixture(const char *name) {
         int n = int_array(json_get(it, "prompt_ids"), ids, 512), n_at = int_array(json_get(it, "logit_positions"), at, 8);
         mix_add(m, ids, n, at, n_at, t->shape.B);
     }
-    float *got = mem_alloc((size_t)m->s.n_out * V * sizeof(float)), *want = mem_alloc((size_t)m->s.n_out * V * sizeof(float));
-    memset(got, 0xFF, (size_t)m->s.n_out * V * sizeof(float));
+    float *got = mem_alloc((size_t)m->s.n_samples * V * sizeof(float)), *want = mem_alloc((size_t)m->s.n_samples * V * sizeof(float));
+    memset(got, 0xFF, (size_t)m->s.n_samples * V * sizeof(float));
     m->s.logits = got;
     bool ran = g->replicas[0].s.c.n_pages >= 251 && model_step(&g->replicas[0].m, &m->s, g->replicas[0].flights[0].picks, &e) == 0;
     JSON_EACH(it, cases) {
@@ -111,11 +111,11 @@ static int logits_main(int argc, char **argv) {
     toka *t = must_open(argv[2], argc > 5 ? argv[5] : "cuda", 16, MAX(64, (int)id.n));
     int n = (int)id.n, V = t->shape.V;
     int32_t *pos = mem_alloc((size_t)n * 4), *slot = mem_alloc((size_t)n * 4), *pages = mem_alloc((size_t)n * 4);
-    toka_out_row *out = mem_zalloc((size_t)n * sizeof *out);
-    for (int i = 0; i < n; i++) pos[i] = i, slot[i] = i, pages[i] = i, out[i] = (toka_out_row){.row = i};
+    toka_sample_row *out = mem_zalloc((size_t)n * sizeof *out);
+    for (int i = 0; i < n; i++) pos[i] = i, slot[i] = i, pages[i] = i, out[i] = (toka_sample_row){.row = i};
     toka_span span = {0, n, 0, 0, n};
     float *logits = mem_alloc((size_t)n * V * sizeof(float));
-    toka_step s = {.T = n, .n_spans = 1, .n_out = n, .ids = id.p, .pos = pos, .slot = slot, .pages = pages, .spans = &span, .out = out,
+    toka_step s = {.T = n, .n_spans = 1, .n_samples = n, .ids = id.p, .pos = pos, .kv_slot = slot, .pages = pages, .spans = &span, .samples = out,
                    .logits = logits};
     if (model_step(&t->engine->replicas[0].m, &s, t->engine->replicas[0].flights[0].picks, &e)) return printf("%s\n", e.msg), 2;
     FILE *f = fopen(argv[4], "wb");

@@ -62,11 +62,11 @@ typedef struct both {
     toka_layer layers[2]; /* the same twice */
     toka_weights weights;
     toka_device *dev[2];
-    toka_dev x[2], q[2], o[2];
+    toka_dev_ptr x[2], q[2], o[2];
     int32_t ids[MAX_T], pos[MAX_T], slot[2][MAX_T], pages[MAX_T];
     toka_span spans[2];
-    toka_out_row out[MAX_T];
-    toka_pick picks[MAX_T];
+    toka_sample_row out[MAX_T];
+    toka_sample_result picks[MAX_T];
     toka_step s;
 } both;
 
@@ -85,7 +85,7 @@ static void both_open(both *b, const op_case *c) {
         size_t heads = (size_t)MAX_T * c->H * c->D * be->activation_bytes;
         b->shape[i] = (toka_shape){.L = 2, .H = c->H, .K = c->K, .D = c->D, .E = c->E, .F = c->F, .V = c->V, .V_all = c->V, .B = be->page_tok,
                                    .eps = 1e-5f, .rope_freq = b->rope, .rope_scale = 1, .max_len = MAX_T};
-        toka_device_options o = {.max_tokens = MAX_T, .max_out = MAX_T, .n_pages = MAX_T / be->page_tok + 2};
+        toka_device_options o = {.max_tokens = MAX_T, .max_samples = MAX_T, .n_pages = MAX_T / be->page_tok + 2};
         if (be->open(&b->dev[i], &o, &b->shape[i], &b->weights, &e)) printf("FAILED %s: %s\n", be->name, e.msg), exit(2);
         b->x[i] = be->alloc(b->dev[i], (size_t)MAX_T * ((size_t)c->E + 7) / 8 * 8 * be->activation_bytes);
         b->q[i] = be->alloc(b->dev[i], heads), b->o[i] = be->alloc(b->dev[i], heads);
@@ -101,7 +101,7 @@ static void both_close(both *b) {
 /* Rows 0 .. T1-1 are one sequence, the others a second. Pages and slots as backend i needs them. */
 static void both_plan(both *b, int i, int T) {
     int B = backends[i]->page_tok, first = T > 3 ? T / 3 * 2 : T, n_pages = 0;
-    b->s = (toka_step){.T = T, .ids = b->ids, .pos = b->pos, .slot = b->slot[i], .pages = b->pages, .spans = b->spans, .out = b->out};
+    b->s = (toka_step){.T = T, .ids = b->ids, .pos = b->pos, .kv_slot = b->slot[i], .pages = b->pages, .spans = b->spans, .samples = b->out};
     for (int at = 0; at < T; at += b->spans[b->s.n_spans - 1].n_rows) {
         int n = at ? T - at : first;
         b->spans[b->s.n_spans++] = (toka_span){at, n, n_pages, 0, n};
@@ -110,11 +110,11 @@ static void both_plan(both *b, int i, int T) {
             b->pos[at + p] = p, b->slot[i][at + p] = b->pages[n_pages - 1] * B + p % B;
         }
     }
-    for (int t = 0; t < T; t++) b->out[t] = (toka_out_row){.row = t, .slot = -1, .forced_id = 0};
+    for (int t = 0; t < T; t++) b->out[t] = (toka_sample_row){.row = t, .seq = -1, .forced_id = 0};
 }
 
 /* values: [rows][cols] float32, exact in bf16; to both. Rows on the GPU are `ld` apart. */
-static void both_put(both *b, const toka_dev to[2], const float *values, int rows, int cols, int ld) {
+static void both_put(both *b, const toka_dev_ptr to[2], const float *values, int rows, int cols, int ld) {
     uint16_t *half = mem_zalloc((size_t)rows * ld * 2);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < cols; c++) half[(size_t)r * ld + c] = to_bf16(values[(size_t)r * cols + c]);
@@ -123,7 +123,7 @@ static void both_put(both *b, const toka_dev to[2], const float *values, int row
     free(half);
 }
 /* The GPU's result as float32 [rows][cols], and the CPU's. */
-static void both_get(both *b, const toka_dev from[2], float *cpu, float *gpu, int rows, int cols, int ld) {
+static void both_get(both *b, const toka_dev_ptr from[2], float *cpu, float *gpu, int rows, int cols, int ld) {
     uint16_t *half = mem_alloc((size_t)rows * ld * 2);
     toka_cpu.download(b->dev[CPU], cpu, from[CPU], (size_t)rows * cols * sizeof *cpu);
     toka_cuda.download(b->dev[GPU], half, from[GPU], (size_t)rows * ld * 2);
@@ -166,7 +166,7 @@ static void op_run(both *b, int T) {
     /* the GPU has the work lists of the step that begin was told of, so a step's ops keep their order */
     for (int i = 0; i < 2; i++) {
         both_plan(b, i, T);
-        b->s.n_out = T;
+        b->s.n_samples = T;
         if (backends[i]->begin) backends[i]->begin(b->dev[i], &b->s);
         backends[i]->embed(b->dev[i], &b->s, b->x[i]);
     }
@@ -209,7 +209,7 @@ static void op_run(both *b, int T) {
     both_put(b, b->x, in, T, c->E, ld);
     for (int i = 0; i < 2; i++) {
         both_plan(b, i, T);
-        b->s.n_out = T, b->s.logits = i ? gpu : cpu;
+        b->s.n_samples = T, b->s.logits = i ? gpu : cpu;
         if (T % 2 == 0) backends[i]->norm_mlp_residual(b->dev[i], &b->s, 1, b->x[i]);
         backends[i]->norm_logits_sample(b->dev[i], &b->s, b->x[i], b->picks);
         if (backends[i]->end) backends[i]->end(b->dev[i], &b->s);

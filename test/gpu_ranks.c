@@ -65,7 +65,7 @@ enum { SUM_CALLS = 7 };
 typedef struct summer {
     toka_device *d;
     int rank, device, E, n_calls, rows[SUM_CALLS];
-    toka_dev x;
+    toka_dev_ptr x;
     uint16_t *host; /* [rows][E] bf16: before the first, and behind the last call */
     double us;
     pthread_t thread;
@@ -201,10 +201,10 @@ static int answer_all(toka *t, answers *w, toka_err *e) {
 static int logits_of(toka *t, const answers *w, int kind, int copies, float **logits, int *n_rows, toka_err *e) {
     const int B = t->shape.B, V = t->shape.V, cap = MOST_ROWS;
     int32_t *ints = mem_zalloc((size_t)cap * 4 * sizeof *ints), *pos = ints + cap, *slot = pos + cap, *pages = slot + cap;
-    toka_out_row *out = mem_zalloc((size_t)cap * sizeof *out);
+    toka_sample_row *out = mem_zalloc((size_t)cap * sizeof *out);
     toka_span *spans = mem_alloc((size_t)(copies * w->n_prompts) * sizeof *spans);
     int n_pages = 0;
-    toka_step s = {.ids = ints, .pos = pos, .slot = slot, .pages = pages, .spans = spans, .out = out, .number = *n_rows ? 3 : 2};
+    toka_step s = {.ids = ints, .pos = pos, .kv_slot = slot, .pages = pages, .spans = spans, .samples = out, .number = *n_rows ? 3 : 2};
     for (int i = 0; i < cap; i++) pages[i] = i;
     for (int k = 0; k < copies * w->n_prompts; k++) {
         const int i = k % w->n_prompts, n = w->n_ids[i] + (kind < 0 ? 0 : ANSWER);
@@ -212,15 +212,15 @@ static int logits_of(toka *t, const answers *w, int kind, int copies, float **lo
         for (int p = 0; p < n; p++, s.T++) {
             ints[s.T] = p < w->n_ids[i] ? w->ids[i][p] : w->a[kind][i].ids[p - w->n_ids[i]];
             pos[s.T] = p, slot[s.T] = (n_pages + p / B) * B + p % B;
-            out[s.T] = (toka_out_row){.row = s.T, .forced_id = 0, .slot = -1};
+            out[s.T] = (toka_sample_row){.row = s.T, .forced_id = 0, .seq = -1};
         }
         n_pages += (n + B - 1) / B;
     }
     const size_t before = (size_t)*n_rows * (size_t)V, more = (size_t)s.T * (size_t)V;
-    s.n_out = s.T, *n_rows += s.T;
+    s.n_samples = s.T, *n_rows += s.T;
     *logits = mem_realloc(*logits, (before + more) * sizeof(float)), s.logits = *logits + before;
     memset(s.logits, 0xFF, more * sizeof(float));
-    toka_pick *picks = mem_alloc((size_t)s.T * sizeof *picks);
+    toka_sample_result *picks = mem_alloc((size_t)s.T * sizeof *picks);
     int code = model_step(&t->engine->replicas[0].m, &s, picks, e);
     free(picks), free(ints), free(out), free(spans);
     return code;
@@ -235,7 +235,7 @@ static double group_weight(const samp_dist *d, int b, int g) {
 }
 
 /* The id that a GPU draws from raw logits x [V], which are overwritten: chapters 11 and 12 of toka_kernels.cu, in double. */
-static int32_t gpu_draw(const toka_out_row *row, float *x, int V) {
+static int32_t gpu_draw(const toka_sample_row *row, float *x, int V) {
     const toka_sampling *s = row->sampling;
     double best = -INFINITY, passed = 0;
     int block = 0, group = 0;
@@ -266,7 +266,7 @@ static bool same_group(int32_t a, int32_t b) { return a >= 0 && b >= 0 && a / 25
 
 /* Logits `below` draw an id of the wanted one's group below it, logits `above` one above it: do some between them draw it? It may be so
  * unlikely that no others would be met by chance. */
-static bool between(const toka_out_row *row, int32_t wanted, float *below, float *above, int V) {
+static bool between(const toka_sample_row *row, int32_t wanted, float *below, float *above, int V) {
     float *middle = mem_alloc((size_t)V * sizeof *middle);
     int32_t id = -1;
     for (int turn = 0; turn < 60 && id != wanted; turn++) {
@@ -293,7 +293,7 @@ static bool may_draw(const answers *w, int kind, int i, int k, const float *logi
     bool has_below = false, has_above = false;
     ask(&r, kind, i);
     memcpy(history, w->ids[i], (size_t)n * sizeof *history), memcpy(history + n, a->ids, (size_t)k * sizeof *history);
-    const toka_out_row row = {.slot = -1, .forced_id = -1, .position = (uint32_t)(n + k), .sampling = &r.sampling, .history = history, .n_prompt = n,
+    const toka_sample_row row = {.seq = -1, .forced_id = -1, .position = (uint32_t)(n + k), .sampling = &r.sampling, .history = history, .n_prompt = n,
                               .n_history = n + k};
     float *x = mem_alloc((size_t)V * 4 * sizeof *x), *drawn = x + V, *below = drawn + V, *above = below + V;
     int32_t id = -1;

@@ -6,20 +6,20 @@
 #include "test_samp.c"
 
 typedef struct toka_test_case {
-    toka_out_row row;
+    toka_sample_row row;
     float *raw; /* [V] */
 } toka_test_case;
 
-void toka_test_row(const toka_out_row *row, float *logits, int V, toka_pick *pick);
-void toka_test_distribution(const toka_out_row *row, float *logits, int V, double *p);
+void toka_test_row(const toka_sample_row *row, float *logits, int V, toka_sample_result *pick);
+void toka_test_distribution(const toka_sample_row *row, float *logits, int V, double *p);
 toka_test_case toka_test_random(uint64_t seed, int V);
 double toka_test_g(const int *seen, const double *p, int n_cells, double n);
 
 /* samp_row; logits are overwritten. */
-void toka_test_row(const toka_out_row *row, float *logits, int V, toka_pick *pick) { samp_row(row, logits, V, pick); }
+void toka_test_row(const toka_sample_row *row, float *logits, int V, toka_sample_result *pick) { samp_row(row, logits, V, pick); }
 
 /* p[V]: the probability of each id being picked; all 0 if none may be. logits become the adjusted ones. */
-void toka_test_distribution(const toka_out_row *row, float *logits, int V, double *p) {
+void toka_test_distribution(const toka_sample_row *row, float *logits, int V, double *p) {
     const toka_sampling *s = row->sampling;
     double total = 0;
     for (int i = 0; i < V; i++) logits[i] = samp_clean(logits[i]), p[i] = 0;

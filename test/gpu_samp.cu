@@ -9,11 +9,11 @@
 
 extern "C" {
 typedef struct toka_test_case {
-    toka_out_row row;
+    toka_sample_row row;
     float *raw;
 } toka_test_case;
-void toka_test_row(const toka_out_row *row, float *logits, int V, toka_pick *pick);
-void toka_test_distribution(const toka_out_row *row, float *logits, int V, double *p);
+void toka_test_row(const toka_sample_row *row, float *logits, int V, toka_sample_result *pick);
+void toka_test_distribution(const toka_sample_row *row, float *logits, int V, double *p);
 toka_test_case toka_test_random(uint64_t seed, int V);
 double toka_test_g(const int *seen, const double *p, int n_cells, double n);
 }
@@ -29,7 +29,7 @@ static toka_device *samp_device(int V, int E, int max_out) { /* lm_head and norm
     shape.V = shape.V_all = V, shape.E = E, shape.eps = 1e-5f, shape.max_len = 4096;
     d->shape = &shape, d->E = up_8(E), d->V = up_8(V);
     d->options = toka_device_options{};
-    d->options.max_tokens = d->options.max_out = max_out;
+    d->options.max_tokens = d->options.max_samples = max_out;
     gemm_open(d), samp_open(d);
     d->xn = (bf16 *)dev_alloc(d, (size_t)(max_out + GEMM_ROOM) * d->E * sizeof(bf16), "xn");
     stage_open(d, &d->up, samp_stage_bytes(d) + 4096, false);
@@ -44,25 +44,25 @@ static void samp_device_close(toka_device *d) {
     free(d->blocks), d->blocks = NULL, d->n_blocks = 0;
 }
 
-static toka_step step_of(const std::vector<toka_out_row> &rows) {
+static toka_step step_of(const std::vector<toka_sample_row> &rows) {
     toka_step s = {};
-    s.T = s.n_out = (int)rows.size(), s.out = rows.data();
+    s.T = s.n_samples = (int)rows.size(), s.samples = rows.data();
     return s;
 }
 
 /* Picks of rows with these logits [n][V], which are stored as the GEMM would, a chunk at a time. */
-static std::vector<toka_pick> picks_of(toka_device *d, const std::vector<toka_out_row> &rows, const std::vector<const float *> &logits) {
+static std::vector<toka_sample_result> picks_of(toka_device *d, const std::vector<toka_sample_row> &rows, const std::vector<const float *> &logits) {
     samp_plan *p = d->samp;
     toka_step s = step_of(rows);
     size_t V = (size_t)d->shape->V;
-    std::vector<toka_pick> picks(rows.size());
+    std::vector<toka_sample_result> picks(rows.size());
     stage_begin(d, &d->up);
     samp_plan_step(d, &s);
     stage_send(d, &d->up);
-    for (int i = 0, n; i < s.n_out; i += n) {
+    for (int i = 0, n; i < s.n_samples; i += n) {
         samp_filter *filters = NULL;
         bool plain = i < p->n_plain;
-        n = std::min(p->chunk, (plain ? p->n_plain : s.n_out) - i);
+        n = std::min(p->chunk, (plain ? p->n_plain : s.n_samples) - i);
         if (!plain) n = samp_send_filters(d, &s, i, n, &filters);
         if (!n) break;
         GPU_OK(cudaMemsetAsync(p->logits, 0xFF, (size_t)p->chunk * p->ldl * sizeof(float), d->stream));
@@ -78,7 +78,7 @@ static std::vector<toka_pick> picks_of(toka_device *d, const std::vector<toka_ou
 }
 
 static bool close_to(double a, double b, double tol) { return a == b || fabs(a - b) <= tol * std::max(1.0, fabs(b)); }
-static bool same_pick(const toka_pick &a, const toka_pick &b) {
+static bool same_pick(const toka_sample_result &a, const toka_sample_result &b) {
     return a.id == b.id && !memcmp(&a.logprob, &b.logprob, 4) && !memcmp(&a.sampled_logprob, &b.sampled_logprob, 4) && a.n_top == b.n_top &&
            a.rank == b.rank && !memcmp(a.top_ids, b.top_ids, (size_t)a.n_top * 4) && !memcmp(a.top_logprobs, b.top_logprobs, (size_t)a.n_top * 4);
 }
@@ -86,16 +86,16 @@ static bool same_pick(const toka_pick &a, const toka_pick &b) {
 /* The same rows, of which those that `none` names want no log-probability. */
 struct bare_rows {
     std::vector<toka_sampling> how;
-    std::vector<toka_out_row> rows;
-    template <class F> bare_rows(const std::vector<toka_out_row> &from, F none) : how(from.size()), rows(from) {
+    std::vector<toka_sample_row> rows;
+    template <class F> bare_rows(const std::vector<toka_sample_row> &from, F none) : how(from.size()), rows(from) {
         for (size_t i = 0; i < rows.size(); i++) {
             if (!rows[i].sampling || !none(i)) continue;
             how[i] = *rows[i].sampling, how[i].logprobs = TOKA_NO_LOGPROBS, rows[i].sampling = &how[i];
         }
     }
-    void check(const char *what, const std::vector<toka_pick> &got, const std::vector<toka_pick> &want) const {
+    void check(const char *what, const std::vector<toka_sample_result> &got, const std::vector<toka_sample_result> &want) const {
         for (size_t i = 0; i < rows.size(); i++) {
-            toka_pick p = want[i]; /* of rows without top log-probabilities, whose figure would be the one in the list */
+            toka_sample_result p = want[i]; /* of rows without top log-probabilities, whose figure would be the one in the list */
             if (!toka_wants_logprob(&rows[i])) p.logprob = NAN;
             gpu_check(same_pick(got[i], p), "%s, row %zu: %d (%g, %g) where some want no log-probability, else %d (%g, %g)", what, i,
                       got[i].id, got[i].logprob, got[i].sampled_logprob, p.id, p.logprob, p.sampled_logprob);
@@ -107,10 +107,10 @@ struct bare_rows {
 
 static int unsure, compared; /* rows where rounding decides what a filter keeps */
 
-static void check_row(const char *what, const toka_test_case &c, int V, const toka_pick &got) {
+static void check_row(const char *what, const toka_test_case &c, int V, const toka_sample_result &got) {
     std::vector<float> x(c.raw, c.raw + V);
     std::vector<double> p((size_t)V);
-    toka_pick want = {};
+    toka_sample_result want = {};
     const toka_sampling *s = c.row.sampling;
     toka_test_row(&c.row, x.data(), V, &want);
     compared++;
@@ -139,7 +139,7 @@ static void check_row(const char *what, const toka_test_case &c, int V, const to
     else
         gpu_check(fits, "%s: id %d, sampled %g for %g (T %g, top_k %d, top_p %g, min_p %g, V %d)", what, got.id, got.sampled_logprob,
                   log(p[(size_t)got.id]), s->temperature, s->top_k, s->top_p, s->min_p, V);
-    toka_out_row forced = c.row; /* the raw log-probability of the id that was drawn here */
+    toka_sample_row forced = c.row; /* the raw log-probability of the id that was drawn here */
     toka_sampling none = *s;
     none.logprobs = 0, forced.sampling = &none, forced.forced_id = got.id;
     std::copy(c.raw, c.raw + V, x.begin());
@@ -149,11 +149,11 @@ static void check_row(const char *what, const toka_test_case &c, int V, const to
 }
 
 /* No draw changes when its log-probability, or that of others, is not wanted. */
-static void check_bare(toka_device *d, std::vector<toka_out_row> rows, const std::vector<const float *> &logits) {
+static void check_bare(toka_device *d, std::vector<toka_sample_row> rows, const std::vector<const float *> &logits) {
     std::vector<toka_sampling> how(rows.size());
     for (size_t i = 0; i < rows.size(); i++)
         if (rows[i].sampling) how[i] = *rows[i].sampling, how[i].logprobs = 0, rows[i].sampling = &how[i];
-    std::vector<toka_pick> want = picks_of(d, rows, logits);
+    std::vector<toka_sample_result> want = picks_of(d, rows, logits);
     bare_rows some(rows, [](size_t i) { return i % 3 == 1; }), all(rows, [](size_t) { return true; });
     some.check("some", picks_of(d, some.rows, logits), want), all.check("all", picks_of(d, all.rows, logits), want);
 }
@@ -162,7 +162,7 @@ static void test_random(int V, int n, uint64_t seed0) {
     toka_device *d = samp_device(V, 8, 64);
     for (int from = 0; from < n; from += 64) {
         std::vector<toka_test_case> cases;
-        std::vector<toka_out_row> rows;
+        std::vector<toka_sample_row> rows;
         std::vector<const float *> logits;
         for (int i = 0; i < std::min(64, n - from); i++) {
             toka_test_case c = toka_test_random(seed0 + (uint64_t)(from + i), V);
@@ -170,11 +170,11 @@ static void test_random(int V, int n, uint64_t seed0) {
             c.row.row = i;
             cases.push_back(c), rows.push_back(c.row), logits.push_back(c.raw);
         }
-        std::vector<toka_pick> picks = picks_of(d, rows, logits), again = picks_of(d, rows, logits);
-        std::vector<toka_out_row> turned(rows.rbegin(), rows.rend());
+        std::vector<toka_sample_result> picks = picks_of(d, rows, logits), again = picks_of(d, rows, logits);
+        std::vector<toka_sample_row> turned(rows.rbegin(), rows.rend());
         std::vector<const float *> turned_logits(logits.rbegin(), logits.rend());
         for (size_t i = 0; i < turned.size(); i++) turned[i].row = (int)i;
-        std::vector<toka_pick> other = picks_of(d, turned, turned_logits);
+        std::vector<toka_sample_result> other = picks_of(d, turned, turned_logits);
         for (size_t i = 0; i < rows.size(); i++) {
             char what[80];
             snprintf(what, sizeof what, "V %d, case %llu", V, (unsigned long long)(seed0 + (uint64_t)from + i));
@@ -195,8 +195,8 @@ static toka_sampling plain(float T) {
     s.temperature = T, s.top_p = 1, s.repetition_penalty = 1, s.seed = 99;
     return s;
 }
-static toka_out_row drawn(const toka_sampling *s, uint32_t position) {
-    toka_out_row r = {};
+static toka_sample_row drawn(const toka_sampling *s, uint32_t position) {
+    toka_sample_row r = {};
     r.forced_id = -1, r.sampling = s, r.position = position;
     return r;
 }
@@ -217,7 +217,7 @@ static void test_edges() {
         kinds[7][(size_t)i] = x > 0 ? FLT_MAX : -FLT_MAX;
     }
     std::vector<toka_test_case> cases;
-    std::vector<toka_out_row> rows;
+    std::vector<toka_sample_row> rows;
     std::vector<const float *> logits;
     for (size_t k = 0; k < kinds.size(); k++)
         for (int j = 0; j < 8; j++)
@@ -227,7 +227,7 @@ static void test_edges() {
                 if (forced >= 0) c.row.forced_id = forced ? 999 : 700, c.row.ranked = true;
                 cases.push_back(c), rows.push_back(c.row), logits.push_back(c.raw);
             }
-    std::vector<toka_pick> picks = picks_of(d, rows, logits);
+    std::vector<toka_sample_result> picks = picks_of(d, rows, logits);
     for (size_t i = 0; i < rows.size(); i++) {
         char what[60];
         snprintf(what, sizeof what, "edge %d, sampling %d, forced %d", (int)i / 24, (int)i / 3 % 8, rows[i].forced_id);
@@ -235,7 +235,7 @@ static void test_edges() {
     }
     check_bare(d, rows, logits);
     for (int t = 0; t < 100; t++) {
-        std::vector<toka_pick> again = picks_of(d, rows, logits);
+        std::vector<toka_sample_result> again = picks_of(d, rows, logits);
         bool same = true;
         for (size_t i = 0; i < rows.size(); i++) same &= same_pick(picks[i], again[i]);
         if (!gpu_check(same, "repeat %d differs", t)) break;
@@ -264,7 +264,7 @@ static void test_wide() {
     const int32_t forbidden[] = {V / 2, 17};
     static toka_sampling s[14];
     std::vector<toka_test_case> cases;
-    std::vector<toka_out_row> rows;
+    std::vector<toka_sample_row> rows;
     std::vector<const float *> logits;
     for (auto &kind : kinds)
         for (int j = 0; j < 14; j++) {
@@ -276,7 +276,7 @@ static void test_wide() {
             c.row.row = (int)rows.size(), c.row.forbidden = forbidden, c.row.n_forbidden = asks[j].n_forbidden;
             cases.push_back(c), rows.push_back(c.row), logits.push_back(c.raw);
         }
-    std::vector<toka_pick> picks = picks_of(d, rows, logits), again = picks_of(d, rows, logits);
+    std::vector<toka_sample_result> picks = picks_of(d, rows, logits), again = picks_of(d, rows, logits);
     for (size_t i = 0; i < rows.size(); i++) {
         char what[60];
         snprintf(what, sizeof what, "wide %d, sampling %d", (int)i / 14, (int)i % 14);
@@ -293,14 +293,14 @@ static void test_paths(int V, int n) {
     toka_sampling s[2] = {plain(0.8f), plain(0.8f)};
     s[1].logprobs = 3, s[1].min_p = 1e-30f;
     std::vector<std::vector<float>> x((size_t)n, std::vector<float>((size_t)V));
-    std::vector<toka_out_row> rows;
+    std::vector<toka_sample_row> rows;
     std::vector<const float *> logits;
     for (int i = 0; i < n; i++)
         for (int j = 0; j < 2; j++) {
             for (int k = 0; k < V; k++) x[(size_t)i][(size_t)k] = 2 * gpu_normal(77 + (uint64_t)i, (uint64_t)k);
             rows.push_back(drawn(&s[j], (uint32_t)i)), rows.back().row = 2 * i + j, logits.push_back(x[(size_t)i].data());
         }
-    std::vector<toka_pick> picks = picks_of(d, rows, logits);
+    std::vector<toka_sample_result> picks = picks_of(d, rows, logits);
     for (size_t i = 0; i < rows.size(); i += 2)
         gpu_check(picks[i].id == picks[i + 1].id && close_to(picks[i].sampled_logprob, picks[i + 1].sampled_logprob, 1e-5) &&
                   close_to(picks[i].logprob, picks[i + 1].logprob, 1e-5), "row %zu: %d plain, %d with filters", i, picks[i].id, picks[i + 1].id);
@@ -320,7 +320,7 @@ static void test_cuts() {
     std::vector<toka_sampling> bare(8);
     std::vector<std::vector<float>> x((size_t)(2 * n), std::vector<float>((size_t)V));
     std::vector<double> p((size_t)V), least; /* of the ids that a row keeps, the lowest */
-    std::vector<toka_out_row> rows;
+    std::vector<toka_sample_row> rows;
     std::vector<const float *> logits;
     for (int i = 0; i < n; i++) {
         std::vector<float> &raw = x[(size_t)(2 * i)], &cut = x[(size_t)(2 * i + 1)];
@@ -329,7 +329,7 @@ static void test_cuts() {
             for (float &v : raw) v = floorf(16 * v) / 16;
         cut = raw;
         bare[(size_t)(i % 8)] = plain(s[i % 8].temperature);
-        toka_out_row row = drawn(&s[i % 8], (uint32_t)i), plain_row = drawn(&bare[(size_t)(i % 8)], (uint32_t)i);
+        toka_sample_row row = drawn(&s[i % 8], (uint32_t)i), plain_row = drawn(&bare[(size_t)(i % 8)], (uint32_t)i);
         if (i % 8 == 7) row.history = history.data(), row.n_history = (int)history.size(), row.n_prompt = 450;
         toka_test_distribution(&row, cut.data(), V, p.data()); /* which makes the adjusted logits of them */
         least.push_back(1);
@@ -339,9 +339,9 @@ static void test_cuts() {
         row.row = 2 * i, plain_row.row = 2 * i + 1;
         rows.push_back(row), rows.push_back(plain_row), logits.push_back(raw.data()), logits.push_back(cut.data());
     }
-    std::vector<toka_pick> picks = picks_of(d, rows, logits);
+    std::vector<toka_sample_result> picks = picks_of(d, rows, logits);
     for (size_t i = 0; i < rows.size(); i += 2) {
-        const toka_pick &got = picks[i], &want = picks[i + 1];
+        const toka_sample_result &got = picks[i], &want = picks[i + 1];
         const double apart = fabs((double)got.sampled_logprob - want.sampled_logprob);
         compared++;
         if (s[i / 2 % 8].top_p < 1 && got.id == want.id && apart > 3e-5 && apart < 1.1 * least[i / 2]) {
@@ -360,11 +360,11 @@ static void test_cuts() {
 /* n draws of one row of logits at positions 0 .. n-1, as counts. Rows without filters share one stored row (stride 0). */
 static std::vector<int> draws(toka_device *d, const toka_sampling &how, const std::vector<float> &logits, int n, uint32_t sample) {
     samp_plan *p = d->samp;
-    int V = d->shape->V, batch = d->options.max_out;
+    int V = d->shape->V, batch = d->options.max_samples;
     std::vector<int> seen((size_t)V);
     std::vector<samp_result> results((size_t)batch);
-    std::vector<toka_out_row> rows;
-    toka_out_row one = drawn(&how, 0);
+    std::vector<toka_sample_row> rows;
+    toka_sample_row one = drawn(&how, 0);
     one.sample = sample;
     bool filtered = samp_filtered(&one, V);
     if (filtered) batch = std::min(batch, p->chunk);
@@ -396,7 +396,7 @@ static void check_distribution(toka_device *d, const char *what, const toka_samp
     int V = d->shape->V;
     std::vector<float> x = logits;
     std::vector<double> p((size_t)V);
-    toka_out_row row = drawn(&how, 0);
+    toka_sample_row row = drawn(&how, 0);
     toka_test_distribution(&row, x.data(), V, p.data());
     std::vector<int> seen = draws(d, how, logits, n, 0);
     double value = toka_test_g(seen.data(), p.data(), V, n);
@@ -429,7 +429,7 @@ static void test_distributions() {
     std::vector<float> low = x; /* p-values of many seeds are uniform: Kolmogorov and Smirnov */
     std::vector<double> values, p((size_t)V);
     toka_sampling one = plain(0.9f);
-    toka_out_row row = drawn(&one, 0);
+    toka_sample_row row = drawn(&one, 0);
     toka_test_distribution(&row, low.data(), V, p.data());
     for (int i = 0; i < 40; i++) {
         one.seed = 1000 + (uint64_t)i * 0x100000001u;
@@ -451,7 +451,7 @@ static void test_pairs() {
     std::vector<float> x = {0.1f, 0.9f, -0.4f, 0, 0.7f, 0.2f, -1, 0.5f}, copy = x;
     std::vector<double> one((size_t)V), p((size_t)(V * V));
     toka_sampling s = plain(1);
-    toka_out_row row = drawn(&s, 0);
+    toka_sample_row row = drawn(&s, 0);
     toka_test_distribution(&row, copy.data(), V, one.data());
     for (int i = 0; i < V * V; i++) p[(size_t)i] = one[(size_t)(i / V)] * one[(size_t)(i % V)];
     samp_plan *plan = d->samp;
@@ -461,7 +461,7 @@ static void test_pairs() {
         std::vector<int> seen((size_t)(V * V));
         for (int at = 0; at < n; at += 4096) {
             std::vector<toka_sampling> how(8192, s);
-            std::vector<toka_out_row> rows;
+            std::vector<toka_sample_row> rows;
             std::vector<samp_result> results(8192);
             for (int i = 0; i < 8192; i++) {
                 uint32_t number = (uint32_t)(2 * at + i);
@@ -511,7 +511,7 @@ static void test_tails() {
     }
     std::vector<float> copy = x;
     std::vector<double> p((size_t)V);
-    toka_out_row row = drawn(&s, 0);
+    toka_sample_row row = drawn(&s, 0);
     toka_test_distribution(&row, copy.data(), V, p.data());
     seen = draws(d, s, x, n, 8);
     std::vector<int> cell(400);
@@ -539,12 +539,12 @@ static std::vector<float> floats(const std::vector<bf16> &v) {
 }
 
 /* The drawn ids are the last tokens of their slots, and the next step's embedding finds them there. table: [V][E]. */
-static void check_last(toka_device *d, const std::vector<toka_out_row> &rows, const std::vector<toka_pick> &picks, gpu_buf<int> &last,
+static void check_last(toka_device *d, const std::vector<toka_sample_row> &rows, const std::vector<toka_sample_result> &picks, gpu_buf<int> &last,
                        gpu_buf<bf16> &table) {
     std::vector<int> got = last.host(), want(rows.size(), -1), ids;
     size_t E = (size_t)d->E, wrong = 0;
     for (size_t i = 0; i < rows.size(); i++)
-        if (rows[i].slot >= 0) want[(size_t)rows[i].slot] = picks[i].id, ids.push_back(i % 2 ? -1 - rows[i].slot : (int)i);
+        if (rows[i].seq >= 0) want[(size_t)rows[i].seq] = picks[i].id, ids.push_back(i % 2 ? -1 - rows[i].seq : (int)i);
     gpu_check(got == want && last.guards_hold(), "last tokens of %zu slots", want.size());
     gpu_buf<int> dev_ids(ids.size());
     gpu_buf<bf16> x(ids.size() * E);
@@ -557,7 +557,7 @@ static void check_last(toka_device *d, const std::vector<toka_out_row> &rows, co
 }
 
 /* The whole op on rows of x. */
-static void run_op(toka_device *d, const toka_step *s, const bf16 *x, toka_pick *picks) {
+static void run_op(toka_device *d, const toka_step *s, const bf16 *x, toka_sample_result *picks) {
     stage_begin(d, &d->up);
     samp_plan_step(d, s);
     stage_send(d, &d->up);
@@ -579,22 +579,22 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
     d->norm = norm.p(), d->lm_head = weight{w.p(), NULL, (int)Vp, (int)Ep};
     std::vector<toka_sampling> how = {plain(0), plain(0.7f), plain(1), plain(1), plain(0)};
     how[3].top_p = 0.9f, how[4].logprobs = 4;
-    std::vector<toka_out_row> rows;
+    std::vector<toka_sample_row> rows;
     for (int i = 0; i < n_out; i++) {
         rows.push_back(drawn(&how[(size_t)i % 5], (uint32_t)i));
-        rows.back().row = (i * 7 + 3) % T, rows.back().slot = i % 4 == 3 ? -1 : n_out - 1 - i;
+        rows.back().row = (i * 7 + 3) % T, rows.back().seq = i % 4 == 3 ? -1 : n_out - 1 - i;
         if (i % 6 == 5) rows.back().forced_id = i % V, rows.back().sampling = i % 12 == 5 ? NULL : rows.back().sampling;
     }
     gpu_buf<int> last((size_t)n_out);
-    d->last = last.p(), d->options.n_slots = n_out;
+    d->last = last.p(), d->options.n_seqs = n_out;
     toka_step s = step_of(rows);
     std::vector<float> logits((size_t)n_out * (size_t)V, NAN);
     s.T = T;
     if (all_logits) s.logits = logits.data();
     bare_rows some(rows, [](size_t i) { return i % 5 < 4 && i % 7 < 3; }), all(rows, [](size_t i) { return i % 5 < 4; });
-    std::vector<toka_pick> picks(rows.size()), again(rows.size()), picks_some(rows.size()), picks_all(rows.size());
-    for (std::vector<toka_pick> *to : {&picks, &again, &picks_some, &picks_all}) {
-        s.out = to == &picks_some ? some.rows.data() : to == &picks_all ? all.rows.data() : rows.data();
+    std::vector<toka_sample_result> picks(rows.size()), again(rows.size()), picks_some(rows.size()), picks_all(rows.size());
+    for (std::vector<toka_sample_result> *to : {&picks, &again, &picks_some, &picks_all}) {
+        s.samples = to == &picks_some ? some.rows.data() : to == &picks_all ? all.rows.data() : rows.data();
         GPU_OK(cudaMemset(d->samp->logits, 0xFF, (size_t)d->samp->chunk * (size_t)d->samp->ldl * sizeof(float)));
         run_op(d, &s, x.p(), to->data());
         s.logits = NULL;
@@ -618,7 +618,7 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
         }
         for (float v : z) lse += exp(v - best);
         lse = best + log(lse);
-        const toka_pick &p = picks[(size_t)i];
+        const toka_sample_result &p = picks[(size_t)i];
         if (all_logits) gpu_check(worst < 2e-2, "V %d E %d row %d: a logit off by %g", V, E, i, worst);
         gpu_check(p.id >= 0 && p.id < V && fabs(p.logprob - (z[(size_t)p.id] - lse)) < 2e-2, "V %d E %d row %d: id %d logprob %g for %g", V,
                   E, i, p.id, p.logprob, p.id >= 0 && p.id < V ? z[(size_t)p.id] - lse : NAN);
@@ -647,20 +647,20 @@ static void test_parts() {
     GPU_OK(cudaDeviceSynchronize());
     d->norm = norm.p(), d->lm_head = weight{w.p(), NULL, d->V, d->E};
     gpu_buf<int> last((size_t)n);
-    d->last = last.p(), d->options.n_slots = n;
+    d->last = last.p(), d->options.n_seqs = n;
     std::vector<int> ids((size_t)n);
     std::vector<toka_sampling> how((size_t)n, plain(1));
-    std::vector<toka_out_row> rows;
+    std::vector<toka_sample_row> rows;
     for (int i = 0; i < n; i++) {
         ids[(size_t)i] = i * 37 % V;
         if (i % 3) how[(size_t)i].allowed_ids = &ids[(size_t)i], how[(size_t)i].n_allowed = 1;
-        rows.push_back(drawn(&how[(size_t)i], (uint32_t)i)), rows.back().row = i, rows.back().slot = i;
+        rows.push_back(drawn(&how[(size_t)i], (uint32_t)i)), rows.back().row = i, rows.back().seq = i;
     }
     samp_plan *p = d->samp;
     const int chunk = p->chunk;
     const size_t cap = p->lists.cap;
     toka_step s = step_of(rows);
-    std::vector<toka_pick> picks(rows.size()), whole;
+    std::vector<toka_sample_result> picks(rows.size()), whole;
     for (int round = 0; round < 3; round++) {
         p->chunk = round ? 40 : chunk, p->lists.cap = round == 2 ? n * sizeof(samp_filter) + 31 * samp_list_bytes(&rows[1]) : cap;
         run_op(d, &s, x.p(), picks.data());
@@ -684,16 +684,16 @@ static void test_waves(int E) {
     gpu_buf<int> last(1);
     gpu_random(x, gpu_seed + 1, 1), gpu_random(w, gpu_seed + 2, 3 / sqrtf((float)E)), gpu_random(norm, gpu_seed + 3, 1);
     GPU_OK(cudaDeviceSynchronize());
-    d->norm = norm.p(), d->lm_head = weight{w.p(), NULL, V, E}, d->last = last.p(), d->options.n_slots = 1;
+    d->norm = norm.p(), d->lm_head = weight{w.p(), NULL, V, E}, d->last = last.p(), d->options.n_seqs = 1;
     std::vector<float> logits((size_t)n * V);
     std::vector<const float *> stored;
     for (int i = 0; i < n; i++) stored.push_back(&logits[(size_t)i * V]);
     toka_sampling how = plain(1);
     for (int k = 0; k <= 32; k++) { /* 0: brings the logits */
-        std::vector<toka_out_row> rows;
+        std::vector<toka_sample_row> rows;
         for (int i = 0; i < n; i++) rows.push_back(drawn(&how, (uint32_t)(k * n + i))), rows.back().row = i;
         toka_step s = step_of(rows);
-        std::vector<toka_pick> picks((size_t)n), again;
+        std::vector<toka_sample_result> picks((size_t)n), again;
         s.logits = k ? NULL : logits.data();
         run_op(d, &s, x.p(), picks.data());
         gpu_check(!d->error.code, "%s", d->error.msg);
@@ -715,10 +715,10 @@ static void bench_samp(int V, int E, int n_out, float T, int logprobs, float top
     d->norm = norm.p(), d->lm_head = weight{w.p(), NULL, V, E};
     toka_sampling how = plain(T);
     how.top_p = top_p, how.top_k = top_k, how.logprobs = logprobs;
-    std::vector<toka_out_row> rows;
+    std::vector<toka_sample_row> rows;
     for (int i = 0; i < n_out; i++) rows.push_back(drawn(&how, (uint32_t)i)), rows.back().row = i;
     toka_step s = step_of(rows);
-    std::vector<toka_pick> picks((size_t)n_out);
+    std::vector<toka_sample_result> picks((size_t)n_out);
     double plan = 1e9, us;
     for (int i = 0; i < 5; i++) {
         struct timespec a, b;
@@ -774,7 +774,7 @@ static void bench_filters(int V, int n, float deviation) {
     for (auto &ask : asks) {
         toka_sampling how = plain(ask.T);
         how.top_p = ask.top_p, how.min_p = ask.min_p, how.top_k = ask.top_k, how.logprobs = ask.logprobs;
-        std::vector<toka_out_row> rows;
+        std::vector<toka_sample_row> rows;
         if (ask.n_history) how.repetition_penalty = 1.05f;
         for (int i = 0; i < n; i++) rows.push_back(drawn(&how, (uint32_t)i)), rows.back().row = i;
         for (auto &row : rows) row.history = history.data(), row.n_history = ask.n_history;
@@ -829,7 +829,7 @@ static void bench_peer(const peer *p, int V, int E, int M) {
     for (int turn = 0; turn < 5; turn++)
         for (int i = 0; i < 4; i++) {
             const int k = turn % 2 ? 3 - (i + turn) % 4 : (i + turn) % 4;
-            std::vector<toka_out_row> rows;
+            std::vector<toka_sample_row> rows;
             for (int row = 0; row < M; row++) rows.push_back(drawn(&how[k % 3], (uint32_t)row)), rows.back().row = row;
             toka_step s = step_of(rows);
             stage_begin(d, &d->up), samp_plan_step(d, &s), stage_send(d, &d->up);

@@ -10,7 +10,7 @@ typedef struct late_op {
     late_kind kind;
     const toka_step *s;
     int layer, rows;
-    toka_dev a, b;
+    toka_dev_ptr a, b;
 } late_op;
 
 typedef struct late_device {
@@ -21,7 +21,7 @@ typedef struct late_device {
     late_op ops[LATE_OPS];
     int64_t n_put, n_done;
     const toka_step *steps[LATE_STEPS]; /* begun and not finished: a ring */
-    toka_pick *to[LATE_STEPS], *drawn[LATE_STEPS];
+    toka_sample_result *to[LATE_STEPS], *drawn[LATE_STEPS];
     int64_t begun, ended, worked, finished;
     int most;  /* begun and not finished at once */
     int n_captured, captured_ops; /* steps that were captured; ops since the capture of one began, -1: none is being captured */
@@ -98,7 +98,7 @@ static void late_put(toka_device *d, late_op op) {
 
 /* Steps to be captured, before the first real one. */
 static const toka_step *late_capture(toka_device *d) {
-    static const toka_step step = {.T = 1, .n_out = 1};
+    static const toka_step step = {.T = 1, .n_samples = 1};
     late_device *l = late_of(d);
     late_violations += l->begun != 0 || l->captured_ops >= 0;
     if (l->n_captured++ == LATE_CAPTURED) return NULL;
@@ -137,7 +137,7 @@ static void late_finish(toka_device *d, const toka_step *s) {
     const int i = (int)(l->finished % LATE_STEPS);
     late_violations += l->finished >= l->ended || l->steps[i] != s;
     while (l->worked <= l->finished) pthread_cond_wait(&l->moved, &l->lock);
-    if (l->to[i] && !l->error.code) memcpy(l->to[i], l->drawn[i], (size_t)s->n_out * sizeof *l->to[i]);
+    if (l->to[i] && !l->error.code) memcpy(l->to[i], l->drawn[i], (size_t)s->n_samples * sizeof *l->to[i]);
     l->finished++;
     pthread_mutex_unlock(&l->lock);
 }
@@ -151,27 +151,27 @@ static int late_status(toka_device *d, toka_err *e) {
     return code;
 }
 
-static void late_all_reduce(toka_device *d, toka_dev x, int rows) { late_put(d, (late_op){.kind = LATE_SUM, .rows = rows, .a = x}); }
-static void late_send(toka_device *d, toka_dev x, int rows) { late_put(d, (late_op){.kind = LATE_SEND, .rows = rows, .a = x}); }
-static void late_receive(toka_device *d, toka_dev x, int rows) { late_put(d, (late_op){.kind = LATE_RECEIVE, .rows = rows, .a = x}); }
+static void late_all_reduce(toka_device *d, toka_dev_ptr x, int rows) { late_put(d, (late_op){.kind = LATE_SUM, .rows = rows, .a = x}); }
+static void late_send(toka_device *d, toka_dev_ptr x, int rows) { late_put(d, (late_op){.kind = LATE_SEND, .rows = rows, .a = x}); }
+static void late_receive(toka_device *d, toka_dev_ptr x, int rows) { late_put(d, (late_op){.kind = LATE_RECEIVE, .rows = rows, .a = x}); }
 static void late_copy(toka_device *d, const toka_step *s) { late_put(d, (late_op){.kind = LATE_COPY, .s = s}); }
-static void late_embed(toka_device *d, const toka_step *s, toka_dev x) { late_put(d, (late_op){.kind = LATE_EMBED, .s = s, .a = x}); }
-static void late_qkv(toka_device *d, const toka_step *s, int layer, toka_dev x, toka_dev q) {
+static void late_embed(toka_device *d, const toka_step *s, toka_dev_ptr x) { late_put(d, (late_op){.kind = LATE_EMBED, .s = s, .a = x}); }
+static void late_qkv(toka_device *d, const toka_step *s, int layer, toka_dev_ptr x, toka_dev_ptr q) {
     late_put(d, (late_op){LATE_QKV, s, layer, 0, x, q});
 }
-static void late_attention(toka_device *d, const toka_step *s, int layer, toka_dev q, toka_dev o) {
+static void late_attention(toka_device *d, const toka_step *s, int layer, toka_dev_ptr q, toka_dev_ptr o) {
     late_put(d, (late_op){LATE_ATTENTION, s, layer, 0, q, o});
 }
-static void late_out(toka_device *d, const toka_step *s, int layer, toka_dev o, toka_dev x) {
+static void late_out(toka_device *d, const toka_step *s, int layer, toka_dev_ptr o, toka_dev_ptr x) {
     late_put(d, (late_op){LATE_OUT, s, layer, 0, o, x});
 }
-static void late_mlp(toka_device *d, const toka_step *s, int layer, toka_dev x) {
+static void late_mlp(toka_device *d, const toka_step *s, int layer, toka_dev_ptr x) {
     late_put(d, (late_op){.kind = LATE_MLP, .s = s, .layer = layer, .a = x});
 }
-static void late_sample(toka_device *d, const toka_step *s, toka_dev x, toka_pick *picks) {
+static void late_sample(toka_device *d, const toka_step *s, toka_dev_ptr x, toka_sample_result *picks) {
     late_device *l = late_of(d);
     pthread_mutex_lock(&l->lock);
-    if (l->captured_ops < 0) l->to[(l->begun - 1) % LATE_STEPS] = picks, memset(picks, 0x7E, (size_t)s->n_out * sizeof *picks);
+    if (l->captured_ops < 0) l->to[(l->begun - 1) % LATE_STEPS] = picks, memset(picks, 0x7E, (size_t)s->n_samples * sizeof *picks);
     pthread_mutex_unlock(&l->lock);
     late_put(d, (late_op){.kind = LATE_SAMPLE, .s = s, .a = x});
 }
@@ -182,7 +182,7 @@ static int late_open(toka_device **out, const toka_device_options *o, const toka
     late_device *l = mem_zalloc(sizeof *l);
     l->d = *out, l->captured_ops = -1, l->rng = 88172645463325252u + (uint64_t)o->pp_rank;
     pthread_mutex_init(&l->lock, NULL), pthread_cond_init(&l->moved, NULL);
-    for (int i = 0; i < LATE_STEPS; i++) l->drawn[i] = mem_alloc((size_t)o->max_out * sizeof *l->drawn[i]);
+    for (int i = 0; i < LATE_STEPS; i++) l->drawn[i] = mem_alloc((size_t)o->max_samples * sizeof *l->drawn[i]);
     pthread_mutex_lock(&late_lock);
     while (late_devices[at]) at++;
     assert(at < LATE_DEVICES);

@@ -6,7 +6,7 @@ typedef struct bt {
     batch_step built, last;              /* this step; the one before, which is still on its way */
     uint64_t last_hash;
     batch_parts parts;
-    toka_out_row *out;                   /* of the step: those that yield, and some more */
+    toka_sample_row *out;                   /* of the step: those that yield, and some more */
     uint64_t rng;
     int *drawn, n_drawn;                 /* slot of every draw so far, and number of its part */
     int64_t n_parts, n_needs, n_halves;  /* parts; with needs; chunks that go on in the next one */
@@ -37,7 +37,7 @@ static int bt_check_spans(bt *t, const toka_step *st, const int *row_q, const ui
     }
     for (int r = 0; r < st->T && !check_failed; r++) {
         CHECK(upto[r] == st->pos[r] + 1);
-        CHECK(st->slot[r] == kv_row(&s->kv, row_q[r])[st->pos[r] / s->c.B] * s->c.B + st->pos[r] % s->c.B);
+        CHECK(st->kv_slot[r] == kv_row(&s->kv, row_q[r])[st->pos[r] / s->c.B] * s->c.B + st->pos[r] % s->c.B);
         int32_t id = device[(size_t)row_q[r] * (size_t)s->c.max_len + (size_t)st->pos[r]];
         CHECK(st->ids[r] == id || (st->ids[r] == -1 - row_q[r] && st->pos[r] >= s->seqs[row_q[r]].n_known));
         n_nested += n_spans[r] > 2;
@@ -65,10 +65,10 @@ static void bt_check_order(const bt *t, const int *row_q) {
     const toka_step *st = &t->built.step;
     int B = t->m.s.c.B;
     char *missing = mem_zalloc((size_t)t->m.s.c.n_pages * (size_t)B);
-    for (int r = 0; r < st->T; r++) missing[st->slot[r]] = 1;
+    for (int r = 0; r < st->T; r++) missing[st->kv_slot[r]] = 1;
     for (int k = 0; k < t->parts.n && !check_failed; k++) {
         const batch_part *a = &t->parts.part[k];
-        for (int r = 0; r < a->step.T; r++) missing[a->step.slot[r]] = 0;
+        for (int r = 0; r < a->step.T; r++) missing[a->step.kv_slot[r]] = 0;
         for (int r = 0; r < a->step.T; r++)
             for (int p = 0; p <= a->step.pos[r]; p++)
                 CHECK(!missing[kv_row(&t->m.s.kv, row_q[a->row0 + r])[p / B] * B + p % B]);
@@ -100,14 +100,14 @@ static void bt_check_balance(const bt *t, const int *row_q) {
 static void bt_check_outs(const bt *t, const batch_part *a) {
     const toka_step *st = &t->built.step;
     int n = 0;
-    for (int i = 0; i < st->n_out; i++) {
-        int k = t->parts.pick[i] - a->out0, row = st->out[i].row - a->row0;
-        CHECK((k >= 0 && k < a->step.n_out) == (row >= 0 && row < a->step.T));
-        if (k < 0 || k >= a->step.n_out) continue;
-        CHECK(a->step.out[k].row == row && a->step.out[k].slot == st->out[i].slot && a->step.out[k].position == st->out[i].position);
+    for (int i = 0; i < st->n_samples; i++) {
+        int k = t->parts.pick[i] - a->out0, row = st->samples[i].row - a->row0;
+        CHECK((k >= 0 && k < a->step.n_samples) == (row >= 0 && row < a->step.T));
+        if (k < 0 || k >= a->step.n_samples) continue;
+        CHECK(a->step.samples[k].row == row && a->step.samples[k].seq == st->samples[i].seq && a->step.samples[k].position == st->samples[i].position);
         n++;
     }
-    CHECK(n == a->step.n_out);
+    CHECK(n == a->step.n_samples);
 }
 
 /* The number of the part that drew the tokens which this one is fed, the last of them; looked up in the log of all draws. */
@@ -119,7 +119,7 @@ static void bt_check_needs(bt *t, const batch_part *a) {
                 needs = MAX(needs, (int64_t)t->drawn[2 * i + 1]);
                 break;
             }
-    CHECK(a->step.needs == needs && (!needs || needs < t->parts.part[0].step.number));
+    CHECK(a->step.needs_step == needs && (!needs || needs < t->parts.part[0].step.number));
     t->n_needs += needs > 0;
 }
 
@@ -158,10 +158,10 @@ static void bt_check_parts(bt *t, const int *row_q, const uint64_t *mem, int32_t
 static void bt_out_rows(bt *t) {
     batch_step *d = &t->built;
     int n = 0;
-    for (; n < d->n_out; n++) t->out[n] = (toka_out_row){.row = d->outs[n].row, .slot = d->outs[n].q, .position = (uint32_t)n};
+    for (; n < d->n_out; n++) t->out[n] = (toka_sample_row){.row = d->outs[n].row, .seq = d->outs[n].q, .position = (uint32_t)n};
     for (int r = 0; r < d->step.T && n < t->m.s.c.max_tokens; r++)
-        if (rnd(&t->rng) % 4 == 0) t->out[n] = (toka_out_row){.row = r, .slot = -1, .position = (uint32_t)n}, n++;
-    d->step.out = t->out, d->step.n_out = n;
+        if (rnd(&t->rng) % 4 == 0) t->out[n] = (toka_sample_row){.row = r, .seq = -1, .position = (uint32_t)n}, n++;
+    d->step.samples = t->out, d->step.n_samples = n;
 }
 
 /* All that is in a step. Its pages lie there span by span, without a gap. */
@@ -171,7 +171,7 @@ static uint64_t bt_hash(const batch_step *d, int B) {
     int n_pages = 0;
     for (int i = 0; i < st->n_spans; n_pages += bt_span_pages(&st->spans[i++], B)) CHECK(st->spans[i].page0 == n_pages);
     CHECK(n_pages == d->n_pages);
-    uint64_t h = hash_bytes(st->ids, T) + hash_bytes(st->pos, T) * 3 + hash_bytes(st->slot, T) * 5;
+    uint64_t h = hash_bytes(st->ids, T) + hash_bytes(st->pos, T) * 3 + hash_bytes(st->kv_slot, T) * 5;
     h += hash_bytes(st->spans, (size_t)st->n_spans * sizeof *st->spans) * 7;
     h += hash_bytes(st->pages, (size_t)n_pages * sizeof *st->pages) * 9;
     return h + hash_bytes(d->outs, (size_t)d->n_out * sizeof *d->outs) * 11 + hash_bytes(d->seq, (size_t)d->n_seq * sizeof *d->seq);

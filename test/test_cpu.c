@@ -156,7 +156,7 @@ static void world_device(cpu_world *w, const cpu_kernels *kernels, int threads, 
     toka_err e;
     int B = w->c->sh.B, deck[CPU_PAGES], at = 0;
     if (w->d) toka_cpu.close(w->d);
-    w->o = (toka_device_options){.n_threads = threads, .max_tokens = CPU_SEQS * CPU_LEN, .max_out = 300,
+    w->o = (toka_device_options){.n_threads = threads, .max_tokens = CPU_SEQS * CPU_LEN, .max_samples = 300,
                                  .n_pages = CPU_PAGES};
     if (toka_cpu.open(&w->d, &w->o, &w->c->sh, &w->c->w, &e)) {
         CHECK_MSG(0, "%s", e.msg);
@@ -196,7 +196,7 @@ static void step_spans(cpu_world *w, int seq, int t0, int t1, int from, int to, 
     }
 }
 static void step_end(cpu_world *w) {
-    w->step = (toka_step){.T = w->T, .n_spans = w->n_spans, .ids = w->ids, .pos = w->pos, .slot = w->slot,
+    w->step = (toka_step){.T = w->T, .n_spans = w->n_spans, .ids = w->ids, .pos = w->pos, .kv_slot = w->slot,
                           .pages = w->pages,
                           .spans = w->spans};
 }
@@ -218,13 +218,13 @@ static void world_step(cpu_world *w, const int *from, const int *to, bool group,
 }
 
 /* A buffer on the device with guards around it, all NaN. */
-static toka_dev guarded(toka_device *d, size_t n) {
+static toka_dev_ptr guarded(toka_device *d, size_t n) {
     float *p = mem_alloc((n + 2 * CPU_GUARD) * sizeof *p);
     (void)d;
     for (size_t i = 0; i < n + 2 * CPU_GUARD; i++) p[i] = NAN;
-    return (toka_dev){(uintptr_t)(p + CPU_GUARD)};
+    return (toka_dev_ptr){(uintptr_t)(p + CPU_GUARD)};
 }
-static void guarded_free(toka_dev a, size_t n) { /* and checks that the guards are whole */
+static void guarded_free(toka_dev_ptr a, size_t n) { /* and checks that the guards are whole */
     float *p = cpu_at(a);
     for (int i = 1; i <= CPU_GUARD; i++) CHECK(isnan(p[-i]) && isnan(p[n + (size_t)i - 1]));
     free(p - CPU_GUARD);
@@ -247,7 +247,7 @@ typedef struct cpu_ref { /* float64 K and V of every stored position, one layer 
 
 static void check_embed(cpu_world *w) {
     size_t n = (size_t)w->T * (size_t)w->c->sh.E;
-    toka_dev x = guarded(w->d, n);
+    toka_dev_ptr x = guarded(w->d, n);
     double *want = mem_alloc(n * sizeof *want);
     for (size_t i = 0; i < n; i++)
         want[i] = ref_element(&w->c->w.embed,
@@ -263,7 +263,7 @@ static void check_qkv(cpu_world *w, int layer, cpu_ref *ref) {
     const toka_layer *l = &w->c->layers[layer];
     int HD = s->H * s->D, KD = s->K * s->D;
     size_t nx = (size_t)w->T * (size_t)s->E, nq = (size_t)w->T * (size_t)HD;
-    toka_dev x = guarded(w->d, nx), q = guarded(w->d, nq);
+    toka_dev_ptr x = guarded(w->d, nx), q = guarded(w->d, nq);
     double *xd = mem_alloc(nx * sizeof *xd), *qd = mem_alloc(nq * sizeof *qd);
     for (size_t i = 0; i < nx; i++) xd[i] = cpu_at(x)[i] = (float)rnd_normal(&w->seed);
     toka_cpu.norm_qkv_rope_kv(w->d, &w->step, layer, x, q);
@@ -293,7 +293,7 @@ static void check_attention(cpu_world *w, int layer, const cpu_ref *ref) {
     const toka_shape *s = &w->c->sh;
     size_t n = (size_t)(w->T * s->H * s->D);
     int window = w->c->layers[layer].window;
-    toka_dev q = guarded(w->d, n), o = guarded(w->d, n);
+    toka_dev_ptr q = guarded(w->d, n), o = guarded(w->d, n);
     double *want = mem_zalloc(n * sizeof *want), p[CPU_LEN];
     for (size_t i = 0; i < n; i++) cpu_at(q)[i] = (float)rnd_normal(&w->seed);
     toka_cpu.attention(w->d, &w->step, layer, q, o);
@@ -326,7 +326,7 @@ static void check_out_residual(cpu_world *w, int layer) {
     const toka_layer *l = &w->c->layers[layer];
     int HD = s->H * s->D;
     size_t nx = (size_t)(w->T * s->E), no = (size_t)(w->T * HD);
-    toka_dev x = guarded(w->d, nx), o = guarded(w->d, no);
+    toka_dev_ptr x = guarded(w->d, nx), o = guarded(w->d, no);
     double *want = mem_alloc(nx * sizeof *want), *in = mem_alloc((size_t)HD * sizeof *in),
         *y = mem_alloc((size_t)s->E * sizeof *y);
     for (size_t i = 0; i < nx; i++) want[i] = cpu_at(x)[i] = (float)rnd_normal(&w->seed);
@@ -346,7 +346,7 @@ static void check_mlp(cpu_world *w, int layer) {
     const toka_shape *s = &w->c->sh;
     const toka_layer *l = &w->c->layers[layer];
     size_t nx = (size_t)(w->T * s->E);
-    toka_dev x = guarded(w->d, nx);
+    toka_dev_ptr x = guarded(w->d, nx);
     double *want = mem_alloc(nx * sizeof *want), *in = mem_alloc((size_t)s->E * sizeof *in);
     double *g = mem_alloc((size_t)s->F * sizeof *g), *u = mem_alloc((size_t)s->F * sizeof *u);
     for (size_t i = 0; i < nx; i++) want[i] = cpu_at(x)[i] = (float)rnd_normal(&w->seed);
@@ -367,15 +367,15 @@ static void check_logits(cpu_world *w) {
     const toka_shape *s = &w->c->sh;
     int n_out = rnd_int(&w->seed, 1, MIN(w->T, 40));
     size_t nx = (size_t)(w->T * s->E), nl = (size_t)(n_out * s->V);
-    toka_dev x = guarded(w->d, nx), logits = guarded(w->d, nl);
-    toka_out_row rows[40];
-    toka_pick picks[41];
+    toka_dev_ptr x = guarded(w->d, nx), logits = guarded(w->d, nl);
+    toka_sample_row rows[40];
+    toka_sample_result picks[41];
     double *in = mem_alloc((size_t)s->E * sizeof *in), *y = mem_alloc((size_t)s->V * sizeof *y);
     for (size_t i = 0; i < nx; i++) cpu_at(x)[i] = (float)rnd_normal(&w->seed);
     for (int i = 0; i < n_out; i++)
-        rows[i] = (toka_out_row){.row = rnd_int(&w->seed, 0, w->T - 1), .forced_id = rnd_int(&w->seed, 0, s->V - 1)};
+        rows[i] = (toka_sample_row){.row = rnd_int(&w->seed, 0, w->T - 1), .forced_id = rnd_int(&w->seed, 0, s->V - 1)};
     memset(picks, 0x5A, sizeof picks);
-    w->step.n_out = n_out, w->step.out = rows, w->step.logits = cpu_at(logits);
+    w->step.n_samples = n_out, w->step.samples = rows, w->step.logits = cpu_at(logits);
     toka_cpu.norm_logits_sample(w->d, &w->step, x, picks);
     for (int i = 0; i < n_out; i++) {
         double best = -INFINITY, sum = 0;
@@ -389,7 +389,7 @@ static void check_logits(cpu_world *w) {
         CHECK(fabs(picks[i].logprob - (y[picks[i].id] - best - log(sum))) < 1e-4);
     }
     CHECK(((unsigned char *)&picks[n_out])[0] == 0x5A);
-    w->step.n_out = 0, w->step.logits = NULL;
+    w->step.n_samples = 0, w->step.logits = NULL;
     guarded_free(x, nx), guarded_free(logits, nl), free(in), free(y);
 }
 
@@ -490,12 +490,12 @@ static void test_cpu_exp(void) {
 static void run_step(cpu_world *w, float *logits) {
     const toka_shape *s = &w->c->sh;
     size_t T = (size_t)w->T, E = (size_t)s->E, HD = (size_t)(s->H * s->D), V = (size_t)s->V;
-    toka_dev x = guarded(w->d, T * E), q = guarded(w->d, T * HD), o = guarded(w->d, T * HD);
-    toka_out_row *rows = mem_zalloc(T * sizeof *rows);
-    toka_pick *picks = mem_zalloc(T * sizeof *picks);
+    toka_dev_ptr x = guarded(w->d, T * E), q = guarded(w->d, T * HD), o = guarded(w->d, T * HD);
+    toka_sample_row *rows = mem_zalloc(T * sizeof *rows);
+    toka_sample_result *picks = mem_zalloc(T * sizeof *picks);
     float *out = mem_alloc(T * V * sizeof *out);
-    for (int t = 0; t < w->T; t++) rows[t] = (toka_out_row){.row = t, .forced_id = 0};
-    w->step.n_out = w->T, w->step.out = rows, w->step.logits = out;
+    for (int t = 0; t < w->T; t++) rows[t] = (toka_sample_row){.row = t, .forced_id = 0};
+    w->step.n_samples = w->T, w->step.samples = rows, w->step.logits = out;
     toka_cpu.embed(w->d, &w->step, x);
     for (int l = 0; l < s->L; l++) {
         toka_cpu.norm_qkv_rope_kv(w->d, &w->step, l, x, q);
@@ -593,7 +593,7 @@ static void test_cpu_refuses(void) {
     cpu_case c;
     toka_device *d;
     toka_err e;
-    toka_device_options o = {.n_threads = 1, .max_tokens = 8, .max_out = 8, .n_pages = 8};
+    toka_device_options o = {.n_threads = 1, .max_tokens = 8, .max_samples = 8, .n_pages = 8};
     case_open(&c, (cpu_sizes){.H = 2, .K = 1, .D = 8, .E = 16, .F = 16, .V = 20, .B = 4}, 3);
     c.sh.D = 7;
     CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == TOKA_E_INPUT && strstr(e.msg, "head size 7"));
@@ -606,7 +606,7 @@ static void test_cpu_refuses(void) {
     o.n_pages = 8, c.sh.L = 2;
     CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == 0);
     CHECK(toka_cpu.status(d, &e) == 0 && strstr(toka_cpu.describe(d), "1 thread"));
-    toka_dev a = toka_cpu.alloc(d, 100);
+    toka_dev_ptr a = toka_cpu.alloc(d, 100);
     char back[4] = "";
     toka_cpu.upload(d, a, "abc", 4), toka_cpu.download(d, back, a, 4);
     CHECK(strcmp(back, "abc") == 0);

@@ -94,19 +94,19 @@ static void eng_check_logits(toka *t, const char *name, const json *cases, const
     toka_err e = {0};
     int32_t id[ROWS], pos[ROWS], slot[ROWS], pages[ROWS], at[8];
     toka_span spans[CASES];
-    toka_out_row out[8 * CASES];
-    toka_step s = {.ids = id, .pos = pos, .slot = slot, .pages = pages, .spans = spans, .out = out};
+    toka_sample_row out[8 * CASES];
+    toka_step s = {.ids = id, .pos = pos, .kv_slot = slot, .pages = pages, .spans = spans, .samples = out};
     for (int i = 0; i < ROWS; i++) pages[i] = (int32_t)((i * 7 + 3) % 251); /* scattered; 7 and 251 are coprime */
     int page = 0;
     JSON_EACH(it, cases) {
         int n = eng_int_array(json_get(it, "prompt_ids"), id + s.T, ROWS - s.T);
         int m = eng_int_array(json_get(it, "logit_positions"), at, 8);
-        for (int i = 0; i < m; i++) out[s.n_out++] = (toka_out_row){.row = s.T + at[i], .forced_id = 0};
+        for (int i = 0; i < m; i++) out[s.n_samples++] = (toka_sample_row){.row = s.T + at[i], .forced_id = 0};
         spans[s.n_spans++] = (toka_span){s.T, n, page, 0, n};
         for (int p = 0; p < n; p++, s.T++) pos[s.T] = p, slot[s.T] = pages[page + p / toka_cpu.page_tok] * toka_cpu.page_tok + p % toka_cpu.page_tok;
         page += (n + toka_cpu.page_tok - 1) / toka_cpu.page_tok;
     }
-    float *logits = mem_alloc((size_t)s.n_out * V * sizeof(float)), *want = mem_alloc((size_t)V * sizeof(float)), *row = logits;
+    float *logits = mem_alloc((size_t)s.n_samples * V * sizeof(float)), *want = mem_alloc((size_t)V * sizeof(float)), *row = logits;
     s.logits = logits;
     CHECK(g->replicas[0].s.c.n_pages >= 251 && model_step(&g->replicas[0].m, &s, g->replicas[0].flights[0].picks, &e) == 0);
     int n_case = 0;
@@ -826,7 +826,7 @@ static toka *eng_open_ahead(toka_options o, int n_ahead, bool late) {
     toka_err e;
     if (toka_open(&t, &o, &e)) printf("%s\n", e.msg), abort();
     eng_close(t->engine);
-    *b = late ? late_backend(n_ahead) : toka_cpu, b->n_ahead = n_ahead, b->rehearse = late && !getenv("TOKA_DEBUG_FAULT"); /* which counts steps */
+    *b = late ? late_backend(n_ahead) : toka_cpu, b->n_ahead = n_ahead, b->warm_up = late && !getenv("TOKA_DEBUG_FAULT"); /* which counts steps */
     t->shape = t->files->shape;
     if (eng_open(&t->engine, b, t->files, &t->shape, t->tok, &o, &e)) printf("%s\n", e.msg), abort();
     return t;
@@ -1597,7 +1597,7 @@ static void test_open_that_hangs(void) {
     static const mf_model *files;
     files = t->files;
     eng_close(t->engine);
-    be.rehearse = true, o.max_num_seqs = 4, o.tensor_parallel_size = 2;
+    be.warm_up = true, o.max_num_seqs = 4, o.tensor_parallel_size = 2;
     t->shape = files->shape, t->engine = NULL;
     setenv("TOKA_DEBUG_STALL", "1", 1), setenv("TOKA_DEBUG_PATIENCE", "1", 1);
     int code = eng_open(&t->engine, &be, files, &t->shape, t->tok, &o, &e);

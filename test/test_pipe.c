@@ -28,7 +28,7 @@ typedef struct pipe_sim {
     batch b;
     batch_step step[PIPE_AHEAD];
     batch_parts parts;
-    toka_out_row *out;
+    toka_sample_row *out;
     double *drawn;             /* [PIPE_PARTS] when the draws of a part are back at the first stage */
     double free_at[PIPE_STAGES];
     double busy[PIPE_STAGES], begin; /* busy: since `begin` */
@@ -39,7 +39,7 @@ static double pipe_part_s(const pipe_model *m, const toka_step *a, int stage) {
     double s = 0;
     for (int i = 0; i < a->T; i++) s += m->row + (a->ids[i] < 0 ? m->read : m->seen) * (a->pos[i] + 1);
     s = m->layers[stage] * fmax(s, m->weights);
-    return stage == m->stages - 1 ? s + m->head + m->draw * a->n_out : s;
+    return stage == m->stages - 1 ? s + m->head + m->draw * a->n_samples : s;
 }
 
 /* Runs the parts of a step that is posted at `now`; returns when the last one is drawn. */
@@ -47,8 +47,8 @@ static double pipe_run(pipe_sim *p, const pipe_model *m, double now) {
     double done = 0;
     for (int k = 0; k < p->parts.n; k++) {
         const toka_step *a = &p->parts.part[k].step;
-        double at = a->needs ? fmax(now, p->drawn[a->needs % PIPE_PARTS]) : now;
-        p->n_parts++, p->n_near += a->needs && a->number - a->needs < m->stages;
+        double at = a->needs_step ? fmax(now, p->drawn[a->needs_step % PIPE_PARTS]) : now;
+        p->n_parts++, p->n_near += a->needs_step && a->number - a->needs_step < m->stages;
         for (int i = 0; i < m->stages; i++) {
             const double begin = fmax(at, p->free_at[i]), took = pipe_part_s(m, a, i);
             p->free_at[i] = done = begin + took, p->busy[i] += took;
@@ -60,8 +60,8 @@ static double pipe_run(pipe_sim *p, const pipe_model *m, double now) {
 }
 
 static void pipe_out_rows(pipe_sim *p, batch_step *d) {
-    for (int i = 0; i < d->n_out; i++) p->out[i] = (toka_out_row){.row = d->outs[i].row, .slot = d->outs[i].q};
-    d->step.out = p->out, d->step.n_out = d->n_out;
+    for (int i = 0; i < d->n_out; i++) p->out[i] = (toka_sample_row){.row = d->outs[i].row, .seq = d->outs[i].q};
+    d->step.samples = p->out, d->step.n_samples = d->n_out;
 }
 
 static void pipe_submit(pipe_sim *p, const pipe_load *l, uint64_t *seed) {

@@ -145,8 +145,8 @@ typedef struct rk_step { /* it as a toka_step, with all that this points to */
     toka_step s;
     int32_t ids[RK_ROWS], pos[RK_ROWS], slot[RK_ROWS], pages[RK_SEQS * RK_SEQ_PAGES];
     toka_span spans[RK_SEQS];
-    toka_out_row out[RK_OUT];
-    toka_pick picks[RK_MOST][RK_OUT]; /* of each rank */
+    toka_sample_row out[RK_OUT];
+    toka_sample_result picks[RK_MOST][RK_OUT]; /* of each rank */
     float *logits;                    /* [n_out][V] */
 } rk_step;
 
@@ -226,20 +226,20 @@ static void rk_build(rk_world *w, int i, bool by_slot, rk_step *t) {
             if (p >= w->n_prompt[q] && by_slot)
                 for (int j = 0; j < i; j++)
                     for (int m = 0; m < w->batch[j].n; m++)
-                        if (w->batch[j].seq[m] == q && w->batch[j].draws[m]) s->needs = MAX(s->needs, j + 1);
+                        if (w->batch[j].seq[m] == q && w->batch[j].draws[m]) s->needs_step = MAX(s->needs_step, j + 1);
         }
         t->spans[s->n_spans++] = (toka_span){row0, s->T - row0, n_pages, 0, b->to[k]};
         for (int p = 0; p < b->to[k]; p += RK_B) t->pages[n_pages++] = q * RK_SEQ_PAGES + p / RK_B;
-        if (b->scored == k) t->out[s->n_out++] = (toka_out_row){.row = row0, .slot = -1, .forced_id = w->token[q][1]};
+        if (b->scored == k) t->out[s->n_samples++] = (toka_sample_row){.row = row0, .seq = -1, .forced_id = w->token[q][1]};
         if (b->draws[k])
-            t->out[s->n_out++] = (toka_out_row){.row = s->T - 1, .slot = q, .forced_id = -1, .sample = (uint32_t)q,
+            t->out[s->n_samples++] = (toka_sample_row){.row = s->T - 1, .seq = q, .forced_id = -1, .sample = (uint32_t)q,
                                                 .position = (uint32_t)b->to[k], .sampling = &w->sampling[q], .history = w->token[q],
                                                 .n_prompt = w->n_prompt[q], .n_history = b->to[k], .forbidden = w->token[q],
                                                 .n_forbidden = 1};
     }
-    assert(s->T <= RK_ROWS && s->n_out <= RK_OUT);
+    assert(s->T <= RK_ROWS && s->n_samples <= RK_OUT);
     if (!t->logits) t->logits = mem_alloc((size_t)RK_OUT * (size_t)w->sh.V_all * sizeof *t->logits);
-    s->ids = t->ids, s->pos = t->pos, s->slot = t->slot, s->pages = t->pages, s->spans = t->spans, s->out = t->out;
+    s->ids = t->ids, s->pos = t->pos, s->kv_slot = t->slot, s->pages = t->pages, s->spans = t->spans, s->samples = t->out;
     s->logits = t->logits, s->number = i + 1;
 }
 
@@ -247,7 +247,7 @@ typedef struct rk_rank { /* one rank with its thread */
     toka_shape sh;
     toka_weights w;
     toka_device *d;
-    toka_dev x, q, o;
+    toka_dev_ptr x, q, o;
     rk_step *steps;
     mf_rank place;
     int number, ops;
@@ -264,7 +264,7 @@ static bool rk_goes_on(rk_rank *r) {
 }
 
 /* One step, as chapter 21 does it. False: this rank went away. */
-static bool rk_run_step(rk_rank *r, const toka_step *s, toka_pick *picks) {
+static bool rk_run_step(rk_rank *r, const toka_step *s, toka_sample_result *picks) {
 #define RK_OP(call) if (!rk_goes_on(r)) return false; else toka_cpu.call
     if (r->place.pp_rank == 0) {
         RK_OP(embed(r->d, s, r->x));
@@ -282,7 +282,7 @@ static bool rk_run_step(rk_rank *r, const toka_step *s, toka_pick *picks) {
     }
     if (r->place.pp_rank < r->place.pp_size - 1) {
         RK_OP(send(r->d, r->x, s->T));
-    } else if (s->n_out) {
+    } else if (s->n_samples) {
         RK_OP(norm_logits_sample(r->d, s, r->x, picks));
     }
 #undef RK_OP
@@ -300,7 +300,7 @@ static void *rk_thread(void *arg) {
 }
 
 static void rk_rank_open(rk_rank *r, const rk_world *w, toka_group *g) {
-    toka_device_options o = {.n_threads = 1 + r->number % 2, .max_tokens = RK_ROWS, .max_out = RK_OUT, .n_slots = RK_SEQS,
+    toka_device_options o = {.n_threads = 1 + r->number % 2, .max_tokens = RK_ROWS, .max_samples = RK_OUT, .n_seqs = RK_SEQS,
                              .n_pages = RK_SEQS * RK_SEQ_PAGES, .group = g, .tp_rank = r->place.tp_rank, .tp_size = r->place.tp_size,
                              .pp_rank = r->place.pp_rank, .pp_size = r->place.pp_size};
     toka_err e;
@@ -318,8 +318,8 @@ static void rk_run_alone(rk_world *w) {
         rk_step *t = &w->alone[i];
         rk_build(w, i, false, t);
         rk_run_step(&r, &t->s, t->picks[0]);
-        for (int k = 0; k < t->s.n_out; k++)
-            if (t->out[k].slot >= 0) w->token[t->out[k].slot][t->out[k].position] = t->picks[0][k].id;
+        for (int k = 0; k < t->s.n_samples; k++)
+            if (t->out[k].seq >= 0) w->token[t->out[k].seq][t->out[k].position] = t->picks[0][k].id;
     }
     toka_cpu.close(r.d);
 }
@@ -337,7 +337,7 @@ static void rk_start(rk_world *w, int tp, int pp, toka_group *g, rk_rank *ranks,
         if (pthread_create(&ranks[i].thread, NULL, rk_thread, &ranks[i])) abort();
 }
 
-static void rk_compare_pick(const toka_pick *got, const toka_pick *want, const char *what, int step, int row) {
+static void rk_compare_pick(const toka_sample_result *got, const toka_sample_result *want, const char *what, int step, int row) {
     CHECK_MSG(got->id == want->id, "%s, step %d, row %d: id %d, alone %d", what, step, row, (int)got->id, (int)want->id);
     CHECK_MSG(fabsf(got->logprob - want->logprob) < 1e-4 && fabsf(got->sampled_logprob - want->sampled_logprob) < 1e-4,
               "%s, step %d, row %d: %g %g, alone %g %g", what, step, row, got->logprob, got->sampled_logprob, want->logprob,
@@ -357,7 +357,7 @@ static double rk_rel_l2(const float *got, const float *want, int n) {
 static void rk_compare(const rk_world *w, int tp, int pp, const char *what) {
     const int V = w->sh.V_all;
     for (int i = 0; i < RK_STEPS; i++)
-        for (int k = 0; k < w->alone[i].s.n_out; k++) {
+        for (int k = 0; k < w->alone[i].s.n_samples; k++) {
             double err = rk_rel_l2(w->step[i].logits + (size_t)k * (size_t)V, w->alone[i].logits + (size_t)k * (size_t)V, V);
             CHECK_MSG(err <= 1e-5, "%s, step %d, row %d: relative L2 %.3g", what, i, k, err); /* NaN fails */
             for (int r = (pp - 1) * tp; r < pp * tp; r++) rk_compare_pick(&w->step[i].picks[r][k], &w->alone[i].picks[0][k], what, i, k);
@@ -592,7 +592,7 @@ static void test_ranks_refuses(void) {
     toka_group *g;
     toka_device *d, *d2;
     toka_err e;
-    toka_device_options o = {.n_threads = 1, .max_tokens = 8, .max_out = 8, .n_pages = 8, .tp_size = 2, .pp_size = 1};
+    toka_device_options o = {.n_threads = 1, .max_tokens = 8, .max_samples = 8, .n_pages = 8, .tp_size = 2, .pp_size = 1};
     case_open(&c, (cpu_sizes){.H = 2, .K = 1, .D = 8, .E = 16, .F = 16, .V = 20, .B = 4}, 3);
     CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == TOKA_E_USE && strstr(e.msg, "expected a place among 1 stages of 1"));
     CHECK(toka_cpu.group_open(&g, 0, 1, &e) == TOKA_E_USE && toka_cpu.group_open(&g, 9, 9, &e) == TOKA_E_USE);
@@ -605,13 +605,13 @@ static void test_ranks_refuses(void) {
     toka_cpu.close(d);
     toka_cpu.group_abort(g), toka_cpu.group_close(g), toka_cpu.group_close(NULL);
     CHECK(toka_cpu.group_open(&g, 1, 2, &e) == 0);
-    o = (toka_device_options){.n_threads = 1, .max_tokens = 8, .max_out = 8, .n_pages = 8, .group = g, .pp_size = 2, .n_slots = 4};
+    o = (toka_device_options){.n_threads = 1, .max_tokens = 8, .max_samples = 8, .n_pages = 8, .group = g, .pp_size = 2, .n_seqs = 4};
     CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == 0);
-    o.pp_rank = 1, o.n_slots = 5;
+    o.pp_rank = 1, o.n_seqs = 5;
     CHECK(toka_cpu.open(&d2, &o, &c.sh, &c.w, &e) == TOKA_E_USE && strstr(e.msg, "5 slots, expected 4"));
     toka_cpu.close(d), toka_cpu.group_close(g);
     c.sh.v0 = 1;
-    o = (toka_device_options){.n_threads = 1, .max_tokens = 8, .max_out = 8, .n_pages = 8};
+    o = (toka_device_options){.n_threads = 1, .max_tokens = 8, .max_samples = 8, .n_pages = 8};
     CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == TOKA_E_INPUT && strstr(e.msg, "20 ids from 1 on"));
     case_close(&c);
 }

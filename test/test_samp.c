@@ -4,7 +4,7 @@
 
 typedef struct samp_case { /* one row with all that a pick depends on */
     toka_sampling s;
-    toka_out_row row;
+    toka_sample_row row;
     int V;
     float *raw;       /* [V] */
     int32_t *ids[4];  /* bias, allowed, forbidden, history */
@@ -119,16 +119,16 @@ static samp_ref ref_new(const samp_case *c) {
 }
 static void ref_free(samp_ref *r) { free(r->adjusted), free(r->p), free(r->raw_logprob), free(r->keep); }
 
-static toka_out_row row_of(const samp_case *c) { /* cases are copied around, so the pointer is set late */
-    toka_out_row row = c->row;
+static toka_sample_row row_of(const samp_case *c) { /* cases are copied around, so the pointer is set late */
+    toka_sample_row row = c->row;
     row.sampling = &c->s;
     return row;
 }
 
-static toka_pick pick_of(const samp_case *c) {
+static toka_sample_result pick_of(const samp_case *c) {
     float *x = mem_alloc(c->V * sizeof *x);
-    toka_out_row row = row_of(c);
-    toka_pick pick;
+    toka_sample_row row = row_of(c);
+    toka_sample_result pick;
     memcpy(x, c->raw, c->V * sizeof *x);
     samp_row(&row, x, c->V, &pick);
     free(x);
@@ -169,7 +169,7 @@ static samp_case random_case(uint64_t *s, int V) {
     samp_case c = {.s = samp_plain(), .V = V, .raw = mem_alloc(V * sizeof(float))};
     random_logits(s, c.raw, V);
     random_filters(s, &c);
-    c.row = (toka_out_row){.forced_id = -1, .sample = (uint32_t)rnd(s), .position = (uint32_t)rnd(s)};
+    c.row = (toka_sample_row){.forced_id = -1, .sample = (uint32_t)rnd(s), .position = (uint32_t)rnd(s)};
     c.s.seed = rnd(s);
     if (rnd(s) % 2) {
         c.row.n_history = (int)(rnd(s) % 300), c.row.n_prompt = (int)(rnd(s) % (uint64_t)(c.row.n_history + 1));
@@ -236,11 +236,11 @@ static void test_samp_exp(void) {
 /* ---- Against the naive sampler ---- */
 
 /* What is asked besides does not change the draw: not the top log-probabilities, nor that none at all is wanted. */
-static void check_bare(const samp_case *c, const toka_pick *pick, uint64_t seed) {
+static void check_bare(const samp_case *c, const toka_sample_result *pick, uint64_t seed) {
     for (int n = TOKA_NO_LOGPROBS; n <= 0; n++) {
         samp_case bare = *c;
         bare.s.logprobs = n;
-        const toka_pick got = pick_of(&bare);
+        const toka_sample_result got = pick_of(&bare);
         CHECK_MSG(got.id == pick->id && !memcmp(&got.sampled_logprob, &pick->sampled_logprob, 4) && !got.n_top,
                   "seed %llu: %d (%g) for %d (%g)", (unsigned long long)seed, got.id, got.sampled_logprob, pick->id, pick->sampled_logprob);
         CHECK_MSG(!isnan(got.logprob) == !n, "seed %llu: %g", (unsigned long long)seed, got.logprob);
@@ -250,7 +250,7 @@ static void check_bare(const samp_case *c, const toka_pick *pick, uint64_t seed)
 /* Checks one case: the kept set, the pick and every log-probability. Returns false if rounding decides the set. */
 static bool check_case(const samp_case *c, uint64_t seed) {
     samp_ref r = ref_new(c);
-    toka_pick pick = pick_of(c), again = pick_of(c);
+    toka_sample_result pick = pick_of(c), again = pick_of(c);
     CHECK_MSG(pick.id == again.id && pick.sampled_logprob == again.sampled_logprob, "seed %llu", (unsigned long long)seed);
     CHECK_MSG(pick.id >= 0 && pick.id < c->V, "seed %llu: id %d", (unsigned long long)seed, pick.id);
     CHECK_MSG(close_to(pick.logprob, r.raw_logprob[pick.id], 1e-5), "seed %llu: %g for %g", (unsigned long long)seed,
@@ -274,7 +274,7 @@ static bool check_case(const samp_case *c, uint64_t seed) {
     if (!r.nothing && c->s.temperature > 0 && !r.unsure) {
         float *x = mem_alloc(c->V * sizeof *x);
         for (int i = 0; i < c->V; i++) x[i] = samp_clean(c->raw[i]);
-        toka_out_row row = row_of(c);
+        toka_sample_row row = row_of(c);
         samp_adjust(&row, x, c->V);
         samp_dist d = {x, c->V, samp_max(x, c->V), 1 / (double)c->s.temperature, {-INFINITY, -1}};
         samp_truncate(&d, &c->s);
@@ -321,8 +321,8 @@ static void test_samp_large(void) { /* several windows, blocks of any size; a vo
 
 static void test_samp_edges(void) {
     toka_sampling s = samp_plain();
-    toka_out_row row = {.forced_id = -1, .sampling = &s};
-    toka_pick pick;
+    toka_sample_row row = {.forced_id = -1, .sampling = &s};
+    toka_sample_result pick;
     s.temperature = 0, s.logprobs = 4;
     samp_row(&row, (float[]){1, NAN, 3, 3, -INFINITY}, 5, &pick); /* greedy: lowest id on a tie */
     CHECK(pick.id == 2 && pick.sampled_logprob == 0 && pick.n_top == 4);
@@ -365,8 +365,8 @@ static void test_samp_edges(void) {
 }
 
 static void test_samp_forced(void) {
-    toka_out_row row = {.forced_id = 2};
-    toka_pick pick;
+    toka_sample_row row = {.forced_id = 2};
+    toka_sample_result pick;
     samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &pick);
     double lse = log(exp(1) + exp(2) + exp(0.5) + exp(-4));
     CHECK(pick.id == 2 && pick.n_top == 0);
@@ -435,10 +435,10 @@ static double g_test(const int *seen, const double *p, int n_cells, double n) {
 
 static void draw_many(const samp_case *c, int n, int *seen) { /* one draw a position, a new sample every 1,000 */
     float *x = mem_alloc(c->V * sizeof *x);
-    toka_out_row row = row_of(c);
+    toka_sample_row row = row_of(c);
     memset(seen, 0, c->V * sizeof *seen);
     for (int i = 0; i < n; i++) {
-        toka_pick pick;
+        toka_sample_result pick;
         row.sample = (uint32_t)(i / 1000), row.position = (uint32_t)(i % 1000);
         memcpy(x, c->raw, c->V * sizeof *x);
         samp_row(&row, x, c->V, &pick);
@@ -455,7 +455,7 @@ static void check_distribution(toka_sampling s, const char *what) {
     for (int i = 0; i < V; i++) raw[i] = (float)(1.5 * rnd_normal(&r));
     raw[7] = -INFINITY, raw[9] = raw[10];
     samp_case c = {.s = s, .V = V, .raw = raw};
-    c.row = (toka_out_row){.forced_id = -1, .sampling = &c.s, .history = history, .n_history = 7, .n_prompt = 2};
+    c.row = (toka_sample_row){.forced_id = -1, .sampling = &c.s, .history = history, .n_history = 7, .n_prompt = 2};
     samp_ref ref = ref_new(&c);
     int seen[V];
     draw_many(&c, N, seen);
@@ -499,7 +499,7 @@ static void test_samp_g_blocks(void) { /* a row of several blocks, ids in bands 
     c.s.seed = 5;
     for (int cut = 0; cut < 2; cut++) {
         c.s.top_k = cut ? 500 : 0;
-        c.row = (toka_out_row){.forced_id = -1, .sampling = &c.s};
+        c.row = (toka_sample_row){.forced_id = -1, .sampling = &c.s};
         samp_ref ref = ref_new(&c);
         samp_dist d = {raw, V, samp_max(raw, V), 1, {-INFINITY, -1}};
         samp_truncate(&d, &c.s);
@@ -521,7 +521,7 @@ static void test_samp_pairs(void) {
     enum { V = 8, N = 1000000 };
     float raw[V] = {0.1f, 0.9f, -0.4f, 0, 0.7f, 0.2f, -1, 0.5f};
     samp_case c = {.s = samp_plain(), .V = V, .raw = raw};
-    c.row = (toka_out_row){.forced_id = -1, .sampling = &c.s};
+    c.row = (toka_sample_row){.forced_id = -1, .sampling = &c.s};
     samp_ref ref = ref_new(&c);
     double p[V * V];
     for (int i = 0; i < V * V; i++) p[i] = ref.p[i / V] * ref.p[i % V];
@@ -534,7 +534,7 @@ static void test_samp_pairs(void) {
                 c.s.seed = which == 2 ? at : 11;
                 c.row.position = which == 0 ? at : 3, c.row.sample = which == 1 ? at : 4;
                 float x[V];
-                toka_pick pick;
+                toka_sample_result pick;
                 memcpy(x, raw, sizeof x);
                 samp_row(&c.row, x, V, &pick);
                 id[j] = pick.id;
@@ -553,7 +553,7 @@ static void test_samp_pure(void) { /* a draw depends on its own counter only; ot
     uint64_t r = 3;
     for (int i = 0; i < V; i++) raw[i] = (float)(0.1 * rnd_normal(&r));
     samp_case c = {.s = samp_plain(), .V = V, .raw = raw};
-    c.row = (toka_out_row){.forced_id = -1, .sampling = &c.s};
+    c.row = (toka_sample_row){.forced_id = -1, .sampling = &c.s};
     int same[3] = {0}, n = 300;
     for (int i = 0; i < n; i++) {
         c.s.seed = 40, c.row.sample = 2, c.row.position = (uint32_t)i;
@@ -569,7 +569,7 @@ static void test_samp_pure(void) { /* a draw depends on its own counter only; ot
 
 /* ---- The last resort ---- */
 
-static int32_t samp_lowest(const toka_out_row *row, int V, bool any) { /* allowed and not forbidden; any: forbidden or not */
+static int32_t samp_lowest(const toka_sample_row *row, int V, bool any) { /* allowed and not forbidden; any: forbidden or not */
     for (int32_t id = 0; id < V; id++) {
         bool in = !row->sampling->n_allowed, out = false;
         for (int i = 0; i < row->sampling->n_allowed; i++) in |= row->sampling->allowed_ids[i] == id;
@@ -586,17 +586,17 @@ static void test_samp_last_resort(void) {
     for (int turn = 0; turn < 2000; turn++) {
         const int n = 1 + (int)(rnd(&rng) % 3000), near = turn % 2 ? n : MIN(n, 30);
         toka_sampling s = {.allowed_ids = allowed, .n_allowed = turn % 3 ? (int)(rnd(&rng) % 40) : 0};
-        toka_out_row row = {.sampling = &s, .forbidden = forbidden, .n_forbidden = (int)(rnd(&rng) % 40)};
+        toka_sample_row row = {.sampling = &s, .forbidden = forbidden, .n_forbidden = (int)(rnd(&rng) % 40)};
         for (int i = 0; i < 40; i++) allowed[i] = (int32_t)(rnd(&rng) % (uint64_t)near);
         for (int i = 0; i < 40; i++) forbidden[i] = (int32_t)(rnd(&rng) % (uint64_t)(near + 2)) - 1; /* not all are in it */
-        CHECK(toka_last_resort(&row, n) == samp_lowest(&row, n, false));
+        CHECK(toka_fallback_id(&row, n) == samp_lowest(&row, n, false));
     }
     for (int i = 0; i < V; i++) all[i] = V - 1 - i; /* pairs of them are 16 thousand million */
     toka_sampling s = {.allowed_ids = all, .n_allowed = V};
-    toka_out_row row = {.sampling = &s, .forbidden = all, .n_forbidden = V};
-    CHECK(toka_last_resort(&row, V) == 0);
+    toka_sample_row row = {.sampling = &s, .forbidden = all, .n_forbidden = V};
+    CHECK(toka_fallback_id(&row, V) == 0);
     row.forbidden++, row.n_forbidden--;
-    CHECK(toka_last_resort(&row, V) == V - 1);
+    CHECK(toka_fallback_id(&row, V) == V - 1);
     free(all);
 }
 
@@ -608,7 +608,7 @@ static void test_samp_undone(void) {
     int32_t history[60];
     uint64_t seed = 11;
     toka_err e;
-    toka_pick pick;
+    toka_sample_result pick;
     for (int i = 0; i < 3000; i++) {
         toka_sampling s = samp_plain();
         s.temperature = 0, s.repetition_penalty = repetitions[rnd(&seed) % 7];
@@ -617,7 +617,7 @@ static void test_samp_undone(void) {
         int32_t id = (int32_t)(rnd(&seed) % 8);
         int n_prompt = (int)(rnd(&seed) % 2), count = (int)(rnd(&seed) % 50);
         for (int k = 0; k < n_prompt + count; k++) history[k] = id;
-        toka_out_row row = {.forced_id = -1, .sampling = &s, .history = history, .n_history = n_prompt + count, .n_prompt = n_prompt};
+        toka_sample_row row = {.forced_id = -1, .sampling = &s, .history = history, .n_history = n_prompt + count, .n_prompt = n_prompt};
         s.allowed_ids = &id, s.n_allowed = 1;
         float x[8];
         double sum = 0, raw;
